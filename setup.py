@@ -1,0 +1,124 @@
+"""Builds the compiled core ``nmkernels._C`` with CMake and Ninja; everything else about the package is in pyproject.toml.
+
+Environment:
+    NMKERNELS_CUDA=auto|on|off   auto (the default) builds device code where nvcc and a GPU are present
+    NMKERNELS_REQUIRE_CORE=1     a core that cannot be built is an error; otherwise the package installs without it
+    NMKERNELS_WERROR=1           compiler warnings are errors
+    MAX_JOBS=n                   parallel compile jobs
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+REQUIRED = os.environ.get("NMKERNELS_REQUIRE_CORE", "0") not in ("", "0")
+CUDA = os.environ.get("NMKERNELS_CUDA", "auto").lower()
+
+
+class CoreUnavailable(Exception):
+    """This machine cannot build the core: a tool or a header is missing."""
+
+
+def find_tool(name: str) -> str:
+    """Path of ``cmake`` or ``ninja``: beside this interpreter, else in PATH, else inside the pip package of that name."""
+    found = shutil.which(name, path=sysconfig.get_path("scripts")) or shutil.which(name)
+    if found:
+        return found
+    spec = importlib.util.find_spec(name)
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        for candidate in (Path(folder) / "data" / "bin" / name, Path(folder).parent / "bin" / name):
+            if candidate.is_file():
+                return str(candidate)
+    raise CoreUnavailable(f"{name} was not found; pip install {name}")
+
+
+def pybind11_include() -> str:
+    """Folder that holds ``pybind11/pybind11.h``: of the pip package, else of torch; empty leaves the search to CMake."""
+    for package, tail in (("pybind11", "include"), ("torch", "include")):
+        spec = importlib.util.find_spec(package)
+        for folder in (spec.submodule_search_locations or []) if spec else []:
+            if (Path(folder) / tail / "pybind11" / "pybind11.h").is_file():
+                return str(Path(folder) / tail)
+    return ""
+
+
+class BuildCore(build_ext):
+    """``build_ext`` that hands the one extension to CMake; incremental, in ``build/cmake-<abi tag>``."""
+
+    def run(self) -> None:
+        """Remember whether the module is copied into the source tree; setuptools hides that while it builds."""
+        self._in_place = bool(self.inplace)
+        super().run()
+
+    def build_extension(self, ext: Extension) -> None:
+        """Configure, compile, and put the module where setuptools expects it."""
+        target = Path(self.get_ext_fullpath(ext.name)).resolve()
+        try:
+            folder = self._configure()
+        except CoreUnavailable as reason:
+            self._forget(ext)
+            if REQUIRED or CUDA == "on":
+                raise SystemExit(f"nmkernels: the compiled core cannot be built: {reason}") from None
+            return _warn(str(reason))
+        build = [find_tool("cmake"), "--build", str(folder)]
+        if os.environ.get("MAX_JOBS"):
+            build += ["--parallel", os.environ["MAX_JOBS"]]
+        if subprocess.run(build).returncode:
+            self._forget(ext)
+            raise SystemExit("nmkernels: compiling the core failed, see above. With no C++ compiler installed the package installs without it.")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(folder / target.name, target)
+
+    def _forget(self, ext: Extension) -> None:
+        """Delete earlier builds of the module: one of older sources must not outlive a failed build."""
+        Path(self.get_ext_fullpath(ext.name)).unlink(missing_ok=True)
+        if self._in_place:
+            ROOT.joinpath(*self.get_ext_filename(ext.name).split(os.sep)).unlink(missing_ok=True)
+
+    def _configure(self) -> Path:
+        cmake, ninja = find_tool("cmake"), find_tool("ninja")
+        folder = ROOT / "build" / f"cmake-{sysconfig.get_config_var('SOABI') or sys.implementation.cache_tag}"
+        options = {
+            "CMAKE_BUILD_TYPE": "Debug" if self.debug else "Release",
+            "CMAKE_MAKE_PROGRAM": ninja,
+            "Python_EXECUTABLE": sys.executable,
+            "NMKERNELS_PYBIND11_INCLUDE": pybind11_include(),
+            "NMKERNELS_CUDA": CUDA,
+            "NMKERNELS_WERROR": os.environ.get("NMKERNELS_WERROR", "0"),
+        }
+        command = [cmake, "-S", str(ROOT / "csrc"), "-B", str(folder), "-G", "Ninja", *(f"-D{k}={v}" for k, v in options.items())]
+        if subprocess.run(command).returncode and not self._configure_afresh(command, folder):
+            raise CoreUnavailable("CMake could not configure the build, its message is above (usually: no C++ compiler, or no Python headers)")
+        return folder
+
+    @staticmethod
+    def _configure_afresh(command: list[str], folder: Path) -> bool:
+        """A cache left by another checkout, compiler or CMake makes configuring fail; once more without it."""
+        if not (folder / "CMakeCache.txt").exists():
+            return False
+        shutil.rmtree(folder)
+        return subprocess.run(command).returncode == 0
+
+
+def _warn(reason: str) -> None:
+    bar = "!" * 100
+    print(
+        f"{bar}\nnmkernels is being installed WITHOUT its compiled core: {reason}.\n"
+        "Everything works, on the plain PyTorch reference, but slowly. Set NMKERNELS_REQUIRE_CORE=1 to make this an error.\n"
+        f"{bar}",
+        file=sys.stderr,
+    )
+
+
+if __name__ == "__main__":
+    setup(ext_modules=[Extension("nmkernels._C", sources=[], optional=not REQUIRED)], cmdclass={"build_ext": BuildCore})
