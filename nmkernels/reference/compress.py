@@ -1,0 +1,90 @@
+"""The compressed form: the kept values of each row and, packed, where in its group each of them sits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..pattern import DtypeError, Pattern, ShapeError
+from ._common import check, grouped
+from .bitpack import pack_indices, unpack_indices
+from .mask import mask as nm_mask
+
+
+def compress(w: Tensor, n: int, m: int, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Gather the ``n`` kept elements of every group of ``m``, in order of index, with their packed positions.
+
+    A given mask may keep fewer than n in a group: the lowest unkept positions are then stored with value +0.0,
+    so that every group has exactly n, all in order of index. Kept elements keep their bits.
+
+    Args:
+        w: ``(..., cols)``, cols a multiple of ``m``.
+        mask: bool, the shape of ``w``; None stands for ``mask(w, n, m)``.
+
+    Returns:
+        ``values (..., cols/m*n)`` in w's dtype and ``indices`` uint8 ``(..., index_bytes(cols))``: 2 bits an index for
+        m <= 4, 4 for m <= 16, else 8; little end first, each row starting on a byte, spare bits 0.
+
+    Raises:
+        PatternError, DtypeError, ShapeError: also when the mask keeps more than n in a group.
+
+    Example:
+        >>> values, indices = compress(torch.tensor([[0.5, -2.0, 1.0, 0.0]]), 2, 4)
+        >>> values, indices  # positions 1 and 2: 1 | 2 << 2
+        (tensor([[-2.,  1.]]), tensor([[9]], dtype=torch.uint8))
+    """
+    pattern = check("compress", w, n, m)
+    kept = grouped(nm_mask(w, n, m) if mask is None else _checked(mask, w, pattern), m)
+    short = n - kept.sum(-1, keepdim=True)
+    stored = kept | (~kept & ((~kept).cumsum(-1) <= short))
+    shape = (*w.shape[:-1], w.shape[-1] // m * n)
+    values = grouped(w, m).masked_fill(~kept, 0.0)[stored].reshape(shape)
+    position = torch.arange(m, device=w.device).to(torch.uint8).expand(stored.shape)[stored].reshape(shape)
+    return values, pack_indices(position, pattern.index_bits)
+
+
+def _checked(mask: Tensor, w: Tensor, pattern: Pattern) -> Tensor:
+    if mask.dtype != torch.bool:
+        raise DtypeError(f"compress: the mask has dtype {mask.dtype}, but bool is required; write mask.bool().")
+    if mask.shape != w.shape:
+        raise ShapeError(f"compress: the mask has shape {tuple(mask.shape)}, the tensor {tuple(w.shape)}; they must be equal.")
+    most = grouped(mask, pattern.m).sum(-1)
+    if most.numel() and int(most.max()) > pattern.n:
+        raise ShapeError(
+            f"compress: the mask keeps {int(most.max())} elements in a group, but {pattern} stores {pattern.n}; prune it first."
+        )
+    return mask
+
+
+def decompress(values: Tensor, indices: Tensor, n: int, m: int, cols: int) -> Tensor:
+    """Scatter the stored values back into a dense tensor: out[group*m + index] = value, +0.0 elsewhere.
+
+    Args:
+        values: ``(..., groups*n)``; indices: uint8 ``(..., index_bytes(cols))``.
+        cols: the dense width; when it is not a multiple of ``m``, positions of the last group past it are dropped.
+
+    Returns:
+        ``(..., cols)``, the dtype of ``values``, contiguous.
+
+    Raises:
+        PatternError, ShapeError: shapes that do not belong together, or an index that is not below m.
+
+    Example:
+        >>> decompress(torch.tensor([[-2.0, 1.0]]), torch.tensor([[9]], dtype=torch.uint8), 2, 4, 4)
+        tensor([[ 0., -2.,  1.,  0.]])
+    """
+    pattern = Pattern(n, m)
+    expected = (*values.shape[:-1], pattern.index_bytes(cols))
+    if values.dim() == 0 or values.shape[-1] != pattern.kept(cols) or indices.shape != expected:
+        raise ShapeError(
+            f"decompress: values {tuple(values.shape)} and indices {tuple(indices.shape)} are not {pattern} of {cols} columns, "
+            f"which has rows of {pattern.kept(cols)} values and {pattern.index_bytes(cols)} index bytes."
+        )
+    position = unpack_indices(indices, pattern.index_bits, pattern.kept(cols)).long()
+    if position.numel() and int(position.max()) >= m:
+        raise ShapeError(
+            f"decompress: index {int(position.max())} does not exist in a group of {m}; the indices are damaged or of another pattern."
+        )
+    dense = values.new_zeros(*values.shape[:-1], pattern.groups(cols), m)
+    dense.scatter_(-1, grouped(position, n), grouped(values, n))
+    return dense.flatten(-2)[..., :cols].contiguous()

@@ -1,0 +1,96 @@
+"""The three GEMMs of a linear layer with one operand in compressed form: decompress, then multiply.
+
+float16 and bfloat16 are multiplied in float32 and rounded once; float64 in float64.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..pattern import DtypeError, ShapeError
+from ._common import check_float, compute_dtype
+from .compress import decompress
+
+
+def _operands(op: str, x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int) -> tuple[Tensor, Tensor]:
+    check_float(op, "the input", x)
+    if x.dtype != values.dtype:
+        raise DtypeError(f"{op}: the input is {x.dtype}, the compressed values {values.dtype}; cast one to the other.")
+    if values.dim() != 2 or x.dim() == 0:
+        raise ShapeError(f"{op}: needs 2-D values and an input of at least one dimension, got {tuple(values.shape)} and {tuple(x.shape)}.")
+    wide = compute_dtype(x.dtype)
+    return x.to(wide), decompress(values, indices, n, m, cols).to(wide)
+
+
+def _check_size(op: str, what: str, got: int, need: int) -> None:
+    if got != need:
+        raise ShapeError(f"{op}: {what} is {got}, but the compressed operand needs {need}.")
+
+
+def linear(x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, bias: Tensor | None = None) -> Tensor:
+    """fprop, layout nt: y = x Wᵀ + b with W ``(out, in)`` compressed along ``in``.
+
+    Args:
+        x: ``(..., in)``; values, indices: ``compress(W)``; cols: in; bias: ``(out,)`` or None, the dtype of x.
+
+    Returns:
+        ``(..., out)`` in the dtype of x.
+
+    Raises:
+        PatternError, ShapeError, DtypeError.
+
+    Example:
+        >>> import torch
+        >>> linear(torch.ones(1, 4), torch.tensor([[-2.0, 1.0]]), torch.tensor([[9]], dtype=torch.uint8), 2, 4, 4)
+        tensor([[-1.]])
+    """
+    a, w = _operands("linear", x, values, indices, n, m, cols)
+    _check_size("linear", "the input's last dimension", x.shape[-1], cols)
+    y = a @ w.T
+    if bias is not None:
+        if bias.dtype != x.dtype:
+            raise DtypeError(f"linear: the bias is {bias.dtype}, the input {x.dtype}; cast one to the other.")
+        if bias.shape != (values.shape[0],):
+            raise ShapeError(f"linear: the bias has shape {tuple(bias.shape)}, but ({values.shape[0]},) is needed.")
+        y = y + bias.to(y.dtype)
+    return y.to(x.dtype)
+
+
+def linear_dgrad(g: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int) -> Tensor:
+    """dgrad, layout nn: dx = g W with W ``(out, in)`` compressed along ``in``.
+
+    Args:
+        g: ``(..., out)``; values, indices: ``compress(W)``; cols: in.
+
+    Returns:
+        ``(..., in)`` in the dtype of g. Errors as ``linear``.
+
+    Example:
+        >>> import torch
+        >>> linear_dgrad(torch.ones(1, 1), torch.tensor([[-2.0, 1.0]]), torch.tensor([[9]], dtype=torch.uint8), 2, 4, 4)
+        tensor([[ 0., -2.,  1.,  0.]])
+    """
+    a, w = _operands("linear_dgrad", g, values, indices, n, m, cols)
+    _check_size("linear_dgrad", "the gradient's last dimension", g.shape[-1], values.shape[0])
+    return (a @ w).to(g.dtype)
+
+
+def linear_wgrad(values: Tensor, indices: Tensor, n: int, m: int, cols: int, x: Tensor) -> Tensor:
+    """wgrad, layout tn: dW = gᵀ x, where gᵀ ``(out, tokens)`` comes compressed along tokens.
+
+    Args:
+        values, indices: gᵀ packed, as ``mvue_compress(g, dim=0)`` gives it; cols: tokens; x: ``(tokens, in)``.
+
+    Returns:
+        ``(out, in)``, dense, in the dtype of x. Errors as ``linear``.
+
+    Example:
+        >>> import torch
+        >>> linear_wgrad(torch.tensor([[-2.0, 1.0]]), torch.tensor([[9]], dtype=torch.uint8), 2, 4, 4, torch.eye(4))
+        tensor([[ 0., -2.,  1.,  0.]])
+    """
+    a, g = _operands("linear_wgrad", x, values, indices, n, m, cols)
+    if x.dim() != 2:
+        raise ShapeError(f"linear_wgrad: x has shape {tuple(x.shape)}, but (tokens, in) is needed; flatten its leading dimensions.")
+    _check_size("linear_wgrad", "the number of tokens", x.shape[0], cols)
+    return (g @ a).to(x.dtype)
