@@ -5,22 +5,32 @@ from .bitpack import pack_indices, unpack_indices
 from .compress import compress, decompress
 from .linear import linear, linear_dgrad, linear_wgrad
 from .mask import is_nm, mask, prune
+from .mvue import group_mvue, mvue, mvue_compress
+from .philox import pairs24, philox4x32, uniforms24
 from .sums import chunked_sum
 from .threshold import soft_threshold, soft_threshold_scale
+from .transposable import transposable_mask
 
 __all__ = [
     "chunked_sum",
     "compress",
     "decompress",
+    "group_mvue",
     "is_nm",
     "linear",
     "linear_dgrad",
     "linear_wgrad",
     "mask",
     "masked_adamw_",
+    "mvue",
+    "mvue_compress",
     "pack_indices",
+    "pairs24",
+    "philox4x32",
     "prune",
     "soft_threshold",
     "soft_threshold_scale",
+    "transposable_mask",
+    "uniforms24",
     "unpack_indices",
 ]

@@ -1,0 +1,180 @@
+"""The unbiased N:M estimate of least variance: E X = g, at most N of every M elements kept.
+
+The best X keeps element i with probability p_i = min(1, c |g_i|), Σ p_i = N, and value g_i / p_i. Selection is systematic
+sampling in integers: float32 running sums would select too many elements for some uniforms.
+
+Chmiel, Hubara, Banner, Soudry, "Minimum Variance Unbiased N:M Sparsity for the Neural Gradients", ICLR 2023 (1:2, 2:4;
+general N:M is ours).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..pattern import Pattern, PatternError, ShapeError
+from ._common import check, check_float, compute_dtype, grouped
+from .compress import compress
+from .mask import mask
+from .philox import pairs24, uniforms24
+
+ONE = 1 << 24
+"""1 as a 24-bit fixed-point probability."""
+CHUNK = 1 << 20
+"""Elements worked on at a time, to bound memory."""
+
+
+def _tree(x: Tensor) -> Tensor:
+    """Sum of the last dimension as a balanced binary tree: ((x0 + x1) + (x2 + x3)) + ..., zero-padded to a power of two; keeps the dim."""
+    x = torch.nn.functional.pad(x, (0, (1 << (x.shape[-1] - 1).bit_length()) - x.shape[-1]))
+    while x.shape[-1] > 1:
+        x = x[..., 0::2] + x[..., 1::2]
+    return x
+
+
+def _cumulative(q: Tensor, live: Tensor, total: Tensor | int) -> Tensor:
+    """C_i = min(q_0 + ... + q_i, total), and total from the last live element on."""
+    still_to_come = live.long().flip(-1).cumsum(-1).flip(-1) - live.long()
+    return torch.where(still_to_come == 0, total, torch.minimum(q.cumsum(-1), torch.as_tensor(total, device=q.device)))
+
+
+def _fixed(p: Tensor) -> Tensor:
+    return (p * ONE).floor().long()
+
+
+def _exact(g: Tensor, a: Tensor, u: Tensor, n: int) -> Tensor:
+    """Water-filling, then systematic sampling with one uniform. g, a = |g|: ``(G, m)``; u: int64 ``(G,)``."""
+    saturated = torch.zeros_like(a, dtype=torch.bool)
+    while True:
+        room = n - saturated.sum(-1, keepdim=True)
+        s = _tree(a.masked_fill(saturated, 0.0))
+        more = ~saturated & (a != 0) & (a * room.to(a.dtype) >= s) & (room > 0)
+        if not bool(more.any()):
+            break
+        saturated |= more
+    live = ~saturated & (a != 0) & (room > 0)
+    r = room.to(a.dtype)
+    q = _fixed(torch.where(live, (a * r) / s, 0.0))
+    end = _cumulative(q, live, room * ONE)
+    start = torch.nn.functional.pad(end[:, :-1], (1, 0))
+    shift = ONE - u.unsqueeze(-1)
+    selected = live & ((end + shift) >> 24 > (start + shift) >> 24)
+    return torch.where(saturated, g, torch.where(selected, (s / r).expand_as(g).copysign(g), 0.0))
+
+
+def _approximate(g: Tensor, a: Tensor, s: Tensor, u: Tensor) -> Tensor:
+    """Draw i by |g_i|, then j among the others; each kept value is divided by its probability. u: int64 ``(G, 2)``."""
+    m = a.shape[-1]
+    t = a / s
+    ratio = torch.stack(
+        [a / _tree(a.index_fill(-1, torch.tensor(j, device=a.device), 0.0)) for j in range(m)], dim=-1
+    )  # [.., i, j]: a_i / R_j
+    p = t.clone()
+    for j in range(m):
+        other = torch.arange(m, device=a.device) != j
+        p = torch.where(other, p + ratio[..., j] * t[..., j : j + 1], p)
+    p = p.clamp_min(1.0 / ONE)
+    first = (u[:, :1] >= _cumulative(_fixed(t), a != 0, ONE)).sum(-1, keepdim=True)
+    b = a.scatter(-1, first, 0.0)
+    rest = _cumulative(_fixed(b / _tree(b)), b != 0, ONE)
+    second = (u[:, 1:] >= rest).sum(-1, keepdim=True)
+    selected = torch.zeros_like(a, dtype=torch.bool).scatter_(-1, torch.cat((first, second), -1), True)
+    return torch.where(selected, (a / p).copysign(g), 0.0)
+
+
+def group_mvue(groups: Tensor, u: Tensor, n: int, method: str = "exact") -> Tensor:
+    """The estimate of whole groups for given uniforms; the maths of ``mvue`` without its random numbers.
+
+    A group whose sum of magnitudes is not finite gives NaN at ``mask(group)``; one with at most n non-zeros is copied.
+
+    Args:
+        groups: ``(G, m)``, a float dtype. u: int64 in [0, 2^24): ``(G,)``; ``(G, 2)`` for "approx".
+        method: "exact" (least variance), or "approx" (n = 2 only): two draws without replacement.
+
+    Returns:
+        ``(G, m)``: at most n non-zeros a group, mean over u the group; computed in float32 (float64), rounded once.
+
+    Raises:
+        PatternError: the method is unknown, or "approx" with n != 2.
+
+    Example:
+        >>> group_mvue(torch.tensor([[1.0, -2.0, 3.0, 4.0]]), torch.tensor([1 << 23]), 2)
+        tensor([[ 0., -5.,  0.,  5.]])
+    """
+    m = groups.shape[-1]
+    _check_method(method, Pattern(n, m))
+    g = groups.to(compute_dtype(groups.dtype))
+    a = g.abs()
+    s = _tree(a)
+    finite = s.isfinite()
+    few = (a != 0).sum(-1, keepdim=True) <= n
+    # groups that follow a special rule are replaced by ones, so that the arithmetic below never meets them.
+    easy = torch.where(few | ~finite, 1.0, a)
+    drawn = _exact(g, easy, u, n) if method == "exact" else _approximate(g, easy, _tree(easy), u)
+    out = torch.where(few, torch.where(a == 0, 0.0, g), drawn).to(groups.dtype)
+    return torch.where(finite, out, torch.where(mask(groups, n, m), float("nan"), 0.0))
+
+
+def _check_method(method: str, pattern: Pattern) -> None:
+    if method not in ("exact", "approx"):
+        raise PatternError(f'mvue: method {method!r} does not exist; use "exact" or "approx".')
+    if method == "approx" and pattern.n != 2:
+        raise PatternError(f'mvue: method "approx" draws exactly two elements, so it cannot do {pattern}; use method="exact".')
+
+
+def _estimate(g: Tensor, n: int, m: int, dim: int, seed: Tensor, method: str) -> Tensor:
+    """g with ``dim`` moved last and padded to whole groups, estimated: ``(..., padded)``."""
+    check_float("mvue", "the tensor", g)
+    if not -g.dim() <= dim < g.dim():
+        raise ShapeError(f"mvue: dim={dim} does not exist in a tensor of {g.dim()} dimensions.")
+    pattern = Pattern(n, m)
+    _check_method(method, pattern)
+    moved = g.movedim(dim, -1)
+    if dim not in (-1, g.dim() - 1):
+        moved = torch.nn.functional.pad(moved, (0, pattern.groups(moved.shape[-1]) * m - moved.shape[-1]))
+    check("mvue", moved, n, m)
+    groups = grouped(moved.contiguous(), m).flatten(0, -2)
+    out, step = torch.empty_like(groups), max(1, CHUNK // m)
+    for start in range(0, groups.shape[0], step):
+        part = groups[start : start + step]
+        u = (uniforms24 if method == "exact" else pairs24)(seed, part.shape[0], start)
+        out[start : start + step] = group_mvue(part, u, n, method)
+    return out.view(moved.shape)
+
+
+def mvue(g: Tensor, n: int, m: int, dim: int, seed: Tensor, method: str = "exact") -> Tensor:
+    """Replace g by an unbiased estimate with at most n non-zeros in every m elements along ``dim``.
+
+    Args:
+        g: any shape, a float dtype. Groups lie along ``dim``; the last dimension must be a multiple of m, the tail
+            of any other is padded with zeros.
+        seed: int64 ``(2,)``: (seed, offset). Group j, counted row-major after moving ``dim`` last, draws its own
+            Philox words, so ``mvue(g, dim=0) == mvue(g.T, dim=1).T`` where both exist.
+
+    Returns:
+        the shape and dtype of g, contiguous.
+
+    Raises:
+        PatternError, ShapeError, DtypeError.
+
+    Example:
+        >>> mvue(torch.tensor([1.0, -2.0, 3.0, 4.0]), 2, 4, -1, torch.tensor([0, 0]))
+        tensor([ 0., -5.,  0.,  5.])
+    """
+    out = _estimate(g, n, m, dim, seed, method)
+    return out[..., : g.shape[dim]].movedim(-1, dim).contiguous()
+
+
+def mvue_compress(g: Tensor, n: int, m: int, dim: int, seed: Tensor, method: str = "exact") -> tuple[Tensor, Tensor]:
+    """``mvue`` straight into compressed form, with ``dim`` moved last: gᵀ packed, for a matrix and dim=0.
+
+    Returns:
+        ``(values, indices)`` as ``compress`` gives them, of ``g.movedim(dim, -1)``, the last group padded with zeros; groups with
+        fewer than n survivors are filled as ``compress`` does. Arguments and errors as ``mvue``.
+
+    Example:
+        >>> mvue_compress(torch.tensor([1.0, -2.0, 3.0, 4.0]), 2, 4, -1, torch.tensor([0, 0]))
+        (tensor([-5.,  5.]), tensor([13], dtype=torch.uint8))
+    """
+    out = _estimate(g, n, m, dim, seed, method)
+    return compress(out, n, m, out != 0)
