@@ -1,0 +1,57 @@
+"""nmkernels: N:M structured sparsity for transformers, from training recipes down to kernels.
+
+    import nmkernels as nm
+
+    recipe = nm.recipes.STEP("2:4", total_steps=10_000)
+    handle = nm.sparsify_(model, recipe)
+    optimizer = handle.attach(recipe.optimizer(model.parameters(), lr=3e-4))
+    ...                                     # the training loop is unchanged
+    handle.finish()
+    nm.compress_(model)
+    nm.save_compressed(model, "model.safetensors")
+"""
+
+from . import autograd, nn, ops, optim, recipes
+from ._dispatch import explain
+from ._version import __version__
+from .export import load_compressed, save_compressed, save_dense
+from .nn import CompressedLinear, SparseLinear, compress_
+from .ops import Compressed
+from .pattern import (
+    BackendError,
+    CheckpointError,
+    DtypeError,
+    NMError,
+    Pattern,
+    PatternError,
+    RecipeError,
+    ShapeError,
+)
+from .recipes import densify_, sparsify_
+
+__all__ = [
+    "BackendError",
+    "CheckpointError",
+    "Compressed",
+    "CompressedLinear",
+    "DtypeError",
+    "NMError",
+    "Pattern",
+    "PatternError",
+    "RecipeError",
+    "ShapeError",
+    "SparseLinear",
+    "__version__",
+    "autograd",
+    "compress_",
+    "densify_",
+    "explain",
+    "load_compressed",
+    "nn",
+    "ops",
+    "optim",
+    "recipes",
+    "save_compressed",
+    "save_dense",
+    "sparsify_",
+]

@@ -1,0 +1,62 @@
+"""GemmPlan: what each of a linear layer's three matrix products does, as data.
+
+A linear layer runs three GEMMs per training step. Every method of the field differs from the others only
+in which of them are sparse and by which rule, so that choice is a value here and not a class per method.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..pattern import NMError
+
+FPROP = ("dense", "packed")
+DGRAD = ("dense", "packed")
+WGRAD = ("dense", "mvue", "none")
+
+
+@dataclass(frozen=True)
+class GemmPlan:
+    """Which rule each GEMM of ``y = x W̃ᵀ + b`` follows.
+
+    Roles, with x ``(tokens, in)``, W̃ ``(out, in)`` the weight used and g = ∂L/∂y ``(tokens, out)``:
+
+    * ``fprop`` (nt) y = x W̃ᵀ: ``"dense"`` multiplies W̃ in dense layout (its zeros included), ``"packed"`` its compressed form.
+    * ``dgrad`` (nn) ∂L/∂x = g W̃: the same two choices.
+    * ``wgrad`` (tn) ∂L/∂W = gᵀ x, passed straight through to the master weight (it is not masked):
+      ``"dense"``; ``"mvue"``, the unbiased N:M estimate of gᵀ along tokens (Chmiel et al. 2023; S-STE, FST); ``"none"``, no weight gradient.
+
+    Args:
+        n, m: the pattern of packed operands and of the estimate; 0 where nothing is packed.
+
+    Raises:
+        NMError: a role is given a rule that it does not have, or a packed role has no pattern.
+
+    Example:
+        >>> GemmPlan(wgrad="mvue", n=2, m=4).wgrad
+        'mvue'
+    """
+
+    fprop: str = "dense"
+    dgrad: str = "dense"
+    wgrad: str = "dense"
+    n: int = 0
+    m: int = 0
+
+    def __post_init__(self) -> None:
+        for role, given, known in (("fprop", self.fprop, FPROP), ("dgrad", self.dgrad, DGRAD), ("wgrad", self.wgrad, WGRAD)):
+            if given not in known:
+                raise NMError(f"GemmPlan: {role}={given!r} is not a rule of that GEMM; choose one of {', '.join(known)}.")
+        if self.fprop != self.dgrad:
+            raise NMError("GemmPlan: fprop and dgrad read the same weight, so both are dense or both are packed.")
+        if (self.fprop == "packed" or self.wgrad == "mvue") and not 1 <= self.n <= self.m:
+            raise NMError(f"GemmPlan: a packed operand needs a pattern, got n={self.n}, m={self.m}.")
+
+
+STRAIGHT_THROUGH = GemmPlan()
+"""STE, SR-STE and STEP: the masked weight in fprop and dgrad, the dense gradient to the master weight."""
+
+
+def packed_inference(n: int, m: int) -> GemmPlan:
+    """The plan of a deployed layer: compressed weight, gradients to the input only."""
+    return GemmPlan(fprop="packed", dgrad="packed", wgrad="none", n=n, m=m)

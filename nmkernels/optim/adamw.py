@@ -1,0 +1,193 @@
+"""MaskedAdamW: AdamW whose one pass over memory also masks, decays, counts and writes the weight used next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops import STATS, masked_adamw_
+from ..pattern import DtypeError, Pattern
+from .rules import PLAIN, Target, UpdateRule
+from .state import keep_moments_in_fp32
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+
+
+class MaskedAdamW(torch.optim.AdamW):
+    """AdamW (Loshchilov & Hutter 2019) with N:M masks, SR-STE decay and a freezable second moment in the same pass.
+
+    Per step and element: unscale → g += λ(1−M(w))w → m = β₁m + (1−β₁)g, v = β₂v + (1−β₂)g² → p *= 1 − lr·wd →
+    p −= lr · m̂/(√v̂ + ε) → new mask → W̃ for the next forward. Without a recipe attached (no ``targets``) it is AdamW, to 1e-6.
+
+    Args:
+        params, lr, betas, eps, weight_decay, amsgrad, foreach, maximize, capturable, differentiable, fused: as for
+            ``torch.optim.AdamW``. ``foreach`` and ``fused`` are accepted and change nothing: every step is fused.
+
+    Differences from ``torch.optim.AdamW``: moments of bf16 and fp16 parameters are kept in fp32, also through
+    ``load_state_dict``; a ``GradScaler`` hands over its scale and ``found_inf``, and a skipped step changes nothing at all.
+    Its state dict loads into ``torch.optim.AdamW`` and the other way round.
+
+    Raises:
+        DtypeError: a parameter is complex or its gradient sparse.
+        ValueError: a hyper-parameter is out of range, as ``torch.optim.AdamW`` says it; or ``differentiable=True``.
+
+    Example:
+        >>> w = torch.nn.Parameter(torch.ones(2, 4))
+        >>> opt = MaskedAdamW([w], lr=0.1, weight_decay=0.0)
+        >>> w.sum().backward(); opt.step(); round(w[0, 0].item(), 4)
+        0.9
+    """
+
+    def __init__(self, params: Any, lr: float | Tensor = 1e-3, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("differentiable"):
+            raise ValueError("MaskedAdamW: differentiable=True is not possible, the update is one fused kernel; use torch.optim.AdamW.")
+        super().__init__(params, lr, *args, **kwargs)
+        self._ours()
+
+    def _ours(self) -> None:
+        # the scaler hands over grad_scale and found_inf instead of unscaling and skipping by itself
+        self._step_supports_amp_scaling = True
+        self._need_device_dtype_check_for_fused = False
+        self.targets: dict[Tensor, Target] = {}
+        self.rule = PLAIN
+        self.stats: Tensor | None = None
+
+    def forget(self) -> None:
+        """Drop every mask: from now on this is AdamW."""
+        self.targets, self.rule = {}, PLAIN
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if not hasattr(self, "targets"):
+            self._ours()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"defaults": self.defaults, "state": self.state, "param_groups": self.param_groups}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One update of every parameter that has a gradient; returns the closure's loss.
+
+        Afterwards ``stats`` holds the sums over the maskable parameters (float64, names in ``nmkernels.ops.STATS``).
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.stats = None
+        for group in self.param_groups:
+            for bucket in self._buckets(group):
+                self._run(group, bucket)
+        return loss
+
+    def _buckets(self, group: dict[str, Any]) -> Iterator[_Bucket]:
+        """Parameters of one group that one kernel call can take together."""
+        buckets: dict[Any, _Bucket] = {}
+        for p in group["params"]:
+            if p.grad is None:
+                continue
+            if p.grad.is_sparse:
+                raise DtypeError("MaskedAdamW: sparse gradients are not supported; use torch.optim.SparseAdam for that parameter.")
+            target = self.targets.get(p)
+            sink = target.sink() if target is not None and self.rule.masked else None
+            key = (target is not None, target and target.pattern, sink is not None, p.dtype, p.device)
+            buckets.setdefault(key, _Bucket(target is not None, target.pattern if target else None)).add(p, self._moments(group, p), target, sink)
+        yield from buckets.values()
+
+    def _moments(self, group: dict[str, Any], p: Tensor) -> dict[str, Tensor]:
+        state = self.state[p]
+        if not state:
+            if p.is_complex() or not p.is_floating_point():
+                raise DtypeError(f"MaskedAdamW: parameters must be real floating point, got {p.dtype}; use torch.optim.AdamW for it.")
+            on = p.device if group["capturable"] or group["fused"] else "cpu"
+            state["step"] = torch.zeros((), dtype=torch.float32, device=on)
+        dtype = torch.float64 if p.dtype == torch.float64 else torch.float32
+        for name in MOMENTS if group["amsgrad"] else MOMENTS[:2]:
+            if name not in state:
+                state[name] = torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format)
+        return state
+
+    def _run(self, group: dict[str, Any], b: _Bucket) -> None:
+        rule = self.rule if b.maskable else PLAIN
+        stats = masked_adamw_(
+            b.params,
+            b.grads,
+            b.moments["exp_avg"],
+            b.moments["exp_avg_sq"],
+            b.steps,
+            _hyper(group, rule, b.params[0].device),
+            b.pattern if rule.masked else None,
+            max_exp_avg_sqs=b.moments["max_exp_avg_sq"] if group["amsgrad"] else None,
+            outs=b.sinks,
+            frozen=rule.frozen,
+            eps_inside=rule.eps_inside,
+            maximize=group["maximize"],
+            geometric=rule.geometric,
+            grad_scale=getattr(self, "grad_scale", None),
+            found_inf=getattr(self, "found_inf", None),
+        )
+        for target in b.targets:
+            target.filled()
+        if b.maskable:
+            self.stats = stats if self.stats is None else _merge(self.stats, stats)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of MaskedAdamW or of plain AdamW; fp32 moments stay fp32 whatever the parameters' dtype is."""
+        super().load_state_dict(state_dict)
+        keep_moments_in_fp32(self, state_dict, MOMENTS)
+
+
+@dataclass
+class _Bucket:
+    """The argument lists of one kernel call."""
+
+    maskable: bool
+    pattern: Pattern | None
+    params: list[Tensor] = field(default_factory=list)
+    grads: list[Tensor] = field(default_factory=list)
+    steps: list[Tensor] = field(default_factory=list)
+    sinks: list[Tensor] = field(default_factory=list)
+    targets: list[Target] = field(default_factory=list)
+    moments: dict[str, list[Tensor]] = field(default_factory=lambda: {name: [] for name in MOMENTS})
+
+    def add(self, p: Tensor, state: dict[str, Tensor], target: Target | None, sink: Tensor | None) -> None:
+        view = target.view if target is not None else _same
+        assert p.grad is not None
+        self.params.append(view(p))
+        self.grads.append(view(p.grad))
+        for name in MOMENTS:
+            if name in state:
+                self.moments[name].append(view(state[name]))
+        self.steps.append(state["step"])
+        if target is not None and sink is not None:
+            self.sinks.append(sink)
+            self.targets.append(target)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _hyper(group: dict[str, Any], rule: UpdateRule, device: torch.device) -> Tensor:
+    """The scalars of one call as float64 on the parameters' device, so that a captured graph reads and does not freeze them."""
+    lr, (beta1, beta2) = group["lr"], group["betas"]
+    values = [lr, beta1, beta2, group["eps"], group["weight_decay"], rule.decay, rule.v_step, rule.clamp, 0.0]
+    hyper = torch.tensor([0.0 if isinstance(v, Tensor) else float(v) for v in values], dtype=torch.float64).to(device, non_blocking=True)
+    for i, value in enumerate(values):
+        if isinstance(value, Tensor):
+            hyper[i].copy_(value)
+    return hyper
+
+
+def _merge(a: Tensor, b: Tensor) -> Tensor:
+    """Statistics of two calls as one: sums add, ``applied`` is common to both, the largest update is the larger."""
+    both = a + b
+    both[STATS.index("applied")] = a[STATS.index("applied")]
+    largest = STATS.index("max_update")
+    both[largest] = torch.maximum(a[largest], b[largest])
+    return both

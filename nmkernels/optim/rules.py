@@ -1,0 +1,63 @@
+"""What a recipe tells MaskedAdamW: which parameters are masked, and how the whole group of them is updated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..pattern import NMError, Pattern
+
+
+@dataclass(frozen=True)
+class UpdateRule:
+    """How the maskable parameters are updated in the present phase; the others follow plain AdamW.
+
+    Args:
+        masked: the parameters' N:M masks take part (decay of pruned weights, flips counted, W̃ written).
+        decay: λ of SR-STE: g += λ (1 − M(w)) ⊙ w, after unscaling and clipping (Zhou et al. 2021, eq. 8).
+        frozen: the second moment is not updated (STEP's second phase, Lu et al. 2023).
+        v_step: the step whose bias correction the frozen second moment gets, v̂* = v*/(1 − β₂^v_step); 0 uses v* raw.
+        eps_inside: denominator √(v̂ + ε) instead of √v̂ + ε.
+        clamp: bound on |m̂/D|; 0 for none.
+        geometric: also return Σ log|v_t − v_{t−1}| (AutoSwitch option II).
+    """
+
+    masked: bool = False
+    decay: float = 0.0
+    frozen: bool = False
+    v_step: int = 0
+    eps_inside: bool = False
+    clamp: float = 0.0
+    geometric: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("decay", "clamp", "v_step"):
+            if getattr(self, name) < 0:
+                raise NMError(f"UpdateRule: {name}={getattr(self, name)} must not be negative.")
+
+
+PLAIN = UpdateRule()
+"""AdamW as everybody knows it."""
+
+
+@dataclass
+class Target:
+    """One maskable parameter: its pattern, its orientation, and where its W̃ goes.
+
+    Args:
+        pattern: the N:M pattern of this layer.
+        transposed: the parameter is stored ``(in, out)``; its groups run along dimension 0.
+        sink: returns the buffer ``(out, in)`` that the step fills with W̃, or None when no copy is kept.
+        filled: called once the buffer holds W̃ of the updated parameter.
+    """
+
+    pattern: Pattern
+    transposed: bool = False
+    sink: Callable[[], Tensor | None] = lambda: None
+    filled: Callable[[], None] = lambda: None
+
+    def view(self, tensor: Tensor) -> Tensor:
+        """``tensor`` (the parameter, its gradient or its state) with groups along the last dimension."""
+        return tensor.t() if self.transposed else tensor

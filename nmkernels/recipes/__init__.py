@@ -1,0 +1,30 @@
+"""Floor 6: training recipes. Each method of the field is one file with a frozen configuration."""
+
+from .asp import ASP
+from .base import Observed, Recipe, Stage
+from .convert import sparsify_
+from .dense import Dense
+from .handle import Handle
+from .registry import get, names, recipe
+from .report import Report
+from .ste import SRSTE, STE
+from .step import STEP
+from .swap import densify_
+
+__all__ = [
+    "ASP",
+    "SRSTE",
+    "STE",
+    "STEP",
+    "Dense",
+    "Handle",
+    "Observed",
+    "Recipe",
+    "Report",
+    "Stage",
+    "densify_",
+    "get",
+    "names",
+    "recipe",
+    "sparsify_",
+]

@@ -1,0 +1,72 @@
+"""ASP: prune once, keep the mask, retrain."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..ops import STATS
+from ..pattern import RecipeError
+from .base import Observed, Recipe, Stage, State
+from .fixed import SCORES
+from .registry import recipe
+from .schedule import resolve_step
+
+
+@recipe("asp")
+@dataclass(frozen=True)
+class ASP(Recipe):
+    """Automatic sparsity (Mishra et al., "Accelerating sparse deep neural networks", 2021): dense → prune once → retrain with the mask held.
+
+    After pruning, around each step: g ← g ⊙ M, optimizer step, W ← W ⊙ M; momentum and weight decay cannot revive pruned weights.
+    Works with any optimizer.
+
+    Args:
+        score: ``"magnitude"`` |w|; ``"wanda"`` |w|·‖x‖₂ of its input feature (Sun et al., ICLR 2024, eq. 1), after ``handle.calibrate()``;
+            ``"existing"`` adopts the zeros of a model pruned elsewhere, and refuses weights that are not N:M.
+        prune_at: when, in steps or as a share of ``total_steps``; 0 prunes as the optimizer is attached.
+
+    Raises:
+        RecipeError: unknown score; ``prune_at`` > 0 with a score other than magnitude, or a share without ``total_steps``.
+
+    Example:
+        >>> ASP("2:4", total_steps=100, prune_at=0.5).prune_step()
+        50
+    """
+
+    score: str = "magnitude"
+    prune_at: float | int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.score not in SCORES:
+            raise RecipeError(f"ASP: score={self.score!r} is unknown; choose one of {', '.join(SCORES)}.")
+        if self.prune_step() and self.score != "magnitude":
+            raise RecipeError(f'ASP: score="{self.score}" prunes a model that is trained already, so prune_at must be 0, not {self.prune_at}.')
+
+    @property
+    def mask_score(self) -> str:  # type: ignore[override]
+        """How the held mask is scored."""
+        return self.score
+
+    def prune_step(self) -> int:
+        """The number of dense steps before pruning."""
+        return resolve_step("ASP", "prune_at", self.prune_at, self.total_steps) or 0
+
+    def start(self, group: dict[str, Any]) -> State:
+        """Dense until ``prune_at``, or pruned from the start."""
+        return {"t": torch.zeros((), dtype=torch.float64), "pruned": self.prune_step() == 0}
+
+    def stage(self, state: State) -> Stage:
+        """Phase 0 dense, then phase 2 with the mask held."""
+        return Stage(phase=2, masked=False, fixed=True) if state.get("pruned") else Stage(phase=0, masked=False)
+
+    def advance(self, state: State, observed: Observed) -> bool:
+        """Count applied steps; True at the one after which the weights are pruned."""
+        if state["pruned"]:
+            return False
+        state["t"] = state["t"] + observed.stats[STATS.index("applied")].to(state["t"].device)
+        state["pruned"] = int(state["t"].item()) >= self.prune_step()
+        return bool(state["pruned"])

@@ -1,0 +1,106 @@
+"""What a recipe is: a frozen configuration, and pure functions from its schedule's state to what training does next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..optim import PLAIN, MaskedAdamW, UpdateRule
+from ..pattern import Pattern, PatternLike, RecipeError
+
+State = dict[str, Any]
+"""A recipe's schedule state: plain values and tensors, kept in the optimizer's ``param_groups[0]["nm_recipe"]``."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What happens in one phase of a recipe.
+
+    Args:
+        phase: 0 dense or preconditioning, 1 mask learning, 2 fixed mask.
+        masked: the forward pass uses M(W) ⊙ W; otherwise the weight as it is.
+        rule: how the maskable parameters are updated.
+        fixed: the mask was chosen once and is held: gradients and weights are masked around each step.
+    """
+
+    phase: int
+    masked: bool
+    rule: UpdateRule = PLAIN
+    fixed: bool = False
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Base of every recipe: frozen, validates itself, holds no state.
+
+    Args:
+        pattern: N:M of the layers, ``"2:4"`` or a ``Pattern``.
+        total_steps: optimizer steps of the whole run, for recipes with a schedule; None where there is none.
+
+    Raises:
+        PatternError, RecipeError: a value is out of range. TypeError: an unknown keyword.
+    """
+
+    pattern: PatternLike = "2:4"
+    total_steps: int | None = None
+
+    name: ClassVar[str] = ""
+    final: ClassVar[str] = "nm"
+    """What ``finish()`` leaves: ``"nm"`` or ``"dense"``."""
+
+    mask_score: ClassVar[str | None] = None
+    """How a mask that is chosen once is scored, for recipes that hold one."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "pattern", Pattern(self.pattern))
+        if self.total_steps is not None and self.total_steps < 1:
+            raise RecipeError(f"{type(self).__name__}: total_steps={self.total_steps} must be at least 1.")
+
+    def spec(self) -> dict[str, Any]:
+        """The recipe as plain values, for checkpoints and logs."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {"recipe": self.name, **{k: str(v) if isinstance(v, Pattern) else v for k, v in values.items()}}
+
+    def optimizer(self, params: Iterable[Any], lr: float | Tensor = 1e-3, **kwargs: Any) -> torch.optim.Optimizer:
+        """The optimizer that serves this recipe best: ``MaskedAdamW`` with the keywords of ``torch.optim.AdamW``."""
+        return MaskedAdamW(params, lr=lr, **kwargs)
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise ``RecipeError`` if this recipe cannot run with ``optimizer``; by default any will do."""
+
+    def start(self, group: dict[str, Any]) -> State:
+        """The schedule's first state; ``group`` is the parameter group of the maskable weights."""
+        return {}
+
+    def stage(self, state: State) -> Stage:
+        """What training does in ``state``; an empty one stands for the time before an optimizer is attached."""
+        raise RecipeError(f"{type(self).__name__} defines no stage.")
+
+    def advance(self, state: State, observed: Observed) -> bool:
+        """Take one finished optimizer step into ``state``, in place; True when the stage may have changed."""
+        return False
+
+    def metrics(self, state: State) -> dict[str, Tensor]:
+        """Figures of this recipe's own, as 0-d tensors, beside the common ones."""
+        return {}
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What one optimizer step showed, over the maskable parameters.
+
+    Args:
+        stats: float64 sums, named by ``nmkernels.ops.STATS``.
+        numel: number of maskable weights that took part.
+        second_moments: their raw ``exp_avg_sq`` where the optimizer keeps one.
+        step: the optimizer's own step count of these parameters, 0 where it has none.
+    """
+
+    stats: Tensor
+    numel: int
+    second_moments: list[Tensor]
+    step: int

@@ -1,0 +1,26 @@
+"""Steps given as a count or as a share of the run."""
+
+from __future__ import annotations
+
+from ..pattern import RecipeError
+
+
+def resolve_step(recipe: str, name: str, value: float | int | None, total_steps: int | None) -> int | None:
+    """A step count from an int (steps) or a float in [0, 1] (a share of ``total_steps``).
+
+    Raises:
+        RecipeError: a share without ``total_steps``, or a value out of range.
+
+    Example:
+        >>> resolve_step("STEP", "t_min", 0.1, 1000), resolve_step("STEP", "t_min", 250, None)
+        (100, 250)
+    """
+    if value is None:
+        return None
+    if isinstance(value, bool) or value < 0 or (isinstance(value, float) and value > 1):
+        raise RecipeError(f"{recipe}: {name}={value} must be a whole number of steps, or a share of the run between 0.0 and 1.0.")
+    if isinstance(value, int):
+        return value
+    if total_steps is None:
+        raise RecipeError(f"{recipe}: {name}={value} is a share of the run, so total_steps is needed; give total_steps=..., or {name} as a number of steps.")
+    return round(value * total_steps)

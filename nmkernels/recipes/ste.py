@@ -1,0 +1,57 @@
+"""STE and SR-STE: a hard mask recomputed at every step, with or without the decay of pruned weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..optim import UpdateRule
+from ..pattern import RecipeError
+from .base import Recipe, Stage, State
+from .registry import recipe
+
+
+@recipe("ste")
+@dataclass(frozen=True)
+class STE(Recipe):
+    """Straight-through estimator: forward with M(W) ⊙ W, the gradient g = ∂L/∂W̃ passed to all of W.
+
+    M is the mask of the N largest magnitudes of each group, recomputed at every step. Works with any optimizer.
+    Source: the baseline of Zhou et al., "Learning N:M fine-grained structured sparse neural networks from scratch", ICLR 2021, eq. 3–4.
+
+    Example:
+        >>> STE("1:4").stage({}).masked
+        True
+    """
+
+    def stage(self, state: State) -> Stage:
+        """Always phase 1, masked."""
+        return Stage(phase=1, masked=True, rule=UpdateRule(masked=True))
+
+
+@recipe("srste")
+@dataclass(frozen=True)
+class SRSTE(Recipe):
+    """Sparse-refined STE: STE plus a decay of the pruned weights, g ← g + λ (1 − M(W)) ⊙ W.
+
+    The term is added after unscaling, accumulation and clipping, once per optimizer step, and goes through the optimizer's moments.
+    λ only matters where λ|w| is comparable with |g|: watch ``decay_ratio`` in ``handle.metrics()``. Works with any optimizer.
+    Source: Zhou et al., ICLR 2021, eq. 8; λ = 2e-4 there, for SGD on ImageNet.
+
+    Args:
+        decay: λ, at least 0. With 0 it is STE.
+
+    Example:
+        >>> SRSTE("2:4", decay=1e-4).stage({}).rule.decay
+        0.0001
+    """
+
+    decay: float = 2e-4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.decay >= 0:
+            raise RecipeError(f"SRSTE: decay={self.decay} must be a number of at least 0.")
+
+    def stage(self, state: State) -> Stage:
+        """Always phase 1, masked, with the decay."""
+        return Stage(phase=1, masked=True, rule=UpdateRule(masked=True, decay=self.decay))

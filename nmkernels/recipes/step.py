@@ -1,0 +1,148 @@
+"""STEP: learn Adam's second moment densely, freeze it, then learn the mask."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops import STATS
+from ..optim import MaskedAdamW, UpdateRule
+from ..pattern import RecipeError
+from . import autoswitch
+from .base import Observed, Recipe, Stage, State
+from .registry import recipe
+from .schedule import resolve_step
+
+THRESHOLDS = {"relative_norm": 0.5, "staleness": 0.96}
+
+
+@recipe("step")
+@dataclass(frozen=True)
+class STEP(Recipe):
+    """STEP (Lu et al., "STEP: learning N:M structured sparsity masks from scratch with precondition", ICML 2023, algorithm 2).
+
+    Phase 0, t ≤ T₀: dense AdamW. Phase 1, t > T₀: forward with M(W) ⊙ W, the straight-through gradient into
+    m = β₁m + (1−β₁)g, and W ← W − lr · m̂ / (√v̂* + ε) with v* = v_{T₀} frozen. Parameters without a mask keep plain AdamW.
+
+    AutoSwitch chooses T₀: with Z_t the mean of |v_t − v_{t−1}| over all maskable weights and Z̄ its mean over the last
+    1/(1−β₂) steps, T₀ is the first t with (Z̄_t < ε and t > T_min) or t > T_max.
+
+    Args:
+        switch: ``"arithmetic"`` (option I), ``"geometric"`` (option II, exp of the mean of log|Δv|, floored at the smallest fp32
+            number), ``"fixed"`` (at ``switch_at``), or the paper's rivals ``"relative_norm"`` (|‖v_t‖−‖v_{t−1}‖|/‖v_{t−1}‖ < 0.5) and
+            ``"staleness"`` (‖v_t‖₁/‖v_{t−1/(1−β₂)}‖₁ > 0.96).
+        t_min, t_max: bounds on T₀: whole steps, or shares of ``total_steps`` as floats; None for no bound.
+        switch_at: T₀ for ``switch="fixed"``, in steps or as a share.
+        threshold: of the policy's test; by default the optimizer's own ε, or the rivals' figure above.
+        bias_corrected: freeze v̂* = v*/(1−β₂^T₀) (no jump of the step size at the switch); False keeps v* raw.
+        eps_mode: ``"outside"`` √v̂* + ε, or ``"inside"`` √(v̂* + ε).
+        clamp: bound on |m̂/D| in phase 1; None for none. See ``bench/results/step_clamp.csv`` for why it is on by default:
+            where phase 0 has driven gradients to zero, v* is tiny and the first masked gradients would take huge steps.
+        decay: λ of SR-STE in phase 1; 0 for plain STE.
+
+    Raises:
+        RecipeError: shares without ``total_steps``, t_min > t_max, unknown switch; or an optimizer whose second moment cannot be frozen.
+
+    Example:
+        >>> STEP("2:4", total_steps=1000).bounds()
+        (100, 500)
+    """
+
+    switch: str = "arithmetic"
+    t_min: float | int | None = 0.1
+    t_max: float | int | None = 0.5
+    switch_at: float | int = 0.25
+    threshold: float | None = None
+    bias_corrected: bool = True
+    eps_mode: str = "outside"
+    clamp: float | None = 2.0
+    decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, value, known in (("switch", self.switch, autoswitch.SWITCHES), ("eps_mode", self.eps_mode, ("outside", "inside"))):
+            if value not in known:
+                raise RecipeError(f"STEP: {name}={value!r} is unknown; choose one of {', '.join(known)}.")
+        if self.clamp is not None and not self.clamp > 0:
+            raise RecipeError(f"STEP: clamp={self.clamp} must be positive, or None for no clamp.")
+        if not self.decay >= 0:
+            raise RecipeError(f"STEP: decay={self.decay} must be a number of at least 0.")
+        low, high = self.bounds()
+        if low is not None and high is not None and low > high:
+            raise RecipeError(f"STEP: t_min ({low} steps) is later than t_max ({high} steps).")
+
+    def bounds(self) -> tuple[int | None, int | None]:
+        """(T_min, T_max) in steps; both are T₀ itself for ``switch="fixed"``."""
+        if self.switch == "fixed":
+            at = resolve_step("STEP", "switch_at", self.switch_at, self.total_steps)
+            return at, at
+        return (
+            resolve_step("STEP", "t_min", self.t_min, self.total_steps),
+            resolve_step("STEP", "t_max", self.t_max, self.total_steps),
+        )
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """STEP freezes the second moment, which only ``MaskedAdamW`` can do."""
+        if not isinstance(optimizer, MaskedAdamW):
+            raise RecipeError(
+                f"STEP cannot freeze the second moment of {type(optimizer).__name__}. Replace it in one line: "
+                "optimizer = handle.attach(nm.optim.MaskedAdamW(model.parameters(), lr=...)), which takes the keywords of AdamW and loads its state."
+            )
+
+    def start(self, group: dict[str, Any]) -> State:
+        """Phase 0, an empty window."""
+        threshold = self.threshold if self.threshold is not None else THRESHOLDS.get(self.switch, group["eps"])
+        state: State = {"switch_step": 0, "v_step": 0, "steps_seen": 0, "threshold": float(threshold)}
+        autoswitch.start(state, self.switch, float(group["betas"][1]))
+        if self.switch == "fixed" and self.bounds()[1] == 0:
+            raise RecipeError("STEP: switch_at is step 0, before any second moment exists; use SRSTE, or switch later.")
+        return state
+
+    def stage(self, state: State) -> Stage:
+        """Phase 0 until the switch, phase 1 after it."""
+        if not state.get("switch_step"):
+            return Stage(phase=0, masked=False, rule=UpdateRule(geometric=self.switch == "geometric"))
+        rule = UpdateRule(
+            masked=True,
+            decay=self.decay,
+            frozen=True,
+            v_step=state["v_step"] if self.bias_corrected else 0,
+            eps_inside=self.eps_mode == "inside",
+            clamp=self.clamp or 0.0,
+        )
+        return Stage(phase=1, masked=True, rule=rule)
+
+    def advance(self, state: State, observed: Observed) -> bool:
+        """Watch the second moment; True at the step after which it is frozen."""
+        if state["switch_step"]:
+            return False
+        autoswitch.observe(state, self.switch, observed)
+        if self.switch == "geometric":
+            state["v_unchanged"] = observed.stats[STATS.index("v_unchanged")]
+        # the host counts calls, an upper bound on t, so that it need not wait for the device before T_min
+        state["steps_seen"] += 1
+        if not self._due(state):
+            return False
+        state["switch_step"] = int(state["t"].item())
+        state["v_step"] = observed.step or state["switch_step"]
+        return True
+
+    def _due(self, state: State) -> bool:
+        low, high = self.bounds()
+        if self.switch == "fixed":
+            assert high is not None
+            return state["steps_seen"] >= high and int(state["t"].item()) >= high
+        if state["steps_seen"] <= (low or 0):
+            return False
+        t = int(state["t"].item())
+        if high is not None and t > high:
+            return True
+        return t > (low or 0) and bool(autoswitch.fires(state, self.switch, state["threshold"]).item())
+
+    def metrics(self, state: State) -> dict[str, Tensor]:
+        """``z_bar``, the figure that AutoSwitch tests; ``switch_step``, T₀ or 0; for option II ``v_unchanged``, how many |Δv| were zero and floored."""
+        own = {"z_bar": state["z_bar"], "switch_step": torch.tensor(state["switch_step"])}
+        return {**own, "v_unchanged": state["v_unchanged"]} if "v_unchanged" in state else own
