@@ -1,0 +1,139 @@
+"""What this machine and this build can do: each probe answers (ok, reason), and the reason reads on its own.
+
+Importing this module is cheap; a probe does its work when it is first asked.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import subprocess
+from functools import cache
+from importlib import metadata, util
+from pathlib import Path
+from typing import NamedTuple
+
+CORE_ABI = 1
+"""The value of ``_C.abi`` that this Python code was written against."""
+
+
+class Probe(NamedTuple):
+    """Whether something is there, and in words what was found or why it is missing."""
+
+    ok: bool
+    reason: str
+
+
+@cache
+def compiled_core() -> Probe:
+    """The C++ core ``nmkernels._C``: built, loadable, and of this package's version."""
+    rebuild = "build it with `pip install -e . --no-build-isolation`"
+    try:
+        core = importlib.import_module("._C", __package__)
+    except ImportError as error:
+        missing = util.find_spec("._C", __package__) is None
+        return Probe(False, f"nmkernels._C is not built; {rebuild}" if missing else f"nmkernels._C does not load ({error}); {rebuild}")
+    abi = getattr(core, "abi", None)
+    if abi != CORE_ABI:
+        return Probe(False, f"nmkernels._C has ABI {abi}, this package needs {CORE_ABI}; {rebuild}")
+    return Probe(True, f"nmkernels._C, ABI {abi}{', with CUDA' if getattr(core, 'cuda', False) else ', without CUDA'}")
+
+
+@cache
+def cuda_device() -> Probe:
+    """An NVIDIA GPU that torch can use, with its name and compute capability."""
+    import torch
+
+    if torch.version.cuda is None:
+        return Probe(False, f"torch {torch.__version__} is built without CUDA; install a CUDA build of torch")
+    if not torch.cuda.is_available():
+        return Probe(False, "torch sees no NVIDIA GPU; check `nvidia-smi` and CUDA_VISIBLE_DEVICES")
+    major, minor = torch.cuda.get_device_capability()
+    count = torch.cuda.device_count()
+    return Probe(True, f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}{f', one of {count}' if count > 1 else ''}")
+
+
+def compute_capability() -> tuple[int, int] | None:
+    """(major, minor) of the current GPU, or None without one."""
+    if not cuda_device().ok:
+        return None
+    import torch
+
+    return torch.cuda.get_device_capability()
+
+
+@cache
+def triton() -> Probe:
+    """The Triton compiler is installed (it is not imported here)."""
+    if util.find_spec("triton") is None:
+        return Probe(False, "triton is not installed; `pip install triton` (CUDA builds of torch for Linux bring it)")
+    return Probe(True, f"triton {_version_of('triton', 'triton-nightly', 'pytorch-triton')}")
+
+
+@cache
+def cusparselt() -> Probe:
+    """The cuSPARSELt library, as a pip wheel or on the system."""
+    for base in _nvidia_folders():
+        found = sorted(base.glob("cusparselt/lib/libcusparseLt.so*"))
+        if found:
+            version = _version_of("nvidia-cusparselt-cu13", "nvidia-cusparselt-cu12", "nvidia-cusparselt")
+            return Probe(True, f"cuSPARSELt {version}, {found[0]}")
+    from ctypes.util import find_library
+
+    name = find_library("cusparseLt")
+    if name:
+        return Probe(True, f"cuSPARSELt of the system, {name}")
+    return Probe(False, "libcusparseLt is neither in a pip wheel nor on the system; `pip install nvidia-cusparselt-cu13`")
+
+
+@cache
+def nvcc() -> Probe:
+    """The CUDA compiler, on PATH or under CUDA_HOME."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
+    path = shutil.which("nvcc") or shutil.which("nvcc", path=str(Path(home) / "bin"))
+    if path is None:
+        return Probe(False, "nvcc is not on PATH nor under CUDA_HOME; only needed to build the CUDA kernels")
+    return _runs(path, last_line=True)
+
+
+@cache
+def compiler() -> Probe:
+    """The C++ compiler, from CXX or on PATH."""
+    asked = os.environ.get("CXX")
+    for name in [asked] if asked else ["c++", "g++", "clang++"]:
+        path = shutil.which(name)
+        if path:
+            return _runs(path)
+    what = f"CXX={asked} names no program" if asked else "none of c++, g++ and clang++ is on PATH"
+    return Probe(False, f"{what}; only needed to build the compiled core")
+
+
+def probes() -> dict[str, Probe]:
+    """Every probe by name, in the order in which ``doctor`` shows them."""
+    every = (compiled_core, cuda_device, triton, cusparselt, compiler, nvcc)
+    return {probe.__name__: probe() for probe in every}
+
+
+def _version_of(*distributions: str) -> str:
+    for name in distributions:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return "of unknown version"
+
+
+def _nvidia_folders() -> list[Path]:
+    spec = util.find_spec("nvidia")
+    return [] if spec is None or spec.submodule_search_locations is None else [Path(p) for p in spec.submodule_search_locations]
+
+
+def _runs(path: str, last_line: bool = False) -> Probe:
+    """Whether ``path --version`` runs, and the line of its answer that names the version."""
+    try:
+        done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        return Probe(False, f"{path} does not run: {error}")
+    lines = done.stdout.strip().splitlines() or ["no version told"]
+    return Probe(True, f"{path}: {lines[-1 if last_line else 0].strip()}")

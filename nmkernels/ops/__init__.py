@@ -1,0 +1,33 @@
+"""Floor 3: the public operations, thin over ``torch.ops.nmkernels.*``."""
+
+from ._check import OptionError
+from .adamw import HYPER, STATS, masked_adamw_
+from .compress import compress, decompress
+from .compressed import Compressed
+from .linear import linear, linear_dgrad, linear_wgrad
+from .mask import is_nm, mask, prune
+from .mvue import METHODS, mvue, mvue_compress
+from .threshold import soft_threshold, soft_threshold_scale
+from .transposable import transposable_mask
+
+__all__ = [
+    "HYPER",
+    "METHODS",
+    "STATS",
+    "Compressed",
+    "OptionError",
+    "compress",
+    "decompress",
+    "is_nm",
+    "linear",
+    "linear_dgrad",
+    "linear_wgrad",
+    "mask",
+    "masked_adamw_",
+    "mvue",
+    "mvue_compress",
+    "prune",
+    "soft_threshold",
+    "soft_threshold_scale",
+    "transposable_mask",
+]

@@ -1,0 +1,114 @@
+"""Checks shared by the ops' contracts; every message names the op, the value, the constraint and the way out."""
+
+from __future__ import annotations
+
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..pattern import DtypeError, NMError, Pattern, PatternLike, ShapeError
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class OptionError(NMError, ValueError):
+    """An option has a value that the operation does not know."""
+
+
+@cache
+def pattern_of(n: int, m: int) -> Pattern:
+    """The pattern of a raw op's two ints; raises ``PatternError`` when they are out of range."""
+    return Pattern(n, m)
+
+
+@lru_cache(maxsize=1024)
+def _parsed(spec: Any) -> Pattern:
+    return Pattern(spec)
+
+
+@torch.compiler.assume_constant_result
+def _traced(spec: Any) -> Pattern:
+    return Pattern(spec)
+
+
+def as_pattern(spec: PatternLike) -> Pattern:
+    """The ``Pattern`` that a public function was given as text or object, parsed once per text."""
+    if isinstance(spec, Pattern):
+        return spec
+    if torch.compiler.is_compiling():
+        return _traced(spec)
+    return _parsed(spec) if isinstance(spec, str) else Pattern(spec)
+
+
+def check_float(op: str, what: str, x: Tensor) -> None:
+    """Raise ``DtypeError`` unless ``x`` is fp16, bf16, fp32 or fp64."""
+    if x.dtype not in FLOATS:
+        way = "take .abs() or split real and imaginary parts" if x.is_complex() else "convert it first, e.g. with .float()"
+        raise DtypeError(f"{op}: {what} has dtype {x.dtype}; it must be float16, bfloat16, float32 or float64. {way[0].upper()}{way[1:]}.")
+
+
+def check_dense(op: str, w: Tensor, n: int, m: int, what: str = "the input") -> Pattern:
+    """The checks of every op that groups a dense tensor along its last dimension."""
+    p = pattern_of(n, m)
+    check_float(op, what, w)
+    if not w.dim():
+        raise ShapeError(
+            f"{op}: {what} is 0-dimensional; groups run along the last dimension, so it needs one. Reshape it to at least 1-D."
+        )
+    if w.shape[-1] % m:
+        p.check_divides(op, int(w.shape[-1]), f"the last dimension of {what}")
+    return p
+
+
+def check_packed(op: str, values: Tensor, indices: Tensor, n: int, m: int, cols: int) -> Pattern:
+    """The checks of every op that takes a compressed operand of ``cols`` dense columns."""
+    p = pattern_of(n, m)
+    check_float(op, "values", values)
+    if indices.dtype != torch.uint8:
+        raise DtypeError(f"{op}: indices have dtype {indices.dtype}; packed indices are uint8. Make them with nm.ops.compress.")
+    if cols < 0:
+        raise ShapeError(f"{op}: cols is {cols}; the number of dense columns cannot be negative.")
+    if not values.dim() or values.shape[-1] != p.kept(cols):
+        raise ShapeError(
+            f"{op}: values have shape {tuple(values.shape)}; {cols} columns at {p} store {p.kept(cols)} values per row. "
+            "Pass the number of dense columns that was compressed, and the same pattern."
+        )
+    expected = (*values.shape[:-1], p.index_bytes(cols))
+    if tuple(indices.shape) != expected:
+        raise ShapeError(
+            f"{op}: indices have shape {tuple(indices.shape)}; {cols} columns at {p} need {expected} "
+            f"({p.index_bits} bits per kept element, each row starting on a byte). Make them with nm.ops.compress."
+        )
+    check_device(op, values=values, indices=indices)
+    return p
+
+
+def check_matrix(op: str, what: str, x: Tensor) -> None:
+    """Raise ``ShapeError`` unless ``x`` is 2-D."""
+    if x.dim() != 2:
+        raise ShapeError(
+            f"{op}: {what} has shape {tuple(x.shape)}; it must be a matrix. Flatten the leading dimensions with .reshape(-1, size)."
+        )
+
+
+def check_same_dtype(op: str, first: str, a: Tensor, second: str, b: Tensor) -> None:
+    """Raise ``DtypeError`` unless both have one dtype."""
+    if a.dtype != b.dtype:
+        raise DtypeError(f"{op}: {first} is {a.dtype} and {second} is {b.dtype}; they must be the same. Convert one with .to({a.dtype}).")
+
+
+def check_device(op: str, **tensors: Tensor | None) -> None:
+    """Raise ``ShapeError`` unless all tensors are on one device."""
+    first: tuple[str, torch.device] | None = None
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if first is None:
+            first = (name, tensor.device)
+        elif tensor.device != first[1]:
+            raise ShapeError(
+                f"{op}: {first[0]} is on {first[1]} and {name} is on {tensor.device}; all tensors must be on one device. "
+                f"Move {name} with .to({str(first[1])!r})."
+            )

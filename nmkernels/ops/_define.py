@@ -1,0 +1,141 @@
+"""How an op becomes ``torch.ops.nmkernels.*``: one schema, one contract, and the dispatcher behind it.
+
+A *contract* takes the raw op's arguments, raises when they do not fit, and returns the shape and dtype of
+each result. The eager kernel, the fake kernel (tracing, ``torch.compile``) and the check of ``out=`` all use
+that same function, so they cannot disagree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import backends as _backends  # noqa: F401 - registers the implementations
+from .._dispatch import choose
+from ..pattern import DtypeError, ShapeError
+
+NAMESPACE = "nmkernels"
+Spec = tuple[Any, torch.dtype]
+"""(shape, dtype) of one result; results are contiguous."""
+Contract = Callable[..., tuple[Spec, ...]]
+
+_lib = torch.library.Library(NAMESPACE, "DEF")
+
+
+def define(name: str, schema: str, contract: Contract, mutates: tuple[int, ...] = ()) -> torch._ops.OpOverload:
+    """Register ``torch.ops.nmkernels.<name>`` and return its overload, ready to be called.
+
+    Args:
+        name: the op's name, which is also its name in the dispatcher.
+        schema: ``"(Tensor w, int n, int m) -> Tensor"``.
+        contract: see the module's docstring.
+        mutates: positions of the arguments that are written in place.
+    """
+    op = _register(name, schema)
+    defaults = tuple(a.default_value for a in op._schema.arguments if a.has_default_value())
+    total, single = len(op._schema.arguments), len(op._schema.returns) == 1
+
+    def kernel(*args: Any) -> Any:
+        if len(args) < total:  # torch drops trailing arguments that equal their defaults
+            args += defaults[len(args) - total :]
+        contract(*args)
+        if not torch.is_grad_enabled():
+            result = choose(name, *args).fn(*args)
+        else:
+            # a composite kernel would record what a backend in plain torch does, and one in C++ would record nothing
+            with torch.no_grad():
+                result = choose(name, *args).fn(*args)
+        for position in mutates:
+            _bump(args[position])
+        return result
+
+    def fake(*args: Any) -> Any:
+        device = _device(args)
+        results = tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in contract(*args))
+        return results[0] if single else results
+
+    _lib.impl(name, kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_lib)
+    return op
+
+
+def define_out(name: str, schema: str, contract: Contract, outs: tuple[str, ...] = ("out",)) -> torch._ops.OpOverload:
+    """Register ``<name>_out``, which writes into tensors of the caller, and return its overload.
+
+    Args:
+        name: the functional op's name.
+        schema: the functional op's arguments, ``"(Tensor w, int n, int m)"``.
+        contract: the functional op's contract.
+        outs: the keyword-only arguments that are written.
+    """
+    keywords = ", ".join(f"Tensor({chr(ord('a') + i)}!) {out}" for i, out in enumerate(outs))
+    op = _register(f"{name}_out", f"{schema[:-1]}, *, {keywords}) -> ()")
+    defaults = tuple(a.default_value for a in op._schema.arguments if a.has_default_value())
+    total = len(op._schema.arguments) - len(outs)
+
+    def check(args: tuple[Any, ...], given: tuple[Tensor, ...]) -> None:
+        for out, (shape, dtype), tensor in zip(outs, contract(*args), given, strict=True):
+            _check_out(name, out, tensor, tuple(shape), dtype, _device(args))
+
+    def kernel(*args: Any, **kwargs: Tensor) -> None:
+        if len(args) < total:
+            args += defaults[len(args) - total :]
+        given = tuple(kwargs[out] for out in outs)
+        check(args, given)
+        with torch.no_grad():
+            entry = choose(name, *args)
+            if _writable(given, args):
+                entry.fn(*args, out=given[0] if len(outs) == 1 else given)
+            else:
+                results = entry.fn(*args)
+                for tensor, result in zip(given, (results,) if len(outs) == 1 else results, strict=True):
+                    tensor.copy_(result)
+        _bump(given)
+
+    def fake(*args: Any, **kwargs: Tensor) -> None:
+        check(args, tuple(kwargs[out] for out in outs))
+
+    _lib.impl(f"{name}_out", kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}_out", fake, lib=_lib)
+    return op
+
+
+def _register(name: str, schema: str) -> torch._ops.OpOverload:
+    _lib.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    return getattr(getattr(torch.ops, NAMESPACE), name).default
+
+
+def _device(args: Iterable[Any]) -> torch.device:
+    for arg in args:
+        if isinstance(arg, Tensor):
+            return arg.device
+        if isinstance(arg, (list, tuple)) and arg:
+            return _device(arg)
+    return torch.device("cpu")
+
+
+def _check_out(op: str, name: str, out: Tensor, shape: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> None:
+    if tuple(out.shape) != shape:
+        raise ShapeError(
+            f"{op}: {name} has shape {tuple(out.shape)}, the result has {shape}. Pass a tensor of that shape, or leave out= away."
+        )
+    if out.dtype != dtype:
+        raise DtypeError(f"{op}: {name} has dtype {out.dtype}, the result has {dtype}. Pass a tensor of that dtype, or leave out= away.")
+    if out.device != device:
+        raise ShapeError(f"{op}: {name} is on {out.device}, the input is on {device}. Both must be on one device.")
+
+
+def _writable(outs: tuple[Tensor, ...], args: tuple[Any, ...]) -> bool:
+    """A backend may write straight into ``outs``: contiguous, and in memory that none of the inputs uses."""
+    inputs = {a.untyped_storage().data_ptr() for a in args if isinstance(a, Tensor)} - {0}
+    return all(o.is_contiguous() and o.untyped_storage().data_ptr() not in inputs for o in outs)
+
+
+def _bump(tensors: Tensor | Iterable[Tensor]) -> None:
+    """Count a write as torch's own in-place ops do, so that caches and autograd notice it."""
+    for tensor in (tensors,) if isinstance(tensors, Tensor) else tensors:
+        if not tensor.is_inference():
+            torch.autograd.graph.increment_version(tensor)

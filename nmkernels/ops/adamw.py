@@ -1,0 +1,146 @@
+"""masked_adamw_: one pass over memory for decay, Adam, the new mask and its statistics."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..pattern import DtypeError, PatternLike, ShapeError
+from ._check import as_pattern, check_device, check_float, pattern_of
+from ._define import Spec, define
+
+HYPER = ("lr", "beta1", "beta2", "eps", "weight_decay", "decay", "v_step", "clamp", "reserved")
+"""The names of the elements of ``hyper``."""
+
+STATS = ("applied", "v_change", "v_log_change", "v_unchanged", "flips", "pruned_abs", "pruned_grad_abs", "nonzeros", "max_update")
+"""The names of the elements that ``masked_adamw_`` returns."""
+
+Tensors = list[Tensor]
+
+
+def _masked_adamw(
+    params: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, max_exp_avg_sqs: Tensors, steps: Tensors, outs: Tensors,
+    hyper: Tensor, n: int, m: int, frozen: bool, eps_inside: bool, maximize: bool, geometric: bool,
+    grad_scale: Tensor | None, found_inf: Tensor | None,
+) -> tuple[Spec, ...]:  # fmt: skip
+    op = "nm_masked_adamw_"
+    if hyper.dtype != torch.float64 or tuple(hyper.shape) != (len(HYPER),):
+        raise ShapeError(
+            f"{op}: hyper is {hyper.dtype} of shape {tuple(hyper.shape)}; it must be float64 ({len(HYPER)},): {', '.join(HYPER)}."
+        )
+    lists = {"grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs, "max_exp_avg_sqs": max_exp_avg_sqs, "outs": outs}
+    optional = ("max_exp_avg_sqs", "outs")
+    for name, tensors in (*lists.items(), ("steps", steps)):
+        if len(tensors) != len(params) and not (name in optional and not tensors):
+            empty = ", or none" if name in optional else ""
+            raise ShapeError(f"{op}: {len(params)} params and {len(tensors)} {name}; there must be one per param{empty}.")
+    for name in ("grad_scale", "found_inf"):
+        scalar = grad_scale if name == "grad_scale" else found_inf
+        if scalar is not None and (scalar.numel() != 1 or scalar.dtype != torch.float32):
+            raise ShapeError(f"{op}: {name} is {scalar.dtype} of shape {tuple(scalar.shape)}; it must be one float32 element.")
+    for i, param in enumerate(params):
+        _check_param(op, i, param, n, m)
+        for name, tensors in lists.items():
+            if tensors:
+                _check_beside(op, i, param, name, tensors[i], state="exp" in name)
+        if steps[i].dtype != torch.float32 or steps[i].numel() != 1:
+            raise DtypeError(f"{op}: steps[{i}] is {steps[i].dtype} of shape {tuple(steps[i].shape)}; it must be one float32 element.")
+    return (((len(STATS),), torch.float64),)
+
+
+def _check_param(op: str, i: int, param: Tensor, n: int, m: int) -> None:
+    check_float(op, f"params[{i}]", param)
+    if n or m:
+        p = pattern_of(n, m)
+        if not param.dim():
+            raise ShapeError(f"{op}: params[{i}] is 0-dimensional; groups run along the last dimension. Step it without a pattern.")
+        if param.shape[-1] % m:
+            p.check_divides(op, int(param.shape[-1]), f"the last dimension of params[{i}]")
+
+
+def _check_beside(op: str, i: int, param: Tensor, name: str, tensor: Tensor, state: bool) -> None:
+    if tensor.shape != param.shape:
+        raise ShapeError(f"{op}: {name}[{i}] has shape {tuple(tensor.shape)}, params[{i}] has {tuple(param.shape)}; they must be the same.")
+    check_float(op, f"{name}[{i}]", tensor)
+    expected = torch.float64 if param.dtype == torch.float64 else torch.float32
+    if state and tensor.dtype != expected:
+        raise DtypeError(f"{op}: {name}[{i}] is {tensor.dtype}; the state of a {param.dtype} param is kept in {expected}.")
+    check_device(op, **{f"params[{i}]": param, f"{name}[{i}]": tensor})
+
+
+nm_masked_adamw_ = define(
+    "nm_masked_adamw_",
+    "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, Tensor(d!)[] max_exp_avg_sqs, "
+    "Tensor(e!)[] steps, Tensor(f!)[] outs, Tensor hyper, int n, int m, bool frozen, bool eps_inside, bool maximize, bool geometric, "
+    "Tensor? grad_scale, Tensor? found_inf) -> Tensor",
+    _masked_adamw,
+    mutates=(0, 2, 3, 4, 5, 6),
+)
+
+
+def masked_adamw_(
+    params: Tensors,
+    grads: Tensors,
+    exp_avgs: Tensors,
+    exp_avg_sqs: Tensors,
+    steps: Tensors,
+    hyper: Tensor,
+    pattern: PatternLike | None = None,
+    *,
+    max_exp_avg_sqs: Tensors | None = None,
+    outs: Tensors | None = None,
+    frozen: bool = False,
+    eps_inside: bool = False,
+    maximize: bool = False,
+    geometric: bool = False,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> Tensor:
+    """One AdamW step of every param in one pass over memory, with decay of pruned weights, the new mask and statistics.
+
+    Per param, with t = step + 1, each operation rounded once, in this order::
+
+        g = ±grad / grad_scale
+        g = g + λ·w          where w is pruned            (SR-STE's decay, Zhou et al. 2021, arXiv 2102.04010)
+        m = β1·m + (1-β1)·g
+        v = β2·v + (1-β2)·g²                              (unless frozen)
+        D = sqrt(v) / sqrt(1-β2ᵗ) + eps                   (eps_inside: sqrt(v / (1-β2ᵗ) + eps); amsgrad: the running maximum of v)
+        u = (m / (1-β1ᵗ)) / D                             (clamped to ±clamp if that is not 0)
+        w = w·(1 - lr·weight_decay) - lr·u
+        out = w ⊙ mask(w)
+
+    Args:
+        params: float tensors, groups along the last dimension as given (pass a transposed view of an (in, out) weight).
+        grads, exp_avgs, exp_avg_sqs: one per param, of its shape; the states in fp32 (fp64 for fp64 params).
+        steps: one-element fp32 tensors; the number of steps done so far, incremented here.
+        hyper: fp64 ``(9,)``, named by ``HYPER``; ``decay`` is λ, ``v_step`` the step whose bias correction a frozen v keeps (0: none).
+        pattern: ``"N:M"``, a ``Pattern``, or None: plain AdamW, no mask.
+        max_exp_avg_sqs: the running maxima of amsgrad; its presence switches amsgrad on.
+        outs: buffers, of any float dtype, that receive the masked weight.
+        frozen: leave v alone (STEP's second phase).
+        geometric: also compute the statistics of log |v_t - v_{t-1}|.
+        grad_scale, found_inf: of a ``GradScaler``; with found_inf != 0 nothing changes and all statistics are 0.
+
+    Returns:
+        fp64 ``(9,)``, named by ``STATS``, summed over the params: 1 if applied; Σ|Δv|; Σ log|Δv|; elements with Δv = 0; mask bits flipped;
+        Σ|w| and Σ|g| over pruned weights (before the decay); non-zeros of the masked weights; max |u| (before the clamp).
+
+    Raises:
+        ShapeError, DtypeError: lists of different lengths, shapes or dtypes that do not fit.
+
+    Example:
+        >>> w = torch.tensor([[1.0, -2.0, 3.0, 0.5]])
+        >>> g, m, v, step = torch.ones(1, 4), torch.zeros(1, 4), torch.zeros(1, 4), torch.zeros(())
+        >>> hyper = torch.tensor([0.1, 0.9, 0.999, 1e-8, 0, 0, 0, 0, 0], dtype=torch.float64)
+        >>> stats = masked_adamw_([w], [g], [m], [v], [step], hyper, "2:4")
+        >>> w, dict(zip(STATS, stats.tolist()))["nonzeros"]
+        (tensor([[ 0.9000, -2.1000,  2.9000,  0.4000]]), 2.0)
+    """
+    n, m = (0, 0) if pattern is None else ((p := as_pattern(pattern)).n, p.m)
+    return nm_masked_adamw_(
+        params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs or [], steps, outs or [],
+        hyper, n, m, frozen, eps_inside, maximize, geometric, grad_scale, found_inf,
+    )  # fmt: skip
+
+
+__all__ = ["HYPER", "STATS", "masked_adamw_"]

@@ -1,0 +1,135 @@
+"""Compressed: the canonical N:M form of a tensor, with a lazy cache of device layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ..pattern import Pattern, ShapeError
+from ._check import as_pattern, check_packed
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Compressed:
+    """An N:M sparse tensor: the N values of every group of M, and where in the group they sit.
+
+    ``dense[..., g·M + index[..., g·N + k]] = values[..., g·N + k]``, zero elsewhere. The same bytes on every device and on disk.
+    It is immutable, compares by identity, is a pytree of (values, indices), and can be pickled and deep-copied.
+
+    Args:
+        values: ``(..., groups·N)``, in order of index.
+        indices: uint8 ``(..., bytes)``: position inside the group of each value, 2 bits for M <= 4, 4 bits for M <= 16, 8 bits above,
+            packed little end first, each row starting on a byte, spare bits 0.
+        pattern: ``"N:M"`` or a ``Pattern``.
+        shape: the dense shape ``(..., cols)``; ``cols`` need not be a multiple of M (the last group is then partial).
+
+    Raises:
+        ShapeError: values, indices and shape do not belong together.
+        DtypeError: values are not floating-point, or indices not uint8.
+
+    Example:
+        >>> from nmkernels import ops
+        >>> c = ops.compress(torch.tensor([[3.0, -4.0, 0.5, 0.0]]), "2:4")
+        >>> c.values, c.indices
+        (tensor([[ 3., -4.]]), tensor([[4]], dtype=torch.uint8))
+        >>> c.dense()
+        tensor([[ 3., -4.,  0.,  0.]])
+    """
+
+    values: Tensor
+    indices: Tensor
+    pattern: Pattern
+    shape: tuple[int, ...]
+    _layouts: dict[str, tuple[tuple[int, int], Any]] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "pattern", as_pattern(self.pattern))
+        object.__setattr__(self, "shape", torch.Size(self.shape))
+        p = self.pattern
+        check_packed("Compressed", self.values, self.indices, p.n, p.m, self.shape[-1] if self.shape else 0)
+        if self.values.shape[:-1] != self.shape[:-1]:
+            raise ShapeError(
+                f"Compressed: values have shape {tuple(self.values.shape)}, but the dense shape is {tuple(self.shape)}; "
+                "all dimensions but the last must agree."
+            )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the values."""
+        return self.values.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the values and indices."""
+        return self.values.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of values and indices together; cached layouts are not counted."""
+        return self.values.nbytes + self.indices.nbytes
+
+    def dense(self) -> Tensor:
+        """The dense tensor, zeros included; the same as ``ops.decompress``."""
+        return torch.ops.nmkernels.nm_decompress(self.values, self.indices, self.pattern.n, self.pattern.m, self.shape[-1])
+
+    def to(self, *args: Any, **kwargs: Any) -> Compressed:
+        """Like ``Tensor.to``: another device, or another dtype of the values; itself if nothing changes."""
+        values = self.values.to(*args, **kwargs)
+        indices = self.indices.to(values.device, non_blocking=kwargs.get("non_blocking", False))
+        if values is self.values and indices is self.indices:
+            return self
+        return Compressed(values, indices, self.pattern, self.shape)
+
+    def layout(self, name: str, build: Callable[[Compressed], Any]) -> Any:
+        """``build(self)``, remembered under ``name``, for backends that want the data in another order.
+
+        It is built again after values or indices were written in place (``out=``), and never copied or saved.
+        """
+        state = _version(self.values), _version(self.indices)
+        known = self._layouts.get(name)
+        if known is None or known[0] != state:
+            known = self._layouts[name] = (state, build(self))
+        return known[1]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Compressed, (self.values, self.indices, self.pattern, tuple(self.shape))
+
+    def __repr__(self) -> str:
+        device = "" if self.device.type == "cpu" else f', device="{self.device}"'
+        return f'Compressed({tuple(self.shape)}, "{self.pattern}", {self.dtype}{device}, {self.nbytes} bytes)'
+
+
+def _version(x: Tensor) -> int:
+    return -1 if x.is_inference() else x._version
+
+
+Context = tuple[Pattern, tuple[int, ...]]
+
+
+def _flatten(c: Compressed) -> tuple[list[Any], Context]:
+    return [c.values, c.indices], (c.pattern, tuple(c.shape))
+
+
+def _flatten_with_keys(c: Compressed) -> tuple[list[tuple[Any, Any]], Context]:
+    return [(pytree.GetAttrKey("values"), c.values), (pytree.GetAttrKey("indices"), c.indices)], (c.pattern, tuple(c.shape))
+
+
+def _unflatten(leaves: Any, context: Context) -> Compressed:
+    # leaves may be anything that a tree_map returned, so nothing is checked here
+    c = object.__new__(Compressed)
+    fields = {"values": leaves[0], "indices": leaves[1], "pattern": context[0], "shape": torch.Size(context[1]), "_layouts": {}}
+    for name, value in fields.items():
+        object.__setattr__(c, name, value)
+    return c
+
+
+pytree.register_pytree_node(
+    Compressed, _flatten, _unflatten, serialized_type_name="nmkernels.Compressed", flatten_with_keys_fn=_flatten_with_keys
+)
+
+__all__ = ["Compressed"]

@@ -1,0 +1,146 @@
+"""The three matrix products of a linear layer with one operand compressed: fprop nt, dgrad nn, wgrad tn."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..pattern import ShapeError
+from ._check import check_device, check_matrix, check_packed, check_same_dtype
+from ._define import Spec, define
+from ._grad import require_no_grad
+from .compressed import Compressed
+
+
+def _operands(op: str, what: str, x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int) -> None:
+    check_packed(op, values, indices, n, m, cols)
+    check_matrix(op, "the compressed operand", values)
+    check_same_dtype(op, what, x, "the compressed operand", values)
+    check_device(op, **{what: x, "the compressed operand": values})
+
+
+def _rows_of(op: str, what: str, x: Tensor, size: int) -> None:
+    if not x.dim() or x.shape[-1] != size:
+        raise ShapeError(f"{op}: {what} has shape {tuple(x.shape)}; its last dimension must be {size} to match the compressed weight.")
+
+
+def _linear(x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, bias: Tensor | None = None) -> tuple[Spec, ...]:
+    op = "nm_linear"
+    _operands(op, "x", x, values, indices, n, m, cols)
+    _rows_of(op, "x", x, cols)
+    rows = values.shape[0]
+    if bias is not None:
+        if tuple(bias.shape) != (rows,):
+            raise ShapeError(f"{op}: bias has shape {tuple(bias.shape)}; it must be ({rows},), one per output of the weight.")
+        check_same_dtype(op, "x", x, "bias", bias)
+        check_device(op, x=x, bias=bias)
+    return (((*x.shape[:-1], rows), x.dtype),)
+
+
+def _linear_dgrad(g: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int) -> tuple[Spec, ...]:
+    op = "nm_linear_dgrad"
+    _operands(op, "g", g, values, indices, n, m, cols)
+    _rows_of(op, "g", g, values.shape[0])
+    return (((*g.shape[:-1], cols), g.dtype),)
+
+
+def _linear_wgrad(values: Tensor, indices: Tensor, n: int, m: int, cols: int, x: Tensor) -> tuple[Spec, ...]:
+    op = "nm_linear_wgrad"
+    _operands(op, "x", x, values, indices, n, m, cols)
+    check_matrix(op, "x", x)
+    if x.shape[0] != cols:
+        raise ShapeError(f"{op}: x has {x.shape[0]} rows, the compressed gradient has {cols} tokens; they must be the same tokens.")
+    return (((values.shape[0], x.shape[1]), x.dtype),)
+
+
+_PACKED = "Tensor values, Tensor indices, int n, int m, SymInt cols"
+nm_linear = define("nm_linear", f"(Tensor x, {_PACKED}, Tensor? bias=None) -> Tensor", _linear)
+nm_linear_dgrad = define("nm_linear_dgrad", f"(Tensor g, {_PACKED}) -> Tensor", _linear_dgrad)
+nm_linear_wgrad = define("nm_linear_wgrad", f"({_PACKED}, Tensor x) -> Tensor", _linear_wgrad)
+
+
+def linear(x: Tensor, c: Compressed, bias: Tensor | None = None) -> Tensor:
+    """A linear layer's output from a compressed weight (fprop, layout nt).
+
+    ``y = x Wᵀ + b``
+
+    Args:
+        x: ``(..., in)``.
+        c: the weight, of shape ``(out, in)``, in x's dtype.
+        bias: ``(out,)``, in x's dtype.
+
+    Returns:
+        ``(..., out)``, in x's dtype, accumulated in fp32 (fp64 for fp64).
+
+    Raises:
+        ShapeError, DtypeError: the operands do not fit.
+        NMError: an operand requires grad: the derivative lives in ``nm.nn.CompressedLinear`` and ``nm.nn.SparseLinear``.
+
+    Example:
+        >>> import torch
+        >>> from nmkernels import ops
+        >>> w = ops.compress(torch.tensor([[1.0, 0.0, -2.0, 3.0]]), "2:4")
+        >>> linear(torch.ones(1, 4), w)
+        tensor([[1.]])
+    """
+    require_no_grad("nm_linear", x=x, weight=c.values, bias=bias)
+    p = c.pattern
+    return nm_linear(x, c.values, c.indices, p.n, p.m, c.shape[-1], bias)
+
+
+def linear_dgrad(g: Tensor, c: Compressed) -> Tensor:
+    """The gradient of a linear layer's input from its compressed weight (dgrad, layout nn).
+
+    ``dx = g W``
+
+    Args:
+        g: gradient of the output ``(..., out)``.
+        c: the weight, of shape ``(out, in)``, in g's dtype.
+
+    Returns:
+        ``(..., in)``, in g's dtype.
+
+    Raises:
+        ShapeError, DtypeError: the operands do not fit.
+        NMError: an operand requires grad.
+
+    Example:
+        >>> import torch
+        >>> from nmkernels import ops
+        >>> linear_dgrad(torch.ones(1, 1), ops.compress(torch.tensor([[1.0, 0.0, -2.0, 3.0]]), "2:4"))
+        tensor([[ 0.,  0., -2.,  3.]])
+    """
+    require_no_grad("nm_linear_dgrad", g=g, weight=c.values)
+    p = c.pattern
+    return nm_linear_dgrad(g, c.values, c.indices, p.n, p.m, c.shape[-1])
+
+
+def linear_wgrad(gc: Compressed, x: Tensor) -> Tensor:
+    """The gradient of a linear layer's weight from a compressed output gradient (wgrad, layout tn).
+
+    ``dW = gᵀ x``, dense
+
+    Args:
+        gc: gᵀ, of shape ``(out, tokens)``, compressed along tokens: ``nm.ops.mvue_compress(g, pattern, dim=0)``.
+        x: the layer's input ``(tokens, in)``, in gc's dtype; more leading dimensions are flattened into tokens.
+
+    Returns:
+        ``(out, in)``, in x's dtype.
+
+    Raises:
+        ShapeError, DtypeError: the operands do not fit.
+        NMError: an operand requires grad.
+
+    Example:
+        >>> import torch
+        >>> from nmkernels import ops
+        >>> g, x = torch.tensor([[0.0], [2.0], [0.0], [1.0]]), torch.ones(4, 3)
+        >>> linear_wgrad(ops.mvue_compress(g, "2:4", dim=0), x)
+        tensor([[3., 3., 3.]])
+    """
+    require_no_grad("nm_linear_wgrad", g=gc.values, x=x)
+    p = gc.pattern
+    tokens = x.reshape(-1, x.shape[-1]) if x.dim() > 2 else x
+    return nm_linear_wgrad(gc.values, gc.indices, p.n, p.m, gc.shape[-1], tokens)
+
+
+__all__ = ["linear", "linear_dgrad", "linear_wgrad"]

@@ -1,0 +1,164 @@
+"""mvue and mvue_compress: the unbiased N:M estimate of least variance."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..pattern import DtypeError, Pattern, PatternError, PatternLike, ShapeError
+from ._check import OptionError, as_pattern, check_device, check_float, pattern_of
+from ._define import Spec, define, define_out
+from ._grad import refuse_grad
+from .compress import check_same_form
+from .compressed import Compressed
+
+METHODS = ("exact", "approx")
+
+
+def _checked(op: str, g: Tensor, n: int, m: int, dim: int, seed: Tensor, method: str) -> Pattern:
+    p = pattern_of(n, m)
+    check_float(op, "g", g)
+    if not -g.dim() <= dim < g.dim():
+        raise ShapeError(f"{op}: dim={dim} does not exist in a tensor of shape {tuple(g.shape)}; it has {g.dim()} dimensions.")
+    if dim in (-1, g.dim() - 1) and g.shape[-1] % m:
+        p.check_divides(op, int(g.shape[-1]))
+    if method not in METHODS:
+        raise OptionError(f'{op}: method={method!r} is not known; it is "exact" (least variance) or "approx" (two draws, N = 2 only).')
+    if method == "approx" and n != 2:
+        raise PatternError(f'{op}: method="approx" draws exactly two elements, so it needs N = 2, not {p}. Use method="exact".')
+    if seed.dtype != torch.int64:
+        raise DtypeError(f"{op}: the seed tensor has dtype {seed.dtype}; it must be int64 (seed, offset). Convert it with .long().")
+    if tuple(seed.shape) != (2,):
+        raise ShapeError(f"{op}: the seed tensor has shape {tuple(seed.shape)}; it must be (2,): seed and offset.")
+    check_device(op, g=g, seed=seed)
+    return p
+
+
+def _mvue(g: Tensor, n: int, m: int, dim: int, seed: Tensor, method: str) -> tuple[Spec, ...]:
+    _checked("nm_mvue", g, n, m, dim, seed, method)
+    return ((g.shape, g.dtype),)
+
+
+def _mvue_compress(g: Tensor, n: int, m: int, dim: int, seed: Tensor, method: str) -> tuple[Spec, ...]:
+    p = _checked("nm_mvue_compress", g, n, m, dim, seed, method)
+    *lead, cols = _moved(g.shape, dim)
+    return ((*lead, p.kept(cols)), g.dtype), ((*lead, p.index_bytes(cols)), torch.uint8)
+
+
+def _moved(shape: torch.Size, dim: int) -> torch.Size:
+    sizes = list(shape)
+    sizes.append(sizes.pop(dim))
+    return torch.Size(sizes)
+
+
+_SCHEMA = "(Tensor g, int n, int m, int dim, Tensor seed, str method)"
+nm_mvue = define("nm_mvue", _SCHEMA + " -> Tensor", _mvue)
+nm_mvue_out = define_out("nm_mvue", _SCHEMA, _mvue)
+nm_mvue_compress = define("nm_mvue_compress", _SCHEMA + " -> (Tensor, Tensor)", _mvue_compress)
+nm_mvue_compress_out = define_out("nm_mvue_compress", _SCHEMA, _mvue_compress, outs=("out_values", "out_indices"))
+
+
+def mvue(
+    g: Tensor,
+    pattern: PatternLike,
+    dim: int = -1,
+    seed: int | Tensor | None = None,
+    offset: int = 0,
+    method: str = "exact",
+    out: Tensor | None = None,
+) -> Tensor:
+    """A random N:M sparse tensor whose mean is ``g``, of the least variance possible, in dense layout.
+
+    Element i of a group is kept with probability ``p_i = min(1, c·|g_i|)``, ``Σ p_i = N``, and becomes ``g_i / p_i``
+    (Chmiel et al. 2023, arXiv 2203.10991, for 1:2 and 2:4). A group with at most N non-zeros is copied; one that is not
+    finite becomes NaN at ``mask(g)``.
+
+    Args:
+        g: ``(rows, cols)``, or any shape; usually the gradient of a layer's output ``(tokens, out)``.
+        pattern: ``"N:M"`` or a ``Pattern``.
+        dim: the dimension that is grouped. The last one must be a multiple of M; any other is padded with zeros.
+        seed: None draws from torch's generator of g's device; a 64-bit int, or an int64 tensor (seed, offset) on g's device,
+            replays. The tensor form neither recompiles under ``torch.compile`` nor freezes in a CUDA graph.
+        offset: second word of the random stream of an int seed, e.g. the step; 64 bits.
+        method: ``"exact"``, or ``"approx"``: two draws, as FST and S-STE run it (N = 2 only).
+        out: tensor of g's shape and dtype to write into.
+
+    Returns:
+        the shape and dtype of ``g``, contiguous. It has no gradient: backward through it raises.
+
+    Raises:
+        ShapeError: the last dimension does not divide, ``dim`` does not exist, or ``out`` or ``seed`` has another shape.
+        DtypeError: ``g`` is not floating-point, or ``seed`` not int64.
+        OptionError, PatternError: the method is not known, or cannot do this pattern.
+
+    Example:
+        >>> mvue(torch.tensor([0.0, 5.0, 0.0, -1.0]), "2:4", seed=0)  # two non-zeros: copied
+        tensor([ 0.,  5.,  0., -1.])
+    """
+    p, words = as_pattern(pattern), seed_words("nm_mvue", seed, offset, g.device)
+    if out is None:
+        return refuse_grad("nm_mvue", g, nm_mvue(g, p.n, p.m, dim, words, method))
+    nm_mvue_out(g, p.n, p.m, dim, words, method, out=out)
+    return out
+
+
+def mvue_compress(
+    g: Tensor,
+    pattern: PatternLike,
+    dim: int = -1,
+    seed: int | Tensor | None = None,
+    offset: int = 0,
+    method: str = "exact",
+    out: Compressed | None = None,
+) -> Compressed:
+    """``mvue`` straight into the compressed form, with ``dim`` moved last.
+
+    ``dim=0`` of a gradient ``(tokens, out)`` gives gᵀ packed along tokens, ``(out, tokens)``, which ``linear_wgrad`` takes.
+
+    Args:
+        g, pattern, dim, seed, offset, method: as for ``mvue``; the same seed gives the same numbers.
+        out: a ``Compressed`` of the result's pattern, shape and dtype, whose buffers are written.
+
+    Returns:
+        ``Compressed`` of g's shape with ``dim`` moved last.
+
+    Raises:
+        as ``mvue``.
+
+    Example:
+        >>> c = mvue_compress(torch.tensor([[1.0, 0.0], [0.0, 0.0], [0.0, 4.0]]), "2:4", dim=0, seed=0)
+        >>> c.shape, c.dense()
+        (torch.Size([2, 3]), tensor([[1., 0., 0.],
+                [0., 0., 4.]]))
+    """
+    p, words = as_pattern(pattern), seed_words("nm_mvue_compress", seed, offset, g.device)
+    if out is None:
+        values, indices = nm_mvue_compress(g, p.n, p.m, dim, words, method)
+        return Compressed(refuse_grad("nm_mvue_compress", g, values), indices, p, _moved(g.shape, dim))
+    check_same_form("nm_mvue_compress", out, p.n, p.m, _moved(g.shape, dim))
+    nm_mvue_compress_out(g, p.n, p.m, dim, words, method, out_values=out.values, out_indices=out.indices)
+    return out
+
+
+def seed_words(op: str, seed: int | Tensor | None, offset: int, device: torch.device) -> Tensor:
+    """The int64 tensor (seed, offset) that the raw op takes.
+
+    Raises:
+        OptionError: an int does not fit in 64 bits, or an offset is given beside a tensor or beside no seed.
+    """
+    if isinstance(seed, Tensor) or seed is None:
+        if offset != 0:
+            raise OptionError(f"{op}: offset={offset} needs an int seed; a seed tensor carries its own offset, and seed=None draws both.")
+        return seed if isinstance(seed, Tensor) else torch.empty(2, dtype=torch.int64, device=device).random_(-(2**63), None)
+    return torch.tensor([_signed(op, "seed", seed), _signed(op, "offset", offset)], dtype=torch.int64, device=device)
+
+
+def _signed(op: str, name: str, value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise OptionError(f"{op}: {name} is {value!r}; it must be an int, or for the seed an int64 tensor (seed, offset), or None.")
+    if not -(2**63) <= value < 2**64:
+        raise OptionError(f"{op}: {name}={value} does not fit in 64 bits. Reduce it modulo 2**64.")
+    return value - 2**64 if value >= 2**63 else value
+
+
+__all__ = ["METHODS", "mvue", "mvue_compress"]

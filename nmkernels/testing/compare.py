@@ -1,0 +1,108 @@
+"""The two ways in which results are compared: bit for bit, and no worse than torch against float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+_INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def equal_bits(a: Any, b: Any) -> bool:
+    """Whether two tensors, or two trees of them, are the same to the bit; NaN equals NaN, -0.0 differs from 0.0.
+
+    Shapes and dtypes count, devices and strides do not.
+
+    Example:
+        >>> nan = float("nan")
+        >>> equal_bits(torch.tensor([nan, 1.0]), torch.tensor([nan, 1.0])), equal_bits(torch.tensor(0.0), torch.tensor(-0.0))
+        (True, False)
+    """
+    return difference(a, b) is None
+
+
+def assert_equal_bits(actual: Any, expected: Any, message: str = "") -> None:
+    """Raise ``AssertionError`` that names the first differing element unless ``equal_bits``."""
+    found = difference(actual, expected)
+    if found is not None:
+        raise AssertionError(f"{message}: {found}" if message else found)
+
+
+def difference(actual: Any, expected: Any) -> str | None:
+    """What distinguishes two trees, in words; None if nothing does."""
+    one, tree = pytree.tree_flatten(actual)
+    two, other = pytree.tree_flatten(expected)
+    if tree != other:
+        return f"structures differ: {tree} and {other}"
+    for i, (a, b) in enumerate(zip(one, two, strict=True)):
+        found = _difference(a, b)
+        if found is not None:
+            return found if len(one) == 1 else f"leaf {i}: {found}"
+    return None
+
+
+def _difference(a: Any, b: Any) -> str | None:
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return None if type(a) is type(b) and a == b else f"{a!r} is not {b!r}"
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return f"{a.dtype} {tuple(a.shape)} is not {b.dtype} {tuple(b.shape)}"
+    a, b = a.detach().cpu(), b.detach().cpu()
+    wrong = _bits(a) != _bits(b)
+    if a.is_floating_point():
+        wrong &= ~(a.isnan() & b.isnan())
+    if not wrong.any():
+        return None
+    where = tuple(wrong.nonzero()[0].tolist())
+    return f"{int(wrong.sum())} of {a.numel()} elements differ, first at {where}: {a[where].item()!r} is not {b[where].item()!r}"
+
+
+def _bits(x: Tensor) -> Tensor:
+    # a fresh contiguous copy first: views of another dtype need strides that fit
+    return x.contiguous().clone().view(_INTS[x.element_size()])
+
+
+def rounding_bound(theirs: Tensor, exact: Tensor) -> float:
+    """The largest error allowed: ``2·max|theirs - exact| + 4·eps·max|exact|``, eps of the dtype of ``theirs``."""
+    if not exact.numel():
+        return 0.0
+    other = (theirs.detach().double().cpu() - exact.cpu()).abs().max().item()
+    return 2 * other + 4 * torch.finfo(theirs.dtype).eps * exact.abs().max().item()
+
+
+def no_worse(ours: Tensor, theirs: Tensor, exact: Tensor) -> bool:
+    """Whether a rounded result is about as good as torch's in the same dtype, judged against float64.
+
+    ``max|ours - exact| <= 2·max|theirs - exact| + 4·eps·max|exact|``
+
+    Args:
+        ours: the result under test.
+        theirs: torch's result of the same inputs in the same dtype.
+        exact: the result of the same inputs computed in float64.
+
+    Example:
+        >>> x = torch.tensor([1.0, 2.0])
+        >>> no_worse(x, x, x.double()), no_worse(x + 1e-3, x, x.double())
+        (True, False)
+    """
+    return _excess(ours, theirs, exact) is None
+
+
+def assert_no_worse(ours: Tensor, theirs: Tensor, exact: Tensor, message: str = "") -> None:
+    """Raise ``AssertionError`` with both errors unless ``no_worse``."""
+    found = _excess(ours, theirs, exact)
+    if found is not None:
+        raise AssertionError(f"{message}: {found}" if message else found)
+
+
+def _excess(ours: Tensor, theirs: Tensor, exact: Tensor) -> str | None:
+    if ours.shape != exact.shape or ours.dtype != theirs.dtype or exact.dtype != torch.float64:
+        return f"{ours.dtype} {tuple(ours.shape)} cannot be judged by {theirs.dtype} and {exact.dtype} {tuple(exact.shape)}"
+    if not exact.numel():
+        return None
+    error = (ours.detach().double().cpu() - exact.cpu()).abs().max().item()
+    bound = rounding_bound(theirs, exact)
+    # a NaN on either side must not pass, so the comparison is written the way that is false for it
+    return None if error <= bound else f"max error {error:.3e} against float64 is above {bound:.3e} (2x torch's own + 4 eps max|y|)"

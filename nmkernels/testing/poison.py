@@ -1,0 +1,47 @@
+"""poison: fresh memory that shows when a kernel leaves part of its output unwritten."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+_MAKERS = ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (Tensor, "new_empty"), (Tensor, "new_empty_strided"))
+
+
+@contextmanager
+def poison() -> Iterator[None]:
+    """Fill every ``torch.empty``, ``empty_like``, ``empty_strided`` and ``new_empty`` issued inside with 0xFF bytes.
+
+    That is NaN in every floating-point dtype, -1 or 255 in integers. Only calls by these names are seen: not those that
+    torch makes internally, nor ones bound to another name before.
+
+    Example:
+        >>> with poison():
+        ...     torch.empty(2), torch.empty(1, dtype=torch.uint8)
+        (tensor([nan, nan]), tensor([255], dtype=torch.uint8))
+    """
+    with ExitStack() as stack:
+        for owner, name in _MAKERS:
+            stack.enter_context(mock.patch.object(owner, name, _poisoned(getattr(owner, name))))
+        yield
+
+
+def _poisoned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(make)
+    def poisoned(*args: Any, **kwargs: Any) -> Tensor:
+        return fill_poison(make(*args, **kwargs))
+
+    return poisoned
+
+
+def fill_poison(x: Tensor) -> Tensor:
+    """Overwrite the whole storage of ``x`` with 0xFF bytes; tensors without memory of their own stay."""
+    if type(x) in (Tensor, torch.nn.Parameter) and x.device.type != "meta":
+        x.untyped_storage().fill_(0xFF)
+    return x
