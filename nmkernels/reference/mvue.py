@@ -112,7 +112,8 @@ def group_mvue(groups: Tensor, u: Tensor, n: int, method: str = "exact") -> Tens
     easy = torch.where(few | ~finite, 1.0, a)
     drawn = _exact(g, easy, u, n) if method == "exact" else _approximate(g, easy, _tree(easy), u)
     out = torch.where(few, torch.where(a == 0, 0.0, g), drawn).to(groups.dtype)
-    return torch.where(finite, out, torch.where(mask(groups, n, m), float("nan"), 0.0))
+    lost = torch.zeros_like(out).masked_fill_(mask(groups, n, m), float("nan"))
+    return torch.where(finite, out, lost)
 
 
 def _check_method(method: str, pattern: Pattern) -> None:

@@ -1,0 +1,108 @@
+"""The compressed form against a loop over groups in plain Python."""
+
+import math
+
+import pytest
+import torch
+
+from nmkernels.pattern import DtypeError, Pattern, PatternError, ShapeError
+from nmkernels.reference import compress, decompress, mask, prune
+
+PATTERNS = [(1, 1), (1, 2), (2, 2), (2, 3), (1, 4), (2, 4), (4, 4), (2, 8), (5, 12), (3, 16), (3, 17), (5, 32), (1, 256)]
+
+
+def looped(w, n, m, keep):
+    """Values and index bytes of one row, by the words of the format."""
+    bits = 2 if m <= 4 else 4 if m <= 16 else 8
+    values, code, count = [], 0, 0
+    for start in range(0, len(w), m):
+        kept = [i for i in range(m) if keep[start + i]]
+        spare = [i for i in range(m) if i not in kept][: n - len(kept)]
+        for i in sorted(kept + spare):
+            values.append(w[start + i] if i in kept else 0.0)
+            code, count = code | i << (count * bits), count + 1
+    return values, list(code.to_bytes((count * bits + 7) // 8, "little"))
+
+
+@pytest.mark.parametrize(("n", "m"), PATTERNS)
+@pytest.mark.parametrize("given", ["none", "full", "short", "empty"])
+def test_equals_a_loop(n, m, given, dtype, nasty, same_bits):
+    w = nasty(5, 3 * m, dtype, seed=m)
+    keep = mask(w, n, m)
+    if given == "short":
+        keep &= torch.rand(w.shape, generator=torch.Generator().manual_seed(1)) < 0.5
+    elif given == "empty":
+        keep[:] = False
+    values, indices = compress(w, n, m, None if given == "none" else keep)
+    rows = [looped(row, n, m, k) for row, k in zip(w.tolist(), keep.tolist(), strict=True)]
+    assert same_bits(values, torch.tensor([r[0] for r in rows], dtype=torch.float64).to(dtype))
+    assert indices.dtype == torch.uint8 and indices.tolist() == [r[1] for r in rows]
+    assert indices.shape[-1] == Pattern(n, m).index_bytes(3 * m)
+    assert same_bits(decompress(values, indices, n, m, 3 * m), torch.where(keep, w, torch.zeros_like(w)))
+
+
+def test_two_of_four_is_one_nibble_a_group_and_rows_start_on_bytes():
+    w = torch.tensor([[0.0, 5.0, 0.0, 6.0] * 3, [7.0, 0.0, 8.0, 0.0] * 3])
+    values, indices = compress(w, 2, 4)
+    assert values.tolist() == [[5.0, 6.0] * 3, [7.0, 8.0] * 3]
+    assert indices.tolist() == [[0xDD, 0x0D], [0x88, 0x08]]
+
+
+def test_short_groups_are_filled_at_the_lowest_unkept_positions_with_positive_zero():
+    w = torch.tensor([-1.0, -2.0, -3.0, math.nan])
+    values, indices = compress(w, 3, 4, torch.tensor([False, True, False, False]))
+    assert values.tolist() == [0.0, -2.0, 0.0] and indices.tolist() == [0 | 1 << 2 | 2 << 4]
+    assert not values[::2].signbit().any()
+
+
+def test_kept_elements_keep_their_bits():
+    bits = torch.tensor([0x7FC12345, -(1 << 31), -1, 1], dtype=torch.int32)  # a NaN with payload, -0.0, a negative NaN, a denormal
+    values, _ = compress(bits.view(torch.float32), 4, 4)
+    assert torch.equal(values.view(torch.int32), bits)
+
+
+@pytest.mark.parametrize("cols", [1, 3, 4, 5, 6, 7])
+def test_a_partial_last_group_drops_the_padding(cols):
+    w = torch.randn(3, 8)
+    w[:, cols:] = 0
+    values, indices = compress(w, 2, 4)
+    groups = Pattern("2:4").groups(cols)
+    values, indices = values[:, : groups * 2], indices[:, : Pattern("2:4").index_bytes(cols)]
+    if groups == 1:
+        indices = indices & 0x0F
+    assert torch.equal(decompress(values, indices, 2, 4, cols), prune(w, 2, 4)[:, :cols])
+
+
+def test_strides_leading_dimensions_and_empty(nasty, dtype, same_bits):
+    base = nasty(6, 24, dtype).view(2, 3, 24)
+    w = base.transpose(0, 1)
+    values, indices = compress(w, 2, 4)
+    flat = compress(w.reshape(6, 24), 2, 4)
+    assert same_bits(values.view(6, 12), flat[0]) and torch.equal(indices.view(6, 3), flat[1])
+    doubled = torch.stack((values, values), -1)[..., 0]
+    assert same_bits(decompress(doubled, indices, 2, 4, 24), prune(w, 2, 4))
+    row = base[0, 0].expand(4, 24)
+    assert same_bits(decompress(*compress(row, 2, 4), 2, 4, 24), prune(row, 2, 4))
+    for shape in ((0, 8), (3, 0), (0, 2, 4)):
+        values, indices = compress(torch.randn(shape), 2, 4)
+        assert values.shape == (*shape[:-1], shape[-1] // 2) and indices.shape == (*shape[:-1], (shape[-1] + 7) // 8)
+        assert decompress(values, indices, 2, 4, shape[-1]).shape == shape
+
+
+def test_errors():
+    w, values, indices = torch.ones(2, 8), torch.ones(2, 4), torch.zeros(2, 1, dtype=torch.uint8)
+    with pytest.raises(ShapeError, match=r"compress: the mask keeps 4.*2:4 stores 2"):
+        compress(w, 2, 4, torch.ones(2, 8, dtype=torch.bool))
+    with pytest.raises(ShapeError, match="equal"):
+        compress(w, 2, 4, torch.ones(8, dtype=torch.bool))
+    with pytest.raises(DtypeError, match="bool"):
+        compress(w, 2, 4, w)
+    with pytest.raises(ShapeError, match="compress: the last dimension is 8"):
+        compress(w, 1, 3)
+    for bad in ((values, indices, 12), (values, indices[:1], 8), (values[:, :3], indices, 8), (torch.tensor(1.0), indices, 8)):
+        with pytest.raises(ShapeError, match="decompress"):
+            decompress(bad[0], bad[1], 2, 4, bad[2])
+    with pytest.raises(ShapeError, match="index 3 does not exist in a group of 3"):
+        decompress(torch.ones(1), torch.tensor([3], dtype=torch.uint8), 1, 3, 3)
+    with pytest.raises(PatternError):
+        decompress(values, indices, 3, 2, 8)

@@ -1,0 +1,99 @@
+"""mask, prune and is_nm against brute force over subsets and a sort in plain Python."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from nmkernels.pattern import DtypeError, PatternError, ShapeError
+from nmkernels.reference import is_nm, mask, prune
+
+PATTERNS = [(1, 1), (1, 2), (2, 2), (2, 3), (1, 4), (2, 4), (3, 4), (4, 4), (2, 8), (3, 16), (5, 32), (128, 256), (1, 256)]
+
+
+def sorted_mask(row, n, m):
+    """The definition, one group at a time: NaN first, then magnitude, then the lower index."""
+    out = []
+    for start in range(0, len(row), m):
+        group = row[start : start + m]
+        order = sorted(range(m), key=lambda i: (not math.isnan(group[i]), 0.0 if math.isnan(group[i]) else -abs(group[i]), i))
+        kept = set(order[:n])
+        out += [i in kept for i in range(m)]
+    return out
+
+
+@pytest.mark.parametrize(("n", "m"), PATTERNS)
+def test_equals_a_sort_of_each_group(n, m, dtype, nasty):
+    w = nasty(8, 3 * m, dtype, seed=n + m)
+    assert mask(w, n, m).tolist() == [sorted_mask(row, n, m) for row in w.tolist()]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_every_group_of_four_from_seven_values_keeps_the_best_subset(n):
+    values = [0.0, -0.0, 1.0, -1.0, 2.0, -math.inf, 1e-45]
+    groups = torch.tensor(list(itertools.product(values, repeat=4)))
+    for group, got in zip(groups.abs().tolist(), mask(groups, n, 4).tolist(), strict=True):
+        # itertools gives subsets in order of index, and max keeps the first, so ties keep the lower index.
+        best = max(itertools.combinations(range(4), n), key=lambda s: sorted((group[i] for i in s), reverse=True))
+        assert [i for i in range(4) if got[i]] == list(best)
+
+
+def test_nans_of_any_payload_tie_and_rank_above_infinity():
+    bits = torch.tensor([0x7F800000, 0x7FC00001, 0x7F800001, -1], dtype=torch.int32)  # inf and three NaNs, one negative
+    assert mask(bits.view(torch.float32), 2, 4).tolist() == [False, True, True, False]
+
+
+def test_exactly_n_are_kept_in_every_group(nasty, dtype):
+    for n, m in PATTERNS:
+        assert (mask(nasty(16, 2 * m, dtype), n, m).unflatten(-1, (2, m)).sum(-1) == n).all()
+
+
+def test_all_zero_groups_keep_the_first_n():
+    assert mask(torch.zeros(8), 2, 4).tolist() == [True, True, False, False] * 2
+
+
+@pytest.mark.parametrize("view", ["transposed", "strided", "expanded", "sliced"])
+def test_strides_do_not_matter(view, nasty, dtype, same_bits):
+    base = nasty(16, 16, dtype)
+    w = {"transposed": base.T, "strided": base[:, ::2], "expanded": base[:1].expand(5, 16), "sliced": base[3:, 4:12]}[view]
+    copy = w.clone(memory_format=torch.contiguous_format)
+    assert torch.equal(mask(w, 2, 4), mask(copy, 2, 4)) and mask(w, 2, 4).is_contiguous()
+    assert same_bits(prune(w, 2, 4), prune(copy, 2, 4)) and prune(w, 2, 4).is_contiguous()
+    assert is_nm(w, 2, 4) == is_nm(copy, 2, 4)
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (3, 0), (0,), (2, 0, 4), (2, 3, 8), (8,)])
+def test_any_leading_dimensions_and_empty_tensors(shape):
+    w = torch.randn(shape)
+    assert mask(w, 2, 4).shape == shape and prune(w, 2, 4).shape == shape
+    assert torch.equal(mask(w, 2, 4).flatten(), mask(w.flatten(), 2, 4))
+    assert is_nm(prune(w, 2, 4), 2, 4)
+
+
+def test_prune_keeps_bits_and_never_multiplies(nasty, dtype, same_bits):
+    w = nasty(64, 32, dtype)
+    assert same_bits(prune(w, 2, 4), torch.where(mask(w, 2, 4), w, torch.zeros_like(w)))
+    assert torch.equal(w.view(torch.uint8), nasty(64, 32, dtype).view(torch.uint8)), "the input was changed"
+    pruned = prune(torch.tensor([math.nan, math.nan, math.nan, -math.inf]), 2, 4)
+    assert pruned[2:].view(torch.int32).tolist() == [0, 0]
+    assert math.copysign(1, prune(torch.tensor([-0.0, 0.0, -0.0, -0.0]), 1, 4)[0]) == -1
+
+
+def test_is_nm_counts_nan_but_not_negative_zero():
+    assert is_nm(torch.tensor([1.0, -0.0, 0.0, 2.0]), 2, 4)
+    assert not is_nm(torch.tensor([1.0, math.nan, 0.0, 2.0]), 2, 4)
+    assert not is_nm(torch.tensor([0.0] * 4 + [1.0, 1.0, 1.0, 0.0]), 2, 4), "only the last group is too full"
+
+
+@pytest.mark.parametrize("op", [mask, prune, is_nm])
+def test_errors_name_the_op_and_the_way_out(op):
+    with pytest.raises(ShapeError, match=rf"{op.__name__}: the last dimension is 6.*M=4"):
+        op(torch.ones(2, 6), 2, 4)
+    with pytest.raises(ShapeError, match=op.__name__):
+        op(torch.tensor(1.0), 1, 1)
+    with pytest.raises(DtypeError, match=rf"{op.__name__}.*int32"):
+        op(torch.ones(4, dtype=torch.int32), 2, 4)
+    for n, m in ((0, 4), (5, 4), (1, 257), (-1, 4)):
+        with pytest.raises(PatternError, match=f"{n}:{m}"):
+            op(torch.ones(257 * 4), n, m)

@@ -1,0 +1,97 @@
+"""The soft threshold against a loop in plain Python, and the facts of the S-STE paper's projection."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from nmkernels.pattern import DtypeError, ShapeError
+from nmkernels.reference import is_nm, soft_threshold, soft_threshold_scale
+
+PATTERNS = [(1, 1), (1, 2), (2, 4), (3, 4), (4, 4), (1, 4), (2, 8), (3, 16), (100, 256)]
+
+
+def looped(row, n, m, real):
+    """One row, in the compute type ``real``, from the equation."""
+    out = []
+    for start in range(0, len(row), m):
+        group = [real(x) for x in row[start : start + m]]
+        ranked = sorted((abs(x) for x in group), key=lambda a: (not math.isnan(a), 0.0 if math.isnan(a) else -a))
+        t = real(0.0) if n == m else ranked[n]
+        for x in group:
+            with np.errstate(all="ignore"):
+                d = abs(x) - t
+            out.append(float(np.copysign(d, x)) if math.isnan(d) or d > 0 else 0.0)
+    return out
+
+
+@pytest.mark.parametrize(("n", "m"), PATTERNS)
+def test_equals_a_loop(n, m, dtype, nasty, same_bits):
+    w = nasty(16, 2 * m, dtype, seed=n * m)
+    real = np.float64 if dtype == torch.float64 else np.float32
+    want = torch.tensor([looped(row, n, m, real) for row in w.tolist()], dtype=torch.float64).to(dtype)
+    assert same_bits(soft_threshold(w, n, m), want)
+
+
+def test_zero_results_are_positive_and_at_most_n_remain():
+    w = -torch.randn(64, 32).abs()
+    s = soft_threshold(w, 2, 4)
+    assert is_nm(s, 2, 4) and not s[s == 0].signbit().any()
+    assert not soft_threshold(torch.tensor([-0.0, -0.0]), 2, 2).signbit().any()
+
+
+def test_it_is_continuous_where_ranks_swap():
+    left = soft_threshold(torch.tensor([3.0, 1.0 + 1e-6, 1.0, 0.0]), 2, 4)
+    right = soft_threshold(torch.tensor([3.0, 1.0, 1.0 + 1e-6, 0.0]), 2, 4)
+    assert (left - right).abs().max() < 3e-6
+    assert soft_threshold(torch.tensor([3.0, 1.0, 1.0, 0.0]), 2, 4).tolist() == [2.0, 0.0, 0.0, 0.0]
+
+
+def test_nan_and_infinity():
+    assert torch.equal(soft_threshold(torch.tensor([math.inf, 1.0, 2.0, 0.0]), 2, 4), torch.tensor([math.inf, 0.0, 1.0, 0.0]))
+    two_nans = soft_threshold(torch.tensor([math.nan, math.nan, 5.0, 7.0]), 2, 4)
+    assert two_nans[:2].isnan().all() and two_nans[2:].tolist() == [0.0, 0.0]
+    assert soft_threshold(torch.tensor([math.inf, -math.inf, math.inf, 1.0]), 2, 4).isnan().tolist() == [True, True, True, False]
+
+
+def test_strides_and_empty(nasty, dtype, same_bits):
+    w = nasty(16, 16, dtype)
+    assert same_bits(soft_threshold(w.T, 2, 4), soft_threshold(w.T.contiguous(), 2, 4)) and soft_threshold(w.T, 2, 4).is_contiguous()
+    assert same_bits(soft_threshold(w[:1].expand(3, 16), 2, 4)[2], soft_threshold(w[0], 2, 4))
+    assert soft_threshold(torch.empty(0, 8), 2, 4).shape == (0, 8)
+    assert soft_threshold_scale(torch.empty(0, 8), 2, 4).item() == 0.0
+
+
+def test_scale_of_the_worked_group(dtype):
+    scale = soft_threshold_scale(torch.tensor([0.3, -1.0, 0.5, 2.0], dtype=dtype), 2, 4)
+    assert scale.dtype == (torch.float64 if dtype == torch.float64 else torch.float32) and scale.shape == ()
+    assert scale.item() == pytest.approx(1.4, rel=1e-7 if dtype == torch.float32 else 1e-14 if dtype == torch.float64 else 0.01)
+
+
+def test_scale_of_known_distributions():
+    generator = torch.Generator().manual_seed(0)
+    normal = torch.randn(1 << 20, generator=generator)
+    uniform = torch.rand(1 << 20, generator=generator) * 2 - 1
+    laplace = torch.distributions.Exponential(1.0).icdf(torch.rand(1 << 20, generator=generator)) * uniform.sign()
+    for w, scale in ((normal, 1.483), (uniform, 1.751), (laplace, 1.291)):
+        assert soft_threshold_scale(w, 2, 4).item() == pytest.approx(scale, abs=0.005)
+    error = normal - soft_threshold_scale(normal, 2, 4) * soft_threshold(normal, 2, 4)
+    assert (error.square().mean() / normal.square().mean()).item() == pytest.approx(0.258, abs=0.002)
+
+
+def test_scale_is_the_least_squares_one_and_zero_for_nothing():
+    w = torch.randn(64, 64, dtype=torch.float64)
+    s, beta = soft_threshold(w, 2, 4), soft_threshold_scale(w, 2, 4)
+    assert ((w - beta * s) * s).sum().abs() < 1e-10 * (s * s).sum()
+    assert soft_threshold_scale(torch.zeros(4), 2, 4).item() == 0.0
+    assert soft_threshold_scale(torch.ones(4), 2, 4).item() == 0.0
+    assert soft_threshold_scale(torch.tensor([math.nan, 1.0, 2.0, 3.0]), 2, 4).isnan()
+
+
+def test_errors():
+    for op in (soft_threshold, soft_threshold_scale):
+        with pytest.raises(ShapeError, match=rf"{op.__name__}: the last dimension is 6"):
+            op(torch.ones(6), 2, 4)
+        with pytest.raises(DtypeError, match=op.__name__):
+            op(torch.ones(4, dtype=torch.int8), 2, 4)
