@@ -1,0 +1,9 @@
+"""Files that a finished model leaves as: compressed safetensors, and dense safetensors whose zeros are N:M."""
+
+from __future__ import annotations
+
+from ._files import atomic_write
+from .dense import save_dense
+from .safetensors import load_compressed, save_compressed
+
+__all__ = ["atomic_write", "load_compressed", "save_compressed", "save_dense"]

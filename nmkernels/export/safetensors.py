@@ -1,0 +1,109 @@
+"""The canonical file of a compressed model: plain safetensors, the same on every device.
+
+A compressed layer ``fqn`` is stored as ``fqn.weight.values`` and ``fqn.weight.indices``; every other tensor has the
+dense model's name. The metadata says ``format`` "nmkernels", ``version``, ``layers`` (per layer: pattern, shape
+``(out, in)``, dtype, layout) and, where weights are tied, ``aliases`` (name -> name of the stored tensor).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+
+from torch import nn
+
+from ..nn import NMWeight
+from ..pattern import CheckpointError, RecipeError
+from ._plan import plan_load
+from ._reader import Contents, read
+from ._tensors import compressed_layers, other_tensors, without_aliases, write
+
+FORMAT = "nmkernels"
+VERSION = 1
+
+
+def save_compressed(model: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Write a model that ``compress_`` has compressed to one safetensors file, atomically.
+
+    Args:
+        model: holds at least one CompressedLinear, and no layer still in training.
+        path: file to write; its folder must exist.
+
+    Raises:
+        RecipeError: the model is not compressed yet. CheckpointError: the file cannot be written.
+
+    Example:
+        >>> import tempfile, os, torch, nmkernels as nm
+        >>> from torch import nn
+        >>> model = nn.Sequential(nm.nn.CompressedLinear(nm.ops.compress(torch.randn(4, 8), "2:4")))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     nm.save_compressed(model, os.path.join(folder, "m.safetensors"))
+        ...     same = nm.load_compressed(nn.Sequential(nn.Linear(8, 4, bias=False)), os.path.join(folder, "m.safetensors"))
+        >>> torch.equal(model[0].values, same[0].values)
+        True
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, NMWeight):
+            raise RecipeError(f"save_compressed: layer {name!r} is not compressed; call handle.finish() and nm.compress_(model) first.")
+    layers = compressed_layers(model)
+    if not layers:
+        raise RecipeError("save_compressed: the model has no CompressedLinear; call nm.compress_(model) first, or use nm.save_dense.")
+    if "" in layers:
+        raise RecipeError(
+            "save_compressed: the model itself is one CompressedLinear, which loading cannot swap in; put it in an nn.Sequential."
+        )
+    tensors = other_tensors(model, layers)
+    for name, layer in layers.items():
+        tensors[f"{name}.weight.values"] = layer.values
+        tensors[f"{name}.weight.indices"] = layer.indices
+    tensors, aliases = without_aliases(tensors)
+    about = {
+        name: {
+            "pattern": str(layer.pattern),
+            "shape": [layer.out_features, layer.in_features],
+            "dtype": str(layer.values.dtype).removeprefix("torch."),
+            "layout": layer.layout,
+        }
+        for name, layer in layers.items()
+    }
+    metadata = {"format": FORMAT, "version": str(VERSION), "layers": json.dumps(about)}
+    if aliases:
+        metadata["aliases"] = json.dumps(aliases)
+    write(path, tensors, metadata)
+
+
+def load_compressed(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
+    """Load a compressed file into a freshly built dense model, in place, and return the model.
+
+    The layers named in the file become CompressedLinear (``nn.Linear`` and Hugging Face's ``Conv1D`` are swapped); every
+    other tensor is copied. Names, shapes, dtypes and indices are all checked before the model is touched.
+
+    Args:
+        model: the dense architecture that was trained, on any device; on the meta device it takes the file's tensors as they are.
+        path: a file that ``save_compressed`` wrote.
+
+    Raises:
+        CheckpointError: the file is missing, truncated, foreign, newer than this version, or does not fit the model.
+    """
+    contents = read(path)
+    _check_ours(contents)
+    for alias, name in contents.json("aliases").items():
+        if name not in contents.tensors:
+            raise CheckpointError(f"{contents.path}: tensor {alias!r} is said to be the same as {name!r}, which the file does not hold.")
+        contents.tensors[alias] = contents.tensors[str(name)]
+    plan_load(model, contents).apply(model)
+    return model
+
+
+def _check_ours(contents: Contents) -> None:
+    about = contents.metadata
+    if about.get("format") != FORMAT:
+        what = "; its zeros are N:M but its weights are dense: load it with safetensors.torch.load_model" if "nm" in about else ""
+        raise CheckpointError(f"{contents.path} is a safetensors file, but not one that nm.save_compressed wrote{what}.")
+    version = about.get("version", "")
+    if not version.isdecimal() or int(version) < 1:
+        raise CheckpointError(f"{contents.path}: the format version {version!r} is not a number; the metadata is damaged.")
+    if int(version) > VERSION:
+        raise CheckpointError(
+            f"{contents.path} was written in format version {version}; this one reads up to {VERSION}: upgrade nmkernels."
+        )

@@ -1,0 +1,168 @@
+"""Text to train on: the standard library's own source by default, or any file or folder.
+
+Batches are a function of (seed, step) alone, so that resuming a run needs no sampler state.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..pattern import NMError
+
+VALIDATION_SHARE = 0.1
+MAX_BYTES = 1 << 28
+"""At most this much text is read, 256 MiB: a laptop's memory is finite and the models here are small."""
+MIN_CONTEXTS = 4
+SKIPPED_FOLDERS = frozenset(
+    ["test", "tests", "idle_test", "idlelib", "turtledemo", "encodings", "site-packages", "dist-packages", "__pycache__"],
+)
+"""Parts of the standard library's folder that are not its own prose: tests, installed packages, tables of character codes."""
+FILES_TO_HASH = 20
+
+
+class DataError(NMError, ValueError):
+    """The text to train on is missing, empty, too small, binary or unreadable."""
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Training and validation text as uint8 tensors, where it came from, and a digest that tells whether it changed."""
+
+    train: Tensor
+    val: Tensor
+    source: str
+    files: int
+    digest: str
+
+    def check(self, context: int) -> None:
+        """Raise ``DataError`` unless both parts are long enough for sequences of ``context`` tokens."""
+        need = {"training": (self.train, MIN_CONTEXTS * (context + 1)), "validation": (self.val, context + 1)}
+        for name, (tokens, least) in need.items():
+            if len(tokens) < least:
+                raise DataError(
+                    f"{self.source}: the {name} text is {len(tokens)} bytes, and a context of {context} needs at least {least}. "
+                    "Give more text with --data, or a smaller --context."
+                )
+
+    def batch(self, seed: int, step: int, size: int, context: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets ``[size, context]`` (int64) of one training step; the same (seed, step) gives the same batch."""
+        rng = torch.Generator().manual_seed((seed * 0x9E3779B97F4A7C15 + step) & (2**63 - 1))
+        starts = torch.randint(len(self.train) - context, (size, 1), generator=rng)
+        window = self.train[starts + torch.arange(context + 1)].long()
+        return window[:, :-1], window[:, 1:]
+
+    def val_batches(self, context: int, size: int, most: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Batches of up to ``most`` validation windows that do not overlap, spread evenly over the text."""
+        count = (len(self.val) - 1) // context
+        windows = torch.arange(count) if count <= most else torch.arange(most) * count // most
+        for part in windows.split(size):
+            window = self.val[part[:, None] * context + torch.arange(context + 1)].long()
+            yield window[:, :-1], window[:, 1:]
+
+
+def load_corpus(path: str | os.PathLike[str] | None = None) -> Corpus:
+    """Read the text at ``path`` (a file, or a folder with all below it), or the standard library's source where it is None.
+
+    A file counts as text when it has no NUL byte. Hidden files and folders are passed over. With 20 files or more, whole files
+    go to validation, in the order of a hash of their names, until a tenth of the bytes is reached; with fewer, the last tenth
+    of the text does.
+
+    Raises:
+        DataError: there is no such path, or nothing in it can be used; the message says which, and what to do.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"]) if path is None else Path(path)
+    source = "the Python standard library" if path is None else str(root)
+    files = _stdlib_files(root) if path is None else _files(root)
+    texts = _read(files, root, source)
+    train, val = _split(texts)
+    digest = hashlib.blake2b(train, digest_size=16)
+    digest.update(val)
+    return Corpus(_tensor(train), _tensor(val), source, len(texts), f"{len(train)}-{digest.hexdigest()}")
+
+
+def _tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+def _stdlib_files(root: Path) -> list[Path]:
+    files = [f for f in _walk(root, SKIPPED_FOLDERS) if f.suffix == ".py"]
+    if not files:
+        raise DataError("the source text of the Python standard library is not on this machine; give text with --data FILE_OR_FOLDER.")
+    return files
+
+
+def _files(root: Path) -> list[Path]:
+    try:
+        mode = root.stat().st_mode
+    except OSError as error:
+        raise DataError(f"{root}: {error.strerror or error}.") from error
+    if stat.S_ISREG(mode):
+        return [root]
+    if not stat.S_ISDIR(mode):
+        raise DataError(f"{root}: neither a file nor a folder.")
+    files = list(_walk(root, frozenset()))
+    if not files:
+        raise DataError(f"{root}: the folder holds no files.")
+    return files
+
+
+def _walk(root: Path, skipped: frozenset[str]) -> Iterator[Path]:
+    """Regular files below ``root`` in sorted order; pipes and devices are left out, because reading them may never end."""
+    for folder, folders, names in os.walk(root):
+        folders[:] = sorted(d for d in folders if d not in skipped and not d.startswith("."))
+        for name in sorted(names):
+            path = Path(folder, name)
+            if not name.startswith(".") and path.is_file():
+                yield path
+
+
+def _read(files: list[Path], root: Path, source: str) -> dict[str, bytes]:
+    """Texts by their name relative to ``root``, in a fixed order."""
+    texts: dict[str, bytes] = {}
+    total, problem = 0, "empty"
+    for file in files:
+        try:
+            with file.open("rb") as stream:
+                data = stream.read(MAX_BYTES - total)
+        except OSError as error:
+            problem = f"unreadable ({error.strerror or error})"
+            continue
+        if b"\0" in data:
+            problem = "binary, not text"
+        elif data:
+            texts[file.relative_to(root).as_posix() if file != root else file.name] = data
+            total += len(data)
+        if total >= MAX_BYTES:
+            break
+    if not texts:
+        what = f"the file is {problem}" if len(files) == 1 else f"none of the {len(files)} files holds text; the last problem: {problem}"
+        raise DataError(f"{source}: {what}. Give a text file, or a folder of them.")
+    return texts
+
+
+def _split(texts: dict[str, bytes]) -> tuple[bytes, bytes]:
+    """(training, validation) text, about nine to one."""
+    total = sum(map(len, texts.values()))
+    budget = int(total * VALIDATION_SHARE)
+    chosen: set[str] = set()
+    if len(texts) >= FILES_TO_HASH:
+        size = 0
+        for name in sorted(texts, key=lambda n: hashlib.blake2b(n.encode(), digest_size=8).digest()):
+            if size + len(texts[name]) <= budget:
+                chosen.add(name)
+                size += len(texts[name])
+        if size >= budget // 2:
+            parts = [b"\n".join(t for n, t in texts.items() if (n in chosen) is side) for side in (False, True)]
+            return parts[0], parts[1]
+    whole = b"\n".join(texts.values())
+    cut = len(whole) - budget
+    return whole[:cut], whole[cut:]
