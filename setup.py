@@ -73,9 +73,11 @@ class BuildCore(build_ext):
         build = [find_tool("cmake"), "--build", str(folder)]
         if os.environ.get("MAX_JOBS"):
             build += ["--parallel", os.environ["MAX_JOBS"]]
-        if subprocess.run(build).returncode:
+        if subprocess.run(build, check=False).returncode:
             self._forget(ext)
-            raise SystemExit("nmkernels: compiling the core failed, see above. With no C++ compiler installed the package installs without it.")
+            raise SystemExit(
+                "nmkernels: compiling the core failed, see above. With no C++ compiler installed the package installs without it."
+            )
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(folder / target.name, target)
 
@@ -97,8 +99,10 @@ class BuildCore(build_ext):
             "NMKERNELS_WERROR": os.environ.get("NMKERNELS_WERROR", "0"),
         }
         command = [cmake, "-S", str(ROOT / "csrc"), "-B", str(folder), "-G", "Ninja", *(f"-D{k}={v}" for k, v in options.items())]
-        if subprocess.run(command).returncode and not self._configure_afresh(command, folder):
-            raise CoreUnavailable("CMake could not configure the build, its message is above (usually: no C++ compiler, or no Python headers)")
+        if subprocess.run(command, check=False).returncode and not self._configure_afresh(command, folder):
+            raise CoreUnavailable(
+                "CMake could not configure the build, its message is above (usually: no C++ compiler, or no Python headers)"
+            )
         return folder
 
     @staticmethod
@@ -107,7 +111,7 @@ class BuildCore(build_ext):
         if not (folder / "CMakeCache.txt").exists():
             return False
         shutil.rmtree(folder)
-        return subprocess.run(command).returncode == 0
+        return subprocess.run(command, check=False).returncode == 0
 
 
 def _warn(reason: str) -> None:

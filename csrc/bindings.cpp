@@ -1,9 +1,13 @@
 // nmkernels._C: the compiled core as Python sees it. Pointers come as integers (Tensor.data_ptr()), dtypes as the
-// codes of cpu/dispatch.h; the caller has checked shapes, devices and contiguity. Nothing here touches Python
-// objects while a kernel runs, so the interpreter lock is released around each.
+// codes of cpu/dispatch.h, sizes and strides in elements; the caller has checked shapes, devices and contiguity.
+// Nothing here touches Python objects while a kernel runs, so the interpreter lock is released around each.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <array>
+
+#include "core/adamw.h"
+#include "core/philox.h"
 #include "cpu/kernels.h"
 
 namespace py = pybind11;
@@ -14,13 +18,98 @@ namespace {
 constexpr int kAbi = 1;
 
 using Address = std::uintptr_t;
+using Unlocked = py::call_guard<py::gil_scoped_release>;
 
 template <class T = void>
 T* at(Address address) {
     return reinterpret_cast<T*>(address);
 }
 
-using Unlocked = py::call_guard<py::gil_scoped_release>;
+nm::View view(Address data, int dtype, int64_t row_stride, int64_t col_stride) { return {at(data), dtype, row_stride, col_stride}; }
+
+nm::AdamWParam adamw_param(int64_t rows, int64_t cols, Address step, const nm::View& p, const nm::View& grad, const nm::View& avg,
+                           const nm::View& sq, const nm::View& top, const nm::View& out) {
+    return {rows, cols, p, grad, avg, sq, top, out, at<float>(step)};
+}
+
+std::array<double, 9> masked_adamw(const std::vector<nm::AdamWParam>& params, const std::array<double, 9>& hyper, int n, int m, bool frozen,
+                                   bool eps_inside, bool maximize, bool geometric, Address grad_scale, Address found_inf, int threads) {
+    std::array<double, 9> stats;
+    const nm::AdamWCall call{hyper.data(), n, m, frozen, eps_inside, maximize, geometric, at<float>(grad_scale), at<float>(found_inf)};
+    nm::masked_adamw(params, call, stats.data(), threads);
+    return stats;
+}
+
+nm::MvueCall mvue_call(Address g, int64_t outer, int64_t length, int64_t inner, int64_t seed, int64_t offset, bool approx) {
+    return {at(g), outer, length, inner, uint64_t(seed), uint64_t(offset), approx};
+}
+
+// fp32 -> 16 bits -> fp32 by core/types.h, for the tests of its arithmetic.
+void round_trip(Address x, int dtype, int64_t count, Address bits, Address back) {
+    nm::by_dtype(dtype, [&](auto tag) {
+        using T = decltype(tag);
+        for (int64_t i = 0; i < count; ++i) {
+            at<T>(bits)[i] = nm::from_float<T>(at<float>(x)[i]);
+            at<float>(back)[i] = nm::to_float(at<T>(bits)[i]);
+        }
+    });
+}
+
+std::array<uint32_t, 4> philox(const std::array<uint32_t, 4>& counter, uint32_t k0, uint32_t k1) {
+    const nm::Words w = nm::philox4x32(nm::Words{{counter[0], counter[1], counter[2], counter[3]}}, k0, k1);
+    return {w.w[0], w.w[1], w.w[2], w.w[3]};
+}
+
+// Sums a tensor's chunks under any thread count and fails in one chunk if asked, for the tests of the pool.
+int64_t pool_probe(int64_t chunks, int threads, int64_t fail_at) {
+    std::vector<int64_t> seen(static_cast<size_t>(chunks), 0);
+    nm::parallel_for(chunks, threads, [&](int64_t i) {
+        if (i == fail_at) throw std::runtime_error("chunk " + std::to_string(i) + " failed, as asked");
+        seen[static_cast<size_t>(i)] += i + 1;
+    });
+    int64_t sum = 0;
+    for (int64_t one : seen) sum += one;
+    return sum;
+}
+
+void bind_groups(py::module_& module) {
+    module.def("mask", [](Address w, int dtype, int64_t numel, int n, int m, Address out, int threads) {
+        nm::mask(at(w), dtype, numel, n, m, at<uint8_t>(out), threads);
+    }, Unlocked());
+    module.def("prune", [](Address w, int dtype, int64_t numel, int n, int m, Address out, int threads) {
+        nm::prune(at(w), dtype, numel, n, m, at(out), threads);
+    }, Unlocked());
+    module.def("soft_threshold", [](Address w, int dtype, int64_t numel, int n, int m, Address out, int threads) {
+        nm::soft_threshold(at(w), dtype, numel, n, m, at(out), threads);
+    }, Unlocked());
+    module.def("soft_threshold_scale", [](Address w, int dtype, int64_t numel, int n, int m, int threads) {
+        return nm::soft_threshold_scale(at(w), dtype, numel, n, m, threads);
+    }, Unlocked());
+    module.def("transposable_mask", [](Address w, int dtype, int64_t rows, int64_t cols, int n, int m, Address out, int threads) {
+        nm::transposable_mask(at(w), dtype, rows, cols, n, m, at<uint8_t>(out), threads);
+    }, Unlocked());
+}
+
+void bind_compressed(py::module_& module) {
+    module.def("compress", [](Address w, int dtype, int64_t rows, int64_t cols, int n, int m, Address given, Address values, Address indices,
+                              int threads) {
+        return nm::compress(at(w), dtype, rows, cols, n, m, at<uint8_t>(given), at(values), at<uint8_t>(indices), threads);
+    }, Unlocked());
+    module.def("decompress", [](Address values, Address indices, int dtype, int64_t rows, int64_t cols, int n, int m, Address out,
+                                int threads) {
+        return nm::decompress(at(values), at<uint8_t>(indices), dtype, rows, cols, n, m, at(out), threads);
+    }, Unlocked());
+    module.def("linear", [](Address x, Address values, Address indices, Address bias, Address y, int dtype, int64_t tokens, int64_t rows,
+                            int64_t cols, int n, int m, int threads) {
+        return nm::linear({at(x), at(values), at<uint8_t>(indices), at(bias), at(y), rows, cols}, tokens, dtype, n, m, threads);
+    }, Unlocked());
+    module.def("mvue", [](const nm::MvueCall& call, int dtype, int n, int m, Address out, int threads) {
+        nm::mvue(call, dtype, n, m, at(out), threads);
+    }, Unlocked());
+    module.def("mvue_compress", [](const nm::MvueCall& call, int dtype, int n, int m, Address values, Address indices, int threads) {
+        nm::mvue_compress(call, dtype, n, m, at(values), at<uint8_t>(indices), threads);
+    }, Unlocked());
+}
 
 }  // namespace
 
@@ -28,12 +117,16 @@ PYBIND11_MODULE(_C, module) {
     module.doc() = "The compiled core of nmkernels; use nmkernels.ops.";
     module.attr("abi") = kAbi;
     module.attr("cuda") = false;
-    module.def("pool_workers", &nm::pool_workers);
 
-    module.def("mask", [](Address w, int dtype, int64_t numel, int n, int m, Address out, int threads) {
-        nm::mask(at(w), dtype, numel, n, m, at<uint8_t>(out), threads);
-    }, Unlocked());
-    module.def("prune", [](Address w, int dtype, int64_t numel, int n, int m, Address out, int threads) {
-        nm::prune(at(w), dtype, numel, n, m, at(out), threads);
-    }, Unlocked());
+    py::class_<nm::MvueCall>(module, "MvueCall").def(py::init(&mvue_call));
+    py::class_<nm::View>(module, "View").def(py::init<>()).def(py::init(&view));
+    py::class_<nm::AdamWParam>(module, "AdamWParam").def(py::init(&adamw_param));
+    module.def("masked_adamw", &masked_adamw, Unlocked());
+    bind_groups(module);
+    bind_compressed(module);
+
+    module.def("round_trip", &round_trip, Unlocked());
+    module.def("philox", &philox);
+    module.def("pool_probe", &pool_probe, Unlocked());
+    module.def("pool_workers", &nm::pool_workers);
 }

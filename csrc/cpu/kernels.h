@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "dispatch.h"
 #include "pool.h"
@@ -14,5 +15,73 @@ void mask(const void* w, int dtype, int64_t numel, int n, int m, uint8_t* out, i
 
 // out = w where kept, +0.0 elsewhere; out may be w.
 void prune(const void* w, int dtype, int64_t numel, int n, int m, void* out, int threads);
+
+// out = sign(w) max(|w| - t, 0), t the (n+1)-th largest magnitude of the group; out may be w.
+void soft_threshold(const void* w, int dtype, int64_t numel, int n, int m, void* out, int threads);
+
+// <w, S> / <S, S> with S = soft_threshold(w), 0 when S is zero; fp64 partials over 4096-element chunks, added in order.
+float soft_threshold_scale(const void* w, int dtype, int64_t numel, int n, int m, int threads);
+
+// n:m along rows and columns of every m x m tile; m divides rows and cols (several matrices: stack them).
+void transposable_mask(const void* w, int dtype, int64_t rows, int64_t cols, int n, int m, uint8_t* out, int threads);
+
+// values [rows, cols/m*n] and packed indices; `given` is a bool mask or null. False: the mask keeps more than n in a group.
+bool compress(const void* w, int dtype, int64_t rows, int64_t cols, int n, int m, const uint8_t* given, void* values, uint8_t* indices,
+              int threads);
+
+// The inverse; cols may end inside the last group. False: an index is not below m.
+bool decompress(const void* values, const uint8_t* indices, int dtype, int64_t rows, int64_t cols, int n, int m, void* out, int threads);
+
+// x [tokens, cols], W compressed [rows, cols], bias [rows] or null, y [tokens, rows].
+struct LinearCall {
+    const void *x, *values;
+    const uint8_t* indices;
+    const void* bias;
+    void* y;
+    int64_t rows, cols;
+};
+
+// y = x Wᵀ + bias; meant for few tokens. False: an index is not below m.
+bool linear(LinearCall call, int64_t tokens, int dtype, int n, int m, int threads);
+
+// g [outer, length, inner] with groups along `length`, zero-padded to whole groups.
+struct MvueCall {
+    const void* g;
+    int64_t outer, length, inner;
+    uint64_t seed, offset;
+    bool approx;
+};
+
+// Unbiased estimate of g in the layout of g.
+void mvue(const MvueCall& call, int dtype, int n, int m, void* out, int threads);
+
+// The same, compressed: rows are outer*inner.
+void mvue_compress(const MvueCall& call, int dtype, int n, int m, void* values, uint8_t* indices, int threads);
+
+// One 2-D tensor of any strides, in elements; groups run along its second dimension.
+struct View {
+    void* data = nullptr;
+    int dtype = kFloat32;
+    int64_t row_stride = 0, col_stride = 0;
+
+    explicit operator bool() const { return data != nullptr; }
+};
+
+// One parameter and what belongs to it, all rows x cols. `top` (amsgrad's maximum) and `out` may be absent.
+struct AdamWParam {
+    int64_t rows = 0, cols = 0;
+    View p, grad, avg, sq, top, out;
+    float* step = nullptr;
+};
+
+struct AdamWCall {
+    const double* hyper;  // lr, beta1, beta2, eps, weight_decay, decay, v_step, clamp
+    int n, m;             // 0, 0: no masks
+    bool frozen, eps_inside, maximize, geometric;
+    const float *grad_scale, *found_inf;  // or null
+};
+
+// One step of every parameter, in place; stats[9] as nmkernels/reference/adamw.py lists them.
+void masked_adamw(const std::vector<AdamWParam>& params, const AdamWCall& call, double* stats, int threads);
 
 }  // namespace nm

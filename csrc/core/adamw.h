@@ -1,0 +1,87 @@
+// AdamW of one element, every operation rounded once in fp32, in the written order. M is the n:m mask of the weight
+// before the step, t the step counted from 1:
+//
+//   g = ±grad / scale;  g = g + (λ p) where not M
+//   m = (β1 m) + ((1-β1) g);  v = (β2 v) + ((1-β2) (g g))                  (frozen: v stays)
+//   D = (√v / √(1-β2^t)) + ε   or, eps_inside,  D = √((v / (1-β2^t)) + ε)
+//   u = (m (1/(1-β1^t))) / D;  u = min(max(u, -clamp), clamp);  p = (p (1 - lr wd)) - (lr u)
+//
+// Loshchilov, Hutter, ICLR 2019, algorithm 2; λ: Zhou et al., ICLR 2021; frozen v: Lu et al., ICML 2023.
+#pragma once
+
+#include "types.h"
+
+namespace nm {
+
+// What a step needs besides the element, each computed in fp64 and rounded to fp32 once.
+struct AdamW {
+    float b1, omb1, b2, omb2, ibc1, bc2, sbc2, eps, wdf, lr, decay, clamp;
+    bool frozen, eps_inside, maximize;
+};
+
+NM_HD double power(double base, int64_t exponent) {
+    double result = 1.0;
+    for (; exponent > 0; exponent >>= 1) {
+        if (exponent & 1) result = result * base;
+        base = base * base;
+    }
+    return result;
+}
+
+NM_HD float root(float x) {
+#if defined(__CUDA_ARCH__)
+    return __fsqrt_rn(x);
+#else
+    return __builtin_sqrtf(x);
+#endif
+}
+
+NM_HD double root(double x) {
+#if defined(__CUDA_ARCH__)
+    return __dsqrt_rn(x);
+#else
+    return __builtin_sqrt(x);
+#endif
+}
+
+// hyper: lr, beta1, beta2, eps, weight_decay, decay, v_step, clamp. A frozen v takes the bias correction of v_step, none if 0.
+NM_HD AdamW adamw_scalars(const double* hyper, int64_t t, bool frozen, bool eps_inside, bool maximize) {
+    const double lr = hyper[0], beta1 = hyper[1], beta2 = hyper[2];
+    const int64_t v_t = frozen ? int64_t(hyper[6]) : t;
+    const double bc2 = frozen && v_t == 0 ? 1.0 : 1.0 - power(beta2, v_t);
+    AdamW s;
+    s.b1 = float(beta1);
+    s.omb1 = float(1.0 - beta1);
+    s.b2 = float(beta2);
+    s.omb2 = float(1.0 - beta2);
+    s.ibc1 = float(1.0 / (1.0 - power(beta1, t)));
+    s.bc2 = float(bc2);
+    s.sbc2 = float(root(bc2));
+    s.eps = float(hyper[3]);
+    s.wdf = float(1.0 - lr * hyper[4]);
+    s.lr = float(lr);
+    s.decay = float(hyper[5]);
+    s.clamp = float(hyper[7]);
+    s.frozen = frozen;
+    s.eps_inside = eps_inside;
+    s.maximize = maximize;
+    return s;
+}
+
+NM_HD float adamw_first(const AdamW& s, float m, float g) { return (s.b1 * m) + (s.omb1 * g); }
+
+NM_HD float adamw_second(const AdamW& s, float v, float g) { return (s.b2 * v) + (s.omb2 * (g * g)); }
+
+// The larger, or a NaN of either.
+NM_HD float larger(float a, float b) { return a > b || is_nan(a) ? a : b; }
+
+NM_HD float adamw_update(const AdamW& s, float m, float v) {
+    const float denominator = s.eps_inside ? root((v / s.bc2) + s.eps) : (root(v) / s.sbc2) + s.eps;
+    return (m * s.ibc1) / denominator;
+}
+
+NM_HD float adamw_clamp(const AdamW& s, float u) { return u < -s.clamp ? -s.clamp : u > s.clamp ? s.clamp : u; }
+
+NM_HD float adamw_apply(const AdamW& s, float p, float u) { return (p * s.wdf) - (s.lr * u); }
+
+}  // namespace nm

@@ -1,0 +1,40 @@
+// Packed positions of kept elements: index k of a row sits in bits [k*bits, (k+1)*bits) of the row's bytes, little
+// end first. bits is 2 (m <= 4), 4 (m <= 16) or 8, so an index never straddles two bytes.
+#pragma once
+
+#include "types.h"
+
+namespace nm {
+
+NM_HD int index_bits(int m) { return m <= 4 ? 2 : m <= 16 ? 4 : 8; }
+
+NM_HD int64_t index_bytes(int64_t count, int bits) { return (count * bits + 7) / 8; }
+
+// The byte must have been zero where this index goes.
+NM_HD void put_index(uint8_t* row, int64_t k, int bits, int index) {
+    const int64_t bit = k * bits;
+    row[bit >> 3] = uint8_t(row[bit >> 3] | (index << (bit & 7)));
+}
+
+NM_HD int get_index(const uint8_t* row, int64_t k, int bits) {
+    const int64_t bit = k * bits;
+    return (row[bit >> 3] >> (bit & 7)) & ((1 << bits) - 1);
+}
+
+// values[0..n), positions[0..n) of one group in order of index: the kept elements, and where fewer than n are kept,
+// +0.0 at the lowest unkept positions.
+template <class T>
+NM_HD void compact_group(const T* w, const uint8_t* keep, int n, int m, T* values, uint8_t* positions) {
+    int missing = n;
+    for (int i = 0; i < m; ++i) missing -= keep[i] != 0;
+    int k = 0;
+    for (int i = 0; i < m && k < n; ++i) {
+        const bool padding = !keep[i] && missing > 0;
+        if (!keep[i] && !padding) continue;
+        missing -= padding;
+        values[k] = padding ? T{} : w[i];
+        positions[k++] = uint8_t(i);
+    }
+}
+
+}  // namespace nm

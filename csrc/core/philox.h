@@ -1,0 +1,33 @@
+// Philox4x32-10 (Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011): ten rounds of
+//
+//   (c0, c1, c2, c3) -> (hi(M1 c2) ^ c1 ^ k0, lo(M1 c2), hi(M0 c0) ^ c3 ^ k1, lo(M0 c0)),   k += (W0, W1)
+//
+// A 24-bit uniform is the upper 24 bits of a word.
+#pragma once
+
+#include "types.h"
+
+namespace nm {
+
+struct Words {
+    uint32_t w[4];
+};
+
+NM_HD Words philox4x32(Words c, uint32_t k0, uint32_t k1) {
+    for (int round = 0; round < 10; ++round) {
+        const uint64_t a = uint64_t(0xD2511F53u) * c.w[0];
+        const uint64_t b = uint64_t(0xCD9E8D57u) * c.w[2];
+        c = Words{{uint32_t(b >> 32) ^ c.w[1] ^ k0, uint32_t(b), uint32_t(a >> 32) ^ c.w[3] ^ k1, uint32_t(a)}};
+        k0 += 0x9E3779B9u;
+        k1 += 0xBB67AE85u;
+    }
+    return c;
+}
+
+// The block of four words that (seed, offset) has at `counter`: key = (seed lo, hi), counter words = (counter lo, hi, offset lo, hi).
+NM_HD Words philox_block(uint64_t seed, uint64_t offset, uint64_t counter) {
+    const Words c{{uint32_t(counter), uint32_t(counter >> 32), uint32_t(offset), uint32_t(offset >> 32)}};
+    return philox4x32(c, uint32_t(seed), uint32_t(seed >> 32));
+}
+
+}  // namespace nm
