@@ -75,7 +75,7 @@ def _scalars(hyper: list[float], t: int, frozen: bool, like: Tensor) -> _Scalars
 
 
 def _sqrt(x: Tensor) -> Tensor:
-    """√x correctly rounded; torch's own float32 root is not, on the CPU."""
+    """√x, in float32 correctly rounded: torch's own float32 root is not, on the CPU (nor its float64 one, by one unit)."""
     return x.double().sqrt().to(x.dtype)
 
 
