@@ -1,0 +1,72 @@
+# make demo   train a small sparse GPT, compress it, check it      make test   lint, type check, all tests
+# make build  compile the C++ core in place                        make gpu    build, test, measure on an NVIDIA GPU
+# Everything lives in $(VENV); a second run reuses it. Another Python: make PYTHON=python3.12 VENV=.venv312 test
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+JOBS ?= 2
+DEMO_ARGS ?=
+
+BIN := $(VENV)/bin
+PINS := $(VENV)/constraints.txt
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c $(PINS)
+ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+
+.PHONY: help demo test build lint check format gpu clean distclean
+.DEFAULT_GOAL := help
+
+help:
+	@sed -n '1,3s/^# //p' Makefile
+	@echo 'make lint   ruff and mypy only      make check  the tests only      make format  let ruff rewrite the sources'
+	@echo 'make clean  remove what was built   make distclean  remove $(VENV) too'
+
+demo: build
+	@$(BIN)/python -m nmkernels train --demo --out demo_out $(DEMO_ARGS)
+
+test: build lint check
+
+check: build
+	@echo '== tests'
+	@$(ONE_THREAD) $(BIN)/python -m pytest -q -n $(JOBS) --durations=15 $(TEST_ARGS)
+
+lint: $(VENV)/.ready
+	@echo '== ruff, mypy'
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --check --quiet . || { echo 'not formatted; run: make format'; exit 1; }
+	@$(BIN)/mypy
+
+format: $(VENV)/.ready
+	@$(BIN)/ruff check --fix --quiet . ; $(BIN)/ruff format --quiet .
+
+build: $(VENV)/.ready
+	@$(BIN)/python setup.py --quiet build_ext --inplace >$(VENV)/build.log || { cat $(VENV)/build.log; exit 1; }
+
+# torch first: what it requires decides which Triton the rest may have
+$(VENV)/.ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \
+	  echo 'nmkernels needs Python 3.10 or newer; $(PYTHON) is' "$$($(PYTHON) --version 2>&1). Use: make PYTHON=/path/to/python3"; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
+	  echo '$(PYTHON) has no venv module. On Debian and Ubuntu: apt-get install python3-venv'; exit 1; }
+	@$(BIN)/python -c '' 2>/dev/null || { echo '== $(VENV)'; $(PYTHON) -m venv --clear $(VENV); }
+	@sed '/^triton==/d' constraints.txt >$(PINS)
+	@echo '== installing $(TORCH) into $(VENV) (the first time takes minutes)'
+	@$(PIP) '$(TORCH)'
+	@$(BIN)/python -c 'import sys; from importlib.metadata import requires; sys.exit(any(r.startswith("triton") for r in requires("torch") or []))' \
+	  && cp constraints.txt $(PINS) || true
+	@echo '== installing nmkernels and its tools'
+	@$(PIP) setuptools wheel cmake ninja pybind11
+	@$(PIP) --no-build-isolation -e '.[demo,tensorboard,bench,dev]'
+	@touch $@
+
+# neither network nor venv: the torch that $(PYTHON) has. Exit status 2: no GPU here
+gpu:
+	@$(PYTHON) -m bench.gpu
+
+clean:
+	rm -rf build dist *.egg-info demo_out runs .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	find nmkernels -name '_C*.so' -delete
+	find nmkernels bench python_tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV)
