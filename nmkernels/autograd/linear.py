@@ -40,7 +40,7 @@ class _Linear(torch.autograd.Function):
         ctx.bias_dtype = None if bias is None else bias.dtype
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, used, indices, seed = ctx.saved_tensors
         plan: GemmPlan = ctx.plan
@@ -90,7 +90,7 @@ def linear(
         >>> w.grad
         tensor([[1., 1., 1., 1.]])
     """
-    return _Linear.apply(x, weight, bias, used, None, seed, plan)  # type: ignore[no-any-return]
+    return _Linear.apply(x, weight, bias, used, None, seed, plan)
 
 
 def linear_compressed(x: Tensor, weight: ops.Compressed, bias: Tensor | None = None) -> Tensor:
@@ -102,4 +102,4 @@ def linear_compressed(x: Tensor, weight: ops.Compressed, bias: Tensor | None = N
         bias: ``(out,)``.
     """
     p: Pattern = weight.pattern
-    return _Linear.apply(x, None, bias, weight.values, weight.indices, None, packed_inference(p.n, p.m))  # type: ignore[no-any-return]
+    return _Linear.apply(x, None, bias, weight.values, weight.indices, None, packed_inference(p.n, p.m))

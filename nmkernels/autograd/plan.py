@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..pattern import NMError
+from ..pattern import MAX_M, NMError
 
 FPROP = ("dense", "packed")
 DGRAD = ("dense", "packed")
@@ -23,8 +23,8 @@ class GemmPlan:
 
     * ``fprop`` (nt) y = x W̃ᵀ: ``"dense"`` multiplies W̃ in dense layout (its zeros included), ``"packed"`` its compressed form.
     * ``dgrad`` (nn) ∂L/∂x = g W̃: the same two choices.
-    * ``wgrad`` (tn) ∂L/∂W = gᵀ x, passed straight through to the master weight (it is not masked):
-      ``"dense"``; ``"mvue"``, the unbiased N:M estimate of gᵀ along tokens (Chmiel et al. 2023; S-STE, FST); ``"none"``, no weight gradient.
+    * ``wgrad`` (tn) ∂L/∂W = gᵀ x, passed straight through to the master weight (it is not masked): ``"dense"``; ``"mvue"``, with the
+      unbiased N:M estimate of gᵀ along tokens (Chmiel et al. 2023; S-STE, FST); ``"none"``, no weight gradient.
 
     Args:
         n, m: the pattern of packed operands and of the estimate; 0 where nothing is packed.
@@ -49,8 +49,8 @@ class GemmPlan:
                 raise NMError(f"GemmPlan: {role}={given!r} is not a rule of that GEMM; choose one of {', '.join(known)}.")
         if self.fprop != self.dgrad:
             raise NMError("GemmPlan: fprop and dgrad read the same weight, so both are dense or both are packed.")
-        if (self.fprop == "packed" or self.wgrad == "mvue") and not 1 <= self.n <= self.m:
-            raise NMError(f"GemmPlan: a packed operand needs a pattern, got n={self.n}, m={self.m}.")
+        if (self.fprop == "packed" or self.wgrad == "mvue") and not 1 <= self.n <= self.m <= MAX_M:
+            raise NMError(f"GemmPlan: a packed operand needs a pattern, 1 <= n <= m <= {MAX_M}; got n={self.n}, m={self.m}.")
 
 
 STRAIGHT_THROUGH = GemmPlan()

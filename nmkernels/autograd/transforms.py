@@ -41,6 +41,6 @@ class HardMask:
         """The pruned weight; kept elements keep their bits, pruned ones are +0."""
         raw = torch.ops.nmkernels
         if out is None:
-            return raw.nm_prune(weight, self.pattern.n, self.pattern.m)  # type: ignore[no-any-return]
+            return raw.nm_prune(weight, self.pattern.n, self.pattern.m)
         raw.nm_prune_out(weight, self.pattern.n, self.pattern.m, out=out)
         return out

@@ -1,8 +1,10 @@
 """Floor 5: modules. SparseLinear trains, CompressedLinear deploys."""
 
-from .compressed import CompressedLinear, compress_
-from .conv1d import SparseConv1D, from_conv1d, is_conv1d, to_conv1d
-from .linear import NMWeight, SparseLinear, from_linear, to_linear
+from .compressed import CompressedLinear
+from .conv1d import SparseConv1D, is_conv1d, is_conv1d_type
+from .deploy import compress_, deployed
+from .linear import NMWeight, SparseLinear
+from .swap import make_dense_, make_sparse_, replace_, switch_fast_paths
 
 __all__ = [
     "CompressedLinear",
@@ -10,9 +12,11 @@ __all__ = [
     "SparseConv1D",
     "SparseLinear",
     "compress_",
-    "from_conv1d",
-    "from_linear",
+    "deployed",
     "is_conv1d",
-    "to_conv1d",
-    "to_linear",
+    "is_conv1d_type",
+    "make_dense_",
+    "make_sparse_",
+    "replace_",
+    "switch_fast_paths",
 ]

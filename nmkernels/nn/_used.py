@@ -1,18 +1,21 @@
 """The life of the weight used: at most one transformed copy of a layer's weight, rebuilt once per optimizer step.
 
-The copy is dropped when the optimizer has stepped (its post-step hook), when a state dict is loaded, and when
-the weight's version or storage changed. The version alone is not enough: fused optimizers and writes through
-``.data`` do not bump it, so without an attached optimizer nothing is kept while grad mode is on.
+The copy is dropped when the optimizer has stepped (its post-step hook), when a state dict is loaded, when the module is
+moved or cast, and when the weight's version or storage changed. The version alone is not enough: fused optimizers and
+writes through ``.data`` do not bump it, so nothing is kept where no attached optimizer tells of its steps.
 """
 
 from __future__ import annotations
 
+import weakref
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..autograd import WeightTransform
+from ..autograd import HardMask, WeightTransform
 
-Key = tuple[int, int, torch.dtype, torch.device]
+State = tuple[int, int, torch.device, torch.dtype]
+"""Version, address and device of the weight; dtype of the copy."""
 
 
 class UsedWeight:
@@ -21,59 +24,73 @@ class UsedWeight:
     def __init__(self) -> None:
         self.attached = False  # an optimizer's hook tells us of every step
         self._tensor: Tensor | None = None
-        self._key: Key | None = None
+        self._state: State | None = None
+        self._owner: weakref.ref[nn.Parameter] | None = None
+        self._transform: WeightTransform | None = None
 
     def get(self, weight: Tensor, transform: WeightTransform, dtype: torch.dtype) -> Tensor:
         """W̃ of ``weight`` ``(out, in)`` in ``dtype``, from the kept copy where that is still right."""
-        master = weight.detach()
         if torch.compiler.is_compiling():
             # a graph can neither see a version counter nor a hook: it computes W̃ itself, every time
-            return transform(master).to(dtype)
-        key = _key(master, dtype)
-        if self._tensor is not None and key is not None and key == self._key:
-            return self._tensor
-        keep = key is not None and (self.attached or not torch.is_grad_enabled())
+            return transform(weight.detach()).to(dtype)
+        owner = _owner(weight) if self.attached else None
+        if owner is None:
+            self.release()
+            return self._build(weight, transform, dtype)
+        state, same = _state(weight, dtype), self._transform is transform
+        if self._tensor is None or not same or not self._is(owner, state):
+            # another transform of the same weight (an evaluation) must not overwrite what a backward still needs
+            self._tensor = self._build(weight, transform, dtype, self._tensor if same else None)
+            self._state, self._owner, self._transform = state, weakref.ref(owner), transform
+        return self._tensor
+
+    def _is(self, owner: nn.Parameter, state: State) -> bool:
+        return state == self._state and self._owner is not None and self._owner() is owner
+
+    @staticmethod
+    def _build(weight: Tensor, transform: WeightTransform, dtype: torch.dtype, old: Tensor | None = None) -> Tensor:
+        """W̃ as a new tensor, or in the memory of ``old`` where it fits."""
         # an inference tensor could never be saved for a later backward
         with torch.inference_mode(False), torch.no_grad():
-            tensor = self._build(master, transform, dtype, keep)
-        self._tensor, self._key = (tensor, key) if keep else (None, None)
-        return tensor
-
-    def _build(self, master: Tensor, transform: WeightTransform, dtype: torch.dtype, keep: bool) -> Tensor:
-        old = self._tensor
-        reusable = keep and old is not None and old.dtype == dtype == master.dtype and old.shape == master.shape and old.device == master.device
-        if reusable:
-            return transform(master, out=old)
-        return transform(master).to(dtype)
+            w = weight.detach()
+            if old is not None and old.dtype == dtype == w.dtype and old.shape == w.shape and old.device == w.device:
+                return transform(w, out=old)
+            return transform(w).to(dtype)
 
     def sink(self, weight: Tensor) -> Tensor | None:
-        """The kept copy, for an optimizer that writes the next W̃ into it in the same pass as its update.
+        """The kept copy, for an optimizer that writes the next M(W) ⊙ W into it in the same pass as its update.
 
         None unless it is right for the present ``weight``: a step that is skipped leaves it as it is, and it must then still be right.
         """
-        if self._tensor is None or self._key is None or self._key != _key(weight.detach(), self._tensor.dtype):
+        owner = _owner(weight)
+        if owner is None or self._tensor is None or not isinstance(self._transform, HardMask):
             return None
-        return self._tensor
+        return self._tensor if self._is(owner, _state(weight, self._tensor.dtype)) else None
 
     def filled(self, weight: Tensor) -> None:
         """The optimizer has just written W̃ of the present ``weight`` into ``sink``."""
         if self._tensor is not None:
-            self._key = _key(weight.detach(), self._tensor.dtype)
+            self._state = _state(weight, self._tensor.dtype)
 
     def drop(self) -> None:
         """The kept copy is out of date; its memory is kept for the next one."""
-        self._key = None
+        self._state = None
 
     def release(self) -> None:
         """Forget the copy and its memory."""
-        self._tensor, self._key = None, None
+        self._tensor = self._state = self._owner = self._transform = None
 
     def __reduce__(self) -> tuple[type[UsedWeight], tuple[()]]:
         # a copied or pickled layer belongs to no optimizer, and its copy of W̃ can be made again
         return UsedWeight, ()
 
 
-def _key(weight: Tensor, dtype: torch.dtype) -> Key | None:
-    if weight.is_inference():
-        return None  # inference tensors have no version counter
-    return weight._version, weight.data_ptr(), dtype, weight.device
+def _owner(weight: Tensor) -> nn.Parameter | None:
+    """The Parameter that ``weight`` is or is a view of; None for what ``functional_call`` or a replica puts in its place."""
+    base = weight if isinstance(weight, nn.Parameter) else weight._base
+    # inference tensors have no version counter
+    return base if isinstance(base, nn.Parameter) and not base.is_inference() else None
+
+
+def _state(weight: Tensor, dtype: torch.dtype) -> State:
+    return weight._version, weight.data_ptr(), weight.device, dtype

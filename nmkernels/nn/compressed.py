@@ -1,4 +1,4 @@
-"""CompressedLinear: the deployed layer, which holds only the compressed weight; and compress_, which makes it."""
+"""CompressedLinear: the deployed layer, which holds only the compressed weight."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..autograd import linear_compressed
-from ..pattern import DtypeError, Pattern, RecipeError, ShapeError
-from .conv1d import SparseConv1D
-from .linear import NMWeight, SparseLinear
+from ..pattern import DtypeError, Pattern, ShapeError
+from ._autocast import autocast_dtype, castable
 
 LAYOUTS = ("linear", "conv1d")
 
@@ -35,6 +34,7 @@ class CompressedLinear(nn.Module):
 
     values: Tensor
     indices: Tensor
+    bias: nn.Parameter | None
 
     def __init__(self, weight: ops.Compressed, bias: Tensor | None = None, layout: str = "linear") -> None:
         super().__init__()
@@ -49,10 +49,7 @@ class CompressedLinear(nn.Module):
         self.layout = layout
         self.register_buffer("values", weight.values)
         self.register_buffer("indices", weight.indices)
-        if bias is None or isinstance(bias, nn.Parameter):
-            self.bias = bias
-        else:
-            self.bias = nn.Parameter(bias)
+        self.register_parameter("bias", bias if bias is None or isinstance(bias, nn.Parameter) else nn.Parameter(bias))
         self._view: ops.Compressed | None = weight
 
     @classmethod
@@ -73,14 +70,12 @@ class CompressedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """y = x Wᵀ + b; x ``(..., in)`` in the weight's dtype, or any floating dtype under autocast."""
-        weight = self.weight
-        if torch.is_autocast_enabled(x.device.type) and weight.values.dtype != torch.float64:
-            dtype = torch.get_autocast_dtype(x.device.type)
-            x = x.to(dtype)
-            if weight.values.dtype != dtype:
-                weight = ops.Compressed(weight.values.to(dtype), weight.indices, weight.pattern, weight.shape)
-        elif x.dtype != weight.values.dtype:
-            raise DtypeError(f"CompressedLinear: x is {x.dtype}, the weight {weight.values.dtype}; cast one of them, or use torch.autocast.")
+        weight, dtype = self.weight, autocast_dtype(x)
+        if dtype is not None and castable(weight.dtype):
+            x = x.to(dtype) if castable(x.dtype) else x
+            weight = _cast(weight, dtype)
+        if x.dtype != weight.dtype:
+            raise DtypeError(f"CompressedLinear: x is {x.dtype}, the weight {weight.dtype}; cast one of them, or use torch.autocast.")
         return linear_compressed(x, weight, self.bias)
 
     def __getstate__(self) -> dict[str, object]:
@@ -94,40 +89,9 @@ class CompressedLinear(nn.Module):
         )
 
 
-def compress_(model: nn.Module) -> nn.Module:
-    """Replace every finished SparseLinear of ``model`` by a CompressedLinear, in place, and return the model.
-
-    The products are unchanged; the dense weights are freed. Everything is checked before anything is replaced.
-
-    Args:
-        model: a model whose recipe has been finished (``handle.finish()``).
-
-    Raises:
-        RecipeError: a layer is not finished, its weight is not N:M, or the model has no sparse layer.
-    """
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, NMWeight)}
-    if not layers:
-        raise RecipeError(
-            "compress_: the model has no SparseLinear. Train it with sparsify_ and call handle.finish() first; "
-            'a model pruned elsewhere is adopted by sparsify_(model, ASP(pattern, score="existing")) and handle.finish().'
-        )
-    for name, layer in layers.items():
-        if not layer.finished:
-            raise RecipeError(f"compress_: layer {name!r} is still in training; call handle.finish() first, which leaves its weight N:M.")
-        if not ops.is_nm(layer.master.detach(), layer.pattern):
-            raise RecipeError(f"compress_: the weight of layer {name!r} has been changed since finish() and is no longer {layer.pattern}; finish again.")
-    if isinstance(model, NMWeight):
-        raise RecipeError("compress_: the model itself is one sparse layer and cannot be replaced in place; use CompressedLinear(ops.compress(...)).")
-    for name, layer in layers.items():
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, _compressed(layer))
-    return model
-
-
-def _compressed(layer: NMWeight) -> CompressedLinear:
-    if not isinstance(layer, (SparseLinear, SparseConv1D)):
-        raise RecipeError(f"compress_: {type(layer).__name__} has no deployed form.")
-    with torch.no_grad():
-        packed = ops.compress(layer.master.detach(), layer.pattern)
-    new = CompressedLinear(packed, layer.bias, "conv1d" if layer.transposed else "linear")
-    return new.train(layer.training)
+def _cast(weight: ops.Compressed, dtype: torch.dtype) -> ops.Compressed:
+    if weight.dtype == dtype or torch.compiler.is_compiling():
+        return weight.to(dtype)
+    # cast once, with the layouts that a backend then builds for it, and not at every call
+    cast: ops.Compressed = weight.layout(str(dtype), lambda c: c.to(dtype))
+    return cast

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..autograd import STRAIGHT_THROUGH, GemmPlan, HardMask, WeightTransform, linear
 from ..pattern import Pattern, PatternLike
+from ._autocast import autocast_dtype, castable
 from ._used import UsedWeight
 
 
@@ -26,9 +27,8 @@ class NMWeight(nn.Module):
     transposed = False
     """True where the parameter is stored ``(in, out)``, as Hugging Face's Conv1D does."""
 
-    def _start(self, pattern: PatternLike, name: str) -> None:
-        self.pattern = Pattern(pattern)
-        self.pattern.check_divides(name, self.in_features, "in_features")
+    def _start(self, pattern: Pattern) -> None:
+        self.pattern = pattern
         self.transform: WeightTransform | None = HardMask(self.pattern)
         self.plan: GemmPlan = STRAIGHT_THROUGH
         self.finished = False
@@ -51,23 +51,29 @@ class NMWeight(nn.Module):
         self.ran = True
         if self.transform is None:
             return F.linear(x, self.master, self.bias)
-        dtype = self.weight.dtype
-        if torch.is_autocast_enabled(x.device.type) and dtype.is_floating_point and dtype != torch.float64:
-            dtype = torch.get_autocast_dtype(x.device.type)
-            x = x.to(dtype)
+        dtype, cast = self.weight.dtype, autocast_dtype(x)
+        if cast is not None:
+            dtype = cast if castable(dtype) else dtype
+            x = x.to(cast) if castable(x.dtype) else x
         return linear(x, self.master, self.used.get(self.master, self.transform, dtype), self.bias, self.plan)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
         self.used.drop()
 
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        # two moves may bring the weight back to its old address with other contents and the same version
+        self.used.release()
+        return super()._apply(*args, **kwargs)
+
     def extra_repr(self) -> str:
         """What ``print(model)`` shows: shapes, pattern, and which weight is used."""
         use = "finished" if self.finished else "dense" if self.transform is None else type(self.transform).__name__
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, pattern={self.pattern}, uses={use}"
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        return f"{sizes}, pattern={self.pattern}, uses={use}"
 
 
-class SparseLinear(NMWeight, nn.Linear):
+class SparseLinear(NMWeight, nn.Linear):  # type: ignore[misc]  # torch types bias as always there
     """An ``nn.Linear`` whose forward uses the N:M form of its dense weight: y = x W̃ᵀ + b, W̃ = M(W) ⊙ W.
 
     The parameter ``weight`` ``(out, in)`` stays dense and receives the straight-through gradient ∂L/∂W̃. Groups run along
@@ -96,30 +102,11 @@ class SparseLinear(NMWeight, nn.Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        Pattern(pattern).check_divides("SparseLinear", in_features, "in_features")
+        p = Pattern(pattern)
+        p.check_divides("SparseLinear", in_features, "in_features")
         super().__init__(in_features, out_features, bias, device, dtype)
-        self._start(pattern, "SparseLinear")
-
-
-def from_linear(dense: nn.Linear, pattern: PatternLike) -> SparseLinear:
-    """A SparseLinear over the very same Parameters, hooks, mode and buffers as ``dense``.
-
-    Args:
-        dense: an ``nn.Linear``; it shares everything with the result and should not be used beside it.
-        pattern: M must divide ``in_features``.
-    """
-    layer = SparseLinear.__new__(SparseLinear)
-    layer.__dict__.update(dense.__dict__)
-    layer._start(pattern, "sparsify_")
-    return layer
-
-
-def to_linear(layer: SparseLinear) -> nn.Linear:
-    """The plain ``nn.Linear`` over the same Parameters as ``layer``; its weight is as it is, dense or finished."""
-    dense = nn.Linear.__new__(nn.Linear)
-    dense.__dict__.update({k: v for k, v in layer.__dict__.items() if k not in OWN_ATTRIBUTES})
-    return dense
+        self._start(p)
 
 
 OWN_ATTRIBUTES = frozenset({"pattern", "transform", "plan", "finished", "ran", "used"})
-"""What ``NMWeight._start`` adds to a module, and what giving the dense layer back takes away."""
+"""What ``NMWeight._start`` adds to a module, and what ``make_dense_`` takes away again."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 
@@ -53,7 +54,4 @@ class Report:
 
 
 def _numel(shape: tuple[int, ...]) -> int:
-    total = 1
-    for s in shape:
-        total *= s
-    return total
+    return math.prod(shape) if shape else 0

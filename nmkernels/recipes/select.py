@@ -6,14 +6,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from ..nn import NMWeight, is_conv1d
+from ..nn import CompressedLinear, NMWeight, is_conv1d, is_conv1d_type
 from ..pattern import Pattern, RecipeError, ShapeError
 from .report import Entry, Report
 
 FilterFn = Callable[[nn.Module, str], bool]
+DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 HEADS = frozenset({"lm_head", "head", "classifier"})
 TINY = 16
 """Fewer features than this on either side: the mask costs more than the product."""
@@ -28,6 +30,7 @@ class Candidate:
     shape: tuple[int, ...]
     impossible: str = ""
     unwise: str = ""
+    indivisible: bool = False
 
 
 def select(model: nn.Module, pattern: Pattern, filter_fn: FilterFn | None = None) -> tuple[list[Candidate], Report]:
@@ -39,14 +42,18 @@ def select(model: nn.Module, pattern: Pattern, filter_fn: FilterFn | None = None
             every layer is taken that nothing speaks against.
 
     Raises:
-        ShapeError: the filter chose a layer that M does not divide. RecipeError: it chose one that cannot be made sparse for another reason.
+        ShapeError: the filter chose a layer that M does not divide.
+        RecipeError: it chose one that cannot be made sparse for another reason.
     """
     chosen, report = [], Report()
     for c in _candidates(model, pattern):
-        wanted = filter_fn(c.module, c.name) if filter_fn else True
-        if filter_fn and wanted and c.impossible:
-            error = ShapeError if "not a multiple" in c.impossible else RecipeError
-            raise error(f"sparsify_: the filter chose layer {c.name!r}, which cannot be made {pattern} sparse: {c.impossible}. Leave it out of the filter.")
+        wanted = filter_fn is None or bool(filter_fn(c.module, c.name))
+        if filter_fn is not None and wanted and c.impossible:
+            error = ShapeError if c.indivisible else RecipeError
+            raise error(
+                f"sparsify_: the filter chose layer {c.name!r}, which cannot be made {pattern} sparse: {c.impossible}. "
+                "Leave it out of the filter."
+            )
         reason = c.impossible or (c.unwise if filter_fn is None else "") or ("" if wanted else "not chosen by the filter")
         if not reason:
             chosen.append(c)
@@ -58,44 +65,79 @@ def _candidates(model: nn.Module, pattern: Pattern) -> Iterator[Candidate]:
     # a module may stand under several names; only a parameter of several modules is tied
     uses = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
     bypassed = {id(m.out_proj) for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
-    head = _output_head(model)
+    heads = _output_heads(model)
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) or is_conv1d(module) or isinstance(module, NMWeight):
-            yield _judge(name, module, pattern, uses, bypassed, module is head)
+        if _looks_linear(module):
+            yield _judge(name, module, pattern, uses, bypassed, heads)
+        elif isinstance(module, nn.MultiheadAttention):
+            for key, p in module.named_parameters(recurse=False):
+                if p.dim() == 2:
+                    yield Candidate(_join(name, key), module, tuple(p.shape), "nn.MultiheadAttention multiplies it itself")
         elif not isinstance(module, _ConvNd):
             for key, p in module.named_parameters(recurse=False):
-                if p.dim() == 3:
-                    full = f"{name}.{key}" if name else key
-                    yield Candidate(full, module, tuple(p.shape), "3-D expert weights are not supported; only matrices are")
+                # one matrix per expert; position embeddings and class tokens are 3-D with a first size of 1
+                if p.dim() == 3 and p.shape[0] > 1:
+                    yield Candidate(_join(name, key), module, tuple(p.shape), "3-D expert weights are not supported; only matrices are")
 
 
-def _judge(name: str, module: nn.Module, pattern: Pattern, uses: Counter[int], bypassed: set[int], is_head: bool) -> Candidate:
+def _looks_linear(module: nn.Module) -> bool:
+    return isinstance(module, (nn.Linear, NMWeight, CompressedLinear)) or any(map(is_conv1d_type, type(module).__mro__))
+
+
+def _join(name: str, key: str) -> str:
+    return f"{name}.{key}" if name else key
+
+
+def _judge(name: str, module: nn.Module, pattern: Pattern, uses: Counter[int], bypassed: set[int], heads: set[int]) -> Candidate:
+    if isinstance(module, CompressedLinear):
+        return Candidate(name, module, module.weight.shape, "it is compressed already")
     weight: Tensor = module.weight  # type: ignore[assignment]
-    lazy = isinstance(weight, nn.parameter.UninitializedParameter)
-    shape = () if lazy else tuple(weight.shape) if isinstance(module, nn.Linear) else tuple(weight.shape[::-1])
-    impossible = unwise = ""
-    if isinstance(module, NMWeight):
-        impossible = "it is sparse already; give the dense model back with handle.remove() or densify_ first"
-    elif id(module) in bypassed:
-        impossible = "nn.MultiheadAttention reads out_proj's weight and never calls the layer"
-    elif lazy:
-        impossible = "its parameters are not initialised yet; run the model once first"
-    elif isinstance(module, nn.Linear) and type(module) is not nn.Linear:
-        impossible = f"{type(module).__name__} is a subclass of nn.Linear with behaviour of its own"
-    elif uses[id(weight)] > 1:
-        impossible = "its weight is tied to another module"
-    elif not weight.is_floating_point():
-        impossible = f"its weight is {weight.dtype}, not floating point"
-    elif shape[1] % pattern.m:
+    if isinstance(weight, nn.parameter.UninitializedParameter):
+        return Candidate(name, module, (), "its parameters are not initialised yet; run the model once first")
+    shape = tuple(weight.shape) if isinstance(module, nn.Linear) else tuple(weight.shape[::-1])
+    impossible = _obstacle(module, weight, uses, bypassed)
+    indivisible = not impossible and shape[1] % pattern.m != 0
+    if indivisible:
         impossible = f"in_features={shape[1]} is not a multiple of M={pattern.m}"
-    elif is_head or name.rpartition(".")[2] in HEADS:
+    unwise = ""
+    if id(module) in heads or name.rpartition(".")[2] in HEADS:
         unwise = "output head"
-    elif min(shape) < TINY:
+    elif shape and min(shape) < TINY:
         unwise = f"tiny: fewer than {TINY} features on one side"
-    return Candidate(name, module, shape, impossible, unwise)
+    return Candidate(name, module, shape, impossible, unwise, indivisible)
 
 
-def _output_head(model: nn.Module) -> nn.Module | None:
-    getter = getattr(model, "get_output_embeddings", None)
-    found = getter() if callable(getter) else None
-    return found if isinstance(found, nn.Module) else None
+def _obstacle(module: nn.Module, weight: Tensor, uses: Counter[int], bypassed: set[int]) -> str:
+    """Why a linear layer cannot be made sparse whatever the pattern is; empty if it can."""
+    kind = type(module).__name__
+    if isinstance(module, NMWeight):
+        return "it is sparse already; give the dense model back with handle.remove() or densify_ first"
+    if id(module) in bypassed:
+        return "nn.MultiheadAttention reads out_proj's weight and never calls the layer"
+    if type(module) is not nn.Linear and not is_conv1d(module):
+        return f"{kind} is a subclass of {'nn.Linear' if isinstance(module, nn.Linear) else 'Conv1D'} with behaviour of its own"
+    if "forward" in module.__dict__:
+        return "its forward was replaced on the instance (a hook of accelerate, for instance), which bypasses the layer's own"
+    if module._parameters.get("weight") is not weight:
+        return "its weight is computed from other tensors (weight_norm, spectral_norm or torch's pruning); make it a plain Parameter first"
+    if uses[id(weight)] > 1:
+        return "its weight is tied to another module"
+    if weight.dtype not in DTYPES:
+        return f"its weight is {weight.dtype}; only float16, bfloat16, float32 and float64 have kernels"
+    if weight.dim() != 2:
+        return f"its weight has {weight.dim()} dimensions and not two: it is flattened or sharded; call sparsify_ before the wrapper"
+    return ""
+
+
+def _output_heads(model: nn.Module) -> set[int]:
+    """Ids of the modules that the model, or one inside a wrapper, names as its output embeddings."""
+    heads = set()
+    for module in model.modules():
+        getter = getattr(module, "get_output_embeddings", None)
+        if not callable(getter):
+            continue
+        try:
+            heads.add(id(getter()))
+        except (NotImplementedError, AttributeError):
+            continue  # Hugging Face's way to say that there is none
+    return heads
