@@ -23,6 +23,13 @@ def pattern_of(n: int, m: int) -> Pattern:
     return Pattern(n, m)
 
 
+@lru_cache(maxsize=4096)
+def _sizes(n: int, m: int, cols: int) -> tuple[int, int]:
+    """Values and index bytes of a row; tracing may bring symbolic cols, which are not looked up here."""
+    p = Pattern(n, m)
+    return p.kept(cols), p.index_bytes(cols)
+
+
 @lru_cache(maxsize=1024)
 def _parsed(spec: Any) -> Pattern:
     return Pattern(spec)
@@ -70,18 +77,19 @@ def check_packed(op: str, values: Tensor, indices: Tensor, n: int, m: int, cols:
         raise DtypeError(f"{op}: indices have dtype {indices.dtype}; packed indices are uint8. Make them with nm.ops.compress.")
     if cols < 0:
         raise ShapeError(f"{op}: cols is {cols}; the number of dense columns cannot be negative.")
-    if not values.dim() or values.shape[-1] != p.kept(cols):
+    kept, size = _sizes(n, m, cols) if type(cols) is int else (p.kept(cols), p.index_bytes(cols))
+    if not values.dim() or values.shape[-1] != kept:
         raise ShapeError(
-            f"{op}: values have shape {tuple(values.shape)}; {cols} columns at {p} store {p.kept(cols)} values per row. "
+            f"{op}: values have shape {tuple(values.shape)}; {cols} columns at {p} store {kept} values per row. "
             "Pass the number of dense columns that was compressed, and the same pattern."
         )
-    expected = (*values.shape[:-1], p.index_bytes(cols))
-    if tuple(indices.shape) != expected:
+    if indices.shape != (*values.shape[:-1], size):
         raise ShapeError(
-            f"{op}: indices have shape {tuple(indices.shape)}; {cols} columns at {p} need {expected} "
+            f"{op}: indices have shape {tuple(indices.shape)}; {cols} columns at {p} need {(*values.shape[:-1], size)} "
             f"({p.index_bits} bits per kept element, each row starting on a byte). Make them with nm.ops.compress."
         )
-    check_device(op, values=values, indices=indices)
+    if values.device != indices.device:
+        check_device(op, values=values, indices=indices)
     return p
 
 

@@ -42,12 +42,7 @@ def define(name: str, schema: str, contract: Contract, mutates: tuple[int, ...] 
         if len(args) < total:  # torch drops trailing arguments that equal their defaults
             args += defaults[len(args) - total :]
         contract(*args)
-        if not torch.is_grad_enabled():
-            result = choose(name, *args).fn(*args)
-        else:
-            # a composite kernel would record what a backend in plain torch does, and one in C++ would record nothing
-            with torch.no_grad():
-                result = choose(name, *args).fn(*args)
+        result = _without_grad(choose(name, *args).fn, *args)
         for position in mutates:
             _bump(args[position])
         return result
@@ -85,15 +80,14 @@ def define_out(name: str, schema: str, contract: Contract, outs: tuple[str, ...]
             args += defaults[len(args) - total :]
         given = tuple(kwargs[out] for out in outs)
         check(args, given)
-        with torch.no_grad():
-            entry = choose(name, *args)
-            if _writable(given, args):
-                entry.fn(*args, out=given[0] if len(outs) == 1 else given)
-            else:
-                results = entry.fn(*args)
-                for tensor, result in zip(given, (results,) if len(outs) == 1 else results, strict=True):
-                    tensor.copy_(result)
-        _bump(given)
+        fn = choose(name, *args).fn
+        if _writable(given, args):
+            _without_grad(fn, *args, out=given[0] if len(outs) == 1 else given)
+            _bump(given)
+        else:
+            results = _without_grad(fn, *args)
+            for tensor, result in zip(given, (results,) if len(outs) == 1 else results, strict=True):
+                tensor.detach().copy_(result)
 
     def fake(*args: Any, **kwargs: Tensor) -> None:
         check(args, tuple(kwargs[out] for out in outs))
@@ -106,6 +100,16 @@ def define_out(name: str, schema: str, contract: Contract, outs: tuple[str, ...]
 def _register(name: str, schema: str) -> torch._ops.OpOverload:
     _lib.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     return getattr(getattr(torch.ops, NAMESPACE), name).default
+
+
+def _without_grad(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call ``fn`` with grad mode off: autograd would record what a backend in plain torch does, and nothing of one in C++."""
+    before = torch.is_grad_enabled()
+    torch._C._set_grad_enabled(False)  # the context manager costs 1.5 us more
+    try:
+        return fn(*args, **kwargs)
+    finally:
+        torch._C._set_grad_enabled(before)
 
 
 def _device(args: Iterable[Any]) -> torch.device:

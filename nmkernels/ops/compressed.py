@@ -50,6 +50,8 @@ class Compressed:
     def __post_init__(self) -> None:
         object.__setattr__(self, "pattern", as_pattern(self.pattern))
         object.__setattr__(self, "shape", torch.Size(self.shape))
+        if torch.compiler.is_compiling():
+            return  # the op that made the parts has checked them
         p = self.pattern
         check_packed("Compressed", self.values, self.indices, p.n, p.m, self.shape[-1] if self.shape else 0)
         if self.values.shape[:-1] != self.shape[:-1]:
@@ -129,7 +131,13 @@ def _unflatten(leaves: Any, context: Context) -> Compressed:
 
 
 pytree.register_pytree_node(
-    Compressed, _flatten, _unflatten, serialized_type_name="nmkernels.Compressed", flatten_with_keys_fn=_flatten_with_keys
+    Compressed,
+    _flatten,
+    _unflatten,
+    serialized_type_name="nmkernels.Compressed",
+    flatten_with_keys_fn=_flatten_with_keys,
+    to_dumpable_context=lambda context: [str(context[0]), list(context[1])],
+    from_dumpable_context=lambda dumped: (Pattern(dumped[0]), tuple(dumped[1])),
 )
 
 __all__ = ["Compressed"]

@@ -15,7 +15,8 @@ def _operands(op: str, what: str, x: Tensor, values: Tensor, indices: Tensor, n:
     check_packed(op, values, indices, n, m, cols)
     check_matrix(op, "the compressed operand", values)
     check_same_dtype(op, what, x, "the compressed operand", values)
-    check_device(op, **{what: x, "the compressed operand": values})
+    if x.device != values.device:
+        check_device(op, **{what: x, "the compressed operand": values})
 
 
 def _rows_of(op: str, what: str, x: Tensor, size: int) -> None:

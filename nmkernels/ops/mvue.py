@@ -30,7 +30,8 @@ def _checked(op: str, g: Tensor, n: int, m: int, dim: int, seed: Tensor, method:
         raise DtypeError(f"{op}: the seed tensor has dtype {seed.dtype}; it must be int64 (seed, offset). Convert it with .long().")
     if tuple(seed.shape) != (2,):
         raise ShapeError(f"{op}: the seed tensor has shape {tuple(seed.shape)}; it must be (2,): seed and offset.")
-    check_device(op, g=g, seed=seed)
+    if g.device != seed.device:
+        check_device(op, g=g, seed=seed)
     return p
 
 
@@ -149,7 +150,7 @@ def seed_words(op: str, seed: int | Tensor | None, offset: int, device: torch.de
     if isinstance(seed, Tensor) or seed is None:
         if offset != 0:
             raise OptionError(f"{op}: offset={offset} needs an int seed; a seed tensor carries its own offset, and seed=None draws both.")
-        return seed if isinstance(seed, Tensor) else torch.empty(2, dtype=torch.int64, device=device).random_(-(2**63), None)
+        return seed if isinstance(seed, Tensor) else torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=device)
     return torch.tensor([_signed(op, "seed", seed), _signed(op, "offset", offset)], dtype=torch.int64, device=device)
 
 

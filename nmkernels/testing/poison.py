@@ -43,5 +43,5 @@ def _poisoned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def fill_poison(x: Tensor) -> Tensor:
     """Overwrite the whole storage of ``x`` with 0xFF bytes; tensors without memory of their own stay."""
     if type(x) in (Tensor, torch.nn.Parameter) and x.device.type != "meta":
-        x.untyped_storage().fill_(0xFF)
+        x.untyped_storage().fill_(0xFF)  # type: ignore[attr-defined]
     return x
