@@ -1,0 +1,166 @@
+"""The generic suite: everything that must hold for every op, from its sample inputs.
+
+    class TestMask(Conformance):
+        op = "nm_mask"
+        samples = {"matrix": lambda: (torch.randn(6, 8), 2, 4)}
+        out = True
+
+A sample builds fresh arguments of the raw op, the same each time it is called after one seed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from nmkernels import BackendError, _dispatch, testing
+
+Sample = Callable[[], tuple[Any, ...]]
+
+
+def tensors(tree: Any) -> list[Tensor]:
+    """The tensors of a tree, in order."""
+    return [x for x in pytree.tree_leaves(tree) if isinstance(x, Tensor)]
+
+
+def strided(x: Tensor) -> Tensor:
+    """The same values, every second element of a larger tensor along the last dimension, rows in reverse memory order."""
+    if not x.dim():
+        return x
+    wide = torch.full((*x.shape[:-1], 2 * x.shape[-1] + 1), 77, dtype=torch.float64).to(x.dtype)
+    view = wide[..., 1::2]
+    if x.dim() > 1:
+        wide = torch.full((x.shape[-1], *x.shape[:-1], 2), 77, dtype=torch.float64).to(x.dtype)
+        view = wide[..., 1].movedim(0, -1)
+    view.copy_(x)
+    return view
+
+
+class Conformance:
+    """Subclass with ``op`` and ``samples``; see the module's docstring."""
+
+    op: str
+    samples: dict[str, Sample]
+    exact: bool = True
+    """Backends agree bit for bit; else they are no worse than the reference against float64."""
+    rtol: float | None = None
+    """For sums over a whole tensor: backends agree with the reference to this relative error instead."""
+    out: tuple[str, ...] = ()
+    """The names of the keyword-only arguments of ``<op>_out``; empty where there is no such op."""
+    mutates: bool = False
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        if "sample" in metafunc.fixturenames:
+            metafunc.parametrize("sample", list(self.samples.values()), ids=list(self.samples))
+        if "backend" in metafunc.fixturenames:
+            metafunc.parametrize("backend", [i.backend for i in _dispatch.implementations(self.op) if i.backend != "reference"])
+
+    def args(self, sample: Sample) -> tuple[Any, ...]:
+        torch.manual_seed(0)
+        return sample()
+
+    def raw(self, suffix: str = "") -> torch._ops.OpOverload:
+        return getattr(torch.ops.nmkernels, self.op + suffix).default
+
+    def run(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """What a call returns and, for ops that write in place, the arguments afterwards."""
+        result = fn(*args)
+        return (result, tensors(args)) if self.mutates else result
+
+    def test_opcheck(self, sample: Sample) -> None:
+        torch.library.opcheck(self.raw(), self.args(sample))
+
+    def test_compiled_equals_eager(self, sample: Sample) -> None:
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda *args: self.raw()(*args), fullgraph=True, backend="aot_eager")
+        expected = self.run(self.raw(), self.args(sample))
+        testing.assert_equal_bits(self.run(compiled, self.args(sample)), expected, "compiled")
+
+    def test_fake_tells_the_truth(self, sample: Sample) -> None:
+        with FakeTensorMode(allow_non_fake_inputs=False) as mode:
+            args = pytree.tree_map_only(Tensor, mode.from_tensor, self.args(sample))
+            fake = tensors(self.raw()(*args))
+        real = tensors(self.raw()(*self.args(sample)))
+        assert [(f.shape, f.dtype, f.stride(), f.device) for f in fake] == [(r.shape, r.dtype, r.stride(), r.device) for r in real]
+
+    def test_strided_inputs(self, sample: Sample) -> None:
+        args = pytree.tree_map_only(Tensor, strided, self.args(sample))
+        expected = self.run(self.raw(), self.args(sample))
+        testing.assert_equal_bits(self.run(self.raw(), args), expected, "strided")
+
+    def test_poisoned_memory(self, sample: Sample) -> None:
+        expected = self.run(self.raw(), self.args(sample))
+        with testing.poison():
+            result = self.run(self.raw(), self.args(sample))
+        testing.assert_equal_bits(result, expected, "unwritten memory shows")
+
+    def test_two_runs_are_equal(self, sample: Sample) -> None:
+        first = self.run(self.raw(), self.args(sample))
+        testing.assert_equal_bits(self.run(self.raw(), self.args(sample)), first, "second run")
+
+    def test_inputs_are_untouched(self, sample: Sample) -> None:
+        args = self.args(sample)
+        versions = [x._version for x in tensors(args)]
+        results = tensors(self.raw()(*args))
+        if self.mutates:
+            return
+        testing.assert_equal_bits(tensors(args), tensors(self.args(sample)), "input")
+        assert versions == [x._version for x in tensors(args)]
+        inputs = {x.untyped_storage().data_ptr() for x in tensors(args)} - {0}
+        assert not inputs & {x.untyped_storage().data_ptr() for x in results}, "a result shares memory with an input"
+
+    def test_backend(self, sample: Sample, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        entry = next(i for i in _dispatch.implementations(self.op) if i.backend == backend)
+        args = self.args(sample)
+        can, reason = entry.supports(*args)
+        monkeypatch.setenv(_dispatch.ENV, backend)
+        if not can:
+            with pytest.raises(BackendError, match=re.escape(reason)):
+                self.raw()(*args)
+            return
+        monkeypatch.setenv(_dispatch.ENV, "reference")
+        expected = self.run(self.raw(), self.args(sample))
+        monkeypatch.setenv(_dispatch.ENV, backend)
+        result = self.run(self.raw(), args)
+        monkeypatch.setenv(_dispatch.ENV, "reference")
+        self.check_backend(sample, result, expected, backend)
+
+    def check_backend(self, sample: Sample, result: Any, expected: Any, backend: str) -> None:
+        """Judge a backend's result by the reference's; the reference is in force here."""
+        if self.rtol is not None:
+            torch.testing.assert_close(result, expected, rtol=self.rtol, atol=0, equal_nan=True)
+        elif self.exact:
+            testing.assert_equal_bits(result, expected, backend)
+        else:
+            args = pytree.tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, self.args(sample))
+            testing.assert_no_worse(result, expected, self.raw()(*args), backend)
+
+    def test_out(self, sample: Sample) -> None:
+        if not self.out:
+            assert not hasattr(torch.ops.nmkernels, f"{self.op}_out")
+            return
+        expected = tensors(self.raw()(*self.args(sample)))
+        for layout in (torch.clone, strided):
+            outs = [testing.fill_poison(layout(x)) for x in expected]
+            versions = [x._version for x in outs]
+            keywords = dict(zip(self.out, outs, strict=True))
+            assert self.raw("_out")(*self.args(sample), **keywords) is None
+            testing.assert_equal_bits(outs, expected, f"out= ({layout.__name__})")
+            assert all(x._version > v for x, v in zip(outs, versions, strict=True)), "a write was not counted"
+
+    def test_out_compiles(self, sample: Sample) -> None:
+        if not self.out:
+            return
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda *args, **kw: self.raw("_out")(*args, **kw), fullgraph=True, backend="aot_eager")
+        expected = tensors(self.raw()(*self.args(sample)))
+        outs = [torch.zeros_like(x) for x in expected]
+        compiled(*self.args(sample), **dict(zip(self.out, outs, strict=True)))
+        testing.assert_equal_bits(outs, expected, "compiled out=")

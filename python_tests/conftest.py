@@ -1,0 +1,39 @@
+"""Seeds, one thread, and the gpu marker, for every test."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from nmkernels import _capability, testing
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not any("gpu" in item.keywords for item in items):
+        return
+    can, reason = _capability.cuda_device()
+    if not can:
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason=f"needs an NVIDIA GPU: {reason}"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    # the tensors of tests are small; a pool of threads only costs, and the tests run side by side
+    torch.set_num_threads(int(os.environ.get("NMKERNELS_TEST_THREADS", "1")))
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def poison() -> Iterator[None]:
+    """Fresh memory is NaN while the test runs."""
+    with testing.poison():
+        yield

@@ -1,0 +1,57 @@
+"""Packed operands and optimizer arguments that several test files build."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nmkernels import ops
+
+
+def seed(word: int = 1, offset: int = 0) -> Tensor:
+    return torch.tensor([word, offset], dtype=torch.int64)
+
+
+def packed(rows: int, cols: int, n: int, m: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """values and indices of a random matrix; the last group may be partial."""
+    c = ops.mvue_compress(torch.randn(cols, rows, dtype=dtype), f"{n}:{m}", dim=0, seed=3)
+    return c.values, c.indices
+
+
+def adamw(
+    shapes: tuple[tuple[int, ...], ...] = ((6, 8), (3, 4)),
+    n: int = 2,
+    m: int = 4,
+    dtype: torch.dtype = torch.float32,
+    outs: torch.dtype | None = None,
+    amsgrad: bool = False,
+    scaled: bool = False,
+    inf: bool = False,
+    **flags: Any,
+) -> tuple[Any, ...]:
+    """Arguments of the raw op ``nm_masked_adamw_``."""
+    state = torch.float64 if dtype == torch.float64 else torch.float32
+
+    def each(dtype: torch.dtype, positive: bool = False) -> list[Tensor]:
+        made = [torch.randn(s).to(dtype) for s in shapes]
+        return [x.abs() for x in made] if positive else made
+
+    hyper = torch.tensor([1e-2, 0.9, 0.999, 1e-8, 0.1, 2e-4, 5.0, flags.pop("clamp", 0.0), 0.0], dtype=torch.float64)
+    given = {"frozen": False, "eps_inside": False, "maximize": False, "geometric": False, **flags}
+    return (
+        each(dtype),
+        each(dtype),
+        each(state),
+        each(state, positive=True),
+        each(state, positive=True) if amsgrad else [],
+        [torch.tensor(4.0) for _ in shapes],
+        each(outs) if outs else [],
+        hyper,
+        n,
+        m,
+        *given.values(),
+        torch.tensor([8.0]) if scaled else None,
+        torch.tensor([1.0 if inf else 0.0]) if scaled else None,
+    )

@@ -1,0 +1,135 @@
+"""Compressed: immutable, a pytree, copied and saved without its layouts, usable under torch.compile."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import io
+import pickle
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+from nmkernels import Compressed, Pattern, ops, testing
+
+
+@pytest.fixture
+def c() -> Compressed:
+    return ops.compress(torch.randn(6, 16), "2:4")
+
+
+def test_attributes(c: Compressed) -> None:
+    assert c.pattern == Pattern("2:4") and c.shape == torch.Size([6, 16]) and isinstance(c.shape, torch.Size)
+    assert c.dtype == torch.float32 and c.device == torch.device("cpu")
+    assert c.nbytes == 6 * 8 * 4 + 6 * 2
+    assert repr(c) == 'Compressed((6, 16), "2:4", torch.float32, 204 bytes)'
+    assert 'device="meta"' in repr(c.to("meta"))
+
+
+def test_frozen_and_equal_by_identity(c: Compressed) -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        c.values = torch.zeros(1)  # type: ignore[misc]
+    twin = Compressed(c.values, c.indices, c.pattern, c.shape)
+    assert c == c and c != twin and len({c, twin}) == 2
+
+
+def test_pattern_and_shape_are_converted(c: Compressed) -> None:
+    twin = Compressed(c.values, c.indices, "2:4", (6, 16))  # type: ignore[arg-type]
+    assert twin.pattern == Pattern("2:4") and isinstance(twin.shape, torch.Size)
+
+
+def test_dense_is_prune() -> None:
+    for pattern in ("2:4", "1:8", "3:5", "4:32"):
+        w = torch.randn(3, 5, 160)
+        testing.assert_equal_bits(ops.compress(w, pattern).dense(), ops.prune(w, pattern))
+
+
+def test_to(c: Compressed) -> None:
+    assert c.to("cpu") is c and c.to(torch.float32) is c
+    half = c.to(torch.bfloat16)
+    assert half.dtype == torch.bfloat16 and half.indices is c.indices
+    testing.assert_equal_bits(half.dense(), c.dense().bfloat16())
+    meta = c.to(device="meta", dtype=torch.float16, non_blocking=True)
+    assert (meta.values.device.type, meta.indices.device.type, meta.dtype, meta.indices.dtype) == (
+        "meta",
+        "meta",
+        torch.float16,
+        torch.uint8,
+    )
+
+
+def test_pytree(c: Compressed) -> None:
+    c.layout("x", lambda _: 1)
+    leaves, spec = pytree.tree_flatten(c)
+    assert leaves[0] is c.values and leaves[1] is c.indices and len(leaves) == 2
+    twin = pytree.tree_unflatten(leaves, spec)
+    assert type(twin) is Compressed and twin.shape == c.shape and twin.pattern == c.pattern and not twin._layouts
+    doubled = pytree.tree_map(lambda x: x * 2 if x.is_floating_point() else x, {"a": [c]})["a"][0]
+    testing.assert_equal_bits(doubled.dense(), 2 * c.dense())
+    assert [str(pytree.keystr(k)) for k, _ in pytree.tree_flatten_with_path(c)[0]] == [".values", ".indices"]
+    assert pytree.tree_map(lambda _: None, c).values is None  # leaves need not be tensors
+    text = pytree.treespec_dumps(spec)
+    assert "nmkernels.Compressed" in text and pytree.treespec_loads(text) == spec
+
+
+@pytest.mark.parametrize("way", ["pickle", "torch.save", "deepcopy", "copy"])
+def test_copies_are_equal_and_without_layouts(c: Compressed, way: str) -> None:
+    c.layout("secret", lambda _: "unique marker")
+    if way == "pickle":
+        data = pickle.dumps(c)
+        assert b"unique marker" not in data
+        twin = pickle.loads(data)
+    elif way == "torch.save":
+        buffer = io.BytesIO()
+        torch.save(c, buffer)
+        assert b"unique marker" not in buffer.getvalue()
+        twin = torch.load(io.BytesIO(buffer.getvalue()), weights_only=False)
+    else:
+        twin = getattr(copy, way)(c)
+    assert (twin.values is c.values) == (way == "copy")
+    assert twin.shape == c.shape and isinstance(twin.shape, torch.Size) and twin.pattern == c.pattern and twin._layouts == {}
+    testing.assert_equal_bits(twin, c)
+
+
+def test_layouts_are_built_once_and_follow_writes(c: Compressed) -> None:
+    built: list[torch.Tensor] = []
+
+    def build(of: Compressed) -> torch.Tensor:
+        built.append(of.values.sum())
+        return built[-1]
+
+    assert c.layout("sum", build) is c.layout("sum", build) and len(built) == 1
+    ops.compress(torch.ones(6, 16), "2:4", out=c)
+    assert c.layout("sum", build).item() == 6 * 8 and len(built) == 2
+    c.values.mul_(2)
+    assert c.layout("sum", build).item() == 6 * 16
+    with torch.inference_mode():
+        inside = ops.compress(torch.ones(6, 16), "2:4")
+        assert inside.layout("sum", build) is inside.layout("sum", build)
+
+
+@pytest.mark.filterwarnings("error")
+def test_compile_takes_and_returns_it(c: Compressed) -> None:
+    torch._dynamo.reset()
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def step(x: torch.Tensor, c: Compressed, w: torch.Tensor) -> tuple[torch.Tensor, Compressed]:
+        return ops.linear(x, c) + c.shape[0] * c.pattern.n, ops.compress(w, c.pattern)
+
+    x, w = torch.randn(3, 16), torch.randn(6, 16)
+    y, made = step(x, c, w)
+    testing.assert_equal_bits(y, ops.linear(x, c) + 12)
+    testing.assert_equal_bits(made, ops.compress(w, "2:4"))
+    assert type(made) is Compressed and made.shape == (6, 16) and made.layout("n", lambda _: 5) == 5
+
+
+def test_out_reuses_the_buffers(c: Compressed) -> None:
+    w = torch.randn(6, 16)
+    pointers = c.values.data_ptr(), c.indices.data_ptr()
+    assert ops.compress(w, "2:4", out=c) is c
+    assert pointers == (c.values.data_ptr(), c.indices.data_ptr())
+    testing.assert_equal_bits(c.dense(), ops.prune(w, "2:4"))
+    dense = torch.empty(6, 16)
+    assert ops.decompress(c, out=dense) is dense
+    testing.assert_equal_bits(dense, c.dense())

@@ -1,0 +1,133 @@
+"""Every op, listed once, passes the generic suite."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from nmkernels import _dispatch, testing
+from python_tests.conformance import Conformance, Sample
+from python_tests.ops.samples import adamw, packed, seed
+
+BF16, F64 = torch.bfloat16, torch.float64
+
+DENSE = {
+    "2:4": lambda: (torch.randn(6, 8), 2, 4),
+    "bf16_1:8_3d": lambda: (torch.randn(2, 3, 16, dtype=BF16), 1, 8),
+    "f64_3:5": lambda: (torch.randn(4, 15, dtype=F64), 3, 5),
+    "1d": lambda: (torch.randn(32), 4, 32),
+    "empty": lambda: (torch.randn(0, 8), 2, 4),
+}
+
+
+class TestMask(Conformance):
+    op, samples, out = "nm_mask", DENSE, ("out",)
+
+
+class TestPrune(Conformance):
+    op, samples, out = "nm_prune", DENSE, ("out",)
+
+
+class TestSoftThreshold(Conformance):
+    op, samples, out = "nm_soft_threshold", DENSE, ("out",)
+
+
+class TestSoftThresholdScale(Conformance):
+    op, samples, rtol = "nm_soft_threshold_scale", DENSE, 1e-6
+
+
+class TestTransposableMask(Conformance):
+    op = "nm_transposable_mask"
+    samples = {
+        "2:4": lambda: (torch.randn(8, 12), 2, 4),
+        "bf16_3d": lambda: (torch.randn(2, 4, 8, dtype=BF16), 2, 4),
+        "1:3": lambda: (torch.randn(6, 9), 1, 3),
+        "empty": lambda: (torch.randn(0, 8), 2, 4),
+    }
+
+
+class TestCompress(Conformance):
+    op, out = "nm_compress", ("out_values", "out_indices")
+    samples = {**DENSE, "with_mask": lambda: (torch.randn(6, 8), 2, 4, torch.rand(6, 2, 4).argsort(-1).flatten(1) < 2)}
+
+
+class TestDecompress(Conformance):
+    op, out = "nm_decompress", ("out",)
+    samples = {
+        "2:4": lambda: (*packed(6, 8, 2, 4), 2, 4, 8),
+        "bf16_partial_group": lambda: (*packed(5, 27, 1, 8, BF16), 1, 8, 27),
+        "f64_m_32": lambda: (*packed(3, 64, 4, 32, F64), 4, 32, 64),
+        "empty": lambda: (*packed(0, 8, 2, 4), 2, 4, 8),
+    }
+
+
+class TestLinear(Conformance):
+    op, exact = "nm_linear", False
+    samples = {
+        "batch_1": lambda: (torch.randn(1, 32), *packed(24, 32, 2, 4), 2, 4, 32),
+        "bias_3d": lambda: (torch.randn(2, 3, 32), *packed(10, 32, 1, 8), 1, 8, 32, torch.randn(10)),
+        "bf16": lambda: (torch.randn(5, 64, dtype=BF16), *packed(7, 64, 2, 4, BF16), 2, 4, 64),
+        "f64_1d": lambda: (torch.randn(8, dtype=F64), *packed(7, 8, 2, 4, F64), 2, 4, 8),
+        "empty": lambda: (torch.randn(0, 8), *packed(7, 8, 2, 4), 2, 4, 8),
+    }
+
+
+class TestLinearDgrad(Conformance):
+    op, exact = "nm_linear_dgrad", False
+    samples = {
+        "2:4": lambda: (torch.randn(5, 24), *packed(24, 32, 2, 4), 2, 4, 32),
+        "bf16_3d": lambda: (torch.randn(2, 3, 10, dtype=BF16), *packed(10, 32, 1, 16, BF16), 1, 16, 32),
+        "empty": lambda: (torch.randn(0, 7), *packed(7, 8, 2, 4), 2, 4, 8),
+    }
+
+
+class TestLinearWgrad(Conformance):
+    op, exact = "nm_linear_wgrad", False
+    samples = {
+        "2:4": lambda: (*packed(10, 32, 2, 4), 2, 4, 32, torch.randn(32, 12)),
+        "bf16_padded_tokens": lambda: (*packed(6, 21, 2, 4, BF16), 2, 4, 21, torch.randn(21, 9, dtype=BF16)),
+        "empty": lambda: (*packed(10, 0, 2, 4), 2, 4, 0, torch.randn(0, 12)),
+    }
+
+
+MVUE = {
+    "2:4": lambda: (torch.randn(6, 8), 2, 4, -1, seed(7, 9), "exact"),
+    "padded_dim_0": lambda: (torch.randn(11, 6), 2, 4, 0, seed(-1, 2**40), "exact"),
+    "bf16_1:8_3d": lambda: (torch.randn(2, 9, 16, dtype=BF16), 1, 8, 1, seed(), "exact"),
+    "approx": lambda: (torch.randn(6, 8), 2, 4, -1, seed(7, 9), "approx"),
+    "f64": lambda: (torch.randn(3, 10, dtype=F64), 3, 5, 1, seed(), "exact"),
+    "empty": lambda: (torch.randn(0, 8), 2, 4, -1, seed(), "exact"),
+}
+
+
+class TestMvue(Conformance):
+    op, samples, out = "nm_mvue", MVUE, ("out",)
+
+
+class TestMvueCompress(Conformance):
+    op, samples, out = "nm_mvue_compress", MVUE, ("out_values", "out_indices")
+
+
+class TestMaskedAdamW(Conformance):
+    op, mutates = "nm_masked_adamw_", True
+    samples = {
+        "2:4": lambda: adamw(),
+        "unmasked": lambda: adamw(n=0, m=0),
+        "bf16_outs_amsgrad": lambda: adamw(dtype=BF16, outs=torch.float16, amsgrad=True),
+        "frozen_scaled": lambda: adamw(frozen=True, eps_inside=True, maximize=True, scaled=True, outs=BF16, clamp=0.5),
+        "skipped": lambda: adamw(scaled=True, inf=True),
+        "f64": lambda: adamw(dtype=F64),
+    }
+
+    def check_backend(self, sample: Sample, result: Any, expected: Any, backend: str) -> None:
+        # the statistics are sums over the tensors, so they agree to rounding; the tensors agree to the bit
+        torch.testing.assert_close(result[0], expected[0], rtol=1e-6, atol=0, equal_nan=True)
+        testing.assert_equal_bits(result[1], expected[1], backend)
+
+
+def test_every_op_is_listed() -> None:
+    listed = {c.op for c in globals().values() if isinstance(c, type) and issubclass(c, Conformance) and c is not Conformance}
+    defined = {name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("nmkernels::")}
+    functional = {name.split(".")[0] for name in defined if not name.endswith("_out")}
+    assert listed == functional == set(_dispatch._impls)

@@ -1,0 +1,159 @@
+"""Wrong calls raise the right class and say what is wrong, with what value, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from nmkernels import DtypeError, NMError, PatternError, ShapeError, ops
+from python_tests.ops.samples import adamw, packed, seed
+
+W = torch.arange(24.0).reshape(3, 8) + 1
+C = ops.compress(W, "2:4")
+DENSE_OPS = [
+    ops.mask,
+    ops.prune,
+    ops.soft_threshold,
+    ops.soft_threshold_scale,
+    ops.transposable_mask,
+    ops.compress,
+    ops.mvue,
+    ops.mvue_compress,
+]
+
+
+@pytest.mark.parametrize("op", DENSE_OPS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.complex64, torch.float8_e4m3fn], ids=str)
+def test_dtype(op: Callable, dtype: torch.dtype) -> None:
+    with pytest.raises(DtypeError, match=rf"nm_{op.__name__}: .*{dtype}.*float32.*\.") as error:
+        op(torch.ones(4, 8).to(dtype), "2:4")
+    assert isinstance(error.value, TypeError)
+
+
+@pytest.mark.parametrize("op", DENSE_OPS, ids=lambda f: f.__name__)
+def test_indivisible(op: Callable) -> None:
+    with pytest.raises(ShapeError, match=rf"nm_{op.__name__}: .*10.*multiple of M=4.*Pad it to 12"):
+        op(torch.ones(4, 10), "2:4")
+    with pytest.raises(ShapeError, match="nm_"):
+        op(torch.tensor(1.0), "2:4")
+
+
+@pytest.mark.parametrize("op", DENSE_OPS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("pattern", ["4:2", "0:4", "x", "2:512", 2.4, None, ["2:4"], (2, 4)])
+def test_pattern(op: Callable, pattern: object) -> None:
+    with pytest.raises(PatternError, match="N:M"):
+        op(W, pattern)
+
+
+@pytest.mark.parametrize("n, m", [(3, 2), (0, 4), (1, 257), (-1, 4)])
+def test_raw_pattern(n: int, m: int) -> None:
+    with pytest.raises(PatternError, match=f"{n}:{m}"):
+        torch.ops.nmkernels.nm_mask(W, n, m)
+
+
+WRONG = {
+    "tile_rows": (lambda: ops.transposable_mask(W, "2:4"), ShapeError, "second-to-last.*3.*multiple of M=4"),
+    "tile_1d": (lambda: ops.transposable_mask(torch.ones(8), "2:4"), ShapeError, "two dimensions"),
+    "mask_dtype": (lambda: ops.compress(W, "2:4", mask=torch.ones(3, 8)), DtypeError, "float32.*must be bool"),
+    "mask_shape": (lambda: ops.compress(W, "2:4", mask=torch.ones(8, dtype=torch.bool)), ShapeError, r"\(8,\).*\(3, 8\)"),
+    "mask_too_full": (lambda: ops.compress(W, "2:4", mask=torch.ones(3, 8, dtype=torch.bool)), ShapeError, "4"),
+    "mask_device": (lambda: ops.compress(W, "2:4", mask=torch.ones(3, 8, dtype=torch.bool, device="meta")), ShapeError, "cpu.*meta"),
+    "out_shape": (lambda: ops.prune(W, "2:4", out=torch.empty(3, 4)), ShapeError, r"nm_prune: out has shape \(3, 4\).*\(3, 8\)"),
+    "out_dtype": (lambda: ops.mask(W, "2:4", out=torch.empty(3, 8)), DtypeError, "nm_mask: out has dtype torch.float32.*torch.bool"),
+    "out_device": (lambda: ops.prune(W, "2:4", out=torch.empty(3, 8, device="meta")), ShapeError, "meta"),
+    "out_compressed": (lambda: ops.compress(W, "1:4", out=C), ShapeError, "1:4 of shape"),
+    "out_compressed_dtype": (lambda: ops.compress(W.half(), "2:4", out=C), DtypeError, "out_values"),
+    "indices_size": (lambda: ops.Compressed(C.values, C.indices[:, :0], "2:4", (3, 8)), ShapeError, r"\(3, 0\).*need \(3, 1\)"),
+    "indices_dtype": (lambda: ops.Compressed(C.values, C.indices.int(), "2:4", (3, 8)), DtypeError, "int32.*uint8"),
+    "values_size": (lambda: ops.Compressed(C.values, C.indices, "1:4", (3, 8)), ShapeError, "1:4 store 2"),
+    "rows": (lambda: ops.Compressed(C.values, C.indices, "2:4", (4, 8)), ShapeError, "all dimensions but the last"),
+    "negative_cols": (lambda: torch.ops.nmkernels.nm_decompress(C.values, C.indices, 2, 4, -8), ShapeError, "-8"),
+    "x_size": (lambda: ops.linear(torch.ones(2, 9), C), ShapeError, r"nm_linear: x has shape \(2, 9\).*must be 8"),
+    "x_dtype": (lambda: ops.linear(torch.ones(2, 8).bfloat16(), C), DtypeError, "bfloat16.*float32"),
+    "x_device": (lambda: ops.linear(torch.ones(2, 8, device="meta"), C), ShapeError, "meta.*cpu"),
+    "bias_shape": (lambda: ops.linear(torch.ones(2, 8), C, torch.ones(8)), ShapeError, r"\(8,\).*\(3,\)"),
+    "bias_dtype": (lambda: ops.linear(torch.ones(2, 8), C, torch.ones(3).half()), DtypeError, "float16"),
+    "g_size": (lambda: ops.linear_dgrad(torch.ones(2, 8), C), ShapeError, r"nm_linear_dgrad: g.*must be 3"),
+    "tokens": (lambda: ops.linear_wgrad(C, torch.ones(7, 5)), ShapeError, "7 rows.*8 tokens"),
+    "not_matrix": (lambda: ops.linear(torch.ones(2, 8), ops.compress(torch.ones(1, 3, 8), "2:4")), ShapeError, "matrix"),
+    "method": (lambda: ops.mvue(W, "2:4", method="best"), ops.OptionError, "'best'.*exact.*approx"),
+    "approx_n": (lambda: ops.mvue(W, "1:4", method="approx"), PatternError, '1:4.*method="exact"'),
+    "dim": (lambda: ops.mvue(W, "2:4", dim=2), ShapeError, "dim=2"),
+    "dim_compressed": (lambda: ops.mvue_compress(W, "2:4", dim=-3), ShapeError, "dim=-3"),
+    "seed_dtype": (lambda: ops.mvue(W, "2:4", seed=torch.tensor([1.0, 2.0])), DtypeError, "float32.*int64"),
+    "seed_shape": (lambda: ops.mvue(W, "2:4", seed=torch.tensor([1])), ShapeError, r"\(1,\)"),
+    "seed_device": (lambda: ops.mvue(W, "2:4", seed=seed().to("meta")), ShapeError, "meta"),
+    "seed_large": (lambda: ops.mvue(W, "2:4", seed=2**64), ops.OptionError, "64 bits"),
+    "seed_type": (lambda: ops.mvue(W, "2:4", seed=1.5), ops.OptionError, "1.5"),
+    "seed_bool": (lambda: ops.mvue(W, "2:4", seed=True), ops.OptionError, "True"),
+    "offset_with_tensor": (lambda: ops.mvue(W, "2:4", seed=seed(), offset=1), ops.OptionError, "offset=1"),
+    "offset_without_seed": (lambda: ops.mvue(W, "2:4", offset=1), ops.OptionError, "offset=1"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_call(name: str) -> None:
+    call, kind, text = WRONG[name]
+    with pytest.raises(kind, match=text):
+        call()
+    assert issubclass(kind, NMError)
+
+
+def _adamw_with(**changes: object) -> None:
+    names = [
+        "params",
+        "grads",
+        "exp_avgs",
+        "exp_avg_sqs",
+        "max",
+        "steps",
+        "outs",
+        "hyper",
+        "n",
+        "m",
+        "f",
+        "e",
+        "x",
+        "g",
+        "grad_scale",
+        "found_inf",
+    ]
+    args = dict(zip(names, adamw(((2, 8),)), strict=True))
+    torch.ops.nmkernels.nm_masked_adamw_(*{**args, **changes}.values())
+
+
+ADAMW = {
+    "grads": ([torch.ones(2, 4)], ShapeError, r"grads\[0\].*\(2, 4\).*\(2, 8\)"),
+    "exp_avgs": ([torch.ones(2, 8).double()], DtypeError, r"exp_avgs\[0\].*float64.*float32"),
+    "exp_avg_sqs": ([], ShapeError, "1 params and 0 exp_avg_sqs"),
+    "max": ([torch.ones(2, 8)] * 2, ShapeError, "1 params and 2 max_exp_avg_sqs; .* or none"),
+    "steps": ([torch.tensor(1)], DtypeError, r"steps\[0\].*int64"),
+    "outs": ([torch.ones(2, 8, dtype=torch.int8)], DtypeError, r"outs\[0\].*int8"),
+    "hyper": (torch.ones(9), ShapeError, "hyper.*float32.*lr, beta1"),
+    "m": (3, ShapeError, r"params\[0\] is 8.*M=3"),
+    "n": (5, PatternError, "5:4"),
+    "found_inf": (torch.ones(1).double(), ShapeError, "found_inf.*float64"),
+    "params": ([torch.ones(2, 8, dtype=torch.int64)], DtypeError, r"params\[0\].*int64"),
+}
+
+
+@pytest.mark.parametrize("name", ADAMW)
+def test_wrong_adamw(name: str) -> None:
+    value, kind, text = ADAMW[name]
+    with pytest.raises(kind, match=text):
+        _adamw_with(**{name: value})
+
+
+def test_errors_under_compile() -> None:
+    """The contract also speaks while tracing, with its own message."""
+    compiled = torch.compile(lambda w: ops.prune(w, "2:4"), fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match="multiple of M=4"):
+        compiled(torch.ones(2, 10))
+
+
+def test_damaged_indices() -> None:
+    values, indices = packed(4, 9, 2, 3)
+    with pytest.raises(ShapeError, match="3"):
+        torch.ops.nmkernels.nm_decompress(values, torch.full_like(indices, 255), 2, 3, 9)

@@ -1,0 +1,80 @@
+"""Exact ops on nasty inputs: every backend gives the bits of the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nmkernels import Pattern, _dispatch, testing
+from python_tests.ops.samples import seed
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+PATTERNS = ["2:4", "1:4", "1:1", "3:5", "1:16", "4:32", "8:256"]
+
+
+def _grouped(x: Tensor, p: Pattern) -> tuple[Any, ...]:
+    return x, p.n, p.m
+
+
+def _tiles(x: Tensor, p: Pattern) -> tuple[Any, ...] | None:
+    return (x, p.n, p.m) if x.dim() > 1 and x.shape[-2] % p.m == 0 and (p.n, p.m) == (2, 4) else None
+
+
+def _mvue(dim: int, method: str) -> Callable[[Tensor, Pattern], tuple[Any, ...] | None]:
+    def make(x: Tensor, p: Pattern) -> tuple[Any, ...] | None:
+        if (method == "approx" and p.n != 2) or (x.dim() == 1 and dim == 0):
+            return None
+        return x, p.n, p.m, dim, seed(-5, 123), method
+
+    return make
+
+
+OPS: dict[str, tuple[str, Callable[[Tensor, Pattern], tuple[Any, ...] | None]]] = {
+    "mask": ("nm_mask", _grouped),
+    "prune": ("nm_prune", _grouped),
+    "soft_threshold": ("nm_soft_threshold", _grouped),
+    "compress": ("nm_compress", _grouped),
+    "transposable": ("nm_transposable_mask", _tiles),
+    "mvue": ("nm_mvue", _mvue(-1, "exact")),
+    "mvue_dim_0": ("nm_mvue", _mvue(0, "exact")),
+    "mvue_compress": ("nm_mvue_compress", _mvue(-1, "exact")),
+    "mvue_compress_dim_0": ("nm_mvue_compress", _mvue(0, "exact")),
+    "mvue_approx": ("nm_mvue_compress", _mvue(-1, "approx")),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+@pytest.mark.parametrize("name", OPS)
+def test_backends_agree(name: str, dtype: torch.dtype, poison: None) -> None:
+    op, make = OPS[name]
+    entries = {i.backend: i for i in _dispatch.implementations(op)}
+    reference, compared = entries.pop("reference"), 0
+    for pattern in map(Pattern, PATTERNS):
+        for case in testing.cases(pattern, dtype):
+            args = make(case.x, pattern)
+            if args is None:
+                continue
+            expected = reference.fn(*args)
+            for backend, entry in entries.items():
+                if entry.supports(*args)[0]:
+                    testing.assert_equal_bits(entry.fn(*args), expected, f"{backend} {op} {pattern} {case.id}")
+                    compared += 1
+    if not compared:
+        pytest.skip(f"no backend but the reference runs {op} in {dtype}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_round_trip(pattern: str, dtype: torch.dtype) -> None:
+    """decompress(compress(w)) is prune(w), on every nasty input, through the dispatcher."""
+    n, m = Pattern(pattern).n, Pattern(pattern).m
+    ops = torch.ops.nmkernels
+    for case in testing.cases(pattern, dtype):
+        values, indices = ops.nm_compress(case.x, n, m)
+        dense = ops.nm_decompress(values, indices, n, m, case.x.shape[-1])
+        testing.assert_equal_bits(dense, ops.nm_prune(case.x, n, m), case.id)
+        assert int(ops.nm_mask(case.x, n, m).sum()) * m == case.x.numel() * n

@@ -1,0 +1,210 @@
+"""The public functions: what they add to the raw ops."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from nmkernels import Compressed, NMError, Pattern, _dispatch, ops, testing
+from python_tests.ops.samples import adamw, seed
+
+W = torch.randn(8, 16, generator=torch.Generator().manual_seed(5))
+
+
+@pytest.mark.parametrize(
+    "fn", [ops.mask, ops.prune, ops.soft_threshold, ops.compress, ops.mvue, ops.mvue_compress], ids=lambda f: f.__name__
+)
+def test_text_and_pattern_are_the_same(fn) -> None:
+    keywords = {"seed": 1} if "seed" in inspect.signature(fn).parameters else {}
+    testing.assert_equal_bits(fn(W, "2:4", **keywords), fn(W, Pattern("2:4"), **keywords))
+    testing.assert_equal_bits(fn(W, " 2 : 4 ", **keywords), fn(W, Pattern(2, 4), **keywords))
+
+
+@pytest.mark.parametrize("fn", [ops.mask, ops.prune, ops.soft_threshold, ops.mvue], ids=lambda f: f.__name__)
+def test_out_is_returned_and_may_be_strided(fn) -> None:
+    keywords = {"seed": 1} if fn is ops.mvue else {}
+    expected = fn(W, "2:4", **keywords)
+    out = torch.empty(16, 8, dtype=expected.dtype).t()
+    assert fn(W, "2:4", out=out, **keywords) is out
+    testing.assert_equal_bits(out, expected)
+
+
+def test_out_may_be_the_input() -> None:
+    for fn in (ops.prune, ops.soft_threshold):
+        w, expected = W.clone(), fn(W, "2:4")
+        version = w._version
+        assert fn(w, "2:4", out=w) is w and w._version > version
+        testing.assert_equal_bits(w, expected)
+
+
+def test_out_may_overlap_the_input() -> None:
+    buffer = torch.randn(9, 16)
+    expected = ops.prune(buffer[:8].clone(), "2:4")
+    ops.prune(buffer[:8], "2:4", out=buffer[1:])
+    testing.assert_equal_bits(buffer[1:], expected)
+
+
+def test_out_is_written_inside_inference_mode() -> None:
+    with torch.inference_mode():
+        out = torch.empty(8, 16)
+        testing.assert_equal_bits(ops.prune(W, "2:4", out=out), ops.prune(W, "2:4"))
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("fn", [ops.prune, ops.soft_threshold, ops.soft_threshold_scale, ops.mvue, ops.compress], ids=lambda f: f.__name__)
+def test_backward_raises_instead_of_losing_the_gradient(fn, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(_dispatch.ENV, backend)
+    w = W.clone().requires_grad_()
+    y = fn(w, "2:4")
+    y = y.values if isinstance(y, Compressed) else y
+    with pytest.raises(NMError, match=rf"nm_{fn.__name__} has no gradient.*SparseLinear.*detach"):
+        (y.sum() + w.sum()).backward()
+    with torch.no_grad():
+        assert not torch.is_tensor(z := fn(w, "2:4")) or not z.requires_grad
+    assert not ops.mask(w, "2:4").requires_grad
+
+
+def test_decompress_backward_raises() -> None:
+    c = ops.compress(W, "2:4")
+    c.values.requires_grad_()
+    with pytest.raises(NMError, match="nm_decompress has no gradient"):
+        ops.decompress(c).sum().backward()
+
+
+def test_linear_refuses_gradients() -> None:
+    c, x = ops.compress(W, "2:4"), torch.randn(2, 16, requires_grad=True)
+    with pytest.raises(NMError, match=r"nm_linear: x requires grad.*CompressedLinear.*SparseLinear"):
+        ops.linear(x, c)
+    with pytest.raises(NMError, match="bias requires grad"):
+        ops.linear(x.detach(), c, torch.zeros(8, requires_grad=True))
+    with pytest.raises(NMError, match="nm_linear_dgrad: g requires grad"):
+        ops.linear_dgrad(torch.zeros(2, 8, requires_grad=True), c)
+    with pytest.raises(NMError, match="nm_linear_wgrad: x requires grad"):
+        ops.linear_wgrad(c, x)
+    with torch.no_grad():
+        testing.assert_equal_bits(ops.linear(x, c), ops.linear(x.detach(), c))
+
+
+def test_the_three_products() -> None:
+    c = ops.compress(W.double(), "2:4")
+    w, x, g = c.dense(), torch.randn(2, 3, 16).double(), torch.randn(2, 3, 8).double()
+    bias = torch.randn(8).double()
+    torch.testing.assert_close(ops.linear(x, c, bias), x @ w.T + bias)
+    torch.testing.assert_close(ops.linear_dgrad(g, c), g @ w)
+    gc = ops.mvue_compress(g.reshape(6, 8), "2:4", dim=0, seed=0)
+    assert gc.shape == (8, 6)
+    torch.testing.assert_close(ops.linear_wgrad(gc, x), gc.dense() @ x.reshape(6, 16))
+
+
+class TestSeeds:
+    g = torch.randn(64, 16, generator=torch.Generator().manual_seed(6))
+
+    def test_none_draws_from_torchs_generator(self) -> None:
+        torch.manual_seed(3)
+        first, second = ops.mvue(self.g, "2:4"), ops.mvue(self.g, "2:4")
+        assert not testing.equal_bits(first, second)
+        torch.manual_seed(3)
+        testing.assert_equal_bits(ops.mvue(self.g, "2:4"), first)
+
+    def test_an_int_is_the_tensor(self) -> None:
+        for word, offset in [(0, 0), (-1, 7), (2**63 - 1, 2**63 - 1), (-(2**63), -3)]:
+            testing.assert_equal_bits(ops.mvue(self.g, "2:4", seed=word, offset=offset), ops.mvue(self.g, "2:4", seed=seed(word, offset)))
+        testing.assert_equal_bits(ops.mvue(self.g, "2:4", seed=2**64 - 1), ops.mvue(self.g, "2:4", seed=-1))
+
+    def test_seed_and_offset_both_count(self) -> None:
+        base = ops.mvue(self.g, "2:4", seed=1)
+        assert not testing.equal_bits(base, ops.mvue(self.g, "2:4", seed=2))
+        assert not testing.equal_bits(base, ops.mvue(self.g, "2:4", seed=1 + 2**32))
+        assert not testing.equal_bits(base, ops.mvue(self.g, "2:4", seed=1, offset=1))
+        assert not testing.equal_bits(base, ops.mvue(self.g, "2:4", seed=1, offset=2**32))
+
+    def test_compressed_dense_and_transposed_agree(self) -> None:
+        kw = {"seed": 11, "offset": 4}
+        testing.assert_equal_bits(ops.mvue(self.g, "2:4", dim=0, **kw), ops.mvue(self.g.T, "2:4", **kw).T)
+        testing.assert_equal_bits(ops.mvue_compress(self.g, "2:4", dim=0, **kw).dense(), ops.mvue(self.g.T, "2:4", **kw))
+        c = ops.mvue_compress(self.g[:10], "2:4", dim=0, **kw)
+        assert c.shape == (16, 10)
+        testing.assert_equal_bits(c.dense().T, ops.mvue(self.g[:10], "2:4", dim=0, **kw))
+
+    def test_a_tensor_does_not_recompile(self) -> None:
+        torch._dynamo.reset()
+        count = CompileCounterWithBackend("aot_eager")
+        step = torch.compile(lambda s: ops.mvue(self.g, "2:4", seed=s), fullgraph=True, backend=count)
+        for word in range(3):
+            testing.assert_equal_bits(step(seed(word)), ops.mvue(self.g, "2:4", seed=word))
+        assert count.frame_count == 1
+
+    def test_none_is_not_frozen_by_compile(self) -> None:
+        torch._dynamo.reset()
+        step = torch.compile(lambda: ops.mvue(self.g, "2:4"), fullgraph=True, backend="aot_eager")
+        assert not testing.equal_bits(step(), step())
+
+
+class TestMaskedAdamW:
+    def test_names(self) -> None:
+        assert len(ops.STATS) == len(ops.HYPER) == 9 and len(set(ops.STATS + ops.HYPER)) == 18
+
+    def test_the_wrapper_is_the_raw_op(self) -> None:
+        raw, public = adamw(amsgrad=True, outs=torch.bfloat16, scaled=True, frozen=True), None
+        torch.manual_seed(0)
+        raw = adamw(amsgrad=True, outs=torch.bfloat16, scaled=True, frozen=True)
+        torch.manual_seed(0)
+        public = adamw(amsgrad=True, outs=torch.bfloat16, scaled=True, frozen=True)
+        params, grads, m, v, vmax, steps, outs, hyper = public[:8]
+        stats = ops.masked_adamw_(
+            params, grads, m, v, steps, hyper, "2:4",
+            max_exp_avg_sqs=vmax, outs=outs, frozen=True, grad_scale=public[14], found_inf=public[15],
+        )  # fmt: skip
+        testing.assert_equal_bits(stats, torch.ops.nmkernels.nm_masked_adamw_(*raw))
+        testing.assert_equal_bits([*public], [*raw])
+
+    def test_versions_count_the_writes(self) -> None:
+        args = adamw(amsgrad=True, outs=torch.float32)
+        written = [x for i in (0, 2, 3, 4, 5, 6) for x in args[i]]
+        read = [*args[1], args[7]]
+        before, untouched = [x._version for x in written], [x._version for x in read]
+        torch.ops.nmkernels.nm_masked_adamw_(*args)
+        assert all(x._version > v for x, v in zip(written, before, strict=True))
+        assert [x._version for x in read] == untouched
+
+    def test_unmasked_is_torchs_adamw(self) -> None:
+        w = torch.nn.Parameter(W.double())
+        optimizer = torch.optim.AdamW([w], lr=0.01, weight_decay=0.1)
+        p, m, v, step = W.double(), torch.zeros(8, 16).double(), torch.zeros(8, 16).double(), torch.zeros(())
+        hyper = torch.tensor([0.01, 0.9, 0.999, 1e-8, 0.1, 0, 0, 0, 0], dtype=torch.float64)
+        for _ in range(5):
+            g = torch.randn(8, 16).double()
+            w.grad = g.clone()
+            optimizer.step()
+            stats = ops.masked_adamw_([p], [g], [m], [v], [step], hyper)
+        torch.testing.assert_close(p, w.detach(), rtol=1e-12, atol=1e-14)
+        assert step.item() == 5 and dict(zip(ops.STATS, stats.tolist(), strict=True))["nonzeros"] == 128
+
+
+@pytest.mark.slow
+def test_inductor() -> None:
+    """One pass through the default compiler: the ops are opaque to it, but what surrounds them is not."""
+    torch._dynamo.reset()
+
+    def step(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return ops.linear(x.relu(), ops.compress(w * 2, "2:4")) + 1
+
+    x = torch.randn(4, 16)
+    testing.assert_equal_bits(torch.compile(step, fullgraph=True)(W, x), step(W, x))
+
+
+def test_dynamic_shapes_compile() -> None:
+    torch._dynamo.reset()
+    count = CompileCounterWithBackend("aot_eager")
+
+    def step(g: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return ops.linear_wgrad(ops.mvue_compress(g, "2:4", dim=0, seed=seed()), x)
+
+    compiled = torch.compile(step, fullgraph=True, backend=count, dynamic=True)
+    for tokens in (12, 18, 27, 33):
+        g, x = torch.randn(tokens, 8), torch.randn(tokens, 16)
+        testing.assert_equal_bits(compiled(g, x), step(g, x))
+    assert count.frame_count == 1

@@ -1,0 +1,127 @@
+"""Which backend runs: by priority, by force, by what it declines; and the words for it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from nmkernels import BackendError, _dispatch, explain, ops, testing
+from nmkernels._dispatch import ENV, choose, impl, implementations
+
+W = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ENV, raising=False)
+    monkeypatch.setattr(_dispatch, "_said", set())
+
+
+@pytest.fixture
+def toy(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """An op with a slow backend that does everything and a fast one that wants even numbers."""
+    monkeypatch.setattr(_dispatch, "_impls", dict(_dispatch._impls))
+
+    @impl("toy", backend="slow", priority=0)
+    def slow(x: int) -> tuple[str, int]:
+        return "slow", x
+
+    @impl("toy", backend="fast", priority=10, supports=lambda x: (x % 2 == 0, "even" if x % 2 == 0 else f"{x} is odd"))
+    def fast(x: int) -> tuple[str, int]:
+        return "fast", x
+
+    yield "toy"
+
+
+def test_priority_and_fall_back(toy: str, caplog: pytest.LogCaptureFixture) -> None:
+    assert [i.backend for i in implementations(toy)] == ["fast", "slow"]
+    assert choose(toy, 2).backend == "fast" and choose(toy, 2).fn(2) == ("fast", 2)
+    with caplog.at_level(logging.DEBUG, "nmkernels.dispatch"):
+        assert choose(toy, 3).backend == "slow"
+        assert choose(toy, 3).backend == "slow"
+    assert [r.getMessage() for r in caplog.records] == ["toy: fast declined: 3 is odd"]
+
+
+def test_a_second_registration_replaces(toy: str) -> None:
+    impl(toy, backend="fast", priority=-1)(lambda x: ("new", x))
+    assert [i.backend for i in implementations(toy)] == ["slow", "fast"] and implementations(toy)[1].fn(1) == ("new", 1)
+
+
+def test_forced(toy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ENV, "slow")
+    assert choose(toy, 2).backend == "slow"
+    monkeypatch.setenv(ENV, "fast")
+    assert choose(toy, 2).backend == "fast"
+    with pytest.raises(BackendError, match=f"toy: backend 'fast' was asked for by {ENV} .*: 3 is odd. Unset"):
+        choose(toy, 3)
+    monkeypatch.setenv(ENV, "quick")
+    with pytest.raises(BackendError, match="'quick' names no backend of this op; it has fast, slow"):
+        choose(toy, 2)
+
+
+def test_nobody_can(toy: str) -> None:
+    impl(toy, backend="slow", priority=0, supports=lambda x: (False, "asleep"))(lambda x: x)
+    with pytest.raises(BackendError, match=r"(?s)fast +declined: 1 is odd.*slow +declined: asleep.*no backend can run"):
+        choose(toy, 1)
+
+
+def test_explain(toy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert explain(toy, 2).split("\n") == ["toy:", "  fast       chosen", "  slow       can run, lower priority"]
+    assert explain(toy, 3).split("\n") == ["toy:", "  fast       declined: 3 is odd", "  slow       chosen"]
+    monkeypatch.setenv(ENV, "slow")
+    assert explain(toy, 2).split("\n") == ["toy:", f"  fast       not asked, {ENV}=slow", "  slow       chosen"]
+    monkeypatch.setenv(ENV, "fast")
+    assert explain(toy, 3).split("\n")[-1] == "  no backend can run this call"
+
+
+def test_unknown_op() -> None:
+    with pytest.raises(BackendError, match=r"no op is called 'nm_maks'; ops are: .*nm_mask"):
+        explain("nm_maks", W, 2, 4)
+
+
+def test_explain_real_ops() -> None:
+    lines = explain("nm_mask", W.double(), 2, 4).splitlines()
+    assert lines[0] == "nm_mask:" and lines[-1] == "  reference  chosen"
+    assert any(line.startswith("  cpu        declined: ") and "float64" in line for line in lines)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_environment_forces_real_ops(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+
+    def spy(entry: _dispatch.Impl) -> _dispatch.Impl:
+        def fn(*args: Any, out: Any = None) -> Any:
+            ran.append(entry.backend)
+            return entry.fn(*args) if out is None else entry.fn(*args, out=out)
+
+        return _dispatch.Impl(entry.op, entry.backend, fn, entry.supports, entry.priority)
+
+    monkeypatch.setattr(_dispatch, "_impls", {op: [spy(i) for i in entries] for op, entries in _dispatch._impls.items()})
+    monkeypatch.setenv(ENV, backend)
+    ops.mask(W, "2:4")
+    ops.mask(W, "2:4", out=torch.empty(4, 8, dtype=torch.bool))
+    ops.compress(W, "2:4", out=ops.compress(W, "2:4"))
+    assert ran == [backend] * 4
+
+
+def test_cpu_equals_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    def everything() -> list[Any]:
+        c = ops.compress(W, "2:4")
+        exact = [ops.mask(W, "2:4"), ops.prune(W, "2:4"), c, c.dense(), ops.soft_threshold(W, "2:4"), ops.transposable_mask(W, "2:4")]
+        return [*exact, ops.mvue(W, "2:4", seed=1), ops.mvue_compress(W, "2:4", dim=0, seed=1), ops.mvue(W, "2:4", seed=1, method="approx")]
+
+    results = []
+    for backend in ("reference", "cpu"):
+        monkeypatch.setenv(ENV, backend)
+        results.append(everything())
+    testing.assert_equal_bits(*results)
+
+
+def test_forced_backend_that_declines_a_real_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ENV, "cpu")
+    with pytest.raises(BackendError, match=r"nm_mask: backend 'cpu'.*float64"):
+        ops.mask(W.double(), "2:4")

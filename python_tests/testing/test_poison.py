@@ -1,0 +1,47 @@
+"""poison shows unwritten memory, and is gone afterwards."""
+
+from __future__ import annotations
+
+import torch
+
+from nmkernels import testing
+
+
+def test_every_maker_is_poisoned() -> None:
+    x = torch.zeros(3, 4)
+    with testing.poison():
+        made = [
+            torch.empty(3, 4),
+            torch.empty_like(x),
+            torch.empty_strided((3, 4), (1, 3)),
+            x.new_empty(5),
+            x.new_empty_strided((2,), (3,)),
+        ]
+        assert all(bool(y.isnan().all()) for y in made)
+        assert all(bool(torch.empty(4, dtype=d).isnan().all()) for d in (torch.bfloat16, torch.float16, torch.float64))
+        assert torch.empty(3, dtype=torch.int64).tolist() == [-1] * 3
+        assert torch.empty((), device="meta").is_meta and torch.empty(0).numel() == 0
+        assert torch.nn.Parameter(x).new_empty(2).isnan().all()
+    torch.empty(3, 4).fill_(1.0)
+    for owner, name in [(torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")]:
+        assert not hasattr(getattr(owner, name), "__wrapped__")
+
+
+def test_it_ends_after_an_error() -> None:
+    before = torch.empty
+    try:
+        with testing.poison():
+            assert torch.empty is not before
+            raise KeyError
+    except KeyError:
+        pass
+    assert torch.empty is before
+
+
+def test_fill_poison_reaches_the_whole_storage() -> None:
+    x = torch.zeros(6)
+    assert testing.fill_poison(x[1:3]).isnan().all() and x.isnan().all()
+
+
+def test_the_fixture(poison: None) -> None:
+    assert torch.empty(1).isnan().all()
