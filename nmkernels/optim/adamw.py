@@ -12,10 +12,7 @@ from torch import Tensor
 from ..ops import STATS, masked_adamw_
 from ..pattern import DtypeError, Pattern
 from .rules import PLAIN, Target, UpdateRule
-from .state import keep_moments_in_fp32
-
-
-MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+from .state import MOMENTS, check_adam_state, restore_adam_state
 
 
 class MaskedAdamW(torch.optim.AdamW):
@@ -28,18 +25,25 @@ class MaskedAdamW(torch.optim.AdamW):
         params, lr, betas, eps, weight_decay, amsgrad, foreach, maximize, capturable, differentiable, fused: as for
             ``torch.optim.AdamW``. ``foreach`` and ``fused`` are accepted and change nothing: every step is fused.
 
+    Attributes:
+        stats: float64 sums of the last step over the maskable parameters, named by ``nmkernels.ops.STATS``; None if none took part.
+        stats_numel: number of maskable weights that took part in it.
+
     Differences from ``torch.optim.AdamW``: moments of bf16 and fp16 parameters are kept in fp32, also through
     ``load_state_dict``; a ``GradScaler`` hands over its scale and ``found_inf``, and a skipped step changes nothing at all.
     Its state dict loads into ``torch.optim.AdamW`` and the other way round.
 
     Raises:
         DtypeError: a parameter is complex or its gradient sparse.
+        CheckpointError: ``load_state_dict`` is given the state of another kind of optimizer or of another model.
         ValueError: a hyper-parameter is out of range, as ``torch.optim.AdamW`` says it; or ``differentiable=True``.
 
     Example:
         >>> w = torch.nn.Parameter(torch.ones(2, 4))
         >>> opt = MaskedAdamW([w], lr=0.1, weight_decay=0.0)
-        >>> w.sum().backward(); opt.step(); round(w[0, 0].item(), 4)
+        >>> w.sum().backward()
+        ... opt.step()
+        ... round(w[0, 0].item(), 4)
         0.9
     """
 
@@ -56,6 +60,7 @@ class MaskedAdamW(torch.optim.AdamW):
         self.targets: dict[Tensor, Target] = {}
         self.rule = PLAIN
         self.stats: Tensor | None = None
+        self.stats_numel = 0
 
     def forget(self) -> None:
         """Drop every mask: from now on this is AdamW."""
@@ -70,16 +75,13 @@ class MaskedAdamW(torch.optim.AdamW):
         return {"defaults": self.defaults, "state": self.state, "param_groups": self.param_groups}
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One update of every parameter that has a gradient; returns the closure's loss.
-
-        Afterwards ``stats`` holds the sums over the maskable parameters (float64, names in ``nmkernels.ops.STATS``).
-        """
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update of every parameter that has a gradient; returns the closure's loss."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.stats = None
+        self.stats, self.stats_numel = None, 0
         for group in self.param_groups:
             for bucket in self._buckets(group):
                 self._run(group, bucket)
@@ -95,8 +97,9 @@ class MaskedAdamW(torch.optim.AdamW):
                 raise DtypeError("MaskedAdamW: sparse gradients are not supported; use torch.optim.SparseAdam for that parameter.")
             target = self.targets.get(p)
             sink = target.sink() if target is not None and self.rule.masked else None
-            key = (target is not None, target and target.pattern, sink is not None, p.dtype, p.device)
-            buckets.setdefault(key, _Bucket(target is not None, target.pattern if target else None)).add(p, self._moments(group, p), target, sink)
+            pattern = target.pattern if target is not None else None
+            key = (target is not None, pattern, sink is not None, p.dtype, p.device)
+            buckets.setdefault(key, _Bucket(target is not None, pattern)).add(p, self._moments(group, p), target, sink)
         yield from buckets.values()
 
     def _moments(self, group: dict[str, Any], p: Tensor) -> dict[str, Tensor]:
@@ -134,12 +137,18 @@ class MaskedAdamW(torch.optim.AdamW):
         for target in b.targets:
             target.filled()
         if b.maskable:
-            self.stats = stats if self.stats is None else _merge(self.stats, stats)
+            self.stats = stats if self.stats is None else merge_stats(self.stats, stats)
+            self.stats_numel += sum(p.numel() for p in b.params)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of MaskedAdamW or of plain AdamW; fp32 moments stay fp32 whatever the parameters' dtype is."""
+        """Load a state of MaskedAdamW or of plain AdamW; fp32 moments stay fp32 whatever the parameters' dtype is.
+
+        Raises:
+            CheckpointError: it is of another kind of optimizer or of another model; nothing has been changed then.
+        """
+        check_adam_state(self, state_dict)
         super().load_state_dict(state_dict)
-        keep_moments_in_fp32(self, state_dict, MOMENTS)
+        restore_adam_state(self, state_dict)
 
 
 @dataclass
@@ -184,10 +193,10 @@ def _hyper(group: dict[str, Any], rule: UpdateRule, device: torch.device) -> Ten
     return hyper
 
 
-def _merge(a: Tensor, b: Tensor) -> Tensor:
-    """Statistics of two calls as one: sums add, ``applied`` is common to both, the largest update is the larger."""
+def merge_stats(a: Tensor, b: Tensor) -> Tensor:
+    """Statistics of two calls as one: sums add, ``applied`` if either was, the largest update is the larger."""
     both = a + b
-    both[STATS.index("applied")] = a[STATS.index("applied")]
-    largest = STATS.index("max_update")
-    both[largest] = torch.maximum(a[largest], b[largest])
+    for name in ("applied", "max_update"):
+        i = STATS.index(name)
+        both[i] = torch.maximum(a[i], b[i])
     return both

@@ -18,10 +18,11 @@ from .schedule import resolve_step
 @recipe("asp")
 @dataclass(frozen=True)
 class ASP(Recipe):
-    """Automatic sparsity (Mishra et al., "Accelerating sparse deep neural networks", 2021): dense → prune once → retrain with the mask held.
+    """Automatic sparsity: dense → prune once → retrain with the mask held.
 
-    After pruning, around each step: g ← g ⊙ M, optimizer step, W ← W ⊙ M; momentum and weight decay cannot revive pruned weights.
-    Works with any optimizer.
+    Source: Mishra et al., "Accelerating sparse deep neural networks", 2021, arXiv 2104.08378, section 4. After pruning,
+    around each step: g ← g ⊙ M, optimizer step, W ← W ⊙ M; momentum and weight decay cannot revive pruned weights. Works with any
+    optimizer.
 
     Args:
         score: ``"magnitude"`` |w|; ``"wanda"`` |w|·‖x‖₂ of its input feature (Sun et al., ICLR 2024, eq. 1), after ``handle.calibrate()``;
@@ -44,7 +45,7 @@ class ASP(Recipe):
         if self.score not in SCORES:
             raise RecipeError(f"ASP: score={self.score!r} is unknown; choose one of {', '.join(SCORES)}.")
         if self.prune_step() and self.score != "magnitude":
-            raise RecipeError(f'ASP: score="{self.score}" prunes a model that is trained already, so prune_at must be 0, not {self.prune_at}.')
+            raise RecipeError(f'ASP: score="{self.score}" prunes a model that is trained already; prune_at={self.prune_at} must be 0.')
 
     @property
     def mask_score(self) -> str:  # type: ignore[override]
@@ -68,5 +69,7 @@ class ASP(Recipe):
         if state["pruned"]:
             return False
         state["t"] = state["t"] + observed.stats[STATS.index("applied")].to(state["t"].device)
+        if observed.calls < self.prune_step():
+            return False  # the host need not wait for the device
         state["pruned"] = int(state["t"].item()) >= self.prune_step()
         return bool(state["pruned"])

@@ -16,22 +16,29 @@ from .. import ops
 from ..nn import NMWeight
 from ..optim import MaskedAdamW, Target
 from ..pattern import Pattern
-from .base import Observed, Stage
+from .base import Stage
 
 if TYPE_CHECKING:
     from .handle import Handle
 
 STATE_KEY = "nm_recipe"
+APPLIED, FLIPS, NONZEROS = (ops.STATS.index(name) for name in ("applied", "flips", "nonzeros"))
 
 
 class Attachment:
-    """One optimizer of a handle, with the swapped layers whose weights it updates."""
+    """One optimizer of a handle, with the swapped layers whose weights it updates.
+
+    ``stats`` are the sums of its last step, with those of the last applied one where it was skipped; None before the first.
+    ``numel`` counts the weights behind them. ``observed`` are those that the schedule has not seen yet.
+    """
 
     def __init__(self, handle: Handle, optimizer: torch.optim.Optimizer, layers: dict[str, NMWeight], primary: bool) -> None:
         self.handle, self.optimizer, self.layers, self.primary = handle, optimizer, layers, primary
-        self.numel = sum(layer.weight.numel() for layer in layers.values())
         self.stats: Tensor | None = None
+        self.observed: Tensor | None = None
+        self.numel = 0
         self._masks: dict[str, Tensor] = {}
+        self._pruned: tuple[Tensor, Tensor] | None = None
         self._removers = [optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)]
         if primary:
             self._removers += [
@@ -52,8 +59,12 @@ class Attachment:
     @property
     def group(self) -> dict[str, Any]:
         """The parameter group of the first swapped weight."""
-        first = next(iter(self.layers.values())).weight
-        return next(g for g in self.optimizer.param_groups if any(p is first for p in g["params"]))
+        return group_of(self.optimizer, self.layers)
+
+    @property
+    def own_pass(self) -> MaskedAdamW | None:
+        """The optimizer, where it masks, decays and counts in its own pass over memory."""
+        return self.optimizer if isinstance(self.optimizer, MaskedAdamW) and not self.handle.stage.fixed else None
 
     def apply(self, stage: Stage) -> None:
         """Tell the optimizer how to update from now on."""
@@ -64,8 +75,7 @@ class Attachment:
         """Take every trace of the recipe out of the optimizer."""
         for remover in self._removers:
             remover.remove()
-        for group in self.optimizer.param_groups:
-            group.pop(STATE_KEY, None)
+        self.group0.pop(STATE_KEY, None)
         for layer in self.layers.values():
             layer.used.attached = False
             layer.used.release()
@@ -75,8 +85,8 @@ class Attachment:
     # ---- around a step
 
     def _before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if isinstance(optimizer, MaskedAdamW) and not self.handle.stage.fixed:
-            return None  # its kernel does all of this in its one pass
+        if self.own_pass is not None:
+            return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             self._on_gradients()
@@ -98,64 +108,93 @@ class Attachment:
         """Mask or decay the gradients: unscaled ones, or scaled ones times the scale where a fused optimizer unscales later."""
         stage, scale = self.handle.stage, getattr(self.optimizer, "grad_scale", None)
         pruned_w = pruned_g = torch.zeros((), dtype=torch.float64)
-        self._masks = {}
+        # with maximize the optimizer negates the gradient later; the decay must shrink the weight all the same
+        negated = {id(p) for group in self.optimizer.param_groups if group.get("maximize") for p in group["params"]}
+        self._masks, self.numel = {}, 0
         for name, layer in self.layers.items():
             if layer.weight.grad is None:
                 continue
+            self.numel += layer.weight.numel()
             w, g = layer.master.detach(), _oriented(layer, layer.weight.grad)
             if stage.fixed:
-                g.mul_(self.handle.fixed.masks[name])
+                g.masked_fill_(~self.handle.fixed.masks[name], 0.0)
             elif stage.rule.masked:
                 kept = ops.mask(w, layer.pattern)
                 self._masks[name] = kept
-                decayed = w.masked_fill(kept, 0.0)
-                pruned_w = pruned_w + decayed.abs().sum(dtype=torch.float64)
+                pruned = w.masked_fill(kept, 0.0)
                 size = g.masked_fill(kept, 0.0).abs().sum(dtype=torch.float64)
+                pruned_w = pruned_w + pruned.abs().sum(dtype=torch.float64)
                 pruned_g = pruned_g + (size if scale is None else size / scale.double())
                 if stage.rule.decay:
-                    decayed = decayed * stage.rule.decay
-                    g.add_(decayed if scale is None else decayed * scale)
+                    extra = pruned * (-stage.rule.decay if id(layer.weight) in negated else stage.rule.decay)
+                    g.add_(extra if scale is None else extra * scale)
         self._pruned = pruned_w, pruned_g
 
     @torch.no_grad()
     def _after(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if isinstance(optimizer, MaskedAdamW) and not self.handle.stage.fixed:
-            self.stats = optimizer.stats
+        own = self.own_pass
+        if own is not None:
+            new, self.numel = own.stats, own.stats_numel
         else:
-            self.stats = self._own_stats()
+            new = self._own_stats() if self.numel else None
             for layer in self.layers.values():
                 layer.used.drop()
-        if self.primary and self.stats is not None:
-            seen = Observed(self.stats, self.numel, self._second_moments(), self._step())
-            if self.handle.recipe.advance(self.handle.state, seen):
-                self.handle.restage()
+        self.observed = new
+        if new is not None:
+            self.stats = self._since_applied(new)
+        if self.primary:
+            self.handle.advance()
+
+    def _since_applied(self, new: Tensor) -> Tensor:
+        """``new``, or where the step was skipped the figures of the last applied one, with no flips; decided on the device."""
+        if getattr(self.optimizer, "found_inf", None) is None:
+            return new
+        if self.stats is None:
+            old = torch.zeros_like(new)
+            used = [layer.used_weight().count_nonzero() for layer in self.layers.values() if layer.weight.grad is not None]
+            old[NONZEROS] = torch.stack(used).sum()
+        else:
+            old = self.stats.clone()
+        old[FLIPS] = 0.0
+        return torch.where(new[APPLIED] > 0, new, old)
 
     def _own_stats(self) -> Tensor:
-        """The sums that MaskedAdamW gives for free, for any other optimizer."""
+        """The sums that MaskedAdamW gives for free, for any other optimizer and for held masks, which it does not know."""
         found_inf = getattr(self.optimizer, "found_inf", None)
         values = dict.fromkeys(ops.STATS, torch.zeros((), dtype=torch.float64))
+        if isinstance(self.optimizer, MaskedAdamW) and self.optimizer.stats is not None:
+            values.update(zip(ops.STATS, self.optimizer.stats, strict=True))
         values["applied"] = torch.ones((), dtype=torch.float64) if found_inf is None else (found_inf == 0).double().reshape(())
-        values["pruned_abs"], values["pruned_grad_abs"] = getattr(self, "_pruned", (torch.zeros(()), torch.zeros(())))
+        if self._pruned is not None:
+            values["pruned_abs"], values["pruned_grad_abs"] = self._pruned
+        values["nonzeros"] = torch.zeros((), dtype=torch.float64)
         for name, layer in self.layers.items():
+            if layer.weight.grad is None:
+                continue
             w = layer.master.detach()
             if self.handle.stage.fixed:
-                w.mul_(self.handle.fixed.masks[name])
+                self.handle.fixed.apply(name)
             if name in self._masks:
                 now = ops.mask(w, layer.pattern)
                 values["flips"] = values["flips"] + (now ^ self._masks[name]).sum()
                 w = w.masked_fill(~now, 0.0)
             values["nonzeros"] = values["nonzeros"] + w.count_nonzero()
-        self._masks = {}
-        return torch.stack([values[key].to(device=w.device, dtype=torch.float64) for key in ops.STATS])
+        self._masks, self._pruned = {}, None
+        device = next(iter(self.layers.values())).weight.device
+        return torch.stack([values[key].to(device=device, dtype=torch.float64) for key in ops.STATS])
 
-    def _second_moments(self) -> list[Tensor]:
+    def second_moments(self) -> list[Tensor]:
+        """The raw ``exp_avg_sq`` of the swapped weights, where the optimizer keeps one."""
         states = [self.optimizer.state.get(layer.weight, {}) for layer in self.layers.values()]
         return [s["exp_avg_sq"] for s in states if "exp_avg_sq" in s]
 
-    def _step(self) -> int:
-        step = self.optimizer.state.get(next(iter(self.layers.values())).weight, {}).get("step", 0)
-        # a step counter on the host costs nothing to read; one on a device would make the host wait
-        return int(step) if not isinstance(step, Tensor) or step.device.type == "cpu" else 0
+    def step_counter(self) -> Tensor | None:
+        """The optimizer's own step count of the first swapped weight that has one."""
+        for layer in self.layers.values():
+            step = self.optimizer.state.get(layer.weight, {}).get("step")
+            if step is not None:
+                return torch.as_tensor(step)
+        return None
 
     # ---- around a load
 
@@ -167,8 +206,19 @@ class Attachment:
     def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
         if STATE_KEY not in self.group0:
             # a state of plain AdamW: the recipe starts from its beginning with the loaded moments
-            self.group0[STATE_KEY] = {"spec": self.handle.recipe.spec(), **self.handle.recipe.start(self.group)}
+            self.group0[STATE_KEY] = self.handle.first_state(self.group)
         self.handle.adopt(self.group0[STATE_KEY])
+
+
+def group_of(optimizer: torch.optim.Optimizer, layers: dict[str, NMWeight]) -> dict[str, Any]:
+    """The parameter group that updates the first of ``layers``."""
+    first = next(iter(layers.values())).weight
+    return next(g for g in optimizer.param_groups if any(p is first for p in g["params"]))
+
+
+def is_attached(optimizer: torch.optim.Optimizer) -> bool:
+    """True if a recipe of any handle lives in ``optimizer`` already."""
+    return any(isinstance(getattr(hook, "__self__", None), Attachment) for hook in optimizer._optimizer_step_pre_hooks.values())
 
 
 def _target(layer: NMWeight) -> Target:

@@ -6,6 +6,7 @@ T_min and T_max. A step that was skipped (``applied`` = 0) leaves the memory unt
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -14,7 +15,9 @@ from torch import Tensor
 from ..ops import STATS
 from .base import Observed, State
 
-APPLIED, CHANGE, LOG_CHANGE = (STATS.index(name) for name in ("applied", "v_change", "v_log_change"))
+APPLIED, CHANGE, LOG_CHANGE, UNCHANGED = (STATS.index(name) for name in ("applied", "v_change", "v_log_change", "v_unchanged"))
+LOG_FLOOR = -149 * math.log(2)
+"""What the optimizer counts as log|Δv| where v did not change: the logarithm of the smallest fp32 number."""
 
 
 def window(beta2: float) -> int:
@@ -78,6 +81,16 @@ def _auto(mean: Callable[[Observed], Tensor]) -> Callable[[State, Observed, Tens
     return policy
 
 
+def _geometric(seen: Observed) -> Tensor:
+    """exp of the mean of log|Δv| over the weights whose v changed.
+
+    A dead unit's weights never change v. Counted at the floor, where the logarithm is -103, one dead weight in ten would shrink Z by
+    e^-10 and fire the switch; they say nothing about how settled the others are.
+    """
+    moved = seen.numel - seen.stats[UNCHANGED]
+    return torch.where(moved > 0, ((seen.stats[LOG_CHANGE] - seen.stats[UNCHANGED] * LOG_FLOOR) / moved.clamp(min=1)).exp(), 0.0)
+
+
 def _relative_norm(state: State, seen: Observed, applied: Tensor) -> None:
     norm = torch.stack([v.double().square().sum() for v in seen.second_moments]).sum().sqrt()
     before = _push(state, norm, applied)
@@ -94,7 +107,7 @@ def _staleness(state: State, seen: Observed, applied: Tensor) -> None:
 
 _POLICIES: dict[str, Callable[[State, Observed, Tensor], None]] = {
     "arithmetic": _auto(lambda seen: seen.stats[CHANGE] / seen.numel),
-    "geometric": _auto(lambda seen: (seen.stats[LOG_CHANGE] / seen.numel).exp()),
+    "geometric": _auto(_geometric),
     "relative_norm": _relative_norm,
     "staleness": _staleness,
 }

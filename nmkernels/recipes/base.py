@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..optim import PLAIN, MaskedAdamW, UpdateRule
-from ..pattern import Pattern, PatternLike, RecipeError
+from ..pattern import CheckpointError, Pattern, PatternLike, RecipeError
 
 State = dict[str, Any]
 """A recipe's schedule state: plain values and tensors, kept in the optimizer's ``param_groups[0]["nm_recipe"]``."""
@@ -57,8 +57,9 @@ class Recipe:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "pattern", Pattern(self.pattern))
-        if self.total_steps is not None and self.total_steps < 1:
-            raise RecipeError(f"{type(self).__name__}: total_steps={self.total_steps} must be at least 1.")
+        total = self.total_steps
+        if total is not None and (not isinstance(total, int) or isinstance(total, bool) or total < 1):
+            raise RecipeError(f"{type(self).__name__}: total_steps={total!r} must be a whole number of at least 1.")
 
     def spec(self) -> dict[str, Any]:
         """The recipe as plain values, for checkpoints and logs."""
@@ -84,6 +85,25 @@ class Recipe:
         """Take one finished optimizer step into ``state``, in place; True when the stage may have changed."""
         return False
 
+    def check_state(self, state: Any, group: dict[str, Any]) -> None:
+        """Raise ``CheckpointError`` unless training can go on from ``state``, which a checkpoint holds.
+
+        Args:
+            group: the parameter group of the maskable weights, as for ``start``.
+        """
+        spec = state.get("spec") if isinstance(state, dict) else None
+        mine = self.spec()
+        if not isinstance(spec, dict) or "recipe" not in spec:
+            raise CheckpointError("the optimizer state holds a recipe state that nmkernels did not write.")
+        if any(spec.get(key) != mine[key] for key in ("recipe", "pattern")):
+            raise CheckpointError(
+                f"the checkpoint is of {spec['recipe']}:{spec.get('pattern')}, this run uses {mine['recipe']}:{mine['pattern']}. "
+                "Resume with the same recipe, or load only the model's weights."
+            )
+        missing = sorted(set(self.start(group)) - set(state))
+        if missing:
+            raise CheckpointError(f"the checkpoint's recipe state is incomplete or of another version: it has no {', '.join(missing)}.")
+
     def metrics(self, state: State) -> dict[str, Tensor]:
         """Figures of this recipe's own, as 0-d tensors, beside the common ones."""
         return {}
@@ -97,10 +117,12 @@ class Observed:
         stats: float64 sums, named by ``nmkernels.ops.STATS``.
         numel: number of maskable weights that took part.
         second_moments: their raw ``exp_avg_sq`` where the optimizer keeps one.
-        step: the optimizer's own step count of these parameters, 0 where it has none.
+        step: the optimizer's own step count of these parameters, None where it has none; reading it may wait for the device.
+        calls: how many steps can have been applied at most; known to the host, which cannot see whether a step was skipped.
     """
 
     stats: Tensor
     numel: int
     second_moments: list[Tensor]
-    step: int
+    step: Tensor | None
+    calls: int

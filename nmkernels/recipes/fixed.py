@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..nn import NMWeight
-from ..pattern import RecipeError
+from ..pattern import CheckpointError, RecipeError
 
 if TYPE_CHECKING:
     from .base import State
@@ -28,7 +28,8 @@ class HeldMask:
 
     def __call__(self, weight: Tensor, out: Tensor | None = None) -> Tensor:
         """The masked weight; kept elements keep their bits, pruned ones are +0."""
-        return torch.where(self.mask, weight, torch.zeros((), dtype=weight.dtype, device=weight.device), out=out)
+        zero = torch.zeros((), dtype=weight.dtype, device=weight.device)
+        return torch.where(self.mask, weight, zero) if out is None else torch.where(self.mask, weight, zero, out=out)
 
 
 class FixedMasks:
@@ -63,40 +64,59 @@ class FixedMasks:
         return hook
 
     def ensure(self, state: State) -> None:
-        """Have masks that agree with ``state``: those it carries, or new ones, chosen now and applied to the weights."""
+        """Hold the masks that ``state`` carries, or choose them now; weights outside become +0.
+
+        Raises:
+            RecipeError: the masks cannot be chosen. CheckpointError: those of ``state`` are of other layers.
+        """
         if "masks" not in state:
             self.masks = {name: self._choose(name, layer) for name, layer in self.layers.items()}
-            state["masks"] = {name: ops.compress(m.to(torch.float32), self.layers[name].pattern, mask=m).indices for name, m in self.masks.items()}
-            self._source = state["masks"]
-            for name, layer in self.layers.items():
-                with torch.no_grad():
-                    layer.master.mul_(self.masks[name])
+            state["masks"] = {name: self._pack(self.layers[name], mask) for name, mask in self.masks.items()}
         elif state["masks"] is not self._source:
-            self._source = state["masks"]
+            self.check(state)
             self.masks = {name: self._unpack(layer, state["masks"][name]) for name, layer in self.layers.items()}
+        self._source = state["masks"]
+        for name in self.layers:
+            self.apply(name)
+
+    def check(self, state: State) -> None:
+        """Raise ``CheckpointError`` if ``state`` carries masks of other layers than these."""
+        masks = state.get("masks")
+        if masks is None:
+            return
+        odd = sorted(set(masks) ^ set(self.layers))
+        if odd:
+            raise CheckpointError(f"the checkpoint's masks are of other layers than this model's; only one of them has {', '.join(odd)}.")
+        for name, layer in self.layers.items():
+            rows, cols = layer.master.shape
+            if tuple(masks[name].shape) != (rows, layer.pattern.index_bytes(cols)):
+                raise CheckpointError(f"the checkpoint's mask of layer {name!r} is of another shape than its weight ({rows}, {cols}).")
+
+    def forget(self) -> None:
+        """Hold no masks, as before they were chosen."""
+        self.masks, self._source = {}, None
+
+    @torch.no_grad()
+    def apply(self, name: str) -> None:
+        """Set the weights outside the mask of layer ``name`` to +0, whatever they are (NaN times 0 would stay NaN)."""
+        self.layers[name].master.masked_fill_(~self.masks[name], 0.0)
 
     def preview(self, name: str) -> HeldMask | None:
-        """The transform of the mask that is held, or would be chosen now; None where plain magnitude gives the same."""
+        """The transform of the mask that is held, or would be chosen now; None where it is the plain mask by magnitude.
+
+        Raises:
+            RecipeError: the mask cannot be chosen.
+        """
         if name in self.masks:
             return HeldMask(self.masks[name])
-        if self.score == "wanda" and self._squares:
+        if self.score in ("wanda", "existing"):
             return HeldMask(self._choose(name, self.layers[name]))
         return None
-
-    def ensure_scored(self) -> None:
-        """Raise ``RecipeError`` if the masks can neither be had nor chosen."""
-        if self.score == "wanda" and not self.masks:
-            missing = [name for name in self.layers if name not in self._squares]
-            if missing:
-                raise RecipeError(
-                    'ASP(score="wanda") ranks weights by their inputs and has seen none for '
-                    f"{', '.join(missing)}. Run a few batches first: with handle.calibrate(): model(batch)."
-                )
 
     def _choose(self, name: str, layer: NMWeight) -> Tensor:
         w = layer.master.detach()
         if self.score == "wanda":
-            self.ensure_scored()
+            self._require_inputs()
             return ops.mask((w.abs().double() * self._squares[name].sqrt()).float(), layer.pattern)
         if self.score == "existing" and not ops.is_nm(w, layer.pattern):
             raise RecipeError(
@@ -104,6 +124,18 @@ class FixedMasks:
                 'Use score="magnitude", another pattern, or leave the layer out with filter_fn.'
             )
         return ops.mask(w, layer.pattern)
+
+    def _require_inputs(self) -> None:
+        missing = [name for name in self.layers if name not in self._squares]
+        if missing:
+            raise RecipeError(
+                f'ASP(score="wanda") ranks weights by their inputs and has seen none for {", ".join(missing)}. Run a few batches first: '
+                "with handle.calibrate(): model(batch). When resuming, load the optimizer's state dict before attach: it has the masks."
+            )
+
+    @staticmethod
+    def _pack(layer: NMWeight, mask: Tensor) -> Tensor:
+        return ops.compress(mask.to(torch.float32), layer.pattern, mask=mask).indices
 
     @staticmethod
     def _unpack(layer: NMWeight, indices: Tensor) -> Tensor:

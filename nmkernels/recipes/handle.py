@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from .. import ops
 from ..autograd import HardMask, WeightTransform
 from ..nn import NMWeight
-from ..optim import MaskedAdamW
 from ..pattern import CheckpointError, Pattern, RecipeError
-from .attach import STATE_KEY, Attachment
-from .base import Recipe, Stage, State
+from .attach import STATE_KEY, Attachment, group_of, is_attached
+from .base import Observed, Recipe, Stage, State
 from .fixed import FixedMasks
+from .metrics import figures, summed
 from .report import Report
 from .swap import densify_
 
@@ -36,6 +36,9 @@ class Handle:
         self._changed = changed
         self._attachments: list[Attachment] = []
         self._state: State | None = None
+        self._calls = 0
+        # one object for the whole run: a compiled model guards on its identity
+        self._hard: WeightTransform = HardMask(Pattern(recipe.pattern))
         self.fixed = FixedMasks(layers, recipe.mask_score)
         self.finished = False
         self.apply(recipe.stage({}))
@@ -46,40 +49,49 @@ class Handle:
         """Hook the recipe into one or several optimizers and return them as they came.
 
         The hooks run inside ``optimizer.step()``, after unscaling, accumulation and clipping, also with a closure or a ``GradScaler``.
-        With several optimizers the first that owns a swapped weight keeps the schedule.
+        Give several optimizers in the order in which they step: the last one that owns a swapped weight keeps the schedule, which
+        advances when it has stepped.
 
         Raises:
-            RecipeError: none of them updates a swapped weight, one is attached already, or the recipe cannot run with it.
+            RecipeError: none of them updates a swapped weight, one has a recipe already, the recipe cannot run with it, or it cannot
+                choose its masks. CheckpointError: the optimizer has loaded the state of another recipe. Nothing has changed then.
         """
         if self.finished:
             raise RecipeError("attach: the recipe is finished; sparsify_ the model again to train on.")
         if self._attachments:
             raise RecipeError("attach: this handle has its optimizers already; give all of them in one call, attach(opt1, opt2).")
-        owners = [(o, self._owned(o)) for o in optimizers]
-        if not any(owned for _, owned in owners):
+        owners = [(optimizer, owned) for optimizer in optimizers if (owned := self._owned(optimizer))]
+        if not owners:
             raise RecipeError(
                 "attach: none of the optimizers updates a weight of the swapped layers. Build it from model.parameters() of the very model "
                 "given to sparsify_ (before a wrapper copies the parameters)."
             )
-        for optimizer, owned in owners:
-            if owned:
-                self.recipe.check_optimizer(optimizer)
-        for optimizer, owned in owners:
-            if owned:
-                self._attachments.append(Attachment(self, optimizer, owned, primary=not self._attachments))
-        primary = self._attachments[0]
-        if STATE_KEY in primary.group0:
-            self.check_state(primary.group0[STATE_KEY])
-            self._state = primary.group0[STATE_KEY]
-        else:
-            self._state = {"spec": self.recipe.spec(), **self.recipe.start(primary.group)}
-            primary.group0[STATE_KEY] = self._state
-        self.restage()
+        for optimizer, _ in owners:
+            self.recipe.check_optimizer(optimizer)
+            if is_attached(optimizer):
+                raise RecipeError("attach: the optimizer drives the recipe of another model already; give each model its own optimizer.")
+        last, owned = owners[-1]
+        loaded: State | None = last.param_groups[0].get(STATE_KEY)
+        if loaded is not None:
+            self.check_state(loaded, group_of(last, owned))
+        self._attachments = [Attachment(self, o, layers, primary=o is last) for o, layers in owners]
+        primary = self._attachments[-1]
+        try:
+            primary.group0[STATE_KEY] = loaded or self.first_state(primary.group)
+            self.adopt(primary.group0[STATE_KEY])
+        except Exception:
+            self._detach()
+            if loaded is not None:
+                last.param_groups[0][STATE_KEY] = loaded
+            self._state = None
+            self.apply(self.recipe.stage({}))
+            raise
         return optimizers[0] if len(optimizers) == 1 else optimizers
 
     def _owned(self, optimizer: torch.optim.Optimizer) -> dict[str, NMWeight]:
+        # frozen layers too: they may be unfrozen later, and without a gradient no optimizer touches them
         params = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        return {name: layer for name, layer in self.layers.items() if id(layer.weight) in params and layer.weight.requires_grad}
+        return {name: layer for name, layer in self.layers.items() if id(layer.weight) in params}
 
     # ---- the schedule's state
 
@@ -90,40 +102,56 @@ class Handle:
             raise RecipeError("the handle has no state yet: call handle.attach(optimizer) first.")
         return self._state
 
+    def first_state(self, group: dict[str, Any]) -> State:
+        """The schedule's state at its beginning, with the recipe's own description for checkpoints."""
+        return {"spec": self.recipe.spec(), **self.recipe.start(group)}
+
     def adopt(self, state: State) -> None:
         """Continue from ``state``, which lies in the optimizer already."""
         self._state = state
+        self._calls = int(state["t"]) if "t" in state else 0
         self.restage()
+
+    def advance(self) -> None:
+        """Let the schedule see the step that every attached optimizer has just done."""
+        parts = [a for a in self._attachments if a.observed is not None]
+        if not parts:
+            return
+        seen = Observed(
+            stats=summed(a.observed for a in parts if a.observed is not None),
+            numel=sum(a.numel for a in parts),
+            second_moments=[v for a in parts for v in a.second_moments()],
+            step=self._primary().step_counter(),
+            calls=self._calls + 1,
+        )
+        self._calls += 1
+        for part in parts:
+            part.observed = None
+        if self.recipe.advance(self.state, seen):
+            self.restage()
 
     def restage(self) -> None:
         """Bring layers and optimizers in line with the schedule's state."""
         stage = self.recipe.stage(self.state)
         if stage.fixed:
             self.fixed.ensure(self.state)
+        else:
+            self.fixed.forget()
         self.apply(stage)
 
     def apply(self, stage: Stage) -> None:
         """Set what every layer and optimizer does from now on."""
         self.stage = stage
-        pattern = Pattern(self.recipe.pattern)
         for layer in self.layers.values():
-            layer.transform = HardMask(pattern) if stage.masked else None
+            layer.transform = self._hard if stage.masked else None
             layer.used.drop()
         for attachment in self._attachments:
             attachment.apply(stage)
 
-    def check_state(self, state: Any) -> None:
-        """Raise ``CheckpointError`` unless ``state`` was written by this recipe with this pattern."""
-        spec = state.get("spec") if isinstance(state, dict) else None
-        mine = self.recipe.spec()
-        if not isinstance(spec, dict) or "recipe" not in spec:
-            raise CheckpointError("the optimizer state holds a recipe state that nmkernels did not write.")
-        for key in ("recipe", "pattern"):
-            if spec.get(key) != mine[key]:
-                raise CheckpointError(
-                    f"the checkpoint was trained with {spec['recipe']}:{spec.get('pattern')}, this run uses {mine['recipe']}:{mine['pattern']}. "
-                    "Resume with the same recipe, or load only the model's weights."
-                )
+    def check_state(self, state: Any, group: dict[str, Any] | None = None) -> None:
+        """Raise ``CheckpointError`` unless ``state`` was written by this recipe, with this pattern, on these layers."""
+        self.recipe.check_state(state, self._primary().group if group is None else group)
+        self.fixed.check(state)
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of the schedule's state; the optimizer's state dict holds the same, so saving that one is enough."""
@@ -145,7 +173,7 @@ class Handle:
     def _primary(self) -> Attachment:
         if not self._attachments:
             raise RecipeError("the handle has no optimizer yet: call handle.attach(optimizer) first.")
-        return self._attachments[0]
+        return self._attachments[-1]
 
     # ---- watching
 
@@ -156,22 +184,7 @@ class Handle:
         used / maskable weights. ``phase``: see the recipe. ``decay_ratio``: λΣ|w| / Σ|g| over pruned weights. ``max_update``: the largest
         |m̂/D| where the optimizer tells. Further ones are the recipe's own.
         """
-        phase = torch.tensor(self.stage.phase)
-        parts = [a for a in self._attachments if a.stats is not None]
-        if not parts:
-            return {"flip_rate": torch.tensor(0.0), "density": self._density(), "phase": phase, "decay_ratio": torch.tensor(0.0)}
-        numel = sum(a.numel for a in parts)
-        s = dict(zip(ops.STATS, torch.stack([a.stats for a in parts if a.stats is not None]).sum(0), strict=True))
-        grads = s["pruned_grad_abs"]
-        ratio = torch.where(grads > 0, self.stage.rule.decay * s["pruned_abs"] / grads, 0.0)
-        common = {"flip_rate": s["flips"] / numel, "density": s["nonzeros"] / numel, "phase": phase, "decay_ratio": ratio}
-        own = self.recipe.metrics(self.state)
-        updates = [a.stats[ops.STATS.index("max_update")] for a in parts if a.stats is not None and isinstance(a.optimizer, MaskedAdamW)]
-        return {**common, **own, **({"max_update": torch.stack(updates).amax()} if updates else {})}
-
-    def _density(self) -> Tensor:
-        used = [layer.used_weight() for layer in self.layers.values()]
-        return torch.tensor(sum(int(u.count_nonzero()) for u in used) / max(1, sum(u.numel() for u in used)))
+        return figures(self._attachments, self.layers, self.recipe, self.stage, self._state)
 
     @contextmanager
     def calibrate(self) -> Iterator[None]:
@@ -187,9 +200,10 @@ class Handle:
         kept: dict[str, WeightTransform | None] = {name: layer.transform for name, layer in self.layers.items()}
         try:
             if self.recipe.final == "nm" and not self.stage.fixed and not self.finished:
-                for name, layer in self.layers.items():
-                    layer.transform = self.fixed.preview(name) or HardMask(layer.pattern)
-                    layer.used.drop()
+                for name, transform in self._final_transforms().items():
+                    if transform is not kept[name]:
+                        self.layers[name].transform = transform
+                        self.layers[name].used.drop()
             yield self.model
         finally:
             for name, layer in self.layers.items():
@@ -213,8 +227,8 @@ class Handle:
         idle = [name for name, layer in self.layers.items() if not layer.ran]
         if idle and not allow_unused:
             raise RecipeError(
-                f"finish: these swapped layers never ran: {', '.join(idle)}. Their parent probably reads the weight itself, so it was never "
-                "masked. Leave them out with filter_fn, or call finish(allow_unused=True) if the model was not meant to run."
+                f"finish: these swapped layers never ran: {', '.join(idle)}. Their parent probably reads the weight itself, so it was "
+                "never masked. Leave them out with filter_fn, or call finish(allow_unused=True) if the model was not meant to run."
             )
         if self.recipe.final == "nm":
             self._make_nm()
@@ -224,22 +238,32 @@ class Handle:
             self.remove()
         return self.model
 
+    def _final_transforms(self) -> dict[str, WeightTransform]:
+        """What turns each weight into the N:M one that ``finish`` leaves."""
+        return {name: self.fixed.preview(name) or self._hard for name in self.layers}
+
+    @torch.no_grad()
     def _make_nm(self) -> None:
-        self.fixed.ensure_scored()
         for name, layer in self.layers.items():
             if not bool(torch.isfinite(layer.weight).all()):
-                raise RecipeError(f"finish: the weight of layer {name!r} has NaN or infinite values; training has diverged before this point.")
+                raise RecipeError(f"finish: the weight of layer {name!r} has NaN or infinite values; training diverged before this point.")
+        # everything that can fail comes before the first change
+        pruned = {name: transform(self.layers[name].master.detach()) for name, transform in self._final_transforms().items()}
+        for name, weight in pruned.items():
+            if not ops.is_nm(weight, self.layers[name].pattern):
+                raise RecipeError(f"finish: layer {name!r} is not {self.recipe.pattern} after pruning; please report this bug.")
         for name, layer in self.layers.items():
-            with torch.no_grad():
-                layer.master.copy_((self.fixed.preview(name) or HardMask(layer.pattern))(layer.master.detach()))
-            if not ops.is_nm(layer.master.detach(), layer.pattern):
-                raise RecipeError(f"finish: layer {name!r} is not {layer.pattern} after pruning; this is a bug of nmkernels, please report it.")
+            layer.master.copy_(pruned.pop(name))
             layer.transform, layer.finished = None, True
             layer.used.release()
 
     def remove(self) -> nn.Module:
-        """Give every layer back as the dense layer it was made from, with its weight as it is, and take every hook away."""
+        """Give every layer back as the dense layer it was made from, with its weight as it is, and take every hook away.
+
+        The handle has no further use: ``sparsify_`` the model again to go on.
+        """
         self._detach()
+        self.finished = True
         for module, name, value in self._changed:
             setattr(module, name, value)
         self._changed = []
@@ -251,4 +275,3 @@ class Handle:
         for attachment in self._attachments:
             attachment.detach()
         self._attachments = []
-

@@ -41,17 +41,19 @@ def get(spec: str, **config: Any) -> Recipe:
         config: the recipe's own keywords.
 
     Raises:
-        RecipeError: no recipe has that name. PatternError: N:M is not usable. TypeError: an unknown keyword.
+        RecipeError: no recipe has that name, or the pattern is given twice. PatternError: N:M is not usable. TypeError: an unknown keyword.
 
     Example:
         >>> get("srste:2:8", decay=1e-4)
         SRSTE(pattern=Pattern("2:8"), total_steps=None, decay=0.0001)
     """
-    name, _, pattern = spec.partition(":")
+    name, colon, pattern = spec.partition(":")
     cls = _recipes.get(name.strip().lower().replace("-", "").replace("_", ""))
     if cls is None:
         raise RecipeError(f"no recipe is called {name!r}; recipes are {', '.join(names())}, written as name:N:M, for instance step:2:4.")
-    if pattern:
+    if colon and "pattern" in config:
+        raise RecipeError(f"the pattern is given twice: in {spec!r} and as pattern={config['pattern']!r}; give it once.")
+    if colon:
         config = {"pattern": pattern, **config}
     return cls(**config)
 

@@ -17,10 +17,12 @@ def resolve_step(recipe: str, name: str, value: float | int | None, total_steps:
     """
     if value is None:
         return None
-    if isinstance(value, bool) or value < 0 or (isinstance(value, float) and value > 1):
+    if isinstance(value, bool) or not value >= 0 or (isinstance(value, float) and value > 1):
         raise RecipeError(f"{recipe}: {name}={value} must be a whole number of steps, or a share of the run between 0.0 and 1.0.")
     if isinstance(value, int):
         return value
     if total_steps is None:
-        raise RecipeError(f"{recipe}: {name}={value} is a share of the run, so total_steps is needed; give total_steps=..., or {name} as a number of steps.")
+        raise RecipeError(
+            f"{recipe}: {name}={value} is a share of the run, so total_steps is needed; give total_steps=..., or {name} in whole steps."
+        )
     return round(value * total_steps)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..ops import STATS
 from ..optim import MaskedAdamW, UpdateRule
-from ..pattern import RecipeError
+from ..pattern import CheckpointError, RecipeError
 from . import autoswitch
 from .base import Observed, Recipe, Stage, State
 from .registry import recipe
@@ -31,9 +31,10 @@ class STEP(Recipe):
     1/(1−β₂) steps, T₀ is the first t with (Z̄_t < ε and t > T_min) or t > T_max.
 
     Args:
-        switch: ``"arithmetic"`` (option I), ``"geometric"`` (option II, exp of the mean of log|Δv|, floored at the smallest fp32
-            number), ``"fixed"`` (at ``switch_at``), or the paper's rivals ``"relative_norm"`` (|‖v_t‖−‖v_{t−1}‖|/‖v_{t−1}‖ < 0.5) and
-            ``"staleness"`` (‖v_t‖₁/‖v_{t−1/(1−β₂)}‖₁ > 0.96).
+        switch: ``"arithmetic"`` (option I), ``"geometric"`` (option II: Z_t is exp of the mean of log|Δv|, floored at the smallest
+            fp32 number; weights whose v did not change at all are left out, or a few dead units would fire it), ``"fixed"`` (at
+            ``switch_at``), or the paper's rivals ``"relative_norm"`` (|‖v_t‖−‖v_{t−1}‖|/‖v_{t−1}‖ < 0.5) and ``"staleness"``
+            (‖v_t‖₁/‖v_{t−1/(1−β₂)}‖₁ > 0.96).
         t_min, t_max: bounds on T₀: whole steps, or shares of ``total_steps`` as floats; None for no bound.
         switch_at: T₀ for ``switch="fixed"``, in steps or as a share.
         threshold: of the policy's test; by default the optimizer's own ε, or the rivals' figure above.
@@ -44,7 +45,8 @@ class STEP(Recipe):
         decay: λ of SR-STE in phase 1; 0 for plain STE.
 
     Raises:
-        RecipeError: shares without ``total_steps``, t_min > t_max, unknown switch; or an optimizer whose second moment cannot be frozen.
+        RecipeError: shares without ``total_steps``, t_min > t_max, a value out of range; or, at ``attach``, an optimizer whose second
+            moment cannot be frozen.
 
     Example:
         >>> STEP("2:4", total_steps=1000).bounds()
@@ -70,9 +72,13 @@ class STEP(Recipe):
             raise RecipeError(f"STEP: clamp={self.clamp} must be positive, or None for no clamp.")
         if not self.decay >= 0:
             raise RecipeError(f"STEP: decay={self.decay} must be a number of at least 0.")
+        if self.threshold is not None and not self.threshold > 0:
+            raise RecipeError(f"STEP: threshold={self.threshold} must be positive, or None for the policy's own.")
         low, high = self.bounds()
         if low is not None and high is not None and low > high:
             raise RecipeError(f"STEP: t_min ({low} steps) is later than t_max ({high} steps).")
+        if self.switch == "fixed" and high == 0:
+            raise RecipeError("STEP: switch_at is step 0, before any second moment exists; use SRSTE, or switch later.")
 
     def bounds(self) -> tuple[int | None, int | None]:
         """(T_min, T_max) in steps; both are T₀ itself for ``switch="fixed"``."""
@@ -89,17 +95,22 @@ class STEP(Recipe):
         if not isinstance(optimizer, MaskedAdamW):
             raise RecipeError(
                 f"STEP cannot freeze the second moment of {type(optimizer).__name__}. Replace it in one line: "
-                "optimizer = handle.attach(nm.optim.MaskedAdamW(model.parameters(), lr=...)), which takes the keywords of AdamW and loads its state."
+                "optimizer = handle.attach(nm.optim.MaskedAdamW(model.parameters(), lr=...)). It takes AdamW's keywords and state."
             )
 
     def start(self, group: dict[str, Any]) -> State:
         """Phase 0, an empty window."""
         threshold = self.threshold if self.threshold is not None else THRESHOLDS.get(self.switch, group["eps"])
-        state: State = {"switch_step": 0, "v_step": 0, "steps_seen": 0, "threshold": float(threshold)}
+        state: State = {"switch_step": 0, "v_step": 0, "threshold": float(threshold)}
         autoswitch.start(state, self.switch, float(group["betas"][1]))
-        if self.switch == "fixed" and self.bounds()[1] == 0:
-            raise RecipeError("STEP: switch_at is step 0, before any second moment exists; use SRSTE, or switch later.")
         return state
+
+    def check_state(self, state: Any, group: dict[str, Any]) -> None:
+        """Also refuse to go on in phase 0 with another policy: its memory means something else."""
+        super().check_state(state, group)
+        theirs = state["spec"].get("switch")
+        if not state["switch_step"] and theirs != self.switch:
+            raise CheckpointError(f'the checkpoint was watching the second moment with switch="{theirs}", this run uses "{self.switch}".')
 
     def stage(self, state: State) -> Stage:
         """Phase 0 until the switch, phase 1 after it."""
@@ -122,27 +133,25 @@ class STEP(Recipe):
         autoswitch.observe(state, self.switch, observed)
         if self.switch == "geometric":
             state["v_unchanged"] = observed.stats[STATS.index("v_unchanged")]
-        # the host counts calls, an upper bound on t, so that it need not wait for the device before T_min
-        state["steps_seen"] += 1
-        if not self._due(state):
+        if not self._due(state, observed.calls):
             return False
         state["switch_step"] = int(state["t"].item())
-        state["v_step"] = observed.step or state["switch_step"]
+        state["v_step"] = state["switch_step"] if observed.step is None else int(observed.step.item())
         return True
 
-    def _due(self, state: State) -> bool:
+    def _due(self, state: State, calls: int) -> bool:
         low, high = self.bounds()
-        if self.switch == "fixed":
-            assert high is not None
-            return state["steps_seen"] >= high and int(state["t"].item()) >= high
-        if state["steps_seen"] <= (low or 0):
+        fixed = self.switch == "fixed"
+        # before T_min there is nothing to decide, and the host need not wait for the device
+        if calls < (low or 0) + (0 if fixed else 1):
             return False
-        t = int(state["t"].item())
-        if high is not None and t > high:
-            return True
-        return t > (low or 0) and bool(autoswitch.fires(state, self.switch, state["threshold"]).item())
+        t = state["t"]
+        due = t >= (high or 0) if fixed else autoswitch.fires(state, self.switch, state["threshold"]) & (t > (low or 0))
+        if high is not None and not fixed:
+            due = due | (t > high)
+        return bool(due.item())
 
     def metrics(self, state: State) -> dict[str, Tensor]:
-        """``z_bar``, the figure that AutoSwitch tests; ``switch_step``, T₀ or 0; for option II ``v_unchanged``, how many |Δv| were zero and floored."""
+        """``z_bar``, what AutoSwitch tests; ``switch_step``, T₀ or 0; for option II ``v_unchanged``, how many |Δv| were zero."""
         own = {"z_bar": state["z_bar"], "switch_step": torch.tensor(state["switch_step"])}
         return {**own, "v_unchanged": state["v_unchanged"]} if "v_unchanged" in state else own

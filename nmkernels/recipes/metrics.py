@@ -1,0 +1,47 @@
+"""The figures of ``handle.metrics()``, from the sums that the optimizers leave behind."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..nn import NMWeight
+from ..optim import MaskedAdamW, merge_stats
+from .attach import Attachment
+from .base import Recipe, Stage, State
+
+
+def summed(stats: Iterable[Tensor]) -> Tensor:
+    """The statistics of several optimizers as those of one."""
+    return functools.reduce(merge_stats, stats)
+
+
+def figures(
+    attachments: list[Attachment], layers: dict[str, NMWeight], recipe: Recipe, stage: Stage, state: State | None
+) -> dict[str, Tensor]:
+    """Common figures and the recipe's own as 0-d tensors; nothing here waits for the device.
+
+    flip_rate = flips / weights, density = non-zeros / weights, decay_ratio = λ Σ|w| / Σ|g| over pruned weights; before the first
+    step there is only the density of the weights as they would be used.
+    """
+    phase = torch.tensor(stage.phase)
+    parts = [a for a in attachments if a.stats is not None]
+    if not parts:
+        zero = torch.zeros((), dtype=torch.float64)
+        return {"flip_rate": zero, "density": _density(layers), "phase": phase, "decay_ratio": zero.clone()}
+    numel = sum(a.numel for a in parts)
+    s = dict(zip(ops.STATS, summed(a.stats for a in parts if a.stats is not None), strict=True))
+    grads = s["pruned_grad_abs"]
+    ratio = torch.where(grads > 0, stage.rule.decay * s["pruned_abs"] / grads, 0.0)
+    common = {"flip_rate": s["flips"] / numel, "density": s["nonzeros"] / numel, "phase": phase, "decay_ratio": ratio}
+    told = any(isinstance(a.optimizer, MaskedAdamW) for a in parts)
+    return {**common, **recipe.metrics(state or {}), **({"max_update": s["max_update"]} if told else {})}
+
+
+def _density(layers: dict[str, NMWeight]) -> Tensor:
+    used = [layer.used_weight() for layer in layers.values()]
+    return torch.stack([u.count_nonzero() for u in used]).sum().double() / sum(u.numel() for u in used)
