@@ -1,0 +1,168 @@
+"""The linear Function: its three products, what it saves, and what it refuses."""
+
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from nmkernels import ops
+from nmkernels.autograd import GemmPlan, linear, linear_compressed
+from nmkernels.testing import assert_no_worse
+from python_tests import plain
+
+MVUE = GemmPlan(wgrad="mvue", n=2, m=4)
+
+
+def operands(dtype=torch.float64, batch=(5, 3), out=8, cols=16):
+    x = torch.randn(*batch, cols, dtype=dtype, requires_grad=True)
+    w = torch.nn.Parameter(torch.randn(out, cols, dtype=dtype))
+    b = torch.nn.Parameter(torch.randn(out, dtype=dtype))
+    return x, w, b, plain.masked(w, 2, 4)
+
+
+def test_ste_backward_is_algebra():
+    # gradcheck fails on a straight-through estimator by design; its backward is these three lines
+    x, w, b, used = operands()
+    y = linear(x, w, used, b)
+    g = torch.randn_like(y)
+    y.backward(g)
+    g2, x2 = g.reshape(-1, 8), x.detach().reshape(-1, 16)
+    torch.testing.assert_close(y, x @ used.t() + b, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(x.grad, g @ used, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(w.grad, g2.t() @ x2, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(b.grad, g2.sum(0), rtol=1e-12, atol=1e-12)
+    assert w.grad[used == 0].abs().min() > 0, "the gradient of pruned weights is passed on"
+
+
+@pytest.mark.parametrize("batch", [(), (1,), (0,), (2, 0), (4,), (2, 3, 4)])
+def test_batches_of_any_shape(batch):
+    x, w, b, used = operands(torch.float32, batch)
+    y = linear(x, w, used, b)
+    y.sum().backward()
+    assert y.shape == (*batch, 8) and x.grad.shape == x.shape
+    torch.testing.assert_close(b.grad, torch.full((8,), float(x.numel() // 16)))
+    torch.testing.assert_close(w.grad, x.detach().reshape(-1, 16).sum(0).expand(8, 16))
+
+
+def test_strided_and_expanded_operands():
+    w = torch.nn.Parameter(torch.randn(16, 8, dtype=torch.float64).t())
+    used = plain.masked(w.contiguous(), 2, 4)
+    for x in (torch.randn(16, 6, dtype=torch.float64).t(), torch.randn(1, 16, dtype=torch.float64).expand(6, 16)):
+        w.grad = None
+        linear(x, w, used).sum().backward()  # the gradient that arrives is an expanded one
+        torch.testing.assert_close(w.grad, x.sum(0).expand(8, 16))
+
+
+@pytest.mark.parametrize("wanted", [w for w in product((True, False), repeat=3) if any(w)])
+def test_only_wanted_gradients_are_computed(wanted):
+    x, w, b, used = operands()
+    for tensor, want in zip((x, w, b), wanted, strict=True):
+        tensor.requires_grad_(want)
+    linear(x, w, used, b).square().sum().backward()
+    assert [t.grad is not None for t in (x, w, b)] == list(wanted)
+
+
+@pytest.mark.parametrize(
+    ("need_x", "need_w", "saved"), [(True, True, {"x", "used"}), (True, False, {"used"}), (False, True, {"x"}), (False, False, set())]
+)
+def test_only_needed_tensors_are_saved(need_x, need_w, saved):
+    x, w, b, used = operands()
+    x.requires_grad_(need_x)
+    w.requires_grad_(need_w)
+    names = {x.data_ptr(): "x", w.data_ptr(): "w", b.data_ptr(): "b", used.data_ptr(): "used"}
+    seen = set()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.add(names.get(t.data_ptr(), "other")), lambda t: t):
+        linear(x, w, used, b)
+    assert seen == saved
+
+
+def test_bias_may_be_missing():
+    x, w, _, used = operands()
+    y = linear(x, w, used)
+    y.sum().backward()
+    torch.testing.assert_close(y, F.linear(x, used))
+
+
+def test_wgrad_none_leaves_the_weight_alone():
+    x, w, b, used = operands()
+    linear(x, w, used, b, GemmPlan(wgrad="none")).sum().backward()
+    assert w.grad is None and x.grad is not None and b.grad is not None
+
+
+def test_gradient_has_the_dtype_of_its_tensor():
+    x, w, b, used = operands(torch.float32)
+    y = linear(x.bfloat16(), w, used.bfloat16(), b)
+    y.sum().backward()
+    assert y.dtype == torch.bfloat16 and w.grad.dtype == b.grad.dtype == x.grad.dtype == torch.float32
+
+
+def mvue_gradient(seed, dtype=torch.float64, tokens=10):
+    gen = torch.Generator().manual_seed(3)
+    x = torch.randn(tokens, 8, generator=gen, dtype=dtype)
+    g = torch.randn(tokens, 4, generator=gen, dtype=dtype)
+    w = torch.nn.Parameter(torch.zeros(4, 8, dtype=dtype))
+    linear(x, w, w.detach(), plan=MVUE, seed=seed).backward(g)
+    return w.grad, g.t() @ x
+
+
+def test_mvue_gradient_is_that_of_the_estimate_and_replays():
+    seed = torch.tensor([7, 1])
+    got, _ = mvue_gradient(seed)
+    gen = torch.Generator().manual_seed(3)
+    x, g = torch.randn(10, 8, generator=gen, dtype=torch.float64), torch.randn(10, 4, generator=gen, dtype=torch.float64)
+    estimate = ops.mvue(g, "2:4", dim=0, seed=seed)
+    assert int((estimate == 0).sum()) > 0
+    torch.testing.assert_close(got, estimate.t() @ x, rtol=1e-12, atol=1e-12)
+    assert torch.equal(got, mvue_gradient(seed)[0])
+    assert not torch.equal(got, mvue_gradient(torch.tensor([7, 2]))[0])
+
+
+def test_mvue_gradient_is_unbiased():
+    runs = torch.stack([mvue_gradient(torch.tensor([11, i]))[0] for i in range(400)])
+    exact = mvue_gradient(torch.tensor([0, 0]))[1]
+    sigma = runs.std(0) / len(runs) ** 0.5
+    assert ((runs.mean(0) - exact).abs() <= 5 * sigma + 1e-12).all()
+    assert runs.std(0).max() > 0.1, "an estimate that never varies tests nothing"
+
+
+def test_mvue_without_seed_draws_from_torch():
+    torch.manual_seed(5)
+    first = mvue_gradient(None)[0]
+    second = mvue_gradient(None)[0]
+    torch.manual_seed(5)
+    assert torch.equal(first, mvue_gradient(None)[0]) and not torch.equal(first, second)
+
+
+def test_compressed_gradcheck():
+    x, w, b, _ = operands(batch=(2, 3))
+    c = ops.compress(w.detach(), "2:4")
+    assert torch.autograd.gradcheck(lambda x, b: linear_compressed(x, c, b), (x, b))
+    assert torch.autograd.gradcheck(lambda x: linear_compressed(x, c), (x,))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_compressed_is_as_good_as_dense(dtype):
+    x, w, b, used = operands(dtype, (9,), 24, 64)
+    g = torch.randn(9, 24).to(dtype)
+    y = linear_compressed(x, ops.compress(w.detach(), "2:4"), b)
+    (dx,) = torch.autograd.grad(y, x, g)
+    assert_no_worse(y, F.linear(x, used, b), F.linear(x.double(), used.double(), b.double()))
+    assert_no_worse(dx, g @ used, g.double() @ used.double())
+
+
+def test_second_derivative_raises():
+    x, w, b, used = operands()
+    c = ops.compress(w.detach(), "2:4")
+    for y in (linear(x, w, used, b), linear_compressed(x, c, b)):
+        (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            dx.sum().backward()
+
+
+def test_mismatched_dtypes_raise():
+    x, w, _, used = operands(torch.float32)
+    with pytest.raises(RuntimeError, match="dtype"):
+        linear(x.double(), w, used)
+    with pytest.raises(TypeError, match="float64"):
+        linear_compressed(x.double(), ops.compress(w.detach(), "2:4"))

@@ -1,0 +1,44 @@
+"""GemmPlan: which rules exist, which go together."""
+
+import dataclasses
+
+import pytest
+
+from nmkernels.autograd import STRAIGHT_THROUGH, GemmPlan, packed_inference
+from nmkernels.pattern import NMError
+
+
+def test_straight_through_is_dense_in_all_three():
+    plan = STRAIGHT_THROUGH
+    assert (plan.fprop, plan.dgrad, plan.wgrad, plan.n, plan.m) == ("dense", "dense", "dense", 0, 0)
+
+
+def test_packed_inference_has_no_weight_gradient():
+    plan = packed_inference(2, 4)
+    assert (plan.fprop, plan.dgrad, plan.wgrad, plan.n, plan.m) == ("packed", "packed", "none", 2, 4)
+
+
+@pytest.mark.parametrize("role", ["fprop", "dgrad", "wgrad"])
+def test_unknown_rule_names_role_rule_and_choices(role):
+    with pytest.raises(NMError, match=f"{role}='sparse'.*dense"):
+        GemmPlan(**{role: "sparse"})
+
+
+@pytest.mark.parametrize(("fprop", "dgrad"), [("dense", "packed"), ("packed", "dense")])
+def test_fprop_and_dgrad_read_the_same_weight(fprop, dgrad):
+    with pytest.raises(NMError, match="same weight"):
+        GemmPlan(fprop=fprop, dgrad=dgrad, n=2, m=4)
+
+
+@pytest.mark.parametrize(("n", "m"), [(0, 0), (0, 4), (5, 4), (-1, 4), (1, 257)])
+@pytest.mark.parametrize("rules", [{"wgrad": "mvue"}, {"fprop": "packed", "dgrad": "packed"}])
+def test_packed_operand_needs_a_pattern(rules, n, m):
+    with pytest.raises(NMError, match="needs a pattern"):
+        GemmPlan(**rules, n=n, m=m)
+
+
+def test_plan_is_a_frozen_value():
+    assert GemmPlan(wgrad="mvue", n=2, m=4) == GemmPlan(wgrad="mvue", n=2, m=4)
+    assert hash(GemmPlan()) == hash(STRAIGHT_THROUGH)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        STRAIGHT_THROUGH.wgrad = "none"

@@ -1,0 +1,206 @@
+"""SparseLinear: an nn.Linear in everything but the weight that it multiplies."""
+
+import copy
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import nmkernels as nm
+from nmkernels.testing import equal_bits
+from python_tests import plain
+
+
+def reference(layer, x, n=2, m=4):
+    """The same layer in plain torch, its gradients passed straight through: (y, grads of x, weight, bias for y.square().sum())."""
+    x = x.detach().requires_grad_()
+    used = plain.masked(layer.weight, n, m).requires_grad_()
+    bias = None if layer.bias is None else layer.bias.detach().requires_grad_()
+    y = F.linear(x, used, bias)
+    return y, torch.autograd.grad(y.square().sum(), [t for t in (x, used, bias) if t is not None])
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("pattern", ["2:4", "1:4", nm.Pattern("2:8"), "4:4"])
+def test_forward_and_straight_through_gradients(pattern, bias):
+    layer = nm.SparseLinear(32, 16, bias=bias, pattern=pattern, dtype=torch.float64)
+    x = torch.randn(3, 5, 32, dtype=torch.float64, requires_grad=True)
+    p = nm.Pattern(pattern)
+    want, grads = reference(layer, x, p.n, p.m)
+    y = layer(x)
+    y.square().sum().backward()
+    got = [x.grad, layer.weight.grad] + ([layer.bias.grad] if bias else [])
+    torch.testing.assert_close([y, *got], [want, *grads], rtol=1e-12, atol=1e-12)
+
+
+def test_every_constructor_argument():
+    layer = nm.SparseLinear(in_features=8, out_features=4, bias=False, pattern="1:4", device="meta", dtype=torch.bfloat16)
+    assert (layer.in_features, layer.out_features, layer.bias) == (8, 4, None)
+    assert layer.pattern == nm.Pattern("1:4") and layer.weight.device.type == "meta" and layer.weight.dtype == torch.bfloat16
+    assert nm.SparseLinear(8, 4).pattern == nm.Pattern("2:4") and nm.SparseLinear(8, 4).bias.shape == (4,)
+    assert layer(torch.empty(3, 8, device="meta", dtype=torch.bfloat16)).shape == (3, 4)
+
+
+def test_starts_as_nn_linear_does():
+    torch.manual_seed(1)
+    dense = nn.Linear(16, 8)
+    torch.manual_seed(1)
+    sparse = nm.SparseLinear(16, 8)
+    assert isinstance(sparse, nn.Linear) and equal_bits(dict(sparse.state_dict()), dict(dense.state_dict()))
+
+
+@pytest.mark.parametrize("wrong", ["4:2", "0:4", "x", "2:4:8", "", "2:257", 24, None])
+def test_wrong_pattern(wrong):
+    with pytest.raises(nm.PatternError):
+        nm.SparseLinear(16, 8, pattern=wrong)
+
+
+def test_indivisible_size_names_size_and_way_out():
+    with pytest.raises(nm.ShapeError, match=r"in_features is 18.*M=4.*Pad it to 20"):
+        nm.SparseLinear(18, 8)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.complex64])
+def test_weights_that_are_not_real_floats_raise(dtype):
+    layer = nm.SparseLinear(8, 4)
+    layer.weight = nn.Parameter(torch.ones(4, 8).to(dtype), requires_grad=False)
+    with pytest.raises(nm.DtypeError, match=str(dtype)):
+        layer(torch.ones(1, 8))
+
+
+def test_nan_weight_is_kept_and_shows():
+    layer = nm.SparseLinear(8, 2, bias=False)
+    with torch.no_grad():
+        layer.weight[1, 3] = float("nan")
+    y = layer(torch.ones(1, 8))
+    assert y[0, 0].isfinite() and y[0, 1].isnan()
+
+
+@pytest.mark.parametrize("shape", [(32,), (0, 32), (2, 0, 32), (1, 32), (2, 3, 4, 32)])
+def test_input_shapes(shape):
+    layer = nm.SparseLinear(32, 16)
+    x = torch.randn(shape)
+    y = layer(x)
+    y.sum().backward()
+    assert torch.equal(y, F.linear(x, plain.masked(layer.weight, 2, 4), layer.bias)) and layer.weight.grad.shape == (16, 32)
+
+
+def test_strided_and_expanded_input_and_weight():
+    layer = nm.SparseLinear(32, 16)
+    layer.weight = nn.Parameter(torch.randn(32, 16).t())
+    for x in (torch.randn(32, 6).t(), torch.randn(1, 32).expand(6, 32), torch.randn(6, 64)[:, ::2]):
+        torch.testing.assert_close(layer(x), F.linear(x, plain.masked(layer.weight, 2, 4), layer.bias))
+
+
+def test_train_and_eval_use_the_same_weight():
+    layer, x = nm.SparseLinear(32, 16), torch.randn(4, 32)
+    assert torch.equal(layer.train()(x), layer.eval()(x))
+
+
+def test_mask_from_master_weight():
+    # four weights that are one number in bf16: only the fp32 master knows the order, and rounding first would keep 0 and 1
+    eps = 2.0**-12
+    layer = nm.SparseLinear(16, 1, bias=False)
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor([[1.0, 1 + eps, 1 + 2 * eps, 1 + 3 * eps]] * 4).reshape(1, 16))
+    assert layer.weight.bfloat16().unique().numel() == 1
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(torch.eye(16))
+    assert torch.equal(y.flatten() != 0, torch.tensor([False, False, True, True] * 4)) and y.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_returns_its_dtype_and_fp32_gradients(dtype):
+    layer, x = nm.SparseLinear(32, 16), torch.randn(4, 32, requires_grad=True)
+    dense = nn.Linear(32, 16)
+    dense.load_state_dict({"weight": plain.masked(layer.weight, 2, 4), "bias": layer.bias.detach()})
+    x2 = x.detach().requires_grad_()
+    with torch.autocast("cpu", dtype):
+        y, y2 = layer(x), dense(x2)
+    assert y.dtype == y2.dtype == dtype and torch.equal(y, y2)
+    y.float().square().sum().backward()
+    y2.float().square().sum().backward()
+    for a, b in ((x, x2), (layer.weight, dense.weight), (layer.bias, dense.bias)):
+        assert a.grad.dtype == torch.float32
+        torch.testing.assert_close(a.grad, b.grad, rtol=2e-2, atol=2e-2)
+
+
+def test_autocast_leaves_float64_and_disabled_regions_alone():
+    layer, x = nm.SparseLinear(32, 16).double(), torch.randn(4, 32, dtype=torch.float64)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+        assert y.dtype == torch.float64 and torch.equal(y, F.linear(x, plain.masked(layer.weight, 2, 4), layer.bias))
+        with torch.autocast("cpu", enabled=False):
+            assert layer.float()(x.float()).dtype == torch.float32
+        for wrong in (x, torch.ones(4, 32, dtype=torch.int64)):
+            with pytest.raises(RuntimeError):  # as nn.Linear does: autocast casts neither of them
+                layer(wrong)
+
+
+def test_bf16_layer():
+    layer, x = nm.SparseLinear(32, 16, dtype=torch.bfloat16), torch.randn(4, 32).bfloat16()
+    y = layer(x)
+    y.sum().backward()
+    assert y.dtype == torch.bfloat16 == layer.weight.grad.dtype
+    assert torch.equal(y, F.linear(x, plain.masked(layer.weight, 2, 4), layer.bias))
+
+
+def test_state_dict_is_that_of_the_dense_layer():
+    sparse, dense = nm.SparseLinear(32, 16), nn.Linear(32, 16)
+    assert list(sparse.state_dict()) == list(dense.state_dict()) and not list(sparse.buffers())
+    dense.load_state_dict(sparse.state_dict(), strict=True)
+    assert equal_bits(dense.weight.data, sparse.weight.data), "the dense weight is saved, not the masked one"
+    sparse.load_state_dict(nn.Linear(32, 16).state_dict(), strict=True)
+
+
+def test_deepcopy_is_a_layer_of_its_own():
+    layer = nm.SparseLinear(32, 16)
+    twin = copy.deepcopy(layer)
+    with torch.no_grad():
+        twin.weight.add_(torch.randn(16, 32))
+    for one in (layer, twin):
+        assert torch.equal(one.used_weight(), plain.masked(one.weight, 2, 4))
+
+
+def train(model, run, steps):
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    torch.manual_seed(2)
+    for _ in range(steps):
+        loss = run(torch.randn(4, 32)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return [*losses, *model.state_dict().values()]
+
+
+def test_compile_equals_eager():
+    model = nn.Sequential(nm.SparseLinear(32, 16), nn.GELU(), nm.SparseLinear(16, 32, pattern="1:4"))
+    twin = copy.deepcopy(model)
+    assert equal_bits(train(twin, torch.compile(twin, fullgraph=True, backend="aot_eager"), 3), train(model, model, 3))
+
+
+def test_inductor_equals_eager():
+    layer = nm.SparseLinear(32, 16)
+    twin = copy.deepcopy(layer)
+    torch.testing.assert_close(train(twin, torch.compile(twin, fullgraph=True), 1), train(layer, layer, 1), rtol=1e-5, atol=1e-6)
+
+
+def test_compile_under_autocast_equals_eager():
+    layer, x = nm.SparseLinear(32, 16), torch.randn(4, 32)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert equal_bits(compiled(x), layer(x))
+
+
+def test_repr_tells_pattern_and_use():
+    layer = nm.SparseLinear(8, 4)
+    texts = [repr(layer)]
+    layer.transform = None
+    texts.append(repr(layer))
+    layer.finished = True
+    texts.append(repr(layer))
+    assert all("pattern=2:4" in t and "in_features=8" in t for t in texts)
+    assert all(a != b for a, b in pairwise(texts)) and texts[2].endswith("uses=finished)")

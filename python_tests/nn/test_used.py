@@ -1,0 +1,239 @@
+"""The life of the weight used: rebuilt once per optimizer step, never stale."""
+
+import copy
+import gc
+import io
+import weakref
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import nmkernels as nm
+from python_tests import plain
+
+
+class Prunes(TorchDispatchMode):
+    """Counts how often a weight is pruned."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.name() in ("nmkernels::nm_prune", "nmkernels::nm_prune_out")
+        return func(*args, **(kwargs or {}))
+
+
+def model_of(optimizer=None, recipe="ste:2:4", **config):
+    """A one-layer model, its layer, and the attached optimizer (None: not attached)."""
+    model = nn.Sequential(nn.Linear(32, 16))
+    handle = nm.sparsify_(model, recipe)
+    opt = handle.attach(optimizer(model.parameters(), lr=0.05, **config)) if optimizer else None
+    return model, model[0], opt
+
+
+def right(layer, dtype=torch.float32):
+    """Whether the layer would multiply the mask of the weight that it has now."""
+    return torch.equal(layer.used_weight(dtype), plain.masked(layer.weight, 2, 4).to(dtype))
+
+
+def fused(params, lr):
+    return torch.optim.AdamW(params, lr=lr, fused=True)
+
+
+OPTIMIZERS = [torch.optim.AdamW, fused, torch.optim.SGD, nm.optim.MaskedAdamW]
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_one_prune_per_optimizer_step_with_accumulation_and_checkpointing(make, autocast):
+    model, layer, opt = model_of(make)
+    x = torch.randn(4, 32, requires_grad=True)
+    counts = []
+    for _ in range(4):
+        with Prunes() as prunes:
+            with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
+                for _ in range(3):
+                    checkpoint(model, x, use_reentrant=False).sum().backward()
+                with torch.no_grad():
+                    model(x)
+            opt.step()
+            assert right(layer, torch.bfloat16 if autocast else torch.float32)
+        counts.append(prunes.count)
+    # the first weight and then one per step; MaskedAdamW writes the next one in the same pass as its update
+    assert counts == ([1, 0, 0, 0] if make is nm.optim.MaskedAdamW else [2, 1, 1, 1])
+
+
+def test_masked_adamw_fills_the_buffer_in_place():
+    model, layer, opt = model_of(nm.optim.MaskedAdamW)
+    buffer = layer.used_weight()
+    model(torch.randn(4, 32)).sum().backward()
+    with Prunes() as prunes:
+        opt.step()
+        assert layer.used_weight() is buffer
+    assert prunes.count == 0 and right(layer)
+
+
+def test_nothing_is_kept_without_an_optimizer():
+    _, layer, _ = model_of()
+    x = torch.randn(4, 32)
+    with Prunes() as prunes:
+        layer(x)
+        with torch.no_grad():
+            layer(x), layer(x)
+    assert prunes.count == 3 and layer.used._tensor is None
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("unattached", [fused, torch.optim.AdamW, None])
+def test_writes_that_bump_no_version_are_noticed_when_unattached(unattached, grad):
+    model, layer, _ = model_of()
+    opt = unattached(model.parameters(), lr=0.5) if unattached else None
+    with torch.set_grad_enabled(grad):
+        assert right(layer)
+    model(torch.randn(4, 32)).sum().backward()
+    with torch.no_grad():
+        model(torch.randn(4, 32))
+    if opt:
+        opt.step()
+    else:
+        layer.weight.data.copy_(torch.randn(16, 32))
+    with torch.set_grad_enabled(grad):
+        assert right(layer)
+
+
+def change_in_place(layer):
+    with torch.no_grad():
+        layer.weight.copy_(torch.randn(16, 32))
+
+
+def change_storage(layer):
+    layer.weight.data = torch.randn(16, 32)
+
+
+def change_parameter(layer):
+    layer.weight = nn.Parameter(torch.randn(16, 32))
+
+
+def load(layer):
+    layer.load_state_dict({"weight": torch.randn(16, 32), "bias": torch.zeros(16)})
+
+
+def load_assign(layer):
+    layer.load_state_dict({"weight": torch.randn(16, 32), "bias": torch.zeros(16)}, assign=True)
+
+
+def there_and_back(layer):
+    # the second cast may well land at the address that the weight had at first
+    layer.to(torch.bfloat16).to(torch.float32)
+
+
+@pytest.mark.parametrize("change", [change_in_place, change_storage, change_parameter, load, load_assign, there_and_back])
+@pytest.mark.parametrize("make", [torch.optim.AdamW, nm.optim.MaskedAdamW])
+def test_change_from_outside_is_noticed_while_attached(make, change):
+    _, layer, _ = model_of(make)
+    layer.weight.data[0, 0] = 1 + 2**-20  # not a bf16 number
+    assert right(layer)
+    change(layer)
+    assert right(layer)
+    assert torch.equal(layer(torch.eye(32)), F.linear(torch.eye(32), plain.masked(layer.weight, 2, 4), layer.bias))
+
+
+def test_casting_releases_the_copy():
+    _, layer, _ = model_of(torch.optim.AdamW)
+    layer.used_weight()
+    layer.to(torch.float64)
+    assert layer.used._tensor is None and layer.used_weight().dtype == torch.float64
+
+
+def test_functional_call_uses_the_weights_given():
+    _, layer, _ = model_of(torch.optim.AdamW)
+    eye = torch.eye(32)
+    layer(eye)
+    for _ in range(20):  # short-lived weights share an address and a version now and then
+        w = torch.randn(16, 32)
+        assert torch.equal(functional_call(layer, {"weight": w, "bias": torch.zeros(16)}, (eye,)), plain.masked(w, 2, 4).t())
+    assert right(layer)
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_copies_share_nothing_and_do_not_go_stale(how):
+    model, layer, opt = model_of(torch.optim.AdamW)
+    buffer = layer.used_weight()
+    if how == "deepcopy":
+        twin = copy.deepcopy(model)
+    else:
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        twin = torch.load(file, weights_only=False)
+    assert not twin[0].used.attached and twin[0].used._tensor is None and right(twin[0])
+    # an average of the weights, updated as such averages are
+    with torch.no_grad():
+        twin(torch.randn(2, 32))
+        for a, b in zip(twin.parameters(), model.parameters(), strict=True):
+            a.data.lerp_(b.data + 1.0, 0.5)
+        assert right(twin[0])
+    assert layer.used_weight() is buffer
+    model(torch.randn(4, 32)).sum().backward()
+    opt.step()
+    assert right(layer) and right(twin[0])
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+@pytest.mark.parametrize("make", [None, torch.optim.AdamW])
+def test_evaluation_before_training(make, mode):
+    model, layer, _ = model_of(make)
+    with mode():
+        before = model(torch.ones(1, 32))
+    y = model(torch.ones(1, 32))
+    y.sum().backward()
+    assert torch.equal(y, before) and not layer.used_weight().is_inference()
+
+
+def test_model_built_in_inference_mode():
+    with torch.inference_mode():
+        model, layer, _ = model_of()
+        assert right(layer)
+        model(torch.ones(1, 32))
+
+
+def test_evaluation_of_another_form_leaves_the_backward_pass_intact():
+    model = nn.Sequential(nn.Linear(32, 16))
+    handle = nm.sparsify_(model, "ste:2:4")
+    handle.attach(torch.optim.AdamW(model.parameters()))
+    x = torch.randn(4, 32, requires_grad=True)
+    y = model(x)
+    with handle.deployable(), torch.no_grad():
+        assert torch.equal(model(x), y)
+    y.sum().backward()
+    torch.testing.assert_close(x.grad[0], plain.masked(model[0].weight, 2, 4).sum(0))
+
+
+def test_sink_is_refused_unless_right():
+    _, layer, _ = model_of(torch.optim.AdamW)
+    assert layer.used.sink(layer.master) is None, "nothing is kept yet"
+    buffer = layer.used_weight()
+    assert layer.used.sink(layer.master) is buffer
+    change_in_place(layer)
+    assert layer.used.sink(layer.master) is None, "the weight has changed"
+    layer.used_weight()
+    layer.transform = lambda w, out=None: 2 * w
+    assert torch.equal(layer.used_weight(), 2 * layer.weight), "a new transform is noticed"
+    assert layer.used.sink(layer.master) is None, "the optimizer writes hard masks only"
+
+
+def test_the_copy_does_not_keep_the_parameter_alive():
+    _, layer, opt = model_of(torch.optim.AdamW)
+    layer.used_weight()
+    gone = weakref.ref(layer.weight)
+    opt.param_groups.clear()
+    change_parameter(layer)
+    gc.collect()
+    assert gone() is None
