@@ -96,7 +96,7 @@ def test_bits_equal_a_loop_in_numpy(flags, n, m, dtype, same_bits):
     s.v.copy_(torch.rand(12, 16) * 1e-3), s.v[0].zero_()
     for step, clamp in enumerate((0.0, 0.0, 0.7)):
         g = torch.randn(12, 16).to(torch.bfloat16 if step == 1 else dtype)
-        g[1, :8] = 0
+        g[0, :8] = 0
         h = hyper(weight_decay=0.1, decay=0.02 * (step != 1), v_step=7.0 * (step == 2), clamp=clamp, eps=1e-6)
         want, numbers = in_numpy(s, g, h, n, m, flags["frozen"], flags["eps_inside"], flags["maximize"], 1.7 if scaled else 0)
         stats = s.apply(g, h, n, m, geometric=True, grad_scale=torch.tensor([1.7]) if scaled else None, **flags)
@@ -154,14 +154,14 @@ def test_strided_tensors_are_updated_in_place_and_statistics_add_up(same_bits):
     # (in, out) layouts: the same numbers in buffers of transposed strides, handed over as views
     views = [[x.t().contiguous().t() if x.dim() else x.clone() for x in s.tensors()] for s in plain]
     grads, h = [torch.randn_like(s.p) for s in plain], hyper(decay=0.1)
-    total = sum(s.apply(g, h, 2, 4, geometric=True) for s, g in zip(plain, grads, strict=True))
+    each = torch.stack([s.apply(g, h, 2, 4, geometric=True) for s, g in zip(plain, grads, strict=True)])
     p, m, v, top, step, out = (list(x) for x in zip(*views, strict=True))
     assert not p[0].is_contiguous()
     stats = masked_adamw_(p, [g.t().contiguous().t() for g in grads], m, v, top, step, out, h, 2, 4, geometric=True)
     for s, view in zip(plain, views, strict=True):
         assert all(same_bits(a, b) for a, b in zip(view, s.tensors(), strict=True))
-    total[0], total[8] = 1, max(x for x in stats[8:])
-    assert stats.tolist() == pytest.approx(total.tolist(), rel=1e-12)
+    assert stats[1:8].tolist() == pytest.approx(each.sum(0)[1:8].tolist(), rel=1e-12)
+    assert stats[0] == 1 and stats[8] == each[:, 8].max() and each[0, 8] != each[1, 8]
 
 
 def test_a_skipped_step_changes_nothing(same_bits):
@@ -178,6 +178,12 @@ def test_decay_pulls_pruned_weights_only():
     stats = s.apply(torch.zeros(4), hyper(decay=0.1), 2, 4)
     assert torch.equal(s.m != 0, torch.tensor([False, True, True, False])) and (s.p.abs() <= p.abs()).all()
     assert stats[5] == 0.75 and stats[6] == 0
+
+
+def test_non_zeros_are_counted_under_the_new_mask():
+    s = State(torch.tensor([0.0, 0.0, 0.0, 1.0]))
+    stats = s.apply(torch.tensor([0.0, 0.0, 1.0, 0.0]), hyper(), 2, 4)
+    assert stats[7] == 2 and stats[4] == 2 and stats[8] == pytest.approx(1)
 
 
 def test_the_root_is_correctly_rounded():

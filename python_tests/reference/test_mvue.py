@@ -60,8 +60,10 @@ def test_approx_equals_a_scalar_loop(real, same_bits):
     groups = (rng.standard_normal((200, 4)) * np.exp(3 * rng.standard_normal((200, 4)))).astype(real)
     groups[:40] = rng.integers(1, 3, (40, 4))
     groups[40:80, 2] = 0
+    groups[80:82] = [1, 1, 1, 1e-30]  # the last takes the remainder: drawn although its probability is nearly 0
     u = rng.integers(0, ONE, (200, 2))
     u[:4] = [[0, 0], [0, ONE - 1], [ONE - 1, 0], [ONE - 1, ONE - 1]]
+    u[80:82] = [[ONE - 1, 0], [0, ONE - 1]]
     want = np.array([approx_scalar(list(g), x) for g, x in zip(groups, u.tolist(), strict=True)], dtype=real)
     assert same_bits(group_mvue(torch.from_numpy(groups), torch.from_numpy(u), 2, "approx"), torch.from_numpy(want))
 

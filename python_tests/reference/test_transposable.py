@@ -60,7 +60,8 @@ def test_the_ninety_patterns():
 def test_two_of_four_is_the_first_best_score(dtype, nasty):
     real = np.float64 if dtype == torch.float64 else np.float32
     few = torch.randint(-2, 3, (40, 4)).to(dtype)  # ties everywhere
-    w = torch.cat([nasty(40, 4, dtype), few, torch.randn(40, 4).to(dtype), torch.zeros(4, 4, dtype=dtype)])
+    close = 1 + torch.randint(8, (80, 4)) * torch.finfo(dtype).eps  # totals that differ by their rounding only
+    w = torch.cat([nasty(40, 4, dtype), few, close.to(dtype), torch.randn(40, 4).to(dtype), torch.zeros(4, 4, dtype=dtype)])
     got = transposable_mask(w, 2, 4)
     a = w.abs().to(torch.float64).numpy().astype(real)
     a[np.isnan(a)] = np.inf
@@ -116,6 +117,8 @@ def test_the_certificate_sees_a_bad_mask():
 def test_infinities_come_first_then_finite_numbers():
     w = torch.tensor([[math.inf, math.nan, 1.0], [5.0, 1.0, 1.0], [1.0, 2.0, 7.0]])
     assert transposable_mask(w, 1, 3).tolist() == [[False, True, False], [True, False, False], [False, False, True]]
+    one = torch.tensor([[math.inf, 5.0], [5.0, 0.0]])  # one infinity outweighs any finite numbers
+    assert transposable_mask(one, 1, 2).tolist() == [[True, False], [False, True]]
     assert is_regular(transposable_mask(torch.full((8, 8), math.nan), 3, 8), 3, 8)
     assert is_regular(transposable_mask(torch.zeros(8, 8), 3, 8), 3, 8)
 
