@@ -1,0 +1,167 @@
+"""The switching policies on made-up statistics, against python lists."""
+
+import math
+
+import pytest
+import torch
+
+from nmkernels.ops import STATS
+from nmkernels.recipes import STEP, Observed
+from nmkernels.recipes.autoswitch import SWITCHES, window
+
+GROUP = {"eps": 1e-8, "betas": (0.9, 0.9)}  # a window of ten
+NUMEL = 50
+
+
+def seen(t, changes=None, applied=True, v=None, calls=None):
+    """What one step showed: |Δv| of every weight, or the second moment itself."""
+    stats = dict.fromkeys(STATS, 0.0)
+    if applied:
+        changes = changes or [1.0] * NUMEL
+        moved = [c for c in changes if c > 0]
+        stats["applied"], stats["v_change"] = 1.0, sum(changes)
+        stats["v_log_change"] = sum(math.log(max(c, 2.0**-149)) for c in changes)
+        stats["v_unchanged"] = len(changes) - len(moved)
+    values = torch.tensor([stats[name] for name in STATS], dtype=torch.float64)
+    return Observed(values, NUMEL, [torch.tensor(v, dtype=torch.float64)] if v else [], torch.tensor(float(t)), calls or t)
+
+
+def switch_step(recipe, steps):
+    state = recipe.start(GROUP)
+    for observed in steps:
+        if recipe.advance(state, observed):
+            return state["switch_step"], state
+    return 0, state
+
+
+def test_window_is_rounded():
+    assert [window(b) for b in (0.999, 0.95, 0.98, 0.99, 0.9, 0.0)] == [1000, 20, 50, 100, 10, 1]
+    assert STEP(total_steps=10).start({"eps": 1e-8, "betas": (0.9, 0.999)})["ring"].numel() == 1000
+
+
+def test_known_policies():
+    assert set(SWITCHES) == {"fixed", "arithmetic", "geometric", "relative_norm", "staleness"}
+
+
+def decreasing(seed, steps=80):
+    g = torch.Generator().manual_seed(seed)
+    return [[float(x) * 0.9**t for x in torch.rand(NUMEL, generator=g, dtype=torch.float64)] for t in range(steps)]
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(
+    ("switch", "mean"), [("arithmetic", lambda c: sum(c) / NUMEL), ("geometric", lambda c: math.exp(sum(map(math.log, c)) / NUMEL))]
+)
+def test_auto_options_equal_lists(switch, mean, seed):
+    changes, threshold, low = decreasing(seed), 0.01, 20
+    zs = [mean(c) for c in changes]
+    bars = [sum(zs[max(0, t - 10) : t]) / min(t, 10) for t in range(1, len(zs) + 1)]
+    want = next(t for t, bar in enumerate(bars, 1) if bar < threshold and t > low)
+    assert want > low + 1
+    got, state = switch_step(
+        STEP(switch=switch, t_min=low, t_max=None, threshold=threshold), (seen(t, c) for t, c in enumerate(changes, 1))
+    )
+    assert got == want
+    assert state["z_bar"].item() == pytest.approx(bars[want - 1], rel=1e-12)
+
+
+def test_option_two_leaves_unchanged_weights_out():
+    changes = [0.5] * 30 + [0.0] * 20
+    _, state = switch_step(STEP(switch="geometric", t_min=None, t_max=None), [seen(1, changes)])
+    assert state["z_bar"].item() == pytest.approx(0.5, rel=1e-12)
+    assert state["v_unchanged"].item() == 20
+
+
+def test_option_two_with_nothing_moving_is_zero_and_floors_the_smallest():
+    state = switch_step(STEP(switch="geometric", t_min=5, t_max=None), [seen(1, [0.0] * NUMEL)])[1]
+    assert state["z_bar"].item() == 0.0
+    state = switch_step(STEP(switch="geometric", t_min=5, t_max=None), [seen(1, [1e-60] * NUMEL)])[1]
+    assert state["z_bar"].item() == pytest.approx(2.0**-149, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "small", "want"), [(5, 12, True, 6), (5, 12, False, 13), (0, 12, True, 1), (None, 3, False, 4), (None, None, True, 1)]
+)
+def test_bounds(low, high, small, want):
+    """(Z̄ < ε and t > T_min) or t > T_max."""
+    changes = [1e-12 if small else 1.0] * NUMEL
+    got, _ = switch_step(STEP(t_min=low, t_max=high), (seen(t, changes) for t in range(1, 40)))
+    assert got == want
+
+
+@pytest.mark.parametrize("at", [1, 7])
+def test_fixed(at):
+    assert switch_step(STEP(switch="fixed", switch_at=at), (seen(t) for t in range(1, 20)))[0] == at
+
+
+def test_relative_norm_equals_lists():
+    vs = [[3.0 + 4 * 0.8**t, 2.0 - 0.8**t] for t in range(1, 30)]
+    norms = [math.hypot(*v) for v in vs]
+    want = next(t for t in range(2, 30) if abs(norms[t - 1] - norms[t - 2]) / norms[t - 2] < 0.01)
+    assert want > 3
+    recipe = STEP(switch="relative_norm", t_min=None, t_max=None, threshold=0.01)
+    got, state = switch_step(recipe, (seen(t, v=v) for t, v in enumerate(vs, 1)))
+    assert got == want
+    assert state["z_bar"].item() == pytest.approx(abs(norms[want - 1] - norms[want - 2]) / norms[want - 2], rel=1e-6)
+
+
+def test_relative_norm_needs_a_step_to_compare_with():
+    recipe = STEP(switch="relative_norm", t_min=None, t_max=None)
+    assert switch_step(recipe, [seen(1, v=[1.0, 1.0])])[0] == 0
+    assert switch_step(recipe, [seen(t, v=[1.0, 1.0]) for t in (1, 2)])[0] == 2
+
+
+def test_staleness_equals_lists():
+    vs = [[1.0 - 0.9**t, 2.0 - 2 * 0.9**t] for t in range(1, 60)]
+    norms = [sum(v) for v in vs]
+    recipe = STEP(switch="staleness", t_min=None, t_max=None, threshold=1e9)
+    state = recipe.start(GROUP)
+    for t, v in enumerate(vs, 1):
+        recipe.advance(state, seen(t, v=v))
+        expected = norms[t - 1] / norms[t - 11] if t > 10 else 0.0
+        assert state["z_bar"].item() == pytest.approx(expected, rel=1e-9)
+    assert switch_step(STEP(switch="staleness", t_min=None, t_max=None), (seen(t, v=v) for t, v in enumerate(vs, 1)))[0] == 11
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_skipped_step_does_not_advance_schedule(switch):
+    """Skipped steps leave every value of the state as it was, and the switch comes after as many applied steps as without them."""
+    recipe = STEP(switch=switch, t_min=3, t_max=6, switch_at=7, threshold=1e9 if switch == "staleness" else 1e-300)
+    applied = [seen(t, v=[float(t), 1.0]) for t in range(1, 12)]
+    want, _ = switch_step(recipe, applied)
+    state, calls = recipe.start(GROUP), 0
+    for t, observed in enumerate(applied, 1):
+        for _ in range(2):
+            calls += 1
+            before = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
+            assert not recipe.advance(state, seen(t, applied=False, v=[9.0, 9.0], calls=calls))
+            assert all(bool(torch.as_tensor(before[k] == state[k]).all()) for k in before)
+        calls += 1
+        if recipe.advance(state, Observed(observed.stats, NUMEL, observed.second_moments, observed.step, calls)):
+            break
+    assert state["switch_step"] == t == want == 7
+
+
+def test_a_loaded_second_moment_keeps_its_own_bias_correction():
+    """T₀ counts the steps of the recipe, v* the steps of the optimizer, which may have been loaded from a dense run."""
+    recipe = STEP(switch="fixed", switch_at=3)
+    state = recipe.start(GROUP)
+    for t in range(1, 4):
+        recipe.advance(state, Observed(seen(t).stats, NUMEL, [], torch.tensor(1000.0 + t), t))
+    assert (state["switch_step"], state["v_step"]) == (3, 1003)
+    assert recipe.stage(state).rule.v_step == 1003
+    assert STEP(switch="fixed", switch_at=3, bias_corrected=False).stage(state).rule.v_step == 0
+
+
+def test_the_host_asks_only_between_the_bounds(monkeypatch):
+    asked = []
+    item = torch.Tensor.item
+    monkeypatch.setattr(torch.Tensor, "item", lambda self: asked.append(1) or item(self))
+    recipe = STEP(t_min=5, t_max=9)
+    state = recipe.start(GROUP)
+    counts = []
+    for t in range(1, 15):
+        asked.clear()
+        recipe.advance(state, seen(t))
+        counts.append(len(asked))
+    assert counts[:5] == [0] * 5 and counts[5:9] == [1] * 4 and counts[10:] == [0] * 4
