@@ -25,6 +25,10 @@ REQUIRED = os.environ.get("NMKERNELS_REQUIRE_CORE", "0") not in ("", "0")
 CUDA = os.environ.get("NMKERNELS_CUDA", "auto").lower()
 
 
+if CUDA not in ("auto", "on", "off"):
+    raise SystemExit(f"NMKERNELS_CUDA={CUDA} is not understood; use auto, on or off.")
+
+
 class CoreUnavailable(Exception):
     """This machine cannot build the core: a tool or a header is missing."""
 
@@ -99,7 +103,8 @@ class BuildCore(build_ext):
             "NMKERNELS_WERROR": os.environ.get("NMKERNELS_WERROR", "0"),
         }
         command = [cmake, "-S", str(ROOT / "csrc"), "-B", str(folder), "-G", "Ninja", *(f"-D{k}={v}" for k, v in options.items())]
-        if subprocess.run(command, check=False).returncode and not self._configure_afresh(command, folder):
+        cached = (folder / "CMakeCache.txt").exists()
+        if subprocess.run(command, check=False).returncode and not (cached and self._configure_afresh(command, folder)):
             raise CoreUnavailable(
                 "CMake could not configure the build, its message is above (usually: no C++ compiler, or no Python headers)"
             )
@@ -108,8 +113,6 @@ class BuildCore(build_ext):
     @staticmethod
     def _configure_afresh(command: list[str], folder: Path) -> bool:
         """A cache left by another checkout, compiler or CMake makes configuring fail; once more without it."""
-        if not (folder / "CMakeCache.txt").exists():
-            return False
         shutil.rmtree(folder)
         return subprocess.run(command, check=False).returncode == 0
 

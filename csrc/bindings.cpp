@@ -18,7 +18,22 @@ namespace {
 constexpr int kAbi = 1;
 
 using Address = std::uintptr_t;
-using Unlocked = py::call_guard<py::gil_scoped_release>;
+
+// Releases the interpreter lock. Taking it back may end the thread (a daemon thread, once the interpreter shuts down):
+// Python then unwinds the stack by force, which a destructor that promises not to throw would turn into an abort, as
+// that of py::gil_scoped_release does.
+class Unlock {
+  public:
+    Unlock() : state_(PyEval_SaveThread()) {}
+    Unlock(const Unlock&) = delete;
+    Unlock& operator=(const Unlock&) = delete;
+    ~Unlock() noexcept(false) { PyEval_RestoreThread(state_); }
+
+  private:
+    PyThreadState* state_;
+};
+
+using Unlocked = py::call_guard<Unlock>;
 
 template <class T = void>
 T* at(Address address) {

@@ -116,7 +116,7 @@ void add(double* total, const Partial& part) {
 }
 
 class Block {
-public:
+  public:
     Block(const AdamWCall& call, const AdamWParam& param, const AdamW& s, MaskBlock mask) : call_(call), param_(param), s_(s), mask_(mask) {}
 
     void run(int64_t row, int64_t col, int count, Partial& stats) {
@@ -131,7 +131,7 @@ public:
         finish(stats);
     }
 
-private:
+  private:
     void gradient(Partial& stats) {
         if (call_.grad_scale) {
             const float scale = *call_.grad_scale;

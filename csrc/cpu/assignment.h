@@ -15,7 +15,7 @@
 namespace nm {
 
 class Assignment {
-public:
+  public:
     explicit Assignment(int m) : m_(m), cost_(size_t(m) * m), chosen_(size_t(m) * m), rows_(m), columns_(m), room_(m) {}
 
     // `a`: magnitudes, row-major. The mask stays in kept() until the next call.
@@ -30,7 +30,7 @@ public:
 
     bool kept(int row, int column) const { return chosen_[at(row, column)] != dropping_; }
 
-private:
+  private:
     static constexpr double kFar = std::numeric_limits<double>::infinity();
 
     struct Node {

@@ -16,7 +16,7 @@ constexpr int64_t kColumns = 64;  // neighbouring rows done together, so that a 
 
 // Uniforms of group j. The exact method packs four groups into one Philox block; the last block is remembered.
 class Uniforms {
-public:
+  public:
     explicit Uniforms(const MvueCall& call) : call_(call) {}
 
     uint32_t one(int64_t j) {
@@ -33,7 +33,7 @@ public:
         u1 = words.w[1] >> 8;
     }
 
-private:
+  private:
     const MvueCall& call_;
     int64_t block_ = -1;
     Words words_{};

@@ -37,7 +37,7 @@ struct Job {
 
 // Signals belong to Python's main thread: a worker is started with all of them blocked.
 class SignalsBlocked {
-public:
+  public:
     SignalsBlocked() {
         sigset_t all;
         sigfillset(&all);
@@ -45,12 +45,12 @@ public:
     }
     ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
 
-private:
+  private:
     sigset_t before_;
 };
 
 class Pool {
-public:
+  public:
     // False when another job has the pool; the caller then works alone.
     bool run(Job& job, int helpers) {
         if (busy_.exchange(true, std::memory_order_acquire)) return false;
@@ -75,7 +75,7 @@ public:
 
     int workers() const { return workers_; }
 
-private:
+  private:
     void grow(int wanted) {
         if (wanted > kMaxWorkers) wanted = kMaxWorkers;
         if (workers_ >= wanted) return;

@@ -1,0 +1,197 @@
+"""The compiled AdamW equals the reference: parameters and states to the bit, its sums to rounding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nmkernels import reference
+from nmkernels._dispatch import implementations
+from nmkernels.testing import assert_equal_bits
+
+NASTY = [0.0, -0.0, 1e-40, -1e-42, 1.0, -1.0, 65504.0, 3e38, float("inf"), -float("inf"), float("nan")]
+COUNTS = (0, 3, 4, 7)  # statistics that are counts, exact in any order
+
+
+def make(
+    gen: torch.Generator, *shapes: tuple[int, ...], dtype=torch.float32, grad=torch.float32, out=None, amsgrad=False
+) -> dict[str, Any]:
+    """One call's tensors."""
+
+    def normal(scale: float, kind: torch.dtype) -> list[Tensor]:
+        return [(torch.randn(s, generator=gen) * scale).to(kind) for s in shapes]
+
+    squares = [x.square() for x in normal(0.1, torch.float32)]
+    return {
+        "params": normal(1.0, dtype),
+        "grads": normal(0.1, grad),
+        "exp_avgs": normal(0.1, torch.float32),
+        "exp_avg_sqs": squares,
+        "max_exp_avg_sqs": [x + 0.01 * torch.rand(x.shape, generator=gen) - 0.005 for x in squares] if amsgrad else [],
+        "steps": [torch.tensor(float(i)) for i in range(len(shapes))],
+        "outs": normal(1.0, out) if out else [],
+    }
+
+
+def hyper(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, wd=0.1, decay=2e-4, v_step=0.0, clamp=0.0) -> Tensor:
+    return torch.tensor([lr, beta1, beta2, eps, wd, decay, v_step, clamp, 0.0], dtype=torch.float64)
+
+
+def copied(call: dict[str, Any]) -> dict[str, Any]:
+    """The same tensors in memory of their own, strides kept (an expanded gradient is only read)."""
+
+    def one(x: Tensor) -> Tensor:
+        return x if 0 in x.stride() else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).copy_(x)
+
+    return {k: [one(x) for x in v] for k, v in call.items()}
+
+
+def compare(cpu, call: dict[str, Any], h: Tensor, n: int, m: int, *, scale=None, found=None, **flags: bool) -> Tensor:
+    """Run both on copies; everything they write must agree. Returns the statistics."""
+    options = [flags.get(k, False) for k in ("frozen", "eps_inside", "maximize", "geometric")]
+    ours, theirs = copied(call), copied(call)
+    stats = cpu("nm_masked_adamw_")(*ours.values(), h, n, m, *options, scale, found)
+    expected = reference.masked_adamw_(*theirs.values(), h, n, m, *options, scale, found)
+    for name in call:
+        assert_equal_bits(ours[name], theirs[name], name)
+    assert [stats[i].item() for i in COUNTS] == [expected[i].item() for i in COUNTS]
+    assert_equal_bits(stats[8], expected[8], "max|u|")
+    torch.testing.assert_close(stats, expected, rtol=1e-6, atol=1e-12, equal_nan=True)
+    return stats
+
+
+@pytest.mark.parametrize("grad", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("n, m", [(0, 0), (2, 4), (1, 16), (3, 5), (7, 256)])
+def test_dtypes_and_patterns(cpu, n, m, dtype, grad):
+    cols = m * 5 or 37
+    call = make(torch.Generator().manual_seed(1), (6, cols), (cols,), (2, 3, cols), dtype=dtype, grad=grad, out=torch.bfloat16)
+    stats = compare(cpu, call, hyper(lr=0.3), n, m)
+    assert stats[0] == 1
+    assert (stats[4] > 0) == bool(n)
+
+
+@pytest.mark.parametrize("out", [torch.float32, torch.float16, torch.float64], ids=str)
+def test_output_in_another_dtype(cpu, out):
+    compare(cpu, make(torch.Generator().manual_seed(2), (9, 32), out=out), hyper(), 2, 4)
+    compare(cpu, make(torch.Generator().manual_seed(2), (9, 32), out=out), hyper(), 0, 0)
+
+
+@pytest.mark.parametrize("amsgrad", [False, True])
+@pytest.mark.parametrize("flags", [{}, {"frozen": True}, {"eps_inside": True}, {"maximize": True}, {"geometric": True},
+                                   {"frozen": True, "eps_inside": True, "maximize": True, "geometric": True}], ids=str)  # fmt: skip
+@pytest.mark.parametrize("numbers", [{}, {"v_step": 7.0}, {"clamp": 0.5}, {"decay": 0.0, "wd": 0.0}, {"eps": 0.0, "beta1": 0.0}], ids=str)
+def test_flags_and_numbers(cpu, numbers, flags, amsgrad):
+    gen = torch.Generator().manual_seed(3)
+    call = make(gen, (7, 40), (3, 8), amsgrad=amsgrad, out=torch.float32)
+    call["grads"][0][0] = 0.0
+    call["exp_avg_sqs"][0][0] = 0.0  # v does not change here: log of the smallest denormal
+    for n, m in ((2, 4), (0, 0)):
+        compare(cpu, call, hyper(**numbers), n, m, **flags)
+
+
+def test_gradient_scaling_and_skipping(cpu):
+    call = make(torch.Generator().manual_seed(4), (5, 16), out=torch.float32)
+    compare(cpu, call, hyper(), 2, 4, scale=torch.tensor([3.0]), found=torch.zeros(1), maximize=True)
+    for bad in (1.0, float("nan")):
+        stats = compare(cpu, call, hyper(), 2, 4, scale=torch.tensor([3.0]), found=torch.tensor([bad]), geometric=True)
+        assert not stats.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("flags", [{}, {"eps_inside": True}, {"frozen": True}], ids=str)
+def test_nasty_values(cpu, flags, dtype):
+    gen = torch.Generator().manual_seed(5)
+    call = make(gen, (60, 24), amsgrad=True, dtype=dtype, out=dtype)
+    for name in ("params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"):
+        x = call[name][0]
+        chosen = torch.tensor(NASTY).to(x.dtype)[torch.randint(len(NASTY), x.shape, generator=gen)]
+        call[name] = [torch.where(torch.rand(x.shape, generator=gen) < 0.3, chosen, x)]
+    for number in ({}, {"clamp": 1.0}):
+        compare(cpu, call, hyper(**number), 2, 4, geometric=True, **flags)
+
+
+def test_finite_statistics_of_nasty_masks(cpu):
+    """Sums that a NaN would hide are looked at without one."""
+    call = make(torch.Generator().manual_seed(6), (40, 24))
+    call["params"] = [torch.tensor([0.0, -0.0, 1e-40, 1.0, -1.0])[torch.randint(5, (40, 24))]]
+    stats = compare(cpu, call, hyper(), 2, 4, geometric=True)
+    assert stats.isfinite().all()
+
+
+LAYOUTS = {
+    "transposed": lambda x: x.t().contiguous().t(),
+    "sliced": lambda x: torch.cat([x, x], 1)[:, : x.shape[1]],
+    "every second column": lambda x: x.repeat_interleave(2, 1)[:, ::2],
+    "every second row": lambda x: x.repeat_interleave(2, 0)[::2],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("n, m", [(0, 0), (2, 4), (3, 5), (7, 256)])
+def test_strided_tensors_are_stepped_in_place(cpu, n, m, layout):
+    change = LAYOUTS[layout]
+    call = make(torch.Generator().manual_seed(7), (20, 600 // (m or 4) * (m or 4)), amsgrad=True, out=torch.bfloat16)
+    plain = compare(cpu, call, hyper(), n, m, geometric=True)
+    for names in (tuple(call), ("params",), ("grads", "exp_avgs"), ("outs",)):
+        mixed = {k: [change(x) for x in v] if k in names and k != "steps" else v for k, v in call.items()}
+        stats = compare(cpu, mixed, hyper(), n, m, geometric=True)
+        torch.testing.assert_close(stats, plain, rtol=1e-9, atol=0.0)
+
+
+def test_expanded_gradients_and_tensors_without_one_row_stride(cpu):
+    call = make(torch.Generator().manual_seed(8), (4, 6, 8), out=torch.float32)
+    strange = {k: [x.transpose(0, 1).contiguous().transpose(0, 1) if x.dim() else x for x in v] for k, v in call.items()}
+    assert strange["params"][0].stride() == (8, 32, 1)
+    compare(cpu, strange, hyper(), 2, 4)
+    compare(cpu, {**call, "grads": [torch.randn(1, 1, 8).expand(4, 6, 8)]}, hyper(), 2, 4)
+    last = {
+        k: [x.to(memory_format=torch.channels_last) if x.dim() else x for x in v] for k, v in make(torch.Generator(), (2, 3, 4, 4)).items()
+    }
+    compare(cpu, last, hyper(), 0, 0)
+
+
+def test_scalars_empty_tensors_and_no_tensors(cpu):
+    call = make(torch.Generator().manual_seed(9), (), (0, 8), (3, 0), (5,), out=torch.float32)
+    stats = compare(cpu, call, hyper(), 0, 0, geometric=True)
+    assert stats[0] == 1
+    compare(cpu, make(torch.Generator(), (0, 8), (3, 0)), hyper(), 2, 4)
+    compare(cpu, make(torch.Generator()), hyper(), 2, 4)
+
+
+def test_same_bits_on_any_number_of_threads(cpu):
+    before, results = torch.get_num_threads(), []
+    call = make(torch.Generator().manual_seed(10), (300, 104), (5, 8), (64, 52), out=torch.bfloat16)
+    call = {k: [x.t().contiguous().t() if x.shape == (64, 52) else x for x in v] for k, v in call.items()}
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        ours = copied(call)
+        stats = cpu("nm_masked_adamw_")(*ours.values(), hyper(), 2, 4, False, False, False, True, None, None)
+        results.append((stats, ours))
+    torch.set_num_threads(before)
+    assert_equal_bits(results[1], results[0])
+    assert_equal_bits(results[2], results[0])
+
+
+def test_twenty_steps_with_a_late_step_count(cpu):
+    call = make(torch.Generator().manual_seed(11), (8, 16))
+    call["steps"] = [torch.tensor(99_990.0)]
+    ours, theirs, gen = copied(call), copied(call), torch.Generator().manual_seed(12)
+    for _ in range(20):
+        g = [torch.randn(8, 16, generator=gen)]
+        cpu("nm_masked_adamw_")(*{**ours, "grads": g}.values(), hyper(), 2, 4, False, False, False, False, None, None)
+        reference.masked_adamw_(*{**theirs, "grads": g}.values(), hyper(), 2, 4)
+    for name in ("params", "exp_avgs", "exp_avg_sqs", "steps"):
+        assert_equal_bits(ours[name], theirs[name], name)
+
+
+def test_declines_float64_parameters_only(cpu):
+    entry = next(i for i in implementations("nm_masked_adamw_") if i.backend == "cpu")
+    rest = ([torch.zeros(4)], [torch.zeros(4)], [], [torch.tensor(0.0)], [], hyper(), 2, 4, False, False, False, False, None, None)
+    assert entry.supports([torch.zeros(4)], [torch.zeros(4, dtype=torch.float64)], *rest)[0]
+    can, why = entry.supports([torch.zeros(4, dtype=torch.float64)], [torch.zeros(4)], *rest)
+    assert not can
+    assert "float64" in why

@@ -1,0 +1,206 @@
+"""The thread pool: every chunk once, errors come back, and it survives forks, Python threads and the end of the process."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from nmkernels._dispatch import implementations
+
+
+def total(chunks: int) -> int:
+    return chunks * (chunks + 1) // 2
+
+
+def run_mask(w: torch.Tensor) -> torch.Tensor:
+    """The compiled mask on two threads."""
+    torch.set_num_threads(2)
+    return next(i.fn for i in implementations("nm_mask") if i.backend == "cpu")(w, 2, 4)
+
+
+@pytest.mark.parametrize("threads", [0, 1, 2, 3, 8])
+@pytest.mark.parametrize("chunks", [0, 1, 2, 3, 1000])
+def test_every_chunk_runs_once(core, chunks, threads):
+    assert core.pool_probe(chunks, threads, -1) == total(chunks)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+@pytest.mark.parametrize("at", [0, 57, 99])
+def test_an_exception_reaches_the_caller_and_the_pool_goes_on(core, at, threads):
+    for _ in range(20):
+        with pytest.raises(RuntimeError, match=f"chunk {at} failed"):
+            core.pool_probe(100, threads, at)
+        assert core.pool_probe(100, threads, -1) == total(100)
+
+
+def test_workers_are_kept_and_few(core):
+    core.pool_probe(100, 3, -1)
+    started = core.pool_workers()
+    for _ in range(50):
+        core.pool_probe(100, 3, -1)
+    assert 2 <= core.pool_workers() == started
+
+
+def test_concurrent_python_threads(core):
+    def hammer(_: int) -> bool:
+        return all(core.pool_probe(200, 3, -1) == total(200) for _ in range(100))
+
+    with ThreadPoolExecutor(6) as executor:
+        assert all(executor.map(hammer, range(6)))
+
+
+def test_concurrent_kernels_give_right_results(core):
+    weights = [torch.randn(64, 1024, generator=torch.Generator().manual_seed(i)) for i in range(4)]
+    expected = [run_mask(w) for w in weights]
+    with ThreadPoolExecutor(4) as executor:
+        for _ in range(10):
+            for mask, right in zip(executor.map(run_mask, weights), expected, strict=True):
+                assert torch.equal(mask, right)
+
+
+def test_the_interpreter_lock_is_released(core):
+    """A Python thread that is ready to run gets to run while a kernel does."""
+    g, values = torch.randn(512, 4096), torch.empty(512, 4096)
+    call = core.MvueCall(g.data_ptr(), 512, 4096, 1, 1, 2, False)
+    ready, go, ran = threading.Event(), threading.Event(), []
+
+    def other() -> None:
+        ready.set()
+        go.wait()
+        ran.append(True)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    ready.wait()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1000)  # the lock is not taken away: only a release lets the thread go on
+    try:
+        go.set()
+        core.mvue(call, 0, 4, 8, values.data_ptr(), 1)
+        assert ran
+    finally:
+        sys.setswitchinterval(interval)
+        thread.join()
+
+
+def wait_for(pid: int, seconds: float = 60) -> int:
+    """The child's exit code; a child that hangs is killed and counts as a failure."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(pid, 9)
+    os.waitpid(pid, 0)
+    return -1
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_has_a_pool_of_its_own(core):
+    core.pool_probe(100, 3, -1)
+    for _ in range(5):
+        pid = os.fork()
+        if pid == 0:
+            fresh = core.pool_workers() == 0
+            os._exit(0 if fresh and core.pool_probe(500, 3, -1) == total(500) and core.pool_workers() == 2 else 1)
+        assert wait_for(pid) == 0
+    assert core.pool_probe(100, 3, -1) == total(100)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_fork_while_another_thread_is_in_a_kernel(core):
+    stop = threading.Event()
+
+    def busy() -> None:
+        while not stop.is_set():
+            core.pool_probe(300, 3, -1)
+
+    thread = threading.Thread(target=busy)
+    thread.start()
+    try:
+        for _ in range(20):
+            pid = os.fork()
+            if pid == 0:
+                os._exit(0 if core.pool_probe(500, 3, -1) == total(500) else 1)
+            assert wait_for(pid) == 0
+    finally:
+        stop.set()
+        thread.join()
+
+
+def _child(queue: multiprocessing.Queue) -> None:
+    from nmkernels import _C  # type: ignore[attr-defined]
+
+    queue.put(_C.pool_probe(500, 3, -1))
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_multiprocessing_fork(core):
+    core.pool_probe(100, 3, -1)
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    children = [context.Process(target=_child, args=(queue,)) for _ in range(3)]
+    for child in children:
+        child.start()
+    assert [queue.get(timeout=60) for _ in children] == [total(500)] * 3
+    for child in children:
+        child.join(60)
+        assert child.exitcode == 0
+
+
+ENDINGS = {
+    "falls off the end": "",
+    "exits at once": "import os; os._exit(0)",
+    "raises": "raise SystemExit(0)",
+    "while daemon threads are in a kernel": "for _ in range(3): threading.Thread(target=busy, daemon=True).start()",
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_the_process_ends_cleanly(core, ending):
+    """The module is imported by itself, which saves the child the seconds that torch takes."""
+    code = f"""
+import sys, threading
+sys.path.insert(0, {str(Path(core.__file__).parent)!r})
+import _C
+def busy():
+    while True:
+        _C.pool_probe(1000, 3, -1)
+assert _C.pool_probe(1000, 3, -1) == {total(1000)}
+{ENDINGS[ending]}
+"""
+    for _ in range(5):
+        done = subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+
+
+def test_flushing_denormals_reaches_the_workers(core):
+    """A caller that flushes denormals gets the same bits from every thread, and later callers are not affected."""
+    tiny = torch.full((4096, 64), 1e-39)
+    tiny[:, ::2] = 2e-39
+    soft = next(i.fn for i in implementations("nm_soft_threshold") if i.backend == "cpu")
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        kept = soft(tiny, 2, 4)
+        if not torch.set_flush_denormal(True):
+            pytest.skip("this CPU cannot flush denormals")
+        try:
+            flushed = soft(tiny, 2, 4)
+        finally:
+            torch.set_flush_denormal(False)
+        assert (flushed.view(torch.int32) == 0).all()
+        assert torch.equal(soft(tiny, 2, 4), kept)
+        assert kept.count_nonzero() == tiny.numel() // 2
+    finally:
+        torch.set_num_threads(before)
