@@ -1,0 +1,237 @@
+"""CompressedLinear and compress_: the deployed layer equals the finished one."""
+
+import copy
+import gc
+import io
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import nmkernels as nm
+from nmkernels.testing import assert_no_worse, equal_bits
+from python_tests import plain
+
+
+def layer_of(dtype=torch.float32, pattern="2:4", bias=True):
+    """A CompressedLinear 32 -> 16 and its dense weight and bias."""
+    p = nm.Pattern(pattern)
+    w = plain.masked(torch.randn(16, 32).to(dtype), p.n, p.m)
+    b = torch.randn(16).to(dtype) if bias else None
+    return nm.CompressedLinear(nm.ops.compress(w, p), b), w, b
+
+
+def finished(*layers):
+    """A model whose STE recipe is finished."""
+    model = nn.Sequential(*layers)
+    handle = nm.sparsify_(model, "ste:2:4")
+    handle.finish(allow_unused=True)
+    return model, handle
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("pattern", ["2:4", "1:4", "2:8", "1:16", "4:4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_equals_the_dense_layer(dtype, pattern, bias):
+    layer, w, b = layer_of(dtype, pattern, bias)
+    x = torch.randn(5, 32).to(dtype)
+    assert_no_worse(layer(x), F.linear(x, w, b), F.linear(x.double(), w.double(), None if b is None else b.double()))
+
+
+@pytest.mark.parametrize("shape", [(32,), (1, 32), (0, 32), (2, 0, 32), (2, 3, 32)])
+def test_input_shapes(shape):
+    layer, w, b = layer_of()
+    x = torch.randn(shape, requires_grad=True)
+    y = layer(x)
+    y.square().sum().backward()
+    torch.testing.assert_close(y, F.linear(x, w, b))
+    torch.testing.assert_close(x.grad, 2 * y.detach() @ w, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(layer.bias.grad, 2 * y.detach().reshape(-1, 16).sum(0))
+
+
+def test_strided_and_expanded_input():
+    layer, w, b = layer_of()
+    for x in (torch.randn(32, 6).t(), torch.randn(1, 32).expand(6, 32), torch.randn(6, 64)[:, ::2]):
+        torch.testing.assert_close(layer(x), F.linear(x, w, b))
+
+
+def test_constructor_arguments():
+    c, bias = nm.ops.compress(torch.randn(16, 32), "2:4"), nn.Parameter(torch.zeros(16))
+    layer = nm.CompressedLinear(weight=c, bias=bias, layout="conv1d")
+    assert layer.bias is bias and layer.layout == "conv1d" and layer.weight is c and layer.pattern == c.pattern
+    assert (layer.in_features, layer.out_features) == (32, 16) and "pattern=2:4" in repr(layer) and "layout=conv1d" in repr(layer)
+    other = nm.CompressedLinear.from_compressed(c, bias=torch.zeros(16), layout="linear")
+    assert isinstance(other.bias, nn.Parameter) and other.layout == "linear" and nm.CompressedLinear(c).bias is None
+    with pytest.raises(nm.ShapeError, match="layout 'rows'"):
+        nm.CompressedLinear(c, layout="rows")
+    with pytest.raises(nm.ShapeError, match=r"bias has shape \(4,\)"):
+        nm.CompressedLinear(c, torch.zeros(4))
+    with pytest.raises(nm.ShapeError, match="must be a matrix"):
+        nm.CompressedLinear(nm.ops.compress(torch.randn(2, 4, 8), "2:4"))
+
+
+def test_mismatched_dtype_names_both_and_the_way_out():
+    layer, _, _ = layer_of(torch.bfloat16)
+    with pytest.raises(nm.DtypeError, match=r"x is torch.float32.*torch.bfloat16.*autocast"):
+        layer(torch.randn(2, 32))
+
+
+def test_autocast():
+    layer, w, b = layer_of()
+    x = torch.randn(4, 32, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, y2 = layer(x), layer(x.detach().bfloat16())
+        cast = layer.weight.layout("torch.bfloat16", lambda c: pytest.fail("the weight is cast once"))
+    assert y.dtype == torch.bfloat16 and torch.equal(y, y2) and cast.values.dtype == torch.bfloat16
+    bf = [t.bfloat16() for t in (x.detach(), w, b)]
+    assert_no_worse(y, F.linear(*bf), F.linear(*(t.double() for t in bf)))
+    y.sum().backward()
+    assert x.grad.dtype == layer.bias.grad.dtype == torch.float32 and layer.values.dtype == torch.float32
+
+
+def test_autocast_leaves_float64_alone():
+    layer, w, b = layer_of(torch.float64)
+    x = torch.randn(4, 32, dtype=torch.float64)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(layer(x), F.linear(x, w, b))
+        for wrong in (torch.ones(2, 32, dtype=torch.int64), torch.ones(2, 32)):
+            with pytest.raises(nm.DtypeError):
+                layer(wrong)
+
+
+@pytest.mark.parametrize("move", [lambda m: m.to(torch.bfloat16), lambda m: m.half(), lambda m: m.double()])
+def test_casting_the_module_casts_the_weight(move):
+    layer, w, b = layer_of()
+    x = torch.randn(4, 32)
+    layer(x)
+    move(layer)
+    dtype = layer.values.dtype
+    assert layer.weight.values is layer.values and layer.bias.dtype == dtype != torch.float32 and layer.indices.dtype == torch.uint8
+    assert equal_bits(layer.weight.dense(), w.to(dtype))
+    torch.testing.assert_close(layer(x.to(dtype)), F.linear(x.to(dtype), w.to(dtype), b.to(dtype)), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_state_dict_round_trip(assign):
+    (one, w, b), (two, _, _) = layer_of(), layer_of()
+    two(torch.ones(1, 32))
+    assert list(one.state_dict()) == ["bias", "values", "indices"]
+    two.load_state_dict(one.state_dict(), strict=True, assign=assign)
+    assert equal_bits(two.weight.dense(), w)
+    torch.testing.assert_close(two(torch.eye(32)), w.t() + b)
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_copies_share_no_memory(how):
+    layer, w, _ = layer_of()
+    if how == "deepcopy":
+        twin = copy.deepcopy(layer)
+    else:
+        file = io.BytesIO()
+        torch.save(layer, file)
+        file.seek(0)
+        twin = torch.load(file, weights_only=False)
+    twin.values.zero_()
+    assert equal_bits(layer.weight.dense(), w) and not twin.weight.dense().any() and twin.weight.values is twin.values
+
+
+def test_changed_values_are_used():
+    layer, w, b = layer_of()
+    with torch.autocast("cpu", torch.bfloat16):
+        layer(torch.ones(1, 32))
+    with torch.no_grad():
+        layer.values.mul_(2)
+    x = torch.randn(3, 32)
+    torch.testing.assert_close(layer(x), F.linear(x, 2 * w, b))
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+    torch.testing.assert_close(y.float(), F.linear(x, 2 * w, b), rtol=3e-2, atol=0.2)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_compile_equals_eager(autocast):
+    layer, _, _ = layer_of()
+    compiled = torch.compile(copy.deepcopy(layer), fullgraph=True, backend="aot_eager")
+    results = []
+    for one in (layer, compiled):
+        x = torch.ones(3, 32, requires_grad=True)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            y = one(x)
+        y.float().square().sum().backward()
+        results.append([y.detach(), x.grad])
+    assert equal_bits(*results)
+
+
+def test_no_gradient_but_to_x_and_bias():
+    layer, _, _ = layer_of()
+    assert [name for name, _ in layer.named_parameters()] == ["bias"]
+    layer.requires_grad_(False)
+    assert not layer(torch.ones(1, 32)).requires_grad
+
+
+def test_compress_keeps_outputs_bias_mode_and_frees_the_weights():
+    model, handle = finished(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 16, bias=False))
+    model[0].bias.requires_grad_(False)
+    model[2].eval()
+    x, bias, weight = torch.randn(4, 32), model[0].bias, weakref.ref(model[0].weight)
+    before = model(x).detach()
+    assert nm.compress_(model) is model
+    torch.testing.assert_close(model(x), before)
+    assert type(model[0]) is type(model[2]) is nm.CompressedLinear and model[0].bias is bias and model[2].bias is None
+    assert not bias.requires_grad and model[0].training and not model[2].training
+    del handle
+    gc.collect()
+    assert weight() is None
+
+
+def test_compress_carries_hooks_over():
+    model, _ = finished(nn.Linear(32, 16))
+    seen = []
+    hooks = [
+        model[0].register_forward_pre_hook(lambda m, args: seen.append("pre")),
+        model[0].register_forward_hook(lambda m, args, kwargs, y: seen.append("post"), with_kwargs=True),
+        model[0].register_full_backward_hook(lambda m, gi, go: seen.append("back")),
+        model[0].register_full_backward_pre_hook(lambda m, go: seen.append("before")),
+    ]
+    nm.compress_(model)
+    model(torch.randn(2, 32, requires_grad=True)).sum().backward()
+    assert seen == ["pre", "post", "before", "back"]
+    for hook in hooks:
+        hook.remove()
+    model(torch.randn(2, 32))
+    assert len(seen) == 4
+
+
+def test_compress_reaches_every_name_of_a_shared_layer():
+    shared = nn.Linear(32, 32)
+    model, _ = finished(shared, nn.ReLU(), shared)
+    nm.compress_(model)
+    assert isinstance(model[0], nm.CompressedLinear) and model[0] is model[2]
+
+
+def test_compress_before_finish_raises_and_changes_nothing():
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 16))
+    nm.sparsify_(model, "ste:2:4")
+    with pytest.raises(nm.RecipeError, match=r"'0'.*finish"):
+        nm.compress_(model)
+    assert isinstance(model[0], nm.SparseLinear)
+
+
+def test_compress_of_a_weight_changed_after_finish_raises_and_changes_nothing():
+    model, _ = finished(nn.Linear(32, 32), nn.Linear(32, 16))
+    with torch.no_grad():
+        model[1].weight.add_(1.0)
+    with pytest.raises(nm.RecipeError, match=r"'1'.*changed after finish"):
+        nm.compress_(model)
+    assert isinstance(model[0], nm.SparseLinear)
+
+
+def test_compress_of_a_dense_model_or_a_bare_layer_raises():
+    with pytest.raises(nm.RecipeError, match="no SparseLinear"):
+        nm.compress_(nn.Sequential(nn.Linear(32, 32)))
+    layer = nm.SparseLinear(32, 16)
+    layer.finished = True
+    with pytest.raises(nm.RecipeError, match="itself is one sparse layer"):
+        nm.compress_(layer)

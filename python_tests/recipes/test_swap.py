@@ -1,0 +1,200 @@
+"""The swap in place and back: what a user holds of the dense model stays valid. Encoder fast paths."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import nmkernels as nm
+from nmkernels.testing import equal_bits
+from python_tests import plain
+
+
+def encoder(**options):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(32, 2, dim_feedforward=64, dropout=0.0, batch_first=True, **options)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=not options).eval()
+
+
+def masked_copy(model):
+    """A dense copy with linear1 and linear2 masked, kept off the fast path by training mode (dropout is 0)."""
+    dense = copy.deepcopy(model)
+    with torch.no_grad():
+        for layer in dense.layers:
+            for linear in (layer.linear1, layer.linear2):
+                linear.weight.copy_(plain.masked(linear.weight, 2, 4))
+    return dense.train()
+
+
+X = torch.linspace(-1, 1, 2 * 5 * 32).sin().reshape(2, 5, 32)
+PADDING = torch.tensor([[False] * 5, [False, False, False, True, True]])
+FLAGS = [("layers.0", "activation_relu_or_gelu"), ("layers.1", "activation_relu_or_gelu"), ("", "use_nested_tensor")]
+
+
+def flags(model):
+    return [getattr(model.get_submodule(name), key) for name, key in FLAGS]
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@pytest.mark.parametrize("padding", [None, PADDING])
+@pytest.mark.parametrize("options", [{}, {"norm_first": True, "activation": "gelu"}])
+def test_encoder_in_eval_uses_the_masked_weights(options, padding, mode):
+    model = encoder(**options)
+    expected = masked_copy(model)(X, src_key_padding_mask=padding).detach()
+    handle = nm.sparsify_(model, "ste:2:4")
+    real = slice(None) if padding is None else ~padding
+    with mode():
+        torch.testing.assert_close(model(X, src_key_padding_mask=padding)[real], expected[real])
+    assert all(layer.ran for layer in handle.layers.values()) and len(handle.layers) == 4
+    assert sum("never calls" in e.reason for e in handle.report.skipped) == 2
+
+
+def test_one_encoder_layer_as_the_model():
+    layer = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True).eval()
+    handle = nm.sparsify_(layer, "ste:2:4")
+    with torch.no_grad():
+        layer(X)
+    assert all(one.ran for one in handle.layers.values())
+
+
+def test_encoder_without_sparse_layers_keeps_its_fast_path():
+    model = nn.ModuleDict({"dense": encoder(), "sparse": encoder()})
+    before = flags(model["dense"])
+    assert all(before)
+    nm.sparsify_(model, "ste:2:4", lambda module, name: name.startswith("sparse") and "linear" in name)
+    assert flags(model["dense"]) == before and not any(flags(model["sparse"]))
+
+
+@pytest.mark.parametrize("way", ["remove", "densify_", "densify_ of a copy", "both"])
+def test_fast_path_is_restored(way):
+    model = encoder()
+    before, expected = flags(model), model(X).detach()
+    handle = nm.sparsify_(model, "ste:2:4")
+    assert not any(flags(model))
+    if way == "densify_ of a copy":
+        model = nm.densify_(copy.deepcopy(model))
+    if way in ("densify_", "both"):
+        assert nm.densify_(model) is model
+    if way in ("remove", "both"):
+        assert handle.remove() is model
+    assert flags(model) == before and "_nm_fast_path" not in model.layers[0].__dict__
+    torch.testing.assert_close(model(X), expected)
+
+
+def test_compressed_encoder_stays_off_the_fast_path():
+    model = encoder()
+    handle = nm.sparsify_(model, "ste:2:4")
+    handle.finish(allow_unused=True)
+    with torch.no_grad():
+        expected = model(X, src_key_padding_mask=PADDING)
+        nm.compress_(model)
+        for _ in range(2):
+            torch.testing.assert_close(model(X, src_key_padding_mask=PADDING)[~PADDING], expected[~PADDING])
+            handle.remove()
+
+
+def swapped(**config):
+    dense = nn.Linear(32, 16, **config)
+    model = nn.Sequential(dense)
+    return dense, model
+
+
+def test_module_and_parameters_stay_the_same_objects():
+    dense, model = swapped()
+    weight, bias, outside = dense.weight, dense.bias, [dense]
+    handle = nm.sparsify_(model, "ste:2:4")
+    assert model[0] is outside[0] is dense and isinstance(dense, nm.SparseLinear)
+    assert dense.weight is weight and dense.bias is bias
+    handle.remove()
+    assert type(dense) is nn.Linear and dense.weight is weight and dense.__dict__.keys() == nn.Linear(1, 1).__dict__.keys()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_dtype_device_mode_and_requires_grad_are_kept(dtype):
+    dense, model = swapped(dtype=dtype, device="meta", bias=False)
+    dense.eval().weight.requires_grad_(False)
+    handle = nm.sparsify_(model, "ste:2:4")
+    for _ in range(2):
+        weight = model[0].weight
+        assert (weight.dtype, weight.device.type, weight.requires_grad, model[0].training) == (dtype, "meta", False, False)
+        assert model[0].bias is None and model.training
+        handle.remove()
+
+
+def test_hooks_keep_working_both_ways():
+    dense, model = swapped()
+    seen = []
+    hooks = [
+        dense.register_forward_pre_hook(lambda m, args: seen.append("pre")),
+        dense.register_forward_hook(lambda m, args, y: seen.append("post")),
+        dense.register_full_backward_hook(lambda m, gi, go: seen.append("back")),
+        dense.register_state_dict_pre_hook(lambda m, prefix, keep: seen.append("saving")),
+        dense.register_state_dict_post_hook(lambda m, sd, prefix, meta: seen.append("saved")),
+        # bound to the module by a weak reference: it would be dead had the module been exchanged
+        dense.register_load_state_dict_pre_hook(lambda m, *rest: seen.append(("loading", m is model[0]))),
+        dense.register_load_state_dict_post_hook(lambda m, keys: seen.append("loaded")),
+        dense.weight.register_hook(lambda g: seen.append("grad")),
+    ]
+    del dense
+    handle = nm.sparsify_(model, "ste:2:4")
+    for _ in range(2):
+        seen.clear()
+        model(torch.randn(2, 32, requires_grad=True)).sum().backward()
+        model.load_state_dict(model.state_dict())
+        assert sorted(map(str, seen)) == sorted(["pre", "post", "back", "grad", "saving", "saved", "('loading', True)", "loaded"])
+        handle.remove()
+    for hook in hooks:
+        hook.remove()
+    seen.clear()
+    model.load_state_dict(model.state_dict())
+    model(torch.randn(2, 32)).sum().backward()
+    assert not seen
+
+
+def test_user_attributes_survive():
+    dense, model = swapped()
+    dense.label = "mine"
+    handle = nm.sparsify_(model, "ste:2:4")
+    assert model[0].label == "mine"
+    handle.remove()
+    assert model[0].label == "mine"
+
+
+def test_weights_stay_as_they_are():
+    _, model = swapped()
+    before = copy.deepcopy(model.state_dict())
+    handle = nm.sparsify_(model, "ste:2:4")
+    model(torch.randn(2, 32))
+    handle.remove()
+    assert equal_bits(dict(model.state_dict()), dict(before))
+    handle = nm.sparsify_(model, "ste:2:4")
+    handle.finish(allow_unused=True)
+    handle.remove()
+    assert equal_bits(model[0].weight.data, plain.masked(before["0.weight"], 2, 4)), "finished weights stay finished"
+
+
+def test_densify_of_layers_that_were_built_sparse():
+    model = nn.Sequential(nm.SparseLinear(32, 16), nn.Linear(16, 16))
+    weight = model[0].weight
+    assert nm.densify_(model) is model and type(model[0]) is nn.Linear and model[0].weight is weight
+    assert nm.densify_(model) is model, "nothing to do is no error"
+    layer = nm.SparseLinear(32, 16)
+    assert type(nm.densify_(layer)) is nn.Linear
+
+
+def test_make_sparse_refuses_what_it_does_not_know():
+    for module in (nn.ReLU(), nm.SparseLinear(32, 16), nn.Bilinear(4, 4, 4)):
+        with pytest.raises(nm.RecipeError, match=type(module).__name__):
+            nm.nn.make_sparse_(module, "2:4")
+    layer = nn.Linear(30, 16)
+    with pytest.raises(nm.ShapeError, match="in_features is 30"):
+        nm.nn.make_sparse_(layer, "2:4")
+    assert type(layer) is nn.Linear
+
+
+def test_replace_reaches_every_name():
+    old, new = nn.Linear(4, 4), nn.Linear(4, 4)
+    model = nn.ModuleDict({"a": old, "deep": nn.Sequential(nn.ReLU(), old)})
+    nm.nn.replace_(model, old, new)
+    assert model["a"] is new and model["deep"][1] is new
