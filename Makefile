@@ -22,13 +22,14 @@ help:
 	@echo 'make clean  remove what was built   make distclean  remove $(VENV) too'
 
 demo: build
-	@$(BIN)/python -m nmkernels train --demo --out demo_out $(DEMO_ARGS)
+	@$(BIN)/python -m nmkernels train --demo --overwrite --out demo_out $(DEMO_ARGS)
 
+test: LINTED := NMKERNELS_LINTED=1
 test: build lint check
 
 check: build
 	@echo '== tests'
-	@$(ONE_THREAD) $(BIN)/python -m pytest -q -n $(JOBS) --durations=15 $(TEST_ARGS)
+	@$(ONE_THREAD) $(LINTED) $(BIN)/python -m pytest -q -n $(JOBS) --durations=15 $(TEST_ARGS)
 
 lint: $(VENV)/.ready
 	@echo '== ruff, mypy'

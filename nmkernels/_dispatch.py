@@ -92,7 +92,9 @@ def _forced(op: str, backend: str, args: tuple[Any, ...]) -> Impl:
             can, reason = entry.supports(*args)
             if can:
                 return entry
-            raise BackendError(f"{op}: backend {backend!r} was asked for by {ENV} and cannot run this call: {reason}. Unset {ENV} to fall back.")
+            raise BackendError(
+                f"{op}: backend {backend!r} was asked for by {ENV} and cannot run this call: {reason}. Unset {ENV} to fall back."
+            )
     known = sorted({i.backend for i in implementations(op)})
     raise BackendError(f"{op}: {ENV}={backend!r} names no backend of this op; it has {', '.join(known)}.")
 

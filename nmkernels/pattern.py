@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Union
 
 MAX_M = 256
 """Largest supported group: an index inside a group is stored in one byte."""
@@ -65,7 +64,7 @@ class Pattern:
         elif m is None:
             n, m = _parse(spec)
         else:
-            n = int(spec)  # type: ignore[arg-type]
+            n = int(spec)
         if not 1 <= n <= m <= MAX_M:
             raise PatternError(
                 f"pattern {n}:{m} is not usable: N:M keeps N of every M elements, so 1 <= N <= M <= {MAX_M} must hold. "
@@ -111,7 +110,7 @@ class Pattern:
         return f'Pattern("{self}")'
 
 
-PatternLike = Union[str, Pattern, int]
+PatternLike = str | Pattern | int
 
 
 def _parse(spec: object) -> tuple[int, int]:

@@ -47,7 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     module.add_arguments(parser)
     args = parser.parse_args(words[1:])
     try:
-        return int(module.run(args) or 0)
+        status = int(module.run(args) or 0)
+        sys.stdout.flush()
+        return status
     except NMError as error:
         print(f"{PROG} {verb.name}: error: {error}", file=sys.stderr)
         return 1

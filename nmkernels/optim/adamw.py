@@ -42,8 +42,8 @@ class MaskedAdamW(torch.optim.AdamW):
         >>> w = torch.nn.Parameter(torch.ones(2, 4))
         >>> opt = MaskedAdamW([w], lr=0.1, weight_decay=0.0)
         >>> w.sum().backward()
-        ... opt.step()
-        ... round(w[0, 0].item(), 4)
+        >>> opt.step()
+        >>> round(w[0, 0].item(), 4)
         0.9
     """
 

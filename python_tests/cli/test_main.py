@@ -1,0 +1,103 @@
+"""The command line: verbs, help, usage errors, and errors as one line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from nmkernels import NMError, __version__
+from nmkernels.cli import main as cli
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _python(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
+
+
+@pytest.fixture
+def verb(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """A verb ``toy`` whose ``run`` the test replaces."""
+    module = types.ModuleType("nmkernels.cli.toy")
+    module.add_arguments = lambda parser: parser.add_argument("--n", type=int, default=0)  # type: ignore[attr-defined]
+    module.run = lambda args: args.n  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(cli, "VERBS", (*cli.VERBS, cli.Verb("toy", "toy", "a toy")))
+    return module
+
+
+def test_help_lists_the_verbs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 0
+    text = capsys.readouterr().out
+    assert all(v.name in text and v.help in text for v in cli.VERBS)
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["--version"])
+    assert stop.value.code == 0 and capsys.readouterr().out == f"nmkernels {__version__}\n"
+
+
+@pytest.mark.parametrize("verb", [v.name for v in cli.VERBS])
+def test_every_verb_has_help(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main([verb, "--help"])
+    assert stop.value.code == 0 and f"usage: python -m nmkernels {verb}" in capsys.readouterr().out
+
+
+def test_unknown_verb_suggests(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["docter"]) == 2
+    assert "no verb is called 'docter'; did you mean 'doctor'?" in capsys.readouterr().err
+    assert cli.main(["zzz"]) == 2
+    assert "did you mean" not in capsys.readouterr().err
+
+
+def test_unknown_option_is_a_usage_error(verb: types.ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["toy", "--m"])
+    assert stop.value.code == 2
+
+
+def test_status_of_the_verb_is_passed_on(verb: types.ModuleType) -> None:
+    assert cli.main(["toy"]) == 0 and cli.main(["toy", "--n", "3"]) == 3
+
+
+def test_our_errors_are_one_line(verb: types.ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    def fails(args: object) -> int:
+        raise NMError("no such thing")
+
+    verb.run = fails  # type: ignore[attr-defined]
+    assert cli.main(["toy"]) == 1
+    assert capsys.readouterr().err == "python -m nmkernels toy: error: no such thing\n"
+
+
+def test_other_errors_keep_their_traceback(verb: types.ModuleType) -> None:
+    verb.run = lambda args: 1 // 0  # type: ignore[attr-defined]
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["toy"])
+
+
+def test_interrupt_has_its_own_status(verb: types.ModuleType) -> None:
+    def stops(args: object) -> int:
+        raise KeyboardInterrupt
+
+    verb.run = stops  # type: ignore[attr-defined]
+    assert cli.main(["toy"]) == 130
+
+
+def test_run_as_a_module() -> None:
+    done = _python("-m", "nmkernels", "nonsense")
+    assert done.returncode == 2 and "no verb is called 'nonsense'" in done.stderr
+
+
+def test_reader_that_leaves_is_no_crash() -> None:
+    code = "import sys; from nmkernels.cli.main import main; sys.exit(main(['doctor']))"
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+        assert child.stdout is not None and child.stderr is not None
+        child.stdout.close()
+        assert child.stderr.read() == b""
+    assert child.returncode == 1
