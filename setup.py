@@ -128,4 +128,6 @@ def _warn(reason: str) -> None:
 
 
 if __name__ == "__main__":
-    setup(ext_modules=[Extension("nmkernels._C", sources=[], optional=not REQUIRED)], cmdclass={"build_ext": BuildCore})
+    inputs = [str(p.relative_to(ROOT)) for folder in ("csrc", "cmake") for p in sorted((ROOT / folder).rglob("*")) if p.is_file()]
+    core = Extension("nmkernels._C", sources=[], depends=inputs, optional=not REQUIRED)
+    setup(ext_modules=[core], cmdclass={"build_ext": BuildCore})
