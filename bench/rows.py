@@ -1,0 +1,106 @@
+"""Tidy rows: one measured figure each, with everything needed to know where it came from."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure: the 20th, 50th and 80th percentile of ``metric`` for ``provider`` doing ``op``."""
+
+    op: str
+    provider: str
+    pattern: str
+    dtype: str
+    shape: str
+    metric: str
+    p20: float
+    p50: float
+    p80: float
+    machine: str
+    versions: str
+    commit: str
+    date: str
+
+
+def row(
+    op: str,
+    provider: str,
+    metric: str,
+    values: Sequence[float],
+    *,
+    pattern: str = "",
+    dtype: str = "",
+    shape: str = "",
+    device: str = "cpu",
+) -> Row:
+    """A row of the given samples, stamped with this machine, the versions, the commit and today's date."""
+    q = torch.quantile(torch.tensor(values, dtype=torch.float64), torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)).tolist()
+    p20, p50, p80 = (float(f"{v:.6g}") for v in q)
+    today = datetime.date.today().isoformat()
+    return Row(op, provider, pattern, dtype, shape, metric, p20, p50, p80, machine(device), versions(), commit(), today)
+
+
+def append(rows: Iterable[Row], path: Path) -> None:
+    """Add ``rows`` to the CSV at ``path``; a row for the same case on the same machine replaces the old one."""
+    new = [asdict(r) for r in rows]
+    names = [f.name for f in fields(Row)]
+    key = ("op", "provider", "pattern", "dtype", "shape", "metric", "machine")
+    fresh = {tuple(str(r[k]) for k in key) for r in new}
+    old = []
+    if path.exists():
+        with path.open(newline="") as file:
+            old = [r for r in csv.DictReader(file) if tuple(r[k] for k in key) not in fresh]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    with part.open("w", newline="") as file:
+        writer = csv.DictWriter(file, names, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows([*old, *new])
+    os.replace(part, path)
+
+
+def machine(device: str = "cpu") -> str:
+    """A readable name of the device, with the core count for a CPU."""
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_name()
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        found = re.search(r"model name\s*:\s*(.+)", cpuinfo.read_text())
+        model = found[1].strip() if found else model
+    return f"{model}, {torch.get_num_threads()} threads"
+
+
+def slug(name: str) -> str:
+    """``name`` as a file name."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def versions() -> str:
+    """The versions that matter to a figure."""
+    cuda = f" cuda {torch.version.cuda}" if torch.version.cuda else ""
+    return f"python {platform.python_version()} torch {torch.__version__}{cuda}"
+
+
+def commit() -> str:
+    """The short commit the tree stands at, marked where the tree differs from it."""
+    try:
+        return subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--exclude=*"], cwd=RESULTS.parent, capture_output=True, text=True, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
