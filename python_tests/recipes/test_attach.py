@@ -1,0 +1,271 @@
+"""How recipes live in real optimizers: scalers, closures, accumulation, schedulers, several optimizers."""
+
+import copy
+from collections import Counter
+
+import pytest
+import torch
+
+import nmkernels as nm
+from nmkernels.optim import MaskedAdamW
+from nmkernels.recipes import ASP, SRSTE, STE, STEP
+from python_tests.recipes.loop import SPARSE, Adam, batches, distance, loss_of, mlp, snapshot, top_n
+
+F32 = torch.float32
+KEYWORDS = Adam(lr=1e-2).keywords
+MAKERS = {
+    "masked_adamw": lambda p: MaskedAdamW(p, **KEYWORDS),
+    "adamw": lambda p: torch.optim.AdamW(p, **KEYWORDS),
+    "fused_adamw": lambda p: torch.optim.AdamW(p, fused=True, **KEYWORDS),
+}
+
+
+def start(recipe, maker, dtype=F32):
+    model = mlp(dtype)
+    handle = nm.sparsify_(model, recipe)
+    return model, handle, handle.attach(MAKERS[maker](model.parameters()))
+
+
+def plain_loop(recipe, maker, data, dtype=F32):
+    model, handle, optimizer = start(recipe, maker, dtype)
+    for batch in data:
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        optimizer.step()
+    return model, handle
+
+
+def states_equal(a, b):
+    flat_a, spec_a = torch.utils._pytree.tree_flatten(a)
+    flat_b, spec_b = torch.utils._pytree.tree_flatten(b)
+    return spec_a == spec_b and all(
+        torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y for x, y in zip(flat_a, flat_b, strict=True)
+    )
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+@pytest.mark.parametrize("maker", MAKERS)
+def test_hook_sees_scaled_grads(maker, unscale):
+    """The decay is that of the unscaled gradients, whoever unscales them and when."""
+    data = batches(10, F32)
+    model, handle, optimizer = start(SRSTE(decay=0.1), maker)
+    scaler, sizes = torch.amp.GradScaler("cpu", init_scale=1024.0), []
+    optimizer.register_step_pre_hook(lambda *_: sizes.append(model[4].bias.grad.abs().max().item()))
+    for batch in data:
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, batch)).backward()
+        if unscale:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    want, other = plain_loop(SRSTE(decay=0.1), maker, data)
+    assert (min(sizes) > 2) == (maker != "adamw" and not unscale)  # the hooks of a fused step do see scaled gradients
+    assert distance(snapshot(model), snapshot(want)) < 1e-5
+    assert distance(snapshot(model), snapshot(plain_loop(STE(), maker, data)[0])) > 1e-2
+    assert handle.metrics()["decay_ratio"].item() == pytest.approx(other.metrics()["decay_ratio"].item(), rel=1e-3)
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_skipped_step_does_not_advance_schedule(maker):
+    recipe = STEP(t_min=2, t_max=4, threshold=1e-30) if maker == "masked_adamw" else SRSTE(decay=0.1)
+    model, handle, optimizer = start(recipe, maker)
+    scaler, calls = torch.amp.GradScaler("cpu", init_scale=8.0), []
+    optimizer.register_step_pre_hook(lambda *_: calls.append(1))
+    applied, data = [], batches(20, F32)
+    for t, (x, y) in enumerate(data):
+        bad = t % 2 == 0
+        before = copy.deepcopy((optimizer.state_dict()["param_groups"], optimizer.state_dict()["state"], snapshot(model)))
+        was = {k: v.clone() for k, v in handle.metrics().items()}
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, (x * torch.inf if bad else x, y))).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        if bad:
+            state = optimizer.state_dict()
+            assert t == 0 or states_equal(before[:2], (state["param_groups"], state["state"]))
+            assert distance(snapshot(model), before[2]) == 0.0
+            now = handle.metrics()
+            assert now["density"].item() == was["density"].item()
+            assert now["flip_rate"].item() == 0.0 or maker == "adamw"
+        else:
+            applied.append((x, y))
+    assert len(calls) == (10 if maker == "adamw" else 20)  # unfused, torch does not call step at all
+    want, other = plain_loop(recipe, maker, applied)
+    assert distance(snapshot(model), snapshot(want)) < 1e-5
+    if maker == "masked_adamw":
+        assert handle.state["switch_step"] == other.state["switch_step"] == 5
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_decay_comes_after_clipping(maker):
+    """clip_grad_norm_ bounds the loss's gradient only: g = clip(g) + λ (1 − M) w, as one SGD-like first step of Adam's m shows."""
+    model, _, optimizer = start(SRSTE(decay=0.5), maker)
+    w = model[0].weight.detach().clone()
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    scaler.scale(loss_of(model, batches(1, F32)[0])).backward()
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    clipped = model[0].weight.grad.clone()
+    scaler.step(optimizer)
+    want = 0.1 * (clipped + 0.5 * w * ~top_n(w, 2, 4))
+    assert torch.allclose(optimizer.state[model[0].weight]["exp_avg"], want, rtol=1e-5, atol=1e-8)
+
+
+CLOSURES = [(maker, recipe) for maker in MAKERS for recipe in (SRSTE(decay=0.1), ASP(prune_at=3))]
+CLOSURES.append(("masked_adamw", STEP(t_min=2, t_max=4)))
+
+
+@pytest.mark.parametrize(("maker", "recipe"), CLOSURES, ids=lambda x: getattr(x, "name", x))
+@pytest.mark.parametrize("keyword", [True, False])
+def test_lightning_closure(maker, recipe, keyword):
+    """zero_grad and backward run inside the closure, after the pre-hooks."""
+    model, _, optimizer = start(recipe, maker)
+    losses = []
+    for batch in batches(10, F32):
+
+        def closure(batch=batch):
+            optimizer.zero_grad()
+            loss = loss_of(model, batch)
+            loss.backward()
+            return loss
+
+        losses.append(optimizer.step(closure=closure) if keyword else optimizer.step(closure))
+    want, _ = plain_loop(recipe, maker, batches(10, F32))
+    assert all(torch.is_tensor(loss) for loss in losses)
+    assert distance(snapshot(model), snapshot(want)) == 0.0
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_lr_scheduler(maker):
+    def go(scheduled):
+        model, _, optimizer = start(SRSTE(decay=0.1), maker)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 0.8**t) if scheduled else None
+        for t, batch in enumerate(batches(8, F32)):
+            optimizer.zero_grad()
+            loss_of(model, batch).backward()
+            if not scheduled:
+                for group in optimizer.param_groups:
+                    group["lr"] = 1e-2 * 0.8**t
+            optimizer.step()
+            if scheduler:
+                scheduler.step()
+        return snapshot(model)
+
+    assert distance(go(True), go(False)) == 0.0
+
+
+def test_two_masked_optimizers_switch_together():
+    """Option I over the weights of both, and no step of one in another phase than that of the other."""
+    recipe, data = STEP(t_min=2, t_max=6, threshold=1e-30), batches(12)
+    model = mlp()
+    handle = nm.sparsify_(model, recipe)
+    first, second = handle.attach(MaskedAdamW(model[:2].parameters(), **KEYWORDS), MaskedAdamW(model[2:].parameters(), **KEYWORDS))
+    for batch in data:
+        model.zero_grad()
+        loss_of(model, batch).backward()
+        first.step()
+        second.step()
+    want, other = plain_loop(recipe, "masked_adamw", data, torch.float64)
+    assert handle.state["switch_step"] == other.state["switch_step"] == 7
+    assert distance(snapshot(model), snapshot(want)) == 0.0
+    got, expected = handle.metrics(), other.metrics()
+    assert got.keys() == expected.keys()
+    for key in got:
+        assert got[key].item() == pytest.approx(expected[key].item(), rel=1e-12)
+    assert "nm_recipe" not in first.param_groups[0] and "nm_recipe" in second.param_groups[0]
+
+
+def test_mixed_optimizers():
+    model = mlp()
+    handle = nm.sparsify_(model, SRSTE(decay=0.1))
+    parts = handle.attach(
+        torch.optim.SGD([model[0].weight], lr=0.1), MaskedAdamW([model[2].weight], lr=0.1), torch.optim.Adam(model[4].parameters())
+    )
+    assert len(parts) == 3
+    for batch in batches(3):
+        model.zero_grad()
+        loss_of(model, batch).backward()
+        for optimizer in parts:
+            optimizer.step()
+    assert handle.metrics()["density"].item() == 0.5 and handle.metrics()["flip_rate"].item() > 0
+
+
+def test_two_models_at_once():
+    data = batches(8)
+    a, b = start(STEP(t_min=1, t_max=3), "masked_adamw", torch.float64), start(SRSTE("1:4", decay=0.1), "adamw", torch.float64)
+    for batch in data:
+        for model, _, optimizer in (a, b):
+            optimizer.zero_grad()
+            loss_of(model, batch).backward()
+            optimizer.step()
+    assert distance(snapshot(a[0]), snapshot(plain_loop(STEP(t_min=1, t_max=3), "masked_adamw", data, torch.float64)[0])) == 0.0
+    assert distance(snapshot(b[0]), snapshot(plain_loop(SRSTE("1:4", decay=0.1), "adamw", data, torch.float64)[0])) == 0.0
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_frozen_layers(maker):
+    """A frozen layer stays as it is, is used masked, does not count, and joins in when it is unfrozen."""
+    model = mlp()
+    model[0].weight.requires_grad_(False)
+    handle = nm.sparsify_(model, SRSTE(decay=0.1))
+    optimizer = handle.attach(MAKERS[maker](model.parameters()))
+    frozen = model[0].weight.detach().clone()
+    for t, batch in enumerate(batches(6)):
+        if t == 3:
+            assert torch.equal(model[0].weight, frozen)
+            model[0].weight.requires_grad_(True)
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        before = model[2].weight.detach().clone(), model[0].weight.detach().clone()
+        optimizer.step()
+        layers = [2] if t < 3 else [2, 0]
+        flips = sum(int((top_n(model[i].weight.detach(), 2, 4) ^ top_n(w, 2, 4)).sum()) for i, w in zip((2, 0), before, strict=True))
+        assert handle.metrics()["density"].item() == 0.5
+        assert handle.metrics()["flip_rate"].item() == flips / sum(model[i].weight.numel() for i in layers)
+    assert not torch.equal(model[0].weight, frozen)
+
+
+def test_one_fused_call_per_group_and_kind_and_no_prune(monkeypatch):
+    """The optimizer's pass writes W̃ of the next forward; nothing else masks, and only one copy per layer exists."""
+    from nmkernels.ops import _define
+
+    calls, choose = Counter(), _define.choose
+    monkeypatch.setattr(_define, "choose", lambda op, *args: (calls.update([op]), choose(op, *args))[1])
+    model = mlp()
+    handle = nm.sparsify_(model, SRSTE(decay=0.1))
+    optimizer = handle.attach(MaskedAdamW([{"params": model[:2].parameters()}, {"params": model[2:].parameters(), "lr": 1e-3}]))
+    copies = []
+    for t, batch in enumerate(batches(5)):
+        calls.clear()
+        optimizer.zero_grad()
+        (loss_of(model, batch) + loss_of(model, batch)).backward()
+        assert calls == ({"nm_prune": 2} if t == 0 else {})
+        optimizer.step()
+        assert calls["nm_masked_adamw_"] == 4 and set(calls) <= {"nm_masked_adamw_", "nm_prune"}
+        handle.metrics()
+        for name, layer in handle.layers.items():
+            used = layer.used_weight()
+            w = model.get_parameter(f"{name}.weight").detach()
+            assert torch.equal(used, w * top_n(w, 2, 4))
+            copies.append(used.data_ptr())
+        assert "nm_mask" not in calls
+    assert len(set(copies)) == 2
+
+
+def test_no_mask_is_kept():
+    model, handle, optimizer = start(SRSTE(decay=0.1), "adamw")
+    loss_of(model, batches(1, F32)[0]).backward()
+    optimizer.step()
+    assert handle._attachments[0]._masks == {} and handle.fixed.masks == {}
+
+
+def test_masks_not_in_buffers():
+    for recipe in (STE(), STEP(t_min=1, t_max=1), ASP()):
+        model, _, optimizer = start(recipe, "masked_adamw")
+        for batch in batches(4, F32):
+            loss_of(model, batch).backward()
+            optimizer.step()
+        assert list(model.buffers()) == []
+        assert list(model.state_dict()) == list(mlp().state_dict())
+        assert sum(k in ("exp_avg", "exp_avg_sq", "step") for k in optimizer.state[model[0].weight]) == 3
+        assert set(dict(model.named_parameters())) >= set(SPARSE)

@@ -1,0 +1,69 @@
+"""Masks that are held: packing, adopting, refusing."""
+
+import pytest
+import torch
+
+import nmkernels as nm
+from nmkernels.pattern import CheckpointError
+from nmkernels.recipes.fixed import FixedMasks, HeldMask
+from python_tests.recipes.loop import mlp, top_n
+
+
+def layers(pattern="2:4", seed=0):
+    model = mlp(torch.float32, seed)
+    return nm.sparsify_(model, nm.recipes.Dense(pattern)).layers
+
+
+def test_held_mask_keeps_bits_and_writes_positive_zeros():
+    w = torch.tensor([[-0.0, -1.0, torch.inf, torch.nan]])
+    held = HeldMask(torch.tensor([[True, False, True, False]]))
+    for got in (held(w), held(w, out=torch.empty_like(w))):
+        assert torch.equal(got, torch.tensor([[0.0, 0.0, torch.inf, 0.0]]))
+        assert torch.signbit(got).tolist() == [[True, False, False, False]]
+
+
+@pytest.mark.parametrize("pattern", ["2:4", "1:16", "3:8"])
+def test_masks_survive_packing(pattern):
+    chosen = FixedMasks(layers(pattern), "magnitude")
+    state = {}
+    chosen.ensure(state)
+    n, m = map(int, pattern.split(":"))
+    for name, layer in chosen.layers.items():
+        assert torch.equal(chosen.masks[name], layer.weight != 0)
+        assert torch.equal(chosen.masks[name], top_n(layers(pattern)[name].weight.detach(), n, m))
+    again = FixedMasks(layers(pattern), "magnitude")
+    again.ensure(state)
+    assert all(torch.equal(again.masks[name], chosen.masks[name]) for name in chosen.masks)
+    assert all(torch.equal(again.layers[name].weight, chosen.layers[name].weight) for name in chosen.masks)
+
+
+def test_ensure_is_idempotent_and_forget_forgets():
+    fixed, state = FixedMasks(layers(), "magnitude"), {}
+    fixed.ensure(state)
+    masks = fixed.masks
+    fixed.ensure(state)
+    assert fixed.masks is masks
+    fixed.forget()
+    assert fixed.masks == {} and fixed.preview("0") is None
+
+
+def test_masks_of_other_layers_are_refused():
+    state = {}
+    FixedMasks(layers(), "magnitude").ensure(state)
+    other = FixedMasks(dict(list(layers().items())[:1]), "magnitude")
+    with pytest.raises(CheckpointError, match="only one of them has 2"):
+        other.ensure(state)
+    wider = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.GELU(), torch.nn.Linear(32, 32))
+    with pytest.raises(CheckpointError, match=r"'0' is of another shape than its weight \(32, 32\)"):
+        FixedMasks(nm.sparsify_(wider, nm.recipes.Dense()).layers, "magnitude").ensure(state)
+
+
+def test_collecting_sums_over_batches_and_leaves_no_hook():
+    fixed = FixedMasks(layers(), "wanda")
+    x = torch.randn(6, 16)
+    with fixed.collecting():
+        for part in (x[:2], x[2:].reshape(2, 2, 16)):
+            fixed.layers["0"](part)
+    fixed.layers["0"](x)
+    assert torch.allclose(fixed._squares["0"], x.double().square().sum(0))
+    assert not fixed.layers["0"]._forward_pre_hooks

@@ -1,0 +1,248 @@
+"""The handle's life: errors of attach, deployable, finish, remove, metrics."""
+
+import copy
+
+import pytest
+import torch
+
+import nmkernels as nm
+from nmkernels.optim import MaskedAdamW
+from nmkernels.recipes import ASP, SRSTE, STE, STEP, Dense
+from python_tests.recipes.loop import SPARSE, batches, distance, loss_of, mlp, snapshot, top_n
+
+RECIPES = [STE(), SRSTE(decay=0.1), STEP(t_min=2, t_max=4, threshold=1e-30), ASP(), ASP(prune_at=6), Dense()]
+IDS = ["ste", "srste", "step", "asp", "asp_later", "dense"]
+
+
+def start(recipe, make=MaskedAdamW):
+    model = mlp()
+    handle = nm.sparsify_(model, recipe)
+    return model, handle, handle.attach(make(model.parameters(), lr=1e-2))
+
+
+def train(model, optimizer, data, after=lambda: None):
+    for batch in data:
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        optimizer.step()
+        after()
+
+
+def hooks_of(optimizer):
+    return [len(h) for k, h in vars(optimizer).items() if k.endswith("_hooks")]
+
+
+# ---- attach
+
+
+def test_attach_without_a_swapped_weight():
+    model = mlp()
+    handle = nm.sparsify_(model, STE())
+    for optimizer in (torch.optim.SGD(model[4].parameters(), lr=1.0), torch.optim.SGD(copy.deepcopy(model).parameters(), lr=1.0)):
+        with pytest.raises(nm.RecipeError, match="none of the optimizers updates a weight of the swapped layers"):
+            handle.attach(optimizer)
+    with pytest.raises(nm.RecipeError, match="none of the optimizers"):
+        handle.attach()
+
+
+def test_attach_twice():
+    model, handle, optimizer = start(STE())
+    with pytest.raises(nm.RecipeError, match="has its optimizers already"):
+        handle.attach(torch.optim.SGD(model.parameters(), lr=1.0))
+    assert len(optimizer._optimizer_step_pre_hooks) == 1
+
+
+def test_attach_after_finish_or_remove():
+    for end in ("finish", "remove"):
+        model, handle, optimizer = start(STE())
+        train(model, optimizer, batches(1))
+        getattr(handle, end)()
+        with pytest.raises(nm.RecipeError, match="finished"):
+            handle.attach(optimizer)
+
+
+def test_one_optimizer_of_two_models_is_refused():
+    a, b = mlp(), mlp(seed=1)
+    optimizer = torch.optim.AdamW([*a.parameters(), *b.parameters()])
+    first, second = nm.sparsify_(a, STE("2:4")), nm.sparsify_(b, STE("1:4"))
+    first.attach(optimizer)
+    state = copy.deepcopy(optimizer.param_groups[0]["nm_recipe"])
+    with pytest.raises(nm.RecipeError, match="another model"):
+        second.attach(optimizer)
+    assert optimizer.param_groups[0]["nm_recipe"] == state and len(optimizer._optimizer_step_pre_hooks) == 1
+
+
+def test_attach_returns_what_it_was_given():
+    model = mlp()
+    a, b = torch.optim.SGD([model[0].weight], lr=1.0), torch.optim.SGD([model[2].weight], lr=1.0)
+    assert nm.sparsify_(model, STE()).attach(a, b) == (a, b)
+    other = MaskedAdamW(mlp().parameters())
+    with pytest.raises(nm.RecipeError):
+        nm.sparsify_(mlp(), STE()).attach(other)
+
+
+def test_before_attach():
+    model = mlp()
+    handle = nm.sparsify_(model, STE())
+    for action in (handle.state_dict, lambda: handle.state, lambda: handle.load_state_dict({"nm_recipe": {}})):
+        with pytest.raises(nm.RecipeError, match="attach"):
+            action()
+    got = {k: v.item() for k, v in handle.metrics().items()}
+    assert got == {"flip_rate": 0.0, "density": 0.5, "phase": 1, "decay_ratio": 0.0}
+    assert nm.sparsify_(mlp(), STEP(total_steps=9)).metrics()["density"].item() == 1.0
+
+
+def test_filter():
+    model = mlp()
+    handle = nm.sparsify_(model, STE(), lambda module, name: name == "2")
+    optimizer = handle.attach(MaskedAdamW(model.parameters()))
+    train(model, optimizer, batches(2))
+    assert list(handle.layers) == ["2"] and list(optimizer.targets) == [model[2].weight]
+    handle.finish()
+    assert nm.ops.is_nm(model[2].weight, "2:4") and not nm.ops.is_nm(model[0].weight, "2:4")
+
+
+# ---- watching
+
+
+@pytest.mark.parametrize("make", [MaskedAdamW, torch.optim.AdamW])
+@pytest.mark.parametrize("recipe", [SRSTE(decay=0.1), ASP()], ids=["srste", "asp"])
+def test_metrics_do_not_wait_for_the_device(monkeypatch, recipe, make):
+    model, handle, optimizer = start(recipe, make)
+    train(model, optimizer, batches(2))
+
+    def refuse(self, *args):
+        raise AssertionError("read on the host")
+
+    for name in ("item", "tolist", "__bool__", "__int__", "__float__", "__index__"):
+        monkeypatch.setattr(torch.Tensor, name, refuse)
+    got = handle.metrics()
+    assert all(isinstance(v, torch.Tensor) and v.dim() == 0 for v in got.values())
+
+
+# ---- deployable, finish, remove
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=IDS)
+@pytest.mark.parametrize("make", [MaskedAdamW, torch.optim.AdamW])
+def test_deployable_is_what_finish_leaves_and_changes_nothing(recipe, make):
+    make = MaskedAdamW if recipe.name == "step" else make
+    model, handle, optimizer = start(recipe, make)
+    x, data, outputs = batches(1, seed=9)[0][0], batches(10), []
+
+    def evaluate():
+        model.eval()
+        with handle.deployable() as same, torch.no_grad():
+            assert same is model
+            outputs.append(model(x))
+        model.train()
+        # what finish would leave now, on a copy
+        params = {k: w * top_n(w, 2, 4) if k in SPARSE and recipe.final == "nm" else w for k, w in snapshot(model).items()}
+        plain = mlp()
+        plain.load_state_dict(params)
+        assert torch.equal(outputs[-1], plain(x))
+
+    train(model, optimizer, data, evaluate)
+    other, _, other_optimizer = start(recipe, make)
+    train(other, other_optimizer, data)
+    assert distance(snapshot(model), snapshot(other)) == 0.0
+    handle.finish()
+    assert torch.equal(model(x), outputs[-1])
+
+
+def test_deployable_is_left_after_an_error():
+    model, handle, _ = start(STEP(t_min=2, t_max=4))
+    x = batches(1)[0][0]
+    before = model(x)
+    with pytest.raises(KeyError), handle.deployable():
+        assert not torch.equal(model(x), before)
+        raise KeyError
+    assert torch.equal(model(x), before)
+
+
+@pytest.mark.parametrize("recipe", RECIPES[:-1], ids=IDS[:-1])
+def test_finish_leaves_nm(recipe):
+    model, handle, optimizer = start(recipe)
+    train(model, optimizer, batches(8))
+    before = snapshot(model)
+    assert handle.finish() is model and handle.finish() is model and handle.finished
+    for k, w in snapshot(model).items():
+        mask = top_n(before[k], 2, 4) if k in SPARSE else torch.ones_like(w, dtype=torch.bool)
+        assert torch.equal(w, before[k] * mask)
+    assert "nm_recipe" not in optimizer.param_groups[0] and not any(hooks_of(optimizer)) and not optimizer.targets
+    x = batches(1)[0][0]
+    want = model(x)
+    with handle.deployable():
+        assert torch.equal(model(x), want)
+    nm.compress_(model)
+    assert torch.allclose(model(x), want, rtol=1e-12)
+
+
+def test_finish_names_layers_that_never_ran():
+    class Skips(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.idle = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)
+
+        def forward(self, x):
+            return self.used(x) @ self.idle.weight
+
+    model = Skips()
+    handle = nm.sparsify_(model, STE())
+    model(torch.randn(2, 16))
+    with pytest.raises(nm.RecipeError, match=r"never ran: idle\. .*allow_unused"):
+        handle.finish()
+    assert not nm.ops.is_nm(model.used.weight, "2:4") and not handle.finished
+    handle.finish(allow_unused=True)
+    assert nm.ops.is_nm(model.idle.weight, "2:4")
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("recipe", [STE(), ASP()], ids=["ste", "asp"])
+def test_finish_refuses_weights_that_are_not_finite(recipe, bad):
+    model, handle, optimizer = start(recipe)
+    train(model, optimizer, batches(1))
+    with torch.no_grad():
+        model[2].weight[0, 0] = bad
+    before = model[0].weight.detach().clone()
+    with pytest.raises(nm.RecipeError, match="'2' has NaN or infinite values"):
+        handle.finish()
+    assert torch.equal(model[0].weight, before) and not handle.finished
+
+
+@pytest.mark.parametrize("make", [MaskedAdamW, torch.optim.AdamW])
+@pytest.mark.parametrize("recipe", RECIPES, ids=IDS)
+def test_remove(recipe, make):
+    make = MaskedAdamW if recipe.name == "step" else make
+    model, handle, optimizer = start(recipe, make)
+    train(model, optimizer, batches(3))
+    before, params, plain = snapshot(model), list(model.parameters()), mlp()
+    assert handle.remove() is model
+    assert all(type(m) is torch.nn.Linear for m in (model[0], model[2]))
+    assert all(p is q for p, q in zip(model.parameters(), params, strict=True)) and distance(snapshot(model), before) == 0.0
+    assert not any(hooks_of(optimizer)) and "nm_recipe" not in optimizer.state_dict()["param_groups"][0]
+    plain.load_state_dict(before)
+    ordinary = make(plain.parameters(), lr=1e-2)
+    ordinary.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # torch keeps the very tensors that it loads
+    train(model, optimizer, batches(3))
+    train(plain, ordinary, batches(3))
+    assert distance(snapshot(model), snapshot(plain)) == 0.0
+    nm.sparsify_(model, STE())  # and again
+
+
+def test_finish_then_remove():
+    model, handle, optimizer = start(STE())
+    train(model, optimizer, batches(2))
+    handle.finish()
+    handle.remove()
+    assert type(model[0]) is torch.nn.Linear and nm.ops.is_nm(model[0].weight, "2:4")
+
+
+def test_a_copied_model_belongs_to_no_optimizer():
+    model, _, optimizer = start(SRSTE(decay=0.1))
+    train(model, optimizer, batches(2))
+    twin = copy.deepcopy(model)
+    x = batches(1)[0][0]
+    want = twin(x)
+    train(model, optimizer, batches(2))
+    assert torch.equal(twin(x), want) and not torch.equal(model(x), want)

@@ -1,0 +1,256 @@
+"""A trainer that saves only model and optimizer resumes bit for bit, in every phase of every recipe."""
+
+import copy
+import io
+from dataclasses import replace
+
+import pytest
+import torch
+
+import nmkernels as nm
+from nmkernels.optim import MaskedAdamW
+from nmkernels.pattern import CheckpointError
+from nmkernels.recipes import ASP, SRSTE, STE, STEP, Dense
+from python_tests.recipes.loop import SPARSE, batches, distance, loss_of, mlp, snapshot
+
+F32 = torch.float32
+DATA = batches(14, F32)
+STEP_T0_5 = STEP(t_min=2, t_max=4, threshold=1e-30)
+KEYWORDS = {"lr": 1e-2, "betas": (0.9, 0.9)}
+
+
+def masked(p):
+    return MaskedAdamW(p, **KEYWORDS)
+
+
+def fused(p):
+    return torch.optim.AdamW(p, fused=True, **KEYWORDS)
+
+
+def plain(p):
+    return torch.optim.AdamW(p, **KEYWORDS)
+
+
+def sgd(p):
+    return torch.optim.SGD(p, lr=0.05, momentum=0.9)
+
+
+CASES = {
+    "dense": (Dense(), masked, 4),
+    "srste": (SRSTE(decay=0.1), masked, 4),
+    "srste_plain": (SRSTE(decay=0.1), plain, 4),
+    "srste_fused": (SRSTE(decay=0.1), fused, 4),
+    "srste_sgd": (SRSTE(decay=0.1), sgd, 4),
+    "step_phase_0": (STEP_T0_5, masked, 3),
+    "step_at_the_switch": (STEP_T0_5, masked, 5),
+    "step_phase_1": (STEP_T0_5, masked, 8),
+    "step_raw_clamped": (replace(STEP_T0_5, bias_corrected=False, clamp=0.5, decay=0.1), masked, 8),
+    "step_geometric": (STEP(switch="geometric", t_min=7, t_max=12, threshold=1e-7), masked, 6),
+    "step_relative_norm": (STEP(switch="relative_norm", t_min=3, t_max=12, threshold=0.1), masked, 3),
+    "step_staleness": (STEP(switch="staleness", t_min=3, t_max=13, threshold=0.01), masked, 6),
+    "asp_before_pruning": (ASP(prune_at=6), masked, 4),
+    "asp_after_pruning": (ASP(prune_at=6), masked, 8),
+    "asp_plain": (ASP(), plain, 4),
+    "asp_sgd": (ASP(prune_at=3), sgd, 5),
+}
+
+
+def start(recipe, make, seed=0):
+    model = mlp(F32, seed)
+    handle = nm.sparsify_(model, recipe)
+    return model, handle, make(model.parameters())
+
+
+def train(model, optimizer, data):
+    for batch in data:
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        optimizer.step()
+
+
+def saved(*parts):
+    file = io.BytesIO()
+    torch.save(parts, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def same(a, b):
+    xs, ys = (torch.utils._pytree.tree_leaves(tree) for tree in (a, b))
+    return len(xs) == len(ys) and all(torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y for x, y in zip(xs, ys, strict=True))
+
+
+def checkpoint(recipe, make, steps):
+    """What a trainer writes after ``steps`` steps, and where the uninterrupted run ends."""
+    model, handle, optimizer = start(recipe, make)
+    handle.attach(optimizer)
+    train(model, optimizer, DATA[:steps])
+    parts = saved(model.state_dict(), optimizer.state_dict(), handle.state_dict())
+    train(model, optimizer, DATA[steps:])
+    return parts, snapshot(model), copy.deepcopy(handle.state), {k: v.item() for k, v in handle.metrics().items()}
+
+
+@pytest.mark.parametrize("order", ["attach_first", "optimizer_first", "model_last"])
+@pytest.mark.parametrize("case", CASES)
+def test_resume_from_model_and_optimizer(case, order):
+    recipe, make, steps = CASES[case]
+    (weights, state, _), want, end, figures = checkpoint(recipe, make, steps)
+    model, handle, optimizer = start(recipe, make, seed=5)
+    if order == "attach_first":
+        handle.attach(optimizer)
+    if order != "model_last":
+        model.load_state_dict(weights)
+    optimizer.load_state_dict(state)
+    if order != "attach_first":
+        handle.attach(optimizer)
+    if order == "model_last":
+        model.load_state_dict(weights)
+    train(model, optimizer, DATA[steps:])
+    assert distance(snapshot(model), want) == 0.0
+    assert {k: v.item() for k, v in handle.metrics().items()} == figures
+    assert handle.state.keys() == end.keys()
+    if recipe.name == "step":
+        assert handle.state["switch_step"] == end["switch_step"] > 0
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_resume_from_the_handles_state(case):
+    """The optimizer's groups rebuilt by a trainer that knows only torch's own keys; the handle's state saved beside them."""
+    recipe, make, steps = CASES[case]
+    (weights, state, mine), want, _, _ = checkpoint(recipe, make, steps)
+    for group in state["param_groups"]:
+        group.pop("nm_recipe", None)
+    model, handle, optimizer = start(recipe, make, seed=5)
+    handle.attach(optimizer)
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(state)
+    handle.load_state_dict(mine)
+    train(model, optimizer, DATA[steps:])
+    assert distance(snapshot(model), want) == 0.0
+
+
+def test_a_loaded_state_belongs_to_one_run_only():
+    """Two runs from one state dict, and that state dict afterwards, do not share anything."""
+    (weights, state, _), want, _, _ = checkpoint(STEP_T0_5, masked, 8)
+    kept = copy.deepcopy(state)
+    for _ in range(2):
+        model, handle, optimizer = start(STEP_T0_5, masked)
+        handle.attach(optimizer)
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(state)
+        train(model, optimizer, DATA[8:])
+        assert distance(snapshot(model), want) == 0.0
+    assert same(state, kept)
+
+
+def test_going_back_in_time():
+    """Loading a checkpoint of phase 0 into a run that is past its switch, or of before pruning after it."""
+    for recipe, early in ((STEP_T0_5, 3), (ASP(prune_at=6), 4)):
+        (weights, state, _), want, _, _ = checkpoint(recipe, masked, early)
+        model, handle, optimizer = start(recipe, masked)
+        handle.attach(optimizer)
+        train(model, optimizer, DATA)
+        optimizer.load_state_dict(state)
+        model.load_state_dict(weights)
+        assert handle.metrics()["phase"].item() == 0 and handle.fixed.masks == {}
+        train(model, optimizer, DATA[early:])
+        assert distance(snapshot(model), want) == 0.0
+
+
+def test_state_of_plain_adamw_into_a_step_run():
+    """The recipe starts at its beginning with the loaded moments; v* gets the bias correction of all its steps."""
+    dense = mlp(F32)
+    before = plain(dense.parameters())
+    train(dense, before, DATA[:6])
+    weights, state = saved(dense.state_dict(), before.state_dict())
+    for attach_first in (True, False):
+        model, handle, optimizer = start(STEP_T0_5, masked)
+        if attach_first:
+            handle.attach(optimizer)
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(state)
+        if not attach_first:
+            handle.attach(optimizer)
+        moments = [optimizer.state[model.get_parameter(k)]["exp_avg_sq"].clone() for k in SPARSE]
+        loaded = [before.state[dense.get_parameter(k)]["exp_avg_sq"] for k in SPARSE]
+        assert all(torch.equal(a, b) for a, b in zip(moments, loaded, strict=True))
+        train(model, optimizer, DATA[6:])
+        assert (handle.state["switch_step"], handle.state["v_step"]) == (5, 11)
+
+
+def test_wanda_resumes_without_calibration():
+    model, handle, optimizer = start(ASP(score="wanda"), masked)
+    with handle.calibrate():
+        model(DATA[0][0])
+    handle.attach(optimizer)
+    train(model, optimizer, DATA[:4])
+    weights, state = saved(model.state_dict(), optimizer.state_dict())
+    train(model, optimizer, DATA[4:])
+    other, again, theirs = start(ASP(score="wanda"), masked, seed=5)
+    other.load_state_dict(weights)
+    theirs.load_state_dict(state)
+    again.attach(theirs)
+    train(other, theirs, DATA[4:])
+    assert distance(snapshot(other), snapshot(model)) == 0.0
+
+
+# ---- what is refused
+
+
+FOREIGN = {
+    "recipe": (STE("2:4"), SRSTE("2:4"), r"of ste:2:4, this run uses srste:2:4"),
+    "pattern": (SRSTE("2:4"), SRSTE("1:4"), r"of srste:2:4, this run uses srste:1:4"),
+    "policy": (STEP_T0_5, replace(STEP_T0_5, switch="geometric"), r'switch="arithmetic", this run uses "geometric"'),
+}
+
+
+@pytest.mark.parametrize("way", ["load", "attach", "handle"])
+@pytest.mark.parametrize("case", FOREIGN)
+def test_checkpoint_of_another_recipe_leaves_all_as_it_was(case, way):
+    theirs, mine, said = FOREIGN[case]
+    (_, state, handle_state), _, _, _ = checkpoint(theirs, masked, 3)
+    model, handle, optimizer = start(mine, masked)
+    if way == "attach":
+        optimizer.load_state_dict(state)
+    else:
+        handle.attach(optimizer)
+        train(model, optimizer, DATA[:2])
+    before = copy.deepcopy((optimizer.state_dict(), snapshot(model), handle.metrics()["phase"].item()))
+    actions = {
+        "load": lambda: optimizer.load_state_dict(state),
+        "attach": lambda: handle.attach(optimizer),
+        "handle": lambda: handle.load_state_dict(handle_state),
+    }
+    with pytest.raises(CheckpointError, match=said):
+        actions[way]()
+    assert same(before, (optimizer.state_dict(), snapshot(model), handle.metrics()["phase"].item()))
+    assert len(optimizer._optimizer_step_pre_hooks) == (0 if way == "attach" else 1)
+
+
+def test_after_the_switch_the_policy_no_longer_matters():
+    (_, state, _), _, _, _ = checkpoint(STEP_T0_5, masked, 8)
+    _, handle, optimizer = start(replace(STEP_T0_5, switch="geometric"), masked)
+    handle.attach(optimizer)
+    optimizer.load_state_dict(state)
+    assert handle.metrics()["phase"].item() == 1
+
+
+@pytest.mark.parametrize(
+    "state", [None, 3, {}, {"spec": 1}, {"spec": {}}, {"spec": {"recipe": "step", "pattern": "2:4", "switch": "arithmetic"}}]
+)
+def test_mangled_state(state):
+    _, handle, optimizer = start(STEP_T0_5, masked)
+    handle.attach(optimizer)
+    with pytest.raises(CheckpointError, match=r"did not write|incomplete"):
+        handle.load_state_dict({"nm_recipe": state})
+    with pytest.raises(CheckpointError, match="not a handle's state dict"):
+        handle.load_state_dict({"state": state})
+
+
+def test_masks_of_another_model():
+    (_, state, _), _, _, _ = checkpoint(ASP(), sgd, 2)
+    state["param_groups"][0]["nm_recipe"]["masks"].pop("2")
+    _, handle, optimizer = start(ASP(), sgd)
+    handle.attach(optimizer)
+    with pytest.raises(CheckpointError, match="only one of them has 2"):
+        optimizer.load_state_dict(state)
