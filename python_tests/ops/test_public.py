@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import pytest
 import torch
@@ -65,6 +66,34 @@ def test_backward_raises_instead_of_losing_the_gradient(fn, backend: str, monkey
     with torch.no_grad():
         assert not torch.is_tensor(z := fn(w, "2:4")) or not z.requires_grad
     assert not ops.mask(w, "2:4").requires_grad
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_raw_ops_record_nothing(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backend in plain torch must not be differentiable where one in C++ is not."""
+    monkeypatch.setenv(_dispatch.ENV, backend)
+    w = W.clone().requires_grad_()
+    y = torch.ops.nmkernels.nm_prune(w, 2, 4)
+    with pytest.warns(UserWarning, match="autograd kernel was not registered"):
+        y.sum().backward()
+    assert w.grad is None and torch.is_grad_enabled()
+
+
+def test_backends_get_every_argument(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch drops trailing arguments that equal their defaults; backends see them all the same."""
+    seen: list[int] = []
+    for op in ("nm_compress", "nm_linear"):
+        entry = _dispatch.implementations(op)[-1]
+
+        def supports(*args: Any) -> _dispatch.Verdict:
+            seen.append(len(args))
+            return False, "only looks"
+
+        monkeypatch.setitem(_dispatch._impls, op, [_dispatch.Impl(op, "spy", entry.fn, supports, 99), *_dispatch._impls[op]])
+    c = ops.compress(W, "2:4")
+    ops.compress(W, "2:4", out=c)
+    ops.linear(torch.ones(1, 16), c)
+    assert seen == [4, 4, 7]
 
 
 def test_decompress_backward_raises() -> None:
