@@ -1,0 +1,63 @@
+"""``make gpu``: its exit status is right, every step runs, and the summary comes last."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from bench import gpu
+from nmkernels import _capability
+from python_tests.house.tree import ROOT
+
+
+def _run(capsys: pytest.CaptureFixture[str], statuses: dict[str, int]) -> tuple[int, list[str], list[list[str]]]:
+    ran: list[list[str]] = []
+
+    def runner(words: list[str]) -> int:
+        ran.append(words)
+        step = next(s for s in gpu.STEPS if list(s.words) == words)
+        return statuses.get(step.name, 0)
+
+    status = gpu.main(lambda: "", runner)
+    return status, capsys.readouterr().out.splitlines(), ran
+
+
+def test_all_steps_pass(capsys: pytest.CaptureFixture[str]) -> None:
+    status, lines, ran = _run(capsys, {})
+    assert status == 0 and lines[-1].strip() == "all passed"
+    assert ran == [list(s.words) for s in gpu.STEPS]
+
+
+@pytest.mark.parametrize("step", [s.name for s in gpu.STEPS])
+def test_failed_step_does_not_hide_the_rest(step: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, lines, ran = _run(capsys, {step: 3})
+    assert status == 1 and len(ran) == len(gpu.STEPS)
+    summary = lines[lines.index("== summary") :]
+    assert next(line for line in summary if "FAILED, exit status 3" in line).split()[0] == step
+    assert lines[-1].strip() == "FAILED"
+
+
+def test_no_gpu_test_yet_is_fine(capsys: pytest.CaptureFixture[str]) -> None:
+    status, lines, _ = _run(capsys, {"tests": 5})
+    assert status == 0 and any("no test is marked gpu yet" in line for line in lines)
+    # the same status of another step is a failure
+    assert _run(capsys, {"build": 5})[0] == 1
+
+
+def test_without_gpu_nothing_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    def forbidden(words: list[str]) -> int:
+        raise AssertionError(words)
+
+    assert gpu.main(lambda: "torch sees no NVIDIA GPU", forbidden) == 2
+    assert "torch sees no NVIDIA GPU" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(_capability.cuda_device().ok, reason="there is a GPU here")
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_make_gpu_without_gpu_exits_2() -> None:
+    done = subprocess.run(["make", "--no-print-directory", "gpu", f"PYTHON={sys.executable}"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "no NVIDIA GPU to use here" in done.stdout
