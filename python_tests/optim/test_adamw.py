@@ -1,0 +1,236 @@
+"""MaskedAdamW without a recipe is AdamW; its flags, dtypes, groups and scalers."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+
+from nmkernels.ops import STATS
+from nmkernels.optim import PLAIN, MaskedAdamW, Target, UpdateRule, merge_stats
+from nmkernels.pattern import DtypeError, Pattern
+
+SHAPES = [(8, 16), (16,), (3, 4, 5), ()]
+
+
+def params(dtype=torch.float32, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return [torch.nn.Parameter(torch.randn(s, generator=g, dtype=torch.float64).to(dtype)) for s in SHAPES]
+
+
+def set_grads(ps, t, scale=1.0):
+    g = torch.Generator().manual_seed(100 + t)
+    for p in ps:
+        p.grad = (torch.randn(p.shape, generator=g, dtype=torch.float64) * scale).to(p.dtype)
+
+
+def run(make, steps=20, dtype=torch.float32):
+    ps = params(dtype)
+    optimizer = make(ps)
+    for t in range(steps):
+        set_grads(ps, t)
+        optimizer.step()
+    return ps, optimizer
+
+
+def assert_same(mine, theirs, dtype):
+    tolerance = 1e-6 if dtype == torch.float32 else 1e-12
+    for p, q in zip(mine, theirs, strict=True):
+        assert (p - q).abs().max() <= tolerance * q.abs().max()
+
+
+KEYWORDS = {
+    "defaults": {},
+    "all": {"lr": 0.05, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.3},
+    "amsgrad": {"lr": 0.05, "betas": (0.5, 0.6), "amsgrad": True},
+    "maximize": {"lr": 0.05, "maximize": True},
+    "tensor_lr": {"lr": torch.tensor(0.05)},
+    "no_decay": {"lr": 0.05, "weight_decay": 0.0},
+    "foreach": {"lr": 0.05, "foreach": True},
+    "fused": {"lr": 0.05, "fused": True},
+    "not_foreach": {"lr": 0.05, "foreach": False},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("case", KEYWORDS)
+def test_equals_torch_adamw(case, dtype):
+    keywords = KEYWORDS[case]
+    mine, ours = run(lambda ps: MaskedAdamW(ps, **keywords), dtype=dtype)
+    theirs, plain = run(lambda ps: torch.optim.AdamW(ps, **keywords), dtype=dtype)
+    assert_same(mine, theirs, torch.float32 if case == "tensor_lr" else dtype)  # torch multiplies with an fp32 lr
+    for p, q in zip(mine, theirs, strict=True):
+        assert ours.state[p].keys() == plain.state[q].keys()
+        assert ours.state[p]["step"] == plain.state[q]["step"] == 20
+        assert all(ours.state[p][k].dtype == plain.state[q][k].dtype for k in ours.state[p])
+        moments = {k: [ours.state[p][k]] for k in ("exp_avg", "exp_avg_sq")}
+        for k, v in moments.items():
+            assert_same(v, [plain.state[q][k]], dtype)
+
+
+def test_positional_arguments_and_defaults_are_adamws():
+    ps = params()
+    mine, theirs = MaskedAdamW(ps, 0.1, (0.5, 0.6), 1e-3, 0.2, True), torch.optim.AdamW(ps, 0.1, (0.5, 0.6), 1e-3, 0.2, True)
+    assert mine.defaults == theirs.defaults
+    assert MaskedAdamW(ps).defaults == torch.optim.AdamW(ps).defaults
+
+
+def test_a_tensor_lr_is_read_at_every_step():
+    lr = torch.tensor(0.0)
+    ps = params()
+    optimizer = MaskedAdamW(ps, lr=lr, weight_decay=0.0)
+    before = ps[0].detach().clone()
+    for value, moved in ((0.0, False), (0.1, True)):
+        lr.fill_(value)
+        set_grads(ps, 0)
+        optimizer.step()
+        assert torch.equal(ps[0], before) != moved
+
+
+def test_groups_and_parameters_without_gradients():
+    def make(cls, ps):
+        groups = [{"params": ps[:1], "lr": 0.1}, {"params": ps[1:3], "weight_decay": 0.5}, {"params": ps[3:], "maximize": True}]
+        return cls(groups, lr=0.01)
+
+    def go(cls):
+        ps = params()
+        optimizer = make(cls, ps)
+        for t in range(8):
+            set_grads(ps, t)
+            ps[1].grad = None if t < 3 else ps[1].grad
+            ps[2].grad = None
+            optimizer.step()
+        return ps, optimizer
+
+    mine, ours = go(MaskedAdamW)
+    theirs, _ = go(torch.optim.AdamW)
+    assert_same(mine, theirs, torch.float32)
+    assert torch.equal(mine[2], params()[2]) and mine[2] not in ours.state
+    assert [int(ours.state[p]["step"]) for p in (mine[0], mine[1], mine[3])] == [8, 5, 8]
+    ours.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))], "lr": 1.0})
+    ours.param_groups[-1]["params"][0].grad = torch.ones(3)
+    ours.step()
+    assert torch.allclose(ours.param_groups[-1]["params"][0], torch.tensor(-0.01), atol=1e-6)
+
+
+def test_closure():
+    p = torch.nn.Parameter(torch.ones(4))
+    optimizer = MaskedAdamW([p], lr=0.1)
+
+    def closure():
+        assert torch.is_grad_enabled()
+        optimizer.zero_grad()
+        loss = (p**2).sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() == 4.0
+    assert torch.allclose(p, torch.tensor(0.899), atol=1e-6) and optimizer.step() is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_parameters_have_fp32_moments(dtype):
+    ps, optimizer = run(lambda ps: MaskedAdamW(ps, lr=0.05), dtype=dtype)
+    exact = params(dtype)
+    masters = [torch.nn.Parameter(p.detach().float()) for p in exact]
+    theirs = torch.optim.AdamW(masters, lr=0.05)
+    for t in range(20):
+        set_grads(exact, t)
+        for m, p in zip(masters, exact, strict=True):
+            m.grad = p.grad.float()
+        theirs.step()
+        for m in masters:
+            m.data.copy_(m.detach().to(dtype))  # the parameter is rounded after every step, the moments never
+    for p, m in zip(ps, masters, strict=True):
+        assert optimizer.state[p]["exp_avg"].dtype == optimizer.state[p]["exp_avg_sq"].dtype == torch.float32
+        assert (p.float() - m).abs().max() <= 2 * torch.finfo(dtype).eps * m.abs().max()
+        assert torch.allclose(optimizer.state[p]["exp_avg_sq"], theirs.state[m]["exp_avg_sq"], rtol=1e-6)
+
+
+@pytest.mark.parametrize("layout", ["transposed", "channels_last", "sliced"])
+def test_strided_parameters(layout):
+    def make():
+        g = torch.Generator().manual_seed(3)
+        if layout == "transposed":
+            return torch.nn.Parameter(torch.randn(6, 10, generator=g).t())
+        if layout == "channels_last":
+            return torch.nn.Parameter(torch.randn(2, 3, 4, 5, generator=g).to(memory_format=torch.channels_last))
+        return torch.nn.Parameter(torch.randn(6, 20, generator=g)[:, ::2])
+
+    mine, theirs = make(), make()
+    ours, plain = MaskedAdamW([mine], lr=0.1), torch.optim.AdamW([theirs], lr=0.1)
+    for t in range(5):
+        set_grads([mine], t)
+        set_grads([theirs], t)
+        ours.step()
+        plain.step()
+    assert_same([mine], [theirs], torch.float32)
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match="differentiable"):
+        MaskedAdamW(params(), differentiable=True)
+    for bad in ({"lr": -1.0}, {"betas": (1.0, 0.9)}, {"eps": -1.0}, {"weight_decay": -1.0}):
+        with pytest.raises(ValueError, match="Invalid"):
+            MaskedAdamW(params(), **bad)
+    with pytest.raises(TypeError):
+        MaskedAdamW(params(), learning_rate=0.1)
+    z = torch.nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    z.grad = torch.ones_like(z)
+    with pytest.raises(DtypeError, match=r"complex64.*torch\.optim\.AdamW"):
+        MaskedAdamW([z]).step()
+    table = torch.nn.Embedding(4, 3, sparse=True)
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(DtypeError, match="SparseAdam"):
+        MaskedAdamW(table.parameters()).step()
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle", "save"])
+def test_copies_train_on_alike(way):
+    ps, optimizer = run(lambda ps: MaskedAdamW(ps, lr=0.05), steps=3)
+    optimizer.targets, optimizer.rule = {ps[0]: Target(Pattern("2:4"))}, UpdateRule(masked=True)
+    if way == "deepcopy":
+        twins, twin = copy.deepcopy((ps, optimizer))
+    elif way == "pickle":
+        twins, twin = pickle.loads(pickle.dumps((ps, optimizer)))
+    else:
+        file = io.BytesIO()
+        torch.save((ps, optimizer), file)
+        file.seek(0)
+        twins, twin = torch.load(file, weights_only=False)
+    # hooks and masks belong to the handle of the original
+    assert twin.targets == {} and twin.rule is PLAIN
+    for t in range(3):
+        set_grads(ps, t)
+        set_grads(twins, t)
+        optimizer.step()
+        twin.step()
+    assert all(torch.equal(a, b) for a, b in zip(ps, twins, strict=True))
+
+
+def test_merge_stats():
+    a, b = torch.arange(9.0, dtype=torch.float64), torch.full((9,), 4.0, dtype=torch.float64)
+    a[0], b[0] = 0.0, 1.0
+    got = dict(zip(STATS, merge_stats(a, b).tolist(), strict=True))
+    assert got["applied"] == 1 and got["max_update"] == 8.0 and got["flips"] == 8.0 and got["v_change"] == 5.0
+    a[-1] = torch.nan
+    assert merge_stats(a, b)[-1].isnan()
+
+
+def test_stats_count_maskable_parameters_only():
+    ps = params()
+    optimizer = MaskedAdamW(ps, lr=0.05)
+    set_grads(ps, 0)
+    optimizer.step()
+    assert optimizer.stats is None and optimizer.stats_numel == 0
+    optimizer.targets, optimizer.rule = {ps[0]: Target(Pattern("2:4"))}, UpdateRule(masked=True)
+    before = optimizer.state[ps[0]]["exp_avg_sq"].clone()
+    set_grads(ps, 1)
+    optimizer.step()
+    stats = dict(zip(STATS, optimizer.stats.tolist(), strict=True))
+    assert optimizer.stats_numel == 128 and stats["nonzeros"] == 64 and stats["applied"] == 1
+    assert stats["v_change"] == pytest.approx((optimizer.state[ps[0]]["exp_avg_sq"] - before).abs().double().sum().item(), rel=1e-6)
+    optimizer.forget()
+    optimizer.step()
+    assert optimizer.stats is None

@@ -1,0 +1,77 @@
+"""GradScaler hands MaskedAdamW its scale; a skipped step changes nothing at all."""
+
+import pytest
+import torch
+
+from nmkernels.optim import MaskedAdamW, Target, UpdateRule
+from nmkernels.pattern import Pattern
+
+
+def model():
+    torch.manual_seed(0)
+    return torch.nn.Linear(16, 8)
+
+
+def trained(cls, scaler=None, unscale=False, clip=None, steps=8, overflow=()):
+    layer = model()
+    optimizer = cls(layer.parameters(), lr=0.05)
+    for t in range(steps):
+        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(t))
+        optimizer.zero_grad()
+        loss = layer(x * torch.inf if t in overflow else x).square().sum()
+        (scaler.scale(loss) if scaler else loss).backward()
+        if unscale:
+            scaler.unscale_(optimizer)
+        if clip:
+            torch.nn.utils.clip_grad_norm_(layer.parameters(), clip)
+        if scaler:
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            optimizer.step()
+    return layer, optimizer
+
+
+def close(a, b):
+    return all(torch.allclose(p, q, rtol=1e-5, atol=1e-6) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_scaler(unscale, clip):
+    if clip and not unscale:
+        clip = 0.1 * 512  # the gradients that are clipped are the scaled ones
+    got, optimizer = trained(MaskedAdamW, torch.amp.GradScaler("cpu", init_scale=512.0), unscale, clip)
+    want, _ = trained(torch.optim.AdamW, clip=0.1 if clip else None)
+    assert close(got, want)
+    assert not hasattr(optimizer, "grad_scale") and not hasattr(optimizer, "found_inf")
+
+
+def test_overflow_is_skipped_and_the_scale_backs_off():
+    scaler = torch.amp.GradScaler("cpu", init_scale=512.0)
+    got, optimizer = trained(MaskedAdamW, scaler, overflow=(0, 3, 4))
+    want, _ = trained(torch.optim.AdamW, torch.amp.GradScaler("cpu", init_scale=512.0), overflow=(0, 3, 4))
+    assert close(got, want) and scaler.get_scale() == 64.0
+    assert all(int(s["step"]) == 5 for s in optimizer.state.values())
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("unscale", [False, True])
+def test_found_inf_leaves_everything_untouched(masked, unscale):
+    layer, optimizer = trained(MaskedAdamW, steps=3)
+    sink = torch.full((8, 16), 7.0)
+    filled = []
+    if masked:
+        optimizer.targets = {layer.weight: Target(Pattern("2:4"), sink=lambda: sink, filled=lambda: filled.append(1))}
+        optimizer.rule = UpdateRule(masked=True, decay=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=512.0)
+    tensors = [*layer.parameters(), *(v for s in optimizer.state.values() for v in s.values())]
+    before = [t.detach().clone() for t in tensors]
+    scaler.scale(layer(torch.full((2, 16), torch.inf)).sum()).backward()
+    if unscale:
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
+    assert bool((sink == 7.0).all())
+    if masked:
+        assert not optimizer.stats.any()

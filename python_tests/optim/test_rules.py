@@ -1,0 +1,99 @@
+"""What a recipe tells the optimizer: every field of the rule changes the update as its equation says."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from nmkernels.ops import STATS
+from nmkernels.optim import PLAIN, MaskedAdamW, Target, UpdateRule
+from nmkernels.pattern import NMError, Pattern
+
+LR, B1, B2, EPS, WD = 0.05, 0.9, 0.95, 1e-3, 0.1
+
+
+def mask_of(w, n=2, m=4):
+    g = w.abs().reshape(-1, m)
+    best = g.argsort(dim=1, descending=True, stable=True)[:, :n]
+    return torch.zeros_like(g, dtype=torch.bool).scatter(1, best, True).reshape(w.shape)
+
+
+def one_step(rule, w, g, m, v, t):
+    """The update of one tensor in float64, from the equations."""
+    kept = mask_of(w)
+    g = g + rule.decay * w * ~kept if rule.masked else g
+    m = B1 * m + (1 - B1) * g
+    v_new = v if rule.frozen else B2 * v + (1 - B2) * g * g
+    correction = (1 - B2**rule.v_step if rule.v_step else 1.0) if rule.frozen else 1 - B2**t
+    d = (v_new / correction + EPS).sqrt() if rule.eps_inside else (v_new / correction).sqrt() + EPS
+    u = m / (1 - B1**t) / d
+    u = u.clamp(-rule.clamp, rule.clamp) if rule.clamp else u
+    return w * (1 - LR * WD) - LR * u, m, v_new
+
+
+RULES = {
+    "plain": PLAIN,
+    "masked": UpdateRule(masked=True),
+    "decay": UpdateRule(masked=True, decay=0.5),
+    "frozen_raw": UpdateRule(masked=True, frozen=True),
+    "frozen_corrected": UpdateRule(masked=True, frozen=True, v_step=3),
+    "eps_inside": UpdateRule(masked=True, eps_inside=True),
+    "clamp": UpdateRule(masked=True, clamp=0.3),
+    "frozen_clamped_decay": UpdateRule(masked=True, frozen=True, v_step=2, clamp=0.7, decay=0.2, eps_inside=True),
+}
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("case", RULES)
+def test_update(case, transposed):
+    rule = RULES[case]
+    gen = torch.Generator().manual_seed(0)
+    w = torch.randn(8, 16, generator=gen, dtype=torch.float64)
+    m = v = torch.zeros_like(w)
+    p = torch.nn.Parameter(w.t().clone() if transposed else w.clone())
+    sink, filled = torch.full_like(w, 9.0), []
+    optimizer = MaskedAdamW([p], lr=LR, betas=(B1, B2), eps=EPS, weight_decay=WD)
+    optimizer.targets = {p: Target(Pattern("2:4"), transposed, sink=lambda: sink, filled=lambda: filled.append(1))}
+    for t in range(1, 7):
+        now = rule if t > 3 else dataclasses.replace(rule, frozen=False)  # a second moment, before it is frozen
+        optimizer.rule = now
+        g = torch.randn(8, 16, generator=gen, dtype=torch.float64)
+        p.grad = g.t().clone() if transposed else g.clone()
+        before = mask_of(w)
+        w, m, v = one_step(now, w, g, m, v, t)
+        optimizer.step()
+        got = p.detach().t() if transposed else p.detach()
+        assert torch.allclose(got, w, rtol=1e-12, atol=1e-14)
+        stats = dict(zip(STATS, optimizer.stats.tolist(), strict=True))
+        if rule.masked:
+            assert torch.equal(sink, got * mask_of(got)) and len(filled) == t
+            assert stats["flips"] == int((mask_of(w) ^ before).sum())
+        else:
+            assert bool((sink == 9.0).all()) and not filled and stats["flips"] == 0
+
+
+def test_every_rule_differs():
+    gen = torch.Generator().manual_seed(1)
+    w, g, m = (torch.randn(8, 16, generator=gen, dtype=torch.float64) for _ in range(3))
+    v = torch.rand(8, 16, generator=gen, dtype=torch.float64)
+    results = [one_step(rule, w, g, m, v, 5)[0] for name, rule in RULES.items() if name != "masked"]
+    for i, a in enumerate(results):
+        assert all((a - b).abs().max() > 1e-6 for b in results[:i])
+
+
+@pytest.mark.parametrize("field", ["decay", "clamp", "v_step"])
+def test_negative_values_are_refused(field):
+    with pytest.raises(NMError, match=f"{field}=-1"):
+        UpdateRule(**{field: -1})
+
+
+def test_rules_are_frozen_and_plain_is_adamw():
+    assert UpdateRule() == PLAIN
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        PLAIN.decay = 1.0
+
+
+def test_target_view():
+    x = torch.zeros(3, 5)
+    assert Target(Pattern("2:4")).view(x) is x and Target(Pattern("2:4"), transposed=True).view(x).shape == (5, 3)
+    assert Target(Pattern("2:4")).sink() is None and Target(Pattern("2:4")).filled() is None

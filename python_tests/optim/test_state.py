@@ -1,0 +1,154 @@
+"""State dicts: uncast, shared with nobody, from and into plain AdamW, and foreign ones refused."""
+
+import copy
+import io
+
+import pytest
+import torch
+
+from nmkernels.optim import MaskedAdamW
+from nmkernels.pattern import CheckpointError
+
+
+def layer(dtype=torch.float32, features=8):
+    torch.manual_seed(0)
+    return torch.nn.Linear(16, features, dtype=dtype)
+
+
+def train(model, optimizer, steps, first=0):
+    for t in range(first, first + steps):
+        optimizer.zero_grad()
+        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(t)).to(model.weight.dtype)
+        model(x).float().square().sum().backward()
+        optimizer.step()
+
+
+def same(a, b):
+    return all(torch.equal(a[k], b[k]) and a[k].dtype == b[k].dtype for k in b)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("amsgrad", [False, True])
+@pytest.mark.parametrize("fused", [None, True])
+def test_load_state_dict_keeps_dtypes(dtype, amsgrad, fused):
+    a, b = layer(dtype), layer(dtype)
+    first, second = (MaskedAdamW(m.parameters(), lr=0.01, amsgrad=amsgrad, fused=fused) for m in (a, b))
+    train(a, first, 4)
+    file = io.BytesIO()
+    torch.save((a.state_dict(), first.state_dict()), file)
+    file.seek(0)
+    weights, state = torch.load(file, weights_only=True)
+    b.load_state_dict(weights)
+    second.load_state_dict(state)
+    for p, q in zip(a.parameters(), b.parameters(), strict=True):
+        assert same(second.state[q], first.state[p]) and len(first.state[p]) == 3 + amsgrad
+    train(a, first, 4, first=4)
+    train(b, second, 4, first=4)
+    assert torch.equal(a.weight, b.weight) and torch.equal(a.bias, b.bias)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_from_and_into_plain_adamw(fused):
+    """The run goes on in the other optimizer as if nothing had happened."""
+    for first, second in ((torch.optim.AdamW, MaskedAdamW), (MaskedAdamW, torch.optim.AdamW)):
+        a, b = layer(), layer()
+        before, after = first(a.parameters(), lr=0.02, fused=fused), second(b.parameters(), lr=0.5, fused=fused)
+        train(a, before, 5)
+        b.load_state_dict(a.state_dict())
+        after.load_state_dict(copy.deepcopy(before.state_dict()))
+        assert after.param_groups[0]["lr"] == 0.02
+        assert same(after.state[b.weight], before.state[a.weight])
+        train(a, before, 5, first=5)
+        train(b, after, 5, first=5)
+        assert torch.allclose(a.weight, b.weight, rtol=1e-6, atol=1e-7)
+
+
+def test_moments_saved_in_bf16_are_taken_as_they_are():
+    a, b = layer(torch.bfloat16), layer(torch.bfloat16)
+    plain, ours = torch.optim.AdamW(a.parameters()), MaskedAdamW(b.parameters())
+    train(a, plain, 3)
+    ours.load_state_dict(plain.state_dict())
+    train(b, ours, 1)
+    assert ours.state[b.weight]["exp_avg"].dtype == torch.float32
+    assert int(ours.state[b.weight]["step"]) == 4
+
+
+def test_a_step_saved_as_a_number():
+    """Old checkpoints; torch makes it a tensor of the default dtype."""
+    a, b = layer(), layer()
+    first, second = MaskedAdamW(a.parameters()), MaskedAdamW(b.parameters())
+    train(a, first, 2)
+    state = copy.deepcopy(first.state_dict())
+    for s in state["state"].values():
+        s["step"] = float(s["step"])
+    torch.set_default_dtype(torch.float64)
+    try:
+        second.load_state_dict(state)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert second.state[b.weight]["step"].dtype == torch.float32
+    train(b, second, 1)
+    assert int(second.state[b.weight]["step"]) == 3
+
+
+def test_loaded_state_is_a_copy():
+    """torch itself keeps the very step tensor that it loads: two optimizers would count together."""
+    a = layer()
+    first = MaskedAdamW(a.parameters())
+    train(a, first, 2)
+    state = first.state_dict()
+    kept = copy.deepcopy(state)
+    models = [layer(), layer()]
+    for model in models:
+        optimizer = MaskedAdamW(model.parameters())
+        optimizer.load_state_dict(state)
+        train(model, optimizer, 3)
+        assert int(optimizer.state[model.weight]["step"]) == 5
+    for i, s in kept["state"].items():
+        assert same(state["state"][i], s)
+
+
+def test_foreign_states_are_refused_and_change_nothing():
+    model = layer()
+    optimizer = MaskedAdamW(model.parameters(), lr=0.123)
+    train(model, optimizer, 2)
+    before = copy.deepcopy(optimizer.state_dict())
+    sgd = torch.optim.SGD(layer().parameters(), lr=0.1, momentum=0.9)
+    wide = layer(features=6)
+    other = MaskedAdamW(wide.parameters())
+    train(wide, other, 1)
+    rms = copy.deepcopy(before)
+    for s in rms["state"].values():
+        del s["exp_avg"]
+    cases = ((sgd.state_dict(), "no betas and eps"), (other.state_dict(), r"exp_avg has shape \(6, 16\)"), (rms, "has no exp_avg"))
+    for state, said in cases:
+        with pytest.raises(CheckpointError, match=said):
+            optimizer.load_state_dict(state)
+    short = copy.deepcopy(before)
+    short["param_groups"][0]["params"].pop()
+    with pytest.raises(ValueError, match="size of optimizer's group"):
+        optimizer.load_state_dict(short)
+    assert optimizer.param_groups[0]["lr"] == 0.123
+    for i, s in before["state"].items():
+        assert same(optimizer.state_dict()["state"][i], s)
+
+
+def test_state_of_parameters_that_never_had_a_gradient():
+    model = layer()
+    model.bias.requires_grad_(False)
+    first = MaskedAdamW(model.parameters())
+    train(model, first, 2)
+    twin = layer()
+    second = MaskedAdamW(twin.parameters())
+    second.load_state_dict(first.state_dict())
+    train(twin, second, 1)
+    assert (int(second.state[twin.weight]["step"]), int(second.state[twin.bias]["step"])) == (3, 1)
+
+
+def test_capturable_keeps_its_step_beside_the_parameter():
+    model = layer()
+    optimizer = MaskedAdamW(model.parameters(), capturable=True)
+    model.weight.grad = torch.ones_like(model.weight)
+    optimizer.step()
+    step = optimizer.state[model.weight]["step"]
+    assert step.device == model.weight.device and step.dtype == torch.float32 and step.dim() == 0
