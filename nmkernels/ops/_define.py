@@ -140,6 +140,5 @@ def _writable(outs: tuple[Tensor, ...], args: tuple[Any, ...]) -> bool:
 
 def _bump(tensors: Tensor | Iterable[Tensor]) -> None:
     """Count a write as torch's own in-place ops do, so that caches and autograd notice it."""
-    for tensor in (tensors,) if isinstance(tensors, Tensor) else tensors:
-        if not tensor.is_inference():
-            torch.autograd.graph.increment_version(tensor)
+    every = (tensors,) if isinstance(tensors, Tensor) else tensors
+    torch.autograd.graph.increment_version([t for t in every if not t.is_inference()])

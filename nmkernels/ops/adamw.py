@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..pattern import DtypeError, PatternLike, ShapeError
-from ._check import as_pattern, check_device, check_float, pattern_of
+from ._check import FLOATS, as_pattern, check_device, check_float, pattern_of
 from ._define import Spec, define
 
 HYPER = ("lr", "beta1", "beta2", "eps", "weight_decay", "decay", "v_step", "clamp", "reserved")
@@ -38,18 +38,23 @@ def _masked_adamw(
         scalar = grad_scale if name == "grad_scale" else found_inf
         if scalar is not None and (scalar.numel() != 1 or scalar.dtype != torch.float32):
             raise ShapeError(f"{op}: {name} is {scalar.dtype} of shape {tuple(scalar.shape)}; it must be one float32 element.")
+    given = [(name, tensors, "exp" in name) for name, tensors in lists.items() if tensors]
     for i, param in enumerate(params):
         _check_param(op, i, param, n, m)
-        for name, tensors in lists.items():
-            if tensors:
-                _check_beside(op, i, param, name, tensors[i], state="exp" in name)
+        shape, device, state = param.shape, param.device, torch.float64 if param.dtype == torch.float64 else torch.float32
+        for name, tensors, is_state in given:
+            tensor = tensors[i]
+            # one line that is true for what fits: a step of hundreds of small params must not be spent on checks
+            if tensor.shape != shape or tensor.device != device or tensor.dtype not in ((state,) if is_state else FLOATS):
+                _refuse(op, i, param, name, tensor, state if is_state else None)
         if steps[i].dtype != torch.float32 or steps[i].numel() != 1:
             raise DtypeError(f"{op}: steps[{i}] is {steps[i].dtype} of shape {tuple(steps[i].shape)}; it must be one float32 element.")
     return (((len(STATS),), torch.float64),)
 
 
 def _check_param(op: str, i: int, param: Tensor, n: int, m: int) -> None:
-    check_float(op, f"params[{i}]", param)
+    if param.dtype not in FLOATS:
+        check_float(op, f"params[{i}]", param)
     if n or m:
         p = pattern_of(n, m)
         if not param.dim():
@@ -58,13 +63,13 @@ def _check_param(op: str, i: int, param: Tensor, n: int, m: int) -> None:
             p.check_divides(op, int(param.shape[-1]), f"the last dimension of params[{i}]")
 
 
-def _check_beside(op: str, i: int, param: Tensor, name: str, tensor: Tensor, state: bool) -> None:
+def _refuse(op: str, i: int, param: Tensor, name: str, tensor: Tensor, state: torch.dtype | None) -> None:
+    """Raise the error of a tensor that does not fit beside its param."""
     if tensor.shape != param.shape:
         raise ShapeError(f"{op}: {name}[{i}] has shape {tuple(tensor.shape)}, params[{i}] has {tuple(param.shape)}; they must be the same.")
     check_float(op, f"{name}[{i}]", tensor)
-    expected = torch.float64 if param.dtype == torch.float64 else torch.float32
-    if state and tensor.dtype != expected:
-        raise DtypeError(f"{op}: {name}[{i}] is {tensor.dtype}; the state of a {param.dtype} param is kept in {expected}.")
+    if state is not None and tensor.dtype != state:
+        raise DtypeError(f"{op}: {name}[{i}] is {tensor.dtype}; the state of a {param.dtype} param is kept in {state}.")
     check_device(op, **{f"params[{i}]": param, f"{name}[{i}]": tensor})
 
 
