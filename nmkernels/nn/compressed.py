@@ -78,9 +78,6 @@ class CompressedLinear(nn.Module):
             raise DtypeError(f"CompressedLinear: x is {x.dtype}, the weight {weight.dtype}; cast one of them, or use torch.autocast.")
         return linear_compressed(x, weight, self.bias)
 
-    def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_view": None}
-
     def extra_repr(self) -> str:
         """What ``print(model)`` shows: shapes, pattern, dtype and layout."""
         return (

@@ -1,0 +1,83 @@
+"""compress_: from trained sparse layers to deployed ones."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from .. import ops
+from ..pattern import RecipeError
+from .compressed import CompressedLinear
+from .linear import NMWeight
+from .swap import replace_, switch_fast_paths
+
+HOOKS = (
+    "_backward_pre_hooks",
+    "_backward_hooks",
+    "_is_full_backward_hook",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)
+"""What a deployed layer takes over. Hooks on state dicts are not: they speak of the dense layer's keys."""
+
+
+def compress_(model: nn.Module) -> nn.Module:
+    """Replace every finished sparse layer of ``model`` by a CompressedLinear, in place, and return the model.
+
+    The products are unchanged; forward and backward hooks, bias and mode are carried over; the dense weights are freed once
+    nothing else (an optimizer, the handle) holds them. Everything is checked before anything is replaced.
+
+    Args:
+        model: a model whose recipe has been finished (``handle.finish()``).
+
+    Raises:
+        RecipeError: a layer is not finished, its weight is not N:M, or the model has no sparse layer.
+
+    Example:
+        >>> import nmkernels as nm
+        >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU())
+        >>> handle = nm.sparsify_(model, "ste:2:4")
+        >>> _ = handle.finish(allow_unused=True)
+        >>> type(compress_(model)[0]).__name__
+        'CompressedLinear'
+    """
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, NMWeight)}
+    if not layers:
+        raise RecipeError(
+            "compress_: the model has no SparseLinear. Train it with sparsify_ and call handle.finish() first; "
+            'a model pruned elsewhere is adopted by sparsify_(model, ASP(pattern, score="existing")) and handle.finish().'
+        )
+    for name, layer in layers.items():
+        _check(name, layer)
+    for layer in layers.values():
+        with torch.no_grad():
+            packed = ops.compress(layer.master.detach(), layer.pattern)
+        replace_(model, layer, deployed(layer, packed, "conv1d" if layer.transposed else "linear"))
+    switch_fast_paths(model)
+    return model
+
+
+def _check(name: str, layer: NMWeight) -> None:
+    if not name:
+        raise RecipeError(
+            "compress_: the model itself is one sparse layer and cannot be replaced in place; use CompressedLinear(ops.compress(...))."
+        )
+    if not layer.finished:
+        raise RecipeError(f"compress_: layer {name!r} is still in training; call handle.finish() first, which leaves its weight N:M.")
+    if not ops.is_nm(layer.master.detach(), layer.pattern):
+        raise RecipeError(
+            f"compress_: the weight of layer {name!r} was changed after finish() and is not {layer.pattern} any more. "
+            "Turn the model dense with densify_, sparsify_ it again and finish that."
+        )
+
+
+def deployed(dense: nn.Module, weight: ops.Compressed, layout: str = "linear") -> CompressedLinear:
+    """The CompressedLinear that takes the place of ``dense``: its bias, mode, and forward and backward hooks, with ``weight``."""
+    bias = dense.bias
+    assert bias is None or isinstance(bias, nn.Parameter)
+    new = CompressedLinear(weight, bias, layout)
+    new.__dict__.update({name: dense.__dict__[name] for name in HOOKS})
+    return new.train(dense.training)

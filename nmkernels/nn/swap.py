@@ -1,0 +1,76 @@
+"""Turning a dense layer into a sparse one and back, and the fused paths that would bypass it.
+
+A layer turns sparse by changing its class: the module object stays, and with it its Parameters, hooks, mode and everything that
+refers to it (aliases under other names, lists outside the module tree, hooks bound to the module).
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from ..pattern import Pattern, PatternLike, RecipeError
+from .compressed import CompressedLinear
+from .conv1d import SparseConv1D, is_conv1d
+from .linear import OWN_ATTRIBUTES, NMWeight, SparseLinear
+
+FAST_PATHS: tuple[tuple[type[nn.Module], str, object], ...] = (
+    (nn.TransformerEncoderLayer, "activation_relu_or_gelu", 0),
+    # nested tensors are only understood by the fused path
+    (nn.TransformerEncoder, "use_nested_tensor", False),
+)
+KEPT = "_nm_fast_path"
+"""The attribute under which a module keeps what it was before its fused path was switched off."""
+
+
+def make_sparse_(layer: nn.Module, pattern: PatternLike) -> NMWeight:
+    """Turn ``layer``, an ``nn.Linear`` or a Hugging Face ``Conv1D``, into its sparse form in place, and return it.
+
+    Raises:
+        ShapeError: M does not divide ``in_features``. RecipeError: it is of another class.
+    """
+    p = Pattern(pattern)
+    if type(layer) is nn.Linear:
+        p.check_divides("sparsify_", layer.in_features, "in_features")
+        layer.__class__ = SparseLinear
+    elif is_conv1d(layer):
+        p.check_divides("sparsify_", int(layer.weight.shape[0]), "in_features")  # type: ignore[index]
+        layer.__dict__["dense_type"] = type(layer)
+        layer.__class__ = SparseConv1D
+    else:
+        raise RecipeError(f"make_sparse_: {type(layer).__name__} has no sparse form; nn.Linear and Hugging Face's Conv1D have one.")
+    assert isinstance(layer, NMWeight)
+    layer._start(p)
+    return layer
+
+
+def make_dense_(layer: NMWeight) -> nn.Module:
+    """Turn ``layer`` back into the dense layer that it was, in place; its weight stays as it is, dense or finished."""
+    kind = layer.__dict__.pop("dense_type", nn.Linear)
+    for name in OWN_ATTRIBUTES:
+        layer.__dict__.pop(name, None)
+    layer.__class__ = kind
+    return layer
+
+
+def replace_(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    """Put ``new`` in every place of ``model`` where ``old`` stands: a module may be registered under several names."""
+    for parent in list(model.modules()):
+        for key, child in list(parent._modules.items()):
+            if child is old:
+                setattr(parent, key, new)
+
+
+def switch_fast_paths(model: nn.Module) -> None:
+    """Make encoder layers that hold a sparse or compressed layer call it also in eval, and let the others go their fused way again.
+
+    The fused path of ``nn.TransformerEncoderLayer`` reads the dense weights of linear1 and linear2 and never calls the layers.
+    """
+    for module in model.modules():
+        for kind, name, off in FAST_PATHS:
+            if not isinstance(module, kind):
+                continue
+            if any(isinstance(m, (NMWeight, CompressedLinear)) for m in module.modules()):
+                module.__dict__.setdefault(KEPT, getattr(module, name))
+                setattr(module, name, off)
+            elif KEPT in module.__dict__:
+                setattr(module, name, module.__dict__.pop(KEPT))
