@@ -9,7 +9,7 @@ from pathlib import Path
 from ..pattern import CheckpointError
 
 
-def atomic_write(path: str | os.PathLike[str], write: Callable[[Path], None]) -> None:
+def atomic_write(path: str | os.PathLike[str], write: Callable[[Path], object]) -> None:
     """Let ``write`` fill a temporary file beside ``path``, put it on the disk, and rename it to ``path`` in one step.
 
     Raises:

@@ -79,6 +79,8 @@ def load_corpus(path: str | os.PathLike[str] | None = None) -> Corpus:
     Raises:
         DataError: there is no such path, or nothing in it can be used; the message says which, and what to do.
     """
+    if path is not None and not os.fspath(path):
+        raise DataError("--data is empty; give a file or a folder, or leave it out.")
     root = Path(sysconfig.get_paths()["stdlib"]) if path is None else Path(path)
     source = "the Python standard library" if path is None else str(root)
     files = _stdlib_files(root) if path is None else _files(root)

@@ -150,7 +150,7 @@ def test_a_model_in_training_is_refused_with_the_way_out(tmp_path):
     handle.finish()
     with pytest.raises(RecipeError, match="compress_"):
         save_compressed(model, tmp_path / "m")
-    with pytest.raises(RecipeError, match="put it in an nn.Sequential"):
+    with pytest.raises(RecipeError, match="put it in an nn"):
         save_compressed(compressed()[0], tmp_path / "m")
     assert not list(tmp_path.iterdir())
 
@@ -167,7 +167,7 @@ def test_state_that_is_not_a_tensor(tmp_path):
         def get_extra_state(self):
             return {"a": 1}
 
-    with pytest.raises(CheckpointError, match="_extra_state.*dict"):
+    with pytest.raises(CheckpointError, match=r"_extra_state.*dict"):
         save_compressed(compressed().append(Odd()), tmp_path / "m")
     with pytest.raises(CheckpointError, match="meta device"):
         save_compressed(compressed().append(nn.Linear(2, 2, device="meta")), tmp_path / "m")

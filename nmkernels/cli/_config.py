@@ -1,0 +1,106 @@
+"""The settings of a training run: defaults, the demo's, what the user gave, and what a checkpoint remembers."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from .. import recipes
+from ..pattern import CheckpointError, RecipeError
+from ..recipes import Recipe
+from ..zoo import GPTConfig
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Everything that decides the numbers of a run; a checkpoint resumes only under the same ones.
+
+    ``recipe`` is ``name:N:M`` with ``options`` for its keywords; ``steps``, ``batch`` (sequences) and ``context`` (bytes) set the
+    amount of training; ``lr`` rises over ``warmup`` (a share of the steps), then falls along a cosine to a tenth. β₂ is 0.99 because
+    short runs cannot fill the window of 1/(1−β₂) steps that Adam's usual 0.999 averages over.
+    """
+
+    recipe: str = "step:2:4"
+    options: dict[str, Any] = field(default_factory=dict)
+    steps: int = 2000
+    batch: int = 16
+    context: int = 128
+    width: int = 128
+    layers: int = 4
+    heads: int = 4
+    lr: float = 2e-3
+    seed: int = 0
+    warmup: float = 0.05
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.99
+    clip: float = 1.0
+
+    @property
+    def model(self) -> GPTConfig:
+        """The sizes of the model."""
+        return GPTConfig(width=self.width, layers=self.layers, heads=self.heads, context=self.context)
+
+    @property
+    def tokens(self) -> int:
+        """Bytes that the whole run trains on."""
+        return self.steps * self.batch * self.context
+
+    def build_recipe(self) -> Recipe:
+        """The recipe, with the run's length.
+
+        Raises:
+            RecipeError: it has no such name or keyword. PatternError: N:M is not usable.
+        """
+        try:
+            return recipes.get(self.recipe, total_steps=self.steps, **self.options)
+        except TypeError as error:
+            raise RecipeError(f"--set: {self.recipe} does not take that: {error}.") from error
+
+
+DEMO: dict[str, Any] = {"steps": 800}
+"""Under four minutes on two cores, twin included: 1.6 M bytes of text for each of the two."""
+
+
+def settings(args: argparse.Namespace) -> dict[str, Any]:
+    """The values that the user asked for, by option or by ``--demo``; options left out are absent."""
+    asked = dict(DEMO) if args.demo else {}
+    names = {f.name for f in fields(TrainConfig)} - {"options"}
+    asked.update({name: value for name, value in vars(args).items() if name in names and value is not None})
+    if args.set:
+        asked["options"] = dict(_option(text) for text in args.set)
+    if "recipe" in asked:
+        recipe = recipes.get(asked["recipe"], total_steps=1000)
+        asked["recipe"] = f"{recipe.name}:{recipe.pattern}"
+    return asked
+
+
+def _option(text: str) -> tuple[str, Any]:
+    key, sign, value = text.partition("=")
+    if not sign or not key.isidentifier():
+        raise RecipeError(f"--set {text}: write it as KEY=VALUE, for instance --set decay=2e-4.")
+    try:
+        return key, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return key, value
+
+
+def resumed(asked: dict[str, Any], saved: dict[str, Any], path: object) -> TrainConfig:
+    """The configuration of a checkpoint, once it agrees with what the user asked for now.
+
+    Raises:
+        CheckpointError: it was written by another version, or an option differs; the message lists which.
+    """
+    try:
+        config = TrainConfig(**saved)
+    except TypeError as error:
+        raise CheckpointError(f"{path}: its settings are not those of this version of nmkernels ({error}).") from error
+    have = asdict(config)
+    differ = [f"{name} is {have[name]} there and {value} here" for name, value in asked.items() if have[name] != value]
+    if differ:
+        raise CheckpointError(
+            f"{path} is of another run: {'; '.join(differ)}. Leave those options out to resume, or start anew in another --out."
+        )
+    return config

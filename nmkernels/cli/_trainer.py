@@ -1,0 +1,123 @@
+"""One model in training: what a step does, how it is validated, and what a checkpoint of it holds."""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from ..pattern import CheckpointError, NMError
+from ..recipes import Recipe, sparsify_
+from ..zoo import GPT, Corpus
+from ._config import TrainConfig
+
+VAL_WINDOWS = 256
+"""Validation sequences at the end of a run; a quarter of them on the way."""
+
+
+class DivergedError(NMError, RuntimeError):
+    """The loss is no longer a finite number."""
+
+
+def learning_rate(config: TrainConfig, step: int) -> float:
+    """The rate of ``step`` (from 1): linear warm-up, then a cosine from ``lr`` to ``lr``/10."""
+    warmup = max(1, round(config.warmup * config.steps))
+    if step <= warmup:
+        return config.lr * step / warmup
+    progress = (step - warmup) / max(1, config.steps - warmup)
+    return config.lr * (0.55 + 0.45 * math.cos(math.pi * progress))
+
+
+class Trainer:
+    """A GPT with its optimizer, sparse under ``recipe``, or its dense twin on plain PyTorch where ``recipe`` is None.
+
+    Both start from the same weights and see the same batches. ``seconds`` is the time spent in steps, resumed runs included.
+    """
+
+    def __init__(self, config: TrainConfig, corpus: Corpus, recipe: Recipe | None, device: str = "cpu") -> None:
+        self.config, self.corpus, self.device = config, corpus, device
+        self.seconds = 0.0
+        torch.manual_seed(config.seed)
+        self.model = GPT(config.model).to(device)
+        matrices = [p for p in self.model.parameters() if p.dim() == 2]
+        vectors = [p for p in self.model.parameters() if p.dim() != 2]
+        groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+        keywords: dict[str, Any] = {"lr": config.lr, "betas": (config.beta1, config.beta2), "weight_decay": config.weight_decay}
+        self.handle = None
+        if recipe is None:
+            self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, fused=True, **keywords)
+        else:
+            self.handle = sparsify_(self.model, recipe)
+            self.optimizer = self.handle.attach(recipe.optimizer(groups, **keywords))
+
+    def step(self, step: int) -> float:
+        """One optimizer step, counted from 1; returns the training loss in nats per byte.
+
+        Raises:
+            DivergedError: the loss is NaN or infinite.
+        """
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(self.config, step)
+        x, y = self.corpus.batch(self.config.seed, step, self.config.batch, self.config.context)
+        loss = self.model.loss(x.to(self.device), y.to(self.device))
+        value = loss.item()
+        if not math.isfinite(value):
+            raise DivergedError(
+                f"the loss is {value} at step {step}: training has diverged. Lower --lr (it is {self.config.lr:g}), "
+                "or resume from a checkpoint written before."
+            )
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
+        self.optimizer.step()
+        return value
+
+    @torch.no_grad()
+    def validate(self, windows: int = VAL_WINDOWS) -> float:
+        """Mean loss over validation text, in nats per byte, of the weights that would be deployed now."""
+        total, count = 0.0, 0
+        self.model.eval()
+        with self.handle.deployable() if self.handle is not None else nullcontext():
+            for x, y in self.corpus.val_batches(self.config.context, self.config.batch, windows):
+                total += self.model.loss(x.to(self.device), y.to(self.device)).item() * len(x)
+                count += len(x)
+        self.model.train()
+        return total / count
+
+    def metrics(self) -> dict[str, float]:
+        """The recipe's figures after the last step; none for the twin."""
+        return {} if self.handle is None else {name: value.item() for name, value in self.handle.metrics().items()}
+
+    def state(self, step: int) -> dict[str, Any]:
+        """What a checkpoint after ``step`` holds. The recipe's own state lies in the optimizer's."""
+        return {
+            "step": step,
+            "config": asdict(self.config),
+            "corpus": self.corpus.digest,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "rng": torch.get_rng_state(),
+            "seconds": self.seconds,
+        }
+
+    def load(self, state: dict[str, Any], path: object) -> int:
+        """Continue from ``state``; returns the step it was written after.
+
+        Raises:
+            CheckpointError: it is of another recipe or model, or the text has changed since.
+        """
+        if state["corpus"] != self.corpus.digest:
+            raise CheckpointError(f"{path}: the text to train on has changed since ({self.corpus.source}); give the same with --data.")
+        try:
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+        except (RuntimeError, ValueError, KeyError) as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(f"{path} does not fit this run: {str(error).splitlines()[0]}") from error
+        torch.set_rng_state(state["rng"])
+        self.seconds = float(state["seconds"])
+        return int(state["step"])

@@ -1,0 +1,38 @@
+"""A small text and the smallest run that still does everything, for the tests of ``train``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from nmkernels.cli import _deploy
+from nmkernels.cli import main as cli
+
+SIZES = ["--steps", "12", "--batch", "2", "--context", "16", "--width", "32", "--layers", "1", "--heads", "2", "--log-every", "3"]
+
+
+def write_text(path: Path) -> Path:
+    """4 kB of lines."""
+    path.write_bytes(b"".join(b"line %04d of text\n" % i for i in range(220)))
+    return path
+
+
+def train(text: Path, out: Path, *more: str, sizes: list[str] = SIZES) -> int:
+    """The exit status of ``python -m nmkernels train`` in this process."""
+    # the end of a run generates text to measure its speed, which takes longer than the training here
+    with mock.patch.multiple(_deploy, SPEED_TOKENS=4, SPEED_ROUNDS=1, SAMPLE_TOKENS=20):
+        return cli.main(["train", "--data", str(text), "--out", str(out), *sizes, *more])
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal to the last bit, through dicts and lists."""
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)

@@ -1,0 +1,174 @@
+"""The main job from text to a checked file, at the smallest size; and its result in every form."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import nmkernels as nm
+from nmkernels.cli import _run, _trainer
+from nmkernels.zoo import GPT, GPTConfig, load_corpus
+
+from ._text import train, write_text
+
+MODEL = GPTConfig(width=32, layers=1, heads=2, context=16)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text(tmp_path_factory.mktemp("text") / "a.txt")
+
+
+@pytest.fixture(scope="module")
+def finished(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("runs") / "out"
+    assert train(text, out, "--twin") == 0
+    return out
+
+
+def test_every_file_is_there(finished):
+    result = json.loads((finished / "result.json").read_text())
+    have = {p.name for p in finished.iterdir()}
+    assert have == {*result["files"], "checkpoints", "twin"}
+    assert {"model.safetensors", "model-dense.safetensors", "curves.png", "log.csv", "sample.txt", "result.json"} <= have
+    assert (finished / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert [p.name for p in (finished / "checkpoints").iterdir()] == ["step-00000012.pt"]
+
+
+def test_the_result_is_true(finished, text):
+    result = json.loads((finished / "result.json").read_text())
+    sparse = result["sparse"]
+    assert sparse["reload"] == {"identical": True, "max_difference_to_dense": pytest.approx(0, abs=1e-5)}
+    weights = 12 * 32 * 32
+    assert sparse["bytes"]["layers_dense"] == 4 * weights
+    assert sparse["bytes"]["layers_compressed"] == 4 * weights // 2 + weights // 8
+    assert sparse["bytes"]["file_compressed"] == (finished / "model.safetensors").stat().st_size
+    assert sparse["layers"] == 4
+    assert result["val_loss_ratio"] == sparse["val_loss"] / result["twin"]["val_loss"]
+    assert 1 <= sparse["switch_step"] < 12
+    assert min(*sparse["tokens_per_s"].values(), sparse["train_tokens_per_s"]) > 0
+    # the validation loss is the one of the file that was written
+    model = nm.load_compressed(GPT(MODEL), finished / "model.safetensors")
+    corpus = load_corpus(text)
+    with torch.no_grad():
+        losses = [(model.loss(x, y).item(), len(x)) for x, y in corpus.val_batches(16, 2, 256)]
+    assert sum(v * n for v, n in losses) / sum(n for _, n in losses) == pytest.approx(sparse["val_loss"], rel=1e-5)
+    assert result["corpus"]["train_bytes"] == len(corpus.train)
+
+
+def test_the_log_follows_the_phases(finished):
+    with (finished / "log.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert int(rows[-1]["step"]) == 12
+    assert [int(r["step"]) for r in rows] == sorted({int(r["step"]) for r in rows})
+    switch = json.loads((finished / "result.json").read_text())["sparse"]["switch_step"]
+    for row in rows:
+        sparse = int(row["step"]) > switch
+        assert row["phase"] == "1" if sparse else True
+        assert float(row["density"]) == (0.5 if sparse else 1.0)
+    assert any(row["val_loss"] for row in rows)
+    with (finished / "twin" / "log.csv").open(newline="") as file:
+        assert all(not row["phase"] and float(row["loss"]) > 0 for row in csv.DictReader(file))
+
+
+def test_training_reduces_the_loss(finished):
+    with (finished / "log.csv").open(newline="") as file:
+        losses = [float(row["loss"]) for row in csv.DictReader(file)]
+    assert losses[-1] < losses[0] - 0.5
+
+
+def test_json_goes_to_standard_output_alone(text, tmp_path, capsys):
+    assert train(text, tmp_path / "out", "--json", "--recipe", "srste:1:4", "--set", "decay=1e-3") == 0
+    captured = capsys.readouterr()
+    result = json.loads(captured.out)
+    assert result["config"]["recipe"] == "srste:1:4"
+    assert result["config"]["options"] == {"decay": 1e-3}
+    assert result["twin"] is None
+    assert "step 12/12" in captured.err
+    assert result == json.loads((tmp_path / "out" / "result.json").read_text())
+
+
+def test_the_end_says_what_there_is(text, tmp_path, capsys):
+    assert train(text, tmp_path / "out") == 0
+    out = capsys.readouterr().out
+    for words in ("validation loss", "bytes of the file", "logits are identical", "Add --twin", 'continues "def "', "model.safetensors"):
+        assert words in out
+
+
+def test_a_dense_recipe_leaves_a_dense_file(text, tmp_path, capsys):
+    assert train(text, tmp_path / "out", "--recipe", "dense") == 0
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+    result = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert "bytes" not in result["sparse"]
+    assert "model-dense.safetensors" in capsys.readouterr().out
+
+
+def test_the_dense_recipe_and_the_twin_agree(text, tmp_path):
+    """The twin is plain PyTorch; the dense recipe is this package's optimizer on the same batches."""
+    assert train(text, tmp_path / "out", "--recipe", "dense", "--twin") == 0
+    result = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert result["val_loss_ratio"] == pytest.approx(1, abs=1e-4)
+
+
+def test_tensorboard(text, tmp_path):
+    pytest.importorskip("tensorboard")
+    assert train(text, tmp_path / "out", "--tensorboard") == 0
+    assert list((tmp_path / "out" / "tensorboard").iterdir())
+
+
+def test_optional_packages_may_be_missing(text, tmp_path, monkeypatch, capsys):
+    for name in ("matplotlib.figure", "tqdm", "torch.utils.tensorboard"):
+        monkeypatch.setitem(__import__("sys").modules, name, None)
+    assert train(text, tmp_path / "out") == 0
+    assert not (tmp_path / "out" / "curves.png").exists()
+    assert "curves.png" not in capsys.readouterr().out
+    assert train(text, tmp_path / "board", "--tensorboard") == 1
+    assert "pip install tensorboard" in capsys.readouterr().err
+
+
+def test_validating_on_the_way_changes_nothing(text, tmp_path, monkeypatch):
+    from nmkernels.cli import _loop
+
+    from ._text import same
+
+    for name, evals in (("some", 10), ("one", 1)):
+        monkeypatch.setattr(_loop, "EVALS", evals)
+        assert train(text, tmp_path / name) == 0
+    states = [torch.load(tmp_path / name / "checkpoints" / "step-00000012.pt") for name in ("some", "one")]
+    assert same(states[0]["model"], states[1]["model"])
+    assert same(states[0]["optimizer"], states[1]["optimizer"])
+
+
+def test_a_file_that_does_not_reproduce_the_logits_fails(text, tmp_path, monkeypatch, capsys):
+    from nmkernels.cli import _deploy
+
+    def wrong(model, path):
+        nm.load_compressed(model, path)
+        model.lm_head.weight.data[0, 0] += 1e-3
+        return model
+
+    monkeypatch.setattr(_deploy, "load_compressed", wrong)
+    assert train(text, tmp_path / "out") == 1
+    assert "logits differ" in capsys.readouterr().err
+    assert not (tmp_path / "out" / "result.json").exists()
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(text, tmp_path, monkeypatch, capsys):
+    real = _trainer.GPT.loss
+    monkeypatch.setattr(_trainer.GPT, "loss", lambda self, x, y: real(self, x, y) * float("nan"))
+    assert train(text, tmp_path / "out") == 1
+    assert "loss is nan at step 1: training has diverged. Lower --lr" in capsys.readouterr().err
+
+
+def test_the_demo_fits_its_budget():
+    from nmkernels.cli._config import DEMO, TrainConfig
+
+    config = TrainConfig(**DEMO)
+    assert config.tokens <= 2_000_000
+    assert GPT(config.model).parameter_count() <= 1_000_000
+    assert config.recipe == "step:2:4"
+    assert _run.RESULT == "result.json"

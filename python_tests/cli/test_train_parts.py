@@ -1,0 +1,151 @@
+"""The parts of a run that can be looked at alone: schedule, log, plot, summary, speeds, settings."""
+
+from __future__ import annotations
+
+import io
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+
+from nmkernels.cli import _deploy, _plot
+from nmkernels.cli._checkpoint import Store
+from nmkernels.cli._config import TrainConfig, resumed
+from nmkernels.cli._log import Log, read_log
+from nmkernels.cli._summary import summary
+from nmkernels.cli._trainer import learning_rate
+from nmkernels.pattern import CheckpointError
+from nmkernels.zoo import GPT, GPTConfig
+
+
+def test_learning_rate_rises_then_falls_along_a_cosine():
+    config = TrainConfig(steps=100, lr=1.0, warmup=0.1)
+    rates = [learning_rate(config, step) for step in range(1, 101)]
+    assert rates[:10] == pytest.approx([0.1 * i for i in range(1, 11)])
+    assert rates[54] == pytest.approx(0.55)
+    assert rates[-1] == pytest.approx(0.1)
+    assert all(a > b for a, b in pairwise(rates[9:]))
+    assert learning_rate(TrainConfig(steps=1, lr=1.0), 1) == 1.0
+
+
+class Terminal(io.StringIO):
+    """A stream that claims to be a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("stream", [io.StringIO(), Terminal()], ids=["file", "terminal"])
+def test_a_log_that_is_resumed_drops_what_came_after(tmp_path, stream):
+    row = {"loss": 1.5, "lr": 0.1, "tokens_per_s": 2000.0, "phase": 1, "flip_rate": 0.01, "density": 0.5, "decay_ratio": 0.0, "extra": 3}
+    with Log(tmp_path, "a", 0, 10, stream) as log:
+        for step in (2, 4, 6):
+            log.row({"step": step, **row})
+            log.tick()
+    with Log(tmp_path, "a", 4, 10, stream) as log:
+        log.row({"step": 5, "loss": 2.0, "lr": 0.1, "tokens_per_s": 1.0, "val_loss": 3.0})
+        log.say("done")
+    assert [r["step"] for r in read_log(tmp_path / "log.csv")] == [2, 4, 5]
+    assert read_log(tmp_path / "log.csv")[0] == {"step": 2, **{k: v for k, v in row.items() if k != "extra"}}
+    said = stream.getvalue()
+    assert "done" in said
+    if stream.isatty():
+        assert "\r" in said and "loss 2.000  val 3.000" in said
+    else:
+        assert "a  step  2/10  loss 1.500  phase 1  flips 1.00%  2.0k tok/s\n" in said
+    with Log(tmp_path, "a", 0, 10, stream):
+        pass
+    assert read_log(tmp_path / "log.csv") == []
+
+
+def test_the_plot_marks_phase_changes(tmp_path):
+    rows = [{"step": s, "loss": 1.0, "phase": float(s > 3), "flip_rate": 0.1} for s in range(1, 6)]
+    assert _plot.switches(rows) == [4]
+    assert _plot.plot(tmp_path / "a.png", rows, rows[:2], "a title")
+    assert (tmp_path / "a.png").stat().st_size > 10_000
+
+
+def test_speeds_take_turns_and_leave_the_warm_up_out(monkeypatch):
+    order, clock = [], [0.0]
+    cost = {"slow": 4.0, "fast": 1.0}
+
+    def generate(model, prompt, count, *, temperature):
+        order.append(model)
+        clock[0] += cost[model] * (100 if len(order) <= 2 else 1)
+
+    monkeypatch.setattr(_deploy, "generate", generate)
+    speeds = _deploy.speeds({"slow": "slow", "fast": "fast"}, lambda: clock[0])
+    assert speeds == {"slow": _deploy.SPEED_TOKENS / 4, "fast": _deploy.SPEED_TOKENS}
+    assert order == ["slow", "fast"] * (_deploy.SPEED_ROUNDS + 1)
+
+
+def test_compare_sees_one_bit():
+    torch.manual_seed(0)
+    a, b = (GPT(GPTConfig(width=32, layers=1, heads=2, context=8)) for _ in range(2))
+    b.load_state_dict(a.state_dict())
+    x = torch.randint(256, (2, 8))
+    assert _deploy.compare(a, b, a, x) == {"identical": True, "max_difference_to_dense": 0.0}
+    b.norm.bias.data[0] = 1e-3
+    assert _deploy.compare(a, b, b, x)["identical"] is False
+    assert _deploy.compare(a, a, b, x)["max_difference_to_dense"] > 0
+
+
+def test_the_summary_explains_a_slower_model_and_hides_control_characters():
+    config = {"recipe": "step:2:4", "steps": 10, "batch": 2, "context": 16}
+    sparse = {
+        "seconds": 3.0,
+        "switch_step": 4,
+        "val_loss": 1.01,
+        "train_tokens_per_s": 90.0,
+        "sample": "def a(\x1b[31m)\n\tpass",
+        "reload": {"identical": True, "max_difference_to_dense": 1e-6},
+        "bytes": {"layers_dense": 1000, "layers_compressed": 531, "file_dense": 2000, "file_compressed": 1531},
+        "tokens_per_s": {"dense": 100.0, "compressed": 50.0},
+    }
+    result = {
+        "config": config,
+        "corpus": {"source": "a test"},
+        "parameters": 1234,
+        "sparse": sparse,
+        "twin": {"val_loss": 1.0, "train_tokens_per_s": 100.0},
+        "out": "out",
+        "files": ["log.csv"],
+    }
+    text = summary(result)
+    for words in (
+        "320 bytes of text",
+        "Dense until step 4",
+        "1.010",
+        "0.531",
+        "0.500",
+        "bound by the cost of a call",
+        "def a(?[31m)",
+        "log.csv",
+    ):
+        assert words in text
+    assert "\x1b" not in text
+    assert "curves.png" not in text
+    sparse["tokens_per_s"]["compressed"] = 150.0
+    assert "bound by" not in summary(result)
+    assert f"{math.log(256):.2f}" in text
+
+
+def test_settings_of_another_version_are_refused():
+    with pytest.raises(CheckpointError, match="not those of this version"):
+        resumed({}, {"colour": "red"}, "a.pt")
+    assert resumed({}, {"steps": 7}, "a.pt").steps == 7
+
+
+def test_checkpoints_are_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    store = Store(tmp_path / "c")
+    store.save({"step": 1})
+
+    def fail(state, path):
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", fail)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        store.save({"step": 2})
+    assert [p.name for p in (tmp_path / "c").iterdir()] == ["step-00000001.pt"]

@@ -1,0 +1,196 @@
+"""Stopping and going on: the same bits as without a stop, and no way to go on with the wrong thing."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from nmkernels.cli import _trainer
+from nmkernels.zoo import GPT
+
+from ._text import SIZES, same, train, write_text
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text(tmp_path_factory.mktemp("text") / "a.txt")
+
+
+def signal_at(monkeypatch: pytest.MonkeyPatch, at: int, number: signal.Signals = signal.SIGINT, dense: bool = False) -> None:
+    """Send this process a signal in the middle of step ``at``, of the twin where ``dense``."""
+    real = _trainer.Trainer.step
+
+    def step(self, n):
+        if n == at and (self.handle is None) is dense:
+            os.kill(os.getpid(), number)
+        return real(self, n)
+
+    monkeypatch.setattr(_trainer.Trainer, "step", step)
+
+
+def final(out: Path) -> dict:
+    return torch.load(out / "checkpoints" / "step-00000012.pt", weights_only=True)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "at"),
+    # STEP before, at and after its switch
+    [("step:2:4", 1), ("step:2:4", 5), ("step:2:4", 9), ("srste:1:4", 5), ("asp:2:4", 5)],
+)
+def test_a_stopped_run_ends_with_the_same_bits(text, tmp_path, monkeypatch, capsys, recipe, at):
+    switch = ["--set", "switch=fixed", "--set", "switch_at=5"] if recipe.startswith("step") else []
+    assert train(text, tmp_path / "whole", "--recipe", recipe, *switch) == 0
+    with monkeypatch.context() as patch:
+        signal_at(patch, at)
+        assert train(text, tmp_path / "parts", "--recipe", recipe, *switch) == 130
+    error = capsys.readouterr().err
+    assert f"Stopped after step {at}; saved in" in error
+    assert f"--out {tmp_path / 'parts'} --resume --data {text}" in error
+    torch.randn(7)  # another state of the global generator must not matter
+    assert train(text, tmp_path / "parts", "--resume", sizes=["--log-every", "3"]) == 0
+    a, b = final(tmp_path / "whole"), final(tmp_path / "parts")
+    for key in ("model", "optimizer", "config", "step", "corpus"):
+        assert same(a[key], b[key]), key
+    assert (tmp_path / "whole" / "model.safetensors").read_bytes() == (tmp_path / "parts" / "model.safetensors").read_bytes()
+    logs = [(tmp_path / name / "log.csv").read_text().splitlines() for name in ("whole", "parts")]
+    assert [line.split(",")[0] for line in logs[0]] == [line.split(",")[0] for line in logs[1]]
+
+
+def test_a_stop_in_the_twin_resumes_the_twin(text, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        signal_at(patch, 5, dense=True)
+        assert train(text, tmp_path / "parts", "--twin") == 130
+    before = (tmp_path / "parts" / "checkpoints" / "step-00000012.pt").stat().st_mtime_ns
+    assert train(text, tmp_path / "parts", "--twin", "--resume", sizes=[]) == 0
+    assert (tmp_path / "parts" / "checkpoints" / "step-00000012.pt").stat().st_mtime_ns == before
+    assert train(text, tmp_path / "whole", "--twin") == 0
+    results = [json.loads((tmp_path / name / "result.json").read_text()) for name in ("whole", "parts")]
+    assert results[0]["twin"]["val_loss"] == results[1]["twin"]["val_loss"]
+    assert results[0]["sparse"]["val_loss"] == results[1]["sparse"]["val_loss"]
+
+
+def test_sigterm_ends_a_process_cleanly(text, tmp_path):
+    sizes = [*SIZES[2:], "--steps", "100000", "--checkpoint-every", "100000"]
+    command = [sys.executable, "-m", "nmkernels", "train", "--data", str(text), "--out", str(tmp_path / "out"), *sizes]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert "step" in process.stdout.readline()
+        process.send_signal(signal.SIGTERM)
+        _, error = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert "To go on: python -m nmkernels train" in error
+    assert "Traceback" not in error
+    assert len(list((tmp_path / "out" / "checkpoints").iterdir())) == 1
+
+
+def test_handlers_are_given_back_and_a_second_signal_interrupts_at_once(text, tmp_path, monkeypatch):
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+
+    def step(self, n):
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.01)
+        raise AssertionError("the second signal should have interrupted")
+
+    monkeypatch.setattr(_trainer.Trainer, "step", step)
+    assert train(text, tmp_path / "out") == 130
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+@pytest.fixture
+def stopped(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    with monkeypatch.context() as patch:
+        signal_at(patch, 8)
+        assert train(text, tmp_path / "out", "--checkpoint-every", "2") == 130
+    return tmp_path / "out"
+
+
+def test_the_last_two_checkpoints_are_kept(stopped):
+    assert sorted(p.name for p in (stopped / "checkpoints").iterdir()) == ["step-00000006.pt", "step-00000008.pt"]
+
+
+def test_a_folder_in_use_is_protected(stopped, text, capsys):
+    assert train(text, stopped) == 2
+    assert "holds a run that was stopped. Continue it with --resume" in capsys.readouterr().err
+    assert train(text, stopped, "--resume", sizes=[]) == 0
+    (stopped / "notes.txt").write_text("mine")
+    assert train(text, stopped) == 2
+    assert "holds a finished run" in capsys.readouterr().err
+    assert train(text, stopped, "--resume", sizes=[]) == 0  # nothing left to do but to show it again
+    assert train(text, stopped, "--overwrite", "--recipe", "ste") == 0
+    assert (stopped / "notes.txt").read_text() == "mine"
+
+
+def test_overwrite_keeps_the_old_run_if_the_new_one_cannot_start(stopped, tmp_path):
+    assert train(tmp_path / "missing", stopped, "--overwrite") == 2
+    assert (stopped / "checkpoints" / "step-00000008.pt").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--recipe", "srste:2:4"], "recipe is step:2:4 there and srste:2:4 here"),
+        (["--recipe", "step:1:4"], "recipe is step:2:4 there and step:1:4 here"),
+        (["--width", "64", "--seed", "1"], "width is 32 there and 64 here; seed is 0 there and 1 here"),
+        (["--steps", "24"], "steps is 12 there and 24 here"),
+        (["--set", "clamp=None"], "options is {} there and {'clamp': None} here"),
+        (["--demo"], "steps is 12 there and 800 here"),
+    ],
+)
+def test_another_run_s_checkpoint_is_refused(stopped, text, capsys, options, message):
+    assert train(text, stopped, "--resume", *options, sizes=[]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert len(error.splitlines()) == 1
+
+
+def test_a_changed_text_is_refused(stopped, tmp_path, capsys):
+    other = tmp_path / "b.txt"
+    other.write_bytes(b"something else entirely\n" * 200)
+    assert train(other, stopped, "--resume", sizes=[]) == 2
+    assert "the text to train on has changed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("keep", [0, 100, -1])
+def test_a_truncated_checkpoint_names_the_one_before(stopped, text, capsys, keep):
+    newest, earlier = stopped / "checkpoints" / "step-00000008.pt", stopped / "checkpoints" / "step-00000006.pt"
+    newest.write_bytes(newest.read_bytes()[:keep])
+    assert train(text, stopped, "--resume", sizes=[]) == 2
+    error = capsys.readouterr().err
+    assert f"{newest} is damaged" in error
+    assert f"--resume {earlier}" in error
+    assert len(error.splitlines()) == 1
+    assert train(text, stopped, "--resume", str(earlier), sizes=["--checkpoint-every", "1"]) == 0
+    assert sorted(p.name for p in (stopped / "checkpoints").iterdir())[:2] == ["step-00000008.pt.aside", "step-00000011.pt"]
+
+
+def test_checkpoints_that_are_not_ours(stopped, text, capsys):
+    store = stopped / "checkpoints"
+    (store / "step-00000006.pt").unlink()
+    torch.save({"step": 8}, store / "step-00000008.pt")
+    assert train(text, stopped, "--resume", sizes=[]) == 2
+    assert "was not written by this version" in capsys.readouterr().err
+    torch.save(GPT, store / "step-00000008.pt")  # arbitrary code is never loaded
+    assert train(text, stopped, "--resume", sizes=[]) == 2
+    assert "There is no earlier one; start again with --overwrite" in capsys.readouterr().err
+
+
+def test_nothing_to_resume(text, tmp_path, capsys):
+    assert train(text, tmp_path / "none", "--resume") == 2
+    assert "there is no checkpoint in" in capsys.readouterr().err
+    assert train(text, tmp_path / "none", "--resume", str(tmp_path / "x.pt")) == 2
+    assert "there is no checkpoint " in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
