@@ -222,9 +222,13 @@ def is_attached(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _target(layer: NMWeight) -> Target:
-    return Target(
-        Pattern(layer.pattern), layer.transposed, sink=lambda: layer.used.sink(layer.master), filled=lambda: layer.used.filled(layer.master)
-    )
+    weight = layer.weight
+
+    def sink() -> Tensor | None:
+        # load_state_dict(assign=True) gives the layer another Parameter than the one that this optimizer updates
+        return layer.used.sink(layer.master) if layer.weight is weight else None
+
+    return Target(Pattern(layer.pattern), layer.transposed, sink, filled=lambda: layer.used.filled(layer.master))
 
 
 def _oriented(layer: NMWeight, tensor: Tensor) -> Tensor:

@@ -45,4 +45,4 @@ def sparsify_(model: nn.Module, recipe: Recipe | str, filter_fn: FilterFn | None
         raise RecipeError(f"sparsify_: no layer of the model can be made {pattern} sparse:\n{report}")
     layers: dict[str, NMWeight] = {c.name: make_sparse_(c.module, pattern) for c in chosen}
     switch_fast_paths(model)
-    return Handle(model, recipe, layers, report, [])
+    return Handle(model, recipe, layers, report)

@@ -29,11 +29,8 @@ class Handle:
     optimizer resumes correctly. Attributes: ``model``, ``recipe``, ``layers`` (name -> layer), ``report``.
     """
 
-    def __init__(
-        self, model: nn.Module, recipe: Recipe, layers: dict[str, NMWeight], report: Report, changed: list[tuple[nn.Module, str, object]]
-    ) -> None:
+    def __init__(self, model: nn.Module, recipe: Recipe, layers: dict[str, NMWeight], report: Report) -> None:
         self.model, self.recipe, self.layers, self.report = model, recipe, layers, report
-        self._changed = changed
         self._attachments: list[Attachment] = []
         self._state: State | None = None
         self._calls = 0
@@ -264,11 +261,6 @@ class Handle:
         """
         self._detach()
         self.finished = True
-        for module, name, value in self._changed:
-            setattr(module, name, value)
-        self._changed = []
-        for layer in self.layers.values():
-            layer.used.release()
         return densify_(self.model)
 
     def _detach(self) -> None:

@@ -214,7 +214,7 @@ def test_compress_reaches_every_name_of_a_shared_layer():
 def test_compress_before_finish_raises_and_changes_nothing():
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 16))
     nm.sparsify_(model, "ste:2:4")
-    with pytest.raises(nm.RecipeError, match=r"'0'.*finish"):
+    with pytest.raises(nm.RecipeError, match=r"'0' is still in training.*finish"):
         nm.compress_(model)
     assert isinstance(model[0], nm.SparseLinear)
 

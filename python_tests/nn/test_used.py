@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import nmkernels as nm
+from nmkernels.autograd import HardMask
 from python_tests import plain
 
 
@@ -129,12 +130,18 @@ def load_assign(layer):
     layer.load_state_dict({"weight": torch.randn(16, 32), "bias": torch.zeros(16)}, assign=True)
 
 
+def load_by_hook(layer):
+    # a hook that fills the weight by itself, unseen by the version counter
+    layer.register_load_state_dict_pre_hook(lambda module, sd, *rest: module.weight.data.copy_(sd.pop("weight")))
+    layer.load_state_dict({"weight": torch.randn(16, 32), "bias": torch.zeros(16)}, strict=False)
+
+
 def there_and_back(layer):
     # the second cast may well land at the address that the weight had at first
     layer.to(torch.bfloat16).to(torch.float32)
 
 
-@pytest.mark.parametrize("change", [change_in_place, change_storage, change_parameter, load, load_assign, there_and_back])
+@pytest.mark.parametrize("change", [change_in_place, change_storage, change_parameter, load, load_assign, load_by_hook, there_and_back])
 @pytest.mark.parametrize("make", [torch.optim.AdamW, nm.optim.MaskedAdamW])
 def test_change_from_outside_is_noticed_while_attached(make, change):
     _, layer, _ = model_of(make)
@@ -145,6 +152,17 @@ def test_change_from_outside_is_noticed_while_attached(make, change):
     assert torch.equal(layer(torch.eye(32)), F.linear(torch.eye(32), plain.masked(layer.weight, 2, 4), layer.bias))
 
 
+def test_optimizer_of_a_replaced_parameter_does_not_fill_the_copy_of_the_new_one():
+    _, layer, opt = model_of(nm.optim.MaskedAdamW)
+    old = layer.weight
+    load_assign(layer)
+    layer.used_weight()
+    old.grad = torch.ones_like(old)
+    before = layer.used_weight().clone()
+    opt.step()
+    assert right(layer) and torch.equal(layer.used_weight(), before)
+
+
 def test_casting_releases_the_copy():
     _, layer, _ = model_of(torch.optim.AdamW)
     layer.used_weight()
@@ -152,13 +170,16 @@ def test_casting_releases_the_copy():
     assert layer.used._tensor is None and layer.used_weight().dtype == torch.float64
 
 
-def test_functional_call_uses_the_weights_given():
+@pytest.mark.parametrize("kind", [torch.Tensor, nn.Parameter])
+def test_functional_call_uses_the_weights_given(kind):
     _, layer, _ = model_of(torch.optim.AdamW)
-    eye = torch.eye(32)
+    eye, bias = torch.eye(32), torch.zeros(16)
     layer(eye)
-    for _ in range(20):  # short-lived weights share an address and a version now and then
-        w = torch.randn(16, 32)
-        assert torch.equal(functional_call(layer, {"weight": w, "bias": torch.zeros(16)}, (eye,)), plain.masked(w, 2, 4).t())
+    for _ in range(20):  # short-lived weights have one address and one version
+        w = kind(torch.randn(16, 32))
+        assert torch.equal(functional_call(layer, {"weight": w, "bias": bias}, (eye,)), plain.masked(w, 2, 4).t())
+        del w
+    assert kind is nn.Parameter or layer.used._tensor is None, "only a Parameter's copy is kept"
     assert right(layer)
 
 
@@ -204,14 +225,20 @@ def test_model_built_in_inference_mode():
         model(torch.ones(1, 32))
 
 
-def test_evaluation_of_another_form_leaves_the_backward_pass_intact():
+@pytest.mark.parametrize("how", ["deployable", "transform"])
+def test_evaluation_of_another_form_leaves_the_backward_pass_intact(how):
     model = nn.Sequential(nn.Linear(32, 16))
     handle = nm.sparsify_(model, "ste:2:4")
     handle.attach(torch.optim.AdamW(model.parameters()))
     x = torch.randn(4, 32, requires_grad=True)
     y = model(x)
-    with handle.deployable(), torch.no_grad():
-        assert torch.equal(model(x), y)
+    with torch.no_grad():
+        if how == "deployable":
+            with handle.deployable():
+                assert torch.equal(model(x), y)
+        else:
+            model[0].transform = HardMask(nm.Pattern("1:4"))
+            assert not torch.equal(model(x), y)
     y.sum().backward()
     torch.testing.assert_close(x.grad[0], plain.masked(model[0].weight, 2, 4).sum(0))
 

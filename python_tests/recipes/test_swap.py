@@ -94,6 +94,28 @@ def test_compressed_encoder_stays_off_the_fast_path():
             handle.remove()
 
 
+def test_compressing_layers_that_were_built_sparse_switches_the_fast_path_off():
+    model = encoder()
+    for layer in model.layers:
+        layer.linear1 = nm.SparseLinear(32, 64)
+        with torch.no_grad():
+            layer.linear1.weight.copy_(plain.masked(layer.linear1.weight, 2, 4))
+        layer.linear1.finished = True
+    expected = model(X)
+    nm.compress_(model)
+    with torch.no_grad():
+        torch.testing.assert_close(model(X), expected.detach())
+
+
+def test_switching_twice_remembers_the_first_state():
+    model = encoder()
+    before = flags(model)
+    nm.sparsify_(model, "ste:2:4")
+    nm.nn.switch_fast_paths(model)
+    nm.densify_(model)
+    assert flags(model) == before
+
+
 def swapped(**config):
     dense = nn.Linear(32, 16, **config)
     model = nn.Sequential(dense)
@@ -181,6 +203,20 @@ def test_densify_of_layers_that_were_built_sparse():
     assert nm.densify_(model) is model, "nothing to do is no error"
     layer = nm.SparseLinear(32, 16)
     assert type(nm.densify_(layer)) is nn.Linear
+
+
+def test_densify_refuses_while_an_optimizer_is_attached():
+    _, model = swapped()
+    handle = nm.sparsify_(model, "srste:2:4")
+    optimizer = handle.attach(nm.optim.MaskedAdamW(model.parameters(), lr=0.1))
+    with pytest.raises(nm.RecipeError, match=r"handle.remove\(\)"):
+        nm.densify_(model)
+    assert isinstance(model[0], nm.SparseLinear)
+    handle.remove()
+    handle.remove()
+    model(torch.randn(2, 32)).sum().backward()
+    optimizer.step()
+    assert type(model[0]) is nn.Linear
 
 
 def test_make_sparse_refuses_what_it_does_not_know():
