@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..nn import CompressedLinear, NMWeight, is_conv1d
+from ..nn import CompressedLinear, NMWeight, deployed, is_conv1d, switch_fast_paths
 from ..ops import Compressed
 from ..pattern import CheckpointError, NMError, Pattern
 from ..reference import unpack_indices
@@ -35,9 +35,10 @@ class LoadPlan:
             old: Any = dense[name]
             if id(old) not in made:
                 on = "cpu" if old.weight.is_meta else old.weight.device
-                made[id(old)] = CompressedLinear.from_compressed(weight.to(on), old.bias, layout).train(old.training)
+                made[id(old)] = deployed(old, weight.to(on), layout)
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, made[id(old)])
+        switch_fast_paths(model)
 
 
 def plan_load(model: nn.Module, contents: Contents) -> LoadPlan:

@@ -107,6 +107,14 @@ def test_compressing_layers_that_were_built_sparse_switches_the_fast_path_off():
         torch.testing.assert_close(model(X), expected.detach())
 
 
+def test_loaded_compressed_encoder_stays_off_the_fast_path(tmp_path):
+    model = encoder()
+    nm.sparsify_(model, "ste:2:4").finish(allow_unused=True)
+    nm.save_compressed(nm.compress_(model), tmp_path / "m.safetensors")
+    with torch.no_grad():
+        assert torch.equal(nm.load_compressed(encoder(), tmp_path / "m.safetensors")(X), model(X))
+
+
 def test_switching_twice_remembers_the_first_state():
     model = encoder()
     before = flags(model)
