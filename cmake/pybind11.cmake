@@ -4,6 +4,8 @@ set(NMKERNELS_PYBIND11_INCLUDE "" CACHE PATH "folder that holds pybind11/pybind1
 
 function(nmkernels_python_module target)
   find_package(Python REQUIRED COMPONENTS Interpreter Development.Module)
+  # looked up afresh each time: a build environment of pip, which an earlier answer may lie in, does not last
+  unset(NMKERNELS_PYBIND11 CACHE)
   find_path(NMKERNELS_PYBIND11 pybind11/pybind11.h HINTS ${NMKERNELS_PYBIND11_INCLUDE})
   if(NOT NMKERNELS_PYBIND11)
     message(FATAL_ERROR "pybind11/pybind11.h was not found; pip install pybind11 (torch's own include folder is looked in too).")

@@ -21,19 +21,20 @@ NM_HD int get_index(const uint8_t* row, int64_t k, int bits) {
     return (row[bit >> 3] >> (bit & 7)) & ((1 << bits) - 1);
 }
 
-// values[0..n), positions[0..n) of one group in order of index: the kept elements, and where fewer than n are kept,
-// +0.0 at the lowest unkept positions.
+// The stored values and positions of one group in order of index: the kept elements, and where fewer than n are kept,
+// +0.0 at the lowest unkept positions. `keep` is 0 or 1 and keeps at most n. Both outputs have room for m: without a
+// branch, every element is written to the next place, and the place is taken only if the element is stored.
 template <class T>
 NM_HD void compact_group(const T* w, const uint8_t* keep, int n, int m, T* values, uint8_t* positions) {
     int missing = n;
-    for (int i = 0; i < m; ++i) missing -= keep[i] != 0;
+    for (int i = 0; i < m; ++i) missing -= keep[i];
     int k = 0;
-    for (int i = 0; i < m && k < n; ++i) {
-        const bool padding = !keep[i] && missing > 0;
-        if (!keep[i] && !padding) continue;
+    for (int i = 0; i < m; ++i) {
+        const int padding = (keep[i] ^ 1) & (missing > 0);
         missing -= padding;
-        values[k] = padding ? T{} : w[i];
-        positions[k++] = uint8_t(i);
+        values[k] = kept_or_zero(w[i], keep[i]);
+        positions[k] = uint8_t(i);
+        k += keep[i] | padding;
     }
 }
 

@@ -31,9 +31,14 @@ NM_HD void mask_by_rank(const uint32_t* keys, int n, int m, uint8_t* keep) {
 }
 
 NM_HD void mask_of_largest(const uint32_t* keys, int m, uint8_t* keep) {
-    int best = 0;
-    for (int i = 1; i < m; ++i) best = keys[i] > keys[best] ? i : best;
-    for (int i = 0; i < m; ++i) keep[i] = i == best;
+    uint32_t largest = keys[0];
+    for (int i = 1; i < m; ++i) largest = keys[i] > largest ? keys[i] : largest;
+    uint32_t sought = 1;
+    for (int i = 0; i < m; ++i) {
+        const uint32_t found = sought & (keys[i] == largest);
+        keep[i] = uint8_t(found);
+        sought ^= found;
+    }
 }
 
 NM_HD void mask_by_threshold(const uint32_t* keys, int n, int m, int bits, uint8_t* keep) {

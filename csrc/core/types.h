@@ -95,6 +95,11 @@ NM_HD bool is_nan(float x) { return (float_bits(x) & 0x7fffffffu) > 0x7f800000u;
 
 NM_HD bool is_finite(float x) { return (float_bits(x) & 0x7f800000u) != 0x7f800000u; }
 
+// x where keep is 1, +0.0 where it is 0, without a branch: masks cannot be predicted.
+NM_HD float kept_or_zero(float x, uint32_t keep) { return bits_float(float_bits(x) & (0u - keep)); }
+NM_HD bf16 kept_or_zero(bf16 x, uint32_t keep) { return bf16{uint16_t(x.bits & (0u - keep))}; }
+NM_HD fp16 kept_or_zero(fp16 x, uint32_t keep) { return fp16{uint16_t(x.bits & (0u - keep))}; }
+
 // Integers in the order of magnitudes: key(a) < key(b) iff |a| < |b|; -0.0 and 0.0 tie, NaN is above inf and NaNs tie.
 template <class T>
 struct Key;

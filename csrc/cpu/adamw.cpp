@@ -12,51 +12,58 @@
 namespace nm {
 namespace {
 
-constexpr int kBlock = 256;          // elements worked on together, a whole number of groups
-constexpr int64_t kTile = 4096;      // elements in one partial of the statistics
-constexpr int64_t kNarrowTile = 256; // columns of a tile whose neighbours in memory are rows: 16 rows fill a cache line
+constexpr int kBlock = 256;      // elements worked on together, a whole number of groups
+constexpr int64_t kTile = 4096;  // elements in one partial of the statistics
+constexpr int kLine = 16;        // rows of a block whose neighbours in memory are rows: they fill a cache line
 
-template <class T>
-void load_as(const void* data, int64_t stride, int count, float* to) {
-    const T* from = static_cast<const T*>(data);
-    if (stride == 1) {
-        for (int i = 0; i < count; ++i) to[i] = to_float(from[i]);
+// The part of a parameter that one block works on; element (r, c) sits at r * cols + c of the block's buffers.
+struct Window {
+    int64_t row, col;
+    int rows, cols;
+
+    int count() const { return rows * cols; }
+};
+
+// Visits f(offset in memory, place in the buffer), along the memory where rows are its neighbours.
+template <class F>
+void each_element(const View& view, const Window& w, const F& f) {
+    if (w.rows == 1 && view.col_stride == 1) {
+        for (int i = 0; i < w.cols; ++i) f(i, i);
+    } else if (w.rows == 1) {
+        for (int i = 0; i < w.cols; ++i) f(i * view.col_stride, i);
     } else {
-        for (int i = 0; i < count; ++i) to[i] = to_float(from[i * stride]);
+        for (int c = 0; c < w.cols; ++c) {
+            for (int r = 0; r < w.rows; ++r) f(r * view.row_stride + c * view.col_stride, r * w.cols + c);
+        }
     }
 }
 
+// f(pointer to the window's first element)
+template <class F>
+void with_type(const View& view, const Window& w, const F& f) {
+    const int64_t offset = w.row * view.row_stride + w.col * view.col_stride;
+    if (view.dtype == kFloat64) return f(static_cast<double*>(view.data) + offset);
+    by_dtype(view.dtype, [&](auto tag) { f(static_cast<decltype(tag)*>(view.data) + offset); });
+}
+
+float narrow(double x) { return float(x); }
 template <class T>
-void store_as(void* data, int64_t stride, int count, const float* from) {
-    T* to = static_cast<T*>(data);
-    if (stride == 1) {
-        for (int i = 0; i < count; ++i) to[i] = from_float<T>(from[i]);
-    } else {
-        for (int i = 0; i < count; ++i) to[i * stride] = from_float<T>(from[i]);
-    }
+float narrow(T x) {
+    return to_float(x);
 }
 
-void* element(const View& view, int64_t row, int64_t col) {
-    const int64_t size = view.dtype == kFloat64 ? 8 : view.dtype == kFloat32 ? 4 : 2;
-    return static_cast<char*>(view.data) + (row * view.row_stride + col * view.col_stride) * size;
+void widen(float x, double& to) { to = double(x); }
+template <class T>
+void widen(float x, T& to) {
+    to = from_float<T>(x);
 }
 
-void load(const View& view, int64_t row, int64_t col, int count, float* to) {
-    const void* from = element(view, row, col);
-    if (view.dtype == kFloat64) {
-        for (int i = 0; i < count; ++i) to[i] = float(static_cast<const double*>(from)[i * view.col_stride]);
-        return;
-    }
-    by_dtype(view.dtype, [&](auto tag) { load_as<decltype(tag)>(from, view.col_stride, count, to); });
+void load(const View& view, const Window& w, float* to) {
+    with_type(view, w, [&](auto* from) { each_element(view, w, [&](int64_t offset, int i) { to[i] = narrow(from[offset]); }); });
 }
 
-void store(const View& view, int64_t row, int64_t col, int count, const float* from) {
-    void* to = element(view, row, col);
-    if (view.dtype == kFloat64) {
-        for (int i = 0; i < count; ++i) static_cast<double*>(to)[i * view.col_stride] = double(from[i]);
-        return;
-    }
-    by_dtype(view.dtype, [&](auto tag) { store_as<decltype(tag)>(to, view.col_stride, count, from); });
+void store(const View& view, const Window& w, const float* from) {
+    with_type(view, w, [&](auto* to) { each_element(view, w, [&](int64_t offset, int i) { widen(from[i], to[offset]); }); });
 }
 
 void round_to(int dtype, float* x, int count) {
@@ -119,12 +126,11 @@ class Block {
   public:
     Block(const AdamWCall& call, const AdamWParam& param, const AdamW& s, MaskBlock mask) : call_(call), param_(param), s_(s), mask_(mask) {}
 
-    void run(int64_t row, int64_t col, int count, Partial& stats) {
-        row_ = row;
-        col_ = col;
-        count_ = count;
-        load(param_.p, row, col, count, p_);
-        load(param_.grad, row, col, count, g_);
+    void run(const Window& window, Partial& stats) {
+        window_ = window;
+        count_ = window.count();
+        load(param_.p, window, p_);
+        load(param_.grad, window, g_);
         gradient(stats);
         moments(stats);
         update(stats);
@@ -142,29 +148,32 @@ class Block {
         }
         if (!mask_) return;
         mask_(p_, count_, call_.n, call_.m, before_);
-        stats.value[kPrunedWeight] += lane_sum(count_, [&](int i) { return before_[i] ? 0.0 : double(magnitude(p_[i])); });
-        stats.value[kPrunedGrad] += lane_sum(count_, [&](int i) { return before_[i] ? 0.0 : double(magnitude(g_[i])); });
+        stats.value[kPrunedWeight] += lane_sum(count_, [&](int i) { return double(kept_or_zero(magnitude(p_[i]), before_[i] ^ 1u)); });
+        stats.value[kPrunedGrad] += lane_sum(count_, [&](int i) { return double(kept_or_zero(magnitude(g_[i]), before_[i] ^ 1u)); });
         if (s_.decay == 0.0f) return;
-        for (int i = 0; i < count_; ++i) g_[i] = before_[i] ? g_[i] : g_[i] + (s_.decay * p_[i]);
+        for (int i = 0; i < count_; ++i) {
+            const float decayed = g_[i] + (s_.decay * p_[i]);
+            g_[i] = bits_float(float_bits(kept_or_zero(g_[i], before_[i])) | float_bits(kept_or_zero(decayed, before_[i] ^ 1u)));
+        }
     }
 
     void moments(Partial& stats) {
-        load(param_.avg, row_, col_, count_, m_);
+        load(param_.avg, window_, m_);
         for (int i = 0; i < count_; ++i) m_[i] = adamw_first(s_, m_[i], g_[i]);
-        store(param_.avg, row_, col_, count_, m_);
+        store(param_.avg, window_, m_);
         if (s_.frozen) {
-            load(param_.top ? param_.top : param_.sq, row_, col_, count_, v_);
+            load(param_.top ? param_.top : param_.sq, window_, v_);
             return;
         }
-        load(param_.sq, row_, col_, count_, old_);
+        load(param_.sq, window_, old_);
         for (int i = 0; i < count_; ++i) v_[i] = adamw_second(s_, old_[i], g_[i]);
-        store(param_.sq, row_, col_, count_, v_);
+        store(param_.sq, window_, v_);
         stats.value[kChange] += lane_sum(count_, [&](int i) { return double(magnitude(v_[i] - old_[i])); });
         if (call_.geometric) logarithms(stats);
         if (!param_.top) return;
-        load(param_.top, row_, col_, count_, old_);
+        load(param_.top, window_, old_);
         for (int i = 0; i < count_; ++i) v_[i] = larger(old_[i], v_[i]);
-        store(param_.top, row_, col_, count_, v_);
+        store(param_.top, window_, v_);
     }
 
     void logarithms(Partial& stats) {
@@ -191,7 +200,7 @@ class Block {
         }
         for (int i = 0; i < count_; ++i) p_[i] = adamw_apply(s_, p_[i], m_[i]);
         round_to(param_.p.dtype, p_, count_);
-        store(param_.p, row_, col_, count_, p_);
+        store(param_.p, window_, p_);
     }
 
     void finish(Partial& stats) {
@@ -200,28 +209,29 @@ class Block {
             mask_(p_, count_, call_.n, call_.m, after_);
             for (int i = 0; i < count_; ++i) {
                 flips += before_[i] != after_[i];
-                p_[i] = after_[i] ? p_[i] : 0.0f;
+                p_[i] = kept_or_zero(p_[i], after_[i]);
             }
         }
         for (int i = 0; i < count_; ++i) non_zeros += p_[i] != 0.0f;
         stats.value[kFlips] += flips;
         stats.value[kNonZeros] += non_zeros;
-        if (param_.out) store(param_.out, row_, col_, count_, p_);
+        if (param_.out) store(param_.out, window_, p_);
     }
 
     const AdamWCall& call_;
     const AdamWParam& param_;
     const AdamW& s_;
     const MaskBlock mask_;
-    int64_t row_ = 0, col_ = 0;
+    Window window_{};
     int count_ = 0;
     float p_[kBlock], g_[kBlock], m_[kBlock], v_[kBlock], old_[kBlock];
     uint8_t before_[kBlock], after_[kBlock];
 };
 
-// How one parameter is cut into tiles.
+// How one parameter is cut: into tiles, and these into windows.
 struct Cut {
     int64_t tile_rows, tile_cols, across, tiles, first;  // `first`: number of tiles of the parameters before
+    int window_rows, window_cols;
 };
 
 bool is_flat(const View& view, const AdamWParam& param) {
@@ -240,22 +250,27 @@ AdamWParam flattened(AdamWParam param) {
 
 Cut cut(const AdamWParam& param, int64_t m, int64_t first) {
     const int64_t group = m > 0 ? m : 1;
-    const int64_t widest = param.rows <= 1 || param.p.col_stride == 1 ? kTile : kNarrowTile;
+    const bool turned = param.rows > 1 && param.p.col_stride != 1;
     Cut c{};
     c.first = first;
     if (param.rows == 0 || param.cols == 0) return c;
-    c.tile_cols = std::min(param.cols, std::max<int64_t>(widest / group * group, group));
+    c.window_cols = int(std::max<int64_t>((turned ? kLine : kBlock) / group * group, group));
+    c.window_rows = turned ? std::clamp(kBlock / c.window_cols, 1, kLine) : 1;
+    const int64_t widest = turned ? c.window_cols : kTile;
+    c.tile_cols = std::min(param.cols, std::max(widest / group * group, group));
     c.tile_rows = std::max<int64_t>(1, kTile / c.tile_cols);
     c.across = (param.cols + c.tile_cols - 1) / c.tile_cols;
     c.tiles = (param.rows + c.tile_rows - 1) / c.tile_rows * c.across;
     return c;
 }
 
-void run_tile(Block& block, const AdamWParam& param, const Cut& c, int64_t tile, int step, Partial& stats) {
+void run_tile(Block& block, const AdamWParam& param, const Cut& c, int64_t tile, Partial& stats) {
     const int64_t row = tile / c.across * c.tile_rows, col = tile % c.across * c.tile_cols;
     const int64_t last_row = std::min(row + c.tile_rows, param.rows), last_col = std::min(col + c.tile_cols, param.cols);
-    for (int64_t r = row; r < last_row; ++r) {
-        for (int64_t at = col; at < last_col; at += step) block.run(r, at, int(std::min<int64_t>(step, last_col - at)), stats);
+    for (int64_t r = row; r < last_row; r += c.window_rows) {
+        for (int64_t at = col; at < last_col; at += c.window_cols) {
+            block.run({r, at, int(std::min<int64_t>(c.window_rows, last_row - r)), int(std::min<int64_t>(c.window_cols, last_col - at))}, stats);
+        }
     }
 }
 
@@ -279,13 +294,12 @@ void masked_adamw(const std::vector<AdamWParam>& given, const AdamWCall& call, d
         cuts.push_back(cut(params.back(), call.m, tiles));
         tiles += cuts.back().tiles;
     }
-    const int step = call.m > 0 ? kBlock / call.m * call.m : kBlock;
     std::vector<Partial> partial{size_t(tiles)};
     parallel_for(tiles, threads, [&](int64_t tile) {
         const auto next = std::upper_bound(cuts.begin(), cuts.end(), tile, [](int64_t t, const Cut& c) { return t < c.first; });
         const size_t i = size_t(next - cuts.begin()) - 1;
         Block block(call, params[i], scalars[i], masker);
-        run_tile(block, params[i], cuts[i], tile - cuts[i].first, step, partial[size_t(tile)]);
+        run_tile(block, params[i], cuts[i], tile - cuts[i].first, partial[size_t(tile)]);
     });
     for (const Partial& one : partial) add(stats, one);
 }

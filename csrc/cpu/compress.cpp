@@ -13,21 +13,26 @@ template <class T, class P>
 bool compress_row(const T* w, const uint8_t* given, int64_t groups, P p, T* values, uint8_t* indices) {
     const int bits = index_bits(p.m);
     std::memset(indices, 0, size_t(index_bytes(groups * p.n, bits)));
-    uint8_t own[P::capacity], positions[P::capacity] = {};
+    uint8_t keep[P::capacity], positions[P::capacity] = {};
     uint32_t keys[P::capacity];
+    T stored[P::capacity] = {};
     for (int64_t g = 0; g < groups; ++g, w += p.m, values += p.n) {
-        const uint8_t* keep = own;
         if (given) {
-            keep = given + g * p.m;
             int count = 0;
-            for (int i = 0; i < p.m; ++i) count += keep[i] != 0;
+            for (int i = 0; i < p.m; ++i) {
+                keep[i] = given[g * p.m + i] != 0;
+                count += keep[i];
+            }
             if (count > p.n) return false;
         } else {
             for (int i = 0; i < p.m; ++i) keys[i] = Key<T>::of(w[i]);
-            mask_group(keys, p.n, p.m, Key<T>::bits, own);
+            mask_group(keys, p.n, p.m, Key<T>::bits, keep);
         }
-        compact_group(w, keep, p.n, p.m, values, positions);
-        for (int k = 0; k < p.n; ++k) put_index(indices, g * p.n + k, bits, positions[k]);
+        compact_group(w, keep, p.n, p.m, stored, positions);
+        for (int k = 0; k < p.n; ++k) {
+            values[k] = stored[k];
+            put_index(indices, g * p.n + k, bits, positions[k]);
+        }
     }
     return true;
 }

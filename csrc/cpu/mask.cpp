@@ -34,7 +34,7 @@ void prune(const void* w, int dtype, int64_t numel, int n, int m, void* out, int
             uint8_t keep[P::capacity];
             for (int64_t g = begin; g < end; ++g) {
                 mask_one(in + g * p.m, p, keep);
-                for (int i = 0; i < p.m; ++i) to[g * p.m + i] = keep[i] ? in[g * p.m + i] : T{};
+                for (int i = 0; i < p.m; ++i) to[g * p.m + i] = kept_or_zero(in[g * p.m + i], keep[i]);
             }
         });
     });

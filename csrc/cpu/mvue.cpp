@@ -102,11 +102,15 @@ void mvue_compress(const MvueCall& call, int dtype, int n, int m, void* values, 
         const int64_t kept = (call.length + p.m - 1) / p.m * p.n, bytes = index_bytes(kept, bits);
         each_group<T>(call, p, threads, [&](int64_t row, int64_t group, const T* x) {
             uint8_t keep[P::capacity], positions[P::capacity] = {};
+            T stored[P::capacity] = {};
             uint8_t* packed = indices + row * bytes;
             if (group == 0) std::memset(packed, 0, size_t(bytes));
             for (int i = 0; i < p.m; ++i) keep[i] = !is_zero(x[i]);
-            compact_group(x, keep, p.n, p.m, static_cast<T*>(values) + row * kept + group * p.n, positions);
-            for (int k = 0; k < p.n; ++k) put_index(packed, group * p.n + k, bits, positions[k]);
+            compact_group(x, keep, p.n, p.m, stored, positions);
+            for (int k = 0; k < p.n; ++k) {
+                static_cast<T*>(values)[row * kept + group * p.n + k] = stored[k];
+                put_index(packed, group * p.n + k, bits, positions[k]);
+            }
         });
     });
 }
