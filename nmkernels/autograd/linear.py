@@ -22,22 +22,26 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        x: Tensor, weight: Tensor | None, bias: Tensor | None, used: Tensor, indices: Tensor | None, seed: Tensor | None, plan: GemmPlan
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        used: Tensor,
+        indices: Tensor | None,
+        seed: Tensor | None,
+        plan: GemmPlan,
     ) -> Tensor:
-        b = None if bias is None else bias.to(x.dtype)
-        if indices is None:
-            return F.linear(x, used, b)
-        return torch.ops.nmkernels.nm_linear(x, used, indices, plan.n, plan.m, x.shape[-1], b)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, weight, bias, used, indices, seed, plan = inputs
+        # a separate setup_context would cost every call an inspection of this signature
         need_x, need_w = ctx.needs_input_grad[0], ctx.needs_input_grad[1] and plan.wgrad != "none"
         # only what a gradient really needs is kept alive between forward and backward
         ctx.save_for_backward(x if need_w else None, used if need_x else None, indices if need_x else None, seed if need_w else None)
         ctx.plan, ctx.cols, ctx.need_w = plan, x.shape[-1], need_w
         ctx.weight_dtype = None if weight is None else weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
+        b = None if bias is None else bias.to(x.dtype)
+        if indices is None:
+            return F.linear(x, used, b)
+        return torch.ops.nmkernels.nm_linear(x, used, indices, plan.n, plan.m, x.shape[-1], b)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
