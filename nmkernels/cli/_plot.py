@@ -25,7 +25,7 @@ def plot(path: Path, sparse: Rows, twin: Rows, title: str, switch_step: int = 0)
     loss.set_ylabel("loss (nats per byte)")
     loss.set_title(title)
     flips.plot(*_column(sparse, "flip_rate", 100), color="tab:blue")
-    flips.set_ylabel("mask bits flipped per step (%)")
+    flips.set_ylabel("mask flips per step (%)")
     flips.set_xlabel("step")
     for axes in (loss, flips):
         for i, step in enumerate([switch_step] if switch_step else switches(sparse)):

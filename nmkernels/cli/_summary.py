@@ -14,7 +14,7 @@ ABOUT = {
     "result.json": "everything above as data",
     "sample.txt": "text that the model wrote",
 }
-SAMPLE_LINES = 8
+SAMPLE_LINES, SAMPLE_COLUMNS = 8, 100
 
 
 def summary(result: dict[str, Any]) -> str:
@@ -58,15 +58,17 @@ def _remarks(sparse: dict[str, Any], twin: dict[str, Any] | None) -> str:
         lines.append("Add --twin to train a dense model on the same text and compare.")
     if "reload" in sparse:
         difference = sparse["reload"]["max_difference_to_dense"]
-        lines.append(f"The file was read back: logits are identical, and within {difference:.1e} of the same weights multiplied densely.")
+        away = f"within {difference:.1e} of" if difference else "also those of"
+        lines.append(f"The file was read back: logits are identical to the last bit, and {away} the same weights multiplied densely.")
         if sparse["tokens_per_s"]["compressed"] < sparse["tokens_per_s"]["dense"]:
-            lines.append("Layers this small are bound by the cost of a call, not by weights: compressed kernels pay off on wide layers.")
+            lines.append("At this size, on this machine, the compressed form saves memory and not time: generation is slower than dense.")
     return "\n".join(lines)
 
 
 def _sample(text: str) -> str:
-    lines = text.splitlines()[:SAMPLE_LINES]
-    printable = "\n".join("".join(c if c.isprintable() else "?" for c in line.expandtabs(4)) for line in lines)
+    lines = [line.expandtabs(4).rstrip()[:SAMPLE_COLUMNS] for line in text.splitlines()]
+    lines = [line for line in lines if line][:SAMPLE_LINES]
+    printable = "\n".join("".join(c if c.isprintable() else "?" for c in line) for line in lines)
     return 'The model continues "def ":\n' + textwrap.indent(printable, "  | ", lambda _: True)
 
 

@@ -9,14 +9,15 @@ from itertools import pairwise
 import pytest
 import torch
 
+from nmkernels import ops
 from nmkernels.cli import _deploy, _plot
 from nmkernels.cli._checkpoint import Store
 from nmkernels.cli._config import TrainConfig, resumed
 from nmkernels.cli._log import Log, read_log
 from nmkernels.cli._summary import summary
-from nmkernels.cli._trainer import learning_rate
+from nmkernels.cli._trainer import Trainer, learning_rate
 from nmkernels.pattern import CheckpointError
-from nmkernels.zoo import GPT, GPTConfig
+from nmkernels.zoo import GPT, Corpus, GPTConfig
 
 
 def test_learning_rate_rises_then_falls_along_a_cosine():
@@ -119,7 +120,7 @@ def test_the_summary_explains_a_slower_model_and_hides_control_characters():
         "1.010",
         "0.531",
         "0.500",
-        "bound by the cost of a call",
+        "saves memory and not time",
         "def a(?[31m)",
         "log.csv",
     ):
@@ -127,7 +128,7 @@ def test_the_summary_explains_a_slower_model_and_hides_control_characters():
     assert "\x1b" not in text
     assert "curves.png" not in text
     sparse["tokens_per_s"]["compressed"] = 150.0
-    assert "bound by" not in summary(result)
+    assert "saves memory" not in summary(result)
     assert f"{math.log(256):.2f}" in text
 
 
@@ -149,3 +150,23 @@ def test_checkpoints_are_written_whole_or_not_at_all(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match="No space left on device"):
         store.save({"step": 2})
     assert [p.name for p in (tmp_path / "c").iterdir()] == ["step-00000001.pt"]
+
+
+def test_validation_is_that_of_the_weights_to_deploy_also_in_a_dense_phase():
+    text = torch.randint(256, (3000,), dtype=torch.uint8)
+    corpus = Corpus(text[:2000], text[2000:], "a test", 1, "")
+    config = TrainConfig(recipe="step:1:8", steps=10, batch=4, context=16, width=32, layers=1, heads=2, lr=0.03)
+    trainer = Trainer(config, corpus, config.build_recipe())
+    trainer.step(1)
+    assert trainer.metrics()["phase"] == 0
+    pruned = GPT(config.model)
+    pruned.load_state_dict(trainer.model.state_dict())
+    for name, layer in pruned.named_modules():
+        if name in trainer.handle.layers:
+            layer.weight.data = ops.prune(layer.weight.detach(), "1:8")
+    losses = [pruned.loss(x, y).item() for x, y in corpus.val_batches(16, 1, 256)]
+    assert trainer.validate() == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+    x, y = corpus.batch(0, 2, 4, 16)
+    before = trainer.model.loss(x, y).item()
+    assert before != pytest.approx(pruned.loss(x, y).item(), rel=1e-5)  # and training goes on with the dense ones
+    assert trainer.model.training
