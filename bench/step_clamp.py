@@ -23,7 +23,7 @@ CLAMPS = (None, 2.0)
 
 
 def data(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Ten classes of four clusters each in 64 features, many of them rarely active, as pixels are: 1200 points to train on, 1000 to test."""
+    """Ten classes of four clusters each in 64 features, many of them rarely active, as pixels are: 1200 points to train, 1000 to test."""
     gen = torch.Generator().manual_seed(seed)
     centres = torch.randn(40, 64, generator=gen)
     threshold = 3 * torch.rand(64, generator=gen) - 1

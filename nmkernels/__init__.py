@@ -1,5 +1,7 @@
 """nmkernels: N:M structured sparsity for transformers, from training recipes down to kernels.
 
+In a training script:
+
     import nmkernels as nm
 
     recipe = nm.recipes.STEP("2:4", total_steps=10_000)
