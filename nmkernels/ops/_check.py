@@ -35,9 +35,13 @@ def _parsed(spec: Any) -> Pattern:
     return Pattern(spec)
 
 
-@torch.compiler.assume_constant_result
 def _traced(spec: Any) -> Pattern:
     return Pattern(spec)
+
+
+# the mark that torch.compiler.assume_constant_result sets; the decorator itself imports torch._dynamo, which doubles
+# the time of `import nmkernels`
+_traced.__dict__["_dynamo_marked_constant"] = True
 
 
 def as_pattern(spec: PatternLike) -> Pattern:
