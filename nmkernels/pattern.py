@@ -5,7 +5,6 @@ Floor 0: pure standard library, so that every other module may import it.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 MAX_M = 256
@@ -114,8 +113,9 @@ PatternLike = str | Pattern | int
 
 
 def _parse(spec: object) -> tuple[int, int]:
+    # without a regular expression, so that torch.compile can trace it
     if isinstance(spec, str):
-        match = re.fullmatch(r"\s*(\d+)\s*:\s*(\d+)\s*", spec)
-        if match:
-            return int(match[1]), int(match[2])
+        n, colon, m = (part.strip() for part in spec.partition(":"))
+        if colon and n.isdecimal() and m.isdecimal():
+            return int(n), int(m)
     raise PatternError(f'{spec!r} is not an N:M pattern; write it as text such as "2:4" (keep 2 of every 4).')

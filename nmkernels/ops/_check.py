@@ -35,22 +35,12 @@ def _parsed(spec: Any) -> Pattern:
     return Pattern(spec)
 
 
-def _traced(spec: Any) -> Pattern:
-    return Pattern(spec)
-
-
-# the mark that torch.compiler.assume_constant_result sets; the decorator itself imports torch._dynamo, which doubles
-# the time of `import nmkernels`
-_traced.__dict__["_dynamo_marked_constant"] = True
-
-
 def as_pattern(spec: PatternLike) -> Pattern:
     """The ``Pattern`` that a public function was given as text or object, parsed once per text."""
     if isinstance(spec, Pattern):
         return spec
-    if torch.compiler.is_compiling():
-        return _traced(spec)
-    return _parsed(spec) if isinstance(spec, str) else Pattern(spec)
+    # a graph would record the cache's lock, not its answer
+    return _parsed(spec) if isinstance(spec, str) and not torch.compiler.is_compiling() else Pattern(spec)
 
 
 def check_float(op: str, what: str, x: Tensor) -> None:
