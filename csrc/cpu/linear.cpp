@@ -10,44 +10,50 @@
 namespace nm {
 namespace {
 
-constexpr int kBlock = 128;  // stored weights summed before they are added to the total
+constexpr int kBlock = 128;  // about as many stored weights are summed before they are added to the total
 
-// dst[c * tokens + t] = x[t, c] in fp32: the inputs of one column lie side by side.
+// dst[c * tokens + t] = x[t, c] in fp32: the inputs of one column lie side by side. Zeros follow the last column, for the
+// padding of a partial last group, and as far as a damaged index can reach.
 template <class T>
 std::vector<float> by_column(const T* x, int64_t tokens, int64_t cols) {
-    std::vector<float> turned(size_t(tokens * cols));
+    std::vector<float> turned(size_t(tokens * (cols + 2 * kMaxM)));
     for (int64_t t = 0; t < tokens; ++t) {
         for (int64_t c = 0; c < cols; ++c) turned[size_t(c * tokens + t)] = to_float(x[t * cols + c]);
     }
     return turned;
 }
 
-// Columns of one block of stored weights, or -1 where an index is damaged.
+// Columns of the stored weights of `groups` groups, counted from the first of these groups; false where an index is damaged.
 template <class P>
-bool block_columns(const uint8_t* indices, int64_t first, int count, int64_t cols, P p, int64_t* column) {
+bool block_columns(const uint8_t* indices, int64_t first_group, int groups, P p, int32_t* column) {
     const int bits = index_bits(p.m);
-    bool valid = true;
-    for (int k = 0; k < count; ++k) {
-        const int64_t stored = first + k;
-        const int position = get_index(indices, stored, bits);
-        column[k] = stored / p.n * p.m + position;
-        // a column past the end is padding of a partial last group; its weight counts for nothing
-        valid = valid && position < p.m;
-        if (position >= p.m || column[k] >= cols) column[k] = -1;
+    const int64_t first = first_group * p.n;
+    int largest = 0;
+    for (int g = 0; g < groups; ++g) {
+        for (int k = 0; k < p.n; ++k) {
+            const int position = get_index(indices, first + g * p.n + k, bits);
+            largest = position > largest ? position : largest;
+            column[g * p.n + k] = g * p.m + position;
+        }
     }
-    return valid;
+    return largest < p.m;
 }
 
 // Sums of one block for `Tokens` tokens; four running sums when there is one token, to hide the adder's latency.
 template <int Tokens, class T>
-void add_block(const T* values, const int64_t* column, int count, const float* x, float* total) {
+void add_block(const T* values, const int32_t* column, int count, const float* x, float* total) {
     constexpr int kLanes = Tokens == 1 ? 4 : 1;
     float sum[kLanes][Tokens] = {};
-    for (int k = 0; k < count; ++k) {
-        if (column[k] < 0) continue;
-        const float v = to_float(values[k]);
-        const float* inputs = x + column[k] * Tokens;
-        for (int t = 0; t < Tokens; ++t) sum[k % kLanes][t] += v * inputs[t];
+    int k = 0;
+    for (; k + kLanes <= count; k += kLanes) {
+        for (int lane = 0; lane < kLanes; ++lane) {
+            const float v = to_float(values[k + lane]);
+            const float* inputs = x + column[k + lane] * Tokens;
+            for (int t = 0; t < Tokens; ++t) sum[lane][t] += v * inputs[t];
+        }
+    }
+    for (; k < count; ++k) {
+        for (int t = 0; t < Tokens; ++t) sum[0][t] += to_float(values[k]) * x[column[k] * Tokens + t];
     }
     for (int t = 0; t < Tokens; ++t) {
         float all = sum[0][t];
@@ -58,16 +64,17 @@ void add_block(const T* values, const int64_t* column, int count, const float* x
 
 template <int Tokens, class T, class P>
 bool rows_range(const LinearCall& call, P p, const float* x, int64_t begin, int64_t end) {
-    const int64_t kept = (call.cols + p.m - 1) / p.m * p.n, bytes = index_bytes(kept, index_bits(p.m));
-    int64_t column[kBlock];
+    const int64_t groups = (call.cols + p.m - 1) / p.m, kept = groups * p.n, bytes = index_bytes(kept, index_bits(p.m));
+    const int per_block = p.n < kBlock ? kBlock / p.n : 1;
+    int32_t column[kBlock + kMaxM];
     bool valid = true;
     for (int64_t row = begin; row < end; ++row) {
         const T* values = static_cast<const T*>(call.values) + row * kept;
         float total[Tokens] = {};
-        for (int64_t first = 0; first < kept; first += kBlock) {
-            const int count = int(std::min<int64_t>(kBlock, kept - first));
-            valid = block_columns(call.indices + row * bytes, first, count, call.cols, p, column) && valid;
-            add_block<Tokens>(values + first, column, count, x, total);
+        for (int64_t g = 0; g < groups; g += per_block) {
+            const int now = int(std::min<int64_t>(per_block, groups - g));
+            valid = block_columns(call.indices + row * bytes, g, now, p, column) && valid;
+            add_block<Tokens>(values + g * p.n, column, now * p.n, x + g * p.m * Tokens, total);
         }
         const float bias = call.bias ? to_float(static_cast<const T*>(call.bias)[row]) : 0.0f;
         for (int t = 0; t < Tokens; ++t) static_cast<T*>(call.y)[t * call.rows + row] = from_float<T>(call.bias ? total[t] + bias : total[t]);

@@ -106,4 +106,7 @@ def linear_compressed(x: Tensor, weight: ops.Compressed, bias: Tensor | None = N
         bias: ``(out,)``.
     """
     p: Pattern = weight.pattern
+    if not torch.is_grad_enabled():
+        b = None if bias is None else bias.to(x.dtype)
+        return torch.ops.nmkernels.nm_linear(x, weight.values, weight.indices, p.n, p.m, x.shape[-1], b)
     return _Linear.apply(x, None, bias, weight.values, weight.indices, None, packed_inference(p.n, p.m))

@@ -21,7 +21,7 @@ from ..pattern import Pattern, ShapeError
 NAME, PRIORITY = "cpu", 10
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 """The core's code of each dtype; float64 only as gradient or output of AdamW."""
-FEW_TOKENS = 16
+FEW_TOKENS = 8
 """Up to so many tokens ``linear`` works on the compressed form; above, on the decompressed weight."""
 
 
