@@ -57,9 +57,7 @@ def observe(state: State, switch: str, seen: Observed) -> None:
 def fires(state: State, switch: str, threshold: float) -> Tensor:
     """0-d bool: the policy's own test, without T_min and T_max."""
     z = state["z_bar"]
-    if switch == "staleness":
-        return z > threshold
-    return (z < threshold) & (state["t"] > (1 if switch == "relative_norm" else 0))
+    return z > threshold if switch == "staleness" else z < threshold
 
 
 def _push(state: State, value: Tensor, applied: Tensor) -> Tensor:

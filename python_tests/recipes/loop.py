@@ -39,7 +39,7 @@ def snapshot(model):
 
 def distance(got, want):
     """Largest absolute difference over all parameters."""
-    return max(float((got[k].double() - want[k].double()).abs().max()) for k in want)
+    return max((got[k].detach().double() - want[k].detach().double()).abs().max().item() for k in want)
 
 
 def top_n(w, n, m):

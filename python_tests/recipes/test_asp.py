@@ -54,6 +54,10 @@ def test_equals_independent_loop_and_holds_the_mask(maker):
             for k in masks:
                 leaves[k].mul_(masks[k])
     assert distance(snapshot(model), leaves) < 1e-10
+    for k in SPARSE:  # the moments see no gradient of a pruned weight
+        state = optimizer.state[model.get_parameter(k)]
+        moment = state["momentum_buffer"] if maker == "sgd" else state["exp_avg"]
+        assert not moment[~masks[k]].any() and moment[masks[k]].any()
 
 
 def test_a_nan_gradient_of_a_pruned_weight_stays_out():
@@ -93,6 +97,20 @@ def test_prune_at_counts_applied_steps_only():
         scaler.step(optimizer)
         scaler.update()
         assert handle.metrics()["phase"].item() == (2 if t >= 4 else 0)
+
+
+def test_the_host_asks_only_when_pruning_can_be_due(monkeypatch):
+    model = mlp()
+    optimizer = nm.sparsify_(model, ASP(prune_at=4)).attach(MaskedAdamW(model.parameters()))
+    dense = mlp()
+    plain = MaskedAdamW(dense.parameters())
+    asked, item = [], torch.Tensor.item
+    monkeypatch.setattr(torch.Tensor, "item", lambda self: asked.append(1) or item(self))
+    train(model, optimizer, batches(3))
+    ours = len(asked)
+    asked.clear()
+    train(dense, plain, batches(3))
+    assert ours == len(asked)  # the reference backend reads its step counters, and only that
 
 
 def wanda_model():

@@ -142,6 +142,12 @@ def test_skipped_step_does_not_advance_schedule(switch):
     assert state["switch_step"] == t == want == 7
 
 
+def test_skipped_steps_do_not_bring_t_min_forward():
+    recipe, small = STEP(t_min=3, t_max=None), [1e-12] * NUMEL
+    steps = [seen(t, applied=False) for t in (1, 2)] + [seen(t, small) for t in range(3, 12)]
+    assert switch_step(recipe, steps)[0] == 4
+
+
 def test_a_loaded_second_moment_keeps_its_own_bias_correction():
     """T₀ counts the steps of the recipe, v* the steps of the optimizer, which may have been loaded from a dense run."""
     recipe = STEP(switch="fixed", switch_at=3)

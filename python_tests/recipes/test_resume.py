@@ -194,6 +194,20 @@ def test_wanda_resumes_without_calibration():
     assert distance(snapshot(other), snapshot(model)) == 0.0
 
 
+def test_the_handles_state_is_a_copy_both_ways():
+    model, handle, optimizer = start(STEP_T0_5, masked)
+    handle.attach(optimizer)
+    train(model, optimizer, DATA[:3])
+    state = handle.state_dict()
+    kept = copy.deepcopy(state)
+    train(model, optimizer, DATA[3:])
+    assert same(state, kept) and handle.state["switch_step"] == 5
+    handle.load_state_dict(state)
+    assert handle.metrics()["phase"].item() == 0
+    train(model, optimizer, DATA)
+    assert same(state, kept) and handle.state["switch_step"] == 5
+
+
 # ---- what is refused
 
 
@@ -250,7 +264,22 @@ def test_mangled_state(state):
 def test_masks_of_another_model():
     (_, state, _), _, _, _ = checkpoint(ASP(), sgd, 2)
     state["param_groups"][0]["nm_recipe"]["masks"].pop("2")
-    _, handle, optimizer = start(ASP(), sgd)
+    model, handle, optimizer = start(ASP(), sgd)
     handle.attach(optimizer)
+    train(model, optimizer, DATA[:1])
+    before = copy.deepcopy(optimizer.state_dict())
     with pytest.raises(CheckpointError, match="only one of them has 2"):
         optimizer.load_state_dict(state)
+    assert same(before, optimizer.state_dict())
+
+
+def test_a_failed_attach_keeps_what_was_loaded():
+    model, handle, optimizer = start(ASP(score="wanda"), sgd)
+    loaded = {"spec": handle.recipe.spec(), **handle.recipe.start({})}
+    optimizer.param_groups[0]["nm_recipe"] = loaded
+    with pytest.raises(nm.RecipeError, match="calibrate"):
+        handle.attach(optimizer)
+    assert optimizer.param_groups[0]["nm_recipe"] is loaded and not optimizer._optimizer_step_pre_hooks
+    with handle.calibrate():
+        model(DATA[0][0])
+    handle.attach(optimizer)
