@@ -1,0 +1,46 @@
+"""Hugging Face's Conv1D stores its weight (in, out): every recipe trains it as it trains the same nn.Linear."""
+
+import pytest
+import torch
+
+import nmkernels as nm
+from nmkernels.optim import MaskedAdamW
+from nmkernels.recipes import ASP, SRSTE, STEP
+from python_tests.recipes.loop import Adam, batches, loss_of, mlp
+
+Conv1D = pytest.importorskip("transformers.pytorch_utils").Conv1D
+
+
+def transposed():
+    model = mlp()
+    for i in (0, 2):
+        linear = model[i]
+        layer = Conv1D(linear.out_features, linear.in_features).double()
+        with torch.no_grad():
+            layer.weight.copy_(linear.weight.t())
+            layer.bias.copy_(linear.bias)
+        model[i] = layer
+    return model
+
+
+@pytest.mark.parametrize("make", [MaskedAdamW, torch.optim.AdamW])
+@pytest.mark.parametrize("recipe", [SRSTE(decay=0.1), STEP(t_min=2, t_max=4, threshold=1e-30), ASP(prune_at=3)], ids=lambda r: r.name)
+def test_equals_linear(recipe, make):
+    make = MaskedAdamW if recipe.name == "step" else make
+    results = []
+    for model in (mlp(), transposed()):
+        handle = nm.sparsify_(model, recipe)
+        optimizer = handle.attach(make(model.parameters(), **Adam().keywords))
+        for batch in batches(10):
+            optimizer.zero_grad()
+            loss_of(model, batch).backward()
+            optimizer.step()
+        figures = {k: v.item() for k, v in handle.metrics().items()}
+        handle.finish()
+        results.append((model, figures))
+    (a, figures), (b, others) = results
+    assert figures.keys() == others.keys()
+    assert all(figures[k] == pytest.approx(others[k], rel=1e-9) for k in figures)
+    for i in (0, 2):
+        assert (a[i].weight - b[i].weight.t()).abs().max() < 1e-12
+        assert torch.equal(a[i].weight != 0, b[i].weight.t() != 0)
