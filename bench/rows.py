@@ -10,6 +10,7 @@ import re
 import subprocess
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -96,8 +97,9 @@ def versions() -> str:
     return f"python {platform.python_version()} torch {torch.__version__}{cuda}"
 
 
+@cache
 def commit() -> str:
-    """The short commit the tree stands at, marked where the tree differs from it."""
+    """The short commit the tree stood at when this run asked first, marked where the tree differed from it."""
     try:
         return subprocess.run(
             ["git", "describe", "--always", "--dirty", "--exclude=*"], cwd=RESULTS.parent, capture_output=True, text=True, check=True

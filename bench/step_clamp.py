@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 import nmkernels as nm
 
-from .rows import RESULTS, Row, append, row
+from .rows import RESULTS, Row, append, commit, row
 
 STEPS, BATCH = 2000, 128
 PATTERNS = ("2:4", "1:16", "1:32")
@@ -58,6 +58,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=8)
     args = parser.parse_args()
     torch.set_num_threads(1)
+    commit()  # what the tree is now, not what it may have become when the last row is written
     providers: dict[str, dict[str, object]] = {"srste": {}}
     providers |= {f"step 25% clamp={c}": {"switch": "fixed", "clamp": c} for c in CLAMPS}
     providers |= {f"step auto clamp={c}": {"clamp": c} for c in CLAMPS}

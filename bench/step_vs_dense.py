@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from .rows import RESULTS, Row, append, row
+from .rows import RESULTS, Row, append, commit, row
 
 LOSS, RATIO, WORST = (
     "validation loss, nats per byte",
@@ -52,6 +52,7 @@ def main(argv: list[str] | None = None, path: Path = RESULTS / "accuracy.csv") -
     parser.add_argument("--recipes", nargs="+", default=["step:2:4"], metavar="NAME:N:M")
     parser.add_argument("--seeds", type=int, default=3)
     args, more = parser.parse_known_args(argv)
+    commit()  # what the tree is now, not what it may have become when the last row is written
     for recipe in args.recipes:
         results = [run(recipe, seed, more) for seed in range(args.seeds)]
         append(rows(results), path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -228,6 +229,12 @@ class Handle:
                 "never masked. Leave them out with filter_fn, or call finish(allow_unused=True) if the model was not meant to run."
             )
         if self.recipe.final == "nm":
+            if self._attachments and self.stage.phase == 0:
+                warnings.warn(
+                    f"finish: the recipe {self.recipe.name} is still in its dense phase, so the weights are pruned without any sparse "
+                    "training; total_steps is probably larger than the number of steps taken.",
+                    stacklevel=2,
+                )
             self._make_nm()
         self._detach()
         self.finished = True

@@ -246,3 +246,11 @@ def test_a_copied_model_belongs_to_no_optimizer():
     want = twin(x)
     train(model, optimizer, batches(2))
     assert torch.equal(twin(x), want) and not torch.equal(model(x), want)
+
+
+def test_finish_in_the_dense_phase_warns():
+    model, handle, optimizer = start(STEP(total_steps=1000))
+    train(model, optimizer, batches(2))
+    with pytest.warns(UserWarning, match="still in its dense phase"):
+        handle.finish()
+    assert all(nm.ops.is_nm(layer.weight.detach(), "2:4") for layer in handle.layers.values())
