@@ -24,6 +24,8 @@ help:
 demo: build
 	@$(BIN)/python -m nmkernels train --demo --overwrite --out demo_out $(DEMO_ARGS)
 
+# without the compiled core its tests would be skipped, and the suite would pass without having tested it
+test check: export NMKERNELS_REQUIRE_CORE := 1
 test: LINTED := NMKERNELS_LINTED=1
 test: build lint check
 

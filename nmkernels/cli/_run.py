@@ -80,7 +80,7 @@ class Run:
 
     def resume_command(self) -> str:
         """The command line that continues this run."""
-        words = ["python", "-m", "nmkernels", "train", "--out", str(self.out), "--resume"]
+        words = [python_command(), "-m", "nmkernels", "train", "--out", str(self.out), "--resume"]
         words += ["--data", str(self.args.data)] if self.args.data else []
         words += ["--twin"] if self.args.twin else []
         return shlex.join(words)
@@ -162,6 +162,12 @@ class Run:
             print()
         else:
             print(f"\n{summary(self.result)}", file=self.stream)
+
+
+def python_command() -> str:
+    """The running interpreter as a user would type it: a relative path where it lies below the present folder, as a venv does."""
+    path, here = Path(sys.executable), Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else "python"
 
 
 def _device(name: str) -> str:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nmkernels import ops
-from nmkernels.cli import _deploy, _plot
+from nmkernels.cli import _deploy, _plot, _run
 from nmkernels.cli._checkpoint import Store
 from nmkernels.cli._config import TrainConfig, resumed
 from nmkernels.cli._log import Log, read_log
@@ -170,3 +170,11 @@ def test_validation_is_that_of_the_weights_to_deploy_also_in_a_dense_phase():
     before = trainer.model.loss(x, y).item()
     assert before != pytest.approx(pruned.loss(x, y).item(), rel=1e-5)  # and training goes on with the dense ones
     assert trainer.model.training
+
+
+def test_the_resume_hint_names_the_python_of_a_venv(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(_run.sys, "executable", str(tmp_path / ".venv" / "bin" / "python"))
+    assert _run.python_command() == ".venv/bin/python"
+    monkeypatch.setattr(_run.sys, "executable", "/usr/bin/python3")
+    assert _run.python_command() == "python"
