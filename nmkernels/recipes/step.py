@@ -41,8 +41,9 @@ class STEP(Recipe):
         bias_corrected: freeze v̂* = v*/(1−β₂^T₀) (no jump of the step size at the switch); False keeps v* raw.
         eps_mode: ``"outside"`` √v̂* + ε, or ``"inside"`` √(v̂* + ε).
         clamp: bound on |m̂/D| in phase 1; None for none. Where phase 0 has driven gradients to zero, v* is tiny and the first masked
-            gradients take huge steps. It is on by default because of ``bench/results/step_clamp.csv``: on a small classifier at 1:32
-            with T₀ at 25 % the median accuracy over 8 seeds is 63 % without it and 84 % with it; at 1:16 and 2:4 it makes no difference beyond the seeds'.
+            gradients take huge steps. On by default because of ``bench/results/step_clamp.csv``: on a small classifier at 1:32, with
+            T₀ at 25 %, the median accuracy over 8 seeds is 63 % without it and 84 % with it; at 1:16 and 2:4 there is no difference
+            beyond that between seeds.
         decay: λ of SR-STE in phase 1; 0 for plain STE.
 
     Raises:
