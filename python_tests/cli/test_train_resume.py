@@ -91,7 +91,7 @@ def test_sigterm_ends_a_process_cleanly(text, tmp_path):
     finally:
         process.kill()
     assert process.returncode == 130
-    assert "To go on: python -m nmkernels train" in error
+    assert "To go on: " in error and "-m nmkernels train --out" in error
     assert "Traceback" not in error
     assert len(list((tmp_path / "out" / "checkpoints").iterdir())) == 1
 
