@@ -1,4 +1,4 @@
-"""What ``make gpu`` runs: build in place, the tests marked gpu, quick benchmarks, and a summary that comes last.
+"""What ``make gpu`` runs: build in place, the tests marked gpu, quick benchmarks, the README's table, and a summary last.
 
 For a machine with an NVIDIA GPU, a torch already installed and no network. Exit status 0: everything passed, 1: something
 failed (the summary says what), 2: there is no GPU here that torch can use.
@@ -33,6 +33,7 @@ STEPS = (
     Step("build", ("setup.py", "build_ext", "--inplace")),
     Step("tests", ("-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"), ((NO_TESTS_COLLECTED, "no test is marked gpu yet"),)),
     Step("benchmarks", ("-m", "bench.quick", "--device", "cuda")),
+    Step("report", ("-m", "bench.report")),
 )
 
 
