@@ -1,0 +1,66 @@
+"""DistributedDataParallel over gloo: two ranks with different data keep equal weights, masks and switching step."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import nmkernels as nm
+
+RANKS, STEPS = 2, 10
+RECIPES = {"srste": nm.recipes.SRSTE("2:4", decay=1e-3), "step": nm.recipes.STEP("2:4", t_min=2, t_max=5)}
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+
+
+def shard(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(8, 32, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def train(model: nn.Module, recipe: nm.recipes.Recipe, wrap, batch) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """``STEPS`` steps of ``recipe``; the model, finished, and its last metrics."""
+    handle = nm.sparsify_(model, recipe)
+    wrapped = wrap(model)
+    optimizer = handle.attach(recipe.optimizer(wrapped.parameters(), lr=1e-2))
+    for step in range(STEPS):
+        x = batch(step)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(wrapped(x), x).backward()
+        optimizer.step()
+    metrics = handle.metrics()
+    handle.finish()
+    return model, metrics
+
+
+def worker(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS, timeout=timedelta(seconds=60))
+    for name, recipe in RECIPES.items():
+        model, metrics = train(build(), recipe, DistributedDataParallel, lambda step, r=rank: shard(step, r))
+        torch.save({"model": model.state_dict(), "metrics": metrics}, Path(folder, f"{name}-{rank}.pt"))
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch is built without gloo")
+def test_ranks_agree_with_each_other_and_with_one_process(tmp_path: Path) -> None:
+    mp.spawn(worker, (str(tmp_path),), RANKS)
+    for name, recipe in RECIPES.items():
+        results = [torch.load(tmp_path / f"{name}-{rank}.pt") for rank in range(RANKS)]
+        # the same data in one batch: the mean of the two shards' gradients is its gradient
+        whole, metrics = train(build(), recipe, lambda m: m, lambda step: torch.cat([shard(step, rank) for rank in range(RANKS)]))
+        for key, want in whole.state_dict().items():
+            assert torch.equal(results[0]["model"][key], results[1]["model"][key]), (name, key)
+            torch.testing.assert_close(results[0]["model"][key], want, atol=1e-5, rtol=1e-4)
+        assert all(torch.equal(results[0]["metrics"][key], results[1]["metrics"][key]) for key in metrics)
+        assert "switch_step" not in metrics or metrics["switch_step"] == results[0]["metrics"]["switch_step"] > 0
+        assert nm.ops.is_nm(results[0]["model"]["0.weight"], "2:4")
