@@ -12,11 +12,11 @@ namespace {
 
 constexpr int kBlock = 128;  // about as many stored weights are summed before they are added to the total
 
-// dst[c * tokens + t] = x[t, c] in fp32: the inputs of one column lie side by side. Zeros follow the last column, for the
-// padding of a partial last group, and as far as a damaged index can reach.
+// dst[c * tokens + t] = x[t, c] in fp32: the inputs of one column lie side by side. Zeros follow the last column, as far
+// as a damaged index of a whole group can reach.
 template <class T>
 std::vector<float> by_column(const T* x, int64_t tokens, int64_t cols) {
-    std::vector<float> turned(size_t(tokens * (cols + 2 * kMaxM)));
+    std::vector<float> turned(size_t(tokens * (cols + kMaxM)));
     for (int64_t t = 0; t < tokens; ++t) {
         for (int64_t c = 0; c < cols; ++c) turned[size_t(c * tokens + t)] = to_float(x[t * cols + c]);
     }
@@ -62,19 +62,33 @@ void add_block(const T* values, const int32_t* column, int count, const float* x
     }
 }
 
+// Adds the partial last group. What is stored past its end is padding and counts for nothing, even NaN.
+template <int Tokens, class T>
+void add_tail(const T* values, const int32_t* column, int count, int64_t there, const float* x, float* total) {
+    for (int k = 0; k < count; ++k) {
+        if (column[k] >= there) continue;
+        for (int t = 0; t < Tokens; ++t) total[t] += to_float(values[k]) * x[column[k] * Tokens + t];
+    }
+}
+
 template <int Tokens, class T, class P>
 bool rows_range(const LinearCall& call, P p, const float* x, int64_t begin, int64_t end) {
-    const int64_t groups = (call.cols + p.m - 1) / p.m, kept = groups * p.n, bytes = index_bytes(kept, index_bits(p.m));
+    const int64_t whole = call.cols / p.m, there = call.cols - whole * p.m;
+    const int64_t kept = (whole + (there > 0)) * p.n, bytes = index_bytes(kept, index_bits(p.m));
     const int per_block = p.n < kBlock ? kBlock / p.n : 1;
     int32_t column[kBlock + kMaxM];
     bool valid = true;
     for (int64_t row = begin; row < end; ++row) {
         const T* values = static_cast<const T*>(call.values) + row * kept;
         float total[Tokens] = {};
-        for (int64_t g = 0; g < groups; g += per_block) {
-            const int now = int(std::min<int64_t>(per_block, groups - g));
+        for (int64_t g = 0; g < whole; g += per_block) {
+            const int now = int(std::min<int64_t>(per_block, whole - g));
             valid = block_columns(call.indices + row * bytes, g, now, p, column) && valid;
             add_block<Tokens>(values + g * p.n, column, now * p.n, x + g * p.m * Tokens, total);
+        }
+        if (there > 0) {
+            valid = block_columns(call.indices + row * bytes, whole, 1, p, column) && valid;
+            add_tail<Tokens>(values + whole * p.n, column, p.n, there, x + whole * p.m * Tokens, total);
         }
         const float bias = call.bias ? to_float(static_cast<const T*>(call.bias)[row]) : 0.0f;
         for (int t = 0; t < Tokens; ++t) static_cast<T*>(call.y)[t * call.rows + row] = from_float<T>(call.bias ? total[t] + bias : total[t]);
@@ -101,10 +115,9 @@ bool linear(LinearCall call, int64_t tokens, int dtype, int n, int m, int thread
     const size_t size = dtype == kFloat32 ? 4 : 2;
     bool valid = true;
     for (int64_t done = 0; done < tokens;) {
-        const int64_t left = tokens - done, step = left >= 16 ? 16 : left >= 4 ? 4 : 1;
-        if (step == 16) valid = some_tokens<16>(call, dtype, n, m, threads) && valid;
-        if (step == 4) valid = some_tokens<4>(call, dtype, n, m, threads) && valid;
-        if (step == 1) valid = some_tokens<1>(call, dtype, n, m, threads) && valid;
+        const int64_t left = tokens - done, step = left >= 4 ? 4 : 1;
+        const auto some = step == 4 ? some_tokens<4> : some_tokens<1>;
+        valid = some(call, dtype, n, m, threads) && valid;
         call.x = static_cast<const char*>(call.x) + size_t(step * call.cols) * size;
         call.y = static_cast<char*>(call.y) + size_t(step * call.rows) * size;
         done += step;

@@ -179,11 +179,25 @@ def test_linear_gradients_are_as_good_as_dense(cpu, dtype):
     assert_no_worse(cpu("nm_linear_wgrad")(*turned, 2, 4, 18, x), dense @ x, dense.double() @ x.double())
 
 
-def test_linear_uses_damaged_padding_for_nothing(cpu):
+@pytest.mark.parametrize("junk", [9.0, float("inf"), float("nan")])
+@pytest.mark.parametrize("tokens", [1, 4, 9])
+def test_linear_uses_damaged_padding_for_nothing(cpu, tokens, junk):
     """A column past the end belongs to a padded tail: its value does not count, whatever it is."""
-    values, indices = reference.compress(torch.tensor([[1.0, 0.0, 2.0, 7.0, 0.0, 9.0, 0.0, 8.0]]), 2, 4)
-    y = cpu("nm_linear")(torch.ones(1, 6), values, indices, 2, 4, 6, None)
-    assert_equal_bits(y, reference.linear(torch.ones(1, 6), values, indices, 2, 4, 6))
+    values, indices = reference.compress(torch.tensor([[1.0, 0.0, 2.0, 7.0, 0.0, 9.0, 0.0, junk]]), 2, 4)
+    y = cpu("nm_linear")(torch.ones(tokens, 6), values, indices, 2, 4, 6, None)
+    assert_equal_bits(y, reference.linear(torch.ones(tokens, 6), values, indices, 2, 4, 6))
+
+
+@pytest.mark.parametrize("text", ["2:4", "1:8", "3:5", "200:256"])
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_linear_of_a_partial_last_group(cpu, text, tokens):
+    p, gen = Pattern(text), torch.Generator().manual_seed(8)
+    values, indices = reference.compress(torch.randn(7, 3 * p.m, generator=gen), p.n, p.m)
+    for cols in (1, p.m - 1, p.m + 1, 3 * p.m - 1):
+        packed = values[:, : p.kept(cols)], indices[:, : p.index_bytes(cols)]
+        x, w = torch.randn(tokens, cols, generator=gen), reference.decompress(*packed, p.n, p.m, cols)
+        y = cpu("nm_linear")(x, *packed, p.n, p.m, cols, None)
+        assert_no_worse(y, torch.nn.functional.linear(x, w), torch.nn.functional.linear(x.double(), w.double()))
 
 
 @functools.cache
