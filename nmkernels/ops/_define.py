@@ -42,7 +42,7 @@ def define(name: str, schema: str, contract: Contract, mutates: tuple[int, ...] 
         if len(args) < total:  # torch drops trailing arguments that equal their defaults
             args += defaults[len(args) - total :]
         contract(*args)
-        result = _without_grad(choose(name, *args).fn, *args)
+        result = _plainly(choose(name, *args).fn, *args)
         for position in mutates:
             _bump(args[position])
         return result
@@ -82,10 +82,10 @@ def define_out(name: str, schema: str, contract: Contract, outs: tuple[str, ...]
         check(args, given)
         fn = choose(name, *args).fn
         if _writable(given, args):
-            _without_grad(fn, *args, out=given[0] if len(outs) == 1 else given)
+            _plainly(fn, *args, out=given[0] if len(outs) == 1 else given)
             _bump(given)
         else:
-            results = _without_grad(fn, *args)
+            results = _plainly(fn, *args)
             for tensor, result in zip(given, (results,) if len(outs) == 1 else results, strict=True):
                 tensor.detach().copy_(result)
 
@@ -102,12 +102,18 @@ def _register(name: str, schema: str) -> torch._ops.OpOverload:
     return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 
-def _without_grad(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call ``fn`` with grad mode off: autograd would record what a backend in plain torch does, and nothing of one in C++."""
+def _plainly(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call ``fn`` with grad mode and autocast off, so that a backend in plain torch does what one in C++ does.
+
+    Autograd would record the former and nothing of the latter; autocast would multiply in another dtype than the contract's.
+    """
     before = torch.is_grad_enabled()
     torch._C._set_grad_enabled(False)  # the context manager costs 1.5 us more
     try:
-        return fn(*args, **kwargs)
+        if not torch._C._is_any_autocast_enabled():
+            return fn(*args, **kwargs)
+        with torch._C._DisableAutocast():
+            return fn(*args, **kwargs)
     finally:
         torch._C._set_grad_enabled(before)
 

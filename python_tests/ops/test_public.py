@@ -69,6 +69,19 @@ def test_backward_raises_instead_of_losing_the_gradient(fn, backend: str, monkey
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("tokens", [4, 20])
+def test_autocast_changes_no_product(backend: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The products are in their operands' dtype; what autocast wants is the layers' business."""
+    monkeypatch.setenv(_dispatch.ENV, backend)
+    x, g, c = torch.randn(tokens, 16), torch.randn(tokens, 8), ops.compress(W, "2:4")
+    gc = ops.mvue_compress(g, "2:4", dim=0, seed=1)
+    for fn, args in ((ops.linear, (x, c)), (ops.linear_dgrad, (g, c)), (ops.linear_wgrad, (gc, x))):
+        with torch.autocast("cpu", torch.bfloat16):
+            inside = fn(*args)
+        testing.assert_equal_bits(inside, fn(*args))
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_raw_ops_record_nothing(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A backend in plain torch must not be differentiable where one in C++ is not."""
     monkeypatch.setenv(_dispatch.ENV, backend)
