@@ -45,7 +45,8 @@ def _masked_adamw(
         for name, tensors, is_state in given:
             tensor = tensors[i]
             # one line that is true for what fits: a step of hundreds of small params must not be spent on checks
-            if tensor.shape != shape or tensor.device != device or tensor.dtype not in ((state,) if is_state else FLOATS):
+            fits = tensor.shape == shape and tensor.device == device and tensor.dtype in ((state,) if is_state else FLOATS)
+            if not fits or (0 in tensor.stride() and name != "grads"):
                 _refuse(op, i, param, name, tensor, state if is_state else None)
         if steps[i].dtype != torch.float32 or steps[i].numel() != 1:
             raise DtypeError(f"{op}: steps[{i}] is {steps[i].dtype} of shape {tuple(steps[i].shape)}; it must be one float32 element.")
@@ -55,6 +56,8 @@ def _masked_adamw(
 def _check_param(op: str, i: int, param: Tensor, n: int, m: int) -> None:
     if param.dtype not in FLOATS:
         check_float(op, f"params[{i}]", param)
+    if 0 in param.stride():
+        _check_written(op, f"params[{i}]", param)
     if n or m:
         p = pattern_of(n, m)
         if not param.dim():
@@ -64,13 +67,20 @@ def _check_param(op: str, i: int, param: Tensor, n: int, m: int) -> None:
 
 
 def _refuse(op: str, i: int, param: Tensor, name: str, tensor: Tensor, state: torch.dtype | None) -> None:
-    """Raise the error of a tensor that does not fit beside its param."""
+    """Raise the error of a tensor that does not fit beside its param; an expanded one that is empty fits."""
     if tensor.shape != param.shape:
         raise ShapeError(f"{op}: {name}[{i}] has shape {tuple(tensor.shape)}, params[{i}] has {tuple(param.shape)}; they must be the same.")
     check_float(op, f"{name}[{i}]", tensor)
     if state is not None and tensor.dtype != state:
         raise DtypeError(f"{op}: {name}[{i}] is {tensor.dtype}; the state of a {param.dtype} param is kept in {state}.")
     check_device(op, **{f"params[{i}]": param, f"{name}[{i}]": tensor})
+    _check_written(op, f"{name}[{i}]", tensor)
+
+
+def _check_written(op: str, name: str, x: Tensor) -> None:
+    """Raise where elements of ``x`` share memory: a step of one would be a step of all."""
+    if x.numel() > 1 and any(size > 1 and not stride for size, stride in zip(x.shape, x.stride(), strict=True)):
+        raise ShapeError(f"{op}: {name} is expanded, so that several of its elements are one in memory. Call .contiguous() first.")
 
 
 nm_masked_adamw_ = define(

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from nmkernels import DtypeError, NMError, PatternError, ShapeError, ops
+from nmkernels._dispatch import ENV
 from python_tests.ops.samples import adamw, packed, seed
 
 W = torch.arange(24.0).reshape(3, 8) + 1
@@ -144,6 +145,25 @@ def test_wrong_adamw(name: str) -> None:
     value, kind, text = ADAMW[name]
     with pytest.raises(kind, match=text):
         _adamw_with(**{name: value})
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("name", ["params", "exp_avgs", "exp_avg_sqs", "max", "outs"])
+def test_adamw_into_expanded_memory(name: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ENV, backend)
+    for x in (torch.ones(1, 8).expand(2, 8), torch.ones(2, 1).expand(2, 8)):
+        step = torch.tensor(4.0)
+        with pytest.raises(ShapeError, match=r"\[0\] is expanded"):
+            _adamw_with(**{name: [x], "steps": [step]})
+        assert step.item() == 4 and (x == 1).all()
+
+
+def test_adamw_takes_what_only_looks_expanded() -> None:
+    """A gradient is only read; a stride of 0 over one element, or none, shares nothing."""
+    _adamw_with(grads=[torch.ones(()).expand(2, 8)])
+    names = ("params", "grads", "exp_avgs", "exp_avg_sqs", "outs")
+    for shape in ((1, 8), (0, 8)):
+        _adamw_with(**{name: [torch.ones(8).as_strided(shape, (0, 1))] for name in names})
 
 
 def test_errors_under_compile() -> None:
