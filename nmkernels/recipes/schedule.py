@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from ..pattern import RecipeError
 
 
@@ -26,3 +28,14 @@ def resolve_step(recipe: str, name: str, value: float | int | None, total_steps:
             f"{recipe}: {name}={value} is a share of the run, so total_steps is needed; give total_steps=..., or {name} in whole steps."
         )
     return round(value * total_steps)
+
+
+def check_decay(recipe: str, decay: float) -> None:
+    """Raise ``RecipeError`` unless ``decay``, λ of SR-STE, is a finite number of at least 0.
+
+    Example:
+        >>> check_decay("SRSTE", 2e-4)
+    """
+    # infinity times a kept weight's zero would be NaN
+    if isinstance(decay, bool) or not isinstance(decay, (int, float)) or not 0 <= decay < math.inf:
+        raise RecipeError(f"{recipe}: decay={decay!r} must be a finite number of at least 0.")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..optim import UpdateRule
-from ..pattern import RecipeError
 from .base import Recipe, Stage, State
 from .registry import recipe
+from .schedule import check_decay
 
 
 @recipe("ste")
@@ -49,8 +49,7 @@ class SRSTE(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.decay >= 0:
-            raise RecipeError(f"SRSTE: decay={self.decay} must be a number of at least 0.")
+        check_decay("SRSTE", self.decay)
 
     def stage(self, state: State) -> Stage:
         """Always phase 1, masked, with the decay."""

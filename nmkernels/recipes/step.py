@@ -14,7 +14,7 @@ from ..pattern import CheckpointError, RecipeError
 from . import autoswitch
 from .base import Observed, Recipe, Stage, State
 from .registry import recipe
-from .schedule import resolve_step
+from .schedule import check_decay, resolve_step
 
 THRESHOLDS = {"relative_norm": 0.5, "staleness": 0.96}
 
@@ -72,8 +72,7 @@ class STEP(Recipe):
                 raise RecipeError(f"STEP: {name}={value!r} is unknown; choose one of {', '.join(known)}.")
         if self.clamp is not None and not self.clamp > 0:
             raise RecipeError(f"STEP: clamp={self.clamp} must be positive, or None for no clamp.")
-        if not self.decay >= 0:
-            raise RecipeError(f"STEP: decay={self.decay} must be a number of at least 0.")
+        check_decay("STEP", self.decay)
         if self.threshold is not None and not self.threshold > 0:
             raise RecipeError(f"STEP: threshold={self.threshold} must be positive, or None for the policy's own.")
         low, high = self.bounds()

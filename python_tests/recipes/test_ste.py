@@ -152,7 +152,7 @@ def test_mask_from_master_weight():
         optimizer.step()
 
 
-@pytest.mark.parametrize("bad", [-1.0, float("nan")])
+@pytest.mark.parametrize("bad", [float("inf"), "2e-4", -1.0, float("nan")])
 def test_decay_out_of_range(bad):
     with pytest.raises(nm.RecipeError, match="decay"):
         nm.recipes.SRSTE("2:4", decay=bad)
