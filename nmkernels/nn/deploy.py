@@ -66,7 +66,10 @@ def _check(name: str, layer: NMWeight) -> None:
             "compress_: the model itself is one sparse layer and cannot be replaced in place; use CompressedLinear(ops.compress(...))."
         )
     if not layer.finished:
-        raise RecipeError(f"compress_: layer {name!r} is still in training; call handle.finish() first, which leaves its weight N:M.")
+        raise RecipeError(
+            f"compress_: layer {name!r} is still in training; call handle.finish() first, which leaves its weight N:M. "
+            "For a copy of the model (an EMA), load its state dict into the model that was given to sparsify_, and finish that."
+        )
     if not ops.is_nm(layer.master.detach(), layer.pattern):
         raise RecipeError(
             f"compress_: the weight of layer {name!r} was changed after finish() and is not {layer.pattern} any more. "

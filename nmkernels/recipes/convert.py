@@ -19,6 +19,9 @@ def sparsify_(model: nn.Module, recipe: Recipe | str, filter_fn: FilterFn | None
     optimizers may be built before or after. Taken are ``nn.Linear`` and Hugging Face's ``Conv1D``; left dense and reported are tied
     weights, output heads, layers that M does not divide, tiny ones, and what a parent bypasses; ``print(handle.report)`` shows why.
 
+    A copy of the model (an EMA) keeps the phase it was copied in: to evaluate it, load its state dict into ``model``. Change weights
+    under ``torch.no_grad()``; what is written through ``weight.data`` is not seen before the next optimizer step.
+
     Args:
         model: any module; its own class is not changed.
         recipe: a recipe, or its name such as ``"srste:2:4"``.

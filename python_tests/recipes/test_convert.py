@@ -168,3 +168,21 @@ def test_compile_of_a_sparsified_model_equals_eager():
     for autocast in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             assert equal_bits(compiled(x).detach(), model(x).detach())
+
+
+def test_a_copy_is_evaluated_and_deployed_through_the_model():
+    model = nn.Sequential(nn.Linear(32, 32))
+    recipe = nm.recipes.STEP("2:4", total_steps=4, switch="fixed", switch_at=1)
+    handle = nm.sparsify_(model, recipe)
+    optimizer = handle.attach(recipe.optimizer(model.parameters()))
+    ema, x = copy.deepcopy(model), torch.randn(2, 32)
+    for _ in range(2):
+        model(x).square().sum().backward()
+        optimizer.step()
+    with pytest.raises(nm.RecipeError, match="load its state dict into the model"):
+        nm.compress_(copy.deepcopy(model))
+    model.load_state_dict(ema.state_dict())
+    want = torch.nn.functional.linear(x, nm.ops.prune(ema[0].weight.detach(), "2:4"), ema[0].bias)
+    assert torch.allclose(model(x), want, atol=1e-6)
+    handle.finish()
+    assert torch.allclose(nm.compress_(model)(x), want, atol=1e-6)
