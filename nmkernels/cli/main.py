@@ -78,6 +78,6 @@ def _top(words: list[str]) -> int:
 
 def _unknown(word: str) -> int:
     near = difflib.get_close_matches(word, [v.name for v in VERBS], n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    hint = f"; did you mean {near[0]!r}?" if near else "."
     print(f"{PROG}: error: no verb is called {word!r}{hint} Verbs are: {', '.join(v.name for v in VERBS)}.", file=sys.stderr)
     return 2
