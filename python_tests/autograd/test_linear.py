@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from nmkernels import ops
 from nmkernels.autograd import GemmPlan, linear, linear_compressed
+from nmkernels.nn import SparseLinear
 from nmkernels.testing import assert_no_worse
 from python_tests import plain
 
@@ -166,3 +167,16 @@ def test_mismatched_dtypes_raise():
         linear(x.double(), w, used)
     with pytest.raises(TypeError, match="float64"):
         linear_compressed(x.double(), ops.compress(w.detach(), "2:4"))
+
+
+def test_torch_func_gives_the_same_gradients():
+    model = torch.nn.Sequential(SparseLinear(8, 8), torch.nn.ReLU(), SparseLinear(8, 4))
+    params, x = dict(model.named_parameters()), torch.randn(3, 8)
+
+    def loss(p):
+        return torch.func.functional_call(model, p, (x,)).square().sum()
+
+    got = torch.func.grad(loss)({k: p.detach() for k, p in params.items()})
+    loss(params).backward()
+    for name, p in params.items():
+        torch.testing.assert_close(got[name], p.grad)
