@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import io
 import weakref
 
 import pytest
@@ -13,6 +12,7 @@ from torch import nn
 import nmkernels as nm
 from nmkernels.testing import assert_no_worse, equal_bits
 from python_tests import plain
+from python_tests.copies import WAYS, copied
 
 
 def layer_of(dtype=torch.float32, pattern="2:4", bias=True):
@@ -123,16 +123,10 @@ def test_state_dict_round_trip(assign):
     torch.testing.assert_close(two(torch.eye(32)), w.t() + b)
 
 
-@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+@pytest.mark.parametrize("how", WAYS)
 def test_copies_share_no_memory(how):
     layer, w, _ = layer_of()
-    if how == "deepcopy":
-        twin = copy.deepcopy(layer)
-    else:
-        file = io.BytesIO()
-        torch.save(layer, file)
-        file.seek(0)
-        twin = torch.load(file, weights_only=False)
+    twin = copied(layer, how)
     twin.values.zero_()
     assert equal_bits(layer.weight.dense(), w) and not twin.weight.dense().any() and twin.weight.values is twin.values
 

@@ -1,8 +1,6 @@
 """The life of the weight used: rebuilt once per optimizer step, never stale."""
 
-import copy
 import gc
-import io
 import weakref
 from contextlib import nullcontext
 
@@ -17,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import nmkernels as nm
 from nmkernels.autograd import HardMask
 from python_tests import plain
+from python_tests.copies import WAYS, copied
 
 
 class Prunes(TorchDispatchMode):
@@ -183,17 +182,11 @@ def test_functional_call_uses_the_weights_given(kind):
     assert right(layer)
 
 
-@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+@pytest.mark.parametrize("how", WAYS)
 def test_copies_share_nothing_and_do_not_go_stale(how):
     model, layer, opt = model_of(torch.optim.AdamW)
     buffer = layer.used_weight()
-    if how == "deepcopy":
-        twin = copy.deepcopy(model)
-    else:
-        file = io.BytesIO()
-        torch.save(model, file)
-        file.seek(0)
-        twin = torch.load(file, weights_only=False)
+    twin = copied(model, how)
     assert not twin[0].used.attached and twin[0].used._tensor is None and right(twin[0])
     # an average of the weights, updated as such averages are
     with torch.no_grad():

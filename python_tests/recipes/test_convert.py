@@ -1,7 +1,6 @@
 """sparsify_: the model after it, and the errors before it."""
 
 import copy
-import io
 
 import pytest
 import torch
@@ -10,6 +9,7 @@ from torch import nn
 import nmkernels as nm
 from nmkernels.testing import equal_bits
 from python_tests import plain
+from python_tests.copies import WAYS, copied
 
 
 def model_of():
@@ -126,17 +126,11 @@ def test_wrong_recipe(recipe):
     assert type(model[0]) is nn.Linear
 
 
-@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+@pytest.mark.parametrize("how", WAYS)
 def test_sparse_model_can_be_copied(how):
     model = model_of()
     nm.sparsify_(model, "ste:2:4")
-    if how == "deepcopy":
-        twin = copy.deepcopy(model)
-    else:
-        file = io.BytesIO()
-        torch.save(model, file)
-        file.seek(0)
-        twin = torch.load(file, weights_only=False)
+    twin = copied(model, how)
     x = torch.randn(3, 32)
     assert torch.equal(twin(x), model(x)) and twin[0].weight is not model[0].weight
     assert type(nm.densify_(twin)[0]) is nn.Linear and isinstance(model[0], nm.SparseLinear)
