@@ -8,14 +8,14 @@
 
 #include "core/adamw.h"
 #include "core/philox.h"
-#include "cpu/kernels.h"
+#include "cpu/isa.h"
 
 namespace py = pybind11;
 
 namespace {
 
 // Raised whenever a signature or the meaning of an argument below changes; nmkernels/backends checks it.
-constexpr int kAbi = 1;
+constexpr int kAbi = 2;
 
 using Address = std::uintptr_t;
 
@@ -51,7 +51,7 @@ std::array<double, 9> masked_adamw(const std::vector<nm::AdamWParam>& params, co
                                    bool eps_inside, bool maximize, bool geometric, Address grad_scale, Address found_inf, int threads) {
     std::array<double, 9> stats;
     const nm::AdamWCall call{hyper.data(), n, m, frozen, eps_inside, maximize, geometric, at<float>(grad_scale), at<float>(found_inf)};
-    nm::masked_adamw(params, call, stats.data(), threads);
+    nm::kernels().masked_adamw(params, call, stats.data(), threads);
     return stats;
 }
 
@@ -89,40 +89,40 @@ int64_t pool_probe(int64_t chunks, int threads, int64_t fail_at) {
 
 void bind_groups(py::module_& module) {
     module.def("mask", [](Address w, int dtype, int64_t numel, int n, int m, Address out, int threads) {
-        nm::mask(at(w), dtype, numel, n, m, at<uint8_t>(out), threads);
+        nm::kernels().mask(at(w), dtype, numel, n, m, at<uint8_t>(out), threads);
     }, Unlocked());
     module.def("prune", [](Address w, int dtype, int64_t numel, int n, int m, Address out, int threads) {
-        nm::prune(at(w), dtype, numel, n, m, at(out), threads);
+        nm::kernels().prune(at(w), dtype, numel, n, m, at(out), threads);
     }, Unlocked());
     module.def("soft_threshold", [](Address w, int dtype, int64_t numel, int n, int m, Address out, int threads) {
-        nm::soft_threshold(at(w), dtype, numel, n, m, at(out), threads);
+        nm::kernels().soft_threshold(at(w), dtype, numel, n, m, at(out), threads);
     }, Unlocked());
     module.def("soft_threshold_scale", [](Address w, int dtype, int64_t numel, int n, int m, int threads) {
-        return nm::soft_threshold_scale(at(w), dtype, numel, n, m, threads);
+        return nm::kernels().soft_threshold_scale(at(w), dtype, numel, n, m, threads);
     }, Unlocked());
     module.def("transposable_mask", [](Address w, int dtype, int64_t rows, int64_t cols, int n, int m, Address out, int threads) {
-        nm::transposable_mask(at(w), dtype, rows, cols, n, m, at<uint8_t>(out), threads);
+        nm::kernels().transposable_mask(at(w), dtype, rows, cols, n, m, at<uint8_t>(out), threads);
     }, Unlocked());
 }
 
 void bind_compressed(py::module_& module) {
     module.def("compress", [](Address w, int dtype, int64_t rows, int64_t cols, int n, int m, Address given, Address values, Address indices,
                               int threads) {
-        return nm::compress(at(w), dtype, rows, cols, n, m, at<uint8_t>(given), at(values), at<uint8_t>(indices), threads);
+        return nm::kernels().compress(at(w), dtype, rows, cols, n, m, at<uint8_t>(given), at(values), at<uint8_t>(indices), threads);
     }, Unlocked());
     module.def("decompress", [](Address values, Address indices, int dtype, int64_t rows, int64_t cols, int n, int m, Address out,
                                 int threads) {
-        return nm::decompress(at(values), at<uint8_t>(indices), dtype, rows, cols, n, m, at(out), threads);
+        return nm::kernels().decompress(at(values), at<uint8_t>(indices), dtype, rows, cols, n, m, at(out), threads);
     }, Unlocked());
     module.def("linear", [](Address x, Address values, Address indices, Address bias, Address y, int dtype, int64_t tokens, int64_t rows,
                             int64_t cols, int n, int m, int threads) {
-        return nm::linear({at(x), at(values), at<uint8_t>(indices), at(bias), at(y), rows, cols}, tokens, dtype, n, m, threads);
+        return nm::kernels().linear({at(x), at(values), at<uint8_t>(indices), at(bias), at(y), rows, cols}, tokens, dtype, n, m, threads);
     }, Unlocked());
     module.def("mvue", [](const nm::MvueCall& call, int dtype, int n, int m, Address out, int threads) {
-        nm::mvue(call, dtype, n, m, at(out), threads);
+        nm::kernels().mvue(call, dtype, n, m, at(out), threads);
     }, Unlocked());
     module.def("mvue_compress", [](const nm::MvueCall& call, int dtype, int n, int m, Address values, Address indices, int threads) {
-        nm::mvue_compress(call, dtype, n, m, at(values), at<uint8_t>(indices), threads);
+        nm::kernels().mvue_compress(call, dtype, n, m, at(values), at<uint8_t>(indices), threads);
     }, Unlocked());
 }
 
@@ -139,6 +139,10 @@ PYBIND11_MODULE(_C, module) {
     module.def("masked_adamw", &masked_adamw, Unlocked());
     bind_groups(module);
     bind_compressed(module);
+
+    module.def("isa", &nm::isa);
+    module.def("isas", &nm::isas);
+    module.def("use_isa", &nm::use_isa);
 
     module.def("round_trip", &round_trip, Unlocked());
     module.def("philox", &philox);

@@ -14,7 +14,7 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import NamedTuple
 
-CORE_ABI = 1
+CORE_ABI = 2
 """The value of ``_C.abi`` that this Python code was written against."""
 
 

@@ -24,7 +24,7 @@ NM_HD uint32_t threshold_key(const uint32_t* keys, int n, int m, int bits) {
 }
 
 template <class T>
-NM_HD T soft_threshold(T w, float t) {
+NM_HD T shrink(T w, float t) {
     const float x = to_float(w);
     const float d = magnitude(x) - t;
     return from_float<T>(d <= 0.0f ? 0.0f : with_sign(d, x));

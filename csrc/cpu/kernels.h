@@ -1,5 +1,8 @@
-// Every kernel of the CPU core. Tensors are contiguous, row-major, given by pointer, dtype code and sizes;
-// groups are m consecutive elements of a row, and m divides the row length unless said otherwise.
+// Every kernel of the CPU core, as function types: each is compiled once per instruction set (isa.h) from the same
+// sources in kernels/, as nm::portable::mask, nm::avx2::mask and so on, and called through the table of the active set.
+//
+// Tensors are contiguous, row-major, given by pointer, dtype code and sizes; groups are m consecutive elements of a row,
+// and m divides the row length unless said otherwise.
 #pragma once
 
 #include <cstdint>
@@ -11,26 +14,26 @@
 namespace nm {
 
 // mask[i] = 1 where w[i] is among the n largest magnitudes of its group.
-void mask(const void* w, int dtype, int64_t numel, int n, int m, uint8_t* out, int threads);
+using MaskFn = void(const void* w, int dtype, int64_t numel, int n, int m, uint8_t* out, int threads);
 
 // out = w where kept, +0.0 elsewhere; out may be w.
-void prune(const void* w, int dtype, int64_t numel, int n, int m, void* out, int threads);
+using PruneFn = void(const void* w, int dtype, int64_t numel, int n, int m, void* out, int threads);
 
 // out = sign(w) max(|w| - t, 0), t the (n+1)-th largest magnitude of the group; out may be w.
-void soft_threshold(const void* w, int dtype, int64_t numel, int n, int m, void* out, int threads);
+using SoftThresholdFn = void(const void* w, int dtype, int64_t numel, int n, int m, void* out, int threads);
 
 // <w, S> / <S, S> with S = soft_threshold(w), 0 when S is zero; fp64 partials over 4096-element chunks, added in order.
-float soft_threshold_scale(const void* w, int dtype, int64_t numel, int n, int m, int threads);
+using SoftThresholdScaleFn = float(const void* w, int dtype, int64_t numel, int n, int m, int threads);
 
 // n:m along rows and columns of every m x m tile; m divides rows and cols (several matrices: stack them).
-void transposable_mask(const void* w, int dtype, int64_t rows, int64_t cols, int n, int m, uint8_t* out, int threads);
+using TransposableMaskFn = void(const void* w, int dtype, int64_t rows, int64_t cols, int n, int m, uint8_t* out, int threads);
 
 // values [rows, cols/m*n] and packed indices; `given` is a bool mask or null. False: the mask keeps more than n in a group.
-bool compress(const void* w, int dtype, int64_t rows, int64_t cols, int n, int m, const uint8_t* given, void* values, uint8_t* indices,
+using CompressFn = bool(const void* w, int dtype, int64_t rows, int64_t cols, int n, int m, const uint8_t* given, void* values, uint8_t* indices,
               int threads);
 
 // The inverse; cols may end inside the last group. False: an index is not below m.
-bool decompress(const void* values, const uint8_t* indices, int dtype, int64_t rows, int64_t cols, int n, int m, void* out, int threads);
+using DecompressFn = bool(const void* values, const uint8_t* indices, int dtype, int64_t rows, int64_t cols, int n, int m, void* out, int threads);
 
 // x [tokens, cols], W compressed [rows, cols], bias [rows] or null, y [tokens, rows].
 struct LinearCall {
@@ -42,7 +45,7 @@ struct LinearCall {
 };
 
 // y = x Wᵀ + bias; meant for few tokens. False: an index is not below m.
-bool linear(LinearCall call, int64_t tokens, int dtype, int n, int m, int threads);
+using LinearFn = bool(LinearCall call, int64_t tokens, int dtype, int n, int m, int threads);
 
 // g [outer, length, inner] with groups along `length`, zero-padded to whole groups.
 struct MvueCall {
@@ -53,10 +56,10 @@ struct MvueCall {
 };
 
 // Unbiased estimate of g in the layout of g.
-void mvue(const MvueCall& call, int dtype, int n, int m, void* out, int threads);
+using MvueFn = void(const MvueCall& call, int dtype, int n, int m, void* out, int threads);
 
 // The same, compressed: rows are outer*inner.
-void mvue_compress(const MvueCall& call, int dtype, int n, int m, void* values, uint8_t* indices, int threads);
+using MvueCompressFn = void(const MvueCall& call, int dtype, int n, int m, void* values, uint8_t* indices, int threads);
 
 // One 2-D tensor of any strides, in elements; groups run along its second dimension.
 struct View {
@@ -82,6 +85,38 @@ struct AdamWCall {
 };
 
 // One step of every parameter, in place; stats[9] as nmkernels/reference/adamw.py lists them.
-void masked_adamw(const std::vector<AdamWParam>& params, const AdamWCall& call, double* stats, int threads);
+using MaskedAdamWFn = void(const std::vector<AdamWParam>& params, const AdamWCall& call, double* stats, int threads);
+
+// One instruction set's kernels.
+struct Kernels {
+    MaskFn* mask;
+    PruneFn* prune;
+    SoftThresholdFn* soft_threshold;
+    SoftThresholdScaleFn* soft_threshold_scale;
+    TransposableMaskFn* transposable_mask;
+    CompressFn* compress;
+    DecompressFn* decompress;
+    LinearFn* linear;
+    MvueFn* mvue;
+    MvueCompressFn* mvue_compress;
+    MaskedAdamWFn* masked_adamw;
+};
+
+// NM_ISA is the name of the set that this file is being compiled for; files that are compiled once do not have it.
+#if defined(NM_ISA)
+namespace NM_ISA {
+MaskFn mask;
+PruneFn prune;
+SoftThresholdFn soft_threshold;
+SoftThresholdScaleFn soft_threshold_scale;
+TransposableMaskFn transposable_mask;
+CompressFn compress;
+DecompressFn decompress;
+LinearFn linear;
+MvueFn mvue;
+MvueCompressFn mvue_compress;
+MaskedAdamWFn masked_adamw;
+}  // namespace NM_ISA
+#endif
 
 }  // namespace nm

@@ -265,7 +265,7 @@ def test_declines_with_a_reason(cpu, w, reason):
 
 def test_declines_with_a_reason_when_the_core_is_missing(monkeypatch):
     from nmkernels._capability import Probe
-    from nmkernels.backends import cpu as module
+    from nmkernels.backends.cpu import _core as module
 
     monkeypatch.setattr(module, "compiled_core", lambda: Probe(False, "nmkernels._C is not built"))
     entry = next(i for i in implementations("nm_mask") if i.backend == "cpu")

@@ -4,8 +4,8 @@
 #include <atomic>
 #include <vector>
 
-#include "../core/bitpack.h"
-#include "kernels.h"
+#include "../../core/bitpack.h"
+#include "../kernels.h"
 
 namespace nm {
 namespace {
@@ -111,6 +111,8 @@ bool some_tokens(const LinearCall& call, int dtype, int n, int m, int threads) {
 
 }  // namespace
 
+namespace NM_ISA {
+
 bool linear(LinearCall call, int64_t tokens, int dtype, int n, int m, int threads) {
     const size_t size = dtype == kFloat32 ? 4 : 2;
     bool valid = true;
@@ -125,4 +127,5 @@ bool linear(LinearCall call, int64_t tokens, int dtype, int n, int m, int thread
     return valid;
 }
 
+}  // namespace NM_ISA
 }  // namespace nm

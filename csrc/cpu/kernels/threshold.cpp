@@ -1,10 +1,10 @@
 // soft_threshold, and the scale that brings it closest to the weights.
-#include "../core/threshold.h"
+#include "../../core/threshold.h"
 
 #include <algorithm>
 #include <vector>
 
-#include "kernels.h"
+#include "../kernels.h"
 
 namespace nm {
 namespace {
@@ -32,7 +32,7 @@ Products products(const T* w, P p, int64_t begin, int64_t end) {
         const float t = threshold_of(group, p);
         const int64_t from = std::max<int64_t>(begin - g * p.m, 0), to = std::min<int64_t>(end - g * p.m, p.m);
         for (int64_t i = from; i < to; ++i) {
-            const double s = to_float(soft_threshold(group[i], t));
+            const double s = to_float(shrink(group[i], t));
             sum.ws += double(to_float(group[i])) * s;
             sum.ss += s * s;
         }
@@ -42,6 +42,8 @@ Products products(const T* w, P p, int64_t begin, int64_t end) {
 
 }  // namespace
 
+namespace NM_ISA {
+
 void soft_threshold(const void* w, int dtype, int64_t numel, int n, int m, void* out, int threads) {
     by_dtype_and_pattern(dtype, n, m, [&](auto element, auto p) {
         using T = decltype(element);
@@ -50,7 +52,7 @@ void soft_threshold(const void* w, int dtype, int64_t numel, int n, int m, void*
         parallel_ranges(numel / p.m, p.m, threads, [=](int64_t begin, int64_t end) {
             for (int64_t g = begin; g < end; ++g) {
                 const float t = threshold_of(in + g * p.m, p);
-                for (int64_t i = g * p.m; i < (g + 1) * p.m; ++i) to[i] = soft_threshold(in[i], t);
+                for (int64_t i = g * p.m; i < (g + 1) * p.m; ++i) to[i] = shrink(in[i], t);
             }
         });
     });
@@ -73,4 +75,5 @@ float soft_threshold_scale(const void* w, int dtype, int64_t numel, int n, int m
     return sum.ss == 0.0 ? 0.0f : float(sum.ws / sum.ss);
 }
 
+}  // namespace NM_ISA
 }  // namespace nm

@@ -1,13 +1,13 @@
 // mvue and mvue_compress along any dimension: g is [outer, length, inner], contiguous, and groups run along `length`.
 // After moving that dimension last there are outer*inner rows; group j = row * groups_per_row + group.
-#include "../core/mvue.h"
+#include "../../core/mvue.h"
 
 #include <algorithm>
 #include <cstring>
 
-#include "../core/bitpack.h"
-#include "../core/philox.h"
-#include "kernels.h"
+#include "../../core/bitpack.h"
+#include "../../core/philox.h"
+#include "../kernels.h"
 
 namespace nm {
 namespace {
@@ -80,6 +80,8 @@ void check_method(const MvueCall& call, int n) {
 
 }  // namespace
 
+namespace NM_ISA {
+
 void mvue(const MvueCall& call, int dtype, int n, int m, void* out, int threads) {
     check_method(call, n);
     by_dtype_and_pattern(dtype, n, m, [&](auto element, auto p) {
@@ -115,4 +117,5 @@ void mvue_compress(const MvueCall& call, int dtype, int n, int m, void* values, 
     });
 }
 
+}  // namespace NM_ISA
 }  // namespace nm

@@ -10,7 +10,7 @@
 #include <limits>
 #include <vector>
 
-#include "../core/types.h"
+#include "../../core/types.h"
 
 namespace nm {
 

@@ -1,13 +1,13 @@
 // MaskedAdamW: one pass over each parameter and its state. A parameter is cut into tiles of about 4096 elements that
 // depend on its shape and strides alone; their statistics are added in order, so that any number of threads gives the
 // same bits. Inside a tile, blocks of at most 256 elements go through the steps of core/adamw.h in fp32 buffers.
-#include "../core/adamw.h"
+#include "../../core/adamw.h"
 
 #include <algorithm>
 #include <cmath>
 
-#include "../core/rank.h"
-#include "kernels.h"
+#include "../../core/rank.h"
+#include "../kernels.h"
 
 namespace nm {
 namespace {
@@ -276,6 +276,8 @@ void run_tile(Block& block, const AdamWParam& param, const Cut& c, int64_t tile,
 
 }  // namespace
 
+namespace NM_ISA {
+
 void masked_adamw(const std::vector<AdamWParam>& given, const AdamWCall& call, double* stats, int threads) {
     for (int i = 0; i < kStats; ++i) stats[i] = 0.0;
     MaskBlock masker = nullptr;
@@ -304,4 +306,5 @@ void masked_adamw(const std::vector<AdamWParam>& given, const AdamWCall& call, d
     for (const Partial& one : partial) add(stats, one);
 }
 
+}  // namespace NM_ISA
 }  // namespace nm

@@ -1,11 +1,11 @@
 // Masks that are n:m along rows and along columns, tile by tile.
-#include "../core/transposable.h"
+#include "../../core/transposable.h"
 
 #include <algorithm>
 #include <vector>
 
 #include "assignment.h"
-#include "kernels.h"
+#include "../kernels.h"
 
 namespace nm {
 namespace {
@@ -38,6 +38,8 @@ void tile_general(const T* w, int64_t cols, int n, int m, Assignment& solver, st
 
 }  // namespace
 
+namespace NM_ISA {
+
 void transposable_mask(const void* w, int dtype, int64_t rows, int64_t cols, int n, int m, uint8_t* out, int threads) {
     check_pattern(n, m);
     if (rows == 0 || cols == 0) return;
@@ -63,4 +65,5 @@ void transposable_mask(const void* w, int dtype, int64_t rows, int64_t cols, int
     });
 }
 
+}  // namespace NM_ISA
 }  // namespace nm

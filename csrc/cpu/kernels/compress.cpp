@@ -2,9 +2,9 @@
 #include <atomic>
 #include <cstring>
 
-#include "../core/bitpack.h"
-#include "../core/rank.h"
-#include "kernels.h"
+#include "../../core/bitpack.h"
+#include "../../core/rank.h"
+#include "../kernels.h"
 
 namespace nm {
 namespace {
@@ -54,6 +54,8 @@ bool decompress_row(const T* values, const uint8_t* indices, int64_t cols, P p, 
 
 }  // namespace
 
+namespace NM_ISA {
+
 bool compress(const void* w, int dtype, int64_t rows, int64_t cols, int n, int m, const uint8_t* given, void* values, uint8_t* indices,
               int threads) {
     std::atomic<bool> fits{true};
@@ -89,4 +91,5 @@ bool decompress(const void* values, const uint8_t* indices, int dtype, int64_t r
     return valid;
 }
 
+}  // namespace NM_ISA
 }  // namespace nm

@@ -1,6 +1,6 @@
 // mask and prune: one pass over contiguous groups.
-#include "../core/rank.h"
-#include "kernels.h"
+#include "../../core/rank.h"
+#include "../kernels.h"
 
 namespace nm {
 namespace {
@@ -13,6 +13,8 @@ void mask_one(const T* w, P p, uint8_t* keep) {
 }
 
 }  // namespace
+
+namespace NM_ISA {
 
 void mask(const void* w, int dtype, int64_t numel, int n, int m, uint8_t* out, int threads) {
     by_dtype_and_pattern(dtype, n, m, [&](auto element, auto p) {
@@ -40,4 +42,5 @@ void prune(const void* w, int dtype, int64_t numel, int n, int m, void* out, int
     });
 }
 
+}  // namespace NM_ISA
 }  // namespace nm

@@ -1,0 +1,35 @@
+# The CPU core as objects: cpu/*.cpp once, cpu/kernels/*.cpp once per instruction set (csrc/cpu/isa.h lists them).
+#
+# An inline function of a header that several sets do not inline ends up in the objects of each, and the linker keeps
+# the first. The objects are therefore handed over from the smallest set to the largest: what is kept runs wherever the
+# code that calls it runs. Never put these objects into an archive, which has no order.
+set(NMKERNELS_ISAS portable)
+if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
+  list(APPEND NMKERNELS_ISAS avx2 avx512 avx512_bf16)
+endif()
+
+set(v3 -mavx2 -mfma -mf16c -mbmi -mbmi2 -mlzcnt -mpopcnt)
+set(v4 ${v3} -mavx512f -mavx512bw -mavx512cd -mavx512dq -mavx512vl -mprefer-vector-width=512)
+set(NMKERNELS_FLAGS_portable "")
+set(NMKERNELS_FLAGS_avx2 ${v3})
+set(NMKERNELS_FLAGS_avx512 ${v4})
+set(NMKERNELS_FLAGS_avx512_bf16 ${v4} -mavx512vbmi -mavx512vbmi2 -mavx512vnni -mavx512bf16)
+
+function(nmkernels_cpu_objects result)
+  file(GLOB once CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/cpu/*.cpp)
+  file(GLOB kernels CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/cpu/kernels/*.cpp)
+  add_library(nmkernels_cpu OBJECT ${once})
+  target_link_libraries(nmkernels_cpu PRIVATE nmkernels_options)
+  if(NMKERNELS_ISAS MATCHES avx2)
+    target_compile_definitions(nmkernels_cpu PRIVATE NM_X86)
+  endif()
+  set(objects $<TARGET_OBJECTS:nmkernels_cpu>)
+  foreach(isa ${NMKERNELS_ISAS})
+    add_library(nmkernels_cpu_${isa} OBJECT ${kernels})
+    target_compile_definitions(nmkernels_cpu_${isa} PRIVATE NM_ISA=${isa})
+    target_compile_options(nmkernels_cpu_${isa} PRIVATE ${NMKERNELS_FLAGS_${isa}})
+    target_link_libraries(nmkernels_cpu_${isa} PRIVATE nmkernels_options)
+    list(APPEND objects $<TARGET_OBJECTS:nmkernels_cpu_${isa}>)
+  endforeach()
+  set(${result} ${objects} PARENT_SCOPE)
+endfunction()

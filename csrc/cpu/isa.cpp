@@ -1,0 +1,102 @@
+#include "isa.h"
+
+#include <atomic>
+#include <cstdlib>
+#include <stdexcept>
+
+namespace nm {
+
+namespace portable {
+extern const Kernels kernels;
+}
+#if defined(NM_X86)
+namespace avx2 {
+extern const Kernels kernels;
+}
+namespace avx512 {
+extern const Kernels kernels;
+}
+namespace avx512_bf16 {
+extern const Kernels kernels;
+}
+#endif
+
+namespace {
+
+struct Isa {
+    const char* name;
+    const Kernels* kernels;
+    bool (*runs)();
+};
+
+bool always() { return true; }
+
+#if defined(NM_X86)
+bool has_v3() {
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2");
+}
+
+bool has_v4() {
+    return has_v3() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512cd") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+
+bool has_bf16() {
+    return has_v4() && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2") && __builtin_cpu_supports("avx512vnni") &&
+           __builtin_cpu_supports("avx512bf16");
+}
+#endif
+
+// the best last
+const Isa kIsas[] = {
+    {"portable", &portable::kernels, always},
+#if defined(NM_X86)
+    {"avx2", &avx2::kernels, has_v3},
+    {"avx512", &avx512::kernels, has_v4},
+    {"avx512_bf16", &avx512_bf16::kernels, has_bf16},
+#endif
+};
+
+const Isa& named(const std::string& name) {
+    std::string known;
+    for (const Isa& one : kIsas) {
+        if (name == one.name && one.runs()) return one;
+        if (name == one.name) throw std::invalid_argument("this processor does not run the instruction set " + name + "; unset NMKERNELS_ISA");
+        known += (known.empty() ? "" : ", ") + std::string(one.name);
+    }
+    throw std::invalid_argument("instruction set '" + name + "' is unknown; NMKERNELS_ISA may be one of " + known);
+}
+
+const Isa& first_choice() {
+    const char* asked = std::getenv("NMKERNELS_ISA");
+    if (asked && *asked) return named(asked);
+    const Isa* best = kIsas;
+    for (const Isa& one : kIsas) best = one.runs() ? &one : best;
+    return *best;
+}
+
+std::atomic<const Isa*> in_use{nullptr};
+
+const Isa& active() {
+    const Isa* found = in_use.load(std::memory_order_acquire);
+    if (!found) in_use.store(found = &first_choice(), std::memory_order_release);
+    return *found;
+}
+
+}  // namespace
+
+std::vector<std::string> isas() {
+    std::vector<std::string> names;
+    for (const Isa& one : kIsas) {
+        if (one.runs()) names.push_back(one.name);
+    }
+    return names;
+}
+
+std::string isa() { return active().name; }
+
+void use_isa(const std::string& name) { in_use.store(&named(name), std::memory_order_release); }
+
+const Kernels& kernels() { return *active().kernels; }
+
+}  // namespace nm

@@ -1,0 +1,93 @@
+"""Ops on groups of M weights: masks, pruning, soft thresholds, and the compressed form."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...pattern import ShapeError
+from ._core import DTYPES, contiguous, core, packed, register, row_count
+
+
+def _elementwise(op: str, name: str, dtype: torch.dtype | None = None) -> None:
+    """Register an op that maps ``(..., cols)`` to the same shape, group by group."""
+
+    @register(op)
+    def run(w: Tensor, n: int, m: int, out: Tensor | None = None) -> Tensor:
+        w = contiguous(w)
+        result = torch.empty_like(w, dtype=dtype or w.dtype) if out is None else out
+        getattr(core(), name)(w.data_ptr(), DTYPES[w.dtype], w.numel(), n, m, result.data_ptr(), torch.get_num_threads())
+        return result
+
+
+_elementwise("nm_mask", "mask", torch.bool)
+_elementwise("nm_prune", "prune")
+_elementwise("nm_soft_threshold", "soft_threshold")
+
+
+@register("nm_soft_threshold_scale")
+def _soft_threshold_scale(w: Tensor, n: int, m: int, out: Tensor | None = None) -> Tensor:
+    w = contiguous(w)
+    scale = core().soft_threshold_scale(w.data_ptr(), DTYPES[w.dtype], w.numel(), n, m, torch.get_num_threads())
+    return torch.tensor(scale, dtype=torch.float32) if out is None else out.fill_(scale)
+
+
+@register("nm_transposable_mask")
+def _transposable_mask(w: Tensor, n: int, m: int, out: Tensor | None = None) -> Tensor:
+    w, cols = contiguous(w), w.shape[-1]
+    result = torch.empty_like(w, dtype=torch.bool) if out is None else out
+    core().transposable_mask(w.data_ptr(), DTYPES[w.dtype], row_count(w, cols), cols, n, m, result.data_ptr(), torch.get_num_threads())
+    return result
+
+
+@register("nm_compress")
+def _compress(w: Tensor, n: int, m: int, mask: Tensor | None = None, out: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+    w, cols = contiguous(w), w.shape[-1]
+    values, indices = packed(w, w.shape[:-1], cols, n, m) if out is None else out
+    given = None if mask is None else mask.contiguous()
+    address = 0 if given is None else given.data_ptr()
+    fits = core().compress(
+        w.data_ptr(),
+        DTYPES[w.dtype],
+        row_count(w, cols),
+        cols,
+        n,
+        m,
+        address,
+        values.data_ptr(),
+        indices.data_ptr(),
+        torch.get_num_threads(),
+    )
+    if not fits:
+        raise ShapeError(f"compress: the mask keeps more than {n} elements in a group, but {n}:{m} stores {n}; prune it first.")
+    return values, indices
+
+
+def check_indices(op: str, valid: bool, m: int) -> None:
+    """Raise where a kernel met an index outside its group."""
+    if not valid:
+        raise ShapeError(f"{op}: an index does not exist in a group of {m}; the indices are damaged or of another pattern.")
+
+
+@register("nm_decompress")
+def _decompress(values: Tensor, indices: Tensor, n: int, m: int, cols: int, out: Tensor | None = None) -> Tensor:
+    return expand("decompress", values, indices, n, m, cols, out)
+
+
+def expand(op: str, values: Tensor, indices: Tensor, n: int, m: int, cols: int, out: Tensor | None = None) -> Tensor:
+    """The dense matrix of a compressed operand of ``op``."""
+    values, indices = contiguous(values), indices.contiguous()
+    dense = values.new_empty(*values.shape[:-1], cols) if out is None else out
+    valid = core().decompress(
+        values.data_ptr(),
+        indices.data_ptr(),
+        DTYPES[values.dtype],
+        row_count(dense, cols),
+        cols,
+        n,
+        m,
+        dense.data_ptr(),
+        torch.get_num_threads(),
+    )
+    check_indices(op, valid, m)
+    return dense
