@@ -1,8 +1,9 @@
-"""The compiled implementations by the names of their ops."""
+"""The compiled implementations by the names of their ops, under every instruction set that this processor runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -14,9 +15,24 @@ from nmkernels._dispatch import implementations
 Run = Callable[..., Any]
 
 
-@pytest.fixture
-def cpu() -> Callable[[str], Run]:
-    """``cpu("nm_mask")`` is the compiled implementation of that op."""
+def instruction_sets() -> list[str]:
+    """Those that this build has and this processor runs; one name that skips where there is no core."""
+    return list(import_module("nmkernels._C").isas()) if compiled_core().ok else ["none"]
+
+
+@pytest.fixture(params=instruction_sets())
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The instruction set that the core uses during the test."""
     if not compiled_core().ok:
         pytest.skip(compiled_core().reason)
+    core = import_module("nmkernels._C")
+    before = core.isa()
+    core.use_isa(request.param)
+    yield request.param
+    core.use_isa(before)
+
+
+@pytest.fixture
+def cpu(isa: str) -> Callable[[str], Run]:
+    """``cpu("nm_mask")`` is the compiled implementation of that op."""
     return lambda op: next(i.fn for i in implementations(op) if i.backend == "cpu")

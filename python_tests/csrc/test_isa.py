@@ -1,0 +1,81 @@
+"""The instruction sets of the core: which there are, which one runs, and how another is forced."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+ORDER = ["portable", "avx2", "avx512", "avx512_bf16"]
+"""From the smallest to the largest; each includes the ones before it."""
+
+
+@pytest.fixture
+def restored(core):
+    before = core.isa()
+    yield core
+    core.use_isa(before)
+
+
+def child(code: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], env={**os.environ, **env}, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_a_prefix_of_the_list_runs_and_the_last_is_used(core):
+    assert core.isas() == ORDER[: len(core.isas())] and core.isas()
+    done = child("from nmkernels import _C; print(_C.isa())", NMKERNELS_ISA="")
+    assert done.stdout.split() == [core.isas()[-1]]
+
+
+@pytest.mark.skipif(
+    not Path("/proc/cpuinfo").exists() or platform.machine() != "x86_64", reason="asks the kernel about an x86-64 processor"
+)
+def test_what_the_processor_has_is_found(core):
+    flags = set(re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.M)[1].split())
+    v3 = {"avx2", "fma", "f16c", "bmi1", "bmi2", "abm"} <= flags
+    v4 = v3 and {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"} <= flags
+    bf16 = v4 and {"avx512vbmi", "avx512_vbmi2", "avx512_vnni", "avx512_bf16"} <= flags
+    assert core.isas() == ORDER[: 1 + v3 + v4 + bf16]
+
+
+def test_another_is_used_from_then_on(restored):
+    for name in restored.isas():
+        restored.use_isa(name)
+        assert restored.isa() == name
+
+
+def test_an_unknown_name_changes_nothing(restored):
+    before = restored.isa()
+    with pytest.raises(ValueError, match="'sse9' is unknown.*portable, avx2"):
+        restored.use_isa("sse9")
+    assert restored.isa() == before
+
+
+def test_the_environment_forces_one(core):
+    for name in core.isas():
+        done = child("from nmkernels import _C; print(_C.isa())", NMKERNELS_ISA=name)
+        assert done.stdout.split() == [name], done.stderr
+
+
+def test_an_environment_that_cannot_be_followed_is_an_error(core):
+    code = "import torch, nmkernels as nm; nm.ops.mask(torch.ones(4), '2:4')"
+    done = child(code, NMKERNELS_ISA="sse9")
+    assert done.returncode != 0
+    assert re.search(r"BackendError: .*'sse9' is unknown; NMKERNELS_ISA may be one of portable", done.stderr)
+
+
+def test_objects_are_linked_from_the_smallest_set_to_the_largest(core):
+    """The linker keeps the first copy of an inline function: it must be one that runs wherever it is called."""
+    found = sorted(ROOT.glob("build/cmake-*/build.ninja"), key=lambda path: path.stat().st_mtime)
+    if not found:
+        pytest.skip("the core was built elsewhere")
+    link = re.search(r"^build _C\S*: \S+ (.*?)(?: \||$)", found[-1].read_text(), re.M)[1]
+    sets = [m[1] for m in re.finditer(r"nmkernels_cpu(?:_(\w+))?\.dir", link)]
+    ranks = [-1 if name is None else ORDER.index(name) for name in sets]
+    assert ranks == sorted(ranks) and ranks[0] == -1 and 0 in ranks
