@@ -107,9 +107,10 @@ struct Key;
 template <>
 struct Key<float> {
     static constexpr int bits = 31;
+    static constexpr uint32_t nan = 0x7f800001u;
     static NM_HD uint32_t of(float x) {
         const uint32_t k = float_bits(x) & 0x7fffffffu;
-        return k > 0x7f800001u ? 0x7f800001u : k;
+        return k > nan ? nan : k;
     }
     static NM_HD float value(uint32_t k) { return bits_float(k); }
 };
@@ -117,9 +118,10 @@ struct Key<float> {
 template <>
 struct Key<bf16> {
     static constexpr int bits = 15;
+    static constexpr uint32_t nan = 0x7f81u;
     static NM_HD uint32_t of(bf16 x) {
         const uint32_t k = x.bits & 0x7fffu;
-        return k > 0x7f81u ? 0x7f81u : k;
+        return k > nan ? nan : k;
     }
     static NM_HD float value(uint32_t k) { return to_float(bf16{uint16_t(k)}); }
 };
@@ -127,9 +129,10 @@ struct Key<bf16> {
 template <>
 struct Key<fp16> {
     static constexpr int bits = 15;
+    static constexpr uint32_t nan = 0x7c01u;
     static NM_HD uint32_t of(fp16 x) {
         const uint32_t k = x.bits & 0x7fffu;
-        return k > 0x7c01u ? 0x7c01u : k;
+        return k > nan ? nan : k;
     }
     static NM_HD float value(uint32_t k) { return to_float(fp16{uint16_t(k)}); }
 };

@@ -1,0 +1,132 @@
+// The keys of 64 consecutive elements in AVX-512 registers: four of 16 lanes (fp32) or two of 32 (bf16, fp16).
+// Keys are below 2^31 (2^15), so that signed comparisons order them and -1 is below them all.
+#pragma once
+
+#include <immintrin.h>
+
+#include "../../../core/types.h"
+
+namespace nm {
+namespace {
+
+// Each lane takes the lane `Bytes` away in the pair of blocks of that size: an exchange of neighbours, 2 to 32 bytes wide.
+template <int Bytes>
+__m512i exchange(__m512i v) {
+    if constexpr (Bytes == 2) return _mm512_rol_epi32(v, 16);
+    if constexpr (Bytes == 4) return _mm512_shuffle_epi32(v, _MM_PERM_CDAB);
+    if constexpr (Bytes == 8) return _mm512_shuffle_epi32(v, _MM_PERM_BADC);
+    if constexpr (Bytes == 16) return _mm512_permutex_epi64(v, 0x4e);
+    if constexpr (Bytes == 32) return _mm512_shuffle_i64x2(v, v, 0x4e);
+}
+
+// One number per lane, computed by the compiler.
+template <class Lane, class F>
+struct alignas(64) Table {
+    Lane lane[64 / sizeof(Lane)];
+    constexpr explicit Table(F f) : lane() {
+        for (int i = 0; i < int(64 / sizeof(Lane)); ++i) lane[i] = Lane(f(i));
+    }
+    __m512i load() const { return _mm512_load_si512(lane); }
+};
+
+template <class T>
+struct Lanes {  // bf16 and fp16
+    using Lane = int16_t;
+    static __m512i keys(const T* w) {
+        const __m512i magnitude = _mm512_and_si512(_mm512_loadu_si512(w), _mm512_set1_epi16(0x7fff));
+        return _mm512_min_epi16(magnitude, _mm512_set1_epi16(int16_t(Key<T>::nan)));
+    }
+    static uint64_t above(__m512i a, __m512i b) { return _mm512_cmpgt_epi16_mask(a, b); }
+    static uint64_t equal(__m512i a, __m512i b) { return _mm512_cmpeq_epi16_mask(a, b); }
+    static __m512i max(__m512i a, __m512i b) { return _mm512_max_epi16(a, b); }
+    static __m512i plus(__m512i a, __m512i b) { return _mm512_add_epi16(a, b); }
+    static __m512i without(__m512i v, uint64_t lanes) { return _mm512_mask_set1_epi16(v, __mmask32(lanes), -1); }
+    static __m512i permute(__m512i v, __m512i from) { return _mm512_permutexvar_epi16(from, v); }
+};
+
+template <>
+struct Lanes<float> {
+    using Lane = int32_t;
+    static __m512i keys(const float* w) {
+        const __m512i magnitude = _mm512_and_si512(_mm512_loadu_si512(w), _mm512_set1_epi32(0x7fffffff));
+        return _mm512_min_epi32(magnitude, _mm512_set1_epi32(int32_t(Key<float>::nan)));
+    }
+    static uint64_t above(__m512i a, __m512i b) { return _mm512_cmpgt_epi32_mask(a, b); }
+    static uint64_t equal(__m512i a, __m512i b) { return _mm512_cmpeq_epi32_mask(a, b); }
+    static __m512i max(__m512i a, __m512i b) { return _mm512_max_epi32(a, b); }
+    static __m512i plus(__m512i a, __m512i b) { return _mm512_add_epi32(a, b); }
+    static __m512i without(__m512i v, uint64_t lanes) { return _mm512_mask_set1_epi32(v, __mmask16(lanes), -1); }
+    static __m512i permute(__m512i v, __m512i from) { return _mm512_permutexvar_epi32(from, v); }
+};
+
+template <class T>
+struct Keys64 {
+    static constexpr int kLanes = 64 / sizeof(T), kVectors = sizeof(T);
+    static constexpr int kRankable = kLanes;  // the largest group that `beaten` serves
+    using L = Lanes<T>;
+
+    __m512i v[kVectors];
+
+    static Keys64 of(const T* w) {
+        Keys64 k;
+        for (int i = 0; i < kVectors; ++i) k.v[i] = L::keys(w + i * kLanes);
+        return k;
+    }
+
+    // Bit i: the element `By` further on in the group of i, past its end from its start again, ranks above i.
+    template <int M, int By>
+    uint64_t beaten() const {
+        static constexpr auto from = [](int i) { return i / M * M + (i + By) % M; };
+        static constexpr auto tie = [](int i) { return i % M >= M - By ? -1 : 0; };  // the other has the lower index: it wins ties
+        static constexpr Table<typename L::Lane, decltype(from)> rotation(from);
+        static constexpr Table<typename L::Lane, decltype(tie)> handicap(tie);
+        uint64_t bits = 0;
+        for (int i = 0; i < kVectors; ++i) {
+            __m512i other;
+            if constexpr (M * sizeof(T) == 16) {
+                other = _mm512_alignr_epi8(v[i], v[i], By * int(sizeof(T)));
+            } else {
+                other = L::permute(v[i], rotation.load());
+            }
+            bits |= L::above(other, L::plus(v[i], handicap.load())) << (i * kLanes);
+        }
+        return bits;
+    }
+
+    // The largest key of each group, in all its lanes.
+    template <int M>
+    Keys64 largest() const {
+        Keys64 k = *this;
+        fold<M, 1>(k);
+        return k;
+    }
+
+    uint64_t equal(const Keys64& other) const {
+        uint64_t bits = 0;
+        for (int i = 0; i < kVectors; ++i) bits |= L::equal(v[i], other.v[i]) << (i * kLanes);
+        return bits;
+    }
+
+    // These elements rank below all others from now on.
+    void remove(uint64_t bits) {
+        for (int i = 0; i < kVectors; ++i) v[i] = L::without(v[i], bits >> (i * kLanes));
+    }
+
+  private:
+    template <int M, int Step>
+    static void fold(Keys64& k) {
+        if constexpr (Step < M && Step < kLanes) {
+            for (auto& one : k.v) one = L::max(one, exchange<Step * int(sizeof(T))>(one));
+            fold<M, 2 * Step>(k);
+        } else if constexpr (Step < M) {
+            constexpr int apart = Step / kLanes;
+            for (int i = 0; i < kVectors; ++i) {
+                if (!(i & apart)) k.v[i] = k.v[i ^ apart] = L::max(k.v[i], k.v[i ^ apart]);
+            }
+            fold<M, 2 * Step>(k);
+        }
+    }
+};
+
+}  // namespace
+}  // namespace nm
