@@ -2,6 +2,7 @@
 // Keys are below 2^31 (2^15), so that signed comparisons order them and -1 is below them all.
 #pragma once
 
+#if defined(__AVX512F__)
 #include <immintrin.h>
 
 #include "../../../core/types.h"
@@ -130,3 +131,5 @@ struct Keys64 {
 
 }  // namespace
 }  // namespace nm
+
+#endif
