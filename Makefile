@@ -9,16 +9,19 @@ JOBS ?= 2
 DEMO_ARGS ?=
 
 BIN := $(VENV)/bin
+BIN_PATH := $(abspath $(BIN))
+comma := ,
 PINS := $(VENV)/constraints.txt
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c $(PINS)
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: help demo test build lint check format gpu clean distclean
+.PHONY: help demo test build lint check sanitize format gpu clean distclean
 .DEFAULT_GOAL := help
 
 help:
 	@sed -n '1,3s/^# //p' Makefile
 	@echo 'make lint   ruff and mypy only      make check  the tests only      make format  let ruff rewrite the sources'
+	@echo 'make sanitize   the C++ tests of the core under the address, undefined-behaviour and thread sanitizers'
 	@echo 'make clean  remove what was built   make distclean  remove $(VENV) too'
 
 demo: build
@@ -32,6 +35,20 @@ test: build lint check
 check: build
 	@echo '== tests'
 	@$(ONE_THREAD) $(LINTED) $(BIN)/python -m pytest -q -n $(JOBS) --durations=15 $(TEST_ARGS)
+
+# $(call core_tests,SANITIZERS,OPTIONS)
+define core_tests
+@echo '== C++ tests, sanitizers: $(1)'
+@$(BIN)/cmake -S csrc -B build/sanitize-$(1) -G Ninja -DCMAKE_MAKE_PROGRAM=$(BIN_PATH)/ninja -DNMKERNELS_SANITIZE=$(1) \
+  -DNMKERNELS_CUDA=off $(2) >$(VENV)/sanitize.log || { cat $(VENV)/sanitize.log; exit 1; }
+@$(BIN)/cmake --build build/sanitize-$(1) >$(VENV)/sanitize.log || { cat $(VENV)/sanitize.log; exit 1; }
+@build/sanitize-$(1)/core_tests
+endef
+
+# what threads share is the same under every instruction set, so races are looked for under one
+sanitize: $(VENV)/.ready
+	$(call core_tests,address$(comma)undefined,)
+	$(call core_tests,thread,-DNMKERNELS_ISAS=portable)
 
 lint: $(VENV)/.ready
 	@echo '== ruff, mypy'

@@ -3,10 +3,11 @@
 # An inline function of a header that several sets do not inline ends up in the objects of each, and the linker keeps
 # the first. The objects are therefore handed over from the smallest set to the largest: what is kept runs wherever the
 # code that calls it runs. Never put these objects into an archive, which has no order.
-set(NMKERNELS_ISAS portable)
+set(every_isa portable)
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
-  list(APPEND NMKERNELS_ISAS avx2 avx512 avx512_bf16)
+  list(APPEND every_isa avx2 avx512 avx512_bf16)
 endif()
+set(NMKERNELS_ISAS "${every_isa}" CACHE STRING "instruction sets to build for: portable alone, or all")
 
 set(v3 -mavx2 -mfma -mf16c -mbmi -mbmi2 -mlzcnt -mpopcnt)
 set(v4 ${v3} -mavx512f -mavx512bw -mavx512cd -mavx512dq -mavx512vl -mprefer-vector-width=512)

@@ -33,7 +33,7 @@ FLOORS = {
 }
 """Floor of each file and folder of the package's top level; ``_C`` is the compiled core."""
 
-CSRC_FLOORS = {"core": 0, "cpu": 1, "cuda": 1, "cusparselt": 1, "emulator": 1, "bindings.cpp": 2}
+CSRC_FLOORS = {"core": 0, "cpu": 1, "cuda": 1, "cusparselt": 1, "emulator": 1, "tests": 2, "bindings.cpp": 2}
 CSRC_MAY_SHARE = {("emulator", "cuda"), ("cusparselt", "cuda")}
 """On the floor of the kernels, who may include whom: the emulator runs the device code, cuSPARSELt shares its launch helpers."""
 

@@ -1,0 +1,74 @@
+// masked_adamw: parameters, states, outputs and statistics have the same bits under every instruction set.
+#include <array>
+
+#include "check.h"
+
+using namespace nm_test;
+
+namespace {
+
+enum Tensor { kP, kGrad, kAvg, kSq, kTop, kOut, kTensors };
+
+struct Options {
+    bool masks, frozen, eps_inside, maximize, geometric, amsgrad, turned;
+};
+
+struct Result {
+    std::vector<Buffer> tensors;
+    std::array<double, 9> stats{};
+};
+
+Result one_step(NM p, int dtype, int64_t rows, int64_t cols, Options o, bool nasty, int threads) {
+    const float scale = 2.0f, skip = 0.0f;
+    const double hyper[9] = {0.01, 0.9, 0.999, 1e-8, 0.1, 2e-4, 5.0, 2.0, 0.0};
+    Result result;
+    nm::AdamWParam param;
+    float step = 3.0f;
+    param.rows = rows;
+    param.cols = cols;
+    param.step = &step;
+    nm::View* views[kTensors] = {&param.p, &param.grad, &param.avg, &param.sq, &param.top, &param.out};
+    for (int i = 0; i < kTensors; ++i) {
+        const int type = i == kP || i == kGrad || i == kOut ? dtype : nm::kFloat32;
+        result.tensors.push_back(numbers(rows * cols, type, uint64_t(40 + i), nasty && i < kAvg));
+        if (i == kSq || i == kTop) {
+            for (int64_t k = 0; k < rows * cols; ++k) result.tensors.back().as<float>()[k] *= result.tensors.back().as<float>()[k];
+        }
+        if (i == kTop && !o.amsgrad) continue;
+        *views[i] = o.turned ? nm::View{result.tensors.back().data(), type, 1, rows} : nm::View{result.tensors.back().data(), type, cols, 1};
+    }
+    const nm::AdamWCall call{hyper, o.masks ? p.n : 0, o.masks ? p.m : 0, o.frozen, o.eps_inside, o.maximize, o.geometric, &scale, &skip};
+    nm::kernels().masked_adamw({param}, call, result.stats.data(), threads);
+    return result;
+}
+
+TEST(steps_agree) {
+    for (NM p : {NM{2, 4}, NM{1, 4}, NM{2, 8}, NM{1, 8}, NM{4, 8}, NM{1, 16}, NM{1, 32}, NM{3, 5}, NM{5, 48}}) {
+        for (int dtype : kDtypes) {
+            for (int options = 0; options < 128; options += 11) {
+                const Options o{(options & 1) == 0, (options & 2) != 0, (options & 4) != 0, (options & 8) != 0,
+                                (options & 16) != 0, (options & 32) != 0, (options & 64) != 0};
+                for (Size size : {Size{1, 1}, Size{3, 17}, Size{17, 33}, Size{1, 700}}) {
+                    const int64_t cols = size.groups * p.m;
+                    Result expected;
+                    each_isa([&](const std::string& isa) {
+                        for (int threads : {1, 3}) {
+                            Result got = one_step(p, dtype, size.rows, cols, o, options % 3 == 0, threads);
+                            if (expected.tensors.empty()) expected = std::move(got);
+                            if (got.tensors.empty()) continue;
+                            for (size_t i = 0; i < got.tensors.size(); ++i) {
+                                CHECK(got.tensors[i] == expected.tensors[i]) << label(p, dtype, isa) << ", options " << options << ", tensor " << i;
+                            }
+                            for (size_t i = 0; i < got.stats.size(); ++i) {
+                                const bool same = got.stats[i] == expected.stats[i] || (got.stats[i] != got.stats[i] && expected.stats[i] != expected.stats[i]);
+                                CHECK(same) << label(p, dtype, isa) << ", options " << options << ", statistic " << i;
+                            }
+                        }
+                    });
+                }
+            }
+        }
+    }
+}
+
+}  // namespace
