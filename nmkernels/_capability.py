@@ -12,7 +12,7 @@ import subprocess
 from functools import cache
 from importlib import metadata, util
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 CORE_ABI = 2
 """The value of ``_C.abi`` that this Python code was written against."""
@@ -37,7 +37,16 @@ def compiled_core() -> Probe:
     abi = getattr(core, "abi", None)
     if abi != CORE_ABI:
         return Probe(False, f"nmkernels._C has ABI {abi}, this package needs {CORE_ABI}; {rebuild}")
-    return Probe(True, f"nmkernels._C, ABI {abi}{', with CUDA' if getattr(core, 'cuda', False) else ', without CUDA'}")
+    cuda = "with CUDA" if getattr(core, "cuda", False) else "without CUDA"
+    return Probe(True, f"nmkernels._C, ABI {abi}, {_instruction_set(core)}, {cuda}")
+
+
+def _instruction_set(core: Any) -> str:
+    """Which of the core's instruction sets is used; an impossible NMKERNELS_ISA is told here and raised by the first kernel."""
+    try:
+        return f"instruction set {core.isa()} of {', '.join(core.isas())}"
+    except ValueError as error:
+        return str(error)
 
 
 @cache

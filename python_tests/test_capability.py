@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -80,3 +81,13 @@ def test_cusparselt_in_a_wheel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     library.touch()
     ok, reason = _capability.cusparselt.__wrapped__()
     assert ok and str(library) in reason
+
+
+@pytest.mark.skipif(not _capability.compiled_core().ok, reason="there is no core")
+def test_the_core_tells_its_instruction_set() -> None:
+    assert "instruction set " in _capability.compiled_core().reason
+    code = "from nmkernels import _capability; print(_capability.compiled_core().reason)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "NMKERNELS_ISA": "sse9"}, capture_output=True, text=True, check=True
+    )
+    assert "'sse9' is unknown" in done.stdout
