@@ -8,7 +8,7 @@ from torch import Tensor
 from ._core import DTYPES, contiguous, core, register
 from .groups import check_indices, expand
 
-FEW_TOKENS = 8
+FEW_TOKENS = 16
 """Up to so many tokens ``linear`` works on the compressed form; above, on the decompressed weight."""
 
 

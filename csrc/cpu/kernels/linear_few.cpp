@@ -1,0 +1,214 @@
+// y = x Wᵀ + b for few tokens, straight from the compressed form: what is stored is all that is read, once, and the inputs
+// it chooses are permuted in registers. Blocks of 16 stored values take the way of simd/gemv_*.h where the pattern has
+// one; the rest of a row, and every other pattern, is done one stored value at a time.
+//
+// Inputs are in fp32, and so are the sums. Nothing that a row computes depends on which rows share its loop.
+#include <algorithm>
+#include <atomic>
+#include <memory>
+#include <type_traits>
+
+#include "../../core/bitpack.h"
+#include "../kernels.h"
+#if defined(__AVX512F__)
+#include "simd/gemv_avx512.h"
+#else
+#include "simd/gemv_avx2.h"
+#endif
+
+namespace nm {
+namespace {
+
+constexpr int kRows = 4;    // rows that share the inputs they load
+constexpr int kTokens = 4;  // tokens that share the indices they decode
+
+struct NoBlock {};
+
+// f(Block<N, M>) where this instruction set has one, else f(NoBlock).
+template <class F>
+bool by_block([[maybe_unused]] int n, [[maybe_unused]] int m, const F& f) {
+#if defined(__AVX2__)
+    if (n == 2 && m == 4) return f(Block<2, 4>{});
+    if (n == 1 && m == 4) return f(Block<1, 4>{});
+    if (n == 2 && m == 8) return f(Block<2, 8>{});
+    if (n == 1 && m == 8) return f(Block<1, 8>{});
+    if (n == 4 && m == 8) return f(Block<4, 8>{});
+    if (n == 1 && m == 16) return f(Block<1, 16>{});
+    if (n == 1 && m == 32) return f(Block<1, 32>{});
+#endif
+    return f(NoBlock{});
+}
+
+// One call, its operands typed.
+template <class T>
+struct Product {
+    const float* x;  // [tokens, cols]
+    const T *values, *bias;
+    const uint8_t* indices;
+    T* y;
+    int64_t tokens, rows, cols;
+    int n, m;
+    int64_t whole = cols / m, there = cols - whole * m;  // whole groups, and columns after them
+    int64_t kept = (whole + (there > 0)) * n, bytes = index_bytes(kept, index_bits(m));
+};
+
+// Adds `blocks` blocks from the start of each of `Rows` rows. False: an index is not below m.
+template <class Block, int Rows, int Tokens, class T>
+bool add_blocks(const Product<T>& p, int64_t row, int64_t token, int64_t blocks, float (&total)[Rows][Tokens]) {
+    const T* values = p.values + row * p.kept;
+    const uint8_t* indices = p.indices + row * p.bytes;
+    const float* x = p.x + token * p.cols;
+    typename Block::Sum sum[Rows][Tokens] = {};
+    uint64_t damage = 0;
+    for (int64_t b = 0; b < blocks; ++b) {
+        for (int r = 0; r < Rows; ++r) {
+            const uint8_t* packed = indices + r * p.bytes + b * Block::kIndexBytes;
+            const auto places = Block::places(packed);
+            const auto v = Block::values(values + r * p.kept + b * 16);
+            damage |= Block::damage(packed);
+            for (int t = 0; t < Tokens; ++t) sum[r][t] = Block::multiply_add(v, places, x + t * p.cols + b * Block::kInputs, sum[r][t]);
+        }
+    }
+    for (int r = 0; r < Rows; ++r) {
+        for (int t = 0; t < Tokens; ++t) total[r][t] += Block::total(sum[r][t]);
+    }
+    return damage == 0;
+}
+
+// Stored values of consecutive groups in fp32, and the columns of their inputs, counted from the first of these groups.
+struct Chosen {
+    static constexpr int kRoom = 256;
+    float value[kRoom];
+    int32_t column[kRoom];
+    int count = 0;
+};
+
+// Groups from `group` on, as many as there is room for, to `chosen`; returns the group after them. Left out is what counts for
+// nothing, even NaN: padding, whose column is past the end, and what has a damaged index, which clears `valid`.
+template <int Bits, class T>
+int64_t choose(const Product<T>& p, int64_t row, int64_t group, Chosen& chosen, bool& valid) {
+    const T* values = p.values + row * p.kept;
+    const uint8_t* indices = p.indices + row * p.bytes;
+    const int64_t first = group, end = std::min<int64_t>(group + Chosen::kRoom / p.n, p.kept / p.n);
+    int count = 0;
+    for (; group < end; ++group) {
+        for (int64_t k = group * p.n; k < (group + 1) * p.n; ++k) {
+            const int position = get_index(indices, k, Bits);
+            chosen.value[count] = to_float(values[k]);
+            chosen.column[count] = int32_t(group - first) * p.m + position;
+            valid &= position < p.m;
+            count += (position < p.m) & (group * p.m + position < p.cols);
+        }
+    }
+    chosen.count = count;
+    return group;
+}
+
+// Adds the products of what was chosen; four running sums, to hide the adder's latency.
+template <int Tokens>
+void add_products(const Chosen& chosen, const float* x, int64_t cols, float (&total)[Tokens]) {
+    constexpr int kLanes = 4;
+    float sum[kLanes][Tokens] = {};
+    int k = 0;
+    for (; k + kLanes <= chosen.count; k += kLanes) {
+        for (int lane = 0; lane < kLanes; ++lane) {
+            const float* inputs = x + chosen.column[k + lane];
+            for (int t = 0; t < Tokens; ++t) sum[lane][t] += chosen.value[k + lane] * inputs[t * cols];
+        }
+    }
+    for (; k < chosen.count; ++k) {
+        for (int t = 0; t < Tokens; ++t) sum[0][t] += chosen.value[k] * x[t * cols + chosen.column[k]];
+    }
+    for (int t = 0; t < Tokens; ++t) total[t] += (sum[0][t] + sum[1][t]) + (sum[2][t] + sum[3][t]);
+}
+
+// Adds the groups of one row from `group` on, one stored value at a time. False: an index is not below m.
+template <int Tokens, class T>
+bool add_rest(const Product<T>& p, int64_t row, int64_t token, int64_t group, float (&total)[Tokens]) {
+    const int bits = index_bits(p.m);
+    const auto some_groups = bits == 2 ? choose<2, T> : bits == 4 ? choose<4, T> : choose<8, T>;
+    bool valid = true;
+    Chosen chosen;
+    while (group * p.n < p.kept) {
+        const float* x = p.x + token * p.cols + group * p.m;
+        group = some_groups(p, row, group, chosen, valid);
+        add_products(chosen, x, p.cols, total);
+    }
+    return valid;
+}
+
+template <class Block, int Rows, int Tokens, class T>
+bool some(const Product<T>& p, int64_t row, int64_t token) {
+    float total[Rows][Tokens] = {};
+    int64_t blocks = 0;
+    bool valid = true;
+    if constexpr (!std::is_same_v<Block, NoBlock>) {
+        blocks = p.whole * p.m / Block::kInputs;
+        valid = add_blocks<Block>(p, row, token, blocks, total);
+    }
+    for (int r = 0; r < Rows; ++r) {
+        valid &= add_rest(p, row + r, token, blocks * 16 / p.n, total[r]);
+        for (int t = 0; t < Tokens; ++t) {
+            const float y = p.bias ? total[r][t] + to_float(p.bias[row + r]) : total[r][t];
+            p.y[(token + t) * p.rows + row + r] = from_float<T>(y);
+        }
+    }
+    return valid;
+}
+
+template <class Block, int Rows, class T>
+bool every_token(const Product<T>& p, int64_t row) {
+    bool valid = true;
+    int64_t token = 0;
+    for (; token + kTokens <= p.tokens; token += kTokens) valid &= some<Block, Rows, kTokens>(p, row, token);
+    for (; token + 2 <= p.tokens; token += 2) valid &= some<Block, Rows, 2>(p, row, token);
+    if (token < p.tokens) valid &= some<Block, Rows, 1>(p, row, token);
+    return valid;
+}
+
+template <class Block, class T>
+bool every_row(const Product<T>& p, int threads) {
+    std::atomic<bool> valid{true};
+    const int64_t fours = (p.rows + kRows - 1) / kRows;
+    parallel_ranges(fours, kRows * p.kept * ((p.tokens + 3) / 4), threads, [&](int64_t begin, int64_t end) {
+        bool good = true;
+        for (int64_t row = begin * kRows; row < std::min(end * kRows, p.rows);) {
+            const bool full = row + kRows <= p.rows;
+            good &= full ? every_token<Block, kRows>(p, row) : every_token<Block, 1>(p, row);
+            row += full ? kRows : 1;
+        }
+        if (!good) valid = false;
+    });
+    return valid;
+}
+
+// x in fp32: the tensor itself, or a converted copy that `copy` owns.
+inline const float* in_fp32(const float* x, int64_t, std::unique_ptr<float[]>&) { return x; }
+
+template <class T>
+const float* in_fp32(const T* x, int64_t count, std::unique_ptr<float[]>& copy) {
+    copy.reset(new float[size_t(count)]);
+    for (int64_t i = 0; i < count; ++i) copy[size_t(i)] = to_float(x[i]);
+    return copy.get();
+}
+
+}  // namespace
+
+namespace NM_ISA {
+
+bool linear(LinearCall call, int64_t tokens, int dtype, int n, int m, int threads) {
+    check_pattern(n, m);
+    bool valid = true;
+    by_dtype(dtype, [&](auto element) {
+        using T = decltype(element);
+        std::unique_ptr<float[]> copy;
+        const float* x = in_fp32(static_cast<const T*>(call.x), tokens * call.cols, copy);
+        const Product<T> p{x, static_cast<const T*>(call.values), static_cast<const T*>(call.bias), call.indices, static_cast<T*>(call.y),
+                           tokens, call.rows, call.cols, n, m};
+        valid = by_block(n, m, [&](auto block) { return every_row<decltype(block)>(p, threads); });
+    });
+    return valid;
+}
+
+}  // namespace NM_ISA
+}  // namespace nm

@@ -1,0 +1,137 @@
+"""linear for few tokens from the compressed form, under every instruction set: shapes, dtypes, and what is nasty about them."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from nmkernels import Pattern, ShapeError, reference
+from nmkernels.testing import assert_equal_bits, assert_no_worse, fill_poison
+
+TUNED = ("2:4", "1:4", "2:8", "1:8", "4:8", "1:16", "1:32")
+OTHERS = ("1:1", "1:2", "3:5", "4:4", "5:16", "2:32", "7:64", "200:256")
+every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+
+
+def packed(text, rows, cols, dtype=torch.float32, seed=1):
+    """The compressed form of a random matrix, and the matrix."""
+    p, gen = Pattern(text), torch.Generator().manual_seed(seed)
+    whole = -(-cols // p.m) * p.m
+    values, indices = reference.compress(torch.randn(rows, whole, generator=gen).to(dtype), p.n, p.m)
+    values, indices = values[:, : p.kept(cols)].contiguous(), indices[:, : p.index_bytes(cols)].contiguous()
+    return values, indices, reference.decompress(values, indices, p.n, p.m, cols)
+
+
+def inputs(tokens, cols, dtype=torch.float32, seed=2):
+    return torch.randn(tokens, cols, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def unaligned(x):
+    """The same values, one element past where an allocation starts."""
+    room = x.new_empty(x.numel() + 1)
+    room[1:] = x.flatten()
+    return room[1:].view(x.shape)
+
+
+@every_dtype
+@pytest.mark.parametrize("text", TUNED + OTHERS)
+def test_is_as_good_as_dense(cpu, text, dtype):
+    p = Pattern(text)
+    for rows, cols in ((1, p.m), (3, 1280 + 3 * p.m), (17, 2 * p.m), (5, 40 * p.m), (6, 16 * p.m // p.n + p.m - 1), (2, 1)):
+        values, indices, w = packed(text, rows, cols, dtype)
+        for tokens in (0, 1, 2, 3, 5, 8):
+            x, bias = inputs(tokens, cols, dtype), inputs(1, rows, dtype)[0]
+            for b in (None, bias):
+                out = fill_poison(torch.empty(tokens, rows, dtype=dtype))
+                cpu("nm_linear")(x, values, indices, p.n, p.m, cols, b, out=out)
+                doubles = [None if t is None else t.double() for t in (x, w, b)]
+                assert_no_worse(out, F.linear(x, w, b), F.linear(*doubles), f"{rows} x {cols}, {tokens} tokens")
+
+
+@every_dtype
+@pytest.mark.parametrize("text", TUNED)
+def test_every_column_of_every_block_is_found(cpu, text, dtype):
+    """One-hot inputs return the weight to the bit, so every lane's choice shows."""
+    p = Pattern(text)
+    cols = 3 * 16 * p.m // p.n + 2 * p.m
+    values, indices, w = packed(text, 7, cols, dtype)
+    x = torch.eye(cols).to(dtype)
+    y = torch.cat([cpu("nm_linear")(some.contiguous(), values, indices, p.n, p.m, cols) for some in x.split(5)])
+    assert_equal_bits(y + 0.0, w.t().contiguous() + 0.0)
+
+
+@every_dtype
+@pytest.mark.parametrize("text", ["2:4", "1:8", "1:32", "3:5"])
+def test_tokens_and_rows_do_not_depend_on_each_other(cpu, text, dtype):
+    p = Pattern(text)
+    cols = 20 * 16 * p.m // p.n + p.m
+    values, indices, _ = packed(text, 9, cols, dtype)
+    x = inputs(7, cols, dtype)
+    y = cpu("nm_linear")(x, values, indices, p.n, p.m, cols)
+    for t in range(7):
+        assert_equal_bits(cpu("nm_linear")(x[t : t + 1], values, indices, p.n, p.m, cols), y[t : t + 1])
+    assert_equal_bits(cpu("nm_linear")(x, values[8:], indices[8:], p.n, p.m, cols), y[:, 8:].contiguous())
+
+
+@every_dtype
+@pytest.mark.parametrize("text", TUNED)
+def test_unaligned_memory(cpu, text, dtype):
+    p = Pattern(text)
+    cols = 4 * 16 * p.m // p.n + p.m
+    values, indices, _ = packed(text, 6, cols, dtype)
+    x, bias = inputs(3, cols, dtype), inputs(1, 6, dtype)[0]
+    expected = cpu("nm_linear")(x, values, indices, p.n, p.m, cols, bias)
+    out = unaligned(fill_poison(torch.empty_like(expected)))
+    moved = [unaligned(t) for t in (x, values, indices)]
+    assert_equal_bits(cpu("nm_linear")(*moved, p.n, p.m, cols, unaligned(bias), out=out), expected)
+
+
+@pytest.mark.parametrize("text", ["1:2", "1:8", "2:8", "4:8", "1:32", "3:5", "1:64"])
+@pytest.mark.parametrize("tokens", [1, 4, 5])
+def test_a_damaged_index_anywhere_raises(cpu, text, tokens):
+    p = Pattern(text)
+    cols = 2 * 16 * p.m + 3 * p.m
+    values, indices, _ = packed(text, 6, cols)
+    x = torch.full((tokens, cols), float("nan"))
+    per_byte = 8 // p.index_bits
+    for row, k in ((0, 0), (5, 17), (3, p.kept(cols) - 1), (1, p.kept(cols) // 2)):
+        broken = indices.clone()
+        broken[row, k // per_byte] |= (2**p.index_bits - 1) << (k % per_byte * p.index_bits)
+        with pytest.raises(ShapeError, match=f"does not exist in a group of {p.m}"):
+            cpu("nm_linear")(x, values, broken, p.n, p.m, cols)
+
+
+@pytest.mark.parametrize("text", TUNED)
+def test_inf_and_nan_reach_only_what_they_multiply(cpu, text):
+    """An input that no stored element meets does not show, one that is met does; the same for stored elements."""
+    p = Pattern(text)
+    cols = 3 * 16 * p.m // p.n
+    values, indices, w = packed(text, 8, cols)
+    for bad in (float("inf"), float("-inf"), float("nan")):
+        for column in (0, 5, cols // 2, cols - 1):
+            x = inputs(5, cols)
+            x[2, column] = bad
+            y = cpu("nm_linear")(x, values, indices, p.n, p.m, cols)
+            met = torch.zeros(5, 8, dtype=torch.bool)
+            met[2] = w[:, column] != 0
+            assert_equal_bits(~y.isfinite(), met, f"{bad} at {column}")
+            assert_equal_bits(y.isnan(), met & (bad != bad))
+    values[3, 7] = float("nan")
+    assert_equal_bits(cpu("nm_linear")(inputs(5, cols), values, indices, p.n, p.m, cols).isnan(), torch.arange(8).eq(3).expand(5, 8))
+
+
+def test_denormals_and_zeros(cpu):
+    values, indices, w = packed("2:4", 4, 128)
+    for scale in (1e-38, 0.0, -0.0):
+        y = cpu("nm_linear")(inputs(2, 128) * scale, values, indices, 2, 4, 128)
+        torch.testing.assert_close(y.double(), (inputs(2, 128) * scale).double() @ w.double().t(), rtol=0, atol=2e-44)
+
+
+@every_dtype
+@pytest.mark.parametrize("text", ["2:4", "1:8", "1:16"])
+def test_cancelling_sums_are_as_good_as_dense(cpu, text, dtype):
+    """Large terms that cancel: the error stays that of torch's sum, although far above eps of the result."""
+    p, gen = Pattern(text), torch.Generator().manual_seed(3)
+    values, indices, w = packed(text, 64, 4096, dtype)
+    x = inputs(1, 4096, dtype) * torch.tensor([1.0, 1e3]).repeat(2048)[torch.randperm(4096, generator=gen)].to(dtype)
+    y = cpu("nm_linear")(x, values, indices, p.n, p.m, 4096)
+    assert_no_worse(y, F.linear(x, w), F.linear(x.double(), w.double()))
