@@ -68,20 +68,32 @@ NM_HD AdamW adamw_scalars(const double* hyper, int64_t t, bool frozen, bool eps_
     return s;
 }
 
-NM_HD float adamw_first(const AdamW& s, float m, float g) { return (s.b1 * m) + (s.omb1 * g); }
+// F is float, or a register of them (cpu/kernels/simd/adamw_*.h) with these operators and functions.
+template <class F>
+NM_HD F adamw_first(const AdamW& s, F m, F g) {
+    return (F(s.b1) * m) + (F(s.omb1) * g);
+}
 
-NM_HD float adamw_second(const AdamW& s, float v, float g) { return (s.b2 * v) + (s.omb2 * (g * g)); }
+template <class F>
+NM_HD F adamw_second(const AdamW& s, F v, F g) {
+    return (F(s.b2) * v) + (F(s.omb2) * (g * g));
+}
 
 // The larger, or a NaN of either.
 NM_HD float larger(float a, float b) { return a > b || is_nan(a) ? a : b; }
 
-NM_HD float adamw_update(const AdamW& s, float m, float v) {
-    const float denominator = s.eps_inside ? root((v / s.bc2) + s.eps) : (root(v) / s.sbc2) + s.eps;
-    return (m * s.ibc1) / denominator;
+template <class F>
+NM_HD F adamw_update(const AdamW& s, F m, F v) {
+    const F denominator = s.eps_inside ? root((v / F(s.bc2)) + F(s.eps)) : (root(v) / F(s.sbc2)) + F(s.eps);
+    return (m * F(s.ibc1)) / denominator;
 }
 
-NM_HD float adamw_clamp(const AdamW& s, float u) { return u < -s.clamp ? -s.clamp : u > s.clamp ? s.clamp : u; }
+// min(max(u, -bound), bound); NaN stays
+NM_HD float clamped(float u, float bound) { return u < -bound ? -bound : u > bound ? bound : u; }
 
-NM_HD float adamw_apply(const AdamW& s, float p, float u) { return (p * s.wdf) - (s.lr * u); }
+template <class F>
+NM_HD F adamw_apply(const AdamW& s, F p, F u) {
+    return (p * F(s.wdf)) - (F(s.lr) * u);
+}
 
 }  // namespace nm

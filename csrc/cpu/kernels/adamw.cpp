@@ -1,18 +1,16 @@
 // MaskedAdamW: one pass over each parameter and its state. A parameter is cut into tiles of about 4096 elements that
 // depend on its shape and strides alone; their statistics are added in order, so that any number of threads gives the
-// same bits. Inside a tile, blocks of at most 256 elements go through the steps of core/adamw.h in fp32 buffers.
-#include "../../core/adamw.h"
-
+// same bits. Inside a tile, blocks of at most 256 elements go through adamw_block.h: where they lie in memory if that
+// is fp32, one after another and whole strips of 64, else in buffers.
 #include <algorithm>
 #include <cmath>
 
-#include "../../core/rank.h"
 #include "../kernels.h"
+#include "adamw_block.h"
 
 namespace nm {
 namespace {
 
-constexpr int kBlock = 256;      // elements worked on together, a whole number of groups
 constexpr int64_t kTile = 4096;  // elements in one partial of the statistics
 constexpr int kLine = 16;        // rows of a block whose neighbours in memory are rows: they fill a cache line
 
@@ -27,10 +25,10 @@ struct Window {
 // Visits f(offset in memory, place in the buffer), along the memory where rows are its neighbours.
 template <class F>
 void each_element(const View& view, const Window& w, const F& f) {
-    if (w.rows == 1 && view.col_stride == 1) {
-        for (int i = 0; i < w.cols; ++i) f(i, i);
-    } else if (w.rows == 1) {
-        for (int i = 0; i < w.cols; ++i) f(i * view.col_stride, i);
+    if (view.col_stride == 1) {
+        for (int r = 0; r < w.rows; ++r) {
+            for (int c = 0; c < w.cols; ++c) f(r * view.row_stride + c, r * w.cols + c);
+        }
     } else {
         for (int c = 0; c < w.cols; ++c) {
             for (int r = 0; r < w.rows; ++r) f(r * view.row_stride + c * view.col_stride, r * w.cols + c);
@@ -72,43 +70,85 @@ void round_to(int dtype, float* x, int count) {
     });
 }
 
-// The order of keys is the same in every dtype, so masks are taken from the fp32 copies.
-using MaskBlock = void (*)(const float* p, int count, int n, int m, uint8_t* keep);
-
-template <class P>
-void mask_block(const float* w, int count, P p, uint8_t* keep) {
-    uint32_t keys[P::capacity];
-    for (int first = 0; first < count; first += p.m) {
-        for (int i = 0; i < p.m; ++i) keys[i] = Key<float>::of(w[first + i]);
-        mask_group(keys, p.n, p.m, Key<float>::bits, keep + first);
+// The elements of one view in a block: where they lie, or in a buffer.
+class Column {
+  public:
+    // The window's elements as whole strips in a row.
+    float* open(const View& view, const Window& w) {
+        float* direct = in_place(view, w);
+        if (direct) return direct;
+        const int count = w.count();
+        load(view, w, buffer_);
+        std::fill(buffer_ + count, buffer_ + (count + kStrip - 1) / kStrip * kStrip, 0.0f);
+        return buffer_;
     }
-}
 
-template <int N, int M>
-void mask_fixed(const float* w, int count, int, int, uint8_t* keep) {
-    mask_block(w, count, Fixed<N, M>{}, keep);
-}
-
-void mask_any(const float* w, int count, int n, int m, uint8_t* keep) { mask_block(w, count, Any{n, m}, keep); }
-
-template <int N, int M>
-MaskBlock masker_of(Fixed<N, M>) {
-    return mask_fixed<N, M>;
-}
-
-MaskBlock masker_of(Any) { return mask_any; }
-
-// Eight running sums, added up in a fixed order: fast, and the same on every machine.
-template <class F>
-double lane_sum(int count, const F& term) {
-    double lane[8] = {};
-    int i = 0;
-    for (; i + 8 <= count; i += 8) {
-        for (int k = 0; k < 8; ++k) lane[k] += term(i + k);
+    // The same place, to be filled.
+    float* room(const View& view, const Window& w) {
+        float* direct = in_place(view, w);
+        return direct ? direct : buffer_;
     }
-    for (; i < count; ++i) lane[i & 7] += term(i);
-    return ((lane[0] + lane[1]) + (lane[2] + lane[3])) + ((lane[4] + lane[5]) + (lane[6] + lane[7]));
-}
+
+    // Puts back what `open` or `room` gave out.
+    void close(const View& view, const Window& w, const float* from) {
+        if (from == buffer_) store(view, w, buffer_);
+    }
+
+  private:
+    static float* in_place(const View& view, const Window& w) {
+        const bool whole = view.dtype == kFloat32 && view.col_stride == 1 && w.rows == 1 && w.cols % kStrip == 0;
+        return whole ? static_cast<float*>(view.data) + (w.row * view.row_stride + w.col) : nullptr;
+    }
+
+    alignas(64) float buffer_[kBlock];
+};
+
+class Block {
+  public:
+    Block(const AdamWCall& call, const Masker& mask) : call_(call), mask_(mask) {}
+
+    void run(const AdamWParam& param, const AdamW& s, const Window& w, Tally& tally) {
+        Elements e{};
+        e.count = w.count();
+        float* p = p_.open(param.p, w);
+        e.p = e.to = p;
+        e.g = g_.open(param.grad, w);
+        e.m = m_.open(param.avg, w);
+        e.v = v_.open(s.frozen && param.top ? param.top : param.sq, w);
+        e.top = !s.frozen && param.top ? top_.open(param.top, w) : nullptr;
+        uint64_t before[kBlock / kStrip];
+        if (mask_) {
+            mask_(p, e.count, before);
+            step<true>(s, call_, e, before, tally);
+        } else {
+            step<false>(s, call_, e, nullptr, tally);
+        }
+        m_.close(param.avg, w, e.m);
+        if (!s.frozen) v_.close(param.sq, w, e.v);
+        if (e.top) top_.close(param.top, w, e.top);
+        if (param.p.dtype != kFloat32) round_to(param.p.dtype, p, e.count);
+        p_.close(param.p, w, p);
+        after(param, w, e, before, tally);
+    }
+
+  private:
+    void after(const AdamWParam& param, const Window& w, const Elements& e, const uint64_t* before, Tally& tally) {
+        uint64_t now[kBlock / kStrip];
+        if (mask_) mask_(e.to, e.count, now);
+        float* out = param.out ? out_.room(param.out, w) : nullptr;
+        for (int i = 0; i * kStrip < e.count; ++i) {
+            const uint64_t keep = (mask_ ? now[i] : ~uint64_t(0)) & e.valid(i);
+            if (mask_) tally.flips += __builtin_popcountll((before[i] & e.valid(i)) ^ keep);
+            tally.non_zeros += __builtin_popcountll(non_zeros(e.to + i * kStrip) & keep);
+            if (out) prune_strip(e.to + i * kStrip, keep, out + i * kStrip);
+        }
+        if (out) out_.close(param.out, w, out);
+    }
+
+    const AdamWCall& call_;
+    const Masker& mask_;
+    Column p_, g_, m_, v_, top_, out_;
+};
 
 enum Stat { kApplied, kChange, kLogChange, kUnchanged, kFlips, kPrunedWeight, kPrunedGrad, kNonZeros, kLargest, kStats };
 
@@ -116,117 +156,42 @@ struct Partial {
     double value[kStats] = {};
 };
 
-void add(double* total, const Partial& part) {
-    for (int i = kChange; i < kLargest; ++i) total[i] += part.value[i];
-    const double u = part.value[kLargest];
-    if (!(u <= total[kLargest])) total[kLargest] = std::isnan(total[kLargest]) ? total[kLargest] : u;
+// Σ log = log of the lanes' products. Not of infinities and NaN: their logarithms sum to what they sum to themselves.
+double sum_of_logarithms(const Tally& t) {
+    const double sum = total(t.change);
+    if (!std::isfinite(sum)) return sum;
+    double mantissa[8], log[8];
+    int64_t exponent[8], exponents = -1023 * t.factors;
+    t.log_change.store(mantissa, exponent);
+    for (int i = 0; i < 8; ++i) {
+        log[i] = std::log(mantissa[i]);
+        exponents += exponent[i];
+    }
+    return double(exponents) * 0x1.62e42fefa39efp-1 + total(log);
 }
 
-class Block {
-  public:
-    Block(const AdamWCall& call, const AdamWParam& param, const AdamW& s, MaskBlock mask) : call_(call), param_(param), s_(s), mask_(mask) {}
+Partial partial_of(const Tally& t, bool geometric) {
+    Partial part;
+    float highest[Floats::width];
+    t.highest.store(highest);
+    uint32_t largest = 0;
+    for (float x : highest) largest = std::max(largest, float_bits(x));
+    part.value[kChange] = total(t.change);
+    part.value[kLogChange] = geometric ? sum_of_logarithms(t) : 0.0;
+    part.value[kUnchanged] = double(t.unchanged);
+    part.value[kFlips] = double(t.flips);
+    part.value[kPrunedWeight] = total(t.pruned_weight);
+    part.value[kPrunedGrad] = total(t.pruned_grad);
+    part.value[kNonZeros] = double(t.non_zeros);
+    part.value[kLargest] = double(bits_float(largest));
+    return part;
+}
 
-    void run(const Window& window, Partial& stats) {
-        window_ = window;
-        count_ = window.count();
-        load(param_.p, window, p_);
-        load(param_.grad, window, g_);
-        gradient(stats);
-        moments(stats);
-        update(stats);
-        finish(stats);
-    }
-
-  private:
-    void gradient(Partial& stats) {
-        if (call_.grad_scale) {
-            const float scale = *call_.grad_scale;
-            for (int i = 0; i < count_; ++i) g_[i] = g_[i] / scale;
-        }
-        if (s_.maximize) {
-            for (int i = 0; i < count_; ++i) g_[i] = -g_[i];
-        }
-        if (!mask_) return;
-        mask_(p_, count_, call_.n, call_.m, before_);
-        stats.value[kPrunedWeight] += lane_sum(count_, [&](int i) { return double(kept_or_zero(magnitude(p_[i]), before_[i] ^ 1u)); });
-        stats.value[kPrunedGrad] += lane_sum(count_, [&](int i) { return double(kept_or_zero(magnitude(g_[i]), before_[i] ^ 1u)); });
-        if (s_.decay == 0.0f) return;
-        for (int i = 0; i < count_; ++i) {
-            const float decayed = g_[i] + (s_.decay * p_[i]);
-            g_[i] = bits_float(float_bits(kept_or_zero(g_[i], before_[i])) | float_bits(kept_or_zero(decayed, before_[i] ^ 1u)));
-        }
-    }
-
-    void moments(Partial& stats) {
-        load(param_.avg, window_, m_);
-        for (int i = 0; i < count_; ++i) m_[i] = adamw_first(s_, m_[i], g_[i]);
-        store(param_.avg, window_, m_);
-        if (s_.frozen) {
-            load(param_.top ? param_.top : param_.sq, window_, v_);
-            return;
-        }
-        load(param_.sq, window_, old_);
-        for (int i = 0; i < count_; ++i) v_[i] = adamw_second(s_, old_[i], g_[i]);
-        store(param_.sq, window_, v_);
-        stats.value[kChange] += lane_sum(count_, [&](int i) { return double(magnitude(v_[i] - old_[i])); });
-        if (call_.geometric) logarithms(stats);
-        if (!param_.top) return;
-        load(param_.top, window_, old_);
-        for (int i = 0; i < count_; ++i) v_[i] = larger(old_[i], v_[i]);
-        store(param_.top, window_, v_);
-    }
-
-    void logarithms(Partial& stats) {
-        constexpr double kSmallest = 0x1p-149;  // the smallest fp32 denormal
-        stats.value[kLogChange] += lane_sum(count_, [&](int i) {
-            const double change = double(magnitude(v_[i] - old_[i]));
-            return std::log(change < kSmallest ? kSmallest : change);
-        });
-        int unchanged = 0;
-        for (int i = 0; i < count_; ++i) unchanged += v_[i] == old_[i];
-        stats.value[kUnchanged] += unchanged;
-    }
-
-    void update(Partial& stats) {
-        for (int i = 0; i < count_; ++i) m_[i] = adamw_update(s_, m_[i], v_[i]);
-        // magnitudes order as their bits do, with every NaN on top
-        uint32_t largest = 0;
-        for (int i = 0; i < count_; ++i) largest = std::max(largest, float_bits(m_[i]) & 0x7fffffffu);
-        Partial one;
-        one.value[kLargest] = double(bits_float(largest));
-        add(stats.value, one);
-        if (s_.clamp != 0.0f) {
-            for (int i = 0; i < count_; ++i) m_[i] = adamw_clamp(s_, m_[i]);
-        }
-        for (int i = 0; i < count_; ++i) p_[i] = adamw_apply(s_, p_[i], m_[i]);
-        round_to(param_.p.dtype, p_, count_);
-        store(param_.p, window_, p_);
-    }
-
-    void finish(Partial& stats) {
-        int flips = 0, non_zeros = 0;
-        if (mask_) {
-            mask_(p_, count_, call_.n, call_.m, after_);
-            for (int i = 0; i < count_; ++i) {
-                flips += before_[i] != after_[i];
-                p_[i] = kept_or_zero(p_[i], after_[i]);
-            }
-        }
-        for (int i = 0; i < count_; ++i) non_zeros += p_[i] != 0.0f;
-        stats.value[kFlips] += flips;
-        stats.value[kNonZeros] += non_zeros;
-        if (param_.out) store(param_.out, window_, p_);
-    }
-
-    const AdamWCall& call_;
-    const AdamWParam& param_;
-    const AdamW& s_;
-    const MaskBlock mask_;
-    Window window_{};
-    int count_ = 0;
-    float p_[kBlock], g_[kBlock], m_[kBlock], v_[kBlock], old_[kBlock];
-    uint8_t before_[kBlock], after_[kBlock];
-};
+void add(double* to, const Partial& part) {
+    for (int i = kChange; i < kLargest; ++i) to[i] += part.value[i];
+    const double u = part.value[kLargest];
+    if (!(u <= to[kLargest])) to[kLargest] = std::isnan(to[kLargest]) ? to[kLargest] : u;
+}
 
 // How one parameter is cut: into tiles, and these into windows.
 struct Cut {
@@ -254,22 +219,23 @@ Cut cut(const AdamWParam& param, int64_t m, int64_t first) {
     Cut c{};
     c.first = first;
     if (param.rows == 0 || param.cols == 0) return c;
-    c.window_cols = int(std::max<int64_t>((turned ? kLine : kBlock) / group * group, group));
-    c.window_rows = turned ? std::clamp(kBlock / c.window_cols, 1, kLine) : 1;
-    const int64_t widest = turned ? c.window_cols : kTile;
-    c.tile_cols = std::min(param.cols, std::max(widest / group * group, group));
+    const int64_t widest = std::max<int64_t>((turned ? kLine : kBlock) / group * group, group);
+    c.window_cols = int(std::min(param.cols, widest));
+    c.window_rows = std::clamp(kBlock / c.window_cols, 1, turned ? kLine : kBlock);
+    c.tile_cols = turned ? c.window_cols : std::min(param.cols, std::max(kTile / widest * widest, widest));
     c.tile_rows = std::max<int64_t>(1, kTile / c.tile_cols);
     c.across = (param.cols + c.tile_cols - 1) / c.tile_cols;
     c.tiles = (param.rows + c.tile_rows - 1) / c.tile_rows * c.across;
     return c;
 }
 
-void run_tile(Block& block, const AdamWParam& param, const Cut& c, int64_t tile, Partial& stats) {
+void run_tile(Block& block, const AdamWParam& param, const AdamW& s, const Cut& c, int64_t tile, Tally& tally) {
     const int64_t row = tile / c.across * c.tile_rows, col = tile % c.across * c.tile_cols;
     const int64_t last_row = std::min(row + c.tile_rows, param.rows), last_col = std::min(col + c.tile_cols, param.cols);
     for (int64_t r = row; r < last_row; r += c.window_rows) {
         for (int64_t at = col; at < last_col; at += c.window_cols) {
-            block.run({r, at, int(std::min<int64_t>(c.window_rows, last_row - r)), int(std::min<int64_t>(c.window_cols, last_col - at))}, stats);
+            const int rows = int(std::min<int64_t>(c.window_rows, last_row - r)), cols = int(std::min<int64_t>(c.window_cols, last_col - at));
+            block.run(param, s, {r, at, rows, cols}, tally);
         }
     }
 }
@@ -280,8 +246,11 @@ namespace NM_ISA {
 
 void masked_adamw(const std::vector<AdamWParam>& given, const AdamWCall& call, double* stats, int threads) {
     for (int i = 0; i < kStats; ++i) stats[i] = 0.0;
-    MaskBlock masker = nullptr;
-    if (call.n || call.m) by_pattern(call.n, call.m, [&](auto pattern) { masker = masker_of(pattern); });
+    Masker mask;
+    if (call.n || call.m) {
+        check_pattern(call.n, call.m);
+        mask = {call.n, call.m, keep_fn<float>(call.n, call.m)};
+    }
     if (call.found_inf && *call.found_inf != 0.0f) return;
     stats[kApplied] = 1.0;
 
@@ -297,11 +266,16 @@ void masked_adamw(const std::vector<AdamWParam>& given, const AdamWCall& call, d
         tiles += cuts.back().tiles;
     }
     std::vector<Partial> partial{size_t(tiles)};
-    parallel_for(tiles, threads, [&](int64_t tile) {
-        const auto next = std::upper_bound(cuts.begin(), cuts.end(), tile, [](int64_t t, const Cut& c) { return t < c.first; });
-        const size_t i = size_t(next - cuts.begin()) - 1;
-        Block block(call, params[i], scalars[i], masker);
-        run_tile(block, params[i], cuts[i], tile - cuts[i].first, partial[size_t(tile)]);
+    parallel_ranges(tiles, kTile, threads, [&](int64_t begin, int64_t end) {
+        Block block(call, mask);
+        const auto next = std::upper_bound(cuts.begin(), cuts.end(), begin, [](int64_t t, const Cut& c) { return t < c.first; });
+        size_t i = size_t(next - cuts.begin()) - 1;
+        for (int64_t tile = begin; tile < end; ++tile) {
+            while (tile - cuts[i].first >= cuts[i].tiles) ++i;
+            Tally tally;
+            run_tile(block, params[i], scalars[i], cuts[i], tile - cuts[i].first, tally);
+            partial[size_t(tile)] = partial_of(tally, call.geometric);
+        }
     });
     for (const Partial& one : partial) add(stats, one);
 }
