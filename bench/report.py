@@ -1,71 +1,74 @@
-"""Turns the rows of ``bench/results`` into the table of the README: ``python -m bench.report``, or ``--check`` to compare only."""
+"""Turns the rows of ``bench/results`` into tables and figures: ``python -m bench.report``, or ``--check`` to compare only.
+
+The README gets the speed targets, ``bench/results/README.md`` every case, ``bench/results/figures`` the figures.
+"""
 
 from __future__ import annotations
 
 import argparse
-import csv
-from collections.abc import Iterable
-from itertools import groupby
 from pathlib import Path
 
-RESULTS = Path(__file__).parent / "results"
+from . import figures, tables, targets
+from .rows import RESULTS, slug
+from .rows import load as load_csv
+from .tables import Rows
+
 README = Path(__file__).parents[1] / "README.md"
 BEGIN, END = "<!-- results: written by python -m bench.report -->", "<!-- results end -->"
-TIMES = {"us", "ms", "s"}
-OURS = "nmkernels"
 LEFT_OUT = {"step_clamp.csv"}
 """Evidence for a default, told where the default is; the README's table is for figures that a user chooses by."""
 
+NOTHING = "No measurements are committed yet."
+HEAD = """# Measurements
 
-def load(folder: Path) -> list[dict[str, str]]:
-    """The rows of the CSVs in ``folder`` that the README shows, in the order of file names and lines."""
-    rows: list[dict[str, str]] = []
-    for path in sorted(path for path in folder.glob("*.csv") if path.name not in LEFT_OUT):
-        with path.open(newline="", encoding="utf-8") as file:
-            rows += csv.DictReader(file)
-    return rows
+Written by `python -m bench.report` from the CSV files of this folder; measured by `python -m bench.run`, which first compares every
+result with the reference. Medians with the 20th and 80th percentile; a ratio is the median of the ratios of single rounds, in each of
+which everybody took one turn. Shapes are out × in, tokens first.
+
+* `x dense`, `x eager`: times as fast as that. `time over ...`: share of its time.
+* `share of copy`, `share of clone`: bytes that must be moved over time, against torch's `copy_` or `clone` in the same round.
+* `share of matmul`: products that are not skipped over time, against torch's rate at 2048×2048×2048 in the same run.
+* `packed bytes over cache`: below 1, the packed weight fits the last-level cache."""
 
 
-def markdown(rows: Iterable[dict[str, str]]) -> str:
-    """One table per machine: for each case the median of every provider, and on our line the ratio where times compare."""
-    every = list(rows)
-    if not every:
-        return "No measurements are committed yet."
+def load(folder: Path) -> Rows:
+    """The rows of the CSVs in ``folder`` that are shown, in the order of file names and lines."""
+    return [r for path in sorted(folder.glob("*.csv")) if path.name not in LEFT_OUT for r in load_csv(path)]
+
+
+def front(rows: Rows, reasons: dict[str, str]) -> str:
+    """What the README shows: per machine its speed targets, where it has rows of them, and what is no speed."""
     parts = []
-    for machine in dict.fromkeys(r["machine"] for r in every):
-        mine = sorted((r for r in every if r["machine"] == machine), key=_case)
-        versions, dates, commits = (", ".join(sorted({r[k] for r in mine})) for k in ("versions", "date", "commit"))
-        lines = [
-            f"**{machine}** ({versions}; {dates}; commit {commits})",
-            "",
-            "| what | provider | median (p20 to p80) | unit | ratio |",
-            "| --- | --- | --- | --- | --- |",
-        ]
-        for case, group in groupby(mine, key=_case):
-            lines += _lines(" ".join(c for c in case[:-1] if c), case[-1], list(group))
-        parts.append("\n".join(lines))
-    return "\n\n".join(parts)
+    for mine in tables.by_machine(rows).values():
+        speeds, rest = _split(mine)
+        verdicts = targets.verdicts(speeds, reasons)
+        if any(v.measured for v in verdicts):
+            parts.append(f"{tables.stamp(speeds)}\n\n{tables.targets_markdown(verdicts)}")
+        if rest:
+            parts.append(f"{tables.stamp(rest)}\n\n{tables.plain(rest)}")
+    # tables of targets first
+    parts.sort(key=lambda part: "| target |" not in part)
+    return "\n\n".join([*parts, "Every case, and figures: [bench/results](bench/results/README.md)."]) if rows else NOTHING
 
 
-def _case(row: dict[str, str]) -> tuple[str, ...]:
-    return tuple(row[k] for k in ("op", "pattern", "dtype", "shape", "metric"))
+def full(rows: Rows, drawn: list[str]) -> str:
+    """``bench/results/README.md``: every speed of every machine; ``drawn`` are names of the figures there are."""
+    parts = [HEAD]
+    for machine, mine in tables.by_machine(rows).items():
+        speeds, _ = _split(mine)
+        if speeds:
+            pictures = [
+                f"![{figures.TITLES[name]}](figures/{slug(machine)}-{name}.svg)"
+                for name in figures.TITLES
+                if f"{slug(machine)}-{name}.svg" in drawn
+            ]
+            parts += [f"## {machine}", tables.stamp(speeds), *pictures, tables.details(speeds)]
+    return "\n\n".join(parts if len(parts) > 1 else [*parts, NOTHING]) + "\n"
 
 
-def _lines(what: str, metric: str, rows: list[dict[str, str]]) -> list[str]:
-    others = [float(r["p50"]) for r in rows if not r["provider"].startswith(OURS)]
-    lines = []
-    for r in rows:
-        spread = f" ({_short(r['p20'])} to {_short(r['p80'])})" if r["p20"] != r["p80"] else ""
-        # against the fastest of the others, so that the ratio flatters nobody
-        compares = metric in TIMES and others and r["provider"].startswith(OURS)
-        ratio = f"{min(others) / float(r['p50']):.2f}×" if compares else ""
-        lines.append(f"| {what} | {r['provider']} | {_short(r['p50'])}{spread} | {metric} | {ratio} |")
-        what = ""
-    return lines
-
-
-def _short(number: str) -> str:
-    return f"{float(number):.4g}"
+def _split(rows: Rows) -> tuple[Rows, Rows]:
+    """Speeds, and figures of trained models."""
+    return [r for r in rows if r["op"] != "train"], [r for r in rows if r["op"] == "train"]
 
 
 def insert(text: str, table: str) -> str:
@@ -76,17 +79,26 @@ def insert(text: str, table: str) -> str:
 
 
 def main(argv: list[str] | None = None, readme: Path = README, results: Path = RESULTS) -> int:
-    """Write the table into the README; with ``--check`` write nothing and return 1 when it is not up to date."""
+    """Write tables and figures; with ``--check`` write nothing and return 1 when a table is not up to date."""
     parser = argparse.ArgumentParser(prog="python -m bench.report", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing, exit 1 when the README is not up to date")
+    parser.add_argument("--check", action="store_true", help="write nothing, exit 1 when a table is not up to date")
     args = parser.parse_args(argv)
-    old = readme.read_text(encoding="utf-8")
-    new = insert(old, markdown(load(results)))
+    rows = load(results)
+    if not args.check:
+        for machine, mine in tables.by_machine(rows).items():
+            figures.draw(mine, results / "figures", slug(machine))
+    drawn = [path.name for path in (results / "figures").glob("*.svg")]
+    new = {
+        readme: insert(readme.read_text(encoding="utf-8"), front(rows, targets.load_reasons(results / targets.REASONS.name))),
+        results / "README.md": full(rows, drawn),
+    }
+    stale = [path for path, text in new.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     if args.check:
-        if new != old:
-            print(f"{readme.name} does not show the rows of {results.name}/; run: python -m bench.report")
-        return int(new != old)
-    readme.write_text(new, encoding="utf-8")
+        for path in stale:
+            print(f"{path.parent.name}/{path.name} does not show the rows of {results.name}/; run: python -m bench.report")
+        return int(bool(stale))
+    for path in stale:
+        path.write_text(new[path], encoding="utf-8")
     return 0
 
 

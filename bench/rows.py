@@ -55,16 +55,26 @@ def row(
     return Row(op, provider, pattern, dtype, shape, metric, p20, p50, p80, machine(device), versions(), commit(), today)
 
 
+def load(path: Path) -> list[dict[str, str]]:
+    """The rows of one CSV as text; none where there is no file."""
+    if not path.exists():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def fingerprints(path: Path) -> set[tuple[str, ...]]:
+    """(op, pattern, dtype, shape, machine, commit) of every case that the CSV has rows of."""
+    return {tuple(r[k] for k in ("op", "pattern", "dtype", "shape", "machine", "commit")) for r in load(path)}
+
+
 def append(rows: Iterable[Row], path: Path) -> None:
     """Add ``rows`` to the CSV at ``path``; a row for the same case on the same machine replaces the old one."""
     new = [asdict(r) for r in rows]
     names = [f.name for f in fields(Row)]
     key = ("op", "provider", "pattern", "dtype", "shape", "metric", "machine")
     fresh = {tuple(str(r[k]) for k in key) for r in new}
-    old = []
-    if path.exists():
-        with path.open(newline="") as file:
-            old = [r for r in csv.DictReader(file) if tuple(r[k] for k in key) not in fresh]
+    old = [r for r in load(path) if tuple(r[k] for k in key) not in fresh]
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
     with part.open("w", newline="") as file:
@@ -99,10 +109,19 @@ def versions() -> str:
 
 @cache
 def commit() -> str:
-    """The short commit the tree stood at when this run asked first, marked where the tree differed from it."""
+    """The short commit the tree stood at when this run asked first, marked where the tree differed from it.
+
+    Results and the README's table are what a run writes, so changes of those do not count.
+    """
     try:
-        return subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--exclude=*"], cwd=RESULTS.parent, capture_output=True, text=True, check=True
-        ).stdout.strip()
+        head = _git("rev-parse", "--short=7", "HEAD")
+        changed = _git(
+            "status", "--porcelain", "--untracked-files=no", "--", ":/", ":(top,exclude)bench/results", ":(top,exclude)README.md"
+        )
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+    return f"{head}-dirty" if changed else head
+
+
+def _git(*words: str) -> str:
+    return subprocess.run(["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True, check=True).stdout.strip()

@@ -1,4 +1,4 @@
-"""The README's table says what the rows say, and ``--check`` notices when it does not."""
+"""The tables say what the rows say, and ``--check`` notices when they do not."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from bench import report
+from bench import figures, report, tables
+from python_tests.bench.samples import HEAD, STAMP
 
-HEAD = "op,provider,pattern,dtype,shape,metric,p20,p50,p80,machine,versions,commit,date\n"
-STAMP = '"AMD, 2 threads",torch 2.13.0,abc1234,2026-11-21\n'
+MASK = "nm_mask,{},2:4,float32,4096x11008,{},{}" + STAMP
+LINEAR = "nm_linear,{},{},float32,{},{},{}" + STAMP
 
 
 @pytest.fixture
@@ -19,13 +20,15 @@ def tree(tmp_path: Path) -> tuple[Path, Path]:
     results.mkdir()
     (results / "amd.csv").write_text(
         HEAD
-        + f"nm_mask,nmkernels cpu,2:4,float32,8x8,us,9,10,11,{STAMP}"
-        + f"nm_mask,torch,2:4,float32,8x8,us,90,100,110,{STAMP}"
-        + f"nm_mask,torch other,2:4,float32,8x8,us,49,50,51,{STAMP}"
-        + f"copy,torch,,float32,8x8,GB/s,9,10,11,{STAMP}"
+        + MASK.format("nmkernels cpu", "us", "9,10,11,")
+        + MASK.format("torch copy_", "us", "7,8,9,")
+        + MASK.format("nmkernels cpu", "share of copy", "0.7,0.7512,0.8,")
+        + MASK.format("nmkernels cpu avx2", "us", "9,20000,11,")
+        + "train,dense twin,2:4,float32,byte GPT,loss,1,2,3,"
+        + STAMP
     )
     readme = tmp_path / "README.md"
-    readme.write_text(f"above\n{report.BEGIN}\nold\n{report.END}\nbelow\n")
+    readme.write_text(f"above\n{report.BEGIN}\nstale\n{report.END}\nbelow\n")
     return readme, results
 
 
@@ -33,42 +36,112 @@ def _main(tree: tuple[Path, Path], *options: str) -> int:
     return report.main(list(options), readme=tree[0], results=tree[1])
 
 
-def test_written_between_the_markers(tree: tuple[Path, Path]) -> None:
+def test_readme_gets_targets_and_what_is_no_speed(tree: tuple[Path, Path]) -> None:
+    (tree[1] / "shortfalls.txt").write_text("mask: because\n")
     assert _main(tree) == 0
     text = tree[0].read_text()
-    assert text.startswith("above\n") and text.endswith("below\n") and "old" not in text
-    assert "**AMD, 2 threads** (torch 2.13.0; 2026-11-21; commit abc1234)" in text
-    # five times faster than the fastest of the others
+    assert text.startswith("above\n") and text.endswith("below\n") and "stale" not in text
+    assert text.count("**AMD, 2 threads** (torch 2.13.0; 2026-11-21; commit abc1234)") == 2
+    assert "| mask, `out=`, 4096×11008 | bandwidth of `copy_` | ≥ 0.7 (0.9) | fp32 0.75 | met where measured |" in text
+    assert "| train 2:4 float32 byte GPT | dense twin | 2 (1 to 3) | loss |" in text
+    # times are told on the other page
+    assert "µs" not in text and "(bench/results/README.md)" in text
+
+
+def test_every_case_is_told_in_full(tree: tuple[Path, Path]) -> None:
+    _main(tree)
+    text = (tree[1] / "README.md").read_text()
+    assert "## AMD, 2 threads" in text and "train" not in text
     assert (
-        "| nm_mask 2:4 float32 8x8 | nmkernels cpu | 10 (9 to 11) | us | 5.00× |\n"
-        "|  | torch | 100 (90 to 110) | us |  |\n"
-        "|  | torch other | 50 (49 to 51) | us |  |\n"
+        "### nm_mask\n\n"
+        "| case | provider | µs (p20 to p80) | share of copy | torch copy_, µs |\n"
+        "| --- | --- | --- | --- | --- |\n"
+        "| 2:4 fp32 4096x11008 | nmkernels cpu | 10 (9 to 11) | 0.751 | 8 |\n"
+        "| 2:4 fp32 4096x11008 | nmkernels cpu avx2 | 20000 (9 to 11) |  | 8 |"
     ) in text
-    assert "| copy float32 8x8 | torch | 10 (9 to 11) | GB/s |  |" in text
+
+
+def test_shapes_are_told_with_their_layers() -> None:
+    row = dict(
+        zip(HEAD.strip().split(","), LINEAR.format("nmkernels cpu", "2:4", "16x3072x768", "us", "1,1,1,a,b,c,d").split(","), strict=False)
+    )
+    assert "| 2:4 fp32 16x3072x768 (gpt2 fc) |" in tables.details([row])
 
 
 def test_writing_twice_changes_nothing(tree: tuple[Path, Path]) -> None:
     _main(tree)
-    once = tree[0].read_text()
+    once = {path: path.read_bytes() for path in tree[1].rglob("*") if path.is_file()} | {tree[0]: tree[0].read_bytes()}
     _main(tree)
-    assert tree[0].read_text() == once
+    assert {path: path.read_bytes() for path in once} == once
 
 
-def test_check_notices_stale_tables_and_writes_nothing(tree: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("stale", [0, 1])
+def test_check_notices_stale_tables_and_writes_nothing(tree: tuple[Path, Path], capsys: pytest.CaptureFixture[str], stale: int) -> None:
     before = tree[0].read_text()
     assert _main(tree, "--check") == 1
     assert tree[0].read_text() == before and "python -m bench.report" in capsys.readouterr().out
     _main(tree)
     assert _main(tree, "--check") == 0
-    (tree[1] / "more.csv").write_text(HEAD + f"nm_prune,torch,2:4,float32,8x8,us,9,10,11,{STAMP}")
+    path = (tree[0], tree[1] / "README.md")[stale]
+    path.write_text(path.read_text().replace("0.75", "0.95"))
     assert _main(tree, "--check") == 1
+    assert f"{path.parent.name}/README.md does not show" in capsys.readouterr().out
 
 
 def test_nothing_measured_is_said(tmp_path: Path) -> None:
-    assert report.markdown(report.load(tmp_path)) == "No measurements are committed yet."
+    rows = report.load(tmp_path)
+    assert report.front(rows, {}) == "No measurements are committed yet."
+    assert report.full(rows, []).endswith("No measurements are committed yet.\n")
 
 
 @pytest.mark.parametrize("text", ["", report.BEGIN, f"{report.END}\n{report.BEGIN}", f"{report.BEGIN}{report.END}{report.END}"])
 def test_missing_markers_are_an_error(text: str) -> None:
     with pytest.raises(ValueError, match="once each"):
         report.insert(text, "table")
+
+
+def test_numbers_are_readable() -> None:
+    assert [tables.number(n) for n in ("1.797e+06", "12.345", "0.0123456", "999.96", "0")] == ["1797000", "12.35", "0.0123", "1000", "0"]
+
+
+def test_figures_are_drawn_and_shown(tree: tuple[Path, Path]) -> None:
+    pytest.importorskip("matplotlib")
+    csv = tree[1] / "amd.csv"
+    rows = [
+        LINEAR.format("nmkernels cpu", pattern, "1x64x64", metric, value)
+        for pattern, speed in (("2:4", "3"), ("1:8", "7"))
+        for metric, value in (("x dense", f"1,{speed},9,"), ("GFLOP/s", "1,20,30,"), ("GB/s", "1,40,50,"))
+    ]
+    limits = [f"copy,torch,,float32,8x8,GB/s,1,60,70,{STAMP}", f"matmul,torch,,float32,8x8,GFLOP/s,1,200,300,{STAMP}"]
+    csv.write_text(csv.read_text() + "".join([*rows, *limits]))
+    _main(tree)
+    drawn = sorted(path.name for path in (tree[1] / "figures").iterdir())
+    assert drawn == ["amd-2-threads-roofline.svg", "amd-2-threads-speedup.svg"]
+    assert all(f"(figures/{name})" in (tree[1] / "README.md").read_text() for name in drawn)
+    assert all((tree[1] / "figures" / name).stat().st_size < 200_000 for name in drawn)
+
+
+class _Axes:
+    """Remembers the lines that are plotted; takes every other call."""
+
+    def __init__(self) -> None:
+        self.lines: dict[str, tuple[list[float], list[float]]] = {}
+
+    def plot(self, x: list[float], y: list[float], *style: object, label: str, **more: object) -> None:
+        self.lines[label] = (list(x), list(y))
+
+    def __getattr__(self, name: str) -> object:
+        return lambda *args, **more: None
+
+
+def test_figures_show_the_medians() -> None:
+    def row(pattern: str, metric: str, value: float) -> dict[str, str]:
+        where = {"op": "nm_linear", "provider": "nmkernels cpu", "pattern": pattern, "dtype": "float32", "shape": "1x64x64"}
+        return {**where, "metric": metric, "p50": str(value)}
+
+    axes = _Axes()
+    assert figures.speedup([row("2:4", "x dense", 3.0), row("1:8", "x dense", 7.0)], axes)
+    assert axes.lines["1x64x64"] == ([0.5, 0.875], [3.0, 7.0]) and axes.lines["products skipped"][1] == [2.0, 8.0]
+    assert figures.roofline([row("2:4", "GFLOP/s", 20.0), row("2:4", "GB/s", 40.0)], axes)
+    assert axes.lines["linear 2:4, fp32"] == ([0.5], [20.0])
+    assert not figures.speedup([], axes) and not figures.roofline([], axes)

@@ -1,0 +1,99 @@
+"""Our providers of an op, one per backend and instruction set, and the gates that they have to pass."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch import Tensor
+
+from nmkernels import _dispatch, testing
+from nmkernels._capability import compiled_core
+from nmkernels.backends.cpu._core import core
+
+from ..registry import Provider
+
+GATE_ELEMENTS = 1 << 20
+"""So many elements of the timed input are compared with the reference: all of 45 million would take longer than the timing."""
+
+ISAS = "NMKERNELS_BENCH_ISAS"
+"""Environment variable that ``--isas`` sets: the instruction sets to time beside the chosen one."""
+
+
+def ours(op: str, args: Sequence[object], make: Callable[[], Provider]) -> list[Provider]:
+    """Providers ``nmkernels BACKEND`` for ``op(*args)``: the backend that users get, then the others that can; the reference only alone.
+
+    ``make`` returns a provider whose name is what follows the backend's (mostly nothing); its call goes through the public function.
+    """
+    chosen = _dispatch.choose(op, *args)
+    found = [_named(make(), f"nmkernels {chosen.backend}", nullcontext)]
+    if os.environ.get(_dispatch.ENV):
+        return found
+    for entry in _dispatch.implementations(op):
+        if entry.backend not in (chosen.backend, "reference") and entry.supports(*args)[0]:
+            found.append(_named(make(), f"nmkernels {entry.backend}", lambda name=entry.backend: forced(name)))  # type: ignore[misc]
+    if chosen.backend == "cpu":
+        found += [_named(make(), f"nmkernels cpu {isa}", lambda name=isa: using(name)) for isa in other_isas()]  # type: ignore[misc]
+    return found
+
+
+def _named(p: Provider, name: str, under: Callable[[], AbstractContextManager[object]]) -> Provider:
+    p.name, p.under = f"{name}{p.name}", under
+    return p
+
+
+def other_isas() -> list[str]:
+    """The instruction sets that ``--isas`` asked for, without the one in use."""
+    asked = os.environ.get(ISAS, "").split(",")
+    if not any(asked) or not compiled_core().ok:
+        return []
+    return [name for name in core().isas() if (name in asked or "all" in asked) and name != core().isa()]
+
+
+@contextmanager
+def forced(backend: str) -> Iterator[None]:
+    """Every op inside runs on ``backend``."""
+    before = os.environ.get(_dispatch.ENV)
+    os.environ[_dispatch.ENV] = backend
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_dispatch.ENV]
+        else:
+            os.environ[_dispatch.ENV] = before
+
+
+@contextmanager
+def using(isa: str) -> Iterator[None]:
+    """The CPU kernels inside are those of ``isa``."""
+    before = core().isa()
+    core().use_isa(isa)
+    try:
+        yield
+    finally:
+        core().use_isa(before)
+
+
+def normal(*shape: int, device: str, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """Standard normal numbers, the same at every call."""
+    gen = torch.Generator(device).manual_seed(seed)
+    return torch.randn(*shape, generator=gen, device=device, dtype=dtype)
+
+
+def ends(rows: int, cols: int) -> list[slice]:
+    """Slices of rows, the first and the last ones, about ``GATE_ELEMENTS`` in all."""
+    few = max(1, GATE_ELEMENTS // 2 // cols)
+    return [slice(0, rows)] if rows <= 2 * few else [slice(0, few), slice(rows - few, rows)]
+
+
+def reference(op: str) -> Callable[..., object]:
+    """The reference's function for ``op``."""
+    return next(i.fn for i in _dispatch.implementations(op) if i.backend == "reference")
+
+
+def same_bits(actual: object, expected: object, what: str) -> None:
+    """The gate of exact ops."""
+    testing.assert_equal_bits(actual, expected, what)

@@ -1,0 +1,139 @@
+"""Ops that read a weight once and write its mask, its pruned, thresholded or compressed form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import nmkernels as nm
+from nmkernels import ops, testing
+
+from ..registry import Call, Grid, Provider, Ratio, Spec, Work, family
+from . import _ours, eager
+
+FULL = (
+    Grid(matrices=("4096x11008",), patterns=("2:4",), dtypes=("float32", "bfloat16")),
+    Grid(matrices=("4096x11008",), patterns=("1:4", "2:8", "1:8", "4:8", "1:16", "1:32")),
+    Grid(matrices=("3072x768", "4096x1024"), patterns=("2:4",)),
+)
+
+
+@dataclass
+class _Form:
+    """One op on one weight: the output to reuse, the call with it, the call without, torch's formulation, and bytes per call."""
+
+    out: Any
+    reuse: Call
+    fresh: Call
+    eager: Call
+    bytes: float
+
+
+def _elementwise(op: Callable[..., Any], theirs: Callable[..., Any], dtype: torch.dtype | None = None) -> Callable[[Tensor, Spec], _Form]:
+    def form(w: Tensor, spec: Spec) -> _Form:
+        out = torch.empty_like(w, dtype=dtype or w.dtype)
+        moved = w.nbytes + out.nbytes
+        n, m = spec.n, spec.m
+        return _Form(out, lambda: op(w, spec.pattern, out=out), lambda: op(w, spec.pattern), lambda: theirs(w, n, m), moved)
+
+    return form
+
+
+def _compress(w: Tensor, spec: Spec) -> _Form:
+    out, n, m = ops.compress(w, spec.pattern), spec.n, spec.m
+    moved = w.nbytes + out.nbytes
+    return _Form(
+        out, lambda: ops.compress(w, spec.pattern, out=out), lambda: ops.compress(w, spec.pattern), lambda: eager.compress(w, n, m), moved
+    )
+
+
+FORMS = {
+    "nm_mask": _elementwise(ops.mask, eager.mask, torch.bool),
+    "nm_prune": _elementwise(ops.prune, eager.prune),
+    "nm_compress": _compress,
+    "nm_soft_threshold": _elementwise(ops.soft_threshold, eager.soft_threshold),
+}
+
+
+def _leaves(result: Any) -> list[Tensor]:
+    if isinstance(result, nm.Compressed):
+        return [result.values, result.indices]
+    return list(result) if isinstance(result, tuple) else [result]
+
+
+@family(*FORMS, grids=FULL)
+def streaming(spec: Spec, device: str) -> Work:
+    """``op(w, out=)`` and ``op(w)`` beside torch's formulation, ``copy_`` into memory that is there and ``clone`` into new memory."""
+    w = _ours.normal(spec.rows, spec.cols, device=device, dtype=spec.torch_dtype)
+    form = FORMS[spec.op](w, spec)
+    twin = torch.empty_like(w)
+
+    def check(run: Call, poison: bool) -> None:
+        if poison:
+            for leaf in _leaves(form.out):
+                testing.fill_poison(leaf)
+        got = _leaves(run())
+        for part in _ours.ends(spec.rows, spec.cols):
+            _ours.same_bits([leaf[part] for leaf in got], _leaves(_ours.reference(spec.op)(w[part], spec.n, spec.m)), spec.op)
+
+    args = (w, spec.n, spec.m)
+    mine = _ours.ours(spec.op, args, lambda: Provider("", form.reuse, form.bytes, check=lambda: check(form.reuse, True)))
+    new = _ours.ours(spec.op, args, lambda: Provider(", new output", form.fresh, form.bytes, check=lambda: check(form.fresh, False)))
+    copy = Provider("torch copy_", lambda: twin.copy_(w), 2 * w.nbytes)
+    clone = Provider("torch clone", w.clone, 2 * w.nbytes)
+    ratios = [r for p in mine for r in (Ratio("share of copy", p.name, (copy.name,), "rate"), Ratio("x eager", p.name, ("torch eager",)))]
+    ratios += [Ratio("share of clone", p.name, (clone.name,), "rate") for p in new]
+    return Work([*mine, copy, *new, clone, Provider("torch eager", form.eager)], ratios)
+
+
+@family("nm_decompress", grids=(Grid(matrices=("4096x11008",), dtypes=("float32", "bfloat16")), Grid(("4096x11008",), ("1:8",))))
+def decompress(spec: Spec, device: str) -> Work:
+    """The dense matrix of a compressed one, beside a scatter in torch."""
+    w = _ours.normal(spec.rows, spec.cols, device=device, dtype=spec.torch_dtype)
+    c, out, twin = ops.compress(w, spec.pattern), torch.empty_like(w), torch.empty_like(w)
+    values = c.values.unflatten(-1, (-1, spec.n))
+    kept = eager.mask(w, spec.n, spec.m).unflatten(-1, (-1, spec.m)).nonzero()[:, -1].view(values.shape)
+
+    def check() -> None:
+        testing.fill_poison(out)
+        ops.decompress(c, out=out)
+        for part in _ours.ends(spec.rows, spec.cols):
+            expected = _ours.reference(spec.op)(c.values[part], c.indices[part], spec.n, spec.m, spec.cols)
+            _ours.same_bits(out[part], expected, spec.op)
+
+    args = (c.values, c.indices, spec.n, spec.m, spec.cols)
+    mine = _ours.ours(spec.op, args, lambda: Provider("", lambda: ops.decompress(c, out=out), c.nbytes + out.nbytes, check=check))
+    copy = Provider("torch copy_", lambda: twin.copy_(w), 2 * w.nbytes)
+    ratios = [r for p in mine for r in (Ratio("share of copy", p.name, (copy.name,), "rate"), Ratio("x eager", p.name, ("torch eager",)))]
+    return Work([*mine, copy, Provider("torch eager", lambda: eager.decompress(values, kept, spec.m))], ratios)
+
+
+@family("nm_transposable_mask", grids=(Grid(matrices=("4096x4096",)), Grid(matrices=("256x256",), patterns=("1:4", "4:8"))))
+def transposable(spec: Spec, device: str) -> Work:
+    """The best N:M mask along both dimensions; torch has nothing to compare it with but a copy."""
+    w = _ours.normal(spec.rows, spec.cols, device=device, dtype=spec.torch_dtype)
+    twin = torch.empty_like(w)
+
+    def check() -> None:
+        got = ops.transposable_mask(w, spec.pattern)
+        part = slice(0, max(spec.m, GATE_TILES * spec.m * spec.m // spec.cols // spec.m * spec.m))
+        expected = _ours.reference(spec.op)(w[part], spec.n, spec.m)
+        if spec.pattern == "2:4":
+            _ours.same_bits(got[part], expected, spec.op)
+        else:
+            ours, best = ((w[part].abs() * keep).sum(dtype=torch.float64) for keep in (got[part], expected))  # type: ignore[operator]
+            assert abs(float(ours - best)) <= 1e-6 * float(best), f"{spec.op}: keeps {float(ours)}, the best mask {float(best)}"
+
+    args = (w, spec.n, spec.m)
+    moved = w.nbytes + w.numel()
+    mine = _ours.ours(spec.op, args, lambda: Provider("", lambda: ops.transposable_mask(w, spec.pattern), moved, check=check))
+    copy = Provider("torch copy_", lambda: twin.copy_(w), 2 * w.nbytes)
+    return Work([*mine, copy], [Ratio("share of copy", p.name, (copy.name,), "rate") for p in mine])
+
+
+GATE_TILES = 4096
+"""Tiles whose mask is compared with the reference, which enumerates or solves each."""

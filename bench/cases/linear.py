@@ -1,0 +1,148 @@
+"""The three products of a linear layer with one operand compressed, beside the dense products."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nmkernels import Compressed, ops, testing
+
+from ..machine import last_level_cache
+from ..registry import Call, Grid, Provider, Ratio, Spec, Work, family
+from ..shapes import MODELS
+from . import _ours
+
+DESIGN = tuple(MODELS["design"].values())
+FEW = 16
+"""Up to so many tokens the packed weight is most of what is moved, and its rate is set against a copy's."""
+
+GATE_TOKENS = 16
+
+
+def _layers(*models: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(matrix for model in models for matrix in MODELS[model].values()))
+
+
+@family(
+    "nm_linear",
+    grids=(
+        Grid(DESIGN, ("2:4", "1:4", "1:8", "1:16"), tokens=(1,)),
+        Grid(DESIGN, ("2:4",), tokens=(4, 16)),
+        Grid(DESIGN, ("2:4", "1:4", "1:8"), tokens=(64, 256)),
+        Grid(DESIGN, ("2:4", "1:8"), ("bfloat16",), tokens=(1,)),
+        Grid(DESIGN[:1], ("2:4", "1:8"), ("bfloat16",), tokens=(16, 256)),
+        Grid(_layers("gpt2", "llama3-8b", "vit-l", "bert-large"), ("2:4",), tokens=(1, 256)),
+        Grid(DESIGN[:1], ("4:8", "2:8", "1:32"), tokens=(1, 256)),
+    ),
+)
+def fprop(spec: Spec, device: str) -> Work:
+    """``y = x Wᵀ`` from the compressed form and dense; bf16 on a CPU beside the faster of dense bf16 and fp32."""
+    c, dense = _weight(spec, device)
+    x = _ours.normal(spec.tokens, spec.cols, device=device, dtype=spec.torch_dtype, seed=1)
+
+    def check() -> None:
+        y = ops.linear(x, c)
+        for part in _part(spec.tokens):
+            _no_worse(y[part], F.linear(x[part], dense), F.linear(x[part].double(), dense.double()), spec)
+
+    args = (x, c.values, c.indices, spec.n, spec.m, spec.cols, None)
+    return _against_dense(spec, device, args, c, dense, Provider("", lambda: ops.linear(x, c), check=check), lambda w, v: F.linear(v, w), x)
+
+
+@family("nm_linear_dgrad", grids=(Grid(DESIGN[:1], ("2:4", "1:8"), tokens=(16, 256)),))
+def dgrad(spec: Spec, device: str) -> Work:
+    """``dx = g W`` from the compressed form and dense."""
+    c, dense = _weight(spec, device)
+    g = _ours.normal(spec.tokens, spec.rows, device=device, dtype=spec.torch_dtype, seed=1)
+
+    def check() -> None:
+        dx = ops.linear_dgrad(g, c)
+        for part in _part(spec.tokens):
+            _no_worse(dx[part], g[part] @ dense, g[part].double() @ dense.double(), spec)
+
+    args = (g, c.values, c.indices, spec.n, spec.m, spec.cols)
+    return _against_dense(spec, device, args, c, dense, Provider("", lambda: ops.linear_dgrad(g, c), check=check), lambda w, v: v @ w, g)
+
+
+@family("nm_linear_wgrad", grids=(Grid(("1024x4096",), ("2:4", "1:8"), tokens=(2048,)),))
+def wgrad(spec: Spec, device: str) -> Work:
+    """``dW = gᵀ x`` from the compressed gradient and dense."""
+    g = _ours.normal(spec.tokens, spec.rows, device=device, dtype=spec.torch_dtype, seed=1)
+    x = _ours.normal(spec.tokens, spec.cols, device=device, dtype=spec.torch_dtype, seed=2)
+    gc = ops.mvue_compress(g, spec.pattern, dim=0, seed=0)
+    dense = gc.dense()
+
+    def check() -> None:
+        dw = ops.linear_wgrad(gc, x)
+        for part in _part(spec.rows):
+            _no_worse(dw[part], dense[part] @ x, dense[part].double() @ x.double(), spec)
+
+    args = (gc.values, gc.indices, spec.n, spec.m, spec.tokens, x)
+    return _against_dense(spec, device, args, gc, g, Provider("", lambda: ops.linear_wgrad(gc, x), check=check), lambda w, v: w.t() @ v, x)
+
+
+def _weight(spec: Spec, device: str) -> tuple[Compressed, Tensor]:
+    c = ops.compress(_ours.normal(spec.rows, spec.cols, device=device, dtype=spec.torch_dtype), spec.pattern)
+    return c, c.dense()
+
+
+def _part(count: int) -> list[slice]:
+    half = GATE_TOKENS // 2
+    return [slice(0, count)] if count <= GATE_TOKENS else [slice(0, half), slice(count - half, count)]
+
+
+def _no_worse(y: Tensor, theirs: Tensor, exact: Tensor, spec: Spec) -> None:
+    testing.assert_no_worse(y, theirs, exact, spec.op)
+
+
+def _against_dense(
+    spec: Spec,
+    device: str,
+    args: tuple[object, ...],
+    c: Compressed,
+    dense: Tensor,
+    mine: Provider,
+    product: Callable[[Tensor, Tensor], Tensor],
+    x: Tensor,
+) -> Work:
+    """Our providers of ``mine`` beside ``product(dense, x)``, with what they read and compute counted."""
+    full = 2 * spec.tokens * spec.rows * spec.cols
+    others = spec.tokens * (spec.rows + spec.cols) * x.element_size()
+
+    def make() -> Provider:
+        return Provider(mine.name, mine.call, c.nbytes + others, full * spec.n / spec.m, check=mine.check)
+
+    ours = _ours.ours(spec.op, args, make)
+    providers = [*ours, Provider("torch dense", lambda: product(dense, x), dense.nbytes + others, full)]
+    if spec.dtype != "float32" and not device.startswith("cuda"):
+        wide, wide_x = dense.float(), x.float()
+        providers.append(Provider("torch dense float32", lambda: product(wide, wide_x), wide.nbytes + 2 * others, full))
+    against = tuple(p.name for p in providers[len(ours) :])
+    ratios = [Ratio("x dense", p.name, against) for p in ours]
+    if spec.op == "nm_linear" and spec.tokens <= FEW:
+        a = torch.ones(c.nbytes, dtype=torch.uint8, device=device)
+        b = torch.zeros_like(a)
+        providers.append(Provider("torch copy_", lambda: b.copy_(a), 2 * c.nbytes))
+        ratios += [Ratio("share of copy", p.name, ("torch copy_",), "rate") for p in ours]
+    if semi := _semi_structured(spec, device, dense, x):
+        providers.append(Provider("torch semi-structured", semi, flops=full / 2))
+        ratios += [Ratio("x semi-structured", p.name, ("torch semi-structured",)) for p in ours]
+    cache = last_level_cache(device)
+    facts = {(p.name, "packed bytes over cache"): c.nbytes / cache for p in ours} if cache else {}
+    return Work(providers, ratios, facts)
+
+
+def _semi_structured(spec: Spec, device: str, dense: Tensor, x: Tensor) -> Call | None:
+    """torch's own 2:4 path where it has one: CUDA, 16 bit, ``nm_linear``. Written without a GPU at hand, not run yet."""
+    if not device.startswith("cuda") or (spec.op, spec.pattern) != ("nm_linear", "2:4") or spec.dtype == "float32":
+        return None
+    try:
+        sparse = torch.sparse.to_sparse_semi_structured(dense)
+        F.linear(x, sparse)
+    except (RuntimeError, NotImplementedError, ValueError):
+        # shapes, compute capabilities and builds of torch that it does not serve
+        return None
+    return lambda: F.linear(x, sparse)

@@ -1,0 +1,161 @@
+"""Whole models: one training step of a recipe beside its dense twin's, and generation from a compressed model."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.profiler import profile
+
+import nmkernels as nm
+from nmkernels.autograd import HardMask
+from nmkernels.zoo import GPT, GPTConfig, generate
+
+from ..registry import Grid, Provider, Ratio, Spec, Work, family
+from . import _ours
+
+SIZES = {"GPT 1024x2": GPTConfig(width=1024, layers=2, heads=16, context=512), "GPT 1024x4": GPTConfig(1024 // 4, 1024, 4, 16, 128)}
+SIZES["GPT 64x1"] = GPTConfig(width=64, layers=1, heads=2, context=32)
+"""Models by name, width x layers; the last one is for tests of this file's own code."""
+
+RECIPES = ("srste", "step", "sste")
+"""Those of these that this version has are timed."""
+
+GEMMS = ("aten::addmm", "aten::mm", "aten::bmm", "nmkernels::nm_linear", "nmkernels::nm_linear_dgrad", "nmkernels::nm_linear_wgrad")
+
+
+@family("train_step", grids=(Grid(models=("GPT 1024x2",), tokens=(2048,)),))
+def train_step(spec: Spec, device: str) -> Work:
+    """Forward, backward and optimizer step: dense with ``torch.optim.AdamW(fused=True)``, then each recipe with its own optimizer."""
+    config = SIZES[spec.model]
+    torch.manual_seed(0)
+    model = GPT(config).to(device=device, dtype=spec.torch_dtype)
+    ids = torch.randint(config.vocab, (max(1, spec.tokens // config.context), min(spec.tokens, config.context) + 1), device=device)
+    dense = _Training("torch dense", copy.deepcopy(model), ids, lambda ps: torch.optim.AdamW(ps, lr=1e-4, fused=True))
+    runs = [dense] + [
+        _Training(f"nmkernels {r}", copy.deepcopy(model), ids, recipe=_recipe(r, spec)) for r in RECIPES if r in nm.recipes.names()
+    ]
+    ratios = [Ratio("time over dense", run.provider.name, ("torch dense",), "time") for run in runs[1:]]
+    return Work(
+        [run.provider for run in runs], ratios, finish=lambda: {key: value for run in runs for key, value in run.gemm_time().items()}
+    )
+
+
+def _recipe(name: str, spec: Spec) -> nm.recipes.Recipe:
+    # STEP's second phase, in which it masks, from the second step on
+    more: dict[str, Any] = {"switch": "fixed", "switch_at": 1} if name == "step" else {}
+    return nm.recipes.get(f"{name}:{spec.pattern}", total_steps=1000, **more)
+
+
+class _Training:
+    """One model in training, whose step says how long its pieces took."""
+
+    def __init__(
+        self, name: str, model: GPT, ids: Tensor, optimizer: Callable[[Any], torch.optim.Optimizer] | None = None, recipe: Any = None
+    ) -> None:
+        self.model, self.x, self.y = model, ids[:, :-1], ids[:, 1:]
+        self.preparation, self.handle = 0.0, None
+        self.parts: dict[str, list[float]] = {part: [] for part in ("forward", "backward", "optimizer", "weight preparation")}
+        if recipe is None:
+            assert optimizer is not None
+            self.optimizer = optimizer(model.parameters())
+        else:
+            self.handle = nm.sparsify_(model, recipe)
+            self.optimizer = self.handle.attach(recipe.optimizer(model.parameters(), lr=1e-4))
+            for layer in self.handle.layers.values():
+                layer.used.get = self._timed(layer.used.get)  # type: ignore[method-assign]
+        self.provider = Provider(name, self.step, check=self._check if self.handle else None, parts=self.parts)
+
+    def step(self) -> None:
+        """One training step as in any loop; the clock of the pieces adds four readings of the time."""
+        stamps, self.preparation = [time.perf_counter()], 0.0
+        self.optimizer.zero_grad()
+        loss = self.model.loss(self.x, self.y)
+        stamps.append(time.perf_counter())
+        loss.backward()
+        stamps.append(time.perf_counter())
+        self.optimizer.step()
+        stamps.append(time.perf_counter())
+        forward, backward, update = (b - a for a, b in itertools.pairwise(stamps))
+        for part, took in zip(self.parts, (forward - self.preparation, backward, update, self.preparation), strict=True):
+            self.parts[part].append(took)
+
+    def _timed(self, get: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def timed(*args: Any) -> Tensor:
+            start = time.perf_counter()
+            found = get(*args)
+            self.preparation += time.perf_counter() - start
+            return found
+
+        return timed
+
+    def gemm_time(self) -> dict[tuple[str, str], float]:
+        """Microseconds of one step that are spent in matrix products, from torch's profiler, outside the timed rounds."""
+        if self.x.is_cuda:
+            return {}  # the host's time would be that of launching them
+        with profile(use_kineto=False) as seen:  # kineto writes lines of its own to the terminal
+            self.step()
+        return {(self.provider.name, "us GEMM"): sum(e.self_cpu_time_total for e in seen.key_averages() if e.key in GEMMS)}
+
+    def _check(self) -> None:
+        """Loss and weight gradients are those of a dense model that holds the masked weights."""
+        assert self.handle is not None
+        self.step()
+        twin = nm.densify_(copy.deepcopy(self.model))
+        layers = self.handle.layers
+        for name, layer in layers.items():
+            used = layer.used_weight()
+            if isinstance(layer.transform, HardMask):
+                pattern = layer.pattern
+                part = _ours.ends(*used.shape)[0]
+                _ours.same_bits(used[part], _ours.reference("nm_prune")(layer.master.detach()[part], pattern.n, pattern.m), name)
+            with torch.no_grad():
+                twin.get_submodule(name).weight.copy_(used)  # type: ignore[operator]
+        twin.zero_grad()
+        self.optimizer.zero_grad()
+        losses = [model.loss(self.x, self.y) for model in (self.model, twin)]  # type: ignore[operator]
+        torch.testing.assert_close(losses[0], losses[1], rtol=1e-4, atol=1e-4)
+        for loss in losses:
+            loss.backward()
+        for name in layers:
+            mine, theirs = (_gradient(model, name) for model in (self.model, twin))
+            torch.testing.assert_close(mine, theirs, rtol=1e-2, atol=1e-3 * float(theirs.abs().max()))
+
+
+def _gradient(model: nn.Module, name: str) -> Tensor:
+    grad = model.get_submodule(name).weight.grad
+    assert isinstance(grad, Tensor)
+    return grad
+
+
+@family("generate", grids=(Grid(models=("GPT 1024x4",), dtypes=("float32", "bfloat16"), tokens=(16,)),))
+@torch.no_grad()
+def generation(spec: Spec, device: str) -> Work:
+    """Bytes generated one by one from a short prompt; dense and compressed models have the same weights."""
+    torch.manual_seed(0)
+    dense = GPT(SIZES[spec.model]).to(device=device, dtype=spec.torch_dtype).eval()
+    for name, module in dense.named_modules():
+        if isinstance(module, nn.Linear) and name != "lm_head":
+            module.weight.copy_(nm.ops.prune(module.weight, spec.pattern))
+    packed = copy.deepcopy(dense)
+    nm.sparsify_(packed, nm.recipes.get(f"ste:{spec.pattern}"), filter_fn=lambda m, name: name != "lm_head").finish(allow_unused=True)
+    nm.compress_(packed)
+
+    def check() -> None:
+        ids = torch.randint(256, (1, 8), device=device, generator=torch.Generator(device).manual_seed(1))
+        with torch.no_grad():
+            mine, theirs = packed(ids), dense(ids)
+        bound = 64 * torch.finfo(spec.torch_dtype).eps * theirs.abs().max()
+        error = (mine - theirs).abs().max()
+        assert error <= bound, f"logits differ by {float(error):.3g}, more than rounding ({float(bound):.3g})"
+
+    def call(model: GPT) -> Callable[[], object]:
+        return lambda: generate(model, b"def ", spec.tokens, temperature=0)
+
+    ours = Provider("nmkernels CompressedLinear", call(packed), tokens=spec.tokens, check=check)
+    return Work([ours, Provider("torch dense", call(dense), tokens=spec.tokens)], [Ratio("x dense", ours.name, ("torch dense",))])

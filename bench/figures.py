@@ -1,0 +1,104 @@
+"""Two figures of the rows of one machine: the roofline of the sparse product, and its speed-up against sparsity."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from nmkernels import Pattern
+
+from .tables import Rows
+
+DTYPE = "float32"
+MARKERS = "os^Dvph"
+TITLES = {"roofline": "Roofline of the sparse product", "speedup": "Speed-up of the sparse product against sparsity"}
+
+
+def draw(rows: Rows, folder: Path, slug: str) -> list[Path]:
+    """Write the figures that these rows have points for, as SVG; nothing without matplotlib. The same rows give the same bytes."""
+    try:
+        import matplotlib
+    except ImportError:
+        return []
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    written = []
+    for name, paint in (("roofline", roofline), ("speedup", speedup)):
+        with matplotlib.rc_context({"svg.hashsalt": "nmkernels", "svg.fonttype": "path", "font.size": 9}):
+            figure, axes = plt.subplots(figsize=(6, 4))
+            if paint(rows, axes):
+                axes.set_title(TITLES[name])
+                axes.grid(True, which="both", linewidth=0.3)
+                axes.legend(fontsize=7)
+                folder.mkdir(parents=True, exist_ok=True)
+                path = folder / f"{slug}-{name}.svg"
+                figure.savefig(path, metadata={"Date": None}, bbox_inches="tight")
+                written.append(path)
+            plt.close(figure)
+    return written
+
+
+def roofline(rows: Rows, axes: Any) -> bool:
+    """FLOP/s of every product against FLOP per byte, under the measured copy bandwidth and matmul rate; False without points."""
+    value = _lookup(rows)
+    ours = [r for r in rows if r["op"] == "nm_linear" and r["dtype"] == DTYPE and _mine(r) and r["metric"] == "GFLOP/s"]
+    points: dict[str, list[tuple[float, float]]] = {}
+    for r in ours:
+        if bandwidth := value(r, "GB/s"):
+            points.setdefault(r["pattern"], []).append((float(r["p50"]) / bandwidth, float(r["p50"])))
+    if not points:
+        return False
+    for marker, (pattern, found) in zip(MARKERS, sorted(points.items(), key=lambda item: -Pattern(item[0]).density), strict=False):
+        axes.plot(*zip(*found, strict=True), marker, markersize=4, label=f"linear {pattern}, fp32")
+    limits = {
+        r["op"]: float(r["p50"])
+        for r in rows
+        if r["dtype"] == DTYPE and (r["op"], r["metric"]) in (("copy", "GB/s"), ("matmul", "GFLOP/s"))
+    }
+    reach = [x for found in points.values() for x, _ in found]
+    if "copy" in limits:
+        axes.plot(reach_ends := [min(reach) / 2, max(reach) * 2], [limits["copy"] * x for x in reach_ends], "k-", label="copy bandwidth")
+    if "matmul" in limits:
+        axes.axhline(limits["matmul"], color="k", linestyle="--", label="dense matmul rate")
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("products done per byte moved, FLOP/B")
+    axes.set_ylabel("GFLOP/s of products that are not skipped")
+    return True
+
+
+def speedup(rows: Rows, axes: Any) -> bool:
+    """Times as fast as dense against the share of weights that are absent, one line per shape and token count; False without points."""
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for r in rows:
+        if r["op"] == "nm_linear" and r["dtype"] == DTYPE and _mine(r) and r["metric"] == "x dense":
+            lines.setdefault(r["shape"], []).append((1 - Pattern(r["pattern"]).density, float(r["p50"])))
+    lines = {shape: sorted(found) for shape, found in lines.items() if len(found) > 1}
+    if not lines:
+        return False
+    for marker, (shape, found) in zip(MARKERS * 9, sorted(lines.items(), key=_by_size), strict=False):
+        axes.plot(*zip(*found, strict=True), f"{marker}-", markersize=4, linewidth=0.8, label=shape)
+    sparsity = sorted({x for found in lines.values() for x, _ in found})
+    axes.plot(sparsity, [1 / (1 - x) for x in sparsity], "k--", linewidth=0.8, label="products skipped")
+    axes.axhline(1, color="k", linewidth=0.8)
+    axes.set_yscale("log", base=2)
+    axes.set_xlabel("share of weights that are absent")
+    axes.set_ylabel("times as fast as dense (tokens x out x in)")
+    return True
+
+
+def _by_size(item: tuple[str, object]) -> list[int]:
+    return [int(size) for size in item[0].split("x")]
+
+
+def _mine(row: dict[str, str]) -> bool:
+    # other instruction sets have a third word
+    return row["provider"].startswith("nmkernels") and len(row["provider"].split()) == 2
+
+
+def _lookup(rows: Rows) -> Callable[[dict[str, str], str], float]:
+    keys = ("op", "provider", "pattern", "dtype", "shape")
+    table = {(*(r[k] for k in keys), r["metric"]): float(r["p50"]) for r in rows}
+    return lambda row, metric: table.get((*(row[k] for k in keys), metric), 0.0)

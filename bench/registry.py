@@ -1,0 +1,228 @@
+"""What can be timed: a registry of families, each of which turns a ``Spec`` into the calls that take turns.
+
+A family is one function in ``bench/cases/``::
+
+    @family("nm_mask", grid=Grid(matrices=("4096x11008",), patterns=("2:4",)))
+    def mask(spec: Spec, device: str) -> Work: ...
+
+Nothing is allocated before ``Family.build`` is called, so that every case there is can be listed at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+import torch
+
+from nmkernels import NMError, Pattern
+
+Call = Callable[[], object]
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One case: the op, its pattern and dtype, a weight of ``rows`` x ``cols``, tokens (0 where there are none), or a whole model."""
+
+    op: str
+    pattern: str = "2:4"
+    dtype: str = "float32"
+    rows: int = 0
+    cols: int = 0
+    tokens: int = 0
+    model: str = ""
+
+    @property
+    def shape(self) -> str:
+        """The shape as rows of the CSV name it: ``4096x11008``, ``16x4096x4096`` (tokens first), ``2048 tokens, GPT 1024x2``."""
+        if self.model:
+            return f"{self.tokens} tokens, {self.model}"
+        return "x".join(str(size) for size in (self.tokens, self.rows, self.cols) if size)
+
+    @property
+    def n(self) -> int:
+        """Elements kept of each group."""
+        return Pattern(self.pattern).n
+
+    @property
+    def m(self) -> int:
+        """Elements in each group."""
+        return Pattern(self.pattern).m
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype as torch's object."""
+        return DTYPES[self.dtype]
+
+    def __str__(self) -> str:
+        return " ".join(part for part in (self.op, self.pattern, self.dtype, self.shape) if part)
+
+
+@dataclass
+class Provider:
+    """One way to do the work of a case.
+
+    Args:
+        name: as the CSV shows it; ours start with ``nmkernels``.
+        call: one unit of work.
+        bytes: memory that one call has to read and write at least.
+        flops: floating-point operations that one call has to do.
+        tokens: that one call generates.
+        check: raises ``AssertionError`` unless the call's result is right; ours have one.
+        under: entered around every call, outside the clock (it chooses a backend or an instruction set).
+        parts: seconds of the pieces of each call, appended by ``call`` itself, by name.
+    """
+
+    name: str
+    call: Call
+    bytes: float = 0
+    flops: float = 0
+    tokens: float = 0
+    check: Callable[[], None] | None = None
+    under: Callable[[], AbstractContextManager[object]] = nullcontext
+    parts: dict[str, list[float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A figure of two providers, taken from pairs of the same round.
+
+    ``kind`` "speed": how many times as fast ``of`` is as the fastest of ``against``; "time": its time as a multiple of theirs;
+    "rate": its bytes per second as a share of theirs.
+    """
+
+    metric: str
+    of: str
+    against: tuple[str, ...]
+    kind: str = "speed"
+
+
+@dataclass
+class Work:
+    """A case with its memory allocated: who takes turns, what is derived from it, and plain figures by (provider, metric).
+
+    ``finish`` gives more of those, after the timing.
+    """
+
+    providers: list[Provider]
+    ratios: list[Ratio] = field(default_factory=list)
+    facts: dict[tuple[str, str], float] = field(default_factory=dict)
+    finish: Callable[[], dict[tuple[str, str], float]] = dict
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The cases of an op: every combination. Matrices are ``ROWSxCOLS``; tokens (0,) for ops that have none."""
+
+    matrices: tuple[str, ...] = ()
+    patterns: tuple[str, ...] = ("2:4",)
+    dtypes: tuple[str, ...] = ("float32",)
+    tokens: tuple[int, ...] = (0,)
+    models: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What the user narrowed down; an empty tuple leaves a family's own choice."""
+
+    ops: tuple[str, ...] = ()
+    matrices: tuple[str, ...] = ()
+    patterns: tuple[str, ...] = ()
+    dtypes: tuple[str, ...] = ()
+    tokens: tuple[int, ...] = ()
+
+
+Build = Callable[[Spec, str], Work]
+
+
+@dataclass(frozen=True)
+class Family:
+    """The cases of one op."""
+
+    op: str
+    build: Build
+    grids: tuple[Grid, ...]
+
+    def specs(self, ask: Ask) -> Iterator[Spec]:
+        """Every case that ``ask`` leaves, each once."""
+        seen: dict[Spec, None] = {}
+        for grid in self.grids:
+            for pattern in ask.patterns or grid.patterns:
+                for dtype in ask.dtypes or grid.dtypes:
+                    seen.update(dict.fromkeys(self._sized(grid, ask, pattern, dtype)))
+        yield from seen
+
+    def _sized(self, grid: Grid, ask: Ask, pattern: str, dtype: str) -> Iterator[Spec]:
+        for tokens in (ask.tokens or grid.tokens) if any(grid.tokens) else (0,):
+            for matrix in (ask.matrices or grid.matrices) if grid.matrices else ():
+                rows, cols = sizes(matrix)
+                if not pattern or cols % Pattern(pattern).m == 0:
+                    yield Spec(self.op, pattern, dtype, rows, cols, tokens)
+            # a whole model has its own sizes
+            for model in grid.models if not ask.matrices else ():
+                yield Spec(self.op, pattern, dtype, tokens=tokens, model=model)
+
+
+_families: dict[str, Family] = {}
+
+
+def family(*ops: str, grids: Sequence[Grid]) -> Callable[[Build], Build]:
+    """Register the decorated ``build(spec, device) -> Work`` for each of ``ops``, with the combinations that a full run takes."""
+
+    def register(build: Build) -> Build:
+        for op in ops:
+            _families[op] = Family(op, build, tuple(grids))
+        return build
+
+    return register
+
+
+def families() -> dict[str, Family]:
+    """Every family by op, in the order of registration."""
+    from . import cases  # noqa: F401  registers them
+
+    return dict(_families)
+
+
+def sizes(matrix: str) -> tuple[int, int]:
+    """Rows and columns of ``"4096x11008"``."""
+    rows, x, cols = matrix.partition("x")
+    if x and rows.isdecimal() and cols.isdecimal() and int(rows) and int(cols):
+        return int(rows), int(cols)
+    raise NMError(f"{matrix!r} is no matrix; write ROWSxCOLS, such as 4096x11008.")
+
+
+def build(spec: Spec, device: str) -> Work:
+    """Allocate the case and everything that takes turns in it."""
+    return families()[spec.op].build(spec, device)
+
+
+def matching(words: Iterable[str]) -> tuple[str, ...]:
+    """The ops that the words name: whole, without ``nm_``, or with wildcards; ``NMError`` for a word that names none."""
+    known, found = list(families()), []
+    for word in words:
+        hits = [op for op in known if fnmatchcase(op, word) or fnmatchcase(op.removeprefix("nm_"), word)]
+        if not hits:
+            raise NMError(f"no op to time is called {word!r}; there are: {', '.join(known)}.")
+        found += hits
+    return tuple(dict.fromkeys(found))
+
+
+def select(ask: Ask) -> list[Spec]:
+    """Every case that ``ask`` leaves of the full run, in the order of the registry."""
+    return [spec for op, f in families().items() if not ask.ops or op in ask.ops for spec in f.specs(ask)]
+
+
+def narrow(specs: Iterable[Spec], ask: Ask) -> list[Spec]:
+    """Those of the given cases that ``ask`` leaves."""
+
+    def fits(spec: Spec) -> bool:
+        matrix = f"{spec.rows}x{spec.cols}"
+        wanted = ((ask.ops, spec.op), (ask.matrices, matrix), (ask.patterns, spec.pattern), (ask.dtypes, spec.dtype))
+        return all(not allowed or value in allowed for allowed, value in wanted) and (not ask.tokens or spec.tokens in ask.tokens)
+
+    return [spec for spec in specs if fits(spec)]

@@ -1,0 +1,139 @@
+"""Measure: ``python -m bench.run``, the same as ``python -m nmkernels bench``.
+
+Without options every case there is (a quarter of an hour on two cores); ``--targets`` only those of the speed targets (six minutes);
+``--quick`` a handful (seconds). Rows go to ``bench/results/<machine>.csv`` after each case; ``python -m bench.report`` makes the tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nmkernels import DtypeError, NMError, Pattern
+from nmkernels.cli.bench import add_arguments
+
+from . import quick, registry, runner, shapes, tables, targets
+from .registry import DTYPES, Ask, Spec
+from .rows import RESULTS, Row, commit, load, machine, slug, versions
+
+SECONDS = {"quick": 0.25, "targets": 1.6, "all": 1.2}
+"""Timing per case, by what is measured."""
+
+SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+SCHEMA = 1
+"""Of the object that ``--json`` prints; grows when a key changes its meaning."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse, run, and turn errors into one line; the exit status is ``execute``'s, 2 for wrong usage."""
+    parser = argparse.ArgumentParser(prog="python -m bench.run", description=(__doc__ or "").splitlines()[0])
+    add_arguments(parser)
+    args = parser.parse_args(argv)
+    try:
+        return execute(args)
+    except NMError as error:
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        return 2
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Run what the options ask for: 0 all timed, 1 a case was wrong or failed (it is named), 130 interrupted (the rows so far are kept)."""
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    if args.isas:
+        os.environ["NMKERNELS_BENCH_ISAS"] = ",".join(args.isas)
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise NMError(f"--device {device}: torch cannot use it here: {str(error).splitlines()[0]}") from error
+    specs = chosen(args, device)
+    if not specs:
+        raise NMError("no case is left by these options; --list without them shows what there is.")
+    if args.list:
+        print("\n".join(map(str, specs)))
+        return 0
+    out = args.out or RESULTS / f"{slug(machine(device))}.csv"
+    suite = "quick" if args.quick else "targets" if args.targets else "all"
+    say = (lambda text: None) if args.json else print
+    outcome = runner.run(
+        specs,
+        device,
+        out,
+        args.seconds or SECONDS[suite],
+        resume=args.resume,
+        show=lambda row: say(line(row)),
+        complain=lambda text: print(text, file=sys.stderr),
+    )
+    if args.json:
+        print(json.dumps(as_json(outcome, specs, device, out), indent=2))
+    else:
+        _closing(outcome, specs, out, device, args.targets)
+    return outcome.status
+
+
+def chosen(args: argparse.Namespace, device: str) -> list[Spec]:
+    """The cases that the options leave."""
+    if args.dtype and any(SHORT.get(d, d) not in DTYPES for d in args.dtype):
+        raise DtypeError(f"--dtype takes {', '.join((*SHORT, *DTYPES))}; got {', '.join(args.dtype)}.")
+    ask = Ask(
+        ops=registry.matching(args.op or ()),
+        matrices=shapes.parse(args.shapes or ()),
+        patterns=tuple(str(Pattern(p)) for p in args.pattern or ()),
+        dtypes=tuple(SHORT.get(d, d) for d in args.dtype or ()),
+        tokens=tuple(args.tokens or ()),
+    )
+    if args.targets:
+        return registry.narrow(targets.specs(), ask)
+    if args.quick:
+        return registry.narrow(quick.specs(device), ask)
+    return registry.select(ask)
+
+
+def line(row: Row) -> str:
+    """One row as it is printed while the run goes on."""
+    spread = f"({row.p20:.4g} to {row.p80:.4g})" if row.p20 != row.p80 else ""
+    what = " ".join(part for part in (row.op, row.pattern, row.dtype, row.shape) if part)
+    return f"{what:<52} {row.provider:<42} {row.p50:>10.4g} {row.metric:<22}{spread}".rstrip()
+
+
+def as_json(outcome: runner.Outcome, specs: list[Spec], device: str, out: Path) -> dict[str, Any]:
+    """The object of ``--json``."""
+    return {
+        "schema": SCHEMA,
+        "device": device,
+        "machine": machine(device),
+        "versions": versions(),
+        "commit": commit(),
+        "out": str(out),
+        "cases": len(specs),
+        "skipped": outcome.skipped,
+        "interrupted": outcome.interrupted,
+        "wrong": [{"case": str(spec), "why": why} for spec, why in outcome.wrong],
+        "rows": [asdict(r) for r in outcome.rows],
+    }
+
+
+def _closing(outcome: runner.Outcome, specs: list[Spec], out: Path, device: str, against_targets: bool) -> None:
+    if against_targets:
+        mine = [r for r in load(out) if r["machine"] == machine(device)]
+        print(tables.targets_text(targets.verdicts(mine)))
+    if outcome.skipped:
+        print(f"{outcome.skipped} of {len(specs)} cases were done before")
+    for spec, why in outcome.wrong:
+        print(f"{spec}: {why}")
+    if outcome.interrupted:
+        print("stopped; the rows so far are kept, --resume goes on where this stopped")
+    print(f"written to {out}")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

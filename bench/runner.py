@@ -1,0 +1,170 @@
+"""Runs cases: build, gate, time, rows to the file at once, and on with the next. A stop in the middle loses the case at hand only."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TextIO
+
+from . import machine, registry
+from .registry import Provider, Spec, Work
+from .rows import Row, append, commit, fingerprints, row
+from .rows import machine as machine_name
+from .timing import Timed, take_turns
+
+LIMITS = ("copy", "matmul")
+"""Ops whose rows say what the machine can do."""
+
+
+@dataclass
+class Outcome:
+    """What a run found: its rows, the cases that were not timed and why, and how many were left out because they were done before."""
+
+    rows: list[Row] = field(default_factory=list)
+    wrong: list[tuple[Spec, str]] = field(default_factory=list)
+    skipped: int = 0
+    interrupted: bool = False
+
+    @property
+    def status(self) -> int:
+        """The exit status: 130 stopped by hand, 1 a case was wrong or broke, 0 all is well."""
+        return 130 if self.interrupted else int(bool(self.wrong))
+
+
+def run(
+    specs: Sequence[Spec],
+    device: str,
+    out: Path,
+    seconds: float,
+    *,
+    resume: bool = False,
+    show: Callable[[Row], None] = lambda row: None,
+    complain: Callable[[str], None] = lambda text: None,
+) -> Outcome:
+    """Measure ``specs`` with about ``seconds`` of timing each, and add their rows to the CSV ``out`` case by case."""
+    outcome, progress = Outcome(), Progress(len(specs))
+    done = fingerprints(out) if resume else set()
+    commit()  # what the tree is now, not what it may have become when the last row is written
+    try:
+        for spec in specs:
+            if (spec.op, spec.pattern, spec.dtype, spec.shape, machine_name(device), commit()) in done:
+                outcome.skipped += 1
+                progress.skip()
+                continue
+            progress.show(str(spec))
+            try:
+                found = measure(spec, device, seconds)
+            except AssertionError as error:
+                outcome.wrong.append((spec, f"not timed, its result is wrong: {error}"))
+            except Exception as error:
+                # whatever breaks in one case must not cost the others
+                outcome.wrong.append((spec, f"not timed, it failed: {type(error).__name__}: {error}"))
+            else:
+                append(found, out)
+                outcome.rows += found
+                progress.clear()
+                for r in found:
+                    show(r)
+            if outcome.wrong and outcome.wrong[-1][0] is spec:
+                progress.clear()
+                complain(f"{spec}: {outcome.wrong[-1][1]}")
+            progress.done()
+    except KeyboardInterrupt:
+        outcome.interrupted = True
+    finally:
+        progress.clear()
+    return outcome
+
+
+def measure(spec: Spec, device: str, seconds: float) -> list[Row]:
+    """The rows of one case; ``AssertionError`` from its gate where a result of ours is wrong."""
+    work = registry.build(spec, device)
+    gate(work)
+    timed = take_turns(work.providers, device, seconds)
+    work.facts.update(work.finish())
+    found = rows_of(spec, device, work, timed)
+    del work
+    gc.collect()
+    return found
+
+
+def gate(work: Work) -> None:
+    """Let every provider of ours prove its result, as it will be called."""
+    for p in work.providers:
+        if p.check is not None:
+            with p.under():
+                p.check()
+
+
+def rows_of(spec: Spec, device: str, work: Work, timed: Timed) -> list[Row]:
+    """Times of everybody; rates of ours and of the machine's limits; the ratios; then what no clock gives."""
+    label = {"pattern": spec.pattern, "dtype": spec.dtype, "shape": spec.shape, "device": device}
+    found = []
+    for p in work.providers:
+        seconds = timed.of(p.name)
+        found.append(row(spec.op, p.name, "us", [1e6 * s for s in seconds], **label))
+        if p.name.startswith("nmkernels") or spec.op in LIMITS:
+            found += [row(spec.op, p.name, metric, values, **label) for metric, values in _rates(spec, device, p, seconds)]
+        for part, samples in p.parts.items():
+            found.append(row(spec.op, p.name, f"us {part}", [1e6 * s for s in samples[-len(seconds) :]], **label))
+    bytes_of = {p.name: p.bytes for p in work.providers}
+    for ratio in work.ratios:
+        found.append(row(spec.op, ratio.of, ratio.metric, timed.ratio(ratio, bytes_of), **label))
+    for (name, metric), value in work.facts.items():
+        found.append(row(spec.op, name, metric, [value], **label))
+    return found
+
+
+def _rates(spec: Spec, device: str, p: Provider, seconds: list[float]) -> list[tuple[str, list[float]]]:
+    found = []
+    if p.bytes:
+        found.append(("GB/s", [1e-9 * p.bytes / s for s in seconds]))
+    if p.flops:
+        found.append(("GFLOP/s", [1e-9 * p.flops / s for s in seconds]))
+        if spec.op not in LIMITS:
+            found.append(("share of matmul", [p.flops / s / machine.matmul_rate(spec.dtype, device) for s in seconds]))
+    if p.tokens:
+        found.append(("tokens/s", [p.tokens / s for s in seconds]))
+    return found
+
+
+class Progress:
+    """One line on a terminal: which case of how many, and how long the rest will take; silent elsewhere."""
+
+    def __init__(self, total: int, stream: TextIO | None = None) -> None:
+        self.total, self.stream = total, stream or sys.stderr
+        self.finished = self.skipped = 0
+        self.start = time.monotonic()
+
+    def text(self, what: str) -> str:
+        """The line: ``[3/40] nm_mask ..., 2 min left``."""
+        here = f"[{self.finished + self.skipped + 1}/{self.total}] {what}"
+        if not self.finished:
+            return here
+        left = (time.monotonic() - self.start) / self.finished * (self.total - self.skipped - self.finished)
+        return f"{here}, {left:.0f} s left" if left < 90 else f"{here}, {left / 60:.0f} min left"
+
+    def show(self, what: str) -> None:
+        """Show the line of the case that begins."""
+        self._write(f"\r\x1b[K{self.text(what)}")
+
+    def clear(self) -> None:
+        """Take the line away, so that other output can be written."""
+        self._write("\r\x1b[K")
+
+    def done(self) -> None:
+        """One more case is finished."""
+        self.finished += 1
+
+    def skip(self) -> None:
+        """One more case was done by an earlier run."""
+        self.skipped += 1
+
+    def _write(self, text: str) -> None:
+        if self.stream.isatty():
+            self.stream.write(text)
+            self.stream.flush()

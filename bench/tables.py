@@ -1,0 +1,157 @@
+"""Rows as tables: the speed targets for the README, every case in full for ``bench/results/README.md``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import groupby
+
+from . import shapes
+from .registry import Spec
+from .targets import Verdict
+
+Rows = list[dict[str, str]]
+OURS = "nmkernels"
+SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+LISTED = 4
+"""So many cases of a target are listed one by one; more are told by their range and the worst."""
+
+
+def stamp(rows: Rows) -> str:
+    """Machine, versions, dates and commits of rows of one machine."""
+    versions, dates, commits = (", ".join(sorted({r[k] for r in rows})) for k in ("versions", "date", "commit"))
+    return f"**{rows[0]['machine']}** ({versions}; {dates}; commit {commits})"
+
+
+def by_machine(rows: Iterable[dict[str, str]]) -> dict[str, Rows]:
+    """The rows of each machine, in the order in which the machines first appear."""
+    found: dict[str, Rows] = {}
+    for r in rows:
+        found.setdefault(r["machine"], []).append(r)
+    return found
+
+
+# ---- targets
+
+
+def targets_markdown(verdicts: Iterable[Verdict]) -> str:
+    """The table of the speed targets, misses in bold with their reason."""
+    lines = ["| what | against | target | measured | |", "| --- | --- | --- | --- | --- |"]
+    for v in verdicts:
+        lines.append(f"| {v.target.what} | {v.target.against} | {_goal(v)} | {_measured(v, '**')} | {_state(v, '**')} |")
+    return "\n".join(lines)
+
+
+def targets_text(verdicts: Iterable[Verdict]) -> str:
+    """The same for a terminal."""
+    lines = [f"{_state(v, ''):<24} {v.target.what}: {_measured(v, '!')}; {_goal(v)}" for v in verdicts if v.measured]
+    met = sum(v.state in ("met", "stretch") for v in verdicts)
+    return "\n".join([*lines, f"{met} of {len(list(verdicts))} targets met"])
+
+
+def _goal(v: Verdict) -> str:
+    t = v.target
+    sign = "≥" if t.higher else "≤"
+    stretch = f" ({t.stretch:g})" if t.stretch is not None else ""
+    return f"{sign} {t.bound:g}{stretch}"
+
+
+def _measured(v: Verdict, mark: str) -> str:
+    if not v.measured:
+        return ""
+    label = _labels(v.target.specs)
+
+    def cell(spec: Spec) -> str:
+        value = v.measured[spec]
+        number = f"{value:.2f}" if v.target.meets(value) else f"{mark}{value:.2f}{mark}"
+        return f"{label[spec]} {number}".strip()
+
+    if len(v.measured) <= LISTED:
+        return ", ".join(cell(spec) for spec in v.measured)
+    worst = (min if v.target.higher else max)(v.measured, key=lambda spec: v.measured[spec])
+    values = v.measured.values()
+    return f"{min(values):.2f} to {max(values):.2f}; worst {cell(worst)}"
+
+
+def _labels(specs: tuple[Spec, ...]) -> dict[Spec, str]:
+    """What distinguishes each of some cases from the others, as briefly as can be."""
+    parts = {
+        "dtype": lambda s: SHORT[s.dtype],
+        "matrix": lambda s: f"{s.rows}×{s.cols}",
+        "tokens": lambda s: f"{s.tokens} token{'s' if s.tokens != 1 else ''}",
+    }
+    differ = [part for part in parts.values() if len({part(s) for s in specs}) > 1]
+    return {s: " ".join(part(s) for part in differ) for s in specs}
+
+
+def _state(v: Verdict, mark: str) -> str:
+    if v.state == "short":
+        return f"{mark}falls short{mark}" + (f": {v.reason}" if v.reason and mark else "")
+    if v.state == "missing":
+        return "not measured" if not v.measured else "met where measured"
+    return "met, stretch goal too" if v.state == "stretch" else "met"
+
+
+# ---- every row
+
+
+def plain(rows: Rows) -> str:
+    """Rows that are no speeds, line by line: the median of every provider."""
+    lines = ["| what | provider | median (p20 to p80) | |", "| --- | --- | --- | --- |"]
+    for r in rows:
+        what = " ".join(r[k] for k in ("op", "pattern", "dtype", "shape") if r[k])
+        lines.append(f"| {what} | {r['provider']} | {spread(r)} | {r['metric']} |")
+    return "\n".join(lines)
+
+
+def details(rows: Rows) -> str:
+    """One table per op: a line for each case and provider of ours, times of the others beside it."""
+    parts = []
+    for op, group in groupby(sorted(rows, key=lambda r: r["op"]), key=lambda r: r["op"]):
+        parts.append(f"### {op}\n\n{_table(list(group))}")
+    return "\n\n".join(parts)
+
+
+def _table(rows: Rows) -> str:
+    metrics = list(dict.fromkeys(r["metric"] for r in rows if r["metric"] != "us"))
+    mine = any(r["provider"].startswith(OURS) for r in rows)
+    others = list(dict.fromkeys(r["provider"] for r in rows if mine and not r["provider"].startswith(OURS)))
+    found = {(_case(r), r["provider"], r["metric"]): r for r in rows}
+    head = ["case", "provider", "µs (p20 to p80)", *metrics, *(f"{name}, µs" for name in others)]
+    lines = [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
+    for case, provider in dict.fromkeys((_case(r), r["provider"]) for r in rows if r["provider"] not in others):
+        time = found.get((case, provider, "us"))
+        cells = [_title(case), provider, spread(time) if time else ""]
+        cells += [_value(found.get((case, provider, metric))) for metric in metrics]
+        cells += [_value(found.get((case, name, "us"))) for name in others]
+        lines.append(f"| {' | '.join(cells)} |")
+    # the parts of a step are of interest for the dense twin too
+    for case, provider in dict.fromkeys((_case(r), r["provider"]) for r in rows if r["provider"] in others and r["metric"] != "us"):
+        cells = [_title(case), provider, _value(found.get((case, provider, "us")))]
+        lines.append(f"| {' | '.join(cells + [_value(found.get((case, provider, metric))) for metric in metrics] + [''] * len(others))} |")
+    return "\n".join(lines)
+
+
+def _case(row: dict[str, str]) -> tuple[str, str, str]:
+    return row["pattern"], row["dtype"], row["shape"]
+
+
+def _title(case: tuple[str, str, str]) -> str:
+    pattern, dtype, shape = case
+    layers = shapes.names("x".join(shape.split("x")[-2:]))
+    named = f" ({', '.join(layers)})" if layers else ""
+    return " ".join(part for part in (pattern, SHORT.get(dtype, dtype), shape) if part) + named
+
+
+def _value(row: dict[str, str] | None) -> str:
+    return number(row["p50"]) if row else ""
+
+
+def spread(row: dict[str, str]) -> str:
+    """The median, with the 20th and 80th percentile where they differ."""
+    return number(row["p50"]) + (f" ({number(row['p20'])} to {number(row['p80'])})" if row["p20"] != row["p80"] else "")
+
+
+def number(text: str) -> str:
+    """Three or four digits, never in powers of ten."""
+    value = float(text)
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}" if abs(value) < 1 else f"{value:.4g}"

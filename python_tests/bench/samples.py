@@ -1,0 +1,57 @@
+"""Cases small enough for tests, and a way to break an op."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from bench.registry import Spec
+from nmkernels import _dispatch
+
+STAMP = '"AMD, 2 threads",torch 2.13.0,abc1234,2026-11-21\n'
+HEAD = "op,provider,pattern,dtype,shape,metric,p20,p50,p80,machine,versions,commit,date\n"
+
+SMALL = (
+    Spec("nm_mask", "2:4", "float32", 16, 32),
+    Spec("nm_prune", "1:8", "bfloat16", 16, 32),
+    Spec("nm_compress", "2:4", "float32", 16, 32),
+    Spec("nm_soft_threshold", "4:8", "float32", 16, 32),
+    Spec("nm_decompress", "2:8", "float32", 16, 32),
+    Spec("nm_transposable_mask", "2:4", "float32", 16, 32),
+    Spec("nm_transposable_mask", "1:4", "float32", 16, 16),
+    Spec("nm_mvue_compress", "2:4", "float32", 16, 32),
+    Spec("nm_mvue_compress(dim=0)", "2:4", "bfloat16", 16, 32),
+    Spec("nm_masked_adamw_", "2:4", "float32", 16, 32),
+    Spec("nm_masked_adamw_", "1:4", "bfloat16", 16, 32),
+    Spec("nm_linear", "2:4", "float32", 16, 32, 3),
+    Spec("nm_linear", "1:4", "bfloat16", 16, 32, 20),
+    Spec("nm_linear_dgrad", "2:4", "float32", 16, 32, 3),
+    Spec("nm_linear_wgrad", "2:4", "float32", 16, 32, 8),
+    Spec("CompressedLinear", "2:4", "float32", 16, 32, 3),
+    Spec("train_step", "2:4", "float32", tokens=32, model="GPT 64x1"),
+    Spec("generate", "2:4", "float32", tokens=4, model="GPT 64x1"),
+    Spec("copy", "", "float32", 16, 32),
+    Spec("matmul", "", "float32", 16, 32, 16),
+)
+"""At least one case of every op of the registry."""
+
+
+@contextmanager
+def broken(op: str, wrong: Callable[..., Any]) -> Iterator[None]:
+    """``op`` runs ``wrong`` inside, through the dispatcher, as a backend of its own."""
+    before = {name: list(entries) for name, entries in _dispatch._impls.items()}
+    _dispatch.impl(op, backend="broken", priority=99)(wrong)
+    try:
+        yield
+    finally:
+        _dispatch._impls.clear()
+        _dispatch._impls.update(before)
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    """The rows of a CSV."""
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))

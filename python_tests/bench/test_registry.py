@@ -1,0 +1,91 @@
+"""Every case can be listed without memory, built, proved and timed; words narrow the list down."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bench import quick, registry, runner, shapes, targets
+from bench.cases import eager
+from bench.registry import Ask, Grid, Spec
+from nmkernels import NMError, reference
+from python_tests.bench.samples import SMALL
+
+
+@pytest.mark.parametrize("spec", SMALL, ids=str)
+def test_case_is_proved_and_timed(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.machine.matmul_rate", lambda dtype, device: 1e9)
+    rows = runner.measure(spec, "cpu", 0.001)
+    assert {(r.op, r.pattern, r.dtype, r.shape) for r in rows} == {(spec.op, spec.pattern, spec.dtype, spec.shape)}
+    assert len({(r.provider, r.metric) for r in rows}) == len(rows)
+    assert all(0 <= r.p20 <= r.p50 <= r.p80 for r in rows)
+    providers = {r.provider for r in rows if r.metric == "us"}
+    if spec.op not in runner.LIMITS:
+        assert any(p.startswith("nmkernels ") for p in providers) and any(p.startswith("torch") for p in providers)
+        assert {r.metric for r in rows} & {"x dense", "share of copy", "time over dense", "time over fused AdamW"}
+
+
+def test_samples_cover_the_registry() -> None:
+    assert {spec.op for spec in SMALL} == set(registry.families())
+
+
+def test_every_case_of_a_full_run_is_one() -> None:
+    specs = registry.select(Ask())
+    assert len(set(specs)) == len(specs) > 100
+    # what the targets and the quick run measure is part of the whole
+    assert set(targets.specs()) <= set(specs)
+    assert {s.op for s in quick.specs("cpu")} <= {s.op for s in specs}
+
+
+def test_words_name_ops() -> None:
+    assert registry.matching(["linear", "nm_mask"]) == ("nm_linear", "nm_mask")
+    assert set(registry.matching(["linear*"])) == {"nm_linear", "nm_linear_dgrad", "nm_linear_wgrad"}
+    with pytest.raises(NMError, match="no op to time is called 'linaer'"):
+        registry.matching(["linaer"])
+
+
+def test_asking_replaces_a_grid() -> None:
+    family = registry.Family(
+        "nm_linear", lambda spec, device: registry.Work([]), (Grid(("8x16",), tokens=(1, 4)), Grid(("8x16",), ("1:8",)))
+    )
+    assert [str(s) for s in family.specs(Ask())] == [
+        "nm_linear 2:4 float32 1x8x16",
+        "nm_linear 2:4 float32 4x8x16",
+        "nm_linear 1:8 float32 8x16",
+    ]
+    asked = list(family.specs(Ask(matrices=("4x12", "4x24"), patterns=("1:8",), dtypes=("bfloat16",), tokens=(7,))))
+    # 12 columns are no whole groups of 8
+    assert [str(s) for s in asked] == ["nm_linear 1:8 bfloat16 7x4x24", "nm_linear 1:8 bfloat16 4x24"]
+
+
+def test_given_cases_are_narrowed() -> None:
+    specs = targets.specs()
+    left = registry.narrow(specs, Ask(ops=("nm_linear",), dtypes=("bfloat16",), matrices=("4096x4096",)))
+    assert [str(s) for s in left] == ["nm_linear 2:4 bfloat16 1x4096x4096", "nm_linear 1:8 bfloat16 1x4096x4096"]
+    assert registry.narrow(specs, Ask()) == specs
+
+
+def test_models_name_shapes() -> None:
+    assert shapes.parse(["gpt2:fc", "8x16"]) == ("3072x768", "8x16")
+    assert set(shapes.parse(["GPT2"])) == set(shapes.MODELS["gpt2"].values())
+    assert "llama3-8b q" in shapes.names("4096x4096") and shapes.names("3x4") == []
+    with pytest.raises(NMError, match="no shape is called 'gtp2'"):
+        shapes.parse(["gtp2"])
+    with pytest.raises(NMError, match="has no layer 'x'; it has qkv"):
+        shapes.parse(["gpt2:x"])
+    for text in ("4x", "x4", "4", "0x4", "-4x4"):
+        with pytest.raises(NMError):
+            registry.sizes(text)
+
+
+def test_torch_formulations_compute_the_same() -> None:
+    w = torch.randn(8, 32)
+    assert torch.equal(eager.mask(w, 2, 4), reference.mask(w, 2, 4))
+    assert torch.equal(eager.prune(w, 2, 4), reference.prune(w, 2, 4))
+    assert torch.equal(eager.soft_threshold(w, 2, 4), reference.soft_threshold(w, 2, 4))
+    expected = reference.compress(w, 2, 4)
+    # two groups of one nibble each make a byte, the earlier group in the low half
+    assert all(map(torch.equal, eager.compress(w, 2, 4), expected))
+    values, positions = eager.compress(w, 2, 8)
+    groups = (values.unflatten(-1, (-1, 2)), positions.long().unflatten(-1, (-1, 2)))
+    assert torch.equal(eager.decompress(*groups, 8), reference.prune(w, 2, 8))

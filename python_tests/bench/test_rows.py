@@ -1,0 +1,50 @@
+"""Rows are tidy, replace those of an earlier run, and know the commit that they were measured at."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bench import rows
+from python_tests.bench.samples import HEAD, read
+
+
+def test_row_holds_quantiles_and_origin(tmp_path: Path) -> None:
+    r = rows.row("nm_mask", "nmkernels cpu", "us", [1.0, 2.0, 3.0, 4.0, 5.0, 6.0], pattern="2:4", dtype="float32", shape="8x8")
+    assert (r.p20, r.p50, r.p80) == (2.0, 3.5, 5.0)
+    assert "torch" in r.versions and r.machine and len(r.date) == 10
+    rows.append([r], tmp_path / "a.csv")
+    assert (tmp_path / "a.csv").read_text().startswith(HEAD)
+    assert rows.fingerprints(tmp_path / "a.csv") == {("nm_mask", "2:4", "float32", "8x8", r.machine, r.commit)}
+
+
+def test_same_case_replaces_and_others_stay(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    rows.append([rows.row("a", "x", "us", [1.0]), rows.row("b", "x", "us", [2.0])], path)
+    rows.append([rows.row("a", "x", "us", [3.0])], path)
+    assert {(r["op"], r["p50"]) for r in read(path)} == {("a", "3.0"), ("b", "2.0")}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_no_file_has_no_rows(tmp_path: Path) -> None:
+    assert rows.load(tmp_path / "a.csv") == [] and rows.fingerprints(tmp_path / "a.csv") == set()
+
+
+def test_file_is_named_after_the_machine() -> None:
+    assert rows.slug("NVIDIA H200, 1 thread") == "nvidia-h200-1-thread"
+
+
+def test_commit_says_whether_sources_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, ...]] = []
+
+    def git(*words: str) -> str:
+        asked.append(words)
+        return "abc1234" if words[0] == "rev-parse" else " M csrc/x.cpp"
+
+    monkeypatch.setattr(rows, "_git", git)
+    assert rows.commit.__wrapped__() == "abc1234-dirty"
+    # what a run writes itself does not count
+    assert {":(top,exclude)bench/results", ":(top,exclude)README.md"} <= set(asked[1])
+    monkeypatch.setattr(rows, "_git", lambda *words: "abc1234" if words[0] == "rev-parse" else "")
+    assert rows.commit.__wrapped__() == "abc1234"

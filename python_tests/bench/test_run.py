@@ -1,0 +1,113 @@
+"""The options of ``python -m bench.run``: which cases they leave, what is printed, and the exit status."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench import quick, run, runner, targets
+from nmkernels import reference
+from python_tests.bench.samples import broken, read
+
+TINY = ["--device", "cpu", "--op", "mask", "linear", "--shapes", "16x32", "--pattern", "2:4", "--dtype", "fp32", "--seconds", "0.001"]
+
+
+@pytest.fixture(autouse=True)
+def rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.machine.matmul_rate", lambda dtype, device: 1e9)
+
+
+def _listed(capsys: pytest.CaptureFixture[str], *options: str) -> list[str]:
+    assert run.main(["--list", *options]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_cases_are_listed_and_narrowed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(_listed(capsys)) > 100
+    assert _listed(capsys, "--targets") == [str(s) for s in targets.specs()]
+    assert _listed(capsys, "--quick", "--device", "cpu") == [str(s) for s in quick.specs("cpu")]
+    assert _listed(capsys, "--targets", "--op", "linear", "--tokens", "4") == [
+        "nm_linear 2:4 float32 4x4096x4096",
+        "nm_linear 2:4 float32 4x11008x4096",
+    ]
+    asked = _listed(capsys, "--op", "linear", "--shapes", "gpt2:fc", "--dtype", "bf16", "--pattern", "4:8", "--tokens", "3")
+    assert asked == ["nm_linear 4:8 bfloat16 3x3072x768"]
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (["--op", "nosuch"], "no op to time is called 'nosuch'"),
+        (["--shapes", "nosuch"], "no shape is called 'nosuch'"),
+        (["--dtype", "fp8"], "--dtype takes fp32"),
+        (["--pattern", "5:4"], "pattern 5:4 is not usable"),
+        (["--device", "nosuch"], "torch cannot use it here"),
+        (["--targets", "--shapes", "3x3"], "no case is left"),
+    ],
+)
+def test_wrong_usage_is_one_line(options: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main([*options, "--list"] if "--device" not in options else options) == 2
+    error = capsys.readouterr().err
+    assert complaint in error and len(error.splitlines()) == 1
+
+
+def test_targets_and_quick_exclude_each_other() -> None:
+    with pytest.raises(SystemExit):
+        run.main(["--targets", "--quick"])
+
+
+def test_rows_are_written_and_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "a.csv"
+    assert run.main([*TINY, "--out", str(out), "--tokens", "2"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[-1] == f"written to {out}"
+    assert len(printed) == len(read(out)) + 1
+    assert run.main([*TINY, "--out", str(out), "--tokens", "2", "--resume"]) == 0
+    assert "2 of 2 cases were done before" in capsys.readouterr().out
+
+
+def test_json_is_one_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def wrong(w: torch.Tensor, n: int, m: int, out: Any = None) -> torch.Tensor:
+        result = ~reference.mask(w, n, m)
+        return result if out is None else out.copy_(result)
+
+    with broken("nm_mask", wrong):
+        assert run.main([*TINY, "--out", str(tmp_path / "a.csv"), "--tokens", "2", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    keys = {"schema", "device", "machine", "versions", "commit", "out", "cases", "skipped", "interrupted", "wrong", "rows"}
+    assert set(found) == keys and found["schema"] == run.SCHEMA and found["cases"] == 2
+    assert found["wrong"][0]["case"] == "nm_mask 2:4 float32 16x32" and "its result is wrong" in found["wrong"][0]["why"]
+    assert found["rows"] and {type(r["p50"]) for r in found["rows"]} == {float} and found["rows"][0]["op"] == "nm_linear"
+
+
+def test_interrupt_has_its_own_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def stops(*args: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "measure", stops)
+    assert run.main([*TINY, "--out", str(tmp_path / "a.csv")]) == 130
+    assert "--resume goes on where this stopped" in capsys.readouterr().out
+
+
+def test_threads_are_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    run.main([*TINY, "--out", str(tmp_path / "a.csv"), "--threads", "3", "--list"])
+    assert asked == [3]
+
+
+def test_targets_are_judged_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(runner, "measure", lambda spec, device, seconds: [])
+    assert run.main(["--targets", "--device", "cpu", "--out", str(tmp_path / "a.csv")]) == 0
+    assert f"0 of {len(targets.TARGETS)} targets met" in capsys.readouterr().out
+
+
+def test_quick_is_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[str] = []
+    monkeypatch.setattr(runner, "measure", lambda spec, device, seconds: measured.append(str(spec)) or [])
+    assert quick.main(["--device", "cpu", "--out", str(tmp_path / "a.csv")]) == 0
+    assert measured == [str(s) for s in quick.specs("cpu")]

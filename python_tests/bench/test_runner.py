@@ -1,0 +1,165 @@
+"""What is wrong is not timed, what was done is kept, and what was done before is left out."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench import machine, registry, runner
+from bench.registry import Provider, Ratio, Spec
+from bench.timing import Timed, on_cpu, take_turns
+from nmkernels import reference
+from python_tests.bench.samples import broken, read
+
+MASK, PRUNE = Spec("nm_mask", "2:4", "float32", 16, 32), Spec("nm_prune", "2:4", "float32", 16, 32)
+LINEAR = Spec("nm_linear", "2:4", "float32", 16, 32, 2)
+
+
+def wrong_mask(w: torch.Tensor, n: int, m: int, out: Any = None) -> torch.Tensor:
+    result = ~reference.mask(w, n, m)
+    return result if out is None else out.copy_(result)
+
+
+def test_wrong_result_is_not_timed(tmp_path: Path) -> None:
+    said: list[str] = []
+    with broken("nm_mask", wrong_mask):
+        outcome = runner.run([MASK, PRUNE], "cpu", tmp_path / "a.csv", 0.001, complain=said.append)
+    assert outcome.status == 1 and [spec for spec, _ in outcome.wrong] == [MASK]
+    assert {r["op"] for r in read(tmp_path / "a.csv")} == {"nm_prune"}
+    assert said[0].startswith("nm_mask 2:4 float32 16x32: not timed, its result is wrong: nm_mask: 512 of 512 elements differ")
+
+
+def test_inexact_product_is_not_timed(tmp_path: Path) -> None:
+    def off(x: torch.Tensor, values: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return reference.linear(x, values, *rest) + 1e-3
+
+    with broken("nm_linear", off):
+        outcome = runner.run([LINEAR], "cpu", tmp_path / "a.csv", 0.001)
+    assert "against float64" in outcome.wrong[0][1] and not (tmp_path / "a.csv").exists()
+
+
+def test_unwritten_output_is_noticed(tmp_path: Path) -> None:
+    with broken("nm_prune", lambda w, n, m, out=None: reference.prune(w, n, m) if out is None else out):
+        assert runner.run([PRUNE], "cpu", tmp_path / "a.csv", 0.001).status == 1
+
+
+def test_case_that_breaks_costs_no_other(tmp_path: Path) -> None:
+    def breaks(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("out of luck")
+
+    with broken("nm_mask", breaks):
+        outcome = runner.run([MASK, PRUNE], "cpu", tmp_path / "a.csv", 0.001)
+    assert outcome.wrong == [(MASK, "not timed, it failed: RuntimeError: out of luck")]
+    assert outcome.status == 1 and {r.op for r in outcome.rows} == {"nm_prune"}
+
+
+def test_interrupt_keeps_what_was_done_and_resume_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[Spec] = []
+    measure = runner.measure
+
+    def stops(spec: Spec, device: str, seconds: float) -> Any:
+        measured.append(spec)
+        if spec is PRUNE and len(measured) == 2:
+            raise KeyboardInterrupt
+        return measure(spec, device, seconds)
+
+    monkeypatch.setattr(runner, "measure", stops)
+    out = tmp_path / "a.csv"
+    outcome = runner.run([MASK, PRUNE], "cpu", out, 0.001)
+    assert outcome.status == 130 and {r["op"] for r in read(out)} == {"nm_mask"}
+    outcome = runner.run([MASK, PRUNE], "cpu", out, 0.001, resume=True)
+    assert (outcome.status, outcome.skipped, measured) == (0, 1, [MASK, PRUNE, PRUNE])
+    assert {r["op"] for r in read(out)} == {"nm_mask", "nm_prune"}
+    # rows of another commit do not count
+    monkeypatch.setattr(runner, "commit", lambda: "another")
+    assert runner.run([MASK], "cpu", out, 0.001, resume=True).skipped == 0
+
+
+def test_second_run_replaces_its_rows(tmp_path: Path) -> None:
+    for _ in range(2):
+        runner.run([MASK], "cpu", tmp_path / "a.csv", 0.001)
+    rows = read(tmp_path / "a.csv")
+    assert len({(r["provider"], r["metric"]) for r in rows}) == len(rows)
+
+
+def test_other_instruction_sets_are_proved_and_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = pytest.importorskip("nmkernels._C")
+    monkeypatch.setenv("NMKERNELS_BENCH_ISAS", "all")
+    before = core.isa()
+    work = registry.build(PRUNE, "cpu")
+    names = {p.name for p in work.providers if p.check}
+    assert {f"nmkernels cpu {isa}" for isa in core.isas() if isa != before} <= names
+    runner.gate(work)
+    assert core.isa() == before
+
+
+# ---- timing
+
+
+def test_providers_take_turns() -> None:
+    order: list[str] = []
+    timed = take_turns([Provider("a", lambda: order.append("a")), Provider("b", lambda: order.append("b"))], "cpu", 0.0, least=4)
+    assert order == ["a", "a", "b", "b", *["a", "b"] * 4]
+    assert len(timed.of("a")) == len(timed.of("b")) == 4
+
+
+def test_slow_provider_sits_rounds_out() -> None:
+    import time
+
+    fast, slow = Provider("fast", lambda: None), Provider("slow", lambda: time.sleep(0.01))
+    timed = take_turns([fast, slow], "cpu", 0.05, least=3)
+    assert 3 <= len(timed.of("slow")) < len(timed.of("fast")) == len(timed.rounds)
+    assert min(timed.of("slow")) >= 0.01
+
+
+def test_warm_up_does_not_count_among_the_parts() -> None:
+    p = Provider("a", lambda: p.parts["forward"].append(1.0), parts={"forward": []})
+    timed = take_turns([p], "cpu", 0.0, least=3)
+    assert len(p.parts["forward"]) == len(timed.of("a")) == 3
+
+
+def test_ratios_are_taken_within_rounds() -> None:
+    timed = Timed([{"ours": 1.0, "a": 4.0, "b": 2.0}, {"ours": 2.0, "a": 3.0, "b": 8.0}, {"ours": 5.0, "a": 1.0}])
+    sizes = {"ours": 3.0, "a": 6.0, "b": 1.0}
+    assert timed.ratio(Ratio("x", "ours", ("a", "b")), sizes) == [2.0, 1.5]
+    assert timed.ratio(Ratio("x", "ours", ("a",), "time"), sizes) == [0.25, 2 / 3, 5.0]
+    assert timed.ratio(Ratio("x", "ours", ("a",), "rate"), sizes)[:2] == [2.0, 0.75]
+
+
+def test_clock_measures_the_call() -> None:
+    import time
+
+    assert 0.01 <= on_cpu(lambda: time.sleep(0.01)) < 1
+
+
+# ---- the machine, and progress
+
+
+def test_last_level_cache(tmp_path: Path) -> None:
+    for index, size in enumerate(("48K", "1024K", "32M")):
+        (tmp_path / f"index{index}").mkdir()
+        (tmp_path / f"index{index}" / "size").write_text(size + "\n")
+    assert machine.last_level_cache("cpu", tmp_path) == 32 << 20
+    assert machine.last_level_cache("cpu", tmp_path / "nowhere") == 0
+
+
+def test_progress_is_shown_on_terminals_only() -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal, file = Terminal(), io.StringIO()
+    for stream in (terminal, file):
+        progress = runner.Progress(3, stream)
+        progress.skip()
+        progress.show("first")
+        progress.done()
+        progress.start -= 50
+        progress.show("second")
+        progress.clear()
+    assert "[2/3] first" in terminal.getvalue() and "[3/3] second, 50 s left" in terminal.getvalue()
+    assert file.getvalue() == ""

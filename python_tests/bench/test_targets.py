@@ -1,0 +1,104 @@
+"""The targets are those of the design, and their verdicts and reasons are told right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bench import registry, tables, targets
+from bench.targets import TARGETS, Target
+
+
+def _row(target: Target, value: float, index: int = 0) -> dict[str, str]:
+    spec = target.specs[index]
+    keys = {"op": spec.op, "provider": target.provider, "pattern": spec.pattern, "dtype": spec.dtype, "shape": spec.shape}
+    return {**keys, "metric": target.metric, "p20": str(value), "p50": str(value), "p80": str(value)}
+
+
+def _target(key: str) -> Target:
+    return next(t for t in TARGETS if t.key == key)
+
+
+def _verdict(key: str, *values: float, reasons: dict[str, str] | None = None) -> targets.Verdict:
+    target = _target(key)
+    found = targets.verdicts([_row(target, v, i) for i, v in enumerate(values)], reasons or {})
+    return next(v for v in found if v.target is target)
+
+
+def test_targets_are_sound() -> None:
+    assert len({t.key for t in TARGETS}) == len(TARGETS)
+    for t in TARGETS:
+        assert t.specs and all(spec.op in registry.families() for spec in t.specs)
+        assert t.stretch is None or (t.stretch > t.bound) == t.higher
+
+
+@pytest.mark.parametrize(
+    ("key", "bound", "stretch", "higher"),
+    [
+        ("mask", 0.7, 0.9, True),
+        ("compress-new", 1.2, None, True),
+        ("mvue-bfloat16", 0.25, 0.5, True),
+        ("adamw", 1.25, 1.05, False),
+        ("adamw-eager", 15, None, True),
+        ("linear-1-2:4", 3, None, True),
+        ("linear-1-1:16", 10, None, True),
+        ("linear-4", 3.5, None, True),
+        ("linear-16", 2, None, True),
+        ("linear-many-1:8", 4.5, 6, True),
+        ("linear-bf16-1:8", 5, None, True),
+        ("layer", 1.2, 1.0, False),
+        ("step", 1.05, None, False),
+    ],
+)
+def test_bounds_are_those_of_the_design(key: str, bound: float, stretch: float | None, higher: bool) -> None:
+    t = _target(key)
+    assert (t.bound, t.stretch, t.higher) == (bound, stretch, higher)
+
+
+def test_states() -> None:
+    assert _verdict("mask").state == "missing"
+    assert _verdict("mask", 0.8).state == "missing"
+    assert _verdict("mask", 0.8, 0.7).state == "met"
+    assert _verdict("mask", 0.95, 0.9).state == "stretch"
+    assert _verdict("mask", 0.95, 0.69).state == "short"
+    # one case that falls short is enough, measured or not the others
+    assert _verdict("mask", 0.5).state == "short"
+    assert _verdict("adamw", 1.04).state == "stretch" and _verdict("adamw", 1.26).state == "short"
+
+
+def test_bound_is_compared_as_it_is_shown() -> None:
+    t = _target("adamw")
+    assert t.meets(1.2549) and not t.meets(1.2551)
+
+
+def test_markdown_tells_every_case_and_the_reason() -> None:
+    text = tables.targets_markdown([_verdict("mask", 0.956, 0.5, reasons={"mask": "it computes"})])
+    assert text.splitlines()[-1] == (
+        "| mask, `out=`, 4096×11008 | bandwidth of `copy_` | ≥ 0.7 (0.9) | fp32 0.96, bf16 **0.50** | **falls short**: it computes |"
+    )
+    line = tables.targets_markdown([_verdict("layer", *[1.0 + i / 100 for i in range(16)])]).splitlines()[-1]
+    assert "| ≤ 1.2 (1) | 1.00 to 1.15; worst bf16 4096×4096 2048 tokens 1.15 | met |" in line
+    assert tables.targets_markdown([_verdict("step", 1.01)]).splitlines()[-1].endswith("| ≤ 1.05 | 1.01 | met |")
+    assert tables.targets_markdown([_verdict("step")]).splitlines()[-1].endswith("| ≤ 1.05 |  | not measured |")
+
+
+def test_text_counts_what_is_met() -> None:
+    text = tables.targets_text([_verdict("mask", 0.95, 0.9), _verdict("linear-4", 4, 3), _verdict("step")])
+    assert text.splitlines()[-1] == "1 of 3 targets met"
+    assert "met, stretch goal too    mask" in text and "4096×4096 4.00, 11008×4096 !3.00!" in text
+
+
+def test_reasons_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "shortfalls.txt"
+    assert targets.load_reasons(path) == {}
+    path.write_text("# why\n\nlinear-1-2:4: DRAM: 68 GB/s are read\n")
+    assert targets.load_reasons(path) == {"linear-1-2:4": "DRAM: 68 GB/s are read"}
+    for text in ("nosuch: why", "mask", "mask: "):
+        path.write_text(text)
+        with pytest.raises(ValueError, match="line 1: write 'key: reason'"):
+            targets.load_reasons(path)
+
+
+def test_committed_reasons_name_targets() -> None:
+    targets.load_reasons()
