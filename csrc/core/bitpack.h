@@ -21,6 +21,42 @@ NM_HD int get_index(const uint8_t* row, int64_t k, int bits) {
     return (row[bit >> 3] >> (bit & 7)) & ((1 << bits) - 1);
 }
 
+// `count` positions to packed bytes; both ends rounded up to whole bytes, positions past the last being 0.
+inline void pack_positions(const uint8_t* positions, int64_t count, int bits, uint8_t* packed) {
+    const int64_t bytes = index_bytes(count, bits);
+    if (bits == 8) {
+        std::memcpy(packed, positions, size_t(bytes));
+    } else if (bits == 4) {
+        for (int64_t i = 0; i < bytes; ++i) packed[i] = uint8_t(positions[2 * i] | positions[2 * i + 1] << 4);
+    } else {
+        for (int64_t i = 0; i < bytes; ++i) {
+            const uint8_t* four = positions + 4 * i;
+            packed[i] = uint8_t(four[0] | four[1] << 2 | four[2] << 4 | four[3] << 6);
+        }
+    }
+}
+
+// The inverse; whole bytes are unpacked, up to three positions past the last.
+inline void unpack_positions(const uint8_t* packed, int64_t count, int bits, uint8_t* positions) {
+    const int64_t bytes = index_bytes(count, bits);
+    if (bits == 8) {
+        std::memcpy(positions, packed, size_t(bytes));
+    } else if (bits == 4) {
+        for (int64_t i = 0; i < bytes; ++i) {
+            positions[2 * i] = packed[i] & 15;
+            positions[2 * i + 1] = packed[i] >> 4;
+        }
+    } else {
+        for (int64_t i = 0; i < bytes; ++i) {
+            uint8_t* four = positions + 4 * i;
+            four[0] = packed[i] & 3;
+            four[1] = (packed[i] >> 2) & 3;
+            four[2] = (packed[i] >> 4) & 3;
+            four[3] = packed[i] >> 6;
+        }
+    }
+}
+
 // The stored values and positions of one group in order of index: the kept elements, and where fewer than n are kept,
 // +0.0 at the lowest unkept positions. `keep` is 0 or 1 and keeps at most n. Both outputs have room for m: without a
 // branch, every element is written to the next place, and the place is taken only if the element is stored.

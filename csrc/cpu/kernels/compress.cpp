@@ -1,56 +1,141 @@
-// compress and decompress: a row is the unit of work, because packed indices of neighbouring groups share bytes.
+// compress and decompress. Spans of whole groups end on a byte of the packed indices, so they are the unit of work; rows
+// matter only where their own last byte has spare bits.
 #include <atomic>
 #include <cstring>
 
 #include "../../core/bitpack.h"
-#include "../../core/rank.h"
 #include "../kernels.h"
+#include "../stream.h"
+#include "pack.h"
+#include "positions.h"
+#include "spans.h"
 
 namespace nm {
 namespace {
 
-template <class T, class P>
-bool compress_row(const T* w, const uint8_t* given, int64_t groups, P p, T* values, uint8_t* indices) {
-    const int bits = index_bits(p.m);
-    std::memset(indices, 0, size_t(index_bytes(groups * p.n, bits)));
-    uint8_t keep[P::capacity], positions[P::capacity] = {};
-    uint32_t keys[P::capacity];
-    T stored[P::capacity] = {};
-    for (int64_t g = 0; g < groups; ++g, w += p.m, values += p.n) {
-        if (given) {
-            int count = 0;
-            for (int i = 0; i < p.m; ++i) {
-                keep[i] = given[g * p.m + i] != 0;
-                count += keep[i];
-            }
-            if (count > p.n) return false;
-        } else {
-            for (int i = 0; i < p.m; ++i) keys[i] = Key<T>::of(w[i]);
-            mask_group(keys, p.n, p.m, Key<T>::bits, keep);
+constexpr int64_t kSlack = 64;  // elements that whole-word steps may touch past the end of a buffer
+
+// A matrix and its packed form. Where packed rows need no spare bits, all rows are one long row.
+struct Sizes {
+    int n, m, bits;
+    int64_t rows, cols, kept, bytes, span;
+
+    Sizes(int64_t row_count, int64_t col_count, int n_, int m_) : n(n_), m(m_), bits(index_bits(m_)), rows(row_count), cols(col_count) {
+        check_pattern(n, m);
+        if (cols % m == 0 && cols / m * n * bits % 8 == 0) {
+            cols *= rows;
+            rows = rows > 0;
         }
-        compact_group(w, keep, p.n, p.m, stored, positions);
-        for (int k = 0; k < p.n; ++k) {
-            values[k] = stored[k];
-            put_index(indices, g * p.n + k, bits, positions[k]);
-        }
+        kept = (cols + m - 1) / m * n;
+        bytes = index_bytes(kept, bits);
+        span = span_of(m);
     }
-    return true;
+
+    // f(row, first column, columns, kept elements before, bytes before) for all spans, with `threads` threads; after() ends each range.
+    template <class Make>
+    void each(int threads, const Make& make) const {
+        const int64_t spans = (cols + span - 1) / span;
+        parallel_ranges(rows * spans, std::max<int64_t>(1, std::min(span, cols) / 4), threads, [&](int64_t first, int64_t last) {
+            auto&& work = make();
+            for (int64_t i = first; i < last; ++i) {
+                const int64_t row = i / spans, at = i % spans * span, before = at / m * n;
+                work(row * cols + at, std::min(span, cols - at), row * kept + before, row * bytes + before * bits / 8);
+            }
+            stream_fence();
+        });
+    }
+};
+
+void put(void* to, const void* from, int64_t bytes, bool streamed) {
+    if (streamed) {
+        stream(to, from, bytes);
+    } else {
+        std::memcpy(to, from, size_t(bytes));
+    }
 }
 
-template <class T, class P>
-bool decompress_row(const T* values, const uint8_t* indices, int64_t cols, P p, T* out) {
-    const int bits = index_bits(p.m);
-    std::memset(static_cast<void*>(out), 0, size_t(cols) * sizeof(T));
-    const int64_t groups = (cols + p.m - 1) / p.m;
-    for (int64_t g = 0; g < groups; ++g) {
-        for (int k = 0; k < p.n; ++k) {
-            const int position = get_index(indices, g * p.n + k, bits);
-            if (position >= p.m) return false;
-            if (g * p.m + position < cols) out[g * p.m + position] = values[g * p.n + k];
+// The packed form of one span, built in the cache.
+template <class T>
+struct Packer {
+    const Sizes& sizes;
+    const Ring& ring;
+    SelectFn<T>* const select;
+    uint64_t kept[kMaxSpan / 64], stored[kMaxSpan / 64];
+    T values[kMaxSpan + kSlack];
+    uint8_t positions[kMaxSpan + kSlack], packed[kMaxSpan];
+
+    Packer(const Sizes& s, const Ring& r) : sizes(s), ring(r), select(NM_ISA::select_fn<T>(s.n, s.m)) {}
+
+    // False if the mask keeps too many.
+    bool choose(const T* w, const uint8_t* given, int64_t count) {
+        if (given) {
+            bits_of_mask(given, count, kept);
+            return fill_groups(kept, count, sizes.n, sizes.m, stored);
         }
+        select(w, count, sizes.n, sizes.m, stored);
+        return true;
     }
-    return true;
-}
+
+    void pack(const T* w, int64_t count, bool given) {
+        T *value = values, rest[64];
+        uint8_t* position = positions;
+        int phase = 0;
+        for (int64_t i = 0; 64 * i < count; ++i, phase = ring.next(phase)) {
+            const T* from = w + 64 * i;
+            if (count - 64 * i < 64) {
+                std::memset(static_cast<void*>(rest), 0, sizeof rest);
+                std::memcpy(static_cast<void*>(rest), from, size_t(count - 64 * i) * sizeof(T));
+                from = rest;
+            }
+            if (given && kept[i] != stored[i]) {
+                pick64(from, kept[i], rest);
+                from = rest;
+            }
+            value = gather64(from, stored[i], value);
+            position = gather64(ring.from(phase), stored[i], position);
+        }
+        std::memset(position, 0, 8);  // the spare bits
+        pack_positions(positions, position - positions, sizes.bits, packed);
+    }
+};
+
+// Puts packed elements back, span by span.
+template <class T>
+struct Unpacker {
+    const Sizes& sizes;
+    const Positions& words;
+    T buffer[kMaxSpan];
+    uint8_t positions[kMaxSpan + kSlack];
+
+    Unpacker(const Sizes& s, const Positions& w) : sizes(s), words(w) {}
+
+    // Group by group, in any order of indices. False: one is not below m.
+    bool scatter(const T* values, const uint8_t* where, int64_t count, T* out) const {
+        std::memset(static_cast<void*>(out), 0, size_t(count) * sizeof(T));
+        for (int64_t g = 0; g < count; g += sizes.m, values += sizes.n, where += sizes.n) {
+            for (int k = 0; k < sizes.n; ++k) {
+                if (where[k] >= sizes.m) return false;
+                if (g + where[k] < count) out[g + where[k]] = values[k];
+            }
+        }
+        return true;
+    }
+
+    // `after`: how many values may be read beyond those of the span
+    bool unpack(const T* values, const uint8_t* packed, int64_t count, int64_t after, T* out) {
+        const int64_t stored = (count + sizes.m - 1) / sizes.m * sizes.n;
+        unpack_positions(packed, stored, sizes.bits, positions);
+        int64_t word = 0;
+        if (64 % sizes.m == 0) {
+            const int64_t each = 64 / sizes.m * sizes.n, words_safe = std::min(count / 64, (stored + after - kSlack) / each);
+            uint64_t bits;
+            for (; word < words_safe && words.bits(positions + word * each, bits); ++word) scatter64(values + word * each, bits, out + 64 * word);
+            values += word * each;
+            return scatter(values, positions + word * each, count - 64 * word, out + 64 * word);
+        }
+        return scatter(values, positions, count, out);
+    }
+};
 
 }  // namespace
 
@@ -59,17 +144,23 @@ namespace NM_ISA {
 bool compress(const void* w, int dtype, int64_t rows, int64_t cols, int n, int m, const uint8_t* given, void* values, uint8_t* indices,
               int threads) {
     std::atomic<bool> fits{true};
-    by_dtype_and_pattern(dtype, n, m, [&](auto element, auto p) {
+    const Sizes sizes(rows, cols, n, m);
+    const Ring ring(m);
+    by_dtype(dtype, [&](auto element) {
         using T = decltype(element);
-        const int64_t groups = cols / p.m, kept = groups * p.n, bytes = index_bytes(kept, index_bits(p.m));
-        parallel_ranges(rows, cols, threads, [&](int64_t begin, int64_t end) {
-            for (int64_t r = begin; r < end; ++r) {
-                const uint8_t* row_mask = given ? given + r * cols : nullptr;
-                if (!compress_row(static_cast<const T*>(w) + r * cols, row_mask, groups, p, static_cast<T*>(values) + r * kept,
-                                  indices + r * bytes)) {
+        const bool streamed = sizes.rows * sizes.kept * int64_t(sizeof(T)) >= kStreamBytes;
+        sizes.each(threads, [&] {
+            return [&, packer = Packer<T>(sizes, ring)](int64_t at, int64_t count, int64_t value, int64_t byte) mutable {
+                const T* from = static_cast<const T*>(w) + at;
+                if (!packer.choose(from, given ? given + at : nullptr, count)) {
                     fits = false;
+                    return;
                 }
-            }
+                packer.pack(from, count, given != nullptr);
+                const int64_t stored = count / m * n;
+                put(static_cast<T*>(values) + value, packer.values, stored * int64_t(sizeof(T)), streamed);
+                put(indices + byte, packer.packed, index_bytes(stored, sizes.bits), streamed);
+            };
         });
     });
     return fits;
@@ -77,15 +168,22 @@ bool compress(const void* w, int dtype, int64_t rows, int64_t cols, int n, int m
 
 bool decompress(const void* values, const uint8_t* indices, int dtype, int64_t rows, int64_t cols, int n, int m, void* out, int threads) {
     std::atomic<bool> valid{true};
-    by_dtype_and_pattern(dtype, n, m, [&](auto element, auto p) {
+    const Sizes sizes(rows, cols, n, m);
+    const Positions words(n, m);
+    by_dtype(dtype, [&](auto element) {
         using T = decltype(element);
-        const int64_t kept = (cols + p.m - 1) / p.m * p.n, bytes = index_bytes(kept, index_bits(p.m));
-        parallel_ranges(rows, cols, threads, [&](int64_t begin, int64_t end) {
-            for (int64_t r = begin; r < end; ++r) {
-                if (!decompress_row(static_cast<const T*>(values) + r * kept, indices + r * bytes, cols, p, static_cast<T*>(out) + r * cols)) {
+        const bool streamed = sizes.rows * sizes.cols * int64_t(sizeof(T)) >= kStreamBytes;
+        const int64_t total = sizes.rows * sizes.kept;
+        sizes.each(threads, [&] {
+            return [&, unpacker = Unpacker<T>(sizes, words)](int64_t at, int64_t count, int64_t value, int64_t byte) mutable {
+                const int64_t after = total - value - (count + m - 1) / m * n;
+                T* to = static_cast<T*>(out) + at;
+                if (!unpacker.unpack(static_cast<const T*>(values) + value, indices + byte, count, after, streamed ? unpacker.buffer : to)) {
                     valid = false;
+                } else if (streamed) {
+                    stream(to, unpacker.buffer, count * int64_t(sizeof(T)));
                 }
-            }
+            };
         });
     });
     return valid;

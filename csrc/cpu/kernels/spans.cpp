@@ -1,0 +1,75 @@
+// The bits of a span: 64 elements at a time where the groups fit into a word, else group by group.
+#include "spans.h"
+
+#include <cstring>
+
+#include "select.h"
+#include "../dispatch.h"
+
+namespace nm {
+namespace {
+
+template <class T, class Keep>
+void select_words(const T* w, int64_t count, const Keep& keep, uint64_t* bits) {
+    const int64_t words = count / 64, rest = count % 64;
+    for (int64_t i = 0; i < words; ++i) bits[i] = keep(w + 64 * i);
+    if (rest == 0) return;
+    T padded[64] = {};
+    std::memcpy(static_cast<void*>(padded), w + 64 * words, size_t(rest) * sizeof(T));
+    bits[words] = keep(padded) & ((uint64_t(1) << rest) - 1);
+}
+
+template <class T, int N, int M>
+void select_fixed(const T* w, int64_t count, int, int, uint64_t* bits) {
+    select_words(w, count, keep64<T, N, M>, bits);
+}
+
+template <class T, int M>
+void select_some(const T* w, int64_t count, int n, int, uint64_t* bits) {
+    select_words(w, count, [n](const T* from) { return keep_some<M>(from, n); }, bits);
+}
+
+template <class T>
+void select_groups(const T* w, int64_t count, int n, int m, uint64_t* bits) {
+    uint32_t keys[kMaxM];
+    uint8_t keep[kMaxM];
+    std::memset(bits, 0, size_t((count + 63) / 64) * sizeof *bits);
+    for (int64_t at = 0; at < count; at += m) {
+        for (int i = 0; i < m; ++i) keys[i] = Key<T>::of(w[at + i]);
+        mask_group(keys, n, m, Key<T>::bits, keep);
+        for (int i = 0; i < m; ++i) bits[(at + i) / 64] |= uint64_t(keep[i]) << ((at + i) % 64);
+    }
+}
+
+}  // namespace
+
+namespace NM_ISA {
+
+template <class T>
+SelectFn<T>* select_fn(int n, int m) {
+    check_pattern(n, m);
+    if (n == 2 && m == 4) return select_fixed<T, 2, 4>;
+    if (n == 1 && m == 4) return select_fixed<T, 1, 4>;
+    if (n == 2 && m == 8) return select_fixed<T, 2, 8>;
+    if (n == 1 && m == 8) return select_fixed<T, 1, 8>;
+    if (n == 4 && m == 8) return select_fixed<T, 4, 8>;
+    if (n == 1 && m == 16) return select_fixed<T, 1, 16>;
+    if (n == 1 && m == 32) return select_fixed<T, 1, 32>;
+    switch (m) {
+        case 1: return select_some<T, 1>;
+        case 2: return select_some<T, 2>;
+        case 4: return select_some<T, 4>;
+        case 8: return select_some<T, 8>;
+        case 16: return select_some<T, 16>;
+        case 32: return select_some<T, 32>;
+        case 64: return select_some<T, 64>;
+        default: return select_groups<T>;
+    }
+}
+
+template SelectFn<float>* select_fn<float>(int, int);
+template SelectFn<bf16>* select_fn<bf16>(int, int);
+template SelectFn<fp16>* select_fn<fp16>(int, int);
+
+}  // namespace NM_ISA
+}  // namespace nm
