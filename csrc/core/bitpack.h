@@ -48,11 +48,8 @@ inline void unpack_positions(const uint8_t* packed, int64_t count, int bits, uin
         }
     } else {
         for (int64_t i = 0; i < bytes; ++i) {
-            uint8_t* four = positions + 4 * i;
-            four[0] = packed[i] & 3;
-            four[1] = (packed[i] >> 2) & 3;
-            four[2] = (packed[i] >> 4) & 3;
-            four[3] = packed[i] >> 6;
+            const uint32_t x = packed[i], four = (x | x << 6 | x << 12 | x << 18) & 0x03030303u;
+            std::memcpy(positions + 4 * i, &four, 4);  // little end first, as everywhere
         }
     }
 }

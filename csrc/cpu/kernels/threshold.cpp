@@ -2,42 +2,128 @@
 #include "../../core/threshold.h"
 
 #include <algorithm>
+#include <cstring>
 #include <vector>
 
 #include "../kernels.h"
+#include "../stream.h"
+#include "select.h"
+#include "spans.h"
+
+#if defined(__AVX512F__)
+#include "simd/shrink_avx512.h"
+#elif defined(__AVX2__)
+#include "simd/shrink_avx2.h"
+#else
+#include "simd/shrink_plain.h"
+#endif
 
 namespace nm {
 namespace {
 
 constexpr int64_t kSumChunk = 4096;  // elements in one fp64 partial of a sum over a tensor
+constexpr int kSumLanes = 16;        // running sums inside it: element i goes to i % 16
 
-template <class T, class P>
-float threshold_of(const T* w, P p) {
-    if (p.n == p.m) return 0.0f;
-    uint32_t keys[P::capacity];
-    for (int i = 0; i < p.m; ++i) keys[i] = Key<T>::of(w[i]);
-    return Key<T>::value(threshold_key(keys, p.n, p.m, Key<T>::bits));
+// out = soft_threshold(w) for `count` elements, whole groups.
+template <class T>
+using ShrinkFn = void(const T* w, int64_t count, int n, int m, T* out);
+
+// The threshold of a group is the largest key that it does not keep; n < M.
+template <int M, class T>
+void shrink_word(const T* w, int n, T* out) {
+    Keys64<T> keys = Keys64<T>::of(w);
+    keys.remove(keep_some<M>(w, n));
+    shrink64(w, keys.template largest<M>(), out);
+}
+
+template <int M, class T>
+void shrink_words(const T* w, int64_t count, int n, T* out) {
+    const int64_t whole = count / 64 * 64, rest = count - whole;
+    for (int64_t at = 0; at < whole; at += 64) shrink_word<M>(w + at, n, out + at);
+    if (rest == 0) return;
+    T padded[64] = {}, result[64];
+    std::memcpy(static_cast<void*>(padded), w + whole, size_t(rest) * sizeof(T));
+    shrink_word<M>(padded, n, result);
+    std::memcpy(static_cast<void*>(out + whole), result, size_t(rest) * sizeof(T));
+}
+
+template <class T, int N, int M>
+void shrink_fixed(const T* w, int64_t count, int, int, T* out) {
+    shrink_words<M>(w, count, N, out);
+}
+
+template <class T, int M>
+void shrink_some(const T* w, int64_t count, int n, int, T* out) {
+    shrink_words<M>(w, count, n, out);
+}
+
+template <class T>
+void shrink_groups(const T* w, int64_t count, int n, int m, T* out) {
+    uint32_t keys[kMaxM];
+    for (int64_t at = 0; at < count; at += m) {
+        for (int i = 0; i < m; ++i) keys[i] = Key<T>::of(w[at + i]);
+        const float t = n == m ? 0.0f : Key<T>::value(threshold_key(keys, n, m, Key<T>::bits));
+        for (int i = 0; i < m; ++i) out[at + i] = shrink(w[at + i], t);
+    }
+}
+
+template <class T>
+ShrinkFn<T>* shrink_fn(int n, int m) {
+    check_pattern(n, m);
+    if (n == m) return shrink_groups<T>;
+    if (n == 2 && m == 4) return shrink_fixed<T, 2, 4>;
+    if (n == 1 && m == 4) return shrink_fixed<T, 1, 4>;
+    if (n == 2 && m == 8) return shrink_fixed<T, 2, 8>;
+    if (n == 1 && m == 8) return shrink_fixed<T, 1, 8>;
+    if (n == 4 && m == 8) return shrink_fixed<T, 4, 8>;
+    if (n == 1 && m == 16) return shrink_fixed<T, 1, 16>;
+    if (n == 1 && m == 32) return shrink_fixed<T, 1, 32>;
+    switch (m) {
+        case 2: return shrink_some<T, 2>;
+        case 4: return shrink_some<T, 4>;
+        case 8: return shrink_some<T, 8>;
+        case 16: return shrink_some<T, 16>;
+        case 32: return shrink_some<T, 32>;
+        case 64: return shrink_some<T, 64>;
+        default: return shrink_groups<T>;
+    }
 }
 
 struct Products {
     double ws = 0.0, ss = 0.0;
 };
 
-// <w, S> and <S, S> over the flat elements [begin, end), left to right; groups may straddle both ends.
-template <class T, class P>
-Products products(const T* w, P p, int64_t begin, int64_t end) {
-    Products sum;
-    for (int64_t g = begin / p.m; g * p.m < end; ++g) {
-        const T* group = w + g * p.m;
-        const float t = threshold_of(group, p);
-        const int64_t from = std::max<int64_t>(begin - g * p.m, 0), to = std::min<int64_t>(end - g * p.m, p.m);
-        for (int64_t i = from; i < to; ++i) {
-            const double s = to_float(shrink(group[i], t));
-            sum.ws += double(to_float(group[i])) * s;
-            sum.ss += s * s;
+double tree_sum(double* lanes) {
+    for (int half = kSumLanes / 2; half > 0; half /= 2) {
+        for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+    }
+    return lanes[0];
+}
+
+// <w, s> and <s, s>; the products are exact in fp64.
+template <class T>
+Products products(const T* w, const T* s, int64_t count) {
+    double ws[kSumLanes] = {}, ss[kSumLanes] = {};
+    float a[64], b[64];
+    for (int64_t at = 0; at < count; at += 64) {
+        const int some = int(std::min<int64_t>(64, count - at));
+        if (some == 64) {
+            widen64(w + at, a);
+            widen64(s + at, b);
+        } else {
+            for (int i = 0; i < 64; ++i) {
+                a[i] = i < some ? to_float(w[at + i]) : 0.0f;
+                b[i] = i < some ? to_float(s[at + i]) : 0.0f;
+            }
+        }
+        for (int i = 0; i < 64; i += kSumLanes) {
+            for (int k = 0; k < kSumLanes; ++k) {
+                ws[k] += double(a[i + k]) * double(b[i + k]);
+                ss[k] += double(b[i + k]) * double(b[i + k]);
+            }
         }
     }
-    return sum;
+    return {tree_sum(ws), tree_sum(ss)};
 }
 
 }  // namespace
@@ -45,26 +131,36 @@ Products products(const T* w, P p, int64_t begin, int64_t end) {
 namespace NM_ISA {
 
 void soft_threshold(const void* w, int dtype, int64_t numel, int n, int m, void* out, int threads) {
-    by_dtype_and_pattern(dtype, n, m, [&](auto element, auto p) {
+    by_dtype(dtype, [&](auto element) {
         using T = decltype(element);
         const T* in = static_cast<const T*>(w);
         T* to = static_cast<T*>(out);
-        parallel_ranges(numel / p.m, p.m, threads, [=](int64_t begin, int64_t end) {
-            for (int64_t g = begin; g < end; ++g) {
-                const float t = threshold_of(in + g * p.m, p);
-                for (int64_t i = g * p.m; i < (g + 1) * p.m; ++i) to[i] = shrink(in[i], t);
-            }
+        ShrinkFn<T>* const shrink_span = shrink_fn<T>(n, m);
+        const int64_t span = span_of(m);
+        const bool streamed = numel * int64_t(sizeof(T)) >= kStreamBytes;
+        parallel_ranges((numel + span - 1) / span, span, threads, [=](int64_t first, int64_t last) {
+            alignas(64) T buffer[kMaxSpan];
+            each_span(first, last, span, numel, [&](int64_t at, int64_t count) {
+                shrink_span(in + at, count, n, m, streamed ? buffer : to + at);
+                if (streamed) stream(to + at, buffer, count * int64_t(sizeof(T)));
+            });
+            if (streamed) stream_fence();
         });
     });
 }
 
 float soft_threshold_scale(const void* w, int dtype, int64_t numel, int n, int m, int threads) {
     std::vector<Products> partial(size_t((numel + kSumChunk - 1) / kSumChunk));
-    by_dtype_and_pattern(dtype, n, m, [&](auto element, auto p) {
+    by_dtype(dtype, [&](auto element) {
         using T = decltype(element);
+        const T* in = static_cast<const T*>(w);
+        ShrinkFn<T>* const shrink_span = shrink_fn<T>(n, m);
         parallel_for(int64_t(partial.size()), threads, [&](int64_t chunk) {
-            const int64_t end = std::min(numel, (chunk + 1) * kSumChunk);
-            partial[size_t(chunk)] = products(static_cast<const T*>(w), p, chunk * kSumChunk, end);
+            T shrunk[kSumChunk + 2 * kMaxM];  // groups may straddle both ends of the chunk
+            const int64_t begin = chunk * kSumChunk, end = std::min(numel, begin + kSumChunk);
+            const int64_t first = begin / m * m, last = (end + m - 1) / m * m;
+            shrink_span(in + first, last - first, n, m, shrunk);
+            partial[size_t(chunk)] = products(in + begin, shrunk + (begin - first), end - begin);
         });
     });
     Products sum;
