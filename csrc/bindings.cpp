@@ -15,7 +15,7 @@ namespace py = pybind11;
 namespace {
 
 // Raised whenever a signature or the meaning of an argument below changes; nmkernels/backends checks it.
-constexpr int kAbi = 2;
+constexpr int kAbi = 3;
 
 using Address = std::uintptr_t;
 
@@ -40,18 +40,30 @@ T* at(Address address) {
     return reinterpret_cast<T*>(address);
 }
 
-nm::View view(Address data, int dtype, int64_t row_stride, int64_t col_stride) { return {at(data), dtype, row_stride, col_stride}; }
-
-nm::AdamWParam adamw_param(int64_t rows, int64_t cols, Address step, const nm::View& p, const nm::View& grad, const nm::View& avg,
-                           const nm::View& sq, const nm::View& top, const nm::View& out) {
-    return {rows, cols, p, grad, avg, sq, top, out, at<float>(step)};
+// Parameters of a step as the caller lists them, kWords integers each: rows, columns, the address of the step count;
+// then of p, gradient, m, v, the maximum of v and the output: address (0: absent), dtype, row stride, column stride.
+std::vector<nm::AdamWParam> adamw_params(const std::vector<int64_t>& words) {
+    constexpr size_t kWords = 3 + 6 * 4;
+    std::vector<nm::AdamWParam> params(words.size() / kWords);
+    const int64_t* next = words.data();
+    for (nm::AdamWParam& one : params) {
+        one.rows = next[0];
+        one.cols = next[1];
+        one.step = at<float>(Address(next[2]));
+        next += 3;
+        for (nm::View* view : {&one.p, &one.grad, &one.avg, &one.sq, &one.top, &one.out}) {
+            *view = {at(Address(next[0])), int(next[1]), next[2], next[3]};
+            next += 4;
+        }
+    }
+    return params;
 }
 
-std::array<double, 9> masked_adamw(const std::vector<nm::AdamWParam>& params, const std::array<double, 9>& hyper, int n, int m, bool frozen,
+std::array<double, 9> masked_adamw(const std::vector<int64_t>& params, const std::array<double, 9>& hyper, int n, int m, bool frozen,
                                    bool eps_inside, bool maximize, bool geometric, Address grad_scale, Address found_inf, int threads) {
     std::array<double, 9> stats;
     const nm::AdamWCall call{hyper.data(), n, m, frozen, eps_inside, maximize, geometric, at<float>(grad_scale), at<float>(found_inf)};
-    nm::kernels().masked_adamw(params, call, stats.data(), threads);
+    nm::kernels().masked_adamw(adamw_params(params), call, stats.data(), threads);
     return stats;
 }
 
@@ -134,8 +146,6 @@ PYBIND11_MODULE(_C, module) {
     module.attr("cuda") = false;
 
     py::class_<nm::MvueCall>(module, "MvueCall").def(py::init(&mvue_call));
-    py::class_<nm::View>(module, "View").def(py::init<>()).def(py::init(&view));
-    py::class_<nm::AdamWParam>(module, "AdamWParam").def(py::init(&adamw_param));
     module.def("masked_adamw", &masked_adamw, Unlocked());
     bind_groups(module);
     bind_compressed(module);

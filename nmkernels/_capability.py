@@ -14,7 +14,7 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Any, NamedTuple
 
-CORE_ABI = 2
+CORE_ABI = 3
 """The value of ``_C.abi`` that this Python code was written against."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nmkernels import reference
+from nmkernels._capability import compiled_core
 from nmkernels._dispatch import implementations
 from nmkernels.testing import assert_equal_bits
 
@@ -140,6 +142,62 @@ def test_strided_tensors_are_stepped_in_place(cpu, n, m, layout):
         mixed = {k: [change(x) for x in v] if k in names and k != "steps" else v for k, v in call.items()}
         stats = compare(cpu, mixed, hyper(), n, m, geometric=True)
         torch.testing.assert_close(stats, plain, rtol=1e-9, atol=0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("n, m", [(0, 0), (2, 4), (1, 8), (1, 32), (3, 5)])
+def test_sizes_around_a_strip_at_any_address(cpu, n, m, dtype):
+    """Strips of 64, blocks of 256, tiles of 4096, one element less or more; memory that is aligned to an element only."""
+    group = m or 1
+    sizes = sorted({max(1, around // group + extra) * group for around in (0, 64, 256, 4096) for extra in (-1, 0, 1)})
+    for shift in (0, 1, 3):
+        call = make(torch.Generator().manual_seed(13), *((size,) for size in sizes), (17, 4 * group), dtype=dtype, amsgrad=True, out=dtype)
+        moved = {
+            k: [x if k == "steps" else torch.cat([x.new_full((shift,), 7.0), x.reshape(-1)])[shift:].view(x.shape) for x in v]
+            for k, v in call.items()
+        }
+        compare(cpu, moved, hyper(), n, m, geometric=True)
+        compare(cpu, moved, hyper(eps=0.0, beta1=0.0), n, m)
+
+
+def test_nothing_is_written_beside_a_parameter(cpu):
+    for size in (4, 60, 64, 68, 256, 260):
+        call = make(torch.Generator().manual_seed(14), (size,), amsgrad=True, out=torch.float32)
+        around = {k: [torch.full((size + 128,), 5.0) for _ in v] for k, v in call.items() if k != "steps"}
+        inner = {k: [x[64:-64].copy_(y) for x, y in zip(around[k], v, strict=True)] if k != "steps" else v for k, v in call.items()}
+        cpu("nm_masked_adamw_")(*inner.values(), hyper(), 2, 4, False, False, False, True, None, None)
+        for name, (x,) in around.items():
+            assert (x[:64] == 5.0).all(), name
+            assert (x[-64:] == 5.0).all(), name
+
+
+def test_the_sum_of_logarithms_keeps_to_its_range(cpu):
+    """Changes from denormal to huge, and so many alike that a plain product of them would leave the doubles."""
+    for change in (0.0, 1e-30, 3e-5, 1.9999999, 1e19):
+        call = make(torch.Generator().manual_seed(15), (3, 8192))
+        call["exp_avg_sqs"] = [torch.zeros(3, 8192)]
+        call["grads"] = [torch.full((3, 8192), change).sqrt()]
+        compare(cpu, call, hyper(beta2=0.0), 2, 4, geometric=True)
+    for bad in (float("inf"), float("nan")):
+        call["grads"][0][1, 5] = bad
+        stats = compare(cpu, call, hyper(), 2, 4, geometric=True)
+        assert not stats[2].isfinite()
+
+
+@pytest.mark.skipif(not compiled_core().ok, reason=compiled_core().reason)
+def test_statistics_have_the_same_bits_under_every_instruction_set():
+    core = import_module("nmkernels._C")
+    run = next(i.fn for i in implementations("nm_masked_adamw_") if i.backend == "cpu")
+    call = make(torch.Generator().manual_seed(16), (40, 104), (5, 8), (7, 24), (4, 1028), amsgrad=True, out=torch.bfloat16)
+    call = {k: [x.t().contiguous().t() if x.shape == (7, 24) else x for x in v] for k, v in call.items()}
+    before, results = core.isa(), []
+    for isa in core.isas():
+        core.use_isa(isa)
+        ours = copied(call)
+        results.append((run(*ours.values(), hyper(), 2, 4, False, False, False, True, None, None), ours))
+    core.use_isa(before)
+    for other in results[1:]:
+        assert_equal_bits(other, results[0])
 
 
 def test_expanded_gradients_and_tensors_without_one_row_stride(cpu):

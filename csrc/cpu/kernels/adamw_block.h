@@ -25,6 +25,10 @@ namespace {
 constexpr int kStrip = 64;
 constexpr int kBlock = 256;  // also the largest group
 
+// How many elements ahead the step asks for memory. AMD EPYC (Zen 5), 2 threads, 4096 x 11008, 2026-11-21: 1.13 times the
+// time of the bare memory traffic without, 1.07 with 256 or 512, 1.10 with 1024.
+constexpr int kAhead = 512;
+
 // The masks of a call; m = 0 where it has none.
 struct Masker {
     int n = 0, m = 0;
@@ -95,6 +99,7 @@ void step(const AdamW& scalars, const AdamWCall& call, const Elements& on, const
     Tally t = tally;
     for (int i = 0; i < e.count; i += Floats::width) {
         const uint32_t valid = e.count - i >= Floats::width ? all : (uint32_t(1) << (e.count - i)) - 1;
+        for (const float* from : {e.p, e.g, static_cast<const float*>(e.m), static_cast<const float*>(e.v)}) __builtin_prefetch(from + i + kAhead);
         const Floats p = Floats::load(e.p + i);
         Floats g = Floats::load(e.g + i);
         if (call.grad_scale) g = g / Floats(*call.grad_scale);

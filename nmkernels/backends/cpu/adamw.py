@@ -15,6 +15,9 @@ from ._core import DTYPES, contiguous, core, register, row_count, runnable, tens
 def _supports_adamw(params: Sequence[Tensor], *args: Any) -> Verdict:
     if any(p.dtype == torch.float64 for p in params):
         return False, "it computes in float32, and a parameter is float64"
+    lists = [params, *(x for x in args if isinstance(x, (list, tuple)))]
+    if all(x.is_cpu and x.layout is torch.strided for xs in lists for x in xs):
+        return runnable(x for x in args if isinstance(x, Tensor))
     return runnable(tensors((params, *args)))
 
 
@@ -32,29 +35,23 @@ def _row_stride(x: Tensor) -> int | None:
     return step
 
 
-class _Views:
-    """The 2-D views of one call's tensors; one that has no such view works on a copy, which ``write_back`` returns."""
+_ABSENT = (0, 0, 0, 0)
 
-    def __init__(self) -> None:
-        self.copies: list[tuple[Tensor, Tensor]] = []
-        self.alive: list[Tensor] = []
 
-    def view(self, x: Tensor | None, written: bool = True) -> Any:
-        """The core's description of ``x``; None gives the absent view."""
-        if x is None:
-            return core().View()
-        row_stride = None if x.is_neg() else _row_stride(x)
-        if row_stride is None:
-            copy = contiguous(x)
-            self.copies += [(x, copy)] if written else []
-            x, row_stride = copy, x.shape[-1] if x.dim() else 1
-        self.alive.append(x)
-        return core().View(x.data_ptr(), DTYPES[x.dtype], row_stride, x.stride(-1) if x.dim() else 1)
-
-    def write_back(self) -> None:
-        """Copy what the core wrote into copies back to where it belongs."""
-        for target, copy in self.copies:
-            target.copy_(copy)
+def _view(x: Tensor | None, copies: list[tuple[Tensor, Tensor]]) -> tuple[int, int, int, int]:
+    """Address, dtype, row stride and column stride of ``x``; one that has no such view is replaced by a copy, added to ``copies``."""
+    if x is None:
+        return _ABSENT
+    if x.is_neg():
+        row_stride = None
+    elif x.is_contiguous():
+        return x.data_ptr(), DTYPES[x.dtype], x.shape[-1] if x.dim() else 1, 1
+    else:
+        row_stride = _row_stride(x)
+    if row_stride is None:
+        copies.append((x, contiguous(x)))
+        return _view(copies[-1][1], copies)
+    return x.data_ptr(), DTYPES[x.dtype], row_stride, x.stride(-1)
 
 
 @register("nm_masked_adamw_", _supports_adamw)
@@ -64,17 +61,23 @@ def _masked_adamw(
     frozen: bool, eps_inside: bool, maximize: bool, geometric: bool, grad_scale: Tensor | None, found_inf: Tensor | None,
     out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    views, absent = _Views(), [None] * len(params)
-    described = []
+    written: list[tuple[Tensor, Tensor]] = []
+    read: list[tuple[Tensor, Tensor]] = []
+    absent = [None] * len(params)
+    words: list[int] = []
     rest = zip(grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs or absent, steps, outs or absent, strict=True)
     for p, (grad, avg, sq, top, step, masked) in zip(params, rest, strict=True):
         cols = p.shape[-1] if p.dim() else 1
-        one = [views.view(p), views.view(grad, written=False), *(views.view(x) for x in (avg, sq, top, masked))]
-        described.append(core().AdamWParam(row_count(p, cols), cols, step.data_ptr(), *one))
+        words += (row_count(p, cols), cols, step.data_ptr())
+        words += _view(p, written)
+        words += _view(grad, read)
+        words += _view(avg, written)
+        words += _view(sq, written)
+        words += _view(top, written)
+        words += _view(masked, written)
     scale, skip = (0 if x is None else x.data_ptr() for x in (grad_scale, found_inf))
-    stats = core().masked_adamw(
-        described, hyper.tolist(), n, m, frozen, eps_inside, maximize, geometric, scale, skip, torch.get_num_threads()
-    )
-    views.write_back()
+    stats = core().masked_adamw(words, hyper.tolist(), n, m, frozen, eps_inside, maximize, geometric, scale, skip, torch.get_num_threads())
+    for target, copy in written:
+        target.copy_(copy)
     result = torch.tensor(stats, dtype=torch.float64)
     return result if out is None else out.copy_(result)
