@@ -71,6 +71,11 @@ nm::MvueCall mvue_call(Address g, int64_t outer, int64_t length, int64_t inner, 
     return {at(g), outer, length, inner, uint64_t(seed), uint64_t(offset), approx};
 }
 
+nm::SpmmCall spmm_call(Address values, Address indices, int64_t rows, int64_t cols, int64_t tokens, Address b, int64_t b_row, int64_t b_col,
+                       Address bias, Address c, int64_t c_row, int64_t c_col) {
+    return {at(values), at<uint8_t>(indices), at(b), b_row, b_col, at(bias), at(c), c_row, c_col, rows, cols, tokens};
+}
+
 // fp32 -> 16 bits -> fp32 by core/types.h, for the tests of its arithmetic.
 void round_trip(Address x, int dtype, int64_t count, Address bits, Address back) {
     nm::by_dtype(dtype, [&](auto tag) {
@@ -129,6 +134,13 @@ void bind_compressed(py::module_& module) {
     module.def("linear", [](Address x, Address values, Address indices, Address bias, Address y, int dtype, int64_t tokens, int64_t rows,
                             int64_t cols, int n, int m, int threads) {
         return nm::kernels().linear({at(x), at(values), at<uint8_t>(indices), at(bias), at(y), rows, cols}, tokens, dtype, n, m, threads);
+    }, Unlocked());
+    py::class_<nm::SpmmCall>(module, "SpmmCall").def(py::init(&spmm_call));
+    module.def("spmm", [](const nm::SpmmCall& call, int dtype, int n, int m, int threads) {
+        return nm::kernels().spmm(call, dtype, n, m, threads);
+    }, Unlocked());
+    module.def("spmm_transposed", [](const nm::SpmmCall& call, int dtype, int n, int m, int threads) {
+        return nm::kernels().spmm_transposed(call, dtype, n, m, threads);
     }, Unlocked());
     module.def("mvue", [](const nm::MvueCall& call, int dtype, int n, int m, Address out, int threads) {
         nm::kernels().mvue(call, dtype, n, m, at(out), threads);

@@ -47,6 +47,25 @@ struct LinearCall {
 // y = x Wᵀ + bias; meant for few tokens. False: an index is not below m.
 using LinearFn = bool(LinearCall call, int64_t tokens, int dtype, int n, int m, int threads);
 
+// C [rows, tokens] = A B (+ bias of each row), A compressed [rows, cols], B [cols, tokens]. Element (k, t) of B is
+// b[k * b_row + t * b_col], one of the strides being 1; C likewise.
+struct SpmmCall {
+    const void* values;
+    const uint8_t* indices;
+    const void* b;
+    int64_t b_row, b_col;
+    const void* bias;  // or null; needs c_row == 1
+    void* c;
+    int64_t c_row, c_col;
+    int64_t rows, cols, tokens;
+};
+
+// The same products as LinearFn's and wgrad's, meant for many tokens. False: an index is not below m.
+using SpmmFn = bool(const SpmmCall& call, int dtype, int n, int m, int threads);
+
+// C [cols, tokens] = Aᵀ B, B [rows, tokens], without bias: dgrad.
+using SpmmTransposedFn = SpmmFn;
+
 // g [outer, length, inner] with groups along `length`, zero-padded to whole groups.
 struct MvueCall {
     const void* g;
@@ -97,6 +116,8 @@ struct Kernels {
     CompressFn* compress;
     DecompressFn* decompress;
     LinearFn* linear;
+    SpmmFn* spmm;
+    SpmmTransposedFn* spmm_transposed;
     MvueFn* mvue;
     MvueCompressFn* mvue_compress;
     MaskedAdamWFn* masked_adamw;
@@ -113,6 +134,8 @@ TransposableMaskFn transposable_mask;
 CompressFn compress;
 DecompressFn decompress;
 LinearFn linear;
+SpmmFn spmm;
+SpmmTransposedFn spmm_transposed;
 MvueFn mvue;
 MvueCompressFn mvue_compress;
 MaskedAdamWFn masked_adamw;

@@ -4,7 +4,10 @@
 namespace nm {
 namespace NM_ISA {
 
-extern const Kernels kernels{mask, prune, soft_threshold, soft_threshold_scale, transposable_mask, compress, decompress, linear, mvue, mvue_compress, masked_adamw};
+extern const Kernels kernels{
+    mask,   prune, soft_threshold,  soft_threshold_scale, transposable_mask, compress, decompress,
+    linear, spmm,  spmm_transposed, mvue,                 mvue_compress,     masked_adamw,
+};
 
 }  // namespace NM_ISA
 }  // namespace nm

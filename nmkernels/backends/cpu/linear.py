@@ -1,4 +1,8 @@
-"""The three products of a linear layer with one operand compressed."""
+"""The three products of a linear layer with one operand compressed.
+
+The sparse kernels multiply what is stored and nothing else, so an inf or NaN of the other operand reaches a result only
+through a stored weight (a stored zero counts); where ``policy`` chooses the dense product, it reaches every result.
+"""
 
 from __future__ import annotations
 
@@ -7,37 +11,63 @@ from torch import Tensor
 
 from ._core import DTYPES, contiguous, core, register
 from .groups import check_indices, expand
-
-FEW_TOKENS = 16
-"""Up to so many tokens ``linear`` works on the compressed form; above, on the decompressed weight."""
+from .policy import FEW_TOKENS, sparse_wins
 
 
 def _deliver(result: Tensor, out: Tensor | None) -> Tensor:
     return result.contiguous() if out is None else out.copy_(result)
 
 
+def _address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
+
+
+def _by_tokens(x: Tensor, cols: int) -> tuple[int, int, int]:
+    """``(tokens, cols)`` as the core's matrix ``[cols, tokens]``: address and strides."""
+    return x.data_ptr(), 1, cols
+
+
 @register("nm_linear")
 def _linear(
     x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
-    rows = values.shape[0]
-    tokens = x.shape[:-1].numel()
-    if tokens > FEW_TOKENS:
+    rows, tokens = values.shape[0], x.shape[:-1].numel()
+    if tokens > FEW_TOKENS and not sparse_wins(x.dtype, n, m):
         return _deliver(torch.nn.functional.linear(x, expand("linear", values, indices, n, m, cols), bias), out)
     x, values, indices = contiguous(x), contiguous(values), indices.contiguous()
     b = None if bias is None else contiguous(bias)
     y = x.new_empty(*x.shape[:-1], rows) if out is None else out
-    addresses = (x.data_ptr(), values.data_ptr(), indices.data_ptr(), 0 if b is None else b.data_ptr(), y.data_ptr())
-    valid = core().linear(*addresses, DTYPES[x.dtype], tokens, rows, cols, n, m, torch.get_num_threads())
+    packed, rest = (values.data_ptr(), indices.data_ptr()), (n, m, torch.get_num_threads())
+    if tokens > FEW_TOKENS:
+        call = core().SpmmCall(*packed, rows, cols, tokens, *_by_tokens(x, cols), _address(b), *_by_tokens(y, rows))
+        valid = core().spmm(call, DTYPES[x.dtype], *rest)
+    else:
+        valid = core().linear(x.data_ptr(), *packed, _address(b), y.data_ptr(), DTYPES[x.dtype], tokens, rows, cols, *rest)
     check_indices("linear", valid, m)
     return y
 
 
 @register("nm_linear_dgrad")
 def _linear_dgrad(g: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, out: Tensor | None = None) -> Tensor:
-    return _deliver(g @ expand("linear_dgrad", values, indices, n, m, cols), out)
+    rows, tokens = values.shape[0], g.shape[:-1].numel()
+    if not sparse_wins(g.dtype, n, m):
+        return _deliver(g @ expand("linear_dgrad", values, indices, n, m, cols), out)
+    g, values, indices = contiguous(g), contiguous(values), indices.contiguous()
+    dx = g.new_empty(*g.shape[:-1], cols) if out is None else out
+    operands = (values.data_ptr(), indices.data_ptr(), rows, cols, tokens, *_by_tokens(g, rows), 0, *_by_tokens(dx, cols))
+    valid = core().spmm_transposed(core().SpmmCall(*operands), DTYPES[g.dtype], n, m, torch.get_num_threads())
+    check_indices("linear_dgrad", valid, m)
+    return dx
 
 
 @register("nm_linear_wgrad")
 def _linear_wgrad(values: Tensor, indices: Tensor, n: int, m: int, cols: int, x: Tensor, out: Tensor | None = None) -> Tensor:
-    return _deliver(expand("linear_wgrad", values, indices, n, m, cols) @ x, out)
+    rows, width = values.shape[0], x.shape[1]
+    if not sparse_wins(x.dtype, n, m):
+        return _deliver(expand("linear_wgrad", values, indices, n, m, cols) @ x, out)
+    x, values, indices = contiguous(x), contiguous(values), indices.contiguous()
+    dw = x.new_empty(rows, width) if out is None else out
+    operands = (values.data_ptr(), indices.data_ptr(), rows, cols, width, x.data_ptr(), width, 1, 0, dw.data_ptr(), width, 1)
+    valid = core().spmm(core().SpmmCall(*operands), DTYPES[x.dtype], n, m, torch.get_num_threads())
+    check_indices("linear_wgrad", valid, m)
+    return dw

@@ -1,0 +1,131 @@
+// C = Aᵀ B for many tokens, A compressed along its rows: dgrad, with B = gᵀ and C = dxᵀ.
+//
+// A block of A is first sorted by columns, once for several tiles of tokens; then it is the product of spmm.cpp.
+#include "spmm.h"
+
+#include <atomic>
+#include <vector>
+
+namespace nm {
+namespace {
+
+// What one task works on, measured like the constants of spmm.h.
+constexpr int64_t kColumns = 256;    // of A, rows of C
+constexpr int64_t kTilesAtOnce = 4;  // of tokens
+
+// Entries of some rows of A by column; a column has room for one of each row.
+struct Sorted {
+    int64_t room;
+    std::vector<float> values;
+    std::vector<uint32_t> offsets;
+    std::vector<int> count;
+
+    Sorted(int64_t columns, int64_t rows)
+        : room(rows), values(size_t(columns * rows)), offsets(size_t(columns * rows)), count(size_t(columns)) {}
+
+    Entries column(int64_t c) const { return {values.data() + c * room, offsets.data() + c * room, count[size_t(c)]}; }
+};
+
+template <class T, class P>
+struct Source {
+    const T* values;
+    const uint8_t* indices;
+    P p;
+    int64_t rows, cols, kept, bytes;
+    int64_t columns;  // of a block: whole groups that begin at a whole byte of indices
+    std::vector<uint32_t> first;
+
+    Source(const SpmmCall& call, P pattern)
+        : values(static_cast<const T*>(call.values)), indices(call.indices), p(pattern), rows(call.rows), cols(call.cols) {
+        kept = (cols + p.m - 1) / p.m * p.n;
+        bytes = index_bytes(kept, index_bits(p.m));
+        const int64_t whole = p.m > 16 ? p.m : 4 * p.m;
+        columns = std::max(kColumns / whole, int64_t(1)) * whole;
+        first.resize(size_t(columns / p.m * p.n));
+        for (size_t k = 0; k < first.size(); ++k) first[k] = uint32_t(k / size_t(p.n) * size_t(p.m));
+    }
+
+    // Sorts columns [column, column + columns) of rows [begin, end). False: an index is not below m, or a group names a
+    // column twice so often that there is no room for it.
+    bool sort(int64_t column, int64_t begin, int64_t end, uint32_t row_bytes, Sorted& to) const {
+        constexpr int kMost = 512;
+        uint32_t at[kMost];
+        alignas(64) float floats[kMost];
+        const int bits = index_bits(p.m);
+        const int64_t k = column / p.m * p.n, there = std::min(columns, cols - column);
+        const int count = int(std::min<int64_t>(int64_t(first.size()), kept - k));
+        bool valid = true;
+        std::fill(to.count.begin(), to.count.end(), 0);
+        for (int64_t row = begin; row < end; ++row) {
+            valid = decode(bits, indices + row * bytes + k * bits / 8, count, p.m, first.data(), 1, at) < p.m && valid;
+            const float* stored = as_floats(values + row * kept + k, count, floats);
+            const uint32_t offset = uint32_t(row - begin) * row_bytes;
+            for (int i = 0; i < count; ++i) {
+                if (at[i] >= there) continue;  // padding of the last group
+                int& used = to.count[at[i]];
+                if (used == to.room) {
+                    valid = false;
+                    continue;
+                }
+                to.values[size_t(at[i] * to.room + used)] = stored[i];
+                to.offsets[size_t(at[i] * to.room + used)] = offset;
+                ++used;
+            }
+        }
+        return valid;
+    }
+};
+
+// Tiles [tile, tile + count) of C's rows [column, column + rows) into c, one tile after the other.
+template <int V, class T, class P>
+bool block_sums(const Source<T, P>& a, const float* packed, int64_t tile, int64_t count, int64_t column, int64_t rows, float* c) {
+    constexpr int64_t kWidth = V * kLanes, kRowBytes = kWidth * int64_t(sizeof(float)), kRows = kPanelBytes / kRowBytes;
+    static thread_local Sorted sorted(0, 0);
+    if (sorted.room != kRows || int64_t(sorted.count.size()) < a.columns) sorted = Sorted(a.columns, kRows);
+    bool valid = true;
+    for (int64_t k = 0; k < a.rows; k += kRows) {
+        valid = a.sort(column, k, std::min(k + kRows, a.rows), kRowBytes, sorted) && valid;
+        for (int64_t t = 0; t < count; ++t) {
+            const float* panel = packed + ((tile + t) * a.rows + k) * kWidth;
+            for (int64_t r = 0; r < rows; ++r) add_row<V>(sorted.column(r), panel, c + (t * rows + r) * kWidth, k == 0);
+        }
+    }
+    return valid;
+}
+
+template <class T, class P>
+bool some_tokens(const Source<T, P>& a, const Operands<T>& op, const Tiles& tiles, int threads) {
+    const float* packed = pack_all(op, tiles, threads);
+    const int64_t blocks = (a.cols + a.columns - 1) / a.columns, sets = (tiles.count + kTilesAtOnce - 1) / kTilesAtOnce;
+    std::atomic<bool> valid{true};
+    parallel_for(blocks * sets, threads, [&](int64_t i) {
+        const int64_t column = i % blocks * a.columns, rows = std::min(a.columns, a.cols - column);
+        const int64_t tile = i / blocks * kTilesAtOnce, count = std::min(kTilesAtOnce, tiles.count - tile);
+        float* c = tile_room(count * rows * tiles.width);
+        if (a.rows == 0) std::fill(c, c + count * rows * tiles.width, 0.0f);
+        by_vectors(tiles.vectors, [&](auto v) {
+            if (!block_sums<decltype(v)::value>(a, packed, tile, count, column, rows, c)) valid = false;
+        });
+        for (int64_t t = 0; t < count; ++t) deliver(op, c + t * rows * tiles.width, column, rows, (tile + t) * tiles.width, tiles.width);
+    });
+    return valid;
+}
+
+}  // namespace
+
+namespace NM_ISA {
+
+bool spmm_transposed(const SpmmCall& call, int dtype, int n, int m, int threads) {
+    bool valid = true;
+    by_dtype_and_pattern(dtype, n, m, [&](auto element, auto p) {
+        using T = decltype(element);
+        const Source<T, decltype(p)> a(call, p);
+        by_chunks(operands<T>(call, call.cols, call.rows), [&](const Operands<T>& op, const Tiles& tiles) {
+            valid = some_tokens(a, op, tiles, threads) && valid;
+        });
+    });
+    return valid;
+}
+
+}  // namespace NM_ISA
+}  // namespace nm

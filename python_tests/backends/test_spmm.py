@@ -1,0 +1,158 @@
+"""Products of many tokens with a compressed operand: as good as dense ones, under every instruction set."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from nmkernels import reference
+from nmkernels.backends.cpu import linear as module
+from nmkernels.pattern import Pattern, ShapeError
+from nmkernels.testing import assert_equal_bits, assert_no_worse, fill_poison
+
+PATTERNS = ["2:4", "1:4", "4:4", "2:8", "1:8", "4:8", "1:16", "3:5", "7:12", "1:32", "1:256", "7:256", "200:256"]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+every_pattern = pytest.mark.parametrize("text", PATTERNS)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+@pytest.fixture(autouse=True)
+def _always_sparse(monkeypatch):
+    """The kernels themselves are tested here, also where the policy would not choose them."""
+    monkeypatch.setattr(module, "sparse_wins", lambda *args: True)
+    monkeypatch.setattr(module, "FEW_TOKENS", 0)
+
+
+def packed(rows: int, cols: int, text: str, dtype: torch.dtype, gen: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """Values, indices and the dense form of a matrix whose columns may end inside a group."""
+    p = Pattern(text)
+    w = torch.randn(rows, -(-cols // p.m) * p.m, generator=gen).to(dtype)
+    values, indices = reference.compress(w, p.n, p.m)
+    return values, indices, reference.decompress(values, indices, p.n, p.m, cols)
+
+
+def unaligned(x: Tensor) -> Tensor:
+    """The same numbers one element further in memory."""
+    return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+
+
+def poisoned(x: Tensor) -> Tensor:
+    return unaligned(fill_poison(torch.empty_like(x)))
+
+
+def check(cpu, text: str, dtype: torch.dtype, rows: int, cols: int, tokens: int) -> None:
+    p, gen = Pattern(text), torch.Generator().manual_seed(rows + cols + tokens)
+    values, indices, w = packed(rows, cols, text, dtype, gen)
+    call = unaligned(values), indices, p.n, p.m, cols
+    x, g = (unaligned(torch.randn(tokens, n, generator=gen).to(dtype)) for n in (cols, rows))
+    bias = torch.randn(rows, generator=gen).to(dtype)
+    for b in (None, bias):
+        out, dense = poisoned(x.new_empty(tokens, rows)), torch.nn.functional.linear(x, w, b)
+        assert cpu("nm_linear")(x, *call, b, out=out) is out
+        assert_no_worse(out, dense, torch.nn.functional.linear(x.double(), w.double(), None if b is None else b.double()))
+    out = poisoned(x)
+    assert cpu("nm_linear_dgrad")(g, *call, out=out) is out
+    assert_no_worse(out, g @ w, g.double() @ w.double())
+    turned = unaligned(x.t().contiguous())  # [cols, tokens]: the columns are now the tokens that wgrad sums over
+    out = poisoned(turned.new_empty(rows, tokens))
+    assert cpu("nm_linear_wgrad")(*call, turned, out=out) is out
+    assert_no_worse(out, w @ turned, w.double() @ turned.double())
+
+
+@every_dtype
+@every_pattern
+@pytest.mark.parametrize("tokens", [1, 5, 17, 63, 64, 129])
+def test_as_good_as_dense(cpu, text, dtype, tokens):
+    check(cpu, text, dtype, 17, 768, tokens)
+
+
+@every_pattern
+@pytest.mark.parametrize("rows", [1, 3, 65])
+@pytest.mark.parametrize("tokens", [0, 3, 300])
+def test_odd_sizes(cpu, text, rows, tokens):
+    m = Pattern(text).m
+    for cols in sorted({m, 2 * m - 1, 5 * m - 2, 5 * m}):
+        check(cpu, text, torch.float32, rows, cols, tokens)
+
+
+def test_a_long_sum_stays_exact(cpu):
+    check(cpu, "2:4", torch.float32, 5, 11008, 40)
+
+
+@pytest.mark.parametrize("op", ["nm_linear", "nm_linear_dgrad", "nm_linear_wgrad"])
+def test_empty_operands(cpu, op):
+    for rows, cols in ((0, 8), (6, 0), (0, 0)):
+        values, indices = reference.compress(torch.randn(rows, cols), 2, 4)
+        call = values, indices, 2, 4, cols
+        if op == "nm_linear_wgrad":
+            result, shape = cpu(op)(*call, torch.randn(cols, 3)), (rows, 3)
+        else:
+            result = cpu(op)(torch.randn(3, cols if op == "nm_linear" else rows), *call)
+            shape = (3, rows if op == "nm_linear" else cols)
+        assert torch.equal(result, torch.zeros(shape))
+
+
+@pytest.mark.parametrize("text", ["3:5", "2:8", "1:20", "200:255"])
+def test_damaged_indices_raise(cpu, text):
+    p = Pattern(text)
+    values, indices = reference.compress(torch.randn(9, 4 * p.m), p.n, p.m)
+    indices[7, -1] = 255
+    call = values, indices, p.n, p.m, 4 * p.m
+    with pytest.raises(ShapeError, match=f"does not exist in a group of {p.m}"):
+        cpu("nm_linear")(torch.randn(20, 4 * p.m), *call)
+    with pytest.raises(ShapeError, match=f"does not exist in a group of {p.m}"):
+        cpu("nm_linear_wgrad")(*call, torch.randn(4 * p.m, 20))
+    with pytest.raises(ShapeError, match=f"does not exist in a group of {p.m}"):
+        cpu("nm_linear_dgrad")(torch.randn(20, 9), *call)
+
+
+def test_a_column_named_too_often_raises(cpu):
+    values, indices = torch.ones(2000, 2), torch.zeros(2000, 1, dtype=torch.uint8)
+    with pytest.raises(ShapeError, match="damaged"):
+        cpu("nm_linear_dgrad")(torch.ones(20, 2000), values, indices, 2, 4, 4)
+
+
+@every_dtype
+def test_what_is_stored_past_the_end_counts_for_nothing(cpu, dtype):
+    nan = float("nan")
+    values, indices = reference.compress(torch.tensor([[1.0, 0.0, 2.0, 7.0, 0.0, 9.0, 0.0, nan]], dtype=dtype), 2, 4)
+    w = torch.tensor([[0.0, 0.0, 2.0, 7.0, 0.0, 9.0]], dtype=dtype)
+    x = torch.ones(20, 6, dtype=dtype)
+    assert_equal_bits(cpu("nm_linear")(x, values, indices, 2, 4, 6), x @ w.t())
+    assert_equal_bits(cpu("nm_linear_dgrad")(x[:, :1], values, indices, 2, 4, 6), x[:, :1] @ w)
+    assert_equal_bits(cpu("nm_linear_wgrad")(values, indices, 2, 4, 6, x.t()), w @ x.t())
+
+
+@every_dtype
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_only_stored_weights_meet_what_is_not_finite(cpu, dtype, bad):
+    w = torch.tensor([[1.0, 2.0, 0.0, 0.0], [0.0, 0.0, 3.0, 4.0], [0.0, 5.0, 6.0, 0.0]], dtype=dtype)
+    call = (*reference.compress(w, 2, 4), 2, 4, 4)
+    x = torch.ones(40, 4, dtype=dtype)
+    x[7, 1] = bad
+    y = cpu("nm_linear")(x, *call)
+    assert torch.isfinite(y[:7]).all() and torch.isfinite(y[8:]).all()
+    assert [bool(f) for f in torch.isfinite(y[7])] == [False, True, False]
+    dw = cpu("nm_linear_wgrad")(*call, x.t())
+    assert_equal_bits(dw, y.t())
+    g = torch.ones(40, 3, dtype=dtype)
+    g[7, 0] = bad
+    dx = cpu("nm_linear_dgrad")(g, *call)
+    assert [bool(f) for f in torch.isfinite(dx[7])] == [False, False, True, True]
+
+
+@pytest.mark.parametrize("text", ["2:4", "1:8", "3:5"])
+def test_same_bits_on_any_number_of_threads(cpu, text):
+    p, before, gen = Pattern(text), torch.get_num_threads(), torch.Generator().manual_seed(3)
+    values, indices, _ = packed(600, 40 * p.m, text, torch.float32, gen)
+    x, g = torch.randn(700, 40 * p.m, generator=gen), torch.randn(700, 600, generator=gen)
+    call, results = (values, indices, p.n, p.m, 40 * p.m), []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            results.append((cpu("nm_linear")(x, *call), cpu("nm_linear_dgrad")(g, *call), cpu("nm_linear_wgrad")(*call, x.t())))
+    finally:
+        torch.set_num_threads(before)
+    assert_equal_bits(results[0], results[1])
+    assert_equal_bits(results[0], results[2])
