@@ -9,6 +9,7 @@
 #include "core/adamw.h"
 #include "core/philox.h"
 #include "cpu/isa.h"
+#include "cpu/pages.h"
 
 namespace py = pybind11;
 
@@ -170,4 +171,5 @@ PYBIND11_MODULE(_C, module) {
     module.def("philox", &philox);
     module.def("pool_probe", &pool_probe, Unlocked());
     module.def("pool_workers", &nm::pool_workers);
+    module.def("want_huge_pages", [](Address memory, int64_t bytes) { nm::want_huge_pages(at(memory), bytes); });
 }

@@ -31,7 +31,7 @@ struct Sizes {
         span = span_of(m);
     }
 
-    // f(row, first column, columns, kept elements before, bytes before) for all spans, with `threads` threads; after() ends each range.
+    // make()(first element, elements, packed elements before, bytes before) for all spans; make() is called for each range of them.
     template <class Make>
     void each(int threads, const Make& make) const {
         const int64_t spans = (cols + span - 1) / span;
@@ -129,8 +129,10 @@ struct Unpacker {
         if (64 % sizes.m == 0) {
             const int64_t each = 64 / sizes.m * sizes.n, words_safe = std::min(count / 64, (stored + after - kSlack) / each);
             uint64_t bits;
-            for (; word < words_safe && words.bits(positions + word * each, bits); ++word) scatter64(values + word * each, bits, out + 64 * word);
-            values += word * each;
+            for (; word < words_safe && words.bits(positions + word * each, bits); ++word) {
+                prefetch64(values);
+                values = scatter64(values, bits, out + 64 * word);
+            }
             return scatter(values, positions + word * each, count - 64 * word, out + 64 * word);
         }
         return scatter(values, positions, count, out);

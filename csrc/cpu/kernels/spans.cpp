@@ -12,7 +12,10 @@ namespace {
 template <class T, class Keep>
 void select_words(const T* w, int64_t count, const Keep& keep, uint64_t* bits) {
     const int64_t words = count / 64, rest = count % 64;
-    for (int64_t i = 0; i < words; ++i) bits[i] = keep(w + 64 * i);
+    for (int64_t i = 0; i < words; ++i) {
+        prefetch64(w + 64 * i);
+        bits[i] = keep(w + 64 * i);
+    }
     if (rest == 0) return;
     T padded[64] = {};
     std::memcpy(static_cast<void*>(padded), w + 64 * words, size_t(rest) * sizeof(T));

@@ -22,7 +22,6 @@ namespace nm {
 namespace {
 
 constexpr int64_t kSumChunk = 4096;  // elements in one fp64 partial of a sum over a tensor
-constexpr int kSumLanes = 16;        // running sums inside it: element i goes to i % 16
 
 // out = soft_threshold(w) for `count` elements, whole groups.
 template <class T>
@@ -39,7 +38,10 @@ void shrink_word(const T* w, int n, T* out) {
 template <int M, class T>
 void shrink_words(const T* w, int64_t count, int n, T* out) {
     const int64_t whole = count / 64 * 64, rest = count - whole;
-    for (int64_t at = 0; at < whole; at += 64) shrink_word<M>(w + at, n, out + at);
+    for (int64_t at = 0; at < whole; at += 64) {
+        prefetch64(w + at);
+        shrink_word<M>(w + at, n, out + at);
+    }
     if (rest == 0) return;
     T padded[64] = {}, result[64];
     std::memcpy(static_cast<void*>(padded), w + whole, size_t(rest) * sizeof(T));
@@ -93,20 +95,22 @@ struct Products {
     double ws = 0.0, ss = 0.0;
 };
 
-double tree_sum(double* lanes) {
-    for (int half = kSumLanes / 2; half > 0; half /= 2) {
+double total(const Dot& dot) {
+    double lanes[16];
+    dot.lanes(lanes);
+    for (int half = 8; half > 0; half /= 2) {
         for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
     }
     return lanes[0];
 }
 
-// <w, s> and <s, s>; the products are exact in fp64.
+// <w, s> and <s, s>
 template <class T>
 Products products(const T* w, const T* s, int64_t count) {
-    double ws[kSumLanes] = {}, ss[kSumLanes] = {};
+    Dot ws, ss;
     float a[64], b[64];
     for (int64_t at = 0; at < count; at += 64) {
-        const int some = int(std::min<int64_t>(64, count - at));
+        const int64_t some = std::min<int64_t>(64, count - at);
         if (some == 64) {
             widen64(w + at, a);
             widen64(s + at, b);
@@ -116,14 +120,10 @@ Products products(const T* w, const T* s, int64_t count) {
                 b[i] = i < some ? to_float(s[at + i]) : 0.0f;
             }
         }
-        for (int i = 0; i < 64; i += kSumLanes) {
-            for (int k = 0; k < kSumLanes; ++k) {
-                ws[k] += double(a[i + k]) * double(b[i + k]);
-                ss[k] += double(b[i + k]) * double(b[i + k]);
-            }
-        }
+        ws.add64(a, b);
+        ss.add64(b, b);
     }
-    return {tree_sum(ws), tree_sum(ss)};
+    return {total(ws), total(ss)};
 }
 
 }  // namespace

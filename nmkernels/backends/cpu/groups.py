@@ -8,6 +8,16 @@ from torch import Tensor
 from ...pattern import ShapeError
 from ._core import DTYPES, contiguous, core, packed, register, row_count
 
+LARGE = 16 << 20
+"""Bytes of a fresh output from which huge pages are asked for."""
+
+
+def _fresh(x: Tensor) -> Tensor:
+    """``x``, just allocated and not yet touched, so that touching it costs few page faults."""
+    if x.nbytes >= LARGE:
+        core().want_huge_pages(x.data_ptr(), x.nbytes)
+    return x
+
 
 def _elementwise(op: str, name: str, dtype: torch.dtype | None = None) -> None:
     """Register an op that maps ``(..., cols)`` to the same shape, group by group."""
@@ -15,7 +25,7 @@ def _elementwise(op: str, name: str, dtype: torch.dtype | None = None) -> None:
     @register(op)
     def run(w: Tensor, n: int, m: int, out: Tensor | None = None) -> Tensor:
         w = contiguous(w)
-        result = torch.empty_like(w, dtype=dtype or w.dtype) if out is None else out
+        result = _fresh(torch.empty_like(w, dtype=dtype or w.dtype)) if out is None else out
         getattr(core(), name)(w.data_ptr(), DTYPES[w.dtype], w.numel(), n, m, result.data_ptr(), torch.get_num_threads())
         return result
 
@@ -35,7 +45,7 @@ def _soft_threshold_scale(w: Tensor, n: int, m: int, out: Tensor | None = None) 
 @register("nm_transposable_mask")
 def _transposable_mask(w: Tensor, n: int, m: int, out: Tensor | None = None) -> Tensor:
     w, cols = contiguous(w), w.shape[-1]
-    result = torch.empty_like(w, dtype=torch.bool) if out is None else out
+    result = _fresh(torch.empty_like(w, dtype=torch.bool)) if out is None else out
     core().transposable_mask(w.data_ptr(), DTYPES[w.dtype], row_count(w, cols), cols, n, m, result.data_ptr(), torch.get_num_threads())
     return result
 
@@ -44,6 +54,8 @@ def _transposable_mask(w: Tensor, n: int, m: int, out: Tensor | None = None) -> 
 def _compress(w: Tensor, n: int, m: int, mask: Tensor | None = None, out: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
     w, cols = contiguous(w), w.shape[-1]
     values, indices = packed(w, w.shape[:-1], cols, n, m) if out is None else out
+    if out is None:
+        _fresh(values)
     given = None if mask is None else mask.contiguous()
     address = 0 if given is None else given.data_ptr()
     fits = core().compress(
@@ -77,7 +89,7 @@ def _decompress(values: Tensor, indices: Tensor, n: int, m: int, cols: int, out:
 def expand(op: str, values: Tensor, indices: Tensor, n: int, m: int, cols: int, out: Tensor | None = None) -> Tensor:
     """The dense matrix of a compressed operand of ``op``."""
     values, indices = contiguous(values), indices.contiguous()
-    dense = values.new_empty(*values.shape[:-1], cols) if out is None else out
+    dense = _fresh(values.new_empty(*values.shape[:-1], cols)) if out is None else out
     valid = core().decompress(
         values.data_ptr(),
         indices.data_ptr(),

@@ -66,6 +66,23 @@ void widen64(const T* w, float* out) {
     for (int i = 0; i < 64; i += 8) _mm256_storeu_ps(out + i, widened<T>(_mm_loadu_si128(reinterpret_cast<const __m128i*>(w + i))));
 }
 
+// Sums of products of fp32 numbers, exact before they are added: element i goes to lane i % 16.
+class Dot {
+  public:
+    void add64(const float* a, const float* b) {
+        for (int i = 0; i < 64; i += 4) {
+            const __m256d x = _mm256_cvtps_pd(_mm_loadu_ps(a + i)), y = _mm256_cvtps_pd(_mm_loadu_ps(b + i));
+            sum_[i / 4 % 4] = _mm256_add_pd(sum_[i / 4 % 4], _mm256_mul_pd(x, y));
+        }
+    }
+    void lanes(double* out) const {
+        for (int i = 0; i < 4; ++i) _mm256_storeu_pd(out + 4 * i, sum_[i]);
+    }
+
+  private:
+    __m256d sum_[4] = {_mm256_setzero_pd(), _mm256_setzero_pd(), _mm256_setzero_pd(), _mm256_setzero_pd()};
+};
+
 }  // namespace
 }  // namespace nm
 

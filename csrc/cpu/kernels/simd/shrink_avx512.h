@@ -65,6 +65,23 @@ void widen64(const T* w, float* out) {
     for (int i = 0; i < 64; i += 16) _mm512_storeu_ps(out + i, widened<T>(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(w + i))));
 }
 
+// Sums of products of fp32 numbers, exact before they are added: element i goes to lane i % 16.
+class Dot {
+  public:
+    void add64(const float* a, const float* b) {
+        for (int i = 0; i < 64; i += 8) {
+            const __m512d x = _mm512_cvtps_pd(_mm256_loadu_ps(a + i)), y = _mm512_cvtps_pd(_mm256_loadu_ps(b + i));
+            sum_[i / 8 % 2] = _mm512_add_pd(sum_[i / 8 % 2], _mm512_mul_pd(x, y));
+        }
+    }
+    void lanes(double* out) const {
+        for (int i = 0; i < 2; ++i) _mm512_storeu_pd(out + 8 * i, sum_[i]);
+    }
+
+  private:
+    __m512d sum_[2] = {_mm512_setzero_pd(), _mm512_setzero_pd()};
+};
+
 }  // namespace
 }  // namespace nm
 

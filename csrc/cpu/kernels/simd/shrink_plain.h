@@ -17,5 +17,19 @@ void widen64(const T* w, float* out) {
     for (int i = 0; i < 64; ++i) out[i] = to_float(w[i]);
 }
 
+// Sums of products of fp32 numbers, exact before they are added: element i goes to lane i % 16.
+class Dot {
+  public:
+    void add64(const float* a, const float* b) {
+        for (int i = 0; i < 64; ++i) sum_[i % 16] += double(a[i]) * double(b[i]);
+    }
+    void lanes(double* out) const {
+        for (int i = 0; i < 16; ++i) out[i] = sum_[i];
+    }
+
+  private:
+    double sum_[16] = {};
+};
+
 }  // namespace
 }  // namespace nm
