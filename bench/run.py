@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -21,6 +20,7 @@ from nmkernels import DtypeError, NMError, Pattern
 from nmkernels.cli.bench import add_arguments
 
 from . import quick, registry, runner, shapes, tables, targets
+from .cases import _ours
 from .registry import DTYPES, Ask, Spec
 from .rows import RESULTS, Row, commit, load, machine, slug, versions
 
@@ -49,7 +49,7 @@ def execute(args: argparse.Namespace) -> int:
     if args.threads:
         torch.set_num_threads(args.threads)
     if args.isas:
-        os.environ["NMKERNELS_BENCH_ISAS"] = ",".join(args.isas)
+        _ours.also_time(args.isas)
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         torch.empty(0, device=device)

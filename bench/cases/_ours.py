@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor
 
-from nmkernels import _dispatch, testing
+from nmkernels import NMError, _dispatch, testing
 from nmkernels._capability import compiled_core
 from nmkernels.backends.cpu._core import core
 
@@ -42,6 +42,15 @@ def ours(op: str, args: Sequence[object], make: Callable[[], Provider]) -> list[
 def _named(p: Provider, name: str, under: Callable[[], AbstractContextManager[object]]) -> Provider:
     p.name, p.under = f"{name}{p.name}", under
     return p
+
+
+def also_time(isas: Sequence[str]) -> None:
+    """Time these instruction sets of the CPU kernels beside the one in use, from now on; ``NMError`` for one that is not here."""
+    if not compiled_core().ok:
+        raise NMError(f"--isas: {compiled_core().reason}.")
+    if unknown := set(isas) - {"all", *core().isas()}:
+        raise NMError(f"--isas: {', '.join(sorted(unknown))} cannot run here; all, or some of {', '.join(core().isas())}.")
+    os.environ[ISAS] = ",".join(isas)
 
 
 def other_isas() -> list[str]:

@@ -40,10 +40,10 @@ SMALL = (
 
 
 @contextmanager
-def broken(op: str, wrong: Callable[..., Any]) -> Iterator[None]:
-    """``op`` runs ``wrong`` inside, through the dispatcher, as a backend of its own."""
+def broken(op: str, wrong: Callable[..., Any], priority: int = 99) -> Iterator[None]:
+    """``op`` runs ``wrong`` inside, through the dispatcher, as a backend of its own; with a low priority only where asked for."""
     before = {name: list(entries) for name, entries in _dispatch._impls.items()}
-    _dispatch.impl(op, backend="broken", priority=99)(wrong)
+    _dispatch.impl(op, backend="broken", priority=priority)(wrong)
     try:
         yield
     finally:

@@ -25,6 +25,15 @@ def test_case_is_proved_and_timed(spec: Spec, monkeypatch: pytest.MonkeyPatch) -
         assert {r.metric for r in rows} & {"x dense", "share of copy", "time over dense", "time over fused AdamW"}
 
 
+def test_parts_of_a_step_make_up_the_step() -> None:
+    spec = next(s for s in SMALL if s.op == "train_step")
+    rows = {(r.provider, r.metric): r.p50 for r in runner.measure(spec, "cpu", 0.001)}
+    for provider in ("torch dense", "nmkernels srste", "nmkernels step"):
+        parts = [rows[provider, f"us {part}"] for part in ("forward", "backward", "optimizer", "weight preparation")]
+        assert 0.5 * rows[provider, "us"] < sum(parts) < 1.5 * rows[provider, "us"]
+        assert rows[provider, "us GEMM"] > 0
+
+
 def test_samples_cover_the_registry() -> None:
     assert {spec.op for spec in SMALL} == set(registry.families())
 

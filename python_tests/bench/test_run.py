@@ -11,6 +11,7 @@ import torch
 
 from bench import quick, run, runner, targets
 from nmkernels import reference
+from nmkernels._capability import compiled_core
 from python_tests.bench.samples import broken, read
 
 TINY = ["--device", "cpu", "--op", "mask", "linear", "--shapes", "16x32", "--pattern", "2:4", "--dtype", "fp32", "--seconds", "0.001"]
@@ -47,6 +48,7 @@ def test_cases_are_listed_and_narrowed(capsys: pytest.CaptureFixture[str]) -> No
         (["--pattern", "5:4"], "pattern 5:4 is not usable"),
         (["--device", "nosuch"], "torch cannot use it here"),
         (["--targets", "--shapes", "3x3"], "no case is left"),
+        (["--isas", "sse9"], "sse9 cannot run here" if compiled_core().ok else "not built"),
     ],
 )
 def test_wrong_usage_is_one_line(options: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:

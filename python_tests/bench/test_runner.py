@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from bench import machine, registry, runner
 from bench.registry import Provider, Ratio, Spec
 from bench.timing import Timed, on_cpu, take_turns
-from nmkernels import reference
+from nmkernels import _dispatch, reference
 from python_tests.bench.samples import broken, read
 
 MASK, PRUNE = Spec("nm_mask", "2:4", "float32", 16, 32), Spec("nm_prune", "2:4", "float32", 16, 32)
@@ -84,6 +85,22 @@ def test_second_run_replaces_its_rows(tmp_path: Path) -> None:
         runner.run([MASK], "cpu", tmp_path / "a.csv", 0.001)
     rows = read(tmp_path / "a.csv")
     assert len({(r["provider"], r["metric"]) for r in rows}) == len(rows)
+
+
+def test_every_backend_that_can_is_a_provider(tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def other(w: torch.Tensor, n: int, m: int, out: Any = None) -> torch.Tensor:
+        asked.append("other")
+        result = reference.prune(w, n, m)
+        return result if out is None else out.copy_(result)
+
+    chosen = _dispatch.choose("nm_prune", torch.zeros(4), 2, 4).backend
+    with broken("nm_prune", other, priority=1):
+        outcome = runner.run([PRUNE], "cpu", tmp_path / "a.csv", 0.001)
+    ours = {r.provider for r in outcome.rows if r.metric == "us" and "torch" not in r.provider}
+    assert ours == {f"nmkernels {name}{more}" for name in (chosen, "broken") for more in ("", ", new output")}
+    assert asked and os.environ.get(_dispatch.ENV) is None
 
 
 def test_other_instruction_sets_are_proved_and_timed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,29 @@
+"""``pytest bench`` collects a benchmark per case; ``make test`` does not."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from bench import quick, test_cases
+from python_tests.house.tree import ROOT
+
+
+def test_cases_are_collected_for_pytest_benchmark(pytestconfig: pytest.Config) -> None:
+    pytest.importorskip("pytest_benchmark")
+    assert pytestconfig.getini("testpaths") == ["python_tests"]
+    words = [sys.executable, "-m", "pytest", "bench", "--collect-only", "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    collected = [line for line in done.stdout.splitlines() if line.startswith("bench/test_cases.py::test_case[")]
+    assert len(collected) == 2 * len(quick.specs(test_cases.DEVICE))
+
+
+def test_unknown_suite_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NMKERNELS_BENCH", "nosuch")
+    with pytest.raises(pytest.UsageError, match="it is quick, targets or all"):
+        test_cases.chosen()
+    monkeypatch.setenv("NMKERNELS_BENCH", "targets")
+    assert len(test_cases.chosen()) > 50
