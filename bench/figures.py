@@ -12,6 +12,9 @@ from .tables import Rows
 
 DTYPE = "float32"
 MARKERS = "os^Dvph"
+LIMITS = (("copy", "GB/s"), ("matmul", "GFLOP/s"))
+"""Op and metric of the two sides of the roof."""
+
 TITLES = {"roofline": "Roofline of the sparse product", "speedup": "Speed-up of the sparse product against sparsity"}
 
 
@@ -52,16 +55,12 @@ def roofline(rows: Rows, axes: Any) -> bool:
         return False
     for marker, (pattern, found) in zip(MARKERS, sorted(points.items(), key=lambda item: -Pattern(item[0]).density), strict=False):
         axes.plot(*zip(*found, strict=True), marker, markersize=4, label=f"linear {pattern}, fp32")
-    limits = {
-        r["op"]: float(r["p50"])
-        for r in rows
-        if r["dtype"] == DTYPE and (r["op"], r["metric"]) in (("copy", "GB/s"), ("matmul", "GFLOP/s"))
-    }
-    reach = [x for found in points.values() for x, _ in found]
-    if "copy" in limits:
-        axes.plot(reach_ends := [min(reach) / 2, max(reach) * 2], [limits["copy"] * x for x in reach_ends], "k-", label="copy bandwidth")
-    if "matmul" in limits:
-        axes.axhline(limits["matmul"], color="k", linestyle="--", label="dense matmul rate")
+    limits = {r["op"]: float(r["p50"]) for r in rows if r["dtype"] == DTYPE and (r["op"], r["metric"]) in LIMITS}
+    if len(limits) == len(LIMITS):
+        reach = [x for found in points.values() for x, _ in found]
+        ridge = limits["matmul"] / limits["copy"]
+        ends = [min(*reach, ridge) / 2, ridge, max(*reach, ridge) * 2]
+        axes.plot(ends, [min(limits["copy"] * x, limits["matmul"]) for x in ends], "k-", label="copy bandwidth, dense matmul rate")
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlabel("products done per byte moved, FLOP/B")
@@ -70,21 +69,25 @@ def roofline(rows: Rows, axes: Any) -> bool:
 
 
 def speedup(rows: Rows, axes: Any) -> bool:
-    """Times as fast as dense against the share of weights that are absent, one line per shape and token count; False without points."""
+    """Times as fast as dense against weights per weight kept, one line per shape and token count; False without points."""
     lines: dict[str, list[tuple[float, float]]] = {}
+    patterns: dict[float, str] = {}
     for r in rows:
         if r["op"] == "nm_linear" and r["dtype"] == DTYPE and _mine(r) and r["metric"] == "x dense":
-            lines.setdefault(r["shape"], []).append((1 - Pattern(r["pattern"]).density, float(r["p50"])))
+            lines.setdefault(r["shape"], []).append((1 / Pattern(r["pattern"]).density, float(r["p50"])))
+            patterns.setdefault(1 / Pattern(r["pattern"]).density, r["pattern"])
     lines = {shape: sorted(found) for shape, found in lines.items() if len(found) > 1}
     if not lines:
         return False
     for marker, (shape, found) in zip(MARKERS * 9, sorted(lines.items(), key=_by_size), strict=False):
         axes.plot(*zip(*found, strict=True), f"{marker}-", markersize=4, linewidth=0.8, label=shape)
-    sparsity = sorted({x for found in lines.values() for x, _ in found})
-    axes.plot(sparsity, [1 / (1 - x) for x in sparsity], "k--", linewidth=0.8, label="products skipped")
+    kept = sorted({x for found in lines.values() for x, _ in found})
+    axes.plot(kept, kept, "k--", linewidth=0.8, label="as many times as products are saved")
     axes.axhline(1, color="k", linewidth=0.8)
-    axes.set_yscale("log", base=2)
-    axes.set_xlabel("share of weights that are absent")
+    for scale in (axes.set_xscale, axes.set_yscale):
+        scale("log", base=2)
+    axes.set_xticks(kept, [f"{patterns[x]}\n{1 - 1 / x:.0%} absent" for x in kept])
+    axes.yaxis.set_major_formatter("{x:g}×")
     axes.set_ylabel("times as fast as dense (tokens x out x in)")
     return True
 

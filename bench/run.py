@@ -24,7 +24,7 @@ from .cases import _ours
 from .registry import DTYPES, Ask, Spec
 from .rows import RESULTS, Row, commit, load, machine, slug, versions
 
-SECONDS = {"quick": 0.25, "targets": 1.6, "all": 1.2}
+SECONDS = {"quick": 0.25, "targets": 1.4, "all": 1.2}
 """Timing per case, by what is measured."""
 
 SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}

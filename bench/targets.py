@@ -146,9 +146,13 @@ def _models() -> list[Target]:
 TARGETS: tuple[Target, ...] = (*_streams(), *_optimizer(), *_products(), *_models())
 
 
+LIMITS = (Spec("copy", "", "float32", *WEIGHT), Spec("matmul", "", "float32", 2048, 2048, 2048))
+"""What the machine can do at most, for the roofline."""
+
+
 def specs() -> list[Spec]:
-    """Every case of every target, each once."""
-    return list(dict.fromkeys(spec for target in TARGETS for spec in target.specs))
+    """Every case of every target, each once, and the machine's limits."""
+    return [*dict.fromkeys(spec for target in TARGETS for spec in target.specs), *LIMITS]
 
 
 def verdicts(rows: Iterable[dict[str, str]], reasons: dict[str, str] | None = None) -> list[Verdict]:

@@ -20,6 +20,9 @@ from .registry import Call, Provider, Ratio
 LEAST, MOST = 7, 101
 """Rounds that every provider takes part in at least, and at most."""
 
+SLOW, LEAST_SLOW = 0.5, 5
+"""A call of more seconds than this warms up once, and is content with fewer rounds: a training step, mostly."""
+
 
 Clock = Callable[[Call], float]
 
@@ -50,7 +53,7 @@ class Timed:
 
 
 def take_turns(providers: Sequence[Provider], device: str, seconds: float, least: int = LEAST) -> Timed:
-    """Time the calls in turn for about ``seconds``, after two of each that do not count (one where it takes longer than half a second).
+    """Time the calls in turn for about ``seconds``, after two of each that do not count (one of a slow one).
 
     Each provider has an equal share of the time; one too slow for its share sits rounds out, ``least`` excepted, evenly spread.
     """
@@ -60,8 +63,8 @@ def take_turns(providers: Sequence[Provider], device: str, seconds: float, least
     with no_garbage_collection():
         for p in providers:
             took = _once(p, clock)
-            took = took if took > 0.5 else _once(p, clock)
-            wanted[p.name] = max(least, min(MOST, int(share / max(took, 1e-9))))
+            took = took if took > SLOW else _once(p, clock)
+            wanted[p.name] = max(min(least, LEAST_SLOW) if took > SLOW else least, min(MOST, int(share / max(took, 1e-9))))
             for samples in p.parts.values():
                 samples.clear()
         total = max(wanted.values())

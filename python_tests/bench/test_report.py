@@ -130,8 +130,11 @@ class _Axes:
     def plot(self, x: list[float], y: list[float], *style: object, label: str, **more: object) -> None:
         self.lines[label] = (list(x), list(y))
 
-    def __getattr__(self, name: str) -> object:
-        return lambda *args, **more: None
+    def __getattr__(self, name: str) -> _Axes:
+        return self
+
+    def __call__(self, *args: object, **more: object) -> None:
+        pass
 
 
 def test_figures_show_the_medians() -> None:
@@ -141,7 +144,10 @@ def test_figures_show_the_medians() -> None:
 
     axes = _Axes()
     assert figures.speedup([row("2:4", "x dense", 3.0), row("1:8", "x dense", 7.0)], axes)
-    assert axes.lines["1x64x64"] == ([0.5, 0.875], [3.0, 7.0]) and axes.lines["products skipped"][1] == [2.0, 8.0]
-    assert figures.roofline([row("2:4", "GFLOP/s", 20.0), row("2:4", "GB/s", 40.0)], axes)
+    assert axes.lines["1x64x64"] == ([2.0, 8.0], [3.0, 7.0])
+    limits = [{**row("", metric, value), "op": op} for op, metric, value in (("copy", "GB/s", 60.0), ("matmul", "GFLOP/s", 240.0))]
+    assert figures.roofline([row("2:4", "GFLOP/s", 20.0), row("2:4", "GB/s", 40.0), *limits], axes)
     assert axes.lines["linear 2:4, fp32"] == ([0.5], [20.0])
+    # the roof bends where the copy feeds what the product eats
+    assert axes.lines["copy bandwidth, dense matmul rate"] == ([0.25, 4.0, 8.0], [15.0, 240.0, 240.0])
     assert not figures.speedup([], axes) and not figures.roofline([], axes)
