@@ -67,13 +67,18 @@ def implementations(op: str) -> list[Impl]:
     return list(_impls[op])
 
 
+def forced_backend() -> str | None:
+    """The backend that ``NMKERNELS_BACKEND`` names; None or empty if it names none."""
+    return os.environ.get(ENV)
+
+
 def choose(op: str, *args: Any) -> Impl:
     """The implementation that runs ``op(*args)``.
 
     Raises:
         BackendError: the backend forced by ``NMKERNELS_BACKEND`` does not exist or cannot run the call.
     """
-    forced = os.environ.get(ENV)
+    forced = forced_backend()
     if forced:
         return _forced(op, forced, args)
     for entry in _impls[op]:
@@ -110,7 +115,7 @@ def explain(op: str, *args: Any) -> str:
         nm_mask:
     """
     lines, taken = [f"{op}:"], False
-    forced = os.environ.get(ENV)
+    forced = forced_backend()
     for entry in implementations(op):
         can, reason = entry.supports(*args)
         if forced and entry.backend != forced:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import ops
+from ..ops.linear import linear_of_layer
 from ..pattern import Pattern
 from .plan import STRAIGHT_THROUGH, GemmPlan, packed_inference
 
@@ -69,7 +70,7 @@ def _product(
     b = None if bias is None else bias.to(x.dtype)
     if indices is None:
         return F.linear(x, used, b)
-    return torch.ops.nmkernels.nm_linear(x, used, indices, plan.n, plan.m, x.shape[-1], b)
+    return linear_of_layer(x, used, indices, plan.n, plan.m, b)
 
 
 def _remember(
@@ -136,6 +137,6 @@ def linear_compressed(x: Tensor, weight: ops.Compressed, bias: Tensor | None = N
     """
     p: Pattern = weight.pattern
     if not torch.is_grad_enabled():
-        b = None if bias is None else bias.to(x.dtype)
-        return torch.ops.nmkernels.nm_linear(x, weight.values, weight.indices, p.n, p.m, x.shape[-1], b)
+        b = bias if bias is None or bias.dtype == x.dtype else bias.to(x.dtype)
+        return linear_of_layer(x, weight.values, weight.indices, p.n, p.m, b)
     return _apply(x, None, bias, weight.values, weight.indices, None, packed_inference(p.n, p.m))

@@ -60,9 +60,9 @@ class CompressedLinear(nn.Module):
     @property
     def weight(self) -> ops.Compressed:
         """The compressed weight ``(out, in)``, over the layer's own buffers."""
-        view = self._view
+        view, buffers = self._view, self._buffers  # found at once, unlike self.values
         # moving or casting the module replaces its buffers; the view and its cached layouts go with them
-        if view is None or view.values is not self.values or view.indices is not self.indices:
+        if view is None or view.values is not buffers["values"] or view.indices is not buffers["indices"]:
             view = ops.Compressed(self.values, self.indices, self.pattern, (self.out_features, self.in_features))
             if not torch.compiler.is_compiling():
                 self._view = view
@@ -74,7 +74,7 @@ class CompressedLinear(nn.Module):
         if dtype is not None and castable(weight.dtype):
             x = x.to(dtype) if castable(x.dtype) else x
             weight = _cast(weight, dtype)
-        if x.dtype != weight.dtype:
+        if x.dtype != weight.values.dtype:
             raise DtypeError(f"CompressedLinear: x is {x.dtype}, the weight {weight.dtype}; cast one of them, or use torch.autocast.")
         return linear_compressed(x, weight, self.bias)
 

@@ -24,7 +24,7 @@ def pattern_of(n: int, m: int) -> Pattern:
 
 
 @lru_cache(maxsize=4096)
-def _sizes(n: int, m: int, cols: int) -> tuple[int, int]:
+def packed_sizes(n: int, m: int, cols: int) -> tuple[int, int]:
     """Values and index bytes of a row; tracing may bring symbolic cols, which are not looked up here."""
     p = Pattern(n, m)
     return p.kept(cols), p.index_bytes(cols)
@@ -71,7 +71,7 @@ def check_packed(op: str, values: Tensor, indices: Tensor, n: int, m: int, cols:
         raise DtypeError(f"{op}: indices have dtype {indices.dtype}; packed indices are uint8. Make them with nm.ops.compress.")
     if cols < 0:
         raise ShapeError(f"{op}: cols is {cols}; the number of dense columns cannot be negative.")
-    kept, size = _sizes(n, m, cols) if type(cols) is int else (p.kept(cols), p.index_bytes(cols))
+    kept, size = packed_sizes(n, m, cols) if type(cols) is int else (p.kept(cols), p.index_bytes(cols))
     if not values.dim() or values.shape[-1] != kept:
         raise ShapeError(
             f"{op}: values have shape {tuple(values.shape)}; {cols} columns at {p} store {kept} values per row. "

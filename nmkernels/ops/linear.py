@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from .._dispatch import forced_backend
+from ..backends.cpu.linear import linear_now
 from ..pattern import ShapeError
-from ._check import check_device, check_matrix, check_packed, check_same_dtype
-from ._define import Spec, define
+from ._check import check_device, check_matrix, check_packed, check_same_dtype, packed_sizes
+from ._define import Spec, define, unwatched
 from ._grad import require_no_grad
 from .compressed import Compressed
 
@@ -86,6 +88,17 @@ def linear(x: Tensor, c: Compressed, bias: Tensor | None = None) -> Tensor:
     require_no_grad("nm_linear", x=x, weight=c.values, bias=bias)
     p = c.pattern
     return nm_linear(x, c.values, c.indices, p.n, p.m, c.shape[-1], bias)
+
+
+def linear_of_layer(x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, bias: Tensor | None = None) -> Tensor:
+    """``nm_linear`` for a layer, by the shortest way: a decoding step goes it for every layer and token."""
+    if unwatched(x, values, bias) and not forced_backend() and x.dim():
+        kept, size = packed_sizes(n, m, x.shape[-1])
+        if values.dim() == 2 and values.shape[1] == kept and indices.shape == (values.shape[0], size):
+            y = linear_now(x, values, indices, n, m, bias)
+            if y is not None:
+                return y
+    return nm_linear(x, values, indices, n, m, x.shape[-1], bias)
 
 
 def linear_dgrad(g: Tensor, c: Compressed) -> Tensor:

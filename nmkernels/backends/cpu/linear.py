@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..._capability import compiled_core
 from ._core import DTYPES, contiguous, core, register
 from .groups import check_indices, expand
 from .policy import FEW_TOKENS, sparse_wins
@@ -37,14 +38,41 @@ def _linear(
     x, values, indices = contiguous(x), contiguous(values), indices.contiguous()
     b = None if bias is None else contiguous(bias)
     y = x.new_empty(*x.shape[:-1], rows) if out is None else out
-    packed, rest = (values.data_ptr(), indices.data_ptr()), (n, m, torch.get_num_threads())
-    if tokens > FEW_TOKENS:
-        call = core().SpmmCall(*packed, rows, cols, tokens, *_by_tokens(x, cols), _address(b), *_by_tokens(y, rows))
-        valid = core().spmm(call, DTYPES[x.dtype], *rest)
-    else:
-        valid = core().linear(x.data_ptr(), *packed, _address(b), y.data_ptr(), DTYPES[x.dtype], tokens, rows, cols, *rest)
+    if tokens <= FEW_TOKENS:
+        return _few(x, values, indices, n, m, b, y, tokens)
+    call = core().SpmmCall(
+        values.data_ptr(), indices.data_ptr(), rows, cols, tokens, *_by_tokens(x, cols), _address(b), *_by_tokens(y, rows)
+    )
+    valid = core().spmm(call, DTYPES[x.dtype], n, m, torch.get_num_threads())
     check_indices("linear", valid, m)
     return y
+
+
+def _few(x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, bias: Tensor | None, y: Tensor, tokens: int) -> Tensor:
+    """``y`` filled from contiguous operands that fit."""
+    rows, cols = values.shape[0], x.shape[-1]
+    addresses = (x.data_ptr(), values.data_ptr(), indices.data_ptr(), _address(bias), y.data_ptr())
+    valid = core().linear(*addresses, DTYPES[x.dtype], tokens, rows, cols, n, m, torch.get_num_threads())
+    check_indices("linear", valid, m)
+    return y
+
+
+def linear_now(x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, bias: Tensor | None) -> Tensor | None:
+    """``nm_linear`` at once where the operands are plain memory of the CPU; None where the op has to judge or convert them.
+
+    The shapes of x, values and indices belong together.
+    """
+    dtype, rows = x.dtype, values.shape[0]
+    tokens = x.numel() // (x.shape[-1] or 1)
+    if not 0 < tokens <= FEW_TOKENS or dtype not in DTYPES or dtype == torch.float64 or not _plain(x, dtype):
+        return None
+    if not (_plain(values, dtype) and _plain(indices, torch.uint8) and (bias is None or (_plain(bias, dtype) and bias.shape == (rows,)))):
+        return None
+    return _few(x, values, indices, n, m, bias, x.new_empty((*x.shape[:-1], rows)), tokens) if compiled_core().ok else None
+
+
+def _plain(x: Tensor, dtype: torch.dtype) -> bool:
+    return x.dtype == dtype and x.is_cpu and x.is_contiguous() and not x.is_neg()
 
 
 @register("nm_linear_dgrad")

@@ -23,6 +23,9 @@ template <int N, int M>
 struct Block : Packed<N, M> {
     struct Sum {
         __m256 half[2];
+        friend Sum operator+(const Sum& a, const Sum& b) {
+            return {{_mm256_add_ps(a.half[0], b.half[0]), _mm256_add_ps(a.half[1], b.half[1])}};
+        }
     };
     using Values = Sum;
     struct Places {
