@@ -1,0 +1,193 @@
+// core/mvue.h for kLanes groups at once, each step of it for all of them: x[i] is element i of every group.
+//
+// Lanes that need no sampling are `settled`: their open magnitudes are 0 and their sum 1, so that they never saturate and
+// never draw. Cumulative probabilities are 32 bits: they stay below 256 * 2^24, and where adding 2^24 - u overflows, the
+// comparison of upper bytes does not notice.
+#pragma once
+
+#include <algorithm>
+
+#include "../../../core/mvue.h"
+#include "mvue_lanes.h"
+
+namespace nm {
+namespace {
+
+constexpr uint32_t kOne = 1u << 24;
+
+// The balanced tree of tree_sum: the largest power of two below Count on the left.
+template <int Count>
+NM_INLINE F tree_of(const F* a) {
+    if constexpr (Count == 1) {
+        return a[0];
+    } else {
+        constexpr int left = 1 << (31 - __builtin_clz(Count - 1));
+        return tree_of<left>(a) + tree_of<Count - left>(a + left);
+    }
+}
+
+template <int N, int M>
+NM_INLINE F tree(const F* a, Fixed<N, M>) {
+    return tree_of<M>(a);
+}
+
+inline F tree(const F* a, Any p) {
+    F t[kMaxM];
+    t[0] = a[0];
+    for (int i = 1; i < p.m; ++i) t[i] = a[i];
+    for (int count = p.m; count > 1; count = (count + 1) / 2) {
+        for (int i = 0; i < count / 2; ++i) t[i] = t[2 * i] + t[2 * i + 1];
+        if (count & 1) t[count / 2] = t[count - 1];
+    }
+    return t[0];
+}
+
+// A batch of groups between its steps.
+template <class P>
+struct Lanes {
+    F open[P::capacity];  // magnitudes, 0 where the fate of the element is settled
+    F sum;                // of the open magnitudes
+    F left;               // how many are still to be kept
+    B settled, lost;      // groups that are not sampled; of these, those that are not finite
+
+    NM_INLINE void start(P p, const float* g) {
+        F least = magnitude(load(g));
+        open[0] = least;
+        NM_UNROLL for (int i = 1; i < p.m; ++i) {
+            open[i] = magnitude(load(g + i * kLanes));
+            least = smaller_magnitude(least, open[i]);
+        }
+        sum = tree(open, p);
+        left = splat(float(p.n));
+        const F infinity = splat(bits_float(0x7f800000u));
+        settled = lost = none();
+        const B finite = below(sum, infinity);
+        if (p.n == p.m || !all(both(finite, nonzero(least)))) settle(p, finite);
+    }
+
+    NM_INLINE void settle(P p, B finite) {
+        const F one = splat(1.0f), zero = splat(0.0f);
+        F non_zeros = zero;
+        NM_UNROLL for (int i = 0; i < p.m; ++i) non_zeros = non_zeros + choose(nonzero(open[i]), one, zero);
+        lost = without(at_least(zero, zero), finite);
+        settled = either(lost, at_least(splat(float(p.n)), non_zeros));
+        NM_UNROLL for (int i = 0; i < p.m; ++i) open[i] = choose(settled, zero, open[i]);
+        sum = choose(settled, one, sum);
+        left = choose(settled, zero, left);
+    }
+
+    // after[i] is not 0 where something of a follows element i.
+    static NM_INLINE void find_later(P p, const F* a, F* after) {
+        after[p.m - 1] = F{};
+        NM_UNROLL for (int i = p.m - 2; i >= 0; --i) after[i] = either(after[i + 1], a[i + 1]);
+    }
+
+    // Keeps whatever has probability 1.
+    NM_INLINE void saturate_once(P p) {
+        const F each = left;
+        NM_UNROLL for (int i = 0; i < p.m; ++i) {
+            const B full = at_least(open[i] * each, sum);
+            open[i] = choose(full, F{}, open[i]);
+            left = choose(full, left - splat(1.0f), left);
+        }
+        sum = choose(below(left, each), tree(open, p), sum);
+    }
+
+    // Until nothing has. Rounding keeps the order, so it is enough to look at the largest. In nearly every batch some group
+    // changes in the first rounds but never in the n-th: the same number of rounds for all leaves nothing to mispredict.
+    NM_INLINE void saturate(P p) {
+        for (int round = 1; round < std::min(p.n, 4); ++round) saturate_once(p);
+        for (;;) {
+            F largest = open[0];
+            NM_UNROLL for (int i = 1; i < p.m; ++i) largest = larger_magnitude(largest, open[i]);
+            if (!any(at_least(largest * left, sum))) return;
+            saturate_once(p);
+        }
+    }
+
+    NM_INLINE void exact(P p, const float* g, U word, F* x) {
+        start(p, g);
+        saturate(p);
+        F later[P::capacity];
+        find_later(p, open, later);
+        const U total = truncated(left) << 24;
+        const U shift = kOne - (word >> 8), end = total + shift;
+        const F value = sum / left;
+        U cumulative = U{}, before = shift;
+        NM_UNROLL for (int i = 0; i < p.m; ++i) {
+            U after = end;
+            if (i + 1 < p.m) {
+                cumulative = smaller(cumulative + truncated(((open[i] * left) / sum) * splat(kTwo24)), total);
+                after = choose(nonzero(later[i]), cumulative + shift, end);
+            }
+            const B drawn = nonzero((after ^ before) & 0xff000000u);
+            const F there = load(g + i * kLanes);
+            x[i] = choose(drawn, with_sign(value, there), only_where(zero(open[i]), there + splat(0.0f)));
+            before = after;
+        }
+    }
+
+    // The two draws of the papers, each with its own uniform.
+    NM_INLINE void approx(P p, const float* g, U word0, U word1, F* x) {
+        start(p, g);
+        F rest[P::capacity], others[P::capacity];
+        for (int j = 0; j < p.m; ++j) {
+            for (int i = 0; i < p.m; ++i) others[i] = i == j ? F{} : open[i];
+            rest[j] = tree(others, p);
+        }
+        B drawn[P::capacity];
+        NM_UNROLL for (int i = 0; i < p.m; ++i) x[i] = only_where(zero(open[i]), load(g + i * kLanes) + splat(0.0f));
+        draw(p, open, sum, word0 >> 8, drawn);
+        place(p, g, rest, drawn, x);
+        F whole = F{};
+        NM_UNROLL for (int i = 0; i < p.m; ++i) {
+            whole = choose(drawn[i], rest[i], whole);
+            others[i] = choose(drawn[i], F{}, open[i]);
+        }
+        draw(p, others, whole, word1 >> 8, drawn);
+        place(p, g, rest, drawn, x);
+    }
+
+    // The first element whose cumulative share of `whole` exceeds u; the last one that is not 0 gets what remains.
+    NM_INLINE void draw(P p, const F* a, F whole, U u, B* drawn) {
+        F later[P::capacity];
+        find_later(p, a, later);
+        B done = none();
+        U cumulative = U{};
+        NM_UNROLL for (int i = 0; i < p.m; ++i) {
+            cumulative = smaller(cumulative + truncated((a[i] / whole) * splat(kTwo24)), splat(kOne));
+            drawn[i] = without(below(u, choose(nonzero(later[i]), cumulative, splat(kOne))), done);
+            done = either(done, drawn[i]);
+        }
+    }
+
+    // The drawn element, divided by the probability that one of the two draws takes it.
+    NM_INLINE void place(P p, const float* g, const F* rest, const B* drawn, F* x) {
+        F a = F{};
+        NM_UNROLL for (int i = 0; i < p.m; ++i) a = choose(drawn[i], open[i], a);
+        F probability = a / sum;
+        NM_UNROLL for (int j = 0; j < p.m; ++j) {
+            probability = choose(drawn[j], probability, probability + (a / rest[j]) * (open[j] / sum));
+        }
+        const F least = splat(1.0f / kTwo24), value = a / choose(below(probability, least), least, probability);
+        NM_UNROLL for (int i = 0; i < p.m; ++i) {
+            x[i] = choose(without(drawn[i], settled), with_sign(value, load(g + i * kLanes)), x[i]);
+        }
+    }
+};
+
+// Lanes whose sum is not finite become NaN where their mask keeps, by the code for one group: x is [m][kLanes].
+template <class P>
+__attribute__((noinline, cold)) void poison(P p, const float* g, unsigned lanes, float* x) {
+    Group<P::capacity> one;
+    for (; lanes != 0; lanes &= lanes - 1) {
+        const int l = __builtin_ctz(lanes);
+        for (int i = 0; i < p.m; ++i) one.a[i] = nm::magnitude(g[i * kLanes + l]);
+        float sum;
+        one.settle(p.n, p.m, sum);
+        for (int i = 0; i < p.m; ++i) x[i * kLanes + l] = one.result(i, g[i * kLanes + l]);
+    }
+}
+
+}  // namespace
+}  // namespace nm

@@ -1,0 +1,93 @@
+// core/bitpack.h for kLanes groups at once: what is not zero in x[m], in order of index, to slots of the compressed form.
+//
+// Slot k of lane l is values[k * kLanes + l]; its position goes to bits [k * bits, (k + 1) * bits) of a row of words, of
+// which lane l has words[i * kLanes + l]. The words must have been zero where positions go.
+#pragma once
+
+#include "../../../core/bitpack.h"
+#include "../../dispatch.h"
+#include "mvue_lanes.h"
+
+namespace nm {
+namespace {
+
+struct Slots {
+    float* values;
+    uint32_t* words;
+    int64_t k;  // the next slot
+};
+
+// Where fewer than N are stored, the lowest others too: their value is 0.
+template <int N, int M>
+NM_INLINE void pad(B* stored) {
+    U missing = splat(uint32_t(N));
+    NM_UNROLL for (int i = 0; i < M; ++i) missing = missing - choose(stored[i], splat(1u), splat(0u));
+    NM_UNROLL for (int i = 0; i < M; ++i) {
+        const B padding = without(nonzero(missing), stored[i]);
+        missing = missing - choose(padding, splat(1u), splat(0u));
+        stored[i] = either(stored[i], padding);
+    }
+}
+
+// What is stored moves in from the end. False: fewer than N are stored somewhere.
+template <int N, int M>
+NM_INLINE bool shift_in(const B* stored, const F* x, F* value, U* position) {
+    constexpr uint32_t empty = 0x100;
+    for (int s = 0; s < N; ++s) value[s] = F{}, position[s] = splat(empty);
+    NM_UNROLL for (int i = 0; i < M; ++i) {
+        for (int s = N - 1 - i > 0 ? N - 1 - i : 0; s < N; ++s) {
+            value[s] = choose(stored[i], s + 1 < N ? value[s + 1] : x[i], value[s]);
+            position[s] = choose(stored[i], s + 1 < N ? position[s + 1] : splat(uint32_t(i)), position[s]);
+        }
+    }
+    return !any(nonzero(position[0] & empty));
+}
+
+template <int N, int M>
+NM_INLINE void pack(Fixed<N, M>, const F* x, Slots& to) {
+    constexpr int bits = M <= 4 ? 2 : M <= 16 ? 4 : 8;
+    static_assert(32 % (N * bits) == 0, "the positions of a group must not straddle two words");
+    B stored[M];
+    NM_UNROLL for (int i = 0; i < M; ++i) stored[i] = nonzero(x[i]);
+    F value[N];
+    U position[N];
+    if (!shift_in<N, M>(stored, x, value, position)) {
+        pad<N, M>(stored);
+        shift_in<N, M>(stored, x, value, position);
+    }
+    U code = U{};
+    for (int s = 0; s < N; ++s) {
+        store(to.values + (to.k + s) * kLanes, value[s]);
+        code |= position[s] << (s * bits);
+    }
+    float* word = reinterpret_cast<float*>(to.words) + to.k * bits / 32 * kLanes;
+    store(word, float_of(bits_of(load(word)) | code << uint32_t(to.k * bits % 32)));
+    to.k += N;
+}
+
+// Any N:M, slot by slot.
+inline void pack(Any p, const F* x, Slots& to) {
+    const int bits = index_bits(p.m);
+    int64_t next[kLanes];
+    int missing[kLanes];
+    for (int l = 0; l < kLanes; ++l) next[l] = to.k, missing[l] = p.n;
+    for (int i = 0; i < p.m; ++i) {
+        for (unsigned stored = lanes_of(nonzero(x[i])); stored != 0; stored &= stored - 1) --missing[__builtin_ctz(stored)];
+    }
+    unsigned wanting = 0;
+    for (int l = 0; l < kLanes; ++l) wanting |= unsigned(missing[l] > 0) << l;
+    for (int i = 0; i < p.m; ++i) {
+        const unsigned kept = lanes_of(nonzero(x[i]));
+        for (unsigned stored = kept | wanting; stored != 0; stored &= stored - 1) {
+            const int l = __builtin_ctz(stored);
+            if (!(kept >> l & 1) && --missing[l] == 0) wanting &= ~(1u << l);
+            const int64_t k = next[l]++;
+            to.values[k * kLanes + l] = x[i][l];
+            to.words[k * bits / 32 * kLanes + l] |= uint32_t(i) << (k * bits % 32);
+        }
+    }
+    to.k += p.n;
+}
+
+}  // namespace
+}  // namespace nm

@@ -1,0 +1,135 @@
+// Philox4x32-10 (core/philox.h) for kLanes counters at once, and the uniforms of groups that advance side by side.
+#pragma once
+
+#include "../../../core/philox.h"
+#include "mvue_lanes.h"
+
+namespace nm {
+namespace {
+
+struct LaneWords {
+    U w[4];
+};
+
+class PhiloxLanes {
+  public:
+    PhiloxLanes(uint64_t seed, uint64_t offset) : seed_(seed), offset_(offset) {}
+
+    // The blocks at the counters whose words are lo and hi.
+    NM_INLINE LaneWords operator()(U lo, U hi) const;
+
+  private:
+    uint64_t seed_, offset_;
+};
+
+#if defined(__AVX2__)
+
+typedef uint64_t D __attribute__((vector_size(4 * kLanes)));
+
+// Product of the lower halves of 64-bit lanes.
+NM_INLINE D low_product(D a, D b) {
+#if defined(NM_MASK_REGISTERS)
+    return D(_mm512_mul_epu32(__m512i(a), __m512i(b)));
+#else
+    return D(_mm256_mul_epu32(__m256i(a), __m256i(b)));
+#endif
+}
+
+// Even and odd counters live in the lower halves of the 64-bit lanes of two states. The upper halves hold rubbish, which
+// nothing reads: a product is of lower halves, and its own upper half is shifted down. No word is ever moved about.
+struct PhiloxState {
+    D c0, c1, c2, c3;
+
+    NM_INLINE void round(uint32_t k0, uint32_t k1) {
+        const D a = low_product(c0, D(splat(0xD2511F53u))), b = low_product(c2, D(splat(0xCD9E8D57u)));
+        c0 = (b >> 32) ^ c1 ^ D(splat(k0));
+        c1 = b;
+        c2 = (a >> 32) ^ c3 ^ D(splat(k1));
+        c3 = a;
+    }
+};
+
+NM_INLINE U interleave(D even, D odd) { return U((even & 0xffffffffu) | (odd << 32)); }
+
+NM_INLINE LaneWords PhiloxLanes::operator()(U lo, U hi) const {
+    const D c2 = D(splat(uint32_t(offset_))), c3 = D(splat(uint32_t(offset_ >> 32)));
+    PhiloxState even{D(lo), D(hi), c2, c3}, odd{D(lo) >> 32, D(hi) >> 32, c2, c3};
+    uint32_t k0 = uint32_t(seed_), k1 = uint32_t(seed_ >> 32);
+    _Pragma("GCC unroll 10") for (int i = 0; i < 10; ++i, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u) {
+        even.round(k0, k1);
+        odd.round(k0, k1);
+    }
+    return LaneWords{{interleave(even.c0, odd.c0), interleave(even.c1, odd.c1), interleave(even.c2, odd.c2), interleave(even.c3, odd.c3)}};
+}
+
+#else
+
+NM_INLINE LaneWords PhiloxLanes::operator()(U lo, U hi) const {
+    LaneWords words;
+    for (int l = 0; l < kLanes; ++l) {
+        const Words block = philox_block(seed_, offset_, uint64_t(hi[l]) << 32 | lo[l]);
+        for (int i = 0; i < 4; ++i) words.w[i][l] = block.w[i];
+    }
+    return words;
+}
+
+#endif
+
+// A 64-bit number per lane that counts up.
+struct LaneCounter {
+    U lo, hi;
+
+    // lane l starts at (first + l * step) >> shift
+    LaneCounter(int64_t first, int64_t step, int shift) {
+        for (int l = 0; l < kLanes; ++l) {
+            const uint64_t j = uint64_t(first + l * step) >> shift;
+            lo[l] = uint32_t(j);
+            hi[l] = uint32_t(j >> 32);
+        }
+    }
+
+    NM_INLINE void next() {
+        lo += 1;
+        hi += choose(nonzero(lo), splat(0u), splat(1u));
+    }
+};
+
+// Words of the groups first + l * step, first + l * step + 1, ...: group j has word j & 3 of block j >> 2, four at a time.
+class OneEach {
+  public:
+    OneEach(const PhiloxLanes& philox, int64_t first, int64_t step) : philox_(philox), block_(first, step, 2) {
+        U phase;
+        for (int l = 0; l < kLanes; ++l) phase[l] = uint32_t(first + l * step) & 3u;
+        by_one_ = nonzero(phase & 1u);
+        by_two_ = nonzero(phase & 2u);
+        aligned_ = !any(nonzero(phase));
+        if (!aligned_) ahead_ = block();
+    }
+
+    NM_INLINE LaneWords next_four() {
+        if (aligned_) return block();
+        const LaneWords next = block();
+        U shifted[6];
+        for (int i = 0; i < 6; ++i) shifted[i] = choose(by_one_, i < 3 ? ahead_.w[i + 1] : next.w[i - 3], i < 4 ? ahead_.w[i] : next.w[i - 4]);
+        LaneWords words;
+        for (int i = 0; i < 4; ++i) words.w[i] = choose(by_two_, shifted[i + 2], shifted[i]);
+        ahead_ = next;
+        return words;
+    }
+
+  private:
+    NM_INLINE LaneWords block() {
+        const LaneWords words = philox_(block_.lo, block_.hi);
+        block_.next();
+        return words;
+    }
+
+    PhiloxLanes philox_;
+    LaneCounter block_;
+    B by_one_, by_two_;
+    bool aligned_;
+    LaneWords ahead_;  // the block before block_, where groups do not start at word 0
+};
+
+}  // namespace
+}  // namespace nm

@@ -1,0 +1,222 @@
+// kLanes x kLanes tiles between rows of a tensor (any element type) and vectors of one element of each of kLanes rows.
+#pragma once
+
+#include <algorithm>
+
+#include "../../../core/types.h"
+#include "mvue_lanes.h"
+
+namespace nm {
+namespace {
+
+// kLanes neighbouring elements as floats.
+NM_INLINE F widened(const float* from) { return load(from); }
+
+NM_INLINE F widened(const bf16* from) {
+#if defined(NM_MASK_REGISTERS)
+    return float_of(U(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)))) << 16);
+#elif defined(__AVX2__)
+    return float_of(U(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)))) << 16);
+#else
+    F x;
+    for (int l = 0; l < kLanes; ++l) x[l] = to_float(from[l]);
+    return x;
+#endif
+}
+
+NM_INLINE F widened(const fp16* from) {
+#if defined(NM_MASK_REGISTERS)
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+#elif defined(__AVX2__)
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#else
+    F x;
+    for (int l = 0; l < kLanes; ++l) x[l] = to_float(from[l]);
+    return x;
+#endif
+}
+
+// The first `count` of them, then zeros.
+template <class T>
+NM_INLINE F widened(const T* from, int64_t count) {
+    if (count >= kLanes) return widened(from);
+    T some[kLanes] = {};
+    for (int64_t l = 0; l < count; ++l) some[l] = from[l];
+    return widened(some);
+}
+
+// Floats as the bits of a T in the lower half of each lane, as from_float rounds; a NaN only as bits_float(0x7fc00000).
+template <class T>
+NM_INLINE U narrowed(F x);
+
+template <>
+NM_INLINE U narrowed<float>(F x) {
+    return bits_of(x);
+}
+
+template <>
+NM_INLINE U narrowed<bf16>(F x) {
+    const U b = bits_of(x);
+    return (b + 0x7fffu + ((b >> 16) & 1u)) >> 16;
+}
+
+template <>
+NM_INLINE U narrowed<fp16>(F x) {
+#if defined(NM_MASK_REGISTERS)
+    return U(_mm512_cvtepu16_epi32(_mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT)));
+#elif defined(__AVX2__)
+    return U(_mm256_cvtepu16_epi32(_mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT)));
+#else
+    U h;
+    for (int l = 0; l < kLanes; ++l) h[l] = from_float<fp16>(x[l]).bits;
+    return h;
+#endif
+}
+
+// kLanes floats as neighbouring elements.
+template <class T>
+NM_INLINE void store_narrowed(T* to, F x) {
+    const U b = narrowed<T>(x);
+    if constexpr (sizeof(T) == 4) {
+        std::memcpy(to, &b, sizeof b);
+    } else {
+#if defined(NM_MASK_REGISTERS)
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(__m512i(b)));
+#elif defined(__AVX2__)
+        const __m256i twice = _mm256_packus_epi32(__m256i(b), __m256i(b));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_castsi256_si128(_mm256_permute4x64_epi64(twice, 0x08)));
+#else
+        for (int l = 0; l < kLanes; ++l) to[l].bits = uint16_t(b[l]);
+#endif
+    }
+}
+
+// r[i] lane j <-> r[j] lane i
+NM_INLINE void transpose(U* r) {
+#if defined(NM_MASK_REGISTERS)
+    __m512i a[16], b[16];
+    for (int i = 0; i < 16; i += 2) {
+        a[i] = _mm512_unpacklo_epi32(__m512i(r[i]), __m512i(r[i + 1]));
+        a[i + 1] = _mm512_unpackhi_epi32(__m512i(r[i]), __m512i(r[i + 1]));
+    }
+    for (int i = 0; i < 16; i += 4) {  // then b[i + k], 128-bit part q: column 4q + k of rows i .. i + 3
+        b[i] = _mm512_unpacklo_epi64(a[i], a[i + 2]);
+        b[i + 1] = _mm512_unpackhi_epi64(a[i], a[i + 2]);
+        b[i + 2] = _mm512_unpacklo_epi64(a[i + 1], a[i + 3]);
+        b[i + 3] = _mm512_unpackhi_epi64(a[i + 1], a[i + 3]);
+    }
+    for (int k = 0; k < 4; ++k) {
+        const __m512i low01 = _mm512_shuffle_i32x4(b[k], b[k + 4], 0x44), high01 = _mm512_shuffle_i32x4(b[k], b[k + 4], 0xee);
+        const __m512i low23 = _mm512_shuffle_i32x4(b[k + 8], b[k + 12], 0x44), high23 = _mm512_shuffle_i32x4(b[k + 8], b[k + 12], 0xee);
+        r[k] = U(_mm512_shuffle_i32x4(low01, low23, 0x88));
+        r[k + 4] = U(_mm512_shuffle_i32x4(low01, low23, 0xdd));
+        r[k + 8] = U(_mm512_shuffle_i32x4(high01, high23, 0x88));
+        r[k + 12] = U(_mm512_shuffle_i32x4(high01, high23, 0xdd));
+    }
+#elif defined(__AVX2__)
+    __m256i a[8], b[8];
+    for (int i = 0; i < 8; i += 2) {
+        a[i] = _mm256_unpacklo_epi32(__m256i(r[i]), __m256i(r[i + 1]));
+        a[i + 1] = _mm256_unpackhi_epi32(__m256i(r[i]), __m256i(r[i + 1]));
+    }
+    for (int i = 0; i < 8; i += 4) {
+        b[i] = _mm256_unpacklo_epi64(a[i], a[i + 2]);
+        b[i + 1] = _mm256_unpackhi_epi64(a[i], a[i + 2]);
+        b[i + 2] = _mm256_unpacklo_epi64(a[i + 1], a[i + 3]);
+        b[i + 3] = _mm256_unpackhi_epi64(a[i + 1], a[i + 3]);
+    }
+    for (int k = 0; k < 4; ++k) {
+        r[k] = U(_mm256_permute2x128_si256(b[k], b[k + 4], 0x20));
+        r[k + 4] = U(_mm256_permute2x128_si256(b[k], b[k + 4], 0x31));
+    }
+#else
+    uint32_t t[kLanes][kLanes], in[kLanes][kLanes];
+    std::memcpy(in, r, sizeof in);
+    for (int i = 0; i < kLanes; ++i) {
+        for (int j = 0; j < kLanes; ++j) t[i][j] = in[j][i];
+    }
+    std::memcpy(r, t, sizeof t);
+#endif
+}
+
+// Past the caches (see stream.h): a whole aligned vector leaves without its line being read first.
+template <bool Stream>
+NM_INLINE void store_words(char* to, U words) {
+    if constexpr (Stream) {
+#if defined(NM_MASK_REGISTERS)
+        return _mm512_stream_si512(reinterpret_cast<__m512i*>(to), __m512i(words));
+#elif defined(__AVX2__)
+        return _mm256_stream_si256(reinterpret_cast<__m256i*>(to), __m256i(words));
+#elif defined(__SSE2__)
+        return _mm_stream_si128(reinterpret_cast<__m128i*>(to), reinterpret_cast<__m128i>(words));
+#endif
+    }
+    std::memcpy(to, &words, sizeof words);
+}
+
+// `bytes` bytes to each of `lanes` rows, `stride` bytes apart: 32-bit word i of row l is lane l of word(i).
+template <bool Stream, class W>
+NM_INLINE void store_rows(const W& word, int64_t bytes, char* to, int64_t stride, int lanes) {
+    for (int64_t done = 0; done < bytes; done += 4 * kLanes) {
+        const int64_t there = std::min<int64_t>(bytes - done, 4 * kLanes);
+        U r[kLanes];
+        if (there == 4 * kLanes) {
+            for (int i = 0; i < kLanes; ++i) r[i] = word(done / 4 + i);
+        } else {
+            for (int i = 0; i < kLanes; ++i) r[i] = 4 * i < there ? word(done / 4 + i) : U{};
+        }
+        transpose(r);
+        for (int l = 0; l < std::min(lanes, kLanes); ++l) {
+            char* row = to + l * stride + done;
+            if (there == 4 * kLanes) {
+                store_words<Stream>(row, r[l]);
+            } else {
+                std::memcpy(row, &r[l], size_t(there));
+            }
+        }
+    }
+}
+
+// Word i of a row of `count` elements of type T, whose element k is x[k * kLanes + lane].
+template <class T>
+struct RowWords {
+    const float* x;
+    int64_t count;
+
+    NM_INLINE U operator()(int64_t i) const {
+        if constexpr (sizeof(T) == 4) return bits_of(load(x + i * kLanes));
+        const int64_t k = 2 * i;
+        const U low = narrowed<T>(load(x + k * kLanes));
+        return k + 1 < count ? low | narrowed<T>(load(x + (k + 1) * kLanes)) << 16 : low;
+    }
+};
+
+template <class T>
+NM_INLINE void store_elements(const float* x, int64_t count, T* to, int64_t stride, int lanes, bool stream) {
+    const int64_t bytes = count * int64_t(sizeof(T)), step = stride * int64_t(sizeof(T));
+    char* first = reinterpret_cast<char*>(to);
+    if (stream && (reinterpret_cast<uintptr_t>(first) | uintptr_t(step)) % sizeof(U) == 0) {
+        store_rows<true>(RowWords<T>{x, count}, bytes, first, step, lanes);
+    } else {
+        store_rows<false>(RowWords<T>{x, count}, bytes, first, step, lanes);
+    }
+}
+
+// The other way: `count` elements of each of `lanes` rows, `stride` elements apart, to x. `there` >= count may be read
+// from a row; x has room for count rounded up to kLanes.
+template <class T>
+NM_INLINE void load_elements(const T* from, int64_t stride, int lanes, int64_t count, int64_t there, float* x) {
+    for (int64_t done = 0; done < count; done += kLanes) {
+        U r[kLanes];
+        if (lanes == kLanes && there - done >= kLanes) {
+            for (int l = 0; l < kLanes; ++l) r[l] = bits_of(widened(from + l * stride + done));
+        } else {
+            for (int l = 0; l < kLanes; ++l) r[l] = l < lanes ? bits_of(widened(from + l * stride + done, there - done)) : U{};
+        }
+        transpose(r);
+        for (int i = 0; i < kLanes; ++i) store(x + (done + i) * kLanes, float_of(r[i]));
+    }
+}
+
+}  // namespace
+}  // namespace nm
