@@ -111,7 +111,7 @@ def test_mvue_equals_the_reference(cpu, text, dtype, method):
 
 
 @pytest.mark.parametrize("text", ["2:4", "3:5", "1:16", "7:256"])
-@pytest.mark.parametrize("shape", [(7, 5), (70, 67), (9, 4, 6), (5, 0), (0, 5)], ids=str)
+@pytest.mark.parametrize("shape", [(7, 5), (70, 67), (9, 4, 6), (5, 0), (0, 5), (33, 1), (131, 33)], ids=str)
 def test_mvue_along_other_dimensions_pads_the_tail(cpu, text, shape):
     p, seed, g = Pattern(text), torch.tensor([5, 6]), torch.randn(shape)
     for dim in range(-len(shape), -1):

@@ -22,7 +22,7 @@ namespace {
 constexpr int kChunkItems = 128;   // elements of each row loaded at once: 8 KB of 16 floats, well inside the first cache
 constexpr int kStripSlots = 64;    // slots collected before they are stored: whole cache lines of any element type
 constexpr int kColumns = 256;      // columns of one task
-constexpr int kMaxChunk = kMaxM + kLanes, kMaxSlots = kStripSlots + 2 * kMaxM;
+constexpr int kMaxChunk = kMaxM + 2 * kLanes, kMaxSlots = kStripSlots + 2 * kMaxM;
 
 // Groups loaded at once. A multiple of 8 where indices are shorter than a byte, so that strips begin on a byte.
 int chunk_groups(int m) { return m > 16 ? std::max(1, kChunkItems / m) : std::max(8, kChunkItems / m / 8 * 8); }
@@ -45,8 +45,8 @@ struct Strip {
 // The uniforms of a strip, group by group.
 class Uniforms {
   public:
-    Uniforms(const MvueCall& call, int64_t j, int64_t j_step)
-        : philox_(call.seed, call.offset), one_each_(philox_, j, j_step), counter_(j, j_step, 0) {}
+    Uniforms(const PhiloxLanes& philox, int64_t j, int64_t j_step)
+        : philox_(philox), one_each_(philox_, j, j_step), counter_(j, j_step, 0) {}
 
     NM_INLINE U one() {
         if (used_ == 4) {
@@ -63,7 +63,7 @@ class Uniforms {
     }
 
   private:
-    PhiloxLanes philox_;
+    const PhiloxLanes& philox_;
     OneEach one_each_;
     LaneCounter counter_;
     LaneWords four_;
@@ -147,12 +147,13 @@ class Walk {
   public:
     Walk(const MvueCall& call, int n, int m, const Output& out)
         : call_(call), n_(n), m_(m), out_(out), estimate_(estimate_of(n, m)), chunk_(chunk_groups(m)), strip_(strip_groups(n, m)),
-          bits_(index_bits(m)), groups_((call.length + m - 1) / m), kept_(groups_ * n), bytes_(index_bytes(kept_, bits_)) {
+          bits_(index_bits(m)), philox_(call.seed, call.offset), groups_((call.length + m - 1) / m), kept_(groups_ * n), bytes_(index_bytes(kept_, bits_)) {
         const int64_t elements = call.outer * call.inner * (out.dense ? call.length : kept_);
         stream_ = elements * int64_t(sizeof(T)) >= kStreamBytes;
     }
 
     void run(int threads) const {
+        if (call_.outer * call_.inner * call_.length == 0) return;
         if (call_.inner > 1) return columns(threads);
         // rows whose groups and packed bytes follow each other without a gap are one long row, cut as suits the machine
         const bool seamless = call_.length % m_ == 0 && kept_ * bits_ % 8 == 0;
@@ -223,7 +224,7 @@ class Walk {
         Slots slots{values, words, 0};
         const int64_t used = (groups * n_ * bits_ + 31) / 32;
         if (!out_.dense) std::fill_n(words, used * kLanes, 0u);
-        Uniforms uniforms(call_, s.j, s.j_step);
+        Uniforms uniforms(philox_, s.j, s.j_step);
         for (int64_t done = 0; done < groups; done += chunk_) {
             const int64_t count = std::min<int64_t>(chunk_, groups - done);
             load_chunk(s, done * m_, count * m_, x);
@@ -265,6 +266,7 @@ class Walk {
     Output out_;
     Estimate estimate_;
     int chunk_, strip_, bits_;
+    PhiloxLanes philox_;
     int64_t groups_, kept_, bytes_;
     bool stream_;
 };

@@ -52,6 +52,7 @@ NM_INLINE F with_sign(F magnitude, F sign) { return float_of(bits_of(magnitude) 
 using B = __mmask16;
 
 NM_INLINE B nonzero(U x) { return _mm512_test_epi32_mask(__m512i(x), __m512i(x)); }
+NM_INLINE B common(U a, U b) { return _mm512_test_epi32_mask(__m512i(a), __m512i(b)); }
 NM_INLINE B zero(U x) { return _mm512_testn_epi32_mask(__m512i(x), __m512i(x)); }
 NM_INLINE B at_least(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ); }
 NM_INLINE B below(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
@@ -76,6 +77,7 @@ NM_INLINE U truncated(F x) { return U(_mm512_cvttps_epi32(x)); }
 typedef int32_t B __attribute__((vector_size(4 * kLanes)));
 
 NM_INLINE B nonzero(U x) { return x != 0; }
+NM_INLINE B common(U a, U b) { return (a & b) != 0; }
 NM_INLINE B zero(U x) { return x == 0; }
 NM_INLINE B at_least(F a, F b) { return a >= b; }
 NM_INLINE B below(F a, F b) { return a < b; }

@@ -14,7 +14,7 @@ namespace {
 struct Slots {
     float* values;
     uint32_t* words;
-    int64_t k;  // the next slot
+    uint32_t k;  // the next slot
 };
 
 // Where fewer than N are stored, the lowest others too: their value is 0.
@@ -40,12 +40,12 @@ NM_INLINE bool shift_in(const B* stored, const F* x, F* value, U* position) {
             position[s] = choose(stored[i], s + 1 < N ? position[s + 1] : splat(uint32_t(i)), position[s]);
         }
     }
-    return !any(nonzero(position[0] & empty));
+    return !any(common(position[0], splat(empty)));
 }
 
 template <int N, int M>
 NM_INLINE void pack(Fixed<N, M>, const F* x, Slots& to) {
-    constexpr int bits = M <= 4 ? 2 : M <= 16 ? 4 : 8;
+    constexpr uint32_t bits = M <= 4 ? 2 : M <= 16 ? 4 : 8;
     static_assert(32 % (N * bits) == 0, "the positions of a group must not straddle two words");
     B stored[M];
     NM_UNROLL for (int i = 0; i < M; ++i) stored[i] = nonzero(x[i]);
@@ -57,11 +57,11 @@ NM_INLINE void pack(Fixed<N, M>, const F* x, Slots& to) {
     }
     U code = U{};
     for (int s = 0; s < N; ++s) {
-        store(to.values + (to.k + s) * kLanes, value[s]);
-        code |= position[s] << (s * bits);
+        store(to.values + (to.k + uint32_t(s)) * kLanes, value[s]);
+        code |= position[s] << (uint32_t(s) * bits);
     }
     float* word = reinterpret_cast<float*>(to.words) + to.k * bits / 32 * kLanes;
-    store(word, float_of(bits_of(load(word)) | code << uint32_t(to.k * bits % 32)));
+    store(word, float_of(bits_of(load(word)) | code << (to.k * bits % 32)));
     to.k += N;
 }
 
@@ -86,7 +86,7 @@ inline void pack(Any p, const F* x, Slots& to) {
             to.words[k * bits / 32 * kLanes + l] |= uint32_t(i) << (k * bits % 32);
         }
     }
-    to.k += p.n;
+    to.k += uint32_t(p.n);
 }
 
 }  // namespace

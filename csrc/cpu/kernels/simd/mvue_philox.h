@@ -11,16 +11,7 @@ struct LaneWords {
     U w[4];
 };
 
-class PhiloxLanes {
-  public:
-    PhiloxLanes(uint64_t seed, uint64_t offset) : seed_(seed), offset_(offset) {}
-
-    // The blocks at the counters whose words are lo and hi.
-    NM_INLINE LaneWords operator()(U lo, U hi) const;
-
-  private:
-    uint64_t seed_, offset_;
-};
+constexpr uint32_t kKeyStep0 = 0x9E3779B9u, kKeyStep1 = 0xBB67AE85u;
 
 #if defined(__AVX2__)
 
@@ -35,43 +26,72 @@ NM_INLINE D low_product(D a, D b) {
 #endif
 }
 
+// a is not needed afterwards: under AVX-512 one instruction writes over it.
+NM_INLINE D xor3(D a, D b, D c) {
+#if defined(NM_MASK_REGISTERS)
+    return D(_mm512_ternarylogic_epi64(__m512i(a), __m512i(b), __m512i(c), 0x96));
+#else
+    return a ^ b ^ c;
+#endif
+}
+
 // Even and odd counters live in the lower halves of the 64-bit lanes of two states. The upper halves hold rubbish, which
 // nothing reads: a product is of lower halves, and its own upper half is shifted down. No word is ever moved about.
 struct PhiloxState {
     D c0, c1, c2, c3;
 
-    NM_INLINE void round(uint32_t k0, uint32_t k1) {
+    NM_INLINE void round(D k0, D k1) {
         const D a = low_product(c0, D(splat(0xD2511F53u))), b = low_product(c2, D(splat(0xCD9E8D57u)));
-        c0 = (b >> 32) ^ c1 ^ D(splat(k0));
+        c0 = xor3(c1, b >> 32, k0);
         c1 = b;
-        c2 = (a >> 32) ^ c3 ^ D(splat(k1));
+        c2 = xor3(c3, a >> 32, k1);
         c3 = a;
     }
 };
 
-NM_INLINE U interleave(D even, D odd) { return U((even & 0xffffffffu) | (odd << 32)); }
+NM_INLINE U interleaved(D even, D odd) { return U((even & 0xffffffffu) | (odd << 32)); }
 
-NM_INLINE LaneWords PhiloxLanes::operator()(U lo, U hi) const {
-    const D c2 = D(splat(uint32_t(offset_))), c3 = D(splat(uint32_t(offset_ >> 32)));
-    PhiloxState even{D(lo), D(hi), c2, c3}, odd{D(lo) >> 32, D(hi) >> 32, c2, c3};
-    uint32_t k0 = uint32_t(seed_), k1 = uint32_t(seed_ >> 32);
-    _Pragma("GCC unroll 10") for (int i = 0; i < 10; ++i, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u) {
-        even.round(k0, k1);
-        odd.round(k0, k1);
+class PhiloxLanes {
+  public:
+    PhiloxLanes(uint64_t seed, uint64_t offset) : c2_(D(splat(uint32_t(offset)))), c3_(D(splat(uint32_t(offset >> 32)))) {
+        for (uint32_t i = 0; i < 10; ++i) {
+            key0_[i] = D(splat(uint32_t(seed) + i * kKeyStep0));
+            key1_[i] = D(splat(uint32_t(seed >> 32) + i * kKeyStep1));
+        }
     }
-    return LaneWords{{interleave(even.c0, odd.c0), interleave(even.c1, odd.c1), interleave(even.c2, odd.c2), interleave(even.c3, odd.c3)}};
-}
+
+    // The blocks at the counters whose words are lo and hi.
+    NM_INLINE LaneWords operator()(U lo, U hi) const {
+        PhiloxState even{D(lo), D(hi), c2_, c3_}, odd{D(lo) >> 32, D(hi) >> 32, c2_, c3_};
+        _Pragma("GCC unroll 10") for (int i = 0; i < 10; ++i) {
+            even.round(key0_[i], key1_[i]);
+            odd.round(key0_[i], key1_[i]);
+        }
+        return LaneWords{{interleaved(even.c0, odd.c0), interleaved(even.c1, odd.c1), interleaved(even.c2, odd.c2), interleaved(even.c3, odd.c3)}};
+    }
+
+  private:
+    D c2_, c3_, key0_[10], key1_[10];
+};
 
 #else
 
-NM_INLINE LaneWords PhiloxLanes::operator()(U lo, U hi) const {
-    LaneWords words;
-    for (int l = 0; l < kLanes; ++l) {
-        const Words block = philox_block(seed_, offset_, uint64_t(hi[l]) << 32 | lo[l]);
-        for (int i = 0; i < 4; ++i) words.w[i][l] = block.w[i];
+class PhiloxLanes {
+  public:
+    PhiloxLanes(uint64_t seed, uint64_t offset) : seed_(seed), offset_(offset) {}
+
+    LaneWords operator()(U lo, U hi) const {
+        LaneWords words;
+        for (int l = 0; l < kLanes; ++l) {
+            const Words block = philox_block(seed_, offset_, uint64_t(hi[l]) << 32 | lo[l]);
+            for (int i = 0; i < 4; ++i) words.w[i][l] = block.w[i];
+        }
+        return words;
     }
-    return words;
-}
+
+  private:
+    uint64_t seed_, offset_;
+};
 
 #endif
 
@@ -124,7 +144,7 @@ class OneEach {
         return words;
     }
 
-    PhiloxLanes philox_;
+    const PhiloxLanes& philox_;
     LaneCounter block_;
     B by_one_, by_two_;
     bool aligned_;

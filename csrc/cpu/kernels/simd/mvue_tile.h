@@ -202,19 +202,50 @@ NM_INLINE void store_elements(const float* x, int64_t count, T* to, int64_t stri
     }
 }
 
+// 32 bits of each of kLanes rows as floats: one element, or the lower and the upper of two.
+NM_INLINE void store_widened(U word, float* x, float) { store(x, float_of(word)); }
+
+NM_INLINE void store_widened(U word, float* x, bf16) {
+    store(x, float_of(word << 16));
+    store(x + kLanes, float_of(word & 0xffff0000u));
+}
+
+NM_INLINE void store_widened(U word, float* x, fp16) {
+#if defined(NM_MASK_REGISTERS)
+    store(x, _mm512_cvtph_ps(_mm512_cvtepi32_epi16(__m512i(word))));
+    store(x + kLanes, _mm512_cvtph_ps(_mm512_cvtepi32_epi16(__m512i(word >> 16))));
+#else
+    fp16 h[2 * kLanes], low[kLanes], high[kLanes];
+    std::memcpy(h, &word, sizeof word);
+    for (int l = 0; l < kLanes; ++l) low[l] = h[2 * l], high[l] = h[2 * l + 1];
+    store(x, widened(low));
+    store(x + kLanes, widened(high));
+#endif
+}
+
+// As many elements as fit a vector, zeros past the first `there`.
+template <class T>
+NM_INLINE U row_words(const T* from, int64_t there) {
+    constexpr int64_t each = int64_t(sizeof(U) / sizeof(T));
+    U words = {};
+    std::memcpy(&words, from, there >= each ? sizeof words : size_t(std::max<int64_t>(there, 0)) * sizeof(T));
+    return words;
+}
+
 // The other way: `count` elements of each of `lanes` rows, `stride` elements apart, to x. `there` >= count may be read
-// from a row; x has room for count rounded up to kLanes.
+// from a row; x has room for count rounded up to what two vectors hold.
 template <class T>
 NM_INLINE void load_elements(const T* from, int64_t stride, int lanes, int64_t count, int64_t there, float* x) {
-    for (int64_t done = 0; done < count; done += kLanes) {
+    constexpr int per = 4 / sizeof(T), each = per * kLanes;
+    for (int64_t done = 0; done < count; done += each) {
         U r[kLanes];
-        if (lanes == kLanes && there - done >= kLanes) {
-            for (int l = 0; l < kLanes; ++l) r[l] = bits_of(widened(from + l * stride + done));
+        if (lanes == kLanes && there - done >= each) {
+            for (int l = 0; l < kLanes; ++l) std::memcpy(&r[l], from + l * stride + done, sizeof r[l]);
         } else {
-            for (int l = 0; l < kLanes; ++l) r[l] = l < lanes ? bits_of(widened(from + l * stride + done, there - done)) : U{};
+            for (int l = 0; l < kLanes; ++l) r[l] = l < lanes ? row_words(from + l * stride + done, there - done) : U{};
         }
         transpose(r);
-        for (int i = 0; i < kLanes; ++i) store(x + (done + i) * kLanes, float_of(r[i]));
+        for (int i = 0; i < kLanes; ++i) store_widened(r[i], x + (done + i * per) * kLanes, T{});
     }
 }
 
