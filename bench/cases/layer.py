@@ -33,7 +33,7 @@ def layer(spec: Spec, device: str) -> Work:
     full = 2 * spec.tokens * spec.rows * spec.cols
     layers = {"nmkernels CompressedLinear": CompressedLinear(c, dense.bias)}
     if KEEPS_DENSE:
-        layers["nmkernels CompressedLinear(keep_dense)"] = CompressedLinear(c, dense.bias, keep_dense=True)  # type: ignore[call-arg]
+        layers["nmkernels CompressedLinear(keep_dense)"] = CompressedLinear(c, dense.bias, keep_dense=True)
 
     def provider(name: str, module: nn.Module) -> Provider:
         @torch.no_grad()

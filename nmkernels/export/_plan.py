@@ -25,7 +25,7 @@ class LoadPlan:
     others: dict[str, Tensor] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
-    def apply(self, model: nn.Module) -> None:
+    def apply(self, model: nn.Module, keep_dense: bool = False) -> None:
         """Copy the tensors and swap the layers; a module that the model holds twice stays one module."""
         meta = any(t.is_meta for t in model.state_dict().values() if isinstance(t, Tensor))
         model.load_state_dict(self.others, strict=False, assign=meta)
@@ -35,7 +35,7 @@ class LoadPlan:
             old: Any = dense[name]
             if id(old) not in made:
                 on = "cpu" if old.weight.is_meta else old.weight.device
-                made[id(old)] = deployed(old, weight.to(on), layout)
+                made[id(old)] = deployed(old, weight.to(on), layout, keep_dense)
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, made[id(old)])
         switch_fast_paths(model)

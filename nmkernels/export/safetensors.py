@@ -72,7 +72,7 @@ def save_compressed(model: nn.Module, path: str | os.PathLike[str]) -> None:
     write(path, tensors, metadata)
 
 
-def load_compressed(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
+def load_compressed(model: nn.Module, path: str | os.PathLike[str], keep_dense: bool = False) -> nn.Module:
     """Load a compressed file into a freshly built dense model, in place, and return the model.
 
     The layers named in the file become CompressedLinear (``nn.Linear`` and Hugging Face's ``Conv1D`` are swapped); every
@@ -81,6 +81,7 @@ def load_compressed(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module
     Args:
         model: the dense architecture that was trained, on any device; on the meta device it takes the file's tensors as they are.
         path: a file that ``save_compressed`` wrote.
+        keep_dense: see ``CompressedLinear``.
 
     Raises:
         CheckpointError: the file is missing, truncated, foreign, newer than this version, or does not fit the model.
@@ -91,7 +92,7 @@ def load_compressed(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module
         if name not in contents.tensors:
             raise CheckpointError(f"{contents.path}: tensor {alias!r} is said to be the same as {name!r}, which the file does not hold.")
         contents.tensors[alias] = contents.tensors[str(name)]
-    plan_load(model, contents).apply(model)
+    plan_load(model, contents).apply(model, keep_dense)
     return model
 
 

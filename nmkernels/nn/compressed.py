@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import ops
 from ..autograd import linear_compressed
+from ..backends.cpu.policy import packed_wins
 from ..pattern import DtypeError, Pattern, ShapeError
 from ._autocast import autocast_dtype, castable
 
@@ -20,6 +22,12 @@ class CompressedLinear(nn.Module):
         weight: the compressed weight of shape ``(out, in)``.
         bias: ``(out,)`` or None; a Parameter stays the same Parameter.
         layout: how the dense module stores its weight: ``"linear"`` ``(out, in)`` or ``"conv1d"`` ``(in, out)``. The product is the same.
+        keep_dense: keep the dense weight too, made at the first call, and multiply it where that is faster than the compressed form:
+            many tokens in 16 bits, patterns that keep more than about half, devices without a sparse kernel. The layer then needs
+            ``1 + M/N`` times the memory of its values; the copy is not saved, and is made again after the weight moves or changes.
+
+    Without ``keep_dense`` such a product expands the weight at every call. An inf or NaN of x reaches those outputs whose stored
+    weights meet it; where the product is a dense one, it makes all of its row NaN or inf.
 
     Differentiable in x and in the bias; the compressed weight is a constant.
 
@@ -36,7 +44,7 @@ class CompressedLinear(nn.Module):
     indices: Tensor
     bias: nn.Parameter | None
 
-    def __init__(self, weight: ops.Compressed, bias: Tensor | None = None, layout: str = "linear") -> None:
+    def __init__(self, weight: ops.Compressed, bias: Tensor | None = None, layout: str = "linear", keep_dense: bool = False) -> None:
         super().__init__()
         if len(weight.shape) != 2:
             raise ShapeError(f"CompressedLinear: the weight must be a matrix (out, in), got shape {tuple(weight.shape)}.")
@@ -47,15 +55,18 @@ class CompressedLinear(nn.Module):
             raise ShapeError(f"CompressedLinear: bias has shape {tuple(bias.shape)}, the weight needs ({self.out_features},).")
         self.pattern: Pattern = weight.pattern
         self.layout = layout
+        self.keep_dense = keep_dense
         self.register_buffer("values", weight.values)
         self.register_buffer("indices", weight.indices)
         self.register_parameter("bias", bias if bias is None or isinstance(bias, nn.Parameter) else nn.Parameter(bias))
         self._view: ops.Compressed | None = weight
 
     @classmethod
-    def from_compressed(cls, c: ops.Compressed, bias: Tensor | None = None, layout: str = "linear") -> CompressedLinear:
+    def from_compressed(
+        cls, c: ops.Compressed, bias: Tensor | None = None, layout: str = "linear", keep_dense: bool = False
+    ) -> CompressedLinear:
         """The layer that multiplies ``c``; the same as the constructor, for symmetry with ``from_dense``."""
-        return cls(c, bias, layout)
+        return cls(c, bias, layout, keep_dense)
 
     @property
     def weight(self) -> ops.Compressed:
@@ -76,13 +87,15 @@ class CompressedLinear(nn.Module):
             weight = _cast(weight, dtype)
         if x.dtype != weight.values.dtype:
             raise DtypeError(f"CompressedLinear: x is {x.dtype}, the weight {weight.dtype}; cast one of them, or use torch.autocast.")
+        if self.keep_dense and not torch.compiler.is_compiling() and not packed_wins(x, weight.pattern):
+            return F.linear(x, weight.layout("dense", _dense), None if self.bias is None else self.bias.to(x.dtype))
         return linear_compressed(x, weight, self.bias)
 
     def extra_repr(self) -> str:
         """What ``print(model)`` shows: shapes, pattern, dtype and layout."""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"pattern={self.pattern}, dtype={self.values.dtype}, layout={self.layout}"
+            f"pattern={self.pattern}, dtype={self.values.dtype}, layout={self.layout}{', keep_dense=True' if self.keep_dense else ''}"
         )
 
 
@@ -92,3 +105,9 @@ def _cast(weight: ops.Compressed, dtype: torch.dtype) -> ops.Compressed:
     # cast once, with the layouts that a backend then builds for it, and not at every call
     cast: ops.Compressed = weight.layout(str(dtype), lambda c: c.to(dtype))
     return cast
+
+
+def _dense(weight: ops.Compressed) -> Tensor:
+    # a later call may need gradients, which tensors of inference mode cannot take part in
+    with torch.inference_mode(False):
+        return weight.dense()

@@ -24,7 +24,7 @@ HOOKS = (
 """What a deployed layer takes over. Hooks on state dicts are not: they speak of the dense layer's keys."""
 
 
-def compress_(model: nn.Module) -> nn.Module:
+def compress_(model: nn.Module, keep_dense: bool = False) -> nn.Module:
     """Replace every finished sparse layer of ``model`` by a CompressedLinear, in place, and return the model.
 
     The products are unchanged; forward and backward hooks, bias and mode are carried over; the dense weights are freed once
@@ -32,6 +32,7 @@ def compress_(model: nn.Module) -> nn.Module:
 
     Args:
         model: a model whose recipe has been finished (``handle.finish()``).
+        keep_dense: see ``CompressedLinear``: dense weights are kept beside the compressed ones, for where they are faster.
 
     Raises:
         RecipeError: a layer is not finished, its weight is not N:M, or the model has no sparse layer.
@@ -55,7 +56,7 @@ def compress_(model: nn.Module) -> nn.Module:
     for layer in layers.values():
         with torch.no_grad():
             packed = ops.compress(layer.master.detach(), layer.pattern)
-        replace_(model, layer, deployed(layer, packed, "conv1d" if layer.transposed else "linear"))
+        replace_(model, layer, deployed(layer, packed, "conv1d" if layer.transposed else "linear", keep_dense))
     switch_fast_paths(model)
     return model
 
@@ -77,10 +78,10 @@ def _check(name: str, layer: NMWeight) -> None:
         )
 
 
-def deployed(dense: nn.Module, weight: ops.Compressed, layout: str = "linear") -> CompressedLinear:
+def deployed(dense: nn.Module, weight: ops.Compressed, layout: str = "linear", keep_dense: bool = False) -> CompressedLinear:
     """The CompressedLinear that takes the place of ``dense``: its bias, mode, and forward and backward hooks, with ``weight``."""
     bias = dense.bias
     assert bias is None or isinstance(bias, nn.Parameter)
-    new = CompressedLinear(weight, bias, layout)
+    new = CompressedLinear(weight, bias, layout, keep_dense)
     new.__dict__.update({name: dense.__dict__[name] for name in HOOKS})
     return new.train(dense.training)

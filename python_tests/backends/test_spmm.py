@@ -20,7 +20,7 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.fixture(autouse=True)
 def _always_sparse(monkeypatch):
     """The kernels themselves are tested here, also where the policy would not choose them."""
-    monkeypatch.setattr(module, "sparse_wins", lambda *args: True)
+    monkeypatch.setattr(module, "sparse_wins", lambda *args, **kwargs: True)
     monkeypatch.setattr(module, "FEW_TOKENS", 0)
 
 
@@ -156,3 +156,16 @@ def test_same_bits_on_any_number_of_threads(cpu, text):
         torch.set_num_threads(before)
     assert_equal_bits(results[0], results[1])
     assert_equal_bits(results[0], results[2])
+
+
+@every_dtype
+def test_expanded_weights_share_memory_and_not_results(cpu, monkeypatch, dtype):
+    monkeypatch.setattr(module, "sparse_wins", lambda *args, **kwargs: False)
+    gen = torch.Generator().manual_seed(9)
+    first, second = (packed(rows, 64, "2:4", dtype, gen) for rows in (24, 16))
+    x = torch.randn(20, 64, generator=gen).to(dtype)
+    y = [cpu("nm_linear")(x, values, indices, 2, 4, 64) for values, indices, _ in (first, second)]
+    assert_equal_bits(y, [torch.nn.functional.linear(x, w) for _, _, w in (first, second)])
+    check(cpu, "2:4", dtype, 17, 64, 20)
+    monkeypatch.setattr(module, "ROOM_BYTES", 0)
+    check(cpu, "2:4", dtype, 17, 64, 20)

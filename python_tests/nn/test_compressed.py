@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import nmkernels as nm
-from nmkernels.testing import assert_no_worse, equal_bits
+from nmkernels.testing import assert_equal_bits, assert_no_worse, equal_bits
 from python_tests import plain
 from python_tests.copies import WAYS, copied
 
@@ -178,6 +178,34 @@ def test_compress_keeps_outputs_bias_mode_and_frees_the_weights():
     del handle
     gc.collect()
     assert weight() is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_keep_dense_gives_the_same_and_is_not_saved(dtype):
+    c = nm.ops.compress(torch.randn(24, 64).to(dtype), "3:4")
+    bias = torch.randn(24).to(dtype)
+    plain, kept = nm.CompressedLinear(c, bias), nm.CompressedLinear(c, bias, keep_dense=True)
+    x = torch.randn(40, 64).to(dtype)
+    with torch.inference_mode():
+        first = kept(x)
+    x.requires_grad_()
+    y = kept(x)
+    y.sum().backward()
+    torch.testing.assert_close(y, plain(x))
+    assert_equal_bits(y.detach(), first)
+    torch.testing.assert_close(x.grad, c.dense().sum(0).expand(40, 64), rtol=2e-2, atol=2e-2)
+    assert kept.state_dict().keys() == plain.state_dict().keys()
+    assert "keep_dense=True" in repr(kept) and "keep_dense" not in repr(plain)
+    kept.values.zero_()
+    assert_equal_bits(kept(x).detach(), bias.expand(40, 24))
+
+
+def test_compress_and_load_pass_keep_dense_on(tmp_path):
+    model, _ = finished(nn.Linear(32, 32))
+    assert nm.compress_(model, keep_dense=True)[0].keep_dense
+    nm.save_compressed(model, tmp_path / "m.safetensors")
+    assert nm.load_compressed(nn.Sequential(nn.Linear(32, 32)), tmp_path / "m.safetensors", keep_dense=True)[0].keep_dense
+    assert not nm.load_compressed(nn.Sequential(nn.Linear(32, 32)), tmp_path / "m.safetensors")[0].keep_dense
 
 
 def test_compress_carries_hooks_over():

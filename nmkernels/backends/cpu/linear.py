@@ -6,6 +6,8 @@ through a stored weight (a stored zero counts); where ``policy`` chooses the den
 
 from __future__ import annotations
 
+import threading
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,31 @@ from ..._capability import compiled_core
 from ._core import DTYPES, contiguous, core, register
 from .groups import check_indices, expand
 from .policy import FEW_TOKENS, sparse_wins
+
+ROOM_BYTES = 256 << 20
+"""The largest dense weight whose memory a thread keeps for the next one; fresh pages cost more than expanding into them."""
+
+
+class _Room(threading.local):
+    """Where a thread expands weights: one piece of memory, as large as the largest so far."""
+
+    memory = torch.empty(0, dtype=torch.uint8)
+
+    def like(self, values: Tensor, *shape: int) -> Tensor:
+        """An uninitialised tensor, valid until the next call."""
+        count = torch.Size(shape).numel() * values.element_size()
+        if count > ROOM_BYTES:
+            return values.new_empty(shape)
+        if count > self.memory.numel():
+            self.memory = torch.empty(count, dtype=torch.uint8)
+        return self.memory[:count].view(values.dtype).view(shape)
+
+
+_room = _Room()
+
+
+def _expanded(op: str, values: Tensor, indices: Tensor, n: int, m: int, cols: int) -> Tensor:
+    return expand(op, values, indices, n, m, cols, _room.like(values, values.shape[0], cols))
 
 
 def _deliver(result: Tensor, out: Tensor | None) -> Tensor:
@@ -34,7 +61,7 @@ def _linear(
 ) -> Tensor:
     rows, tokens = values.shape[0], x.shape[:-1].numel()
     if tokens > FEW_TOKENS and not sparse_wins(x.dtype, n, m):
-        return _deliver(torch.nn.functional.linear(x, expand("linear", values, indices, n, m, cols), bias), out)
+        return _deliver(torch.nn.functional.linear(x, _expanded("linear", values, indices, n, m, cols), bias), out)
     x, values, indices = contiguous(x), contiguous(values), indices.contiguous()
     b = None if bias is None else contiguous(bias)
     y = x.new_empty(*x.shape[:-1], rows) if out is None else out
@@ -78,8 +105,8 @@ def _plain(x: Tensor, dtype: torch.dtype) -> bool:
 @register("nm_linear_dgrad")
 def _linear_dgrad(g: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, out: Tensor | None = None) -> Tensor:
     rows, tokens = values.shape[0], g.shape[:-1].numel()
-    if not sparse_wins(g.dtype, n, m):
-        return _deliver(g @ expand("linear_dgrad", values, indices, n, m, cols), out)
+    if not sparse_wins(g.dtype, n, m, dgrad=True):
+        return _deliver(g @ _expanded("linear_dgrad", values, indices, n, m, cols), out)
     g, values, indices = contiguous(g), contiguous(values), indices.contiguous()
     dx = g.new_empty(*g.shape[:-1], cols) if out is None else out
     operands = (values.data_ptr(), indices.data_ptr(), rows, cols, tokens, *_by_tokens(g, rows), 0, *_by_tokens(dx, cols))
@@ -92,7 +119,7 @@ def _linear_dgrad(g: Tensor, values: Tensor, indices: Tensor, n: int, m: int, co
 def _linear_wgrad(values: Tensor, indices: Tensor, n: int, m: int, cols: int, x: Tensor, out: Tensor | None = None) -> Tensor:
     rows, width = values.shape[0], x.shape[1]
     if not sparse_wins(x.dtype, n, m):
-        return _deliver(expand("linear_wgrad", values, indices, n, m, cols) @ x, out)
+        return _deliver(_expanded("linear_wgrad", values, indices, n, m, cols) @ x, out)
     x, values, indices = contiguous(x), contiguous(values), indices.contiguous()
     dw = x.new_empty(rows, width) if out is None else out
     operands = (values.data_ptr(), indices.data_ptr(), rows, cols, width, x.data_ptr(), width, 1, 0, dw.data_ptr(), width, 1)

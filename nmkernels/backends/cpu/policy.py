@@ -8,22 +8,32 @@ where N/M is small enough, whatever the size of the matrix; torch's own rate dep
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
+from ..._capability import compiled_core
+from ...pattern import Pattern
 from ._core import core
 
 FEW_TOKENS = 16
 """Up to so many tokens ``linear`` reads every stored weight once for all of them; above, tiles of tokens."""
 
 DENSEST = {
-    # instruction set -> largest N/M of fprop and wgrad that beats dense, for float32 and for 16-bit numbers
-    "avx512_bf16": (0.75, 0.2),
-    "avx512": (0.75, 0.2),
-    "avx2": (0.5, 0.2),
-    "portable": (0.25, 0.125),
+    # instruction set -> largest N/M that beats dense: float32; 16-bit numbers in fprop and wgrad; in dgrad, which sorts first
+    "avx512_bf16": (3 / 4, 1 / 8, 1 / 16),
+    "avx512": (3 / 4, 1 / 8, 1 / 16),
+    "avx2": (1 / 2, 1 / 16, 1 / 16),
+    "portable": (1 / 4, 1 / 32, 1 / 32),
 }
 
 
-def sparse_wins(dtype: torch.dtype, n: int, m: int) -> bool:
+def sparse_wins(dtype: torch.dtype, n: int, m: int, dgrad: bool = False) -> bool:
     """Whether a product with many tokens is faster from the compressed form than dense."""
-    wide, narrow = DENSEST[core().isa()]
-    return n / m <= (wide if dtype == torch.float32 else narrow)
+    wide, narrow, narrow_dgrad = DENSEST[core().isa()]
+    return n / m <= (wide if dtype == torch.float32 else narrow_dgrad if dgrad else narrow)
+
+
+def packed_wins(x: Tensor, pattern: Pattern) -> bool:
+    """Whether ``linear`` of this input multiplies the compressed weight as it is, faster than a dense weight at hand would be."""
+    if x.device.type != "cpu" or x.dtype == torch.float64 or not compiled_core().ok:
+        return False
+    return x.shape[:-1].numel() <= FEW_TOKENS or sparse_wins(x.dtype, pattern.n, pattern.m)
