@@ -17,8 +17,12 @@ from ._core import core
 FEW_TOKENS = 16
 """Up to so many tokens ``linear`` reads every stored weight once for all of them; above, tiles of tokens."""
 
+FEW_TOKENS_16_BIT = 1
+"""The same, in 16 bits, next to a dense weight at hand."""
+
 DENSEST = {
-    # instruction set -> largest N/M that beats dense: float32; 16-bit numbers in fprop and wgrad; in dgrad, which sorts first
+    # instruction set -> largest N/M that beats dense: float32; 16-bit numbers in fprop and wgrad; in dgrad,
+    # which sorts first (or in fprop next to a dense weight at hand)
     "avx512_bf16": (3 / 4, 1 / 8, 1 / 16),
     "avx512": (3 / 4, 1 / 8, 1 / 16),
     "avx2": (1 / 2, 1 / 16, 1 / 16),
@@ -33,7 +37,13 @@ def sparse_wins(dtype: torch.dtype, n: int, m: int, dgrad: bool = False) -> bool
 
 
 def packed_wins(x: Tensor, pattern: Pattern) -> bool:
-    """Whether ``linear`` of this input multiplies the compressed weight as it is, faster than a dense weight at hand would be."""
+    """Whether ``linear`` of this input multiplies the compressed weight as it is, faster than a dense weight at hand would be.
+
+    In 16 bits that is less often than ``sparse_wins`` says, which compares with expanding the weight first.
+    """
     if x.device.type != "cpu" or x.dtype == torch.float64 or not compiled_core().ok:
         return False
-    return x.shape[:-1].numel() <= FEW_TOKENS or sparse_wins(x.dtype, pattern.n, pattern.m)
+    tokens, wide = x.shape[:-1].numel(), x.dtype == torch.float32
+    if tokens <= (FEW_TOKENS if wide else FEW_TOKENS_16_BIT):
+        return True
+    return sparse_wins(x.dtype, pattern.n, pattern.m, dgrad=True)
