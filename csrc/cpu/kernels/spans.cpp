@@ -3,6 +3,7 @@
 
 #include <cstring>
 
+#include "patterns.h"
 #include "select.h"
 #include "../dispatch.h"
 
@@ -51,23 +52,9 @@ namespace NM_ISA {
 template <class T>
 SelectFn<T>* select_fn(int n, int m) {
     check_pattern(n, m);
-    if (n == 2 && m == 4) return select_fixed<T, 2, 4>;
-    if (n == 1 && m == 4) return select_fixed<T, 1, 4>;
-    if (n == 2 && m == 8) return select_fixed<T, 2, 8>;
-    if (n == 1 && m == 8) return select_fixed<T, 1, 8>;
-    if (n == 4 && m == 8) return select_fixed<T, 4, 8>;
-    if (n == 1 && m == 16) return select_fixed<T, 1, 16>;
-    if (n == 1 && m == 32) return select_fixed<T, 1, 32>;
-    switch (m) {
-        case 1: return select_some<T, 1>;
-        case 2: return select_some<T, 2>;
-        case 4: return select_some<T, 4>;
-        case 8: return select_some<T, 8>;
-        case 16: return select_some<T, 16>;
-        case 32: return select_some<T, 32>;
-        case 64: return select_some<T, 64>;
-        default: return select_groups<T>;
-    }
+    return for_pattern<SelectFn<T>>(
+        n, m, [](auto N, auto M) -> SelectFn<T>* { return select_fixed<T, N, M>; },
+        [](auto M) -> SelectFn<T>* { return select_some<T, M>; }, select_groups<T>);
 }
 
 template SelectFn<float>* select_fn<float>(int, int);

@@ -7,6 +7,7 @@
 
 #include "../kernels.h"
 #include "../stream.h"
+#include "patterns.h"
 #include "select.h"
 #include "spans.h"
 
@@ -27,36 +28,36 @@ constexpr int64_t kSumChunk = 4096;  // elements in one fp64 partial of a sum ov
 template <class T>
 using ShrinkFn = void(const T* w, int64_t count, int n, int m, T* out);
 
-// The threshold of a group is the largest key that it does not keep; n < M.
+// The threshold of a group is the largest key that it does not keep.
 template <int M, class T>
-void shrink_word(const T* w, int n, T* out) {
-    Keys64<T> keys = Keys64<T>::of(w);
+Keys64<T> largest_left(const T* w, Keys64<T> keys, int n) {
     keys.remove(keep_some<M>(w, n));
-    shrink64(w, keys.template largest<M>(), out);
+    return keys.template largest<M>();
 }
 
-template <int M, class T>
-void shrink_words(const T* w, int64_t count, int n, T* out) {
+// n < M; a pattern with N given is known to the compiler.
+template <int N, int M, class T>
+void shrink_word(const T* w, int n, T* out) {
+    const Keys64<T> keys = Keys64<T>::of(w);
+    if constexpr (N > 0 && M <= Keys64<T>::kLanes) {
+        shrink64(w, keys, keys.template nth<M, N + 1>(), out);
+    } else {
+        shrink64(w, keys, largest_left<M>(w, keys, n), out);
+    }
+}
+
+template <int N, int M, class T>
+void shrink_words(const T* w, int64_t count, int n, int, T* out) {
     const int64_t whole = count / 64 * 64, rest = count - whole;
     for (int64_t at = 0; at < whole; at += 64) {
         prefetch64(w + at);
-        shrink_word<M>(w + at, n, out + at);
+        shrink_word<N, M>(w + at, n, out + at);
     }
     if (rest == 0) return;
     T padded[64] = {}, result[64];
     std::memcpy(static_cast<void*>(padded), w + whole, size_t(rest) * sizeof(T));
-    shrink_word<M>(padded, n, result);
+    shrink_word<N, M>(padded, n, result);
     std::memcpy(static_cast<void*>(out + whole), result, size_t(rest) * sizeof(T));
-}
-
-template <class T, int N, int M>
-void shrink_fixed(const T* w, int64_t count, int, int, T* out) {
-    shrink_words<M>(w, count, N, out);
-}
-
-template <class T, int M>
-void shrink_some(const T* w, int64_t count, int n, int, T* out) {
-    shrink_words<M>(w, count, n, out);
 }
 
 template <class T>
@@ -73,31 +74,16 @@ template <class T>
 ShrinkFn<T>* shrink_fn(int n, int m) {
     check_pattern(n, m);
     if (n == m) return shrink_groups<T>;
-    if (n == 2 && m == 4) return shrink_fixed<T, 2, 4>;
-    if (n == 1 && m == 4) return shrink_fixed<T, 1, 4>;
-    if (n == 2 && m == 8) return shrink_fixed<T, 2, 8>;
-    if (n == 1 && m == 8) return shrink_fixed<T, 1, 8>;
-    if (n == 4 && m == 8) return shrink_fixed<T, 4, 8>;
-    if (n == 1 && m == 16) return shrink_fixed<T, 1, 16>;
-    if (n == 1 && m == 32) return shrink_fixed<T, 1, 32>;
-    switch (m) {
-        case 2: return shrink_some<T, 2>;
-        case 4: return shrink_some<T, 4>;
-        case 8: return shrink_some<T, 8>;
-        case 16: return shrink_some<T, 16>;
-        case 32: return shrink_some<T, 32>;
-        case 64: return shrink_some<T, 64>;
-        default: return shrink_groups<T>;
-    }
+    return for_pattern<ShrinkFn<T>>(
+        n, m, [](auto N, auto M) -> ShrinkFn<T>* { return shrink_words<N, M, T>; },
+        [](auto M) -> ShrinkFn<T>* { return shrink_words<0, M, T>; }, shrink_groups<T>);
 }
 
 struct Products {
     double ws = 0.0, ss = 0.0;
 };
 
-double total(const Dot& dot) {
-    double lanes[16];
-    dot.lanes(lanes);
+double total(double* lanes) {
     for (int half = 8; half > 0; half /= 2) {
         for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
     }
@@ -107,22 +93,17 @@ double total(const Dot& dot) {
 // <w, s> and <s, s>
 template <class T>
 Products products(const T* w, const T* s, int64_t count) {
-    Dot ws, ss;
-    float a[64], b[64];
-    for (int64_t at = 0; at < count; at += 64) {
-        const int64_t some = std::min<int64_t>(64, count - at);
-        if (some == 64) {
-            widen64(w + at, a);
-            widen64(s + at, b);
-        } else {
-            for (int i = 0; i < 64; ++i) {
-                a[i] = i < some ? to_float(w[at + i]) : 0.0f;
-                b[i] = i < some ? to_float(s[at + i]) : 0.0f;
-            }
-        }
-        ws.add64(a, b);
-        ss.add64(b, b);
+    const int64_t whole = count / 64 * 64;
+    Dots dots;
+    for (int64_t at = 0; at < whole; at += 64) dots.add64(w + at, s + at);
+    if (whole < count) {
+        T a[64] = {}, b[64] = {};
+        std::memcpy(static_cast<void*>(a), w + whole, size_t(count - whole) * sizeof(T));
+        std::memcpy(static_cast<void*>(b), s + whole, size_t(count - whole) * sizeof(T));
+        dots.add64(a, b);
     }
+    double ws[16], ss[16];
+    dots.lanes(ws, ss);
     return {total(ws), total(ss)};
 }
 

@@ -6,6 +6,7 @@
 #include <immintrin.h>
 
 #include "../../../core/types.h"
+#include "network.h"
 
 namespace nm {
 namespace {
@@ -40,6 +41,11 @@ struct Lanes {  // bf16 and fp16
     static __m256i above(__m256i a, __m256i b) { return _mm256_cmpgt_epi16(a, b); }
     static __m256i equal(__m256i a, __m256i b) { return _mm256_cmpeq_epi16(a, b); }
     static __m256i max(__m256i a, __m256i b) { return _mm256_max_epi16(a, b); }
+    static __m256i min(__m256i a, __m256i b) { return _mm256_min_epi16(a, b); }
+    template <int Size>
+    static __m256i across(__m256i v) {
+        return exchange<2 * Size>(v);
+    }
     static __m256i plus(__m256i a, __m256i b) { return _mm256_add_epi16(a, b); }
     static uint64_t bits(const __m256i* v) {
         uint64_t found = 0;
@@ -64,6 +70,11 @@ struct Lanes<float> {
     static __m256i above(__m256i a, __m256i b) { return _mm256_cmpgt_epi32(a, b); }
     static __m256i equal(__m256i a, __m256i b) { return _mm256_cmpeq_epi32(a, b); }
     static __m256i max(__m256i a, __m256i b) { return _mm256_max_epi32(a, b); }
+    static __m256i min(__m256i a, __m256i b) { return _mm256_min_epi32(a, b); }
+    template <int Size>
+    static __m256i across(__m256i v) {
+        return exchange<4 * Size>(v);
+    }
     static __m256i plus(__m256i a, __m256i b) { return _mm256_add_epi32(a, b); }
     static uint64_t bits(const __m256i* v) {
         uint64_t found = 0;
@@ -105,6 +116,14 @@ struct Keys64 {
     Keys64 largest() const {
         Keys64 k = *this;
         fold<M, 1>(k);
+        return k;
+    }
+
+    // The Rank-th largest key of each group, in all its lanes; groups that fit into a register.
+    template <int M, int Rank>
+    Keys64 nth() const {
+        Keys64 k;
+        for (int i = 0; i < kVectors; ++i) k.v[i] = nth_of_group<L, M, Rank>(v[i]);
         return k;
     }
 

@@ -6,6 +6,7 @@
 #include <immintrin.h>
 
 #include "../../../core/types.h"
+#include "network.h"
 
 namespace nm {
 namespace {
@@ -40,6 +41,11 @@ struct Lanes {  // bf16 and fp16
     static uint64_t above(__m512i a, __m512i b) { return _mm512_cmpgt_epi16_mask(a, b); }
     static uint64_t equal(__m512i a, __m512i b) { return _mm512_cmpeq_epi16_mask(a, b); }
     static __m512i max(__m512i a, __m512i b) { return _mm512_max_epi16(a, b); }
+    static __m512i min(__m512i a, __m512i b) { return _mm512_min_epi16(a, b); }
+    template <int Size>
+    static __m512i across(__m512i v) {
+        return exchange<2 * Size>(v);
+    }
     static __m512i plus(__m512i a, __m512i b) { return _mm512_add_epi16(a, b); }
     static __m512i without(__m512i v, uint64_t lanes) { return _mm512_mask_set1_epi16(v, __mmask32(lanes), -1); }
     static __m512i permute(__m512i v, __m512i from) { return _mm512_permutexvar_epi16(from, v); }
@@ -55,6 +61,11 @@ struct Lanes<float> {
     static uint64_t above(__m512i a, __m512i b) { return _mm512_cmpgt_epi32_mask(a, b); }
     static uint64_t equal(__m512i a, __m512i b) { return _mm512_cmpeq_epi32_mask(a, b); }
     static __m512i max(__m512i a, __m512i b) { return _mm512_max_epi32(a, b); }
+    static __m512i min(__m512i a, __m512i b) { return _mm512_min_epi32(a, b); }
+    template <int Size>
+    static __m512i across(__m512i v) {
+        return exchange<4 * Size>(v);
+    }
     static __m512i plus(__m512i a, __m512i b) { return _mm512_add_epi32(a, b); }
     static __m512i without(__m512i v, uint64_t lanes) { return _mm512_mask_set1_epi32(v, __mmask16(lanes), -1); }
     static __m512i permute(__m512i v, __m512i from) { return _mm512_permutexvar_epi32(from, v); }
@@ -99,6 +110,14 @@ struct Keys64 {
     Keys64 largest() const {
         Keys64 k = *this;
         fold<M, 1>(k);
+        return k;
+    }
+
+    // The Rank-th largest key of each group, in all its lanes; groups that fit into a register.
+    template <int M, int Rank>
+    Keys64 nth() const {
+        Keys64 k;
+        for (int i = 0; i < kVectors; ++i) k.v[i] = nth_of_group<L, M, Rank>(v[i]);
         return k;
     }
 

@@ -8,6 +8,7 @@ namespace {
 
 template <class T>
 struct Keys64 {
+    static constexpr int kLanes = 1;     // the largest group that `nth` serves
     static constexpr int kRankable = 8;  // the largest group that `beaten` serves
 
     int32_t v[64];

@@ -1,0 +1,58 @@
+// The R-th largest lane of each group by a merging network. Two falling lists a and b are merged without comparing
+// indices: the r-th largest of both is
+//
+//   c_r = max over i + j = r of min(a_i, b_j),   a_0 = b_0 = infinity
+//
+// so every step of the network is a minimum or a maximum of whole registers. Lists start as single lanes; each exchange
+// with a neighbouring block doubles what they cover, and only the R largest are ever needed.
+#pragma once
+
+#include <utility>
+
+namespace nm {
+namespace {
+
+template <class L, int Rank, class V, int Have>
+V nth_of_two(const V (&a)[Have], const V (&b)[Have]) {
+    static_assert(Rank >= 1 && Rank <= 2 * Have, "the two lists hold it");
+    V found;
+    bool first = true;
+#pragma GCC unroll 8
+    for (int i = Rank > Have ? Rank - Have : 0; i <= Have && i <= Rank; ++i) {
+        const int j = Rank - i;
+        const V one = i == 0 ? b[j - 1] : j == 0 ? a[i - 1] : L::min(a[i - 1], b[j - 1]);
+        found = first ? one : L::max(found, one);
+        first = false;
+    }
+    return found;
+}
+
+template <class L, class V, int Have, int... Before>
+void merge_lists(const V (&a)[Have], const V (&b)[Have], V* merged, std::integer_sequence<int, Before...>) {
+    ((merged[Before] = nth_of_two<L, Before + 1>(a, b)), ...);
+}
+
+// Every lane holds the largest of its block of Size lanes, in falling order.
+template <class L, int M, int Rank, int Size, class V, int Have>
+V nth_of_blocks(const V (&a)[Have]) {
+    V b[Have];
+    for (int i = 0; i < Have; ++i) b[i] = L::template across<Size>(a[i]);
+    if constexpr (2 * Size == M) {
+        return nth_of_two<L, Rank>(a, b);
+    } else {
+        constexpr int next = 2 * Have < Rank ? 2 * Have : Rank;
+        V merged[next];
+        merge_lists<L>(a, b, merged, std::make_integer_sequence<int, next>());
+        return nth_of_blocks<L, M, Rank, 2 * Size>(merged);
+    }
+}
+
+// In all lanes of the group.
+template <class L, int M, int Rank, class V>
+V nth_of_group(V keys) {
+    const V single[1] = {keys};
+    return nth_of_blocks<L, M, Rank, 1>(single);
+}
+
+}  // namespace
+}  // namespace nm
