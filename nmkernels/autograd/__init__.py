@@ -2,6 +2,16 @@
 
 from .linear import linear, linear_compressed
 from .plan import STRAIGHT_THROUGH, GemmPlan, packed_inference
-from .transforms import HardMask, WeightTransform
+from .transforms import DecayedMask, HardMask, SoftThreshold, WeightTransform
 
-__all__ = ["STRAIGHT_THROUGH", "GemmPlan", "HardMask", "WeightTransform", "linear", "linear_compressed", "packed_inference"]
+__all__ = [
+    "STRAIGHT_THROUGH",
+    "DecayedMask",
+    "GemmPlan",
+    "HardMask",
+    "SoftThreshold",
+    "WeightTransform",
+    "linear",
+    "linear_compressed",
+    "packed_inference",
+]

@@ -1,21 +1,26 @@
-"""One linear autograd Function, driven by a GemmPlan."""
+"""One linear autograd Function, driven by a GemmPlan and a weight transform."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .. import ops
 from ..ops.linear import linear_of_layer
 from ..pattern import Pattern
+from . import products
 from .plan import STRAIGHT_THROUGH, GemmPlan, packed_inference
+from .transforms import WeightTransform
+
+REST = 5
+"""Arguments of the Function between the bias and the transform's extras: used, indices, seed, plan, transform; none has a gradient."""
 
 
 class _Linear(torch.autograd.Function):
-    """y = x W̃ᵀ + b forward; dx = g W̃, dW = gᵀ x, db = Σ g backward, each by its plan's rule.
+    """y = x W̃ᵀ + b forward; dx = g W̃, dW = rule(gᵀ x), db = Σ g backward, each by its plan and transform.
 
     ``weight`` only receives the gradient; ``used`` is what is multiplied: W̃ in dense layout, or the values of
     its compressed form with ``indices`` beside them.
@@ -29,19 +34,18 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        x, used, indices, seed = ctx.saved_tensors
+        x, used, indices, weight, *extras = ctx.saved_tensors
         plan: GemmPlan = ctx.plan
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
-            if indices is None:
-                dx = g.matmul(used)
-            else:
-                dx = torch.ops.nmkernels.nm_linear_dgrad(g, used, indices, plan.n, plan.m, ctx.cols)
+            dx = products.dgrad(plan, g, used, indices, ctx.cols)
         if ctx.need_w:
-            dw = _wgrad(plan, g.reshape(-1, g.shape[-1]), x.reshape(-1, x.shape[-1]), seed).to(ctx.weight_dtype)
+            dw = products.wgrad(plan, g.reshape(-1, g.shape[-1]), x.reshape(-1, x.shape[-1]), ctx.seed).to(ctx.weight_dtype)
+            if weight is not None:
+                dw = ctx.transform.gradient(dw, weight, *extras)
         if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
             db = g.reshape(-1, g.shape[-1]).sum(0).to(ctx.bias_dtype)
-        return dx, dw, db, None, None, None, None
+        return dx, dw, db, *[None] * (REST + ctx.extras)
 
 
 class _FunctionalLinear(_Linear):
@@ -65,12 +69,9 @@ def _apply(*args: Any) -> Tensor:
 
 
 def _product(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, used: Tensor, indices: Tensor | None, seed: Tensor | None, plan: GemmPlan
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, used: Tensor, indices: Tensor | None, seed: Any, plan: GemmPlan, *rest: Any
 ) -> Tensor:
-    b = None if bias is None else bias.to(x.dtype)
-    if indices is None:
-        return F.linear(x, used, b)
-    return linear_of_layer(x, used, indices, plan.n, plan.m, b)
+    return products.fprop(plan, x, used, indices, bias)
 
 
 def _remember(
@@ -82,41 +83,45 @@ def _remember(
     indices: Tensor | None,
     seed: Tensor | None,
     plan: GemmPlan,
+    transform: WeightTransform | None,
+    *extras: Tensor,
 ) -> None:
     """Keep for backward what a gradient really needs, and nothing else."""
     need_x, need_w = ctx.needs_input_grad[0], ctx.needs_input_grad[1] and plan.wgrad != "none"
-    ctx.save_for_backward(x if need_w else None, used if need_x else None, indices if need_x else None, seed if need_w else None)
-    ctx.plan, ctx.cols, ctx.need_w = plan, x.shape[-1], need_w
+    chain = need_w and transform is not None and not transform.straight
+    saved = (x if need_w else None, used if need_x else None, indices if need_x else None, weight if chain else None)
+    ctx.save_for_backward(*saved, *(extras if chain else ()))
+    # not saved like the others: backward itself advances the offset, also that of a forward pass still to come back
+    ctx.seed = seed if need_w else None
+    ctx.plan, ctx.transform, ctx.cols, ctx.need_w, ctx.extras = plan, transform, x.shape[-1], need_w, len(extras)
     ctx.weight_dtype = None if weight is None else weight.dtype
     ctx.bias_dtype = None if bias is None else bias.dtype
 
 
-def _wgrad(plan: GemmPlan, g: Tensor, x: Tensor, seed: Tensor | None) -> Tensor:
-    """gᵀ x, dense or with gᵀ replaced by its unbiased N:M estimate along tokens."""
-    if plan.wgrad == "dense":
-        return g.t().matmul(x)
-    if seed is None:
-        seed = torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=g.device)
-    raw = torch.ops.nmkernels
-    values, indices = raw.nm_mvue_compress(g, plan.n, plan.m, 0, seed, "exact")
-    return raw.nm_linear_wgrad(values, indices, plan.n, plan.m, g.shape[0], x)
-
-
 def linear(
-    x: Tensor, weight: Tensor, used: Tensor, bias: Tensor | None = None, plan: GemmPlan = STRAIGHT_THROUGH, seed: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    used: Tensor,
+    bias: Tensor | None = None,
+    plan: GemmPlan = STRAIGHT_THROUGH,
+    seed: Tensor | None = None,
+    transform: WeightTransform | None = None,
+    extras: Sequence[Tensor] = (),
 ) -> Tensor:
-    """y = x W̃ᵀ + b with the gradient passed straight through to the master weight.
+    """y = x W̃ᵀ + b, the gradient of W̃ passed to the master weight by the transform's rule, without one straight through.
 
-    Forward multiplies ``used`` (W̃); backward gives ``∂L/∂x = g W̃`` and ``∂L/∂weight = gᵀ x``, unmasked, in the dtype of ``weight``
-    (the straight-through estimator; SR-STE, Zhou et al. 2021, eq. 5 without its decay, which belongs after clipping).
+    Forward multiplies ``used`` (W̃); backward gives ``∂L/∂x = g W̃`` and, straight through, ``∂L/∂weight = gᵀ x``, unmasked, in the
+    dtype of ``weight`` (SR-STE, Zhou et al. 2021, eq. 5 without its decay, which belongs after clipping).
 
     Args:
         x: ``(..., in)``.
-        weight: the master weight ``(out, in)``; it receives the gradient and is not read.
+        weight: the master weight ``(out, in)``; it receives the gradient and is read only by a rule that is not straight through.
         used: W̃ ``(out, in)`` in x's dtype.
         bias: ``(out,)``, added in x's dtype.
         plan: the rule of each GEMM; see ``GemmPlan``.
-        seed: int64 ``(2,)`` (seed, offset) for ``wgrad="mvue"``; drawn from torch's generator when None.
+        seed: int64 ``(2,)`` (seed, offset) for ``wgrad="mvue"``; backward advances the offset by one, in place, on the device. With None
+            both are drawn from torch's generator.
+        transform: what made ``used`` from ``weight``, with the ``extras`` that it read; see ``WeightTransform``.
 
     Example:
         >>> w = torch.nn.Parameter(torch.tensor([[3.0, -1.0, 2.0, 0.5]]))
@@ -124,7 +129,7 @@ def linear(
         >>> w.grad
         tensor([[1., 1., 1., 1.]])
     """
-    return _apply(x, weight, bias, used, None, seed, plan)
+    return _apply(x, weight, bias, used, None, seed, plan, transform, *extras)
 
 
 def linear_compressed(x: Tensor, weight: ops.Compressed, bias: Tensor | None = None) -> Tensor:
@@ -139,4 +144,4 @@ def linear_compressed(x: Tensor, weight: ops.Compressed, bias: Tensor | None = N
     if not torch.is_grad_enabled():
         b = bias if bias is None or bias.dtype == x.dtype else bias.to(x.dtype)
         return linear_of_layer(x, weight.values, weight.indices, p.n, p.m, b)
-    return _apply(x, None, bias, weight.values, weight.indices, None, packed_inference(p.n, p.m))
+    return _apply(x, None, bias, weight.values, weight.indices, None, packed_inference(p.n, p.m), None)

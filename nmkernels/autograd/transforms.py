@@ -1,46 +1,158 @@
-"""Weight transforms W -> W̃: how the weight used by the GEMMs follows from the master weight.
+"""Weight transforms W -> W̃: the weight that the GEMMs use, and what its gradient means for the master weight.
 
-A transform is a frozen value with one method; its gradient is the identity (straight through), see ``linear``.
-A new method of the field that changes the forward weight adds one class here.
+A transform is a frozen value. What it needs beside the weight it names in ``reads``: buffers of the layer, either frozen by
+``start`` (S-STE's scale) or written by the recipe's schedule before each step (the flow of mask decay). A new method of the
+field that changes the forward weight adds one class here.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from ..pattern import Pattern
-
-
-class WeightTransform(Protocol):
-    """W ``(out, in)`` -> W̃ ``(out, in)``, computed in the master weight's dtype."""
-
-    def __call__(self, weight: Tensor, out: Tensor | None = None) -> Tensor:
-        """W̃ of a detached master weight, written to ``out`` where given."""
-        ...
+from ..pattern import NMError, Pattern
 
 
 @dataclass(frozen=True)
-class HardMask:
+class WeightTransform:
+    """Base of the transforms: W̃ = W, the gradient passed straight through.
+
+    Args:
+        pattern: the N:M pattern whose mask the transform follows; groups along the last dimension.
+    """
+
+    pattern: Pattern
+
+    reads: ClassVar[tuple[str, ...]] = ()
+    """Names of the layer's ``nm_*`` buffers that are passed on after the weight."""
+
+    @property
+    def straight(self) -> bool:
+        """True where ``gradient`` is the identity, so that the weight need not be kept for it."""
+        return True
+
+    def start(self, weight: Tensor) -> dict[str, Tensor]:
+        """What is taken once from the initial weight ``(out, in)`` and then frozen, by buffer name; by default nothing."""
+        return {}
+
+    def __call__(self, weight: Tensor, *extras: Tensor, out: Tensor | None = None) -> Tensor:
+        """W̃ of a detached master weight ``(out, in)`` in its dtype, contiguous, written to ``out`` where given."""
+        return weight.clone(memory_format=torch.contiguous_format) if out is None else out.copy_(weight)
+
+    def gradient(self, g: Tensor, weight: Tensor, *extras: Tensor) -> Tensor:
+        """The gradient of the master weight from g = ∂L/∂W̃; by default g itself (straight through)."""
+        return g
+
+
+@dataclass(frozen=True)
+class HardMask(WeightTransform):
     """W̃ = M(W) ⊙ W, the N largest magnitudes of each group kept (STE, SR-STE, STEP's second phase; Zhou et al. 2021, eq. 3).
 
     Args:
         pattern: the N:M pattern; groups along the last dimension.
+        chain: the gradient is M(W) ⊙ g, by the chain rule with M taken as a constant, instead of g.
 
     Example:
         >>> HardMask(Pattern("1:2"))(torch.tensor([[1.0, -2.0, 3.0, 0.0]]))
         tensor([[ 0., -2.,  3.,  0.]])
     """
 
-    pattern: Pattern
+    chain: bool = False
 
-    def __call__(self, weight: Tensor, out: Tensor | None = None) -> Tensor:
+    @property
+    def straight(self) -> bool:
+        """The gradient is passed on as it is, unless ``chain``."""
+        return not self.chain
+
+    def __call__(self, weight: Tensor, *extras: Tensor, out: Tensor | None = None) -> Tensor:
         """The pruned weight; kept elements keep their bits, pruned ones are +0."""
         raw = torch.ops.nmkernels
         if out is None:
             return raw.nm_prune(weight, self.pattern.n, self.pattern.m)
         raw.nm_prune_out(weight, self.pattern.n, self.pattern.m, out=out)
         return out
+
+    def gradient(self, g: Tensor, weight: Tensor, *extras: Tensor) -> Tensor:
+        """g, or with ``chain`` M(W) ⊙ g."""
+        return g.masked_fill(~_mask(weight, self.pattern), 0.0) if self.chain else g
+
+
+@dataclass(frozen=True)
+class SoftThreshold(WeightTransform):
+    """W̃ = β · S(W), continuous in W (S-STE; Hu et al. 2024, arXiv 2409.09099): S shrinks every group by its (N+1)-th largest magnitude.
+
+    β is ``nm_scale``, one number per tensor, ⟨W, S(W)⟩ / ‖S(W)‖² of the initial weight, then frozen. The gradient is passed
+    straight through, without β and without a mask.
+
+    Example:
+        >>> w = torch.tensor([[0.3, -1.0, 0.5, 2.0]])
+        >>> SoftThreshold(Pattern("2:4"))(w, torch.tensor(2.0))
+        tensor([[ 0., -1.,  0.,  3.]])
+    """
+
+    reads: ClassVar[tuple[str, ...]] = ("nm_scale",)
+
+    def start(self, weight: Tensor) -> dict[str, Tensor]:
+        """``nm_scale``, β of the weight as it is now.
+
+        Raises:
+            NMError: β is 0 (S(W) is zero everywhere) or not finite.
+        """
+        scale = torch.ops.nmkernels.nm_soft_threshold_scale(weight, self.pattern.n, self.pattern.m)
+        if not scale.is_meta and not 0 < float(scale) < float("inf"):
+            raise NMError(
+                f"the scale of its soft threshold is {float(scale)}: the weight is all zero, or of one magnitude in every group, or not "
+                "finite. Initialise the weight before sparsify_, or leave the layer out with filter_fn."
+            )
+        return {"nm_scale": scale}
+
+    def __call__(self, weight: Tensor, *extras: Tensor, out: Tensor | None = None) -> Tensor:
+        """β S(W): at most N non-zeros in a group, the others +0."""
+        raw, (scale,) = torch.ops.nmkernels, extras
+        if out is None:
+            return raw.nm_soft_threshold(weight, self.pattern.n, self.pattern.m) * scale
+        raw.nm_soft_threshold_out(weight, self.pattern.n, self.pattern.m, out=out)
+        return out.mul_(scale)
+
+
+@dataclass(frozen=True)
+class DecayedMask(WeightTransform):
+    """W̃ = W ⊙ (M(W) + D (1 − M(W))): pruned weights fade by the flow D, which the schedule lowers from 1 to 0 (MdGf, arXiv 2402.04744).
+
+    D is ``nm_flow``, a 0-d tensor, so that neither a compiled nor a captured step freezes it.
+
+    Args:
+        pattern: the N:M pattern; groups along the last dimension.
+        chain: the gradient is g ⊙ (M + D (1 − M)), by the chain rule with M taken as a constant, instead of g.
+
+    Example:
+        >>> DecayedMask(Pattern("1:2"))(torch.tensor([[1.0, -2.0, 3.0, 2.0]]), torch.tensor(0.5))
+        tensor([[ 0.5000, -2.0000,  3.0000,  1.0000]])
+    """
+
+    chain: bool = True
+
+    reads: ClassVar[tuple[str, ...]] = ("nm_flow",)
+
+    @property
+    def straight(self) -> bool:
+        """The gradient is passed on as it is, unless ``chain``."""
+        return not self.chain
+
+    def __call__(self, weight: Tensor, *extras: Tensor, out: Tensor | None = None) -> Tensor:
+        """The faded weight; kept elements keep their bits."""
+        (flow,), kept = extras, _mask(weight, self.pattern)
+        if out is None:
+            return torch.where(kept, weight, weight * flow).contiguous()
+        return torch.where(kept, weight, weight * flow, out=out)
+
+    def gradient(self, g: Tensor, weight: Tensor, *extras: Tensor) -> Tensor:
+        """g, or with ``chain`` D g where the mask prunes."""
+        return torch.where(_mask(weight, self.pattern), g, g * extras[0]) if self.chain else g
+
+
+def _mask(weight: Tensor, pattern: Pattern) -> Tensor:
+    return torch.ops.nmkernels.nm_mask(weight, pattern.n, pattern.m)

@@ -8,6 +8,7 @@ writes through ``.data`` do not bump it, so nothing is kept where no attached op
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -28,19 +29,22 @@ class UsedWeight:
         self._owner: weakref.ref[nn.Parameter] | None = None
         self._transform: WeightTransform | None = None
 
-    def get(self, weight: Tensor, transform: WeightTransform, dtype: torch.dtype) -> Tensor:
-        """W̃ of ``weight`` ``(out, in)`` in ``dtype``, from the kept copy where that is still right."""
+    def get(self, weight: Tensor, transform: WeightTransform, dtype: torch.dtype, extras: Sequence[Tensor] = ()) -> Tensor:
+        """W̃ of ``weight`` ``(out, in)`` in ``dtype``, from the kept copy where that is still right.
+
+        ``extras`` are what the transform reads beside the weight; whoever changes them calls ``drop``.
+        """
         if torch.compiler.is_compiling():
             # a graph can neither see a version counter nor a hook: it computes W̃ itself, every time
-            return transform(weight.detach()).to(dtype)
+            return transform(weight.detach(), *extras).to(dtype)
         owner = _owner(weight) if self.attached else None
         if owner is None:
             self.release()
-            return self._build(weight, transform, dtype)
+            return self._build(weight, transform, dtype, extras)
         state, same = _state(weight, dtype), self._transform is transform
         if self._tensor is None or not same or not self._is(owner, state):
             # another transform of the same weight (an evaluation) must not overwrite what a backward still needs
-            self._tensor = self._build(weight, transform, dtype, self._tensor if same else None)
+            self._tensor = self._build(weight, transform, dtype, extras, self._tensor if same else None)
             self._state, self._owner, self._transform = state, weakref.ref(owner), transform
         return self._tensor
 
@@ -48,14 +52,16 @@ class UsedWeight:
         return state == self._state and self._owner is not None and self._owner() is owner
 
     @staticmethod
-    def _build(weight: Tensor, transform: WeightTransform, dtype: torch.dtype, old: Tensor | None = None) -> Tensor:
+    def _build(
+        weight: Tensor, transform: WeightTransform, dtype: torch.dtype, extras: Sequence[Tensor], old: Tensor | None = None
+    ) -> Tensor:
         """W̃ as a new tensor, or in the memory of ``old`` where it fits."""
         # an inference tensor could never be saved for a later backward
         with torch.inference_mode(False), torch.no_grad():
             w = weight.detach()
             if old is not None and old.dtype == dtype == w.dtype and old.shape == w.shape and old.device == w.device:
-                return transform(w, out=old)
-            return transform(w).to(dtype)
+                return transform(w, *extras, out=old)
+            return transform(w, *extras).to(dtype)
 
     def sink(self, weight: Tensor) -> Tensor | None:
         """The kept copy, for an optimizer that writes the next M(W) ⊙ W into it in the same pass as its update.

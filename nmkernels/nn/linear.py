@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..autograd import STRAIGHT_THROUGH, GemmPlan, HardMask, WeightTransform, linear
-from ..pattern import Pattern, PatternLike
+from ..pattern import NMError, Pattern, PatternLike
 from ._autocast import autocast_dtype, castable
 from ._used import UsedWeight
 
@@ -17,8 +17,10 @@ from ._used import UsedWeight
 class NMWeight(nn.Module):
     """What every layer with an N:M weight shares: pattern, transform, plan, and the kept W̃.
 
-    ``transform`` is W -> W̃, or None where the layer uses its weight as it is (a dense phase, or after ``finish``).
-    ``train()`` and ``eval()`` never change which weight is used.
+    ``transform`` is W -> W̃, or None where the layer uses its weight as it is (a dense phase, or after ``finish``); ``final`` is the
+    one that ``finish`` will apply. What they read beside the weight are buffers ``nm_*``: in the state dict where they are frozen
+    at the start (a dense checkpoint, which has none, renews them), outside it where a schedule writes them.
+    ``seed`` is int64 (seed, offset) of the estimates that ``plan`` draws. ``train()`` and ``eval()`` never change which weight is used.
     """
 
     weight: Tensor
@@ -29,8 +31,11 @@ class NMWeight(nn.Module):
 
     def _start(self, pattern: Pattern) -> None:
         self.pattern = pattern
-        self.transform: WeightTransform | None = HardMask(self.pattern)
+        self.final: WeightTransform = HardMask(self.pattern)
+        self.transform: WeightTransform | None = self.final
         self.plan: GemmPlan = STRAIGHT_THROUGH
+        self.seed: Tensor | None = None
+        self.restored = False
         self.finished = False
         self.ran = False
         self.used = UsedWeight()
@@ -40,11 +45,56 @@ class NMWeight(nn.Module):
         """The dense master weight as ``(out, in)``: the parameter itself, or its transposed view."""
         return self.weight.t() if self.transposed else self.weight
 
+    @property
+    def mask_pattern(self) -> Pattern:
+        """The pattern of the mask that is in use; a schedule may go through others before the layer's own."""
+        return self.pattern if self.transform is None else self.transform.pattern
+
+    def use(self, transform: WeightTransform | None, plan: GemmPlan) -> None:
+        """From now on multiply W̃ = ``transform(W)``, or W where it is None, by the rules of ``plan``."""
+        self.plan = plan
+        if transform is not self.transform:
+            self.transform = transform
+            self.used.drop()
+
+    def freeze(self) -> None:
+        """Take from the present weight what ``final`` freezes, unless a checkpoint has restored it.
+
+        Raises:
+            NMError: the weight does not allow it.
+        """
+        if not self.restored:
+            for name, value in self.final.start(self.master.detach()).items():
+                self.register_buffer(name, value)
+            self.used.drop()
+
+    def feed(self, values: dict[str, Tensor]) -> None:
+        """Write the schedule's numbers into the buffers from which the transform reads them."""
+        for name, value in values.items():
+            if name in self._buffers:
+                getattr(self, name).copy_(value)
+            else:
+                self.register_buffer(name, value.to(self.weight.device, copy=True), persistent=False)
+        self.used.drop()
+
+    def forget(self) -> None:
+        """Remove every buffer that a transform reads, as before the recipe."""
+        for name in [name for name in self._buffers if name.startswith("nm_")]:
+            delattr(self, name)
+        self.seed = None
+
+    def _extras(self, transform: WeightTransform) -> list[Tensor]:
+        return [getattr(self, name) for name in transform.reads]
+
+    def transformed(self, transform: WeightTransform) -> Tensor:
+        """What ``transform`` makes of the present weight ``(out, in)``, detached, as a new tensor."""
+        return transform(self.master.detach(), *self._extras(transform))
+
     def used_weight(self, dtype: torch.dtype | None = None) -> Tensor:
         """W̃ ``(out, in)``, the weight that the next forward pass multiplies, detached; in the weight's dtype unless told."""
         if self.transform is None:
             return self.master.detach().to(dtype or self.weight.dtype)
-        return self.used.get(self.master, self.transform, dtype or self.weight.dtype)
+        return self.used.get(self.master, self.transform, dtype or self.weight.dtype, self._extras(self.transform))
 
     def forward(self, x: Tensor) -> Tensor:
         """y = x W̃ᵀ + b; x ``(..., in)``. Under autocast x and W̃ are cast, the mask still comes from the master weight."""
@@ -55,11 +105,32 @@ class NMWeight(nn.Module):
         if cast is not None:
             dtype = cast if castable(dtype) else dtype
             x = x.to(cast) if castable(x.dtype) else x
-        return linear(x, self.master, self.used.get(self.master, self.transform, dtype), self.bias, self.plan)
+        master, transform, extras = self.master, self.transform, self._extras(self.transform)
+        return linear(x, master, self.used.get(master, transform, dtype, extras), self.bias, self.plan, self.seed, transform, extras)
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        given = prefix + "weight" in state_dict  # a hook may take it out
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         self.used.drop()
+        frozen = [prefix + name for name in self._buffers if name.startswith("nm_") and name not in self._non_persistent_buffers_set]
+        absent = [key for key in frozen if key not in state_dict]
+        self.restored = bool(frozen) and not absent
+        if absent and given:
+            # a dense checkpoint: what was frozen belonged to other weights
+            missing_keys[:] = [key for key in missing_keys if key not in absent]
+            try:
+                self.freeze()
+            except NMError as error:
+                error_msgs.append(f"layer {prefix.rstrip('.')!r}: {error}")
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         # two moves may bring the weight back to its old address with other contents and the same version
@@ -108,5 +179,5 @@ class SparseLinear(NMWeight, nn.Linear):  # type: ignore[misc]  # torch types bi
         self._start(p)
 
 
-OWN_ATTRIBUTES = frozenset({"pattern", "transform", "plan", "finished", "ran", "used"})
+OWN_ATTRIBUTES = frozenset({"pattern", "final", "transform", "plan", "seed", "restored", "finished", "ran", "used"})
 """What ``NMWeight._start`` adds to a module, and what ``make_dense_`` takes away again."""

@@ -46,6 +46,7 @@ def make_sparse_(layer: nn.Module, pattern: PatternLike) -> NMWeight:
 def make_dense_(layer: NMWeight) -> nn.Module:
     """Turn ``layer`` back into the dense layer that it was, in place; its weight stays as it is, dense or finished."""
     kind = layer.__dict__.pop("dense_type", nn.Linear)
+    layer.forget()
     for name in OWN_ATTRIBUTES:
         layer.__dict__.pop(name, None)
     layer.__class__ = kind

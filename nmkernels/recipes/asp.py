@@ -62,7 +62,7 @@ class ASP(Recipe):
 
     def stage(self, state: State) -> Stage:
         """Phase 0 dense, then phase 2 with the mask held."""
-        return Stage(phase=2, masked=False, fixed=True) if state.get("pruned") else Stage(phase=0, masked=False)
+        return Stage(phase=2, fixed=True) if state.get("pruned") else Stage(phase=0)
 
     def advance(self, state: State, observed: Observed) -> bool:
         """Count applied steps; True at the one after which the weights are pruned."""

@@ -70,6 +70,9 @@ class Attachment:
         """Tell the optimizer how to update from now on."""
         if isinstance(self.optimizer, MaskedAdamW):
             self.optimizer.rule = stage.rule
+            for layer in self.layers.values():
+                if layer.weight in self.optimizer.targets:
+                    self.optimizer.targets[layer.weight].pattern = layer.mask_pattern
 
     def detach(self) -> None:
         """Take every trace of the recipe out of the optimizer."""
@@ -119,7 +122,7 @@ class Attachment:
             if stage.fixed:
                 g.masked_fill_(~self.handle.fixed.masks[name], 0.0)
             elif stage.rule.masked:
-                kept = ops.mask(w, layer.pattern)
+                kept = ops.mask(w, layer.mask_pattern)
                 self._masks[name] = kept
                 pruned = w.masked_fill(kept, 0.0)
                 size = g.masked_fill(kept, 0.0).abs().sum(dtype=torch.float64)
@@ -175,7 +178,7 @@ class Attachment:
             if self.handle.stage.fixed:
                 self.handle.fixed.apply(name)
             if name in self._masks:
-                now = ops.mask(w, layer.pattern)
+                now = ops.mask(w, layer.mask_pattern)
                 values["flips"] = values["flips"] + (now ^ self._masks[name]).sum()
                 w = w.masked_fill(~now, 0.0)
             values["nonzeros"] = values["nonzeros"] + w.count_nonzero()

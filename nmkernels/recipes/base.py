@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ..autograd import STRAIGHT_THROUGH, GemmPlan, HardMask, WeightTransform
 from ..optim import PLAIN, MaskedAdamW, UpdateRule
 from ..pattern import CheckpointError, Pattern, PatternLike, RecipeError
 
@@ -22,14 +23,16 @@ class Stage:
 
     Args:
         phase: 0 dense or preconditioning, 1 mask learning, 2 fixed mask.
-        masked: the forward pass uses M(W) ⊙ W; otherwise the weight as it is.
+        transform: what the forward pass makes of each weight, and how the gradient gets back to it; None uses the weight as it is.
         rule: how the maskable parameters are updated.
+        plan: the rule of each of a layer's three products.
         fixed: the mask was chosen once and is held: gradients and weights are masked around each step.
     """
 
     phase: int
-    masked: bool
+    transform: WeightTransform | None = None
     rule: UpdateRule = PLAIN
+    plan: GemmPlan = STRAIGHT_THROUGH
     fixed: bool = False
 
 
@@ -84,6 +87,22 @@ class Recipe:
     def advance(self, state: State, observed: Observed) -> bool:
         """Take one finished optimizer step into ``state``, in place; True when the stage may have changed."""
         return False
+
+    def final_transform(self) -> WeightTransform:
+        """What ``finish`` applies to each weight where ``final`` is ``"nm"``; by default the mask of the N largest magnitudes."""
+        return HardMask(Pattern(self.pattern))
+
+    def fit(self, transform: WeightTransform, cols: int) -> WeightTransform:
+        """``transform`` as it suits a weight of ``cols`` inputs; by default unchanged."""
+        return transform
+
+    def inputs(self, state: State) -> dict[str, Tensor]:
+        """Numbers of the schedule that the transform reads, by buffer name, as 0-d tensors; renewed after every step."""
+        return {}
+
+    def unready(self, state: State) -> str:
+        """Why it is too early to finish in ``state``; empty where it is not."""
+        return "is still in its dense phase" if self.final == "nm" and self.stage(state).phase == 0 else ""
 
     def check_state(self, state: Any, group: dict[str, Any]) -> None:
         """Raise ``CheckpointError`` unless training can go on from ``state``, which a checkpoint holds.

@@ -10,6 +10,7 @@ from .base import Recipe
 from .handle import Handle
 from .registry import resolve
 from .select import FilterFn, select
+from .swap import densify_
 
 
 def sparsify_(model: nn.Module, recipe: Recipe | str, filter_fn: FilterFn | None = None) -> Handle:
@@ -28,8 +29,9 @@ def sparsify_(model: nn.Module, recipe: Recipe | str, filter_fn: FilterFn | None
         filter_fn: ``filter_fn(module, name) -> bool`` chooses the layers instead of the default rules.
 
     Raises:
-        RecipeError: no layer can be made sparse, the model is sparse already, or the filter chose an impossible layer.
-        ShapeError: the filter chose a layer that M does not divide.
+        RecipeError: no layer can be made sparse, the model is sparse already, the filter chose an impossible layer, or a layer's
+            weight is of no use to the recipe (S-STE has no scale for zeros).
+        ShapeError: the filter chose a layer that M does not divide. The model is then as it was.
 
     Example:
         >>> from nmkernels.recipes import SRSTE
@@ -48,4 +50,8 @@ def sparsify_(model: nn.Module, recipe: Recipe | str, filter_fn: FilterFn | None
         raise RecipeError(f"sparsify_: no layer of the model can be made {pattern} sparse:\n{report}")
     layers: dict[str, NMWeight] = {c.name: make_sparse_(c.module, pattern) for c in chosen}
     switch_fast_paths(model)
-    return Handle(model, recipe, layers, report)
+    try:
+        return Handle(model, recipe, layers, report)
+    except Exception:
+        densify_(model)
+        raise

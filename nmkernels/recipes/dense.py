@@ -22,4 +22,4 @@ class Dense(Recipe):
 
     def stage(self, state: State) -> Stage:
         """Always phase 0, the weight as it is."""
-        return Stage(phase=0, masked=False)
+        return Stage(phase=0)

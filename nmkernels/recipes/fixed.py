@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
+from ..autograd import WeightTransform
 from ..nn import NMWeight
 from ..pattern import CheckpointError, RecipeError
 
@@ -21,12 +22,12 @@ SCORES = ("magnitude", "wanda", "existing")
 
 
 @dataclass(frozen=True, eq=False)
-class HeldMask:
+class HeldMask(WeightTransform):
     """W̃ = M ⊙ W with a mask that does not follow the weight."""
 
     mask: Tensor
 
-    def __call__(self, weight: Tensor, out: Tensor | None = None) -> Tensor:
+    def __call__(self, weight: Tensor, *extras: Tensor, out: Tensor | None = None) -> Tensor:
         """The masked weight; kept elements keep their bits, pruned ones are +0."""
         zero = torch.zeros((), dtype=weight.dtype, device=weight.device)
         return torch.where(self.mask, weight, zero) if out is None else torch.where(self.mask, weight, zero, out=out)
@@ -108,9 +109,9 @@ class FixedMasks:
             RecipeError: the mask cannot be chosen.
         """
         if name in self.masks:
-            return HeldMask(self.masks[name])
+            return HeldMask(self.layers[name].pattern, self.masks[name])
         if self.score in ("wanda", "existing"):
-            return HeldMask(self._choose(name, self.layers[name]))
+            return HeldMask(self.layers[name].pattern, self._choose(name, self.layers[name]))
         return None
 
     def _choose(self, name: str, layer: NMWeight) -> Tensor:

@@ -11,15 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import ops
-from ..autograd import HardMask, WeightTransform
+from ..autograd import STRAIGHT_THROUGH, WeightTransform
 from ..nn import NMWeight
-from ..pattern import CheckpointError, Pattern, RecipeError
+from ..pattern import CheckpointError, NMError, RecipeError
 from .attach import STATE_KEY, Attachment, group_of, is_attached
 from .base import Observed, Recipe, Stage, State
+from .final import make_nm
 from .fixed import FixedMasks
 from .metrics import figures, summed
 from .report import Report
+from .seeds import Seeds
 from .swap import densify_
 
 
@@ -35,11 +36,26 @@ class Handle:
         self._attachments: list[Attachment] = []
         self._state: State | None = None
         self._calls = 0
-        # one object for the whole run: a compiled model guards on its identity
-        self._hard: WeightTransform = HardMask(Pattern(recipe.pattern))
+        self._transforms: dict[WeightTransform, WeightTransform] = {}
         self.fixed = FixedMasks(layers, recipe.mask_score)
+        self.seeds = Seeds(layers)
         self.finished = False
+        final = self._one(recipe.final_transform())
+        for layer in layers.values():
+            layer.final = final
         self.apply(recipe.stage({}))
+        self._freeze("sparsify_")
+
+    def _one(self, transform: WeightTransform) -> WeightTransform:
+        # one object of each kind for the whole run: a compiled model guards on its identity
+        return self._transforms.setdefault(transform, transform)
+
+    def _freeze(self, verb: str) -> None:
+        for name, layer in self.layers.items():
+            try:
+                layer.freeze()
+            except NMError as error:
+                raise RecipeError(f"{verb}: layer {name!r}: {error}") from error
 
     # ---- attach
 
@@ -75,6 +91,8 @@ class Handle:
         self._attachments = [Attachment(self, o, layers, primary=o is last) for o, layers in owners]
         primary = self._attachments[-1]
         try:
+            if loaded is None:
+                self._freeze("attach")  # weights may have been initialised since sparsify_
             primary.group0[STATE_KEY] = loaded or self.first_state(primary.group)
             self.adopt(primary.group0[STATE_KEY])
         except Exception:
@@ -108,6 +126,7 @@ class Handle:
         """Continue from ``state``, which lies in the optimizer already."""
         self._state = state
         self._calls = int(state["t"]) if "t" in state else 0
+        self.seeds.adopt(state)
         self.restage()
 
     def advance(self) -> None:
@@ -127,6 +146,17 @@ class Handle:
             part.observed = None
         if self.recipe.advance(self.state, seen):
             self.restage()
+        else:
+            self._feed()
+
+    def _feed(self) -> None:
+        transform = self.stage.transform
+        if transform is None or not transform.reads:
+            return
+        values = {name: value for name, value in self.recipe.inputs(self.state).items() if name in transform.reads}
+        if values:
+            for layer in self.layers.values():
+                layer.feed(values)
 
     def restage(self) -> None:
         """Bring layers and optimizers in line with the schedule's state."""
@@ -136,12 +166,14 @@ class Handle:
         else:
             self.fixed.forget()
         self.apply(stage)
+        self._feed()
 
     def apply(self, stage: Stage) -> None:
         """Set what every layer and optimizer does from now on."""
         self.stage = stage
         for layer in self.layers.values():
-            layer.transform = self._hard if stage.masked else None
+            transform = stage.transform
+            layer.use(None if transform is None else self._one(self.recipe.fit(transform, layer.master.shape[1])), stage.plan)
             layer.used.drop()
         for attachment in self._attachments:
             attachment.apply(stage)
@@ -150,6 +182,7 @@ class Handle:
         """Raise ``CheckpointError`` unless ``state`` was written by this recipe, with this pattern, on these layers."""
         self.recipe.check_state(state, self._primary().group if group is None else group)
         self.fixed.check(state)
+        self.seeds.check(state)
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of the schedule's state; the optimizer's state dict holds the same, so saving that one is enough."""
@@ -195,19 +228,17 @@ class Handle:
     @contextmanager
     def deployable(self) -> Iterator[nn.Module]:
         """Inside, the model computes what ``finish()`` would leave; outside, training goes on as before."""
-        kept: dict[str, WeightTransform | None] = {name: layer.transform for name, layer in self.layers.items()}
+        kept = {name: (layer.transform, layer.plan) for name, layer in self.layers.items()}
         try:
             if self.recipe.final == "nm" and not self.stage.fixed and not self.finished:
                 for name, transform in self._final_transforms().items():
-                    if transform is not kept[name]:
-                        self.layers[name].transform = transform
-                        self.layers[name].used.drop()
+                    # emulated roundings belong to training; any other plan computes the same forward pass
+                    plan = kept[name][1]
+                    self.layers[name].use(transform, plan if plan.fp8 is None else STRAIGHT_THROUGH)
             yield self.model
         finally:
             for name, layer in self.layers.items():
-                if layer.transform is not kept[name]:
-                    layer.transform = kept[name]
-                    layer.used.drop()
+                layer.use(*kept[name])
 
     def finish(self, allow_unused: bool = False) -> nn.Module:
         """End the recipe and leave ``recipe.final``: every weight exactly N:M, asserted; or the dense model back.
@@ -229,13 +260,14 @@ class Handle:
                 "never masked. Leave them out with filter_fn, or call finish(allow_unused=True) if the model was not meant to run."
             )
         if self.recipe.final == "nm":
-            if self._attachments and self.stage.phase == 0:
+            early = self.recipe.unready(self.state) if self._attachments else ""
+            if early:
                 warnings.warn(
-                    f"finish: the recipe {self.recipe.name} is still in its dense phase, so the weights are pruned without any sparse "
-                    "training; total_steps is probably larger than the number of steps taken.",
+                    f"finish: the recipe {self.recipe.name} {early}, so the weights become {self.recipe.pattern} without having been "
+                    "trained in that form; total_steps is probably larger than the number of steps taken.",
                     stacklevel=2,
                 )
-            self._make_nm()
+            make_nm(self.layers, self._final_transforms())
         self._detach()
         self.finished = True
         if self.recipe.final == "dense":
@@ -244,22 +276,7 @@ class Handle:
 
     def _final_transforms(self) -> dict[str, WeightTransform]:
         """What turns each weight into the N:M one that ``finish`` leaves."""
-        return {name: self.fixed.preview(name) or self._hard for name in self.layers}
-
-    @torch.no_grad()
-    def _make_nm(self) -> None:
-        for name, layer in self.layers.items():
-            if not bool(torch.isfinite(layer.weight).all()):
-                raise RecipeError(f"finish: the weight of layer {name!r} has NaN or infinite values; training diverged before this point.")
-        # everything that can fail comes before the first change
-        pruned = {name: transform(self.layers[name].master.detach()) for name, transform in self._final_transforms().items()}
-        for name, weight in pruned.items():
-            if not ops.is_nm(weight, self.layers[name].pattern):
-                raise RecipeError(f"finish: layer {name!r} is not {self.recipe.pattern} after pruning; please report this bug.")
-        for name, layer in self.layers.items():
-            layer.master.copy_(pruned.pop(name))
-            layer.transform, layer.finished = None, True
-            layer.used.release()
+        return {name: self.fixed.preview(name) or layer.final for name, layer in self.layers.items()}
 
     def remove(self) -> nn.Module:
         """Give every layer back as the dense layer it was made from, with its weight as it is, and take every hook away.
@@ -274,3 +291,4 @@ class Handle:
         for attachment in self._attachments:
             attachment.detach()
         self._attachments = []
+        self.seeds.forget()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from ..autograd import HardMask
 from ..nn import NMWeight
 from ..optim import MaskedAdamW, merge_stats
 from .attach import Attachment
@@ -37,7 +38,9 @@ def figures(
     s = dict(zip(ops.STATS, summed(a.stats for a in parts if a.stats is not None), strict=True))
     grads = s["pruned_grad_abs"]
     ratio = torch.where(grads > 0, stage.rule.decay * s["pruned_abs"] / grads, 0.0)
-    common = {"flip_rate": s["flips"] / numel, "density": s["nonzeros"] / numel, "phase": phase, "decay_ratio": ratio}
+    # the optimizer counts what M(W) ⊙ W would leave; any other transform has to be asked
+    density = s["nonzeros"] / numel if stage.transform is None or isinstance(stage.transform, HardMask) else _density(layers)
+    common = {"flip_rate": s["flips"] / numel, "density": density, "phase": phase, "decay_ratio": ratio}
     told = any(isinstance(a.optimizer, MaskedAdamW) for a in parts)
     return {**common, **recipe.metrics(state or {}), **({"max_update": s["max_update"]} if told else {})}
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..autograd import HardMask
 from ..optim import UpdateRule
+from ..pattern import Pattern
 from .base import Recipe, Stage, State
 from .registry import recipe
 from .schedule import check_decay
@@ -19,13 +21,13 @@ class STE(Recipe):
     Source: the baseline of Zhou et al., "Learning N:M fine-grained structured sparse neural networks from scratch", ICLR 2021, eq. 3–4.
 
     Example:
-        >>> STE("1:4").stage({}).masked
-        True
+        >>> STE("1:4").stage({}).transform
+        HardMask(pattern=Pattern("1:4"), chain=False)
     """
 
     def stage(self, state: State) -> Stage:
         """Always phase 1, masked."""
-        return Stage(phase=1, masked=True, rule=UpdateRule(masked=True))
+        return Stage(phase=1, transform=HardMask(Pattern(self.pattern)), rule=UpdateRule(masked=True))
 
 
 @recipe("srste")
@@ -53,4 +55,4 @@ class SRSTE(Recipe):
 
     def stage(self, state: State) -> Stage:
         """Always phase 1, masked, with the decay."""
-        return Stage(phase=1, masked=True, rule=UpdateRule(masked=True, decay=self.decay))
+        return Stage(phase=1, transform=HardMask(Pattern(self.pattern)), rule=UpdateRule(masked=True, decay=self.decay))

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..autograd import HardMask
 from ..ops import STATS
 from ..optim import MaskedAdamW, UpdateRule
-from ..pattern import CheckpointError, RecipeError
+from ..pattern import CheckpointError, Pattern, RecipeError
 from . import autoswitch
 from .base import Observed, Recipe, Stage, State
 from .registry import recipe
@@ -116,7 +117,7 @@ class STEP(Recipe):
     def stage(self, state: State) -> Stage:
         """Phase 0 until the switch, phase 1 after it."""
         if not state.get("switch_step"):
-            return Stage(phase=0, masked=False, rule=UpdateRule(geometric=self.switch == "geometric"))
+            return Stage(phase=0, rule=UpdateRule(geometric=self.switch == "geometric"))
         rule = UpdateRule(
             masked=True,
             decay=self.decay,
@@ -125,7 +126,7 @@ class STEP(Recipe):
             eps_inside=self.eps_mode == "inside",
             clamp=self.clamp or 0.0,
         )
-        return Stage(phase=1, masked=True, rule=rule)
+        return Stage(phase=1, transform=HardMask(Pattern(self.pattern)), rule=rule)
 
     def advance(self, state: State, observed: Observed) -> bool:
         """Watch the second moment; True at the step after which it is frozen."""

@@ -37,6 +37,20 @@ def test_packed_operand_needs_a_pattern(rules, n, m):
         GemmPlan(**rules, n=n, m=m)
 
 
+@pytest.mark.parametrize(
+    ("keywords", "said"),
+    [
+        ({"method": "best"}, "exact, approx"),
+        ({"wgrad": "mvue", "n": 1, "m": 4, "method": "approx"}, "needs n = 2"),
+        ({"fp8": "e4m3"}, "paper, hybrid"),
+        ({"fp8": "paper", "fprop": "packed", "dgrad": "packed", "n": 2, "m": 4}, "dense layout"),
+    ],
+)
+def test_options_that_do_not_go(keywords, said):
+    with pytest.raises(NMError, match=said):
+        GemmPlan(**keywords)
+
+
 def test_plan_is_a_frozen_value():
     assert GemmPlan(wgrad="mvue", n=2, m=4) == GemmPlan(wgrad="mvue", n=2, m=4)
     assert hash(GemmPlan()) == hash(STRAIGHT_THROUGH)

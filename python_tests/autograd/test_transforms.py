@@ -1,10 +1,10 @@
-"""HardMask: the transform of STE and SR-STE."""
+"""The weight transforms: what they use, what they freeze, and the gradient that they pass on."""
 
 import pytest
 import torch
 
-from nmkernels import Pattern, PatternError, ShapeError
-from nmkernels.autograd import HardMask
+from nmkernels import NMError, Pattern, PatternError, ShapeError
+from nmkernels.autograd import DecayedMask, HardMask, SoftThreshold, WeightTransform, linear
 from nmkernels.testing import equal_bits
 from python_tests import plain
 
@@ -45,3 +45,67 @@ def test_bad_input_raises():
     for wrong in (torch.ones(2, 4, dtype=torch.int32), torch.ones(2, 4, dtype=torch.complex64)):
         with pytest.raises(TypeError, match=str(wrong.dtype)):
             HardMask(Pattern("2:4"))(wrong)
+
+
+# ---- the others
+
+P = Pattern("2:4")
+EVERY = {
+    "plain": (WeightTransform(P), ()),
+    "hard": (HardMask(P), ()),
+    "hard_chain": (HardMask(P, chain=True), ()),
+    "soft": (SoftThreshold(P), (torch.tensor(1.5),)),
+    "decayed": (DecayedMask(P), (torch.tensor(0.25, dtype=torch.float64),)),
+    "decayed_straight": (DecayedMask(P, chain=False), (torch.tensor(0.25, dtype=torch.float64),)),
+}
+
+
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_out_and_views_give_the_same_bits_contiguous(name, dtype):
+    transform, extras = EVERY[name]
+    w = torch.randn(16, 12).to(dtype).t()
+    got, out = transform(w, *extras), torch.full((12, 16), float("nan"), dtype=dtype)
+    assert transform(w, *extras, out=out) is out and got.is_contiguous() and got.dtype == dtype
+    assert equal_bits(got, out) and equal_bits(got, transform(w.contiguous(), *extras))
+    assert hash(transform) == hash(type(transform)(**vars(transform)))
+
+
+def test_soft_threshold_by_hand():
+    w = torch.tensor([[0.3, -1.0, 0.5, 2.0]])
+    start = SoftThreshold(P).start(w)
+    assert start.keys() == {"nm_scale"} == set(SoftThreshold.reads) and start["nm_scale"].item() == pytest.approx(1.4)
+    torch.testing.assert_close(SoftThreshold(P)(w, start["nm_scale"]), torch.tensor([[0.0, -0.7, 0.0, 2.1]]))
+
+
+@pytest.mark.parametrize("w", [torch.zeros(2, 4), torch.ones(2, 4), torch.tensor([[1.0, torch.nan, 2.0, 3.0]])])
+def test_soft_threshold_without_a_scale(w):
+    with pytest.raises(NMError, match="scale of its soft threshold is"):
+        SoftThreshold(P).start(w)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_gradient_that_reaches_the_master_weight(name):
+    transform, extras = EVERY[name]
+    w = torch.nn.Parameter(torch.randn(8, 16, dtype=torch.float64))
+    x, g = torch.randn(5, 16, dtype=torch.float64), torch.randn(5, 8, dtype=torch.float64)
+    used = transform(w.detach(), *extras)
+    linear(x, w, used, transform=transform, extras=extras).backward(g)
+    kept = plain.mask(w, 2, 4)
+    factor = {"hard_chain": kept.double(), "decayed": torch.where(kept, 1.0, 0.25).double()}.get(name, torch.ones_like(w))
+    torch.testing.assert_close(w.grad, g.T @ x * factor, rtol=1e-12, atol=1e-12)
+    assert transform.straight == (name not in ("hard_chain", "decayed"))
+
+
+def test_a_weight_changed_between_forward_and_backward_is_noticed_where_it_matters():
+    for name in ("decayed", "hard"):
+        transform, extras = EVERY[name]
+        w = torch.nn.Parameter(torch.randn(8, 16))
+        y = linear(torch.randn(5, 16), w, transform(w.detach(), *extras), transform=transform, extras=extras)
+        with torch.no_grad():
+            w.neg_()
+        if transform.straight:
+            y.sum().backward()
+        else:
+            with pytest.raises(RuntimeError, match="modified by an inplace"):
+                y.sum().backward()

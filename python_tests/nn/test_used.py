@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import nmkernels as nm
-from nmkernels.autograd import HardMask
+from nmkernels.autograd import HardMask, WeightTransform
 from python_tests import plain
 from python_tests.copies import WAYS, copied
 
@@ -236,6 +236,11 @@ def test_evaluation_of_another_form_leaves_the_backward_pass_intact(how):
     torch.testing.assert_close(x.grad[0], plain.masked(model[0].weight, 2, 4).sum(0))
 
 
+class Doubled(WeightTransform):
+    def __call__(self, weight, *extras, out=None):
+        return 2 * weight
+
+
 def test_sink_is_refused_unless_right():
     _, layer, _ = model_of(torch.optim.AdamW)
     assert layer.used.sink(layer.master) is None, "nothing is kept yet"
@@ -244,7 +249,7 @@ def test_sink_is_refused_unless_right():
     change_in_place(layer)
     assert layer.used.sink(layer.master) is None, "the weight has changed"
     layer.used_weight()
-    layer.transform = lambda w, out=None: 2 * w
+    layer.transform = Doubled(nm.Pattern("2:4"))
     assert torch.equal(layer.used_weight(), 2 * layer.weight), "a new transform is noticed"
     assert layer.used.sink(layer.master) is None, "the optimizer writes hard masks only"
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import nmkernels as nm
+from nmkernels.autograd import HardMask
 from nmkernels.optim import PLAIN, MaskedAdamW
 from nmkernels.recipes import ASP, SRSTE, STE, STEP, Dense, Recipe, Stage
 from python_tests.recipes.loop import mlp
@@ -51,7 +52,7 @@ def test_optimizer_is_masked_adamw_with_adamws_keywords(recipe):
 @pytest.mark.parametrize("recipe", ALL, ids=lambda r: r.name)
 def test_stage_before_an_optimizer_is_known(recipe):
     stage = recipe.stage({})
-    assert stage.masked == (recipe.name in ("ste", "srste")) and not stage.fixed
+    assert (stage.transform is not None) == (recipe.name in ("ste", "srste")) and not stage.fixed
 
 
 def test_final():
@@ -64,7 +65,7 @@ def test_a_recipe_of_ones_own():
     @dataclasses.dataclass(frozen=True)
     class Mine(Recipe):
         def stage(self, state):
-            return Stage(phase=1, masked=True)
+            return Stage(phase=1, transform=HardMask(self.pattern))
 
     model = mlp(torch.float32)
     handle = nm.sparsify_(model, Mine("1:4"))
@@ -74,7 +75,7 @@ def test_a_recipe_of_ones_own():
     assert handle.metrics()["density"].item() == 1.0  # the rule is PLAIN: the optimizer knows of no mask
     handle.finish()
     assert nm.ops.is_nm(model[0].weight, "1:4")
-    assert Stage(phase=1, masked=True).rule is PLAIN
+    assert Stage(phase=1).rule is PLAIN
 
 
 def test_a_recipe_without_stages_says_so():

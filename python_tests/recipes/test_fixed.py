@@ -16,7 +16,7 @@ def layers(pattern="2:4", seed=0):
 
 def test_held_mask_keeps_bits_and_writes_positive_zeros():
     w = torch.tensor([[-0.0, -1.0, torch.inf, torch.nan]])
-    held = HeldMask(torch.tensor([[True, False, True, False]]))
+    held = HeldMask(nm.Pattern("2:4"), torch.tensor([[True, False, True, False]]))
     for got in (held(w), held(w, out=torch.empty_like(w))):
         assert torch.equal(got, torch.tensor([[0.0, 0.0, torch.inf, 0.0]]))
         assert torch.signbit(got).tolist() == [[True, False, False, False]]

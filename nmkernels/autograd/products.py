@@ -1,0 +1,58 @@
+"""The three products of a linear layer, each by its plan's rule, on plain tensors."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..ops.linear import linear_of_layer
+from . import fp8
+from .plan import GemmPlan
+
+
+def fprop(plan: GemmPlan, x: Tensor, used: Tensor, indices: Tensor | None, bias: Tensor | None) -> Tensor:
+    """y = x W̃ᵀ + b ``(..., out)``, in x's dtype; ``used`` is W̃, or with ``indices`` the values of its compressed form."""
+    b = None if bias is None else bias.to(x.dtype)
+    if indices is not None:
+        return linear_of_layer(x, used, indices, plan.n, plan.m, b)
+    if plan.fp8 is None:
+        return F.linear(x, used, b)
+    p, q, step = fp8.operands(plan.fp8, "fprop", x, used)
+    y = (F.linear(p, q) * step).to(x.dtype)
+    return y if b is None else y + b
+
+
+def dgrad(plan: GemmPlan, g: Tensor, used: Tensor, indices: Tensor | None, cols: int) -> Tensor:
+    """∂L/∂x = g W̃ ``(..., in)``, in g's dtype."""
+    if indices is not None:
+        return torch.ops.nmkernels.nm_linear_dgrad(g, used, indices, plan.n, plan.m, cols)
+    if plan.fp8 is None:
+        return g.matmul(used)
+    p, q, step = fp8.operands(plan.fp8, "dgrad", g, used)
+    return (p.matmul(q) * step).to(g.dtype)
+
+
+def wgrad(plan: GemmPlan, g: Tensor, x: Tensor, seed: Tensor | None) -> Tensor:
+    """∂L/∂W̃ = gᵀ x ``(out, in)`` of g ``(tokens, out)`` and x ``(tokens, in)``; with MVUE, gᵀ is first replaced by its estimate.
+
+    Args:
+        seed: int64 ``(2,)`` (seed, offset) of the estimate, whose offset is then advanced in place; None draws both from torch.
+    """
+    if plan.wgrad == "dense":
+        if plan.fp8 is None:
+            return g.t().matmul(x)
+        p, q, step = fp8.operands(plan.fp8, "wgrad", g, x)
+        return (p.t().matmul(q) * step).to(x.dtype)
+    raw, words = torch.ops.nmkernels, seed
+    if words is None:
+        words = torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=g.device)
+    values, indices = raw.nm_mvue_compress(g, plan.n, plan.m, 0, words, plan.method)
+    if seed is not None:
+        # on the device, so that a replayed graph draws anew
+        seed[1:].add_(1)
+    if plan.fp8 is None:
+        return raw.nm_linear_wgrad(values, indices, plan.n, plan.m, g.shape[0], x)
+    # the zeros that the estimate left out have no part in its largest magnitude
+    p, q, step = fp8.operands(plan.fp8, "wgrad", values, x)
+    return (raw.nm_linear_wgrad(p, indices, plan.n, plan.m, g.shape[0], q) * step).to(x.dtype)

@@ -1,0 +1,32 @@
+"""The last act of a recipe: master weights become the N:M weights that are deployed."""
+
+from __future__ import annotations
+
+import torch
+
+from .. import ops
+from ..autograd import STRAIGHT_THROUGH, WeightTransform
+from ..nn import NMWeight
+from ..pattern import RecipeError
+
+
+@torch.no_grad()
+def make_nm(layers: dict[str, NMWeight], transforms: dict[str, WeightTransform]) -> None:
+    """Replace every layer's weight by what its transform makes of it, and take from the layer what only training needed.
+
+    Raises:
+        RecipeError: a weight is not finite, or a result is not N:M; then nothing has been changed.
+    """
+    for name, layer in layers.items():
+        if not bool(torch.isfinite(layer.weight).all()):
+            raise RecipeError(f"finish: the weight of layer {name!r} has NaN or infinite values; training diverged before this point.")
+    pruned = {name: layers[name].transformed(transform) for name, transform in transforms.items()}
+    for name, weight in pruned.items():
+        if not ops.is_nm(weight, layers[name].pattern):
+            raise RecipeError(f"finish: layer {name!r} is not {layers[name].pattern} after pruning; please report this bug.")
+    for name, layer in layers.items():
+        layer.master.copy_(pruned.pop(name))
+        layer.use(None, STRAIGHT_THROUGH)
+        layer.finished = True
+        layer.forget()
+        layer.used.release()
