@@ -7,6 +7,7 @@ from .dense import Dense
 from .handle import Handle
 from .registry import get, names, recipe
 from .report import Report
+from .sste import SSTE
 from .ste import SRSTE, STE
 from .step import STEP
 from .swap import densify_
@@ -14,6 +15,7 @@ from .swap import densify_
 __all__ = [
     "ASP",
     "SRSTE",
+    "SSTE",
     "STE",
     "STEP",
     "Dense",

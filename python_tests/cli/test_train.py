@@ -92,6 +92,14 @@ def test_json_goes_to_standard_output_alone(text, tmp_path, capsys):
     assert result == json.loads((tmp_path / "out" / "result.json").read_text())
 
 
+@pytest.mark.parametrize("name", nm.recipes.names())
+def test_every_recipe_trains_to_a_checked_file(name, text, tmp_path, capsys):
+    assert train(text, tmp_path / "out", "--json", "--recipe", f"{name}:1:8") == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["config"]["recipe"] == f"{name}:1:8" and 0 < result["sparse"]["val_loss"] < 6
+    assert name == "dense" or result["sparse"]["reload"]["identical"]
+
+
 def test_the_end_says_what_there_is(text, tmp_path, capsys):
     assert train(text, tmp_path / "out") == 0
     out = capsys.readouterr().out

@@ -1,0 +1,65 @@
+"""The list of recipes that the conformance suite runs; a new recipe joins by one entry.
+
+``loop(params, data, streams)`` trains the same float64 problem by independent code and returns the parameters; ``streams`` are the
+keys of the layers' random streams where the recipe has some.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from nmkernels.recipes import ASP, SRSTE, SSTE, STE, STEP, Dense, Recipe
+from python_tests.recipes import loop_used as used
+from python_tests.recipes.loop import SPARSE, Adam, Step, train
+
+STEPS = 20
+SWITCH = Step(t_min=2, t_max=7, threshold=1e-30, clamp=2.0)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One recipe of ``STEPS`` steps, the loop that it must equal, and where it is interrupted."""
+
+    recipe: Recipe
+    loop: Callable[[dict[str, Any], list[Any], dict[str, int] | None], dict[str, Any]]
+    cuts: tuple[int, ...] = (7,)
+
+    @property
+    def draws(self) -> bool:
+        """Whether the gradients are random, so that other microbatches or skipped steps give another run."""
+        return getattr(self.recipe, "mvue", None) is not None
+
+
+def hard(decay: float = 0.0, step: Step | None = None, n: int = 2) -> Any:
+    return lambda params, data, streams: train(params, data, n, 4, decay, Adam(), step)[0]
+
+
+def asp(prune_at: int) -> Any:
+    """g ← g ⊙ M and W ← W ⊙ M from ``prune_at`` on, with the mask of that moment."""
+
+    def run(params: dict[str, Any], data: list[Any], streams: Any) -> dict[str, Any]:
+        masks: dict[str, Any] = {}
+
+        def use(k: str, w: Any, t: int) -> Any:
+            if t >= prune_at and k not in masks:
+                masks[k] = used.top_n(w, 2, 4).to(w.dtype)
+            return w * masks.get(k, 1.0)
+
+        end = used.train_used(params, data, use, lambda k, w, g, t: g * masks.get(k, 1.0))
+        return {k: w * masks[k] if k in masks else w for k, w in end.items()}
+
+    return run
+
+
+ROSTER = {
+    "dense": Entry(Dense(), hard(n=4)),
+    "ste": Entry(STE("2:4"), hard()),
+    "srste": Entry(SRSTE("2:4", decay=0.1), hard(0.1)),
+    "step": Entry(STEP("2:4", t_min=2, t_max=7, threshold=1e-30), hard(0.0, SWITCH), (5, 8, 12)),
+    "asp": Entry(ASP("2:4"), asp(0)),
+    "sste_dense_wgrad": Entry(SSTE("2:4", mvue=None), lambda p, d, s: used.sste(p, d, 2, 4)),
+    "sste": Entry(SSTE("2:4", seed=1), lambda p, d, s: used.sste(p, d, 2, 4, s)),
+    "sste_approx": Entry(SSTE("1:4", mvue="approx", seed=1), lambda p, d, s: used.sste(p, d, 1, 4, s, "approx")),
+}
+
+assert SPARSE == ("0.weight", "2.weight")

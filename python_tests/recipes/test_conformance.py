@@ -1,0 +1,369 @@
+"""What every recipe must do, run for each entry of the roster."""
+
+import copy
+import dataclasses
+import io
+
+import pytest
+import torch
+from torch import nn
+
+import nmkernels as nm
+from nmkernels.optim import MaskedAdamW
+from python_tests.copies import WAYS, copied
+from python_tests.recipes.loop import Adam, batches, distance, loss_of, mlp, snapshot
+from python_tests.recipes.roster import ROSTER, STEPS, SWITCH
+
+F32, F64 = torch.float32, torch.float64
+DATA, DATA32 = batches(STEPS), batches(STEPS, F32)
+ENTRIES = pytest.mark.parametrize("entry", ROSTER.values(), ids=ROSTER.keys())
+ENDING = pytest.mark.filterwarnings("ignore:finish. the recipe")
+
+
+def optimizer_of(recipe, params):
+    return recipe.optimizer(params, **Adam().keywords)
+
+
+def start(recipe, dtype=F64, seed=0):
+    model = mlp(dtype, seed)
+    handle = nm.sparsify_(model, recipe)
+    return model, handle, handle.attach(optimizer_of(recipe, model.parameters()))
+
+
+def step(model, optimizer, batch, parts=1):
+    optimizer.zero_grad()
+    for x, y in zip(batch[0].chunk(parts), batch[1].chunk(parts), strict=True):
+        (loss_of(model, (x, y)) / parts).backward()
+    optimizer.step()
+
+
+def run(recipe, dtype=F64, data=DATA, parts=1):
+    model, handle, optimizer = start(recipe, dtype)
+    for batch in data:
+        step(model, optimizer, batch, parts)
+    return model, handle, optimizer
+
+
+def figures(handle):
+    return {k: v.item() for k, v in handle.metrics().items()}
+
+
+def through_a_file(*parts):
+    file = io.BytesIO()
+    torch.save(parts, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+# ---- the method
+
+
+@ENTRIES
+def test_trajectory(entry):
+    model, handle, optimizer = start(entry.recipe)
+    streams = {f"{name}.weight": int(layer.seed[0]) for name, layer in handle.layers.items()} if entry.draws else None
+    for batch in DATA:
+        step(model, optimizer, batch)
+    assert distance(snapshot(model), entry.loop(snapshot(mlp()), DATA, streams)) < 1e-10
+    assert SWITCH.t_max < STEPS / 2, "the switch lies inside"
+
+
+@ENTRIES
+def test_fp32_agrees_with_float64(entry):
+    model, _, _ = run(entry.recipe, F32, DATA32)
+    wide = [(x.double(), y.double()) for x, y in DATA32]
+    want, _, optimizer = start(entry.recipe)
+    for batch in wide:
+        step(want, optimizer, batch)
+    # a flipped choice of the sampler or the mask near a tie changes a step; those are single and small
+    assert distance(snapshot(model), snapshot(want)) < (2e-2 if entry.draws else 1e-4)
+
+
+@ENTRIES
+def test_accumulation_is_the_whole_batch(entry):
+    if entry.draws:
+        pytest.skip("other microbatches draw other estimates")
+    assert distance(snapshot(run(entry.recipe, parts=4)[0]), snapshot(run(entry.recipe)[0])) < 1e-9
+
+
+@ENTRIES
+@pytest.mark.parametrize("make", [None, lambda p: torch.optim.AdamW(p, **Adam().keywords)], ids=["own", "adamw"])
+def test_grad_scaler_changes_nothing(entry, make):
+    if entry.recipe.name == "step" and make is not None:
+        pytest.skip("STEP needs its own optimizer")
+    results = []
+    for scale in (1.0, 256.0):
+        model = mlp(F32)
+        handle = nm.sparsify_(model, entry.recipe)
+        optimizer = handle.attach(make(model.parameters()) if make else optimizer_of(entry.recipe, model.parameters()))
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        for batch in DATA32:
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, batch)).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+        results.append((snapshot(model), figures(handle)))
+    assert distance(results[0][0], results[1][0]) < 1e-5
+    assert results[0][1]["phase"] == results[1][1]["phase"]
+
+
+@ENTRIES
+def test_a_skipped_step_changes_nothing(entry):
+    model, handle, optimizer = start(entry.recipe, F32)
+    scaler, steps = torch.amp.GradScaler("cpu", init_scale=8.0), []
+    for t, (x, y) in enumerate(DATA32):
+        before, state = snapshot(model), copy.deepcopy(handle.state)
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, (x * (torch.inf if t % 4 == 1 else 1.0), y))).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        if t % 4 == 1:
+            assert distance(snapshot(model), before) == 0.0
+            assert all(torch.equal(torch.as_tensor(handle.state[k]), torch.as_tensor(state[k])) for k in ("t", "stage") if k in state)
+        else:
+            steps.append((x, y))
+    if not entry.draws:
+        assert distance(snapshot(model), snapshot(run(entry.recipe, F32, steps)[0])) < 1e-5
+
+
+# ---- checkpoints
+
+
+@ENTRIES
+@pytest.mark.parametrize("order", ["attach_first", "optimizer_first", "model_last"])
+def test_resume_is_bit_for_bit(entry, order):
+    for cut in entry.cuts:
+        model, handle, optimizer = start(entry.recipe, F32)
+        for batch in DATA32[:cut]:
+            step(model, optimizer, batch)
+        weights, state = through_a_file(model.state_dict(), optimizer.state_dict())
+        for batch in DATA32[cut:]:
+            step(model, optimizer, batch)
+        other = mlp(F32, seed=5)
+        again = nm.sparsify_(other, entry.recipe)
+        theirs = optimizer_of(entry.recipe, other.parameters())
+        if order == "attach_first":
+            again.attach(theirs)
+        if order != "model_last":
+            other.load_state_dict(weights)
+        theirs.load_state_dict(state)
+        if order != "attach_first":
+            again.attach(theirs)
+        if order == "model_last":
+            other.load_state_dict(weights)
+        for batch in DATA32[cut:]:
+            step(other, theirs, batch)
+        assert distance(snapshot(other), snapshot(model)) == 0.0
+        assert figures(again) == figures(handle) and again.state.keys() == handle.state.keys()
+
+
+@ENTRIES
+def test_dense_checkpoint_loads_strictly(entry):
+    model, _, _ = start(entry.recipe)
+    model.load_state_dict(mlp(seed=3).state_dict())
+    extra = set(model.state_dict()) - set(mlp().state_dict())
+    assert all(key.rpartition(".")[2].startswith("nm_") for key in extra)
+
+
+@ENTRIES
+@pytest.mark.parametrize("how", WAYS)
+def test_a_copied_model_computes_the_same(entry, how):
+    model, _, optimizer = run(entry.recipe, F32, DATA32[:9])
+    x = DATA32[0][0]
+    want, twin = model(x), copied(model, how)
+    step(model, optimizer, DATA32[9])
+    assert torch.equal(twin(x), want) and not torch.equal(model(x), want)
+
+
+# ---- the end
+
+
+@ENTRIES
+@ENDING
+def test_finish_leaves_what_was_previewed(entry, tmp_path):
+    model, handle, optimizer = run(entry.recipe, F32, DATA32)
+    x = DATA32[0][0]
+    with handle.deployable(), torch.no_grad():
+        want = model(x)
+    assert handle.finish() is model
+    assert torch.equal(model(x), want)
+    assert list(model.state_dict()) == list(mlp().state_dict()) and "nm_recipe" not in optimizer.param_groups[0]
+    if entry.recipe.final == "dense":
+        assert type(model[0]) is nn.Linear
+        return
+    for layer in handle.layers.values():
+        assert nm.ops.is_nm(layer.weight.detach(), entry.recipe.pattern)
+    nm.compress_(model)
+    torch.testing.assert_close(model(x), want)
+    nm.save_compressed(model, tmp_path / "m.safetensors")
+    assert torch.equal(nm.load_compressed(mlp(F32, seed=4), tmp_path / "m.safetensors")(x), model(x))
+
+
+@ENTRIES
+def test_finish_before_the_end_leaves_what_was_previewed(entry):
+    for count in (1, STEPS // 2):
+        model, handle, _ = run(entry.recipe, F32, DATA32[:count])
+        with handle.deployable(), torch.no_grad():
+            want = model(DATA32[0][0])
+        early = handle.recipe.unready(handle.state)
+        if early:
+            with pytest.warns(UserWarning, match=early.split("(")[0].strip()):
+                handle.finish()
+        else:
+            handle.finish()
+        assert torch.equal(model(DATA32[0][0]), want)
+
+
+@ENTRIES
+def test_deployable_disturbs_nothing(entry):
+    model, handle, optimizer = start(entry.recipe, F32)
+    for batch in DATA32:
+        with handle.deployable(), torch.no_grad():
+            model(batch[0])
+        step(model, optimizer, batch)
+    assert distance(snapshot(model), snapshot(run(entry.recipe, F32, DATA32)[0])) == 0.0
+
+
+@ENTRIES
+def test_remove_gives_the_dense_model_back(entry):
+    model, handle, optimizer = run(entry.recipe, F32, DATA32[:9])
+    before, params = snapshot(model), list(model.parameters())
+    assert handle.remove() is model and all(type(model[i]) is nn.Linear for i in (0, 2, 4))
+    assert all(p is q for p, q in zip(model.parameters(), params, strict=True)) and distance(snapshot(model), before) == 0.0
+    assert list(model.state_dict()) == list(mlp().state_dict()) and vars(model[0]).keys() == vars(mlp()[0]).keys()
+    assert "nm_recipe" not in optimizer.param_groups[0] and not optimizer._optimizer_step_pre_hooks
+    step(model, optimizer, DATA32[9])
+
+
+# ---- the surroundings
+
+
+@ENTRIES
+def test_frozen_layer_stays_and_the_rest_learns(entry):
+    model = mlp(F32)
+    model[0].weight.requires_grad_(False)
+    handle = nm.sparsify_(model, entry.recipe)
+    optimizer = handle.attach(optimizer_of(entry.recipe, model.parameters()))
+    masked = nm.ops.prune(mlp(F32)[0].weight.detach(), entry.recipe.pattern)
+    for batch in DATA32:
+        step(model, optimizer, batch)
+    kept = masked if handle.stage.fixed else mlp(F32)[0].weight
+    assert torch.equal(model[0].weight, kept) and not torch.equal(model[2].weight, mlp(F32)[2].weight)
+    assert all(torch.isfinite(v).all() for v in handle.metrics().values())
+
+
+@ENTRIES
+@ENDING
+def test_tied_weights_stay_dense_and_tied(entry):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16))
+    model[2].weight = model[0].weight
+    handle = nm.sparsify_(model, entry.recipe)
+    optimizer = handle.attach(optimizer_of(entry.recipe, model.parameters()))
+    assert list(handle.layers) == ["1"] and "tied" in str(handle.report)
+    for batch in DATA32:
+        optimizer.zero_grad()
+        model(batch[0]).square().mean().backward()
+        optimizer.step()
+    handle.finish()
+    assert model[2].weight is model[0].weight and not nm.ops.is_nm(model[0].weight.detach(), "2:4")
+
+
+@ENTRIES
+@ENDING
+def test_bf16_autocast(entry):
+    model, handle, optimizer = start(entry.recipe, F32)
+    losses = []
+    for batch in DATA32:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = model(batch[0])
+        loss = nn.functional.mse_loss(y.float(), batch[1])
+        loss.backward()
+        assert y.dtype == torch.bfloat16 and model[0].weight.grad.dtype == F32
+        optimizer.step()
+        losses.append(loss.item())
+    assert min(losses[-5:]) < losses[0]
+    with handle.deployable(), torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        want = model(DATA32[0][0])
+    handle.finish()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(model(DATA32[0][0]), want)
+
+
+@ENTRIES
+def test_metrics(entry):
+    model, handle, optimizer = start(entry.recipe, F32)
+    for batch in DATA32:
+        before = handle.stage
+        step(model, optimizer, batch)
+        got = handle.metrics()
+        assert {"flip_rate", "density", "phase", "decay_ratio"} <= got.keys()
+        assert all(isinstance(v, torch.Tensor) and v.dim() == 0 and torch.isfinite(v) for v in got.values())
+        used = [layer.used_weight() for layer in handle.layers.values()]
+        # at a change of stage the figure is still that of the step that led there
+        density = sum(int(u.count_nonzero()) for u in used) / sum(u.numel() for u in used)
+        assert got["density"].item() == density or handle.stage != before
+        assert 0 <= got["flip_rate"] <= 1 and got["phase"].item() == handle.stage.phase
+
+
+@ENTRIES
+def test_two_models_at_once(entry):
+    pairs = [start(entry.recipe, F32, seed) for seed in (0, 1)]
+    for batch in DATA32:
+        for model, _, optimizer in pairs:
+            step(model, optimizer, batch)
+    alone, _, optimizer = start(entry.recipe, F32, 1)
+    for batch in DATA32:
+        step(alone, optimizer, batch)
+    seed = getattr(entry.recipe, "seed", None)
+    assert distance(snapshot(pairs[1][0]), snapshot(alone)) == 0.0 or (entry.draws and seed is None)
+
+
+@ENTRIES
+def test_compiled_equals_eager(entry):
+    torch.compiler.reset()
+    model, _, optimizer = start(entry.recipe, F32)
+    forward = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for batch in DATA32:
+        step(forward, optimizer, batch)
+    assert distance(snapshot(model), snapshot(run(entry.recipe, F32, DATA32)[0])) < 1e-5
+    torch.compiler.reset()
+
+
+@ENTRIES
+def test_several_optimizers(entry):
+    if entry.recipe.name == "step":
+        pytest.skip("its test of several optimizers needs MaskedAdamW for both")
+    model = mlp()
+    handle = nm.sparsify_(model, entry.recipe)
+    first = MaskedAdamW([*model[0].parameters(), *model[4].parameters()], **Adam().keywords)
+    second = torch.optim.AdamW(model[2].parameters(), **Adam().keywords)
+    handle.attach(first, second)
+    for batch in DATA:
+        for optimizer in (first, second):
+            optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        for optimizer in (first, second):
+            optimizer.step()
+    assert distance(snapshot(model), snapshot(run(entry.recipe)[0])) < 1e-9
+
+
+@ENTRIES
+def test_configuration(entry):
+    recipe = entry.recipe
+    with pytest.raises(TypeError, match="patern"):
+        type(recipe)(patern="2:4")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        recipe.pattern = "1:4"
+    assert recipe == dataclasses.replace(recipe) and hash(recipe) == hash(dataclasses.replace(recipe))
+    spec = recipe.spec()
+    assert all(v is None or isinstance(v, (str, int, float, bool)) for v in spec.values())
+    assert nm.recipes.get(spec.pop("recipe"), **spec) == recipe
+    assert type(recipe).__doc__ and recipe.name in nm.recipes.names()
+
+
+def test_every_recipe_is_on_the_roster():
+    assert {entry.recipe.name for entry in ROSTER.values()} == set(nm.recipes.names())

@@ -1,0 +1,295 @@
+"""S-STE: against the independent loop, its scale, its random streams, emulated FP8, and what it refuses."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+import nmkernels as nm
+from nmkernels import reference
+from nmkernels.optim import MaskedAdamW
+from nmkernels.recipes import SSTE
+from nmkernels.recipes.seeds import stream_key
+from nmkernels.testing import equal_bits
+from python_tests.recipes.loop import SPARSE, Adam, batches, distance, loss_of, mlp, snapshot, train
+from python_tests.recipes.loop_used import soft, sste
+
+F32, F64 = torch.float32, torch.float64
+STEPS = 20
+MAKERS = {
+    "masked_adamw": lambda p: MaskedAdamW(p, **Adam().keywords),
+    "adamw": lambda p: torch.optim.AdamW(p, **Adam().keywords),
+    "fused_adamw": lambda p: torch.optim.AdamW(p, fused=True, **Adam().keywords),
+}
+
+
+def start(recipe, dtype=F64, maker="masked_adamw", seed=0):
+    model = mlp(dtype, seed)
+    handle = nm.sparsify_(model, recipe)
+    return model, handle, handle.attach(MAKERS[maker](model.parameters()))
+
+
+def go(model, optimizer, data):
+    for batch in data:
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        optimizer.step()
+
+
+def keys(handle):
+    return {f"{name}.weight": int(layer.seed[0]) for name, layer in handle.layers.items()}
+
+
+# ---- the method
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+@pytest.mark.parametrize("pattern", ["2:4", "1:8"])
+@pytest.mark.parametrize("mvue", [None, "exact", "approx"])
+def test_equals_independent_loop(mvue, pattern, maker):
+    n, m = map(int, pattern.split(":"))
+    model, handle, optimizer = start(SSTE(pattern, mvue=mvue, seed=3), maker=maker)
+    streams = keys(handle) if mvue else None
+    go(model, optimizer, batches(STEPS))
+    want = sste(snapshot(mlp()), batches(STEPS), n, m, streams, mvue)
+    assert distance(snapshot(model), want) < 1e-10
+    assert distance(sste(snapshot(mlp()), batches(STEPS), n, m), train(snapshot(mlp()), batches(STEPS), n, m)[0]) > 1e-2
+
+
+def test_fp32_agrees_with_fp64():
+    model, _, optimizer = start(SSTE(mvue=None), F32)
+    go(model, optimizer, batches(STEPS, F32))
+    assert distance(snapshot(model), sste(snapshot(mlp(F32)), batches(STEPS, F32), 2, 4)) < 1e-4
+
+
+def test_gradient_has_neither_scale_nor_mask():
+    model, _, _ = start(SSTE(mvue=None))
+    x = torch.randn(5, 16, dtype=F64)
+    g = torch.randn(5, 32, dtype=F64)
+    x.requires_grad_()
+    model[0](x).backward(g)
+    used = model[0].nm_scale * soft(model[0].weight.detach(), 2, 4)
+    torch.testing.assert_close(model[0].weight.grad, g.T @ x.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(x.grad, g @ used, rtol=1e-12, atol=1e-12)
+
+
+def test_finish_by_hand():
+    model, handle, optimizer = start(SSTE())
+    go(model, optimizer, batches(5))
+    want = {k: model.get_submodule(k[0]).nm_scale * soft(model.get_parameter(k).detach(), 2, 4) for k in SPARSE}
+    x = batches(1)[0][0]
+    before = model(x)
+    handle.finish()
+    assert distance(snapshot(model), {**snapshot(model), **want}) < 1e-15
+    assert torch.equal(model(x), before), "what training multiplied is what is deployed"
+    assert list(model.state_dict()) == list(mlp().state_dict())
+
+
+def test_flip_rate_is_that_of_the_mask_and_density_that_of_the_weight_used():
+    model, handle, optimizer = start(SSTE(mvue=None))
+    go(model, optimizer, batches(3))
+    before = [nm.ops.mask(layer.weight.detach(), "2:4") for layer in handle.layers.values()]
+    go(model, optimizer, batches(1, seed=9))
+    after = [nm.ops.mask(layer.weight.detach(), "2:4") for layer in handle.layers.values()]
+    got = handle.metrics()
+    total = sum(a.numel() for a in after)
+    assert got["flip_rate"].item() == sum(int((a ^ b).sum()) for a, b in zip(after, before, strict=True)) / total > 0
+    with torch.no_grad():
+        model[0].weight[:, :4] = 1.0  # all tie with the threshold: nothing is left of them
+    assert handle.metrics()["density"].item() == 0.5 - 2 * 32 / total
+
+
+# ---- the scale
+
+
+def test_scale_is_that_of_the_initial_weight_and_frozen():
+    model, _, optimizer = start(SSTE())
+    first = {k: sum((w * soft(w, 2, 4)).flatten()) / soft(w, 2, 4).square().sum() for k, w in snapshot(mlp()).items() if k in SPARSE}
+    go(model, optimizer, batches(5))
+    for k in SPARSE:
+        assert float(model.get_submodule(k[0]).nm_scale) == pytest.approx(float(first[k]), rel=1e-12)
+    assert {k for k in model.state_dict() if "nm_" in k} == {"0.nm_scale", "2.nm_scale"}
+
+
+def test_scale_is_taken_again_at_attach():
+    model = mlp()
+    handle = nm.sparsify_(model, SSTE())
+    nn.init.uniform_(model[0].weight)
+    optimizer = handle.attach(MaskedAdamW(model.parameters()))
+    assert float(model[0].nm_scale) == float(nm.ops.soft_threshold_scale(model[0].weight.detach(), "2:4"))
+    go(model, optimizer, batches(1))
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_dense_checkpoint_loads_strictly_and_renews_the_scale(assign):
+    model, _, _ = start(SSTE())
+    other = mlp(seed=7)
+    with torch.no_grad():
+        other[0].weight.pow_(3)
+    model.load_state_dict(copy.deepcopy(other.state_dict()), assign=assign)
+    for i in (0, 2):
+        assert float(model[i].nm_scale) == float(nm.ops.soft_threshold_scale(other[i].weight.detach(), "2:4"))
+    with pytest.raises(RuntimeError, match="Missing key"):
+        model.load_state_dict({k: v for k, v in other.state_dict().items() if k != "0.bias"})
+
+
+def test_own_checkpoint_keeps_the_scale_through_attach():
+    model, _, optimizer = start(SSTE())
+    go(model, optimizer, batches(4))
+    saved = copy.deepcopy(model.state_dict())
+    other = mlp(seed=7)
+    again = nm.sparsify_(other, SSTE())
+    other.load_state_dict(saved)
+    again.attach(MaskedAdamW(other.parameters()))
+    assert all(equal_bits(other[i].nm_scale, model[i].nm_scale) for i in (0, 2))
+    assert float(other[0].nm_scale) != float(nm.ops.soft_threshold_scale(other[0].weight.detach(), "2:4"))
+
+
+def test_weight_without_a_scale():
+    model = mlp()
+    nn.init.zeros_(model[2].weight)
+    with pytest.raises(nm.RecipeError, match=r"sparsify_: layer '2': .*all zero.*filter_fn"):
+        nm.sparsify_(model, SSTE())
+    assert type(model[0]) is nn.Linear and list(model.state_dict()) == list(mlp().state_dict())
+    handle = nm.sparsify_(model, SSTE(), lambda module, name: name == "0")
+    nn.init.ones_(model[0].weight)  # ties everywhere
+    with pytest.raises(nm.RecipeError, match="attach: layer '0'"):
+        handle.attach(MaskedAdamW(model.parameters()))
+    with pytest.raises(RuntimeError, match=r"layer '0'.*all zero"):
+        model.load_state_dict(mlp().state_dict() | {"0.weight": torch.zeros(32, 16)})
+
+
+def test_meta_device_then_weights():
+    with torch.device("meta"):
+        model = mlp()
+    handle = nm.sparsify_(model, SSTE())
+    model.to_empty(device="cpu")
+    model.load_state_dict(mlp().state_dict())
+    optimizer = handle.attach(MaskedAdamW(model.parameters(), **Adam().keywords))
+    streams = keys(handle)
+    go(model, optimizer, batches(3))
+    assert distance(snapshot(model), sste(snapshot(mlp()), batches(3), 2, 4, streams)) < 1e-10
+
+
+# ---- the random streams
+
+
+def test_streams_differ_by_layer_run_and_rank_and_count_backward_passes():
+    model, handle, optimizer = start(SSTE(seed=5))
+    assert keys(handle) == {"0.weight": stream_key(5, "0", 0), "2.weight": stream_key(5, "2", 0)}
+    assert len({stream_key(s, n, r) for s in (0, 1) for n in ("0", "2") for r in (0, 1)}) == 8
+    x, y = batches(1)[0]
+    for xs, ys in zip(x.chunk(3), y.chunk(3), strict=True):
+        loss_of(model, (xs, ys)).backward()
+    with torch.no_grad():
+        model(x)
+    assert handle.state["streams"]["0"].tolist() == [stream_key(5, "0", 0), 3]
+    assert optimizer.state_dict()["param_groups"][0]["nm_recipe"]["streams"]["2"].tolist() == [stream_key(5, "2", 0), 3]
+
+
+def test_a_layer_that_runs_twice_draws_twice():
+    model, _, _ = start(SSTE(seed=5))
+    layer, x = model[2], torch.randn(8, 32, dtype=F64)
+    g = torch.randn(8, 32, dtype=F64)
+    key = int(layer.seed[0])
+    (layer(x) + layer(x)).backward(g)
+    draws = [reference.mvue(g, 2, 4, 0, torch.tensor([key, i])) for i in (0, 1)]
+    torch.testing.assert_close(layer.weight.grad, sum(d.T @ x for d in draws), rtol=1e-12, atol=1e-12)
+
+
+def test_seed_none_follows_torch_and_draws_nothing_from_it():
+    model = mlp()
+    torch.manual_seed(9)
+    want = torch.rand(3)
+    torch.manual_seed(9)
+    handle = nm.sparsify_(model, SSTE())
+    handle.attach(MaskedAdamW(model.parameters()))
+    assert handle.state["seed"] == 9 and torch.equal(torch.rand(3), want)
+
+
+def test_checkpoint_of_another_rank_continues_this_ranks_streams(monkeypatch):
+    model, _, optimizer = start(SSTE(seed=5))
+    go(model, optimizer, batches(2))
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    monkeypatch.setattr("nmkernels.recipes.seeds._rank", lambda: 1)
+    _, again, theirs = start(SSTE(seed=8))
+    theirs.load_state_dict(torch.load(file, weights_only=True))
+    assert again.layers["0"].seed.tolist() == [stream_key(5, "0", 1), 2], "the run's seed is the checkpoint's, the rank is ours"
+    with pytest.raises(nm.CheckpointError, match="streams are of other layers"):
+        again.load_state_dict({"nm_recipe": {**again.state_dict()["nm_recipe"], "streams": {"0": torch.zeros(2, dtype=torch.int64)}}})
+
+
+# ---- FP8
+
+
+def rounded(x, kind):
+    dtype, largest = {"e4m3": (torch.float8_e4m3fn, 448.0), "e5m2": (torch.float8_e5m2, 57344.0)}[kind]
+    scale = largest / x.abs().max()
+    return (x * scale).to(dtype).to(x.dtype) / scale
+
+
+@pytest.mark.parametrize("scheme", ["paper", "hybrid"])
+@pytest.mark.parametrize("mvue", [None, "exact"])
+def test_fp8_products_by_hand(scheme, mvue):
+    model, _, _ = start(SSTE(mvue=mvue, fp8=scheme, seed=1))
+    layer, x, g = model[0], torch.randn(8, 16, dtype=F64, requires_grad=True), torch.randn(8, 32, dtype=F64)
+    key, used = layer.seed[0].clone() if mvue else None, layer.used_weight()
+    y = layer(x)
+    y.backward(g)
+    estimate = reference.mvue(g, 2, 4, 0, torch.stack([key, torch.tensor(0)])) if mvue else g
+    other = "e5m2" if scheme == "paper" else "e4m3"
+    a = x.detach()
+    torch.testing.assert_close(y, rounded(a, "e4m3") @ rounded(used, "e4m3").T + layer.bias, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(x.grad, rounded(g, "e5m2") @ rounded(used, other), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(layer.weight.grad, rounded(estimate, "e5m2").T @ rounded(a, other), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_fp8_of_16_bit_operands_and_of_zeros(dtype):
+    layer = nn.Sequential(nn.Linear(32, 16)).to(dtype)
+    nm.sparsify_(layer, SSTE(fp8="paper"))
+    x = torch.randn(8, 32, dtype=dtype, requires_grad=True)
+    y = layer(x)
+    y.backward(torch.zeros_like(y))
+    assert y.dtype == x.grad.dtype == layer[0].weight.grad.dtype == dtype
+    assert not x.grad.any() and not layer[0].weight.grad.any() and torch.isfinite(y).all()
+
+
+def test_fp8_is_for_training_and_not_for_what_is_deployed():
+    model, handle, optimizer = start(SSTE(fp8="paper"))
+    go(model, optimizer, batches(2))
+    x = batches(1)[0][0]
+    trained = model(x)
+    with handle.deployable():
+        deployed = model(x)
+    assert torch.equal(model(x), trained) and 0 < (deployed - trained).abs().max() < 0.5
+    handle.finish()
+    assert torch.equal(model(x), deployed)
+
+
+# ---- refused
+
+
+@pytest.mark.parametrize(
+    ("keywords", "said"),
+    [
+        ({"mvue": "best"}, "exact, approx"),
+        ({"mvue": "approx", "mvue_pattern": "1:4"}, "n = 2"),
+        ({"fp8": "e4m3"}, "paper, hybrid"),
+        ({"seed": 1.5}, "seed"),
+        ({"seed": True}, "seed"),
+    ],
+)
+def test_bad_configuration(keywords, said):
+    with pytest.raises(nm.RecipeError, match=said):
+        SSTE("2:4", **keywords)
+
+
+def test_by_name():
+    assert nm.recipes.get("sste:2:4", mvue=None) == nm.recipes.get("s-ste:2:4", mvue=None) == SSTE("2:4", mvue=None)
+    with pytest.raises(TypeError, match="beta"):
+        nm.recipes.get("sste:2:4", beta=1.0)
