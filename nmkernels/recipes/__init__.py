@@ -5,8 +5,10 @@ from .base import Observed, Recipe, Stage
 from .convert import sparsify_
 from .dense import Dense
 from .handle import Handle
+from .mdgf import MdGf
 from .registry import get, names, recipe
 from .report import Report
+from .sdgf import SdGf
 from .sste import SSTE
 from .ste import SRSTE, STE
 from .step import STEP
@@ -20,9 +22,11 @@ __all__ = [
     "STEP",
     "Dense",
     "Handle",
+    "MdGf",
     "Observed",
     "Recipe",
     "Report",
+    "SdGf",
     "Stage",
     "densify_",
     "get",

@@ -45,7 +45,16 @@ def final(out: Path) -> dict:
 @pytest.mark.parametrize(
     ("recipe", "at"),
     # STEP before, at and after its switch
-    [("step:2:4", 1), ("step:2:4", 5), ("step:2:4", 9), ("srste:1:4", 5), ("asp:2:4", 5), ("sste:2:4", 5)],
+    [
+        ("step:2:4", 1),
+        ("step:2:4", 5),
+        ("step:2:4", 9),
+        ("srste:1:4", 5),
+        ("asp:2:4", 5),
+        ("sste:2:4", 5),
+        ("mdgf:1:8", 5),
+        ("sdgf:1:8", 5),
+    ],
 )
 def test_a_stopped_run_ends_with_the_same_bits(text, tmp_path, monkeypatch, capsys, recipe, at):
     switch = ["--set", "switch=fixed", "--set", "switch_at=5"] if recipe.startswith("step") else []

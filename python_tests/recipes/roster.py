@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from nmkernels.recipes import ASP, SRSTE, SSTE, STE, STEP, Dense, Recipe
+from nmkernels.recipes import ASP, SRSTE, SSTE, STE, STEP, Dense, MdGf, Recipe, SdGf
 from python_tests.recipes import loop_used as used
 from python_tests.recipes.loop import SPARSE, Adam, Step, train
 
@@ -51,6 +51,19 @@ def asp(prune_at: int) -> Any:
     return run
 
 
+def mdgf(recipe: MdGf, dense: int, fine_tune: int) -> Entry:
+    n, m, chain = recipe.pattern.n, recipe.pattern.m, recipe.grad == "chain"
+
+    def run(params: dict[str, Any], data: list[Any], streams: Any) -> dict[str, Any]:
+        return used.mdgf(params, data, n, m, recipe.schedule, dense, fine_tune, STEPS, recipe.end, chain, recipe.levels)
+
+    return Entry(recipe, run, (2, 4, 9, 17))
+
+
+def sdgf(recipe: SdGf, frames: list[tuple[int, int]], starts: list[int]) -> Entry:
+    return Entry(recipe, lambda p, d, s: used.sdgf(p, d, frames, starts, recipe.grad == "chain"), (2, 4, 9, 17))
+
+
 ROSTER = {
     "dense": Entry(Dense(), hard(n=4)),
     "ste": Entry(STE("2:4"), hard()),
@@ -60,6 +73,14 @@ ROSTER = {
     "sste_dense_wgrad": Entry(SSTE("2:4", mvue=None), lambda p, d, s: used.sste(p, d, 2, 4)),
     "sste": Entry(SSTE("2:4", seed=1), lambda p, d, s: used.sste(p, d, 2, 4, s)),
     "sste_approx": Entry(SSTE("1:4", mvue="approx", seed=1), lambda p, d, s: used.sste(p, d, 1, 4, s, "approx")),
+    "mdgf": mdgf(MdGf("1:8", STEPS), 0, 5),
+    "mdgf_ste": mdgf(MdGf("1:4", STEPS, dense=4, fine_tune=0.2, grad="ste"), 4, 4),
+    "mdgf_linear": mdgf(MdGf("2:4", STEPS, schedule="linear", dense=0.1, fine_tune=0), 2, 0),
+    "mdgf_kao": mdgf(MdGf("1:4", STEPS, schedule="linear", dense=2, fine_tune=2, levels=4), 2, 2),
+    "sdgf": sdgf(SdGf("1:8", STEPS), [(7, 8), (4, 8), (2, 8), (1, 8)], [0, 5, 10, 15]),
+    "sdgf_chain": sdgf(SdGf("1:4", STEPS, dense=4, fine_tune=4, grad="chain"), [(3, 4), (2, 4), (1, 4)], [4, 8, 12]),
+    "sdgf_geometric": sdgf(SdGf("1:2", STEPS, schedule="geometric"), [(8, 16), (4, 8), (2, 4), (1, 2)], [0, 5, 10, 15]),
+    "sdgf_densify": sdgf(SdGf("1:2", STEPS, schedule="densify", dense=0.2), [(1, 16), (1, 8), (1, 4), (1, 2)], [4, 8, 12, 16]),
 }
 
 assert SPARSE == ("0.weight", "2.weight")

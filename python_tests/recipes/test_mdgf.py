@@ -1,0 +1,174 @@
+"""MdGf: its decay, its two gradient rules, and what it refuses. The trajectories are the roster's."""
+
+import itertools
+import math
+
+import pytest
+import torch
+import torch._dynamo.testing
+
+import nmkernels as nm
+from nmkernels.optim import MaskedAdamW
+from nmkernels.recipes import MdGf
+from python_tests.recipes.loop import Adam, batches, distance, loss_of, mlp, snapshot, top_n
+from python_tests.recipes.loop_used import mdgf
+
+F32, F64 = torch.float32, torch.float64
+SHORT = MdGf("1:8", 20, dense=4, fine_tune=6)
+
+
+def start(recipe, dtype=F64, make=MaskedAdamW):
+    model = mlp(dtype)
+    handle = nm.sparsify_(model, recipe)
+    return model, handle, handle.attach(make(model.parameters(), **Adam().keywords))
+
+
+def step(model, optimizer, batch):
+    optimizer.zero_grad()
+    loss_of(model, batch).backward()
+    optimizer.step()
+
+
+def curve(recipe):
+    return [recipe.flow(torch.tensor(float(t), dtype=F64)).item() for t in range(recipe.total_steps + 1)]
+
+
+# ---- the decay
+
+
+def test_exponential_flow():
+    got = curve(SHORT)
+    want = [1.0] * 4 + [math.exp(math.log(2.5e-3) * u / 10) for u in range(10)] + [0.0] * 7
+    assert got == pytest.approx(want, rel=1e-12)
+    assert SHORT.rate() == pytest.approx(math.log(400) / 10)
+
+
+def test_linear_flow_and_a_coefficient_of_ones_own():
+    assert curve(MdGf("1:8", 8, schedule="linear", fine_tune=0)) == pytest.approx([1 - u / 8 for u in range(9)])
+    steep = MdGf("1:8", 8, schedule="linear", fine_tune=2, coefficient=0.25)
+    assert curve(steep) == pytest.approx([1, 0.75, 0.5, 0.25, 0, 0, 0, 0, 0])
+    slow = MdGf("1:8", 8, coefficient=1e-4, fine_tune=2)
+    assert curve(slow) == pytest.approx([math.exp(-1e-4 * u) for u in range(6)] + [0, 0, 0]), "fine-tuning is binary all the same"
+
+
+@pytest.mark.parametrize("total", [16, 100, 997])
+def test_levels_are_equal_steps_down(total):
+    got = curve(MdGf("1:8", total, schedule="linear", fine_tune=0, levels=16))
+    assert sorted({round(d * 16, 6) for d in got}) == list(range(17))
+    counts = [sum(round(d * 16) == k for d in got) for k in range(1, 17)]
+    assert max(counts) - min(counts) <= 1 and all(a >= b for a, b in itertools.pairwise(got))
+
+
+@pytest.mark.parametrize("make", [MaskedAdamW, torch.optim.AdamW])
+def test_flow_phase_and_weights_used_follow_the_steps(make):
+    model, handle, optimizer = start(SHORT, make=make)
+    for t, batch in enumerate(batches(20)):
+        assert handle.metrics()["phase"].item() == (0 if t < 4 else 1)
+        for layer in handle.layers.values():
+            w, d = layer.weight.detach(), SHORT.flow(torch.tensor(float(t), dtype=F64))
+            kept = top_n(w, 1, 8)
+            torch.testing.assert_close(layer.used_weight(), torch.where(kept, w, d * w), rtol=1e-12, atol=0)
+        step(model, optimizer, batch)
+        assert handle.metrics()["flow"].item() == pytest.approx(curve(SHORT)[t + 1], rel=1e-12)
+    assert handle.metrics()["density"].item() == 1 / 8
+
+
+def test_a_frozen_layer_follows_the_flow():
+    """Its weight never changes, so nothing but the flow tells that what was used is out of date."""
+    model, _, optimizer = start(SHORT)
+    model[0].weight.requires_grad_(False)
+    for t, batch in enumerate(batches(20)):
+        w, d = model[0].weight, SHORT.flow(torch.tensor(float(t), dtype=F64))
+        torch.testing.assert_close(model[0].used_weight(), torch.where(top_n(w, 1, 8), w, d * w), rtol=1e-12, atol=0)
+        step(model, optimizer, batch)
+
+
+@pytest.mark.parametrize("grad", ["chain", "ste"])
+def test_gradient_rule(grad):
+    model, handle, optimizer = start(MdGf("1:8", 20, fine_tune=5, grad=grad))
+    for t, batch in enumerate(batches(20)):
+        x, g = torch.randn(6, 16, dtype=F64), torch.randn(6, 32, dtype=F64)
+        optimizer.zero_grad()
+        model[0](x).backward(g)
+        kept, d = top_n(model[0].weight.detach(), 1, 8), handle.recipe.flow(torch.tensor(float(t), dtype=F64))
+        factor = torch.where(kept, 1.0, d) if grad == "chain" else torch.ones_like(g.T @ x)
+        torch.testing.assert_close(model[0].weight.grad, g.T @ x * factor, rtol=1e-12, atol=1e-14)
+        step(model, optimizer, batch)
+
+
+def test_the_flow_reaches_layers_of_any_dtype_in_full():
+    model, _, optimizer = start(MdGf("1:4", 20, fine_tune=2), torch.bfloat16)
+    for batch in batches(3, torch.bfloat16):
+        step(model, optimizer, batch)
+    assert model[0].nm_flow.dtype == F64 and "0.nm_flow" not in model.state_dict()
+
+
+def test_a_compiled_step_neither_freezes_nor_recompiles():
+    torch.compiler.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    model, _, optimizer = start(SHORT, F32)
+    forward = torch.compile(model, fullgraph=True, backend=counter)
+    compiled = []
+    for batch in batches(20, F32):
+        before = counter.frame_count
+        step(forward, optimizer, batch)
+        compiled.append(counter.frame_count > before)
+    assert [t for t, new in enumerate(compiled) if new] == [0, 4, 14], "dense, decay, fine-tuning"
+    want = mdgf(snapshot(mlp(F32)), batches(20, F32), 1, 8, "exponential", 4, 6, 20, 2.5e-3)
+    assert distance(snapshot(model), want) < 1e-4
+    torch.compiler.reset()
+
+
+def test_the_host_waits_at_the_changes_of_phase_only(monkeypatch):
+    model, _, optimizer = start(SHORT, F32)
+    data, waits, real = batches(20, F32), [], torch.Tensor.item
+    for t, batch in enumerate(data):
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "item", lambda self, t=t: (waits.append(t), real(self))[1])
+            optimizer.step()
+    ours = [t for t in waits if waits.count(t) > min(waits.count(s) for s in range(20))]
+    assert sorted(set(ours)) == [3, 13]
+
+
+# ---- the end
+
+
+def test_stopping_on_the_way_warns():
+    model, handle, optimizer = start(SHORT)
+    for batch in batches(5):
+        step(model, optimizer, batch)
+    with pytest.warns(UserWarning, match=r"mdgf still lets 55% of each pruned weight through.*total_steps"):
+        handle.finish()
+
+
+def test_another_schedule_is_refused_on_resume():
+    model, handle, optimizer = start(SHORT)
+    step(model, optimizer, batches(1)[0])
+    state = handle.state_dict()
+    for other in (MdGf("1:8", 21, dense=4, fine_tune=6), MdGf("1:8", 20, dense=4, fine_tune=6, grad="ste")):
+        with pytest.raises(nm.CheckpointError, match=r"another schedule: (total_steps|grad) is"):
+            start(other)[1].load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "said"),
+    [
+        ({"total_steps": None}, "total_steps is needed"),
+        ({"schedule": "cosine"}, "exponential, linear"),
+        ({"grad": "none"}, "chain, ste"),
+        ({"dense": 0.6, "fine_tune": 0.4}, "leave none"),
+        ({"dense": -1}, "dense"),
+        ({"fine_tune": 1.5}, "fine_tune"),
+        ({"end": 0.0}, "end"),
+        ({"end": 1.0}, "end"),
+        ({"coefficient": 0.0}, "coefficient"),
+        ({"coefficient": math.inf}, "coefficient"),
+        ({"levels": 0}, "levels"),
+        ({"levels": 2.5}, "levels"),
+    ],
+)
+def test_bad_configuration(keywords, said):
+    with pytest.raises(nm.RecipeError, match=said):
+        MdGf("1:8", **{"total_steps": 20, **keywords})
