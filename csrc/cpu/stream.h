@@ -46,6 +46,15 @@ inline void stream(void* target, const void* source, int64_t bytes) {
     if (bytes > head + lines) std::memcpy(to + head + lines, from + head + lines, size_t(bytes - head - lines));
 }
 
+// Copies from a buffer in the cache, past the caches or not.
+inline void put(void* to, const void* from, int64_t bytes, bool streamed) {
+    if (streamed) {
+        stream(to, from, bytes);
+    } else {
+        std::memcpy(to, from, size_t(bytes));
+    }
+}
+
 // Streaming stores are not ordered with others: to be called at the end of each range, before another thread may read it.
 inline void stream_fence() {
 #if defined(__SSE2__)

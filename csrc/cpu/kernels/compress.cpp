@@ -46,14 +46,6 @@ struct Sizes {
     }
 };
 
-void put(void* to, const void* from, int64_t bytes, bool streamed) {
-    if (streamed) {
-        stream(to, from, bytes);
-    } else {
-        std::memcpy(to, from, size_t(bytes));
-    }
-}
-
 // The packed form of one span, built in the cache.
 template <class T>
 struct Packer {

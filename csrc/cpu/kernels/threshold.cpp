@@ -23,6 +23,7 @@ namespace nm {
 namespace {
 
 constexpr int64_t kSumChunk = 4096;  // elements in one fp64 partial of a sum over a tensor
+constexpr int64_t kSumPiece = 256;   // of them shrunk and added at a time
 
 // out = soft_threshold(w) for `count` elements, whole groups.
 template <class T>
@@ -90,17 +91,29 @@ double total(double* lanes) {
     return lanes[0];
 }
 
-// <w, s> and <s, s>
+// Adds the products of `count` elements, a multiple of 64 but for the last call.
 template <class T>
-Products products(const T* w, const T* s, int64_t count) {
+void add_products(const T* w, const T* s, int64_t count, Dots& dots) {
     const int64_t whole = count / 64 * 64;
-    Dots dots;
     for (int64_t at = 0; at < whole; at += 64) dots.add64(w + at, s + at);
-    if (whole < count) {
-        T a[64] = {}, b[64] = {};
-        std::memcpy(static_cast<void*>(a), w + whole, size_t(count - whole) * sizeof(T));
-        std::memcpy(static_cast<void*>(b), s + whole, size_t(count - whole) * sizeof(T));
-        dots.add64(a, b);
+    if (whole == count) return;
+    T a[64] = {}, b[64] = {};
+    std::memcpy(static_cast<void*>(a), w + whole, size_t(count - whole) * sizeof(T));
+    std::memcpy(static_cast<void*>(b), s + whole, size_t(count - whole) * sizeof(T));
+    dots.add64(a, b);
+}
+
+// <w, S> and <S, S> over the elements from begin to end. Where groups divide words a few words are shrunk at a
+// time, so that memory never waits for the products; else all at once, as groups may straddle both ends.
+template <class T>
+Products products(const T* w, int64_t begin, int64_t end, int n, int m, ShrinkFn<T>* shrink_span) {
+    T shrunk[kSumChunk + 2 * kMaxM];
+    const int64_t step = 64 % m == 0 ? kSumPiece : kSumChunk;
+    Dots dots;
+    for (int64_t at = begin; at < end; at += step) {
+        const int64_t stop = std::min(end, at + step), first = at / m * m, last = (stop + m - 1) / m * m;
+        shrink_span(w + first, last - first, n, m, shrunk);
+        add_products(w + at, shrunk + (at - first), stop - at, dots);
     }
     double ws[16], ss[16];
     dots.lanes(ws, ss);
@@ -137,11 +150,8 @@ float soft_threshold_scale(const void* w, int dtype, int64_t numel, int n, int m
         const T* in = static_cast<const T*>(w);
         ShrinkFn<T>* const shrink_span = shrink_fn<T>(n, m);
         parallel_for(int64_t(partial.size()), threads, [&](int64_t chunk) {
-            T shrunk[kSumChunk + 2 * kMaxM];  // groups may straddle both ends of the chunk
             const int64_t begin = chunk * kSumChunk, end = std::min(numel, begin + kSumChunk);
-            const int64_t first = begin / m * m, last = (end + m - 1) / m * m;
-            shrink_span(in + first, last - first, n, m, shrunk);
-            partial[size_t(chunk)] = products(in + begin, shrunk + (begin - first), end - begin);
+            partial[size_t(chunk)] = products(in, begin, end, n, m, shrink_span);
         });
     });
     Products sum;

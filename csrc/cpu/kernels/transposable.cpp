@@ -1,39 +1,66 @@
 // Masks that are n:m along rows and along columns, tile by tile.
-#include "../../core/transposable.h"
-
 #include <algorithm>
 #include <vector>
 
 #include "assignment.h"
 #include "../kernels.h"
+#include "../stream.h"
+#include "tiles.h"
 
 namespace nm {
 namespace {
 
+// 2:4 for up to Tiles::kCount tiles side by side.
 template <class T>
-void load_tile(const T* w, int64_t cols, int m, float* a) {
-    for (int i = 0; i < m; ++i) {
-        for (int j = 0; j < m; ++j) a[i * m + j] = magnitude(to_float(w[i * cols + j]));
-    }
-}
-
-template <class T>
-void tile_2_4(const T* w, int64_t cols, uint8_t* out) {
-    float a[16];
-    load_tile(w, cols, 4, a);
-    const uint32_t mask = transposable_2_4(a);
-    for (int i = 0; i < 4; ++i) {
-        for (int j = 0; j < 4; ++j) out[i * cols + j] = (mask >> (4 * i + j)) & 1;
+void mask_tiles(const T* w, int64_t cols, int64_t count, uint8_t* out, bool streamed) {
+    constexpr int64_t width = 4 * Tiles::kCount;
+    T padded[4 * width] = {};
+    uint8_t flags[width];
+    const bool partial = count < Tiles::kCount;
+    for (int row = 0; row < 4 && partial; ++row) std::copy_n(w + row * cols, 4 * count, padded + row * width);
+    const Tiles::Masks found = partial ? best_masks(padded, width) : best_masks(w, cols);
+    for (int row = 0; row < 4; ++row) {
+        Tiles::flags(found, row, flags);
+        put(out + row * cols, flags, 4 * count, streamed);
     }
 }
 
 template <class T>
 void tile_general(const T* w, int64_t cols, int n, int m, Assignment& solver, std::vector<float>& a, uint8_t* out) {
-    load_tile(w, cols, m, a.data());
+    for (int i = 0; i < m; ++i) {
+        for (int j = 0; j < m; ++j) a[size_t(i * m + j)] = magnitude(to_float(w[i * cols + j]));
+    }
     solver.solve(a.data(), n);
     for (int i = 0; i < m; ++i) {
         for (int j = 0; j < m; ++j) out[i * cols + j] = solver.kept(i, j);
     }
+}
+
+template <class T>
+void mask_2_4(const T* w, int64_t rows, int64_t cols, uint8_t* out, int threads) {
+    const int64_t across = cols / 4, blocks = (across + Tiles::kCount - 1) / Tiles::kCount;
+    const bool streamed = rows * cols >= kStreamBytes;
+    parallel_ranges(rows / 4 * blocks, 64 * Tiles::kCount, threads, [=](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) {
+            const int64_t first = i % blocks * Tiles::kCount, at = i / blocks * 4 * cols + 4 * first;
+            mask_tiles(w + at, cols, std::min<int64_t>(Tiles::kCount, across - first), out + at, streamed);
+        }
+        if (streamed) stream_fence();
+    });
+}
+
+// A tile costs about n * m^3 steps, so few of them make a chunk.
+template <class T>
+void mask_general(const T* w, int64_t rows, int64_t cols, int n, int m, uint8_t* out, int threads) {
+    const int64_t across = cols / m;
+    parallel_ranges(rows / m * across, int64_t(n) * m * m, threads, [=](int64_t begin, int64_t end) {
+        Assignment solver(m);
+        std::vector<float> a(size_t(m) * m);
+        for (int64_t tile = begin; tile < end; ++tile) {
+            const int64_t at = tile / across * m * cols + tile % across * m;
+            tile_general(w + at, cols, n, m, solver, a, out + at);
+        }
+    });
 }
 
 }  // namespace
@@ -43,25 +70,13 @@ namespace NM_ISA {
 void transposable_mask(const void* w, int dtype, int64_t rows, int64_t cols, int n, int m, uint8_t* out, int threads) {
     check_pattern(n, m);
     if (rows == 0 || cols == 0) return;
-    const int64_t across = cols / m, tiles = rows / m * across;
-    // a general tile costs about n * m^3 steps, so few of them make a chunk
-    const int64_t weight = n == 2 && m == 4 ? 64 : int64_t(n) * m * m;
     by_dtype(dtype, [&](auto element) {
-        using T = decltype(element);
-        const T* in = static_cast<const T*>(w);
-        parallel_ranges(tiles, weight, threads, [&](int64_t begin, int64_t end) {
-            const bool general = !(n == 2 && m == 4);
-            Assignment solver(general ? m : 0);
-            std::vector<float> a(general ? size_t(m) * m : 0);
-            for (int64_t tile = begin; tile < end; ++tile) {
-                const int64_t at = tile / across * m * cols + tile % across * m;
-                if (general) {
-                    tile_general(in + at, cols, n, m, solver, a, out + at);
-                } else {
-                    tile_2_4(in + at, cols, out + at);
-                }
-            }
-        });
+        const auto* in = static_cast<const decltype(element)*>(w);
+        if (n == 2 && m == 4) {
+            mask_2_4(in, rows, cols, out, threads);
+        } else {
+            mask_general(in, rows, cols, n, m, out, threads);
+        }
     });
 }
 
