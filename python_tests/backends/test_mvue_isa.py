@@ -1,0 +1,166 @@
+"""mvue and mvue_compress at the edges of their fast paths, under every instruction set: outputs larger than the caches,
+uniforms on the ends of intervals, groups that saturate step by step, any alignment, and tails."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from nmkernels import reference
+from nmkernels.pattern import Pattern
+from nmkernels.testing import assert_equal_bits, cases, fill_poison
+
+SEED = torch.tensor([2**40 + 11, -5])
+ONE = 1 << 24
+STREAMED = 16 << 20  # kStreamBytes of csrc/cpu/stream.h
+LOW = [torch.bfloat16, torch.float16]
+every_dtype = pytest.mark.parametrize("dtype", [torch.float32, *LOW], ids=str)
+every_method = pytest.mark.parametrize("method", ["exact", "approx"])
+
+
+def gradients(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def nasty(*shape: int, dtype: torch.dtype) -> Tensor:
+    """Ordinary numbers, with a whole group of special ones every now and then."""
+    info, gen = torch.finfo(dtype), torch.Generator().manual_seed(1)
+    special = torch.tensor([0, 0, 0, -0.0, 1, -1, info.tiny, -info.tiny * info.eps, info.max, float("inf"), float("nan"), -float("nan")])
+    picks = special[torch.randint(len(special), shape, generator=gen)].to(dtype)
+    return torch.where(torch.rand(shape, generator=gen) < 0.15, picks, gradients(*shape, dtype=dtype))
+
+
+def agrees(cpu, g: Tensor, p: Pattern, dim: int, method: str = "exact", what: str = "") -> None:
+    """Both ops into unclean memory against the reference."""
+    args = (g, p.n, p.m, dim, SEED, method)
+    out = fill_poison(torch.empty(g.shape, dtype=g.dtype))
+    cpu("nm_mvue")(*args, out=out)
+    assert_equal_bits(out, reference.mvue(*args), f"mvue {what} dim {dim}")
+    expected = reference.mvue_compress(*args)
+    room = (fill_poison(torch.empty_like(expected[0])), torch.full_like(expected[1], 255))
+    cpu("nm_mvue_compress")(*args, out=room)
+    assert_equal_bits(room, expected, f"mvue_compress {what} dim {dim}")
+
+
+def same_in_parts(cpu, g: Tensor, p: Pattern, dim: int, compressed: bool) -> None:
+    """One call on ``g`` of 2 dimensions, whose output is streamed, against a call on all rows but the last few, which is
+    not, and against the reference at both ends and in the middle."""
+    rows, op = g.shape[1 - dim], cpu("nm_mvue_compress" if compressed else "nm_mvue")
+    few = slice(0, rows - max(1, rows // 64))
+    part = (g[few] if dim else g[:, few]).contiguous()
+    whole, head = op(g, p.n, p.m, dim, SEED, "exact"), op(part, p.n, p.m, dim, SEED, "exact")
+    bytes_of = [(x[0] if compressed else x).nbytes for x in (whole, head)]
+    assert bytes_of[0] >= STREAMED > bytes_of[1]
+    dense = whole if not compressed else reference.decompress(*whole, p.n, p.m, g.shape[dim])
+    if compressed:
+        assert_equal_bits(tuple(x[few] for x in whole), head)
+    else:
+        assert_equal_bits(dense[few] if dim else dense[:, few].contiguous(), head)
+    ours = dense if compressed or dim else dense.T
+    for row in (0, rows // 2, rows - 1):
+        groups = (g[row] if dim else g[:, row]).reshape(-1, p.m)
+        u = reference.uniforms24(SEED, len(groups), row * len(groups))
+        assert_equal_bits(ours[row].reshape(-1, p.m), reference.group_mvue(groups, u, p.n), f"row {row}")
+
+
+@pytest.mark.parametrize("compressed", [False, True], ids=["mvue", "mvue_compress"])
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_outputs_larger_than_the_caches(cpu, dtype, dim, compressed):
+    rows, cols = 512, STREAMED // dtype.itemsize // 512 * (2 if compressed else 1)
+    shape = (rows, cols) if dim else (cols, rows)
+    same_in_parts(
+        cpu,
+        gradients(1, 4 * 9973, dtype=dtype).repeat(1, rows * cols // 39892 + 1)[0, : rows * cols].view(shape),
+        Pattern("2:4"),
+        dim,
+        compressed,
+    )
+
+
+def test_large_outputs_of_lone_rows_and_of_any_alignment(cpu):
+    """Rows that end inside a group, and an output that begins inside a line, are stored some other way."""
+    p, g = Pattern("1:32"), gradients(400, 80, 1).repeat(132, 1, 1)
+    memory = fill_poison(torch.empty(g.numel() + 1))
+    assert g.nbytes >= STREAMED
+    first, skewed = cpu("nm_mvue")(g, 1, 32, 1, SEED, "exact"), memory[1:].view(g.shape)
+    cpu("nm_mvue")(g, p.n, p.m, 1, SEED, "exact", out=skewed)
+    assert_equal_bits(skewed, first)
+    assert memory[0].isnan()
+    assert_equal_bits(first[:400], reference.mvue(g[:400], p.n, p.m, 1, SEED))
+    assert_equal_bits(first[:40000], cpu("nm_mvue")(g[:40000], p.n, p.m, 1, SEED, "exact"))
+
+
+@every_dtype
+@every_method
+def test_2_16_equals_the_reference(cpu, dtype, method):
+    p = Pattern("2:16")
+    for case in cases("2:16", dtype):
+        agrees(cpu, case.x, p, -1, method, case.id)
+    for dim in (0, 1):
+        agrees(cpu, nasty(80, 304, dtype=dtype), p, dim, method)
+
+
+@pytest.mark.parametrize("text", ["1:2", "1:4", "2:4", "2:8", "4:8", "1:16", "2:16", "1:32", "3:5", "5:48"])
+@pytest.mark.parametrize("backward", [False, True])
+def test_uniforms_on_both_sides_of_the_end_of_an_interval(cpu, text, backward):
+    """Group j is made for its uniform u: the first interval ends at u - 1, u, u + 1; or the last one begins there."""
+    p, rows, groups = Pattern(text), 24, 40
+    u = reference.uniforms24(SEED, rows * groups).view(rows, groups)
+    end = (u + torch.arange(-1, 2).repeat(rows * groups // 3).view(rows, groups)).clamp(1, ONE - 1)
+    g = torch.zeros(rows, groups, p.m)
+    # magnitudes sum to n * 2^24, so that each is the length of its interval: two share the first 2^24, pairs the others
+    g[..., 0], g[..., 1] = end.float(), (ONE - end).float()
+    g[..., 2 : 2 * p.n] = ONE / 2
+    if 2 * p.n > p.m:  # no room for pairs
+        g[..., 2:] = (p.n - 1) * ONE / (p.m - 2) * 0.999
+    if backward:
+        g = torch.cat((g[..., 2:], g[..., :2]), -1)
+    g = torch.where(torch.arange(p.m) % 2 == 1, -g, g).view(rows, -1)
+    agrees(cpu, g, p, 1)
+    if p.n in (1, 2, 4) and 2 * p.n <= p.m and not backward:  # the lengths are exact
+        kept = cpu("nm_mvue")(g, p.n, p.m, 1, SEED, "exact").view(rows, groups, p.m)[..., 0] != 0
+        assert torch.equal(kept, end >= u) and 0.3 < kept.float().mean() < 0.8
+    for_columns = reference.mvue(g, p.n, p.m, 1, SEED).T
+    assert_equal_bits(cpu("nm_mvue")(g.T.contiguous(), p.n, p.m, 0, SEED, "exact"), for_columns.contiguous())
+
+
+@every_dtype
+@pytest.mark.parametrize("text", ["1:4", "2:4", "3:4", "4:8", "3:5", "7:12", "12:16", "16:32"])
+def test_groups_that_saturate_step_by_step(cpu, text, dtype):
+    """Magnitudes like 1, 2, 4, ...: each element that is kept for sure leaves a sum that makes the next one sure."""
+    p = Pattern(text)
+    steps = torch.rand(34, 9, p.m, generator=torch.Generator().manual_seed(7)).argsort(-1)
+    for base in (1.3, 2.0, 3.0):
+        g = (torch.pow(base, steps.clamp(max=24 if dtype == torch.float16 else 60)) * 2.0**-14 * gradients(34, 9, p.m).sign()).to(dtype)
+        for dim in (0, 1):
+            agrees(cpu, g.view(34, -1), p, dim, what=f"base {base}")
+
+
+@every_dtype
+@every_method
+@pytest.mark.parametrize("dim", [0, 1])
+def test_any_alignment(cpu, dtype, method, dim):
+    for shape in ((36, 72), (131, 68), (64, 512)):
+        for skip in (1, 3, 5):
+            g = gradients(skip + shape[0] * shape[1], dtype=dtype)[skip:].view(shape)
+            args = (g, 2, 4, dim, SEED, method)
+            for op, clean in (("nm_mvue", (reference.mvue(*args),)), ("nm_mvue_compress", reference.mvue_compress(*args))):
+                memory = [torch.full((skip + x.numel() + 8,), 77, dtype=x.dtype) for x in clean]
+                out = tuple(x[skip:-8].view(y.shape) for x, y in zip(memory, clean, strict=True))
+                cpu(op)(*args, out=out if len(out) > 1 else out[0])
+                for x, y, around in zip(out, clean, memory, strict=True):
+                    assert_equal_bits(x, y, f"{op} {shape} from element {skip}")
+                    assert (around[:skip] == 77).all() and (around[-8:] == 77).all()
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize("text", ["2:4", "1:8", "2:16", "1:32", "3:5"])
+def test_special_values_and_tails_of_other_dimensions(cpu, text, dtype):
+    p = Pattern(text)
+    for shape in ((1, 3), (p.m + 1, 35), (5 * p.m - 1, 300), (133, 17), (3, 2 * p.m + 1, 9), (2, 3, 70), (6, p.m // 2, 1)):
+        g = nasty(*shape, dtype=dtype)
+        for dim in range(-len(shape), -1):
+            for method in ("exact", "approx") if p.n == 2 else ("exact",):
+                agrees(cpu, g, p, dim, method, str(shape))
