@@ -141,7 +141,16 @@ def test_strided_tensors_are_stepped_in_place(cpu, n, m, layout):
     for names in (tuple(call), ("params",), ("grads", "exp_avgs"), ("outs",)):
         mixed = {k: [change(x) for x in v] if k in names and k != "steps" else v for k, v in call.items()}
         stats = compare(cpu, mixed, hyper(), n, m, geometric=True)
-        torch.testing.assert_close(stats, plain, rtol=1e-9, atol=0.0)
+        torch.testing.assert_close(stats, plain, rtol=2e-7, atol=0.0)  # cut elsewhere: three fp32 roundings of each strip's sums
+
+
+@pytest.mark.parametrize("n, m", [(0, 0), (2, 4), (1, 8), (3, 5)])
+def test_sums_that_only_doubles_hold(cpu, n, m):
+    """A few of these terms already exceed fp32; the second row is ordinary."""
+    call = make(torch.Generator().manual_seed(17), (2, 320))
+    call["params"][0][0], call["grads"][0][0], call["exp_avg_sqs"][0][0] = -3e38, 3e18, 3e38
+    stats = compare(cpu, call, hyper(beta2=0.5, decay=0.0), n, m)
+    assert stats[1] > 1e40 and stats.isfinite().all() and (not m or stats[5] > 1e40)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

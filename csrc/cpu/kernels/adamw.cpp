@@ -1,7 +1,7 @@
 // MaskedAdamW: one pass over each parameter and its state. A parameter is cut into tiles of about 4096 elements that
 // depend on its shape and strides alone; their statistics are added in order, so that any number of threads gives the
 // same bits. Inside a tile, blocks of at most 256 elements go through adamw_block.h: where they lie in memory if that
-// is fp32, one after another and whole strips of 64, else in buffers.
+// is fp32, one after another and whole strips of 64 (then a tile at once, if masks can), else in buffers.
 #include <algorithm>
 #include <cmath>
 
@@ -16,22 +16,21 @@ constexpr int kLine = 16;        // rows of a block whose neighbours in memory a
 
 // The part of a parameter that one block works on; element (r, c) sits at r * cols + c of the block's buffers.
 struct Window {
-    int64_t row, col;
-    int rows, cols;
+    int64_t row, col, rows, cols;
 
-    int count() const { return rows * cols; }
+    int count() const { return int(rows * cols); }
 };
 
 // Visits f(offset in memory, place in the buffer), along the memory where rows are its neighbours.
 template <class F>
 void each_element(const View& view, const Window& w, const F& f) {
     if (view.col_stride == 1) {
-        for (int r = 0; r < w.rows; ++r) {
-            for (int c = 0; c < w.cols; ++c) f(r * view.row_stride + c, r * w.cols + c);
+        for (int64_t r = 0; r < w.rows; ++r) {
+            for (int64_t c = 0; c < w.cols; ++c) f(r * view.row_stride + c, r * w.cols + c);
         }
     } else {
-        for (int c = 0; c < w.cols; ++c) {
-            for (int r = 0; r < w.rows; ++r) f(r * view.row_stride + c * view.col_stride, r * w.cols + c);
+        for (int64_t c = 0; c < w.cols; ++c) {
+            for (int64_t r = 0; r < w.rows; ++r) f(r * view.row_stride + c * view.col_stride, r * w.cols + c);
         }
     }
 }
@@ -57,17 +56,11 @@ void widen(float x, T& to) {
 }
 
 void load(const View& view, const Window& w, float* to) {
-    with_type(view, w, [&](auto* from) { each_element(view, w, [&](int64_t offset, int i) { to[i] = narrow(from[offset]); }); });
+    with_type(view, w, [&](auto* from) { each_element(view, w, [&](int64_t offset, int64_t i) { to[i] = narrow(from[offset]); }); });
 }
 
 void store(const View& view, const Window& w, const float* from) {
-    with_type(view, w, [&](auto* to) { each_element(view, w, [&](int64_t offset, int i) { widen(from[i], to[offset]); }); });
-}
-
-void round_to(int dtype, float* x, int count) {
-    by_dtype(dtype, [&](auto tag) {
-        for (int i = 0; i < count; ++i) x[i] = to_float(from_float<decltype(tag)>(x[i]));
-    });
+    with_type(view, w, [&](auto* to) { each_element(view, w, [&](int64_t offset, int64_t i) { widen(from[i], to[offset]); }); });
 }
 
 // The elements of one view in a block: where they lie, or in a buffer.
@@ -103,50 +96,32 @@ class Column {
     alignas(64) float buffer_[kBlock];
 };
 
+template <class Masks>
 class Block {
   public:
-    Block(const AdamWCall& call, const Masker& mask) : call_(call), mask_(mask) {}
+    Block(const AdamWCall& call, const Masks& masks) : call_(call), masks_(masks) {}
 
     void run(const AdamWParam& param, const AdamW& s, const Window& w, Tally& tally) {
         Elements e{};
         e.count = w.count();
-        float* p = p_.open(param.p, w);
-        e.p = e.to = p;
+        e.dtype = param.p.dtype;
+        e.p = p_.open(param.p, w);
         e.g = g_.open(param.grad, w);
         e.m = m_.open(param.avg, w);
         e.v = v_.open(s.frozen && param.top ? param.top : param.sq, w);
         e.top = !s.frozen && param.top ? top_.open(param.top, w) : nullptr;
-        uint64_t before[kBlock / kStrip];
-        if (mask_) {
-            mask_(p, e.count, before);
-            step<true>(s, call_, e, before, tally);
-        } else {
-            step<false>(s, call_, e, nullptr, tally);
-        }
+        e.out = param.out ? out_.room(param.out, w) : nullptr;
+        step_any(s, call_, e, masks_, tally);
+        p_.close(param.p, w, e.p);
         m_.close(param.avg, w, e.m);
         if (!s.frozen) v_.close(param.sq, w, e.v);
         if (e.top) top_.close(param.top, w, e.top);
-        if (param.p.dtype != kFloat32) round_to(param.p.dtype, p, e.count);
-        p_.close(param.p, w, p);
-        after(param, w, e, before, tally);
+        if (e.out) out_.close(param.out, w, e.out);
     }
 
   private:
-    void after(const AdamWParam& param, const Window& w, const Elements& e, const uint64_t* before, Tally& tally) {
-        uint64_t now[kBlock / kStrip];
-        if (mask_) mask_(e.to, e.count, now);
-        float* out = param.out ? out_.room(param.out, w) : nullptr;
-        for (int i = 0; i * kStrip < e.count; ++i) {
-            const uint64_t keep = (mask_ ? now[i] : ~uint64_t(0)) & e.valid(i);
-            if (mask_) tally.flips += __builtin_popcountll((before[i] & e.valid(i)) ^ keep);
-            tally.non_zeros += __builtin_popcountll(non_zeros(e.to + i * kStrip) & keep);
-            if (out) prune_strip(e.to + i * kStrip, keep, out + i * kStrip);
-        }
-        if (out) out_.close(param.out, w, out);
-    }
-
     const AdamWCall& call_;
-    const Masker& mask_;
+    const Masks& masks_;
     Column p_, g_, m_, v_, top_, out_;
 };
 
@@ -178,11 +153,11 @@ Partial partial_of(const Tally& t, bool geometric) {
     for (float x : highest) largest = std::max(largest, float_bits(x));
     part.value[kChange] = total(t.change);
     part.value[kLogChange] = geometric ? sum_of_logarithms(t) : 0.0;
-    part.value[kUnchanged] = double(t.unchanged);
-    part.value[kFlips] = double(t.flips);
+    part.value[kUnchanged] = double(t.unchanged.total());
+    part.value[kFlips] = double(t.flips.total());
     part.value[kPrunedWeight] = total(t.pruned_weight);
     part.value[kPrunedGrad] = total(t.pruned_grad);
-    part.value[kNonZeros] = double(t.non_zeros);
+    part.value[kNonZeros] = double(t.non_zeros.total());
     part.value[kLargest] = double(bits_float(largest));
     return part;
 }
@@ -197,6 +172,7 @@ void add(double* to, const Partial& part) {
 struct Cut {
     int64_t tile_rows, tile_cols, across, tiles, first;  // `first`: number of tiles of the parameters before
     int window_rows, window_cols;
+    bool direct;  // whole strips of a row need no buffers
 };
 
 bool is_flat(const View& view, const AdamWParam& param) {
@@ -213,11 +189,19 @@ AdamWParam flattened(AdamWParam param) {
     return param;
 }
 
+bool is_direct(const AdamWParam& param, int64_t m) {
+    for (const View* view : {&param.p, &param.grad, &param.avg, &param.sq, &param.top, &param.out}) {
+        if (*view && (view->dtype != kFloat32 || view->col_stride != 1)) return false;
+    }
+    return param.cols >= kBlock && (m == 0 || kStrip % m == 0);
+}
+
 Cut cut(const AdamWParam& param, int64_t m, int64_t first) {
     const int64_t group = m > 0 ? m : 1;
     const bool turned = param.rows > 1 && param.p.col_stride != 1;
     Cut c{};
     c.first = first;
+    c.direct = is_direct(param, m);
     if (param.rows == 0 || param.cols == 0) return c;
     const int64_t widest = std::max<int64_t>((turned ? kLine : kBlock) / group * group, group);
     c.window_cols = int(std::min(param.cols, widest));
@@ -229,14 +213,37 @@ Cut cut(const AdamWParam& param, int64_t m, int64_t first) {
     return c;
 }
 
-void run_tile(Block& block, const AdamWParam& param, const AdamW& s, const Cut& c, int64_t tile, Tally& tally) {
+template <class Masks>
+void run_tile(Block<Masks>& block, const AdamWParam& param, const AdamW& s, const Cut& c, int64_t tile, Tally& tally) {
     const int64_t row = tile / c.across * c.tile_rows, col = tile % c.across * c.tile_cols;
     const int64_t last_row = std::min(row + c.tile_rows, param.rows), last_col = std::min(col + c.tile_cols, param.cols);
     for (int64_t r = row; r < last_row; r += c.window_rows) {
-        for (int64_t at = col; at < last_col; at += c.window_cols) {
-            const int rows = int(std::min<int64_t>(c.window_rows, last_row - r)), cols = int(std::min<int64_t>(c.window_cols, last_col - at));
+        int64_t cols;
+        for (int64_t at = col; at < last_col; at += cols) {
+            const int64_t rows = std::min<int64_t>(c.window_rows, last_row - r), left = last_col - at;
+            cols = c.direct && left >= kStrip ? left / kStrip * kStrip : std::min<int64_t>(c.window_cols, left);
             block.run(param, s, {r, at, rows, cols}, tally);
         }
+    }
+}
+
+// One parameter's part of a call.
+struct Item {
+    AdamWParam param;
+    AdamW scalars;
+    Cut cut;
+};
+
+template <class Masks>
+void run_tiles(const std::vector<Item>& items, const AdamWCall& call, const Masks& masks, int64_t begin, int64_t end, Partial* partial) {
+    Block<Masks> block(call, masks);
+    auto next = std::upper_bound(items.begin(), items.end(), begin, [](int64_t tile, const Item& item) { return tile < item.cut.first; });
+    const Item* item = &*(next - 1);
+    for (int64_t tile = begin; tile < end; ++tile) {
+        while (tile - item->cut.first >= item->cut.tiles) ++item;
+        Tally tally;
+        run_tile(block, item->param, item->scalars, item->cut, tile - item->cut.first, tally);
+        partial[tile] = partial_of(tally, call.geometric);
     }
 }
 
@@ -246,36 +253,22 @@ namespace NM_ISA {
 
 void masked_adamw(const std::vector<AdamWParam>& given, const AdamWCall& call, double* stats, int threads) {
     for (int i = 0; i < kStats; ++i) stats[i] = 0.0;
-    Masker mask;
-    if (call.n || call.m) {
-        check_pattern(call.n, call.m);
-        mask = {call.n, call.m, keep_fn<float>(call.n, call.m)};
-    }
+    if (call.n || call.m) check_pattern(call.n, call.m);
     if (call.found_inf && *call.found_inf != 0.0f) return;
     stats[kApplied] = 1.0;
 
-    std::vector<AdamWParam> params;
-    std::vector<AdamW> scalars;
-    std::vector<Cut> cuts;
+    std::vector<Item> items;
     int64_t tiles = 0;
     for (const AdamWParam& one : given) {
-        params.push_back(flattened(one));
+        const AdamWParam param = flattened(one);
         *one.step += 1.0f;
-        scalars.push_back(adamw_scalars(call.hyper, int64_t(*one.step), call.frozen, call.eps_inside, call.maximize));
-        cuts.push_back(cut(params.back(), call.m, tiles));
-        tiles += cuts.back().tiles;
+        const AdamW scalars = adamw_scalars(call.hyper, int64_t(*one.step), call.frozen, call.eps_inside, call.maximize);
+        items.push_back({param, scalars, cut(param, call.m, tiles)});
+        tiles += items.back().cut.tiles;
     }
     std::vector<Partial> partial{size_t(tiles)};
-    parallel_ranges(tiles, kTile, threads, [&](int64_t begin, int64_t end) {
-        Block block(call, mask);
-        const auto next = std::upper_bound(cuts.begin(), cuts.end(), begin, [](int64_t t, const Cut& c) { return t < c.first; });
-        size_t i = size_t(next - cuts.begin()) - 1;
-        for (int64_t tile = begin; tile < end; ++tile) {
-            while (tile - cuts[i].first >= cuts[i].tiles) ++i;
-            Tally tally;
-            run_tile(block, params[i], scalars[i], cuts[i], tile - cuts[i].first, tally);
-            partial[size_t(tile)] = partial_of(tally, call.geometric);
-        }
+    with_masks(call.n, call.m, [&](const auto& masks) {
+        parallel_ranges(tiles, kTile, threads, [&](int64_t begin, int64_t end) { run_tiles(items, call, masks, begin, end, partial.data()); });
     });
     for (const Partial& one : partial) add(stats, one);
 }

@@ -1,11 +1,13 @@
 // MaskedAdamW on a block: up to kBlock elements that lie one after another in memory, in whole strips of 64 (the last
-// filled up with zeros, which take no part). Three short passes, so that all but the first touch of p finds it in L1:
+// filled up with zeros, which take no part). Everything about a strip happens while it is in registers:
 //
-//   masks before   one 64-bit word per strip;  step   the equations of core/adamw.h and their sums, in registers
-//   masks after    and what depends on them: flips, non-zeros, the masked weight
+//   mask before   step: the equations of core/adamw.h and their sums   mask after   settle: flips, non-zeros, masked weight
+//
+// Where groups do not end with strips, masks are taken of whole blocks, before all steps and after them.
 #pragma once
 
 #include <cmath>
+#include <type_traits>
 
 #include "../../core/adamw.h"
 #include "../kernels.h"
@@ -29,23 +31,56 @@ constexpr int kBlock = 256;  // also the largest group
 // time of the bare memory traffic without, 1.07 with 256 or 512, 1.10 with 1024.
 constexpr int kAhead = 512;
 
-// The masks of a call; m = 0 where it has none.
-struct Masker {
-    int n = 0, m = 0;
-    KeepFn<float> fast = nullptr;  // null where strips are not whole groups
+// The parts of a strip's work are pieces of one loop: only inlined do their numbers stay in registers.
+#define NM_INLINE inline __attribute__((always_inline))
 
-    explicit operator bool() const { return m != 0; }
+constexpr int kVectors = kStrip / Floats::width;
+using Strip = Floats[kVectors];
+
+// Which elements of a strip.
+struct Chosen {
+    Flags at[kVectors];
+
+    NM_INLINE static Chosen of(uint64_t bits) {
+        Chosen c;
+        for (int i = 0; i < kVectors; ++i) c.at[i] = Flags::of(bits >> (i * Floats::width));
+        return c;
+    }
+};
+
+// The masks of a call: called with a strip in registers and where it lies.
+struct Unmasked {
+    static constexpr bool masked = false;
+};
+
+struct TwoOfFour {
+    static constexpr bool masked = true;
+    NM_INLINE Chosen operator()(const Strip& w, const float*) const {
+        Chosen c;
+        for (int i = 0; i < kVectors; ++i) c.at[i] = two_of_four(w[i]);
+        return c;
+    }
+};
+
+template <int N, int M>
+struct Fixed {
+    static constexpr bool masked = true;
+    NM_INLINE Chosen operator()(const Strip&, const float* from) const { return Chosen::of(keep64<float, N, M>(from)); }
+};
+
+struct AnyPattern {
+    static constexpr bool masked = true;
+    int n, m;
+    KeepFn<float> keep;
+    NM_INLINE Chosen operator()(const Strip&, const float* from) const { return Chosen::of(keep(from, n, m)); }
+};
+
+// Groups that strips cut through: the bits of a block's strips.
+struct ByGroup {
+    static constexpr bool masked = true;
+    int n, m;
 
     void operator()(const float* w, int count, uint64_t* keep) const {
-        if (fast) {
-            for (int i = 0; i < count; i += kStrip) keep[i / kStrip] = fast(w + i, n, m);
-        } else {
-            by_group(w, count, keep);
-        }
-    }
-
-  private:
-    void by_group(const float* w, int count, uint64_t* keep) const {
         uint32_t keys[kMaxM];
         uint8_t kept[kMaxM];
         for (int i = 0; i < count; i += kStrip) keep[i / kStrip] = 0;
@@ -57,16 +92,29 @@ struct Masker {
     }
 };
 
-// What a block works on. `to` receives the new weight and may be p; `top` is null without amsgrad.
-struct Elements {
-    int count;
-    const float *p, *g;
-    float *m, *v, *top, *to;
+// f(the masks of a pattern), the common patterns specialised; n = m = 0: none.
+template <class F>
+void with_masks(int n, int m, const F& f) {
+    if (m == 0) return f(Unmasked{});
+    if (n == 2 && m == 4) return f(TwoOfFour{});
+    if (n == 1 && m == 4) return f(Fixed<1, 4>{});
+    if (n == 2 && m == 8) return f(Fixed<2, 8>{});
+    if (n == 1 && m == 8) return f(Fixed<1, 8>{});
+    if (n == 4 && m == 8) return f(Fixed<4, 8>{});
+    if (n == 1 && m == 16) return f(Fixed<1, 16>{});
+    if (n == 1 && m == 32) return f(Fixed<1, 32>{});
+    if (const KeepFn<float> keep = keep_fn<float>(n, m)) return f(AnyPattern{n, m, keep});
+    f(ByGroup{n, m});
+}
 
-    uint64_t valid(int strip) const {
-        const int left = count - strip * kStrip;
-        return left >= kStrip ? ~uint64_t(0) : (uint64_t(1) << left) - 1;
-    }
+// What a block works on. `dtype` is what new weights are rounded to; `top` is null without amsgrad, `out` if not wanted.
+struct Elements {
+    int count, dtype;
+    float *p, *m, *v, *top, *out;
+    const float* g;
+
+    bool whole(int strip) const { return count - strip * kStrip >= kStrip; }
+    NM_INLINE Chosen valid(int strip) const { return Chosen::of(whole(strip) ? ~uint64_t(0) : (uint64_t(1) << (count - strip * kStrip)) - 1); }
 };
 
 // Running statistics of a tile. Eight fp64 lanes each, which `total` adds up in a fixed order.
@@ -74,7 +122,7 @@ struct Tally {
     Doubles change, pruned_weight, pruned_grad;
     Product log_change;
     Floats highest{0.0f};
-    int64_t unchanged = 0, flips = 0, non_zeros = 0;
+    Count unchanged, flips, non_zeros;
     int64_t factors = 0;  // in log_change, all lanes together
 };
 
@@ -86,66 +134,194 @@ inline double total(const Doubles& sum) {
     return total(lane);
 }
 
-inline void sum(Doubles& to, Floats x) {
-    by_eight(x, [&](Doubles eight) { add(to, eight); });
+// A strip's terms, none negative, are added in fp32 eight to one; where that overflows, each in fp64.
+__attribute__((noinline, cold)) inline Doubles sum_exactly(const Strip& x) {
+    Doubles sum;
+    for (const Floats& one : x) by_eight(one, [&](const Doubles& terms) { add(sum, terms); });
+    return sum;
 }
 
-template <bool kMasked>
-void step(const AdamW& scalars, const AdamWCall& call, const Elements& on, const uint64_t* keep, Tally& tally) {
-    constexpr uint32_t all = (uint32_t(1) << Floats::width) - 1;
+NM_INLINE void sum(Doubles& to, const Strip& x) {
+    const auto eight = folded(x);
+    if (__builtin_expect(finite(eight), true)) return add(to, widened(eight));
+    Strip copy;
+    for (int i = 0; i < kVectors; ++i) copy[i] = x[i];
+    add(to, sum_exactly(copy));
+}
+
+inline void sum_logarithms(Tally& t, const Strip& change, const Chosen& valid) {
     constexpr double smallest = 0x1p-149;  // the smallest fp32 denormal
-    const AdamW s = scalars;               // copies, which no store can change
+    for (int i = 0; i < kVectors; ++i) {
+        by_eight(choose(valid.at[i], change[i], Floats(1.0f)), [&](const Doubles& eight) { t.log_change.times(eight, smallest); });
+    }
+    t.factors += kStrip;
+}
+
+NM_INLINE void load_strip(const float* from, Strip& to) {
+    for (int i = 0; i < kVectors; ++i) to[i] = Floats::load(from + i * Floats::width);
+}
+
+inline __attribute__((noinline)) void round_strip(int dtype, Strip& w) {
+    float x[kStrip];
+    for (int i = 0; i < kVectors; ++i) w[i].store(x + i * Floats::width);
+    by_dtype(dtype, [&](auto tag) {
+        for (float& one : x) one = to_float(from_float<decltype(tag)>(one));
+    });
+    load_strip(x, w);
+}
+
+NM_INLINE void prefetch_strip(const Elements& e, int at) {
+    for (const float* from : {static_cast<const float*>(e.p), e.g, static_cast<const float*>(e.m), static_cast<const float*>(e.v)}) {
+        const float* next = from + at + kAhead;
+        __builtin_prefetch(next);
+        __builtin_prefetch(next + 16);
+        __builtin_prefetch(next + 32);
+        __builtin_prefetch(next + 48);
+    }
+}
+
+// Usual calls have none of the options that Python's torch.optim.AdamW leaves off by default, and whole strips.
+inline bool is_usual(const AdamW& s, const AdamWCall& call, const Elements& e) {
+    const bool plain = !s.frozen && !s.eps_inside && !s.maximize && s.clamp == 0.0f;
+    return plain && !call.grad_scale && !call.geometric && !e.top && e.count % kStrip == 0;
+}
+
+// The gradient as the step takes it; sums over pruned weights.
+template <bool kUsual, bool kMasked>
+NM_INLINE void take_gradient(const AdamW& s, const AdamWCall& call, const Strip& p, const Chosen& keep, const Chosen& valid, Strip& g, Tally& t) {
+    if (!kUsual && call.grad_scale) {
+        for (Floats& one : g) one = one / Floats(*call.grad_scale);
+    }
+    if (!kUsual && s.maximize) {
+        for (Floats& one : g) one = -one;
+    }
+    if constexpr (kMasked) {
+        Strip weight, grad;
+        for (int i = 0; i < kVectors; ++i) {
+            const Flags pruned = kUsual ? ~keep.at[i] : ~keep.at[i] & valid.at[i];
+            weight[i] = kept(pruned, magnitude(p[i]));
+            grad[i] = kept(pruned, magnitude(g[i]));
+        }
+        sum(t.pruned_weight, weight);
+        sum(t.pruned_grad, grad);
+        if (s.decay == 0.0f) return;
+        for (int i = 0; i < kVectors; ++i) g[i] = choose(keep.at[i], g[i], g[i] + (Floats(s.decay) * p[i]));
+    }
+}
+
+// v <- its new value, what the update divides by
+template <bool kUsual>
+NM_INLINE void second_moment(const AdamW& s, const AdamWCall& call, const Elements& e, int at, const Strip& g, const Chosen& valid, Strip& v, Tally& t) {
+    load_strip(e.v + at, v);
+    if (!kUsual && s.frozen) return;
+    Strip change;
+    for (int i = 0; i < kVectors; ++i) {
+        const Floats old = v[i];
+        v[i] = adamw_second(s, old, g[i]);
+        v[i].store(e.v + at + i * Floats::width);
+        change[i] = magnitude(v[i] - old);
+        if constexpr (!kUsual) {
+            change[i] = kept(valid.at[i], change[i]);
+            if (call.geometric) t.unchanged.add(equal(v[i], old) & valid.at[i]);
+        }
+    }
+    sum(t.change, change);
+    if (!kUsual && call.geometric) sum_logarithms(t, change, valid);
+    if (!kUsual && e.top) {
+        for (int i = 0; i < kVectors; ++i) {
+            float* top = e.top + at + i * Floats::width;
+            v[i] = larger(Floats::load(top), v[i]);
+            v[i].store(top);
+        }
+    }
+}
+
+// p <- the weights after the step, where they are stored too
+template <bool kUsual, bool kMasked>
+NM_INLINE void step_strip(const AdamW& s, const AdamWCall& call, const Elements& e, int at, const Chosen& keep, Strip& p, Tally& t) {
+    const Chosen valid = kUsual ? Chosen{} : e.valid(at / kStrip);
+    Strip g, v;
+    load_strip(e.g + at, g);
+    take_gradient<kUsual, kMasked>(s, call, p, keep, valid, g, t);
+    second_moment<kUsual>(s, call, e, at, g, valid, v, t);
+    for (int i = 0; i < kVectors; ++i) {
+        float* first = e.m + at + i * Floats::width;
+        const Floats m = adamw_first(s, Floats::load(first), g[i]);
+        m.store(first);
+        Floats u = adamw_update(s, m, v[i]);
+        if (!kUsual) u = kept(valid.at[i], u);
+        t.highest = higher(t.highest, magnitude(u));
+        if (!kUsual && s.clamp != 0.0f) u = clamped(u, Floats(s.clamp));
+        p[i] = adamw_apply(s, p[i], u);
+    }
+    if (e.dtype != kFloat32) {
+        Strip rounded;  // only this copy has an address: p stays in registers
+        for (int i = 0; i < kVectors; ++i) rounded[i] = p[i];
+        round_strip(e.dtype, rounded);
+        for (int i = 0; i < kVectors; ++i) p[i] = rounded[i];
+    }
+    for (int i = 0; i < kVectors; ++i) p[i].store(e.p + at + i * Floats::width);
+}
+
+// The statistics that depend on the new mask, and w = the weight where that keeps it, +0.0 elsewhere.
+template <bool kUsual, bool kMasked>
+NM_INLINE void settle_strip(const Elements& e, int at, const Chosen& before, const Chosen& now, const Strip& w, Tally& t) {
+    const Chosen valid = kUsual ? Chosen{} : e.valid(at / kStrip);
+    for (int i = 0; i < kVectors; ++i) {
+        if constexpr (kMasked) {
+            const Flags flips = before.at[i] ^ now.at[i];
+            t.flips.add(kUsual ? flips : flips & valid.at[i]);
+        }
+        Flags found = unequal(w[i], Floats(0.0f));
+        if (kMasked) found = found & now.at[i];
+        t.non_zeros.add(kUsual ? found : found & valid.at[i]);
+    }
+    if (!e.out) return;
+    for (int i = 0; i < kVectors; ++i) (kMasked ? kept(now.at[i], w[i]) : w[i]).store(e.out + at + i * Floats::width);
+}
+
+template <bool kUsual, class Masks>
+void step_block(const AdamW& scalars, const AdamWCall& call, const Elements& on, const Masks& masks, Tally& tally) {
+    const AdamW s = scalars;  // copies, which no store can change
     const Elements e = on;
     Tally t = tally;
-    for (int i = 0; i < e.count; i += Floats::width) {
-        const uint32_t valid = e.count - i >= Floats::width ? all : (uint32_t(1) << (e.count - i)) - 1;
-        for (const float* from : {e.p, e.g, static_cast<const float*>(e.m), static_cast<const float*>(e.v)}) __builtin_prefetch(from + i + kAhead);
-        const Floats p = Floats::load(e.p + i);
-        Floats g = Floats::load(e.g + i);
-        if (call.grad_scale) g = g / Floats(*call.grad_scale);
-        if (s.maximize) g = -g;
-        if (kMasked) {
-            const uint32_t pruned = ~uint32_t(keep[i / kStrip] >> (i % kStrip)) & valid;
-            sum(t.pruned_weight, kept(pruned, magnitude(p)));
-            sum(t.pruned_grad, kept(pruned, magnitude(g)));
-            if (s.decay != 0.0f) g = choose(pruned, g + (Floats(s.decay) * p), g);
-        }
-        const Floats m = adamw_first(s, Floats::load(e.m + i), g);
-        m.store(e.m + i);
-        Floats v = Floats::load(e.v + i);
-        if (!s.frozen) {
-            const Floats old = v;
-            v = adamw_second(s, old, g);
-            v.store(e.v + i);
-            const Floats change = kept(valid, magnitude(v - old));
-            sum(t.change, change);
-            if (call.geometric) {
-                by_eight(choose(valid, change, Floats(1.0f)), [&](Doubles eight) { t.log_change.times(eight, smallest); });
-                t.factors += Floats::width;
-                t.unchanged += __builtin_popcount(equal(v, old) & valid);
-            }
-            if (e.top) {
-                v = larger(Floats::load(e.top + i), v);
-                v.store(e.top + i);
-            }
-        }
-        Floats u = kept(valid, adamw_update(s, m, v));
-        t.highest = higher(t.highest, magnitude(u));
-        if (s.clamp != 0.0f) u = clamped(u, Floats(s.clamp));
-        adamw_apply(s, p, u).store(e.to + i);
+    for (int at = 0; at < e.count; at += kStrip) {
+        prefetch_strip(e, at);
+        Strip p;
+        load_strip(e.p + at, p);
+        Chosen before{}, now{};
+        if constexpr (Masks::masked) before = masks(p, e.p + at);
+        step_strip<kUsual, Masks::masked>(s, call, e, at, before, p, t);
+        if constexpr (Masks::masked) now = masks(p, e.p + at);
+        settle_strip<kUsual, Masks::masked>(e, at, before, now, p, t);
     }
     tally = t;
 }
 
-inline uint64_t non_zeros(const float* w) {
-    uint64_t zeros = 0;
-    for (int i = 0; i < kStrip; i += Floats::width) zeros |= uint64_t(equal(Floats::load(w + i), Floats(0.0f))) << i;
-    return ~zeros;
+inline void step_block(const AdamW& s, const AdamWCall& call, const Elements& e, const ByGroup& masks, Tally& t) {
+    uint64_t before[kBlock / kStrip], now[kBlock / kStrip];
+    Strip p;
+    masks(e.p, e.count, before);
+    for (int at = 0; at < e.count; at += kStrip) {
+        load_strip(e.p + at, p);
+        step_strip<false, true>(s, call, e, at, Chosen::of(before[at / kStrip]), p, t);
+    }
+    masks(e.p, e.count, now);
+    for (int at = 0; at < e.count; at += kStrip) {
+        load_strip(e.p + at, p);
+        settle_strip<false, true>(e, at, Chosen::of(before[at / kStrip]), Chosen::of(now[at / kStrip]), p, t);
+    }
 }
 
-// out = w where the mask keeps it, +0.0 elsewhere
-inline void prune_strip(const float* w, uint64_t keep, float* out) {
-    for (int i = 0; i < kStrip; i += Floats::width) kept(uint32_t(keep >> i), Floats::load(w + i)).store(out + i);
+template <class Masks>
+void step_any(const AdamW& s, const AdamWCall& call, const Elements& e, const Masks& masks, Tally& t) {
+    if constexpr (std::is_same_v<Masks, ByGroup>) {
+        step_block(s, call, e, masks, t);
+    } else if (is_usual(s, call, e)) {
+        step_block<true>(s, call, e, masks, t);
+    } else {
+        step_block<false>(s, call, e, masks, t);
+    }
 }
 
 }  // namespace

@@ -13,6 +13,7 @@ struct Floats {
     static constexpr int width = 8;
     __m256 x;
 
+    Floats() = default;
     Floats(__m256 v) : x(v) {}
     explicit Floats(float v) : x(_mm256_set1_ps(v)) {}
     static Floats load(const float* from) { return _mm256_loadu_ps(from); }
@@ -38,14 +39,49 @@ inline Floats higher(Floats a, Floats b) {
     return _mm256_castsi256_ps(_mm256_max_epi32(_mm256_castps_si256(a.x), _mm256_castps_si256(b.x)));
 }
 
-inline __m256 lane_mask(uint32_t lanes) {
-    const __m256i bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
-    return _mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(int32_t(lanes)), bit), bit));
+// One truth value per lane, all bits of it.
+struct Flags {
+    __m256i x;
+
+    static Flags of(uint64_t bits) {
+        const __m256i bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+        return {_mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(int32_t(bits)), bit), bit)};
+    }
+};
+
+inline Flags operator~(Flags a) { return {_mm256_xor_si256(a.x, _mm256_set1_epi32(-1))}; }
+inline Flags operator&(Flags a, Flags b) { return {_mm256_and_si256(a.x, b.x)}; }
+inline Flags operator^(Flags a, Flags b) { return {_mm256_xor_si256(a.x, b.x)}; }
+inline Flags equal(Floats a, Floats b) { return {_mm256_castps_si256(_mm256_cmp_ps(a.x, b.x, _CMP_EQ_OQ))}; }
+inline Flags unequal(Floats a, Floats b) { return {_mm256_castps_si256(_mm256_cmp_ps(a.x, b.x, _CMP_NEQ_UQ))}; }
+inline Floats choose(Flags lanes, Floats yes, Floats no) { return _mm256_blendv_ps(no.x, yes.x, _mm256_castsi256_ps(lanes.x)); }
+inline Floats kept(Flags lanes, Floats a) { return _mm256_and_ps(a.x, _mm256_castsi256_ps(lanes.x)); }
+
+// Flags of lanes beaten at least twice, inverted: see adamw_avx512.h.
+inline Flags two_of_four(Floats w) {
+    const __m256i nan = _mm256_set1_epi32(int32_t(Key<float>::nan));
+    const __m256i key = _mm256_min_epi32(_mm256_castps_si256(magnitude(w).x), nan);
+    const __m256i odd = _mm256_add_epi32(key, _mm256_set1_epi64x(-(int64_t(1) << 32)));
+    const __m256i late = _mm256_add_epi32(key, _mm256_setr_epi32(0, 0, -1, -1, 0, 0, -1, -1));
+    const __m256i one = _mm256_cmpgt_epi32(_mm256_shuffle_epi32(key, 0xb1), odd);
+    const __m256i two = _mm256_cmpgt_epi32(_mm256_shuffle_epi32(key, 0x4e), late);
+    const __m256i three = _mm256_cmpgt_epi32(_mm256_shuffle_epi32(key, 0x1b), late);
+    return ~Flags{_mm256_or_si256(_mm256_and_si256(one, two), _mm256_and_si256(three, _mm256_or_si256(one, two)))};
 }
 
-inline Floats choose(uint32_t lanes, Floats yes, Floats no) { return _mm256_blendv_ps(no.x, yes.x, lane_mask(lanes)); }
-inline Floats kept(uint32_t lanes, Floats a) { return _mm256_and_ps(a.x, lane_mask(lanes)); }
-inline uint32_t equal(Floats a, Floats b) { return uint32_t(_mm256_movemask_ps(_mm256_cmp_ps(a.x, b.x, _CMP_EQ_OQ))); }
+// How many flags were set, in each lane.
+struct Count {
+    __m256i x = _mm256_setzero_si256();
+
+    void add(Flags a) { x = _mm256_sub_epi32(x, a.x); }
+    int64_t total() const {
+        alignas(32) int32_t lane[8];
+        _mm256_store_si256(reinterpret_cast<__m256i*>(lane), x);
+        int64_t sum = 0;
+        for (int32_t one : lane) sum += one;
+        return sum;
+    }
+};
 
 struct Doubles {
     __m256d low = _mm256_setzero_pd(), high = _mm256_setzero_pd();
@@ -60,6 +96,13 @@ template <class F>
 void by_eight(Floats a, const F& f) {
     f(Doubles{_mm256_cvtps_pd(_mm256_castps256_ps128(a.x)), _mm256_cvtps_pd(_mm256_extractf128_ps(a.x, 1))});
 }
+
+inline __m256 folded(const Floats (&x)[8]) {
+    const Floats even = (x[0] + x[2]) + (x[4] + x[6]), odd = (x[1] + x[3]) + (x[5] + x[7]);
+    return (even + odd).x;
+}
+inline bool finite(__m256 a) { return _mm256_movemask_ps(_mm256_cmp_ps(a, _mm256_set1_ps(__builtin_inff()), _CMP_LT_OQ)) == 0xff; }
+inline Doubles widened(__m256 a) { return {_mm256_cvtps_pd(_mm256_castps256_ps128(a)), _mm256_cvtps_pd(_mm256_extractf128_ps(a, 1))}; }
 
 inline void add(Doubles& sum, Doubles a) {
     sum.low = _mm256_add_pd(sum.low, a.low);

@@ -1,5 +1,5 @@
 // Sixteen floats in an AVX-512 register, as core/adamw.h computes with them, and their sums in eight fp64 lanes:
-// element i of a run goes to lane i mod 8, under every instruction set. Bit i of a set of lanes is lane i.
+// element i of a run goes to lane i mod 8, under every instruction set.
 #pragma once
 
 #if defined(__AVX512F__)
@@ -14,6 +14,7 @@ struct Floats {
     static constexpr int width = 16;
     __m512 x;
 
+    Floats() = default;
     Floats(__m512 v) : x(v) {}
     explicit Floats(float v) : x(_mm512_set1_ps(v)) {}
     static Floats load(const float* from) { return _mm512_loadu_ps(from); }
@@ -39,9 +40,42 @@ inline Floats higher(Floats a, Floats b) {
     return _mm512_castsi512_ps(_mm512_max_epi32(_mm512_castps_si512(a.x), _mm512_castps_si512(b.x)));
 }
 
-inline Floats choose(uint32_t lanes, Floats yes, Floats no) { return _mm512_mask_mov_ps(no.x, __mmask16(lanes), yes.x); }
-inline Floats kept(uint32_t lanes, Floats a) { return _mm512_maskz_mov_ps(__mmask16(lanes), a.x); }
-inline uint32_t equal(Floats a, Floats b) { return _mm512_cmp_ps_mask(a.x, b.x, _CMP_EQ_OQ); }
+// One truth value per lane.
+struct Flags {
+    __mmask16 k;
+
+    static Flags of(uint64_t bits) { return {__mmask16(bits)}; }  // lane i: bit i
+};
+
+inline Flags operator~(Flags a) { return {_knot_mask16(a.k)}; }
+inline Flags operator&(Flags a, Flags b) { return {_kand_mask16(a.k, b.k)}; }
+inline Flags operator^(Flags a, Flags b) { return {_kxor_mask16(a.k, b.k)}; }
+inline Flags equal(Floats a, Floats b) { return {_mm512_cmp_ps_mask(a.x, b.x, _CMP_EQ_OQ)}; }
+inline Flags unequal(Floats a, Floats b) { return {_mm512_cmp_ps_mask(a.x, b.x, _CMP_NEQ_UQ)}; }
+inline Floats choose(Flags lanes, Floats yes, Floats no) { return _mm512_mask_mov_ps(no.x, lanes.k, yes.x); }
+inline Floats kept(Flags lanes, Floats a) { return _mm512_maskz_mov_ps(lanes.k, a.x); }
+
+// Which two of four neighbours are kept, by the order of core/rank.h: those that two of the other three do not beat. Where
+// the other one has the lower index it wins ties, this one is handicapped by 1. Keys are below 2^31, so that the sign of
+// a difference says who wins, and one ternary operation who wins twice: without 16-bit masks, which few ports handle.
+inline Flags two_of_four(Floats w) {
+    const __m512i nan = _mm512_set1_epi32(int32_t(Key<float>::nan));
+    const __m512i key = _mm512_min_epi32(_mm512_castps_si512(_mm512_abs_ps(w.x)), nan);
+    const __m512i odd = _mm512_add_epi32(key, _mm512_set1_epi64(-(int64_t(1) << 32)));
+    const __m512i late = _mm512_add_epi32(key, _mm512_set4_epi32(-1, -1, 0, 0));
+    const __m512i one = _mm512_sub_epi32(odd, _mm512_shuffle_epi32(key, _MM_PERM_CDAB));  // negative: beaten
+    const __m512i two = _mm512_sub_epi32(late, _mm512_shuffle_epi32(key, _MM_PERM_BADC));
+    const __m512i three = _mm512_sub_epi32(late, _mm512_shuffle_epi32(key, _MM_PERM_ABCD));
+    return {_mm512_movepi32_mask(_mm512_ternarylogic_epi32(one, two, three, 0x17))};
+}
+
+// How many flags were set, in each lane.
+struct Count {
+    __m512i x = _mm512_setzero_si512();
+
+    void add(Flags a) { x = _mm512_mask_sub_epi32(x, a.k, x, _mm512_set1_epi32(-1)); }
+    int64_t total() const { return _mm512_reduce_add_epi32(x); }
+};
 
 struct Doubles {
     __m512d x = _mm512_setzero_pd();
@@ -55,6 +89,17 @@ void by_eight(Floats a, const F& f) {
     f(Doubles{_mm512_cvtps_pd(_mm512_castps512_ps256(a.x))});
     f(Doubles{_mm512_cvtps_pd(_mm512_extractf32x8_ps(a.x, 1))});
 }
+
+// Element i of the strip's sums: those of elements i, i + 8, i + 16, ... as (((0 + 16) + (32 + 48)) + ((8 + 24) + (40 + 56))).
+inline __m256 folded(const Floats (&x)[4]) {
+    const __m512 sum = _mm512_add_ps(_mm512_add_ps(x[0].x, x[1].x), _mm512_add_ps(x[2].x, x[3].x));
+    return _mm256_add_ps(_mm512_castps512_ps256(sum), _mm512_extractf32x8_ps(sum, 1));
+}
+inline bool finite(__m256 a) {
+    const __mmask8 below = _mm256_cmp_ps_mask(a, _mm256_set1_ps(__builtin_inff()), _CMP_LT_OQ);
+    return _kortestc_mask8_u8(below, below);
+}
+inline Doubles widened(__m256 a) { return {_mm512_cvtps_pd(a)}; }
 
 inline void add(Doubles& sum, Doubles a) { sum.x = _mm512_add_pd(sum.x, a.x); }
 

@@ -74,24 +74,52 @@ inline Floats higher(const Floats& a, const Floats& b) {
     return by_four([&](int i) { return select(Floats::Bits(a.x[i]) > Floats::Bits(b.x[i]), a.x[i], b.x[i]); });
 }
 
-inline Floats::Bits lane_mask(uint32_t lanes, int half) {
-    const int32_t all = int32_t(lanes >> (4 * half));
-    const Floats::Bits bit = {1, 2, 4, 8}, given = {all, all, all, all};
-    return (given & bit) == bit;
+// One truth value per lane, all bits of it.
+struct Flags {
+    using Bits = Floats::Bits;
+    Bits x[2];
+
+    static Flags of(uint64_t bits) {
+        const int32_t low = int32_t(bits), high = int32_t(bits >> 4);
+        const Bits bit = {1, 2, 4, 8}, first = {low, low, low, low}, second = {high, high, high, high};
+        return {{(first & bit) == bit, (second & bit) == bit}};
+    }
+};
+
+inline Flags operator~(const Flags& a) { return {{~a.x[0], ~a.x[1]}}; }
+inline Flags operator&(const Flags& a, const Flags& b) { return {{a.x[0] & b.x[0], a.x[1] & b.x[1]}}; }
+inline Flags operator^(const Flags& a, const Flags& b) { return {{a.x[0] ^ b.x[0], a.x[1] ^ b.x[1]}}; }
+inline Flags equal(const Floats& a, const Floats& b) { return {{a.x[0] == b.x[0], a.x[1] == b.x[1]}}; }
+inline Flags unequal(const Floats& a, const Floats& b) { return {{a.x[0] != b.x[0], a.x[1] != b.x[1]}}; }
+
+inline Floats choose(const Flags& lanes, const Floats& yes, const Floats& no) {
+    return by_four([&](int i) { return select(lanes.x[i], yes.x[i], no.x[i]); });
+}
+inline Floats kept(const Flags& lanes, const Floats& a) {
+    return by_four([&](int i) { return Floats::Four(Floats::Bits(a.x[i]) & lanes.x[i]); });
 }
 
-inline Floats choose(uint32_t lanes, const Floats& yes, const Floats& no) {
-    return by_four([&](int i) { return select(lane_mask(lanes, i), yes.x[i], no.x[i]); });
+// Flags of lanes beaten at least twice, inverted: see adamw_avx512.h.
+inline Flags::Bits two_of_four(Floats::Four w) {
+    using Bits = Flags::Bits;
+    constexpr int32_t n = int32_t(Key<float>::nan);
+    const Bits nan = {n, n, n, n}, magnitude = Bits(w) & 0x7fffffff, high = magnitude > nan;
+    const Bits key = (nan & high) | (magnitude & ~high);
+    const Bits odd = key + Bits{0, -1, 0, -1}, late = key + Bits{0, 0, -1, -1};
+    const Bits one = Bits{key[1], key[0], key[3], key[2]} > odd;
+    const Bits two = Bits{key[2], key[3], key[0], key[1]} > late;
+    const Bits three = Bits{key[3], key[2], key[1], key[0]} > late;
+    return ~((one & two) | (three & (one | two)));
 }
-inline Floats kept(uint32_t lanes, const Floats& a) {
-    return by_four([&](int i) { return Floats::Four(Floats::Bits(a.x[i]) & lane_mask(lanes, i)); });
-}
+inline Flags two_of_four(const Floats& w) { return {{two_of_four(w.x[0]), two_of_four(w.x[1])}}; }
 
-inline uint32_t equal(const Floats& a, const Floats& b) {
-    const Floats::Bits low = {1, 2, 4, 8}, high = {16, 32, 64, 128};
-    const Floats::Bits found = ((a.x[0] == b.x[0]) & low) | ((a.x[1] == b.x[1]) & high);
-    return uint32_t(found[0] | found[1] | found[2] | found[3]);
-}
+// How many flags were set, in each lane.
+struct Count {
+    Floats::Bits x = {};
+
+    void add(const Flags& a) { x -= a.x[0] + a.x[1]; }
+    int64_t total() const { return int64_t(x[0]) + x[1] + x[2] + x[3]; }
+};
 
 struct Doubles {
     using Two = double __attribute__((vector_size(16)));
@@ -105,6 +133,22 @@ void by_eight(const Floats& a, const F& f) {
     Doubles d;
     for (int i = 0; i < 4; ++i) d.x[i] = Doubles::Two{double(a.x[i / 2][i % 2 * 2]), double(a.x[i / 2][i % 2 * 2 + 1])};
     f(d);
+}
+
+inline Floats folded(const Floats (&x)[8]) {
+    const Floats even = (x[0] + x[2]) + (x[4] + x[6]), odd = (x[1] + x[3]) + (x[5] + x[7]);
+    return even + odd;
+}
+inline bool finite(const Floats& a) {
+    const float inf = __builtin_inff();
+    const Floats::Four bound = {inf, inf, inf, inf};
+    const Floats::Bits below = (a.x[0] < bound) & (a.x[1] < bound);
+    return (below[0] & below[1] & below[2] & below[3]) != 0;
+}
+inline Doubles widened(const Floats& a) {
+    Doubles d;
+    by_eight(a, [&](const Doubles& eight) { d = eight; });
+    return d;
 }
 
 inline void add(Doubles& sum, const Doubles& a) {
