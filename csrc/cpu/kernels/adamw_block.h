@@ -252,7 +252,7 @@ NM_INLINE void step_strip(const AdamW& s, const AdamWCall& call, const Elements&
         if (!kUsual) u = kept(valid.at[i], u);
         t.highest = higher(t.highest, magnitude(u));
         if (!kUsual && s.clamp != 0.0f) u = clamped(u, Floats(s.clamp));
-        p[i] = adamw_apply(s, p[i], u);
+        p[i] = adamw_apply(s, Floats::load(e.p + at + i * Floats::width), u);  // from memory: registers are short
     }
     if (e.dtype != kFloat32) {
         Strip rounded;  // only this copy has an address: p stays in registers
@@ -280,20 +280,29 @@ NM_INLINE void settle_strip(const Elements& e, int at, const Chosen& before, con
     for (int i = 0; i < kVectors; ++i) (kMasked ? kept(now.at[i], w[i]) : w[i]).store(e.out + at + i * Floats::width);
 }
 
+// A strip is settled after the next one's step: its chain of roots and divisions is long, and this waits for its end.
+// AMD EPYC (Zen 5), AVX-512, in L2, one thread, 2026-11-21: 0.38 ns a weight with 2:4 masks; 0.43 settled at once.
 template <bool kUsual, class Masks>
 void step_block(const AdamW& scalars, const AdamWCall& call, const Elements& on, const Masks& masks, Tally& tally) {
     const AdamW s = scalars;  // copies, which no store can change
     const Elements e = on;
     Tally t = tally;
-    for (int at = 0; at < e.count; at += kStrip) {
-        prefetch_strip(e, at);
-        Strip p;
-        load_strip(e.p + at, p);
+    Chosen last{};
+    for (int at = 0; at < e.count + kStrip; at += kStrip) {
         Chosen before{}, now{};
-        if constexpr (Masks::masked) before = masks(p, e.p + at);
-        step_strip<kUsual, Masks::masked>(s, call, e, at, before, p, t);
-        if constexpr (Masks::masked) now = masks(p, e.p + at);
-        settle_strip<kUsual, Masks::masked>(e, at, before, now, p, t);
+        Strip w;
+        if (at < e.count) {
+            prefetch_strip(e, at);
+            load_strip(e.p + at, w);
+            if constexpr (Masks::masked) before = masks(w, e.p + at);
+            step_strip<kUsual, Masks::masked>(s, call, e, at, before, w, t);
+        }
+        if (at > 0) {
+            load_strip(e.p + at - kStrip, w);
+            if constexpr (Masks::masked) now = masks(w, e.p + at - kStrip);
+            settle_strip<kUsual, Masks::masked>(e, at - kStrip, last, now, w, t);
+        }
+        last = before;
     }
     tally = t;
 }
