@@ -105,13 +105,15 @@ class Ratio:
 class Work:
     """A case with its memory allocated: who takes turns, what is derived from it, and plain figures by (provider, metric).
 
-    ``finish`` gives more of those, after the timing.
+    ``finish`` gives more of those, after the timing. ``alternating`` are ratios of calls that come straight after another provider's, with
+    its data in the cache and its threads still spinning: they are timed once more for these.
     """
 
     providers: list[Provider]
     ratios: list[Ratio] = field(default_factory=list)
     facts: dict[tuple[str, str], float] = field(default_factory=dict)
     finish: Callable[[], dict[tuple[str, str], float]] = dict
+    alternating: list[Ratio] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TextIO
 
 from . import machine, registry
-from .registry import Provider, Spec, Work
+from .registry import Provider, Ratio, Spec, Work
 from .rows import Row, append, commit, fingerprints, row
 from .rows import machine as machine_name
 from .timing import Timed, take_turns
@@ -87,6 +87,9 @@ def measure(spec: Spec, device: str, seconds: float) -> list[Row]:
     timed = take_turns(work.providers, device, seconds)
     work.facts.update(work.finish())
     found = rows_of(spec, device, work, timed)
+    if work.alternating:
+        again = take_turns(work.providers, device, seconds / 2, settle=0.0)
+        found += _ratios(spec, device, work.alternating, work, again)
     del work
     gc.collect()
     return found
@@ -111,12 +114,16 @@ def rows_of(spec: Spec, device: str, work: Work, timed: Timed) -> list[Row]:
             found += [row(spec.op, p.name, metric, values, **label) for metric, values in _rates(spec, device, p, seconds)]
         for part, samples in p.parts.items():
             found.append(row(spec.op, p.name, f"us {part}", [1e6 * s for s in samples[-len(seconds) :]], **label))
-    bytes_of = {p.name: p.bytes for p in work.providers}
-    for ratio in work.ratios:
-        found.append(row(spec.op, ratio.of, ratio.metric, timed.ratio(ratio, bytes_of), **label))
+    found += _ratios(spec, device, work.ratios, work, timed)
     for (name, metric), value in work.facts.items():
         found.append(row(spec.op, name, metric, [value], **label))
     return found
+
+
+def _ratios(spec: Spec, device: str, ratios: list[Ratio], work: Work, timed: Timed) -> list[Row]:
+    label = {"pattern": spec.pattern, "dtype": spec.dtype, "shape": spec.shape, "device": device}
+    bytes_of = {p.name: p.bytes for p in work.providers}
+    return [row(spec.op, r.of, r.metric, timed.ratio(r, bytes_of), **label) for r in ratios]
 
 
 def _rates(spec: Spec, device: str, p: Provider, seconds: list[float]) -> list[tuple[str, list[float]]]:

@@ -1,8 +1,9 @@
 """Interleaved timing: providers take turns, so that a machine that changes its speed changes it for all.
 
-Nothing happens between two turns, no pause and no output: torch's OpenMP threads go on spinning for milliseconds after a
-call and hold the core that a thread of another pool was just woken for. After a pause of 1 ms our mask of 1024x4096 takes 3.1 ms
-instead of 1.6 for that reason (2 threads, AMD EPYC, 2026-11-21; OMP_WAIT_POLICY=passive makes the difference go away).
+A turn is calls that do not count for ``SETTLE`` seconds, then the one that does: each provider is timed as if it were called again and
+again. Without them the clock shows what the provider before left behind: torch's OpenMP threads spin for about 3 ms after each of its
+calls, holding cores that the threads of another pool need, and its weights fill the cache. What a call costs straight after another
+provider's is a figure of its own (``Work.alternating``), and it is told beside the first.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from dataclasses import dataclass
 import torch
 
 from .registry import Call, Provider, Ratio
+
+SETTLE = 6e-3
+"""Seconds of calls before the one that counts; a call of a tenth of a second needs none, others then make no difference."""
 
 LEAST, MOST = 7, 101
 """Rounds that every provider takes part in at least, and at most."""
@@ -52,26 +56,40 @@ class Timed:
         return found
 
 
-def take_turns(providers: Sequence[Provider], device: str, seconds: float, least: int = LEAST) -> Timed:
+def take_turns(providers: Sequence[Provider], device: str, seconds: float, least: int = LEAST, settle: float = SETTLE) -> Timed:
     """Time the calls in turn for about ``seconds``, after two of each that do not count (one of a slow one).
 
+    In each turn calls that do not count go first, for ``settle`` seconds; none of a call that takes sixteen times as long.
     Each provider has an equal share of the time; one too slow for its share sits rounds out, ``least`` excepted, evenly spread.
     """
     clock = on_cuda if device.startswith("cuda") else on_cpu
     share = seconds / len(providers)
-    wanted = {}
+    wanted, settles = {}, {}
     with no_garbage_collection():
         for p in providers:
             took = _once(p, clock)
             took = took if took > SLOW else _once(p, clock)
-            wanted[p.name] = max(min(least, LEAST_SLOW) if took > SLOW else least, min(MOST, int(share / max(took, 1e-9))))
+            settles[p.name] = settle if took < 16 * settle else 0.0
+            turn = took + (max(took, settle) if settles[p.name] else 0.0)
+            wanted[p.name] = max(min(least, LEAST_SLOW) if took > SLOW else least, min(MOST, int(share / max(turn, 1e-9))))
             for samples in p.parts.values():
                 samples.clear()
         total = max(wanted.values())
         rounds: list[dict[str, float]] = []
         for i in range(total):
-            rounds.append({p.name: _once(p, clock) for p in providers if i % (total // wanted[p.name]) == 0})
+            rounds.append({p.name: _turn(p, clock, settles[p.name]) for p in providers if i % (total // wanted[p.name]) == 0})
     return Timed(rounds)
+
+
+def _turn(p: Provider, clock: Clock, settle: float) -> float:
+    counted = {part: len(samples) for part, samples in p.parts.items()}
+    start = time.perf_counter()
+    with p.under():
+        while time.perf_counter() - start < settle:
+            p.call()
+        for part, samples in p.parts.items():
+            del samples[counted[part] :]
+        return clock(p.call)
 
 
 def _once(p: Provider, clock: Clock) -> float:

@@ -122,6 +122,7 @@ def _against_dense(
         providers.append(Provider("torch dense float32", lambda: product(wide, wide_x), wide.nbytes + 2 * others, full))
     against = tuple(p.name for p in providers[len(ours) :])
     ratios = [Ratio("x dense", p.name, against) for p in ours]
+    alternating = [Ratio("x dense, alternating", p.name, against) for p in ours]
     if spec.op == "nm_linear" and spec.tokens <= FEW:
         a = torch.ones(c.nbytes, dtype=torch.uint8, device=device)
         b = torch.zeros_like(a)
@@ -132,7 +133,7 @@ def _against_dense(
         ratios += [Ratio("x semi-structured", p.name, ("torch semi-structured",)) for p in ours]
     cache = last_level_cache(device)
     facts = {(p.name, "packed bytes over cache"): c.nbytes / cache for p in ours} if cache else {}
-    return Work(providers, ratios, facts)
+    return Work(providers, ratios, facts, alternating=alternating)
 
 
 def _semi_structured(spec: Spec, device: str, dense: Tensor, x: Tensor) -> Call | None:

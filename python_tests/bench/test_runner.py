@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import os
+import time
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -119,18 +122,40 @@ def test_other_instruction_sets_are_proved_and_timed(monkeypatch: pytest.MonkeyP
 
 def test_providers_take_turns() -> None:
     order: list[str] = []
-    timed = take_turns([Provider("a", lambda: order.append("a")), Provider("b", lambda: order.append("b"))], "cpu", 0.0, least=4)
+    timed = take_turns(
+        [Provider("a", lambda: order.append("a")), Provider("b", lambda: order.append("b"))], "cpu", 0.0, least=4, settle=0.0
+    )
     assert order == ["a", "a", "b", "b", *["a", "b"] * 4]
     assert len(timed.of("a")) == len(timed.of("b")) == 4
 
 
 def test_slow_provider_sits_rounds_out() -> None:
-    import time
-
     fast, slow = Provider("fast", lambda: None), Provider("slow", lambda: time.sleep(0.01))
-    timed = take_turns([fast, slow], "cpu", 0.05, least=3)
+    timed = take_turns([fast, slow], "cpu", 0.05, least=3, settle=0.0)
     assert 3 <= len(timed.of("slow")) < len(timed.of("fast")) == len(timed.rounds)
     assert min(timed.of("slow")) >= 0.01
+
+
+def test_a_turn_begins_with_calls_that_do_not_count() -> None:
+    order: list[str] = []
+
+    def call(name: str) -> None:
+        order.append(name)
+        p[name].parts["whole"].append(1.0)
+        time.sleep(0.002)
+
+    p = {name: Provider(name, partial(call, name), parts={"whole": []}) for name in "ab"}
+    timed = take_turns(list(p.values()), "cpu", 0.0, least=3, settle=0.005)
+    turns = [len(list(calls)) for _, calls in groupby(order)]
+    assert len(turns) == 8 and all(count >= 3 for count in turns[2:])
+    assert len(p["a"].parts["whole"]) == len(timed.of("a")) == 3
+
+
+def test_slow_calls_need_no_others_before_them() -> None:
+    order: list[str] = []
+    slow = Provider("slow", lambda: (order.append("slow"), time.sleep(0.02)))
+    take_turns([slow], "cpu", 0.0, least=3, settle=0.001)
+    assert len(order) == 2 + 3
 
 
 def test_warm_up_does_not_count_among_the_parts() -> None:
