@@ -49,7 +49,8 @@ inline __m256i difference<fp16>(__m256i keys, __m256i t) {
         const __m128i b = i ? _mm256_extracti128_si256(t, 1) : _mm256_castsi256_si128(t);
         return _mm256_cvtps_ph(positive(_mm256_sub_ps(_mm256_cvtph_ps(a), _mm256_cvtph_ps(b))), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     };
-    return _mm256_set_m128i(half(1), half(0));
+    // the one NaN of core/types.h for all of them
+    return _mm256_min_epu16(_mm256_set_m128i(half(1), half(0)), _mm256_set1_epi16(0x7e00));
 }
 
 template <class T>

@@ -52,7 +52,8 @@ inline __m512i difference<fp16>(__m512i keys, __m512i t) {
         const __m512 d = positive(_mm512_sub_ps(_mm512_cvtph_ps(a), _mm512_cvtph_ps(b)));
         return _mm512_cvtps_ph(d, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     };
-    return _mm512_inserti64x4(_mm512_castsi256_si512(half(0)), half(1), 1);
+    // the one NaN of core/types.h for all of them
+    return _mm512_min_epu16(_mm512_inserti64x4(_mm512_castsi256_si512(half(0)), half(1), 1), _mm512_set1_epi16(0x7e00));
 }
 
 template <class T>

@@ -8,9 +8,13 @@
 namespace nm {
 namespace {
 
+// The difference is taken between keys, as there: a NaN has the same bits under every instruction set.
 template <class T>
-void shrink64(const T* w, const Keys64<T>&, const Keys64<T>& t, T* out) {
-    for (int i = 0; i < 64; ++i) out[i] = shrink(w[i], Key<T>::value(uint32_t(t.v[i])));
+void shrink64(const T* w, const Keys64<T>& keys, const Keys64<T>& t, T* out) {
+    for (int i = 0; i < 64; ++i) {
+        const float d = Key<T>::value(uint32_t(keys.v[i])) - Key<T>::value(uint32_t(t.v[i]));
+        out[i] = from_float<T>(d <= 0.0f ? 0.0f : with_sign(d, to_float(w[i])));
+    }
 }
 
 // The sums of w s and of s s: element i goes to lane i % 16. The products are exact.
