@@ -1,8 +1,9 @@
 """Which of the three products run on the compressed form, and which decompress it and multiply densely.
 
-Rows of the table are measured crossovers: the sparse kernels do N/M of the work at a rate of their own, so they win
-where N/M is small enough, whatever the size of the matrix; torch's own rate depends on the dtype. (AMD EPYC Zen 5,
-2 threads, torch 2.13, 2026-11-21; 4096 x 4096 and 11008 x 4096, 16 to 1024 tokens.)
+The sparse kernels do N/M of the work at a rate of their own, so they win where N/M is small enough, whatever the size of the
+matrix; torch's own rate depends on the dtype. Measured on an AMD EPYC Zen 5, 2 threads, torch 2.13, 2026-11-21, 4096 x 4096 and
+11008 x 4096, 16 to 1024 tokens: float32 up to 1/2 and 16 bits up to 1/8. Beyond that the numbers follow the trend; those of
+"avx512" are taken from "avx512_bf16", whose kernels for many tokens are the same.
 """
 
 from __future__ import annotations
