@@ -25,8 +25,9 @@ Written by `python -m bench.report` from the CSV files of this folder; measured 
 result with the reference. Medians with the 20th and 80th percentile; a ratio is the median of the ratios of single rounds, in each of
 which everybody took one turn. Shapes are out × in, tokens first.
 
-* A turn begins with calls that do not count: each provider is timed as if it were called again and again. `x dense, alternating` is the ratio of
-  calls that follow one another, the other's weights in the cache and torch's threads still spinning: what a model larger than the cache sees.
+* A turn begins with calls that do not count: each provider is timed as if it were called again and again. `x dense, alternating` is the
+  ratio of calls that follow one another, the other's weights in the cache and torch's threads still spinning: so it goes in a model
+  larger than the cache.
 * `x dense`, `x eager`: times as fast as that. `time over ...`: share of its time.
 * `share of copy`, `share of clone`: bytes that must be moved over time, against torch's `copy_` or `clone` in the same round.
 * `share of matmul`: products that are not skipped over time, against torch's rate at 2048×2048×2048 in the same run.

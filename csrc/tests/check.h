@@ -89,6 +89,9 @@ Buffer numbers(int64_t count, int dtype, uint64_t seed, bool nasty);
 
 double number(const Buffer& buffer, int dtype, int64_t index);
 
+// The same bits, any NaN for any NaN.
+bool same_numbers(const Buffer& a, const Buffer& b, int dtype);
+
 struct Size {
     int64_t rows, groups;
 };

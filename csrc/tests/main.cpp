@@ -46,6 +46,17 @@ double number(const Buffer& buffer, int dtype, int64_t index) {
     return found;
 }
 
+bool same_numbers(const Buffer& a, const Buffer& b, int dtype) {
+    if (a.bytes() != b.bytes()) return false;
+    const size_t size = size_t(size_of(dtype));
+    for (size_t i = 0; i < a.bytes() / size; ++i) {
+        const double x = number(a, dtype, int64_t(i)), y = number(b, dtype, int64_t(i));
+        const bool both_nan = x != x && y != y;
+        if (!both_nan && std::memcmp(a.as<char>() + i * size, b.as<char>() + i * size, size) != 0) return false;
+    }
+    return true;
+}
+
 }  // namespace nm_test
 
 int main(int argc, char** argv) {
