@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..pattern import PatternLike, ShapeError
 from ._check import as_pattern, check_dense
-from ._define import Spec, define
+from ._define import Spec, define, define_out
 
 
 def _transposable_mask(w: Tensor, n: int, m: int) -> tuple[Spec, ...]:
@@ -20,10 +20,12 @@ def _transposable_mask(w: Tensor, n: int, m: int) -> tuple[Spec, ...]:
     return ((w.shape, torch.bool),)
 
 
-nm_transposable_mask = define("nm_transposable_mask", "(Tensor w, int n, int m) -> Tensor", _transposable_mask)
+_SCHEMA = "(Tensor w, int n, int m)"
+nm_transposable_mask = define("nm_transposable_mask", _SCHEMA + " -> Tensor", _transposable_mask)
+nm_transposable_mask_out = define_out("nm_transposable_mask", _SCHEMA, _transposable_mask)
 
 
-def transposable_mask(w: Tensor, pattern: PatternLike) -> Tensor:
+def transposable_mask(w: Tensor, pattern: PatternLike, out: Tensor | None = None) -> Tensor:
     """The mask of largest kept magnitude that is N:M along both dimensions of every M×M tile.
 
     ``max Σ_ij M_ij |w_ij|`` with N True in each row and in each column of a tile, so that W and Wᵀ are both N:M
@@ -33,12 +35,13 @@ def transposable_mask(w: Tensor, pattern: PatternLike) -> Tensor:
     Args:
         w: weights ``(..., out, in)``, both multiples of M.
         pattern: ``"N:M"`` or a ``Pattern``.
+        out: bool tensor of w's shape to write into.
 
     Returns:
         bool, the shape of ``w``, contiguous.
 
     Raises:
-        ShapeError: one of the last two dimensions is missing or not a multiple of M.
+        ShapeError: one of the last two dimensions is missing or not a multiple of M, or ``out`` has another shape.
         DtypeError: ``w`` is not a floating-point tensor.
 
     Example:
@@ -47,7 +50,10 @@ def transposable_mask(w: Tensor, pattern: PatternLike) -> Tensor:
                 [False,  True]])
     """
     p = as_pattern(pattern)
-    return nm_transposable_mask(w, p.n, p.m)
+    if out is None:
+        return nm_transposable_mask(w, p.n, p.m)
+    nm_transposable_mask_out(w, p.n, p.m, out=out)
+    return out
 
 
 __all__ = ["transposable_mask"]

@@ -38,7 +38,7 @@ class TestSoftThresholdScale(Conformance):
 
 
 class TestTransposableMask(Conformance):
-    op = "nm_transposable_mask"
+    op, out = "nm_transposable_mask", ("out",)
     samples = {
         "2:4": lambda: (torch.randn(8, 12), 2, 4),
         "bf16_3d": lambda: (torch.randn(2, 4, 8, dtype=BF16), 2, 4),

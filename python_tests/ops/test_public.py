@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from nmkernels import Compressed, NMError, Pattern, _dispatch, ops, testing
+from nmkernels import Compressed, NMError, Pattern, ShapeError, _dispatch, ops, testing
 from python_tests.ops.samples import adamw, seed
 
 W = torch.randn(8, 16, generator=torch.Generator().manual_seed(5))
@@ -250,3 +250,12 @@ def test_dynamic_shapes_compile() -> None:
         g, x = torch.randn(tokens, 8), torch.randn(tokens, 16)
         testing.assert_equal_bits(compiled(g, x), step(g, x))
     assert count.frame_count == 1
+
+
+def test_transposable_mask_writes_into_out():
+    w = torch.randn(8, 12)
+    out = torch.zeros(8, 12, dtype=torch.bool)
+    assert ops.transposable_mask(w, "2:4", out=out) is out
+    assert torch.equal(out, ops.transposable_mask(w, "2:4"))
+    with pytest.raises(ShapeError, match="out"):
+        ops.transposable_mask(w, "2:4", out=torch.zeros(8, 8, dtype=torch.bool))
