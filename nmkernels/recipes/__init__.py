@@ -3,6 +3,7 @@
 from .asp import ASP
 from .base import Observed, Recipe, Stage
 from .convert import sparsify_
+from .cost import Span
 from .dense import Dense
 from .handle import Handle
 from .mdgf import MdGf
@@ -27,6 +28,7 @@ __all__ = [
     "Recipe",
     "Report",
     "SdGf",
+    "Span",
     "Stage",
     "densify_",
     "get",

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from ..ops import STATS
-from ..pattern import RecipeError
+from ..pattern import Pattern, RecipeError
 from .base import Observed, Recipe, Stage, State
+from .cost import Span, first
 from .fixed import SCORES
 from .registry import recipe
 from .schedule import resolve_step
@@ -55,6 +56,10 @@ class ASP(Recipe):
     def prune_step(self) -> int:
         """The number of dense steps before pruning."""
         return resolve_step("ASP", "prune_at", self.prune_at, self.total_steps) or 0
+
+    def profile(self, steps: int) -> list[Span]:
+        """Dense until ``prune_at``, then fprop at N/M."""
+        return first(steps, [Span(self.prune_step()), Span(steps, fprop=Pattern(self.pattern).density)])
 
     def start(self, group: dict[str, Any]) -> State:
         """Dense until ``prune_at``, or pruned from the start."""

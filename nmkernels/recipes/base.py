@@ -12,6 +12,7 @@ from torch import Tensor
 from ..autograd import STRAIGHT_THROUGH, GemmPlan, HardMask, WeightTransform
 from ..optim import PLAIN, MaskedAdamW, UpdateRule
 from ..pattern import CheckpointError, Pattern, PatternLike, RecipeError
+from .cost import Span
 
 State = dict[str, Any]
 """A recipe's schedule state: plain values and tensors, kept in the optimizer's ``param_groups[0]["nm_recipe"]``."""
@@ -58,6 +59,18 @@ class Recipe:
     mask_score: ClassVar[str | None] = None
     """How a mask that is chosen once is scored, for recipes that hold one."""
 
+    paper: ClassVar[str] = ""
+    """Authors, where published, and arXiv number."""
+
+    patterns: ClassVar[str] = ""
+    """The N:M that it takes."""
+
+    extra_state: ClassVar[str] = ""
+    """What it keeps beside the dense weights and the optimizer's moments."""
+
+    cost: ClassVar[str] = ""
+    """What it adds to, or saves from, a dense training step."""
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "pattern", Pattern(self.pattern))
         total = self.total_steps
@@ -87,6 +100,21 @@ class Recipe:
     def advance(self, state: State, observed: Observed) -> bool:
         """Take one finished optimizer step into ``state``, in place; True when the stage may have changed."""
         return False
+
+    def profile(self, steps: int) -> list[Span]:
+        """The FLOPs of the first ``steps`` steps, in consecutive spans, for ``nm.flops``.
+
+        By default ``stage({})`` is taken to last: fprop costs N/M where it has a transform or a held mask, wgrad what its plan says.
+        Recipes whose stages change, whose transform is not N:M, or whose dgrad is cheaper than a dense product, say so themselves.
+        """
+        stage, pattern = self.stage({}), Pattern(self.pattern)
+        masked = stage.transform is not None or stage.fixed
+        wgrad = {"mvue": stage.plan.n / max(stage.plan.m, 1), "none": 0.0}.get(stage.plan.wgrad, 1.0)
+        return [Span(steps, fprop=pattern.density if masked else 1.0, wgrad=wgrad)]
+
+    def deployed(self) -> Span:
+        """One forward pass of what ``finish`` leaves: ``fprop`` at N/M, or dense where ``final`` is; ``rank`` where an adapter stays."""
+        return Span(1, fprop=1.0 if self.final == "dense" else Pattern(self.pattern).density, dgrad=0.0, wgrad=0.0)
 
     def final_transform(self) -> WeightTransform:
         """What ``finish`` applies to each weight where ``final`` is ``"nm"``; by default the mask of the N largest magnitudes."""

@@ -13,6 +13,7 @@ from ..autograd import DecayedMask, HardMask
 from ..optim import UpdateRule
 from ..pattern import Pattern, RecipeError
 from .base import Observed, Recipe, Stage, State
+from .cost import Span, first
 from .registry import recipe
 from .schedule import Phases, advance, check_choice, check_same_schedule, passed, phases
 
@@ -97,6 +98,11 @@ class MdGf(Recipe):
             u = torch.floor(u / part + 1e-9) * part
         d = (1.0 - self.rate() * u).clamp(0.0, 1.0) if self.schedule == "linear" else (-self.rate() * u).exp().clamp(max=1.0)
         return torch.where(t < stop, d, 0.0)
+
+    def profile(self, steps: int) -> list[Span]:
+        """Dense until D is 0, since faded weights are multiplied too; then fprop at N/M."""
+        fading = int((self.flow(torch.arange(steps, dtype=torch.float64)) > 0).sum())
+        return first(steps, [Span(fading), Span(steps - fading, fprop=Pattern(self.pattern).density)])
 
     def start(self, group: dict[str, Any]) -> State:
         """No step taken."""

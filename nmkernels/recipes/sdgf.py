@@ -12,6 +12,7 @@ from ..autograd import HardMask, WeightTransform
 from ..optim import UpdateRule
 from ..pattern import MAX_M, Pattern, RecipeError
 from .base import Observed, Recipe, Stage, State
+from .cost import Span, first
 from .registry import recipe
 from .schedule import advance, check_choice, check_same_schedule, passed, phases
 
@@ -87,6 +88,13 @@ class SdGf(Recipe):
         frames = self.frames()
         later = frames[frames.index(transform.pattern) :]
         return replace(transform, pattern=next(p for p in later if cols % p.m == 0))
+
+    def profile(self, steps: int) -> list[Span]:
+        """Dense before the first frame, then fprop at each frame's N/M."""
+        starts = self.starts()
+        ends = (*starts[1:], starts[-1] + steps)
+        frames = [Span(end - begin, fprop=p.density) for p, begin, end in zip(self.frames(), starts, ends, strict=True)]
+        return first(steps, [Span(starts[0]), *frames])
 
     def start(self, group: dict[str, Any]) -> State:
         """No step taken."""

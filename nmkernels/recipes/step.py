@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from ..optim import MaskedAdamW, UpdateRule
 from ..pattern import CheckpointError, Pattern, RecipeError
 from . import autoswitch
 from .base import Observed, Recipe, Stage, State
+from .cost import Span, first
 from .registry import recipe
 from .schedule import check_decay, resolve_step
 
@@ -91,6 +92,25 @@ class STEP(Recipe):
             resolve_step("STEP", "t_min", self.t_min, self.total_steps),
             resolve_step("STEP", "t_max", self.t_max, self.total_steps),
         )
+
+    def profile(self, steps: int) -> list[Span]:
+        """Dense until T_max, the latest T₀, or to the end where there is no bound; then fprop at N/M.
+
+        Where T₀ of a run is known, ``switched_at`` makes the recipe whose profile is that run's.
+        """
+        _, high = self.bounds()
+        # T₀ is the first t > T_max, unless it is given
+        late = steps if high is None else high + (self.switch != "fixed")
+        return first(steps, [Span(late), Span(steps, fprop=Pattern(self.pattern).density)])
+
+    def switched_at(self, step: int) -> STEP:
+        """The same recipe with T₀ = ``step``, for counting the FLOPs of a run after it.
+
+        Example:
+            >>> [span.steps for span in STEP("2:4", total_steps=100).switched_at(20).profile(100)]
+            [20, 80]
+        """
+        return replace(self, switch="fixed", switch_at=step)
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """STEP freezes the second moment, which only ``MaskedAdamW`` can do."""
