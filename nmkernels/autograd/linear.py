@@ -37,15 +37,18 @@ class _Linear(torch.autograd.Function):
         x, used, indices, weight, *extras = ctx.saved_tensors
         plan: GemmPlan = ctx.plan
         dx = dw = db = None
+        learned: dict[str, Tensor] = {}
         if ctx.needs_input_grad[0]:
-            dx = products.dgrad(plan, g, used, indices, ctx.cols)
+            dx = products.dgrad(plan, g, ctx.transform.for_dgrad(used, *extras) if ctx.turned else used, indices, ctx.cols)
         if ctx.need_w:
             dw = products.wgrad(plan, g.reshape(-1, g.shape[-1]), x.reshape(-1, x.shape[-1]), ctx.seed).to(ctx.weight_dtype)
             if weight is not None:
-                dw = ctx.transform.gradient(dw, weight, *extras)
+                transform: WeightTransform = ctx.transform
+                learned = dict(zip(transform.learns, transform.learn(dw, weight, *extras), strict=True))
+                dw = transform.gradient(dw, weight, *extras) if ctx.needs_input_grad[1] else None
         if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
             db = g.reshape(-1, g.shape[-1]).sum(0).to(ctx.bias_dtype)
-        return dx, dw, db, *[None] * (REST + ctx.extras)
+        return dx, dw, db, *[None] * REST, *[learned.get(name) for name in ctx.reads]
 
 
 class _FunctionalLinear(_Linear):
@@ -87,13 +90,17 @@ def _remember(
     *extras: Tensor,
 ) -> None:
     """Keep for backward what a gradient really needs, and nothing else."""
-    need_x, need_w = ctx.needs_input_grad[0], ctx.needs_input_grad[1] and plan.wgrad != "none"
-    chain = need_w and transform is not None and not transform.straight
+    first = len(ctx.needs_input_grad) - len(extras)
+    need_x = ctx.needs_input_grad[0]
+    need_w = (ctx.needs_input_grad[1] or any(ctx.needs_input_grad[first:])) and plan.wgrad != "none"
+    chain = need_w and transform is not None and not (transform.straight and not transform.learns)
+    turned = need_x and transform is not None and not transform.symmetric
     saved = (x if need_w else None, used if need_x else None, indices if need_x else None, weight if chain else None)
-    ctx.save_for_backward(*saved, *(extras if chain else ()))
+    ctx.save_for_backward(*saved, *(extras if chain or turned else ()))
     # not saved like the others: backward itself advances the offset, also that of a forward pass still to come back
     ctx.seed = seed if need_w else None
-    ctx.plan, ctx.transform, ctx.cols, ctx.need_w, ctx.extras = plan, transform, x.shape[-1], need_w, len(extras)
+    ctx.plan, ctx.transform, ctx.cols, ctx.need_w, ctx.turned = plan, transform, x.shape[-1], need_w, turned
+    ctx.reads = () if transform is None else transform.reads
     ctx.weight_dtype = None if weight is None else weight.dtype
     ctx.bias_dtype = None if bias is None else bias.dtype
 

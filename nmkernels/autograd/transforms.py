@@ -1,12 +1,18 @@
 """Weight transforms W -> W̃: the weight that the GEMMs use, and what its gradient means for the master weight.
 
-A transform is a frozen value. What it needs beside the weight it names in ``reads``: buffers of the layer, either frozen by
-``start`` (S-STE's scale) or written by the recipe's schedule before each step (the flow of mask decay). A new method of the
-field that changes the forward weight adds one class here.
+A transform is a frozen value. What it needs beside the weight it names in ``reads``, tensors ``nm_*`` of the layer:
+
+* frozen: given once by ``start`` (S-STE's scale);
+* learned: the same, but a Parameter that trains with the model (MaskLLM's logits), named in ``learns`` too;
+* held: chosen by ``renew`` now and then and kept in between (FST's mask), named in ``holds`` too;
+* fed: numbers that the recipe's schedule writes before each step (the flow of mask decay).
+
+A new method of the field that changes the forward weight adds one class here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -27,24 +33,61 @@ class WeightTransform:
     pattern: Pattern
 
     reads: ClassVar[tuple[str, ...]] = ()
-    """Names of the layer's ``nm_*`` buffers that are passed on after the weight."""
+    """Names of the layer's ``nm_*`` tensors that are passed on after the weight, as ``extras``."""
+
+    holds: ClassVar[tuple[str, ...]] = ()
+    """Those of ``reads`` that ``renew`` chooses."""
+
+    learns: ClassVar[tuple[str, ...]] = ()
+    """Those of ``reads`` that are trained; ``start`` gives their initial values."""
 
     @property
     def straight(self) -> bool:
         """True where ``gradient`` is the identity, so that the weight need not be kept for it."""
         return True
 
+    @property
+    def symmetric(self) -> bool:
+        """True where W̃ itself is the weight of the product ∂L/∂x = g W̃, so that ``for_dgrad`` need not be asked."""
+        return True
+
+    @property
+    def by_magnitude(self) -> bool:
+        """True where ``kept`` is M(W), which the optimizer's own pass knows how to choose."""
+        return True
+
     def start(self, weight: Tensor) -> dict[str, Tensor]:
-        """What is taken once from the initial weight ``(out, in)`` and then frozen, by buffer name; by default nothing."""
+        """What is taken once from the initial weight ``(out, in)`` and then frozen or learned, by name; by default nothing."""
         return {}
+
+    def renew(self, weight: Tensor, extras: Sequence[Tensor | None], generator: torch.Generator) -> dict[str, Tensor]:
+        """The held tensors, by name, as they are chosen for the present weight ``(out, in)``.
+
+        Args:
+            extras: as for the other methods, None for what has never been chosen.
+            generator: of random choices, on the CPU; the same on every data-parallel rank, and again when a run is resumed.
+        """
+        return {}
+
+    def kept(self, weight: Tensor, *extras: Tensor) -> Tensor:
+        """Which weights count as not pruned, bool ``(out, in)``: for the decay of the others and for flips; by default M(W)."""
+        return _mask(weight, self.pattern)
 
     def __call__(self, weight: Tensor, *extras: Tensor, out: Tensor | None = None) -> Tensor:
         """W̃ of a detached master weight ``(out, in)`` in its dtype, contiguous, written to ``out`` where given."""
         return weight.clone(memory_format=torch.contiguous_format) if out is None else out.copy_(weight)
 
-    def gradient(self, g: Tensor, weight: Tensor, *extras: Tensor) -> Tensor:
-        """The gradient of the master weight from g = ∂L/∂W̃; by default g itself (straight through)."""
+    def for_dgrad(self, used: Tensor, *extras: Tensor) -> Tensor:
+        """The weight of the product ∂L/∂x = g W̃, from ``used``, W̃ in x's dtype; by default W̃ itself."""
+        return used
+
+    def gradient(self, g: Tensor, weight: Tensor, *extras: Tensor) -> Tensor | None:
+        """The gradient of the master weight from g = ∂L/∂W̃; by default g itself (straight through). None: the weight is not trained."""
         return g
+
+    def learn(self, g: Tensor, weight: Tensor, *extras: Tensor) -> tuple[Tensor, ...]:
+        """The gradients of ``learns``, in their order, from g = ∂L/∂W̃."""
+        return ()
 
 
 @dataclass(frozen=True)

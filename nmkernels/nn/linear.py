@@ -18,8 +18,8 @@ class NMWeight(nn.Module):
     """What every layer with an N:M weight shares: pattern, transform, plan, and the kept W̃.
 
     ``transform`` is W -> W̃, or None where the layer uses its weight as it is (a dense phase, or after ``finish``); ``final`` is the
-    one that ``finish`` will apply. What they read beside the weight are buffers ``nm_*``: in the state dict where they are frozen
-    at the start (a dense checkpoint, which has none, renews them), outside it where a schedule writes them.
+    one that ``finish`` will apply. What they read beside the weight are tensors ``nm_*``: in the state dict where they are frozen
+    at the start or learned (a dense checkpoint, which has none, renews them), outside it where they are held or a schedule writes them.
     ``seed`` is int64 (seed, offset) of the estimates that ``plan`` draws. ``train()`` and ``eval()`` never change which weight is used.
     """
 
@@ -35,6 +35,7 @@ class NMWeight(nn.Module):
         self.transform: WeightTransform | None = self.final
         self.plan: GemmPlan = STRAIGHT_THROUGH
         self.seed: Tensor | None = None
+        self.starts: tuple[WeightTransform, ...] = ()
         self.restored = False
         self.finished = False
         self.ran = False
@@ -57,16 +58,46 @@ class NMWeight(nn.Module):
             self.transform = transform
             self.used.drop()
 
-    def freeze(self) -> None:
-        """Take from the present weight what ``final`` freezes, unless a checkpoint has restored it.
+    def freeze(self, *transforms: WeightTransform) -> None:
+        """Take from the present weight what ``transforms`` and ``final`` freeze or learn from, unless a checkpoint has restored it.
+
+        A Parameter that is there already keeps its identity: an optimizer may have it.
 
         Raises:
             NMError: the weight does not allow it.
         """
-        if not self.restored:
-            for name, value in self.final.start(self.master.detach()).items():
-                self.register_buffer(name, value)
-            self.used.drop()
+        self.starts = tuple(dict.fromkeys((*transforms, *self.starts)))
+        if self.restored:
+            return
+        for transform in dict.fromkeys((*self.starts, self.final)):
+            for name, value in transform.start(self.master.detach()).items():
+                if name not in transform.learns:
+                    self.register_buffer(name, value)
+                elif name in self._parameters:
+                    with torch.no_grad():
+                        getattr(self, name).copy_(value)
+                else:
+                    self.register_parameter(name, nn.Parameter(value))
+        self.used.drop()
+
+    def hold(self, values: dict[str, Tensor]) -> None:
+        """Keep what the transform holds until it is renewed."""
+        for name, value in values.items():
+            self.register_buffer(name, value.to(self.weight.device), persistent=False)
+        self.used.drop()
+
+    def learned(self) -> dict[str, nn.Parameter]:
+        """The Parameters that the recipe has added to the layer, by name."""
+        return {name: p for name, p in self._parameters.items() if name.startswith("nm_") and p is not None}
+
+    def takes_part(self) -> bool:
+        """True if the last backward passes gave the weight, or what is learned beside it, a gradient."""
+        return self.weight.grad is not None or any(p.grad is not None for p in self.learned().values())
+
+    def kept(self) -> Tensor:
+        """Which weights the present transform does not prune, bool ``(out, in)``."""
+        transform = self.transform or self.final
+        return transform.kept(self.master.detach(), *self._extras(transform))
 
     def feed(self, values: dict[str, Tensor]) -> None:
         """Write the schedule's numbers into the buffers from which the transform reads them."""
@@ -78,13 +109,17 @@ class NMWeight(nn.Module):
         self.used.drop()
 
     def forget(self) -> None:
-        """Remove every buffer that a transform reads, as before the recipe."""
-        for name in [name for name in self._buffers if name.startswith("nm_")]:
+        """Remove every tensor that a transform reads, as before the recipe."""
+        for name in [name for name in (*self._buffers, *self._parameters) if name.startswith("nm_")]:
             delattr(self, name)
-        self.seed = None
+        self.seed, self.starts = None, ()
 
     def _extras(self, transform: WeightTransform) -> list[Tensor]:
         return [getattr(self, name) for name in transform.reads]
+
+    def extras_or_none(self, transform: WeightTransform) -> list[Tensor | None]:
+        """What ``transform`` reads beside the weight, None for what is not there yet."""
+        return [getattr(self, name, None) for name in transform.reads]
 
     def transformed(self, transform: WeightTransform) -> Tensor:
         """What ``transform`` makes of the present weight ``(out, in)``, detached, as a new tensor."""
@@ -121,7 +156,8 @@ class NMWeight(nn.Module):
         given = prefix + "weight" in state_dict  # a hook may take it out
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         self.used.drop()
-        frozen = [prefix + name for name in self._buffers if name.startswith("nm_") and name not in self._non_persistent_buffers_set]
+        buffers = [name for name in self._buffers if name.startswith("nm_") and name not in self._non_persistent_buffers_set]
+        frozen = [prefix + name for name in (*buffers, *self.learned())]
         absent = [key for key in frozen if key not in state_dict]
         self.restored = bool(frozen) and not absent
         if absent and given:
@@ -179,5 +215,5 @@ class SparseLinear(NMWeight, nn.Linear):  # type: ignore[misc]  # torch types bi
         self._start(p)
 
 
-OWN_ATTRIBUTES = frozenset({"pattern", "final", "transform", "plan", "seed", "restored", "finished", "ran", "used"})
+OWN_ATTRIBUTES = frozenset({"pattern", "final", "transform", "plan", "seed", "starts", "restored", "finished", "ran", "used"})
 """What ``NMWeight._start`` adds to a module, and what ``make_dense_`` takes away again."""

@@ -6,7 +6,8 @@ state dict; entries of a parameter group survive plain AdamW and distributed che
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,8 +16,8 @@ from torch import Tensor
 from .. import ops
 from ..nn import NMWeight
 from ..optim import MaskedAdamW, Target
-from ..pattern import Pattern
-from .base import Stage
+from ..pattern import Pattern, RecipeError
+from .base import Recipe, Stage
 
 if TYPE_CHECKING:
     from .handle import Handle
@@ -64,12 +65,14 @@ class Attachment:
     @property
     def own_pass(self) -> MaskedAdamW | None:
         """The optimizer, where it masks, decays and counts in its own pass over memory."""
-        return self.optimizer if isinstance(self.optimizer, MaskedAdamW) and not self.handle.stage.fixed else None
+        stage = self.handle.stage
+        outside = stage.fixed or (stage.transform is not None and not stage.transform.by_magnitude)
+        return self.optimizer if isinstance(self.optimizer, MaskedAdamW) and not outside else None
 
     def apply(self, stage: Stage) -> None:
         """Tell the optimizer how to update from now on."""
         if isinstance(self.optimizer, MaskedAdamW):
-            self.optimizer.rule = stage.rule
+            self.optimizer.rule = stage.rule if self.own_pass is not None else replace(stage.rule, masked=False, decay=0.0)
             for layer in self.layers.values():
                 if layer.weight in self.optimizer.targets:
                     self.optimizer.targets[layer.weight].pattern = layer.mask_pattern
@@ -115,15 +118,18 @@ class Attachment:
         negated = {id(p) for group in self.optimizer.param_groups if group.get("maximize") for p in group["params"]}
         self._masks, self.numel = {}, 0
         for name, layer in self.layers.items():
-            if layer.weight.grad is None:
+            if not layer.takes_part():
                 continue
             self.numel += layer.weight.numel()
+            if stage.rule.masked and not stage.fixed:
+                self._masks[name] = layer.kept()
+            if layer.weight.grad is None:
+                continue
             w, g = layer.master.detach(), _oriented(layer, layer.weight.grad)
             if stage.fixed:
                 g.masked_fill_(~self.handle.fixed.masks[name], 0.0)
             elif stage.rule.masked:
-                kept = ops.mask(w, layer.mask_pattern)
-                self._masks[name] = kept
+                kept = self._masks[name]
                 pruned = w.masked_fill(kept, 0.0)
                 size = g.masked_fill(kept, 0.0).abs().sum(dtype=torch.float64)
                 pruned_w = pruned_w + pruned.abs().sum(dtype=torch.float64)
@@ -136,6 +142,7 @@ class Attachment:
     @torch.no_grad()
     def _after(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         own = self.own_pass
+        self._settle()
         if own is not None:
             new, self.numel = own.stats, own.stats_numel
         else:
@@ -154,7 +161,7 @@ class Attachment:
             return new
         if self.stats is None:
             old = torch.zeros_like(new)
-            used = [layer.used_weight().count_nonzero() for layer in self.layers.values() if layer.weight.grad is not None]
+            used = [layer.used_weight().count_nonzero() for layer in self.layers.values() if layer.takes_part()]
             old[NONZEROS] = torch.stack(used).sum()
         else:
             old = self.stats.clone()
@@ -172,19 +179,43 @@ class Attachment:
             values["pruned_abs"], values["pruned_grad_abs"] = self._pruned
         values["nonzeros"] = torch.zeros((), dtype=torch.float64)
         for name, layer in self.layers.items():
-            if layer.weight.grad is None:
+            if not layer.takes_part():
                 continue
             w = layer.master.detach()
             if self.handle.stage.fixed:
                 self.handle.fixed.apply(name)
             if name in self._masks:
-                now = ops.mask(w, layer.mask_pattern)
+                now = layer.kept()
                 values["flips"] = values["flips"] + (now ^ self._masks[name]).sum()
                 w = w.masked_fill(~now, 0.0)
             values["nonzeros"] = values["nonzeros"] + w.count_nonzero()
         self._masks, self._pruned = {}, None
         device = next(iter(self.layers.values())).weight.device
         return torch.stack([values[key].to(device=device, dtype=torch.float64) for key in ops.STATS])
+
+    def _settle(self) -> None:
+        recipe = self.handle.recipe
+        if type(recipe).settle is Recipe.settle or self.handle.stage.fixed:
+            return
+        skipped = getattr(self.optimizer, "found_inf", None)
+        for layer in self.layers.values():
+            if layer.weight.grad is None:
+                continue
+            w, lr = layer.master, group_of(self.optimizer, {"": layer})["lr"]
+            new = recipe.settle(self.handle.state, w.detach(), lr)
+            if new is not None:
+                w.copy_(new if skipped is None else torch.where(skipped.reshape(()).to(w.device) == 0, new, w))
+                layer.used.drop()
+
+    def applied(self, stats: Tensor) -> bool:
+        """Whether the last step was applied; the device is asked only where a scaler may have skipped it."""
+        return getattr(self.optimizer, "found_inf", None) is None or bool(stats[APPLIED].item() > 0)
+
+    def add_flips(self, flips: Tensor) -> None:
+        """Count the mask bits that changed after the step, when held masks were renewed, into its figures."""
+        if self.stats is not None:
+            self.stats = self.stats.clone()
+            self.stats[FLIPS] += flips
 
     def second_moments(self) -> list[Tensor]:
         """The raw ``exp_avg_sq`` of the swapped weights, where the optimizer keeps one."""
@@ -217,6 +248,18 @@ def group_of(optimizer: torch.optim.Optimizer, layers: dict[str, NMWeight]) -> d
     """The parameter group that updates the first of ``layers``."""
     first = next(iter(layers.values())).weight
     return next(g for g in optimizer.param_groups if any(p is first for p in g["params"]))
+
+
+def require_learned(layers: dict[str, NMWeight], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raise ``RecipeError`` unless the optimizers train everything that the recipe learns beside the weights."""
+    owned = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    missing = [f"{name}.{key}" for name, layer in layers.items() for key, p in layer.learned().items() if id(p) not in owned]
+    if missing:
+        names = ", ".join(missing[:3]) + (" and more" if len(missing) > 3 else "")
+        raise RecipeError(
+            f"attach: no optimizer has {names}, which the recipe learns beside the weights. Build it from model.parameters() after "
+            "sparsify_, as recipe.optimizer(model.parameters()) does."
+        )
 
 
 def is_attached(optimizer: torch.optim.Optimizer) -> bool:

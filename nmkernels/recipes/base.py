@@ -27,7 +27,8 @@ class Stage:
         transform: what the forward pass makes of each weight, and how the gradient gets back to it; None uses the weight as it is.
         rule: how the maskable parameters are updated.
         plan: the rule of each of a layer's three products.
-        fixed: the mask was chosen once and is held: gradients and weights are masked around each step.
+        fixed: the mask was chosen once for good: gradients and weights are masked around each step.
+        renew: what the transform holds is chosen anew after every so many applied steps; 0 for only when the stage begins.
     """
 
     phase: int
@@ -35,6 +36,7 @@ class Stage:
     rule: UpdateRule = PLAIN
     plan: GemmPlan = STRAIGHT_THROUGH
     fixed: bool = False
+    renew: int = 0
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,10 @@ class Recipe:
     def inputs(self, state: State) -> dict[str, Tensor]:
         """Numbers of the schedule that the transform reads, by buffer name, as 0-d tensors; renewed after every step."""
         return {}
+
+    def settle(self, state: State, weight: Tensor, lr: float | Tensor) -> Tensor | None:
+        """What becomes of a master weight ``(out, in)`` after an applied step, as a proximal method has it; by default None, nothing."""
+        return None
 
     def unready(self, state: State) -> str:
         """Why it is too early to finish in ``state``; empty where it is not."""

@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 
 from .. import ops
 from ..autograd import STRAIGHT_THROUGH, WeightTransform
 from ..nn import NMWeight
 from ..pattern import RecipeError
+from .base import Recipe
+
+
+def require_ran(layers: dict[str, NMWeight]) -> None:
+    """Raise ``RecipeError`` if a layer never ran: then nothing was trained sparse there."""
+    idle = [name for name, layer in layers.items() if not layer.ran]
+    if idle:
+        raise RecipeError(
+            f"finish: these swapped layers never ran: {', '.join(idle)}. Their parent probably reads the weight itself, so it was "
+            "never masked. Leave them out with filter_fn, or call finish(allow_unused=True) if the model was not meant to run."
+        )
+
+
+def warn_early(recipe: Recipe, early: str) -> None:
+    """Warn, unless ``early`` is empty, that it is too early to finish for that reason."""
+    if early:
+        warnings.warn(
+            f"finish: the recipe {recipe.name} {early}, so the weights become {recipe.pattern} without having been "
+            "trained in that form; total_steps is probably larger than the number of steps taken.",
+            stacklevel=3,
+        )
 
 
 @torch.no_grad()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,49 +11,21 @@ from torch import Tensor, nn
 
 from ..autograd import STRAIGHT_THROUGH, WeightTransform
 from ..nn import NMWeight
-from ..pattern import CheckpointError, NMError, RecipeError
-from .attach import STATE_KEY, Attachment, group_of, is_attached
-from .base import Observed, Recipe, Stage, State
-from .final import make_nm
-from .fixed import FixedMasks
-from .metrics import figures, summed
-from .report import Report
-from .seeds import Seeds
+from ..pattern import RecipeError
+from .attach import STATE_KEY, Attachment, group_of, is_attached, require_learned
+from .base import State
+from .driver import Driver
+from .final import make_nm, require_ran, warn_early
+from .metrics import figures
 from .swap import densify_
 
 
-class Handle:
+class Handle(Driver):
     """Drives one recipe on one model: ``attach`` an optimizer, train as always, ``finish``.
 
     Made by ``sparsify_``. It keeps the schedule's state in the optimizer's own state dict, so a trainer that saves only model and
     optimizer resumes correctly. Attributes: ``model``, ``recipe``, ``layers`` (name -> layer), ``report``.
     """
-
-    def __init__(self, model: nn.Module, recipe: Recipe, layers: dict[str, NMWeight], report: Report) -> None:
-        self.model, self.recipe, self.layers, self.report = model, recipe, layers, report
-        self._attachments: list[Attachment] = []
-        self._state: State | None = None
-        self._calls = 0
-        self._transforms: dict[WeightTransform, WeightTransform] = {}
-        self.fixed = FixedMasks(layers, recipe.mask_score)
-        self.seeds = Seeds(layers)
-        self.finished = False
-        final = self._one(recipe.final_transform())
-        for layer in layers.values():
-            layer.final = final
-        self.apply(recipe.stage({}))
-        self._freeze("sparsify_")
-
-    def _one(self, transform: WeightTransform) -> WeightTransform:
-        # one object of each kind for the whole run: a compiled model guards on its identity
-        return self._transforms.setdefault(transform, transform)
-
-    def _freeze(self, verb: str) -> None:
-        for name, layer in self.layers.items():
-            try:
-                layer.freeze()
-            except NMError as error:
-                raise RecipeError(f"{verb}: layer {name!r}: {error}") from error
 
     # ---- attach
 
@@ -84,6 +54,7 @@ class Handle:
             self.recipe.check_optimizer(optimizer)
             if is_attached(optimizer):
                 raise RecipeError("attach: the optimizer drives the recipe of another model already; give each model its own optimizer.")
+        require_learned(self.layers, optimizers)
         last, owned = owners[-1]
         loaded: State | None = last.param_groups[0].get(STATE_KEY)
         if loaded is not None:
@@ -108,103 +79,6 @@ class Handle:
         # frozen layers too: they may be unfrozen later, and without a gradient no optimizer touches them
         params = {id(p) for group in optimizer.param_groups for p in group["params"]}
         return {name: layer for name, layer in self.layers.items() if id(layer.weight) in params}
-
-    # ---- the schedule's state
-
-    @property
-    def state(self) -> State:
-        """The schedule's state, as it lies in the optimizer."""
-        if self._state is None:
-            raise RecipeError("the handle has no state yet: call handle.attach(optimizer) first.")
-        return self._state
-
-    def first_state(self, group: dict[str, Any]) -> State:
-        """The schedule's state at its beginning, with the recipe's own description for checkpoints."""
-        return {"spec": self.recipe.spec(), **self.recipe.start(group)}
-
-    def adopt(self, state: State) -> None:
-        """Continue from ``state``, which lies in the optimizer already."""
-        self._state = state
-        self._calls = int(state["t"]) if "t" in state else 0
-        self.seeds.adopt(state)
-        self.restage()
-
-    def advance(self) -> None:
-        """Let the schedule see the step that every attached optimizer has just done."""
-        parts = [a for a in self._attachments if a.observed is not None]
-        if not parts:
-            return
-        seen = Observed(
-            stats=summed(a.observed for a in parts if a.observed is not None),
-            numel=sum(a.numel for a in parts),
-            second_moments=[v for a in parts for v in a.second_moments()],
-            step=self._primary().step_counter(),
-            calls=self._calls + 1,
-        )
-        self._calls += 1
-        for part in parts:
-            part.observed = None
-        if self.recipe.advance(self.state, seen):
-            self.restage()
-        else:
-            self._feed()
-
-    def _feed(self) -> None:
-        transform = self.stage.transform
-        if transform is None or not transform.reads:
-            return
-        values = {name: value for name, value in self.recipe.inputs(self.state).items() if name in transform.reads}
-        if values:
-            for layer in self.layers.values():
-                layer.feed(values)
-
-    def restage(self) -> None:
-        """Bring layers and optimizers in line with the schedule's state."""
-        stage = self.recipe.stage(self.state)
-        if stage.fixed:
-            self.fixed.ensure(self.state)
-        else:
-            self.fixed.forget()
-        self.apply(stage)
-        self._feed()
-
-    def apply(self, stage: Stage) -> None:
-        """Set what every layer and optimizer does from now on."""
-        self.stage = stage
-        for layer in self.layers.values():
-            transform = stage.transform
-            layer.use(None if transform is None else self._one(self.recipe.fit(transform, layer.master.shape[1])), stage.plan)
-            layer.used.drop()
-        for attachment in self._attachments:
-            attachment.apply(stage)
-
-    def check_state(self, state: Any, group: dict[str, Any] | None = None) -> None:
-        """Raise ``CheckpointError`` unless ``state`` was written by this recipe, with this pattern, on these layers."""
-        self.recipe.check_state(state, self._primary().group if group is None else group)
-        self.fixed.check(state)
-        self.seeds.check(state)
-
-    def state_dict(self) -> dict[str, Any]:
-        """A copy of the schedule's state; the optimizer's state dict holds the same, so saving that one is enough."""
-        return {STATE_KEY: copy.deepcopy(self.state)}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from what ``state_dict`` returned.
-
-        Raises:
-            CheckpointError: it is of another recipe or pattern, or not of a handle.
-        """
-        if STATE_KEY not in state_dict:
-            raise CheckpointError(f"this is not a handle's state dict: it has no {STATE_KEY!r}.")
-        self.check_state(state_dict[STATE_KEY])
-        primary = self._primary()
-        primary.group0[STATE_KEY] = copy.deepcopy(state_dict[STATE_KEY])
-        self.adopt(primary.group0[STATE_KEY])
-
-    def _primary(self) -> Attachment:
-        if not self._attachments:
-            raise RecipeError("the handle has no optimizer yet: call handle.attach(optimizer) first.")
-        return self._attachments[-1]
 
     # ---- watching
 
@@ -253,20 +127,10 @@ class Handle:
         """
         if self.finished:
             return self.model
-        idle = [name for name, layer in self.layers.items() if not layer.ran]
-        if idle and not allow_unused:
-            raise RecipeError(
-                f"finish: these swapped layers never ran: {', '.join(idle)}. Their parent probably reads the weight itself, so it was "
-                "never masked. Leave them out with filter_fn, or call finish(allow_unused=True) if the model was not meant to run."
-            )
+        require_ran({} if allow_unused else self.layers)
         if self.recipe.final == "nm":
             early = self.recipe.unready(self.state) if self._attachments else ""
-            if early:
-                warnings.warn(
-                    f"finish: the recipe {self.recipe.name} {early}, so the weights become {self.recipe.pattern} without having been "
-                    "trained in that form; total_steps is probably larger than the number of steps taken.",
-                    stacklevel=2,
-                )
+            warn_early(self.recipe, early)
             make_nm(self.layers, self._final_transforms())
         self._detach()
         self.finished = True
