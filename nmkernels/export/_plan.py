@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..nn import CompressedLinear, NMWeight, deployed, is_conv1d, switch_fast_paths
+from ..nn import ADAPTER, CompressedLinear, NMWeight, deployed, is_conv1d, switch_fast_paths
 from ..ops import Compressed
 from ..pattern import CheckpointError, NMError, Pattern
 from ..reference import unpack_indices
@@ -17,11 +17,19 @@ from ._reader import Contents
 SHOWN = 5
 
 
+class LayerPlan(NamedTuple):
+    """What one compressed layer is made of."""
+
+    weight: Compressed
+    layout: str
+    adapter: tuple[Tensor, Tensor] | None
+
+
 @dataclass
 class LoadPlan:
     """Layers to swap, by name, and tensors to copy, by the dense model's names."""
 
-    layers: dict[str, tuple[Compressed, str]] = field(default_factory=dict)
+    layers: dict[str, LayerPlan] = field(default_factory=dict)
     others: dict[str, Tensor] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
@@ -31,11 +39,12 @@ class LoadPlan:
         model.load_state_dict(self.others, strict=False, assign=meta)
         dense = {name: model.get_submodule(name) for name in self.layers}
         made: dict[int, CompressedLinear] = {}
-        for name, (weight, layout) in self.layers.items():
+        for name, layer in self.layers.items():
             old: Any = dense[name]
             if id(old) not in made:
                 on = "cpu" if old.weight.is_meta else old.weight.device
-                made[id(old)] = deployed(old, weight.to(on), layout, keep_dense)
+                adapter = None if layer.adapter is None else (layer.adapter[0].to(on), layer.adapter[1].to(on))
+                made[id(old)] = deployed(old, layer.weight.to(on), layer.layout, keep_dense, adapter)
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, made[id(old)])
         switch_fast_paths(model)
@@ -51,7 +60,7 @@ def plan_load(model: nn.Module, contents: Contents) -> LoadPlan:
     rest = dict(contents.tensors)
     modules = dict(model.named_modules(remove_duplicate=False))
     for name, about in contents.json("layers").items():
-        parts = rest.pop(f"{name}.weight.values", None), rest.pop(f"{name}.weight.indices", None)
+        parts = [rest.pop(f"{name}.{part}", None) for part in ("weight.values", "weight.indices", *ADAPTER)]
         try:
             plan.layers[name] = _layer(name, about, parts, modules.get(name))
         except CheckpointError as error:
@@ -64,13 +73,13 @@ def plan_load(model: nn.Module, contents: Contents) -> LoadPlan:
     return plan
 
 
-def _layer(name: str, about: Any, parts: tuple[Tensor | None, Tensor | None], module: Any) -> tuple[Compressed, str]:
+def _layer(name: str, about: Any, parts: list[Tensor | None], module: Any) -> LayerPlan:
     try:
         pattern, layout, dtype = Pattern(str(about["pattern"])), str(about["layout"]), str(about["dtype"])
         rows, cols = (int(s) for s in about["shape"])
     except (KeyError, TypeError, ValueError, NMError) as error:
         raise CheckpointError(f"layer {name!r}: its entry in the metadata is damaged ({type(error).__name__}: {error})") from error
-    values, indices = parts
+    values, indices, left, right = parts
     if values is None or indices is None:
         raise CheckpointError(f"layer {name!r}: the file lacks its {'values' if values is None else 'indices'}")
     _check_module(name, module, layout, (rows, cols), values.dtype)
@@ -85,7 +94,30 @@ def _layer(name: str, about: Any, parts: tuple[Tensor | None, Tensor | None], mo
             f"of a {pattern} weight ({rows}, {cols}), which are {want[0]} and {want[1]}"
         )
     _check_indices(name, indices, pattern, cols)
-    return Compressed(values, indices, pattern, (rows, cols)), layout
+    adapter = _adapter(name, about.get("rank"), left, right, values)
+    if adapter is not None and (adapter[0].shape[0], adapter[1].shape[1]) != (cols, rows):
+        raise CheckpointError(f"layer {name!r}: its adapter does not fit a weight ({rows}, {cols}) (out, in)")
+    return LayerPlan(Compressed(values, indices, pattern, (rows, cols)), layout, adapter)
+
+
+def _adapter(name: str, rank: Any, left: Tensor | None, right: Tensor | None, values: Tensor) -> tuple[Tensor, Tensor] | None:
+    """(L, R) of a layer whose entry announces ``rank``; None where it announces no adapter and the file has none."""
+    if rank is None and left is None and right is None:
+        return None
+    if rank is None or left is None or right is None:
+        lacks = "its entry in the metadata does not announce" if rank is None else "the file lacks"
+        raise CheckpointError(f"layer {name!r}: {lacks} its adapter, or a part of it")
+    if (
+        left.dim() != 2
+        or right.dim() != 2
+        or not left.shape[1] == right.shape[0] == rank >= 1
+        or {left.dtype, right.dtype} != {values.dtype}
+    ):
+        raise CheckpointError(
+            f"layer {name!r}: an adapter of rank {rank} in {values.dtype} was announced, L is {tuple(left.shape)} in {left.dtype} "
+            f"and R {tuple(right.shape)} in {right.dtype}"
+        )
+    return left, right
 
 
 def _check_module(name: str, module: Any, layout: str, shape: tuple[int, int], dtype: torch.dtype) -> None:

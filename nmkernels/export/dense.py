@@ -8,7 +8,7 @@ import os
 from torch import Tensor, nn
 
 from .. import ops
-from ..nn import NMWeight
+from ..nn import ADAPTER, CompressedLinear, NMWeight, adapter_of, folded
 from ..pattern import RecipeError
 from ._tensors import compressed_layers, other_tensors, without_aliases, write
 
@@ -16,8 +16,9 @@ from ._tensors import compressed_layers, other_tensors, without_aliases, write
 def save_dense(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Write a finished model to an ordinary safetensors file, under the dense model's names and shapes, atomically.
 
-    Pruned weights are exact zeros; the metadata entry ``nm`` is a JSON table of the sparse layers' patterns. The file
-    loads with ``safetensors.torch.load_model`` into the dense model. Tied tensors are stored once, as that function expects.
+    Pruned weights are exact zeros; the metadata entry ``nm`` is a JSON table of the sparse layers' patterns. A layer with a low-rank
+    adapter is written as the one dense weight W + (L R)ᵀ / r, which computes the same but has no zeros, and is not in that table. The
+    file loads with ``safetensors.torch.load_model`` into the dense model. Tied tensors are stored once, as that function expects.
 
     Args:
         model: finished (``handle.finish()``), compressed (``nm.compress_``), or plain dense.
@@ -26,21 +27,37 @@ def save_dense(model: nn.Module, path: str | os.PathLike[str]) -> None:
     Raises:
         RecipeError: a layer is still in training, or its weight is not N:M. CheckpointError: the file cannot be written.
     """
-    patterns: dict[str, str] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, NMWeight):
-            if not module.finished or not ops.is_nm(module.master.detach(), module.pattern):
-                raise RecipeError(f"save_dense: the weight of layer {name!r} is not {module.pattern}; call handle.finish() first.")
-            patterns[name] = str(module.pattern)
     layers = compressed_layers(model)
     tensors = other_tensors(model, layers)
+    patterns: dict[str, str] = {}
     weights: dict[int, Tensor] = {}
-    for name, layer in layers.items():
+    for name, layer in model.named_modules(remove_duplicate=False):
+        if not isinstance(layer, (NMWeight, CompressedLinear)):
+            continue
         if id(layer) not in weights:
-            dense = layer.weight.dense()
-            weights[id(layer)] = dense.t() if layer.layout == "conv1d" else dense
-        tensors[f"{name}.weight" if name else "weight"] = weights[id(layer)]
-        patterns[name] = str(layer.pattern)
+            weights[id(layer)] = _dense_weight(name, layer)
+        prefix = f"{name}." if name else ""
+        tensors[f"{prefix}weight"] = weights[id(layer)]
+        if adapter_of(layer) is None:
+            patterns[name] = str(layer.pattern)
+        else:
+            for part in ADAPTER:
+                del tensors[prefix + part]
     tensors, aliases = without_aliases(tensors)
     # the library's own convention for tied weights: dropped name -> kept name, as metadata entries
     write(path, tensors, {"format": "pt", "nm": json.dumps(patterns), **aliases})
+
+
+def _dense_weight(name: str, layer: NMWeight | CompressedLinear) -> Tensor:
+    """The weight as the dense model stores it, a finished layer's own tensor where that is enough."""
+    adapter = adapter_of(layer)
+    if isinstance(layer, NMWeight):
+        if not layer.finished or not ops.is_nm(layer.master.detach(), layer.pattern):
+            raise RecipeError(f"save_dense: the weight of layer {name!r} is not {layer.pattern}; call handle.finish() first.")
+        if adapter is None:
+            return layer.weight.detach()
+        weight, transposed = layer.master.detach(), layer.transposed
+    else:
+        weight, transposed = layer.weight.dense(), layer.layout == "conv1d"
+    weight = weight if adapter is None else folded(weight, *adapter)
+    return weight.t() if transposed else weight

@@ -1,25 +1,28 @@
 """The canonical file of a compressed model: plain safetensors, the same on every device.
 
-A compressed layer ``fqn`` is stored as ``fqn.weight.values`` and ``fqn.weight.indices``; every other tensor has the
-dense model's name. The metadata says ``format`` "nmkernels", ``version``, ``layers`` (per layer: pattern, shape
-``(out, in)``, dtype, layout) and, where weights are tied, ``aliases`` (name -> name of the stored tensor).
+A compressed layer ``fqn`` is stored as ``fqn.weight.values`` and ``fqn.weight.indices``, its low-rank adapter, where it has one,
+as ``fqn.nm_left`` and ``fqn.nm_right``; every other tensor has the dense model's name. The metadata says ``format`` "nmkernels",
+``version``, ``layers`` (per layer: pattern, shape ``(out, in)``, dtype, layout, and the ``rank`` of an adapter) and, where weights
+are tied, ``aliases`` (name -> name of the stored tensor).
 """
 
 from __future__ import annotations
 
 import json
 import os
+from typing import Any
 
 from torch import nn
 
-from ..nn import NMWeight
+from ..nn import CompressedLinear, NMWeight
 from ..pattern import CheckpointError, RecipeError
 from ._plan import plan_load
 from ._reader import Contents, read
 from ._tensors import compressed_layers, other_tensors, without_aliases, write
 
 FORMAT = "nmkernels"
-VERSION = 1
+VERSION = 2
+"""The newest version that is read. A file is written as the oldest version that can hold it: 2 where a layer has an adapter, else 1."""
 
 
 def save_compressed(model: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -57,26 +60,29 @@ def save_compressed(model: nn.Module, path: str | os.PathLike[str]) -> None:
         tensors[f"{name}.weight.values"] = layer.values
         tensors[f"{name}.weight.indices"] = layer.indices
     tensors, aliases = without_aliases(tensors)
-    about = {
-        name: {
-            "pattern": str(layer.pattern),
-            "shape": [layer.out_features, layer.in_features],
-            "dtype": str(layer.values.dtype).removeprefix("torch."),
-            "layout": layer.layout,
-        }
-        for name, layer in layers.items()
-    }
-    metadata = {"format": FORMAT, "version": str(VERSION), "layers": json.dumps(about)}
+    about = {name: _about(layer) for name, layer in layers.items()}
+    version = 2 if any("rank" in entry for entry in about.values()) else 1
+    metadata = {"format": FORMAT, "version": str(version), "layers": json.dumps(about)}
     if aliases:
         metadata["aliases"] = json.dumps(aliases)
     write(path, tensors, metadata)
 
 
+def _about(layer: CompressedLinear) -> dict[str, Any]:
+    about: dict[str, Any] = {
+        "pattern": str(layer.pattern),
+        "shape": [layer.out_features, layer.in_features],
+        "dtype": str(layer.values.dtype).removeprefix("torch."),
+        "layout": layer.layout,
+    }
+    return about if layer.adapter is None else {**about, "rank": int(layer.adapter[0].shape[1])}
+
+
 def load_compressed(model: nn.Module, path: str | os.PathLike[str], keep_dense: bool = False) -> nn.Module:
     """Load a compressed file into a freshly built dense model, in place, and return the model.
 
-    The layers named in the file become CompressedLinear (``nn.Linear`` and Hugging Face's ``Conv1D`` are swapped); every
-    other tensor is copied. Names, shapes, dtypes and indices are all checked before the model is touched.
+    The layers named in the file become CompressedLinear (``nn.Linear`` and Hugging Face's ``Conv1D`` are swapped), with the file's
+    adapters; every other tensor is copied. Names, shapes, dtypes and indices are all checked before the model is touched.
 
     Args:
         model: the dense architecture that was trained, on any device; on the meta device it takes the file's tensors as they are.

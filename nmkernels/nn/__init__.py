@@ -1,5 +1,6 @@
 """Floor 5: modules. SparseLinear trains, CompressedLinear deploys."""
 
+from .adapter import ADAPTER, adapter_of, add_adapter, folded, set_adapter
 from .compressed import CompressedLinear
 from .conv1d import SparseConv1D, is_conv1d, is_conv1d_type
 from .deploy import compress_, deployed
@@ -7,16 +8,21 @@ from .linear import NMWeight, SparseLinear
 from .swap import make_dense_, make_sparse_, replace_, switch_fast_paths
 
 __all__ = [
+    "ADAPTER",
     "CompressedLinear",
     "NMWeight",
     "SparseConv1D",
     "SparseLinear",
+    "adapter_of",
+    "add_adapter",
     "compress_",
     "deployed",
+    "folded",
     "is_conv1d",
     "is_conv1d_type",
     "make_dense_",
     "make_sparse_",
     "replace_",
+    "set_adapter",
     "switch_fast_paths",
 ]

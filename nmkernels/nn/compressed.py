@@ -11,12 +11,15 @@ from ..autograd import linear_compressed
 from ..backends.cpu.policy import packed_wins
 from ..pattern import DtypeError, Pattern, ShapeError
 from ._autocast import autocast_dtype, castable
+from .adapter import adapter_of, add_adapter, set_adapter
 
 LAYOUTS = ("linear", "conv1d")
 
 
 class CompressedLinear(nn.Module):
     """y = x Wᵀ + b with W held in the compressed N:M form: N/M of the values and 2, 4 or 8 bits of index for each.
+
+    With an adapter, y = x Wᵀ + b + x L R / r.
 
     Args:
         weight: the compressed weight of shape ``(out, in)``.
@@ -25,14 +28,15 @@ class CompressedLinear(nn.Module):
         keep_dense: keep the dense weight too, made at the first call, and multiply it where that is faster than the compressed form:
             many tokens in 16 bits, patterns that keep more than about half, devices without a sparse kernel. The layer then needs
             ``1 + M/N`` times the memory of its values; the copy is not saved, and is made again after the weight moves or changes.
+        adapter: (L ``(in, r)``, R ``(r, out)``) of a low-rank adapter, kept as the Parameters ``nm_left`` and ``nm_right``.
 
     Without ``keep_dense`` such a product expands the weight at every call. An inf or NaN of x reaches those outputs whose stored
     weights meet it; where the product is a dense one, it makes all of its row NaN or inf.
 
-    Differentiable in x and in the bias; the compressed weight is a constant.
+    Differentiable in x, in the bias and in the adapter; the compressed weight is a constant.
 
     Raises:
-        ShapeError: the weight is not a matrix, the bias does not fit, or the layout is unknown.
+        ShapeError: the weight is not a matrix, the bias or the adapter does not fit, or the layout is unknown.
 
     Example:
         >>> c = ops.compress(torch.randn(4, 8), "2:4")
@@ -44,7 +48,14 @@ class CompressedLinear(nn.Module):
     indices: Tensor
     bias: nn.Parameter | None
 
-    def __init__(self, weight: ops.Compressed, bias: Tensor | None = None, layout: str = "linear", keep_dense: bool = False) -> None:
+    def __init__(
+        self,
+        weight: ops.Compressed,
+        bias: Tensor | None = None,
+        layout: str = "linear",
+        keep_dense: bool = False,
+        adapter: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
         super().__init__()
         if len(weight.shape) != 2:
             raise ShapeError(f"CompressedLinear: the weight must be a matrix (out, in), got shape {tuple(weight.shape)}.")
@@ -59,6 +70,8 @@ class CompressedLinear(nn.Module):
         self.register_buffer("values", weight.values)
         self.register_buffer("indices", weight.indices)
         self.register_parameter("bias", bias if bias is None or isinstance(bias, nn.Parameter) else nn.Parameter(bias))
+        if adapter is not None:
+            set_adapter(self, *adapter, self.out_features, self.in_features)
         self._view: ops.Compressed | None = weight
 
     @classmethod
@@ -67,6 +80,11 @@ class CompressedLinear(nn.Module):
     ) -> CompressedLinear:
         """The layer that multiplies ``c``; the same as the constructor, for symmetry with ``from_dense``."""
         return cls(c, bias, layout, keep_dense)
+
+    @property
+    def adapter(self) -> tuple[nn.Parameter, nn.Parameter] | None:
+        """(L, R) of the low-rank adapter, or None."""
+        return adapter_of(self)
 
     @property
     def weight(self) -> ops.Compressed:
@@ -80,7 +98,7 @@ class CompressedLinear(nn.Module):
         return view
 
     def forward(self, x: Tensor) -> Tensor:
-        """y = x Wᵀ + b; x ``(..., in)`` in the weight's dtype, or any floating dtype under autocast."""
+        """y = x Wᵀ + b, and the adapter's part; x ``(..., in)`` in the weight's dtype, or any floating dtype under autocast."""
         weight, dtype = self.weight, autocast_dtype(x)
         if dtype is not None and castable(weight.dtype):
             x = x.to(dtype) if castable(x.dtype) else x
@@ -88,14 +106,18 @@ class CompressedLinear(nn.Module):
         if x.dtype != weight.values.dtype:
             raise DtypeError(f"CompressedLinear: x is {x.dtype}, the weight {weight.dtype}; cast one of them, or use torch.autocast.")
         if self.keep_dense and not torch.compiler.is_compiling() and not packed_wins(x, weight.pattern):
-            return F.linear(x, weight.layout("dense", _dense), None if self.bias is None else self.bias.to(x.dtype))
-        return linear_compressed(x, weight, self.bias)
+            y = F.linear(x, weight.layout("dense", _dense), None if self.bias is None else self.bias.to(x.dtype))
+        else:
+            y = linear_compressed(x, weight, self.bias)
+        adapter = self.adapter
+        return y if adapter is None else add_adapter(y, x, *adapter)
 
     def extra_repr(self) -> str:
-        """What ``print(model)`` shows: shapes, pattern, dtype and layout."""
+        """What ``print(model)`` shows: shapes, pattern, dtype, layout and the adapter's rank."""
+        rank = "" if self.adapter is None else f", rank={self.adapter[0].shape[1]}"
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"pattern={self.pattern}, dtype={self.values.dtype}, layout={self.layout}{', keep_dense=True' if self.keep_dense else ''}"
+            f"pattern={self.pattern}, dtype={self.values.dtype}, layout={self.layout}{', keep_dense=True' if self.keep_dense else ''}{rank}"
         )
 
 

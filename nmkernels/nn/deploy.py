@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .. import ops
 from ..pattern import RecipeError
+from .adapter import adapter_of
 from .compressed import CompressedLinear
 from .linear import NMWeight
 from .swap import replace_, switch_fast_paths
@@ -27,7 +28,7 @@ HOOKS = (
 def compress_(model: nn.Module, keep_dense: bool = False) -> nn.Module:
     """Replace every finished sparse layer of ``model`` by a CompressedLinear, in place, and return the model.
 
-    The products are unchanged; forward and backward hooks, bias and mode are carried over; the dense weights are freed once
+    The products are unchanged; forward and backward hooks, bias, adapter and mode are carried over; the dense weights are freed once
     nothing else (an optimizer, the handle) holds them. Everything is checked before anything is replaced.
 
     Args:
@@ -56,7 +57,7 @@ def compress_(model: nn.Module, keep_dense: bool = False) -> nn.Module:
     for layer in layers.values():
         with torch.no_grad():
             packed = ops.compress(layer.master.detach(), layer.pattern)
-        replace_(model, layer, deployed(layer, packed, "conv1d" if layer.transposed else "linear", keep_dense))
+        replace_(model, layer, deployed(layer, packed, "conv1d" if layer.transposed else "linear", keep_dense, adapter_of(layer)))
     switch_fast_paths(model)
     return model
 
@@ -78,10 +79,16 @@ def _check(name: str, layer: NMWeight) -> None:
         )
 
 
-def deployed(dense: nn.Module, weight: ops.Compressed, layout: str = "linear", keep_dense: bool = False) -> CompressedLinear:
+def deployed(
+    dense: nn.Module,
+    weight: ops.Compressed,
+    layout: str = "linear",
+    keep_dense: bool = False,
+    adapter: tuple[Tensor, Tensor] | None = None,
+) -> CompressedLinear:
     """The CompressedLinear that takes the place of ``dense``: its bias, mode, and forward and backward hooks, with ``weight``."""
     bias = dense.bias
     assert bias is None or isinstance(bias, nn.Parameter)
-    new = CompressedLinear(weight, bias, layout, keep_dense)
+    new = CompressedLinear(weight, bias, layout, keep_dense, adapter)
     new.__dict__.update({name: dense.__dict__[name] for name in HOOKS})
     return new.train(dense.training)
