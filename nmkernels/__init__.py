@@ -29,7 +29,7 @@ from .pattern import (
     RecipeError,
     ShapeError,
 )
-from .recipes import densify_, sparsify_
+from .recipes import densify_, flops, sparsify_
 
 __all__ = [
     "BackendError",
@@ -48,6 +48,7 @@ __all__ = [
     "compress_",
     "densify_",
     "explain",
+    "flops",
     "load_compressed",
     "nn",
     "ops",

@@ -2,6 +2,7 @@
 
 from .asp import ASP
 from .base import Observed, Recipe, Stage
+from .compute import Flops, LayerFlops, flops
 from .convert import sparsify_
 from .cost import Span
 from .dense import Dense
@@ -22,7 +23,9 @@ __all__ = [
     "STE",
     "STEP",
     "Dense",
+    "Flops",
     "Handle",
+    "LayerFlops",
     "MdGf",
     "Observed",
     "Recipe",
@@ -31,6 +34,7 @@ __all__ = [
     "Span",
     "Stage",
     "densify_",
+    "flops",
     "get",
     "names",
     "recipe",

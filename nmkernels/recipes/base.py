@@ -114,6 +114,14 @@ class Recipe:
         wgrad = {"mvue": stage.plan.n / max(stage.plan.m, 1), "none": 0.0}.get(stage.plan.wgrad, 1.0)
         return [Span(steps, fprop=pattern.density if masked else 1.0, wgrad=wgrad)]
 
+    def switched_at(self, step: int) -> Recipe:
+        """The same recipe with its own choice of a switching step replaced by ``step``, to count the FLOPs of a run afterwards.
+
+        Raises:
+            RecipeError: the recipe has no such choice.
+        """
+        raise RecipeError(f"{self.name or type(self).__name__} does not choose a switching step by itself, so switch_step has no meaning.")
+
     def deployed(self) -> Span:
         """One forward pass of what ``finish`` leaves: ``fprop`` at N/M, or dense where ``final`` is; ``rank`` where an adapter stays."""
         return Span(1, fprop=1.0 if self.final == "dense" else Pattern(self.pattern).density, dgrad=0.0, wgrad=0.0)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import difflib
+from collections.abc import Callable, Iterable
+from dataclasses import fields
 from typing import Any, TypeVar
 
 from ..pattern import RecipeError
@@ -33,6 +35,37 @@ def names() -> list[str]:
     return sorted(_recipes)
 
 
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """``"; did you mean 'step'?"`` where one of ``known`` is close to ``word``, else nothing.
+
+    Example:
+        >>> suggestion("stpe", ["step", "asp"])
+        "; did you mean 'step'?"
+    """
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def find(name: str) -> type[Recipe]:
+    """The class registered under ``name``, in whatever case, with or without hyphens.
+
+    Raises:
+        RecipeError: there is none; the message has the nearest name.
+
+    Example:
+        >>> find("SR-STE").__name__
+        'SRSTE'
+    """
+    plain = name.strip().lower().replace("-", "").replace("_", "")
+    if plain not in _recipes:
+        near = suggestion(plain, _recipes) or "."
+        raise RecipeError(
+            f"no recipe is called {name!r}{near} Recipes are {', '.join(names())}, written as name:N:M, for instance step:2:4; "
+            "`python -m nmkernels recipes` tells about them."
+        )
+    return _recipes[plain]
+
+
 def get(spec: str, **config: Any) -> Recipe:
     """The recipe that a text names.
 
@@ -48,9 +81,12 @@ def get(spec: str, **config: Any) -> Recipe:
         SRSTE(pattern=Pattern("2:8"), total_steps=None, decay=0.0001)
     """
     name, colon, pattern = spec.partition(":")
-    cls = _recipes.get(name.strip().lower().replace("-", "").replace("_", ""))
-    if cls is None:
-        raise RecipeError(f"no recipe is called {name!r}; recipes are {', '.join(names())}, written as name:N:M, for instance step:2:4.")
+    cls = find(name)
+    known = [f.name for f in fields(cls) if f.init]
+    for key in config:
+        if key not in known:
+            near = suggestion(key, known) or "."
+            raise TypeError(f"the recipe {cls.name} has no keyword {key!r}{near} It takes {', '.join(known)}.")
     if colon and "pattern" in config:
         raise RecipeError(f"the pattern is given twice: in {spec!r} and as pattern={config['pattern']!r}; give it once.")
     if colon:

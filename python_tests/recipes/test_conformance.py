@@ -367,3 +367,25 @@ def test_configuration(entry):
 
 def test_every_recipe_is_on_the_roster():
     assert {entry.recipe.name for entry in ROSTER.values()} == set(nm.recipes.names())
+
+
+# ---- its FLOPs
+
+
+@ENDING
+@ENTRIES
+def test_no_weight_is_denser_than_its_flops_are_counted(entry):
+    spans = entry.recipe.profile(STEPS)
+    per_step = [span for span in spans for _ in range(span.steps)]
+    assert len(per_step) == STEPS
+    model, handle, optimizer = start(entry.recipe)
+    for span, batch in zip(per_step, DATA, strict=True):
+        for name, layer in handle.layers.items():
+            used = layer.used_weight()
+            assert used.count_nonzero() <= span.fprop * used.numel() + 1e-6, f"{name} in {span}"
+            assert span.wgrad == {"mvue": layer.plan.n / max(layer.plan.m, 1), "none": 0.0}.get(layer.plan.wgrad, 1.0)
+        step(model, optimizer, batch)
+    handle.finish()
+    for name in handle.layers:
+        weight = model.get_parameter(f"{name}.weight")
+        assert weight.count_nonzero() <= entry.recipe.deployed().fprop * weight.numel() + 1e-6
