@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import ast
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from .. import recipes
-from ..pattern import CheckpointError, RecipeError
+from ..pattern import CheckpointError, Pattern
 from ..recipes import Recipe
+from ..recipes.registry import find
 from ..zoo import GPTConfig
+from ._options import options
 
 
 @dataclass(frozen=True)
@@ -52,39 +54,35 @@ class TrainConfig:
         """The recipe, with the run's length.
 
         Raises:
-            RecipeError: it has no such name or keyword. PatternError: N:M is not usable.
+            RecipeError: a value is out of range. PatternError: N:M is not usable.
         """
-        try:
-            return recipes.get(self.recipe, total_steps=self.steps, **self.options)
-        except TypeError as error:
-            raise RecipeError(f"--set: {self.recipe} does not take that: {error}.") from error
+        return recipes.get(self.recipe, total_steps=self.steps, **self.options)
 
 
 DEMO: dict[str, Any] = {"steps": 800}
 """Under four minutes on two cores, twin included: 1.6 M bytes of text for each of the two."""
 
 
-def settings(args: argparse.Namespace) -> dict[str, Any]:
-    """The values that the user asked for, by option or by ``--demo``; options left out are absent."""
+def settings(args: argparse.Namespace, saved: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The values that the user asked for, by option or by ``--demo``; options left out are absent.
+
+    Args:
+        saved: the settings of the checkpoint that is resumed, whose recipe ``--set`` is for.
+
+    Raises:
+        RecipeError: no recipe has that name, or ``--set`` is of no use to it. PatternError: N:M is not usable.
+    """
     asked = dict(DEMO) if args.demo else {}
     names = {f.name for f in fields(TrainConfig)} - {"options"}
     asked.update({name: value for name, value in vars(args).items() if name in names and value is not None})
-    if args.set:
-        asked["options"] = dict(_option(text) for text in args.set)
+    spec = asked.get("recipe", (saved or {}).get("recipe", TrainConfig.recipe))
+    name, colon, pattern = str(spec).partition(":")
+    cls = find(name)
     if "recipe" in asked:
-        recipe = recipes.get(asked["recipe"], total_steps=1000)
-        asked["recipe"] = f"{recipe.name}:{recipe.pattern}"
+        asked["recipe"] = f"{cls.name}:{Pattern(pattern if colon else cls.pattern)}"
+    if args.set:
+        asked["options"] = options(cls, args.set)
     return asked
-
-
-def _option(text: str) -> tuple[str, Any]:
-    key, sign, value = text.partition("=")
-    if not sign or not key.isidentifier():
-        raise RecipeError(f"--set {text}: write it as KEY=VALUE, for instance --set decay=2e-4.")
-    try:
-        return key, ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-        return key, value
 
 
 def resumed(asked: dict[str, Any], saved: dict[str, Any], path: object) -> TrainConfig:

@@ -48,17 +48,16 @@ class Run:
         if args.threads:
             torch.set_num_threads(args.threads)
         self.device = _device(args.device)
-        asked = settings(args)
         self._look_at_folder()
         self.store = Store(self.out / "checkpoints")
         if args.resume is not None:
             path = Path(args.resume) if args.resume else None
             self.state = self.store.load(path)
-            self.config = resumed(asked, self.state["config"], path or self.store.paths()[-1])
+            self.config = resumed(settings(args, self.state["config"]), self.state["config"], path or self.store.paths()[-1])
             if path is not None:
                 self.store.set_aside(self.state["step"])
         else:
-            self.config = TrainConfig(**asked)
+            self.config = TrainConfig(**settings(args))
         self.recipe = self.config.build_recipe()
         self.corpus = load_corpus(args.data)
         self.corpus.check(self.config.context)

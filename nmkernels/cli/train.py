@@ -42,10 +42,13 @@ def seed(text: str) -> int:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the verb."""
     what = parser.add_argument_group("what to train")
+    what.add_argument("--recipe", metavar="NAME:N:M", help="training recipe, default step:2:4; `python -m nmkernels recipes` lists them")
     what.add_argument(
-        "--recipe", metavar="NAME:N:M", help="training recipe, default step:2:4; also ste, srste, sste, mdgf, sdgf, asp, dense"
+        "--set",
+        metavar="KEY=VALUE",
+        action="append",
+        help="keyword of the recipe, e.g. --set decay=2e-4; may be repeated; `python -m nmkernels recipes NAME` lists them",
     )
-    what.add_argument("--set", metavar="KEY=VALUE", action="append", help="keyword of the recipe, e.g. --set decay=2e-4; may be repeated")
     what.add_argument("--data", metavar="FILE_OR_FOLDER", help="text to train on; default: the Python standard library's source")
     what.add_argument("--demo", action="store_true", help="the sizes of `make demo`: under four minutes on two cores")
     what.add_argument("--twin", action="store_true", help="also train the dense twin on the same batches, and compare")

@@ -38,6 +38,11 @@ class ASP(Recipe):
         50
     """
 
+    paper = "Mishra et al., 2021, arXiv 2104.08378"
+    patterns = "any N:M"
+    extra_state = "a packed mask per layer, chosen once"
+    cost = "gradients and weights are masked around each step; fprop at N/M once pruned"
+
     score: str = "magnitude"
     prune_at: float | int = 0
 

@@ -18,6 +18,11 @@ class Dense(Recipe):
         0
     """
 
+    paper = "none: the baseline"
+    patterns = "any N:M, which only chooses the layers"
+    extra_state = "none"
+    cost = "that of dense training"
+
     final = "dense"
 
     def stage(self, state: State) -> Stage:

@@ -57,6 +57,11 @@ class MdGf(Recipe):
         [1.0, 1.0, 0.5, 0.0]
     """
 
+    paper = "Bambhaniya et al., 2024, arXiv 2402.04744"
+    patterns = "any N:M"
+    extra_state = "a step count"
+    cost = "dense until the mask is binary; a mask search at every step"
+
     schedule: str = "exponential"
     dense: float | int = 0
     fine_tune: float | int = 0.25

@@ -42,7 +42,10 @@ def suggestion(word: str, known: Iterable[str]) -> str:
         >>> suggestion("stpe", ["step", "asp"])
         "; did you mean 'step'?"
     """
-    near = difflib.get_close_matches(word, list(known), n=1)
+    known = list(known)
+    # difflib ranks a missing letter above two that changed places
+    swapped = [name for name in known if sorted(name) == sorted(word)]
+    near = swapped or difflib.get_close_matches(word, known, n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 

@@ -52,6 +52,11 @@ class SdGf(Recipe):
         (0, 25, 50, 75)
     """
 
+    paper = "Bambhaniya et al., 2024, arXiv 2402.04744"
+    patterns = "any N:M; frames with M above 256 are left out"
+    extra_state = "a step count"
+    cost = "fprop at the N/M of each frame; a mask at every step"
+
     schedule: str = "stepwise"
     dense: float | int = 0
     fine_tune: float | int = 0

@@ -50,6 +50,11 @@ class SSTE(Recipe):
         SoftThreshold(pattern=Pattern("2:4"))
     """
 
+    paper = "Hu, Zhu, Chen, NeurIPS 2024, arXiv 2409.09099"
+    patterns = "any N:M; 2:4 in the paper"
+    extra_state = "one frozen scale per layer, and a random stream for the estimates"
+    cost = "fprop at N/M, wgrad at that of mvue_pattern; a threshold at every step, an estimate of g in every backward"
+
     mvue: str | None = "exact"
     mvue_pattern: PatternLike = "2:4"
     fp8: str | None = None

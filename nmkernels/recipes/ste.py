@@ -25,6 +25,11 @@ class STE(Recipe):
         HardMask(pattern=Pattern("1:4"), chain=False)
     """
 
+    paper = "the baseline of Zhou et al., ICLR 2021, arXiv 2102.04010"
+    patterns = "any N:M"
+    extra_state = "none"
+    cost = "a mask at every step, found in the optimizer's own pass; fprop at N/M"
+
     def stage(self, state: State) -> Stage:
         """Always phase 1, masked."""
         return Stage(phase=1, transform=HardMask(Pattern(self.pattern)), rule=UpdateRule(masked=True))
@@ -46,6 +51,11 @@ class SRSTE(Recipe):
         >>> SRSTE("2:4", decay=1e-4).stage({}).rule.decay
         0.0001
     """
+
+    paper = "Zhou et al., ICLR 2021, arXiv 2102.04010"
+    patterns = "any N:M"
+    extra_state = "none"
+    cost = "as ste; the decay is part of the same pass"
 
     decay: float = 2e-4
 

@@ -57,6 +57,11 @@ class STEP(Recipe):
         (100, 500)
     """
 
+    paper = "Lu et al., ICML 2023, arXiv 2302.01172"
+    patterns = "any N:M"
+    extra_state = "a window of 1/(1−β₂) figures of the second moment until the switch"
+    cost = "dense until the switch, by default between 10 and 50 % of the steps; then as ste"
+
     switch: str = "arithmetic"
     t_min: float | int | None = 0.1
     t_max: float | int | None = 0.5

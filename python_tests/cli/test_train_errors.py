@@ -35,13 +35,13 @@ def refused(capsys: pytest.CaptureFixture[str], message: str, *words: str) -> No
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--recipe", "4:2"], "no recipe is called '4'; recipes are"),
+        (["--recipe", "4:2"], "no recipe is called '4'. Recipes are"),
         (["--recipe", "step:4:2"], "pattern 4:2 is not usable"),
         (["--recipe", "step:0:4"], "pattern 0:4 is not usable"),
         (["--recipe", "step:x"], "'x' is not an N:M pattern"),
         (["--recipe", "nope"], "no recipe is called 'nope'"),
         (["--set", "decay"], "write it as KEY=VALUE"),
-        (["--set", "colour=red"], "--set: step:2:4 does not take that"),
+        (["--set", "colour=red"], "step has no keyword 'colour'. It takes switch, t_min"),
         (["--set", "switch=sometimes"], "switch='sometimes' is unknown"),
         (["--width", "30"], "width 30 is not a multiple of heads=4"),
         (["--steps", "0"], "argument --steps: 0 is below 1"),

@@ -1,8 +1,9 @@
 import pytest
 
 import nmkernels as nm
+from nmkernels.cli.recipes import FINAL, describe
 from nmkernels.recipes import SRSTE, STEP, get, names
-from nmkernels.recipes.registry import resolve
+from nmkernels.recipes.registry import find, resolve
 
 
 def test_names():
@@ -24,7 +25,7 @@ def test_every_recipe_takes_pattern_and_total_steps(name):
 
 
 def test_unknown_names_patterns_and_keywords():
-    with pytest.raises(nm.RecipeError, match=r"'stepp'.*asp, dense, .*step:2:4"):
+    with pytest.raises(nm.RecipeError, match=r"'stepp'; did you mean 'step'.*asp, dense, .*step:2:4"):
         get("stepp:2:4")
     for bad in ("ste:4:2", "ste:", "ste:2", "ste:a:b"):
         with pytest.raises(nm.PatternError):
@@ -40,3 +41,18 @@ def test_resolve():
     assert resolve(recipe) is recipe and resolve("srste:2:4") == recipe
     with pytest.raises(nm.RecipeError, match="got int"):
         resolve(3)
+
+
+ABOUT = [describe(find(name)) for name in names()]
+
+
+@pytest.mark.parametrize("about", ABOUT, ids=[r["name"] for r in ABOUT])
+def test_every_recipe_tells_what_it_is(about):
+    """The lines of ``python -m nmkernels recipes``: class variables of the recipe, and the first line of its docstring."""
+    for key in ("summary", "paper", "patterns", "extra_state", "cost"):
+        text = about[key]
+        assert text and text == text.strip() and "\n" not in text and not text.endswith("."), f"{key} of {about['name']}: {text!r}"
+        assert len(text) <= 140
+    assert any(c.isdigit() for c in about["paper"]) or about["name"] == "dense", "a paper has a year or a number"
+    assert about["final"] in FINAL and "Example:" in about["doc"]
+    assert len({r["summary"] for r in ABOUT}) == len(ABOUT)

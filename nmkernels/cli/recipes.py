@@ -1,0 +1,98 @@
+"""``python -m nmkernels recipes``: the training methods in the registry, or one of them with all of its keywords."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import sys
+import textwrap
+from dataclasses import MISSING, Field, fields
+from typing import Any
+
+COLUMNS = 112
+WIDTH = 11
+"""Columns in front of each line for what it tells."""
+
+FINAL = {"nm": "N:M weights, ready to compress", "dense": "dense weights", "nm+adapter": "N:M weights and a low-rank adapter"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of the verb."""
+    parser.add_argument("name", nargs="?", metavar="NAME", help="a recipe, to see its equations and keywords; default: a list of all")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the list, or one recipe; 0, or 1 through ``RecipeError`` where no recipe has that name."""
+    from ..recipes import names
+    from ..recipes.registry import find
+
+    if args.name:
+        # the pattern is welcome, as it is written elsewhere
+        one = describe(find(args.name.partition(":")[0]))
+        print(json.dumps(one, indent=2, ensure_ascii=False) if args.json else details(one))
+    else:
+        every = [describe(find(name)) for name in names()]
+        print(json.dumps(every, indent=2, ensure_ascii=False) if args.json else listing(every))
+    return 0
+
+
+def describe(cls: type[Any]) -> dict[str, Any]:
+    """What is known of a recipe, as plain values; ``keywords`` have name, type and default."""
+    about = {key: getattr(cls, key) for key in ("name", "paper", "patterns", "extra_state", "cost", "final")}
+    keywords = [{"name": f.name, "type": _type(f), "default": _default(f)} for f in fields(cls) if f.init]
+    return {"name": about.pop("name"), "summary": summary(cls), **about, "keywords": keywords, "doc": inspect.getdoc(cls) or ""}
+
+
+def summary(cls: type[Any]) -> str:
+    """One line: the first of the module's docstring, or of the class's where the module has several recipes."""
+    from ..recipes import names
+    from ..recipes.registry import find
+
+    alone = sum(find(name).__module__ == cls.__module__ for name in names()) == 1
+    line = (inspect.getdoc(sys.modules[cls.__module__] if alone else cls) or "").partition("\n")[0]
+    return line.rstrip(".")
+
+
+def listing(recipes: list[dict[str, Any]]) -> str:
+    """All recipes, a few lines each."""
+    blocks = ["\n".join([_title(r), *_facts(r)]) for r in recipes]
+    end = "python -m nmkernels recipes NAME tells more; python -m nmkernels train --recipe NAME:N:M trains with one."
+    return "\n\n".join([*blocks, end])
+
+
+def details(r: dict[str, Any]) -> str:
+    """One recipe: its facts, its keywords with their defaults, and its docstring."""
+    width = max(len(k["name"]) for k in r["keywords"])
+    keywords = [f"  {k['name'].ljust(width)} = {k['default']!r:<14} {k['type']}" for k in r["keywords"]]
+    ways = "Keywords. In train, pattern is in --recipe NAME:N:M, total_steps is --steps, the others are --set KEY=VALUE."
+    head = [_title(r), *_facts(r), "", ways, *keywords]
+    return "\n".join([*head, "", r["doc"]])
+
+
+def _title(r: dict[str, Any]) -> str:
+    return f"{r['name']:<{WIDTH - 2}}  {r['summary']}"
+
+
+def _facts(r: dict[str, Any]) -> list[str]:
+    facts = {
+        "paper": r["paper"],
+        "patterns": r["patterns"],
+        "state": r["extra_state"],
+        "cost": r["cost"],
+        "leaves": FINAL.get(r["final"], r["final"]),
+    }
+    lines = []
+    for key, text in facts.items():
+        lines += textwrap.wrap(text, COLUMNS, initial_indent=f"  {key:<{WIDTH - 2}}", subsequent_indent=" " * WIDTH)
+    return lines
+
+
+def _type(field: Field[Any]) -> str:
+    return str(field.type).replace("PatternLike", "N:M").replace(" | None", ", or None")
+
+
+def _default(field: Field[Any]) -> Any:
+    value = field.default_factory() if field.default_factory is not MISSING else field.default
+    return None if value is MISSING else value if isinstance(value, (bool, int, float, str, type(None))) else str(value)

@@ -1,0 +1,91 @@
+"""``--set KEY=VALUE``: typed by the recipe's fields, with errors that tell the way out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Literal
+
+import pytest
+
+from nmkernels.cli._options import options
+from nmkernels.pattern import PatternLike, RecipeError
+from nmkernels.recipes import ASP, SSTE, STE, STEP, Recipe, get, names
+from nmkernels.recipes.registry import find
+
+
+@dataclass(frozen=True)
+class Every(Recipe):
+    """One keyword of each kind."""
+
+    flag: bool = False
+    count: int = 1
+    share: float | int = 0.5
+    rate: float | None = None
+    word: str | None = None
+    choice: Literal["a", "b"] = "a"
+    other: PatternLike = "2:4"
+    table: dict[str, str] | None = None
+    inner: Recipe | str | None = None
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("flag=true", True),
+        ("flag=No", False),
+        ("count=12", 12),
+        ("share=3", 3),
+        ("share=0.3", 0.3),
+        ("rate=1", 1.0),
+        ("rate=2e-4", 2e-4),
+        ("rate=None", None),
+        ("word=none", None),
+        ("word=a=b", "a=b"),
+        ("choice=b", "b"),
+        ("other=1:4", "1:4"),
+        ("table={'fc': '1:4'}", {"fc": "1:4"}),
+        ("inner=srste:2:4", "srste:2:4"),
+    ],
+)
+def test_values_have_the_type_of_their_field(text, value):
+    (got,) = options(Every, [text]).values()
+    assert got == value and type(got) is type(value)
+
+
+def test_the_last_of_a_keyword_counts():
+    assert options(STEP, ["decay=1", "clamp=none", "decay=2"]) == {"decay": 2.0, "clamp": None}
+    assert options(SSTE, ["mvue=none", "fp8=paper", "seed=3"]) == {"mvue": None, "fp8": "paper", "seed": 3}
+    assert type(options(ASP, ["prune_at=0"])["prune_at"]) is int
+
+
+@pytest.mark.parametrize(
+    ("recipe", "text", "message"),
+    [
+        (STEP, "decay", "write it as KEY=VALUE"),
+        (STEP, "two words=1", "write it as KEY=VALUE"),
+        (STEP, "decai=1", "step has no keyword 'decai'; did you mean 'decay'? It takes switch, "),
+        (STE, "decay=1", "ste has no keyword 'decay'. It takes none; see `python -m nmkernels recipes ste`."),
+        (STEP, "decay=much", "decay of step is a number, and 'much' is not."),
+        (STEP, "clamp=much", "clamp of step is a number or none, and 'much' is not."),
+        (STEP, "bias_corrected=1.5", "bias_corrected of step is true or false"),
+        (Every, "count=1.5", "count of  is a whole number, and '1.5'"),
+        (Every, "table=3", "table of  is dict or none, and '3' is not."),
+        (STEP, "pattern=1:4", "--recipe NAME:N:M"),
+        (STEP, "total_steps=10", "the length of the run, --steps"),
+    ],
+)
+def test_what_does_not_fit_is_told(recipe, text, message):
+    with pytest.raises(RecipeError) as error:
+        options(recipe, [text])
+    assert message in str(error.value) and str(error.value).startswith(f"--set {text}: ")
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_keyword_of_every_recipe_can_be_set_to_its_default(name):
+    cls = find(name)
+    plain = {f.name: getattr(get(name, total_steps=1000), f.name) for f in fields(cls) if f.name not in ("pattern", "total_steps")}
+    texts = [f"{key}={value}" for key, value in plain.items()]
+    assert options(cls, texts) == {
+        key: value if isinstance(value, (int, float, type(None))) else str(value) for key, value in plain.items()
+    }
+    assert get(name, total_steps=1000, **options(cls, texts)) == get(name, total_steps=1000)
