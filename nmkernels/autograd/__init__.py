@@ -2,6 +2,7 @@
 
 from .linear import linear, linear_compressed
 from .plan import STRAIGHT_THROUGH, GemmPlan, packed_inference
+from .queries import PartlyDense, SoftQuery
 from .transforms import DecayedMask, HardMask, SoftThreshold, WeightTransform
 
 __all__ = [
@@ -9,6 +10,8 @@ __all__ = [
     "DecayedMask",
     "GemmPlan",
     "HardMask",
+    "PartlyDense",
+    "SoftQuery",
     "SoftThreshold",
     "WeightTransform",
     "linear",

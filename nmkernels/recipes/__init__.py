@@ -7,6 +7,7 @@ from .convert import sparsify_
 from .cost import Span
 from .dense import Dense
 from .handle import Handle
+from .maxq import MaxQ
 from .mdgf import MdGf
 from .registry import get, names, recipe
 from .report import Report
@@ -25,6 +26,7 @@ __all__ = [
     "Dense",
     "Flops",
     "Handle",
+    "MaxQ",
     "LayerFlops",
     "MdGf",
     "Observed",

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nmkernels import NMError, Pattern, PatternError, ShapeError
-from nmkernels.autograd import DecayedMask, HardMask, SoftThreshold, WeightTransform, linear
+from nmkernels.autograd import DecayedMask, HardMask, PartlyDense, SoftQuery, SoftThreshold, WeightTransform, linear
 from nmkernels.testing import equal_bits
 from python_tests import plain
 
@@ -56,6 +56,9 @@ EVERY = {
     "hard_chain": (HardMask(P, chain=True), ()),
     "soft": (SoftThreshold(P), (torch.tensor(1.5),)),
     "decayed": (DecayedMask(P), (torch.tensor(0.25, dtype=torch.float64),)),
+    "query": (SoftQuery(P), ()),
+    "query_whole": (SoftQuery(P, 0.5, whole=True), ()),
+    "partly_dense": (PartlyDense(P, 0.1), (torch.tensor(0.3, dtype=torch.float64),)),
     "decayed_straight": (DecayedMask(P, chain=False), (torch.tensor(0.25, dtype=torch.float64),)),
 }
 

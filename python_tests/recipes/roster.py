@@ -8,9 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from nmkernels.recipes import ASP, SRSTE, SSTE, STE, STEP, Dense, MdGf, Recipe, SdGf
+from nmkernels.recipes import ASP, SRSTE, SSTE, STE, STEP, Dense, MaxQ, MdGf, Recipe, SdGf
 from python_tests.recipes import loop_used as used
 from python_tests.recipes.loop import SPARSE, Adam, Step, train
+from python_tests.recipes.loop_maxq import maxq
 
 STEPS = 20
 SWITCH = Step(t_min=2, t_max=7, threshold=1e-30, clamp=2.0)
@@ -64,6 +65,10 @@ def sdgf(recipe: SdGf, frames: list[tuple[int, int]], starts: list[int]) -> Entr
     return Entry(recipe, lambda p, d, s: used.sdgf(p, d, frames, starts, recipe.grad == "chain"), (2, 4, 9, 17))
 
 
+def max_query(recipe: MaxQ, start: int, stop: int, cuts: tuple[int, ...]) -> Entry:
+    return Entry(recipe, lambda p, d, s: maxq(p, d, recipe, start, stop), cuts)
+
+
 ROSTER = {
     "dense": Entry(Dense(), hard(n=4)),
     "ste": Entry(STE("2:4"), hard()),
@@ -81,6 +86,10 @@ ROSTER = {
     "sdgf_chain": sdgf(SdGf("1:4", STEPS, dense=4, fine_tune=4, grad="chain"), [(3, 4), (2, 4), (1, 4)], [4, 8, 12]),
     "sdgf_geometric": sdgf(SdGf("1:2", STEPS, schedule="geometric"), [(8, 16), (4, 8), (2, 4), (1, 2)], [0, 5, 10, 15]),
     "sdgf_densify": sdgf(SdGf("1:2", STEPS, schedule="densify", dense=0.2), [(1, 16), (1, 8), (1, 4), (1, 2)], [4, 8, 12, 16]),
+    "maxq": max_query(MaxQ("2:4", STEPS, fine_tune=5, decay=0.1), 0, 15, (7, 15)),
+    "maxq_cubic": max_query(MaxQ("1:4", STEPS, schedule="cubic", dense=4, fine_tune=0.2, tau=0.1, kernel=True), 4, 16, (2, 9)),
+    "maxq_cos": max_query(MaxQ("1:8", STEPS, schedule="cos", fine_tune=4, levels=3, grad="chain"), 0, 16, (9,)),
+    "maxq_exp": max_query(MaxQ("2:8", STEPS, schedule="exp", dense=2, fine_tune=0), 2, 20, (7,)),
 }
 
 assert SPARSE == ("0.weight", "2.weight")

@@ -1,0 +1,139 @@
+"""MaxQ: its mask on small numbers, its schedules, and what it refuses. The trajectories are the roster's."""
+
+import math
+
+import pytest
+import torch
+
+import nmkernels as nm
+from nmkernels.autograd import PartlyDense, SoftQuery
+from nmkernels.pattern import Pattern, RecipeError
+from nmkernels.recipes import MaxQ
+from python_tests.recipes.loop import batches, loss_of, mlp
+
+F64 = torch.float64
+
+
+def curve(recipe):
+    return [recipe.share(torch.tensor(float(t), dtype=F64)).item() for t in range(recipe.total_steps + 1)]
+
+
+def sigmoid(x):
+    return 1 / (1 + math.exp(-x))
+
+
+# ---- the mask
+
+
+def test_one_row_by_hand():
+    w = torch.tensor([[0.1, -0.4, 0.3, 0.2, 5.0, -6.0, 7.0, 8.0]], dtype=F64)
+    # four of eight are large in the row: 5 to 8, with the threshold halfway to 0.4; of each group two are kept
+    q = [sigmoid((a - 2.7) / 2.0) for a in (7.0, 8.0)]
+    got = SoftQuery(Pattern("2:4"), tau=2.0)(w)
+    want = torch.tensor([[0, -0.4, 0.3, 0, 0, 0, 7.0 * (1 + q[0]), 8.0 * (1 + q[1])]], dtype=F64)
+    torch.testing.assert_close(got, want, rtol=1e-14, atol=0.0)
+
+
+def test_query_of_the_whole_weight_counts_once_more():
+    w = torch.tensor([[1.0, 2.0], [30.0, 40.0]], dtype=F64)
+    got = SoftQuery(Pattern("1:2"), tau=1e-3, whole=True)(w)
+    assert got.tolist() == [[0.0, 4.0], [0.0, 120.0]], "large in its row: ×2; the 2 smallest of all 4 are not large in the whole"
+
+
+def test_equal_magnitudes_at_the_threshold_count_alike():
+    factor = SoftQuery(Pattern("1:2"), tau=1.0).factor(torch.tensor([[1.0, -1.0, 1.0, 0.5]]))
+    assert factor.tolist() == [[1.5, 1.5, 1.5, 1.0]]
+
+
+def test_the_least_groups_stay_dense():
+    w = torch.tensor([[1.0, 2.0, 5.0, 6.0], [-3.0, 3.0, 0.5, 0.1]], dtype=F64)
+    kept = [PartlyDense(Pattern("1:2"), tau=1.0).kept(w, torch.tensor(d, dtype=F64)).int().tolist() for d in (0.0, 0.3, 0.5, 0.99, 1.0)]
+    none = [[0, 1, 0, 1], [1, 0, 1, 0]]
+    assert kept[0] == none
+    assert kept[1] == [[0, 1, 0, 1], [1, 0, 1, 1]], "0.6 is the smallest sum"
+    assert kept[2] == [[1, 1, 0, 1], [1, 0, 1, 1]]
+    assert kept[3] == [[1, 1, 0, 1], [1, 1, 1, 1]] and kept[4] == [[1] * 4] * 2
+
+
+def test_groups_that_tie_stay_dense_in_order():
+    kept = PartlyDense(Pattern("1:2"), tau=1.0).kept(torch.ones(2, 4), torch.tensor(0.5, dtype=F64))
+    assert kept.int().tolist() == [[1, 1, 1, 1], [1, 0, 1, 0]]
+
+
+def test_gradient_rules():
+    w, g, share = torch.randn(4, 8, dtype=F64), torch.randn(4, 8, dtype=F64), torch.tensor(0.25, dtype=F64)
+    straight, chain = PartlyDense(Pattern("2:4")), PartlyDense(Pattern("2:4"), chain=True)
+    assert straight.straight and torch.equal(straight.gradient(g, w, share), g)
+    torch.testing.assert_close(chain.gradient(g, w, share) * w, chain(w, share) * g)
+
+
+def test_16_bit_weights_are_ranked_and_enlarged_in_fp32():
+    w = torch.randn(8, 16).bfloat16()
+    got, want = SoftQuery(Pattern("2:4"))(w), SoftQuery(Pattern("2:4"))(w.float())
+    assert got.dtype == torch.bfloat16 and torch.equal(got != 0, want != 0)
+    torch.testing.assert_close(got.float(), want, rtol=2e-2, atol=0.0)
+
+
+# ---- the schedules
+
+
+def test_curves():
+    u = [0.0, 0.25, 0.5, 0.75]
+    shared = {"total_steps": 8, "dense": 2, "fine_tune": 2}
+    want = {
+        "linear": [1 - x for x in u],
+        "cubic": [(1 - x) ** 3 for x in u],
+        "cos": [math.cos(math.pi * x / 2) for x in u],
+        "exp": [1 - (1 - math.exp(-1.5 * x)) / (1 - math.exp(-1.5)) for x in u],
+    }
+    for schedule, values in want.items():
+        assert curve(MaxQ("2:4", schedule=schedule, **shared)) == pytest.approx([1.0, 1.0, *values, 0.0, 0.0, 0.0], abs=1e-12)
+
+
+def test_levels_hold_the_share():
+    assert curve(MaxQ("2:4", 8, fine_tune=2, levels=3)) == pytest.approx([1, 1, 2 / 3, 2 / 3, 1 / 3, 1 / 3, 0, 0, 0])
+
+
+def test_phases_and_metrics():
+    recipe, model = MaxQ("2:4", 8, dense=2, fine_tune=2), mlp()
+    handle = nm.sparsify_(model, recipe)
+    optimizer = handle.attach(recipe.optimizer(model.parameters(), lr=1e-2))
+    seen = []
+    for batch in batches(8):
+        loss_of(model, batch).backward()
+        optimizer.step()
+        got = handle.metrics()
+        seen.append((handle.stage.phase, got["dense_groups"].item(), got["density"].item()))
+    shares = [1, 1, 0.75, 0.5, 0.25, 0, 0, 0]
+    assert seen == [(int(t >= 2), d, 0.5 + d / 2) for t, d in enumerate(shares, start=1)]
+    assert recipe.profile(8) == [nm.recipes.Span(6), nm.recipes.Span(2, fprop=0.5)]
+
+
+def test_finish_on_the_way_warns():
+    recipe, model = MaxQ("2:4", 8, fine_tune=2), mlp()
+    handle = nm.sparsify_(model, recipe)
+    optimizer = handle.attach(recipe.optimizer(model.parameters(), lr=1e-2))
+    for batch in batches(3):
+        loss_of(model, batch).backward()
+        optimizer.step()
+    with pytest.warns(UserWarning, match="still has 50% of its groups dense"):
+        handle.finish()
+    assert all(nm.ops.is_nm(layer.weight.detach(), "2:4") for layer in handle.layers.values())
+
+
+@pytest.mark.parametrize(
+    ("config", "complaint"),
+    [
+        ({}, "total_steps"),
+        ({"total_steps": 10, "schedule": "quadratic"}, "linear, cubic, cos, exp"),
+        ({"total_steps": 10, "grad": "hard"}, "ste, chain"),
+        ({"total_steps": 10, "tau": 0.0}, "tau"),
+        ({"total_steps": 10, "decay": -1.0}, "decay"),
+        ({"total_steps": 10, "levels": 0}, "levels"),
+        ({"total_steps": 10, "dense": 4, "fine_tune": 6}, "leave none"),
+        ({"total_steps": 10, "pattern": "4:4"}, "prunes nothing"),
+    ],
+)
+def test_bad_settings_raise(config, complaint):
+    with pytest.raises(RecipeError, match=complaint):
+        MaxQ(**config)
