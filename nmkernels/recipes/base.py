@@ -106,13 +106,14 @@ class Recipe:
     def profile(self, steps: int) -> list[Span]:
         """The FLOPs of the first ``steps`` steps, in consecutive spans, for ``nm.flops``.
 
-        By default ``stage({})`` is taken to last: fprop costs N/M where it has a transform or a held mask, wgrad what its plan says.
-        Recipes whose stages change, whose transform is not N:M, or whose dgrad is cheaper than a dense product, say so themselves.
+        By default ``stage({})`` is taken to last: fprop costs N/M where it has a transform or a held mask, dgrad where the transform has
+        a weight of its own for it, wgrad what the plan says. Recipes whose stages change, whose transform is not N:M, or whose masks
+        are transposable say so themselves.
         """
-        stage, pattern = self.stage({}), Pattern(self.pattern)
-        masked = stage.transform is not None or stage.fixed
+        stage, share = self.stage({}), Pattern(self.pattern).density
+        masked, turned = stage.transform is not None or stage.fixed, stage.transform is not None and not stage.transform.symmetric
         wgrad = {"mvue": stage.plan.n / max(stage.plan.m, 1), "none": 0.0}.get(stage.plan.wgrad, 1.0)
-        return [Span(steps, fprop=pattern.density if masked else 1.0, wgrad=wgrad)]
+        return [Span(steps, fprop=share if masked else 1.0, dgrad=share if turned else 1.0, wgrad=wgrad)]
 
     def switched_at(self, step: int) -> Recipe:
         """The same recipe with its own choice of a switching step replaced by ``step``, to count the FLOPs of a run afterwards.

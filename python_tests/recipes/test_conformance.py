@@ -383,6 +383,11 @@ def test_no_weight_is_denser_than_its_flops_are_counted(entry):
         for name, layer in handle.layers.items():
             used = layer.used_weight()
             assert used.count_nonzero() <= span.fprop * used.numel() + 1e-6, f"{name} in {span}"
+            if span.dgrad < 1:
+                symmetric = layer.transform is None or layer.transform.symmetric
+                turned = used if symmetric else layer.transform.for_dgrad(used, *layer._extras(layer.transform))
+                assert turned.count_nonzero() <= span.dgrad * turned.numel() + 1e-6, f"{name} in {span}"
+                assert not symmetric or nm.ops.is_nm(turned.t(), layer.pattern), f"{name}: dgrad is cheaper only by N:M along out"
             assert span.wgrad == {"mvue": layer.plan.n / max(layer.plan.m, 1), "none": 0.0}.get(layer.plan.wgrad, 1.0)
         step(model, optimizer, batch)
     handle.finish()
