@@ -1,13 +1,17 @@
 """Floor 4: autograd. One linear Function driven by a GemmPlan, and the weight transforms in front of it."""
 
+from .dgrad import CRITERIA, BiMasked, DoublePruned
 from .linear import linear, linear_compressed
 from .plan import STRAIGHT_THROUGH, GemmPlan, packed_inference
 from .queries import PartlyDense, SoftQuery
 from .transforms import DecayedMask, HardMask, SoftThreshold, WeightTransform
 
 __all__ = [
+    "CRITERIA",
     "STRAIGHT_THROUGH",
+    "BiMasked",
     "DecayedMask",
+    "DoublePruned",
     "GemmPlan",
     "HardMask",
     "PartlyDense",

@@ -2,6 +2,7 @@
 
 from .asp import ASP
 from .base import Observed, Recipe, Stage
+from .bimask import BiMask
 from .compute import Flops, LayerFlops, flops
 from .convert import sparsify_
 from .cost import Span
@@ -23,6 +24,7 @@ __all__ = [
     "SSTE",
     "STE",
     "STEP",
+    "BiMask",
     "Dense",
     "Flops",
     "Handle",

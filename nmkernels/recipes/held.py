@@ -56,7 +56,13 @@ class Held:
             transform = layer.transform
             if transform is None or not transform.holds:
                 continue
-            values = transform.renew(layer.master.detach(), layer.extras_or_none(transform), self._generator(state, name))
+            # what a layer still holds of another run was never chosen in this one
+            known = held.get(name, {})
+            extras = [
+                None if key in transform.holds and key not in known else value
+                for key, value in zip(transform.reads, layer.extras_or_none(transform), strict=True)
+            ]
+            values = transform.renew(layer.master.detach(), extras, self._generator(state, name))
             layer.hold(values)
             held[name] = {key: _saved(value) for key, value in values.items()}
 

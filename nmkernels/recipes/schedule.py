@@ -46,6 +46,22 @@ def check_decay(recipe: str, decay: float) -> None:
         raise RecipeError(f"{recipe}: decay={decay!r} must be a finite number of at least 0.")
 
 
+def check_count(recipe: str, name: str, value: int) -> None:
+    """Raise ``RecipeError`` unless ``value`` is a whole number of at least 0.
+
+    Example:
+        >>> check_count("BiMask", "draws", 100)
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise RecipeError(f"{recipe}: {name}={value!r} must be a whole number of at least 0.")
+
+
+def check_seed(recipe: str, seed: int | None) -> None:
+    """Raise ``RecipeError`` unless ``seed`` is a whole number or None."""
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+        raise RecipeError(f"{recipe}: seed={seed!r} must be a whole number, or None for torch's initial seed.")
+
+
 class Phases(NamedTuple):
     """Where a schedule of dense, progressive and fine-tuning steps changes, in applied steps."""
 

@@ -12,6 +12,7 @@ from ..optim import UpdateRule
 from ..pattern import NMError, Pattern, PatternLike, RecipeError
 from .base import Recipe, Stage, State
 from .registry import recipe
+from .schedule import check_seed
 
 
 @recipe("sste")
@@ -63,8 +64,7 @@ class SSTE(Recipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "mvue_pattern", Pattern(self.mvue_pattern))
-        if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
-            raise RecipeError(f"SSTE: seed={self.seed!r} must be a whole number, or None for torch's initial seed.")
+        check_seed("SSTE", self.seed)
         try:
             self.plan()
         except NMError as error:

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from nmkernels.recipes import ASP, SRSTE, SSTE, STE, STEP, Dense, MaxQ, MdGf, Recipe, SdGf
+from nmkernels.recipes import ASP, SRSTE, SSTE, STE, STEP, BiMask, Dense, MaxQ, MdGf, Recipe, SdGf
+from python_tests.recipes import loop_dgrad
 from python_tests.recipes import loop_used as used
 from python_tests.recipes.loop import SPARSE, Adam, Step, train
 from python_tests.recipes.loop_maxq import maxq
@@ -69,6 +70,15 @@ def max_query(recipe: MaxQ, start: int, stop: int, cuts: tuple[int, ...]) -> Ent
     return Entry(recipe, lambda p, d, s: maxq(p, d, recipe, start, stop), cuts)
 
 
+def bimask(recipe: BiMask) -> Entry:
+    n, m, count = recipe.pattern.n, recipe.pattern.m, recipe.criterion == "count"
+
+    def run(params: dict[str, Any], data: list[Any], streams: Any) -> dict[str, Any]:
+        return loop_dgrad.bimask(params, data, n, m, recipe.decay, recipe.draws, recipe.refresh, recipe.seed, count)
+
+    return Entry(recipe, run, (6, 7, 9))
+
+
 ROSTER = {
     "dense": Entry(Dense(), hard(n=4)),
     "ste": Entry(STE("2:4"), hard()),
@@ -85,6 +95,9 @@ ROSTER = {
     "sdgf": sdgf(SdGf("1:8", STEPS), [(7, 8), (4, 8), (2, 8), (1, 8)], [0, 5, 10, 15]),
     "sdgf_chain": sdgf(SdGf("1:4", STEPS, dense=4, fine_tune=4, grad="chain"), [(3, 4), (2, 4), (1, 4)], [4, 8, 12]),
     "sdgf_geometric": sdgf(SdGf("1:2", STEPS, schedule="geometric"), [(8, 16), (4, 8), (2, 4), (1, 2)], [0, 5, 10, 15]),
+    "bimask": bimask(BiMask("2:4", decay=0.1, draws=20, refresh=7, seed=1)),
+    "bimask_count": bimask(BiMask("1:8", draws=5, refresh=3, criterion="count", seed=2)),
+    "bimask_once": bimask(BiMask("1:4", draws=0, refresh=0, seed=0)),
     "sdgf_densify": sdgf(SdGf("1:2", STEPS, schedule="densify", dense=0.2), [(1, 16), (1, 8), (1, 4), (1, 2)], [4, 8, 12, 16]),
     "maxq": max_query(MaxQ("2:4", STEPS, fine_tune=5, decay=0.1), 0, 15, (7, 15)),
     "maxq_cubic": max_query(MaxQ("1:4", STEPS, schedule="cubic", dense=4, fine_tune=0.2, tau=0.1, kernel=True), 4, 16, (2, 9)),
