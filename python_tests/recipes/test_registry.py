@@ -25,7 +25,7 @@ def test_every_recipe_takes_pattern_and_total_steps(name):
 
 
 def test_unknown_names_patterns_and_keywords():
-    with pytest.raises(nm.RecipeError, match=r"'stepp'; did you mean 'step'.*asp, dense, .*step:2:4"):
+    with pytest.raises(nm.RecipeError, match=r"'stepp'; did you mean 'step'.*asp, .*dense, .*step:2:4"):
         get("stepp:2:4")
     for bad in ("ste:4:2", "ste:", "ste:2", "ste:a:b"):
         with pytest.raises(nm.PatternError):
