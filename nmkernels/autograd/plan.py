@@ -14,7 +14,7 @@ from .fp8 import SCHEMES
 
 FPROP = ("dense", "packed")
 DGRAD = ("dense", "packed")
-WGRAD = ("dense", "mvue", "none")
+WGRAD = ("dense", "mvue", "magnitude", "none")
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,8 @@ class GemmPlan:
     * ``fprop`` (nt) y = x W̃ᵀ: ``"dense"`` multiplies W̃ in dense layout (its zeros included), ``"packed"`` its compressed form.
     * ``dgrad`` (nn) ∂L/∂x = g W̃: the same two choices.
     * ``wgrad`` (tn) ∂L/∂W̃ = gᵀ x: ``"dense"``; ``"mvue"``, with the unbiased N:M estimate of gᵀ along tokens (Chmiel et al. 2023;
-      S-STE, FST); ``"none"``, no weight gradient. What it means for the master weight is the weight transform's matter.
+      S-STE, FST); ``"magnitude"``, with the N largest of each group of gᵀ along tokens, which is biased: for comparison only, it is what
+      Chmiel et al. warn of; ``"none"``, no weight gradient. What it means for the master weight is the weight transform's matter.
 
     Args:
         n, m: the pattern of packed operands and of the estimate; 0 where nothing is packed.
@@ -55,7 +56,7 @@ class GemmPlan:
                 raise NMError(f"GemmPlan: {role}={given!r} is not a rule of that GEMM; choose one of {', '.join(known)}.")
         if self.fprop != self.dgrad:
             raise NMError("GemmPlan: fprop and dgrad read the same weight, so both are dense or both are packed.")
-        if (self.fprop == "packed" or self.wgrad == "mvue") and not 1 <= self.n <= self.m <= MAX_M:
+        if (self.fprop == "packed" or self.wgrad in ("mvue", "magnitude")) and not 1 <= self.n <= self.m <= MAX_M:
             raise NMError(f"GemmPlan: a packed operand needs a pattern, 1 <= n <= m <= {MAX_M}; got n={self.n}, m={self.m}.")
         if self.method not in METHODS:
             raise NMError(f"GemmPlan: method={self.method!r} is unknown; choose one of {', '.join(METHODS)}.")

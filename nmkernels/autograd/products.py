@@ -34,7 +34,7 @@ def dgrad(plan: GemmPlan, g: Tensor, used: Tensor, indices: Tensor | None, cols:
 
 
 def wgrad(plan: GemmPlan, g: Tensor, x: Tensor, seed: Tensor | None) -> Tensor:
-    """∂L/∂W̃ = gᵀ x ``(out, in)`` of g ``(tokens, out)`` and x ``(tokens, in)``; with MVUE, gᵀ is first replaced by its estimate.
+    """∂L/∂W̃ = gᵀ x ``(out, in)`` of g ``(tokens, out)`` and x ``(tokens, in)``; gᵀ may first be replaced by an N:M tensor.
 
     Args:
         seed: int64 ``(2,)`` (seed, offset) of the estimate, whose offset is then advanced in place; None draws both from torch.
@@ -44,15 +44,29 @@ def wgrad(plan: GemmPlan, g: Tensor, x: Tensor, seed: Tensor | None) -> Tensor:
             return g.t().matmul(x)
         p, q, step = fp8.operands(plan.fp8, "wgrad", g, x)
         return (p.t().matmul(q) * step).to(x.dtype)
-    raw, words = torch.ops.nmkernels, seed
-    if words is None:
-        words = torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=g.device)
-    values, indices = raw.nm_mvue_compress(g, plan.n, plan.m, 0, words, plan.method)
-    if seed is not None:
-        # on the device, so that a replayed graph draws anew
-        seed[1:].add_(1)
+    raw = torch.ops.nmkernels
+    values, indices = _largest(plan, g) if plan.wgrad == "magnitude" else _estimate(plan, g, seed)
     if plan.fp8 is None:
         return raw.nm_linear_wgrad(values, indices, plan.n, plan.m, g.shape[0], x)
     # the zeros that the estimate left out have no part in its largest magnitude
     p, q, step = fp8.operands(plan.fp8, "wgrad", values, x)
     return (raw.nm_linear_wgrad(p, indices, plan.n, plan.m, g.shape[0], q) * step).to(x.dtype)
+
+
+def _estimate(plan: GemmPlan, g: Tensor, seed: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The unbiased estimate of gᵀ along tokens, compressed."""
+    words = seed
+    if words is None:
+        words = torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=g.device)
+    values, indices = torch.ops.nmkernels.nm_mvue_compress(g, plan.n, plan.m, 0, words, plan.method)
+    if seed is not None:
+        # on the device, so that a replayed graph draws anew
+        seed[1:].add_(1)
+    return values, indices
+
+
+def _largest(plan: GemmPlan, g: Tensor) -> tuple[Tensor, Tensor]:
+    """The N largest magnitudes of each group of gᵀ along tokens, compressed; the last group is filled up with zeros."""
+    turned = F.pad(g.t(), (0, -g.shape[0] % plan.m)).contiguous()
+    values, indices = torch.ops.nmkernels.nm_compress(turned, plan.n, plan.m, None)
+    return values, indices

@@ -35,6 +35,7 @@ class SSTE(Recipe):
         mvue: the output gradient g is replaced in ∂L/∂W = gᵀ x by its unbiased N:M estimate along tokens (Chmiel et al., ICLR 2023):
             ``"exact"``, of least variance; ``"approx"``, the two-draw sampler that the authors ran (its error is 1.0 to 2 times as
             large); None, the dense product. The authors' code uses ``"approx"``; exact costs no more here and is at least as good.
+            ``"magnitude"`` takes the N largest instead, which is biased: for comparison only.
         mvue_pattern: N:M of the estimate. 2:4 whatever the weights' pattern is, as hardware wants it and the papers tried it.
         fp8: also round the operands of all three products to emulated FP8 with the current largest magnitude as scale, on any device:
             ``"paper"`` e4m3 forward, e5m2 for both operands in backward, as in the authors' code; ``"hybrid"`` e5m2 for gradients only.
@@ -75,6 +76,8 @@ class SSTE(Recipe):
         p = Pattern(self.mvue_pattern)
         if self.mvue is None:
             return GemmPlan(fp8=self.fp8)
+        if self.mvue == "magnitude":
+            return GemmPlan(wgrad="magnitude", n=p.n, m=p.m, fp8=self.fp8)
         return GemmPlan(wgrad="mvue", n=p.n, m=p.m, method=self.mvue, fp8=self.fp8)
 
     def final_transform(self) -> WeightTransform:

@@ -136,6 +136,21 @@ def test_mvue_without_seed_draws_from_torch():
     assert torch.equal(first, mvue_gradient(None)[0]) and not torch.equal(first, second)
 
 
+@pytest.mark.parametrize("tokens", [8, 10])
+def test_gradient_of_the_largest_is_biased(tokens):
+    gen = torch.Generator().manual_seed(3)
+    x = torch.randn(tokens, 8, generator=gen, dtype=torch.float64)
+    g = torch.randn(tokens, 4, generator=gen, dtype=torch.float64)
+    w = torch.nn.Parameter(torch.zeros(4, 8, dtype=torch.float64))
+    linear(x, w, w.detach(), plan=GemmPlan(wgrad="magnitude", n=2, m=4)).backward(g)
+    kept = torch.zeros_like(g)
+    for j in range(4):
+        for i in range(0, tokens, 4):
+            best = i + g[i : i + 4, j].abs().argsort(descending=True)[:2]
+            kept[best, j] = g[best, j]
+    torch.testing.assert_close(w.grad, kept.t() @ x, rtol=1e-12, atol=1e-12)
+
+
 def test_compressed_gradcheck():
     x, w, b, _ = operands(batch=(2, 3))
     c = ops.compress(w.detach(), "2:4")

@@ -61,7 +61,9 @@ def sste(params, data, n, m, streams=None, method="exact"):
         betas[k] = (params[k] * s).sum() / (s * s).sum()
 
     def product(k, g, x, t):
-        if streams is not None:
+        if method == "magnitude":
+            g = g * top_n(g.T, 2, 4).T
+        elif streams is not None:
             g = reference.mvue(g, 2, 4, 0, torch.tensor([streams[k], t]), method)
         return g.T @ x
 

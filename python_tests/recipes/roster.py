@@ -88,6 +88,7 @@ ROSTER = {
     "sste_dense_wgrad": Entry(SSTE("2:4", mvue=None), lambda p, d, s: used.sste(p, d, 2, 4)),
     "sste": Entry(SSTE("2:4", seed=1), lambda p, d, s: used.sste(p, d, 2, 4, s)),
     "sste_approx": Entry(SSTE("1:4", mvue="approx", seed=1), lambda p, d, s: used.sste(p, d, 1, 4, s, "approx")),
+    "sste_biased": Entry(SSTE("2:4", mvue="magnitude", seed=1), lambda p, d, s: used.sste(p, d, 2, 4, s, "magnitude")),
     "mdgf": mdgf(MdGf("1:8", STEPS), 0, 5),
     "mdgf_ste": mdgf(MdGf("1:4", STEPS, dense=4, fine_tune=0.2, grad="ste"), 4, 4),
     "mdgf_linear": mdgf(MdGf("2:4", STEPS, schedule="linear", dense=0.1, fine_tune=0), 2, 0),
