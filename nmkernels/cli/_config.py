@@ -11,6 +11,7 @@ from .. import recipes
 from ..pattern import CheckpointError, Pattern
 from ..recipes import Recipe
 from ..recipes.registry import find
+from ..recipes.text import parse
 from ..zoo import GPTConfig
 from ._options import options
 
@@ -76,12 +77,14 @@ def settings(args: argparse.Namespace, saved: Mapping[str, Any] | None = None) -
     names = {f.name for f in fields(TrainConfig)} - {"options"}
     asked.update({name: value for name, value in vars(args).items() if name in names and value is not None})
     spec = asked.get("recipe", (saved or {}).get("recipe", TrainConfig.recipe))
-    name, colon, pattern = str(spec).partition(":")
+    name, pattern, inside = parse(str(spec))
     cls = find(name)
     if "recipe" in asked:
-        asked["recipe"] = f"{cls.name}:{Pattern(pattern if colon else cls.pattern)}"
+        asked["recipe"] = f"{cls.name}:{Pattern(cls.pattern if pattern is None else pattern)}"
+        if inside:
+            asked["options"] = inside
     if args.set:
-        asked["options"] = options(cls, args.set)
+        asked["options"] = {**asked.get("options", {}), **options(cls, args.set)}
     return asked
 
 

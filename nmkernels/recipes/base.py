@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 import torch
@@ -13,6 +13,7 @@ from ..autograd import STRAIGHT_THROUGH, GemmPlan, HardMask, WeightTransform
 from ..optim import PLAIN, MaskedAdamW, UpdateRule
 from ..pattern import CheckpointError, Pattern, PatternLike, RecipeError
 from .cost import Span
+from .text import text
 
 State = dict[str, Any]
 """A recipe's schedule state: plain values and tensors, kept in the optimizer's ``param_groups[0]["nm_recipe"]``."""
@@ -29,6 +30,8 @@ class Stage:
         plan: the rule of each of a layer's three products.
         fixed: the mask was chosen once for good: gradients and weights are masked around each step.
         renew: what the transform holds is chosen anew after every so many applied steps; 0 for only when the stage begins.
+        later: in a stage before the sparse ones, the transform that they will begin with: what it takes once from the weights, and the
+            patterns of the layers, are then taken from the weights at the end of this stage and not from those of ``sparsify_``.
     """
 
     phase: int
@@ -37,6 +40,7 @@ class Stage:
     plan: GemmPlan = STRAIGHT_THROUGH
     fixed: bool = False
     renew: int = 0
+    later: WeightTransform | None = None
 
 
 @dataclass(frozen=True)
@@ -80,9 +84,18 @@ class Recipe:
             raise RecipeError(f"{type(self).__name__}: total_steps={total!r} must be a whole number of at least 1.")
 
     def spec(self) -> dict[str, Any]:
-        """The recipe as plain values, for checkpoints and logs."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {"recipe": self.name, **{k: str(v) if isinstance(v, Pattern) else v for k, v in values.items()}}
+        """The recipe as plain values, for checkpoints and logs; patterns and inner recipes as text."""
+        return {"recipe": self.name, **{f.name: _plain(getattr(self, f.name)) for f in fields(self)}}
+
+    def text(self) -> str:
+        """The recipe as one line that ``nmkernels.recipes.get`` reads, without what is left at its default.
+
+        Example:
+            >>> Recipe("2:4", total_steps=10).text()
+            ':2:4(total_steps=10)'
+        """
+        own = {f.name: _plain(getattr(self, f.name)) for f in fields(self) if f.name != "pattern"}
+        return text(self.name, str(self.pattern), {f.name: own[f.name] for f in fields(self) if f.name in own and own[f.name] != f.default})
 
     def optimizer(self, params: Iterable[Any], lr: float | Tensor = 1e-3, **kwargs: Any) -> torch.optim.Optimizer:
         """The optimizer that serves this recipe best: ``MaskedAdamW`` with the keywords of ``torch.optim.AdamW``."""
@@ -132,9 +145,24 @@ class Recipe:
         """What ``finish`` applies to each weight where ``final`` is ``"nm"``; by default the mask of the N largest magnitudes."""
         return HardMask(Pattern(self.pattern))
 
-    def fit(self, transform: WeightTransform, cols: int) -> WeightTransform:
-        """``transform`` as it suits a weight of ``cols`` inputs; by default unchanged."""
-        return transform
+    def layer_patterns(self, weights: Mapping[str, Tensor]) -> dict[str, Pattern] | None:
+        """N:M of each layer, from the present weights ``(out, in)`` by name; by default None: all layers have the recipe's own.
+
+        Asked at ``sparsify_``, at ``attach`` and at the end of a dense stage (``Stage.later``); a resumed run has those of its checkpoint.
+        """
+        return None
+
+    def fit(self, transform: WeightTransform, pattern: Pattern, shape: tuple[int, int]) -> WeightTransform:
+        """``transform`` as it suits a layer: by default with the layer's own ``pattern``, where that is not the recipe's.
+
+        Args:
+            shape: of the layer's weight, ``(out, in)``.
+        """
+        return transform if pattern == self.pattern else replace(transform, pattern=pattern)
+
+    def note(self, pattern: Pattern, shape: tuple[int, int]) -> str:
+        """What the report says of a layer that was made sparse; by default its pattern."""
+        return str(pattern)
 
     def inputs(self, state: State) -> dict[str, Tensor]:
         """Numbers of the schedule that the transform reads, by buffer name, as 0-d tensors; renewed after every step."""
@@ -172,6 +200,10 @@ class Recipe:
         return {}
 
 
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, Pattern) else value.text() if isinstance(value, Recipe) else value
+
+
 @dataclass(frozen=True)
 class Observed:
     """What one optimizer step showed, over the maskable parameters.
@@ -182,6 +214,7 @@ class Observed:
         second_moments: their raw ``exp_avg_sq`` where the optimizer keeps one.
         step: the optimizer's own step count of these parameters, None where it has none; reading it may wait for the device.
         calls: how many steps can have been applied at most; known to the host, which cannot see whether a step was skipped.
+        group: the parameter group of the maskable weights, as for ``Recipe.start``.
     """
 
     stats: Tensor
@@ -189,3 +222,4 @@ class Observed:
     second_moments: list[Tensor]
     step: Tensor | None
     calls: int
+    group: dict[str, Any] = field(default_factory=dict)

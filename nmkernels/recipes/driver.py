@@ -18,6 +18,7 @@ from .held import Held
 from .metrics import summed
 from .report import Report
 from .seeds import Seeds
+from .shares import Shares, shape_of
 
 
 class Driver:
@@ -32,10 +33,8 @@ class Driver:
         self.fixed = FixedMasks(layers, recipe.mask_score)
         self.seeds = Seeds(layers)
         self.held = Held(layers)
+        self.shares = Shares(recipe, layers, report)
         self.finished = False
-        final = self._one(recipe.final_transform())
-        for layer in layers.values():
-            layer.final = final
         self.stage = recipe.stage({})
         self._freeze("sparsify_")
         self.apply(self.stage)
@@ -45,9 +44,16 @@ class Driver:
         # one object of each kind for the whole run: a compiled model guards on its identity
         return self._transforms.setdefault(transform, transform)
 
-    def _freeze(self, verb: str) -> None:
-        transform = self.stage.transform
+    def _freeze(self, verb: str, anew: bool = False) -> None:
+        """Take from the present weights what is taken from them once: the layers' patterns, and what transforms freeze."""
+        self.shares.choose()
+        self._refit(verb, anew)
+
+    def _refit(self, verb: str, anew: bool = False) -> None:
+        transform = self.stage.transform or self.stage.later
         for name, layer in self.layers.items():
+            layer.final = self._fitted(self.recipe.final_transform(), layer)
+            layer.restored &= not anew
             try:
                 layer.freeze(*() if transform is None else (self._fitted(transform, layer),))
             except NMError as error:
@@ -64,13 +70,16 @@ class Driver:
 
     def first_state(self, group: dict[str, Any]) -> State:
         """The schedule's state at its beginning, with the recipe's own description for checkpoints."""
-        return {"spec": self.recipe.spec(), **self.recipe.start(group)}
+        state = {"spec": self.recipe.spec(), **self.recipe.start(group)}
+        self.shares.save(state)
+        return state
 
     def adopt(self, state: State) -> None:
         """Continue from ``state``, which lies in the optimizer already."""
         self._state = state
         self._calls = int(state["t"]) if "t" in state else 0
-        self.seeds.adopt(state)
+        if self.shares.adopt(state):
+            self._refit("resume")
         self.restage()
 
     def advance(self) -> None:
@@ -84,17 +93,25 @@ class Driver:
             second_moments=[v for a in parts for v in a.second_moments()],
             step=self._primary().step_counter(),
             calls=self._calls + 1,
+            group=self._primary().group,
         )
         self._calls += 1
         for part in parts:
             part.observed = None
         held_due = "held" in self.state and self._primary().applied(seen.stats) and self.held.advance(self.state, self.stage.renew)
         if self.recipe.advance(self.state, seen):
+            if self.stage.later is not None and self.recipe.stage(self.state).later is None:
+                self._begin()
             self.restage()
         else:
             self._feed()
         if held_due and "held" in self.state:
             self._renew()
+
+    def _begin(self) -> None:
+        """The dense phase is over: what later stages take from the weights is taken from the present ones."""
+        self._freeze("the sparse phase", anew=True)
+        self.shares.save(self.state)
 
     def _renew(self) -> None:
         before = {name: layer.kept() for name, layer in self.layers.items()}
@@ -113,6 +130,7 @@ class Driver:
     def restage(self) -> None:
         """Bring layers and optimizers in line with the schedule's state."""
         stage = self.recipe.stage(self.state)
+        self.seeds.adopt(self.state)
         if stage.fixed:
             self.fixed.ensure(self.state)
         else:
@@ -131,11 +149,12 @@ class Driver:
             attachment.apply(stage)
 
     def _fitted(self, transform: WeightTransform, layer: NMWeight) -> WeightTransform:
-        return self._one(self.recipe.fit(transform, layer.master.shape[1]))
+        return self._one(self.recipe.fit(transform, layer.pattern, shape_of(layer)))
 
     def check_state(self, state: Any, group: dict[str, Any] | None = None) -> None:
         """Raise ``CheckpointError`` unless ``state`` was written by this recipe, with this pattern, on these layers."""
         self.recipe.check_state(state, self._primary().group if group is None else group)
+        self.shares.check(state)
         self.fixed.check(state)
         self.seeds.check(state)
         self.held.check(state)

@@ -14,6 +14,7 @@ from .. import ops
 from ..autograd import WeightTransform
 from ..nn import NMWeight
 from ..pattern import CheckpointError, RecipeError
+from .shares import pattern_in
 
 if TYPE_CHECKING:
     from .base import State
@@ -90,7 +91,7 @@ class FixedMasks:
             raise CheckpointError(f"the checkpoint's masks are of other layers than this model's; only one of them has {', '.join(odd)}.")
         for name, layer in self.layers.items():
             rows, cols = layer.master.shape
-            if tuple(masks[name].shape) != (rows, layer.pattern.index_bytes(cols)):
+            if tuple(masks[name].shape) != (rows, pattern_in(state, name, layer).index_bytes(cols)):
                 raise CheckpointError(f"the checkpoint's mask of layer {name!r} is of another shape than its weight ({rows}, {cols}).")
 
     def forget(self) -> None:

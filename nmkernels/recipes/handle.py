@@ -140,6 +140,8 @@ class Handle(Driver):
 
     def _final_transforms(self) -> dict[str, WeightTransform]:
         """What turns each weight into the N:M one that ``finish`` leaves."""
+        if self.stage.later is not None:
+            self._freeze("a dense phase", anew=True)
         return {name: self.fixed.preview(name) or layer.final for name, layer in self.layers.items()}
 
     def remove(self) -> nn.Module:

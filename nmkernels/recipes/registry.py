@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from ..pattern import RecipeError
 from .base import Recipe
+from .text import parse
 
 _recipes: dict[str, type[Recipe]] = {}
 R = TypeVar("R", bound=type[Recipe])
@@ -73,28 +74,29 @@ def get(spec: str, **config: Any) -> Recipe:
     """The recipe that a text names.
 
     Args:
-        spec: ``"name"`` or ``"name:N:M"``.
+        spec: ``"name"``, ``"name:N:M"``, or ``"name:N:M(keyword=value, ...)"`` as ``Recipe.text`` writes it.
         config: the recipe's own keywords.
 
     Raises:
-        RecipeError: no recipe has that name, or the pattern is given twice. PatternError: N:M is not usable. TypeError: an unknown keyword.
+        RecipeError: no recipe has that name, or something is given twice. PatternError: N:M is not usable. TypeError: an unknown keyword.
 
     Example:
         >>> get("srste:2:8", decay=1e-4)
         SRSTE(pattern=Pattern("2:8"), total_steps=None, decay=0.0001)
     """
-    name, colon, pattern = spec.partition(":")
+    name, pattern, options = parse(spec)
     cls = find(name)
+    if pattern is not None:
+        options = {"pattern": pattern, **options}
+    for key in options.keys() & config.keys():
+        what = "the pattern" if key == "pattern" else key
+        raise RecipeError(f"{what} is given twice: in {spec!r} and as {key}={config[key]!r}; give it once.")
     known = [f.name for f in fields(cls) if f.init]
-    for key in config:
+    for key in (*options, *config):
         if key not in known:
             near = suggestion(key, known) or "."
             raise TypeError(f"the recipe {cls.name} has no keyword {key!r}{near} It takes {', '.join(known)}.")
-    if colon and "pattern" in config:
-        raise RecipeError(f"the pattern is given twice: in {spec!r} and as pattern={config['pattern']!r}; give it once.")
-    if colon:
-        config = {"pattern": pattern, **config}
-    return cls(**config)
+    return cls(**options, **config)
 
 
 def resolve(spec: Recipe | str) -> Recipe:

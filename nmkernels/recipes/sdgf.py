@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -88,11 +89,22 @@ class SdGf(Recipe):
         count = len(self.frames())
         return tuple(first + round(i * (last - first) / count) for i in range(count))
 
-    def fit(self, transform: WeightTransform, cols: int) -> WeightTransform:
-        """The frame's mask, or that of the next frame whose groups divide ``cols``."""
+    def fit(self, transform: WeightTransform, pattern: Pattern, shape: tuple[int, int]) -> WeightTransform:
+        """The frame's mask, or that of the next frame whose groups divide the inputs of the layer.
+
+        A layer with a pattern of its own goes through the frames without becoming sparser than it will be, and takes its own with
+        the last one; in ever smaller groups it goes through the frames of its own.
+        """
         frames = self.frames()
-        later = frames[frames.index(transform.pattern) :]
-        return replace(transform, pattern=next(p for p in later if cols % p.m == 0))
+        left = len(frames) - frames.index(transform.pattern)
+        if pattern != self.pattern:
+            if self.schedule == "stepwise":
+                kept = [max(pattern.n, math.ceil(f.density * pattern.m)) for f in frames[:-1]]
+                frames = (*(Pattern(n, pattern.m) for n in kept), pattern)
+            else:
+                frames = replace(self, pattern=pattern).frames()
+        later = frames[-min(left, len(frames)) :]
+        return replace(transform, pattern=next(p for p in later if shape[1] % p.m == 0))
 
     def profile(self, steps: int) -> list[Span]:
         """Dense before the first frame, then fprop at each frame's N/M."""

@@ -8,22 +8,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..autograd import HardMask
 from ..ops import STATS
 from ..optim import MaskedAdamW, UpdateRule
-from ..pattern import CheckpointError, Pattern, RecipeError
+from ..pattern import CheckpointError, RecipeError
 from . import autoswitch
 from .base import Observed, Recipe, Stage, State
 from .cost import Span, first
+from .inner import Outer, as_inner, first_stage, of_length
 from .registry import recipe
 from .schedule import check_decay, resolve_step
+from .ste import SRSTE
 
 THRESHOLDS = {"relative_norm": 0.5, "staleness": 0.96}
 
 
 @recipe("step")
 @dataclass(frozen=True)
-class STEP(Recipe):
+class STEP(Outer):
     """STEP (Lu et al., "STEP: learning N:M structured sparsity masks from scratch with precondition", ICML 2023, algorithm 2).
 
     Phase 0, t ≤ T₀: dense AdamW. Phase 1, t > T₀: forward with M(W) ⊙ W, the straight-through gradient into
@@ -46,15 +47,21 @@ class STEP(Recipe):
             gradients take huge steps. On by default because of ``bench/results/step_clamp.csv``: on a small classifier at 1:32, with
             T₀ at 25 %, the median accuracy over 8 seeds is 63 % without it and 84 % with it; at 1:16 and 2:4 there is no difference
             beyond that between seeds.
-        decay: λ of SR-STE in phase 1; 0 for plain STE.
+        decay: λ of SR-STE in phase 1; 0 for plain STE. The same as ``inner=SRSTE(pattern, decay=...)``.
+        inner: the recipe of phase 1 in its place, ``MdGf("1:8", ...)`` or its text ``"mdgf(fine_tune=0.25)"``; the paper reports SR-STE,
+            decaying masks and layer-wise N. It begins at the switch: its own schedule counts from there over the T − T₀ steps that are
+            left of ``total_steps`` (shares in it are shares of those, a ``total_steps`` of its own is overruled), what it takes once
+            from the weights (S-STE's β, layer-wise patterns) it takes from those of the switch, and all its updates have v frozen.
 
     Raises:
-        RecipeError: shares without ``total_steps``, t_min > t_max, a value out of range; or, at ``attach``, an optimizer whose second
-            moment cannot be frozen.
+        RecipeError: shares without ``total_steps``, t_min > t_max, a value out of range; an inner recipe with a dense phase of its own
+            or that trains no weights; or, at ``attach``, an optimizer whose second moment cannot be frozen.
 
     Example:
         >>> STEP("2:4", total_steps=1000).bounds()
         (100, 500)
+        >>> STEP("1:8", total_steps=1000, switch="fixed", inner="mdgf(fine_tune=0.2)").sparse(250).phases()
+        Phases(start=0, stop=600)
     """
 
     paper = "Lu et al., ICML 2023, arXiv 2302.01172"
@@ -71,6 +78,7 @@ class STEP(Recipe):
     eps_mode: str = "outside"
     clamp: float | None = 2.0
     decay: float = 0.0
+    inner: Recipe | str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -87,6 +95,51 @@ class STEP(Recipe):
             raise RecipeError(f"STEP: t_min ({low} steps) is later than t_max ({high} steps).")
         if self.switch == "fixed" and high == 0:
             raise RecipeError("STEP: switch_at is step 0, before any second moment exists; use SRSTE, or switch later.")
+        if self.inner is not None:
+            if self.decay:
+                raise RecipeError(f"STEP: decay={self.decay} is of SR-STE and there is an inner recipe; give it to that one.")
+            object.__setattr__(self, "inner", as_inner(self, self.inner))
+            self._check_inner()
+            self._take_over()
+
+    def _check_inner(self) -> None:
+        inner = self.sparse(0)
+        said = f"STEP: {type(inner).__name__} cannot be its inner recipe: "
+        stage = first_stage(inner)
+        if stage.phase == 0:
+            raise RecipeError(
+                f"{said}it begins with a dense phase, and STEP has that one itself. Leave out what makes it dense at first (dense=, "
+                "prune_at=), or use the recipe without STEP."
+            )
+        if stage.plan.wgrad == "none" or (stage.transform is not None and stage.transform.learns):
+            raise RecipeError(f"{said}it learns masks and not weights, so no second moment is worth freezing. Use it without STEP.")
+        if inner.mask_score not in (None, "magnitude"):
+            raise RecipeError(f'{said}its masks are of a model that is trained already. Use score="magnitude", or it without STEP.')
+        for at in {self._earliest(), self._latest()} - {None}:
+            try:
+                self.sparse(at)  # type: ignore[arg-type]
+            except RecipeError as error:
+                raise RecipeError(f"STEP: after a switch at step {at} its inner recipe has too few steps left: {error}") from error
+
+    def _earliest(self) -> int:
+        low, _ = self.bounds()
+        return (low or 0) + (self.switch != "fixed")
+
+    def _latest(self) -> int | None:
+        """The last step that can be T₀ and leaves one; None where the length of the run is not known."""
+        _, high = self.bounds()
+        last = None if self.total_steps is None else self.total_steps - 1
+        late = None if high is None else high + (self.switch != "fixed")
+        return min((at for at in (last, late) if at is not None), default=None)
+
+    def sparse(self, switch_step: int) -> Recipe:
+        """The recipe of phase 1 after a switch at T₀ = ``switch_step``: the inner one over the steps that are left."""
+        if self.inner is None:
+            return SRSTE(self.pattern, decay=self.decay)
+        assert isinstance(self.inner, Recipe)
+        if self.total_steps is None:
+            return self.inner
+        return of_length(self.inner, self.total_steps - min(switch_step, self._latest() or 0))
 
     def bounds(self) -> tuple[int | None, int | None]:
         """(T_min, T_max) in steps; both are T₀ itself for ``switch="fixed"``."""
@@ -99,14 +152,14 @@ class STEP(Recipe):
         )
 
     def profile(self, steps: int) -> list[Span]:
-        """Dense until T_max, the latest T₀, or to the end where there is no bound; then fprop at N/M.
+        """Dense until T_max, the latest T₀, or to the end where there is no bound; then what the inner recipe costs.
 
         Where T₀ of a run is known, ``switched_at`` makes the recipe whose profile is that run's.
         """
         _, high = self.bounds()
         # T₀ is the first t > T_max, unless it is given
         late = steps if high is None else high + (self.switch != "fixed")
-        return first(steps, [Span(late), Span(steps, fprop=Pattern(self.pattern).density)])
+        return first(steps, [Span(late), *self.sparse(late).profile(max(steps - late, 1))])
 
     def switched_at(self, step: int) -> STEP:
         """The same recipe with T₀ = ``step``, for counting the FLOPs of a run after it.
@@ -136,27 +189,36 @@ class STEP(Recipe):
         """Also refuse to go on in phase 0 with another policy: its memory means something else."""
         super().check_state(state, group)
         theirs = state["spec"].get("switch")
-        if not state["switch_step"] and theirs != self.switch:
+        if "inner" in state:
+            self.sparse(state["switch_step"]).check_state(state["inner"], group)
+        elif theirs != self.switch:
             raise CheckpointError(f'the checkpoint was watching the second moment with switch="{theirs}", this run uses "{self.switch}".')
 
     def stage(self, state: State) -> Stage:
-        """Phase 0 until the switch, phase 1 after it."""
+        """Phase 0 until the switch, then the stages of the inner recipe with the second moment frozen."""
         if not state.get("switch_step"):
-            return Stage(phase=0, rule=UpdateRule(geometric=self.switch == "geometric"))
-        rule = UpdateRule(
-            masked=True,
-            decay=self.decay,
+            return Stage(phase=0, rule=UpdateRule(geometric=self.switch == "geometric"), later=first_stage(self.sparse(0)).transform)
+        inner, own = self.inner_at(state)
+        stage = inner.stage(own)
+        rule = replace(
+            stage.rule,
             frozen=True,
             v_step=state["v_step"] if self.bias_corrected else 0,
             eps_inside=self.eps_mode == "inside",
             clamp=self.clamp or 0.0,
         )
-        return Stage(phase=1, transform=HardMask(Pattern(self.pattern)), rule=rule)
+        return replace(stage, rule=rule)
+
+    def inner_at(self, state: State) -> tuple[Recipe, State]:
+        """The recipe of phase 1 and its own state, which checkpoints of older versions do not have."""
+        return self.sparse(state.get("switch_step", 0)), state.get("inner", {})
 
     def advance(self, state: State, observed: Observed) -> bool:
-        """Watch the second moment; True at the step after which it is frozen."""
+        """Watch the second moment; True at the step after which it is frozen, and when the stage of the inner recipe changes."""
         if state["switch_step"]:
-            return False
+            state["t"] = state["t"] + observed.stats[STATS.index("applied")].to(state["t"].device)
+            inner, own = self.inner_at(state)
+            return inner.advance(own, replace(observed, calls=observed.calls - state["switch_step"]))
         autoswitch.observe(state, self.switch, observed)
         if self.switch == "geometric":
             state["v_unchanged"] = observed.stats[STATS.index("v_unchanged")]
@@ -164,6 +226,10 @@ class STEP(Recipe):
             return False
         state["switch_step"] = int(state["t"].item())
         state["v_step"] = state["switch_step"] if observed.step is None else int(observed.step.item())
+        inner = self.sparse(state["switch_step"])
+        state["inner"] = {"spec": inner.spec(), **inner.start(observed.group)}
+        if "seed" in state["inner"]:
+            state["seed"] = state["inner"]["seed"]  # the random streams of the layers are the handle's matter
         return True
 
     def _due(self, state: State, calls: int) -> bool:
@@ -178,7 +244,16 @@ class STEP(Recipe):
             due = due | (t > high)
         return bool(due.item())
 
+    def unready(self, state: State) -> str:
+        """Too early before the switch, or where the inner recipe says so."""
+        return super().unready(state) if state["switch_step"] else "is still in its dense phase"
+
     def metrics(self, state: State) -> dict[str, Tensor]:
-        """``z_bar``, what AutoSwitch tests; ``switch_step``, T₀ or 0; for option II ``v_unchanged``, how many |Δv| were zero."""
+        """``z_bar``, what AutoSwitch tests; ``switch_step``, T₀ or 0; for option II ``v_unchanged``, how many |Δv| were zero.
+
+        After the switch also the figures of the inner recipe.
+        """
         own = {"z_bar": state["z_bar"], "switch_step": torch.tensor(state["switch_step"])}
-        return {**own, "v_unchanged": state["v_unchanged"]} if "v_unchanged" in state else own
+        if "v_unchanged" in state:
+            own["v_unchanged"] = state["v_unchanged"]
+        return {**own, **super().metrics(state)} if state["switch_step"] else own

@@ -92,6 +92,15 @@ def test_json_goes_to_standard_output_alone(text, tmp_path, capsys):
     assert result == json.loads((tmp_path / "out" / "result.json").read_text())
 
 
+@pytest.mark.parametrize(
+    "options", [("--recipe", "step:1:4(inner=mdgf(grad=ste))"), ("--recipe", "step:1:4", "--set", "inner=mdgf(grad=ste)")]
+)
+def test_a_recipe_inside_another(options, text, tmp_path, capsys):
+    assert train(text, tmp_path / "out", "--json", *options) == 0
+    config = json.loads(capsys.readouterr().out)["config"]
+    assert config["recipe"] == "step:1:4" and config["options"] == {"inner": "mdgf(grad=ste)"}
+
+
 @pytest.mark.parametrize("name", nm.recipes.names())
 def test_every_recipe_trains_to_a_checked_file(name, text, tmp_path, capsys):
     """At 1:8 where it can, else at its own pattern; to the file that ``final`` promises, in which each sparse layer is N:M."""

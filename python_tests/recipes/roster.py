@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nmkernels.recipes import ASP, SRSTE, SSTE, STE, STEP, BiMask, Dense, MaxQ, MdGf, Recipe, SdGf
-from python_tests.recipes import loop_dgrad
+from python_tests.recipes import loop_dgrad, loop_inner
 from python_tests.recipes import loop_used as used
 from python_tests.recipes.loop import SPARSE, Adam, Step, train
 from python_tests.recipes.loop_maxq import maxq
@@ -79,11 +79,24 @@ def bimask(recipe: BiMask) -> Entry:
     return Entry(recipe, run, (6, 7, 9))
 
 
+AT = 6
+
+
+def stepped(pattern: str, inner: str, loop: Any) -> Entry:
+    recipe = STEP(pattern, STEPS, switch="fixed", switch_at=AT, inner=inner)
+    return Entry(recipe, lambda p, d, s: loop(p, d), (4, AT, 8, 12, 17))
+
+
 ROSTER = {
     "dense": Entry(Dense(), hard(n=4)),
     "ste": Entry(STE("2:4"), hard()),
     "srste": Entry(SRSTE("2:4", decay=0.1), hard(0.1)),
     "step": Entry(STEP("2:4", t_min=2, t_max=7, threshold=1e-30), hard(0.0, SWITCH), (5, 8, 12)),
+    "step_srste": Entry(STEP("2:4", t_min=2, t_max=7, threshold=1e-30, inner=SRSTE(decay=0.1)), hard(0.1, SWITCH), (5, 8, 12)),
+    "step_mdgf": stepped("1:8", "mdgf(fine_tune=4)", lambda p, d: loop_inner.step_mdgf(p, d, AT, 1, 8, 4)),
+    "step_sdgf": stepped("1:4", "sdgf", lambda p, d: loop_inner.step_sdgf(p, d, AT, [(3, 4), (2, 4), (1, 4)])),
+    "step_sste": stepped("2:4", "sste(mvue=None)", lambda p, d: loop_inner.step_sste(p, d, AT, 2, 4)),
+    "step_asp": stepped("2:4", "asp", lambda p, d: loop_inner.step_asp(p, d, AT, 2, 4)),
     "asp": Entry(ASP("2:4"), asp(0)),
     "sste_dense_wgrad": Entry(SSTE("2:4", mvue=None), lambda p, d, s: used.sste(p, d, 2, 4)),
     "sste": Entry(SSTE("2:4", seed=1), lambda p, d, s: used.sste(p, d, 2, 4, s)),

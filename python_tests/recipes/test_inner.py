@@ -1,0 +1,222 @@
+"""STEP with another recipe in its second phase: how that one is given, over which steps it runs, and what it takes from the switch."""
+
+import pytest
+import torch
+
+import nmkernels as nm
+from nmkernels.recipes import ASP, SRSTE, STE, STEP, Dense, MdGf, SdGf
+from nmkernels.recipes.text import parse
+from python_tests.recipes.loop import SPARSE, Adam, batches, distance, loss_of, mlp, snapshot
+from python_tests.recipes.loop_used import soft
+
+DATA = batches(20)
+
+
+def start(recipe, dtype=torch.float64, seed=0):
+    model = mlp(dtype, seed)
+    handle = nm.sparsify_(model, recipe)
+    return model, handle, handle.attach(recipe.optimizer(model.parameters(), **Adam().keywords))
+
+
+def step(model, optimizer, batch):
+    optimizer.zero_grad()
+    loss_of(model, batch).backward()
+    optimizer.step()
+
+
+def trained(recipe, data=DATA):
+    model, handle, optimizer = start(recipe)
+    for batch in data:
+        step(model, optimizer, batch)
+    return model, handle
+
+
+def fixed(inner, pattern="1:8", total=100, at=40, **keywords):
+    return STEP(pattern, total, switch="fixed", switch_at=at, inner=inner, **keywords)
+
+
+# ---- as text
+
+
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [
+        ("ste", ("ste", None, {})),
+        (" SR-STE:2:8 ", ("SR-STE", "2:8", {})),
+        ("mdgf:1:8(fine_tune=0.25, grad=ste)", ("mdgf", "1:8", {"fine_tune": 0.25, "grad": "ste"})),
+        ("step(inner=mdgf(end=1e-3), clamp=None)", ("step", None, {"inner": "mdgf(end=0.001)", "clamp": None})),
+        ("step(inner='mdgf:1:8(total_steps=7)')", ("step", None, {"inner": "mdgf:1:8(total_steps=7)"})),
+        ("sdgf()", ("sdgf", None, {})),
+    ],
+)
+def test_parse(text, want):
+    assert parse(text) == want
+
+
+@pytest.mark.parametrize("text", ["mdgf(", "mdgf(0.5)", "mdgf(a=b=c)", "mdgf(**x)", "mdgf(a=1) + 2", "mdgf(a=[x for x in y])", "mdgf(a=1"])
+def test_not_a_recipe(text):
+    with pytest.raises(nm.RecipeError, match="write it as name:N:M"):
+        parse(text)
+
+
+@pytest.mark.parametrize(
+    "recipe", [STE("1:4"), MdGf("1:8", 50, grad="ste"), fixed(SdGf("1:8", 60), clamp=None), fixed("mdgf(schedule=linear)"), SRSTE()]
+)
+def test_text_is_read_back(recipe):
+    assert nm.recipes.get(recipe.text()) == recipe
+    assert nm.recipes.get(f"step:{recipe.pattern}", total_steps=90, inner="ste").text().startswith(f"step:{recipe.pattern}(total_steps=90")
+
+
+def test_given_twice():
+    for text, keywords in (("mdgf:1:8", {"pattern": "1:4"}), ("mdgf(grad=ste)", {"grad": "chain"})):
+        with pytest.raises(nm.RecipeError, match="given twice"):
+            nm.recipes.get(text, total_steps=10, **keywords)
+
+
+# ---- pattern and length
+
+
+def test_a_name_takes_pattern_and_length_of_step():
+    assert fixed("mdgf").inner == MdGf("1:8", 100) and fixed("srste(decay=0.1)").inner == SRSTE("1:8", 100, decay=0.1)
+    assert nm.recipes.get("step:1:8", total_steps=100, inner="mdgf") == STEP("1:8", 100, inner=MdGf("1:8", 55))
+
+
+def test_another_pattern_is_refused():
+    with pytest.raises(nm.RecipeError, match=r'MdGf is 1:4 and STEP itself 1:8.*STEP\("1:4", inner=MdGf\("1:4"'):
+        fixed(MdGf("1:4", 100))
+    with pytest.raises(nm.RecipeError, match="SRSTE is 2:4"):
+        STEP("1:8", 10, inner=SRSTE())
+
+
+def test_the_schedule_covers_the_steps_that_are_left():
+    recipe = STEP("1:8", 1000, inner=MdGf("1:8", 1000, fine_tune=0.1))
+    assert recipe.sparse(101).phases() == (0, round(899 * 0.9)) and recipe.sparse(501).phases() == (0, 449)
+    assert recipe.sparse(501) is recipe.sparse(501)
+    assert STEP("1:8", 1000, inner=MdGf("1:8", 101, fine_tune=100)).sparse(400).phases() == (0, 500)
+
+
+def test_without_a_length_the_inner_keeps_its_own():
+    recipe = STEP("1:8", t_min=3, t_max=9, inner=MdGf("1:8", 50))
+    assert recipe.sparse(4).phases() == recipe.sparse(10).phases() == MdGf("1:8", 50).phases()
+    with pytest.raises(nm.RecipeError, match="total_steps is needed"):
+        STEP("1:8", t_min=3, t_max=9, inner="mdgf")
+
+
+@pytest.mark.parametrize(("t_max", "fits"), [(0.5, True), (96, True), (97, False), (None, False)])
+def test_too_few_steps_after_the_latest_switch(t_max, fits):
+    """The three frames of 1:4 need three steps, after any switch that can happen."""
+    if fits:
+        STEP("1:4", 100, t_max=t_max, inner="sdgf")
+    else:
+        with pytest.raises(nm.RecipeError, match=r"after a switch at step 9[89] its inner recipe has too few steps left.*frames"):
+            STEP("1:4", 100, t_max=t_max, inner="sdgf")
+
+
+@pytest.mark.parametrize(
+    ("inner", "said"),
+    [
+        (Dense("1:8"), "begins with a dense phase"),
+        (STEP("1:8", 50), "begins with a dense phase"),
+        (MdGf("1:8", 100, dense=0.1), "begins with a dense phase.*dense="),
+        (ASP("1:8", prune_at=3), "begins with a dense phase.*prune_at="),
+        (ASP("1:8", score="wanda"), "trained already.*magnitude"),
+        ("nonesuch", "no recipe is called"),
+        (7, "must be a recipe"),
+        ("mdgf(dese=1)", "dese"),
+    ],
+)
+def test_what_makes_no_sense_inside(inner, said):
+    with pytest.raises((nm.RecipeError, TypeError), match=said):
+        fixed(inner)
+
+
+def test_decay_is_the_short_form_of_srste():
+    a, _ = trained(STEP("2:4", 20, switch="fixed", switch_at=5, decay=0.1))
+    b, _ = trained(STEP("2:4", 20, switch="fixed", switch_at=5, inner=SRSTE("2:4", decay=0.1)))
+    c, _ = trained(STEP("2:4", 20, switch="fixed", switch_at=5))
+    assert distance(snapshot(a), snapshot(b)) == 0.0 < distance(snapshot(a), snapshot(c))
+    with pytest.raises(nm.RecipeError, match="give it to that one"):
+        STEP("2:4", 20, decay=0.1, inner="ste")
+
+
+# ---- in training
+
+
+def test_scale_of_sste_is_that_of_the_switch():
+    recipe = fixed("sste(mvue=None)", "2:4", 20, 6)
+    model, handle, optimizer = start(recipe)
+    for t, batch in enumerate(DATA):
+        if t == 6:
+            at = snapshot(model)
+        step(model, optimizer, batch)
+    for key in SPARSE:
+        s = soft(at[key], 2, 4)
+        assert handle.layers[key[0]].nm_scale.item() == pytest.approx(((at[key] * s).sum() / s.square().sum()).item(), rel=1e-12)
+
+
+def test_in_phase_0_the_preview_is_of_the_present_weights():
+    model, handle, optimizer = start(fixed("sste(mvue=None)", "2:4", 20, 15))
+    for batch in DATA[:9]:
+        step(model, optimizer, batch)
+    w = model[0].weight.detach()
+    s = soft(w, 2, 4)
+    with handle.deployable():
+        torch.testing.assert_close(model[0].used_weight(), (w * s).sum() / s.square().sum() * s, rtol=1e-12, atol=1e-12)
+    assert torch.equal(model[0].used_weight(), w)
+
+
+def test_estimates_are_drawn_after_the_switch_and_resume():
+    recipe = fixed("sste(seed=3)", "2:4", 20, 6)
+    model, handle, optimizer = start(recipe)
+    for t, batch in enumerate(DATA):
+        assert (handle.layers["0"].seed is None) == (t < 6)
+        step(model, optimizer, batch)
+        if t == 11:
+            weights, state = {k: v.clone() for k, v in model.state_dict().items()}, optimizer.state_dict()
+            state = torch.utils._pytree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, state)
+    assert handle.layers["0"].seed[1] == 14
+    other, _, theirs = start(recipe, seed=5)
+    other.load_state_dict(weights)
+    theirs.load_state_dict(state)
+    for batch in DATA[12:]:
+        step(other, theirs, batch)
+    assert distance(snapshot(other), snapshot(model)) == 0.0
+
+
+def test_metrics_are_of_both():
+    model, handle, optimizer = start(fixed("mdgf", "1:8", 20, 6))
+    for t, batch in enumerate(DATA):
+        step(model, optimizer, batch)
+        got = handle.metrics()
+        assert ("flow" in got) == (t >= 5) and got["switch_step"].item() == (6 if t >= 5 else 0)
+
+
+def test_finishing_early_says_what_is_not_done():
+    recipe = fixed("sdgf", "1:8", 20, 6)
+    for count, said in ((3, "dense phase"), (9, "still at 7:8"), (20, None)):
+        _, handle = trained(recipe, DATA[:count])
+        if said:
+            with pytest.warns(UserWarning, match=said):
+                handle.finish()
+        else:
+            handle.finish()
+
+
+def test_another_inner_recipe_is_refused_after_the_switch_only():
+    recipe = fixed("mdgf", "1:8", 20, 6)
+    for count, fits in ((4, True), (9, False)):
+        _, handle = trained(recipe, DATA[:count])
+        for other in (fixed("mdgf(end=0.1)", "1:8", 20, 6), fixed("srste", "1:8", 20, 6)):
+            theirs = start(other)[1]
+            if fits:
+                theirs.load_state_dict(handle.state_dict())
+            else:
+                with pytest.raises(nm.CheckpointError, match="another schedule|the checkpoint is of mdgf:1:8"):
+                    theirs.load_state_dict(handle.state_dict())
+
+
+def test_profile_is_dense_and_then_the_inner_recipes():
+    recipe = fixed("mdgf(fine_tune=0.5)", "1:8", 100, 40)
+    assert [(s.steps, s.fprop) for s in recipe.profile(100)] == [(40, 1.0), (30, 1.0), (30, 0.125)]
+    assert sum(s.steps for s in recipe.switched_at(20).profile(100)) == 100
+    assert fixed("sste", "2:4").profile(100)[-1] == nm.recipes.SSTE().profile(60)[-1]
