@@ -104,7 +104,12 @@ class Run:
         handle = self.trainer.handle
         assert handle is not None
         switch_step = handle.state.get("switch_step", 0)
-        about = {**self._speed(self.trainer, self.out), "switch_step": switch_step, "layers": len(handle.layers)}
+        about = {
+            **self._speed(self.trainer, self.out),
+            "switch_step": switch_step,
+            "layers": len(handle.layers),
+            "flops": self.trainer.flops(),
+        }
         sparse = {**about, **deploy(self.trainer, self.out)}
         self.result = self._result(sparse, twin)
         title = f"{self.config.recipe} on {self.corpus.source}"

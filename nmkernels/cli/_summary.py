@@ -39,6 +39,10 @@ def _table(sparse: dict[str, Any], twin: dict[str, Any] | None) -> str:
         rows.append(("training, bytes of text per second", *_pair(twin["train_tokens_per_s"], sparse["train_tokens_per_s"])))
     else:
         rows.append(("validation loss, nats per byte", "-", f"{loss:.4f}", ""))
+    if "flops" in sparse:
+        f = sparse["flops"]
+        rows.append(("training, counted GFLOPs", *_pair(f["dense_training"] / 1e9, f["training"] / 1e9)))
+        rows.append(("inference, counted kFLOPs per byte", *_pair(f["dense_inference"] / 1e3, f["inference"] / 1e3)))
     if "bytes" in sparse:
         b, speed = sparse["bytes"], sparse["tokens_per_s"]
         rows.append(("bytes of the sparse layers' weights", *_pair(b["layers_dense"], b["layers_compressed"])))

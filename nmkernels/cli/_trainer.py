@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..pattern import CheckpointError, NMError
-from ..recipes import Recipe, sparsify_
+from ..recipes import Recipe, flops, sparsify_
 from ..zoo import GPT, Corpus
 from ._config import TrainConfig
 
@@ -90,6 +90,17 @@ class Trainer:
     def metrics(self) -> dict[str, float]:
         """The recipe's figures after the last step; none for the twin."""
         return {} if self.handle is None else {name: value.item() for name, value in self.handle.metrics().items()}
+
+    def flops(self) -> dict[str, float]:
+        """What the whole run and one token of inference cost, counted by ``nm.flops``; attention's scores included; none for the twin."""
+        if self.handle is None:
+            return {}
+        c = self.config
+        # T₀ as it came out, the end where there was no switch yet; other recipes have none
+        switch = (self.handle.state["switch_step"] or c.steps) if "switch_step" in self.handle.state else None
+        scores = c.layers * 2.0 * c.context * c.width  # two products, half of each behind the causal mask
+        counted = flops(self.model, self.handle.recipe, c.steps, tokens=c.batch * c.context, other=scores, switch_step=switch)
+        return {name: getattr(counted, name) for name in ("training", "dense_training", "inference", "dense_inference")}
 
     def state(self, step: int) -> dict[str, Any]:
         """What a checkpoint after ``step`` holds. The recipe's own state lies in the optimizer's."""

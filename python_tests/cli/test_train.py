@@ -51,6 +51,14 @@ def test_the_result_is_true(finished, text):
     assert result["val_loss_ratio"] == sparse["val_loss"] / result["twin"]["val_loss"]
     assert 1 <= sparse["switch_step"] < 12
     assert min(*sparse["tokens_per_s"].values(), sparse["train_tokens_per_s"]) > 0
+    # 4 layers of 12·32² weights and a head of 256·32, 12 steps of 32 bytes; scores of 2·16·32 a layer, half of the two products
+    dense, switch = 2 * (weights + 256 * 32) + 2 * 16 * 32, sparse["switch_step"]
+    assert sparse["flops"] == {
+        "training": 32 * (12 * 3 * dense - (12 - switch) * weights),
+        "dense_training": 32 * 12 * 3 * dense,
+        "inference": dense - weights,
+        "dense_inference": dense,
+    }
     # the validation loss is the one of the file that was written
     model = nm.load_compressed(GPT(MODEL), finished / "model.safetensors")
     corpus = load_corpus(text)
@@ -130,7 +138,15 @@ def test_every_recipe_trains_to_a_checked_file(name, text, tmp_path, capsys):
 def test_the_end_says_what_there_is(text, tmp_path, capsys):
     assert train(text, tmp_path / "out") == 0
     out = capsys.readouterr().out
-    for words in ("validation loss", "bytes of the file", "logits are identical", "Add --twin", 'continues "def "', "model.safetensors"):
+    for words in (
+        "validation loss",
+        "counted GFLOPs",
+        "bytes of the file",
+        "logits are identical",
+        "Add --twin",
+        'continues "def "',
+        "model.safetensors",
+    ):
         assert words in out
 
 
