@@ -1,0 +1,18 @@
+"""How good are the models that each recipe leaves? The same small models trained with every recipe, pattern and seed.
+
+``python -m bench.accuracy run`` does what is missing of the plan and ``... status`` says how far it is. One file, one idea:
+
+========== ==========================================================================================================
+tasks/     what is trained: model, batches and evaluation; one file per task
+methods    how it is trained: a name, and the recipe that it stands for
+spec       one run, described in full: task, method, pattern, seed, learning rate, steps
+plan       which runs there are, in order: shared hyper-parameters, the search for learning rates, the tuned runs, variants
+worker     one run: a spec goes in, a row and a trace come out
+rows       ``runs.csv``, one row per run, and the choice of rows behind each table
+traces     ``trace-<task>.csv``, what the recipe did on the way: flips, decay ratio, second moments, AutoSwitch
+runner     many runs: processes, progress, resuming
+========== ==========================================================================================================
+
+To add a task, write ``tasks/<name>.py`` with a subclass of ``tasks.Task`` under ``@task("name")`` and import it in ``tasks/__init__``; to
+add a method, one line in ``methods``. Nothing else knows their names.
+"""

@@ -1,0 +1,84 @@
+"""How a run is trained: a name, and the recipe it stands for. Settings are the package's defaults where nothing is said."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from nmkernels import recipes
+
+from .nearest import unknown
+from .spec import DENSE
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to train.
+
+    Args:
+        recipe: name in the package's registry.
+        config: its keywords, where they are not the defaults.
+        optimizer: keywords of AdamW, where they are not the task's.
+        note: what it is, in a line for the page.
+    """
+
+    recipe: str
+    config: dict[str, Any] = field(default_factory=dict)
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    note: str = ""
+
+    def build(self, pattern: str, steps: int) -> recipes.Recipe:
+        """The recipe for a run of ``steps`` steps that ends with ``pattern``."""
+        if pattern == DENSE:
+            return recipes.get(self.recipe, total_steps=steps, **self.config)
+        return recipes.get(self.recipe, pattern=pattern, total_steps=steps, **self.config)
+
+
+CORE = {
+    "dense": Method("dense", note="dense twin"),
+    "asp": Method("asp", {"prune_at": 0.5}, note="prune once at half time, keep the mask"),
+    "ste": Method("ste", note="straight-through estimator"),
+    "srste": Method("srste", note="SR-STE with the paper's λ = 2e-4"),
+    "step": Method("step", note="STEP: AutoSwitch (arithmetic, between 10 % and 50 %), v̂* bias-corrected, clamp 2"),
+    "sste": Method("sste", note="S-STE with exact MVUE of the output gradient"),
+    "mdgf": Method("mdgf", note="mask decay, exponential, chain rule, 25 % fine-tuning"),
+    "sdgf": Method("sdgf", note="structure decay, stepwise"),
+}
+"""The eight of the main tables."""
+
+VARIANTS = {
+    "step-noclamp": Method("step", {"clamp": None}, note="STEP without the clamp"),
+    "step-raw": Method("step", {"clamp": None, "bias_corrected": False}, note="STEP, v* not bias-corrected, no clamp"),
+    "step-25": Method("step", {"switch": "fixed"}, note="STEP, T₀ fixed at 25 %"),
+    "step-25-raw": Method(
+        "step", {"switch": "fixed", "clamp": None, "bias_corrected": False}, note="STEP, T₀ fixed at 25 %, v* raw, no clamp"
+    ),
+    "step-10": Method("step", {"switch": "fixed", "switch_at": 0.1}, note="STEP, T₀ fixed at 10 %"),
+    "step-50": Method("step", {"switch": "fixed", "switch_at": 0.5}, note="STEP, T₀ fixed at 50 %"),
+    "step-decay": Method("step", {"decay": 2e-4}, note="STEP with SR-STE's decay in phase 1"),
+    "step-geometric": Method("step", {"switch": "geometric"}, note="STEP, option II"),
+    "step-b999": Method("step", optimizer={"betas": (0.9, 0.999)}, note="STEP with β₂ = 0.999"),
+    "srste-b999": Method("srste", optimizer={"betas": (0.9, 0.999)}, note="SR-STE with β₂ = 0.999"),
+    "srste-2e-3": Method("srste", {"decay": 2e-3}, note="SR-STE, λ = 2e-3"),
+    "srste-2e-2": Method("srste", {"decay": 2e-2}, note="SR-STE, λ = 2e-2"),
+    "srste-2e-1": Method("srste", {"decay": 2e-1}, note="SR-STE, λ = 0.2"),
+    "mdgf-ste": Method("mdgf", {"grad": "ste"}, note="mask decay, the gradient passed whole"),
+    "mdgf-linear": Method("mdgf", {"schedule": "linear"}, note="mask decay, linear"),
+    "sdgf-geometric": Method("sdgf", {"schedule": "geometric"}, note="structure decay, geometric"),
+    "sste-dense": Method("sste", {"mvue": None}, note="S-STE with a dense weight gradient"),
+    "sste-approx": Method("sste", {"mvue": "approx"}, note="S-STE with approximate MVUE"),
+}
+"""Those that answer a question."""
+
+METHODS = {**CORE, **VARIANTS}
+
+
+def get(name: str) -> Method:
+    """The method of that name.
+
+    Raises:
+        ValueError: there is none; the nearest name is suggested.
+    """
+    if name not in METHODS:
+        raise ValueError(unknown("method", name, METHODS))
+    return METHODS[name]

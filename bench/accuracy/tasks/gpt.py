@@ -1,0 +1,47 @@
+"""A byte-level GPT on the source text of Python's standard library."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from nmkernels.zoo import GPT, GPTConfig, load_corpus
+
+from .base import Settings, Task, task
+
+CONTEXT, BATCH = 64, 16
+VAL_WINDOWS = 1024
+"""Windows of ``CONTEXT`` bytes, spread over files that training never saw."""
+
+
+@task("gpt")
+class ByteGPT(Task):
+    """137 thousand parameters, 98 thousand of them in layers that can be made sparse; a million bytes of training in 1000 steps."""
+
+    settings = Settings(steps=1000, lr=4e-3, lrs=(2e-3, 4e-3, 8e-3), scouted=(1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2))
+
+    def __init__(self) -> None:
+        self.corpus = load_corpus()
+
+    def model(self) -> nn.Module:
+        """A GPT of width 64 with two layers and four heads."""
+        return GPT(GPTConfig(width=64, layers=2, heads=4, context=CONTEXT))
+
+    def batch(self, seed: int, step: int) -> tuple[Tensor, ...]:
+        """Bytes and the bytes that follow them, ``[batch, context]``."""
+        return self.corpus.batch(seed, step, BATCH, CONTEXT)
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+        """Mean cross-entropy, in nats per byte."""
+        assert isinstance(model, GPT)
+        return model.loss(*batch)
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """``val_loss``, in nats per byte."""
+        losses = [(self.loss(model, batch).item(), len(batch[0])) for batch in self.corpus.val_batches(CONTEXT, 64, VAL_WINDOWS)]
+        return {"val_loss": sum(loss * n for loss, n in losses) / sum(n for _, n in losses)}
+
+    def data(self) -> str:
+        """The corpus's own digest; another Python version has another standard library."""
+        return self.corpus.digest

@@ -1,0 +1,122 @@
+"""A small vision transformer on scikit-learn's handwritten digits, 8 × 8 pixels each."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nmkernels.zoo.gpt import MLP, GPTConfig
+
+from .base import Settings, Task, task
+
+SIDE, PATCH, CLASSES = 8, 2, 10
+BATCH = 64
+TRAIN = 1200
+"""Images for training, of 1797; the others are the test set. Drawn once, the same for every seed."""
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention among all patches, with one fused projection for q, k and v."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``x`` ``[batch, tokens, width]`` to the same shape."""
+        batch, tokens, width = x.shape
+        q, k, v = self.qkv(x).view(batch, tokens, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        out: Tensor = self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, tokens, width))
+        return out
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.norm1, self.attn = nn.LayerNorm(width), Attention(width, heads)
+        self.norm2, self.mlp = nn.LayerNorm(width), MLP(GPTConfig(width=width, heads=heads))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``x`` ``[batch, tokens, width]`` to the same shape."""
+        x = x + self.attn(self.norm1(x))
+        out: Tensor = x + self.mlp(self.norm2(x))
+        return out
+
+
+class ViT(nn.Module):
+    """Vision transformer (Dosovitskiy et al., ICLR 2021) with learned positions and mean pooling; patches of 2 × 2 pixels.
+
+    ``sparsify_`` takes the blocks' linear layers; the embedding of four pixels is too small, and ``head`` is an output head.
+    """
+
+    def __init__(self, width: int = 64, layers: int = 2, heads: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Linear(PATCH * PATCH, width)
+        self.positions = nn.Parameter(0.02 * torch.randn(1, (SIDE // PATCH) ** 2, width))
+        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, CLASSES)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits ``[batch, 10]`` of ``images`` ``[batch, 8, 8]``."""
+        n = SIDE // PATCH
+        patches = images.view(-1, n, PATCH, n, PATCH).transpose(2, 3).reshape(-1, n * n, PATCH * PATCH)
+        logits: Tensor = self.head(self.norm(self.blocks(self.embed(patches) + self.positions)).mean(1))
+        return logits
+
+
+@task("vit")
+class DigitsViT(Task):
+    """101 thousand parameters; 32 epochs of 1200 images in 600 steps, shifted by up to a pixel and with noise, so that they are not learned by heart."""
+
+    settings = Settings(steps=600, lr=2e-3, lrs=(1e-3, 2e-3, 4e-3), scouted=(5e-4, 1e-3, 2e-3, 4e-3, 8e-3))
+
+    def __init__(self) -> None:
+        try:
+            from sklearn.datasets import load_digits
+        except ImportError as error:
+            raise RuntimeError("the task 'vit' trains on scikit-learn's digits: pip install scikit-learn") from error
+        digits = load_digits()
+        images = torch.tensor(digits.images, dtype=torch.float32) / 8 - 1
+        labels = torch.tensor(digits.target, dtype=torch.long)
+        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+        self.images, self.labels = images[order[:TRAIN]], labels[order[:TRAIN]]
+        self.test_images, self.test_labels = images[order[TRAIN:]], labels[order[TRAIN:]]
+        self.digest = hashlib.blake2b(images[order].numpy().tobytes(), digest_size=8).hexdigest()
+
+    def model(self) -> nn.Module:
+        """A vision transformer of width 64 with two layers and four heads."""
+        return ViT()
+
+    def batch(self, seed: int, step: int) -> tuple[Tensor, ...]:
+        """Images ``[64, 8, 8]``, each shifted by up to one pixel both ways, and their classes."""
+        rng = torch.Generator().manual_seed((seed * 0x9E3779B97F4A7C15 + step) & (2**63 - 1))
+        which = torch.randint(TRAIN, (BATCH,), generator=rng)
+        shift = torch.randint(3, (BATCH, 2, 1), generator=rng)
+        noise = 0.1 * torch.randn(BATCH, SIDE, SIDE, generator=rng)
+        padded = F.pad(self.images[which], (1, 1, 1, 1), value=-1.0)
+        rows, cols = (shift[:, i] + torch.arange(SIDE) for i in (0, 1))
+        shifted = padded[torch.arange(BATCH)[:, None, None], rows[:, :, None], cols[:, None, :]]
+        return shifted + noise, self.labels[which]
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+        """Mean cross-entropy, in nats per image."""
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """``val_loss`` in nats per image and ``accuracy`` in percent, on the 597 images of the test set."""
+        logits = model(self.test_images)
+        right = (logits.argmax(-1) == self.test_labels).double().mean()
+        return {"val_loss": F.cross_entropy(logits, self.test_labels).item(), "accuracy": 100 * right.item()}
+
+    def data(self) -> str:
+        """A digest of the images in their order."""
+        return self.digest

@@ -1,0 +1,100 @@
+"""What a recipe did on the way, about every 25 steps: ``trace-<task>.csv``, compact because there are many runs."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import nmkernels as nm
+from nmkernels.nn import NMWeight
+
+STRIDE = 25
+"""Steps between two lines of a trace."""
+
+COLUMNS = (
+    "run", "step", "loss", "flip_rate", "flip_rate_stride", "density", "decay_ratio", "max_update", "v_mean", "v_change", "z_bar", "threshold"
+)  # fmt: skip
+"""``loss``: mean training loss since the last line. ``flip_rate``: mask bits changed by this one step, of all maskable weights, by the
+recipe's own count (0 where nothing is masked). ``flip_rate_stride``: bits of the magnitude mask of the run's pattern that differ from those
+``STRIDE`` steps ago, whatever the recipe does with it. ``density``, ``decay_ratio``, ``max_update``: ``handle.metrics()``. ``v_mean``: mean of
+Adam's raw second moment over maskable weights; ``v_change``: mean |v_t − v_{t−1}| of this step, AutoSwitch's Z_t. ``z_bar`` and
+``threshold``: what AutoSwitch compares. Empty: there is none."""
+
+
+class Trace:
+    """The lines of one run."""
+
+    def __init__(self, run: str, pattern: str, layers: dict[str, NMWeight]) -> None:
+        self.run, self.pattern, self.layers = run, pattern, layers
+        self.lines: list[dict[str, str]] = []
+        self._losses: list[float] = []
+        self._masks = self._magnitude_masks()
+
+    def _magnitude_masks(self) -> list[Tensor]:
+        return [nm.ops.mask(layer.master.detach(), self.pattern) for layer in self.layers.values()] if ":" in self.pattern else []
+
+    def after(self, step: int, loss: float, handle: Any, optimizer: torch.optim.Optimizer) -> None:
+        """Take note of a step, counted from 1, and of its training loss; every ``STRIDE`` steps a line is written."""
+        self._losses.append(loss)
+        if step % STRIDE:
+            return
+        masks = self._magnitude_masks()
+        weights = sum(m.numel() for m in masks)
+        flips = sum(int((new ^ old).sum()) for new, old in zip(masks, self._masks, strict=True))
+        figures = {name: float(value) for name, value in handle.metrics().items()}
+        state = getattr(handle, "_state", None) or {}
+        values: dict[str, float | None] = {
+            "loss": sum(self._losses) / len(self._losses),
+            "flip_rate_stride": flips / weights if weights else None,
+            **{name: figures.get(name) for name in ("flip_rate", "density", "decay_ratio", "max_update", "z_bar")},
+            "threshold": state.get("threshold"),
+            **_second_moments(self.layers, optimizer),
+        }
+        self.lines.append({"run": self.run, "step": str(step), **{k: _short(values.get(k)) for k in COLUMNS[2:]}})
+        self._losses, self._masks = [], masks
+
+
+def _second_moments(layers: dict[str, NMWeight], optimizer: torch.optim.Optimizer) -> dict[str, float | None]:
+    moments = [state["exp_avg_sq"] for layer in layers.values() if "exp_avg_sq" in (state := optimizer.state.get(layer.weight, {}))]
+    size = sum(v.numel() for v in moments)
+    stats = getattr(optimizer, "stats", None)
+    change = None if stats is None or not size else float(stats[nm.ops.STATS.index("v_change")]) / size
+    return {"v_mean": sum(float(v.sum()) for v in moments) / size if size else None, "v_change": change}
+
+
+def _short(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
+
+
+def path(folder: Path, task: str) -> Path:
+    """Where the traces of a task lie."""
+    return folder / f"trace-{task}.csv"
+
+
+def load(folder: Path, task: str) -> list[dict[str, str]]:
+    """All lines of a task; none where there is no file."""
+    file = path(folder, task)
+    if not file.exists():
+        return []
+    with file.open(newline="", encoding="utf-8") as stream:
+        return list(csv.DictReader(stream))
+
+
+def append(lines: Iterable[dict[str, str]], folder: Path, task: str) -> None:
+    """Add the lines of finished runs; they replace lines of the same runs."""
+    new = list(lines)
+    runs = {line["run"] for line in new}
+    kept = [line for line in load(folder, task) if line["run"] not in runs]
+    folder.mkdir(parents=True, exist_ok=True)
+    part = path(folder, task).with_suffix(".part")
+    with part.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(sorted([*kept, *new], key=lambda line: (line["run"], int(line["step"]))))
+    os.replace(part, path(folder, task))

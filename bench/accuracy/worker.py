@@ -1,0 +1,136 @@
+"""One run: a spec goes in, a row and a trace come out."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+import nmkernels as nm
+
+from . import methods, tasks
+from .rows import RunRow, stamp
+from .spec import RunSpec
+from .tasks import Settings, Task
+from .traces import Trace
+
+LAST = 50
+"""Steps whose training loss is averaged for the row."""
+
+TRACED = ("shared", "variant")
+"""Purposes whose traces are kept."""
+
+
+@dataclass
+class Outcome:
+    """What a run came to: its row, the lines of its trace, or why it failed."""
+
+    spec: RunSpec
+    row: RunRow | None = None
+    trace: list[dict[str, str]] | None = None
+    error: str = ""
+
+
+def learning_rate(settings: Settings, peak: float, step: int, steps: int) -> float:
+    """The rate of ``step``, counted from 1: a linear rise, then a cosine down to ``settings.floor`` of the peak."""
+    warmup = max(1, round(settings.warmup * steps))
+    if step <= warmup:
+        return peak * step / warmup
+    progress = (step - warmup) / max(1, steps - warmup)
+    return peak * (settings.floor + (1 - settings.floor) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def param_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Matrices, which decay, and everything else (a recipe's own learned tensors too), which does not."""
+    named = list(model.named_parameters())
+    matrices = [p for name, p in named if p.dim() == 2 and not name.rpartition(".")[2].startswith("nm_")]
+    ids = set(map(id, matrices))
+    return [{"params": matrices}, {"params": [p for _, p in named if id(p) not in ids], "weight_decay": 0.0}]
+
+
+def run(spec: RunSpec) -> Outcome:
+    """Train and evaluate at the deployable weights.
+
+    Raises:
+        ValueError: the task or the method is unknown. NMError: the recipe cannot be built or does not fit the model.
+    """
+    task, method = tasks.get(spec.task), methods.get(spec.method)
+    settings = task.settings
+    begin = time.perf_counter()
+    torch.manual_seed(spec.seed)
+    model = task.model()
+    recipe = method.build(spec.pattern, spec.steps)
+    handle = nm.sparsify_(model, recipe)
+    keywords: dict[str, Any] = {"betas": settings.betas, "weight_decay": settings.weight_decay, **method.optimizer}
+    optimizer = handle.attach(recipe.optimizer(param_groups(model), lr=spec.lr, **keywords))
+    trace = Trace(spec.key, spec.pattern, handle.layers)
+    losses: list[float] = []
+    for step in range(1, spec.steps + 1):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(settings, spec.lr, step, spec.steps)
+        losses.append(_step(task, model, optimizer, spec.seed, step))
+        if not math.isfinite(losses[-1]):
+            break
+        trace.after(step, losses[-1], handle, optimizer)
+    result = _evaluate(task, model, handle) if math.isfinite(losses[-1]) else {"val_loss": math.nan}
+    ok = all(map(math.isfinite, result.values()))
+    last = losses[-LAST:]
+    row = RunRow(
+        task=spec.task,
+        pattern=spec.pattern,
+        method=spec.method,
+        purpose=spec.purpose,
+        seed=spec.seed,
+        lr=spec.lr,
+        steps=spec.steps,
+        val_loss=round(result["val_loss"], 6) if ok else math.nan,
+        accuracy=round(result.get("accuracy", math.nan), 4) if ok else math.nan,
+        train_loss=round(sum(last) / len(last), 6),
+        switch_step=int(handle.state.get("switch_step", 0)),
+        status="ok" if ok else "diverged",
+        done=len(losses),
+        seconds=round(time.perf_counter() - begin, 2),
+        data=task.data(),
+        **stamp(),
+    )
+    return Outcome(spec, row, trace.lines if spec.purpose in TRACED else None)
+
+
+def _step(task: Task, model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, step: int) -> float:
+    """One optimizer step; where the loss is not finite nothing is updated."""
+    loss = task.loss(model, task.batch(seed, step))
+    value = loss.item()
+    if math.isfinite(value):
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), task.settings.clip)
+        optimizer.step()
+    return value
+
+
+def _evaluate(task: Task, model: nn.Module, handle: Any) -> dict[str, float]:
+    model.eval()
+    with handle.deployable():
+        result = task.evaluate(model)
+    model.train()
+    return result
+
+
+def settle_process(threads: int = 1) -> None:
+    """What a worker process does first: few threads, and the back of the queue."""
+    import os
+
+    torch.set_num_threads(threads)
+    os.nice(19)
+
+
+def attempt(spec: RunSpec) -> Outcome:
+    """``run``, with any error as text, so that one bad run does not end the others."""
+    try:
+        return run(spec)
+    except Exception as error:
+        return Outcome(spec, error=f"{type(error).__name__}: {error}")
