@@ -19,9 +19,9 @@ WIDER = ("1:4", "1:32")
 """Those that complete the curves."""
 
 STAGES = ("scout", "shared", "tune", "tuned", "variants", "wider")
-"""``scout``: dense over the wider range of rates. ``shared``: the core methods at dense's best rate. ``tune``: the search for rates, with the
-same number of runs for every method and pattern. ``tuned``: at the rate found. ``variants``: those that answer a question, at the shared
-rate. ``wider``: the core methods at two further patterns, at the shared rate."""
+"""``scout``: dense over the wider range of rates. ``shared``: the core methods at dense's best rate. ``tune``: the search for rates, with
+the same number of runs for every method and pattern. ``tuned``: at the rate found. ``variants``: those that answer a question, at the
+shared rate. ``wider``: the core methods at two further patterns, at the shared rate."""
 
 
 def plan(

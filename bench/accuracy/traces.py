@@ -18,13 +18,14 @@ STRIDE = 25
 """Steps between two lines of a trace."""
 
 COLUMNS = (
-    "run", "step", "loss", "flip_rate", "flip_rate_stride", "density", "decay_ratio", "max_update", "v_mean", "v_change", "z_bar", "threshold"
-)  # fmt: skip
+    *("run", "step", "loss", "flip_rate", "flip_rate_stride", "density", "decay_ratio", "max_update"),
+    *("v_mean", "v_change", "z_bar", "threshold"),
+)
 """``loss``: mean training loss since the last line. ``flip_rate``: mask bits changed by this one step, of all maskable weights, by the
-recipe's own count (0 where nothing is masked). ``flip_rate_stride``: bits of the magnitude mask of the run's pattern that differ from those
-``STRIDE`` steps ago, whatever the recipe does with it. ``density``, ``decay_ratio``, ``max_update``: ``handle.metrics()``. ``v_mean``: mean of
-Adam's raw second moment over maskable weights; ``v_change``: mean |v_t − v_{t−1}| of this step, AutoSwitch's Z_t. ``z_bar`` and
-``threshold``: what AutoSwitch compares. Empty: there is none."""
+recipe's own count (0 where nothing is masked). ``flip_rate_stride``: bits of the magnitude mask of the run's pattern that differ from
+those ``STRIDE`` steps ago, whatever the recipe does with it. ``density``, ``decay_ratio``, ``max_update``: ``handle.metrics()``.
+``v_mean``: mean of Adam's raw second moment over maskable weights; ``v_change``: mean |v_t − v_{t−1}| of this step, AutoSwitch's Z_t.
+``z_bar`` and ``threshold``: what AutoSwitch compares. Empty: there is none."""
 
 
 class Trace:

@@ -12,7 +12,9 @@ from nmkernels.zoo.gpt import MLP, GPTConfig
 
 from .base import Settings, Task, task
 
-SIDE, PATCH, CLASSES = 8, 2, 10
+SIDE, CLASSES = 8, 10
+HIGH, WIDE = 4, 2
+"""Pixels of a patch: two rows of four patches."""
 BATCH = 64
 TRAIN = 1200
 """Images for training, of 1797; the others are the test set. Drawn once, the same for every seed."""
@@ -51,32 +53,36 @@ class Block(nn.Module):
 
 
 class ViT(nn.Module):
-    """Vision transformer (Dosovitskiy et al., ICLR 2021) with learned positions and mean pooling; patches of 2 × 2 pixels.
+    """Vision transformer (Dosovitskiy et al., ICLR 2021) with learned positions and mean pooling; eight patches of 4 × 2 pixels.
 
-    ``sparsify_`` takes the blocks' linear layers; the embedding of four pixels is too small, and ``head`` is an output head.
+    ``sparsify_`` takes the blocks' linear layers; the embedding of eight pixels is too small, and ``head`` is an output head. Positions
+    start with a deviation of 0.5: from 0.02 the model sees a bag of patches for half of a run this short (90 % in place of 96 to 98 %).
     """
 
     def __init__(self, width: int = 64, layers: int = 2, heads: int = 4) -> None:
         super().__init__()
-        self.embed = nn.Linear(PATCH * PATCH, width)
-        self.positions = nn.Parameter(0.02 * torch.randn(1, (SIDE // PATCH) ** 2, width))
+        self.embed = nn.Linear(HIGH * WIDE, width)
+        self.positions = nn.Parameter(0.5 * torch.randn(1, SIDE * SIDE // (HIGH * WIDE), width))
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, CLASSES)
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits ``[batch, 10]`` of ``images`` ``[batch, 8, 8]``."""
-        n = SIDE // PATCH
-        patches = images.view(-1, n, PATCH, n, PATCH).transpose(2, 3).reshape(-1, n * n, PATCH * PATCH)
+        rows, cols = SIDE // HIGH, SIDE // WIDE
+        patches = images.view(-1, rows, HIGH, cols, WIDE).transpose(2, 3).reshape(-1, rows * cols, HIGH * WIDE)
         logits: Tensor = self.head(self.norm(self.blocks(self.embed(patches) + self.positions)).mean(1))
         return logits
 
 
 @task("vit")
 class DigitsViT(Task):
-    """101 thousand parameters; 32 epochs of 1200 images in 600 steps, shifted by up to a pixel and with noise, so that they are not learned by heart."""
+    """102 thousand parameters, 98 thousand of them in layers that can be made sparse; 600 steps are 32 epochs of 1200 images.
 
-    settings = Settings(steps=600, lr=2e-3, lrs=(1e-3, 2e-3, 4e-3), scouted=(5e-4, 1e-3, 2e-3, 4e-3, 8e-3))
+    Images are shifted by up to a pixel and noisy, so that they are not learned by heart.
+    """
+
+    settings = Settings(steps=600, lr=4e-3, lrs=(2e-3, 4e-3, 8e-3), scouted=(1e-3, 2e-3, 4e-3, 8e-3))
 
     def __init__(self) -> None:
         try:
