@@ -10,7 +10,7 @@ from nmkernels.zoo import GPT, GPTConfig, load_corpus
 from .base import Settings, Task, task
 
 CONTEXT, BATCH = 64, 8
-VAL_WINDOWS = 1024
+VAL_WINDOWS = 512
 """Windows of ``CONTEXT`` bytes, spread over files that training never saw."""
 
 
@@ -18,7 +18,7 @@ VAL_WINDOWS = 1024
 class ByteGPT(Task):
     """137 thousand parameters, 98 thousand of them in layers that can be made sparse; half a million bytes of training in 1000 steps."""
 
-    settings = Settings(steps=1000, lr=8e-3, lrs=(4e-3, 8e-3, 1.6e-2), scouted=(2e-3, 4e-3, 8e-3, 1.6e-2))
+    settings = Settings(steps=1000, lr=4e-3, lrs=(2e-3, 4e-3, 8e-3), scouted=(2e-3, 4e-3, 8e-3, 1.6e-2))
 
     def __init__(self) -> None:
         self.corpus = load_corpus()
