@@ -1,0 +1,115 @@
+"""Many runs: finished ones are skipped, interrupted ones redone, failed ones reported, and the command line does it all."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.accuracy import rows, runner, traces
+from bench.accuracy.__main__ import main
+from bench.accuracy.plan import best_rates, pending, plan
+from bench.accuracy.spec import RunSpec
+from bench.accuracy.worker import attempt
+
+SPECS = [RunSpec("tiny", method, "2:4", seed, 1e-2, 50) for seed in (0, 1) for method in ("ste", "srste")]
+
+
+def quiet(_: str) -> None:
+    pass
+
+
+def test_rows_and_traces_are_kept_and_finished_runs_skipped(tiny, inline, tmp_path):
+    assert runner.run_all(SPECS[:3], tmp_path, tell=quiet, pool=inline) == []
+    done = rows.load(tmp_path)
+    assert {r.spec.key for r in done} == {s.key for s in SPECS[:3]}
+    assert {line["run"] for line in traces.load(tmp_path, "tiny")} == {s.key for s in SPECS[:3]}
+    assert pending(SPECS, done) == SPECS[3:]
+
+
+def test_an_interrupted_run_is_redone(tiny, inline, tmp_path, monkeypatch):
+    calls = []
+
+    def stop_at_third(spec):
+        calls.append(spec)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return attempt(spec)
+
+    monkeypatch.setattr(runner, "attempt", stop_at_third)
+    with pytest.raises(KeyboardInterrupt):
+        runner.run_all(SPECS, tmp_path, workers=1, tell=quiet, pool=inline)
+    monkeypatch.setattr(runner, "attempt", attempt)
+    left = pending(SPECS, rows.load(tmp_path))
+    assert calls[2] in left and len(left) < len(SPECS)
+    runner.run_all(left, tmp_path, tell=quiet, pool=inline)
+    assert pending(SPECS, rows.load(tmp_path)) == []
+
+
+def test_failed_runs_are_reported_and_tried_again(tiny, inline, tmp_path):
+    bad = RunSpec("tiny", "ste", "7:9", 0, 1e-2, 50)
+    said: list[str] = []
+    failed = runner.run_all([bad, SPECS[0]], tmp_path, tell=said.append, pool=inline)
+    assert [f.spec for f in failed] == [bad] and "FAILED" in "".join(said)
+    assert pending([bad, SPECS[0]], rows.load(tmp_path)) == [bad]
+
+
+def test_rows_survive_the_file(tiny, inline, tmp_path):
+    runner.run_all(SPECS[:2], tmp_path, tell=quiet, pool=inline)
+    before = rows.load(tmp_path)
+    rows.append(before[0], tmp_path)  # a run that is done again replaces its row
+    assert repr(rows.load(tmp_path)) == repr(before)
+
+
+def test_every_case_is_tuned_alike_and_the_best_rate_found(tiny, inline, tmp_path):
+    specs = plan("tune", "tiny", only=["ste", "dense"], patterns=["2:4", "1:8"])
+    counts = {(s.method, s.pattern): sum((t.method, t.pattern) == (s.method, s.pattern) for t in specs) for s in specs}
+    assert counts == {("ste", "2:4"): 6, ("ste", "1:8"): 6, ("dense", "dense"): 6}
+    runner.run_all(specs[:-1], tmp_path, tell=quiet, pool=inline)
+    assert len(best_rates(rows.load(tmp_path), "tiny")) == 2  # one search is not finished
+    runner.run_all(specs[-1:], tmp_path, tell=quiet, pool=inline)
+    done = rows.load(tmp_path)
+    best = best_rates(done, "tiny")["ste", "2:4"]
+    means = {lr: sum(r.val_loss for r in done if (r.method, r.pattern, r.lr) == ("ste", "2:4", lr)) for lr in tiny.settings.lrs}
+    assert best == min(means, key=means.__getitem__)
+    tuned = plan("tuned", "tiny", done, ["ste"], ["2:4"])
+    assert [(s.lr, s.seed) for s in tuned] == [(best, s) for s in range(5)]
+
+
+def test_a_rate_that_diverges_is_not_chosen(tiny, inline, tmp_path):
+    runner.run_all(plan("tune", "tiny", only=["ste"], patterns=["2:4"]), tmp_path, tell=quiet, pool=inline)
+    done = rows.load(tmp_path)
+    best = best_rates(done, "tiny")["ste", "2:4"]
+    done = [r if r.lr != best else rows.RunRow(**{**r.__dict__, "val_loss": float("nan"), "status": "diverged"}) for r in done]
+    assert best_rates(done, "tiny")["ste", "2:4"] != best
+
+
+def test_command_line_runs_resumes_and_reports(tiny, tmp_path, capsys):
+    words = [
+        "--stages",
+        "shared",
+        "--tasks",
+        "tiny",
+        "--methods",
+        "ste",
+        "dense",
+        "--patterns",
+        "2:4",
+        "--seeds",
+        "2",
+        "--out",
+        str(tmp_path),
+    ]
+    assert main(["run", *words, "--workers", "1", "--limit", "3"]) == 0
+    assert len(rows.load(tmp_path)) == 3
+    capsys.readouterr()
+    assert main(["status", *words]) == 0
+    assert "tiny shared: 3 of 4 runs done" in capsys.readouterr().out
+    assert main(["run", *words, "--workers", "1"]) == 0
+    assert "1 runs to do" in capsys.readouterr().err
+    assert len(rows.load(tmp_path)) == 4
+
+
+@pytest.mark.parametrize(("option", "near"), [("--tasks", "'gpt'"), ("--methods", "'step'"), ("--stages", "'shared'")])
+def test_command_line_refuses_unknown_names(option, near, tmp_path, capsys):
+    wrong = {"--tasks": "gpd", "--methods": "stepp", "--stages": "share"}[option]
+    assert main(["run", option, wrong, "--out", str(tmp_path)]) == 2
+    assert f"did you mean {near}" in capsys.readouterr().err

@@ -1,0 +1,92 @@
+"""One run: same data and first weights for all methods, evaluated as deployed, divergence recorded."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import nmkernels as nm
+from bench.accuracy import methods, traces, worker
+from bench.accuracy.spec import RunSpec
+
+
+def spec(method: str, pattern: str = "2:4", **more) -> RunSpec:
+    return RunSpec(**{"task": "tiny", "method": method, "pattern": pattern, "seed": 3, "lr": 1e-2, "steps": 50} | more)
+
+
+@pytest.mark.parametrize("method", sorted(methods.CORE))
+def test_every_core_method_runs(tiny, method):
+    row = worker.run(spec(method, "dense" if method == "dense" else "1:8")).row
+    assert row is not None and row.status == "ok" and math.isfinite(row.val_loss) and row.done == 50
+
+
+def test_methods_share_data_order_and_first_weights(tiny):
+    worker.run(spec("dense", "dense"))
+    worker.run(spec("sste"))
+    assert torch.equal(torch.stack(tiny.seen[:50]), torch.stack(tiny.seen[50:]))
+    assert torch.equal(*tiny.first)
+
+
+def test_the_deployable_weights_are_evaluated(tiny, monkeypatch):
+    seen = []
+    evaluate = tiny.evaluate
+
+    def spy(self, model):
+        seen.append([layer.used_weight().detach().clone() for layer in model if isinstance(layer, nm.SparseLinear)])
+        return evaluate(self, model)
+
+    monkeypatch.setattr(tiny, "evaluate", spy)
+    # mask decay without fine-tuning still lets something through at the end, which finish() cuts off
+    monkeypatch.setitem(methods.METHODS, "leaky", methods.Method("mdgf", {"fine_tune": 0, "end": 0.5}))
+    worker.run(spec("leaky"))
+    assert len(seen) == 1 and len(seen[0]) == 2
+    assert all(nm.ops.is_nm(w, "2:4") for w in seen[0])
+
+
+def test_a_run_repeats_bit_for_bit(tiny):
+    first, again = (worker.run(spec("sste", "2:4")).row for _ in range(2))
+    assert first is not None and again is not None and first.val_loss == again.val_loss
+
+
+def test_a_diverging_run_is_recorded(tiny, monkeypatch):
+    loss = tiny.loss
+    monkeypatch.setattr(tiny, "loss", lambda self, model, batch: loss(self, model, batch) * (math.nan if len(self.seen) >= 20 else 1))
+    outcome = worker.run(spec("ste"))
+    assert outcome.row is not None
+    assert (outcome.row.status, outcome.row.done, math.isnan(outcome.row.val_loss)) == ("diverged", 20, True)
+
+
+def test_an_error_becomes_an_outcome(tiny):
+    outcome = worker.attempt(spec("step", "3:5"))
+    assert outcome.row is None and "Error" in outcome.error
+
+
+@pytest.mark.parametrize(("more", "near"), [({"task": "tinny"}, "'tiny'"), ({"method": "srst"}, "'srste'")])
+def test_unknown_names_suggest_the_nearest(tiny, more, near):
+    with pytest.raises(ValueError, match=f"did you mean {near}"):
+        worker.run(spec(**{"method": "ste"} | more))
+
+
+def test_the_learning_rate_rises_then_falls_to_its_floor(tiny):
+    rates = [worker.learning_rate(tiny.settings, 1.0, t, 100) for t in range(1, 101)]
+    assert rates[4] == 1.0 and max(rates) == 1.0 and rates[0] == pytest.approx(0.2) and rates[-1] == pytest.approx(0.1)
+
+
+def test_traces_tell_switch_and_flips(tiny):
+    outcome = worker.run(spec("step-25"))
+    assert outcome.trace is not None and outcome.row is not None
+    assert [line["step"] for line in outcome.trace] == ["25", "50"] and outcome.row.switch_step == 12
+    assert set(outcome.trace[0]) == set(traces.COLUMNS)
+    assert float(outcome.trace[0]["density"]) == 0.5 and float(outcome.trace[0]["v_mean"]) > 0
+    assert float(outcome.trace[1]["v_change"]) == 0  # frozen
+    assert worker.run(spec("step-25", purpose="tune")).trace is None
+
+
+def test_only_matrices_decay_and_learned_tensors_do_not():
+    model = torch.nn.Linear(16, 16)
+    model.nm_logits = torch.nn.Parameter(torch.zeros(4, 4))
+    decays, others = worker.param_groups(model)
+    assert [id(p) for p in decays["params"]] == [id(model.weight)]
+    assert len(others["params"]) == 2 and others["weight_decay"] == 0.0
