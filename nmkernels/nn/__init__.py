@@ -1,6 +1,7 @@
 """Floor 5: modules. SparseLinear trains, CompressedLinear deploys."""
 
 from .adapter import ADAPTER, adapter_of, add_adapter, folded, set_adapter
+from .chains import Chain, channel_parameters, find_chains, reorder_
 from .compressed import CompressedLinear
 from .conv1d import SparseConv1D, is_conv1d, is_conv1d_type
 from .deploy import compress_, deployed
@@ -9,6 +10,7 @@ from .swap import make_dense_, make_sparse_, replace_, switch_fast_paths
 
 __all__ = [
     "ADAPTER",
+    "Chain",
     "CompressedLinear",
     "NMWeight",
     "SparseConv1D",
@@ -18,10 +20,13 @@ __all__ = [
     "compress_",
     "deployed",
     "folded",
+    "channel_parameters",
+    "find_chains",
     "is_conv1d",
     "is_conv1d_type",
     "make_dense_",
     "make_sparse_",
+    "reorder_",
     "replace_",
     "set_adapter",
     "switch_fast_paths",
