@@ -36,7 +36,10 @@ FUNCTIONS = frozenset(
     }
 )
 METHODS = frozenset(
-    "relu tanh sigmoid erf exp square sqrt pow abs neg add sub mul div clamp to float half bfloat16 double type_as contiguous clone".split()
+    {
+        *("relu", "tanh", "sigmoid", "erf", "exp", "square", "sqrt", "pow", "abs", "neg", "add", "sub", "mul", "div", "clamp"),
+        *("to", "float", "half", "bfloat16", "double", "type_as", "contiguous", "clone"),
+    }
 )
 HARMLESS = frozenset({"shape", "dtype", "device", "ndim"})
 """Attributes that do not depend on the order of channels."""
@@ -100,7 +103,7 @@ class Trace:
         return known.get(node.op) or f"{getattr(node.target, '__name__', node.target)} in {inside}"
 
 
-class _Tracer(fx.Tracer):  # type: ignore[misc]  # fx is not typed
+class _Tracer(fx.Tracer):
     """Goes into every module but torch's own, linear layers, those that could not be traced, and those with hooks, which it cannot see."""
 
     def __init__(self, opaque: set[int]) -> None:
@@ -185,5 +188,3 @@ def _block(module: nn.Module, names: dict[int, str]) -> Trace:
     graph.output(graph.call_module(last, (graph.call_module("dropout", (hidden,)),)))
     own = {path: names.get(id(m), path) for path, m in modules.items()}
     return Trace(list(graph.nodes), names[id(module)], own, modules)
-
-

@@ -132,6 +132,8 @@ class _Fitness:
                 return f"is frozen: its {key} wants no gradient"
             if key == "weight" and p.dim() != 2:
                 return "has a weight that is not a matrix"
+        if (set(linear._parameters) | set(linear._buffers)) - {"weight", "bias"}:
+            return "keeps further tensors beside its weight and bias"
         if self.places[id(linear)] > 1:
             return "is registered under several names"
         if "forward" in linear.__dict__:

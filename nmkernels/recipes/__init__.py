@@ -10,6 +10,7 @@ from .dense import Dense
 from .handle import Handle
 from .maxq import MaxQ
 from .mdgf import MdGf
+from .permutation import Found, search_permutation
 from .registry import get, names, recipe
 from .report import Report
 from .sdgf import SdGf
@@ -27,6 +28,7 @@ __all__ = [
     "BiMask",
     "Dense",
     "Flops",
+    "Found",
     "Handle",
     "MaxQ",
     "LayerFlops",
@@ -42,5 +44,6 @@ __all__ = [
     "get",
     "names",
     "recipe",
+    "search_permutation",
     "sparsify_",
 ]

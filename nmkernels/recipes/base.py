@@ -12,6 +12,7 @@ from torch import Tensor
 from ..autograd import STRAIGHT_THROUGH, GemmPlan, HardMask, WeightTransform
 from ..optim import PLAIN, MaskedAdamW, UpdateRule
 from ..pattern import CheckpointError, Pattern, PatternLike, RecipeError
+from .channels import Search
 from .cost import Span
 from .text import text
 
@@ -64,6 +65,9 @@ class Recipe:
 
     mask_score: ClassVar[str | None] = None
     """How a mask that is chosen once is scored, for recipes that hold one."""
+
+    search: ClassVar[Search | None] = None
+    """How channels are reordered before a mask is chosen once, for recipes that do."""
 
     paper: ClassVar[str] = ""
     """Authors, where published, and arXiv number."""

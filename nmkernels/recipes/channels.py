@@ -38,8 +38,11 @@ class Channels:
 
     def __init__(self, model: nn.Module, layers: dict[str, NMWeight], search: Search, report: Report) -> None:
         self.model, self.layers, self.search, self.report = model, layers, search, report
+        self.gains: dict[str, tuple[float, float]] = {}
         chains, reasons = find_chains(model)
-        possible = {name: f"to be reordered, with the outputs of {_and(c.producers)}, when the layer is pruned" for c, name in self._of(chains)}
+        possible = {
+            name: f"to be reordered, with the outputs of {_and(c.producers)}, when the layer is pruned" for c, name in self._of(chains)
+        }
         report.channels = {name: possible.get(name) or f"left alone: {reasons[name]}" for name in layers}
 
     def permute_(self, score: Callable[[str], Tensor], optimizers: Optimizers = ()) -> dict[str, Found]:
@@ -60,6 +63,19 @@ class Channels:
             done.update({name: found for name in chain.consumers if name in self.layers})
         self._drop()
         return done
+
+    def resume(self, kept: dict[str, list[float]]) -> None:
+        """Report what ``kept`` says that an earlier run did; its weights come in their new order."""
+        self.gains = {name: (before, after) for name, (before, after) in kept.items()}
+        told = {
+            name: f"{'reordered' if after > before else 'left alone'} earlier: {_kept(before, after)}"
+            for name, (before, after) in kept.items()
+        }
+        self.report.channels = {name: told.get(name, "left alone") for name in self.layers}
+
+    def kept(self) -> dict[str, list[float]]:
+        """For checkpoints: of each layer that was searched, the shares of the magnitude that the mask kept before and keeps after."""
+        return {name: list(gain) for name, gain in self.gains.items()}
 
     @contextmanager
     def permuted(self, score: Callable[[str], Tensor]) -> Iterator[dict[str, Found]]:
@@ -89,7 +105,11 @@ class Channels:
     def _search(self, score: Callable[[str], Tensor], optimizers: Optimizers) -> list[tuple[Chain, Found]]:
         """Chains with orders that gain; hooks and ties may have come since ``sparsify_``, so they are looked for anew."""
         chains, reasons = find_chains(self.model)
-        self.report.channels = {name: f"left alone: {reasons[name]}" for name in self.layers if name in reasons}
+        self.report.channels = {name: f"left alone: {reasons.get(name, '')}" for name in self.layers}
+        self.gains = {}
+        if not all(bool(torch.isfinite(layer.weight).all()) for layer in self.layers.values()):
+            self.report.channels = dict.fromkeys(self.layers, "left alone: a weight of the model is not finite")
+            return []
         todo: list[tuple[Chain, Found]] = []
         for chain in chains:
             sparse = [name for name in chain.consumers if name in self.layers]
@@ -100,6 +120,7 @@ class Channels:
                 scores = torch.cat([score(name) for name in sparse])
                 found = self._order(scores, self.layers[sparse[0]].pattern, _and(sparse))
                 self.report.channels.update({name: _told(found, chain) for name in sparse})
+                self.gains.update({name: (found.before, found.after) for name in sparse})
                 if found.after > found.before:
                     todo.append((chain, found))
         return todo
@@ -113,8 +134,6 @@ class Channels:
     def _obstacle(self, chain: Chain, sparse: list[str], optimizers: Optimizers) -> str:
         if len({str(self.layers[name].pattern) for name in sparse}) > 1:
             return f"{_and(sparse)} have different patterns"
-        if not all(bool(torch.isfinite(self.layers[name].weight).all()) for name in sparse):
-            return "a weight is not finite"
         known = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
         for p, _ in channel_parameters(self.model, chain):
             if optimizers and id(p) not in known:
@@ -141,11 +160,13 @@ def _everything_of(p: nn.Parameter, optimizers: Optimizers) -> Iterator[Tensor]:
 
 def _told(found: Found, chain: Chain) -> str:
     if found.after <= found.before:
-        return f"left alone: no order keeps more than the present one ({found.before:.4f} of the magnitude)"
-    return (
-        f"reordered with the outputs of {_and(chain.producers)}: the mask keeps {found.after:.4f} of the magnitude instead of "
-        f"{found.before:.4f} ({found.efficacy:.0%} of the way to {found.bound:.4f}, the best without groups)"
-    )
+        return f"left alone: no order was found that keeps more than the present one, {found.before:.4f} of the magnitude"
+    way = f"{found.efficacy:.0%} of the way to {found.bound:.4f}, the best without groups"
+    return f"reordered with the outputs of {_and(chain.producers)}: {_kept(found.before, found.after)} ({way})"
+
+
+def _kept(before: float, after: float) -> str:
+    return f"the mask keeps {after:.4f} of the magnitude instead of {before:.4f}"
 
 
 def _and(names: Sequence[str]) -> str:

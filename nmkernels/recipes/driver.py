@@ -13,6 +13,7 @@ from ..nn import NMWeight
 from ..pattern import CheckpointError, NMError, RecipeError
 from .attach import STATE_KEY, Attachment
 from .base import Observed, Recipe, Stage, State
+from .channels import Channels
 from .fixed import FixedMasks
 from .held import Held
 from .metrics import summed
@@ -30,7 +31,9 @@ class Driver:
         self._state: State | None = None
         self._calls = 0
         self._transforms: dict[WeightTransform, WeightTransform] = {}
-        self.fixed = FixedMasks(layers, recipe.mask_score)
+        self._optimizers: tuple[torch.optim.Optimizer, ...] = ()
+        channels = None if recipe.search is None else Channels(model, layers, recipe.search, report)
+        self.fixed = FixedMasks(layers, recipe.mask_score, channels)
         self.seeds = Seeds(layers)
         self.held = Held(layers)
         self.shares = Shares(recipe, layers, report)
@@ -132,7 +135,7 @@ class Driver:
         stage = self.recipe.stage(self.state)
         self.seeds.adopt(self.state)
         if stage.fixed:
-            self.fixed.ensure(self.state)
+            self.fixed.ensure(self.state, self._optimizers)
         else:
             self.fixed.forget()
         self.apply(stage)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,8 @@ from .. import ops
 from ..autograd import WeightTransform
 from ..nn import NMWeight
 from ..pattern import CheckpointError, RecipeError
+from .channels import Channels
+from .permutation import Found
 from .shares import pattern_in
 
 if TYPE_CHECKING:
@@ -39,10 +41,11 @@ class FixedMasks:
 
     Args:
         score: ``"magnitude"``, ``"wanda"`` or ``"existing"``; None for recipes that hold no mask.
+        channels: reorders channels just before the masks are chosen; None for recipes that leave them where they are.
     """
 
-    def __init__(self, layers: dict[str, NMWeight], score: str | None) -> None:
-        self.layers, self.score = layers, score
+    def __init__(self, layers: dict[str, NMWeight], score: str | None, channels: Channels | None = None) -> None:
+        self.layers, self.score, self.channels = layers, score, channels
         self.masks: dict[str, Tensor] = {}
         self._squares: dict[str, Tensor] = {}
         self._source: Any = None
@@ -65,21 +68,51 @@ class FixedMasks:
 
         return hook
 
-    def ensure(self, state: State) -> None:
+    def ensure(self, state: State, optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:
         """Hold the masks that ``state`` carries, or choose them now; weights outside become +0.
+
+        Args:
+            optimizers: all that update the model; what they keep for a weight moves with it where channels are reordered.
 
         Raises:
             RecipeError: the masks cannot be chosen. CheckpointError: those of ``state`` are of other layers.
         """
         if "masks" not in state:
+            self.permute_(state, optimizers)
             self.masks = {name: self._choose(name, layer) for name, layer in self.layers.items()}
             state["masks"] = {name: self._pack(self.layers[name], mask) for name, mask in self.masks.items()}
         elif state["masks"] is not self._source:
             self.check(state)
             self.masks = {name: self._unpack(layer, state["masks"][name]) for name, layer in self.layers.items()}
+            if self.channels is not None:
+                self.channels.resume(state.get("kept", {}))
         self._source = state["masks"]
         for name in self.layers:
             self.apply(name)
+
+    def permute_(self, state: State, optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:
+        """Reorder channels for the masks to be chosen, where the recipe wants it; ``state`` keeps what each layer gained."""
+        if self.channels is not None:
+            self._moved(self.channels.permute_(self._scores(), optimizers))
+            state["kept"] = self.channels.kept()
+
+    @contextmanager
+    def permuted(self, wanted: bool) -> Iterator[None]:
+        """The same inside if ``wanted``, undone outside."""
+        if self.channels is None or not wanted:
+            yield
+            return
+        squares = dict(self._squares)
+        try:
+            with self.channels.permuted(self._scores()) as found:
+                self._moved(found)
+                yield
+        finally:
+            self._squares = squares
+
+    def _moved(self, found: dict[str, Found]) -> None:
+        # the norms of a layer's inputs move with them
+        self._squares.update({name: self._squares[name][f.order] for name, f in found.items() if name in self._squares})
 
     def check(self, state: State) -> None:
         """Raise ``CheckpointError`` if ``state`` carries masks of other layers than these."""
@@ -119,13 +152,23 @@ class FixedMasks:
         w = layer.master.detach()
         if self.score == "wanda":
             self._require_inputs()
-            return ops.mask((w.abs().double() * self._squares[name].sqrt()).float(), layer.pattern)
+            return ops.mask(self._wanda(name), layer.pattern)
         if self.score == "existing" and not ops.is_nm(w, layer.pattern):
             raise RecipeError(
                 f'ASP(score="existing"): the weight of layer {name!r} is not {layer.pattern}, so there is no mask to adopt. '
                 'Use score="magnitude", another pattern, or leave the layer out with filter_fn.'
             )
         return ops.mask(w, layer.pattern)
+
+    def _wanda(self, name: str) -> Tensor:
+        return (self.layers[name].master.detach().abs().double() * self._squares[name].sqrt()).float()
+
+    def _scores(self) -> Callable[[str], Tensor]:
+        """What the mask ranks the elements of each layer by."""
+        if self.score != "wanda":
+            return lambda name: self.layers[name].master.detach()
+        self._require_inputs()
+        return self._wanda
 
     def _require_inputs(self) -> None:
         missing = [name for name in self.layers if name not in self._squares]

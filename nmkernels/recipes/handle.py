@@ -59,6 +59,7 @@ class Handle(Driver):
         loaded: State | None = last.param_groups[0].get(STATE_KEY)
         if loaded is not None:
             self.check_state(loaded, group_of(last, owned))
+        self._optimizers = optimizers
         self._attachments = [Attachment(self, o, layers, primary=o is last) for o, layers in owners]
         primary = self._attachments[-1]
         try:
@@ -102,6 +103,12 @@ class Handle(Driver):
     @contextmanager
     def deployable(self) -> Iterator[nn.Module]:
         """Inside, the model computes what ``finish()`` would leave; outside, training goes on as before."""
+        # with no optimizer attached, finish() is what prunes
+        with self.fixed.permuted(not self._attachments and not self.finished), self._previewed():
+            yield self.model
+
+    @contextmanager
+    def _previewed(self) -> Iterator[None]:
         kept = {name: (layer.transform, layer.plan) for name, layer in self.layers.items()}
         try:
             if self.recipe.final == "nm" and not self.stage.fixed and not self.finished:
@@ -109,7 +116,7 @@ class Handle(Driver):
                     # emulated roundings belong to training; any other plan computes the same forward pass
                     plan = kept[name][1]
                     self.layers[name].use(transform, plan if plan.fp8 is None else STRAIGHT_THROUGH)
-            yield self.model
+            yield
         finally:
             for name, layer in self.layers.items():
                 layer.use(*kept[name])
@@ -131,6 +138,8 @@ class Handle(Driver):
         if self.recipe.final == "nm":
             early = self.recipe.unready(self.state) if self._attachments else ""
             warn_early(self.recipe, early)
+            if not self._attachments:
+                self.fixed.permute_({})
             make_nm(self.layers, self._final_transforms())
         self._detach()
         self.finished = True
@@ -156,5 +165,5 @@ class Handle(Driver):
     def _detach(self) -> None:
         for attachment in self._attachments:
             attachment.detach()
-        self._attachments = []
+        self._attachments, self._optimizers = [], ()
         self.seeds.forget()

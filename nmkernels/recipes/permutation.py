@@ -60,8 +60,9 @@ def search_permutation(
     Pool and Yu, "Channel permutations for N:M sparsity", NeurIPS 2021; the default strategy of apex's ASP. A stripe is M consecutive
     columns. Of every pair of stripes the best regrouping of its 2M columns is found (of 35 for M = 4; for M > 4 only exchanges of one
     column for another are tried), those that gain are applied in falling order, each stripe at most once, and so on until no pair
-    gains. An escape then rotates one random column through each of four random stripes and repeats this; it is kept if it ends higher. Beyond 256 stripes each round
-    looks only at a random pairing of all stripes, and there are no escapes: the work then grows with the number of columns, not its square.
+    gains. An escape then rotates one random column through each of four random stripes and repeats this; it is kept if it ends higher.
+    Beyond 256 stripes each round looks only at a random pairing of all stripes, and there are no escapes: the work then grows with the
+    number of columns, not its square.
 
     Args:
         weight: ``(rows, cols)``; only magnitudes count. Several weights that read the same channels are given as one, row upon row.
@@ -124,13 +125,13 @@ class _Search:
 
     def kept(self) -> float:
         """Σ of what the mask keeps with the present stripes."""
-        parts = self.stripes.split(max(1, CHUNK // (self.columns.shape[1] * self.pattern.m)))
+        parts = self.stripes.split(max(1, CHUNK // max(1, self.columns.shape[1] * self.pattern.m)))
         return sum(float(_top(self.columns[part.to(self.device)], self.pattern).sum(dtype=torch.float64)) for part in parts)
 
     def gains(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
         """For each pair of stripes the best gain (float64) and which regrouping gives it."""
         best, which = [], []
-        size = max(1, CHUNK // self.columns.shape[1])
+        size = max(1, CHUNK // max(1, self.columns.shape[1]))
         for a, b in zip(first.split(size), second.split(size), strict=True):
             both = self.columns[torch.cat([self.stripes[a], self.stripes[b]], 1).to(self.device)]
             kept = [_top(both[:, list(s)], self.pattern).sum(1, dtype=torch.float64) for s in self.subsets]

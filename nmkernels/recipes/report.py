@@ -21,6 +21,8 @@ class Entry:
 class Report:
     """Every linear-like layer of a model with the decision about it; ``str`` of it is a table.
 
+    ``channels`` says of each sparse layer, by name, whether its input channels are reordered before pruning, where the recipe searches.
+
     Example:
         >>> print(Report([Entry("fc", "Linear", (8, 16), True, "2:4")]))
         layer  kind    shape   sparse  why
@@ -29,6 +31,7 @@ class Report:
     """
 
     entries: list[Entry] = field(default_factory=list)
+    channels: dict[str, str] = field(default_factory=dict)
 
     @property
     def sparse(self) -> list[Entry]:
@@ -50,6 +53,9 @@ class Report:
         weights = [_numel(e.shape) for e in self.entries]
         masked = sum(w for w, e in zip(weights, self.entries, strict=True) if e.sparse)
         lines.append(f"{len(self.sparse)} of {len(self.entries)} layers sparse, {masked} of {sum(weights)} weights maskable")
+        if self.channels:
+            width = max(map(len, self.channels))
+            lines += ["input channels", *(f"{name.ljust(width)}  {said}" for name, said in self.channels.items())]
         return "\n".join(lines)
 
 

@@ -12,6 +12,7 @@ from nmkernels.recipes import ASP, SRSTE, SSTE, STE, STEP, BiMask, Dense, MaxQ, 
 from python_tests.recipes import loop_dgrad, loop_inner
 from python_tests.recipes import loop_used as used
 from python_tests.recipes.loop import SPARSE, Adam, Step, train
+from python_tests.recipes.loop_asp import permuted
 from python_tests.recipes.loop_maxq import maxq
 
 STEPS = 20
@@ -98,6 +99,8 @@ ROSTER = {
     "step_sste": stepped("2:4", "sste(mvue=None)", lambda p, d: loop_inner.step_sste(p, d, AT, 2, 4)),
     "step_asp": stepped("2:4", "asp", lambda p, d: loop_inner.step_asp(p, d, AT, 2, 4)),
     "asp": Entry(ASP("2:4"), asp(0)),
+    "asp_permute": Entry(ASP("2:4", permute=True, escapes=0), lambda p, d, s: permuted(p, d, 0)),
+    "asp_permute_late": Entry(ASP("2:4", permute=True, escapes=0, prune_at=6), lambda p, d, s: permuted(p, d, 6), (3, 6, 9)),
     "sste_dense_wgrad": Entry(SSTE("2:4", mvue=None), lambda p, d, s: used.sste(p, d, 2, 4)),
     "sste": Entry(SSTE("2:4", seed=1), lambda p, d, s: used.sste(p, d, 2, 4, s)),
     "sste_approx": Entry(SSTE("1:4", mvue="approx", seed=1), lambda p, d, s: used.sste(p, d, 1, 4, s, "approx")),

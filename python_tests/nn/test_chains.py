@@ -1,0 +1,218 @@
+"""Which chains are found, which are left alone and why, and that those found may be reordered."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nmkernels.nn import Chain, channel_parameters, find_chains, make_sparse_, reorder_
+from nmkernels.zoo import GPT, GPTConfig
+
+
+class Through(nn.Module):
+    """``between`` given both layers and the input."""
+
+    def __init__(self, between, **parts):
+        super().__init__()
+        self.a, self.b, self.between = nn.Linear(8, 8), nn.Linear(8, 8), between
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, x):
+        return self.between(self, x)
+
+
+def through(between, **parts):
+    torch.manual_seed(0)
+    return Through(between, **parts).double()
+
+
+FOUND = {
+    "relu": (lambda m, x: m.b(F.relu(m.a(x))), {}),
+    "module": (lambda m, x: m.b(m.act(m.a(x))), {"act": nn.Sequential(nn.GELU(), nn.Dropout(0.0), nn.PReLU())}),
+    "squared": (lambda m, x: m.b(m.a(x).relu() ** 2), {}),
+    "handmade gelu": (lambda m, x: m.b(0.5 * (h := m.a(x)) * (1.0 + torch.tanh(0.8 * (h + 0.04 * torch.pow(h, 3))))), {}),
+    "cast": (lambda m, x: m.b(m.a(x).float().to(x.dtype)), {}),
+    "twice": (lambda m, x: m.b(F.silu(m.a(x))) + m.b(F.relu(m.a(x))), {}),
+}
+LEFT = {
+    "norm": (lambda m, x: m.b(m.norm(m.a(x))), "norm (LayerNorm)", {"norm": nn.LayerNorm(8)}),
+    "softmax": (lambda m, x: m.b(m.a(x).softmax(-1)), "softmax", {}),
+    "function softmax": (lambda m, x: m.b(F.softmax(m.a(x), -1)), "softmax", {}),
+    "reshape": (lambda m, x: m.b(m.a(x).view(-1, 8)), "view", {}),
+    "residual": (lambda m, x: m.b(x + m.a(x)), "the input of the model", {}),
+    "parameter": (lambda m, x: m.b(m.a(x) * m.scale), "scale", {"scale": nn.Parameter(torch.ones(8))}),
+    "also out": (lambda m, x: (h := m.a(x), m.b(h)), "the output of the model", {}),
+    "reduced": (lambda m, x: m.b(m.a(x)) * m.a(x).mean(), "mean", {}),
+    "first": (lambda m, x: m.b(m.a(x)) + m.a(x)[..., :1], "getitem", {}),
+    "prelu": (lambda m, x: m.b(m.act(m.a(x))), "act (PReLU)", {"act": nn.PReLU(8)}),
+    "dropped channels": (lambda m, x: m.b(m.act(m.a(x))), "act (Dropout1d)", {"act": nn.Dropout1d()}),
+    "in place": (lambda m, x: m.b(m.a(x).mul_(2)), "mul_", {}),
+    "weight read": (lambda m, x: m.b(F.linear(x, m.a.weight)), "linear", {}),
+    "broadcast": (lambda m, x: m.b(m.a(x) * m.gate(x)), "differ in width", {"gate": nn.Linear(8, 1)}),
+    "mode": (lambda m, x: m.b(m.a(x) if m.training else m.a(x).cumsum(-1)), "cumsum", {}),
+    "branch": (lambda m, x: m.b(m.a(x) if x.sum() > 0 else x), "cannot be traced", {}),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_found_and_the_function_stays(name):
+    between, parts = FOUND[name]
+    model = through(between, **parts)
+    chains, reasons = find_chains(model)
+    assert chains == [Chain(("a",), ("b",), 8)] and set(reasons) == {"a"}
+    x = torch.randn(5, 8, dtype=torch.float64)
+    want, order = model(x), torch.randperm(8, generator=torch.Generator().manual_seed(1))
+    before = [p.clone() for p in model.parameters()]
+    for p, dim in channel_parameters(model, chains[0]):
+        reorder_(p.detach(), dim, order)
+    assert (model(x) - want).abs().max() < (1e-6 if name == "cast" else 1e-13)
+    assert any(not torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_left_alone_with_a_reason(name):
+    between, reason, parts = LEFT[name]
+    chains, reasons = find_chains(through(between, **parts))
+    assert chains == [] and reason in reasons["b"]
+
+
+def spoilt(change):
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    change(model)
+    return find_chains(model)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda m: m[0].register_forward_hook(lambda *a: None), "0 has hooks"),
+        (lambda m: m[2].register_forward_pre_hook(lambda *a: None), "2 has hooks"),
+        (lambda m: m[0].register_full_backward_hook(lambda *a: None), "0 has hooks"),
+        (lambda m: m[1].register_forward_hook(lambda m, x, y: y.cumsum(-1)), "1 (ReLU with hooks)"),
+        (lambda m: setattr(m[2], "weight", m[0].weight), "shares its weight"),
+        (lambda m: setattr(m[2], "bias", m[0].bias), "shares its bias"),
+        (lambda m: setattr(m[2], "weight", nn.Parameter(m[0].weight.data)), "shares its weight"),
+        (lambda m: m[0].weight.requires_grad_(False), "frozen"),
+        (lambda m: m[0].register_buffer("scale", torch.ones(8)), "further tensors"),
+        (lambda m: setattr(m[0], "forward", lambda x: x), "forward replaced"),
+        (lambda m: setattr(m[1], "forward", lambda x: x), "1 (ReLU)"),
+        (lambda m: nn.utils.parametrizations.weight_norm(m[0]), "0 (ParametrizedLinear)"),
+        (lambda m: m.__setitem__(0, type("Odd", (nn.Linear,), {})(8, 8)), "0 (Odd)"),
+        (lambda m: setattr(m[1], "twin", m[0]), "several names"),
+    ],
+    ids=lambda v: v if isinstance(v, str) else "",
+)
+def test_obstacles_of_single_layers(change, reason):
+    chains, reasons = spoilt(change)
+    assert not any("2" in chain.consumers and "0" in chain.producers for chain in chains)
+    assert reason in " ".join(reasons.values())
+
+
+def test_every_consumer_and_gate_is_found():
+    class Gated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate, self.up, self.down, self.probe = (nn.Linear(8, 8) for _ in range(4))
+
+        def forward(self, x):
+            h = F.silu(self.gate(x)) * self.up(x)
+            return self.down(h) + self.probe(h)
+
+    chains, _ = find_chains(Gated())
+    assert chains == [Chain(("gate", "up"), ("down", "probe"), 8)]
+
+
+def test_a_residual_stream_of_linear_layers_alone():
+    def between(m, x):
+        h = m.a(x)
+        return m.last(h + m.b(F.relu(h)))
+
+    model = through(between, last=nn.Linear(8, 8))
+    chains, _ = find_chains(model)
+    assert chains == [Chain(("a", "b"), ("b", "last"), 8)]
+    x = torch.randn(3, 8, dtype=torch.float64)
+    want, order = model(x), torch.tensor([3, 1, 7, 0, 2, 6, 5, 4])
+    for p, dim in channel_parameters(model, chains[0]):
+        reorder_(p.detach(), dim, order)
+    assert torch.allclose(model(x), want, atol=1e-13)
+
+
+def test_nested_containers_are_one_graph():
+    model = nn.Sequential(nn.Sequential(nn.Linear(8, 16), nn.ReLU()), nn.Sequential(nn.Identity(), nn.Linear(16, 8)))
+    assert find_chains(model)[0] == [Chain(("0.0",), ("1.1",), 16)]
+    shared = nn.Sequential(nn.Linear(8, 8))
+    outside = nn.ModuleDict({"one": nn.Sequential(shared, nn.Linear(8, 8)), "two": shared})
+    assert find_chains(outside)[0] == [], "others call the producer by itself"
+
+
+def test_a_container_with_hooks_is_not_looked_through():
+    model = nn.Sequential(nn.Sequential(nn.Linear(8, 16), nn.ReLU()), nn.Linear(16, 8))
+    model[0].register_forward_hook(lambda m, x, y: None)
+    assert find_chains(model)[0] == []
+
+
+def test_gpt():
+    model = GPT(GPTConfig(width=32, layers=2, heads=2, context=16))
+    chains, reasons = find_chains(model)
+    assert chains == [Chain((f"blocks.{i}.mlp.fc",), (f"blocks.{i}.mlp.proj",), 128) for i in range(2)]
+    assert "LayerNorm" in reasons["blocks.0.mlp.fc"] and "cannot be traced" in reasons["blocks.1.attn.proj"]
+    for layer in [m for m in model.modules() if type(m) is nn.Linear]:
+        make_sparse_(layer, "2:4")
+    assert find_chains(model) == (chains, reasons), "the same of the sparse model"
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor")
+@pytest.mark.parametrize("activation", ["relu", F.gelu, nn.SiLU(), lambda x: x.cumsum(-1)], ids=["name", "function", "module", "other"])
+def test_torch_transformer_blocks(activation):
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, activation=activation, batch_first=True), 2)
+    decoder = nn.TransformerDecoderLayer(16, 2, 32, activation=activation, batch_first=True)
+    chains, reasons = find_chains(nn.ModuleList([encoder, decoder]))
+    if not isinstance(activation, str) and getattr(activation, "__name__", "") == "<lambda>":
+        assert chains == [] and "<lambda>" in reasons["1.linear2"]
+    else:
+        assert [c.consumers for c in chains] == [("0.layers.0.linear2",), ("0.layers.1.linear2",), ("1.linear2",)]
+
+
+def test_hugging_face():
+    transformers = pytest.importorskip("transformers")
+    gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=50, n_positions=16)).eval()
+    (chain,), _ = find_chains(gpt2)
+    assert chain == Chain(("transformer.h.0.mlp.c_fc",), ("transformer.h.0.mlp.c_proj",), 64)
+    ids = torch.arange(8)[None]
+    want = gpt2(ids).logits
+    for p, dim in channel_parameters(gpt2, chain):
+        reorder_(p.detach(), dim, torch.arange(63, -1, -1))
+    assert torch.allclose(gpt2(ids).logits, want, atol=1e-5)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=50, **sizes))
+    at = "model.layers.0.mlp"
+    assert find_chains(llama)[0] == [Chain((f"{at}.gate_proj", f"{at}.up_proj"), (f"{at}.down_proj",), 32)]
+
+
+def test_tracing_leaves_the_model_alone():
+    class Remembers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.calls, self.last = nn.Linear(8, 8), nn.Linear(8, 8), 0, None
+
+        def forward(self, x, scale=None):
+            self.calls, self.last = self.calls + 1, x
+            return self.b(self.a(x) if scale is None else self.a(x) * scale)
+
+    model = Remembers()
+    model.b.eval()
+    before = copy.deepcopy(vars(model))
+    chains, reasons = find_chains(model)
+    assert chains == [] and "the input of the model" in reasons["b"], "the branch of an optional argument is seen"
+    assert model.calls == before["calls"] == 0 and model.last is None
+    assert model.training and not model.b.training
+
+
+def test_a_model_that_cannot_be_copied():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model.lock = (i for i in range(3))
+    chains, reasons = find_chains(model)
+    assert chains == [] and "copying" in reasons["1"]

@@ -1,0 +1,263 @@
+"""ASP with channel permutation: the function stays, optimizers follow, and the report tells."""
+
+import io
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import nmkernels as nm
+from nmkernels.optim import MaskedAdamW
+from nmkernels.recipes import ASP, permutation, search_permutation
+from nmkernels.zoo import GPT, GPTConfig
+from python_tests.recipes.loop import batches, distance, loss_of, mlp, snapshot
+
+DATA = batches(20)
+MAKERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True),
+    "masked_adamw": lambda p: MaskedAdamW(p, lr=1e-2),
+}
+
+
+def train(model, optimizer, data):
+    for batch in data:
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        optimizer.step()
+
+
+def orders(before, after):
+    """The order of hidden channels that leads from one copy of layer 0 to the other, by its bias."""
+    return torch.tensor([int((before["0.bias"] == b).nonzero()) for b in after["0.bias"]])
+
+
+def test_before_the_mask_the_function_is_the_same():
+    model = mlp()
+    handle = nm.sparsify_(model, ASP("2:4", permute=True, score="magnitude"))
+    x, before = DATA[0][0], snapshot(mlp())
+    want = mlp()(x)
+    scores = {name: layer.master.detach() for name, layer in handle.layers.items()}
+    with handle.fixed.channels.permuted(scores.__getitem__) as found:
+        assert list(found) == ["2"] and not torch.equal(model[0].weight, before["0.weight"])
+        dense = nn.Sequential(
+            *[nn.Linear(m.in_features, m.out_features) if isinstance(m, nn.Linear) else nn.GELU() for m in model]
+        ).double()
+        dense.load_state_dict(model.state_dict())
+        assert torch.allclose(dense(x), want, atol=1e-14)
+        assert torch.equal(model[2].weight, before["2.weight"][:, found["2"].order])
+        assert torch.equal(model[4].weight, before["4.weight"])
+    assert distance(snapshot(model), before) == 0.0
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_moments_and_gradients_move_along(maker):
+    """Dense until step 5; then every tensor of the layers is the dense run's, in the new order."""
+    model, dense = mlp(), mlp()
+    handle = nm.sparsify_(model, ASP("2:4", permute=True, prune_at=5))
+    ours, theirs = handle.attach(MAKERS[maker](model.parameters())), MAKERS[maker](dense.parameters())
+    train(model, ours, DATA[:5])
+    train(dense, theirs, DATA[:5])
+    order = orders(snapshot(dense), snapshot(model))
+    assert sorted(order.tolist()) == list(range(32)) != order.tolist()
+    assert torch.equal(order, search_permutation(dense[2].weight.detach()).order)
+    for index, take in ((0, lambda t: t[order]), (2, lambda t: t[:, order])):
+        mask = nm.ops.mask(take(dense[index].weight.detach()), "2:4")
+        assert torch.equal(model[index].weight, take(dense[index].weight) * mask)
+        assert torch.equal(model[index].weight.grad, take(dense[index].weight.grad))
+        for key, value in theirs.state[dense[index].weight].items():
+            got = ours.state[model[index].weight][key]
+            assert torch.equal(got, take(value) if value is not None and value.dim() == 2 else value)
+    assert torch.equal(
+        ours.state[model[4].weight].get("exp_avg", torch.ones(1)), theirs.state[dense[4].weight].get("exp_avg", torch.ones(1))
+    )
+
+
+def test_the_mask_keeps_more_and_says_so():
+    model = mlp()
+    handle = nm.sparsify_(model, ASP("2:4", permute=True))
+    assert "0  left alone: its input comes from the input of the model" in str(handle.report)
+    assert "2  to be reordered, with the outputs of 0" in str(handle.report)
+    total = model[2].weight.detach().abs().sum()
+    plain = nm.ops.prune(model[2].weight.detach(), "2:4").abs().sum() / total
+    optimizer = handle.attach(MAKERS["adamw"](model.parameters()))
+    kept = model[2].weight.detach().abs().sum() / total
+    assert kept > plain * 1.02
+    assert f"the mask keeps {kept:.4f} of the magnitude instead of {plain:.4f}" in handle.report.channels["2"]
+    train(model, optimizer, DATA[:1])
+    assert handle.metrics()["kept_gain"].item() == pytest.approx((kept / plain - 1).item(), rel=1e-6)
+
+
+def test_no_search_without_being_asked():
+    model = mlp()
+    handle = nm.sparsify_(model, ASP("2:4"))
+    optimizer = handle.attach(MAKERS["adamw"](model.parameters()))
+    train(model, optimizer, DATA[:1])
+    assert "kept_gain" not in handle.metrics() and "channels" not in str(handle.report) and "kept" not in handle.state
+
+
+def test_gpt():
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(width=32, layers=2, heads=2, context=16)).double()
+    ids = torch.randint(0, 256, (2, 16))
+    want = model(ids)
+    recipe = ASP("2:4", permute=True, escapes=5)
+    handle = nm.sparsify_(model, recipe)
+    chosen = {}
+    with handle.fixed.channels.permuted(lambda name: handle.layers[name].master.detach()) as found:
+        chosen.update(found)
+        assert sorted(found) == ["blocks.0.mlp.proj", "blocks.1.mlp.proj"]
+        for layer in handle.layers.values():
+            layer.use(None, layer.plan)
+        assert torch.allclose(model(ids), want, atol=1e-12)
+    assert all(f.after > f.before for f in chosen.values())
+    with handle.deployable(), torch.no_grad():
+        preview = model(ids)
+    handle.finish()
+    assert torch.equal(model(ids), preview)
+    nm.compress_(model)
+    assert torch.allclose(model(ids), preview, atol=1e-12)
+
+
+@pytest.mark.parametrize("late", [0, 6])
+def test_one_shot(late):
+    """With no optimizer, ``finish`` searches, ``deployable`` previews it to the bit, and every weight is back outside."""
+    model = mlp(torch.float32)
+    x, before = DATA[0][0].float(), snapshot(model)
+    handle = nm.sparsify_(model, ASP("2:4", permute=True, prune_at=late))
+    with handle.deployable(), torch.no_grad():
+        want = model(x)
+    assert distance(snapshot(model), before) == 0.0
+    handle.finish()
+    assert torch.equal(model(x), want)
+    order = orders(before, snapshot(model))
+    assert torch.equal(order, search_permutation(before["2.weight"]).order)
+
+
+def test_early_finish_prunes_in_the_given_order():
+    model = mlp()
+    handle = nm.sparsify_(model, ASP("2:4", permute=True, prune_at=10))
+    optimizer = handle.attach(MAKERS["adamw"](model.parameters()))
+    train(model, optimizer, DATA[:3])
+    want = nm.ops.prune(model[2].weight.detach(), "2:4")
+    with pytest.warns(UserWarning, match="dense phase"):
+        handle.finish()
+    assert torch.equal(model[2].weight, want)
+
+
+def test_resume_reports_what_was_done():
+    model, other = mlp(), mlp(seed=3)
+    recipe = ASP("2:4", permute=True, prune_at=3)
+    handle, again = nm.sparsify_(model, recipe), nm.sparsify_(other, recipe)
+    optimizer = handle.attach(MAKERS["adamw"](model.parameters()))
+    train(model, optimizer, DATA[:5])
+    file = io.BytesIO()
+    torch.save((model.state_dict(), optimizer.state_dict()), file)
+    file.seek(0)
+    weights, state = torch.load(file, weights_only=True)
+    theirs = MAKERS["adamw"](other.parameters())
+    other.load_state_dict(weights)
+    theirs.load_state_dict(state)
+    again.attach(theirs)
+    assert "reordered earlier: the mask keeps" in again.report.channels["2"] and again.report.channels["0"] == "left alone"
+    train(model, optimizer, DATA[5:])
+    train(other, theirs, DATA[5:])
+    assert distance(snapshot(other), snapshot(model)) == 0.0
+
+
+def test_wanda_moves_its_norms():
+    model = mlp()
+    recipe = ASP("2:4", score="wanda", permute=True)
+    handle = nm.sparsify_(model, recipe)
+    optimizer = MAKERS["sgd"](model.parameters())
+    before = snapshot(model)
+    with pytest.raises(nm.RecipeError, match="calibrate"):
+        handle.attach(optimizer)
+    assert distance(snapshot(model), before) == 0.0, "nothing has moved"
+    with handle.calibrate(), torch.no_grad():
+        model(DATA[0][0])
+    norms = handle.fixed._squares["2"].sqrt()
+    scores = before["2.weight"].abs() * norms
+    handle.attach(optimizer)
+    order = search_permutation(scores.float()).order
+    assert torch.equal(orders(before, snapshot(model)), order)
+    mask = nm.ops.mask(scores[:, order].float(), "2:4")
+    assert torch.equal(model[2].weight.detach() != 0, mask)
+
+
+def left(change, optimizer=None):
+    model = mlp()
+    handle = nm.sparsify_(model, ASP("2:4", permute=True, prune_at=2))
+    first = handle.attach((optimizer or MAKERS["adamw"])(model.parameters()))
+    train(model, first, DATA[:1])
+    change(model, first)
+    before = snapshot(model)["0.bias"]
+    first.param_groups[0]["lr"] = 0.0
+    train(model, first, DATA[1:2])
+    assert nm.ops.is_nm(model[2].weight.detach(), "2:4")
+    return handle.report.channels["2"], torch.equal(model[0].bias, before)
+
+
+def test_what_comes_after_sparsify_is_seen():
+    said, same = left(lambda model, o: model[1].register_forward_hook(lambda *a: None))
+    assert "1 (GELU with hooks)" in said and same
+    said, same = left(lambda model, o: o.state[model[0].weight].update(rows=torch.ones(3)))
+    assert "keeps 'rows' of another shape" in said and same
+    said, same = left(lambda model, o: None)
+    assert said.startswith("reordered with the outputs of 0") and not same
+
+
+def test_parameters_of_an_unknown_optimizer():
+    model = mlp()
+    handle = nm.sparsify_(model, ASP("2:4", permute=True))
+    handle.attach(MAKERS["sgd"]([*model[2].parameters(), model[0].weight]))
+    assert "belongs to no optimizer that attach was given" in handle.report.channels["2"]
+    assert torch.equal(model[0].bias, mlp()[0].bias)
+
+
+def test_a_weight_that_is_not_finite():
+    model = mlp()
+    with torch.no_grad():
+        model[0].weight[0, 0] = torch.nan
+    before = snapshot(model)
+    handle = nm.sparsify_(model, ASP("2:4", permute=True))
+    with pytest.raises(nm.RecipeError, match="NaN"):
+        handle.finish(allow_unused=True)
+    assert torch.equal(model[0].bias, before["0.bias"]) and "not finite" in handle.report.channels["2"]
+
+
+def test_nothing_moves_without_a_sparse_consumer():
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)).double()
+    handle = nm.sparsify_(model, ASP("2:4", permute=True))
+    before = model[0].bias.clone()
+    handle.attach(MAKERS["sgd"](model.parameters()))
+    assert torch.equal(model[0].bias, before) and "2" not in handle.report.channels
+
+
+def test_long_searches_log(caplog, monkeypatch):
+    clock = iter(range(0, 10**6, 11))
+    monkeypatch.setattr(permutation.time, "monotonic", lambda: next(clock))
+    with caplog.at_level(logging.INFO, "nmkernels.permutation"):
+        nm.sparsify_(mlp(), ASP("2:4", permute=True)).finish(allow_unused=True)
+    assert any(record.getMessage().startswith("2: escape") for record in caplog.records)
+
+
+def test_other_patterns_and_the_dense_producer():
+    """A producer that is not sparse itself is reordered all the same."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(10, 32), nn.ReLU(), nn.Linear(32, 32)).double()
+    x = torch.randn(4, 10, dtype=torch.float64)
+    handle = nm.sparsify_(model, ASP("1:8", permute=True, escapes=3))
+    assert list(handle.layers) == ["2"] and type(model[0]) is nn.Linear
+    want = model[0](x).relu() @ model[2].weight.T
+    with handle.fixed.channels.permuted(lambda name: handle.layers[name].master.detach()):
+        assert torch.allclose(model[0](x).relu() @ model[2].weight.T, want, atol=1e-13)
+    handle.finish(allow_unused=True)
+    assert "reordered with the outputs of 0" in handle.report.channels["2"]
+
+
+@pytest.mark.parametrize(("keywords", "said"), [({"score": "existing"}, "out of their groups"), ({"escapes": -1}, "escapes")])
+def test_bad_configuration(keywords, said):
+    with pytest.raises(nm.RecipeError, match=said):
+        ASP("2:4", permute=True, **keywords)
