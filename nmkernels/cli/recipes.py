@@ -40,7 +40,8 @@ def run(args: argparse.Namespace) -> int:
 
 def describe(cls: type[Any]) -> dict[str, Any]:
     """What is known of a recipe, as plain values; ``keywords`` have name, type and default."""
-    about = {key: getattr(cls, key) for key in ("name", "paper", "patterns", "extra_state", "cost", "final")}
+    about = {key: getattr(cls, key) for key in ("name", "paper", "patterns", "extra_state", "cost")}
+    about["final"] = cls(total_steps=1000).final  # it may follow from the keywords
     keywords = [{"name": f.name, "type": _type(f), "default": _default(f)} for f in fields(cls) if f.init]
     return {"name": about.pop("name"), "summary": summary(cls), **about, "keywords": keywords, "doc": inspect.getdoc(cls) or ""}
 

@@ -133,6 +133,10 @@ class Recipe:
         wgrad = {"mvue": packed, "magnitude": packed, "none": 0.0}.get(stage.plan.wgrad, 1.0)
         return [Span(steps, fprop=share if masked else 1.0, dgrad=share if turned else 1.0, wgrad=wgrad)]
 
+    def of_pattern(self, pattern: Pattern) -> Recipe:
+        """The same recipe with another pattern, to count the FLOPs of layers that have one of their own."""
+        return replace(self, pattern=pattern)
+
     def switched_at(self, step: int) -> Recipe:
         """The same recipe with its own choice of a switching step replaced by ``step``, to count the FLOPs of a run afterwards.
 

@@ -142,17 +142,20 @@ def flops(
     if switch_step is not None:
         recipe = recipe.switched_at(switch_step)
     model = model if isinstance(model, nn.Module) else _skeleton(model)
-    spans, deployed, seen = recipe.profile(steps), recipe.deployed(), steps * tokens
-    entries = _entries(model, recipe, filter_fn)
+    seen, (entries, patterns) = steps * tokens, _entries(model, recipe, filter_fn)
+    kinds = {p: recipe if p == recipe.pattern else recipe.of_pattern(p) for p in patterns.values()}
+    costs = {p: (kind.profile(steps), kind.deployed()) for p, kind in kinds.items()}
+    dense = [Span(steps)], Span(1)
     learns = bool(getattr(recipe.stage({}).transform, "learns", ()))  # then wgrad is needed whether or not the weight is trained
     frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
     parts = []
     for entry, often in zip(entries, _rows(entries, rows or {}), strict=True):
         trained = (learns and entry.sparse) or not {entry.name, f"{entry.name}.weight"} & frozen
-        parts.append(_layer(entry, often, spans if entry.sparse else [Span(steps)], deployed, tokens, trained))
+        spans, deployed = costs[patterns[entry.name]] if entry.sparse else dense
+        parts.append(_layer(entry, often, spans, deployed, tokens, trained))
     if other:
         parts.append(LayerFlops("(other)", (), False, "as given", 1.0, 3.0 * other * seen, other, 3.0 * other * seen, other))
-    teacher = sum(s.steps * s.teacher for s in spans) * tokens * sum(part.dense_inference for part in parts)
+    teacher = sum(s.steps * s.teacher for s in recipe.profile(steps)) * tokens * sum(part.dense_inference for part in parts)
     if teacher:
         parts.append(LayerFlops("(teacher)", (), False, "dense forward passes", 1.0, teacher, 0.0, 0.0, 0.0))
     names = ("training", "inference", "dense_training", "dense_inference")
@@ -165,24 +168,31 @@ def _layer(e: Entry, rows: float, spans: list[Span], deployed: Span, tokens: int
     adapter = 2.0 * sum(e.shape[-2:]) * rows  # of one rank; dgrad and the two weight gradients of an adapter cost as much as fprop each
     run = sum(s.steps * (product * (s.fprop + s.dgrad + s.wgrad * trained) + 3 * s.rank * adapter) for s in spans) * tokens
     dense_run = sum(s.steps for s in spans) * product * (2 + trained) * tokens
-    inference = product * deployed.fprop + deployed.rank * adapter if e.sparse else product
+    inference = product * deployed.fprop + deployed.rank * adapter
     return LayerFlops(e.name, e.shape, e.sparse, e.reason, rows, run, inference, dense_run, product)
 
 
-def _entries(model: nn.Module, recipe: Recipe, filter_fn: FilterFn | None) -> list[Entry]:
-    """Every linear-like layer of the model, sparse where it is, or where ``sparsify_`` would make it so."""
+def _entries(model: nn.Module, recipe: Recipe, filter_fn: FilterFn | None) -> tuple[list[Entry], dict[str, Pattern]]:
+    """Every linear-like layer of the model, sparse where it is, or where ``sparsify_`` would make it so; and the patterns of those."""
     done = {name: m for name, m in model.named_modules() if isinstance(m, (NMWeight, CompressedLinear))}
     if done and filter_fn is not None:
         raise RecipeError("flops: the model is sparse already, so filter_fn has nothing to choose; leave it out.")
-    _, report = select(model, Pattern(recipe.pattern), filter_fn)
-    if done:
-        pattern = {name: str(m.pattern if isinstance(m, NMWeight) else m.weight.pattern) for name, m in done.items()}
-        report.entries = [
-            replace(e, sparse=e.name in done, reason=pattern.get(e.name, "left dense" if e.sparse else e.reason)) for e in report.entries
-        ]
+    chosen, report = select(model, Pattern(recipe.pattern), filter_fn)
     if not report.entries:
         raise RecipeError("flops: the model has no linear layer to count.")
-    return report.entries
+    if done:
+        patterns = {name: m.pattern if isinstance(m, NMWeight) else m.weight.pattern for name, m in done.items()}
+    else:
+        weights = {c.name: c.module.get_parameter("weight").detach() for c in chosen}
+        turned = {c.name for c in chosen if not isinstance(c.module, nn.Linear)}  # Conv1D has its weight as (in, out)
+        own = recipe.layer_patterns({name: w.t() if name in turned else w for name, w in weights.items()}) or {}
+        patterns = {c.name: own.get(c.name, Pattern(recipe.pattern)) for c in chosen}
+    entries = []
+    for e in report.entries:
+        pattern = patterns.get(e.name)
+        reason = recipe.note(pattern, e.shape[:2]) if pattern else "left dense" if e.sparse else e.reason  # type: ignore[arg-type]
+        entries.append(replace(e, sparse=pattern is not None, reason=reason))
+    return entries, patterns
 
 
 def _rows(entries: list[Entry], given: Mapping[str, float]) -> list[float]:

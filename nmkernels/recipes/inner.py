@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -78,6 +79,12 @@ class Outer(Recipe):
         inner = self.inner_at({})[0]
         object.__setattr__(self, "final", inner.final)
         object.__setattr__(self, "mask_score", inner.mask_score)
+
+    def of_pattern(self, pattern: Pattern) -> Recipe:
+        """Both with that pattern."""
+        inner = getattr(self, "inner", None)
+        own: dict[str, Any] = {"inner": inner.of_pattern(pattern)} if isinstance(inner, Recipe) else {}
+        return replace(self, pattern=pattern, **own)
 
     def deployed(self) -> Span:
         """What the inner recipe leaves."""

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -89,6 +90,22 @@ def test_rows_and_other():
         nm.flops(model, "ste:2:4", 1, rows={"1.2": 1.0})
     with pytest.raises(nm.RecipeError, match="at least 0"):
         nm.flops(model, "ste:2:4", 1, rows={"0": -1.0})
+
+
+def test_layers_with_patterns_of_their_own():
+    @dataclass(frozen=True)
+    class Own(SRSTE):
+        def layer_patterns(self, weights):
+            return {name: nm.Pattern("1:4" if w.shape[0] == 64 else "3:4") for name, w in weights.items()}
+
+    model = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32), nn.Linear(32, 8))
+    cost = nm.flops(model, Own("2:4"), 1)
+    assert [(p.why[:4], p.inference) for p in cost.layers] == [("1:4", 64 * 32 / 2), ("3:4", 64 * 32 * 1.5), ("tiny", 2 * 32 * 8)]
+    assert [p.training for p in cost.layers] == [2 * 64 * 32 * 2.25, 2 * 64 * 32 * 2.75, 2 * 32 * 8 * 3]
+    nm.sparsify_(model, Own("2:4"))
+    assert nm.flops(model, Own("2:4"), 1) == cost
+    inner = STEP("2:4", total_steps=100, switch="fixed", inner=SRSTE("2:4")).of_pattern(nm.Pattern("1:8"))
+    assert inner.pattern == inner.inner.pattern == nm.Pattern("1:8")
 
 
 def test_what_is_no_plain_linear_layer():
