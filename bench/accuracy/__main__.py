@@ -1,4 +1,4 @@
-"""``python -m bench.accuracy run|status``: train what the plan asks for, and say how far it is."""
+"""``python -m bench.accuracy run|status|merge``: train what the plan asks for, say how far it is, add results of other folders."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import rows, runner, tasks
+from . import rows, runner, tasks, traces
 from .plan import STAGES, best_rates, pending, plan
 from .rows import RESULTS, RunRow
 from .spec import RunSpec
@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """0 done, 1 with failed runs, 2 refused, 130 interrupted with the way to resume."""
     args = _parser().parse_args(argv)
     try:
-        return _status(args) if args.verb == "status" else _run(args)
+        return {"run": _run, "status": _status, "merge": _merge}[args.verb](args)
     except ValueError as error:
         print(f"python -m bench.accuracy: error: {error}", file=sys.stderr)
         return 2
@@ -44,7 +44,20 @@ def _parser() -> argparse.ArgumentParser:
         if verb == "run":
             p.add_argument("--workers", type=int, default=2, help="processes of one thread each, default 2")
             p.add_argument("--limit", type=int, help="at most so many runs")
+    merge = verbs.add_parser("merge", help="add the runs of other folders, done beside this one or on another machine")
+    merge.add_argument("folders", nargs="+", type=Path)
+    merge.add_argument("--out", type=Path, default=RESULTS, help="folder of runs.csv and the traces")
     return parser
+
+
+def _merge(args: argparse.Namespace) -> int:
+    for folder in args.folders:
+        new = rows.load(folder)
+        rows.save({row.spec.key: row for row in [*rows.load(args.out), *new]}.values(), args.out)
+        for task in sorted({row.task for row in new}):
+            traces.append(traces.load(folder, task), args.out, task)
+        print(f"{folder}: {len(new)} runs")
+    return 0
 
 
 def _specs(args: argparse.Namespace, stage: str, task: str, done: list[RunRow]) -> list[RunSpec]:

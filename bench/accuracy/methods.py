@@ -56,6 +56,10 @@ VARIANTS = {
     "step-10": Method("step", {"switch": "fixed", "switch_at": 0.1}, note="STEP, T₀ fixed at 10 %"),
     "step-50": Method("step", {"switch": "fixed", "switch_at": 0.5}, note="STEP, T₀ fixed at 50 %"),
     "step-decay": Method("step", {"decay": 2e-4}, note="STEP with SR-STE's decay in phase 1"),
+    "step-10-decay": Method("step", {"switch": "fixed", "switch_at": 0.1, "decay": 2e-2}, note="STEP, T₀ at 10 %, λ = 2e-2 in phase 1"),
+    "step-mdgf": Method("step", {"inner": "mdgf(fine_tune=0.25)"}, note="STEP with mask decay in phase 1"),
+    "step-norm": Method("step", {"switch": "relative_norm"}, note="STEP, switched by the relative norm of v"),
+    "step-stale": Method("step", {"switch": "staleness"}, note="STEP, switched by the staleness of v"),
     "step-geometric": Method("step", {"switch": "geometric"}, note="STEP, option II"),
     "step-b999": Method("step", optimizer={"betas": (0.9, 0.999)}, note="STEP with β₂ = 0.999"),
     "srste-b999": Method("srste", optimizer={"betas": (0.9, 0.999)}, note="SR-STE with β₂ = 0.999"),
@@ -67,10 +71,17 @@ VARIANTS = {
     "sdgf-geometric": Method("sdgf", {"schedule": "geometric"}, note="structure decay, geometric"),
     "sste-dense": Method("sste", {"mvue": None}, note="S-STE with a dense weight gradient"),
     "sste-approx": Method("sste", {"mvue": "approx"}, note="S-STE with approximate MVUE"),
+    "sste-top2": Method("sste", {"mvue": "magnitude"}, note="S-STE with the two largest gradients of four, which is biased"),
 }
 """Those that answer a question."""
 
 METHODS = {**CORE, **VARIANTS}
+"""The methods that have a name here; any other recipe of the registry is one under its own name, with its defaults."""
+
+
+def others() -> list[str]:
+    """The recipes of the registry that no core method runs, sorted."""
+    return [name for name in recipes.names() if name not in METHODS]
 
 
 def get(name: str) -> Method:
@@ -79,6 +90,8 @@ def get(name: str) -> Method:
     Raises:
         ValueError: there is none; the nearest name is suggested.
     """
-    if name not in METHODS:
-        raise ValueError(unknown("method", name, METHODS))
-    return METHODS[name]
+    if name in METHODS:
+        return METHODS[name]
+    if name in others():
+        return Method(name, note="with its defaults")
+    raise ValueError(unknown("method", name, [*METHODS, *others()]))

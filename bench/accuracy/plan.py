@@ -18,10 +18,11 @@ PATTERNS = ("2:4", "1:8", "1:16")
 WIDER = ("1:4", "1:32")
 """Those that complete the curves."""
 
-STAGES = ("scout", "shared", "tune", "tuned", "variants", "wider")
+STAGES = ("scout", "shared", "tune", "tuned", "variants", "wider", "others")
 """``scout``: dense over the wider range of rates. ``shared``: the core methods at dense's best rate. ``tune``: the search for rates, with
 the same number of runs for every method and pattern. ``tuned``: at the rate found. ``variants``: those that answer a question, at the
-shared rate. ``wider``: the core methods at two further patterns, at the shared rate."""
+shared rate. ``wider``: the core methods at two further patterns, at the shared rate. ``others``: every other recipe at 2:4, at the
+shared rate."""
 
 
 def plan(
@@ -42,8 +43,8 @@ def plan(
     for name in only:
         methods.get(name)
     s = settings(task)
-    chosen = tuple(only) or tuple(methods.VARIANTS if stage == "variants" else methods.CORE)
-    cases = list(_cases(chosen, patterns or (WIDER if stage == "wider" else PATTERNS)))
+    usual = {"variants": list(methods.VARIANTS), "others": methods.others()}.get(stage, list(methods.CORE))
+    cases = list(_cases(only or usual, patterns or {"wider": WIDER, "others": PATTERNS[:1]}.get(stage, PATTERNS)))
     evaluation = EVALUATION_SEEDS[:seeds]
     if stage == "scout":
         return [RunSpec(task, DENSE, DENSE, seed, lr, s.steps, stage) for seed in TUNING_SEEDS for lr in s.scouted]

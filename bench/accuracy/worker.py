@@ -21,8 +21,8 @@ from .traces import Trace
 LAST = 50
 """Steps whose training loss is averaged for the row."""
 
-TRACED = ("shared", "variant")
-"""Purposes whose traces are kept."""
+TRACED = {"shared": 5, "variant": 2}
+"""Of how many seeds the traces are kept, by purpose; they are the larger files."""
 
 
 @dataclass
@@ -97,7 +97,7 @@ def run(spec: RunSpec) -> Outcome:
         data=task.data(),
         **stamp(),
     )
-    return Outcome(spec, row, trace.lines if spec.purpose in TRACED else None)
+    return Outcome(spec, row, trace.lines if spec.seed < TRACED.get(spec.purpose, 0) else None)
 
 
 def _step(task: Task, model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, step: int) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.accuracy import rows, runner, traces
+from bench.accuracy import methods, rows, runner, traces
 from bench.accuracy.__main__ import main
 from bench.accuracy.plan import best_rates, pending, plan
 from bench.accuracy.spec import RunSpec
@@ -113,3 +113,21 @@ def test_command_line_refuses_unknown_names(option, near, tmp_path, capsys):
     wrong = {"--tasks": "gpd", "--methods": "stepp", "--stages": "share"}[option]
     assert main(["run", option, wrong, "--out", str(tmp_path)]) == 2
     assert f"did you mean {near}" in capsys.readouterr().err
+
+
+def test_folders_are_merged(tiny, inline, tmp_path, capsys):
+    for i in (0, 1):
+        runner.run_all(SPECS[2 * i : 2 * i + 2], tmp_path / str(i), tell=quiet, pool=inline)
+    assert main(["merge", str(tmp_path / "0"), str(tmp_path / "1"), "--out", str(tmp_path / "all")]) == 0
+    assert pending(SPECS, rows.load(tmp_path / "all")) == []
+    assert {line["run"] for line in traces.load(tmp_path / "all", "tiny")} == {s.key for s in SPECS}
+
+
+def test_any_recipe_is_a_method():
+    assert {s.method for s in plan("others", "gpt")}.isdisjoint(methods.METHODS)
+    assert methods.get(methods.others()[0]).build("2:4", 100).name == methods.others()[0]
+
+
+@pytest.mark.parametrize("name", sorted(methods.VARIANTS))
+def test_every_variant_can_be_built(name):
+    methods.get(name).build("1:8", 1000)
