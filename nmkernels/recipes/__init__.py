@@ -8,6 +8,7 @@ from .convert import sparsify_
 from .cost import Span
 from .dense import Dense
 from .handle import Handle
+from .layerwise import LayerWise
 from .maxq import MaxQ
 from .mdgf import MdGf
 from .permutation import Found, search_permutation
@@ -30,6 +31,7 @@ __all__ = [
     "Flops",
     "Found",
     "Handle",
+    "LayerWise",
     "MaxQ",
     "LayerFlops",
     "MdGf",

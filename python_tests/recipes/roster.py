@@ -8,8 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from nmkernels.recipes import ASP, SRSTE, SSTE, STE, STEP, BiMask, Dense, MaxQ, MdGf, Recipe, SdGf
+from nmkernels.recipes import ASP, SRSTE, SSTE, STE, STEP, BiMask, Dense, LayerWise, MaxQ, MdGf, Recipe, SdGf
 from python_tests.recipes import loop_dgrad, loop_inner
+from python_tests.recipes import loop_layerwise as layerwise
 from python_tests.recipes import loop_used as used
 from python_tests.recipes.loop import SPARSE, Adam, Step, train
 from python_tests.recipes.loop_asp import permuted
@@ -97,6 +98,24 @@ ROSTER = {
     "step_mdgf": stepped("1:8", "mdgf(fine_tune=4)", lambda p, d: loop_inner.step_mdgf(p, d, AT, 1, 8, 4)),
     "step_sdgf": stepped("1:4", "sdgf", lambda p, d: loop_inner.step_sdgf(p, d, AT, [(3, 4), (2, 4), (1, 4)])),
     "step_sste": stepped("2:4", "sste(mvue=None)", lambda p, d: loop_inner.step_sste(p, d, AT, 2, 4)),
+    "step_layerwise": stepped(
+        "2:8",
+        "layerwise(inner=ste, rule=magnitude)",
+        lambda p, d: layerwise.step_ste(p, d, AT, layerwise.magnitude, (1, 2, 4), 8, 0.25),
+    ),
+    "layerwise": Entry(
+        LayerWise("4:16", inner=SRSTE("4:16", decay=0.1), choices="all"),
+        lambda p, d, s: layerwise.srste(p, d, layerwise.erk, range(1, 16), 16, 0.25, 0.1),
+    ),
+    "layerwise_magnitude": Entry(
+        LayerWise("2:8", inner="srste(decay=0.1)", rule="magnitude", choices="all"),
+        lambda p, d, s: layerwise.srste(p, d, layerwise.magnitude, range(1, 8), 8, 0.25, 0.1),
+    ),
+    "layerwise_sdgf": Entry(
+        LayerWise("2:8", STEPS, inner="sdgf", rule="magnitude", choices="all"),
+        lambda p, d, s: layerwise.sdgf(p, d, layerwise.magnitude, range(1, 8), 8, 0.25, [7, 4, 2], [0, 7, 13]),
+        (3, 9, 15),
+    ),
     "step_asp": stepped("2:4", "asp", lambda p, d: loop_inner.step_asp(p, d, AT, 2, 4)),
     "asp": Entry(ASP("2:4"), asp(0)),
     "asp_permute": Entry(ASP("2:4", permute=True, escapes=0), lambda p, d, s: permuted(p, d, 0)),

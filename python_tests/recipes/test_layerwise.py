@@ -1,0 +1,306 @@
+"""Layer-wise N:M: which patterns the rules find, that each layer keeps its own to the end, and what is refused."""
+
+import io
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import nmkernels as nm
+from nmkernels.recipes import ASP, SRSTE, SSTE, STE, STEP, Dense, LayerWise, MdGf, SdGf
+from python_tests.recipes import loop_layerwise as layerwise
+from python_tests.recipes.loop import SPARSE, Adam, batches, distance, loss_of, mlp, snapshot, top_n
+
+DATA = batches(20)
+
+
+def start(recipe, seed=0, dtype=torch.float64):
+    model = mlp(dtype, seed)
+    handle = nm.sparsify_(model, recipe)
+    return model, handle, handle.attach(recipe.optimizer(model.parameters(), **Adam().keywords))
+
+
+def step(model, optimizer, batch):
+    optimizer.zero_grad()
+    loss_of(model, batch).backward()
+    optimizer.step()
+
+
+def kept(handle):
+    return {name: layer.pattern.n for name, layer in handle.layers.items()}
+
+
+def density(patterns, weights):
+    return sum(weights[k].numel() * p.density for k, p in patterns.items()) / sum(w.numel() for w in weights.values())
+
+
+def net(seed, shapes=((24, 16), (32, 48), (16, 64), (48, 16))):
+    g = torch.Generator().manual_seed(seed)
+    scale = torch.rand(len(shapes), generator=g) + 0.1
+    return {f"l{i}": torch.randn(s, generator=g) * scale[i] for i, s in enumerate(shapes)}
+
+
+# ---- the rules
+
+
+@pytest.mark.parametrize("choices", ["powers", "all"])
+@pytest.mark.parametrize("seed", range(4))
+def test_magnitude_is_the_best_of_all_maps(seed, choices):
+    weights, options = net(seed), (1, 2, 4) if choices == "powers" else range(1, 8)
+    got = LayerWise("2:8", rule="magnitude", choices=choices).layer_patterns(weights)
+    want = layerwise.cheapest(weights, lambda k, w, n: w.abs()[~top_n(w, n, 8)].sum().item(), options, 8, 0.25)
+    assert {k: p.n for k, p in got.items()} == want
+
+
+def test_energy_does_not_see_the_layers_scales():
+    weights = net(0)
+    recipe = LayerWise("4:16", rule="energy", choices="all")
+    want = recipe.layer_patterns(weights)
+    assert recipe.layer_patterns({k: w * 10**i for i, (k, w) in enumerate(weights.items())}) == want
+    energy = lambda k, w, n: w.numel() * (w[~top_n(w, n, 16)].square().sum() / w.square().sum()).item()  # noqa: E731
+    assert {k: p.n for k, p in want.items()} == layerwise.cheapest(weights, energy, range(1, 16), 16, 0.25)
+    assert LayerWise("4:16", rule="magnitude").layer_patterns({k: w * 10**i for i, (k, w) in enumerate(weights.items())}) != want
+
+
+@pytest.mark.parametrize("choices", ["powers", "all"])
+def test_erk_is_the_closest_to_the_shares_within_the_budget(choices):
+    weights = net(0)
+    got = LayerWise("4:16", choices=choices).layer_patterns(weights)
+    options = (1, 2, 4, 8) if choices == "powers" else range(1, 16)
+    assert {k: p.n for k, p in got.items()} == layerwise.erk(weights, options, 16, 0.25)
+    assert density(got, weights) == 0.25
+    assert LayerWise("4:16", choices=choices).layer_patterns({k: w.to("meta") for k, w in weights.items()}) == got
+
+
+def test_erk_bounds():
+    """The small layer's share would be 16 of 16; it is 15, and of the maps that keep a half, (8, 8) and (14, 7), the second is nearer."""
+    weights = {"small": torch.empty(16, 16), "big": torch.empty(32, 48)}
+    assert {k: p.n for k, p in LayerWise("8:16", choices="all").layer_patterns(weights).items()} == {"small": 14, "big": 7}
+    assert {k: p.n for k, p in LayerWise("8:16").layer_patterns(weights).items()} == {"small": 8, "big": 8}
+
+
+@pytest.mark.parametrize("rule", ["erk", "magnitude", "energy"])
+@pytest.mark.parametrize("pattern", ["2:8", "3:8", "4:16", "5:16", "7:8"])
+def test_budget_is_met_from_below(rule, pattern):
+    weights = net(3)
+    for choices in ("powers", "all"):
+        got = LayerWise(pattern, rule=rule, choices=choices).layer_patterns(weights)
+        p = nm.Pattern(pattern)
+        most = p.density if choices == "all" else min(p.density, 0.5)
+        assert most - 0.05 < density(got, weights) <= p.density
+
+
+def test_a_budget_in_flops():
+    """The second layer sees a token ten times: what it costs counts tenfold."""
+    weights = net(0)
+    plain, often = (LayerWise("4:16", choices="all", rows=rows) for rows in (None, {"l1": 10}))
+    patterns = often.layer_patterns(weights)
+    cost = {k: w.numel() * (10 if k == "l1" else 1) for k, w in weights.items()}
+    assert 0.2 < sum(cost[k] * p.density for k, p in patterns.items()) / sum(cost.values()) <= 0.25
+    assert patterns != plain.layer_patterns(weights)
+
+
+# ---- given patterns
+
+
+def test_given_patterns_and_the_rest_of_the_budget():
+    weights = net(0)
+    recipe = LayerWise("4:16", given={"l0": "8:16", "l[12]": "2:16"})
+    got = recipe.layer_patterns(weights)
+    assert [str(got[f"l{i}"]) for i in (0, 1, 2)] == ["8:16", "2:16", "2:16"] and density(got, weights) <= 0.25
+    assert got["l3"].n == 8
+    assert LayerWise("4:16", given=json.dumps({"l0": "8:16", "l[12]": "2:16"})) == recipe
+
+
+def test_given_patterns_alone():
+    got = LayerWise("1:8", rule=None, given={"l0": "2:4", "l*": "4:16"}).layer_patterns(net(0))
+    assert [str(p) for p in got.values()] == ["2:4", "4:16", "4:16", "4:16"]
+    assert [str(p) for p in LayerWise("1:8", rule=None, given={"l0": "2:4"}).layer_patterns(net(0)).values()] == ["2:4"] + ["1:8"] * 3
+
+
+def test_given_patterns_train_finish_and_compress(tmp_path):
+    recipe = LayerWise("1:8", rule=None, given={"0": "2:4", "2": "3:16"}, inner="srste(decay=0.1)")
+    model, handle, optimizer = start(recipe, dtype=torch.float32)
+    for x, y in DATA:
+        step(model, optimizer, (x.float(), y.float()))
+        for name, p in (("0", (2, 4)), ("2", (3, 16))):
+            w = handle.layers[name].weight.detach()
+            assert torch.equal(handle.layers[name].used_weight(), w * top_n(w, *p))
+    assert handle.metrics()["density"].item() == pytest.approx((512 * 0.5 + 1024 * 3 / 16) / 1536)
+    handle.finish()
+    nm.compress_(model)
+    assert [str(model[i].weight.pattern) for i in (0, 2)] == ["2:4", "3:16"]
+    nm.save_compressed(model, tmp_path / "m.safetensors")
+    again = nm.load_compressed(mlp(torch.float32, 4), tmp_path / "m.safetensors")
+    assert torch.equal(again(DATA[0][0].float()), model(DATA[0][0].float())) and str(again[2].weight.pattern) == "3:16"
+
+
+# ---- in training
+
+
+def test_report_shows_each_layers_pattern():
+    _, handle, _ = start(LayerWise("4:16", choices="all"))
+    assert [e.reason for e in handle.report.sparse] == ["6:16", "3:16"] and "6:16" in str(handle.report)
+
+
+def test_patterns_follow_the_weights_until_attach_and_then_stay():
+    recipe = LayerWise("2:8", rule="magnitude", choices="all")
+    model = mlp(torch.float64)
+    handle = nm.sparsify_(model, recipe)
+    before = kept(handle)
+    with torch.no_grad():
+        model[2].weight.mul_(5)
+    optimizer = handle.attach(recipe.optimizer(model.parameters(), lr=1e-2))
+    after = kept(handle)
+    assert after["2"] > before["2"]
+    with torch.no_grad():
+        model[0].weight.mul_(50)
+    for batch in DATA[:3]:
+        step(model, optimizer, batch)
+    assert kept(handle) == after and handle.state["patterns"] == {name: f"{n}:8" for name, n in after.items()}
+
+
+@pytest.mark.parametrize("inner", ["srste", "sste(mvue=None)", "asp"])
+def test_a_resumed_run_has_the_patterns_of_its_checkpoint(inner):
+    recipe = LayerWise("2:8", rule="magnitude", choices="all", inner=inner)
+    model, handle, optimizer = start(recipe)
+    for batch in DATA[:5]:
+        step(model, optimizer, batch)
+    file = io.BytesIO()
+    torch.save((model.state_dict(), optimizer.state_dict()), file)
+    file.seek(0)
+    weights, state = torch.load(file, weights_only=True)
+    other = mlp(seed=3)
+    with torch.no_grad():
+        other[2].weight.mul_(20)
+    again = nm.sparsify_(other, recipe)
+    theirs = again.attach(recipe.optimizer(other.parameters(), **Adam().keywords))
+    assert kept(again) != kept(handle)
+    theirs.load_state_dict(state)
+    other.load_state_dict(weights)
+    assert kept(again) == kept(handle) and [e.reason for e in again.report.sparse] == [e.reason for e in handle.report.sparse]
+    for batch in DATA[5:]:
+        step(model, optimizer, batch)
+        step(other, theirs, batch)
+    assert distance(snapshot(other), snapshot(model)) == 0.0
+    again.finish()
+    assert all(nm.ops.is_nm(layer.weight.detach(), layer.pattern) for layer in again.layers.values())
+
+
+def test_inside_step_the_patterns_are_those_of_the_switch():
+    recipe = STEP("2:8", 20, switch="fixed", switch_at=6, inner="layerwise(rule=magnitude, choices=all)")
+    model, handle, optimizer = start(recipe)
+    for t, batch in enumerate(DATA):
+        if t == 6:
+            want = layerwise.magnitude({k: model.get_parameter(k).detach() for k in SPARSE}, range(1, 8), 8, 0.25)
+        step(model, optimizer, batch)
+        if t == 2:
+            with torch.no_grad():
+                model[2].weight.mul_(4)
+    assert {f"{name}.weight": n for name, n in kept(handle).items()} == want
+
+
+def test_another_inner_recipe_is_refused_on_resume_another_rule_is_not():
+    model, handle, optimizer = start(LayerWise("2:8", 20, inner="mdgf", rule="magnitude"))
+    step(model, optimizer, DATA[0])
+    start(LayerWise("2:8", 20, inner="mdgf"))[1].load_state_dict(handle.state_dict())
+    for inner, said in (("srste", "is of mdgf:2:8"), ("mdgf(end=0.1)", "another schedule: end")):
+        with pytest.raises(nm.CheckpointError, match=said):
+            start(LayerWise("2:8", 20, inner=inner))[1].load_state_dict(handle.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("patterns", "said"),
+    [({"0": "2:8"}, "only one of them has 2"), ({"0": "2:8", "2": "2:5"}, "layer '2' does not fit"), ({"0": "2:8", "2": "x"}, "layer '2'")],
+)
+def test_patterns_of_another_model(patterns, said):
+    _, handle, _ = start(LayerWise("2:8"))
+    state = handle.state_dict()
+    state["nm_recipe"]["patterns"] = patterns
+    with pytest.raises(nm.CheckpointError, match=said):
+        handle.load_state_dict(state)
+
+
+# ---- inner recipes
+
+
+@pytest.mark.parametrize("schedule", ["stepwise", "geometric", "densify"])
+def test_sdgf_leads_each_layer_to_its_own(schedule):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 32), nn.GELU(), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 16))
+    recipe = LayerWise("2:8", 8, rule=None, given={"0": "4:8", "4": "1:8"}, inner=SdGf("2:8", 8, schedule=schedule))
+    handle = nm.sparsify_(model, recipe)
+    optimizer = handle.attach(recipe.optimizer(model.parameters()))
+    seen = []
+    for _ in range(8):
+        seen.append(" ".join(str(model[i].mask_pattern) for i in (0, 2, 4)))
+        optimizer.zero_grad()
+        model(torch.randn(4, 64)).square().mean().backward()
+        optimizer.step()
+    want = {
+        "stepwise": ["7:8 7:8 7:8"] * 3 + ["4:8 4:8 4:8"] * 2 + ["4:8 2:8 1:8"] * 3,
+        "geometric": ["32:64 8:32 8:64"] * 2 + ["16:32 8:32 4:32"] * 2 + ["8:16 4:16 2:16"] * 2 + ["4:8 2:8 1:8"] * 2,
+        "densify": ["4:64 2:32 1:64"] * 2 + ["4:32 2:32 1:32"] * 2 + ["4:16 2:16 1:16"] * 2 + ["4:8 2:8 1:8"] * 2,
+    }[schedule]
+    assert seen == want
+    handle.finish()
+    assert all(nm.ops.is_nm(model[i].weight.detach(), p) for i, p in ((0, "4:8"), (2, "2:8"), (4, "1:8")))
+
+
+@pytest.mark.parametrize("inner", ["ste", "srste", "asp", "asp(prune_at=3)", "mdgf", "mdgf(dense=3)", "sdgf", "sste", "maxq"])
+def test_inner_recipes_end_with_the_layers_patterns(inner):
+    model, handle, optimizer = start(LayerWise("4:16", 20, inner=inner, choices="all"))
+    for batch in DATA:
+        step(model, optimizer, batch)
+    handle.finish()
+    assert kept(handle) == {"0": 6, "2": 3}
+    for layer in handle.layers.values():
+        assert nm.ops.is_nm(layer.weight.detach(), layer.pattern)
+        assert layer.weight.count_nonzero() == layer.weight.numel() * layer.pattern.density
+
+
+def test_no_choice_is_said():
+    with pytest.warns(UserWarning, match=r'groups of 8 keep at least 1, .* LayerWise\("4:32"\)'):
+        _, handle, _ = start(LayerWise("1:8"))
+    assert kept(handle) == {"0": 1, "2": 1}
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: LayerWise("2:8", rule="best"), "rule='best' is unknown.*erk, magnitude, energy"),
+        (lambda: LayerWise("2:8", choices="some"), "powers, all"),
+        (lambda: LayerWise("2:8", inner=SRSTE("1:8")), "is 1:8 and LayerWise itself 2:8"),
+        (lambda: LayerWise("2:8", 20, inner=STEP("2:8", 20)), r"STEP\(pattern, inner"),
+        (lambda: LayerWise("2:8", inner=Dense("2:8")), "trains nothing sparse"),
+        (lambda: LayerWise("2:8", given={"0": 2}), "must be a table"),
+        (lambda: LayerWise("2:8", given="{"), "is not JSON"),
+        (lambda: LayerWise("2:8", given="[1]"), "must be a table"),
+        (lambda: LayerWise("2:8", rows={"0": 0}), "above 0"),
+        (lambda: LayerWise("2:8", rows={"0": "2"}), "must be a table"),
+        (lambda: start(LayerWise("2:8", given={"x*": "1:8"})), "'x.' which fits no sparse layer; they are 0, 2|fits no sparse layer"),
+        (lambda: start(LayerWise("2:8", given={"2": "4:8"})), "leave 0.00% of the weights.*at least 4.17% at 1:8"),
+        (lambda: start(LayerWise("2:8", rule=None, given={"2": "2:5"})), "layer '2'.*not a multiple of M=5"),
+    ],
+)
+def test_bad_configuration(make, said):
+    with pytest.raises((nm.RecipeError, nm.ShapeError), match=said):
+        make()
+
+
+def test_a_weight_that_is_not_finite():
+    model = mlp()
+    with torch.no_grad():
+        model[2].weight[0, 0] = torch.nan
+    with pytest.raises(nm.RecipeError, match="layer '2' has NaN"):
+        nm.sparsify_(model, LayerWise("2:8", rule="magnitude"))
+    assert type(model[2]) is nn.Linear
+
+
+def test_values_are_plain_and_equal_ones_equal():
+    recipe = LayerWise("2:8", 20, inner=MdGf("2:8", 7), given={"a": nm.Pattern("1:8")}, rows={"b": 2})
+    assert recipe == LayerWise("2:8", 20, inner="mdgf", given='{"a": "1:8"}', rows='{"b": 2}') and hash(recipe)
+    assert nm.recipes.get(recipe.text()) == recipe
+    assert LayerWise("2:8", inner=STE("2:8")) != LayerWise("2:8") and LayerWise("2:8", inner=ASP("2:8")).mask_score == "magnitude"
+    assert LayerWise("2:8", inner=SSTE("2:8")).final == "nm"
