@@ -1,5 +1,6 @@
 """Floor 4: autograd. One linear Function driven by a GemmPlan, and the weight transforms in front of it."""
 
+from .anchor import Anchored, AnchoredMask
 from .dgrad import CRITERIA, BiMasked, DoublePruned
 from .linear import linear, linear_compressed
 from .plan import STRAIGHT_THROUGH, GemmPlan, packed_inference
@@ -9,6 +10,8 @@ from .transforms import DecayedMask, HardMask, SoftThreshold, WeightTransform
 __all__ = [
     "CRITERIA",
     "STRAIGHT_THROUGH",
+    "Anchored",
+    "AnchoredMask",
     "BiMasked",
     "DecayedMask",
     "DoublePruned",

@@ -53,7 +53,7 @@ class WeightTransform:
 
     @property
     def by_magnitude(self) -> bool:
-        """True where ``kept`` is M(W), which the optimizer's own pass knows how to choose."""
+        """True where ``kept`` is M(W), which the optimizer's own pass knows how to choose, and there is no ``penalty``."""
         return True
 
     def start(self, weight: Tensor) -> dict[str, Tensor]:
@@ -72,6 +72,10 @@ class WeightTransform:
     def kept(self, weight: Tensor, *extras: Tensor) -> Tensor:
         """Which weights count as not pruned, bool ``(out, in)``: for the decay of the others and for flips; by default M(W)."""
         return _mask(weight, self.pattern)
+
+    def penalty(self, weight: Tensor, *extras: Tensor) -> Tensor | None:
+        """The gradient ``(out, in)`` of a regulariser of the weight, added to the loss's once per step, after clipping; by default None."""
+        return None
 
     def __call__(self, weight: Tensor, *extras: Tensor, out: Tensor | None = None) -> Tensor:
         """W̃ of a detached master weight ``(out, in)`` in its dtype, contiguous, written to ``out`` where given."""

@@ -99,6 +99,11 @@ class NMWeight(nn.Module):
         transform = self.transform or self.final
         return transform.kept(self.master.detach(), *self._extras(transform))
 
+    def penalty(self) -> Tensor | None:
+        """The gradient of the present transform's regulariser at the present weight ``(out, in)``, None where it has none."""
+        transform = self.transform
+        return None if transform is None else transform.penalty(self.master.detach(), *self._extras(transform))
+
     def feed(self, values: dict[str, Tensor]) -> None:
         """Write the schedule's numbers into the buffers from which the transform reads them."""
         for name, value in values.items():

@@ -22,6 +22,8 @@ class UpdateRule:
         eps_inside: denominator √(v̂ + ε) instead of √v̂ + ε.
         clamp: bound on |m̂/D|; 0 for none.
         geometric: also return Σ log|v_t − v_{t−1}| (AutoSwitch option II).
+        late: the gradient of the transform's penalty is left to the optimizer, an ``AnnealedAdamW``, which adds it after the momentum
+            and takes the second moment of ``"total"`` (m̂ + penalty) or of ``"gradient"`` (g + penalty); empty: it goes with the gradient.
     """
 
     masked: bool = False
@@ -31,6 +33,7 @@ class UpdateRule:
     eps_inside: bool = False
     clamp: float = 0.0
     geometric: bool = False
+    late: str = ""
 
     def __post_init__(self) -> None:
         for name in ("decay", "clamp", "v_step"):
@@ -51,12 +54,14 @@ class Target:
         transposed: the parameter is stored ``(in, out)``; its groups run along dimension 0.
         sink: returns the buffer ``(out, in)`` that the step fills with W̃, or None when no copy is kept.
         filled: called once the buffer holds W̃ of the updated parameter.
+        penalty: returns the gradient of a regulariser, of the shape of ``view``, or None.
     """
 
     pattern: Pattern
     transposed: bool = False
     sink: Callable[[], Tensor | None] = lambda: None
     filled: Callable[[], None] = lambda: None
+    penalty: Callable[[], Tensor | None] = lambda: None
 
     def view(self, tensor: Tensor) -> Tensor:
         """``tensor`` (the parameter, its gradient or its state) with groups along the last dimension."""

@@ -12,6 +12,8 @@ from .layerwise import LayerWise
 from .maxq import MaxQ
 from .mdgf import MdGf
 from .permutation import Found, search_permutation
+from .proximal import prox
+from .proxsparse import ProxSparse
 from .registry import get, names, recipe
 from .report import Report
 from .sdgf import SdGf
@@ -36,6 +38,7 @@ __all__ = [
     "LayerFlops",
     "MdGf",
     "Observed",
+    "ProxSparse",
     "Recipe",
     "Report",
     "SdGf",
@@ -45,6 +48,7 @@ __all__ = [
     "flops",
     "get",
     "names",
+    "prox",
     "recipe",
     "search_permutation",
     "sparsify_",

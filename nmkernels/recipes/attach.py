@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -126,6 +127,7 @@ class Attachment:
             if layer.weight.grad is None:
                 continue
             w, g = layer.master.detach(), _oriented(layer, layer.weight.grad)
+            add = partial(_add, g, id(layer.weight) in negated, scale)
             if stage.fixed:
                 g.masked_fill_(~self.handle.fixed.masks[name], 0.0)
             elif stage.rule.masked:
@@ -135,8 +137,10 @@ class Attachment:
                 pruned_w = pruned_w + pruned.abs().sum(dtype=torch.float64)
                 pruned_g = pruned_g + (size if scale is None else size / scale.double())
                 if stage.rule.decay:
-                    extra = pruned * (-stage.rule.decay if id(layer.weight) in negated else stage.rule.decay)
-                    g.add_(extra if scale is None else extra * scale)
+                    add(pruned * stage.rule.decay)
+            penalty = None if stage.rule.late else layer.penalty()
+            if penalty is not None:
+                add(penalty)
         self._pruned = pruned_w, pruned_g
 
     @torch.no_grad()
@@ -274,7 +278,13 @@ def _target(layer: NMWeight) -> Target:
         # load_state_dict(assign=True) gives the layer another Parameter than the one that this optimizer updates
         return layer.used.sink(layer.master) if layer.weight is weight else None
 
-    return Target(Pattern(layer.pattern), layer.transposed, sink, filled=lambda: layer.used.filled(layer.master))
+    return Target(Pattern(layer.pattern), layer.transposed, sink, lambda: layer.used.filled(layer.master), layer.penalty)
+
+
+def _add(g: Tensor, negated: bool, scale: Tensor | None, extra: Tensor) -> None:
+    """Add ``extra`` to a gradient that the optimizer may still negate and unscale."""
+    extra = -extra if negated else extra
+    g.add_(extra if scale is None else extra * scale)
 
 
 def _oriented(layer: NMWeight, tensor: Tensor) -> Tensor:

@@ -8,13 +8,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from nmkernels.recipes import ASP, SRSTE, SSTE, STE, STEP, BiMask, Dense, LayerWise, MaxQ, MdGf, Recipe, SdGf
+from python_tests.recipes.loop_asp import permuted
+
+from nmkernels.recipes import ASP, SRSTE, SSTE, STE, STEP, BiMask, Dense, LayerWise, MaxQ, MdGf, ProxSparse, Recipe, SdGf
 from python_tests.recipes import loop_dgrad, loop_inner
 from python_tests.recipes import loop_layerwise as layerwise
 from python_tests.recipes import loop_used as used
 from python_tests.recipes.loop import SPARSE, Adam, Step, train
-from python_tests.recipes.loop_asp import permuted
 from python_tests.recipes.loop_maxq import maxq
+from python_tests.recipes.loop_prox import proxsparse
 
 STEPS = 20
 SWITCH = Step(t_min=2, t_max=7, threshold=1e-30, clamp=2.0)
@@ -139,6 +141,10 @@ ROSTER = {
     "maxq_cubic": max_query(MaxQ("1:4", STEPS, schedule="cubic", dense=4, fine_tune=0.2, tau=0.1, kernel=True), 4, 16, (2, 9)),
     "maxq_cos": max_query(MaxQ("1:8", STEPS, schedule="cos", fine_tune=4, levels=3, grad="chain"), 0, 16, (9,)),
     "maxq_exp": max_query(MaxQ("2:8", STEPS, schedule="exp", dense=2, fine_tune=0), 2, 20, (7,)),
+    "proxsparse": Entry(ProxSparse(strength=0.8), lambda p, d, s: proxsparse(p, d, 0.8)),
+    "proxsparse_anchor": Entry(
+        ProxSparse(strength=60.0, scale_by_lr=True, anchor=0.5, values="trained"), lambda p, d, s: proxsparse(p, d, 0.6, 0.5)
+    ),
 }
 
 assert SPARSE == ("0.weight", "2.weight")

@@ -1,0 +1,101 @@
+"""The proximal operator of ProxSparse's regulariser, for every group of four weights."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+PATH = 16
+"""Steps along the path of the dense minimum from no regulariser to the whole one."""
+
+LAST = 8
+"""Newton's steps at its end, and of the search for the 3-sparse minimum."""
+
+NEAR_1 = 0.999
+"""The largest λ w₃ that the search for the 3-sparse minimum starts from; larger ones are none."""
+
+
+@torch.no_grad()
+def prox(weight: Tensor, strength: float | Tensor) -> Tensor:
+    """argmin over w of ½ ‖w − weight‖² + λ Σ |w_i w_j w_k|, the sum over the four triples of each group of four.
+
+    w keeps the signs and the order of the magnitudes z₁ ≥ … ≥ z₄, so that there are three candidates, and the one of least objective
+    is taken; where none beats it strictly, the first:
+
+    * 2-sparse: (z₁, z₂, 0, 0), bit for bit, without regulariser.
+    * 3-sparse: w_i = z_i − λ w_j w_k. For a given w₃ the other two are linear, and what is left is one equation whose derivative is
+      concave: Newton's method from where that derivative is largest cannot pass the minimum.
+    * dense: w_i = z_i − λ e₂(the other three). The objective's Hessian, I + λ (e₁ of the other two)_ij, is linear in w, so that the w
+      at which it is positive form a convex set, in which the objective is convex: there is at most one such minimum. It is followed
+      from λ = 0, where it is z, in the two unknowns w₁ + w₂ and w₃ + w₄.
+
+    The alternating minimisation from w = 0 that the authors run ends elsewhere in some groups: in about 5 % of those whose four magnitudes
+    lie within 10 % of each other, uniform up to 1.5/λ (50 000 random groups, 100 sweeps).
+
+    Args:
+        weight: ``(..., cols)`` with cols a multiple of 4; 16-bit ones are computed in fp32.
+        strength: λ ≥ 0, a number or a 0-d tensor; 0 gives the weight itself.
+
+    Source: the regulariser and the three candidates, Liu et al., ICML 2025, arXiv 2502.00258, and its code; how they are found, ours.
+
+    Example:
+        >>> prox(torch.tensor([[3.0, -0.1, 2.0, 0.2]]), 1.0)
+        tensor([[3., 0., 2., 0.]])
+    """
+    groups = weight.reshape(-1, 4)
+    wide = groups.abs().to(torch.promote_types(weight.dtype, torch.float32))
+    z, order = wide.sort(dim=1, descending=True, stable=True)
+    # λ only sets the scale: with y = λ z and u = λ w the objective times λ² is ½‖u − y‖² + e₃(u)
+    y = (z * strength).unbind(1)
+    best = torch.stack([z[:, 0], z[:, 1], torch.zeros_like(z[:, 2]), torch.zeros_like(z[:, 3])], 1)
+    least = ((y[2] / y[0]).square() + (y[3] / y[0]).square()) / 2
+    for u in (_three(y), _four(y)):
+        objective = _objective(u, y)
+        better = objective < least
+        best = torch.where(better[:, None], torch.stack(u, 1) / strength, best)
+        least = torch.where(better, objective, least)
+    # equal magnitudes must not come out in another order by rounding: the mask would change
+    best = best.cummin(1).values
+    w = torch.empty_like(best).scatter_(1, order, best).to(weight.dtype)
+    # without a regulariser u / λ is 0 / 0
+    w = torch.where(torch.as_tensor(strength, device=w.device) > 0, w, groups.abs())
+    return torch.where(w == 0, 0.0, w.copysign(groups)).reshape(weight.shape)
+
+
+Four = tuple[Tensor, ...]
+
+
+def _objective(u: Four, y: Four) -> Tensor:
+    """(½‖u − y‖² + e₃(u)) / y₁², by quotients whose squares cannot vanish; NaN where y₁ is 0."""
+    a, b, c, d = (v / y[0] for v in u)
+    distance = sum((((p - q) / y[0]).square() for p, q in zip(u, y, strict=True)), torch.zeros_like(a))
+    return distance / 2 + y[0] * (a * b * (c + d) + c * d * (a + b))
+
+
+def _three(y: Four) -> Four:
+    """The 3-sparse candidate; some other point that is no better where there is none."""
+    s, d = y[0] + y[1], y[0] - y[1]
+    ratio = (d / s).sqrt()
+    # at 1 itself, where y₁ = y₂, the quotients below are 0 / 0
+    t = ((1 - ratio) / (1 + ratio)).clamp_max(NEAR_1)
+    for _ in range(LAST):
+        slope = t - y[2] + (s.square() / (1 + t).square() - d.square() / (1 - t).square()) / 4
+        curve = 1 - (s.square() / (1 + t) ** 3 + d.square() / (1 - t) ** 3) / 2
+        t = torch.where(curve > 0, t - slope / curve, t)
+    s, d = s / (1 + t), d / (1 - t)
+    return tuple(v.clamp_min(0) for v in ((s + d) / 2, (s - d) / 2, t, torch.zeros_like(t)))
+
+
+def _four(y: Four) -> Four:
+    """The dense candidate; some other point that is no better where there is none."""
+    p = q = torch.zeros_like(y[0])
+    for i in range(1, PATH + LAST):
+        part = min(i / PATH, 1.0)
+        a, b, c, d = part * (y[0] + y[1]), part * (y[2] + y[3]), (part * (y[0] - y[1])).square(), (part * (y[2] - y[3])).square()
+        slope_p = 2 * (p - a) + 2 * p * q + q.square() - d / (1 - p).square()
+        slope_q = 2 * (q - b) + 2 * p * q + p.square() - c / (1 - q).square()
+        pp, qq, pq = 2 + 2 * q - 2 * d / (1 - p) ** 3, 2 + 2 * p - 2 * c / (1 - q) ** 3, 2 * (p + q)
+        det = pp * qq - pq.square()
+        p, q = p - (qq * slope_p - pq * slope_q) / det, q - (pp * slope_q - pq * slope_p) / det
+    d1, d2 = (y[0] - y[1]) / (1 - q), (y[2] - y[3]) / (1 - p)
+    return tuple(v.clamp_min(0) for v in ((p + d1) / 2, (p - d1) / 2, (q + d2) / 2, (q - d2) / 2))

@@ -1,0 +1,242 @@
+"""ProxSparse: its proximal operator against brute force, its penalty, and what it leaves. The trajectories are the roster's."""
+
+import pytest
+import torch
+
+import nmkernels as nm
+from nmkernels.autograd import Anchored
+from nmkernels.optim import MaskedAdamW
+from nmkernels.pattern import Pattern, RecipeError
+from nmkernels.recipes import ProxSparse, prox
+from python_tests.recipes.loop import Adam, batches, distance, loss_of, mlp, snapshot, top_n
+from python_tests.recipes.loop_prox import brute, objective
+
+F32, F64 = torch.float32, torch.float64
+
+
+def groups(kind, count=1500):
+    """Rows of four with signs, on the scale at which λ = 1 matters."""
+    r = torch.rand(count, 4, dtype=F64, generator=torch.Generator().manual_seed(7))
+    one = r.mean(1, keepdim=True)
+    v = {
+        "small": r * 0.1,
+        "middle": 0.2 + 0.6 * r,
+        "wide": r * 2.5,
+        "near": 2.5 * one * (1 - 0.1 * r),
+        "one large": torch.cat([1.2 * r[:, :1], one * (1 - 0.1 * r[:, 1:])], 1),
+        "two large": torch.cat([1.2 * one * (1 - 0.05 * r[:, :2]), 0.5 * one * (1 - 0.05 * r[:, 2:])], 1),
+        "coarse": (r * 5).round() / 5,
+        "equal": one.expand(-1, 4) * 2,
+    }[kind]
+    signs = torch.where(torch.rand(count, 4, generator=torch.Generator().manual_seed(8)) < 0.5, -1.0, 1.0).double()
+    return (v * signs)[:, torch.randperm(4, generator=torch.Generator().manual_seed(9))]
+
+
+KINDS = ("small", "middle", "wide", "near", "one large", "two large", "coarse", "equal")
+
+
+# ---- the operator
+
+
+@pytest.mark.parametrize("strength", [1.0, 0.25])
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_point_is_better_than_the_operators(kind, strength):
+    v = groups(kind) / strength
+    w = prox(v, strength)
+    best = objective(brute(v, strength), v, strength)
+    got = objective(w, v, strength)
+    assert (got - best).max() <= 1e-12 / strength**2
+    assert (w * v >= 0).all() and (w.abs() <= v.abs() + 1e-15).all(), "signs stay and magnitudes shrink"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_candidate_is_chosen_somewhere(kind):
+    zeros = (prox(groups(kind), 1.0) == 0).sum(1).bincount(minlength=5).tolist()
+    seen = {count for count in (0, 1, 2) if zeros[count]}
+    assert seen >= {"small": {0}, "middle": {0, 1, 2}, "wide": {1, 2}}.get(kind, {0, 2})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_mask_stays(kind):
+    v = groups(kind)
+    for strength in (0.3, 1.0, 5.0):
+        assert torch.equal(top_n(prox(v, strength), 2, 4), top_n(v, 2, 4))
+
+
+def test_three_weights_by_hand():
+    # with w₄ = 0 and three equal ones w = z − λ w², that is λ = 1, z = 0.75: w = 0.5
+    w = prox(torch.tensor([[0.75, -0.75, 0.75, 0.0]], dtype=F64), 1.0)
+    torch.testing.assert_close(w, torch.tensor([[0.5, -0.5, 0.5, 0.0]], dtype=F64), rtol=1e-14, atol=0.0)
+
+
+def test_four_weights_by_hand():
+    # w = z − 3 λ w²; λ = 2, w = 0.1: z = 0.16
+    w = prox(torch.tensor([[0.16, -0.16, -0.16, 0.16]], dtype=F64), 2.0)
+    torch.testing.assert_close(w, torch.tensor([[0.1, -0.1, -0.1, 0.1]], dtype=F64), rtol=1e-14, atol=0.0)
+
+
+def test_what_is_2_4_already_keeps_its_bits():
+    v = torch.tensor([[0.0, -1.25, 0.0, 3.1], [0.0, 0.0, 0.0, -7.0], [0.0, 0.0, 0.0, 0.0], [-0.0, 1.0, 2.0, 0.0]])
+    for strength in (0.0, 1e-3, 1.0, 1e30):
+        assert torch.equal(prox(v, strength), v)
+
+
+@pytest.mark.parametrize("strength", [1e30, float("inf"), torch.tensor(1e30)])
+def test_a_huge_strength_leaves_the_two_largest(strength):
+    v = groups("middle").float()
+    assert torch.equal(prox(v, strength), v * top_n(v, 2, 4))
+    assert torch.equal(prox(torch.ones(1, 4), strength), torch.tensor([[1.0, 1.0, 0.0, 0.0]])), "ties keep the lower index"
+
+
+@pytest.mark.parametrize("strength", [0.0, torch.tensor(0.0), 1e-30, 1e-20])
+def test_a_vanishing_strength_changes_nothing(strength):
+    v = groups("middle").float()
+    torch.testing.assert_close(prox(v, strength), v, rtol=3e-7, atol=0.0)
+
+
+def test_nan_and_inf_do_not_spread_to_other_groups():
+    v = torch.tensor([[float("nan"), 1.0, 2.0, 3.0, 0.3, 0.2, 0.1, 0.0], [float("inf"), -2.0, 1.0, 0.5, 0.3, 0.2, 0.1, 0.0]])
+    w = prox(v, 1.0)
+    assert torch.isfinite(w[:, 4:]).all() and torch.isnan(w[0, 0]) and w[1, 0] == torch.inf
+
+
+def test_dtypes_and_shapes():
+    v = groups("middle", 64).reshape(16, 16)
+    want = prox(v, 1.0)
+    torch.testing.assert_close(prox(v.float(), 1.0).double(), want, rtol=1e-4, atol=1e-6)
+    assert prox(v.bfloat16(), 1.0).dtype == torch.bfloat16
+    torch.testing.assert_close(prox(v.bfloat16(), 1.0), prox(v.bfloat16().float(), 1.0).bfloat16())
+    assert torch.equal(prox(v.t().contiguous().t(), 1.0), want)
+
+
+# ---- the penalty
+
+
+def test_penalty_is_the_gradient_of_its_term():
+    w, first = torch.randn(4, 8, dtype=F64, requires_grad=True), torch.randn(4, 8, dtype=F64)
+    first[0, 0] = 0.0
+    sign = torch.where(first < 0, -1.0, 1.0)
+    term = 0.7 * ((w / (first + 0.1 * sign)) * (w - first)).square().sum()
+    got = Anchored(Pattern("2:4"), 0.7, 0.1).penalty(w.detach(), first)
+    torch.testing.assert_close(got, torch.autograd.grad(term, w)[0], rtol=1e-12, atol=1e-12)
+    assert not Anchored(Pattern("2:4"), 0.7).penalty(first, first).any(), "nothing pulls at the initial weight"
+
+
+RECIPE = ProxSparse(strength=0.4, anchor=0.5)
+
+
+def train(make, data, closure=False, scale=None, recipe=RECIPE):
+    model = mlp(F32)
+    handle = nm.sparsify_(model, recipe)
+    optimizer = handle.attach(make(model.parameters()))
+    scaler = None if scale is None else torch.amp.GradScaler("cpu", init_scale=scale)
+    for batch in data:
+
+        def loss(batch=batch):
+            optimizer.zero_grad()
+            value = loss_of(model, batch)
+            (value if scaler is None else scaler.scale(value)).backward()
+            return value
+
+        if closure:
+            optimizer.step(loss)
+        else:
+            loss()
+            if scaler is None:
+                optimizer.step()
+            else:
+                scaler.step(optimizer)
+                scaler.update()
+    return model, handle, optimizer
+
+
+DATA = batches(6, F32)
+
+
+def adamw(params):
+    return torch.optim.AdamW(params, **Adam().keywords)
+
+
+def masked(params):
+    return MaskedAdamW(params, **Adam().keywords)
+
+
+def test_penalty_under_a_closure_a_scaler_and_other_optimizers():
+    want = snapshot(train(masked, DATA)[0])
+    for make in (masked, adamw):
+        assert distance(snapshot(train(make, DATA, closure=True)[0]), want) < 1e-6
+        assert distance(snapshot(train(make, DATA, scale=1024.0)[0]), want) < 1e-5
+
+
+def test_penalty_shrinks_the_distance_under_maximize_too():
+    def sgd(maximize):
+        model = mlp(F64)
+        handle = nm.sparsify_(model, ProxSparse(strength=0.0, anchor=0.5))
+        optimizer = handle.attach(torch.optim.SGD(model.parameters(), lr=1e-3, maximize=maximize))
+        with torch.no_grad():
+            model[0].weight.mul_(0.8)
+        before = model[0].weight.detach().clone()
+        (0.0 * loss_of(model, batches(1)[0])).backward()
+        optimizer.step()
+        return model[0].weight.detach() - before
+
+    assert torch.equal(sgd(True), sgd(False)) and (sgd(True) * mlp(F64)[0].weight.detach()).sum() > 0
+
+
+# ---- the recipe
+
+
+def test_finish_leaves_the_initial_weights_under_the_learned_mask():
+    for values in ("initial", "trained"):
+        model, handle, _ = train(masked, DATA, recipe=ProxSparse(strength=0.4, values=values))
+        w, first = model[0].weight.detach().clone(), mlp(F32)[0].weight.detach()
+        handle.finish()
+        assert torch.equal(model[0].weight.detach(), top_n(w, 2, 4) * (first if values == "initial" else w))
+
+
+def test_density_falls_to_one_half():
+    model, handle, _ = train(masked, batches(30, F32), recipe=ProxSparse(strength=30.0))
+    density = handle.metrics()["density"].item()
+    nonzeros, numel = (sum(f(model[i].weight) for i in (0, 2)) for f in (lambda w: int(w.count_nonzero()), torch.numel))
+    assert 0.5 <= density < 0.505 and density == nonzeros / numel
+
+
+def test_the_anchor_is_the_weight_at_attach_and_travels_with_the_model():
+    model = mlp(F32)
+    handle = nm.sparsify_(model, RECIPE)
+    with torch.no_grad():
+        model[0].weight.mul_(2.0)
+    handle.attach(masked(model.parameters()))
+    assert torch.equal(model[0].nm_initial, 2.0 * mlp(F32)[0].weight)
+    other = mlp(F32, seed=3)
+    nm.sparsify_(other, RECIPE)
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(other[0].nm_initial, model[0].nm_initial)
+    other.load_state_dict(mlp(F32, seed=4).state_dict())
+    assert torch.equal(other[0].nm_initial, mlp(F32, seed=4)[0].weight), "a dense checkpoint is a new start"
+
+
+def test_scale_by_lr_follows_the_rate():
+    w = torch.tensor([[0.16, -0.16, -0.16, 0.16]], dtype=F64)
+    scaled, plain = ProxSparse(strength=20.0, scale_by_lr=True), ProxSparse(strength=2.0)
+    for lr in (0.1, torch.tensor(0.1, dtype=F64)):
+        torch.testing.assert_close(scaled.settle({}, w, lr), plain.settle({}, w, lr))
+    assert torch.equal(scaled.settle({}, w, 0.0), w)
+
+
+@pytest.mark.parametrize(
+    ("config", "complaint"),
+    [
+        ({"pattern": "1:4"}, "for 2:4, not 1:4"),
+        ({"pattern": "4:8"}, "for 2:4, not 4:8"),
+        ({"strength": -1.0}, "strength"),
+        ({"strength": float("inf")}, "strength"),
+        ({"anchor": float("nan")}, "anchor"),
+        ({"anchor": 1.0, "epsilon": 0.0}, "epsilon=0"),
+        ({"values": "both"}, "initial, trained"),
+        ({"scale_by_lr": 1}, "True or False"),
+    ],
+)
+def test_bad_settings_raise(config, complaint):
+    with pytest.raises(RecipeError, match=complaint):
+        ProxSparse(**config)
