@@ -1,6 +1,7 @@
 """Floor 4: autograd. One linear Function driven by a GemmPlan, and the weight transforms in front of it."""
 
 from .anchor import Anchored, AnchoredMask
+from .annealed import AnnealedMask
 from .dgrad import CRITERIA, BiMasked, DoublePruned
 from .linear import linear, linear_compressed
 from .plan import STRAIGHT_THROUGH, GemmPlan, packed_inference
@@ -12,6 +13,7 @@ __all__ = [
     "STRAIGHT_THROUGH",
     "Anchored",
     "AnchoredMask",
+    "AnnealedMask",
     "BiMasked",
     "DecayedMask",
     "DoublePruned",

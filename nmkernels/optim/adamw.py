@@ -162,6 +162,7 @@ class _Bucket:
     steps: list[Tensor] = field(default_factory=list)
     sinks: list[Tensor] = field(default_factory=list)
     targets: list[Target] = field(default_factory=list)
+    penalties: list[Callable[[], Tensor | None]] = field(default_factory=list)
     moments: dict[str, list[Tensor]] = field(default_factory=lambda: {name: [] for name in MOMENTS})
 
     def add(self, p: Tensor, state: dict[str, Tensor], target: Target | None, sink: Tensor | None) -> None:
@@ -173,9 +174,14 @@ class _Bucket:
             if name in state:
                 self.moments[name].append(view(state[name]))
         self.steps.append(state["step"])
+        self.penalties.append(target.penalty if target is not None else _nothing)
         if target is not None and sink is not None:
             self.sinks.append(sink)
             self.targets.append(target)
+
+
+def _nothing() -> None:
+    return None
 
 
 def _same(tensor: Tensor) -> Tensor:

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from ..pattern import NMError, Pattern
 
+LATE = ("", "total", "gradient")
+
 
 @dataclass(frozen=True)
 class UpdateRule:
@@ -39,6 +41,8 @@ class UpdateRule:
         for name in ("decay", "clamp", "v_step"):
             if getattr(self, name) < 0:
                 raise NMError(f"UpdateRule: {name}={getattr(self, name)} must not be negative.")
+        if self.late not in LATE:
+            raise NMError(f"UpdateRule: late={self.late!r} is unknown; choose one of {', '.join(map(repr, LATE))}.")
 
 
 PLAIN = UpdateRule()

@@ -1,12 +1,14 @@
 """Floor 6: training recipes. Each method of the field is one file with a frozen configuration."""
 
 from .asp import ASP
+from .ast import AST
 from .base import Observed, Recipe, Stage
 from .bimask import BiMask
 from .compute import Flops, LayerFlops, flops
 from .convert import sparsify_
 from .cost import Span
 from .dense import Dense
+from .distill import distill_loss
 from .handle import Handle
 from .layerwise import LayerWise
 from .maxq import MaxQ
@@ -24,6 +26,7 @@ from .swap import densify_
 
 __all__ = [
     "ASP",
+    "AST",
     "SRSTE",
     "SSTE",
     "STE",
@@ -45,6 +48,7 @@ __all__ = [
     "Span",
     "Stage",
     "densify_",
+    "distill_loss",
     "flops",
     "get",
     "names",

@@ -26,8 +26,8 @@ def figures(
 ) -> dict[str, Tensor]:
     """Common figures and the recipe's own as 0-d tensors; nothing here waits for the device.
 
-    flip_rate = flips / weights, density = non-zeros / weights, decay_ratio = λ Σ|w| / Σ|g| over pruned weights; before the first
-    step there is only the density of the weights as they would be used.
+    flip_rate = flips / weights, density = non-zeros / weights, decay_ratio = λ Σ|w| / Σ|g| over pruned weights, with λ the recipe's own
+    figure ``decay`` where it tells one; before the first step there is only the density of the weights as they would be used.
     """
     phase = torch.tensor(stage.phase)
     parts = [a for a in attachments if a.stats is not None]
@@ -37,12 +37,13 @@ def figures(
     numel = sum(a.numel for a in parts)
     s = dict(zip(ops.STATS, summed(a.stats for a in parts if a.stats is not None), strict=True))
     grads = s["pruned_grad_abs"]
-    ratio = torch.where(grads > 0, stage.rule.decay * s["pruned_abs"] / grads, 0.0)
+    own = recipe.metrics(state or {})
+    ratio = torch.where(grads > 0, own.get("decay", stage.rule.decay) * s["pruned_abs"] / grads, 0.0)
     # the optimizer counts what M(W) ⊙ W would leave; any other transform has to be asked
     density = s["nonzeros"] / numel if stage.transform is None or isinstance(stage.transform, HardMask) else _density(layers)
     common = {"flip_rate": s["flips"] / numel, "density": density, "phase": phase, "decay_ratio": ratio}
     told = any(isinstance(a.optimizer, MaskedAdamW) for a in parts)
-    return {**common, **recipe.metrics(state or {}), **({"max_update": s["max_update"]} if told else {})}
+    return {**common, **own, **({"max_update": s["max_update"]} if told else {})}
 
 
 def _density(layers: dict[str, NMWeight]) -> Tensor:

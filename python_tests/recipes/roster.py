@@ -8,13 +8,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from python_tests.recipes.loop_asp import permuted
 
-from nmkernels.recipes import ASP, SRSTE, SSTE, STE, STEP, BiMask, Dense, LayerWise, MaxQ, MdGf, ProxSparse, Recipe, SdGf
+from nmkernels.pattern import RecipeError
+from nmkernels.recipes import ASP, AST, SRSTE, SSTE, STE, STEP, BiMask, Dense, LayerWise, MaxQ, MdGf, ProxSparse, Recipe, SdGf
 from python_tests.recipes import loop_dgrad, loop_inner
 from python_tests.recipes import loop_layerwise as layerwise
 from python_tests.recipes import loop_used as used
 from python_tests.recipes.loop import SPARSE, Adam, Step, train
+from python_tests.recipes.loop_ast import ast
 from python_tests.recipes.loop_maxq import maxq
 from python_tests.recipes.loop_prox import proxsparse
 
@@ -29,6 +32,15 @@ class Entry:
     recipe: Recipe
     loop: Callable[[dict[str, Any], list[Any], dict[str, int] | None], dict[str, Any]]
     cuts: tuple[int, ...] = (7,)
+
+    @property
+    def any_optimizer(self) -> bool:
+        """Whether plain AdamW will do; where not, the recipe's own optimizer is used throughout."""
+        try:
+            self.recipe.check_optimizer(torch.optim.AdamW([torch.zeros(1)]))
+        except RecipeError:
+            return False
+        return True
 
     @property
     def draws(self) -> bool:
@@ -137,6 +149,10 @@ ROSTER = {
     "bimask_count": bimask(BiMask("1:8", draws=5, refresh=3, criterion="count", seed=2)),
     "bimask_once": bimask(BiMask("1:4", draws=0, refresh=0, seed=0)),
     "sdgf_densify": sdgf(SdGf("1:2", STEPS, schedule="densify", dense=0.2), [(1, 16), (1, 8), (1, 4), (1, 2)], [4, 8, 12, 16]),
+    "ast": Entry(AST("2:4", STEPS, decay=0.5, every=4), lambda p, d, s: ast(p, d, 2, 4, 0.5, 5, 4), (3, 7, 12)),
+    "ast_gradient": Entry(
+        AST("1:8", decay=0.2, anneal=0, every=7, second_moment="gradient"), lambda p, d, s: ast(p, d, 1, 8, 0.2, 0, 7, total=False)
+    ),
     "maxq": max_query(MaxQ("2:4", STEPS, fine_tune=5, decay=0.1), 0, 15, (7, 15)),
     "maxq_cubic": max_query(MaxQ("1:4", STEPS, schedule="cubic", dense=4, fine_tune=0.2, tau=0.1, kernel=True), 4, 16, (2, 9)),
     "maxq_cos": max_query(MaxQ("1:8", STEPS, schedule="cos", fine_tune=4, levels=3, grad="chain"), 0, 16, (9,)),

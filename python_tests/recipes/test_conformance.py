@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 import nmkernels as nm
-from nmkernels.optim import MaskedAdamW
 from python_tests.copies import WAYS, copied
 from python_tests.recipes.loop import Adam, batches, distance, loss_of, mlp, snapshot
 from python_tests.recipes.roster import ROSTER, STEPS, SWITCH
@@ -89,8 +88,8 @@ def test_accumulation_is_the_whole_batch(entry):
 @ENTRIES
 @pytest.mark.parametrize("make", [None, lambda p: torch.optim.AdamW(p, **Adam().keywords)], ids=["own", "adamw"])
 def test_grad_scaler_changes_nothing(entry, make):
-    if entry.recipe.name == "step" and make is not None:
-        pytest.skip("STEP needs its own optimizer")
+    if make is not None and not entry.any_optimizer:
+        pytest.skip("the recipe needs its own optimizer")
     results = []
     for scale in (1.0, 256.0):
         model = mlp(F32)
@@ -335,12 +334,10 @@ def test_compiled_equals_eager(entry):
 
 @ENTRIES
 def test_several_optimizers(entry):
-    if entry.recipe.name == "step":
-        pytest.skip("its test of several optimizers needs MaskedAdamW for both")
-    model = mlp()
+    model, other = mlp(), torch.optim.AdamW if entry.any_optimizer else entry.recipe.optimizer
     handle = nm.sparsify_(model, entry.recipe)
-    first = MaskedAdamW([*model[0].parameters(), *model[4].parameters()], **Adam().keywords)
-    second = torch.optim.AdamW(model[2].parameters(), **Adam().keywords)
+    first = optimizer_of(entry.recipe, [*model[0].parameters(), *model[4].parameters()])
+    second = other(model[2].parameters(), **Adam().keywords)
     handle.attach(first, second)
     for batch in DATA:
         for optimizer in (first, second):

@@ -5,7 +5,7 @@ import torch
 
 import nmkernels as nm
 from nmkernels.optim import MaskedAdamW
-from nmkernels.recipes import ASP, SRSTE, STEP
+from nmkernels.recipes import ASP, AST, SRSTE, STEP, MaxQ, ProxSparse
 from python_tests.recipes.loop import Adam, batches, loss_of, mlp
 
 Conv1D = pytest.importorskip("transformers.pytorch_utils").Conv1D
@@ -23,10 +23,20 @@ def transposed():
     return model
 
 
+RECIPES = [
+    SRSTE(decay=0.1),
+    STEP(t_min=2, t_max=4, threshold=1e-30),
+    ASP(prune_at=3),
+    MaxQ(total_steps=10, fine_tune=4, decay=0.1),
+    AST(decay=0.3, anneal=4, every=3),
+    ProxSparse(strength=0.8, anchor=0.3),
+]
+
+
 @pytest.mark.parametrize("make", [MaskedAdamW, torch.optim.AdamW])
-@pytest.mark.parametrize("recipe", [SRSTE(decay=0.1), STEP(t_min=2, t_max=4, threshold=1e-30), ASP(prune_at=3)], ids=lambda r: r.name)
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.name)
 def test_equals_linear(recipe, make):
-    make = MaskedAdamW if recipe.name == "step" else make
+    make = recipe.optimizer if recipe.name in ("step", "ast") else make
     results = []
     for model in (mlp(), transposed()):
         handle = nm.sparsify_(model, recipe)
