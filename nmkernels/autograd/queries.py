@@ -59,6 +59,8 @@ class SoftQuery(WeightTransform):
 
     def _query(self, size: Tensor) -> Tensor:
         below = size.shape[1] - self.pattern.kept(size.shape[1])
+        if not below:  # layer-wise patterns may leave a layer dense, and then no weight ranks above another
+            return torch.zeros_like(size)
         low, high = (size.kthvalue(k, dim=1, keepdim=True).values for k in (below, below + 1))
         return torch.where(size >= high, torch.sigmoid((size - (low + high) / 2) / self.tau), 0.0)
 

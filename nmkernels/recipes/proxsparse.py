@@ -93,6 +93,12 @@ class ProxSparse(Recipe):
         p = Pattern(self.pattern)
         return AnchoredMask(p) if self.values == "initial" else HardMask(p)
 
+    def fit(self, transform: WeightTransform, pattern: Pattern, shape: tuple[int, int]) -> WeightTransform:
+        """Unchanged; a layer of another pattern is refused."""
+        if pattern != self.pattern:
+            raise RecipeError(f"ProxSparse: a layer is to be {pattern}, and its proximal operator is for 2:4; leave the layer out.")
+        return transform
+
     def profile(self, steps: int) -> list[Span]:
         """Dense throughout."""
         return [Span(steps)]

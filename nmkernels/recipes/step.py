@@ -113,6 +113,8 @@ class STEP(Outer):
             )
         if stage.plan.wgrad == "none" or (stage.transform is not None and stage.transform.learns):
             raise RecipeError(f"{said}it learns masks and not weights, so no second moment is worth freezing. Use it without STEP.")
+        if stage.rule.late:
+            raise RecipeError(f"{said}its second moment is that of its own decay too, and cannot be frozen before. Use it without STEP.")
         if inner.mask_score not in (None, "magnitude"):
             raise RecipeError(f'{said}its masks are of a model that is trained already. Use score="magnitude", or it without STEP.')
         for at in {self._earliest(), self._latest()} - {None}:

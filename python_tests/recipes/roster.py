@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from python_tests.recipes.loop_asp import permuted
 
 from nmkernels.pattern import RecipeError
 from nmkernels.recipes import ASP, AST, SRSTE, SSTE, STE, STEP, BiMask, Dense, LayerWise, MaxQ, MdGf, ProxSparse, Recipe, SdGf
@@ -17,6 +16,7 @@ from python_tests.recipes import loop_dgrad, loop_inner
 from python_tests.recipes import loop_layerwise as layerwise
 from python_tests.recipes import loop_used as used
 from python_tests.recipes.loop import SPARSE, Adam, Step, train
+from python_tests.recipes.loop_asp import permuted
 from python_tests.recipes.loop_ast import ast
 from python_tests.recipes.loop_maxq import maxq
 from python_tests.recipes.loop_prox import proxsparse

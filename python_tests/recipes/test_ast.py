@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import nmkernels as nm
 from nmkernels.optim import AnnealedAdamW, MaskedAdamW
 from nmkernels.pattern import RecipeError, ShapeError
-from nmkernels.recipes import AST, distill_loss
+from nmkernels.recipes import AST, STEP, distill_loss
 from python_tests.recipes.loop import Adam, batches, distance, loss_of, mlp, snapshot, top_n
 from python_tests.recipes.loop_ast import ast
 
@@ -79,6 +79,11 @@ def test_other_optimizers_are_refused_with_the_way_out():
         with pytest.raises(RecipeError, match=r"nm.optim.AnnealedAdamW\(model.parameters"):
             handle.attach(make(model.parameters(), lr=1e-3))
     assert isinstance(start(AST("2:4", total_steps=10))[2], AnnealedAdamW)
+
+
+def test_step_refuses_it():
+    with pytest.raises(RecipeError, match="AST cannot be its inner recipe"):
+        STEP("2:4", total_steps=20, inner="ast")
 
 
 def test_maximize_decays_all_the_same():

@@ -60,6 +60,11 @@ def test_groups_that_tie_stay_dense_in_order():
     assert kept.int().tolist() == [[1, 1, 1, 1], [1, 0, 1, 0]]
 
 
+def test_a_layer_that_prunes_nothing_is_not_enlarged():
+    w = torch.randn(4, 8)
+    assert torch.equal(SoftQuery(Pattern("4:4"))(w), w)
+
+
 def test_gradient_rules():
     w, g, share = torch.randn(4, 8, dtype=F64), torch.randn(4, 8, dtype=F64), torch.tensor(0.25, dtype=F64)
     straight, chain = PartlyDense(Pattern("2:4")), PartlyDense(Pattern("2:4"), chain=True)

@@ -224,6 +224,13 @@ def test_scale_by_lr_follows_the_rate():
     assert torch.equal(scaled.settle({}, w, 0.0), w)
 
 
+def test_a_layer_of_another_pattern_is_refused():
+    transform = RECIPE.final_transform()
+    assert RECIPE.fit(transform, Pattern("2:4"), (8, 8)) is transform
+    with pytest.raises(RecipeError, match="to be 1:4"):
+        RECIPE.fit(transform, Pattern("1:4"), (8, 8))
+
+
 @pytest.mark.parametrize(
     ("config", "complaint"),
     [
