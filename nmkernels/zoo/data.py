@@ -81,10 +81,23 @@ def load_corpus(path: str | os.PathLike[str] | None = None) -> Corpus:
     """
     if path is not None and not os.fspath(path):
         raise DataError("--data is empty; give a file or a folder, or leave it out.")
-    root = Path(sysconfig.get_paths()["stdlib"]) if path is None else Path(path)
-    source = "the Python standard library" if path is None else str(root)
-    files = _stdlib_files(root) if path is None else _files(root)
-    texts = _read(files, root, source)
+    if path is None:
+        return make_corpus(stdlib_texts(), "the Python standard library")
+    return make_corpus(_read(_files(Path(path)), Path(path), str(path)), str(path))
+
+
+def stdlib_texts() -> dict[str, bytes]:
+    """The source files of the Python standard library by their names below its folder, without tests and tables of character codes.
+
+    Raises:
+        DataError: they are not on this machine.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    return _read(_stdlib_files(root), root, "the Python standard library")
+
+
+def make_corpus(texts: dict[str, bytes], source: str) -> Corpus:
+    """Training and validation text from named texts, split as ``load_corpus`` says; ``source`` is what error messages call them."""
     train, val = _split(texts)
     digest = hashlib.blake2b(train, digest_size=16)
     digest.update(val)

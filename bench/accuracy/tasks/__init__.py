@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import gpt, vit  # noqa: F401  registers them
+from . import cifar, finetune, gpt, hf, opcodes, vit  # noqa: F401  registers them
 from .base import Settings, Task, get, names, task
 
 __all__ = ["Settings", "Task", "get", "names", "task"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from nmkernels.zoo import GPT, GPTConfig, load_corpus
+from nmkernels.zoo import GPT, Corpus, GPTConfig, load_corpus
 
 from .base import Settings, Task, task
 
@@ -36,12 +36,17 @@ class ByteGPT(Task):
         assert isinstance(model, GPT)
         return model.loss(*batch)
 
-    @torch.no_grad()
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """``val_loss``, in nats per byte."""
-        losses = [(self.loss(model, batch).item(), len(batch[0])) for batch in self.corpus.val_batches(CONTEXT, 64, VAL_WINDOWS)]
-        return {"val_loss": sum(loss * n for loss, n in losses) / sum(n for _, n in losses)}
+        return {"val_loss": loss_over(self, model, self.corpus)}
 
     def data(self) -> str:
         """The corpus's own digest; another Python version has another standard library."""
         return self.corpus.digest
+
+
+@torch.no_grad()
+def loss_over(task: Task, model: nn.Module, corpus: Corpus) -> float:
+    """The mean loss over at most ``VAL_WINDOWS`` windows of the validation text."""
+    losses = [(task.loss(model, batch).item(), len(batch[0])) for batch in corpus.val_batches(CONTEXT, 64, VAL_WINDOWS)]
+    return sum(loss * n for loss, n in losses) / sum(n for _, n in losses)

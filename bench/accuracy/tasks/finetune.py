@@ -1,0 +1,94 @@
+"""Sparse fine-tuning: a GPT trained densely on source code goes on, sparse, with English prose (STEP's own setting)."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from nmkernels.zoo import GPT, GPTConfig, make_corpus, stdlib_texts
+
+from .base import Settings, Task, task
+from .gpt import BATCH, CONTEXT, loss_over
+
+CACHE = Path("build") / "accuracy"
+"""Where the pretrained model is kept."""
+
+PRETRAINING = 2000
+"""Dense steps on source code, at a rate of ``PEAK`` that falls to nothing."""
+
+PEAK = 4e-3
+PROSE = "pydoc_data"
+"""The folder of the standard library that holds the language reference as prose."""
+
+
+@task("finetune")
+class FineTuneGPT(Task):
+    """The GPT of task ``gpt``, first dense on the standard library's code, then 500 steps on the language reference (465 thousand bytes).
+
+    All runs begin at the same pretrained weights; the seed is that of the order of the data.
+    """
+
+    settings = Settings(steps=500, lr=2e-3, lrs=(1e-3, 2e-3, 4e-3), scouted=(5e-4, 1e-3, 2e-3, 4e-3))
+
+    def __init__(self) -> None:
+        from pydoc_data.topics import topics
+
+        self.prose = make_corpus({name: text.encode() for name, text in topics.items()}, "Python's language reference")
+        self.pretrained = pretrained(CACHE)
+
+    def model(self) -> nn.Module:
+        """The pretrained model."""
+        model = _model()
+        model.load_state_dict(self.pretrained)
+        return model
+
+    def batch(self, seed: int, step: int) -> tuple[Tensor, ...]:
+        """Bytes of prose and the bytes that follow them, ``[batch, context]``."""
+        return self.prose.batch(seed, step, BATCH, CONTEXT)
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+        """Mean cross-entropy, in nats per byte."""
+        assert isinstance(model, GPT)
+        return model.loss(*batch)
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """``val_loss`` on topics that training never saw, in nats per byte."""
+        return {"val_loss": loss_over(self, model, self.prose)}
+
+    def data(self) -> str:
+        """The digest of the prose."""
+        return self.prose.digest
+
+
+def _model() -> GPT:
+    return GPT(GPTConfig(width=64, layers=2, heads=4, context=CONTEXT))
+
+
+def pretrained(folder: Path, steps: int = PRETRAINING) -> dict[str, Tensor]:
+    """The weights after dense training on code, from ``folder`` where they are there already; deterministic on one thread."""
+    code = make_corpus({name: text for name, text in stdlib_texts().items() if not name.startswith(PROSE)}, "the Python standard library")
+    path = folder / f"pretrained-{steps}-{code.digest}.pt"
+    if path.exists():
+        weights: dict[str, Tensor] = torch.load(path, weights_only=True)
+        return weights
+    state = torch.get_rng_state()
+    torch.manual_seed(0)
+    model = _model()
+    torch.set_rng_state(state)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK, betas=(0.9, 0.99), weight_decay=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, PEAK, total_steps=steps, pct_start=0.05)
+    for step in range(steps):
+        loss = model.loss(*code.batch(0, step, BATCH, CONTEXT))
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+    folder.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(f".{os.getpid()}.part")
+    torch.save(model.state_dict(), part)
+    os.replace(part, path)  # whole at every moment, whoever else is writing it
+    return model.state_dict()

@@ -1,0 +1,102 @@
+"""Fine-tuning a Hugging Face checkpoint (GPT-2, BERT) on a text, for those who have one on disk.
+
+``NMKERNELS_HF_MODEL`` names the checkpoint's folder, ``NMKERNELS_HF_TEXT`` a text file or a folder of them. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nmkernels.zoo import load_corpus
+
+from .base import Settings, Task, task
+
+MODEL, TEXT = "NMKERNELS_HF_MODEL", "NMKERNELS_HF_TEXT"
+CONTEXT, BATCH = 128, 16
+MASKED = 0.15
+"""Share of the tokens that a masked language model has to guess, as in BERT."""
+
+VAL_WINDOWS = 256
+
+
+@task("hf")
+class HuggingFace(Task):
+    """A causal or masked language model, told apart by the checkpoint's own configuration; GPT-2's Conv1D layers are taken too.
+
+    Raises:
+        RuntimeError: a variable is not set, or transformers is not installed.
+    """
+
+    settings = Settings(steps=2000, lr=1e-4, lrs=(5e-5, 1e-4, 2e-4), scouted=(2e-5, 5e-5, 1e-4, 2e-4, 4e-4), betas=(0.9, 0.999))
+
+    def __init__(self) -> None:
+        for variable, what in ((MODEL, "the folder of a checkpoint"), (TEXT, "a text file or folder")):
+            if not os.environ.get(variable):
+                raise RuntimeError(f"the task 'hf' needs {variable} to name {what}.")
+        try:
+            import transformers
+        except ImportError as error:
+            raise RuntimeError("the task 'hf' needs transformers: pip install transformers") from error
+        self.folder = Path(os.environ[MODEL])
+        config = transformers.AutoConfig.from_pretrained(self.folder, local_files_only=True)
+        self.causal = any("CausalLM" in name or "LMHead" in name for name in config.architectures or ())
+        self.kind: Any = transformers.AutoModelForCausalLM if self.causal else transformers.AutoModelForMaskedLM
+        tokenizer = transformers.AutoTokenizer.from_pretrained(self.folder, local_files_only=True)
+        corpus = load_corpus(os.environ[TEXT])
+        self.train, self.val = (_tokens(tokenizer, part) for part in (corpus.train, corpus.val))
+        self.mask_token = tokenizer.mask_token_id
+        if not self.causal and self.mask_token is None:
+            raise RuntimeError(f"{self.folder}: the checkpoint is no causal model, and its tokenizer has no mask token for a masked one.")
+        if min(len(self.train), len(self.val)) <= CONTEXT:
+            raise RuntimeError(f"{os.environ[TEXT]}: the text has too few tokens for a context of {CONTEXT}; give more.")
+        self.digest = corpus.digest
+
+    def model(self) -> nn.Module:
+        """The checkpoint, in float32."""
+        model: nn.Module = self.kind.from_pretrained(self.folder, local_files_only=True, dtype=torch.float32)
+        return model
+
+    def batch(self, seed: int, step: int) -> tuple[Tensor, ...]:
+        """Token ids ``[16, 128]`` and labels, -100 where there is nothing to guess."""
+        rng = torch.Generator().manual_seed((seed * 0x9E3779B97F4A7C15 + step) & (2**63 - 1))
+        starts = torch.randint(len(self.train) - CONTEXT, (BATCH, 1), generator=rng)
+        return self._with_labels(self.train[starts + torch.arange(CONTEXT)], rng)
+
+    def _with_labels(self, ids: Tensor, rng: torch.Generator) -> tuple[Tensor, Tensor]:
+        if self.causal:
+            return ids, F.pad(ids[:, 1:], (0, 1), value=-100)
+        hidden = torch.rand(ids.shape, generator=rng) < MASKED
+        return ids.masked_fill(hidden, self.mask_token), ids.masked_fill(~hidden, -100)
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+        """Mean cross-entropy, in nats per token to guess."""
+        return F.cross_entropy(model(input_ids=batch[0]).logits.flatten(0, 1), batch[1].flatten(), ignore_index=-100)
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """``val_loss`` over up to 256 windows of the validation text, in nats per token; the same tokens are hidden every time."""
+        rng = torch.Generator().manual_seed(0)
+        count = (len(self.val) - 1) // CONTEXT
+        windows = torch.arange(count) if count <= VAL_WINDOWS else torch.arange(VAL_WINDOWS) * count // VAL_WINDOWS
+        losses, tokens = 0.0, 0
+        for part in windows.split(BATCH):
+            ids, labels = self._with_labels(self.val[part[:, None] * CONTEXT + torch.arange(CONTEXT)], rng)
+            guesses = int((labels != -100).sum())
+            if guesses:
+                losses, tokens = losses + self.loss(model, (ids, labels)).item() * guesses, tokens + guesses
+        return {"val_loss": losses / tokens}
+
+    def data(self) -> str:
+        """The digest of the text."""
+        return self.digest
+
+
+def _tokens(tokenizer: Any, text: Tensor) -> Tensor:
+    written = bytes(text.tolist()).decode("utf-8", errors="replace")
+    return torch.tensor(tokenizer(written, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.long)
