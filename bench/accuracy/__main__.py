@@ -1,4 +1,4 @@
-"""``python -m bench.accuracy run|status|merge``: train what the plan asks for, say how far it is, add results of other folders."""
+"""``python -m bench.accuracy run|status|merge|report``: train, say how far the plan is, add other folders, write tables and figures."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import rows, runner, tasks, traces
+from . import compute, page, rows, runner, tasks, traces
 from .plan import STAGES, best_rates, pending, plan
 from .rows import RESULTS, RunRow
 from .spec import RunSpec
@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """0 done, 1 with failed runs, 2 refused, 130 interrupted with the way to resume."""
     args = _parser().parse_args(argv)
     try:
-        return {"run": _run, "status": _status, "merge": _merge}[args.verb](args)
+        return {"run": _run, "status": _status, "merge": _merge, "report": _report}[args.verb](args)
     except ValueError as error:
         print(f"python -m bench.accuracy: error: {error}", file=sys.stderr)
         return 2
@@ -47,6 +47,8 @@ def _parser() -> argparse.ArgumentParser:
     merge = verbs.add_parser("merge", help="add the runs of other folders, done beside this one or on another machine")
     merge.add_argument("folders", nargs="+", type=Path)
     merge.add_argument("--out", type=Path, default=RESULTS, help="folder of runs.csv and the traces")
+    report = verbs.add_parser("report", help="count FLOPs, write the page's tables and figures")
+    report.add_argument("--check", action="store_true", help="write nothing, exit 1 when a table is not that of the rows")
     return parser
 
 
@@ -57,6 +59,17 @@ def _merge(args: argparse.Namespace) -> int:
         for task in sorted({row.task for row in new}):
             traces.append(traces.load(folder, task), args.out, task)
         print(f"{folder}: {len(new)} runs")
+    return 0
+
+
+def _report(args: argparse.Namespace) -> int:
+    if args.check:
+        if page.stale():
+            print("bench/accuracy/README.md does not show the rows; run: python -m bench.accuracy report")
+        return int(page.stale())
+    rows.save(compute.with_flops(row) for row in rows.load())
+    for path in page.write():
+        print(path)
     return 0
 
 

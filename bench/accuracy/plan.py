@@ -18,11 +18,14 @@ PATTERNS = ("2:4", "1:8", "1:16")
 WIDER = ("1:4", "1:32")
 """Those that complete the curves."""
 
-STAGES = ("scout", "shared", "tune", "tuned", "variants", "wider", "others")
+LENGTHS = (0.5, 2.0, 4.0)
+"""Of the runs that are compared at equal training FLOPs, in a task's steps."""
+
+STAGES = ("scout", "shared", "tune", "tuned", "variants", "wider", "others", "lengths")
 """``scout``: dense over the wider range of rates. ``shared``: the core methods at dense's best rate. ``tune``: the search for rates, with
 the same number of runs for every method and pattern. ``tuned``: at the rate found. ``variants``: those that answer a question, at the
 shared rate. ``wider``: the core methods at two further patterns, at the shared rate. ``others``: every other recipe at 2:4, at the
-shared rate."""
+shared rate. ``lengths``: the core methods for half, twice and four times the steps, for the comparison at equal training FLOPs."""
 
 
 def plan(
@@ -53,6 +56,9 @@ def plan(
     if stage == "tuned":
         best = best_rates(rows, task)
         return [RunSpec(task, m, p, seed, best[m, p], s.steps, stage) for seed in evaluation for m, p in cases if (m, p) in best]
+    if stage == "lengths":
+        lengths = [round(s.steps * share) for share in LENGTHS]
+        return [RunSpec(task, m, p, seed, s.lr, steps, "variant") for seed in evaluation for steps in lengths for m, p in cases]
     purpose = "shared" if stage == "shared" else "variant"
     return [RunSpec(task, m, p, seed, s.lr, s.steps, purpose) for seed in evaluation for m, p in cases]
 

@@ -22,7 +22,8 @@ class RunRow:
 
     ``val_loss`` and ``accuracy`` are of the deployable weights, ``train_loss`` the mean of the last 50 steps, in nats; ``switch_step`` is
     STEP's T₀, 0 where there is none. ``status`` is ``ok``, or ``diverged`` where a loss or weight was not finite (losses are then
-    ``nan`` and ``done`` says after how many steps).
+    ``nan`` and ``done`` says after how many steps). ``training_flops`` are those of the run,
+    ``inference_flops`` those of one token; 0 where they have not been counted yet.
     """
 
     task: str
@@ -39,6 +40,8 @@ class RunRow:
     status: str
     done: int
     seconds: float
+    training_flops: float
+    inference_flops: float
     data: str
     machine: str
     versions: str
@@ -64,7 +67,7 @@ def load(folder: Path = RESULTS) -> list[RunRow]:
         return []
     kinds = {"int": int, "float": float, "str": str}
     with path.open(newline="", encoding="utf-8") as file:
-        rows = [RunRow(**{f.name: kinds[str(f.type)](line[f.name]) for f in fields(RunRow)}) for line in csv.DictReader(file)]
+        rows = [RunRow(**{f.name: kinds[str(f.type)](line.get(f.name, 0)) for f in fields(RunRow)}) for line in csv.DictReader(file)]
     return list({row.spec.key: row for row in rows}.values())
 
 
@@ -73,10 +76,11 @@ def save(rows: Iterable[RunRow], folder: Path = RESULTS) -> None:
     names = [f.name for f in fields(RunRow)]
     folder.mkdir(parents=True, exist_ok=True)
     part = folder / (RUNS + ".part")
+    lines = [asdict(row) for row in sorted(rows, key=_order)]
     with part.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, names, lineterminator="\n")
         writer.writeheader()
-        writer.writerows(asdict(row) for row in sorted(rows, key=_order))
+        writer.writerows(lines)
     os.replace(part, folder / RUNS)
 
 

@@ -94,6 +94,8 @@ def run(spec: RunSpec) -> Outcome:
         status="ok" if ok else "diverged",
         done=len(losses),
         seconds=round(time.perf_counter() - begin, 2),
+        training_flops=0.0,
+        inference_flops=0.0,
         data=task.data(),
         **stamp(),
     )

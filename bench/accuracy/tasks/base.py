@@ -44,6 +44,11 @@ class Task(ABC):
 
     name: ClassVar[str] = ""
     settings: ClassVar[Settings]
+    tokens: ClassVar[int]
+    """Tokens of one batch, for the count of FLOPs."""
+
+    shares: ClassVar[dict[str, float]] = {}
+    """Layers that not every token passes once, and how often it does; see ``nm.flops``."""
 
     @abstractmethod
     def model(self) -> nn.Module:

@@ -6,6 +6,7 @@ import hashlib
 import os
 import pickle
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -51,6 +52,8 @@ class Cifar10(Task):
     """
 
     settings = Settings(steps=20_000, lr=1e-3, lrs=(5e-4, 1e-3, 2e-3), scouted=(2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3), betas=(0.9, 0.999))
+    tokens = BATCH * (SIDE // PATCH) ** 2
+    shares: ClassVar[dict[str, float]] = {"head": (PATCH / SIDE) ** 2}
 
     def __init__(self) -> None:
         folder = Path(os.environ.get(VARIABLE) or "nowhere")

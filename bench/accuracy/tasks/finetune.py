@@ -32,6 +32,7 @@ class FineTuneGPT(Task):
     """
 
     settings = Settings(steps=500, lr=2e-3, lrs=(1e-3, 2e-3, 4e-3), scouted=(5e-4, 1e-3, 2e-3, 4e-3))
+    tokens = BATCH * CONTEXT
 
     def __init__(self) -> None:
         from pydoc_data.topics import topics

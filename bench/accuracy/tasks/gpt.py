@@ -19,6 +19,7 @@ class ByteGPT(Task):
     """137 thousand parameters, 98 thousand of them in layers that can be made sparse; half a million bytes of training in 1000 steps."""
 
     settings = Settings(steps=1000, lr=4e-3, lrs=(2e-3, 4e-3, 8e-3), scouted=(2e-3, 4e-3, 8e-3, 1.6e-2))
+    tokens = BATCH * CONTEXT
 
     def __init__(self) -> None:
         self.corpus = load_corpus()

@@ -34,6 +34,7 @@ class HuggingFace(Task):
     """
 
     settings = Settings(steps=2000, lr=1e-4, lrs=(5e-5, 1e-4, 2e-4), scouted=(2e-5, 5e-5, 1e-4, 2e-4, 4e-4), betas=(0.9, 0.999))
+    tokens = BATCH * CONTEXT
 
     def __init__(self) -> None:
         for variable, what in ((MODEL, "the folder of a checkpoint"), (TEXT, "a text file or folder")):

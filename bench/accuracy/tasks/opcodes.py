@@ -6,6 +6,7 @@ import ast
 import dis
 import hashlib
 from collections.abc import Iterator
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -61,6 +62,8 @@ class ToOpcodes(Task):
     """From expressions in the standard library's source to their instructions, 38 thousand different pairs; Python's version matters."""
 
     settings = Settings(steps=1000, lr=2e-3, lrs=(1e-3, 2e-3, 4e-3), scouted=(5e-4, 1e-3, 2e-3, 4e-3))
+    tokens = BATCH * SOURCE
+    shares: ClassVar[dict[str, float]] = {"decoder": TARGET / SOURCE, "head": TARGET / SOURCE}
 
     def __init__(self, pairs: int = PAIRS, test: int = TEST) -> None:
         found = sorted(expressions(pairs).items(), key=lambda pair: hashlib.blake2b(pair[0].encode(), digest_size=8).digest())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,8 @@ from .base import Settings, Task, task
 SIDE, CLASSES = 8, 10
 HIGH, WIDE = 4, 2
 """Pixels of a patch: two rows of four patches."""
+
+PATCHES = SIDE * SIDE // (HIGH * WIDE)
 BATCH = 64
 TRAIN = 1200
 """Images for training, of 1797; the others are the test set. Drawn once, the same for every seed."""
@@ -62,7 +65,7 @@ class ViT(nn.Module):
     def __init__(self, width: int = 64, layers: int = 2, heads: int = 4) -> None:
         super().__init__()
         self.embed = nn.Linear(HIGH * WIDE, width)
-        self.positions = nn.Parameter(0.5 * torch.randn(1, SIDE * SIDE // (HIGH * WIDE), width))
+        self.positions = nn.Parameter(0.5 * torch.randn(1, PATCHES, width))
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, CLASSES)
@@ -83,6 +86,8 @@ class DigitsViT(Task):
     """
 
     settings = Settings(steps=600, lr=4e-3, lrs=(2e-3, 4e-3, 8e-3), scouted=(1e-3, 2e-3, 4e-3, 8e-3))
+    tokens = BATCH * PATCHES
+    shares: ClassVar[dict[str, float]] = {"head": 1 / PATCHES}
 
     def __init__(self) -> None:
         try:
