@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from . import figures, tables
+from . import figures, tables, variance
 from .rows import RESULTS, RunRow, load
 
 PAGE = Path(__file__).parent / "README.md"
@@ -32,6 +32,8 @@ def piece(what: str, task: str, only: list[str], rows: list[RunRow]) -> str:
         return tables.costs(shared)
     if what == "switches":
         return tables.switches(rows, task)
+    if what == "variance":
+        return variance.summary(variance.load(), task)
     if what == "names":
         return tables.notes(shared)
     raise ValueError(f"the page asks for {what!r}, which is no table")

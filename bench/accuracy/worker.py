@@ -72,7 +72,7 @@ def run(spec: RunSpec) -> Outcome:
     for step in range(1, spec.steps + 1):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(settings, spec.lr, step, spec.steps)
-        losses.append(_step(task, model, optimizer, spec.seed, step))
+        losses.append(train_step(task, model, optimizer, spec.seed, step))
         if not math.isfinite(losses[-1]):
             break
         trace.after(step, losses[-1], handle, optimizer)
@@ -102,7 +102,7 @@ def run(spec: RunSpec) -> Outcome:
     return Outcome(spec, row, trace.lines if spec.seed < TRACED.get(spec.purpose, 0) else None)
 
 
-def _step(task: Task, model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, step: int) -> float:
+def train_step(task: Task, model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, step: int) -> float:
     """One optimizer step; where the loss is not finite nothing is updated."""
     loss = task.loss(model, task.batch(seed, step))
     value = loss.item()
