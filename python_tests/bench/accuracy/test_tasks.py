@@ -1,0 +1,65 @@
+"""The tasks themselves: batches depend on (seed, step) alone, training and test data are apart, and a few steps learn."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+import nmkernels as nm
+from bench.accuracy import tasks, worker
+from bench.accuracy.spec import RunSpec
+
+NAMES = ["gpt", "vit"]
+
+
+@pytest.fixture(autouse=True)
+def needs(request: pytest.FixtureRequest) -> None:
+    if "vit" in request.node.name:
+        pytest.importorskip("sklearn", reason="the digits come with scikit-learn")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_batches_are_a_function_of_seed_and_step(name):
+    task = tasks.get(name)
+    again = task.batch(1, 5)
+    assert all(torch.equal(a, b) for a, b in zip(task.batch(1, 5), again, strict=True))
+    assert not torch.equal(task.batch(1, 6)[0], again[0]) and not torch.equal(task.batch(2, 5)[0], again[0])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_layer_but_the_small_ones_and_the_head_is_made_sparse(name):
+    handle = nm.sparsify_(tasks.get(name).model(), nm.recipes.STE("1:32"))
+    assert len(handle.layers) == 8
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_settings_hold_together(name):
+    s = tasks.get(name).settings
+    assert s.lr in s.lrs and set(s.lrs) <= set(s.scouted) and len(s.lrs) == 3
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_few_steps_learn(name):
+    short, shorter = (worker.run(RunSpec(name, "ste", "2:4", 0, 4e-3, steps)).row for steps in (60, 2))
+    assert short is not None and shorter is not None and short.val_loss < shorter.val_loss
+    assert (short.accuracy == short.accuracy) is (name == "vit")
+
+
+def test_vit_images_for_training_are_not_in_the_test_set():
+    task = tasks.get("vit")
+    train = {t.numpy().tobytes() for t in task.images}
+    assert not any(t.numpy().tobytes() in train for t in task.test_images)
+    assert len(task.images) + len(task.test_images) == 1797
+
+
+def test_vit_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "sklearn.datasets", None)
+    with pytest.raises(RuntimeError, match="pip install scikit-learn"):
+        type(tasks.get("vit"))()
+
+
+def test_settings_are_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        tasks.get("gpt").settings.lr = 1.0
