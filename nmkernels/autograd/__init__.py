@@ -2,6 +2,7 @@
 
 from .anchor import Anchored, AnchoredMask
 from .annealed import AnnealedMask
+from .blocks import OBJECTIVES, BlockColumns
 from .dgrad import CRITERIA, BiMasked, DoublePruned
 from .linear import linear, linear_compressed
 from .plan import STRAIGHT_THROUGH, GemmPlan, packed_inference
@@ -10,11 +11,13 @@ from .transforms import DecayedMask, HardMask, SoftThreshold, WeightTransform
 
 __all__ = [
     "CRITERIA",
+    "OBJECTIVES",
     "STRAIGHT_THROUGH",
     "Anchored",
     "AnchoredMask",
     "AnnealedMask",
     "BiMasked",
+    "BlockColumns",
     "DecayedMask",
     "DoublePruned",
     "GemmPlan",

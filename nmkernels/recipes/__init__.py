@@ -23,6 +23,7 @@ from .sste import SSTE
 from .ste import SRSTE, STE
 from .step import STEP
 from .swap import densify_
+from .vnm import VNM
 
 __all__ = [
     "ASP",
@@ -31,6 +32,7 @@ __all__ = [
     "SSTE",
     "STE",
     "STEP",
+    "VNM",
     "BiMask",
     "Dense",
     "Flops",

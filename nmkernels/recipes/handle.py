@@ -151,6 +151,7 @@ class Handle(Driver):
         """What turns each weight into the N:M one that ``finish`` leaves."""
         if self.stage.later is not None:
             self._freeze("a dense phase", anew=True)
+            self.held.preview()
         return {name: self.fixed.preview(name) or layer.final for name, layer in self.layers.items()}
 
     def remove(self) -> nn.Module:

@@ -66,6 +66,17 @@ class Held:
             layer.hold(values)
             held[name] = {key: _saved(value) for key, value in values.items()}
 
+    @torch.no_grad()
+    def preview(self) -> None:
+        """Choose what every layer's last transform would hold of the present weights, before a stage that does; no state keeps it."""
+        for name, layer in self.layers.items():
+            if layer.final.holds:
+                nothing = [
+                    None if key in layer.final.holds else value
+                    for key, value in zip(layer.final.reads, layer.extras_or_none(layer.final), strict=True)
+                ]
+                layer.hold(layer.final.renew(layer.master.detach(), nothing, self._generator({"held_steps": 0}, name)))
+
     @staticmethod
     def _generator(state: State, name: str) -> torch.Generator:
         # of rank 0 everywhere: the replicas of a weight must hold the same

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from nmkernels.pattern import RecipeError
-from nmkernels.recipes import ASP, AST, SRSTE, SSTE, STE, STEP, BiMask, Dense, LayerWise, MaxQ, MdGf, ProxSparse, Recipe, SdGf
+from nmkernels.recipes import ASP, AST, SRSTE, SSTE, STE, STEP, VNM, BiMask, Dense, LayerWise, MaxQ, MdGf, ProxSparse, Recipe, SdGf
 from python_tests.recipes import loop_dgrad, loop_inner
 from python_tests.recipes import loop_layerwise as layerwise
 from python_tests.recipes import loop_used as used
@@ -20,6 +20,7 @@ from python_tests.recipes.loop_asp import permuted
 from python_tests.recipes.loop_ast import ast
 from python_tests.recipes.loop_maxq import maxq
 from python_tests.recipes.loop_prox import proxsparse
+from python_tests.recipes.loop_vnm import vnm
 
 STEPS = 20
 SWITCH = Step(t_min=2, t_max=7, threshold=1e-30, clamp=2.0)
@@ -117,6 +118,9 @@ ROSTER = {
         "layerwise(inner=ste, rule=magnitude)",
         lambda p, d: layerwise.step_ste(p, d, AT, layerwise.magnitude, (1, 2, 4), 8, 0.25),
     ),
+    "vnm": Entry(VNM("2:8", v=8, decay=0.1, refresh=1), lambda p, d, s: vnm(p, d, 2, 8, 8, 0.1, 1)),
+    "vnm_greedy": Entry(VNM("2:16", decay=0, refresh=6), lambda p, d, s: vnm(p, d, 2, 16, 32, 0, 6), (6, 9)),
+    "vnm_sums": Entry(VNM("1:8", v=16, decay=0.1, refresh=0, objective="sums"), lambda p, d, s: vnm(p, d, 1, 8, 16, 0.1, 0, "sums")),
     "layerwise": Entry(
         LayerWise("4:16", inner=SRSTE("4:16", decay=0.1), choices="all"),
         lambda p, d, s: layerwise.srste(p, d, layerwise.erk, range(1, 16), 16, 0.25, 0.1),
