@@ -42,9 +42,11 @@ class LayerWise(Outer):
         energy     Σ_l numel_l · Σ w² over what M_l(W) prunes / Σ w² over the layer: the same without the layers' scales
 
     erk is the Erdős–Rényi share of sparse training (Mocanu et al. 2018; Evci et al., "Rigging the lottery", ICML 2020, arXiv 1911.11134,
-    section 3), bounded by the smallest and largest N that may be chosen; it needs no trained weights. Mixed N:M from a dense model is
-    DominoSearch's (Sun et al., NeurIPS 2021) and, for transformers, ELSA's (arXiv 2409.09708) setting; the first finds N_l by a penalised
-    training with votes of thresholds, the second by a supernet. Neither search is offered here: the rules above are closed.
+    section 3), bounded by the smallest and largest N that may be chosen; it needs no trained weights. The layers of a transformer are so
+    alike that it often gives N:M to all of them, as nothing else is as close to the budget; ``choices="all"`` leaves it more room.
+
+    Mixed N:M from a dense model is DominoSearch's (Sun et al., NeurIPS 2021) and, for transformers, ELSA's (arXiv 2409.09708) setting;
+    the first finds N_l by a penalised training with votes of thresholds, the second by a supernet. Neither search is offered here.
 
     Args:
         inner: the recipe that trains the layers, or its text: ``"srste(decay=1e-4)"``, ``MdGf("2:16", ...)``. Of ``pattern`` and
@@ -96,6 +98,10 @@ class LayerWise(Outer):
         inner = self.inner
         assert isinstance(inner, Recipe)
         kind = type(inner).__name__
+        if isinstance(inner, LayerWise):
+            raise RecipeError(
+                "LayerWise: inside, LayerWise would share the budget out a second time; give the recipe that trains the layers."
+            )
         if isinstance(inner, STEP):
             raise RecipeError(
                 'LayerWise: inside, STEP would choose no patterns at its switch; write STEP(pattern, inner="layerwise(...)").'

@@ -112,7 +112,7 @@ class STEP(Outer):
                 "prune_at=), or use the recipe without STEP."
             )
         if stage.plan.wgrad == "none" or (stage.transform is not None and stage.transform.learns):
-            raise RecipeError(f"{said}it learns masks and not weights, so no second moment is worth freezing. Use it without STEP.")
+            raise RecipeError(f"{said}it learns masks, from the first step on, which a dense phase cannot prepare. Use it without STEP.")
         if stage.rule.late:
             raise RecipeError(f"{said}its second moment is that of its own decay too, and cannot be frozen before. Use it without STEP.")
         if inner.mask_score not in (None, "magnitude"):

@@ -274,6 +274,7 @@ def test_no_choice_is_said():
         (lambda: LayerWise("2:8", inner=SRSTE("1:8")), "is 1:8 and LayerWise itself 2:8"),
         (lambda: LayerWise("2:8", 20, inner=STEP("2:8", 20)), r"STEP\(pattern, inner"),
         (lambda: LayerWise("2:8", inner=Dense("2:8")), "trains nothing sparse"),
+        (lambda: LayerWise("2:8", inner=LayerWise("2:8")), "share the budget out a second time"),
         (lambda: LayerWise("2:8", given={"0": 2}), "must be a table"),
         (lambda: LayerWise("2:8", given="{"), "is not JSON"),
         (lambda: LayerWise("2:8", given="[1]"), "must be a table"),
