@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import statistics
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from ..export import load_compressed, save_compressed, save_dense
 from ..nn import CompressedLinear, compress_
 from ..pattern import CheckpointError
+from ..recipes import densify_
 from ..zoo import GPT, generate
 from ._trainer import Trainer
 
@@ -31,15 +33,15 @@ def deploy(trainer: Trainer, out: Path) -> dict[str, Any]:
     """
     result: dict[str, Any] = {"val_loss": trainer.validate()}
     model = trainer.model.eval()
-    if trainer.handle is None or trainer.handle.recipe.final != "nm":
+    if trainer.handle is None or trainer.handle.recipe.final == "dense":
         if trainer.handle is not None:
             trainer.handle.finish()
         save_dense(model, out / DENSE_FILE)
         return {**result, "sample": _sample(model, out)}
     trainer.handle.finish()
     save_dense(model, out / DENSE_FILE)
-    dense = GPT(trainer.config.model).to(trainer.device).eval()
-    dense.load_state_dict(model.state_dict())
+    dense = copy.deepcopy(model)
+    densify_(dense)
     compress_(model)
     save_compressed(model, out / FILE)
     reloaded = load_compressed(GPT(trainer.config.model).to(trainer.device).eval(), out / FILE)
@@ -65,7 +67,7 @@ def sizes(model: nn.Module, dense: nn.Module, out: Path) -> dict[str, int]:
     weights = [dense.get_submodule(name).weight for name in layers]
     return {
         "layers_dense": sum(w.nbytes for w in weights if isinstance(w, Tensor)),
-        "layers_compressed": sum(m.weight.nbytes for m in layers.values()),
+        "layers_compressed": sum(m.weight.nbytes + sum(p.nbytes for p in m.adapter or ()) for m in layers.values()),
         "file_dense": (out / DENSE_FILE).stat().st_size,
         "file_compressed": (out / FILE).stat().st_size,
     }

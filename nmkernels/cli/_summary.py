@@ -8,7 +8,7 @@ from typing import Any
 
 ABOUT = {
     "model.safetensors": "the sparse model, compressed; nm.load_compressed(model, file) reads it",
-    "model-dense.safetensors": "the same weights with zeros in them, for any other program",
+    "model-dense.safetensors": "the same model in dense layout, for any other program",
     "curves.png": "loss and mask changes over the steps",
     "log.csv": "the same as numbers",
     "result.json": "everything above as data",

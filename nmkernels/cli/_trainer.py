@@ -42,15 +42,15 @@ class Trainer:
         self.seconds = 0.0
         torch.manual_seed(config.seed)
         self.model = GPT(config.model).to(device)
+        # first, because a recipe may add parameters
+        self.handle = None if recipe is None else sparsify_(self.model, recipe)
         matrices = [p for p in self.model.parameters() if p.dim() == 2]
         vectors = [p for p in self.model.parameters() if p.dim() != 2]
         groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
         keywords: dict[str, Any] = {"lr": config.lr, "betas": (config.beta1, config.beta2), "weight_decay": config.weight_decay}
-        self.handle = None
-        if recipe is None:
+        if recipe is None or self.handle is None:
             self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, fused=True, **keywords)
         else:
-            self.handle = sparsify_(self.model, recipe)
             self.optimizer = self.handle.attach(recipe.optimizer(groups, **keywords))
 
     def step(self, step: int) -> float:

@@ -12,6 +12,7 @@ from ..autograd import STRAIGHT_THROUGH, GemmPlan, HardMask, WeightTransform, li
 from ..pattern import NMError, Pattern, PatternLike
 from ._autocast import autocast_dtype, castable
 from ._used import UsedWeight
+from .adapter import ADAPTER, adapter_of, add_adapter, set_adapter
 
 
 class NMWeight(nn.Module):
@@ -20,7 +21,8 @@ class NMWeight(nn.Module):
     ``transform`` is W -> W̃, or None where the layer uses its weight as it is (a dense phase, or after ``finish``); ``final`` is the
     one that ``finish`` will apply. What they read beside the weight are tensors ``nm_*``: in the state dict where they are frozen
     at the start or learned (a dense checkpoint, which has none, renews them), outside it where they are held or a schedule writes them.
-    ``seed`` is int64 (seed, offset) of the estimates that ``plan`` draws. ``train()`` and ``eval()`` never change which weight is used.
+    ``seed`` is int64 (seed, offset) of the estimates that ``plan`` draws. ``adapts``: a low-rank adapter (``nm_left``, ``nm_right``), where
+    the recipe has added one, takes part. ``train()`` and ``eval()`` never change which weight is used.
     """
 
     weight: Tensor
@@ -36,6 +38,7 @@ class NMWeight(nn.Module):
         self.plan: GemmPlan = STRAIGHT_THROUGH
         self.seed: Tensor | None = None
         self.starts: tuple[WeightTransform, ...] = ()
+        self.adapts = False
         self.restored = False
         self.finished = False
         self.ran = False
@@ -78,7 +81,18 @@ class NMWeight(nn.Module):
                         getattr(self, name).copy_(value)
                 else:
                     self.register_parameter(name, nn.Parameter(value))
+        adapter = adapter_of(self)
+        if adapter is not None:
+            with torch.no_grad():
+                adapter[1].zero_()
         self.used.drop()
+
+    def add_adapter(self, left: Tensor) -> None:
+        """Add a low-rank adapter, L = ``left`` ``(in, r)`` and R = 0, which trains where the weight does."""
+        rows, cols = self.master.shape
+        left, trains = left.to(self.weight), self.weight.requires_grad
+        right = left.new_zeros(left.shape[1], rows)
+        set_adapter(self, nn.Parameter(left, trains), nn.Parameter(right, trains), rows, cols)
 
     def hold(self, values: dict[str, Tensor]) -> None:
         """Keep what the transform holds until it is renewed."""
@@ -113,9 +127,10 @@ class NMWeight(nn.Module):
                 self.register_buffer(name, value.to(self.weight.device, copy=True), persistent=False)
         self.used.drop()
 
-    def forget(self) -> None:
-        """Remove every tensor that a transform reads, as before the recipe."""
-        for name in [name for name in (*self._buffers, *self._parameters) if name.startswith("nm_")]:
+    def forget(self, adapter: bool = True) -> None:
+        """Remove every tensor that a transform reads, as before the recipe, and the adapter unless told to leave it."""
+        kept = () if adapter else ADAPTER
+        for name in [name for name in (*self._buffers, *self._parameters) if name.startswith("nm_") and name not in kept]:
             delattr(self, name)
         self.seed, self.starts = None, ()
 
@@ -137,7 +152,11 @@ class NMWeight(nn.Module):
         return self.used.get(self.master, self.transform, dtype or self.weight.dtype, self._extras(self.transform))
 
     def forward(self, x: Tensor) -> Tensor:
-        """y = x W̃ᵀ + b; x ``(..., in)``. Under autocast x and W̃ are cast, the mask still comes from the master weight."""
+        """y = x W̃ᵀ + b, and the adapter's part; x ``(..., in)``. Under autocast x and W̃ are cast, the mask comes from the master weight."""
+        y, adapter = self._product(x), adapter_of(self) if self.adapts else None
+        return y if adapter is None else add_adapter(y, x, *adapter)
+
+    def _product(self, x: Tensor) -> Tensor:
         self.ran = True
         if self.transform is None:
             return F.linear(x, self.master, self.bias)
@@ -220,5 +239,5 @@ class SparseLinear(NMWeight, nn.Linear):  # type: ignore[misc]  # torch types bi
         self._start(p)
 
 
-OWN_ATTRIBUTES = frozenset({"pattern", "final", "transform", "plan", "seed", "starts", "restored", "finished", "ran", "used"})
+OWN_ATTRIBUTES = frozenset({"pattern", "final", "transform", "plan", "seed", "starts", "adapts", "restored", "finished", "ran", "used"})
 """What ``NMWeight._start`` adds to a module, and what ``make_dense_`` takes away again."""

@@ -6,9 +6,11 @@ refers to it (aliases under other names, lists outside the module tree, hooks bo
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from ..pattern import Pattern, PatternLike, RecipeError
+from .adapter import adapter_of, folded
 from .compressed import CompressedLinear
 from .conv1d import SparseConv1D, is_conv1d
 from .linear import OWN_ATTRIBUTES, NMWeight, SparseLinear
@@ -44,7 +46,14 @@ def make_sparse_(layer: nn.Module, pattern: PatternLike) -> NMWeight:
 
 
 def make_dense_(layer: NMWeight) -> nn.Module:
-    """Turn ``layer`` back into the dense layer that it was, in place; its weight stays as it is, dense or finished."""
+    """Turn ``layer`` back into the dense layer that it was, in place; its weight stays as it is, dense or finished.
+
+    A low-rank adapter that has learned something is folded into the weight, W + (L R)ᵀ / r, so that nothing is lost.
+    """
+    adapter = adapter_of(layer)
+    if adapter is not None and not adapter[1].is_meta and bool(adapter[1].any()):
+        with torch.no_grad():
+            layer.master.copy_(folded(layer.master.detach(), *adapter))
     kind = layer.__dict__.pop("dense_type", nn.Linear)
     layer.forget()
     for name in OWN_ATTRIBUTES:

@@ -19,6 +19,7 @@ from .proxsparse import ProxSparse
 from .registry import get, names, recipe
 from .report import Report
 from .sdgf import SdGf
+from .slope import SLoPe
 from .sste import SSTE
 from .ste import SRSTE, STE
 from .step import STEP
@@ -46,6 +47,7 @@ __all__ = [
     "ProxSparse",
     "Recipe",
     "Report",
+    "SLoPe",
     "SdGf",
     "Span",
     "Stage",

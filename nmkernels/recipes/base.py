@@ -33,6 +33,7 @@ class Stage:
         renew: what the transform holds is chosen anew after every so many applied steps; 0 for only when the stage begins.
         later: in a stage before the sparse ones, the transform that they will begin with: what it takes once from the weights, and the
             patterns of the layers, are then taken from the weights at the end of this stage and not from those of ``sparsify_``.
+        adapter: the layers' low-rank adapters take part, where ``Recipe.adapter_rank`` gives them some.
     """
 
     phase: int
@@ -42,6 +43,7 @@ class Stage:
     fixed: bool = False
     renew: int = 0
     later: WeightTransform | None = None
+    adapter: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class Recipe:
 
     name: ClassVar[str] = ""
     final: ClassVar[str] = "nm"
-    """What ``finish()`` leaves: ``"nm"`` or ``"dense"``."""
+    """What ``finish()`` leaves: ``"nm"``, ``"dense"``, or ``"nm+adapter"``, N:M weights with a low-rank adapter beside each."""
 
     mask_score: ClassVar[str | None] = None
     """How a mask that is chosen once is scored, for recipes that hold one."""
@@ -150,7 +152,7 @@ class Recipe:
         return Span(1, fprop=1.0 if self.final == "dense" else Pattern(self.pattern).density, dgrad=0.0, wgrad=0.0)
 
     def final_transform(self) -> WeightTransform:
-        """What ``finish`` applies to each weight where ``final`` is ``"nm"``; by default the mask of the N largest magnitudes."""
+        """What ``finish`` applies to each weight unless ``final`` is ``"dense"``; by default the mask of the N largest magnitudes."""
         return HardMask(Pattern(self.pattern))
 
     def layer_patterns(self, weights: Mapping[str, Tensor]) -> dict[str, Pattern] | None:
@@ -168,9 +170,17 @@ class Recipe:
         """
         return transform if pattern == self.pattern else replace(transform, pattern=pattern)
 
+    def unwise(self, rows: int, cols: int) -> str:
+        """Why a weight ``(rows, cols)`` had better stay dense under this recipe, unless the user's filter chooses it; by default empty."""
+        return ""
+
     def note(self, pattern: Pattern, shape: tuple[int, int]) -> str:
         """What the report says of a layer that was made sparse; by default its pattern."""
         return str(pattern)
+
+    def adapter_rank(self, rows: int, cols: int) -> int:
+        """Rank of the low-rank adapter that ``sparsify_`` adds to a weight ``(rows, cols)``; by default 0, none."""
+        return 0
 
     def inputs(self, state: State) -> dict[str, Tensor]:
         """Numbers of the schedule that the transform reads, by buffer name, as 0-d tensors; renewed after every step."""
@@ -182,7 +192,7 @@ class Recipe:
 
     def unready(self, state: State) -> str:
         """Why it is too early to finish in ``state``; empty where it is not."""
-        return "is still in its dense phase" if self.final == "nm" and self.stage(state).phase == 0 else ""
+        return "is still in its dense phase" if self.final != "dense" and self.stage(state).phase == 0 else ""
 
     def check_state(self, state: Any, group: dict[str, Any]) -> None:
         """Raise ``CheckpointError`` unless training can go on from ``state``, which a checkpoint holds.

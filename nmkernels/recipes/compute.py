@@ -11,7 +11,7 @@ from torch import nn
 from ..nn import CompressedLinear, NMWeight
 from ..pattern import Pattern, RecipeError
 from .base import Recipe
-from .cost import Span
+from .cost import Span, rank_for
 from .registry import get, resolve, suggestion
 from .report import Entry
 from .select import FilterFn, select
@@ -166,9 +166,11 @@ def flops(
 def _layer(e: Entry, rows: float, spans: list[Span], deployed: Span, tokens: int, trained: bool) -> LayerFlops:
     product = 2.0 * math.prod(e.shape) * rows
     adapter = 2.0 * sum(e.shape[-2:]) * rows  # of one rank; dgrad and the two weight gradients of an adapter cost as much as fprop each
-    run = sum(s.steps * (product * (s.fprop + s.dgrad + s.wgrad * trained) + 3 * s.rank * adapter) for s in spans) * tokens
+    run = (
+        sum(s.steps * (product * (s.fprop + s.dgrad + s.wgrad * trained) + 3 * rank_for(s.rank, e.shape) * adapter) for s in spans) * tokens
+    )
     dense_run = sum(s.steps for s in spans) * product * (2 + trained) * tokens
-    inference = product * deployed.fprop + deployed.rank * adapter
+    inference = product * deployed.fprop + rank_for(deployed.rank, e.shape) * adapter
     return LayerFlops(e.name, e.shape, e.sparse, e.reason, rows, run, inference, dense_run, product)
 
 
@@ -177,7 +179,7 @@ def _entries(model: nn.Module, recipe: Recipe, filter_fn: FilterFn | None) -> tu
     done = {name: m for name, m in model.named_modules() if isinstance(m, (NMWeight, CompressedLinear))}
     if done and filter_fn is not None:
         raise RecipeError("flops: the model is sparse already, so filter_fn has nothing to choose; leave it out.")
-    chosen, report = select(model, Pattern(recipe.pattern), filter_fn)
+    chosen, report = select(model, Pattern(recipe.pattern), filter_fn, recipe.unwise)
     if not report.entries:
         raise RecipeError("flops: the model has no linear layer to count.")
     if done:

@@ -45,7 +45,7 @@ def sparsify_(model: nn.Module, recipe: Recipe | str, filter_fn: FilterFn | None
         raise RecipeError(
             "sparsify_: the model has sparse layers already; handle.remove() or densify_(model) gives the dense model back first."
         )
-    chosen, report = select(model, pattern, filter_fn)
+    chosen, report = select(model, pattern, filter_fn, recipe.unwise)
     if not chosen:
         raise RecipeError(f"sparsify_: no layer of the model can be made {pattern} sparse:\n{report}")
     layers: dict[str, NMWeight] = {c.name: make_sparse_(c.module, pattern) for c in chosen}

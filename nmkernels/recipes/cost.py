@@ -22,7 +22,8 @@ class Span:
         fprop: N/M where the forward weight is N:M along ``in``; 1 while it is dense or only fading.
         dgrad: N/M where the weight used in dgrad is N:M along ``out`` (transposable, double-pruned, or with a mask of its own); else 1.
         wgrad: N/M of the output gradient's estimate along tokens (1/2 for MVUE 2:4); 0 where no weight gradient is computed; else 1.
-        rank: of a dense low-rank adapter beside the weight, which adds 2·rank·(in + out) to each product; 0 for none.
+        rank: of a dense low-rank adapter beside the weight, which adds 2·rank·(in + out) to each product; 0 for none. A number, or a share
+            below 1 of the layer's smaller side, see ``rank_for``.
         teacher: dense forward passes of the whole model beside each training step, for distillation.
 
     Raises:
@@ -37,13 +38,25 @@ class Span:
     fprop: float = 1.0
     dgrad: float = 1.0
     wgrad: float = 1.0
-    rank: int = 0
+    rank: float | int = 0
     teacher: int = 0
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if isinstance(value, bool) or not 0 <= value < math.inf:
                 raise RecipeError(f"Span: {name}={value!r} must be a finite number of at least 0.")
+
+
+def rank_for(rank: float | int, shape: tuple[int, ...]) -> int:
+    """The rank of an adapter beside a weight of ``shape``: ``rank`` if whole, else that share of the smaller side, at least 1; 0 for none.
+
+    Example:
+        >>> rank_for(4, (256, 64)), rank_for(0.1, (256, 64)), rank_for(0.001, (256, 64)), rank_for(0.0, (256, 64))
+        (4, 6, 1, 0)
+    """
+    if isinstance(rank, int) or rank == 0:
+        return int(rank)
+    return max(1, round(rank * min(shape[-2:])))
 
 
 def first(steps: int, spans: Iterable[Span]) -> list[Span]:

@@ -11,6 +11,7 @@ from torch import nn
 from ..autograd import WeightTransform
 from ..nn import NMWeight
 from ..pattern import CheckpointError, NMError, RecipeError
+from .adapters import add_adapters
 from .attach import STATE_KEY, Attachment
 from .base import Observed, Recipe, Stage, State
 from .channels import Channels
@@ -40,6 +41,7 @@ class Driver:
         self.finished = False
         self.stage = recipe.stage({})
         self._freeze("sparsify_")
+        add_adapters(recipe, layers)
         self.apply(self.stage)
         self.held.ensure({})
 
@@ -147,6 +149,7 @@ class Driver:
         self.stage = stage
         for layer in self.layers.values():
             layer.use(None if stage.transform is None else self._fitted(stage.transform, layer), stage.plan)
+            layer.adapts = stage.adapter
             layer.used.drop()
         for attachment in self._attachments:
             attachment.apply(stage)

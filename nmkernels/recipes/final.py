@@ -27,7 +27,7 @@ def warn_early(recipe: Recipe, early: str) -> None:
     """Warn, unless ``early`` is empty, that it is too early to finish for that reason."""
     if early:
         warnings.warn(
-            f"finish: the recipe {recipe.name} {early}, so the weights become {recipe.pattern} without having been "
+            f"finish: the recipe {recipe.name} {early}, so what is left, {recipe.pattern} weights, has not been "
             "trained in that form; total_steps is probably larger than the number of steps taken.",
             stacklevel=3,
         )
@@ -51,5 +51,6 @@ def make_nm(layers: dict[str, NMWeight], transforms: dict[str, WeightTransform])
         layer.master.copy_(pruned.pop(name))
         layer.use(None, STRAIGHT_THROUGH)
         layer.finished = True
-        layer.forget()
+        layer.forget(adapter=False)
+        layer.adapts = True
         layer.used.release()

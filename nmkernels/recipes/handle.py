@@ -109,9 +109,12 @@ class Handle(Driver):
 
     @contextmanager
     def _previewed(self) -> Iterator[None]:
-        kept = {name: (layer.transform, layer.plan) for name, layer in self.layers.items()}
+        kept = {name: (layer.transform, layer.plan, layer.adapts) for name, layer in self.layers.items()}
         try:
-            if self.recipe.final == "nm" and not self.stage.fixed and not self.finished:
+            if self.recipe.final == "nm+adapter":
+                for layer in self.layers.values():
+                    layer.adapts = True
+            if self.recipe.final != "dense" and not self.stage.fixed and not self.finished:
                 for name, transform in self._final_transforms().items():
                     # emulated roundings belong to training; any other plan computes the same forward pass
                     plan = kept[name][1]
@@ -119,12 +122,14 @@ class Handle(Driver):
             yield
         finally:
             for name, layer in self.layers.items():
-                layer.use(*kept[name])
+                transform_, plan, layer.adapts = kept[name]
+                layer.use(transform_, plan)
 
     def finish(self, allow_unused: bool = False) -> nn.Module:
-        """End the recipe and leave ``recipe.final``: every weight exactly N:M, asserted; or the dense model back.
+        """End the recipe and leave ``recipe.final``: every weight exactly N:M, asserted; the same with adapters; or the dense model back.
 
-        Hooks are removed. Layers stay SparseLinear with pruned weights, ready for ``compress_``, until ``remove()``.
+        Hooks are removed. Layers stay SparseLinear with pruned weights, ready for ``compress_``, until ``remove()``. An adapter stays the
+        layer's Parameters ``nm_left`` and ``nm_right``.
 
         Args:
             allow_unused: accept layers that never ran, for instance when a model pruned elsewhere is adopted without running it.
@@ -135,7 +140,7 @@ class Handle(Driver):
         if self.finished:
             return self.model
         require_ran({} if allow_unused else self.layers)
-        if self.recipe.final == "nm":
+        if self.recipe.final != "dense":
             early = self.recipe.unready(self.state) if self._attachments else ""
             warn_early(self.recipe, early)
             if not self._attachments:
@@ -156,6 +161,9 @@ class Handle(Driver):
 
     def remove(self) -> nn.Module:
         """Give every layer back as the dense layer it was made from, with its weight as it is, and take every hook away.
+
+        A low-rank adapter that has learned something is folded into the weight, W + (L R)ᵀ / r: the layer computes with both as before,
+        but its weight is no longer N:M. To have the N:M weight alone, zero ``nm_right`` first.
 
         The handle has no further use: ``sparsify_`` the model again to go on.
         """

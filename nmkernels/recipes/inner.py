@@ -86,6 +86,20 @@ class Outer(Recipe):
         own: dict[str, Any] = {"inner": inner.of_pattern(pattern)} if isinstance(inner, Recipe) else {}
         return replace(self, pattern=pattern, **own)
 
+    @property
+    def seed(self) -> int | None:
+        """That of the inner recipe, where it has one."""
+        seed: int | None = getattr(self.inner_at({})[0], "seed", None)
+        return seed
+
+    def adapter_rank(self, rows: int, cols: int) -> int:
+        """As the inner recipe does."""
+        return self.inner_at({})[0].adapter_rank(rows, cols)
+
+    def unwise(self, rows: int, cols: int) -> str:
+        """As the inner recipe says."""
+        return self.inner_at({})[0].unwise(rows, cols)
+
     def deployed(self) -> Span:
         """What the inner recipe leaves."""
         return self.inner_at({})[0].deployed()

@@ -33,13 +33,16 @@ class Candidate:
     indivisible: bool = False
 
 
-def select(model: nn.Module, pattern: Pattern, filter_fn: FilterFn | None = None) -> tuple[list[Candidate], Report]:
+def select(
+    model: nn.Module, pattern: Pattern, filter_fn: FilterFn | None = None, unwise: Callable[[int, int], str] | None = None
+) -> tuple[list[Candidate], Report]:
     """The layers to make sparse and the report on all of them; nothing is changed.
 
     Args:
         pattern: M must divide a layer's ``in_features``.
         filter_fn: ``filter_fn(module, name) -> bool`` chooses among the linear layers, output heads and tiny ones included; by default
             every layer is taken that nothing speaks against.
+        unwise: ``unwise(out, in)`` says what speaks against a layer of that shape beside the general rules; empty where nothing does.
 
     Raises:
         ShapeError: the filter chose a layer that M does not divide.
@@ -54,7 +57,8 @@ def select(model: nn.Module, pattern: Pattern, filter_fn: FilterFn | None = None
                 f"sparsify_: the filter chose layer {c.name!r}, which cannot be made {pattern} sparse: {c.impossible}. "
                 "Leave it out of the filter."
             )
-        reason = c.impossible or (c.unwise if filter_fn is None else "") or ("" if wanted else "not chosen by the filter")
+        against = c.unwise or (unwise(*c.shape) if unwise is not None and len(c.shape) == 2 else "")
+        reason = c.impossible or (against if filter_fn is None else "") or ("" if wanted else "not chosen by the filter")
         if not reason:
             chosen.append(c)
         report.entries.append(Entry(c.name, type(c.module).__name__, c.shape, not reason, reason or str(pattern)))

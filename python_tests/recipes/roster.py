@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from nmkernels.pattern import RecipeError
-from nmkernels.recipes import ASP, AST, SRSTE, SSTE, STE, STEP, VNM, BiMask, Dense, LayerWise, MaxQ, MdGf, ProxSparse, Recipe, SdGf
+from nmkernels.recipes import ASP, AST, SRSTE, SSTE, STE, STEP, VNM, BiMask, Dense, LayerWise, MaxQ, MdGf, ProxSparse, Recipe, SdGf, SLoPe
 from python_tests.recipes import loop_dgrad, loop_inner
 from python_tests.recipes import loop_layerwise as layerwise
 from python_tests.recipes import loop_used as used
@@ -104,6 +104,15 @@ def stepped(pattern: str, inner: str, loop: Any) -> Entry:
     return Entry(recipe, lambda p, d, s: loop(p, d), (4, AT, 8, 12, 17))
 
 
+def slope(recipe: SLoPe, cuts: tuple[int, ...] = (7,)) -> Entry:
+    n, m, rank = recipe.pattern.n, recipe.pattern.m, int(recipe.rank)
+
+    def run(params: dict[str, Any], data: list[Any], streams: Any) -> dict[str, Any]:
+        return loop_dgrad.slope(params, data, n, m, recipe.refresh, recipe.lazy_start(), rank, recipe.seed)
+
+    return Entry(recipe, run, cuts)
+
+
 ROSTER = {
     "dense": Entry(Dense(), hard(n=4)),
     "ste": Entry(STE("2:4"), hard()),
@@ -152,6 +161,9 @@ ROSTER = {
     "bimask": bimask(BiMask("2:4", decay=0.1, draws=20, refresh=7, seed=1)),
     "bimask_count": bimask(BiMask("1:8", draws=5, refresh=3, criterion="count", seed=2)),
     "bimask_once": bimask(BiMask("1:4", draws=0, refresh=0, seed=0)),
+    "slope": slope(SLoPe("2:4", STEPS, rank=2, lazy=0.3, refresh=6, seed=1), (6, 13, 14, 17)),
+    "slope_adapters": slope(SLoPe("1:4", STEPS, rank=3, lazy=1.0, refresh=0, seed=2)),
+    "slope_plain": slope(SLoPe("1:8", rank=0, refresh=1)),
     "sdgf_densify": sdgf(SdGf("1:2", STEPS, schedule="densify", dense=0.2), [(1, 16), (1, 8), (1, 4), (1, 2)], [4, 8, 12, 16]),
     "ast": Entry(AST("2:4", STEPS, decay=0.5, every=4), lambda p, d, s: ast(p, d, 2, 4, 0.5, 5, 4), (3, 7, 12)),
     "ast_gradient": Entry(
