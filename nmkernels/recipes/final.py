@@ -26,9 +26,11 @@ def require_ran(layers: dict[str, NMWeight]) -> None:
 def warn_early(recipe: Recipe, early: str) -> None:
     """Warn, unless ``early`` is empty, that it is too early to finish for that reason."""
     if early:
+        adapters = "the adapters add nothing"
+        weights = f"the weights become {recipe.pattern} without having been trained in that form"
         warnings.warn(
-            f"finish: the recipe {recipe.name} {early}, so what is left, {recipe.pattern} weights, has not been "
-            "trained in that form; total_steps is probably larger than the number of steps taken.",
+            f"finish: the recipe {recipe.name} {early}, so {adapters if recipe.final == 'nm+adapter' else weights}; "
+            "total_steps is probably larger than the number of steps taken.",
             stacklevel=3,
         )
 

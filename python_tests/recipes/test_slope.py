@@ -299,7 +299,7 @@ def test_another_schedule_is_not_resumed():
 
 def test_finishing_early_warns():
     _, handle, _ = trained(data=DATA[:10])
-    with pytest.warns(UserWarning, match="slope has not trained its adapters, so what is left"):
+    with pytest.warns(UserWarning, match="slope has not trained its adapters, so the adapters add nothing; total_steps"):
         handle.finish()
 
 
