@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal
 
 import pytest
@@ -83,7 +83,7 @@ def test_what_does_not_fit_is_told(recipe, text, message):
 @pytest.mark.parametrize("name", names())
 def test_every_keyword_of_every_recipe_can_be_set_to_its_default(name):
     cls = find(name)
-    plain = {f.name: getattr(get(name, total_steps=1000), f.name) for f in fields(cls) if f.name not in ("pattern", "total_steps")}
+    plain = {key: value for key, value in get(name, total_steps=1000).spec().items() if key not in ("recipe", "pattern", "total_steps")}
     texts = [f"{key}={value}" for key, value in plain.items()]
     assert options(cls, texts) == {
         key: value if isinstance(value, (int, float, type(None))) else str(value) for key, value in plain.items()
