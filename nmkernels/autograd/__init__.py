@@ -8,6 +8,7 @@ from .linear import linear, linear_compressed
 from .plan import STRAIGHT_THROUGH, GemmPlan, packed_inference
 from .queries import PartlyDense, SoftQuery
 from .transforms import DecayedMask, HardMask, SoftThreshold, WeightTransform
+from .transposable import TransposableMask
 
 __all__ = [
     "CRITERIA",
@@ -25,6 +26,7 @@ __all__ = [
     "PartlyDense",
     "SoftQuery",
     "SoftThreshold",
+    "TransposableMask",
     "WeightTransform",
     "linear",
     "linear_compressed",

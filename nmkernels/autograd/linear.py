@@ -114,6 +114,7 @@ def linear(
     seed: Tensor | None = None,
     transform: WeightTransform | None = None,
     extras: Sequence[Tensor] = (),
+    indices: Tensor | None = None,
 ) -> Tensor:
     """y = x W̃ᵀ + b, the gradient of W̃ passed to the master weight by the transform's rule, without one straight through.
 
@@ -123,7 +124,7 @@ def linear(
     Args:
         x: ``(..., in)``.
         weight: the master weight ``(out, in)``; it receives the gradient and is read only by a rule that is not straight through.
-        used: W̃ ``(out, in)`` in x's dtype.
+        used: W̃ ``(out, in)`` in x's dtype, or with ``indices`` the values of its compressed form, for a plan that packs.
         bias: ``(out,)``, added in x's dtype.
         plan: the rule of each GEMM; see ``GemmPlan``.
         seed: int64 ``(2,)`` (seed, offset) for ``wgrad="mvue"``; backward advances the offset by one, in place, on the device. With None
@@ -136,7 +137,7 @@ def linear(
         >>> w.grad
         tensor([[1., 1., 1., 1.]])
     """
-    return _apply(x, weight, bias, used, None, seed, plan, transform, *extras)
+    return _apply(x, weight, bias, used, indices, seed, plan, transform, *extras)
 
 
 def linear_compressed(x: Tensor, weight: ops.Compressed, bias: Tensor | None = None) -> Tensor:

@@ -13,14 +13,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ..autograd import HardMask, WeightTransform
+from ..autograd import GemmPlan, HardMask, WeightTransform
 
 State = tuple[int, int, torch.device, torch.dtype]
 """Version, address and device of the weight; dtype of the copy."""
 
 
 class UsedWeight:
-    """Holds one layer's transformed weight and says when it may be used again."""
+    """Holds one layer's transformed weight, packed too where its products are, and says when it may be used again."""
 
     def __init__(self) -> None:
         self.attached = False  # an optimizer's hook tells us of every step
@@ -28,6 +28,7 @@ class UsedWeight:
         self._state: State | None = None
         self._owner: weakref.ref[nn.Parameter] | None = None
         self._transform: WeightTransform | None = None
+        self._packed: tuple[Tensor, Tensor] | None = None
 
     def get(self, weight: Tensor, transform: WeightTransform, dtype: torch.dtype, extras: Sequence[Tensor] = ()) -> Tensor:
         """W̃ of ``weight`` ``(out, in)`` in ``dtype``, from the kept copy where that is still right.
@@ -43,10 +44,23 @@ class UsedWeight:
             return self._build(weight, transform, dtype, extras)
         state, same = _state(weight, dtype), self._transform is transform
         if self._tensor is None or not same or not self._is(owner, state):
+            self._packed = None
             # another transform of the same weight (an evaluation) must not overwrite what a backward still needs
             self._tensor = self._build(weight, transform, dtype, extras, self._tensor if same else None)
             self._state, self._owner, self._transform = state, weakref.ref(owner), transform
         return self._tensor
+
+    def packed(self, used: Tensor, plan: GemmPlan) -> tuple[Tensor, Tensor]:
+        """Values and indices of the compressed form of ``used``, which ``get`` has just returned; kept as long as it is."""
+        if torch.compiler.is_compiling():
+            return torch.ops.nmkernels.nm_compress(used, plan.n, plan.m)
+        if used is self._tensor and self._packed is not None:
+            return self._packed
+        with torch.inference_mode(False), torch.no_grad():
+            packed = torch.ops.nmkernels.nm_compress(used, plan.n, plan.m)
+        if used is self._tensor:
+            self._packed = packed
+        return packed
 
     def _is(self, owner: nn.Parameter, state: State) -> bool:
         return state == self._state and self._owner is not None and self._owner() is owner
@@ -75,6 +89,7 @@ class UsedWeight:
 
     def filled(self, weight: Tensor) -> None:
         """The optimizer has just written W̃ of the present ``weight`` into ``sink``."""
+        self._packed = None
         if self._tensor is not None:
             self._state = _state(weight, self._tensor.dtype)
 
@@ -84,7 +99,7 @@ class UsedWeight:
 
     def release(self) -> None:
         """Forget the copy and its memory."""
-        self._tensor = self._state = self._owner = self._transform = None
+        self._tensor = self._state = self._owner = self._transform = self._packed = None
 
     def __reduce__(self) -> tuple[type[UsedWeight], tuple[()]]:
         # a copied or pickled layer belongs to no optimizer, and its copy of W̃ can be made again

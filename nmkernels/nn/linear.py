@@ -165,7 +165,10 @@ class NMWeight(nn.Module):
             dtype = cast if castable(dtype) else dtype
             x = x.to(cast) if castable(x.dtype) else x
         master, transform, extras = self.master, self.transform, self._extras(self.transform)
-        return linear(x, master, self.used.get(master, transform, dtype, extras), self.bias, self.plan, self.seed, transform, extras)
+        used, indices = self.used.get(master, transform, dtype, extras), None
+        if self.plan.fprop == "packed":
+            used, indices = self.used.packed(used, self.plan)
+        return linear(x, master, used, self.bias, self.plan, self.seed, transform, extras, indices)
 
     def _load_from_state_dict(
         self,

@@ -7,8 +7,10 @@ from .bimask import BiMask
 from .compute import Flops, LayerFlops, flops
 from .convert import sparsify_
 from .cost import Span
+from .decay_search import DecaySearch, search_decay
 from .dense import Dense
 from .distill import distill_loss
+from .fst import FST
 from .handle import Handle
 from .layerwise import LayerWise
 from .maxq import MaxQ
@@ -29,12 +31,14 @@ from .vnm import VNM
 __all__ = [
     "ASP",
     "AST",
+    "FST",
     "SRSTE",
     "SSTE",
     "STE",
     "STEP",
     "VNM",
     "BiMask",
+    "DecaySearch",
     "Dense",
     "Flops",
     "Found",
@@ -59,5 +63,6 @@ __all__ = [
     "prox",
     "recipe",
     "search_permutation",
+    "search_decay",
     "sparsify_",
 ]

@@ -63,7 +63,8 @@ class Recipe:
 
     name: ClassVar[str] = ""
     final: ClassVar[str] = "nm"
-    """What ``finish()`` leaves: ``"nm"``, ``"dense"``, or ``"nm+adapter"``, N:M weights with a low-rank adapter beside each."""
+    """What ``finish()`` leaves: ``"nm"``, ``"dense"``, or ``"nm+adapter"``, N:M weights with a low-rank adapter beside each; an instance
+    whose settings change that has its own."""
 
     mask_score: ClassVar[str | None] = None
     """How a mask that is chosen once is scored, for recipes that hold one."""
@@ -154,6 +155,10 @@ class Recipe:
     def final_transform(self) -> WeightTransform:
         """What ``finish`` applies to each weight unless ``final`` is ``"dense"``; by default the mask of the N largest magnitudes."""
         return HardMask(Pattern(self.pattern))
+
+    def obstacle(self, rows: int, cols: int) -> str:
+        """Why this recipe cannot do with a weight ``(rows, cols)`` whose ``cols`` M divides; empty where it can."""
+        return ""
 
     def layer_patterns(self, weights: Mapping[str, Tensor]) -> dict[str, Pattern] | None:
         """N:M of each layer, from the present weights ``(out, in)`` by name; by default None: all layers have the recipe's own.

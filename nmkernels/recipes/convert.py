@@ -31,7 +31,7 @@ def sparsify_(model: nn.Module, recipe: Recipe | str, filter_fn: FilterFn | None
     Raises:
         RecipeError: no layer can be made sparse, the model is sparse already, the filter chose an impossible layer, or a layer's
             weight is of no use to the recipe (S-STE has no scale for zeros).
-        ShapeError: the filter chose a layer that M does not divide. The model is then as it was.
+        ShapeError: the filter chose a layer that M does not divide, or whose shape the recipe cannot do with. The model is then as it was.
 
     Example:
         >>> from nmkernels.recipes import SRSTE
@@ -45,7 +45,7 @@ def sparsify_(model: nn.Module, recipe: Recipe | str, filter_fn: FilterFn | None
         raise RecipeError(
             "sparsify_: the model has sparse layers already; handle.remove() or densify_(model) gives the dense model back first."
         )
-    chosen, report = select(model, pattern, filter_fn, recipe.unwise)
+    chosen, report = select(model, pattern, filter_fn, recipe.unwise, recipe.obstacle)
     if not chosen:
         raise RecipeError(f"sparsify_: no layer of the model can be made {pattern} sparse:\n{report}")
     layers: dict[str, NMWeight] = {c.name: make_sparse_(c.module, pattern) for c in chosen}

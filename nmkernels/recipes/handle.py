@@ -103,8 +103,11 @@ class Handle(Driver):
     @contextmanager
     def deployable(self) -> Iterator[nn.Module]:
         """Inside, the model computes what ``finish()`` would leave; outside, training goes on as before."""
+        if self.finished:
+            yield self.model
+            return
         # with no optimizer attached, finish() is what prunes
-        with self.fixed.permuted(not self._attachments and not self.finished), self._previewed():
+        with self.fixed.permuted(not self._attachments), self._previewed():
             yield self.model
 
     @contextmanager
@@ -114,11 +117,14 @@ class Handle(Driver):
             if self.recipe.final == "nm+adapter":
                 for layer in self.layers.values():
                     layer.adapts = True
-            if self.recipe.final != "dense" and not self.stage.fixed and not self.finished:
+            if self.recipe.final == "dense":
+                for layer in self.layers.values():
+                    layer.use(None, STRAIGHT_THROUGH)
+            elif not self.stage.fixed:
                 for name, transform in self._final_transforms().items():
-                    # emulated roundings belong to training; any other plan computes the same forward pass
+                    # emulated roundings and packed products belong to training; any other plan computes the same forward pass
                     plan = kept[name][1]
-                    self.layers[name].use(transform, plan if plan.fp8 is None else STRAIGHT_THROUGH)
+                    self.layers[name].use(transform, plan if plan.fp8 is None and plan.fprop == "dense" else STRAIGHT_THROUGH)
             yield
         finally:
             for name, layer in self.layers.items():
@@ -140,9 +146,8 @@ class Handle(Driver):
         if self.finished:
             return self.model
         require_ran({} if allow_unused else self.layers)
+        warn_early(self.recipe, self.recipe.unready(self.state) if self._attachments else "")
         if self.recipe.final != "dense":
-            early = self.recipe.unready(self.state) if self._attachments else ""
-            warn_early(self.recipe, early)
             if not self._attachments:
                 self.fixed.permute_({})
             make_nm(self.layers, self._final_transforms())

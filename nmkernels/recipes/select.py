@@ -15,6 +15,7 @@ from ..pattern import Pattern, RecipeError, ShapeError
 from .report import Entry, Report
 
 FilterFn = Callable[[nn.Module, str], bool]
+Judgement = Callable[[int, int], str]
 DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 HEADS = frozenset({"lm_head", "head", "classifier"})
 TINY = 16
@@ -30,11 +31,15 @@ class Candidate:
     shape: tuple[int, ...]
     impossible: str = ""
     unwise: str = ""
-    indivisible: bool = False
+    misshapen: bool = False
 
 
 def select(
-    model: nn.Module, pattern: Pattern, filter_fn: FilterFn | None = None, unwise: Callable[[int, int], str] | None = None
+    model: nn.Module,
+    pattern: Pattern,
+    filter_fn: FilterFn | None = None,
+    unwise: Judgement | None = None,
+    obstacle: Judgement = lambda rows, cols: "",
 ) -> tuple[list[Candidate], Report]:
     """The layers to make sparse and the report on all of them; nothing is changed.
 
@@ -43,16 +48,17 @@ def select(
         filter_fn: ``filter_fn(module, name) -> bool`` chooses among the linear layers, output heads and tiny ones included; by default
             every layer is taken that nothing speaks against.
         unwise: ``unwise(out, in)`` says what speaks against a layer of that shape beside the general rules; empty where nothing does.
+        obstacle: ``obstacle(out, in)`` says why the recipe cannot do with a weight of that shape; empty where it can.
 
     Raises:
         ShapeError: the filter chose a layer that M does not divide.
         RecipeError: it chose one that cannot be made sparse for another reason.
     """
     chosen, report = [], Report()
-    for c in _candidates(model, pattern):
+    for c in _candidates(model, pattern, obstacle):
         wanted = filter_fn is None or bool(filter_fn(c.module, c.name))
         if filter_fn is not None and wanted and c.impossible:
-            error = ShapeError if c.indivisible else RecipeError
+            error = ShapeError if c.misshapen else RecipeError
             raise error(
                 f"sparsify_: the filter chose layer {c.name!r}, which cannot be made {pattern} sparse: {c.impossible}. "
                 "Leave it out of the filter."
@@ -65,14 +71,14 @@ def select(
     return chosen, report
 
 
-def _candidates(model: nn.Module, pattern: Pattern) -> Iterator[Candidate]:
+def _candidates(model: nn.Module, pattern: Pattern, obstacle: Judgement) -> Iterator[Candidate]:
     # a module may stand under several names; only a parameter of several modules is tied
     uses = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
     bypassed = {id(m.out_proj) for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
     heads = _output_heads(model)
     for name, module in model.named_modules():
         if _looks_linear(module):
-            yield _judge(name, module, pattern, uses, bypassed, heads)
+            yield _judge(name, module, pattern, obstacle, uses, bypassed, heads)
         elif isinstance(module, nn.MultiheadAttention):
             for key, p in module.named_parameters(recurse=False):
                 if p.dim() == 2:
@@ -92,7 +98,9 @@ def _join(name: str, key: str) -> str:
     return f"{name}.{key}" if name else key
 
 
-def _judge(name: str, module: nn.Module, pattern: Pattern, uses: Counter[int], bypassed: set[int], heads: set[int]) -> Candidate:
+def _judge(
+    name: str, module: nn.Module, pattern: Pattern, obstacle: Judgement, uses: Counter[int], bypassed: set[int], heads: set[int]
+) -> Candidate:
     if isinstance(module, CompressedLinear):
         return Candidate(name, module, module.weight.shape, "it is compressed already")
     weight: Tensor = module.weight  # type: ignore[assignment]
@@ -100,15 +108,15 @@ def _judge(name: str, module: nn.Module, pattern: Pattern, uses: Counter[int], b
         return Candidate(name, module, (), "its parameters are not initialised yet; run the model once first")
     shape = tuple(weight.shape) if isinstance(module, nn.Linear) else tuple(weight.shape[::-1])
     impossible = _obstacle(module, weight, uses, bypassed)
-    indivisible = not impossible and shape[1] % pattern.m != 0
-    if indivisible:
-        impossible = f"in_features={shape[1]} is not a multiple of M={pattern.m}"
+    misshapen = ""
+    if not impossible:
+        misshapen = f"in_features={shape[1]} is not a multiple of M={pattern.m}" if shape[1] % pattern.m else obstacle(*shape)
     unwise = ""
     if id(module) in heads or name.rpartition(".")[2] in HEADS:
         unwise = "output head"
     elif shape and min(shape) < TINY:
         unwise = f"tiny: fewer than {TINY} features on one side"
-    return Candidate(name, module, shape, impossible, unwise, indivisible)
+    return Candidate(name, module, shape, impossible or misshapen, unwise, bool(misshapen))
 
 
 def _obstacle(module: nn.Module, weight: Tensor, uses: Counter[int], bypassed: set[int]) -> str:

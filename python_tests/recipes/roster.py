@@ -11,13 +11,32 @@ from typing import Any
 import torch
 
 from nmkernels.pattern import RecipeError
-from nmkernels.recipes import ASP, AST, SRSTE, SSTE, STE, STEP, VNM, BiMask, Dense, LayerWise, MaxQ, MdGf, ProxSparse, Recipe, SdGf, SLoPe
+from nmkernels.recipes import (
+    ASP,
+    AST,
+    FST,
+    SRSTE,
+    SSTE,
+    STE,
+    STEP,
+    VNM,
+    BiMask,
+    Dense,
+    LayerWise,
+    MaxQ,
+    MdGf,
+    ProxSparse,
+    Recipe,
+    SdGf,
+    SLoPe,
+)
 from python_tests.recipes import loop_dgrad, loop_inner
 from python_tests.recipes import loop_layerwise as layerwise
 from python_tests.recipes import loop_used as used
 from python_tests.recipes.loop import SPARSE, Adam, Step, train
 from python_tests.recipes.loop_asp import permuted
 from python_tests.recipes.loop_ast import ast
+from python_tests.recipes.loop_fst import fst
 from python_tests.recipes.loop_maxq import maxq
 from python_tests.recipes.loop_prox import proxsparse
 from python_tests.recipes.loop_vnm import vnm
@@ -177,6 +196,18 @@ ROSTER = {
     "proxsparse_anchor": Entry(
         ProxSparse(strength=60.0, scale_by_lr=True, anchor=0.5, values="trained"), lambda p, d, s: proxsparse(p, d, 0.6, 0.5)
     ),
+}
+
+ROSTER |= {
+    "fst": Entry(
+        FST("2:4", STEPS, refresh=3, decay=0.1, fine_tune=0.25, seed=1), lambda p, d, s: fst(p, d, 2, 4, 3, 0.1, 15, s), (3, 7, 15)
+    ),
+    "fst_nm": Entry(FST("1:4", refresh=4, decay=0.1, fine_tune=0, mvue=None), lambda p, d, s: fst(p, d, 1, 4, 4, 0.1), (4, 7)),
+    "fst_packed": Entry(
+        FST("2:4", refresh=7, decay=0.1, fine_tune=0, mvue="approx", packed=True, seed=1),
+        lambda p, d, s: fst(p, d, 2, 4, 7, 0.1, None, s, "approx"),
+    ),
+    "tsrste": Entry(FST("2:4", mvue=None, fine_tune=0, refresh=1, decay=0.1), lambda p, d, s: fst(p, d, 2, 4, 1, 0.1)),
 }
 
 assert SPARSE == ("0.weight", "2.weight")

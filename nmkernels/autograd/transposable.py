@@ -1,0 +1,53 @@
+"""The transform of transposable masks: one mask that is N:M along rows and along columns, chosen now and then and held in between."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from .transforms import WeightTransform
+
+
+@dataclass(frozen=True)
+class TransposableMask(WeightTransform):
+    """W̃ = M ⊙ W with M N:M along both dimensions, so that W̃ is N:M in y = x W̃ᵀ and W̃ᵀ is in ∂L/∂x = g W̃ (FST; arXiv 2404.01847).
+
+    M is ``nm_mask``, bool ``(out, in)``: of every M×M tile the choice of largest total magnitude (``nm.ops.transposable_mask``) at the last
+    renewal, held in between while the weight moves on. The gradient is passed straight through.
+
+    Args:
+        pattern: N:M, along ``in`` and along ``out``.
+
+    Example:
+        >>> from nmkernels import Pattern
+        >>> transform, w = TransposableMask(Pattern("1:2")), torch.tensor([[4.0, 3.0], [3.0, 1.0]])
+        >>> transform(w, transform.renew(w, [None], torch.Generator())["nm_mask"])
+        tensor([[0., 3.],
+                [3., 0.]])
+    """
+
+    reads: ClassVar[tuple[str, ...]] = ("nm_mask",)
+    holds: ClassVar[tuple[str, ...]] = ("nm_mask",)
+
+    @property
+    def by_magnitude(self) -> bool:
+        """The mask is not that of the largest magnitudes of each row's groups."""
+        return False
+
+    def renew(self, weight: Tensor, extras: Sequence[Tensor | None], generator: torch.Generator) -> dict[str, Tensor]:
+        """``nm_mask`` of the weight as it is now."""
+        return {"nm_mask": torch.ops.nmkernels.nm_transposable_mask(weight, self.pattern.n, self.pattern.m)}
+
+    def kept(self, weight: Tensor, *extras: Tensor) -> Tensor:
+        """The held mask, which the weight has not moved."""
+        return extras[0]
+
+    def __call__(self, weight: Tensor, *extras: Tensor, out: Tensor | None = None) -> Tensor:
+        """The masked weight; kept elements keep their bits, pruned ones are +0."""
+        (mask,), zero = extras, torch.zeros((), dtype=weight.dtype, device=weight.device)
+        # the weight may be a transposed view (Conv1D), and W̃ is contiguous
+        return torch.where(mask, weight, zero).contiguous() if out is None else torch.where(mask, weight, zero, out=out)
