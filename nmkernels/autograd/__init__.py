@@ -1,5 +1,6 @@
 """Floor 4: autograd. One linear Function driven by a GemmPlan, and the weight transforms in front of it."""
 
+from .activation import SplitRule, sparse_relu2, split, split_linear
 from .anchor import Anchored, AnchoredMask
 from .annealed import AnnealedMask
 from .blocks import OBJECTIVES, BlockColumns
@@ -26,9 +27,13 @@ __all__ = [
     "PartlyDense",
     "SoftQuery",
     "SoftThreshold",
+    "SplitRule",
     "TransposableMask",
     "WeightTransform",
     "linear",
     "linear_compressed",
     "packed_inference",
+    "sparse_relu2",
+    "split",
+    "split_linear",
 ]

@@ -33,6 +33,7 @@ class TrainConfig:
     width: int = 128
     layers: int = 4
     heads: int = 4
+    activation: str = "gelu"
     lr: float = 2e-3
     seed: int = 0
     warmup: float = 0.05
@@ -43,8 +44,8 @@ class TrainConfig:
 
     @property
     def model(self) -> GPTConfig:
-        """The sizes of the model."""
-        return GPTConfig(width=self.width, layers=self.layers, heads=self.heads, context=self.context)
+        """The sizes of the model, and its activation."""
+        return GPTConfig(width=self.width, layers=self.layers, heads=self.heads, context=self.context, activation=self.activation)
 
     @property
     def tokens(self) -> int:

@@ -1,5 +1,6 @@
 """Floor 5: modules. SparseLinear trains, CompressedLinear deploys."""
 
+from .activation import ActivationRule, SquaredReLU, SquaredReLUMLP
 from .adapter import ADAPTER, adapter_of, add_adapter, folded, set_adapter
 from .chains import Chain, channel_parameters, find_chains, reorder_
 from .compressed import CompressedLinear
@@ -9,6 +10,9 @@ from .linear import NMWeight, SparseLinear
 from .swap import make_dense_, make_sparse_, replace_, switch_fast_paths
 
 __all__ = [
+    "ActivationRule",
+    "SquaredReLU",
+    "SquaredReLUMLP",
     "ADAPTER",
     "Chain",
     "CompressedLinear",

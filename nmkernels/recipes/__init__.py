@@ -1,5 +1,6 @@
 """Floor 6: training recipes. Each method of the field is one file with a frozen configuration."""
 
+from .act24 import Activation24
 from .asp import ASP
 from .ast import AST
 from .base import Observed, Recipe, Stage
@@ -31,6 +32,7 @@ from .vnm import VNM
 __all__ = [
     "ASP",
     "AST",
+    "Activation24",
     "FST",
     "SRSTE",
     "SSTE",

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..autograd import STRAIGHT_THROUGH, GemmPlan, HardMask, WeightTransform
+from ..nn import ActivationRule
 from ..optim import PLAIN, MaskedAdamW, UpdateRule
 from ..pattern import CheckpointError, Pattern, PatternLike, RecipeError
 from .channels import Search
@@ -34,6 +35,7 @@ class Stage:
         later: in a stage before the sparse ones, the transform that they will begin with: what it takes once from the weights, and the
             patterns of the layers, are then taken from the weights at the end of this stage and not from those of ``sparsify_``.
         adapter: the layers' low-rank adapters take part, where ``Recipe.adapter_rank`` gives them some.
+        activation: the rule of the squared-ReLU activations, for a recipe with a ``final_activation``; None for dense ones.
     """
 
     phase: int
@@ -44,6 +46,7 @@ class Stage:
     renew: int = 0
     later: WeightTransform | None = None
     adapter: bool = False
+    activation: ActivationRule | None = None
 
 
 @dataclass(frozen=True)
@@ -155,6 +158,10 @@ class Recipe:
     def final_transform(self) -> WeightTransform:
         """What ``finish`` applies to each weight unless ``final`` is ``"dense"``; by default the mask of the N largest magnitudes."""
         return HardMask(Pattern(self.pattern))
+
+    def final_activation(self) -> ActivationRule | None:
+        """What ``finish`` leaves the squared-ReLU activations at; by default None: they are none of the recipe's business."""
+        return None
 
     def obstacle(self, rows: int, cols: int) -> str:
         """Why this recipe cannot do with a weight ``(rows, cols)`` whose ``cols`` M divides; empty where it can."""

@@ -11,6 +11,7 @@ from torch import nn
 from ..autograd import WeightTransform
 from ..nn import NMWeight
 from ..pattern import CheckpointError, NMError, RecipeError
+from .activations import Activations
 from .adapters import add_adapters
 from .attach import STATE_KEY, Attachment
 from .base import Observed, Recipe, Stage, State
@@ -38,6 +39,7 @@ class Driver:
         self.seeds = Seeds(layers)
         self.held = Held(layers)
         self.shares = Shares(recipe, layers, report)
+        self.activations = Activations(model, recipe.final_activation())
         self.finished = False
         self.stage = recipe.stage({})
         self._freeze("sparsify_")
@@ -151,6 +153,7 @@ class Driver:
             layer.use(None if stage.transform is None else self._fitted(stage.transform, layer), stage.plan)
             layer.adapts = stage.adapter
             layer.used.drop()
+        self.activations.use(stage.activation)
         for attachment in self._attachments:
             attachment.apply(stage)
 

@@ -26,12 +26,12 @@ def require_ran(layers: dict[str, NMWeight]) -> None:
 def warn_early(recipe: Recipe, early: str) -> None:
     """Warn, unless ``early`` is empty, that it is too early to finish for that reason."""
     if early:
-        kind = "dense" if recipe.final == "dense" else recipe.pattern
-        adapters = "the adapters add nothing"
-        weights = f"the weights become {kind} without having been trained in that form"
+        form = "the weights become dense" if recipe.final == "dense" else f"the weights become {recipe.pattern}"
+        if recipe.final_activation() is not None:
+            form = f"the activations become {recipe.pattern}"
+        left = "the adapters add nothing" if recipe.final == "nm+adapter" else f"{form} without having been trained in that form"
         warnings.warn(
-            f"finish: the recipe {recipe.name} {early}, so {adapters if recipe.final == 'nm+adapter' else weights}; "
-            "total_steps is probably larger than the number of steps taken.",
+            f"finish: the recipe {recipe.name} {early}, so {left}; total_steps is probably larger than the number of steps taken.",
             stacklevel=3,
         )
 

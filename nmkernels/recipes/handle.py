@@ -114,6 +114,7 @@ class Handle(Driver):
     def _previewed(self) -> Iterator[None]:
         kept = {name: (layer.transform, layer.plan, layer.adapts) for name, layer in self.layers.items()}
         try:
+            self.activations.finish()
             if self.recipe.final == "nm+adapter":
                 for layer in self.layers.values():
                     layer.adapts = True
@@ -130,6 +131,7 @@ class Handle(Driver):
             for name, layer in self.layers.items():
                 transform_, plan, layer.adapts = kept[name]
                 layer.use(transform_, plan)
+            self.activations.use(self.stage.activation)
 
     def finish(self, allow_unused: bool = False) -> nn.Module:
         """End the recipe and leave ``recipe.final``: every weight exactly N:M, asserted; the same with adapters; or the dense model back.
@@ -155,6 +157,7 @@ class Handle(Driver):
         self.finished = True
         if self.recipe.final == "dense":
             self.remove()
+        self.activations.finish()
         return self.model
 
     def _final_transforms(self) -> dict[str, WeightTransform]:
@@ -174,6 +177,7 @@ class Handle(Driver):
         """
         self._detach()
         self.finished = True
+        self.activations.restore()
         return densify_(self.model)
 
     def _detach(self) -> None:

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..pattern import ShapeError
+from ..nn import SquaredReLUMLP
+from ..pattern import NMError, Pattern, ShapeError
 
 
 @dataclass(frozen=True)
@@ -26,9 +27,12 @@ class GPTConfig:
         layers: transformer blocks.
         heads: attention heads per block.
         context: longest sequence, in tokens.
+        activation: of the feed-forward blocks: ``"gelu"``; ``"relu2"``, squared ReLU; or ``"relu2:N:M"``, with at most N of every M
+            activations non-zero (see ``nm.nn.SquaredReLU``).
 
     Raises:
-        ShapeError: a size is below 1, or ``width`` is not a multiple of ``heads``.
+        ShapeError: a size is below 1, or ``width`` is not a multiple of ``heads``. NMError: the activation is unknown.
+        PatternError: its N:M is not usable.
     """
 
     vocab: int = 256
@@ -36,13 +40,22 @@ class GPTConfig:
     layers: int = 4
     heads: int = 4
     context: int = 128
+    activation: str = "gelu"
 
     def __post_init__(self) -> None:
+        self.feed_forward()
         for name, value in asdict(self).items():
-            if value < 1:
+            if name != "activation" and value < 1:
                 raise ShapeError(f"GPTConfig: {name} is {value}; it must be at least 1.")
         if self.width % self.heads:
             raise ShapeError(f"GPTConfig: width {self.width} is not a multiple of heads={self.heads}; change one of the two.")
+
+    def feed_forward(self) -> tuple[str, Pattern | None]:
+        """The name of the activation, and the pattern of its sparse form."""
+        name, colon, pattern = self.activation.partition(":")
+        if name not in ("gelu", "relu2") or (name == "gelu" and colon):
+            raise NMError(f"GPTConfig: activation={self.activation!r} is unknown; choose gelu, relu2, or relu2:N:M.")
+        return name, Pattern(pattern) if colon else None
 
 
 class KVCache:
@@ -109,7 +122,8 @@ class Block(nn.Module):
         self.norm1 = nn.LayerNorm(config.width)
         self.attn = Attention(config, layer)
         self.norm2 = nn.LayerNorm(config.width)
-        self.mlp = MLP(config)
+        name, pattern = config.feed_forward()
+        self.mlp = MLP(config) if name == "gelu" else SquaredReLUMLP(config.width, 4 * config.width, pattern=pattern)
 
     def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
         """Map ``x`` ``[batch, tokens, width]`` to the same shape."""

@@ -15,10 +15,10 @@ SPARSE = ("0.weight", "2.weight")
 TINY = 2.0**-149
 
 
-def mlp(dtype=torch.float64, seed=0):
+def mlp(dtype=torch.float64, seed=0, act=nn.GELU):
     """Two maskable layers and a last one that is too small to be worth masking."""
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 8)).to(dtype)
+    return nn.Sequential(nn.Linear(16, 32), act(), nn.Linear(32, 32), act(), nn.Linear(32, 8)).to(dtype)
 
 
 def batches(count, dtype=torch.float64, seed=1):

@@ -20,6 +20,7 @@ from nmkernels.recipes import (
     STE,
     STEP,
     VNM,
+    Activation24,
     BiMask,
     Dense,
     LayerWise,
@@ -34,6 +35,7 @@ from python_tests.recipes import loop_dgrad, loop_inner
 from python_tests.recipes import loop_layerwise as layerwise
 from python_tests.recipes import loop_used as used
 from python_tests.recipes.loop import SPARSE, Adam, Step, train
+from python_tests.recipes.loop_act24 import act24
 from python_tests.recipes.loop_asp import permuted
 from python_tests.recipes.loop_ast import ast
 from python_tests.recipes.loop_fst import fst
@@ -208,6 +210,11 @@ ROSTER |= {
         lambda p, d, s: fst(p, d, 2, 4, 7, 0.1, None, s, "approx"),
     ),
     "tsrste": Entry(FST("2:4", mvue=None, fine_tune=0, refresh=1, decay=0.1), lambda p, d, s: fst(p, d, 2, 4, 1, 0.1)),
+}
+
+ROSTER |= {
+    "act24": Entry(Activation24("2:4", STEPS, dense=0.25), lambda p, d, s: act24(p, d, 2, 4, 5), (3, 5, 9)),
+    "act24_ste": Entry(Activation24("1:4", STEPS, dense=0, grad="ste"), lambda p, d, s: act24(p, d, 1, 4, 0, "ste")),
 }
 
 assert SPARSE == ("0.weight", "2.weight")

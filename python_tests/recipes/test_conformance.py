@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import io
 
 import pytest
 import torch
@@ -11,48 +10,12 @@ from torch import nn
 import nmkernels as nm
 from python_tests.copies import WAYS, copied
 from python_tests.recipes.adapters import dense_keys, without_adapters
-from python_tests.recipes.loop import Adam, batches, distance, loss_of, mlp, snapshot
+from python_tests.recipes.loop import Adam, distance, loss_of, mlp, snapshot
 from python_tests.recipes.roster import ROSTER, STEPS, SWITCH
+from python_tests.recipes.running import DATA, DATA32, F32, activation_of, figures, net, optimizer_of, run, start, step, through_a_file
 
-F32, F64 = torch.float32, torch.float64
-DATA, DATA32 = batches(STEPS), batches(STEPS, F32)
 ENTRIES = pytest.mark.parametrize("entry", ROSTER.values(), ids=ROSTER.keys())
 ENDING = pytest.mark.filterwarnings("ignore:finish. the recipe")
-
-
-def optimizer_of(recipe, params):
-    return recipe.optimizer(params, **Adam().keywords)
-
-
-def start(recipe, dtype=F64, seed=0):
-    model = mlp(dtype, seed)
-    handle = nm.sparsify_(model, recipe)
-    return model, handle, handle.attach(optimizer_of(recipe, model.parameters()))
-
-
-def step(model, optimizer, batch, parts=1):
-    optimizer.zero_grad()
-    for x, y in zip(batch[0].chunk(parts), batch[1].chunk(parts), strict=True):
-        (loss_of(model, (x, y)) / parts).backward()
-    optimizer.step()
-
-
-def run(recipe, dtype=F64, data=DATA, parts=1):
-    model, handle, optimizer = start(recipe, dtype)
-    for batch in data:
-        step(model, optimizer, batch, parts)
-    return model, handle, optimizer
-
-
-def figures(handle):
-    return {k: v.item() for k, v in handle.metrics().items()}
-
-
-def through_a_file(*parts):
-    file = io.BytesIO()
-    torch.save(parts, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 # ---- the method
@@ -93,7 +56,7 @@ def test_grad_scaler_changes_nothing(entry, make):
         pytest.skip("the recipe needs its own optimizer")
     results = []
     for scale in (1.0, 256.0):
-        model = mlp(F32)
+        model = net(entry.recipe, F32)
         handle = nm.sparsify_(model, entry.recipe)
         optimizer = handle.attach(make(model.parameters()) if make else optimizer_of(entry.recipe, model.parameters()))
         scaler = torch.amp.GradScaler("cpu", init_scale=scale)
@@ -141,7 +104,7 @@ def test_resume_is_bit_for_bit(entry, order):
         weights, state = through_a_file(model.state_dict(), optimizer.state_dict())
         for batch in DATA32[cut:]:
             step(model, optimizer, batch)
-        other = mlp(F32, seed=5)
+        other = net(entry.recipe, F32, seed=5)
         again = nm.sparsify_(other, entry.recipe)
         theirs = optimizer_of(entry.recipe, other.parameters())
         if order == "attach_first":
@@ -241,7 +204,7 @@ def test_remove_gives_the_dense_model_back(entry):
 
 @ENTRIES
 def test_frozen_layer_stays_and_the_rest_learns(entry):
-    model = mlp(F32)
+    model = net(entry.recipe, F32)
     model[0].weight.requires_grad_(False)
     handle = nm.sparsify_(model, entry.recipe)
     optimizer = handle.attach(optimizer_of(entry.recipe, model.parameters()))
@@ -257,7 +220,7 @@ def test_frozen_layer_stays_and_the_rest_learns(entry):
 @ENDING
 def test_tied_weights_stay_dense_and_tied(entry):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16))
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16), activation_of(entry.recipe)())
     model[2].weight = model[0].weight
     handle = nm.sparsify_(model, entry.recipe)
     optimizer = handle.attach(optimizer_of(entry.recipe, model.parameters()))
@@ -334,7 +297,7 @@ def test_compiled_equals_eager(entry):
 
 @ENTRIES
 def test_several_optimizers(entry):
-    model, other = mlp(), torch.optim.AdamW if entry.any_optimizer else entry.recipe.optimizer
+    model, other = net(entry.recipe), torch.optim.AdamW if entry.any_optimizer else entry.recipe.optimizer
     handle = nm.sparsify_(model, entry.recipe)
     first = optimizer_of(entry.recipe, [*model[0].parameters(), *model[4].parameters()])
     second = other(model[2].parameters(), **Adam().keywords)

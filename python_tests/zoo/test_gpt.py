@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
-from nmkernels.pattern import ShapeError
+from nmkernels.pattern import NMError, ShapeError
 from nmkernels.zoo import GPT, GPTConfig, KVCache, generate
 
 SMALL = GPTConfig(width=32, layers=2, heads=4, context=16)
@@ -106,3 +107,22 @@ def test_generation_refuses_nonsense(model):
         generate(model, b"", 3)
     with pytest.raises(ShapeError, match="temperature"):
         generate(model, b"a", 3, temperature=-1)
+
+
+@pytest.mark.parametrize("activation", ["relu2", "relu2:2:4"])
+def test_squared_relu(activation):
+    torch.manual_seed(0)
+    model = GPT(replace(SMALL, activation=activation))
+    torch.manual_seed(0)
+    twin = GPT(SMALL)
+    assert all(torch.equal(v, twin.state_dict()[k]) for k, v in model.state_dict().items()), "the same weights under the same names"
+    ids = torch.randint(0, 256, (2, 16))
+    assert not torch.equal(model(ids), twin(ids))
+    hidden = model.blocks[0].mlp.act(torch.randn(100, 128)).reshape(-1, 4).ne(0).sum(1)
+    assert hidden.max() == (2 if ":" in activation else 4)
+
+
+def test_unknown_activation():
+    for wrong in ("silu", "gelu:2:4", "relu2:", "relu2:4:2"):
+        with pytest.raises(NMError):
+            GPTConfig(activation=wrong)

@@ -1,0 +1,191 @@
+"""Squared ReLU with N:M sparse activations, and the linear layers around it whose weight gradients are sparse along tokens.
+
+Haziza et al., "Accelerating transformer inference and training with 2:4 activation sparsity", arXiv 2503.16672.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..pattern import NMError, Pattern
+
+GRADS = ("chain", "ste")
+SIDES = ("input", "output")
+
+
+@dataclass(frozen=True)
+class SplitRule:
+    """How a feature matrix ``(tokens, features)`` becomes cheap to sum over its tokens: few dense features, the others N:M along tokens.
+
+    Args:
+        pattern: N:M of the sparse features.
+        dense: share of the features, those with most non-zeros, that stay as they are.
+        multiple: their number is rounded up to a multiple of this, and is at most all.
+        shuffle: the tokens are first put in a fixed pseudo-random order, the same at every step, so that neighbours, which tend to be
+            non-zero together, fall into different groups.
+
+    Raises:
+        NMError: a value is out of range.
+
+    Example:
+        >>> SplitRule(Pattern("2:4")).dense_features(4096), SplitRule(Pattern("2:4"), dense=0.0).dense_features(4096)
+        (256, 0)
+    """
+
+    pattern: Pattern
+    dense: float = 0.05
+    multiple: int = 128
+    shuffle: bool = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.dense, bool) or not 0 <= self.dense <= 1:
+            raise NMError(f"SplitRule: dense={self.dense!r} is a share of the features and must lie between 0 and 1.")
+        if isinstance(self.multiple, bool) or not isinstance(self.multiple, int) or self.multiple < 1:
+            raise NMError(f"SplitRule: multiple={self.multiple!r} must be a whole number of at least 1.")
+
+    def dense_features(self, features: int) -> int:
+        """How many of so many features stay dense."""
+        # 0.05 * 2560 is a little more than 128 in binary
+        return min(features, math.ceil(self.dense * features / self.multiple - 1e-9) * self.multiple)
+
+
+def split(z: Tensor, rule: SplitRule) -> Tensor:
+    """``z`` ``(tokens, features)`` with the entries left out that the split drops, in dense layout.
+
+    Of each sparse feature the N largest magnitudes of every M tokens are kept; a tail of tokens counts as padded with zeros. Features tie
+    towards the lower index.
+
+    Example:
+        >>> z = torch.tensor([[3.0, 1.0], [0.0, 2.0], [1.0, 0.0], [2.0, 0.0]])
+        >>> split(z, SplitRule(Pattern("2:4"), dense=0.0, shuffle=False))
+        tensor([[3., 1.],
+                [0., 2.],
+                [0., 0.],
+                [2., 0.]])
+    """
+    tokens, features = z.shape
+    dense, m = rule.dense_features(features), rule.pattern.m
+    if dense == features:
+        return z
+    order = _shuffled(tokens, z.device) if rule.shuffle else None
+    rows = (z if order is None else z[order]).t()
+    kept = torch.ops.nmkernels.nm_prune(F.pad(rows, (0, -tokens % m)), rule.pattern.n, m)[:, :tokens].t()
+    if order is not None:
+        kept = torch.empty_like(kept).index_copy(0, order, kept)
+    if not dense:
+        return kept
+    busiest = z.ne(0).sum(0).argsort(descending=True, stable=True)[:dense]
+    return kept.index_copy(1, busiest, z[:, busiest])
+
+
+def _shuffled(tokens: int, device: torch.device) -> Tensor:
+    """A pseudo-random order of so many tokens, always the same: by a hash of the index, which a captured or compiled step can compute."""
+    h = torch.arange(tokens, device=device)
+    for factor in (0x9E3779B1, 0x85EBCA6B):  # odd constants of well-known integer hashes
+        h = h * factor & 0xFFFFFFFF
+        h = h ^ (h >> 15)
+    return h.argsort(stable=True)
+
+
+class _SparseReLU2(torch.autograd.Function):
+    """a = relu(sp(y))² of the N largest values of every M features; ∂L/∂y by ``grad``."""
+
+    @staticmethod
+    def forward(y: Tensor, n: int, m: int, grad: str) -> tuple[Tensor, Tensor]:
+        positive = y.relu()
+        # of what is positive the largest values are the largest magnitudes, and what is not counts for nothing
+        kept = torch.ops.nmkernels.nm_prune(positive, n, m)
+        return kept.square(), kept if grad == "chain" else positive
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.save_for_backward(output[1])
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, g: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+        (root,) = ctx.saved_tensors
+        return 2 * root * g, None, None, None
+
+
+def sparse_relu2(y: Tensor, pattern: Pattern, grad: str = "chain") -> Tensor:
+    """Squared ReLU of the N largest values of every M consecutive features: a = relu(sp(y))², at most N of M non-zero.
+
+    Args:
+        y: ``(..., features)``, features a multiple of M.
+        pattern: N:M along features.
+        grad: ``"chain"`` ∂L/∂y = 2 relu(sp(y)) ⊙ ∂L/∂a, the derivative; ``"ste"`` 2 relu(y) ⊙ ∂L/∂a, as if nothing had been dropped.
+
+    Raises:
+        ShapeError: M does not divide the features. NMError: ``grad`` is unknown.
+
+    Example:
+        >>> sparse_relu2(torch.tensor([3.0, -1.0, 2.0, 1.0]), Pattern("2:4"))
+        tensor([9., 0., 4., 0.])
+    """
+    if grad not in GRADS:
+        raise NMError(f"sparse_relu2: grad={grad!r} is unknown; choose one of {', '.join(GRADS)}.")
+    out: Tensor = _SparseReLU2.apply(y, pattern.n, pattern.m, grad)[0]
+    return out
+
+
+class _SplitLinear(torch.autograd.Function):
+    """y = x Wᵀ + b; in ∂L/∂W = gᵀ x one operand is split, and with ``side="output"`` ∂L/∂x = sp(g) W."""
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, rule: SplitRule, side: str) -> Tensor:
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, weight, _, ctx.rule, ctx.side = inputs
+        need_x, need_w = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(x if need_w else None, weight if need_x else None)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        rows, output = g.reshape(-1, g.shape[-1]), ctx.side == "output"
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            p = ctx.rule.pattern
+            dx = (torch.ops.nmkernels.nm_prune(g, p.n, p.m) if output else g) @ weight
+        if ctx.needs_input_grad[1]:
+            inputs = x.reshape(-1, x.shape[-1])
+            dw = split(rows, ctx.rule).t() @ inputs if output else rows.t() @ split(inputs, ctx.rule)
+        return dx, dw, rows.sum(0) if ctx.needs_input_grad[2] else None, None, None
+
+
+def split_linear(x: Tensor, weight: Tensor, bias: Tensor | None, rule: SplitRule, side: str) -> Tensor:
+    """A linear layer beside a sparse activation, its weight gradient from an operand that is sparse along tokens.
+
+    Forward y = x Wᵀ + b, and ∂L/∂b = Σ g, as always. With S the split of ``rule`` and sp the N largest magnitudes of every M features::
+
+        side="output"   ∂L/∂W = S(g)ᵀ x    ∂L/∂x = sp(g) W     the layer before the activation
+        side="input"    ∂L/∂W = gᵀ S(x)    ∂L/∂x = g W         the layer after it
+
+    Args:
+        x: ``(..., in)``. weight: ``(out, in)``, in x's dtype. bias: ``(out,)`` or None.
+
+    Raises:
+        NMError: ``side`` is unknown. ShapeError: M does not divide what is pruned along features.
+
+    Example:
+        >>> w = torch.eye(4, requires_grad=True)
+        >>> split_linear(torch.ones(2, 4), w, None, SplitRule(Pattern("2:4")), "input").shape
+        torch.Size([2, 4])
+    """
+    if side not in SIDES:
+        raise NMError(f"split_linear: side={side!r} is unknown; choose one of {', '.join(SIDES)}.")
+    if side == "output":
+        rule.pattern.check_divides("split_linear", weight.shape[0], "out_features")
+    out: Tensor = _SplitLinear.apply(x, weight, bias, rule, side)
+    return out

@@ -1,0 +1,154 @@
+"""Sparse squared ReLU and the split of features, against small numbers and plain torch."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from nmkernels.autograd import SplitRule, sparse_relu2, split, split_linear
+from nmkernels.pattern import NMError, Pattern, ShapeError
+from python_tests.recipes.loop import top_n
+from python_tests.recipes.loop_act24 import activation
+
+P24 = Pattern("2:4")
+F64 = torch.float64
+
+
+# ---- the activation
+
+
+@pytest.mark.parametrize(
+    ("values", "want"),
+    [
+        ([3.0, -1.0, 2.0, 1.0], [9.0, 0.0, 4.0, 0.0]),
+        ([-4.0, -1.0, 2.0, -3.0], [0.0, 0.0, 4.0, 0.0]),
+        ([-4.0, 1.0, 2.0, -9.0], [0.0, 1.0, 4.0, 0.0]),
+        ([1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 0.0, 0.0]),
+        ([0.0, -0.0, -1.0, -2.0], [0.0, 0.0, 0.0, 0.0]),
+    ],
+)
+def test_the_largest_values_are_kept_not_the_largest_magnitudes(values, want):
+    assert sparse_relu2(torch.tensor(values), P24).tolist() == want
+
+
+@pytest.mark.parametrize("grad", ["chain", "ste"])
+@pytest.mark.parametrize("pattern", ["2:4", "1:4", "3:8"])
+def test_values_and_gradients(pattern, grad):
+    p = Pattern(pattern)
+    y = torch.randn(3, 5, 16, dtype=F64, requires_grad=True)
+    g = torch.randn(3, 5, 16, dtype=F64)
+    got, want = sparse_relu2(y, p, grad), activation(y, p.n, p.m, grad)
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    assert got.reshape(-1, p.m).ne(0).sum(1).max() <= p.n
+    torch.testing.assert_close(*[torch.autograd.grad(a, y, g)[0] for a in (got, want)], rtol=1e-12, atol=1e-12)
+
+
+def test_straight_through_reaches_what_was_dropped_and_the_derivative_does_not():
+    y = torch.tensor([3.0, 1.0, 2.0, -1.0], requires_grad=True)
+    grads = [torch.autograd.grad(sparse_relu2(y, P24, grad).sum(), y)[0].tolist() for grad in ("chain", "ste")]
+    assert grads == [[6.0, 0.0, 4.0, 0.0], [6.0, 2.0, 4.0, 0.0]]
+
+
+def test_gradcheck():
+    y = torch.randn(2, 8, dtype=F64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda y: sparse_relu2(y, P24), y)
+
+
+def test_nan_shows():
+    assert sparse_relu2(torch.tensor([torch.nan, 1.0, 2.0, 3.0]), P24)[0].isnan()
+
+
+def test_bf16_and_no_gradient():
+    y = torch.randn(4, 8).bfloat16()
+    assert sparse_relu2(y, P24).dtype == torch.bfloat16 and not sparse_relu2(y, P24).requires_grad
+
+
+def test_compiles():
+    torch.compiler.reset()
+    y = torch.randn(4, 8, requires_grad=True)
+    f = torch.compile(lambda y: sparse_relu2(y, P24), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(f(y), sparse_relu2(y, P24))
+    torch.testing.assert_close(*[torch.autograd.grad(h(y).sum(), y)[0] for h in (f, lambda y: sparse_relu2(y, P24))])
+    torch.compiler.reset()
+
+
+def test_activation_errors():
+    with pytest.raises(ShapeError, match="6"):
+        sparse_relu2(torch.randn(6), P24)
+    with pytest.raises(NMError, match="grad='best'"):
+        sparse_relu2(torch.randn(8), P24, "best")
+
+
+# ---- the split
+
+
+def plain_split(z, n, m, dense):
+    """Groups of consecutive tokens, the busiest features whole."""
+    tokens, features = z.shape
+    padded = torch.cat([z, z.new_zeros(-tokens % m, features)])
+    kept = (padded * top_n(padded.t().contiguous(), n, m).t())[:tokens].clone()
+    counts = [int(z[:, i].count_nonzero()) for i in range(features)]
+    for i in sorted(range(features), key=lambda i: (-counts[i], i))[:dense]:
+        kept[:, i] = z[:, i]
+    return kept
+
+
+@pytest.mark.parametrize(("tokens", "dense"), [(16, 0.0), (18, 0.3), (3, 0.5), (16, 1.0)])
+def test_split_against_plain_torch(tokens, dense):
+    z = torch.randn(tokens, 8).relu()
+    rule = SplitRule(P24, dense, multiple=2, shuffle=False)
+    want = plain_split(z, 2, 4, {0.0: 0, 0.3: 4, 0.5: 4, 1.0: 8}[dense])
+    assert torch.equal(split(z, rule), want)
+
+
+def test_the_number_of_dense_features():
+    assert [SplitRule(P24).dense_features(k) for k in (64, 128, 2560, 2561, 16384)] == [64, 128, 128, 256, 896]
+    assert SplitRule(P24, 0.05, 1).dense_features(100) == 5
+
+
+def test_shuffled_groups_are_those_of_some_order_and_always_the_same():
+    torch.manual_seed(0)
+    z = torch.zeros(64, 4)
+    z[:8] = torch.rand(8, 4) + 1  # neighbours that fire together: in plain groups half of them are lost
+    plain, shuffled = (split(z, SplitRule(P24, 0.0, 1, shuffle)) for shuffle in (False, True))
+    assert plain.count_nonzero() == 16 and shuffled.count_nonzero() > 20
+    assert torch.equal(shuffled, split(z, SplitRule(P24, 0.0, 1)))
+    dense = torch.rand(64, 4) + 1
+    assert split(dense, SplitRule(P24, 0.0, 1)).count_nonzero() == 128, "two of four tokens, in whatever order"
+    assert torch.equal(split(dense, SplitRule(P24, 0.0, 1)).ne(0) * dense, split(dense, SplitRule(P24, 0.0, 1)))
+
+
+def test_what_is_sparse_enough_is_left_as_it_is():
+    z = torch.zeros(16, 8)
+    z[::4], z[2::4] = 1.0, 2.0
+    assert torch.equal(split(z, SplitRule(P24, 0.0, 1, shuffle=False)), z)
+
+
+@pytest.mark.parametrize(("side", "bias"), [("input", True), ("output", True), ("output", False)])
+def test_split_linear(side, bias):
+    rule = SplitRule(P24, 0.25, 4, shuffle=False)
+    x = torch.randn(2, 6, 16, dtype=F64, requires_grad=True)
+    w = torch.randn(8, 16, dtype=F64, requires_grad=True)
+    b = torch.randn(8, dtype=F64, requires_grad=True) if bias else None
+    g = torch.randn(2, 6, 8, dtype=F64).relu()
+    y = split_linear(x, w, b, rule, side)
+    torch.testing.assert_close(y, F.linear(x, w, b))
+    dx, dw, *db = torch.autograd.grad(y, [x, w, b] if bias else [x, w], g)
+    rows, tokens = g.reshape(12, 8), x.detach().reshape(12, 16)
+    if side == "output":
+        want_w, want_x = plain_split(rows, 2, 4, 4).t() @ tokens, (g * top_n(g, 2, 4)) @ w
+    else:
+        want_w, want_x = rows.t() @ plain_split(tokens, 2, 4, 4), g @ w
+    torch.testing.assert_close(dw, want_w)
+    torch.testing.assert_close(dx, want_x.detach())
+    if bias:
+        torch.testing.assert_close(db[0], rows.sum(0))
+
+
+def test_split_errors():
+    for config, match in (({"dense": 1.5}, r"dense=1\.5"), ({"multiple": 0}, "multiple=0")):
+        with pytest.raises(NMError, match=match):
+            SplitRule(P24, **config)
+    with pytest.raises(NMError, match="side='left'"):
+        split_linear(torch.randn(4, 4), torch.randn(4, 4), None, SplitRule(P24), "left")
+    with pytest.raises(ShapeError, match="6"):
+        split_linear(torch.randn(4, 4), torch.randn(6, 4), None, SplitRule(P24), "output")

@@ -1,0 +1,62 @@
+"""Starting, stepping and running the small model of ``loop`` under a recipe, for the tests that do so for every recipe."""
+
+import io
+
+import torch
+from torch import nn
+
+import nmkernels as nm
+from python_tests.recipes.loop import Adam, batches, loss_of, mlp, snapshot
+from python_tests.recipes.roster import STEPS
+
+F32, F64 = torch.float32, torch.float64
+DATA, DATA32 = batches(STEPS), batches(STEPS, F32)
+
+
+def optimizer_of(recipe, params):
+    return recipe.optimizer(params, **Adam().keywords)
+
+
+def activation_of(recipe):
+    """A recipe that makes activations sparse needs those that it can."""
+    return nn.GELU if recipe.final_activation() is None else nm.nn.SquaredReLU
+
+
+def net(recipe, dtype=F64, seed=0):
+    return mlp(dtype, seed, activation_of(recipe))
+
+
+def start(recipe, dtype=F64, seed=0):
+    model = net(recipe, dtype, seed)
+    handle = nm.sparsify_(model, recipe)
+    return model, handle, handle.attach(optimizer_of(recipe, model.parameters()))
+
+
+def step(model, optimizer, batch, parts=1):
+    optimizer.zero_grad()
+    for x, y in zip(batch[0].chunk(parts), batch[1].chunk(parts), strict=True):
+        (loss_of(model, (x, y)) / parts).backward()
+    optimizer.step()
+
+
+def run(recipe, dtype=F64, data=DATA, parts=1):
+    model, handle, optimizer = start(recipe, dtype)
+    for batch in data:
+        step(model, optimizer, batch, parts)
+    return model, handle, optimizer
+
+
+def figures(handle):
+    return {k: v.item() for k, v in handle.metrics().items()}
+
+
+def dense_part(model):
+    """All parameters but those that the recipe has added."""
+    return {name: p for name, p in snapshot(model).items() if ".nm_" not in name}
+
+
+def through_a_file(*parts):
+    file = io.BytesIO()
+    torch.save(parts, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)

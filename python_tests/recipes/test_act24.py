@@ -1,0 +1,207 @@
+"""Activation24: when its modules are sparse, what is left at the end, split weight gradients in training, and what it refuses."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import nmkernels as nm
+from nmkernels.autograd import SplitRule, split
+from nmkernels.nn import SquaredReLU, SquaredReLUMLP
+from nmkernels.pattern import CheckpointError, Pattern, RecipeError
+from nmkernels.recipes import Activation24
+from nmkernels.zoo import GPT, GPTConfig
+from python_tests.recipes.loop import Adam, batches, distance, loss_of, mlp, snapshot
+from python_tests.recipes.loop_act24 import act24, activation
+
+F32, F64 = torch.float32, torch.float64
+DATA = batches(12)
+
+
+def net(dtype=F64):
+    return mlp(dtype, act=SquaredReLU)
+
+
+def start(recipe, model):
+    handle = nm.sparsify_(model, recipe)
+    return handle, handle.attach(recipe.optimizer(model.parameters(), **Adam().keywords))
+
+
+def go(model, optimizer, data):
+    for batch in data:
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        optimizer.step()
+
+
+def rules(model):
+    return {m.rule for m in model.modules() if isinstance(m, SquaredReLU)}
+
+
+@pytest.mark.parametrize("grad", ["chain", "ste"])
+@pytest.mark.parametrize("pattern", ["2:4", "1:8"])
+def test_equals_independent_loop(pattern, grad):
+    model, p = net(), Pattern(pattern)
+    _, optimizer = start(Activation24(pattern, 12, dense=4, grad=grad), model)
+    go(model, optimizer, DATA)
+    want = act24(snapshot(net()), DATA, p.n, p.m, 4, grad)
+    assert distance(snapshot(model), want) < 1e-10
+    assert distance(act24(snapshot(net()), DATA, p.n, p.m, 12, grad), want) > 1e-4
+
+
+def test_the_modules_follow_the_schedule():
+    model = net(F32)
+    handle, optimizer = start(Activation24("2:4", 12, dense=0.25), model)
+    sparse = []
+    for batch in batches(12, F32):
+        sparse.append(rules(model) != {None})
+        assert handle.metrics()["phase"].item() == sparse[-1]
+        go(model, optimizer, [batch])
+    assert sparse == [False] * 3 + [True] * 9
+    assert handle.metrics()["density"].item() == 1.0 and handle.metrics()["flip_rate"].item() == 0.0
+    x = model[1](torch.randn(7, 32))
+    assert x.reshape(-1, 4).ne(0).sum(1).max() == 2
+
+
+def test_preview_finish_and_remove():
+    model, x = net(F32), batches(1, F32)[0][0]
+    handle, optimizer = start(Activation24("2:4", 12, dense=6), model)
+    go(model, optimizer, batches(3, F32))
+    with handle.deployable(), torch.no_grad():
+        assert rules(model) == {handle.recipe.final_activation()}
+        want = model(x)
+    assert rules(model) == {None}
+    removed = copy.deepcopy(model)
+    go(model, optimizer, batches(9, F32)[3:])
+    assert rules(model) != {None}
+    handle.remove()
+    assert rules(model) == {None} and type(model[0]) is nn.Linear
+    handle, _ = start(Activation24("2:4", 12, dense=0), nm.densify_(removed))
+    removed(x)
+    handle.finish()
+    assert rules(removed) == {handle.recipe.final_activation()} and type(removed[0]) is nn.Linear
+    assert torch.equal(removed(x), want)
+
+
+def test_remove_gives_back_the_rule_that_was_there():
+    model = net(F32)
+    model[1] = SquaredReLU("1:4")
+    handle, _ = start(Activation24("2:4", 12, dense=0), model)
+    assert str(model[1].rule.pattern) == "2:4"
+    handle.remove()
+    assert str(model[1].rule.pattern) == "1:4" and model[3].rule is None
+
+
+def test_early_finish_speaks_of_activations():
+    model = net(F32)
+    handle, optimizer = start(Activation24("2:4", 12, dense=6), model)
+    go(model, optimizer, batches(3, F32))
+    with pytest.warns(UserWarning, match="act24 is still in its dense warm-up, so the activations become 2:4 without"):
+        handle.finish()
+
+
+def test_other_recipes_leave_activations_alone():
+    model = net(F32)
+    model[1] = SquaredReLU("1:4")
+    before = rules(model)
+    handle = nm.sparsify_(model, "srste:2:4")
+    assert rules(model) == before
+    handle.finish(allow_unused=True)
+    assert rules(model) == before
+
+
+def test_resumed_in_the_sparse_phase():
+    model = net(F32)
+    _, optimizer = start(Activation24("2:4", 12, dense=2), model)
+    go(model, optimizer, batches(4, F32))
+    other = net(F32)
+    _, theirs = start(Activation24("2:4", 12, dense=2), other)
+    assert rules(other) == {None}
+    theirs.load_state_dict(optimizer.state_dict())
+    assert rules(other) == rules(model) != {None}
+    _, changed = start(Activation24("2:4", 12, dense=2, grad="ste"), net(F32))
+    with pytest.raises(CheckpointError, match="grad is chain there and ste here"):
+        changed.load_state_dict(optimizer.state_dict())
+
+
+# ---- split weight gradients
+
+
+def split_loop(params, data, rule, grad):
+    """fc, squared ReLU, proj by hand: the split in both weight gradients, sp in the gradient of the input."""
+    leaves = {k: v.clone().requires_grad_() for k, v in params.items()}
+    optimizer = torch.optim.AdamW(leaves.values(), **Adam().keywords)
+    for x, target in data:
+        w1, b1, w2, b2 = (leaves[k] for k in ("fc.weight", "fc.bias", "proj.weight", "proj.bias"))
+        y1 = F.linear(x, w1, b1).detach().requires_grad_()
+        a = activation(y1, 2, 4, grad)
+        y2 = F.linear(a.detach(), w2, b2).detach().requires_grad_()
+        (g2,) = torch.autograd.grad(F.mse_loss(y2, target), y2)
+        (g1,) = torch.autograd.grad(a, y1, g2 @ w2.detach())
+        w2.grad, b2.grad = g2.t() @ split(a.detach(), rule), g2.sum(0)
+        w1.grad, b1.grad = split(g1, rule).t() @ x, g1.sum(0)
+        optimizer.step()
+    return {k: p.detach() for k, p in leaves.items()}
+
+
+@pytest.mark.parametrize("grad", ["chain", "ste"])
+def test_split_training_equals_an_independent_loop(grad):
+    recipe = Activation24("2:4", dense=0, grad=grad, split=True, dense_features=0.1, multiple=2)
+    torch.manual_seed(0)
+    model = SquaredReLUMLP(16, 32, 8, dtype=F64)
+    params = snapshot(model)
+    handle, optimizer = start(recipe, model)
+    go(model, optimizer, DATA)
+    want = split_loop(params, DATA, SplitRule(Pattern("2:4"), 0.1, 2), grad)
+    assert distance(snapshot(model), want) < 1e-10
+    dropped = split_loop(params, DATA, SplitRule(Pattern("2:4"), 1.0, 1), grad)
+    assert distance(dropped, want) > 1e-3, "the split leaves something out"
+    handle.finish()
+    assert model.act.rule == recipe.final_activation() and model.act.rule.split is None
+
+
+# ---- models and errors
+
+
+def test_gpt():
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(width=32, layers=2, heads=2, context=16, activation="relu2"))
+    recipe = Activation24("2:4", dense=0, split=True, multiple=8)
+    handle, optimizer = start(recipe, model)
+    ids = torch.randint(0, 256, (2, 17))
+    model.loss(ids[:, :-1], ids[:, 1:]).backward()
+    optimizer.step()
+    handle.finish()
+    twin = GPT(GPTConfig(width=32, layers=2, heads=2, context=16, activation="relu2:2:4"))
+    twin.load_state_dict(model.state_dict())
+    assert torch.equal(twin(ids[:, :16]), model(ids[:, :16]))
+
+
+@pytest.mark.parametrize(
+    ("config", "match"),
+    [
+        ({}, "total_steps is needed"),
+        ({"dense": 0, "grad": "best"}, "grad='best'"),
+        ({"dense": 0, "split": 1}, "split=1"),
+        ({"dense": 0, "dense_features": 2.0}, r"dense=2\.0"),
+        ({"dense": 0, "multiple": 0}, "multiple=0"),
+        ({"total_steps": 5, "dense": 5}, "leave none"),
+    ],
+)
+def test_wrong_configuration(config, match):
+    with pytest.raises(RecipeError, match=match):
+        Activation24(**config)
+
+
+def test_a_model_without_squared_relu_is_refused_and_left_as_it_was():
+    model = mlp(F32)
+    with pytest.raises(RecipeError, match=r"no nm\.nn\.SquaredReLU"):
+        nm.sparsify_(model, Activation24(dense=0))
+    assert type(model[0]) is nn.Linear
+
+
+def test_hidden_features_that_m_does_not_divide():
+    with pytest.raises(RecipeError, match=r"the 36 hidden features of 'mlp' are not a multiple of M=8"):
+        nm.sparsify_(nn.ModuleDict({"mlp": SquaredReLUMLP(16, 36)}), Activation24("2:8", dense=0))
