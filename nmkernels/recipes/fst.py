@@ -46,9 +46,10 @@ class FST(Recipe):
         mvue: S, unbiased N:M along tokens (Chmiel et al., ICLR 2023): ``"exact"``, of least variance; ``"approx"``, the two-draw sampler
             that the authors ran; None for the dense product.
         mvue_pattern: N:M of the estimate.
-        packed: multiply the compressed form of M ⊙ W in forward and backward, packed once per step. On 2 CPU cores in fp32 it takes
-            0.43 to 0.54 of the dense products' time for a 4096×1024 weight, and more than it for 256×64 or in bf16
-            (AMD EPYC with AVX-512, 2026-11), so it is left to the user. Results differ from the dense layout's by rounding.
+        packed: multiply the compressed form of M ⊙ W in forward and backward, packed once per step. In fp32 on 2 CPU cores a 4096×1024
+            weight then takes 0.40 (256 tokens) to 0.53 (2048) of the dense product's time in forward and 0.56 to 0.61 in backward, a
+            256×64 one 1.1 to 1.6 times as long, and bf16 gains nothing (AMD EPYC, 2026-11): so it is left to the user. Results
+            differ from the dense layout's by rounding.
         seed: of the estimates; None takes torch's initial seed. See ``SSTE``.
 
     Raises:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from ..autograd import WeightTransform
+from ..nn import ActivationRule
 from ..pattern import Pattern, RecipeError
 from .base import Recipe, Stage, State
 from .cost import Span
@@ -103,6 +104,14 @@ class Outer(Recipe):
     def deployed(self) -> Span:
         """What the inner recipe leaves."""
         return self.inner_at({})[0].deployed()
+
+    def obstacle(self, rows: int, cols: int) -> str:
+        """As the inner recipe says."""
+        return self.inner_at({})[0].obstacle(rows, cols)
+
+    def final_activation(self) -> ActivationRule | None:
+        """What the inner recipe leaves."""
+        return self.inner_at({})[0].final_activation()
 
     def layer_patterns(self, weights: Mapping[str, Tensor]) -> dict[str, Pattern] | None:
         """Those of the inner recipe."""

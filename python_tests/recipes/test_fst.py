@@ -11,7 +11,7 @@ import nmkernels as nm
 from nmkernels.autograd import TransposableMask
 from nmkernels.optim import MaskedAdamW
 from nmkernels.pattern import CheckpointError, RecipeError, ShapeError
-from nmkernels.recipes import FST, SRSTE, Dense
+from nmkernels.recipes import FST, SRSTE, STEP, Dense
 from nmkernels.recipes.cost import Span
 from python_tests.recipes.loop import Adam, batches, distance, loss_of, mlp, snapshot
 from python_tests.recipes.loop_fst import fst, tile_patterns, transposable
@@ -263,3 +263,19 @@ def test_profile():
     assert FST("2:4", 60).profile(60) == [Span(50, 0.5, 0.5, 0.5), Span(10)]
     assert FST("1:4", fine_tune=0, mvue=None).profile(7) == [Span(7, 0.25, 0.25, 1.0)]
     assert FST("2:4", 60).deployed() == Dense().deployed()
+
+
+def test_inside_step():
+    """After STEP's switch: held masks with a frozen second moment, and the shapes that FST can do with."""
+    recipe = STEP("2:4", 20, switch="fixed", switch_at=5, inner="fst(fine_tune=0, refresh=4, mvue=None)")
+    model, handle, optimizer = start(recipe, F32)
+    go(model, optimizer, batches(5, F32))
+    v = optimizer.state[model[0].weight]["exp_avg_sq"].clone()
+    held = model[0].nm_mask.clone()
+    assert torch.equal(held, transposable(model[0].weight.detach(), 2, 4))
+    go(model, optimizer, batches(3, F32))
+    assert torch.equal(model[0].nm_mask, held) and torch.equal(optimizer.state[model[0].weight]["exp_avg_sq"], v)
+    go(model, optimizer, batches(12, F32))
+    handle.finish()
+    assert all(nm.ops.is_nm(layer.weight.detach().t().contiguous(), "2:4") for layer in handle.layers.values())
+    assert "out_features=18" in str(nm.sparsify_(nn.Sequential(nn.Linear(32, 18), nn.Linear(18, 32), nn.Linear(32, 32)), recipe).report)
