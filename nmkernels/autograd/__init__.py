@@ -8,6 +8,7 @@ from .dgrad import CRITERIA, BiMasked, DoublePruned
 from .linear import linear, linear_compressed
 from .plan import STRAIGHT_THROUGH, GemmPlan, packed_inference
 from .queries import PartlyDense, SoftQuery
+from .strided import StrideMask
 from .transforms import DecayedMask, HardMask, SoftThreshold, WeightTransform
 from .transposable import TransposableMask
 
@@ -29,6 +30,7 @@ __all__ = [
     "SoftThreshold",
     "SplitRule",
     "TransposableMask",
+    "StrideMask",
     "WeightTransform",
     "linear",
     "linear_compressed",

@@ -77,6 +77,10 @@ class WeightTransform:
         """The gradient ``(out, in)`` of a regulariser of the weight, added to the loss's once per step, after clipping; by default None."""
         return None
 
+    def columns(self, cols: int) -> Tensor | None:
+        """The order of the columns in which W̃ is N:M, int64 ``(cols,)``; by default None, the one that they have."""
+        return None
+
     def __call__(self, weight: Tensor, *extras: Tensor, out: Tensor | None = None) -> Tensor:
         """W̃ of a detached master weight ``(out, in)`` in its dtype, contiguous, written to ``out`` where given."""
         return weight.clone(memory_format=torch.contiguous_format) if out is None else out.copy_(weight)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..nn import ADAPTER, CompressedLinear, NMWeight, deployed, is_conv1d, switch_fast_paths
+from ..nn import ADAPTER, CompressedLinear, NMWeight, deployed, is_conv1d, is_order, switch_fast_paths
 from ..ops import Compressed
 from ..pattern import CheckpointError, NMError, Pattern
 from ..reference import unpack_indices
@@ -23,6 +23,7 @@ class LayerPlan(NamedTuple):
     weight: Compressed
     layout: str
     adapter: tuple[Tensor, Tensor] | None
+    columns: Tensor | None
 
 
 @dataclass
@@ -44,7 +45,7 @@ class LoadPlan:
             if id(old) not in made:
                 on = "cpu" if old.weight.is_meta else old.weight.device
                 adapter = None if layer.adapter is None else (layer.adapter[0].to(on), layer.adapter[1].to(on))
-                made[id(old)] = deployed(old, layer.weight.to(on), layer.layout, keep_dense, adapter)
+                made[id(old)] = deployed(old, layer.weight.to(on), layer.layout, keep_dense, adapter, layer.columns)
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, made[id(old)])
         switch_fast_paths(model)
@@ -60,7 +61,7 @@ def plan_load(model: nn.Module, contents: Contents) -> LoadPlan:
     rest = dict(contents.tensors)
     modules = dict(model.named_modules(remove_duplicate=False))
     for name, about in contents.json("layers").items():
-        parts = [rest.pop(f"{name}.{part}", None) for part in ("weight.values", "weight.indices", *ADAPTER)]
+        parts = [rest.pop(f"{name}.{part}", None) for part in ("weight.values", "weight.indices", "weight.columns", *ADAPTER)]
         try:
             plan.layers[name] = _layer(name, about, parts, modules.get(name))
         except CheckpointError as error:
@@ -79,7 +80,7 @@ def _layer(name: str, about: Any, parts: list[Tensor | None], module: Any) -> La
         rows, cols = (int(s) for s in about["shape"])
     except (KeyError, TypeError, ValueError, NMError) as error:
         raise CheckpointError(f"layer {name!r}: its entry in the metadata is damaged ({type(error).__name__}: {error})") from error
-    values, indices, left, right = parts
+    values, indices, columns, left, right = parts
     if values is None or indices is None:
         raise CheckpointError(f"layer {name!r}: the file lacks its {'values' if values is None else 'indices'}")
     _check_module(name, module, layout, (rows, cols), values.dtype)
@@ -97,7 +98,16 @@ def _layer(name: str, about: Any, parts: list[Tensor | None], module: Any) -> La
     adapter = _adapter(name, about.get("rank"), left, right, values)
     if adapter is not None and (adapter[0].shape[0], adapter[1].shape[1]) != (cols, rows):
         raise CheckpointError(f"layer {name!r}: its adapter does not fit a weight ({rows}, {cols}) (out, in)")
-    return LayerPlan(Compressed(values, indices, pattern, (rows, cols)), layout, adapter)
+    _check_columns(name, about.get("columns", False), columns, cols)
+    return LayerPlan(Compressed(values, indices, pattern, (rows, cols)), layout, adapter, columns)
+
+
+def _check_columns(name: str, announced: Any, columns: Tensor | None, cols: int) -> None:
+    if announced is not (columns is not None):
+        lacks = "its entry in the metadata does not announce" if columns is not None else "the file lacks"
+        raise CheckpointError(f"layer {name!r}: {lacks} the order of its inputs")
+    if columns is not None and not is_order(columns, cols):
+        raise CheckpointError(f"layer {name!r}: the order of its inputs is not a permutation of {cols}; the file is damaged")
 
 
 def _adapter(name: str, rank: Any, left: Tensor | None, right: Tensor | None, values: Tensor) -> tuple[Tensor, Tensor] | None:

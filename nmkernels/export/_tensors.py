@@ -36,7 +36,7 @@ def other_tensors(model: nn.Module, layers: dict[str, CompressedLinear]) -> dict
     Raises:
         CheckpointError: an entry is not a tensor, or has no data (meta device).
     """
-    own = {f"{name}.{part}" for name in layers for part in ("values", "indices")}
+    own = {f"{name}.{part}" for name in layers for part in ("values", "indices", "columns")}
     tensors: dict[str, Tensor] = {}
     for key, value in model.state_dict().items():
         if key in own:

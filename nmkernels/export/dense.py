@@ -52,12 +52,12 @@ def _dense_weight(name: str, layer: NMWeight | CompressedLinear) -> Tensor:
     """The weight as the dense model stores it, a finished layer's own tensor where that is enough."""
     adapter = adapter_of(layer)
     if isinstance(layer, NMWeight):
-        if not layer.finished or not ops.is_nm(layer.master.detach(), layer.pattern):
+        if not layer.finished or not ops.is_nm(layer.grouped.detach(), layer.pattern):
             raise RecipeError(f"save_dense: the weight of layer {name!r} is not {layer.pattern}; call handle.finish() first.")
         if adapter is None:
             return layer.weight.detach()
         weight, transposed = layer.master.detach(), layer.transposed
     else:
-        weight, transposed = layer.weight.dense(), layer.layout == "conv1d"
+        weight, transposed = layer.dense(), layer.layout == "conv1d"
     weight = weight if adapter is None else folded(weight, *adapter)
     return weight.t() if transposed else weight

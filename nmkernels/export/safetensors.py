@@ -1,9 +1,10 @@
 """The canonical file of a compressed model: plain safetensors, the same on every device.
 
 A compressed layer ``fqn`` is stored as ``fqn.weight.values`` and ``fqn.weight.indices``, its low-rank adapter, where it has one,
-as ``fqn.nm_left`` and ``fqn.nm_right``; every other tensor has the dense model's name. The metadata says ``format`` "nmkernels",
-``version``, ``layers`` (per layer: pattern, shape ``(out, in)``, dtype, layout, and the ``rank`` of an adapter) and, where weights
-are tied, ``aliases`` (name -> name of the stored tensor).
+as ``fqn.nm_left`` and ``fqn.nm_right``, and the order in which it takes its inputs, where that is not their own, as
+``fqn.weight.columns``; every other tensor has the dense model's name. The metadata says ``format`` "nmkernels", ``version``, ``layers``
+(per layer: pattern, shape ``(out, in)``, dtype, layout, the ``rank`` of an adapter, and ``columns`` true where there is an order) and,
+where weights are tied, ``aliases`` (name -> name of the stored tensor).
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from ._reader import Contents, read
 from ._tensors import compressed_layers, other_tensors, without_aliases, write
 
 FORMAT = "nmkernels"
-VERSION = 2
-"""The newest version that is read. A file is written as the oldest version that can hold it: 2 where a layer has an adapter, else 1."""
+VERSION = 3
+"""The newest version that is read. A file is written as the oldest version that can hold it: 3 where a layer has an order of
+its inputs, 2 where one has an adapter, else 1."""
 
 
 def save_compressed(model: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -59,9 +61,11 @@ def save_compressed(model: nn.Module, path: str | os.PathLike[str]) -> None:
     for name, layer in layers.items():
         tensors[f"{name}.weight.values"] = layer.values
         tensors[f"{name}.weight.indices"] = layer.indices
+        if layer.order is not None:
+            tensors[f"{name}.weight.columns"] = layer.order
     tensors, aliases = without_aliases(tensors)
     about = {name: _about(layer) for name, layer in layers.items()}
-    version = 2 if any("rank" in entry for entry in about.values()) else 1
+    version = max(3 if "columns" in entry else 2 if "rank" in entry else 1 for entry in about.values())
     metadata = {"format": FORMAT, "version": str(version), "layers": json.dumps(about)}
     if aliases:
         metadata["aliases"] = json.dumps(aliases)
@@ -75,7 +79,9 @@ def _about(layer: CompressedLinear) -> dict[str, Any]:
         "dtype": str(layer.values.dtype).removeprefix("torch."),
         "layout": layer.layout,
     }
-    return about if layer.adapter is None else {**about, "rank": int(layer.adapter[0].shape[1])}
+    if layer.adapter is not None:
+        about["rank"] = int(layer.adapter[0].shape[1])
+    return about if layer.order is None else {**about, "columns": True}
 
 
 def load_compressed(model: nn.Module, path: str | os.PathLike[str], keep_dense: bool = False) -> nn.Module:

@@ -3,7 +3,7 @@
 from .activation import ActivationRule, SquaredReLU, SquaredReLUMLP
 from .adapter import ADAPTER, adapter_of, add_adapter, folded, set_adapter
 from .chains import Chain, channel_parameters, find_chains, reorder_
-from .compressed import CompressedLinear
+from .compressed import CompressedLinear, is_order
 from .conv1d import SparseConv1D, is_conv1d, is_conv1d_type
 from .deploy import compress_, deployed
 from .linear import NMWeight, SparseLinear
@@ -28,6 +28,7 @@ __all__ = [
     "folded",
     "is_conv1d",
     "is_conv1d_type",
+    "is_order",
     "make_dense_",
     "make_sparse_",
     "reorder_",

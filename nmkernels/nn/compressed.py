@@ -29,6 +29,8 @@ class CompressedLinear(nn.Module):
             many tokens in 16 bits, patterns that keep more than about half, devices without a sparse kernel. The layer then needs
             ``1 + M/N`` times the memory of its values; the copy is not saved, and is made again after the weight moves or changes.
         adapter: (L ``(in, r)``, R ``(r, out)``) of a low-rank adapter, kept as the Parameters ``nm_left`` and ``nm_right``.
+        columns: a permutation of the inputs, int ``(in,)``: the weight's column j belongs to input ``columns[j]``, so that
+            y = x[..., columns] Wᵀ + b. For groups that are no neighbours among the inputs; None where they are.
 
     Without ``keep_dense`` such a product expands the weight at every call. An inf or NaN of x reaches those outputs whose stored
     weights meet it; where the product is a dense one, it makes all of its row NaN or inf.
@@ -36,7 +38,7 @@ class CompressedLinear(nn.Module):
     Differentiable in x, in the bias and in the adapter; the compressed weight is a constant.
 
     Raises:
-        ShapeError: the weight is not a matrix, the bias or the adapter does not fit, or the layout is unknown.
+        ShapeError: the weight is not a matrix, the bias, the adapter or the columns do not fit, or the layout is unknown.
 
     Example:
         >>> c = ops.compress(torch.randn(4, 8), "2:4")
@@ -55,6 +57,7 @@ class CompressedLinear(nn.Module):
         layout: str = "linear",
         keep_dense: bool = False,
         adapter: tuple[Tensor, Tensor] | None = None,
+        columns: Tensor | None = None,
     ) -> None:
         super().__init__()
         if len(weight.shape) != 2:
@@ -70,6 +73,10 @@ class CompressedLinear(nn.Module):
         self.register_buffer("values", weight.values)
         self.register_buffer("indices", weight.indices)
         self.register_parameter("bias", bias if bias is None or isinstance(bias, nn.Parameter) else nn.Parameter(bias))
+        if columns is not None:
+            if not is_order(columns, self.in_features):
+                raise ShapeError(f"CompressedLinear: columns must be a permutation of the {self.in_features} inputs.")
+            self.register_buffer("columns", columns.to(weight.values.device, torch.int32))
         if adapter is not None:
             set_adapter(self, *adapter, self.out_features, self.in_features)
         self._view: ops.Compressed | None = weight
@@ -87,8 +94,18 @@ class CompressedLinear(nn.Module):
         return adapter_of(self)
 
     @property
+    def order(self) -> Tensor | None:
+        """``columns``, int32 ``(in,)``, or None."""
+        return self._buffers.get("columns")
+
+    def dense(self) -> Tensor:
+        """The weight ``(out, in)`` in dense layout, its columns in the order of the inputs."""
+        packed, order = self.weight.dense(), self.order
+        return packed if order is None else packed.index_select(1, order.long().argsort())
+
+    @property
     def weight(self) -> ops.Compressed:
-        """The compressed weight ``(out, in)``, over the layer's own buffers."""
+        """The compressed weight ``(out, in)``, over the layer's own buffers; its columns in the order ``columns`` where there is one."""
         view, buffers = self._view, self._buffers  # found at once, unlike self.values
         # moving or casting the module replaces its buffers; the view and its cached layouts go with them
         if view is None or view.values is not buffers["values"] or view.indices is not buffers["indices"]:
@@ -105,20 +122,30 @@ class CompressedLinear(nn.Module):
             weight = _cast(weight, dtype)
         if x.dtype != weight.values.dtype:
             raise DtypeError(f"CompressedLinear: x is {x.dtype}, the weight {weight.dtype}; cast one of them, or use torch.autocast.")
+        inputs, order = x, self.order
+        if order is not None:
+            x = x.index_select(-1, order)
         if self.keep_dense and not torch.compiler.is_compiling() and not packed_wins(x, weight.pattern):
             y = F.linear(x, weight.layout("dense", _dense), None if self.bias is None else self.bias.to(x.dtype))
         else:
             y = linear_compressed(x, weight, self.bias)
         adapter = self.adapter
-        return y if adapter is None else add_adapter(y, x, *adapter)
+        return y if adapter is None else add_adapter(y, inputs, *adapter)
 
     def extra_repr(self) -> str:
         """What ``print(model)`` shows: shapes, pattern, dtype, layout and the adapter's rank."""
-        rank = "" if self.adapter is None else f", rank={self.adapter[0].shape[1]}"
+        more = "" if self.order is None else ", inputs reordered"
+        more += "" if self.adapter is None else f", rank={self.adapter[0].shape[1]}"
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"pattern={self.pattern}, dtype={self.values.dtype}, layout={self.layout}{', keep_dense=True' if self.keep_dense else ''}{rank}"
+            f"pattern={self.pattern}, dtype={self.values.dtype}, layout={self.layout}{', keep_dense=True' if self.keep_dense else ''}{more}"
         )
+
+
+def is_order(columns: Tensor, count: int) -> bool:
+    """Whether ``columns`` has every number below ``count`` once."""
+    whole = columns.dtype in (torch.int32, torch.int64) and tuple(columns.shape) == (count,)
+    return whole and (columns.is_meta or torch.equal(columns.sort().values.long(), torch.arange(count, device=columns.device)))
 
 
 def _cast(weight: ops.Compressed, dtype: torch.dtype) -> ops.Compressed:

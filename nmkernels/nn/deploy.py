@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from .. import ops
 from ..pattern import RecipeError
 from .adapter import adapter_of
+from .chains import channel_parameters, find_chains, reorder_
 from .compressed import CompressedLinear
 from .linear import NMWeight
 from .swap import replace_, switch_fast_paths
@@ -28,7 +29,9 @@ HOOKS = (
 def compress_(model: nn.Module, keep_dense: bool = False) -> nn.Module:
     """Replace every finished sparse layer of ``model`` by a CompressedLinear, in place, and return the model.
 
-    The products are unchanged; forward and backward hooks, bias, adapter and mode are carried over; the dense weights are freed once
+    Layers whose groups are no neighbours (``Complementary``) take their inputs in another order, or where ``find_chains`` proves that to
+    be the same, the layers before them give their outputs in it: those change their rows, and the model its sums by rounding. Else the
+    products are unchanged; forward and backward hooks, bias, adapter and mode are carried over; the dense weights are freed once
     nothing else (an optimizer, the handle) holds them. Everything is checked before anything is replaced.
 
     Args:
@@ -54,10 +57,12 @@ def compress_(model: nn.Module, keep_dense: bool = False) -> nn.Module:
         )
     for name, layer in layers.items():
         _check(name, layer)
+    _fold_columns(model, layers)
     for layer in layers.values():
         with torch.no_grad():
-            packed = ops.compress(layer.master.detach(), layer.pattern)
-        replace_(model, layer, deployed(layer, packed, "conv1d" if layer.transposed else "linear", keep_dense, adapter_of(layer)))
+            packed = ops.compress(layer.grouped.detach(), layer.pattern)
+        layout = "conv1d" if layer.transposed else "linear"
+        replace_(model, layer, deployed(layer, packed, layout, keep_dense, adapter_of(layer), layer.columns))
     switch_fast_paths(model)
     return model
 
@@ -72,11 +77,26 @@ def _check(name: str, layer: NMWeight) -> None:
             f"compress_: layer {name!r} is still in training; call handle.finish() first, which leaves its weight N:M. "
             "For a copy of the model (an EMA), load its state dict into the model that was given to sparsify_, and finish that."
         )
-    if not ops.is_nm(layer.master.detach(), layer.pattern):
+    if not ops.is_nm(layer.grouped.detach(), layer.pattern):
         raise RecipeError(
             f"compress_: the weight of layer {name!r} was changed after finish() and is not {layer.pattern} any more. "
             "Turn the model dense with densify_, sparsify_ it again and finish that."
         )
+
+
+def _fold_columns(model: nn.Module, layers: dict[str, NMWeight]) -> None:
+    """Where layers want their inputs in another order and that can be proved to be the same, let the layers before give it to them."""
+    if all(layer.columns is None for layer in layers.values()):
+        return
+    for chain in find_chains(model)[0]:
+        orders = [layers[name].columns for name in chain.consumers if name in layers]
+        first = next((order for order in orders if order is not None), None)
+        if first is None or any(order is None or not torch.equal(order, first) for order in orders):
+            continue
+        for p, dim in channel_parameters(model, chain):
+            reorder_(p.detach(), dim, first)
+        for name in set(chain.consumers) & set(layers):
+            layers[name].columns = None
 
 
 def deployed(
@@ -85,10 +105,11 @@ def deployed(
     layout: str = "linear",
     keep_dense: bool = False,
     adapter: tuple[Tensor, Tensor] | None = None,
+    columns: Tensor | None = None,
 ) -> CompressedLinear:
     """The CompressedLinear that takes the place of ``dense``: its bias, mode, and forward and backward hooks, with ``weight``."""
     bias = dense.bias
     assert bias is None or isinstance(bias, nn.Parameter)
-    new = CompressedLinear(weight, bias, layout, keep_dense, adapter)
+    new = CompressedLinear(weight, bias, layout, keep_dense, adapter, columns)
     new.__dict__.update({name: dense.__dict__[name] for name in HOOKS})
     return new.train(dense.training)

@@ -21,6 +21,7 @@ class NMWeight(nn.Module):
     ``transform`` is W -> W̃, or None where the layer uses its weight as it is (a dense phase, or after ``finish``); ``final`` is the
     one that ``finish`` will apply. What they read beside the weight are tensors ``nm_*``: in the state dict where they are frozen
     at the start or learned (a dense checkpoint, which has none, renews them), outside it where they are held or a schedule writes them.
+    ``columns`` is the order in which a finished weight is N:M where that is not its own (``WeightTransform.columns``), else None.
     ``seed`` is int64 (seed, offset) of the estimates that ``plan`` draws. ``adapts``: a low-rank adapter (``nm_left``, ``nm_right``), where
     the recipe has added one, takes part. ``train()`` and ``eval()`` never change which weight is used.
     """
@@ -39,6 +40,7 @@ class NMWeight(nn.Module):
         self.seed: Tensor | None = None
         self.starts: tuple[WeightTransform, ...] = ()
         self.adapts = False
+        self.columns: Tensor | None = None
         self.restored = False
         self.finished = False
         self.ran = False
@@ -48,6 +50,11 @@ class NMWeight(nn.Module):
     def master(self) -> Tensor:
         """The dense master weight as ``(out, in)``: the parameter itself, or its transposed view."""
         return self.weight.t() if self.transposed else self.weight
+
+    @property
+    def grouped(self) -> Tensor:
+        """The weight ``(out, in)`` in the order of columns in which it is N:M once finished; a copy where that is not its own."""
+        return self.master if self.columns is None else self.master.index_select(1, self.columns.to(self.weight.device))
 
     @property
     def mask_pattern(self) -> Pattern:
@@ -242,5 +249,7 @@ class SparseLinear(NMWeight, nn.Linear):  # type: ignore[misc]  # torch types bi
         self._start(p)
 
 
-OWN_ATTRIBUTES = frozenset({"pattern", "final", "transform", "plan", "seed", "starts", "adapts", "restored", "finished", "ran", "used"})
+OWN_ATTRIBUTES = frozenset(
+    {"pattern", "final", "transform", "plan", "seed", "starts", "adapts", "columns", "restored", "finished", "ran", "used"}
+)
 """What ``NMWeight._start`` adds to a module, and what ``make_dense_`` takes away again."""

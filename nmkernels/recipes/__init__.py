@@ -5,6 +5,7 @@ from .asp import ASP
 from .ast import AST
 from .base import Observed, Recipe, Stage
 from .bimask import BiMask
+from .complementary import Complementary
 from .compute import Flops, LayerFlops, flops
 from .convert import sparsify_
 from .cost import Span
@@ -41,6 +42,7 @@ __all__ = [
     "VNM",
     "BiMask",
     "DecaySearch",
+    "Complementary",
     "Dense",
     "Flops",
     "Found",

@@ -47,13 +47,15 @@ def make_nm(layers: dict[str, NMWeight], transforms: dict[str, WeightTransform])
         if not bool(torch.isfinite(layer.weight).all()):
             raise RecipeError(f"finish: the weight of layer {name!r} has NaN or infinite values; training diverged before this point.")
     pruned = {name: layers[name].transformed(transform) for name, transform in transforms.items()}
+    orders = {name: transform.columns(layers[name].master.shape[1]) for name, transform in transforms.items()}
     for name, weight in pruned.items():
-        if not ops.is_nm(weight, layers[name].pattern):
+        order = orders[name]
+        if not ops.is_nm(weight if order is None else weight[:, order.to(weight.device)], layers[name].pattern):
             raise RecipeError(f"finish: layer {name!r} is not {layers[name].pattern} after pruning; please report this bug.")
     for name, layer in layers.items():
         layer.master.copy_(pruned.pop(name))
         layer.use(None, STRAIGHT_THROUGH)
-        layer.finished = True
+        layer.finished, layer.columns = True, orders[name]
         layer.forget(adapter=False)
         layer.adapts = True
         layer.used.release()

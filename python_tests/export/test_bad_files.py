@@ -96,7 +96,7 @@ def test_foreign_safetensors(tmp_path):
 
 
 def test_versions(file):
-    refused(edited(file, lambda t, m: m.update(version="3")), "format version 3; this one reads up to 2: upgrade")
+    refused(edited(file, lambda t, m: m.update(version="4")), "format version 4; this one reads up to 3: upgrade")
     refused(edited(file, lambda t, m: m.update(version="x")), "metadata is damaged")
 
 

@@ -22,6 +22,7 @@ from nmkernels.recipes import (
     VNM,
     Activation24,
     BiMask,
+    Complementary,
     Dense,
     LayerWise,
     MaxQ,
@@ -38,6 +39,7 @@ from python_tests.recipes.loop import SPARSE, Adam, Step, train
 from python_tests.recipes.loop_act24 import act24
 from python_tests.recipes.loop_asp import permuted
 from python_tests.recipes.loop_ast import ast
+from python_tests.recipes.loop_complementary import complementary
 from python_tests.recipes.loop_fst import fst
 from python_tests.recipes.loop_maxq import maxq
 from python_tests.recipes.loop_prox import proxsparse
@@ -68,6 +70,11 @@ class Entry:
     def draws(self) -> bool:
         """Whether the gradients are random, so that other microbatches or skipped steps give another run."""
         return getattr(self.recipe, "mvue", None) is not None
+
+    @property
+    def spaced(self) -> bool:
+        """Whether the groups are no neighbours, so that a finished weight is N:M only in another order of its columns."""
+        return isinstance(self.recipe, Complementary)
 
 
 def hard(decay: float = 0.0, step: Step | None = None, n: int = 2) -> Any:
@@ -190,6 +197,9 @@ ROSTER = {
     "ast_gradient": Entry(
         AST("1:8", decay=0.2, anneal=0, every=7, second_moment="gradient"), lambda p, d, s: ast(p, d, 1, 8, 0.2, 0, 7, total=False)
     ),
+    "complementary": Entry(Complementary("1:4"), lambda p, d, s: complementary(p, d, 1, 4)),
+    "complementary_decay": Entry(Complementary("2:4", decay=0.1), lambda p, d, s: complementary(p, d, 2, 4, decay=0.1)),
+    "complementary_blocks": Entry(Complementary("2:8", spacing=2, grad="chain"), lambda p, d, s: complementary(p, d, 2, 8, 2, chain=True)),
     "maxq": max_query(MaxQ("2:4", STEPS, fine_tune=5, decay=0.1), 0, 15, (7, 15)),
     "maxq_cubic": max_query(MaxQ("1:4", STEPS, schedule="cubic", dense=4, fine_tune=0.2, tau=0.1, kernel=True), 4, 16, (2, 9)),
     "maxq_cos": max_query(MaxQ("1:8", STEPS, schedule="cos", fine_tune=4, levels=3, grad="chain"), 0, 16, (9,)),

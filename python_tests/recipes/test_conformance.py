@@ -156,7 +156,7 @@ def test_finish_leaves_what_was_previewed(entry, tmp_path):
         assert type(model[0]) is nn.Linear
         return
     for layer in handle.layers.values():
-        assert nm.ops.is_nm(layer.weight.detach(), layer.pattern)
+        assert nm.ops.is_nm(layer.grouped.detach(), layer.pattern) and (layer.columns is not None) == entry.spaced
     nm.compress_(model)
     torch.testing.assert_close(model(x), want)
     nm.save_compressed(model, tmp_path / "m.safetensors")

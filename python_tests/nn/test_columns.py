@@ -1,0 +1,131 @@
+"""CompressedLinear with its inputs in another order, in memory and in files."""
+
+import copy
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import nmkernels as nm
+from nmkernels.nn import CompressedLinear, is_order
+
+ORDER = torch.randperm(16, generator=torch.Generator().manual_seed(0))
+
+
+def layer(columns=ORDER, **keywords):
+    weight = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
+    bias = torch.randn(8, generator=torch.Generator().manual_seed(2))
+    return CompressedLinear(nm.ops.compress(weight, "2:4"), bias, columns=columns, **keywords)
+
+
+def dense_of(made):
+    """The weight for inputs in their own order, column by column."""
+    packed, dense = made.weight.dense(), torch.zeros(8, 16)
+    for j, k in enumerate(ORDER.tolist()):
+        dense[:, k] = packed[:, j]
+    return dense
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 70])
+@pytest.mark.parametrize("keep_dense", [False, True])
+def test_product(tokens, keep_dense):
+    made = layer(keep_dense=keep_dense)
+    x = torch.randn(2, tokens, 16)
+    assert torch.equal(made.dense(), dense_of(made))
+    torch.testing.assert_close(made(x), x @ dense_of(made).t() + made.bias)
+    assert torch.equal(made(x), layer(None)(x[..., ORDER])), "the very same as reordering by hand"
+    assert torch.equal(layer(None).dense(), layer(None).weight.dense())
+
+
+def test_gradient_of_the_input():
+    made = layer()
+    x = torch.randn(3, 16, requires_grad=True)
+    g = torch.randn(3, 8)
+    made(x).backward(g)
+    torch.testing.assert_close(x.grad, g @ dense_of(made))
+
+
+def test_with_an_adapter_and_autocast():
+    left, right = torch.randn(16, 2), torch.randn(2, 8)
+    made, plain = layer(adapter=(left, right)), layer()
+    x = torch.randn(3, 16)
+    torch.testing.assert_close(made(x), plain(x) + x @ left @ right / 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert made(x).dtype == torch.bfloat16
+
+
+def test_life_of_the_layer():
+    made = layer()
+    x = torch.randn(3, 16)
+    assert "inputs reordered" in repr(made) and "inputs reordered" not in repr(layer(None))
+    assert torch.equal(copy.deepcopy(made)(x), made(x))
+    other = layer(ORDER.flip(0))
+    other.load_state_dict(made.state_dict())
+    assert torch.equal(other(x), made(x))
+    half = copy.deepcopy(made).to(torch.float64)
+    assert half.columns.dtype == torch.int32
+    torch.testing.assert_close(half(x.double()).float(), made(x))
+    compiled = torch.compile(made, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), made(x))
+
+
+@pytest.mark.parametrize(
+    "columns", [torch.arange(15), torch.zeros(16, dtype=torch.int64), torch.arange(1, 17), torch.arange(16).float(), ORDER[None]]
+)
+def test_what_is_no_order(columns):
+    assert not is_order(columns, 16)
+    with pytest.raises(nm.pattern.ShapeError, match="permutation of the 16 inputs"):
+        layer(columns)
+
+
+def edited(path, change):
+    with safe_open(path, "pt") as file:
+        about = dict(file.metadata())
+    tensors = load_file(path)
+    change(tensors, about)
+    save_file(tensors, path, about)
+    return path
+
+
+def announce(about, value):
+    layers = json.loads(about["layers"])
+    layers["0"].pop("columns", None)
+    about["layers"] = json.dumps({"0": {**layers["0"], **value}})
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda t, m: t.pop("0.weight.columns"), "the file lacks the order of its inputs"),
+        (lambda t, m: announce(m, {}), "does not announce the order of its inputs"),
+        (lambda t, m: t["0.weight.columns"].zero_(), "not a permutation of 16; the file is damaged"),
+        (lambda t, m: t.update({"0.weight.columns": torch.arange(8)}), "not a permutation of 16"),
+    ],
+)
+def test_damaged_files(tmp_path, change, said):
+    path = tmp_path / "m.safetensors"
+    nm.save_compressed(nn.Sequential(layer()), path)
+    with pytest.raises(nm.CheckpointError, match=said):
+        nm.load_compressed(nn.Sequential(nn.Linear(16, 8)), edited(path, change))
+
+
+def test_files(tmp_path):
+    model, path = nn.Sequential(layer()), tmp_path / "m.safetensors"
+    nm.save_compressed(model, path)
+    with safe_open(path, "pt") as file:
+        assert file.metadata()["version"] == "3" and sorted(file.keys()) == [
+            "0.bias", "0.weight.columns", "0.weight.indices", "0.weight.values",
+        ]  # fmt: skip
+    x = torch.randn(3, 16)
+    for build in (lambda: nn.Sequential(nn.Linear(16, 8)), lambda: nn.Sequential(nn.Linear(16, 8, device="meta"))):
+        assert torch.equal(nm.load_compressed(build(), path)(x), model(x))
+    nm.save_compressed(nn.Sequential(layer(None)), path)
+    with safe_open(path, "pt") as file:
+        assert file.metadata()["version"] == "1"
+    nm.save_dense(model, path)
+    dense = nn.Sequential(nn.Linear(16, 8))
+    dense.load_state_dict(load_file(path))
+    torch.testing.assert_close(dense(x), model(x))

@@ -1,0 +1,158 @@
+"""Complementary sparsity: the mask on small numbers, its limits, and what is deployed."""
+
+import pytest
+import torch
+from torch import nn
+
+import nmkernels as nm
+from nmkernels.autograd import StrideMask
+from nmkernels.nn import CompressedLinear, find_chains
+from nmkernels.recipes import STE, Complementary
+from python_tests.recipes.loop import Adam, batches, distance, loss_of, mlp, snapshot
+from python_tests.recipes.loop_complementary import spaced
+
+DATA = batches(6)
+
+
+def trained(recipe, model=None, data=DATA):
+    model = mlp() if model is None else model
+    handle = nm.sparsify_(model, recipe)
+    optimizer = handle.attach(recipe.optimizer(model.parameters(), **Adam().keywords))
+    for batch in data:
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        optimizer.step()
+    return model, handle
+
+
+def test_by_hand():
+    w = torch.tensor([[5.0, 1, 2, 3, 4, 6, -7, 1], [0, 0, 0, 0, 0, 0, 0, 0]])
+    across = StrideMask(nm.Pattern("1:4"))(w)  # groups 5 2 4 -7 and 1 3 6 1
+    assert across.tolist() == [[0, 0, 0, 0, 0, 6, -7, 0], [0] * 8]
+    blocks = StrideMask(nm.Pattern("1:2"), spacing=2)(w)  # 5 2, 1 3 | 4 -7, 6 1
+    assert blocks.tolist() == [[5, 0, 0, 3, 0, 6, -7, 0], [0] * 8]
+    assert StrideMask(nm.Pattern("1:4")).kept(w)[1].tolist() == [True, True, *[False] * 6], "ties keep the lower index"
+
+
+@pytest.mark.parametrize("pattern", ["1:2", "2:4", "1:4", "2:8"])
+@pytest.mark.parametrize("spacing", [None, 1, 2])
+def test_every_group_keeps_its_largest(pattern, spacing):
+    p, w = nm.Pattern(pattern), torch.randn(6, 32, dtype=torch.float64)
+    transform = StrideMask(p, spacing)
+    assert torch.equal(transform.kept(w), spaced(w, p.n, p.m, spacing).bool())
+    order = transform.columns(32)
+    if spacing == 1:
+        assert order is None and torch.equal(transform(w), nm.ops.prune(w, pattern))
+    else:
+        assert torch.equal(order.sort().values, torch.arange(32)) and nm.ops.is_nm(transform(w)[:, order], pattern)
+        assert torch.equal(transform(w)[:, order], nm.ops.prune(w[:, order], pattern))
+    out = torch.full_like(w, torch.nan)
+    assert transform(w, out=out) is out and torch.equal(out, transform(w))
+    g = torch.randn_like(w)
+    assert torch.equal(transform.gradient(g, w), g)
+    assert torch.equal(StrideMask(p, spacing, chain=True).gradient(g, w), g * transform.kept(w))
+
+
+def test_spacing_one_is_ste():
+    ours, theirs = trained(Complementary("2:4", spacing=1))[0], trained(STE("2:4"))[0]
+    assert distance(snapshot(ours), snapshot(theirs)) < 1e-12
+
+
+def test_sizes_that_do_not_fit():
+    model = nn.Sequential(nn.Linear(24, 32), nn.ReLU(), nn.Linear(32, 16))
+    with pytest.raises(nm.RecipeError, match=r"layer '0'.*in_features=24 is not a multiple of spacing x M = 4 x 4"):
+        nm.sparsify_(model, Complementary("2:4", spacing=4))
+    assert type(model[0]) is nn.Linear
+    assert len(nm.sparsify_(model, Complementary("2:4", spacing=2)).layers) == 2
+
+
+@pytest.mark.parametrize(
+    ("keywords", "said"),
+    [({"spacing": 0}, "spacing"), ({"spacing": 1.5}, "spacing"), ({"decay": -1.0}, "decay"), ({"grad": "mvue"}, "grad")],
+)
+def test_bad_configuration(keywords, said):
+    with pytest.raises(nm.RecipeError, match=said):
+        Complementary("2:4", **keywords)
+
+
+def test_the_zeros_stay_where_they_were_trained():
+    model, handle = trained(Complementary("1:4"))
+    want = {name: spaced(layer.weight.detach(), 1, 4) for name, layer in handle.layers.items()}
+    handle.finish()
+    for name, layer in handle.layers.items():
+        assert torch.equal((layer.weight != 0).double(), want[name])
+        assert not nm.ops.is_nm(layer.weight.detach(), "1:4") and nm.ops.is_nm(layer.grouped.detach(), "1:4")
+    handle.remove()
+    assert "columns" not in vars(model[0]) and torch.equal((model[0].weight != 0).double(), want["0"])
+
+
+def test_columns_are_folded_where_it_can_be_proved():
+    """The first layer has to reorder its input; the second gets it in order from the first."""
+    model, handle = trained(Complementary("2:4"))
+    handle.finish()
+    x, before = DATA[0][0], snapshot(model)
+    want, bias = model(x), model[0].bias
+    assert find_chains(model)[0][0].consumers == ("2",)
+    nm.compress_(model)
+    assert torch.allclose(model(x), want, atol=1e-14)
+    order = StrideMask(nm.Pattern("2:4")).columns(32)
+    assert model[2].order is None and torch.equal(model[2].weight.dense(), before["2.weight"][:, order])
+    assert model[0].bias is bias and torch.equal(bias, before["0.bias"][order])
+    assert torch.equal(model[0].order.long(), StrideMask(nm.Pattern("2:4")).columns(16))
+    assert torch.equal(model[0].dense(), before["0.weight"][order])
+
+
+def test_two_readers_that_disagree_keep_their_own_order():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(16, 32), nn.Linear(32, 16), nn.Linear(32, 16)
+
+        def forward(self, x):
+            h = self.a(x).relu()
+            return self.b(h) + self.c(h)
+
+    model, other = Two().double(), Two().double()
+    x = torch.randn(3, 16, dtype=torch.float64)
+    for net, names in ((model, {"b", "c"}), (other, {"b"})):
+        handle = nm.sparsify_(net, Complementary("2:4"), filter_fn=lambda m, name, names=names: name in names)
+        handle.finish(allow_unused=True)
+        if net is model:
+            net.c.columns = torch.arange(32)  # as if c had been pruned with another spacing
+            with torch.no_grad():
+                net.c.weight.copy_(nm.ops.prune(net.c.weight.detach(), "2:4"))
+        want, kept = net(x), net.a.bias.clone()
+        nm.compress_(net)
+        assert torch.allclose(net(x), want, atol=1e-13)
+        assert torch.equal(net.a.bias, kept) == (net is model)
+    assert model.b.order is not None and other.b.order is None and type(other.c) is nn.Linear
+
+
+def test_a_weight_changed_after_finish_is_refused(tmp_path):
+    model, handle = trained(Complementary("2:4"))
+    handle.finish()
+    with torch.no_grad():
+        model[0].weight.fill_(1.0)
+    for action in (lambda: nm.compress_(model), lambda: nm.save_dense(model, tmp_path / "m")):
+        with pytest.raises(nm.RecipeError, match="'0'"):
+            action()
+
+
+def test_files(tmp_path):
+    model, handle = trained(Complementary("2:4"), mlp(torch.float32), batches(6, torch.float32))
+    handle.finish()
+    x = DATA[0][0].float()
+    want = model(x)
+    nm.save_dense(model, tmp_path / "before")
+    nm.compress_(model)
+    nm.save_dense(model, tmp_path / "after")
+    nm.save_compressed(model, tmp_path / "packed")
+    from safetensors.torch import load_file
+
+    for name in ("before", "after"):
+        dense = mlp(torch.float32, seed=4)
+        dense.load_state_dict(load_file(tmp_path / name))
+        torch.testing.assert_close(dense(x), want)
+    again = nm.load_compressed(mlp(torch.float32, seed=4), tmp_path / "packed")
+    assert torch.equal(again(x), model(x)) and isinstance(again[0], CompressedLinear)
+    assert torch.equal(again[0].order, model[0].order) and again[2].order is None
