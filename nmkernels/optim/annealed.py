@@ -10,6 +10,9 @@ from torch import Tensor
 from ..ops import STATS
 from .adamw import MaskedAdamW, _Bucket, merge_stats
 
+BLOCK = 1 << 15
+"""Weights updated together on a CPU, so that what lies between two operations stays in its cache."""
+
 
 class AnnealedAdamW(MaskedAdamW):
     """MaskedAdamW that decays pruned weights past the momentum, as the Adaptive Sparse Trainer does (Huang et al., AAAI 2025).
@@ -56,26 +59,43 @@ class AnnealedAdamW(MaskedAdamW):
 
     def _late(self, group: dict[str, Any], b: _Bucket, i: int) -> Tensor:
         """Update the i-th parameter of the bucket; the largest |u/D| of it, 0 if the step is skipped."""
-        w, m, v, step = b.params[i], b.moments["exp_avg"][i], b.moments["exp_avg_sq"][i], b.steps[i]
-        applied, (beta1, beta2), lr = self._applied(w.device), group["betas"], group["lr"]
-        g, penalty = self._unscaled(group, b.grads[i].to(m.dtype)), b.penalties[i]()
-        r = torch.zeros_like(m) if penalty is None else penalty.to(m.dtype)
+        w, step, penalty = b.params[i], b.steps[i], b.penalties[i]()
+        parts = [w, b.grads[i], torch.zeros_like(w) if penalty is None else penalty, b.moments["exp_avg"][i], b.moments["exp_avg_sq"][i]]
+        if group["amsgrad"]:
+            parts.append(b.moments["max_exp_avg_sq"][i])
         # a count on the CPU is read there for nothing; one on the device stays there, for a captured step
         t = float(step) + 1.0 if step.device.type == "cpu" else step.double() + 1.0
+        applied = self._applied(w.device)
+        rows = max(1, BLOCK // w.shape[-1]) if w.device.type == "cpu" else w.shape[0]
+        blocks = zip(*(part.split(rows) for part in parts), strict=True)
+        largest = torch.stack([self._block(group, t, applied, *block) for block in blocks]).max()
+        step.add_(applied.to(step.device, step.dtype))
+        return torch.where(applied, largest, 0.0).double()
+
+    def _block(
+        self,
+        group: dict[str, Any],
+        t: float | Tensor,
+        applied: Tensor,
+        w: Tensor,
+        g: Tensor,
+        r: Tensor,
+        m: Tensor,
+        v: Tensor,
+        *peak: Tensor,
+    ) -> Tensor:
+        (beta1, beta2), lr = group["betas"], group["lr"]
+        g, r = self._unscaled(group, g.to(m.dtype)), r.to(m.dtype)
         new_m = m * beta1 + g * (1 - beta1)
         u = new_m / (1 - beta1**t) + r
         s = u if self.rule.late == "total" else g + r
         new_v = v * beta2 + s * s * (1 - beta2)
-        moved = [(m, new_m), (v, new_v)]
-        if group["amsgrad"]:
-            new_v = torch.maximum(b.moments["max_exp_avg_sq"][i], new_v)
-            moved.append((b.moments["max_exp_avg_sq"][i], new_v))
-        u = u / (new_v.sqrt() / (1 - beta2**t) ** 0.5 + group["eps"])
-        moved.append((w, w.to(m.dtype) * (1 - lr * group["weight_decay"]) - lr * u))
-        for old, new in moved:
+        new_peak = [torch.maximum(p, new_v) for p in peak]
+        u = u / ((*new_peak, new_v)[0].sqrt() / (1 - beta2**t) ** 0.5 + group["eps"])
+        new_w = w.to(m.dtype) * (1 - lr * group["weight_decay"]) - lr * u
+        for old, new in zip((m, v, w, *peak), (new_m, new_v, new_w, *new_peak), strict=True):
             old.copy_(torch.where(applied, new.to(old.dtype), old))
-        step.add_(applied.to(step.device, step.dtype))
-        return torch.where(applied, u.abs().max(), 0.0).double()
+        return u.abs().max()
 
     def _unscaled(self, group: dict[str, Any], g: Tensor) -> Tensor:
         scale = getattr(self, "grad_scale", None)

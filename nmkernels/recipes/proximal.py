@@ -11,6 +11,9 @@ PATH = 16
 LAST = 8
 """Newton's steps at its end, and of the search for the 3-sparse minimum."""
 
+BLOCK = 1 << 14
+"""Groups computed together on a CPU, so that what lies between two operations stays in its cache."""
+
 NEAR_1 = 0.999
 """The largest λ w₃ that the search for the 3-sparse minimum starts from; larger ones are none."""
 
@@ -43,10 +46,16 @@ def prox(weight: Tensor, strength: float | Tensor) -> Tensor:
         tensor([[3., 0., 2., 0.]])
     """
     groups = weight.reshape(-1, 4)
-    wide = groups.abs().to(torch.promote_types(weight.dtype, torch.float32))
+    if groups.device.type == "cpu" and len(groups) > BLOCK:
+        return torch.cat([_prox(part, strength) for part in groups.split(BLOCK)]).reshape(weight.shape)
+    return _prox(groups, strength).reshape(weight.shape)
+
+
+def _prox(groups: Tensor, strength: float | Tensor) -> Tensor:
+    wide = groups.abs().to(torch.promote_types(groups.dtype, torch.float32))
     z, order = wide.sort(dim=1, descending=True, stable=True)
     # λ only sets the scale: with y = λ z and u = λ w the objective times λ² is ½‖u − y‖² + e₃(u)
-    y = (z * strength).unbind(1)
+    y = (z.t().contiguous() * strength).unbind(0)
     best = torch.stack([z[:, 0], z[:, 1], torch.zeros_like(z[:, 2]), torch.zeros_like(z[:, 3])], 1)
     least = ((y[2] / y[0]).square() + (y[3] / y[0]).square()) / 2
     for u in (_three(y), _four(y)):
@@ -56,10 +65,10 @@ def prox(weight: Tensor, strength: float | Tensor) -> Tensor:
         least = torch.where(better, objective, least)
     # equal magnitudes must not come out in another order by rounding: the mask would change
     best = best.cummin(1).values
-    w = torch.empty_like(best).scatter_(1, order, best).to(weight.dtype)
+    w = torch.empty_like(best).scatter_(1, order, best).to(groups.dtype)
     # without a regulariser u / λ is 0 / 0
     w = torch.where(torch.as_tensor(strength, device=w.device) > 0, w, groups.abs())
-    return torch.where(w == 0, 0.0, w.copysign(groups)).reshape(weight.shape)
+    return torch.where(w == 0, 0.0, w.copysign(groups))
 
 
 Four = tuple[Tensor, ...]
@@ -88,14 +97,16 @@ def _three(y: Four) -> Four:
 
 def _four(y: Four) -> Four:
     """The dense candidate; some other point that is no better where there is none."""
-    p = q = torch.zeros_like(y[0])
+    a, b, c, d = y[0] + y[1], y[2] + y[3], (y[0] - y[1]).square(), (y[2] - y[3]).square()
+    p = q = torch.zeros_like(a)
     for i in range(1, PATH + LAST):
         part = min(i / PATH, 1.0)
-        a, b, c, d = part * (y[0] + y[1]), part * (y[2] + y[3]), (part * (y[0] - y[1])).square(), (part * (y[2] - y[3])).square()
-        slope_p = 2 * (p - a) + 2 * p * q + q.square() - d / (1 - p).square()
-        slope_q = 2 * (q - b) + 2 * p * q + p.square() - c / (1 - q).square()
-        pp, qq, pq = 2 + 2 * q - 2 * d / (1 - p) ** 3, 2 + 2 * p - 2 * c / (1 - q) ** 3, 2 * (p + q)
-        det = pp * qq - pq.square()
-        p, q = p - (qq * slope_p - pq * slope_q) / det, q - (pp * slope_q - pq * slope_p) / det
+        # half the derivatives of ½(p − a)² + … after w₁ − w₂ and w₃ − w₄ are minimised over
+        up, uq = 1 / (1 - p), 1 / (1 - q)
+        dp, cq, both = d * part**2 * up.square(), c * part**2 * uq.square(), p * q
+        slope_p, slope_q = p - a * part + both + (q.square() - dp) / 2, q - b * part + both + (p.square() - cq) / 2
+        pp, qq, pq = 1 + q - dp * up, 1 + p - cq * uq, p + q
+        scale = 1 / (pp * qq - pq.square())
+        p, q = p - (qq * slope_p - pq * slope_q) * scale, q - (pp * slope_q - pq * slope_p) * scale
     d1, d2 = (y[0] - y[1]) / (1 - q), (y[2] - y[3]) / (1 - p)
     return tuple(v.clamp_min(0) for v in ((p + d1) / 2, (p - d1) / 2, (q + d2) / 2, (q - d2) / 2))
