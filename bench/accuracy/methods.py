@@ -71,6 +71,9 @@ VARIANTS = {
     "sdgf-geometric": Method("sdgf", {"schedule": "geometric"}, note="structure decay, geometric"),
     "sste-dense": Method("sste", {"mvue": None}, note="S-STE with a dense weight gradient"),
     "sste-approx": Method("sste", {"mvue": "approx"}, note="S-STE with approximate MVUE"),
+    "t-ste": Method("fst", {"mvue": None, "fine_tune": 0, "refresh": 1, "decay": 0.0}, note="STE with transposable masks"),
+    "t-srste": Method("fst", {"mvue": None, "fine_tune": 0, "refresh": 1, "decay": 2e-4}, note="SR-STE with transposable masks"),
+    "t-srste-2e-2": Method("fst", {"mvue": None, "fine_tune": 0, "refresh": 1, "decay": 2e-2}, note="the same, λ = 2e-2"),
     "sste-top2": Method("sste", {"mvue": "magnitude"}, note="S-STE with the two largest gradients of four, which is biased"),
 }
 """Those that answer a question."""

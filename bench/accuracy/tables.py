@@ -42,7 +42,7 @@ class Cases:
     def methods(self) -> list[str]:
         """Those that have a run, in the order of the list of methods."""
         found = {method for method, _ in self.runs}
-        return [name for name in methods.METHODS if name in found]
+        return [name for name in (*methods.METHODS, *methods.others()) if name in found]
 
     def patterns(self) -> list[str]:
         """Those that have a run, from dense to sparse."""
