@@ -249,9 +249,9 @@ class Attachment:
 
 
 def group_of(optimizer: torch.optim.Optimizer, layers: dict[str, NMWeight]) -> dict[str, Any]:
-    """The parameter group that updates the first of ``layers``."""
+    """The parameter group that updates the first of ``layers``; the first one where a load has replaced that layer's Parameter."""
     first = next(iter(layers.values())).weight
-    return next(g for g in optimizer.param_groups if any(p is first for p in g["params"]))
+    return next((g for g in optimizer.param_groups if any(p is first for p in g["params"])), optimizer.param_groups[0])
 
 
 def require_learned(layers: dict[str, NMWeight], optimizers: Sequence[torch.optim.Optimizer]) -> None:
