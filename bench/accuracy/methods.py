@@ -74,11 +74,16 @@ VARIANTS = {
     "t-ste": Method("fst", {"mvue": None, "fine_tune": 0, "refresh": 1, "decay": 0.0}, note="STE with transposable masks"),
     "t-srste": Method("fst", {"mvue": None, "fine_tune": 0, "refresh": 1, "decay": 2e-4}, note="SR-STE with transposable masks"),
     "t-srste-2e-2": Method("fst", {"mvue": None, "fine_tune": 0, "refresh": 1, "decay": 2e-2}, note="the same, λ = 2e-2"),
+    "fst-6e-3": Method("fst", {"decay": 6e-3}, note="FST, λ = 6e-3 as the flip-rate search finds on a small GPT"),
+    "fst-nm": Method("fst", {"decay": 6e-3, "fine_tune": 0}, note="the same without the dense end, so that N:M weights are left"),
     "sste-top2": Method("sste", {"mvue": "magnitude"}, note="S-STE with the two largest gradients of four, which is biased"),
 }
 """Those that answer a question."""
 
-METHODS = {**CORE, **VARIANTS}
+ACTIVATIONS = {"act24": Method("act24", note="2:4 activations after 10 % dense steps; for the task gpt-relu2")}
+"""Those that need squared-ReLU activations."""
+
+METHODS = {**CORE, **VARIANTS, **ACTIVATIONS}
 """The methods that have a name here; any other recipe of the registry is one under its own name, with its defaults."""
 
 

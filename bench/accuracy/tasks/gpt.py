@@ -46,6 +46,15 @@ class ByteGPT(Task):
         return self.corpus.digest
 
 
+@task("gpt-relu2")
+class SquaredReLUGPT(ByteGPT):
+    """The same with squared ReLU, whose activations can be made sparse."""
+
+    def model(self) -> nn.Module:
+        """The same sizes and initial weights."""
+        return GPT(GPTConfig(width=64, layers=2, heads=4, context=CONTEXT, activation="relu2"))
+
+
 @torch.no_grad()
 def loss_over(task: Task, model: nn.Module, corpus: Corpus) -> float:
     """The mean loss over at most ``VAL_WINDOWS`` windows of the validation text."""
