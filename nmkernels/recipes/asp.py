@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..ops import STATS
 from ..pattern import Pattern, RecipeError
@@ -107,8 +106,3 @@ class ASP(Recipe):
             return False  # the host need not wait for the device
         state["pruned"] = int(state["t"].item()) >= self.prune_step()
         return bool(state["pruned"])
-
-    def metrics(self, state: State) -> dict[str, Tensor]:
-        """With ``permute``, once pruned: ``kept_gain``, how much more of the magnitude the mask keeps, a mean over reordered layers."""
-        gains = [after / before - 1 for before, after in state.get("kept", {}).values() if before]
-        return {"kept_gain": torch.tensor(sum(gains) / len(gains), dtype=torch.float64)} if gains else {}

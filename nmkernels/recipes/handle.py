@@ -88,7 +88,8 @@ class Handle(Driver):
 
         ``flip_rate``: mask bits changed by the last step / maskable weights (a swap counts 2). ``density``: non-zeros of the weights
         used / maskable weights. ``phase``: see the recipe. ``decay_ratio``: λΣ|w| / Σ|g| over pruned weights. ``max_update``: the largest
-        |m̂/D| before any clamp, where the optimizer tells. Further ones are the recipe's own.
+        |m̂/D| before any clamp, where the optimizer tells. ``kept_gain``: what reordering channels before pruning has won, where ASP did.
+        Further ones are the recipe's own.
         """
         return figures(self._attachments, self.layers, self.recipe, self.stage, self._state)
 

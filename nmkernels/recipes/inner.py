@@ -80,6 +80,7 @@ class Outer(Recipe):
         inner = self.inner_at({})[0]
         object.__setattr__(self, "final", inner.final)
         object.__setattr__(self, "mask_score", inner.mask_score)
+        object.__setattr__(self, "search", inner.search)
 
     def of_pattern(self, pattern: Pattern) -> Recipe:
         """Both with that pattern."""

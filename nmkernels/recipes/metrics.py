@@ -27,7 +27,8 @@ def figures(
     """Common figures and the recipe's own as 0-d tensors; nothing here waits for the device.
 
     flip_rate = flips / weights, density = non-zeros / weights, decay_ratio = λ Σ|w| / Σ|g| over pruned weights, with λ the recipe's own
-    figure ``decay`` where it tells one; before the first step there is only the density of the weights as they would be used.
+    figure ``decay`` where it tells one; before the first step there is only the density of the weights as they would be used. kept_gain,
+    where channels were reordered before pruning: how much more of the magnitude the mask keeps for it, a mean over the layers searched.
     """
     phase = torch.tensor(stage.phase)
     parts = [a for a in attachments if a.stats is not None]
@@ -43,7 +44,12 @@ def figures(
     density = s["nonzeros"] / numel if stage.transform is None or isinstance(stage.transform, HardMask) else _density(layers)
     common = {"flip_rate": s["flips"] / numel, "density": density, "phase": phase, "decay_ratio": ratio}
     told = any(isinstance(a.optimizer, MaskedAdamW) for a in parts)
-    return {**common, **own, **({"max_update": s["max_update"]} if told else {})}
+    return {**common, **own, **_kept_gain(state or {}), **({"max_update": s["max_update"]} if told else {})}
+
+
+def _kept_gain(state: State) -> dict[str, Tensor]:
+    gains = [after / before - 1 for before, after in state.get("kept", {}).values() if before]
+    return {"kept_gain": torch.tensor(sum(gains) / len(gains), dtype=torch.float64)} if gains else {}
 
 
 def _density(layers: dict[str, NMWeight]) -> Tensor:

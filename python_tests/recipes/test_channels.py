@@ -9,11 +9,14 @@ from torch import nn
 
 import nmkernels as nm
 from nmkernels.optim import MaskedAdamW
-from nmkernels.recipes import ASP, permutation, search_permutation
+from nmkernels.recipes import ASP, STEP, permutation, search_permutation
 from nmkernels.zoo import GPT, GPTConfig
 from python_tests.recipes.loop import batches, distance, loss_of, mlp, snapshot
 
 DATA = batches(20)
+FEW = 3
+"""Escapes: enough to have some."""
+
 MAKERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True),
@@ -35,7 +38,7 @@ def orders(before, after):
 
 def test_before_the_mask_the_function_is_the_same():
     model = mlp()
-    handle = nm.sparsify_(model, ASP("2:4", permute=True, score="magnitude"))
+    handle = nm.sparsify_(model, ASP("2:4", permute=True, escapes=FEW))
     x, before = DATA[0][0], snapshot(mlp())
     want = mlp()(x)
     scores = {name: layer.master.detach() for name, layer in handle.layers.items()}
@@ -55,13 +58,13 @@ def test_before_the_mask_the_function_is_the_same():
 def test_moments_and_gradients_move_along(maker):
     """Dense until step 5; then every tensor of the layers is the dense run's, in the new order."""
     model, dense = mlp(), mlp()
-    handle = nm.sparsify_(model, ASP("2:4", permute=True, prune_at=5))
+    handle = nm.sparsify_(model, ASP("2:4", permute=True, escapes=FEW, prune_at=5))
     ours, theirs = handle.attach(MAKERS[maker](model.parameters())), MAKERS[maker](dense.parameters())
     train(model, ours, DATA[:5])
     train(dense, theirs, DATA[:5])
     order = orders(snapshot(dense), snapshot(model))
     assert sorted(order.tolist()) == list(range(32)) != order.tolist()
-    assert torch.equal(order, search_permutation(dense[2].weight.detach()).order)
+    assert torch.equal(order, search_permutation(dense[2].weight.detach(), escapes=FEW).order)
     for index, take in ((0, lambda t: t[order]), (2, lambda t: t[:, order])):
         mask = nm.ops.mask(take(dense[index].weight.detach()), "2:4")
         assert torch.equal(model[index].weight, take(dense[index].weight) * mask)
@@ -76,7 +79,7 @@ def test_moments_and_gradients_move_along(maker):
 
 def test_the_mask_keeps_more_and_says_so():
     model = mlp()
-    handle = nm.sparsify_(model, ASP("2:4", permute=True))
+    handle = nm.sparsify_(model, ASP("2:4", permute=True, escapes=FEW))
     assert "0  left alone: its input comes from the input of the model" in str(handle.report)
     assert "2  to be reordered, with the outputs of 0" in str(handle.report)
     total = model[2].weight.detach().abs().sum()
@@ -97,12 +100,30 @@ def test_no_search_without_being_asked():
     assert "kept_gain" not in handle.metrics() and "channels" not in str(handle.report) and "kept" not in handle.state
 
 
+def test_inside_step():
+    """STEP asks its inner recipe; the frozen second moments move along."""
+    model = mlp()
+    recipe = STEP("2:4", switch="fixed", switch_at=4, inner=ASP("2:4", permute=True, escapes=FEW))
+    handle = nm.sparsify_(model, recipe)
+    optimizer = handle.attach(recipe.optimizer(model.parameters(), lr=1e-2))
+    train(model, optimizer, DATA[:3])
+    dense = mlp()
+    theirs = MaskedAdamW(dense.parameters(), lr=1e-2)
+    train(dense, theirs, DATA[:4])
+    want = theirs.state[dense[2].weight]["exp_avg_sq"][:, search_permutation(dense[2].weight.detach(), escapes=FEW).order]
+    train(model, optimizer, DATA[3:4])
+    assert "reordered with the outputs of 0" in handle.report.channels["2"]
+    assert torch.equal(optimizer.state[model[2].weight]["exp_avg_sq"], want)
+    train(model, optimizer, DATA[4:6])
+    assert handle.metrics()["kept_gain"] > 0 and torch.equal(optimizer.state[model[2].weight]["exp_avg_sq"], want)
+
+
 def test_gpt():
     torch.manual_seed(0)
     model = GPT(GPTConfig(width=32, layers=2, heads=2, context=16)).double()
     ids = torch.randint(0, 256, (2, 16))
     want = model(ids)
-    recipe = ASP("2:4", permute=True, escapes=5)
+    recipe = ASP("2:4", permute=True, escapes=FEW)
     handle = nm.sparsify_(model, recipe)
     chosen = {}
     with handle.fixed.channels.permuted(lambda name: handle.layers[name].master.detach()) as found:
@@ -125,14 +146,14 @@ def test_one_shot(late):
     """With no optimizer, ``finish`` searches, ``deployable`` previews it to the bit, and every weight is back outside."""
     model = mlp(torch.float32)
     x, before = DATA[0][0].float(), snapshot(model)
-    handle = nm.sparsify_(model, ASP("2:4", permute=True, prune_at=late))
+    handle = nm.sparsify_(model, ASP("2:4", permute=True, escapes=FEW, prune_at=late))
     with handle.deployable(), torch.no_grad():
         want = model(x)
     assert distance(snapshot(model), before) == 0.0
     handle.finish()
     assert torch.equal(model(x), want)
     order = orders(before, snapshot(model))
-    assert torch.equal(order, search_permutation(before["2.weight"]).order)
+    assert torch.equal(order, search_permutation(before["2.weight"], escapes=FEW).order)
 
 
 def test_early_finish_prunes_in_the_given_order():
@@ -148,7 +169,7 @@ def test_early_finish_prunes_in_the_given_order():
 
 def test_resume_reports_what_was_done():
     model, other = mlp(), mlp(seed=3)
-    recipe = ASP("2:4", permute=True, prune_at=3)
+    recipe = ASP("2:4", permute=True, escapes=FEW, prune_at=3)
     handle, again = nm.sparsify_(model, recipe), nm.sparsify_(other, recipe)
     optimizer = handle.attach(MAKERS["adamw"](model.parameters()))
     train(model, optimizer, DATA[:5])
@@ -168,7 +189,7 @@ def test_resume_reports_what_was_done():
 
 def test_wanda_moves_its_norms():
     model = mlp()
-    recipe = ASP("2:4", score="wanda", permute=True)
+    recipe = ASP("2:4", score="wanda", permute=True, escapes=FEW)
     handle = nm.sparsify_(model, recipe)
     optimizer = MAKERS["sgd"](model.parameters())
     before = snapshot(model)
@@ -180,7 +201,7 @@ def test_wanda_moves_its_norms():
     norms = handle.fixed._squares["2"].sqrt()
     scores = before["2.weight"].abs() * norms
     handle.attach(optimizer)
-    order = search_permutation(scores.float()).order
+    order = search_permutation(scores.float(), escapes=FEW).order
     assert torch.equal(orders(before, snapshot(model)), order)
     mask = nm.ops.mask(scores[:, order].float(), "2:4")
     assert torch.equal(model[2].weight.detach() != 0, mask)
@@ -188,7 +209,7 @@ def test_wanda_moves_its_norms():
 
 def left(change, optimizer=None):
     model = mlp()
-    handle = nm.sparsify_(model, ASP("2:4", permute=True, prune_at=2))
+    handle = nm.sparsify_(model, ASP("2:4", permute=True, escapes=FEW, prune_at=2))
     first = handle.attach((optimizer or MAKERS["adamw"])(model.parameters()))
     train(model, first, DATA[:1])
     change(model, first)
@@ -210,7 +231,7 @@ def test_what_comes_after_sparsify_is_seen():
 
 def test_parameters_of_an_unknown_optimizer():
     model = mlp()
-    handle = nm.sparsify_(model, ASP("2:4", permute=True))
+    handle = nm.sparsify_(model, ASP("2:4", permute=True, escapes=FEW))
     handle.attach(MAKERS["sgd"]([*model[2].parameters(), model[0].weight]))
     assert "belongs to no optimizer that attach was given" in handle.report.channels["2"]
     assert torch.equal(model[0].bias, mlp()[0].bias)
@@ -221,7 +242,7 @@ def test_a_weight_that_is_not_finite():
     with torch.no_grad():
         model[0].weight[0, 0] = torch.nan
     before = snapshot(model)
-    handle = nm.sparsify_(model, ASP("2:4", permute=True))
+    handle = nm.sparsify_(model, ASP("2:4", permute=True, escapes=FEW))
     with pytest.raises(nm.RecipeError, match="NaN"):
         handle.finish(allow_unused=True)
     assert torch.equal(model[0].bias, before["0.bias"]) and "not finite" in handle.report.channels["2"]
@@ -229,7 +250,7 @@ def test_a_weight_that_is_not_finite():
 
 def test_nothing_moves_without_a_sparse_consumer():
     model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)).double()
-    handle = nm.sparsify_(model, ASP("2:4", permute=True))
+    handle = nm.sparsify_(model, ASP("2:4", permute=True, escapes=FEW))
     before = model[0].bias.clone()
     handle.attach(MAKERS["sgd"](model.parameters()))
     assert torch.equal(model[0].bias, before) and "2" not in handle.report.channels
@@ -239,7 +260,7 @@ def test_long_searches_log(caplog, monkeypatch):
     clock = iter(range(0, 10**6, 11))
     monkeypatch.setattr(permutation.time, "monotonic", lambda: next(clock))
     with caplog.at_level(logging.INFO, "nmkernels.permutation"):
-        nm.sparsify_(mlp(), ASP("2:4", permute=True)).finish(allow_unused=True)
+        nm.sparsify_(mlp(), ASP("2:4", permute=True, escapes=FEW)).finish(allow_unused=True)
     assert any(record.getMessage().startswith("2: escape") for record in caplog.records)
 
 

@@ -7,7 +7,7 @@ from torch import nn
 import nmkernels as nm
 from nmkernels.autograd import StrideMask
 from nmkernels.nn import CompressedLinear, find_chains
-from nmkernels.recipes import STE, Complementary
+from nmkernels.recipes import STE, STEP, Complementary
 from python_tests.recipes.loop import Adam, batches, distance, loss_of, mlp, snapshot
 from python_tests.recipes.loop_complementary import spaced
 
@@ -100,6 +100,18 @@ def test_columns_are_folded_where_it_can_be_proved():
     assert model[0].bias is bias and torch.equal(bias, before["0.bias"][order])
     assert torch.equal(model[0].order.long(), StrideMask(nm.Pattern("2:4")).columns(16))
     assert torch.equal(model[0].dense(), before["0.weight"][order])
+
+
+def test_inside_step():
+    recipe = STEP("2:4", switch="fixed", switch_at=3, inner=Complementary("2:4", decay=0.1))
+    model, handle = trained(recipe)
+    assert handle.metrics()["density"].item() == 0.5
+    x = DATA[0][0]
+    with handle.deployable(), torch.no_grad():
+        want = model(x)
+    handle.finish()
+    assert torch.equal(model(x), want) and model[2].columns is not None
+    assert torch.allclose(nm.compress_(model)(x), want, atol=1e-14)
 
 
 def test_two_readers_that_disagree_keep_their_own_order():
