@@ -62,7 +62,7 @@ class Run:
         self.corpus = load_corpus(args.data)
         self.corpus.check(self.config.context)
         self.trainer = Trainer(self.config, self.corpus, self.recipe, self.device)
-        self.parameters = self.trainer.model.parameter_count()
+        self.parameters = self.trainer.parameters
         self.start = self.trainer.load(self.state, self.store.folder) if self.state is not None else 0
 
     def _look_at_folder(self) -> None:

@@ -34,7 +34,8 @@ def learning_rate(config: TrainConfig, step: int) -> float:
 class Trainer:
     """A GPT with its optimizer, sparse under ``recipe``, or its dense twin on plain PyTorch where ``recipe`` is None.
 
-    Both start from the same weights and see the same batches. ``seconds`` is the time spent in steps, resumed runs included.
+    Both start from the same weights and see the same batches. ``seconds`` is the time spent in steps, resumed runs included;
+    ``parameters`` counts the model's own.
     """
 
     def __init__(self, config: TrainConfig, corpus: Corpus, recipe: Recipe | None, device: str = "cpu") -> None:
@@ -42,6 +43,7 @@ class Trainer:
         self.seconds = 0.0
         torch.manual_seed(config.seed)
         self.model = GPT(config.model).to(device)
+        self.parameters = self.model.parameter_count()
         # first, because a recipe may add parameters
         self.handle = None if recipe is None else sparsify_(self.model, recipe)
         matrices = [p for p in self.model.parameters() if p.dim() == 2]
@@ -52,6 +54,8 @@ class Trainer:
             self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, fused=True, **keywords)
         else:
             self.optimizer = self.handle.attach(recipe.optimizer(groups, **keywords))
+        # a recipe may also give some groups a multiple of the rate
+        self.multiples = [group["lr"] / config.lr for group in self.optimizer.param_groups]
 
     def step(self, step: int) -> float:
         """One optimizer step, counted from 1; returns the training loss in nats per byte.
@@ -59,8 +63,8 @@ class Trainer:
         Raises:
             DivergedError: the loss is NaN or infinite.
         """
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(self.config, step)
+        for group, multiple in zip(self.optimizer.param_groups, self.multiples, strict=True):
+            group["lr"] = learning_rate(self.config, step) * multiple
         x, y = self.corpus.batch(self.config.seed, step, self.config.batch, self.config.context)
         loss = self.model.loss(x.to(self.device), y.to(self.device))
         value = loss.item()

@@ -178,3 +178,22 @@ def test_the_resume_hint_names_the_python_of_a_venv(tmp_path, monkeypatch):
     assert _run.python_command() == ".venv/bin/python"
     monkeypatch.setattr(_run.sys, "executable", "/usr/bin/python3")
     assert _run.python_command() == "python"
+
+
+def test_what_a_recipe_learns_is_trained_at_its_own_rate_and_not_counted():
+    size = {"steps": 20, "batch": 2, "context": 16, "width": 32, "layers": 1, "heads": 2, "lr": 1e-2}
+    config = TrainConfig(recipe="maskllm:2:4", **size)
+    text = torch.randint(256, (3000,), dtype=torch.uint8)
+    corpus = Corpus(text[:2000], text[2000:], "a test", 1, "")
+    trainer = Trainer(config, corpus, config.build_recipe())
+    dense = Trainer(TrainConfig(recipe="dense:2:4", **size), corpus, None)
+    assert trainer.parameters == dense.parameters == sum(p.numel() for p in dense.model.parameters())
+    trainer.step(5)
+    rates = {name: group["lr"] for group in trainer.optimizer.param_groups for p in group["params"] for name in names(trainer, p)}
+    assert rates["lm_head.weight"] == learning_rate(config, 5)
+    logits = [rate for name, rate in rates.items() if name.endswith("nm_logits")]
+    assert logits and all(rate == pytest.approx(10 * learning_rate(config, 5)) for rate in logits)
+
+
+def names(trainer, p):
+    return [name for name, q in trainer.model.named_parameters() if q is p]
