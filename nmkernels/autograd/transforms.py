@@ -97,6 +97,14 @@ class WeightTransform:
         """The gradients of ``learns``, in their order, from g = ∂L/∂W̃."""
         return ()
 
+    def learned_penalty(self, weight: Tensor, *extras: Tensor) -> tuple[Tensor, ...]:
+        """Gradients of ``learns``, in their order, by a loss term of the method's own, added once per step like ``penalty``."""
+        return ()
+
+    def watch(self, weight: Tensor, *extras: Tensor) -> dict[str, Tensor]:
+        """Figures of this layer for ``handle.metrics()``, 0-d means over its weights; by default none."""
+        return {}
+
 
 @dataclass(frozen=True)
 class HardMask(WeightTransform):

@@ -87,7 +87,9 @@ class NMWeight(nn.Module):
                     with torch.no_grad():
                         getattr(self, name).copy_(value)
                 else:
-                    self.register_parameter(name, nn.Parameter(value))
+                    parameter = nn.Parameter(value)
+                    parameter.nm_learned = True  # type: ignore[attr-defined]  # so that an optimizer can tell it
+                    self.register_parameter(name, parameter)
         adapter = adapter_of(self)
         if adapter is not None:
             with torch.no_grad():
@@ -114,6 +116,15 @@ class NMWeight(nn.Module):
     def takes_part(self) -> bool:
         """True if the last backward passes gave the weight, or what is learned beside it, a gradient."""
         return self.weight.grad is not None or any(p.grad is not None for p in self.learned().values())
+
+    def learned_penalties(self) -> dict[str, Tensor]:
+        """Gradients of what is learned by the method's own loss term, by name."""
+        t = self.transform
+        return {} if t is None else dict(zip(t.learns, t.learned_penalty(self.master.detach(), *self._extras(t)), strict=False))
+
+    def watched(self) -> dict[str, Tensor]:
+        """Figures of the present transform, by name."""
+        return {} if self.transform is None else self.transform.watch(self.master.detach(), *self._extras(self.transform))
 
     def kept(self) -> Tensor:
         """Which weights the present transform does not prune, bool ``(out, in)``."""

@@ -19,6 +19,7 @@ from ..nn import NMWeight
 from ..optim import MaskedAdamW, Target
 from ..pattern import Pattern, RecipeError
 from .base import Recipe, Stage
+from .learned import add_penalties
 
 if TYPE_CHECKING:
     from .handle import Handle
@@ -122,6 +123,7 @@ class Attachment:
             if not layer.takes_part():
                 continue
             self.numel += layer.weight.numel()
+            add_penalties(layer, scale, negated)
             if stage.rule.masked and not stage.fixed:
                 self._masks[name] = layer.kept()
             if layer.weight.grad is None:

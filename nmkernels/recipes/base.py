@@ -36,6 +36,8 @@ class Stage:
             patterns of the layers, are then taken from the weights at the end of this stage and not from those of ``sparsify_``.
         adapter: the layers' low-rank adapters take part, where ``Recipe.adapter_rank`` gives them some.
         activation: the rule of the squared-ReLU activations, for a recipe with a ``final_activation``; None for dense ones.
+        part: where it differs from that of the stage before, what both hold is renewed, and its steps are counted from there; otherwise it
+            goes on as it is.
     """
 
     phase: int
@@ -47,6 +49,7 @@ class Stage:
     later: WeightTransform | None = None
     adapter: bool = False
     activation: ActivationRule | None = None
+    part: int = 0
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,11 @@ class Recipe:
 
     cost: ClassVar[str] = ""
     """What it adds to, or saves from, a dense training step."""
+
+    @property
+    def freezes(self) -> str:
+        """Whose gradients are off until the recipe ends: ``""`` nobody's, ``"weights"`` of its layers, ``"all"`` but what it learns."""
+        return ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "pattern", Pattern(self.pattern))

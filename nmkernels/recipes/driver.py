@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..autograd import WeightTransform
 from ..nn import NMWeight
@@ -18,6 +18,7 @@ from .base import Observed, Recipe, Stage, State
 from .channels import Channels
 from .fixed import FixedMasks
 from .held import Held
+from .learned import Standstill
 from .metrics import summed
 from .report import Report
 from .seeds import Seeds
@@ -45,7 +46,9 @@ class Driver:
         self._freeze("sparsify_")
         add_adapters(recipe, layers)
         self.apply(self.stage)
+        self._feed({})
         self.held.ensure({})
+        self.standstill = Standstill(model, layers, recipe.freezes)
 
     def _one(self, transform: WeightTransform) -> WeightTransform:
         # one object of each kind for the whole run: a compiled model guards on its identity
@@ -87,7 +90,7 @@ class Driver:
         self._calls = int(state["t"]) if "t" in state else 0
         if self.shares.adopt(state):
             self._refit("resume")
-        self.restage()
+        self.restage(resumed=True)
 
     def advance(self) -> None:
         """Let the schedule see the step that every attached optimizer has just done."""
@@ -111,40 +114,46 @@ class Driver:
                 self._begin()
             self.restage()
         else:
-            self._feed()
+            self._feed(self.state)
         if held_due and "held" in self.state:
-            self._renew()
+            self._renew(self._kept())
 
     def _begin(self) -> None:
         """The dense phase is over: what later stages take from the weights is taken from the present ones."""
         self._freeze("the sparse phase", anew=True)
         self.shares.save(self.state)
 
-    def _renew(self) -> None:
-        before = {name: layer.kept() for name, layer in self.layers.items()}
+    def _kept(self) -> dict[str, Tensor]:
+        return {name: layer.kept() for name, layer in self.layers.items()}
+
+    def _renew(self, before: dict[str, Tensor]) -> None:
         self.held.renew(self.state)
         self._primary().add_flips(torch.stack([(layer.kept() ^ before[name]).sum() for name, layer in self.layers.items()]).sum())
 
-    def _feed(self) -> None:
+    def _feed(self, state: State) -> None:
         transform = self.stage.transform
         if transform is None or not transform.reads:
             return
-        values = {name: value for name, value in self.recipe.inputs(self.state).items() if name in transform.reads}
+        values = {name: value for name, value in self.recipe.inputs(state).items() if name in transform.reads}
         if values:
             for layer in self.layers.values():
                 layer.feed(values)
 
-    def restage(self) -> None:
-        """Bring layers and optimizers in line with the schedule's state."""
+    def restage(self, resumed: bool = False) -> None:
+        """Bring layers and optimizers in line with the schedule's state; what a ``resumed`` one holds is right as it is."""
         stage = self.recipe.stage(self.state)
         self.seeds.adopt(self.state)
+        before = self._kept() if "held" in self.state and stage.part != self.stage.part and not resumed else None
         if stage.fixed:
             self.fixed.ensure(self.state, self._optimizers)
         else:
             self.fixed.forget()
         self.apply(stage)
-        self.held.ensure(self.state)
-        self._feed()
+        self._feed(self.state)
+        if before is not None and self.held.begin(self.state):
+            self._renew(before)
+        else:
+            self.held.ensure(self.state)
 
     def apply(self, stage: Stage) -> None:
         """Set what every layer and optimizer does from now on."""

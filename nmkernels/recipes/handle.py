@@ -155,6 +155,7 @@ class Handle(Driver):
                 self.fixed.permute_({})
             make_nm(self.layers, self._final_transforms())
         self._detach()
+        self.standstill.end()
         self.finished = True
         if self.recipe.final == "dense":
             self.remove()
@@ -177,6 +178,7 @@ class Handle(Driver):
         The handle has no further use: ``sparsify_`` the model again to go on.
         """
         self._detach()
+        self.standstill.end()
         self.finished = True
         self.activations.restore()
         return densify_(self.model)

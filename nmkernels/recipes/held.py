@@ -41,6 +41,14 @@ class Held:
             state["held_steps"] = 0
             self.renew(state)
 
+    def begin(self, state: State) -> bool:
+        """Count the steps of a new stage from 0; True if what the last one held goes on in it and is to be renewed."""
+        wanted = {name: set(layer.transform.holds) for name, layer in self.layers.items() if layer.transform is not None}
+        same = "held" in state and any(wanted.values()) and all(set(state["held"].get(name, {})) == names for name, names in wanted.items())
+        if same:
+            state["held_steps"] = 0
+        return same
+
     def advance(self, state: State, every: int) -> bool:
         """Count one applied step; True if it was the ``every``-th since the last renewal, 0 for none."""
         if "held" not in state:

@@ -38,7 +38,7 @@ def figures(
     numel = sum(a.numel for a in parts)
     s = dict(zip(ops.STATS, summed(a.stats for a in parts if a.stats is not None), strict=True))
     grads = s["pruned_grad_abs"]
-    own = recipe.metrics(state or {})
+    own = {**recipe.metrics(state or {}), **_watched(layers)}
     ratio = torch.where(grads > 0, own.get("decay", stage.rule.decay) * s["pruned_abs"] / grads, 0.0)
     # the optimizer counts what M(W) ⊙ W would leave; any other transform has to be asked
     density = s["nonzeros"] / numel if stage.transform is None or isinstance(stage.transform, HardMask) else _density(layers)
@@ -50,6 +50,15 @@ def figures(
 def _kept_gain(state: State) -> dict[str, Tensor]:
     gains = [after / before - 1 for before, after in state.get("kept", {}).values() if before]
     return {"kept_gain": torch.tensor(sum(gains) / len(gains), dtype=torch.float64)} if gains else {}
+
+
+def _watched(layers: dict[str, NMWeight]) -> dict[str, Tensor]:
+    """The transforms' own figures, each the mean over all weights of the layers that have it."""
+    seen: dict[str, list[tuple[Tensor, int]]] = {}
+    for layer in layers.values():
+        for name, value in layer.watched().items():
+            seen.setdefault(name, []).append((value.double(), layer.weight.numel()))
+    return {name: torch.stack([v * n for v, n in parts]).sum() / sum(n for _, n in parts) for name, parts in seen.items()}
 
 
 def _density(layers: dict[str, NMWeight]) -> Tensor:

@@ -2,7 +2,7 @@
 
 import copy
 import io
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import pytest
@@ -133,6 +133,30 @@ def test_held_masks_change_only_when_renewed(kind):
     changed = [t for t in range(1, 12) if not torch.equal(seen[t], seen[t - 1])]
     assert changed and set(changed) <= {4, 8} and all((f > 0) == (t % 4 == 3) for t, f in enumerate(flips))
     assert "nm_mask" not in "".join(model.state_dict()) and handle.state["held_steps"] == 12
+
+
+@dataclass(frozen=True)
+class Parted(Toy):
+    """A second part begins after three steps."""
+
+    def start(self, group):
+        return {"t": 0}
+
+    def advance(self, state, observed):
+        state["t"] += 1
+        return state["t"] == 3
+
+    def stage(self, state):
+        return replace(super().stage(state), part=int(state.get("t", 0) >= 3))
+
+
+def test_held_tensors_are_renewed_where_a_part_begins_and_counted_from_there():
+    model, handle, optimizer = started(Parted(renew=2))
+    numbers = [model[0].nm_number.item()]
+    for batch in DATA[:8]:
+        step(model, optimizer, batch)
+        numbers.append(model[0].nm_number.item())
+    assert [t for t in range(1, 9) if numbers[t] != numbers[t - 1]] == [2, 3, 5, 7] and handle.state["held_steps"] == 5
 
 
 def test_held_decay_uses_the_held_mask():

@@ -1,0 +1,210 @@
+"""What is learned beside the weights: parameter groups, a loss term of the method's own, and parameters that stand still."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+import nmkernels as nm
+from nmkernels.autograd import WeightTransform
+from nmkernels.optim import MaskedAdamW
+from nmkernels.pattern import Pattern, RecipeError
+from nmkernels.recipes import Recipe, Stage
+from nmkernels.recipes.learned import learned_apart
+from python_tests.recipes.loop import batches, loss_of, mlp
+
+DATA = batches(4, torch.float64)
+
+
+@dataclass(frozen=True)
+class Gain(WeightTransform):
+    """W̃ = a W with a learned, pulled by a loss term −3 a² of its own."""
+
+    reads: ClassVar = ("nm_gain",)
+    learns: ClassVar = ("nm_gain",)
+    by_magnitude: ClassVar = False
+
+    def start(self, weight):
+        return {"nm_gain": torch.ones((), dtype=weight.dtype)}
+
+    def __call__(self, weight, gain, out=None):
+        return weight * gain.detach()
+
+    def gradient(self, g, weight, gain):
+        return None
+
+    def learn(self, g, weight, gain):
+        return ((g * weight).sum(),)
+
+    def learned_penalty(self, weight, gain):
+        return (-6 * gain.detach(),)
+
+    def watch(self, weight, gain):
+        return {"gain": gain.detach()}
+
+
+@dataclass(frozen=True)
+class Toy(Recipe):
+    freezing: str = "weights"
+    name: ClassVar = "toy"
+    final: ClassVar = "dense"
+
+    @property
+    def freezes(self):
+        return self.freezing
+
+    def stage(self, state):
+        return Stage(phase=1, transform=Gain(Pattern(self.pattern)))
+
+
+def started(make, **options):
+    model = mlp()
+    handle = nm.sparsify_(model, Toy(**options))
+    return model, handle, handle.attach(make(model.parameters()))
+
+
+def sgd(params, **keywords):
+    return torch.optim.SGD(params, lr=1.0, **keywords)
+
+
+def change(model, optimizer, parts=1, scaler=None, clip=None):
+    """By how much one step changes the gain of the first layer."""
+    before = model[0].nm_gain.item()
+    for x, y in zip(DATA[0][0].chunk(parts), DATA[0][1].chunk(parts), strict=True):
+        loss = loss_of(model, (x, y)) / parts
+        (loss if scaler is None else scaler.scale(loss)).backward()
+    if clip:
+        nn.utils.clip_grad_norm_(model.parameters(), clip)
+    if scaler is None:
+        optimizer.step()
+    else:
+        scaler.step(optimizer)
+    return model[0].nm_gain.item() - before
+
+
+# ---- the loss term
+
+
+def test_the_loss_term_is_added_once_per_step():
+    model, _, optimizer = started(sgd)
+    loss_of(model, DATA[0]).backward()
+    g = model[0].nm_gain.grad.item()
+    optimizer.step()
+    assert model[0].nm_gain.item() == pytest.approx(1 - g + 6)
+    for parts in (2, 4):
+        model, _, optimizer = started(sgd)
+        assert change(model, optimizer, parts) == pytest.approx(6 - g)
+
+
+def test_clipping_does_not_touch_it():
+    model, _, optimizer = started(sgd)
+    assert change(model, optimizer, clip=1e-12) == pytest.approx(6, abs=1e-9)
+
+
+def test_maximize_turns_only_the_loss():
+    model, _, optimizer = started(sgd)
+    g = 6 - change(model, optimizer)
+    model, _, optimizer = started(lambda p: sgd(p, maximize=True))
+    assert change(model, optimizer) == pytest.approx(6 + g)
+
+
+@pytest.mark.parametrize("make", [MaskedAdamW, torch.optim.AdamW, sgd])
+def test_a_scaler_does_not_scale_it(make):
+    def end(scale):
+        model, _, optimizer = started(lambda p: make(p) if make is sgd else make(p, lr=1.0, eps=1.0))
+        return change(model, optimizer, scaler=None if scale is None else torch.amp.GradScaler("cpu", init_scale=scale))
+
+    assert end(256.0) == pytest.approx(end(None), rel=1e-6)
+
+
+def test_a_closure_gets_it_too():
+    model, _, optimizer = started(sgd)
+    want = change(model, optimizer)
+    model, _, optimizer = started(sgd)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of(model, DATA[0])
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert model[0].nm_gain.item() - 1 == pytest.approx(want)
+
+
+def test_what_does_not_run_gets_none():
+    model, handle, optimizer = started(sgd)
+    model[0].nm_gain.requires_grad_(False)
+    assert change(model, optimizer) == 0 and model[2].nm_gain.item() != 1
+    assert handle.metrics()["gain"].item() == pytest.approx((512 * 1 + 1024 * model[2].nm_gain.item()) / 1536)
+
+
+# ---- parameters that stand still
+
+
+@pytest.mark.parametrize(("freezing", "still"), [("", 0), ("weights", 2), ("all", 6)])
+@pytest.mark.parametrize("end", ["finish", "remove"])
+def test_parameters_stand_still_until_the_end(freezing, still, end):
+    model, handle, optimizer = started(lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.5), freezing=freezing)
+    dense = {name: p for name, p in model.named_parameters() if ".nm_" not in name}
+    assert sum(not p.requires_grad for p in dense.values()) == still
+    before = {name: p.detach().clone() for name, p in dense.items()}
+    for batch in DATA:
+        optimizer.zero_grad(set_to_none=False)
+        loss_of(model, batch).backward()
+        optimizer.step()
+    moved = {name for name, p in dense.items() if not torch.equal(p, before[name])}
+    swapped = {"0.weight", "2.weight"}
+    assert moved == {"": set(dense) - swapped, "weights": set(dense) - swapped, "all": set()}[freezing]
+    getattr(handle, end)()
+    assert all(p.requires_grad for p in dense.values())
+
+
+def test_what_was_frozen_before_stays_frozen():
+    model = mlp()
+    model[4].bias.requires_grad_(False)
+    handle = nm.sparsify_(model, Toy(freezing="all"))
+    handle.remove()
+    assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["4.bias"]
+
+
+def test_zeros_left_in_a_gradient_do_not_decay_a_still_weight():
+    model = mlp()
+    loss_of(model, DATA[0]).backward()
+    handle = nm.sparsify_(model, Toy())
+    optimizer = handle.attach(torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5))
+    optimizer.zero_grad(set_to_none=False)
+    before = model[0].weight.detach().clone()
+    loss_of(model, DATA[0]).backward()
+    optimizer.step()
+    assert torch.equal(model[0].weight, before) and model[0].weight.grad is None
+
+
+# ---- parameter groups
+
+
+def names_of(model, groups):
+    known = {id(p): name for name, p in model.named_parameters()}
+    return [sorted(known[id(p[1] if isinstance(p, tuple) else p)] for p in group["params"]) for group in groups]
+
+
+def test_learned_parameters_stand_apart_in_every_form():
+    model = mlp()
+    nm.sparsify_(model, Toy())
+    learned, rest = ["0.nm_gain", "2.nm_gain"], sorted(name for name, _ in model.named_parameters() if ".nm_" not in name)
+    for params in (model.parameters(), list(model.named_parameters()), [{"params": model.parameters()}]):
+        groups = learned_apart("X", params, 0.1, 10.0)
+        assert names_of(model, groups) == [rest, learned] and "lr" not in groups[0] and groups[1]["lr"] == pytest.approx(1.0)
+        torch.optim.AdamW(groups, lr=0.1)
+    split = [{"params": [model[0].weight, model[0].nm_gain], "weight_decay": 0.1}, {"params": [model[2].nm_gain], "lr": 0.5}]
+    groups = learned_apart("X", split, 0.1, 10.0)
+    assert names_of(model, groups) == [["0.weight"], ["0.nm_gain"], ["2.nm_gain"]]
+    assert [g.get("lr") for g in groups] == [None, 1.0, 5.0] and groups[1]["weight_decay"] == 0.1
+    assert learned_apart("X", [{"params": model[0].nm_gain}], 0.1, 10.0)[0]["lr"] == 1.0
+
+
+def test_an_optimizer_built_too_early_is_refused():
+    with pytest.raises(RecipeError, match="sparsify_ first"):
+        learned_apart("X", mlp().parameters(), 0.1, 10.0)
