@@ -4,6 +4,7 @@ from .activation import SplitRule, sparse_relu2, split, split_linear
 from .anchor import Anchored, AnchoredMask
 from .annealed import AnnealedMask
 from .blocks import OBJECTIVES, BlockColumns
+from .combinations import BestCandidate, CandidateMask, GumbelMask, LikeliestMask, combination_count
 from .dgrad import CRITERIA, BiMasked, DoublePruned
 from .linear import linear, linear_compressed
 from .plan import STRAIGHT_THROUGH, GemmPlan, packed_inference
@@ -21,17 +22,22 @@ __all__ = [
     "AnnealedMask",
     "BiMasked",
     "BlockColumns",
+    "BestCandidate",
+    "CandidateMask",
     "DecayedMask",
     "DoublePruned",
     "GemmPlan",
+    "GumbelMask",
     "HardMask",
     "PartlyDense",
     "SoftQuery",
+    "LikeliestMask",
     "SoftThreshold",
     "SplitRule",
     "TransposableMask",
     "StrideMask",
     "WeightTransform",
+    "combination_count",
     "linear",
     "linear_compressed",
     "packed_inference",

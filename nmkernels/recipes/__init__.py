@@ -15,6 +15,8 @@ from .distill import distill_loss
 from .fst import FST
 from .handle import Handle
 from .layerwise import LayerWise
+from .lbc import LBC
+from .maskllm import MaskLLM
 from .maxq import MaxQ
 from .mdgf import MdGf
 from .permutation import Found, search_permutation
@@ -35,6 +37,7 @@ __all__ = [
     "AST",
     "Activation24",
     "FST",
+    "LBC",
     "SRSTE",
     "SSTE",
     "STE",
@@ -50,6 +53,7 @@ __all__ = [
     "LayerWise",
     "MaxQ",
     "LayerFlops",
+    "MaskLLM",
     "MdGf",
     "Observed",
     "ProxSparse",

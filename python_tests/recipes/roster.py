@@ -1,7 +1,7 @@
 """The list of recipes that the conformance suite runs; a new recipe joins by one entry.
 
-``loop(params, data, streams)`` trains the same float64 problem by independent code and returns the parameters; ``streams`` are the
-keys of the layers' random streams where the recipe has some.
+``loop(params, data, streams)`` trains the same float64 problem by independent code and returns the parameters, those that the recipe has
+added (``"0.nm_logits"``) included; ``streams`` are the keys of the layers' random streams where the recipe has some.
 """
 
 from collections.abc import Callable
@@ -15,6 +15,7 @@ from nmkernels.recipes import (
     ASP,
     AST,
     FST,
+    LBC,
     SRSTE,
     SSTE,
     STE,
@@ -25,6 +26,7 @@ from nmkernels.recipes import (
     Complementary,
     Dense,
     LayerWise,
+    MaskLLM,
     MaxQ,
     MdGf,
     ProxSparse,
@@ -34,6 +36,7 @@ from nmkernels.recipes import (
 )
 from python_tests.recipes import loop_dgrad, loop_inner
 from python_tests.recipes import loop_layerwise as layerwise
+from python_tests.recipes import loop_learned as learned
 from python_tests.recipes import loop_used as used
 from python_tests.recipes.loop import SPARSE, Adam, Step, train
 from python_tests.recipes.loop_act24 import act24
@@ -51,11 +54,16 @@ SWITCH = Step(t_min=2, t_max=7, threshold=1e-30, clamp=2.0)
 
 @dataclass(frozen=True)
 class Entry:
-    """One recipe of ``STEPS`` steps, the loop that it must equal, and where it is interrupted."""
+    """One recipe of ``STEPS`` steps, the loop that it must equal, and where it is interrupted.
+
+    ``tied``: it ranks numbers that are equal but for rounding (all scores begin equal, and Adam's first step is ±lr), so that fp32 and
+    float64 choose differently.
+    """
 
     recipe: Recipe
     loop: Callable[[dict[str, Any], list[Any], dict[str, int] | None], dict[str, Any]]
     cuts: tuple[int, ...] = (7,)
+    tied: bool = False
 
     @property
     def any_optimizer(self) -> bool:
@@ -75,6 +83,11 @@ class Entry:
     def spaced(self) -> bool:
         """Whether the groups are no neighbours, so that a finished weight is N:M only in another order of its columns."""
         return isinstance(self.recipe, Complementary)
+
+    @property
+    def still(self) -> bool:
+        """Whether the swapped weights are not trained at all."""
+        return self.recipe.freezes != ""
 
 
 def hard(decay: float = 0.0, step: Step | None = None, n: int = 2) -> Any:
@@ -141,6 +154,17 @@ def slope(recipe: SLoPe, cuts: tuple[int, ...] = (7,)) -> Entry:
     return Entry(recipe, run, cuts)
 
 
+def maskllm(total: int = STEPS, **options: Any) -> Entry:
+    # a low temperature makes of a rounding another mask, so most runs here stop where the masks are still mixtures
+    recipe = MaskLLM(options.pop("pattern", "2:4"), total, lr_multiplier=1.0, seed=3, **options)
+    return Entry(recipe, lambda p, d, s: learned.maskllm(p, d, recipe, total))
+
+
+def lbc(pattern: str = "2:4", begin: int = 2, end: int = 14, **options: Any) -> Entry:
+    recipe = LBC(pattern, STEPS, begin=begin, end=end, **options)
+    return Entry(recipe, lambda p, d, s: learned.lbc(p, d, recipe, begin, end), (3, 7, 17), tied=recipe.forward == "top_n")
+
+
 ROSTER = {
     "dense": Entry(Dense(), hard(n=4)),
     "ste": Entry(STE("2:4"), hard()),
@@ -192,6 +216,11 @@ ROSTER = {
     "slope": slope(SLoPe("2:4", STEPS, rank=2, lazy=0.3, refresh=6, seed=1), (6, 13, 14, 17)),
     "slope_adapters": slope(SLoPe("1:4", STEPS, rank=3, lazy=1.0, refresh=0, seed=2)),
     "slope_plain": slope(SLoPe("1:8", rank=0, refresh=1)),
+    "maskllm": maskllm(tau_end=1.0),
+    "maskllm_others": maskllm(pattern="1:4", others="trained", tau_end=1.0, weight_reg=1e-3, weight_reg_schedule="linear"),
+    "maskllm_hard": maskllm(pattern="1:8", hard=True, tau_end=2.0, prior_strength=0.0, others="trained"),
+    "lbc": lbc(),
+    "lbc_top_n": lbc("1:4", forward="top_n", grad="ste", exponent=4),
     "sdgf_densify": sdgf(SdGf("1:2", STEPS, schedule="densify", dense=0.2), [(1, 16), (1, 8), (1, 4), (1, 2)], [4, 8, 12, 16]),
     "ast": Entry(AST("2:4", STEPS, decay=0.5, every=4), lambda p, d, s: ast(p, d, 2, 4, 0.5, 5, 4), (3, 7, 12)),
     "ast_gradient": Entry(

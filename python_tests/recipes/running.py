@@ -6,6 +6,8 @@ import torch
 from torch import nn
 
 import nmkernels as nm
+from nmkernels.nn import ADAPTER
+from python_tests.recipes.adapters import without_adapters
 from python_tests.recipes.loop import Adam, batches, loss_of, mlp, snapshot
 from python_tests.recipes.roster import STEPS
 
@@ -51,8 +53,13 @@ def figures(handle):
 
 
 def dense_part(model):
-    """All parameters but those that the recipe has added."""
-    return {name: p for name, p in snapshot(model).items() if ".nm_" not in name}
+    """The dense model's parameters, without those that the recipe has added; what an adapter adds is put into its weight."""
+    return {name: p for name, p in without_adapters(model).items() if ".nm_" not in name}
+
+
+def learned_part(model):
+    """The parameters that the recipe has added for itself, adapters apart."""
+    return {name: p for name, p in snapshot(model).items() if ".nm_" in name and name.rpartition(".")[2] not in ADAPTER}
 
 
 def through_a_file(*parts):

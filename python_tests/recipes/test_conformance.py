@@ -9,7 +9,8 @@ from torch import nn
 
 import nmkernels as nm
 from python_tests.copies import WAYS, copied
-from python_tests.recipes.adapters import dense_keys, without_adapters
+from python_tests.recipes import running
+from python_tests.recipes.adapters import dense_keys
 from python_tests.recipes.loop import Adam, distance, loss_of, mlp, snapshot
 from python_tests.recipes.roster import ROSTER, STEPS, SWITCH
 from python_tests.recipes.running import DATA, DATA32, F32, activation_of, figures, net, optimizer_of, run, start, step, through_a_file
@@ -24,15 +25,18 @@ ENDING = pytest.mark.filterwarnings("ignore:finish. the recipe")
 @ENTRIES
 def test_trajectory(entry):
     model, handle, optimizer = start(entry.recipe)
+    params = {**snapshot(mlp()), **running.learned_part(model)}
     streams = {f"{name}.weight": int(layer.seed[0]) for name, layer in handle.layers.items()} if entry.draws else None
     for batch in DATA:
         step(model, optimizer, batch)
-    assert distance(snapshot(model), entry.loop(snapshot(mlp()), DATA, streams)) < 1e-10
+    assert distance(snapshot(model), entry.loop(params, DATA, streams)) < 1e-10
     assert SWITCH.t_max < STEPS / 2, "the switch lies inside"
 
 
 @ENTRIES
 def test_fp32_agrees_with_float64(entry):
+    if entry.tied:
+        pytest.skip("rounding decides between equal scores")
     model, _, _ = run(entry.recipe, F32, DATA32)
     wide = [(x.double(), y.double()) for x, y in DATA32]
     want, _, optimizer = start(entry.recipe)
@@ -191,11 +195,12 @@ def test_deployable_disturbs_nothing(entry):
 @ENTRIES
 def test_remove_gives_the_dense_model_back(entry):
     model, handle, optimizer = run(entry.recipe, F32, DATA32[:9])
-    before, params = without_adapters(model), [p for name, p in model.named_parameters() if name in dict(mlp().named_parameters())]
+    before, params = running.dense_part(model), [p for name, p in model.named_parameters() if name in dict(mlp().named_parameters())]
     assert handle.remove() is model and all(type(model[i]) is nn.Linear for i in (0, 2, 4))
     assert all(p is q for p, q in zip(model.parameters(), params, strict=True)) and distance(snapshot(model), before) == 0.0
     assert list(model.state_dict()) == list(mlp().state_dict()) and vars(model[0]).keys() == vars(mlp()[0]).keys()
     assert "nm_recipe" not in optimizer.param_groups[0] and not optimizer._optimizer_step_pre_hooks
+    assert all(p.requires_grad for p in params)
     step(model, optimizer, DATA32[9])
 
 
@@ -212,7 +217,8 @@ def test_frozen_layer_stays_and_the_rest_learns(entry):
     for batch in DATA32:
         step(model, optimizer, batch)
     kept = masked if handle.stage.fixed else mlp(F32)[0].weight
-    assert torch.equal(model[0].weight, kept) and not torch.equal(model[2].weight, mlp(F32)[2].weight)
+    assert torch.equal(model[0].weight, kept)
+    assert torch.equal(model[2].weight, mlp(F32)[2].weight) == entry.still
     assert all(torch.isfinite(v).all() for v in handle.metrics().values())
 
 
@@ -244,7 +250,8 @@ def test_bf16_autocast(entry):
             y = model(batch[0])
         loss = nn.functional.mse_loss(y.float(), batch[1])
         loss.backward()
-        assert y.dtype == torch.bfloat16 and model[0].weight.grad.dtype == F32
+        assert y.dtype == torch.bfloat16
+        assert model[0].weight.grad is None if entry.still else model[0].weight.grad.dtype == F32
         optimizer.step()
         losses.append(loss.item())
     assert min(losses[-5:]) < losses[0]

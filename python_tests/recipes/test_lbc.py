@@ -1,0 +1,142 @@
+"""LBC: its schedule, and what happens to combinations, scores and weights on the way."""
+
+import math
+
+import pytest
+import torch
+
+import nmkernels as nm
+from nmkernels.pattern import CheckpointError, PatternError, RecipeError
+from nmkernels.recipes import LBC
+from python_tests.recipes.loop import batches, loss_of, mlp, snapshot
+
+DATA = batches(20, torch.float32)
+
+
+def started(recipe):
+    model = mlp(torch.float32)
+    handle = nm.sparsify_(model, recipe)
+    return model, handle, handle.attach(recipe.optimizer(model.parameters(), lr=1e-2))
+
+
+def step(model, optimizer, batch):
+    optimizer.zero_grad()
+    loss_of(model, batch).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("pattern", ["2:4", "1:4", "1:16", "2:8", "2:16"])
+@pytest.mark.parametrize("exponent", [1, 3, 4, 0.5])
+@pytest.mark.parametrize(("begin", "end"), [(0, 60), (7, 50)])
+def test_schedule_is_the_equation(pattern, exponent, begin, end):
+    recipe = LBC(pattern, begin=begin, end=end, exponent=exponent)
+    count = math.comb(recipe.pattern.m, recipe.pattern.n)
+    for t in range(end + 5):
+        x = min(max((t - begin) / (end - begin), 0.0), 1.0)
+        assert recipe.remaining(t) == 1 + math.ceil((count - 1) * (1 - x) ** exponent - 1e-9)
+    assert recipe.remaining(begin) == count and recipe.remaining(end) == 1 and recipe.remaining(end - 1) > 1
+
+
+def test_begin_and_end_as_shares():
+    assert LBC("2:4", total_steps=120).removals()[-1] == 60 == LBC("2:4", begin=0, end=60).removals()[-1]
+
+
+def test_combinations_go_and_stay_away():
+    model, handle, optimizer = started(LBC("2:4", begin=2, end=14))
+    layer, seen = model[0], []
+    for t, batch in enumerate(DATA):
+        alive = layer.nm_alive.clone()
+        assert (alive.sum(1) == handle.recipe.remaining(t)).all() and handle.metrics().get("combinations", 6) == alive[0].sum()
+        assert not seen or (alive <= seen[-1]).all()
+        seen.append(alive)
+        step(model, optimizer, batch)
+    assert seen[0].all() and (seen[-1].sum(1) == 1).all()
+
+
+def test_the_worst_scores_go():
+    model, _, optimizer = started(LBC("2:4", begin=2, end=14))
+    for batch in DATA[:16]:
+        before = model[0].nm_alive.clone()
+        step(model, optimizer, batch)
+        now, scores = model[0].nm_alive, model[0].nm_scores.detach()
+        gone = before & ~now
+        if gone.any():
+            worst_kept = scores.masked_fill(~now, math.inf).amin(1)
+            best_gone = scores.masked_fill(~gone, -math.inf).amax(1)
+            assert (best_gone <= worst_kept).all()
+
+
+def test_training_begins_dense_and_thins_out():
+    model, handle, optimizer = started(LBC("2:4", begin=2, end=14))
+    assert torch.equal(model[0].used_weight(), model[0].weight.detach())
+    densities, flips = [], []
+    for batch in DATA:
+        step(model, optimizer, batch)
+        figures = handle.metrics()
+        densities.append(figures["density"].item())
+        flips.append(figures["flip_rate"].item())
+    assert densities[0] == 1.0 and densities == sorted(densities, reverse=True) and densities[13:] == [0.5] * 7
+    drops = [a - b for a, b in zip([1.0, *densities], densities, strict=False)]
+    assert flips == pytest.approx(drops)
+
+
+def test_scores_rest_once_one_is_left_and_weights_go_on():
+    model, handle, optimizer = started(LBC("2:4", begin=0, end=4))
+    for batch in DATA[:4]:
+        step(model, optimizer, batch)
+    assert handle.stage.phase == 2
+    scores, weight, used = model[0].nm_scores.detach().clone(), model[0].weight.detach().clone(), model[0].used_weight() != 0
+    for batch in DATA[4:]:
+        step(model, optimizer, batch)
+    assert torch.equal(model[0].nm_scores, scores) and not torch.equal(model[0].weight, weight)
+    assert torch.equal(model[0].used_weight() != 0, used)
+    handle.finish()
+    assert torch.equal(model[0].weight != 0, used) and nm.ops.is_nm(model[0].weight.detach(), "2:4")
+
+
+def test_finishing_early_takes_the_best_that_remains():
+    model, handle, optimizer = started(LBC("1:4", begin=0, end=18))
+    for batch in DATA[:9]:
+        step(model, optimizer, batch)
+    best = model[0].nm_scores.detach().masked_fill(~model[0].nm_alive, -math.inf).argmax(1)
+    with pytest.warns(UserWarning, match="still has 2 combinations"):
+        handle.finish()
+    assert torch.equal((model[0].weight != 0).reshape(-1, 4).int().argmax(1), best)
+
+
+def test_the_gradient_rule_does_not_matter_to_what_the_union_computes():
+    ends = []
+    for grad in ("chain", "ste"):
+        model, handle, optimizer = started(LBC("2:4", begin=0, end=14, grad=grad))
+        for batch in DATA:
+            step(model, optimizer, batch)
+        handle.finish()
+        ends.append(snapshot(model))
+    assert all(torch.equal(ends[0][k], ends[1][k]) for k in ends[0])
+
+
+def test_top_n_is_sparse_from_the_first_step():
+    model, _, optimizer = started(LBC("2:8", begin=0, end=14, forward="top_n"))
+    for batch in DATA:
+        assert nm.ops.is_nm(model[0].used_weight(), "2:8")
+        step(model, optimizer, batch)
+
+
+@pytest.mark.parametrize("pattern", ["4:4", "1:1"])
+def test_a_single_combination_is_the_whole_group(pattern):
+    model, handle, optimizer = started(LBC(pattern, begin=0, end=4))
+    step(model, optimizer, DATA[0])
+    assert handle.metrics()["combinations"] == 1 and handle.metrics()["density"] == 1.0
+    handle.finish()
+
+
+def test_errors():
+    with pytest.raises(PatternError, match="12870"):
+        LBC("8:16", total_steps=10)
+    for options in ({"end": 0.5}, {"begin": 10}, {"exponent": 0.0}, {"forward": "soft"}, {"grad": "x"}):
+        with pytest.raises(RecipeError):
+            LBC("2:4", **{"end": 10, **options})
+    _, handle, _ = started(LBC("2:4", end=10))
+    _, other, _ = started(LBC("2:4", end=12))
+    with pytest.raises(CheckpointError, match="end is 10 there and 12 here"):
+        other.load_state_dict(handle.state_dict())
