@@ -83,10 +83,16 @@ class CompressedLinear(nn.Module):
 
     @classmethod
     def from_compressed(
-        cls, c: ops.Compressed, bias: Tensor | None = None, layout: str = "linear", keep_dense: bool = False
+        cls,
+        c: ops.Compressed,
+        bias: Tensor | None = None,
+        layout: str = "linear",
+        keep_dense: bool = False,
+        adapter: tuple[Tensor, Tensor] | None = None,
+        columns: Tensor | None = None,
     ) -> CompressedLinear:
         """The layer that multiplies ``c``; the same as the constructor, for symmetry with ``from_dense``."""
-        return cls(c, bias, layout, keep_dense)
+        return cls(c, bias, layout, keep_dense, adapter, columns)
 
     @property
     def adapter(self) -> tuple[nn.Parameter, nn.Parameter] | None:

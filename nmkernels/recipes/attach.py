@@ -204,10 +204,12 @@ class Attachment:
         if type(recipe).settle is Recipe.settle or self.handle.stage.fixed:
             return
         skipped = getattr(self.optimizer, "found_inf", None)
+        rates = {id(p): group["lr"] for group in self.optimizer.param_groups for p in group["params"]}
         for layer in self.layers.values():
-            if layer.weight.grad is None:
+            # load_state_dict(assign=True) gives the layer another Parameter than the one that this optimizer updates
+            if layer.weight.grad is None or id(layer.weight) not in rates:
                 continue
-            w, lr = layer.master, group_of(self.optimizer, {"": layer})["lr"]
+            w, lr = layer.master, rates[id(layer.weight)]
             new = recipe.settle(self.handle.state, w.detach(), lr)
             if new is not None:
                 w.copy_(new if skipped is None else torch.where(skipped.reshape(()).to(w.device) == 0, new, w))

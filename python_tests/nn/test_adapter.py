@@ -31,6 +31,15 @@ def test_the_layer_adds_its_adapter(dtype, keep_dense):
     assert_no_worse(layer(x), dense, F.linear(x.double(), weight, layer.bias.double()))
 
 
+def test_with_an_order_of_columns_the_adapter_reads_the_inputs_in_their_own():
+    layer, _ = layer_of(torch.float64)
+    columns = torch.randperm(32)
+    other = nm.CompressedLinear.from_compressed(layer.weight, layer.bias, adapter=layer.adapter, columns=columns)
+    x = torch.randn(5, 32, dtype=torch.float64)
+    plain = F.linear(x[:, columns], layer.weight.dense(), layer.bias)
+    torch.testing.assert_close(other(x), add_adapter(plain, x, *layer.adapter))
+
+
 def test_gradients_reach_the_adapter_and_the_input():
     layer, weight = layer_of(torch.float64)
     x = torch.randn(5, 32, dtype=torch.float64, requires_grad=True)
