@@ -12,6 +12,7 @@ from nmkernels.pattern import RecipeError, ShapeError
 from nmkernels.recipes import AST, STEP, distill_loss
 from python_tests.recipes.loop import Adam, batches, distance, loss_of, mlp, snapshot, top_n
 from python_tests.recipes.loop_ast import ast
+from python_tests.recipes.running import step
 
 F64 = torch.float64
 
@@ -20,12 +21,6 @@ def start(recipe, **extra):
     model = mlp()
     handle = nm.sparsify_(model, recipe)
     return model, handle, handle.attach(recipe.optimizer(model.parameters(), **{**Adam().keywords, **extra}))
-
-
-def step(model, optimizer, batch):
-    optimizer.zero_grad()
-    loss_of(model, batch).backward()
-    optimizer.step()
 
 
 def test_annealing_is_linear_and_then_constant():

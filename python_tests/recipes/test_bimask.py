@@ -8,6 +8,7 @@ import nmkernels as nm
 from nmkernels.pattern import RecipeError
 from nmkernels.recipes import SRSTE, BiMask
 from python_tests.recipes.loop import Adam, batches, distance, loss_of, mlp, snapshot
+from python_tests.recipes.running import step
 
 DATA = batches(12, torch.float32)
 
@@ -16,12 +17,6 @@ def started(recipe, model=None):
     model = model or mlp(torch.float32)
     handle = nm.sparsify_(model, recipe)
     return model, handle, handle.attach(recipe.optimizer(model.parameters(), **Adam().keywords))
-
-
-def step(model, optimizer, batch):
-    optimizer.zero_grad()
-    loss_of(model, batch).backward()
-    optimizer.step()
 
 
 def orders(handle):

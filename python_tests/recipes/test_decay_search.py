@@ -11,6 +11,7 @@ from nmkernels.pattern import RecipeError
 from nmkernels.recipes import FST, SRSTE, STEP, Dense, search_decay
 from python_tests.recipes.loop import SPARSE, Adam, batches, distance, loss_of, mlp, snapshot
 from python_tests.recipes.loop_fst import transposable
+from python_tests.recipes.running import step
 
 F32 = torch.float32
 DATA = batches(12, F32)
@@ -20,12 +21,6 @@ ANY = (0.0, 100.0)
 
 def make(params):
     return torch.optim.AdamW(params, **Adam().keywords)
-
-
-def step(model, optimizer, batch):
-    optimizer.zero_grad()
-    loss_of(model, batch).backward()
-    optimizer.step()
 
 
 def counted(model, optimizer, first, mask, stride=1):

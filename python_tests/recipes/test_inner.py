@@ -6,22 +6,11 @@ import torch
 import nmkernels as nm
 from nmkernels.recipes import ASP, SRSTE, STE, STEP, Dense, MdGf, SdGf
 from nmkernels.recipes.text import parse
-from python_tests.recipes.loop import SPARSE, Adam, batches, distance, loss_of, mlp, snapshot
+from python_tests.recipes.loop import SPARSE, batches, distance, snapshot
 from python_tests.recipes.loop_used import soft
+from python_tests.recipes.running import start, step
 
 DATA = batches(20)
-
-
-def start(recipe, dtype=torch.float64, seed=0):
-    model = mlp(dtype, seed)
-    handle = nm.sparsify_(model, recipe)
-    return model, handle, handle.attach(recipe.optimizer(model.parameters(), **Adam().keywords))
-
-
-def step(model, optimizer, batch):
-    optimizer.zero_grad()
-    loss_of(model, batch).backward()
-    optimizer.step()
 
 
 def trained(recipe, data=DATA):

@@ -10,7 +10,8 @@ from torch import nn
 import nmkernels as nm
 from nmkernels.recipes import ASP, SRSTE, SSTE, STE, STEP, Dense, LayerWise, MdGf, SdGf
 from python_tests.recipes import loop_layerwise as layerwise
-from python_tests.recipes.loop import SPARSE, Adam, batches, distance, loss_of, mlp, snapshot, top_n
+from python_tests.recipes.loop import SPARSE, Adam, batches, distance, mlp, snapshot, top_n
+from python_tests.recipes.running import step
 
 DATA = batches(20)
 
@@ -19,12 +20,6 @@ def start(recipe, seed=0, dtype=torch.float64):
     model = mlp(dtype, seed)
     handle = nm.sparsify_(model, recipe)
     return model, handle, handle.attach(recipe.optimizer(model.parameters(), **Adam().keywords))
-
-
-def step(model, optimizer, batch):
-    optimizer.zero_grad()
-    loss_of(model, batch).backward()
-    optimizer.step()
 
 
 def kept(handle):

@@ -8,7 +8,8 @@ import torch
 import nmkernels as nm
 from nmkernels.pattern import CheckpointError, PatternError, RecipeError
 from nmkernels.recipes import LBC
-from python_tests.recipes.loop import batches, loss_of, mlp, snapshot
+from python_tests.recipes.loop import batches, mlp, snapshot
+from python_tests.recipes.running import step
 
 DATA = batches(20, torch.float32)
 
@@ -17,12 +18,6 @@ def started(recipe):
     model = mlp(torch.float32)
     handle = nm.sparsify_(model, recipe)
     return model, handle, handle.attach(recipe.optimizer(model.parameters(), lr=1e-2))
-
-
-def step(model, optimizer, batch):
-    optimizer.zero_grad()
-    loss_of(model, batch).backward()
-    optimizer.step()
 
 
 @pytest.mark.parametrize("pattern", ["2:4", "1:4", "1:16", "2:8", "2:16"])

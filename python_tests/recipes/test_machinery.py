@@ -16,6 +16,7 @@ from nmkernels.pattern import CheckpointError, Pattern, RecipeError
 from nmkernels.recipes import Recipe, Stage
 from nmkernels.recipes.held import _loaded, _saved
 from python_tests.recipes.loop import batches, distance, loss_of, mlp, snapshot
+from python_tests.recipes.running import step
 
 DATA = batches(12, torch.float32)
 
@@ -100,12 +101,6 @@ def started(recipe, dtype=torch.float32, lr=1e-2, kind=None):
     handle = nm.sparsify_(model, recipe)
     optimizer = handle.attach((kind or recipe.optimizer)(model.parameters(), lr=lr))
     return model, handle, optimizer
-
-
-def step(model, optimizer, batch):
-    optimizer.zero_grad()
-    loss_of(model, batch).backward()
-    optimizer.step()
 
 
 # ---- held

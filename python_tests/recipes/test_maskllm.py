@@ -9,6 +9,7 @@ import nmkernels as nm
 from nmkernels.pattern import CheckpointError, PatternError, RecipeError, ShapeError
 from nmkernels.recipes import MaskLLM
 from python_tests.recipes.loop import batches, loss_of, mlp, snapshot
+from python_tests.recipes.running import step
 
 DATA = batches(12, torch.float32)
 
@@ -17,12 +18,6 @@ def started(recipe, model=None, **keywords):
     model = model or mlp(torch.float32)
     handle = nm.sparsify_(model, recipe)
     return model, handle, handle.attach(recipe.optimizer(model.parameters(), **{"lr": 1e-2, **keywords}))
-
-
-def step(model, optimizer, batch):
-    optimizer.zero_grad()
-    loss_of(model, batch).backward()
-    optimizer.step()
 
 
 # ---- the schedule

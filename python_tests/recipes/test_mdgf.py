@@ -12,6 +12,7 @@ from nmkernels.optim import MaskedAdamW
 from nmkernels.recipes import MdGf
 from python_tests.recipes.loop import Adam, batches, distance, loss_of, mlp, snapshot, top_n
 from python_tests.recipes.loop_used import mdgf
+from python_tests.recipes.running import step
 
 F32, F64 = torch.float32, torch.float64
 SHORT = MdGf("1:8", 20, dense=4, fine_tune=6)
@@ -21,12 +22,6 @@ def start(recipe, dtype=F64, make=MaskedAdamW):
     model = mlp(dtype)
     handle = nm.sparsify_(model, recipe)
     return model, handle, handle.attach(make(model.parameters(), **Adam().keywords))
-
-
-def step(model, optimizer, batch):
-    optimizer.zero_grad()
-    loss_of(model, batch).backward()
-    optimizer.step()
 
 
 def curve(recipe):

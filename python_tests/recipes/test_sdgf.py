@@ -7,7 +7,8 @@ from torch import nn
 import nmkernels as nm
 from nmkernels.optim import MaskedAdamW
 from nmkernels.recipes import SdGf
-from python_tests.recipes.loop import Adam, batches, loss_of, mlp, top_n
+from python_tests.recipes.loop import Adam, batches, mlp, top_n
+from python_tests.recipes.running import step
 
 F64 = torch.float64
 
@@ -16,12 +17,6 @@ def start(recipe, make=MaskedAdamW):
     model = mlp()
     handle = nm.sparsify_(model, recipe)
     return model, handle, handle.attach(make(model.parameters(), **Adam().keywords))
-
-
-def step(model, optimizer, batch):
-    optimizer.zero_grad()
-    loss_of(model, batch).backward()
-    optimizer.step()
 
 
 @pytest.mark.parametrize(

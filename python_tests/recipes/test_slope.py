@@ -15,6 +15,7 @@ from nmkernels.optim import MaskedAdamW
 from nmkernels.pattern import CheckpointError, RecipeError
 from nmkernels.recipes import ASP, STEP, SLoPe
 from python_tests.recipes.loop import Adam, batches, loss_of, mlp, snapshot
+from python_tests.recipes.running import step
 
 DATA = batches(20, torch.float32)
 RECIPE = SLoPe("2:4", 20, rank=2, lazy=5, refresh=4, seed=1)
@@ -24,12 +25,6 @@ def started(recipe=RECIPE, model=None):
     model = model or mlp(torch.float32)
     handle = nm.sparsify_(model, recipe)
     return model, handle, handle.attach(recipe.optimizer(model.parameters(), **Adam().keywords))
-
-
-def step(model, optimizer, batch):
-    optimizer.zero_grad()
-    loss_of(model, batch).backward()
-    optimizer.step()
 
 
 def trained(recipe=RECIPE, data=DATA):

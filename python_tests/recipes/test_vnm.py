@@ -10,8 +10,9 @@ import nmkernels as nm
 from nmkernels.autograd import BlockColumns
 from nmkernels.autograd.blocks import _exact, _greedy, best_columns
 from nmkernels.recipes import STEP, VNM
-from python_tests.recipes.loop import Adam, batches, distance, loss_of, mlp, snapshot, top_n
+from python_tests.recipes.loop import Adam, batches, distance, mlp, snapshot, top_n
 from python_tests.recipes.loop_vnm import columns_of, retained
+from python_tests.recipes.running import step
 
 DATA = batches(20)
 
@@ -20,12 +21,6 @@ def start(recipe, model=None, seed=0):
     model = mlp(seed=seed) if model is None else model
     handle = nm.sparsify_(model, recipe)
     return model, handle, handle.attach(recipe.optimizer(model.parameters(), **Adam().keywords))
-
-
-def step(model, optimizer, batch):
-    optimizer.zero_grad()
-    loss_of(model, batch).backward()
-    optimizer.step()
 
 
 def randn(*shape, seed=0):
