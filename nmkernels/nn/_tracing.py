@@ -147,6 +147,9 @@ def trace(model: nn.Module) -> tuple[list[Trace], str]:
         except Exception:  # whatever a forward pass may raise when it is given placeholders
             opaque.add(id(module))
             continue
+        if any(_keeps_proxy(value) for m in module.modules() for value in vars(m).values()):
+            opaque.add(id(module))  # who reads what a forward pass has stored cannot be seen
+            continue
         inner = dict(module.named_modules())
         own = {path: names[id(m)] for path, m in inner.items()}
         found[id(module)] = [Trace(nodes, names[id(module)], own, inner) for nodes, _ in graphs]
@@ -155,6 +158,13 @@ def trace(model: nn.Module) -> tuple[list[Trace], str]:
             if places[child] == 1:
                 found.pop(child, None)
     return [t for traces in found.values() for t in traces], ""
+
+
+def _keeps_proxy(value: object, depth: int = 3) -> bool:
+    if isinstance(value, dict):
+        value = list(value.values())
+    inside = isinstance(value, (list, tuple, set)) and depth > 0 and any(_keeps_proxy(v, depth - 1) for v in value)
+    return isinstance(value, fx.Proxy) or inside
 
 
 def _children_first(model: nn.Module) -> Iterator[nn.Module]:

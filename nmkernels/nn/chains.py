@@ -47,8 +47,8 @@ def find_chains(model: nn.Module) -> tuple[list[Chain], dict[str, str]]:
     Proved is what ``torch.fx`` shows of the largest modules that it can trace, in training and in eval mode, with optional arguments
     given and not: channels written only by plain linear layers, passed only through elementwise operations, read only by plain linear
     layers. All else is an obstacle: norms, reshapes, attention, softmax, a sum with a tensor of another origin (a residual stream),
-    leaving the traced module, hooks, tied or computed or frozen weights, a module registered twice. A module that cannot be traced is
-    taken to call its children, and not to reach into them for grandchildren or weights.
+    being stored by the forward pass, leaving the traced module, hooks, tied or computed or frozen weights, a module registered twice.
+    A module that cannot be traced is taken to call its children, and not to reach into them for grandchildren or weights.
 
     Example:
         >>> find_chains(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)))

@@ -52,6 +52,8 @@ LEFT = {
     "in place": (lambda m, x: m.b(m.a(x).mul_(2)), "mul_", {}),
     "weight read": (lambda m, x: m.b(F.linear(x, m.a.weight)), "linear", {}),
     "broadcast": (lambda m, x: m.b(m.a(x) * m.gate(x)), "differ in width", {"gate": nn.Linear(8, 1)}),
+    "constant": (lambda m, x: m.b(m.a(x) * torch.arange(8.0)), "_tensor_constant", {}),
+    "buffer": (lambda m, x: m.b(m.a(x) + m.norm.running_mean), "running_mean", {"norm": nn.BatchNorm1d(8)}),
     "mode": (lambda m, x: m.b(m.a(x) if m.training else m.a(x).cumsum(-1)), "cumsum", {}),
     "branch": (lambda m, x: m.b(m.a(x) if x.sum() > 0 else x), "cannot be traced", {}),
 }
@@ -193,22 +195,45 @@ def test_hugging_face():
 
 
 def test_tracing_leaves_the_model_alone():
-    class Remembers(nn.Module):
+    class Counts(nn.Module):
         def __init__(self):
             super().__init__()
-            self.a, self.b, self.calls, self.last = nn.Linear(8, 8), nn.Linear(8, 8), 0, None
+            self.a, self.b, self.calls = nn.Linear(8, 8), nn.Linear(8, 8), 0
 
         def forward(self, x, scale=None):
-            self.calls, self.last = self.calls + 1, x
+            self.calls += 1
             return self.b(self.a(x) if scale is None else self.a(x) * scale)
 
-    model = Remembers()
+    model = Counts()
     model.b.eval()
     before = copy.deepcopy(vars(model))
     chains, reasons = find_chains(model)
     assert chains == [] and "the input of the model" in reasons["b"], "the branch of an optional argument is seen"
-    assert model.calls == before["calls"] == 0 and model.last is None
+    assert model.calls == before["calls"] == 0
     assert model.training and not model.b.training
+
+
+@pytest.mark.parametrize("keep", [lambda m, h: setattr(m, "last", h), lambda m, h: m.seen["all"].append(h)], ids=["attribute", "list"])
+def test_what_a_forward_pass_stores_may_be_read_by_anyone(keep):
+    class Remembers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.inner, self.seen = (
+                nn.Linear(8, 8),
+                nn.Linear(8, 8),
+                nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)),
+                {"all": []},
+            )
+
+        def forward(self, x):
+            h = self.a(self.inner(x))
+            keep(self, h)
+            return self.b(h)
+
+    model = Remembers()
+    chains, reasons = find_chains(model)
+    assert chains == [Chain(("inner.0",), ("inner.1",), 8)] and "cannot be traced" in reasons["b"]
+    assert model.seen == {"all": []} and not hasattr(model, "last")
 
 
 def test_a_model_that_cannot_be_copied():
