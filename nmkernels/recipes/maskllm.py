@@ -40,6 +40,9 @@ class MaskLLM(Recipe):
     dict until then; a dense checkpoint loads strictly and starts it anew. The paper does 2:4 (its code also 1:4); any N:M with at most
     256 combinations works here.
 
+    The noise is made anew from two words where it is needed (forward, backward, λ term) instead of being stored; on a CPU that takes longer
+    than the products of a short batch.
+
     What the sources leave open: all microbatches of a step, and all data-parallel ranks, see one sample (the authors' code draws one
     per forward pass); the gradient of the λ term is added once per step, after unscaling and clipping, so accumulation does not
     multiply it and clipping does not touch it. The paper's settings: AdamW (0.9, 0.95), ε 1e-5, weight decay 0.1 (on the logits too), lr
@@ -84,7 +87,7 @@ class MaskLLM(Recipe):
     paper: ClassVar[str] = "Fang et al., NeurIPS 2024, arXiv 2409.17481"
     patterns: ClassVar[str] = "any N:M of at most 256 combinations"
     extra_state: ClassVar[str] = "C(M, N) logits per group, and their moments"
-    cost: ClassVar[str] = "a dense step, and C(M, N) Gumbel numbers per group"
+    cost: ClassVar[str] = "a dense step without weight updates; C(M, N) Gumbel numbers per group, made three times a step"
 
     def __post_init__(self) -> None:
         super().__post_init__()
