@@ -224,7 +224,7 @@ def test_patterns_of_another_model(patterns, said):
 def test_sdgf_leads_each_layer_to_its_own(schedule):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 32), nn.GELU(), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 16))
-    recipe = LayerWise("2:8", 8, rule=None, given={"0": "4:8", "4": "1:8"}, inner=SdGf("2:8", 8, schedule=schedule))
+    recipe = LayerWise("2:8", 8, rule=None, given={"0": "6:8", "4": "1:8"}, inner=SdGf("2:8", 8, schedule=schedule))
     handle = nm.sparsify_(model, recipe)
     optimizer = handle.attach(recipe.optimizer(model.parameters()))
     seen = []
@@ -234,13 +234,13 @@ def test_sdgf_leads_each_layer_to_its_own(schedule):
         model(torch.randn(4, 64)).square().mean().backward()
         optimizer.step()
     want = {
-        "stepwise": ["7:8 7:8 7:8"] * 3 + ["4:8 4:8 4:8"] * 2 + ["4:8 2:8 1:8"] * 3,
-        "geometric": ["32:64 8:32 8:64"] * 2 + ["16:32 8:32 4:32"] * 2 + ["8:16 4:16 2:16"] * 2 + ["4:8 2:8 1:8"] * 2,
-        "densify": ["4:64 2:32 1:64"] * 2 + ["4:32 2:32 1:32"] * 2 + ["4:16 2:16 1:16"] * 2 + ["4:8 2:8 1:8"] * 2,
+        "stepwise": ["7:8 7:8 7:8"] * 3 + ["6:8 4:8 4:8"] * 2 + ["6:8 2:8 1:8"] * 3,
+        "geometric": ["48:64 8:32 8:64"] * 2 + ["24:32 8:32 4:32"] * 2 + ["12:16 4:16 2:16"] * 2 + ["6:8 2:8 1:8"] * 2,
+        "densify": ["6:64 2:32 1:64"] * 2 + ["6:32 2:32 1:32"] * 2 + ["6:16 2:16 1:16"] * 2 + ["6:8 2:8 1:8"] * 2,
     }[schedule]
     assert seen == want
     handle.finish()
-    assert all(nm.ops.is_nm(model[i].weight.detach(), p) for i, p in ((0, "4:8"), (2, "2:8"), (4, "1:8")))
+    assert all(nm.ops.is_nm(model[i].weight.detach(), p) for i, p in ((0, "6:8"), (2, "2:8"), (4, "1:8")))
 
 
 @pytest.mark.parametrize("inner", ["ste", "srste", "asp", "asp(prune_at=3)", "mdgf", "mdgf(dense=3)", "sdgf", "sste", "maxq"])

@@ -92,11 +92,15 @@ def test_retained_of_the_choice_is_the_largest_of_all():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_zero_weights_inside_keep_fewer(dtype):
     """Where the kept columns of a row are zero, the zeros outside are not kept in their place, whatever lies there."""
-    w = torch.tensor([[0, 0, 0, 0, 0, 3.0, 0, 0], [9, 9, 9, 9, 0, 0, 0, 0]], dtype=dtype)
-    transform, columns = BlockColumns(nm.Pattern("2:8"), v=2), best_columns(w, 2, 8, 2)
-    assert columns[0, :4].sum() >= 2
+    w = torch.tensor([[1.0, 1, 1, 1, 0, 0, 0, 3], [0, 0, 0, 0, 9, 9, 0, 0], [0, 0, 0, 0, 0, 0, 9, 9]], dtype=dtype)
+    transform, columns = BlockColumns(nm.Pattern("2:8"), v=3), best_columns(w, 2, 8, 3)
+    assert columns[0].tolist() == [False] * 4 + [True] * 4
     used, kept = transform(w, columns), transform.kept(w, columns)
-    assert torch.equal(used, w.masked_fill(~kept, 0)) and not (kept & ~columns.repeat_interleave(2, 0)).any()
+    assert (
+        torch.equal(used, w.masked_fill(~kept, 0))
+        and not (kept & ~columns.repeat_interleave(3, 0)).any()
+        and kept[0].tolist() == [False] * 7 + [True]
+    )
     out = torch.full_like(w, torch.nan)
     assert torch.equal(transform(w, columns, out=out), used) and torch.equal(out, used)
 
