@@ -89,6 +89,11 @@ class Outer(Recipe):
         return replace(self, pattern=pattern, **own)
 
     @property
+    def freezes(self) -> str:
+        """As the inner recipe does."""
+        return self.inner_at({})[0].freezes
+
+    @property
     def seed(self) -> int | None:
         """That of the inner recipe, where it has one."""
         seed: int | None = getattr(self.inner_at({})[0], "seed", None)

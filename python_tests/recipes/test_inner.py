@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import nmkernels as nm
-from nmkernels.recipes import ASP, SRSTE, STE, STEP, Dense, MdGf, SdGf
+from nmkernels.recipes import ASP, SRSTE, STE, STEP, Dense, LayerWise, MdGf, Recipe, SdGf
 from nmkernels.recipes.text import parse
 from python_tests.recipes.loop import SPARSE, batches, distance, snapshot
 from python_tests.recipes.loop_used import soft
@@ -126,6 +126,14 @@ def test_decay_is_the_short_form_of_srste():
     assert distance(snapshot(a), snapshot(b)) == 0.0 < distance(snapshot(a), snapshot(c))
     with pytest.raises(nm.RecipeError, match="give it to that one"):
         STEP("2:4", 20, decay=0.1, inner="ste")
+
+
+@pytest.mark.parametrize("outer", [STEP, LayerWise])
+def test_every_hook_of_a_recipe_is_passed_on(outer):
+    """A hook that a recipe may override and an outer one does not pass on would be lost inside it."""
+    hooks = [name for name, value in vars(Recipe).items() if not name.startswith("_") and (callable(value) or isinstance(value, property))]
+    lost = {name for name in hooks if getattr(outer, name) is getattr(Recipe, name)}
+    assert lost <= {"spec", "text"} | ({"optimizer"} if outer is STEP else {"switched_at"})
 
 
 # ---- in training

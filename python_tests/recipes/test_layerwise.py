@@ -243,7 +243,7 @@ def test_sdgf_leads_each_layer_to_its_own(schedule):
     assert all(nm.ops.is_nm(model[i].weight.detach(), p) for i, p in ((0, "6:8"), (2, "2:8"), (4, "1:8")))
 
 
-@pytest.mark.parametrize("inner", ["ste", "srste", "asp", "asp(prune_at=3)", "mdgf", "mdgf(dense=3)", "sdgf", "sste", "maxq"])
+@pytest.mark.parametrize("inner", ["ste", "srste", "asp", "asp(prune_at=3)", "mdgf", "mdgf(dense=3)", "sdgf", "sste", "maxq", "bimask"])
 def test_inner_recipes_end_with_the_layers_patterns(inner):
     model, handle, optimizer = start(LayerWise("4:16", 20, inner=inner, choices="all"))
     for batch in DATA:
@@ -253,6 +253,21 @@ def test_inner_recipes_end_with_the_layers_patterns(inner):
     for layer in handle.layers.values():
         assert nm.ops.is_nm(layer.weight.detach(), layer.pattern)
         assert layer.weight.count_nonzero() == layer.weight.numel() * layer.pattern.density
+
+
+@pytest.mark.parametrize("inner", ["maskllm", "lbc"])
+def test_masks_that_are_learned(inner):
+    """What MaskLLM holds still, the weights, stays so inside."""
+    model, handle, optimizer = start(LayerWise("2:4", 20, rule=None, given={"0": "1:4"}, inner=inner))
+    before = snapshot(model)
+    for batch in DATA:
+        step(model, optimizer, batch)
+    assert (distance(snapshot(model), {k: before[k] for k in SPARSE}) == 0.0) == (inner == "maskllm")
+    handle.finish()
+    assert kept(handle) == {"0": 1, "2": 2}
+    for key, layer in handle.layers.items():
+        w = layer.weight.detach()
+        assert nm.ops.is_nm(w, layer.pattern) and w.count_nonzero() == w.numel() * layer.pattern.density, key
 
 
 def test_no_choice_is_said():
