@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from .. import recipes
@@ -87,6 +87,13 @@ def settings(args: argparse.Namespace, saved: Mapping[str, Any] | None = None) -
     if args.set:
         asked["options"] = {**asked.get("options", {}), **options(cls, args.set)}
     return asked
+
+
+def fresh(asked: dict[str, Any]) -> TrainConfig:
+    """The configuration of a new run; its activation is one that the recipe can work on where the user named none."""
+    config = TrainConfig(**asked)
+    needs = "activation" not in asked and config.build_recipe().final_activation() is not None
+    return replace(config, activation="relu2") if needs else config
 
 
 def resumed(asked: dict[str, Any], saved: dict[str, Any], path: object) -> TrainConfig:

@@ -19,7 +19,7 @@ from ..export import atomic_write
 from ..pattern import NMError
 from ..zoo import load_corpus
 from ._checkpoint import Store
-from ._config import TrainConfig, resumed, settings
+from ._config import fresh, resumed, settings
 from ._deploy import DENSE_FILE, FILE, SAMPLE_FILE, deploy
 from ._log import Log, default_stream, read_log
 from ._loop import train
@@ -57,7 +57,7 @@ class Run:
             if path is not None:
                 self.store.set_aside(self.state["step"])
         else:
-            self.config = TrainConfig(**settings(args))
+            self.config = fresh(settings(args))
         self.recipe = self.config.build_recipe()
         self.corpus = load_corpus(args.data)
         self.corpus.check(self.config.context)

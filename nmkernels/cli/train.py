@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     size.add_argument("--width", type=positive, help="features of the model, default 128")
     size.add_argument("--layers", type=positive, help="transformer blocks, default 4")
     size.add_argument("--heads", type=positive, help="attention heads, default 4; divides the width")
-    size.add_argument("--activation", metavar="NAME", help="gelu, the default, or relu2, which the recipe act24 needs")
+    size.add_argument("--activation", metavar="NAME", help="gelu or relu2; default gelu, for the recipe act24 relu2")
     size.add_argument("--lr", type=rate, help="peak learning rate, default 2e-3")
     size.add_argument("--seed", type=seed, help="of the weights and the order of the text, default 0")
     run = parser.add_argument_group("the run")

@@ -223,3 +223,14 @@ def test_the_demo_fits_its_budget():
     assert GPT(config.model).parameter_count() <= 1_000_000
     assert config.recipe == "step:2:4"
     assert _run.RESULT == "result.json"
+
+
+def test_the_activation_is_one_that_the_recipe_can_work_on(text, tmp_path, capsys):
+    for given, want in (((), "relu2"), (("--activation", "relu2:1:4"), "relu2:1:4")):
+        assert train(text, tmp_path / "out", "--json", "--overwrite", "--recipe", "act24:2:4", *given) == 0
+        assert json.loads(capsys.readouterr().out)["config"]["activation"] == want
+    assert train(text, tmp_path / "out", "--resume") == 0
+    assert train(text, tmp_path / "gelu", "--recipe", "act24:2:4", "--activation", "gelu") == 2
+    assert "--activation relu2" in capsys.readouterr().err
+    assert train(text, tmp_path / "odd", "--activation", "silu") == 2
+    assert "choose gelu, relu2" in capsys.readouterr().err
