@@ -22,7 +22,7 @@ from .schedule import resolve_step
 class ASP(Recipe):
     """Automatic sparsity: dense → prune once → retrain with the mask held.
 
-    Source: Mishra et al., "Accelerating sparse deep neural networks", 2021, arXiv 2104.08378, section 4. After pruning,
+    Source: Mishra et al., "Accelerating sparse deep neural networks", 2021, arXiv 2104.08378. After pruning,
     around each step: g ← g ⊙ M, optimizer step, W ← W ⊙ M; momentum and weight decay cannot revive pruned weights. Works with any
     optimizer.
 

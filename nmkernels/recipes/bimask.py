@@ -19,7 +19,7 @@ from .schedule import check_choice, check_count, check_decay, check_seed
 @recipe("bimask")
 @dataclass(frozen=True)
 class BiMask(Recipe):
-    """Bi-Mask (Zhang et al., "Bi-directional masks for efficient N:M sparse training", ICML 2023, section 3).
+    """Bi-Mask (Zhang et al., "Bi-directional masks for efficient N:M sparse training", ICML 2023).
 
     Two masks of the present weight, at every step: b_f, N:M along the inputs, and b_b, N:M along the outputs, so that both products that
     multiply the weight are sparse::

@@ -18,7 +18,7 @@ from .schedule import advance, check_count, check_same_schedule, check_seed, pas
 @recipe("slope")
 @dataclass(frozen=True)
 class SLoPe(Recipe):
-    """SLoPe (Mozaffari et al., "SLoPe: double-pruned sparse plus lazy low-rank adapter pretraining of LLMs", ICLR 2025, section 2).
+    """SLoPe (Mozaffari et al., "SLoPe: double-pruned sparse plus lazy low-rank adapter pretraining of LLMs", ICLR 2025).
 
     The row mask R, N:M by magnitude along the inputs, is that of the weight as the optimizer is attached, and never changes. C, N:M by
     magnitude along the outputs of W^R = R ⊙ W, is chosen anew every ``refresh`` applied steps::

@@ -18,7 +18,7 @@ from .schedule import check_seed
 @recipe("sste")
 @dataclass(frozen=True)
 class SSTE(Recipe):
-    """S-STE (Hu, Zhu, Chen, "S-STE: continuous pruning function for efficient 2:4 sparse pre-training", NeurIPS 2024, section 4).
+    """S-STE (Hu, Zhu, Chen, "S-STE: continuous pruning function for efficient 2:4 sparse pre-training", NeurIPS 2024).
 
     Forward with W̃ = β S(W), where S(w)_i = sign(w_i) max(|w_i| − t, 0) and t is the (N+1)-th largest magnitude of the group:
     continuous in W, so that a weight enters and leaves the kept ones at 0. β = ⟨W, S(W)⟩ / ‖S(W)‖² of the initial weight, one
