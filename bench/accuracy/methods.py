@@ -55,6 +55,10 @@ VARIANTS = {
     ),
     "step-10": Method("step", {"switch": "fixed", "switch_at": 0.1}, note="STEP, T₀ fixed at 10 %"),
     "step-50": Method("step", {"switch": "fixed", "switch_at": 0.5}, note="STEP, T₀ fixed at 50 %"),
+    "step-10-thawed": Method(
+        "step", {"switch": "fixed", "switch_at": 0.1, "freeze": False}, note="STE after 10 % of dense steps, Adam's v going on"
+    ),
+    "step-25-thawed": Method("step", {"switch": "fixed", "freeze": False}, note="STE after 25 % of dense steps, Adam's v going on"),
     "step-decay": Method("step", {"decay": 2e-4}, note="STEP with SR-STE's decay in phase 1"),
     "step-10-decay": Method("step", {"switch": "fixed", "switch_at": 0.1, "decay": 2e-2}, note="STEP, T₀ at 10 %, λ = 2e-2 in phase 1"),
     "step-mdgf": Method("step", {"inner": "mdgf(fine_tune=0.25)"}, note="STEP with mask decay in phase 1"),

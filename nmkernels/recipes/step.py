@@ -47,6 +47,8 @@ class STEP(Outer):
             gradients take huge steps. On by default because of ``bench/results/step_clamp.csv``: on a small classifier at 1:32, with
             T₀ at 25 %, the median accuracy over 8 seeds is 63 % without it and 84 % with it; at 1:16 and 2:4 there is no difference
             beyond that between seeds.
+        freeze: False goes on with Adam's own second moment in phase 1. Not STEP any more: it tells what the dense phase does from what
+            the frozen moment does (``bench/accuracy``).
         decay: λ of SR-STE in phase 1; 0 for plain STE. The same as ``inner=SRSTE(pattern, decay=...)``.
         inner: the recipe of phase 1 in its place, ``MdGf("1:8", ...)`` or its text ``"mdgf(fine_tune=0.25)"``; the paper reports SR-STE,
             decaying masks and layer-wise N. It begins at the switch: its own schedule counts from there over the T − T₀ steps that are
@@ -77,6 +79,7 @@ class STEP(Outer):
     bias_corrected: bool = True
     eps_mode: str = "outside"
     clamp: float | None = 2.0
+    freeze: bool = True
     decay: float = 0.0
     inner: Recipe | str | None = None
 
@@ -202,6 +205,8 @@ class STEP(Outer):
             return Stage(phase=0, rule=UpdateRule(geometric=self.switch == "geometric"), later=first_stage(self.sparse(0)).transform)
         inner, own = self.inner_at(state)
         stage = inner.stage(own)
+        if not self.freeze:
+            return stage
         rule = replace(
             stage.rule,
             frozen=True,

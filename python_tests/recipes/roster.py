@@ -94,6 +94,11 @@ def hard(decay: float = 0.0, step: Step | None = None, n: int = 2) -> Any:
     return lambda params, data, streams: train(params, data, n, 4, decay, Adam(), step)[0]
 
 
+def thawed(params: dict[str, Any], data: list[Any], streams: Any) -> dict[str, Any]:
+    """Seven dense steps, then STE; Adam knows nothing of it."""
+    return used.train_used(params, data, lambda k, w, t: w * used.top_n(w, 2, 4) if t >= 7 else w)
+
+
 def asp(prune_at: int) -> Any:
     """g ← g ⊙ M and W ← W ⊙ M from ``prune_at`` on, with the mask of that moment."""
 
@@ -170,6 +175,7 @@ ROSTER = {
     "ste": Entry(STE("2:4"), hard()),
     "srste": Entry(SRSTE("2:4", decay=0.1), hard(0.1)),
     "step": Entry(STEP("2:4", t_min=2, t_max=7, threshold=1e-30), hard(0.0, SWITCH), (5, 8, 12)),
+    "step_thawed": Entry(STEP("2:4", STEPS, switch="fixed", switch_at=7, freeze=False), thawed, (5, 8, 12)),
     "step_srste": Entry(STEP("2:4", t_min=2, t_max=7, threshold=1e-30, inner=SRSTE(decay=0.1)), hard(0.1, SWITCH), (5, 8, 12)),
     "step_mdgf": stepped("1:8", "mdgf(fine_tune=4)", lambda p, d: loop_inner.step_mdgf(p, d, AT, 1, 8, 4)),
     "step_sdgf": stepped("1:4", "sdgf", lambda p, d: loop_inner.step_sdgf(p, d, AT, [(3, 4), (2, 4), (1, 4)])),
