@@ -69,7 +69,7 @@ class STEP(Outer):
     paper = "Lu et al., ICML 2023, arXiv 2302.01172"
     patterns = "any N:M"
     extra_state = "a window of 1/(1−β₂) figures of the second moment until the switch"
-    cost = "dense until the switch, by default between 10 and 50 % of the steps; then as ste"
+    cost = "dense until the switch, by default between 10 and 50 % of the steps; then as ste, or the inner recipe"
 
     switch: str = "arithmetic"
     t_min: float | int | None = 0.1
