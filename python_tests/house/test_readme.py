@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import nmkernels as nm
 from bench import report
 from nmkernels.cli.main import VERBS
 from python_tests.house.tree import ROOT
@@ -85,3 +86,8 @@ def test_checkers_notice(tmp_path: Path) -> None:
     assert unknown_verbs("python -m nmkernels doctor, python -m nmkernels nosuch") == {"nosuch"}
     assert dead_links("[a](nosuch.md) [b](https://a.org/x) [c](there.md#top)", tmp_path) == {"nosuch.md", "there.md"}
     assert code_blocks("```python\nx = 1\n```\n```sh\nls\n```\n", "python") == ["x = 1\n"]
+
+
+def test_readme_names_every_recipe() -> None:
+    table = _text("README.md").partition("## Methods")[2].partition("\n\n`python -m")[0]
+    assert set(re.findall(r"`([a-z0-9]+)`", table)) == set(nm.recipes.names())
