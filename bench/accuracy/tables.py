@@ -46,10 +46,11 @@ class Cases:
 
     def patterns(self) -> list[str]:
         """Those that have a run, from dense to sparse."""
-        return sorted({p for _, p in self.runs if p != DENSE}, key=_sparsity)
+        return sorted({p for _, p in self.runs if p != DENSE}, key=sparsity)
 
 
-def _sparsity(pattern: str) -> tuple[float, int]:
+def sparsity(pattern: str) -> tuple[float, int]:
+    """A key that sorts patterns from dense to sparse, and among equals by M."""
     n, m = map(int, pattern.split(":"))
     return m / n, m
 
@@ -148,7 +149,7 @@ def switches(rows: Iterable[RunRow], task: str) -> str:
         if row.task == task and row.switch_step and row.seed in EVALUATION_SEEDS:
             found.setdefault((row.method, row.pattern), []).append(row)
     lines = [["method", "pattern", "lr", "T₀ (least to most)", "of steps", "runs"]]
-    for (name, pattern), group in sorted(found.items(), key=lambda item: (item[0][0], _sparsity(item[0][1]))):
+    for (name, pattern), group in sorted(found.items(), key=lambda item: (item[0][0], sparsity(item[0][1]))):
         steps = sorted(row.switch_step for row in group)
         rates = "/".join(f"{lr:g}" for lr in sorted({row.lr for row in group}))
         lines.append([f"`{name}`", pattern, rates, f"{steps[0]} to {steps[-1]}", str(group[0].steps), str(len(group))])

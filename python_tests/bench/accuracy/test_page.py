@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from bench.accuracy import compute, figures, page, tables, tasks, traces
+from bench.accuracy import compute, figures, late, page, tables, tasks, traces
 from bench.accuracy.rows import RunRow, load, save
 from bench.accuracy.tasks.base import settings
 
@@ -81,7 +81,21 @@ def test_the_page_is_written_between_its_markers():
         page.render("<!-- nothing gpt -->\n<!-- end -->", ROWS)
 
 
-@pytest.mark.parametrize("what", ["shared", "sharedaccuracy", "tuned", "tunedaccuracy", "costs", "switches", "names"])
+def test_late_figures_are_means_of_the_last_fifth():
+    def line(step, value, seed=0, method="ste", lr=S.lr):
+        run = f"gpt/{method}/2:4/{lr:g}/{S.steps}/{seed}"
+        return {**dict.fromkeys(traces.COLUMNS, ""), "run": run, "step": str(step), "flip_rate_stride": str(value)}
+
+    early, end = int(0.8 * S.steps), S.steps
+    lines = [line(early, 9), line(early + 25, 0.1), line(end, 0.3), line(end, 0.2, seed=1), line(end, 9, seed=100), line(end, 9, lr=1)]
+    assert late.late(lines, "gpt", "flip_rate_stride").splitlines()[2:] == ["| `ste` | 0.2 |"]
+    assert len(late.late(lines, "gpt", "decay_ratio").splitlines()) == 2
+
+
+WHATS = ["shared", "sharedaccuracy", "tuned", "tunedaccuracy", "costs", "switches", "names", "flips", "decays", "variance"]
+
+
+@pytest.mark.parametrize("what", WHATS)
 def test_every_table_can_be_empty(what):
     assert page.piece(what, "gpt", [], [])
 
