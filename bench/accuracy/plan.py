@@ -18,14 +18,14 @@ PATTERNS = ("2:4", "1:8", "1:16")
 WIDER = ("1:4", "1:32")
 """Those that complete the curves."""
 
-LENGTHS = (0.5, 2.0, 4.0)
+LENGTHS = (0.5, 2.0)
 """Of the runs that are compared at equal training FLOPs, in a task's steps."""
 
 STAGES = ("scout", "shared", "tune", "tuned", "variants", "wider", "others", "lengths")
 """``scout``: dense over the wider range of rates. ``shared``: the core methods at dense's best rate. ``tune``: the search for rates, with
 the same number of runs for every method and pattern. ``tuned``: at the rate found. ``variants``: those that answer a question, at the
 shared rate. ``wider``: the core methods at two further patterns, at the shared rate. ``others``: every other recipe at 2:4, at the
-shared rate. ``lengths``: the core methods for half, twice and four times the steps, for the comparison at equal training FLOPs."""
+shared rate. ``lengths``: the core methods for half and twice the steps, for the comparison at equal training FLOPs."""
 
 
 def plan(
