@@ -29,9 +29,9 @@ def piece(what: str, task: str, only: list[str], rows: list[RunRow]) -> str:
     if what == "tunedaccuracy":
         return tables.results(tuned, only, tables.accuracy, 2)
     if what == "costs":
-        return tables.costs(shared)
+        return tables.costs(shared, only)
     if what == "switches":
-        return tables.switches(rows, task)
+        return tables.switches(rows, task, only)
     if what == "flips":
         return late.late(traces.load(RESULTS, task), task, "flip_rate_stride", only)
     if what == "decays":

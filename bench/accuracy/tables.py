@@ -123,14 +123,14 @@ def _pm(mean: float, error: float, digits: int) -> str:
     return f"{mean:.{digits}f}" + (f" ± {error:.{digits}f}" if math.isfinite(error) else "")
 
 
-def costs(cases: Cases) -> str:
+def costs(cases: Cases, only: Sequence[str] = ()) -> str:
     """Training FLOPs as a share of dense training's, and inference FLOPs as a share of dense's, of the model's linear layers."""
     dense = next(iter(cases.of(DENSE, "").values()), None)
     if dense is None or not dense.training_flops:
         return "No dense run to compare with yet."
     patterns = cases.patterns()
     lines = [["method", *(f"{p} training" for p in patterns), *(f"{p} inference" for p in patterns)]]
-    for name in cases.methods():
+    for name in (name for name in cases.methods() if not only or name in only):
         cells = [list(cases.of(name, p).values()) for p in patterns]
         shares = [_mean(row.training_flops / dense.training_flops for row in cell) for cell in cells]
         shares += [_mean(row.inference_flops / dense.inference_flops for row in cell) for cell in cells]
@@ -142,17 +142,17 @@ def _mean(values: Iterable[float]) -> float:
     return mean_and_error(list(values))[0]
 
 
-def switches(rows: Iterable[RunRow], task: str) -> str:
+def switches(rows: Iterable[RunRow], task: str, only: Sequence[str] = ()) -> str:
     """Where AutoSwitch fired, in steps, over the seeds, for every variant of STEP."""
-    found: dict[tuple[str, str], list[RunRow]] = {}
+    found: dict[tuple[str, str, int], list[RunRow]] = {}
     for row in rows:
-        if row.task == task and row.switch_step and row.seed in EVALUATION_SEEDS:
-            found.setdefault((row.method, row.pattern), []).append(row)
+        if row.task == task and row.switch_step and row.seed in EVALUATION_SEEDS and (not only or row.method in only):
+            found.setdefault((row.method, row.pattern, row.steps), []).append(row)
     lines = [["method", "pattern", "lr", "T₀ (least to most)", "of steps", "runs"]]
-    for (name, pattern), group in sorted(found.items(), key=lambda item: (item[0][0], sparsity(item[0][1]))):
+    for (name, pattern, length), group in sorted(found.items(), key=lambda item: (item[0][0], sparsity(item[0][1]), item[0][2])):
         steps = sorted(row.switch_step for row in group)
         rates = "/".join(f"{lr:g}" for lr in sorted({row.lr for row in group}))
-        lines.append([f"`{name}`", pattern, rates, f"{steps[0]} to {steps[-1]}", str(group[0].steps), str(len(group))])
+        lines.append([f"`{name}`", pattern, rates, f"{steps[0]} to {steps[-1]}", str(length), str(len(group))])
     return table(lines)
 
 
