@@ -61,7 +61,12 @@ def stale(page: Path = PAGE, folder: Path = RESULTS) -> bool:
 
 
 def write(page: Path = PAGE, folder: Path = RESULTS) -> list[Path]:
-    """Bring the tables and figures up to date; the figures written come back."""
+    """Bring the tables and the figures that the page shows up to date; the figures written come back."""
     rows = load(folder)
-    page.write_text(render(page.read_text(encoding="utf-8"), rows), encoding="utf-8")
-    return [path for task in sorted({row.task for row in rows}) for path in figures.draw(rows, folder, folder / "figures", task)]
+    text = render(page.read_text(encoding="utf-8"), rows)
+    page.write_text(text, encoding="utf-8")
+    drawn = [path for task in sorted({row.task for row in rows}) for path in figures.draw(rows, folder, folder / "figures", task)]
+    for path in drawn:
+        if path.name not in text:
+            path.unlink()
+    return [path for path in drawn if path.name in text]
