@@ -9,7 +9,7 @@ from . import figures, late, tables, traces, variance
 from .rows import RESULTS, RunRow, load
 
 PAGE = Path(__file__).parent / "README.md"
-MARKER = re.compile(r"<!-- (?P<what>[a-z]+) (?P<task>[a-z0-9]+)(?P<only>(?: [a-z0-9-]+)*) -->\n.*?<!-- end -->", re.DOTALL)
+MARKER = re.compile(r"<!-- (?P<what>[a-z]+) (?P<task>[a-z0-9-]+)(?P<only>(?: [a-z0-9-]+)*) -->\n.*?<!-- end -->", re.DOTALL)
 """``<!-- WHAT TASK METHOD ... -->``, what is written, ``<!-- end -->``; without methods, all of them."""
 
 
