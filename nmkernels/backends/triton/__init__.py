@@ -1,0 +1,83 @@
+"""Triton kernels as a backend: float32, bfloat16 and float16 on every GPU that Triton compiles for.
+
+Importing this package imports no Triton: each op loads the module of its family at its first call. ``_launch`` starts
+kernels, ``_groups`` and ``_pack`` hold the device functions that several families share.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..._capability import triton as triton_probe
+from ..._dispatch import Verdict, impl
+
+NAME = "triton"
+PRIORITY = 5
+"""Below the compiled backends: the interpreter must not take CPU tensors from them, and on a GPU there is no compiled CPU kernel."""
+
+DEVICES = ("cuda", "xpu")
+"""Device types of torch on which Triton runs; ROCm calls itself cuda."""
+
+
+def interpreted() -> bool:
+    """Whether Triton interprets kernels on the CPU instead of compiling them: slow, for tests."""
+    return os.environ.get("TRITON_INTERPRET", "0") in ("1", "true", "on")
+
+
+def tensors(args: Iterable[Any]) -> Iterator[Tensor]:
+    """Every tensor among arguments and lists of them."""
+    for arg in args:
+        if isinstance(arg, Tensor):
+            yield arg
+        elif isinstance(arg, (list, tuple)):
+            yield from tensors(arg)
+
+
+def runnable(given: Iterable[Tensor]) -> Verdict:
+    """Whether Triton is there and reaches memory like this."""
+    probe = triton_probe()
+    if not probe.ok:
+        return False, probe.reason
+    allowed = (*DEVICES, "cpu") if interpreted() else DEVICES
+    for x in given:
+        if x.device.type not in allowed:
+            why = "it compiles for GPUs" if x.is_cpu else f"it runs on {' and '.join(DEVICES)}"
+            return False, f"{why}, and one of these tensors is on {x.device}"
+        if x.layout != torch.strided:
+            return False, f"it works on strided tensors, and one of these is {x.layout}; call .to_dense()"
+    return True, "interpreted on the CPU" if interpreted() else "compiled by Triton"
+
+
+def supports(*args: Any) -> Verdict:
+    """What every op that takes no lists can run."""
+    given = [x for x in args if isinstance(x, Tensor)]
+    for x in given:
+        if x.dtype == torch.float64:
+            return False, "it computes in float32, and this call is in float64"
+    return runnable(given)
+
+
+FAMILIES = {
+    "nm_mask": "groups",
+    "nm_prune": "groups",
+    "nm_soft_threshold": "groups",
+    "nm_compress": "compress",
+    "nm_decompress": "compress",
+}
+"""The module that holds each op, under the op's name without ``nm_``."""
+
+
+def _register(op: str, family: str) -> None:
+    @impl(op, backend=NAME, priority=PRIORITY, supports=supports)
+    def run(*args: Any, out: Any = None) -> Any:
+        return getattr(import_module(f".{family}", __name__), op.removeprefix("nm_"))(*args, out=out)
+
+
+for _op, _family in FAMILIES.items():
+    _register(_op, _family)

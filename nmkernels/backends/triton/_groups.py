@@ -1,0 +1,147 @@
+"""Device functions on groups: loading them as ``[groups, M]`` tiles, ordering their magnitudes, and rounding.
+
+A tile holds one group per row; M is padded to a power of two, and padding never ranks above an element.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ._launch import INTERPRETED as _INTERPRETED
+
+INTERPRETED = tl.constexpr(_INTERPRETED)
+
+
+@triton.jit
+def bits_of(x):
+    """The bits of ``x`` as a signed integer of its size."""
+    if x.dtype.primitive_bitwidth == 16:
+        return x.to(tl.int16, bitcast=True)
+    else:
+        return x.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def widen(x):
+    """``x`` in float32, exactly; bfloat16 by its bits, which the interpreter's own conversion does not respect."""
+    if x.dtype == tl.bfloat16:
+        return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
+def narrow(x, dtype: tl.constexpr):
+    """float32 ``x`` rounded once to ``dtype``, to nearest even; the interpreter of Triton 3.6 truncates to bfloat16."""
+    if dtype == tl.bfloat16 and INTERPRETED:
+        b = x.to(tl.uint32, bitcast=True)
+        rounded = (b + 0x7FFF + ((b >> 16) & 1)) >> 16
+        quiet = (b >> 16) | 0x40
+        nan = (b & 0x7FFFFFFF) > 0x7F800000
+        return tl.where(nan, quiet, rounded).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        return x.to(dtype)
+
+
+@triton.jit
+def magnitude_keys(x):
+    """Integers in the order of magnitudes: -0.0 and 0.0 tie, every NaN is one above infinity (int32)."""
+    if x.dtype == tl.float32:
+        return tl.minimum(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0x7F800001)
+    elif x.dtype == tl.bfloat16:
+        return tl.minimum(x.to(tl.int16, bitcast=True).to(tl.int32) & 0x7FFF, 0x7F81)
+    else:
+        return tl.minimum(x.to(tl.int16, bitcast=True).to(tl.int32) & 0x7FFF, 0x7C01)
+
+
+@triton.jit
+def key_value(key, dtype: tl.constexpr):
+    """The magnitude in float32 whose key is ``key``."""
+    if dtype == tl.float32:
+        return key.to(tl.float32, bitcast=True)
+    elif dtype == tl.bfloat16:
+        return (key << 16).to(tl.float32, bitcast=True)
+    else:
+        return key.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def ranked_keys(x, M: tl.constexpr):
+    """Distinct keys of a tile ``[groups, padded M]``: larger magnitude first, then lower index; -1 in the padding.
+
+    key · 256 + (255 - index): 23 bits in int32 for 16-bit numbers, 39 in int64 for float32.
+    """
+    place = tl.arange(0, x.shape[1])[None, :]
+    key = magnitude_keys(x)
+    if x.dtype == tl.float32:
+        key = key.to(tl.int64)
+    ranked = (key << 8) | (255 - place)
+    if x.shape[1] == M:
+        return ranked
+    else:
+        return tl.where(place < M, ranked, -1)
+
+
+@triton.jit
+def nth_largest(keys, N: tl.constexpr):
+    """The N-th largest of each row of distinct keys, ``[groups, 1]``; N is 1 for the largest."""
+    if keys.shape[1] == 4 and N == 2:
+        even, odd = tl.split(tl.reshape(keys, [keys.shape[0], 2, 2]))
+        high, low = tl.maximum(even, odd), tl.minimum(even, odd)
+        high0, high1 = tl.split(high)
+        low0, low1 = tl.split(low)
+        return tl.maximum(tl.minimum(high0, high1), tl.maximum(low0, low1))[:, None]
+    elif N <= 4:
+        found = tl.max(keys, 1, keep_dims=True)
+        for _ in tl.static_range(N - 1):
+            found = tl.max(tl.where(keys < found, keys, -1), 1, keep_dims=True)
+        return found
+    else:
+        # bit by bit from the top: at least N keys reach the prefix found so far
+        found = tl.zeros([keys.shape[0], 1], keys.dtype)
+        top: tl.constexpr = 22 if keys.dtype == tl.int32 else 38
+        bit = tl.full([keys.shape[0], 1], 1 << top, keys.dtype)
+        for _ in range(top + 1):
+            reach = tl.sum((keys >= (found | bit)).to(tl.int32), 1, keep_dims=True)
+            found = tl.where(reach >= N, found | bit, found)
+            bit = bit >> 1
+        return found
+
+
+@triton.jit
+def kept(x, N: tl.constexpr, M: tl.constexpr):
+    """The N:M mask of a tile ``[groups, padded M]``; False in the padding."""
+    keys = ranked_keys(x, M)
+    if N == M:
+        return keys >= 0
+    else:
+        return keys >= nth_largest(keys, N)
+
+
+@triton.jit
+def load_groups(x, first, count, M: tl.constexpr, TILE: tl.constexpr, PADDED: tl.constexpr):
+    """Groups first, first + 1, ... of ``count`` that lie side by side, as a tile ``[TILE, PADDED]``; zeros where there is none.
+
+    ``first`` is int64. Where M is a power of two the tile is a line of memory reshaped, so that a thread reads 16 bytes at once.
+    """
+    if PADDED == M:
+        line = tl.arange(0, TILE * M)
+        flat = tl.load(x + first * M + line, mask=line < (count - first) * M, other=0.0)
+        return tl.reshape(flat, [TILE, M])
+    else:
+        group = tl.arange(0, TILE)[:, None]
+        place = tl.arange(0, PADDED)[None, :]
+        return tl.load(x + first * M + group * M + place, mask=(group < count - first) & (place < M), other=0.0)
+
+
+@triton.jit
+def store_groups(out, tile, first, count, M: tl.constexpr):
+    """The inverse of ``load_groups``."""
+    if tile.shape[1] == M:
+        line = tl.arange(0, tile.shape[0] * M)
+        tl.store(out + first * M + line, tl.reshape(tile, [tile.shape[0] * M]), mask=line < (count - first) * M)
+    else:
+        group = tl.arange(0, tile.shape[0])[:, None]
+        place = tl.arange(0, tile.shape[1])[None, :]
+        tl.store(out + first * M + group * M + place, tile, mask=(group < count - first) & (place < M))

@@ -1,0 +1,84 @@
+"""How a kernel is started: compiled once per kind of arguments, then launched without asking Triton's binder again.
+
+A kernel takes its run-time arguments first and its constexprs last, in the order in which ``launch`` is given them. What makes two
+calls need different code is what Triton looks at: dtypes, whether an integer is 1 or a multiple of 16, whether it fits in
+32 bits, and the constexprs. All of that is in the key of ``_compiled``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from . import interpreted
+
+INTERPRETED = interpreted()
+"""As it was when the kernels were decorated; changing the variable later changes nothing."""
+
+_MOST_32_BIT = 2**31 - 1
+_compiled: dict[tuple[Any, ...], Any] = {}
+recorded: list[Any] | None = None
+"""Where ``aot.recording`` collects kernels that are compiled and not launched; None while kernels run."""
+
+
+def launch(kernel: Any, programs: int, args: tuple[Any, ...], warps: int = 4, stages: int = 3, **constexprs: Any) -> None:
+    """Start ``programs`` programs of a kernel on the current stream of the first tensor's device; nothing if there are none.
+
+    Floating-point operations are never contracted; pass ``enable_fp_fusion=True`` among the constexprs of a matrix product.
+    """
+    if programs <= 0:
+        return
+    if INTERPRETED:
+        constexprs.pop("enable_fp_fusion", None)
+        kernel[(programs,)](*args, **constexprs)
+        return
+    device = next(x.device for x in args if isinstance(x, Tensor))
+    if recorded is not None:
+        recorded.append(kernel.warmup(*args, grid=(programs,), **_options(warps, stages, constexprs)))
+    elif device.type != "cuda" or device.index == torch.cuda.current_device():
+        _start(kernel, programs, args, device.index, warps, stages, constexprs)
+    else:
+        with torch.cuda.device(device):
+            _start(kernel, programs, args, device.index, warps, stages, constexprs)
+
+
+def _options(warps: int, stages: int, constexprs: dict[str, Any]) -> dict[str, Any]:
+    return {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": False, **constexprs}
+
+
+def _start(kernel: Any, programs: int, args: tuple[Any, ...], device: int, warps: int, stages: int, constexprs: dict[str, Any]) -> None:
+    key: list[Any] = [kernel.fn, device, warps, stages, *constexprs.items()]
+    addresses = 0
+    for x in args:
+        if isinstance(x, Tensor):
+            key.append(x.dtype)
+            addresses |= x.data_ptr()
+        elif isinstance(x, int):
+            key.append(-1 if x == 1 else (x & 15 == 0) + 2 * (x > _MOST_32_BIT))
+        else:
+            key.append(type(x))
+    found = _compiled.get(tuple(key)) if addresses & 15 == 0 else None
+    if found is not None:
+        fusion = "enable_fp_fusion" in constexprs
+        found[(programs, 1, 1)](*args, *(v for k, v in constexprs.items() if not fusion or k != "enable_fp_fusion"))
+        return
+    # an address that is no multiple of 16 needs code of its own, and which one it is Triton tells apart itself
+    compiled = kernel[(programs,)](*args, **_options(warps, stages, constexprs))
+    if addresses & 15 == 0:
+        _compiled[tuple(key)] = compiled
+
+
+def next_power_of_2(x: int) -> int:
+    """The smallest power of two that is at least ``x``."""
+    return 1 << (x - 1).bit_length() if x > 1 else 1
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b rounded up."""
+    return -(-a // b)
+
+
+__all__ = ["INTERPRETED", "cdiv", "launch", "next_power_of_2", "triton"]

@@ -1,0 +1,59 @@
+"""Compiling without a GPU: what a call would launch, compiled for a named architecture and collected instead of run.
+
+    with recording(90) as kernels:
+        mask(torch.empty(4096, 4096, device="meta"), 2, 4)
+    kernels[0].asm["ptx"]
+
+The kernels, their constexprs and the divisibility of their arguments are those of the real call: a tensor on the meta device counts as
+one whose address is a multiple of 16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from . import _launch
+
+
+class _NoDevice:
+    """As much of a driver as compiling asks for."""
+
+    def __init__(self, capability: int) -> None:
+        self.target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return self.target.arch  # kernels are cached per device: each architecture is one of its own
+
+    def get_current_stream(self, _device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("meta")
+
+
+@contextmanager
+def recording(capability: int) -> Iterator[list[Any]]:
+    """Inside, ``launch`` compiles for compute capability 80, 90, ... and appends the compiled kernel to the list.
+
+    Raises:
+        RuntimeError: the kernels were decorated for the interpreter (TRITON_INTERPRET=1), which compiles nothing.
+    """
+    if _launch.INTERPRETED:
+        raise RuntimeError("TRITON_INTERPRET=1 interprets kernels; unset it to compile them.")
+    before, active = _launch.recorded, driver._active
+    _launch.recorded = []
+    driver.set_active(_NoDevice(capability))
+    try:
+        yield _launch.recorded
+    finally:
+        _launch.recorded = before
+        driver._active = active
