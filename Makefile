@@ -7,6 +7,7 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 JOBS ?= 2
 DEMO_ARGS ?=
+TEST_ARGS ?=
 
 BIN := $(VENV)/bin
 BIN_PATH := $(abspath $(BIN))
@@ -15,12 +16,13 @@ PINS := $(VENV)/constraints.txt
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c $(PINS)
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: help demo test build lint check sanitize format gpu clean distclean
+.PHONY: help demo test build lint check triton sanitize format gpu clean distclean
 .DEFAULT_GOAL := help
 
 help:
 	@sed -n '1,3s/^# //p' Makefile
 	@echo 'make lint   ruff and mypy only      make check  the tests only      make format  let ruff rewrite the sources'
+	@echo 'make check TEST_ARGS="-k mask"  some of them   make triton  only the Triton kernels, interpreted; TEST_ARGS leaves them out'
 	@echo 'make sanitize   the C++ tests of the core under the address, undefined-behaviour and thread sanitizers'
 	@echo 'make clean  remove what was built   make distclean  remove $(VENV) too'
 
@@ -34,7 +36,19 @@ test: build lint check
 
 check: build
 	@echo '== tests'
-	@$(ONE_THREAD) $(LINTED) $(BIN)/python -m pytest -q -n $(JOBS) --durations=15 $(TEST_ARGS)
+	@TRITON_INTERPRET=0 $(ONE_THREAD) $(LINTED) $(BIN)/python -m pytest -q -n $(JOBS) --durations=15 $(TEST_ARGS)
+	$(if $(strip $(TEST_ARGS)),,$(call triton_tests))
+
+triton: build
+	$(call triton_tests)
+
+# Triton interprets its kernels only where that is said before it is imported: hence a process of its own
+TRITON_TESTS := python_tests/backends/triton python_tests/ops/test_conformance.py python_tests/ops/test_exact.py
+define triton_tests
+@if test "$$(uname -s)" != Linux; then echo '== no Triton for this system, its kernels are not tested'; \
+else echo '== tests of the Triton kernels, interpreted' && $(BIN)/python -c 'import triton' \
+  && TRITON_INTERPRET=1 $(ONE_THREAD) $(BIN)/python -m pytest -q -n $(JOBS) --durations=5 $(TRITON_TESTS); fi
+endef
 
 # $(call core_tests,SANITIZERS,OPTIONS)
 define core_tests
