@@ -1,0 +1,24 @@
+"""What is done to a sum of products before it is stored: the activation, in float32, so that the result is rounded once."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+ACTIVATIONS = ("", "gelu", "silu", "relu2")
+"""Names that ``activate`` takes: none, GELU (erf), SiLU, squared ReLU."""
+
+
+@triton.jit
+def activate(y, ACTIVATION: tl.constexpr):
+    """The activation of float32 ``y``; NaN and inf come out as from torch's own."""
+    tl.static_assert(ACTIVATION == "" or ACTIVATION == "gelu" or ACTIVATION == "silu" or ACTIVATION == "relu2")
+    if ACTIVATION == "gelu":
+        return 0.5 * y * (1.0 + tl.erf(y * 0.70710678118654752))
+    elif ACTIVATION == "silu":
+        return y / (1.0 + tl.exp(-y))
+    elif ACTIVATION == "relu2":
+        positive = tl.where(y <= 0.0, 0.0, y)  # not a maximum, which loses NaN
+        return positive * positive
+    else:
+        return y
