@@ -71,6 +71,13 @@ def _start(kernel: Any, programs: int, args: tuple[Any, ...], device: int, warps
         _compiled[tuple(key)] = compiled
 
 
+def flagged(flag: Tensor) -> bool:
+    """Whether a kernel has set the one element of ``flag``; the host waits for it. False where nothing runs or a graph is captured."""
+    if recorded is not None or (flag.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return False
+    return bool(flag)
+
+
 def next_power_of_2(x: int) -> int:
     """The smallest power of two that is at least ``x``."""
     return 1 << (x - 1).bit_length() if x > 1 else 1
@@ -81,4 +88,4 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-__all__ = ["INTERPRETED", "cdiv", "launch", "next_power_of_2", "triton"]
+__all__ = ["INTERPRETED", "cdiv", "flagged", "launch", "next_power_of_2", "triton"]
