@@ -6,13 +6,18 @@
         out = True
 
 A sample builds fresh arguments of the raw op, the same each time it is called after one seed.
+
+It runs on the CPU and, marked ``gpu``, on the GPU, with whatever the dispatcher chooses there. Where Triton interprets its kernels
+(TRITON_INTERPRET=1) the Triton backend is forced instead, and nothing else is run again.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,8 +26,31 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from nmkernels import BackendError, _dispatch, testing
+from nmkernels.backends import triton
 
 Sample = Callable[[], tuple[Any, ...]]
+
+INTERPRETED = triton.interpreted()
+DEVICES = ["cpu"] if INTERPRETED else ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+"""Where a test of kernels runs: its parameters for ``device``."""
+
+
+def compared(op: str) -> list[_dispatch.Impl]:
+    """The implementations of an op that are held against the reference: all others, or the one that is interpreted."""
+    entries = [i for i in _dispatch.implementations(op) if i.backend != "reference"]
+    return [i for i in entries if i.backend == triton.NAME] if INTERPRETED else entries
+
+
+def moved(tree: Any, device: str) -> Any:
+    """The tensors of a tree on ``device``, with the strides and the offset in memory that they have; themselves where they are there."""
+
+    def move(x: Tensor) -> Tensor:
+        if x.device.type == device:
+            return x
+        memory = torch.empty(0, dtype=x.dtype, device=x.device).set_(x.untyped_storage())  # type: ignore[call-overload]
+        return memory.to(device).as_strided(x.shape, x.stride(), x.storage_offset())
+
+    return pytree.tree_map_only(Tensor, move, tree)
 
 
 def tensors(tree: Any) -> list[Tensor]:
@@ -34,10 +62,10 @@ def strided(x: Tensor) -> Tensor:
     """The same values, every second element of a larger tensor along the last dimension, rows in reverse memory order."""
     if not x.dim():
         return x
-    wide = torch.full((*x.shape[:-1], 2 * x.shape[-1] + 1), 77, dtype=torch.float64).to(x.dtype)
+    wide = torch.full((*x.shape[:-1], 2 * x.shape[-1] + 1), 77, dtype=torch.float64, device=x.device).to(x.dtype)
     view = wide[..., 1::2]
     if x.dim() > 1:
-        wide = torch.full((x.shape[-1], *x.shape[:-1], 2), 77, dtype=torch.float64).to(x.dtype)
+        wide = torch.full((x.shape[-1], *x.shape[:-1], 2), 77, dtype=torch.float64, device=x.device).to(x.dtype)
         view = wide[..., 1].movedim(0, -1)
     view.copy_(x)
     return view
@@ -56,15 +84,32 @@ class Conformance:
     """The names of the keyword-only arguments of ``<op>_out``; empty where there is no such op."""
     mutates: bool = False
 
+    device: str = "cpu"
+    """Where the arguments of the running test are."""
+
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         if "sample" in metafunc.fixturenames:
             metafunc.parametrize("sample", list(self.samples.values()), ids=list(self.samples))
+            metafunc.parametrize("device", DEVICES)
         if "backend" in metafunc.fixturenames:
-            metafunc.parametrize("backend", [i.backend for i in _dispatch.implementations(self.op) if i.backend != "reference"])
+            metafunc.parametrize("backend", [i.backend for i in compared(self.op)])
+
+    @pytest.fixture(autouse=True)
+    def place(self, sample: Sample, device: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Puts the arguments where they belong, and in the interpreter forces its backend; skips what that declines."""
+        self.device = device
+        if not INTERPRETED or "backend" in request.fixturenames:
+            return
+        verdicts = [i.supports(*self.args(sample)) for i in compared(self.op)] or [(False, f"Triton has no {self.op}")]
+        if not verdicts[0][0]:
+            pytest.skip(verdicts[0][1])
+        monkeypatch.setenv(_dispatch.ENV, triton.NAME)
 
     def args(self, sample: Sample) -> tuple[Any, ...]:
         torch.manual_seed(0)
-        return sample()
+        # packed operands are made by the definition, whatever is forced
+        with mock.patch.dict(os.environ, {_dispatch.ENV: "reference"}):
+            return moved(sample(), self.device)
 
     def raw(self, suffix: str = "") -> torch._ops.OpOverload:
         return getattr(torch.ops.nmkernels, self.op + suffix).default
@@ -125,15 +170,14 @@ class Conformance:
             with pytest.raises(BackendError, match=re.escape(reason)):
                 self.raw()(*args)
             return
+        result = moved(self.run(self.raw(), args), "cpu")
+        # the reference has the last word where it was written: on the CPU
         monkeypatch.setenv(_dispatch.ENV, "reference")
-        expected = self.run(self.raw(), self.args(sample))
-        monkeypatch.setenv(_dispatch.ENV, backend)
-        result = self.run(self.raw(), args)
-        monkeypatch.setenv(_dispatch.ENV, "reference")
-        self.check_backend(sample, result, expected, backend)
+        self.device = "cpu"
+        self.check_backend(sample, result, self.run(self.raw(), self.args(sample)), backend)
 
     def check_backend(self, sample: Sample, result: Any, expected: Any, backend: str) -> None:
-        """Judge a backend's result by the reference's; the reference is in force here."""
+        """Judge a backend's result by the reference's, both on the CPU; the reference is in force here."""
         if self.rtol is not None:
             torch.testing.assert_close(result, expected, rtol=self.rtol, atol=0, equal_nan=True)
         elif self.exact:

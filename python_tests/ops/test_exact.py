@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from nmkernels import Pattern, _dispatch, testing
+from nmkernels.backends import triton
+from python_tests.conformance import DEVICES, INTERPRETED, compared, moved
 from python_tests.ops.samples import seed
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -47,34 +49,42 @@ OPS: dict[str, tuple[str, Callable[[Tensor, Pattern], tuple[Any, ...] | None]]] 
 }
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
 @pytest.mark.parametrize("name", OPS)
-def test_backends_agree(name: str, dtype: torch.dtype, poison: None) -> None:
+def test_backends_agree(name: str, dtype: torch.dtype, device: str, poison: None) -> None:
     op, make = OPS[name]
-    entries = {i.backend: i for i in _dispatch.implementations(op)}
-    reference, compared = entries.pop("reference"), 0
+    reference = next(i for i in _dispatch.implementations(op) if i.backend == "reference")
+    count = 0
     for pattern in map(Pattern, PATTERNS):
         for case in testing.cases(pattern, dtype):
             args = make(case.x, pattern)
             if args is None:
                 continue
-            expected = reference.fn(*args)
-            for backend, entry in entries.items():
-                if entry.supports(*args)[0]:
-                    testing.assert_equal_bits(entry.fn(*args), expected, f"{backend} {op} {pattern} {case.id}")
-                    compared += 1
-    if not compared:
-        pytest.skip(f"no backend but the reference runs {op} in {dtype}")
+            here, expected = moved(args, device), None
+            for entry in compared(op):
+                if entry.supports(*here)[0]:
+                    expected = reference.fn(*args) if expected is None else expected
+                    testing.assert_equal_bits(entry.fn(*here), expected, f"{entry.backend} {op} {pattern} {case.id}")
+                    count += 1
+    if not count:
+        pytest.skip(f"no backend but the reference runs {op} in {dtype} on {device}")
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_round_trip(pattern: str, dtype: torch.dtype) -> None:
+def test_round_trip(pattern: str, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """decompress(compress(w)) is prune(w), on every nasty input, through the dispatcher."""
+    if INTERPRETED:
+        if dtype == torch.float64:
+            pytest.skip("Triton computes in float32")
+        monkeypatch.setenv(_dispatch.ENV, triton.NAME)
     n, m = Pattern(pattern).n, Pattern(pattern).m
     ops = torch.ops.nmkernels
     for case in testing.cases(pattern, dtype):
-        values, indices = ops.nm_compress(case.x, n, m)
-        dense = ops.nm_decompress(values, indices, n, m, case.x.shape[-1])
-        testing.assert_equal_bits(dense, ops.nm_prune(case.x, n, m), case.id)
-        assert int(ops.nm_mask(case.x, n, m).sum()) * m == case.x.numel() * n
+        x = moved(case.x, device)
+        values, indices = ops.nm_compress(x, n, m)
+        dense = ops.nm_decompress(values, indices, n, m, x.shape[-1])
+        testing.assert_equal_bits(dense, ops.nm_prune(x, n, m), case.id)
+        assert int(ops.nm_mask(x, n, m).sum()) * m == x.numel() * n
