@@ -13,6 +13,9 @@ from ._launch import cdiv, launch, next_power_of_2
 ELEMENTS = 2048
 """Elements of a tile: with 4 warps two or four 16-byte reads a thread, which keeps enough of them in flight."""
 
+PADDED_ELEMENTS = 1024
+"""The same where M is padded: each element then has an address of its own, and 16 of them do not fit in registers (3:5, sm_90)."""
+
 
 @triton.jit
 def mask_kernel(w, out, groups, N: tl.constexpr, M: tl.constexpr, TILE: tl.constexpr, PADDED: tl.constexpr):
@@ -54,7 +57,7 @@ def _elementwise(kernel: object, w: Tensor, n: int, m: int, out: Tensor | None, 
     w = w.resolve_neg().contiguous()
     result = torch.empty_like(w, dtype=dtype) if out is None else out
     groups, padded = w.numel() // m, next_power_of_2(m)
-    tile = max(1, ELEMENTS // padded)
+    tile = max(1, (ELEMENTS if padded == m else PADDED_ELEMENTS) // padded)
     memory = result.view(torch.int8) if dtype == torch.bool else result
     launch(kernel, cdiv(groups, tile), (w, memory, groups), N=n, M=m, TILE=tile, PADDED=padded)
     return result

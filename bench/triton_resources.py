@@ -1,0 +1,208 @@
+"""What the compiler makes of the Triton kernels, read without a GPU: registers, spills, widths of memory accesses, tensor cores.
+
+``python -m bench.triton_resources`` compiles every case of ``triton_cases`` for sm_80 and sm_90, through the functions that calls go
+through, and writes ``bench/results/triton_resources.csv``; with words, the cases whose names contain one of them are only printed.
+The rows depend on the sources and on the versions of Triton and ptxas, not on the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import os
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from .rows import RESULTS
+from .triton_cases import Case, cases
+
+PATH = RESULTS / "triton_resources.csv"
+ARCHITECTURES = (80, 90)
+REWRITE = "python -m bench.triton_resources"
+TENSOR_CORES = {80: "mma.sync", 90: "wgmma.mma_async"}
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One compiled kernel of one case, one line of the table."""
+
+    kernel: str
+    case: str
+    arch: str
+    registers: int
+    """Of a thread, of 255."""
+    spills: int
+    """Instructions that move registers to and from local memory."""
+    stack_bytes: int
+    shared_bytes: int
+    widest_load: int
+    """Bits that the widest read of global memory takes at once; at most 128 before Blackwell."""
+    widest_store: int
+    matrix_instructions: str
+    """Those of the tensor cores with their number; empty where there is none."""
+    instructions: int
+    triton: str
+    ptxas: str
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What tells it from the others."""
+        return self.case, self.kernel, self.arch
+
+
+def compiled(case: Case, arch: int) -> list[Kernel]:
+    """The kernels that a call would launch on an architecture, in that order."""
+    from nmkernels._dispatch import implementations
+    from nmkernels.backends.triton.aot import recording
+
+    run = next(i.fn for i in implementations(case.op) if i.backend == "triton")
+    with recording(arch) as kernels:
+        run(*case.args)
+    names = Counter(k.metadata.name for k in kernels)
+    assert kernels and max(names.values()) == 1, f"{case.op} {case.name}: kernels {dict(names)}, each should be launched once"
+    return [_read(k, f"{case.op} {case.name}", arch) for k in kernels]
+
+
+def shortfalls(case: Case, arch: int, kernels: list[Kernel]) -> list[str]:
+    """What the kernels of a case lack, in words; nothing when they are as the design wants them."""
+    found = []
+    for k in kernels:
+        if k.spills or k.stack_bytes:
+            found.append(f"{k.kernel} spills: {k.spills} instructions, {k.stack_bytes} bytes of stack")
+    first = kernels[0]
+    if first.widest_load < case.load:
+        found.append(f"{first.kernel} reads {first.widest_load} bits at once, should read {case.load}")
+    if first.widest_store < case.store:
+        found.append(f"{first.kernel} writes {first.widest_store} bits at once, should write {case.store}")
+    if case.matrix and not any(TENSOR_CORES[arch] in k.matrix_instructions for k in kernels):
+        found.append(f"no {TENSOR_CORES[arch]} in {', '.join(k.kernel for k in kernels)}")
+    return found
+
+
+def _read(kernel: Any, case: str, arch: int) -> Kernel:
+    ptx = kernel.asm["ptx"]
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        usage = _tool("cuobjdump", "--dump-resource-usage", file.name)
+        opcodes = opcodes_of(_tool("nvdisasm", "-c", file.name))
+    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
+    assert found, f"cuobjdump tells no resources of {kernel.metadata.name}: {usage}"
+    registers, stack, local = map(int, found.groups())
+    return Kernel(
+        kernel=kernel.metadata.name,
+        case=case,
+        arch=f"sm_{arch}",
+        registers=registers,
+        spills=sum(op.split(".")[0] in ("LDL", "STL") for op in opcodes),
+        stack_bytes=stack + local,
+        shared_bytes=kernel.metadata.shared,
+        widest_load=widest("ld", ptx),
+        widest_store=widest("st", ptx),
+        matrix_instructions=matrix_instructions(ptx),
+        instructions=len(opcodes),
+        triton=_triton_version(),
+        ptxas=_ptxas_version(),
+    )
+
+
+def opcodes_of(sass: str) -> list[str]:
+    """The machine instructions of a disassembly without the padding at its end."""
+    found = re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P[T\d]+\s+)?([A-Z][\w.]*)", sass, re.M)
+    return [op for op in found if op != "NOP"]
+
+
+def widest(way: str, ptx: str) -> int:
+    """Bits that the widest access of global memory moves at once; ``way`` is ld or st. Copies straight to shared memory are reads."""
+    bits = [0]
+    for qualifiers in re.findall(rf"\b{way}\.(?:\w+\.)*?global((?:[.:]+\w+)+)", ptx):
+        width = re.search(r"\.[bsuf](\d+)$", qualifiers)
+        several = re.search(r"\.v(\d)\b", qualifiers)
+        bits.append(int(width[1]) * (int(several[1]) if several else 1) if width else 0)
+    if way == "ld":
+        sizes = re.findall(r"cp\.async\.c[ag]\.shared\.global\S* +\[[^\]]*\], *\[[^\]]*\], *(0x[0-9a-f]+|\d+)", ptx)
+        bits += [8 * int(size, 0) for size in sizes]
+    return max(bits)
+
+
+def matrix_instructions(ptx: str) -> str:
+    """The kinds of tensor-core instructions and how many of each are in the code."""
+    return " ".join(f"{name} {number}" for name, number in sorted(Counter(re.findall(r"wgmma\.mma_async|mma\.sync", ptx)).items()))
+
+
+def _tool(name: str, *words: str) -> str:
+    """The output of a program of CUDA's that is in Triton's wheel."""
+    import triton
+
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    return subprocess.run([path, *words], capture_output=True, text=True, check=True).stdout
+
+
+@cache
+def _triton_version() -> str:
+    import triton
+
+    return str(triton.__version__)
+
+
+@cache
+def _ptxas_version() -> str:
+    found = re.search(r"\bV([\d.]+)", _tool("ptxas", "--version"))
+    return found[1] if found else "unknown"
+
+
+def read(path: Path = PATH) -> list[Kernel]:
+    """The rows of a table; none where there is no file."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    numbers = {f.name for f in fields(Kernel) if f.type == "int"}
+    made: list[dict[str, Any]] = [{k: int(v) if k in numbers else v for k, v in row.items()} for row in rows]
+    return [Kernel(**row) for row in made]
+
+
+def write(kernels: Iterable[Kernel], path: Path = PATH) -> None:
+    """Write a table, whole, in the order of the cases."""
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, [f.name for f in fields(Kernel)], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(asdict(k) for k in kernels)
+    path.write_text(text.getvalue())
+
+
+def main(argv: list[str] | None = None, path: Path = PATH) -> int:
+    """Compile, write or print, and name what falls short; 1 where something does."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("words", nargs="*", help="print only the cases whose op and name contain one of these; write nothing")
+    words = parser.parse_args(argv).words
+    rows, lacking = [], []
+    chosen = [c for c in cases() if not words or any(w in f"{c.op} {c.name}" for w in words)]
+    for case in tqdm(chosen, disable=None):
+        for arch in ARCHITECTURES:
+            kernels = compiled(case, arch)
+            rows += kernels
+            lacking += [f"{case.op} {case.name}, sm_{arch}: {text}" for text in shortfalls(case, arch, kernels)]
+    if words:
+        for k in rows:
+            print(*(f"{name}={value}" for name, value in asdict(k).items() if name not in ("triton", "ptxas")), sep="  ")
+    else:
+        write(rows, path)
+        print(f"{len(rows)} kernels of {len(chosen)} cases, {path}")
+    print("\n".join(lacking) or "nothing falls short")
+    return 1 if lacking else 0
+
+
+if __name__ == "__main__":
+    os.environ.pop("TRITON_INTERPRET", None)  # it decorates kernels for the interpreter, which compiles nothing
+    raise SystemExit(main())
