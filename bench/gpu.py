@@ -1,7 +1,8 @@
 """What ``make gpu`` runs: build in place, the tests marked gpu, quick benchmarks, the README's table, and a summary last.
 
-For a machine with an NVIDIA GPU, a torch already installed and no network. Exit status 0: everything passed, 1: something
-failed (the summary says what), 2: there is no GPU here that torch can use.
+For a machine with an NVIDIA GPU, a torch already installed and no network. ``python -m bench.gpu tests benchmarks`` runs only those
+steps. Exit status 0: everything passed, 1: something failed (the summary says what), 2: there is no GPU here that torch can use, or
+no step of that name.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,13 +54,25 @@ def run(words: list[str]) -> int:
     return subprocess.run([sys.executable, *words], cwd=ROOT, env=env).returncode
 
 
-def main(lacks: Callable[[], str] = missing, runner: Runner = run) -> int:
-    """Run every step, also after one that failed, then print the summary."""
+def results() -> str:
+    """The file that the benchmarks write, from the repository's root."""
+    import torch
+
+    from .rows import RESULTS, machine, slug
+
+    return str((RESULTS / f"{slug(machine('cuda'))}.csv").relative_to(ROOT)) if torch.cuda.is_available() else ""
+
+
+def main(lacks: Callable[[], str] = missing, runner: Runner = run, names: Sequence[str] = ()) -> int:
+    """Run every step, or those named, also after one that failed, then print the summary."""
+    if unknown := set(names) - {step.name for step in STEPS}:
+        print(f"make gpu: no step is called {', '.join(sorted(unknown))}; there are {', '.join(step.name for step in STEPS)}")
+        return 2
     if reason := lacks():
         print(f"make gpu: no NVIDIA GPU to use here: {reason}")
         return 2
     lines, failed = [], False
-    for step in STEPS:
+    for step in (step for step in STEPS if not names or step.name in names):
         print(f"== {step.name}", flush=True)
         start = time.perf_counter()
         status = runner(list(step.words))
@@ -68,9 +81,10 @@ def main(lacks: Callable[[], str] = missing, runner: Runner = run) -> int:
         failed |= not good
         verdict = "ok" if good else f"FAILED, exit status {status}"
         lines.append(f"  {step.name:<12}{time.perf_counter() - start:>7.1f} s  {verdict}{f' ({note})' if note else ''}")
-    print("\n".join(["== summary", *lines, f"  {'FAILED' if failed else 'all passed'}"]), flush=True)
+    where = [f"  rows in {path}; commit it with README.md and bench/results" for path in (results(),) if path]
+    print("\n".join(["== summary", *lines, *where, f"  {'FAILED' if failed else 'all passed'}"]), flush=True)
     return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(main(names=sys.argv[1:]))

@@ -8,11 +8,15 @@ from statistics import median
 
 import torch
 
+from .device import median_seconds
 from .registry import DTYPES
-from .timing import on_cpu, on_cuda
+from .timing import on_cpu
 
 SIDE = 2048
 """Rows and columns of the product whose rate counts as the machine's: large enough to reach it, small enough to measure in a second."""
+
+SIDE_CUDA = 8192
+"""The same on a GPU."""
 
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
@@ -33,8 +37,10 @@ def _bytes(text: str) -> int:
 @cache
 def matmul_rate(dtype: str, device: str) -> float:
     """Floating-point operations per second of a square product in torch, the median of seven, measured once per run."""
-    a = torch.randn(SIDE, SIDE, device=device).to(DTYPES[dtype])
-    clock = on_cuda if device.startswith("cuda") else on_cpu
+    cuda = device.startswith("cuda")
+    side = SIDE_CUDA if cuda else SIDE
+    a = torch.randn(side, side, device=device).to(DTYPES[dtype])
     for _ in range(2):
         a @ a
-    return 2 * SIDE**3 / median(clock(lambda: a @ a) for _ in range(7))
+    took = median_seconds(lambda: a @ a, device) if cuda else median(on_cpu(lambda: a @ a) for _ in range(7))
+    return 2 * side**3 / took

@@ -1,20 +1,24 @@
-"""A handful of cases that take seconds: ``python -m bench.quick --device cpu``, the same as ``python -m bench.run --quick``."""
+"""A handful of cases: ``python -m bench.quick --device cpu`` takes seconds; on a GPU it is every case of its speed targets, minutes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from . import targets
 from .registry import Spec
+from .targets_cuda import STREAM
 
 TOKENS = (1, 16, 256)
 
 
 def specs(device: str) -> list[Spec]:
-    """Mask, prune, compress and linear with 2:4 on one weight, and a copy: fp32 and 16 MB on a CPU, bf16 and 90 MB on a GPU."""
-    dtype, rows, cols = ("bfloat16", 4096, 11008) if device.startswith("cuda") else ("float32", 1024, 4096)
-    streams = [Spec(op, "2:4", dtype, rows, cols) for op in ("nm_mask", "nm_prune", "nm_compress")]
-    products = [Spec("nm_linear", "2:4", dtype, rows, cols, tokens) for tokens in TOKENS]
-    return [*streams, *products, Spec("copy", "", dtype, rows, cols)]
+    """On a CPU mask, prune, compress and linear with 2:4 on one weight of 16 MB, and a copy; on a GPU the targets and more bf16 streams."""
+    if device.startswith("cuda"):
+        more = ("nm_mask", "nm_prune", "nm_soft_threshold", "nm_transposable_mask")
+        return [*targets.specs(device), *(Spec(op, "2:4", "bfloat16", *STREAM) for op in more)]
+    streams = [Spec(op, "2:4", "float32", 1024, 4096) for op in ("nm_mask", "nm_prune", "nm_compress")]
+    products = [Spec("nm_linear", "2:4", "float32", 1024, 4096, tokens) for tokens in TOKENS]
+    return [*streams, *products, Spec("copy", "", "float32", 1024, 4096)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -75,6 +75,8 @@ class Provider:
         check: raises ``AssertionError`` unless the call's result is right; ours have one.
         under: entered around every call, outside the clock (it chooses a backend or an instruction set).
         parts: seconds of the pieces of each call, appended by ``call`` itself, by name.
+        host: time what the host spends on the call without waiting for the device, not what the device spends.
+        count: so many units of work are one call (the nodes of a graph); its time is divided by it.
     """
 
     name: str
@@ -85,6 +87,8 @@ class Provider:
     check: Callable[[], None] | None = None
     under: Callable[[], AbstractContextManager[object]] = nullcontext
     parts: dict[str, list[float]] = field(default_factory=dict)
+    host: bool = False
+    count: int = 1
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,7 @@ class Ratio:
     """A figure of two providers, taken from pairs of the same round.
 
     ``kind`` "speed": how many times as fast ``of`` is as the fastest of ``against``; "time": its time as a multiple of theirs;
-    "rate": its bytes per second as a share of theirs.
+    "rate": its bytes per second as a share of theirs; "more": the microseconds that it takes beyond theirs.
     """
 
     metric: str
@@ -118,13 +122,14 @@ class Work:
 
 @dataclass(frozen=True)
 class Grid:
-    """The cases of an op: every combination. Matrices are ``ROWSxCOLS``; tokens (0,) for ops that have none."""
+    """The cases of an op: every combination. Matrices are ``ROWSxCOLS``; tokens (0,) for ops that have none; ``on``: "cuda", "cpu" only."""
 
     matrices: tuple[str, ...] = ()
     patterns: tuple[str, ...] = ("2:4",)
     dtypes: tuple[str, ...] = ("float32",)
     tokens: tuple[int, ...] = (0,)
     models: tuple[str, ...] = ()
+    on: str = ""
 
 
 @dataclass(frozen=True)
@@ -149,10 +154,10 @@ class Family:
     build: Build
     grids: tuple[Grid, ...]
 
-    def specs(self, ask: Ask) -> Iterator[Spec]:
-        """Every case that ``ask`` leaves, each once."""
+    def specs(self, ask: Ask, device: str = "cpu") -> Iterator[Spec]:
+        """Every case on this device that ``ask`` leaves, each once."""
         seen: dict[Spec, None] = {}
-        for grid in self.grids:
+        for grid in (grid for grid in self.grids if device.startswith(grid.on)):
             for pattern in ask.patterns or grid.patterns:
                 for dtype in ask.dtypes or grid.dtypes:
                     seen.update(dict.fromkeys(self._sized(grid, ask, pattern, dtype)))
@@ -214,9 +219,9 @@ def matching(words: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def select(ask: Ask) -> list[Spec]:
-    """Every case that ``ask`` leaves of the full run, in the order of the registry."""
-    return [spec for op, f in families().items() if not ask.ops or op in ask.ops for spec in f.specs(ask)]
+def select(ask: Ask, device: str = "cpu") -> list[Spec]:
+    """Every case that ``ask`` leaves of the full run on a device, in the order of the registry."""
+    return [spec for op, f in families().items() if not ask.ops or op in ask.ops for spec in f.specs(ask, device)]
 
 
 def narrow(specs: Iterable[Spec], ask: Ask) -> list[Spec]:

@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 
 from . import figures, tables, targets
-from .rows import RESULTS, slug
+from .rows import RESULTS, device_of, slug
 from .rows import load as load_csv
 from .tables import Rows
 
@@ -44,7 +44,7 @@ def front(rows: Rows, reasons: dict[str, str]) -> str:
     parts = []
     for mine in tables.by_machine(rows).values():
         speeds, rest = _split(mine)
-        verdicts = targets.verdicts(speeds, reasons)
+        verdicts = targets.verdicts(speeds, device_of(mine[0]["machine"]), reasons)
         if any(v.measured for v in verdicts):
             parts.append(f"{tables.stamp(speeds)}\n\n{tables.targets_markdown(verdicts)}")
         if rest:

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import torch
 
+from nmkernels import _capability
+
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -87,7 +89,7 @@ def append(rows: Iterable[Row], path: Path) -> None:
 def machine(device: str = "cpu") -> str:
     """A readable name of the device, with the core count for a CPU."""
     if device.startswith("cuda"):
-        return torch.cuda.get_device_name()
+        return torch.cuda.get_device_name(device)
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -96,15 +98,21 @@ def machine(device: str = "cpu") -> str:
     return f"{model}, {torch.get_num_threads()} threads"
 
 
+def device_of(machine: str) -> str:
+    """The kind of device, cpu or cuda, of a machine by its name: a CPU's tells its threads."""
+    return "cpu" if re.search(r", \d+ threads$", machine) else "cuda"
+
+
 def slug(name: str) -> str:
     """``name`` as a file name."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def versions() -> str:
-    """The versions that matter to a figure."""
+    """The versions that matter to a figure; Triton's where torch can use a GPU."""
     cuda = f" cuda {torch.version.cuda}" if torch.version.cuda else ""
-    return f"python {platform.python_version()} torch {torch.__version__}{cuda}"
+    triton = f" {_capability.triton().reason}" if torch.cuda.is_available() and _capability.triton().ok else ""
+    return f"python {platform.python_version()} torch {torch.__version__}{cuda}{triton}"
 
 
 @cache

@@ -1,13 +1,16 @@
 """Measure: ``python -m bench.run``, the same as ``python -m nmkernels bench``.
 
-Without options every case there is (a quarter of an hour on two cores); ``--targets`` only those of the speed targets (six minutes);
-``--quick`` a handful (seconds). Rows go to ``bench/results/<machine>.csv`` after each case; ``python -m bench.report`` makes the tables.
+Without options every case there is (a quarter of an hour on two cores); ``--targets`` only those of the device's speed targets (six
+minutes); ``--quick`` a handful (seconds; on a GPU its targets, minutes). Rows go to ``bench/results/<machine>.csv`` after each case;
+``python -m bench.report`` makes the tables. A case after which its process cannot use the GPU any more is named, and another process
+goes on with the next.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -17,7 +20,7 @@ from typing import Any
 import torch
 
 from nmkernels import DtypeError, NMError, Pattern
-from nmkernels.cli.bench import add_arguments
+from nmkernels.cli.bench import HOME, add_arguments
 
 from . import quick, registry, runner, shapes, tables, targets
 from .cases import _ours
@@ -55,7 +58,9 @@ def execute(args: argparse.Namespace) -> int:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise NMError(f"--device {device}: torch cannot use it here: {str(error).splitlines()[0]}") from error
-    specs = chosen(args, device)
+    if device.startswith("cuda:"):
+        torch.cuda.set_device(device)
+    specs = chosen(args, device)[max(0, args.first - 1) :]
     if not specs:
         raise NMError("no case is left by these options; --list without them shows what there is.")
     if args.list:
@@ -75,9 +80,22 @@ def execute(args: argparse.Namespace) -> int:
     )
     if args.json:
         print(json.dumps(as_json(outcome, specs, device, out), indent=2))
-    else:
-        _closing(outcome, specs, out, device, args.targets)
+    if outcome.next is not None and outcome.next < len(specs) and not args.json:
+        again = [sys.executable, "-m", "bench.run", *_words(args), "--from", str(max(1, args.first) + outcome.next)]
+        return max(outcome.status, subprocess.run(again, cwd=HOME).returncode)
+    if not args.json:
+        _closing(outcome, specs, out, device, args.targets or (args.quick and device.startswith("cuda")))
     return outcome.status
+
+
+def _words(args: argparse.Namespace) -> list[str]:
+    """The options of a run that another process is to go on with."""
+    found = [f"--{name}" for name in ("targets", "quick", "resume") if getattr(args, name)]
+    for name in ("op", "shapes", "pattern", "dtype", "tokens", "device", "threads", "isas", "seconds"):
+        value = getattr(args, name)
+        if value is not None:
+            found += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+    return [*found, "--out", str(args.out.resolve())] if args.out else found
 
 
 def chosen(args: argparse.Namespace, device: str) -> list[Spec]:
@@ -92,10 +110,10 @@ def chosen(args: argparse.Namespace, device: str) -> list[Spec]:
         tokens=tuple(args.tokens or ()),
     )
     if args.targets:
-        return registry.narrow(targets.specs(), ask)
+        return registry.narrow(targets.specs(device), ask)
     if args.quick:
         return registry.narrow(quick.specs(device), ask)
-    return registry.select(ask)
+    return registry.select(ask, device)
 
 
 def line(row: Row) -> str:
@@ -125,7 +143,7 @@ def as_json(outcome: runner.Outcome, specs: list[Spec], device: str, out: Path) 
 def _closing(outcome: runner.Outcome, specs: list[Spec], out: Path, device: str, against_targets: bool) -> None:
     if against_targets:
         mine = [r for r in load(out) if r["machine"] == machine(device)]
-        print(tables.targets_text(targets.verdicts(mine)))
+        print(tables.targets_text(targets.verdicts(mine, device)))
     if outcome.skipped:
         print(f"{outcome.skipped} of {len(specs)} cases were done before")
     for spec, why in outcome.wrong:

@@ -10,7 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
+import torch
+
 from . import machine, registry
+from .device import lost
 from .registry import Provider, Ratio, Spec, Work
 from .rows import Row, append, commit, fingerprints, row
 from .rows import machine as machine_name
@@ -22,17 +25,29 @@ LIMITS = ("copy", "matmul")
 
 @dataclass
 class Outcome:
-    """What a run found: its rows, the cases that were not timed and why, and how many were left out because they were done before."""
+    """What a run found: its rows, what was not timed and why, and how many cases were left out because they were done before.
+
+    ``next`` is the index of the case to go on with in a new process, where a case made the device unusable for this one.
+    """
 
     rows: list[Row] = field(default_factory=list)
     wrong: list[tuple[Spec, str]] = field(default_factory=list)
     skipped: int = 0
     interrupted: bool = False
+    next: int | None = None
 
     @property
     def status(self) -> int:
         """The exit status: 130 stopped by hand, 1 a case was wrong or broke, 0 all is well."""
         return 130 if self.interrupted else int(bool(self.wrong))
+
+
+class Partly(Exception):
+    """Some providers of a case failed or were wrong; ``rows`` are those of the others."""
+
+    def __init__(self, rows: list[Row], why: str) -> None:
+        super().__init__(why)
+        self.rows = rows
 
 
 def run(
@@ -50,28 +65,26 @@ def run(
     done = fingerprints(out) if resume else set()
     commit()  # what the tree is now, not what it may have become when the last row is written
     try:
-        for spec in specs:
+        for index, spec in enumerate(specs):
             if (spec.op, spec.pattern, spec.dtype, spec.shape, machine_name(device), commit()) in done:
                 outcome.skipped += 1
                 progress.skip()
                 continue
             progress.show(str(spec))
-            try:
-                found = measure(spec, device, seconds)
-            except AssertionError as error:
-                outcome.wrong.append((spec, f"not timed, its result is wrong: {error}"))
-            except Exception as error:
-                # whatever breaks in one case must not cost the others
-                outcome.wrong.append((spec, f"not timed, it failed: {type(error).__name__}: {error}"))
-            else:
+            found, why = _attempt(spec, device, seconds)
+            progress.clear()
+            if found:
                 append(found, out)
                 outcome.rows += found
-                progress.clear()
                 for r in found:
                     show(r)
-            if outcome.wrong and outcome.wrong[-1][0] is spec:
-                progress.clear()
-                complain(f"{spec}: {outcome.wrong[-1][1]}")
+            if why:
+                outcome.wrong.append((spec, why))
+                complain(f"{spec}: {why}")
+                if reason := lost(device):
+                    complain(f"{spec}: after it this process cannot use {device} any more: {reason}")
+                    outcome.next = index + 1
+                    break
             progress.done()
     except KeyboardInterrupt:
         outcome.interrupted = True
@@ -80,27 +93,70 @@ def run(
     return outcome
 
 
+def _attempt(spec: Spec, device: str, seconds: float) -> tuple[list[Row], str]:
+    """The rows of one case, and what went wrong: whatever breaks in one case must not cost the others."""
+    try:
+        return measure(spec, device, seconds), ""
+    except Partly as partly:
+        return partly.rows, str(partly)
+    except AssertionError as error:
+        return [], f"not timed, its result is wrong: {error}"
+    except Exception as error:
+        return [], f"not timed, it failed: {type(error).__name__}: {error}"
+
+
 def measure(spec: Spec, device: str, seconds: float) -> list[Row]:
-    """The rows of one case; ``AssertionError`` from its gate where a result of ours is wrong."""
-    work = registry.build(spec, device)
-    gate(work)
-    timed = take_turns(work.providers, device, seconds)
-    work.facts.update(work.finish())
-    found = rows_of(spec, device, work, timed)
-    if work.alternating:
-        again = take_turns(work.providers, device, seconds / 2, settle=0.0)
-        found += _ratios(spec, device, work.alternating, work, again)
-    del work
-    gc.collect()
-    return found
+    """The rows of one case.
+
+    Raises:
+        AssertionError: none of its results that are ours is right.
+        Partly: it was timed without some providers.
+    """
+    try:
+        work = registry.build(spec, device)
+        failed = gate(work)
+        timed = take_turns(work.providers, device, seconds)
+        failed.update(timed.failed)
+        if len(failed) == len(work.providers):
+            raise RuntimeError("; ".join(failed.values()))
+        work.facts.update(work.finish())
+        found = rows_of(spec, device, work, timed)
+        if work.alternating:
+            again = take_turns(work.providers, device, seconds / 2, settle=0.0)
+            found += _ratios(spec, device, work.alternating, work, again)
+        if failed:
+            raise Partly(found, "; ".join(f"timed without {name}: {why}" for name, why in failed.items()))
+        return found
+    finally:
+        work = None  # type: ignore[assignment]
+        gc.collect()
+        if device.startswith("cuda") and not lost(device):
+            torch.cuda.empty_cache()
 
 
-def gate(work: Work) -> None:
-    """Let every provider of ours prove its result, as it will be called."""
+def gate(work: Work) -> dict[str, str]:
+    """Let every provider of ours prove its result, as it will be called; those that cannot are taken out and named with the reason.
+
+    Raises:
+        AssertionError, or what the check raised: none of ours is left.
+    """
+    failed: dict[str, str] = {}
+    errors: list[Exception] = []
     for p in work.providers:
-        if p.check is not None:
+        if p.check is None:
+            continue
+        try:
             with p.under():
                 p.check()
+        except Exception as error:
+            errors.append(error)
+            wrong = isinstance(error, AssertionError)
+            failed[p.name] = f"its result is wrong: {error}" if wrong else f"{type(error).__name__}: {error}"
+    checked = [p.name for p in work.providers if p.check is not None]
+    if errors and len(failed) == len(checked):
+        raise errors[0]
+    work.providers = [p for p in work.providers if p.name not in failed]
+    return failed
 
 
 def rows_of(spec: Spec, device: str, work: Work, timed: Timed) -> list[Row]:
@@ -109,6 +165,8 @@ def rows_of(spec: Spec, device: str, work: Work, timed: Timed) -> list[Row]:
     found = []
     for p in work.providers:
         seconds = timed.of(p.name)
+        if not seconds:
+            continue
         found.append(row(spec.op, p.name, "us", [1e6 * s for s in seconds], **label))
         if p.name.startswith("nmkernels") or spec.op in LIMITS:
             found += [row(spec.op, p.name, metric, values, **label) for metric, values in _rates(spec, device, p, seconds)]
@@ -116,6 +174,8 @@ def rows_of(spec: Spec, device: str, work: Work, timed: Timed) -> list[Row]:
             found.append(row(spec.op, p.name, f"us {part}", [1e6 * s for s in samples[-len(seconds) :]], **label))
     found += _ratios(spec, device, work.ratios, work, timed)
     for (name, metric), value in work.facts.items():
+        if name in timed.failed:
+            continue
         found.append(row(spec.op, name, metric, [value], **label))
     return found
 
@@ -123,7 +183,8 @@ def rows_of(spec: Spec, device: str, work: Work, timed: Timed) -> list[Row]:
 def _ratios(spec: Spec, device: str, ratios: list[Ratio], work: Work, timed: Timed) -> list[Row]:
     label = {"pattern": spec.pattern, "dtype": spec.dtype, "shape": spec.shape, "device": device}
     bytes_of = {p.name: p.bytes for p in work.providers}
-    return [row(spec.op, r.of, r.metric, timed.ratio(r, bytes_of), **label) for r in ratios]
+    figures = {r: timed.ratio(r, bytes_of) for r in ratios}
+    return [row(spec.op, r.of, r.metric, values, **label) for r, values in figures.items() if values]
 
 
 def _rates(spec: Spec, device: str, p: Provider, seconds: list[float]) -> list[tuple[str, list[float]]]:

@@ -75,6 +75,7 @@ def _measured(v: Verdict, mark: str) -> str:
 def _labels(specs: tuple[Spec, ...]) -> dict[Spec, str]:
     """What distinguishes each of some cases from the others, as briefly as can be."""
     parts = {
+        "op": lambda s: s.op.replace("nm_", ""),
         "dtype": lambda s: SHORT[s.dtype],
         "matrix": lambda s: f"{s.rows}×{s.cols}",
         "tokens": lambda s: f"{s.tokens} token{'s' if s.tokens != 1 else ''}",

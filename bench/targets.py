@@ -1,4 +1,4 @@
-"""What the CPU kernels must reach, as data: the speed table of the design, and whether the measured rows meet it.
+"""What the kernels must reach, as data: the speed tables of the design, and whether the measured rows meet them.
 
 Every target is a ratio taken in one run against what a user would otherwise run. ``python -m bench.run --targets`` measures exactly these
 cases. Why a target is missed is written by hand into ``bench/results/shortfalls.txt``, one line ``key: reason`` each.
@@ -7,63 +7,15 @@ cases. Why a target is missed is written by hand into ``bench/results/shortfalls
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
+from . import targets_cuda
 from .registry import Spec
 from .rows import RESULTS
+from .target import CPU, Target, Verdict
 
 REASONS = RESULTS / "shortfalls.txt"
-CPU = "nmkernels cpu"
-
-
-@dataclass(frozen=True)
-class Target:
-    """One bound on one metric over some cases.
-
-    Args:
-        key: names it in ``shortfalls.txt``.
-        what, against: the words of the table.
-        metric, provider: of the rows that are compared with the bound.
-        bound: at least this, or with ``higher=False`` at most.
-        stretch: the same for the goal beyond; None where there is none.
-        specs: the cases; all must meet the bound.
-    """
-
-    key: str
-    what: str
-    against: str
-    metric: str
-    bound: float
-    specs: tuple[Spec, ...]
-    stretch: float | None = None
-    higher: bool = True
-    provider: str = CPU
-
-    def meets(self, value: float, bound: float | None = None) -> bool:
-        """Whether a measured ratio, to two decimals as it is shown, meets the bound (or another one)."""
-        limit = self.bound if bound is None else bound
-        return round(value, 2) >= limit if self.higher else round(value, 2) <= limit
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """A target with what was measured: the ratio of each case that has a row, and why it falls short where it does."""
-
-    target: Target
-    measured: dict[Spec, float]
-    reason: str
-
-    @property
-    def state(self) -> str:
-        """``met``, ``stretch`` (met beyond), ``short`` or ``missing`` (a case has no row)."""
-        values, t = self.measured.values(), self.target
-        if any(not t.meets(v) for v in values):
-            return "short"
-        if len(self.measured) < len(t.specs):
-            return "missing"
-        return "stretch" if t.stretch is not None and all(t.meets(v, t.stretch) for v in values) else "met"
 
 
 WEIGHT = (4096, 11008)
@@ -144,23 +96,29 @@ def _models() -> list[Target]:
 
 
 TARGETS: tuple[Target, ...] = (*_streams(), *_optimizer(), *_products(), *_models())
-
+"""Those of a CPU; a GPU's are in ``targets_cuda``."""
 
 LIMITS = (Spec("copy", "", "float32", *WEIGHT), Spec("matmul", "", "float32", 2048, 2048, 2048))
 """What the machine can do at most, for the roofline."""
 
 
-def specs() -> list[Spec]:
-    """Every case of every target, each once, and the machine's limits."""
-    return [*dict.fromkeys(spec for target in TARGETS for spec in target.specs), *LIMITS]
+def of(device: str) -> tuple[Target, ...]:
+    """The targets of this kind of device."""
+    return targets_cuda.TARGETS if device.startswith("cuda") else TARGETS
 
 
-def verdicts(rows: Iterable[dict[str, str]], reasons: dict[str, str] | None = None) -> list[Verdict]:
-    """Every target beside the rows of one machine."""
+def specs(device: str = "cpu") -> list[Spec]:
+    """Every case of every target of a device, each once, and the machine's limits."""
+    limits = targets_cuda.LIMITS if device.startswith("cuda") else LIMITS
+    return [*dict.fromkeys(spec for target in of(device) for spec in target.specs), *limits]
+
+
+def verdicts(rows: Iterable[dict[str, str]], device: str = "cpu", reasons: dict[str, str] | None = None) -> list[Verdict]:
+    """Every target of a kind of device beside the rows of one machine."""
     why = load_reasons() if reasons is None else reasons
     found = {tuple(r[k] for k in ("op", "provider", "pattern", "dtype", "shape", "metric")): float(r["p50"]) for r in rows}
     result = []
-    for t in TARGETS:
+    for t in of(device):
         keys = {spec: (spec.op, t.provider, spec.pattern, spec.dtype, spec.shape, t.metric) for spec in t.specs}
         result.append(Verdict(t, {spec: found[key] for spec, key in keys.items() if key in found}, why.get(t.key, "")))
     return result
@@ -170,7 +128,7 @@ def load_reasons(path: Path = REASONS) -> dict[str, str]:
     """The lines ``key: reason``; ``ValueError`` for a key that no target has, so that a renamed target does not lose its reason."""
     if not path.exists():
         return {}
-    keys, found = {t.key for t in TARGETS}, {}
+    keys, found = {t.key for t in (*TARGETS, *targets_cuda.TARGETS)}, {}
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if not line.strip() or line.startswith("#"):
             continue
@@ -180,3 +138,6 @@ def load_reasons(path: Path = REASONS) -> dict[str, str]:
             raise ValueError(f"{path.name}, line {number}: write 'key: reason' with a key of {', '.join(sorted(keys))}")
         found[key] = reason.strip()
     return found
+
+
+__all__ = ["LIMITS", "REASONS", "TARGETS", "Target", "Verdict", "load_reasons", "of", "specs", "verdicts"]

@@ -1,9 +1,10 @@
 """Interleaved timing: providers take turns, so that a machine that changes its speed changes it for all.
 
-A turn is calls that do not count for ``SETTLE`` seconds, then the one that does: each provider is timed as if it were called again and
-again. Without them the clock shows what the provider before left behind: torch's OpenMP threads spin for about 3 ms after each of its
-calls, holding cores that the threads of another pool need, and its weights fill the cache. What a call costs straight after another
-provider's is a figure of its own (``Work.alternating``), and it is told beside the first.
+On a CPU a turn is calls that do not count for ``SETTLE`` seconds, then the one that does: each provider is timed as if it were called
+again and again. Without them the clock shows what the provider before left behind: torch's OpenMP threads spin for about 3 ms after each
+of its calls, holding cores that the threads of another pool need, and its weights fill the cache. What a call costs straight after
+another provider's is a figure of its own (``Work.alternating``), and it is told beside the first. On a GPU a turn is a batch of calls,
+timed by the device's own events: see ``bench.device``.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol
 
-import torch
-
+from . import device as gpu
 from .registry import Call, Provider, Ratio
 
 SETTLE = 6e-3
@@ -28,14 +29,27 @@ SLOW, LEAST_SLOW = 0.5, 5
 """A call of more seconds than this warms up once, and is content with fewer rounds: a training step, mostly."""
 
 
-Clock = Callable[[Call], float]
+class Meter(Protocol):
+    """How one provider is timed."""
+
+    cost: float
+    """Seconds that a turn takes, about."""
+
+    def warm(self) -> float:
+        """Calls that do not count, from which the meter learns how to time; the seconds of one."""
+        ...
+
+    def turn(self) -> float:
+        """Seconds of a call, timed once more."""
+        ...
 
 
 @dataclass(frozen=True)
 class Timed:
-    """Seconds of each provider in each round; None where it sat one out."""
+    """Seconds of each provider in each round, None where it sat one out, and why those failed that did."""
 
     rounds: list[dict[str, float]]
+    failed: dict[str, str] = field(default_factory=dict)
 
     def of(self, name: str) -> list[float]:
         """The samples of one provider."""
@@ -47,54 +61,94 @@ class Timed:
         for r in self.rounds:
             if ratio.of not in r or any(name not in r for name in ratio.against):
                 continue
+            best = min(r[name] for name in ratio.against)
             if ratio.kind == "rate":
                 (other,) = ratio.against
                 found.append(bytes_of[ratio.of] / r[ratio.of] * r[other] / bytes_of[other])
+            elif ratio.kind == "more":
+                found.append(1e6 * (r[ratio.of] - best))
             else:
-                best = min(r[name] for name in ratio.against)
                 found.append(best / r[ratio.of] if ratio.kind == "speed" else r[ratio.of] / best)
         return found
 
 
 def take_turns(providers: Sequence[Provider], device: str, seconds: float, least: int = LEAST, settle: float = SETTLE) -> Timed:
-    """Time the calls in turn for about ``seconds``, after two of each that do not count (one of a slow one).
+    """Time the calls in turn for about ``seconds``, after some of each that do not count.
 
-    In each turn calls that do not count go first, for ``settle`` seconds; none of a call that takes sixteen times as long.
-    Each provider has an equal share of the time; one too slow for its share sits rounds out, ``least`` excepted, evenly spread.
+    Each provider has an equal share of the time; one too slow for its share sits rounds out, ``least`` excepted, evenly spread. One that
+    raises is left out from then on, and costs the others nothing.
     """
-    clock = on_cuda if device.startswith("cuda") else on_cpu
     share = seconds / len(providers)
-    wanted, settles = {}, {}
+    meters: dict[str, Meter] = {}
+    wanted: dict[str, int] = {}
+    failed: dict[str, str] = {}
+
+    def guarded(name: str, step: Callable[[], float]) -> float | None:
+        try:
+            return step()
+        except Exception as error:
+            failed[name] = f"{type(error).__name__}: {error}"
+            return None
+
     with no_garbage_collection():
         for p in providers:
-            took = _once(p, clock)
-            took = took if took > SLOW else _once(p, clock)
-            settles[p.name] = settle if took < 16 * settle else 0.0
-            turn = took + (max(took, settle) if settles[p.name] else 0.0)
-            wanted[p.name] = max(min(least, LEAST_SLOW) if took > SLOW else least, min(MOST, int(share / max(turn, 1e-9))))
+            meter = meter_of(p, device, settle)
+            took = guarded(p.name, meter.warm)
+            if took is None:
+                continue
+            meters[p.name] = meter
+            wanted[p.name] = max(min(least, LEAST_SLOW) if took > SLOW else least, min(MOST, int(share / max(meter.cost, 1e-9))))
             for samples in p.parts.values():
                 samples.clear()
-        total = max(wanted.values())
+        total = max(wanted.values(), default=0)
         rounds: list[dict[str, float]] = []
         for i in range(total):
-            rounds.append({p.name: _turn(p, clock, settles[p.name]) for p in providers if i % (total // wanted[p.name]) == 0})
-    return Timed(rounds)
+            turn = [name for name in meters if name not in failed and i % (total // wanted[name]) == 0]
+            found = {name: guarded(name, meters[name].turn) for name in turn}
+            rounds.append({name: took for name, took in found.items() if took is not None})
+    return Timed(rounds, failed)
 
 
-def _turn(p: Provider, clock: Clock, settle: float) -> float:
-    counted = {part: len(samples) for part, samples in p.parts.items()}
-    start = time.perf_counter()
-    with p.under():
-        while time.perf_counter() - start < settle:
-            p.call()
-        for part, samples in p.parts.items():
-            del samples[counted[part] :]
-        return clock(p.call)
+def meter_of(p: Provider, device: str, settle: float = SETTLE) -> Meter:
+    """How ``p`` is timed on this device."""
+    cuda = device.startswith("cuda")
+    if p.host:
+        return gpu.QueueMeter(p, device if cuda else None)
+    return gpu.DeviceMeter(p, gpu.Cuda(device)) if cuda else HostMeter(p, settle)
 
 
-def _once(p: Provider, clock: Clock) -> float:
-    with p.under():
-        return clock(p.call)
+class HostMeter:
+    """Times single calls by the host's clock, each after ``settle`` seconds of others; none of a call that takes sixteen times as long."""
+
+    def __init__(self, p: Provider, settle: float) -> None:
+        self.p, self.settle, self.cost = p, settle, 0.0
+
+    def warm(self) -> float:
+        """Two calls, one of a slow one."""
+        took = self._once()
+        took = took if took > SLOW else self._once()
+        self.cost = took
+        if took >= 16 * self.settle:
+            self.settle = 0.0
+        elif self.settle:
+            self.cost += max(took, self.settle)
+        return took
+
+    def _once(self) -> float:
+        with self.p.under():
+            return on_cpu(self.p.call)
+
+    def turn(self) -> float:
+        """Seconds of the last call of the turn."""
+        p = self.p
+        counted = {part: len(samples) for part, samples in p.parts.items()}
+        start = time.perf_counter()
+        with p.under():
+            while time.perf_counter() - start < self.settle:
+                p.call()
+            for part, samples in p.parts.items():
+                del samples[counted[part] :]
+            return on_cpu(p.call)
 
 
 def on_cpu(call: Call) -> float:
@@ -102,17 +156,6 @@ def on_cpu(call: Call) -> float:
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
-
-
-def on_cuda(call: Call) -> float:
-    """Seconds of the device that the call took, by events."""
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize()
-    start.record()
-    call()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / 1e3
 
 
 @contextmanager

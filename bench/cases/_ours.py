@@ -13,10 +13,13 @@ from nmkernels import NMError, _dispatch, testing
 from nmkernels._capability import compiled_core
 from nmkernels.backends.cpu._core import core
 
-from ..registry import Provider
+from ..registry import Call, Provider
 
 GATE_ELEMENTS = 1 << 20
 """So many elements of the timed input are compared with the reference: all of 45 million would take longer than the timing."""
+
+STREAM = ("8192x16384",)
+"""On a GPU: 268 MB in 16 bits, several times any L2, so that reading it again reads memory."""
 
 ISAS = "NMKERNELS_BENCH_ISAS"
 """Environment variable that ``--isas`` sets: the instruction sets to time beside the chosen one."""
@@ -86,6 +89,17 @@ def using(isa: str) -> Iterator[None]:
         core().use_isa(before)
 
 
+def works(call: Call, device: str) -> bool:
+    """Whether a call of torch's does its work here; shapes, compute capabilities and builds differ in what they serve."""
+    try:
+        call()
+        if device.startswith("cuda"):
+            torch.cuda.synchronize(device)
+    except (RuntimeError, NotImplementedError, ValueError, AttributeError, AssertionError):
+        return False
+    return True
+
+
 def normal(*shape: int, device: str, dtype: torch.dtype, seed: int = 0) -> Tensor:
     """Standard normal numbers, the same at every call."""
     gen = torch.Generator(device).manual_seed(seed)
@@ -101,6 +115,12 @@ def ends(rows: int, cols: int) -> list[slice]:
 def reference(op: str) -> Callable[..., object]:
     """The reference's function for ``op``."""
     return next(i.fn for i in _dispatch.implementations(op) if i.backend == "reference")
+
+
+def same_shapes(actual: object, expected: object, what: str) -> None:
+    """The gate of calls that are timed for what they cost the host: results are proved where the device's time is taken."""
+    mine, theirs = ([(x.shape, x.dtype) for x in (r if isinstance(r, tuple) else (r,))] for r in (actual, expected))
+    assert mine == theirs, f"{what}: shapes and dtypes {mine}, the reference has {theirs}"
 
 
 def same_bits(actual: object, expected: object, what: str) -> None:

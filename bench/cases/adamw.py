@@ -1,6 +1,8 @@
-"""One optimizer step over one large weight, beside torch's fused AdamW alone and with the mask and decay that users add to it."""
+"""One optimizer step over a large weight, or many, beside torch's fused AdamW alone and with the mask and decay that users add to it."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -13,61 +15,96 @@ from . import _ours, eager
 
 LR, DECAY = 1e-3, 2e-4
 OP = "nm_masked_adamw_"
+MANY = 48
+"""Weights of a step that takes many at once: with 1024x1024 as many elements as one of 4096x11008, or a transformer of 4 blocks."""
 
 
 @family(OP, grids=(Grid(matrices=("4096x11008",), dtypes=("float32", "bfloat16")), Grid(("4096x11008",), ("1:8",)), Grid(("1024x1024",))))
 def adamw(spec: Spec, device: str) -> Work:
     """``MaskedAdamW.step`` with SR-STE's decay, new mask and statistics, without and with the masked weight written."""
+    return _step(spec, device, 1)
+
+
+@family(f"{OP}(many)", grids=(Grid(matrices=("1024x1024",), on="cuda"),))
+def adamw_many(spec: Spec, device: str) -> Work:
+    """The same for ``MANY`` weights in one step, which one call takes together."""
+    return _step(spec, device, MANY)
+
+
+def _step(spec: Spec, device: str, count: int) -> Work:
     start = _ours.normal(spec.rows, spec.cols, device=device, dtype=spec.torch_dtype)
     grad = _ours.normal(spec.rows, spec.cols, device=device, dtype=spec.torch_dtype, seed=1)
 
-    def parameter() -> nn.Parameter:
-        p = nn.Parameter(start.clone())
-        p.grad = grad.clone()
-        return p
+    def parameters() -> list[nn.Parameter]:
+        found = [nn.Parameter(start.clone()) for _ in range(count)]
+        for p in found:
+            p.grad = grad.clone()
+        return found
 
-    mine = parameter()
-    plain, writing = _masked(mine, spec, None), _masked(mine, spec, torch.empty_like(start))
-    moved = start.nbytes * 2 + grad.nbytes + 16 * start.numel()
-
-    theirs = parameter()
-    fused = torch.optim.AdamW([theirs], lr=LR, fused=True)
+    mine, theirs = parameters(), parameters()
+    # the masked weight is for the next forward pass, which a GPU does in 16 bits
+    dtype = torch.bfloat16 if device.startswith("cuda") else start.dtype
+    sinks = [torch.empty_like(start, dtype=dtype) for _ in mine]
+    plain, writing = _masked(mine, spec, []), _masked(mine, spec, sinks)
+    moved = count * (start.nbytes * 2 + grad.nbytes + 16 * start.numel())
+    fused = torch.optim.AdamW(theirs, lr=LR, fused=True)
     by_hand = _EagerSRSTE(theirs, fused, spec)
 
     def check() -> None:
         for part in _ours.ends(spec.rows, spec.cols):
             _gate(start[part], grad[part], spec)
 
-    args: tuple[object, ...] = ([mine], [grad], [], [], [], [], [], torch.zeros(9, dtype=torch.float64), spec.n, spec.m)
+    args = _arguments(start, grad, spec)
     ours = _ours.ours(OP, args, lambda: Provider("", plain.step, moved, check=check))
-    ours += _ours.ours(OP, args, lambda: Provider(", writes W̃", writing.step, moved + start.nbytes))
+    ours += _ours.ours(OP, args, lambda: Provider(", writes W̃", writing.step, moved + sum(s.nbytes for s in sinks)))
     alone, together = "torch AdamW(fused)", "torch AdamW(fused) + eager mask and decay"
     # weights move by all optimizers' steps in turn, which changes no time
     ratios = [Ratio("time over fused AdamW", p.name, (alone,), "time") for p in ours]
     ratios += [Ratio("x AdamW + eager mask", p.name, (together,)) for p in ours]
-    return Work([*ours, Provider(alone, fused.step, moved), Provider(together, by_hand.step)], ratios)
+    providers = [*ours, Provider(alone, fused.step, moved), Provider(together, by_hand.step)]
+    if device.startswith("cuda"):
+        source = torch.ones(4096, 11008, device=device)
+        twin = torch.empty_like(source)
+        copy = Provider("torch copy_", lambda: twin.copy_(source), 2 * twin.nbytes)
+        providers.append(copy)
+        ratios += [Ratio("share of copy", p.name, (copy.name,), "rate") for p in ours]
+    return Work(providers, ratios)
 
 
-def _masked(p: nn.Parameter, spec: Spec, sink: Tensor | None) -> MaskedAdamW:
-    optimizer = MaskedAdamW([p], lr=LR)
-    optimizer.targets = {p: Target(Pattern(spec.pattern), sink=lambda: sink)}
+def _arguments(w: Tensor, g: Tensor, spec: Spec) -> tuple[object, ...]:
+    """Arguments of the raw op, as backends are asked whether they can run it."""
+    state, counter = torch.empty_like(w, dtype=torch.float32), torch.zeros((), device=w.device)
+    hyper = torch.zeros(9, dtype=torch.float64, device=w.device)
+    return [w], [g], [state], [state], [], [counter], [], hyper, spec.n, spec.m, False, False, False, False, None, None
+
+
+def _masked(ps: list[nn.Parameter], spec: Spec, sinks: list[Tensor]) -> MaskedAdamW:
+    # fused keeps the step counters on the device, as torch's does
+    optimizer = MaskedAdamW(ps, lr=LR, fused=ps[0].is_cuda)
+    pattern = Pattern(spec.pattern)
+    optimizer.targets = {p: Target(pattern, sink=partial(sinks.__getitem__, i) if sinks else _no_sink) for i, p in enumerate(ps)}
     optimizer.rule = UpdateRule(masked=True, decay=DECAY)
     return optimizer
+
+
+def _no_sink() -> None:
+    return None
 
 
 class _EagerSRSTE:
     """SR-STE around any optimizer as its authors do it: one mask per step, kept for the next step's decay."""
 
-    def __init__(self, p: nn.Parameter, optimizer: torch.optim.Optimizer, spec: Spec) -> None:
-        self.p, self.optimizer, self.n, self.m = p, optimizer, spec.n, spec.m
-        self.keep = eager.mask(p.detach(), self.n, self.m)
+    def __init__(self, ps: list[nn.Parameter], optimizer: torch.optim.Optimizer, spec: Spec) -> None:
+        self.ps, self.optimizer, self.n, self.m = ps, optimizer, spec.n, spec.m
+        self.keep = [eager.mask(p.detach(), self.n, self.m) for p in ps]
 
     @torch.no_grad()
     def step(self) -> None:
-        assert self.p.grad is not None
-        self.p.grad.add_(self.p * ~self.keep, alpha=DECAY)
+        for p, keep in zip(self.ps, self.keep, strict=True):
+            assert p.grad is not None
+            p.grad.add_(p * ~keep, alpha=DECAY)
         self.optimizer.step()
-        self.keep = eager.mask(self.p, self.n, self.m)
+        self.keep = [eager.mask(p, self.n, self.m) for p in self.ps]
 
 
 def _gate(w: Tensor, g: Tensor, spec: Spec) -> None:

@@ -19,6 +19,7 @@ FULL = (
     Grid(matrices=("4096x11008",), patterns=("2:4",), dtypes=("float32", "bfloat16")),
     Grid(matrices=("4096x11008",), patterns=("1:4", "2:8", "1:8", "4:8", "1:16", "1:32")),
     Grid(matrices=("3072x768", "4096x1024"), patterns=("2:4",)),
+    Grid(_ours.STREAM, ("2:4", "1:8"), ("bfloat16",), on="cuda"),
 )
 
 
@@ -82,12 +83,33 @@ def streaming(spec: Spec, device: str) -> Work:
 
     args = (w, spec.n, spec.m)
     mine = _ours.ours(spec.op, args, lambda: Provider("", form.reuse, form.bytes, check=lambda: check(form.reuse, True)))
-    new = _ours.ours(spec.op, args, lambda: Provider(", new output", form.fresh, form.bytes, check=lambda: check(form.fresh, False)))
     copy = Provider("torch copy_", lambda: twin.copy_(w), 2 * w.nbytes)
-    clone = Provider("torch clone", w.clone, 2 * w.nbytes)
     ratios = [r for p in mine for r in (Ratio("share of copy", p.name, (copy.name,), "rate"), Ratio("x eager", p.name, ("torch eager",)))]
+    others = [Provider("torch eager", form.eager)]
+    if device.startswith("cuda"):  # where new memory comes from torch's cache and costs nothing
+        peers = _hardware(spec, w, device) if spec.op == "nm_compress" else []
+        ratios += [Ratio(f"x {q.name}", p.name, (q.name,)) for p in mine for q in peers]
+        return Work([*mine, copy, *others, *peers], ratios)
+    new = _ours.ours(spec.op, args, lambda: Provider(", new output", form.fresh, form.bytes, check=lambda: check(form.fresh, False)))
+    clone = Provider("torch clone", w.clone, 2 * w.nbytes)
     ratios += [Ratio("share of clone", p.name, (clone.name,), "rate") for p in new]
-    return Work([*mine, copy, *new, clone, Provider("torch eager", form.eager)], ratios)
+    return Work([*mine, copy, *new, clone, *others], ratios)
+
+
+def _hardware(spec: Spec, w: Tensor, device: str) -> list[Provider]:
+    """torch's own ways to the forms of sparse tensor cores, those that work here: cuSPARSELt's of a pruned matrix, tiles both ways."""
+    if spec.pattern != "2:4" or spec.dtype == "float32":
+        return []
+    found = []
+    pruned = ops.prune(w, spec.pattern)
+    calls: dict[str, Call] = {
+        "torch._cslt_compress": lambda: torch._cslt_compress(pruned),
+        "torch._sparse_semi_structured_tile": lambda: torch._sparse_semi_structured_tile(w),
+    }
+    for name, call in calls.items():
+        if _ours.works(call, device):
+            found.append(Provider(name, call))
+    return found
 
 
 @family("nm_decompress", grids=(Grid(matrices=("4096x11008",), dtypes=("float32", "bfloat16")), Grid(("4096x11008",), ("1:8",))))
@@ -112,9 +134,16 @@ def decompress(spec: Spec, device: str) -> Work:
     return Work([*mine, copy, Provider("torch eager", lambda: eager.decompress(values, kept, spec.m))], ratios)
 
 
-@family("nm_transposable_mask", grids=(Grid(matrices=("4096x4096",)), Grid(matrices=("256x256",), patterns=("1:4", "4:8"))))
+@family(
+    "nm_transposable_mask",
+    grids=(
+        Grid(matrices=("4096x4096",)),
+        Grid(matrices=("256x256",), patterns=("1:4", "4:8")),
+        Grid(_ours.STREAM, dtypes=("bfloat16",), on="cuda"),
+    ),
+)
 def transposable(spec: Spec, device: str) -> Work:
-    """The best N:M mask along both dimensions; torch has nothing to compare it with but a copy."""
+    """The best N:M mask along both dimensions, beside a copy; on a GPU torch has a greedy one, which packs both ways at once."""
     w = _ours.normal(spec.rows, spec.cols, device=device, dtype=spec.torch_dtype)
     twin = torch.empty_like(w)
 
@@ -132,7 +161,10 @@ def transposable(spec: Spec, device: str) -> Work:
     moved = w.nbytes + w.numel()
     mine = _ours.ours(spec.op, args, lambda: Provider("", lambda: ops.transposable_mask(w, spec.pattern), moved, check=check))
     copy = Provider("torch copy_", lambda: twin.copy_(w), 2 * w.nbytes)
-    return Work([*mine, copy], [Ratio("share of copy", p.name, (copy.name,), "rate") for p in mine])
+    ratios = [Ratio("share of copy", p.name, (copy.name,), "rate") for p in mine]
+    peers = [q for q in _hardware(spec, w, device) if q.name.endswith("tile")] if device.startswith("cuda") else []
+    ratios += [Ratio(f"x {q.name}", p.name, (q.name,)) for p in mine for q in peers]
+    return Work([*mine, copy, *peers], ratios)
 
 
 GATE_TILES = 4096

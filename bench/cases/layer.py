@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 
 import torch
@@ -9,6 +10,8 @@ from torch import nn
 
 from nmkernels import CompressedLinear, ops, testing
 
+from ..device import rotated
+from ..machine import last_level_cache
 from ..registry import Grid, Provider, Ratio, Spec, Work, family
 from . import _ours
 
@@ -22,6 +25,7 @@ KEEPS_DENSE = "keep_dense" in inspect.signature(CompressedLinear.__init__).param
         Grid(SIZES, ("2:4",), tokens=(1, 16, 256, 2048)),
         Grid(SIZES[-1:], ("1:8",), tokens=(16, 2048)),
         Grid((SIZES[0], SIZES[-1]), ("2:4",), ("bfloat16",), tokens=(1, 16, 256, 2048)),
+        Grid(("14336x4096",), ("2:4",), ("bfloat16",), tokens=(1, 16, 256, 4096), on="cuda"),
     ),
 )
 def layer(spec: Spec, device: str) -> Work:
@@ -36,9 +40,12 @@ def layer(spec: Spec, device: str) -> Work:
         layers["nmkernels CompressedLinear(keep_dense)"] = CompressedLinear(c, dense.bias, keep_dense=True)
 
     def provider(name: str, module: nn.Module) -> Provider:
+        size = dense.weight.nbytes if module is dense else c.nbytes
+        turn = rotated(module, size, last_level_cache(device) if device.startswith("cuda") else 0, copy.deepcopy)
+
         @torch.no_grad()
         def call() -> object:
-            return module(x)
+            return turn()(x)
 
         def check() -> None:
             part = slice(0, min(spec.tokens, 16))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from nmkernels import Compressed, ops, testing
 
+from ..device import CACHES, rotated
 from ..machine import last_level_cache
 from ..registry import Call, Grid, Provider, Ratio, Spec, Work, family
 from ..shapes import MODELS
@@ -20,6 +22,9 @@ FEW = 16
 """Up to so many tokens the packed weight is most of what is moved, and its rate is set against a copy's."""
 
 GATE_TOKENS = 16
+
+ON_CUDA = ("14336x4096", "4096x4096")
+"""117 MB in 16 bits, more than any L2, and 34 MB."""
 
 
 def _layers(*models: str) -> tuple[str, ...]:
@@ -36,6 +41,10 @@ def _layers(*models: str) -> tuple[str, ...]:
         Grid(DESIGN[:1], ("2:4", "1:8"), ("bfloat16",), tokens=(16, 256)),
         Grid(_layers("gpt2", "llama3-8b", "vit-l", "bert-large"), ("2:4",), tokens=(1, 256)),
         Grid(DESIGN[:1], ("4:8", "2:8", "1:32"), tokens=(1, 256)),
+        Grid(ON_CUDA, ("2:4", "1:4", "1:8"), ("bfloat16",), tokens=(1, 4), on="cuda"),
+        Grid(ON_CUDA, ("2:4",), ("bfloat16",), tokens=(8, 16, 64, 256), on="cuda"),
+        Grid(ON_CUDA[:1], ("2:4", "1:4", "1:8"), ("bfloat16",), tokens=(1024, 4096), on="cuda"),
+        Grid(ON_CUDA[:1], ("2:8", "1:16", "1:32"), ("bfloat16",), tokens=(1, 16, 4096), on="cuda"),
     ),
 )
 def fprop(spec: Spec, device: str) -> Work:
@@ -49,10 +58,15 @@ def fprop(spec: Spec, device: str) -> Work:
             _no_worse(y[part], F.linear(x[part], dense), F.linear(x[part].double(), dense.double()), spec)
 
     args = (x, c.values, c.indices, spec.n, spec.m, spec.cols, None)
-    return _against_dense(spec, device, args, c, dense, Provider("", lambda: ops.linear(x, c), check=check), lambda w, v: F.linear(v, w), x)
+    weight = _turning(c, device)
+    mine = Provider("", lambda: ops.linear(x, weight()), check=check)
+    return _against_dense(spec, device, args, c, dense, mine, lambda w, v: F.linear(v, w), x)
 
 
-@family("nm_linear_dgrad", grids=(Grid(DESIGN[:1], ("2:4", "1:8"), tokens=(16, 256)),))
+@family(
+    "nm_linear_dgrad",
+    grids=(Grid(DESIGN[:1], ("2:4", "1:8"), tokens=(16, 256)), Grid(ON_CUDA[1:], ("2:4",), ("bfloat16",), (4096,), on="cuda")),
+)
 def dgrad(spec: Spec, device: str) -> Work:
     """``dx = g W`` from the compressed form and dense."""
     c, dense = _weight(spec, device)
@@ -64,10 +78,15 @@ def dgrad(spec: Spec, device: str) -> Work:
             _no_worse(dx[part], g[part] @ dense, g[part].double() @ dense.double(), spec)
 
     args = (g, c.values, c.indices, spec.n, spec.m, spec.cols)
-    return _against_dense(spec, device, args, c, dense, Provider("", lambda: ops.linear_dgrad(g, c), check=check), lambda w, v: v @ w, g)
+    weight = _turning(c, device)
+    mine = Provider("", lambda: ops.linear_dgrad(g, weight()), check=check)
+    return _against_dense(spec, device, args, c, dense, mine, lambda w, v: v @ w, g)
 
 
-@family("nm_linear_wgrad", grids=(Grid(("1024x4096",), ("2:4", "1:8"), tokens=(2048,)),))
+@family(
+    "nm_linear_wgrad",
+    grids=(Grid(("1024x4096",), ("2:4", "1:8"), tokens=(2048,)), Grid(ON_CUDA[1:], ("2:4",), ("bfloat16",), (4096,), on="cuda")),
+)
 def wgrad(spec: Spec, device: str) -> Work:
     """``dW = gᵀ x`` from the compressed gradient and dense."""
     g = _ours.normal(spec.tokens, spec.rows, device=device, dtype=spec.torch_dtype, seed=1)
@@ -81,12 +100,20 @@ def wgrad(spec: Spec, device: str) -> Work:
             _no_worse(dw[part], dense[part] @ x, dense[part].double() @ x.double(), spec)
 
     args = (gc.values, gc.indices, spec.n, spec.m, spec.tokens, x)
-    return _against_dense(spec, device, args, gc, g, Provider("", lambda: ops.linear_wgrad(gc, x), check=check), lambda w, v: w.t() @ v, x)
+    weight = _turning(gc, device)
+    mine = Provider("", lambda: ops.linear_wgrad(weight(), x), check=check)
+    return _against_dense(spec, device, args, gc, g, mine, lambda w, v: w.t() @ v, x)
 
 
 def _weight(spec: Spec, device: str) -> tuple[Compressed, Tensor]:
     c = ops.compress(_ours.normal(spec.rows, spec.cols, device=device, dtype=spec.torch_dtype), spec.pattern)
     return c, c.dense()
+
+
+def _turning(c: Compressed, device: str) -> Callable[[], Compressed]:
+    """On a GPU copies of ``c`` in turn, none of them in its cache when it is next; elsewhere ``c``."""
+    cuda = device.startswith("cuda")
+    return rotated(c, c.nbytes, last_level_cache(device) if cuda else 0, copy.deepcopy)
 
 
 def _part(count: int) -> list[slice]:
@@ -111,27 +138,29 @@ def _against_dense(
     """Our providers of ``mine`` beside ``product(dense, x)``, with what they read and compute counted."""
     full = 2 * spec.tokens * spec.rows * spec.cols
     others = spec.tokens * (spec.rows + spec.cols) * x.element_size()
+    cuda, cache = device.startswith("cuda"), last_level_cache(device)
 
     def make() -> Provider:
         return Provider(mine.name, mine.call, c.nbytes + others, full * spec.n / spec.m, check=mine.check)
 
     ours = _ours.ours(spec.op, args, make)
-    providers = [*ours, Provider("torch dense", lambda: product(dense, x), dense.nbytes + others, full)]
-    if spec.dtype != "float32" and not device.startswith("cuda"):
+    weight = rotated(dense, dense.nbytes, cache if cuda else 0, Tensor.clone)
+    providers = [*ours, Provider("torch dense", lambda: product(weight(), x), dense.nbytes + others, full)]
+    if spec.dtype != "float32" and not cuda:
         wide, wide_x = dense.float(), x.float()
         providers.append(Provider("torch dense float32", lambda: product(wide, wide_x), wide.nbytes + 2 * others, full))
     against = tuple(p.name for p in providers[len(ours) :])
     ratios = [Ratio("x dense", p.name, against) for p in ours]
-    alternating = [Ratio("x dense, alternating", p.name, against) for p in ours]
+    # on a GPU everybody rotates among copies as it is
+    alternating = [Ratio("x dense, alternating", p.name, against) for p in ours if not cuda]
     if spec.op == "nm_linear" and spec.tokens <= FEW:
-        a = torch.ones(c.nbytes, dtype=torch.uint8, device=device)
+        a = torch.ones(max(c.nbytes, CACHES * cache if cuda else 0), dtype=torch.uint8, device=device)
         b = torch.zeros_like(a)
-        providers.append(Provider("torch copy_", lambda: b.copy_(a), 2 * c.nbytes))
+        providers.append(Provider("torch copy_", lambda: b.copy_(a), 2 * a.nbytes))
         ratios += [Ratio("share of copy", p.name, ("torch copy_",), "rate") for p in ours]
     if semi := _semi_structured(spec, device, dense, x):
         providers.append(Provider("torch semi-structured", semi, flops=full / 2))
         ratios += [Ratio("x semi-structured", p.name, ("torch semi-structured",)) for p in ours]
-    cache = last_level_cache(device)
     facts = {(p.name, "packed bytes over cache"): c.nbytes / cache for p in ours} if cache else {}
     return Work(providers, ratios, facts, alternating=alternating)
 
@@ -142,8 +171,11 @@ def _semi_structured(spec: Spec, device: str, dense: Tensor, x: Tensor) -> Call 
         return None
     try:
         sparse = torch.sparse.to_sparse_semi_structured(dense)
-        F.linear(x, sparse)
+        weight = rotated(sparse, dense.nbytes * 9 / 16, last_level_cache(device), lambda _: torch.sparse.to_sparse_semi_structured(dense))
     except (RuntimeError, NotImplementedError, ValueError):
-        # shapes, compute capabilities and builds of torch that it does not serve
         return None
-    return lambda: F.linear(x, sparse)
+
+    def call() -> Tensor:
+        return F.linear(x, weight())
+
+    return call if _ours.works(call, device) else None

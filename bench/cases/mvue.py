@@ -12,13 +12,19 @@ from . import _ours
 SEED = 7
 
 
-@family("nm_mvue_compress", grids=(Grid(matrices=("4096x11008",), dtypes=("float32", "bfloat16")), Grid(("4096x4096",), ("1:4", "4:8"))))
+ON_CUDA = Grid(_ours.STREAM, dtypes=("bfloat16",), on="cuda")
+
+
+@family(
+    "nm_mvue_compress",
+    grids=(Grid(matrices=("4096x11008",), dtypes=("float32", "bfloat16")), Grid(("4096x4096",), ("1:4", "4:8")), ON_CUDA),
+)
 def along_rows(spec: Spec, device: str) -> Work:
     """``mvue_compress(g, out=)``."""
     return _packing(spec, device, -1)
 
 
-@family("nm_mvue_compress(dim=0)", grids=(Grid(matrices=("2048x4096",), dtypes=("float32", "bfloat16")),))
+@family("nm_mvue_compress(dim=0)", grids=(Grid(matrices=("2048x4096",), dtypes=("float32", "bfloat16")), ON_CUDA))
 def along_tokens(spec: Spec, device: str) -> Work:
     """``mvue_compress(g, dim=0, out=)``, which packs the transposed gradient as the weight's gradient needs it."""
     return _packing(spec, device, 0)

@@ -69,7 +69,8 @@ class _Training:
             self.optimizer = self.handle.attach(recipe.optimizer(model.parameters(), lr=1e-4))
             for layer in self.handle.layers.values():
                 layer.used.get = self._timed(layer.used.get)  # type: ignore[method-assign]
-        self.provider = Provider(name, self.step, check=self._check if self.handle else None, parts=self.parts)
+        parts = {} if ids.is_cuda else self.parts
+        self.provider = Provider(name, self.step, check=self._check if self.handle else None, parts=parts)
 
     def step(self) -> None:
         """One training step as in any loop; the clock of the pieces adds four readings of the time."""
@@ -82,8 +83,9 @@ class _Training:
         self.optimizer.step()
         stamps.append(time.perf_counter())
         forward, backward, update = (b - a for a, b in itertools.pairwise(stamps))
-        for part, took in zip(self.parts, (forward - self.preparation, backward, update, self.preparation), strict=True):
-            self.parts[part].append(took)
+        if not self.x.is_cuda:  # where the host's time would be that of launching
+            for part, took in zip(self.parts, (forward - self.preparation, backward, update, self.preparation), strict=True):
+                self.parts[part].append(took)
 
     def _timed(self, get: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def timed(*args: Any) -> Tensor:

@@ -20,8 +20,8 @@ HOME = Path(__file__).resolve().parents[2]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the verb, which are also those of ``python -m bench.run``."""
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--targets", action="store_true", help="only the cases of the speed targets, and whether they are met (six minutes)")
-    what.add_argument("--quick", action="store_true", help="only a handful of cases (seconds)")
+    what.add_argument("--targets", action="store_true", help="only the cases of the speed targets, and whether they are met (minutes)")
+    what.add_argument("--quick", action="store_true", help="only a handful of cases (seconds; on a GPU those of the targets, minutes)")
     parser.add_argument("--op", nargs="+", metavar="OP", help="only these: linear, nm_mask, 'mvue*', CompressedLinear, train_step, ...")
     parser.add_argument(
         "--shapes", nargs="+", metavar="S", help="weights: 4096x11008, or of a model: gpt2, llama3-8b, vit-l, bert-large:fc"
@@ -34,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--isas", nargs="+", metavar="ISA", help="CPU: time these instruction sets too, or all (portable, avx2, ...)")
     parser.add_argument("--seconds", type=float, metavar="S", help="time to spend on each case, about")
     parser.add_argument("--resume", action="store_true", help="leave out cases that the file has from this commit and machine")
+    parser.add_argument("--from", type=int, default=1, dest="first", metavar="I", help="begin with the I-th case of --list")
     parser.add_argument("--list", action="store_true", help="name the cases and stop")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end instead of lines")
     parser.add_argument("--out", type=Path, metavar="CSV", help="file to add rows to, by default bench/results/<machine>.csv")

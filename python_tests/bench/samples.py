@@ -26,6 +26,10 @@ SMALL = (
     Spec("nm_mvue_compress(dim=0)", "2:4", "bfloat16", 16, 32),
     Spec("nm_masked_adamw_", "2:4", "float32", 16, 32),
     Spec("nm_masked_adamw_", "1:4", "bfloat16", 16, 32),
+    Spec("nm_masked_adamw_(many)", "2:4", "float32", 16, 32),
+    Spec("host(nm_mask)", "2:4", "float32", 16, 32),
+    Spec("host(nm_compress)", "2:4", "bfloat16", 16, 32),
+    Spec("host(nm_linear)", "2:4", "float32", 16, 32, 1),
     Spec("nm_linear", "2:4", "float32", 16, 32, 3),
     Spec("nm_linear", "1:4", "bfloat16", 16, 32, 20),
     Spec("nm_linear_dgrad", "2:4", "float32", 16, 32, 3),
@@ -40,9 +44,14 @@ SMALL = (
 
 
 @contextmanager
-def broken(op: str, wrong: Callable[..., Any], priority: int = 99) -> Iterator[None]:
-    """``op`` runs ``wrong`` inside, through the dispatcher, as a backend of its own; with a low priority only where asked for."""
+def broken(op: str, wrong: Callable[..., Any], priority: int = 99, alone: bool = False) -> Iterator[None]:
+    """``op`` runs ``wrong`` inside, through the dispatcher, as a backend of its own; with a low priority only where asked for.
+
+    ``alone``: beside the reference it is the only backend.
+    """
     before = {name: list(entries) for name, entries in _dispatch._impls.items()}
+    if alone:
+        _dispatch._impls[op] = [entry for entry in before[op] if entry.backend == "reference"]
     _dispatch.impl(op, backend="broken", priority=priority)(wrong)
     try:
         yield

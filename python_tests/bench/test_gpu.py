@@ -13,7 +13,7 @@ from nmkernels import _capability
 from python_tests.house.tree import ROOT
 
 
-def _run(capsys: pytest.CaptureFixture[str], statuses: dict[str, int]) -> tuple[int, list[str], list[list[str]]]:
+def _run(capsys: pytest.CaptureFixture[str], statuses: dict[str, int], *names: str) -> tuple[int, list[str], list[list[str]]]:
     ran: list[list[str]] = []
 
     def runner(words: list[str]) -> int:
@@ -21,7 +21,7 @@ def _run(capsys: pytest.CaptureFixture[str], statuses: dict[str, int]) -> tuple[
         step = next(s for s in gpu.STEPS if list(s.words) == words)
         return statuses.get(step.name, 0)
 
-    status = gpu.main(lambda: "", runner)
+    status = gpu.main(lambda: "", runner, names)
     return status, capsys.readouterr().out.splitlines(), ran
 
 
@@ -38,6 +38,13 @@ def test_failed_step_does_not_hide_the_rest(step: str, capsys: pytest.CaptureFix
     summary = lines[lines.index("== summary") :]
     assert next(line for line in summary if "FAILED, exit status 3" in line).split()[0] == step
     assert lines[-1].strip() == "FAILED"
+
+
+def test_steps_are_chosen_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, ran = _run(capsys, {}, "report", "tests")
+    assert status == 0 and ran == [list(s.words) for s in gpu.STEPS if s.name in ("tests", "report")]
+    status, lines, ran = _run(capsys, {}, "test")
+    assert status == 2 and not ran and "no step is called test; there are build, tests, benchmarks, report" in lines[0]
 
 
 def test_no_gpu_test_yet_is_fine(capsys: pytest.CaptureFixture[str]) -> None:

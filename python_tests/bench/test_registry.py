@@ -23,7 +23,7 @@ def test_case_is_proved_and_timed(spec: Spec, monkeypatch: pytest.MonkeyPatch) -
     providers = {r.provider for r in rows if r.metric == "us"}
     if spec.op not in runner.LIMITS:
         assert any(p.startswith("nmkernels ") for p in providers) and any(p.startswith("torch") for p in providers)
-        assert {r.metric for r in rows} & {"x dense", "share of copy", "time over dense", "time over fused AdamW"}
+        assert {r.metric for r in rows} & {"x dense", "share of copy", "time over dense", "time over fused AdamW", "us beyond a no-op"}
 
 
 def test_parts_of_a_step_make_up_the_step() -> None:
@@ -45,6 +45,9 @@ def test_every_case_of_a_full_run_is_one() -> None:
     # what the targets and the quick run measure is part of the whole
     assert set(targets.specs()) <= set(specs)
     assert {s.op for s in quick.specs("cpu")} <= {s.op for s in specs}
+    gpu = registry.select(Ask(), "cuda:1")
+    assert len(set(gpu)) == len(gpu) and set(quick.specs("cuda")) | set(specs) <= set(gpu)
+    assert not any(s.op.startswith("host") for s in specs)
 
 
 def test_words_name_ops() -> None:

@@ -77,7 +77,7 @@ def test_json_is_one_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         result = ~reference.mask(w, n, m)
         return result if out is None else out.copy_(result)
 
-    with broken("nm_mask", wrong):
+    with broken("nm_mask", wrong, alone=True):
         assert run.main([*TINY, "--out", str(tmp_path / "a.csv"), "--tokens", "2", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     keys = {"schema", "device", "machine", "versions", "commit", "out", "cases", "skipped", "interrupted", "wrong", "rows"}
@@ -106,6 +106,28 @@ def test_targets_are_judged_at_the_end(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(runner, "measure", lambda spec, device, seconds: [])
     assert run.main(["--targets", "--device", "cpu", "--out", str(tmp_path / "a.csv")]) == 0
     assert f"0 of {len(targets.TARGETS)} targets met" in capsys.readouterr().out
+
+
+def test_a_run_begins_where_it_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    every = _listed(capsys, "--quick", "--device", "cpu")
+    assert _listed(capsys, "--quick", "--device", "cpu", "--from", "3") == every[2:]
+
+
+def test_another_process_goes_on_after_a_lost_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words: list[list[str]] = []
+
+    class Done:
+        returncode = 0
+
+    def lost(specs: Any, *args: Any, **kwargs: Any) -> runner.Outcome:
+        return runner.Outcome(wrong=[(specs[1], "broke")], next=2)
+
+    monkeypatch.setattr(runner, "run", lost)
+    monkeypatch.setattr(run.subprocess, "run", lambda command, cwd: words.append(command) or Done())
+    out = tmp_path / "a.csv"
+    assert run.main(["--quick", "--device", "cpu", "--dtype", "fp32", "--out", str(out), "--from", "3"]) == 1
+    again = words[0][words[0].index("bench.run") + 1 :]
+    assert again == ["--quick", "--dtype", "fp32", "--device", "cpu", "--out", str(out), "--from", "5"]
 
 
 def test_quick_is_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ def wrong_mask(w: torch.Tensor, n: int, m: int, out: Any = None) -> torch.Tensor
 
 def test_wrong_result_is_not_timed(tmp_path: Path) -> None:
     said: list[str] = []
-    with broken("nm_mask", wrong_mask):
+    with broken("nm_mask", wrong_mask, alone=True):
         outcome = runner.run([MASK, PRUNE], "cpu", tmp_path / "a.csv", 0.001, complain=said.append)
     assert outcome.status == 1 and [spec for spec, _ in outcome.wrong] == [MASK]
     assert {r["op"] for r in read(tmp_path / "a.csv")} == {"nm_prune"}
@@ -41,7 +41,7 @@ def test_inexact_product_is_not_timed(tmp_path: Path) -> None:
     def off(x: torch.Tensor, values: torch.Tensor, *rest: Any) -> torch.Tensor:
         return reference.linear(x, values, *rest) + 1e-3
 
-    with broken("nm_linear", off):
+    with broken("nm_linear", off, alone=True):
         outcome = runner.run([LINEAR], "cpu", tmp_path / "a.csv", 0.001)
     assert "against float64" in outcome.wrong[0][1] and not (tmp_path / "a.csv").exists()
 
@@ -55,10 +55,31 @@ def test_case_that_breaks_costs_no_other(tmp_path: Path) -> None:
     def breaks(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("out of luck")
 
-    with broken("nm_mask", breaks):
+    with broken("nm_mask", breaks, alone=True):
         outcome = runner.run([MASK, PRUNE], "cpu", tmp_path / "a.csv", 0.001)
     assert outcome.wrong == [(MASK, "not timed, it failed: RuntimeError: out of luck")]
     assert outcome.status == 1 and {r.op for r in outcome.rows} == {"nm_prune"}
+
+
+def test_provider_that_is_wrong_costs_only_itself(tmp_path: Path) -> None:
+    with broken("nm_mask", wrong_mask, priority=1):
+        outcome = runner.run([MASK], "cpu", tmp_path / "a.csv", 0.001)
+    why = "timed without nmkernels broken: its result is wrong: nm_mask: 512 of 512 elements differ"
+    assert outcome.status == 1 and len(outcome.wrong) == 1 and outcome.wrong[0][1].startswith(why)
+    names = {r["provider"] for r in read(tmp_path / "a.csv")}
+    assert "torch copy_" in names and any(n.startswith("nmkernels") for n in names) and not any("broken" in n for n in names)
+
+
+def test_torch_that_fails_costs_only_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: Any) -> Any:
+        raise RuntimeError("no such thing here")
+
+    spec = Spec("nm_decompress", "2:4", "float32", 16, 32)
+    monkeypatch.setattr("bench.cases.eager.decompress", fails)
+    outcome = runner.run([spec], "cpu", tmp_path / "a.csv", 0.001)
+    assert outcome.wrong == [(spec, "timed without torch eager: RuntimeError: no such thing here")]
+    metrics = {r["metric"] for r in read(tmp_path / "a.csv")}
+    assert "share of copy" in metrics and "x eager" not in metrics
 
 
 def test_interrupt_keeps_what_was_done_and_resume_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +168,7 @@ def test_a_turn_begins_with_calls_that_do_not_count() -> None:
     p = {name: Provider(name, partial(call, name), parts={"whole": []}) for name in "ab"}
     timed = take_turns(list(p.values()), "cpu", 0.0, least=3, settle=0.005)
     turns = [len(list(calls)) for _, calls in groupby(order)]
-    assert len(turns) == 8 and all(count >= 3 for count in turns[2:])
+    assert len(turns) == 8 and all(count >= 2 for count in turns[2:])
     assert len(p["a"].parts["whole"]) == len(timed.of("a")) == 3
 
 
@@ -170,6 +191,7 @@ def test_ratios_are_taken_within_rounds() -> None:
     assert timed.ratio(Ratio("x", "ours", ("a", "b")), sizes) == [2.0, 1.5]
     assert timed.ratio(Ratio("x", "ours", ("a",), "time"), sizes) == [0.25, 2 / 3, 5.0]
     assert timed.ratio(Ratio("x", "ours", ("a",), "rate"), sizes)[:2] == [2.0, 0.75]
+    assert timed.ratio(Ratio("x", "ours", ("a", "b"), "more"), sizes) == [-1e6, -1e6]
 
 
 def test_clock_measures_the_call() -> None:

@@ -22,7 +22,7 @@ def _target(key: str) -> Target:
 
 def _verdict(key: str, *values: float, reasons: dict[str, str] | None = None) -> targets.Verdict:
     target = _target(key)
-    found = targets.verdicts([_row(target, v, i) for i, v in enumerate(values)], reasons or {})
+    found = targets.verdicts([_row(target, v, i) for i, v in enumerate(values)], reasons=reasons or {})
     return next(v for v in found if v.target is target)
 
 

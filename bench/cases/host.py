@@ -1,0 +1,99 @@
+"""What a call costs on the host: the op's, asynchronous, beyond that of an op of the same schema that does nothing; and in a CUDA graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import nmkernels  # noqa: F401  registers the ops
+
+from ..device import captured
+from ..registry import Call, Grid, Provider, Ratio, Spec, Work, family
+from . import _ours
+
+NODES = 100
+"""Calls captured in one graph."""
+
+NAMESPACE = "nmkernels_bench"
+OPS = ("nm_mask", "nm_compress", "nm_linear")
+GRID = {"patterns": ("2:4",), "dtypes": ("bfloat16",), "on": "cuda"}
+
+
+@cache
+def _library() -> torch.library.Library:
+    return torch.library.Library(NAMESPACE, "DEF")
+
+
+@cache
+def nothing(op: str) -> Callable[[Any], Callable[..., Any]]:
+    """An op of the same schema whose kernel, in Python like ours, returns what the setter is given."""
+    schema = str(getattr(torch.ops.nmkernels, op).default._schema).split("::", 1)[1].replace(".default", "")
+    _library().define(schema)
+    box: list[Any] = [None]
+    _library().impl(op, lambda *args: box[0], "CompositeExplicitAutograd")
+    overload = getattr(getattr(torch.ops, NAMESPACE), op).default
+
+    def returning(result: Any) -> Callable[..., Any]:
+        box[0] = result
+        return overload
+
+    return returning
+
+
+def _arguments(op: str, spec: Spec, device: str) -> tuple[Any, ...]:
+    w = _ours.normal(spec.rows, spec.cols, device=device, dtype=spec.torch_dtype)
+    if op == "nm_mask":
+        return w, spec.n, spec.m
+    if op == "nm_compress":
+        return w, spec.n, spec.m, None
+    values, indices = torch.ops.nmkernels.nm_compress(w, spec.n, spec.m, None)
+    return _ours.normal(spec.tokens, spec.cols, device=device, dtype=spec.torch_dtype), values, indices, spec.n, spec.m, spec.cols, None
+
+
+def _family(op: str) -> None:
+    @family(f"host({op})", grids=(Grid(("64x64",), tokens=(1,) if op == "nm_linear" else (0,), **GRID),))  # type: ignore[arg-type]
+    def host(spec: Spec, device: str) -> Work:
+        """``torch.ops.nmkernels.<op>`` on a weight too small to matter."""
+        raw, args = getattr(torch.ops.nmkernels, op).default, _arguments(op, spec, device)
+        idle = nothing(op)(raw(*args))
+
+        def check() -> None:
+            _ours.same_shapes(raw(*args), _ours.reference(op)(*args), op)
+
+        mine = _ours.ours(op, args, lambda: Provider("", lambda: raw(*args), check=check, host=True))
+        other = Provider("torch no-op", lambda: idle(*args), host=True)
+        ratios = [Ratio("us beyond a no-op", p.name, (other.name,), "more") for p in mine]
+        work = Work([*mine, other], ratios)
+        if device.startswith("cuda"):
+            _in_a_graph(work, op, args, device)
+        return work
+
+
+def _in_a_graph(work: Work, op: str, args: tuple[Any, ...], device: str) -> None:
+    """Add the replay of a graph of ours beside one of as many kernels of torch's, each per node."""
+    raw, x = getattr(torch.ops.nmkernels, op).default, torch.zeros(64, 64, device=device)
+
+    def graph(call: Call) -> Call:
+        for _ in range(3):
+            call()
+        with captured(device) as found:
+            for _ in range(NODES):
+                call()
+        return found.replay
+
+    other = Provider("torch graph", graph(lambda: _one_kernel(x)), host=True, count=NODES)
+    mine = [Provider(f"{p.name}, graph", graph(lambda: raw(*args)), host=True, count=NODES) for p in work.providers[:1]]
+    work.providers += [*mine, other]
+    work.ratios += [Ratio("us beyond torch's kernels", p.name, (other.name,), "more") for p in mine]
+
+
+def _one_kernel(x: Tensor) -> Tensor:
+    return x.add_(1)
+
+
+for _op in OPS:
+    _family(_op)
