@@ -13,56 +13,12 @@ from nmkernels import reference
 from nmkernels._capability import compiled_core
 from nmkernels._dispatch import implementations
 from nmkernels.testing import assert_equal_bits
-
-NASTY = [0.0, -0.0, 1e-40, -1e-42, 1.0, -1.0, 65504.0, 3e38, float("inf"), -float("inf"), float("nan")]
-COUNTS = (0, 3, 4, 7)  # statistics that are counts, exact in any order
+from python_tests.backends.adamw_calls import LAYOUTS, copied, hyper, make, nasty, same_as_reference, shifted
 
 
-def make(
-    gen: torch.Generator, *shapes: tuple[int, ...], dtype=torch.float32, grad=torch.float32, out=None, amsgrad=False
-) -> dict[str, Any]:
-    """One call's tensors."""
-
-    def normal(scale: float, kind: torch.dtype) -> list[Tensor]:
-        return [(torch.randn(s, generator=gen) * scale).to(kind) for s in shapes]
-
-    squares = [x.square() for x in normal(0.1, torch.float32)]
-    return {
-        "params": normal(1.0, dtype),
-        "grads": normal(0.1, grad),
-        "exp_avgs": normal(0.1, torch.float32),
-        "exp_avg_sqs": squares,
-        "max_exp_avg_sqs": [x + 0.01 * torch.rand(x.shape, generator=gen) - 0.005 for x in squares] if amsgrad else [],
-        "steps": [torch.tensor(float(i)) for i in range(len(shapes))],
-        "outs": normal(1.0, out) if out else [],
-    }
-
-
-def hyper(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, wd=0.1, decay=2e-4, v_step=0.0, clamp=0.0) -> Tensor:
-    return torch.tensor([lr, beta1, beta2, eps, wd, decay, v_step, clamp, 0.0], dtype=torch.float64)
-
-
-def copied(call: dict[str, Any]) -> dict[str, Any]:
-    """The same tensors in memory of their own, strides kept (an expanded gradient is only read)."""
-
-    def one(x: Tensor) -> Tensor:
-        return x if 0 in x.stride() else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).copy_(x)
-
-    return {k: [one(x) for x in v] for k, v in call.items()}
-
-
-def compare(cpu, call: dict[str, Any], h: Tensor, n: int, m: int, *, scale=None, found=None, **flags: bool) -> Tensor:
+def compare(cpu, call: dict[str, Any], h: Tensor, n: int, m: int, **options: Any) -> Tensor:
     """Run both on copies; everything they write must agree. Returns the statistics."""
-    options = [flags.get(k, False) for k in ("frozen", "eps_inside", "maximize", "geometric")]
-    ours, theirs = copied(call), copied(call)
-    stats = cpu("nm_masked_adamw_")(*ours.values(), h, n, m, *options, scale, found)
-    expected = reference.masked_adamw_(*theirs.values(), h, n, m, *options, scale, found)
-    for name in call:
-        assert_equal_bits(ours[name], theirs[name], name)
-    assert [stats[i].item() for i in COUNTS] == [expected[i].item() for i in COUNTS]
-    assert_equal_bits(stats[8], expected[8], "max|u|")
-    torch.testing.assert_close(stats, expected, rtol=1e-6, atol=1e-12, equal_nan=True)
-    return stats
+    return same_as_reference(cpu("nm_masked_adamw_"), copied(call), call, h, n, m, **options)
 
 
 @pytest.mark.parametrize("grad", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
@@ -106,12 +62,7 @@ def test_gradient_scaling_and_skipping(cpu):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("flags", [{}, {"eps_inside": True}, {"frozen": True}], ids=str)
 def test_nasty_values(cpu, flags, dtype):
-    gen = torch.Generator().manual_seed(5)
-    call = make(gen, (60, 24), amsgrad=True, dtype=dtype, out=dtype)
-    for name in ("params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"):
-        x = call[name][0]
-        chosen = torch.tensor(NASTY).to(x.dtype)[torch.randint(len(NASTY), x.shape, generator=gen)]
-        call[name] = [torch.where(torch.rand(x.shape, generator=gen) < 0.3, chosen, x)]
+    call = nasty(torch.Generator().manual_seed(5), dtype)
     for number in ({}, {"clamp": 1.0}):
         compare(cpu, call, hyper(**number), 2, 4, geometric=True, **flags)
 
@@ -122,14 +73,6 @@ def test_finite_statistics_of_nasty_masks(cpu):
     call["params"] = [torch.tensor([0.0, -0.0, 1e-40, 1.0, -1.0])[torch.randint(5, (40, 24))]]
     stats = compare(cpu, call, hyper(), 2, 4, geometric=True)
     assert stats.isfinite().all()
-
-
-LAYOUTS = {
-    "transposed": lambda x: x.t().contiguous().t(),
-    "sliced": lambda x: torch.cat([x, x], 1)[:, : x.shape[1]],
-    "every second column": lambda x: x.repeat_interleave(2, 1)[:, ::2],
-    "every second row": lambda x: x.repeat_interleave(2, 0)[::2],
-}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -161,12 +104,8 @@ def test_sizes_around_a_strip_at_any_address(cpu, n, m, dtype):
     sizes = sorted({max(1, around // group + extra) * group for around in (0, 64, 256, 4096) for extra in (-1, 0, 1)})
     for shift in (0, 1, 3):
         call = make(torch.Generator().manual_seed(13), *((size,) for size in sizes), (17, 4 * group), dtype=dtype, amsgrad=True, out=dtype)
-        moved = {
-            k: [x if k == "steps" else torch.cat([x.new_full((shift,), 7.0), x.reshape(-1)])[shift:].view(x.shape) for x in v]
-            for k, v in call.items()
-        }
-        compare(cpu, moved, hyper(), n, m, geometric=True)
-        compare(cpu, moved, hyper(eps=0.0, beta1=0.0), n, m)
+        for flags, numbers in (({"geometric": True}, {}), ({}, {"eps": 0.0, "beta1": 0.0})):
+            same_as_reference(cpu("nm_masked_adamw_"), shifted(call, shift), call, hyper(**numbers), n, m, **flags)
 
 
 def test_nothing_is_written_beside_a_parameter(cpu):

@@ -7,7 +7,7 @@ kernels, ``_groups`` and ``_pack`` hold the device functions that several famili
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -63,18 +63,35 @@ def supports(*args: Any) -> Verdict:
     return runnable(given)
 
 
+def supports_adamw(params: Sequence[Tensor], grads: Sequence[Tensor], *rest: Any) -> Verdict:
+    """What MaskedAdamW can run; step counts and ``hyper`` may be on the CPU. Hundreds of params are asked for at each step."""
+    given = (params, grads, *rest[:3], rest[4])
+    for name, xs in zip(("param", "gradient", "state", "state", "state", "output"), given, strict=True):
+        if torch.float64 in {x.dtype for x in xs}:
+            return False, f"it computes in float32, and a {name} is float64"
+    if len({x.device for xs in given for x in xs}) > 1:
+        return False, "it steps the params of one device at once, and these are on several"
+    if any(x.layout != torch.strided for xs in given for x in xs):
+        return runnable(tensors(given))
+    return runnable(params[:1] or [rest[5]])
+
+
+SUPPORTS = {"nm_masked_adamw_": supports_adamw}
+"""Ops that answer for themselves, because they take lists."""
+
 FAMILIES = {
     "nm_mask": "groups",
     "nm_prune": "groups",
     "nm_soft_threshold": "groups",
     "nm_compress": "compress",
     "nm_decompress": "compress",
+    "nm_masked_adamw_": "adamw",
 }
 """The module that holds each op, under the op's name without ``nm_``."""
 
 
 def _register(op: str, family: str) -> None:
-    @impl(op, backend=NAME, priority=PRIORITY, supports=supports)
+    @impl(op, backend=NAME, priority=PRIORITY, supports=SUPPORTS.get(op, supports))
     def run(*args: Any, out: Any = None) -> Any:
         return getattr(import_module(f".{family}", __name__), op.removeprefix("nm_"))(*args, out=out)
 

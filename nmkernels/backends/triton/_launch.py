@@ -2,7 +2,8 @@
 
 A kernel takes its run-time arguments first and its constexprs last, in the order in which ``launch`` is given them. What makes two
 calls need different code is what Triton looks at: dtypes, whether an integer is 1 or a multiple of 16, whether it fits in
-32 bits, and the constexprs. All of that is in the key of ``_compiled``.
+32 bits, and the constexprs. All of that is in the key of ``_compiled``. A kernel that declares ``do_not_specialize`` declares it, and
+a type such as ``tl.int64``, for all of its integers: their values are in no key.
 """
 
 from __future__ import annotations
@@ -51,13 +52,13 @@ def _options(warps: int, stages: int, constexprs: dict[str, Any]) -> dict[str, A
 
 def _start(kernel: Any, programs: int, args: tuple[Any, ...], device: int, warps: int, stages: int, constexprs: dict[str, Any]) -> None:
     key: list[Any] = [kernel.fn, device, warps, stages, *constexprs.items()]
-    addresses = 0
+    addresses, typed = 0, bool(kernel.do_not_specialize)
     for x in args:
         if isinstance(x, Tensor):
             key.append(x.dtype)
             addresses |= x.data_ptr()
         elif isinstance(x, int):
-            key.append(-1 if x == 1 else (x & 15 == 0) + 2 * (x > _MOST_32_BIT))
+            key.append(0 if typed else -1 if x == 1 else (x & 15 == 0) + 2 * (x > _MOST_32_BIT))
         else:
             key.append(type(x))
     found = _compiled.get(tuple(key)) if addresses & 15 == 0 else None

@@ -1,0 +1,103 @@
+"""MaskedAdamW over any number of params in three launches: the scalars of each, one pass over all of them, the statistics.
+
+The host reads no number of the device. It hands over a table of addresses, which is made once and found again at the next call with the
+same tensors, and launches the same kernels whatever the number of params; params of several dtypes, or of layouts that need other code,
+take one main launch for each kind. All of it may be captured in a CUDA graph if the step counts are on the device
+(``capturable=True``).
+
+Step counts on the CPU, torch's default, are advanced there and travel as an argument. With ``found_inf`` on the device the host must then
+know whether the step is skipped: it waits for that one element, as ``torch.optim.AdamW`` with a ``GradScaler`` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...pattern import BackendError
+from . import _adamw_kernels as k
+from ._adamw_plan import Lists, Plan, layout_of, plan_of, written
+from ._adamw_table import capturing, upload
+from ._launch import launch
+
+BLOCK = 2048
+"""Partials that the reduction adds at once, 8 a thread."""
+
+
+def masked_adamw_(
+    params: Sequence[Tensor], grads: Sequence[Tensor], exp_avgs: Sequence[Tensor], exp_avg_sqs: Sequence[Tensor],
+    max_exp_avg_sqs: Sequence[Tensor], steps: Sequence[Tensor], outs: Sequence[Tensor], hyper: Tensor, n: int, m: int,
+    frozen: bool = False, eps_inside: bool = False, maximize: bool = False, geometric: bool = False,
+    grad_scale: Tensor | None = None, found_inf: Tensor | None = None, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """``nm_masked_adamw_``."""
+    device = params[0].device if params else hyper.device
+    scale = None if grad_scale is None else grad_scale.to(device, non_blocking=True)
+    found = None if found_inf is None else found_inf.to(device, non_blocking=True)
+    stats = torch.empty(k.STATS, dtype=torch.float64, device=device) if out is None else out
+    held = [i for i, step in enumerate(steps) if on_host(step, device)]
+    if held and _skipped(found_inf, device):
+        return stats.zero_()
+    lists: Lists = [list(xs) for xs in (params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, outs, grads)]
+    layout = layout_of(lists, n, m)
+    copies = list(written(lists, layout))
+    addresses = [step.data_ptr() for step in steps]
+    for i in held:
+        addresses[i] = 0
+    plan, gradients = plan_of(lists, addresses, layout, n, m, device)
+    scalars = _scalars(plan, steps, held, hyper, found, frozen)
+    partials = torch.empty(k.STATS, plan.programs, dtype=torch.float64, device=device)
+    flags = {"FROZEN": frozen, "EPS_INSIDE": eps_inside, "MAXIMIZE": maximize, "GEOMETRIC": geometric, "TOP": bool(max_exp_avg_sqs)}
+    for group in plan.groups:
+        args = (plan.table, gradients, plan.owners, scalars, partials, group.first, plan.programs, scale, found)
+        launch(k.adamw_kernel, group.programs, args, WORDS=plan.words, **group.constexprs, **flags)
+    launch(k.adamw_stats_kernel, k.STATS, (partials, stats, found, plan.programs), warps=8, ON=_computed(n, frozen, geometric), BLOCK=BLOCK)
+    for target, copy in copies:
+        target.copy_(copy)
+    return stats
+
+
+def on_host(x: Tensor, device: torch.device) -> bool:
+    """Whether ``x`` is held by the host while the params are on a GPU."""
+    return x.device != device and x.is_cpu
+
+
+def _skipped(found_inf: Tensor | None, device: torch.device) -> bool:
+    """Whether the step that the host is about to count is skipped; this waits for the device."""
+    if capturing(device):
+        raise BackendError(
+            "nm_masked_adamw_: a CUDA graph is captured and the step counts are on the CPU, so that replays would not count; "
+            "make the optimizer with capturable=True."
+        )
+    return found_inf is not None and bool(found_inf != 0)
+
+
+def _scalars(plan: Plan, steps: Sequence[Tensor], held: list[int], hyper: Tensor, found: Tensor | None, frozen: bool) -> Tensor:
+    """Counts every step and launches the computation of the numbers of each param, ``(params, 12)`` in fp32."""
+    device = plan.table.device
+    count, counts = 0, None
+    if held:
+        torch._foreach_add_([steps[i] for i in held], 1.0)
+        values = {i: int(steps[i].item()) for i in held}  # tensors on the CPU: nothing is waited for
+        count = values[held[0]]
+        if len(set(values.values())) > 1:
+            counts = upload([values.get(i, 0) for i in range(len(steps))], device)
+    numbers, words = (None, _bits(hyper)) if on_host(hyper, device) else (hyper.contiguous(), [0] * 8)
+    scalars = torch.empty(len(steps), k.SCALARS, dtype=torch.float32, device=device)
+    args = (plan.table, scalars, found, numbers, counts, count, *words)
+    launch(k.adamw_scalars_kernel, len(steps), args, warps=1, WORDS=plan.words, FROZEN=frozen)
+    return scalars
+
+
+def _bits(hyper: Tensor) -> list[int]:
+    """What the host holds of hyper, as integers: an argument in floating point would be rounded to float32."""
+    words: list[int] = hyper.contiguous().view(torch.int64).tolist()
+    return words[:8]
+
+
+def _computed(n: int, frozen: bool, geometric: bool) -> int:
+    """Bit k says that statistic k has partials."""
+    change = 0 if frozen else 0b1110 if geometric else 0b10
+    return change | (0b1110000 if n else 0) | 0b110000000
