@@ -53,6 +53,13 @@ def moved(tree: Any, device: str) -> Any:
     return pytree.tree_map_only(Tensor, move, tree)
 
 
+def built(sample: Sample, device: str, seed: int = 0) -> tuple[Any, ...]:
+    """A sample's arguments on a device; packed operands are made by the definition, whatever is forced."""
+    torch.manual_seed(seed)
+    with mock.patch.dict(os.environ, {_dispatch.ENV: "reference"}):
+        return moved(sample(), device)
+
+
 def tensors(tree: Any) -> list[Tensor]:
     """The tensors of a tree, in order."""
     return [x for x in pytree.tree_leaves(tree) if isinstance(x, Tensor)]
@@ -106,10 +113,7 @@ class Conformance:
         monkeypatch.setenv(_dispatch.ENV, triton.NAME)
 
     def args(self, sample: Sample) -> tuple[Any, ...]:
-        torch.manual_seed(0)
-        # packed operands are made by the definition, whatever is forced
-        with mock.patch.dict(os.environ, {_dispatch.ENV: "reference"}):
-            return moved(sample(), self.device)
+        return built(sample, self.device)
 
     def raw(self, suffix: str = "") -> torch._ops.OpOverload:
         return getattr(torch.ops.nmkernels, self.op + suffix).default

@@ -23,11 +23,12 @@ collect_ignore_glob = [] if interpreted() or _capability.triton().ok else ["test
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at the markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if interpreted():
-        return
     can, reason = _capability.cuda_device()
-    for item in items:
-        if HERE in item.path.parents and "device" in getattr(item, "fixturenames", ()):
+    for item in (i for i in items if HERE in i.path.parents):
+        if interpreted():
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="TRITON_INTERPRET=1 runs nothing on a GPU"))
+        elif "device" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.gpu)
             if not can:
                 item.add_marker(pytest.mark.skip(reason=f"{reason}; without one: {HOW}"))
