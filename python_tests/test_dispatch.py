@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from nmkernels import BackendError, _dispatch, explain, ops, testing
+from nmkernels._capability import Probe
 from nmkernels._dispatch import ENV, choose, impl, implementations
+from nmkernels.backends import triton
 
 W = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
 
@@ -87,6 +89,32 @@ def test_explain_real_ops() -> None:
     lines = explain("nm_mask", W.double(), 2, 4).splitlines()
     assert lines[0] == "nm_mask:" and lines[-1] == "  reference  chosen"
     assert any(line.startswith("  cpu        declined: ") and "float64" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("w", "words"),
+    [
+        (W, "it compiles for GPUs, and one of these tensors is on cpu"),
+        (W.double(), "it computes in float32, and this call is in float64"),
+        (W.to("meta"), "it runs on cuda and xpu, and one of these tensors is on meta"),
+        (W.to_sparse(), "one of these tensors is on cpu"),
+    ],
+    ids=["cpu", "float64", "meta", "sparse"],
+)
+def test_triton_says_why_not(w: torch.Tensor, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(triton, "triton_probe", lambda: Probe(True, "triton 3.6.0"))
+    (line,) = (x for x in explain("nm_mask", w, 2, 4).splitlines() if x.startswith("  triton"))
+    assert line.startswith("  triton     declined: ") and words in line
+
+
+def test_triton_where_it_is_missing_or_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(triton, "triton_probe", lambda: Probe(True, "triton 3.6.0"))
+    assert "  triton     can run, lower priority" in explain("nm_mask", W, 2, 4)
+    assert "is torch.sparse_coo; call .to_dense()" in explain("nm_mask", W.to_sparse(), 2, 4)
+    monkeypatch.setattr(triton, "triton_probe", lambda: Probe(False, "triton is not installed"))
+    assert "  triton     declined: triton is not installed" in explain("nm_mask", W, 2, 4)
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])

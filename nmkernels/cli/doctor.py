@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import time
+from collections import Counter
 from importlib import metadata
 from typing import Any
 
@@ -66,10 +67,12 @@ def _text(found: dict[str, Any]) -> str:
     lines += [f"  {'yes' if c['ok'] else 'no ':<4}{name:<15}{c['reason']}" for name, c in found["capabilities"].items()]
     forced = f", NMKERNELS_BACKEND={found['forced_backend']}" if found["forced_backend"] else ""
     lines += ["", f"Which backend runs each op, float32 on {found['device']}{forced}"]
+    said = Counter(item for op in found["ops"].values() for item in op["declined"].items())
     for name, op in found["ops"].items():
-        declined = "; ".join(f"{other}: {why}" for other, why in op["declined"].items())
+        declined = "; ".join(f"{other}: {why}" for other, why in op["declined"].items() if said[other, why] == 1)
         lines.append(f"  {name:<24}{op['backend'] or 'none':<11}{'ok' if op['ok'] else 'WRONG: ' + op['problem']}")
         lines += [f"{'':<26}{declined}"] if declined else []
+    lines += [f"  {other} declined {times} of them: {why}" for (other, why), times in said.items() if times > 1]
     good = sum(op["ok"] for op in found["ops"].values())
     verdict = "all agree with the reference" if found["healthy"] else f"{len(found['ops']) - good} DO NOT"
     lines += ["", f"Self test: {good} of {len(found['ops'])} ops agree with the reference ({found['selftest_seconds']:.1f} s)"]

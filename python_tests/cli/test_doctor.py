@@ -100,6 +100,13 @@ def test_declining_backend_is_told_with_its_reason(capsys: pytest.CaptureFixture
     assert status == 0 and "shy: not on a Friday" in text
 
 
+def test_a_reason_for_several_ops_is_said_once(capsys: pytest.CaptureFixture[str], restore: None) -> None:
+    for op in ("nm_mask", "nm_prune"):
+        _dispatch.impl(op, backend="shy", priority=99, supports=lambda *a: (False, "not on a Friday"))(_wrong_mask)
+    _, text = _report(capsys)
+    assert text.count("not on a Friday") == 1 and "shy declined 2 of them: not on a Friday" in text
+
+
 def test_forced_backend_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("NMKERNELS_BACKEND", "reference")
     status, text = _report(capsys, "--json")
