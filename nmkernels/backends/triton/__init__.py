@@ -86,6 +86,7 @@ FAMILIES = {
     "nm_compress": "compress",
     "nm_decompress": "compress",
     "nm_masked_adamw_": "adamw",
+    "nm_mvue": "mvue",
 }
 """The module that holds each op, under the op's name without ``nm_``."""
 

@@ -1,0 +1,170 @@
+"""mvue in Triton, beyond the conformance suite: its random words, every breakpoint of the sampling, and tiles with ragged edges."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nmkernels import Pattern, _dispatch, reference, testing
+from nmkernels.backends.triton import _mvue, _mvue_small, _philox, mvue
+from nmkernels.backends.triton._launch import launch, next_power_of_2
+from nmkernels.reference.mvue import group_mvue
+from nmkernels.reference.philox import philox4x32
+from python_tests.ops.samples import seed
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+WORD = 0xFFFFFFFF
+
+
+def run(op: str, *args: Any, out: Any = None) -> Any:
+    return next(i for i in _dispatch.implementations(op) if i.backend == "triton").fn(*args, out=out)
+
+
+def expected(op: str, g: Tensor, n: int, m: int, dim: int, words: Tensor, method: str) -> Any:
+    return getattr(reference, op.removeprefix("nm_"))(g.cpu(), n, m, dim, words.cpu(), method)
+
+
+@triton.jit
+def words_kernel(seed, j, alone, fours, pairs, COUNT: tl.constexpr):
+    at = tl.arange(0, COUNT)
+    counter = tl.load(j + at)
+    tl.store(alone + at, _philox.uniforms24(seed, counter))
+    tl.store(fours + at[:, None] * 4 + tl.arange(0, 4)[None, :], _philox.uniforms24_of_four(seed, counter))
+    u0, u1 = _philox.pairs24(seed, counter)
+    tl.store(pairs + at * 2, u0)
+    tl.store(pairs + at * 2 + 1, u1)
+
+
+@pytest.mark.parametrize("words", [(0, 0), (-1, 2**40 + 5), (2**63 - 1, -(2**63)), (-(2**63), -2), (0x9E3779B9, 0xFFFFFFFF)])
+def test_philox_of_large_counters(words: tuple[int, int], device: str) -> None:
+    """Counters of all 64 bits: a tensor of 2^34 elements counts its groups past 2^32."""
+    j = torch.tensor([0, 1, 2, 3, 7, 2**31, 2**32 - 1, 2**32, 2**32 + 1, 2**33 + 6, 2**34 + 3, 2**40, 2**45 + 9, 2**60, 2**62 + 1, 5])
+    got = [torch.empty(16, k, dtype=torch.int32, device=device) for k in (1, 4, 2)]
+    launch(words_kernel, 1, (seed(*words).to(device), j.to(device), *got), COUNT=16)
+
+    def block(counter: Tensor) -> Tensor:
+        key, offset = (w & 2**64 - 1 for w in words)
+        high = [torch.full_like(counter, part) for part in (offset & WORD, offset >> 32)]
+        return philox4x32(torch.stack([counter & WORD, (counter >> 32) & WORD, *high], -1), (key & WORD, key >> 32)) >> 8
+
+    alone, fours, pairs = (x.cpu().long() for x in got)
+    assert torch.equal(alone, block(j >> 2).gather(1, (j & 3)[:, None]))
+    assert torch.equal(fours, block(j))
+    assert torch.equal(pairs, block(j)[:, :2])
+
+
+@triton.jit
+def column_words_kernel(seed, line, first, per_line, shared, alone):
+    at = tl.arange(0, 8)[:, None] * 4 + tl.arange(0, 4)[None, :]
+    tl.store(shared + at, mvue.column_uniforms(seed, line.to(tl.int64), first.to(tl.int64), per_line, 4, 8, True, False)[0])
+    tl.store(alone + at, mvue.column_uniforms(seed, line.to(tl.int64), first.to(tl.int64), per_line, 4, 8, False, False)[0])
+
+
+@pytest.mark.parametrize("line, first, per_line", [(3, 8, 16), (2**28, 4, 64), (5, 2**33, 2**34)])
+def test_column_words(line: int, first: int, per_line: int, device: str) -> None:
+    """Four groups that share a block of words get what each gets alone."""
+    shared, alone = (torch.empty(8, 4, dtype=torch.int32, device=device) for _ in range(2))
+    words = seed(11, 12).to(device)
+    launch(column_words_kernel, 1, (words, line, first, per_line, shared, alone))
+    assert torch.equal(shared, alone)
+    for column in range(4):
+        start = (line + column) * per_line + first
+        assert alone[:, column].tolist() == reference.philox.uniforms24(seed(11, 12), 8, start).tolist()
+
+
+@triton.jit
+def groups_kernel(x, u, out, M: tl.constexpr, N: tl.constexpr, SMALL: tl.constexpr, TILE: tl.constexpr, PADDED: tl.constexpr):
+    group, place = tl.arange(0, TILE)[:, None], tl.arange(0, PADDED)[None, :]
+    tile = tl.load(x + group * M + place, mask=place < M, other=0.0)
+    draws = tl.load(u + tl.arange(0, TILE))
+    if SMALL:
+        tl.store(out + group * M + place, _mvue_small.joined(_mvue_small.exact_small(_mvue_small.parts(tile, M), draws, N)))
+    else:
+        tl.store(out + group * M + place, _mvue.estimate(tile, draws, draws, N, M, False), mask=place < M)
+
+
+def breakpoints(a: Tensor, n: int) -> Tensor:
+    """Uniforms at which the selection from the magnitudes ``(m,)`` changes, and their neighbours."""
+    p = a / a.sum() * n
+    while bool((p > 1).any()):  # water-filling in float64; a neighbourhood covers what rounding moves
+        full = p >= 1
+        p = torch.where(full, 1.0, a / a[~full].sum() * (n - full.sum()))
+    at = (p.cumsum(0) * 2**24).round().long()
+    near = at[:, None] + torch.tensor([-2, -1, 0, 1, 2])
+    return torch.cat([near.flatten() % 2**24, torch.tensor([0, 1, 2**24 - 1])])
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+@pytest.mark.parametrize("pattern", ["2:4", "1:4", "2:8", "1:2", "3:4", "2:5", "4:16"])
+def test_breakpoints(pattern: str, dtype: torch.dtype, device: str) -> None:
+    p = Pattern(pattern)
+    groups, draws = [], []
+    for scale in (1.0, 1e-6, 3e4 / p.m):
+        for spread in (0, 4, 14):
+            g = torch.randn(p.m) * torch.logspace(0, -spread, p.m, base=2) * scale
+            u = breakpoints(g.to(dtype).double().abs(), p.n)
+            groups.append(g.to(dtype).expand(len(u), p.m))
+            draws.append(u)
+    x, u = torch.cat(groups), torch.cat(draws)
+    rows = next_power_of_2(len(u))
+    x = torch.cat([x, x.new_zeros(rows - len(u), p.m)]).contiguous()
+    u = torch.cat([u, u.new_zeros(rows - len(u))])
+    want = group_mvue(x, u, p.n)
+    for small in {False, p.n <= 2 and p.m in mvue.SMALL}:
+        out = torch.empty_like(x, device=device)
+        memory = out.view(torch.int32 if dtype == F32 else torch.int16)
+        consts = {"M": p.m, "N": p.n, "SMALL": small, "TILE": rows, "PADDED": next_power_of_2(p.m)}
+        launch(groups_kernel, 1, (x.to(device), u.int().to(device), memory), **consts)
+        testing.assert_equal_bits(out, want, f"small {small}")
+
+
+@pytest.mark.parametrize("pattern, method", [("2:4", "exact"), ("1:8", "exact"), ("3:5", "exact"), ("2:16", "exact"), ("2:4", "approx")])
+@pytest.mark.parametrize("shape, dim", [((13, 120), 1), ((331, 67), 0), ((256, 130), 0), ((2, 45, 9), 1), ((3, 2, 240), -1), ((70, 1), 0)])
+@pytest.mark.parametrize("op", ["nm_mvue"])
+def test_shapes(op: str, shape: tuple[int, ...], dim: int, pattern: str, method: str, device: str) -> None:
+    """Tiles that cross rows, columns and the padded tail; a number of groups that no four divide."""
+    p, words = Pattern(pattern), seed(-3, 2**33)
+    if dim % len(shape) == len(shape) - 1 and shape[-1] % p.m:
+        shape = (*shape[:-1], 15 * p.m)
+    g = torch.randn(shape, dtype=BF16)
+    got = run(op, g.to(device), p.n, p.m, dim, words.to(device), method)
+    testing.assert_equal_bits(got, expected(op, g, p.n, p.m, dim, words, method))
+    testing.assert_equal_bits(run(op, g.to(device), p.n, p.m, dim, words.to(device), method), got, "second run")
+
+
+@pytest.mark.parametrize("pattern", ["255:256", "128:256", "1:1", "7:64"])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_wide_groups(pattern: str, dim: int, device: str) -> None:
+    p, words = Pattern(pattern), seed(9)
+    g = torch.randn(p.m + 3, 2 * p.m) * torch.logspace(0, 9, 2 * p.m, base=2)
+    got = run("nm_mvue", g.to(device), p.n, p.m, dim, words.to(device), "exact")
+    testing.assert_equal_bits(got, expected("nm_mvue", g, p.n, p.m, dim, words, "exact"))
+
+
+@pytest.mark.parametrize("dtype", [F32, F16], ids=str)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_unaligned_memory_and_out(dim: int, dtype: torch.dtype, device: str) -> None:
+    p, words = Pattern("2:4"), seed(1, 2)
+    memory = torch.randn(24 * 16 + 3).to(dtype)
+    for start in (1, 3):
+        g = memory.to(device)[start:][: 24 * 16].view(24, 16)
+        room = torch.zeros(24 * 16 + 8, dtype=dtype, device=device)
+        out = room[5:][: 24 * 16].view(24, 16)
+        assert run("nm_mvue", g, p.n, p.m, dim, words.to(device), "exact", out=out) is out
+        testing.assert_equal_bits(out, expected("nm_mvue", g, p.n, p.m, dim, words, "exact"))
+        assert not room[:5].any() and not room[-3:].any(), "written beyond out"
+
+
+@pytest.mark.parametrize("op", ["nm_mvue"])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_strides(op: str, dim: int, device: str) -> None:
+    p, words = Pattern("2:4"), seed(4, 4)
+    strided = torch.stack([words, words], -1)[:, 0]
+    for g in (torch.randn(24, 40).t(), torch.randn(30, 48)[:, ::2], torch.randn(8).expand(20, 8)):
+        got = run(op, g.to(device), p.n, p.m, dim, strided.to(device), "exact")
+        testing.assert_equal_bits(got, expected(op, g, p.n, p.m, dim, words, "exact"))
