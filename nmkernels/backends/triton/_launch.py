@@ -8,6 +8,7 @@ a type such as ``tl.int64``, for all of its integers: their values are in no key
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,8 +22,8 @@ INTERPRETED = interpreted()
 
 _MOST_32_BIT = 2**31 - 1
 _compiled: dict[tuple[Any, ...], Any] = {}
-recorded: list[Any] | None = None
-"""Where ``aot.recording`` collects kernels that are compiled and not launched; None while kernels run."""
+instead: Callable[[Any, int, tuple[Any, ...]], None] | None = None
+"""What ``aot`` has done with a compiled kernel, its programs and its arguments instead of launching it; None while kernels run."""
 
 
 def launch(kernel: Any, programs: int, args: tuple[Any, ...], warps: int = 4, stages: int = 3, **constexprs: Any) -> None:
@@ -37,8 +38,8 @@ def launch(kernel: Any, programs: int, args: tuple[Any, ...], warps: int = 4, st
         kernel[(programs,)](*args, **constexprs)
         return
     device = next(x.device for x in args if isinstance(x, Tensor))
-    if recorded is not None:
-        recorded.append(kernel.warmup(*args, grid=(programs,), **_options(warps, stages, constexprs)))
+    if instead is not None:
+        instead(kernel.warmup(*args, grid=(programs,), **_options(warps, stages, constexprs)), programs, args)
     elif device.type != "cuda" or device.index == torch.cuda.current_device():
         _start(kernel, programs, args, device.index, warps, stages, constexprs)
     else:
@@ -74,7 +75,7 @@ def _start(kernel: Any, programs: int, args: tuple[Any, ...], device: int, warps
 
 def flagged(flag: Tensor) -> bool:
     """Whether a kernel has set the one element of ``flag``; the host waits for it. False where nothing runs or a graph is captured."""
-    if recorded is not None or (flag.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if flag.is_meta or (flag.is_cuda and torch.cuda.is_current_stream_capturing()):
         return False
     return bool(flag)
 

@@ -10,7 +10,7 @@ one whose address is a multiple of 16.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,19 +41,27 @@ class _NoDevice:
 
 
 @contextmanager
-def recording(capability: int) -> Iterator[list[Any]]:
-    """Inside, ``launch`` compiles for compute capability 80, 90, ... and appends the compiled kernel to the list.
+def compiling(capability: int, instead: Callable[[Any, int, tuple[Any, ...]], None]) -> Iterator[None]:
+    """Inside, ``launch`` compiles for compute capability 80, 90, ... and calls ``instead(compiled, programs, arguments)``.
 
     Raises:
         RuntimeError: the kernels were decorated for the interpreter (TRITON_INTERPRET=1), which compiles nothing.
     """
     if _launch.INTERPRETED:
         raise RuntimeError("TRITON_INTERPRET=1 interprets kernels; unset it to compile them.")
-    before, active = _launch.recorded, driver._active
-    _launch.recorded = []
+    before, active = _launch.instead, driver._active
+    _launch.instead = instead
     driver.set_active(_NoDevice(capability))
     try:
-        yield _launch.recorded
+        yield
     finally:
-        _launch.recorded = before
+        _launch.instead = before
         driver._active = active
+
+
+@contextmanager
+def recording(capability: int) -> Iterator[list[Any]]:
+    """``compiling``, with the compiled kernels collected in a list."""
+    kernels: list[Any] = []
+    with compiling(capability, lambda compiled, _programs, _args: kernels.append(compiled)):
+        yield kernels

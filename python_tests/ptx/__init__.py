@@ -1,0 +1,46 @@
+"""A test instrument: runs the PTX that Triton compiles, on the CPU, so that compiled kernels are tested where there is no GPU.
+
+    with emulated(90):
+        values, indices = triton_compress(w, 2, 4)      # w on the CPU; the code is that of sm_90
+
+``parse`` reads a kernel, ``machine`` walks blocks of threads through it in numpy, ``instructions`` and ``exchange`` say what each
+instruction does, as the PTX ISA manual defines it, and ``memory`` knows which addresses exist. An address outside every tensor, or one
+that is not a multiple of the access's width, is an error. Nothing is said about speed, and instructions that no kernel has used so far
+are refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from nmkernels.backends.triton.aot import compiling
+
+from .machine import execute
+from .parse import Kernel, parse
+
+
+@contextmanager
+def emulated(capability: int, tensors: Sequence[Tensor] = (), warps_apart: bool = False) -> Iterator[list[str]]:
+    """Inside, what the Triton backend would launch runs here, on CPU tensors; the list collects the kernels' names.
+
+    Args:
+        capability: 80 or 90, ...: whose code is compiled and run.
+        tensors: memory besides the arguments that kernels may touch.
+        warps_apart: run the warps of a block one after another, as far as barriers let them.
+    """
+    names: list[str] = []
+
+    def run(compiled: Any, programs: int, args: tuple[Any, ...]) -> None:
+        names.append(compiled.metadata.name)
+        given = [a for a, kind in zip(args, compiled.src.signature.values(), strict=False) if kind != "constexpr"]
+        execute(parse(compiled.asm["ptx"]), range(programs), given, tensors, warps_apart)
+
+    with compiling(capability, run):
+        yield names
+
+
+__all__ = ["Kernel", "emulated", "execute", "parse"]

@@ -1,0 +1,232 @@
+"""What each instruction computes for every thread by itself; names and rules as in the PTX ISA manual, chapter 9.7."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .memory import UNSIGNED
+from .operands import SIGNED, kind, read
+from .parse import SIZES, Instruction
+
+if TYPE_CHECKING:
+    from .machine import Threads
+
+SPECIAL = {"fence", "nanosleep", "griddepcontrol", "prefetch", "pragma"}
+"""Instructions that change nothing here."""
+
+Rule = Callable[["Threads", Instruction], Any]
+
+
+def _two(fn: Callable[[Any, Any], Any]) -> Rule:
+    def rule(t: Threads, ins: Instruction) -> Any:
+        type_ = ins.types[-1]
+        a, b = (read(t, x, type_) for x in ins.operands[1:3])
+        return np.asarray(fn(a, b)).astype(kind(type_))
+
+    return rule
+
+
+def _wide(t: Threads, ins: Instruction) -> Any:
+    """The whole product of two numbers."""
+    a, b = (read(t, x, ins.types[-1]) for x in ins.operands[1:3])
+    bits = SIZES[ins.types[-1]]
+    to = (SIGNED if ins.types[-1][0] == "s" else UNSIGNED)[2 * bits] if bits < 64 else object
+    return a.astype(to) * b.astype(to)
+
+
+def _product(t: Threads, ins: Instruction) -> Any:
+    type_ = ins.types[-1]
+    if "wide" in ins.mods:
+        return _wide(t, ins)
+    if "hi" in ins.mods:
+        bits = SIZES[type_]
+        high = _wide(t, ins) >> bits
+        return (high & ((1 << bits) - 1)).astype(UNSIGNED[bits]).view(kind(type_)) if bits == 64 else high.astype(kind(type_))
+    a, b = (read(t, x, type_) for x in ins.operands[1:3])
+    return a * b
+
+
+def _mad(t: Threads, ins: Instruction) -> Any:
+    product = _product(t, ins)
+    type_ = ins.types[-1]
+    if "wide" in ins.mods:
+        type_ = f"{type_[0]}{2 * SIZES[type_]}"
+    return product + read(t, ins.operands[3], type_)
+
+
+def _fma(t: Threads, ins: Instruction) -> Any:
+    type_ = ins.types[-1]
+    a, b, c = (read(t, x, type_).astype(np.longdouble) for x in ins.operands[1:4])
+    return (a * b + c).astype(kind(type_))
+
+
+def _divided(a: Any, b: Any) -> Any:
+    return a / b if a.dtype.kind == "f" else np.trunc(a / b) if a.dtype.kind == "i" else a // np.where(b == 0, 1, b)
+
+
+def _shift(t: Threads, ins: Instruction) -> Any:
+    """shl and shr: distances past the width give 0 or the sign."""
+    type_ = ins.types[-1]
+    a, n = read(t, ins.operands[1], type_), read(t, ins.operands[2], "u32")
+    bits = SIZES[type_]
+    clamped = np.minimum(n, bits - 1).astype(a.dtype)
+    if ins.name == "shr":
+        shifted = a >> clamped
+        return shifted if a.dtype.kind == "i" else np.where(n < bits, shifted, 0).astype(a.dtype)
+    return np.where(n < bits, a << clamped, 0).astype(a.dtype)
+
+
+def _funnel(t: Threads, ins: Instruction) -> Any:
+    low, high, n = (read(t, x, "b32") for x in ins.operands[1:4])
+    both = low.astype(np.uint64) | (high.astype(np.uint64) << np.uint64(32))
+    n = (n & 31 if "wrap" in ins.mods else np.minimum(n, 32)).astype(np.uint64)
+    return (both >> n if ins.mods[0] == "r" else both >> (np.uint64(32) - n)).astype(np.uint32)
+
+
+def _bfe(t: Threads, ins: Instruction) -> Any:
+    type_ = ins.types[-1]
+    a = read(t, ins.operands[1], type_)
+    pos, length = (read(t, x, "u32").astype(np.int64) for x in ins.operands[2:4])
+    bits = SIZES[type_]
+    up = np.clip(bits - pos - length, 0, bits - 1).astype(a.dtype)
+    down = np.clip(bits - length, 0, bits - 1).astype(a.dtype)
+    return np.where(length == 0, 0, (a << up) >> down).astype(a.dtype)
+
+
+def _prmt(t: Threads, ins: Instruction) -> Any:
+    a, b, control = (read(t, x, "b32").astype(np.uint64) for x in ins.operands[1:4])
+    both, out = a | (b << np.uint64(32)), np.zeros((), np.uint64)
+    for i in range(4):
+        c = (control >> np.uint64(4 * i)) & np.uint64(15)
+        byte = (both >> ((c & np.uint64(7)) * np.uint64(8))) & np.uint64(255)
+        byte = np.where(c >= 8, np.where(byte >= 128, 255, 0), byte).astype(np.uint64)
+        out = out | (byte << np.uint64(8 * i))
+    return out.astype(np.uint32)
+
+
+def _lop3(t: Threads, ins: Instruction) -> Any:
+    a, b, c = (read(t, x, "b32") for x in ins.operands[1:4])
+    table, out = int(str(ins.operands[4]), 0), np.zeros((), np.uint32)
+    for i in range(8):
+        if table >> i & 1:
+            out = out | ((a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c))
+    return out
+
+
+COMPARE: dict[str, Callable[[Any, Any], Any]] = {
+    "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
+    "lo": np.less, "ls": np.less_equal, "hi": np.greater, "hs": np.greater_equal,
+}  # fmt: skip
+
+
+def _setp(t: Threads, ins: Instruction) -> Any:
+    type_, word = ins.types[-1], ins.mods[0]
+    a, b = (read(t, x, type_) for x in ins.operands[1:3])
+    unordered = np.isnan(a) | np.isnan(b) if a.dtype.kind == "f" else np.zeros((), bool)
+    if word in ("nan", "num"):
+        result = unordered if word == "nan" else ~unordered
+    elif word not in COMPARE:
+        result = COMPARE[word[:-1]](a, b) | unordered  # ltu, neu, ...: true for NaN
+    else:
+        result = COMPARE[word](a, b) & ~unordered
+    for mod in ins.mods[1:]:
+        if mod in ("and", "or", "xor"):
+            other = read(t, str(ins.operands[3]).lstrip("!"), "pred") ^ str(ins.operands[3]).startswith("!")
+            result = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}[mod](result, other)
+    return result
+
+
+def _selp(t: Threads, ins: Instruction) -> Any:
+    a, b = (read(t, x, ins.types[-1]) for x in ins.operands[1:3])
+    return np.where(read(t, ins.operands[3], "pred"), a, b).astype(a.dtype)
+
+
+def _extreme(t: Threads, ins: Instruction) -> Any:
+    """min and max: a number wins over NaN, unless .NaN is asked for."""
+    type_ = ins.types[-1]
+    a, b = (read(t, x, type_) for x in ins.operands[1:3])
+    if type_ in ("s16x2", "u16x2"):
+        halves = [np.ascontiguousarray(np.broadcast_to(x, (t.count,))).view(kind(type_[:3])) for x in (a, b)]
+        return (np.minimum if ins.name == "min" else np.maximum)(*halves).view(a.dtype)
+    if a.dtype.kind != "f":
+        return (np.minimum if ins.name == "min" else np.maximum)(a, b)
+    if "NaN" in ins.mods:
+        return (np.minimum if ins.name == "min" else np.maximum)(a, b)
+    return (np.fmin if ins.name == "min" else np.fmax)(a, b)
+
+
+def _sign(t: Threads, ins: Instruction) -> Any:
+    """abs and neg; of floating-point numbers and pairs by their sign bits."""
+    type_ = ins.types[-1]
+    if type_[0] == "s":
+        a = read(t, ins.operands[1], type_)
+        return np.abs(a) if ins.name == "abs" else -a
+    bits = SIZES[type_]
+    sign = UNSIGNED[bits](0x80008000 if type_.endswith("x2") else 1 << (bits - 1))
+    a = read(t, ins.operands[1], f"b{bits}")
+    return a & ~sign if ins.name == "abs" else a ^ sign
+
+
+def to_bf16(x: np.ndarray) -> np.ndarray:
+    """float32 to the bits of bfloat16, to nearest even."""
+    b = np.atleast_1d(x).astype(np.float32).view(np.uint32)
+    rounded = (b + np.uint32(0x7FFF) + ((b >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    return np.where((b & 0x7FFFFFFF) > 0x7F800000, 0x7FFF, rounded).astype(np.uint16)
+
+
+def _cvt(t: Threads, ins: Instruction) -> Any:
+    to, of = ins.types[0], ins.types[1]
+    if to in ("bf16x2", "f16x2"):
+        high, low = (read(t, x, "f32") for x in ins.operands[1:3])
+        halves = [to_bf16(x) if to == "bf16x2" else np.atleast_1d(x).astype(np.float16).view(np.uint16) for x in (high, low)]
+        return (halves[0].astype(np.uint32) << np.uint32(16)) | halves[1]
+    a = read(t, ins.operands[1], of)
+    if of == "bf16":
+        a = (a.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    if to == "bf16":
+        return to_bf16(a)
+    if a.dtype.kind == "f" and kind(to)().dtype.kind != "f":
+        a = {"rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil, "rni": np.rint}[next(m for m in ins.mods if m.endswith("i"))](a)
+        limits = np.iinfo(kind(to))
+        return np.clip(np.nan_to_num(a.astype(np.longdouble)), limits.min, limits.max).astype(kind(to))
+    return a.astype(kind(to))
+
+
+def _mov(t: Threads, ins: Instruction) -> Any:
+    type_ = ins.types[-1]
+    if isinstance(ins.operands[0], tuple):
+        return np.atleast_1d(read(t, ins.operands[1], f"b{SIZES[type_]}"))
+    return read(t, ins.operands[1], type_)
+
+
+def _one(fn: Callable[[Any], Any]) -> Rule:
+    def rule(t: Threads, ins: Instruction) -> Any:
+        return np.asarray(fn(read(t, ins.operands[1], ins.types[-1]))).astype(kind(ins.types[-1]))
+
+    return rule
+
+
+def _bits(fn: Callable[[str], int]) -> Rule:
+    """A count over the binary digits of each number."""
+
+    def rule(t: Threads, ins: Instruction) -> Any:
+        bits = SIZES[ins.types[-1]]
+        a = np.atleast_1d(read(t, ins.operands[1], f"b{bits}"))
+        return np.array([fn(f"{int(x):0{bits}b}") for x in a], np.uint32)
+
+    return rule
+
+
+PLAIN: dict[str, Rule] = {
+    "add": _two(lambda a, b: a + b), "sub": _two(lambda a, b: a - b), "mul": _product, "mad": _mad, "fma": _fma, "div": _two(_divided),
+    "rem": _two(lambda a, b: np.fmod(a, np.where(b == 0, 1, b))),
+    "and": _two(np.bitwise_and), "or": _two(np.bitwise_or), "xor": _two(np.bitwise_xor), "not": _one(np.invert),
+    "shl": _shift, "shr": _shift, "shf": _funnel, "bfe": _bfe, "prmt": _prmt, "lop3": _lop3, "setp": _setp, "selp": _selp,
+    "min": _extreme, "max": _extreme, "abs": _sign, "neg": _sign, "cvt": _cvt, "mov": _mov, "cvta": _mov,
+    "popc": _bits(lambda s: s.count("1")), "clz": _bits(lambda s: len(s) - len(s.lstrip("0"))),
+    "sqrt": _one(np.sqrt), "rcp": _one(lambda a: 1 / a), "rsqrt": _one(lambda a: 1 / np.sqrt(a)),
+    "ex2": _one(np.exp2), "lg2": _one(np.log2), "tanh": _one(np.tanh),
+}  # fmt: skip

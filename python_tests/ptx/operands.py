@@ -1,0 +1,94 @@
+"""Reading and writing an instruction's operands: registers, special registers, constants, and several of them as one number."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .memory import UNSIGNED
+from .parse import SIZES
+
+if TYPE_CHECKING:
+    from .machine import Threads
+
+SIGNED = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
+FLOATS = {16: np.float16, 32: np.float32, 64: np.float64}
+
+
+def kind(name: str) -> Any:
+    """The numpy type of a PTX type; bf16 and pairs stay bits."""
+    bits = SIZES[name]
+    if name == "pred":
+        return np.bool_
+    if name in ("f16", "f32", "f64"):
+        return FLOATS[bits]
+    return SIGNED[bits] if name[0] == "s" else UNSIGNED[bits]
+
+
+def read(t: Threads, operand: Any, type_: str) -> np.ndarray:
+    """An operand as an array of the type's numbers, one a thread or one for all."""
+    if isinstance(operand, tuple):
+        return _packed(t, operand, type_)
+    want = kind(type_)
+    if operand in t.registers:
+        value = t.registers[operand]
+        if type_ == "pred":
+            return value
+        bits = SIZES[type_]
+        return (value if value.itemsize * 8 == bits else value.astype(UNSIGNED[bits])).view(want)
+    if operand == "%tid.x":
+        return t.tid.astype(want)
+    if operand in ("%ctaid.x", "%laneid"):
+        return np.asarray(t.block if operand == "%ctaid.x" else t.tid % 32).astype(want)
+    if operand in ("%tid.y", "%tid.z", "%ctaid.y", "%ctaid.z", "global_smem"):
+        return np.zeros((), want)  # shared memory starts at 0
+    if operand[0] == "%":  # nobody has written it: allowed as long as nothing depends on it
+        return np.asarray(0xDEADBEEFDEADBEEF & ((1 << SIZES[type_]) - 1), bool if type_ == "pred" else UNSIGNED[SIZES[type_]]).view(want)
+    return _constant(operand, type_)
+
+
+def _constant(text: str, type_: str) -> np.ndarray:
+    if found := re.fullmatch(r"0([fd])([0-9a-fA-F]+)", text):
+        return np.asarray(int(found[2], 16), UNSIGNED[32 if found[1] == "f" else 64]).view(FLOATS[32 if found[1] == "f" else 64])
+    number = int(text.rstrip("U"), 0)
+    if type_ == "pred":
+        return np.asarray(bool(number))
+    bits = SIZES[type_]
+    return np.asarray(number & ((1 << bits) - 1), UNSIGNED[bits]).view(kind(type_))
+
+
+def _packed(t: Threads, parts: tuple[str, ...], type_: str) -> np.ndarray:
+    """``{a, b}`` read as one number, the first part lowest."""
+    bits = SIZES[type_]
+    each = bits // len(parts)
+    whole = np.zeros((), UNSIGNED[bits])
+    for i, part in enumerate(parts):
+        whole = whole | (read(t, part, f"b{each}").astype(UNSIGNED[bits]) << UNSIGNED[bits](i * each))
+    return whole
+
+
+def write(t: Threads, register: Any, value: np.ndarray) -> None:
+    """Give the active threads' register a value; a shorter one is widened by its sign or by zeros."""
+    if isinstance(register, tuple):
+        each = value.itemsize * 8 // len(register)
+        raw = value.view(UNSIGNED[value.itemsize * 8])
+        for i, part in enumerate(register):
+            if part != "_":
+                write(t, part, (raw >> raw.dtype.type(i * each)).astype(UNSIGNED[each]))
+        return
+    if "|" in register:  # a second, predicate result, of shfl
+        register = register.split("|")[0]
+    bits = t.kernel.size(register)
+    value = np.asarray(value)
+    if bits > 1 and value.itemsize * 8 < bits:
+        value = value.astype((SIGNED if value.dtype.kind == "i" else UNSIGNED)[bits])
+    if bits > 1:
+        value = value.view(UNSIGNED[value.itemsize * 8]).astype(UNSIGNED[bits])
+    value = np.broadcast_to(value, (t.count,))
+    old = t.registers.get(register)
+    if t.active.all():
+        t.registers[register] = value.copy()
+    else:
+        t.registers[register] = np.where(t.active, value, np.zeros_like(value) if old is None else old)
