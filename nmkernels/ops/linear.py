@@ -7,7 +7,8 @@ from torch import Tensor
 from .._dispatch import forced_backend
 from ..backends.cpu.linear import linear_now
 from ..pattern import ShapeError
-from ._check import check_device, check_matrix, check_packed, check_same_dtype, packed_sizes
+from ..reference.linear import ACTIVATIONS
+from ._check import OptionError, check_device, check_matrix, check_packed, check_same_dtype, packed_sizes
 from ._define import Spec, define, unwatched
 from ._grad import require_no_grad
 from .compressed import Compressed
@@ -26,7 +27,9 @@ def _rows_of(op: str, what: str, x: Tensor, size: int) -> None:
         raise ShapeError(f"{op}: {what} has shape {tuple(x.shape)}; its last dimension must be {size} to match the compressed weight.")
 
 
-def _linear(x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, bias: Tensor | None = None) -> tuple[Spec, ...]:
+def _linear(
+    x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, bias: Tensor | None = None, activation: str = ""
+) -> tuple[Spec, ...]:
     op = "nm_linear"
     _operands(op, "x", x, values, indices, n, m, cols)
     _rows_of(op, "x", x, cols)
@@ -36,6 +39,9 @@ def _linear(x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: in
             raise ShapeError(f"{op}: bias has shape {tuple(bias.shape)}; it must be ({rows},), one per output of the weight.")
         check_same_dtype(op, "x", x, "bias", bias)
         check_device(op, x=x, bias=bias)
+    if activation not in ACTIVATIONS:
+        names = ", ".join(repr(name) for name in ACTIVATIONS if name)
+        raise OptionError(f"{op}: activation {activation!r} is unknown; choose one of {names}, or None.")
     return (((*x.shape[:-1], rows), x.dtype),)
 
 
@@ -56,26 +62,29 @@ def _linear_wgrad(values: Tensor, indices: Tensor, n: int, m: int, cols: int, x:
 
 
 _PACKED = "Tensor values, Tensor indices, int n, int m, SymInt cols"
-nm_linear = define("nm_linear", f"(Tensor x, {_PACKED}, Tensor? bias=None) -> Tensor", _linear)
+nm_linear = define("nm_linear", f'(Tensor x, {_PACKED}, Tensor? bias=None, str activation="") -> Tensor', _linear)
 nm_linear_dgrad = define("nm_linear_dgrad", f"(Tensor g, {_PACKED}) -> Tensor", _linear_dgrad)
 nm_linear_wgrad = define("nm_linear_wgrad", f"({_PACKED}, Tensor x) -> Tensor", _linear_wgrad)
 
 
-def linear(x: Tensor, c: Compressed, bias: Tensor | None = None) -> Tensor:
-    """A linear layer's output from a compressed weight (fprop, layout nt).
+def linear(x: Tensor, c: Compressed, bias: Tensor | None = None, activation: str | None = None) -> Tensor:
+    """A linear layer's output from a compressed weight (fprop, layout nt), and the activation that follows it.
 
-    ``y = x Wᵀ + b``
+    ``y = f(x Wᵀ + b)``
 
     Args:
         x: ``(..., in)``.
         c: the weight, of shape ``(out, in)``, in x's dtype.
         bias: ``(out,)``, in x's dtype.
+        activation: f: None for none, ``"gelu"`` y·Φ(y), ``"silu"`` y/(1 + exp(−y)), ``"relu2"`` max(y, 0)². Kernels that have the sum
+            in fp32 apply it there, before the only rounding; others round the sum first.
 
     Returns:
         ``(..., out)``, in x's dtype, accumulated in fp32 (fp64 for fp64).
 
     Raises:
         ShapeError, DtypeError: the operands do not fit.
+        OptionError: the activation is unknown.
         NMError: an operand requires grad: the derivative lives in ``nm.nn.CompressedLinear`` and ``nm.nn.SparseLinear``.
 
     Example:
@@ -84,10 +93,12 @@ def linear(x: Tensor, c: Compressed, bias: Tensor | None = None) -> Tensor:
         >>> w = ops.compress(torch.tensor([[1.0, 0.0, -2.0, 3.0]]), "2:4")
         >>> linear(torch.ones(1, 4), w)
         tensor([[1.]])
+        >>> linear(torch.tensor([[0.0, 0.0, -1.0, 0.0]]), w, activation="relu2")
+        tensor([[4.]])
     """
     require_no_grad("nm_linear", x=x, weight=c.values, bias=bias)
     p = c.pattern
-    return nm_linear(x, c.values, c.indices, p.n, p.m, c.shape[-1], bias)
+    return nm_linear(x, c.values, c.indices, p.n, p.m, c.shape[-1], bias, activation or "")
 
 
 def linear_of_layer(x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, bias: Tensor | None = None) -> Tensor:

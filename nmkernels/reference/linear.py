@@ -5,11 +5,29 @@ float16 and bfloat16 are multiplied in float32 and rounded once; float64 in floa
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..pattern import DtypeError, ShapeError
 from ._common import check_float, compute_dtype
 from .compress import decompress
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "": lambda y: y,
+    "gelu": F.gelu,
+    "silu": F.silu,
+    "relu2": lambda y: F.relu(y).square(),
+}
+"""What may follow fprop before it is rounded: nothing, GELU y·Φ(y), SiLU y/(1 + exp(-y)), squared ReLU max(y, 0)²."""
+
+
+def activate(op: str, y: Tensor, activation: str) -> Tensor:
+    """The activation of that name in the dtype of ``y``; raises ``ValueError`` for any other name."""
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"{op}: activation {activation!r} is unknown; choose one of {', '.join(repr(a) for a in ACTIVATIONS)}.")
+    return ACTIVATIONS[activation](y)
 
 
 def _operands(op: str, x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int) -> tuple[Tensor, Tensor]:
@@ -27,17 +45,20 @@ def _check_size(op: str, what: str, got: int, need: int) -> None:
         raise ShapeError(f"{op}: {what} is {got}, but the compressed operand needs {need}.")
 
 
-def linear(x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, bias: Tensor | None = None) -> Tensor:
-    """fprop, layout nt: y = x Wᵀ + b with W ``(out, in)`` compressed along ``in``.
+def linear(
+    x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, bias: Tensor | None = None, activation: str = ""
+) -> Tensor:
+    """fprop, layout nt: y = f(x Wᵀ + b) with W ``(out, in)`` compressed along ``in``.
 
     Args:
         x: ``(..., in)``; values, indices: ``compress(W)``; cols: in; bias: ``(out,)`` or None, the dtype of x.
+        activation: f, a key of ``ACTIVATIONS``, applied before the result is rounded.
 
     Returns:
         ``(..., out)`` in the dtype of x.
 
     Raises:
-        PatternError, ShapeError, DtypeError.
+        PatternError, ShapeError, DtypeError. ValueError: the activation is unknown.
 
     Example:
         >>> import torch
@@ -53,7 +74,7 @@ def linear(x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int
         if bias.shape != (values.shape[0],):
             raise ShapeError(f"linear: the bias has shape {tuple(bias.shape)}, but ({values.shape[0]},) is needed.")
         y = y + bias.to(y.dtype)
-    return y.to(x.dtype)
+    return activate("linear", y, activation).to(x.dtype)
 
 
 def linear_dgrad(g: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int) -> Tensor:

@@ -69,6 +69,9 @@ class TestLinear(Conformance):
         "bias_3d": lambda: (torch.randn(2, 3, 32), *packed(10, 32, 1, 8), 1, 8, 32, torch.randn(10)),
         "bf16": lambda: (torch.randn(5, 64, dtype=BF16), *packed(7, 64, 2, 4, BF16), 2, 4, 64),
         "f64_1d": lambda: (torch.randn(8, dtype=F64), *packed(7, 8, 2, 4, F64), 2, 4, 8),
+        "gelu": lambda: (torch.randn(3, 32), *packed(10, 32, 2, 4), 2, 4, 32, torch.randn(10), "gelu"),
+        "silu_bf16": lambda: (torch.randn(6, 64, dtype=BF16), *packed(7, 64, 1, 4, BF16), 1, 4, 64, None, "silu"),
+        "relu2_f64": lambda: (torch.randn(2, 16, dtype=F64), *packed(7, 16, 2, 8, F64), 2, 8, 16, None, "relu2"),
         "empty": lambda: (torch.randn(0, 8), *packed(7, 8, 2, 4), 2, 4, 8),
     }
 

@@ -9,6 +9,7 @@ import torch
 
 from nmkernels import DtypeError, NMError, PatternError, ShapeError, ops
 from nmkernels._dispatch import ENV
+from nmkernels.ops import OptionError
 from python_tests.ops.samples import adamw, packed, seed
 
 W = torch.arange(24.0).reshape(3, 8) + 1
@@ -71,6 +72,11 @@ WRONG = {
     "values_size": (lambda: ops.Compressed(C.values, C.indices, "1:4", (3, 8)), ShapeError, "1:4 store 2"),
     "rows": (lambda: ops.Compressed(C.values, C.indices, "2:4", (4, 8)), ShapeError, "all dimensions but the last"),
     "negative_cols": (lambda: torch.ops.nmkernels.nm_decompress(C.values, C.indices, 2, 4, -8), ShapeError, "-8"),
+    "activation": (
+        lambda: ops.linear(torch.ones(2, 8), C, activation="tanh"),
+        OptionError,
+        r"nm_linear: activation .tanh. .*gelu.*silu.*relu2",
+    ),
     "x_size": (lambda: ops.linear(torch.ones(2, 9), C), ShapeError, r"nm_linear: x has shape \(2, 9\).*must be 8"),
     "x_dtype": (lambda: ops.linear(torch.ones(2, 8).bfloat16(), C), DtypeError, "bfloat16.*float32"),
     "x_device": (lambda: ops.linear(torch.ones(2, 8, device="meta"), C), ShapeError, "meta.*cpu"),

@@ -71,3 +71,24 @@ def test_errors():
         linear_wgrad(*packed, 2, 4, 8, x)
     with pytest.raises(ShapeError, match=r"linear_wgrad.*\(tokens, in\)"):
         linear_wgrad(*packed, 2, 4, 8, torch.randn(2, 4, 3))
+
+
+@pytest.mark.parametrize("activation", ["gelu", "silu", "relu2"])
+def test_activation_precedes_the_rounding(activation, dtype):
+    f = {"gelu": torch.nn.functional.gelu, "silu": torch.nn.functional.silu, "relu2": lambda y: torch.relu(y) ** 2}[activation]
+    w, x, b = torch.randn(6, 16).to(dtype), torch.randn(5, 16).to(dtype), torch.randn(6).to(dtype)
+    y = linear(x, *compress(w, 2, 4), 2, 4, 16, b, activation)
+    assert y.dtype == dtype
+    assert close(y, f(x.double() @ prune(w, 2, 4).double().T + b.double()))
+
+
+def test_a_rounded_sum_would_show():
+    """squared ReLU of 1 + 2⁻⁸ in bfloat16: 1 from the rounded sum, 1 + 2⁻⁷ from the exact one."""
+    w = torch.tensor([[1.0, 2.0**-8, 0.0, 0.0]], dtype=torch.bfloat16)
+    y = linear(torch.ones(1, 4, dtype=torch.bfloat16), *compress(w, 2, 4), 2, 4, 4, None, "relu2")
+    assert y.item() == 1 + 2**-7
+
+
+def test_unknown_activation():
+    with pytest.raises(ValueError, match="linear: activation 'tanh' is unknown; choose one of '', 'gelu', 'silu', 'relu2'"):
+        linear(torch.ones(1, 4), *compress(torch.ones(1, 4), 2, 4), 2, 4, 4, None, "tanh")

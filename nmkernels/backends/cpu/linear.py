@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from ..._capability import compiled_core
+from ...reference._common import compute_dtype
+from ...reference.linear import activate
 from ._core import DTYPES, contiguous, core, register
 from .groups import check_indices, expand
 from .policy import FEW_TOKENS, sparse_wins
@@ -57,8 +59,15 @@ def _by_tokens(x: Tensor, cols: int) -> tuple[int, int, int]:
 
 @register("nm_linear")
 def _linear(
-    x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, bias: Tensor | None = None, out: Tensor | None = None
-) -> Tensor:
+    x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, bias: Tensor | None = None, activation: str = "",
+    out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    y = _plain_linear(x, values, indices, n, m, cols, bias, out)
+    # in float32, but of a result that is rounded already
+    return y.copy_(activate("linear", y.to(compute_dtype(y.dtype)), activation)) if activation else y
+
+
+def _plain_linear(x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, bias: Tensor | None, out: Tensor | None) -> Tensor:
     rows, tokens = values.shape[0], x.shape[:-1].numel()
     if tokens > FEW_TOKENS and not sparse_wins(x.dtype, n, m):
         return _deliver(torch.nn.functional.linear(x, _expanded("linear", values, indices, n, m, cols), bias), out)
