@@ -87,6 +87,9 @@ FAMILIES = {
     "nm_decompress": "compress",
     "nm_masked_adamw_": "adamw",
     "nm_mvue": "mvue",
+    "nm_linear": "linear",
+    "nm_linear_dgrad": "linear",
+    "nm_linear_wgrad": "linear",
 }
 """The module that holds each op, under the op's name without ``nm_``."""
 

@@ -9,6 +9,7 @@ a type such as ``tl.int64``, for all of its integers: their values are in no key
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -19,6 +20,22 @@ from . import interpreted
 
 INTERPRETED = interpreted()
 """As it was when the kernels were decorated; changing the variable later changes nothing."""
+
+
+def _let_tensors_count() -> None:
+    """Let interpreted kernels use scalars as bounds of loops: Triton 3.6 converts arrays of one element, which numpy 2.4 refuses."""
+    interpreter: Any = import_module("triton.runtime.interpreter")
+    patch = interpreter._patch_lang_tensor
+
+    def patch_better(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch_better
+
+
+if INTERPRETED:
+    _let_tensors_count()
 
 _MOST_32_BIT = 2**31 - 1
 _compiled: dict[tuple[Any, ...], Any] = {}

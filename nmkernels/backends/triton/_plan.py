@@ -1,0 +1,132 @@
+"""How a product with a compressed operand is done: which kernel, in which tiles. One pure function of the sizes, and its alternatives.
+
+Nothing here has been measured: the numbers are reckoned from registers, shared memory and the bytes that cross memory.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from ...pattern import Pattern
+from ._launch import cdiv, next_power_of_2
+
+FEW_TOKENS = 4
+"""Up to so many tokens fprop is bound by reading the weight, and a kernel without tensor cores keeps up."""
+
+SCRATCH_WIDTH = 1024
+"""From so many columns of the dense operand on, the compressed one is expanded to memory once and multiplied by the vendor's product:
+expanding costs as much as about 400 columns, and expanding in every tile holds a product to about 0.6 of the dense one."""
+
+SCRATCH_WIDTH_PIECES = 32
+"""The same for patterns that are expanded piecewise, whose loads do not overlap with the product."""
+
+MOST_PIECES_M = 64
+"""Above, a tile of whole groups does not fit into registers: the operand is always expanded to memory."""
+
+PROCESSORS = {80: 108, 86: 84, 89: 128, 90: 132, 100: 148}
+"""Multiprocessors by compute capability, for how many programs fill the GPU; others count as 108."""
+
+RESIDENT = 4
+"""Programs of narrow tiles that share a multiprocessor, so that one expands while another waits for memory."""
+
+MOST_SPLITS = 16
+FEWEST_BLOCKS = 4
+"""A part of the columns is at least so many steps, or filling the pipeline takes longer than the steps."""
+
+MOST_WORD_M = 32
+
+
+class Plan(NamedTuple):
+    """One way to do a product.
+
+    method: "few" (fprop of a few tokens), "gemm" (expand in registers), "scratch" (expand to memory, then a dense product).
+    rows: of the compressed operand in a tile (dgrad: in a step). width: columns of the dense operand in a tile (dgrad: its tokens).
+    cols: of the compressed operand in a step (dgrad: in a tile); a whole number of groups. splits: parts that the columns are cut into.
+    """
+
+    method: str
+    rows: int = 64
+    width: int = 16
+    cols: int = 128
+    warps: int = 4
+    stages: int = 3
+    splits: int = 1
+
+
+def by_words(dtype: torch.dtype, n: int, m: int, cols: int) -> bool:
+    """Whether the kernels may read the values and the indices of whole groups at once, as ``_expand`` wants it; else piecewise."""
+    small = n in (1, 2, 4) and n * dtype.itemsize <= 8
+    return small and m in (4, 8, 16, MOST_WORD_M) and Pattern(n, m).index_bytes(cols) % 4 == 0
+
+
+def word_cols(n: int, m: int) -> int:
+    """Columns whose indices fill one 32-bit word."""
+    return m * 32 // (Pattern(n, m).index_bits * n)
+
+
+@lru_cache(maxsize=4096)
+def plan(kind: str, dtype: torch.dtype, rows: int, cols: int, width: int, n: int, m: int, capability: int = 90) -> Plan:
+    """The heuristic.
+
+    Args:
+        kind: "fprop", "dgrad" or "wgrad". dtype: of the operands.
+        rows, cols: of the compressed operand. width: columns of the other one: tokens, in wgrad the layer's inputs.
+        n, m: the pattern. capability: 80, 90, ...
+    """
+    words = by_words(dtype, n, m, cols)
+    if kind == "fprop" and width <= FEW_TOKENS:
+        return Plan("few")
+    if width >= (SCRATCH_WIDTH if words else SCRATCH_WIDTH_PIECES) or (m > MOST_PIECES_M and not words):
+        return Plan("scratch")
+    return _dgrad(dtype, width, n, m, words, capability) if kind == "dgrad" else _gemm(dtype, rows, cols, width, n, m, words, capability)
+
+
+def _gemm(dtype: torch.dtype, rows: int, cols: int, width: int, n: int, m: int, words: bool, capability: int) -> Plan:
+    tile_width = min(max(next_power_of_2(width), 16), 128)
+    if not words:
+        chosen = Plan("gemm", 64, min(tile_width, 64), max(32, next_power_of_2(m)), 4, 2)
+    elif dtype == torch.float32:
+        chosen = Plan("gemm", 64, min(tile_width, 64), 32, 4, 3)
+    elif tile_width <= 64:
+        # the sparser the pattern, the longer a step must be to have enough bytes in flight
+        step = 64 if tile_width == 64 else 128 if 4 * n >= m else 256
+        chosen = Plan("gemm", 64, tile_width, step, 4, 3)
+    else:
+        chosen = Plan("gemm", 128, 128, 64, 8, 3)
+    if words:
+        chosen = chosen._replace(cols=max(chosen.cols, word_cols(n, m)))
+    tiles = cdiv(rows, chosen.rows) * cdiv(width, chosen.width)
+    wanted = PROCESSORS.get(capability, 108) * (RESIDENT if chosen.width <= 32 else 1)
+    most = max(1, min(MOST_SPLITS, cdiv(cols, chosen.cols) // FEWEST_BLOCKS))
+    return chosen._replace(splits=max(1, min(most, wanted // max(tiles, 1))))
+
+
+def _dgrad(dtype: torch.dtype, width: int, n: int, m: int, words: bool, capability: int) -> Plan:
+    tile_width = min(max(next_power_of_2(width), 16), 128 if dtype != torch.float32 and words else 64)
+    if not words:
+        return Plan("gemm", 32, tile_width, max(32, next_power_of_2(m)), 4, 2)
+    if dtype == torch.float32:
+        return Plan("gemm", 32, tile_width, max(32, word_cols(n, m)), 4, 2)
+    cols = max(64 if tile_width <= 64 else 128, word_cols(n, m))
+    return Plan("gemm", 64, tile_width, cols, 4 if tile_width <= 64 else 8, 3)
+
+
+def candidates(kind: str, dtype: torch.dtype, rows: int, cols: int, width: int, n: int, m: int, capability: int = 90) -> list[Plan]:
+    """Plans worth timing, the heuristic's first."""
+    first = plan(kind, dtype, rows, cols, width, n, m, capability)
+    made = [first, Plan("scratch")]
+    if kind == "fprop" and width <= FEW_TOKENS:
+        made.append(Plan("few"))
+    words = by_words(dtype, n, m, cols)
+    base = _dgrad(dtype, width, n, m, words, capability) if kind == "dgrad" else _gemm(dtype, rows, cols, width, n, m, words, capability)
+    made.append(base)
+    made += [base._replace(stages=s) for s in (2, 3, 4, 5) if words]
+    made += [base._replace(cols=c) for c in (base.cols // 2, base.cols * 2) if words and word_cols(n, m) <= c <= 256]
+    if dtype != torch.float32 and words:
+        made += [base._replace(rows=128, warps=8), base._replace(width=256, warps=8)] if width >= 128 else [base._replace(rows=128)]
+    if kind != "dgrad":
+        made += [base._replace(splits=s) for s in (base.splits // 2, base.splits * 2, 1) if 1 <= s <= MOST_SPLITS]
+    return list(dict.fromkeys(made))

@@ -1,0 +1,247 @@
+"""Products with a compressed operand beyond the generic suite: patterns, ragged and strided operands, plans, splits, damaged indices."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nmkernels import Pattern, reference
+from nmkernels.backends.triton import linear as family
+from nmkernels.backends.triton._plan import Plan, by_words, candidates, plan
+from nmkernels.testing import assert_equal_bits, assert_no_worse, poison
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+WORDS = ["2:4", "1:4", "1:8", "2:8", "4:8", "1:16", "1:32", "4:32"]
+PIECES = ["3:5", "1:2", "2:2", "5:8", "1:64", "3:70"]
+KINDS = {"linear": "fprop", "linear_dgrad": "dgrad", "linear_wgrad": "wgrad"}
+
+
+def operand(pattern, rows, cols, dtype, device="cpu"):
+    """A compressed operand whose last group may be partial."""
+    p = Pattern(pattern)
+    padded = torch.nn.functional.pad(torch.randn(rows, cols), (0, -cols % p.m)).to(dtype)
+    return *(x.to(device) for x in reference.compress(padded, p.n, p.m)), p.n, p.m, cols
+
+
+def judged(op, *args, fn=None):
+    """The Triton result of an op, no worse than the reference's; every byte of it written."""
+    with poison():
+        result = (fn or getattr(family, op))(*args)
+
+    def reference_of(convert):
+        host = [a.cpu() if isinstance(a, torch.Tensor) else a for a in args]
+        return getattr(reference, op)(*(convert(a) if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in host))
+
+    assert_no_worse(result, reference_of(lambda a: a), reference_of(torch.Tensor.double), op)
+    return result
+
+
+@pytest.fixture
+def planned(monkeypatch):
+    """Sets the plan of the next calls."""
+
+    def fix(p):
+        monkeypatch.setattr(family, "plan", lambda *_args: p)
+
+    return fix
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("pattern", WORDS + PIECES)
+def test_products(pattern, dtype, device):
+    for rows, cols, width in ((65, 130, 3), (20, 256, 17)) if dtype == torch.bfloat16 else ((20, 130, 5),):
+        e = operand(pattern, rows, cols, dtype, device)
+        x, g = (torch.randn(width, s).to(dtype).to(device) for s in (cols, rows))
+        judged("linear", x, *e, torch.randn(rows).to(dtype).to(device))
+        judged("linear_dgrad", g, *e)
+        judged("linear_wgrad", *e, x.t().contiguous())
+
+
+@pytest.mark.parametrize("op", KINDS)
+@pytest.mark.parametrize(("pattern", "rows", "cols", "width"), [("2:4", 140, 264, 70), ("1:8", 66, 512, 34), ("3:5", 66, 165, 33)])
+def test_several_tiles_each_way(op, pattern, rows, cols, width, device, planned):
+    planned(Plan("gemm", 64, 32, 64, 4, 2))
+    e = operand(pattern, rows, cols, torch.bfloat16, device)
+    x = torch.randn({"linear_wgrad": (cols, width), "linear": (width, cols)}.get(op, (width, rows))).bfloat16().to(device)
+    judged(op, *((*e, x) if op == "linear_wgrad" else (x, *e)))
+
+
+@pytest.mark.parametrize(("splits", "dtype"), [(2, torch.float32), (3, torch.bfloat16), (7, torch.float16)], ids=str)
+def test_split_sums_are_added_in_order(splits, dtype, device, planned):
+    planned(Plan("gemm", 64, 16, 128, 4, 2, splits))
+    e = operand("2:4", 70, 520, dtype, device)
+    x, bias = torch.randn(2, 6, 520).to(dtype).to(device), torch.randn(70).to(dtype).to(device)
+    first = judged("linear", x, *e, bias, "gelu")
+    assert_equal_bits(family.linear(x, *e, bias, "gelu"), first)
+    judged("linear_wgrad", *e, x.flatten(0, 1).t())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", ["", "gelu", "silu", "relu2"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_epilogues(dtype, activation, bias, device):
+    e = operand("1:4", 40, 64, dtype, device)
+    x = 3 * torch.randn(9, 64)
+    judged("linear", x.to(dtype).to(device), *e, torch.randn(40).to(dtype).to(device) if bias else None, activation)
+
+
+def test_the_result_is_rounded_once(device):
+    """As the reference's tests: a bfloat16 sum that was rounded first would lose 2⁻⁸."""
+    w = torch.tensor([[1.0, 2.0**-8, 0.0, 0.0] + [0.0] * 28], dtype=torch.bfloat16, device=device)
+    values, indices = (x.to(device) for x in reference.compress(w.cpu(), 2, 4))
+    y = family.linear(torch.ones(9, 32, dtype=torch.bfloat16, device=device), values, indices, 2, 4, 32, None, "relu2")
+    assert (y == 1 + 2**-7).all()
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x.t().contiguous().t(),
+        lambda x: torch.cat([x, x], 1)[:, : x.shape[1]],
+        lambda x: torch.stack([x, x], 2)[..., 1],
+        lambda x: x[:1].expand(x.shape),
+        lambda x: torch.cat([x[:, :1], x], 1)[:, 1:],
+        lambda x: torch.stack([x.unflatten(0, (-1, 3))] * 2, 1)[:, 0],
+        lambda x: x.unflatten(0, (-1, 3)).transpose(0, 1),
+    ],
+    ids=["transposed", "columns", "every_second", "expanded", "unaligned", "leading_dimension", "turned"],
+)
+@pytest.mark.parametrize("op", KINDS)
+def test_any_strides(view, op, device):
+    e = operand("2:4", 48, 64, torch.float16, device)
+    x = view(torch.randn(12, 48 if op == "linear_dgrad" else 64).half().to(device))
+    if op == "linear_wgrad":
+        judged(op, *e, x.reshape(-1, 64).t() if x.dim() > 2 else x.t())
+    else:
+        assert judged(op, x, *e).is_contiguous()
+
+
+@pytest.mark.parametrize(("off_values", "off_indices"), [(1, 0), (0, 1), (3, 2)])
+@pytest.mark.parametrize("op", KINDS)
+def test_unaligned_memory(op, off_values, off_indices, device):
+    """Then no integer holds the values of a group."""
+
+    def moved(x, by):
+        line = torch.zeros(x.numel() + 16, dtype=x.dtype, device=device)
+        return line[by : by + x.numel()].view(x.shape).copy_(x)
+
+    values, indices, *rest = operand("2:4", 48, 64, torch.bfloat16, device)
+    e = (moved(values, off_values), moved(indices, off_indices), *rest)
+    x = torch.randn(8, 48 if op == "linear_dgrad" else 64).bfloat16().to(device)
+    judged(op, *((*e, x.t()) if op == "linear_wgrad" else (x, *e)))
+
+
+@pytest.mark.parametrize("op", KINDS)
+def test_rows_of_the_operand_with_gaps(op, device):
+    values, indices, *rest = operand("2:4", 96, 64, torch.float32, device)
+    x = torch.randn(8, 48 if op == "linear_dgrad" else 64).to(device)
+    e = (values[::2], indices[::2], *rest)
+    judged(op, *((*e, x.t()) if op == "linear_wgrad" else (x, *e)))
+
+
+@pytest.mark.parametrize("op", KINDS)
+@pytest.mark.parametrize("given", [False, True])
+def test_by_expanding_to_memory(op, given, device, planned):
+    planned(Plan("scratch"))
+    e = operand("2:4", 48, 66, torch.bfloat16, device)
+    x = torch.randn(2, 5, 48 if op == "linear_dgrad" else 66).bfloat16().to(device)
+    if op == "linear_wgrad":
+        args = (*e, x.flatten(0, 1).t().contiguous())
+    else:
+        args = (x, *e, torch.randn(48).bfloat16().to(device), "silu") if op == "linear" else (x, *e)
+    result = judged(op, *args)
+    if given:
+        out = torch.full_like(result, float("nan"))
+        assert getattr(family, op)(*args, out=out) is out
+        assert_equal_bits(out, result)
+
+
+@pytest.mark.parametrize("op", KINDS)
+def test_into_given_memory(op, device):
+    e = operand("1:8", 48, 64, torch.float32, device)
+    x = torch.randn(8, 48 if op == "linear_dgrad" else 64).to(device)
+    args = (*e, x.t()) if op == "linear_wgrad" else (x, *e)
+    expected = getattr(family, op)(*args)
+    out = torch.full_like(expected, float("nan"))
+    assert getattr(family, op)(*args, out=out) is out
+    assert_equal_bits(out, expected)
+
+
+def test_sizes_of_nothing(device):
+    e = operand("2:4", 6, 8, torch.float32, device)
+    assert family.linear(torch.randn(0, 8, device=device), *e).shape == (0, 6)
+    assert family.linear(torch.randn(3, 0, 8, device=device), *e).shape == (3, 0, 6)
+    assert family.linear_dgrad(torch.randn(0, 6, device=device), *e).shape == (0, 8)
+    assert_equal_bits(family.linear(torch.randn(8, device=device), *e).shape, torch.Size([6]))
+    no_rows = operand("2:4", 0, 8, torch.float32, device)
+    assert family.linear(torch.randn(5, 8, device=device), *no_rows).shape == (5, 0)
+    assert_equal_bits(family.linear_dgrad(torch.randn(5, 0, device=device), *no_rows), torch.zeros(5, 8))
+    no_tokens = operand("2:4", 6, 0, torch.float32, device)
+    assert_equal_bits(family.linear_wgrad(*no_tokens, torch.randn(0, 5, device=device)), torch.zeros(6, 5))
+    bias = torch.randn(6, device=device)
+    assert_equal_bits(family.linear(torch.randn(5, 0, device=device), *no_tokens, bias), bias.expand(5, 6))
+
+
+@pytest.mark.parametrize(("pattern", "bad"), [("2:8", 0xFF), ("1:32", 0x20), ("1:32", 0x84), ("2:3", 0xFF), ("3:5", 0xFF), ("1:64", 0x40)])
+def test_a_damaged_index_contributes_nothing(pattern, bad, device):
+    values, indices, n, m, cols = operand(pattern, 5, 16 * Pattern(pattern).m, torch.float32, device)
+    broken = indices.clone()
+    broken[2, 1] = bad
+    x, g = torch.randn(7, cols, device=device), torch.randn(7, 5, device=device)
+    lost = slice(8 // Pattern(pattern).index_bits, 2 * 8 // Pattern(pattern).index_bits)
+    without = values.clone()
+    without[2, lost] = 0.0
+    for op, args in (("linear", (x,)), ("linear_dgrad", (g,))):
+        fn = getattr(family, op)
+        assert_equal_bits(fn(*args, values, broken, n, m, cols), fn(*args, without, indices, n, m, cols))
+    assert_equal_bits(family.linear_wgrad(values, broken, n, m, cols, x.t()), family.linear_wgrad(without, indices, n, m, cols, x.t()))
+
+
+def test_an_infinite_value_stays_in_its_place(device):
+    """A stored inf times the zeros that masks put past the end must not become NaN elsewhere."""
+    for pattern in ("2:4", "3:5"):
+        values, indices, n, m, cols = operand(pattern, 6, 37, torch.float32, device)
+        values[3] = float("inf")
+        y = family.linear(torch.rand(9, cols, device=device) + 1, values, indices, n, m, cols)
+        assert (y[:, 3] == float("inf")).all()
+        assert y[:, [0, 1, 2, 4, 5]].isfinite().all()
+
+
+def test_the_interpreters_precision_is_that_of_the_gpu(device):
+    """32-bit products are not rounded to tf32 unless torch is told so."""
+    e = operand("2:4", 32, 256, torch.float32, device)
+    judged("linear", torch.randn(20, 256, device=device), *e)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ["fprop", "dgrad", "wgrad"])
+def test_plans_fit_the_kernels(kind, dtype):
+    for pattern in (*WORDS, *PIECES):
+        p = Pattern(pattern)
+        for rows, cols, width in (
+            (4096, 4096, 1),
+            (4096, 4096, 16),
+            (4096, 14336, 100),
+            (11008, 4096, 700),
+            (10, 30, 40),
+            (4096, 4096, 8192),
+        ):
+            first = plan(kind, dtype, rows, cols, width, p.n, p.m)
+            options = candidates(kind, dtype, rows, cols, width, p.n, p.m)
+            assert options[0] == first
+            assert len(set(options)) == len(options)
+            assert Plan("scratch") in options
+            for option in options:
+                assert option.method in ("few", "gemm", "scratch")
+                assert option.method != "few" or (kind == "fprop" and width <= 4)
+                if option.method == "gemm":
+                    assert option.cols >= 32
+                    assert option.splits == 1 or kind != "dgrad"
+                    assert not by_words(dtype, p.n, p.m, cols) or option.cols * p.n // p.m * p.index_bits % 32 == 0
+
+
+def test_many_columns_are_expanded_once():
+    assert plan("fprop", torch.bfloat16, 4096, 4096, 8192, 2, 4).method == "scratch"
+    assert plan("fprop", torch.bfloat16, 4096, 4096, 16, 2, 4).splits > 1
+    assert plan("fprop", torch.bfloat16, 4096, 4096, 512, 2, 4).splits == 1
+    assert plan("fprop", torch.bfloat16, 4096, 4096, 2, 2, 4).method == "few"
