@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ._groups import narrow, widen
+
 ACTIVATIONS = ("", "gelu", "silu", "relu2")
 """Names that ``activate`` takes: none, GELU (erf), SiLU, squared ReLU."""
 
@@ -22,3 +24,16 @@ def activate(y, ACTIVATION: tl.constexpr):
         return positive * positive
     else:
         return y
+
+
+@triton.jit
+def combine_kernel(parts, bias, y, count, width, SPLITS: tl.constexpr, ACTIVATION: tl.constexpr, TILE: tl.constexpr):
+    """y = activation(bias + the sum of ``parts`` ``[SPLITS, count]`` in their order); bias is one number a column of ``width``."""
+    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    inside = at < count
+    sums = tl.load(parts + at, mask=inside, other=0.0)
+    for split in tl.static_range(1, SPLITS):
+        sums += tl.load(parts + split * tl.cast(count, tl.int64) + at, mask=inside, other=0.0)
+    if bias is not None:
+        sums += widen(tl.load(bias + at % width, mask=inside, other=0.0))
+    tl.store(y + at, narrow(activate(sums, ACTIVATION), y.dtype.element_ty), mask=inside)
