@@ -23,7 +23,7 @@ ODD = ("1:16", "4:32", "3:5", "8:256")
 
 @dataclass(frozen=True)
 class Case:
-    """One call of an op. ``load`` and ``store``: the bits that its first kernel must move at once; 0 where nothing is asked."""
+    """One call of an op. ``load`` and ``store``: the bits that its main kernel must move at once; 0 where nothing is asked."""
 
     op: str
     name: str
@@ -34,6 +34,10 @@ class Case:
     """It must use the tensor cores: mma.sync on sm_80, wgmma on sm_90."""
     sampled: bool = False
     """The test compiles it too, not only the table."""
+    kernel: str = ""
+    """The main one among several; the first where it is not said."""
+    loose: tuple[str, ...] = ()
+    """How instructions may end that are not one operation rounded once; none in exact ops."""
 
 
 def meta(*shape: int, dtype: torch.dtype = FP32) -> Tensor:
@@ -81,6 +85,22 @@ def decompress() -> Iterator[Case]:
             yield Case("nm_decompress", f"{text} {SHORT[dtype]}", args, load * common, 128 * common, sampled=sampled)
 
 
+def adamw(name: str, dtype: torch.dtype, n: int = 2, m: int = 4, shape: tuple[int, ...] = (4096, 4096), **flags: Any) -> Case:
+    """A step of one param: ``outs`` a dtype, ``amsgrad``, ``scaled``, and the flags of the op."""
+    p, state = meta(*shape, dtype=dtype), [meta(*shape)]
+    outs, amsgrad, scaled = (flags.pop(k, None) for k in ("outs", "amsgrad", "scaled"))
+    switches = [flags.get(k, False) for k in ("frozen", "eps_inside", "maximize", "geometric")]
+    scalar = meta(1) if scaled else None
+    args = (
+        [p], [p], state, state, state if amsgrad else [], [meta(1)], [meta(*shape, dtype=outs)] if outs else [],
+        meta(9, dtype=torch.float64), n, m, *switches, scalar, scalar,
+    )  # fmt: skip
+    wide = 0 if m not in (0, 4, 8) or shape[-1] % 8 else 128
+    # the logarithms of the geometric statistics are rounded, to float64
+    loose = (".f64",) if flags.get("geometric") else ()
+    return Case("nm_masked_adamw_", name, args, wide, wide, sampled=True, kernel="adamw_kernel", loose=loose)
+
+
 def cases() -> list[Case]:
     """Every case, in the order of the table."""
     return [
@@ -90,4 +110,14 @@ def cases() -> list[Case]:
         *dense("nm_compress", None),
         Case("nm_compress", "2:4 bf16 with a mask", (meta(4096, 2048, dtype=BF16), 2, 4, meta(4096, 2048, dtype=torch.bool)), 128, 128),
         *decompress(),
+        adamw("2:4 fp32", FP32),
+        adamw("2:4 fp32, weight to bf16", FP32, outs=BF16),
+        adamw("2:4 bf16, weight to bf16, scaled", BF16, outs=BF16, scaled=True),
+        adamw("2:4 fp32, weight to bf16, amsgrad, scaled", FP32, outs=BF16, amsgrad=True, scaled=True),
+        adamw("1:8 fp32, eps inside, maximize", FP32, 1, 8, eps_inside=True, maximize=True),
+        adamw("2:4 fp32, frozen", FP32, frozen=True, outs=BF16),
+        adamw("2:4 fp32, geometric", FP32, geometric=True),
+        adamw("unmasked fp32", FP32, 0, 0),
+        adamw("4:32 bf16", BF16, 4, 32),
+        adamw("3:5 fp32", FP32, 3, 5, (4095, 4095)),
     ]
