@@ -6,7 +6,7 @@ Operands are on the meta device, so they cost nothing; their shapes only tell th
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -85,6 +85,25 @@ def decompress() -> Iterator[Case]:
             yield Case("nm_decompress", f"{text} {SHORT[dtype]}", args, load * common, 128 * common, sampled=sampled)
 
 
+BY_HAND = ("div.full.f32", "fma.rn.f32")
+"""What MVUE of small groups divides with: an approximation made correctly rounded by fused steps, in ``_mvue_small``."""
+
+
+def mvue(op: str) -> Iterator[Case]:
+    """Along the last dimension and, as tokens are, across it; 1:2 and 2:4 are the patterns of gradients."""
+    for dim, where in ((1, ""), (0, " along tokens")):
+        for text in ("1:2", "2:4", "1:4", "2:8", *(("4:32", "3:5") if dim else ())):
+            p, small = Pattern(text), text in ("1:2", "2:4", "1:4", "2:8")
+            for dtype in (FP32, BF16) if text == "2:4" else (BF16,):
+                g = meta(4096, p.m * 512, dtype=dtype) if dim else meta(p.m * 512, 4096, dtype=dtype)
+                args = (g, p.n, p.m, dim, meta(2, dtype=torch.int64), "exact")
+                case = Case(op, f"{text} {SHORT[dtype]}{where}", args, loose=BY_HAND if small else (), sampled=text in ("2:4", "4:32"))
+                yield replace(case, load=128 * small, store=128 * small)
+        if dim:
+            args = (meta(4096, 4096, dtype=BF16), 2, 4, dim, meta(2, dtype=torch.int64), "approx")
+            yield Case(op, f"2:4 bf16 approx{where}", args)
+
+
 def adamw(name: str, dtype: torch.dtype, n: int = 2, m: int = 4, shape: tuple[int, ...] = (4096, 4096), **flags: Any) -> Case:
     """A step of one param: ``outs`` a dtype, ``amsgrad``, ``scaled``, and the flags of the op."""
     p, state = meta(*shape, dtype=dtype), [meta(*shape)]
@@ -110,6 +129,7 @@ def cases() -> list[Case]:
         *dense("nm_compress", None),
         Case("nm_compress", "2:4 bf16 with a mask", (meta(4096, 2048, dtype=BF16), 2, 4, meta(4096, 2048, dtype=torch.bool)), 128, 128),
         *decompress(),
+        *mvue("nm_mvue"),
         adamw("2:4 fp32", FP32),
         adamw("2:4 fp32, weight to bf16", FP32, outs=BF16),
         adamw("2:4 bf16, weight to bf16, scaled", BF16, outs=BF16, scaled=True),
