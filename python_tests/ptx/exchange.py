@@ -1,30 +1,19 @@
-"""Instructions by which threads meet memory and each other: loads, stores, shuffles, reductions and matrix fragments."""
+"""Instructions by which threads meet memory and each other: loads, stores, shuffles and reductions."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .matrices import MATRICES
 from .memory import UNSIGNED
-from .operands import kind, read, write
+from .operands import address, kind, lanes, read, write
 from .parse import SIZES, Instruction
 
 if TYPE_CHECKING:
     from .machine import Threads
-
-
-def address(t: Threads, operand: str, space: str) -> np.ndarray:
-    """The addresses of ``[register + offset]``, one a thread."""
-    inner = operand.strip("[] ")
-    found = re.fullmatch(r"([%\w$.]+)\s*(?:([+-])\s*(-?\w+))?", inner)
-    assert found, f"no address: {operand}"
-    type_ = "u64" if space == "global" else "u32"
-    base = np.broadcast_to(read(t, found[1], type_), (t.count,)).astype(np.int64)
-    offset = int(found[3], 0) if found[3] else 0
-    return (base + (-offset if found[2] == "-" else offset)).astype(np.uint64)
 
 
 def _space(ins: Instruction) -> str:
@@ -70,14 +59,9 @@ def _st(t: Threads, ins: Instruction) -> None:
         items[(where // np.uint64(bits // 8)).astype(np.int64) + i] = value
 
 
-def _lanes(t: Threads, operand: Any, type_: str) -> np.ndarray:
-    """An operand as ``[warps, 32]``."""
-    return np.broadcast_to(read(t, operand, type_), (t.count,)).reshape(-1, 32)
-
-
 def _shfl(t: Threads, ins: Instruction) -> None:
     mode = next(m for m in ins.mods if m in ("up", "down", "bfly", "idx"))
-    a, by = _lanes(t, ins.operands[1], "b32"), _lanes(t, ins.operands[2], "s32")
+    a, by = lanes(t, ins.operands[1], "b32"), lanes(t, ins.operands[2], "s32")
     control = int(str(ins.operands[3]), 0)
     lane, segment = np.arange(32), (control >> 8) & 31
     first, last = lane & segment, (lane & segment) | (control & 31 & ~segment)
@@ -90,46 +74,17 @@ def _shfl(t: Threads, ins: Instruction) -> None:
 def _redux(t: Threads, ins: Instruction) -> None:
     type_ = ins.types[-1]
     fold = {"add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
-    a = _lanes(t, ins.operands[1], type_)
+    a = lanes(t, ins.operands[1], type_)
     whole = fold[next(m for m in ins.mods if m in fold)].reduce(a, axis=1, dtype=a.dtype)
     write(t, ins.operands[0], np.repeat(whole, 32))
 
 
 def _vote(t: Threads, ins: Instruction) -> None:
-    p = _lanes(t, ins.operands[1], "pred") & t.active.reshape(-1, 32)
+    p = lanes(t, ins.operands[1], "pred") & t.active.reshape(-1, 32)
     if "ballot" in ins.mods:
         write(t, ins.operands[0], np.repeat((p.astype(np.uint64) << np.arange(32, dtype=np.uint64)).sum(1).astype(np.uint32), 32))
     else:
         write(t, ins.operands[0], np.repeat(p.any(1) if "any" in ins.mods else p.all(1), 32))
-
-
-def _matrix_rows(t: Threads, operand: str, count: int) -> np.ndarray:
-    """Byte offsets of the 8 rows of each of ``count`` 8x8 matrices of 16 bits, given by lanes 0-7, 8-15, ...: [warps, count, 8]."""
-    return address(t, operand, "shared").reshape(-1, 32)[:, : 8 * count].reshape(-1, count, 8).astype(np.int64)
-
-
-def _ldmatrix(t: Threads, ins: Instruction) -> None:
-    targets = ins.operands[0] if isinstance(ins.operands[0], tuple) else (ins.operands[0],)
-    rows = _matrix_rows(t, str(ins.operands[1]), len(targets))
-    assert not (rows % 16).any(), f"{ins.text}: a row does not start at a multiple of 16 bytes"
-    half = t.shared.view(np.uint16)
-    matrices = half[rows[..., None] // 2 + np.arange(8)]  # [warps, count, 8 rows, 8]
-    if "trans" in ins.mods:
-        matrices = matrices.swapaxes(-1, -2)
-    for i, target in enumerate(targets):
-        # lane l holds row l / 4, elements 2 (l % 4) and the next
-        pairs = matrices[:, i].reshape(-1, 32, 2).astype(np.uint32)
-        write(t, target, (pairs[..., 0] | (pairs[..., 1] << np.uint32(16))).reshape(-1))
-
-
-def _stmatrix(t: Threads, ins: Instruction) -> None:
-    sources = ins.operands[1] if isinstance(ins.operands[1], tuple) else (ins.operands[1],)
-    rows = _matrix_rows(t, str(ins.operands[0]), len(sources))
-    assert not (rows % 16).any(), f"{ins.text}: a row does not start at a multiple of 16 bytes"
-    half = t.shared.view(np.uint16)
-    for i, source in enumerate(sources):
-        matrix = np.ascontiguousarray(_lanes(t, source, "b32")).view(np.uint16).reshape(-1, 8, 8)
-        half[rows[:, i, :, None] // 2 + np.arange(8)] = matrix.swapaxes(-1, -2) if "trans" in ins.mods else matrix
 
 
 def _cp(t: Threads, ins: Instruction) -> None:
@@ -155,33 +110,6 @@ def _cp(t: Threads, ins: Instruction) -> None:
             items[to[some] // 4 + i] = part
 
 
-def _half(bits: np.ndarray, type_: str) -> np.ndarray:
-    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32) if type_ == "bf16" else bits.view(np.float16).astype(np.float32)
-
-
-def _fragment(t: Threads, operands: Any, type_: str) -> np.ndarray:
-    """Registers of two 16-bit numbers as ``[warps, 8 groups, 4 threads, registers, 2]`` floats."""
-    regs = np.stack([np.ascontiguousarray(_lanes(t, r, "b32")) for r in operands], axis=-1)
-    return _half(np.ascontiguousarray(regs).view(np.uint16), type_).reshape(-1, 8, 4, len(operands), 2)
-
-
-def _mma(t: Threads, ins: Instruction) -> None:
-    """mma.sync.m16n8k16 of 16-bit numbers with float32 accumulators; fragments as the manual draws them (9.7.14.5.8)."""
-    assert "m16n8k16" in ins.mods and ins.types[0] == "f32" and ins.types[3] == "f32", f"no rule for {ins.text}"
-    a, b = _fragment(t, ins.operands[1], ins.types[1]), _fragment(t, ins.operands[2], ins.types[2])
-    # a[.., g, t, r, e]: row g + 8 (r & 1), column 2 t + e + 8 (r >> 1)
-    full_a = a.reshape(-1, 8, 4, 2, 2, 2).transpose(0, 4, 1, 3, 2, 5).reshape(-1, 16, 16)
-    # b[.., g, t, r, e]: row 2 t + e + 8 r, column g
-    full_b = b.transpose(0, 3, 2, 4, 1).reshape(-1, 16, 8)
-    c = np.stack([np.broadcast_to(read(t, r, "f32"), (t.count,)) for r in ins.operands[3]], axis=-1).reshape(-1, 8, 4, 2, 2)
-    # c[.., g, t, r, e]: row g + 8 r, column 2 t + e
-    full = c.transpose(0, 3, 1, 2, 4).reshape(-1, 16, 8) + (full_a.astype(np.float64) @ full_b.astype(np.float64)).astype(np.float32)
-    d = full.astype(np.float32).reshape(-1, 2, 8, 4, 2).transpose(0, 2, 3, 1, 4).reshape(-1, 4)
-    for i, target in enumerate(ins.operands[0]):
-        write(t, target, np.ascontiguousarray(d[:, i]))
-
-
 EXCHANGE: dict[str, Callable[[Threads, Instruction], None]] = {
-    "ld": _ld, "st": _st, "cp": _cp, "shfl": _shfl, "redux": _redux, "vote": _vote, "ldmatrix": _ldmatrix, "stmatrix": _stmatrix,
-    "mma": _mma, "bar": lambda t, ins: None,
+    "ld": _ld, "st": _st, "cp": _cp, "shfl": _shfl, "redux": _redux, "vote": _vote, "bar": lambda t, ins: None, **MATRICES,
 }  # fmt: skip

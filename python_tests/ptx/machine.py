@@ -1,7 +1,7 @@
 """Blocks of threads walking through a kernel: registers are arrays with one element a thread.
 
 Threads that branch apart run one program counter at a time, the lowest first, which is where compiled loops and ifs meet again. With
-``warps_apart`` each warp runs alone up to the next barrier, the last one first: a barrier that is missing then shows.
+``warps_apart`` each warp (four, if wgmma is there) runs alone up to the next barrier, the last first: a missing barrier then shows.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ def execute(kernel: Kernel, blocks: Iterable[int], args: Sequence[Any], tensors:
     values += [0] * (len(kernel.params) - len(values))  # scratch memory, which no kernel here asks for
     assert len(values) == len(kernel.params), f"{kernel.name} takes {len(kernel.params)} arguments, {len(values)} given"
     params = dict(zip(kernel.params, values, strict=True))
-    step = WARP if warps_apart else kernel.threads
+    together = 4 * WARP if any(ins.name == "wgmma" for ins in kernel.code) else WARP
+    step = together if warps_apart else kernel.threads
     with np.errstate(all="ignore"):
         for block in blocks:
             shared = np.full(SHARED, 0xCD, dtype=np.uint8)

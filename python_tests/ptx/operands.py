@@ -92,3 +92,19 @@ def write(t: Threads, register: Any, value: np.ndarray) -> None:
         t.registers[register] = value.copy()
     else:
         t.registers[register] = np.where(t.active, value, np.zeros_like(value) if old is None else old)
+
+
+def address(t: Threads, operand: str, space: str) -> np.ndarray:
+    """The addresses of ``[register + offset]``, one a thread."""
+    inner = operand.strip("[] ")
+    found = re.fullmatch(r"([%\w$.]+)\s*(?:([+-])\s*(-?\w+))?", inner)
+    assert found, f"no address: {operand}"
+    type_ = "u64" if space == "global" else "u32"
+    base = np.broadcast_to(read(t, found[1], type_), (t.count,)).astype(np.int64)
+    offset = int(found[3], 0) if found[3] else 0
+    return (base + (-offset if found[2] == "-" else offset)).astype(np.uint64)
+
+
+def lanes(t: Threads, operand: Any, type_: str) -> np.ndarray:
+    """An operand as ``[warps, 32]``."""
+    return np.broadcast_to(read(t, operand, type_), (t.count,)).reshape(-1, 32)

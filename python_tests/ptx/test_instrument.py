@@ -155,3 +155,29 @@ def test_a_missing_barrier_is_found() -> None:
 def test_an_unknown_instruction_is_refused_by_name() -> None:
     with pytest.raises(NotImplementedError, match="no rule for wmma"):
         run("wmma.load.a.sync.b32 %r9, %r1;")
+
+
+def test_wgmma_reads_shared_memory_as_its_descriptor_says() -> None:
+    """One 64 x 8 x 16 product, A in registers, B without swizzle: two core matrices of 8 rows (n) of 16 bytes (k), 128 bytes apart."""
+    gen = torch.Generator().manual_seed(0)
+    a, b = (torch.randint(-4, 5, shape, generator=gen) for shape in ((64, 16), (16, 8)))
+    rows = []
+    for thread in range(128):
+        w, g, t = thread // 32, thread % 32 // 4, thread % 4
+        halves = [a[16 * w + g + 8 * (r % 2), 2 * t + e + 8 * (r // 2)] for r in range(4) for e in range(2)]
+        if thread < 64:  # thread i brings word i of B in shared memory: core matrix i // 32, row n, two of k
+            n, k = thread % 32 // 4, 8 * (thread // 32) + 2 * (thread % 4)
+            halves += [b[k, n], b[k + 1, n]]
+        rows.append(torch.stack(halves + [torch.tensor(0)] * (10 - len(halves))).half().view(torch.int32))
+    memory = torch.stack(rows).flatten()
+    body = "mul.wide.u32 %rd2, %r1, 20; add.s64 %rd3, %rd1, %rd2;" + "".join(f"ld.global.b32 %r{10 + i}, [%rd3+{4 * i}];" for i in range(5))
+    body += "shl.b32 %r2, %r1, 2; st.shared.b32 [%r2], %r14; bar.sync 0;"
+    descriptor = 8 << 16 | 16 << 32  # start 0, 128 bytes to the next of k, 256 to the next of n (there is none)
+    body += f"mov.b64 %rd4, {descriptor}; setp.ne.b32 %p1, %r1, %r1; wgmma.fence.sync.aligned;"
+    body += "wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {%r30,%r31,%r32,%r33}, {%r10,%r11,%r12,%r13}, %rd4, %p1, 1, 1, 0;"
+    body += "".join(f"st.global.b32 [%rd3+{4 * i}], %r{30 + i};" for i in range(4))
+    run(body, memory, threads=128)
+    d, want = memory.view(128, 5)[:, :4].contiguous().view(torch.float32), (a @ b).float()
+    for thread in range(128):
+        w, g, t = thread // 32, thread % 32 // 4, thread % 4
+        assert d[thread].tolist() == [want[16 * w + g + 8 * r, 2 * t + e].item() for r in range(2) for e in range(2)]
