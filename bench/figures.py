@@ -8,9 +8,12 @@ from typing import Any
 
 from nmkernels import Pattern
 
-from .tables import Rows
+from .rows import device_of
+from .tables import SHORT, Rows
 
-DTYPE = "float32"
+DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
+"""What is drawn: the numbers that people multiply on such a device."""
+
 MARKERS = "os^Dvph"
 LIMITS = (("copy", "GB/s"), ("matmul", "GFLOP/s"))
 """Op and metric of the two sides of the roof."""
@@ -45,8 +48,8 @@ def draw(rows: Rows, folder: Path, slug: str) -> list[Path]:
 
 def roofline(rows: Rows, axes: Any) -> bool:
     """FLOP/s of every product against FLOP per byte, under the measured copy bandwidth and matmul rate; False without points."""
-    value = _lookup(rows)
-    ours = [r for r in rows if r["op"] == "nm_linear" and r["dtype"] == DTYPE and _mine(r) and r["metric"] == "GFLOP/s"]
+    value, dtype = _lookup(rows), _dtype(rows)
+    ours = [r for r in rows if r["op"] == "nm_linear" and r["dtype"] == dtype and _mine(r) and r["metric"] == "GFLOP/s"]
     points: dict[str, list[tuple[float, float]]] = {}
     for r in ours:
         if bandwidth := value(r, "GB/s"):
@@ -54,8 +57,8 @@ def roofline(rows: Rows, axes: Any) -> bool:
     if not points:
         return False
     for marker, (pattern, found) in zip(MARKERS, sorted(points.items(), key=lambda item: -Pattern(item[0]).density), strict=False):
-        axes.plot(*zip(*found, strict=True), marker, markersize=4, label=f"linear {pattern}, fp32")
-    limits = {r["op"]: float(r["p50"]) for r in rows if r["dtype"] == DTYPE and (r["op"], r["metric"]) in LIMITS}
+        axes.plot(*zip(*found, strict=True), marker, markersize=4, label=f"linear {pattern}, {SHORT[dtype]}")
+    limits = {r["op"]: float(r["p50"]) for r in rows if r["dtype"] == dtype and (r["op"], r["metric"]) in LIMITS}
     if len(limits) == len(LIMITS):
         reach = [x for found in points.values() for x, _ in found]
         ridge = limits["matmul"] / limits["copy"]
@@ -72,8 +75,9 @@ def speedup(rows: Rows, axes: Any) -> bool:
     """Times as fast as dense against weights per weight kept, one line per shape and token count; False without points."""
     lines: dict[str, list[tuple[float, float]]] = {}
     patterns: dict[float, str] = {}
+    dtype = _dtype(rows)
     for r in rows:
-        if r["op"] == "nm_linear" and r["dtype"] == DTYPE and _mine(r) and r["metric"] == "x dense":
+        if r["op"] == "nm_linear" and r["dtype"] == dtype and _mine(r) and r["metric"] == "x dense":
             lines.setdefault(r["shape"], []).append((1 / Pattern(r["pattern"]).density, float(r["p50"])))
             patterns.setdefault(1 / Pattern(r["pattern"]).density, r["pattern"])
     lines = {shape: sorted(found) for shape, found in lines.items() if len(found) > 1}
@@ -90,6 +94,10 @@ def speedup(rows: Rows, axes: Any) -> bool:
     axes.yaxis.set_major_formatter("{x:g}×")
     axes.set_ylabel("times as fast as dense (tokens x out x in)")
     return True
+
+
+def _dtype(rows: Rows) -> str:
+    return DTYPES[device_of(rows[0]["machine"])] if rows else ""
 
 
 def _by_size(item: tuple[str, object]) -> list[int]:

@@ -28,9 +28,12 @@ which everybody took one turn. Shapes are out × in, tokens first.
 * A turn begins with calls that do not count: each provider is timed as if it were called again and again. `x dense, alternating` is the
   ratio of calls that follow one another, the other's weights in the cache and torch's threads still spinning: so it goes in a model
   larger than the cache.
+* On a GPU a turn is a batch of calls after as many that do not count, timed by the device's own events while the host is ahead of it, so
+  that no figure has launching in it; the last-level cache is four times too small for the data, or for the copies of it that take turns.
+  `us beyond a no-op` is the host's time of a call that nobody waits for, `us beyond torch's kernels` its share of replaying a CUDA graph.
 * `x dense`, `x eager`: times as fast as that. `time over ...`: share of its time.
 * `share of copy`, `share of clone`: bytes that must be moved over time, against torch's `copy_` or `clone` in the same round.
-* `share of matmul`: products that are not skipped over time, against torch's rate at 2048×2048×2048 in the same run.
+* `share of matmul`: products that are not skipped over time, against torch's rate at 2048×2048×2048 (GPU: 8192) in the same run.
 * `packed bytes over cache`: below 1, the packed weight fits the last-level cache."""
 
 

@@ -137,17 +137,18 @@ class _Axes:
         pass
 
 
-def test_figures_show_the_medians() -> None:
+@pytest.mark.parametrize(("machine", "dtype", "said"), [("AMD, 2 threads", "float32", "fp32"), ("NVIDIA H200", "bfloat16", "bf16")])
+def test_figures_show_the_medians(machine: str, dtype: str, said: str) -> None:
     def row(pattern: str, metric: str, value: float) -> dict[str, str]:
-        where = {"op": "nm_linear", "provider": "nmkernels cpu", "pattern": pattern, "dtype": "float32", "shape": "1x64x64"}
-        return {**where, "metric": metric, "p50": str(value)}
+        where = {"op": "nm_linear", "provider": "nmkernels cpu", "pattern": pattern, "shape": "1x64x64"}
+        return {**where, "dtype": dtype, "machine": machine, "metric": metric, "p50": str(value)}
 
     axes = _Axes()
     assert figures.speedup([row("2:4", "x dense", 3.0), row("1:8", "x dense", 7.0)], axes)
     assert axes.lines["1x64x64"] == ([2.0, 8.0], [3.0, 7.0])
     limits = [{**row("", metric, value), "op": op} for op, metric, value in (("copy", "GB/s", 60.0), ("matmul", "GFLOP/s", 240.0))]
     assert figures.roofline([row("2:4", "GFLOP/s", 20.0), row("2:4", "GB/s", 40.0), *limits], axes)
-    assert axes.lines["linear 2:4, fp32"] == ([0.5], [20.0])
+    assert axes.lines[f"linear 2:4, {said}"] == ([0.5], [20.0])
     # the roof bends where the copy feeds what the product eats
     assert axes.lines["copy bandwidth, dense matmul rate"] == ([0.25, 4.0, 8.0], [15.0, 240.0, 240.0])
     assert not figures.speedup([], axes) and not figures.roofline([], axes)
