@@ -45,7 +45,7 @@ def _streams() -> list[Target]:
 
 def _linear(key: str, what: str, bound: float, pattern: str, tokens: tuple[int, ...], *sizes: tuple[int, int]) -> Target:
     specs = tuple(Spec("nm_linear", pattern, BF16, *size, t) for t, size in product(tokens, sizes))
-    provider = f"{TRITON}, scratch" if key == "scratch" else TRITON
+    provider = TRITON + {"many": ", in kernel", "scratch": ", scratch"}.get(key, "")
     return Target(f"cuda-linear-{key}-{pattern}", f"linear {what}, {pattern}", "cuBLAS", "x dense", bound, specs, provider=provider)
 
 

@@ -17,7 +17,7 @@ from . import autograd, nn, ops, optim, recipes
 from ._dispatch import explain
 from ._version import __version__
 from .export import load_compressed, save_compressed, save_dense
-from .nn import CompressedLinear, SparseLinear, compress_
+from .nn import CompressedLinear, SparseLinear, compress_, tune
 from .ops import Compressed
 from .pattern import (
     BackendError,
@@ -57,4 +57,5 @@ __all__ = [
     "save_compressed",
     "save_dense",
     "sparsify_",
+    "tune",
 ]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +24,8 @@ FEW = 16
 """Up to so many tokens the packed weight is most of what is moved, and its rate is set against a copy's."""
 
 GATE_TOKENS = 16
+MANY = 1024
+"""From so many tokens on Triton's two ways are timed side by side."""
 
 ON_CUDA = ("14336x4096", "4096x4096")
 """117 MB in 16 bits, more than any L2, and 34 MB."""
@@ -144,6 +148,8 @@ def _against_dense(
         return Provider(mine.name, mine.call, c.nbytes + others, full * spec.n / spec.m, check=mine.check)
 
     ours = _ours.ours(spec.op, args, make)
+    if spec.op == "nm_linear" and spec.tokens >= MANY and any(p.name == "nmkernels triton" for p in ours):
+        ours += ways(spec, x, make)
     weight = rotated(dense, dense.nbytes, cache if cuda else 0, Tensor.clone)
     providers = [*ours, Provider("torch dense", lambda: product(weight(), x), dense.nbytes + others, full)]
     if spec.dtype != "float32" and not cuda:
@@ -163,6 +169,28 @@ def _against_dense(
         ratios += [Ratio("x semi-structured", p.name, ("torch semi-structured",)) for p in ours]
     facts = {(p.name, "packed bytes over cache"): c.nbytes / cache for p in ours} if cache else {}
     return Work(providers, ratios, facts, alternating=alternating)
+
+
+def ways(spec: Spec, x: Tensor, make: Callable[[], Provider]) -> list[Provider]:
+    """The two ways in which Triton does products of many tokens, whichever of them it chooses by itself."""
+    from nmkernels.backends.triton import _plan, linear, tuned
+
+    sizes = ("fprop", x.dtype, spec.rows, spec.cols, spec.tokens, spec.n, spec.m)
+    capability = linear.capability(x)
+    product = tuned.Product(*sizes, x.device, capability)
+    inside = next(p for p in _plan.candidates(*sizes, capability) if p.method == "gemm")
+
+    @contextmanager
+    def using(plan: _plan.Plan) -> Iterator[None]:
+        with _ours.forced("triton"), tuned.using(product, plan):
+            yield
+
+    found = []
+    for name, plan in (("in kernel", inside), ("scratch", _plan.Plan("scratch"))):
+        p = make()
+        p.name, p.under = f"nmkernels triton, {name}", partial(using, plan)
+        found.append(p)
+    return found
 
 
 def _semi_structured(spec: Spec, device: str, dense: Tensor, x: Tensor) -> Call | None:

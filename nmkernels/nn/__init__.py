@@ -8,6 +8,7 @@ from .conv1d import SparseConv1D, is_conv1d, is_conv1d_type
 from .deploy import compress_, deployed
 from .linear import NMWeight, SparseLinear
 from .swap import make_dense_, make_sparse_, replace_, switch_fast_paths
+from .tune import Tuned, TuneReport, tune
 
 __all__ = [
     "ActivationRule",
@@ -19,6 +20,8 @@ __all__ = [
     "NMWeight",
     "SparseConv1D",
     "SparseLinear",
+    "TuneReport",
+    "Tuned",
     "adapter_of",
     "add_adapter",
     "channel_parameters",
@@ -35,4 +38,5 @@ __all__ = [
     "replace_",
     "set_adapter",
     "switch_fast_paths",
+    "tune",
 ]

@@ -1,8 +1,9 @@
 """The three products of a linear layer with one operand compressed: fprop nt, dgrad nn, wgrad tn.
 
-``_plan`` chooses between a kernel for a few tokens, expanding in registers tile by tile, and expanding to memory. In all of them a dense
-tile is multiplied, so that an inf or NaN of the other operand reaches every result of its column, as in the dense product; but not in the
-kernel for a few tokens. Indices are not checked, which would make the host wait: a value whose index is outside its group is left out.
+``_plan``, or ``tuned`` where something was measured, chooses between a kernel for a few tokens, expanding in registers tile by tile, and
+expanding to memory. In all of them a dense tile is multiplied, so that an inf or NaN of the other operand reaches every result of its
+column, as in the dense product; but not in the kernel for a few tokens. Indices are not checked, which would make the host wait: a value
+whose index is outside its group is left out.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from torch import Tensor
 from ...pattern import Pattern
 from . import _launch
 from ._launch import cdiv, launch, next_power_of_2, triton
-from ._plan import Plan, by_words, plan
+from ._plan import Plan, by_words
 from ._spmm import combine_kernel, spmm_kernel, spmm_transposed_kernel
 from .compress import decompress
+from .tuned import choose
 
 COMBINE = 1024
 """Results of one program that adds up parts."""
@@ -125,7 +127,7 @@ def linear(
 ) -> Tensor:  # fmt: skip
     """``nm_linear``."""
     rows, flat = values.shape[0], matrix(x)
-    p = plan("fprop", x.dtype, rows, cols, flat.shape[0], n, m, capability(x))
+    p = choose("fprop", x.dtype, rows, cols, flat.shape[0], n, m, x.device, capability(x))
     if p.method == "scratch":
         y = F.linear(x, decompress(values, indices, n, m, cols), bias)
         return _deliver(_activated(y, activation), out)
@@ -141,7 +143,7 @@ def linear_dgrad(g: Tensor, values: Tensor, indices: Tensor, n: int, m: int, col
     """``nm_linear_dgrad``."""
     rows, flat = values.shape[0], matrix(g)
     tokens = flat.shape[0]
-    p = plan("dgrad", g.dtype, rows, cols, tokens, n, m, capability(g))
+    p = choose("dgrad", g.dtype, rows, cols, tokens, n, m, g.device, capability(g))
     if p.method == "scratch":
         return _deliver(g @ decompress(values, indices, n, m, cols), out)
     dx = g.new_empty(*g.shape[:-1], cols) if out is None else out
@@ -156,7 +158,7 @@ def linear_dgrad(g: Tensor, values: Tensor, indices: Tensor, n: int, m: int, col
 def linear_wgrad(values: Tensor, indices: Tensor, n: int, m: int, cols: int, x: Tensor, out: Tensor | None = None) -> Tensor:
     """``nm_linear_wgrad``."""
     rows, width = values.shape[0], x.shape[1]
-    p = plan("wgrad", x.dtype, rows, cols, width, n, m, capability(x))
+    p = choose("wgrad", x.dtype, rows, cols, width, n, m, x.device, capability(x))
     if p.method == "scratch":
         return _deliver(decompress(values, indices, n, m, cols) @ x, out)
     dw = x.new_empty(rows, width) if out is None else out

@@ -41,7 +41,7 @@ def planned(monkeypatch):
     """Sets the plan of the next calls."""
 
     def fix(p):
-        monkeypatch.setattr(family, "plan", lambda *_args: p)
+        monkeypatch.setattr(family, "choose", lambda *_args: p)
 
     return fix
 

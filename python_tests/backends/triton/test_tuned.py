@@ -1,0 +1,307 @@
+"""Measured launches: found by tune, kept on disk, followed by the products; and never wrong ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import nmkernels as nm
+from bench.cases.linear import ways
+from bench.registry import Provider, Spec
+from nmkernels.autograd import GemmPlan
+from nmkernels.backends.triton import _plan, linear, tuned
+from nmkernels.backends.triton._plan import Plan
+
+ROWS, COLS, TOKENS = 32, 64, 20
+SIZES = ("fprop", torch.float32, ROWS, COLS, TOKENS, 2, 4)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("NMKERNELS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("NMKERNELS_BACKEND", "triton")
+    monkeypatch.setattr(tuned, "device_name", lambda device: "a GPU")
+    tuned.forget()
+    yield tmp_path / "cache"
+    tuned.forget()
+
+
+def _product(device: torch.device | str = "cpu", tokens: int = TOKENS, **other: Any) -> tuned.Product:
+    return tuned.Product(*SIZES[:4], tokens, 2, 4, torch.device(device), 90)._replace(**other)
+
+
+def _choose(**other: Any) -> Plan:
+    return tuned.choose(*_product(**other))
+
+
+def _line(plan: Plan) -> dict[str, Any]:
+    return {"plan": plan._asdict(), "us": 1.0}
+
+
+DEFAULT = _plan.plan(*SIZES, 90)
+OTHER = Plan("gemm", 128, 32, 64, 8, 5, 2)
+
+
+# ---- the table
+
+
+def test_without_a_file_the_heuristic_is_followed(cache: Path) -> None:
+    assert _choose() == DEFAULT and not cache.exists()
+
+
+def test_what_is_stored_is_followed_and_found_again(cache: Path) -> None:
+    path = tuned.store({tuned.name(_product(), "a GPU"): _line(OTHER)})
+    assert path == cache / "tuned.json" and _choose() == OTHER
+    tuned.forget()
+    assert _choose() == OTHER
+    # as many tokens as round up to the same power of two, and nothing else
+    assert _choose(width=17) == _choose(width=32) == OTHER
+    assert _choose(width=16) != OTHER and _choose(width=33) != OTHER
+    for other in ({"rows": 33}, {"cols": 128}, {"dtype": torch.bfloat16}, {"n": 1}, {"kind": "dgrad"}):
+        assert _choose(**other) == _plan.plan(*_product(**other)[:-2], 90)
+    assert [p.name for p in cache.iterdir()] == ["tuned.json"]
+
+
+def test_tokens_of_wgrad_are_its_columns() -> None:
+    product = _product(kind="wgrad", cols=20, width=96)
+    tuned.store({tuned.name(product, "a GPU"): _line(OTHER)})
+    assert tuned.choose(*product._replace(cols=32)) == OTHER
+    assert tuned.choose(*product._replace(cols=36)) != OTHER and tuned.choose(*product._replace(width=95)) != OTHER
+
+
+def test_another_device_or_triton_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    tuned.store({tuned.name(_product(), "a GPU"): _line(OTHER)})
+    monkeypatch.setattr(tuned, "device_name", lambda device: "another GPU")
+    tuned.forget()
+    assert _choose() == DEFAULT
+    monkeypatch.setattr(tuned, "device_name", lambda device: "a GPU")
+    monkeypatch.setattr(tuned, "triton_version", lambda: "9.9")
+    tuned.forget()
+    assert _choose() == DEFAULT
+
+
+def test_lines_are_merged_and_taken_out() -> None:
+    one, two = (tuned.name(_product(tokens=t), "a GPU") for t in (20, 200))
+    tuned.store({one: _line(OTHER)})
+    tuned.store({two: _line(OTHER)})
+    assert set(tuned.read()) == {one, two}
+    tuned.store({one: None})
+    assert set(tuned.read()) == {two} and _choose() == DEFAULT
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"schema": 2, "choices": {}}', '{"schema": 1, "choices": []}', "\x00\xff"])
+def test_a_damaged_file_is_told_and_replaced(cache: Path, text: str) -> None:
+    cache.mkdir()
+    (cache / "tuned.json").write_text(text, encoding="latin-1")
+    with pytest.warns(RuntimeWarning, match=r"tuned\.json .*Delete it, or run nm\.tune again"):
+        assert _choose() == DEFAULT
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # told once
+        assert _choose(width=100) == _plan.plan(*_product(width=100)[:-2], 90)
+        tuned.store({tuned.name(_product(), "a GPU"): _line(OTHER)})
+        tuned.forget()
+        assert _choose() == OTHER
+
+
+@pytest.mark.parametrize(
+    "change", [{"method": "magic"}, {"rows": 0}, {"rows": "64"}, {"rows": True}, {"warps": 64}, {"stages": 99}, {"more": 1}, None]
+)
+def test_a_line_that_is_no_plan_is_ignored(change: dict[str, Any] | None) -> None:
+    line = {"plan": {**OTHER._asdict(), **change}} if change else {"plan": "gemm"}
+    tuned.store({tuned.name(_product(), "a GPU"): line})
+    assert _choose() == DEFAULT
+
+
+def test_a_failed_write_leaves_the_old_file(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tuned.store({tuned.name(_product(), "a GPU"): _line(OTHER)})
+    before = (cache / "tuned.json").read_bytes()
+    monkeypatch.setattr(tuned.os, "replace", _fails)
+    with pytest.raises(OSError, match="disk"):
+        tuned.store({"other": _line(DEFAULT)})
+    assert (cache / "tuned.json").read_bytes() == before and len(list(cache.iterdir())) == 1
+
+
+def _fails(*args: Any) -> None:
+    raise OSError("disk is full")
+
+
+def test_after_the_first_call_it_is_a_lookup(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = _choose()
+    monkeypatch.setattr(tuned, "measured", _fails)
+    monkeypatch.setattr(tuned, "plan", _fails)
+    assert _choose() is found
+
+
+def test_remembered_plans_do_not_grow_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuned, "REMEMBERED", 4)
+    for width in range(1, 20):
+        _choose(width=width)
+    assert len(tuned._plans) <= 4
+
+
+def test_a_plan_is_used_for_a_while() -> None:
+    before = _choose()
+    with tuned.using(_product(), OTHER):
+        assert _choose() == OTHER
+    assert _choose() is before
+    with tuned.using(_product(width=7), OTHER):
+        pass
+    assert _product(width=7) not in tuned._plans
+
+
+# ---- tuning
+
+
+@pytest.fixture
+def layer(device: str) -> nm.CompressedLinear:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nm.CompressedLinear(nm.ops.compress(torch.randn(ROWS, COLS), "2:4")).to(device)
+
+
+@pytest.fixture
+def candidates(layer: nm.CompressedLinear, monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
+    """The plans that are tried, the heuristic's first."""
+    first = _plan.plan(*SIZES, linear.capability(layer.values))
+    found = [first, first._replace(stages=5), first._replace(splits=2, warps=2), Plan("scratch")]
+    monkeypatch.setattr(_plan, "candidates", lambda *sizes: found)
+    return found
+
+
+def _timer(seconds: dict[Plan, float], layer: nm.CompressedLinear) -> Callable[[Callable[[], object]], float]:
+    """A clock that knows what each plan takes."""
+
+    def timer(call: Callable[[], object]) -> float:
+        call()
+        plan = next(p for q, p in tuned._plans.items() if q.kind == "fprop" and q.width == TOKENS)
+        return seconds.get(plan, 1.0)
+
+    return timer
+
+
+def _in_use(layer: nm.CompressedLinear) -> Plan:
+    return tuned.choose(*SIZES, layer.values.device, linear.capability(layer.values))
+
+
+def test_the_fastest_is_chosen_and_kept(layer: nm.CompressedLinear, candidates: list[Plan], cache: Path) -> None:
+    told: list[tuple[int, int, str]] = []
+    report = nm.tune(layer, TOKENS, timer=_timer({candidates[2]: 0.25}, layer), progress=lambda *what: told.append(what))
+    (entry,) = report.entries
+    assert (entry.default, entry.best, entry.gain, entry.layers) == (1.0, 0.25, 4.0, ["(root)"])
+    assert entry.choice.startswith("gemm ") and "splits=2" in entry.choice and report.changed == [entry]
+    assert told == [(0, 1, f"fprop {ROWS}x{COLS} 2:4, {TOKENS} tokens")]
+    assert report.path == str(cache / "tuned.json") and "4.00x" in str(report) and str(report).endswith(f"stored in {report.path}")
+    tuned.forget()
+    assert _in_use(layer) == candidates[2]
+    (line,) = json.loads((cache / "tuned.json").read_text())["choices"].values()
+    assert line == {"plan": candidates[2]._asdict(), "us": 0.25e6, "default us": 1e6}
+    # and the layer runs by it
+    x = torch.randn(TOKENS, COLS, device=layer.values.device)
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x), x @ layer.weight.dense().t())
+
+
+def test_a_gain_within_the_noise_changes_nothing(layer: nm.CompressedLinear, candidates: list[Plan]) -> None:
+    report = nm.tune(layer, TOKENS, timer=_timer({candidates[1]: 0.99}, layer))
+    assert not report.changed and report.entries[0].choice.startswith("default, gemm") and report.entries[0].gain == 1
+    assert tuned.read() == {} and _in_use(layer) == candidates[0]
+
+
+def test_tuning_again_takes_back_what_no_longer_wins(layer: nm.CompressedLinear, candidates: list[Plan]) -> None:
+    nm.tune(layer, TOKENS, timer=_timer({candidates[1]: 0.5}, layer))
+    assert _in_use(layer) == candidates[1]
+    assert nm.tune(layer, TOKENS, timer=_timer({}, layer)).entries[0].default == 1.0
+    assert _in_use(layer) == candidates[0]
+
+
+@pytest.mark.parametrize("how", ["wrong", "unwritten", "not the same twice", "fails"])
+def test_wrong_launches_are_refused(how: str, layer: nm.CompressedLinear, candidates: list[Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+    module, calls = sys.modules["nmkernels.nn.tune"], []
+    right = module._backend("nm_linear")
+
+    def sometimes(*args: Any, out: torch.Tensor | None = None) -> Any:
+        if out is None or _in_use(layer).stages != 5:
+            return right.fn(*args, out=out)
+        if how == "fails":
+            raise RuntimeError("out of resource: shared memory\nmore")
+        if how == "unwritten":
+            return out
+        right.fn(*args, out=out)
+        calls.append(0)
+        if how == "wrong":
+            out.view(-1)[-1] += 1e-3
+        elif len(calls) % 2:
+            out.view(-1)[-1] *= 1 + 2e-7
+        return out
+
+    monkeypatch.setattr(module, "_backend", lambda op: dataclasses.replace(right, fn=sometimes))
+    report = nm.tune(layer, TOKENS, timer=_timer({candidates[1]: 0.01, candidates[2]: 0.5}, layer))
+    (entry,) = report.entries
+    assert len(entry.refused) == 1 and "stages=5" in entry.refused[0] and entry.best == 0.5
+    said = {"wrong": "against float64", "unwritten": "max error nan", "not the same twice": "two runs differ", "fails": "shared memory"}
+    assert said[how] in entry.refused[0] and "more" not in entry.refused[0] and entry.refused[0] in str(report)
+    assert _in_use(layer) == candidates[2]
+
+
+def test_without_a_right_launch_nothing_is_stored(
+    layer: nm.CompressedLinear, candidates: list[Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules["nmkernels.nn.tune"], "_backend", lambda op: _Broken())
+    report = nm.tune(layer, TOKENS, timer=lambda call: 1.0)
+    assert report.entries[0].choice == "no launch gave a right result" and len(report.entries[0].refused) == len(candidates)
+    assert tuned.read() == {}
+
+
+class _Broken:
+    @staticmethod
+    def supports(*args: Any) -> tuple[bool, str]:
+        return True, ""
+
+    @staticmethod
+    def fn(*args: Any, out: torch.Tensor | None = None) -> None:
+        raise RuntimeError("")
+
+
+def test_choices_that_cannot_be_written_hold_all_the_same(
+    layer: nm.CompressedLinear, candidates: list[Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuned.os, "replace", _fails)
+    report = nm.tune(layer, TOKENS, timer=_timer({candidates[1]: 0.5}, layer))
+    assert report.path is None and "for this process only: disk is full" in str(report) and _in_use(layer) == candidates[1]
+
+
+def test_a_layer_in_training_has_its_plans_products(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch.nn.Sequential(nm.SparseLinear(16, 8), nm.SparseLinear(16, 8), nm.SparseLinear(16, 8)).to(device)
+    model[0].plan = model[1].plan = GemmPlan(wgrad="mvue", n=2, m=4)  # type: ignore[union-attr]
+    model[2].plan = GemmPlan("packed", "packed", "dense", 2, 4)  # type: ignore[union-attr]
+    monkeypatch.setattr(_plan, "candidates", lambda *sizes: [_plan.plan(*sizes)])
+    report = nm.tune(model, (6, 20), timer=lambda call: 1.0)  # 6 tokens are no whole groups
+    found = [(e.product, e.tokens, e.shape, e.layers) for e in report.entries]
+    wgrad = [("wgrad", t, (8, 16), ["0", "1"]) for t in (6, 20)]
+    assert found == [*wgrad, *((kind, t, (8, 16), ["2"]) for kind in ("fprop", "dgrad") for t in (6, 20))]
+    assert all(e.best == 1.0 and not e.refused for e in report.entries)
+
+
+# ---- the benchmarks, which time both ways beside each other
+
+
+def test_both_ways_of_many_tokens_are_providers(layer: nm.CompressedLinear) -> None:
+    spec = Spec("nm_linear", "2:4", "float32", ROWS, COLS, TOKENS)
+    x, used = torch.randn(TOKENS, COLS, device=layer.values.device), []
+
+    def call() -> torch.Tensor:
+        used.append(_in_use(layer))
+        return nm.ops.linear(x, layer.weight)
+
+    for p in ways(spec, x, lambda: Provider("", call)):
+        with p.under():
+            torch.testing.assert_close(p.call(), x @ layer.weight.dense().t())
+    assert [plan.method for plan in used] == ["gemm", "scratch"] and _in_use(layer) == DEFAULT
