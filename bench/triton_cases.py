@@ -120,12 +120,21 @@ def adamw(name: str, dtype: torch.dtype, n: int = 2, m: int = 4, shape: tuple[in
     return Case("nm_masked_adamw_", name, args, wide, wide, sampled=True, kernel="adamw_kernel", loose=loose)
 
 
+def transposable() -> Iterator[Case]:
+    """A thread has the tiles of a 16-byte read, one or two: their rows are 4 or 8 bytes of mask."""
+    for dtype in (FP32, BF16, FP16):
+        args = (meta(4096, 4096, dtype=dtype), 2, 4)
+        yield Case("nm_transposable_mask", f"2:4 {SHORT[dtype]}", args, 128, 32 * 4 // dtype.itemsize, sampled=dtype == BF16)
+    yield Case("nm_transposable_mask", "2:4 bf16 16x20", (meta(16, 20, dtype=BF16), 2, 4))
+
+
 def cases() -> list[Case]:
     """Every case, in the order of the table."""
     return [
         *dense("nm_mask"),
         *dense("nm_prune"),
         *dense("nm_soft_threshold"),
+        *transposable(),
         *dense("nm_compress", None),
         Case("nm_compress", "2:4 bf16 with a mask", (meta(4096, 2048, dtype=BF16), 2, 4, meta(4096, 2048, dtype=torch.bool)), 128, 128),
         *decompress(),

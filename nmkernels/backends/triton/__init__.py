@@ -7,7 +7,7 @@ kernels, ``_groups`` and ``_pack`` hold the device functions that several famili
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -76,13 +76,21 @@ def supports_adamw(params: Sequence[Tensor], grads: Sequence[Tensor], *rest: Any
     return runnable(params[:1] or [rest[5]])
 
 
-SUPPORTS = {"nm_masked_adamw_": supports_adamw}
-"""Ops that answer for themselves, because they take lists."""
+def supports_transposable(w: Tensor, n: int, m: int) -> Verdict:
+    """What transposable_mask can run."""
+    if (n, m) != (2, 4):
+        return False, f"it tries the patterns of 2:4 only; {n}:{m} is a matching problem, which the reference and the CPU solve"
+    return supports(w)
+
+
+SUPPORTS: dict[str, Callable[..., Verdict]] = {"nm_masked_adamw_": supports_adamw, "nm_transposable_mask": supports_transposable}
+"""Ops that answer for themselves."""
 
 FAMILIES = {
     "nm_mask": "groups",
     "nm_prune": "groups",
     "nm_soft_threshold": "groups",
+    "nm_transposable_mask": "transposable",
     "nm_compress": "compress",
     "nm_decompress": "compress",
     "nm_masked_adamw_": "adamw",
