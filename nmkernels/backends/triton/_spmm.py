@@ -94,7 +94,7 @@ def combine_kernel(parts, bias, y, count, width, SPLITS: tl.constexpr, ACTIVATIO
     inside = at < count
     sums = tl.load(parts + at, mask=inside, other=0.0)
     for split in tl.static_range(1, SPLITS):
-        sums += tl.load(parts + split * count.to(tl.int64) + at, mask=inside, other=0.0)
+        sums += tl.load(parts + split * tl.cast(count, tl.int64) + at, mask=inside, other=0.0)
     if bias is not None:
         sums += widen(tl.load(bias + at % width, mask=inside, other=0.0))
     tl.store(y + at, narrow(activate(sums, ACTIVATION), y.dtype.element_ty), mask=inside)
