@@ -14,13 +14,16 @@ import triton.language as tl
 
 @triton.jit
 def word_pointers(
-    values, indices, row, group, groups, index_row, N: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr
+    values, indices, row, group, groups, index_row, N: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr, EVEN: tl.constexpr
 ):
-    """Pointers to the words of values ``[rows, GROUPS]`` and of indices, from group ``group`` on, a multiple of GROUPS."""
+    """Pointers to the words of values ``[rows, GROUPS]`` and of indices, from group ``group`` on, a multiple of GROUPS.
+
+    EVEN is a power of two that divides ``groups``: from it the compiler knows how wide it may read.
+    """
     BYTES: tl.constexpr = values.dtype.element_ty.primitive_bitwidth // 8
     WORD: tl.constexpr = tl.uint16 if N * BYTES == 2 else tl.uint32 if N * BYTES == 4 else tl.uint64
     PER: tl.constexpr = 32 // (BITS * N)
-    w = values.to(tl.pointer_type(WORD), bitcast=True) + row[:, None] * groups + (group + tl.arange(0, GROUPS))[None, :]
+    w = values.to(tl.pointer_type(WORD), bitcast=True) + row[:, None] * (groups // EVEN * EVEN) + (group + tl.arange(0, GROUPS))[None, :]
     i = indices.to(tl.pointer_type(tl.uint32), bitcast=True)
     return w, i + row[:, None] * (index_row // 4) + (group // PER + tl.arange(0, GROUPS // PER))[None, :]
 
@@ -80,8 +83,8 @@ def spread_words(words, packed, N: tl.constexpr, M: tl.constexpr, BITS: tl.const
         value = words
         if j > 0:
             value = words >> (WIDTH * j)
-        if WIDTH == 16:
-            value = value.to(tl.uint16)
+        if WIDTH == 16 and N > 1 and j < N - 1:
+            value = value & 0xFFFF
         at = bits
         if j > 0:
             at = bits >> (BITS * j)

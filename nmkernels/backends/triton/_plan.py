@@ -111,7 +111,8 @@ def _dgrad(dtype: torch.dtype, width: int, n: int, m: int, words: bool, capabili
     if dtype == torch.float32:
         return Plan("gemm", 32, tile_width, max(32, word_cols(n, m)), 4, 2)
     cols = max(64 if tile_width <= 64 else 128, word_cols(n, m))
-    return Plan("gemm", 64, tile_width, cols, 4 if tile_width <= 64 else 8, 3)
+    # 4 bytes of values for each of 256 threads at least, or they are not copied ahead
+    return Plan("gemm", 128 if m > 16 * n else 64, tile_width, cols, 4 if tile_width <= 64 else 8, 3)
 
 
 def candidates(kind: str, dtype: torch.dtype, rows: int, cols: int, width: int, n: int, m: int, capability: int = 90) -> list[Plan]:

@@ -38,7 +38,8 @@ def _tile_of(program, rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr):
 def spmm_kernel(
     values, indices, b, bias, c, rows, cols, width, groups, index_row, b_k, b_c, c_r, c_c,
     N: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, GROUPS: tl.constexpr,
-    PADDED: tl.constexpr, SPLITS: tl.constexpr, WORDS: tl.constexpr, WHOLE: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
+    PADDED: tl.constexpr, SPLITS: tl.constexpr, WORDS: tl.constexpr, WHOLE: tl.constexpr, EVEN: tl.constexpr,
+    ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """c ``[rows, width]`` = activation(E b + bias), E ``[rows, cols]`` compressed, b ``[cols, width]``; bias is one number a row.
 
@@ -59,7 +60,7 @@ def spmm_kernel(
     k = line if PADDED == M else line // PADDED * M + line % PADDED
     b_at = b + (first.to(tl.int64) * (GROUPS * M) + k)[:, None] * b_k + b_col[None, :] * b_c
     if WORDS:
-        w_at, i_at = word_pointers(values, indices, e_row, first * GROUPS, groups, index_row, N, M, BITS, GROUPS)
+        w_at, i_at = word_pointers(values, indices, e_row, first * GROUPS, groups, index_row, N, BITS, GROUPS, EVEN)
     sums = tl.zeros([ROWS, COLS], tl.float32)
     for block in range(first, last):
         if WORDS:
@@ -104,7 +105,7 @@ def combine_kernel(parts, bias, y, count, width, SPLITS: tl.constexpr, ACTIVATIO
 def spmm_transposed_kernel(
     values, indices, g, c, rows, cols, tokens, groups, index_row, g_t, g_r,
     N: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, GROUPS: tl.constexpr,
-    PADDED: tl.constexpr, WORDS: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr,
+    PADDED: tl.constexpr, WORDS: tl.constexpr, WHOLE: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """c ``[tokens, cols]`` = g E, E ``[rows, cols]`` compressed, g ``[tokens, rows]``: tiles of COLS tokens, ROWS rows of E at a time."""
     tile_t, tile_k = _tile_of(tl.program_id(0), tokens, groups, COLS, GROUPS)
@@ -114,7 +115,7 @@ def spmm_transposed_kernel(
     group = tile_k * GROUPS
     g_at = g + g_token[:, None] * g_t + row.to(tl.int64)[None, :] * g_r
     if WORDS:
-        w_at, i_at = word_pointers(values, indices, row.to(tl.int64), group, groups, index_row, N, M, BITS, GROUPS)
+        w_at, i_at = word_pointers(values, indices, row.to(tl.int64), group, groups, index_row, N, BITS, GROUPS, EVEN)
     sums = tl.zeros([COLS, GROUPS * PADDED], tl.float32)
     for block in range(tl.cdiv(rows, ROWS)):
         inside = row < rows - block * ROWS

@@ -74,15 +74,15 @@ def _call(
     """Of ``spmm_kernel``, or without an activation of ``spmm_transposed_kernel``."""
     pattern, padded = Pattern(n, m), next_power_of_2(m)
     groups, tile = cdiv(cols, m), max(1, p.cols // padded)
-    words = aligned and by_words(dtype, n, m, cols)
+    words, even = aligned and by_words(dtype, n, m, cols), min(16, groups & -groups) or 16
     shared = {"N": n, "M": m, "BITS": pattern.index_bits, "ROWS": p.rows, "COLS": p.width, "GROUPS": tile, "PADDED": padded}
     last = {"PRECISION": precision, "enable_fp_fusion": True}
     if activation is None:
         whole = groups % tile == 0 and rows % p.rows == 0
         programs = cdiv(width, p.width) * cdiv(groups, tile)
-        return Call(programs, groups, pattern.index_bytes(cols), {**shared, "WORDS": words, "WHOLE": whole, **last})
+        return Call(programs, groups, pattern.index_bytes(cols), {**shared, "WORDS": words, "WHOLE": whole, "EVEN": even, **last})
     whole = cols == groups * m and groups % tile == 0
-    middle = {"SPLITS": p.splits, "WORDS": words, "WHOLE": whole, "ACTIVATION": activation if p.splits == 1 else ""}
+    middle = {"SPLITS": p.splits, "WORDS": words, "WHOLE": whole, "EVEN": even, "ACTIVATION": activation if p.splits == 1 else ""}
     programs = cdiv(rows, p.rows) * cdiv(width, p.width) * p.splits
     return Call(programs, groups, pattern.index_bytes(cols), {**shared, **middle, **last})
 
