@@ -1,14 +1,21 @@
-"""What is done to a sum of products before it is stored: the activation, in float32, so that the result is rounded once."""
+"""What is done to a sum of products before it is stored: parts are added, and the activation applied, in float32, to be rounded once."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ._groups import narrow, widen
+from ._launch import cdiv, launch
 
 ACTIVATIONS = ("", "gelu", "silu", "relu2")
 """Names that ``activate`` takes: none, GELU (erf), SiLU, squared ReLU."""
+
+COMBINE = 1024
+"""Results of one program that adds up parts."""
 
 
 @triton.jit
@@ -37,3 +44,10 @@ def combine_kernel(parts, bias, y, count, width, SPLITS: tl.constexpr, ACTIVATIO
     if bias is not None:
         sums += widen(tl.load(bias + at % width, mask=inside, other=0.0))
     tl.store(y + at, narrow(activate(sums, ACTIVATION), y.dtype.element_ty), mask=inside)
+
+
+def combine(parts: Tensor, bias: Tensor | None, y: Tensor, width: int, activation: str) -> None:
+    """y ``[count]``, rows of ``width``, from float32 parts ``[splits, count]``: ``combine_kernel``."""
+    count = y.numel()
+    consts: dict[str, Any] = {"SPLITS": parts.shape[0], "ACTIVATION": activation, "TILE": COMBINE, "enable_fp_fusion": True}
+    launch(combine_kernel, cdiv(count, COMBINE), (parts, bias, y, count, width), **consts)

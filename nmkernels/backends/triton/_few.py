@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...pattern import Pattern
-from ._epilogue import activate, combine_kernel
+from ._epilogue import activate, combine
 from ._groups import narrow, widen
 from ._launch import cdiv, launch, next_power_of_2
 
@@ -39,9 +39,6 @@ PROCESSORS = 132
 
 STAGED_WORDS = 4096
 """Floats of x in shared memory for a step of one program: 16 KiB, so that eight programs share a multiprocessor."""
-
-COMBINE = 1024
-"""Results of one program that adds up the parts of a row."""
 
 
 @triton.jit
@@ -290,5 +287,4 @@ def few(
         args = (x, values, indices, None if split else bias, to, rows, cols, kept, indices.shape[1], t.steps * step, tiles)
         launch(few_careful_kernel, tiles * t.splits, args, t.warps, **consts, WIDTH=t.lanes * vec, **tail)
     if split:
-        end: dict[str, Any] = {"SPLITS": t.splits, "ACTIVATION": activation, "TILE": COMBINE, "enable_fp_fusion": True}
-        launch(combine_kernel, cdiv(y.numel(), COMBINE), (to, bias, y, y.numel(), rows), **end)
+        combine(to, bias, y, rows, activation)

@@ -77,7 +77,7 @@ def plan(kind: str, dtype: torch.dtype, rows: int, cols: int, width: int, n: int
         n, m: the pattern. capability: 80, 90, ...
     """
     words = by_words(dtype, n, m, cols)
-    if kind == "fprop" and width <= FEW_TOKENS:
+    if kind == "fprop" and width <= FEW_TOKENS and cols:
         return Plan("few")
     if width >= (SCRATCH_WIDTH if words else SCRATCH_WIDTH_PIECES) or (m > MOST_PIECES_M and not words):
         return Plan("scratch")
@@ -119,7 +119,7 @@ def candidates(kind: str, dtype: torch.dtype, rows: int, cols: int, width: int, 
     """Plans worth timing, the heuristic's first."""
     first = plan(kind, dtype, rows, cols, width, n, m, capability)
     made = [first, Plan("scratch")]
-    if kind == "fprop" and width <= FEW_TOKENS:
+    if kind == "fprop" and width <= FEW_TOKENS and cols:
         made.append(Plan("few"))
     words = by_words(dtype, n, m, cols)
     base = _dgrad(dtype, width, n, m, words, capability) if kind == "dgrad" else _gemm(dtype, rows, cols, width, n, m, words, capability)

@@ -89,19 +89,6 @@ def spmm_kernel(
 
 
 @triton.jit
-def combine_kernel(parts, bias, y, count, width, SPLITS: tl.constexpr, ACTIVATION: tl.constexpr, TILE: tl.constexpr):
-    """y = activation(bias + the sum of ``parts`` ``[SPLITS, count]`` in their order); bias is one number a column of ``width``."""
-    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    inside = at < count
-    sums = tl.load(parts + at, mask=inside, other=0.0)
-    for split in tl.static_range(1, SPLITS):
-        sums += tl.load(parts + split * tl.cast(count, tl.int64) + at, mask=inside, other=0.0)
-    if bias is not None:
-        sums += widen(tl.load(bias + at % width, mask=inside, other=0.0))
-    tl.store(y + at, narrow(activate(sums, ACTIVATION), y.dtype.element_ty), mask=inside)
-
-
-@triton.jit
 def spmm_transposed_kernel(
     values, indices, g, c, rows, cols, tokens, groups, index_row, g_t, g_r,
     N: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, GROUPS: tl.constexpr,

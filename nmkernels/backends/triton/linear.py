@@ -17,14 +17,13 @@ from torch import Tensor
 
 from ...pattern import Pattern
 from . import _launch
+from ._epilogue import combine
+from ._few import few
 from ._launch import cdiv, launch, next_power_of_2, triton
 from ._plan import Plan, by_words
-from ._spmm import combine_kernel, spmm_kernel, spmm_transposed_kernel
+from ._spmm import spmm_kernel, spmm_transposed_kernel
 from .compress import decompress
 from .tuned import choose
-
-COMBINE = 1024
-"""Results of one program that adds up parts."""
 
 
 @lru_cache(maxsize=64)
@@ -104,8 +103,7 @@ def _spmm(
     args = (values, indices, b, bias if whole else None, sums, rows, cols, width, call.groups, call.index_row, *by, *to)
     launch(spmm_kernel, call.programs, args, p.warps, p.stages, **call.constexprs)
     if not whole:
-        tail: dict[str, Any] = {"SPLITS": p.splits, "ACTIVATION": activation, "TILE": COMBINE, "enable_fp_fusion": True}
-        launch(combine_kernel, cdiv(count, COMBINE), (sums, bias, c, count, rows), **tail)
+        combine(sums, bias, c, rows, activation)
 
 
 def _activated(y: Tensor, activation: str) -> Tensor:
@@ -133,8 +131,10 @@ def linear(
         return _deliver(_activated(y, activation), out)
     y = x.new_empty(*x.shape[:-1], rows) if out is None else out
     if y.numel():
-        p = p if p.method == "gemm" else Plan("gemm")
         b = None if bias is None else bias.resolve_neg().contiguous()
+        if p.method == "few":
+            few(flat.contiguous(), *packed(values, indices), n, m, cols, b, activation, y)
+            return y
         _spmm(p, values, indices, n, m, cols, flat, (flat.stride(1), flat.stride(0)), b, activation, y, (1, rows))
     return y
 
