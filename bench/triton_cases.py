@@ -37,7 +37,7 @@ class Case:
     kernel: str = ""
     """The main one among several; the first where it is not said."""
     loose: tuple[str, ...] = ()
-    """How instructions may end that are not one operation rounded once; none in exact ops."""
+    """How instructions may end that are not one operation rounded once: none in exact ops, all of them in products."""
 
 
 def meta(*shape: int, dtype: torch.dtype = FP32) -> Tensor:
@@ -128,6 +128,38 @@ def transposable() -> Iterator[Case]:
     yield Case("nm_transposable_mask", "2:4 bf16 16x20", (meta(16, 20, dtype=BF16), 2, 4))
 
 
+def linear() -> Iterator[Case]:
+    """The products of a linear layer: few tokens, bound by the packed bytes, and more on the tensor cores, up to where the operand is
+    expanded to memory and torch multiplies."""
+    for text in ("2:4", "1:4", "2:8", "1:8", "1:16", "1:32"):
+        p = Pattern(text)
+        for dtype in (BF16, FP16, FP32) if text == "2:4" else (BF16,):
+            for tokens in (1, 4, 16, 64, *((512,) if text != "1:16" else ())) if dtype == BF16 else (1, 512):
+                yield product("nm_linear", p, dtype, tokens)
+            if text in ("2:4", "1:8"):
+                yield product("nm_linear_dgrad", p, dtype, 512)
+                yield product("nm_linear_wgrad", p, dtype, 512)
+    for op in ("nm_linear", "nm_linear_dgrad", "nm_linear_wgrad"):
+        yield product(op, Pattern("3:5"), BF16, 20)
+    yield product("nm_linear", Pattern("2:4"), BF16, 512, meta(4096, dtype=BF16), "gelu")
+    yield product("nm_linear", Pattern("2:4"), BF16, 1, meta(4096, dtype=BF16), "silu")
+
+
+def product(op: str, p: Pattern, dtype: torch.dtype, width: int, *more: Any) -> Case:
+    """A product of a compressed operand of 4096 rows with ``width`` tokens; of wgrad that operand is the gradient of 4096 tokens."""
+    rows, cols = 4096, 4096 // p.m * p.m
+    if op == "nm_linear_wgrad":
+        args: tuple[Any, ...] = (*packed(p, dtype, rows, cols), p.n, p.m, cols, meta(cols, width, dtype=dtype))
+    else:
+        args = (meta(width, cols if op == "nm_linear" else rows, dtype=dtype), *packed(p, dtype, rows, cols), p.n, p.m, cols, *more)
+    name = f"{p} {SHORT[dtype]} {width} {'inputs' if op == 'nm_linear_wgrad' else 'tokens'}{f', bias, {more[1]}' if more else ''}"
+    sampled = str(p) in ("2:4", "1:8") and dtype == BF16 and width in (1, 16, 512) and not more
+    # other patterns are expanded piecewise, in narrow reads and, in dgrad, in steps of fewer rows than wgmma takes
+    common = p.m & (p.m - 1) == 0
+    tensor_cores = common and dtype != FP32 and (width > 4 or op != "nm_linear")
+    return Case(op, name, args, 128 * common, matrix=tensor_cores, sampled=sampled, loose=("",))
+
+
 def cases() -> list[Case]:
     """Every case, in the order of the table."""
     return [
@@ -139,6 +171,7 @@ def cases() -> list[Case]:
         Case("nm_compress", "2:4 bf16 with a mask", (meta(4096, 2048, dtype=BF16), 2, 4, meta(4096, 2048, dtype=torch.bool)), 128, 128),
         *decompress(),
         *mvue("nm_mvue"),
+        *linear(),
         adamw("2:4 fp32", FP32),
         adamw("2:4 fp32, weight to bf16", FP32, outs=BF16),
         adamw("2:4 bf16, weight to bf16, scaled", BF16, outs=BF16, scaled=True),

@@ -71,6 +71,7 @@ def test_inexact(ptx: str, found: str) -> None:
         ({"widest_load": 64}, "reads 64"),
         ({"widest_store": 32}, "writes 32"),
         ({"inexact": "fma.rn.f32 2"}, "not exact"),
+        ({"shared_bytes": 233472}, "shared memory"),
     ],
 )
 def test_falling_short(changes: dict[str, Any], word: str) -> None:
