@@ -51,16 +51,22 @@ def runnable(given: Iterable[Tensor]) -> Verdict:
             return False, f"{why}, and one of these tensors is on {x.device}"
         if x.layout != torch.strided:
             return False, f"it works on strided tensors, and one of these is {x.layout}; call .to_dense()"
-    return True, "interpreted on the CPU" if interpreted() else "compiled by Triton"
+    return (True, "interpreted on the CPU") if interpreted() else _COMPILED
+
+
+_COMPILED = True, "compiled by Triton"
 
 
 def supports(*args: Any) -> Verdict:
     """What every op that takes no lists can run."""
-    given = [x for x in args if isinstance(x, Tensor)]
-    for x in given:
-        if x.dtype == torch.float64:
-            return False, "it computes in float32, and this call is in float64"
-    return runnable(given)
+    plain = True
+    for x in args:
+        if isinstance(x, Tensor):
+            if x.dtype == torch.float64:
+                return False, "it computes in float32, and this call is in float64"
+            plain = plain and x.is_cuda and x.layout == torch.strided
+    # asked at every call: the rest takes 5 us, most of it for the name of a device's type
+    return _COMPILED if plain and triton_probe().ok else runnable(tensors(args))
 
 
 def supports_adamw(params: Sequence[Tensor], grads: Sequence[Tensor], *rest: Any) -> Verdict:
@@ -103,9 +109,16 @@ FAMILIES = {
 
 
 def _register(op: str, family: str) -> None:
+    module: Any = None
+
     @impl(op, backend=NAME, priority=PRIORITY, supports=SUPPORTS.get(op, supports))
     def run(*args: Any, out: Any = None) -> Any:
-        return getattr(import_module(f".{family}", __name__), op.removeprefix("nm_"))(*args, out=out)
+        nonlocal module
+        if module is None:
+            module = import_module(f".{family}", __name__)
+        return getattr(module, name)(*args, out=out)
+
+    name = op.removeprefix("nm_")
 
 
 for _op, _family in FAMILIES.items():

@@ -254,6 +254,34 @@ def plan(size: int, n: int, m: int, rows: int, cols: int, tokens: int) -> Tile:
     return Tile(staged, tile, chunks, lanes, warps, ahead, steps, cdiv(kept, steps * chunks * lanes * vec))
 
 
+class Call(NamedTuple):
+    """What a launch takes besides tensors."""
+
+    kernel: Any
+    programs: int
+    numbers: tuple[int, ...]
+    warps: int
+    constexprs: dict[str, Any]
+    splits: int
+
+
+@lru_cache(maxsize=4096)
+def _call(size: int, n: int, m: int, rows: int, cols: int, tokens: int, activation: str, tile: Tile | None) -> Call:
+    t, p, vec = tile or plan(size, n, m, rows, cols, tokens), Pattern(n, m), 16 // size
+    kept, step, tiles, split = p.kept(cols), t.chunks * t.lanes * vec, cdiv(rows, t.rows), t.splits > 1
+    consts: dict[str, Any] = {"N": n, "M": m, "BITS": p.index_bits, "TOKENS": tokens, "ROWS": t.rows}
+    kernel: Any
+    numbers: tuple[int, ...]
+    if t.staged:
+        kernel, numbers = few_kernel, (rows, cols, kept // vec, t.steps, tiles)
+        consts |= {"CHUNKS": t.chunks, "LANES": t.lanes, "VEC": vec, "AHEAD": t.ahead, "WHOLE": kept == t.splits * t.steps * step}
+    else:
+        kernel, numbers = few_careful_kernel, (rows, cols, kept, p.index_bytes(cols), t.steps * step, tiles)
+        consts["WIDTH"] = t.lanes * vec
+    consts |= {"SPLITS": t.splits, "ACTIVATION": "" if split else activation, "enable_fp_fusion": True}
+    return Call(kernel, tiles * t.splits, numbers, t.warps, consts, t.splits)
+
+
 def few(
     x: Tensor,
     values: Tensor,
@@ -272,19 +300,12 @@ def few(
         values, indices: W ``(rows, cols)`` packed; bias: ``(rows,)`` or None, the dtype of x; activation: of ``_epilogue.ACTIVATIONS``.
         tile: instead of the one that ``plan`` chooses.
     """
-    rows, kept, tokens = values.shape[0], values.shape[1], x.shape[0]
-    t = tile or plan(x.element_size(), n, m, rows, cols, tokens)
-    tiles, vec, split = cdiv(rows, t.rows), 16 // x.element_size(), t.splits > 1
-    to = x.new_empty(t.splits, tokens, rows, dtype=torch.float32) if split else y
-    consts: dict[str, Any] = {"N": n, "M": m, "BITS": Pattern(n, m).index_bits, "TOKENS": tokens, "ROWS": t.rows}
-    tail: dict[str, Any] = {"SPLITS": t.splits, "ACTIVATION": "" if split else activation, "enable_fp_fusion": True}
-    step = t.chunks * t.lanes * vec
-    if t.staged:
-        args: tuple[Any, ...] = (x, values, indices, None if split else bias, to, rows, cols, kept // vec, t.steps, tiles)
-        consts |= {"CHUNKS": t.chunks, "LANES": t.lanes, "VEC": vec, "AHEAD": t.ahead, "WHOLE": kept == t.splits * t.steps * step}
-        launch(few_kernel, tiles * t.splits, args, t.warps, **consts, **tail)
-    else:
-        args = (x, values, indices, None if split else bias, to, rows, cols, kept, indices.shape[1], t.steps * step, tiles)
-        launch(few_careful_kernel, tiles * t.splits, args, t.warps, **consts, WIDTH=t.lanes * vec, **tail)
-    if split:
-        combine(to, bias, y, rows, activation)
+    rows = values.shape[0]
+    tokens = y.numel() // rows
+    c = _call(x.element_size(), n, m, rows, cols, tokens, activation, tile)
+    if c.splits == 1:
+        launch(c.kernel, c.programs, (x, values, indices, bias, y, *c.numbers), c.warps, **c.constexprs)
+        return
+    parts = x.new_empty(c.splits, tokens, rows, dtype=torch.float32)
+    launch(c.kernel, c.programs, (x, values, indices, None, parts, *c.numbers), c.warps, **c.constexprs)
+    combine(parts, bias, y, rows, activation)
