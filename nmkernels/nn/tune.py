@@ -155,7 +155,6 @@ def tune(
     if not counts or any(t < 1 for t in counts):
         raise NMError(f"tune: tokens={tokens!r}; give the rows of the layers' input, at least 1, or several such numbers.")
     report, jobs = TuneReport(), _jobs(model, counts)
-    lines: dict[str, dict[str, Any] | None] = {}
     for done, (job, entry) in enumerate(jobs):
         report.entries.append(entry)
         if job is None:
@@ -165,9 +164,8 @@ def tune(
         if progress is not None:
             progress(done, len(jobs), what)
         with torch.no_grad():
-            lines.update(_tune(job, entry, timer or _seconds))
-    if lines:
-        try:
+            lines = _tune(job, entry, timer or _seconds)
+        try:  # one by one, so that a compiler that crashes takes nothing along that was found before
             report.path = str(_tuned().store(lines))
         except OSError as error:
             report.note = f"could not be stored, holds for this process only: {error}"
@@ -272,14 +270,14 @@ def _arguments(job: Job, random: bool = False) -> tuple[Any, ...]:
 def _tune(job: Job, entry: Tuned, timer: Timer) -> dict[str, dict[str, Any] | None]:
     """Time the candidates of one product, fill in its entry, and return what is to be stored."""
     tuned = _tuned()
-    linear, plans = import_module("..backends.triton.linear", __package__), import_module("..backends.triton._plan", __package__)
+    linear = import_module("..backends.triton.linear", __package__)
     args = _arguments(job, random=True)
     sizes = (job.kind, job.dtype, job.rows, job.cols, job.width, job.pattern.n, job.pattern.m)
     capability = linear.capability(args[0])
     product = tuned.Product(*sizes, job.device, capability)
     judge, run = _Judge(job, args), _backend(OPS[job.kind]).fn
-    default, times = plans.plan(*sizes, capability), {}
-    for candidate in plans.candidates(*sizes, capability):
+    default, times = tuned.plan(*sizes, capability), {}
+    for candidate in tuned.candidates(*sizes, capability):
         with tuned.using(product, candidate):
             try:
                 wrong = judge(lambda out: run(*args, out=out))

@@ -28,17 +28,12 @@ from torch import Tensor
 
 from ...pattern import Pattern
 from ._epilogue import activate, combine
+from ._few_tiles import Tile, plan
 from ._groups import narrow, widen
-from ._launch import cdiv, launch, next_power_of_2
+from ._launch import cdiv, launch
 
 FEW_TOKENS = 4
 """Up to so many tokens ``few`` takes: beyond, accesses to shared memory bound it instead of bytes."""
-
-PROCESSORS = 132
-"""Multiprocessors to fill: those of an H200, which is enough for smaller GPUs too."""
-
-STAGED_WORDS = 4096
-"""Floats of x in shared memory for a step of one program: 16 KiB, so that eight programs share a multiprocessor."""
 
 
 @triton.jit
@@ -213,45 +208,6 @@ def store_sums(sums, bias, y, row, split, rows, TOKENS: tl.constexpr, SPLITS: tl
             sums += widen(tl.load(bias + row, mask=row < rows, other=0.0))[None, :]
         sums = activate(sums, ACTIVATION)
     tl.store(y + token * rows + row[None, :], narrow(sums, y.dtype.element_ty), mask=inside)
-
-
-class Tile(NamedTuple):
-    """How a product of few tokens is cut up; the names are those of the kernels' constexprs. ``staged`` tells the kernel."""
-
-    staged: bool
-    rows: int
-    chunks: int
-    lanes: int
-    warps: int
-    ahead: bool
-    steps: int
-    splits: int
-
-
-@lru_cache(maxsize=4096)
-def plan(size: int, n: int, m: int, rows: int, cols: int, tokens: int) -> Tile:
-    """The heuristic, from the bytes of an element, the pattern and the sizes.
-
-    An H200 needs some 30 KB on their way for each multiprocessor. Tiles of 4 warps read 8 KB of values at once, and eight of them share a
-    multiprocessor, in large matrices. Where there are fewer than four tiles for each, tiles have 2 warps, read twice as much a thread and
-    that a step ahead: 4096 rows of 2:4 are then 512 programs, four for each multiprocessor. Only where even those leave some idle are
-    columns cut into parts, of at least two steps, since a second kernel that adds the parts costs as much as reading some 8 MB.
-    """
-    vec, kept = 16 // size, Pattern(n, m).kept(cols)
-    lanes = 8 if m <= 4 else 4
-    warps, chunks = 4, 4
-    ahead = cdiv(rows, warps * 32 // lanes) < 4 * PROCESSORS
-    if ahead:
-        warps, chunks = 2, 8
-    span = lanes * vec * m // n * next_power_of_2(tokens)
-    while chunks > 1 and chunks * span > STAGED_WORDS:
-        chunks //= 2
-    tile = warps * 32 // lanes
-    steps = cdiv(kept, chunks * lanes * vec)
-    splits = max(1, min(cdiv(PROCESSORS, cdiv(rows, tile)), steps // 2, 16))
-    steps = cdiv(steps, splits)
-    staged = n in (1, 2, 4, 8) and m in (2, 4, 8, 16, 32) and cols % m == 0 and kept % vec == 0
-    return Tile(staged, tile, chunks, lanes, warps, ahead, steps, cdiv(kept, steps * chunks * lanes * vec))
 
 
 class Call(NamedTuple):

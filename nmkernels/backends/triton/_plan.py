@@ -42,7 +42,8 @@ MOST_WORD_M = 32
 class Plan(NamedTuple):
     """One way to do a product.
 
-    method: "few" (fprop of a few tokens), "gemm" (expand in registers), "scratch" (expand to memory, then a dense product).
+    method: "few" (fprop of a few tokens), "gemm" (expand in registers), "scratch" (expand to memory, then a dense product), or "tile": few
+    tokens with a tile of ``tuned.tile_of`` instead of the heuristic's.
     rows: of the compressed operand in a tile (dgrad: in a step). width: columns of the dense operand in a tile (dgrad: its tokens).
     cols: of the compressed operand in a step (dgrad: in a tile); a whole number of groups. splits: parts that the columns are cut into.
     """

@@ -23,7 +23,7 @@ from ._launch import cdiv, launch, next_power_of_2, triton
 from ._plan import Plan, by_words
 from ._spmm import spmm_kernel, spmm_transposed_kernel
 from .compress import decompress
-from .tuned import choose
+from .tuned import choose, tile_of
 
 
 @lru_cache(maxsize=64)
@@ -132,8 +132,9 @@ def linear(
     y = x.new_empty(*x.shape[:-1], rows) if out is None else out
     if y.numel():
         b = None if bias is None else bias.resolve_neg().contiguous()
-        if p.method == "few":
-            few(flat.contiguous(), *packed(values, indices), n, m, cols, b, activation, y)
+        if p.method in ("few", "tile"):
+            tile = None if p.method == "few" else tile_of(p, x.element_size(), n, m, cols)
+            few(flat.contiguous(), *packed(values, indices), n, m, cols, b, activation, y, tile)
             return y
         _spmm(p, values, indices, n, m, cols, flat, (flat.stride(1), flat.stride(0)), b, activation, y, (1, rows))
     return y

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from nmkernels import Pattern, reference
-from nmkernels.backends.triton._few import PROCESSORS, Tile, few, plan
+from nmkernels.backends.triton._few import few
+from nmkernels.backends.triton._few_tiles import PROCESSORS, Tile, plan
 from nmkernels.testing import assert_equal_bits, assert_no_worse, fill_poison
 
 PATTERNS = ("2:4", "1:4", "2:8", "1:8", "1:16", "1:32", "3:5", "4:32")

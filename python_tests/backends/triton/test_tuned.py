@@ -172,7 +172,7 @@ def candidates(layer: nm.CompressedLinear, monkeypatch: pytest.MonkeyPatch) -> l
     """The plans that are tried, the heuristic's first."""
     first = _plan.plan(*SIZES, linear.capability(layer.values))
     found = [first, first._replace(stages=5), first._replace(splits=2, warps=2), Plan("scratch")]
-    monkeypatch.setattr(_plan, "candidates", lambda *sizes: found)
+    monkeypatch.setattr(tuned, "candidates", lambda *sizes: found)
     return found
 
 
@@ -282,12 +282,36 @@ def test_a_layer_in_training_has_its_plans_products(device: str, monkeypatch: py
     model = torch.nn.Sequential(nm.SparseLinear(16, 8), nm.SparseLinear(16, 8), nm.SparseLinear(16, 8)).to(device)
     model[0].plan = model[1].plan = GemmPlan(wgrad="mvue", n=2, m=4)  # type: ignore[union-attr]
     model[2].plan = GemmPlan("packed", "packed", "dense", 2, 4)  # type: ignore[union-attr]
-    monkeypatch.setattr(_plan, "candidates", lambda *sizes: [_plan.plan(*sizes)])
+    monkeypatch.setattr(tuned, "candidates", lambda *sizes: [_plan.plan(*sizes)])
     report = nm.tune(model, (6, 20), timer=lambda call: 1.0)  # 6 tokens are no whole groups
     found = [(e.product, e.tokens, e.shape, e.layers) for e in report.entries]
     wgrad = [("wgrad", t, (8, 16), ["0", "1"]) for t in (6, 20)]
     assert found == [*wgrad, *((kind, t, (8, 16), ["2"]) for kind in ("fprop", "dgrad") for t in (6, 20))]
     assert all(e.best == 1.0 and not e.refused for e in report.entries)
+
+
+@pytest.mark.parametrize(("pattern", "some"), [("2:4", 3), ("3:5", 8)])
+def test_tiles_of_few_tokens_are_right(pattern: str, some: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As tune tries them: they are refused if two runs differ, or are worse than torch."""
+    p, rows, every = nm.Pattern(pattern), 20, tuned.candidates
+    layer = nm.CompressedLinear(nm.ops.compress(torch.randn(rows, 32 * p.m), pattern)).to(device)
+    sizes = ("fprop", torch.float32, rows, 32 * p.m, 3, p.n, p.m, linear.capability(layer.values))
+    tiles = [plan for plan in every(*sizes) if plan.method == "tile"]
+    assert len(tiles) >= 8 and tuned.plan(*sizes) == Plan("few")
+    for plan in tiles:
+        tile = tuned.tile_of(plan, 4, p.n, p.m, 32 * p.m)
+        assert (tile.rows, tile.lanes, tile.chunks, tile.warps, tile.ahead, tile.splits) == (*plan[1:5], plan.stages == 2, plan.splits)
+    monkeypatch.setattr(tuned, "candidates", lambda *sizes: tiles[::some])
+    (entry,) = nm.tune(layer, 3, timer=lambda call: 1.0).entries
+    assert not entry.refused and entry.best == 1.0
+
+
+def test_few_tokens_only_have_their_kernel() -> None:
+    for method in ("few", "tile"):
+        other = Plan(method, 16, 8, 4, 2, 2, 1)
+        tuned.store({tuned.name(_product(tokens=t), "a GPU"): _line(other) for t in (4, 8)})
+        assert _choose(width=4) == _choose(width=3) == other
+        assert _choose(width=8) == _plan.plan(*_product(tokens=8)[:-2], 90)
 
 
 # ---- the benchmarks, which time both ways beside each other
