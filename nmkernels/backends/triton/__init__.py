@@ -70,16 +70,16 @@ def supports(*args: Any) -> Verdict:
 
 
 def supports_adamw(params: Sequence[Tensor], grads: Sequence[Tensor], *rest: Any) -> Verdict:
-    """What MaskedAdamW can run; step counts and ``hyper`` may be on the CPU. Hundreds of params are asked for at each step."""
-    given = (params, grads, *rest[:3], rest[4])
-    for name, xs in zip(("param", "gradient", "state", "state", "state", "output"), given, strict=True):
+    """What MaskedAdamW can run; step counts and ``hyper`` may be on the CPU.
+
+    It is asked at every step about hundreds of params, so it looks at nothing that the op has compared with them already.
+    """
+    for name, xs in (("param", params), ("gradient", grads), ("output", rest[4])):
         if torch.float64 in {x.dtype for x in xs}:
             return False, f"it computes in float32, and a {name} is float64"
-    if len({x.device for xs in given for x in xs}) > 1:
+    if len({x.device for x in params}) > 1:
         return False, "it steps the params of one device at once, and these are on several"
-    if any(x.layout != torch.strided for xs in given for x in xs):
-        return runnable(tensors(given))
-    return runnable(params[:1] or [rest[5]])
+    return runnable((*params[:1], *(x for x in grads if x.layout != torch.strided)) if params else [rest[5]])
 
 
 def supports_transposable(w: Tensor, n: int, m: int) -> Verdict:

@@ -115,10 +115,8 @@ def places(row, start, M: tl.constexpr, TILE: tl.constexpr, PADDED: tl.constexpr
         a = tl.where(j < rest, start % inner + j, (beyond % short).to(tl.int64))
         b = start // inner + tl.where(j < rest, 0, 1 + beyond // short)
         place = tl.arange(0, PADDED)
-        if LAYOUT == ALONG:
-            return (j < size - start)[:, None] & (place < M)[None, :], b[:, None], a[:, None] * M + place[None, :]
-        else:
-            return (j < size - start)[None, :] & (place < M)[:, None], a[None, :], b[None, :] * M + place[:, None]
+        row, group = (b, a) if LAYOUT == ALONG else (a, b)
+        return (j < size - start)[:, None] & (place < M)[None, :], row[:, None], group[:, None] * M + place[None, :]
 
 
 @triton.jit
@@ -138,10 +136,8 @@ def mask_of(x, N: tl.constexpr, M: tl.constexpr, LAYOUT: tl.constexpr):
     """The N:M mask of a tile, in its own shape."""
     if LAYOUT <= FLAT:
         return tl.reshape(kept(tl.reshape(x, [x.shape[0] // M, M]), N, M), [x.shape[0]])
-    elif LAYOUT == ALONG:
-        return kept(x, N, M)
     else:
-        return tl.trans(kept(tl.trans(x), N, M))
+        return kept(x, N, M)
 
 
 @triton.jit
@@ -151,14 +147,13 @@ def larger(a, b):
 
 
 @triton.jit
-def update(m, v, s, EPS_INSIDE: tl.constexpr):
+def update(m, v, ibc1, bc2, sbc2, eps, EPS_INSIDE: tl.constexpr):
     """u = (m / (1 - β1^t)) / D."""
-    eps = tl.load(s + 7)
     if EPS_INSIDE:
-        denominator = tl.sqrt_rn(tl.div_rn(v, tl.load(s + 5)) + eps)
+        denominator = tl.sqrt_rn(tl.div_rn(v, bc2) + eps)
     else:
-        denominator = tl.div_rn(tl.sqrt_rn(v), tl.load(s + 6)) + eps
-    return tl.div_rn(m * tl.load(s + 4), denominator)
+        denominator = tl.div_rn(tl.sqrt_rn(v), sbc2) + eps
+    return tl.div_rn(m * ibc1, denominator)
 
 
 @triton.jit
@@ -166,34 +161,6 @@ def clamped(u, bound):
     """min(max(u, -bound), bound), NaN stays; u where the bound is 0."""
     low = tl.where(u < -bound, -bound, u)
     return tl.where(bound != 0.0, tl.where(low > bound, bound, low), u)
-
-
-@triton.jit
-def total(x, valid):
-    """Σ of the existing elements in float64."""
-    return tl.sum(tl.where(valid, x, 0.0).to(tl.float64))
-
-
-@triton.jit
-def second_moment(g, v_at, top_at, valid, s, to, total_programs, FROZEN: tl.constexpr, TOP: tl.constexpr, GEOMETRIC: tl.constexpr):
-    """Advances v and its maximum unless frozen, and returns the one that the update divides by."""
-    if FROZEN:
-        return tl.load(top_at if TOP else v_at, mask=valid, other=0.0)
-    else:
-        v = tl.load(v_at, mask=valid, other=0.0)
-        new = tl.load(s + 2) * v + tl.load(s + 3) * (g * g)
-        tl.store(v_at, new, mask=valid)
-        change = tl.abs(new - v)
-        tl.store(to + total_programs, total(change, valid))
-        if GEOMETRIC:
-            wide = change.to(tl.float64)
-            logs = tl.log(tl.where(wide < 1.401298464324817e-45, 1.401298464324817e-45, wide))
-            tl.store(to + 2 * total_programs, tl.sum(tl.where(valid, logs, 0.0)))
-            tl.store(to + 3 * total_programs, tl.sum(((new == v) & valid).to(tl.int32)).to(tl.float64))
-        if TOP:
-            new = larger(tl.load(top_at, mask=valid, other=0.0), new)
-            tl.store(top_at, new, mask=valid)
-        return new
 
 
 @triton.jit
@@ -207,71 +174,145 @@ def gradient(g, scale, MAXIMIZE: tl.constexpr):
     return g
 
 
-@triton.jit(do_not_specialize=["offset", "programs"])
-def adamw_kernel(
-    table, grads, owners, scalars, partials, offset: tl.int64, programs: tl.int64, scale, found,
+@triton.constexpr_function
+def piece(p, g, out):
+    """Neighbours in a thread of a flat tile: what the compiler makes 16 bytes of the smallest of its dtypes."""
+    return 4 if all(x is None or x == tl.float32 for x in (p, g, out)) else 8
+
+
+@triton.jit
+def by_warp(x, PIECE: tl.constexpr):
+    """A flat tile as ``[., 4, .]``, in which the middle axis is the warp: sums over the others stay inside a warp."""
+    return tl.reshape(x, [x.numel // (128 * PIECE), 4, 32 * PIECE])
+
+
+@triton.jit
+def added(x, PIECE: tl.constexpr):
+    """Σ of a tile as four numbers, of which a strided tile uses one."""
+    if PIECE == 0:
+        return tl.where(tl.arange(0, 4) == 0, tl.sum(tl.sum(x, 1), 0), 0)
+    else:
+        return tl.sum(tl.sum(by_warp(x, PIECE), 2), 0)
+
+
+@triton.jit
+def total(x, there, PIECE: tl.constexpr):
+    """Σ of the chosen elements in float64, by warp."""
+    return added(tl.where(there, x, 0.0).to(tl.float64), PIECE)
+
+
+@triton.jit
+def joined(a, b, c, d, e, f, g, h):
+    """Eight [4] as one [4, 2, 2, 2], in which the last axis tells a from e, the one before a from c, the first of them a from b."""
+    return tl.join(tl.join(tl.join(a, b), tl.join(c, d)), tl.join(tl.join(e, f), tl.join(g, h)))
+
+
+@triton.jit
+def adamw_tile(
+    row, grad, s, start, scale,
     P: tl.constexpr, G: tl.constexpr, OUT: tl.constexpr, N: tl.constexpr, M: tl.constexpr, TILE: tl.constexpr, PADDED: tl.constexpr,
-    WORDS: tl.constexpr, LAYOUT: tl.constexpr, FROZEN: tl.constexpr, EPS_INSIDE: tl.constexpr, MAXIMIZE: tl.constexpr,
-    GEOMETRIC: tl.constexpr, TOP: tl.constexpr,
+    LAYOUT: tl.constexpr, FROZEN: tl.constexpr, EPS_INSIDE: tl.constexpr, MAXIMIZE: tl.constexpr, GEOMETRIC: tl.constexpr,
+    TOP: tl.constexpr,
 ):  # fmt: skip
-    """One tile of one param: read, update, write, and the tile's share of the statistics into ``partials[statistic, program]``."""
-    if found is not None:  # noqa: SIM102 - decided while compiling; the other is a branch
-        if tl.load(found) != 0.0:
-            return
-    program = tl.program_id(0).to(tl.int64) + offset
-    i = tl.load(owners + program).to(tl.int64)
-    row, s, to = table + i * WORDS, scalars + i * 12, partials + program
-    start = (program - tl.load(row + FIRST)) * TILE
+    """Steps one tile: reads all of it before it writes any. Returns its sums by warp, and the bits of its largest |u|."""
+    PIECE: tl.constexpr = piece(P, G, OUT) if LAYOUT <= FLAT else 0
     valid, rows, cols = places(row, start, M, TILE, PADDED, LAYOUT)
     p_at = pointers(row, row, start, rows, cols, 0, P, LAYOUT)
     m_at = pointers(row + 1, row, start, rows, cols, 1, tl.float32, LAYOUT)
     v_at = pointers(row + 2, row, start, rows, cols, 2, tl.float32, LAYOUT)
     top_at = pointers(row + 3, row, start, rows, cols, 3, tl.float32, LAYOUT) if TOP else v_at
     p = tl.load(p_at, mask=valid, other=0.0)
-    g = gradient(tl.load(pointers(grads + i, row, start, rows, cols, 5, G, LAYOUT), mask=valid, other=0.0), scale, MAXIMIZE)
-    old = widen(p)
+    g = tl.load(pointers(grad, row, start, rows, cols, 5, G, LAYOUT), mask=valid, other=0.0)
+    m = tl.load(m_at, mask=valid, other=0.0)
+    v = tl.load(top_at if FROZEN else v_at, mask=valid, other=0.0)
+    top = tl.load(top_at, mask=valid, other=0.0) if TOP else v
+    b1, omb1, b2, omb2, ibc1, bc2 = tl.load(s), tl.load(s + 1), tl.load(s + 2), tl.load(s + 3), tl.load(s + 4), tl.load(s + 5)
+    sbc2, eps, wdf, lr, decay, bound = tl.load(s + 6), tl.load(s + 7), tl.load(s + 8), tl.load(s + 9), tl.load(s + 10), tl.load(s + 11)
+    g, old = gradient(g, scale, MAXIMIZE), widen(p)
+    none = tl.zeros([4], tl.float64)
+    change, logs, weights, grads, counts = none, none, none, none, tl.zeros([4], tl.int32)
     if N > 0:
         before = mask_of(p, N, M, LAYOUT)
-        tl.store(to + 5 * programs, total(tl.abs(old), valid & ~before))
-        tl.store(to + 6 * programs, total(tl.abs(g), valid & ~before))
-        decay = tl.load(s + 10)
+        weights, grads = total(tl.abs(old), valid & ~before, PIECE), total(tl.abs(g), valid & ~before, PIECE)
         g = tl.where(before, g, tl.where(decay == 0.0, g, g + decay * old))
-    m = tl.load(s) * tl.load(m_at, mask=valid, other=0.0) + tl.load(s + 1) * g
+    m = b1 * m + omb1 * g
     tl.store(m_at, m, mask=valid)
-    v = second_moment(g, v_at, top_at, valid, s, to, programs, FROZEN, TOP, GEOMETRIC)
-    u = update(m, v, s, EPS_INSIDE)
-    largest = tl.max(tl.where(valid, u.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0).reshape([u.numel]), 0)
-    tl.store(to + 8 * programs, largest.to(tl.float32, bitcast=True).to(tl.float64))
-    new = narrow(old * tl.load(s + 8) - tl.load(s + 9) * clamped(u, tl.load(s + 11)), P)
+    if not FROZEN:
+        moved = b2 * v + omb2 * (g * g)
+        tl.store(v_at, moved, mask=valid)
+        step = tl.abs(moved - v)
+        change = total(step, valid, PIECE)
+        if GEOMETRIC:
+            wide = step.to(tl.float64)
+            wide = tl.log(tl.where(wide < 1.401298464324817e-45, 1.401298464324817e-45, wide))
+            logs = added(tl.where(valid, wide, 0.0), PIECE)
+            counts += added(((moved == v) & valid).to(tl.int32), PIECE) << 20
+        v = moved
+        if TOP:
+            v = larger(top, moved)
+            tl.store(top_at, v, mask=valid)
+    u = update(m, v, ibc1, bc2, sbc2, eps, EPS_INSIDE)
+    new = narrow(old * wdf - lr * clamped(u, bound), P)
     tl.store(p_at, new, mask=valid)
     used = valid
     if N > 0:
         after = mask_of(new, N, M, LAYOUT)
         used = valid & after
-        tl.store(to + 4 * programs, tl.sum((valid & (before ^ after)).to(tl.int32)).to(tl.float64))
-    tl.store(to + 7 * programs, tl.sum((used & (widen(new) != 0.0)).to(tl.int32)).to(tl.float64))
+        counts += added((valid & (before ^ after)).to(tl.int32), PIECE) << 10
     if OUT is not None:
         out_at = pointers(row + 4, row, start, rows, cols, 4, OUT, LAYOUT)
         tl.store(out_at, narrow(tl.where(used, widen(new), 0.0), OUT), mask=valid)
+    counts += added((used & (widen(new) != 0.0)).to(tl.int32), PIECE)
+    unchanged, flips, filled = (counts >> 20).to(tl.float64), ((counts >> 10) & 1023).to(tl.float64), (counts & 1023).to(tl.float64)
+    largest = tl.where(valid, u.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
+    if PIECE == 0:
+        largest = tl.where(tl.arange(0, 4) == 0, tl.max(tl.max(largest, 1), 0), 0)
+    else:
+        largest = tl.max(tl.max(by_warp(largest, PIECE), 2), 0)
+    return joined(none, change, logs, unchanged, flips, weights, grads, filled), largest
 
 
-@triton.jit(do_not_specialize=["programs"])
-def adamw_stats_kernel(partials, stats, found, programs: tl.int64, ON: tl.constexpr, BLOCK: tl.constexpr):
-    """stats[k] = Σ (k = 8: the largest, or NaN) of row k of the partials; one program per statistic, always in the same order."""
-    k = tl.program_id(0)
+@triton.jit(do_not_specialize=["offset", "programs"])
+def adamw_kernel(
+    table, grads, owners, scalars, partials, offset: tl.int64, programs: tl.int64, scale, found,
+    WORDS: tl.constexpr, P: tl.constexpr, G: tl.constexpr, OUT: tl.constexpr, N: tl.constexpr, M: tl.constexpr, TILE: tl.constexpr,
+    PADDED: tl.constexpr, LAYOUT: tl.constexpr, FROZEN: tl.constexpr, EPS_INSIDE: tl.constexpr, MAXIMIZE: tl.constexpr,
+    GEOMETRIC: tl.constexpr, TOP: tl.constexpr,
+):  # fmt: skip
+    """One tile of one param: read, update, write, and its share of the statistics into ``partials[statistic, program]``."""
+    if found is not None:  # noqa: SIM102 - decided while compiling; the other is a branch
+        if tl.load(found) != 0.0:
+            return
+    program = tl.program_id(0).to(tl.int64) + offset
+    i = tl.load(owners + program).to(tl.int64)
+    row = table + i * WORDS
+    start = (program - tl.load(row + FIRST)) * TILE
+    sums, largest = adamw_tile(row, grads + i, scalars + i * 12, start, scale, P, G, OUT, N, M, TILE, PADDED,
+                               LAYOUT, FROZEN, EPS_INSIDE, MAXIMIZE, GEOMETRIC, TOP)  # fmt: skip
+    at = tl.arange(0, 2)
+    k = at[:, None, None] + 2 * at[None, :, None] + 4 * at[None, None, :]
+    tl.store(partials + k * programs + program, tl.sum(sums, 0))
+    tl.store(partials + 8 * programs + program, tl.max(largest, 0).to(tl.float32, bitcast=True).to(tl.float64))
+
+
+@triton.jit(do_not_specialize=["programs", "slices"])
+def adamw_stats_kernel(partials, stats, found, programs: tl.int64, slices: tl.int64, ON: tl.constexpr, BLOCK: tl.constexpr):
+    """stats[k, j] = Σ (k = 8: the largest, or NaN) of slice j of row k of the partials, always in the same order; row 0: applied or not."""
+    k, j = tl.program_id(0) // slices, tl.program_id(0) % slices
     applied = 1.0
     if found is not None:
         applied = tl.where(tl.load(found) != 0.0, 0.0, 1.0)
+    share = (programs + slices - 1) // slices
+    first, end = j * share, tl.minimum((j + 1) * share, programs)
+    end = tl.where((((ON >> k) & 1) == 1) & (applied != 0.0), end, 0)
     at = tl.arange(0, BLOCK)
-    added = tl.zeros([BLOCK], tl.float64)
-    highest = tl.zeros([BLOCK], tl.int64)
-    on = (((ON >> k) & 1) == 1) & (applied != 0.0)
-    count = tl.where(on, programs, 0).to(tl.int64)
-    first = tl.zeros([], tl.int64)
-    while first < count:
-        x = tl.load(partials + k * programs.to(tl.int64) + first + at, mask=at < count - first, other=0.0)
-        added += x
-        highest = tl.maximum(highest, x.to(tl.int64, bitcast=True))
+    result = tl.zeros([BLOCK], tl.float64)
+    while first < end:
+        x = tl.load(partials + k * programs + first + at, mask=at < end - first, other=0.0)
+        # the bits of positive doubles, and of NaN above them, are in their order
+        high = tl.maximum(result.to(tl.int64, bitcast=True), x.to(tl.int64, bitcast=True)).to(tl.float64, bitcast=True)
+        result = tl.where(k == 8, high, result + x)
         first += BLOCK
-    result = tl.where(k == 8, tl.max(highest, 0).to(tl.float64, bitcast=True), tl.sum(added, 0))
-    tl.store(stats + k, tl.where(k == 0, applied, result))
+    highest = tl.max(result.to(tl.int64, bitcast=True), 0).to(tl.float64, bitcast=True)
+    result = tl.where(k == 8, highest, tl.sum(result, 0))
+    tl.store(stats + k * slices + j, tl.where(k == 0, applied, result))

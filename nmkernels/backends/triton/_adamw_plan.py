@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import chain
+from operator import or_
 from typing import Any
 
 import torch
@@ -130,9 +132,7 @@ _grads = Cache()
 def plan_of(lists: Lists, steps: list[int], layout: Layout, n: int, m: int, device: torch.device) -> tuple[Plan, Tensor]:
     """The plan of a call and the table of its gradients' addresses; ``steps`` are addresses, 0 for a count that the host keeps."""
     addresses = [tuple(map(Tensor.data_ptr, xs)) for xs in lists]
-    low = 0
-    for address in chain(*addresses):
-        low |= address
+    low = reduce(or_, chain(*addresses), 0)
     # all at multiples of 16: the gradients' addresses matter to nothing but their own table
     kinds = None if low & 15 == 0 else tuple([address & 15 == 0 for address in addresses[GRAD]])
     key = (device, layout.key, tuple(steps), kinds, *addresses[:GRAD])

@@ -110,8 +110,22 @@ def nth_largest(keys, N: tl.constexpr):
 
 
 @triton.jit
+def two_of_four(keys):
+    """The 2:4 mask of magnitude keys ``[groups, 4]``: an element is kept that at least two of the other three do not beat."""
+    even, odd = tl.split(tl.reshape(keys, [keys.shape[0], 2, 2]))
+    k0, k2 = tl.split(even)
+    k1, k3 = tl.split(odd)
+    a, b, c, d, e, f = k0 >= k1, k0 >= k2, k0 >= k3, k1 >= k2, k1 >= k3, k2 >= k3
+    m0, m1 = (a & b) | (a & c) | (b & c), (~a & d) | (~a & e) | (d & e)
+    m2, m3 = (~b & ~d) | (~b & f) | (~d & f), (~c & ~e) | (~c & ~f) | (~e & ~f)
+    return tl.reshape(tl.join(tl.join(m0, m2), tl.join(m1, m3)), [keys.shape[0], 4])
+
+
+@triton.jit
 def kept(x, N: tl.constexpr, M: tl.constexpr):
     """The N:M mask of a tile ``[groups, padded M]``; False in the padding."""
+    if N == 2 and M == 4 and x.dtype == tl.float32:
+        return two_of_four(magnitude_keys(x))
     keys = ranked_keys(x, M)
     if N == M:
         return keys >= 0
