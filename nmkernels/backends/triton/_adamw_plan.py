@@ -17,7 +17,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from . import _adamw_kernels as k
+from . import _adamw_tile as t
+from ._adamw_kernels import owners_kernel
 from ._adamw_table import Cache, upload
 from ._launch import cdiv, launch, next_power_of_2
 
@@ -73,12 +74,12 @@ def _walk(one: list[Tensor], m: int) -> int:
     p = one[P]
     power = m & (m - 1) == 0
     if power and all(x.is_contiguous() for x in one):
-        return k.FLAT.value
+        return t.FLAT.value
     if not m and all(x.stride() == p.stride() for x in one) and _dense(p):
-        return k.FLAT.value
+        return t.FLAT.value
     step = row_stride(p)
     across = p.dim() > 1 and step is not None and p.stride(-1) > step > 0
-    return k.ACROSS.value if across else k.ALONG.value
+    return t.ACROSS.value if across else t.ALONG.value
 
 
 _layouts: dict[Hashable, Layout] = {}
@@ -99,7 +100,7 @@ def layout_of(lists: Lists, n: int, m: int) -> Layout:
         for i in range(len(lists[P])):
             one = {which: xs[i] for which, xs in enumerate(lists) if xs}
             walks.append(_walk([x for x in one.values() if not x.is_neg()], m))
-            flat = walks[-1] == k.FLAT.value
+            flat = walks[-1] == t.FLAT.value
             copies += [(which, i) for which, x in one.items() if x.is_neg() or (not flat and row_stride(x) is None)]
         found = _layouts[key] = Layout(key, walks, copies)
     return found
@@ -151,19 +152,19 @@ def _make(
     members: dict[Any, list[int]] = {}
     for i in range(len(steps)):
         walk = layout.walks[i]
-        if walk == k.FLAT.value and lists[P][i].numel() % 8 == 0 and all(a[i] & 15 == 0 for a in addresses if a):
-            walk = k.ALIGNED.value
+        if walk == t.FLAT.value and lists[P][i].numel() % 8 == 0 and all(a[i] & 15 == 0 for a in addresses if a):
+            walk = t.ALIGNED.value
         kind = (walk, *(lists[which][i].dtype if lists[which] else None for which in (P, GRAD, OUT)))
         members.setdefault(kind, []).append(i)
-    strided = any(kind[0] in (k.ALONG.value, k.ACROSS.value) for kind in members)
-    width = k.STRIDED_WORDS if strided else k.FLAT_WORDS
+    strided = any(kind[0] in (t.ALONG.value, t.ACROSS.value) for kind in members)
+    width = t.STRIDED_WORDS if strided else t.FLAT_WORDS
     rows: list[list[int]] = [[] for _ in steps]
     groups, programs = [], 0
     for (walk, p, grad, out), indices in members.items():
         first, (tile, padded) = programs, _tile(walk, m)
         for i in indices:
             tensors = [xs[i] if xs else None for xs in lists]
-            size, tail = (lists[P][i].numel(), []) if walk < k.ALONG.value else _strides(tensors, walk, m or 1)
+            size, tail = (lists[P][i].numel(), []) if walk < t.ALONG.value else _strides(tensors, walk, m or 1)
             tiles = cdiv(size, tile)
             start = [a[i] if a else 0 for a in addresses[:GRAD]]
             rows[i] = [*start, steps[i], size, programs, tiles, *tail]
@@ -174,24 +175,24 @@ def _make(
     table = upload(list(chain(*rows)), device)
     owners = torch.empty(programs, dtype=torch.int32, device=device)
     if programs:
-        launch(k.owners_kernel, len(steps), (table, owners), WORDS=width, BLOCK=ELEMENTS)
+        launch(owners_kernel, len(steps), (table, owners), WORDS=width, BLOCK=ELEMENTS)
     return Plan(table, owners, width, programs, groups)
 
 
 def _tile(walk: int, m: int) -> tuple[int, int]:
     """(elements of a flat tile or groups of a strided one, M padded to a power of two)."""
     padded = next_power_of_2(m)
-    return (max(ELEMENTS, padded), padded) if walk < k.ALONG.value else (max(1, STRIDED // padded), padded)
+    return (max(ELEMENTS, padded), padded) if walk < t.ALONG.value else (max(1, STRIDED // padded), padded)
 
 
 def _strides(tensors: Sequence[Tensor | None], walk: int, m: int) -> tuple[int, list[int]]:
-    """Groups, and [rows, inner count, (row stride, column stride) of each tensor] of a strided param."""
+    """Groups, and [inner count, (row stride, column stride) of each tensor] of a strided param."""
     p = tensors[P]
     assert p is not None
     cols = p.shape[-1] if p.dim() else 1
     rows = p.numel() // cols if cols else 0
     pairs = [(row_stride(x) or 0, x.stride(-1) if x.dim() else 1) if x is not None else (0, 0) for x in tensors]
-    return p.numel() // m, [rows, rows if walk == k.ACROSS.value else cols // m, *chain(*pairs)]
+    return p.numel() // m, [rows if walk == t.ACROSS.value else cols // m, *chain(*pairs)]
 
 
 def written(lists: Lists, layout: Layout) -> Iterator[tuple[Tensor, Tensor]]:

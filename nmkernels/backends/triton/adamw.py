@@ -56,15 +56,20 @@ def masked_adamw_(
     for group in plan.groups:
         args = (plan.table, gradients, plan.owners, scalars, partials, group.first, plan.programs, scale, found)
         launch(k.adamw_kernel, group.programs, args, WORDS=plan.words, **group.constexprs, **flags)
-    programs, on = plan.programs, _computed(n, frozen, geometric)
-    if programs > FEW:
-        parts = torch.empty(k.STATS, SLICES, dtype=torch.float64, device=device)
-        launch(k.adamw_stats_kernel, k.STATS * SLICES, (partials, parts, found, programs, SLICES), warps=8, ON=on, BLOCK=BLOCK)
-        partials, programs = parts, SLICES
-    launch(k.adamw_stats_kernel, k.STATS, (partials, stats, found, programs, 1), warps=8, ON=on, BLOCK=BLOCK)
+    add_partials(partials, stats, found, _computed(n, frozen, geometric))
     for target, copy in copies:
         target.copy_(copy)
     return stats
+
+
+def add_partials(partials: Tensor, stats: Tensor, found: Tensor | None, on: int, few: int = FEW) -> None:
+    """stats = the sums of the rows of ``partials`` whose bit is set in ``on``, the last row's maximum; two launches for many columns."""
+    programs = partials.shape[1]
+    if programs > few:
+        parts = torch.empty(k.STATS, SLICES, dtype=torch.float64, device=partials.device)
+        launch(k.adamw_stats_kernel, k.STATS * SLICES, (partials, parts, found, programs, SLICES), warps=8, ON=on, BLOCK=BLOCK)
+        partials, programs = parts, SLICES
+    launch(k.adamw_stats_kernel, k.STATS, (partials, stats, found, programs, 1), warps=8, ON=on, BLOCK=BLOCK)
 
 
 def on_host(x: Tensor, device: torch.device) -> bool:

@@ -241,6 +241,24 @@ def test_captured_steps_are_replayed(device):
     assert_equal_bits(ours, theirs)
 
 
+@pytest.mark.parametrize("columns", [0, 1, 5000])
+def test_partial_sums(device, columns, monkeypatch):
+    """In one launch, and in slices as for many; a NaN among the largest wins."""
+    monkeypatch.setattr(adamw, "SLICES", 4)
+    partials = torch.randn(9, columns, dtype=torch.float64, generator=seeded(17)).abs()
+    want = partials.sum(1)
+    want[0], want[3], want[8] = 1.0, 0.0, partials[8].max() if columns else 0.0
+    for few in (columns, columns - 1):
+        for bad in (False, True) if columns > 1 else (False,):
+            if bad:
+                partials[8, columns // 3] = want[8] = float("nan")
+            stats = torch.full((9,), 5.0, dtype=torch.float64, device=device)
+            adamw.add_partials(partials.to(device), stats, None, 0b111110110, few=few)
+            torch.testing.assert_close(stats.cpu(), want, rtol=1e-14, atol=0, equal_nan=True)
+            adamw.add_partials(partials.to(device), stats, torch.ones(1, device=device), 0b111110110, few=few)
+            assert not stats.any()
+
+
 def test_declines_float64(device):
     def ask(**kinds: torch.dtype) -> tuple[bool, str]:
         x = {name: [torch.zeros(4, dtype=kinds.get(name, F32), device=device)] for name in ("params", "grads", "outs")}
