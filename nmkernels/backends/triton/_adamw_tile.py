@@ -128,6 +128,35 @@ def total(x, there, PIECE: tl.constexpr):
 
 
 @triton.jit
+def largest(u, there, PIECE: tl.constexpr):
+    """The bits of the largest |u|, which are in the order of magnitudes with NaN above all; four numbers as of ``added``."""
+    bits = tl.where(there, u.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
+    if PIECE == 0:
+        return tl.where(tl.arange(0, 4) == 0, tl.max(tl.max(bits, 1), 0), 0)
+    else:
+        return tl.max(tl.max(by_warp(bits, PIECE), 2), 0)
+
+
+@triton.jit
+def second_moment(g, v, v_at, top, top_at, valid, b2, omb2, GEOMETRIC: tl.constexpr, TOP: tl.constexpr, PIECE: tl.constexpr):
+    """Writes the new v and its running maximum; returns Σ|Δv|, Σ log|Δv|, 2^20 times the elements without Δv, and what the update
+    divides by."""
+    moved = b2 * v + omb2 * (g * g)
+    tl.store(v_at, moved, mask=valid)
+    step = tl.abs(moved - v)
+    change, logs, counts = total(step, valid, PIECE), tl.zeros([4], tl.float64), tl.zeros([4], tl.int32)
+    if GEOMETRIC:
+        wide = step.to(tl.float64)
+        wide = tl.log(tl.where(wide < 1.401298464324817e-45, 1.401298464324817e-45, wide))
+        logs = added(tl.where(valid, wide, 0.0), PIECE)
+        counts = added(((moved == v) & valid).to(tl.int32), PIECE) << 20
+    if TOP:
+        moved = larger(top, moved)
+        tl.store(top_at, moved, mask=valid)
+    return change, logs, counts, moved
+
+
+@triton.jit
 def joined(a, b, c, d, e, f, g, h):
     """Eight [4] as one [4, 2, 2, 2], in which the last axis tells a from e, the one before a from c, the first of them a from b."""
     return tl.join(tl.join(tl.join(a, b), tl.join(c, d)), tl.join(tl.join(e, f), tl.join(g, h)))
@@ -167,19 +196,7 @@ def adamw_tile(
     m = b1 * m + omb1 * g
     tl.store(m_at, m, mask=valid)
     if not FROZEN:
-        moved = b2 * v + omb2 * (g * g)
-        tl.store(v_at, moved, mask=valid)
-        step = tl.abs(moved - v)
-        change = total(step, valid, PIECE)
-        if GEOMETRIC:
-            wide = step.to(tl.float64)
-            wide = tl.log(tl.where(wide < 1.401298464324817e-45, 1.401298464324817e-45, wide))
-            logs = added(tl.where(valid, wide, 0.0), PIECE)
-            counts += added(((moved == v) & valid).to(tl.int32), PIECE) << 20
-        v = moved
-        if TOP:
-            v = larger(top, moved)
-            tl.store(top_at, v, mask=valid)
+        change, logs, counts, v = second_moment(g, v, v_at, top, top_at, valid, b2, omb2, GEOMETRIC, TOP, PIECE)
     u = update(m, v, ibc1, bc2, sbc2, eps, EPS_INSIDE)
     new = narrow(old * wdf - lr * clamped(u, bound), P)
     tl.store(p_at, new, mask=valid)
@@ -193,9 +210,4 @@ def adamw_tile(
         tl.store(out_at, narrow(tl.where(used, widen(new), 0.0), OUT), mask=valid)
     counts += added((used & (widen(new) != 0.0)).to(tl.int32), PIECE)
     unchanged, flips, filled = (counts >> 20).to(tl.float64), ((counts >> 10) & 1023).to(tl.float64), (counts & 1023).to(tl.float64)
-    largest = tl.where(valid, u.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
-    if PIECE == 0:
-        largest = tl.where(tl.arange(0, 4) == 0, tl.max(tl.max(largest, 1), 0), 0)
-    else:
-        largest = tl.max(tl.max(by_warp(largest, PIECE), 2), 0)
-    return joined(none, change, logs, unchanged, flips, weights, grads, filled), largest
+    return joined(none, change, logs, unchanged, flips, weights, grads, filled), largest(u, valid, PIECE)
