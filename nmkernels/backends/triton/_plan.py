@@ -29,6 +29,9 @@ MOST_PIECES_M = 64
 PROCESSORS = {80: 108, 86: 84, 89: 128, 90: 132, 100: 148}
 """Multiprocessors by compute capability, for how many programs fill the GPU; others count as 108."""
 
+SHARED_KB = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
+"""Shared memory of one program by compute capability; other devices count as having 64 KB, as AMD's have."""
+
 RESIDENT = 4
 """Programs of narrow tiles that share a multiprocessor, so that one expands while another waits for memory."""
 
@@ -63,6 +66,22 @@ def by_words(dtype: torch.dtype, n: int, m: int, cols: int) -> bool:
     return small and m in (4, 8, 16, MOST_WORD_M) and Pattern(n, m).index_bytes(cols) % 4 == 0
 
 
+def shared_bytes(p: Plan, kind: str, dtype: torch.dtype, n: int, m: int) -> int:
+    """What the kernel of a plan needs at most: tiles on their way, one of them less of the compressed operand, and the expanded tile."""
+    kept = p.cols * n // m
+    packed_tile = p.rows * kept * dtype.itemsize + p.rows * kept * Pattern(n, m).index_bits // 8
+    dense_tile = p.width * (p.rows if kind == "dgrad" else p.cols) * dtype.itemsize
+    return (p.stages - 1) * packed_tile + p.stages * dense_tile + p.rows * p.cols * dtype.itemsize
+
+
+def fitting(p: Plan, kind: str, dtype: torch.dtype, n: int, m: int, capability: int) -> Plan:
+    """A plan with fewer stages, then with smaller tiles, until it fits into shared memory."""
+    most = SHARED_KB.get(capability, 64) << 10
+    while shared_bytes(p, kind, dtype, n, m) > most and (p.stages > 2 or p.width > 16):
+        p = p._replace(stages=p.stages - 1) if p.stages > 2 else p._replace(width=p.width // 2)
+    return p
+
+
 def word_cols(n: int, m: int) -> int:
     """Columns whose indices fill one 32-bit word."""
     return m * 32 // (Pattern(n, m).index_bits * n)
@@ -75,14 +94,21 @@ def plan(kind: str, dtype: torch.dtype, rows: int, cols: int, width: int, n: int
     Args:
         kind: "fprop", "dgrad" or "wgrad". dtype: of the operands.
         rows, cols: of the compressed operand. width: columns of the other one: tokens, in wgrad the layer's inputs.
-        n, m: the pattern. capability: 80, 90, ...
+        n, m: the pattern. capability: 80, 90, ... of an NVIDIA GPU; 0 for other devices.
     """
     words = by_words(dtype, n, m, cols)
     if kind == "fprop" and width <= FEW_TOKENS and cols:
         return Plan("few")
     if width >= (SCRATCH_WIDTH if words else SCRATCH_WIDTH_PIECES) or (m > MOST_PIECES_M and not words):
         return Plan("scratch")
-    return _dgrad(dtype, width, n, m, words, capability) if kind == "dgrad" else _gemm(dtype, rows, cols, width, n, m, words, capability)
+    return _tiles(kind, dtype, rows, cols, width, n, m, words, capability)
+
+
+def _tiles(kind: str, dtype: torch.dtype, rows: int, cols: int, width: int, n: int, m: int, words: bool, capability: int) -> Plan:
+    """The tiles of expanding in registers."""
+    if kind == "dgrad":
+        return fitting(_dgrad(dtype, width, n, m, words), kind, dtype, n, m, capability)
+    return _gemm(dtype, rows, cols, width, n, m, words, capability)
 
 
 def _gemm(dtype: torch.dtype, rows: int, cols: int, width: int, n: int, m: int, words: bool, capability: int) -> Plan:
@@ -99,13 +125,14 @@ def _gemm(dtype: torch.dtype, rows: int, cols: int, width: int, n: int, m: int, 
         chosen = Plan("gemm", 128, 128, 64, 8, 3)
     if words:
         chosen = chosen._replace(cols=max(chosen.cols, word_cols(n, m)))
+    chosen = fitting(chosen, "fprop", dtype, n, m, capability)
     tiles = cdiv(rows, chosen.rows) * cdiv(width, chosen.width)
     wanted = PROCESSORS.get(capability, 108) * (RESIDENT if chosen.width <= 32 else 1)
     most = max(1, min(MOST_SPLITS, cdiv(cols, chosen.cols) // FEWEST_BLOCKS))
     return chosen._replace(splits=max(1, min(most, wanted // max(tiles, 1))))
 
 
-def _dgrad(dtype: torch.dtype, width: int, n: int, m: int, words: bool, capability: int) -> Plan:
+def _dgrad(dtype: torch.dtype, width: int, n: int, m: int, words: bool) -> Plan:
     tile_width = min(max(next_power_of_2(width), 16), 128 if dtype != torch.float32 and words else 64)
     if not words:
         return Plan("gemm", 32, tile_width, max(32, next_power_of_2(m)), 4, 2)
@@ -123,7 +150,7 @@ def candidates(kind: str, dtype: torch.dtype, rows: int, cols: int, width: int, 
     if kind == "fprop" and width <= FEW_TOKENS and cols:
         made.append(Plan("few"))
     words = by_words(dtype, n, m, cols)
-    base = _dgrad(dtype, width, n, m, words, capability) if kind == "dgrad" else _gemm(dtype, rows, cols, width, n, m, words, capability)
+    base = _tiles(kind, dtype, rows, cols, width, n, m, words, capability)
     made.append(base)
     made += [base._replace(stages=s) for s in (2, 3, 4, 5) if words]
     made += [base._replace(cols=c) for c in (base.cols // 2, base.cols * 2) if words and word_cols(n, m) <= c <= 256]
@@ -131,4 +158,5 @@ def candidates(kind: str, dtype: torch.dtype, rows: int, cols: int, width: int, 
         made += [base._replace(rows=128, warps=8), base._replace(width=256, warps=8)] if width >= 128 else [base._replace(rows=128)]
     if kind != "dgrad":
         made += [base._replace(splits=s) for s in (base.splits // 2, base.splits * 2, 1) if 1 <= s <= MOST_SPLITS]
-    return list(dict.fromkeys(made))
+    most = SHARED_KB.get(capability, 64) << 10
+    return [p for p in dict.fromkeys(made) if p.method != "gemm" or shared_bytes(p, kind, dtype, n, m) <= most]

@@ -29,13 +29,13 @@ from .tuned import choose, tile_of
 @lru_cache(maxsize=64)
 def _capability_of(device: torch.device) -> int:
     if device.type != "cuda" or torch.version.hip:
-        return 80
+        return 0
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
 
 
 def capability(x: Tensor) -> int:
-    """The compute capability that a call with ``x`` is planned for: 80, 90, ...; 80 where there is no such thing."""
+    """The compute capability that a call with ``x`` is planned for: 80, 90, ...; 0 where there is no such thing."""
     if _launch.instead is not None:
         return int(triton.runtime.driver.active.get_current_target().arch)
     return _capability_of(x.device)

@@ -7,7 +7,7 @@ import torch
 
 from nmkernels import Pattern, reference
 from nmkernels.backends.triton import linear as family
-from nmkernels.backends.triton._plan import Plan, by_words, candidates, plan
+from nmkernels.backends.triton._plan import SHARED_KB, Plan, by_words, candidates, plan, shared_bytes
 from nmkernels.testing import assert_equal_bits, assert_no_worse, poison
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -216,7 +216,8 @@ def test_the_interpreters_precision_is_that_of_the_gpu(device):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", ["fprop", "dgrad", "wgrad"])
-def test_plans_fit_the_kernels(kind, dtype):
+@pytest.mark.parametrize("capability", [90, 89, 0])
+def test_plans_fit_the_kernels(kind, dtype, capability):
     for pattern in (*WORDS, *PIECES):
         p = Pattern(pattern)
         for rows, cols, width in (
@@ -227,8 +228,8 @@ def test_plans_fit_the_kernels(kind, dtype):
             (10, 30, 40),
             (4096, 4096, 8192),
         ):
-            first = plan(kind, dtype, rows, cols, width, p.n, p.m)
-            options = candidates(kind, dtype, rows, cols, width, p.n, p.m)
+            first = plan(kind, dtype, rows, cols, width, p.n, p.m, capability)
+            options = candidates(kind, dtype, rows, cols, width, p.n, p.m, capability)
             assert options[0] == first
             assert len(set(options)) == len(options)
             assert Plan("scratch") in options
@@ -237,6 +238,7 @@ def test_plans_fit_the_kernels(kind, dtype):
                 assert option.method != "few" or (kind == "fprop" and width <= 4)
                 if option.method == "gemm":
                     assert option.cols >= 32
+                    assert shared_bytes(option, kind, dtype, p.n, p.m) <= SHARED_KB.get(capability, 64) << 10
                     assert option.splits == 1 or kind != "dgrad"
                     assert not by_words(dtype, p.n, p.m, cols) or option.cols * p.n // p.m * p.index_bits % 32 == 0
 
