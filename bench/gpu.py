@@ -18,6 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 NO_TESTS_COLLECTED = 5
+NO_CASE_LEFT = 2
 Runner = Callable[[list[str]], int]
 
 
@@ -54,13 +55,29 @@ def run(words: list[str]) -> int:
     return subprocess.run([sys.executable, *words], cwd=ROOT, env=env).returncode
 
 
-def results() -> str:
-    """The file that the benchmarks write, from the repository's root."""
+def surviving(words: list[str], runner: Runner, out: Path | None) -> int:
+    """``runner(words)``; where a signal ended a run of benchmarks (a compiler that crashed), further runs of the cases after that one."""
+    status = found = runner(words)
+    if status >= 0 or out is None:
+        return status
+    from .runner import running
+
+    while status < 0 and running(out).exists():
+        number, case = running(out).read_text().split(" ", 1)
+        running(out).unlink()
+        print(f"{case}: not timed, its process was ended by signal {-status}; on with the next", flush=True)
+        status = runner([*words, "--from", str(int(number) + 1)])
+        status = 0 if status == NO_CASE_LEFT else status
+    return found
+
+
+def results() -> Path | None:
+    """The file that the benchmarks write; None without a GPU."""
     import torch
 
     from .rows import RESULTS, machine, slug
 
-    return str((RESULTS / f"{slug(machine('cuda'))}.csv").relative_to(ROOT)) if torch.cuda.is_available() else ""
+    return RESULTS / f"{slug(machine('cuda'))}.csv" if torch.cuda.is_available() else None
 
 
 def main(lacks: Callable[[], str] = missing, runner: Runner = run, names: Sequence[str] = ()) -> int:
@@ -71,17 +88,17 @@ def main(lacks: Callable[[], str] = missing, runner: Runner = run, names: Sequen
     if reason := lacks():
         print(f"make gpu: no NVIDIA GPU to use here: {reason}")
         return 2
-    lines, failed = [], False
+    lines, failed, out = [], False, results()
     for step in (step for step in STEPS if not names or step.name in names):
         print(f"== {step.name}", flush=True)
         start = time.perf_counter()
-        status = runner(list(step.words))
+        status = surviving(list(step.words), runner, out)
         note = dict(step.fine).get(status, "")
         good = status == 0 or bool(note)
         failed |= not good
         verdict = "ok" if good else f"FAILED, exit status {status}"
         lines.append(f"  {step.name:<12}{time.perf_counter() - start:>7.1f} s  {verdict}{f' ({note})' if note else ''}")
-    where = [f"  rows in {path}; commit it with README.md and bench/results" for path in (results(),) if path]
+    where = [f"  rows in {out.relative_to(ROOT)}; commit it with README.md and bench/results"] if out else []
     print("\n".join(["== summary", *lines, *where, f"  {'FAILED' if failed else 'all passed'}"]), flush=True)
     return 1 if failed else 0
 

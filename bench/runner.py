@@ -57,11 +57,16 @@ def run(
     seconds: float,
     *,
     resume: bool = False,
+    first: int = 1,
     show: Callable[[Row], None] = lambda row: None,
     complain: Callable[[str], None] = lambda text: None,
 ) -> Outcome:
-    """Measure ``specs`` with about ``seconds`` of timing each, and add their rows to the CSV ``out`` case by case."""
+    """Measure ``specs`` with about ``seconds`` of timing each, and add their rows to the CSV ``out`` case by case.
+
+    While it runs, ``running(out)`` has the number of the case at hand, from ``first`` on: a compiler that crashes ends the process.
+    """
     outcome, progress = Outcome(), Progress(len(specs))
+    out.parent.mkdir(parents=True, exist_ok=True)
     done = fingerprints(out) if resume else set()
     commit()  # what the tree is now, not what it may have become when the last row is written
     try:
@@ -71,6 +76,7 @@ def run(
                 progress.skip()
                 continue
             progress.show(str(spec))
+            running(out).write_text(f"{first + index} {spec}")
             found, why = _attempt(spec, device, seconds)
             progress.clear()
             if found:
@@ -90,7 +96,13 @@ def run(
         outcome.interrupted = True
     finally:
         progress.clear()
+        running(out).unlink(missing_ok=True)
     return outcome
+
+
+def running(out: Path) -> Path:
+    """The file that names the case at hand of a run that writes to ``out``."""
+    return out.with_suffix(".running")
 
 
 def _attempt(spec: Spec, device: str, seconds: float) -> tuple[list[Row], str]:

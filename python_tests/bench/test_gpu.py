@@ -5,10 +5,12 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from bench import gpu
+from bench.runner import running
 from nmkernels import _capability
 from python_tests.house.tree import ROOT
 
@@ -60,6 +62,25 @@ def test_without_gpu_nothing_runs(capsys: pytest.CaptureFixture[str]) -> None:
 
     assert gpu.main(lambda: "torch sees no NVIDIA GPU", forbidden) == 2
     assert "torch sees no NVIDIA GPU" in capsys.readouterr().out
+
+
+def test_a_crash_costs_one_case(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ran: list[list[str]] = []
+
+    def runner(words: list[str]) -> int:
+        ran.append(words)
+        if len(ran) == 3:
+            return gpu.NO_CASE_LEFT
+        running(tmp_path / "a.csv").write_text(f"{3 * len(ran)} nm_mask 2:4")
+        return -11
+
+    words = ["-m", "bench.quick"]
+    assert gpu.surviving(words, runner, tmp_path / "a.csv") == -11
+    assert ran == [words, [*words, "--from", "4"], [*words, "--from", "7"]]
+    assert capsys.readouterr().out.count("nm_mask 2:4: not timed, its process was ended by signal 11") == 2
+    # nothing was running: the process ended by itself
+    assert gpu.surviving(words, lambda words: -9, tmp_path / "a.csv") == -9
+    assert gpu.surviving(words, lambda words: 0, None) == 0
 
 
 @pytest.mark.skipif(_capability.cuda_device().ok, reason="there is a GPU here")

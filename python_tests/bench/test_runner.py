@@ -104,6 +104,13 @@ def test_interrupt_keeps_what_was_done_and_resume_goes_on(tmp_path: Path, monkey
     assert runner.run([MASK], "cpu", out, 0.001, resume=True).skipped == 0
 
 
+def test_the_case_at_hand_is_named_while_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told, out = [], tmp_path / "folder" / "a.csv"
+    monkeypatch.setattr(runner, "measure", lambda spec, device, seconds: told.append(runner.running(out).read_text()) or [])
+    runner.run([MASK, PRUNE], "cpu", out, 0.0, first=5)
+    assert told == [f"5 {MASK}", f"6 {PRUNE}"] and not runner.running(out).exists()
+
+
 def test_second_run_replaces_its_rows(tmp_path: Path) -> None:
     for _ in range(2):
         runner.run([MASK], "cpu", tmp_path / "a.csv", 0.001)
