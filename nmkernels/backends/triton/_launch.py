@@ -5,8 +5,8 @@ calls need different code is what Triton looks at: dtypes, whether an address is
 16, or too wide for 32 bits, and the constexprs. All of that is in the key of ``_started``. A kernel that declares ``do_not_specialize``
 declares it, and a type such as ``tl.int64``, for all of its integers: their values are in no key.
 
-A launch that finds its kernel costs 3 us here and 1 us in Triton's launcher (AMD EPYC, Triton 3.6, stub driver, 2026-11-21); through
-Triton's own ``kernel[grid](...)`` it costs about 30.
+A launch that finds its kernel takes 3 us of Python, 0.4 of them in Triton's launcher; Triton's own ``kernel[grid](...)`` takes 8.5
+(a kernel of three arguments and four constexprs on an AMD EPYC with a stub for the driver, Triton 3.6, 2026-11-21).
 """
 
 from __future__ import annotations
