@@ -120,6 +120,14 @@ def adamw(name: str, dtype: torch.dtype, n: int = 2, m: int = 4, shape: tuple[in
     return Case("nm_masked_adamw_", name, args, wide, wide, sampled=True, kernel="adamw_kernel", loose=loose)
 
 
+def scale() -> Iterator[Case]:
+    """A case for each kind of thread; its sums are in float64."""
+    for text, dtype in (("2:4", FP32), ("2:4", BF16), ("1:8", BF16), ("3:5", BF16), ("8:256", FP32)):
+        args = (matrix(Pattern(text), dtype), *map(int, text.split(":")))
+        wide = 0 if text == "3:5" else 128
+        yield Case("nm_soft_threshold_scale", f"{text} {SHORT[dtype]}", args, wide, sampled=text == "2:4", loose=(".f64",))
+
+
 def transposable() -> Iterator[Case]:
     """A thread has the tiles of a 16-byte read, one or two: their rows are 4 or 8 bytes of mask."""
     for dtype in (FP32, BF16, FP16):
@@ -166,6 +174,7 @@ def cases() -> list[Case]:
         *dense("nm_mask"),
         *dense("nm_prune"),
         *dense("nm_soft_threshold"),
+        *scale(),
         *transposable(),
         *dense("nm_compress", None),
         Case("nm_compress", "2:4 bf16 with a mask", (meta(4096, 2048, dtype=BF16), 2, 4, meta(4096, 2048, dtype=torch.bool)), 128, 128),

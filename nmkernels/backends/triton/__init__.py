@@ -96,6 +96,7 @@ FAMILIES = {
     "nm_mask": "groups",
     "nm_prune": "groups",
     "nm_soft_threshold": "groups",
+    "nm_soft_threshold_scale": "threshold",
     "nm_transposable_mask": "transposable",
     "nm_compress": "compress",
     "nm_decompress": "compress",

@@ -61,3 +61,22 @@ def test_compressed_form(pattern: str, dtype: torch.dtype, capability: int) -> N
             dense = backend("nm_decompress", "triton")(*want, p.n, p.m, cols)
         testing.assert_equal_bits(got, want, f"compress {pattern} sm_{capability}")
         testing.assert_equal_bits(dense, torch.where(mask, w, 0), f"decompress {pattern} sm_{capability}")
+
+
+@pytest.mark.parametrize(("capability", "dtype"), CODE)
+def test_transposable_mask(capability: int, dtype: torch.dtype) -> None:
+    options = torch.tensor([0.0, 1.0, 2.0, -3.0, float("nan"), float("inf")], dtype=dtype)
+    for w in (options[torch.randint(4, (8, 256))], options[torch.randint(6, (8, 256))], torch.randn(4, 1028).to(dtype)):
+        with testing.poison(), emulated(capability):
+            got = backend("nm_transposable_mask", "triton")(w, 2, 4)
+        testing.assert_equal_bits(got, backend("nm_transposable_mask", "reference")(w, 2, 4), f"sm_{capability}")
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_soft_threshold_scale(capability: int) -> None:
+    """Over two programs, the second of one group."""
+    w = torch.randn(4 * ELEMENTS // 4 + 1, 4).to(BF16)
+    with testing.poison(), emulated(capability) as ran:
+        got = backend("nm_soft_threshold_scale", "triton")(w, 2, 4)
+    assert len(ran) == 2
+    torch.testing.assert_close(got, backend("nm_soft_threshold_scale", "reference")(w, 2, 4), rtol=1e-6, atol=0)
