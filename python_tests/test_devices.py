@@ -27,6 +27,8 @@ def exact(x: Tensor, p: nm.Pattern, module: object) -> list[Tensor]:
     seed = SEED.to(x.device)
     values, indices = call("compress", x, p.n, p.m)
     results = [call(name, x, p.n, p.m) for name in ("mask", "prune", "soft_threshold")]
+    if x.dim() > 1 and x.shape[-2] % p.m == 0 and (p.n, p.m) == (2, 4):
+        results.append(call("transposable_mask", x, p.n, p.m))
     results += [values, indices, call("decompress", values, indices, p.n, p.m, x.shape[-1])]
     results += [call("mvue", x, p.n, p.m, -1, seed, "exact"), *call("mvue_compress", x, p.n, p.m, -1, seed, "exact")]
     return results
@@ -45,7 +47,8 @@ def test_exact_ops_have_the_same_bits(device: str, dtype: torch.dtype, pattern: 
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_masked_adamw_has_the_same_bits(device: str) -> None:
+@pytest.mark.parametrize("counted_on_the_host", [True, False])
+def test_masked_adamw_has_the_same_bits(device: str, counted_on_the_host: bool) -> None:
     shape = (24, 32)
     params, grads, first = (torch.randn(shape) for _ in range(3))
     second = torch.rand(shape)
@@ -55,8 +58,10 @@ def test_masked_adamw_has_the_same_bits(device: str) -> None:
         [want[0]], [grads], [want[1]], [want[2]], [], [torch.tensor(3.0)], [], hyper, 2, 4, False, False, False, False, None, None
     )
     got = [t.to(device) for t in (params.clone(), first.clone(), second.clone())]
-    ops.masked_adamw_([got[0]], [grads.to(device)], [got[1]], [got[2]], [torch.tensor(3.0)], hyper.to(device), "2:4")
-    for a, b in zip(got, want, strict=True):
+    host = "cpu" if counted_on_the_host else device
+    step = torch.tensor(3.0, device=host)
+    ops.masked_adamw_([got[0]], [grads.to(device)], [got[1]], [got[2]], [step], hyper.to(host), "2:4")
+    for a, b in zip([*got, step], [*want, torch.tensor(4.0)], strict=True):
         assert_equal_bits(a.cpu(), b)
 
 
