@@ -38,7 +38,7 @@ CACHES = 4
 """Copies of the data make up so many times the L2: then none is left of a copy when its turn comes again."""
 
 HOST_CALLS = 100
-"""Calls whose time on the host is taken together."""
+"""Kernels whose launches the host is timed for together: a tenth of what the queue holds, or it would wait for the device after all."""
 
 T = TypeVar("T")
 
@@ -155,14 +155,14 @@ class QueueMeter:
     """Times what the host spends on calls that it does not wait for; the device is waited for before and after."""
 
     def __init__(self, p: Provider, device: str | None) -> None:
-        self.p, self.cost = p, 0.0
+        self.p, self.cost, self.calls = p, 0.0, max(1, HOST_CALLS // p.count)
         self.wait: Callable[[], None] = Cuda(device).synchronize if device else _nothing
 
     def warm(self) -> float:
         """Two turns that do not count."""
         self.turn()
         took = self.turn()
-        self.cost = took * HOST_CALLS
+        self.cost = took * self.calls * self.p.count
         return took
 
     def turn(self) -> float:
@@ -170,11 +170,11 @@ class QueueMeter:
         with self.p.under():
             self.wait()
             start = time.perf_counter()
-            for _ in range(HOST_CALLS):
+            for _ in range(self.calls):
                 self.p.call()
             took = time.perf_counter() - start
             self.wait()
-        return took / HOST_CALLS / self.p.count
+        return took / self.calls / self.p.count
 
 
 def _nothing() -> None:

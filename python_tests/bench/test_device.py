@@ -113,7 +113,9 @@ def test_the_hosts_time_is_per_unit(monkeypatch: pytest.MonkeyPatch) -> None:
     simulated = Simulated()
     monkeypatch.setattr(device.time, "perf_counter", simulated.perf_counter)
     meter = QueueMeter(Provider("a", lambda: simulated.run(50e-6, 0.0), host=True, count=10), None)
-    assert meter.warm() == meter.turn() == pytest.approx(5e-6)
+    assert [meter.warm(), meter.turn()] == pytest.approx([5e-6, 5e-6])
+    # three turns of a tenth of the calls
+    assert simulated.now == pytest.approx(3 * device.HOST_CALLS / 10 * 50e-6)
 
 
 def test_copies_take_turns() -> None:
