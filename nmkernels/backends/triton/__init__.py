@@ -105,6 +105,7 @@ FAMILIES = {
     "nm_linear": "linear",
     "nm_linear_dgrad": "linear",
     "nm_linear_wgrad": "linear",
+    "nm_mvue_compress": "mvue",
 }
 """The module that holds each op, under the op's name without ``nm_``."""
 

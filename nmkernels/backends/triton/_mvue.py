@@ -25,52 +25,47 @@ def tree(x):
     if x.shape[1] == 1:
         return x
     else:
-        even, odd = tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
-        return tree(even + odd)
+        # of two numbers there is one sum, whichever way a reduction goes
+        return tree(tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]), 2))
 
 
 @triton.jit
 def _any(x):
-    """Whether any element of a tile of truth values is true."""
-    return tl.max(tl.max(x.to(tl.int32), 1), 0) > 0
+    """Whether any element of a tensor of truth values is true."""
+    return tl.max(tl.reshape(x.to(tl.int32), [x.numel]), 0) > 0
 
 
 @triton.jit
-def _saturate(open, s, r):
-    """Elements whose share of the room r would reach 1."""
-    return (open != 0.0) & (open * r >= s) & (r > 0.0)
+def _open(a, least, N: tl.constexpr):
+    """Magnitudes below ``least``, their sum, and the room that the others leave."""
+    open = tl.where(a >= least, 0.0, a)
+    # small whole numbers: exact in any order
+    r = N - tl.sum(tl.where((a >= least) & (a != 0.0), 1.0, 0.0), 1, keep_dims=True)
+    return open, tree(open), r
 
 
 @triton.jit
-def water_fill(a, s, N: tl.constexpr):
+def water_fill(a, N: tl.constexpr):
     """Keep the elements whose probability reaches 1 until none does: magnitudes still open, their sum and the room that is left.
 
-    A round that keeps none changes nothing, and N that keep one each leave no room; so no group needs more than N rounds.
+    With an element every larger one is kept, so that the least magnitude kept is all that a round hands on.
     """
-    open, r = a, tl.full([a.shape[0], 1], N, tl.float32)
-    if N <= 2:
-        for k in tl.static_range(N):
-            more = _saturate(open, s, r)
-            open = tl.where(more, 0.0, open)
-            # small whole numbers: exact in any order
-            r -= tl.sum(tl.where(more, 1.0, 0.0), 1, keep_dims=True)
-            if k + 1 < N:
-                s = tree(open)
-    else:
-        more = _saturate(open, s, r)
-        while _any(more):
-            open = tl.where(more, 0.0, open)
-            r -= tl.sum(tl.where(more, 1.0, 0.0), 1, keep_dims=True)
-            s = tree(open)
-            more = _saturate(open, s, r)
-    return open, s, r
+    least = tl.full([a.shape[0]], float("inf"), tl.float32)
+    grew = True
+    while grew:
+        open, s, r = _open(a, least[:, None], N)
+        more = (open != 0.0) & (open * r >= s) & (r > 0.0)
+        now = tl.minimum(least, tl.min(tl.where(more, open, float("inf")), 1))
+        grew = _any(now < least)
+        least = now
+    return _open(a, least[:, None], N)
 
 
 @triton.jit
-def exact(a, s, u, N: tl.constexpr):
+def exact(a, u, N: tl.constexpr):
     """Water-filling, then systematic sampling with one uniform: kept, sampled ``[groups, M]`` and the sampled magnitude ``[groups, 1]``."""
     place = tl.arange(0, a.shape[1])[None, :]
-    open, s, r = water_fill(a, s, N)
+    open, s, r = water_fill(a, N)
     saturated = (open == 0.0) & (a != 0.0)
     live = (open != 0.0) & (r > 0.0)
     q = (tl.where(live, tl.div_rn(open * r, s), 0.0) * TWO_24).to(tl.int32)
@@ -136,7 +131,7 @@ def estimate(x, u0, u1, N: tl.constexpr, M: tl.constexpr, APPROX: tl.constexpr):
         sampled, value = approximate(a, s, u0[:, None], u1[:, None], M)
         saturated = few & few
     else:
-        saturated, sampled, value = exact(a, s, u0[:, None], N)
+        saturated, sampled, value = exact(a, u0[:, None], N)
     bits = bits_of(x)
     magnitude = bits_of(narrow(value, x.dtype))
     sign: tl.constexpr = -0x80000000 if x.dtype == tl.float32 else -0x8000

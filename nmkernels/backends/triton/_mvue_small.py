@@ -122,7 +122,7 @@ def _carried(x):
 
 
 @triton.jit
-def _uncarried(bits, dtype: tl.constexpr):
+def uncarried(bits, dtype: tl.constexpr):
     """The inverse of ``_carried``, still as an integer."""
     if dtype == tl.bfloat16:
         return (bits >> 16).to(tl.int16)
@@ -187,7 +187,7 @@ def _sampled(open, s, room, u, N: tl.constexpr):
         running += _quotient(open[i] * c, t, y).to(tl.int32)
         # the last element that is open takes what is left; there are two where there is room
         end = tl.minimum(running, total)
-        if i > 0 or N == 1:
+        if i > 0:
             end = tl.where(live_later[len(open) - 2 - i], end, total)
         out = appended(out, ((end ^ before) & HIGH_BITS) != 0)
         before = end
@@ -196,7 +196,7 @@ def _sampled(open, s, room, u, N: tl.constexpr):
 
 @triton.jit
 def exact_small(xs, u, N: tl.constexpr):
-    """The estimate of groups whose elements are the tensors ``xs``, for one uniform each, as integers."""
+    """The estimate of groups whose elements are the tensors ``xs``, for one uniform each, in int32: see ``uncarried``."""
     dtype: tl.constexpr = xs[0].dtype
     a, bits = (), ()
     for i in tl.static_range(len(xs)):
@@ -217,7 +217,13 @@ def exact_small(xs, u, N: tl.constexpr):
         for i in tl.static_range(len(xs)):
             fixed = appended(fixed, tl.where(lost, tl.where(masked[i], nan, 0), found[i]))
         found = fixed
+    return found
+
+
+@triton.jit
+def uncarried_all(xs, dtype: tl.constexpr):
+    """``uncarried`` of every tensor of a tuple."""
     out = ()
     for i in tl.static_range(len(xs)):
-        out = appended(out, _uncarried(found[i], dtype))
+        out = appended(out, uncarried(xs[i], dtype))
     return out
