@@ -48,6 +48,8 @@ def _members(full: str, cls: type, exported: set[int]) -> list[str]:
         for name, member in vars(base).items():
             if name.startswith("_") or name in lines:
                 continue
+            if getattr(member, "hooked", False) and not member.__qualname__.startswith(f"{base.__qualname__}."):
+                continue  # torch wraps an inherited ``step`` into the class itself once an optimizer is built
             if isinstance(member, property):
                 lines[name] = f"{full}.{name} (property)"
             elif isinstance(member, (staticmethod, classmethod)) or inspect.isfunction(member):
