@@ -131,7 +131,8 @@ def tune(
     Every layer with a compressed operand counts: ``CompressedLinear`` (y = x Wᵀ) and, in training, layers whose recipe packs the weight
     or the gradient. Each shape is timed once, on random numbers. A launch whose result is not as good as torch's own, judged against
     float64, is told in the report and never chosen. The choices are stored in ``NMKERNELS_CACHE`` or ``~/.cache/nmkernels``; they hold for
-    this GPU, this version of Triton, these shapes, and token counts up to the next power of two. Takes seconds per shape, mostly compiling.
+    this GPU, this version of Triton, these shapes, and token counts up to the next power of two. A shape takes ten seconds, with up to four
+    tokens a minute, nearly all of it compiling for the first time.
 
     Args:
         model: any module, on the device it will run on and in its dtype.

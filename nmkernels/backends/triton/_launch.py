@@ -112,7 +112,8 @@ def _starter(compiled: Any, constants: tuple[Any, ...]) -> Start:
     stream_of, hooks = triton.runtime.driver.active.get_current_stream, triton.knobs.runtime
 
     def start(programs: int, device: int, args: tuple[Any, ...]) -> None:
-        if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:  # a profiler wants to be told
+        # a profiler wants to be told; it adds itself to a chain, or puts a function in its place
+        if getattr(hooks.launch_enter_hook, "calls", True) or getattr(hooks.launch_exit_hook, "calls", True):
             compiled[(programs, 1, 1)](*args, *constants)
         else:
             run(programs, 1, 1, stream_of(device), function, metadata, None, None, None, *args, *constants)

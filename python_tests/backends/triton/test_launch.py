@@ -221,3 +221,13 @@ def test_profilers_are_told():
         hooks.remove(hook)
     assert kernel.compiled[0].told == 1
     assert not kernel.compiled[0].launched
+
+
+@pytest.mark.parametrize("hook", [print, None])
+def test_a_hook_may_be_no_chain(hook, monkeypatch):
+    """Then Triton is left to deal with it."""
+    kernel = Kernel()
+    _launch.launch(kernel, 1, (X,), N=2)
+    monkeypatch.setattr(_launch.triton.knobs.runtime, "launch_exit_hook", hook)
+    _launch.launch(kernel, 1, (X,), N=2)
+    assert kernel.compiled[0].told == 1
