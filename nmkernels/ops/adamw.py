@@ -128,7 +128,8 @@ def masked_adamw_(
         params: float tensors, groups along the last dimension as given (pass a transposed view of an (in, out) weight).
         grads, exp_avgs, exp_avg_sqs: one per param, of its shape; the states in fp32 (fp64 for fp64 params).
         steps: one-element fp32 tensors; the number of steps done so far, incremented here.
-        hyper: fp64 ``(9,)``, named by ``HYPER``; ``decay`` is λ, ``v_step`` the step whose bias correction a frozen v keeps (0: none).
+        hyper: fp64 ``(9,)``, named by ``HYPER``, on the CPU or the params' device; ``decay`` is λ, ``v_step`` the step whose bias
+            correction a frozen v keeps (0: none).
         pattern: ``"N:M"``, a ``Pattern``, or None: plain AdamW, no mask.
         max_exp_avg_sqs: the running maxima of amsgrad; its presence switches amsgrad on.
         outs: buffers, of any float dtype, that receive the masked weight.

@@ -189,10 +189,18 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 def _hyper(group: dict[str, Any], rule: UpdateRule, device: torch.device) -> Tensor:
-    """The scalars of one call as float64 on the parameters' device, so that a captured graph reads and does not freeze them."""
+    """The scalars of one call as float64: on the CPU, from where a GPU gets them as arguments, or beside those that are tensors already.
+
+    Nothing is copied from the host's memory, which would wait for the device, or leave a captured graph reading memory that is gone.
+    """
     lr, (beta1, beta2) = group["lr"], group["betas"]
     values = [lr, beta1, beta2, group["eps"], group["weight_decay"], rule.decay, rule.v_step, rule.clamp, 0.0]
-    hyper = torch.tensor([0.0 if isinstance(v, Tensor) else float(v) for v in values], dtype=torch.float64).to(device, non_blocking=True)
+    if any(isinstance(v, Tensor) and not v.is_cpu for v in values):
+        hyper = torch.empty(len(values), dtype=torch.float64, device=device)
+        for i, value in enumerate(values):
+            hyper[i].fill_(0.0 if isinstance(value, Tensor) else float(value))
+    else:
+        hyper = torch.tensor([0.0 if isinstance(v, Tensor) else float(v) for v in values], dtype=torch.float64)
     for i, value in enumerate(values):
         if isinstance(value, Tensor):
             hyper[i].copy_(value)

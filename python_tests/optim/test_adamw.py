@@ -234,3 +234,17 @@ def test_stats_count_maskable_parameters_only():
     optimizer.forget()
     optimizer.step()
     assert optimizer.stats is None
+
+
+@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1, dtype=torch.float64), torch.tensor(0.1, device="meta")], ids=["a", "b", "c"])
+def test_scalars_are_not_copied_from_the_host(lr, monkeypatch):
+    """They stay where the host can hand them over; only beside a learning rate on another device are they made there."""
+    given = []
+    monkeypatch.setattr("nmkernels.optim.adamw.masked_adamw_", lambda *args, **kwargs: given.append(args[5]))
+    p = torch.nn.Parameter(torch.ones(4, device=getattr(lr, "device", "cpu")))
+    p.grad = torch.ones_like(p)
+    optimizer = MaskedAdamW([p], capturable=p.is_meta)
+    optimizer.param_groups[0]["lr"] = lr
+    optimizer.step()
+    assert given[0].device == p.device
+    assert p.is_meta or given[0].tolist() == [0.1, 0.9, 0.999, 1e-8, 0.01, 0.0, 0.0, 0.0, 0.0]
