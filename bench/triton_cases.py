@@ -142,7 +142,7 @@ def linear() -> Iterator[Case]:
     for text in ("2:4", "1:4", "2:8", "1:8", "1:16", "1:32"):
         p = Pattern(text)
         for dtype in (BF16, FP16, FP32) if text == "2:4" else (BF16,):
-            for tokens in (1, 4, 16, 64, *((512,) if text != "1:16" else ())) if dtype == BF16 else (1, 512):
+            for tokens in (1, 4, 16, 64, 512) if dtype == BF16 else (1, 512):
                 yield product("nm_linear", p, dtype, tokens)
             if text in ("2:4", "1:8"):
                 yield product("nm_linear_dgrad", p, dtype, 512)
@@ -184,6 +184,7 @@ def cases() -> list[Case]:
         adamw("2:4 fp32", FP32),
         adamw("2:4 fp32, weight to bf16", FP32, outs=BF16),
         adamw("2:4 bf16, weight to bf16, scaled", BF16, outs=BF16, scaled=True),
+        adamw("2:4 bf16, weight to bf16, amsgrad, scaled", BF16, outs=BF16, amsgrad=True, scaled=True),
         adamw("2:4 fp32, weight to bf16, amsgrad, scaled", FP32, outs=BF16, amsgrad=True, scaled=True),
         adamw("1:8 fp32, eps inside, maximize", FP32, 1, 8, eps_inside=True, maximize=True),
         adamw("2:4 fp32, frozen", FP32, frozen=True, outs=BF16),
