@@ -26,11 +26,11 @@ from .compress import as_integers, rows_of
 ELEMENTS = 2048
 """Elements of a tile along the last dimension."""
 
-COLUMN_ELEMENTS = 2048
-"""Elements of a tile across it, where memory turns a tile of groups."""
+COLUMN_BYTES = 4096
+"""Bytes of a tile across it, where shared memory turns a tile of groups."""
 
-SMALL_TILE = (128, 64)
-"""Rows and columns of a tile of small groups: 16-bit numbers are read 128 bytes at once, and those of 2:4 written packed in runs of 128."""
+SMALL_BYTES = 256
+"""Bytes down a tile of small groups of 64 columns: 16-bit numbers are read 128 bytes at once, those of 2:4 written in runs of 128."""
 
 SMALL = (2, 4, 8)
 """The M whose groups are worked on within a thread, for N <= 2: a thread holds groups of M rows and, in 16 bits, 8 columns."""
@@ -153,13 +153,13 @@ def _is_small(n: int, m: int, method: str) -> bool:
     return method == "exact" and n <= 2 and m in SMALL
 
 
-def _column_tile(m: int, small: bool) -> tuple[int, int]:
+def _column_tile(g: Tensor, m: int, small: bool) -> tuple[int, int]:
     """Groups and columns of a tile across the last dimension."""
     if small:
-        return SMALL_TILE[0] // m, SMALL_TILE[1]
+        return min(SMALL_BYTES // (m * g.element_size()), 32), 64
     padded = next_power_of_2(m)
     columns = 64 if padded <= 8 else 32 if padded == 16 else 16 if padded <= 128 else 8
-    return max(1, COLUMN_ELEMENTS // (padded * columns)), columns
+    return max(1, COLUMN_BYTES // (padded * columns * g.element_size())), columns
 
 
 def _estimate(given: Layout, n: int, m: int, seed: Tensor, method: str, out: Tensor, turned: bool) -> None:
@@ -171,7 +171,7 @@ def _estimate(given: Layout, n: int, m: int, seed: Tensor, method: str, out: Ten
         count, tile = outer * length // m, max(4, ELEMENTS // padded)
         launch(mvue_rows_kernel, cdiv(count, tile), (g, seed, as_integers(out), count), **consts, TILE=tile)
         return
-    per_line, (groups, columns) = cdiv(length, m), _column_tile(m, small)
+    per_line, (groups, columns) = cdiv(length, m), _column_tile(g, m, small)
     blocks = cdiv(inner, columns), cdiv(per_line, groups)
     args = (g, seed, as_integers(out), length, inner, per_line, *blocks)
     consts |= {"SHARED": per_line % 4 == 0, "TURNED": turned, "GROUPS": groups, "COLUMNS": columns}
@@ -208,7 +208,7 @@ def mvue_compress(
         consts |= {"SHARED": walk.rows <= 1 or per_row % 4 == 0, "TILE": tile}
         launch(small_rows_kernel, walk.rows * blocks, (g, seed, *packed, *walk[:3], blocks), **consts)
     else:
-        groups, columns = _column_tile(m, True)
+        groups, columns = _column_tile(g, m, True)
         turns = cdiv(inner, columns), cdiv(per_row, groups)
         args = (g, seed, *packed, length, inner, per_row, row_bytes, *turns)
         consts |= {"SHARED": per_row % 4 == 0, "GROUPS": groups, "COLUMNS": columns}
