@@ -81,7 +81,7 @@ def test_gradient_scaling_and_skipping(device):
 @pytest.mark.parametrize("flags", [{}, {"eps_inside": True}, {"frozen": True}, {"maximize": True}], ids=str)
 def test_nasty_values(device, flags, dtype):
     call = nasty(seeded(5), dtype)
-    for number in ({}, {"clamp": 1.0}):
+    for number in ({}, {"clamp": 1.0, "decay": 0.0}):
         compare(device, call, hyper(**number), 2, 4, geometric=True, **flags)
     compare(device, call, hyper(), 0, 0, **flags)
     call["params"] = [torch.tensor([0.0, -0.0, 1e-40, 1.0, -1.0]).to(dtype)[torch.randint(5, (60, 24))]]
