@@ -142,7 +142,7 @@ def linear() -> Iterator[Case]:
     for text in ("2:4", "1:4", "2:8", "1:8", "1:16", "1:32"):
         p = Pattern(text)
         for dtype in (BF16, FP16, FP32) if text == "2:4" else (BF16,):
-            for tokens in (1, 4, 16, 64, 512) if dtype == BF16 else (1, 512):
+            for tokens in (1, 4, 16, 64, 512) if dtype == BF16 else (1, 512 if dtype == FP16 else 100):
                 yield product("nm_linear", p, dtype, tokens)
             if text in ("2:4", "1:8"):
                 yield product("nm_linear_dgrad", p, dtype, 512)

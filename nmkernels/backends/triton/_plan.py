@@ -20,6 +20,9 @@ SCRATCH_WIDTH = 1024
 """From so many columns of the dense operand on, the compressed one is expanded to memory once and multiplied by the vendor's product:
 expanding costs as much as about 400 columns, and expanding in every tile holds a product to about 0.6 of the dense one."""
 
+SCRATCH_WIDTH_FP32 = 128
+"""The same in float32, where no tensor core makes up for a slower inner loop than the vendor's."""
+
 SCRATCH_WIDTH_PIECES = 32
 """The same for patterns that are expanded piecewise, whose loads do not overlap with the product."""
 
@@ -99,7 +102,8 @@ def plan(kind: str, dtype: torch.dtype, rows: int, cols: int, width: int, n: int
     words = by_words(dtype, n, m, cols)
     if kind == "fprop" and width <= FEW_TOKENS and cols:
         return Plan("few")
-    if width >= (SCRATCH_WIDTH if words else SCRATCH_WIDTH_PIECES) or (m > MOST_PIECES_M and not words):
+    widest = SCRATCH_WIDTH_PIECES if not words else SCRATCH_WIDTH_FP32 if dtype == torch.float32 else SCRATCH_WIDTH
+    if width >= widest or (m > MOST_PIECES_M and not words):
         return Plan("scratch")
     return _tiles(kind, dtype, rows, cols, width, n, m, words, capability)
 
