@@ -59,7 +59,8 @@ def test_backends_agree(name: str, dtype: torch.dtype, device: str, poison: None
     for pattern in map(Pattern, PATTERNS):
         for case in testing.cases(pattern, dtype):
             args = make(case.x, pattern)
-            if args is None:
+            # the interpreter takes minutes for columns of 256 padded rows by the thousand; some hundreds show the same
+            if args is None or (INTERPRETED and name.endswith("dim_0") and pattern.m > 64 and case.x.shape[-1] > 2 * pattern.m):
                 continue
             here, expected = moved(args, device), None
             for entry in compared(op):
