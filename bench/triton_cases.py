@@ -92,16 +92,17 @@ BY_HAND = ("div.full.f32", "fma.rn.f32")
 def mvue(op: str) -> Iterator[Case]:
     """Along the last dimension and, as tokens are, across it; 1:2 and 2:4 are the patterns of gradients."""
     for dim, where in ((1, ""), (0, " along tokens")):
-        for text in ("1:2", "2:4", "1:4", "2:8", *(("4:32", "3:5") if dim else ())):
+        for text in ("1:2", "2:4", "1:4", "2:8", "4:32", "3:5", "3:4"):
             p, small = Pattern(text), text in ("1:2", "2:4", "1:4", "2:8")
             for dtype in (FP32, BF16) if text == "2:4" else (BF16,):
                 g = meta(4096, p.m * 512, dtype=dtype) if dim else meta(p.m * 512, 4096, dtype=dtype)
                 args = (g, p.n, p.m, dim, meta(2, dtype=torch.int64), "exact")
                 case = Case(op, f"{text} {SHORT[dtype]}{where}", args, loose=BY_HAND if small else (), sampled=text in ("2:4", "4:32"))
-                yield replace(case, load=128 * small, store=128 * small)
-        if dim:
-            args = (meta(4096, 4096, dtype=BF16), 2, 4, dim, meta(2, dtype=torch.int64), "approx")
-            yield Case(op, f"2:4 bf16 approx{where}", args)
+                # of 2:8 a thread has 8 rows of 4 columns: of 8 they would not fit in registers
+                load, store = 64 if text == "2:8" and not dim else 128, 64 if text == "2:8" else 128
+                yield replace(case, load=load * small, store=store * small)
+        args = (meta(4096, 4096, dtype=BF16), 2, 4, dim, meta(2, dtype=torch.int64), "approx")
+        yield Case(op, f"2:4 bf16 approx{where}", args)
 
 
 def adamw(name: str, dtype: torch.dtype, n: int = 2, m: int = 4, shape: tuple[int, ...] = (4096, 4096), **flags: Any) -> Case:
@@ -180,6 +181,7 @@ def cases() -> list[Case]:
         Case("nm_compress", "2:4 bf16 with a mask", (meta(4096, 2048, dtype=BF16), 2, 4, meta(4096, 2048, dtype=torch.bool)), 128, 128),
         *decompress(),
         *mvue("nm_mvue"),
+        *mvue("nm_mvue_compress"),
         *linear(),
         adamw("2:4 fp32", FP32),
         adamw("2:4 fp32, weight to bf16", FP32, outs=BF16),
