@@ -98,8 +98,9 @@ def mvue(op: str) -> Iterator[Case]:
                 g = meta(4096, p.m * 512, dtype=dtype) if dim else meta(p.m * 512, 4096, dtype=dtype)
                 args = (g, p.n, p.m, dim, meta(2, dtype=torch.int64), "exact")
                 case = Case(op, f"{text} {SHORT[dtype]}{where}", args, loose=BY_HAND if small else (), sampled=text in ("2:4", "4:32"))
-                # of 2:8 a thread has 8 rows of 4 columns: of 8 they would not fit in registers
-                load, store = 64 if text == "2:8" and not dim else 128, 64 if text == "2:8" else 128
+                # across, a thread has 8 rows of 4 columns of 2:8: of 8 columns they would not fit in registers
+                load = 64 if text == "2:8" and not dim else 128
+                store = values_at_once(p, dtype) if op == "nm_mvue_compress" else load
                 yield replace(case, load=load * small, store=store * small)
         args = (meta(4096, 4096, dtype=BF16), 2, 4, dim, meta(2, dtype=torch.int64), "approx")
         yield Case(op, f"2:4 bf16 approx{where}", args)
