@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -28,15 +28,6 @@ def core() -> Any:
     except ValueError as error:
         raise BackendError(f"The CPU kernels cannot run as asked: {error}.") from None
     return module
-
-
-def tensors(args: Iterable[Any]) -> Iterator[Tensor]:
-    """Every tensor among arguments and lists of them."""
-    for arg in args:
-        if isinstance(arg, Tensor):
-            yield arg
-        elif isinstance(arg, (list, tuple)):
-            yield from tensors(arg)
 
 
 def runnable(given: Iterable[Tensor]) -> Verdict:

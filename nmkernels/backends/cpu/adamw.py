@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ..._dispatch import Verdict
-from ._core import DTYPES, contiguous, core, register, row_count, runnable, tensors
+from .._tensors import row_stride, tensors
+from ._core import DTYPES, contiguous, core, register, row_count, runnable
 
 
 def _supports_adamw(params: Sequence[Tensor], *args: Any) -> Verdict:
@@ -21,20 +22,6 @@ def _supports_adamw(params: Sequence[Tensor], *args: Any) -> Verdict:
     return runnable(tensors((params, *args)))
 
 
-def _row_stride(x: Tensor) -> int | None:
-    """The one stride between rows of ``x`` seen as ``(rows, last dimension)``; None where no single stride exists."""
-    step, reach = 0, None
-    for size, stride in zip(reversed(x.shape[:-1]), reversed(x.stride()[:-1]), strict=True):
-        if size == 1:
-            continue
-        if reach is None:
-            step = stride
-        elif stride != reach:
-            return None
-        reach = stride * size
-    return step
-
-
 _ABSENT = (0, 0, 0, 0)
 
 
@@ -43,15 +30,15 @@ def _view(x: Tensor | None, copies: list[tuple[Tensor, Tensor]]) -> tuple[int, i
     if x is None:
         return _ABSENT
     if x.is_neg():
-        row_stride = None
+        step = None
     elif x.is_contiguous():
         return x.data_ptr(), DTYPES[x.dtype], x.shape[-1] if x.dim() else 1, 1
     else:
-        row_stride = _row_stride(x)
-    if row_stride is None:
+        step = row_stride(x)
+    if step is None:
         copies.append((x, contiguous(x)))
         return _view(copies[-1][1], copies)
-    return x.data_ptr(), DTYPES[x.dtype], row_stride, x.stride(-1)
+    return x.data_ptr(), DTYPES[x.dtype], step, x.stride(-1)
 
 
 @register("nm_masked_adamw_", _supports_adamw)

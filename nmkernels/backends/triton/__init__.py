@@ -7,7 +7,7 @@ kernels, ``_groups`` and ``_pack`` hold the device functions that several famili
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..._capability import triton as triton_probe
 from ..._dispatch import Verdict, impl
+from .._tensors import tensors
 
 NAME = "triton"
 PRIORITY = 5
@@ -28,15 +29,6 @@ DEVICES = ("cuda", "xpu")
 def interpreted() -> bool:
     """Whether Triton interprets kernels on the CPU instead of compiling them: slow, for tests."""
     return os.environ.get("TRITON_INTERPRET", "0") in ("1", "true", "on")
-
-
-def tensors(args: Iterable[Any]) -> Iterator[Tensor]:
-    """Every tensor among arguments and lists of them."""
-    for arg in args:
-        if isinstance(arg, Tensor):
-            yield arg
-        elif isinstance(arg, (list, tuple)):
-            yield from tensors(arg)
 
 
 def runnable(given: Iterable[Tensor]) -> Verdict:

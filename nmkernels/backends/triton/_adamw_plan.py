@@ -17,6 +17,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from .._tensors import row_stride
 from . import _adamw_tile as t
 from ._adamw_kernels import owners_kernel
 from ._adamw_table import Cache, upload
@@ -34,20 +35,6 @@ P, AVG, SQ, TOP, OUT, GRAD = range(6)
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 Lists = list[list[Tensor]]
-
-
-def row_stride(x: Tensor) -> int | None:
-    """The one stride between rows of ``x`` seen as ``(rows, last dimension)``; None where no single stride exists."""
-    step, reach = 0, None
-    for size, stride in zip(reversed(x.shape[:-1]), reversed(x.stride()[:-1]), strict=True):
-        if size == 1:
-            continue
-        if reach is None:
-            step = stride
-        elif stride != reach:
-            return None
-        reach = stride * size
-    return step
 
 
 def _dense(x: Tensor) -> bool:
