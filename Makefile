@@ -31,6 +31,8 @@ demo: build
 
 # without the compiled core its tests would be skipped, and the suite would pass without having tested it
 test check: export NMKERNELS_REQUIRE_CORE := 1
+# the CUDA kernels are tested on the CPU, which nobody else needs
+test check: export NMKERNELS_EMULATOR := 1
 test: LINTED := NMKERNELS_LINTED=1
 test: build lint check
 

@@ -3,6 +3,7 @@
 Environment:
     NMKERNELS_CUDA=auto|on|off   auto (the default) builds device code where nvcc and a GPU are present
     NMKERNELS_REQUIRE_CORE=1     a core that cannot be built is an error; otherwise the package installs without it
+    NMKERNELS_EMULATOR=1         also build nmkernels._emulated, which runs the CUDA kernels on the CPU, for tests (in place only)
     NMKERNELS_WERROR=1           compiler warnings are errors
     MAX_JOBS=n                   parallel compile jobs
 """
@@ -23,6 +24,7 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).resolve().parent
 REQUIRED = os.environ.get("NMKERNELS_REQUIRE_CORE", "0") not in ("", "0")
 CUDA = os.environ.get("NMKERNELS_CUDA", "auto").lower()
+EMULATOR = os.environ.get("NMKERNELS_EMULATOR", "0") not in ("", "0")
 
 
 if CUDA not in ("auto", "on", "off"):
@@ -84,12 +86,17 @@ class BuildCore(build_ext):
             )
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(folder / target.name, target)
+        if self._in_place and EMULATOR:
+            built = folder / target.name.replace("_C", "_emulated", 1)
+            shutil.copy2(built, ROOT / "nmkernels" / built.name)
 
     def _forget(self, ext: Extension) -> None:
         """Delete earlier builds of the module: one of older sources must not outlive a failed build."""
         Path(self.get_ext_fullpath(ext.name)).unlink(missing_ok=True)
         if self._in_place:
-            ROOT.joinpath(*self.get_ext_filename(ext.name).split(os.sep)).unlink(missing_ok=True)
+            module = ROOT.joinpath(*self.get_ext_filename(ext.name).split(os.sep))
+            for built in (module, module.with_name(module.name.replace("_C", "_emulated", 1))):
+                built.unlink(missing_ok=True)
 
     def _configure(self) -> Path:
         cmake, ninja = find_tool("cmake"), find_tool("ninja")
@@ -100,6 +107,7 @@ class BuildCore(build_ext):
             "Python_EXECUTABLE": sys.executable,
             "NMKERNELS_PYBIND11_INCLUDE": pybind11_include(),
             "NMKERNELS_CUDA": CUDA,
+            "NMKERNELS_EMULATOR": "ON" if EMULATOR and self._in_place else "OFF",
             "NMKERNELS_WERROR": os.environ.get("NMKERNELS_WERROR", "0"),
         }
         command = [cmake, "-S", str(ROOT / "csrc"), "-B", str(folder), "-G", "Ninja", *(f"-D{k}={v}" for k, v in options.items())]

@@ -1,4 +1,5 @@
 # Which GPU generations device code is built for.
-#   80  : Ampere (A100); its code also runs on every later GPU through PTX
-#   90a : Hopper (H100, H200) with the architecture-specific instructions (wgmma, TMA)
-set(NMKERNELS_CUDA_ARCHITECTURES "80;90a" CACHE STRING "CUDA architectures of the compiled core")
+#   80-real    : Ampere (A100, and the other GPUs of 8.x)
+#   90a-real   : Hopper (H100, H200) with the architecture-specific instructions (wgmma, TMA)
+#   90-virtual : PTX, which the driver compiles for every later GPU; PTX of 90a would run on Hopper only
+set(NMKERNELS_CUDA_ARCHITECTURES "80-real;90a-real;90-virtual" CACHE STRING "CUDA architectures of the compiled core")

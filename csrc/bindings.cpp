@@ -1,11 +1,9 @@
 // nmkernels._C: the compiled core as Python sees it. Pointers come as integers (Tensor.data_ptr()), dtypes as the
-// codes of cpu/dispatch.h, sizes and strides in elements; the caller has checked shapes, devices and contiguity.
+// codes of core/dispatch.h, sizes and strides in elements; the caller has checked shapes, devices and contiguity.
 // Nothing here touches Python objects while a kernel runs, so the interpreter lock is released around each.
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
-
 #include <array>
 
+#include "bindings.h"
 #include "core/adamw.h"
 #include "core/philox.h"
 #include "cpu/isa.h"
@@ -17,29 +15,6 @@ namespace {
 
 // Raised whenever a signature or the meaning of an argument below changes; nmkernels/backends checks it.
 constexpr int kAbi = 3;
-
-using Address = std::uintptr_t;
-
-// Releases the interpreter lock. Taking it back may end the thread (a daemon thread, once the interpreter shuts down):
-// Python then unwinds the stack by force, which a destructor that promises not to throw would turn into an abort, as
-// that of py::gil_scoped_release does.
-class Unlock {
-  public:
-    Unlock() : state_(PyEval_SaveThread()) {}
-    Unlock(const Unlock&) = delete;
-    Unlock& operator=(const Unlock&) = delete;
-    ~Unlock() noexcept(false) { PyEval_RestoreThread(state_); }
-
-  private:
-    PyThreadState* state_;
-};
-
-using Unlocked = py::call_guard<Unlock>;
-
-template <class T = void>
-T* at(Address address) {
-    return reinterpret_cast<T*>(address);
-}
 
 // Parameters of a step as the caller lists them, kWords integers each: rows, columns, the address of the step count;
 // then of p, gradient, m, v, the maximum of v and the output: address (0: absent), dtype, row stride, column stride.
@@ -156,7 +131,10 @@ void bind_compressed(py::module_& module) {
 PYBIND11_MODULE(_C, module) {
     module.doc() = "The compiled core of nmkernels; use nmkernels.ops.";
     module.attr("abi") = kAbi;
-    module.attr("cuda") = false;
+#if defined(NM_CUDA)
+    py::module_ cuda = module.def_submodule("cuda", "The CUDA kernels.");
+    bind_cuda(cuda);
+#endif
 
     py::class_<nm::MvueCall>(module, "MvueCall").def(py::init(&mvue_call));
     module.def("masked_adamw", &masked_adamw, Unlocked());

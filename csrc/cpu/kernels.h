@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "dispatch.h"
+#include "../core/dispatch.h"
 #include "pool.h"
 
 namespace nm {

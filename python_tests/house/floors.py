@@ -33,9 +33,9 @@ FLOORS = {
 }
 """Floor of each file and folder of the package's top level; ``_C`` is the compiled core."""
 
-CSRC_FLOORS = {"core": 0, "cpu": 1, "cuda": 1, "cusparselt": 1, "emulator": 1, "tests": 2, "bindings.cpp": 2}
-CSRC_MAY_SHARE = {("emulator", "cuda"), ("cusparselt", "cuda")}
-"""On the floor of the kernels, who may include whom: the emulator runs the device code, cuSPARSELt shares its launch helpers."""
+CSRC_FLOORS = {"core": 0, "cpu": 1, "cuda": 1, "cusparselt": 1, "emulator": 1, "tests": 2, "bindings": 2}
+CSRC_MAY_SHARE = {("cuda", "emulator"), ("cusparselt", "cuda")}
+"""On the floor of the kernels, who may include whom: device code speaks the emulator's language there, cuSPARSELt shares launch helpers."""
 
 FORBIDDEN_HEADERS = ("torch/", "ATen/", "c10/")
 SOURCES = {".h", ".hpp", ".cpp", ".cu", ".cuh"}
@@ -112,8 +112,13 @@ def include_violations(csrc: Path) -> list[str]:
     return found
 
 
+def _csrc_floor(where: Path) -> str:
+    """The folder of a source; the files beside the folders are all bindings: bindings.cpp, bindings_cuda.cpp, ..."""
+    return re.split(r"[._]", where.name)[0] if len(where.parts) == 1 else where.parts[0]
+
+
 def _judge_include(where: Path, header: str, quoted: bool, csrc: Path) -> str:
-    own = where.parts[0]
+    own = _csrc_floor(where)
     if own not in CSRC_FLOORS:
         return f"{own!r} has no floor; give it one in python_tests/house/floors.py"
     if header.startswith(FORBIDDEN_HEADERS):
@@ -126,7 +131,7 @@ def _judge_include(where: Path, header: str, quoted: bool, csrc: Path) -> str:
     path = near if near.exists() else csrc / header
     if not path.exists():
         return f'includes "{header}", which is neither beside it nor under csrc'
-    target = path.resolve().relative_to(csrc.resolve()).parts[0]
+    target = _csrc_floor(path.resolve().relative_to(csrc.resolve()))
     if target == own or CSRC_FLOORS.get(target, 99) < CSRC_FLOORS[own] or (own, target) in CSRC_MAY_SHARE:
         return ""
     return f"{own} (floor {CSRC_FLOORS[own]}) includes {target} (floor {CSRC_FLOORS.get(target, 'none')})"

@@ -5,7 +5,7 @@
 
 #include "patterns.h"
 #include "select.h"
-#include "../dispatch.h"
+#include "../../core/dispatch.h"
 
 namespace nm {
 namespace {

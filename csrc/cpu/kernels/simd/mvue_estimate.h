@@ -8,7 +8,7 @@
 #include <algorithm>
 
 #include "../../../core/mvue.h"
-#include "../../dispatch.h"
+#include "../../../core/dispatch.h"
 #include "mvue_lanes.h"
 
 namespace nm {

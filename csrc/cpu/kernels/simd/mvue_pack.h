@@ -5,7 +5,7 @@
 #pragma once
 
 #include "../../../core/bitpack.h"
-#include "../../dispatch.h"
+#include "../../../core/dispatch.h"
 #include "mvue_lanes.h"
 
 namespace nm {

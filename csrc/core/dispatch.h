@@ -4,7 +4,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "../core/types.h"
+#include "types.h"
 
 namespace nm {
 

@@ -1,0 +1,50 @@
+// The CUDA kernels as Python sees them, as functions of a module: the core's submodule `cuda`, or the emulator's module.
+// Pointers come as integers, dtypes as the codes of core/dispatch.h; the last two arguments are the device and its stream.
+// The caller has checked shapes, devices and contiguity. The interpreter lock is released around each call.
+#include "bindings.h"
+#include "cuda/kernels.h"
+
+namespace py = pybind11;
+
+namespace {
+
+using nm::cuda::Queue;
+
+Queue queue(int device, Address stream) { return {device, at(stream)}; }
+
+void bind_groups(py::module_& module) {
+    module.def("mask", [](Address w, int dtype, int64_t numel, int n, int m, Address out, int device, Address stream) {
+        nm::cuda::mask(at(w), dtype, numel, n, m, at<uint8_t>(out), queue(device, stream));
+    }, Unlocked());
+    module.def("prune", [](Address w, int dtype, int64_t numel, int n, int m, Address out, int device, Address stream) {
+        nm::cuda::prune(at(w), dtype, numel, n, m, at(out), queue(device, stream));
+    }, Unlocked());
+    module.def("soft_threshold", [](Address w, int dtype, int64_t numel, int n, int m, Address out, int device, Address stream) {
+        nm::cuda::soft_threshold(at(w), dtype, numel, n, m, at(out), queue(device, stream));
+    }, Unlocked());
+}
+
+// soft_threshold_scale and transposable_mask
+void bind_tensors(py::module_&) {}
+
+// compress, decompress, pack
+void bind_packed(py::module_&) {}
+
+// mvue, mvue_compress
+void bind_mvue(py::module_&) {}
+
+void bind_adamw(py::module_&) {}
+
+// linear
+void bind_products(py::module_&) {}
+
+}  // namespace
+
+void bind_cuda(py::module_& module) {
+    bind_groups(module);
+    bind_tensors(module);
+    bind_packed(module);
+    bind_mvue(module);
+    bind_adamw(module);
+    bind_products(module);
+}

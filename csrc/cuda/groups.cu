@@ -1,0 +1,140 @@
+// mask, prune and soft_threshold: each element's result depends on its group of m and nothing else.
+#include "../core/dispatch.h"
+#include "../core/threshold.h"
+#include "any_groups.h"
+#include "kernels.h"
+#include "launch.h"
+#include "memory.h"
+
+namespace nm::cuda {
+
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kSteps = 4;  // loads that a thread has in flight
+
+struct Mask {
+    template <class T>
+    using Out = uint8_t;
+    static constexpr bool kThreshold = false;
+    template <class T>
+    static NM_DEVICE uint8_t result(T, uint8_t keep, float) {
+        return keep;
+    }
+};
+
+struct Prune {
+    template <class T>
+    using Out = T;
+    static constexpr bool kThreshold = false;
+    template <class T>
+    static NM_DEVICE T result(T w, uint8_t keep, float) {
+        return kept_or_zero(w, keep);
+    }
+};
+
+struct SoftThreshold {
+    template <class T>
+    using Out = T;
+    static constexpr bool kThreshold = true;
+    template <class T>
+    static NM_DEVICE T result(T w, uint8_t, float t) {
+        return shrink(w, t);
+    }
+};
+
+template <class Op, int N, int M, class T>
+NM_DEVICE void group_result(const T* w, typename Op::template Out<T>* out) {
+    uint32_t keys[M];
+    uint8_t keep[M] = {};
+    float t = 0.0f;
+    NM_UNROLL
+    for (int i = 0; i < M; ++i) keys[i] = Key<T>::of(w[i]);
+    if constexpr (Op::kThreshold) {
+        if constexpr (N < M) t = Key<T>::value(threshold_key(keys, N, M, Key<T>::bits));
+    } else {
+        mask_group(keys, N, M, Key<T>::bits, keep);
+    }
+    NM_UNROLL
+    for (int i = 0; i < M; ++i) out[i] = Op::result(w[i], keep[i], t);
+}
+
+// Thread t of a block takes chunks t, t + kThreads, ... of whole groups, at least 16 bytes each.
+template <class Op, class T, class P>
+__global__ void __launch_bounds__(kThreads) groups_kernel(const T* w, typename Op::template Out<T>* out, int64_t numel, bool wide) {
+    constexpr int kChunk = P::m * int(sizeof(T)) > 16 ? P::m : 16 / int(sizeof(T));
+    T x[kSteps][kChunk];
+    const int64_t first = (int64_t(blockIdx.x) * kSteps * kThreads + threadIdx.x) * kChunk;
+    NM_UNROLL
+    for (int s = 0; s < kSteps; ++s) {
+        const int64_t at = first + int64_t(s) * kThreads * kChunk;
+        load_some<kChunk>(w + at, x[s], numel - at, wide);
+    }
+    NM_UNROLL
+    for (int s = 0; s < kSteps; ++s) {
+        const int64_t at = first + int64_t(s) * kThreads * kChunk;
+        typename Op::template Out<T> result[kChunk];
+        NM_UNROLL
+        for (int g = 0; g < kChunk; g += P::m) group_result<Op, P::n, P::m>(x[s] + g, result + g);
+        store_some<kChunk>(out + at, result, numel - at, wide);
+    }
+}
+
+template <class Op, class T>
+__global__ void __launch_bounds__(AnyTile::kThreads) any_groups_kernel(const T* w, typename Op::template Out<T>* out, int64_t groups, int n, int m) {
+    NM_SHARED(AnyTile, tile);
+    const int64_t first = int64_t(blockIdx.x) * AnyTile::groups(m);
+    const int64_t left = groups - first;
+    const int here = (left < AnyTile::groups(m) ? int(left) : AnyTile::groups(m)) * m;
+    w += first * m;
+    out += first * m;
+    for (int e = int(threadIdx.x); e < here; e += AnyTile::kThreads) tile.keys[e] = Key<T>::of(w[e]);
+    __syncthreads();
+    if constexpr (Op::kThreshold) {
+        for (int e = int(threadIdx.x); e < here; e += AnyTile::kThreads) {
+            if (n < m && rank_in_group(tile.keys, e, m) == n) tile.thresholds[e / m] = tile.keys[e];
+        }
+        __syncthreads();
+    }
+    for (int e = int(threadIdx.x); e < here; e += AnyTile::kThreads) {
+        if constexpr (Op::kThreshold) {
+            out[e] = Op::result(w[e], 0, n < m ? Key<T>::value(tile.thresholds[e / m]) : 0.0f);
+        } else {
+            out[e] = Op::result(w[e], uint8_t(rank_in_group(tile.keys, e, m) < n), 0.0f);
+        }
+    }
+}
+
+template <class Op>
+void run(const char* name, const void* w, int dtype, int64_t numel, int n, int m, void* out, Queue queue) {
+    by_dtype_and_pattern(dtype, n, m, [&](auto element, auto pattern) {
+        using T = decltype(element);
+        using P = decltype(pattern);
+        const auto from = static_cast<const T*>(w);
+        const auto to = static_cast<typename Op::template Out<T>*>(out);
+        if constexpr (P::capacity == kMaxM) {
+            const int64_t groups = numel / m;
+            launch(name, any_groups_kernel<Op, T>, {cdiv(groups, AnyTile::groups(m)), AnyTile::kThreads}, queue, from, to, groups, n, m);
+        } else {
+            constexpr int chunk = P::m * int(sizeof(T)) > 16 ? P::m : 16 / int(sizeof(T));
+            const int64_t blocks = cdiv(numel, int64_t(chunk) * kSteps * kThreads);
+            launch(name, groups_kernel<Op, T, P>, {blocks, kThreads}, queue, from, to, numel, multiples_of_16(from, to));
+        }
+    });
+}
+
+}  // namespace
+
+void mask(const void* w, int dtype, int64_t numel, int n, int m, uint8_t* out, Queue queue) {
+    run<Mask>("mask_kernel", w, dtype, numel, n, m, out, queue);
+}
+
+void prune(const void* w, int dtype, int64_t numel, int n, int m, void* out, Queue queue) {
+    run<Prune>("prune_kernel", w, dtype, numel, n, m, out, queue);
+}
+
+void soft_threshold(const void* w, int dtype, int64_t numel, int n, int m, void* out, Queue queue) {
+    run<SoftThreshold>("soft_threshold_kernel", w, dtype, numel, n, m, out, queue);
+}
+
+}  // namespace nm::cuda

@@ -1,0 +1,33 @@
+// The host side of csrc/cuda: each function checks nothing but what the hardware limits, starts its kernels on a queue
+// and returns at once. Pointers are device memory (the host's in the emulator), tensors contiguous and row-major, groups m
+// consecutive elements of a row; m divides the row length unless said otherwise. Dtype codes are those of core/dispatch.h.
+#pragma once
+
+#include <cstdint>
+
+#include "queue.h"
+
+namespace nm::cuda {
+
+// groups.cu ------------------------------------------------------------------------------------------------------------
+
+// out[i] = 1 where w[i] is among the n largest magnitudes of its group.
+void mask(const void* w, int dtype, int64_t numel, int n, int m, uint8_t* out, Queue queue);
+
+// out = w where kept, +0.0 elsewhere; out may be w.
+void prune(const void* w, int dtype, int64_t numel, int n, int m, void* out, Queue queue);
+
+// out = sign(w) max(|w| - t, 0), t the (n+1)-th largest magnitude of the group; out may be w.
+void soft_threshold(const void* w, int dtype, int64_t numel, int n, int m, void* out, Queue queue);
+
+// threshold.cu, transposable.cu ----------------------------------------------------------------------------------------
+
+// compress.cu, decompress.cu, pack.cu ----------------------------------------------------------------------------------
+
+// mvue.cu --------------------------------------------------------------------------------------------------------------
+
+// adamw.cu -------------------------------------------------------------------------------------------------------------
+
+// linear_few.cu, linear_mma.cu -----------------------------------------------------------------------------------------
+
+}  // namespace nm::cuda

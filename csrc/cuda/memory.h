@@ -1,0 +1,99 @@
+// Reads and writes of several elements at once: 16 bytes is the widest access of a thread.
+#pragma once
+
+#include "../core/types.h"
+#include "platform.h"
+
+namespace nm::cuda {
+
+template <int Bytes>
+struct WordOf;
+template <>
+struct WordOf<1> {
+    using type = uint8_t;
+};
+template <>
+struct WordOf<2> {
+    using type = uint16_t;
+};
+template <>
+struct WordOf<4> {
+    using type = uint32_t;
+};
+template <>
+struct WordOf<8> {
+    using type = uint2;
+};
+template <>
+struct WordOf<16> {
+    using type = uint4;
+};
+
+// The unsigned integer or vector of them with so many bytes.
+template <int Bytes>
+using Word = typename WordOf<Bytes>::type;
+
+template <int Bytes>
+NM_DEVICE Word<Bytes> load_word(const void* from) {
+#if defined(NM_EMULATED)
+    return emulator::aligned<Word<Bytes>>(const_cast<void*>(from));
+#else
+    return *static_cast<const Word<Bytes>*>(from);
+#endif
+}
+
+template <int Bytes>
+NM_DEVICE void store_word(void* to, Word<Bytes> word) {
+#if defined(NM_EMULATED)
+    emulator::aligned<Word<Bytes>>(to) = word;
+#else
+    *static_cast<Word<Bytes>*>(to) = word;
+#endif
+}
+
+// to[i] = from[i] for i < Count; Count elements are a power of two of bytes, and `from` is a multiple of them (16 at most).
+template <int Count, class T>
+NM_DEVICE void load_wide(const T* from, T* to) {
+    constexpr int bytes = Count * int(sizeof(T)), width = bytes < 16 ? bytes : 16;
+    NM_UNROLL
+    for (int i = 0; i < bytes / width; ++i) {
+        const Word<width> word = load_word<width>(reinterpret_cast<const char*>(from) + i * width);
+        memcpy(reinterpret_cast<char*>(to) + i * width, &word, width);
+    }
+}
+
+template <int Count, class T>
+NM_DEVICE void store_wide(T* to, const T* from) {
+    constexpr int bytes = Count * int(sizeof(T)), width = bytes < 16 ? bytes : 16;
+    NM_UNROLL
+    for (int i = 0; i < bytes / width; ++i) {
+        Word<width> word;
+        memcpy(&word, reinterpret_cast<const char*>(from) + i * width, width);
+        store_word<width>(reinterpret_cast<char*>(to) + i * width, word);
+    }
+}
+
+// The first `count` of Count elements, the others zero; at once where all are there and `wide` says that addresses fit.
+template <int Count, class T>
+NM_DEVICE void load_some(const T* from, T* to, int64_t count, bool wide) {
+    if (wide && count >= Count) return load_wide<Count>(from, to);
+    NM_UNROLL
+    for (int i = 0; i < Count; ++i) to[i] = i < count ? from[i] : T{};
+}
+
+template <int Count, class T>
+NM_DEVICE void store_some(T* to, const T* from, int64_t count, bool wide) {
+    if (wide && count >= Count) return store_wide<Count>(to, from);
+    NM_UNROLL
+    for (int i = 0; i < Count; ++i) {
+        if (i < count) to[i] = from[i];
+    }
+}
+
+// Whether addresses (or strides in bytes) are multiples of 16.
+template <class... A>
+inline bool multiples_of_16(A... addresses) {
+    return ((uintptr_t(addresses) | ...) & 15) == 0;
+}
+
+}  // namespace nm::cuda

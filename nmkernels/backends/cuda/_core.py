@@ -1,0 +1,124 @@
+"""The way to the CUDA kernels: what they can run, the registration of an op, and where a call goes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import cache
+from importlib import import_module, util
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..._capability import compiled_core, compute_capability
+from ..._dispatch import Verdict, impl
+from .._tensors import tensors
+
+NAME, PRIORITY = "cuda", 10
+EMULATED, NEVER_CHOSEN = "cuda-emulated", -10
+"""The emulator takes a call only where it is asked for by name: the reference, which runs everything, is asked before it."""
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
+"""The core's code of each dtype; float64 only as gradient or output of AdamW."""
+
+OLDEST = (8, 0)
+"""Compute capability of the oldest GPU that the kernels are compiled for."""
+
+
+@cache
+def _compiled() -> Any:
+    return import_module("..._C", __package__).cuda
+
+
+@cache
+def _emulated() -> Any:
+    return import_module("..._emulated", __package__)
+
+
+def core(x: Tensor) -> Any:
+    """The module of kernels for a tensor: compiled ones on a GPU, emulated ones on the CPU."""
+    return _emulated() if x.is_cpu else _compiled()
+
+
+def queue(x: Tensor) -> tuple[int, int]:
+    """The last two arguments of every kernel: the device of ``x`` and its current stream."""
+    if x.is_cpu:
+        return 0, 0
+    device = x.get_device()
+    return device, torch._C._cuda_getCurrentRawStream(device)
+
+
+@cache
+def _present() -> Verdict:
+    """Whether the kernels are built and there is a GPU for them."""
+    built = compiled_core()
+    if not built.ok:
+        return False, built.reason
+    if not hasattr(import_module("..._C", __package__), "cuda"):
+        return False, "nmkernels._C is built without CUDA kernels; build it where nvcc and a GPU are, or with NMKERNELS_CUDA=on"
+    found = compute_capability()
+    if found is not None and found < OLDEST:
+        return False, f"the kernels need compute capability {'.'.join(map(str, OLDEST))}, this GPU has {'.'.join(map(str, found))}"
+    return True, "compiled for CUDA"
+
+
+def _runnable(given: Iterable[Tensor], device: str) -> Verdict:
+    for x in given:
+        if x.device.type != device:
+            return False, f"it works on {device.upper()} tensors, and one of these is on {x.device}"
+        if x.layout != torch.strided:
+            return False, f"it works on strided tensors, and one of these is {x.layout}; call .to_dense()"
+    return True, ""
+
+
+def _supports(args: tuple[Any, ...], device: str) -> Verdict:
+    given = list(tensors(args))
+    for x in given:
+        if x.dtype == torch.float64:
+            return False, "it computes in float32, and this call is in float64"
+    return _runnable(given, device)
+
+
+Supports = Callable[..., Verdict]
+
+
+def fits(*args: Any) -> Verdict:
+    """What every op that takes no lists can run, wherever its tensors are."""
+    return _supports(args, "cpu" if any(x.is_cpu for x in tensors(args)) else "cuda")
+
+
+def register(op: str, supports: Supports | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a function as this backend's ``op``, on GPUs and, if that is built, in the emulator.
+
+    ``supports(*args)`` answers for what is particular to the op; the device and float64 are looked at before it is asked.
+    """
+
+    def on_gpu(*args: Any) -> Verdict:
+        verdict = _present()
+        if verdict[0]:
+            checked = _supports(args, "cuda")
+            verdict = checked if not checked[0] else verdict
+        return supports(*args) if verdict[0] and supports else verdict
+
+    def on_cpu(*args: Any) -> Verdict:
+        checked = _supports(args, "cpu")
+        return (supports(*args) if supports else (True, "emulated, for tests")) if checked[0] else checked
+
+    def take(fn: Callable[..., Any]) -> Callable[..., Any]:
+        impl(op, backend=NAME, priority=PRIORITY, supports=on_gpu)(fn)
+        if emulator_built():
+            impl(op, backend=EMULATED, priority=NEVER_CHOSEN, supports=on_cpu)(fn)
+        return fn
+
+    return take
+
+
+@cache
+def emulator_built() -> bool:
+    """Whether ``nmkernels._emulated`` is there."""
+    return util.find_spec("nmkernels._emulated") is not None
+
+
+def contiguous(x: Tensor) -> Tensor:
+    """Contiguous, with a lazy negation carried out: what the pointer shows is what the tensor says."""
+    return x.resolve_neg().contiguous()
