@@ -27,6 +27,10 @@ class DtypeError(NMError, TypeError):
     """A tensor's dtype is not supported by the operation."""
 
 
+class OptionError(NMError, ValueError):
+    """An option has a value that the operation does not know."""
+
+
 class BackendError(NMError, RuntimeError):
     """A backend that was asked for by name cannot run this call."""
 

@@ -1,12 +1,14 @@
 """Floor 3: the public operations, thin over ``torch.ops.nmkernels.*``."""
 
-from ._check import OptionError
+from ..pattern import OptionError
 from .adamw import HYPER, STATS, masked_adamw_
 from .compress import compress, decompress
 from .compressed import Compressed
 from .linear import linear, linear_dgrad, linear_wgrad
 from .mask import is_nm, mask, prune
 from .mvue import METHODS, mvue, mvue_compress
+from .pack import pack
+from .packed import DeviceCompressed, Packed
 from .threshold import soft_threshold, soft_threshold_scale
 from .transposable import transposable_mask
 
@@ -15,7 +17,9 @@ __all__ = [
     "METHODS",
     "STATS",
     "Compressed",
+    "DeviceCompressed",
     "OptionError",
+    "Packed",
     "compress",
     "decompress",
     "is_nm",
@@ -26,6 +30,7 @@ __all__ = [
     "masked_adamw_",
     "mvue",
     "mvue_compress",
+    "pack",
     "prune",
     "soft_threshold",
     "soft_threshold_scale",

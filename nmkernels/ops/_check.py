@@ -8,13 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..pattern import DtypeError, NMError, Pattern, PatternLike, ShapeError
+from ..pattern import DtypeError, Pattern, PatternLike, ShapeError
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-
-class OptionError(NMError, ValueError):
-    """An option has a value that the operation does not know."""
 
 
 @cache

@@ -6,9 +6,9 @@ from torch import Tensor
 
 from .._dispatch import forced_backend
 from ..backends.cpu.linear import linear_now
-from ..pattern import ShapeError
+from ..pattern import OptionError, ShapeError
 from ..reference.linear import ACTIVATIONS
-from ._check import OptionError, check_device, check_matrix, check_packed, check_same_dtype, packed_sizes
+from ._check import check_device, check_matrix, check_packed, check_same_dtype, packed_sizes
 from ._define import Spec, define, unwatched
 from ._grad import require_no_grad
 from .compressed import Compressed

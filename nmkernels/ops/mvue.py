@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..pattern import DtypeError, Pattern, PatternError, PatternLike, ShapeError
-from ._check import OptionError, as_pattern, check_device, check_float, pattern_of
+from ..pattern import DtypeError, OptionError, Pattern, PatternError, PatternLike, ShapeError
+from ._check import as_pattern, check_device, check_float, pattern_of
 from ._define import Spec, define, define_out
 from ._grad import refuse_grad
 from .compress import check_same_form

@@ -3,18 +3,23 @@
 from .adamw import masked_adamw_
 from .bitpack import pack_indices, unpack_indices
 from .compress import compress, decompress
+from .layouts import LAYOUTS, from_layout, to_layout
 from .linear import linear, linear_dgrad, linear_wgrad
 from .mask import is_nm, mask, prune
 from .mvue import group_mvue, mvue, mvue_compress
+from .pack import SELECTS, pack
 from .philox import pairs24, philox4x32, uniforms24
 from .sums import chunked_sum
 from .threshold import soft_threshold, soft_threshold_scale
 from .transposable import transposable_mask
 
 __all__ = [
+    "LAYOUTS",
+    "SELECTS",
     "chunked_sum",
     "compress",
     "decompress",
+    "from_layout",
     "group_mvue",
     "is_nm",
     "linear",
@@ -24,12 +29,14 @@ __all__ = [
     "masked_adamw_",
     "mvue",
     "mvue_compress",
+    "pack",
     "pack_indices",
     "pairs24",
     "philox4x32",
     "prune",
     "soft_threshold",
     "soft_threshold_scale",
+    "to_layout",
     "transposable_mask",
     "uniforms24",
     "unpack_indices",

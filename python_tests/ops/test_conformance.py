@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from nmkernels import _dispatch, testing
+from nmkernels import _dispatch, reference, testing
 from python_tests.conformance import Conformance, Sample
 from python_tests.ops.samples import adamw, packed, seed
 
-BF16, F64 = torch.bfloat16, torch.float64
+BF16, F16, F64 = torch.bfloat16, torch.float16, torch.float64
 
 DENSE = {
     "2:4": lambda: (torch.randn(6, 8), 2, 4),
@@ -59,6 +60,40 @@ class TestDecompress(Conformance):
         "bf16_partial_group": lambda: (*packed(5, 27, 1, 8, BF16), 1, 8, 27),
         "f64_m_32": lambda: (*packed(3, 64, 4, 32, F64), 4, 32, 64),
         "empty": lambda: (*packed(0, 8, 2, 4), 2, 4, 8),
+    }
+
+
+def _short_mask(rows: int, cols: int) -> Tensor:
+    """At most 2:4 along rows and columns, many groups short."""
+    return reference.transposable_mask(torch.randn(rows, cols), 2, 4) & (torch.rand(rows, cols) < 0.7)
+
+
+class TestPack(Conformance):
+    op = "nm_pack"
+    samples = {
+        "rows": lambda: (torch.randn(6, 8), 2, 4, "magnitude", None, None, None, True, False, "canonical"),
+        "columns_to_bf16": lambda: (torch.randn(16, 6), 1, 8, "magnitude", None, None, BF16, False, True, "canonical"),
+        "transposable_mma": lambda: (torch.randn(64, 128), 2, 4, "transposable", None, None, F16, True, True, "mma.sp"),
+        "transposable_wgmma": lambda: (torch.randn(128, 64, dtype=BF16), 2, 4, "transposable", None, None, None, True, True, "wgmma.sp"),
+        "transposable_1:3": lambda: (torch.randn(6, 9), 1, 3, "transposable", None, None, BF16, True, True, "canonical"),
+        "given": lambda: (torch.randn(8, 12), 2, 4, "given", _short_mask(8, 12), None, BF16, True, True, "canonical"),
+        "given_columns_mma": lambda: (torch.randn(64, 16), 2, 4, "given", _short_mask(64, 16), None, BF16, False, True, "mma.sp"),
+        "threshold": lambda: (torch.randn(6, 8), 2, 4, "threshold", None, torch.tensor(1.37), BF16, True, False, "canonical"),
+        "threshold_bf16_columns": lambda: (torch.randn(16, 6, dtype=BF16), 1, 8, "threshold", None, None, None, False, True, "canonical"),
+        "f64": lambda: (
+            torch.randn(5, 10, dtype=F64),
+            3,
+            5,
+            "threshold",
+            None,
+            torch.tensor(0.7, dtype=F64),
+            F64,
+            True,
+            False,
+            "canonical",
+        ),
+        "to_f64": lambda: (torch.randn(5, 10), 3, 5, "magnitude", None, None, F64, True, False, "canonical"),
+        "empty": lambda: (torch.randn(0, 8), 2, 4, "transposable", None, None, BF16, True, True, "canonical"),
     }
 
 

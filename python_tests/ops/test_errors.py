@@ -14,6 +14,7 @@ from python_tests.ops.samples import adamw, packed, seed
 
 W = torch.arange(24.0).reshape(3, 8) + 1
 C = ops.compress(W, "2:4")
+D = torch.ones(16, 32).half(), torch.zeros(1, 1, 32, dtype=torch.int32)
 DENSE_OPS = [
     ops.mask,
     ops.prune,
@@ -21,6 +22,7 @@ DENSE_OPS = [
     ops.soft_threshold_scale,
     ops.transposable_mask,
     ops.compress,
+    ops.pack,
     ops.mvue,
     ops.mvue_compress,
 ]
@@ -77,6 +79,24 @@ WRONG = {
         OptionError,
         r"nm_linear: activation .tanh. .*gelu.*silu.*relu2",
     ),
+    "pack_rows": (lambda: ops.pack(W, "2:4", "transposable"), ShapeError, "nm_pack: the number of rows is 3.*multiple of M=4"),
+    "pack_1d": (lambda: ops.pack(W[0], "2:4"), ShapeError, r"nm_pack: .*\(8,\).*matrix"),
+    "pack_dtype": (lambda: ops.pack(W, "2:4", dtype=torch.int8), DtypeError, "nm_pack: .*int8.*bfloat16"),
+    "pack_mask": (lambda: ops.pack(W, "2:4", "best"), OptionError, "nm_pack: .*'best'.*'transposable'"),
+    "pack_mask_dtype": (lambda: ops.pack(W, "2:4", torch.ones(3, 8)), DtypeError, "float32.*must be bool"),
+    "pack_mask_device": (lambda: ops.pack(W, "2:4", torch.ones(3, 8, dtype=torch.bool, device="meta")), ShapeError, "cpu.*meta"),
+    "pack_mask_too_full": (lambda: ops.pack(W, "2:4", torch.ones(3, 8, dtype=torch.bool)), ShapeError, "2:4"),
+    "pack_both": (lambda: ops.pack(W, "2:4", columns=True), PatternError, "nm_pack: .*rows and columns at once.*transposable mask"),
+    "pack_neither": (lambda: ops.pack(W, "2:4", rows=False), OptionError, "nm_pack: neither"),
+    "pack_scale": (lambda: ops.pack(W, "2:4", scale=torch.tensor(1.0)), OptionError, "nm_pack: .*scale"),
+    "pack_scale_shape": (lambda: ops.pack(W, "2:4", "threshold", scale=torch.ones(3)), ShapeError, r"nm_pack: scale.*\(3,\)"),
+    "pack_layout": (lambda: ops.pack(W, "2:4", layout="coo"), OptionError, "nm_pack: layout 'coo'"),
+    "pack_layout_tile": (lambda: ops.pack(W.half(), "2:4", layout="mma.sp"), ShapeError, r"nm_pack: .*16 rows.*\(3, 8\)"),
+    "pack_layout_dtype": (lambda: ops.pack(torch.ones(16, 64), "2:4", layout="mma.sp"), DtypeError, "nm_pack: .*16-bit"),
+    "device_layout": (lambda: ops.DeviceCompressed(*D, "canonical", "2:4", (16, 64)), ShapeError, "device layout"),
+    "device_shape": (lambda: ops.DeviceCompressed(*D, "mma.sp", "2:4", (32, 64)), ShapeError, r"\(16, 32\).*\(32, 32\)"),
+    "device_meta": (lambda: ops.DeviceCompressed(D[0], D[1].long(), "mma.sp", "2:4", (16, 64)), DtypeError, "int64.*int32"),
+    "device_device": (lambda: ops.DeviceCompressed(D[0], D[1].to("meta"), "mma.sp", "2:4", (16, 64)), ShapeError, "cpu.*meta"),
     "x_size": (lambda: ops.linear(torch.ones(2, 9), C), ShapeError, r"nm_linear: x has shape \(2, 9\).*must be 8"),
     "x_dtype": (lambda: ops.linear(torch.ones(2, 8).bfloat16(), C), DtypeError, "bfloat16.*float32"),
     "x_device": (lambda: ops.linear(torch.ones(2, 8, device="meta"), C), ShapeError, "meta.*cpu"),

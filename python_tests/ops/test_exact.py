@@ -26,6 +26,17 @@ def _tiles(x: Tensor, p: Pattern) -> tuple[Any, ...] | None:
     return (x, p.n, p.m) if x.dim() > 1 and x.shape[-2] % p.m == 0 and (p.n, p.m) == (2, 4) else None
 
 
+def _packed(select: str, rows: bool, columns: bool) -> Callable[[Tensor, Pattern], tuple[Any, ...] | None]:
+    def make(x: Tensor, p: Pattern) -> tuple[Any, ...] | None:
+        tiled = columns or select == "transposable"
+        if x.dim() != 2 or (tiled and x.shape[0] % p.m) or (select == "transposable" and (p.n, p.m) != (2, 4)):
+            return None
+        scale = torch.tensor(-1.3) if select == "threshold" else None
+        return x, p.n, p.m, select, None, scale, torch.bfloat16, rows, columns, "canonical"
+
+    return make
+
+
 def _mvue(dim: int, method: str) -> Callable[[Tensor, Pattern], tuple[Any, ...] | None]:
     def make(x: Tensor, p: Pattern) -> tuple[Any, ...] | None:
         if (method == "approx" and p.n != 2) or (x.dim() == 1 and dim == 0):
@@ -41,6 +52,11 @@ OPS: dict[str, tuple[str, Callable[[Tensor, Pattern], tuple[Any, ...] | None]]] 
     "soft_threshold": ("nm_soft_threshold", _grouped),
     "compress": ("nm_compress", _grouped),
     "transposable": ("nm_transposable_mask", _tiles),
+    "pack": ("nm_pack", _packed("magnitude", True, False)),
+    "pack_columns": ("nm_pack", _packed("magnitude", False, True)),
+    "pack_both": ("nm_pack", _packed("transposable", True, True)),
+    "pack_threshold": ("nm_pack", _packed("threshold", True, False)),
+    "pack_threshold_columns": ("nm_pack", _packed("threshold", False, True)),
     "mvue": ("nm_mvue", _mvue(-1, "exact")),
     "mvue_dim_0": ("nm_mvue", _mvue(0, "exact")),
     "mvue_compress": ("nm_mvue_compress", _mvue(-1, "exact")),

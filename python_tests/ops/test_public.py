@@ -16,7 +16,7 @@ W = torch.randn(8, 16, generator=torch.Generator().manual_seed(5))
 
 
 @pytest.mark.parametrize(
-    "fn", [ops.mask, ops.prune, ops.soft_threshold, ops.compress, ops.mvue, ops.mvue_compress], ids=lambda f: f.__name__
+    "fn", [ops.mask, ops.prune, ops.soft_threshold, ops.compress, ops.pack, ops.mvue, ops.mvue_compress], ids=lambda f: f.__name__
 )
 def test_text_and_pattern_are_the_same(fn) -> None:
     keywords = {"seed": 1} if "seed" in inspect.signature(fn).parameters else {}

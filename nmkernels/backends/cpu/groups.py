@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -19,8 +21,8 @@ def _fresh(x: Tensor) -> Tensor:
     return x
 
 
-def _elementwise(op: str, name: str, dtype: torch.dtype | None = None) -> None:
-    """Register an op that maps ``(..., cols)`` to the same shape, group by group."""
+def _elementwise(op: str, name: str, dtype: torch.dtype | None = None) -> Callable[..., Tensor]:
+    """Register and return an op that maps ``(..., cols)`` to the same shape, group by group."""
 
     @register(op)
     def run(w: Tensor, n: int, m: int, out: Tensor | None = None) -> Tensor:
@@ -29,10 +31,12 @@ def _elementwise(op: str, name: str, dtype: torch.dtype | None = None) -> None:
         getattr(core(), name)(w.data_ptr(), DTYPES[w.dtype], w.numel(), n, m, result.data_ptr(), torch.get_num_threads())
         return result
 
+    return run
 
-_elementwise("nm_mask", "mask", torch.bool)
-_elementwise("nm_prune", "prune")
-_elementwise("nm_soft_threshold", "soft_threshold")
+
+mask = _elementwise("nm_mask", "mask", torch.bool)
+prune = _elementwise("nm_prune", "prune")
+soft_threshold = _elementwise("nm_soft_threshold", "soft_threshold")
 
 
 @register("nm_soft_threshold_scale")
@@ -43,7 +47,8 @@ def _soft_threshold_scale(w: Tensor, n: int, m: int, out: Tensor | None = None) 
 
 
 @register("nm_transposable_mask")
-def _transposable_mask(w: Tensor, n: int, m: int, out: Tensor | None = None) -> Tensor:
+def transposable_mask(w: Tensor, n: int, m: int, out: Tensor | None = None) -> Tensor:
+    """``nm_transposable_mask``."""
     w, cols = contiguous(w), w.shape[-1]
     result = _fresh(torch.empty_like(w, dtype=torch.bool)) if out is None else out
     core().transposable_mask(w.data_ptr(), DTYPES[w.dtype], row_count(w, cols), cols, n, m, result.data_ptr(), torch.get_num_threads())
@@ -51,7 +56,8 @@ def _transposable_mask(w: Tensor, n: int, m: int, out: Tensor | None = None) -> 
 
 
 @register("nm_compress")
-def _compress(w: Tensor, n: int, m: int, mask: Tensor | None = None, out: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+def compress(w: Tensor, n: int, m: int, mask: Tensor | None = None, out: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+    """``nm_compress``."""
     w, cols = contiguous(w), w.shape[-1]
     values, indices = packed(w, w.shape[:-1], cols, n, m) if out is None else out
     if out is None:

@@ -81,7 +81,20 @@ def supports_transposable(w: Tensor, n: int, m: int) -> Verdict:
     return supports(w)
 
 
-SUPPORTS: dict[str, Callable[..., Verdict]] = {"nm_masked_adamw_": supports_adamw, "nm_transposable_mask": supports_transposable}
+def supports_pack(
+    w: Tensor, n: int, m: int, select: str, mask: Tensor | None, scale: Tensor | None, dtype: torch.dtype | None, *rest: Any
+) -> Verdict:
+    """What nm_pack can run: what its parts can."""
+    if dtype == torch.float64:
+        return False, "it computes in float32, and float64 values are asked for"
+    return supports_transposable(w, n, m) if select == "transposable" else supports(w, mask, scale)
+
+
+SUPPORTS: dict[str, Callable[..., Verdict]] = {
+    "nm_masked_adamw_": supports_adamw,
+    "nm_pack": supports_pack,
+    "nm_transposable_mask": supports_transposable,
+}
 """Ops that answer for themselves."""
 
 FAMILIES = {
@@ -92,6 +105,7 @@ FAMILIES = {
     "nm_transposable_mask": "transposable",
     "nm_compress": "compress",
     "nm_decompress": "compress",
+    "nm_pack": "pack",
     "nm_masked_adamw_": "adamw",
     "nm_mvue": "mvue",
     "nm_linear": "linear",

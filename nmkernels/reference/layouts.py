@@ -1,0 +1,124 @@
+"""The orders in which tensor cores read the positions of a 2:4 operand; a layout is a permutation of the bytes of the indices.
+
+Of 16-bit operands a *metadata word* is 16 bits: the nibbles of four groups of four, little end first, each
+``first kept | second kept << 2``. That is two bytes of canonical 2:4 indices, which cover 16 dense columns of one row.
+
+* ``"mma.sp"``, for ``mma.sp.m16n8k32``: int32 ``(rows/16, cols/64, 32)``. Word ``[i, j, lane]`` holds, for the columns
+  ``64j + 16(lane % 4) ... + 15``, the metadata word of row ``16i + lane // 4`` in its low half, that of the row 8 further in its high half.
+  So one 32-lane load feeds two instructions: lanes with ``lane % 4`` 0 and 1 hold columns 64j ... + 31, read with sparsity selector 0;
+  those with 2 and 3 the next 32 columns, read with selector 1.
+* ``"wgmma.sp"``, for ``wgmma.mma_async.sp`` m64nNk32: int32 ``(rows/64, cols/64, 128)``. Word ``[i, j, 32·warp + lane]`` is the ``mma.sp``
+  word of the rows ``16(4i + warp)``, the same lane and columns.
+
+Only 0x4, 0x8, 0xC, 0x9, 0xD and 0xE occur as nibbles, what the PTX manual calls ordered metadata: canonical indices are in order, those
+that pad a short group too.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..pattern import DtypeError, OptionError, Pattern, PatternError, ShapeError
+
+WARPS = {"mma.sp": 1, "wgmma.sp": 4}
+"""Device layouts, and the warps whose words lie together."""
+
+LAYOUTS = ("canonical", *WARPS)
+"""Every layout that an operand can be packed in."""
+
+COLUMNS = 64
+"""Dense columns that the words of one warp cover."""
+
+
+def check_layout(op: str, layout: str, rows: int, cols: int, pattern: Pattern, dtype: torch.dtype) -> None:
+    """Raise unless a ``(rows, cols)`` operand of that pattern and dtype has the layout.
+
+    Raises:
+        OptionError: there is no such layout. PatternError, DtypeError: tensor cores read 2:4 and 16-bit values. ShapeError: no whole tiles.
+    """
+    if layout == "canonical":
+        return
+    if layout not in WARPS:
+        raise OptionError(f"{op}: layout {layout!r} is not known; it is one of {', '.join(map(repr, LAYOUTS))}.")
+    if (pattern.n, pattern.m) != (2, 4):
+        raise PatternError(
+            f"{op}: layout {layout!r} holds the metadata of 2:4, which the tensor cores read, not {pattern}. Use 'canonical'."
+        )
+    if dtype.itemsize != 2:
+        raise DtypeError(f"{op}: layout {layout!r} belongs to 16-bit values, not {dtype}. Pass dtype=torch.bfloat16, or use 'canonical'.")
+    height = 16 * WARPS[layout]
+    if rows % height or cols % COLUMNS:
+        raise ShapeError(
+            f"{op}: layout {layout!r} has tiles of {height} rows and {COLUMNS} columns, and the packed operand is ({rows}, {cols}). "
+            "Pad it to whole tiles, or use 'canonical'."
+        )
+
+
+def meta_shape(rows: int, cols: int, layout: str) -> tuple[int, int, int]:
+    """The shape of the metadata of a ``(rows, cols)`` operand in a device layout."""
+    warps = WARPS[layout]
+    return rows // (16 * warps), cols // COLUMNS, 32 * warps
+
+
+def to_layout(indices: Tensor, cols: int, layout: str) -> Tensor:
+    """Canonical 2:4 indices in another layout; the module's page says where each word lies.
+
+    Args:
+        indices: uint8 ``(rows, cols/8)``.
+        cols: the dense columns.
+        layout: one of ``LAYOUTS``; ``"canonical"`` returns ``indices``.
+
+    Returns:
+        int32 ``meta_shape(rows, cols, layout)``, contiguous.
+
+    Raises:
+        OptionError, DtypeError. ShapeError: not whole tiles, or not the indices of so many columns.
+
+    Example:
+        >>> meta = to_layout(torch.full((16, 8), 0x44, dtype=torch.uint8), 64, "mma.sp")
+        >>> meta.shape, hex(meta[0, 0, 0])
+        (torch.Size([1, 1, 32]), '0x44444444')
+    """
+    if layout == "canonical":
+        return indices
+    if indices.dtype != torch.uint8:
+        raise DtypeError(f"to_layout: indices have dtype {indices.dtype}, but uint8 is required.")
+    if indices.dim() != 2 or indices.shape[1] * 8 != cols:
+        raise ShapeError(f"to_layout: indices of shape {tuple(indices.shape)} are not those of {cols} columns at 2:4, (rows, {cols // 8}).")
+    check_layout("to_layout", layout, indices.shape[0], cols, Pattern(2, 4), torch.bfloat16)
+    i, j, words = meta_shape(indices.shape[0], cols, layout)
+    # tile, warp, half, row of eight, 64 columns, lane of four, byte
+    split = indices.reshape(i, words // 32, 2, 8, j, 4, 2)
+    return split.permute(0, 4, 1, 3, 5, 2, 6).reshape(i, j, words * 4).view(torch.int32)
+
+
+def from_layout(meta: Tensor, layout: str) -> Tensor:
+    """The inverse of ``to_layout``: canonical indices from metadata.
+
+    Args:
+        meta: int32 ``(tiles, cols/64, 32)``, or ``(tiles, cols/64, 128)`` for wgmma.sp.
+
+    Returns:
+        uint8 ``(rows, cols/8)``, contiguous; for ``"canonical"`` the argument.
+
+    Raises:
+        OptionError, DtypeError, ShapeError.
+
+    Example:
+        >>> indices = torch.randint(256, (64, 16), dtype=torch.uint8)
+        >>> torch.equal(from_layout(to_layout(indices, 128, "wgmma.sp"), "wgmma.sp"), indices)
+        True
+    """
+    if layout == "canonical":
+        return meta
+    if layout not in WARPS:
+        raise OptionError(f"from_layout: layout {layout!r} is not known; it is one of {', '.join(map(repr, LAYOUTS))}.")
+    if meta.dtype != torch.int32:
+        raise DtypeError(f"from_layout: the metadata has dtype {meta.dtype}, but int32 is required.")
+    warps = WARPS[layout]
+    if meta.dim() != 3 or meta.shape[2] != 32 * warps:
+        raise ShapeError(f"from_layout: metadata of shape {tuple(meta.shape)} is not {layout!r}, which is (tiles, cols/64, {32 * warps}).")
+    i, j, _ = meta.shape
+    split = meta.contiguous().view(torch.uint8).reshape(i, j, warps, 8, 4, 2, 2)
+    return split.permute(0, 2, 5, 3, 1, 4, 6).reshape(i * 16 * warps, j * 8)

@@ -1,0 +1,132 @@
+"""A weight packed for the forward pass, its transpose packed for the backward one, in the values' own dtype and layout."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..pattern import DtypeError, OptionError, Pattern, PatternError, ShapeError
+from ._common import FLOATS, check_float, compute_dtype
+from .compress import compress
+from .layouts import check_layout, to_layout
+from .mask import mask as nm_mask
+from .threshold import soft_threshold
+from .transposable import transposable_mask
+
+SELECTS = ("magnitude", "transposable", "given", "threshold")
+"""What decides which weights are kept."""
+
+
+def pack(
+    w: Tensor, n: int, m: int, select: str = "magnitude", mask: Tensor | None = None, scale: Tensor | None = None,
+    dtype: torch.dtype | None = None, rows: bool = True, columns: bool = False, layout: str = "canonical",
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Compress W along its rows, or Wᵀ along its rows (the columns of W), or both, and cast what is kept.
+
+    What is kept, by ``select``; the comparison is always in w's own dtype, that of the master weight:
+
+    * ``"magnitude"``: ``mask`` of the operand that is packed, W or Wᵀ; one of the two, for both see below.
+    * ``"transposable"``: M = ``transposable_mask(w)`` for W, Mᵀ for Wᵀ.
+    * ``"given"``: the ``mask`` argument for W, its transpose for Wᵀ. A group with fewer than n is filled up with +0.0 at its lowest unkept
+      positions, as ``compress`` does, in each orientation on its own.
+    * ``"threshold"``: as magnitude, but the value is ``soft_threshold`` of the operand, rounded to w's dtype as that op writes it,
+      times ``scale``, the product rounded once to the compute dtype (float32; float64 for float64).
+
+    The product is IEEE's: a kept S of +0.0 (a tie at the threshold) gives +0.0, -0.0 for a negative scale, NaN for an infinite one; a
+    product that underflows keeps its sign. ``scale=None`` multiplies nothing. A value is rounded once to ``dtype``, to nearest even,
+    overflow to infinity, denormals kept; where the dtype is w's own its bits stay. (float64 to 16 bits goes through float32, as in torch.)
+
+    Args:
+        w: ``(rows, cols)``, any strides; cols a multiple of m if rows are packed, rows if columns are.
+        mask: bool, the shape of ``w``, for ``"given"``. scale: one element of the compute dtype, for ``"threshold"``.
+        dtype: of the values; None stands for w's.
+        rows, columns: whether W, whether Wᵀ is wanted. Both at once need ``"transposable"`` or ``"given"``.
+        layout: ``"canonical"``, ``"mma.sp"`` or ``"wgmma.sp"``, see ``layouts``; of both operands.
+
+    Returns:
+        ``values (rows, cols/m*n)``, ``indices``, ``values_t (cols, rows/m*n)``, ``indices_t``: uint8 as ``compress`` writes them, or int32
+        in a device layout. What is not wanted has shape ``(0,)``.
+
+    Raises:
+        PatternError, DtypeError, OptionError, ShapeError: also when a given mask keeps more than n in a group of a wanted orientation.
+
+    Example:
+        >>> w = torch.tensor([[4.0, 1.0], [2.0, 3.0]])
+        >>> values, indices, values_t, indices_t = pack(w, 1, 2, "transposable", columns=True)
+        >>> values, values_t
+        (tensor([[4.],
+                [3.]]), tensor([[4.],
+                [3.]]))
+    """
+    check_pack("pack", w, n, m, select, mask, scale, dtype, rows, columns, layout)
+    kept = transposable_mask(w, n, m) if select == "transposable" else mask
+    operands = (w, kept) if rows else None, (w.t(), None if kept is None else kept.t()) if columns else None
+    results = [_nothing(w, dtype, layout) if o is None else _operand(*o, n, m, select, scale, dtype or w.dtype, layout) for o in operands]
+    return (*results[0], *results[1])
+
+
+def _operand(
+    w: Tensor, kept: Tensor | None, n: int, m: int, select: str, scale: Tensor | None, dtype: torch.dtype, layout: str
+) -> tuple[Tensor, Tensor]:
+    """Values and indices of one orientation."""
+    kept = nm_mask(w, n, m) if kept is None else kept
+    if select == "threshold":
+        w = soft_threshold(w, n, m)
+        if scale is not None:
+            w = w.to(compute_dtype(w.dtype)) * scale.reshape(())
+    values, indices = compress(w.to(dtype), n, m, kept)
+    return values, to_layout(indices, w.shape[1], layout)
+
+
+def _nothing(w: Tensor, dtype: torch.dtype | None, layout: str) -> tuple[Tensor, Tensor]:
+    return w.new_empty(0, dtype=dtype or w.dtype), w.new_empty(0, dtype=torch.uint8 if layout == "canonical" else torch.int32)
+
+
+def check_pack(
+    op: str, w: Tensor, n: int, m: int, select: str, mask: Tensor | None, scale: Tensor | None,
+    dtype: torch.dtype | None, rows: bool, columns: bool, layout: str,
+) -> Pattern:  # fmt: skip
+    """The pattern n:m, after every check of ``pack`` but how full a given mask is; errors name ``op``."""
+    pattern, dtype = Pattern(n, m), dtype or w.dtype
+    check_float(op, "the weight", w)
+    if dtype not in FLOATS:
+        raise DtypeError(f"{op}: values cannot be packed in {dtype}; only float16, bfloat16, float32 and float64 are supported.")
+    if w.dim() != 2:
+        raise ShapeError(f"{op}: the weight has shape {tuple(w.shape)}; it must be a matrix, (out, in). Reshape it.")
+    _check_select(op, select, mask, scale, w)
+    if not (rows or columns):
+        raise OptionError(f"{op}: neither rows nor columns are wanted, so there is nothing to pack. Ask for one of them, or both.")
+    if rows and columns and select in ("magnitude", "threshold"):
+        raise PatternError(
+            f"{op}: select={select!r} cannot pack rows and columns at once: the largest magnitudes of each row's groups are not {pattern} "
+            'along the columns, so that W and Wᵀ would be two different weights. Take the transposable mask ("transposable"), or give one.'
+        )
+    sides = (w.shape[0], "the number of rows"), (w.shape[1], "the number of columns")
+    for wanted, height, width in ((rows, 0, 1), (columns, 1, 0)):
+        size, what = sides[width]
+        if (wanted or select == "transposable") and size % m:
+            pattern.check_divides(op, int(size), what)
+        if wanted:
+            check_layout(op, layout, sides[height][0], size, pattern, dtype)
+    return pattern
+
+
+def _check_select(op: str, select: str, mask: Tensor | None, scale: Tensor | None, w: Tensor) -> None:
+    if select not in SELECTS:
+        raise OptionError(f"{op}: select={select!r} is not known; it is one of {', '.join(map(repr, SELECTS))}.")
+    if (mask is not None) != (select == "given"):
+        missing = "without a mask" if mask is None else "beside a mask"
+        raise OptionError(f'{op}: select={select!r} {missing}; a mask belongs to select="given", and only there.')
+    if mask is not None and mask.dtype != torch.bool:
+        raise DtypeError(f"{op}: mask has dtype {mask.dtype}; it must be bool. Compare it, e.g. mask != 0.")
+    if mask is not None and mask.shape != w.shape:
+        raise ShapeError(f"{op}: mask has shape {tuple(mask.shape)}, the weight {tuple(w.shape)}; they must be the same.")
+    if scale is None:
+        return
+    if select != "threshold":
+        raise OptionError(f'{op}: select={select!r} beside a scale, which multiplies the soft threshold only (select="threshold").')
+    if scale.numel() != 1 or scale.dtype != compute_dtype(w.dtype):
+        raise ShapeError(
+            f"{op}: scale is {scale.dtype} of shape {tuple(scale.shape)}; it must be one element of {compute_dtype(w.dtype)}, "
+            "as soft_threshold_scale returns it."
+        )

@@ -1,0 +1,123 @@
+"""pack and what it returns: thin over the raw op, frozen, pytrees, usable under torch.compile."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+from nmkernels import Compressed, NMError, Pattern, _dispatch, ops, testing
+from nmkernels.ops import DeviceCompressed, Packed
+
+BF16 = torch.bfloat16
+W = torch.randn(64, 128, generator=torch.Generator().manual_seed(4))
+
+
+def both(layout: str = "canonical", **kwargs: object) -> Packed:
+    return ops.pack(W, "2:4", "transposable", columns=True, dtype=BF16, layout=layout, **kwargs)
+
+
+@pytest.mark.parametrize("layout", ["canonical", "mma.sp", "wgmma.sp"])
+def test_rows_and_columns_are_one_weight(layout: str) -> None:
+    p, expected = both(layout), (W * ops.transposable_mask(W, "2:4")).to(BF16)
+    assert p.rows.shape == (64, 128) and p.columns.shape == (128, 64) and isinstance(p.rows.shape, torch.Size)
+    assert torch.equal(p.rows.dense(), expected) and torch.equal(p.columns.dense(), expected.T)
+    assert type(p.rows) is type(p.columns) is (Compressed if layout == "canonical" else DeviceCompressed)
+
+
+def test_one_operand_is_compress() -> None:
+    p = ops.pack(W, "2:4")
+    assert p.columns is None
+    testing.assert_equal_bits(p.rows, ops.compress(W, "2:4"))
+    p = ops.pack(W, "1:8", rows=False, columns=True)
+    assert p.rows is None
+    testing.assert_equal_bits(p.columns, ops.compress(W.T, "1:8"))
+
+
+def test_a_tensor_is_a_mask() -> None:
+    keep = ops.transposable_mask(W, "2:4") & (W > 0)
+    p = ops.pack(W, "2:4", keep, columns=True)
+    testing.assert_equal_bits(p.rows, ops.compress(W, "2:4", keep))
+    testing.assert_equal_bits(p.columns, ops.compress(W.T, "2:4", keep.T))
+
+
+def test_threshold_is_what_s_ste_multiplies_with() -> None:
+    beta = ops.soft_threshold_scale(W, "2:4")
+    p = ops.pack(W, "2:4", "threshold", scale=beta, dtype=BF16)
+    assert torch.equal(p.rows.dense(), (ops.soft_threshold(W, "2:4") * beta).to(BF16))
+
+
+def test_device_forms_come_back_canonical() -> None:
+    plain = both()
+    for layout in ("mma.sp", "wgmma.sp"):
+        p = both(layout)
+        testing.assert_equal_bits((p.rows.compressed(), p.columns.compressed()), (plain.rows, plain.columns))
+        assert p.rows.compressed().values is p.rows.values and p.rows.pattern == Pattern("2:4")
+        twin = DeviceCompressed(p.rows.values, p.rows.meta, layout, "2:4", (64, 128))  # type: ignore[arg-type]
+        testing.assert_equal_bits(twin, p.rows)
+        assert twin != p.rows
+
+
+def test_frozen() -> None:
+    p = both("mma.sp")
+    for x, name in ((p, "rows"), (p.rows, "meta")):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(x, name, None)
+
+
+@pytest.mark.parametrize("layout", ["canonical", "mma.sp"])
+def test_pytrees_and_copies(layout: str) -> None:
+    p = both(layout)
+    leaves, spec = pytree.tree_flatten(p)
+    assert len(leaves) == 4 and leaves[0] is p.rows.values
+    testing.assert_equal_bits(pytree.tree_unflatten(leaves, spec), p)
+    assert len(pytree.tree_leaves(ops.pack(W, "2:4"))) == 3  # None is a leaf of torch's
+    assert pytree.treespec_loads(pytree.treespec_dumps(spec)) == spec
+    for twin in (copy.deepcopy(p), pickle.loads(pickle.dumps(p))):
+        testing.assert_equal_bits(twin, p)
+        assert twin.rows.values is not p.rows.values
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("layout", ["canonical", "wgmma.sp"])
+def test_compiles_in_one_graph(layout: str) -> None:
+    torch._dynamo.reset()
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def step(w: torch.Tensor) -> Packed:
+        return ops.pack(w * 2, "2:4", "transposable", columns=True, dtype=BF16, layout=layout)
+
+    made = step(W)
+    testing.assert_equal_bits(made, ops.pack(W * 2, "2:4", "transposable", columns=True, dtype=BF16, layout=layout))
+    assert type(made) is Packed and made.columns.shape == (128, 64)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_backward_raises(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(_dispatch.ENV, backend)
+    w = W.clone().requires_grad_()
+    p = ops.pack(w, "2:4", "transposable", columns=True)
+    for part in (p.rows, p.columns):
+        with pytest.raises(NMError, match="nm_pack has no gradient"):
+            part.values.sum().backward()
+
+
+def test_a_weight_of_transposed_memory_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The columns of an (in, out) weight seen as (out, in) are contiguous already."""
+    w = W.T.contiguous().T
+    copies: list[torch.Size] = []
+    contiguous = torch.Tensor.contiguous
+
+    def watched(x: torch.Tensor, *args: object) -> torch.Tensor:
+        if not x.is_contiguous():
+            copies.append(x.shape)
+        return contiguous(x, *args)
+
+    monkeypatch.setenv(_dispatch.ENV, "cpu")
+    monkeypatch.setattr(torch.Tensor, "contiguous", watched)
+    ops.pack(w, "2:4", rows=False, columns=True)
+    assert copies == []
