@@ -86,9 +86,12 @@ class BuildCore(build_ext):
             )
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(folder / target.name, target)
-        if self._in_place and EMULATOR:
-            built = folder / target.name.replace("_C", "_emulated", 1)
-            shutil.copy2(built, ROOT / "nmkernels" / built.name)
+        if self._in_place:
+            name = target.name.replace("_C", "_emulated", 1)
+            # an emulator of older sources would be taken for this one's
+            (ROOT / "nmkernels" / name).unlink(missing_ok=True)
+            if EMULATOR:
+                shutil.copy2(folder / name, ROOT / "nmkernels" / name)
 
     def _forget(self, ext: Extension) -> None:
         """Delete earlier builds of the module: one of older sources must not outlive a failed build."""

@@ -62,8 +62,9 @@ def _present() -> Verdict:
     return True, "compiled for CUDA"
 
 
-def _runnable(given: Iterable[Tensor], device: str) -> Verdict:
-    for x in given:
+def runnable(args: Iterable[Any], device: str) -> Verdict:
+    """Whether the tensors among ``args`` are memory that the kernels of a device type reach."""
+    for x in tensors(args):
         if x.device.type != device:
             return False, f"it works on {device.upper()} tensors, and one of these is on {x.device}"
         if x.layout != torch.strided:
@@ -71,38 +72,41 @@ def _runnable(given: Iterable[Tensor], device: str) -> Verdict:
     return True, ""
 
 
-def _supports(args: tuple[Any, ...], device: str) -> Verdict:
-    given = list(tensors(args))
-    for x in given:
-        if x.dtype == torch.float64:
-            return False, "it computes in float32, and this call is in float64"
-    return _runnable(given, device)
+def plain(args: tuple[Any, ...], device: str) -> Verdict:
+    """What an op that takes no lists can run."""
+    usual = device == "cuda"
+    for x in args:
+        if isinstance(x, Tensor):
+            if x.dtype == torch.float64:
+                return False, "it computes in float32, and this call is in float64"
+            # asked at every call, and the name of a device's type takes a microsecond
+            usual = usual and x.is_cuda and x.layout == torch.strided
+    return _YES if usual else runnable(args, device)
 
 
-Supports = Callable[..., Verdict]
+_YES = True, ""
+Fits = Callable[[tuple[Any, ...], str], Verdict]
 
 
-def fits(*args: Any) -> Verdict:
-    """What every op that takes no lists can run, wherever its tensors are."""
-    return _supports(args, "cpu" if any(x.is_cpu for x in tensors(args)) else "cuda")
-
-
-def register(op: str, supports: Supports | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def register(
+    op: str, supports: Callable[..., Verdict] | None = None, fits: Fits = plain
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a function as this backend's ``op``, on GPUs and, if that is built, in the emulator.
 
-    ``supports(*args)`` answers for what is particular to the op; the device and float64 are looked at before it is asked.
+    ``fits(args, device_type)`` looks at the tensors; ``supports(*args)``, asked after it, answers for what is particular to the op.
     """
 
+    def verdict(args: tuple[Any, ...], device: str, here: Verdict) -> Verdict:
+        found = fits(args, device) if here[0] else here
+        if found[0] and supports:
+            found = supports(*args)
+        return here if found[0] else found
+
     def on_gpu(*args: Any) -> Verdict:
-        verdict = _present()
-        if verdict[0]:
-            checked = _supports(args, "cuda")
-            verdict = checked if not checked[0] else verdict
-        return supports(*args) if verdict[0] and supports else verdict
+        return verdict(args, "cuda", _present())
 
     def on_cpu(*args: Any) -> Verdict:
-        checked = _supports(args, "cpu")
-        return (supports(*args) if supports else (True, "emulated, for tests")) if checked[0] else checked
+        return verdict(args, "cpu", (True, "emulated, for tests"))
 
     def take(fn: Callable[..., Any]) -> Callable[..., Any]:
         impl(op, backend=NAME, priority=PRIORITY, supports=on_gpu)(fn)
