@@ -2,47 +2,131 @@
 //
 //   score = (r0 + r1) + (r2 + r3),  r_i = |w_ij| + |w_ik| over the pair (j, k) that row i keeps, j < k, in fp32
 //
-// Rows take the pairs (0,1) (0,2) (0,3) (1,2) (1,3) (2,3) in this order; the masks are tried in lexicographic order of
-// their four pairs and a later one wins only when strictly better. A NaN magnitude counts as infinity.
+// Rows take the pairs (0,1) (0,2) (0,3) (1,2) (1,3) (2,3) in this order, numbered 0 to 5; the masks are tried in
+// lexicographic order of their four pairs and a later one wins only when strictly better. A NaN magnitude counts as
+// infinity.
+//
+// Not all 90 are tried. Below the pairs i and j of the upper rows few are left for rows 2 and 3: one for i = j; the pair
+// 5-j and then 5-i (5-i are the columns that i leaves), or the reverse, where i and j share a column; and any of the six
+// with its opposite for j = 5-i. Rounded addition is monotone, so the best score over i and j is that of the largest
+// lower sum below, to the bit, and the first best mask begins with the first i and j that reach the best score so. Then
+// their lower sums are tried in order: a smaller one may reach it too.
+//
+// Scores are compared as integers, which order as floats that are not negative do, NaN above infinity. With the best
+// clamped to infinity a NaN counts as one: a sum over a NaN is NaN where the definition has infinity.
+//
+// Everything stays in registers, with no branch: all loops unroll, and no index depends on data. A tile takes 161
+// additions and 108 other instructions on sm_90a, 125 on sm_80, in 47 registers (nvcc 13.0, 2026-11-21).
 #pragma once
 
 #include "types.h"
 
 namespace nm {
 
-// `a`: the 16 magnitudes, row-major. Returns the mask, bit 4*row + column.
-NM_HD uint32_t transposable_2_4(const float* a) {
-    const uint32_t pairs[6] = {0x3, 0x5, 0x9, 0x6, 0xa, 0xc};
-    float score[4][16];
-    for (int row = 0; row < 4; ++row) {
-        float v[4];
-        for (int j = 0; j < 4; ++j) v[j] = is_nan(a[4 * row + j]) ? bits_float(0x7f800000u) : a[4 * row + j];
-        score[row][0x3] = v[0] + v[1];
-        score[row][0x5] = v[0] + v[2];
-        score[row][0x9] = v[0] + v[3];
-        score[row][0x6] = v[1] + v[2];
-        score[row][0xa] = v[1] + v[3];
-        score[row][0xc] = v[2] + v[3];
+namespace tile {
+
+// The sums of the pairs of one row.
+struct Sums {
+    float of[6];
+};
+
+// A GPU adds magnitudes at no cost if they are asked for in this way.
+NM_HD float size(float x) {
+#if defined(__CUDA_ARCH__)
+    return fabsf(x);
+#else
+    return magnitude(x);
+#endif
+}
+
+NM_HD Sums pair_sums(const float* w) {
+    const float a = size(w[0]), b = size(w[1]), c = size(w[2]), d = size(w[3]);
+    return {{a + b, a + c, a + d, b + c, b + d, c + d}};
+}
+
+NM_HD int order(float score) { return int(float_bits(score)); }
+
+NM_HD float larger(float a, float b) { return order(a) > order(b) ? a : b; }
+
+NM_HD float largest(const float* x) { return larger(larger(larger(x[0], x[1]), larger(x[2], x[3])), larger(x[4], x[5])); }
+
+// Which of six scores is the first to reach the best; the last is it where no other does.
+struct First {
+    bool hit[5];
+
+    template <class T>
+    NM_HD T of(const T* x) const {
+        T found = x[5];
+        NM_UNROLL
+        for (int i = 4; i >= 0; --i) found = hit[i] ? x[i] : found;
+        return found;
     }
-    float best = -1.0f;
-    uint32_t found = 0;
-    for (uint32_t p0 : pairs) {
-        for (uint32_t p1 : pairs) {
-            const float upper = score[0][p0] + score[1][p1];
-            for (uint32_t p2 : pairs) {
-                // three rows leave one mask for the last, if no column is full thrice over or still empty
-                const uint32_t once = p0 | p1 | p2, twice = (p0 & p1) | (p0 & p2) | (p1 & p2);
-                if ((p0 & p1 & p2) != 0 || once != 0xf) continue;
-                const uint32_t p3 = 0xf & ~twice;
-                const float total = upper + (score[2][p2] + score[3][p3]);
-                if (total > best) {
-                    best = total;
-                    found = p0 | (p1 << 4) | (p2 << 8) | (p3 << 12);
-                }
-            }
-        }
+};
+
+NM_HD First first_reaching(const float* scores, int best) {
+    First first;
+    NM_UNROLL
+    for (int i = 0; i < 5; ++i) first.hit[i] = order(scores[i]) >= best;
+    return first;
+}
+
+}  // namespace tile
+
+// `w`: the 16 numbers of the tile, row-major; only their magnitudes count. Returns the mask, bit 4*row + column.
+NM_HD uint32_t transposable_2_4(const float* w) {
+    using namespace tile;
+    constexpr uint32_t pairs[6] = {0x3, 0x5, 0x9, 0x6, 0xa, 0xc}, left[6] = {0xc, 0xa, 0x6, 0x9, 0x5, 0x3};
+    const Sums r0 = pair_sums(w), r1 = pair_sums(w + 4), r2 = pair_sums(w + 8), r3 = pair_sums(w + 12);
+    float p[6], s[6], opposite[6];  // of rows 2 and 3 by the pair they do not keep; both, by that of row 2
+    NM_UNROLL
+    for (int i = 0; i < 6; ++i) {
+        p[i] = r2.of[5 - i];
+        s[i] = r3.of[5 - i];
     }
-    return found;
+    NM_UNROLL
+    for (int i = 0; i < 6; ++i) opposite[i] = p[i] + s[5 - i];
+    const float any = largest(opposite);
+    float lower[6][6], row_best[6];
+    NM_UNROLL
+    for (int i = 0; i < 6; ++i) {
+        NM_UNROLL
+        for (int j = i; j < 6; ++j) lower[i][j] = lower[j][i] = i == j ? p[i] + s[i] : i + j == 5 ? any : larger(p[i] + s[j], p[j] + s[i]);
+    }
+    NM_UNROLL
+    for (int i = 0; i < 6; ++i) {
+        float scores[6];
+        NM_UNROLL
+        for (int j = 0; j < 6; ++j) scores[j] = (r0.of[i] + r1.of[j]) + lower[i][j];
+        row_best[i] = largest(scores);
+    }
+    constexpr int infinity = 0x7f800000;
+    const int most = order(largest(row_best)), best = most > infinity ? infinity : most;
+
+    const First first = first_reaching(row_best, best);
+    const uint32_t m0 = first.of(pairs);
+    const float a = first.of(r0.of), pa = first.of(p), sa = first.of(s);
+    float scores[6], upper[6], there[6], back[6];
+    NM_UNROLL
+    for (int j = 0; j < 6; ++j) {
+        upper[j] = a + r1.of[j];
+        there[j] = pa + s[j];
+        back[j] = p[j] + sa;
+    }
+    NM_UNROLL
+    for (int j = 0; j < 5; ++j) scores[j] = upper[j] + (m0 == pairs[5 - j] ? any : larger(there[j], back[j]));
+    const First second = first_reaching(scores, best);
+    const uint32_t m1 = second.of(pairs);
+    const float both = second.of(upper), x = second.of(there), y = second.of(back);
+    // of two pairs that share a column the later one is the larger number
+    const uint32_t high = m0 > m1 ? m0 : m1, low = m0 > m1 ? m1 : m0;
+    const bool reached = order(both + (m0 > m1 ? x : y)) >= best;
+    float any_scores[6];
+    NM_UNROLL
+    for (int i = 0; i < 6; ++i) any_scores[i] = both + opposite[5 - i];
+    const uint32_t free = first_reaching(any_scores, best).of(left);
+    const uint32_t unused = (m0 ^ m1) == 0xfu ? free : reached ? high : low;
+    const uint32_t m2 = unused ^ 0xfu;
+    return m0 + m1 * 16u + m2 * 256u + (m0 ^ m1 ^ m2) * 4096u;
 }
 
 }  // namespace nm

@@ -11,8 +11,10 @@
 
 #if defined(__CUDACC__)
 #define NM_HD __host__ __device__ __forceinline__
+#define NM_UNROLL _Pragma("unroll")
 #else
 #define NM_HD inline
+#define NM_UNROLL
 #endif
 
 namespace nm {

@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "../core/types.h"
+
 #if defined(NM_EMULATED)
 #include "../emulator/cuda.h"
 #else
@@ -26,12 +28,6 @@
 #define NM_DYNAMIC_SHARED(Type, name)                                \
     extern __shared__ __align__(128) unsigned char nm_dynamic_shared[]; \
     Type* const name = reinterpret_cast<Type*>(nm_dynamic_shared)
-#endif
-
-#if defined(NM_EMULATED)
-#define NM_UNROLL
-#else
-#define NM_UNROLL _Pragma("unroll")
 #endif
 
 #define NM_DEVICE __device__ __forceinline__
