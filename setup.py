@@ -59,7 +59,10 @@ def pybind11_include() -> str:
 
 
 class BuildCore(build_ext):
-    """``build_ext`` that hands the one extension to CMake; incremental, in ``build/cmake-<abi tag>``."""
+    """``build_ext`` that hands the one extension to CMake; incremental, in one folder for every Python.
+
+    Only the bindings depend on Python: whoever builds for several compiles the kernels once.
+    """
 
     def run(self) -> None:
         """Remember whether the module is copied into the source tree; setuptools hides that while it builds."""
@@ -103,7 +106,7 @@ class BuildCore(build_ext):
 
     def _configure(self) -> Path:
         cmake, ninja = find_tool("cmake"), find_tool("ninja")
-        folder = ROOT / "build" / f"cmake-{sysconfig.get_config_var('SOABI') or sys.implementation.cache_tag}"
+        folder = ROOT / "build" / f"cmake-{sysconfig.get_platform()}{'-debug' if self.debug else ''}"
         options = {
             "CMAKE_BUILD_TYPE": "Debug" if self.debug else "Release",
             "CMAKE_MAKE_PROGRAM": ninja,
@@ -113,7 +116,9 @@ class BuildCore(build_ext):
             "NMKERNELS_EMULATOR": "ON" if EMULATOR and self._in_place else "OFF",
             "NMKERNELS_WERROR": os.environ.get("NMKERNELS_WERROR", "0"),
         }
-        command = [cmake, "-S", str(ROOT / "csrc"), "-B", str(folder), "-G", "Ninja", *(f"-D{k}={v}" for k, v in options.items())]
+        command = [cmake, "-S", str(ROOT / "csrc"), "-B", str(folder), "-G", "Ninja"]
+        # what was found out about another Python is forgotten first
+        command += ["-U", "*Python*", *(f"-D{k}={v}" for k, v in options.items())]
         cached = (folder / "CMakeCache.txt").exists()
         if subprocess.run(command, check=False).returncode and not (cached and self._configure_afresh(command, folder)):
             raise CoreUnavailable(

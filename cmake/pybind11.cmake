@@ -12,4 +12,13 @@ function(nmkernels_python_module target)
   endif()
   Python_add_library(${target} MODULE WITH_SOABI ${ARGN})
   target_include_directories(${target} SYSTEM PRIVATE ${NMKERNELS_PYBIND11})
+  if(CMAKE_SYSTEM_NAME STREQUAL "Linux")
+    set(exports ${CMAKE_CURRENT_FUNCTION_LIST_DIR}/exports.map)
+    target_link_options(${target} PRIVATE LINKER:--version-script=${exports})
+    set_property(TARGET ${target} APPEND PROPERTY LINK_DEPENDS ${exports})
+  endif()
+  # libstdc++ stays the system's, which torch has loaded anyway: exceptions and pybind11's types cross modules, and two
+  # copies of it do not know each other's. Nor would a copy of our own make the wheel run on older systems: that of
+  # g++ 12 on Debian 12 asks for glibc 2.36, the rest of the module for 2.34 (2026-11). What makes it run there is the
+  # manylinux image that releases are built in (pyproject.toml), whose g++ adds what older systems lack by itself.
 endfunction()

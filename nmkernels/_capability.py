@@ -37,8 +37,15 @@ def compiled_core() -> Probe:
     abi = getattr(core, "abi", None)
     if abi != CORE_ABI:
         return Probe(False, f"nmkernels._C has ABI {abi}, this package needs {CORE_ABI}; {rebuild}")
-    cuda = "with CUDA" if getattr(core, "cuda", False) else "without CUDA"
-    return Probe(True, f"nmkernels._C, ABI {abi}, {_instruction_set(core)}, {cuda}")
+    return Probe(True, f"nmkernels._C, ABI {abi}, {_instruction_set(core)}, {_cuda_code(core)}")
+
+
+def _cuda_code(core: Any) -> str:
+    """The GPUs that the core's file has code for, read from it: what was built, not what was meant."""
+    from . import _fatbin
+
+    found = _fatbin.architectures(core.__file__)
+    return f"with CUDA for {', '.join(found).replace('compute_', 'PTX compute_')}" if found else "without CUDA"
 
 
 def _instruction_set(core: Any) -> str:

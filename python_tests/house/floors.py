@@ -14,6 +14,7 @@ FLOORS = {
     "pattern": 0,
     "_dispatch": 0,
     "_capability": 0,
+    "_fatbin": 0,
     "_version": 0,
     "_C": 0,
     "reference": 1,

@@ -1,0 +1,108 @@
+"""The reader of device code's headers: on files put together here, and on what nvcc makes, as cuobjdump sees it."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import struct
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from nmkernels import _fatbin
+from nmkernels._fatbin import architectures, containers
+
+PTX, CUBIN, LTO = 1, 2, 8
+ONLY, FAMILY = 0x100000, 0x200000
+
+needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on PATH")
+
+
+def entry(kind: int, number: int, flags: int = 0, code: bytes = b"code" * 4) -> bytes:
+    header = struct.pack("<HHIQIIHHIIIQQQ", kind, 0x101, 64, len(code), 0, 0, 8, 1, number, 0, 0, 0x11 | flags, 0, 0)
+    return header + code
+
+
+def container(*entries: bytes) -> bytes:
+    body = b"".join(entries)
+    return struct.pack("<IHHQ", _fatbin.MAGIC, 1, 16, len(body)) + body
+
+
+def elf(content: bytes, name: bytes = b".nv_fatbin") -> bytes:
+    """The least of an ELF file that has sections: none, one of the name, and the names."""
+    names = b"\0" + name + b"\0.shstrtab\0"
+    at, table = 64, 64 + len(content) + len(names)
+    ident = b"\x7fELF\x02\x01\x01" + bytes(9)
+    header = ident + struct.pack("<HHIQQQIHHHHHH", 3, 62, 1, 0, 0, table, 0, 64, 0, 0, 64, 3, 2)
+    rows = [(0, 0, 0), (1, at, len(content)), (2 + len(name), at + len(content), len(names))]
+    return header + content + names + b"".join(struct.pack("<IIQQQQIIQQ", n, 1, 0, 0, o, s, 0, 0, 8, 0) for n, o, s in rows)
+
+
+def written(path: Path, image: bytes) -> Path:
+    path.write_bytes(image)
+    return path
+
+
+def test_architectures_are_read_in_order(tmp_path: Path) -> None:
+    image = elf(container(entry(PTX, 90), entry(CUBIN, 100, FAMILY), entry(CUBIN, 90, ONLY), entry(CUBIN, 80)))
+    assert architectures(written(tmp_path / "m.so", image)) == ("sm_80", "sm_90a", "sm_100f", "compute_90")
+
+
+def test_every_container_is_read_and_gaps_are_skipped(tmp_path: Path) -> None:
+    image = elf(container(entry(CUBIN, 80)) + bytes(24) + container(entry(CUBIN, 90, ONLY, b""), entry(PTX, 90)) + bytes(8))
+    assert containers(written(tmp_path / "m.so", image)) == [("sm_80",), ("sm_90a", "compute_90")]
+
+
+def test_code_for_the_linker_runs_nowhere(tmp_path: Path) -> None:
+    assert architectures(written(tmp_path / "m.so", elf(container(entry(LTO, 80), entry(CUBIN, 90))))) == ("sm_90",)
+
+
+@pytest.mark.parametrize(
+    "image",
+    [
+        b"",
+        b"\x7fELF",
+        b"not a module at all" * 9,
+        elf(container(entry(CUBIN, 80)), b".text"),
+        b"\xcf\xfa\xed\xfe" + bytes(200),  # Mach-O
+        b"\x7fELF\x01" + elf(container(entry(CUBIN, 80)))[5:],  # 32 bits
+    ],
+    ids=["empty", "short", "text", "no device code", "Mach-O", "32 bits"],
+)
+def test_other_files_have_no_device_code(tmp_path: Path, image: bytes) -> None:
+    assert architectures(written(tmp_path / "m.so", image)) == ()
+
+
+def test_a_cut_off_file_does_not_raise(tmp_path: Path) -> None:
+    image = elf(container(entry(CUBIN, 80), entry(PTX, 90)))
+    for length in range(len(image)):
+        assert architectures(written(tmp_path / "m.so", image[:length])) == ()
+    # the container promises more than its section holds
+    lying = struct.pack("<IHHQ", _fatbin.MAGIC, 1, 16, 1 << 40) + entry(CUBIN, 80)[:-4]
+    assert architectures(written(tmp_path / "m.so", elf(lying))) == ("sm_80",)
+
+
+def cuobjdump() -> str | None:
+    """NVIDIA's own reader: of the toolkit, or the one that Triton brings."""
+    inside = Path(sysconfig.get_paths()["purelib"]) / "triton" / "backends" / "nvidia" / "bin" / "cuobjdump"
+    return shutil.which("cuobjdump") or (str(inside) if inside.is_file() else None)
+
+
+@needs_nvcc
+def test_what_nvcc_writes(tmp_path: Path) -> None:
+    source, module = tmp_path / "k.cu", tmp_path / "k.o"
+    source.write_text("__global__ void twice(float* x) { x[threadIdx.x] *= 2; }\n")
+    wanted = ["arch=compute_80,code=sm_80", "arch=compute_90a,code=sm_90a", "arch=compute_90,code=compute_90"]
+    codes = [word for one in wanted for word in ("-gencode", one)]
+    subprocess.run(["nvcc", "-c", *codes, source, "-o", module], check=True, capture_output=True, timeout=120)
+    assert containers(module) == [("sm_80", "sm_90a", "compute_90")]
+    tool = cuobjdump()
+    if tool is None:
+        pytest.skip("no cuobjdump to compare with")
+    done = subprocess.run([tool, "--list-elf", "--list-ptx", module], check=True, capture_output=True, text=True, timeout=60)
+    # it names machine code by the number alone
+    said = sorted((kind, number) for number, kind in re.findall(r"\.sm_(\d+)a?\.(cubin|ptx)", done.stdout))
+    ours = sorted(("cubin" if one.startswith("sm_") else "ptx", re.sub(r"\D", "", one)) for one in architectures(module))
+    assert said == ours
