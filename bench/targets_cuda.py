@@ -1,6 +1,6 @@
-"""What the kernels must reach on an NVIDIA GPU, stated for an H200: those rows of the design's table that Triton can serve.
+"""What the kernels must reach on an NVIDIA GPU, stated for an H200: the rows of the design's table that Triton and CUDA kernels can serve.
 
-The others (2:4 products on the sparse tensor cores, both packings in one read, a feed-forward block) are the CUDA kernels'.
+The others, 2:4 products on the sparse tensor cores and a feed-forward block of them, have no kernels yet.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from itertools import product
 from .registry import Spec
 from .target import Target
 
-TRITON = "nmkernels triton"
+TRITON, CUDA = PROVIDERS = "nmkernels triton", "nmkernels cuda"
 STREAM = (8192, 16384)
 """268 MB in 16 bits: five times the L2 of an H200, so that reading it again reads memory."""
 
@@ -26,41 +26,61 @@ HOST_OPS = ("nm_mask", "nm_compress", "nm_linear")
 
 
 def _streams() -> list[Target]:
-    def target(key: str, what: str, *specs: Spec, provider: str = TRITON) -> Target:
-        return Target(f"cuda-{key}", what, COPY, "share of copy", SHARE, specs, provider=provider)
-
+    found = []
     packed = Spec("nm_compress", "2:4", BF16, *STREAM)
     rows, tokens = (Spec(op, "2:4", BF16, *STREAM) for op in ("nm_mvue_compress", "nm_mvue_compress(dim=0)"))
     one = Spec(ADAMW, "2:4", "float32", 4096, 11008)
     many = Spec(MANY, "2:4", "float32", 1024, 1024)
-    return [
-        target("compress", "compress, 2:4, bf16, 3.125 B per element", packed),
-        target("mvue", "mvue_compress along rows, 2:4, bf16, 3.125 B", rows),
-        target("mvue-tokens", "mvue_compress along tokens (packs gᵀ), 2:4, bf16, 3.125 B", tokens),
-        target("adamw", "MaskedAdamW, fp32, new mask, statistics, 28 B", one),
-        target("adamw-writes", "the same, writes W̃ in bf16, 30 B", one, provider=f"{TRITON}, writes W̃"),
-        target("adamw-many", "MaskedAdamW, 48 weights of 1024×1024 at once, 28 B", many),
-    ]
+    for by in PROVIDERS:
+        found += [
+            _share(by, "compress", "compress, 2:4, bf16, 3.125 B per element", packed),
+            _share(by, "mvue", "mvue_compress along rows, 2:4, bf16, 3.125 B", rows),
+            _share(by, "mvue-tokens", "mvue_compress along tokens (packs gᵀ), 2:4, bf16, 3.125 B", tokens),
+            _share(by, "adamw", "MaskedAdamW, fp32, new mask, statistics, 28 B", one),
+            _share(by, "adamw-writes", "the same, writes W̃ in bf16, 30 B", one, ", writes W̃"),
+            _share(by, "adamw-many", "MaskedAdamW, 48 weights of 1024×1024 at once, 28 B", many),
+        ]
+    both = (Spec(f"nm_pack({how})", "2:4", BF16, *STREAM) for how in ("both", "threshold", "mma.sp"))
+    words = ("W and Wᵀ from one read, 4.25 B", "through the soft threshold, 3.125 B", "in mma.sp's order, 3.125 B")
+    for spec, key, what in zip(both, ("both", "threshold", "layout"), words, strict=True):
+        found.append(_share(CUDA, f"pack-{key}", f"pack, 2:4, bf16, {what}", spec))
+    return found
 
 
-def _linear(key: str, what: str, bound: float, pattern: str, tokens: tuple[int, ...], *sizes: tuple[int, int]) -> Target:
+def _share(by: str, key: str, what: str, spec: Spec, how: str = "") -> Target:
+    return Target(_key(by, key), _what(by, what), COPY, "share of copy", SHARE, (spec,), provider=f"{by}{how}")
+
+
+def _key(by: str, key: str) -> str:
+    """The keys of Triton's targets are older and name no backend."""
+    return f"cuda-{key}" if by == TRITON else f"cuda-native-{key}"
+
+
+def _what(by: str, what: str) -> str:
+    return f"{what} ({by.removeprefix('nmkernels ')})"
+
+
+def _linear(by: str, key: str, what: str, bound: float, pattern: str, tokens: tuple[int, ...], *sizes: tuple[int, int]) -> Target:
     specs = tuple(Spec("nm_linear", pattern, BF16, *size, t) for t, size in product(tokens, sizes))
-    provider = TRITON + {"many": ", in kernel", "scratch": ", scratch"}.get(key, "")
-    return Target(f"cuda-linear-{key}-{pattern}", f"linear {what}, {pattern}", "cuBLAS", "x dense", bound, specs, provider=provider)
+    provider = by + {"many": ", in kernel", "scratch": ", scratch"}.get(key, "")
+    return Target(
+        _key(by, f"linear-{key}-{pattern}"), _what(by, f"linear {what}, {pattern}"), "cuBLAS", "x dense", bound, specs, provider=provider
+    )
 
 
 def _products() -> list[Target]:
     found = []
-    for pattern, large, square in (("2:4", 1.5, 1.3), ("1:4", 2.7, 1.8), ("1:8", 4, 2.3)):
-        found += [
-            _linear("few", "bf16, 1 and 4 tokens, 117 MB", large, pattern, (1, 4), LARGE),
-            _linear("few-square", "bf16, 1 and 4 tokens, 4096×4096", square, pattern, (1, 4), SQUARE),
-        ]
-    found.append(_linear("16", "bf16, 8 and 16 tokens", 1.3, "2:4", (8, 16), LARGE, SQUARE))
+    for by in PROVIDERS:
+        for pattern, large, square in (("2:4", 1.5, 1.3), ("1:4", 2.7, 1.8), ("1:8", 4, 2.3)):
+            found += [
+                _linear(by, "few", "bf16, 1 and 4 tokens, 117 MB", large, pattern, (1, 4), LARGE),
+                _linear(by, "few-square", "bf16, 1 and 4 tokens, 4096×4096", square, pattern, (1, 4), SQUARE),
+            ]
+        found.append(_linear(by, "16", "bf16, 8 and 16 tokens", 1.3, "2:4", (8, 16), LARGE, SQUARE))
     for pattern in ("2:4", "1:4", "1:8"):
-        found.append(_linear("many", "bf16, decompressed in the kernel, 1024 and 4096 tokens", 0.6, pattern, (1024, 4096), LARGE))
+        found.append(_linear(TRITON, "many", "bf16, decompressed in the kernel, 1024 and 4096 tokens", 0.6, pattern, (1024, 4096), LARGE))
     for pattern in ("2:4", "1:4", "1:8"):
-        found.append(_linear("scratch", "bf16, expanded to scratch, 4096 tokens", 0.9, pattern, (4096,), LARGE))
+        found.append(_linear(TRITON, "scratch", "bf16, expanded to scratch, 4096 tokens", 0.9, pattern, (4096,), LARGE))
     return found
 
 
@@ -68,19 +88,7 @@ def _host() -> list[Target]:
     specs = tuple(Spec(f"host({op})", "2:4", BF16, 64, 64, 1 if op == "nm_linear" else 0) for op in HOST_OPS)
     layers = tuple(Spec("CompressedLinear", "2:4", BF16, *LARGE, t) for t in (1, 16, 256, 4096))
     keeps = "nmkernels CompressedLinear(keep_dense)"
-    return [
-        Target("cuda-host", "host cost of a call, µs", "a no-op op", "us beyond a no-op", 5, specs, None, False, TRITON),
-        Target(
-            "cuda-host-graph",
-            "the same in a CUDA graph, µs",
-            "a graph of torch's kernels",
-            "us beyond torch's kernels",
-            0.1,
-            specs,
-            None,
-            False,
-            f"{TRITON}, graph",
-        ),
+    found = [
         Target(
             "cuda-layer",
             "CompressedLinear(keep_dense), 117 MB, 2:4",
@@ -91,8 +99,16 @@ def _host() -> list[Target]:
             None,
             False,
             keeps,
-        ),
+        )
     ]
+    for by in PROVIDERS:
+        what, call, replay = _what(by, "host cost of a call, µs"), "us beyond a no-op", "us beyond torch's kernels"
+        graph = _what(by, "the same in a CUDA graph, µs")
+        found += [
+            Target(_key(by, "host"), what, "a no-op op", call, 5, specs, None, False, by),
+            Target(_key(by, "host-graph"), graph, "a graph of torch's kernels", replay, 0.1, specs, None, False, f"{by}, graph"),
+        ]
+    return found
 
 
 TARGETS: tuple[Target, ...] = (*_streams(), *_products(), *_host())

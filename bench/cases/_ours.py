@@ -35,7 +35,9 @@ def ours(op: str, args: Sequence[object], make: Callable[[], Provider]) -> list[
     if os.environ.get(_dispatch.ENV):
         return found
     for entry in _dispatch.implementations(op):
-        if entry.backend not in (chosen.backend, "reference") and entry.supports(*args)[0]:
+        if entry.backend == "reference":
+            break  # what comes after it, the emulator, is never chosen by itself
+        if entry.backend != chosen.backend and entry.supports(*args)[0]:
             found.append(_named(make(), f"nmkernels {entry.backend}", lambda name=entry.backend: forced(name)))  # type: ignore[misc]
     if chosen.backend == "cpu":
         found += [_named(make(), f"nmkernels cpu {isa}", lambda name=isa: using(name)) for isa in other_isas()]  # type: ignore[misc]

@@ -87,7 +87,7 @@ def streaming(spec: Spec, device: str) -> Work:
     ratios = [r for p in mine for r in (Ratio("share of copy", p.name, (copy.name,), "rate"), Ratio("x eager", p.name, ("torch eager",)))]
     others = [Provider("torch eager", form.eager)]
     if device.startswith("cuda"):  # where new memory comes from torch's cache and costs nothing
-        peers = _hardware(spec, w, device) if spec.op == "nm_compress" else []
+        peers = hardware(spec, w, device) if spec.op == "nm_compress" else []
         ratios += [Ratio(f"x {q.name}", p.name, (q.name,)) for p in mine for q in peers]
         return Work([*mine, copy, *others, *peers], ratios)
     new = _ours.ours(spec.op, args, lambda: Provider(", new output", form.fresh, form.bytes, check=lambda: check(form.fresh, False)))
@@ -96,7 +96,7 @@ def streaming(spec: Spec, device: str) -> Work:
     return Work([*mine, copy, *new, clone, *others], ratios)
 
 
-def _hardware(spec: Spec, w: Tensor, device: str) -> list[Provider]:
+def hardware(spec: Spec, w: Tensor, device: str) -> list[Provider]:
     """torch's own ways to the forms of sparse tensor cores, those that work here: cuSPARSELt's of a pruned matrix, tiles both ways."""
     if spec.pattern != "2:4" or spec.dtype == "float32":
         return []
@@ -162,7 +162,7 @@ def transposable(spec: Spec, device: str) -> Work:
     mine = _ours.ours(spec.op, args, lambda: Provider("", lambda: ops.transposable_mask(w, spec.pattern), moved, check=check))
     copy = Provider("torch copy_", lambda: twin.copy_(w), 2 * w.nbytes)
     ratios = [Ratio("share of copy", p.name, (copy.name,), "rate") for p in mine]
-    peers = [q for q in _hardware(spec, w, device) if q.name.endswith("tile")] if device.startswith("cuda") else []
+    peers = [q for q in hardware(spec, w, device) if q.name.endswith("tile")] if device.startswith("cuda") else []
     ratios += [Ratio(f"x {q.name}", p.name, (q.name,)) for p in mine for q in peers]
     return Work([*mine, copy, *peers], ratios)
 

@@ -86,7 +86,11 @@ def _in_a_graph(work: Work, op: str, args: tuple[Any, ...], device: str) -> None
         return found.replay
 
     other = Provider("torch graph", graph(lambda: _one_kernel(x)), host=True, count=NODES)
-    mine = [Provider(f"{p.name}, graph", graph(lambda: raw(*args)), host=True, count=NODES) for p in work.providers[:1]]
+    mine = []
+    for p in work.providers:
+        if p.name.startswith("nmkernels"):
+            with p.under():
+                mine.append(Provider(f"{p.name}, graph", graph(lambda: raw(*args)), host=True, count=NODES))
     work.providers += [*mine, other]
     work.ratios += [Ratio("us beyond torch's kernels", p.name, (other.name,), "more") for p in mine]
 

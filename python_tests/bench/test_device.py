@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import pytest
@@ -155,7 +156,7 @@ def test_a_provider_that_fails_costs_no_other(clock: Simulated, monkeypatch: pyt
 def _small(spec: Spec) -> Spec:
     if spec.op == "matmul":
         return dataclasses.replace(spec, rows=16, cols=32, tokens=16)
-    return dataclasses.replace(spec, rows=16, cols=32) if spec.rows else spec
+    return dataclasses.replace(spec, rows=16, cols=64) if spec.rows else spec
 
 
 @pytest.mark.parametrize("spec", dict.fromkeys(_small(s) for s in quick.specs("cuda")), ids=str)
@@ -166,8 +167,8 @@ def test_cases_of_a_gpu_are_built_and_timed(spec: Spec, monkeypatch: pytest.Monk
     found = {(r.provider, r.metric) for r in rows}
     for target in targets_cuda.TARGETS:
         if spec in map(_small, target.specs) and not target.provider.endswith(("in kernel", "scratch")):
-            # the CPU's backend in Triton's place
-            assert (target.provider.replace("triton", "cpu"), target.metric) in found
+            # the CPU's backend in the place of a GPU's
+            assert (re.sub("triton|cuda", "cpu", target.provider), target.metric) in found
 
 
 def test_targets_of_a_gpu_are_those_of_the_design() -> None:
@@ -177,6 +178,9 @@ def test_targets_of_a_gpu_are_those_of_the_design() -> None:
     assert [bounds[f"cuda-linear-few-{p}"] for p in ("2:4", "1:4", "1:8")] == [1.5, 2.7, 4]
     assert [bounds[f"cuda-linear-few-square-{p}"] for p in ("2:4", "1:4", "1:8")] == [1.3, 1.8, 2.3]
     assert bounds["cuda-linear-16-2:4"] == 1.3 and bounds["cuda-host"] == 5 and bounds["cuda-layer"] == 1
+    for key in ("compress", "adamw", "linear-few-2:4", "linear-few-1:8", "linear-16-2:4", "host"):
+        assert bounds[f"cuda-native-{key}"] == bounds[f"cuda-{key}"]
+    assert {bounds[f"cuda-native-{key}"] for key in ("pack-both", "pack-threshold", "pack-layout")} == {0.85}
     assert bounds["cuda-linear-many-1:4"] == 0.6 and bounds["cuda-linear-scratch-1:4"] == 0.9
 
 

@@ -1,0 +1,64 @@
+"""A weight packed for forward and backward at once, as a training step with sparse products on both sides needs it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import nmkernels as nm
+from nmkernels import ops
+
+from ..registry import Grid, Provider, Ratio, Spec, Work, family
+from . import _ours
+from .groups import hardware
+
+ON_CUDA = Grid(_ours.STREAM, dtypes=("bfloat16",), on="cuda")
+GATE_ROWS = 64
+"""Rows of W, columns of Wᵀ, whose packed forms are compared with the reference."""
+
+
+@family("nm_pack(both)", grids=(Grid(("4096x4096",), dtypes=("float32", "bfloat16")), ON_CUDA))
+def both(spec: Spec, device: str) -> Work:
+    """``pack(w, mask="transposable", columns=True)``: W and Wᵀ in 16 bits by one mask, beside torch's greedy search of tiles."""
+    return _packing(spec, device, "transposable", columns=True)
+
+
+@family("nm_pack(threshold)", grids=(Grid(("4096x4096",)), ON_CUDA))
+def threshold(spec: Spec, device: str) -> Work:
+    """``pack(w, mask="threshold", scale=...)``: S-STE's projection, scaled, cast and packed."""
+    return _packing(spec, device, "threshold", columns=False)
+
+
+@family("nm_pack(mma.sp)", grids=(Grid(("4096x4096",)), ON_CUDA))
+def device_layout(spec: Spec, device: str) -> Work:
+    """``pack(w, layout="mma.sp")``: the metadata in the order in which tensor cores read it."""
+    return _packing(spec, device, "magnitude", columns=False, layout="mma.sp")
+
+
+def _packing(spec: Spec, device: str, mask: str, columns: bool, layout: str = "canonical") -> Work:
+    w = _ours.normal(spec.rows, spec.cols, device=device, dtype=spec.torch_dtype)
+    scale = torch.tensor(1.25, device=device) if mask == "threshold" else None
+    twin = torch.empty_like(w)
+    args = (w, spec.n, spec.m, mask, None, scale, torch.bfloat16, True, columns, layout)
+
+    def call() -> nm.ops.Packed:
+        return ops.pack(w, spec.pattern, mask, scale=scale, dtype=torch.bfloat16, columns=columns, layout=layout)
+
+    def check() -> None:
+        got = torch.ops.nmkernels.nm_pack(*args)
+        head = w[:GATE_ROWS]
+        expected: tuple[Tensor, ...] = _ours.reference("nm_pack")(head, *args[1:])  # type: ignore[assignment]
+        few = GATE_ROWS // 16 if layout != "canonical" else GATE_ROWS
+        _ours.same_bits((got[0][:GATE_ROWS], got[1][:few]), expected[:2], spec.op)
+        if columns:  # the first columns of Wᵀ belong to the same rows of W
+            kept = GATE_ROWS // spec.m * spec.n
+            width = expected[3].shape[-1]
+            _ours.same_bits((got[2][:, :kept], got[3][:, :width]), expected[2:], spec.op)
+
+    moved = w.nbytes + sum(part.nbytes for part in torch.ops.nmkernels.nm_pack(*args))
+    mine = _ours.ours("nm_pack", args, lambda: Provider("", call, moved, check=check))
+    copy = Provider("torch copy_", lambda: twin.copy_(w), 2 * w.nbytes)
+    peers = [q for q in hardware(spec, w, device) if columns == q.name.endswith("tile")] if device.startswith("cuda") else []
+    ratios = [Ratio("share of copy", p.name, (copy.name,), "rate") for p in mine]
+    ratios += [Ratio(f"x {q.name}", p.name, (q.name,)) for p in mine for q in peers]
+    return Work([*mine, copy, *peers], ratios)
