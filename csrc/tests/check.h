@@ -61,10 +61,11 @@ class Failure {
 
 #define CHECK(condition) nm_test::Failure((condition), __FILE__, __LINE__, #condition)
 
-// `count` elements of `size` bytes, the first at an odd multiple of `size` past an allocation's start.
+// `count` elements of `size` bytes, the first at an odd multiple of `size` past an allocation's start, or `offset` bytes.
 class Buffer {
   public:
-    Buffer(int64_t count, int size) : bytes_(size_t(count) * size_t(size)), offset_(size_t(size)), memory_(new char[bytes_ + offset_]) {
+    Buffer(int64_t count, int size) : Buffer(count, size, size) {}
+    Buffer(int64_t count, int size, int offset) : bytes_(size_t(count) * size_t(size)), offset_(size_t(offset)), memory_(new char[bytes_ + offset_]) {
         std::memset(memory_.get(), 0x5a, bytes_ + offset_);
     }
     void* data() const { return memory_.get() + offset_; }
