@@ -7,7 +7,7 @@ from .compressed import Compressed
 from .linear import linear, linear_dgrad, linear_wgrad
 from .mask import is_nm, mask, prune
 from .mvue import METHODS, mvue, mvue_compress
-from .pack import pack
+from .pack import empty_packed, pack
 from .packed import DeviceCompressed, Packed
 from .threshold import soft_threshold, soft_threshold_scale
 from .transposable import transposable_mask
@@ -22,6 +22,7 @@ __all__ = [
     "Packed",
     "compress",
     "decompress",
+    "empty_packed",
     "is_nm",
     "linear",
     "linear_dgrad",

@@ -44,7 +44,7 @@ def define(name: str, schema: str, contract: Contract, mutates: tuple[int, ...] 
         contract(*args)
         result = _plainly(choose(name, *args).fn, *args)
         for position in mutates:
-            _bump(args[position])
+            _bump(args[position] or ())
         return result
 
     def fake(*args: Any) -> Any:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..pattern import DtypeError, PatternLike, ShapeError
+from ..pattern import DtypeError, OptionError, Pattern, PatternLike, ShapeError
+from ..reference.adamw_packs import BUFFERS, check_packs
 from ._check import FLOATS, as_pattern, check_device, check_float, pattern_of
 from ._define import Spec, define
+from .compressed import Compressed
+from .packed import Packed
 
 HYPER = ("lr", "beta1", "beta2", "eps", "weight_decay", "decay", "v_step", "clamp", "reserved")
 """The names of the elements of ``hyper``."""
@@ -22,6 +25,7 @@ def _masked_adamw(
     params: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, max_exp_avg_sqs: Tensors, steps: Tensors, outs: Tensors,
     hyper: Tensor, n: int, m: int, frozen: bool, eps_inside: bool, maximize: bool, geometric: bool,
     grad_scale: Tensor | None, found_inf: Tensor | None,
+    transposable: bool = False, packs: Tensors | None = None, layout: str = "canonical",
 ) -> tuple[Spec, ...]:  # fmt: skip
     op = "nm_masked_adamw_"
     if hyper.dtype != torch.float64 or tuple(hyper.shape) != (len(HYPER),):
@@ -50,6 +54,8 @@ def _masked_adamw(
                 _refuse(op, i, param, name, tensor, state if is_state else None)
         if steps[i].dtype != torch.float32 or steps[i].numel() != 1:
             raise DtypeError(f"{op}: steps[{i}] is {steps[i].dtype} of shape {tuple(steps[i].shape)}; it must be one float32 element.")
+    if transposable or packs or layout != "canonical":
+        _check_packs(op, params, n, m, transposable, packs or [], layout)
     return (((len(STATS),), torch.float64),)
 
 
@@ -64,6 +70,15 @@ def _check_param(op: str, i: int, param: Tensor, n: int, m: int) -> None:
             raise ShapeError(f"{op}: params[{i}] is 0-dimensional; groups run along the last dimension. Step it without a pattern.")
         if param.shape[-1] % m:
             p.check_divides(op, int(param.shape[-1]), f"the last dimension of params[{i}]")
+
+
+def _check_packs(op: str, params: Tensors, n: int, m: int, transposable: bool, packs: Tensors, layout: str) -> None:
+    check_packs(op, params, n, m, transposable, packs, layout)
+    for i, buffer in enumerate(packs):
+        if buffer.numel():
+            name = f"packs[{i}] ({BUFFERS[i % 4]} of params[{i // 4}])"
+            check_device(op, **{f"params[{i // 4}]": params[i // 4], name: buffer})
+            _check_written(op, name, buffer)
 
 
 def _refuse(op: str, i: int, param: Tensor, name: str, tensor: Tensor, state: torch.dtype | None) -> None:
@@ -87,9 +102,10 @@ nm_masked_adamw_ = define(
     "nm_masked_adamw_",
     "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, Tensor(d!)[] max_exp_avg_sqs, "
     "Tensor(e!)[] steps, Tensor(f!)[] outs, Tensor hyper, int n, int m, bool frozen, bool eps_inside, bool maximize, bool geometric, "
-    "Tensor? grad_scale, Tensor? found_inf) -> Tensor",
+    # a list of tensors may have no default but None
+    'Tensor? grad_scale, Tensor? found_inf, bool transposable=False, Tensor(g!)[]? packs=None, str layout="canonical") -> Tensor',
     _masked_adamw,
-    mutates=(0, 2, 3, 4, 5, 6),
+    mutates=(0, 2, 3, 4, 5, 6, 17),
 )
 
 
@@ -110,6 +126,8 @@ def masked_adamw_(
     geometric: bool = False,
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
+    transposable: bool = False,
+    packs: list[Packed | None] | None = None,
 ) -> Tensor:
     """One AdamW step of every param in one pass over memory, with decay of pruned weights, the new mask and statistics.
 
@@ -122,7 +140,7 @@ def masked_adamw_(
         D = sqrt(v) / sqrt(1-β2ᵗ) + eps                   (eps_inside: sqrt(v / (1-β2ᵗ) + eps); amsgrad: the running maximum of v)
         u = (m / (1-β1ᵗ)) / D                             (clamped to ±clamp if that is not 0)
         w = w·(1 - lr·weight_decay) - lr·u
-        out = w ⊙ mask(w)
+        out = w ⊙ mask(w);  packs = pack(w, mask(w))
 
     Args:
         params: float tensors, groups along the last dimension as given (pass a transposed view of an (in, out) weight).
@@ -136,6 +154,10 @@ def masked_adamw_(
         frozen: leave v alone (STEP's second phase).
         geometric: also compute the statistics of log |v_t - v_{t-1}|.
         grad_scale, found_inf: of a ``GradScaler``; with found_inf != 0 nothing changes and all statistics are 0.
+        transposable: the masks, before and after, are ``transposable_mask``'s; params ``(out, in)``, both multiples of M.
+        packs: one per param, made by ``pack`` or ``empty_packed``, or None for a param that is not packed: buffers that receive the weight
+            after the step, under the mask after it, rounded once from the param's dtype to theirs. Those of columns need ``transposable``.
+            All have one layout.
 
     Returns:
         fp64 ``(9,)``, named by ``STATS``, summed over the params: 1 if applied; Σ|Δv|; Σ log|Δv|; elements with Δv = 0; mask bits flipped;
@@ -143,6 +165,7 @@ def masked_adamw_(
 
     Raises:
         ShapeError, DtypeError: lists of different lengths, shapes or dtypes that do not fit.
+        PatternError: masks or packed weights without a pattern, columns without ``transposable``. OptionError: packs of several layouts.
 
     Example:
         >>> w = torch.tensor([[1.0, -2.0, 3.0, 0.5]])
@@ -153,10 +176,34 @@ def masked_adamw_(
         (tensor([[ 0.9000, -2.1000,  2.9000,  0.4000]]), 2.0)
     """
     n, m = (0, 0) if pattern is None else ((p := as_pattern(pattern)).n, p.m)
+    buffers, layout = (None, "canonical") if packs is None else _buffers(params, packs, n, m)
     return nm_masked_adamw_(
         params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs or [], steps, outs or [],
-        hyper, n, m, frozen, eps_inside, maximize, geometric, grad_scale, found_inf,
+        hyper, n, m, frozen, eps_inside, maximize, geometric, grad_scale, found_inf, transposable, buffers, layout,
     )  # fmt: skip
+
+
+def _buffers(params: Tensors, packs: list[Packed | None], n: int, m: int) -> tuple[Tensors, str]:
+    """What the raw op takes: four buffers of each param, empty ones for what is not packed, and their layout."""
+    op = "nm_masked_adamw_"
+    if len(packs) != len(params):
+        raise ShapeError(f"{op}: {len(params)} params and {len(packs)} packs; there must be one per param, or none.")
+    parts = [x for packed in packs if packed is not None for x in (packed.rows, packed.columns) if x is not None]
+    layouts = {"canonical" if isinstance(x, Compressed) else x.layout for x in parts} or {"canonical"}
+    if len(layouts) > 1:
+        raise OptionError(f"{op}: packs have the layouts {', '.join(sorted(layouts))}; all of one call must have the same.")
+    wrong = [x.pattern for x in parts if (x.pattern.n, x.pattern.m) != (n, m)]
+    if wrong:
+        raise OptionError(
+            f"{op}: a pack is {wrong[0]}, and the step is {Pattern(n, m) if n else 'without a pattern'}; they must be the same."
+        )
+    none = [None] * 4
+    flat = [
+        p.new_empty(0) if x is None else x
+        for p, packed in zip(params, packs, strict=True)
+        for x in (none if packed is None else packed.buffers())
+    ]
+    return flat, layouts.pop()
 
 
 __all__ = ["HYPER", "STATS", "masked_adamw_"]

@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from ..pattern import Pattern, PatternLike
-from ..reference.layouts import meta_shape
-from ..reference.pack import check_pack
-from ._check import as_pattern, check_device
+from ..reference.pack import check_operands, check_pack, operand_shapes
+from ._check import as_pattern, check_device, check_matrix
 from ._define import Spec, define
 from ._grad import refuse_grad
 from .compressed import Compressed
@@ -23,16 +22,13 @@ def _pack(
     check_device("nm_pack", w=w, mask=mask, scale=scale)
     height, width = w.shape
     dtype = dtype or w.dtype
-    return *operand_specs(p, height, width, dtype, layout, rows), *operand_specs(p, width, height, dtype, layout, columns)
+    return *_operand(p, height, width, dtype, layout, rows), *_operand(p, width, height, dtype, layout, columns)
 
 
-def operand_specs(p: Pattern, rows: int, cols: int, dtype: torch.dtype, layout: str, wanted: bool = True) -> tuple[Spec, Spec]:
+def _operand(p: Pattern, rows: int, cols: int, dtype: torch.dtype, layout: str, wanted: bool) -> tuple[Spec, Spec]:
     """The values and the indices, or metadata, of a dense ``(rows, cols)``; both ``(0,)`` where they are not wanted."""
-    kind = torch.uint8 if layout == "canonical" else torch.int32
-    if not wanted:
-        return ((0,), dtype), ((0,), kind)
-    shape = (rows, p.index_bytes(cols)) if layout == "canonical" else meta_shape(rows, cols, layout)
-    return ((rows, cols // p.m * p.n), dtype), (shape, kind)
+    values, indices, kind = operand_shapes(p, rows, cols, layout)
+    return (values if wanted else (0,), dtype), (indices if wanted else (0,), kind)
 
 
 nm_pack = define(
@@ -86,15 +82,49 @@ def pack(
     p = as_pattern(pattern)
     select, given = ("given", mask) if isinstance(mask, Tensor) else (mask, None)
     values, indices, values_t, indices_t = nm_pack(w, p.n, p.m, select, given, scale, dtype, rows, columns, layout)
+    values, values_t = refuse_grad("nm_pack", w, values), refuse_grad("nm_pack", w, values_t)
     height, width = w.shape
-
-    def part(wanted: bool, values: Tensor, indices: Tensor, shape: tuple[int, int]) -> Compressed | DeviceCompressed | None:
-        if not wanted:
-            return None
-        values = refuse_grad("nm_pack", w, values)
-        return Compressed(values, indices, p, shape) if layout == "canonical" else DeviceCompressed(values, indices, layout, p, shape)
-
-    return Packed(part(rows, values, indices, (height, width)), part(columns, values_t, indices_t, (width, height)))
+    return Packed(
+        _form(values, indices, layout, p, (height, width)) if rows else None,
+        _form(values_t, indices_t, layout, p, (width, height)) if columns else None,
+    )
 
 
-__all__ = ["pack"]
+def _form(values: Tensor, indices: Tensor, layout: str, p: Pattern, shape: tuple[int, int]) -> Compressed | DeviceCompressed:
+    return Compressed(values, indices, p, shape) if layout == "canonical" else DeviceCompressed(values, indices, layout, p, shape)
+
+
+def empty_packed(
+    w: Tensor,
+    pattern: PatternLike,
+    *,
+    dtype: torch.dtype | None = None,
+    rows: bool = True,
+    columns: bool = False,
+    layout: str = "canonical",
+) -> Packed:
+    """Uninitialised buffers of the shape that ``pack`` would return, for ``masked_adamw_(..., packs=)`` to write.
+
+    Args:
+        w: the weight ``(out, in)``, of which only shape, dtype and device are looked at. The others as in ``pack``.
+
+    Raises:
+        ShapeError, PatternError, DtypeError, OptionError: as ``pack``.
+
+    Example:
+        >>> empty_packed(torch.ones(64, 128), "2:4", dtype=torch.float16, columns=True, layout="mma.sp").columns.meta.shape
+        torch.Size([8, 1, 32])
+    """
+    p, dtype = as_pattern(pattern), dtype or w.dtype
+    check_matrix("empty_packed", "the weight", w)
+    check_operands("empty_packed", w.shape, p, dtype, rows, columns, layout)
+
+    def part(height: int, width: int) -> Compressed | DeviceCompressed:
+        values, indices, kind = operand_shapes(p, height, width, layout)
+        return _form(w.new_empty(values, dtype=dtype), w.new_empty(indices, dtype=kind), layout, p, (height, width))
+
+    height, width = w.shape
+    return Packed(part(height, width) if rows else None, part(width, height) if columns else None)
+
+
+__all__ = ["empty_packed", "pack"]

@@ -91,6 +91,13 @@ class Packed:
     rows: Compressed | DeviceCompressed | None
     columns: Compressed | DeviceCompressed | None
 
+    def buffers(self) -> list[Tensor | None]:
+        """values and indices (or metadata) of the rows, then of the columns; None for those of a part that is None."""
+        both = [
+            (None, None) if x is None else (x.values, x.indices if isinstance(x, Compressed) else x.meta) for x in (self.rows, self.columns)
+        ]
+        return [x for pair in both for x in pair]
+
 
 def _unflatten_device(leaves: Any, context: tuple[str, Pattern, tuple[int, ...]]) -> DeviceCompressed:
     # leaves may be anything that a tree_map returned, so nothing is checked here

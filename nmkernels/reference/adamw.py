@@ -7,7 +7,7 @@ mask of the weights before the step, M' after it, t the step counted from 1, β^
     m = (β1 m) + ((1-β1) g);  v = (β2 v) + ((1-β2) (g g))                  (frozen: v stays)
     D = (√v / √(1-β2^t)) + ε   or, eps_inside,   D = √((v / (1-β2^t)) + ε)  (amsgrad: the running maximum of v)
     u = (m (1/(1-β1^t))) / D;  u = min(max(u, -clamp), clamp)             (clamp = 0: skipped)
-    p = (p (1 - lr wd)) - (lr u);  out = p where M' else +0.0
+    p = (p (1 - lr wd)) - (lr u);  out = p where M' else +0.0;  packs = pack(p, M')
 
 Statistics, over all tensors of a call: 0 applied (1 or 0) | 1 Σ|v_t - v_{t-1}| | 2 Σ log max(|v_t - v_{t-1}|, 2^-149) |
 3 elements with v_t = v_{t-1} | 4 mask bits flipped | 5 Σ|p| before the step where not M | 6 Σ|g| where not M, before λ |
@@ -20,7 +20,7 @@ Fine-grained Structured Sparse Neural Networks From Scratch", ICLR 2021; frozen 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,8 +28,10 @@ from torch import Tensor
 
 from ..pattern import DtypeError, ShapeError
 from ._common import check, check_float, compute_dtype
+from .adamw_packs import check_packs, write_packs
 from .mask import mask
 from .sums import chunked_sum
+from .transposable import transposable_mask
 
 OP = "masked_adamw_"
 SMALLEST = 2.0**-149
@@ -110,6 +112,9 @@ def masked_adamw_(
     geometric: bool = False,
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
+    transposable: bool = False,
+    packs: Sequence[Tensor] | None = None,
+    layout: str = "canonical",
 ) -> Tensor:
     """Apply one AdamW step in place, with N:M masks of the weights before and after it; the module's page has the equations.
 
@@ -119,6 +124,8 @@ def masked_adamw_(
         steps: 0-d float32, incremented. outs: empty, or one per parameter, of any float dtype.
         hyper: float64 [9]: lr, β1, β2, ε, weight decay, λ, v_step (whose bias correction a frozen v takes; 0: none), clamp, unused.
         grad_scale, found_inf: one element; with found_inf != 0 nothing changes and all statistics are 0.
+        transposable: M and M' are the transposable masks of the weights, which must be matrices; in all that is said of masks above.
+        packs, layout: None, or four buffers per parameter that receive the packed weight, see ``adamw_packs``.
 
     Returns:
         float64 [9], the statistics. Raises ShapeError, DtypeError and PatternError before anything is changed.
@@ -131,34 +138,48 @@ def masked_adamw_(
         (tensor([ 0.9000, -2.1000,  2.9000,  3.9000]), 1.0)
     """
     _check(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, outs, hyper, n, m)
+    check_packs(OP, params, n, m, transposable, packs, layout)
     stats = torch.zeros(9, dtype=torch.float64, device=params[0].device if params else hyper.device)
     if found_inf is not None and bool(found_inf != 0):
         return stats
     stats[0] = 1.0
     absent = [None] * len(params)
+    keep = _masks(n, m, transposable)
     rows = zip(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs or absent, steps, outs or absent, strict=True)
-    for row in rows:
+    for i, row in enumerate(rows):
         one = _One(*row)
         one.step.add_(1)
         s = _scalars(hyper.tolist(), int(one.step.item()), frozen, one.p)
-        _step(one, s, stats, n, m, frozen, eps_inside, -1 if maximize else 1, geometric, grad_scale)
+        after = _step(one, s, stats, keep, frozen, eps_inside, -1 if maximize else 1, geometric, grad_scale)
+        if packs:
+            write_packs(one.p, after, n, m, packs[4 * i : 4 * i + 4], layout)
     return stats
 
 
+Masks = Callable[[Tensor], Tensor]
+
+
+def _masks(n: int, m: int, transposable: bool) -> Masks:
+    """The mask of a weight."""
+    if not n:
+        return lambda p: torch.ones_like(p, dtype=torch.bool)
+    return lambda p: transposable_mask(p, n, m) if transposable else mask(p, n, m)
+
+
 def _step(
-    one: _One, s: _Scalars, stats: Tensor, n: int, m: int, frozen: bool, eps_inside: bool, sign: int, geometric: bool, scale: Tensor | None
-) -> None:
-    """Everything that happens to one parameter."""
+    one: _One, s: _Scalars, stats: Tensor, keep: Masks, frozen: bool, eps_inside: bool, sign: int, geometric: bool, scale: Tensor | None
+) -> Tensor:
+    """Everything that happens to one parameter; returns its new mask."""
     p, old = one.p, one.p.to(s.b1.dtype)
     g = one.grad.to(s.b1.dtype)
     if scale is not None:
         g = g / scale.to(s.b1.dtype)
     if sign < 0:
         g = -g
-    before = mask(p, n, m) if n else torch.ones_like(p, dtype=torch.bool)
+    before = keep(p)
     stats[5] += chunked_sum(old.abs().masked_fill(before, 0.0))
     stats[6] += chunked_sum(g.abs().masked_fill(before, 0.0))
-    if n and s.decay != 0:
+    if s.decay != 0:
         g = torch.where(before, g, g + s.decay * old)
     _moments(one, g, s, stats, frozen, geometric)
     v = one.sq if one.top is None else one.top
@@ -169,11 +190,12 @@ def _step(
     if s.clamp != 0:
         u = u.clamp(-s.clamp, s.clamp)
     p.copy_(old * s.wdf - s.lr * u)
-    after = mask(p, n, m) if n else before
+    after = keep(p)
     stats[4] += (before ^ after).sum()
     stats[7] += ((p != 0) & after).sum()
     if one.out is not None:
         one.out.copy_(p.masked_fill(~after, 0.0))
+    return after
 
 
 def _moments(one: _One, g: Tensor, s: _Scalars, stats: Tensor, frozen: bool, geometric: bool) -> None:

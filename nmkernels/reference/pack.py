@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from ..pattern import DtypeError, OptionError, Pattern, PatternError, ShapeError
 from ._common import FLOATS, check_float, compute_dtype
 from .compress import compress
-from .layouts import check_layout, to_layout
+from .layouts import check_layout, meta_shape, to_layout
 from .mask import mask as nm_mask
 from .threshold import soft_threshold
 from .transposable import transposable_mask
@@ -87,28 +89,43 @@ def check_pack(
     dtype: torch.dtype | None, rows: bool, columns: bool, layout: str,
 ) -> Pattern:  # fmt: skip
     """The pattern n:m, after every check of ``pack`` but how full a given mask is; errors name ``op``."""
-    pattern, dtype = Pattern(n, m), dtype or w.dtype
+    pattern = Pattern(n, m)
     check_float(op, "the weight", w)
-    if dtype not in FLOATS:
-        raise DtypeError(f"{op}: values cannot be packed in {dtype}; only float16, bfloat16, float32 and float64 are supported.")
     if w.dim() != 2:
         raise ShapeError(f"{op}: the weight has shape {tuple(w.shape)}; it must be a matrix, (out, in). Reshape it.")
     _check_select(op, select, mask, scale, w)
-    if not (rows or columns):
-        raise OptionError(f"{op}: neither rows nor columns are wanted, so there is nothing to pack. Ask for one of them, or both.")
     if rows and columns and select in ("magnitude", "threshold"):
         raise PatternError(
             f"{op}: select={select!r} cannot pack rows and columns at once: the largest magnitudes of each row's groups are not {pattern} "
             'along the columns, so that W and Wᵀ would be two different weights. Take the transposable mask ("transposable"), or give one.'
         )
-    sides = (w.shape[0], "the number of rows"), (w.shape[1], "the number of columns")
+    check_operands(op, w.shape, pattern, dtype or w.dtype, rows, columns, layout)
+    if select == "transposable":
+        check_operands(op, w.shape, pattern, dtype or w.dtype, True, True, "canonical")
+    return pattern
+
+
+def check_operands(op: str, shape: Sequence[int], pattern: Pattern, dtype: torch.dtype, rows: bool, columns: bool, layout: str) -> None:
+    """Raise unless a matrix of that shape can be packed so: the groups of what is wanted divide, the layout's tiles too."""
+    if dtype not in FLOATS:
+        raise DtypeError(f"{op}: values cannot be packed in {dtype}; only float16, bfloat16, float32 and float64 are supported.")
+    if not (rows or columns):
+        raise OptionError(f"{op}: neither rows nor columns are wanted, so there is nothing to pack. Ask for one of them, or both.")
+    sides = (shape[0], "the number of rows"), (shape[1], "the number of columns")
     for wanted, height, width in ((rows, 0, 1), (columns, 1, 0)):
         size, what = sides[width]
-        if (wanted or select == "transposable") and size % m:
+        if wanted and size % pattern.m:
             pattern.check_divides(op, int(size), what)
         if wanted:
             check_layout(op, layout, sides[height][0], size, pattern, dtype)
-    return pattern
+
+
+def operand_shapes(pattern: Pattern, rows: int, cols: int, layout: str) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
+    """The shape of the values and of the indices of a dense ``(rows, cols)``, and the dtype of the latter."""
+    values = (rows, cols // pattern.m * pattern.n)
+    if layout == "canonical":
+        return values, (rows, pattern.index_bytes(cols)), torch.uint8
+    return values, meta_shape(rows, cols, layout), torch.int32
 
 
 def _check_select(op: str, select: str, mask: Tensor | None, scale: Tensor | None, w: Tensor) -> None:

@@ -146,9 +146,20 @@ def _adamw_with(**changes: object) -> None:
         "g",
         "grad_scale",
         "found_inf",
+        "transposable",
+        "packs",
+        "layout",
     ]
     args = dict(zip(names, adamw(((2, 8),)), strict=True))
     torch.ops.nmkernels.nm_masked_adamw_(*{**args, **changes}.values())
+
+
+def _packs(*changes: tuple[int, torch.Tensor]) -> list[torch.Tensor]:
+    """The buffers of a (2, 8) param whose rows are packed in bfloat16, some of them replaced."""
+    good = [torch.zeros(2, 4).bfloat16(), torch.zeros(2, 1, dtype=torch.uint8), torch.zeros(0), torch.zeros(0)]
+    for i, x in changes:
+        good[i] = x
+    return good
 
 
 ADAMW = {
@@ -163,6 +174,9 @@ ADAMW = {
     "n": (5, PatternError, "5:4"),
     "found_inf": (torch.ones(1).double(), ShapeError, "found_inf.*float64"),
     "params": ([torch.ones(2, 8, dtype=torch.int64)], DtypeError, r"params\[0\].*int64"),
+    "transposable": (True, ShapeError, r"first dimension of params\[0\] is 2.*M=4"),
+    "packs": (_packs()[:3], ShapeError, "1 params and 3 packs.*values_t"),
+    "layout": ("csc", OptionError, "'csc'"),
 }
 
 
@@ -171,6 +185,43 @@ def test_wrong_adamw(name: str) -> None:
     value, kind, text = ADAMW[name]
     with pytest.raises(kind, match=text):
         _adamw_with(**{name: value})
+
+
+PACKS = {
+    "values": ((0, torch.zeros(2, 8)), ShapeError, r"packs of params\[0\].*\(2, 8\).*\(2, 4\) and \(2, 1\).*empty_packed"),
+    "values_dtype": ((0, torch.zeros(2, 4).int()), DtypeError, "int32"),
+    "values_device": ((0, torch.zeros(2, 4, device="meta")), ShapeError, r"packs\[0\] \(values of params\[0\]\) is on meta"),
+    "values_expanded": ((0, torch.zeros(1, 4).expand(2, 4)), ShapeError, r"packs\[0\].*expanded"),
+    "values_missing": ((0, torch.zeros(0)), ShapeError, r"\(0,\) and \(2, 1\)"),
+    "indices": ((1, torch.zeros(2, 2, dtype=torch.uint8)), ShapeError, r"\(2, 2\)"),
+    "indices_dtype": ((1, torch.zeros(2, 1).int()), DtypeError, "indices in torch.int32.*torch.uint8"),
+    "columns": ((2, torch.zeros(8, 1)), PatternError, r"transpose of params\[0\] need transposable=True"),
+}
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("name", PACKS)
+def test_wrong_packs(name: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ENV, backend)
+    change, kind, text = PACKS[name]
+    p, step = torch.ones(2, 8), torch.tensor(4.0)
+    with pytest.raises(kind, match=text):
+        _adamw_with(params=[p], steps=[step], packs=_packs(change))
+    assert step.item() == 4 and (p == 1).all()
+
+
+def test_wrong_packs_for_the_step() -> None:
+    with pytest.raises(PatternError, match="without a pattern"):
+        _adamw_with(n=0, m=0, packs=_packs())
+    with pytest.raises(PatternError, match="without a pattern"):
+        _adamw_with(n=0, m=0, transposable=True)
+    with pytest.raises(DtypeError, match="16-bit"):
+        _adamw_with(packs=_packs((0, torch.zeros(2, 4))), layout="mma.sp")
+    three = {name: [torch.ones(2, 4, 8)] for name in ("params", "grads", "exp_avgs", "exp_avg_sqs")}
+    with pytest.raises(ShapeError, match=r"\(2, 4, 8\).*only a matrix"):
+        _adamw_with(**three, packs=_packs())
+    with pytest.raises(ShapeError, match=r"\(2, 4, 8\).*needs a matrix"):
+        _adamw_with(**three, transposable=True)
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])

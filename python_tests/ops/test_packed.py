@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from nmkernels import Compressed, NMError, Pattern, _dispatch, ops, testing
+from nmkernels import Compressed, DtypeError, NMError, Pattern, ShapeError, _dispatch, ops, testing
 from nmkernels.ops import DeviceCompressed, Packed
 
 BF16 = torch.bfloat16
@@ -80,6 +80,30 @@ def test_pytrees_and_copies(layout: str) -> None:
     for twin in (copy.deepcopy(p), pickle.loads(pickle.dumps(p))):
         testing.assert_equal_bits(twin, p)
         assert twin.rows.values is not p.rows.values
+
+
+@pytest.mark.parametrize("layout", ["canonical", "mma.sp", "wgmma.sp"])
+@pytest.mark.parametrize("ways", [(True, True), (True, False), (False, True)])
+def test_empty_packed_has_the_form_of_pack(layout: str, ways: tuple[bool, bool]) -> None:
+    kwargs = {"dtype": BF16, "rows": ways[0], "columns": ways[1], "layout": layout}
+    empty, full = ops.empty_packed(W, "2:4", **kwargs), ops.pack(W, "2:4", "transposable", **kwargs)
+    for a, b in zip(empty.buffers(), full.buffers(), strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or (a.shape, a.dtype, a.is_contiguous()) == (b.shape, b.dtype, True)
+    assert empty.buffers()[:2] == [None, None] or empty.rows.shape == W.shape
+    assert ops.empty_packed(W.half(), "1:8").rows.dtype == torch.float16
+
+
+def test_empty_packed_refuses_what_pack_refuses() -> None:
+    for call, kind in (
+        (lambda: ops.empty_packed(W[0], "2:4"), ShapeError),
+        (lambda: ops.empty_packed(W, "3:5"), ShapeError),
+        (lambda: ops.empty_packed(W, "2:4", dtype=torch.int8), DtypeError),
+        (lambda: ops.empty_packed(W, "2:4", layout="mma.sp"), DtypeError),
+        (lambda: ops.empty_packed(W, "2:4", rows=False), ops.OptionError),
+    ):
+        with pytest.raises(kind, match="empty_packed"):
+            call()
 
 
 @pytest.mark.filterwarnings("error")

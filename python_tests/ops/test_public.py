@@ -203,9 +203,44 @@ class TestMaskedAdamW:
         testing.assert_equal_bits(stats, torch.ops.nmkernels.nm_masked_adamw_(*raw))
         testing.assert_equal_bits([*public], [*raw])
 
+    def test_packs_are_pack_of_the_new_weight(self) -> None:
+        params, grads, m, v, _, steps, _, hyper = adamw(((64, 64), (8, 12), (4, 8)))[:8]
+        for layout, dtype in (("canonical", torch.bfloat16), ("mma.sp", torch.float16)):
+            first = ops.empty_packed(params[0], "2:4", dtype=dtype, columns=True, layout=layout)
+            packs = [first, ops.empty_packed(params[1], "2:4", rows=False, columns=True) if layout == "canonical" else None, None]
+            ops.masked_adamw_(params, grads, m, v, steps, hyper, "2:4", transposable=True, packs=packs)
+            testing.assert_equal_bits(first, ops.pack(params[0], "2:4", "transposable", dtype=dtype, columns=True, layout=layout))
+            if packs[1] is not None:
+                testing.assert_equal_bits(packs[1], ops.pack(params[1], "2:4", "transposable", rows=False, columns=True))
+
+    def test_packs_of_rows_on_every_backend(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for backend in ("reference", "cpu"):
+            monkeypatch.setenv(_dispatch.ENV, backend)
+            for layout in ("canonical", "mma.sp", "wgmma.sp"):
+                params, grads, m, v, _, steps, _, hyper = adamw(((6, 8), (64, 128)))[:8]
+                packs = [None, ops.empty_packed(params[1], "2:4", dtype=torch.float16, layout=layout)]
+                ops.masked_adamw_(params, grads, m, v, steps, hyper, "2:4", packs=packs)
+                testing.assert_equal_bits(packs[1], ops.pack(params[1], "2:4", dtype=torch.float16, layout=layout))
+
+    def test_packs_that_do_not_belong(self) -> None:
+        params, grads, m, v, _, steps, _, hyper = adamw(((64, 64), (64, 64)))[:8]
+
+        def step(packs: list[Any], pattern: str | None = "2:4") -> None:
+            ops.masked_adamw_(params, grads, m, v, steps, hyper, pattern, packs=packs)
+
+        mma, plain = (ops.empty_packed(params[0], "2:4", dtype=torch.float16, layout=x) for x in ("mma.sp", "canonical"))
+        for packs, pattern, kind, text in (
+            ([mma], "2:4", ShapeError, "2 params and 1 packs"),
+            ([mma, plain], "2:4", ops.OptionError, "layouts canonical, mma.sp"),
+            ([plain, plain], "1:2", ops.OptionError, "a pack is 2:4, and the step is 1:2"),
+            ([plain, plain], None, ops.OptionError, "without a pattern"),
+        ):
+            with pytest.raises(kind, match=text):
+                step(packs, pattern)
+
     def test_versions_count_the_writes(self) -> None:
-        args = adamw(amsgrad=True, outs=torch.float32)
-        written = [x for i in (0, 2, 3, 4, 5, 6) for x in args[i]]
+        args = adamw(amsgrad=True, outs=torch.float32, packs="rows")
+        written = [x for i in (0, 2, 3, 4, 5, 6, 17) for x in args[i]]
         read = [*args[1], args[7]]
         before, untouched = [x._version for x in written], [x._version for x in read]
         torch.ops.nmkernels.nm_masked_adamw_(*args)

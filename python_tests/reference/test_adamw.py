@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nmkernels.pattern import DtypeError, PatternError, ShapeError
-from nmkernels.reference import mask, masked_adamw_, prune
+from nmkernels.reference import compress, mask, masked_adamw_, pack, prune, to_layout, transposable_mask
 
 NAMES = ("lr", "beta1", "beta2", "eps", "weight_decay", "decay", "v_step", "clamp", "reserved")
 DEFAULT = dict(zip(NAMES, (1e-2, 0.9, 0.999, 1e-8, 0.0, 0.0, 0.0, 0.0, 0.0), strict=True))
@@ -42,7 +42,7 @@ def beta_power(beta, t):
     return result
 
 
-def in_numpy(s, grad, h, n, m, frozen, eps_inside, maximize, scale):
+def in_numpy(s, grad, h, n, m, frozen, eps_inside, maximize, scale, mask=mask):
     """The step in NumPy: every line is one rounding. Returns what the state must be, and the statistics."""
     lr, beta1, beta2, eps, wd, decay, v_step, clamp, _ = h.tolist()
     real, t = (np.float64 if s.p.dtype == torch.float64 else np.float32), int(s.step) + 1
@@ -214,3 +214,77 @@ def test_errors_come_before_any_change():
     fails(DtypeError, "exp_avgs is torch.bfloat16", avgs=[good.bfloat16()])
     fails(DtypeError, "int32", grads=[good.int()])
     fails(ShapeError, "hyper", h=torch.ones(8))
+
+
+def buffers(shape, n, m, dtype, ways=(True, True), layout="canonical"):
+    """Four of a param, filled with what nothing writes."""
+    like = torch.zeros(shape)
+    made = pack(like, n, m, "transposable", dtype=dtype, rows=ways[0], columns=ways[1], layout=layout)
+    return [x.fill_(77) for x in made]
+
+
+@pytest.mark.parametrize("flags", CASES[::5], ids=lambda f: "+".join(k for k, v in f.items() if v) or "plain")
+@pytest.mark.parametrize(("n", "m"), [(2, 4), (1, 2)])
+@pytest.mark.parametrize("to", [torch.bfloat16, torch.float16, torch.float32])
+def test_transposable_steps_and_what_they_pack(flags, n, m, to, dtype, same_bits):
+    flags = dict(flags)
+    amsgrad, scaled = flags.pop("amsgrad"), flags.pop("scaled")
+    torch.manual_seed(n)
+    s, packs = State(torch.randn(12, 16).to(dtype), amsgrad, outs=[torch.bfloat16], step=7), buffers((12, 16), n, m, to)
+    s.v.copy_(torch.rand(12, 16) * 1e-3)
+    for _ in range(2):
+        g, h = torch.randn(12, 16).to(dtype), hyper(weight_decay=0.1, decay=0.02, v_step=7.0, lr=0.3)
+        want, numbers = in_numpy(s, g, h, n, m, flags["frozen"], flags["eps_inside"], flags["maximize"], 1.7 * scaled, transposable_mask)
+        scale = torch.tensor([1.7]) if scaled else None
+        stats = s.apply(g, h, n, m, geometric=True, grad_scale=scale, transposable=True, packs=packs, **flags)
+        assert all(same_bits(a, b) for a, b in zip(s.tensors(), want, strict=True))
+        assert stats.tolist() == pytest.approx(numbers.tolist(), rel=1e-12, abs=1e-300)
+        keep = transposable_mask(s.p, n, m)
+        expected = (*compress(s.p.to(to), n, m, keep), *compress(s.p.to(to).T, n, m, keep.T))
+        assert all(same_bits(a, b) for a, b in zip(packs, expected, strict=True))
+
+
+@pytest.mark.parametrize("to", [torch.bfloat16, torch.float64])
+def test_packs_of_rows_have_the_new_mask_and_one_rounding(to, nasty, dtype, same_bits):
+    s, packs = State(nasty(16, 16, dtype), outs=[to]), buffers((16, 16), 2, 4, to, (True, False))
+    s.apply(nasty(16, 16, dtype, seed=4), hyper(lr=0.5), 2, 4, packs=packs)
+    assert all(same_bits(a, b) for a, b in zip(packs, compress(s.p.to(to), 2, 4, mask(s.p, 2, 4)), strict=False))
+    assert packs[2].numel() == packs[3].numel() == 0
+
+
+@pytest.mark.parametrize("layout", ["mma.sp", "wgmma.sp"])
+def test_packs_in_a_layout_of_the_device(layout):
+    s, packs = State(torch.randn(64, 128)), buffers((64, 128), 2, 4, torch.float16, layout=layout)
+    s.apply(torch.randn(64, 128), hyper(lr=0.5), 2, 4, transposable=True, packs=packs, layout=layout)
+    keep = transposable_mask(s.p, 2, 4)
+    for i, (x, k) in enumerate(((s.p, keep), (s.p.T, keep.T))):
+        values, indices = compress(x.half(), 2, 4, k)
+        assert torch.equal(packs[2 * i], values) and torch.equal(packs[2 * i + 1], to_layout(indices, x.shape[1], layout))
+
+
+def test_each_param_has_packs_of_its_own_or_none_and_a_skipped_step_writes_none(same_bits):
+    states = [State(torch.randn(8, 12)), State(torch.randn(4)), State(torch.randn(8, 4))]
+    strided = torch.zeros(6, 8).bfloat16().T  # columns of (8, 12), values in transposed memory
+    none = [torch.empty(0)] * 4
+    packs = [
+        *buffers((8, 12), 2, 4, torch.float16, (True, False)),
+        *none,
+        *none[:2],
+        *buffers((8, 4), 2, 4, torch.float32, (False, True))[2:],
+    ]
+    packs[0] = strided
+    before = [x.clone() for x in packs]
+
+    def step(found, *chosen, **flags):
+        some = [states[i] for i in chosen]
+        grads, (p, m, v, k) = [torch.ones_like(s.p) for s in some], zip(*((s.p, s.m, s.v, s.step) for s in some), strict=True)
+        mine = [x for i in chosen for x in packs[4 * i : 4 * i + 4]]
+        return masked_adamw_(p, grads, m, v, [], k, [], hyper(), 2, 4, found_inf=torch.tensor([found]), packs=mine, **flags)
+
+    assert step(1.0, 0, 1)[0] == 0 and step(1.0, 2, transposable=True)[0] == 0
+    assert all(same_bits(a, b) for a, b in zip(packs, before, strict=True))
+    assert step(0.0, 0, 1)[0] == 1 and step(0.0, 2, transposable=True)[0] == 1
+    values, indices = compress(states[0].p.bfloat16(), 2, 4, mask(states[0].p, 2, 4))
+    assert same_bits(packs[0].contiguous(), values) and torch.equal(packs[1], indices)
+    values, indices = compress(states[2].p.T, 2, 4, transposable_mask(states[2].p, 2, 4).T)
+    assert same_bits(packs[10], values) and torch.equal(packs[11], indices)

@@ -9,13 +9,17 @@ import torch
 from torch import Tensor
 
 from ..._dispatch import Verdict
+from .._pack import write_rows
 from .._tensors import row_stride, tensors
 from ._core import DTYPES, contiguous, core, register, row_count, runnable
+from .pack import PARTS
 
 
 def _supports_adamw(params: Sequence[Tensor], *args: Any) -> Verdict:
     if any(p.dtype == torch.float64 for p in params):
         return False, "it computes in float32, and a parameter is float64"
+    if any(args[15:16]):
+        return False, "it masks by the magnitudes of rows, and transposable masks are asked for, which the reference takes"
     lists = [params, *(x for x in args if isinstance(x, (list, tuple)))]
     if all(x.is_cpu and x.layout is torch.strided for xs in lists for x in xs):
         return runnable(x for x in args if isinstance(x, Tensor))
@@ -46,7 +50,7 @@ def _masked_adamw(
     params: Sequence[Tensor], grads: Sequence[Tensor], exp_avgs: Sequence[Tensor], exp_avg_sqs: Sequence[Tensor],
     max_exp_avg_sqs: Sequence[Tensor], steps: Sequence[Tensor], outs: Sequence[Tensor], hyper: Tensor, n: int, m: int,
     frozen: bool, eps_inside: bool, maximize: bool, geometric: bool, grad_scale: Tensor | None, found_inf: Tensor | None,
-    out: Tensor | None = None,
+    transposable: bool = False, packs: Sequence[Tensor] | None = None, layout: str = "canonical", out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     written: list[tuple[Tensor, Tensor]] = []
     read: list[tuple[Tensor, Tensor]] = []
@@ -66,5 +70,7 @@ def _masked_adamw(
     stats = core().masked_adamw(words, hyper.tolist(), n, m, frozen, eps_inside, maximize, geometric, scale, skip, torch.get_num_threads())
     for target, copy in written:
         target.copy_(copy)
+    if stats[0]:  # not skipped
+        write_rows(PARTS, params, n, m, packs, layout)
     result = torch.tensor(stats, dtype=torch.float64)
     return result if out is None else out.copy_(result)

@@ -69,6 +69,8 @@ def supports_adamw(params: Sequence[Tensor], grads: Sequence[Tensor], *rest: Any
     for name, xs in (("param", params), ("gradient", grads), ("output", rest[4])):
         if torch.float64 in {x.dtype for x in xs}:
             return False, f"it computes in float32, and a {name} is float64"
+    if any(rest[14:15]):
+        return False, "it masks by the magnitudes of rows, and transposable masks are asked for, which the reference takes"
     if len({x.device for x in params}) > 1:
         return False, "it steps the params of one device at once, and these are on several"
     return runnable((*params[:1], *(x for x in grads if x.layout != torch.strided)) if params else [rest[5]])
@@ -81,13 +83,9 @@ def supports_transposable(w: Tensor, n: int, m: int) -> Verdict:
     return supports(w)
 
 
-def supports_pack(
-    w: Tensor, n: int, m: int, select: str, mask: Tensor | None, scale: Tensor | None, dtype: torch.dtype | None, *rest: Any
-) -> Verdict:
+def supports_pack(w: Tensor, n: int, m: int, select: str, *rest: Any) -> Verdict:
     """What nm_pack can run: what its parts can."""
-    if dtype == torch.float64:
-        return False, "it computes in float32, and float64 values are asked for"
-    return supports_transposable(w, n, m) if select == "transposable" else supports(w, mask, scale)
+    return supports_transposable(w, n, m) if select == "transposable" else supports(w, *rest)
 
 
 SUPPORTS: dict[str, Callable[..., Verdict]] = {

@@ -17,10 +17,12 @@ import torch
 from torch import Tensor
 
 from ...pattern import BackendError
+from .._pack import write_rows
 from . import _adamw_kernels as k
 from ._adamw_plan import Lists, Plan, layout_of, plan_of, written
 from ._adamw_table import capturing, upload
 from ._launch import launch
+from .pack import PARTS
 
 BLOCK = 2048
 """Partials that the reduction adds at once, 8 a thread."""
@@ -33,9 +35,10 @@ def masked_adamw_(
     params: Sequence[Tensor], grads: Sequence[Tensor], exp_avgs: Sequence[Tensor], exp_avg_sqs: Sequence[Tensor],
     max_exp_avg_sqs: Sequence[Tensor], steps: Sequence[Tensor], outs: Sequence[Tensor], hyper: Tensor, n: int, m: int,
     frozen: bool = False, eps_inside: bool = False, maximize: bool = False, geometric: bool = False,
-    grad_scale: Tensor | None = None, found_inf: Tensor | None = None, out: Tensor | None = None,
+    grad_scale: Tensor | None = None, found_inf: Tensor | None = None,
+    transposable: bool = False, packs: Sequence[Tensor] | None = None, layout: str = "canonical", out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """``nm_masked_adamw_``."""
+    """``nm_masked_adamw_``; packed weights take launches of their own."""
     device = params[0].device if params else hyper.device
     scale = None if grad_scale is None else grad_scale.to(device, non_blocking=True)
     found = None if found_inf is None else found_inf.to(device, non_blocking=True)
@@ -44,12 +47,12 @@ def masked_adamw_(
     if held and _skipped(found_inf, device):
         return stats.zero_()
     lists: Lists = [list(xs) for xs in (params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, outs, grads)]
-    layout = layout_of(lists, n, m)
-    copies = list(written(lists, layout))
+    strides = layout_of(lists, n, m)
+    copies = list(written(lists, strides))
     addresses = [step.data_ptr() for step in steps]
     for i in held:
         addresses[i] = 0
-    plan, gradients = plan_of(lists, addresses, layout, n, m, device)
+    plan, gradients = plan_of(lists, addresses, strides, n, m, device)
     scalars = _scalars(plan, steps, held, hyper, found, frozen)
     partials = torch.empty(k.STATS, plan.programs, dtype=torch.float64, device=device)
     flags = {"FROZEN": frozen, "EPS_INSIDE": eps_inside, "MAXIMIZE": maximize, "GEOMETRIC": geometric, "TOP": bool(max_exp_avg_sqs)}
@@ -59,6 +62,7 @@ def masked_adamw_(
     add_partials(partials, stats, found, _computed(n, frozen, geometric))
     for target, copy in copies:
         target.copy_(copy)
+    write_rows(PARTS, params, n, m, packs, layout, found)
     return stats
 
 
