@@ -58,7 +58,8 @@ void Block::run(unsigned number, unsigned blocks, unsigned threads, size_t dynam
         one.number = int(i);
         one.done = false;
         one.waits = nullptr;
-        one.copies.assign(1, {});
+        one.copies.clear();
+        one.copy_group = 0;
         one.fiber.prepare(&Block::enter, &one);
     }
     for (unsigned turn = number; alive_ > 0; ++turn) {

@@ -33,10 +33,11 @@ struct Meeting {
     alignas(16) unsigned char deposit[2][kLanes][kDeposit];
 };
 
+// A cp.async that has not been waited for.
 struct Copy {
     void* to;
     const void* from;
-    int bytes, room;
+    int bytes, filled, group;
 };
 
 struct Thread {
@@ -46,7 +47,8 @@ struct Thread {
     int number = 0;
     bool done = true;
     const char* waits = nullptr;  // for what, or null
-    std::vector<std::vector<Copy>> copies;  // groups of cp.async that have not been waited for; the last is open
+    std::vector<Copy> copies;
+    int copy_group = 0;  // the one that is not committed
 
     int lane() const { return number % kLanes; }
     void wait(const char* what);
