@@ -44,6 +44,8 @@ def _streams() -> list[Target]:
     words = ("W and Wᵀ from one read, 4.25 B", "through the soft threshold, 3.125 B", "in mma.sp's order, 3.125 B")
     for spec, key, what in zip(both, ("both", "threshold", "layout"), words, strict=True):
         found.append(_share(CUDA, f"pack-{key}", f"pack, 2:4, bf16, {what}", spec))
+    found.append(_share(CUDA, "adamw-packs", "MaskedAdamW, fp32, packs W in bf16, 29.1 B", one, ", packs W"))
+    found.append(_share(CUDA, "adamw-packs-both", "MaskedAdamW, fp32, transposable, packs W and Wᵀ, 30.3 B", one, ", packs both"))
     return found
 
 

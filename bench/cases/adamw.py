@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from nmkernels import Pattern
+from nmkernels import Pattern, ops, testing
 from nmkernels.optim import MaskedAdamW, Target, UpdateRule
 
 from ..registry import Grid, Provider, Ratio, Spec, Work, family
@@ -57,6 +57,8 @@ def _step(spec: Spec, device: str, count: int) -> Work:
     args = _arguments(start, grad, spec)
     ours = _ours.ours(OP, args, lambda: Provider("", plain.step, moved, check=check))
     ours += _ours.ours(OP, args, lambda: Provider(", writes W̃", writing.step, moved + sum(s.nbytes for s in sinks)))
+    if count == 1:
+        ours += _packing(mine[0], grad, spec, moved, device)
     alone, together = "torch AdamW(fused)", "torch AdamW(fused) + eager mask and decay"
     # weights move by all optimizers' steps in turn, which changes no time
     ratios = [Ratio("time over fused AdamW", p.name, (alone,), "time") for p in ours]
@@ -69,6 +71,38 @@ def _step(spec: Spec, device: str, count: int) -> Work:
         providers.append(copy)
         ratios += [Ratio("share of copy", p.name, (copy.name,), "rate") for p in ours]
     return Work(providers, ratios)
+
+
+def _packing(p: nn.Parameter, grad: Tensor, spec: Spec, moved: int, device: str) -> list[Provider]:
+    """The step that also packs the new weight in 16 bits: W by the mask of its magnitudes; W and Wᵀ by the transposable one."""
+    w, moments, count = p.data, [torch.zeros_like(p, dtype=torch.float32) for _ in range(2)], torch.zeros((), device=p.device)
+    hyper = torch.tensor([LR, 0.9, 0.999, 1e-8, 0.01, DECAY, 0, 0, 0], dtype=torch.float64, device=p.device)
+    found = []
+    for name, transposable in ((", packs W", False), (", packs both", True)):
+        if transposable and (spec.pattern != "2:4" or not device.startswith("cuda")):
+            continue  # the CPU leaves such steps to the reference
+        how = "transposable" if transposable else "magnitude"
+        packed = ops.pack(w, spec.pattern, how, dtype=torch.bfloat16, columns=transposable)
+        args = (*_arguments(w, grad, spec), transposable, [w.new_empty(0) if x is None else x for x in packed.buffers()])
+
+        def step(packed: ops.Packed = packed, transposable: bool = transposable) -> None:
+            lists = [w], [grad], [moments[0]], [moments[1]], [count]
+            ops.masked_adamw_(*lists, hyper, spec.pattern, transposable=transposable, packs=[packed])
+
+        def check(packed: ops.Packed = packed, how: str = how) -> None:
+            for part in _leaves(packed):
+                testing.fill_poison(part)
+            step(packed, how == "transposable")
+            expected = ops.pack(w, spec.pattern, how, dtype=torch.bfloat16, columns=packed.columns is not None)
+            _ours.same_bits(_leaves(packed), _leaves(expected), OP)
+
+        bytes_moved = moved + sum(x.nbytes for x in _leaves(packed))
+        found += _ours.ours(OP, args, lambda name=name, s=step, c=check, b=bytes_moved: Provider(name, s, b, check=c))  # type: ignore[misc]
+    return found
+
+
+def _leaves(packed: ops.Packed) -> list[Tensor]:
+    return [x for x in packed.buffers() if x is not None and x.numel()]
 
 
 def _arguments(w: Tensor, g: Tensor, spec: Spec) -> tuple[object, ...]:
