@@ -24,8 +24,15 @@ void bind_groups(py::module_& module) {
     }, Unlocked());
 }
 
-// soft_threshold_scale and transposable_mask
-void bind_tensors(py::module_&) {}
+void bind_tensors(py::module_& module) {
+    module.def("soft_threshold_chunks", nm::cuda::soft_threshold_chunks);
+    module.def("soft_threshold_scale", [](Address w, int dtype, int64_t numel, int n, int m, Address sums, Address scale, int device, Address stream) {
+        nm::cuda::soft_threshold_scale(at(w), dtype, numel, n, m, at(sums), at<float>(scale), queue(device, stream));
+    }, Unlocked());
+    module.def("transposable_mask", [](Address w, int dtype, int64_t rows, int64_t cols, Address out, int device, Address stream) {
+        nm::cuda::transposable_mask(at(w), dtype, rows, cols, at<uint8_t>(out), queue(device, stream));
+    }, Unlocked());
+}
 
 // compress, decompress, pack
 void bind_packed(py::module_&) {}

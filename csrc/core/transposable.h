@@ -30,17 +30,8 @@ struct Sums {
     float of[6];
 };
 
-// A GPU adds magnitudes at no cost if they are asked for in this way.
-NM_HD float size(float x) {
-#if defined(__CUDA_ARCH__)
-    return fabsf(x);
-#else
-    return magnitude(x);
-#endif
-}
-
 NM_HD Sums pair_sums(const float* w) {
-    const float a = size(w[0]), b = size(w[1]), c = size(w[2]), d = size(w[3]);
+    const float a = magnitude(w[0]), b = magnitude(w[1]), c = magnitude(w[2]), d = magnitude(w[3]);
     return {{a + b, a + c, a + d, b + c, b + d, c + d}};
 }
 
@@ -72,8 +63,13 @@ NM_HD First first_reaching(const float* scores, int best) {
 
 }  // namespace tile
 
-// `w`: the 16 numbers of the tile, row-major; only their magnitudes count. Returns the mask, bit 4*row + column.
-NM_HD uint32_t transposable_2_4(const float* w) {
+// The mask of a tile: bit j of row[i] is column j of row i.
+struct TileRows {
+    uint32_t row[4];
+};
+
+// `w`: the 16 numbers of the tile, row-major; only their magnitudes count.
+NM_HD TileRows transposable_rows(const float* w) {
     using namespace tile;
     constexpr uint32_t pairs[6] = {0x3, 0x5, 0x9, 0x6, 0xa, 0xc}, left[6] = {0xc, 0xa, 0x6, 0x9, 0x5, 0x3};
     const Sums r0 = pair_sums(w), r1 = pair_sums(w + 4), r2 = pair_sums(w + 8), r3 = pair_sums(w + 12);
@@ -126,7 +122,13 @@ NM_HD uint32_t transposable_2_4(const float* w) {
     const uint32_t free = first_reaching(any_scores, best).of(left);
     const uint32_t unused = (m0 ^ m1) == 0xfu ? free : reached ? high : low;
     const uint32_t m2 = unused ^ 0xfu;
-    return m0 + m1 * 16u + m2 * 256u + (m0 ^ m1 ^ m2) * 4096u;
+    return {{m0, m1, m2, m0 ^ m1 ^ m2}};
+}
+
+// The same as one number, bit 4*row + column.
+NM_HD uint32_t transposable_2_4(const float* w) {
+    const TileRows mask = transposable_rows(w);
+    return mask.row[0] + mask.row[1] * 16u + mask.row[2] * 256u + mask.row[3] * 4096u;
 }
 
 }  // namespace nm

@@ -51,7 +51,7 @@ NM_DEVICE void group_result(const T* w, typename Op::template Out<T>* out) {
     NM_UNROLL
     for (int i = 0; i < M; ++i) keys[i] = Key<T>::of(w[i]);
     if constexpr (Op::kThreshold) {
-        if constexpr (N < M) t = Key<T>::value(threshold_key(keys, N, M, Key<T>::bits));
+        t = Key<T>::value(threshold_key<N, M>(keys));
     } else {
         mask_group(keys, N, M, Key<T>::bits, keep);
     }
@@ -83,18 +83,11 @@ __global__ void __launch_bounds__(kThreads) groups_kernel(const T* w, typename O
 template <class Op, class T>
 __global__ void __launch_bounds__(AnyTile::kThreads) any_groups_kernel(const T* w, typename Op::template Out<T>* out, int64_t groups, int n, int m) {
     NM_SHARED(AnyTile, tile);
-    const int64_t first = int64_t(blockIdx.x) * AnyTile::groups(m);
-    const int64_t left = groups - first;
-    const int here = (left < AnyTile::groups(m) ? int(left) : AnyTile::groups(m)) * m;
-    w += first * m;
-    out += first * m;
-    for (int e = int(threadIdx.x); e < here; e += AnyTile::kThreads) tile.keys[e] = Key<T>::of(w[e]);
-    __syncthreads();
+    const int here = tile.load(w, groups, m);
+    w += tile.first_group(m) * m;
+    out += tile.first_group(m) * m;
     if constexpr (Op::kThreshold) {
-        for (int e = int(threadIdx.x); e < here; e += AnyTile::kThreads) {
-            if (n < m && rank_in_group(tile.keys, e, m) == n) tile.thresholds[e / m] = tile.keys[e];
-        }
-        __syncthreads();
+        if (n < m) tile.find_thresholds(here, n, m);
     }
     for (int e = int(threadIdx.x); e < here; e += AnyTile::kThreads) {
         if constexpr (Op::kThreshold) {

@@ -22,6 +22,15 @@ void soft_threshold(const void* w, int dtype, int64_t numel, int n, int m, void*
 
 // threshold.cu, transposable.cu ----------------------------------------------------------------------------------------
 
+// Pairs of fp64 sums that soft_threshold_scale leaves in its scratch memory.
+int64_t soft_threshold_chunks(int64_t numel, int n, int m);
+
+// *scale = <w, S> / <S, S> of S = soft_threshold(w), 0 where S is zero; `sums`: 16 bytes for each of soft_threshold_chunks.
+void soft_threshold_scale(const void* w, int dtype, int64_t numel, int n, int m, void* sums, float* scale, Queue queue);
+
+// out[i] = 1 where w[i] is kept by the best 2:4 mask of its 4x4 tile; rows and cols are multiples of 4.
+void transposable_mask(const void* w, int dtype, int64_t rows, int64_t cols, uint8_t* out, Queue queue);
+
 // compress.cu, decompress.cu, pack.cu ----------------------------------------------------------------------------------
 
 // mvue.cu --------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,30 @@
+"""Where the CUDA kernels run: emulated on the CPU where that is built (NMKERNELS_EMULATOR=1), and on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from nmkernels import _dispatch
+from nmkernels.backends.cuda._core import EMULATED, NAME, emulator_built
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    """The device of a test's tensors: "cpu" runs the emulator, "cuda" the compiled kernels."""
+    if request.param == "cpu" and not emulator_built():
+        pytest.skip("the emulator of CUDA kernels is not built; NMKERNELS_EMULATOR=1 python setup.py build_ext --inplace")
+    return str(request.param)
+
+
+@pytest.fixture
+def ours(device: str) -> Callable[[str], _dispatch.Impl]:
+    """``ours("nm_mask")``: this backend's entry for an op, on the device of the test."""
+    backend = EMULATED if device == "cpu" else NAME
+
+    def entry(op: str) -> Any:
+        return next(i for i in _dispatch.implementations(op) if i.backend == backend)
+
+    return entry

@@ -1,0 +1,86 @@
+"""transposable_mask in CUDA: ties of every kind, ragged blocks, unaligned memory, what it declines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from nmkernels import _dispatch, reference, testing
+
+OP = "nm_transposable_mask"
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+INF, NAN = float("inf"), float("nan")
+Ours = Callable[[str], _dispatch.Impl]
+Check = Callable[..., Tensor]
+
+
+@pytest.fixture
+def check(device: str, ours: Ours) -> Check:
+    def run(w: Tensor, out: Tensor | None = None) -> Tensor:
+        got = ours(OP).fn(w.to(device), 2, 4, out)
+        testing.assert_equal_bits(got.cpu(), reference.transposable_mask(w, 2, 4), f"{tuple(w.shape)} {w.dtype}")
+        return got
+
+    return run
+
+
+def picked(options: list[float], dtype: torch.dtype) -> Tensor:
+    """256 tiles of these magnitudes, in both signs."""
+    signed = torch.tensor([*options, *(-x for x in options)], dtype=torch.float64).to(dtype)
+    return signed[torch.randint(len(signed), (8, 512))]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_ties_and_roundings(dtype: torch.dtype, check: Check, poison: None) -> None:
+    """The first of the best, where many tie, some only after rounding, and where sums overflow or hold NaN and infinity."""
+    info = torch.finfo(dtype)
+    options: list[list[float]] = [
+        [0, 1],
+        [1, 2, 3],
+        [1, 1 + info.eps, 0.5, 3],
+        [1, 2**-12, 2**-24, 2**-23, 2**12],
+        [0, info.smallest_normal / 4, info.smallest_normal * 3 / 4, info.smallest_normal],
+        [info.max, info.max / 2, info.max / 4, 0, 1],
+        [info.max, 1, INF, NAN],
+        [INF, 1, 2],
+        [NAN, 1, 2],
+        [NAN, INF, 0],
+    ]
+    check(torch.cat([picked(each, dtype) for each in options]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(4, 4), (8, 12), (2, 12, 8), (4, 1024), (4, 1028), (260, 8), (1024, 4), (36, 2052), (0, 8), (3, 4, 0)])
+def test_shapes(shape: tuple[int, ...], dtype: torch.dtype, check: Check, poison: None) -> None:
+    """Blocks that are wide, tall, and ragged at both ends; rows whose length is no multiple of 16 bytes."""
+    check(torch.randn(shape).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_unaligned_and_strided(dtype: torch.dtype, check: Check) -> None:
+    check(torch.randn(16 * 24 + 1).to(dtype)[1:].view(16, 24))
+    check(torch.randn(24, 50).to(dtype).t()[:48].contiguous())
+    check(torch.randn(24, 16).to(dtype).t())
+    check(torch._neg_view(torch.randn(8, 8).to(dtype)))
+
+
+@pytest.mark.parametrize("offset", [0, 1, 2, 4, 8])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_out(dtype: torch.dtype, offset: int, device: str, check: Check) -> None:
+    w, memory = torch.randn(8, 16).to(dtype), torch.ones(200, dtype=torch.uint8, device=device)
+    out = memory[offset : offset + 128].view(torch.bool).view(8, 16)
+    assert check(w, out) is out
+    assert memory[:offset].all() and memory[offset + 128 :].all()
+
+
+def test_two_runs_are_equal(device: str, ours: Ours) -> None:
+    w = torch.randn(64, 512, device=device)
+    testing.assert_equal_bits(ours(OP).fn(w, 2, 4), ours(OP).fn(w, 2, 4))
+
+
+def test_other_patterns_are_declined(device: str, ours: Ours) -> None:
+    can, reason = ours(OP).supports(torch.randn(8, 8, device=device), 1, 4)
+    assert not can and "1:4 is a matching problem" in reason
