@@ -117,8 +117,8 @@ class BuildCore(build_ext):
             "NMKERNELS_WERROR": os.environ.get("NMKERNELS_WERROR", "0"),
         }
         command = [cmake, "-S", str(ROOT / "csrc"), "-B", str(folder), "-G", "Ninja"]
-        # what was found out about another Python is forgotten first
-        command += ["-U", "*Python*", *(f"-D{k}={v}" for k, v in options.items())]
+        # forgotten first: what was found out about another Python, and what older sources had for defaults
+        command += ["-U", "*Python*", "-U", "NMKERNELS_*", *(f"-D{k}={v}" for k, v in options.items())]
         cached = (folder / "CMakeCache.txt").exists()
         if subprocess.run(command, check=False).returncode and not (cached and self._configure_afresh(command, folder)):
             raise CoreUnavailable(
