@@ -22,7 +22,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 DIST = ROOT / "dist"
-EXTRAS = {"smoke": ["pytest>=8", "pytest-xdist", "hypothesis"], "all": []}
+REQUIREMENTS = {
+    "smoke": ["pytest>=8", "pytest-xdist", "hypothesis"],
+    "all": ["nmkernels[demo,tensorboard,bench,dev] @ {}"],
+}
+"""What the tests need besides the package; {} is the wheel."""
+ASKS_FOR_TRITON = "from importlib.metadata import requires; print(*[r for r in requires('torch') or [] if r.startswith('triton')])"
 EXCLUDED = ("libcuda.so.1", "libcusparseLt.so.0")
 """Libraries that are never copied into a wheel: the driver's, and cuSPARSELt, which the extra `cuda` brings."""
 
@@ -70,23 +75,28 @@ def one_wheel(python: str, folder: Path, cuda: str, tests: str, jobs: str) -> No
     print(run([own, ROOT / "cmake" / "try_wheel.py", "load", wheel], env), end="", flush=True)
     if tests == "load":
         return
-    extras = "[demo,tensorboard,bench,dev]" if tests == "all" else ""
-    run([*pip(own, "install"), f"nmkernels{extras} @ {wheel.as_uri()}", *EXTRAS[tests]], env)
+    run([*pip(own, "install"), wheel], env)
+    if not run([own, "-c", ASKS_FOR_TRITON], env).strip():
+        constrain(folder, triton=True)
+    run([*pip(own, "install"), *(one.format(wheel.as_uri()) for one in REQUIREMENTS[tests])], env)
     clock.tell("installed it, torch and the tests' requirements")
     print(run([own, ROOT / "cmake" / "try_wheel.py", tests, "--jobs", jobs], env), end="")
     clock.tell(f"tried the installed package ({tests})")
 
 
 def clean_environment(folder: Path) -> dict[str, str]:
-    """The environment variables, with the tested versions as pip's constraints: for what it installs, and to build with.
+    """The environment variables, with the tested versions as pip's constraints: for what it installs, and to build with."""
+    pins = str(constrain(folder, triton=False))
+    env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    return env | {"PIP_CONSTRAINT": pins, "PIP_BUILD_CONSTRAINT": pins}
 
-    Triton's is left out: a torch for CUDA brings the one it requires.
-    """
+
+def constrain(folder: Path, triton: bool) -> Path:
+    """The file of constraints; without Triton's at first, since a torch for CUDA brings the one that it requires."""
     pins = folder / "constraints.txt"
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    pins.write_text("\n".join(line for line in lines if not line.startswith("triton==")), encoding="utf-8")
-    env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    return env | {"PIP_CONSTRAINT": str(pins), "PIP_BUILD_CONSTRAINT": str(pins)}
+    pins.write_text("\n".join(line for line in lines if triton or not line.startswith("triton==")), encoding="utf-8")
+    return pins
 
 
 def pip(python: Path, verb: str) -> list[str | Path]:

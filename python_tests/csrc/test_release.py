@@ -1,0 +1,119 @@
+"""What publishes a release says what is so: Pythons, extras, scripts, the image's toolkit, the workflows, the sdist."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+WORKFLOWS = ROOT / ".github" / "workflows"
+
+tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has no reader of TOML")
+pytestmark = pytest.mark.skipif(not WORKFLOWS.exists(), reason="not a source checkout")
+
+
+@pytest.fixture(scope="module")
+def config() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def workflow(name: str) -> dict[Any, Any]:
+    yaml = pytest.importorskip("yaml", reason="no reader of YAML")
+    return yaml.safe_load((WORKFLOWS / name).read_text(encoding="utf-8"))
+
+
+def test_the_same_pythons_are_named_everywhere(config: dict[str, Any]) -> None:
+    named = re.findall(r"Python :: (3\.\d+)", " ".join(config["project"]["classifiers"]))
+    built = [f"3.{minor}" for minor in re.findall(r"cp3(\d+)-\*", config["tool"]["cibuildwheel"]["build"])]
+    assert named == built == ["3.10", "3.11", "3.12", "3.13"]
+    assert config["project"]["requires-python"] == f">={named[0]}"
+    assert " ".join(f"python{one}" for one in named) in (ROOT / "Makefile").read_text(encoding="utf-8")
+
+
+def test_a_wheel_requires_little_and_cusparselt_only_when_asked(config: dict[str, Any]) -> None:
+    assert [re.split(r"[<>=;\s]", one)[0] for one in config["project"]["dependencies"]] == ["torch", "safetensors", "numpy"]
+    (cusparselt,) = config["project"]["optional-dependencies"]["cuda"]
+    assert cusparselt.startswith("nvidia-cusparselt-cu13>=")
+
+
+def test_the_image_runs_scripts_that_exist(config: dict[str, Any]) -> None:
+    linux = config["tool"]["cibuildwheel"]["linux"]
+    commands = [linux["before-all"], linux["test-command"], *linux["repair-wheel-command"]]
+    scripts = re.findall(r"\{project\}/(\S+)", " ".join(commands))
+    assert len(scripts) == 4 and [one for one in scripts if not (ROOT / one).is_file()] == []
+    assert linux["before-all"].endswith(linux["environment"]["CUDA_HOME"])
+    excluded = re.findall(r"--exclude (\S+)", linux["repair-wheel-command"][0])
+    assert tuple(excluded) == runpy.run_path(str(ROOT / "cmake" / "wheel.py"))["EXCLUDED"]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("cibuildwheel") is None, reason="cibuildwheel is not installed")
+def test_cibuildwheel_reads_its_configuration() -> None:
+    command = [sys.executable, "-m", "cibuildwheel", "--print-build-identifiers", "--platform", "linux"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [f"cp3{minor}-manylinux_x86_64" for minor in (10, 11, 12, 13)]
+
+
+def test_the_scripts_are_bash() -> None:
+    for script in (ROOT / "cmake" / "toolkit.sh", ROOT / ".ci" / "run"):
+        assert subprocess.run(["bash", "-n", script], check=False, timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize("name", ["wheels.yml", "tests.yml"])
+def test_a_workflow_is_bounded_and_may_only_read(name: str) -> None:
+    found = workflow(name)
+    assert found["permissions"] == {"contents": "read"}
+    for job in found["jobs"].values():
+        assert job["timeout-minutes"] <= 120
+        for step in job["steps"]:
+            assert ("uses" in step) != ("run" in step)
+            assert re.fullmatch(r"[\w/-]+@(v\d+|release/v1)", step.get("uses", "actions/checkout@v4"))
+            used = re.findall(r"(?:cmake|\.ci|nmkernels)/[\w./]+", step.get("run", ""))
+            assert [one for one in used if not (ROOT / one).is_file()] == []
+
+
+def test_only_a_tag_publishes_and_only_what_was_built() -> None:
+    found = workflow("wheels.yml")
+    # YAML 1.1 reads the key `on` as true
+    assert found[True]["push"] == {"tags": ["v*"]}
+    publish = found["jobs"]["publish"]
+    assert publish["if"] == "startsWith(github.ref, 'refs/tags/v')"
+    assert set(publish["needs"]) == set(found["jobs"]) - {"publish"}
+    assert publish["permissions"]["id-token"] == "write"
+    assert [job for job in found["jobs"].values() if "id-token" in job.get("permissions", {})] == [publish]
+    (check,) = [step["run"] for step in publish["steps"] if "run" in step]
+    version = re.search(r'"(.*)"', (ROOT / "nmkernels" / "_version.py").read_text(encoding="utf-8").split("__version__ = ")[1])
+    assert version is not None
+    for tag, status in ((f"v{version[1]}", 0), ("v99.0", 1)):
+        assert (
+            subprocess.run(["bash", "-c", check], cwd=ROOT, env={"GITHUB_REF_NAME": tag, "PATH": "/usr/bin:/bin"}, check=False).returncode
+            == status
+        )
+
+
+def test_the_sdist_has_what_builds_it(tmp_path: Path) -> None:
+    checkout = tmp_path / "checkout"
+    no_builds = shutil.ignore_patterns("__pycache__", "*.so")
+    for folder in ("csrc", "cmake", "nmkernels", ".ci"):
+        shutil.copytree(ROOT / folder, checkout / folder, ignore=no_builds)
+    for file in (p for p in ROOT.iterdir() if p.is_file() and p.suffix not in (".log", ".running")):
+        shutil.copy(file, checkout)
+    done = subprocess.run(
+        [sys.executable, "setup.py", "-q", "sdist"], cwd=checkout, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    (archive,) = (checkout / "dist").glob("*.tar.gz")
+    with tarfile.open(archive) as sdist:
+        packed = {name.partition("/")[2] for name in sdist.getnames()}
+    sources = [p.relative_to(checkout) for folder in ("csrc", "cmake", "nmkernels") for p in (checkout / folder).rglob("*") if p.is_file()]
+    assert [str(one) for one in sources if str(one) not in packed] == []
+    assert {"setup.py", "pyproject.toml", "constraints.txt", "LICENSE", "README.md", "Makefile", ".ci/run"} <= packed
