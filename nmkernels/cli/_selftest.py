@@ -77,7 +77,10 @@ def _seed() -> Tensor:
 def _adamw(gen: torch.Generator) -> tuple[Any, ...]:
     p, g, m = (_weight(gen) for _ in range(3))
     hyper = torch.tensor([1e-3, 0.9, 0.999, 1e-8, 0.1, 2e-4, 0.0, 0.0, 0.0], dtype=torch.float64)
-    return [p], [g], [m], [_weight(gen).abs()], [], [torch.tensor(4.0)], [], hyper, N, M, False, False, False, False, None, None
+    state: tuple[list[Tensor], ...] = [p], [g], [m], [_weight(gen).abs()], [], [torch.tensor(4.0)], []
+    rows = torch.zeros(ROWS, COLS * N // M).bfloat16(), torch.zeros(ROWS, COLS * N // M // 4, dtype=torch.uint8)
+    packs = [*rows, torch.zeros(0), torch.zeros(0)]
+    return *state, hyper, N, M, False, False, False, False, None, None, False, packs, "canonical"
 
 
 Sample = Callable[[torch.Generator], tuple[Any, ...]]

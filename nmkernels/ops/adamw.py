@@ -174,6 +174,11 @@ def masked_adamw_(
         >>> stats = masked_adamw_([w], [g], [m], [v], [step], hyper, "2:4")
         >>> w, dict(zip(STATS, stats.tolist()))["nonzeros"]
         (tensor([[ 0.9000, -2.1000,  2.9000,  0.4000]]), 2.0)
+        >>> from nmkernels import ops
+        >>> packed = ops.empty_packed(w, "2:4", dtype=torch.bfloat16)
+        >>> stats = masked_adamw_([w], [g], [m], [v], [step], hyper, "2:4", packs=[packed])
+        >>> packed.rows.dense()
+        tensor([[ 0.0000, -2.2031,  2.7969,  0.0000]], dtype=torch.bfloat16)
     """
     n, m = (0, 0) if pattern is None else ((p := as_pattern(pattern)).n, p.m)
     buffers, layout = (None, "canonical") if packs is None else _buffers(params, packs, n, m)
