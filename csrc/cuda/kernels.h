@@ -39,4 +39,26 @@ void transposable_mask(const void* w, int dtype, int64_t rows, int64_t cols, uin
 
 // linear_few.cu, linear_mma.cu -----------------------------------------------------------------------------------------
 
+// y [tokens, rows] = activation(x Wᵀ + bias) with x [tokens, cols] and W (rows, cols) packed; cols may end inside the last
+// group. Everything is accumulated in fp32 and rounded once. Indices are not checked; one that is outside of its group
+// reads nothing outside of x.
+struct LinearCall {
+    const void *x, *values;
+    const uint8_t* indices;
+    const void* bias;  // [rows] or null
+    void* y;
+    float* parts;  // [splits, tokens, rows], only where splits > 1
+    int dtype, activation;
+    int64_t tokens, rows, cols;
+    int n, m;
+    int splits;      // what linear_few_splits says
+    int processors;  // multiprocessors to fill
+};
+
+// 1 to 4 tokens on CUDA cores, any pattern.
+void linear_few(const LinearCall& call, Queue queue);
+
+// Into how many parts linear_few cuts the columns of a call.
+int linear_few_splits(int dtype, int64_t tokens, int64_t rows, int64_t cols, int n, int m, int processors);
+
 }  // namespace nm::cuda

@@ -1,0 +1,70 @@
+// What the kernels of the linear layer share: how elements come out of words, and what is done to a sum before it is
+// stored: bias and activation in fp32, then the only rounding.
+#pragma once
+
+#include "../core/bitpack.h"
+#include "../core/dispatch.h"
+#include "kernels.h"
+#include "launch.h"
+#include "memory.h"
+
+namespace nm::cuda {
+
+enum Activation : int { kNone = 0, kGelu = 1, kSilu = 2, kRelu2 = 3 };
+
+// Element `i` of 32-bit words that hold elements of T.
+template <class T>
+NM_DEVICE float element(const uint32_t* words, int i) {
+    if constexpr (sizeof(T) == 4) {
+        return bits_float(words[i]);
+    } else if constexpr (std::is_same_v<T, bf16>) {
+        return bits_float(i % 2 ? words[i / 2] & 0xffff0000u : words[i / 2] << 16);
+    } else {
+        return to_float(fp16{uint16_t(i % 2 ? words[i / 2] >> 16 : words[i / 2])});
+    }
+}
+
+NM_DEVICE float activated(float y, int activation) {
+    switch (activation) {
+        case kGelu: return 0.5f * y * (1.0f + erff(y * 0.70710678118654752f));
+        case kSilu: return y / (1.0f + expf(-y));
+        case kRelu2: return y <= 0.0f ? 0.0f : y * y;  // written so that NaN stays
+        default: return y;
+    }
+}
+
+// Where sums go: into y [tokens, rows] with bias and activation, or as they are into a part of the columns' fp32 sums,
+// which finish_parts adds up in the order of the parts.
+template <class T>
+struct Sums {
+    T* y;
+    const T* bias;  // [rows] or null
+    float* parts;   // [part][tokens, rows] or null
+    int64_t rows, tokens;
+    int activation;
+
+    NM_DEVICE void store(float sum, int64_t token, int64_t row, int part) const {
+        const int64_t at = token * rows + row;
+        if (parts) {
+            parts[part * tokens * rows + at] = sum;
+        } else {
+            finish(sum, at, row);
+        }
+    }
+
+    NM_DEVICE void finish(float sum, int64_t at, int64_t row) const {
+        if (bias) sum += to_float(bias[row]);
+        y[at] = from_float<T>(activated(sum, activation));
+    }
+};
+
+template <class T>
+Sums<T> sums_of(const LinearCall& call) {
+    return {static_cast<T*>(call.y), static_cast<const T*>(call.bias), call.splits > 1 ? call.parts : nullptr,
+            call.rows, call.tokens, call.activation};
+}
+
+// y from call.parts, where the columns were cut into several.
+void finish_parts(const LinearCall& call, Queue queue);
+
+}  // namespace nm::cuda

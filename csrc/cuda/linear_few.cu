@@ -1,0 +1,375 @@
+// y = x Wᵀ + b for 1 to 4 tokens, W packed, on CUDA cores: bound by reading the packed bytes, so all else is kept lean.
+//
+// A block keeps x in shared memory, once for all its rows, and each of its warps reads rows at its own pace: a thread 16
+// bytes of values at once and the index bytes that belong to them, kAhead times before it computes. The x that a value
+// meets is read from shared memory, where all tokens of a column lie together: one access for each value. The order there
+// is [step, group of a thread, thread, place], so that the threads of one turn of the banks find theirs in different banks
+// or in the same word. A stored value of 2:4 costs 5 instructions for one token, 8 for two and 13 for four in bfloat16;
+// at 4.1 TB/s an H200 (132 multiprocessors at 1.7 GHz) has 15 for it.
+//
+// Sums are added in a fixed order: over the values of a thread, the threads of a row, the warps of a row, the parts.
+#include <algorithm>
+
+#include "linear.h"
+
+namespace nm::cuda {
+
+namespace {
+
+constexpr int kWarps = 16, kThreads = 32 * kWarps;
+constexpr int kBlocks = 2;             // of a multiprocessor
+constexpr int kAhead = 4;              // 16-byte loads that a thread has in flight
+constexpr int kFewestSteps = 8;        // of a warp along a row, where there are rows enough
+constexpr int kStagedBytes = 88 << 10;  // of x in a block; the smallest GPUs have 99 KB
+
+// How a product with `Tokens` tokens is cut. P is Fixed<N, M>, or Any for the way that reads value by value.
+template <class T, class P, int Tokens>
+struct Tile {
+    using Staged = std::conditional_t<Tokens == 1, float, T>;
+    static constexpr int kEntry = Tokens * int(sizeof(Staged));  // bytes of a column of x in shared memory
+};
+
+template <class T, int N, int M, int Tokens>
+struct Steps : Tile<T, Fixed<N, M>, Tokens> {
+    using Base = Tile<T, Fixed<N, M>, Tokens>;
+    static constexpr int kVec = 16 / int(sizeof(T));  // values of a thread's chunk
+    static constexpr int kOwn = kVec / N;             // and its groups
+    static constexpr int kBits = M <= 4 ? 2 : 4;
+    static constexpr int kIndexBytes = kVec * kBits / 8;
+    // of a row: as many as there are groups in the 128 bytes that the banks deliver in one turn, but whole sectors
+    static constexpr int kLanes = std::clamp(128 / Base::kEntry / M, 2, 8);
+    static constexpr int kRows = 32 / kLanes;
+    static constexpr int kGroups = kLanes * kOwn;  // of a row in a step
+    static constexpr int kStepBytes = kGroups * M * Base::kEntry;
+    static_assert(kVec % N == 0 && M % 4 == 0 && M <= 16);
+};
+
+struct Plan {
+    int64_t part;    // groups of a part of the columns; a multiple of a step's
+    int splits;      // how many parts
+    int sharing;     // warps that share a row
+    int64_t rounds;  // times that a block's warps take rows together
+    int64_t blocks;  // of a part
+};
+
+// A few words on a warp's tile of rows, for the host.
+struct Sizes {
+    int rows, groups, entry, own, vec;
+};
+
+template <class T, class P, int Tokens>
+constexpr Sizes sizes() {
+    if constexpr (P::capacity == kMaxM) {
+        return {1, 1, Tile<T, P, Tokens>::kEntry, 1, 1};
+    } else {
+        using S = Steps<T, P::n, P::m, Tokens>;
+        return {S::kRows, S::kGroups, S::kEntry, S::kOwn, S::kVec};
+    }
+}
+
+Plan plan(const LinearCall& call, const Sizes& tile) {
+    const int64_t groups = cdiv(call.cols, call.m), steps = std::max<int64_t>(1, cdiv(groups, tile.groups));
+    const int64_t room = std::max<int64_t>(1, kStagedBytes / (int64_t(tile.groups) * call.m * tile.entry));
+    Plan p{};
+    int64_t part = std::min(steps, room), rounds = 0;
+    p.sharing = 1;
+    const auto rows_of_round = [&] { return int64_t(kWarps / p.sharing) * tile.rows; };
+    const auto per_warp = [&] { return part / p.sharing; };
+    if (tile.vec > 1) {
+        while (p.sharing < kWarps && per_warp() >= 2 * kFewestSteps) p.sharing *= 2;
+        while (p.sharing < kWarps && per_warp() >= 4 && cdiv(call.rows, rows_of_round()) < kBlocks * call.processors) p.sharing *= 2;
+    }
+    rounds = cdiv(call.rows, rows_of_round());
+    // a second kernel costs as much as reading some 8 MB: only where it keeps half the GPU from idling
+    const int64_t fewest = 4 * p.sharing;
+    if (2 * rounds <= call.processors && part >= 2 * fewest) {
+        part = std::max(fewest, cdiv(part, std::min<int64_t>(16, call.processors / rounds)));
+    }
+    p.splits = int(cdiv(steps, part));
+    p.part = part * tile.groups;
+    p.rounds = rounds;
+    const int64_t most = std::max<int64_t>(1, kBlocks * call.processors / p.splits);
+    p.blocks = cdiv(rounds, cdiv(rounds, most));
+    return p;
+}
+
+// What a kernel takes.
+template <class T>
+struct Few {
+    const T* x;
+    const T* values;
+    const uint8_t* indices;
+    Sums<T> sums;
+    int64_t cols, groups, kept, index_row;
+    int n, m;
+    bool wide;  // x starts at a multiple of 16 bytes
+    Plan plan;
+};
+
+// Four columns of x, all tokens of one column after another; zeros where there is no such column or token.
+template <int Tokens, class S, class T>
+NM_DEVICE void stage_quad(const Few<T>& f, int64_t column, S* to) {
+    S entry[4 * Tokens];
+    NM_UNROLL
+    for (int t = 0; t < Tokens; ++t) {
+        T four[4];
+        load_some<4>(f.x + t * f.cols + column, four, t < f.sums.tokens ? f.cols - column : 0, f.wide);
+        NM_UNROLL
+        for (int i = 0; i < 4; ++i) {
+            if constexpr (std::is_same_v<S, T>) {
+                entry[i * Tokens + t] = four[i];
+            } else {
+                entry[i * Tokens + t] = to_float(four[i]);
+            }
+        }
+    }
+    store_wide<4 * Tokens>(to, entry);
+}
+
+// A thread's part of kAhead steps: 16 bytes of values at a time, and their index bytes.
+template <class Tile>
+struct Chunks {
+    uint32_t values[kAhead][4];
+    Word<Tile::kIndexBytes> indices[kAhead];
+
+    // Of the steps from one on, where the thread has `count` chunks; zeros after the last.
+    template <bool Whole>
+    NM_DEVICE void load(const uint8_t* values_at, const uint8_t* indices_at, int count) {
+        NM_UNROLL
+        for (int a = 0; a < kAhead; ++a) {
+            const bool there = Whole || a < count;
+            load_some<4>(reinterpret_cast<const uint32_t*>(values_at + a * (16 * Tile::kLanes)), values[a], there ? 4 : 0, true);
+            indices[a] = there ? load_word<Tile::kIndexBytes>(indices_at + a * (Tile::kIndexBytes * Tile::kLanes)) : Word<Tile::kIndexBytes>(0);
+        }
+    }
+};
+
+// Adds the products of a chunk. `place` is the offset of the x of the thread's first group.
+template <class Tile, int N, int M, int Tokens, class T>
+NM_DEVICE void add_products(const uint8_t* x, uint32_t place, const uint32_t* values, uint32_t indices, float* sums) {
+    NM_UNROLL
+    for (int i = 0; i < Tile::kVec; ++i) {
+        // the offset of a group is a multiple of its size, so that the place inside only fills its low bits
+        const uint32_t at = place | ((indices >> (i * Tile::kBits) & uint32_t(M - 1)) * Tile::kEntry);
+        uint32_t entry[Tile::kEntry / 4];
+        load_wide<Tile::kEntry / 4>(reinterpret_cast<const uint32_t*>(x + (i / N) * (Tile::kLanes * M * Tile::kEntry) + at), entry);
+        const float w = element<T>(values, i);
+        NM_UNROLL
+        for (int t = 0; t < Tokens; ++t) sums[t] += w * element<typename Tile::Staged>(entry, t);
+    }
+}
+
+// Each warp's sums, twice: those of a round are added while warps are at the next one.
+template <int Rows, int Tokens>
+using Partial = float[2][kWarps][Rows][Tokens];
+
+template <int Rows, int Tokens, class T>
+NM_DEVICE void store_round(const Few<T>& f, const float (*partial)[Rows][Tokens], int64_t round, int part) {
+    const int sharing = f.plan.sharing, rows = kWarps / sharing * Rows;
+    for (int e = int(threadIdx.x); e < rows * Tokens; e += kThreads) {
+        const int token = e / rows, r = e % rows;
+        const int64_t row = round * rows + r;
+        if (row >= f.sums.rows || token >= f.sums.tokens) continue;
+        float sum = 0.0f;
+        for (int k = 0; k < sharing; ++k) sum += partial[r / Rows * sharing + k][r % Rows][token];
+        f.sums.store(sum, token, row, part);
+    }
+}
+
+template <class T, int N, int M, int Tokens>
+__global__ void __launch_bounds__(kThreads, kBlocks) few_kernel(Few<T> f) {
+    using Tile = Steps<T, N, M, Tokens>;
+    using Sum = Partial<Tile::kRows, Tokens>;
+    NM_DYNAMIC_SHARED(unsigned char, x);
+    NM_SHARED(Sum, partial);
+    const int part = int(blockIdx.x / f.plan.blocks), thread = int(threadIdx.x);
+    const int64_t first = part * f.plan.part, left = f.groups - first;
+    const int groups = int(left < f.plan.part ? left : f.plan.part);
+    const int steps = (groups + Tile::kGroups - 1) / Tile::kGroups;
+    for (int q = thread; q < steps * Tile::kGroups * (M / 4); q += kThreads) {
+        const int group = q / (M / 4), step = group / Tile::kGroups, own = group % Tile::kGroups / Tile::kLanes, lane = group % Tile::kLanes;
+        const int64_t from = (first + step * Tile::kGroups + lane * Tile::kOwn + own) * M + q % (M / 4) * 4;
+        stage_quad<Tokens>(f, from, reinterpret_cast<typename Tile::Staged*>(x + q * (4 * Tile::kEntry)));
+    }
+    __syncthreads();
+
+    const int warp = thread / 32, lane = thread % 32 % Tile::kLanes, row_of_warp = thread % 32 / Tile::kLanes;
+    const int sharing = f.plan.sharing, share = (steps + sharing - 1) / sharing;
+    const int begin = warp % sharing * share, end = begin + share < steps ? begin + share : steps;
+    const int chunks = groups / Tile::kOwn - lane;  // the thread has one of every kLanes
+    int buffer = 0;
+    for (int64_t round = blockIdx.x % f.plan.blocks; round < f.plan.rounds; round += f.plan.blocks, buffer ^= 1) {
+        const int64_t row = (round * (kWarps / sharing) + warp / sharing) * Tile::kRows + row_of_warp;
+        const int64_t chunk = (row < f.sums.rows ? row : f.sums.rows - 1) * (f.kept / Tile::kVec) + first / Tile::kOwn + begin * Tile::kLanes + lane;
+        const uint8_t* values = reinterpret_cast<const uint8_t*>(f.values) + chunk * 16;
+        const uint8_t* indices = f.indices + chunk * Tile::kIndexBytes;
+        uint32_t place = uint32_t(begin * Tile::kStepBytes + lane * (M * Tile::kEntry));
+        float sums[Tokens] = {};
+        const auto batch = [&](auto whole, int step) {
+            constexpr bool kWhole = decltype(whole)::value;
+            const int left = (chunks - step * Tile::kLanes + Tile::kLanes - 1) / Tile::kLanes;
+            Chunks<Tile> own;
+            own.template load<kWhole>(values, indices, left < end - step ? left : end - step);
+            NM_UNROLL
+            for (int a = 0; a < kAhead; ++a) {
+                if (kWhole || step + a < end) {
+                    add_products<Tile, N, M, Tokens, T>(x + a * Tile::kStepBytes, place, own.values[a], own.indices[a], sums);
+                }
+            }
+        };
+        int step = begin;
+        for (; step + kAhead <= end && (step + kAhead) * Tile::kGroups <= groups; step += kAhead) {
+            batch(std::true_type{}, step);
+            values += kAhead * Tile::kLanes * 16;
+            indices += kAhead * Tile::kLanes * Tile::kIndexBytes;
+            place += kAhead * Tile::kStepBytes;
+        }
+        if (step < end) batch(std::false_type{}, step);
+        NM_UNROLL
+        for (int t = 0; t < Tokens; ++t) {
+            NM_UNROLL
+            for (int by = Tile::kLanes / 2; by > 0; by /= 2) sums[t] += __shfl_xor_sync(~0u, sums[t], by);
+            if (lane == 0) partial[buffer][warp][row_of_warp][t] = sums[t];
+        }
+        __syncthreads();
+        store_round<Tile::kRows, Tokens>(f, partial[buffer], round, part);
+    }
+}
+
+// The same for every pattern, size and address: a warp takes a row, a thread every 32nd value. A value whose column does
+// not exist contributes nothing.
+template <class T, int Tokens>
+__global__ void __launch_bounds__(kThreads, kBlocks) few_any_kernel(Few<T> f) {
+    using Staged = typename Tile<T, Any, Tokens>::Staged;
+    using Sum = Partial<1, Tokens>;
+    NM_DYNAMIC_SHARED(Staged, x);
+    NM_SHARED(Sum, partial);
+    const int part = int(blockIdx.x / f.plan.blocks), thread = int(threadIdx.x);
+    const int64_t first = part * f.plan.part, left = f.groups - first;
+    const int groups = int(left < f.plan.part ? left : f.plan.part);
+    const int64_t column = first * f.m;
+    const int cols = int(f.cols - column < groups * f.m ? f.cols - column : groups * f.m);
+    for (int e = thread; e < cols * Tokens; e += kThreads) {
+        const int c = e / Tokens, t = e % Tokens;
+        Staged value{};
+        if (t < f.sums.tokens) {
+            if constexpr (std::is_same_v<Staged, T>) {
+                value = f.x[t * f.cols + column + c];
+            } else {
+                value = to_float(f.x[t * f.cols + column + c]);
+            }
+        }
+        x[e] = value;
+    }
+    __syncthreads();
+
+    const int warp = thread / 32, lane = thread % 32, bits = index_bits(f.m);
+    const int count = groups * f.n, group_step = 32 / f.n, rest = 32 % f.n;
+    int buffer = 0;
+    for (int64_t round = blockIdx.x % f.plan.blocks; round < f.plan.rounds; round += f.plan.blocks, buffer ^= 1) {
+        const int64_t row = round * kWarps + warp, own = row < f.sums.rows ? row : f.sums.rows - 1;
+        const T* values = f.values + own * f.kept + first * f.n;
+        const uint8_t* indices = f.indices + own * f.index_row;
+        float sums[Tokens] = {};
+        int group = lane / f.n, in_group = lane % f.n;
+        for (int k = lane; k < count; k += 32) {
+            const int place = get_index(indices, first * f.n + k, bits), c = group * f.m + place;
+            if (place < f.m && c < cols) {
+                const float w = to_float(values[k]);
+                Staged entry[Tokens];
+                load_wide<Tokens>(x + c * Tokens, entry);
+                NM_UNROLL
+                for (int t = 0; t < Tokens; ++t) sums[t] += w * to_float(entry[t]);
+            }
+            group += group_step;
+            in_group += rest;
+            if (in_group >= f.n) {
+                in_group -= f.n;
+                ++group;
+            }
+        }
+        NM_UNROLL
+        for (int t = 0; t < Tokens; ++t) {
+            NM_UNROLL
+            for (int by = 16; by > 0; by /= 2) sums[t] += __shfl_xor_sync(~0u, sums[t], by);
+            if (lane == 0) partial[buffer][warp][0][t] = sums[t];
+        }
+        __syncthreads();
+        store_round<1, Tokens>(f, partial[buffer], round, part);
+    }
+}
+
+// f(element, pattern, count of tokens) for the way that the sizes of a call allow.
+template <class F>
+void by_call(const LinearCall& call, const F& f) {
+    by_dtype_and_pattern(call.dtype, call.n, call.m, [&](auto element, auto pattern) {
+        using T = decltype(element);
+        using P = decltype(pattern);
+        const auto with = [&](auto way) {
+            if (call.tokens == 1) return f(element, way, std::integral_constant<int, 1>{});
+            if (call.tokens == 2) return f(element, way, std::integral_constant<int, 2>{});
+            f(element, way, std::integral_constant<int, 4>{});
+        };
+        if constexpr (P::capacity != kMaxM) {
+            if (call.cols % P::m == 0 && call.cols / P::m * P::n % (16 / int64_t(sizeof(T))) == 0) return with(pattern);
+        }
+        with(Any{call.n, call.m});
+    });
+}
+
+template <class T, class P, int Tokens>
+void run(const LinearCall& call, const Plan& p, Queue queue) {
+    const int64_t groups = cdiv(call.cols, call.m);
+    const Few<T> f{static_cast<const T*>(call.x), static_cast<const T*>(call.values), call.indices, sums_of<T>(call), call.cols, groups,
+                   groups * call.n, index_bytes(groups * call.n, index_bits(call.m)), call.n, call.m, multiples_of_16(call.x), p};
+    const Grid grid{p.blocks * p.splits, kThreads, size_t(p.part * call.m * Tile<T, P, Tokens>::kEntry)};
+    if constexpr (P::capacity != kMaxM) {
+        launch("linear_few_kernel", few_kernel<T, P::n, P::m, Tokens>, grid, queue, f);
+    } else {
+        launch("linear_few_any_kernel", few_any_kernel<T, Tokens>, grid, queue, f);
+    }
+}
+
+}  // namespace
+
+int linear_few_splits(int dtype, int64_t tokens, int64_t rows, int64_t cols, int n, int m, int processors) {
+    LinearCall call{};
+    call.dtype = dtype;
+    call.tokens = tokens;
+    call.rows = rows;
+    call.cols = cols;
+    call.n = n;
+    call.m = m;
+    call.processors = processors;
+    int splits = 1;
+    by_call(call, [&](auto element, auto way, auto count) {
+        splits = plan(call, sizes<decltype(element), decltype(way), decltype(count)::value>()).splits;
+    });
+    return splits;
+}
+
+void linear_few(const LinearCall& call, Queue queue) {
+    if (call.rows == 0 || call.tokens == 0) return;
+    by_call(call, [&](auto element, auto way, auto count) {
+        using T = decltype(element);
+        using P = decltype(way);
+        constexpr int tokens = decltype(count)::value;
+        const Plan p = plan(call, sizes<T, P, tokens>());
+        if constexpr (P::capacity != kMaxM) {
+            using S = Steps<T, P::n, P::m, tokens>;
+            const bool fits = multiples_of_16(call.values) && uintptr_t(call.indices) % S::kIndexBytes == 0;
+            // the other way has the same parts, but a warp for each row
+            if (!fits) {
+                Plan careful = p;
+                careful.sharing = 1;
+                careful.rounds = cdiv(call.rows, kWarps);
+                careful.blocks = std::min(careful.rounds, std::max<int64_t>(1, kBlocks * call.processors / p.splits));
+                return run<T, Any, tokens>(call, careful, queue);
+            }
+        }
+        run<T, P, tokens>(call, p, queue);
+    });
+    if (call.splits > 1) finish_parts(call, queue);
+}
+
+}  // namespace nm::cuda

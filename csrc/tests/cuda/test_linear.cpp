@@ -1,0 +1,102 @@
+// Products of a small batch against sums in double, with operands that end where their tensors end, and with indices that
+// are damaged, of which nothing is asked but to stay inside.
+#include <cmath>
+
+#include "../../core/bitpack.h"
+#include "emulated.h"
+
+using namespace nm_test;
+
+namespace {
+
+struct Operands {
+    Operands(NM p, int dtype, int64_t tokens, int64_t rows, int64_t cols, bool wide)
+        : kept((cols + p.m - 1) / p.m * p.n),
+          index_row(nm::index_bytes(kept, nm::index_bits(p.m))),
+          x(placed(numbers(tokens * cols, dtype, 9, false), wide, size_of(dtype))),
+          values(placed(numbers(rows * kept, dtype, 7, false), wide, size_of(dtype))),
+          bias(placed(numbers(rows, dtype, 10, false), wide, size_of(dtype))),
+          indices(place(rows * index_row, 1, wide)) {}
+
+    int64_t kept, index_row;
+    Buffer x, values, bias, indices;
+};
+
+// Ascending places that differ from group to group, or any bits.
+void fill_indices(Operands& o, NM p, int64_t rows, bool damaged) {
+    auto* bytes = o.indices.as<uint8_t>();
+    uint32_t state = 12345;
+    const auto next = [&] { return (state = state * 1664525u + 1013904223u) >> 16; };
+    if (damaged) {
+        for (size_t i = 0; i < o.indices.bytes(); ++i) bytes[i] = uint8_t(next());
+        return;
+    }
+    std::memset(bytes, 0, o.indices.bytes());
+    for (int64_t row = 0; row < rows; ++row) {
+        for (int64_t k = 0; k < o.kept; k += p.n) {
+            int place = -1;
+            for (int i = 0; i < p.n; ++i) {
+                const int room = p.m - p.n + i - place;  // places up to the last that leaves one for each value to come
+                place += 1 + int(next() % uint32_t(room));
+                nm::put_index(bytes + row * o.index_row, k + i, nm::index_bits(p.m), place);
+            }
+        }
+    }
+}
+
+double tolerance(int dtype) { return dtype == nm::kFloat32 ? 2e-5 : dtype == nm::kBFloat16 ? 2e-2 : 3e-3; }
+
+void compare(const Operands& o, const Buffer& y, NM p, int dtype, int64_t tokens, int64_t rows, int64_t cols, const std::string& what) {
+    for (int64_t t = 0; t < tokens; ++t) {
+        for (int64_t row = 0; row < rows; ++row) {
+            double sum = number(o.bias, dtype, row), size = std::fabs(sum);
+            for (int64_t k = 0; k < o.kept; ++k) {
+                const int64_t column = k / p.n * p.m + nm::get_index(o.indices.as<uint8_t>() + row * o.index_row, k, nm::index_bits(p.m));
+                if (column >= cols) continue;
+                const double term = number(o.x, dtype, t * cols + column) * number(o.values, dtype, row * o.kept + k);
+                sum += term;
+                size += std::fabs(term);
+            }
+            CHECK(std::fabs(number(y, dtype, t * rows + row) - sum) <= tolerance(dtype) * (size + 1e-3))
+                << label(p, dtype, what) << " " << tokens << "x" << rows << "x" << cols << " at " << t << ", " << row;
+        }
+    }
+}
+
+using Kernel = void (*)(const nm::cuda::LinearCall&, nm::cuda::Queue);
+using Splits = int (*)(int, int64_t, int64_t, int64_t, int, int, int);
+
+void one(Kernel kernel, Splits splits, NM p, int dtype, int64_t tokens, int64_t rows, int64_t cols, int processors) {
+    for (bool wide : {true, false}) {
+        Operands o(p, dtype, tokens, rows, cols, wide);
+        for (bool damaged : {true, false}) {
+            fill_indices(o, p, rows, damaged);
+            const int parts = splits(dtype, tokens, rows, cols, p.n, p.m, processors);
+            const Buffer y = place(tokens * rows, size_of(dtype), wide), sums = place(parts > 1 ? parts * tokens * rows : 0, 4, true);
+            const nm::cuda::LinearCall call{o.x.data(), o.values.data(), o.indices.as<uint8_t>(), o.bias.data(), y.data(), sums.as<float>(), dtype, 0,
+                                            tokens, rows, cols, p.n, p.m, parts, processors};
+            kernel(call, kQueue);
+            if (!damaged) compare(o, y, p, dtype, tokens, rows, cols, wide ? "wide" : "");
+        }
+    }
+}
+
+TEST(emulated_products_of_few_tokens) {
+    for (NM p : {NM{2, 4}, NM{1, 4}, NM{2, 8}, NM{1, 8}, NM{1, 16}, NM{1, 32}, NM{3, 5}, NM{100, 256}}) {
+        for (int dtype : kDtypes) {
+            for (int64_t tokens : {1, 2, 3, 4}) {
+                for (int64_t groups : {1, 8, 40, 72}) one(nm::cuda::linear_few, nm::cuda::linear_few_splits, p, dtype, tokens, 17, groups * p.m, 1);
+                one(nm::cuda::linear_few, nm::cuda::linear_few_splits, p, dtype, tokens, 1, 24 * p.m - 1, 1);
+            }
+        }
+    }
+}
+
+TEST(emulated_products_in_parts) {
+    for (NM p : {NM{2, 4}, NM{3, 5}}) {
+        one(nm::cuda::linear_few, nm::cuda::linear_few_splits, p, nm::kBFloat16, 1, 3, 4800 * p.m, 32);
+        one(nm::cuda::linear_few, nm::cuda::linear_few_splits, p, nm::kFloat32, 3, 2, 1600 * p.m, 1);
+    }
+}
+
+}  // namespace

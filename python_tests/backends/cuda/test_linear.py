@@ -1,0 +1,145 @@
+"""y = f(x Wᵀ + b) for a small batch: every pattern, every way through the kernels, and what is nasty about memory and numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from nmkernels import Pattern, reference
+from nmkernels.backends.cuda import linear as cuda
+from nmkernels.testing import assert_equal_bits, assert_no_worse, fill_poison
+
+PATTERNS = ("2:4", "1:4", "2:8", "1:8", "1:16", "1:32", "3:5", "4:32")
+every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+ACTIVATIONS = {"": lambda y: y, "gelu": F.gelu, "silu": F.silu, "relu2": lambda y: F.relu(y).square()}
+
+
+def packed(text, rows, cols, dtype=torch.float32, device="cpu", seed=1):
+    """The compressed form of a random matrix, and the matrix."""
+    p, gen = Pattern(text), torch.Generator().manual_seed(seed)
+    values, indices = reference.compress(torch.randn(rows, p.groups(cols) * p.m, generator=gen).to(dtype), p.n, p.m)
+    return *(t.to(device) for t in (values, indices)), reference.decompress(values, indices, p.n, p.m, cols).to(device)
+
+
+def inputs(tokens, cols, dtype=torch.float32, device="cpu", seed=2):
+    return torch.randn(tokens, cols, generator=torch.Generator().manual_seed(seed)).to(dtype).to(device)
+
+
+def unaligned(x):
+    """The same numbers one element past a multiple of 16 bytes."""
+    room = torch.empty(x.numel() + 17, dtype=x.dtype, device=x.device)
+    first = -(room.data_ptr() // x.element_size()) % (16 // x.element_size()) + 1
+    return room[first : first + x.numel()].view(x.shape).copy_(x)
+
+
+def run(x, values, indices, text, bias=None, activation=""):
+    y, p = fill_poison(x.new_empty(*x.shape[:-1], values.shape[0])), Pattern(text)
+    return cuda.linear(x, values, indices, p.n, p.m, x.shape[-1], bias, activation, out=y)
+
+
+def check(x, values, indices, w, text, bias=None, activation="", message=""):
+    """As good as dense in the same dtype, and twice the same bits; the result."""
+    f = ACTIVATIONS[activation]
+    exact = f(F.linear(*(None if t is None else t.double() for t in (x, w, bias))))
+    y = run(x, values, indices, text, bias, activation)
+    assert_no_worse(y, f(F.linear(x, w, bias)), exact, f"{text} {x.dtype} {tuple(x.shape)} x {values.shape[0]} {message}")
+    assert_equal_bits(run(x, values, indices, text, bias, activation), y)
+    return y
+
+
+@every_dtype
+@pytest.mark.parametrize("text", PATTERNS)
+def test_few_tokens(device, text, dtype):
+    """Sizes that take the wide way in one round of a block and in several, and sizes that do not take it."""
+    m = Pattern(text).m
+    for tokens, rows, cols in ((1, 37, 24 * m), (2, 1, 8 * m), (3, 9, max(16, 160 // m) * m), (4, 16, 9 * m - 1), (2, 131, 16 * m)):
+        values, indices, w = packed(text, rows, cols, dtype, device)
+        bias = inputs(1, rows, dtype, device)[0]
+        b, activation = (bias, ("", "silu", "relu2", "gelu")[tokens - 1]) if rows > 1 else (None, "")
+        check(inputs(tokens, cols, dtype, device), values, indices, w, text, b, activation)
+
+
+@pytest.mark.parametrize(
+    "dtype, tokens, cols", [(torch.bfloat16, 1, 24_000), (torch.float16, 3, 12_000), (torch.float32, 4, 6000)], ids=str
+)
+def test_columns_in_parts(device, dtype, tokens, cols, monkeypatch):
+    """What does not fit into shared memory, and what leaves a GPU idle otherwise, is cut and added up in order."""
+    for processors, text in ((1, "2:4"), (1, "3:5"), (64, "2:4")):
+        monkeypatch.setattr(cuda, "EMULATED_PROCESSORS", processors)
+        values, indices, w = packed(text, 3, cols, dtype, device)
+        p, bias = Pattern(text), inputs(1, 3, dtype, device)[0]
+        if device == "cpu":
+            assert cuda._splits(True, dtype, tokens, 3, cols, p.n, p.m, processors) > 1
+        check(inputs(tokens, cols, dtype, device), values, indices, w, text, bias, "gelu")
+
+
+@pytest.mark.parametrize("text", PATTERNS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_column_is_found(device, text, dtype):
+    """One-hot inputs return the weight to the bit, so that every thread's choice shows."""
+    cols = 3 * Pattern(text).m * 8
+    values, indices, w = packed(text, 11, cols, dtype, device)
+    eye = torch.eye(cols, dtype=dtype, device=device)
+    for tokens in (1, 2, 4):
+        for first in (0, cols // 2, cols - tokens):
+            x = eye[first : first + tokens]
+            assert_equal_bits(run(x, values, indices, text) + 0.0, w[:, first : first + tokens].t().contiguous() + 0.0)
+
+
+@every_dtype
+def test_addresses_and_strides(device, dtype):
+    """Each operand alone where 16 bytes cannot be read at once, and inputs whose rows do not follow each other."""
+    values, indices, w = packed("2:4", 9, 256, dtype, device)
+    x, bias = inputs(3, 256, dtype, device), inputs(1, 9, dtype, device)[0]
+    y = check(x, values, indices, w, "2:4", bias)
+    check(unaligned(x), values, indices, w, "2:4", unaligned(bias))
+    check(x, unaligned(values), indices, w, "2:4", bias)
+    check(x, values, unaligned(indices), w, "2:4", bias)
+    wide = inputs(3, 512, dtype, device)
+    wide[:, ::2] = x
+    assert_equal_bits(run(wide[:, ::2], values, indices, "2:4", bias), y)
+    assert_equal_bits(run(x.t().contiguous().t(), values, indices, "2:4", bias), y)
+    assert_equal_bits(run(x.view(3, 1, 256), values, indices, "2:4", bias), y.view(3, 1, 9))
+    assert_equal_bits(run(x[1], values, indices, "2:4", bias), run(x[1:2], values, indices, "2:4", bias)[0])
+
+
+@pytest.mark.parametrize("text", PATTERNS)
+def test_inf_and_nan_reach_only_what_they_meet(device, text):
+    cols = 16 * Pattern(text).m
+    values, indices, w = packed(text, 8, cols, device=device)
+    x, met = inputs(3, cols, device=device), torch.zeros(3, 8, dtype=torch.bool, device=device)
+    for token, (bad, column) in enumerate(((float("inf"), 0), (float("nan"), cols // 2), (float("-inf"), cols - 1))):
+        x[token, column] = bad
+        met[token] = w[:, column] != 0
+    assert_equal_bits(~run(x, values, indices, text).isfinite(), met)
+    values[3, 7] = float("nan")
+    only = torch.arange(8, device=device).eq(3).expand(3, 8)
+    assert_equal_bits(run(inputs(3, cols, device=device), values, indices, text).isnan(), only)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "silu", "relu2"])
+def test_activations_keep_nan_and_zero(device, activation):
+    values, indices, _ = packed("2:4", 4, 8, device=device)
+    bias = torch.tensor([float("nan"), 1e30, -1e30, -0.0], device=device)
+    y = run(torch.zeros(1, 8, device=device), values, indices, "2:4", bias, activation)[0]
+    assert_equal_bits(y.isnan(), bias.isnan())
+    assert y[1] >= 1e30 and y[2].abs() == 0 and y[3] == 0
+
+
+def test_empty(device):
+    values, indices, _ = packed("2:4", 5, 8, device=device)
+    assert run(torch.empty(0, 8, device=device), values, indices, "2:4").shape == (0, 5)
+    bias = inputs(1, 5, device=device)[0]
+    none = run(torch.empty(2, 0, device=device), values[:, :0], indices[:, :0], "2:4", bias)
+    assert_equal_bits(none, bias.expand(2, 5).contiguous())
+    assert run(torch.empty(2, 8, device=device), values[:0], indices[:0], "2:4").shape == (2, 0)
+
+
+def test_what_it_declines(device, ours):
+    entry = ours("nm_linear")
+    values, indices, _ = packed("2:4", 5, 8, device=device)
+    assert entry.supports(inputs(4, 8, device=device), values, indices, 2, 4, 8)[0]
+    for x, why in ((inputs(5, 8, device=device), "tokens"), (inputs(1, 8, torch.float64, device), "float64")):
+        can, reason = entry.supports(x, values.to(x.dtype), indices, 2, 4, 8)
+        assert not can and why in reason
