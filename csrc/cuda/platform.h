@@ -16,14 +16,14 @@
 #if defined(NM_EMULATED)
 #define NM_SHARED(Type, name)           \
     static const char nm_at_##name = 0; \
-    Type& name = *static_cast<Type*>(nm::emulator::current().block->shared(&nm_at_##name, sizeof(Type)))
+    Type& name = *static_cast<Type*>(nm::emulator::current().block->shared(&nm_at_##name, sizeof(Type), alignof(Type)))
 #else
 #define NM_SHARED(Type, name) __shared__ Type name
 #endif
 
 // The shared memory whose size the launch gives, seen as Type*, aligned to 128 bytes.
 #if defined(NM_EMULATED)
-#define NM_DYNAMIC_SHARED(Type, name) Type* const name = reinterpret_cast<Type*>(nm::emulator::current().block->dynamic_shared())
+#define NM_DYNAMIC_SHARED(Type, name) Type* const name = static_cast<Type*>(nm::emulator::current().block->dynamic_shared())
 #else
 #define NM_DYNAMIC_SHARED(Type, name)                                \
     extern __shared__ __align__(128) unsigned char nm_dynamic_shared[]; \

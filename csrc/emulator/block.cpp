@@ -3,6 +3,9 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
+#include <mutex>
+#include <new>
+#include <numeric>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -29,52 +32,61 @@ Thread& current() {
     return *running;
 }
 
+Memory::Memory(size_t bytes, size_t alignment) : bytes(bytes) {
+    // at an odd multiple of the alignment, so that code which relies on more fails
+    const auto twice = std::align_val_t(2 * alignment);
+    owner.reset(::operator new(alignment + bytes, twice), [=](void* memory) { ::operator delete(memory, twice); });
+    data = static_cast<unsigned char*>(owner.get()) + alignment;
+    std::memset(data, 0xff, bytes);
+}
+
+void Thread::prepare(Block* of, unsigned i, void (*entry)(void*)) {
+    block = of;
+    index = {i};
+    number = int(i);
+    done = false;
+    waits = nullptr;
+    copies.clear();
+    copy_group = 0;
+    fiber.prepare(entry, this);
+}
+
 void Thread::wait(const char* what) {
     waits = what;
     while (waits) {
         fiber.pause();
-        running = this;
         if (block->abandoned()) throw Abandoned();
     }
 }
 
 void Block::run(unsigned number, unsigned blocks, unsigned threads, size_t dynamic_bytes, const std::function<void()>& body) {
-    index = {number, 0, 0};
-    count = {blocks, 1, 1};
-    size = {threads, 1, 1};
+    index = {number, 0, 0}, count = {blocks, 1, 1}, size = {threads, 1, 1};
     body_ = &body;
     shared_.clear();
-    dynamic_.reset(dynamic_bytes ? new unsigned char[dynamic_bytes] : nullptr);
-    if (dynamic_bytes) std::memset(dynamic_.get(), 0xff, dynamic_bytes);
-    warps_.assign((threads + kLanes - 1) / kLanes, {});
+    shared(nullptr, dynamic_bytes, kDynamicAlignment);
+    warps_.clear();
+    warps_.resize((threads + kLanes - 1) / kLanes);
     while (threads_.size() < threads) threads_.emplace_back(new Thread);
     alive_ = threads;
     at_barrier_ = 0;
     error_ = nullptr;
-    for (unsigned i = 0; i < threads; ++i) {
-        Thread& one = *threads_[i];
-        one.block = this;
-        one.index = {i, 0, 0};
-        one.number = int(i);
-        one.done = false;
-        one.waits = nullptr;
-        one.copies.clear();
-        one.copy_group = 0;
-        one.fiber.prepare(&Block::enter, &one);
-    }
+    for (unsigned i = 0; i < threads; ++i) threads_[i]->prepare(this, i, &Block::enter);
+    // without a factor in common with `threads`: some thread comes before its neighbour and some after
+    unsigned stride = threads / 8 * 5 | 1;
+    while (std::gcd(stride, threads) != 1) stride += 2;
     for (unsigned turn = number; alive_ > 0; ++turn) {
         bool moved = false;
         for (unsigned i = 0; i < threads; ++i) {
-            // forwards, backwards, and from another place each time
-            const unsigned place = (i + 7 * turn) % threads;
+            const unsigned place = (i + 7 * (turn % threads)) % threads * stride % threads;
             Thread& one = *threads_[turn % 2 ? threads - 1 - place : place];
+            // after an error those that wait go on too: to their ends, so that what is on their stacks is destroyed
             if (one.done || (one.waits && !error_)) continue;
             moved = true;
             running = &one;
             one.fiber.resume();
             running = nullptr;
         }
-        if (!moved && alive_ > 0) stuck();
+        if (!moved) error_ = deadlock();
     }
     if (error_) std::rethrow_exception(error_);
 }
@@ -83,22 +95,23 @@ void Block::enter(void* pointer) {
     Thread& thread = *static_cast<Thread*>(pointer);
     Block& block = *thread.block;
     try {
-        (*block.body_)();
+        if (!block.abandoned()) (*block.body_)();
     } catch (const Abandoned&) {
     } catch (...) {
         if (!block.error_) block.error_ = std::current_exception();
     }
-    block.leave(thread);
+    thread.done = true;
+    // a barrier that waited for this thread only has all that it waits for
+    if (--block.alive_ == block.at_barrier_) block.release_barrier();
     thread.fiber.finish();
 }
 
-void Block::leave(Thread& thread) {
-    thread.done = true;
-    --alive_;
-    if (at_barrier_ > 0 && at_barrier_ == alive_) release_barrier();
-}
-
-void Block::barrier(Thread& thread) {
+void Block::barrier(Thread& thread, int line) {
+    if (at_barrier_ > 0 && line != barrier_line_) {
+        throw std::logic_error(name_of(thread) + " is at the barrier of line " + std::to_string(line) + ", others at that of line " +
+                               std::to_string(barrier_line_));
+    }
+    barrier_line_ = line;
     if (++at_barrier_ == alive_) return release_barrier();
     thread.wait(kBarrier);
 }
@@ -110,21 +123,20 @@ void Block::release_barrier() {
     }
 }
 
+int Block::lanes(const Thread& thread) const { return std::min(kLanes, int(size.x) - (thread.number - thread.lane())); }
+
 const unsigned char (*Block::meet(Thread& thread, uint32_t mask, const char* what, const void* data, size_t bytes))[kDeposit] {
-    const int lane = thread.lane();
-    const unsigned first = unsigned(thread.number - lane);
+    const int lane = thread.lane(), first = thread.number - lane;
     // lanes that the block does not have are not waited for
-    const unsigned lanes = size.x - first < unsigned(kLanes) ? size.x - first : unsigned(kLanes);
-    const uint32_t wanted = mask & (lanes == unsigned(kLanes) ? ~0u : (1u << lanes) - 1u);
+    const uint32_t wanted = mask & ~0u >> (kLanes - lanes(thread));
     if (!(mask >> lane & 1)) throw std::logic_error(std::string(what) + ": " + name_of(thread) + " calls it with a mask that leaves it out");
     if (bytes > size_t(kDeposit)) throw std::logic_error(std::string(what) + ": more than a lane can hand over");
-    Meeting& meeting = warps_[first / kLanes][mask];
+    Meeting& meeting = warps_[size_t(first / kLanes)][mask];
     if (meeting.present == 0) meeting.what = what;
     if (std::strcmp(meeting.what, what) != 0) {
         throw std::logic_error(name_of(thread) + " calls " + what + " while other lanes of the same mask call " + meeting.what);
     }
     auto& deposit = meeting.deposit[meeting.held % 2];
-    std::memset(deposit[lane], 0xff, kDeposit);
     std::memcpy(deposit[lane], data, bytes);
     meeting.present |= 1u << lane;
     if (meeting.present != wanted) {
@@ -133,64 +145,66 @@ const unsigned char (*Block::meet(Thread& thread, uint32_t mask, const char* wha
         meeting.present = 0;
         ++meeting.held;
         for (int i = 0; i < kLanes; ++i) {
-            if ((wanted >> i & 1) && i != lane) threads_[first + unsigned(i)]->waits = nullptr;
+            if ((wanted >> i & 1) && i != lane) threads_[size_t(first + i)]->waits = nullptr;
         }
     }
     return deposit;
 }
 
-void* Block::shared(const void* declaration, size_t bytes) {
-    auto& memory = shared_[declaration];
-    if (!memory) {
-        memory.reset(new unsigned char[bytes]);
-        std::memset(memory.get(), 0xff, bytes);
-    }
-    return memory.get();
+void* Block::shared(const void* declaration, size_t bytes, size_t alignment) {
+    const auto at = shared_.try_emplace(declaration, bytes, alignment).first;
+    size_t all = 0;
+    for (const auto& each : shared_) all += each.second.bytes;
+    if (all > kMostShared) throw std::runtime_error(std::to_string(all) + " bytes of shared memory are more than a block has");
+    return at->second.data;
 }
 
-void Block::stuck() {
-    std::string who;
+void Block::check_shared(const char* what, const void* address, size_t bytes) const {
+    const bool found = std::any_of(shared_.begin(), shared_.end(), [&](const auto& each) {
+        const auto at = uintptr_t(address), first = uintptr_t(each.second.data);
+        return at >= first && at + bytes <= first + each.second.bytes;
+    });
+    if (!found) throw std::runtime_error(std::string(what) + ": not an address in shared memory");
+    if (uintptr_t(address) % bytes) throw std::runtime_error(std::string(what) + ": misaligned address");
+}
+
+std::exception_ptr Block::deadlock() const {
+    std::map<std::string, std::pair<int, int>> places;  // the first thread there, and how many
     for (const auto& one : threads_) {
-        if (!one->done && one->waits && who.size() < 200) who += (who.empty() ? "" : ", ") + name_of(*one) + " in " + one->waits;
+        if (!one->done) ++places.try_emplace(one->waits, one->number, 0).first->second.second;
     }
-    // the fibers that still wait are left: run them to their ends, so that what is on their stacks is destroyed
-    error_ = std::make_exception_ptr(std::runtime_error("deadlock: " + who + "; the others have returned or wait elsewhere"));
-    for (auto& one : threads_) {
-        while (!one->done) {
-            running = one.get();
-            one->fiber.resume();
-            running = nullptr;
-        }
+    std::string text = "deadlock in block " + std::to_string(index.x);
+    for (const auto& [what, who] : places) {
+        text += ", " + std::to_string(who.second) + " threads in " + what + " (the first is " + std::to_string(who.first) + ")";
     }
-    std::rethrow_exception(error_);
+    return std::make_exception_ptr(std::runtime_error(text + ", the others have returned"));
 }
 
 void run_grid(const char* name, unsigned blocks, unsigned threads, size_t dynamic_bytes, const std::function<void()>& body) {
     const char* asked = std::getenv("NMKERNELS_EMULATOR_THREADS");
-    const unsigned workers = asked ? unsigned(std::max(1, std::atoi(asked))) : 1;
+    const int workers = asked ? std::atoi(asked) : 1;
     std::atomic<unsigned> next{0};
-    std::atomic<bool> failed{false};
-    std::vector<std::exception_ptr> errors(workers);
-    auto work = [&](unsigned worker) {
+    std::exception_ptr error;
+    std::mutex mutex;
+    auto work = [&] {
         thread_local Block block;
         try {
-            for (unsigned i = next++; i < blocks && !failed; i = next++) block.run(i, blocks, threads, dynamic_bytes, body);
+            if (threads == 0 || threads > kMostThreads) throw std::runtime_error("a block cannot have " + std::to_string(threads) + " threads");
+            for (unsigned i = next++; i < blocks; i = next++) block.run(i, blocks, threads, dynamic_bytes, body);
         } catch (...) {
-            failed = true;
-            errors[worker] = std::current_exception();
+            const std::lock_guard<std::mutex> hold(mutex);
+            error = std::current_exception();
+            next = blocks;
         }
     };
     std::vector<std::thread> others;
-    for (unsigned i = 1; i < workers; ++i) others.emplace_back(work, i);
-    work(0);
+    for (int i = 1; i < workers; ++i) others.emplace_back(work);
+    work();
     for (std::thread& one : others) one.join();
-    for (const std::exception_ptr& error : errors) {
-        if (!error) continue;
-        try {
-            std::rethrow_exception(error);
-        } catch (const std::exception& reason) {
-            throw std::runtime_error(std::string(name) + ": " + reason.what());
-        }
+    try {
+        if (error) std::rethrow_exception(error);
+    } catch (const std::exception& reason) {
+        throw std::runtime_error(std::string(name) + ": " + reason.what());
     }
 }
 

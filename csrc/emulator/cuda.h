@@ -8,8 +8,10 @@
 #include <cstdint>
 #include <cstring>
 #include <stdexcept>
+#include <string>
 #include <type_traits>
 
+#include "../core/types.h"
 #include "block.h"
 
 #define __global__
@@ -25,20 +27,10 @@
 #define blockDim (nm::emulator::current().block->size)
 #define gridDim (nm::emulator::current().block->count)
 
-constexpr int warpSize = 32;
-
-struct alignas(8) uint2 {
-    unsigned x, y;
-};
-struct alignas(16) uint4 {
-    unsigned x, y, z, w;
-};
-struct alignas(8) float2 {
-    float x, y;
-};
-struct alignas(16) float4 {
-    float x, y, z, w;
-};
+struct alignas(8) uint2 { unsigned x, y; };
+struct alignas(16) uint4 { unsigned x, y, z, w; };
+struct alignas(8) float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
 
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
@@ -65,10 +57,10 @@ T taken(const unsigned char (*deposit)[kDeposit], int lane) {
 template <class T, class F>
 T combined(uint32_t mask, const char* what, T data, const F& f) {
     const auto deposit = meet(mask, what, data);
-    const int lanes = int(current().block->size.x) - (current().number - current().lane());
+    const int lanes = current().block->lanes(current());
     T result{};
     bool first = true;
-    for (int lane = 0; lane < kLanes && lane < lanes; ++lane) {
+    for (int lane = 0; lane < lanes; ++lane) {
         if (!(mask >> lane & 1)) continue;
         result = first ? taken<T>(deposit, lane) : f(result, taken<T>(deposit, lane));
         first = false;
@@ -76,12 +68,12 @@ T combined(uint32_t mask, const char* what, T data, const F& f) {
     return result;
 }
 
-// The value of a lane of the caller's part of the warp, `width` lanes wide; its own where that is outside.
+// What lane `source` has, or the caller's own where that is not in [low, high). NaN from lanes that the mask does not name:
+// hardware promises nothing.
 template <class T>
-T shuffled(uint32_t mask, const char* what, T data, int from, int width) {
+T shuffled(uint32_t mask, const char* what, T data, int source, int low, int high) {
     const auto deposit = meet(mask, what, data);
-    const int lane = current().lane(), first = lane / width * width;
-    return from < first || from >= first + width ? data : taken<T>(deposit, from);
+    return source < low || source >= high ? data : taken<T>(deposit, source);
 }
 
 // An access of `bytes` at once, as the hardware wants it.
@@ -91,103 +83,84 @@ T& aligned(void* address) {
     return *static_cast<T*>(address);
 }
 
-}  // namespace nm::emulator
-
-inline void __syncthreads() {
-    auto& thread = nm::emulator::current();
-    thread.block->barrier(thread);
+// *address = f(*address) at once; what was there before.
+template <class T, class F>
+T exchanged(T* address, const F& f) {
+    T old = aligned<T>(address), next;
+    do next = f(old);
+    while (!__atomic_compare_exchange(address, &old, &next, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST));
+    return old;
 }
 
+}  // namespace nm::emulator
+
+inline void __syncthreads(int line = __builtin_LINE()) { nm::emulator::current().block->barrier(nm::emulator::current(), line); }
 inline void __syncwarp(uint32_t mask = ~0u) { nm::emulator::meet(mask, "__syncwarp", 0); }
 inline void __threadfence() {}
 inline void __threadfence_block() {}
 
-template <class T>
-T __shfl_sync(uint32_t mask, T value, int lane, int width = 32) {
-    const int first = nm::emulator::current().lane() / width * width;
-    return nm::emulator::shuffled(mask, "__shfl_sync", value, first + lane % width, width);
-}
-
-template <class T>
-T __shfl_xor_sync(uint32_t mask, T value, int flip, int width = 32) {
-    return nm::emulator::shuffled(mask, "__shfl_xor_sync", value, nm::emulator::current().lane() ^ flip, width);
-}
-
-template <class T>
-T __shfl_up_sync(uint32_t mask, T value, unsigned by, int width = 32) {
-    return nm::emulator::shuffled(mask, "__shfl_up_sync", value, nm::emulator::current().lane() - int(by), width);
-}
-
-template <class T>
-T __shfl_down_sync(uint32_t mask, T value, unsigned by, int width = 32) {
-    return nm::emulator::shuffled(mask, "__shfl_down_sync", value, nm::emulator::current().lane() + int(by), width);
-}
+// In parts of the warp, `width` lanes wide and beginning at `first`. As in the instruction shfl: lanes count modulo 32, or
+// modulo the width where a source is named, and xor reaches into earlier parts.
+#define NM_SHUFFLE(name, source, low)                                                                                             \
+    template <class T>                                                                                                            \
+    T __shfl##name##_sync(uint32_t mask, T value, int x, int width = 32) {                                                        \
+        if (width < 1 || width > 32 || (width & (width - 1))) throw std::logic_error("shuffle: the width is not a power of two"); \
+        const int own = nm::emulator::current().lane(), first = own & ~(width - 1);                                               \
+        return nm::emulator::shuffled(mask, "__shfl" #name "_sync", value, source, low, first + width);                           \
+    }
+NM_SHUFFLE(, first + (x & (width - 1)), first)
+NM_SHUFFLE(_xor, own ^ (x & 31), 0)
+NM_SHUFFLE(_up, own - (x & 31), first)
+NM_SHUFFLE(_down, own + (x & 31), first)
+#undef NM_SHUFFLE
 
 inline uint32_t __ballot_sync(uint32_t mask, int predicate) {
     const uint32_t bit = predicate ? 1u << nm::emulator::current().lane() : 0u;
     return nm::emulator::combined(mask, "__ballot_sync", bit, [](uint32_t a, uint32_t b) { return a | b; });
 }
-
 inline int __any_sync(uint32_t mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }
 inline int __all_sync(uint32_t mask, int predicate) { return __ballot_sync(mask, !predicate) == 0; }
 
-inline uint32_t __reduce_add_sync(uint32_t mask, uint32_t x) {
-    return nm::emulator::combined(mask, "__reduce_add_sync", x, [](uint32_t a, uint32_t b) { return a + b; });
-}
-inline uint32_t __reduce_max_sync(uint32_t mask, uint32_t x) {
-    return nm::emulator::combined(mask, "__reduce_max_sync", x, [](uint32_t a, uint32_t b) { return a > b ? a : b; });
-}
-inline uint32_t __reduce_or_sync(uint32_t mask, uint32_t x) {
-    return nm::emulator::combined(mask, "__reduce_or_sync", x, [](uint32_t a, uint32_t b) { return a | b; });
-}
-
-template <class T>
-T atomicAdd(T* address, T value) {
-    if constexpr (std::is_integral_v<T>) return __atomic_fetch_add(address, value, __ATOMIC_SEQ_CST);
-    T old, sum;
-    __atomic_load(address, &old, __ATOMIC_SEQ_CST);
-    do sum = old + value;
-    while (!__atomic_compare_exchange(address, &old, &sum, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST));
-    return old;
-}
-
-template <class T>
-T atomicMax(T* address, T value) {
-    T old = __atomic_load_n(address, __ATOMIC_SEQ_CST);
-    while (old < value && !__atomic_compare_exchange_n(address, &old, value, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
+// For int and unsigned; sm_80 has no other.
+#define NM_REDUCE(name, result)                                                                     \
+    template <class T>                                                                              \
+    T __reduce_##name##_sync(uint32_t mask, T x) {                                                  \
+        static_assert(std::is_same_v<T, int> || std::is_same_v<T, unsigned>);                       \
+        return nm::emulator::combined(mask, "__reduce_" #name "_sync", x, [](T a, T b) -> T { return result; }); \
     }
-    return old;
-}
+NM_REDUCE(add, T(unsigned(a) + unsigned(b)))
+NM_REDUCE(min, b < a ? b : a)
+NM_REDUCE(max, a < b ? b : a)
+NM_REDUCE(and, a& b)
+NM_REDUCE(or, a | b)
+NM_REDUCE(xor, a ^ b)
+#undef NM_REDUCE
 
+#define NM_ATOMIC(name, result)                                                     \
+    template <class T>                                                              \
+    T atomic##name(T* address, std::common_type_t<T> x) {                           \
+        return nm::emulator::exchanged(address, [=](T old) -> T { return result; }); \
+    }
+NM_ATOMIC(Add, old + x)
+NM_ATOMIC(Min, x < old ? x : old)
+NM_ATOMIC(Max, old < x ? x : old)
+NM_ATOMIC(And, old& x)
+NM_ATOMIC(Or, old | x)
+NM_ATOMIC(Exch, (void(old), x))
+#undef NM_ATOMIC
 template <class T>
-T atomicOr(T* address, T value) {
-    return __atomic_fetch_or(address, value, __ATOMIC_SEQ_CST);
-}
-
-template <class T>
-T atomicExch(T* address, T value) {
-    return __atomic_exchange_n(address, value, __ATOMIC_SEQ_CST);
+T atomicCAS(T* address, std::common_type_t<T> compare, std::common_type_t<T> x) {
+    return nm::emulator::exchanged(address, [=](T old) { return old == compare ? x : old; });
 }
 
 inline int __popc(uint32_t x) { return __builtin_popcount(x); }
 inline int __popcll(uint64_t x) { return __builtin_popcountll(x); }
 inline int __ffs(uint32_t x) { return __builtin_ffs(int(x)); }
 inline int __clz(uint32_t x) { return x ? __builtin_clz(x) : 32; }
-inline uint32_t __brev(uint32_t x) {
-    uint32_t y = 0;
-    for (int i = 0; i < 32; ++i) y |= (x >> i & 1u) << (31 - i);
-    return y;
-}
-inline uint32_t __float_as_uint(float x) {
-    uint32_t b;
-    std::memcpy(&b, &x, 4);
-    return b;
-}
-inline float __uint_as_float(uint32_t b) {
-    float x;
-    std::memcpy(&x, &b, 4);
-    return x;
-}
+inline uint32_t __float_as_uint(float x) { return nm::float_bits(x); }
+inline float __uint_as_float(uint32_t b) { return nm::bits_float(b); }
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+inline float __saturatef(float x) { return x > 0.0f ? (x < 1.0f ? x : 1.0f) : 0.0f; }  // NaN becomes 0
 inline uint32_t __umulhi(uint32_t a, uint32_t b) { return uint32_t(uint64_t(a) * b >> 32); }
 
 // Byte i of the result is byte (selector >> 4 i & 7) of the eight bytes y:x; bit 3 spreads the byte's sign instead.
@@ -201,16 +174,7 @@ inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) {
     return result;
 }
 
-inline uint32_t __funnelshift_l(uint32_t lo, uint32_t hi, uint32_t shift) {
-    return uint32_t((uint64_t(hi) << 32 | lo) << (shift & 31) >> 32);
-}
-inline uint32_t __funnelshift_r(uint32_t lo, uint32_t hi, uint32_t shift) { return uint32_t((uint64_t(hi) << 32 | lo) >> (shift & 31)); }
-
 template <class T>
-constexpr T min(T a, T b) {
-    return b < a ? b : a;
-}
+constexpr T min(T a, T b) { return b < a ? b : a; }
 template <class T>
-constexpr T max(T a, T b) {
-    return a < b ? b : a;
-}
+constexpr T max(T a, T b) { return a < b ? b : a; }

@@ -2,13 +2,19 @@
 #pragma once
 
 #include <cstddef>
-#include <memory>
+
+#if defined(__x86_64__) && defined(__ELF__)
+#define NM_OWN_SWITCH
+#else
+#include <ucontext.h>
+#endif
 
 namespace nm::emulator {
 
 class Fiber {
   public:
-    static constexpr size_t kStackBytes = 128 << 10;
+    // Memory below the stack is there to be missed: a stack that overflows ends the program.
+    static constexpr size_t kStackBytes = 128 << 10, kGuardBytes = 64 << 10;
 
     Fiber();
     ~Fiber();
@@ -23,10 +29,23 @@ class Fiber {
     void pause();
     [[noreturn]] void finish();
 
-    struct State;
-
   private:
-    std::unique_ptr<State> state_;
+#if defined(NM_OWN_SWITCH)
+    using Context = void*;  // the stack pointer; the rest is on the stack
+#else
+    using Context = ucontext_t;
+#endif
+    static void begin();
+
+    unsigned char* memory_;
+    Context inside_{}, outside_{};
+    void (*entry_)(void*) = nullptr;
+    void* argument_ = nullptr;
+    // what the address sanitizer keeps for a stack that is left, and whose stack that was
+    void* fake_inside_ = nullptr;
+    void* fake_outside_ = nullptr;
+    const void* outside_bottom_ = nullptr;
+    size_t outside_bytes_ = 0;
 };
 
 }  // namespace nm::emulator

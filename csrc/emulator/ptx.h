@@ -4,8 +4,6 @@
 // fewer bits and truncates in its own way, so that kernels built on them are compared with a bound, not bit by bit.
 #pragma once
 
-#include <string>
-
 #include "../core/types.h"
 #include "cuda.h"
 
@@ -15,7 +13,8 @@ namespace nm::emulator {
 // what was there before goes unseen.
 inline void cp_async(void* to, const void* from, int bytes, int filled) {
     Thread& thread = current();
-    if ((uintptr_t(to) | uintptr_t(from)) % uintptr_t(bytes)) throw std::runtime_error("cp.async: misaligned address");
+    thread.block->check_shared("cp.async", to, size_t(bytes));
+    if (uintptr_t(from) % uintptr_t(bytes)) throw std::runtime_error("cp.async: misaligned address");
     if (filled < 0 || filled > bytes) throw std::runtime_error("cp.async: more bytes to read than to write");
     std::memset(to, 0xff, size_t(bytes));
     thread.copies.push_back({to, from, bytes, filled, thread.copy_group});
@@ -26,31 +25,21 @@ inline void cp_async_commit() { ++current().copy_group; }
 // All but the `pending` groups committed last are there.
 inline void cp_async_wait(int pending) {
     Thread& thread = current();
-    std::vector<Copy> left;
-    for (const Copy& copy : thread.copies) {
-        if (copy.group >= thread.copy_group - pending) {
-            left.push_back(copy);
-            continue;
-        }
+    for (auto& copies = thread.copies; !copies.empty() && copies.front().group < thread.copy_group - pending; copies.pop_front()) {
+        const Copy& copy = copies.front();
         std::memset(copy.to, 0, size_t(copy.bytes));
         if (copy.filled) std::memcpy(copy.to, copy.from, size_t(copy.filled));
     }
-    thread.copies.swap(left);
 }
 
 // These are for whole warps.
 template <class T>
 const unsigned char (*of_all_lanes(const char* what, const T& data))[kDeposit] {
-    const Thread& thread = current();
-    if (thread.block->size.x - unsigned(thread.number - thread.lane()) < unsigned(kLanes)) {
+    if (current().block->lanes(current()) < kLanes) {
         throw std::logic_error(std::string(what) + ": the last warp of the block has less than 32 lanes");
     }
     return meet(~0u, what, data);
 }
-
-struct Row {
-    alignas(16) uint16_t half[8];
-};
 
 // "Warp-level matrix load instruction: ldmatrix". Lanes 8 i to 8 i + 7 hold the addresses of the rows of matrix i; lane l
 // gets elements 2 (l % 4) and the next of row l / 4, of the matrix or of its transpose.
@@ -59,12 +48,13 @@ void ldmatrix(uint32_t (&to)[Count], const void* row, bool transposed) {
     const auto rows = of_all_lanes(transposed ? "ldmatrix.trans" : "ldmatrix", row);
     const int group = current().lane() / 4, pair = current().lane() % 4 * 2;
     for (int i = 0; i < Count; ++i) {
-        uint16_t half[2];
+        to[i] = 0;
         for (int e = 0; e < 2; ++e) {
             const int r = transposed ? pair + e : group, c = transposed ? group : pair + e;
-            half[e] = aligned<Row>(const_cast<void*>(taken<const void*>(rows, 8 * i + r))).half[c];
+            const auto* halves = taken<const uint16_t*>(rows, 8 * i + r);
+            current().block->check_shared("ldmatrix", halves, 16);
+            to[i] |= uint32_t(halves[c]) << (16 * e);
         }
-        to[i] = half[0] | uint32_t(half[1]) << 16;
     }
 }
 
@@ -73,11 +63,6 @@ template <int RegistersOfB>
 struct Operands {
     uint32_t a[4], b[RegistersOfB], metadata;
 };
-
-template <class T>
-double half_of(uint32_t word, int which) {
-    return double(to_float(T{uint16_t(word >> (16 * which))}));
-}
 
 // d += A B over k, A's element `p` of a row meeting row k(p) of B. "Matrix Fragments for mma.m16n8k16 with floating point
 // type": register r of lane 4 g + t holds A[g + 8 (r % 2)][2 t + 8 (r / 2)], B[2 t + 8 r][g], and the next in k.
@@ -89,9 +74,9 @@ void multiply(float (&d)[4], const unsigned char (*deposit)[kDeposit], int packe
         double sum = double(d[i]);
         for (int p = 0; p < packed; ++p) {
             const int k = k_of(row, p);
-            const auto left = taken<Operands<R>>(deposit, 4 * (row % 8) + p % 8 / 2);
-            const auto right = taken<Operands<R>>(deposit, 4 * col + k % 8 / 2);
-            sum += half_of<T>(left.a[row / 8 + p / 8 * 2], p % 2) * half_of<T>(right.b[k / 8], k % 2);
+            const T a{uint16_t(taken<Operands<R>>(deposit, 4 * (row % 8) + p % 8 / 2).a[row / 8 + p / 8 * 2] >> (16 * (p % 2)))};
+            const T b{uint16_t(taken<Operands<R>>(deposit, 4 * col + k % 8 / 2).b[k / 8] >> (16 * (k % 2)))};
+            sum += double(to_float(a)) * double(to_float(b));
         }
         d[i] = float(sum);
     }

@@ -15,6 +15,11 @@ def test_files_and_functions_are_short() -> None:
     assert texts.size_violations([*python_files("nmkernels", "bench", "python_tests"), ROOT / "setup.py", *cpp], ROOT) == []
 
 
+def test_the_emulator_stays_small() -> None:
+    lines = [line.strip() for p in (CSRC / "emulator").iterdir() if p.suffix in texts.CPP for line in p.read_text(encoding="utf-8").splitlines()]
+    assert len([line for line in lines if line and not line.startswith("//")]) <= 600
+
+
 def test_only_the_command_line_prints() -> None:
     files = [p for p in python_files("nmkernels") if p.parts[len(ROOT.parts) + 1] not in {"cli", "__main__.py"}]
     assert texts.print_violations(files, ROOT) == []
