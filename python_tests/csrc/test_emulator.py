@@ -14,9 +14,26 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None or not CSRC.is_dir()
 
 
 def _run(folder: Path, *flags: str) -> str:
-    sources = [CSRC / "tests" / "main.cpp", *(CSRC / "tests" / "cuda" / f"test_{name}.cpp" for name in TESTS), *(CSRC / "emulator").glob("*.cpp")]
+    sources = [
+        CSRC / "tests" / "main.cpp",
+        *(CSRC / "tests" / "cuda" / f"test_{name}.cpp" for name in TESTS),
+        *(CSRC / "emulator").glob("*.cpp"),
+    ]
     program = folder / "tests"
-    command = ["g++", "-std=c++17", "-O1", "-DNM_EMULATED", "-pthread", "-Wall", "-Wextra", "-Werror", *flags, *map(str, sources), "-o", str(program)]
+    command = [
+        "g++",
+        "-std=c++17",
+        "-O1",
+        "-DNM_EMULATED",
+        "-pthread",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        *flags,
+        *map(str, sources),
+        "-o",
+        str(program),
+    ]
     built = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert built.returncode == 0, built.stderr
     ran = subprocess.run([str(program)], capture_output=True, text=True, timeout=120, check=False)

@@ -16,7 +16,9 @@ def test_files_and_functions_are_short() -> None:
 
 
 def test_the_emulator_stays_small() -> None:
-    lines = [line.strip() for p in (CSRC / "emulator").iterdir() if p.suffix in texts.CPP for line in p.read_text(encoding="utf-8").splitlines()]
+    lines = [
+        line.strip() for p in (CSRC / "emulator").iterdir() if p.suffix in texts.CPP for line in p.read_text(encoding="utf-8").splitlines()
+    ]
     assert len([line for line in lines if line and not line.startswith("//")]) <= 600
 
 

@@ -91,7 +91,7 @@ void estimate(P p, Uniforms& uniforms, int64_t groups, float* x, Slots& slots) {
         if constexpr (Pack) {
             pack(p, result, slots);
         } else {
-            NM_UNROLL for (int i = 0; i < p.m; ++i) store(x + i * kLanes, result[i]);
+            NM_UNROLL_8 for (int i = 0; i < p.m; ++i) store(x + i * kLanes, result[i]);
         }
     }
 }

@@ -54,7 +54,7 @@ struct Lanes {
     NM_INLINE void start(P p, const float* g) {
         F least = magnitude(load(g));
         open[0] = least;
-        NM_UNROLL for (int i = 1; i < p.m; ++i) {
+        NM_UNROLL_8 for (int i = 1; i < p.m; ++i) {
             open[i] = magnitude(load(g + i * kLanes));
             least = smaller_magnitude(least, open[i]);
         }
@@ -69,10 +69,10 @@ struct Lanes {
     NM_INLINE void settle(P p, B finite) {
         const F one = splat(1.0f), zero = splat(0.0f);
         F non_zeros = zero;
-        NM_UNROLL for (int i = 0; i < p.m; ++i) non_zeros = non_zeros + choose(nonzero(open[i]), one, zero);
+        NM_UNROLL_8 for (int i = 0; i < p.m; ++i) non_zeros = non_zeros + choose(nonzero(open[i]), one, zero);
         lost = without(at_least(zero, zero), finite);
         settled = either(lost, at_least(splat(float(p.n)), non_zeros));
-        NM_UNROLL for (int i = 0; i < p.m; ++i) open[i] = choose(settled, zero, open[i]);
+        NM_UNROLL_8 for (int i = 0; i < p.m; ++i) open[i] = choose(settled, zero, open[i]);
         sum = choose(settled, one, sum);
         left = choose(settled, zero, left);
     }
@@ -80,13 +80,13 @@ struct Lanes {
     // after[i] is not 0 where something of a follows element i.
     static NM_INLINE void find_later(P p, const F* a, F* after) {
         after[p.m - 1] = F{};
-        NM_UNROLL for (int i = p.m - 2; i >= 0; --i) after[i] = either(after[i + 1], a[i + 1]);
+        NM_UNROLL_8 for (int i = p.m - 2; i >= 0; --i) after[i] = either(after[i + 1], a[i + 1]);
     }
 
     // Keeps whatever has probability 1.
     NM_INLINE void saturate_once(P p) {
         const F each = left;
-        NM_UNROLL for (int i = 0; i < p.m; ++i) {
+        NM_UNROLL_8 for (int i = 0; i < p.m; ++i) {
             const B full = at_least(open[i] * each, sum);
             open[i] = choose(full, F{}, open[i]);
             left = choose(full, left - splat(1.0f), left);
@@ -100,7 +100,7 @@ struct Lanes {
         for (int round = 1; round < std::min(p.n, 4); ++round) saturate_once(p);
         for (;;) {
             F largest = open[0];
-            NM_UNROLL for (int i = 1; i < p.m; ++i) largest = larger_magnitude(largest, open[i]);
+            NM_UNROLL_8 for (int i = 1; i < p.m; ++i) largest = larger_magnitude(largest, open[i]);
             if (!any(at_least(largest * left, sum))) return;
             saturate_once(p);
         }
@@ -115,7 +115,7 @@ struct Lanes {
         const U shift = kOne - (word >> 8), end = total + shift;
         const F value = sum / left;
         U cumulative = U{}, before = shift;
-        NM_UNROLL for (int i = 0; i < p.m; ++i) {
+        NM_UNROLL_8 for (int i = 0; i < p.m; ++i) {
             U after = end;
             if (i + 1 < p.m) {
                 cumulative = smaller(cumulative + truncated(((open[i] * left) / sum) * splat(kTwo24)), total);
@@ -137,11 +137,11 @@ struct Lanes {
             rest[j] = tree(others, p);
         }
         B drawn[P::capacity];
-        NM_UNROLL for (int i = 0; i < p.m; ++i) x[i] = only_where(zero(open[i]), load(g + i * kLanes) + splat(0.0f));
+        NM_UNROLL_8 for (int i = 0; i < p.m; ++i) x[i] = only_where(zero(open[i]), load(g + i * kLanes) + splat(0.0f));
         draw(p, open, sum, word0 >> 8, drawn);
         place(p, g, rest, drawn, x);
         F whole = F{};
-        NM_UNROLL for (int i = 0; i < p.m; ++i) {
+        NM_UNROLL_8 for (int i = 0; i < p.m; ++i) {
             whole = choose(drawn[i], rest[i], whole);
             others[i] = choose(drawn[i], F{}, open[i]);
         }
@@ -155,7 +155,7 @@ struct Lanes {
         find_later(p, a, later);
         B done = none();
         U cumulative = U{};
-        NM_UNROLL for (int i = 0; i < p.m; ++i) {
+        NM_UNROLL_8 for (int i = 0; i < p.m; ++i) {
             cumulative = smaller(cumulative + truncated((a[i] / whole) * splat(kTwo24)), splat(kOne));
             drawn[i] = without(below(u, choose(nonzero(later[i]), cumulative, splat(kOne))), done);
             done = either(done, drawn[i]);
@@ -165,13 +165,13 @@ struct Lanes {
     // The drawn element, divided by the probability that one of the two draws takes it.
     NM_INLINE void place(P p, const float* g, const F* rest, const B* drawn, F* x) {
         F a = F{};
-        NM_UNROLL for (int i = 0; i < p.m; ++i) a = choose(drawn[i], open[i], a);
+        NM_UNROLL_8 for (int i = 0; i < p.m; ++i) a = choose(drawn[i], open[i], a);
         F probability = a / sum;
-        NM_UNROLL for (int j = 0; j < p.m; ++j) {
+        NM_UNROLL_8 for (int j = 0; j < p.m; ++j) {
             probability = choose(drawn[j], probability, probability + (a / rest[j]) * (open[j] / sum));
         }
         const F least = splat(1.0f / kTwo24), value = a / choose(below(probability, least), least, probability);
-        NM_UNROLL for (int i = 0; i < p.m; ++i) {
+        NM_UNROLL_8 for (int i = 0; i < p.m; ++i) {
             x[i] = choose(without(drawn[i], settled), with_sign(value, load(g + i * kLanes)), x[i]);
         }
     }

@@ -12,7 +12,7 @@
 #endif
 
 #define NM_INLINE inline __attribute__((always_inline))
-#define NM_UNROLL _Pragma("GCC unroll 8")
+#define NM_UNROLL_8 _Pragma("GCC unroll 8")
 
 namespace nm {
 namespace {

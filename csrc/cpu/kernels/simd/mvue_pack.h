@@ -21,8 +21,8 @@ struct Slots {
 template <int N, int M>
 NM_INLINE void pad(B* stored) {
     U missing = splat(uint32_t(N));
-    NM_UNROLL for (int i = 0; i < M; ++i) missing = missing - choose(stored[i], splat(1u), splat(0u));
-    NM_UNROLL for (int i = 0; i < M; ++i) {
+    NM_UNROLL_8 for (int i = 0; i < M; ++i) missing = missing - choose(stored[i], splat(1u), splat(0u));
+    NM_UNROLL_8 for (int i = 0; i < M; ++i) {
         const B padding = without(nonzero(missing), stored[i]);
         missing = missing - choose(padding, splat(1u), splat(0u));
         stored[i] = either(stored[i], padding);
@@ -34,7 +34,7 @@ template <int N, int M>
 NM_INLINE bool shift_in(const B* stored, const F* x, F* value, U* position) {
     constexpr uint32_t empty = 0x100;
     for (int s = 0; s < N; ++s) value[s] = F{}, position[s] = splat(empty);
-    NM_UNROLL for (int i = 0; i < M; ++i) {
+    NM_UNROLL_8 for (int i = 0; i < M; ++i) {
         for (int s = N - 1 - i > 0 ? N - 1 - i : 0; s < N; ++s) {
             value[s] = choose(stored[i], s + 1 < N ? value[s + 1] : x[i], value[s]);
             position[s] = choose(stored[i], s + 1 < N ? position[s + 1] : splat(uint32_t(i)), position[s]);
@@ -48,7 +48,7 @@ NM_INLINE void pack(Fixed<N, M>, const F* x, Slots& to) {
     constexpr uint32_t bits = M <= 4 ? 2 : M <= 16 ? 4 : 8;
     static_assert(32 % (N * bits) == 0, "the positions of a group must not straddle two words");
     B stored[M];
-    NM_UNROLL for (int i = 0; i < M; ++i) stored[i] = nonzero(x[i]);
+    NM_UNROLL_8 for (int i = 0; i < M; ++i) stored[i] = nonzero(x[i]);
     F value[N];
     U position[N];
     if (!shift_in<N, M>(stored, x, value, position)) {
