@@ -1,7 +1,10 @@
 // The CUDA kernels as Python sees them, as functions of a module: the core's submodule `cuda`, or the emulator's module.
 // Pointers come as integers, dtypes as the codes of core/dispatch.h; the last two arguments are the device and its stream.
 // The caller has checked shapes, devices and contiguity. The interpreter lock is released around each call.
+#include <array>
+
 #include "bindings.h"
+#include "cuda/adamw_table.h"
 #include "cuda/kernels.h"
 
 namespace py = pybind11;
@@ -40,7 +43,35 @@ void bind_packed(py::module_&) {}
 // mvue, mvue_compress
 void bind_mvue(py::module_&) {}
 
-void bind_adamw(py::module_&) {}
+nm::cuda::AdamWPart part(int64_t first, int64_t tiles, int64_t first_block, int64_t blocks) { return {first, tiles, first_block, blocks}; }
+
+void bind_adamw(py::module_& module) {
+    // (columns of a chunk, chunks of a tile, whether flat params have a launch of their own)
+    module.def("adamw_cut", [](int n, int m) {
+        const nm::cuda::AdamWCut cut = nm::cuda::adamw_cut(n, m);
+        return py::make_tuple(cut.columns, cut.chunks, cut.flat);
+    });
+    module.def("upload_words", [](const std::vector<int64_t>& words, Address to, int device, Address stream) {
+        nm::cuda::upload_words(words, at<int64_t>(to), queue(device, stream));
+    }, Unlocked());
+    // a part: its first tile, tiles, first block, blocks
+    module.def("adamw_owners", [](Address table, int64_t params, int64_t t, int64_t tiles, int64_t b, int64_t blocks, int64_t other_t,
+                                  int64_t other_tiles, int64_t other_b, int64_t other_blocks, Address owners, int device, Address stream) {
+        nm::cuda::adamw_owners(at<int64_t>(table), params, part(t, tiles, b, blocks), part(other_t, other_tiles, other_b, other_blocks),
+                               at<int32_t>(owners), queue(device, stream));
+    }, Unlocked());
+    module.def("masked_adamw", [](Address table, Address gradients, Address owners, Address scalars, Address partials, Address stats,
+                                  int64_t params, int64_t t, int64_t tiles, int64_t b, int64_t blocks, int64_t other_t, int64_t other_tiles,
+                                  int64_t other_b, int64_t other_blocks, Address hyper, const std::array<double, 8>& given, Address counts,
+                                  int64_t count, Address scale, Address found, int n, int m, bool frozen, bool eps_inside, bool maximize,
+                                  bool geometric, bool top, int device, Address stream) {
+        nm::cuda::AdamWArguments a{at<int64_t>(table), at<int64_t>(gradients), at<int32_t>(owners), at<uint32_t>(scalars), at<double>(partials),
+                                   at<double>(stats), params, at<double>(hyper), {}, at<int64_t>(counts), count, n, m};
+        for (int i = 0; i < 8; ++i) a.given[i] = given[size_t(i)];
+        const nm::cuda::AdamWOptions options{at<float>(scale), at<float>(found), frozen, eps_inside, maximize, geometric, top};
+        nm::cuda::masked_adamw(a, part(t, tiles, b, blocks), part(other_t, other_tiles, other_b, other_blocks), options, queue(device, stream));
+    }, Unlocked());
+}
 
 // linear
 void bind_products(py::module_& module) {

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "queue.h"
 
@@ -36,6 +37,46 @@ void transposable_mask(const void* w, int dtype, int64_t rows, int64_t cols, uin
 // mvue.cu --------------------------------------------------------------------------------------------------------------
 
 // adamw.cu -------------------------------------------------------------------------------------------------------------
+
+struct AdamWTables;   // of adamw_table.h, as the next two
+struct AdamWPart;
+struct AdamWOptions;
+
+// How params are cut, which the table says: into chunks of so many columns of a row, and these into tiles.
+struct AdamWCut {
+    int columns, chunks;
+    bool flat;  // whether flat params have a launch of their own
+};
+
+AdamWCut adamw_cut(int n, int m);
+
+// One step of the params of a table, rows of AdamWParam. n = m = 0: no masks.
+struct AdamWArguments {
+    const int64_t* table;
+    const int64_t* gradients;  // addresses, one for each param
+    const int32_t* owners;     // as adamw_owners wrote them
+    uint32_t* scalars;         // room for 64 bytes for each param
+    double* partials;          // room for 9 for each block
+    double* stats;             // 9, written
+    int64_t params;
+    const double* hyper;       // on the device, or null:
+    double given[8];           // what the host holds of it
+    const int64_t* counts;     // of the params whose steps the host counts, or null:
+    int64_t count;             // the one count of them all
+    int n, m;
+};
+
+// Three launches whatever the number of params, if all are flat or none is.
+void masked_adamw(const AdamWArguments& arguments, const AdamWPart& flat, const AdamWPart& other, const AdamWOptions& options, Queue queue);
+
+// Its main launch.
+void adamw_step(const AdamWTables& tables, const AdamWPart& part, bool flat, const AdamWOptions& options, int n, int m, Queue queue);
+
+// owners[b] = the row of the table that block b begins with.
+void adamw_owners(const int64_t* table, int64_t params, const AdamWPart& flat, const AdamWPart& other, int32_t* owners, Queue queue);
+
+// to[i] = words[i], captured by value in a CUDA graph.
+void upload_words(const std::vector<int64_t>& words, int64_t* to, Queue queue);
 
 // linear_few.cu, linear_mma.cu -----------------------------------------------------------------------------------------
 

@@ -30,4 +30,18 @@
     Type* const name = reinterpret_cast<Type*>(nm_dynamic_shared)
 #endif
 
+// The loop after it stays a loop.
+#if defined(NM_EMULATED)
+#define NM_ONE_BY_ONE
+#else
+#define NM_ONE_BY_ONE _Pragma("unroll 1")
+#endif
+
+// What was read from memory before this is read again after it, instead of being kept in registers.
+#if defined(NM_EMULATED)
+#define NM_READ_AGAIN()
+#else
+#define NM_READ_AGAIN() asm volatile("" ::: "memory")
+#endif
+
 #define NM_DEVICE __device__ __forceinline__

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..._capability import triton as triton_probe
 from ..._dispatch import Verdict, impl
+from .._adamw_plan import of_one_kind
 from .._tensors import tensors
 
 NAME = "triton"
@@ -62,17 +63,12 @@ def supports(*args: Any) -> Verdict:
 
 
 def supports_adamw(params: Sequence[Tensor], grads: Sequence[Tensor], *rest: Any) -> Verdict:
-    """What MaskedAdamW can run; step counts and ``hyper`` may be on the CPU.
-
-    It is asked at every step about hundreds of params, so it looks at nothing that the op has compared with them already.
-    """
-    for name, xs in (("param", params), ("gradient", grads), ("output", rest[4])):
-        if torch.float64 in {x.dtype for x in xs}:
-            return False, f"it computes in float32, and a {name} is float64"
+    """What MaskedAdamW can run; step counts and ``hyper`` may be on the CPU."""
+    alike = of_one_kind(params, grads, rest[4])
+    if not alike[0]:
+        return alike
     if any(rest[14:15]):
         return False, "it masks by the magnitudes of rows, and transposable masks are asked for, which the reference takes"
-    if len({x.device for x in params}) > 1:
-        return False, "it steps the params of one device at once, and these are on several"
     return runnable((*params[:1], *(x for x in grads if x.layout != torch.strided)) if params else [rest[5]])
 
 

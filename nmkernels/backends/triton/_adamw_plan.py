@@ -1,12 +1,11 @@
 """How the params of one call are laid out, grouped into launches and described to the kernel; made once, then found again.
 
-Two steps, each remembered: a ``Layout`` depends on shapes, strides and dtypes alone and says how each param can be walked; a ``Plan``
-adds the addresses and lives on the device.
+Two steps, each remembered: a ``Layout`` says how each param can be walked; a ``Plan`` adds the addresses and lives on the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import chain
@@ -17,10 +16,10 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from .._tensors import row_stride
+from .._adamw_plan import ACROSS, ALIGNED, ALONG, FLAT, GRAD, OUT, Cache, Layout, Lists, P, strides_of
 from . import _adamw_tile as t
 from ._adamw_kernels import owners_kernel
-from ._adamw_table import Cache, upload
+from ._adamw_table import upload
 from ._launch import cdiv, launch, next_power_of_2
 
 ELEMENTS = 1024
@@ -29,68 +28,7 @@ ELEMENTS = 1024
 STRIDED = 512
 """Elements of a tile whose every address is an offset of its own, which takes twice the registers."""
 
-P, AVG, SQ, TOP, OUT, GRAD = range(6)
-"""The lists of a call, in the order of the kernel's strides."""
-
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-
-Lists = list[list[Tensor]]
-
-
-def _dense(x: Tensor) -> bool:
-    """Whether ``x`` fills its memory without gaps, in whatever order of dimensions."""
-    reach = 1
-    for stride, size in sorted((stride, size) for size, stride in zip(x.shape, x.stride(), strict=True) if size != 1):
-        if stride != reach:
-            return False
-        reach *= size
-    return True
-
-
-@dataclass
-class Layout:
-    """Per param its walk (``FLAT``, ``ALONG``, ``ACROSS``), and which tensors (list, param) must be copied because none fits them."""
-
-    key: Hashable
-    walks: list[int]
-    copies: list[tuple[int, int]]
-
-
-def _walk(one: list[Tensor], m: int) -> int:
-    """How the tensors of one param can be walked together."""
-    p = one[P]
-    power = m & (m - 1) == 0
-    if power and all(x.is_contiguous() for x in one):
-        return t.FLAT.value
-    if not m and all(x.stride() == p.stride() for x in one) and _dense(p):
-        return t.FLAT.value
-    step = row_stride(p)
-    across = p.dim() > 1 and step is not None and p.stride(-1) > step > 0
-    return t.ACROSS.value if across else t.ALONG.value
-
-
-_layouts: dict[Hashable, Layout] = {}
-
-
-def layout_of(lists: Lists, n: int, m: int) -> Layout:
-    """The layout of a call's tensors; no address is looked at."""
-    given = [xs for xs in lists if xs]
-    plain = all(map(Tensor.is_contiguous, chain(*given))) and not any(map(Tensor.is_neg, chain(*given)))
-    dtypes = tuple([tuple([x.dtype for x in lists[i]]) for i in (P, GRAD, OUT)])
-    strides = None if plain else tuple([(x.stride(), x.is_neg()) for x in chain(*given)])
-    key = (n, m, bool(lists[TOP]), dtypes, tuple([x.shape for x in lists[P]]), strides)
-    found = _layouts.get(key)
-    if found is None:
-        if len(_layouts) >= 64:
-            _layouts.clear()
-        walks, copies = [], []
-        for i in range(len(lists[P])):
-            one = {which: xs[i] for which, xs in enumerate(lists) if xs}
-            walks.append(_walk([x for x in one.values() if not x.is_neg()], m))
-            flat = walks[-1] == t.FLAT.value
-            copies += [(which, i) for which, x in one.items() if x.is_neg() or (not flat and row_stride(x) is None)]
-        found = _layouts[key] = Layout(key, walks, copies)
-    return found
 
 
 @dataclass
@@ -139,11 +77,11 @@ def _make(
     members: dict[Any, list[int]] = {}
     for i in range(len(steps)):
         walk = layout.walks[i]
-        if walk == t.FLAT.value and lists[P][i].numel() % 8 == 0 and all(a[i] & 15 == 0 for a in addresses if a):
-            walk = t.ALIGNED.value
+        if walk == FLAT and lists[P][i].numel() % 8 == 0 and all(a[i] & 15 == 0 for a in addresses if a):
+            walk = ALIGNED
         kind = (walk, *(lists[which][i].dtype if lists[which] else None for which in (P, GRAD, OUT)))
         members.setdefault(kind, []).append(i)
-    strided = any(kind[0] in (t.ALONG.value, t.ACROSS.value) for kind in members)
+    strided = any(kind[0] in (ALONG, ACROSS) for kind in members)
     width = t.STRIDED_WORDS if strided else t.FLAT_WORDS
     rows: list[list[int]] = [[] for _ in steps]
     groups, programs = [], 0
@@ -151,7 +89,7 @@ def _make(
         first, (tile, padded) = programs, _tile(walk, m)
         for i in indices:
             tensors = [xs[i] if xs else None for xs in lists]
-            size, tail = (lists[P][i].numel(), []) if walk < t.ALONG.value else _strides(tensors, walk, m or 1)
+            size, tail = (lists[P][i].numel(), []) if walk < ALONG else _strides(tensors, walk, m or 1)
             tiles = cdiv(size, tile)
             start = [a[i] if a else 0 for a in addresses[:GRAD]]
             rows[i] = [*start, steps[i], size, programs, tiles, *tail]
@@ -169,7 +107,7 @@ def _make(
 def _tile(walk: int, m: int) -> tuple[int, int]:
     """(elements of a flat tile or groups of a strided one, M padded to a power of two)."""
     padded = next_power_of_2(m)
-    return (max(ELEMENTS, padded), padded) if walk < t.ALONG.value else (max(1, STRIDED // padded), padded)
+    return (max(ELEMENTS, padded), padded) if walk < ALONG else (max(1, STRIDED // padded), padded)
 
 
 def _strides(tensors: Sequence[Tensor | None], walk: int, m: int) -> tuple[int, list[int]]:
@@ -178,14 +116,4 @@ def _strides(tensors: Sequence[Tensor | None], walk: int, m: int) -> tuple[int, 
     assert p is not None
     cols = p.shape[-1] if p.dim() else 1
     rows = p.numel() // cols if cols else 0
-    pairs = [(row_stride(x) or 0, x.stride(-1) if x.dim() else 1) if x is not None else (0, 0) for x in tensors]
-    return p.numel() // m, [rows if walk == t.ACROSS.value else cols // m, *chain(*pairs)]
-
-
-def written(lists: Lists, layout: Layout) -> Iterator[tuple[Tensor, Tensor]]:
-    """Replaces the tensors that fit no walk by copies in ``lists``; yields (tensor, copy) of those that the step writes."""
-    for which, i in layout.copies:
-        original = lists[which][i]
-        lists[which] = [*lists[which][:i], original.resolve_neg().contiguous(), *lists[which][i + 1 :]]
-        if which != GRAD:
-            yield original, lists[which][i]
+    return p.numel() // m, [rows if walk == ACROSS else cols // m, *strides_of(tensors)]

@@ -6,9 +6,7 @@ that the host waits for nothing, no pinned memory has to outlive the call, and a
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Hashable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -19,9 +17,6 @@ from ._launch import launch
 
 BATCH = 32
 """Words of one launch."""
-
-KEPT = 128
-"""Tables that the cache holds; a training step uses two per parameter group and per kind of parameter."""
 
 
 @triton.jit(do_not_specialize=list(range(1, 2 + BATCH)))
@@ -39,11 +34,6 @@ def words_kernel(
         tl.store(table + first + i, words[i])
 
 
-def capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph records what is launched now."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
 def upload(words: Sequence[int], device: torch.device) -> Tensor:
     """The words as an int64 tensor on ``device``, padded with zeros to whole batches."""
     padded = [*words, *[0] * (-len(words) % BATCH)]
@@ -53,34 +43,4 @@ def upload(words: Sequence[int], device: torch.device) -> Tensor:
     return table
 
 
-class Cache:
-    """Things on a device by the words that they were made of; the ones used longest ago are dropped.
-
-    While a graph is captured nothing is added, because what is made then exists only in replays; and what is taken is never
-    dropped, because the graph reads its memory ever after.
-    """
-
-    def __init__(self) -> None:
-        self.entries: OrderedDict[Hashable, Any] = OrderedDict()
-        self.pinned: dict[Hashable, Any] = {}
-
-    def get(self, key: Hashable, device: torch.device) -> Any:
-        """What was made for ``key``, or None."""
-        found = self.entries.get(key)
-        if found is None:
-            return self.pinned.get(key)
-        self.entries.move_to_end(key)
-        if capturing(device):
-            self.pinned[key] = found
-        return found
-
-    def put(self, key: Hashable, value: Any, device: torch.device) -> Any:
-        """Keep ``value`` for the next call, unless this one is captured."""
-        if not capturing(device):
-            self.entries[key] = value
-            if len(self.entries) > KEPT:
-                self.entries.popitem(last=False)
-        return value
-
-
-__all__ = ["BATCH", "Cache", "capturing", "upload"]
+__all__ = ["BATCH", "upload"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .. import _adamw_plan as _plan
 from ._groups import kept, narrow, widen
 
 STEP, SIZE, FIRST, TILES, INNER, STRIDES = (tl.constexpr(i) for i in range(5, 11))
@@ -17,8 +18,7 @@ STEP, SIZE, FIRST, TILES, INNER, STRIDES = (tl.constexpr(i) for i in range(5, 11
 the number of programs; where strided, how many groups neighbours in memory run through, those of a row or the rows."""
 
 FLAT_WORDS, STRIDED_WORDS = 9, 22
-ALIGNED, FLAT, ALONG, ACROSS = (tl.constexpr(i) for i in range(4))
-"""How a param lies, the flat ones first: flat with 16-byte accesses; flat; strided with neighbours along a group, or across groups."""
+ALIGNED, FLAT, ALONG, ACROSS = (tl.constexpr(walk) for walk in (_plan.ALIGNED, _plan.FLAT, _plan.ALONG, _plan.ACROSS))
 
 
 @triton.jit

@@ -16,11 +16,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...pattern import BackendError
+from .._adamw_plan import Lists, count, layout_of, on_host, skipped, written
 from .._pack import write_rows
 from . import _adamw_kernels as k
-from ._adamw_plan import Lists, Plan, layout_of, plan_of, written
-from ._adamw_table import capturing, upload
+from ._adamw_plan import Plan, plan_of
+from ._adamw_table import upload
 from ._launch import launch
 from .pack import PARTS
 
@@ -44,10 +44,10 @@ def masked_adamw_(
     found = None if found_inf is None else found_inf.to(device, non_blocking=True)
     stats = torch.empty(k.STATS, dtype=torch.float64, device=device) if out is None else out
     held = [i for i, step in enumerate(steps) if on_host(step, device)]
-    if held and _skipped(found_inf, device):
+    if held and skipped(found_inf, device):
         return stats.zero_()
     lists: Lists = [list(xs) for xs in (params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, outs, grads)]
-    strides = layout_of(lists, n, m)
+    strides = layout_of(lists, n, m, m & (m - 1) == 0)
     copies = list(written(lists, strides))
     addresses = [step.data_ptr() for step in steps]
     for i in held:
@@ -76,34 +76,14 @@ def add_partials(partials: Tensor, stats: Tensor, found: Tensor | None, on: int,
     launch(k.adamw_stats_kernel, k.STATS, (partials, stats, found, programs, 1), warps=8, ON=on, BLOCK=BLOCK)
 
 
-def on_host(x: Tensor, device: torch.device) -> bool:
-    """Whether ``x`` is held by the host while the params are on a GPU."""
-    return x.device != device and x.is_cpu
-
-
-def _skipped(found_inf: Tensor | None, device: torch.device) -> bool:
-    """Whether the step that the host is about to count is skipped; this waits for the device."""
-    if capturing(device):
-        raise BackendError(
-            "nm_masked_adamw_: a CUDA graph is captured and the step counts are on the CPU, so that replays would not count; "
-            "make the optimizer with capturable=True."
-        )
-    return found_inf is not None and bool(found_inf != 0)
-
-
 def _scalars(plan: Plan, steps: Sequence[Tensor], held: list[int], hyper: Tensor, found: Tensor | None, frozen: bool) -> Tensor:
     """Counts every step and launches the computation of the numbers of each param, ``(params, 12)`` in fp32."""
     device = plan.table.device
-    count, counts = 0, None
-    if held:
-        torch._foreach_add_([steps[i] for i in held], torch.ones(()))  # wrapped once: a number would be, per step
-        values = {i: int(steps[i].item()) for i in held}  # tensors on the CPU: nothing is waited for
-        count = values[held[0]]
-        if len(set(values.values())) > 1:
-            counts = upload([values.get(i, 0) for i in range(len(steps))], device)
+    one, several = count(steps, held)
+    counts = None if several is None else upload(several, device)
     numbers, words = (None, _bits(hyper)) if on_host(hyper, device) else (hyper.contiguous(), [0] * 8)
     scalars = torch.empty(len(steps), k.SCALARS, dtype=torch.float32, device=device)
-    args = (plan.table, scalars, found, numbers, counts, count, *words)
+    args = (plan.table, scalars, found, numbers, counts, one, *words)
     launch(k.adamw_scalars_kernel, len(steps), args, warps=1, WORDS=plan.words, FROZEN=frozen)
     return scalars
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from nmkernels._dispatch import implementations
+from nmkernels.backends import _adamw_plan as shared
 from nmkernels.backends.triton import _adamw_plan, _adamw_table, adamw
 from nmkernels.pattern import BackendError
 from nmkernels.testing import assert_equal_bits
@@ -154,11 +155,11 @@ def test_one_pass_whatever_the_number_of_params(device, launched):
     ours = copied(call, device)
     first = same_as_reference(TRITON.fn, ours, call, hyper(), 2, 4, geometric=True)
     launched.clear()
-    before = copied(ours)
+    before = copied(ours, device)
     run(ours, h)
     assert launched == ["adamw_scalars_kernel", "adamw_kernel", "adamw_stats_kernel"]
     launched.clear()
-    same_as_reference(TRITON.fn, {**ours, "grads": copied(ours)["grads"]}, copied(ours, "cpu"), hyper(), 2, 4)
+    same_as_reference(TRITON.fn, {**ours, "grads": copied(ours, device)["grads"]}, copied(ours, "cpu"), hyper(), 2, 4)
     assert launched[-3:] == ["adamw_scalars_kernel", "adamw_kernel", "adamw_stats_kernel"]
     assert launched[:-3] == ["words_kernel"] * 2, "only the gradients' addresses are new"
     again = copied(call, device)
@@ -200,22 +201,22 @@ def test_counts_and_numbers_on_the_host(device, steps, monkeypatch, launched):
             same_as_reference(TRITON.fn, ours, call, hyper(lr=-0.1, v_step=3.0, clamp=0.5), 2, 4, found=found, frozen=frozen)
     assert len(set(steps)) == 1 or launched.count("words_kernel") > 8
     ours = {**copied(call, device), "steps": copied(call)["steps"]}
-    monkeypatch.setattr(adamw, "capturing", lambda device: True)
+    monkeypatch.setattr(shared, "capturing", lambda device: True)
     with pytest.raises(BackendError, match="capturable=True"):
         run(ours, hyper().to(device))
     assert_equal_bits(ours, call)
 
 
 def test_what_a_graph_reads_stays_and_what_it_makes_is_its_own(device, monkeypatch):
-    cache, where = _adamw_table.Cache(), torch.device(device)
+    cache, where = shared.Cache(), torch.device(device)
     cache.put("eager", 1, where)
     cache.put("other", 2, where)
-    monkeypatch.setattr(_adamw_table, "capturing", lambda device: True)
+    monkeypatch.setattr(shared, "capturing", lambda device: True)
     assert cache.put("captured", 3, where) == 3
     assert cache.get("captured", where) is None
     assert cache.get("eager", where) == 1
-    monkeypatch.setattr(_adamw_table, "capturing", lambda device: False)
-    for i in range(_adamw_table.KEPT):
+    monkeypatch.setattr(shared, "capturing", lambda device: False)
+    for i in range(shared.KEPT):
         cache.put(i, i, where)
     assert cache.get("eager", where) == 1
     assert cache.get("other", where) is None

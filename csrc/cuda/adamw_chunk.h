@@ -1,0 +1,241 @@
+// A few elements of one param in the registers of a thread: read, stepped, written.
+//
+// dtypes are known at run time only and are the same for a whole block. What is read stays as it lies in memory until
+// everything has been asked for, so that all reads of a chunk are on their way at once.
+#pragma once
+
+#include "../core/dispatch.h"
+#include "adamw_stats.h"
+#include "memory.h"
+
+namespace nm::cuda {
+
+// The param that a block works on, in shared memory.
+struct AdamWCurrent {
+    AdamWParam param;
+    AdamW scalars;
+    int64_t gradient;  // its address
+
+    NM_DEVICE int64_t address(AdamWTensor which) const { return which == kGradient ? gradient : param.address[which]; }
+};
+
+// Where a chunk lies: K columns of a row, of which `count` exist.
+struct Place {
+    int64_t row, col;
+    int count;
+    bool wide;  // all of them do, at addresses that fit
+};
+
+// K elements as they lie in memory: a word each, or two in a word where they are of 16 bits.
+template <int K>
+struct Raw {
+    uint32_t word[K];
+};
+
+template <int K>
+struct Floats {
+    float at[K];
+};
+
+template <class T, int K>
+NM_DEVICE void load_elements(int64_t address, int64_t offset, int64_t step, const Place& place, Raw<K>& raw) {
+    const T* from = reinterpret_cast<const T*>(address) + offset;
+    T x[K];
+    if (place.wide) {
+        load_wide<K>(from, x);
+    } else {
+        NM_UNROLL
+        for (int i = 0; i < K; ++i) x[i] = i < place.count ? from[i * step] : T(0);
+    }
+    memcpy(raw.word, x, sizeof x);
+}
+
+template <class T, int K>
+NM_DEVICE void store_elements(int64_t address, int64_t offset, int64_t step, const Place& place, const Raw<K>& raw) {
+    T* to = reinterpret_cast<T*>(address) + offset;
+    T x[K];
+    memcpy(x, raw.word, sizeof x);
+    if (place.wide) {
+        store_wide<K>(to, x);
+    } else {
+        NM_UNROLL
+        for (int i = 0; i < K; ++i) {
+            if (i < place.count) to[i * step] = x[i];
+        }
+    }
+}
+
+// The places of a chunk in one tensor; known to be a row without gaps where kFlat.
+template <bool kFlat>
+struct Walk {
+    static NM_DEVICE int64_t offset(const AdamWCurrent& c, AdamWTensor which, const Place& place) {
+        return kFlat ? place.col : place.row * c.param.stride[which][0] + place.col * c.param.stride[which][1];
+    }
+    static NM_DEVICE int64_t step(const AdamWCurrent& c, AdamWTensor which) { return kFlat ? 1 : c.param.stride[which][1]; }
+
+    template <int K>
+    static NM_DEVICE Raw<K> load(const AdamWCurrent& c, AdamWTensor which, int dtype, const Place& place) {
+        Raw<K> raw;
+        if (dtype == kFloat32) {
+            load_elements<uint32_t>(c.address(which), offset(c, which, place), step(c, which), place, raw);
+        } else {
+            load_elements<uint16_t>(c.address(which), offset(c, which, place), step(c, which), place, raw);
+        }
+        return raw;
+    }
+
+    template <int K>
+    static NM_DEVICE void store(const AdamWCurrent& c, AdamWTensor which, int dtype, const Place& place, const Raw<K>& raw) {
+        if (dtype == kFloat32) {
+            store_elements<uint32_t>(c.address(which), offset(c, which, place), step(c, which), place, raw);
+        } else {
+            store_elements<uint16_t>(c.address(which), offset(c, which, place), step(c, which), place, raw);
+        }
+    }
+};
+
+template <class T, int K>
+NM_DEVICE Floats<K> widened_as(const Raw<K>& raw) {
+    T x[K];
+    Floats<K> result;
+    memcpy(x, raw.word, sizeof x);
+    NM_UNROLL
+    for (int i = 0; i < K; ++i) result.at[i] = to_float(x[i]);
+    return result;
+}
+
+template <class T, int K>
+NM_DEVICE Raw<K> narrowed_to(const Floats<K>& from) {
+    T x[K];
+    Raw<K> raw;
+    NM_UNROLL
+    for (int i = 0; i < K; ++i) x[i] = from_float<T>(from.at[i]);
+    memcpy(raw.word, x, sizeof x);
+    return raw;
+}
+
+template <int K>
+NM_DEVICE Floats<K> widened(const Raw<K>& raw, int dtype) {
+    if (dtype == kFloat32) return widened_as<float>(raw);
+    if (dtype == kBFloat16) return widened_as<bf16>(raw);
+    return widened_as<fp16>(raw);
+}
+
+template <int K>
+NM_DEVICE Raw<K> narrowed(const Floats<K>& from, int dtype) {
+    if (dtype == kFloat32) return narrowed_to<float>(from);
+    if (dtype == kBFloat16) return narrowed_to<bf16>(from);
+    return narrowed_to<fp16>(from);
+}
+
+// Everything of K elements. After the step: the new weights, not yet rounded to their dtype, and the new states.
+template <int K>
+struct Elements {
+    Floats<K> p, g, m, v, top{};
+};
+
+// Reads a chunk; `p` is as it lies in memory, to be widened first.
+template <bool kFlat, int K>
+NM_DEVICE void load_elements(const AdamWCurrent& c, const AdamWOptions& o, const Place& place, Elements<K>& e) {
+    const Raw<K> p = Walk<kFlat>::template load<K>(c, kWeight, c.param.dtype(kWeight), place);
+    const Raw<K> g = Walk<kFlat>::template load<K>(c, kGradient, c.param.dtype(kGradient), place);
+    const Raw<K> m = Walk<kFlat>::template load<K>(c, kFirst, kFloat32, place);
+    const Raw<K> v = Walk<kFlat>::template load<K>(c, o.frozen && o.top ? kTop : kSecond, kFloat32, place);
+    if (o.top && !o.frozen) e.top = widened_as<float>(Walk<kFlat>::template load<K>(c, kTop, kFloat32, place));
+    e.p = widened(p, c.param.dtype(kWeight));
+    e.g = widened(g, c.param.dtype(kGradient));
+    e.m = widened_as<float>(m);
+    e.v = widened_as<float>(v);
+}
+
+// Steps K elements (the equations of core/adamw.h) and counts their statistics; `before` is their mask where kMasked.
+template <bool kMasked, int K>
+NM_DEVICE void step_elements(const AdamW& scalars, const AdamWOptions& o, const bool* before, int count, Elements<K>& e, Tally& t) {
+    AdamW s = scalars;
+    s.eps_inside = o.eps_inside;  // an argument of the kernel: a branch that the compiler knows to be uniform
+    float terms[K];
+    if (o.scale) {
+        const float scale = *o.scale;
+        NM_UNROLL
+        for (int i = 0; i < K; ++i) e.g.at[i] = e.g.at[i] / scale;
+    }
+    if (o.maximize) {
+        NM_UNROLL
+        for (int i = 0; i < K; ++i) e.g.at[i] = -e.g.at[i];
+    }
+    if constexpr (kMasked) {
+        NM_UNROLL
+        for (int i = 0; i < K; ++i) terms[i] = before[i] ? 0.0f : magnitude(e.p.at[i]);
+        add_terms<K>(t.weight, terms);
+        NM_UNROLL
+        for (int i = 0; i < K; ++i) terms[i] = before[i] ? 0.0f : magnitude(e.g.at[i]);
+        add_terms<K>(t.grad, terms);
+        if (s.decay != 0.0f) {
+            NM_UNROLL
+            for (int i = 0; i < K; ++i) e.g.at[i] = before[i] ? e.g.at[i] : e.g.at[i] + (s.decay * e.p.at[i]);
+        }
+    }
+    NM_UNROLL
+    for (int i = 0; i < K; ++i) e.m.at[i] = adamw_first(s, e.m.at[i], e.g.at[i]);
+    Floats<K> divisor = e.v;
+    if (!o.frozen) {
+        NM_UNROLL
+        for (int i = 0; i < K; ++i) {
+            const float old = e.v.at[i];
+            e.v.at[i] = adamw_second(s, old, e.g.at[i]);
+            terms[i] = i < count ? magnitude(e.v.at[i] - old) : 0.0f;
+            t.unchanged += o.geometric && i < count && e.v.at[i] == old;
+        }
+        add_terms<K>(t.change, terms);
+        if (o.geometric) {
+            NM_UNROLL
+            for (int i = 0; i < K; ++i) terms[i] = i < count ? terms[i] : 1.0f;
+            multiply_terms<K>(t.log_change, terms);
+        }
+        divisor = e.v;
+        if (o.top) {
+            NM_UNROLL
+            for (int i = 0; i < K; ++i) e.top.at[i] = larger(e.top.at[i], e.v.at[i]);
+            divisor = e.top;
+        }
+    }
+    NM_UNROLL
+    for (int i = 0; i < K; ++i) {
+        float u = adamw_update(s, e.m.at[i], divisor.at[i]);
+        t.largest = max(t.largest, i < count ? float_bits(magnitude(u)) : 0u);
+        if (s.clamp != 0.0f) u = clamped(u, s.clamp);
+        e.p.at[i] = adamw_apply(s, e.p.at[i], u);
+    }
+}
+
+// Rounds the weights to their dtype and writes them and the states.
+template <bool kFlat, int K>
+NM_DEVICE void store_elements(const AdamWCurrent& c, const AdamWOptions& o, const Place& place, Elements<K>& e) {
+    const int dtype = c.param.dtype(kWeight);
+    const Raw<K> p = narrowed(e.p, dtype);
+    Walk<kFlat>::store(c, kWeight, dtype, place, p);
+    e.p = widened(p, dtype);
+    Walk<kFlat>::store(c, kFirst, kFloat32, place, narrowed_to<float>(e.m));
+    if (!o.frozen) {
+        Walk<kFlat>::store(c, kSecond, kFloat32, place, narrowed_to<float>(e.v));
+        if (o.top) Walk<kFlat>::store(c, kTop, kFloat32, place, narrowed_to<float>(e.top));
+    }
+}
+
+// Counts what depends on the mask after the step, and writes the masked weights where they are wanted.
+template <bool kFlat, bool kMasked, int K>
+NM_DEVICE void settle_elements(const AdamWCurrent& c, const Place& place, const bool* before, const bool* after, Elements<K>& e, Tally& t) {
+    NM_UNROLL
+    for (int i = 0; i < K; ++i) {
+        if constexpr (kMasked) t.flips += before[i] != after[i];
+        t.non_zeros += e.p.at[i] != 0.0f && (kMasked ? after[i] : i < place.count);
+    }
+    if (!c.address(kOut)) return;
+    if constexpr (kMasked) {
+        NM_UNROLL
+        for (int i = 0; i < K; ++i) e.p.at[i] = after[i] ? e.p.at[i] : 0.0f;
+    }
+    Walk<kFlat>::store(c, kOut, c.param.dtype(kOut), place, narrowed(e.p, c.param.dtype(kOut)));
+}
+
+}  // namespace nm::cuda

@@ -1,0 +1,103 @@
+"""The table of a call's params on the device, made once and found again at the next call with the same tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, reduce
+from itertools import chain
+from operator import or_
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._adamw_plan import ACROSS, FLAT, GRAD, OUT, Cache, Layout, Lists, P, strides_of
+from ._core import DTYPES, core, queue
+
+BLOCKS = 8192
+"""Blocks of one launch at most: eight waves of a large GPU, and partial statistics that nine blocks add up in microseconds."""
+
+
+@dataclass
+class Plan:
+    """The device's description of a call: its table and the owners of the blocks; (first tile, tiles, first block, blocks) of its two
+    main launches, for flat params and for others."""
+
+    table: Tensor
+    owners: Tensor
+    blocks: int
+    parts: tuple[int, ...]
+
+
+_plans = Cache()
+_grads = Cache()
+
+
+@cache
+def cut(module: Any, n: int, m: int) -> tuple[int, int, bool]:
+    """(columns of a chunk, chunks of a tile, whether flat params have a launch of their own)."""
+    columns, chunks, flat = module.adamw_cut(n, m)
+    return columns, chunks, flat
+
+
+def upload(words: Sequence[int], like: Tensor) -> Tensor:
+    """The words as an int64 tensor on the device of ``like``."""
+    table = torch.empty(max(len(words), 1), dtype=torch.int64, device=like.device)
+    core(like).upload_words(words, table.data_ptr(), *queue(like))
+    return table
+
+
+def plan_of(lists: Lists, steps: list[int], layout: Layout, n: int, m: int, like: Tensor) -> tuple[Plan, Tensor]:
+    """The plan of a call and the table of its gradients' addresses; ``steps`` are addresses, 0 for a count that the host keeps."""
+    device = like.device
+    addresses = [tuple(map(Tensor.data_ptr, xs)) for xs in lists]
+    low = reduce(or_, chain(*addresses), 0)
+    # all at multiples of 16: the gradients' addresses matter to nothing but their own table
+    kinds = None if low & 15 == 0 else tuple([address & 15 == 0 for address in addresses[GRAD]])
+    key = (device, layout.key, tuple(steps), kinds, *addresses[:GRAD])
+    plan = _plans.get(key, device)
+    if plan is None:
+        plan = _plans.put(key, _make(lists, addresses, steps, layout, cut(core(like), n, m), like), device)
+    grads = _grads.get((device, addresses[GRAD]), device)
+    if grads is None:
+        grads = _grads.put((device, addresses[GRAD]), upload(addresses[GRAD], like), device)
+    return plan, grads
+
+
+def _make(
+    lists: Lists, addresses: Sequence[tuple[int, ...]], steps: list[int], layout: Layout, cut: tuple[int, int, bool], like: Tensor
+) -> Plan:
+    columns, chunks, apart = cut
+    flat = [i for i, walk in enumerate(layout.walks) if walk == FLAT and apart]
+    chosen = set(flat)
+    words: list[int] = []
+    parts: list[int] = []
+    tiles = blocks = 0
+    for indices in (flat, [i for i in range(len(steps)) if i not in chosen]):
+        first = tiles
+        for i in indices:
+            row, count = _row(lists, addresses, i, layout.walks[i], columns, chunks)
+            words += (*[a[i] if a else 0 for a in addresses[:GRAD]], steps[i], *row[:2], tiles, count, *row[2:])
+            tiles += count
+        parts += (first, tiles - first, blocks, min(BLOCKS, tiles - first))
+        blocks += parts[-1]
+    table = upload(words, like)
+    owners = torch.empty(blocks, dtype=torch.int32, device=like.device)
+    core(like).adamw_owners(table.data_ptr(), len(steps), *parts, owners.data_ptr(), *queue(like))
+    return Plan(table, owners, blocks, tuple(parts))
+
+
+def _row(lists: Lists, addresses: Sequence[tuple[int, ...]], i: int, walk: int, columns: int, chunks: int) -> tuple[tuple[int, ...], int]:
+    """Rows, columns, dtypes, walk, index and strides of a param, and how many tiles it has."""
+    p = lists[P][i]
+    cols = p.shape[-1] if p.dim() else 1
+    rows = p.numel() // cols if cols else 0
+    strides = [0, 1] * len(lists)
+    if walk == FLAT:
+        rows, cols = 1, p.numel()
+    else:
+        strides = strides_of([xs[i] if xs else None for xs in lists])
+    codes = DTYPES[p.dtype] | DTYPES[lists[GRAD][i].dtype] << 8 | (DTYPES[lists[OUT][i].dtype] << 16 if lists[OUT] else 0)
+    aligned = walk == FLAT and all(a[i] & 15 == 0 for a in addresses if a)
+    return (rows, cols, codes, aligned | (walk == ACROSS) << 1, i, *strides), -(-(rows * -(-cols // columns)) // chunks)
