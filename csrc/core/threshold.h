@@ -23,23 +23,6 @@ NM_HD uint32_t threshold_key(const uint32_t* keys, int n, int m, int bits) {
     return found;
 }
 
-// The same of a group in registers: the n+1 largest keys, kept in order while the others come.
-template <int N, int M>
-NM_HD uint32_t threshold_key(const uint32_t* keys) {
-    uint32_t largest[N + 1] = {};
-    NM_UNROLL
-    for (int i = 0; i < M; ++i) {
-        uint32_t key = keys[i];
-        NM_UNROLL
-        for (int k = 0; k <= N; ++k) {
-            const uint32_t before = largest[k];
-            largest[k] = before > key ? before : key;
-            key = before > key ? key : before;
-        }
-    }
-    return largest[N];
-}
-
 template <class T>
 NM_HD T shrink(T w, float t) {
     const float x = to_float(w);

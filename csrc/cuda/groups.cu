@@ -1,5 +1,6 @@
 // mask, prune and soft_threshold: each element's result depends on its group of m and nothing else.
 #include "../core/dispatch.h"
+#include "../core/registers.h"
 #include "../core/threshold.h"
 #include "any_groups.h"
 #include "kernels.h"
@@ -11,7 +12,6 @@ namespace nm::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kSteps = 4;  // loads that a thread has in flight
 
 struct Mask {
     template <class T>
@@ -53,30 +53,52 @@ NM_DEVICE void group_result(const T* w, typename Op::template Out<T>* out) {
     if constexpr (Op::kThreshold) {
         t = Key<T>::value(threshold_key<N, M>(keys));
     } else {
-        mask_group(keys, N, M, Key<T>::bits, keep);
+        mask_group<N, M, Key<T>::bits>(keys, keep);
     }
     NM_UNROLL
     for (int i = 0; i < M; ++i) out[i] = Op::result(w[i], keep[i], t);
 }
 
-// Thread t of a block takes chunks t, t + kThreads, ... of whole groups, at least 16 bytes each.
+// Elements that a thread reads at once: whole groups, 16 bytes at least.
+template <class T, class P>
+constexpr int kPiece = P::m * int(sizeof(T)) > 16 ? P::m : 16 / int(sizeof(T));
+
+// Pieces of a thread: 64 bytes, four reads that are under way at once.
+template <class T, class P>
+constexpr int kSteps = 64 / (kPiece<T, P> * int(sizeof(T)));
+
+template <class Op, class T, class P>
+NM_DEVICE void piece_result(const T* x, typename Op::template Out<T>* out) {
+    NM_UNROLL
+    for (int g = 0; g < kPiece<T, P>; g += P::m) group_result<Op, P::n, P::m>(x + g, out + g);
+}
+
+// Thread t of a block takes pieces t, t + kThreads, ... . The ragged and the unaligned go one by one, to be short.
 template <class Op, class T, class P>
 __global__ void __launch_bounds__(kThreads) groups_kernel(const T* w, typename Op::template Out<T>* out, int64_t numel, bool wide) {
-    constexpr int kChunk = P::m * int(sizeof(T)) > 16 ? P::m : 16 / int(sizeof(T));
-    T x[kSteps][kChunk];
-    const int64_t first = (int64_t(blockIdx.x) * kSteps * kThreads + threadIdx.x) * kChunk;
-    NM_UNROLL
-    for (int s = 0; s < kSteps; ++s) {
-        const int64_t at = first + int64_t(s) * kThreads * kChunk;
-        load_some<kChunk>(w + at, x[s], numel - at, wide);
-    }
-    NM_UNROLL
-    for (int s = 0; s < kSteps; ++s) {
-        const int64_t at = first + int64_t(s) * kThreads * kChunk;
-        typename Op::template Out<T> result[kChunk];
+    using Out = typename Op::template Out<T>;
+    constexpr int piece = kPiece<T, P>, step = piece * kThreads, steps = kSteps<T, P>;
+    const int64_t block = int64_t(blockIdx.x) * steps * step, first = block + int64_t(threadIdx.x) * piece;
+    if (wide && numel - block >= steps * step) {
+        T x[steps][piece];
         NM_UNROLL
-        for (int g = 0; g < kChunk; g += P::m) group_result<Op, P::n, P::m>(x[s] + g, result + g);
-        store_some<kChunk>(out + at, result, numel - at, wide);
+        for (int s = 0; s < steps; ++s) load_wide<piece>(w + first + s * step, x[s]);
+        NM_UNROLL
+        for (int s = 0; s < steps; ++s) {
+            Out result[piece];
+            piece_result<Op, T, P>(x[s], result);
+            store_wide<piece>(out + first + s * step, result);
+        }
+        return;
+    }
+#pragma unroll 1
+    for (int s = 0; s < steps; ++s) {
+        const int64_t at = first + s * step;
+        T x[piece];
+        Out result[piece];
+        load_some<piece>(w + at, x, numel - at, false);
+        piece_result<Op, T, P>(x, result);
+        store_some<piece>(out + at, result, numel - at, false);
     }
 }
 
@@ -87,13 +109,15 @@ __global__ void __launch_bounds__(AnyTile::kThreads) any_groups_kernel(const T* 
     w += tile.first_group(m) * m;
     out += tile.first_group(m) * m;
     if constexpr (Op::kThreshold) {
-        if (n < m) tile.find_thresholds(here, n, m);
+        if (n < m) tile.find_thresholds(here, n, m, Key<T>::bits);
+    } else {
+        tile.mark_kept(here, n, m, Key<T>::bits);
     }
     for (int e = int(threadIdx.x); e < here; e += AnyTile::kThreads) {
         if constexpr (Op::kThreshold) {
             out[e] = Op::result(w[e], 0, n < m ? Key<T>::value(tile.thresholds[e / m]) : 0.0f);
         } else {
-            out[e] = Op::result(w[e], uint8_t(rank_in_group(tile.keys, e, m) < n), 0.0f);
+            out[e] = Op::result(w[e], uint8_t(tile.keys[e] >> 31), 0.0f);
         }
     }
 }
@@ -109,8 +133,7 @@ void run(const char* name, const void* w, int dtype, int64_t numel, int n, int m
             const int64_t groups = numel / m;
             launch(name, any_groups_kernel<Op, T>, {cdiv(groups, AnyTile::groups(m)), AnyTile::kThreads}, queue, from, to, groups, n, m);
         } else {
-            constexpr int chunk = P::m * int(sizeof(T)) > 16 ? P::m : 16 / int(sizeof(T));
-            const int64_t blocks = cdiv(numel, int64_t(chunk) * kSteps * kThreads);
+            const int64_t blocks = cdiv(numel, int64_t(kPiece<T, P>) * kSteps<T, P> * kThreads);
             launch(name, groups_kernel<Op, T, P>, {blocks, kThreads}, queue, from, to, numel, multiples_of_16(from, to));
         }
     });

@@ -2,9 +2,9 @@
 //
 // A block adds up one chunk, 4096 elements of the usual patterns; a last block of all adds the chunks' sums and divides.
 // Nothing waits for the host, and nothing depends on which block comes first.
-#include "../core/threshold.h"
-
 #include "../core/dispatch.h"
+#include "../core/registers.h"
+#include "../core/threshold.h"
 #include "any_groups.h"
 #include "kernels.h"
 #include "launch.h"
@@ -76,7 +76,7 @@ template <class T>
 __global__ void __launch_bounds__(kThreads) any_scale_sums_kernel(const T* w, Products* sums, int64_t groups, int n, int m) {
     NM_SHARED(AnyTile, tile);
     const int here = tile.load(w, groups, m);
-    if (n < m) tile.find_thresholds(here, n, m);
+    if (n < m) tile.find_thresholds(here, n, m, Key<T>::bits);
     const T* const mine = w + tile.first_group(m) * m;
     Products own{};
     for (int e = int(threadIdx.x); e < here; e += kThreads) {

@@ -1,6 +1,7 @@
 // soft_threshold_scale and transposable_mask.
 #include <cmath>
 
+#include "../../core/registers.h"
 #include "../../core/threshold.h"
 #include "../../core/transposable.h"
 #include "emulated.h"
@@ -62,16 +63,36 @@ TEST(emulated_transposable_masks_agree_with_loops) {
     }
 }
 
-// The threshold of a group in registers is that of the loops.
-TEST(thresholds_in_registers_agree) {
-    for (int64_t at = 0; at < 3000; at += 3) {
-        const Buffer w = numbers(16, nm::kFloat32, uint64_t(at), at % 2 == 0);
-        uint32_t keys[16];
-        for (int i = 0; i < 16; ++i) keys[i] = nm::Key<float>::of(w.as<float>()[i]) >> (at % 5 * 6);  // the fewer bits, the more ties
-        CHECK((nm::threshold_key<2, 4>(keys)) == nm::threshold_key(keys, 2, 4, 31)) << at;
-        CHECK((nm::threshold_key<1, 4>(keys)) == nm::threshold_key(keys, 1, 4, 31)) << at;
-        CHECK((nm::threshold_key<2, 8>(keys)) == nm::threshold_key(keys, 2, 8, 31)) << at;
-        CHECK((nm::threshold_key<1, 16>(keys)) == nm::threshold_key(keys, 1, 16, 31)) << at;
+// Groups in registers give what the loops give.
+template <int N, int M, int Bits>
+void check_registers(const uint32_t* keys, const std::string& what) {
+    uint8_t keep[M], expected[M];
+    nm::mask_group<N, M, Bits>(keys, keep);
+    nm::mask_group(keys, N, M, Bits, expected);
+    CHECK(std::memcmp(keep, expected, M) == 0) << "mask " << N << ":" << M << what;
+    CHECK((nm::threshold_key<N, M>(keys)) == nm::threshold_key(keys, N, M, Bits)) << "threshold " << N << ":" << M << what;
+}
+
+template <int Bits>
+void check_registers(const uint32_t* keys, const std::string& what) {
+    check_registers<2, 4, Bits>(keys, what);
+    check_registers<1, 4, Bits>(keys, what);
+    check_registers<3, 4, Bits>(keys, what);
+    check_registers<2, 8, Bits>(keys, what);
+    check_registers<1, 8, Bits>(keys, what);
+    check_registers<1, 16, Bits>(keys, what);
+}
+
+TEST(groups_in_registers_agree) {
+    for (int64_t at = 0; at < 3000; ++at) {
+        const Buffer w = numbers(16, nm::kFloat32, uint64_t(at), at % 2 == 0), h = numbers(16, nm::kBFloat16, uint64_t(at), at % 2 == 0);
+        uint32_t keys[16], short_keys[16];
+        for (int i = 0; i < 16; ++i) {
+            keys[i] = nm::Key<float>::of(w.as<float>()[i]) >> (at % 5 * 6);  // the fewer bits, the more ties
+            short_keys[i] = nm::Key<nm::bf16>::of(h.as<nm::bf16>()[i]) >> (at % 5 * 3);
+        }
+        check_registers<31>(keys, " long, " + std::to_string(at));
+        check_registers<15>(short_keys, " short, " + std::to_string(at));
     }
 }
 
