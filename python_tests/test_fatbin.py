@@ -51,7 +51,7 @@ def test_architectures_are_read_in_order(tmp_path: Path) -> None:
 
 
 def test_every_container_is_read_and_gaps_are_skipped(tmp_path: Path) -> None:
-    image = elf(container(entry(CUBIN, 80)) + bytes(24) + container(entry(CUBIN, 90, ONLY, b""), entry(PTX, 90)) + bytes(8))
+    image = elf(container(entry(CUBIN, 80)) + b"padding!" * 3 + container(entry(CUBIN, 90, ONLY, b""), entry(PTX, 90)) + bytes(8))
     assert containers(written(tmp_path / "m.so", image)) == [("sm_80",), ("sm_90a", "compute_90")]
 
 
