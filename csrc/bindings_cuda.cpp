@@ -77,12 +77,16 @@ void bind_adamw(py::module_& module) {
 void bind_products(py::module_& module) {
     using nm::cuda::LinearCall;
     module.def("linear_few_splits", &nm::cuda::linear_few_splits);
-    module.def("linear_few", [](Address x, Address values, Address indices, Address bias, Address y, Address parts, int dtype, int activation,
-                                int64_t tokens, int64_t rows, int64_t cols, int n, int m, int splits, int processors, int device, Address stream) {
-        const LinearCall call{at(x), at(values), at<uint8_t>(indices), at(bias), at(y), at<float>(parts), dtype, activation,
-                              tokens, rows, cols, n, m, splits, processors};
-        nm::cuda::linear_few(call, queue(device, stream));
-    }, Unlocked());
+    module.def("linear_mma_splits", &nm::cuda::linear_mma_splits);
+    const auto product = [&](const char* name, void (*kernel)(const nm::cuda::LinearCall&, Queue)) {
+        module.def(name, [kernel](Address x, Address values, Address indices, Address bias, Address y, Address parts, int dtype, int activation,
+                                  int64_t tokens, int64_t rows, int64_t cols, int n, int m, int splits, int processors, int device, Address stream) {
+            kernel({at(x), at(values), at<uint8_t>(indices), at(bias), at(y), at<float>(parts), dtype, activation, tokens, rows, cols, n, m, splits,
+                    processors}, queue(device, stream));
+        }, Unlocked());
+    };
+    product("linear_few", nm::cuda::linear_few);
+    product("linear_mma", nm::cuda::linear_mma);
 }
 
 }  // namespace

@@ -92,7 +92,7 @@ struct LinearCall {
     int dtype, activation;
     int64_t tokens, rows, cols;
     int n, m;
-    int splits;      // what linear_few_splits says
+    int splits;      // what linear_few_splits or linear_mma_splits says
     int processors;  // multiprocessors to fill
 };
 
@@ -101,5 +101,12 @@ void linear_few(const LinearCall& call, Queue queue);
 
 // Into how many parts linear_few cuts the columns of a call.
 int linear_few_splits(int dtype, int64_t tokens, int64_t rows, int64_t cols, int n, int m, int processors);
+
+// 1 to 16 tokens in 16 bits on tensor cores; x and values at multiples of 16 bytes, indices of 4. The dense product of the
+// expanded weight: inf and NaN of a token reach all of its results.
+void linear_mma(const LinearCall& call, Queue queue);
+
+// The same for linear_mma; 0 where it has no kernel for a dtype, pattern and size.
+int linear_mma_splits(int dtype, int64_t tokens, int64_t rows, int64_t cols, int n, int m, int processors);
 
 }  // namespace nm::cuda

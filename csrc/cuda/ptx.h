@@ -1,5 +1,6 @@
-// The PTX instructions that CUDA C++ has no function for: copies into shared memory that nobody waits for yet, and tensor
-// cores. nvcc gets inline assembly, the emulator its reading of the manual (emulator/ptx.h). All are there from sm_80 on.
+// The PTX instructions that CUDA C++ has no function for, or none that is one instruction: copies into shared memory that
+// nobody waits for yet, tensor cores, and a permutation of bytes. nvcc gets inline assembly, the emulator its reading of the
+// manual (emulator/ptx.h). All are there from sm_80 on.
 //
 // Fragments: lane l = 4 g + t; register r of A (16 x 16, row-major) holds A[g + 8 (r % 2)][2 t + 8 (r / 2)] in its low half
 // and the next element of the row in its high half; register r of B (k x 8) holds B[2 t + 8 r][g] and the element below;
@@ -22,6 +23,17 @@ namespace nm::cuda {
 #if !defined(NM_EMULATED)
 NM_DEVICE uint32_t shared_address(const void* pointer) { return uint32_t(__cvta_generic_to_shared(pointer)); }
 #endif
+
+// __byte_perm for selectors without the bits 0x8888, which that one clears first.
+NM_DEVICE uint32_t permute_bytes(uint32_t x, uint32_t y, uint32_t selector) {
+#if defined(NM_EMULATED)
+    return __byte_perm(x, y, selector);
+#else
+    uint32_t result;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(x), "r"(y), "r"(selector));
+    return result;
+#endif
+}
 
 // Starts to copy `filled` of Bytes (4, 8 or 16) from global to shared memory, both aligned to Bytes; the rest becomes zero,
 // and with 0 nothing is read. 16 bytes go past L1, which is what a tile that is read once wants, unless it is asked for.

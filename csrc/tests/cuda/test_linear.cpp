@@ -66,8 +66,9 @@ void compare(const Operands& o, const Buffer& y, NM p, int dtype, int64_t tokens
 using Kernel = void (*)(const nm::cuda::LinearCall&, nm::cuda::Queue);
 using Splits = int (*)(int, int64_t, int64_t, int64_t, int, int, int);
 
-void one(Kernel kernel, Splits splits, NM p, int dtype, int64_t tokens, int64_t rows, int64_t cols, int processors) {
+void one(Kernel kernel, Splits splits, NM p, int dtype, int64_t tokens, int64_t rows, int64_t cols, int processors, bool always_wide = false) {
     for (bool wide : {true, false}) {
+        if (always_wide && !wide) continue;
         Operands o(p, dtype, tokens, rows, cols, wide);
         for (bool damaged : {true, false}) {
             fill_indices(o, p, rows, damaged);
@@ -90,6 +91,18 @@ TEST(emulated_products_of_few_tokens) {
             }
         }
     }
+}
+
+// Operands of the tensor cores begin at multiples of 16 bytes: only the results may not.
+TEST(emulated_products_on_tensor_cores) {
+    for (NM p : {NM{2, 4}, NM{1, 4}, NM{2, 8}, NM{1, 8}, NM{1, 16}}) {
+        for (int64_t tokens : {1, 8, 11, 16}) {
+            const int dtype = tokens == 11 ? nm::kFloat16 : nm::kBFloat16;
+            one(nm::cuda::linear_mma, nm::cuda::linear_mma_splits, p, dtype, tokens, 33, 8 * p.m, 1, true);
+            one(nm::cuda::linear_mma, nm::cuda::linear_mma_splits, p, dtype, tokens, 1, 136 * p.m, 64, true);
+        }
+    }
+    one(nm::cuda::linear_mma, nm::cuda::linear_mma_splits, {2, 4}, nm::kBFloat16, 16, 20, 8256, 64, true);
 }
 
 TEST(emulated_products_in_parts) {

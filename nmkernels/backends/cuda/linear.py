@@ -7,7 +7,7 @@ outside its group reads nothing outside of x.
 from __future__ import annotations
 
 from functools import cache, lru_cache
-from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +16,14 @@ from ..._dispatch import Verdict
 from ._core import DTYPES, contiguous, core, queue, register
 
 FEW_TOKENS = 4
-"""Up to so many tokens CUDA cores keep up with memory."""
+"""Up to so many tokens CUDA cores keep up with memory, in every dtype and pattern."""
+
+MOST_TOKENS = 16
+"""Up to so many tokens there is a kernel for tensor cores."""
+
+TENSOR_CORES_FROM = {4: 3}
+"""Where tensor cores take fewer tokens too, by M. Counted in machine code for sm_90a, a stored value of 2:4 costs 5.9 instructions there
+for up to 8 tokens, one of 1:4 8.0, and on CUDA cores 5.8, 8.6 and 12.8 for 1, 2 and 4; an H200 has 15. With larger M they cost alike."""
 
 ACTIVATIONS = {"": 0, "gelu": 1, "silu": 2, "relu2": 3}
 """The kernels' code of each activation."""
@@ -24,32 +31,56 @@ ACTIVATIONS = {"": 0, "gelu": 1, "silu": 2, "relu2": 3}
 EMULATED_PROCESSORS = 2
 """Multiprocessors that the emulator plans for: so few that blocks take several rounds."""
 
+_RUNS = True, "a small batch"
+
 
 @cache
 def _processors(device: int) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def _fits(
+def _target(x: Tensor) -> int:
+    return EMULATED_PROCESSORS if x.is_cpu else _processors(x.get_device())
+
+
+@lru_cache(maxsize=4096)
+def _plan(module: Any, dtype: torch.dtype, tokens: int, rows: int, cols: int, n: int, m: int, processors: int) -> tuple[str, int]:
+    """The kernel, and the parts that it cuts columns into; "" where there is none."""
+    sizes = DTYPES[dtype], tokens, rows, cols, n, m, processors
+    if tokens >= TENSOR_CORES_FROM.get(m, FEW_TOKENS + 1):
+        splits = module.linear_mma_splits(*sizes)
+        if splits:
+            return "linear_mma", splits
+    return ("linear_few", module.linear_few_splits(*sizes)) if tokens <= FEW_TOKENS else ("", 0)
+
+
+def _unaligned(values: Tensor, indices: Tensor) -> bool:
+    return bool(values.data_ptr() & 15 or indices.data_ptr() & 3)
+
+
+def _supports(
     x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, bias: Tensor | None = None, activation: str = ""
 ) -> Verdict:
     tokens = x.shape[:-1].numel()
-    if tokens > FEW_TOKENS:
-        return False, f"its kernels take up to {FEW_TOKENS} tokens, and this call has {tokens}"
-    return True, "a few tokens"
+    if tokens <= FEW_TOKENS:
+        return _RUNS
+    if tokens > MOST_TOKENS:
+        return False, f"its kernels take up to {MOST_TOKENS} tokens, and this call has {tokens}"
+    if not _plan(core(x), x.dtype, tokens, values.shape[0], cols, n, m, _target(x))[0]:
+        return False, (
+            f"more than {FEW_TOKENS} tokens are multiplied by tensor cores, in 16 bits, by 2:4, 1:4, 2:8, 1:8 or 1:16 with rows of whole "
+            f"groups and of a multiple of 8 stored values; this call has {tokens} tokens in {x.dtype} and {n}:{m} of {cols} columns"
+        )
+    if values.is_contiguous() and indices.is_contiguous() and _unaligned(values, indices):
+        return False, "the packed weight does not start at a multiple of 16 bytes"
+    return _RUNS
 
 
 def _address(x: Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
 
 
-@lru_cache(maxsize=4096)
-def _splits(emulated: bool, dtype: torch.dtype, tokens: int, rows: int, cols: int, n: int, m: int, processors: int) -> int:
-    where = SimpleNamespace(is_cpu=emulated)
-    return int(core(where).linear_few_splits(DTYPES[dtype], tokens, rows, cols, n, m, processors))  # type: ignore[arg-type]
-
-
-@register("nm_linear", _fits)
+@register("nm_linear", _supports)
 def linear(
     x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, bias: Tensor | None = None, activation: str = "",
     out: Tensor | None = None,
@@ -61,10 +92,16 @@ def linear(
         return y
     x, values, indices = contiguous(x), contiguous(values), indices.contiguous()
     b = None if bias is None else contiguous(bias)
-    where = queue(x)
-    processors = EMULATED_PROCESSORS if x.is_cpu else _processors(where[0])
-    splits = _splits(x.is_cpu, x.dtype, tokens, rows, cols, n, m, processors)
+    module, processors = core(x), _target(x)
+    kernel, splits = _plan(module, x.dtype, tokens, rows, cols, n, m, processors)
+    if kernel == "linear_mma":
+        if tokens <= FEW_TOKENS and _unaligned(values, indices):
+            kernel, splits = "linear_few", module.linear_few_splits(DTYPES[x.dtype], tokens, rows, cols, n, m, processors)
+        elif x.data_ptr() & 15:
+            x = x.clone()
     parts = x.new_empty(splits, tokens, rows, dtype=torch.float32) if splits > 1 else None
     addresses = (x.data_ptr(), values.data_ptr(), indices.data_ptr(), _address(b), y.data_ptr(), _address(parts))
-    core(x).linear_few(*addresses, DTYPES[x.dtype], ACTIVATIONS[activation], tokens, rows, cols, n, m, splits, processors, *where)
+    getattr(module, kernel)(
+        *addresses, DTYPES[x.dtype], ACTIVATIONS[activation], tokens, rows, cols, n, m, splits, processors, *queue(x)
+    )  # fmt: skip
     return y

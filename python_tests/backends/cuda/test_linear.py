@@ -60,8 +60,32 @@ def test_few_tokens(device, text, dtype):
         check(inputs(tokens, cols, dtype, device), values, indices, w, text, b, activation)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("text", ["2:4", "1:4", "2:8", "1:8", "1:16"])
+def test_tensor_cores(device, text, dtype):
+    """Rows around the tiles' edges, columns that end inside a step and inside a slice."""
+    p, sizes = Pattern(text), ((3, 16, 64), (4, 1, 24), (5, 37, 8), (8, 20, 24), (9, 130, 8), (11, 17, 64), (15, 33, 24), (16, 5, 136))
+    for tokens, rows, groups in sizes if dtype == torch.bfloat16 else sizes[::3]:
+        cols = groups * p.m
+        values, indices, w = packed(text, rows, cols, dtype, device)
+        x, bias = inputs(tokens, cols, dtype, device), inputs(1, values.shape[0], dtype, device)[0]
+        activation = ("", "gelu", "silu", "relu2")[tokens % 4]
+        check(x, values, indices, w, text, bias if tokens % 3 else None, activation)
+
+
+@pytest.mark.parametrize("tokens", [5, 16])
+def test_tensor_cores_in_parts(device, tokens, monkeypatch):
+    """With processors enough, warps share rows, and blocks columns."""
+    for processors in (2, 8, 64):
+        monkeypatch.setattr(cuda, "EMULATED_PROCESSORS", processors)
+        values, indices, w = packed("2:4", 70, 8192 + 64, torch.bfloat16, device)
+        if device == "cpu" and processors == 64:
+            assert cuda._plan(cuda.core(values), torch.bfloat16, tokens, 70, 8256, 2, 4, 64) == ("linear_mma", 3)
+        check(inputs(tokens, 8256, torch.bfloat16, device), values, indices, w, "2:4", inputs(1, 70, torch.bfloat16, device)[0], "silu")
+
+
 @pytest.mark.parametrize(
-    "dtype, tokens, cols", [(torch.bfloat16, 1, 24_000), (torch.float16, 3, 12_000), (torch.float32, 4, 6000)], ids=str
+    "dtype, tokens, cols", [(torch.bfloat16, 1, 24_000), (torch.float16, 2, 48_000), (torch.float32, 4, 6000)], ids=str
 )
 def test_columns_in_parts(device, dtype, tokens, cols, monkeypatch):
     """What does not fit into shared memory, and what leaves a GPU idle otherwise, is cut and added up in order."""
@@ -70,7 +94,7 @@ def test_columns_in_parts(device, dtype, tokens, cols, monkeypatch):
         values, indices, w = packed(text, 3, cols, dtype, device)
         p, bias = Pattern(text), inputs(1, 3, dtype, device)[0]
         if device == "cpu":
-            assert cuda._splits(True, dtype, tokens, 3, cols, p.n, p.m, processors) > 1
+            assert cuda._plan(cuda.core(values), dtype, tokens, 3, cols, p.n, p.m, processors)[1] > 1
         check(inputs(tokens, cols, dtype, device), values, indices, w, text, bias, "gelu")
 
 
@@ -81,7 +105,9 @@ def test_every_column_is_found(device, text, dtype):
     cols = 3 * Pattern(text).m * 8
     values, indices, w = packed(text, 11, cols, dtype, device)
     eye = torch.eye(cols, dtype=dtype, device=device)
-    for tokens in (1, 2, 4):
+    for tokens in (1, 2, 4, 8, 16):
+        if tokens > 4 and (dtype == torch.float32 or text not in ("2:4", "1:4", "2:8", "1:8", "1:16")):
+            continue
         for first in (0, cols // 2, cols - tokens):
             x = eye[first : first + tokens]
             assert_equal_bits(run(x, values, indices, text) + 0.0, w[:, first : first + tokens].t().contiguous() + 0.0)
@@ -93,6 +119,8 @@ def test_addresses_and_strides(device, dtype):
     values, indices, w = packed("2:4", 9, 256, dtype, device)
     x, bias = inputs(3, 256, dtype, device), inputs(1, 9, dtype, device)[0]
     y = check(x, values, indices, w, "2:4", bias)
+    if dtype != torch.float32:
+        check(unaligned(inputs(7, 256, dtype, device)), values, indices, w, "2:4", unaligned(bias))
     check(unaligned(x), values, indices, w, "2:4", unaligned(bias))
     check(x, unaligned(values), indices, w, "2:4", bias)
     check(x, values, unaligned(indices), w, "2:4", bias)
@@ -140,6 +168,15 @@ def test_what_it_declines(device, ours):
     entry = ours("nm_linear")
     values, indices, _ = packed("2:4", 5, 8, device=device)
     assert entry.supports(inputs(4, 8, device=device), values, indices, 2, 4, 8)[0]
-    for x, why in ((inputs(5, 8, device=device), "tokens"), (inputs(1, 8, torch.float64, device), "float64")):
+    for x, why in (
+        (inputs(5, 8, device=device), "16 bits"),
+        (inputs(17, 8, device=device), "17"),
+        (inputs(1, 8, torch.float64, device), "float64"),
+    ):
         can, reason = entry.supports(x, values.to(x.dtype), indices, 2, 4, 8)
         assert not can and why in reason
+    values, indices, _ = packed("2:4", 5, 32, torch.bfloat16, device)
+    x = inputs(5, 32, torch.bfloat16, device)
+    assert entry.supports(x, values, indices, 2, 4, 32)[0]
+    assert "multiple of 16 bytes" in entry.supports(x, unaligned(values), indices, 2, 4, 32)[1]
+    assert entry.supports(x[:4], unaligned(values), indices, 2, 4, 32)[0]
