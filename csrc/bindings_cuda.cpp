@@ -38,7 +38,20 @@ void bind_tensors(py::module_& module) {
 }
 
 // compress, decompress, pack
-void bind_packed(py::module_&) {}
+void bind_packed(py::module_& module) {
+    // w and mask, scale, overfull; then (values, indices) of rows and of columns, zeros where they are not wanted
+    module.def("pack", [](Address w, int dtype, int64_t rows, int64_t cols, int n, int m, int select, Address mask, Address scale,
+                          Address overfull, int out_dtype, int layout, Address values, Address indices, Address values_t, Address indices_t,
+                          int device, Address stream) {
+        const nm::cuda::Packed by_row{at(values), at(indices)}, by_column{at(values_t), at(indices_t)};
+        return nm::cuda::pack({at(w), at<uint8_t>(mask), at<float>(scale), at<int>(overfull), by_row, by_column, rows, cols, n, m, dtype,
+                               out_dtype, select, layout}, queue(device, stream));
+    }, Unlocked());
+    module.def("decompress", [](Address values, Address indices, int dtype, int64_t rows, int64_t cols, int n, int m, Address out, int device,
+                                Address stream) {
+        nm::cuda::decompress(at(values), at(indices), dtype, rows, cols, n, m, at(out), queue(device, stream));
+    }, Unlocked());
+}
 
 // mvue, mvue_compress
 void bind_mvue(py::module_&) {}

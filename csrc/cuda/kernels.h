@@ -32,7 +32,31 @@ void soft_threshold_scale(const void* w, int dtype, int64_t numel, int n, int m,
 // out[i] = 1 where w[i] is kept by the best 2:4 mask of its 4x4 tile; rows and cols are multiples of 4.
 void transposable_mask(const void* w, int dtype, int64_t rows, int64_t cols, uint8_t* out, Queue queue);
 
-// compress.cu, decompress.cu, pack.cu ----------------------------------------------------------------------------------
+// pack.cu (compress.cu, pack_tiles.cu, pack_any.cu), decompress.cu -----------------------------------------------------
+
+// What of a weight is wanted; no values: it is not.
+struct Packed {
+    void* values;
+    void* indices;  // or metadata
+};
+
+// A weight (rows, cols), row-major. `by_row` is W packed along its rows, `by_column` its transpose.
+struct Pack {
+    const void* w;
+    const uint8_t* mask;  // bool, where select is given
+    const float* scale;   // one number, for the threshold; null: multiply nothing
+    int* overfull;        // set to 1 where a given mask keeps more than n of a group
+    Packed by_row, by_column;
+    int64_t rows, cols;
+    int n, m, dtype, out_dtype, select, layout;  // codes of packing.h
+};
+
+// False, with nothing written: the transposable mask must be made first, or the layout be made of canonical indices, because
+// no kernel does it at once for this pattern, shape, alignment or pair of dtypes.
+bool pack(const Pack& call, Queue queue);
+
+// A row's last group may go on beyond its end. An index that is not below m writes nothing.
+void decompress(const void* values, const void* indices, int dtype, int64_t rows, int64_t cols, int n, int m, void* out, Queue queue);
 
 // mvue.cu --------------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,30 @@
+// One call of pack, and the kernels that can do it.
+#pragma once
+
+#include "../core/dispatch.h"
+#include "kernels.h"
+#include "packing.h"
+
+namespace nm::cuda {
+
+// Rows, canonical: whole chunks of a thread in registers. How many of the rows * cols elements it has done, from the first on.
+int64_t pack_rows(const Pack& call, Queue queue);
+
+// Columns, both ways, or a device layout: tiles of 2:4 and other small patterns. False: it cannot.
+bool pack_tiles(const Pack& call, Queue queue);
+
+// Any pattern, one way, canonical; from the element `first` on, which begins a row or, where rows end on whole bytes, a byte.
+void pack_any(const Pack& call, int64_t first, Queue queue);
+
+// f(In{}, Out{}) for the pairs that have kernels of their own; else false.
+template <class F>
+bool by_usual_dtypes(int in, int out, const F& f) {
+    if (in == kFloat32 && out == kFloat32) return f(float{}, float{}), true;
+    if (in == kFloat32 && out == kBFloat16) return f(float{}, bf16{}), true;
+    if (in == kFloat32 && out == kFloat16) return f(float{}, fp16{}), true;
+    if (in == kBFloat16 && out == kBFloat16) return f(bf16{}, bf16{}), true;
+    if (in == kFloat16 && out == kFloat16) return f(fp16{}, fp16{}), true;
+    return false;
+}
+
+}  // namespace nm::cuda
