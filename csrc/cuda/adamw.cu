@@ -3,7 +3,7 @@
 // A block takes a few tiles, one after another, usually of one param. With the usual patterns a thread has four neighbouring
 // elements in its registers, and where a group is larger its lanes ask each other; groups of any other size lie in shared
 // memory, an element to a thread.
-#include "adamw_chunk.h"
+#include "adamw_blocks.h"
 #include "any_groups.h"
 #include "kernels.h"
 #include "launch.h"
@@ -30,46 +30,6 @@ void by_masks(int n, int m, const F& f) {
     by_pattern(n, m, f);
 }
 
-// The block's param becomes number i. Every thread must come here.
-NM_DEVICE void open_param(const AdamWTables& tables, int64_t i, AdamWCurrent& current) {
-    __syncthreads();  // some may still read the last one
-    const int thread = int(threadIdx.x);
-    const auto* words = reinterpret_cast<const int64_t*>(tables.params + i);
-    if (thread < kParamWords) reinterpret_cast<int64_t*>(&current.param)[thread] = words[thread];
-    const int scalar = thread - 32;
-    if (scalar >= 0 && scalar < int(sizeof(AdamW)) / 4) {
-        reinterpret_cast<uint32_t*>(&current.scalars)[scalar] = tables.scalars[i * kScalarWords + scalar];
-    }
-    if (thread == 64) current.gradient = tables.gradients[tables.params[i].index];
-    __syncthreads();
-}
-
-// f(tile) for the block's tiles, numbered within their param, which is `current`.
-template <class F>
-NM_DEVICE void each_tile(const AdamWTables& tables, const AdamWPart& part, AdamWCurrent& current, const F& f) {
-    int64_t tile = part.tile(blockIdx.x);
-    const int64_t end = part.tile(int64_t(blockIdx.x) + 1);
-    for (int64_t i = tables.owners[part.first_block + blockIdx.x]; tile < end; ++i) {
-        open_param(tables, i, current);
-        const int64_t first = current.param.first, last = first + current.param.tiles;
-        for (; tile < end && tile < last; ++tile) f(tile - first);
-    }
-}
-
-NM_DEVICE void put_stats(const AdamWTables& tables, const AdamWPart& part, const AdamWOptions& o, const Tally& tally) {
-    reduce_block(tally, o.geometric, tables.partials + (part.first_block + blockIdx.x), tables.blocks);
-}
-
-// a / b and the rest, in 32 bits where they suffice.
-NM_DEVICE int64_t divided(int64_t a, int64_t b, int64_t& rest) {
-    if (uint64_t(a | b) >> 32) {
-        rest = a % b;
-        return a / b;
-    }
-    rest = uint32_t(a) % uint32_t(b);
-    return uint32_t(a) / uint32_t(b);
-}
-
 // Where the groups (or chunks) of a param that is not flat lie: number `i` of them in rows of `across`.
 NM_DEVICE void locate(const AdamWParam& param, int64_t i, int64_t across, int64_t& row, int64_t& group) {
     if (param.across()) {
@@ -92,7 +52,7 @@ NM_DEVICE Place place_of(const AdamWParam& param, int64_t chunk) {
     }
     const int64_t left = param.cols - place.col;
     place.count = left >= K ? K : left > 0 ? int(left) : 0;
-    place.wide = kFlat && param.aligned() && left >= K;
+    place.wide = param.aligned() && left >= K;
     return place;
 }
 
@@ -191,14 +151,15 @@ __global__ void __launch_bounds__(kThreads, 2) adamw_any_kernel(AdamWTables tabl
 
 }  // namespace
 
-AdamWCut adamw_cut(int n, int m) {
+AdamWCut adamw_cut(int n, int m, bool squares) {
+    if (squares) return {64, 64, 1, true};
     AdamWCut cut{};
     by_masks(n, m, [&](auto pattern) {
         using P = decltype(pattern);
         if constexpr (std::is_same_v<P, Any>) {
-            cut = {m, AnyTile::groups(m), false};
+            cut = {1, m, AnyTile::groups(m), false};
         } else {
-            cut = {P::m, kTile / P::m, true};
+            cut = {1, P::m, kTile / P::m, true};
         }
     });
     return cut;

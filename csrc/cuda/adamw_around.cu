@@ -103,13 +103,19 @@ void adamw_owners(const int64_t* table, int64_t params, const AdamWPart& flat, c
 void masked_adamw(const AdamWArguments& a, const AdamWPart& flat, const AdamWPart& other, const AdamWOptions& options, Queue queue) {
     const auto* params = reinterpret_cast<const AdamWParam*>(a.table);
     const int64_t blocks = flat.blocks + other.blocks;
-    const AdamWTables tables{params, a.gradients, a.owners, a.scalars, a.partials, blocks};
+    const AdamWTables tables{params, a.gradients, a.owners, a.scalars, a.partials, blocks, reinterpret_cast<const AdamWPack*>(a.packs)};
     Hyper given;
     memcpy(given.at, a.given, sizeof given);
     launch("adamw_scalars_kernel", adamw_scalars_kernel, {cdiv(a.params, 64), 64}, queue, tables, options, a.hyper, given, a.counts, a.count,
            a.params, a.scalars);
-    adamw_step(tables, flat, true, options, a.n, a.m, queue);
-    adamw_step(tables, other, false, options, a.n, a.m, queue);
+    for (const bool is_flat : {true, false}) {
+        const AdamWPart& part = is_flat ? flat : other;
+        if (a.squares) {
+            adamw_squares(tables, part, is_flat, a.transposable, options, a.layout, queue);
+        } else {
+            adamw_step(tables, part, is_flat, options, a.n, a.m, queue);
+        }
+    }
     launch("adamw_stats_kernel", adamw_stats_kernel, {kStats, 256}, queue, a.partials, blocks, options.found, a.stats);
 }
 

@@ -15,6 +15,7 @@ struct AdamWCurrent {
     AdamWParam param;
     AdamW scalars;
     int64_t gradient;  // its address
+    int64_t row;       // of the table
 
     NM_DEVICE int64_t address(AdamWTensor which) const { return which == kGradient ? gradient : param.address[which]; }
 };
@@ -134,18 +135,36 @@ struct Elements {
     Floats<K> p, g, m, v, top{};
 };
 
-// Reads a chunk; `p` is as it lies in memory, to be widened first.
+// The gradient and the states as they lie in memory.
+template <int K>
+struct RawRest {
+    Raw<K> g, m, v, top;
+};
+
+template <bool kFlat, int K>
+NM_DEVICE RawRest<K> load_rest(const AdamWCurrent& c, const AdamWOptions& o, const Place& place) {
+    RawRest<K> rest;
+    rest.g = Walk<kFlat>::template load<K>(c, kGradient, c.param.dtype(kGradient), place);
+    rest.m = Walk<kFlat>::template load<K>(c, kFirst, kFloat32, place);
+    rest.v = Walk<kFlat>::template load<K>(c, o.frozen && o.top ? kTop : kSecond, kFloat32, place);
+    if (o.top && !o.frozen) rest.top = Walk<kFlat>::template load<K>(c, kTop, kFloat32, place);
+    return rest;
+}
+
+template <int K>
+NM_DEVICE void widen_rest(const AdamWCurrent& c, const AdamWOptions& o, const RawRest<K>& rest, Elements<K>& e) {
+    e.g = widened(rest.g, c.param.dtype(kGradient));
+    e.m = widened_as<float>(rest.m);
+    e.v = widened_as<float>(rest.v);
+    if (o.top && !o.frozen) e.top = widened_as<float>(rest.top);
+}
+
 template <bool kFlat, int K>
 NM_DEVICE void load_elements(const AdamWCurrent& c, const AdamWOptions& o, const Place& place, Elements<K>& e) {
     const Raw<K> p = Walk<kFlat>::template load<K>(c, kWeight, c.param.dtype(kWeight), place);
-    const Raw<K> g = Walk<kFlat>::template load<K>(c, kGradient, c.param.dtype(kGradient), place);
-    const Raw<K> m = Walk<kFlat>::template load<K>(c, kFirst, kFloat32, place);
-    const Raw<K> v = Walk<kFlat>::template load<K>(c, o.frozen && o.top ? kTop : kSecond, kFloat32, place);
-    if (o.top && !o.frozen) e.top = widened_as<float>(Walk<kFlat>::template load<K>(c, kTop, kFloat32, place));
+    const RawRest<K> rest = load_rest<kFlat, K>(c, o, place);
     e.p = widened(p, c.param.dtype(kWeight));
-    e.g = widened(g, c.param.dtype(kGradient));
-    e.m = widened_as<float>(m);
-    e.v = widened_as<float>(v);
+    widen_rest(c, o, rest, e);
 }
 
 // Steps K elements (the equations of core/adamw.h) and counts their statistics; `before` is their mask where kMasked.

@@ -18,7 +18,7 @@ struct AdamWParam {
     int64_t rows, cols;
     int64_t first, tiles;        // number of its first tile among those of the call
     int64_t dtypes;              // codes of weight, gradient and out, a byte each
-    int64_t walk;                // bit 0: every address is a multiple of 16; bit 1: rows are neighbours in memory
+    int64_t walk;                // bit 0: 16-byte accesses fit; bit 1: rows are neighbours in memory
     int64_t index;               // of the param in the call: the table has the flat ones first
     int64_t stride[kTensors][2];  // of rows and columns, in elements
 
@@ -28,6 +28,17 @@ struct AdamWParam {
 };
 
 constexpr int kParamWords = int(sizeof(AdamWParam) / sizeof(int64_t));
+
+// Where the packed weight of a param goes, by row of the table: int64 words; 0 where it is not wanted.
+struct AdamWPack {
+    int64_t values, indices;      // of the rows
+    int64_t values_t, indices_t;  // of the columns
+    int64_t dtypes;               // codes of values and values_t, a byte each
+};
+
+constexpr int kPackWords = int(sizeof(AdamWPack) / sizeof(int64_t));
+
+enum AdamWLayout : int { kCanonicalLayout = 0, kMmaSpLayout = 1, kWgmmaSpLayout = 2 };
 
 // The numbers of a param's step in a slot of 64 bytes.
 constexpr int kScalarWords = 16;
@@ -49,6 +60,7 @@ struct AdamWTables {
     const uint32_t* scalars;   // kScalarWords for each row
     double* partials;          // [kStats, blocks]
     int64_t blocks;            // of all launches
+    const AdamWPack* packs;    // null for none
 };
 
 // The tiles and blocks of one launch, the same kernel for all of them.

@@ -66,13 +66,14 @@ struct AdamWTables;   // of adamw_table.h, as the next two
 struct AdamWPart;
 struct AdamWOptions;
 
-// How params are cut, which the table says: into chunks of so many columns of a row, and these into tiles.
+// How params are cut, which the table says: into pieces of so many rows and columns, and so many of these make a tile.
 struct AdamWCut {
-    int columns, chunks;
+    int rows, columns, pieces;
     bool flat;  // whether flat params have a launch of their own
 };
 
-AdamWCut adamw_cut(int n, int m);
+// `squares`: the masks are transposable, or the new weight is packed; for 2:4 only.
+AdamWCut adamw_cut(int n, int m, bool squares);
 
 // One step of the params of a table, rows of AdamWParam. n = m = 0: no masks.
 struct AdamWArguments {
@@ -88,13 +89,19 @@ struct AdamWArguments {
     const int64_t* counts;     // of the params whose steps the host counts, or null:
     int64_t count;             // the one count of them all
     int n, m;
+    bool squares, transposable;
+    const int64_t* packs;      // rows of AdamWPack, or null
+    int layout;                // of indices: 0 canonical, 1 mma.sp, 2 wgmma.sp
 };
 
 // Three launches whatever the number of params, if all are flat or none is.
 void masked_adamw(const AdamWArguments& arguments, const AdamWPart& flat, const AdamWPart& other, const AdamWOptions& options, Queue queue);
 
-// Its main launch.
+// Its main launches.
 void adamw_step(const AdamWTables& tables, const AdamWPart& part, bool flat, const AdamWOptions& options, int n, int m, Queue queue);
+
+void adamw_squares(const AdamWTables& tables, const AdamWPart& part, bool flat, bool transposable, const AdamWOptions& options, int layout,
+                   Queue queue);
 
 // owners[b] = the row of the table that block b begins with.
 void adamw_owners(const int64_t* table, int64_t params, const AdamWPart& flat, const AdamWPart& other, int32_t* owners, Queue queue);

@@ -19,6 +19,10 @@ BLOCKS = 8192
 """Blocks of one launch at most: eight waves of a large GPU, and partial statistics that nine blocks add up in microseconds."""
 
 
+Pack = tuple[int, ...]
+"""Where the packed weight of a param goes: the addresses of its four buffers, 0 for none, and the dtypes of the values."""
+
+
 @dataclass
 class Plan:
     """The device's description of a call: its table and the owners of the blocks; (first tile, tiles, first block, blocks) of its two
@@ -26,6 +30,7 @@ class Plan:
 
     table: Tensor
     owners: Tensor
+    packs: Tensor | None
     blocks: int
     parts: tuple[int, ...]
 
@@ -34,11 +39,14 @@ _plans = Cache()
 _grads = Cache()
 
 
+Cut = tuple[int, int, int, bool]
+
+
 @cache
-def cut(module: Any, n: int, m: int) -> tuple[int, int, bool]:
-    """(columns of a chunk, chunks of a tile, whether flat params have a launch of their own)."""
-    columns, chunks, flat = module.adamw_cut(n, m)
-    return columns, chunks, flat
+def cut(module: Any, n: int, m: int, squares: bool) -> Cut:
+    """(rows and columns of a piece, pieces of a tile, whether flat params have a launch of their own)."""
+    rows, columns, pieces, flat = module.adamw_cut(n, m, squares)
+    return rows, columns, pieces, flat
 
 
 def upload(words: Sequence[int], like: Tensor) -> Tensor:
@@ -48,17 +56,17 @@ def upload(words: Sequence[int], like: Tensor) -> Tensor:
     return table
 
 
-def plan_of(lists: Lists, steps: list[int], layout: Layout, n: int, m: int, like: Tensor) -> tuple[Plan, Tensor]:
+def plan_of(lists: Lists, steps: list[int], layout: Layout, packs: list[Pack], how: Cut, like: Tensor) -> tuple[Plan, Tensor]:
     """The plan of a call and the table of its gradients' addresses; ``steps`` are addresses, 0 for a count that the host keeps."""
     device = like.device
     addresses = [tuple(map(Tensor.data_ptr, xs)) for xs in lists]
     low = reduce(or_, chain(*addresses), 0)
     # all at multiples of 16: the gradients' addresses matter to nothing but their own table
     kinds = None if low & 15 == 0 else tuple([address & 15 == 0 for address in addresses[GRAD]])
-    key = (device, layout.key, tuple(steps), kinds, *addresses[:GRAD])
+    key = (device, layout.key, tuple(steps), tuple(packs), how, kinds, *addresses[:GRAD])
     plan = _plans.get(key, device)
     if plan is None:
-        plan = _plans.put(key, _make(lists, addresses, steps, layout, cut(core(like), n, m), like), device)
+        plan = _plans.put(key, _make(lists, addresses, steps, layout, packs, how, like), device)
     grads = _grads.get((device, addresses[GRAD]), device)
     if grads is None:
         grads = _grads.put((device, addresses[GRAD]), upload(addresses[GRAD], like), device)
@@ -66,18 +74,18 @@ def plan_of(lists: Lists, steps: list[int], layout: Layout, n: int, m: int, like
 
 
 def _make(
-    lists: Lists, addresses: Sequence[tuple[int, ...]], steps: list[int], layout: Layout, cut: tuple[int, int, bool], like: Tensor
+    lists: Lists, addresses: Sequence[tuple[int, ...]], steps: list[int], layout: Layout, packs: list[Pack], how: Cut, like: Tensor
 ) -> Plan:
-    columns, chunks, apart = cut
-    flat = [i for i, walk in enumerate(layout.walks) if walk == FLAT and apart]
+    flat = [i for i, walk in enumerate(layout.walks) if walk == FLAT and how[3]]
     chosen = set(flat)
+    order = (flat, [i for i in range(len(steps)) if i not in chosen])
     words: list[int] = []
     parts: list[int] = []
     tiles = blocks = 0
-    for indices in (flat, [i for i in range(len(steps)) if i not in chosen]):
+    for indices in order:
         first = tiles
         for i in indices:
-            row, count = _row(lists, addresses, i, layout.walks[i], columns, chunks)
+            row, count = _row(lists, addresses, i, layout.walks[i], how)
             words += (*[a[i] if a else 0 for a in addresses[:GRAD]], steps[i], *row[:2], tiles, count, *row[2:])
             tiles += count
         parts += (first, tiles - first, blocks, min(BLOCKS, tiles - first))
@@ -85,19 +93,23 @@ def _make(
     table = upload(words, like)
     owners = torch.empty(blocks, dtype=torch.int32, device=like.device)
     core(like).adamw_owners(table.data_ptr(), len(steps), *parts, owners.data_ptr(), *queue(like))
-    return Plan(table, owners, blocks, tuple(parts))
+    packed = upload(list(chain(*[packs[i] for i in chain(*order)])), like) if packs else None
+    return Plan(table, owners, packed, blocks, tuple(parts))
 
 
-def _row(lists: Lists, addresses: Sequence[tuple[int, ...]], i: int, walk: int, columns: int, chunks: int) -> tuple[tuple[int, ...], int]:
+def _row(lists: Lists, addresses: Sequence[tuple[int, ...]], i: int, walk: int, how: Cut) -> tuple[tuple[int, ...], int]:
     """Rows, columns, dtypes, walk, index and strides of a param, and how many tiles it has."""
     p = lists[P][i]
     cols = p.shape[-1] if p.dim() else 1
     rows = p.numel() // cols if cols else 0
-    strides = [0, 1] * len(lists)
-    if walk == FLAT:
-        rows, cols = 1, p.numel()
-    else:
+    strides, wide = [0, 1] * len(lists), walk == FLAT
+    if not wide:
         strides = strides_of([xs[i] if xs else None for xs in lists])
+        there = [k for k, xs in enumerate(lists) if xs]
+        wide = all(strides[2 * k] % 4 == 0 and strides[2 * k + 1] == 1 for k in there)
+    elif how[0] == 1:
+        rows, cols = 1, p.numel()
     codes = DTYPES[p.dtype] | DTYPES[lists[GRAD][i].dtype] << 8 | (DTYPES[lists[OUT][i].dtype] << 16 if lists[OUT] else 0)
-    aligned = walk == FLAT and all(a[i] & 15 == 0 for a in addresses if a)
-    return (rows, cols, codes, aligned | (walk == ACROSS) << 1, i, *strides), -(-(rows * -(-cols // columns)) // chunks)
+    aligned = wide and all(a[i] & 15 == 0 for a in addresses if a)
+    pieces = -(-rows // how[0]) * -(-cols // how[1])
+    return (rows, cols, codes, aligned | (walk == ACROSS) << 1, i, *strides), -(-pieces // how[2])

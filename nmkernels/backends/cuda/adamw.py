@@ -18,8 +18,8 @@ from torch import Tensor
 
 from ..._dispatch import Verdict
 from .._adamw_plan import Lists, count, layout_of, of_one_kind, on_host, skipped, written
-from ._adamw_plan import cut, plan_of, upload
-from ._core import core, queue, register, runnable
+from ._adamw_plan import Pack, cut, plan_of, upload
+from ._core import DTYPES, core, queue, register, runnable
 
 STATS = 9
 SCALARS = 16
@@ -29,15 +29,34 @@ HYPER = 8
 """Elements of ``hyper`` that are used."""
 
 
+LAYOUTS = {"canonical": 0, "mma.sp": 1, "wgmma.sp": 2}
+
+
 def _fits(args: tuple[Any, ...], device: str) -> Verdict:
     """What it can run; step counts and ``hyper`` may be on the CPU."""
     params, grads, outs, hyper = args[0], args[1], args[6], args[7]
     alike = of_one_kind(params, grads, outs)
     if not alike[0]:
         return alike
-    if any(args[16:17]) or args[17:18] not in ((), (None,), ([],)):
-        return False, "it has no transposable masks and packs nothing"
+    transposable, packs = (*args[16:18], False, None)[:2]
+    if (transposable or packs) and tuple(args[8:10]) != (2, 4):
+        return False, f"it packs, and masks by tiles, at 2:4 only, and this call is at {args[8]}:{args[9]}"
+    if any(x.dtype == torch.float64 for x in packs or ()):
+        return False, "it computes in float32, and float64 values are asked for"
     return runnable((*params[:1], *(x for x in grads if x.layout != torch.strided)) if params else [hyper], device)
+
+
+def _packs(packs: Sequence[Tensor] | None, copies: list[tuple[Tensor, Tensor]]) -> list[Pack]:
+    """Where the packed weights go; a buffer that the kernel cannot write is replaced by a copy, added to ``copies``."""
+    if not packs:
+        return []
+    addresses = [x.data_ptr() if x.numel() else 0 for x in packs]
+    for k, x in enumerate(packs):
+        if addresses[k] & 15 or not x.is_contiguous():
+            copies.append((x, torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)))
+            addresses[k] = copies[-1][1].data_ptr()
+    codes = [DTYPES[x.dtype] for x in packs[::2]]
+    return [(*addresses[4 * i : 4 * i + 4], codes[2 * i] | codes[2 * i + 1] << 8) for i in range(len(packs) // 4)]
 
 
 def _address(x: Tensor | None) -> int:
@@ -62,12 +81,15 @@ def masked_adamw_(
     if held and skipped(found_inf, device):
         return stats.zero_()
     lists: Lists = [list(xs) for xs in (params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, outs, grads)]
-    strides = layout_of(lists, n, m, cut(kernels, n, m)[2])
+    squares = transposable or bool(packs)
+    how = cut(kernels, n, m, squares)
+    strides = layout_of(lists, n, m, how[3])
     copies = list(written(lists, strides))
+    packed = _packs(packs, copies)
     addresses = [step.data_ptr() for step in steps]
     for i in held:
         addresses[i] = 0
-    plan, gradients = plan_of(lists, addresses, strides, n, m, like)
+    plan, gradients = plan_of(lists, addresses, strides, packed, how, like)
     one, several = count(steps, held)
     counts = None if several is None else upload(several, like)
     scalars = torch.empty(len(steps), SCALARS, dtype=torch.int32, device=device)
@@ -76,7 +98,8 @@ def masked_adamw_(
     kernels.masked_adamw(
         plan.table.data_ptr(), gradients.data_ptr(), plan.owners.data_ptr(), scalars.data_ptr(), partials.data_ptr(), stats.data_ptr(),
         len(steps), *plan.parts, _address(numbers), given, _address(counts), one, _address(scale), _address(found),
-        n, m, frozen, eps_inside, maximize, geometric, bool(max_exp_avg_sqs), *queue(like),
+        n, m, frozen, eps_inside, maximize, geometric, bool(max_exp_avg_sqs),
+        squares, transposable, _address(plan.packs), LAYOUTS[layout], *queue(like),
     )  # fmt: skip
     for target, copy in copies:
         target.copy_(copy)
