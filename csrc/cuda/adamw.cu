@@ -13,7 +13,7 @@ namespace nm::cuda {
 
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 128, kBlocks = 5;  // 20 warps of 96 registers on an SM; 24 of 80 spill some (nvcc 13.0, 2026-11-21)
 constexpr int kTile = 4096;  // elements of a tile of chunks
 
 constexpr int K = 4;         // elements of a chunk
@@ -79,14 +79,14 @@ NM_ONE_BY_ONE
     }
 }
 
-// Flat params and others apart: these need a third more registers, which would cost the usual ones a third of their warps.
+// Flat params and others apart: in one kernel they would take 110 registers.
 template <bool kFlat, class P>
-__global__ void __launch_bounds__(kThreads, kFlat ? 3 : 2) adamw_kernel(AdamWTables tables, AdamWPart part, AdamWOptions o) {
+__global__ void __launch_bounds__(kThreads, kBlocks) adamw_kernel(AdamWTables tables, AdamWPart part, AdamWOptions o) {
     NM_SHARED(AdamWCurrent, current);
     if (is_skipped(o.found)) return;
     Tally tally;
     each_tile(tables, part, current, [&](int64_t tile) { step_tile<kFlat, P>(current, o, tile, tally); });
-    put_stats(tables, part, o, tally);
+    put_stats<kThreads>(tables, part, o, tally);
 }
 
 struct AnyWeights {
@@ -111,9 +111,9 @@ NM_ONE_BY_ONE
     }
 }
 
-static_assert(AnyTile::kThreads == kThreads && AnyTile::kElements / kThreads <= 32);
+static_assert(AnyTile::kElements / kThreads <= 32);
 
-__global__ void __launch_bounds__(kThreads, 2) adamw_any_kernel(AdamWTables tables, AdamWPart part, AdamWOptions o, int n, int m) {
+__global__ void __launch_bounds__(kThreads, kBlocks) adamw_any_kernel(AdamWTables tables, AdamWPart part, AdamWOptions o, int n, int m) {
     NM_SHARED(AdamWCurrent, current);
     NM_SHARED(AnyTile, groups);
     NM_SHARED(AnyWeights, weights);
@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(kThreads, 2) adamw_any_kernel(AdamWTables tabl
         });
         __syncthreads();  // the next tile writes the keys
     });
-    put_stats(tables, part, o, tally);
+    put_stats<kThreads>(tables, part, o, tally);
 }
 
 }  // namespace

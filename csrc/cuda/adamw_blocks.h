@@ -34,8 +34,9 @@ NM_DEVICE void each_tile(const AdamWTables& tables, const AdamWPart& part, AdamW
     }
 }
 
+template <int kThreads>
 NM_DEVICE void put_stats(const AdamWTables& tables, const AdamWPart& part, const AdamWOptions& o, const Tally& tally) {
-    reduce_block(tally, o.geometric, tables.partials + (part.first_block + blockIdx.x), tables.blocks);
+    reduce_block<kThreads>(tally, o.geometric, tables.partials + (part.first_block + blockIdx.x), tables.blocks);
 }
 
 // a / b and the rest, in 32 bits where they suffice.

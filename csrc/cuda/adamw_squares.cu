@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(kThreads, 2) adamw_square_kernel(AdamWTables t
         }
         step_square<kFlat, kTransposable>(current, pack, layout, o, tile, weights, tally);
     });
-    put_stats(tables, part, o, tally);
+    put_stats<kThreads>(tables, part, o, tally);
 }
 
 }  // namespace

@@ -21,12 +21,12 @@ NM_DEVICE double bits_double(uint64_t b) {
 // The product of many positive numbers, as a mantissa in [1, 2) and an exponent: one logarithm in the end instead of many.
 struct Product {
     double mantissa = 1.0;
-    int64_t exponent = 0;
+    int exponent = 0;
 
     // f is in [2^-1000, 2^1000]
     NM_DEVICE void times(double f) {
         const uint64_t bits = double_bits(mantissa * f);
-        exponent += int64_t(bits >> 52) - 1023;
+        exponent += int(bits >> 52) - 1023;
         mantissa = bits_double((bits & 0xfffffffffffffu) | (uint64_t(1023) << 52));
     }
     NM_DEVICE double logarithm() const { return log(mantissa) + double(exponent) * 0x1.62e42fefa39efp-1; }
@@ -70,13 +70,15 @@ NM_DEVICE void multiply_terms(Product& to, const float* x) {
     }
 }
 
+template <int kWarps>
 struct WarpSums {
-    double value[8][kStats];
+    double value[kWarps][kStats];
 };
 
-// partials[k * blocks] = the sum (the last: the largest) of statistic k over the block's 256 threads.
+// partials[k * blocks] = the sum (the last: the largest) of statistic k over the block's threads.
+template <int kThreads>
 NM_DEVICE void reduce_block(const Tally& t, bool geometric, double* partials, int64_t blocks) {
-    NM_SHARED(WarpSums, sums);
+    NM_SHARED(WarpSums<kThreads / 32>, sums);
     double x[kStats] = {};
     x[kChange] = t.change;
     // the logarithms of infinities and NaN sum to what they sum to themselves
@@ -100,7 +102,7 @@ NM_DEVICE void reduce_block(const Tally& t, bool geometric, double* partials, in
     __syncthreads();
     if (thread >= kStats) return;
     double result = sums.value[0][thread];
-    for (int w = 1; w < 8; ++w) {
+    for (int w = 1; w < kThreads / 32; ++w) {
         const double next = sums.value[w][thread];
         // the bits of positive doubles, and of NaN above them, are in their order
         if (thread == kLargest) {

@@ -32,7 +32,8 @@ def buffers(call: dict[str, Any], rows: Any, columns: Any, layout: str) -> list[
 
 def compare(
     device: str, call: dict[str, Any], transposable: bool, packs: list[Tensor], layout: str = "canonical", *,
-    mine: dict[str, Any] | None = None, ours: list[Tensor] | None = None, found: Tensor | None = None, geometric: bool = False, **numbers: float,
+    mine: dict[str, Any] | None = None, ours: list[Tensor] | None = None, found: Tensor | None = None, geometric: bool = False,
+    **numbers: float,
 ) -> None:  # fmt: skip
     """Step ``mine`` (a copy of ``call``) into ``ours`` (a copy of ``packs``), the reference ``call``; everything must agree."""
     mine, theirs = mine or copied(call, device), copied(call)
