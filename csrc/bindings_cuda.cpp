@@ -91,6 +91,7 @@ void bind_products(py::module_& module) {
     using nm::cuda::LinearCall;
     module.def("linear_few_splits", &nm::cuda::linear_few_splits);
     module.def("linear_mma_splits", &nm::cuda::linear_mma_splits);
+    module.def("linear_expand_splits", &nm::cuda::linear_expand_splits);
     const auto product = [&](const char* name, void (*kernel)(const nm::cuda::LinearCall&, Queue)) {
         module.def(name, [kernel](Address x, Address values, Address indices, Address bias, Address y, Address parts, int dtype, int activation,
                                   int64_t tokens, int64_t rows, int64_t cols, int n, int m, int splits, int processors, int device, Address stream) {
@@ -100,6 +101,7 @@ void bind_products(py::module_& module) {
     };
     product("linear_few", nm::cuda::linear_few);
     product("linear_mma", nm::cuda::linear_mma);
+    product("linear_expand", nm::cuda::linear_expand);
 }
 
 }  // namespace

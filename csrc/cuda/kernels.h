@@ -109,7 +109,7 @@ void adamw_owners(const int64_t* table, int64_t params, const AdamWPart& flat, c
 // to[i] = words[i], captured by value in a CUDA graph.
 void upload_words(const std::vector<int64_t>& words, int64_t* to, Queue queue);
 
-// linear_few.cu, linear_mma.cu -----------------------------------------------------------------------------------------
+// linear_few.cu, linear_mma.cu, linear_expand.cu ------------------------------------------------------------------------
 
 // y [tokens, rows] = activation(x Wᵀ + bias) with x [tokens, cols] and W (rows, cols) packed; cols may end inside the last
 // group. Everything is accumulated in fp32 and rounded once. Indices are not checked; one that is outside of its group
@@ -123,7 +123,7 @@ struct LinearCall {
     int dtype, activation;
     int64_t tokens, rows, cols;
     int n, m;
-    int splits;      // what linear_few_splits or linear_mma_splits says
+    int splits;      // what the kernel's function linear_..._splits says
     int processors;  // multiprocessors to fill
 };
 
@@ -139,5 +139,11 @@ void linear_mma(const LinearCall& call, Queue queue);
 
 // The same for linear_mma; 0 where it has no kernel for a dtype, pattern and size.
 int linear_mma_splits(int dtype, int64_t tokens, int64_t rows, int64_t cols, int n, int m, int processors);
+
+// 1 to 16 tokens in 16 bits on tensor cores, for every pattern and any addresses.
+void linear_expand(const LinearCall& call, Queue queue);
+
+// The same for linear_expand; 0 for other dtypes and more tokens.
+int linear_expand_splits(int dtype, int64_t tokens, int64_t rows, int64_t cols, int n, int m, int processors);
 
 }  // namespace nm::cuda

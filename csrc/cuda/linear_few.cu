@@ -4,8 +4,9 @@
 // bytes of values at once and the index bytes that belong to them, kAhead times before it computes. The x that a value
 // meets is read from shared memory, where all tokens of a column lie together: one access for each value. The order there
 // is [step, group of a thread, thread, place], so that the threads of one turn of the banks find theirs in different banks
-// or in the same word. A stored value of 2:4 costs 5 instructions for one token, 8 for two and 13 for four in bfloat16;
-// at 4.1 TB/s an H200 (132 multiprocessors at 1.7 GHz) has 15 for it.
+// or in the same word. A stored value of 2:4 in bfloat16 costs 6 instructions for one
+// token, 9 for two and 13 for four (counted in machine code for sm_90a); at 4.1 TB/s an H200 (132 multiprocessors at 1.7
+// GHz) has 15 for it.
 //
 // Sums are added in a fixed order: over the values of a thread, the threads of a row, the warps of a row, the parts.
 #include <algorithm>
@@ -40,6 +41,7 @@ struct Steps : Tile<T, Fixed<N, M>, Tokens> {
     static constexpr int kLanes = std::clamp(128 / Base::kEntry / M, 2, 8);
     static constexpr int kRows = 32 / kLanes;
     static constexpr int kGroups = kLanes * kOwn;  // of a row in a step
+    static constexpr int kStaged = Base::kEntry < 16 ? 4 : 2;  // columns of x that a thread brings at once
     static constexpr int kStepBytes = kGroups * M * Base::kEntry;
     static_assert(kVec % N == 0 && M % 4 == 0 && M <= 16);
 };
@@ -106,24 +108,24 @@ struct Few {
     Plan plan;
 };
 
-// Four columns of x, all tokens of one column after another; zeros where there is no such column or token.
-template <int Tokens, class S, class T>
-NM_DEVICE void stage_quad(const Few<T>& f, int64_t column, S* to) {
-    S entry[4 * Tokens];
+// Some columns of x, all tokens of one column after another; zeros where there is no such column or token.
+template <int Columns, int Tokens, class S, class T>
+NM_DEVICE void stage(const Few<T>& f, int64_t column, S* to) {
+    S entry[Columns * Tokens];
     NM_UNROLL
     for (int t = 0; t < Tokens; ++t) {
-        T four[4];
-        load_some<4>(f.x + t * f.cols + column, four, t < f.sums.tokens ? f.cols - column : 0, f.wide);
+        T one[Columns];
+        load_some<Columns>(f.x + t * f.cols + column, one, t < f.sums.tokens ? f.cols - column : 0, f.wide);
         NM_UNROLL
-        for (int i = 0; i < 4; ++i) {
+        for (int i = 0; i < Columns; ++i) {
             if constexpr (std::is_same_v<S, T>) {
-                entry[i * Tokens + t] = four[i];
+                entry[i * Tokens + t] = one[i];
             } else {
-                entry[i * Tokens + t] = to_float(four[i]);
+                entry[i * Tokens + t] = to_float(one[i]);
             }
         }
     }
-    store_wide<4 * Tokens>(to, entry);
+    store_wide<Columns * Tokens>(to, entry);
 }
 
 // A thread's part of kAhead steps: 16 bytes of values at a time, and their index bytes.
@@ -186,45 +188,66 @@ __global__ void __launch_bounds__(kThreads, kBlocks) few_kernel(Few<T> f) {
     const int64_t first = part * f.plan.part, left = f.groups - first;
     const int groups = int(left < f.plan.part ? left : f.plan.part);
     const int steps = (groups + Tile::kGroups - 1) / Tile::kGroups;
-    for (int q = thread; q < steps * Tile::kGroups * (M / 4); q += kThreads) {
-        const int group = q / (M / 4), step = group / Tile::kGroups, own = group % Tile::kGroups / Tile::kLanes, lane = group % Tile::kLanes;
-        const int64_t from = (first + step * Tile::kGroups + lane * Tile::kOwn + own) * M + q % (M / 4) * 4;
-        stage_quad<Tokens>(f, from, reinterpret_cast<typename Tile::Staged*>(x + q * (4 * Tile::kEntry)));
-    }
-    __syncthreads();
 
     const int warp = thread / 32, lane = thread % 32 % Tile::kLanes, row_of_warp = thread % 32 / Tile::kLanes;
     const int sharing = f.plan.sharing, share = (steps + sharing - 1) / sharing;
     const int begin = warp % sharing * share, end = begin + share < steps ? begin + share : steps;
-    const int chunks = groups / Tile::kOwn - lane;  // the thread has one of every kLanes
-    int buffer = 0;
-    for (int64_t round = blockIdx.x % f.plan.blocks; round < f.plan.rounds; round += f.plan.blocks, buffer ^= 1) {
+    // of the last step not all threads of a row may have a chunk
+    const int whole = groups / Tile::kGroups, own_end = groups / Tile::kOwn - whole * Tile::kLanes > lane ? whole + 1 : whole;
+    const int limit = own_end < end ? own_end : end;
+    const uint8_t *values, *indices;
+    Chunks<Tile> own;
+    const auto seek = [&](int64_t round) {
         const int64_t row = (round * (kWarps / sharing) + warp / sharing) * Tile::kRows + row_of_warp;
         const int64_t chunk = (row < f.sums.rows ? row : f.sums.rows - 1) * (f.kept / Tile::kVec) + first / Tile::kOwn + begin * Tile::kLanes + lane;
-        const uint8_t* values = reinterpret_cast<const uint8_t*>(f.values) + chunk * 16;
-        const uint8_t* indices = f.indices + chunk * Tile::kIndexBytes;
+        values = reinterpret_cast<const uint8_t*>(f.values) + chunk * 16;
+        indices = f.indices + chunk * Tile::kIndexBytes;
+    };
+    const auto load = [&](int step) {
+        if (step + kAhead <= (whole < end ? whole : end)) {
+            own.template load<true>(values, indices, kAhead);
+        } else {
+            own.template load<false>(values, indices, limit - step);
+        }
+        values += kAhead * Tile::kLanes * 16;
+        indices += kAhead * Tile::kLanes * Tile::kIndexBytes;
+    };
+
+    // the first bytes of a round are under way while x is brought here, and while the sums of the round before are added
+    int64_t round = blockIdx.x % f.plan.blocks;
+    seek(round);
+    load(begin);
+    constexpr int kColumns = Tile::kStaged, kPieces = M / kColumns;
+    for (int q = thread; q < steps * Tile::kGroups * kPieces; q += kThreads) {
+        const int group = q / kPieces, step = group / Tile::kGroups, slot = group % Tile::kGroups;
+        const int of_row = step * Tile::kGroups + slot % Tile::kLanes * Tile::kOwn + slot / Tile::kLanes;
+        auto* to = reinterpret_cast<typename Tile::Staged*>(x + q * (kColumns * Tile::kEntry));
+        stage<kColumns, Tokens>(f, (first + of_row) * M + q % kPieces * kColumns, to);
+    }
+    __syncthreads();
+    for (int buffer = 0; round < f.plan.rounds; round += f.plan.blocks, buffer ^= 1) {
         uint32_t place = uint32_t(begin * Tile::kStepBytes + lane * (M * Tile::kEntry));
         float sums[Tokens] = {};
-        const auto batch = [&](auto whole, int step) {
-            constexpr bool kWhole = decltype(whole)::value;
-            const int left = (chunks - step * Tile::kLanes + Tile::kLanes - 1) / Tile::kLanes;
-            Chunks<Tile> own;
-            own.template load<kWhole>(values, indices, left < end - step ? left : end - step);
+        const auto add = [&](int count) {
             NM_UNROLL
             for (int a = 0; a < kAhead; ++a) {
-                if (kWhole || step + a < end) {
-                    add_products<Tile, N, M, Tokens, T>(x + a * Tile::kStepBytes, place, own.values[a], own.indices[a], sums);
-                }
+                if (a < count) add_products<Tile, N, M, Tokens, T>(x + a * Tile::kStepBytes, place, own.values[a], own.indices[a], sums);
             }
         };
-        int step = begin;
-        for (; step + kAhead <= end && (step + kAhead) * Tile::kGroups <= groups; step += kAhead) {
-            batch(std::true_type{}, step);
-            values += kAhead * Tile::kLanes * 16;
-            indices += kAhead * Tile::kLanes * Tile::kIndexBytes;
+        for (int step = begin; step < end;) {
+            if (step + kAhead <= end) {
+                add(kAhead);
+            } else {
+                add(end - step);
+            }
             place += kAhead * Tile::kStepBytes;
+            step += kAhead;
+            if (step < end) load(step);
         }
-        if (step < end) batch(std::false_type{}, step);
+        if (round + f.plan.blocks < f.plan.rounds) {
+            seek(round + f.plan.blocks);
+            load(begin);
+        }
         NM_UNROLL
         for (int t = 0; t < Tokens; ++t) {
             NM_UNROLL

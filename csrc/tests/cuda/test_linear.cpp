@@ -105,6 +105,17 @@ TEST(emulated_products_on_tensor_cores) {
     one(nm::cuda::linear_mma, nm::cuda::linear_mma_splits, {2, 4}, nm::kBFloat16, 16, 20, 8256, 64, true);
 }
 
+TEST(emulated_products_of_any_pattern_on_tensor_cores) {
+    for (NM p : {NM{4, 8}, NM{1, 2}, NM{3, 5}, NM{1, 32}, NM{100, 256}, NM{256, 256}}) {
+        for (int64_t tokens : {1, 9, 16}) {
+            const int dtype = tokens == 9 ? nm::kFloat16 : nm::kBFloat16;
+            one(nm::cuda::linear_expand, nm::cuda::linear_expand_splits, p, dtype, tokens, 33, 8 * p.m, 1);
+            one(nm::cuda::linear_expand, nm::cuda::linear_expand_splits, p, dtype, tokens, 1, 9 * p.m - (p.m > p.n), 64);
+        }
+    }
+    one(nm::cuda::linear_expand, nm::cuda::linear_expand_splits, {3, 5}, nm::kBFloat16, 5, 2, 2222, 64);
+}
+
 TEST(emulated_products_in_parts) {
     for (NM p : {NM{2, 4}, NM{3, 5}}) {
         one(nm::cuda::linear_few, nm::cuda::linear_few_splits, p, nm::kBFloat16, 1, 3, 4800 * p.m, 32);

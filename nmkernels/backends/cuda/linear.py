@@ -23,7 +23,7 @@ MOST_TOKENS = 16
 
 TENSOR_CORES_FROM = {4: 3}
 """Where tensor cores take fewer tokens too, by M. Counted in machine code for sm_90a, a stored value of 2:4 costs 5.9 instructions there
-for up to 8 tokens, one of 1:4 8.0, and on CUDA cores 5.8, 8.6 and 12.8 for 1, 2 and 4; an H200 has 15. With larger M they cost alike."""
+for up to 8 tokens, one of 1:4 8.0, and on CUDA cores 6.2, 8.9 and 13.2 for 1, 2 and 4; an H200 has 15. With larger M they cost alike."""
 
 ACTIVATIONS = {"": 0, "gelu": 1, "silu": 2, "relu2": 3}
 """The kernels' code of each activation."""
@@ -44,35 +44,28 @@ def _target(x: Tensor) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _plan(module: Any, dtype: torch.dtype, tokens: int, rows: int, cols: int, n: int, m: int, processors: int) -> tuple[str, int]:
-    """The kernel, and the parts that it cuts columns into; "" where there is none."""
+def _plan(
+    module: Any, dtype: torch.dtype, tokens: int, rows: int, cols: int, n: int, m: int, aligned: bool, processors: int
+) -> tuple[str, int]:
+    """The kernel, and the parts that it cuts columns into."""
     sizes = DTYPES[dtype], tokens, rows, cols, n, m, processors
-    if tokens >= TENSOR_CORES_FROM.get(m, FEW_TOKENS + 1):
+    if aligned and tokens >= TENSOR_CORES_FROM.get(m, FEW_TOKENS + 1):
         splits = module.linear_mma_splits(*sizes)
         if splits:
             return "linear_mma", splits
-    return ("linear_few", module.linear_few_splits(*sizes)) if tokens <= FEW_TOKENS else ("", 0)
-
-
-def _unaligned(values: Tensor, indices: Tensor) -> bool:
-    return bool(values.data_ptr() & 15 or indices.data_ptr() & 3)
+    if tokens <= FEW_TOKENS:
+        return "linear_few", module.linear_few_splits(*sizes)
+    return "linear_expand", module.linear_expand_splits(*sizes)
 
 
 def _supports(
     x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, bias: Tensor | None = None, activation: str = ""
 ) -> Verdict:
     tokens = x.shape[:-1].numel()
-    if tokens <= FEW_TOKENS:
-        return _RUNS
     if tokens > MOST_TOKENS:
         return False, f"its kernels take up to {MOST_TOKENS} tokens, and this call has {tokens}"
-    if not _plan(core(x), x.dtype, tokens, values.shape[0], cols, n, m, _target(x))[0]:
-        return False, (
-            f"more than {FEW_TOKENS} tokens are multiplied by tensor cores, in 16 bits, by 2:4, 1:4, 2:8, 1:8 or 1:16 with rows of whole "
-            f"groups and of a multiple of 8 stored values; this call has {tokens} tokens in {x.dtype} and {n}:{m} of {cols} columns"
-        )
-    if values.is_contiguous() and indices.is_contiguous() and _unaligned(values, indices):
-        return False, "the packed weight does not start at a multiple of 16 bytes"
+    if tokens > FEW_TOKENS and x.dtype == torch.float32:
+        return False, f"more than {FEW_TOKENS} tokens are multiplied by tensor cores, in 16 bits, and this call has {tokens} in float32"
     return _RUNS
 
 
@@ -93,12 +86,10 @@ def linear(
     x, values, indices = contiguous(x), contiguous(values), indices.contiguous()
     b = None if bias is None else contiguous(bias)
     module, processors = core(x), _target(x)
-    kernel, splits = _plan(module, x.dtype, tokens, rows, cols, n, m, processors)
-    if kernel == "linear_mma":
-        if tokens <= FEW_TOKENS and _unaligned(values, indices):
-            kernel, splits = "linear_few", module.linear_few_splits(DTYPES[x.dtype], tokens, rows, cols, n, m, processors)
-        elif x.data_ptr() & 15:
-            x = x.clone()
+    aligned = not (values.data_ptr() & 15 or indices.data_ptr() & 3)
+    kernel, splits = _plan(module, x.dtype, tokens, rows, cols, n, m, aligned, processors)
+    if kernel == "linear_mma" and x.data_ptr() & 15:
+        x = x.clone()
     parts = x.new_empty(splits, tokens, rows, dtype=torch.float32) if splits > 1 else None
     addresses = (x.data_ptr(), values.data_ptr(), indices.data_ptr(), _address(b), y.data_ptr(), _address(parts))
     getattr(module, kernel)(
