@@ -1,5 +1,6 @@
 // Packing any N:M of any dtype, strides and alignment, one way: a block takes a tile of whole groups into shared memory,
 // a thread one element at a time. Slower than registers; what the usual patterns leave over comes here too.
+// The n kept are marked by any_groups.h; their order in the group is counted in bits.
 #include "any_groups.h"
 #include "launch.h"
 #include "pack.h"
@@ -91,20 +92,15 @@ __global__ void __launch_bounds__(AnyTile::kThreads)
         // neighbouring threads read neighbouring memory
         const int e = walk.step == 1 ? i : i % walk.tile_rows * row_elements + i / walk.tile_rows;
         uint32_t key = 0;
-        if (within(e)) key = select == kGiven ? uint32_t(mask[address(e)] != 0) : Key<In>::of(w[address(e)]);
+        if (within(e)) key = select != kGiven ? Key<In>::of(w[address(e)]) : mask[address(e)] ? AnyTile::kKept : 0u;
         scratch.groups.keys[e] = key;
     }
     __syncthreads();
+    if (select == kThreshold && n < m) scratch.groups.find_thresholds(elements, n, m, Key<In>::bits);
+    if (select != kGiven) scratch.groups.mark_kept(elements, n, m, Key<In>::bits);
     // whole warps, because the lanes put their bits together
     for (int e = int(threadIdx.x); e < AnyTile::kElements; e += AnyTile::kThreads) {
-        bool kept = false;
-        if (e < elements) {
-            const uint32_t* keys = scratch.groups.keys;
-            const int rank = select == kGiven ? 0 : rank_in_group(keys, e, m);
-            kept = select == kGiven ? keys[e] != 0 : rank < n;
-            if (select == kThreshold && rank == n) scratch.groups.thresholds[e / m] = keys[e];
-        }
-        scratch.kept.set(e, kept);
+        scratch.kept.set(e, e < elements && (scratch.groups.keys[e] & AnyTile::kKept) != 0);
     }
     __syncthreads();
     for (int e = int(threadIdx.x); e < AnyTile::kElements; e += AnyTile::kThreads) {

@@ -8,34 +8,39 @@ namespace nm::cuda {
 
 namespace {
 
-constexpr int kColumns = 64, kDown = 32;  // of a tile: columns, and groups of a column
+constexpr int kColumns = 64;                  // of a tile
+constexpr int64_t kLongest = 0x7fffffff / 2;  // rows and columns are ints, which save registers
 
 // A thread takes one group of the rows, 16 bytes of each. A warp is 8 threads wide, so that it reads 128 bytes of 4 groups' rows.
-template <class In, class P>
+template <class In, class P, int kSelect>
 struct Tile {
     static constexpr int kWide = 16 / int(sizeof(In));  // columns of a thread
-    static constexpr int kAcross = kColumns / kWide, kThreads = kAcross * kDown;
-    static constexpr int kRows = kDown * P::m;
+    static constexpr int kAcross = kColumns / kWide;
+    // The search of a transposable mask takes 80 registers a thread, others 64, and groups of 16 take 128. That leaves room for
+    // some blocks that compute while others wait for memory.
+    static constexpr int kResident = kSelect == kTransposable ? 768 : P::m <= 8 ? 1024 : 512;
+    static constexpr int kDown = kSelect == kTransposable && kAcross > 8 ? 16 : 32;  // groups of a column
+    static constexpr int kRows = kDown * P::m, kThreads = kAcross * kDown, kBlocks = kResident / kThreads;
 };
 
-template <class In, class Out, class P, bool kByRow, bool kByColumn>
+template <class In, class Out, class P, int kSelect, bool kByRow, bool kByColumn>
 struct Shared {
-    using T = Tile<In, P>;
+    using T = Tile<In, P, kSelect>;
     struct Nothing {};
     using Rows = Panel<Out, P, T::kRows, kColumns / P::m, P::m, T::kThreads>;
-    using Columns = Panel<Out, P, kColumns, kDown, T::kWide, T::kThreads>;
+    using Columns = Panel<Out, P, kColumns, T::kDown, T::kWide, T::kThreads>;
     std::conditional_t<kByRow, Rows, Nothing> rows;
     std::conditional_t<kByColumn, Columns, Nothing> columns;
 };
 
 // A thread's place in its tile.
-template <class In, class P>
+template <class In>
 struct Lane {
-    int across, down;
+    unsigned across, down;
 
     NM_DEVICE Lane() {
-        constexpr int warps = Tile<In, P>::kAcross / 8;
-        const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32;
+        constexpr unsigned warps = kColumns * sizeof(In) / 128;  // beside each other
+        const unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32;
         across = warp % warps * 8 + lane % 8;
         down = warp / warps * 4 + lane / 8;
     }
@@ -70,7 +75,7 @@ NM_DEVICE uint32_t pack_one_quad(uint32_t* words, uint32_t mask, float scale, ui
 template <class In, class Out, int kSelect, bool kByRow, bool kByColumn, class S>
 NM_DEVICE void pack_quads(const uint32_t* words, const uint32_t* flags, float scale, S& shared, bool& overfull) {
     constexpr int kWide = 16 / int(sizeof(In)), kTiles = kWide / 4, kWords = int(sizeof(In)), kPair = 2 * int(sizeof(Out)) / 4;
-    const Lane<In, Fixed<2, 4>> lane;
+    const Lane<In> lane;
     uint32_t beside[4][kTiles * kPair], indices[kTiles];  // values of the four rows
     NM_UNROLL
     for (int t = 0; t < kTiles; ++t) {
@@ -88,9 +93,8 @@ NM_DEVICE void pack_quads(const uint32_t* words, const uint32_t* flags, float sc
             const uint32_t index = pack_one_quad<In, Out, kSelect>(columns, transposed(mask), scale, values, overfull);
             NM_UNROLL
             for (int c = 0; c < 4; ++c) {
-                const int line = lane.across * kWide + 4 * t + c;
-                shared.columns.template put<4 * kPair>(line, lane.down, values + c * kPair);
-                shared.columns.template put_indices<1>(line, lane.down, index >> (8 * c));
+                shared.columns.template put<4 * kPair>(lane.across, 4 * t + c, lane.down, values + c * kPair);
+                shared.columns.template put_indices<1>(lane.across, 4 * t + c, lane.down, index >> (8 * c));
             }
         }
         if constexpr (kByRow) {
@@ -105,11 +109,10 @@ NM_DEVICE void pack_quads(const uint32_t* words, const uint32_t* flags, float sc
     if constexpr (kByRow) {
         NM_UNROLL
         for (int r = 0; r < 4; ++r) {
-            const int line = lane.down * 4 + r, group = lane.across * kTiles;
-            shared.rows.template put<4 * kTiles * kPair>(line, group, beside[r]);
+            shared.rows.template put<4 * kTiles * kPair>(lane.down, r, lane.across * kTiles, beside[r]);
             const uint32_t pair = __byte_perm(indices[0], indices[kTiles - 1], uint32_t(r | (r + 4) << 4));
             const uint32_t index = kTiles == 1 ? indices[0] >> (8 * r) : pair;
-            shared.rows.template put_indices<kTiles>(line, group, index);
+            shared.rows.template put_indices<kTiles>(lane.down, r, lane.across * kTiles, index);
         }
     }
 }
@@ -118,7 +121,7 @@ NM_DEVICE void pack_quads(const uint32_t* words, const uint32_t* flags, float sc
 template <class In, class Out, class P, int kSelect, class S>
 NM_DEVICE void pack_columns(const uint32_t* words, const uint32_t* flags, S& shared, bool& overfull) {
     constexpr int kWide = 16 / int(sizeof(In)), M = P::m, kGroup = M * int(sizeof(In)) / 4;
-    const Lane<In, P> lane;
+    const Lane<In> lane;
     uint32_t bits[kWide / 4][(M + 7) / 8] = {};  // of a mask: a byte for each column
     if constexpr (kSelect == kGiven) {
         NM_UNROLL
@@ -144,33 +147,30 @@ NM_DEVICE void pack_columns(const uint32_t* words, const uint32_t* flags, S& sha
         NM_UNROLL
         for (int k = 0; k < P::n; ++k) values[k] = bits_of(converted<In, Out>(of_bits<In>(small.kept[k])));
         if constexpr (sizeof(Out) == 2 && P::n == 2) values[0] = __byte_perm(values[0], values[1], 0x5410);
-        const int line = lane.across * kWide + c;
-        shared.columns.template put<P::n * int(sizeof(Out))>(line, lane.down, values);
-        shared.columns.template put_indices<1>(line, lane.down, small.code);
+        shared.columns.template put<P::n * int(sizeof(Out))>(lane.across, c, lane.down, values);
+        shared.columns.template put_indices<1>(lane.across, c, lane.down, small.code);
     }
 }
 
 template <class In, class Out, class P, int kSelect, bool kByRow, bool kByColumn>
-__global__ void __launch_bounds__(Tile<In, P>::kThreads)
-    pack_tiles_kernel(const In* w, const uint8_t* mask, const float* scale, Packed by_row, Packed by_column, int64_t rows, int64_t cols,
+__global__ void __launch_bounds__(Tile<In, P, kSelect>::kThreads, Tile<In, P, kSelect>::kBlocks)
+    pack_tiles_kernel(const In* w, const uint8_t* mask, const float* scale, Packed by_row, Packed by_column, int rows, int cols, unsigned tiles,
                       int layout, int* overfull) {
-    using T = Tile<In, P>;
-    using S = Shared<In, Out, P, kByRow, kByColumn>;
+    using T = Tile<In, P, kSelect>;
+    using S = Shared<In, Out, P, kSelect, kByRow, kByColumn>;
     NM_SHARED(S, shared);
-    const int64_t tiles = (cols + kColumns - 1) / kColumns;
-    const int64_t row = int64_t(blockIdx.x) / tiles * T::kRows, column = int64_t(blockIdx.x) % tiles * kColumns;
-    const int height = rows - row < T::kRows ? int(rows - row) : T::kRows;
-    const int width = cols - column < kColumns ? int(cols - column) : kColumns;
-    const Lane<In, P> lane;
-    if (lane.down * P::m < height && lane.across * T::kWide < width) {
+    const int row = int(blockIdx.x / tiles) * T::kRows, column = int(blockIdx.x % tiles) * kColumns;
+    const int height = rows - row, width = cols - column;  // or more than a tile's
+    const Lane<In> lane;
+    if (int(lane.down * P::m) < height && int(lane.across * T::kWide) < width) {
         uint32_t words[P::m * 4], flags[P::m * T::kWide / 4] = {};  // of a given mask
-        const int64_t first = (row + lane.down * P::m) * cols + column + lane.across * T::kWide;
+        const int64_t first = int64_t(row + int(lane.down) * P::m) * cols + column + int(lane.across) * T::kWide;
         NM_UNROLL
-        for (int r = 0; r < P::m; ++r) load_wide<4>(reinterpret_cast<const uint32_t*>(w + first + r * cols), words + 4 * r);
+        for (int r = 0; r < P::m; ++r) load_wide<4>(reinterpret_cast<const uint32_t*>(w + first + int64_t(r) * cols), words + 4 * r);
         if constexpr (kSelect == kGiven) {
             NM_UNROLL
             for (int r = 0; r < P::m; ++r) {
-                load_wide<T::kWide / 4>(reinterpret_cast<const uint32_t*>(mask + first + r * cols), flags + r * T::kWide / 4);
+                load_wide<T::kWide / 4>(reinterpret_cast<const uint32_t*>(mask + first + int64_t(r) * cols), flags + r * T::kWide / 4);
             }
         }
         bool many = false;
@@ -193,10 +193,10 @@ __global__ void __launch_bounds__(Tile<In, P>::kThreads)
 
 template <class In, class Out, class P, int kSelect, bool kByRow, bool kByColumn>
 void run(const char* name, const Pack& call, Queue queue) {
-    using T = Tile<In, P>;
-    const int64_t blocks = cdiv(call.rows, T::kRows) * cdiv(call.cols, kColumns);
+    using T = Tile<In, P, kSelect>;
+    const int64_t across = cdiv(call.cols, kColumns), blocks = cdiv(call.rows, T::kRows) * across;
     launch(name, pack_tiles_kernel<In, Out, P, kSelect, kByRow, kByColumn>, {blocks, T::kThreads}, queue, static_cast<const In*>(call.w),
-           call.mask, call.scale, call.by_row, call.by_column, call.rows, call.cols, call.layout, call.overfull);
+           call.mask, call.scale, call.by_row, call.by_column, int(call.rows), int(call.cols), unsigned(across), call.layout, call.overfull);
 }
 
 // Whether the lines of an operand of so many groups each are whole pieces.
@@ -223,6 +223,7 @@ bool run_2_4(const Pack& call, Queue queue) {
 bool pack_tiles(const Pack& call, Queue queue) {
     const int wide = call.dtype == kFloat32 ? 4 : 8;
     if (call.rows % call.m || call.cols % wide || !multiples_of_16(call.w, call.mask)) return false;
+    if (call.rows > kLongest || call.cols > kLongest) return false;
     if (!whole_lines(call.by_row, call.cols / call.m, call) || !whole_lines(call.by_column, call.rows / call.m, call)) return false;
     bool done = false;
     by_usual_dtypes(call.dtype, call.out_dtype, [&](auto in, auto out) {

@@ -158,7 +158,7 @@ struct SmallGroup {
         if constexpr (sizeof(T) == 4) {
             return left[0];
         } else {
-            return __byte_perm(left[0], left[1], 0x1010u + 0x2222u * (place & 3u));
+            return permute_bytes(left[0], left[1], 0x1010u + 0x2222u * (place & 3u));
         }
     }
 
@@ -170,18 +170,27 @@ struct SmallGroup {
     }
 };
 
+// The sixteen elements of a quad from fp32.
+template <class Out>
+NM_DEVICE void round_quad(const uint32_t* words, uint32_t* rounded) {
+    NM_UNROLL
+    for (int i = 0; i < 8; ++i) rounded[i] = rounded_pair<Out>(bits_float(words[2 * i]), bits_float(words[2 * i + 1]));
+}
+
 // The eight values of a quad from the words of its elements, given its mask; `third` is for the threshold alone.
 template <class In, class Out, int kSelect>
 NM_DEVICE void quad_values(const uint32_t* words, uint32_t mask, const uint32_t* third, float scale, uint32_t* values) {
-    uint32_t kept[8 * sizeof(In) / 4];
-    pick_two<In>(words, mask, kept);
     if constexpr (kSelect == kThreshold) {
+        uint32_t kept[8 * sizeof(In) / 4];
+        pick_two<In>(words, mask, kept);
         map_words<In, Out, 8>(kept, values, [&](In x, int i) { return shrunk<In, Out>(x, Key<In>::value(third[i / 2]), scale); });
     } else if constexpr (std::is_same_v<In, Out>) {
-        NM_UNROLL
-        for (int i = 0; i < int(8 * sizeof(In) / 4); ++i) values[i] = kept[i];
+        pick_two<In>(words, mask, values);
     } else {
-        map_words<In, Out, 8>(kept, values, [](In x, int) { return converted<In, Out>(x); });
+        // all are converted, two by an instruction: pairs of 16 bits are picked at less cost than fp32 is
+        uint32_t rounded[16 * sizeof(Out) / 4];
+        round_quad<Out>(words, rounded);
+        pick_two<Out>(rounded, mask, values);
     }
 }
 

@@ -1,5 +1,5 @@
 // The PTX instructions that CUDA C++ has no function for, or none that is one instruction: copies into shared memory that
-// nobody waits for yet, tensor cores, and a permutation of bytes. nvcc gets inline assembly, the emulator its reading of the
+// nobody waits for yet, tensor cores, a permutation of bytes, a rounding of two numbers. nvcc gets inline assembly, the emulator its reading of the
 // manual (emulator/ptx.h). All are there from sm_80 on.
 //
 // Fragments: lane l = 4 g + t; register r of A (16 x 16, row-major) holds A[g + 8 (r % 2)][2 t + 8 (r / 2)] in its low half
@@ -31,6 +31,22 @@ NM_DEVICE uint32_t permute_bytes(uint32_t x, uint32_t y, uint32_t selector) {
 #else
     uint32_t result;
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(x), "r"(y), "r"(selector));
+    return result;
+#endif
+}
+
+// Two fp32 rounded to nearest even, the first in the low half. T is bf16 or fp16.
+template <class T>
+NM_DEVICE uint32_t rounded_pair(float low, float high) {
+#if defined(NM_EMULATED)
+    return uint32_t(from_float<T>(low).bits) | uint32_t(from_float<T>(high).bits) << 16;
+#else
+    uint32_t result;
+    if constexpr (std::is_same_v<T, bf16>) {
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
+    } else {
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
+    }
     return result;
 #endif
 }

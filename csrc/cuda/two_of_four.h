@@ -7,7 +7,7 @@
 #pragma once
 
 #include "../core/threshold.h"
-#include "platform.h"
+#include "ptx.h"
 
 namespace nm::cuda {
 
@@ -110,7 +110,7 @@ NM_DEVICE void clear_unkept(uint32_t* words, uint32_t mask) {
 }
 
 // The four bits "first | second << 2" of each group, a group in a byte.
-NM_DEVICE uint32_t index_bytes_of(uint32_t mask) { return __byte_perm(0x040d0c04u, 0x0409080eu, mask & 0x7777u); }
+NM_DEVICE uint32_t index_bytes_of(uint32_t mask) { return permute_bytes(0x040d0c04u, 0x0409080eu, mask & 0x7777u); }
 
 // The low four bits of four bytes as two bytes.
 NM_DEVICE uint32_t joined_nibbles(uint32_t bytes) { return __byte_perm(bytes | (bytes >> 4), 0, 0x4420); }
@@ -120,12 +120,12 @@ template <class T>
 NM_DEVICE void pick_two(const uint32_t* words, uint32_t mask, uint32_t* kept) {
     if constexpr (sizeof(T) == 2) {
         // selectors of bytes 2i and 2i + 1 for the first kept i of each group, and for the second
-        const uint32_t first = __byte_perm(0x10321010u, 0x10321054u, mask & 0x7777u);
-        const uint32_t second = __byte_perm(0x32767632u, 0x32545476u, mask & 0x7777u);
+        const uint32_t first = permute_bytes(0x10321010u, 0x10321054u, mask & 0x7777u);
+        const uint32_t second = permute_bytes(0x32767632u, 0x32545476u, mask & 0x7777u);
         NM_UNROLL
         for (int g = 0; g < 4; ++g) {
             const uint32_t selector = __byte_perm(first, second, uint32_t(g | (g + 4) << 4));
-            kept[g] = __byte_perm(words[2 * g], words[2 * g + 1], selector & 0xffffu);
+            kept[g] = permute_bytes(words[2 * g], words[2 * g + 1], selector);
         }
     } else {
         NM_UNROLL
