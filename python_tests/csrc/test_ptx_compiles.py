@@ -1,0 +1,88 @@
+"""The assembly of ``csrc/cuda/ptx.h``: nvcc takes it for every GPU that kernels are built for, and makes of it the instructions that are meant."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sysconfig
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+CSRC = Path(__file__).resolve().parents[2] / "csrc"
+NVCC = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+_BESIDE_TRITON = Path(sysconfig.get_paths()["purelib"]) / "triton" / "backends" / "nvidia" / "bin" / "cuobjdump"
+CUOBJDUMP = shutil.which("cuobjdump") or (str(_BESIDE_TRITON) if _BESIDE_TRITON.is_file() else None)
+
+CALLS = """
+#include "cuda/ptx.h"
+using namespace nm;
+using namespace nm::cuda;
+
+template <class T>
+__global__ void calls(const uint4* from, float* to, int filled) {
+    using Tile = uint4[96];
+    NM_SHARED(Tile, tile);
+    const int lane = int(threadIdx.x);
+    cp_async<16>(&tile[lane], from + lane, filled);
+    cp_async<16, true>(&tile[lane + 32], from + lane + 32);
+    cp_async_commit();
+    cp_async<8>(&tile[lane + 64], from + lane + 64);
+    cp_async<4>(reinterpret_cast<char*>(&tile[lane + 64]) + 8, from + lane + 65, filled);
+    cp_async_commit();
+    cp_async_wait<1>();
+    cp_async_wait<0>();
+    __syncthreads();
+    uint32_t one[1], two[2], four[4], one_turned[1], two_turned[2], four_turned[4];
+    ldmatrix(one, &tile[lane]);
+    ldmatrix(two, &tile[lane + 1]);
+    ldmatrix(four, &tile[lane + 2]);
+    ldmatrix_trans(one_turned, &tile[lane + 3]);
+    ldmatrix_trans(two_turned, &tile[lane + 4]);
+    ldmatrix_trans(four_turned, &tile[lane + 5]);
+    float d[4] = {};
+    mma_m16n8k16<T>(d, four, two);
+    mma_m16n8k8<T>(d, two_turned, one);
+    mma_sp_m16n8k32<T, 0>(d, four, four_turned, one[0]);
+    mma_sp_m16n8k32<T, 1>(d, four_turned, four, one_turned[0]);
+    for (int i = 0; i < 4; ++i) to[4 * lane + i] = d[i];
+}
+template __global__ void calls<bf16>(const uint4*, float*, int);
+template __global__ void calls<fp16>(const uint4*, float*, int);
+"""
+PER_KERNEL = {
+    "LDGSTS.E.BYPASS.128.ZFILL": 1,
+    "LDGSTS.E.128": 1,
+    "LDGSTS.E.64": 1,
+    "LDGSTS.E.ZFILL": 1,
+    "LDGDEPBAR": 2,
+    "LDSM.16.M88": 1,
+    "LDSM.16.M88.2": 1,
+    "LDSM.16.M88.4": 1,
+    "LDSM.16.MT88": 1,
+    "LDSM.16.MT88.2": 1,
+    "LDSM.16.MT88.4": 1,
+}
+PRODUCTS = {"HMMA.16816.F32": 1, "HMMA.1688.F32": 1, "HMMA.SP.16832.F32": 2}
+
+
+@pytest.mark.skipif(NVCC is None or CUOBJDUMP is None, reason="no nvcc, or no cuobjdump")
+@pytest.mark.skipif(not CSRC.is_dir(), reason="not a source checkout")
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90a"])
+def test_the_instructions_are_those_that_are_meant(tmp_path: Path, architecture: str) -> None:
+    assert NVCC is not None and CUOBJDUMP is not None
+    source, cubin = tmp_path / "calls.cu", tmp_path / "calls.cubin"
+    source.write_text(CALLS)
+    command = [NVCC, "-std=c++17", "-O3", f"-I{CSRC}", f"-arch={architecture}", "-cubin", "-o", str(cubin), str(source)]
+    built = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert built.returncode == 0, built.stderr
+    assert "Advisory" not in built.stderr
+    text = subprocess.run([CUOBJDUMP, "-sass", str(cubin)], capture_output=True, text=True, timeout=120, check=True).stdout
+    found = Counter(re.findall(r"\b(?:LDGSTS|LDGDEPBAR|LDSM|HMMA)[A-Z0-9.]*", text))
+    expected = {name: 2 * count for name, count in PER_KERNEL.items()}
+    expected |= PRODUCTS | {f"{name}.BF16": count for name, count in PRODUCTS.items()}
+    assert dict(found) == expected
+    assert "DEPBAR.LE SB0, 0x1" in text and "DEPBAR.LE SB0, 0x0" in text
+    assert re.search(r"HMMA\.SP\.\S+ .*, 0x0 ;", text) and re.search(r"HMMA\.SP\.\S+ .*, 0x1 ;", text)
