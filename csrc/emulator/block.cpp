@@ -77,8 +77,9 @@ void Block::run(unsigned number, unsigned blocks, unsigned threads, size_t dynam
     for (unsigned turn = number; alive_ > 0; ++turn) {
         bool moved = false;
         for (unsigned i = 0; i < threads; ++i) {
-            const unsigned place = (i + 7 * (turn % threads)) % threads * stride % threads;
-            Thread& one = *threads_[turn % 2 ? threads - 1 - place : place];
+            // every second turn goes backwards, the pair begins elsewhere each time
+            const unsigned step = (turn % 2 ? threads - 1 - i : i) + 7 * (turn / 2 % threads);
+            Thread& one = *threads_[step % threads * stride % threads];
             // after an error those that wait go on too: to their ends, so that what is on their stacks is destroyed
             if (one.done || (one.waits && !error_)) continue;
             moved = true;

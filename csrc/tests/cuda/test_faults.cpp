@@ -48,7 +48,7 @@ __global__ void deep_kernel(int depth) {
 
 TEST(a_stack_that_overflows_ends_the_program) {
     CHECK(last_words([] { launch("k", deep_kernel, {1, 64}, kQueue, 20); }) == "lived");
-    const std::string words = last_words([] { launch("k", deep_kernel, {1, 64}, kQueue, 1000); });
+    const std::string words = last_words([] { launch("k", deep_kernel, {1, 64}, kQueue, 150); });
     CHECK(words.find("AddressSanitizer") != std::string::npos || words == " signal 11") << words;
 }
 
