@@ -1,4 +1,4 @@
-"""What ``make gpu`` runs: build in place, the tests marked gpu, quick benchmarks, the README's table, and a summary last.
+"""What ``make gpu`` runs: build in place, the tests marked gpu, compute-sanitizer, quick benchmarks, the README's table, a summary last.
 
 For a machine with an NVIDIA GPU, a torch already installed and no network. ``python -m bench.gpu tests benchmarks`` runs only those
 steps. Exit status 0: everything passed, 1: something failed (the summary says what), 2: there is no GPU here that torch can use, or
@@ -19,6 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 NO_TESTS_COLLECTED = 5
 NO_CASE_LEFT = 2
+NO_SANITIZER = 4
 Runner = Callable[[list[str]], int]
 
 
@@ -34,6 +35,7 @@ class Step:
 STEPS = (
     Step("build", ("setup.py", "build_ext", "--inplace")),
     Step("tests", ("-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"), ((NO_TESTS_COLLECTED, "no test is marked gpu yet"),)),
+    Step("sanitizer", ("-m", "bench.sanitize"), ((NO_SANITIZER, "skipped: compute-sanitizer is not installed"),)),
     Step("benchmarks", ("-m", "bench.quick", "--device", "cuda")),
     Step("report", ("-m", "bench.report")),
 )

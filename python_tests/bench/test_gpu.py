@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import gpu
+from bench import gpu, sanitize
 from bench.runner import running
 from nmkernels import _capability
 from python_tests.house.tree import ROOT
@@ -46,7 +46,7 @@ def test_steps_are_chosen_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     status, _, ran = _run(capsys, {}, "report", "tests")
     assert status == 0 and ran == [list(s.words) for s in gpu.STEPS if s.name in ("tests", "report")]
     status, lines, ran = _run(capsys, {}, "test")
-    assert status == 2 and not ran and "no step is called test; there are build, tests, benchmarks, report" in lines[0]
+    assert status == 2 and not ran and "no step is called test; there are build, tests, sanitizer, benchmarks, report" in lines[0]
 
 
 def test_no_gpu_test_yet_is_fine(capsys: pytest.CaptureFixture[str]) -> None:
@@ -54,6 +54,14 @@ def test_no_gpu_test_yet_is_fine(capsys: pytest.CaptureFixture[str]) -> None:
     assert status == 0 and any("no test is marked gpu yet" in line for line in lines)
     # the same status of another step is a failure
     assert _run(capsys, {"build": 5})[0] == 1
+
+
+def test_no_sanitizer_is_fine(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu.NO_SANITIZER == sanitize.NOT_INSTALLED
+    status, lines, _ = _run(capsys, {"sanitizer": gpu.NO_SANITIZER})
+    assert status == 0 and any("skipped: compute-sanitizer is not installed" in line for line in lines)
+    # a finding is not
+    assert _run(capsys, {"sanitizer": 1})[0] == 1
 
 
 def test_without_gpu_nothing_runs(capsys: pytest.CaptureFixture[str]) -> None:

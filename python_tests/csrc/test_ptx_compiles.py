@@ -1,4 +1,4 @@
-"""The assembly of ``csrc/cuda/ptx.h``: nvcc takes it for every GPU that kernels are built for, and makes of it the instructions that are meant."""
+"""The assembly of ``csrc/cuda/ptx.h``: nvcc takes it for every GPU it is meant for, and makes the instructions of it that are meant."""
 
 from __future__ import annotations
 

@@ -277,7 +277,7 @@ __global__ void atomics_kernel(unsigned* words, float* sum, int* extremes) {
     atomicAdd(sum, 0.5f);
     atomicMax(&extremes[0], int(i));
     atomicMin(&extremes[1], -int(i));
-    for (int turn = 0; turn < 100; ++turn) atomicAdd(&words[6], 1);
+    for (int turn = 0; turn < 400; ++turn) atomicAdd(&words[6], 1);
     unsigned old = words[3], seen;
     do {
         seen = old;
@@ -293,7 +293,7 @@ TEST(atomics_lose_nothing_between_cpu_threads) {
     int extremes[2] = {0, 0};
     CHECK(said(atomics_kernel, {100, 64}, words, &sum, extremes) == "");
     constexpr unsigned n = 6400;
-    CHECK(words[0] == n * (n - 1) / 2 && words[1] == ~0u && words[2] == 0xffff0000u && words[3] == 3 * n && words[5] == 1 && words[6] == 100 * n);
+    CHECK(words[0] == n * (n - 1) / 2 && words[1] == ~0u && words[2] == 0xffff0000u && words[3] == 3 * n && words[5] == 1 && words[6] == 400 * n);
     CHECK(sum == 0.5f * n && extremes[0] == int(n) - 1 && extremes[1] == 1 - int(n));
 }
 
