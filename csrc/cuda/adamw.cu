@@ -43,43 +43,48 @@ NM_DEVICE void locate(const AdamWParam& param, int64_t i, int64_t across, int64_
 template <bool kFlat, class P>
 NM_DEVICE Place place_of(const AdamWParam& param, int64_t chunk) {
     Place place{0, chunk * K, 0, false};
-    if (!kFlat) {
-        constexpr int kLanes = P::m / K;  // of a group
-        const int64_t across = (param.cols + P::m - 1) / P::m, group = chunk / kLanes;
-        if (group >= across * param.rows) return place;
-        locate(param, group, across, place.row, place.col);
-        place.col = place.col * P::m + chunk % kLanes * K;
+    if (kFlat) {
+        place.count = place.col < param.cols ? K : 0;
+        return place;
     }
+    constexpr int kLanes = P::m / K;  // of a group
+    const int64_t across = (param.cols + P::m - 1) / P::m, group = chunk / kLanes;
+    if (group >= across * param.rows) return place;
+    locate(param, group, across, place.row, place.col);
+    place.col = place.col * P::m + chunk % kLanes * K;
     const int64_t left = param.cols - place.col;
-    place.count = left >= K ? K : left > 0 ? int(left) : 0;
+    place.count = left >= K ? K : int(left);
     place.wide = param.aligned() && left >= K;
     return place;
 }
 
 template <bool kFlat, class P>
 NM_DEVICE void step_tile(const AdamWCurrent& c, const AdamWOptions& o, int64_t tile, Tally& tally) {
-    constexpr bool kMasked = P::n > 0;
+    constexpr bool kMasked = P::n > 0, kWhole = kFlat || kMasked;
     // one chunk at a time: more would take the registers that other warps need
-NM_ONE_BY_ONE
+    NM_ONE_BY_ONE
     for (int step = 0; step < kSteps; ++step) {
         const int64_t chunk = (tile * kSteps + step) * kThreads + threadIdx.x;
         const Place place = place_of<kFlat, P>(c.param, chunk);
+        if (P::m == K && place.count == 0) break;  // lanes that share a group stay together
+        const bool inside = P::m == K || place.count > 0;
+        const int count = kWhole ? K : place.count;
         Elements<K> e;
         bool before[K]{}, after[K]{};
         load_elements<kFlat>(c, o, place, e);
         if constexpr (kMasked) mask_quad<P::n, P::m>(e.p.at, before);
-        if (place.count > 0) {
+        if (inside) {
             NM_READ_AGAIN();  // or the compiler keeps all scalars, strides and addresses
-            step_elements<kMasked>(c.scalars, o, before, place.count, e, tally);
+            step_elements<kMasked>(c.scalars, o, before, count, e, tally);
             NM_READ_AGAIN();
             store_elements<kFlat>(c, o, place, e);
         }
         if constexpr (kMasked) mask_quad<P::n, P::m>(e.p.at, after);
-        if (place.count > 0) settle_elements<kFlat, kMasked>(c, place, before, after, e, tally);
+        if (inside) settle_elements<kFlat, kMasked>(c, place, before, after, count, e, tally);
     }
 }
 
-// Flat params and others apart: in one kernel they would take 110 registers.
+// Flat params whose chunks are whole 16 bytes, and others: in one kernel they would take 110 registers.
 template <bool kFlat, class P>
 __global__ void __launch_bounds__(kThreads, kBlocks) adamw_kernel(AdamWTables tables, AdamWPart part, AdamWOptions o) {
     NM_SHARED(AdamWCurrent, current);
@@ -142,7 +147,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) adamw_any_kernel(AdamWTable
             Elements<1> e;
             e.p.at[0] = weights.at[at];
             const bool before = kept >> k & 1, after = rank_in_group(groups.keys, at, m) < n;
-            settle_elements<false, true>(c, place, &before, &after, e, tally);
+            settle_elements<false, true>(c, place, &before, &after, 1, e, tally);
         });
         __syncthreads();  // the next tile writes the keys
     });

@@ -20,11 +20,11 @@ struct AdamWCurrent {
     NM_DEVICE int64_t address(AdamWTensor which) const { return which == kGradient ? gradient : param.address[which]; }
 };
 
-// Where a chunk lies: K columns of a row, of which `count` exist.
+// Where a chunk lies: K columns of a row, of which `count` exist. Of flat params all K do, or none, at addresses for wide accesses.
 struct Place {
     int64_t row, col;
     int count;
-    bool wide;  // all of them do, at addresses that fit
+    bool wide;  // all exist, at addresses that fit
 };
 
 // K elements as they lie in memory: a word each, or two in a word where they are of 16 bits.
@@ -38,59 +38,63 @@ struct Floats {
     float at[K];
 };
 
-template <class T, int K>
-NM_DEVICE void load_elements(int64_t address, int64_t offset, int64_t step, const Place& place, Raw<K>& raw) {
-    const T* from = reinterpret_cast<const T*>(address) + offset;
-    T x[K];
-    if (place.wide) {
-        load_wide<K>(from, x);
-    } else {
-        NM_UNROLL
-        for (int i = 0; i < K; ++i) x[i] = i < place.count ? from[i * step] : T(0);
-    }
-    memcpy(raw.word, x, sizeof x);
-}
-
-template <class T, int K>
-NM_DEVICE void store_elements(int64_t address, int64_t offset, int64_t step, const Place& place, const Raw<K>& raw) {
-    T* to = reinterpret_cast<T*>(address) + offset;
-    T x[K];
-    memcpy(x, raw.word, sizeof x);
-    if (place.wide) {
-        store_wide<K>(to, x);
-    } else {
-        NM_UNROLL
-        for (int i = 0; i < K; ++i) {
-            if (i < place.count) to[i * step] = x[i];
-        }
-    }
-}
-
-// The places of a chunk in one tensor; known to be a row without gaps where kFlat.
+// The elements of a param's tensors: all in one row without gaps where kFlat.
 template <bool kFlat>
 struct Walk {
-    static NM_DEVICE int64_t offset(const AdamWCurrent& c, AdamWTensor which, const Place& place) {
-        return kFlat ? place.col : place.row * c.param.stride[which][0] + place.col * c.param.stride[which][1];
+    template <class T>
+    static NM_DEVICE T* at(const AdamWCurrent& c, AdamWTensor which, const Place& place) {
+        T* const first = reinterpret_cast<T*>(c.address(which));
+        return kFlat ? first + place.col : first + (place.row * c.param.stride[which][0] + place.col * c.param.stride[which][1]);
     }
-    static NM_DEVICE int64_t step(const AdamWCurrent& c, AdamWTensor which) { return kFlat ? 1 : c.param.stride[which][1]; }
+
+    template <class T, int K>
+    static NM_DEVICE void load_as(const AdamWCurrent& c, AdamWTensor which, const Place& place, Raw<K>& raw) {
+        const T* from = at<T>(c, which, place);
+        T x[K];
+        if (kFlat ? place.count > 0 : place.wide) {
+            load_streamed<K>(from, x);
+        } else {
+            const int64_t step = kFlat ? 1 : c.param.stride[which][1];
+            NM_UNROLL
+            for (int i = 0; i < K; ++i) x[i] = !kFlat && i < place.count ? from[i * step] : T(0);
+        }
+        memcpy(raw.word, x, sizeof x);
+    }
+
+    template <class T, int K>
+    static NM_DEVICE void store_as(const AdamWCurrent& c, AdamWTensor which, const Place& place, const Raw<K>& raw) {
+        T* to = at<T>(c, which, place);
+        T x[K];
+        memcpy(x, raw.word, sizeof x);
+        if (kFlat || place.wide) {
+            store_streamed<K>(to, x);
+        } else {
+            const int64_t step = c.param.stride[which][1];
+            NM_UNROLL
+            for (int i = 0; i < K; ++i) {
+                if (i < place.count) to[i * step] = x[i];
+            }
+        }
+    }
 
     template <int K>
     static NM_DEVICE Raw<K> load(const AdamWCurrent& c, AdamWTensor which, int dtype, const Place& place) {
         Raw<K> raw;
         if (dtype == kFloat32) {
-            load_elements<uint32_t>(c.address(which), offset(c, which, place), step(c, which), place, raw);
+            load_as<uint32_t>(c, which, place, raw);
         } else {
-            load_elements<uint16_t>(c.address(which), offset(c, which, place), step(c, which), place, raw);
+            load_as<uint16_t>(c, which, place, raw);
         }
         return raw;
     }
 
+    // Of a place where some elements are.
     template <int K>
     static NM_DEVICE void store(const AdamWCurrent& c, AdamWTensor which, int dtype, const Place& place, const Raw<K>& raw) {
         if (dtype == kFloat32) {
-            store_elements<uint32_t>(c.address(which), offset(c, which, place), step(c, which), place, raw);
+            store_as<uint32_t>(c, which, place, raw);
         } else {
-            store_elements<uint16_t>(c.address(which), offset(c, which, place), step(c, which), place, raw);
+            store_as<uint16_t>(c, which, place, raw);
         }
     }
 };
@@ -138,7 +142,7 @@ struct Elements {
 // The gradient and the states as they lie in memory.
 template <int K>
 struct RawRest {
-    Raw<K> g, m, v, top;
+    Raw<K> g, m, v, top{};
 };
 
 template <bool kFlat, int K>
@@ -243,11 +247,12 @@ NM_DEVICE void store_elements(const AdamWCurrent& c, const AdamWOptions& o, cons
 
 // Counts what depends on the mask after the step, and writes the masked weights where they are wanted.
 template <bool kFlat, bool kMasked, int K>
-NM_DEVICE void settle_elements(const AdamWCurrent& c, const Place& place, const bool* before, const bool* after, Elements<K>& e, Tally& t) {
+NM_DEVICE void settle_elements(const AdamWCurrent& c, const Place& place, const bool* before, const bool* after, int count, Elements<K>& e,
+                               Tally& t) {
     NM_UNROLL
     for (int i = 0; i < K; ++i) {
         if constexpr (kMasked) t.flips += before[i] != after[i];
-        t.non_zeros += e.p.at[i] != 0.0f && (kMasked ? after[i] : i < place.count);
+        t.non_zeros += e.p.at[i] != 0.0f && (kMasked ? after[i] : i < count);
     }
     if (!c.address(kOut)) return;
     if constexpr (kMasked) {

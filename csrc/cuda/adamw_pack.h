@@ -35,9 +35,9 @@ NM_DEVICE void store_values(const PackedOperand& to, int64_t line, int64_t first
     const Raw<K> raw = narrowed(values, to.dtype);
     const int64_t at = (line * to.length + first) / 2;
     if (to.dtype == kFloat32) {
-        store_wide<K>(reinterpret_cast<uint32_t*>(to.values) + at, raw.word);
+        store_streamed<K>(reinterpret_cast<uint32_t*>(to.values) + at, raw.word);
     } else {
-        store_wide<K / 2>(reinterpret_cast<uint32_t*>(to.values) + at / 2, raw.word);
+        store_streamed<K / 2>(reinterpret_cast<uint32_t*>(to.values) + at / 2, raw.word);
     }
 }
 
@@ -48,7 +48,8 @@ NM_DEVICE void store_indices(const PackedOperand& to, int64_t line, int64_t firs
         if (!inside || line % 16 >= 8) return;
         const int64_t across = to.length / 64, column = first / 64, row = line / 16;
         const int64_t tile = to.layout == kMmaSpLayout ? row * across + column : (row / 4 * across + column) * 4 + row % 4;
-        reinterpret_cast<uint32_t*>(to.indices)[tile * 32 + line % 8 * 4 + first / 16 % 4] = half | other << 16;
+        const uint32_t word = half | other << 16;
+        store_streamed<1>(reinterpret_cast<uint32_t*>(to.indices) + (tile * 32 + line % 8 * 4 + first / 16 % 4), &word);
         return;
     }
     if (!inside) return;

@@ -101,7 +101,7 @@ NM_DEVICE void step_square(const AdamWCurrent& c, const AdamWPack& pack, int lay
             was[i] = before >> (4 * r + i) & 1;
             is[i] = after >> (4 * r + i) & 1;
         }
-        settle_elements<kFlat, true>(c, row_of<kFlat>(c.param, row + r, col, true), was, is, e, tally);
+        settle_elements<kFlat, true>(c, row_of<kFlat>(c.param, row + r, col, true), was, is, 4, e, tally);
     }
     NM_READ_AGAIN();
     if (pack.values) pack_rows_of({pack.values, pack.indices, int(pack.dtypes & 255), layout, c.param.cols}, p, after, row, col, height);

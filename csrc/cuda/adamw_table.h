@@ -10,8 +10,8 @@ namespace nm::cuda {
 enum AdamWTensor { kWeight, kFirst, kSecond, kTop, kOut, kGradient, kTensors };
 enum AdamWStat { kApplied, kChange, kLogChange, kUnchanged, kFlips, kPrunedWeight, kPrunedGrad, kNonZeros, kLargest, kStats };
 
-// One param, int64 words of the table. Its elements are (rows, cols), groups along the columns; `flat` ones lie one after
-// another in memory in every tensor of the param, seen as one row. A tile is a number of chunks, a chunk a few columns of a row.
+// One param, int64 words of the table. Its elements are (rows, cols), groups along the columns. `flat` ones lie one after another
+// in memory in every tensor of the param, seen as one row; there are a multiple of four, and every address is one of 16.
 struct AdamWParam {
     int64_t address[kGradient];  // 0 where there is none; the gradients, new at every step, have a table of their own
     int64_t step;                // address of the step count; 0 where the host counts

@@ -73,6 +73,37 @@ NM_DEVICE void store_wide(T* to, const T* from) {
     }
 }
 
+// The same for addresses that come out of a table: of a number the compiler does not know that it is device memory, and
+// would make accesses of it that ask each time. Not through the first cache: what is read so is read once.
+template <int Count, class T>
+NM_DEVICE void load_streamed(const T* from, T* to) {
+#if defined(NM_EMULATED)
+    load_wide<Count>(from, to);
+#else
+    constexpr int bytes = Count * int(sizeof(T)), width = bytes < 16 ? bytes : 16;
+    NM_UNROLL
+    for (int i = 0; i < bytes / width; ++i) {
+        const Word<width> word = __ldcg(reinterpret_cast<const Word<width>*>(from) + i);
+        memcpy(reinterpret_cast<char*>(to) + i * width, &word, width);
+    }
+#endif
+}
+
+template <int Count, class T>
+NM_DEVICE void store_streamed(T* to, const T* from) {
+#if defined(NM_EMULATED)
+    store_wide<Count>(to, from);
+#else
+    constexpr int bytes = Count * int(sizeof(T)), width = bytes < 16 ? bytes : 16;
+    NM_UNROLL
+    for (int i = 0; i < bytes / width; ++i) {
+        Word<width> word;
+        memcpy(&word, reinterpret_cast<const char*>(from) + i * width, width);
+        __stcg(reinterpret_cast<Word<width>*>(to) + i, word);
+    }
+#endif
+}
+
 // The first `count` of Count elements, the others zero; at once where all are there and `wide` says that addresses fit.
 template <int Count, class T>
 NM_DEVICE void load_some(const T* from, T* to, int64_t count, bool wide) {

@@ -76,7 +76,8 @@ def plan_of(lists: Lists, steps: list[int], layout: Layout, packs: list[Pack], h
 def _make(
     lists: Lists, addresses: Sequence[tuple[int, ...]], steps: list[int], layout: Layout, packs: list[Pack], how: Cut, like: Tensor
 ) -> Plan:
-    flat = [i for i, walk in enumerate(layout.walks) if walk == FLAT and how[3]]
+    fits = [all(a[i] & 15 == 0 for a in addresses if a) for i in range(len(steps))]
+    flat = [i for i, p in enumerate(lists[P]) if how[3] and layout.walks[i] == FLAT and fits[i] and p.numel() % 4 == 0]
     chosen = set(flat)
     order = (flat, [i for i in range(len(steps)) if i not in chosen])
     words: list[int] = []
@@ -85,7 +86,7 @@ def _make(
     for indices in order:
         first = tiles
         for i in indices:
-            row, count = _row(lists, addresses, i, layout.walks[i], how)
+            row, count = _row(lists, i, layout.walks[i], fits[i], how)
             words += (*[a[i] if a else 0 for a in addresses[:GRAD]], steps[i], *row[:2], tiles, count, *row[2:])
             tiles += count
         parts += (first, tiles - first, blocks, min(BLOCKS, tiles - first))
@@ -97,19 +98,17 @@ def _make(
     return Plan(table, owners, packed, blocks, tuple(parts))
 
 
-def _row(lists: Lists, addresses: Sequence[tuple[int, ...]], i: int, walk: int, how: Cut) -> tuple[tuple[int, ...], int]:
+def _row(lists: Lists, i: int, walk: int, fits: bool, how: Cut) -> tuple[tuple[int, ...], int]:
     """Rows, columns, dtypes, walk, index and strides of a param, and how many tiles it has."""
     p = lists[P][i]
     cols = p.shape[-1] if p.dim() else 1
     rows = p.numel() // cols if cols else 0
-    strides, wide = [0, 1] * len(lists), walk == FLAT
-    if not wide:
+    if walk == FLAT:
+        rows, cols = (1, p.numel()) if how[0] == 1 else (rows, cols)
+        strides = [cols, 1] * len(lists)
+    else:
         strides = strides_of([xs[i] if xs else None for xs in lists])
-        there = [k for k, xs in enumerate(lists) if xs]
-        wide = all(strides[2 * k] % 4 == 0 and strides[2 * k + 1] == 1 for k in there)
-    elif how[0] == 1:
-        rows, cols = 1, p.numel()
+    wide = fits and all(strides[2 * k] % 4 == 0 and strides[2 * k + 1] == 1 for k, xs in enumerate(lists) if xs)
     codes = DTYPES[p.dtype] | DTYPES[lists[GRAD][i].dtype] << 8 | (DTYPES[lists[OUT][i].dtype] << 16 if lists[OUT] else 0)
-    aligned = wide and all(a[i] & 15 == 0 for a in addresses if a)
     pieces = -(-rows // how[0]) * -(-cols // how[1])
-    return (rows, cols, codes, aligned | (walk == ACROSS) << 1, i, *strides), -(-pieces // how[2])
+    return (rows, cols, codes, wide | (walk == ACROSS) << 1, i, *strides), -(-pieces // how[2])
