@@ -54,7 +54,17 @@ void bind_packed(py::module_& module) {
 }
 
 // mvue, mvue_compress
-void bind_mvue(py::module_&) {}
+void bind_mvue(py::module_& module) {
+    module.def("mvue", [](Address g, int dtype, int64_t outer, int64_t length, int64_t inner, int n, int m, Address seed, bool approx, Address out,
+                          int device, Address stream) {
+        nm::cuda::mvue(at(g), dtype, outer, length, inner, n, m, at<int64_t>(seed), approx, at(out), queue(device, stream));
+    }, Unlocked());
+    module.def("mvue_compress", [](Address g, int dtype, int64_t outer, int64_t length, int64_t inner, int n, int m, Address seed, bool approx,
+                                   Address values, Address indices, int device, Address stream) {
+        nm::cuda::mvue_compress(at(g), dtype, outer, length, inner, n, m, at<int64_t>(seed), approx, at(values), at<uint8_t>(indices),
+                                queue(device, stream));
+    }, Unlocked());
+}
 
 nm::cuda::AdamWPart part(int64_t first, int64_t tiles, int64_t first_block, int64_t blocks) { return {first, tiles, first_block, blocks}; }
 

@@ -13,11 +13,18 @@ struct Words {
     uint32_t w[4];
 };
 
+NM_HD uint32_t upper_product(uint32_t a, uint32_t b) {
+#if defined(__CUDA_ARCH__)
+    return __umulhi(a, b);  // of 64-bit numbers nvcc makes an addition more
+#else
+    return uint32_t((uint64_t(a) * b) >> 32);
+#endif
+}
+
 NM_HD Words philox4x32(Words c, uint32_t k0, uint32_t k1) {
+    constexpr uint32_t a = 0xD2511F53u, b = 0xCD9E8D57u;
     for (int round = 0; round < 10; ++round) {
-        const uint64_t a = uint64_t(0xD2511F53u) * c.w[0];
-        const uint64_t b = uint64_t(0xCD9E8D57u) * c.w[2];
-        c = Words{{uint32_t(b >> 32) ^ c.w[1] ^ k0, uint32_t(b), uint32_t(a >> 32) ^ c.w[3] ^ k1, uint32_t(a)}};
+        c = Words{{upper_product(b, c.w[2]) ^ c.w[1] ^ k0, b * c.w[2], upper_product(a, c.w[0]) ^ c.w[3] ^ k1, a * c.w[0]}};
         k0 += 0x9E3779B9u;
         k1 += 0xBB67AE85u;
     }

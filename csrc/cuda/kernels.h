@@ -60,6 +60,14 @@ void decompress(const void* values, const void* indices, int dtype, int64_t rows
 
 // mvue.cu --------------------------------------------------------------------------------------------------------------
 
+// The unbiased estimate along the middle of g [outer, length, inner], dense. seed: (seed, offset), in device memory. approx: n = 2.
+void mvue(const void* g, int dtype, int64_t outer, int64_t length, int64_t inner, int n, int m, const int64_t* seed, bool approx, void* out,
+          Queue queue);
+
+// The same packed, as rows [outer, inner] of `length` padded to whole groups.
+void mvue_compress(const void* g, int dtype, int64_t outer, int64_t length, int64_t inner, int n, int m, const int64_t* seed, bool approx,
+                   void* values, uint8_t* indices, Queue queue);
+
 // adamw.cu -------------------------------------------------------------------------------------------------------------
 
 struct AdamWTables;   // of adamw_table.h, as the next two

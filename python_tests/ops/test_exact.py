@@ -88,6 +88,30 @@ def test_backends_agree(name: str, dtype: torch.dtype, device: str, poison: None
         pytest.skip(f"no backend but the reference runs {op} in {dtype} on {device}")
 
 
+OVERSHOOT = {
+    "2:4": ("0x1.a820ap-1", "0x1.2db6dap+0", "0x1.d1e7e4p-1", "0x1.1979980p-40"),
+    "1:4": ("0x1.22ab78p-1", "0x1.6f15dep+0", "0x1.cf43c8p-2", "0x1.1979980p-40"),
+    "3:5": ("0x1.cc5a24p-1", "0x1.de8734p-1", "0x1.29996p+0", "0x1.21de4ap+0", "0x1.1979980p-40"),
+}
+"""Groups whose q_i sum up to more than N 2^24 before the last element: by 4, 2 and 7."""
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("op", ["nm_mvue", "nm_mvue_compress"])
+@pytest.mark.parametrize("pattern", OVERSHOOT)
+def test_sums_that_overshoot(pattern: str, op: str, device: str) -> None:
+    """With u = 1, which is what the first group draws under this seed, an element too many is kept unless sums are cut at N 2^24."""
+    p, words = Pattern(pattern), seed(0, 296355)
+    g = torch.tensor([float.fromhex(x) for x in OVERSHOOT[pattern]])
+    args = (g, p.n, p.m, -1, words, "exact")
+    expected = next(i for i in _dispatch.implementations(op) if i.backend == "reference").fn(*args)
+    assert op != "nm_mvue" or int((expected != 0).sum()) == p.n
+    here = moved(args, device)
+    for entry in compared(op):
+        if entry.supports(*here)[0]:
+            testing.assert_equal_bits(entry.fn(*here), expected, entry.backend)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("pattern", PATTERNS)

@@ -1,0 +1,34 @@
+// What mvue.cu (usual patterns) and mvue_any.cu (all others) share.
+#pragma once
+
+#include "../core/types.h"
+#include "kernels.h"
+
+namespace nm::cuda {
+
+// A call: g is [outer, length, inner], groups lie along `length`, rows of the packed form are [outer, inner].
+struct Mvue {
+    const void* g;
+    int64_t outer, length, inner;
+    const int64_t* seed;  // (seed, offset), read on the device
+    // dense, in the layout of g, or null and the packed form
+    void *dense, *values;
+    uint8_t* indices;
+    int64_t per_row, row_bytes;  // groups and bytes of indices of a packed row
+};
+
+// Division of numbers below 2^31 by one that the host knows: n / d = (n ceil(2^(31 + l) / d)) >> (31 + l), 2^l >= d.
+struct Divider {
+    explicit Divider(int64_t d) : divisor(uint32_t(d)) {
+        while ((uint64_t(1) << shift) < (uint64_t(d) << 31)) ++shift;
+        multiplier = uint32_t(((uint64_t(1) << shift) + divisor - 1) / divisor);
+    }
+    NM_HD uint32_t quotient(uint32_t n) const { return uint32_t((uint64_t(n) * multiplier) >> shift); }
+
+    uint32_t divisor, multiplier, shift = 31;
+};
+
+// mvue_any.cu
+void mvue_any(const Mvue& call, int dtype, int n, int m, bool approx, Queue queue);
+
+}  // namespace nm::cuda
