@@ -4,9 +4,8 @@
 // bytes of values at once and the index bytes that belong to them, kAhead times before it computes. The x that a value
 // meets is read from shared memory, where all tokens of a column lie together: one access for each value. The order there
 // is [step, group of a thread, thread, place], so that the threads of one turn of the banks find theirs in different banks
-// or in the same word. A stored value of 2:4 in bfloat16 costs 6 instructions for one
-// token, 9 for two and 13 for four (counted in machine code for sm_90a); at 4.1 TB/s an H200 (132 multiprocessors at 1.7
-// GHz) has 15 for it.
+// or in the same word. A stored value of 2:4 in bfloat16 costs 6 instructions for one token, 9 for two and 13 for four
+// (counted in machine code for sm_90a); at 4.1 TB/s an H200 (132 multiprocessors at 1.7 GHz) has 15 for it.
 //
 // Sums are added in a fixed order: over the values of a thread, the threads of a row, the warps of a row, the parts.
 #include <algorithm>
@@ -79,7 +78,8 @@ Plan plan(const LinearCall& call, const Sizes& tile) {
     const auto per_warp = [&] { return part / p.sharing; };
     if (tile.vec > 1) {
         while (p.sharing < kWarps && per_warp() >= 2 * kFewestSteps) p.sharing *= 2;
-        while (p.sharing < kWarps && per_warp() >= 4 && cdiv(call.rows, rows_of_round()) < kBlocks * call.processors) p.sharing *= 2;
+        // three quarters of the GPU should have work
+        while (p.sharing < kWarps && per_warp() >= 4 && 4 * cdiv(call.rows, rows_of_round()) < 3 * kBlocks * call.processors) p.sharing *= 2;
     }
     rounds = cdiv(call.rows, rows_of_round());
     // a second kernel costs as much as reading some 8 MB: only where it keeps half the GPU from idling

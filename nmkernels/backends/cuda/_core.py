@@ -125,4 +125,4 @@ def emulator_built() -> bool:
 
 def contiguous(x: Tensor) -> Tensor:
     """Contiguous, with a lazy negation carried out: what the pointer shows is what the tensor says."""
-    return x.resolve_neg().contiguous()
+    return (x.resolve_neg() if x.is_neg() else x).contiguous()  # asking costs a sixth of resolving

@@ -1,7 +1,8 @@
 """fprop of a linear layer from a compressed weight, for a batch so small that reading the weight is what takes the time.
 
 Sums are fp32, bias and activation are applied before the only rounding. Indices are not checked, which would make the host wait; one
-outside its group reads nothing outside of x.
+outside its group reads nothing outside of x. On CUDA cores an inf or NaN of x reaches a result only through a stored value; tensor cores
+multiply a dense tile, where it reaches every result of its token, as in the dense product.
 """
 
 from __future__ import annotations
@@ -58,10 +59,14 @@ def _plan(
     return "linear_expand", module.linear_expand_splits(*sizes)
 
 
+def _tokens(x: Tensor, cols: int) -> int:
+    return x.numel() // cols if cols else x.shape[:-1].numel()
+
+
 def _supports(
     x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, bias: Tensor | None = None, activation: str = ""
 ) -> Verdict:
-    tokens = x.shape[:-1].numel()
+    tokens = _tokens(x, cols)
     if tokens > MOST_TOKENS:
         return False, f"its kernels take up to {MOST_TOKENS} tokens, and this call has {tokens}"
     if tokens > FEW_TOKENS and x.dtype == torch.float32:
@@ -79,7 +84,7 @@ def linear(
     out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """``nm_linear``."""
-    rows, tokens = values.shape[0], x.shape[:-1].numel()
+    rows, tokens = values.shape[0], _tokens(x, cols)
     y = x.new_empty(*x.shape[:-1], rows) if out is None else out
     if not y.numel():
         return y
