@@ -9,21 +9,24 @@ namespace {
 constexpr int kThreads = 256;
 
 // What a thread takes at once, from consecutive memory: 32 or 64 bytes that become at least a byte of indices. Lanes are
-// that far apart, so that more would take a cache line for every load of a lane.
-template <class In, class P>
+// that far apart, so that more would take a cache line for every load of a lane. Of values it writes 16 bytes at most,
+// beside those of the next lane: written by halves, a sector of memory would be sent twice.
+template <class In, class Out, class P>
 struct Chunk {
     static constexpr bool kQuad = P::n == 2 && P::m == 4;
-    static constexpr int kElements = kQuad || (sizeof(In) == 4 && P::m < 16) ? 16 : 32;
+    static constexpr int kElements = kQuad && sizeof(Out) == 4 ? 8 : kQuad || (sizeof(In) == 4 && P::m < 16) ? 16 : 32;
     static constexpr int kGroups = kElements / P::m, kValues = kGroups * P::n;
     static constexpr int kIndexBytes = kValues * (P::m <= 4 ? 2 : 4) / 8;
     static constexpr int kWords = kElements * int(sizeof(In)) / 4;
     static constexpr int kSteps = kWords <= 8 ? 2 : 1;  // chunks that a thread loads before it packs them
+    // two groups are packed as a quad whose others are zeros, for which no code is left
+    static constexpr int kWordRoom = kQuad ? 4 * int(sizeof(In)) : kWords, kFlagRoom = kQuad ? 4 : kElements / 4;
 };
 
 template <class In, class Out, class P>
 NM_DEVICE uint32_t pack_small(const uint32_t* words, const uint32_t* flags, uint32_t* values, bool given, bool& overfull) {
     using Each = SmallGroup<In, P>;
-    constexpr int kGroups = Chunk<In, P>::kGroups, kGroupOf = P::m * int(sizeof(In)) / 4;
+    constexpr int kGroups = Chunk<In, Out, P>::kGroups, kGroupOf = P::m * int(sizeof(In)) / 4;
     uint32_t bits[kGroups * P::n], indices = 0;
     NM_UNROLL
     for (int g = 0; g < kGroups; ++g) {
@@ -63,12 +66,14 @@ NM_DEVICE uint32_t pack_quad(uint32_t* words, const uint32_t* flags, float scale
 template <class In, class Out, class P, int kSelect>
 __global__ void __launch_bounds__(kThreads)
     pack_rows_kernel(const In* w, const uint8_t* mask, const float* scale, Out* values, uint8_t* indices, int* overfull, int64_t chunks) {
-    using C = Chunk<In, P>;
-    uint32_t words[C::kSteps][C::kWords], flags[C::kSteps][C::kElements / 4] = {};  // of a given mask
+    using C = Chunk<In, Out, P>;
+    uint32_t words[C::kSteps][C::kWordRoom] = {}, flags[C::kSteps][C::kFlagRoom];  // of a given mask
     const int64_t first = int64_t(blockIdx.x) * C::kSteps * kThreads + threadIdx.x;
     const float factor = kSelect == kThreshold ? scale_at(scale) : 1.0f;
     NM_UNROLL
     for (int s = 0; s < C::kSteps; ++s) {
+        NM_UNROLL
+        for (int i = 0; i < C::kFlagRoom; ++i) flags[s][i] = 0x0101u;
         const int64_t chunk = first + s * kThreads;
         if (chunk >= chunks) continue;
         load_wide<C::kWords>(reinterpret_cast<const uint32_t*>(w) + chunk * C::kWords, words[s]);
@@ -81,7 +86,7 @@ __global__ void __launch_bounds__(kThreads)
         const int64_t chunk = first + s * kThreads;
         if (chunk >= chunks) continue;
         constexpr int kValueWords = C::kValues * int(sizeof(Out)) / 4;
-        uint32_t packed[kValueWords], code;
+        uint32_t packed[C::kQuad ? 2 * int(sizeof(Out)) : kValueWords], code;
         bool many = false;
         if constexpr (C::kQuad) {
             code = pack_quad<In, Out, kSelect>(words[s], flags[s], factor, packed, many);
@@ -96,10 +101,11 @@ __global__ void __launch_bounds__(kThreads)
 
 template <class In, class Out, class P, int kSelect>
 int64_t run(const char* name, const Pack& call, Queue queue) {
-    using C = Chunk<In, P>;
+    using C = Chunk<In, Out, P>;
     const int64_t chunks = call.rows * call.cols / C::kElements;
-    launch(name, pack_rows_kernel<In, Out, P, kSelect>, {cdiv(chunks, C::kSteps * kThreads), kThreads}, queue, static_cast<const In*>(call.w),
-           call.mask, call.scale, static_cast<Out*>(call.by_row.values), static_cast<uint8_t*>(call.by_row.indices), call.overfull, chunks);
+    const Grid grid{cdiv(chunks, C::kSteps * kThreads), kThreads};
+    launch(name, pack_rows_kernel<In, Out, P, kSelect>, grid, queue, static_cast<const In*>(call.w), call.mask, call.scale,
+           static_cast<Out*>(call.by_row.values), static_cast<uint8_t*>(call.by_row.indices), call.overfull, chunks);
     return chunks * C::kElements;
 }
 

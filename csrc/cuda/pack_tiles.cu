@@ -154,8 +154,8 @@ NM_DEVICE void pack_columns(const uint32_t* words, const uint32_t* flags, S& sha
 
 template <class In, class Out, class P, int kSelect, bool kByRow, bool kByColumn>
 __global__ void __launch_bounds__(Tile<In, P, kSelect>::kThreads, Tile<In, P, kSelect>::kBlocks)
-    pack_tiles_kernel(const In* w, const uint8_t* mask, const float* scale, Packed by_row, Packed by_column, int rows, int cols, unsigned tiles,
-                      int layout, int* overfull) {
+    pack_tiles_kernel(const In* w, const uint8_t* mask, const float* scale, Packed by_row, Packed by_column, int rows, int cols,
+                      unsigned tiles, int layout, int* overfull) {
     using T = Tile<In, P, kSelect>;
     using S = Shared<In, Out, P, kSelect, kByRow, kByColumn>;
     NM_SHARED(S, shared);
@@ -196,7 +196,8 @@ void run(const char* name, const Pack& call, Queue queue) {
     using T = Tile<In, P, kSelect>;
     const int64_t across = cdiv(call.cols, kColumns), blocks = cdiv(call.rows, T::kRows) * across;
     launch(name, pack_tiles_kernel<In, Out, P, kSelect, kByRow, kByColumn>, {blocks, T::kThreads}, queue, static_cast<const In*>(call.w),
-           call.mask, call.scale, call.by_row, call.by_column, int(call.rows), int(call.cols), unsigned(across), call.layout, call.overfull);
+           call.mask, call.scale, call.by_row, call.by_column, int(call.rows), int(call.cols), unsigned(across), call.layout,
+           call.overfull);
 }
 
 // Whether the lines of an operand of so many groups each are whole pieces.
