@@ -12,7 +12,7 @@ from ..._dispatch import Verdict
 from .._pack import write_rows
 from .._tensors import row_stride, tensors
 from ._core import DTYPES, contiguous, core, register, row_count, runnable
-from .pack import PARTS
+from .pack import nm_pack
 
 
 def _supports_adamw(params: Sequence[Tensor], *args: Any) -> Verdict:
@@ -71,6 +71,6 @@ def _masked_adamw(
     for target, copy in written:
         target.copy_(copy)
     if stats[0]:  # not skipped
-        write_rows(PARTS, params, n, m, packs, layout)
+        write_rows(nm_pack, params, n, m, packs, layout)
     result = torch.tensor(stats, dtype=torch.float64)
     return result if out is None else out.copy_(result)

@@ -14,5 +14,6 @@ PARTS = Parts(mask, soft_threshold, transposable_mask, compress)
 
 
 @register("nm_pack")
-def _pack(*args: Any, out: None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def nm_pack(*args: Any, out: None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``nm_pack``, made of the kernels of its parts."""
     return pack(PARTS, *args)

@@ -18,8 +18,10 @@ from torch import Tensor
 
 from ..._dispatch import Verdict
 from .._adamw_plan import Lists, count, layout_of, of_one_kind, on_host, skipped, written
+from .._pack import write_rows
 from ._adamw_plan import Pack, cut, plan_of, upload
 from ._core import DTYPES, core, queue, register, runnable
+from .pack import pack
 
 STATS = 9
 SCALARS = 16
@@ -39,8 +41,8 @@ def _fits(args: tuple[Any, ...], device: str) -> Verdict:
     if not alike[0]:
         return alike
     transposable, packs = (*args[16:18], False, None)[:2]
-    if (transposable or packs) and tuple(args[8:10]) != (2, 4):
-        return False, f"it packs, and masks by tiles, at 2:4 only, and this call is at {args[8]}:{args[9]}"
+    if transposable and tuple(args[8:10]) != (2, 4):
+        return False, f"it masks by tiles at 2:4 only, and this call is at {args[8]}:{args[9]}"
     if any(x.dtype == torch.float64 for x in packs or ()):
         return False, "it computes in float32, and float64 values are asked for"
     return runnable((*params[:1], *(x for x in grads if x.layout != torch.strided)) if params else [hyper], device)
@@ -71,7 +73,7 @@ def masked_adamw_(
     grad_scale: Tensor | None = None, found_inf: Tensor | None = None,
     transposable: bool = False, packs: Sequence[Tensor] | None = None, layout: str = "canonical", out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """``nm_masked_adamw_``."""
+    """``nm_masked_adamw_``; packed weights of other patterns than 2:4 take launches of their own."""
     like = params[0] if params else hyper
     device, kernels = like.device, core(like)
     scale = None if grad_scale is None else grad_scale.to(device, non_blocking=True)
@@ -81,6 +83,8 @@ def masked_adamw_(
     if held and skipped(found_inf, device):
         return stats.zero_()
     lists: Lists = [list(xs) for xs in (params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, outs, grads)]
+    apart = packs if (n, m) != (2, 4) else None
+    packs = None if apart else packs
     squares = transposable or bool(packs)
     how = cut(kernels, n, m, squares)
     strides = layout_of(lists, n, m, how[3])
@@ -103,4 +107,5 @@ def masked_adamw_(
     )  # fmt: skip
     for target, copy in copies:
         target.copy_(copy)
+    write_rows(pack, params, n, m, apart, layout, found)
     return stats

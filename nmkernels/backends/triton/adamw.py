@@ -22,7 +22,7 @@ from . import _adamw_kernels as k
 from ._adamw_plan import Plan, plan_of
 from ._adamw_table import upload
 from ._launch import launch
-from .pack import PARTS
+from .pack import pack
 
 BLOCK = 2048
 """Partials that the reduction adds at once, 8 a thread."""
@@ -62,7 +62,7 @@ def masked_adamw_(
     add_partials(partials, stats, found, _computed(n, frozen, geometric))
     for target, copy in copies:
         target.copy_(copy)
-    write_rows(PARTS, params, n, m, packs, layout, found)
+    write_rows(pack, params, n, m, packs, layout, found)
     return stats
 
 
