@@ -1,11 +1,12 @@
-// Arithmetic that CUDA C++ spells only with headers of its own: 16-bit numbers in pairs, the low one first, and a quick
-// reciprocal. All are there from sm_80 on.
+// More arithmetic on pairs of 16-bit numbers, the low one first, as ptx.h has it, and a quick reciprocal. All are there from
+// sm_80 on.
 #pragma once
 
 #include <type_traits>
 
 #include "../core/types.h"
 #include "platform.h"
+#include "ptx.h"
 
 namespace nm::cuda {
 
@@ -20,22 +21,6 @@ NM_DEVICE float rough_reciprocal(float x) {
     float y;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
-#endif
-}
-
-// Two numbers rounded to nearest, ties to even.
-template <class T>
-NM_DEVICE uint32_t rounded_pair(float low, float high) {
-#if defined(NM_EMULATED)
-    return from_float<T>(low).bits | uint32_t(from_float<T>(high).bits) << 16;
-#else
-    uint32_t pair;
-    if constexpr (std::is_same_v<T, bf16>) {
-        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    } else {
-        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    }
-    return pair;
 #endif
 }
 
