@@ -1,0 +1,51 @@
+"""What is asked of the CUDA kernels by ``bench.cuda_resources``, and who may do otherwise, each with its reason.
+
+The rule: no local memory; 16 bytes at once from global memory and 4 at least to it, for a mask and a packed weight are smaller than what
+was read, and the 32 threads of a warp still fill whole lines with them; PTX in which every floating-point operation is rounded once.
+Keys are regular expressions on the file and the name of a kernel; the first that is found counts.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TypeVar
+
+T = TypeVar("T")
+
+WIDTHS: dict[str, tuple[int, int]] = {
+    # any N:M: a thread takes one element at a time
+    r" any_|_any_kernel": (0, 0),
+    # these write as much as they read
+    r"groups\.cu groups_kernel<(Prune|SoftThreshold)": (128, 128),
+    r"adamw\.cu adamw_kernel<": (128, 128),
+    # what becomes 16 bytes is 2 to 8 of them packed
+    r"decompress\.cu decompress_kernel": (16, 128),
+    # one block, or a thread for each of some hundred params or blocks
+    r"adamw_around\.cu|threshold\.cu scale_kernel": (0, 0),
+    # adds up what the parts of a split product left, and rounds it to the dtype of the result
+    r"linear_parts\.cu finish_kernel": (32, 16),
+}
+"""Bits of the widest read and the widest write of global memory, where they are not (128, 32)."""
+RULE = 128, 32
+
+LOCAL: dict[str, int] = {
+    # on sm_80, and the one of its kind: fp32 packed as fp32, both ways, by a given mask
+    r"pack_tiles\.cu pack_tiles_kernel<float, float, 2:4, 2, true, true>": 8,
+}
+"""Bytes of local memory that a thread may have; the others have none."""
+
+LOOSE: dict[str, tuple[str, ...]] = {
+    # products of fp32 numbers are exact in fp64: one rounding either way
+    r"threshold\.cu .*scale_sums_kernel": ("fma.rn.f64",),
+    # quotients are guessed, and a strip whose guess is near a whole number is done again by the definition; fma on small
+    # integers is exact
+    r"mvue\.cu ": ("rcp.approx.ftz.f32", "fma.rn.f32"),
+    # the logarithm of a statistic, in fp64, for which no bits are promised
+    r"adamw(_squares)?\.cu ": (".f64",),
+}
+"""Ends of instructions that a kernel may have although they are not one operation rounded once."""
+
+
+def expected(table: dict[str, T], source: str, kernel: str, otherwise: T) -> T:
+    """What a table says of a kernel."""
+    return next((value for pattern, value in table.items() if re.search(pattern, f"{source} {kernel}")), otherwise)

@@ -1,0 +1,300 @@
+"""What nvcc makes of the CUDA kernels, read without a GPU: registers, spills, widths of memory accesses, tensor cores, contraction.
+
+``python -m bench.cuda_resources`` compiles every ``csrc/cuda/*.cu`` for sm_80 and sm_90a with the flags of the build, reads what cuobjdump
+tells of each kernel and writes ``bench/results/cuda_resources.csv``; with words, the kernels whose names contain one of them are only
+printed. What was compiled is kept under ``build/cuda_resources``, by a hash of sources, flags and compiler, which the rows depend on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import hashlib
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, fields
+from functools import cache
+from importlib import util
+from pathlib import Path
+from typing import Any
+
+from nmkernels._capability import Probe, nvcc
+
+from .cuda_expected import LOCAL, LOOSE, RULE, WIDTHS, expected
+from .rows import RESULTS
+from .triton_resources import inexact, opcodes_of
+
+PATH = RESULTS / "cuda_resources.csv"
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = ROOT / "csrc" / "cuda"
+CACHE = ROOT / "build" / "cuda_resources"
+ARCHITECTURES = ("sm_80", "sm_90a")
+"""Those of ``cmake/architectures.cmake`` that are compiled to machine code."""
+REWRITE = "python -m bench.cuda_resources"
+MATRIX = ("HMMA", "IMMA", "LDSM", "LDGSTS", "HGMMA")
+"""Instructions of the tensor cores and those that feed them."""
+
+LOADS, STORES = ("LDG", "LD", "LDGSTS"), ("STG", "ST")
+"""Instructions that read and write global memory."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One compiled kernel, one line of the table."""
+
+    source: str
+    kernel: str
+    arch: str
+    registers: int
+    """Of a thread, of 255."""
+    stack_bytes: int
+    """Local memory of a thread: for registers that did not suffice, and for arrays indexed by data."""
+    spills: int
+    """Instructions that read or write local memory."""
+    shared_bytes: int
+    """Static ones; on sm_90a 1024 of them are the system's."""
+    loads: str
+    """How many instructions in the code read global memory, by the bits they take at once."""
+    stores: str
+    matrix: str
+    """Instructions of the tensor cores, of ldmatrix (LDSM) and of cp.async (LDGSTS)."""
+    inexact: str
+    """Floating-point instructions of the PTX that are not one operation rounded once; not listed for products."""
+    instructions: int
+    nvcc: str
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What tells it from the others."""
+        return self.source, self.kernel, self.arch
+
+
+def sources() -> list[Path]:
+    """The files of kernels, in order."""
+    return sorted(SOURCES.glob("*.cu"))
+
+
+def tools() -> Probe:
+    """Whether the compiler and the tools that read its output are here, and where."""
+    found = nvcc()
+    if not found.ok:
+        return found
+    for name in ("cuobjdump", "c++filt"):
+        if _tool(name) is None:
+            return Probe(False, f"{name} is not here; the CUDA toolkit and Triton's wheel have cuobjdump, binutils c++filt")
+    return Probe(True, found.reason)
+
+
+def compiled(source: Path, arch: str) -> list[Kernel]:
+    """The kernels of a file as nvcc compiles them now, from the cache where nothing changed."""
+    kept = CACHE / f"{source.stem}-{arch}-{_fingerprint(source, arch)}.json"
+    if kept.exists():
+        return [Kernel(**row) for row in json.loads(kept.read_text())]
+    rows = _compile(source, arch)
+    CACHE.mkdir(parents=True, exist_ok=True)
+    for old in CACHE.glob(f"{source.stem}-{arch}-*.json"):
+        old.unlink(missing_ok=True)
+    made = kept.with_suffix(f".{os.getpid()}")
+    made.write_text(json.dumps([asdict(k) for k in rows]))
+    made.replace(kept)
+    return rows
+
+
+def shortfalls(kernels: Iterable[Kernel]) -> list[str]:
+    """What kernels lack, in words; nothing when they are as the design wants them."""
+    found = []
+    for k in kernels:
+        name = f"{k.source} {k.kernel}, {k.arch}"
+        local = expected(LOCAL, k.source, k.kernel, 0)
+        if k.stack_bytes > local or (k.spills and not local):
+            found.append(f"{name} uses local memory: {k.stack_bytes} bytes, {k.spills} instructions")
+        read, written = expected(WIDTHS, k.source, k.kernel, RULE)
+        if widest(k.loads) < read:
+            found.append(f"{name} reads {widest(k.loads)} bits at once, should read {read}")
+        if widest(k.stores) < written:
+            found.append(f"{name} writes {widest(k.stores)} bits at once, should write {written}")
+        loose = expected(LOOSE, k.source, k.kernel, ())
+        wrong = [op for op in k.inexact.split()[::2] if not op.endswith(loose)]
+        if wrong:
+            found.append(f"{name} is not exact: {' '.join(wrong)}")
+    return found
+
+
+def _flags(source: Path) -> list[str]:
+    """As ``cmake/cuda.cmake`` has them: only products may contract."""
+    return ["-std=c++17", "-O3", *([] if source.name.startswith("linear") else ["-fmad=false"])]
+
+
+def _fingerprint(source: Path, arch: str) -> str:
+    found = hashlib.sha256(json.dumps([_flags(source), arch, nvcc().reason, str(_tool("cuobjdump"))]).encode())
+    for path in [Path(__file__), *sorted(_with_includes(source))]:
+        found.update(path.name.encode() + path.read_bytes())
+    return found.hexdigest()[:16]
+
+
+def _with_includes(source: Path) -> set[Path]:
+    """A file and all of ours that it includes, but for the declarations of host functions."""
+    seen, todo = set(), [source.resolve()]
+    while todo:
+        path = todo.pop()
+        if path not in seen and path.exists() and path.name != "kernels.h":
+            seen.add(path)
+            todo += [(path.parent / name).resolve() for name in re.findall(r'^#include "(.+)"', path.read_text(), re.M)]
+    return seen
+
+
+def _compile(source: Path, arch: str) -> list[Kernel]:
+    compiler = nvcc().reason.split(":")[0]
+    with tempfile.TemporaryDirectory() as folder:
+        ptx, cubin = Path(folder) / f"{source.stem}.ptx", Path(folder) / f"{source.stem}.cubin"
+        _run(compiler, *_flags(source), f"-arch={arch}", "-ptx", "-o", str(ptx), str(source))
+        _run(compiler, "-O3", f"-arch={arch}", "-cubin", "-o", str(cubin), str(ptx))
+        usage, sass = (_run(str(_tool("cuobjdump")), way, str(cubin)) for way in ("-res-usage", "-sass"))
+        return read_back(source.name, arch, ptx.read_text(), usage, sass)
+
+
+def read_back(source: str, arch: str, ptx: str, usage: str, sass: str) -> list[Kernel]:
+    """The kernels of a file from its PTX and from what cuobjdump prints."""
+    used = dict(re.findall(r"Function (\S+):\s*\n\s*(REG:.*)", usage))
+    code = {part.split()[0]: part for part in sass.split("Function : ")[1:]}
+    assert used.keys() == code.keys(), f"cuobjdump tells of other kernels than it shows: {used.keys() ^ code.keys()}"
+    names = short_names(sorted(code))
+    assert len(set(names.values())) == len(names), f"two kernels of {source} have one name in short"
+    exact = not source.startswith("linear")
+    wrong = inexact_of(ptx) if exact else {}
+    rows = []
+    for mangled in sorted(code, key=names.__getitem__):
+        opcodes = opcodes_of(code[mangled])
+        feeding = Counter(op.split(".")[0] for op in opcodes if op.split(".")[0] in MATRIX)
+        numbers = {what: int(number) for what, number in re.findall(r"(\w+):(\d+)", used[mangled])}
+        rows.append(
+            Kernel(
+                source=source,
+                kernel=names[mangled],
+                arch=arch,
+                registers=numbers["REG"],
+                stack_bytes=numbers["STACK"] + numbers["LOCAL"],
+                spills=sum(op.split(".")[0] in ("LDL", "STL") for op in opcodes),
+                shared_bytes=numbers["SHARED"],
+                loads=widths(opcodes, *LOADS),
+                stores=widths(opcodes, *STORES),
+                matrix=" ".join(f"{name} {number}" for name, number in sorted(feeding.items())),
+                inexact=wrong.get(mangled, ""),
+                instructions=len(opcodes),
+                nvcc=_version(),
+            )
+        )
+    return rows
+
+
+def widths(opcodes: Iterable[str], *names: str) -> str:
+    """How many of these accesses there are by the bits that each takes, widest first."""
+    bits: Counter[int] = Counter()
+    for name, *rest in (op.split(".") for op in opcodes):
+        if name in names:
+            bits[next((int(part.lstrip("US")) for part in rest if re.fullmatch(r"128|64|[US]?(16|8)", part)), 32)] += 1
+    return " ".join(f"{width}:{bits[width]}" for width in sorted(bits, reverse=True))
+
+
+def widest(accesses: str) -> int:
+    """Bits of the widest of a kernel's ``loads`` or ``stores``."""
+    return max((int(each.split(":")[0]) for each in accesses.split()), default=0)
+
+
+def short_names(mangled: list[str]) -> dict[str, str]:
+    """Names that a person reads: no namespaces and arguments, N:M for a pattern."""
+    plain = _run(str(_tool("c++filt")), *mangled).splitlines() if mangled else []
+    return {name: shortened(text) for name, text in zip(mangled, plain, strict=True)}
+
+
+def shortened(name: str) -> str:
+    """One demangled name in short."""
+    name = re.sub(r"\(anonymous namespace\)::|\bnm::(cuda::)?|^void |\((int|bool|unsigned int)\)", "", name)
+    name = re.sub(r"\(.*$", "", name)
+    name = re.sub(r"Fixed<(\d+), (\d+)>", r"\1:\2", name)
+    return name.replace(" >", ">")
+
+
+def inexact_of(ptx: str) -> dict[str, str]:
+    """``inexact`` by kernel, with what the functions hold that a file's kernels call."""
+    parts = re.split(r"\.(entry|func)\s+(?:\([^)]*\)\s*)?(\w+)", ptx)
+    bodies = list(zip(parts[1::3], parts[2::3], parts[3::3], strict=True))
+    called = "".join(body for kind, _, body in bodies if kind == "func")
+    return {name: inexact(body + called) for kind, name, body in bodies if kind == "entry"}
+
+
+@cache
+def _tool(name: str) -> str | None:
+    """A program of the CUDA toolkit, of PATH or of Triton's wheel."""
+    beside = str(Path(nvcc().reason.split(":")[0]).resolve().parent)
+    triton = util.find_spec("triton")
+    wheel = str(Path(triton.origin).parent / "backends" / "nvidia" / "bin") if triton and triton.origin else ""
+    return shutil.which(name, path=os.pathsep.join([beside, os.environ.get("PATH", ""), wheel]))
+
+
+@cache
+def _version() -> str:
+    found = re.search(r"\bV([\d.]+)", _run(nvcc().reason.split(":")[0], "--version"))
+    return found[1] if found else "unknown"
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command[:6])} failed:\n{done.stderr[-3000:]}")
+    return done.stdout
+
+
+def read(path: Path = PATH) -> list[Kernel]:
+    """The rows of a table; none where there is no file."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    numbers = {f.name for f in fields(Kernel) if f.type == "int"}
+    made: list[dict[str, Any]] = [{k: int(v) if k in numbers else v for k, v in row.items()} for row in rows]
+    return [Kernel(**row) for row in made]
+
+
+def write(kernels: Iterable[Kernel], path: Path = PATH) -> None:
+    """Write a table, whole."""
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, [f.name for f in fields(Kernel)], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(asdict(k) for k in kernels)
+    path.write_text(text.getvalue())
+
+
+def main(argv: list[str] | None = None, path: Path = PATH) -> int:
+    """Compile, write or print, and name what falls short; 1 where something does."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("words", nargs="*", help="print only the kernels whose file and name contain one of these; write nothing")
+    words = parser.parse_args(argv).words
+    here = tools()
+    if not here.ok:
+        parser.error(here.reason)
+    with ThreadPoolExecutor(2) as pool:
+        made = pool.map(lambda job: compiled(*job), [(source, arch) for source in sources() for arch in ARCHITECTURES])
+        rows = [k for kernels in made for k in kernels]
+    if words:
+        rows = [k for k in rows if any(w in f"{k.source} {k.kernel}" for w in words)]
+        for k in rows:
+            print(*(f"{name}={value}" for name, value in asdict(k).items() if name != "nvcc"), sep="  ")
+    else:
+        write(rows, path)
+        print(f"{len(rows)} kernels of {len(sources())} files, {path}")
+    lacking = shortfalls(rows)
+    print("\n".join(lacking) or "nothing falls short")
+    return 1 if lacking else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

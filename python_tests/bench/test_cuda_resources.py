@@ -1,0 +1,157 @@
+"""What nvcc makes of the CUDA kernels: no local memory, wide accesses, nothing contracted; the committed table says so; how it is read."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import cuda_expected
+from bench import cuda_resources as resources
+
+GOOD = resources.Kernel(
+    "a.cu", "groups_kernel<Mask, bf16, 2:4>", "sm_90a", 32, 0, 0, 1024, "128:4 16:8", "64:4 8:8", "", "", 429, "13.0.88"
+)
+HERE = resources.tools()
+compiles = pytest.mark.skipif(not HERE.ok, reason=HERE.reason)
+
+
+@compiles
+@pytest.mark.parametrize("arch", resources.ARCHITECTURES)
+@pytest.mark.parametrize("source", resources.sources(), ids=lambda path: path.name)
+def test_compiled(source: Path, arch: str) -> None:
+    kernels = resources.compiled(source, arch)
+    assert resources.shortfalls(kernels) == []
+    known = [k for k in resources.read() if (k.source, k.arch) == (source.name, arch)]
+    if {k.nvcc for k in known} <= {k.nvcc for k in kernels}:
+        differ = sorted({k.kernel for k in {*known} ^ {*kernels}})
+        assert not differ, f"{resources.PATH.name} says something else of {source.name} {differ[:5]}; rewrite it: {resources.REWRITE}"
+
+
+@compiles
+def test_what_is_compiled_again_comes_from_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = resources.SOURCES / "transposable.cu"
+    made = resources.compiled(source, "sm_80")
+    monkeypatch.setattr(resources, "_compile", lambda *_: pytest.fail("compiled again"))
+    assert resources.compiled(source, "sm_80") == made
+
+
+@compiles
+def test_contraction_shows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The flag that keeps sums of products in two roundings is what the test sees."""
+    source = tmp_path / "sum.cu"
+    source.write_text("__global__ void sum_kernel(float4* x) { x->x = x->x * x->y + x->z; }")
+    (exact,) = resources._compile(source, "sm_80")
+    monkeypatch.setattr(resources, "_flags", lambda _: ["-O3"])
+    (fused,) = resources._compile(source, "sm_80")
+    assert (exact.kernel, exact.inexact, fused.inexact) == ("sum_kernel", "", "fma.rn.f32 1")
+
+
+def test_the_table_has_every_file() -> None:
+    """Also where nothing can be compiled."""
+    listed = {(k.source, k.arch) for k in resources.read()}
+    files = [path.name for path in resources.sources() if "__global__" in path.read_text()]
+    wanted = {(name, arch) for name in files for arch in resources.ARCHITECTURES}
+    assert listed == wanted, f"rewrite {resources.PATH.name}: {resources.REWRITE}"
+
+
+def test_no_committed_kernel_falls_short() -> None:
+    assert resources.shortfalls(resources.read()) == []
+
+
+def test_every_exception_is_of_use() -> None:
+    names = [f"{k.source} {k.kernel}" for k in resources.read()]
+    for table in (cuda_expected.WIDTHS, cuda_expected.LOCAL, cuda_expected.LOOSE):
+        for pattern in table:
+            assert any(re.search(pattern, name) for name in names), f"bench/cuda_expected.py excuses no kernel by {pattern}"
+
+
+def test_architectures_and_flags_are_those_of_the_build() -> None:
+    cmake = resources.ROOT / "cmake"
+    assert '"80-real;90a-real;' in (cmake / "architectures.cmake").read_text()
+    assert resources.ARCHITECTURES == ("sm_80", "sm_90a")
+    build = (cmake / "cuda.cmake").read_text()
+    assert "PRIVATE -O3 $<$<STREQUAL:${part},kernels>:-fmad=false>" in build and "cuda/linear*.cu" in build
+    assert "-fmad=false" in resources._flags(Path("groups.cu")) and "-fmad=false" not in resources._flags(Path("linear_few.cu"))
+
+
+@pytest.mark.parametrize(
+    ("opcodes", "loads", "stores"),
+    [
+        (["LDG.E.128.CONSTANT", "LDG.E.128", "STG.E"], "128:2", "32:1"),
+        (["LDG.E.U16", "LDG.E.S8", "STG.E.U8", "STG.E.64"], "16:1 8:1", "64:1 8:1"),
+        (["LDGSTS.E.BYPASS.LTC128B.128", "LDS.128", "STS.64", "LDL", "STL"], "128:1", ""),
+        (["LD.E.64", "ST.E", "LDC.64", "RED.E.ADD"], "64:1", "32:1"),
+    ],
+)
+def test_widths(opcodes: list[str], loads: str, stores: str) -> None:
+    assert resources.widths(opcodes, *resources.LOADS) == loads
+    assert resources.widths(opcodes, *resources.STORES) == stores
+
+
+@pytest.mark.parametrize(
+    ("demangled", "short"),
+    [
+        (
+            "void nm::cuda::(anonymous namespace)::groups_kernel<nm::cuda::(anonymous namespace)::Mask, nm::bf16, nm::Fixed<2, 4> >"
+            "(nm::bf16 const*, unsigned char*, long, bool)",
+            "groups_kernel<Mask, bf16, 2:4>",
+        ),
+        ("nm::cuda::(anonymous namespace)::scale_kernel(nm::cuda::Products const*, float*, long)", "scale_kernel"),
+        ("void nm::cuda::few_kernel<float, 2, 4, (bool)1>(int)", "few_kernel<float, 2, 4, 1>"),
+        ("void nm::cuda::few_kernel<(int)2>(int)", "few_kernel<2>"),
+    ],
+)
+def test_short_names(demangled: str, short: str) -> None:
+    assert resources.shortened(demangled) == short
+
+
+def test_inexact_instructions_go_to_their_kernel() -> None:
+    ptx = """
+.visible .func  (.param .b32 func_retval0) helper(
+{ div.full.f32 %f1, %f2, %f3;
+}
+.visible .entry first(
+{ fma.rn.f32 %f1, %f2, %f3, %f4;
+}
+.visible .entry second(
+{ add.rn.f32 %f1, %f2, %f3;
+}
+"""
+    ptx = ptx.replace("{ ", "{\n\t")
+    assert resources.inexact_of(ptx) == {"first": "div.full.f32 1 fma.rn.f32 1", "second": "div.full.f32 1"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"spills": 1}, "local memory"),
+        ({"stack_bytes": 8}, "local memory"),
+        ({"loads": "64:8"}, "reads 64"),
+        ({"loads": ""}, "reads 0"),
+        ({"stores": "16:8 8:3"}, "writes 16"),
+        ({"inexact": "fma.rn.f32 2"}, "not exact: fma.rn.f32"),
+        ({"source": "groups.cu", "kernel": "groups_kernel<Prune, bf16, 2:4>"}, "writes 64"),
+    ],
+)
+def test_falling_short(changes: dict[str, Any], word: str) -> None:
+    assert resources.shortfalls([GOOD]) == []
+    (text,) = resources.shortfalls([replace(GOOD, **changes)])
+    assert word in text and "sm_90a" in text
+
+
+def test_exceptions_have_an_end() -> None:
+    k = replace(GOOD, source="threshold.cu", kernel="scale_sums_kernel<bf16, 2:4>", inexact="fma.rn.f64 4")
+    assert resources.shortfalls([k]) == []
+    assert "fma.rn.f32" in resources.shortfalls([replace(k, inexact="fma.rn.f32 1 fma.rn.f64 4")])[0]
+    assert resources.shortfalls([replace(k, kernel="any_scale_sums_kernel<bf16>", loads="16:3", stores="8:1")]) == []
+
+
+def test_the_table_is_read_as_it_was_written(tmp_path: Path) -> None:
+    rows = [GOOD, replace(GOOD, arch="sm_80", matrix="HMMA 64 LDSM 4")]
+    resources.write(rows, tmp_path / "t.csv")
+    assert resources.read(tmp_path / "t.csv") == rows
+    assert resources.read(tmp_path / "none.csv") == []
