@@ -53,6 +53,18 @@ def test_nasty_numbers(pattern: str, dtype: torch.dtype, device: str, ours: Ours
         assert_same(ours("nm_compress").fn(case.x.to(device), p.n, p.m), want, case.id)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("pattern", [*SMALL, "3:5"])
+def test_nans_tie_whatever_their_bits(pattern: str, dtype: torch.dtype, device: str, ours: Ours) -> None:
+    p, ints = Pattern(pattern), torch.int32 if dtype == torch.float32 else torch.int16
+    infinity = int(torch.tensor(float("inf"), dtype=dtype).view(ints))
+    payloads = torch.randint(1, torch.iinfo(ints).max - infinity, (9, 16 * p.m)).to(ints)
+    nans = torch.where(torch.rand(payloads.shape) < 0.5, infinity + payloads, -1 - payloads).to(ints).view(dtype)
+    assert nans.isnan().all()
+    w = torch.where(torch.rand(payloads.shape) < 0.6, nans, torch.randn(payloads.shape).to(dtype))
+    assert_same(ours("nm_compress").fn(w.to(device), p.n, p.m), reference.compress(w, p.n, p.m))
+
+
 @pytest.mark.parametrize("pattern", ["2:4", "1:8", "2:8", "1:16", "3:5", "4:32"])
 def test_a_last_group_that_the_end_of_the_row_cuts(pattern: str, device: str, ours: Ours, poison: None) -> None:
     p = Pattern(pattern)
