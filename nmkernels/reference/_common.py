@@ -48,4 +48,4 @@ def magnitude_keys(w: Tensor) -> Tensor:
     """
     ints = {2: torch.int16, 4: torch.int32, 8: torch.int64}[w.element_size()]
     infinity = int(torch.tensor(float("inf"), dtype=w.dtype).view(ints))
-    return (w.view(ints) & torch.iinfo(ints).max).clamp_max(infinity + 1)
+    return (w.resolve_neg().view(ints) & torch.iinfo(ints).max).clamp_max(infinity + 1)

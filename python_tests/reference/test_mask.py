@@ -44,6 +44,11 @@ def test_nans_of_any_payload_tie_and_rank_above_infinity():
     assert mask(bits.view(torch.float32), 2, 4).tolist() == [False, True, True, False]
 
 
+def test_a_lazily_negated_tensor_has_the_same_mask():
+    w = torch.randn(4, 8)
+    assert torch.equal(mask(torch._neg_view(w), 2, 4), mask(w, 2, 4))
+
+
 def test_exactly_n_are_kept_in_every_group(nasty, dtype):
     for n, m in PATTERNS:
         assert (mask(nasty(16, 2 * m, dtype), n, m).unflatten(-1, (2, m)).sum(-1) == n).all()
