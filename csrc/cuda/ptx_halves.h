@@ -10,13 +10,14 @@
 
 namespace nm::cuda {
 
-// 1 / x, wrong by a unit in the last place or so, for x and 1 / x both normal; 0 and denormals give inf. The emulator's is
+// 1 / x, wrong by a unit in the last place or so, for x and 1 / x both normal; 0 and denormals give inf, and become 0. The emulator's is
 // wrong by up to two units, another number of them for each x, so that nobody comes to rely on more.
 NM_DEVICE float rough_reciprocal(float x) {
 #if defined(NM_EMULATED)
     const uint32_t bits = float_bits(x);
     if ((bits & 0x7f800000u) == 0) return bits_float(0x7f800000u);
-    return bits_float(float_bits(1.0f / x) + ((bits * 0x9e3779b9u) >> 29) % 5u - 2u);
+    const uint32_t y = float_bits(1.0f / x) + ((bits * 0x9e3779b9u) >> 29) % 5u - 2u;
+    return y << 1 < 0x01000000u ? 0.0f : bits_float(y);
 #else
     float y;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

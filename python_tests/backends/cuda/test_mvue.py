@@ -159,3 +159,12 @@ def test_empty(shape: tuple[int, ...], device: str, ours: Ours) -> None:
 @pytest.mark.parametrize("pattern", ["2:4", "1:8", "1:16", "3:4"])
 def test_seeds_of_64_bits(pattern: str, words: tuple[int, int], device: str, ours: Ours) -> None:
     check(ours, torch.randn(6, 48), Pattern(pattern), -1, seed(*words), "exact", device)
+
+
+@pytest.mark.parametrize("pattern", [*SMALL, "3:5"])
+def test_the_first_of_all_uniforms(pattern: str, device: str, ours: Ours) -> None:
+    """u = 0, which the first group draws here, counts the integers that a running sum passes from 1 on, not from 0."""
+    p, words = Pattern(pattern), seed(0, 33008474)
+    assert uniforms24(words, 1).item() == 0
+    for _ in range(4):
+        check(ours, torch.rand(p.m) + 0.5, p, -1, words, "exact", device)
