@@ -87,7 +87,8 @@ def test_unknown_op() -> None:
 
 def test_explain_real_ops() -> None:
     lines = explain("nm_mask", W.double(), 2, 4).splitlines()
-    assert lines[0] == "nm_mask:" and lines[-1] == "  reference  chosen"
+    # what is asked after it, an emulator that tests have built, is never chosen by itself
+    assert lines[0] == "nm_mask:" and "  reference  chosen" in lines
     assert any(line.startswith("  cpu        declined: ") and "float64" in line for line in lines)
 
 
