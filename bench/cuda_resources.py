@@ -8,9 +8,7 @@ printed. What was compiled is kept under ``build/cuda_resources``, by a hash of 
 from __future__ import annotations
 
 import argparse
-import csv
 import hashlib
-import io
 import json
 import os
 import re
@@ -20,14 +18,14 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import cache
 from importlib import util
 from pathlib import Path
-from typing import Any
 
 from nmkernels._capability import Probe, nvcc
 
+from . import kernel_rows
 from .cuda_expected import LOCAL, LOOSE, RULE, WIDTHS, expected
 from .rows import RESULTS
 from .triton_resources import inexact, opcodes_of
@@ -255,22 +253,7 @@ def _run(*command: str) -> str:
 
 def read(path: Path = PATH) -> list[Kernel]:
     """The rows of a table; none where there is no file."""
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    numbers = {f.name for f in fields(Kernel) if f.type == "int"}
-    made: list[dict[str, Any]] = [{k: int(v) if k in numbers else v for k, v in row.items()} for row in rows]
-    return [Kernel(**row) for row in made]
-
-
-def write(kernels: Iterable[Kernel], path: Path = PATH) -> None:
-    """Write a table, whole."""
-    text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, [f.name for f in fields(Kernel)], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(asdict(k) for k in kernels)
-    path.write_text(text.getvalue())
+    return kernel_rows.read(Kernel, path)
 
 
 def main(argv: list[str] | None = None, path: Path = PATH) -> int:
@@ -289,7 +272,7 @@ def main(argv: list[str] | None = None, path: Path = PATH) -> int:
         for k in rows:
             print(*(f"{name}={value}" for name, value in asdict(k).items() if name != "nvcc"), sep="  ")
     else:
-        write(rows, path)
+        kernel_rows.write(Kernel, rows, path)
         print(f"{len(rows)} kernels of {len(sources())} files, {path}")
     lacking = shortfalls(rows)
     print("\n".join(lacking) or "nothing falls short")

@@ -8,21 +8,19 @@ The rows depend on the sources and on the versions of Triton and ptxas, not on t
 from __future__ import annotations
 
 import argparse
-import csv
-import io
 import os
 import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
+from . import kernel_rows
 from .rows import RESULTS
 from .triton_cases import Case, cases
 
@@ -195,22 +193,7 @@ def _ptxas_version() -> str:
 
 def read(path: Path = PATH) -> list[Kernel]:
     """The rows of a table; none where there is no file."""
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    numbers = {f.name for f in fields(Kernel) if f.type == "int"}
-    made: list[dict[str, Any]] = [{k: int(v) if k in numbers else v for k, v in row.items()} for row in rows]
-    return [Kernel(**row) for row in made]
-
-
-def write(kernels: Iterable[Kernel], path: Path = PATH) -> None:
-    """Write a table, whole, in the order of the cases."""
-    text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, [f.name for f in fields(Kernel)], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(asdict(k) for k in kernels)
-    path.write_text(text.getvalue())
+    return kernel_rows.read(Kernel, path)
 
 
 def main(argv: list[str] | None = None, path: Path = PATH) -> int:
@@ -234,7 +217,7 @@ def main(argv: list[str] | None = None, path: Path = PATH) -> int:
         for k in rows:
             print(*(f"{name}={value}" for name, value in asdict(k).items() if name not in ("triton", "ptxas")), sep="  ")
     else:
-        write(rows, path)
+        kernel_rows.write(Kernel, rows, path)
         print(f"{len(rows)} kernels of {len(chosen)} cases, {path}")
     print("\n".join(lacking) or "nothing falls short")
     return 1 if lacking else 0

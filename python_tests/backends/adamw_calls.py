@@ -24,6 +24,10 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 """Other places for the elements of a matrix, each with one stride between rows and one between columns."""
 
 
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
 def make(
     gen: torch.Generator, *shapes: tuple[int, ...], dtype=torch.float32, grad=torch.float32, out=None, amsgrad=False
 ) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bench import cuda_expected
+from bench import cuda_expected, kernel_rows
 from bench import cuda_resources as resources
 
 GOOD = resources.Kernel(
@@ -152,6 +152,6 @@ def test_exceptions_have_an_end() -> None:
 
 def test_the_table_is_read_as_it_was_written(tmp_path: Path) -> None:
     rows = [GOOD, replace(GOOD, arch="sm_80", matrix="HMMA 64 LDSM 4")]
-    resources.write(rows, tmp_path / "t.csv")
+    kernel_rows.write(resources.Kernel, rows, tmp_path / "t.csv")
     assert resources.read(tmp_path / "t.csv") == rows
     assert resources.read(tmp_path / "none.csv") == []

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from bench import kernel_rows
 from bench import triton_resources as resources
 from bench.triton_cases import Case
 
@@ -104,6 +105,6 @@ def test_tensor_cores_of_the_architecture() -> None:
 
 def test_the_table_is_read_as_it_was_written(tmp_path: Path) -> None:
     rows = [GOOD, replace(GOOD, arch="sm_80", matrix_instructions="mma.sync 64")]
-    resources.write(rows, tmp_path / "t.csv")
+    kernel_rows.write(resources.Kernel, rows, tmp_path / "t.csv")
     assert resources.read(tmp_path / "t.csv") == rows
     assert resources.read(tmp_path / "none.csv") == []

@@ -1,0 +1,141 @@
+"""What every backend of MaskedAdamW for GPUs is asked: params and states equal the reference's to the bit, sums to rounding.
+
+    class TestAgainstTheReference(AdamWSuite):
+        step = staticmethod(masked_adamw_)
+
+Modules that use it have a fixture ``device``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from python_tests.backends.adamw_calls import LAYOUTS, copied, hyper, make, nasty, same_as_reference, seeded, shifted
+
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+
+
+class AdamWSuite:
+    """Subclass with ``step``, the backend's function."""
+
+    step: Callable[..., Tensor]
+
+    def compare(self, device: str, call: dict[str, Any], h: Tensor, n: int, m: int, **options: Any) -> Tensor:
+        """Run both on copies; everything they write must agree. Returns the statistics."""
+        return same_as_reference(self.step, copied(call, device), call, h, n, m, **options)
+
+    def run(self, call: dict[str, Any], h: Tensor, n: int, m: int) -> Tensor:
+        return self.step(*call.values(), h, n, m, False, False, False, False, None, None)
+
+    @pytest.mark.parametrize(
+        ("dtype", "grad", "out"),
+        [(F32, F32, BF16), (F32, BF16, F16), (BF16, F32, BF16), (BF16, BF16, F32), (F16, F16, F16)],
+        ids=str,
+    )
+    @pytest.mark.parametrize("n, m", [(0, 0), (2, 4), (1, 1), (1, 16), (3, 5), (7, 256)])
+    def test_dtypes_and_patterns(self, device, n, m, dtype, grad, out):
+        cols = m * (5 if m < 256 else 2) or 37
+        call = make(seeded(1), (6, cols), (cols,), (2, 3, cols), dtype=dtype, grad=grad, out=out)
+        stats = self.compare(device, call, hyper(lr=0.3), n, m)
+        assert stats[0] == 1
+        assert (stats[4] > 0) == (n < m)
+
+    @pytest.mark.parametrize("amsgrad", [False, True])
+    @pytest.mark.parametrize("flags", [{}, {"frozen": True}, {"eps_inside": True}, {"maximize": True}, {"geometric": True},
+                                       {"frozen": True, "eps_inside": True, "maximize": True, "geometric": True}], ids=str)  # fmt: skip
+    def test_flags_and_numbers(self, device, flags, amsgrad):
+        call = make(seeded(3), (7, 40), (3, 8), amsgrad=amsgrad, out=F32)
+        call["grads"][0][0] = 0.0
+        call["exp_avg_sqs"][0][0] = 0.0  # v does not change here: log of the smallest denormal
+        for numbers in ({}, {"v_step": 7.0}, {"clamp": 0.5}, {"decay": 0.0, "wd": 0.0}, {"eps": 0.0, "beta1": 0.0}):
+            for n, m in ((2, 4), (0, 0)):
+                self.compare(device, call, hyper(**numbers), n, m, **flags)
+
+    def test_gradient_scaling_and_skipping(self, device):
+        call = make(seeded(4), (5, 16), out=F32)
+        self.compare(device, call, hyper(), 2, 4, scale=torch.tensor([3.0]), found=torch.zeros(1), maximize=True)
+        for bad in (1.0, float("nan")):
+            stats = self.compare(device, call, hyper(), 2, 4, scale=torch.tensor([3.0]), found=torch.tensor([bad]), geometric=True)
+            assert not stats.any()
+
+    @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+    @pytest.mark.parametrize("flags", [{}, {"eps_inside": True}, {"frozen": True}, {"maximize": True}], ids=str)
+    def test_nasty_values(self, device, flags, dtype):
+        call = nasty(seeded(5), dtype)
+        for number in ({}, {"clamp": 1.0, "decay": 0.0}):
+            self.compare(device, call, hyper(**number), 2, 4, geometric=True, **flags)
+        self.compare(device, call, hyper(), 0, 0, **flags)
+        call["params"] = [torch.tensor([0.0, -0.0, 1e-40, 1.0, -1.0]).to(dtype)[torch.randint(5, (60, 24))]]
+        call["grads"], call["exp_avgs"], call["exp_avg_sqs"] = ([torch.rand(60, 24)] for _ in range(3))
+        assert self.compare(device, call, hyper(), 2, 4, geometric=True, **flags)[:8].isfinite().all()
+
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    @pytest.mark.parametrize("n, m", [(0, 0), (2, 4), (3, 5), (7, 256)])
+    def test_strided_tensors_are_stepped_in_place(self, device, n, m, layout):
+        change = LAYOUTS[layout]
+        call = make(seeded(7), (9, 120 // (m or 4) * (m or 4)) if m < 256 else (3, 512), amsgrad=True, out=BF16)
+        for names in (tuple(call), ("params",), ("grads", "outs")):
+            mixed = {k: [change(x) for x in v] if k in names and k != "steps" else v for k, v in call.items()}
+            self.compare(device, mixed, hyper(), n, m, geometric=True)
+
+    @pytest.mark.parametrize("n, m", [(0, 0), (2, 4), (1, 32), (3, 5)])
+    def test_sizes_around_a_tile_at_any_address(self, device, n, m):
+        group = m or 1
+        sizes = sorted({max(1, around // group + extra) * group for around in (0, 512, 1024) for extra in (-1, 0, 1)})
+        for shift, dtype in ((0, F32), (1, BF16), (4, BF16)):
+            call = make(seeded(13), *((size,) for size in sizes), (17, 4 * group), dtype=dtype, amsgrad=True, out=dtype)
+            same_as_reference(self.step, shifted(copied(call, device), shift), call, hyper(eps=0.0, beta1=0.0), n, m, geometric=shift == 0)
+        wide = {
+            k: [LAYOUTS["transposed"](x) if x.dim() else x for x in v] for k, v in make(seeded(19), (7, 24 * group), (300, group)).items()
+        }
+        self.compare(device, wide, hyper(), n, m)
+
+    def test_nothing_is_written_beside_a_parameter(self, device):
+        for size in (4, 60, 64, 1020, 1024, 1028):
+            for layout in (lambda x: x, lambda x: x.view(-1, 4).t()):
+                inner = copied(make(seeded(14), (size,), amsgrad=True, out=F32), device)
+                around = {k: [x.new_full((size + 128,), 5.0) for x in v] for k, v in inner.items() if k != "steps"}
+                for name, (x,) in around.items():
+                    inner[name] = [layout(x[64:-64].copy_(inner[name][0]))]
+                self.run(inner, hyper().to(device), 1, 1)
+                for name, (x,) in around.items():
+                    assert (x[:64] == 5.0).all(), name
+                    assert (x[-64:] == 5.0).all(), name
+
+    def test_expanded_gradients_and_tensors_without_one_row_stride(self, device):
+        call = make(seeded(8), (4, 6, 8), out=F32)
+        strange = {k: [x.transpose(0, 1).contiguous().transpose(0, 1) if x.dim() else x for x in v] for k, v in call.items()}
+        assert strange["params"][0].stride() == (8, 32, 1)
+        self.compare(device, strange, hyper(), 2, 4)
+        self.compare(device, {**call, "grads": [torch.randn(1, 1, 8).expand(4, 6, 8)]}, hyper(), 2, 4)
+        conv = make(torch.Generator(), (2, 3, 4, 4))
+        last = {k: [x.to(memory_format=torch.channels_last) if x.dim() else x for x in v] for k, v in conv.items()}
+        self.compare(device, last, hyper(), 0, 0)
+        self.compare(device, {**conv, "params": last["params"], "exp_avgs": last["exp_avgs"]}, hyper(), 0, 0)
+        plus = torch.randn(4, 6, 8, dtype=torch.complex64).conj()
+        negative = {**copied(call, device), "grads": [plus.to(device).imag]}
+        assert negative["grads"][0].is_neg()
+        same_as_reference(self.step, negative, {**call, "grads": [plus.imag.resolve_neg()]}, hyper(), 2, 4)
+
+    def test_scalars_empty_tensors_and_no_tensors(self, device):
+        assert self.compare(device, make(seeded(9), (), (0, 8), (3, 0), (5,), out=F32), hyper(), 0, 0, geometric=True)[0] == 1
+        self.compare(device, make(torch.Generator(), (0, 8), (3, 0)), hyper(), 2, 4)
+        self.compare(device, make(torch.Generator()), hyper(), 2, 4)
+        call = make(seeded(9), (5,))
+        self.compare(device, {**call, "steps": [torch.ones(1, 1)]}, hyper(), 0, 0)
+
+    def test_steps_with_late_counts_and_new_gradients(self, device):
+        call = make(seeded(11), (8, 16), (3, 8), (2, 4))
+        call["steps"] = [torch.tensor(99_990.0), torch.tensor(0.0), torch.tensor(2.0**24)]
+        ours, gen, kept = copied(call, device), seeded(12), []
+        for i in range(10):
+            theirs = copied(ours, "cpu")
+            theirs["grads"] = [torch.randn(x.shape, generator=gen) for x in theirs["params"]]
+            ours["grads"] = copied(theirs, device)["grads"]
+            kept += ours["grads"] if i % 2 else []  # so that addresses are met again, and new ones
+            same_as_reference(self.step, ours, theirs, hyper(), 2, 4, found=torch.tensor([float(i % 5 == 4)]))
