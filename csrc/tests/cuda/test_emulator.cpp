@@ -166,8 +166,8 @@ TEST(what_cannot_go_on_is_reported) {
 }
 
 struct Alive {
-    explicit Alive(int* count) : count(count) { ++*count; }
-    ~Alive() { --*count; }
+    explicit Alive(int* count) : count(count) { atomicAdd(count, 1); }  // blocks run at the same time
+    ~Alive() { atomicAdd(count, -1); }
     int* count;
 };
 
