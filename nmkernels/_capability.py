@@ -14,7 +14,7 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Any, NamedTuple
 
-CORE_ABI = 3
+CORE_ABI = 4
 """The value of ``_C.abi`` that this Python code was written against."""
 
 
