@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from nmkernels import _dispatch, reference, testing
+from python_tests.backends.tile_ties import ties_and_roundings
 
 OP = "nm_transposable_mask"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-INF, NAN = float("inf"), float("nan")
 Ours = Callable[[str], _dispatch.Impl]
 Check = Callable[..., Tensor]
 
@@ -27,29 +27,10 @@ def check(device: str, ours: Ours) -> Check:
     return run
 
 
-def picked(options: list[float], dtype: torch.dtype) -> Tensor:
-    """256 tiles of these magnitudes, in both signs."""
-    signed = torch.tensor([*options, *(-x for x in options)], dtype=torch.float64).to(dtype)
-    return signed[torch.randint(len(signed), (8, 512))]
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_ties_and_roundings(dtype: torch.dtype, check: Check, poison: None) -> None:
     """The first of the best, where many tie, some only after rounding, and where sums overflow or hold NaN and infinity."""
-    info = torch.finfo(dtype)
-    options: list[list[float]] = [
-        [0, 1],
-        [1, 2, 3],
-        [1, 1 + info.eps, 0.5, 3],
-        [1, 2**-12, 2**-24, 2**-23, 2**12],
-        [0, info.smallest_normal / 4, info.smallest_normal * 3 / 4, info.smallest_normal],
-        [info.max, info.max / 2, info.max / 4, 0, 1],
-        [info.max, 1, INF, NAN],
-        [INF, 1, 2],
-        [NAN, 1, 2],
-        [NAN, INF, 0],
-    ]
-    check(torch.cat([picked(each, dtype) for each in options]))
+    check(ties_and_roundings(dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

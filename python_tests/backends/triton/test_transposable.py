@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from nmkernels import _dispatch, reference, testing
+from python_tests.backends.tile_ties import ties_and_roundings
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TILES = {torch.float32: 128, torch.bfloat16: 256, torch.float16: 256}
 """Tiles of one program, as in the kernel."""
-INF, NAN = float("inf"), float("nan")
 
 
 def entry() -> _dispatch.Impl:
@@ -24,29 +24,10 @@ def check(w: Tensor, device: str, out: Tensor | None = None) -> Tensor:
     return got
 
 
-def picked(options: list[float], dtype: torch.dtype) -> Tensor:
-    """256 tiles of these magnitudes, in both signs."""
-    signed = torch.tensor([*options, *(-x for x in options)], dtype=torch.float64).to(dtype)
-    return signed[torch.randint(len(signed), (8, 512))]
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_ties_and_roundings(dtype: torch.dtype, device: str, poison: None) -> None:
     """The first of the best, where many tie, some only after rounding, and where sums overflow or hold NaN and infinity."""
-    info = torch.finfo(dtype)
-    options: list[list[float]] = [
-        [0, 1],
-        [1, 2, 3],
-        [1, 1 + info.eps, 0.5, 3],
-        [1, 2**-12, 2**-24, 2**-23, 2**12],
-        [0, info.smallest_normal / 4, info.smallest_normal * 3 / 4, info.smallest_normal],
-        [info.max, info.max / 2, info.max / 4, 0, 1],
-        [info.max, 1, INF, NAN],
-        [INF, 1, 2],
-        [NAN, 1, 2],
-        [NAN, INF, 0],
-    ]
-    check(torch.cat([picked(each, dtype) for each in options]), device)
+    check(ties_and_roundings(dtype), device)
 
 
 def test_a_smaller_lower_half_may_come_first(device: str) -> None:
