@@ -15,6 +15,7 @@ FLOORS = {
     "_dispatch": 0,
     "_capability": 0,
     "_fatbin": 0,
+    "_store": 0,
     "_version": 0,
     "_C": 0,
     "reference": 1,

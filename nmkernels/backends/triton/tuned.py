@@ -8,11 +8,7 @@ power of two.
 
 from __future__ import annotations
 
-import json
-import os
-import tempfile
-import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -20,13 +16,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..._store import Table
 from . import _plan
 from ._few_tiles import Tile, cut, variants
 from ._launch import next_power_of_2
 from ._plan import FEW_TOKENS, Plan, plan
 
-CACHE = "NMKERNELS_CACHE"
-FILE, SCHEMA = "tuned.json", 1
 METHODS = ("few", "tile", "gemm", "scratch")
 MOST = {"rows": 1024, "width": 1024, "cols": 1024, "warps": 16, "stages": 8, "splits": 64}
 """Bounds of the numbers of a plan, so that a file that somebody has edited cannot ask for the impossible."""
@@ -50,7 +45,7 @@ class Product(NamedTuple):
 
 
 _plans: dict[Product, Plan] = {}
-_table: dict[str, dict[str, Any]] | None = None
+_table = Table("tuned.json", 1, "launches follow the heuristic", "run nm.tune again")
 
 
 def choose(
@@ -72,7 +67,7 @@ def measured(product: Product) -> Plan | None:
     where = device_name(product.device)
     if not where:
         return None
-    line = table().get(name(product, where))
+    line = _table.get(name(product, where))
     found = None if line is None else as_plan(line.get("plan"))
     few = product.kind == "fprop" and product.width <= FEW_TOKENS and product.cols > 0
     return None if found is None or (found.method in ("few", "tile") and not few) else found
@@ -127,75 +122,31 @@ def as_plan(given: Any) -> Plan | None:
     return Plan(**given) if good else None
 
 
-# ---- the file
-
-
 def path() -> Path:
     """The file of the table."""
-    folder = os.environ.get(CACHE)
-    return (Path(folder).expanduser() if folder else Path.home() / ".cache" / "nmkernels") / FILE
-
-
-def table() -> dict[str, dict[str, Any]]:
-    """The lines of the file, read at the first call."""
-    global _table
-    if _table is None:
-        _table = read()
-    return _table
+    return _table.path()
 
 
 def read() -> dict[str, dict[str, Any]]:
-    """The lines of the file as it is now; none, with a warning, where it cannot be read or is damaged."""
-    try:
-        text = path().read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return {}
-    except (OSError, RuntimeError, UnicodeDecodeError) as error:
-        return _refused(f"cannot be read ({error})")
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        return _refused(f"is damaged ({error})")
-    if not isinstance(found, dict) or found.get("schema") != SCHEMA or not isinstance(found.get("choices"), dict):
-        return _refused(f"is not a table of schema {SCHEMA}")
-    return {key: line for key, line in found["choices"].items() if isinstance(line, dict)}
+    """The lines of the file as it is now."""
+    return _table.read()
 
 
-def _refused(why: str) -> dict[str, dict[str, Any]]:
-    text = f"nmkernels: {path()} {why}; launches follow the heuristic. Delete it, or run nm.tune again, which replaces it."
-    warnings.warn(text, RuntimeWarning, stacklevel=4)
-    return {}
-
-
-def store(lines: dict[str, dict[str, Any] | None]) -> Path:
+def store(lines: Mapping[str, dict[str, Any] | None]) -> Path:
     """Add lines to the file, or take out those that are None, at one stroke; from now on calls follow them.
 
     Raises:
         OSError: the file cannot be written; this process follows the lines all the same.
     """
-    global _table
-    target = path()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what is damaged is replaced
-        merged = {**read(), **lines}
-    _table = kept = {key: line for key, line in sorted(merged.items()) if line is not None}
-    _plans.clear()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    handle, part = tempfile.mkstemp(prefix=FILE, dir=target.parent)
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump({"schema": SCHEMA, "choices": kept}, file, indent=1)
-        os.replace(part, target)
-    except BaseException:
-        Path(part).unlink(missing_ok=True)
-        raise
-    return target
+        return _table.store(lines)
+    finally:
+        _plans.clear()
 
 
 def forget() -> None:
     """Read the file anew at the next call."""
-    global _table
-    _table = None
+    _table.forget()
     _plans.clear()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -123,7 +124,7 @@ def test_a_line_that_is_no_plan_is_ignored(change: dict[str, Any] | None) -> Non
 def test_a_failed_write_leaves_the_old_file(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tuned.store({tuned.name(_product(), "a GPU"): _line(OTHER)})
     before = (cache / "tuned.json").read_bytes()
-    monkeypatch.setattr(tuned.os, "replace", _fails)
+    monkeypatch.setattr(os, "replace", _fails)
     with pytest.raises(OSError, match="disk"):
         tuned.store({"other": _line(DEFAULT)})
     assert (cache / "tuned.json").read_bytes() == before and len(list(cache.iterdir())) == 1
@@ -273,7 +274,7 @@ class _Broken:
 def test_choices_that_cannot_be_written_hold_all_the_same(
     layer: nm.CompressedLinear, candidates: list[Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tuned.os, "replace", _fails)
+    monkeypatch.setattr(os, "replace", _fails)
     report = nm.tune(layer, TOKENS, timer=_timer({candidates[1]: 0.5}, layer))
     assert report.path is None and "for this process only: disk is full" in str(report) and _in_use(layer) == candidates[1]
 

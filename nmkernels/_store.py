@@ -1,0 +1,172 @@
+"""A small table on disk of what was measured on a machine: lines keyed by text, read once, merged with what other processes wrote.
+
+Nothing is read at import. What cannot be read counts as empty, with a warning: a table only makes calls faster, so losing it costs time and
+never a result. Whoever keeps a table checks each line, since somebody may have edited it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+try:
+    import fcntl
+except ImportError:  # no such locks on Windows: a line may be lost there when two processes store at once
+    fcntl = None  # type: ignore[assignment]
+
+CACHE = "NMKERNELS_CACHE"
+LONGEST_WAIT = 2.0
+"""Seconds to wait for another process that stores; a stopped one must not stop this one, and each file is whole in any case."""
+
+Line = dict[str, Any]
+
+
+def folder() -> Path:
+    """Where the tables are: ``NMKERNELS_CACHE``, or ``~/.cache/nmkernels``.
+
+    Raises:
+        OSError: there is neither, nor a home.
+    """
+    given = os.environ.get(CACHE)
+    try:
+        return Path(given).expanduser() if given else Path.home() / ".cache" / "nmkernels"
+    except RuntimeError as error:
+        raise OSError(f"{error}; set {CACHE} to a folder") from error
+
+
+class Table:
+    """Lines, each a JSON object under a text, in one file: ``{"schema": 1, "choices": {"text": {...}}}``.
+
+    Safe to use from several threads, and from several processes: ``store`` keeps what the others stored.
+
+    Args:
+        file: its name in ``folder()``.
+        schema: what the lines mean; a file of another schema counts as damaged.
+        without: what holds without the table, for the warning: "launches follow the heuristic".
+        again: what writes it anew, for the warning: "run nm.tune again".
+
+    Example:
+        >>> table = Table("doctest.json", 1, "nothing is known", "store it again")
+        >>> table.path().name
+        'doctest.json'
+    """
+
+    def __init__(self, file: str, schema: int, without: str, again: str) -> None:
+        self.file, self.schema, self.without, self.again = file, schema, without, again
+        self._lines: dict[str, Line] | None = None
+        self._unwritten: dict[str, Line | None] = {}
+        self._lock = threading.Lock()
+
+    def path(self) -> Path:
+        """The file."""
+        return folder() / self.file
+
+    def lines(self) -> Mapping[str, Line]:
+        """Every line, read at the first call; later ones see what this process stored, and not what others did until ``forget``."""
+        found = self._lines
+        if found is None:
+            with self._lock:
+                if self._lines is None:
+                    self._lines = self.read()
+                found = self._lines
+        return found
+
+    def get(self, key: str) -> Line | None:
+        """One line, or None."""
+        return self.lines().get(key)
+
+    def read(self) -> dict[str, Line]:
+        """The lines of the file as it is now; none, with a warning, where it cannot be read or is damaged."""
+        return self._read()
+
+    def _read(self, quiet: bool = False) -> dict[str, Line]:
+        try:
+            text = self.path().read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return {}
+        except (OSError, UnicodeDecodeError) as error:
+            return self._refused(quiet, f"cannot be read ({error})")
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            return self._refused(quiet, f"is damaged ({error})")
+        if not isinstance(found, dict) or found.get("schema") != self.schema or not isinstance(found.get("choices"), dict):
+            return self._refused(quiet, f"is not a table of schema {self.schema}")
+        return {key: line for key, line in found["choices"].items() if isinstance(line, dict)}
+
+    def _refused(self, quiet: bool, why: str) -> dict[str, Line]:
+        with suppress(OSError):
+            why = f"{self.path()} {why}"
+        text = f"nmkernels: {why}; {self.without}. Delete it, or {self.again}, which replaces it."
+        if not quiet:
+            warnings.warn(text, RuntimeWarning, stacklevel=5)
+        return {}
+
+    def store(self, lines: Mapping[str, Line | None]) -> Path:
+        """Add lines to the file, or take out those that are None, at one stroke; from now on this process follows them.
+
+        Raises:
+            OSError: the file cannot be written; this process follows the lines all the same, and tries again with the next ones.
+        """
+        with self._lock:
+            self._unwritten.update(lines)
+            with suppress(OSError):
+                folder().mkdir(parents=True, exist_ok=True)
+            with _alone():
+                both = {**self._read(quiet=True), **self._unwritten}  # what is damaged is replaced
+                self._lines = kept = {key: line for key, line in sorted(both.items()) if line is not None}
+                target = self.path()
+                target.parent.mkdir(parents=True, exist_ok=True)
+                _replace(target, {"schema": self.schema, "choices": kept})
+            self._unwritten.clear()
+        return target
+
+    def forget(self) -> None:
+        """Read the file anew at the next call."""
+        self._lines = None
+
+
+def _replace(target: Path, content: Any) -> None:
+    """Readers see the old file or the new one, and never a part."""
+    handle, part = tempfile.mkstemp(prefix=target.name, dir=target.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(content, file, indent=1)
+        os.replace(part, target)
+    except BaseException:
+        Path(part).unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Inside, no other process stores into the folder; without a lock where the file system has none."""
+    handle = None
+    if fcntl is not None:
+        with suppress(OSError):
+            handle = os.open(folder(), os.O_RDONLY)  # of the folder itself: nothing is left lying about
+            _wait(handle)
+    try:
+        yield
+    finally:
+        if handle is not None:
+            os.close(handle)
+
+
+def _wait(handle: int) -> None:
+    end = time.monotonic() + LONGEST_WAIT
+    while True:
+        try:
+            return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > end:
+                return
+            time.sleep(0.01)
