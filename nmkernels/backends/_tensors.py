@@ -7,6 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
+ORDERED = False, "it reads canonical indices, and these are metadata in the order of a tensor core"
+"""What a backend answers that knows no device layout."""
+
 
 def tensors(args: Iterable[Any]) -> Iterator[Tensor]:
     """Every tensor among arguments and lists of them."""

@@ -92,6 +92,7 @@ SAMPLES: dict[str, Sample] = {
     "nm_compress": lambda gen: (_weight(gen), N, M, None),
     "nm_decompress": lambda gen: (*_packed(gen), N, M, COLS),
     "nm_pack": lambda gen: (_weight(gen, COLS, COLS), N, M, "transposable", None, None, torch.bfloat16, True, True, "wgmma.sp"),
+    "nm_metadata": lambda gen: (_packed(gen, COLS, COLS)[1], COLS, "mma.sp"),
     "nm_linear": lambda gen: (_weight(gen, TOKENS, COLS), *_packed(gen), N, M, COLS, _weight(gen, ROWS)),
     "nm_linear_dgrad": lambda gen: (_weight(gen, TOKENS, ROWS), *_packed(gen), N, M, COLS),
     "nm_linear_wgrad": lambda gen: (*_packed(gen, ROWS, TOKENS), N, M, TOKENS, _weight(gen, TOKENS, COLS)),

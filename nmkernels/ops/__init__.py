@@ -9,6 +9,7 @@ from .mask import is_nm, mask, prune
 from .mvue import METHODS, mvue, mvue_compress
 from .pack import empty_packed, pack
 from .packed import DeviceCompressed, Packed
+from .relayout import relayout, tensor_core_pattern
 from .threshold import soft_threshold, soft_threshold_scale
 from .transposable import transposable_mask
 
@@ -33,7 +34,9 @@ __all__ = [
     "mvue_compress",
     "pack",
     "prune",
+    "relayout",
     "soft_threshold",
     "soft_threshold_scale",
+    "tensor_core_pattern",
     "transposable_mask",
 ]

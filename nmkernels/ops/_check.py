@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..pattern import DtypeError, Pattern, PatternLike, ShapeError
+from ..reference.layouts import check_layout, layout_of, meta_shape
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -77,6 +78,26 @@ def check_packed(op: str, values: Tensor, indices: Tensor, n: int, m: int, cols:
         raise ShapeError(
             f"{op}: indices have shape {tuple(indices.shape)}; {cols} columns at {p} need {(*values.shape[:-1], size)} "
             f"({p.index_bits} bits per kept element, each row starting on a byte). Make them with nm.ops.compress."
+        )
+    if values.device != indices.device:
+        check_device(op, values=values, indices=indices)
+    return p
+
+
+def check_operand(op: str, values: Tensor, indices: Tensor, n: int, m: int, cols: int) -> Pattern:
+    """The checks of an op whose packed matrix may also be in a device layout, told by the dtype of its indices."""
+    if indices.dtype != torch.int32:
+        return check_packed(op, values, indices, n, m, cols)
+    p, layout = pattern_of(n, m), layout_of(indices)
+    check_float(op, "values", values)
+    check_matrix(op, "the compressed operand", values)
+    rows = values.shape[0]
+    check_layout(op, layout, rows, cols, p, values.dtype)
+    expected = (rows, cols // 2), meta_shape(rows, cols, layout)
+    if (values.shape, indices.shape) != expected:
+        raise ShapeError(
+            f"{op}: values {tuple(values.shape)} and metadata {tuple(indices.shape)} are not {layout!r} of {cols} columns, which has "
+            f"{tuple(map(tuple, expected))}. Make them with nm.ops.pack."
         )
     if values.device != indices.device:
         check_device(op, values=values, indices=indices)

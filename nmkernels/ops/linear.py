@@ -8,14 +8,17 @@ from .._dispatch import forced_backend
 from ..backends.cpu.linear import linear_now
 from ..pattern import OptionError, ShapeError
 from ..reference.linear import ACTIVATIONS
-from ._check import check_device, check_matrix, check_packed, check_same_dtype, packed_sizes
+from ._check import check_device, check_matrix, check_operand, check_packed, check_same_dtype, packed_sizes
 from ._define import Spec, define, unwatched
 from ._grad import require_no_grad
 from .compressed import Compressed
+from .packed import DeviceCompressed
+
+Operand = Compressed | DeviceCompressed
 
 
 def _operands(op: str, what: str, x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int) -> None:
-    check_packed(op, values, indices, n, m, cols)
+    (check_packed if op == "nm_linear_dgrad" else check_operand)(op, values, indices, n, m, cols)
     check_matrix(op, "the compressed operand", values)
     check_same_dtype(op, what, x, "the compressed operand", values)
     if x.device != values.device:
@@ -28,8 +31,9 @@ def _rows_of(op: str, what: str, x: Tensor, size: int) -> None:
 
 
 def _linear(
-    x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, bias: Tensor | None = None, activation: str = ""
-) -> tuple[Spec, ...]:
+    x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, bias: Tensor | None = None, activation: str = "",
+    residual: Tensor | None = None,
+) -> tuple[Spec, ...]:  # fmt: skip
     op = "nm_linear"
     _operands(op, "x", x, values, indices, n, m, cols)
     _rows_of(op, "x", x, cols)
@@ -42,7 +46,13 @@ def _linear(
     if activation not in ACTIVATIONS:
         names = ", ".join(repr(name) for name in ACTIVATIONS if name)
         raise OptionError(f"{op}: activation {activation!r} is unknown; choose one of {names}, or None.")
-    return (((*x.shape[:-1], rows), x.dtype),)
+    shape = (*x.shape[:-1], rows)
+    if residual is not None:
+        if residual.shape != shape:
+            raise ShapeError(f"{op}: residual has shape {tuple(residual.shape)}; it must be {tuple(shape)}, that of the result.")
+        check_same_dtype(op, "x", x, "residual", residual)
+        check_device(op, x=x, residual=residual)
+    return ((shape, x.dtype),)
 
 
 def _linear_dgrad(g: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int) -> tuple[Spec, ...]:
@@ -62,22 +72,25 @@ def _linear_wgrad(values: Tensor, indices: Tensor, n: int, m: int, cols: int, x:
 
 
 _PACKED = "Tensor values, Tensor indices, int n, int m, SymInt cols"
-nm_linear = define("nm_linear", f'(Tensor x, {_PACKED}, Tensor? bias=None, str activation="") -> Tensor', _linear)
+nm_linear = define("nm_linear", f'(Tensor x, {_PACKED}, Tensor? bias=None, str activation="", Tensor? residual=None) -> Tensor', _linear)
 nm_linear_dgrad = define("nm_linear_dgrad", f"(Tensor g, {_PACKED}) -> Tensor", _linear_dgrad)
 nm_linear_wgrad = define("nm_linear_wgrad", f"({_PACKED}, Tensor x) -> Tensor", _linear_wgrad)
 
 
-def linear(x: Tensor, c: Compressed, bias: Tensor | None = None, activation: str | None = None) -> Tensor:
-    """A linear layer's output from a compressed weight (fprop, layout nt), and the activation that follows it.
+def linear(x: Tensor, c: Operand, bias: Tensor | None = None, activation: str | None = None, residual: Tensor | None = None) -> Tensor:
+    """A linear layer's output from a compressed weight (fprop, layout nt), the activation that follows it and a residual.
 
-    ``y = f(x Wᵀ + b)``
+    ``y = f(x Wᵀ + b) + r``
+
+    With the columns of a weight that is packed both ways (``pack``), ``linear(g, packed.columns)`` is the gradient g W of its input.
 
     Args:
         x: ``(..., in)``.
-        c: the weight, of shape ``(out, in)``, in x's dtype.
+        c: the weight, of shape ``(out, in)``, in x's dtype; in the canonical form or in the order of tensor cores (``relayout``).
         bias: ``(out,)``, in x's dtype.
         activation: f: None for none, ``"gelu"`` y·Φ(y), ``"silu"`` y/(1 + exp(−y)), ``"relu2"`` max(y, 0)². Kernels that have the sum
             in fp32 apply it there, before the only rounding; others round the sum first.
+        residual: r ``(..., out)``, in x's dtype; added in the same way.
 
     Returns:
         ``(..., out)``, in x's dtype, accumulated in fp32 (fp64 for fp64).
@@ -96,9 +109,14 @@ def linear(x: Tensor, c: Compressed, bias: Tensor | None = None, activation: str
         >>> linear(torch.tensor([[0.0, 0.0, -1.0, 0.0]]), w, activation="relu2")
         tensor([[4.]])
     """
-    require_no_grad("nm_linear", x=x, weight=c.values, bias=bias)
+    require_no_grad("nm_linear", x=x, weight=c.values, bias=bias, residual=residual)
     p = c.pattern
-    return nm_linear(x, c.values, c.indices, p.n, p.m, c.shape[-1], bias, activation or "")
+    return nm_linear(x, c.values, positions(c), p.n, p.m, c.shape[-1], bias, activation or "", residual)
+
+
+def positions(c: Operand) -> Tensor:
+    """The tensor that says where the values lie: packed indices, or metadata."""
+    return c.indices if isinstance(c, Compressed) else c.meta
 
 
 def linear_of_layer(x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, bias: Tensor | None = None) -> Tensor:
@@ -126,6 +144,7 @@ def linear_dgrad(g: Tensor, c: Compressed) -> Tensor:
 
     Raises:
         ShapeError, DtypeError: the operands do not fit.
+        OptionError: the weight is in a device layout.
         NMError: an operand requires grad.
 
     Example:
@@ -134,18 +153,23 @@ def linear_dgrad(g: Tensor, c: Compressed) -> Tensor:
         >>> linear_dgrad(torch.ones(1, 1), ops.compress(torch.tensor([[1.0, 0.0, -2.0, 3.0]]), "2:4"))
         tensor([[ 0.,  0., -2.,  3.]])
     """
+    if not isinstance(c, Compressed):
+        raise OptionError(
+            "nm_linear_dgrad: the weight is in the order of tensor cores, which sum along its rows, and g W sums along its columns. "
+            "Pack those, nm.ops.pack(w, pattern, 'transposable', columns=True), and use nm.ops.linear(g, packed.columns)."
+        )
     require_no_grad("nm_linear_dgrad", g=g, weight=c.values)
     p = c.pattern
     return nm_linear_dgrad(g, c.values, c.indices, p.n, p.m, c.shape[-1])
 
 
-def linear_wgrad(gc: Compressed, x: Tensor) -> Tensor:
+def linear_wgrad(gc: Operand, x: Tensor) -> Tensor:
     """The gradient of a linear layer's weight from a compressed output gradient (wgrad, layout tn).
 
     ``dW = gᵀ x``, dense
 
     Args:
-        gc: gᵀ, of shape ``(out, tokens)``, compressed along tokens: ``nm.ops.mvue_compress(g, pattern, dim=0)``.
+        gc: gᵀ, of shape ``(out, tokens)``, compressed along tokens: ``nm.ops.mvue_compress(g, pattern, dim=0)``, or ``relayout`` of that.
         x: the layer's input ``(tokens, in)``, in gc's dtype; more leading dimensions are flattened into tokens.
 
     Returns:
@@ -165,7 +189,7 @@ def linear_wgrad(gc: Compressed, x: Tensor) -> Tensor:
     require_no_grad("nm_linear_wgrad", g=gc.values, x=x)
     p = gc.pattern
     tokens = x.reshape(-1, x.shape[-1]) if x.dim() > 2 else x
-    return nm_linear_wgrad(gc.values, gc.indices, p.n, p.m, gc.shape[-1], tokens)
+    return nm_linear_wgrad(gc.values, positions(gc), p.n, p.m, gc.shape[-1], tokens)
 
 
 __all__ = ["linear", "linear_dgrad", "linear_wgrad"]

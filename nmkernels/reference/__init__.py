@@ -3,7 +3,7 @@
 from .adamw import masked_adamw_
 from .bitpack import pack_indices, unpack_indices
 from .compress import compress, decompress
-from .layouts import LAYOUTS, from_layout, to_layout
+from .layouts import LAYOUTS, from_layout, layout_of, to_layout
 from .linear import linear, linear_dgrad, linear_wgrad
 from .mask import is_nm, mask, prune
 from .mvue import group_mvue, mvue, mvue_compress
@@ -22,6 +22,7 @@ __all__ = [
     "from_layout",
     "group_mvue",
     "is_nm",
+    "layout_of",
     "linear",
     "linear_dgrad",
     "linear_wgrad",

@@ -61,6 +61,18 @@ def meta_shape(rows: int, cols: int, layout: str) -> tuple[int, int, int]:
     return rows // (16 * warps), cols // COLUMNS, 32 * warps
 
 
+def layout_of(indices: Tensor) -> str:
+    """The layout of the positions of a packed matrix: metadata is int32, and its last size tells whose it is.
+
+    Example:
+        >>> layout_of(torch.zeros(1, 2, 32, dtype=torch.int32))
+        'mma.sp'
+    """
+    if indices.dtype != torch.int32:
+        return "canonical"
+    return "wgmma.sp" if indices.shape[-1] == 32 * WARPS["wgmma.sp"] else "mma.sp"
+
+
 def to_layout(indices: Tensor, cols: int, layout: str) -> Tensor:
     """Canonical 2:4 indices in another layout; the module's page says where each word lies.
 
@@ -90,7 +102,8 @@ def to_layout(indices: Tensor, cols: int, layout: str) -> Tensor:
     i, j, words = meta_shape(indices.shape[0], cols, layout)
     # tile, warp, half, row of eight, 64 columns, lane of four, byte
     split = indices.reshape(i, words // 32, 2, 8, j, 4, 2)
-    return split.permute(0, 4, 1, 3, 5, 2, 6).reshape(i, j, words * 4).view(torch.int32)
+    turned = split.permute(0, 4, 1, 3, 5, 2, 6).reshape(i, j, words * 4)
+    return turned.clone().view(torch.int32)  # nothing needs no copy, and may lie at an odd address
 
 
 def from_layout(meta: Tensor, layout: str) -> Tensor:

@@ -1,5 +1,7 @@
 """The three GEMMs of a linear layer with one operand in compressed form: decompress, then multiply.
 
+Of fprop and wgrad the operand's indices may be the metadata of tensor cores (``layouts``) instead of the canonical ones.
+
 float16 and bfloat16 are multiplied in float32 and rounded once; float64 in float64.
 """
 
@@ -13,6 +15,7 @@ from torch import Tensor
 from ..pattern import DtypeError, ShapeError
 from ._common import check_float, compute_dtype
 from .compress import decompress
+from .layouts import from_layout, layout_of
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "": lambda y: y,
@@ -37,6 +40,7 @@ def _operands(op: str, x: Tensor, values: Tensor, indices: Tensor, n: int, m: in
     if values.dim() != 2 or x.dim() == 0:
         raise ShapeError(f"{op}: needs 2-D values and an input of at least one dimension, got {tuple(values.shape)} and {tuple(x.shape)}.")
     wide = compute_dtype(x.dtype)
+    indices = from_layout(indices, layout_of(indices))
     return x.to(wide), decompress(values, indices, n, m, cols).to(wide)
 
 
@@ -46,13 +50,15 @@ def _check_size(op: str, what: str, got: int, need: int) -> None:
 
 
 def linear(
-    x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, bias: Tensor | None = None, activation: str = ""
-) -> Tensor:
-    """fprop, layout nt: y = f(x Wᵀ + b) with W ``(out, in)`` compressed along ``in``.
+    x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, bias: Tensor | None = None, activation: str = "",
+    residual: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """fprop, layout nt: y = f(x Wᵀ + b) + r with W ``(out, in)`` compressed along ``in``.
 
     Args:
         x: ``(..., in)``; values, indices: ``compress(W)``; cols: in; bias: ``(out,)`` or None, the dtype of x.
-        activation: f, a key of ``ACTIVATIONS``, applied before the result is rounded.
+        activation: f, a key of ``ACTIVATIONS``.
+        residual: r ``(..., out)`` or None, the dtype of x; the result is rounded once, after it.
 
     Returns:
         ``(..., out)`` in the dtype of x.
@@ -74,7 +80,12 @@ def linear(
         if bias.shape != (values.shape[0],):
             raise ShapeError(f"linear: the bias has shape {tuple(bias.shape)}, but ({values.shape[0]},) is needed.")
         y = y + bias.to(y.dtype)
-    return activate("linear", y, activation).to(x.dtype)
+    y = activate("linear", y, activation)
+    if residual is not None:
+        if residual.dtype != x.dtype or residual.shape != y.shape:
+            raise ShapeError(f"linear: the residual is {residual.dtype} {tuple(residual.shape)}, but {x.dtype} {tuple(y.shape)} is needed.")
+        y = y + residual.to(y.dtype)
+    return y.to(x.dtype)
 
 
 def linear_dgrad(g: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int) -> Tensor:

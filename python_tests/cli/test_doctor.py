@@ -50,7 +50,8 @@ def test_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(found["capabilities"]) == set(_capability.probes())
     expected = "cpu" if _capability.compiled_core().ok else "reference"
     if found["device"] == "cpu":
-        assert {op["backend"] for op in found["ops"].values()} == {expected}
+        # the order of a GPU's tensor cores is nothing that a CPU has a kernel for
+        assert {op["backend"] for name, op in found["ops"].items() if name != "nm_metadata"} == {expected}
 
 
 def test_wrong_backend_is_found(capsys: pytest.CaptureFixture[str], restore: None) -> None:

@@ -20,6 +20,13 @@ def packed(rows: int, cols: int, n: int, m: int, dtype: torch.dtype = torch.floa
     return c.values, c.indices
 
 
+def ordered(rows: int, cols: int, layout: str, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
+    """values and metadata of a random 2:4 matrix."""
+    d = ops.pack(torch.randn(rows, cols), "2:4", dtype=dtype, layout=layout).rows
+    assert isinstance(d, ops.DeviceCompressed)
+    return d.values, d.meta
+
+
 def adamw(
     shapes: tuple[tuple[int, ...], ...] = ((6, 8), (3, 4)),
     n: int = 2,

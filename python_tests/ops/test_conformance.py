@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nmkernels import _dispatch, reference, testing
 from python_tests.conformance import Conformance, Sample
-from python_tests.ops.samples import adamw, packed, seed
+from python_tests.ops.samples import adamw, ordered, packed, seed
 
 BF16, F16, F64 = torch.bfloat16, torch.float16, torch.float64
 
@@ -107,7 +107,30 @@ class TestLinear(Conformance):
         "gelu": lambda: (torch.randn(3, 32), *packed(10, 32, 2, 4), 2, 4, 32, torch.randn(10), "gelu"),
         "silu_bf16": lambda: (torch.randn(6, 64, dtype=BF16), *packed(7, 64, 1, 4, BF16), 1, 4, 64, None, "silu"),
         "relu2_f64": lambda: (torch.randn(2, 16, dtype=F64), *packed(7, 16, 2, 8, F64), 2, 8, 16, None, "relu2"),
+        "residual": lambda: (torch.randn(2, 3, 32), *packed(10, 32, 2, 4), 2, 4, 32, torch.randn(10), "gelu", torch.randn(2, 3, 10)),
+        "residual_bf16": lambda: (
+            torch.randn(21, 64, dtype=BF16),
+            *packed(7, 64, 2, 4, BF16),
+            2,
+            4,
+            64,
+            None,
+            "",
+            torch.randn(21, 7).bfloat16(),
+        ),
+        "mma": lambda: (torch.randn(9, 128, dtype=BF16), *ordered(32, 128, "mma.sp"), 2, 4, 128, torch.randn(32).bfloat16(), "silu"),
+        "mma_f16": lambda: (torch.randn(40, 64, dtype=torch.float16), *ordered(16, 64, "mma.sp", torch.float16), 2, 4, 64),
+        "wgmma": lambda: (torch.randn(3, 64, dtype=BF16), *ordered(64, 64, "wgmma.sp"), 2, 4, 64),
         "empty": lambda: (torch.randn(0, 8), *packed(7, 8, 2, 4), 2, 4, 8),
+    }
+
+
+class TestMetadata(Conformance):
+    op = "nm_metadata"
+    samples = {
+        "mma": lambda: (packed(48, 192, 2, 4)[1], 192, "mma.sp"),
+        "wgmma": lambda: (packed(128, 64, 2, 4)[1], 64, "wgmma.sp"),
+        "empty": lambda: (packed(0, 64, 2, 4)[1], 64, "mma.sp"),
     }
 
 
@@ -124,6 +147,7 @@ class TestLinearWgrad(Conformance):
     op, exact = "nm_linear_wgrad", False
     samples = {
         "2:4": lambda: (*packed(10, 32, 2, 4), 2, 4, 32, torch.randn(32, 12)),
+        "mma": lambda: (*ordered(16, 128, "mma.sp"), 2, 4, 128, torch.randn(128, 24, dtype=BF16)),
         "bf16_padded_tokens": lambda: (*packed(6, 21, 2, 4, BF16), 2, 4, 21, torch.randn(21, 9, dtype=BF16)),
         "empty": lambda: (*packed(10, 0, 2, 4), 2, 4, 0, torch.randn(0, 12)),
     }

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..._capability import compiled_core
 from ..._dispatch import Verdict, impl
 from ...pattern import BackendError, Pattern
+from .._tensors import ORDERED
 
 NAME, PRIORITY = "cpu", 10
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
@@ -49,6 +50,8 @@ def supports(*args: Any) -> Verdict:
     for x in given:
         if x.dtype == torch.float64:
             return False, "it computes in float32, and this call is in float64"
+        if x.dtype == torch.int32:
+            return ORDERED
     return runnable(given)
 
 

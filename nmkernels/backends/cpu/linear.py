@@ -60,11 +60,12 @@ def _by_tokens(x: Tensor, cols: int) -> tuple[int, int, int]:
 @register("nm_linear")
 def _linear(
     x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, bias: Tensor | None = None, activation: str = "",
-    out: Tensor | None = None,
+    residual: Tensor | None = None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     y = _plain_linear(x, values, indices, n, m, cols, bias, out)
-    # in float32, but of a result that is rounded already
-    return y.copy_(activate("linear", y.to(compute_dtype(y.dtype)), activation)) if activation else y
+    if activation:  # in float32, but of a result that is rounded already
+        y.copy_(activate("linear", y.to(compute_dtype(y.dtype)), activation))
+    return y if residual is None else y.add_(residual)
 
 
 def _plain_linear(x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, bias: Tensor | None, out: Tensor | None) -> Tensor:

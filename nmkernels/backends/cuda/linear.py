@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..._dispatch import Verdict
+from .._tensors import ORDERED
 from ._core import DTYPES, contiguous, core, queue, register
 
 FEW_TOKENS = 4
@@ -63,9 +64,9 @@ def _tokens(x: Tensor, cols: int) -> int:
     return x.numel() // cols if cols else x.shape[:-1].numel()
 
 
-def _supports(
-    x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, bias: Tensor | None = None, activation: str = ""
-) -> Verdict:
+def _supports(x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, *_: Any) -> Verdict:
+    if indices.dtype == torch.int32:
+        return ORDERED
     tokens = _tokens(x, cols)
     if tokens > MOST_TOKENS:
         return False, f"its kernels take up to {MOST_TOKENS} tokens, and this call has {tokens}"
@@ -81,7 +82,7 @@ def _address(x: Tensor | None) -> int:
 @register("nm_linear", _supports)
 def linear(
     x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, bias: Tensor | None = None, activation: str = "",
-    out: Tensor | None = None,
+    residual: Tensor | None = None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """``nm_linear``."""
     rows, tokens = values.shape[0], _tokens(x, cols)
@@ -100,4 +101,4 @@ def linear(
     getattr(module, kernel)(
         *addresses, DTYPES[x.dtype], ACTIVATIONS[activation], tokens, rows, cols, n, m, splits, processors, *queue(x)
     )  # fmt: skip
-    return y
+    return y if residual is None else y.add_(residual)

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..._capability import triton as triton_probe
 from ..._dispatch import Verdict, impl
 from .._adamw_plan import of_one_kind
-from .._tensors import tensors
+from .._tensors import ORDERED, tensors
 
 NAME = "triton"
 PRIORITY = 5
@@ -57,6 +57,8 @@ def supports(*args: Any) -> Verdict:
         if isinstance(x, Tensor):
             if x.dtype == torch.float64:
                 return False, "it computes in float32, and this call is in float64"
+            if x.dtype == torch.int32:
+                return ORDERED
             plain = plain and x.is_cuda and x.layout == torch.strided
     # asked at every call: the rest takes 5 us, most of it for the name of a device's type
     return _COMPILED if plain and triton_probe().ok else runnable(tensors(args))

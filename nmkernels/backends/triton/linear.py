@@ -121,9 +121,16 @@ def _deliver(result: Tensor, out: Tensor | None) -> Tensor:
 
 def linear(
     x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, bias: Tensor | None = None, activation: str = "",
-    out: Tensor | None = None,
+    residual: Tensor | None = None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """``nm_linear``."""
+    y = _linear(x, values, indices, n, m, cols, bias, activation, out)
+    return y if residual is None else y.add_(residual)
+
+
+def _linear(
+    x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, bias: Tensor | None, activation: str, out: Tensor | None
+) -> Tensor:
     rows, flat = values.shape[0], matrix(x)
     p = choose("fprop", x.dtype, rows, cols, flat.shape[0], n, m, x.device, capability(x))
     if p.method == "scratch":
