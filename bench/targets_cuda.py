@@ -1,6 +1,7 @@
 """What the kernels must reach on an NVIDIA GPU, stated for an H200: the rows of the design's table that Triton and CUDA kernels can serve.
 
-The others, 2:4 products on the sparse tensor cores and a feed-forward block of them, have no kernels yet.
+2:4 products of many tokens on the sparse tensor cores are held to the fastest of what there is for them; ``wgmma.sp``, which Hopper wants,
+is still to come.
 """
 
 from __future__ import annotations
@@ -86,6 +87,22 @@ def _products() -> list[Target]:
     return found
 
 
+def _tensor_cores() -> list[Target]:
+    """2:4 products of 1024 tokens and more; on Hopper ``mma.sp`` is a fallback, so that there cuSPARSELt has to reach the bound."""
+    cube = Spec("nm_linear(mma.sp)", "2:4", BF16, 8192, 8192, 8192)
+    llama = tuple(Spec("nm_linear(mma.sp)", "2:4", BF16, *size, t) for t in (1024, 4096, 16384) for size in (LARGE, (4096, 14336), SQUARE))
+    wgrad = tuple(Spec("nm_linear_wgrad(mma.sp)", "2:4", BF16, *size, t) for t in (4096, 16384) for size in (LARGE, SQUARE))
+    words = (
+        "2:4 GEMM, bf16, 8192³ and Llama-3-8B, 1024 to 16384 tokens",
+        "weight gradient from a packed estimate, 4096 and 16384 tokens",
+    )
+    found = []
+    for key, name, by in (("cuda-gemm-cusparselt", "cuSPARSELt", "nmkernels cusparselt, canonical"), ("cuda-gemm-mma", "mma.sp", CUDA)):
+        for end, what, specs in (("", words[0], (cube, *llama)), ("-wgrad", words[1], wgrad)):
+            found.append(Target(key + end, f"{what} ({name})", "cuBLAS", "x dense", 1.25, specs, 1.4, provider=by))
+    return found
+
+
 def _host() -> list[Target]:
     specs = tuple(Spec(f"host({op})", "2:4", BF16, 64, 64, 1 if op == "nm_linear" else 0) for op in HOST_OPS)
     layers = tuple(Spec("CompressedLinear", "2:4", BF16, *LARGE, t) for t in (1, 16, 256, 4096))
@@ -113,5 +130,5 @@ def _host() -> list[Target]:
     return found
 
 
-TARGETS: tuple[Target, ...] = (*_streams(), *_products(), *_host())
+TARGETS: tuple[Target, ...] = (*_streams(), *_products(), *_tensor_cores(), *_host())
 LIMITS = (Spec("copy", "", BF16, *STREAM), Spec("matmul", "", BF16, 8192, 8192, 8192))

@@ -58,8 +58,8 @@ def fprop(spec: Spec, device: str) -> Work:
 
     def check() -> None:
         y = ops.linear(x, c)
-        for part in _part(spec.tokens):
-            _no_worse(y[part], F.linear(x[part], dense), F.linear(x[part].double(), dense.double()), spec)
+        for some in part(spec.tokens):
+            no_worse(y[some], F.linear(x[some], dense), F.linear(x[some].double(), dense.double()), spec)
 
     args = (x, c.values, c.indices, spec.n, spec.m, spec.cols, None)
     weight = _turning(c, device)
@@ -78,8 +78,8 @@ def dgrad(spec: Spec, device: str) -> Work:
 
     def check() -> None:
         dx = ops.linear_dgrad(g, c)
-        for part in _part(spec.tokens):
-            _no_worse(dx[part], g[part] @ dense, g[part].double() @ dense.double(), spec)
+        for some in part(spec.tokens):
+            no_worse(dx[some], g[some] @ dense, g[some].double() @ dense.double(), spec)
 
     args = (g, c.values, c.indices, spec.n, spec.m, spec.cols)
     weight = _turning(c, device)
@@ -100,8 +100,8 @@ def wgrad(spec: Spec, device: str) -> Work:
 
     def check() -> None:
         dw = ops.linear_wgrad(gc, x)
-        for part in _part(spec.rows):
-            _no_worse(dw[part], dense[part] @ x, dense[part].double() @ x.double(), spec)
+        for some in part(spec.rows):
+            no_worse(dw[some], dense[some] @ x, dense[some].double() @ x.double(), spec)
 
     args = (gc.values, gc.indices, spec.n, spec.m, spec.tokens, x)
     weight = _turning(gc, device)
@@ -120,12 +120,14 @@ def _turning(c: Compressed, device: str) -> Callable[[], Compressed]:
     return rotated(c, c.nbytes, last_level_cache(device) if cuda else 0, copy.deepcopy)
 
 
-def _part(count: int) -> list[slice]:
+def part(count: int) -> list[slice]:
+    """Rows of a result that are compared with float64: a few at both ends."""
     half = GATE_TOKENS // 2
     return [slice(0, count)] if count <= GATE_TOKENS else [slice(0, half), slice(count - half, count)]
 
 
-def _no_worse(y: Tensor, theirs: Tensor, exact: Tensor, spec: Spec) -> None:
+def no_worse(y: Tensor, theirs: Tensor, exact: Tensor, spec: Spec) -> None:
+    """The rule of rounded results; see ``testing.assert_no_worse``."""
     testing.assert_no_worse(y, theirs, exact, spec.op)
 
 
@@ -164,7 +166,7 @@ def _against_dense(
         b = torch.zeros_like(a)
         providers.append(Provider("torch copy_", lambda: b.copy_(a), 2 * a.nbytes))
         ratios += [Ratio("share of copy", p.name, ("torch copy_",), "rate") for p in ours]
-    if semi := _semi_structured(spec, device, dense, x):
+    if semi := semi_structured(spec, device, dense, x):
         providers.append(Provider("torch semi-structured", semi, flops=full / 2))
         ratios += [Ratio("x semi-structured", p.name, ("torch semi-structured",)) for p in ours]
     facts = {(p.name, "packed bytes over cache"): c.nbytes / cache for p in ours} if cache else {}
@@ -193,9 +195,10 @@ def ways(spec: Spec, x: Tensor, make: Callable[[], Provider]) -> list[Provider]:
     return found
 
 
-def _semi_structured(spec: Spec, device: str, dense: Tensor, x: Tensor) -> Call | None:
+def semi_structured(spec: Spec, device: str, dense: Tensor, x: Tensor) -> Call | None:
     """torch's own 2:4 path where it has one: CUDA, 16 bit, ``nm_linear``. Written without a GPU at hand, not run yet."""
-    if not device.startswith("cuda") or (spec.op, spec.pattern) != ("nm_linear", "2:4") or spec.dtype == "float32":
+    fprop = spec.op in ("nm_linear", "nm_linear(mma.sp)")
+    if not device.startswith("cuda") or not fprop or spec.pattern != "2:4" or spec.dtype == "float32":
         return None
     try:
         sparse = torch.sparse.to_sparse_semi_structured(dense)

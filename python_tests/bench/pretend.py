@@ -71,7 +71,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, cache: int = 1 << 12) -> Iterator[None]
     monkeypatch.setattr("bench.rows.machine", lambda device="cpu": NAME)
     monkeypatch.setattr("bench.runner.machine_name", lambda device="cpu": NAME)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
-    for module in ("linear", "layer"):
+    for module in ("gemm", "linear", "layer"):
         monkeypatch.setattr(f"bench.cases.{module}.last_level_cache", lambda device: cache)
     with OnTheCpu():
         yield

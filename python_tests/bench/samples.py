@@ -37,6 +37,8 @@ SMALL = (
     Spec("nm_linear", "1:4", "bfloat16", 16, 32, 20),
     Spec("nm_linear_dgrad", "2:4", "float32", 16, 32, 3),
     Spec("nm_linear_wgrad", "2:4", "float32", 16, 32, 8),
+    Spec("nm_linear(mma.sp)", "2:4", "bfloat16", 32, 64, 20),
+    Spec("nm_linear_wgrad(mma.sp)", "2:4", "bfloat16", 16, 24, 128),
     Spec("CompressedLinear", "2:4", "float32", 16, 32, 3),
     Spec("train_step", "2:4", "float32", tokens=32, model="GPT 64x1"),
     Spec("generate", "2:4", "float32", tokens=4, model="GPT 64x1"),

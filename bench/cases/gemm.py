@@ -1,0 +1,110 @@
+"""2:4 products on the sparse tensor cores: the packed operand in their order, many tokens, beside cuBLAS and torch's own 2:4 path."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from nmkernels import ops
+from nmkernels.ops.linear import positions
+
+from ..device import rotated
+from ..machine import last_level_cache
+from ..registry import Grid, Provider, Ratio, Spec, Work, family
+from ..shapes import MODELS
+from . import _ours
+from .linear import no_worse, part, semi_structured
+
+LAYOUT = "mma.sp"
+BF16 = ("bfloat16",)
+TOKENS = (16, 64, 256, 1024, 4096, 16384)
+CUBE, CUBE_TOKENS = "8192x8192", 8192
+LAYERS = tuple(dict.fromkeys(matrix for model in ("llama3-8b", "vit-l") for matrix in MODELS[model].values()))
+
+
+@family(
+    "nm_linear(mma.sp)",
+    grids=(Grid((CUBE,), dtypes=BF16, tokens=(CUBE_TOKENS,), on="cuda"), Grid(LAYERS, dtypes=BF16, tokens=TOKENS, on="cuda")),
+)
+def fprop(spec: Spec, device: str) -> Work:
+    """``y = x Wᵀ`` with W as MaskedAdamW packs it, and from the canonical form; both beside the dense product."""
+    c = ops.compress(_ours.normal(spec.rows, spec.cols, device=device, dtype=spec.torch_dtype), spec.pattern)
+    dense, x = c.dense(), _ours.normal(spec.tokens, spec.cols, device=device, dtype=spec.torch_dtype, seed=1)
+
+    def check(operand: ops.Compressed | ops.DeviceCompressed) -> None:
+        y = ops.linear(x, operand)
+        for some in part(spec.tokens):
+            no_worse(y[some], F.linear(x[some], dense), F.linear(x[some].double(), dense.double()), spec)
+
+    def args(operand: ops.Compressed | ops.DeviceCompressed) -> tuple[Any, ...]:
+        return x, operand.values, positions(operand), 2, 4, spec.cols, None
+
+    work = _work(spec, device, "nm_linear", c, args, lambda operand: ops.linear(x, operand), check, dense, lambda w: F.linear(x, w))
+    if semi := semi_structured(spec, device, dense, x):
+        work.providers.append(Provider("torch semi-structured", semi))
+        work.ratios += [Ratio("x semi-structured", r.of, ("torch semi-structured",)) for r in list(work.ratios)]
+    return work
+
+
+@family(
+    "nm_linear_wgrad(mma.sp)",
+    grids=(Grid(("4096x4096", "14336x4096"), dtypes=BF16, tokens=(1024, 4096, 16384), on="cuda"),),
+)
+def wgrad(spec: Spec, device: str) -> Work:
+    """``dW = gᵀ x`` with gᵀ estimated along the tokens: the product alone, and with the estimate that every backward pass draws."""
+    g = _ours.normal(spec.tokens, spec.rows, device=device, dtype=spec.torch_dtype, seed=1)
+    x = _ours.normal(spec.tokens, spec.cols, device=device, dtype=spec.torch_dtype, seed=2)
+    gc = ops.mvue_compress(g, "2:4", dim=0, seed=0)
+    dense = gc.dense()
+
+    def check(operand: ops.Compressed | ops.DeviceCompressed) -> None:
+        dw = ops.linear_wgrad(operand, x)
+        for some in part(spec.rows):
+            no_worse(dw[some], dense[some] @ x, dense[some].double() @ x.double(), spec)
+
+    def args(operand: ops.Compressed | ops.DeviceCompressed) -> tuple[Any, ...]:
+        return operand.values, positions(operand), 2, 4, spec.tokens, x
+
+    work = _work(spec, device, "nm_linear_wgrad", gc, args, lambda operand: ops.linear_wgrad(operand, x), check, g, lambda w: w.t() @ x)
+    work.providers.append(Provider("nmkernels, with the estimate", lambda: ops.linear_wgrad(ops.mvue_compress(g, "2:4", dim=0, seed=0), x)))
+    work.ratios.append(Ratio("x dense", "nmkernels, with the estimate", ("torch dense",)))
+    return work
+
+
+def _work(
+    spec: Spec,
+    device: str,
+    op: str,
+    c: ops.Compressed,
+    args: Callable[[Any], tuple[Any, ...]],
+    product: Callable[[Any], Tensor],
+    check: Callable[[Any], None],
+    dense: Tensor,
+    theirs: Callable[[Tensor], Tensor],
+) -> Work:
+    """Ours from metadata and from canonical indices, and ``theirs`` of the dense operand, each on copies in turn."""
+    ordered = ops.relayout(c, LAYOUT)
+    cache = last_level_cache(device) if device.startswith("cuda") else 0
+    full = 2.0 * spec.tokens * spec.rows * spec.cols
+    packed = c.values.nbytes + ordered.meta.nbytes
+    others = (spec.tokens * spec.cols + spec.tokens * spec.rows + spec.rows * spec.cols) * 2 - dense.nbytes
+    found = []
+    for operand, how in ((ordered, ""), (c, ", canonical")):
+        turning = rotated(operand, packed, cache, _copy)
+
+        def make(operand: Any = operand, how: str = how, turning: Callable[[], Any] = turning) -> Provider:
+            return Provider(how, lambda: product(turning()), packed + others, full / 2, check=lambda: check(operand))
+
+        found += _ours.ours(op, args(operand), make)
+    weight = rotated(dense, dense.nbytes, cache, Tensor.clone)
+    cublas = Provider("torch dense", lambda: theirs(weight()), dense.nbytes + others, full)
+    return Work([*found, cublas], [Ratio("x dense", p.name, (cublas.name,)) for p in found])
+
+
+def _copy(operand: ops.Compressed | ops.DeviceCompressed) -> ops.Compressed | ops.DeviceCompressed:
+    if isinstance(operand, ops.Compressed):
+        return ops.Compressed(operand.values.clone(), operand.indices.clone(), operand.pattern, operand.shape)
+    return ops.DeviceCompressed(operand.values.clone(), operand.meta.clone(), operand.layout, operand.pattern, operand.shape)
