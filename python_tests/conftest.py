@@ -27,6 +27,13 @@ def _one_thread() -> None:
     torch.set_num_threads(int(os.environ.get("NMKERNELS_TEST_THREADS", "1")))
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _nothing_measured(tmp_path_factory: pytest.TempPathFactory) -> None:
+    # tests neither follow what this machine measured, nor measure, nor store; those of choosing say otherwise
+    os.environ["NMKERNELS_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+    os.environ["NMKERNELS_CHOICE"] = "table"
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)

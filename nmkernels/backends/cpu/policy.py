@@ -42,9 +42,14 @@ def packed_wins(x: Tensor, pattern: Pattern) -> bool:
 
     In 16 bits that is less often than ``sparse_wins`` says, which compares with expanding the weight first.
     """
-    if x.device.type != "cpu" or x.dtype == torch.float64 or not compiled_core().ok:
+    return x.device.type == "cpu" and packed_wins_at("fprop", x.dtype, x.shape[:-1].numel(), pattern.n, pattern.m)
+
+
+def packed_wins_at(role: str, dtype: torch.dtype, tokens: int, n: int, m: int) -> bool:
+    """The same for any of the three products on a CPU; of wgrad, next to an estimate in dense layout."""
+    if dtype == torch.float64 or not compiled_core().ok:
         return False
-    tokens, wide = x.shape[:-1].numel(), x.dtype == torch.float32
-    if tokens <= (FEW_TOKENS if wide else FEW_TOKENS_16_BIT):
+    wide = dtype == torch.float32
+    if role == "fprop" and tokens <= (FEW_TOKENS if wide else FEW_TOKENS_16_BIT):
         return True
-    return sparse_wins(x.dtype, pattern.n, pattern.m, dgrad=True)
+    return sparse_wins(dtype, n, m, dgrad=True)
