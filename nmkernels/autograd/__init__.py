@@ -6,6 +6,7 @@ from .annealed import AnnealedMask
 from .blocks import OBJECTIVES, BlockColumns
 from .combinations import BestCandidate, CandidateMask, GumbelMask, LikeliestMask, combination_count
 from .dgrad import CRITERIA, BiMasked, DoublePruned
+from .forms import Form, Operands, Reads, reads
 from .linear import linear, linear_compressed
 from .plan import STRAIGHT_THROUGH, GemmPlan, packed_inference
 from .queries import PartlyDense, SoftQuery
@@ -26,10 +27,13 @@ __all__ = [
     "CandidateMask",
     "DecayedMask",
     "DoublePruned",
+    "Form",
     "GemmPlan",
     "GumbelMask",
     "HardMask",
+    "Operands",
     "PartlyDense",
+    "Reads",
     "SoftQuery",
     "LikeliestMask",
     "SoftThreshold",
@@ -41,6 +45,7 @@ __all__ = [
     "linear",
     "linear_compressed",
     "packed_inference",
+    "reads",
     "sparse_relu2",
     "split",
     "split_linear",

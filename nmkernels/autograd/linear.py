@@ -12,18 +12,19 @@ from .. import ops
 from ..ops.linear import linear_of_layer
 from ..pattern import Pattern
 from . import products
+from .forms import Operands, parts
 from .plan import STRAIGHT_THROUGH, GemmPlan, packed_inference
 from .transforms import WeightTransform
 
-REST = 5
-"""Arguments of the Function between the bias and the transform's extras: used, indices, seed, plan, transform; none has a gradient."""
+REST = 9
+"""Arguments of the Function between the bias and the transform's extras; none has a gradient."""
 
 
 class _Linear(torch.autograd.Function):
     """y = x W̃ᵀ + b forward; dx = g W̃, dW = rule(gᵀ x), db = Σ g backward, each by its plan and transform.
 
-    ``weight`` only receives the gradient; ``used`` is what is multiplied: W̃ in dense layout, or the values of
-    its compressed form with ``indices`` beside them.
+    ``weight`` only receives the gradient. Multiplied is ``used`` forward and ``back`` backward: W̃ in dense layout, or the values of its
+    compressed form with the indices, ``places``, beside them; ``turned``: those of W̃ᵀ.
     """
 
     @staticmethod
@@ -39,7 +40,8 @@ class _Linear(torch.autograd.Function):
         dx = dw = db = None
         learned: dict[str, Tensor] = {}
         if ctx.needs_input_grad[0]:
-            dx = products.dgrad(plan, g, ctx.transform.for_dgrad(used, *extras) if ctx.turned else used, indices, ctx.cols)
+            used = ctx.transform.for_dgrad(used, *extras) if ctx.own else used
+            dx = products.dgrad(plan, g, used, indices, ctx.pattern, ctx.turned, ctx.cols)
         if ctx.need_w:
             dw = products.wgrad(plan, g.reshape(-1, g.shape[-1]), x.reshape(-1, x.shape[-1]), ctx.seed).to(ctx.weight_dtype)
             if weight is not None:
@@ -72,34 +74,31 @@ def _apply(*args: Any) -> Tensor:
 
 
 def _product(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, used: Tensor, indices: Tensor | None, seed: Any, plan: GemmPlan, *rest: Any
-) -> Tensor:
-    return products.fprop(plan, x, used, indices, bias)
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, used: Tensor, places: Tensor | None, back: Any, back_places: Any, turned: bool,
+    pattern: Pattern | None, seed: Any, plan: GemmPlan, *rest: Any,
+) -> Tensor:  # fmt: skip
+    return products.fprop(plan, x, used, places, pattern, bias)
 
 
 def _remember(
-    ctx: Any,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    used: Tensor,
-    indices: Tensor | None,
-    seed: Tensor | None,
-    plan: GemmPlan,
-    transform: WeightTransform | None,
-    *extras: Tensor,
-) -> None:
+    ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None,
+    used: Tensor, places: Tensor | None, back: Tensor | None, back_places: Tensor | None, turned: bool, pattern: Pattern | None,
+    seed: Tensor | None, plan: GemmPlan, transform: WeightTransform | None, *extras: Tensor,
+) -> None:  # fmt: skip
     """Keep for backward what a gradient really needs, and nothing else."""
     first = len(ctx.needs_input_grad) - len(extras)
     need_x = ctx.needs_input_grad[0]
     need_w = (ctx.needs_input_grad[1] or any(ctx.needs_input_grad[first:])) and plan.wgrad != "none"
     chain = need_w and transform is not None and not (transform.straight and not transform.learns)
-    turned = need_x and transform is not None and not transform.symmetric
-    saved = (x if need_w else None, used if need_x else None, indices if need_x else None, weight if chain else None)
-    ctx.save_for_backward(*saved, *(extras if chain or turned else ()))
+    if back is None:
+        back, back_places = used, places
+    own = need_x and transform is not None and not transform.symmetric
+    saved = (x if need_w else None, back if need_x else None, back_places if need_x else None, weight if chain else None)
+    ctx.save_for_backward(*saved, *(extras if chain or own else ()))
     # not saved like the others: backward itself advances the offset, also that of a forward pass still to come back
     ctx.seed = seed if need_w else None
-    ctx.plan, ctx.transform, ctx.cols, ctx.need_w, ctx.turned = plan, transform, x.shape[-1], need_w, turned
+    ctx.plan, ctx.transform, ctx.cols, ctx.need_w, ctx.own = plan, transform, x.shape[-1], need_w, own
+    ctx.turned, ctx.pattern = turned, pattern
     ctx.reads = () if transform is None else transform.reads
     ctx.weight_dtype = None if weight is None else weight.dtype
     ctx.bias_dtype = None if bias is None else bias.dtype
@@ -108,13 +107,12 @@ def _remember(
 def linear(
     x: Tensor,
     weight: Tensor,
-    used: Tensor,
+    used: Tensor | Operands,
     bias: Tensor | None = None,
     plan: GemmPlan = STRAIGHT_THROUGH,
     seed: Tensor | None = None,
     transform: WeightTransform | None = None,
     extras: Sequence[Tensor] = (),
-    indices: Tensor | None = None,
 ) -> Tensor:
     """y = x W̃ᵀ + b, the gradient of W̃ passed to the master weight by the transform's rule, without one straight through.
 
@@ -124,7 +122,7 @@ def linear(
     Args:
         x: ``(..., in)``.
         weight: the master weight ``(out, in)``; it receives the gradient and is read only by a rule that is not straight through.
-        used: W̃ ``(out, in)`` in x's dtype, or with ``indices`` the values of its compressed form, for a plan that packs.
+        used: W̃ ``(out, in)`` in x's dtype and dense layout, or ``Operands`` where a product reads a packed form.
         bias: ``(out,)``, added in x's dtype.
         plan: the rule of each GEMM; see ``GemmPlan``.
         seed: int64 ``(2,)`` (seed, offset) for ``wgrad="mvue"``; backward advances the offset by one, in place, on the device. With None
@@ -137,7 +135,10 @@ def linear(
         >>> w.grad
         tensor([[1., 1., 1., 1.]])
     """
-    return _apply(x, weight, bias, used, indices, seed, plan, transform, *extras)
+    if isinstance(used, Tensor):
+        return _apply(x, weight, bias, used, None, None, None, False, None, seed, plan, transform, *extras)
+    forms = *parts(used.fprop), *parts(used.dgrad)
+    return _apply(x, weight, bias, *forms, used.turned, used.pattern, seed, plan, transform, *extras)
 
 
 def linear_compressed(x: Tensor, weight: ops.Compressed, bias: Tensor | None = None) -> Tensor:
@@ -152,4 +153,5 @@ def linear_compressed(x: Tensor, weight: ops.Compressed, bias: Tensor | None = N
     if not torch.is_grad_enabled():
         b = bias if bias is None or bias.dtype == x.dtype else bias.to(x.dtype)
         return linear_of_layer(x, weight.values, weight.indices, p.n, p.m, b)
-    return _apply(x, None, bias, weight.values, weight.indices, None, packed_inference(p.n, p.m), None)
+    form = weight.values, weight.indices
+    return _apply(x, None, bias, *form, None, None, False, p, None, packed_inference(p.n, p.m), None)

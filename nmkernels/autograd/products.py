@@ -7,15 +7,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..ops.linear import linear_of_layer
+from ..pattern import Pattern
 from . import fp8
 from .plan import GemmPlan
 
 
-def fprop(plan: GemmPlan, x: Tensor, used: Tensor, indices: Tensor | None, bias: Tensor | None) -> Tensor:
-    """y = x W̃ᵀ + b ``(..., out)``, in x's dtype; ``used`` is W̃, or with ``indices`` the values of its compressed form."""
+def fprop(plan: GemmPlan, x: Tensor, used: Tensor, indices: Tensor | None, pattern: Pattern | None, bias: Tensor | None) -> Tensor:
+    """y = x W̃ᵀ + b ``(..., out)``, in x's dtype; ``used`` is W̃, or with ``indices`` the values of its compressed form of ``pattern``."""
     b = None if bias is None else bias.to(x.dtype)
     if indices is not None:
-        return linear_of_layer(x, used, indices, plan.n, plan.m, b)
+        assert pattern is not None
+        return linear_of_layer(x, used, indices, pattern.n, pattern.m, b)
     if plan.fp8 is None:
         return F.linear(x, used, b)
     p, q, step = fp8.operands(plan.fp8, "fprop", x, used)
@@ -23,10 +25,13 @@ def fprop(plan: GemmPlan, x: Tensor, used: Tensor, indices: Tensor | None, bias:
     return y if b is None else y + b
 
 
-def dgrad(plan: GemmPlan, g: Tensor, used: Tensor, indices: Tensor | None, cols: int) -> Tensor:
-    """∂L/∂x = g W̃ ``(..., in)``, in g's dtype."""
+def dgrad(plan: GemmPlan, g: Tensor, used: Tensor, indices: Tensor | None, pattern: Pattern | None, turned: bool, cols: int) -> Tensor:
+    """∂L/∂x = g W̃ ``(..., in)``, in g's dtype; ``turned``: what is packed is W̃ᵀ."""
     if indices is not None:
-        return torch.ops.nmkernels.nm_linear_dgrad(g, used, indices, plan.n, plan.m, cols)
+        assert pattern is not None
+        if turned:
+            return torch.ops.nmkernels.nm_linear(g, used, indices, pattern.n, pattern.m, g.shape[-1], None)
+        return torch.ops.nmkernels.nm_linear_dgrad(g, used, indices, pattern.n, pattern.m, cols)
     if plan.fp8 is None:
         return g.matmul(used)
     p, q, step = fp8.operands(plan.fp8, "dgrad", g, used)

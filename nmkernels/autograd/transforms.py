@@ -19,6 +19,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..ops import Packed, pack
 from ..pattern import NMError, Pattern
 
 
@@ -56,6 +57,11 @@ class WeightTransform:
         """True where ``kept`` is M(W), which the optimizer's own pass knows how to choose, and there is no ``penalty``."""
         return True
 
+    @property
+    def transposable(self) -> bool:
+        """True where W̃ is N:M along ``out`` too, so that W̃ᵀ can be packed."""
+        return False
+
     def start(self, weight: Tensor) -> dict[str, Tensor]:
         """What is taken once from the initial weight ``(out, in)`` and then frozen or learned, by name; by default nothing."""
         return {}
@@ -88,6 +94,17 @@ class WeightTransform:
     def for_dgrad(self, used: Tensor, *extras: Tensor) -> Tensor:
         """The weight of the product ∂L/∂x = g W̃, from ``used``, W̃ in x's dtype; by default W̃ itself."""
         return used
+
+    def packed(
+        self, weight: Tensor, *extras: Tensor, dtype: torch.dtype, rows: bool = True, columns: bool = False, layout: str = "canonical"
+    ) -> Packed:
+        """W̃ of a detached master weight compressed in ``dtype``, its transpose too with ``columns``, by one call of ``nm.ops.pack``.
+
+        Raises:
+            ShapeError: W̃ is not N:M in an orientation that is wanted.
+        """
+        used = self(weight, *extras)
+        return pack(used, self.pattern, used != 0, dtype=dtype, rows=rows, columns=columns, layout=layout)
 
     def gradient(self, g: Tensor, weight: Tensor, *extras: Tensor) -> Tensor | None:
         """The gradient of the master weight from g = ∂L/∂W̃; by default g itself (straight through). None: the weight is not trained."""
@@ -134,6 +151,12 @@ class HardMask(WeightTransform):
         raw.nm_prune_out(weight, self.pattern.n, self.pattern.m, out=out)
         return out
 
+    def packed(
+        self, weight: Tensor, *extras: Tensor, dtype: torch.dtype, rows: bool = True, columns: bool = False, layout: str = "canonical"
+    ) -> Packed:
+        """M(W) ⊙ W, in one read of the weight. Its transpose is not N:M: ``columns`` raises ``PatternError``."""
+        return pack(weight, self.pattern, dtype=dtype, rows=rows, columns=columns, layout=layout)
+
     def gradient(self, g: Tensor, weight: Tensor, *extras: Tensor) -> Tensor:
         """g, or with ``chain`` M(W) ⊙ g."""
         return g.masked_fill(~_mask(weight, self.pattern), 0.0) if self.chain else g
@@ -175,6 +198,13 @@ class SoftThreshold(WeightTransform):
             return raw.nm_soft_threshold(weight, self.pattern.n, self.pattern.m) * scale
         raw.nm_soft_threshold_out(weight, self.pattern.n, self.pattern.m, out=out)
         return out.mul_(scale)
+
+    def packed(
+        self, weight: Tensor, *extras: Tensor, dtype: torch.dtype, rows: bool = True, columns: bool = False, layout: str = "canonical"
+    ) -> Packed:
+        """β S(W), in one read of the weight. Its transpose is not N:M: ``columns`` raises ``PatternError``."""
+        scale = extras[0].to(torch.float64 if weight.dtype == torch.float64 else torch.float32)
+        return pack(weight, self.pattern, "threshold", scale=scale, dtype=dtype, rows=rows, columns=columns, layout=layout)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..ops import Packed, pack
 from .transforms import WeightTransform
 
 
@@ -38,6 +39,11 @@ class TransposableMask(WeightTransform):
         """The mask is not that of the largest magnitudes of each row's groups."""
         return False
 
+    @property
+    def transposable(self) -> bool:
+        """M is N:M along ``out`` too."""
+        return True
+
     def renew(self, weight: Tensor, extras: Sequence[Tensor | None], generator: torch.Generator) -> dict[str, Tensor]:
         """``nm_mask`` of the weight as it is now."""
         return {"nm_mask": torch.ops.nmkernels.nm_transposable_mask(weight, self.pattern.n, self.pattern.m)}
@@ -51,3 +57,9 @@ class TransposableMask(WeightTransform):
         (mask,), zero = extras, torch.zeros((), dtype=weight.dtype, device=weight.device)
         # the weight may be a transposed view (Conv1D), and W̃ is contiguous
         return torch.where(mask, weight, zero).contiguous() if out is None else torch.where(mask, weight, zero, out=out)
+
+    def packed(
+        self, weight: Tensor, *extras: Tensor, dtype: torch.dtype, rows: bool = True, columns: bool = False, layout: str = "canonical"
+    ) -> Packed:
+        """M ⊙ W, and its transpose with ``columns``, in one read of the weight."""
+        return pack(weight, self.pattern, extras[0], dtype=dtype, rows=rows, columns=columns, layout=layout)

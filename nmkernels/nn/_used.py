@@ -1,6 +1,6 @@
-"""The life of the weight used: at most one transformed copy of a layer's weight, rebuilt once per optimizer step.
+"""The life of the weight used: of each form that a layer's products read at most one copy, made once per optimizer step.
 
-The copy is dropped when the optimizer has stepped (its post-step hook), when a state dict is loaded, when the module is
+A copy is dropped when the optimizer has stepped (its post-step hook), when a state dict is loaded, when the module is
 moved or cast, and when the weight's version or storage changed. The version alone is not enough: fused optimizers and
 writes through ``.data`` do not bump it, so nothing is kept where no attached optimizer tells of its steps.
 """
@@ -8,27 +8,49 @@ writes through ``.data`` do not bump it, so nothing is kept where no attached op
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from ..autograd import GemmPlan, HardMask, WeightTransform
+from ..autograd import Form, HardMask, Operands, Reads, WeightTransform
+from ..ops import Packed
 
 State = tuple[int, int, torch.device, torch.dtype]
 """Version, address and device of the weight; dtype of the copy."""
 
+F = TypeVar("F", Tensor, Packed)
+
+
+@dataclass
+class _Kept(Generic[F]):
+    """One form of the weight used, what it was made of, and by what."""
+
+    form: F | None = None
+    state: State | None = None
+    owner: weakref.ref[nn.Parameter] | None = None
+    transform: WeightTransform | None = None
+
+    def right(self, owner: nn.Parameter | None, state: State) -> bool:
+        """Whether the form is of that Parameter as it is now."""
+        return self.form is not None and state == self.state and self.owner is not None and owner is not None and self.owner() is owner
+
+
+@dataclass
+class _Forms:
+    dense: _Kept[Tensor] = field(default_factory=_Kept)
+    packed: _Kept[Packed] = field(default_factory=_Kept)
+
 
 class UsedWeight:
-    """Holds one layer's transformed weight, packed too where its products are, and says when it may be used again."""
+    """Holds one layer's transformed weight, in dense layout and packed as its products read it, and says when it may be used again."""
 
     def __init__(self) -> None:
         self.attached = False  # an optimizer's hook tells us of every step
-        self._tensor: Tensor | None = None
-        self._state: State | None = None
-        self._owner: weakref.ref[nn.Parameter] | None = None
-        self._transform: WeightTransform | None = None
-        self._packed: tuple[Tensor, Tensor] | None = None
+        self._forms = _Forms()
+        self._lent: list[_Kept[Tensor] | _Kept[Packed]] = []
 
     def get(self, weight: Tensor, transform: WeightTransform, dtype: torch.dtype, extras: Sequence[Tensor] = ()) -> Tensor:
         """W̃ of ``weight`` ``(out, in)`` in ``dtype``, from the kept copy where that is still right.
@@ -38,72 +60,131 @@ class UsedWeight:
         if torch.compiler.is_compiling():
             # a graph can neither see a version counter nor a hook: it computes W̃ itself, every time
             return transform(weight.detach(), *extras).to(dtype)
-        owner = _owner(weight) if self.attached else None
-        if owner is None:
-            self.release()
-            return self._build(weight, transform, dtype, extras)
-        state, same = _state(weight, dtype), self._transform is transform
-        if self._tensor is None or not same or not self._is(owner, state):
-            self._packed = None
-            # another transform of the same weight (an evaluation) must not overwrite what a backward still needs
-            self._tensor = self._build(weight, transform, dtype, extras, self._tensor if same else None)
-            self._state, self._owner, self._transform = state, weakref.ref(owner), transform
-        return self._tensor
+        return self._get(self._forms.dense, weight, transform, dtype, lambda old: _dense(weight, transform, dtype, extras, old))
 
-    def packed(self, used: Tensor, plan: GemmPlan) -> tuple[Tensor, Tensor]:
-        """Values and indices of the compressed form of ``used``, which ``get`` has just returned; kept as long as it is."""
+    def packed(self, weight: Tensor, transform: WeightTransform, dtype: torch.dtype, extras: Sequence[Tensor], what: Reads) -> Packed:
+        """The packed forms of W̃ that are read, from the kept ones where those are still right and of that layout."""
+        rows, columns, layout = what.rows, what.columns, what.layout
         if torch.compiler.is_compiling():
-            return torch.ops.nmkernels.nm_compress(used, plan.n, plan.m)
-        if used is self._tensor and self._packed is not None:
-            return self._packed
-        with torch.inference_mode(False), torch.no_grad():
-            packed = torch.ops.nmkernels.nm_compress(used, plan.n, plan.m)
-        if used is self._tensor:
-            self._packed = packed
-        return packed
+            return transform.packed(weight.detach(), *extras, dtype=dtype, rows=rows, columns=columns, layout=layout)
+        kept = self._forms.packed
+        have = kept.form if kept.transform is transform else None
+        if have is not None:
+            if (rows and have.rows is None) or (columns and have.columns is None) or have.layout != layout:
+                kept.state = None
+            # calls that read different forms, of few tokens and of many, shall not pack in turns
+            rows, columns = rows or have.rows is not None, columns or have.columns is not None
+        return self._get(
+            kept, weight, transform, dtype, lambda old: _packed(weight, transform, dtype, extras, rows, columns, layout, old)
+        )  # fmt: skip
 
-    def _is(self, owner: nn.Parameter, state: State) -> bool:
-        return state == self._state and self._owner is not None and self._owner() is owner
+    def operands(
+        self, weight: Tensor, transform: WeightTransform, dtype: torch.dtype, extras: Sequence[Tensor], what: Reads, only: bool
+    ) -> Operands:
+        """The forms that a call reads; ``only``: all calls read the same, so a dense copy beside them, an evaluation's, is given up."""
+        if only and not what.dense and self._forms.dense.form is not None and not torch.compiler.is_compiling():
+            self.release(packed=False)
+        dense = self.get(weight, transform, dtype, extras) if what.dense else None
+        packed = self.packed(weight, transform, dtype, extras, what) if what.rows or what.columns else None
+        forms: dict[str, Form | None] = {"dense": dense}
+        if packed is not None:
+            forms |= {"packed": packed.rows, "columns": packed.columns}
+        fprop = forms[what.fprop]
+        assert fprop is not None
+        return Operands(fprop, forms[what.dgrad] if what.dgrad != what.fprop else None, what.columns)
 
-    @staticmethod
-    def _build(
-        weight: Tensor, transform: WeightTransform, dtype: torch.dtype, extras: Sequence[Tensor], old: Tensor | None = None
-    ) -> Tensor:
-        """W̃ as a new tensor, or in the memory of ``old`` where it fits."""
+    def _get(self, kept: _Kept[F], weight: Tensor, transform: WeightTransform, dtype: torch.dtype, build: Callable[[F | None], F]) -> F:
+        owner = _owner(weight) if self.attached else None
         # an inference tensor could never be saved for a later backward
         with torch.inference_mode(False), torch.no_grad():
-            w = weight.detach()
-            if old is not None and old.dtype == dtype == w.dtype and old.shape == w.shape and old.device == w.device:
-                return transform(w, *extras, out=old)
-            return transform(w, *extras).to(dtype)
+            if owner is None:
+                self.release()
+                return build(None)
+            state, same = _state(weight, dtype), kept.transform is transform
+            if not same or not kept.right(owner, state):
+                # another transform of the same weight (an evaluation) must not overwrite what a backward still needs
+                kept.form = build(kept.form if same else None)
+                kept.state, kept.owner, kept.transform = state, weakref.ref(owner), transform
+        assert kept.form is not None
+        return kept.form
+
+    # ---- the optimizer's part
 
     def sink(self, weight: Tensor) -> Tensor | None:
         """The kept copy, for an optimizer that writes the next M(W) ⊙ W into it in the same pass as its update.
 
         None unless it is right for the present ``weight``: a step that is skipped leaves it as it is, and it must then still be right.
         """
-        owner = _owner(weight)
-        if owner is None or self._tensor is None or not isinstance(self._transform, HardMask):
+        return self._lend(self._forms.dense, weight, None if self._forms.dense.form is None else self._forms.dense.form.dtype)
+
+    def packs(self, weight: Tensor) -> Packed | None:
+        """The kept packed rows, under the same condition and for the same purpose."""
+        form = self._forms.packed.form
+        if form is None or form.rows is None or form.columns is not None:
             return None
-        return self._tensor if self._is(owner, _state(weight, self._tensor.dtype)) else None
+        return self._lend(self._forms.packed, weight, form.rows.values.dtype)
+
+    def _lend(self, kept: _Kept[F], weight: Tensor, dtype: torch.dtype | None) -> F | None:
+        self._lent = [other for other in self._lent if other is not kept]
+        owner = _owner(weight)
+        if owner is None or dtype is None or not isinstance(kept.transform, HardMask) or not kept.right(owner, _state(weight, dtype)):
+            return None
+        self._lent.append(kept)
+        return kept.form
 
     def filled(self, weight: Tensor) -> None:
-        """The optimizer has just written W̃ of the present ``weight`` into ``sink``."""
-        self._packed = None
-        if self._tensor is not None:
-            self._state = _state(weight, self._tensor.dtype)
+        """The optimizer has just written W̃ of the present ``weight`` into what it was lent."""
+        for kept in self._lent:
+            if kept.state is not None:
+                kept.state = _state(weight, kept.state[-1])
+        self._lent = []
+
+    # ---- the end of a copy
+
+    @property
+    def kept(self) -> tuple[Tensor | Packed, ...]:
+        """The copies that there are, right or out of date."""
+        return tuple(form for form in (self._forms.dense.form, self._forms.packed.form) if form is not None)
 
     def drop(self) -> None:
-        """The kept copy is out of date; its memory is kept for the next one."""
-        self._state = None
+        """What is kept is out of date; its memory is kept for the next copies."""
+        self._forms.dense.state = self._forms.packed.state = None
 
-    def release(self) -> None:
-        """Forget the copy and its memory."""
-        self._tensor = self._state = self._owner = self._transform = self._packed = None
+    def release(self, packed: bool = True) -> None:
+        """Forget the copies and their memory; without ``packed`` only the one in dense layout."""
+        self._forms = _Forms() if packed else _Forms(packed=self._forms.packed)
+        self._lent = []
 
     def __reduce__(self) -> tuple[type[UsedWeight], tuple[()]]:
-        # a copied or pickled layer belongs to no optimizer, and its copy of W̃ can be made again
+        # a copied or pickled layer belongs to no optimizer, and its copies of W̃ can be made again
         return UsedWeight, ()
+
+
+def _dense(weight: Tensor, transform: WeightTransform, dtype: torch.dtype, extras: Sequence[Tensor], old: Tensor | None) -> Tensor:
+    """W̃ as a new tensor, or in the memory of ``old`` where it fits."""
+    w = weight.detach()
+    if old is not None and old.dtype == dtype == w.dtype and old.shape == w.shape and old.device == w.device:
+        return transform(w, *extras, out=old)
+    return transform(w, *extras).to(dtype)
+
+
+def _packed(
+    weight: Tensor, transform: WeightTransform, dtype: torch.dtype, extras: Sequence[Tensor],
+    rows: bool, columns: bool, layout: str, old: Packed | None,
+) -> Packed:  # fmt: skip
+    """The packed forms as new tensors, or in the memory of ``old`` where they fit: a captured graph reads them there."""
+    new = transform.packed(weight.detach(), *extras, dtype=dtype, rows=rows, columns=columns, layout=layout)
+    pairs = [] if old is None else list(zip(old.buffers(), new.buffers(), strict=True))
+    if old is None or old.layout != layout or any(not _alike(a, b) for a, b in pairs):
+        return new
+    for there, here in pairs:
+        if there is not None and here is not None:
+            there.copy_(here)
+    return old
+
+
+def _alike(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is b if a is None or b is None else (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
 
 
 def _owner(weight: Tensor) -> nn.Parameter | None:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..autograd import STRAIGHT_THROUGH, GemmPlan, HardMask, WeightTransform, linear
+from ..autograd import STRAIGHT_THROUGH, GemmPlan, HardMask, Operands, WeightTransform, linear, reads
 from ..pattern import NMError, Pattern, PatternLike
 from ._autocast import autocast_dtype, castable
 from ._used import UsedWeight
@@ -62,7 +62,13 @@ class NMWeight(nn.Module):
         return self.pattern if self.transform is None else self.transform.pattern
 
     def use(self, transform: WeightTransform | None, plan: GemmPlan) -> None:
-        """From now on multiply W̃ = ``transform(W)``, or W where it is None, by the rules of ``plan``."""
+        """From now on multiply W̃ = ``transform(W)``, or W where it is None, by the rules of ``plan``.
+
+        Raises:
+            NMError: the plan multiplies a form of W̃ that there is not.
+        """
+        if transform is not None:
+            plan.check(transform)
         self.plan = plan
         if transform is not self.transform:
             self.transform = transform
@@ -182,11 +188,16 @@ class NMWeight(nn.Module):
         if cast is not None:
             dtype = cast if castable(dtype) else dtype
             x = x.to(cast) if castable(x.dtype) else x
-        master, transform, extras = self.master, self.transform, self._extras(self.transform)
-        used, indices = self.used.get(master, transform, dtype, extras), None
-        if self.plan.fprop == "packed":
-            used, indices = self.used.packed(used, self.plan)
-        return linear(x, master, used, self.bias, self.plan, self.seed, transform, extras, indices)
+        master, transform, extras, plan = self.master, self.transform, self._extras(self.transform), self.plan
+        used: Tensor | Operands
+        if plan.packs:
+            what = reads(plan, transform, master, dtype, x)
+            if not (self.used.attached or torch.is_grad_enabled()):
+                what = what._replace(dgrad=what.fprop)  # nobody will ask for the rest
+            used = self.used.operands(master, transform, dtype, extras, what, only="auto" not in (plan.fprop, plan.dgrad))
+        else:
+            used = self.used.get(master, transform, dtype, extras)
+        return linear(x, master, used, self.bias, plan, self.seed, transform, extras)
 
     def _load_from_state_dict(
         self,

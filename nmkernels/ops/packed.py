@@ -91,6 +91,11 @@ class Packed:
     rows: Compressed | DeviceCompressed | None
     columns: Compressed | DeviceCompressed | None
 
+    @property
+    def layout(self) -> str:
+        """``"canonical"``, or the device layout of its parts, which have the same."""
+        return next((part.layout for part in (self.rows, self.columns) if isinstance(part, DeviceCompressed)), "canonical")
+
     def buffers(self) -> list[Tensor | None]:
         """values and indices (or metadata) of the rows, then of the columns; None for those of a part that is None."""
         both = [

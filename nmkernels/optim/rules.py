@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from ..ops import Packed
 from ..pattern import NMError, Pattern
 
 LATE = ("", "total", "gradient")
@@ -57,13 +58,15 @@ class Target:
         pattern: the N:M pattern of this layer.
         transposed: the parameter is stored ``(in, out)``; its groups run along dimension 0.
         sink: returns the buffer ``(out, in)`` that the step fills with W̃, or None when no copy is kept.
-        filled: called once the buffer holds W̃ of the updated parameter.
+        packs: returns the buffers that the step fills with W̃ packed along its rows, or None when none are kept.
+        filled: called once the buffers hold W̃ of the updated parameter.
         penalty: returns the gradient of a regulariser, of the shape of ``view``, or None.
     """
 
     pattern: Pattern
     transposed: bool = False
     sink: Callable[[], Tensor | None] = lambda: None
+    packs: Callable[[], Packed | None] = lambda: None
     filled: Callable[[], None] = lambda: None
     penalty: Callable[[], Tensor | None] = lambda: None
 

@@ -278,11 +278,14 @@ def is_attached(optimizer: torch.optim.Optimizer) -> bool:
 def _target(layer: NMWeight) -> Target:
     weight = layer.weight
 
+    # load_state_dict(assign=True) gives the layer another Parameter than the one that this optimizer updates
     def sink() -> Tensor | None:
-        # load_state_dict(assign=True) gives the layer another Parameter than the one that this optimizer updates
         return layer.used.sink(layer.master) if layer.weight is weight else None
 
-    return Target(Pattern(layer.pattern), layer.transposed, sink, lambda: layer.used.filled(layer.master), layer.penalty)
+    def packs() -> ops.Packed | None:
+        return layer.used.packs(layer.master) if layer.weight is weight else None
+
+    return Target(Pattern(layer.pattern), layer.transposed, sink, packs, lambda: layer.used.filled(layer.master), layer.penalty)
 
 
 def _add(g: Tensor, negated: bool, scale: Tensor | None, extra: Tensor) -> None:

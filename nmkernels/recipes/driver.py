@@ -161,7 +161,10 @@ class Driver:
         for layer in self.layers.values():
             layer.use(None if stage.transform is None else self._fitted(stage.transform, layer), stage.plan)
             layer.adapts = stage.adapter
-            layer.used.drop()
+            if stage.transform is None:
+                layer.used.release()  # a dense phase needs the memory more
+            else:
+                layer.used.drop()
         self.activations.use(stage.activation)
         for attachment in self._attachments:
             attachment.apply(stage)

@@ -12,6 +12,7 @@ from ..optim import UpdateRule
 from ..pattern import NMError, Pattern, PatternLike, RecipeError
 from .base import Observed, Recipe, Stage, State
 from .cost import Span, first
+from .packing import packing
 from .registry import recipe
 from .schedule import advance, check_decay, check_same_schedule, passed, phases
 
@@ -70,7 +71,7 @@ class FST(Recipe):
     fine_tune: float | int = 1 / 6
     mvue: str | None = "exact"
     mvue_pattern: PatternLike = "2:4"
-    packed: bool = False
+    packed: bool | str = False
     seed: int | None = None
 
     paper = "Hu et al., ICML 2024, arXiv 2404.01847"
@@ -89,10 +90,12 @@ class FST(Recipe):
         check_decay("FST", self.decay)
         if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
             raise RecipeError(f"FST: seed={self.seed!r} must be a whole number, or None for torch's initial seed.")
+        packing("FST", self.packed, self.pattern)
         try:
             self.plan()
         except NMError as error:
-            raise RecipeError(f"FST: mvue={self.mvue!r}, mvue_pattern={self.mvue_pattern} do not go: {error}") from error
+            options = f"mvue={self.mvue!r}, mvue_pattern={self.mvue_pattern}, packed={self.packed!r}"
+            raise RecipeError(f"FST: {options} do not go: {error}") from error
         self.bounds()
 
     @property
@@ -105,13 +108,9 @@ class FST(Recipe):
 
     def plan(self) -> GemmPlan:
         """The products of a sparse step."""
-        p, weight = Pattern(self.mvue_pattern), "packed" if self.packed else "dense"
-        if self.mvue is None:
-            own = Pattern(self.pattern)
-            return GemmPlan(fprop=weight, dgrad=weight, n=own.n, m=own.m)
-        if self.packed and p != self.pattern:
-            raise NMError(f"packed=True needs the estimate's pattern to be that of the weights, {self.pattern}.")
-        return GemmPlan(fprop=weight, dgrad=weight, wgrad="mvue", n=p.n, m=p.m, method=self.mvue)
+        p = Pattern(self.mvue_pattern)
+        plan = GemmPlan() if self.mvue is None else GemmPlan(wgrad="mvue", n=p.n, m=p.m, method=self.mvue)
+        return packing("FST", self.packed, self.pattern, plan)
 
     def obstacle(self, rows: int, cols: int) -> str:
         """M must divide the outputs too."""

@@ -11,6 +11,7 @@ from ..autograd import GemmPlan, SoftThreshold, WeightTransform
 from ..optim import UpdateRule
 from ..pattern import NMError, Pattern, PatternLike, RecipeError
 from .base import Recipe, Stage, State
+from .packing import packing
 from .registry import recipe
 from .schedule import check_seed
 
@@ -40,6 +41,8 @@ class SSTE(Recipe):
         fp8: also round the operands of all three products to emulated FP8 with the current largest magnitude as scale, on any device:
             ``"paper"`` e4m3 forward, e5m2 for both operands in backward, as in the authors' code; ``"hybrid"`` e5m2 for gradients only.
             ``finish`` leaves weights that are not rounded. None for no emulation.
+        packed: multiply the compressed weight: False never; True forward, and on CPUs for ∂L/∂x; "auto" at every call where that was
+            measured to be faster than the dense layout. Results differ from the dense layout's by rounding.
         seed: of the estimates; None takes torch's initial seed. Every layer and data-parallel rank has a stream of its own, advanced
             on the device by each backward pass and saved with the optimizer.
 
@@ -60,25 +63,30 @@ class SSTE(Recipe):
     mvue: str | None = "exact"
     mvue_pattern: PatternLike = "2:4"
     fp8: str | None = None
+    packed: bool | str = False
     seed: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "mvue_pattern", Pattern(self.mvue_pattern))
         check_seed("SSTE", self.seed)
+        packing("SSTE", self.packed, self.pattern)
         try:
             self.plan()
         except NMError as error:
-            raise RecipeError(f"SSTE: mvue={self.mvue!r}, mvue_pattern={self.mvue_pattern}, fp8={self.fp8!r} do not go: {error}") from error
+            options = f"mvue={self.mvue!r}, mvue_pattern={self.mvue_pattern}, fp8={self.fp8!r}, packed={self.packed!r}"
+            raise RecipeError(f"SSTE: {options} do not go: {error}") from error
 
     def plan(self) -> GemmPlan:
-        """Dense layout of β S(W) in fprop and dgrad, and the weight gradient by ``mvue``."""
+        """β S(W) in fprop and dgrad, by ``packed`` in dense layout or compressed, and the weight gradient by ``mvue``."""
         p = Pattern(self.mvue_pattern)
         if self.mvue is None:
-            return GemmPlan(fp8=self.fp8)
-        if self.mvue == "magnitude":
-            return GemmPlan(wgrad="magnitude", n=p.n, m=p.m, fp8=self.fp8)
-        return GemmPlan(wgrad="mvue", n=p.n, m=p.m, method=self.mvue, fp8=self.fp8)
+            plan = GemmPlan(fp8=self.fp8)
+        elif self.mvue == "magnitude":
+            plan = GemmPlan(wgrad="magnitude", n=p.n, m=p.m, fp8=self.fp8)
+        else:
+            plan = GemmPlan(wgrad="mvue", n=p.n, m=p.m, method=self.mvue, fp8=self.fp8)
+        return packing("SSTE", self.packed, self.pattern, plan)
 
     def final_transform(self) -> WeightTransform:
         """β S(W), what training multiplies."""

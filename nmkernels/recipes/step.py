@@ -15,6 +15,7 @@ from . import autoswitch
 from .base import Observed, Recipe, Stage, State
 from .cost import Span, first
 from .inner import Outer, as_inner, first_stage, of_length
+from .packing import packing
 from .registry import recipe
 from .schedule import check_decay, resolve_step
 from .ste import SRSTE
@@ -50,6 +51,7 @@ class STEP(Outer):
         freeze: False goes on with Adam's own second moment in phase 1. Not STEP any more: it tells what the dense phase does from what
             the frozen moment does (``bench/accuracy``).
         decay: λ of SR-STE in phase 1; 0 for plain STE. The same as ``inner=SRSTE(pattern, decay=...)``.
+        packed: how phase 1 multiplies, as for ``STE``; of an inner recipe it is that one's option.
         inner: the recipe of phase 1 in its place, ``MdGf("1:8", ...)`` or its text ``"mdgf(fine_tune=0.25)"``; the paper reports SR-STE,
             decaying masks and layer-wise N. It begins at the switch: its own schedule counts from there over the T − T₀ steps that are
             left of ``total_steps`` (shares in it are shares of those, a ``total_steps`` of its own is overruled), what it takes once
@@ -81,6 +83,7 @@ class STEP(Outer):
     clamp: float | None = 2.0
     freeze: bool = True
     decay: float = 0.0
+    packed: bool | str = False
     inner: Recipe | str | None = None
 
     def __post_init__(self) -> None:
@@ -91,6 +94,7 @@ class STEP(Outer):
         if self.clamp is not None and not self.clamp > 0:
             raise RecipeError(f"STEP: clamp={self.clamp} must be positive, or None for no clamp.")
         check_decay("STEP", self.decay)
+        packing("STEP", self.packed, self.pattern)
         if self.threshold is not None and not self.threshold > 0:
             raise RecipeError(f"STEP: threshold={self.threshold} must be positive, or None for the policy's own.")
         low, high = self.bounds()
@@ -101,6 +105,8 @@ class STEP(Outer):
         if self.inner is not None:
             if self.decay:
                 raise RecipeError(f"STEP: decay={self.decay} is of SR-STE and there is an inner recipe; give it to that one.")
+            if self.packed:
+                raise RecipeError(f"STEP: packed={self.packed!r} is of phase 1 and there is an inner recipe; give it to that one.")
             object.__setattr__(self, "inner", as_inner(self, self.inner))
             self._check_inner()
             self._take_over()
@@ -140,7 +146,7 @@ class STEP(Outer):
     def sparse(self, switch_step: int) -> Recipe:
         """The recipe of phase 1 after a switch at T₀ = ``switch_step``: the inner one over the steps that are left."""
         if self.inner is None:
-            return SRSTE(self.pattern, decay=self.decay)
+            return SRSTE(self.pattern, decay=self.decay, packed=self.packed)
         assert isinstance(self.inner, Recipe)
         if self.total_steps is None:
             return self.inner

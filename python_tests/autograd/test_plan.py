@@ -4,8 +4,18 @@ import dataclasses
 
 import pytest
 
-from nmkernels.autograd import STRAIGHT_THROUGH, GemmPlan, packed_inference
-from nmkernels.pattern import NMError
+from nmkernels.autograd import (
+    STRAIGHT_THROUGH,
+    BiMasked,
+    DoublePruned,
+    GemmPlan,
+    HardMask,
+    SoftThreshold,
+    TransposableMask,
+    packed_inference,
+)
+from nmkernels.nn import SparseLinear
+from nmkernels.pattern import NMError, Pattern
 
 
 def test_straight_through_is_dense_in_all_three():
@@ -24,10 +34,38 @@ def test_unknown_rule_names_role_rule_and_choices(role):
         GemmPlan(**{role: "sparse"})
 
 
-@pytest.mark.parametrize(("fprop", "dgrad"), [("dense", "packed"), ("packed", "dense")])
-def test_fprop_and_dgrad_read_the_same_weight(fprop, dgrad):
+@pytest.mark.parametrize("dgrad", ["packed", "columns", "device", "auto"])
+def test_a_weight_packed_for_dgrad_is_packed_for_fprop(dgrad):
     with pytest.raises(NMError, match="same weight"):
-        GemmPlan(fprop=fprop, dgrad=dgrad, n=2, m=4)
+        GemmPlan(dgrad=dgrad, n=2, m=4)
+
+
+@pytest.mark.parametrize("fprop", ["packed", "auto"])
+@pytest.mark.parametrize("dgrad", ["dense", "packed", "columns", "device", "auto"])
+def test_dgrad_has_its_own_form_of_a_packed_weight(fprop, dgrad):
+    plan = GemmPlan(fprop=fprop, dgrad=dgrad, n=2, m=4)
+    assert plan.packs and not STRAIGHT_THROUGH.packs
+    plan.check(TransposableMask(Pattern("2:4")))
+
+
+@pytest.mark.parametrize(
+    ("dgrad", "transform", "said"),
+    [
+        ("columns", HardMask(Pattern("2:4")), 'HardMask is not N:M along the outputs.*dgrad="dense"'),
+        ("columns", SoftThreshold(Pattern("2:4")), "SoftThreshold is not N:M"),
+        ("columns", BiMasked(Pattern("2:4")), "BiMasked has another weight"),
+        ("packed", BiMasked(Pattern("2:4")), 'BiMasked has another weight.*dgrad="dense"'),
+        ("packed", DoublePruned(Pattern("2:4")), "DoublePruned has another weight"),
+    ],
+)
+def test_a_form_that_the_transform_does_not_have(dgrad, transform, said):
+    plan = GemmPlan(fprop="packed", dgrad=dgrad, n=2, m=4)
+    with pytest.raises(NMError, match=said):
+        plan.check(transform)
+    with pytest.raises(NMError, match=said):
+        SparseLinear(8, 4).use(transform, plan)
+    for other in ("dense", "device", "auto"):
+        GemmPlan(fprop="packed", dgrad=other, n=2, m=4).check(transform)
 
 
 @pytest.mark.parametrize(("n", "m"), [(0, 0), (0, 4), (5, 4), (-1, 4), (1, 257)])
@@ -44,6 +82,7 @@ def test_packed_operand_needs_a_pattern(rules, n, m):
         ({"wgrad": "mvue", "n": 1, "m": 4, "method": "approx"}, "needs n = 2"),
         ({"fp8": "e4m3"}, "paper, hybrid"),
         ({"fp8": "paper", "fprop": "packed", "dgrad": "packed", "n": 2, "m": 4}, "dense layout"),
+        ({"fp8": "paper", "fprop": "auto", "n": 2, "m": 4}, "dense layout"),
     ],
 )
 def test_options_that_do_not_go(keywords, said):

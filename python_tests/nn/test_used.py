@@ -16,6 +16,7 @@ import nmkernels as nm
 from nmkernels.autograd import HardMask, WeightTransform
 from python_tests import plain
 from python_tests.copies import WAYS, copied
+from python_tests.nn.changes import CHANGES, change_in_place, change_parameter, load_assign
 
 
 class Prunes(TorchDispatchMode):
@@ -87,7 +88,7 @@ def test_nothing_is_kept_without_an_optimizer():
         layer(x)
         with torch.no_grad():
             layer(x), layer(x)
-    assert prunes.count == 3 and layer.used._tensor is None
+    assert prunes.count == 3 and not layer.used.kept
 
 
 @pytest.mark.parametrize("grad", [True, False])
@@ -108,39 +109,7 @@ def test_writes_that_bump_no_version_are_noticed_when_unattached(unattached, gra
         assert right(layer)
 
 
-def change_in_place(layer):
-    with torch.no_grad():
-        layer.weight.copy_(torch.randn(16, 32))
-
-
-def change_storage(layer):
-    layer.weight.data = torch.randn(16, 32)
-
-
-def change_parameter(layer):
-    layer.weight = nn.Parameter(torch.randn(16, 32))
-
-
-def load(layer):
-    layer.load_state_dict({"weight": torch.randn(16, 32), "bias": torch.zeros(16)})
-
-
-def load_assign(layer):
-    layer.load_state_dict({"weight": torch.randn(16, 32), "bias": torch.zeros(16)}, assign=True)
-
-
-def load_by_hook(layer):
-    # a hook that fills the weight by itself, unseen by the version counter
-    layer.register_load_state_dict_pre_hook(lambda module, sd, *rest: module.weight.data.copy_(sd.pop("weight")))
-    layer.load_state_dict({"weight": torch.randn(16, 32), "bias": torch.zeros(16)}, strict=False)
-
-
-def there_and_back(layer):
-    # the second cast may well land at the address that the weight had at first
-    layer.to(torch.bfloat16).to(torch.float32)
-
-
-@pytest.mark.parametrize("change", [change_in_place, change_storage, change_parameter, load, load_assign, load_by_hook, there_and_back])
+@pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("make", [torch.optim.AdamW, nm.optim.MaskedAdamW])
 def test_change_from_outside_is_noticed_while_attached(make, change):
     _, layer, _ = model_of(make)
@@ -166,7 +135,7 @@ def test_casting_releases_the_copy():
     _, layer, _ = model_of(torch.optim.AdamW)
     layer.used_weight()
     layer.to(torch.float64)
-    assert layer.used._tensor is None and layer.used_weight().dtype == torch.float64
+    assert not layer.used.kept and layer.used_weight().dtype == torch.float64
 
 
 @pytest.mark.parametrize("kind", [torch.Tensor, nn.Parameter])
@@ -178,7 +147,7 @@ def test_functional_call_uses_the_weights_given(kind):
         w = kind(torch.randn(16, 32))
         assert torch.equal(functional_call(layer, {"weight": w, "bias": bias}, (eye,)), plain.masked(w, 2, 4).t())
         del w
-    assert kind is nn.Parameter or layer.used._tensor is None, "only a Parameter's copy is kept"
+    assert kind is nn.Parameter or not layer.used.kept, "only a Parameter's copy is kept"
     assert right(layer)
 
 
@@ -187,7 +156,7 @@ def test_copies_share_nothing_and_do_not_go_stale(how):
     model, layer, opt = model_of(torch.optim.AdamW)
     buffer = layer.used_weight()
     twin = copied(model, how)
-    assert not twin[0].used.attached and twin[0].used._tensor is None and right(twin[0])
+    assert not twin[0].used.attached and not twin[0].used.kept and right(twin[0])
     # an average of the weights, updated as such averages are
     with torch.no_grad():
         twin(torch.randn(2, 32))

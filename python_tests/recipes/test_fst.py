@@ -168,7 +168,7 @@ def test_packed_products_are_those_of_the_dense_layout():
         with Calls() as seen:
             go(model, optimizer, batches(3, F32))
         ends.append(snapshot(model))
-        assert seen.names.count("linear") == seen.names.count("compress") == (6 if packed else 0)
+        assert seen.names.count("linear") == seen.names.count("pack") == (6 if packed else 0)
         assert seen.names.count("linear_dgrad") == (3 if packed else 0), "the first layer's input wants no gradient"
     assert distance(*ends) < 1e-5
 
@@ -179,7 +179,7 @@ def test_packed_once_per_step_also_with_accumulation():
     with Calls() as seen:
         for batch in batches(4, F32):
             loss_of(model, batch).backward()
-    assert seen.names.count("compress") == 2 and seen.names.count("linear") == 8
+    assert seen.names.count("pack") == 2 and seen.names.count("linear") == 8
 
 
 # ---- the end
@@ -243,7 +243,7 @@ def test_outputs_that_m_does_not_divide_are_skipped_and_reported():
         ({"total_steps": 10, "fine_tune": 10}, "leave none"),
         ({"fine_tune": 0, "mvue": "best"}, "mvue='best'"),
         ({"fine_tune": 0, "mvue": "approx", "mvue_pattern": "1:4"}, "approx"),
-        ({"fine_tune": 0, "pattern": "1:4", "packed": True}, "packed=True needs the estimate's pattern to be that of the weights, 1:4"),
+        ({"fine_tune": 0, "packed": "always"}, "packed='always' is unknown"),
         ({"fine_tune": 0, "seed": 1.5}, r"seed=1\.5"),
     ],
 )

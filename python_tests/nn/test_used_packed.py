@@ -1,0 +1,306 @@
+"""The life of the packed weight: packed once per optimizer step, in the optimizer's own pass where that can, and never stale."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import nmkernels as nm
+from nmkernels.autograd import GemmPlan, HardMask, Reads, TransposableMask
+from nmkernels.optim import MaskedAdamW
+from python_tests import plain
+from python_tests.copies import WAYS, copied
+from python_tests.nn.changes import CHANGES, change_in_place
+
+ROWS = Reads("packed", "packed", "canonical")
+MIXED = GemmPlan(fprop="packed", dgrad="dense", n=2, m=4)
+BOTH_WAYS = GemmPlan(fprop="packed", dgrad="columns", n=2, m=4)
+
+
+class Calls(TorchDispatchMode):
+    """Counts calls of the package's operations by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.name().startswith("nmkernels::nm_"):
+            self.names.append(func.name().removeprefix("nmkernels::nm_"))
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def packs(self):
+        return self.names.count("pack") + self.names.count("compress")
+
+    @property
+    def dense(self):
+        """Transformations into the dense layout."""
+        return sum(name.removesuffix("_out") in ("prune", "soft_threshold") for name in self.names)
+
+
+def model_of(make, recipe="srste:2:4(packed=True)", plan=None, transform=None, **config):
+    model = nn.Sequential(nn.Linear(32, 16))
+    handle = nm.sparsify_(model, recipe)
+    optimizer = handle.attach(make(model.parameters(), lr=0.05, **config)) if make else None
+    if plan is not None:
+        model[0].use(transform or model[0].transform, plan)
+    return model, model[0], optimizer
+
+
+def fused(params, lr):
+    return torch.optim.AdamW(params, lr=lr, fused=True)
+
+
+def ask(layer, dtype=torch.float32, what=ROWS):
+    return layer.used.packed(layer.master, layer.transform, dtype, layer._extras(layer.transform), what)
+
+
+def right(layer, dtype=torch.float32):
+    """Whether the layer would multiply, packed, the mask of the weight that it has now."""
+    return torch.equal(ask(layer, dtype).rows.dense(), plain.masked(layer.master, 2, 4).to(dtype))
+
+
+def step(model, optimizer, x=None):
+    optimizer.zero_grad()
+    model(torch.randn(4, 32) if x is None else x).square().sum().backward()
+    optimizer.step()
+
+
+# ---- how often
+
+
+def three_kinds_of_forward(model, x, autocast):
+    with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
+        model(x).sum().backward()
+        for reentrant in (False, True):
+            checkpoint(model, x, use_reentrant=reentrant).sum().backward()
+        with torch.no_grad():
+            model(x)
+        model.eval()
+        with torch.inference_mode():
+            model(x)
+        model.train()
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("make", [torch.optim.AdamW, fused, torch.optim.SGD, MaskedAdamW])
+@pytest.mark.parametrize("recipe", ["srste:2:4(packed=True)", "sste:2:4(packed=True)", "fst:2:4(packed=True, fine_tune=0, refresh=2)"])
+def test_packed_once_per_step_with_accumulation_checkpointing_and_evaluation(recipe, make, autocast):
+    model, layer, optimizer = model_of(make, recipe)
+    x = torch.randn(4, 32, requires_grad=True)
+    packs = []
+    for _ in range(5):
+        with Calls() as calls:
+            three_kinds_of_forward(model, x, autocast)
+        assert calls.names.count("linear") == 7 and calls.dense == 0, "no copy in dense layout"
+        optimizer.step()
+        packs.append(calls.packs)
+    # MaskedAdamW packs hard masks in the same pass as its update
+    assert packs == [1] + [int(make is not MaskedAdamW or "srste" not in recipe)] * 4
+    assert len(layer.used.kept) == 1
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, MaskedAdamW])
+def test_dense_and_packed_forms_are_made_once_each(make):
+    model, layer, optimizer = model_of(make, plan=MIXED)
+    x = torch.randn(4, 32, requires_grad=True)
+    counts = []
+    for _ in range(4):
+        with Calls() as calls:
+            three_kinds_of_forward(model, x, False)
+            optimizer.step()
+            assert right(layer) and torch.equal(layer.used_weight(), plain.masked(layer.weight, 2, 4))
+        counts.append((calls.packs, calls.dense))
+        assert "linear_dgrad" not in calls.names
+    # the first weight, and then that of each step
+    assert counts == ([(1, 1)] + [(0, 0)] * 3 if make is MaskedAdamW else [(2, 2)] + [(1, 1)] * 3)
+
+
+def test_both_orientations_come_of_one_call():
+    model, layer, optimizer = model_of(torch.optim.AdamW, "fst:2:4(packed=True, fine_tune=0)", BOTH_WAYS)
+    x = torch.randn(4, 32, requires_grad=True)
+    for _ in range(3):
+        with Calls() as calls:
+            three_kinds_of_forward(model, x, False)
+        assert calls.packs == 1 and calls.names.count("linear") == 7 + 3 and "linear_dgrad" not in calls.names
+        x.grad = None
+        y = model(x)
+        y.backward(g := torch.randn_like(y))
+        torch.testing.assert_close(x.grad, g @ (layer.weight * layer.nm_mask))
+        optimizer.step()
+
+
+def test_calls_that_read_different_forms_do_not_pack_in_turns():
+    _, layer, optimizer = model_of(torch.optim.AdamW, "fst:2:4(packed=True, fine_tune=0)")
+    only_columns = Reads("dense", "columns", "canonical")
+    for k in range(3):
+        with Calls() as calls:
+            for _ in range(3):
+                assert ask(layer, what=ROWS).rows is not None and ask(layer, what=only_columns).columns is not None
+        assert calls.packs == (2 if k == 0 else 1)
+        layer.weight.grad = torch.randn_like(layer.weight)
+        optimizer.step()
+
+
+# ---- never stale
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("make", [torch.optim.AdamW, MaskedAdamW])
+def test_change_from_outside_is_noticed_while_attached(make, change):
+    model, layer, _ = model_of(make)
+    assert right(layer)
+    change(layer)
+    assert right(layer)
+    y = torch.nn.functional.linear(torch.eye(32), plain.masked(layer.weight, 2, 4), layer.bias)
+    torch.testing.assert_close(model(torch.eye(32)), y)
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, fused, torch.optim.SGD, MaskedAdamW])
+def test_averaged_weights_swapped_in_and_out_are_noticed(make):
+    model, layer, optimizer = model_of(make)
+    average = [p.detach().clone() for p in model.parameters()]
+    for _ in range(4):
+        step(model, optimizer)
+        assert right(layer)
+        with torch.no_grad():
+            for a, p in zip(average, model.parameters(), strict=True):
+                a.lerp_(p, 0.5)
+            mine = [p.detach().clone() for p in model.parameters()]
+            for values in (average, mine):
+                for p, value in zip(model.parameters(), values, strict=True):
+                    p.copy_(value)
+                assert right(layer)
+
+
+def test_nothing_is_kept_without_an_optimizer():
+    model, layer, _ = model_of(None)
+    x = torch.randn(4, 32, requires_grad=True)
+    for _ in range(3):
+        with Calls() as calls:
+            model(x).sum().backward()
+        assert calls.packs == 1 and not layer.used.kept
+        layer.weight.data.mul_(torch.rand(16, 32))  # bumps no version
+        assert right(layer)
+        with Calls() as calls, torch.no_grad():
+            model(x)
+        assert calls.packs == 1 and not layer.used.kept
+
+
+def test_an_evaluation_without_an_optimizer_makes_no_form_for_backward():
+    model, layer, _ = model_of(None, plan=MIXED)
+    with Calls() as calls, torch.no_grad():
+        model(torch.randn(4, 32))
+    assert calls.names == ["pack", "linear"]
+    with Calls() as calls:
+        model(torch.randn(4, 32))
+    assert sorted(calls.names) == ["linear", "pack", "prune"]
+
+
+def test_functional_call_uses_the_weights_given():
+    model, layer, _ = model_of(torch.optim.AdamW)
+    model(torch.eye(32))
+    for _ in range(10):  # short-lived weights have one address and one version
+        w = torch.randn(16, 32)
+        y = functional_call(layer, {"weight": w, "bias": torch.zeros(16)}, (torch.eye(32),))
+        torch.testing.assert_close(y, plain.masked(w, 2, 4).t())
+        del w
+    assert right(layer)
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_copies_share_nothing(how):
+    model, layer, optimizer = model_of(MaskedAdamW)
+    step(model, optimizer)
+    twin = copied(model, how)
+    assert not twin[0].used.kept and not twin[0].used.attached
+    step(model, optimizer)
+    assert right(layer) and right(twin[0]) and not torch.equal(twin[0].weight, layer.weight)
+
+
+def test_a_skipped_step_leaves_packs_that_are_still_right():
+    model, layer, optimizer = model_of(MaskedAdamW, plan=MIXED)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    step(model, optimizer)
+    for t in range(6):
+        before = layer.weight.detach().clone()
+        optimizer.zero_grad()
+        scaler.scale(model(torch.randn(4, 32) * (torch.inf if t % 2 else 1.0)).sum()).backward()
+        with Calls() as calls:
+            scaler.step(optimizer)
+            scaler.update()
+            assert right(layer) and calls.packs == 0
+        assert torch.equal(before, layer.weight) == bool(t % 2)
+        assert torch.equal(layer.used_weight(), plain.masked(layer.weight, 2, 4))
+
+
+# ---- memory
+
+
+@pytest.mark.parametrize(
+    ("make", "recipe"), [(MaskedAdamW, "srste:2:4"), (torch.optim.AdamW, "srste:2:4"), (MaskedAdamW, "sste:2:4"), (MaskedAdamW, "fst:2:4")]
+)
+def test_packed_in_place(make, recipe):
+    recipe += "(packed=True, fine_tune=0, refresh=1)" if recipe.startswith("fst") else "(packed=True)"
+    model, layer, optimizer = model_of(make, recipe, BOTH_WAYS if recipe.startswith("fst") else None)
+    addresses = set()
+    for _ in range(4):
+        step(model, optimizer)
+        model(torch.randn(1, 32))
+        (packed,) = layer.used.kept
+        addresses.add(tuple(x.data_ptr() for x in packed.buffers() if x is not None))
+    assert len(addresses) == 1
+
+
+def test_an_evaluation_of_another_form_leaves_the_backward_pass_and_no_copy():
+    model = nn.Sequential(nn.Linear(32, 16))
+    handle = nm.sparsify_(model, "srste:2:4(packed=True)")
+    optimizer = handle.attach(MaskedAdamW(model.parameters()))
+    x, layer = torch.randn(4, 32, requires_grad=True), model[0]
+    y = model(x)
+    with handle.deployable(), torch.no_grad():
+        torch.testing.assert_close(model(x), y)
+        assert len(layer.used.kept) == 2
+    y.sum().backward()
+    torch.testing.assert_close(x.grad[0], plain.masked(layer.weight, 2, 4).sum(0))
+    optimizer.step()
+    with Calls() as calls:
+        model(x)
+    assert calls.packs == 0 and len(layer.used.kept) == 1, "the dense copy is not kept up for evaluations"
+
+
+def test_a_dense_phase_has_the_memory_back():
+    model = nn.Sequential(nn.Linear(32, 16))
+    handle = nm.sparsify_(model, nm.recipes.FST("2:4", 6, fine_tune=3, packed=True))
+    optimizer = handle.attach(MaskedAdamW(model.parameters()))
+    kept = []
+    for _ in range(6):
+        step(model, optimizer)
+        kept.append(len(model[0].used.kept))
+    assert kept == [1, 1, 0, 0, 0, 0] and handle.stage.phase == 0
+
+
+def test_what_the_optimizer_may_write():
+    model, layer, _ = model_of(torch.optim.AdamW)
+    assert layer.used.packs(layer.master) is None, "nothing is kept yet"
+    packed = ask(layer)
+    assert layer.used.packs(layer.master) is packed
+    change_in_place(layer)
+    assert layer.used.packs(layer.master) is None, "the weight has changed"
+    packed = ask(layer)
+    layer.used.filled(layer.master)
+    assert layer.used.packs(layer.master) is packed, "what was not lent is not taken for filled"
+    change_in_place(layer)
+    layer.used.filled(layer.master)
+    assert ask(layer) is packed, "and what was lent is"
+    layer.use(TransposableMask(nm.Pattern("2:4")), BOTH_WAYS)
+    layer.nm_mask = nm.ops.transposable_mask(layer.weight.detach(), "2:4")
+    model(torch.randn(4, 32))
+    assert layer.used.packs(layer.master) is None, "the optimizer knows no held masks"
+    layer.use(HardMask(nm.Pattern("2:4")), MIXED)
+    assert right(layer)
