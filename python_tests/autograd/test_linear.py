@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from nmkernels import ops
-from nmkernels.autograd import GemmPlan, linear, linear_compressed
+from nmkernels.autograd import GemmPlan, Operands, linear, linear_compressed
 from nmkernels.nn import SparseLinear
 from nmkernels.testing import assert_no_worse
 from python_tests import plain
@@ -96,6 +96,60 @@ def test_gradient_has_the_dtype_of_its_tensor():
     y = linear(x.bfloat16(), w, used.bfloat16(), b)
     y.sum().backward()
     assert y.dtype == torch.bfloat16 and w.grad.dtype == b.grad.dtype == x.grad.dtype == torch.float32
+
+
+def forms(w, dtype, canonical=True):
+    """W̃ by a transposable mask: dense, packed, and its transpose packed."""
+    mask = ops.transposable_mask(w.detach(), "2:4")
+    layout = "canonical" if canonical else "mma.sp"
+    packed = ops.pack(w.detach(), "2:4", mask, dtype=dtype, columns=True, layout=layout)
+    return (w.detach() * mask).to(dtype), packed.rows, packed.columns
+
+
+@pytest.mark.parametrize("wgrad", ["dense", "mvue", "none"])
+@pytest.mark.parametrize(("fprop", "dgrad"), [("rows", "dense"), ("rows", "rows"), ("rows", "columns"), ("dense", "columns")])
+def test_each_product_reads_its_own_form(fprop, dgrad, wgrad):
+    x, w, b, _ = operands(out=16, cols=32)
+    dense, rows, columns = forms(w, w.dtype)
+    known = {"dense": dense, "rows": rows, "columns": columns}
+    # the estimate has a pattern of its own
+    plan = GemmPlan(wgrad=wgrad, n=1, m=2)
+    used = Operands(known[fprop], None if dgrad == fprop else known[dgrad], dgrad == "columns")
+    assert used.pattern == rows.pattern
+    y = linear(x, w, used, b, plan, torch.tensor([3, 5]))
+    g = torch.randn_like(y)
+    y.backward(g)
+    torch.testing.assert_close(y, x @ dense.t() + b, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(x.grad, g @ dense, rtol=1e-12, atol=1e-12)
+    flat = g.reshape(-1, 16)
+    flat = ops.mvue(flat, "1:2", dim=0, seed=torch.tensor([3, 5])) if wgrad == "mvue" else flat
+    assert (w.grad is None) == (wgrad == "none")
+    if wgrad != "none":
+        torch.testing.assert_close(w.grad, flat.t() @ x.detach().reshape(-1, 32), rtol=1e-12, atol=1e-12)
+
+
+def test_tensor_core_order_of_both_orientations():
+    x, w, b, _ = operands(torch.float32, out=64, cols=128)
+    dense, rows, columns = forms(w, torch.bfloat16, canonical=False)
+    h = x.detach().bfloat16().requires_grad_()
+    y = linear(h, w, Operands(rows, columns, True), b)
+    g = torch.randn_like(y)
+    y.backward(g)
+    exact = h.double(), dense.double(), g.double()
+    assert_no_worse(y, F.linear(h, dense, b.bfloat16()), exact[0] @ exact[1].t() + b.bfloat16().double())
+    assert_no_worse(h.grad, g @ dense, exact[2] @ exact[1])
+
+
+@pytest.mark.parametrize(("used", "saved"), [(("rows", None), {"values", "indices"}), (("rows", "columns"), {"turned", "places"})])
+def test_of_packed_forms_only_that_of_backward_is_saved(used, saved):
+    x, w, _, _ = operands(out=16, cols=32)
+    dense, rows, columns = forms(w, w.dtype)
+    w.requires_grad_(False)
+    tensors = {"values": rows.values, "indices": rows.indices, "turned": columns.values, "places": columns.indices}
+    names, seen = {t.data_ptr(): name for name, t in tensors.items()}, set()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.add(names.get(t.data_ptr(), "other")), lambda t: t):
+        linear(x, w, Operands(rows, columns if used[1] else None, used[1] is not None))
+    assert seen == saved
 
 
 def mvue_gradient(seed, dtype=torch.float64, tokens=10):

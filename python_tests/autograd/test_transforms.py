@@ -3,8 +3,18 @@
 import pytest
 import torch
 
-from nmkernels import NMError, Pattern, PatternError, ShapeError
-from nmkernels.autograd import DecayedMask, HardMask, PartlyDense, SoftQuery, SoftThreshold, WeightTransform, linear
+from nmkernels import NMError, Pattern, PatternError, ShapeError, ops
+from nmkernels.autograd import (
+    DecayedMask,
+    HardMask,
+    PartlyDense,
+    SoftQuery,
+    SoftThreshold,
+    StrideMask,
+    TransposableMask,
+    WeightTransform,
+    linear,
+)
 from nmkernels.testing import equal_bits
 from python_tests import plain
 
@@ -79,6 +89,47 @@ def test_soft_threshold_by_hand():
     start = SoftThreshold(P).start(w)
     assert start.keys() == {"nm_scale"} == set(SoftThreshold.reads) and start["nm_scale"].item() == pytest.approx(1.4)
     torch.testing.assert_close(SoftThreshold(P)(w, start["nm_scale"]), torch.tensor([[0.0, -0.7, 0.0, 2.1]]))
+
+
+def packable(name, w):
+    """A transform and what it reads beside the weight."""
+    p = Pattern("2:4")
+    return {
+        "hard": (HardMask(p), ()),
+        "soft": (SoftThreshold(p), (torch.tensor(1.7, dtype=torch.float64 if w.dtype == torch.float64 else torch.float32),)),
+        "held": (TransposableMask(p), (ops.transposable_mask(w.flip(0), "2:4"),)),
+        "other": (StrideMask(p, spacing=1), ()),
+    }[name]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("cast", [None, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("name", ["hard", "soft", "held", "other"])
+def test_packed_is_the_dense_form_compressed(name, view, cast, dtype):
+    w = torch.randn(8, 16).to(dtype)
+    w = w.t() if view else w
+    transform, extras = packable(name, w)
+    cast = cast or dtype
+    packed = transform.packed(w, *extras, dtype=cast, columns=transform.transposable)
+    want = transform(w, *extras).to(cast)
+    assert torch.equal(packed.rows.dense(), want) and packed.rows.values.dtype == cast and packed.rows.pattern == Pattern("2:4")
+    assert (packed.columns is not None) == transform.transposable
+    if transform.transposable:
+        assert torch.equal(packed.columns.dense(), want.t())
+
+
+@pytest.mark.parametrize("name", ["hard", "soft", "other"])
+def test_a_transpose_that_is_not_nm_is_not_packed(name):
+    w = torch.randn(16, 16)
+    transform, extras = packable(name, w)
+    with pytest.raises((PatternError, ShapeError)):
+        transform.packed(w, *extras, dtype=w.dtype, columns=True)
+
+
+def test_a_weight_that_is_not_nm_is_not_packed():
+    with pytest.raises(ShapeError, match="more than"):
+        DecayedMask(Pattern("2:4")).packed(torch.randn(4, 8), torch.tensor(0.5), dtype=torch.float32)
 
 
 @pytest.mark.parametrize("w", [torch.zeros(2, 4), torch.ones(2, 4), torch.tensor([[1.0, torch.nan, 2.0, 3.0]])])
