@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..ops import Compressed, DeviceCompressed
+from .. import _dispatch
+from ..ops import Compressed, DeviceCompressed, tensor_core_pattern
 from ..ops.linear import positions
-from ..pattern import Pattern
+from ..pattern import BackendError, Pattern
+from ..reference.layouts import COLUMNS, meta_shape
+from .choice import DENSE, Product, choose
 from .plan import GemmPlan
 from .transforms import WeightTransform
 
 Form = Tensor | Compressed | DeviceCompressed
 """A weight in dense layout, or packed."""
+
+TENSOR_CORES = "mma.sp"
+"""The order in which packed weights lie where tensor cores multiply them."""
+
+TALL = 16
+"""Rows of a tile of that order; ``COLUMNS`` is its width."""
 
 
 class Operands(NamedTuple):
@@ -24,11 +34,13 @@ class Operands(NamedTuple):
         fprop: W̃ ``(out, in)``.
         dgrad: where it is another form, W̃ ``(out, in)``, or W̃ᵀ ``(in, out)`` if ``turned``.
         turned: see there.
+        by: the backends whose kernels multiply in fprop and in dgrad; empty: whom the dispatcher takes.
     """
 
     fprop: Form
     dgrad: Form | None = None
     turned: bool = False
+    by: tuple[str, str] = ("", "")
 
     @property
     def pattern(self) -> Pattern | None:
@@ -37,16 +49,17 @@ class Operands(NamedTuple):
 
 
 class Reads(NamedTuple):
-    """What one call reads: ``fprop`` ``"dense"`` or ``"packed"``, ``dgrad`` also ``"columns"``; ``layout`` of what is packed."""
+    """What one call reads: ``fprop`` ``"dense"`` or ``"packed"``, ``dgrad`` also ``"columns"``; ``layout`` of what is packed; ``by`` whom."""
 
     fprop: str
     dgrad: str
     layout: str
+    by: tuple[str, str] = ("", "")
 
     @property
     def dense(self) -> bool:
         """W̃ in dense layout is read."""
-        return "dense" in (self.fprop, self.dgrad)
+        return DENSE in (self.fprop, self.dgrad)
 
     @property
     def rows(self) -> bool:
@@ -67,23 +80,66 @@ def reads(plan: GemmPlan, transform: WeightTransform, weight: Tensor, dtype: tor
         dtype: of the products.
     """
     columns = transform.transposable and plan.dgrad in ("columns", "device", "auto")
-    layout = layout_of(weight, transform.pattern, dtype, columns)
-    dgrad = plan.dgrad
-    if dgrad in ("packed", "device") and layout != "canonical":
+    layout = layout_for(weight, transform.pattern, dtype, columns)
+    fprop, dgrad, by = plan.fprop, plan.dgrad, ["", ""]
+    if fprop == "auto":
+        fprop, by[0] = _chosen("fprop", ("rows",), transform, weight, dtype, layout, x)
+    if dgrad == "auto" and not torch.is_grad_enabled():
+        dgrad, by[1] = fprop, by[0]  # nobody will ask for it
+    elif dgrad == "auto":
+        turned = ("rows",) if layout == "canonical" and transform.symmetric else ()
+        dgrad, by[1] = _chosen("dgrad", (*turned, *(("columns",) if columns else ())), transform, weight, dtype, layout, x)
+    elif dgrad in ("packed", "device") and layout != "canonical":
         # tensor cores sum along the rows of what is packed, and dgrad sums along the columns of W̃
-        dgrad = "columns" if columns else "dense"
+        dgrad = "columns" if columns else DENSE
     elif dgrad == "device":
-        dgrad = "packed" if transform.symmetric else "dense"
-    return Reads(plan.fprop, dgrad, layout)
+        dgrad = "packed" if transform.symmetric else DENSE
+    return Reads(fprop, dgrad, layout, (by[0], by[1]))
 
 
-def layout_of(weight: Tensor, pattern: Pattern, dtype: torch.dtype, columns: bool) -> str:
+def _chosen(
+    role: str, packed: tuple[str, ...], transform: WeightTransform, weight: Tensor, dtype: torch.dtype, layout: str, x: Tensor
+) -> tuple[str, str]:
+    """The rule of a product by measurement, and the backend whose kernel it is (empty: the dispatcher's)."""
+    (rows, cols), p = weight.shape, transform.pattern
+    ending = "" if layout == "canonical" else f":{layout}"
+    forms = (DENSE, *(form + ending for form in packed))
+    found = choose(Product(role, x.numel() // cols, rows, cols, p.n, p.m, dtype, weight.device, forms), measure=True)
+    if found == DENSE:
+        return DENSE, ""
+    backend, _, form = found.rpartition(" ")
+    # a graph calls the op, whose dispatcher decides when it runs
+    backend = "" if torch.compiler.is_compiling() else backend
+    return ("columns" if (form if backend else forms[1]).startswith("columns") else "packed"), backend
+
+
+def layout_for(weight: Tensor, pattern: Pattern, dtype: torch.dtype, columns: bool) -> str:
     """The order in which a packed weight lies: that of the tensor cores where their kernels run on its device, else the canonical one.
 
     Args:
         weight: ``(out, in)``. columns: Wᵀ is packed too.
     """
-    return "canonical"
+    rows, cols = weight.shape
+    if dtype.itemsize != 2 or not tensor_core_pattern(pattern):
+        return "canonical"
+    if rows % TALL or cols % COLUMNS or (columns and (cols % TALL or rows % COLUMNS)):
+        return "canonical"
+    return TENSOR_CORES if _multiplies(weight.device, dtype, _dispatch.forced_backend() or "") else "canonical"
+
+
+@cache
+def _multiplies(device: torch.device, dtype: torch.dtype, forced: str) -> bool:
+    """Whether a kernel there, other than the reference, multiplies what lies in that order."""
+    values = torch.empty(TALL, COLUMNS // 2, dtype=dtype, device=device)
+    meta = torch.empty(meta_shape(TALL, COLUMNS, TENSOR_CORES), dtype=torch.int32, device=device)
+    try:
+        return _dispatch.choose("nm_linear", values.new_empty(TALL, COLUMNS), values, meta, 2, 4, COLUMNS).backend != "reference"
+    except BackendError:  # the one that is asked for by name does not
+        return False
+
+
+# tracing calls it and keeps the answer
+_multiplies._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def parts(form: Form | None) -> tuple[Tensor | None, Tensor | None]:

@@ -16,7 +16,7 @@ from .forms import Operands, parts
 from .plan import STRAIGHT_THROUGH, GemmPlan, packed_inference
 from .transforms import WeightTransform
 
-REST = 9
+REST = 11
 """Arguments of the Function between the bias and the transform's extras; none has a gradient."""
 
 
@@ -41,7 +41,7 @@ class _Linear(torch.autograd.Function):
         learned: dict[str, Tensor] = {}
         if ctx.needs_input_grad[0]:
             used = ctx.transform.for_dgrad(used, *extras) if ctx.own else used
-            dx = products.dgrad(plan, g, used, indices, ctx.pattern, ctx.turned, ctx.cols)
+            dx = products.dgrad(plan, g, used, indices, ctx.pattern, ctx.by, ctx.turned, ctx.cols)
         if ctx.need_w:
             dw = products.wgrad(plan, g.reshape(-1, g.shape[-1]), x.reshape(-1, x.shape[-1]), ctx.seed).to(ctx.weight_dtype)
             if weight is not None:
@@ -75,15 +75,15 @@ def _apply(*args: Any) -> Tensor:
 
 def _product(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, used: Tensor, places: Tensor | None, back: Any, back_places: Any, turned: bool,
-    pattern: Pattern | None, seed: Any, plan: GemmPlan, *rest: Any,
+    pattern: Pattern | None, by: str, back_by: str, seed: Any, plan: GemmPlan, *rest: Any,
 ) -> Tensor:  # fmt: skip
-    return products.fprop(plan, x, used, places, pattern, bias)
+    return products.fprop(plan, x, used, places, pattern, by, bias)
 
 
 def _remember(
     ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None,
     used: Tensor, places: Tensor | None, back: Tensor | None, back_places: Tensor | None, turned: bool, pattern: Pattern | None,
-    seed: Tensor | None, plan: GemmPlan, transform: WeightTransform | None, *extras: Tensor,
+    by: str, back_by: str, seed: Tensor | None, plan: GemmPlan, transform: WeightTransform | None, *extras: Tensor,
 ) -> None:  # fmt: skip
     """Keep for backward what a gradient really needs, and nothing else."""
     first = len(ctx.needs_input_grad) - len(extras)
@@ -98,7 +98,7 @@ def _remember(
     # not saved like the others: backward itself advances the offset, also that of a forward pass still to come back
     ctx.seed = seed if need_w else None
     ctx.plan, ctx.transform, ctx.cols, ctx.need_w, ctx.own = plan, transform, x.shape[-1], need_w, own
-    ctx.turned, ctx.pattern = turned, pattern
+    ctx.turned, ctx.pattern, ctx.by = turned, pattern, back_by
     ctx.reads = () if transform is None else transform.reads
     ctx.weight_dtype = None if weight is None else weight.dtype
     ctx.bias_dtype = None if bias is None else bias.dtype
@@ -136,9 +136,9 @@ def linear(
         tensor([[1., 1., 1., 1.]])
     """
     if isinstance(used, Tensor):
-        return _apply(x, weight, bias, used, None, None, None, False, None, seed, plan, transform, *extras)
+        return _apply(x, weight, bias, used, None, None, None, False, None, "", "", seed, plan, transform, *extras)
     forms = *parts(used.fprop), *parts(used.dgrad)
-    return _apply(x, weight, bias, *forms, used.turned, used.pattern, seed, plan, transform, *extras)
+    return _apply(x, weight, bias, *forms, used.turned, used.pattern, *used.by, seed, plan, transform, *extras)
 
 
 def linear_compressed(x: Tensor, weight: ops.Compressed, bias: Tensor | None = None) -> Tensor:
@@ -154,4 +154,4 @@ def linear_compressed(x: Tensor, weight: ops.Compressed, bias: Tensor | None = N
         b = bias if bias is None or bias.dtype == x.dtype else bias.to(x.dtype)
         return linear_of_layer(x, weight.values, weight.indices, p.n, p.m, b)
     form = weight.values, weight.indices
-    return _apply(x, None, bias, *form, None, None, False, p, None, packed_inference(p.n, p.m), None)
+    return _apply(x, None, bias, *form, None, None, False, p, "", "", None, packed_inference(p.n, p.m), None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -9,14 +11,22 @@ from torch import Tensor
 from ..ops.linear import linear_of_layer
 from ..pattern import Pattern
 from . import fp8
+from .choice import Product, call, choose
+from .choice.candidates import function
 from .plan import GemmPlan
 
 
-def fprop(plan: GemmPlan, x: Tensor, used: Tensor, indices: Tensor | None, pattern: Pattern | None, bias: Tensor | None) -> Tensor:
-    """y = x W̃ᵀ + b ``(..., out)``, in x's dtype; ``used`` is W̃, or with ``indices`` the values of its compressed form of ``pattern``."""
+def fprop(plan: GemmPlan, x: Tensor, used: Tensor, indices: Tensor | None, pattern: Pattern | None, by: str, bias: Tensor | None) -> Tensor:
+    """y = x W̃ᵀ + b ``(..., out)``, in x's dtype; ``used`` is W̃, or with ``indices`` the values of its compressed form of ``pattern``.
+
+    Args:
+        by: the backend whose kernel multiplies what is compressed; empty for the dispatcher's choice.
+    """
     b = None if bias is None else bias.to(x.dtype)
     if indices is not None:
         assert pattern is not None
+        if by:
+            return _by(by, "nm_linear", x, used, indices, pattern.n, pattern.m, x.shape[-1], b)
         return linear_of_layer(x, used, indices, pattern.n, pattern.m, b)
     if plan.fp8 is None:
         return F.linear(x, used, b)
@@ -25,13 +35,15 @@ def fprop(plan: GemmPlan, x: Tensor, used: Tensor, indices: Tensor | None, patte
     return y if b is None else y + b
 
 
-def dgrad(plan: GemmPlan, g: Tensor, used: Tensor, indices: Tensor | None, pattern: Pattern | None, turned: bool, cols: int) -> Tensor:
-    """∂L/∂x = g W̃ ``(..., in)``, in g's dtype; ``turned``: what is packed is W̃ᵀ."""
+def dgrad(
+    plan: GemmPlan, g: Tensor, used: Tensor, indices: Tensor | None, pattern: Pattern | None, by: str, turned: bool, cols: int
+) -> Tensor:
+    """∂L/∂x = g W̃ ``(..., in)``, in g's dtype; ``turned``: what is packed is W̃ᵀ. ``by``: see ``fprop``."""
     if indices is not None:
         assert pattern is not None
         if turned:
-            return torch.ops.nmkernels.nm_linear(g, used, indices, pattern.n, pattern.m, g.shape[-1], None)
-        return torch.ops.nmkernels.nm_linear_dgrad(g, used, indices, pattern.n, pattern.m, cols)
+            return _by(by, "nm_linear", g, used, indices, pattern.n, pattern.m, g.shape[-1], None)
+        return _by(by, "nm_linear_dgrad", g, used, indices, pattern.n, pattern.m, cols)
     if plan.fp8 is None:
         return g.matmul(used)
     p, q, step = fp8.operands(plan.fp8, "dgrad", g, used)
@@ -44,6 +56,13 @@ def wgrad(plan: GemmPlan, g: Tensor, x: Tensor, seed: Tensor | None) -> Tensor:
     Args:
         seed: int64 ``(2,)`` (seed, offset) of the estimate, whose offset is then advanced in place; None draws both from torch.
     """
+    if plan.fprop == "auto" and plan.wgrad != "dense":
+        rule = plan.method if plan.wgrad == "mvue" else plan.wgrad
+        product = Product("wgrad", g.shape[0], g.shape[1], x.shape[1], plan.n, plan.m, x.dtype, x.device, ("dense", "rows"), rule)
+        words = _words(plan, g, seed)
+        dw = call(choose(product, measure=True), product, x, g, seed=words)
+        _advance(words, seed)
+        return dw
     if plan.wgrad == "dense":
         if plan.fp8 is None:
             return g.t().matmul(x)
@@ -60,14 +79,29 @@ def wgrad(plan: GemmPlan, g: Tensor, x: Tensor, seed: Tensor | None) -> Tensor:
 
 def _estimate(plan: GemmPlan, g: Tensor, seed: Tensor | None) -> tuple[Tensor, Tensor]:
     """The unbiased estimate of gᵀ along tokens, compressed."""
-    words = seed
-    if words is None:
-        words = torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=g.device)
+    words = _words(plan, g, seed)
     values, indices = torch.ops.nmkernels.nm_mvue_compress(g, plan.n, plan.m, 0, words, plan.method)
-    if seed is not None:
+    _advance(words, seed)
+    return values, indices
+
+
+def _words(plan: GemmPlan, g: Tensor, seed: Tensor | None) -> Tensor | None:
+    """The seed and offset of an estimate; None where nothing is drawn."""
+    if plan.wgrad != "mvue":
+        return None
+    return torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=g.device) if seed is None else seed
+
+
+def _advance(words: Tensor | None, seed: Tensor | None) -> None:
+    if words is not None and seed is not None:
         # on the device, so that a replayed graph draws anew
         seed[1:].add_(1)
-    return values, indices
+
+
+def _by(backend: str, op: str, *args: Any) -> Tensor:
+    """``op(*args)`` by the kernel of ``backend``, or where it declines, or none is named, by whom the dispatcher takes."""
+    fn = function(op, backend, args) if backend else None
+    return getattr(torch.ops.nmkernels, op)(*args) if fn is None else fn(*args)
 
 
 def _largest(plan: GemmPlan, g: Tensor) -> tuple[Tensor, Tensor]:

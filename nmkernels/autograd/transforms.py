@@ -202,7 +202,7 @@ class SoftThreshold(WeightTransform):
     def packed(
         self, weight: Tensor, *extras: Tensor, dtype: torch.dtype, rows: bool = True, columns: bool = False, layout: str = "canonical"
     ) -> Packed:
-        """β S(W), in one read of the weight. Its transpose is not N:M: ``columns`` raises ``PatternError``."""
+        """β S(W), rounded once, in one read of the weight. Its transpose is not N:M: ``columns`` raises ``PatternError``."""
         scale = extras[0].to(torch.float64 if weight.dtype == torch.float64 else torch.float32)
         return pack(weight, self.pattern, "threshold", scale=scale, dtype=dtype, rows=rows, columns=columns, layout=layout)
 

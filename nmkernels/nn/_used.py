@@ -91,7 +91,7 @@ class UsedWeight:
             forms |= {"packed": packed.rows, "columns": packed.columns}
         fprop = forms[what.fprop]
         assert fprop is not None
-        return Operands(fprop, forms[what.dgrad] if what.dgrad != what.fprop else None, what.columns)
+        return Operands(fprop, forms[what.dgrad] if what.dgrad != what.fprop else None, what.columns, what.by)
 
     def _get(self, kept: _Kept[F], weight: Tensor, transform: WeightTransform, dtype: torch.dtype, build: Callable[[F | None], F]) -> F:
         owner = _owner(weight) if self.attached else None
