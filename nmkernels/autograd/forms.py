@@ -49,7 +49,10 @@ class Operands(NamedTuple):
 
 
 class Reads(NamedTuple):
-    """What one call reads: ``fprop`` ``"dense"`` or ``"packed"``, ``dgrad`` also ``"columns"``; ``layout`` of what is packed; ``by`` whom."""
+    """What one call reads: ``fprop`` ``"dense"`` or ``"packed"``, ``dgrad`` also ``"columns"``; the ``layout`` of what is packed.
+
+    ``by``: see ``Operands``.
+    """
 
     fprop: str
     dgrad: str

@@ -143,7 +143,7 @@ def test_tensor_core_order_of_both_orientations():
 @pytest.mark.parametrize(("used", "saved"), [(("rows", None), {"values", "indices"}), (("rows", "columns"), {"turned", "places"})])
 def test_of_packed_forms_only_that_of_backward_is_saved(used, saved):
     x, w, _, _ = operands(out=16, cols=32)
-    dense, rows, columns = forms(w, w.dtype)
+    _, rows, columns = forms(w, w.dtype)
     w.requires_grad_(False)
     tensors = {"values": rows.values, "indices": rows.indices, "turned": columns.values, "places": columns.indices}
     names, seen = {t.data_ptr(): name for name, t in tensors.items()}, set()

@@ -193,7 +193,7 @@ def test_nothing_is_kept_without_an_optimizer():
 
 
 def test_an_evaluation_without_an_optimizer_makes_no_form_for_backward():
-    model, layer, _ = model_of(None, plan=MIXED)
+    model, _, _ = model_of(None, plan=MIXED)
     with Calls() as calls, torch.no_grad():
         model(torch.randn(4, 32))
     assert calls.names == ["pack", "linear"]
