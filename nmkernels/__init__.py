@@ -29,7 +29,7 @@ from .pattern import (
     RecipeError,
     ShapeError,
 )
-from .recipes import densify_, flops, sparsify_
+from .recipes import audit, densify_, flops, sparsify_
 
 __all__ = [
     "BackendError",
@@ -44,6 +44,7 @@ __all__ = [
     "ShapeError",
     "SparseLinear",
     "__version__",
+    "audit",
     "autograd",
     "compress_",
     "densify_",

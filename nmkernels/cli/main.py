@@ -28,6 +28,7 @@ class Verb:
 VERBS = (
     Verb("train", "train", "train a small byte-level GPT with a sparse recipe, compress it and check the result"),
     Verb("recipes", "recipes", "list the training methods: paper, patterns, state, cost; or one with its keywords"),
+    Verb("audit", "audit", "predict, and measure here, what N:M would gain a model on a device, layer by layer"),
     Verb("bench", "bench", "time the operations on this machine beside what one would write in torch"),
     Verb("doctor", "doctor", "tell what works on this machine, and why the rest does not"),
 )

@@ -26,6 +26,7 @@ from .registry import get, names, recipe
 from .report import Report
 from .sdgf import SdGf
 from .slope import SLoPe
+from .speed import Advice, Audit, LayerAudit, audit
 from .sste import SSTE
 from .ste import SRSTE, STE
 from .step import STEP
@@ -36,6 +37,8 @@ __all__ = [
     "ASP",
     "AST",
     "Activation24",
+    "Advice",
+    "Audit",
     "FST",
     "LBC",
     "SRSTE",
@@ -52,6 +55,7 @@ __all__ = [
     "Handle",
     "LayerWise",
     "MaxQ",
+    "LayerAudit",
     "LayerFlops",
     "MaskLLM",
     "MdGf",
@@ -63,6 +67,7 @@ __all__ = [
     "SdGf",
     "Span",
     "Stage",
+    "audit",
     "densify_",
     "distill_loss",
     "flops",

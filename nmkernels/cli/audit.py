@@ -1,0 +1,95 @@
+"""``python -m nmkernels audit``: does N:M pay for a model on a device? The table of ``nm.audit``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from ..pattern import NMError
+from .train import positive
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of the verb."""
+    from ..zoo import MODELS
+
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--model", default="gpt2", metavar="M", help=f"{', '.join(MODELS)}, or WIDTHxBLOCKS of zoo.GPT; default gpt2")
+    what.add_argument("--shapes", nargs="+", metavar="OUTxIN", help="layers of these shapes instead, such as 14336x4096 4096x14336")
+    parser.add_argument(
+        "--tokens", type=positive, default=8192, metavar="T", help="of one forward pass, batch times sequence; default 8192"
+    )
+    parser.add_argument("--device", metavar="D", help="A100, H100, H200 (there or not), cpu, cuda; default: a GPU if torch has one")
+    parser.add_argument("--recipe", default="sste", metavar="NAME[:N:M]", help="training recipe, default sste")
+    parser.add_argument("--pattern", metavar="N:M", help="default 2:4, or what the recipe has")
+    parser.add_argument("--dtype", metavar="D", help="bfloat16, float16, float32; default bfloat16 on GPUs, float32 on a CPU")
+    parser.add_argument("--accumulate", type=positive, default=1, metavar="K", help="forward passes per optimizer step, default 1")
+    parser.add_argument("--separate", action="store_true", help="masks and packing by a pass of their own, not by MaskedAdamW")
+    parser.add_argument("--no-measure", action="store_true", help="predict only; the CPU itself is measured in any case, for a second")
+    parser.add_argument("--budget", type=float, default=60.0, metavar="S", help="seconds that measuring may take, about; default 60")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Audit the model and print the table; 0, or 1 through ``NMError``."""
+    from .. import _capability
+    from ..recipes import audit
+
+    model, rows = _model(args)
+    device = args.device or ("cuda" if _capability.cuda_device().ok else "cpu")
+    recipe = args.recipe
+    if args.pattern is not None:
+        if ":" in recipe:
+            raise NMError(f"audit: the pattern is given twice, in --recipe {recipe} and as --pattern {args.pattern}; give it once.")
+        recipe = f"{recipe}:{args.pattern}"
+    found = audit(
+        model,
+        args.tokens,
+        recipe,
+        device=device,
+        dtype=args.dtype or ("float32" if device == "cpu" else "bfloat16"),
+        accumulate=args.accumulate,
+        optimizer="separate" if args.separate else "fused",
+        rows=rows,
+        measure=not args.no_measure,
+        budget=args.budget,
+        progress=None if args.json else _tell,
+    )
+    print(json.dumps(found.as_dict(), indent=2, ensure_ascii=False) if args.json else found)
+    return 0
+
+
+def _tell(done: int, total: int, what: str) -> None:
+    if sys.stderr.isatty():
+        print(f"{done + 1} of {total}: {what}", file=sys.stderr)
+
+
+def _model(args: argparse.Namespace) -> tuple[Any, Mapping[str, float]]:
+    """The model, or its shapes, and how often a token passes through some of its layers."""
+    if args.shapes:
+        return {word: _sizes(word) for word in args.shapes}, {}
+    from ..zoo import model_shapes
+
+    if args.model[:1].isdigit():
+        import torch
+
+        from ..zoo import GPT, GPTConfig
+
+        width, blocks = _sizes(args.model)
+        with torch.device("meta"):
+            return GPT(GPTConfig(width=width, layers=blocks, heads=1)), {}
+    try:
+        found = model_shapes(args.model)
+    except NMError as error:
+        raise NMError(f"{error} Or write WIDTHxBLOCKS of zoo.GPT, or give --shapes.") from None
+    return found.shapes(), found.rows
+
+
+def _sizes(word: str) -> tuple[int, int]:
+    sizes = word.lower().split("x")
+    if len(sizes) != 2 or not all(size.isdecimal() and int(size) for size in sizes):
+        raise NMError(f"audit: {word!r} is no shape; write two sizes such as 4096x11008.")
+    return int(sizes[0]), int(sizes[1])

@@ -1,0 +1,92 @@
+"""``audit``: the table and the JSON of ``nm.audit`` for models by name, by shape and of the zoo."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import nmkernels as nm
+from nmkernels.cli import main as cli
+from nmkernels.zoo import MODELS, model_shapes
+
+
+def run(capsys, *words):
+    assert cli.main(["audit", "--device", "H200", *words]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_model_by_name(capsys):
+    text = run(capsys)
+    assert "h.*.mlp.c_fc ×12" in text and "bfloat16" in text and "A step of sste:2:4: 8192 tokens" in text and "Measured" not in text
+    shapes = model_shapes("gpt2").shapes()
+    assert text == str(nm.audit(shapes, device="H200", dtype="bfloat16")) + "\n"
+    assert "layers.*.mlp.gate_proj ×32" in run(capsys, "--model", "Llama-3-8B", "--tokens", "64")
+    head = next(line for line in run(capsys, "--model", "vit-l").splitlines() if line.startswith("head"))
+    assert " 0.0 %" in head or " 0.1 %" in head, "it sees one of 197 tokens"
+
+
+def test_options_reach_the_audit(capsys):
+    words = [
+        "--shapes",
+        "4096x4096",
+        "64X128",
+        "--recipe",
+        "fst",
+        "--pattern",
+        "1:4",
+        "--tokens",
+        "2048",
+        "--accumulate",
+        "2",
+        "--separate",
+    ]
+    found = json.loads(run(capsys, *words, "--dtype", "float16", "--json"))
+    want = nm.audit(
+        {"4096x4096": (4096, 4096), "64X128": (64, 128)},
+        2048,
+        "fst:1:4",
+        device="H200",
+        dtype="float16",
+        accumulate=2,
+        optimizer="separate",
+    )
+    assert found == json.loads(json.dumps(want.as_dict()))
+    assert found["layers"][0]["dtype"] == "float16" and found["accumulate"] == 2
+
+
+def test_a_model_of_the_zoo_and_this_cpu(capsys):
+    assert "blocks.*.attn.qkv ×3" in run(capsys, "--model", "64x3", "--no-measure")
+    words = ["audit", "--device", "cpu", "--model", "64x1", "--tokens", "64", "--json", "--budget", "2"]
+    assert cli.main(words) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["measured_step"] > 0 and found["layers"][0]["dtype"] == "float32" and "threads" in found["device"]
+    assert cli.main([*words, "--no-measure"]) == 0
+    assert json.loads(capsys.readouterr().out)["measured_step"] is None
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        (["--model", "quux"], "no model is called 'quux'; there are the shapes of gpt2"),
+        (["--shapes", "40x"], "'40x' is no shape"),
+        (["--model", "64xx2"], "'64xx2' is no shape"),
+        (["--device", "H20"], "no device is called 'H20'; did you mean 'H200'?"),
+        (["--recipe", "fst:2:4", "--pattern", "2:4"], "the pattern is given twice"),
+        (["--recipe", "quux"], "no recipe is called 'quux'"),
+        (["--dtype", "quux"], "dtype='quux'"),
+    ],
+)
+def test_wrong_words_are_told(words, match, capsys):
+    assert cli.main(["audit", "--device", "H200", *words]) == 1
+    error = capsys.readouterr().err
+    assert match in error and len(error.splitlines()) == 1
+
+
+def test_named_models_have_their_known_sizes():
+    """Parameters of the linear layers, from the models' papers and code."""
+    count = {name: sum(out * cols for out, cols in model_shapes(name).shapes().values()) for name in MODELS}
+    assert count["gpt2"] == 12 * 12 * 768**2 + 50257 * 768
+    assert count["llama-3-8b"] == 32 * (2 * 4096**2 + 2 * 1024 * 4096 + 3 * 14336 * 4096) + 128256 * 4096
+    assert count["vit-l"] == 24 * 12 * 1024**2 + 1000 * 1024 and count["bert-large"] == 24 * 12 * 1024**2
+    assert model_shapes("LLAMA3_8B") is MODELS["llama-3-8b"]

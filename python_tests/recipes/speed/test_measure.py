@@ -1,0 +1,197 @@
+"""What is measured, with clocks that tell what the test wants, and once with the real one."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import nmkernels as nm
+from nmkernels.recipes.speed import here, measure, timing
+from nmkernels.recipes.speed.costs import Rules, speedup
+from nmkernels.recipes.speed.measure import Bench, needed, product_of, products, tasks_of
+from nmkernels.recipes.speed.roofline import Layer
+from nmkernels.recipes.speed.timing import Task, take_turns
+
+P = nm.Pattern("2:4")
+CPU = torch.device("cpu")
+SECONDS = {
+    "fprop dense": 10.0,
+    "dgrad dense": 11.0,
+    "wgrad dense": 12.0,
+    "fprop sparse": 6.0,
+    "dgrad sparse": 7.0,
+    "wgrad sparse": 8.0,
+    "fprop cpu rows": 6.5,
+    "dgrad cpu rows": 7.5,
+    "wgrad estimated dense": 14.0,
+    "wgrad estimated cpu rows": 9.0,
+    "estimate": 1.0,
+    "expand": 2.0,
+    "weight dense": 0.5,
+    "weight rows": 0.75,
+    "weight both": 2.0,
+    "copy": 1.0,
+    "launch": 0.0,
+    "call": 0.0,
+}
+
+
+def clock(task):
+    task.run()
+    return SECONDS[task.name]
+
+
+@pytest.fixture
+def cold():
+    here._cached.cache_clear()
+    yield
+    here._cached.cache_clear()
+
+
+def test_measured_columns_by_hand():
+    found = nm.audit({"fc": (64, 128), "lm_head": (64, 128)}, 32, "sste:2:4", device="cpu", timer=clock)
+    fc, head = found.layers
+    assert {p.name: p.used for p in fc.measured_step} == {"fprop": 6.5, "dgrad": 7.5, "weight": 0.75, "wgrad": 9}
+    assert {p.name: p.used for p in fc.measured_inference} == {"fprop": 6.5}
+    assert {p.name: p.form for p in fc.measured_step} == {
+        "fprop": "cpu rows",
+        "dgrad": "cpu rows",
+        "weight": "rows",
+        "wgrad": "of mvue 2:4",
+    }
+    assert speedup(head.measured_step) == 1.0 and {p.name: p.used for p in head.measured_step} == {"fprop": 10, "dgrad": 11, "wgrad": 12}
+    assert found.measured_step == pytest.approx(66 / (33 + 23.75)) and found.measured_inference == pytest.approx(20 / 16.5)
+    assert fc.note == "" and "Measured: medians" in str(found)
+
+
+def test_accumulation_shares_the_preparation():
+    found = nm.audit({"fc": (64, 128)}, 32, "srste:2:4", device="cpu", timer=clock, accumulate=3)
+    assert {p.name: p.used for p in found.layers[0].measured_step}["weight"] == 0.25
+
+
+def test_a_gpu_that_is_not_here_is_not_measured():
+    found = nm.audit({"fc": (64, 128)}, 32, device="H200", timer=clock)
+    assert found.measured_step is None and "Measured" not in str(found) and not found.layers[0].note
+    assert nm.audit({"fc": (64, 128)}, 32, device="cpu", timer=clock, measure=False).measured_step is None
+
+
+def test_this_machine_is_what_its_measurement_says():
+    device = here.measured("here", CPU, torch.float32, P, clock)
+    assert device.bandwidth == 2 * here.COPY and device.dense == {"float32": 2.0 * 1024 * 1024 * 256 / 10}
+    assert device.ratio == {"fprop": 10 / 6, "dgrad": 11 / 7, "wgrad": 12 / 8} and (device.low, device.high) == (1.5, 10 / 6)
+    assert device.passes == pytest.approx(1024 * 1024 * 6.125 / 0.75 / device.bandwidth)
+    assert device.few is None and device.turned and device.rows == 1
+    odd = here.measured("here", CPU, torch.float32, nm.Pattern("1:3"), clock)
+    assert odd.dense == {"float32": 2.0 * 1023 * 1023 * 255 / 10}
+
+
+def test_the_real_clock_once_per_process(cold, monkeypatch):
+    monkeypatch.setattr(here, "COPY", 1 << 20)
+    monkeypatch.setattr(timing, "SETTLE", 0.0)
+    found = nm.audit({"fc": (64, 128)}, 32, "fst:2:4(fine_tune=0)", device="cpu", budget=1)
+    assert found.measured_step > 0 and found.measured_inference > 0 and found.layers[0].measured_step[0].dense > 0
+    runs = []
+    monkeypatch.setattr(here, "_measure", lambda *args: runs.append(args))
+    nm.audit({"fc": (64, 128)}, 32, "fst:2:4(fine_tune=0)", device="cpu", measure=False)
+    assert not runs
+
+
+@pytest.mark.parametrize("recipe", ["srste:2:4", "sste:2:4", "fst:2:4(fine_tune=0)", "srste:1:8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_task_runs_what_its_name_says(recipe, dtype):
+    """On small layers the products of the tasks are those of the dense weight, masked or not."""
+    rules = nm.recipes.speed.rules.of_recipe(nm.recipes.get(recipe), nm.Pattern(recipe.split(":", 1)[1].split("(")[0]))
+    layer = Layer((32, 64), 16, dtype, torch.float32)
+    for turned in (False, True):
+        probed = ["fprop sparse", "dgrad sparse", "fprop dense", "dgrad dense", *(["wgrad sparse", "estimate"] if rules.estimate else [])]
+        names = list(dict.fromkeys([*needed(rules, turned, True), *probed]))
+        tasks = {task.name: task for task in tasks_of(layer, rules, CPU, turned, names)}
+        assert list(tasks) == names
+        shapes = {"fprop": (16, 32), "dgrad": (16, 64), "wgrad": (32, 64), "expand": (32, 64)}
+        for name, task in tasks.items():
+            result = task.run()
+            role = name.partition(" ")[0]
+            if role in shapes:
+                assert tuple(result.shape) == shapes[role] and result.dtype == dtype
+            elif name == "weight dense":
+                assert nm.ops.mask(result, rules.pattern).sum() and result.dtype == dtype
+                assert int((result != 0).sum()) <= 32 * 64 * rules.pattern.density
+            elif role == "weight":
+                assert result.rows.shape == (32, 64) and (result.columns is not None) == (name == "weight both")
+    assert needed(None, False, True) == ["fprop dense", "dgrad dense", "wgrad dense"] and needed(None, True, False) == ["fprop dense"]
+
+
+def test_only_what_decides_is_measured():
+    assert needed(Rules(P), True, False) == ["expand"] and products(Rules(P), True, False) == ["fprop"]
+    assert needed(Rules(P), False, True) == ["dgrad dense", "wgrad dense", "expand", "weight dense", "weight rows"]
+    assert products(Rules(P), False, True) == ["fprop"] and products(Rules(P), True, True) == ["fprop", "dgrad"]
+    assert products(Rules(P, estimate=P), False, True) == ["fprop", "wgrad"]
+    assert products(Rules(P, estimate=P, trains=False), False, True) == ["fprop"]
+    assert needed(Rules(P, estimate=P), True, True) == ["wgrad dense", "expand", "weight dense", "weight rows"]
+
+
+def test_what_the_choice_is_among():
+    layer, both = Layer((64, 128), 32, torch.bfloat16, torch.float32), Rules(P, dgrad=True, estimate=P)
+    gpu = torch.device("cuda")
+    assert product_of(layer, both, "fprop", True, CPU)[1:6] == (32, 64, 128, 2, 4)
+    assert product_of(layer, both, "fprop", True, CPU).forms == ("dense", "rows") == product_of(layer, both, "dgrad", True, CPU).forms
+    assert product_of(layer, both, "dgrad", False, gpu).forms == ("dense", "columns", "columns:mma.sp", "columns:wgmma.sp")
+    assert product_of(layer, both, "wgrad", False, gpu).rule == "exact" and product_of(layer, both, "fprop", False, gpu).rule == ""
+    assert product_of(replace(layer, dtype=torch.float32), both, "fprop", False, gpu).forms == ("dense", "rows")
+    wide = Rules(nm.Pattern("4:8"))
+    assert product_of(layer, wide, "fprop", False, gpu).forms == ("dense", "rows")
+    for role in ("fprop", "dgrad", "wgrad"):
+        product_of(layer, both, role, False, gpu).check()
+
+
+def test_large_layers_are_shortened_or_left_out():
+    layer, rules = Layer((64, 64), 4096, torch.float32, torch.float32), Rules(P)
+
+    def guess(piece):
+        return 1.0
+
+    few = Bench(CPU, clock, 8.5, 1).measure(layer, rules, True, False, guess)
+    assert few.note == "measured on 2048 tokens, scaled" and few.seconds["fprop dense"] == 20 and few.seconds["expand"] == 2
+    assert few.seconds["fprop sparse"] == 13 and few.kernels == {"fprop": "cpu rows"}
+    assert Bench(CPU, clock, 100.0, 1).measure(layer, rules, True, False, guess).note == ""
+    none = Bench(CPU, clock, 0.01, 1).measure(layer, rules, True, False, guess)
+    assert not none.seconds and "it would take about" in none.note
+    tight = Bench(CPU, clock, 17.0, 2)
+    assert tight.measure(layer, rules, True, False, guess).note.startswith("measured on 2048"), "half of the time is the other layer's"
+
+
+def test_memory_is_kept(monkeypatch):
+    monkeypatch.setattr(measure, "free_bytes", lambda device: 1e5)
+    found = nm.audit({"fc": (256, 256)}, 256, device="cpu", timer=clock)
+    assert not found.layers[0].measured_step and "GB of memory" in found.layers[0].note and found.measured_step is None
+    assert "GB of memory" in str(found)
+
+
+def test_one_failure_costs_only_its_layer(monkeypatch):
+    def fails(layer, *args):
+        if layer.shape == (64, 64):
+            raise RuntimeError("out of luck\nand more")
+        return tasks_of(layer, *args)
+
+    monkeypatch.setattr(measure, "tasks_of", fails)
+    found = nm.audit({"a": (64, 64), "b": (64, 128)}, 16, device="cpu", timer=clock)
+    first, second = found.layers
+    assert first.note == "not measured: out of luck" and first.step and not first.measured_step and second.measured_step
+    assert found.measured_step is None, "a total of some would be no total"
+
+
+def test_turns_and_medians(monkeypatch):
+    calls, values = [], iter([5.0, 1.0, 2.0, 1.0, 9.0, 1.0])
+    tasks = [Task("a", lambda: calls.append("a")), Task("b", lambda: calls.append("b"))]
+    found = take_turns(tasks, lambda task: (task.run(), next(values))[1])
+    assert found == {"a": 5.0, "b": 1.0} and calls == ["a", "b"] * 4
+    monkeypatch.setattr(timing, "SETTLE", 0.0)
+    assert timing.timer_for(CPU)(Task("c", lambda: calls.append("c"))) >= 0 and calls[-1] == "c"
+
+
+def test_progress_and_nothing_is_changed():
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 128))
+    before, told = {k: v.clone() for k, v in model.state_dict().items()}, []
+    nm.audit(model, 16, device="cpu", timer=clock, progress=lambda *args: told.append(args))
+    assert told == [(0, 2, "64x64, 16 tokens"), (1, 2, "128x64, 16 tokens")]
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items()) and type(model[0]) is torch.nn.Linear
