@@ -130,8 +130,10 @@ class Table:
         return target
 
     def forget(self) -> None:
-        """Read the file anew at the next call."""
-        self._lines = None
+        """Read the file anew at the next call; what could not be written is lost."""
+        with self._lock:
+            self._lines = None
+            self._unwritten.clear()
 
 
 def _replace(target: Path, content: Any) -> None:

@@ -67,6 +67,10 @@ def test_what_others_wrote_is_kept() -> None:
     one.store({"a": {"x": 1}, "b": {}})
     two.store({"c": {"x": 3}, "b": None, "nowhere": None})
     assert two.lines() == _table().lines() == {"a": {"x": 1}, "c": {"x": 3}}
+    # later too: what was stored once is not stored again
+    one.store({"a": {"x": 9}})
+    two.store({"d": {}})
+    assert two.lines() == _table().lines() == {"a": {"x": 9}, "c": {"x": 3}, "d": {}}
 
 
 @pytest.mark.parametrize(
@@ -116,6 +120,13 @@ def test_a_failed_write_leaves_the_old_file_and_holds_here(cache: Path, monkeypa
     # and is written with the next
     table.store({"c": {}})
     assert table.lines() == _table().lines() == {"b": {"x": 2}, "c": {}}
+    with monkeypatch.context() as m:
+        m.setattr(os, "replace", _fails)
+        with pytest.raises(OSError, match="disk"):
+            table.store({"d": {}})
+    table.forget()
+    table.store({"e": {}})
+    assert table.lines() == {"b": {"x": 2}, "c": {}, "e": {}}
 
 
 def test_without_a_folder_it_holds_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

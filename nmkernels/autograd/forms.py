@@ -13,7 +13,7 @@ from ..ops import Compressed, DeviceCompressed, tensor_core_pattern
 from ..ops.linear import positions
 from ..pattern import BackendError, Pattern
 from ..reference.layouts import COLUMNS, meta_shape
-from .choice import DENSE, Product, choose
+from .choice import DENSE, Product, choose, forms
 from .plan import GemmPlan
 from .transforms import WeightTransform
 
@@ -90,8 +90,7 @@ def reads(plan: GemmPlan, transform: WeightTransform, weight: Tensor, dtype: tor
     if dgrad == "auto" and not torch.is_grad_enabled():
         dgrad, by[1] = fprop, by[0]  # nobody will ask for it
     elif dgrad == "auto":
-        turned = ("rows",) if layout == "canonical" and transform.symmetric else ()
-        dgrad, by[1] = _chosen("dgrad", (*turned, *(("columns",) if columns else ())), transform, weight, dtype, layout, x)
+        dgrad, by[1] = _chosen("dgrad", _for_dgrad(transform, layout, columns), transform, weight, dtype, layout, x)
     elif dgrad in ("packed", "device") and layout != "canonical":
         # tensor cores sum along the rows of what is packed, and dgrad sums along the columns of W̃
         dgrad = "columns" if columns else DENSE
@@ -104,16 +103,50 @@ def _chosen(
     role: str, packed: tuple[str, ...], transform: WeightTransform, weight: Tensor, dtype: torch.dtype, layout: str, x: Tensor
 ) -> tuple[str, str]:
     """The rule of a product by measurement, and the backend whose kernel it is (empty: the dispatcher's)."""
-    (rows, cols), p = weight.shape, transform.pattern
-    ending = "" if layout == "canonical" else f":{layout}"
-    forms = (DENSE, *(form + ending for form in packed))
-    found = choose(Product(role, x.numel() // cols, rows, cols, p.n, p.m, dtype, weight.device, forms), measure=True)
+    product = _product(role, packed, transform, weight, dtype, layout, x.numel() // weight.shape[1])
+    found = choose(product, measure=True)
     if found == DENSE:
         return DENSE, ""
     backend, _, form = found.rpartition(" ")
     # a graph calls the op, whose dispatcher decides when it runs
     backend = "" if torch.compiler.is_compiling() else backend
-    return ("columns" if (form if backend else forms[1]).startswith("columns") else "packed"), backend
+    return ("columns" if (form if backend else product.forms[1]).startswith("columns") else "packed"), backend
+
+
+def _product(
+    role: str, packed: tuple[str, ...], transform: WeightTransform, weight: Tensor, dtype: torch.dtype, layout: str, tokens: int
+) -> Product:
+    (rows, cols), p = weight.shape, transform.pattern
+    ending = "" if layout == "canonical" else f":{layout}"
+    return Product(role, tokens, rows, cols, p.n, p.m, dtype, weight.device, (DENSE, *(form + ending for form in packed)))
+
+
+def _for_dgrad(transform: WeightTransform, layout: str, columns: bool) -> tuple[str, ...]:
+    """The packed forms that dgrad may read."""
+    turned = ("rows",) if layout == "canonical" and transform.symmetric else ()
+    return (*turned, *(("columns",) if columns else ()))
+
+
+def wgrad_product(plan: GemmPlan, tokens: int, rows: int, cols: int, dtype: torch.dtype, device: torch.device) -> Product:
+    """The product of the gradient of a weight ``(rows, cols)``, whose other operand is estimated; on a GPU also as tensor cores read it."""
+    rule = plan.method if plan.wgrad == "mvue" else plan.wgrad
+    at_hand = forms(rows, tokens, plan.n, plan.m, dtype, device.type) if (plan.n, plan.m) == (2, 4) else (DENSE, "rows")
+    return Product("wgrad", tokens, rows, cols, plan.n, plan.m, dtype, device, at_hand, rule)
+
+
+def asked(plan: GemmPlan, transform: WeightTransform, weight: Tensor, dtype: torch.dtype, tokens: int) -> tuple[Product, ...]:
+    """The products for which a layer with this plan asks ``choice``: those of "auto"; see ``reads``."""
+    columns = transform.transposable and plan.dgrad == "auto"
+    layout = layout_for(weight, transform.pattern, dtype, columns)
+    rows, cols = weight.shape
+    made = []
+    if plan.fprop == "auto":
+        made.append(_product("fprop", ("rows",), transform, weight, dtype, layout, tokens))
+    if plan.dgrad == "auto":
+        made.append(_product("dgrad", _for_dgrad(transform, layout, columns), transform, weight, dtype, layout, tokens))
+    if plan.fprop == "auto" and plan.wgrad in ("mvue", "magnitude"):
+        made.append(wgrad_product(plan, tokens, rows, cols, dtype, weight.device))
+    return tuple(product for product in made if product.forms != (DENSE,))
 
 
 def layout_for(weight: Tensor, pattern: Pattern, dtype: torch.dtype, columns: bool) -> str:

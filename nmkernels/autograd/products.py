@@ -11,8 +11,9 @@ from torch import Tensor
 from ..ops.linear import linear_of_layer
 from ..pattern import Pattern
 from . import fp8
-from .choice import Product, call, choose
+from .choice import call, choose
 from .choice.candidates import function
+from .forms import wgrad_product
 from .plan import GemmPlan
 
 
@@ -57,8 +58,7 @@ def wgrad(plan: GemmPlan, g: Tensor, x: Tensor, seed: Tensor | None) -> Tensor:
         seed: int64 ``(2,)`` (seed, offset) of the estimate, whose offset is then advanced in place; None draws both from torch.
     """
     if plan.fprop == "auto" and plan.wgrad != "dense":
-        rule = plan.method if plan.wgrad == "mvue" else plan.wgrad
-        product = Product("wgrad", g.shape[0], g.shape[1], x.shape[1], plan.n, plan.m, x.dtype, x.device, ("dense", "rows"), rule)
+        product = wgrad_product(plan, g.shape[0], g.shape[1], x.shape[1], x.dtype, x.device)
         words = _words(plan, g, seed)
         dw = call(choose(product, measure=True), product, x, g, seed=words)
         _advance(words, seed)

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import ops
 from ..autograd import linear_compressed
-from ..backends.cpu.policy import packed_wins
+from ..autograd.choice import AUTO, DENSE, Product, call, choose, form_of, forms
+from ..backends.cpu.policy import FEW_TOKENS
+from ..ops._define import unwatched
+from ..ops.linear import positions
 from ..pattern import DtypeError, Pattern, ShapeError
 from ._autocast import autocast_dtype, castable
 from .adapter import adapter_of, add_adapter, set_adapter
 
 LAYOUTS = ("linear", "conv1d")
+ORDINARY = (AUTO, "cpu rows")
+"""Candidates that ``linear_compressed`` takes by itself, and by a shorter way."""
 
 
 class CompressedLinear(nn.Module):
@@ -25,8 +32,9 @@ class CompressedLinear(nn.Module):
         weight: the compressed weight of shape ``(out, in)``.
         bias: ``(out,)`` or None; a Parameter stays the same Parameter.
         layout: how the dense module stores its weight: ``"linear"`` ``(out, in)`` or ``"conv1d"`` ``(in, out)``. The product is the same.
-        keep_dense: keep the dense weight too, made at the first call, and multiply it where that is faster than the compressed form:
-            many tokens in 16 bits, patterns that keep more than about half, devices without a sparse kernel. The layer then needs
+        keep_dense: keep the dense weight too, made at the first call that wants it, and multiply it where that is faster than the
+            compressed form. What is faster is what ``nm.tune(model, tokens=...)`` has measured on this device. Where nothing was measured:
+            on a CPU dense for many tokens in 16 bits and patterns that keep more than about half, elsewhere always. The layer then needs
             ``1 + M/N`` times the memory of its values; the copy is not saved, and is made again after the weight moves or changes.
         adapter: (L ``(in, r)``, R ``(r, out)``) of a low-rank adapter, kept as the Parameters ``nm_left`` and ``nm_right``.
         columns: a permutation of the inputs, int ``(in,)``: the weight's column j belongs to input ``columns[j]``, so that
@@ -80,6 +88,8 @@ class CompressedLinear(nn.Module):
         if adapter is not None:
             set_adapter(self, *adapter, self.out_features, self.in_features)
         self._view: ops.Compressed | None = weight
+        self._asked: Product | None = None
+        self._few = FEW_TOKENS * self.in_features
 
     @classmethod
     def from_compressed(
@@ -131,12 +141,40 @@ class CompressedLinear(nn.Module):
         inputs, order = x, self.order
         if order is not None:
             x = x.index_select(-1, order)
-        if self.keep_dense and not torch.compiler.is_compiling() and not packed_wins(x, weight.pattern):
-            y = F.linear(x, weight.layout("dense", _dense), None if self.bias is None else self.bias.to(x.dtype))
-        else:
-            y = linear_compressed(x, weight, self.bias)
+        # few tokens on a CPU by the shortest way, and a graph may not ask for their number
+        many = not torch.compiler.is_compiling() and (self.keep_dense or x.numel() > self._few or not x.is_cpu)
+        y = self._chosen(x, weight) if many else linear_compressed(x, weight, self.bias)
         adapter = self.adapter
         return y if adapter is None else add_adapter(y, inputs, *adapter)
+
+    def _chosen(self, x: Tensor, weight: ops.Compressed) -> Tensor:
+        """y = x Wᵀ + b by the way that ``autograd.choice`` has for it."""
+        product = self._product_of(x.numel() // (self.in_features or 1), x.dtype, x.device)
+        name = choose(product)
+        if name == DENSE:
+            return F.linear(x, weight.layout("dense", _dense), None if self.bias is None else self.bias.to(x.dtype))
+        if name in ORDINARY or not unwatched(x, weight.values, self.bias):
+            return linear_compressed(x, weight, self.bias)
+        form = form_of(name, product)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return call(name, product, x, {form: weight.layout(form, partial(_packed, form))}, bias=bias)
+
+    def products(self, tokens: int, dtype: torch.dtype | None = None) -> tuple[Product, ...]:
+        """What ``nm.tune`` measures for this layer: its one product, with so many rows of the input.
+
+        Args:
+            tokens: batch times sequence. dtype: that of the input under autocast; the weight's if None.
+        """
+        return (self._product_of(tokens, dtype or self.values.dtype, self.values.device),)
+
+    def _product_of(self, tokens: int, dtype: torch.dtype, device: torch.device) -> Product:
+        last = self._asked
+        if last is not None and last.tokens == tokens and last.dtype == dtype and last.device == device:
+            return last
+        rows, cols, n, m = self.out_features, self.in_features, self.pattern.n, self.pattern.m
+        at_hand = forms(rows, cols, n, m, dtype, device.type, self.keep_dense)
+        product = self._asked = Product("fprop", tokens, rows, cols, n, m, dtype, device, at_hand)
+        return product
 
     def extra_repr(self) -> str:
         """What ``print(model)`` shows: shapes, pattern, dtype, layout and the adapter's rank."""
@@ -160,6 +198,13 @@ def _cast(weight: ops.Compressed, dtype: torch.dtype) -> ops.Compressed:
     # cast once, with the layouts that a backend then builds for it, and not at every call
     cast: ops.Compressed = weight.layout(str(dtype), lambda c: c.to(dtype))
     return cast
+
+
+def _packed(form: str, weight: ops.Compressed) -> tuple[Tensor, Tensor]:
+    layout = form.partition(":")[2]
+    with torch.inference_mode(False):
+        operand = ops.relayout(weight, layout) if layout else weight
+    return operand.values, positions(operand)
 
 
 def _dense(weight: ops.Compressed) -> Tensor:

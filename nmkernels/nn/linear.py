@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..autograd import STRAIGHT_THROUGH, GemmPlan, HardMask, Operands, WeightTransform, linear, reads
+from ..autograd.choice import Product
+from ..autograd.forms import asked
 from ..pattern import NMError, Pattern, PatternLike
 from ._autocast import autocast_dtype, castable
 from ._used import UsedWeight
@@ -174,6 +176,16 @@ class NMWeight(nn.Module):
         if self.transform is None:
             return self.master.detach().to(dtype or self.weight.dtype)
         return self.used.get(self.master, self.transform, dtype or self.weight.dtype, self._extras(self.transform))
+
+    def products(self, tokens: int, dtype: torch.dtype | None = None) -> tuple[Product, ...]:
+        """The products for which this layer asks ``autograd.choice``, with so many rows of the input: those that its plan leaves open.
+
+        Args:
+            tokens: batch times sequence. dtype: of the products, under autocast; the weight's if None.
+        """
+        if self.transform is None:
+            return ()
+        return asked(self.plan, self.transform, self.master, dtype or self.weight.dtype, tokens)
 
     def forward(self, x: Tensor) -> Tensor:
         """y = x W̃ᵀ + b, and the adapter's part; x ``(..., in)``. Under autocast x and W̃ are cast, the mask comes from the master weight."""

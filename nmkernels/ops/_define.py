@@ -42,7 +42,7 @@ def define(name: str, schema: str, contract: Contract, mutates: tuple[int, ...] 
         if len(args) < total:  # torch drops trailing arguments that equal their defaults
             args += defaults[len(args) - total :]
         contract(*args)
-        result = _plainly(choose(name, *args).fn, *args)
+        result = plainly(choose(name, *args).fn, *args)
         for position in mutates:
             _bump(args[position] or ())
         return result
@@ -82,10 +82,10 @@ def define_out(name: str, schema: str, contract: Contract, outs: tuple[str, ...]
         check(args, given)
         fn = choose(name, *args).fn
         if _writable(given, args):
-            _plainly(fn, *args, out=given[0] if len(outs) == 1 else given)
+            plainly(fn, *args, out=given[0] if len(outs) == 1 else given)
             _bump(given)
         else:
-            results = _plainly(fn, *args)
+            results = plainly(fn, *args)
             for tensor, result in zip(given, (results,) if len(outs) == 1 else results, strict=True):
                 tensor.detach().copy_(result)
 
@@ -121,7 +121,7 @@ def _register(name: str, schema: str) -> torch._ops.OpOverload:
     return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 
-def _plainly(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def plainly(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call ``fn`` with grad mode and autocast off, so that a backend in plain torch does what one in C++ does.
 
     Autograd would record the former and nothing of the latter; autocast would multiply in another dtype than the contract's.

@@ -1,7 +1,9 @@
-"""tune where nothing can be tuned: a report that says so per layer, and no file. Choosing is tested beside the Triton backend."""
+"""tune on a CPU: every product is measured, the fastest right way is kept and followed. Launches are tested beside the Triton backend."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -9,33 +11,160 @@ import torch
 from torch import nn
 
 import nmkernels as nm
+from nmkernels._capability import compiled_core
+from nmkernels.autograd import GemmPlan, HardMask, TransposableMask, choice
+from nmkernels.autograd.choice import Call
 from nmkernels.backends.triton import interpreted
+
+pytestmark = pytest.mark.skipif(interpreted() or not compiled_core().ok, reason="the CPU's kernels are what is chosen here")
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("NMKERNELS_CACHE", str(tmp_path))
-    return tmp_path
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("NMKERNELS_CACHE", str(tmp_path / "cache"))
+    choice.forget()
+    yield tmp_path / "cache"
+    choice.forget()
+
+
+def _clock(**seconds: float) -> Callable[[Call], float]:
+    def timer(call: Call) -> float:
+        call()
+        return seconds.get(call.name.replace(" ", "_"), 1.0)
+
+    return timer
+
+
+def _packed(cols: int = 8, keep_dense: bool = True, dtype: torch.dtype = torch.float32) -> nm.CompressedLinear:
+    return nm.CompressedLinear(nm.ops.compress(torch.randn(4, cols, dtype=dtype), "2:4"), keep_dense=keep_dense)
 
 
 def _model() -> nn.Module:
-    packed = [nm.CompressedLinear(nm.ops.compress(torch.randn(4, 8), "2:4")) for _ in range(3)]
-    return nn.Sequential(packed[0], packed[1], nm.CompressedLinear(nm.ops.compress(torch.randn(4, 16), "2:4")), nm.SparseLinear(8, 4))
+    return nn.Sequential(_packed(), _packed(), _packed(16), nm.SparseLinear(8, 4), _packed(keep_dense=False))
 
 
-@pytest.mark.skipif(interpreted(), reason="Triton takes CPU tensors in its interpreter")
-def test_on_a_cpu_every_layer_is_told_why(cache: Path) -> None:
-    report = nm.tune(_model(), tokens=4)
-    assert [e.layers for e in report.entries] == [["0", "1"], ["2"], ["3"]]
-    assert report.entries[0].shape == (4, 8) and "declined" in report.entries[0].choice
-    assert report.entries[2].kind == "SparseLinear" and report.entries[2].choice == "its products are dense until nm.compress_"
-    assert report.path is None and not report.changed and not list(cache.iterdir())
-    text = str(report).splitlines()
-    assert text[1].startswith("CompressedLinear x2") and text[-1] == "nothing to store" and len(text) == 5
+def test_every_product_is_measured_once(cache: Path) -> None:
+    told: list[tuple[int, int, str]] = []
+    report = nm.tune(_model(), tokens=20, timer=_clock(cpu_rows=0.25, expand=4.0), progress=lambda *what: told.append(what))
+    assert [(e.layers, e.kind, e.product, e.shape, e.tokens) for e in report.choices] == [
+        (["0", "1"], "CompressedLinear", "fprop", (4, 8), 20),
+        (["2"], "CompressedLinear", "fprop", (4, 16), 20),
+        (["4"], "CompressedLinear", "fprop", (4, 8), 20),
+    ]
+    assert [(e.choice, e.default, e.best, e.gain) for e in report.choices] == [("cpu rows", 1.0, 0.25, 4.0)] * 2 + [("auto", 1.0, 1.0, 1.0)]
+    assert told == [(i, 3, f"fprop 4x{cols} 2:4, 20 tokens") for i, cols in enumerate((8, 16, 8))]
+    # layers whose products are fixed are told why
+    assert [(e.layers, e.choice) for e in report.entries] == [(["3"], "its products are dense until nm.compress_")]
+    assert report.changed == report.choices[:2] and report.path == str(cache / "choice.json")
+    assert len(json.loads((cache / "choice.json").read_text())["choices"]) == 3
 
 
-def test_a_model_without_such_layers_is_fine() -> None:
-    assert nm.tune(nn.Linear(3, 3)).entries == []
+def test_the_report_is_a_table(cache: Path) -> None:
+    text = str(nm.tune(_model(), tokens=20, timer=_clock(cpu_rows=0.25))).splitlines()
+    assert text[0].split() == ["layer", "product", "shape", "tokens", "default", "ms", "best", "ms", "gain", "choice"]
+    assert text[1].split() == [
+        "CompressedLinear",
+        "x2",
+        "fprop",
+        "2:4",
+        "float32",
+        "(4,8)",
+        "20",
+        "1000.0000",
+        "250.0000",
+        "4.00x",
+        "cpu",
+        "rows",
+    ]
+    assert text[-2].startswith("SparseLinear ") and text[-1] == f"stored in {cache / 'choice.json'}" and len(text) == 6
+
+
+def test_the_layer_does_as_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x = _packed(dtype=torch.bfloat16), torch.randn(20, 8, dtype=torch.bfloat16)
+    (product,) = layer.products(20)
+    assert choice.choose(product) == "dense"  # by rule, in 16 bits
+    nm.tune(layer, tokens=20, timer=_clock(cpu_rows=0.5))
+    assert choice.choose(product) == "cpu rows"
+    with torch.no_grad():
+        layer(x)
+        assert "dense" not in layer.weight._layouts
+        torch.testing.assert_close(layer(x), x @ layer.dense().t())
+    nm.tune(layer, tokens=20, timer=_clock(cpu_rows=2.0))
+    with torch.no_grad():
+        assert torch.equal(layer(x), nn.functional.linear(x, layer.dense())) and "dense" in layer.weight._layouts
+
+
+def test_several_token_counts_and_autocast() -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        report = nm.tune(_packed(), tokens=(1, 300), timer=_clock())
+    assert [(e.tokens, e.dtype) for e in report.choices] == [(1, "bfloat16"), (300, "bfloat16")]
+
+
+@pytest.mark.parametrize(("mask", "dgrad"), [("magnitude", ("dense", "rows")), ("transposable", ("dense", "rows", "columns"))])
+def test_layers_in_training_ask_for_what_their_plan_leaves_open(mask: str, dgrad: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = nm.SparseLinear(8, 16)
+    transform = HardMask(layer.pattern) if mask == "magnitude" else TransposableMask(layer.pattern)
+    layer.nm_mask = nm.ops.transposable_mask(layer.weight.detach(), "2:4")
+    layer.use(transform, GemmPlan("auto", "auto", "mvue", 2, 4))
+    report = nm.tune(layer, tokens=20, timer=_clock(cpu_rows=0.25))
+    assert [(e.product, e.tokens, e.shape, e.choice) for e in report.choices] == [
+        (r, 20, (16, 8), "cpu rows") for r in choice.product.ROLES
+    ]
+    assert [p.forms for p in layer.products(20)] == [("dense", "rows"), dgrad, ("dense", "rows")] and not report.entries
+    # and it asks for nothing else
+    known = {choice.key(p) for p in layer.products(20)}
+    monkeypatch.setattr(choice, "_measure_now", lambda product: pytest.fail(f"{product} is unknown"))
+    monkeypatch.setenv("NMKERNELS_CHOICE", "measured")
+    choice.forget()
+    layer(torch.randn(20, 8, requires_grad=True)).sum().backward()
+    assert {choice.key(p) for p in choice._known} == known
+    layer.use(transform, GemmPlan("packed", "packed", "dense", 2, 4))
+    assert layer.products(20) == () and nm.SparseLinear(8, 16).products(20) == ()
+
+
+def test_what_is_refused_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice.candidates, "declined", _raises)
+    report = nm.tune(_packed(), tokens=20, timer=_clock())
+    assert report.choices[0].choice == "dense" and "cpu rows: RuntimeError: no" in report.choices[0].refused
+    assert "refused, fprop 4x8: cpu rows: RuntimeError: no" in str(report)
+
+
+def _raises(*args: object) -> str:
+    raise RuntimeError("no")
+
+
+def test_a_product_that_does_not_fit_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "measure", _raises_anyhow)
+    (entry,) = nm.tune(_packed(), tokens=20).choices
+    assert entry.choice == "not measured: no" and entry.gain is None
+
+
+def _raises_anyhow(*args: object, **kwargs: object) -> None:
+    raise torch.OutOfMemoryError("no\nmemory")
+
+
+def test_choices_that_cannot_be_written_hold_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("NMKERNELS_CACHE", str(tmp_path / "file" / "below"))
+    layer = _packed(dtype=torch.bfloat16)
+    report = nm.tune(layer, tokens=20, timer=_clock(cpu_rows=0.5))
+    assert report.path is None and "for this process only" in str(report)
+    assert choice.choose(*layer.products(20)) == "cpu rows"
+
+
+def test_a_forced_backend_leaves_nothing_to_choose(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = _packed()
+    monkeypatch.setenv("NMKERNELS_BACKEND", "cpu")
+    report = nm.tune(layer, tokens=20, timer=_clock())
+    assert not report.choices and report.path is None and "declined" in report.entries[0].choice
+    monkeypatch.setenv("NMKERNELS_BACKEND", "nosuch")
+    assert "declined" in nm.tune(layer).entries[0].choice
+
+
+def test_a_model_without_such_layers_is_fine(cache: Path) -> None:
+    report = nm.tune(nn.Linear(3, 3))
+    assert not report.entries and not report.choices and str(report).endswith("nothing to store") and not cache.exists()
+    assert not nm.tune(_packed().to("meta"), tokens=4).choices
 
 
 @pytest.mark.parametrize("tokens", [0, -1, (), (8, 0)])
@@ -44,8 +173,6 @@ def test_tokens_must_be_counts(tokens: object) -> None:
         nm.tune(nn.Linear(3, 3), tokens=tokens)  # type: ignore[arg-type]
 
 
-@pytest.mark.skipif(interpreted(), reason="Triton takes CPU tensors in its interpreter")
-def test_a_forced_backend_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NMKERNELS_BACKEND", "nosuch")
-    layer = nm.CompressedLinear(nm.ops.Compressed(torch.zeros(4, 4), torch.zeros(4, 1, dtype=torch.uint8), "2:4", (4, 8)))
-    assert "declined" in nm.tune(layer).entries[0].choice
+def test_with_the_real_clock() -> None:
+    (entry,) = nm.tune(_packed(64), tokens=3).choices
+    assert entry.choice in ("dense", "cpu rows") and not entry.refused and entry.best is not None and entry.best > 0

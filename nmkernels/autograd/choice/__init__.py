@@ -32,9 +32,9 @@ from ..._store import Table
 from ...backends.cpu.policy import packed_wins_at
 from ...pattern import NMError
 from . import candidates
-from .candidates import AUTO, DENSE, EXPAND, Forms, call, estimate, pack_estimate
+from .candidates import AUTO, DENSE, EXPAND, Forms, call, estimate, form_of, pack_estimate
 from .measure import LEAST_GAIN, Call, Measurements, Timer, measure
-from .product import Product, key, shape_key, token_class
+from .product import Product, forms, key, shape_key, token_class
 
 ENV = "NMKERNELS_CHOICE"
 SETTINGS = ("", "dense", "packed", "table", "measured")
@@ -253,6 +253,8 @@ __all__ = [
     "estimate",
     "explain",
     "forget",
+    "form_of",
+    "forms",
     "key",
     "measure",
     "pack_estimate",

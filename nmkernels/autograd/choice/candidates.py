@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..._dispatch import implementations
+from ...ops._define import plainly
 from ...ops.mvue import METHODS
 from .product import Product
 
@@ -84,14 +85,12 @@ def call(
     if name in (DENSE, EXPAND):
         w = _dense_operand(product, operand, seed) if name == DENSE else _expanded(product, operand, seed)
         return _deliver(_dense(product, other, w, bias), out)
-    backend, _, form = name.partition(" ")
-    if name == AUTO:
-        form = next(form for form in product.forms if op_of(product, form))
+    backend, form = name.partition(" ")[0], form_of(name, product)
     op, args = op_of(product, form), arguments(product, form, _packed(product, operand, seed, form), other, bias)
     fn = None if name == AUTO else function(op, backend, args)
     if fn is None:  # its dispatcher knows another way
         return _deliver(getattr(torch.ops.nmkernels, op)(*args), out)
-    return fn(*args) if out is None else fn(*args, out=out)
+    return plainly(fn, *args) if out is None else plainly(fn, *args, out=out)
 
 
 def _packed(product: Product, operand: Forms | Tensor, seed: Tensor | None, form: str) -> Any:
@@ -103,10 +102,19 @@ def _dense_operand(product: Product, operand: Forms | Tensor, seed: Tensor | Non
 
 
 def _expanded(product: Product, operand: Forms | Tensor, seed: Tensor | None) -> Tensor:
-    form = next(form for form in product.forms if form in ("rows", "columns"))
+    form = form_of(EXPAND, product)
     cols = product.tokens if product.role == "wgrad" else product.cols if form == "rows" else product.rows
     w = torch.ops.nmkernels.nm_decompress(*_packed(product, operand, seed, form), product.n, product.m, cols)
     return w if form == "rows" else w.t()
+
+
+def form_of(name: str, product: Product) -> str:
+    """The form of the operand that candidate ``name`` reads: the only one that ``call`` must find."""
+    if name == DENSE:
+        return DENSE
+    if name == EXPAND:
+        return next(form for form in product.forms if form in ("rows", "columns"))
+    return name.partition(" ")[2] or next(form for form in product.forms if op_of(product, form))
 
 
 def function(op: str, backend: str, args: tuple[Any, ...]) -> Callable[..., Tensor] | None:

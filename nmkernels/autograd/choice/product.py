@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import re
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,11 +14,30 @@ from ..._capability import compiled_core, cusparselt, triton
 from ..._version import __version__
 from ...backends.cpu._core import core
 from ...ops.mvue import METHODS
-from ...pattern import NMError
+from ...ops.relayout import tensor_core_pattern
+from ...pattern import NMError, Pattern
 
 ROLES = ("fprop", "dgrad", "wgrad")
 FORMS = ("dense", "rows", "columns", "rows:mma.sp", "columns:mma.sp", "rows:wgmma.sp", "columns:wgmma.sp")
 RULES = ("", "magnitude", *METHODS)
+
+
+@lru_cache(maxsize=1024)
+def forms(
+    rows: int, cols: int, n: int, m: int, dtype: torch.dtype, kind: str, dense: bool = True, columns: bool = False
+) -> tuple[str, ...]:
+    """The forms that a weight ``(rows, cols)`` can have on a device of that kind, for ``Product.forms``.
+
+    Args:
+        kind: ``device.type``. dense: with a dense layout at hand. columns: Wᵀ packed, for a mask that is transposable; W otherwise.
+
+    Example:
+        >>> forms(64, 128, 2, 4, torch.bfloat16, "cuda"), forms(64, 128, 2, 4, torch.bfloat16, "cpu", dense=False)
+        (('dense', 'rows', 'rows:mma.sp'), ('rows',))
+    """
+    name, height, width = ("columns", cols, rows) if columns else ("rows", rows, cols)
+    tiles = height % 16 == 0 and width % 64 == 0 and dtype.itemsize == 2 and tensor_core_pattern(Pattern(n, m))
+    return (*(("dense",) if dense else ()), name, *((f"{name}:mma.sp",) if kind == "cuda" and tiles else ()))
 
 
 class Product(NamedTuple):

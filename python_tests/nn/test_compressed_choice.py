@@ -1,0 +1,130 @@
+"""CompressedLinear does its product by the way that is chosen, and by the right one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import nmkernels as nm
+from nmkernels import _dispatch
+from nmkernels._capability import compiled_core
+from nmkernels.autograd import choice
+from nmkernels.nn import compressed
+
+pytestmark = pytest.mark.skipif(not compiled_core().ok, reason=compiled_core().reason)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("NMKERNELS_CACHE", str(tmp_path))
+    choice.forget()
+    yield
+    choice.forget()
+
+
+def _layer(keep_dense: bool, dtype: torch.dtype = torch.float32) -> nm.CompressedLinear:
+    weight, bias = nm.ops.compress(torch.randn(16, 64).to(dtype), "2:4"), torch.randn(16).to(dtype)
+    return nm.CompressedLinear(weight, bias, keep_dense=keep_dense)
+
+
+def _chosen(layer: nm.CompressedLinear, name: str, tokens: int = 20) -> None:
+    choice.table.store({choice.key(*layer.products(tokens)): {"choice": name, "us": {}}})
+    choice.forget()
+
+
+def _expected(layer: nm.CompressedLinear, x: Tensor) -> Tensor:
+    return torch.nn.functional.linear(x, layer.dense(), layer.bias)
+
+
+@pytest.mark.parametrize("leading", [(20,), (4, 5)])
+@pytest.mark.parametrize("name", ["dense", "cpu rows", "mine rows"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_runs_what_is_chosen(name: str, dtype: torch.dtype, leading: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[bool] = []
+
+    def fn(x: Tensor, *args: Any, out: Tensor | None = None) -> Tensor:
+        ran.append(torch.is_grad_enabled())
+        return nm.reference.linear(x, *args)
+
+    _add(monkeypatch, fn)
+    layer, x = _layer(True, dtype), torch.randn(*leading, 64).to(dtype)
+    _chosen(layer, name)
+    with torch.no_grad():
+        y = layer(x)
+        torch.testing.assert_close(y, _expected(layer, x))
+    assert ran == ([False] if name == "mine rows" else []) and ("dense" in layer.weight._layouts) == (name == "dense")
+    # with gradients too, where the dispatcher chooses between backends
+    y = layer(x.requires_grad_())
+    y.sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, layer.dense().sum(0).expand_as(x))
+    assert layer.bias is not None and layer.bias.grad is not None
+
+
+def _add(monkeypatch: pytest.MonkeyPatch, fn: Any) -> None:
+    entry = _dispatch.Impl("nm_linear", "mine", fn, _dispatch.always, 0)
+    monkeypatch.setitem(_dispatch._impls, "nm_linear", [*_dispatch._impls["nm_linear"], entry])
+
+
+def test_without_a_dense_layout_it_may_expand(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x = _layer(False), torch.randn(20, 64)
+    _chosen(layer, "expand")
+    called: list[str] = []
+    monkeypatch.setattr(compressed, "call", lambda name, *args, **kwargs: called.append(name) or choice.call(name, *args, **kwargs))
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x), _expected(layer, x))
+    assert called == ["expand"] and "dense" not in layer.weight._layouts
+
+
+def test_few_tokens_on_a_cpu_ask_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compressed, "choose", lambda product: pytest.fail("asked"))
+    layer = _layer(False)
+    with torch.no_grad():
+        assert layer(torch.randn(16, 64)).shape == (16, 16) == layer(torch.randn(4, 4, 64)).flatten(0, 1).shape
+    with pytest.raises(pytest.fail.Exception):
+        layer(torch.randn(17, 64))
+
+
+def test_a_layout_of_tensor_cores_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where this form is at hand."""
+    asked: list[torch.dtype] = []
+
+    def fn(x: Tensor, values: Tensor, indices: Tensor, *args: Any, out: Tensor | None = None) -> Tensor:
+        asked.append(indices.dtype)
+        return nm.reference.linear(x, values, indices, *args)
+
+    _add(monkeypatch, fn)
+    monkeypatch.setattr(compressed, "forms", lambda *args: ("dense", "rows", "rows:mma.sp"))
+    layer, x = _layer(True, torch.bfloat16), torch.randn(20, 64).to(torch.bfloat16)
+    _chosen(layer, "mine rows:mma.sp")
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x), _expected(layer, x))
+        made = layer.weight._layouts["rows:mma.sp"][1]
+        layer(x)
+    assert asked == [torch.int32] * 2 and layer.weight._layouts["rows:mma.sp"][1] is made
+
+
+def test_compiled_it_asks_nobody_and_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compressed, "choose", lambda product: pytest.fail("asked"))
+    layer = _layer(True)
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(layer, backend="eager", fullgraph=True, dynamic=True)
+    with torch.no_grad():
+        for tokens in (2, 20, 300):
+            x = torch.randn(tokens, 64)
+            torch.testing.assert_close(compiled(x), _expected(layer, x))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_what_it_asks_for_follows_the_input() -> None:
+    layer = _layer(True)
+    assert layer.products(20) == layer.products(20) and layer.products(20)[0].forms == ("dense", "rows")
+    assert layer.products(21)[0].tokens == 21 and layer.products(21, torch.bfloat16)[0].dtype == torch.bfloat16
+    assert _layer(False).products(20)[0].forms == ("rows",)
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+        assert layer(torch.randn(20, 64)).dtype == torch.bfloat16
