@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 
@@ -109,14 +110,16 @@ class Ratio:
 class Work:
     """A case with its memory allocated: who takes turns, what is derived from it, and plain figures by (provider, metric).
 
-    ``finish`` gives more of those, after the timing. ``alternating`` are ratios of calls that come straight after another provider's, with
-    its data in the cache and its threads still spinning: they are timed once more for these.
+    ``finish`` gives more of those, after the timing; ``derive`` figures of each round, for what no ``Ratio`` says.
+    ``alternating`` are ratios of calls that come straight after another provider's, with its data in the cache and its threads still
+    spinning: they are timed once more for these.
     """
 
     providers: list[Provider]
     ratios: list[Ratio] = field(default_factory=list)
     facts: dict[tuple[str, str], float] = field(default_factory=dict)
     finish: Callable[[], dict[tuple[str, str], float]] = dict
+    derive: Callable[[Any], dict[tuple[str, str], list[float]]] = lambda timed: {}
     alternating: list[Ratio] = field(default_factory=list)
 
 

@@ -185,6 +185,7 @@ def rows_of(spec: Spec, device: str, work: Work, timed: Timed) -> list[Row]:
         for part, samples in p.parts.items():
             found.append(row(spec.op, p.name, f"us {part}", [1e6 * s for s in samples[-len(seconds) :]], **label))
     found += _ratios(spec, device, work.ratios, work, timed)
+    found += [row(spec.op, name, metric, values, **label) for (name, metric), values in work.derive(timed).items() if values]
     for (name, metric), value in work.facts.items():
         if name in timed.failed:
             continue

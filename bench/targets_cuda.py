@@ -103,6 +103,29 @@ def _tensor_cores() -> list[Target]:
     return found
 
 
+def _blocks() -> list[Target]:
+    """A feed-forward block, forward and backward: as much of the gain of one product as the plan's three products leave; and no loss."""
+    specs = tuple(Spec("ffn", "2:4", BF16, *size, t) for t in (4096, 16384) for size in (LARGE, (4096, 1024)))
+    whole, share = "forward+backward", "share of what one product allows"
+    found = []
+    for name, words, bound in (("sste", "S-STE: 3/(1 + 2/r)", 0.97), ("fst", "FST: r", 0.95)):
+        what = f"FFN {whole}, bf16, 2:4, {words}, r the ratio of one product"
+        found.append(Target(f"cuda-ffn-{name}", what, "r in the same run", share, bound, specs, provider=f"nmkernels {name}, {whole}"))
+    for name in ("srste", "sste", "fst"):
+        found.append(
+            Target(
+                f"cuda-ffn-{name}-step",
+                f"FFN, whole step, {name}, packed where measured faster",
+                "dense with fused AdamW",
+                "x dense",
+                1.0,
+                specs,
+                provider=f"nmkernels {name}, step",
+            )
+        )
+    return found
+
+
 def _host() -> list[Target]:
     specs = tuple(Spec(f"host({op})", "2:4", BF16, 64, 64, 1 if op == "nm_linear" else 0) for op in HOST_OPS)
     layers = tuple(Spec("CompressedLinear", "2:4", BF16, *LARGE, t) for t in (1, 16, 256, 4096))
@@ -130,5 +153,5 @@ def _host() -> list[Target]:
     return found
 
 
-TARGETS: tuple[Target, ...] = (*_streams(), *_products(), *_tensor_cores(), *_host())
+TARGETS: tuple[Target, ...] = (*_streams(), *_products(), *_tensor_cores(), *_blocks(), *_host())
 LIMITS = (Spec("copy", "", BF16, *STREAM), Spec("matmul", "", BF16, 8192, 8192, 8192))

@@ -1,0 +1,132 @@
+"""A feed-forward block in training, whole and by its pieces: dense, S-STE (two products sparse) and FST (all three)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import nmkernels as nm
+
+from ..registry import Grid, Provider, Ratio, Spec, Work, family
+from ..timing import Timed
+from . import _ours
+
+PIECES = ("forward", "forward+backward", "step")
+RECIPES: dict[str, dict[str, Any]] = {"srste": {}, "sste": {"seed": 0}, "fst": {"seed": 0, "fine_tune": 0}}
+DENSE, PRODUCT = "torch dense", "one product"
+
+
+def allowed(recipe: str, r: float) -> float:
+    """How many times as fast forward and backward can be where one sparse product is r times as fast as a dense one.
+
+    Of three equal products S-STE has two sparse ones, 3/(1 + 2/r), SR-STE one, 3/(2 + 1/r), and FST all, r.
+    """
+    sparse = {"srste": 1, "sste": 2, "fst": 3}[recipe]
+    return 3 / (3 - sparse + sparse / r)
+
+
+@family(
+    "ffn",
+    grids=(
+        Grid(("4096x1024",), ("2:4",), tokens=(2048,)),
+        Grid(("14336x4096", "4096x1024"), ("2:4",), ("bfloat16",), tokens=(4096, 16384), on="cuda"),
+    ),
+)
+def ffn(spec: Spec, device: str) -> Work:
+    """Two linear layers with GELU between them, fp32 weights, autocast where the case is in 16 bits; ``packed="auto"``, tuned first."""
+    torch.manual_seed(0)
+    up = nn.Linear(spec.cols, spec.rows, device=device)
+    block = nn.Sequential(up, nn.GELU(), nn.Linear(spec.rows, spec.cols, device=device))
+    x = _ours.normal(spec.tokens, spec.cols, device=device, dtype=torch.float32, seed=1)
+    dense = _Block(block, x, spec, None)
+    blocks = {name: _Block(copy.deepcopy(block), x, spec, name) for name in RECIPES}
+    providers, ratios = [], []
+    for i, piece in enumerate(PIECES):
+        theirs = Provider(f"{DENSE}, {piece}", dense.piece(i))
+        providers.append(theirs)
+        for name, mine in blocks.items():
+            ours = Provider(f"nmkernels {name}, {piece}", mine.piece(i), check=mine.check)
+            providers.append(ours)
+            ratios.append(Ratio("x dense", ours.name, (theirs.name,)))
+    weight, sample = up.weight.detach().to(spec.torch_dtype), x.to(spec.torch_dtype)
+    packed = _packed(weight, spec)
+    providers += [
+        Provider(f"{DENSE}, {PRODUCT}", lambda: nn.functional.linear(sample, weight)),
+        Provider(f"nmkernels, {PRODUCT}", lambda: nm.ops.linear(sample, packed)),
+    ]
+    ratios.append(Ratio("x dense", f"nmkernels, {PRODUCT}", (f"{DENSE}, {PRODUCT}",)))
+    return Work(providers, ratios, derive=_shares)
+
+
+def _packed(weight: Tensor, spec: Spec) -> nm.ops.Compressed | nm.ops.DeviceCompressed:
+    """The weight as the block's layers have it."""
+    layout = "mma.sp" if weight.is_cuda and spec.dtype != "float32" else "canonical"
+    rows = nm.ops.pack(weight, spec.pattern, layout=layout).rows
+    assert rows is not None
+    return rows
+
+
+def _shares(timed: Timed) -> dict[tuple[str, str], list[float]]:
+    """What was gained over what could be, by the ratio of one product in the same round; above 1 where the other products gain more."""
+    found = {}
+    for name in RECIPES:
+        whole = PIECES[1]
+        mine, theirs = f"nmkernels {name}, {whole}", f"{DENSE}, {whole}"
+        one, dense_one = f"nmkernels, {PRODUCT}", f"{DENSE}, {PRODUCT}"
+        rounds = [r for r in timed.rounds if {mine, theirs, one, dense_one} <= r.keys()]
+        found[mine, "share of what one product allows"] = [
+            r[theirs] / r[mine] / allowed(name, max(1.0, r[dense_one] / r[one])) for r in rounds
+        ]
+    return found
+
+
+class _Block:
+    """One block in training."""
+
+    def __init__(self, block: nn.Module, x: Tensor, spec: Spec, recipe: str | None) -> None:
+        self.block, self.x, self.spec = block, x, spec
+        if recipe is None:
+            self.handle = None
+            self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(block.parameters(), lr=1e-4, fused=True)
+            return
+        chosen = nm.recipes.get(f"{recipe}:{spec.pattern}", total_steps=1000, packed="auto", **RECIPES[recipe])
+        self.handle = nm.sparsify_(block, chosen, filter_fn=lambda module, name: isinstance(module, nn.Linear))
+        self.optimizer = self.handle.attach(chosen.optimizer(block.parameters(), lr=1e-4))
+        nm.tune(block, tokens=spec.tokens)
+
+    def _cast(self) -> AbstractContextManager[object]:
+        mixed = self.spec.dtype != "float32"
+        return torch.autocast(self.x.device.type, self.spec.torch_dtype) if mixed else nullcontext()
+
+    def piece(self, pieces: int) -> Callable[[], object]:
+        """Forward; with ``pieces`` 1 backward too, with 2 the optimizer's step as well."""
+
+        def call() -> object:
+            with self._cast():
+                y = self.block(self.x)
+            if pieces:
+                y.backward(y.detach())
+            if pieces == 2:
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+            return y
+
+        return call
+
+    def check(self) -> None:
+        """The output is that of a dense block with the weights used."""
+        assert self.handle is not None
+        twin = nm.densify_(copy.deepcopy(self.block))
+        with torch.no_grad():
+            for name, layer in self.handle.layers.items():
+                twin.get_submodule(name).weight.copy_(layer.used_weight())  # type: ignore[operator]
+            with self._cast():
+                mine, theirs = self.block(self.x), twin(self.x)
+        eps = torch.finfo(self.spec.torch_dtype).eps
+        error, bound = (mine - theirs).abs().max(), 64 * eps * theirs.abs().max()
+        assert error <= bound, f"outputs differ by {float(error):.3g}, more than rounding ({float(bound):.3g})"
