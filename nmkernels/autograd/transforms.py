@@ -22,6 +22,8 @@ from torch import Tensor
 from ..ops import Packed, pack
 from ..pattern import NMError, Pattern
 
+HARDWARE = Pattern(2, 4)
+
 
 @dataclass(frozen=True)
 class WeightTransform:
@@ -100,11 +102,13 @@ class WeightTransform:
     ) -> Packed:
         """W̃ of a detached master weight compressed in ``dtype``, its transpose too with ``columns``, by one call of ``nm.ops.pack``.
 
+        In the order of tensor cores (``layout``) it is 2:4, whatever sparser pattern it has.
+
         Raises:
             ShapeError: W̃ is not N:M in an orientation that is wanted.
         """
-        used = self(weight, *extras)
-        return pack(used, self.pattern, used != 0, dtype=dtype, rows=rows, columns=columns, layout=layout)
+        used, pattern = self(weight, *extras), laid_out(self.pattern, layout)
+        return pack(used, pattern, used != 0, dtype=dtype, rows=rows, columns=columns, layout=layout)
 
     def gradient(self, g: Tensor, weight: Tensor, *extras: Tensor) -> Tensor | None:
         """The gradient of the master weight from g = ∂L/∂W̃; by default g itself (straight through). None: the weight is not trained."""
@@ -155,7 +159,9 @@ class HardMask(WeightTransform):
         self, weight: Tensor, *extras: Tensor, dtype: torch.dtype, rows: bool = True, columns: bool = False, layout: str = "canonical"
     ) -> Packed:
         """M(W) ⊙ W, in one read of the weight. Its transpose is not N:M: ``columns`` raises ``PatternError``."""
-        return pack(weight, self.pattern, dtype=dtype, rows=rows, columns=columns, layout=layout)
+        pattern = laid_out(self.pattern, layout)
+        kept = "magnitude" if pattern == self.pattern else _mask(weight, self.pattern)
+        return pack(weight, pattern, kept, dtype=dtype, rows=rows, columns=columns, layout=layout)
 
     def gradient(self, g: Tensor, weight: Tensor, *extras: Tensor) -> Tensor:
         """g, or with ``chain`` M(W) ⊙ g."""
@@ -203,6 +209,8 @@ class SoftThreshold(WeightTransform):
         self, weight: Tensor, *extras: Tensor, dtype: torch.dtype, rows: bool = True, columns: bool = False, layout: str = "canonical"
     ) -> Packed:
         """β S(W), rounded once, in one read of the weight. Its transpose is not N:M: ``columns`` raises ``PatternError``."""
+        if laid_out(self.pattern, layout) != self.pattern:
+            return super().packed(weight, *extras, dtype=dtype, rows=rows, columns=columns, layout=layout)
         scale = extras[0].to(torch.float64 if weight.dtype == torch.float64 else torch.float32)
         return pack(weight, self.pattern, "threshold", scale=scale, dtype=dtype, rows=rows, columns=columns, layout=layout)
 
@@ -241,6 +249,11 @@ class DecayedMask(WeightTransform):
     def gradient(self, g: Tensor, weight: Tensor, *extras: Tensor) -> Tensor:
         """g, or with ``chain`` D g where the mask prunes."""
         return torch.where(_mask(weight, self.pattern), g, g * extras[0]) if self.chain else g
+
+
+def laid_out(pattern: Pattern, layout: str) -> Pattern:
+    """The pattern of what is packed: tensor cores read 2:4, which sparser ones are too (``nm.ops.tensor_core_pattern``)."""
+    return pattern if layout == "canonical" else HARDWARE
 
 
 def _mask(weight: Tensor, pattern: Pattern) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..ops import Packed, pack
-from .transforms import WeightTransform
+from .transforms import WeightTransform, laid_out
 
 
 @dataclass(frozen=True)
@@ -62,4 +62,4 @@ class TransposableMask(WeightTransform):
         self, weight: Tensor, *extras: Tensor, dtype: torch.dtype, rows: bool = True, columns: bool = False, layout: str = "canonical"
     ) -> Packed:
         """M ⊙ W, and its transpose with ``columns``, in one read of the weight."""
-        return pack(weight, self.pattern, extras[0], dtype=dtype, rows=rows, columns=columns, layout=layout)
+        return pack(weight, laid_out(self.pattern, layout), extras[0], dtype=dtype, rows=rows, columns=columns, layout=layout)

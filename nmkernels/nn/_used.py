@@ -122,6 +122,8 @@ class UsedWeight:
         form = self._forms.packed.form
         if form is None or form.rows is None or form.columns is not None:
             return None
+        if self._forms.packed.transform is None or form.rows.pattern != self._forms.packed.transform.pattern:
+            return None  # a sparser pattern as the 2:4 of tensor cores
         return self._lend(self._forms.packed, weight, form.rows.values.dtype)
 
     def _lend(self, kept: _Kept[F], weight: Tensor, dtype: torch.dtype | None) -> F | None:
