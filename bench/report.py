@@ -15,8 +15,8 @@ from .tables import Rows
 
 README = Path(__file__).parents[1] / "README.md"
 BEGIN, END = "<!-- results: written by python -m bench.report -->", "<!-- results end -->"
-LEFT_OUT = {"step_clamp.csv", "triton_resources.csv", "cuda_resources.csv"}
-"""Evidence for a default, and what a compiler made of kernels; the README's table is for figures that a user chooses by."""
+LEFT_OUT = {"step_clamp.csv", "loss_curves.csv", "triton_resources.csv", "cuda_resources.csv"}
+"""Evidence for a default, loss curves, and what a compiler made of kernels; the README's table is for figures that a user chooses by."""
 
 NOTHING = "No measurements are committed yet."
 HEAD = """# Measurements
