@@ -49,10 +49,12 @@ class FST(Recipe):
         mvue: S, unbiased N:M along tokens (Chmiel et al., ICLR 2023): ``"exact"``, of least variance; ``"approx"``, the two-draw sampler
             that the authors ran; None for the dense product.
         mvue_pattern: N:M of the estimate.
-        packed: multiply the compressed form of M ⊙ W in forward and backward, packed once per step. In fp32 on 2 CPU cores a 4096×1024
-            weight then takes 0.40 (256 tokens) to 0.53 (2048) of the dense product's time in forward and 0.56 to 0.61 in backward, a
-            256×64 one 1.1 to 1.6 times as long, and bf16 gains nothing (AMD EPYC, 2026-11): so it is left to the user. Results
-            differ from the dense layout's by rounding.
+        packed: multiply the compressed form of M ⊙ W, in ∂L/∂x too: on GPUs its transpose, packed along with it, on CPUs itself; "auto" in
+            every product the faster by measurement (``nm.tune``). It is packed once per step, by one call of ``nm.ops.pack``. Results
+            differ from the dense layout's by rounding. In fp32 on 2 CPU cores a 4096×1024 weight takes 0.40 (256 tokens) to 0.53 (2048)
+            of the dense product's time in forward and 0.56 to 0.61 in backward, a 256×64 one 1.1 to 1.6 times as long, and bf16 gains
+            nothing. A whole step with MaskedAdamW, 2048 tokens, takes 0.74 of the dense layer's (1.16 unpacked), with 256 tokens 1.92
+            (2.48): there the held mask's passes over the weight outweigh the products (AMD EPYC, 2026-11).
         seed: of the estimates; None takes torch's initial seed. See ``SSTE``.
 
     Raises:
