@@ -9,7 +9,7 @@ import pytest
 
 from nmkernels.cli._options import options
 from nmkernels.pattern import PatternLike, RecipeError
-from nmkernels.recipes import ASP, SSTE, STE, STEP, Recipe, get, names
+from nmkernels.recipes import ASP, SSTE, STEP, Dense, Recipe, get, names
 from nmkernels.recipes.registry import find
 
 
@@ -54,6 +54,7 @@ def test_values_have_the_type_of_their_field(text, value):
 
 def test_the_last_of_a_keyword_counts():
     assert options(STEP, ["decay=1", "clamp=none", "decay=2"]) == {"decay": 2.0, "clamp": None}
+    assert [options(STEP, [f"packed={text}"])["packed"] for text in ("true", "off", "auto")] == [True, False, "auto"]
     assert options(SSTE, ["mvue=none", "fp8=paper", "seed=3"]) == {"mvue": None, "fp8": "paper", "seed": 3}
     assert type(options(ASP, ["prune_at=0"])["prune_at"]) is int
 
@@ -64,7 +65,7 @@ def test_the_last_of_a_keyword_counts():
         (STEP, "decay", "write it as KEY=VALUE"),
         (STEP, "two words=1", "write it as KEY=VALUE"),
         (STEP, "decai=1", "step has no keyword 'decai'; did you mean 'decay'? It takes switch, "),
-        (STE, "decay=1", "ste has no keyword 'decay'. It takes none; see `python -m nmkernels recipes ste`."),
+        (Dense, "decay=1", "dense has no keyword 'decay'. It takes none; see `python -m nmkernels recipes dense`."),
         (STEP, "decay=much", "decay of step is a number, and 'much' is not."),
         (STEP, "clamp=much", "clamp of step is a number or none, and 'much' is not."),
         (STEP, "bias_corrected=1.5", "bias_corrected of step is true or false"),
