@@ -14,7 +14,7 @@ namespace py = pybind11;
 namespace {
 
 // Raised whenever a signature or the meaning of an argument below changes; nmkernels/backends checks it.
-constexpr int kAbi = 4;
+constexpr int kAbi = 5;
 
 // Parameters of a step as the caller lists them, kWords integers each: rows, columns, the address of the step count;
 // then of p, gradient, m, v, the maximum of v and the output: address (0: absent), dtype, row stride, column stride.
@@ -135,6 +135,8 @@ PYBIND11_MODULE(_C, module) {
     py::module_ cuda = module.def_submodule("cuda", "The CUDA kernels.");
     bind_cuda(cuda);
 #endif
+    py::module_ cusparselt = module.def_submodule("cusparselt", "cuSPARSELt, opened at run time.");
+    bind_cusparselt(cusparselt);
 
     py::class_<nm::MvueCall>(module, "MvueCall").def(py::init(&mvue_call));
     module.def("masked_adamw", &masked_adamw, Unlocked());

@@ -31,3 +31,6 @@ using Unlocked = pybind11::call_guard<Unlock>;
 
 // Defines every function of csrc/cuda in `module`.
 void bind_cuda(pybind11::module_& module);
+
+// Defines the way to cuSPARSELt in `module`.
+void bind_cusparselt(pybind11::module_& module);

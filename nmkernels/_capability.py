@@ -14,7 +14,7 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Any, NamedTuple
 
-CORE_ABI = 4
+CORE_ABI = 5
 """The value of ``_C.abi`` that this Python code was written against."""
 
 
@@ -89,18 +89,11 @@ def triton() -> Probe:
 
 @cache
 def cusparselt() -> Probe:
-    """The cuSPARSELt library, as a pip wheel or on the system."""
-    for base in _nvidia_folders():
-        found = sorted(base.glob("cusparselt/lib/libcusparseLt.so*"))
-        if found:
-            version = _version_of("nvidia-cusparselt-cu13", "nvidia-cusparselt-cu12", "nvidia-cusparselt")
-            return Probe(True, f"cuSPARSELt {version}, {found[0]}")
-    from ctypes.util import find_library
+    """The cuSPARSELt library: found, opened, of a version that is known, with every entry point."""
+    from . import _cusparselt
 
-    name = find_library("cusparseLt")
-    if name:
-        return Probe(True, f"cuSPARSELt of the system, {name}")
-    return Probe(False, "libcusparseLt is neither in a pip wheel nor on the system; `pip install nvidia-cusparselt-cu13`")
+    library, reason = _cusparselt.opened()
+    return Probe(library is not None, reason)
 
 
 @cache
@@ -138,11 +131,6 @@ def _version_of(*distributions: str) -> str:
         except metadata.PackageNotFoundError:
             continue
     return "of unknown version"
-
-
-def _nvidia_folders() -> list[Path]:
-    spec = util.find_spec("nvidia")
-    return [] if spec is None or spec.submodule_search_locations is None else [Path(p) for p in spec.submodule_search_locations]
 
 
 def _runs(path: str, last_line: bool = False) -> Probe:

@@ -74,15 +74,6 @@ def test_compilers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert not _capability.nvcc.__wrapped__().ok
 
 
-def test_cusparselt_in_a_wheel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(_capability, "_nvidia_folders", lambda: [tmp_path])
-    library = tmp_path / "cusparselt" / "lib" / "libcusparseLt.so.0"
-    library.parent.mkdir(parents=True)
-    library.touch()
-    ok, reason = _capability.cusparselt.__wrapped__()
-    assert ok and str(library) in reason
-
-
 @pytest.mark.skipif(not _capability.compiled_core().ok, reason="there is no core")
 def test_the_core_tells_its_instruction_set() -> None:
     assert "instruction set " in _capability.compiled_core().reason

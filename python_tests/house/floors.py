@@ -14,6 +14,7 @@ FLOORS = {
     "pattern": 0,
     "_dispatch": 0,
     "_capability": 0,
+    "_cusparselt": 0,
     "_fatbin": 0,
     "_store": 0,
     "_version": 0,
