@@ -6,7 +6,7 @@ the backend itself cannot run, so that ``explain`` can say why.
 
 from importlib import import_module
 
-NAMES = ("reference", "cpu", "triton", "cuda")
+NAMES = ("reference", "cpu", "triton", "cuda", "cusparselt")
 
 for _name in NAMES:
     import_module(f".{_name}", __name__)

@@ -1,0 +1,17 @@
+"""NVIDIA's cuSPARSELt as a backend: opened at run time where it is installed, plans kept, no algorithm used unchecked.
+
+The ops take 16-bit weights in any packed form that is 2:4 at the same time; ``compress`` and ``matmul`` here are the library's products in
+every layout and dtype that it has; ``search`` finds and stores the fastest right algorithm for a call. Importing opens nothing.
+
+``NMKERNELS_CUSPARSELT`` names the library's file, if not the one of the pip wheel or of the system.
+"""
+
+from . import linear
+from ._compress import Blob
+from ._problem import Algorithm, Problem
+from .product import compress, matmul
+from .search import Found, search, search_product
+
+linear.register()
+
+__all__ = ["Algorithm", "Blob", "Found", "Problem", "compress", "matmul", "search", "search_product"]

@@ -1,0 +1,174 @@
+"""compress and matmul: cuSPARSELt's products in every dtype and layout that it has, 8 bits too, which the ops have no room for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...pattern import DtypeError, OptionError, ShapeError
+from ._choice import ready_for
+from ._compress import Blob, aligned, compress_as
+from ._context import capturing, elsewhere, here, place
+from ._problem import ACTIVATIONS, RESULTS, Problem, misfit, width_step
+
+TRANSPOSED = {"nt": False, "nn": True, "tn": True}
+"""Whether the operand is given transposed: kept 2:4 along its first dimension, not its last."""
+
+
+def compress(dense: Tensor, layout: str = "nt", mask: Tensor | None = None) -> Blob:
+    """A 2:4 matrix in the library's own form, for one of the products of a linear layer.
+
+    Args:
+        dense: ``"nt"``: W ``(out, in)``, 2:4 along in. ``"nn"``: W ``(out, in)``, 2:4 along out, as a transposable mask leaves it.
+            ``"tn"``: the output's gradient g ``(tokens, out)``, 2:4 along tokens. float16, bfloat16, int8 or float8; both sizes
+            multiples of 16, in 8 bits of 32.
+        layout: one of these.
+        mask: bool of the same shape: what is kept. Without one, ``dense`` must be 2:4 as it is; that is checked, for which the host
+            waits, except while a CUDA graph is captured.
+
+    Raises:
+        ShapeError: the sizes do not fit, or more than 2 of 4 are kept. DtypeError: the library does not multiply this dtype.
+        OptionError: the layout is unknown. BackendError: there is no library.
+
+    Example:
+        >>> import torch
+        >>> from nmkernels.backends.cusparselt import compress
+        >>> compress(torch.ones(16, 16), "tt")
+        Traceback (most recent call last):
+        nmkernels.pattern.OptionError: compress: layout 'tt' is unknown; it is one of 'nt', 'nn', 'tn'.
+    """
+    if layout not in TRANSPOSED:
+        raise OptionError(f"compress: layout {layout!r} is unknown; it is one of {', '.join(map(repr, TRANSPOSED))}.")
+    if dense.dtype not in RESULTS:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in RESULTS)
+        raise DtypeError(f"compress: cuSPARSELt multiplies {names}, not {dense.dtype}.")
+    if dense.dim() != 2 or (mask is not None and (mask.shape != dense.shape or mask.dtype != torch.bool)):
+        given = "" if mask is None else f", and a mask {tuple(mask.shape)} of {mask.dtype}"
+        raise ShapeError(f"compress: needs a matrix, and a bool mask of its shape; got {tuple(dense.shape)}{given}.")
+    wrong = misfit(dense.dtype, *dense.shape)
+    if wrong:
+        raise ShapeError(f"compress: {wrong}; pad with zeros.")
+    device, stream = place(dense)
+    if elsewhere(dense, device):
+        with torch.cuda.device(device):
+            return compress(dense, layout, mask)
+    kept = dense if mask is None else torch.where(mask, dense.view(torch.int8) if _float8(dense) else dense, 0).view(dense.dtype)
+    _check_kept(kept, TRANSPOSED[layout])
+    if dense.dtype.itemsize == 1:
+        # read along the sum only: what is given the other way is turned first
+        kept = kept.view(torch.int8).t().contiguous().view(dense.dtype) if TRANSPOSED[layout] else kept
+        return compress_as("nt", kept, here(device), stream, layout)
+    return compress_as(layout, kept, here(device), stream)
+
+
+def _float8(x: Tensor) -> bool:
+    return x.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def _check_kept(dense: Tensor, transposed: bool) -> None:
+    """Raise where a group has more than two values, which the library would silently lose."""
+    if capturing(dense):
+        return
+    nonzero = (dense.float() if _float8(dense) else dense) != 0
+    groups = (nonzero.t() if transposed else nonzero).reshape(-1, 4)
+    if bool((groups.sum(-1, dtype=torch.int32) > 2).any()):
+        way = "first" if transposed else "last"
+        raise ShapeError(f"compress: a group of 4 along the {way} dimension keeps more than 2 values; prune it, or pass a mask.")
+
+
+def matmul(
+    blob: Blob, dense: Tensor, bias: Tensor | None = None, activation: str = "", residual: Tensor | None = None, alpha: float = 1.0,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    """The product of a compressed matrix and a dense one, in the layout that the blob was made for.
+
+    ``"nt"``: y = f(α x Wᵀ + b) + ...; ``"nn"``: dx = f(α g W + b); ``"tn"``: dW = f(α gᵀ x + b); with a residual r and no f, + r
+
+    Args:
+        blob: from ``compress``.
+        dense: nt: x ``(tokens, in)``; nn: g ``(tokens, out)``; tn: x ``(tokens, in)``. In the blob's dtype.
+        bias: one number per row of the sparse operand, that is per output of the layer (nn: per input); in the result's dtype, float32
+            with int8 operands.
+        activation: f: ``""``, ``"relu"``, or ``"gelu"`` as the library has it.
+        residual: of the result's shape and dtype; not together with an activation.
+        alpha: a factor, the product of both operands' scales in 8 bits.
+        out_dtype: the operands' own in 16 bits; int32, int8, float16 or bfloat16 of int8; bfloat16, float16 or float32 of float8. The first
+            is the default.
+
+    Returns:
+        nt: ``(tokens, out)``; nn: ``(tokens, in)``; tn: ``(out, in)``.
+
+    Raises:
+        ShapeError, DtypeError, OptionError: the operands do not fit.
+        BackendError: the library does not do this product, or none of its algorithms computes it right.
+    """
+    out_dtype = out_dtype or RESULTS[blob.dtype][0]
+    by_token = blob.layout != "tn"
+    _check(blob, dense, bias, activation, residual, out_dtype)
+    device, stream = place(dense)
+    if elsewhere(dense, device):
+        with torch.cuda.device(device):
+            return matmul(blob, dense, bias, activation, residual, alpha, out_dtype)
+    turned = not by_token and blob.stored == "nt"  # in 8 bits, as nt: dWᵀ = xᵀ g
+    b = _turned(dense) if turned else dense
+    r = residual.t() if turned and residual is not None else residual
+    width = b.shape[0] if by_token or turned else b.shape[1]
+    pad = -width % max(width_step(blob.dtype), width_step(out_dtype))
+    if pad:
+        b = _padded(b, by_token or turned, pad)
+        r = _padded(r, by_token or turned, pad) if r is not None else None
+    epilogue = bias is not None, activation, residual is not None
+    problem = Problem(blob.stored, blob.dtype, out_dtype, blob.rows, blob.cols, width + pad, *epilogue)
+    at = here(device)
+    ready = ready_for(problem, at, dense, stream)
+    shape = (width + pad, blob.rows) if problem.by_token else (blob.rows, width + pad)
+    out = torch.empty(shape, dtype=out_dtype, device=dense.device)
+    at.run(ready, blob.address, aligned(b), out, _aligned(bias), _aligned(r), stream, alpha)
+    y = out[:width] if problem.by_token else out[:, :width]
+    return (y.t() if turned else y).contiguous()
+
+
+def _aligned(x: Tensor | None) -> Tensor | None:
+    return None if x is None else aligned(x)
+
+
+def _turned(x: Tensor) -> Tensor:
+    return x.view(torch.int8).t().contiguous().view(x.dtype)
+
+
+def _padded(x: Tensor, rows: bool, pad: int) -> Tensor:
+    """With more rows, or columns, of zeros."""
+    bits = x.contiguous().view(torch.int8) if _float8(x) else x
+    return F.pad(bits, (0, 0, 0, pad) if rows else (0, pad)).view(x.dtype)
+
+
+def _check(blob: Blob, dense: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None, out_dtype: torch.dtype) -> None:
+    by_token = blob.layout != "tn"
+    tokens = dense.shape[0] if dense.dim() == 2 else 0
+    if dense.dim() != 2 or not dense.numel() or dense.shape[1 if by_token else 0] != blob.cols:
+        shape = f"(tokens, {blob.cols})" if by_token else f"({blob.cols}, in)"
+        raise ShapeError(f"matmul: the dense operand has shape {tuple(dense.shape)}; {blob.layout} with this blob takes {shape}.")
+    if dense.dtype != blob.dtype or dense.device != blob.data.device:
+        raise DtypeError(f"matmul: the blob is {blob.dtype} on {blob.data.device}, the dense operand {dense.dtype} on {dense.device}.")
+    if out_dtype not in RESULTS[blob.dtype]:
+        raise DtypeError(f"matmul: the result of {blob.dtype} may be {', '.join(map(str, RESULTS[blob.dtype]))}, not {out_dtype}.")
+    if activation not in ACTIVATIONS:
+        raise OptionError(f"matmul: activation {activation!r} is unknown; it is one of {', '.join(map(repr, ACTIVATIONS))}.")
+    if activation and residual is not None:
+        raise OptionError("matmul: the library adds a residual before the activation; add it afterwards.")
+    if not out_dtype.is_floating_point and (bias is not None or activation == "gelu"):
+        raise OptionError(f"matmul: a bias and GELU have fractions, and the result is {out_dtype}; pass out_dtype=torch.bfloat16.")
+    result = (tokens, blob.rows) if by_token else (blob.rows, dense.shape[1])
+    _check_fits("bias", bias, (blob.rows,), torch.float32 if blob.dtype == torch.int8 else out_dtype, dense.device)
+    _check_fits("residual", residual, result, out_dtype, dense.device)
+
+
+def _check_fits(what: str, x: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: Any) -> None:
+    if x is not None and (tuple(x.shape) != shape or x.dtype != dtype or x.device != device):
+        raise ShapeError(f"matmul: the {what} is {x.dtype} {tuple(x.shape)} on {x.device}; it must be {dtype} {shape} on {device}.")
+
+
+__all__ = ["compress", "matmul"]

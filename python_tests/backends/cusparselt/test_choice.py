@@ -1,0 +1,278 @@
+"""No algorithm is used unchecked; the fastest right one is found, stored and read again."""
+
+from __future__ import annotations
+
+import json
+import threading
+import warnings
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from nmkernels import BackendError, reference
+from nmkernels.backends.cusparselt import Algorithm, Problem, _choice, _context, search, search_product
+from python_tests.backends.cusparselt.conftest import forget, routes
+
+
+def arguments(tokens=16, rows=32, cols=64, bias=False, activation="", seed=1):
+    gen = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=gen).bfloat16()
+
+    return normal(tokens, cols), *reference.compress(normal(rows, cols), 2, 4), 2, 4, cols, normal(rows) if bias else None, activation
+
+
+def used(**options):
+    """The algorithms that this thread's products are done by."""
+    return [route.ready.algorithm for key, route in routes().items() if not isinstance(key, Problem)]
+
+
+def right(ours, args):
+    y = ours("nm_linear").fn(*args)
+    torch.testing.assert_close(y, reference.linear(*args), rtol=0.03, atol=0.03)
+
+
+class Clock:
+    """A timer whose calls take the seconds it was given, in order; then so many as the last."""
+
+    def __init__(self, *seconds: float) -> None:
+        self.seconds, self.asked = list(seconds), 0
+
+    def __call__(self, call) -> float:
+        call()
+        self.asked += 1
+        return self.seconds.pop(0) if len(self.seconds) > 1 else self.seconds[0]
+
+
+# ---- without a search
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [("wrong", "max error .* against float64 is above"), ("random", "two runs differ"), ("unwritten", "max error nan")],
+)
+def test_a_default_that_is_wrong_is_not_used(fake, ours, fault, words) -> None:
+    fake.set(f"{fault}:0")
+    args = arguments()
+    right(ours, args)
+    assert used() == [Algorithm(1)]
+    for i in range(1, 4):
+        fake.set(f"{fault}:{i}")
+    forget()
+    with pytest.raises(BackendError, match=f"none of its algorithms computes .* right: the default algorithm: {words}.*algorithm 3"):
+        ours("nm_linear").fn(*args)
+    runs = fake.calls("Matmul")
+    can, reason = ours("nm_linear").supports(*args)
+    assert not can and "none of its algorithms" in reason
+    with pytest.raises(BackendError, match="none of its algorithms"):
+        ours("nm_linear").fn(*args)
+    assert fake.calls("Matmul") == runs, "it is remembered"
+
+
+def test_a_product_is_checked_once_in_a_process(fake, ours) -> None:
+    args = arguments()
+    right(ours, args)
+    assert fake.calls("Matmul") == 3, "two runs for the check, and the call"
+    thread = threading.Thread(target=right, args=(ours, args))
+    thread.start()
+    thread.join()
+    assert fake.calls("Matmul") == 4
+    right(ours, arguments(tokens=24))
+    assert fake.calls("Matmul") == 7
+
+
+def test_a_wrong_epilogue_is_left_to_torch(fake, ours) -> None:
+    fake.set("gelu", 1)  # by tanh: within the bounds of a rounded result, but not what is asked for
+    right(ours, arguments(activation="gelu"))
+    assert [key.activation for key in routes() if isinstance(key, Problem)] == [""]
+
+
+def test_wrong_integers_are_noticed(fake) -> None:
+    fake.set("unwritten:0")
+    at = _context.here(0)
+    for out in (torch.int32, torch.int8):
+        problem = Problem("nt", torch.int8, out, 32, 64, 16)
+        assert _choice.ready_for(problem, at, torch.empty(0), 0).algorithm == Algorithm(1)
+
+
+# ---- with one
+
+
+def test_search_takes_the_fastest_right_one(fake, ours) -> None:
+    fake.set("limit", 6)
+    for fault in ("wrong:2", "random:3", "unwritten:4"):
+        fake.set(fault)
+    args = arguments(bias=True)
+    clock = Clock(9, 8, 7, 5, 20)  # the default, 0, 1, 5; then the splits
+    found = search("nm_linear", *args, timer=clock)
+    assert (found.best, found.seconds, found.default) == (Algorithm(5), 5, 9)
+    reasons = {line.split(":")[0]: line.split(": ", 1)[1] for line in found.refused}
+    assert "max error 99" in reasons["algorithm 2"] and reasons["algorithm 3"] == "two runs differ" and "nan" in reasons["algorithm 4"]
+    assert sum("cusparseLtMatmulAlgSetAttribute failed" in reason for reason in reasons.values()) == 3, "mode 6 of the 3 fastest"
+    assert clock.asked == 4 + 18
+    right(ours, args)
+    assert used() == [Algorithm(5)]
+    assert str(found).startswith("nt|bfloat16|bfloat16|bias|32x64x16: algorithm 5, 5000000.0 us, by default 9000000.0 us, 6 refused")
+
+
+def test_splits_of_the_sum_are_searched_and_checked(fake) -> None:
+    fake.set("split wrong:1")
+    # default, 0 .. 3: algorithm 1 is the fastest, but not when the sum is split
+    found = search("nm_linear", *arguments(), timer=Clock(9, 9, 1, 3, 4, *[0.9] * 3, 0.5, 0.8))
+    assert found.best is not None and found.best.id == 2 and found.best.splits > 1
+    wrong = Counter(line.split(",")[0] for line in found.refused if "max error" in line)
+    assert wrong == {"algorithm 1": 6}
+    assert str(found.best) == "algorithm 2, sum split in 4 in two kernels"
+
+
+def test_the_default_stays_unless_another_is_faster_by_more_than_noise(fake) -> None:
+    assert search("nm_linear", *arguments(), timer=Clock(1.0, 0.99)).best == Algorithm()
+    assert search("nm_linear", *arguments(), timer=Clock(1.0, 0.97)).best == Algorithm(0)
+
+
+def test_search_by_the_clock(fake) -> None:
+    found = search("nm_linear_wgrad", *arguments()[1:3], 2, 4, 64, torch.randn(64, 16).bfloat16())
+    assert found.best is not None and found.seconds is not None and found.seconds > 0
+    assert found.problem.layout == "tn.packed"
+
+
+def test_what_search_leaves_alone(fake, ours, capture) -> None:
+    with pytest.raises(BackendError, match="nm_mask: cuSPARSELt does nm_linear and nm_linear_wgrad"):
+        search("nm_mask", torch.ones(4, 4), 2, 4)
+    fake.set("no bias")
+    found = search("nm_linear", *arguments(bias=True), timer=Clock(1.0))
+    assert not found.problem.bias, "fused as far as the library goes"
+    fake.set("fail:MatmulDescriptorInit", 10)
+    with pytest.raises(BackendError, match="cusparseLtMatmulDescriptorInit failed"):
+        search("nm_linear", *arguments(tokens=32))
+    capture(True)
+    with pytest.raises(BackendError, match="a CUDA graph is being captured"):
+        search("nm_linear", *arguments())
+
+
+def test_nothing_right(fake, tmp_path) -> None:
+    for i in range(4):
+        fake.set(f"wrong:{i}")
+    found = search("nm_linear", *arguments())
+    assert found.best is None and len(found.refused) == 5 and found.path is None
+    assert "none of its algorithms is right, 5 refused (nothing to store)" in str(found)
+    assert not list(tmp_path.glob("cusparselt.json"))
+
+
+def test_plans_of_a_search_are_taken_back(fake) -> None:
+    search("nm_linear", *arguments(), timer=Clock(1.0, 0.5))
+    assert len(_context.here(0).plans) == 0
+
+
+# ---- on disk
+
+
+def stored() -> dict:
+    return json.loads(Path(_choice.TABLE.path()).read_text())["choices"]
+
+
+def test_a_choice_is_stored_and_read_again(fake, ours) -> None:
+    args = arguments(bias=True, activation="relu2")
+    found = search("nm_linear", *args, timer=Clock(9, 9, 9, 2, 9))
+    assert found.path == str(_choice.TABLE.path())
+    assert stored() == {
+        "host|cuSPARSELt 0.8.0|nt|bfloat16|bfloat16|bias+relu|32x64x16": {
+            "id": 2, "splits": 1, "mode": 0, "width": 16, "replan": False, "us": 2e6, "default us": 9e6,
+        }
+    }  # fmt: skip
+    forget()
+    runs = fake.calls("Matmul")
+    right(ours, args)
+    assert used() == [Algorithm(2)]
+    assert fake.calls("Matmul") == runs + 1, "the search has checked it"
+
+
+def test_another_width_of_the_class_is_checked(fake, ours) -> None:
+    search("nm_linear", *arguments(tokens=32), timer=Clock(9, 9, 9, 2, 9))
+    forget()
+    runs = fake.calls("Matmul")
+    right(ours, arguments(tokens=24))
+    assert used() == [Algorithm(2)] and fake.calls("Matmul") == runs + 3
+    forget()
+    fake.set("wrong:2")
+    right(ours, arguments(tokens=24))
+    assert used() == [Algorithm()]
+    forget()
+    right(ours, arguments(tokens=64))
+    assert used() == [Algorithm()], "another class"
+
+
+def test_a_stored_id_that_is_no_more(fake, ours) -> None:
+    args = arguments()
+    search("nm_linear", *args, timer=Clock(9, 9, 9, 9, 2))
+    forget()
+    fake.set("limit", 3)
+    with pytest.warns(RuntimeWarning, match="is ignored: this library has no algorithm 3. Run nm.tune again"):
+        right(ours, args)
+    assert used() == [Algorithm()]
+
+
+@pytest.mark.parametrize("line", [{}, {"id": "2", "splits": 1, "mode": 0, "width": 16}, {"id": 2, "splits": 1, "mode": 5, "width": 16}])
+def test_a_line_that_somebody_has_edited(fake, ours, line) -> None:
+    args = arguments()
+    search("nm_linear", *args, timer=Clock(9, 9, 9, 9, 2))
+    (key,) = stored()
+    _choice.TABLE.store({key: line})
+    forget()
+    with pytest.warns(RuntimeWarning, match="is ignored: "):
+        right(ours, args)
+    assert used() == [Algorithm()]
+
+
+def test_each_version_of_the_library_has_its_own(fake, ours) -> None:
+    from nmkernels import _cusparselt
+
+    args = arguments()
+    search("nm_linear", *args, timer=Clock(9, 9, 9, 9, 2))
+    fake.set("version", 1000)
+    _cusparselt._opened.cache_clear()
+    forget()
+    right(ours, args)
+    assert used() == [Algorithm()]
+    fake.set("version", 800)
+    _cusparselt._opened.cache_clear()
+    forget()
+    right(ours, args)
+    assert used() == [Algorithm(3)]
+    forget()
+    _cusparselt._opened.cache_clear()
+
+
+def test_a_folder_that_cannot_be_written(fake, ours, monkeypatch, tmp_path) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("NMKERNELS_CACHE", str(tmp_path / "file" / "folder"))
+    _choice.TABLE.forget()
+    args = arguments()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = search("nm_linear", *args, timer=Clock(9, 2))
+    assert found.path is None and found.note.startswith("not stored: ")
+    right(ours, args)
+    assert used() == [Algorithm(0)], "this process follows it all the same"
+    _choice.TABLE._unwritten.clear()
+
+
+def test_what_is_known_of_biases_is_stored(fake, ours) -> None:
+    fake.set("frozen bias")
+    args = arguments(bias=True)
+    search("nm_linear", *args, timer=Clock(9, 2))
+    assert all(line["replan"] for line in stored().values())
+    forget()
+    _context.library().replan = False
+    right(ours, args)
+    right(ours, (*args[:6], torch.randn(32).bfloat16(), ""))
+
+
+def test_search_of_a_product_of_its_own(fake) -> None:
+    problem = Problem("tn", torch.float16, torch.float16, 32, 64, 16, residual=True)
+    found = search_product(problem, torch.empty(0), timer=Clock(9, 9, 3, 9))
+    assert found.best == Algorithm(1)
+    assert _choice.ready_for(problem, _context.here(0), torch.empty(0), 0).algorithm == Algorithm(1)

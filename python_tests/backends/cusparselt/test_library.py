@@ -1,0 +1,171 @@
+"""The library is found and opened, or it is said in words what is wrong with it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench import cusparselt_abi
+from nmkernels import BackendError, _capability, _cusparselt, reference
+from nmkernels.backends import cusparselt
+from nmkernels.backends.cusparselt import _context
+
+needs_compiler = pytest.mark.skipif(
+    shutil.which("c++") is None or not cusparselt_abi.REPORT.exists(), reason="the sources and a C++ compiler are needed"
+)
+
+
+def probe() -> _capability.Probe:
+    return _capability.cusparselt.__wrapped__()
+
+
+@pytest.mark.parametrize(("version", "text"), [(800, "0.8.0"), (801, "0.8.1"), (1000, "0.10.0"), (1_000_203, "1.2.3")])
+def test_versions_that_are_known(fake, version, text) -> None:
+    fake.set("version", version)
+    _cusparselt._opened.cache_clear()
+    assert probe() == (True, f"cuSPARSELt {text}, {fake.path}")
+    _cusparselt._opened.cache_clear()
+
+
+@pytest.mark.parametrize(("version", "text"), [(700, "0.7.0"), (1, "0.0.1"), (602, "0.6.2")])
+def test_one_that_is_too_old(fake, version, text) -> None:
+    fake.set("version", version)
+    _cusparselt._opened.cache_clear()
+    ok, reason = probe()
+    assert not ok
+    assert reason == (
+        f"cuSPARSELt {text}, {fake.path}, is too old: 0.8.0 or newer is needed. "
+        "NMKERNELS_CUSPARSELT names this file; unset it, or name another."
+    )
+    with pytest.raises(BackendError, match="is too old"):
+        cusparselt.compress(torch.ones(16, 16, dtype=torch.float16), mask=torch.zeros(16, 16, dtype=torch.bool))
+    _cusparselt._opened.cache_clear()
+
+
+def test_a_file_that_is_missing_or_no_library(fake, monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv(_cusparselt.ENV, str(tmp_path / "nowhere.so"))
+    assert "cannot open shared object file" in probe().reason
+    text = tmp_path / "text.so"
+    text.write_text("no library")
+    monkeypatch.setenv(_cusparselt.ENV, str(text))
+    ok, reason = probe()
+    assert not ok and reason.startswith(f"{text} is not usable: it cannot be opened") and "names this file" in reason
+
+
+@pytest.fixture(scope="module")
+def without(build):
+    """The library, but for one entry."""
+    return build("without", "-DNM_WITHOUT_DENSE")
+
+
+def test_a_missing_entry_is_named(fake, without, monkeypatch) -> None:
+    monkeypatch.setenv(_cusparselt.ENV, str(without))
+    ok, reason = probe()
+    assert not ok and "is not usable: it has no cusparseLtDenseDescriptorInit." in reason
+
+
+def test_none_at_all(monkeypatch, tmp_path) -> None:
+    monkeypatch.delenv(_cusparselt.ENV, raising=False)
+    monkeypatch.setattr(_cusparselt, "folders", lambda: [tmp_path])
+    monkeypatch.setattr(_cusparselt, "SONAMES", ("libcusparseLt-that-nobody-has.so.0",))
+    _cusparselt._opened.cache_clear()
+    library, reason = _cusparselt.opened()
+    assert library is None
+    assert reason.startswith("libcusparseLt is neither in a pip wheel nor on the system; `pip install -U nvidia-cusparselt-cu13`")
+    _cusparselt._opened.cache_clear()
+
+
+@pytest.mark.parametrize("folder", ["cusparselt", "cu13"])
+def test_the_pip_wheel_is_looked_in_first(fake, monkeypatch, tmp_path, folder) -> None:
+    monkeypatch.delenv(_cusparselt.ENV)
+    monkeypatch.setattr(_cusparselt, "folders", lambda: [tmp_path])
+    library = tmp_path / folder / "lib" / "libcusparseLt.so.0"
+    library.parent.mkdir(parents=True)
+    shutil.copy(fake.path, library)
+    _cusparselt._opened.cache_clear()
+    assert probe() == (True, f"cuSPARSELt 0.8.0, {library}")
+    library = library.with_name("libcusparseLt.so.0.8")  # by another name: the loader knows the one that it has loaded
+    library.write_text("damaged")
+    library.with_name("libcusparseLt.so.0").unlink()
+    _cusparselt._opened.cache_clear()
+    ok, reason = probe()
+    assert not ok and str(library) in reason and "pip install -U" in reason
+    _cusparselt._opened.cache_clear()
+
+
+def test_the_library_needs_the_core(monkeypatch) -> None:
+    monkeypatch.setattr(_cusparselt, "compiled_core", lambda: _capability.Probe(False, "nmkernels._C is not built"))
+    assert _cusparselt.opened() == (None, "it is reached through the compiled core, and nmkernels._C is not built")
+
+
+@pytest.mark.parametrize(
+    "entry",
+    ["Init", "StructuredDescriptorInit", "DenseDescriptorInit", "MatmulDescriptorInit", "MatmulAlgSelectionInit", "MatmulPlanInit",
+     "MatmulGetWorkspace", "Matmul", "SpMMACompressedSize2", "SpMMACompress2", "MatmulDescSetAttribute", "MatmulAlgGetAttribute"],
+)  # fmt: skip
+def test_a_failing_entry_is_named_and_leaves_nothing_behind(fake, ours, entry) -> None:
+    fake.set(f"fail:{entry}", 10)
+    values, indices = reference.compress(torch.randn(32, 64).bfloat16(), 2, 4)
+    args = torch.randn(8, 64).bfloat16(), values, indices, 2, 4, 64, torch.randn(32).bfloat16(), "relu2"
+    # a bias and an activation can do without
+    if entry == "MatmulDescSetAttribute":
+        assert torch.isfinite(ours("nm_linear").fn(*args)).all()
+        return
+    with pytest.raises(BackendError, match=f"cusparseLt{entry} failed: CUSPARSE_STATUS_NOT_SUPPORTED .10., operation not supported"):
+        ours("nm_linear").fn(*args)
+    if entry not in ("Init", "SpMMACompress2"):
+        can, reason = ours("nm_linear").supports(*args)
+        assert not can and f"cusparseLt{entry} failed" in reason
+    fake.set(f"fail:{entry}", 0)
+    _context._threads.here.clear()
+    cusparselt._choice.forget()
+    assert torch.isfinite(ours("nm_linear").fn(*args)).all()
+
+
+# ---- the binary interface
+
+
+@needs_compiler
+def test_what_we_say_of_the_interface_is_what_every_version_says() -> None:
+    mine, table = cusparselt_abi.ours(), cusparselt_abi.read()
+    assert {"0.8.0", "0.10.0"} <= set(table)
+    assert len(mine) > 50
+    for version, found in table.items():
+        assert {name: found.get(name) for name in mine} == mine, version
+
+
+@needs_compiler
+def test_the_installed_header_says_the_same() -> None:
+    header, toolkit = cusparselt_abi.installed(), cusparselt_abi.toolkit()
+    if header is None or toolkit is None:
+        pytest.skip("cusparseLt.h is not installed")
+    found = cusparselt_abi.theirs(header, toolkit)
+    assert {name: found[name] for name in cusparselt_abi.ours()} == cusparselt_abi.ours()
+
+
+@needs_compiler
+def test_a_header_that_differs_is_told(tmp_path, capsys, monkeypatch) -> None:
+    """A made-up header: as ours, but for one value and one parameter."""
+    monkeypatch.setattr(cusparselt_abi, "TABLE", tmp_path / "table.csv")
+    mine = cusparselt_abi.ours()
+    changed = {**mine, "CUSPARSELT_MATMUL_SPLIT_K": "5", "cusparseLtInit": "4(* 8)", "version": "0.11.0"}
+    monkeypatch.setattr(cusparselt_abi, "theirs", lambda *_: dict(changed))
+    assert cusparselt_abi.main(["--header", str(tmp_path), "--toolkit", str(tmp_path)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == ["CUSPARSELT_MATMUL_SPLIT_K: 3 here, 5 in 0.11.0", "cusparseLtInit: 4(*) here, 4(* 8) in 0.11.0"]
+    assert not (tmp_path / "table.csv").exists()
+
+
+@needs_compiler
+def test_a_library_that_lacks_a_call_is_told(fake, without) -> None:
+    assert cusparselt_abi.missing_symbols(fake.path) == []
+    assert cusparselt_abi.missing_symbols(without) == ["cusparseLtDenseDescriptorInit"]
+
+
+def test_the_fake_has_no_other_header() -> None:
+    """The library of the tests is compiled against the interface as we have it, like the core."""
+    source = (Path(__file__).resolve().parents[3] / "csrc" / "tests" / "cusparselt" / "fake.cpp").read_text()
+    assert '#include "../../cusparselt/abi.h"' in source and "<cusparseLt.h>" not in source
