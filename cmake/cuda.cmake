@@ -29,7 +29,7 @@ endfunction()
 # files of matrix products, whose sums have no written order, are contracted.
 function(nmkernels_cuda_objects result)
   file(GLOB kernels CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/cuda/*.cu)
-  file(GLOB products CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/cuda/linear*.cu)
+  file(GLOB products CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/cuda/linear*.cu ${CMAKE_CURRENT_SOURCE_DIR}/cuda/gemm/*.cu)
   list(REMOVE_ITEM kernels ${products})
   foreach(part kernels products)
     if(${part})

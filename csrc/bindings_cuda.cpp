@@ -103,15 +103,29 @@ void bind_products(py::module_& module) {
     module.def("linear_mma_splits", &nm::cuda::linear_mma_splits);
     module.def("linear_expand_splits", &nm::cuda::linear_expand_splits);
     const auto product = [&](const char* name, void (*kernel)(const nm::cuda::LinearCall&, Queue)) {
-        module.def(name, [kernel](Address x, Address values, Address indices, Address bias, Address y, Address parts, int dtype, int activation,
-                                  int64_t tokens, int64_t rows, int64_t cols, int n, int m, int splits, int processors, int device, Address stream) {
+        module.def(name, [kernel](Address x, Address values, Address indices, Address bias, Address residual, Address y, Address parts, int dtype,
+                                  int activation, int64_t tokens, int64_t rows, int64_t cols, int n, int m, int splits, int processors, int device, Address stream) {
             kernel({at(x), at(values), at<uint8_t>(indices), at(bias), at(y), at<float>(parts), dtype, activation, tokens, rows, cols, n, m, splits,
-                    processors}, queue(device, stream));
+                    processors, at(residual)}, queue(device, stream));
         }, Unlocked());
     };
     product("linear_few", nm::cuda::linear_few);
     product("linear_mma", nm::cuda::linear_mma);
     product("linear_expand", nm::cuda::linear_expand);
+}
+
+// products on sparse tensor cores, and the metadata that they read
+void bind_gemm(py::module_& module) {
+    module.def("gemm_plan", &nm::cuda::gemm_plan);
+    module.def("gemm_mma_sp", [](Address values, Address metadata, Address dense, Address bias, Address residual, Address out, Address parts,
+                                 int dtype, int activation, int64_t m, int64_t n, int64_t k, bool by_column, int tile, int splits, int device,
+                                 Address stream) {
+        nm::cuda::gemm_mma_sp({at(values), at<uint32_t>(metadata), at(dense), at(bias), at(residual), at(out), at<float>(parts), dtype, activation,
+                               m, n, k, by_column, tile, splits}, queue(device, stream));
+    }, Unlocked());
+    module.def("metadata", [](Address indices, int64_t rows, int64_t cols, int layout, Address out, int device, Address stream) {
+        nm::cuda::metadata(at<uint8_t>(indices), rows, cols, layout, at<uint32_t>(out), queue(device, stream));
+    }, Unlocked());
 }
 
 }  // namespace
@@ -123,4 +137,5 @@ void bind_cuda(py::module_& module) {
     bind_mvue(module);
     bind_adamw(module);
     bind_products(module);
+    bind_gemm(module);
 }

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "queue.h"
@@ -119,7 +120,7 @@ void upload_words(const std::vector<int64_t>& words, int64_t* to, Queue queue);
 
 // linear_few.cu, linear_mma.cu, linear_expand.cu ------------------------------------------------------------------------
 
-// y [tokens, rows] = activation(x Wᵀ + bias) with x [tokens, cols] and W (rows, cols) packed; cols may end inside the last
+// y [tokens, rows] = activation(x Wᵀ + bias) + residual with x [tokens, cols] and W (rows, cols) packed; cols may end inside the last
 // group. Everything is accumulated in fp32 and rounded once. Indices are not checked; one that is outside of its group
 // reads nothing outside of x.
 struct LinearCall {
@@ -133,6 +134,7 @@ struct LinearCall {
     int n, m;
     int splits;      // what the kernel's function linear_..._splits says
     int processors;  // multiprocessors to fill
+    const void* residual = nullptr;  // [tokens, rows]
 };
 
 // 1 to 4 tokens on CUDA cores, any pattern.
@@ -153,5 +155,34 @@ void linear_expand(const LinearCall& call, Queue queue);
 
 // The same for linear_expand; 0 for other dtypes and more tokens.
 int linear_expand_splits(int dtype, int64_t tokens, int64_t rows, int64_t cols, int n, int m, int processors);
+
+// gemm/ ----------------------------------------------------------------------------------------------------------------
+
+// D = A B in 16 bits on sparse tensor cores: A (m, k) at 2:4, as values and metadata "mma.sp"; B dense, [n, k], or with
+// `by_column` [k, n]. D is stored [n, m], as activation(D + bias of a row) + residual; with by_column [m, n], plain. m is a
+// multiple of 16, k of 64, n with by_column of 8, all pointers of 16 bytes. Metadata is not checked: out of order, results
+// are undefined. An inf or NaN of B reaches a result only through a stored value.
+struct GemmCall {
+    const void* values;
+    const uint32_t* metadata;
+    const void* dense;
+    const void* bias;      // [m] or null
+    const void* residual;  // [n, m] or null
+    void* out;
+    float* parts;  // [splits] x D, only where splits > 1
+    int dtype, activation;
+    int64_t m, n, k;
+    bool by_column;
+    int tile, splits;  // of gemm_plan
+};
+
+void gemm_mma_sp(const GemmCall& call, Queue queue);
+
+// (tile, splits) for a GPU with so many multiprocessors, whose blocks can have so many bytes of shared memory.
+std::pair<int, int> gemm_plan(int64_t m, int64_t n, int64_t k, bool by_column, int processors, int64_t shared);
+
+// metadata.cu: canonical 2:4 indices (rows, cols/8 bytes) in a tensor core's order; layout: a code of packing.h. rows are a
+// multiple of 16, or of 64 for wgmma.sp, cols of 64.
+void metadata(const uint8_t* indices, int64_t rows, int64_t cols, int layout, uint32_t* out, Queue queue);
 
 }  // namespace nm::cuda

@@ -1,5 +1,5 @@
 // What the kernels of the linear layer share: how elements come out of words, and what is done to a sum before it is
-// stored: bias and activation in fp32, then the only rounding.
+// stored: bias, activation and residual in fp32, then the only rounding.
 #pragma once
 
 #include "../core/bitpack.h"
@@ -33,13 +33,14 @@ NM_DEVICE float activated(float y, int activation) {
     }
 }
 
-// Where sums go: into y [tokens, rows] with bias and activation, or as they are into a part of the columns' fp32 sums,
+// Where sums go: into y [tokens, rows] with bias, activation and residual, or as they are into a part of the columns' fp32 sums,
 // which finish_parts adds up in the order of the parts.
 template <class T>
 struct Sums {
     T* y;
-    const T* bias;  // [rows] or null
-    float* parts;   // [part][tokens, rows] or null
+    const T* bias;      // [rows] or null
+    const T* residual;  // [tokens, rows] or null, added after the activation
+    float* parts;       // [part][tokens, rows] or null
     int64_t rows, tokens;
     int activation;
 
@@ -54,14 +55,16 @@ struct Sums {
 
     NM_DEVICE void finish(float sum, int64_t at, int64_t row) const {
         if (bias) sum += to_float(bias[row]);
-        y[at] = from_float<T>(activated(sum, activation));
+        sum = activated(sum, activation);
+        if (residual) sum += to_float(residual[at]);
+        y[at] = from_float<T>(sum);
     }
 };
 
 template <class T>
 Sums<T> sums_of(const LinearCall& call) {
-    return {static_cast<T*>(call.y), static_cast<const T*>(call.bias), call.splits > 1 ? call.parts : nullptr,
-            call.rows, call.tokens, call.activation};
+    return {static_cast<T*>(call.y), static_cast<const T*>(call.bias), static_cast<const T*>(call.residual),
+            call.splits > 1 ? call.parts : nullptr, call.rows, call.tokens, call.activation};
 }
 
 // y from call.parts, where the columns were cut into several.

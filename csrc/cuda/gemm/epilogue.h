@@ -1,0 +1,97 @@
+// Sums to results. Each warp leaves its sums in shared memory, row by row of A, and takes up eight at a time that lie beside
+// each other in the result, for which bias, activation and residual are then one short piece of code. A result of 16 bits
+// is stored by 16 bytes; four threads beside each other store 64, and the next eight sums of a thread go on from there.
+#pragma once
+
+#include "../memory.h"
+#include "product.h"
+#include "tile.h"
+
+namespace nm::cuda::gemm {
+
+// Eight sums from `at` on of the result [sums.tokens, sums.rows], which begin at `row` of a stored row.
+template <class T>
+NM_DEVICE void store_eight(const Product<T>& f, float (&eight)[8], const T (&residual)[8], int64_t at, int64_t row, int part) {
+    if (f.sums.parts) return store_wide<8>(f.sums.parts + part * f.sums.tokens * f.sums.rows + at, eight);
+    if (f.sums.bias) {
+        T bias[8];
+        load_wide<8>(f.sums.bias + row, bias);
+        NM_UNROLL
+        for (int i = 0; i < 8; ++i) eight[i] += to_float(bias[i]);
+    }
+    if (f.sums.activation != kNone) {
+        NM_UNROLL
+        for (int i = 0; i < 8; ++i) eight[i] = activated(eight[i], f.sums.activation);
+    }
+    if (f.sums.residual) {
+        NM_UNROLL
+        for (int i = 0; i < 8; ++i) eight[i] += to_float(residual[i]);
+    }
+    T result[8];
+    NM_UNROLL
+    for (int i = 0; i < 8; ++i) result[i] = from_float<T>(eight[i]);
+    store_wide<8>(f.sums.y + at, result);
+}
+
+// The place of a sum in the warp's memory, by row and column of D, in floats. 8 columns stay together; threads that write 2
+// columns of rows g to g + 3, and threads that read rows 8 q + e of one column, find theirs in different banks.
+template <class Tile>
+NM_DEVICE int staged(int row, int col) {
+    return row * Tile::kWarpCols + (col ^ 8 * ((row ^ row >> 3) & 3));
+}
+
+// After a barrier: nobody reads the stages any more.
+template <class T, class Tile, bool kByColumn>
+NM_DEVICE void store_sums(const Product<T>& f, const Origin& origin, const float (&sums)[Tile::kDown][Tile::kAcross][4], uint8_t* shared) {
+    constexpr int kRows = Tile::kWarpRows, kCols = Tile::kWarpCols, kPieces = kRows * kCols / 8 / 32;
+    const int lane = int(threadIdx.x) % 32, warp = int(threadIdx.x) / 32, g = lane / 4, t = lane % 4;
+    float* const own = reinterpret_cast<float*>(shared) + warp * (kRows * kCols);
+    NM_UNROLL
+    for (int i = 0; i < Tile::kDown; ++i) {
+        NM_UNROLL
+        for (int j = 0; j < Tile::kAcross; ++j) {
+            NM_UNROLL
+            for (int half = 0; half < 2; ++half) store_wide<2>(own + staged<Tile>(i * 16 + half * 8 + g, j * 8 + 2 * t), &sums[i][j][2 * half]);
+        }
+    }
+    __syncwarp();
+
+    const int64_t row_0 = origin.row + warp / Tile::kWarpsAcross * kRows, col_0 = origin.col + warp % Tile::kWarpsAcross * kCols;
+    constexpr int kTogether = 4;  // residuals under way
+    static_assert(kPieces % kTogether == 0);
+    NM_ONE_BY_ONE
+    for (int first = 0; first < kPieces; first += kTogether) {
+        // the eight sums of a piece: row and column of the first in the warp's part of D
+        const auto place = [&](int piece, int& row, int& col) {
+            if constexpr (kByColumn) {
+                row = (piece * 32 + lane) / (kCols / 8), col = (piece * 32 + lane) % (kCols / 8) * 8;
+            } else {
+                row = piece % (kRows / 32) * 32 + t * 8, col = piece / (kRows / 32) * 8 + g;
+            }
+        };
+        const auto stored = [&](int row, int col) { return kByColumn ? (row_0 + row) * f.n + col_0 + col : (col_0 + col) * f.m + row_0 + row; };
+        T residual[kTogether][8] = {};
+        NM_UNROLL
+        for (int p = 0; p < kTogether; ++p) {
+            int row, col;
+            place(first + p, row, col);
+            if (f.sums.residual && !f.sums.parts && row_0 + row < f.m && col_0 + col < f.n) load_wide<8>(f.sums.residual + stored(row, col), residual[p]);
+        }
+        NM_UNROLL
+        for (int p = 0; p < kTogether; ++p) {
+            int row, col;
+            place(first + p, row, col);
+            if (row_0 + row >= f.m || col_0 + col >= f.n) continue;
+            float eight[8];
+            if constexpr (kByColumn) {
+                load_wide<8>(own + staged<Tile>(row, col), eight);
+            } else {
+                NM_UNROLL
+                for (int i = 0; i < 8; ++i) eight[i] = own[staged<Tile>(row + i, col)];
+            }
+            store_eight(f, eight, residual[p], stored(row, col), kByColumn ? col_0 + col : row_0 + row, origin.part);
+        }
+    }
+}
+
+}  // namespace nm::cuda::gemm

@@ -1,0 +1,108 @@
+// D = A B by mma.sp::ordered_metadata.m16n8k32, from sm_80 on; on sm_90 at about half the speed of wgmma.sp.
+#include <stdexcept>
+
+#include "epilogue.h"
+#include "fragments.h"
+#include "plan.h"
+#include "stages.h"
+
+namespace nm::cuda {
+
+namespace gemm {
+
+namespace {
+
+// Stages and barriers. Before turn 3 of slab s all threads meet: then slab s + 1 has arrived, for which each has waited
+// (kStages + s groups were begun before, of which all but the last kStages - 2 are awaited), and slab s has been read,
+// because what turn 3 needs of it was loaded before turn 2. So its place is free for slab s + kStages.
+template <class T, class Tile, bool kByColumn>
+__global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks) mma_sp_kernel(Product<T> f) {
+    NM_DYNAMIC_SHARED(uint8_t, shared);
+    const Origin origin = f.origin(Tile::kRows, Tile::kCols, kDepth);
+    float sums[Tile::kDown][Tile::kAcross][4] = {};
+    if (origin.first < origin.last) {
+        Stages<T, Tile, kByColumn> stages(f, origin, shared);
+        NM_UNROLL
+        for (int i = 0; i < Tile::kStages; ++i) stages.start();
+        Fragments<T, Tile, kByColumn> fragments;
+        cp_async_wait<Tile::kStages - 1>();
+        __syncthreads();
+        fragments.load_first(shared);
+        uint32_t stage = 0;
+        NM_ONE_BY_ONE
+        for (int slab = origin.first; slab < origin.last; ++slab) {
+            fragments.begin_slab();
+            fragments.template load<1>(shared + stage);
+            fragments.template multiply<0>(sums);
+            fragments.template load<2>(shared + stage);
+            fragments.template multiply<1>(sums);
+            fragments.template load<3>(shared + stage);
+            fragments.template multiply<2>(sums);
+            if (slab + 1 < origin.last) {
+                cp_async_wait<Tile::kStages - 2>();
+                __syncthreads();
+                stage = stage == (Tile::kStages - 1) * Tile::kStage ? 0 : stage + Tile::kStage;
+                fragments.load_first(shared + stage);
+                stages.start();
+            }
+            fragments.template multiply<3>(sums);
+        }
+        cp_async_wait<0>();
+        __syncthreads();
+    }
+    store_sums<T, Tile, kByColumn>(f, origin, sums, shared);
+}
+
+template <class T, class Tile, bool kByColumn>
+void run(const GemmCall& call, Queue queue) {
+    const int64_t slabs = call.k / kDepth, rows = cdiv(call.m, Tile::kRows), cols = cdiv(call.n, Tile::kCols);
+    const int part = part_of(slabs, call.splits);
+    const Sums<T> sums{static_cast<T*>(call.out), static_cast<const T*>(call.bias), static_cast<const T*>(call.residual),
+                       call.splits > 1 ? call.parts : nullptr, kByColumn ? call.n : call.m, kByColumn ? call.m : call.n, call.activation};
+    const Product<T> f{static_cast<const T*>(call.values), call.metadata, static_cast<const T*>(call.dense), sums, call.m, call.n, call.k, rows, cols, part};
+    launch("mma_sp_kernel", mma_sp_kernel<T, Tile, kByColumn>, {rows * cols * call.splits, Tile::kThreads, Tile::kShared}, queue, f);
+}
+
+template <class T>
+void by_way(const GemmCall& call, Queue queue) {
+    by_tile(call.tile, [&](auto tile) {
+        using Tile = decltype(tile);
+        if (!call.by_column) return run<T, Tile, false>(call, queue);
+        if constexpr (Tile::kWarpCols == 64) return run<T, Tile, true>(call, queue);
+        throw std::invalid_argument("gemm: the small tile has no way for operands by column");
+    });
+}
+
+}  // namespace
+
+}  // namespace gemm
+
+std::pair<int, int> gemm_plan(int64_t m, int64_t n, int64_t k, bool by_column, int processors, int64_t shared) {
+    const gemm::Plan plan = gemm::choose(m, n, k, by_column, processors, shared);
+    return {plan.tile, plan.splits};
+}
+
+void gemm_mma_sp(const GemmCall& call, Queue queue) {
+    if (call.m == 0 || call.n == 0) return;
+    if (call.m % 16 || call.k % gemm::kDepth || (call.by_column && call.n % 8)) throw std::invalid_argument("gemm: sizes are not whole tiles");
+    if (call.dtype == kBFloat16) {
+        gemm::by_way<bf16>(call, queue);
+    } else {
+        gemm::by_way<fp16>(call, queue);
+    }
+    if (call.splits > 1) {
+        LinearCall finish{};
+        finish.bias = call.bias;
+        finish.residual = call.residual;
+        finish.y = call.out;
+        finish.parts = call.parts;
+        finish.dtype = call.dtype;
+        finish.activation = call.activation;
+        finish.tokens = call.by_column ? call.m : call.n;
+        finish.rows = call.by_column ? call.n : call.m;
+        finish.splits = call.splits;
+        finish_parts(finish, queue);
+    }
+}
+
+}  // namespace nm::cuda

@@ -1,0 +1,96 @@
+// Slabs of k from global to shared memory, some ahead of the tensor cores. Each thread copies the same pieces of 16 bytes of
+// every slab; what lies outside of an operand becomes zero, and is not read.
+//
+// What nobody sees in the emulator, so in words. Each call of start() commits one group, also where there is nothing left to
+// copy, so that the n-th last group is always that of the n-th last slab. A thread's wait makes its own copies visible to
+// itself; the barrier after it makes everybody's visible to everybody. A slab is copied into the place of one that all
+// threads have read: their reads lie before a barrier that the copying thread has passed.
+#pragma once
+
+#include "../ptx.h"
+#include "product.h"
+#include "tile.h"
+
+namespace nm::cuda::gemm {
+
+template <class T, class Tile, bool kByColumn>
+class Stages {
+  public:
+    NM_DEVICE Stages(const Product<T>& f, const Origin& at, uint8_t* shared) : shared_(shared), slab_(at.first), end_(at.last) {
+        const int thread = int(threadIdx.x);
+        const int64_t slab = at.first, slabs = f.k / kDepth;
+
+        const int row = thread / 4, piece = thread % 4;
+        to_values_ = Tile::kDense + at_64(row, piece);
+        values_ = reinterpret_cast<const uint8_t*>(f.values) + (at.row + row) * f.k + slab * kDepth + piece * 16;
+        values_step_ = kValueRows * f.k;
+        rows_ = clamp(f.m - at.row - row);
+
+        const int tile = thread / 8;
+        to_metadata_ = Tile::kDense + Tile::kValues + thread * 16;
+        metadata_ = reinterpret_cast<const uint8_t*>(f.metadata) + ((at.row / 16 + tile) * slabs + slab) * 128 + thread % 8 * 16;
+        metadata_there_ = thread < Tile::kMetadata / 16 && at.row + tile * 16 < f.m;
+
+        const uint8_t* dense = reinterpret_cast<const uint8_t*>(f.dense);
+        if constexpr (kByColumn) {
+            const int depth = thread / kAcross, column = thread % kAcross;
+            to_dense_ = at_128<2 * Tile::kCols>(depth, column);
+            dense_ = dense + ((slab * kDepth + depth) * f.n + at.col + column * 8) * 2;
+            dense_step_ = kDenseRows * f.n * 2;
+            dense_slab_ = kDepth * f.n * 2;
+            cols_ = at.col + column * 8 < f.n ? kDepth : 0;
+        } else {
+            const int col = thread / kAcross, depth = thread % kAcross;
+            to_dense_ = at_128<2 * kDepth>(col, depth);
+            dense_ = dense + ((at.col + col) * f.k + slab * kDepth + depth * 8) * 2;
+            dense_step_ = kDenseRows * f.k * 2;
+            dense_slab_ = kDepth * 2;
+            cols_ = clamp(f.n - at.col - col);
+        }
+    }
+
+    // Starts to copy the next slab, if there is one, into its stage.
+    NM_DEVICE void start() {
+        if (slab_ < end_) {
+            uint8_t* const stage = shared_ + into_;
+            NM_UNROLL
+            for (int i = 0; i < Tile::kRows / kValueRows; ++i) {
+                cp_async<16>(stage + to_values_ + i * (kValueRows * 64), values_ + i * values_step_, i * kValueRows < rows_ ? 16 : 0);
+            }
+            NM_UNROLL
+            for (int i = 0; i < Tile::kDense / (16 * Tile::kThreads); ++i) {
+                // along k nothing ends inside a slab
+                const bool there = kByColumn ? cols_ > 0 : i * kDenseRows < cols_;
+                cp_async<16>(stage + to_dense_ + i * (16 * Tile::kThreads), dense_ + i * dense_step_, there ? 16 : 0);
+            }
+            if (int(threadIdx.x) < Tile::kMetadata / 16) cp_async<16>(stage + to_metadata_, metadata_, metadata_there_ ? 16 : 0);
+            values_ += kDepth;
+            metadata_ += 128;
+            dense_ += dense_slab_;
+            into_ = into_ == (Tile::kStages - 1) * Tile::kStage ? 0 : into_ + Tile::kStage;
+            ++slab_;
+        }
+        cp_async_commit();
+    }
+
+  private:
+    static constexpr int kValueRows = Tile::kThreads / 4;  // rows of values that all threads copy at once
+    static constexpr int kAcross = (kByColumn ? Tile::kCols : kDepth) / 8;  // pieces of a row of the dense tile
+    static constexpr int kDenseRows = Tile::kThreads / kAcross;
+    // so that a thread's pieces have the same place in their rows, and are all there
+    static_assert(kValueRows % 8 == 0 && kDenseRows % 8 == 0 && Tile::kRows % kValueRows == 0);
+    static_assert(Tile::kDense % (16 * Tile::kThreads) == 0 && Tile::kMetadata / 16 <= Tile::kThreads);
+
+    static NM_DEVICE int clamp(int64_t left) { return int(left < 0 ? 0 : left < Tile::kRows + Tile::kCols ? left : Tile::kRows + Tile::kCols); }
+
+    uint8_t* shared_;
+    const uint8_t *values_, *metadata_, *dense_;
+    int64_t values_step_, dense_step_, dense_slab_;
+    uint32_t to_values_, to_metadata_, to_dense_;
+    uint32_t into_ = 0;
+    int rows_, cols_;  // that are there, from the thread's first on
+    int slab_, end_;
+    bool metadata_there_;
+};
+
+}  // namespace nm::cuda::gemm

@@ -1,0 +1,45 @@
+// Canonical 2:4 indices into the order in which tensor cores read them, a permutation of 16 bits that reference/layouts.py
+// describes. Nothing is checked: what is no ordered pair of places stays so.
+#include <stdexcept>
+
+#include "kernels.h"
+#include "launch.h"
+#include "memory.h"
+#include "packing.h"
+
+namespace nm::cuda {
+
+namespace {
+
+constexpr int kThreads = 256;
+
+// A thread takes the 8 bytes that rows g and g + 8 of a tile have for 64 columns, and writes four words. Of a warp, eight
+// threads beside each other write 128 bytes, and four of the same row read 32.
+__global__ void __launch_bounds__(kThreads) metadata_kernel(const uint8_t* indices, int64_t rows, int64_t across, int layout, bool wide, uint32_t* out) {
+    const int64_t quads = (across + 3) / 4, at = (int64_t(blockIdx.x) * kThreads + threadIdx.x) / 32;
+    const int lane = int(threadIdx.x) % 32, g = lane % 8;
+    const int64_t i = at / quads, j = at % quads * 4 + lane / 8;
+    if (i >= rows / 16 || j >= across) return;
+    uint8_t upper[8], lower[8];
+    load_some<8>(indices + ((i * 16 + g) * across + j) * 8, upper, 8, wide);
+    load_some<8>(indices + ((i * 16 + g + 8) * across + j) * 8, lower, 8, wide);
+    uint32_t words[4];
+    NM_UNROLL
+    for (int t = 0; t < 4; ++t) {
+        words[t] = uint32_t(upper[2 * t]) | uint32_t(upper[2 * t + 1]) << 8 | uint32_t(lower[2 * t]) << 16 | uint32_t(lower[2 * t + 1]) << 24;
+    }
+    const int64_t tile = layout == kMmaSp ? i * across + j : (i / 4 * across + j) * 4 + i % 4;
+    store_wide<4>(out + tile * 32 + g * 4, words);
+}
+
+}  // namespace
+
+void metadata(const uint8_t* indices, int64_t rows, int64_t cols, int layout, uint32_t* out, Queue queue) {
+    if (layout != kMmaSp && layout != kWgmmaSp) throw std::invalid_argument("metadata: layout " + std::to_string(layout) + " is not known");
+    if (rows % (layout == kMmaSp ? 16 : 64) || cols % 64) throw std::invalid_argument("metadata: sizes are not whole tiles");
+    const int64_t across = cols / 64, warps = rows / 16 * cdiv(across, 4);
+    const bool wide = uintptr_t(indices) % 8 == 0;
+    launch("metadata_kernel", metadata_kernel, {cdiv(warps * 32, kThreads), kThreads}, queue, indices, rows, across, layout, wide, out);
+}
+
+}  // namespace nm::cuda
