@@ -118,10 +118,10 @@ void bind_products(py::module_& module) {
 void bind_gemm(py::module_& module) {
     module.def("gemm_plan", &nm::cuda::gemm_plan);
     module.def("gemm_mma_sp", [](Address values, Address metadata, Address dense, Address bias, Address residual, Address out, Address parts,
-                                 int dtype, int activation, int64_t m, int64_t n, int64_t k, bool by_column, int tile, int splits, int device,
-                                 Address stream) {
+                                 int dtype, int activation, int64_t m, int64_t n, int64_t k, bool by_column, int warps, int tile, int splits,
+                                 int device, Address stream) {
         nm::cuda::gemm_mma_sp({at(values), at<uint32_t>(metadata), at(dense), at(bias), at(residual), at(out), at<float>(parts), dtype, activation,
-                               m, n, k, by_column, tile, splits}, queue(device, stream));
+                               m, n, k, by_column, warps, tile, splits}, queue(device, stream));
     }, Unlocked());
     module.def("metadata", [](Address indices, int64_t rows, int64_t cols, int layout, Address out, int device, Address stream) {
         nm::cuda::metadata(at<uint8_t>(indices), rows, cols, layout, at<uint32_t>(out), queue(device, stream));

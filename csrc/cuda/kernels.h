@@ -158,7 +158,7 @@ int linear_expand_splits(int dtype, int64_t tokens, int64_t rows, int64_t cols, 
 
 // gemm/ ----------------------------------------------------------------------------------------------------------------
 
-// D = A B in 16 bits on sparse tensor cores: A (m, k) at 2:4, as values and metadata "mma.sp"; B dense, [n, k], or with
+// D = A B in 16 bits on sparse tensor cores: A (m, k) at 2:4, as values and metadata; B dense, [n, k], or with
 // `by_column` [k, n]. D is stored [n, m], as activation(D + bias of a row) + residual; with by_column [m, n], plain. m is a
 // multiple of 16, k of 64, n with by_column of 8, all pointers of 16 bytes. Metadata is not checked: out of order, results
 // are undefined. An inf or NaN of B reaches a result only through a stored value.
@@ -173,6 +173,7 @@ struct GemmCall {
     int dtype, activation;
     int64_t m, n, k;
     bool by_column;
+    int warps;         // 1: metadata "mma.sp"; 4: "wgmma.sp", m a multiple of 64
     int tile, splits;  // of gemm_plan
 };
 

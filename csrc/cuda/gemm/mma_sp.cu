@@ -59,7 +59,7 @@ void run(const GemmCall& call, Queue queue) {
     const int part = part_of(slabs, call.splits);
     const Sums<T> sums{static_cast<T*>(call.out), static_cast<const T*>(call.bias), static_cast<const T*>(call.residual),
                        call.splits > 1 ? call.parts : nullptr, kByColumn ? call.n : call.m, kByColumn ? call.m : call.n, call.activation};
-    const Product<T> f{static_cast<const T*>(call.values), call.metadata, static_cast<const T*>(call.dense), sums, call.m, call.n, call.k, rows, cols, part};
+    const Product<T> f{static_cast<const T*>(call.values), call.metadata, static_cast<const T*>(call.dense), sums, call.m, call.n, call.k, rows, cols, part, call.warps};
     launch("mma_sp_kernel", mma_sp_kernel<T, Tile, kByColumn>, {rows * cols * call.splits, Tile::kThreads, Tile::kShared}, queue, f);
 }
 
@@ -85,6 +85,7 @@ std::pair<int, int> gemm_plan(int64_t m, int64_t n, int64_t k, bool by_column, i
 void gemm_mma_sp(const GemmCall& call, Queue queue) {
     if (call.m == 0 || call.n == 0) return;
     if (call.m % 16 || call.k % gemm::kDepth || (call.by_column && call.n % 8)) throw std::invalid_argument("gemm: sizes are not whole tiles");
+    if (call.m % (16 * call.warps)) throw std::invalid_argument("gemm: metadata for whole warpgroups, and rows for a part of one");
     if (call.dtype == kBFloat16) {
         gemm::by_way<bf16>(call, queue);
     } else {

@@ -46,7 +46,7 @@ double slab_cycles() {
 inline Plan choose(int64_t m, int64_t n, int64_t k, bool by_column, int processors, int64_t shared) {
     Plan best{kSmall, 1};
     double least = -1;
-    const int64_t slabs = k / kDepth;
+    const int64_t slabs = std::max<int64_t>(1, k / kDepth);
     for (int tile : {kLarge, kMiddle, kSmall}) {
         if (by_column && tile == kSmall) continue;
         by_tile(tile, [&](auto shape) {

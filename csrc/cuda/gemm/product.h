@@ -8,7 +8,7 @@
 //   epilogue.h   sums to results: bias, activation, residual, the rounding, 16-byte stores
 //   mma_sp.cu    the kernel for mma.sp, from sm_80 on, and the host's functions
 //
-// A is the compressed operand: values (m, k/2), row-major, and metadata in the order "mma.sp" of reference/layouts.py. B is
+// A is the compressed operand: values (m, k/2), row-major, and metadata in one of the orders of reference/layouts.py. B is
 // dense, and lies in memory in one of two ways:
 //
 //   by depth     x [n, k]: fprop, where n counts tokens; so is the gradient of the input, from the packed transpose
@@ -39,7 +39,8 @@ struct Product {
     Sums<T> sums;  // `rows` of it is the length of a stored row of D, `tokens` their number
     int64_t m, n, k;
     int64_t row_tiles, col_tiles;
-    int part;  // slabs of a part
+    int part;   // slabs of a part
+    int warps;  // whose metadata lies together: 1 as mma.sp reads it, 4 as wgmma.sp does
 
     // Blocks that run at the same time should share operands in L2: they go down the rows of kBand tiles of columns.
     NM_DEVICE Origin origin(int rows, int cols, int depth) const {

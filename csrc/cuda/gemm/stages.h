@@ -1,5 +1,6 @@
 // Slabs of k from global to shared memory, some ahead of the tensor cores. Each thread copies the same pieces of 16 bytes of
-// every slab; what lies outside of an operand becomes zero, and is not read.
+// every slab; what lies outside of an operand becomes zero, and is not read. But zero is no metadata that the instruction
+// takes: rows below the last have that of the last.
 //
 // What nobody sees in the emulator, so in words. Each call of start() commits one group, also where there is nothing left to
 // copy, so that the n-th last group is always that of the n-th last slab. A thread's wait makes its own copies visible to
@@ -26,10 +27,10 @@ class Stages {
         values_step_ = kValueRows * f.k;
         rows_ = clamp(f.m - at.row - row);
 
-        const int tile = thread / 8;
+        const int64_t own = at.row / 16 + thread / 8, last = f.m / 16 - 1, tile = own < last ? own : last;
         to_metadata_ = Tile::kDense + Tile::kValues + thread * 16;
-        metadata_ = reinterpret_cast<const uint8_t*>(f.metadata) + ((at.row / 16 + tile) * slabs + slab) * 128 + thread % 8 * 16;
-        metadata_there_ = thread < Tile::kMetadata / 16 && at.row + tile * 16 < f.m;
+        metadata_ = reinterpret_cast<const uint8_t*>(f.metadata) + ((tile / f.warps * slabs + slab) * f.warps + tile % f.warps) * 128 + thread % 8 * 16;
+        metadata_slab_ = f.warps * 128;
 
         const uint8_t* dense = reinterpret_cast<const uint8_t*>(f.dense);
         if constexpr (kByColumn) {
@@ -63,9 +64,9 @@ class Stages {
                 const bool there = kByColumn ? cols_ > 0 : i * kDenseRows < cols_;
                 cp_async<16>(stage + to_dense_ + i * (16 * Tile::kThreads), dense_ + i * dense_step_, there ? 16 : 0);
             }
-            if (int(threadIdx.x) < Tile::kMetadata / 16) cp_async<16>(stage + to_metadata_, metadata_, metadata_there_ ? 16 : 0);
+            if (int(threadIdx.x) < Tile::kMetadata / 16) cp_async<16>(stage + to_metadata_, metadata_);
             values_ += kDepth;
-            metadata_ += 128;
+            metadata_ += metadata_slab_;
             dense_ += dense_slab_;
             into_ = into_ == (Tile::kStages - 1) * Tile::kStage ? 0 : into_ + Tile::kStage;
             ++slab_;
@@ -89,8 +90,7 @@ class Stages {
     uint32_t to_values_, to_metadata_, to_dense_;
     uint32_t into_ = 0;
     int rows_, cols_;  // that are there, from the thread's first on
-    int slab_, end_;
-    bool metadata_there_;
+    int slab_, end_, metadata_slab_;
 };
 
 }  // namespace nm::cuda::gemm

@@ -1,6 +1,7 @@
-"""fprop of a linear layer from a compressed weight, for a batch so small that reading the weight is what takes the time.
+"""fprop of a linear layer from a compressed weight: kernels for a batch so small that reading the weight is what takes the time.
 
-Sums are fp32, bias and activation are applied before the only rounding. Indices are not checked, which would make the host wait; one
+More tokens, and operands in the order of tensor cores, are for ``gemm``. Sums are fp32, bias, activation and residual are applied before
+the only rounding. Indices are not checked, which would make the host wait; one
 outside its group reads nothing outside of x. On CUDA cores an inf or NaN of x reaches a result only through a stored value; tensor cores
 multiply a dense tile, where it reaches every result of its token, as in the dense product.
 """
@@ -14,21 +15,18 @@ import torch
 from torch import Tensor
 
 from ..._dispatch import Verdict
-from .._tensors import ORDERED
+from . import gemm
 from ._core import DTYPES, contiguous, core, queue, register
 
 FEW_TOKENS = 4
 """Up to so many tokens CUDA cores keep up with memory, in every dtype and pattern."""
 
 MOST_TOKENS = 16
-"""Up to so many tokens there is a kernel for tensor cores."""
+"""Up to so many tokens they keep up on dense tensor cores, for canonical indices."""
 
 TENSOR_CORES_FROM = {4: 3}
 """Where tensor cores take fewer tokens too, by M. Counted in machine code for sm_90a, a stored value of 2:4 costs 5.9 instructions there
 for up to 8 tokens, one of 1:4 8.0, and on CUDA cores 6.2, 8.9 and 13.2 for 1, 2 and 4; an H200 has 15. With larger M they cost alike."""
-
-ACTIVATIONS = {"": 0, "gelu": 1, "silu": 2, "relu2": 3}
-"""The kernels' code of each activation."""
 
 EMULATED_PROCESSORS = 2
 """Multiprocessors that the emulator plans for: so few that blocks take several rounds."""
@@ -65,14 +63,19 @@ def _tokens(x: Tensor, cols: int) -> int:
 
 
 def _supports(x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, *_: Any) -> Verdict:
-    if indices.dtype == torch.int32:
-        return ORDERED
     tokens = _tokens(x, cols)
-    if tokens > MOST_TOKENS:
-        return False, f"its kernels take up to {MOST_TOKENS} tokens, and this call has {tokens}"
+    if _for_gemm(indices, tokens):
+        can, reason = found = gemm.takes(values, indices, n, m, cols)
+        if not can and tokens > MOST_TOKENS:
+            return False, f"its kernels of canonical indices take up to {MOST_TOKENS} tokens, and this call has {tokens}; {reason}"
+        return found
     if tokens > FEW_TOKENS and x.dtype == torch.float32:
         return False, f"more than {FEW_TOKENS} tokens are multiplied by tensor cores, in 16 bits, and this call has {tokens} in float32"
     return _RUNS
+
+
+def _for_gemm(indices: Tensor, tokens: int) -> bool:
+    return tokens > MOST_TOKENS or indices.dtype == torch.int32
 
 
 def _address(x: Tensor | None) -> int:
@@ -89,16 +92,18 @@ def linear(
     y = x.new_empty(*x.shape[:-1], rows) if out is None else out
     if not y.numel():
         return y
+    if _for_gemm(indices, tokens):
+        return gemm.multiply(values, indices, x, y, tokens, cols, False, bias, activation, residual)
     x, values, indices = contiguous(x), contiguous(values), indices.contiguous()
-    b = None if bias is None else contiguous(bias)
+    b, r = None if bias is None else contiguous(bias), None if residual is None else contiguous(residual)
     module, processors = core(x), _target(x)
     aligned = not (values.data_ptr() & 15 or indices.data_ptr() & 3)
     kernel, splits = _plan(module, x.dtype, tokens, rows, cols, n, m, aligned, processors)
     if kernel == "linear_mma" and x.data_ptr() & 15:
         x = x.clone()
     parts = x.new_empty(splits, tokens, rows, dtype=torch.float32) if splits > 1 else None
-    addresses = (x.data_ptr(), values.data_ptr(), indices.data_ptr(), _address(b), y.data_ptr(), _address(parts))
+    addresses = (x.data_ptr(), values.data_ptr(), indices.data_ptr(), _address(b), _address(r), y.data_ptr(), _address(parts))
     getattr(module, kernel)(
-        *addresses, DTYPES[x.dtype], ACTIVATIONS[activation], tokens, rows, cols, n, m, splits, processors, *queue(x)
+        *addresses, DTYPES[x.dtype], gemm.ACTIVATIONS[activation], tokens, rows, cols, n, m, splits, processors, *queue(x)
     )  # fmt: skip
-    return y if residual is None else y.add_(residual)
+    return y

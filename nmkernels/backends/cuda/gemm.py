@@ -1,0 +1,108 @@
+"""Products with a 2:4 operand on sparse tensor cores: what they take, how a call is planned, its start; and wgrad.
+
+Sums are fp32; bias, activation and residual are applied before the only rounding. Metadata is not checked, which would make the host
+wait. An inf or NaN of the dense operand reaches a result only through a stored value, as on CUDA cores.
+"""
+
+from __future__ import annotations
+
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..._dispatch import Verdict
+from ...reference.layouts import COLUMNS, WARPS, layout_of
+from ._core import DTYPES, contiguous, core, queue, register
+from .metadata import metadata
+
+ACTIVATIONS = {"": 0, "gelu": 1, "silu": 2, "relu2": 3}
+"""The kernels' code of each activation."""
+
+EMULATED_PROCESSORS = 2
+"""Multiprocessors that the emulator plans for: so few that blocks take several rounds."""
+
+LEAST_SHARED = 99 << 10
+SHARED = {(8, 0): 163 << 10, (8, 7): 163 << 10, (9, 0): 227 << 10, (10, 0): 227 << 10, (10, 3): 227 << 10, (11, 0): 227 << 10}
+"""Bytes of shared memory that a block can have, by compute capability, and on all others."""
+
+TOGETHER = 8
+"""Elements of 16 bits that are copied at once: the rows of a dense operand by column are whole multiples."""
+
+
+@cache
+def _device(index: int) -> tuple[int, int]:
+    found = torch.cuda.get_device_properties(index)
+    return int(found.multi_processor_count), SHARED.get((found.major, found.minor), LEAST_SHARED)
+
+
+def target(x: Tensor) -> tuple[int, int]:
+    """Multiprocessors, and bytes of shared memory of a block, that calls with ``x`` are planned for."""
+    return (EMULATED_PROCESSORS, SHARED[8, 0]) if x.is_cpu else _device(x.get_device())
+
+
+@lru_cache(maxsize=4096)
+def plan(module: Any, m: int, n: int, k: int, by_column: bool, processors: int, shared: int) -> tuple[int, int]:
+    """The tile, and the parts that k is cut into."""
+    tile, splits = module.gemm_plan(m, n, k, by_column, processors, shared)
+    return tile, splits
+
+
+def takes(values: Tensor, indices: Tensor, n: int, m: int, cols: int) -> Verdict:
+    """Whether there is a kernel for a compressed operand of ``cols`` columns."""
+    if (n, m) != (2, 4):
+        return False, f"sparse tensor cores multiply 2:4, and this operand is {n}:{m}; nm.ops.relayout makes 2:4 of some"
+    if values.element_size() != 2:
+        return False, f"sparse tensor cores multiply 16 bits, and this call is in {values.dtype}"
+    rows, tile = values.shape[0], 16 * WARPS.get(layout_of(indices), 1)
+    if rows % tile or cols % COLUMNS:
+        return False, f"it takes operands of whole tiles, {tile} rows and {COLUMNS} columns, and this one is ({rows}, {cols})"
+    return True, "sparse tensor cores"
+
+
+def aligned(x: Tensor) -> Tensor:
+    """Contiguous, at an address from which 16 bytes can be read at once."""
+    x = contiguous(x)
+    return x.clone() if x.data_ptr() & 15 else x
+
+
+def multiply(
+    values: Tensor, indices: Tensor, dense: Tensor, out: Tensor, n: int, k: int, by_column: bool,
+    bias: Tensor | None = None, activation: str = "", residual: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """D = A B for A ``(m, k)`` compressed, into ``out``, which must be contiguous.
+
+    B is ``[n, k]``, and D ``[n, m]``, activation(D + bias) + residual; with ``by_column`` B is ``[k, n]`` and D ``[m, n]``, as it is.
+    """
+    if out.data_ptr() & 15:
+        return out.copy_(multiply(values, indices, dense, torch.empty_like(out), n, k, by_column, bias, activation, residual))
+    m, layout = values.shape[0], layout_of(indices)
+    values, dense = aligned(values), aligned(dense)
+    if layout == "canonical":
+        layout = "mma.sp"
+        meta = metadata(indices, k, layout)
+    else:
+        meta = aligned(indices)
+    b, r = None if bias is None else aligned(bias), None if residual is None else aligned(residual)
+    module = core(values)
+    tile, splits = plan(module, m, n, k, by_column, *target(values))
+    parts = values.new_empty(splits, m, n, dtype=torch.float32) if splits > 1 else None
+    addresses = [0 if x is None else x.data_ptr() for x in (values, meta, dense, b, r, out, parts)]
+    module.gemm_mma_sp(
+        *addresses, DTYPES[values.dtype], ACTIVATIONS[activation], m, n, k, by_column, WARPS[layout], tile, splits, *queue(values)
+    )  # fmt: skip
+    return out
+
+
+def _takes_wgrad(values: Tensor, indices: Tensor, n: int, m: int, cols: int, x: Tensor) -> Verdict:
+    if x.shape[1] % TOGETHER:
+        return False, f"it copies {TOGETHER} columns of x at once, and this one has {x.shape[1]}"
+    return takes(values, indices, n, m, cols)
+
+
+@register("nm_linear_wgrad", _takes_wgrad)
+def linear_wgrad(values: Tensor, indices: Tensor, n: int, m: int, cols: int, x: Tensor, out: Tensor | None = None) -> Tensor:
+    """``nm_linear_wgrad``."""
+    y = x.new_empty(values.shape[0], x.shape[1]) if out is None else out
+    return multiply(values, indices, x, y, x.shape[1], cols, True) if y.numel() else y
