@@ -22,8 +22,12 @@ WIDTHS: dict[str, tuple[int, int]] = {
     r"decompress\.cu decompress_kernel": (16, 128),
     # one block, or a thread for each of some hundred params or blocks
     r"adamw_around\.cu|threshold\.cu scale_kernel": (0, 0),
+    # a thread has 8 bytes of a row's indices, and four threads beside each other 32
+    r"metadata\.cu metadata_kernel": (64, 128),
     # adds up what the parts of a split product left, and rounds it to the dtype of the result
     r"linear_parts\.cu finish_kernel": (32, 16),
+    # writes results as wide as it reads operands
+    r"mma_sp\.cu mma_sp_kernel": (128, 128),
 }
 """Bits of the widest read and the widest write of global memory, where they are not (128, 32)."""
 RULE = 128, 32

@@ -1,6 +1,6 @@
 """What nvcc makes of the CUDA kernels, read without a GPU: registers, spills, widths of memory accesses, tensor cores, contraction.
 
-``python -m bench.cuda_resources`` compiles every ``csrc/cuda/*.cu`` for sm_80 and sm_90a with the flags of the build, reads what cuobjdump
+``python -m bench.cuda_resources`` compiles every ``.cu`` under ``csrc/cuda`` for sm_80 and sm_90a with the flags of the build, reads what cuobjdump
 tells of each kernel and writes ``bench/results/cuda_resources.csv``; with words, the kernels whose names contain one of them are only
 printed. What was compiled is kept under ``build/cuda_resources``, by a hash of sources, flags and compiler, which the rows depend on.
 """
@@ -76,8 +76,13 @@ class Kernel:
 
 
 def sources() -> list[Path]:
-    """The files of kernels, in order."""
-    return sorted(SOURCES.glob("*.cu"))
+    """The files of kernels, in order; their names are unique."""
+    return sorted(SOURCES.rglob("*.cu"))
+
+
+def is_product(source: Path) -> bool:
+    """Whether a file's sums have no written order, so that they may be contracted."""
+    return source.name.startswith("linear") or source.parent.name == "gemm"
 
 
 def tools() -> Probe:
@@ -128,7 +133,7 @@ def shortfalls(kernels: Iterable[Kernel]) -> list[str]:
 
 def _flags(source: Path) -> list[str]:
     """As ``cmake/cuda.cmake`` has them: only products may contract."""
-    return ["-std=c++17", "-O3", *([] if source.name.startswith("linear") else ["-fmad=false"])]
+    return ["-std=c++17", "-O3", *([] if is_product(source) else ["-fmad=false"])]
 
 
 def _fingerprint(source: Path, arch: str) -> str:
@@ -156,17 +161,16 @@ def _compile(source: Path, arch: str) -> list[Kernel]:
         _run(compiler, *_flags(source), f"-arch={arch}", "-ptx", "-o", str(ptx), str(source))
         _run(compiler, "-O3", f"-arch={arch}", "-cubin", "-o", str(cubin), str(ptx))
         usage, sass = (_run(str(_tool("cuobjdump")), way, str(cubin)) for way in ("-res-usage", "-sass"))
-        return read_back(source.name, arch, ptx.read_text(), usage, sass)
+        return read_back(source.name, arch, not is_product(source), ptx.read_text(), usage, sass)
 
 
-def read_back(source: str, arch: str, ptx: str, usage: str, sass: str) -> list[Kernel]:
-    """The kernels of a file from its PTX and from what cuobjdump prints."""
+def read_back(source: str, arch: str, exact: bool, ptx: str, usage: str, sass: str) -> list[Kernel]:
+    """The kernels of a file, exact or of products, from its PTX and from what cuobjdump prints."""
     used = dict(re.findall(r"Function (\S+):\s*\n\s*(REG:.*)", usage))
     code = {part.split()[0]: part for part in sass.split("Function : ")[1:]}
     assert used.keys() == code.keys(), f"cuobjdump tells of other kernels than it shows: {used.keys() ^ code.keys()}"
     names = short_names(sorted(code))
     assert len(set(names.values())) == len(names), f"two kernels of {source} have one name in short"
-    exact = not source.startswith("linear")
     wrong = inexact_of(ptx) if exact else {}
     rows = []
     for mangled in sorted(code, key=names.__getitem__):

@@ -53,10 +53,11 @@ NM_DEVICE uint32_t rounded_pair(float low, float high) {
 
 // Starts to copy `filled` of Bytes (4, 8 or 16) from global to shared memory, both aligned to Bytes; the rest becomes zero,
 // and with 0 nothing is read. 16 bytes go past L1, which is what a tile that is read once wants, unless it is asked for.
-template <int Bytes, bool ThroughL1 = Bytes != 16>
+// Lines: what else is in the line of 128 bytes will be wanted soon, and may come into L2 with it.
+template <int Bytes, bool ThroughL1 = Bytes != 16, bool Lines = false>
 NM_DEVICE void cp_async(void* to, const void* from, int filled = Bytes) {
     static_assert(Bytes == 4 || Bytes == 8 || Bytes == 16);
-    static_assert(ThroughL1 || Bytes == 16);
+    static_assert((ThroughL1 || Bytes == 16) && !(ThroughL1 && Lines));
 #if defined(NM_EMULATED)
     emulator::cp_async(to, from, Bytes, filled);
 #else
@@ -64,6 +65,8 @@ NM_DEVICE void cp_async(void* to, const void* from, int filled = Bytes) {
     const size_t global = __cvta_generic_to_global(from);
     if constexpr (ThroughL1) {
         asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(at), "l"(global), "n"(Bytes), "r"(filled) : "memory");
+    } else if constexpr (Lines) {
+        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], %2, %3;" ::"r"(at), "l"(global), "n"(Bytes), "r"(filled) : "memory");
     } else {
         asm volatile("cp.async.cg.shared.global [%0], [%1], %2, %3;" ::"r"(at), "l"(global), "n"(Bytes), "r"(filled) : "memory");
     }

@@ -28,6 +28,7 @@ __global__ void calls(const uint4* from, float* to, int filled) {
     const int lane = int(threadIdx.x);
     cp_async<16>(&tile[lane], from + lane, filled);
     cp_async<16, true>(&tile[lane + 32], from + lane + 32);
+    cp_async<16, false, true>(&tile[lane + 48], from + lane + 48);
     cp_async_commit();
     cp_async<8>(&tile[lane + 64], from + lane + 64);
     cp_async<4>(reinterpret_cast<char*>(&tile[lane + 64]) + 8, from + lane + 65, filled);
@@ -55,6 +56,7 @@ template __global__ void calls<fp16>(const uint4*, float*, int);
 PER_KERNEL = {
     "LDGSTS.E.BYPASS.128.ZFILL": 1,
     "LDGSTS.E.128": 1,
+    "LDGSTS.E.BYPASS.LTC128B.128": 1,
     "LDGSTS.E.64": 1,
     "LDGSTS.E.ZFILL": 1,
     "LDGDEPBAR": 2,

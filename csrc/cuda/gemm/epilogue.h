@@ -4,33 +4,52 @@
 #pragma once
 
 #include "../memory.h"
+#include "../ptx.h"
 #include "product.h"
 #include "tile.h"
 
 namespace nm::cuda::gemm {
 
-// Eight sums from `at` on of the result [sums.tokens, sums.rows], which begin at `row` of a stored row.
-template <class T>
-NM_DEVICE void store_eight(const Product<T>& f, float (&eight)[8], const T (&residual)[8], int64_t at, int64_t row, int part) {
-    if (f.sums.parts) return store_wide<8>(f.sums.parts + part * f.sums.tokens * f.sums.rows + at, eight);
-    if (f.sums.bias) {
-        T bias[8];
-        load_wide<8>(f.sums.bias + row, bias);
-        NM_UNROLL
-        for (int i = 0; i < 8; ++i) eight[i] += to_float(bias[i]);
+// Eight elements of 16 bits.
+struct Eight {
+    uint32_t words[4] = {};
+
+    template <class T>
+    NM_DEVICE void load(const T* from) {
+        load_wide<4>(reinterpret_cast<const uint32_t*>(from), words);
     }
-    if (f.sums.activation != kNone) {
-        NM_UNROLL
-        for (int i = 0; i < 8; ++i) eight[i] = activated(eight[i], f.sums.activation);
-    }
-    if (f.sums.residual) {
-        NM_UNROLL
-        for (int i = 0; i < 8; ++i) eight[i] += to_float(residual[i]);
-    }
-    T result[8];
+};
+
+template <int kActivation>
+NM_DEVICE void activate(float (&sums)[8]) {
     NM_UNROLL
-    for (int i = 0; i < 8; ++i) result[i] = from_float<T>(eight[i]);
-    store_wide<8>(f.sums.y + at, result);
+    for (int i = 0; i < 8; ++i) sums[i] = activated(sums[i], kActivation);
+}
+
+// Eight sums from `at` on of the result [sums.tokens, sums.rows], which begin at `row` of a stored row.
+template <class T, bool kPlain>
+NM_DEVICE void store_eight(const Product<T>& f, float (&sums)[8], const Eight& residual, int64_t at, int64_t row, int part) {
+    if (f.sums.parts) return store_streamed<8>(f.sums.parts + part * f.sums.tokens * f.sums.rows + at, sums);
+    if (!kPlain && f.sums.bias) {
+        Eight bias;
+        bias.load(f.sums.bias + row);
+        NM_UNROLL
+        for (int i = 0; i < 8; ++i) sums[i] += element<T>(bias.words, i);
+    }
+    switch (kPlain ? int(kNone) : f.sums.activation) {
+        case kGelu: activate<kGelu>(sums); break;
+        case kSilu: activate<kSilu>(sums); break;
+        case kRelu2: activate<kRelu2>(sums); break;
+        default: break;
+    }
+    if (!kPlain && f.sums.residual) {
+        NM_UNROLL
+        for (int i = 0; i < 8; ++i) sums[i] += element<T>(residual.words, i);
+    }
+    uint32_t result[4];
+    NM_UNROLL
+    for (int i = 0; i < 4; ++i) result[i] = rounded_pair<T>(sums[2 * i], sums[2 * i + 1]);
+    store_streamed<4>(reinterpret_cast<uint32_t*>(f.sums.y + at), result);
 }
 
 // The place of a sum in the warp's memory, by row and column of D, in floats. 8 columns stay together; threads that write 2
@@ -70,12 +89,12 @@ NM_DEVICE void store_sums(const Product<T>& f, const Origin& origin, const float
             }
         };
         const auto stored = [&](int row, int col) { return kByColumn ? (row_0 + row) * f.n + col_0 + col : (col_0 + col) * f.m + row_0 + row; };
-        T residual[kTogether][8] = {};
+        Eight residual[kTogether];
         NM_UNROLL
         for (int p = 0; p < kTogether; ++p) {
             int row, col;
             place(first + p, row, col);
-            if (f.sums.residual && !f.sums.parts && row_0 + row < f.m && col_0 + col < f.n) load_wide<8>(f.sums.residual + stored(row, col), residual[p]);
+            if (!kByColumn && f.sums.residual && !f.sums.parts && row_0 + row < f.m && col_0 + col < f.n) residual[p].load(f.sums.residual + stored(row, col));
         }
         NM_UNROLL
         for (int p = 0; p < kTogether; ++p) {
@@ -89,7 +108,7 @@ NM_DEVICE void store_sums(const Product<T>& f, const Origin& origin, const float
                 NM_UNROLL
                 for (int i = 0; i < 8; ++i) eight[i] = own[staged<Tile>(row + i, col)];
             }
-            store_eight(f, eight, residual[p], stored(row, col), kByColumn ? col_0 + col : row_0 + row, origin.part);
+            store_eight<T, kByColumn>(f, eight, residual[p], stored(row, col), kByColumn ? col_0 + col : row_0 + row, origin.part);
         }
     }
 }

@@ -59,7 +59,9 @@ void run(const GemmCall& call, Queue queue) {
     const int part = part_of(slabs, call.splits);
     const Sums<T> sums{static_cast<T*>(call.out), static_cast<const T*>(call.bias), static_cast<const T*>(call.residual),
                        call.splits > 1 ? call.parts : nullptr, kByColumn ? call.n : call.m, kByColumn ? call.m : call.n, call.activation};
-    const Product<T> f{static_cast<const T*>(call.values), call.metadata, static_cast<const T*>(call.dense), sums, call.m, call.n, call.k, rows, cols, part, call.warps};
+    if (rows * cols * call.splits > 0x7fffffff) throw std::invalid_argument("gemm: more blocks than a grid has");
+    const Product<T> f{static_cast<const T*>(call.values), call.metadata, static_cast<const T*>(call.dense), sums, call.m, call.n, call.k,
+                       int(rows), int(cols), part, call.warps};
     launch("mma_sp_kernel", mma_sp_kernel<T, Tile, kByColumn>, {rows * cols * call.splits, Tile::kThreads, Tile::kShared}, queue, f);
 }
 

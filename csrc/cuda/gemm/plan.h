@@ -29,6 +29,7 @@ struct Plan {
 
 constexpr int kMostSplits = 32;
 constexpr int kFewestSlabs = 4;  // of a part
+constexpr double kBytes = 12;    // of memory, for each cycle and multiprocessor
 
 // Parts of so many slabs, none of them empty.
 inline int part_of(int64_t slabs, int splits) { return int(std::max<int64_t>(1, cdiv(slabs, splits))); }
@@ -42,7 +43,20 @@ double slab_cycles() {
     return std::max(double(Tile::kRows) * Tile::kCols * kDepth / 2048, (reads + Tile::kStage) / 128);
 }
 
-// As `estimate` for each tile that fits into `shared` bytes, with every number of parts that is of use.
+// Cycles of a product: those of its busiest multiprocessor, or those in which memory delivers the operands, which the others
+// hide for the most part.
+template <class Tile>
+double estimated(int64_t m, int64_t n, int64_t k, int64_t part, int splits, int processors) {
+    // blocks of a multiprocessor share it; a block begins by waiting for memory and ends by storing
+    const double rounds = double(cdiv(cdiv(m, Tile::kRows) * cdiv(n, Tile::kCols) * splits, processors));
+    const double busy = rounds * (double(part) * slab_cycles<Tile>() + 1200.0 / Tile::kBlocks + Tile::kRows * Tile::kCols / 16.0);
+    const double memory = (double(m) * double(k) * 1.125 + double(n) * double(k) * 2 + double(m) * double(n) * 2) / (kBytes * processors);
+    // fp32 parts are written and read by a second launch
+    const double parts = splits > 1 ? double(m) * double(n) * 8 * splits / (kBytes * processors) + 4000 : 0;
+    return std::max(busy, memory) + std::min(busy, memory) / 8 + parts;
+}
+
+// The best of each tile that fits into `shared` bytes, with every number of parts that is of use.
 inline Plan choose(int64_t m, int64_t n, int64_t k, bool by_column, int processors, int64_t shared) {
     Plan best{kSmall, 1};
     double least = -1;
@@ -52,16 +66,10 @@ inline Plan choose(int64_t m, int64_t n, int64_t k, bool by_column, int processo
         by_tile(tile, [&](auto shape) {
             using Shape = decltype(shape);
             if (Shape::kShared > shared && tile != kSmall) return;
-            const int64_t blocks = cdiv(m, Shape::kRows) * cdiv(n, Shape::kCols);
             for (int splits = 1; splits <= kMostSplits && (splits == 1 || part_of(slabs, splits) >= kFewestSlabs); ++splits) {
                 const int part = part_of(slabs, splits);
                 if (cdiv(slabs, part) < splits) continue;
-                // blocks of a multiprocessor share it; a block begins by waiting for memory and ends by storing
-                const double rounds = double(cdiv(blocks * splits, processors)), fill = 1200.0 / Shape::kBlocks;
-                const double store = Shape::kRows * Shape::kCols / 16.0;
-                double cycles = rounds * (part * slab_cycles<Shape>() + fill + store);
-                // fp32 parts are written and read, some 10 bytes a cycle of a multiprocessor, by a second launch
-                if (splits > 1) cycles += double(m) * n * 8 * splits / (10.0 * processors) + 4000;
+                const double cycles = estimated<Shape>(m, n, k, part, splits, processors);
                 if (least < 0 || cycles < least) {
                     least = cycles;
                     best = {tile, splits};

@@ -38,19 +38,18 @@ struct Product {
     const T* dense;
     Sums<T> sums;  // `rows` of it is the length of a stored row of D, `tokens` their number
     int64_t m, n, k;
-    int64_t row_tiles, col_tiles;
+    int row_tiles, col_tiles;
     int part;   // slabs of a part
     int warps;  // whose metadata lies together: 1 as mma.sp reads it, 4 as wgmma.sp does
 
     // Blocks that run at the same time should share operands in L2: they go down the rows of kBand tiles of columns.
     NM_DEVICE Origin origin(int rows, int cols, int depth) const {
-        constexpr int64_t kBand = 8;
-        const int64_t blocks = row_tiles * col_tiles, block = int64_t(blockIdx.x) % blocks;
-        const int part_of = int(int64_t(blockIdx.x) / blocks);
-        const int64_t band = block / (kBand * row_tiles), in_band = block % (kBand * row_tiles), left = col_tiles - band * kBand;
-        const int64_t wide = left < kBand ? left : kBand;
+        constexpr int kBand = 8;
+        const unsigned down = unsigned(row_tiles), blocks = down * unsigned(col_tiles), block = blockIdx.x % blocks;
+        const int part_of = int(blockIdx.x / blocks), band = int(block / (kBand * down)), left = col_tiles - band * kBand;
+        const unsigned in_band = block % (kBand * down), wide = unsigned(left < kBand ? left : kBand);
         const int slabs = int(k / depth), first = part_of * part, last = slabs - first < part ? slabs : first + part;
-        return {in_band / wide * rows, (band * kBand + in_band % wide) * cols, first, last, part_of};
+        return {int64_t(in_band / wide) * rows, (int64_t(band) * kBand + in_band % wide) * cols, first, last, part_of};
     }
 };
 

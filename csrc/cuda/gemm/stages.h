@@ -56,7 +56,8 @@ class Stages {
             uint8_t* const stage = shared_ + into_;
             NM_UNROLL
             for (int i = 0; i < Tile::kRows / kValueRows; ++i) {
-                cp_async<16>(stage + to_values_ + i * (kValueRows * 64), values_ + i * values_step_, i * kValueRows < rows_ ? 16 : 0);
+                const bool there = i * kValueRows < rows_;  // half a line, and the next slab is the other half
+                cp_async<16, false, true>(stage + to_values_ + i * (kValueRows * 64), values_ + i * values_step_, there ? 16 : 0);
             }
             NM_UNROLL
             for (int i = 0; i < Tile::kDense / (16 * Tile::kThreads); ++i) {

@@ -1,0 +1,107 @@
+// Products on sparse tensor cores, and the metadata that they read, against sums in double; every operand ends where its
+// tensor ends.
+#include <cmath>
+#include <stdexcept>
+
+#include "../../core/bitpack.h"
+#include "emulated.h"
+
+using namespace nm_test;
+
+namespace {
+
+constexpr int kMmaSp = 1, kWgmmaSp = 2;  // of cuda/packing.h
+constexpr int kTiles = 3, kSmall = 2;
+
+// Canonical 2:4 indices: one of the six ordered pairs in each nibble, changing from group to group.
+Buffer some_indices(int64_t rows, int64_t cols, bool wide) {
+    constexpr uint8_t pairs[] = {0x4, 0x8, 0xc, 0x9, 0xd, 0xe};
+    const Buffer indices = place(rows * cols / 8, 1, wide);
+    uint32_t state = 4711;
+    const auto next = [&] { return pairs[((state = state * 1664525u + 1013904223u) >> 16) % 6u]; };
+    for (size_t i = 0; i < indices.bytes(); ++i) {
+        const uint8_t low = next();
+        indices.as<uint8_t>()[i] = uint8_t(low | next() << 4);
+    }
+    return indices;
+}
+
+// Element (row, k) of the matrix that values and canonical indices are of, 0 where nothing is stored.
+double element(const Buffer& values, const Buffer& indices, int dtype, int64_t row, int64_t k, int64_t depth) {
+    for (int64_t v = k / 4 * 2; v < k / 4 * 2 + 2; ++v) {
+        if (nm::get_index(indices.as<uint8_t>() + row * depth / 8, v, 2) == k % 4) return number(values, dtype, row * depth / 2 + v);
+    }
+    return 0.0;
+}
+
+struct Sizes {
+    int64_t m, n, k;
+};
+
+void one(Sizes s, bool by_column, int tile, int splits, int dtype, int layout, bool epilogue) {
+    const Buffer values = placed(numbers(s.m * s.k / 2, dtype, 1, false), true, 2), dense = placed(numbers(s.n * s.k, dtype, 2, false), true, 2);
+    const Buffer bias = placed(numbers(s.m, dtype, 3, false), true, 2), residual = placed(numbers(s.n * s.m, dtype, 4, false), true, 2);
+    const Buffer indices = some_indices(s.m, s.k, false), words = place(s.m * s.k / 32, 4, true);
+    const Buffer out = place(s.m * s.n, 2, true), parts = place(splits > 1 ? splits * s.m * s.n : 0, 4, true);
+    nm::cuda::metadata(indices.as<uint8_t>(), s.m, s.k, layout, words.as<uint32_t>(), kQueue);
+    nm::cuda::gemm_mma_sp({values.data(), words.as<uint32_t>(), dense.data(), epilogue ? bias.data() : nullptr, epilogue ? residual.data() : nullptr,
+                           out.data(), parts.as<float>(), dtype, 0, s.m, s.n, s.k, by_column, layout == kMmaSp ? 1 : 4, tile, splits}, kQueue);
+    for (int64_t row = 0; row < s.m; ++row) {
+        for (int64_t col = 0; col < s.n; ++col) {
+            double sum = epilogue ? number(bias, dtype, row) : 0.0, size = std::fabs(sum);
+            for (int64_t k = 0; k < s.k; ++k) {
+                const double term = element(values, indices, dtype, row, k, s.k) * number(dense, dtype, by_column ? k * s.n + col : col * s.k + k);
+                sum += term;
+                size += std::fabs(term);
+            }
+            const int64_t at = by_column ? row * s.n + col : col * s.m + row;
+            if (epilogue) sum += number(residual, dtype, at), size += std::fabs(number(residual, dtype, at));
+            CHECK(std::fabs(number(out, dtype, at) - sum) <= (dtype == nm::kBFloat16 ? 2e-2 : 3e-3) * (size + 1e-3))
+                << s.m << "x" << s.n << "x" << s.k << (by_column ? " by column" : "") << ", tile " << tile << ", parts " << splits << ", at " << row
+                << ", " << col << ": " << number(out, dtype, at) << ", not " << sum;
+        }
+    }
+}
+
+TEST(gemm_ends_where_its_operands_end) {
+    for (int tile = 0; tile < kTiles; ++tile) {
+        for (Sizes s : {Sizes{16, 1, 64}, Sizes{80, 9, 128}, Sizes{48, 67, 64}, Sizes{16, 3, 320}}) {
+            for (int dtype : {nm::kBFloat16, nm::kFloat16}) one(s, false, tile, 1, dtype, kMmaSp, s.n > 1);
+        }
+        one({64, 5, 128}, false, tile, 1, nm::kBFloat16, kWgmmaSp, false);
+        one({16, 5, 576}, false, tile, 2, nm::kFloat16, kMmaSp, true);
+        if (tile == kSmall) continue;
+        for (Sizes s : {Sizes{16, 8, 64}, Sizes{80, 72, 128}, Sizes{16, 136, 64}}) one(s, true, tile, 1, nm::kBFloat16, kMmaSp, false);
+        one({64, 8, 576}, true, tile, 3, nm::kFloat16, kWgmmaSp, false);
+    }
+    one({272, 130, 64}, false, 0, 1, nm::kBFloat16, kMmaSp, true);
+}
+
+TEST(gemm_refuses_what_is_no_whole_tile) {
+    for (Sizes s : {Sizes{24, 8, 64}, Sizes{16, 8, 32}, Sizes{16, 4, 64}}) {
+        bool refused = false;
+        try {
+            nm::cuda::gemm_mma_sp({nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nm::kBFloat16, 0, s.m, s.n, s.k, true, 1, 1, 1}, kQueue);
+        } catch (const std::invalid_argument&) {
+            refused = true;
+        }
+        CHECK(refused) << s.m << "x" << s.n << "x" << s.k;
+    }
+}
+
+TEST(metadata_ends_where_its_indices_end) {
+    for (int layout : {kMmaSp, kWgmmaSp}) {
+        for (int64_t cols : {64, 128, 320, 576}) {
+            for (bool wide : {true, false}) {
+                const int64_t rows = layout == kMmaSp ? 48 : 128;
+                const Buffer indices = some_indices(rows, cols, wide), words = place(rows * cols / 32, 4, true);
+                nm::cuda::metadata(indices.as<uint8_t>(), rows, cols, layout, words.as<uint32_t>(), kQueue);
+                int64_t sum = 0, expected = 0;
+                for (size_t i = 0; i < words.bytes(); ++i) sum += words.as<uint8_t>()[i], expected += indices.as<uint8_t>()[i];
+                CHECK(sum == expected) << rows << "x" << cols;  // a permutation; python_tests have its order
+            }
+        }
+    }
+}
+
+}  // namespace

@@ -1,0 +1,291 @@
+"""D = A B with A 2:4 on sparse tensor cores: every tile and both ways of B, ragged sizes, parts of k, epilogues, addresses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from nmkernels import ops, reference
+from nmkernels.backends.cuda import gemm, linear
+from nmkernels.testing import assert_equal_bits, assert_no_worse, fill_poison
+from python_tests.backends.cuda.test_linear import unaligned
+from python_tests.backends.product_calls import ACTIVATIONS, inputs, packed
+
+BF16, F16 = torch.bfloat16, torch.float16
+LARGE, MIDDLE, SMALL = 0, 1, 2
+STAGES = {LARGE: 4, MIDDLE: 3, SMALL: 4}
+tiles = pytest.mark.parametrize("tile", [LARGE, MIDDLE, SMALL], ids=["large", "middle", "small"])
+wide_tiles = pytest.mark.parametrize("tile", [LARGE, MIDDLE], ids=["large", "middle"])
+dtypes = pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+
+
+@pytest.fixture
+def use(monkeypatch):
+    """``use(tile, splits)``: what the next products are planned as."""
+
+    def choose(tile, splits=1):
+        monkeypatch.setattr(gemm, "plan", lambda *_: (tile, splits))
+
+    return choose
+
+
+def multiply(values, indices, dense, by_column=False, bias=None, activation="", residual=None):
+    m, k = values.shape[0], 2 * values.shape[1]
+    n = dense.shape[1] if by_column else dense.shape[0]
+    y = fill_poison(dense.new_empty((m, n) if by_column else (n, m)))
+    return gemm.multiply(values, indices, dense, y, n, k, by_column, bias, activation, residual)
+
+
+def check(values, indices, w, x, bias=None, activation="", residual=None, by_column=False, message=""):
+    """As good as dense in the same dtype, and twice the same bits; the result."""
+    f = ACTIVATIONS[activation]
+
+    def dense(w, x, bias, residual):
+        y = w @ x if by_column else f(F.linear(x, w, bias))
+        return y if residual is None else y + residual
+
+    exact = dense(*(None if t is None else t.double() for t in (w, x, bias, residual)))
+    y = multiply(values, indices, x, by_column, bias, activation, residual)
+    assert_no_worse(y, dense(w, x, bias, residual), exact, f"{x.dtype} {tuple(w.shape)} with {tuple(x.shape)} {message}")
+    assert_equal_bits(multiply(values, indices, x, by_column, bias, activation, residual), y)
+    return y
+
+
+@dtypes
+@tiles
+def test_every_value_is_found(device, tile, dtype, use):
+    """One-hot rows return the weight to the bit: each lane's fragments, both selectors, the words of every tile."""
+    use(tile)
+    values, indices, w = packed("2:4", 144, 192, dtype, device)
+    eye = torch.eye(192, dtype=dtype, device=device)
+    for order in (indices, reference.to_layout(indices, 192, "mma.sp")):
+        assert_equal_bits(multiply(values, order, eye) + 0.0, w.t().contiguous() + 0.0)
+        if tile != SMALL:
+            assert_equal_bits(multiply(values, order, eye, True) + 0.0, w + 0.0)
+
+
+def test_both_orders_of_metadata(device, use):
+    """Operands of several tiles each way, in canonical form and in the orders of both kinds of tensor core."""
+    values, indices, w = packed("2:4", 320, 192, BF16, device)
+    x = inputs(9, 192, BF16, device)
+    for tile in (LARGE, SMALL):
+        use(tile)
+        y = check(values, indices, w, x)
+        for layout in ("mma.sp", "wgmma.sp"):
+            assert_equal_bits(multiply(values, reference.to_layout(indices, 192, layout), x), y)
+
+
+@tiles
+@pytest.mark.parametrize("tokens", [1, 7, 8, 9, 63, 65, 130])
+def test_tokens(device, tile, tokens, use):
+    """Ragged columns of D, against rows that end inside a warp's tile and go on in another block."""
+    use(tile)
+    for rows, cols in ((16, 64), (48, 128), (272, 64)):
+        values, indices, w = packed("2:4", rows, cols, BF16, device)
+        check(values, indices, w, inputs(tokens, cols, BF16, device))
+
+
+@dtypes
+@tiles
+def test_depths(device, tile, dtype, use):
+    """Fewer slabs than stages, as many, one more, and round them twice."""
+    use(tile)
+    for slabs in (1, 2, 3, STAGES[tile], STAGES[tile] + 1, 2 * STAGES[tile] + 1):
+        values, indices, w = packed("2:4", 32, 64 * slabs, dtype, device)
+        check(values, indices, w, inputs(5, 64 * slabs, dtype, device))
+        if tile != SMALL:
+            check(values, indices, w, inputs(64 * slabs, 24, dtype, device), by_column=True)
+
+
+def test_many_blocks(device, use):
+    """More tiles of columns than a band has, so that blocks are numbered in two bands."""
+    use(SMALL)
+    values, indices, w = packed("2:4", 208, 64, BF16, device)
+    check(values, indices, w, inputs(9 * 64 + 3, 64, BF16, device))
+    use(MIDDLE)
+    check(values, indices, w, inputs(64, 9 * 128 + 8, BF16, device), by_column=True)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@dtypes
+def test_epilogues(device, dtype, activation, use):
+    """Bias, activation and residual, each with and without the others; in parts too, which are finished elsewhere."""
+    values, indices, w = packed("2:4", 80, 512, dtype, device)
+    x, bias, residual = inputs(19, 512, dtype, device), inputs(1, 80, dtype, device, 3)[0], inputs(19, 80, dtype, device, 4)
+    for i, (tile, splits) in enumerate(((LARGE, 1), (MIDDLE, 1), (SMALL, 1), (SMALL, 2))):
+        use(tile, splits)
+        for b, r in ((bias, residual), (bias, None), (None, residual))[: 1 + 2 * (i > 1)]:
+            check(values, indices, w, x, b, activation, r, message=f"tile {tile}")
+
+
+def test_activation_comes_before_the_residual(device, use):
+    use(SMALL)
+    values, indices, _ = packed("2:4", 16, 64, BF16, device)
+    x, r = torch.zeros(17, 64, dtype=BF16, device=device), inputs(17, 16, BF16, device)
+    assert_equal_bits(multiply(values, indices, x, residual=r, activation="relu2"), r)
+
+
+@wide_tiles
+@dtypes
+def test_by_column(device, dtype, tile, use):
+    """wgrad: the dense operand as it lies, its rows ragged in whole pieces."""
+    use(tile)
+    for rows, cols, k in ((16, 8, 64), (80, 136, 128), (272, 72, 192), (64, 128, 320)):
+        values, indices, w = packed("2:4", rows, k, dtype, device)
+        check(values, indices, w, inputs(k, cols, dtype, device), by_column=True)
+
+
+@pytest.mark.parametrize("tile, splits", [(LARGE, 2), (MIDDLE, 3), (SMALL, 5), (SMALL, 9)])
+def test_parts(device, tile, splits, use):
+    """Parts of equal length and a shorter one; as good as without, and twice the same."""
+    cols = 64 * 9
+    values, indices, w = packed("2:4", 48, cols, BF16, device)
+    x, bias = inputs(70, cols, BF16, device), inputs(1, 48, BF16, device)[0]
+    use(tile, splits)
+    check(values, indices, w, x, bias, "silu")
+    if tile != SMALL:
+        check(values, indices, w, inputs(cols, 40, BF16, device), by_column=True)
+
+
+@dtypes
+def test_addresses_and_strides(device, dtype, use):
+    """Operands where 16 bytes cannot be copied at once, and some whose rows do not follow each other."""
+    use(SMALL)
+    values, indices, w = packed("2:4", 48, 128, dtype, device)
+    x, bias, r = inputs(21, 128, dtype, device), inputs(1, 48, dtype, device)[0], inputs(21, 48, dtype, device)
+    y = check(values, indices, w, x, bias, "gelu", r)
+    meta = reference.to_layout(indices, 128, "mma.sp")
+    for move in (unaligned, lambda t: t.t().contiguous().t() if t.dim() == 2 else t, lambda t: torch.stack([t, t], -1)[..., 0], lambda t: -(-t)):
+        assert_equal_bits(multiply(move(values), indices, move(x), False, move(bias), "gelu", move(r)), y)
+    assert_equal_bits(multiply(values, unaligned(indices), x, False, bias, "gelu", r), y)
+    assert_equal_bits(multiply(values, unaligned(meta), x, False, bias, "gelu", r), y)
+    out = unaligned(torch.zeros_like(y))
+    assert gemm.multiply(values, meta, x, out, 21, 128, False, bias, "gelu", r) is out
+    assert_equal_bits(out, y)
+    use(MIDDLE)
+    across = inputs(128, 40, dtype, device)
+    assert_equal_bits(multiply(values, meta, unaligned(across), True), multiply(values, meta, across, True))
+
+
+@tiles
+def test_inf_and_nan_reach_only_what_they_meet(device, tile, use):
+    """Sparse tensor cores leave out what no stored value asks for; results of other tokens have nothing to do with it."""
+    use(tile)
+    values, indices, w = packed("2:4", 32, 128, BF16, device)
+    x, met = inputs(18, 128, BF16, device), torch.zeros(18, 32, dtype=torch.bool, device=device)
+    for token, bad, column in ((0, "inf", 0), (9, "nan", 77), (17, "-inf", 127)):
+        x[token, column] = float(bad)
+        met[token] = w[:, column] != 0
+    assert_equal_bits(~multiply(values, indices, x).isfinite(), met)
+    values[3, 7] = float("nan")
+    only = torch.arange(32, device=device).eq(3).expand(18, 32)
+    assert_equal_bits(multiply(values, indices, inputs(18, 128, BF16, device)).isnan(), only)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "silu", "relu2"])
+def test_activations_keep_nan_and_zero(device, activation, use):
+    use(SMALL)
+    values, indices, _ = packed("2:4", 16, 64, BF16, device)
+    bias = torch.tensor([float("nan"), 1e30, -1e30, -0.0] * 4, dtype=BF16, device=device)
+    y = multiply(values, indices, torch.zeros(1, 64, dtype=BF16, device=device), False, bias, activation)[0]
+    assert_equal_bits(y.isnan(), bias.isnan())
+    assert y[1] >= 1e30 and y[2].abs() == 0 and y[3] == 0
+
+
+def test_empty(device):
+    values, indices, _ = packed("2:4", 16, 64, BF16, device)
+    assert linear.linear(inputs(0, 64, BF16, device), values, reference.to_layout(indices, 64, "mma.sp"), 2, 4, 64).shape == (0, 16)
+    assert gemm.linear_wgrad(values, indices, 2, 4, 64, inputs(64, 0, BF16, device)).shape == (16, 0)
+    bias = inputs(1, 16, BF16, device)[0]
+    none = multiply(values[:, :0], indices[:, :0], inputs(18, 0, BF16, device), False, bias)
+    assert_equal_bits(none, bias.expand(18, 16).contiguous())
+    assert_equal_bits(multiply(values[:, :0], indices[:, :0], inputs(0, 16, BF16, device), True), torch.zeros(16, 16, dtype=BF16))
+
+
+@pytest.mark.parametrize("pattern", ["1:4", "2:8", "1:8"])
+def test_patterns_that_are_2_of_4(device, ours, pattern):
+    """Through the ops' entries, with the canonical form of the same weight for a few tokens."""
+    w = ops.prune(torch.randn(64, 128, device=device), pattern).to(BF16)
+    d = ops.relayout(ops.compress(w, pattern), "mma.sp")
+    x = inputs(30, 128, BF16, device).view(2, 15, 128)
+    entry, args = ours("nm_linear"), (d.values, d.meta, 2, 4, 128)
+    assert entry.supports(x, *args)[0] and entry.supports(x[0, :1], *args)[0]
+    y = entry.fn(x, *args)
+    assert_no_worse(y, F.linear(x, w), F.linear(x.double(), w.double()))
+    assert_equal_bits(entry.fn(x[1, 3:4], *args), y[1, 3:4])
+
+
+def test_the_three_products_of_a_layer(device, ours):
+    """fprop, the gradient of the input from the packed transpose, and that of the weight from a packed gradient."""
+    torch.manual_seed(0)
+    w, x, g = torch.randn(64, 128, device=device), inputs(64, 128, BF16, device), inputs(64, 64, BF16, device, 5)
+    both = ops.pack(w, "2:4", "transposable", dtype=BF16, columns=True, layout="mma.sp")
+    dense = both.rows.dense()
+    forward = ours("nm_linear").fn
+    y = forward(x, both.rows.values, both.rows.meta, 2, 4, 128)
+    assert_no_worse(y, x @ dense.t(), x.double() @ dense.double().t())
+    dx = forward(g, both.columns.values, both.columns.meta, 2, 4, 64)
+    assert_no_worse(dx, g @ dense, g.double() @ dense.double())
+    gc = ops.mvue_compress(g, "2:4", dim=0, seed=3)
+    dw = ours("nm_linear_wgrad").fn(gc.values, gc.indices, 2, 4, 64, x)
+    sparse = gc.dense()
+    assert_no_worse(dw, sparse @ x, sparse.double() @ x.double())
+
+
+def test_small_batches_stay_where_they_were(device, monkeypatch):
+    """Canonical indices of up to 16 tokens are not turned into metadata; with a residual they round once."""
+    monkeypatch.setattr(gemm, "multiply", lambda *_: pytest.fail("not for these"))
+    for tokens in (1, 4, 16):
+        values, indices, w = packed("2:4", 32, 128, BF16, device)
+        x, r = inputs(tokens, 128, BF16, device), inputs(tokens, 32, BF16, device, 3)
+        y = linear.linear(x, values, indices, 2, 4, 128, None, "gelu", r)
+        exact = F.gelu(x.double() @ w.double().t()) + r.double()
+        assert_no_worse(y, exact.to(BF16), exact)
+
+
+def test_what_it_declines(device, ours):
+    fprop, wgrad = ours("nm_linear").supports, ours("nm_linear_wgrad").supports
+    values, indices, _ = packed("2:4", 32, 128, BF16, device)
+    x = inputs(17, 128, BF16, device)
+    assert fprop(x, values, indices, 2, 4, 128)[0]
+    for call, why in (
+        ((x.float(), values.float(), indices, 2, 4, 128), "float32"),
+        ((x, values[:24], indices[:24], 2, 4, 128), "17.*(24, 128)"),
+        ((x[:, :96], values[:, :48], indices[:, :12], 2, 4, 96), "(32, 96)"),
+        ((x, *packed("1:8", 32, 128, BF16, device)[:2], 1, 8, 128), "relayout"),
+    ):
+        can, reason = fprop(*call)
+        assert not can and all(word in reason for word in why.split(".*")), reason
+    good = inputs(128, 24, BF16, device)
+    assert wgrad(values, indices, 2, 4, 128, good)[0]
+    can, reason = wgrad(values, indices, 2, 4, 128, good[:, :20])
+    assert not can and "20" in reason
+
+
+def test_sizes_that_no_kernel_takes_raise(device):
+    values, indices, _ = packed("2:4", 24, 64, BF16, device)
+    with pytest.raises((ValueError, RuntimeError), match="whole tiles"):
+        multiply(values, torch.zeros(1, 1, 32, dtype=torch.int32, device=device), inputs(3, 64, BF16, device))
+
+
+A100, H200, SMALLER = (108, 163 << 10), (132, 227 << 10), (72, 99 << 10)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "by_column", "gpu", "tile", "parts"),
+    [
+        ((8192, 8192, 8192), False, A100, LARGE, 1),
+        ((8192, 8192, 8192), True, H200, LARGE, 1),
+        ((8192, 8192, 8192), False, SMALLER, MIDDLE, 1),
+        ((4096, 17, 4096), False, A100, SMALL, 1),
+        ((1024, 64, 4096), False, A100, SMALL, 2),
+        ((4096, 64, 14336), False, H200, SMALL, 2),
+        ((768, 768, 8192), True, A100, MIDDLE, 2),
+        ((16, 1, 64), False, H200, SMALL, 1),
+    ],
+)
+def test_plan(device, sizes, by_column, gpu, tile, parts):
+    """Which tile, and whether k is cut: so that a GPU is filled, and what does not fit is not asked for."""
+    chosen, splits = gemm.plan(gemm.core(torch.empty(0, device=device)), *sizes, by_column, *gpu)
+    assert chosen == tile and (splits >= parts if parts > 1 else splits == 1), (chosen, splits)
