@@ -219,7 +219,7 @@ def short_names(mangled: list[str]) -> dict[str, str]:
 
 def shortened(name: str) -> str:
     """One demangled name in short."""
-    name = re.sub(r"\(anonymous namespace\)::|\bnm::(cuda::)?|^void |\((int|bool|unsigned int)\)", "", name)
+    name = re.sub(r"\(anonymous namespace\)::|\bnm::(cuda::)?(gemm::)?|^void |\((int|bool|unsigned int)\)", "", name)
     name = re.sub(r"\(.*$", "", name)
     name = re.sub(r"Fixed<(\d+), (\d+)>", r"\1:\2", name)
     return name.replace(" >", ">")
