@@ -16,7 +16,7 @@ constexpr int kTiles = 3, kSmall = 2;
 // Canonical 2:4 indices: one of the six ordered pairs in each nibble, changing from group to group.
 Buffer some_indices(int64_t rows, int64_t cols, bool wide) {
     constexpr uint8_t pairs[] = {0x4, 0x8, 0xc, 0x9, 0xd, 0xe};
-    const Buffer indices = place(rows * cols / 8, 1, wide);
+    Buffer indices = place(rows * cols / 8, 1, wide);
     uint32_t state = 4711;
     const auto next = [&] { return pairs[((state = state * 1664525u + 1013904223u) >> 16) % 6u]; };
     for (size_t i = 0; i < indices.bytes(); ++i) {

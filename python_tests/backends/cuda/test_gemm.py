@@ -156,7 +156,12 @@ def test_addresses_and_strides(device, dtype, use):
     x, bias, r = inputs(21, 128, dtype, device), inputs(1, 48, dtype, device)[0], inputs(21, 48, dtype, device)
     y = check(values, indices, w, x, bias, "gelu", r)
     meta = reference.to_layout(indices, 128, "mma.sp")
-    for move in (unaligned, lambda t: t.t().contiguous().t() if t.dim() == 2 else t, lambda t: torch.stack([t, t], -1)[..., 0], lambda t: -(-t)):
+    for move in (
+        unaligned,
+        lambda t: t.t().contiguous().t() if t.dim() == 2 else t,
+        lambda t: torch.stack([t, t], -1)[..., 0],
+        lambda t: -(-t),
+    ):
         assert_equal_bits(multiply(move(values), indices, move(x), False, move(bias), "gelu", move(r)), y)
     assert_equal_bits(multiply(values, unaligned(indices), x, False, bias, "gelu", r), y)
     assert_equal_bits(multiply(values, unaligned(meta), x, False, bias, "gelu", r), y)
