@@ -1,8 +1,8 @@
 """What nvcc makes of the CUDA kernels, read without a GPU: registers, spills, widths of memory accesses, tensor cores, contraction.
 
-``python -m bench.cuda_resources`` compiles every ``.cu`` under ``csrc/cuda`` for sm_80 and sm_90a with the flags of the build, reads what cuobjdump
-tells of each kernel and writes ``bench/results/cuda_resources.csv``; with words, the kernels whose names contain one of them are only
-printed. What was compiled is kept under ``build/cuda_resources``, by a hash of sources, flags and compiler, which the rows depend on.
+``python -m bench.cuda_resources`` compiles every ``.cu`` under ``csrc/cuda`` for sm_80 and sm_90a with the flags of the build, reads what
+cuobjdump tells of each kernel and writes ``bench/results/cuda_resources.csv``; with words, the kernels whose names contain one of them are
+only printed. What was compiled is kept under ``build/cuda_resources``, by a hash of sources, flags and compiler, which the rows depend on.
 """
 
 from __future__ import annotations
