@@ -18,7 +18,9 @@ def run(capsys, *words):
 
 def test_a_model_by_name(capsys):
     text = run(capsys)
-    assert "h.*.mlp.c_fc ×12" in text and "bfloat16" in text and "A step of sste:2:4: 8192 tokens" in text and "Measured" not in text
+    assert (
+        "h.*.mlp.c_fc ×12" in text and "bfloat16" in text and "A step of sste:2:4(packed='auto'): 8192" in text and "Measured" not in text
+    )
     shapes = model_shapes("gpt2").shapes()
     assert text == str(nm.audit(shapes, device="H200", dtype="bfloat16")) + "\n"
     assert "layers.*.mlp.gate_proj ×32" in run(capsys, "--model", "Llama-3-8B", "--tokens", "64")
@@ -57,7 +59,7 @@ def test_options_reach_the_audit(capsys):
 
 def test_a_model_of_the_zoo_and_this_cpu(capsys):
     assert "blocks.*.attn.qkv ×3" in run(capsys, "--model", "64x3", "--no-measure")
-    words = ["audit", "--device", "cpu", "--model", "64x1", "--tokens", "64", "--json", "--budget", "2"]
+    words = ["audit", "--device", "cpu", "--model", "64x1", "--tokens", "64", "--json", "--budget", "600"]
     assert cli.main(words) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["measured_step"] > 0 and found["layers"][0]["dtype"] == "float32" and "threads" in found["device"]

@@ -67,7 +67,7 @@ class Case:
 
 def of_sparse(case: Case) -> tuple[Advice, ...]:
     """What would make a sparse layer faster."""
-    rules = (_operand, _dgrad, _wgrad, _estimate, _tokens, _preparing, _deployed)
+    rules = (_packed, _operand, _dgrad, _wgrad, _estimate, _tokens, _preparing, _deployed)
     found = [advice for rule in rules for advice in rule(case)]
     if case.speedup() < 1 / LEAST and all((advice.speedup or 0.0) < 1 for advice in found):
         found.append(Advice("it loses, whatever is changed above: leave it dense (filter_fn)", case.part(), 1.0))
@@ -109,6 +109,13 @@ def _operand(case: Case) -> list[Advice]:
 def _seconds(case: Case, which: int) -> float:
     pieces = case.step() if case.trains else case.inference()
     return sum((p.dense, p.used)[which] for p in pieces)
+
+
+def _packed(case: Case) -> list[Advice]:
+    if not case.trains or not case.rules.fprop or case.rules.packed:
+        return []
+    text = 'training multiplies the weight in dense layout: packed="auto", an option of ste, srste, step, sste and fst'
+    return _offer(case, text, case.but({"packed": True}))
 
 
 def _dgrad(case: Case) -> list[Advice]:

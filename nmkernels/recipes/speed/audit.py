@@ -16,10 +16,8 @@ from ...pattern import NMError, Pattern, RecipeError
 from ..base import Recipe
 from ..handle import Handle
 from ..inventory import skeleton
-from ..registry import get, resolve
 from ..report import Entry
 from ..select import DTYPES, FilterFn
-from ..text import parse
 from . import here
 from .advice import Case, of_dense, of_sparse
 from .costs import Pieces, Rules, inference, step
@@ -29,7 +27,7 @@ from .notes import notes
 from .parts import Part, parts_of, starred
 from .report import Audit, LayerAudit
 from .roofline import at, predict
-from .rules import STEPS, of_recipe
+from .rules import by_name, of_recipe
 from .timing import Timer
 
 Progress = Callable[[int, int, str], None]
@@ -75,8 +73,8 @@ def audit(
     Args:
         model: dense (also on the meta device), sparse (``sparsify_``) or compressed; a handle; or shapes ``{name: (out, in)}``.
         tokens: rows of the layers' input in one forward pass, batch times sequence.
-        recipe: what a dense model would be trained with, ``"sste:2:4"`` if not given, by name as for 10,000 steps; a sparse model has rules
-            of its own, unless it is given.
+        recipe: what a dense model would be trained with, ``"sste:2:4"`` if not given; a name gets ``packed="auto"`` and, where it has a
+            schedule, 10,000 steps, unless it says otherwise. A sparse model has rules of its own, unless it is given.
         device: ``"A100"``, ``"H100"``, ``"H200"`` (there or not), ``"cpu"``, ``"cuda"``; by default the model's, this CPU for one on meta.
         dtype: of the products, by default the weights'; for models whose fp32 weights are multiplied under autocast.
         filter_fn: as for ``sparsify_``.
@@ -150,19 +148,9 @@ def _subject(
     if not isinstance(model, nn.Module):
         model = skeleton(model)
     done = any(isinstance(m, (NMWeight, CompressedLinear)) for m in model.modules())
-    return model, (None if recipe is None and done else _recipe(recipe or RECIPE)), report
-
-
-def _recipe(recipe: Recipe | str) -> Recipe:
-    """By name over as many steps as a schedule needs to be seen; one without a schedule as it is."""
-    if not isinstance(recipe, str) or "total_steps" in parse(recipe)[2]:
-        return resolve(recipe)
-    long = get(recipe, total_steps=STEPS)
-    try:
-        short = get(recipe)
-        return short if short.profile(STEPS) == long.profile(STEPS) else long
-    except RecipeError:
-        return long
+    if recipe is None and done:
+        return model, None, report
+    return model, recipe if isinstance(recipe, Recipe) else by_name(recipe or RECIPE), report
 
 
 def _dtype(word: str | torch.dtype | None) -> torch.dtype | None:

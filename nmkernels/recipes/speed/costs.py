@@ -27,6 +27,7 @@ class Rules:
         trains: the weight has a gradient.
         steps: the share of a run's steps that are such; the others are dense.
         leaves: what is deployed is N:M.
+        packed: products of training may multiply the compressed weight.
     """
 
     pattern: Pattern
@@ -37,6 +38,7 @@ class Rules:
     trains: bool = True
     steps: float = 1.0
     leaves: bool = True
+    packed: bool = True
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ def ways(rules: Rules, turned: bool) -> Iterator[tuple[str, bool, bool]]:
     A dgrad that is dense needs the masked weight in dense layout beside the packed one.
     """
     yield ("weight dense" if rules.prepare else ""), False, False
-    if not rules.fprop or not rules.prepare:
+    if not rules.fprop or not rules.prepare or not rules.packed:
         return
     yield "weight rows+dense", True, False
     if turned:

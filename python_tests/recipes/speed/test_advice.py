@@ -54,6 +54,19 @@ def test_sizes_that_tensor_cores_do_not_take():
     assert not [text for text in told({"fc": (100, 100)}, "srste:2:4", 16, device="cpu", timer=clock) if "pad" in text]
 
 
+def test_a_recipe_that_does_not_pack():
+    for recipe in (nm.recipes.SRSTE("2:4"), "srste:2:4(packed=False)"):
+        assert now(recipe=recipe).step < 1
+        assert one(told(recipe=recipe), 'packed="auto"')[0] == pytest.approx(now(recipe="srste:2:4").step)
+    assert not [text for text in told(recipe=nm.recipes.SRSTE("2:4", packed=True)) if "packed" in text]
+    inside = nm.recipes.get("step:2:4(inner='srste(packed=auto)')", total_steps=100)
+    assert now(recipe=inside).step == now(recipe="srste:2:4").step
+    model = torch.nn.Sequential(torch.nn.Linear(1024, 1024))
+    nm.sparsify_(model, "ste:2:4")
+    assert 'packed="auto"' in nm.audit(model, 65536, device="H200", dtype="bfloat16").layers[0].advice[0].text
+    assert now(recipe="sste:2:4(fp8=paper)").step < now(recipe="sste:2:4").step, "emulated FP8 needs the dense layout"
+
+
 def test_a_dense_dgrad():
     speed, _ = one(told(recipe="srste:2:4"), "dgrad is dense")
     assert speed > now(recipe="srste:2:4").step

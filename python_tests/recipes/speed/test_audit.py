@@ -131,7 +131,7 @@ def test_totals_are_amdahls():
 
 def test_a_recipe_with_dense_steps():
     found = nm.audit({"fc": (4096, 4096)}, 8192, "fst:2:4(total_steps=600)", **H200)
-    assert found.steps == pytest.approx(5 / 6) and found.recipe == "fst:2:4(total_steps=600)"
+    assert found.steps == pytest.approx(5 / 6) and found.recipe == "fst:2:4(total_steps=600, packed='auto')"
     assert found.run == pytest.approx(1 / (5 / 6 / found.step + 1 / 6))
     assert found.inference == 1.0, "it leaves a dense model"
     assert "83 % of the recipe's steps are sparse" in str(found)
@@ -141,9 +141,11 @@ def test_a_recipe_with_dense_steps():
 @pytest.mark.parametrize("name", nm.recipes.names())
 def test_every_recipe_is_understood(name):
     found = nm.audit({"a.fc": (2048, 1024), "a.down": (1024, 2048)}, 8192, f"{name}:2:4", **H200)
-    gains = {"dense", "act24", "maskllm", "proxsparse"}
-    assert (found.step == 1.0) == (name in gains) == (found.steps == 0)
-    assert ("no step is predicted to gain" in str(found)) == (name in gains)
+    dense = {"dense", "act24", "maskllm", "proxsparse"}
+    assert (found.step == 1.0) == (name in dense) == (found.steps == 0)
+    assert ("no step is predicted to gain" in str(found)) == (name in dense)
+    packs = name in {"ste", "srste", "step", "sste", "fst"}
+    assert (found.step > 1) == packs and (packs or not found.layers[0].sparse or found.step <= 1)
     assert (found.inference > 1.2) == (name not in {"dense", "act24", "fst"})
 
 
@@ -157,11 +159,14 @@ def test_meta_models_and_shapes_are_the_same():
 def test_sparse_models_have_their_own_rules():
     model = gpt(width=128)
     dense = nm.audit(model, 4096, "fst:2:4(fine_tune=0)", **H200)
-    handle = nm.sparsify_(model, "fst:2:4(fine_tune=0)")
+    handle = nm.sparsify_(model, "fst:2:4(fine_tune=0, packed=auto)")
     found, given = nm.audit(model, 4096, **H200), nm.audit(handle, 4096, **H200)
     figures = [[(p.name, p.used) for p in layer.step] for layer in dense.layers]
     assert [[(p.name, p.used) for p in layer.step] for layer in found.layers] == figures
-    assert given.recipe == "fst:2:4(fine_tune=0)" and [[(p.name, p.used) for p in layer.step] for layer in given.layers] == figures
+    assert (
+        given.recipe == dense.recipe == "fst:2:4(fine_tune=0, packed='auto')"
+        and [[(p.name, p.used) for p in layer.step] for layer in given.layers] == figures
+    )
     assert found.layers[0].sparse and found.layers[0].why == "2:4" and found.recipe == ""
     with pytest.raises(nm.RecipeError, match="sparse already"):
         nm.audit(model, filter_fn=lambda module, name: True, **H200)
@@ -196,7 +201,7 @@ def test_frozen_weights_have_no_wgrad():
 def test_json_has_everything():
     found = nm.audit(gpt(), 64, "srste:2:4", timer=lambda task: 1e-3, device="cpu")
     read = json.loads(json.dumps(found.as_dict()))
-    assert read["tokens"] == 64 and read["recipe"] == "srste:2:4" and len(read["layers"]) == 5
+    assert read["tokens"] == 64 and read["recipe"] == "srste:2:4(packed='auto')" and len(read["layers"]) == 5
     fprop = read["layers"][0]["measured_step"]["pieces"][0]
     assert fprop == {"name": "fprop", "dense": 1e-3, "used": 1e-3, "form": "dense"}
     assert read["measured_step"] == found.measured_step and read["layers"][0]["advice"] == []

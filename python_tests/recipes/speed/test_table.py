@@ -53,7 +53,7 @@ def test_the_words_of_a_prediction():
         "Predicted by a roofline, not measured: H200 SXM, dense bfloat16 products at 700 TFLOP/s, memory of 4.8 TB/s",
         "2:4 products 1.25 times as fast as dense",
         "1.2 to 1.4 and not 2, because sparse products draw more of the 700 W and the clock falls",
-        "A step of sste:2:4: 8192 tokens;",
+        "A step of sste:2:4(packed='auto'): 8192 tokens;",
         "The optimizer's own update, which a dense step has too, is not in it.",
         "no attention scores, norms, embeddings",
     ):
