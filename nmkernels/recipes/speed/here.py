@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import platform
 from dataclasses import replace
 from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
 
+from ...autograd.choice.product import device_name
 from ...pattern import Pattern
 from .costs import Rules
 from .devices import DEVICES, Device, named, unknown
@@ -42,25 +42,8 @@ def find(spec: str | torch.device | None, default: torch.device) -> tuple[str | 
         raise unknown(str(target)) from None
     if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
         raise unknown(str(target))
-    name = _name(device)
+    name = device_name(device)
     return named(name) or name, device
-
-
-def _name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{cpu_name()}, {torch.get_num_threads()} threads"
-
-
-@lru_cache(maxsize=1)
-def cpu_name() -> str:
-    """What the processor calls itself."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            found = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-    except OSError:
-        found = ""
-    return found or platform.processor() or platform.machine()
 
 
 def measured(name: str, device: torch.device, dtype: torch.dtype, pattern: Pattern, timer: Timer | None = None) -> Device:

@@ -1,0 +1,72 @@
+"""The README's audit of a GPT-2: measured on this CPU, and predicted for an H200.
+
+``python -m bench.audit_readme`` measures for most of a minute and writes both tables between their markers; ``--predicted`` writes the
+second alone, which no clock has a part in, and ``--check`` only tells whether that one is up to date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import re
+from pathlib import Path
+
+import nmkernels as nm
+from nmkernels.zoo import model_shapes
+
+from .rows import commit, machine, versions
+
+README = Path(__file__).parents[1] / "README.md"
+MODEL = "gpt2"
+MEASURED, PREDICTED, END = (f"<!-- audit {what} -->" for what in ("measured: written by python -m bench.audit_readme", "predicted", "end"))
+
+CPU_TOKENS, GPU_TOKENS = 1024, 65536
+"""One sequence of GPT-2, and the 64 of them that fill a GPU for one of the passes of its half a million tokens."""
+
+BUDGET = 45.0
+
+
+def measured(timer: nm.recipes.speed.timing.Timer | None = None, budget: float = BUDGET) -> str:
+    """The table of this CPU, with the machine, the date and the commit."""
+    found = nm.audit(model_shapes(MODEL).shapes(), CPU_TOKENS, device="cpu", dtype="float32", budget=budget, timer=timer)
+    stamp = f"**{machine()}** ({versions()}; {datetime.date.today().isoformat()}; commit {commit()})"
+    command = f"python -m nmkernels audit --model {MODEL} --tokens {CPU_TOKENS} --device cpu"
+    return f"`{command}` on {stamp}:\n\n```text\n{found}\n```"
+
+
+def predicted() -> str:
+    """The table of an H200, from its roofline."""
+    found = nm.audit(model_shapes(MODEL).shapes(), GPU_TOKENS, device="H200", dtype="bfloat16")
+    command = f"python -m nmkernels audit --model {MODEL} --tokens {GPU_TOKENS} --device H200"
+    return f"`{command}`, a prediction that no GPU has confirmed yet:\n\n```text\n{found}\n```"
+
+
+def between(text: str, begin: str, end: str, new: str) -> str:
+    """``text`` with what stands between two markers replaced; ``ValueError`` unless it has each once, in order."""
+    if not re.fullmatch(f"(?s).*{re.escape(begin)}.*{re.escape(end)}.*", text) or text.count(begin) != 1 or text.count(end) != 1:
+        raise ValueError(f"the text must have the lines {begin!r} and {end!r}, once each and in this order")
+    head, tail = text[: text.index(begin)], text[text.index(end) :]
+    return f"{head}{begin}\n\n{new}\n\n{tail}"
+
+
+def main(argv: list[str] | None = None, readme: Path = README) -> int:
+    """Write the tables; with ``--check`` write nothing and return 1 where the prediction is another now."""
+    parser = argparse.ArgumentParser(prog="python -m bench.audit_readme", description=(__doc__ or "").splitlines()[0])
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--predicted", action="store_true", help="leave the measured table as it is")
+    what.add_argument("--check", action="store_true", help="write nothing, exit 1 when the predicted table is not up to date")
+    args = parser.parse_args(argv)
+    old = readme.read_text(encoding="utf-8")
+    new = between(old, PREDICTED, END, predicted())
+    if args.check:
+        if new != old:
+            print(f"{readme.name} does not show what nm.audit predicts; run: python -m bench.audit_readme --predicted")
+        return int(new != old)
+    if not args.predicted:
+        new = between(new, MEASURED, PREDICTED, measured())
+    readme.write_text(new, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
