@@ -47,8 +47,10 @@ def _host(task: Task) -> float:
     return took
 
 
-def take_turns(tasks: Sequence[Task], timer: Timer, seconds: float = 0.0, least: int = LEAST) -> dict[str, float]:
-    """The median seconds of each, from at least ``least`` rounds after one that does not count, and more while ``seconds`` last."""
+def take_turns(
+    tasks: Sequence[Task], timer: Timer, seconds: float = 0.0, least: int = LEAST, of: Callable[[list[float]], float] = median
+) -> dict[str, float]:
+    """The median seconds of each, or another figure of them, from at least ``least`` rounds after one that does not count, and more while ``seconds`` last."""
     end = time.perf_counter() + seconds
     for task in tasks:
         task.run()
@@ -58,4 +60,4 @@ def take_turns(tasks: Sequence[Task], timer: Timer, seconds: float = 0.0, least:
             break
         for task in tasks:
             rounds[task.name].append(timer(task))
-    return {name: median(found) for name, found in rounds.items()}
+    return {name: of(found) for name, found in rounds.items()}

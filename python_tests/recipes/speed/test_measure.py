@@ -185,6 +185,8 @@ def test_turns_and_medians(monkeypatch):
     tasks = [Task("a", lambda: calls.append("a")), Task("b", lambda: calls.append("b"))]
     found = take_turns(tasks, lambda task: (task.run(), next(values))[1])
     assert found == {"a": 5.0, "b": 1.0} and calls == ["a", "b"] * 4
+    values = iter([5.0, 1.0, 2.0, 3.0])
+    assert take_turns(tasks, lambda task: next(values), least=2, of=min) == {"a": 2.0, "b": 1.0}
     monkeypatch.setattr(timing, "SETTLE", 0.0)
     assert timing.timer_for(CPU)(Task("c", lambda: calls.append("c"))) >= 0 and calls[-1] == "c"
 
