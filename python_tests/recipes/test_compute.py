@@ -181,3 +181,10 @@ def test_the_table():
     assert text[2].endswith("1.000  output head")
     assert text[3] == "training 3.314e+11 FLOPs, 0.712 of dense, 1000 steps of 4096 tokens"
     assert text[4] == "inference 2.15e+04 FLOPs per token, 0.568 of dense"
+
+
+def test_what_the_recipe_cannot_do_with_is_counted_dense():
+    """A transposable mask needs whole groups of outputs too, and sparsify_ leaves such a layer dense."""
+    cost = nm.flops({"a": (50, 64), "b": (64, 64)}, nm.recipes.FST("2:4", fine_tune=0), 10)
+    assert [(part.name, part.sparse) for part in cost.layers] == [("a", False), ("b", True)]
+    assert "out_features=50 is not a multiple of M=4" in cost.layers[0].why and cost.layers[0].training == cost.layers[0].dense_training
