@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..._capability import compiled_core
 from .advice import Case
 from .report import Audit
 
@@ -25,6 +26,8 @@ def notes(audit: Audit, case: Case, measured: bool) -> tuple[str, ...]:
             f"{audit_pattern(audit)}: {ratios}."
         )
     found = [said]
+    if device.turned and not compiled_core().ok:
+        found.append(f"Without the compiled core, whose place the plain reference took: {compiled_core().reason}.")
     if measured:
         found.append("Measured: medians, in turns, on random numbers; masking and packing as passes of their own.")
     if case.trains:

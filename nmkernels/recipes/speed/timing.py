@@ -50,7 +50,11 @@ def _host(task: Task) -> float:
 def take_turns(
     tasks: Sequence[Task], timer: Timer, seconds: float = 0.0, least: int = LEAST, of: Callable[[list[float]], float] = median
 ) -> dict[str, float]:
-    """The median seconds of each, or another figure of them, from at least ``least`` rounds after one that does not count, and more while ``seconds`` last."""
+    """The median seconds of each, or what ``of`` makes of them, after one round that does not count.
+
+    Args:
+        seconds: rounds go on so long, and for ``least`` of them in any case.
+    """
     end = time.perf_counter() + seconds
     for task in tasks:
         task.run()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import nmkernels as nm
-from nmkernels.recipes.speed import here, measure, timing
+from nmkernels.recipes.speed import here, measure, notes, timing
 from nmkernels.recipes.speed.costs import Rules, speedup
 from nmkernels.recipes.speed.measure import Bench, needed, product_of, products, tasks_of
 from nmkernels.recipes.speed.roofline import Layer
@@ -197,3 +197,11 @@ def test_progress_and_nothing_is_changed():
     nm.audit(model, 16, device="cpu", timer=clock, progress=lambda *args: told.append(args))
     assert told == [(0, 2, "64x64, 16 tokens"), (1, 2, "128x64, 16 tokens")]
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items()) and type(model[0]) is torch.nn.Linear
+
+
+def test_a_missing_core_is_told(monkeypatch):
+    missing = nm._capability.Probe(False, "nmkernels._C is not built")
+    monkeypatch.setattr(notes, "compiled_core", lambda: missing)
+    words = {"device": "cpu", "timer": clock, "measure": False}
+    assert "the plain reference took: nmkernels._C is not built." in " ".join(str(nm.audit({"fc": (64, 64)}, 16, **words)).split())
+    assert "plain reference" not in str(nm.audit({"fc": (64, 64)}, 16, device="H200"))
