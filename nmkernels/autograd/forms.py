@@ -130,8 +130,11 @@ def _for_dgrad(transform: WeightTransform, layout: str, columns: bool) -> tuple[
 def wgrad_product(plan: GemmPlan, tokens: int, rows: int, cols: int, dtype: torch.dtype, device: torch.device) -> Product:
     """The product of the gradient of a weight ``(rows, cols)``, whose other operand is estimated; on a GPU also as tensor cores read it."""
     rule = plan.method if plan.wgrad == "mvue" else plan.wgrad
-    at_hand = forms(rows, tokens, plan.n, plan.m, dtype, device.type) if (plan.n, plan.m) == (2, 4) else (DENSE, "rows")
-    return Product("wgrad", tokens, rows, cols, plan.n, plan.m, dtype, device, at_hand, rule)
+    made: tuple[str, ...] = (DENSE, "rows")
+    if device.type != "cpu" and (plan.n, plan.m) == (2, 4):
+        known = forms.__wrapped__ if torch.compiler.is_compiling() else forms  # a graph would warn of the cache
+        made = known(rows, tokens, plan.n, plan.m, dtype, device.type)
+    return Product("wgrad", tokens, rows, cols, plan.n, plan.m, dtype, device, made, rule)
 
 
 def asked(plan: GemmPlan, transform: WeightTransform, weight: Tensor, dtype: torch.dtype, tokens: int) -> tuple[Product, ...]:

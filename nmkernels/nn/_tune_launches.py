@@ -89,11 +89,11 @@ def _of_layer(module: CompressedLinear | NMWeight, counts: Sequence[int]) -> Ite
         if not roles:
             yield None, "its products are dense until nm.compress_"
             return
-        pattern = Pattern(plan.n, plan.m)
+        pattern = module.mask_pattern
     for role in roles:
         for t in counts:
             if role == "wgrad":
-                job = Job(role, weight.dtype, rows, t, cols, pattern, weight.device)
+                job = Job(role, weight.dtype, rows, t, cols, Pattern(plan.n, plan.m), weight.device)
             else:
                 job = Job(role, weight.dtype, rows, cols, t, pattern, weight.device)
             reason = _declined(job)

@@ -95,17 +95,14 @@ class UsedWeight:
 
     def _get(self, kept: _Kept[F], weight: Tensor, transform: WeightTransform, dtype: torch.dtype, build: Callable[[F | None], F]) -> F:
         owner = _owner(weight) if self.attached else None
-        # an inference tensor could never be saved for a later backward
-        with torch.inference_mode(False), torch.no_grad():
-            if owner is None:
-                self.release()
-                return build(None)
-            state, same = _state(weight, dtype), kept.transform is transform
-            if not same or not kept.right(owner, state):
-                # another transform of the same weight (an evaluation) must not overwrite what a backward still needs
-                kept.form = build(kept.form if same else None)
-                kept.state, kept.owner, kept.transform = state, weakref.ref(owner), transform
-        assert kept.form is not None
+        if owner is None:
+            self.release()
+            return _lasting(build, None)
+        state, same = _state(weight, dtype), kept.transform is transform
+        if kept.form is None or not same or not kept.right(owner, state):
+            # another transform of the same weight (an evaluation) must not overwrite what a backward still needs
+            kept.form = _lasting(build, kept.form if same else None)
+            kept.state, kept.owner, kept.transform = state, weakref.ref(owner), transform
         return kept.form
 
     # ---- the optimizer's part
@@ -160,6 +157,12 @@ class UsedWeight:
     def __reduce__(self) -> tuple[type[UsedWeight], tuple[()]]:
         # a copied or pickled layer belongs to no optimizer, and its copies of W̃ can be made again
         return UsedWeight, ()
+
+
+def _lasting(build: Callable[[F | None], F], old: F | None) -> F:
+    # an inference tensor could never be saved for a later backward
+    with torch.inference_mode(False), torch.no_grad():
+        return build(old)
 
 
 def _dense(weight: Tensor, transform: WeightTransform, dtype: torch.dtype, extras: Sequence[Tensor], old: Tensor | None) -> Tensor:

@@ -21,6 +21,7 @@ RANKS, STEPS = 2, 10
 RECIPES = {
     "srste": nm.recipes.SRSTE("2:4", decay=1e-3),
     "step": nm.recipes.STEP("2:4", t_min=2, t_max=5),
+    "srste_packed": nm.recipes.SRSTE("2:4", decay=1e-3, packed=True),
     "sste": nm.recipes.SSTE("2:4", seed=1),
 }
 

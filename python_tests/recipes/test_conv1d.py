@@ -5,7 +5,7 @@ import torch
 
 import nmkernels as nm
 from nmkernels.optim import MaskedAdamW
-from nmkernels.recipes import ASP, AST, FST, SRSTE, STEP, MaxQ, ProxSparse
+from nmkernels.recipes import ASP, AST, FST, SRSTE, SSTE, STEP, MaxQ, ProxSparse
 from python_tests.recipes.loop import Adam, batches, loss_of, mlp
 
 Conv1D = pytest.importorskip("transformers.pytorch_utils").Conv1D
@@ -30,6 +30,8 @@ RECIPES = [
     MaxQ(total_steps=10, fine_tune=4, decay=0.1),
     AST(decay=0.3, anneal=4, every=3),
     ProxSparse(strength=0.8, anchor=0.3),
+    SRSTE(decay=0.1, packed=True),
+    SSTE(mvue=None, packed=True),
     FST(refresh=3, decay=0.1, fine_tune=0, mvue=None, packed=True),
     FST(total_steps=10, refresh=3, decay=0.1, fine_tune=4, seed=0),
 ]

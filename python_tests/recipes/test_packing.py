@@ -4,10 +4,11 @@ import pytest
 import torch
 
 import nmkernels as nm
-from nmkernels.autograd import GemmPlan
+from nmkernels.autograd import GemmPlan, choice
 from nmkernels.pattern import RecipeError
 from nmkernels.recipes import FST, SRSTE, SSTE, STE, STEP, LayerWise
 from nmkernels.recipes.packing import packing
+from python_tests.nn.test_used_packed import Calls
 from python_tests.recipes.loop import distance, snapshot
 from python_tests.recipes.running import DATA, F32, F64, run, start, step, through_a_file
 
@@ -46,6 +47,69 @@ def test_packed_products_are_what_runs(make):
     (packed,) = layer.used.kept
     assert packed.rows.pattern == layer.mask_pattern and packed.columns is None, "on a CPU the rows serve both products"
     assert torch.equal(packed.rows.dense(), layer.used_weight())
+
+
+@pytest.fixture
+def chosen(request, monkeypatch):
+    """What ``NMKERNELS_CHOICE`` says, in whose products "auto" comes out."""
+    monkeypatch.setenv("NMKERNELS_CHOICE", request.param)
+    choice.forget()
+    yield request.param
+    choice.forget()
+
+
+@pytest.mark.parametrize("chosen", ["dense", "packed"], indirect=True)
+@pytest.mark.parametrize("name", ["srste", "sste", "sste_1_4", "fst", "fst_1_4"])
+def test_auto_does_what_was_chosen(name, chosen):
+    data = [(x.float(), y.float()) for x, y in DATA[:6]]
+    want = run(MAKERS[name](packed=False), F32, data)[0]
+    model, _, optimizer = start(MAKERS[name](packed="auto"), F32)
+    with Calls() as calls:
+        for batch in data:
+            step(model, optimizer, batch)
+    assert distance(snapshot(model), snapshot(want)) < 1e-5
+    estimated = {"dense": "mvue", "packed": "mvue_compress"}[chosen]
+    assert {"linear", "linear_dgrad", "pack"} & set(calls.names) == (set() if chosen == "dense" else {"linear", "linear_dgrad", "pack"})
+    draws = name in ("sste", "sste_1_4", "fst")
+    assert calls.names.count(estimated) == (12 if draws else 0)
+    assert calls.names.count("linear_wgrad") == (12 if draws and chosen == "packed" else 0)
+
+
+@pytest.mark.parametrize("chosen", ["dense", "packed"], indirect=True)
+def test_auto_compiles_without_a_break(chosen):
+    torch.compiler.reset()
+    data = [(x.float(), y.float()) for x, y in DATA[:4]]
+    model, _, optimizer = start(MAKERS["sste"](packed="auto"), F32)
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph.print_readable(print_output=False))
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    forward = torch.compile(model, fullgraph=True, backend=backend)
+    for batch in data:
+        step(forward, optimizer, batch)
+    assert len(graphs) == 1 and all((op in graphs[0]) == (chosen == "packed") for op in ("nm_linear.", "nm_linear_dgrad", "nm_pack"))
+    want = run(MAKERS["sste"](packed=False), F32, data)[0]
+    assert distance(snapshot(model), snapshot(want)) < 1e-5
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("name", ["srste", "sste", "sste_1_4", "fst"])
+@pytest.mark.parametrize("grad", [True, False])
+def test_what_a_layer_is_tuned_for_is_what_it_asks(name, grad, monkeypatch):
+    asked = []
+    monkeypatch.setattr("nmkernels.autograd.forms.choose", lambda product, **_: asked.append(product) or "dense")
+    monkeypatch.setattr("nmkernels.autograd.products.choose", lambda product, **_: asked.append(product) or "dense")
+    model, _, _ = start(MAKERS[name](packed="auto"), F32)
+    layer, x = model[0], torch.randn(3, 4, 16, requires_grad=True)
+    with torch.set_grad_enabled(grad):
+        y = layer(x)
+    if grad:
+        y.sum().backward()
+    known = layer.products(12)
+    assert len(asked) == (1 if not grad else 2 if name == "srste" else 3) and set(asked) <= set(known)
+    assert len(known) == (2 if name == "srste" else 3)
 
 
 def test_plans():
