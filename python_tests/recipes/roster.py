@@ -254,16 +254,11 @@ ROSTER |= {
         FST("2:4", refresh=7, decay=0.1, fine_tune=0, mvue="approx", packed=True, seed=1),
         lambda p, d, s: fst(p, d, 2, 4, 7, 0.1, None, s, "approx"),
     ),
-    "fst_packed_other_estimate": Entry(
-        FST("1:4", refresh=4, decay=0.1, fine_tune=0, mvue_pattern="2:4", packed=True, seed=1),
-        lambda p, d, s: fst(p, d, 1, 4, 4, 0.1, None, s, "exact"),
-    ),
     "tsrste": Entry(FST("2:4", mvue=None, fine_tune=0, refresh=1, decay=0.1), lambda p, d, s: fst(p, d, 2, 4, 1, 0.1)),
 }
 
 ROSTER |= {
     "srste_packed": Entry(SRSTE("2:4", decay=0.1, packed=True), hard(0.1)),
-    "step_packed": Entry(STEP("2:4", t_min=2, t_max=7, threshold=1e-30, packed=True), hard(0.0, SWITCH), (5, 8, 12)),
     "sste_packed": Entry(SSTE("2:4", seed=1, packed=True), lambda p, d, s: used.sste(p, d, 2, 4, s)),
 }
 

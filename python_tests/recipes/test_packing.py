@@ -21,6 +21,7 @@ MAKERS = {
     "sste_1_4": lambda **k: SSTE("1:4", seed=1, **k),
     "sste_dense_wgrad": lambda **k: SSTE("2:4", mvue=None, **k),
     "fst": lambda **k: FST("2:4", 20, refresh=3, decay=0.1, seed=1, **k),
+    "fst_other_estimate": lambda **k: FST("1:4", refresh=3, decay=0.1, fine_tune=0, seed=1, **k),
     "fst_1_4": lambda **k: FST("1:4", refresh=3, decay=0.1, fine_tune=0, mvue=None, **k),
     "layerwise": lambda **k: LayerWise("2:8", inner=SRSTE("2:8", decay=0.1, **k), rule="magnitude", choices="all"),
 }
