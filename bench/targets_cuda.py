@@ -56,7 +56,7 @@ def _share(by: str, key: str, what: str, spec: Spec, how: str = "") -> Target:
 
 def _key(by: str, key: str) -> str:
     """The keys of Triton's targets are older and name no backend."""
-    return f"cuda-{key}" if by == TRITON else f"cuda-native-{key}"
+    return {TRITON: "cuda-", CUDA: "cuda-native-"}.get(by, f"cuda-{by.removeprefix('nmkernels ')}-") + key
 
 
 def _what(by: str, what: str) -> str:
@@ -143,7 +143,8 @@ def _host() -> list[Target]:
             keeps,
         )
     ]
-    for by in PROVIDERS:
+    whole = (Spec("host(nm_linear)", "2:4", BF16, 64, 64, 16),)
+    for by, specs in ((TRITON, specs), (CUDA, specs), ("nmkernels cusparselt", whole)):
         what, call, replay = _what(by, "host cost of a call, µs"), "us beyond a no-op", "us beyond torch's kernels"
         graph = _what(by, "the same in a CUDA graph, µs")
         found += [

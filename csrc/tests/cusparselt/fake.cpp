@@ -18,6 +18,7 @@
 #include <atomic>
 #include <cmath>
 #include <cstring>
+#include <deque>
 #include <map>
 #include <mutex>
 #include <set>
@@ -32,10 +33,36 @@ using namespace nm::cusparselt;
 
 namespace {
 
+struct OfHandle {
+    std::thread::id thread;
+    long long device;
+};
+struct OfMatrix {
+    int64_t rows, cols, ld;
+    int dtype, order;
+    bool sparse;
+};
+struct OfMatmul {
+    int op_a, op_b;
+    OfMatrix a, b, d;
+    int compute;
+    bool relu = false, gelu = false;
+    const void* bias = nullptr;
+};
+struct OfSelection {
+    int algorithm = 0, splits = 1, mode = 0;
+};
+struct OfPlan {
+    const OfMatmul* matmul;
+    OfSelection selection;
+    const void* bias;
+};
+
 std::mutex g_lock;
 std::map<std::string, long long> g_settings{{"version", 800}, {"limit", 4}};
 std::map<std::string, long long> g_calls;
 std::set<const void*> g_live;
+std::deque<OfMatmul> g_matmuls;  // the library has no entry that destroys one
 std::atomic<long long> g_errors{0};
 std::atomic<bool> g_idle{false};
 
@@ -81,31 +108,6 @@ Status take_back(const Struct* where) {
     delete content;
     return kSuccess;
 }
-
-struct OfHandle {
-    std::thread::id thread;
-    long long device;
-};
-struct OfMatrix {
-    int64_t rows, cols, ld;
-    int dtype, order;
-    bool sparse;
-};
-struct OfMatmul {
-    int op_a, op_b;
-    OfMatrix a, b, d;
-    int compute;
-    bool relu = false, gelu = false;
-    const void* bias = nullptr;
-};
-struct OfSelection {
-    int algorithm = 0, splits = 1, mode = 0;
-};
-struct OfPlan {
-    const OfMatmul* matmul;
-    OfSelection selection;
-    const void* bias;
-};
 
 // Counts a call; the status that it was told to answer, or that a handle of another thread or device gets.
 Status enter(const char* entry, const Handle* handle = nullptr) {
@@ -193,6 +195,7 @@ int64_t place(const OfMatrix& m, int64_t row, int64_t col) { return m.order == k
 
 }  // namespace
 
+#pragma GCC visibility push(default)
 extern "C" {
 
 // Its presence says that this library works on the CPU's memory.
@@ -274,9 +277,10 @@ Status cusparseLtMatmulDescriptorInit(const Handle* handle, Matmul* matmul, int 
     if (rows != md->rows || inner != inner_b || width != md->cols || compute != (ma->dtype == kInt8 ? kInInt32 : kInFloat32)) return refuse();
     // in 8 bits both are read along the sum
     if (size_of(ma->dtype) == 1 && (op_a != kPlain || op_b != kTransposed)) return kNotSupported;
-    auto* content = new OfMatmul;
+    const std::lock_guard<std::mutex> guard(g_lock);
+    OfMatmul* content = &g_matmuls.emplace_back();
     content->op_a = op_a, content->op_b = op_b, content->a = *ma, content->b = *mb, content->d = *md, content->compute = compute;
-    std::memcpy(matmul->data, &content, sizeof content);  // never destroyed, as in the library: it has no entry for that
+    std::memcpy(matmul->data, &content, sizeof content);
     return kSuccess;
 }
 
@@ -427,3 +431,4 @@ Status cusparseLtSpMMACompress2(const Handle* handle, const Matrix* sparse, int 
 }
 
 }  // extern "C"
+#pragma GCC visibility pop
