@@ -144,12 +144,12 @@ def _host() -> list[Target]:
         )
     ]
     whole = (Spec("host(nm_linear)", "2:4", BF16, 64, 64, 16),)
-    for by, specs in ((TRITON, specs), (CUDA, specs), ("nmkernels cusparselt", whole)):
+    for by, cases in ((TRITON, specs), (CUDA, specs), ("nmkernels cusparselt", whole)):
         what, call, replay = _what(by, "host cost of a call, µs"), "us beyond a no-op", "us beyond torch's kernels"
         graph = _what(by, "the same in a CUDA graph, µs")
         found += [
-            Target(_key(by, "host"), what, "a no-op op", call, 5, specs, None, False, by),
-            Target(_key(by, "host-graph"), graph, "a graph of torch's kernels", replay, 0.1, specs, None, False, f"{by}, graph"),
+            Target(_key(by, "host"), what, "a no-op op", call, 5, cases, None, False, by),
+            Target(_key(by, "host-graph"), graph, "a graph of torch's kernels", replay, 0.1, cases, None, False, f"{by}, graph"),
         ]
     return found
 

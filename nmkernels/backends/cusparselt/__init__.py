@@ -9,9 +9,9 @@ every layout and dtype that it has; ``search`` finds and stores the fastest righ
 from . import linear
 from ._compress import Blob
 from ._problem import Algorithm, Problem
-from .product import compress, matmul
+from .product import compress, compress_packed, matmul
 from .search import Found, search, search_product
 
 linear.register()
 
-__all__ = ["Algorithm", "Blob", "Found", "Problem", "compress", "matmul", "search", "search_product"]
+__all__ = ["Algorithm", "Blob", "Found", "Problem", "compress", "compress_packed", "matmul", "search", "search_product"]

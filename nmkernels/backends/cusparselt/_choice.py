@@ -62,6 +62,9 @@ def chosen(problem: Problem, here: Here, like: Tensor, stream: int) -> Algorithm
     if first is None or not exact:
         try:
             first = first_right(problem, here, like, stream, first or DEFAULT)
+        except torch.OutOfMemoryError:
+            # later there may be room; until then this product is somebody else's
+            raise BackendError(f"cuSPARSELt: no memory to check {problem.text}x{problem.width} with") from None
         except BackendError as error:
             _refused[key] = str(error)
             raise

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...pattern import DtypeError, OptionError, ShapeError
+from ...pattern import DtypeError, OptionError, PatternError, ShapeError
+from ._blobs import expanded
 from ._choice import ready_for
 from ._compress import Blob, aligned, compress_as
 from ._context import capturing, elsewhere, here, place
@@ -62,6 +63,38 @@ def compress(dense: Tensor, layout: str = "nt", mask: Tensor | None = None) -> B
         kept = kept.view(torch.int8).t().contiguous().view(dense.dtype) if TRANSPOSED[layout] else kept
         return compress_as("nt", kept, here(device), stream, layout)
     return compress_as(layout, kept, here(device), stream)
+
+
+def compress_packed(values: Tensor, indices: Tensor, n: int, m: int, cols: int) -> Blob:
+    """``compress`` of a packed weight, for layout nt, by way of its dense form: what the ops do with theirs, once for each weight.
+
+    Args:
+        values, indices: of ``nm.ops.compress`` ``(rows, ...)``, or values and int32 metadata of ``nm.ops.relayout``; 16 bits.
+        n, m: the pattern; at most 2 of every M, M a multiple of 4.
+        cols: the dense columns.
+
+    Raises:
+        PatternError: the pattern is not always 2:4. ShapeError, DtypeError, BackendError: as ``compress``.
+
+    Example:
+        >>> import torch
+        >>> from nmkernels.backends.cusparselt import compress_packed
+        >>> compress_packed(torch.ones(16, 8), torch.zeros(16, 2, dtype=torch.uint8), 4, 8, 16)
+        Traceback (most recent call last):
+        nmkernels.pattern.PatternError: compress_packed: 4:8 is not always 2:4; at most 2 of every M are, with M a multiple of 4.
+    """
+    if n > 2 or m % 4:
+        raise PatternError(f"compress_packed: {n}:{m} is not always 2:4; at most 2 of every M are, with M a multiple of 4.")
+    wrong = misfit(values.dtype, values.shape[0], cols)
+    if values.dtype not in RESULTS or values.dtype.itemsize != 2:
+        raise DtypeError(f"compress_packed: packed weights are float16 or bfloat16 here, not {values.dtype}.")
+    if wrong:
+        raise ShapeError(f"compress_packed: {wrong}; pad with zeros.")
+    device, stream = place(values)
+    if elsewhere(values, device):
+        with torch.cuda.device(device):
+            return compress_packed(values, indices, n, m, cols)
+    return compress_as("nt", expanded(values, indices, (n, m, cols)), here(device), stream)
 
 
 def _float8(x: Tensor) -> bool:
@@ -171,4 +204,4 @@ def _check_fits(what: str, x: Tensor | None, shape: tuple[int, ...], dtype: torc
         raise ShapeError(f"matmul: the {what} is {x.dtype} {tuple(x.shape)} on {x.device}; it must be {dtype} {shape} on {device}.")
 
 
-__all__ = ["compress", "matmul"]
+__all__ = ["compress", "compress_packed", "matmul"]

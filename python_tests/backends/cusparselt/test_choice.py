@@ -98,6 +98,19 @@ def test_wrong_integers_are_noticed(fake) -> None:
         assert _choice.ready_for(problem, at, torch.empty(0), 0).algorithm == Algorithm(1)
 
 
+def test_no_memory_to_check_with_is_no_verdict(fake, ours, monkeypatch) -> None:
+    args = arguments()
+
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as m:
+        m.setattr(_choice, "Judge", full)
+        with pytest.raises(BackendError, match="no memory to check nt.bfloat16.bfloat16.plain.32x64x16 with"):
+            ours("nm_linear").fn(*args)
+    right(ours, args)
+
+
 # ---- with one
 
 
