@@ -32,6 +32,8 @@ class _Kept(Generic[F]):
     state: State | None = None
     owner: weakref.ref[nn.Parameter] | None = None
     transform: WeightTransform | None = None
+    written: bool = False
+    """By the optimizer, in the pass of its update, and not by us."""
 
     def right(self, owner: nn.Parameter | None, state: State) -> bool:
         """Whether the form is of that Parameter as it is now."""
@@ -99,10 +101,12 @@ class UsedWeight:
             self.release()
             return _lasting(build, None)
         state, same = _state(weight, dtype), kept.transform is transform
-        if kept.form is None or not same or not kept.right(owner, state):
+        # no hook of ours runs when a captured graph does: what the optimizer does not write, the graph has to make
+        captured = not kept.written and _capturing(weight)
+        if kept.form is None or not same or captured or not kept.right(owner, state):
             # another transform of the same weight (an evaluation) must not overwrite what a backward still needs
-            kept.form = _lasting(build, kept.form if same else None)
-            kept.state, kept.owner, kept.transform = state, weakref.ref(owner), transform
+            kept.form = _lasting(build, kept.form if same and not captured else None)
+            kept.state, kept.owner, kept.transform, kept.written = state, weakref.ref(owner), transform, False
         return kept.form
 
     # ---- the optimizer's part
@@ -135,7 +139,7 @@ class UsedWeight:
         """The optimizer has just written W̃ of the present ``weight`` into what it was lent."""
         for kept in self._lent:
             if kept.state is not None:
-                kept.state = _state(weight, kept.state[-1])
+                kept.state, kept.written = _state(weight, kept.state[-1]), True
         self._lent = []
 
     # ---- the end of a copy
@@ -197,6 +201,10 @@ def _owner(weight: Tensor) -> nn.Parameter | None:
     base = weight if isinstance(weight, nn.Parameter) else weight._base
     # inference tensors have no version counter
     return base if isinstance(base, nn.Parameter) and not base.is_inference() else None
+
+
+def _capturing(weight: Tensor) -> bool:
+    return weight.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _state(weight: Tensor, dtype: torch.dtype) -> State:

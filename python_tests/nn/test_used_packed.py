@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import nmkernels as nm
-from nmkernels.autograd import GemmPlan, HardMask, Reads, TransposableMask
+from nmkernels.autograd import BiMasked, GemmPlan, HardMask, Reads, TransposableMask, reads
 from nmkernels.optim import MaskedAdamW
 from python_tests import plain
 from python_tests.copies import WAYS, copied
@@ -147,6 +147,19 @@ def test_calls_that_read_different_forms_do_not_pack_in_turns():
         optimizer.step()
 
 
+def test_a_transform_with_a_weight_of_its_own_for_dgrad_keeps_it_dense():
+    plan, w, x = GemmPlan("packed", "device", n=2, m=4), torch.randn(16, 32), torch.randn(4, 32)
+    assert reads(plan, HardMask(nm.Pattern("2:4")), w, w.dtype, x).dgrad == "packed"
+    assert reads(plan, BiMasked(nm.Pattern("2:4")), w, w.dtype, x).dgrad == "dense"
+    model, layer, _ = model_of(None, plan=plan, transform=BiMasked(nm.Pattern("2:4"), draws=0))
+    layer.nm_order = torch.arange(16)
+    h = x.clone().requires_grad_()
+    model(h).sum().backward()
+    used = plain.masked(layer.weight, 2, 4)
+    torch.testing.assert_close(h.grad, layer.transform.for_dgrad(used, layer.nm_order).sum(0).expand(4, 32))
+    assert not torch.allclose(h.grad, used.sum(0).expand(4, 32))
+
+
 # ---- never stale
 
 
@@ -237,6 +250,27 @@ def test_a_skipped_step_leaves_packs_that_are_still_right():
             assert right(layer) and calls.packs == 0
         assert torch.equal(before, layer.weight) == bool(t % 2)
         assert torch.equal(layer.used_weight(), plain.masked(layer.weight, 2, 4))
+
+
+# ---- captured graphs
+
+
+@pytest.mark.parametrize(("make", "recipe"), [(MaskedAdamW, "srste"), (torch.optim.AdamW, "srste"), (MaskedAdamW, "sste")])
+def test_a_captured_forward_makes_what_the_optimizer_does_not_write(make, recipe, monkeypatch):
+    model, layer, optimizer = model_of(make, f"{recipe}:2:4(packed=True)")
+    x = torch.randn(4, 32, requires_grad=True)
+    for _ in range(2):
+        step(model, optimizer)
+    monkeypatch.setattr("nmkernels.nn._used._capturing", lambda weight: True)
+    written = make is MaskedAdamW and recipe == "srste"
+    (before,) = layer.used.kept
+    with Calls() as calls:
+        losses = [model(x).sum() for _ in range(2)]
+    assert calls.packs == (0 if written else 2), "whatever is replayed, the packed weight is that of the weight then"
+    assert (layer.used.kept[0] is before) == written
+    for loss in losses:
+        loss.backward()  # the second forward pass has not overwritten what the first one saved
+    assert right(layer) or recipe == "sste"
 
 
 # ---- memory

@@ -4,13 +4,15 @@ import pytest
 import torch
 
 import nmkernels as nm
+from nmkernels._capability import compiled_core
 from nmkernels.autograd import GemmPlan, choice
+from nmkernels.autograd.choice.candidates import function
 from nmkernels.pattern import RecipeError
 from nmkernels.recipes import FST, SRSTE, SSTE, STE, STEP, LayerWise
 from nmkernels.recipes.packing import packing
 from python_tests.nn.test_used_packed import Calls
 from python_tests.recipes.loop import distance, snapshot
-from python_tests.recipes.running import DATA, F32, F64, run, start, step, through_a_file
+from python_tests.recipes.running import DATA, F32, F64, net, run, start, step, through_a_file
 
 MAKERS = {
     "ste": lambda **k: STE("2:4", **k),
@@ -94,6 +96,51 @@ def test_auto_compiles_without_a_break(chosen):
     want = run(MAKERS["sste"](packed=False), F32, data)[0]
     assert distance(snapshot(model), snapshot(want)) < 1e-5
     torch.compiler.reset()
+
+
+@pytest.mark.skipif(not compiled_core().ok, reason=compiled_core().reason)
+@pytest.mark.parametrize(
+    ("fprop", "dgrad", "wgrad"),
+    [
+        ("cpu rows", "cpu columns", "dense"),
+        ("dense", "cpu columns", "cpu rows"),
+        ("cpu rows", "dense", "auto"),
+        ("dense", "cpu rows", "dense"),
+    ],
+)
+def test_each_product_is_done_by_the_candidate_chosen_for_it(fprop, dgrad, wgrad, monkeypatch):
+    chosen, done = {"fprop": fprop, "dgrad": dgrad, "wgrad": wgrad}, []
+    for module in ("forms", "products"):
+        monkeypatch.setattr(f"nmkernels.autograd.{module}.choose", lambda product, **_: chosen[product.role])
+
+    def watched(op, backend, args):
+        done.append((op, backend))
+        return function(op, backend, args)
+
+    monkeypatch.setattr("nmkernels.autograd.products.function", watched)
+    data = [(x.float(), y.float()) for x, y in DATA[:4]]
+    got, _, _ = run(MAKERS["fst"](packed="auto"), F32, data)
+    assert distance(snapshot(got), snapshot(run(MAKERS["fst"](packed=False), F32, data)[0])) < 1e-5
+    # two layers and four steps; the first layer's input wants no gradient
+    assert done.count(("nm_linear", "cpu")) == 8 * (fprop == "cpu rows") + 4 * (dgrad == "cpu columns")
+    assert done.count(("nm_linear_dgrad", "cpu")) == 4 * (dgrad == "cpu rows")
+    (packed,) = (form for form in got[2].used.kept if isinstance(form, nm.ops.Packed))
+    assert (packed.rows is not None) == ("cpu rows" in (fprop, dgrad)) and (packed.columns is not None) == (dgrad == "cpu columns")
+
+
+@pytest.mark.parametrize("name", ["srste", "fst_1_4"])
+@pytest.mark.parametrize("packed", [True, "auto"])
+def test_torch_func_gives_the_same_gradients(name, packed):
+    model = net(MAKERS[name](), F64)
+    nm.sparsify_(model, MAKERS[name](packed=packed))
+    params = dict(model.named_parameters())
+
+    def loss(p):
+        return torch.func.functional_call(model, p, (DATA[0][0],)).square().sum()
+
+    got = torch.func.grad(loss)({k: p.detach() for k, p in params.items()})
+    loss(params).backward()
+    assert distance(got, {k: p.grad for k, p in params.items()}) < 1e-12
 
 
 @pytest.mark.parametrize("name", ["srste", "sste", "sste_1_4", "fst"])
