@@ -1,4 +1,5 @@
-"""What ``make gpu`` runs: build in place, the tests marked gpu, compute-sanitizer, quick benchmarks, the README's table, a summary last.
+"""What ``make gpu`` runs: build in place, the tests marked gpu, compute-sanitizer, quick benchmarks, loss
+curves, the README's table, a summary last.
 
 For a machine with an NVIDIA GPU, a torch already installed and no network. ``python -m bench.gpu tests benchmarks`` runs only those
 steps. Exit status 0: everything passed, 1: something failed (the summary says what), 2: there is no GPU here that torch can use, or
@@ -37,6 +38,7 @@ STEPS = (
     Step("tests", ("-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"), ((NO_TESTS_COLLECTED, "no test is marked gpu yet"),)),
     Step("sanitizer", ("-m", "bench.sanitize"), ((NO_SANITIZER, "skipped: compute-sanitizer is not installed"),)),
     Step("benchmarks", ("-m", "bench.quick", "--device", "cuda")),
+    Step("curves", ("-m", "bench.loss_curves")),
     Step("report", ("-m", "bench.report")),
 )
 

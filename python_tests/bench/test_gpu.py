@@ -46,7 +46,7 @@ def test_steps_are_chosen_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     status, _, ran = _run(capsys, {}, "report", "tests")
     assert status == 0 and ran == [list(s.words) for s in gpu.STEPS if s.name in ("tests", "report")]
     status, lines, ran = _run(capsys, {}, "test")
-    assert status == 2 and not ran and "no step is called test; there are build, tests, sanitizer, benchmarks, report" in lines[0]
+    assert status == 2 and not ran and "no step is called test; there are build, tests, sanitizer, benchmarks, curves, report" in lines[0]
 
 
 def test_no_gpu_test_yet_is_fine(capsys: pytest.CaptureFixture[str]) -> None:
