@@ -1,0 +1,140 @@
+"""Weights packed in the order of tensor cores, in the emulator: which layers have them, who writes them, and a training step with them."""
+
+import pytest
+import torch
+from torch import nn
+
+import nmkernels as nm
+from nmkernels.autograd import GemmPlan, HardMask, SoftThreshold, TransposableMask, reads
+from nmkernels.backends.cuda._core import emulator_built
+from nmkernels.optim import MaskedAdamW
+from nmkernels.pattern import Pattern
+from python_tests.nn.test_used_packed import Calls
+
+BF16 = torch.bfloat16
+PACKED, AUTO = GemmPlan("packed", "device", n=2, m=4), GemmPlan("auto", "auto", n=2, m=4)
+P = Pattern("2:4")
+
+pytestmark = pytest.mark.skipif(not emulator_built(), reason="nmkernels._emulated is not built: NMKERNELS_EMULATOR=1 at the build")
+
+
+@pytest.fixture
+def emulator(monkeypatch):
+    monkeypatch.setenv("NMKERNELS_BACKEND", "cuda-emulated")
+
+
+def what(plan, transform=None, rows=64, cols=64, dtype=BF16, tokens=5):
+    return reads(plan, transform or HardMask(P), torch.empty(rows, cols), dtype, torch.empty(tokens, cols))
+
+
+@pytest.mark.parametrize(
+    ("given", "layout"),
+    [
+        ({}, "mma.sp"),
+        ({"rows": 16}, "mma.sp"),
+        ({"rows": 24}, "canonical"),
+        ({"cols": 96}, "canonical"),
+        ({"dtype": torch.float32}, "canonical"),
+        ({"dtype": torch.float16}, "mma.sp"),
+        ({"transform": HardMask(Pattern("1:4"))}, "mma.sp"),
+        ({"transform": HardMask(Pattern("2:8"))}, "mma.sp"),
+        ({"transform": HardMask(Pattern("1:2"))}, "canonical"),
+        ({"transform": TransposableMask(P)}, "mma.sp"),
+        ({"transform": TransposableMask(P), "rows": 16}, "canonical"),
+    ],
+)
+def test_which_weights_lie_in_that_order(emulator, given, layout):
+    found = what(PACKED, **given)
+    turned = isinstance(given.get("transform"), TransposableMask)
+    assert found.layout == layout and found.fprop == "packed"
+    assert found.dgrad == ("packed" if layout == "canonical" else "columns" if turned else "dense")
+
+
+def test_nowhere_else(monkeypatch):
+    assert what(PACKED).layout == "canonical"
+    monkeypatch.setenv("NMKERNELS_BACKEND", "reference")
+    assert what(PACKED).layout == "canonical"
+
+
+def test_rules_by_name_and_by_choice(emulator, monkeypatch):
+    held = TransposableMask(P)
+    assert what(GemmPlan("packed", "packed", n=2, m=4)).dgrad == "dense", "no kernel turns that order"
+    assert what(GemmPlan("packed", "dense", n=2, m=4), held, rows=16).layout == "mma.sp", "only rows are packed"
+    assert what(GemmPlan("packed", "columns", n=2, m=4), held, rows=16) == ("packed", "columns", "canonical", ("", ""))
+    assert what(AUTO, held) == ("packed", "columns", "mma.sp", ("", ""))
+    assert what(AUTO) == ("packed", "dense", "mma.sp", ("", ""))
+    with torch.no_grad():
+        assert what(AUTO) == ("packed", "packed", "mma.sp", ("", ""))
+    monkeypatch.delenv("NMKERNELS_BACKEND")
+    monkeypatch.setenv("NMKERNELS_CHOICE", "dense")
+    nm.autograd.choice.forget()
+    assert what(AUTO, held) == ("dense", "dense", "canonical", ("", ""))
+
+
+@pytest.mark.parametrize("pattern", ["2:4", "1:4", "2:8"])
+@pytest.mark.parametrize("kind", ["hard", "soft", "held"])
+def test_the_order_holds_what_the_dense_layout_does(kind, pattern):
+    w, p = torch.randn(64, 128), Pattern(pattern)
+    transform, extras = {
+        "hard": (HardMask(p), ()),
+        "soft": (SoftThreshold(p), (torch.tensor(1.3),)),
+        "held": (TransposableMask(p), (nm.ops.transposable_mask(w, pattern),)),
+    }[kind]
+    packed = transform.packed(w, *extras, dtype=BF16, columns=kind == "held", layout="mma.sp")
+    want = transform(w, *extras).to(BF16)
+    assert packed.layout == "mma.sp" and packed.rows.pattern == P
+    assert torch.equal(packed.rows.dense(), want)
+    if kind == "held":
+        assert torch.equal(packed.columns.dense(), want.t())
+
+
+def trained(recipe, seen=None):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    handle = nm.sparsify_(model, recipe)
+    optimizer, losses = handle.attach(MaskedAdamW(model.parameters(), lr=1e-2)), []
+    for t in range(4):
+        x = torch.randn(64, 64, generator=torch.Generator().manual_seed(t))
+        optimizer.zero_grad()
+        with Calls() as calls:
+            for _ in range(2):
+                with torch.autocast("cpu", BF16):
+                    loss = (model(x) - x.roll(1, 1)).float().square().mean()
+                loss.backward()
+        if seen is not None:
+            seen.append((calls.packs, calls.names.count("linear"), calls.names.count("linear_dgrad")))
+        optimizer.step()
+        losses.append(loss.item())
+    return model, losses
+
+
+@pytest.mark.parametrize(
+    ("recipe", "packs"),
+    [
+        ("srste:2:4", [2, 0, 0, 0]),
+        ("srste:1:4", [2, 2, 2, 2]),
+        ("sste:2:4", [2, 2, 2, 2]),
+        ("fst:2:4", [2, 2, 2, 2]),
+    ],
+)
+@pytest.mark.parametrize("packed", ["True", "auto"])
+def test_training_steps(emulator, recipe, packs, packed):
+    options = "fine_tune=0, refresh=2, seed=1, " if recipe.startswith("fst") else "seed=1, " if recipe.startswith("sste") else ""
+    seen = []
+    model, got = trained(f"{recipe}({options}packed={packed})", seen)
+    layer = model[0]
+    kept = [form for form in layer.used.kept if isinstance(form, nm.ops.Packed)]
+    assert len(kept) == 1 and kept[0].layout == "mma.sp" and kept[0].rows.values.dtype == BF16
+    assert (kept[0].columns is not None) == recipe.startswith("fst")
+    # the packs once per step, and by MaskedAdamW where the mask is that of the largest magnitudes at 2:4; the first layer has no dgrad
+    assert seen == [(count, 4 + 2 * recipe.startswith("fst"), 0) for count in packs]
+    _, want = trained(f"{recipe}({options[:-2]})" if options else recipe)
+    assert got == pytest.approx(want, rel=2e-2)
+
+
+def test_the_optimizer_writes_that_order(emulator):
+    model, _ = trained("srste:2:4(packed=True)")
+    (packed,) = [form for form in model[0].used.kept if isinstance(form, nm.ops.Packed)]
+    assert model[0].used.packs(model[0].master) is packed, "it is right for the weight after the last step"
+    want = nm.ops.pack(model[0].weight.detach(), "2:4", dtype=BF16, layout="mma.sp").rows
+    assert torch.equal(packed.rows.values, want.values) and torch.equal(packed.rows.meta, want.meta)
