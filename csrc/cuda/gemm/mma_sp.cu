@@ -15,6 +15,8 @@ namespace {
 // Stages and barriers. Before turn 3 of slab s all threads meet: then slab s + 1 has arrived, for which each has waited
 // (kStages + s groups were begun before, of which all but the last kStages - 2 are awaited), and slab s has been read,
 // because what turn 3 needs of it was loaded before turn 2. So its place is free for slab s + kStages.
+// After the last slab they meet once more, which the emulator would not miss: its warps keep step, those of a GPU need not,
+// and sums go where a slower warp still reads its operands.
 template <class T, class Tile, bool kByColumn>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks) mma_sp_kernel(Product<T> f) {
     NM_DYNAMIC_SHARED(uint8_t, shared);

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..._dispatch import Verdict
-from ...reference.layouts import COLUMNS, WARPS, layout_of
+from ...reference.layouts import COLUMNS
 from ._core import DTYPES, contiguous, core, queue, register
 from .metadata import metadata
 
@@ -37,14 +37,10 @@ def _device(index: int) -> tuple[int, int]:
     return int(found.multi_processor_count), SHARED.get((found.major, found.minor), LEAST_SHARED)
 
 
-def target(x: Tensor) -> tuple[int, int]:
-    """Multiprocessors, and bytes of shared memory of a block, that calls with ``x`` are planned for."""
-    return (EMULATED_PROCESSORS, SHARED[8, 0]) if x.is_cpu else _device(x.get_device())
-
-
 @lru_cache(maxsize=4096)
-def plan(module: Any, m: int, n: int, k: int, by_column: bool, processors: int, shared: int) -> tuple[int, int]:
-    """The tile, and the parts that k is cut into."""
+def choose(module: Any, m: int, n: int, k: int, by_column: bool, device: int) -> tuple[int, int]:
+    """The tile, and the parts that k is cut into; device -1 is the emulator."""
+    processors, shared = (EMULATED_PROCESSORS, SHARED[8, 0]) if device < 0 else _device(device)
     tile, splits = module.gemm_plan(m, n, k, by_column, processors, shared)
     return tile, splits
 
@@ -55,13 +51,22 @@ def takes(values: Tensor, indices: Tensor, n: int, m: int, cols: int) -> Verdict
         return False, f"sparse tensor cores multiply 2:4, and this operand is {n}:{m}; nm.ops.relayout makes 2:4 of some"
     if values.element_size() != 2:
         return False, f"sparse tensor cores multiply 16 bits, and this call is in {values.dtype}"
-    rows, tile = values.shape[0], 16 * WARPS.get(layout_of(indices), 1)
+    rows, tile = values.shape[0], 16 * _warps(indices)
     if rows % tile or cols % COLUMNS:
         return False, f"it takes operands of whole tiles, {tile} rows and {COLUMNS} columns, and this one is ({rows}, {cols})"
     return True, "sparse tensor cores"
 
 
-def aligned(x: Tensor) -> Tensor:
+def _warps(indices: Tensor) -> int:
+    """Warps whose metadata lies together; those of canonical indices will be one by one."""
+    return indices.shape[-1] // 32 if indices.dtype == torch.int32 else 1
+
+
+def _straight(x: Tensor) -> bool:
+    return x.is_contiguous() and not x.is_neg()
+
+
+def _straightened(x: Tensor) -> Tensor:
     """Contiguous, at an address from which 16 bytes can be read at once."""
     x = contiguous(x)
     return x.clone() if x.data_ptr() & 15 else x
@@ -75,22 +80,25 @@ def multiply(
 
     B is ``[n, k]``, and D ``[n, m]``, activation(D + bias) + residual; with ``by_column`` B is ``[k, n]`` and D ``[m, n]``, as it is.
     """
-    if out.data_ptr() & 15:
-        return out.copy_(multiply(values, indices, dense, torch.empty_like(out), n, k, by_column, bias, activation, residual))
-    m, layout = values.shape[0], layout_of(indices)
-    values, dense = aligned(values), aligned(dense)
-    if layout == "canonical":
-        layout = "mma.sp"
-        meta = metadata(indices, k, layout)
-    else:
-        meta = aligned(indices)
-    b, r = None if bias is None else aligned(bias), None if residual is None else aligned(residual)
-    module = core(values)
-    tile, splits = plan(module, m, n, k, by_column, *target(values))
+    v, i, d, o = values.data_ptr(), indices.data_ptr(), dense.data_ptr(), out.data_ptr()
+    b, r = 0 if bias is None else bias.data_ptr(), 0 if residual is None else residual.data_ptr()
+    straight = _straight(values) and _straight(dense) and indices.is_contiguous()
+    straight = straight and (bias is None or _straight(bias)) and (residual is None or _straight(residual))
+    if not straight or (v | i | d | o | b | r) & 15:
+        values, indices, dense = _straightened(values), _straightened(indices), _straightened(dense)
+        bias, residual = bias if bias is None else _straightened(bias), residual if residual is None else _straightened(residual)
+        y = torch.empty_like(out) if o & 15 else out
+        multiply(values, indices, dense, y, n, k, by_column, bias, activation, residual)
+        return out if y is out else out.copy_(y)
+    m, module, warps = values.shape[0], core(values), _warps(indices)
+    if indices.dtype != torch.int32:
+        indices = metadata(indices, k, "mma.sp")  # held until the call
+        i = indices.data_ptr()
+    tile, splits = choose(module, m, n, k, by_column, values.get_device())
     parts = values.new_empty(splits, m, n, dtype=torch.float32) if splits > 1 else None
-    addresses = [0 if x is None else x.data_ptr() for x in (values, meta, dense, b, r, out, parts)]
     module.gemm_mma_sp(
-        *addresses, DTYPES[values.dtype], ACTIVATIONS[activation], m, n, k, by_column, WARPS[layout], tile, splits, *queue(values)
+        v, i, d, b, r, o, 0 if parts is None else parts.data_ptr(), DTYPES[values.dtype], ACTIVATIONS[activation], m, n, k, by_column,
+        warps, tile, splits, *queue(values),
     )  # fmt: skip
     return out
 

@@ -24,10 +24,10 @@ dtypes = pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 def use(monkeypatch):
     """``use(tile, splits)``: what the next products are planned as."""
 
-    def choose(tile, splits=1):
-        monkeypatch.setattr(gemm, "plan", lambda *_: (tile, splits))
+    def plan(tile, splits=1):
+        monkeypatch.setattr(gemm, "choose", lambda *_: (tile, splits))
 
-    return choose
+    return plan
 
 
 def multiply(values, indices, dense, by_column=False, bias=None, activation="", residual=None):
@@ -292,5 +292,5 @@ A100, H200, SMALLER = (108, 163 << 10), (132, 227 << 10), (72, 99 << 10)
 )
 def test_plan(device, sizes, by_column, gpu, tile, parts):
     """Which tile, and whether k is cut: so that a GPU is filled, and what does not fit is not asked for."""
-    chosen, splits = gemm.plan(gemm.core(torch.empty(0, device=device)), *sizes, by_column, *gpu)
+    chosen, splits = gemm.core(torch.empty(0, device=device)).gemm_plan(*sizes, by_column, *gpu)
     assert chosen == tile and (splits >= parts if parts > 1 else splits == 1), (chosen, splits)
