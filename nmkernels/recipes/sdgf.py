@@ -14,6 +14,7 @@ from ..optim import UpdateRule
 from ..pattern import MAX_M, Pattern, RecipeError
 from .base import Observed, Recipe, Stage, State
 from .cost import Span, first
+from .packing import packing
 from .registry import recipe
 from .schedule import advance, check_choice, check_same_schedule, passed, phases
 
@@ -42,6 +43,7 @@ class SdGf(Recipe):
         dense: length of the dense phase, in steps or as a share of ``total_steps``.
         fine_tune: steps, or share, added to the last frame.
         grad: ``"ste"``, the paper's: g is passed to all of W; ``"chain"`` M_f ⊙ g, as in Google's AQT.
+        packed: as for ``STE``. The first frames keep too much of a weight for packed products to be faster, which ``"auto"`` knows.
 
     Raises:
         RecipeError: ``total_steps`` is missing, a value is out of range, or there are more frames than steps for them.
@@ -62,11 +64,13 @@ class SdGf(Recipe):
     dense: float | int = 0
     fine_tune: float | int = 0
     grad: str = "ste"
+    packed: bool | str = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("SdGf", "schedule", self.schedule, ("stepwise", "geometric", "densify"))
         check_choice("SdGf", "grad", self.grad, ("ste", "chain"))
+        packing("SdGf", self.packed, self.pattern)
         starts = self.starts()
         if len(set(starts)) < len(starts):
             raise RecipeError(f"SdGf: {len(starts)} frames do not fit between the dense and the fine-tuning phase; give more steps.")
@@ -128,7 +132,7 @@ class SdGf(Recipe):
         if now == 0:
             return Stage(phase=0)
         transform = HardMask(self.frames()[now - 1], chain=self.grad == "chain")
-        return Stage(phase=1, transform=transform, rule=UpdateRule(masked=True))
+        return Stage(phase=1, transform=transform, rule=UpdateRule(masked=True), plan=packing("SdGf", self.packed, self.pattern))
 
     def advance(self, state: State, observed: Observed) -> bool:
         """Count applied steps; True at the beginning of a frame."""

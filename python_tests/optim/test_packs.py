@@ -70,7 +70,7 @@ def test_packs_hold_the_updated_weight_rounded_once(dtype, transposed, sink, lay
 
 
 def test_one_call_for_each_group_pattern_layout_and_kind_of_buffers(calls):
-    ps = [parameter() for _ in range(7)]
+    ps = [parameter() for _ in range(8)]
     options = [
         {"dtype": BF16},
         {"dtype": torch.float32},
@@ -78,6 +78,7 @@ def test_one_call_for_each_group_pattern_layout_and_kind_of_buffers(calls):
         {"pattern": "1:4", "dtype": BF16},
         {"sink": True},
         {"sink": True, "dtype": BF16},
+        {"dtype": BF16},
     ]
     targets = {p: target_of(p, **kind) for p, kind in zip(ps, options, strict=False)}
     optimizer = stepped([ps[:3], ps[3:]], targets)
@@ -87,11 +88,12 @@ def test_one_call_for_each_group_pattern_layout_and_kind_of_buffers(calls):
         ("1:4", 1, 0, 1, "canonical"),
         ("2:4", 1, 1, 0, ""),
         ("2:4", 1, 1, 1, "canonical"),
+        ("2:4", 1, 0, 1, "canonical"),
         ("None", 1, 0, 0, ""),
     ]
     for p, target in targets.items():
         check(p, target)
-    assert optimizer.stats_numel == 6 * 16 * 64
+    assert optimizer.stats_numel == 7 * 16 * 64
 
 
 def test_without_masks_nothing_is_asked_for_and_nothing_written(calls):

@@ -8,7 +8,7 @@ from nmkernels._capability import compiled_core
 from nmkernels.autograd import GemmPlan, choice
 from nmkernels.autograd.choice.candidates import function
 from nmkernels.pattern import RecipeError
-from nmkernels.recipes import FST, SRSTE, SSTE, STE, STEP, LayerWise
+from nmkernels.recipes import FST, SRSTE, SSTE, STE, STEP, LayerWise, SdGf
 from nmkernels.recipes.packing import packing
 from python_tests.nn.test_used_packed import Calls
 from python_tests.recipes.loop import distance, snapshot
@@ -25,6 +25,7 @@ MAKERS = {
     "fst": lambda **k: FST("2:4", 20, refresh=3, decay=0.1, seed=1, **k),
     "fst_other_estimate": lambda **k: FST("1:4", refresh=3, decay=0.1, fine_tune=0, seed=1, **k),
     "fst_1_4": lambda **k: FST("1:4", refresh=3, decay=0.1, fine_tune=0, mvue=None, **k),
+    "sdgf": lambda **k: SdGf("1:8", 20, dense=2, grad="chain", **k),
     "layerwise": lambda **k: LayerWise("2:8", inner=SRSTE("2:8", decay=0.1, **k), rule="magnitude", choices="all"),
 }
 EACH = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS.keys())
@@ -169,7 +170,7 @@ def test_plans():
     assert all(not recipe().stage({}).plan.packs for recipe in (STE, SRSTE, SSTE))
 
 
-@pytest.mark.parametrize("recipe", [STE, SRSTE, SSTE, STEP, lambda **k: FST(fine_tune=0, **k)])
+@pytest.mark.parametrize("recipe", [STE, SRSTE, SSTE, STEP, lambda **k: FST(fine_tune=0, **k), lambda **k: SdGf("1:8", 20, **k)])
 @pytest.mark.parametrize("value", ["always", None, 2])
 def test_unknown_values_are_refused(recipe, value):
     with pytest.raises(RecipeError, match=f'packed={value!r} is unknown; choose one of False, True and "auto"'):
