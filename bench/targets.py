@@ -95,7 +95,25 @@ def _models() -> list[Target]:
     ]
 
 
-TARGETS: tuple[Target, ...] = (*_streams(), *_optimizer(), *_products(), *_models())
+def _choices() -> list[Target]:
+    """As many cases as tell whether a choice is ever worse than dense; each of them is measured anew before it is timed."""
+    many = [("fprop", (1, 16, 64, 256)), ("dgrad", (64, 256)), ("wgrad", (256,))]
+    sizes = ((1024, 1024), (3072, 768))
+    return [
+        Target(
+            f"choice-{role}",
+            f"{role} through the dispatcher, any shape, 2:4",
+            "the dense product" if role != "wgrad" else "the same estimate, dense",
+            "x dense",
+            1.0,
+            tuple(Spec(f"choice({role})", "2:4", dtype, *size, t) for dtype in BOTH for size in sizes for t in tokens),
+            provider="nmkernels through the dispatcher",
+        )
+        for role, tokens in many
+    ]
+
+
+TARGETS: tuple[Target, ...] = (*_streams(), *_optimizer(), *_products(), *_models(), *_choices())
 """Those of a CPU; a GPU's are in ``targets_cuda``."""
 
 LIMITS = (Spec("copy", "", "float32", *WEIGHT), Spec("matmul", "", "float32", 2048, 2048, 2048))

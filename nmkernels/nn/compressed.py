@@ -150,14 +150,16 @@ class CompressedLinear(nn.Module):
     def _chosen(self, x: Tensor, weight: ops.Compressed) -> Tensor:
         """y = x Wᵀ + b by the way that ``autograd.choice`` has for it."""
         product = self._product_of(x.numel() // (self.in_features or 1), x.dtype, x.device)
-        name = choose(product)
+        name, bias = choose(product), self._parameters["bias"]
+        if name in ORDINARY:
+            return linear_compressed(x, weight, bias)
         if name == DENSE:
-            return F.linear(x, weight.layout("dense", _dense), None if self.bias is None else self.bias.to(x.dtype))
-        if name in ORDINARY or not unwatched(x, weight.values, self.bias):
-            return linear_compressed(x, weight, self.bias)
+            return F.linear(x, weight.layout("dense", _dense), bias if bias is None or bias.dtype == x.dtype else bias.to(x.dtype))
+        if not unwatched(x, weight.values, bias):
+            return linear_compressed(x, weight, bias)
         form = form_of(name, product)
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        return call(name, product, x, {form: weight.layout(form, partial(_packed, form))}, bias=bias)
+        packed = {form: weight.layout(form, partial(_packed, form))}
+        return call(name, product, x, packed, bias=None if bias is None else bias.to(x.dtype))
 
     def products(self, tokens: int, dtype: torch.dtype | None = None) -> tuple[Product, ...]:
         """What ``nm.tune`` measures for this layer: its one product, with so many rows of the input.

@@ -22,6 +22,8 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +103,7 @@ def _find(product: Product, allowed: bool) -> str:
     found = _given(product) or _from_table(product)
     if found is None and _may_measure(product, allowed):
         with _measuring:
-            found = _known.get(product) or _measure_now(product)
+            found = _from_table(product) or _measure_now(product)  # another thread may have come first
     if found is not None:
         _known[product] = found
         return found
@@ -203,6 +205,16 @@ def rule(product: Product) -> str:
     return AUTO if wins else DENSE
 
 
+@contextmanager
+def using(product: Product, name: str) -> Iterator[None]:
+    """Inside, ``product`` is done by candidate ``name``; afterwards it is chosen anew."""
+    _known[product] = name
+    try:
+        yield
+    finally:
+        _known.pop(product, None)
+
+
 def forget() -> None:
     """Read the table and the environment anew."""
     table.forget()
@@ -264,4 +276,5 @@ __all__ = [
     "shape_key",
     "table",
     "token_class",
+    "using",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -84,7 +85,7 @@ def measure(product: Product, *, timer: Timer | None = None, budget: float = BUD
     product.check()
     names = candidates.names(product)
     found = Measurements(product, names[0])
-    with torch.no_grad(), torch._C._DisableAutocast():
+    with torch.no_grad(), torch._C._DisableAutocast(), _on(product.device):
         sets = [operands(product)]
         judge = Judge(*dense_pair(product, *sets[0]))
         for name in names:
@@ -95,6 +96,11 @@ def measure(product: Product, *, timer: Timer | None = None, budget: float = BUD
         ways = {name: [Call(name, partial(_call, name, product, *s)) for s in sets] for name in right}
         found.seconds = {n: timer(w[0]) for n, w in ways.items()} if timer else clock.seconds(ways, product.device, budget)
     return found
+
+
+def _on(device: torch.device) -> AbstractContextManager[object]:
+    """The clock of a GPU is that of the current one."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _admit(found: Measurements, name: str, judge: Judge, other: Tensor, operand: Any, seed: Tensor | None) -> None:

@@ -85,6 +85,14 @@ def test_every_way_is_the_same_product(role: str, forms: tuple[str, ...]) -> Non
         assert choice.call(name, p, other, operand, out=out).equal(y) and out.equal(y)
 
 
+@pytest.mark.parametrize("pattern", [(1, 4), (2, 8), (1, 16)])
+def test_sparser_patterns_are_2_4_on_tensor_cores(pattern: tuple[int, int]) -> None:
+    p = Product("fprop", 20, 64, 128, *pattern, torch.bfloat16, CPU, ("dense", "rows:mma.sp"))
+    x, operand, _ = operands(p)
+    assert choice.forms(64, 128, *pattern, torch.bfloat16, "cuda") == ("dense", "rows", "rows:mma.sp")
+    torch.testing.assert_close(choice.call("auto", p, x, operand), choice.call("dense", p, x, operand))
+
+
 def test_a_bias_is_added_by_every_way() -> None:
     other, operand, _ = operands(FPROP)
     bias = torch.randn(16)

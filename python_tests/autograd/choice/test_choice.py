@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from nmkernels.autograd import choice
 from nmkernels.autograd.choice import Product, choose, measure, product
 from python_tests.autograd.choice.products import CPU, FPROP, ODD, clock, needs_core
 
+pytestmark = needs_core
+
 
 def _fails(*args: Any, **kwargs: Any) -> Any:
     raise AssertionError("not to be called")
@@ -26,7 +29,6 @@ def _fails(*args: Any, **kwargs: Any) -> Any:
 # ---- where the answer comes from
 
 
-@needs_core
 def test_unknown_products_follow_the_rule() -> None:
     assert choose(FPROP._replace(tokens=1)) == "auto" and choose(FPROP._replace(tokens=1, dtype=torch.float64)) == "dense"
     assert choose(FPROP._replace(tokens=64, dtype=torch.bfloat16, n=7, m=8)) == "dense"
@@ -82,6 +84,12 @@ def test_after_the_first_time_it_is_a_lookup(monkeypatch: pytest.MonkeyPatch) ->
     assert choose(FPROP._replace(cols=64), measure=True) == "cpu rows" and choose(FPROP) == found
 
 
+def test_a_candidate_is_used_for_a_while() -> None:
+    with choice.using(ODD, "cpu rows"):
+        assert choose(ODD) == choose(ODD, measure=False) == "cpu rows"
+    assert choose(ODD) == "dense"
+
+
 def test_what_is_remembered_does_not_grow_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "REMEMBERED", 4)
     for tokens in range(1, 20):
@@ -89,7 +97,6 @@ def test_what_is_remembered_does_not_grow_without_end(monkeypatch: pytest.Monkey
     assert len(choice._known) <= 4 and len(choice._ruled) <= 4
 
 
-@needs_core
 @pytest.mark.parametrize(
     ("setting", "few", "many", "packed"),
     [("dense", "dense", "dense", "auto"), ("packed", "auto", "auto", "auto"), ("table", "auto", "dense", "auto")],
@@ -129,13 +136,13 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[Product]:
     def fake(p: Product, **options: Any) -> Any:
         assert options == {"budget": choice.FIRST_USE_BUDGET, "compiling": False}
         seen.append(p)
+        time.sleep(0.02)  # so that others come in between
         return real(p, timer=clock(cpu_rows=0.5), compiling=False)
 
     monkeypatch.setattr(choice, "measure", fake)
     return seen
 
 
-@needs_core
 def test_first_use_measures_where_it_is_allowed(timed: list[Product], monkeypatch: pytest.MonkeyPatch) -> None:
     odd = ODD
     assert choose(odd) == "dense" and not timed
@@ -179,7 +186,6 @@ def test_first_use_never_measures_then(what: str, timed: list[Product], monkeypa
     assert choose(p, measure=True) == ("auto" if what == "nothing" else "dense") and not timed
 
 
-@needs_core
 def test_what_was_ruled_during_a_capture_is_measured_later(timed: list[Product], monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as m:
         m.setattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
@@ -195,7 +201,6 @@ def test_no_memory_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose(ODD, measure=True) == "dense"
 
 
-@needs_core
 def test_a_table_that_cannot_be_written_is_no_error(timed: list[Product], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("NMKERNELS_CACHE", str(tmp_path / "file" / "below"))
@@ -204,7 +209,6 @@ def test_a_table_that_cannot_be_written_is_no_error(timed: list[Product], tmp_pa
     assert choose(ODD) == "cpu rows" and len(timed) == 1
 
 
-@needs_core
 def test_threads_measure_once(timed: list[Product]) -> None:
     found: list[str] = []
     threads = [threading.Thread(target=lambda: found.append(choose(ODD, measure=True))) for _ in range(8)]
@@ -235,7 +239,6 @@ def test_compiled_it_is_one_answer_for_all_tokens() -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-@needs_core
 def test_compiled_without_measurements_it_is_the_rule_for_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     few = FPROP._replace(tokens=1, dtype=torch.bfloat16)

@@ -60,6 +60,12 @@ def test_what_is_wrong_in_one_place_is_refused(what: str, where: tuple[int, int]
     assert "is above" in judged(run)
 
 
+def test_nothing_written_is_refused_where_zeros_would_be_right(sampled: bool) -> None:
+    judged = Judge(torch.zeros(ROWS, INNER), torch.randn(INNER, COLS))
+    assert "max error nan" in judged(lambda out: None)
+    assert judged(lambda out: out.zero_()) == ""
+
+
 def test_a_sparse_weight_that_loses_values_is_refused(sampled: bool, operands: tuple[Tensor, Tensor]) -> None:
     a, b = operands
     broken = b.clone()

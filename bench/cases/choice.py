@@ -1,0 +1,99 @@
+"""Products through the dispatcher, which takes the fastest measured way, beside dense ones: never below them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from nmkernels import CompressedLinear, ops, testing
+from nmkernels.autograd import choice
+from nmkernels.autograd.choice import DENSE, Product
+from nmkernels.autograd.choice.operands import operands
+
+from ..registry import Grid, Provider, Ratio, Spec, Work, family
+
+OURS, THEIRS = "nmkernels through the dispatcher", "torch dense"
+SIZES = ("1024x1024", "3072x768", "4096x4096")
+TOKENS = (1, 16, 64, 256, 2048)
+ON_CUDA = ("14336x4096", "4096x4096")
+PART = 16
+"""Rows of a result that are compared with float64."""
+
+
+def _grids(tokens: tuple[int, ...], patterns: tuple[str, ...] = ("2:4",)) -> tuple[Grid, ...]:
+    return (
+        Grid(SIZES, patterns, tokens=tokens),
+        Grid(SIZES, patterns, ("bfloat16",), tokens=tokens),
+        Grid(ON_CUDA, ("2:4",), ("bfloat16",), tokens=(1, 16, 256, 2048, 8192), on="cuda"),
+    )
+
+
+@family("choice(fprop)", grids=_grids(TOKENS, ("2:4", "1:8")))
+def fprop(spec: Spec, device: str) -> Work:
+    """``CompressedLinear(x)`` with the dense weight kept, after ``nm.tune``, beside ``nn.Linear(x)`` with the same weights."""
+    dense = nn.Linear(spec.cols, spec.rows, device=device, dtype=spec.torch_dtype).requires_grad_(False)
+    c = ops.compress(dense.weight, spec.pattern)
+    dense.weight.copy_(c.dense())
+    layer = CompressedLinear(c, dense.bias, keep_dense=True)
+    x = torch.randn(spec.tokens, spec.cols, device=device, dtype=spec.torch_dtype)
+    (product,) = layer.products(spec.tokens)
+
+    def through(module: nn.Module) -> Callable[[], Tensor]:
+        @torch.no_grad()
+        def call() -> Tensor:
+            return module(x)
+
+        return call
+
+    def exact(part: slice) -> Tensor:
+        return nn.functional.linear(x[part].double(), dense.weight.double(), dense.bias.double())
+
+    return _work(spec, product, through(layer), through(dense), exact)
+
+
+@family("choice(dgrad)", grids=_grids(TOKENS[2:]))
+def dgrad(spec: Spec, device: str) -> Work:
+    """``dx = g W`` with W at hand in dense layout and packed both ways, beside the dense product."""
+    forms = choice.forms(spec.rows, spec.cols, spec.n, spec.m, spec.torch_dtype, torch.device(device).type, columns=True)
+    return _plain(Product("dgrad", spec.tokens, spec.rows, spec.cols, spec.n, spec.m, spec.torch_dtype, torch.device(device), forms), spec)
+
+
+@family("choice(wgrad)", grids=_grids(TOKENS[3:]))
+def wgrad(spec: Spec, device: str) -> Work:
+    """``dW = ĝᵀ x`` from g, the estimate included, beside the product of the same estimate in dense layout."""
+    where = torch.device(device)
+    forms = choice.forms(spec.rows, spec.tokens, spec.n, spec.m, spec.torch_dtype, where.type)
+    return _plain(Product("wgrad", spec.tokens, spec.rows, spec.cols, spec.n, spec.m, spec.torch_dtype, where, forms, "exact"), spec)
+
+
+def _plain(product: Product, spec: Spec) -> Work:
+    other, operand, seed = operands(product)
+    dense = choice.estimate(product, operand, seed) if product.role == "wgrad" else operand[DENSE]
+
+    def ours() -> Tensor:
+        return choice.call(choice.choose(product), product, other, operand, seed=seed)
+
+    def theirs() -> Tensor:
+        return choice.call(DENSE, product, other, operand, seed=seed)
+
+    def exact(part: slice) -> Tensor:
+        a, b = (dense, other) if product.role == "wgrad" else (other, dense)
+        return a[part].double() @ b.double()
+
+    return _work(spec, product, ours, theirs, exact)
+
+
+def _work(spec: Spec, product: Product, ours: Callable[[], Tensor], theirs: Callable[[], Tensor], exact: Callable[[slice], Tensor]) -> Work:
+    """Both ways, and how many times as fast the chosen candidate was when it was measured; 1 where that is dense."""
+    found = choice.measure(product)
+    part, full = slice(0, PART), 2.0 * spec.tokens * spec.rows * spec.cols
+
+    def check() -> None:
+        with choice.using(product, found.best):
+            testing.assert_no_worse(ours()[part], theirs()[part], exact(part), spec.op)
+
+    mine = Provider(OURS, ours, check=check, under=lambda: choice.using(product, found.best))
+    facts = {(OURS, "gain when measured"): found.gain or 1.0}
+    return Work([mine, Provider(THEIRS, theirs, flops=full)], [Ratio("x dense", OURS, (THEIRS,))], facts)
