@@ -38,6 +38,9 @@ LOCAL: dict[str, int] = {
 }
 """Bytes of local memory that a thread may have; the others have none."""
 
+PRODUCTS: dict[str, str] = {r"mma_sp\.cu ": "HMMA.SP", r"linear_mma\.cu |linear_expand\.cu ": "HMMA"}
+"""The one instruction of tensor cores by which a kernel multiplies."""
+
 LOOSE: dict[str, tuple[str, ...]] = {
     # products of fp32 numbers are exact in fp64: one rounding either way
     r"threshold\.cu .*scale_sums_kernel": ("fma.rn.f64",),

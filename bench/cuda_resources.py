@@ -26,7 +26,7 @@ from pathlib import Path
 from nmkernels._capability import Probe, nvcc
 
 from . import kernel_rows
-from .cuda_expected import LOCAL, LOOSE, RULE, WIDTHS, expected
+from .cuda_expected import LOCAL, LOOSE, PRODUCTS, RULE, WIDTHS, expected
 from .rows import RESULTS
 from .triton_resources import inexact, opcodes_of
 
@@ -124,6 +124,9 @@ def shortfalls(kernels: Iterable[Kernel]) -> list[str]:
             found.append(f"{name} reads {widest(k.loads)} bits at once, should read {read}")
         if widest(k.stores) < written:
             found.append(f"{name} writes {widest(k.stores)} bits at once, should write {written}")
+        product = expected(PRODUCTS, k.source, k.kernel, "")
+        if product and {word for word in k.matrix.split()[::2] if "MMA" in word} != {product}:
+            found.append(f"{name} multiplies by {k.matrix or 'no tensor core'}, should by {product}")
         loose = expected(LOOSE, k.source, k.kernel, ())
         wrong = [op for op in k.inexact.split()[::2] if not op.endswith(loose)]
         if wrong:
@@ -175,7 +178,7 @@ def read_back(source: str, arch: str, exact: bool, ptx: str, usage: str, sass: s
     rows = []
     for mangled in sorted(code, key=names.__getitem__):
         opcodes = opcodes_of(code[mangled])
-        feeding = Counter(op.split(".")[0] for op in opcodes if op.split(".")[0] in MATRIX)
+        feeding = Counter(_sparse_apart(op) for op in opcodes if op.split(".")[0] in MATRIX)
         numbers = {what: int(number) for what, number in re.findall(r"(\w+):(\d+)", used[mangled])}
         rows.append(
             Kernel(
@@ -195,6 +198,11 @@ def read_back(source: str, arch: str, exact: bool, ptx: str, usage: str, sass: s
             )
         )
     return rows
+
+
+def _sparse_apart(op: str) -> str:
+    """``HMMA.SP`` for a product of tensor cores whose first operand is 2:4, else the name without what follows it."""
+    return ".".join(op.split(".")[: 2 if ".SP." in op else 1])
 
 
 def widths(opcodes: Iterable[str], *names: str) -> str:

@@ -135,6 +135,9 @@ def test_inexact_instructions_go_to_their_kernel() -> None:
         ({"loads": ""}, "reads 0"),
         ({"stores": "16:8 8:3"}, "writes 16"),
         ({"inexact": "fma.rn.f32 2"}, "not exact: fma.rn.f32"),
+        ({"source": "mma_sp.cu", "kernel": "mma_sp_kernel<bf16>", "stores": "128:1", "matrix": "HMMA 64 LDSM 32"}, "should by HMMA.SP"),
+        ({"source": "mma_sp.cu", "kernel": "mma_sp_kernel<bf16>", "stores": "128:1", "matrix": "LDSM 32"}, "should by HMMA.SP"),
+        ({"source": "linear_mma.cu", "kernel": "mma_kernel<bf16>", "matrix": "HMMA.SP 4 LDSM 32"}, "should by HMMA"),
         ({"source": "groups.cu", "kernel": "groups_kernel<Prune, bf16, 2:4>"}, "writes 64"),
     ],
 )
