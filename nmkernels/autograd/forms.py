@@ -118,7 +118,8 @@ def _product(
 ) -> Product:
     (rows, cols), p = weight.shape, transform.pattern
     ending = "" if layout == "canonical" else f":{layout}"
-    return Product(role, tokens, rows, cols, p.n, p.m, dtype, weight.device, (DENSE, *(form + ending for form in packed)))
+    at_hand = (DENSE, *(form + ending for form in packed))
+    return Product(role, tokens, rows, cols, p.n, p.m, dtype, weight.device, at_hand, changing=True)
 
 
 def _for_dgrad(transform: WeightTransform, layout: str, columns: bool) -> tuple[str, ...]:

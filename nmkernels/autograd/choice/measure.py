@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..._dispatch import choose as dispatched
+from ...backends import cusparselt
 from . import candidates, clock
 from .candidates import AUTO, DENSE
 from .judge import Judge
@@ -24,8 +25,14 @@ LEAST_GAIN = 1.02
 BUDGET = 0.5
 """Seconds of timed calls for one product."""
 
+KEEPS = ("cusparselt",)
+"""Backends that keep something of their own beside the operand, by its version."""
+
 COMPILES = ("triton",)
 """Backends whose first call compiles for seconds; they are timed by ``nm.tune`` and not on first use."""
+
+PREPARE: dict[str, Callable[[str, tuple[Any, ...]], object]] = {"cusparselt": lambda op, args: cusparselt.search(op, *args)}
+"""What a backend does once for an op's call before it is timed by ``nm.tune``: cuSPARSELt looks for its fastest right algorithm."""
 
 Timer = Callable[["Call"], float]
 
@@ -77,7 +84,7 @@ def measure(product: Product, *, timer: Timer | None = None, budget: float = BUD
 
     Args:
         timer: seconds of a ``Call``, one after the other; in turns, by the device's clock if None.
-        budget: seconds for timing. compiling: with the backends that compile at their first call.
+        budget: seconds for timing. compiling: with the backends that compile at their first call, and with cuSPARSELt's search.
 
     Raises:
         NMError: it is no product.
@@ -85,12 +92,12 @@ def measure(product: Product, *, timer: Timer | None = None, budget: float = BUD
     product.check()
     names = candidates.names(product)
     found = Measurements(product, names[0])
-    with torch.no_grad(), torch._C._DisableAutocast(), _on(product.device):
+    with torch.inference_mode(False), torch.no_grad(), torch._C._DisableAutocast(), _on(product.device):
         sets = [operands(product)]
         judge = Judge(*dense_pair(product, *sets[0]))
         for name in names:
             if compiling or name.partition(" ")[0] not in COMPILES:
-                _admit(found, name, judge, *sets[0])
+                _admit(found, name, judge, compiling, *sets[0])
         sets += copies(sets[0])
         right = [name for name in names if name in found.seconds]
         ways = {name: [Call(name, partial(_call, name, product, *s)) for s in sets] for name in right}
@@ -103,7 +110,7 @@ def _on(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def _admit(found: Measurements, name: str, judge: Judge, other: Tensor, operand: Any, seed: Tensor | None) -> None:
+def _admit(found: Measurements, name: str, judge: Judge, compiling: bool, other: Tensor, operand: Any, seed: Tensor | None) -> None:
     """Put a candidate that comes out right among the timed ones, the others where it is told why they are not."""
     product = found.product
     try:
@@ -120,6 +127,8 @@ def _admit(found: Measurements, name: str, judge: Judge, other: Tensor, operand:
             if why:
                 found.declined[name] = why
                 return
+            if compiling and backend in PREPARE:
+                PREPARE[backend](op, args)
         wrong = "" if name == DENSE else judge(lambda out: candidates.call(name, product, other, operand, seed=seed, out=out))
     except Exception as error:  # a kernel that does not fit the device, or one that checks its operands
         wrong = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
@@ -130,4 +139,6 @@ def _admit(found: Measurements, name: str, judge: Judge, other: Tensor, operand:
 
 
 def _call(name: str, product: Product, other: Tensor, operand: Any, seed: Tensor | None) -> Tensor:
+    if product.changing and name.partition(" ")[0] in KEEPS and isinstance(operand, dict):
+        torch.autograd.graph.increment_version(operand[candidates.form_of(name, product)][0])
     return candidates.call(name, product, other, operand, seed=seed)

@@ -49,6 +49,7 @@ class Product(NamedTuple):
     the input from a mask that is transposable; ``"rows:mma.sp"`` and so on: the same in the order of tensor cores (``ops.relayout``). Of
     those that are no dense layout the preferred one first. In wgrad they say how ĝᵀ may be written, and every one can be made.
     rule: of wgrad: ``"exact"`` or ``"approx"``, as ``ops.mvue`` has them, or ``"magnitude"``.
+    changing: W̃ is another one at every call, as in training; what a backend makes of it beside the operand is then part of its time.
     """
 
     role: str
@@ -61,6 +62,7 @@ class Product(NamedTuple):
     device: torch.device
     forms: tuple[str, ...] = ("dense", "rows")
     rule: str = ""
+    changing: bool = False
 
     def check(self) -> None:
         """Raise NMError for what is no product."""
@@ -85,7 +87,8 @@ def key(product: Product) -> str:
 def shape_key(product: Product) -> str:
     """The part of the key that does not depend on tokens or the machine."""
     what = " ".join(part for part in (product.role, product.rule) if part)
-    return f"{what}|{_plain(product.dtype)}|{product.n}:{product.m}|{product.rows}x{product.cols}|{'+'.join(product.forms)}"
+    how = f"{'+'.join(product.forms)}{' changing' if product.changing else ''}"
+    return f"{what}|{_plain(product.dtype)}|{product.n}:{product.m}|{product.rows}x{product.cols}|{how}"
 
 
 def token_class(tokens: int) -> int:

@@ -29,7 +29,7 @@ def test_what_is_no_product_raises(change: dict[str, Any]) -> None:
 def test_every_part_of_the_key_matters(monkeypatch: pytest.MonkeyPatch) -> None:
     changes: list[dict[str, Any]] = [
         {"role": "dgrad"}, {"tokens": 33}, {"tokens": 16}, {"rows": 17}, {"cols": 36}, {"n": 1}, {"m": 8}, {"dtype": torch.bfloat16},
-        {"forms": ("rows",)}, {"forms": ("dense", "rows", "columns")},
+        {"forms": ("rows",)}, {"forms": ("dense", "rows", "columns")}, {"changing": True},
     ]  # fmt: skip
     keys = [choice.key(FPROP), *(choice.key(FPROP._replace(**change)) for change in changes)]
     wgrad = FPROP._replace(role="wgrad", rule="exact")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+from typing import Any
 
 import pytest
 import torch
 
-from nmkernels.autograd.choice import Product, measure
+from nmkernels.autograd.choice import Call, Product, measure
 from python_tests.autograd.choice.products import CPU, FPROP, clock, needs_core
 
 
@@ -77,3 +79,40 @@ def test_a_real_clock_times_what_there_is(role: str) -> None:
 
 def test_measurements_are_plain_data() -> None:
     assert dataclasses.asdict(measure(FPROP, timer=clock()))["baseline"] == "dense"
+
+
+def test_what_a_backend_keeps_of_a_changing_weight_is_made_anew(mine: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module("nmkernels.autograd.choice.measure")
+    monkeypatch.setattr(module, "KEEPS", ("mine",))
+    seen: list[int] = []
+    before = module.candidates.call
+
+    def call(name: str, product: Product, other: torch.Tensor, operand: Any, **more: Any) -> torch.Tensor:
+        if name == "mine rows" and "out" not in more:
+            seen.append(operand["rows"][0]._version)
+        return before(name, product, other, operand, **more)
+
+    monkeypatch.setattr(module.candidates, "call", call)
+
+    def thrice(call: Call) -> float:
+        return float(sum(call() is None for _ in range(3)))
+
+    measure(FPROP, timer=thrice)
+    measure(FPROP._replace(changing=True), timer=thrice)
+    with torch.inference_mode():
+        measure(FPROP._replace(changing=True), timer=thrice)
+    assert seen == [0, 0, 0, 1, 2, 3, 1, 2, 3]
+
+
+def test_a_backend_may_prepare_before_it_is_timed(mine: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared: list[str] = []
+    module = importlib.import_module("nmkernels.autograd.choice.measure")
+    monkeypatch.setitem(module.PREPARE, "mine", lambda op, args: prepared.append(f"{op} {args[3]}:{args[4]}"))
+    assert measure(FPROP, timer=clock(mine_rows=0.5)).best == "mine rows" and prepared == ["nm_linear 2:4"]
+    measure(FPROP, timer=clock(), compiling=False)
+    mine[0] = "declines"
+    measure(FPROP, timer=clock())
+    assert len(prepared) == 1
+    mine[0] = "right"
+    monkeypatch.setitem(module.PREPARE, "mine", lambda op, args: [][0])
+    assert "IndexError" in measure(FPROP, timer=clock(mine_rows=0.5)).refused["mine rows"]
