@@ -161,7 +161,7 @@ class HardMask(WeightTransform):
         """M(W) ⊙ W, in one read of the weight. Its transpose is not N:M: ``columns`` raises ``PatternError``."""
         pattern = laid_out(self.pattern, layout)
         kept = "magnitude" if pattern == self.pattern else _mask(weight, self.pattern)
-        return pack(weight, pattern, kept, dtype=dtype, rows=rows, columns=columns, layout=layout)
+        return pack(weight, pattern, kept, dtype=dtype, rows=rows, columns=columns, layout=layout, check=False)
 
     def gradient(self, g: Tensor, weight: Tensor, *extras: Tensor) -> Tensor:
         """g, or with ``chain`` M(W) ⊙ g."""

@@ -62,4 +62,4 @@ class TransposableMask(WeightTransform):
         self, weight: Tensor, *extras: Tensor, dtype: torch.dtype, rows: bool = True, columns: bool = False, layout: str = "canonical"
     ) -> Packed:
         """M ⊙ W, and its transpose with ``columns``, in one read of the weight."""
-        return pack(weight, laid_out(self.pattern, layout), extras[0], dtype=dtype, rows=rows, columns=columns, layout=layout)
+        return pack(weight, laid_out(self.pattern, layout), extras[0], dtype=dtype, rows=rows, columns=columns, layout=layout, check=False)

@@ -49,6 +49,7 @@ def pack(
     rows: bool = True,
     columns: bool = False,
     layout: str = "canonical",
+    check: bool = True,
 ) -> Packed:
     """A weight packed for the forward pass, its transpose for the backward one, cast on the way; one read where there is a kernel for it.
 
@@ -63,6 +64,7 @@ def pack(
         scale: of ``"threshold"``: one fp32 element (fp64 for fp64 weights) on w's device; the product is rounded to fp32, then ``dtype``.
         dtype: of the values, rounded once to nearest even; w's own if not given, whose bits stay.
         rows: pack W. columns: pack Wᵀ. Both at once need ``"transposable"`` or a mask.
+        check: False: a bool mask is N:M for certain, so that the host need not wait for a GPU to say so. One that is not gives anything.
         layout: ``"canonical"``; or ``"mma.sp"`` or ``"wgmma.sp"``: 2:4 and 16-bit values, in tiles of 16, or 64, rows and 64 columns.
 
     Returns:
@@ -80,7 +82,7 @@ def pack(
         (tensor([[-2.,  3.]], dtype=torch.bfloat16), tensor([[14]], dtype=torch.uint8), None)
     """
     p = as_pattern(pattern)
-    select, given = ("given", mask) if isinstance(mask, Tensor) else (mask, None)
+    select, given = ("given" if check else "held", mask) if isinstance(mask, Tensor) else (mask, None)
     values, indices, values_t, indices_t = nm_pack(w, p.n, p.m, select, given, scale, dtype, rows, columns, layout)
     values, values_t = refuse_grad("nm_pack", w, values), refuse_grad("nm_pack", w, values_t)
     height, width = w.shape

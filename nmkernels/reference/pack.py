@@ -15,7 +15,7 @@ from .mask import mask as nm_mask
 from .threshold import soft_threshold
 from .transposable import transposable_mask
 
-SELECTS = ("magnitude", "transposable", "given", "threshold")
+SELECTS = ("magnitude", "transposable", "given", "held", "threshold")
 """What decides which weights are kept."""
 
 
@@ -31,6 +31,7 @@ def pack(
     * ``"transposable"``: M = ``transposable_mask(w)`` for W, Mᵀ for Wᵀ.
     * ``"given"``: the ``mask`` argument for W, its transpose for Wᵀ. A group with fewer than n is filled up with +0.0 at its lowest unkept
       positions, as ``compress`` does, in each orientation on its own.
+    * ``"held"``: the same, of a mask that is N:M for certain: nothing is checked where the host would wait for that.
     * ``"threshold"``: as magnitude, but the value is ``soft_threshold`` of the operand, rounded to w's dtype as that op writes it,
       times ``scale``, the product rounded once to the compute dtype (float32; float64 for float64).
 
@@ -40,9 +41,9 @@ def pack(
 
     Args:
         w: ``(rows, cols)``, any strides; cols a multiple of m if rows are packed, rows if columns are.
-        mask: bool, the shape of ``w``, for ``"given"``. scale: one element of the compute dtype, for ``"threshold"``.
+        mask: bool, the shape of ``w``, for ``"given"`` and ``"held"``. scale: one element of the compute dtype, for ``"threshold"``.
         dtype: of the values; None stands for w's.
-        rows, columns: whether W, whether Wᵀ is wanted. Both at once need ``"transposable"`` or ``"given"``.
+        rows, columns: whether W, whether Wᵀ is wanted. Both at once need ``"transposable"`` or a mask.
         layout: ``"canonical"``, ``"mma.sp"`` or ``"wgmma.sp"``, see ``layouts``; of both operands.
 
     Returns:
@@ -131,9 +132,9 @@ def operand_shapes(pattern: Pattern, rows: int, cols: int, layout: str) -> tuple
 def _check_select(op: str, select: str, mask: Tensor | None, scale: Tensor | None, w: Tensor) -> None:
     if select not in SELECTS:
         raise OptionError(f"{op}: select={select!r} is not known; it is one of {', '.join(map(repr, SELECTS))}.")
-    if (mask is not None) != (select == "given"):
+    if (mask is not None) != (select in ("given", "held")):
         missing = "without a mask" if mask is None else "beside a mask"
-        raise OptionError(f'{op}: select={select!r} {missing}; a mask belongs to select="given", and only there.')
+        raise OptionError(f'{op}: select={select!r} {missing}; a mask belongs to select="given" or "held", and only there.')
     if mask is not None and mask.dtype != torch.bool:
         raise DtypeError(f"{op}: mask has dtype {mask.dtype}; it must be bool. Compare it, e.g. mask != 0.")
     if mask is not None and mask.shape != w.shape:

@@ -46,14 +46,15 @@ def pack(
     Two launches: both ways by a given mask of another pattern. A transposable mask goes through memory first where rows or columns are
     no multiples of 32. Any pattern, shape and pair of dtypes is done, if by slower kernels: the usual ones are those of
     ``core/dispatch.h`` and fp32 to fp32, bf16 or fp16, or 16 bits as they are. A given mask is checked after the fact, for which the host
-    waits; inside a graph's capture it is not checked.
+    waits; inside a graph's capture it is not checked, and one that is held never.
     """
     if not w.is_contiguous() and w.t().is_contiguous():  # its columns are the rows in memory
         swapped = pack(w.t(), n, m, select, None if mask is None else mask.t(), scale, dtype, columns, rows, layout)
         return *swapped[2:], *swapped[:2]
     (height, width), kept = w.shape, dtype or w.dtype
     w, mask = _aligned(w), None if mask is None else _aligned(mask)
-    flag = flag_for(mask)
+    flag, checked = flag_for(mask), select != "held"
+    select = select if checked else "given"
 
     def run(select: str, mask: Tensor | None, layout: str) -> tuple[bool, list[Operand | None]]:
         along = _operand(w, height, width, n, m, kept, layout) if rows else None
@@ -67,6 +68,7 @@ def pack(
     if not done:
         _, operands = run(select, mask, "canonical")
         operands = [o and (o[0], to_layout(o[1], size, layout)) for o, size in zip(operands, (width, height), strict=True)]
-    check_flag("pack", flag, n, m)
+    if checked:
+        check_flag("pack", flag, n, m)
     nothing = w.new_empty(0, dtype=kept), w.new_empty(0, dtype=torch.uint8 if layout == "canonical" else torch.int32)
     return *(operands[0] or nothing), *(operands[1] or nothing)

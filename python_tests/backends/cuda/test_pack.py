@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from nmkernels import Pattern, ShapeError, _dispatch, reference, testing
+from nmkernels.backends.cuda import pack
 from python_tests.backends.cuda.packing import some_mask, some_mask_both_ways
 from python_tests.conformance import moved
 
@@ -185,6 +186,22 @@ def test_a_mask_that_keeps_too_many_is_refused(way: str, pattern: str, device: s
                 run(full)
         else:
             run(full)
+
+
+@pytest.mark.parametrize("pattern", ["2:4", "1:8"])
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_held_mask_is_packed_as_a_given_one_and_not_checked(
+    turned: bool, pattern: str, device: str, ours: Callable[[str], _dispatch.Impl], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host would wait for the answer once per layer and step."""
+    p, w = Pattern(pattern), torch.randn(64, 64, device=device)
+    mask = some_mask_both_ways(64, 64, p).to(device)
+    w, mask = (w.t(), mask.t()) if turned else (w, mask)
+    rest = None, BF16, True, True, "canonical"
+    want = ours("nm_pack").fn(w, p.n, p.m, "given", mask, *rest)
+    monkeypatch.setattr(pack, "check_flag", lambda *_: pytest.fail("it waits"))
+    testing.assert_equal_bits(ours("nm_pack").fn(w, p.n, p.m, "held", mask, *rest), want)
+    ours("nm_pack").fn(w, p.n, p.m, "held", torch.ones_like(mask), *rest)  # anything, and nothing outside of the buffers
 
 
 def test_two_runs_are_equal(device: str, ours: Callable[[str], _dispatch.Impl]) -> None:
