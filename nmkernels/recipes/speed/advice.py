@@ -10,7 +10,7 @@ import torch
 
 from ...pattern import Pattern
 from . import roofline
-from .costs import Pieces, Rules, inference, speedup, step
+from .costs import Cost, Pieces, Rules, inference, speedup, step
 from .devices import HALVES, Device
 from .report import Advice
 from .roofline import TWO_FOUR, Layer
@@ -40,16 +40,19 @@ class Case:
     accumulate: int = 1
     fused: bool = True
 
+    def cost(self) -> Cost:
+        """Seconds of its pieces."""
+        return roofline.predict(self.device, self.layer, self.rules, self.fused)
+
     def step(self) -> Pieces:
         """Pieces of a training step; none of a layer that is not trained."""
         if not self.trains:
             return ()
-        cost = roofline.predict(self.device, self.layer, self.rules, self.fused)
-        return step(cost, self.rules, self.device.turned, self.accumulate)
+        return step(self.cost(), self.rules, self.device.turned, self.accumulate)
 
     def inference(self) -> Pieces:
         """The piece of inference, dense where the recipe leaves the layer so."""
-        cost = roofline.predict(self.device, self.layer, self.rules, self.fused)
+        cost = self.cost()
         return inference(cost if self.rules.leaves else lambda piece: None if piece == "fprop sparse" else cost(piece), self.kept)
 
     def but(self, rules: dict[str, Any] | None = None, layer: dict[str, Any] | None = None, **more: Any) -> Case:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ...nn import CompressedLinear, NMWeight
-from ...pattern import NMError, Pattern, RecipeError
+from ...pattern import Pattern, RecipeError
 from ..base import Recipe
 from ..handle import Handle
 from ..inventory import skeleton
@@ -22,15 +22,14 @@ from . import here
 from .advice import Case, of_dense, of_sparse
 from .costs import Pieces, Rules, inference, step
 from .devices import Device
-from .measure import Bench, Measured
+from .measure import Bench, Job, Measured, Progress
 from .notes import notes
 from .parts import Part, parts_of, starred
 from .report import Audit, LayerAudit
-from .roofline import at, predict
+from .roofline import Layer, at
 from .rules import by_name, of_recipe
 from .timing import Timer
 
-Progress = Callable[[int, int, str], None]
 RECIPE = "sste:2:4"
 """What a dense model is audited for unless told."""
 
@@ -63,7 +62,8 @@ def audit(
         (fprop + dgrad + wgrad of a dense layer) / (fprop + dgrad + wgrad + estimate + weight / accumulate)
 
     with each product in the faster of its sparse and its dense form, where the recipe's masks allow a sparse one; ``estimate`` is MVUE of
-    the output gradient; ``weight`` is masking and packing the weight, once per optimizer step. The optimizer's own update is in neither.
+    the output gradient; ``weight`` is masking and packing the weight, once per optimizer step. The optimizer's own update is in
+    neither, a low-rank adapter only in inference.
 
     The **prediction** is a roofline (``nmkernels.recipes.speed.roofline``) of a GPU of the table (``devices``, with its sources) or of this
     machine as a short measurement finds it. It is no measurement: the GPUs' clocks fall under load, and a sparse product draws more
@@ -86,7 +86,7 @@ def audit(
         measure: whether to measure, where the device is at hand.
         budget: seconds that measuring may take, about. Large shapes are then measured on fewer tokens and scaled, or left out.
         timer: seconds of one call of a ``Task``; by default the device's clock.
-        progress: called with (done, total, what) before each distinct shape.
+        progress: called with (done, total, what) before each distinct shape that is measured.
 
     Returns:
         an ``Audit``; ``str`` of it is a table, ``as_dict()`` is for JSON.
@@ -108,14 +108,16 @@ def audit(
     parts = parts_of(model, recipe, report, filter_fn, tokens, rows or {}, given)
     devices, fused = _Devices(target, spot, timer), optimizer == "fused"
     cases = [_case(part, devices.of(part.layer.dtype, part.pattern), accumulate, fused) for part in parts]
-    bench = Bench(spot, timer, budget, len(parts)) if measure and spot is not None else None
+    bench = Bench(spot, timer, budget) if measure and spot is not None else None
+    jobs = [Job(part.layer, part.rules, case.device.turned, part.trains) for part, case in zip(parts, cases, strict=True)]
+    timed = (
+        {}
+        if bench is None
+        else bench.run({job: case.cost() for job, case in zip(jobs, cases, strict=True) if _counts(job.layer)}, progress)
+    )
     first = next((case for case, part in zip(cases, parts, strict=True) if part.rules is not None), cases[0])
     usual = of_recipe(recipe, Pattern(recipe.pattern)) if recipe is not None else first.rules
-    layers = []
-    for done, (part, case) in enumerate(zip(parts, cases, strict=True)):
-        if progress is not None:
-            progress(done, len(parts), f"{part.layer.shape[0]}x{part.layer.shape[1]}, {part.layer.tokens} tokens")
-        layers.append(_layer(part, case, usual, bench))
+    layers = [_layer(part, case, usual, timed.get(job, Measured({}))) for part, case, job in zip(parts, cases, jobs, strict=True)]
     steps = next((part.rules.steps for part in parts if part.rules is not None), 0.0)
     words, rest = recipe.text() if recipe is not None else "", other * tokens / first.device.rate(first.layer.dtype)
     result = Audit(tuple(layers), first.device.name, words, tokens, accumulate, steps, other=rest)
@@ -180,7 +182,7 @@ class _Devices:
         return self.found[dtype, pattern]
 
 
-def _layer(part: Part, case: Case, usual: Rules, bench: Bench | None) -> LayerAudit:
+def _layer(part: Part, case: Case, usual: Rules, own: Measured) -> LayerAudit:
     """One layer; ``usual`` are the rules that it would have, were it not dense."""
     first, layer = part.entries[0], part.layer
     names = tuple(e.name for e in part.entries)
@@ -197,9 +199,8 @@ def _layer(part: Part, case: Case, usual: Rules, bench: Bench | None) -> LayerAu
         layer.tokens,
         len(names) * experts,
     )
-    if not layer.tokens or not all(layer.shape):
+    if not _counts(layer):
         return replace(common, note="no token is known to pass through it; rows={...} tells how many do" if first.shape else "")
-    own = Measured({}) if bench is None else _measured(bench, part, case)
     turned = case.device.turned
     advice = (
         of_sparse(case)
@@ -217,12 +218,9 @@ def _layer(part: Part, case: Case, usual: Rules, bench: Bench | None) -> LayerAu
     )
 
 
-def _measured(bench: Bench, part: Part, case: Case) -> Measured:
-    guess = predict(case.device, part.layer, case.rules, case.fused)
-    try:
-        return bench.measure(part.layer, part.rules, case.device.turned, part.trains, guess)
-    except (NMError, RuntimeError) as error:  # a layer that cannot be measured must not take the others' figures along
-        return Measured({}, f"not measured: {str(error).splitlines()[0]}")
+def _counts(layer: Layer) -> bool:
+    """Whether tokens are known to pass through it."""
+    return layer.tokens > 0 and all(layer.shape)
 
 
 def _inferred(own: Measured, case: Case) -> Pieces:

@@ -28,6 +28,7 @@ class Rules:
         steps: the share of a run's steps that are such; the others are dense.
         leaves: what is deployed is N:M.
         packed: products of training may multiply the compressed weight.
+        rank: of the low-rank adapter that is deployed beside the weight.
     """
 
     pattern: Pattern
@@ -39,6 +40,7 @@ class Rules:
     steps: float = 1.0
     leaves: bool = True
     packed: bool = True
+    rank: int = 0
 
 
 @dataclass(frozen=True)
@@ -113,14 +115,15 @@ def _wgrad(cost: Cost, rules: Rules) -> list[Piece]:
 
 
 def inference(cost: Cost, kept: bool = True) -> tuple[Piece, ...]:
-    """The one product of inference; without a dense weight kept beside the packed one, a dense product expands that first."""
+    """The product of inference, and an adapter's two; without a dense weight beside the packed one, a dense product expands that."""
     if cost("fprop dense") is None:
         return ()
     piece = _product("fprop", cost, True)
     expand = None if kept else cost("expand")
     if piece.form == "dense" and expand is not None:
-        return (Piece("fprop", piece.dense, piece.dense + expand, "expanded"),)
-    return (piece,)
+        piece = Piece("fprop", piece.dense, piece.dense + expand, "expanded")
+    adapter = cost("adapter")
+    return (piece,) if adapter is None else (piece, Piece("adapter", 0.0, adapter, "dense"))
 
 
 def total(pieces: tuple[Piece, ...]) -> tuple[float, float]:

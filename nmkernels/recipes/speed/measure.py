@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ... import ops
 from ...autograd.choice import Product, measure
+from ...pattern import NMError
 from .costs import PRODUCTS, Cost, Pieces, Rules, ways
 from .devices import fits_tensor_cores
 from .roofline import Layer
@@ -24,6 +25,9 @@ ORDERS = ("mma.sp", "wgmma.sp")
 CHECKED = 8
 """So many times a product is done, about, to check and to time a candidate."""
 
+LITTLE = 0.5
+"""Seconds that a layer may take though the budget is spent."""
+
 FEWEST = 256
 """Tokens below which a product is not shortened to save time: fewer would be another regime."""
 
@@ -32,6 +36,9 @@ CHUNK = 1 << 24
 
 MEMORY = 0.5
 """Share of the free memory that a measurement may take."""
+
+
+Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True)
@@ -63,7 +70,7 @@ def needed(rules: Rules | None, turned: bool, trains: bool) -> list[str]:
     if rules is None:
         return dense
     names = [name for name in dense if name.partition(" ")[0] not in products(rules, turned, trains) or name == "wgrad dense"]
-    names.append("expand")
+    names += ["expand", "adapter"] if rules.rank else ["expand"]
     for weight, _, _ in ways(rules, turned) if trains else ():
         names += ["weight rows", "weight dense"] if weight == "weight rows+dense" else [weight] if weight else []
     return list(dict.fromkeys(names))
@@ -101,6 +108,8 @@ def tasks_of(layer: Layer, rules: Rules | None, device: torch.device, turned: bo
     }
     if rules is None:
         return [Task(name, calls[name]) for name in names]
+    left, right = (torch.randn(size, dtype=layer.dtype, device=device) for size in ((cols, rules.rank), (rules.rank, out)))
+    calls["adapter"] = lambda: x @ left @ right
     n, m = rules.pattern.n, rules.pattern.m
     values, indices = raw.nm_compress(w, n, m, None)
     calls["fprop sparse"] = lambda: raw.nm_linear(x, values, indices, n, m, cols)
@@ -142,26 +151,52 @@ def _preparing(w: Tensor, dtype: torch.dtype, rules: Rules) -> dict[str, Callabl
     }
 
 
+@dataclass(frozen=True)
+class Job:
+    """What is measured of equal layers; ``rules`` are None where they stay dense, ``turned`` and ``trains`` as for ``needed``."""
+
+    layer: Layer
+    rules: Rules | None
+    turned: bool
+    trains: bool
+
+    def expected(self, guess: Cost) -> float:
+        """Seconds that measuring takes, about, by the seconds of the pieces."""
+        names = needed(self.rules, self.turned, self.trains)
+        once = sum(guess(name) or 0.0 for name in names if name.partition(" ")[0] in PRODUCTS)
+        roles = [] if self.rules is None else products(self.rules, self.turned, self.trains)
+        return (LEAST + 1) * once + CHECKED * 2 * sum(guess(f"{role} dense") or 0.0 for role in roles)
+
+
 class Bench:
-    """Measures layers one after the other within a budget of seconds.
+    """Measures layers within a budget of seconds.
 
     Args:
         timer: seconds of a ``Task``; by the device's clock if None.
-        shares: how many layers are to come, among which the time that is left is divided.
     """
 
-    def __init__(self, device: torch.device, timer: Timer | None, budget: float, shares: int) -> None:
-        self.device, self.timer, self.left = device, timer, shares
-        self.end = time.perf_counter() + budget
+    def __init__(self, device: torch.device, timer: Timer | None, budget: float) -> None:
+        self.device, self.timer, self.budget = device, timer, budget
 
-    def measure(self, layer: Layer, rules: Rules | None, turned: bool, trains: bool, guess: Cost) -> Measured:
-        """Seconds of the pieces, of fewer tokens where all would take too long; ``guess`` tells how long about."""
-        share = max(0.0, self.end - time.perf_counter()) / max(1, self.left)
-        self.left -= 1
-        names = needed(rules, turned, trains)
-        roles = [] if rules is None else products(rules, turned, trains)
-        expected = (LEAST + 1) * sum(guess(name) or 0.0 for name in names if name.partition(" ")[0] in PRODUCTS)
-        expected += CHECKED * 2 * sum(guess(f"{role} dense") or 0.0 for role in roles)
+    def run(self, guesses: Mapping[Job, Cost], progress: Progress | None = None) -> dict[Job, Measured]:
+        """Every job, the short ones first, so that the long ones have what those leave of their shares of the time."""
+        expected = {job: job.expected(guess) for job, guess in guesses.items()}
+        end, found = time.perf_counter() + self.budget, dict[Job, Measured]()
+        for done, job in enumerate(sorted(expected, key=expected.__getitem__)):
+            if progress is not None:
+                progress(done, len(expected), f"{job.layer.shape[0]}x{job.layer.shape[1]}, {job.layer.tokens} tokens")
+            share = max(LITTLE, (end - time.perf_counter()) / (len(expected) - done))
+            try:
+                found[job] = self.measure(job, expected[job], share)
+            except (NMError, RuntimeError) as error:  # a layer that cannot be measured must not take the others' figures along
+                found[job] = Measured({}, f"not measured: {str(error).splitlines()[0]}")
+        return found
+
+    def measure(self, job: Job, expected: float, share: float) -> Measured:
+        """Seconds of the pieces within ``share`` seconds, of fewer tokens where all would take too long."""
+        layer, rules, turned = job.layer, job.rules, job.turned
+        names = needed(rules, turned, job.trains)
+        roles = [] if rules is None else products(rules, turned, job.trains)
         tokens = layer.tokens
         while expected * tokens / layer.tokens > share and tokens >= 2 * FEWEST:
             tokens //= 2

@@ -29,7 +29,10 @@ def notes(audit: Audit, case: Case, measured: bool) -> tuple[str, ...]:
     if device.turned and not compiled_core().ok:
         found.append(f"Without the compiled core, whose place the plain reference took: {compiled_core().reason}.")
     if measured:
-        found.append("Measured: medians, in turns, on random numbers; masking and packing as passes of their own.")
+        found.append(
+            "Measured: medians, in turns, on random numbers; masking and packing as passes of their own. "
+            "nm.tune makes layers choose by such figures."
+        )
     if case.trains:
         passes = f", {audit.accumulate} passes per optimizer step" if audit.accumulate > 1 else ""
         recipe = f" of {audit.recipe}" if audit.recipe else ""

@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from ...nn import CompressedLinear, NMWeight
+from ...nn import CompressedLinear, NMWeight, adapter_of
 from ...pattern import Pattern
 from ..base import Recipe
+from ..cost import rank_for
 from ..inventory import inventory, passes
 from ..report import Entry
 from ..select import DTYPES, FilterFn
@@ -64,7 +65,7 @@ def parts_of(
         weight, learns = _weight(model, module, entry.name)
         layer = Layer((entry.shape[-2:] or (0, 0)), round(tokens * often), dtype or _usual(weight), _usual(weight))  # type: ignore[arg-type]
         pattern = patterns.get(entry.name)
-        rules = None if pattern is None else _rules(module, recipe, pattern)
+        rules = None if pattern is None else _rules(module, recipe, pattern, layer.shape)
         rules = rules if rules is None or learns else frozen(rules)
         trains = not isinstance(module, CompressedLinear) and not getattr(module, "finished", False)
         kept = not isinstance(module, CompressedLinear) or module.keep_dense
@@ -80,10 +81,12 @@ def _deployed(done: list[NMWeight | CompressedLinear]) -> bool:
     return bool(done) and all(isinstance(m, CompressedLinear) for m in done)
 
 
-def _rules(module: nn.Module | None, recipe: Recipe | None, pattern: Pattern) -> Rules:
+def _rules(module: nn.Module | None, recipe: Recipe | None, pattern: Pattern, shape: tuple[int, int]) -> Rules:
     if recipe is not None:
-        return of_recipe(recipe, pattern)
-    return of_layer(module) if isinstance(module, NMWeight) else Rules(pattern)
+        return replace(of_recipe(recipe, pattern), rank=rank_for(recipe.deployed().rank, shape))
+    adapter = adapter_of(module) if isinstance(module, (NMWeight, CompressedLinear)) else None
+    rules = of_layer(module) if isinstance(module, NMWeight) else Rules(pattern)
+    return rules if adapter is None else replace(rules, rank=int(adapter[0].shape[1]))
 
 
 def _weight(model: nn.Module, module: nn.Module | None, name: str) -> tuple[torch.dtype, bool]:

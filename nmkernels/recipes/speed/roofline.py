@@ -68,6 +68,8 @@ def predict(device: Device, layer: Layer, rules: Rules, fused: bool = True) -> C
             assert rules.estimate is not None
             moved = layer.tokens * layer.shape[0] * (layer.dtype.itemsize + packed_bytes(rules.estimate, layer.dtype))
             return moved / (device.estimate * device.bandwidth) + device.call
+        if role == "adapter":
+            return _adapter(device, layer, rules.rank) if rules.rank else None
         if role == "expand":
             moved = layer.shape[0] * layer.shape[1] * (layer.dtype.itemsize + packed_bytes(rules.pattern, layer.dtype))
             return moved / (device.passes * device.bandwidth) + device.call
@@ -111,6 +113,12 @@ def _prepare(device: Device, layer: Layer, rules: Rules, form: str, fused: bool)
     written = {"dense": dense, "rows": packed, "rows+dense": packed + dense, "both": 2 * packed + held}[form]
     moved = layer.shape[0] * layer.shape[1] * (written + (0 if fused else layer.master.itemsize))
     return moved / (device.passes * device.bandwidth) + (0.0 if fused else device.call)
+
+
+def _adapter(device: Device, layer: Layer, rank: int) -> float:
+    """The two products of x L R."""
+    out, cols = layer.shape
+    return sum(product(device, replace(layer, shape=shape), "fprop") for shape in ((rank, cols), (out, rank)))
 
 
 def at(device: Device, ratio: float) -> Device:

@@ -146,7 +146,7 @@ def test_every_recipe_is_understood(name):
     assert ("no step is predicted to gain" in str(found)) == (name in dense)
     packs = name in {"ste", "srste", "step", "sste", "fst"}
     assert (found.step > 1) == packs and (packs or not found.layers[0].sparse or found.step <= 1)
-    assert (found.inference > 1.2) == (name not in {"dense", "act24", "fst"})
+    assert (found.inference > 1.2) == (name not in {"dense", "act24", "fst", "slope"}), "slope leaves an adapter"
 
 
 def test_meta_models_and_shapes_are_the_same():
@@ -251,3 +251,21 @@ def test_bad_arguments_are_refused(words, match):
 def test_a_model_without_layers_is_refused():
     with pytest.raises(nm.RecipeError, match="audit: the model has no linear layer"):
         nm.audit(nn.ReLU(), device="H200")
+
+
+def test_an_adapter_costs_its_two_products():
+    layer = nm.audit({"fc": (4096, 4096)}, 8192, "slope:2:4(rank=64)", **H200).layers[0]
+    fprop, adapter = layer.inference
+    assert (
+        adapter.name == "adapter"
+        and adapter.dense == 0
+        and adapter.used == pytest.approx(2 * 8192 * (4096 + 64) * 2 / (0.85 * 4.8e12), rel=0.3)
+    )
+    assert speedup(layer.inference) < fprop.speedup and "adapter" not in [p.name for p in layer.step]
+    model = nn.Sequential(nn.Linear(64, 128))
+    handle = nm.sparsify_(model, nm.recipes.SLoPe("2:4", total_steps=10, rank=4))
+    assert [p.name for p in nm.audit(model, 32, **H200).layers[0].inference] == ["fprop", "adapter"]
+    handle.finish(allow_unused=True)
+    nm.compress_(model)
+    found = nm.audit(model, 32, device="cpu", timer=lambda task: 1e-3)
+    assert [p.name for p in found.layers[0].inference] == ["fprop", "adapter"] == [p.name for p in found.layers[0].measured_inference]

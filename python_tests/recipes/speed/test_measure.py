@@ -8,7 +8,7 @@ import torch
 import nmkernels as nm
 from nmkernels.recipes.speed import here, measure, notes, timing
 from nmkernels.recipes.speed.costs import Rules, speedup
-from nmkernels.recipes.speed.measure import Bench, needed, product_of, products, tasks_of
+from nmkernels.recipes.speed.measure import Bench, Job, needed, product_of, products, tasks_of
 from nmkernels.recipes.speed.roofline import Layer
 from nmkernels.recipes.speed.timing import Task, take_turns
 
@@ -27,6 +27,7 @@ SECONDS = {
     "wgrad estimated cpu rows": 9.0,
     "estimate": 1.0,
     "expand": 2.0,
+    "adapter": 1.5,
     "weight dense": 0.5,
     "weight rows": 0.75,
     "weight both": 2.0,
@@ -145,19 +146,35 @@ def test_what_the_choice_is_among():
 
 
 def test_large_layers_are_shortened_or_left_out():
-    layer, rules = Layer((64, 64), 4096, torch.float32, torch.float32), Rules(P)
+    job = Job(Layer((64, 64), 4096, torch.float32, torch.float32), Rules(P), True, False)
+    expected = job.expected(lambda piece: 1.0)
+    assert expected == 16, "checked and timed as often as sixteen products take"
 
-    def guess(piece):
-        return 1.0
+    def run(share):
+        return Bench(CPU, clock, 0.0).measure(job, expected, share)
 
-    few = Bench(CPU, clock, 12.0, 1).measure(layer, rules, True, False, guess)
+    few = run(8.0)
     assert few.note == "measured on 2048 tokens, scaled" and few.seconds["fprop dense"] == 20 and few.seconds["expand"] == 2
     assert few.seconds["fprop sparse"] == 13 and few.kernels == {"fprop": "cpu rows"}
-    assert Bench(CPU, clock, 100.0, 1).measure(layer, rules, True, False, guess).note == ""
-    none = Bench(CPU, clock, 0.01, 1).measure(layer, rules, True, False, guess)
-    assert not none.seconds and "it would take about" in none.note
-    tight = Bench(CPU, clock, 24.0, 2)
-    assert tight.measure(layer, rules, True, False, guess).note.startswith("measured on 2048"), "half of the time is the other layer's"
+    assert run(16.0).note == "" and run(16.0).seconds["fprop sparse"] == 6.5
+    assert run(0.6).note == "measured on 256 tokens, scaled"
+    assert not run(0.4).seconds and run(0.4).note == "not measured: it would take about 1 s of the budget"
+    alone = replace(job, rules=None, trains=True)
+    assert alone.expected(lambda piece: 1.0) == 12, "four rounds of three products"
+
+
+def test_each_shape_once_and_the_short_ones_first():
+    told = []
+    shapes = {"a.up": (128, 64), "a.gate": (128, 64), "b.up": (128, 64), "a.down": (64, 64), "lm_head": (128, 64)}
+    found = nm.audit(shapes, 16, device="cpu", timer=clock, progress=lambda *args: told.append(args))
+    assert told == [(0, 3, "128x64, 16 tokens"), (1, 3, "64x64, 16 tokens"), (2, 3, "128x64, 16 tokens")]
+    up, gate = found.layers[:2]
+    assert up.measured_step == gate.measured_step and up.measured_step and found.measured_step is not None
+    budget = Bench(CPU, clock, 0.0)
+    jobs = {Job(Layer((64, 64), 16, torch.float32, torch.float32), None, True, False): lambda piece: 0.1}
+    assert [m.note for m in budget.run(jobs).values()] == [""], "what is short is measured though no time is left"
+    jobs = dict.fromkeys(jobs, lambda piece: 100.0)
+    assert [m.note for m in budget.run(jobs).values()] == ["not measured: it would take about 400 s of the budget"]
 
 
 def test_memory_is_kept(monkeypatch):
