@@ -11,6 +11,8 @@ import datetime
 import re
 from pathlib import Path
 
+import torch
+
 import nmkernels as nm
 from nmkernels.zoo import model_shapes
 
@@ -30,7 +32,7 @@ def measured(timer: nm.recipes.speed.timing.Timer | None = None, budget: float =
     """The table of this CPU, with the machine, the date and the commit."""
     found = nm.audit(model_shapes(MODEL).shapes(), CPU_TOKENS, device="cpu", dtype="float32", budget=budget, timer=timer)
     stamp = f"**{machine()}** ({versions()}; {datetime.date.today().isoformat()}; commit {commit()})"
-    command = f"python -m nmkernels audit --model {MODEL} --tokens {CPU_TOKENS} --device cpu"
+    command = f"OMP_NUM_THREADS={torch.get_num_threads()} python -m nmkernels audit --model {MODEL} --tokens {CPU_TOKENS} --device cpu"
     return f"`{command}` on {stamp}:\n\n```text\n{found}\n```"
 
 
