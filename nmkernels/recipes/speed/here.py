@@ -76,7 +76,7 @@ def _measure(name: str, device: torch.device, dtype: torch.dtype, pattern: Patte
         Task("call", lambda: torch.ops.nmkernels.nm_linear(tiny, values, indices, pattern.n, pattern.m, pattern.m)),
         *tasks_of(probe, rules, device, turned=True, names=[*names, "estimate", "weight rows"]),
     ]
-    took = take_turns(tasks, timer, least=7, of=min)  # what the device can do, whoever else is using it
+    took = take_turns(tasks, timer, 1.5, least=7, of=min)  # what the device can do, whoever else is using it
     bandwidth = 2 * COPY / took["copy"]
     operations = 2.0 * probe.shape[0] * probe.shape[1] * probe.tokens
     ratio = {role: took[f"{role} dense"] / took[f"{role} sparse"] for role in ("fprop", "dgrad", "wgrad")}

@@ -13,7 +13,7 @@ import torch
 SETTLE = 6e-3
 """Seconds of calls before the one that counts: torch's threads spin for some 3 ms after a call, on cores that others need."""
 
-LEAST, MOST = 3, 9
+LEAST, MOST = 3, 31
 
 
 @dataclass(frozen=True)
