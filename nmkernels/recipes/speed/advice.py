@@ -117,7 +117,7 @@ def _seconds(case: Case, which: int) -> float:
 def _packed(case: Case) -> list[Advice]:
     if not case.trains or not case.rules.fprop or case.rules.packed:
         return []
-    text = 'training multiplies the weight in dense layout: packed="auto", an option of ste, srste, step, sste and fst'
+    text = 'training multiplies the weight in dense layout: packed="auto", where the recipe has that option'
     return _offer(case, text, case.but({"packed": True}))
 
 

@@ -1,12 +1,14 @@
 """nm.audit on every kind of model: who is eligible, what is predicted, what is measured."""
 
 import json
+from dataclasses import fields
 
 import pytest
 import torch
 from torch import nn
 
 import nmkernels as nm
+from nmkernels.recipes.registry import find
 from nmkernels.recipes.speed import here
 from nmkernels.recipes.speed.costs import speedup
 from nmkernels.zoo import GPT, GPTConfig
@@ -144,7 +146,7 @@ def test_every_recipe_is_understood(name):
     dense = {"dense", "act24", "maskllm", "proxsparse"}
     assert (found.step == 1.0) == (name in dense) == (found.steps == 0)
     assert ("no step is predicted to gain" in str(found)) == (name in dense)
-    packs = name in {"ste", "srste", "step", "sste", "fst"}
+    packs = "packed" in {f.name for f in fields(find(name))}
     assert (found.step > 1) == packs and (packs or not found.layers[0].sparse or found.step <= 1)
     assert (found.inference > 1.2) == (name not in {"dense", "act24", "fst", "slope"}), "slope leaves an adapter"
 
