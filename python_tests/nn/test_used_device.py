@@ -1,11 +1,11 @@
-"""Weights packed in the order of tensor cores, in the emulator: which layers have them, who writes them, and a training step with them."""
+"""Weights packed in the order of tensor cores, in the emulator and on GPUs: which layers have them, who writes them, training with them."""
 
 import pytest
 import torch
 from torch import nn
 
 import nmkernels as nm
-from nmkernels.autograd import GemmPlan, HardMask, SoftThreshold, TransposableMask, reads
+from nmkernels.autograd import GemmPlan, HardMask, SoftThreshold, TransposableMask, choice, reads
 from nmkernels.backends.cuda import pack
 from nmkernels.backends.cuda._core import emulator_built
 from nmkernels.optim import MaskedAdamW
@@ -16,18 +16,24 @@ BF16 = torch.bfloat16
 PACKED, AUTO = GemmPlan("packed", "device", n=2, m=4), GemmPlan("auto", "auto", n=2, m=4)
 P = Pattern("2:4")
 
-pytestmark = pytest.mark.skipif(not emulator_built(), reason="nmkernels._emulated is not built: NMKERNELS_EMULATOR=1 at the build")
+EMULATED = pytest.mark.skipif(not emulator_built(), reason="nmkernels._emulated is not built: NMKERNELS_EMULATOR=1 at the build")
 
 
-@pytest.fixture
-def emulator(monkeypatch):
-    monkeypatch.setenv("NMKERNELS_BACKEND", "cuda-emulated")
+@pytest.fixture(params=[pytest.param("cpu", marks=EMULATED), pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request, monkeypatch):
+    """A GPU, or the CPU with everything in the emulator; "auto" takes packed products."""
+    if request.param == "cpu":
+        monkeypatch.setenv("NMKERNELS_BACKEND", "cuda-emulated")
+    monkeypatch.setenv("NMKERNELS_CHOICE", "packed")
+    choice.forget()
     # a training step never waits for the device to say that a mask of our own is N:M
     monkeypatch.setattr(pack, "check_flag", lambda op, flag, *_: pytest.fail("the host waits") if flag is not None else None)
+    yield request.param
+    choice.forget()
 
 
-def what(plan, transform=None, rows=64, cols=64, dtype=BF16, tokens=5):
-    return reads(plan, transform or HardMask(P), torch.empty(rows, cols), dtype, torch.empty(tokens, cols))
+def what(plan, transform=None, rows=64, cols=64, dtype=BF16, tokens=5, device="cpu"):
+    return reads(plan, transform or HardMask(P), torch.empty(rows, cols, device=device), dtype, torch.empty(tokens, cols, device=device))
 
 
 @pytest.mark.parametrize(
@@ -46,8 +52,8 @@ def what(plan, transform=None, rows=64, cols=64, dtype=BF16, tokens=5):
         ({"transform": TransposableMask(P), "rows": 16}, "canonical"),
     ],
 )
-def test_which_weights_lie_in_that_order(emulator, given, layout):
-    found = what(PACKED, **given)
+def test_which_weights_lie_in_that_order(device, given, layout):
+    found = what(PACKED, **given, device=device)
     turned = isinstance(given.get("transform"), TransposableMask)
     assert found.layout == layout and found.fprop == "packed"
     assert found.dgrad == ("packed" if layout == "canonical" else "columns" if turned else "dense")
@@ -59,7 +65,9 @@ def test_nowhere_else(monkeypatch):
     assert what(PACKED).layout == "canonical"
 
 
-def test_rules_by_name_and_by_choice(emulator, monkeypatch):
+@EMULATED
+def test_rules_by_name_and_by_choice(monkeypatch):
+    monkeypatch.setenv("NMKERNELS_BACKEND", "cuda-emulated")
     held = TransposableMask(P)
     assert what(GemmPlan("packed", "packed", n=2, m=4)).dgrad == "dense", "no kernel turns that order"
     assert what(GemmPlan("packed", "dense", n=2, m=4), held, rows=16).layout == "mma.sp", "only rows are packed"
@@ -70,8 +78,9 @@ def test_rules_by_name_and_by_choice(emulator, monkeypatch):
         assert what(AUTO) == ("packed", "packed", "mma.sp", ("", ""))
     monkeypatch.delenv("NMKERNELS_BACKEND")
     monkeypatch.setenv("NMKERNELS_CHOICE", "dense")
-    nm.autograd.choice.forget()
+    choice.forget()
     assert what(AUTO, held) == ("dense", "dense", "canonical", ("", ""))
+    choice.forget()
 
 
 @pytest.mark.parametrize("pattern", ["2:4", "1:4", "2:8"])
@@ -91,18 +100,26 @@ def test_the_order_holds_what_the_dense_layout_does(kind, pattern):
         assert torch.equal(packed.columns.dense(), want.t())
 
 
-def trained(recipe, seen=None):
+def begun(recipe, device, **config):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
-    handle = nm.sparsify_(model, recipe)
-    optimizer, losses = handle.attach(MaskedAdamW(model.parameters(), lr=1e-2)), []
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)).to(device)
+    return model, nm.sparsify_(model, recipe).attach(MaskedAdamW(model.parameters(), lr=1e-2, **config))
+
+
+def loss_of(model, x):
+    with torch.autocast(x.device.type, BF16, cache_enabled=False):
+        return (model(x) - x.roll(1, 1)).float().square().mean()
+
+
+def trained(recipe, device, seen=None):
+    model, optimizer = begun(recipe, device)
+    losses = []
     for t in range(4):
-        x = torch.randn(64, 64, generator=torch.Generator().manual_seed(t))
+        x = torch.randn(64, 64, generator=torch.Generator().manual_seed(t)).to(device)
         optimizer.zero_grad()
         with Calls() as calls:
             for _ in range(2):
-                with torch.autocast("cpu", BF16):
-                    loss = (model(x) - x.roll(1, 1)).float().square().mean()
+                loss = loss_of(model, x)
                 loss.backward()
         if seen is not None:
             seen.append((calls.packs, calls.names.count("linear"), calls.names.count("linear_dgrad")))
@@ -121,23 +138,51 @@ def trained(recipe, seen=None):
     ],
 )
 @pytest.mark.parametrize("packed", ["True", "auto"])
-def test_training_steps(emulator, recipe, packs, packed):
+def test_training_steps(device, recipe, packs, packed):
     options = "fine_tune=0, refresh=2, seed=1, " if recipe.startswith("fst") else "seed=1, " if recipe.startswith("sste") else ""
     seen = []
-    model, got = trained(f"{recipe}({options}packed={packed})", seen)
+    model, got = trained(f"{recipe}({options}packed={packed})", device, seen)
     layer = model[0]
     kept = [form for form in layer.used.kept if isinstance(form, nm.ops.Packed)]
     assert len(kept) == 1 and kept[0].layout == "mma.sp" and kept[0].rows.values.dtype == BF16
     assert (kept[0].columns is not None) == recipe.startswith("fst")
     # the packs once per step, and by MaskedAdamW where the mask is that of the largest magnitudes at 2:4; the first layer has no dgrad
     assert seen == [(count, 4 + 2 * recipe.startswith("fst"), 0) for count in packs]
-    _, want = trained(f"{recipe}({options[:-2]})" if options else recipe)
+    _, want = trained(f"{recipe}({options[:-2]})" if options else recipe, device)
     assert got == pytest.approx(want, rel=2e-2)
 
 
-def test_the_optimizer_writes_that_order(emulator):
-    model, _ = trained("srste:2:4(packed=True)")
+def test_the_optimizer_writes_that_order(device):
+    model, _ = trained("srste:2:4(packed=True)", device)
     (packed,) = [form for form in model[0].used.kept if isinstance(form, nm.ops.Packed)]
     assert model[0].used.packs(model[0].master) is packed, "it is right for the weight after the last step"
     want = nm.ops.pack(model[0].weight.detach(), "2:4", dtype=BF16, layout="mma.sp").rows
     assert torch.equal(packed.rows.values, want.values) and torch.equal(packed.rows.meta, want.meta)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["srste:2:4(packed=True)", "sste:2:4(packed=True, seed=1)"])
+def test_a_captured_step_trains_as_an_eager_one(recipe):
+    x, replays = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).cuda(), 5
+
+    def step(model, optimizer):
+        optimizer.zero_grad(set_to_none=True)
+        loss_of(model, x).backward()
+        optimizer.step()
+
+    eager, captured = begun(recipe, "cuda", capturable=True), begun(recipe, "cuda", capturable=True)
+    for _ in range(3 + replays):
+        step(*eager)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step(*captured)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step(*captured)
+    for _ in range(replays):
+        graph.replay()
+    for a, b in zip(eager[0].parameters(), captured[0].parameters(), strict=True):
+        torch.testing.assert_close(b, a, atol=1e-4, rtol=1e-3)
