@@ -9,7 +9,7 @@
 //   set("unwritten:1", 1)        algorithm 1 forgets an element
 //   set("gelu", 1)               GELU by tanh; 0: by erf; 2: refused
 //   set("no bias", 1)            a plan with a bias is refused
-//   set("frozen bias", 1)        a plan keeps the bias's address as it was when it was made
+//   set("frozen bias", 1)        a plan keeps the bias's address as it was when it was made; 2: when it first ran
 //   set("workspace", 1024)       bytes that a plan asks for
 //   set("device", 1)             the current device
 //   set("idle", 1)               products do nothing, so that what a call costs besides can be measured
@@ -56,6 +56,7 @@ struct OfPlan {
     const OfMatmul* matmul;
     OfSelection selection;
     const void* bias;
+    bool ran = false;
 };
 
 std::mutex g_lock;
@@ -364,7 +365,7 @@ Status cusparseLtMatmul(const Handle* handle, const Plan* plan, const void* alph
                         const void* c, void* d, void* workspace, Stream* streams, int32_t count) {
     if (g_idle) return kSuccess;
     ENTER("Matmul", handle);
-    const OfPlan* p = get<OfPlan>(plan);
+    OfPlan* p = get<OfPlan>(plan);
     if (!p || !streams || count != 1 || !aligned(a) || !aligned(b) || !aligned(c) || !aligned(d)) return refuse();
     const long long bytes = setting("workspace");
     if (bytes && !workspace) return refuse();
@@ -372,6 +373,8 @@ Status cusparseLtMatmul(const Handle* handle, const Plan* plan, const void* alph
     const OfMatmul& m = *p->matmul;
     const Head* head = static_cast<const Head*>(a);
     if (head->mark != kMark || head->rows != m.a.rows || head->cols != m.a.cols) return refuse();
+    if (setting("frozen bias") == 2 && !p->ran) p->bias = m.bias;
+    p->ran = true;
     const void* bias = setting("frozen bias") ? p->bias : m.bias;
     if (bias && !aligned(bias)) return refuse();
     const int64_t inner = m.op_a == kPlain ? m.a.cols : m.a.rows;

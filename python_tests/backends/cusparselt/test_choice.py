@@ -59,6 +59,7 @@ def test_a_default_that_is_wrong_is_not_used(fake, ours, fault, words) -> None:
     args = arguments()
     right(ours, args)
     assert used() == [Algorithm(1)]
+    assert [ready.algorithm for ready in _context.here(0).plans.values()] == [Algorithm(1)], "what is wrong is not kept"
     for i in range(1, 4):
         fake.set(f"{fault}:{i}")
     forget()
@@ -175,9 +176,12 @@ def test_nothing_right(fake, tmp_path) -> None:
     assert not list(tmp_path.glob("cusparselt.json"))
 
 
-def test_plans_of_a_search_are_taken_back(fake) -> None:
+def test_plans_of_a_search_are_taken_back_and_calls_follow_it(fake, ours) -> None:
+    right(ours, arguments())
     search("nm_linear", *arguments(), timer=Clock(1.0, 0.5))
     assert len(_context.here(0).plans) == 0
+    right(ours, arguments())
+    assert used() == [Algorithm(0)]
 
 
 # ---- on disk

@@ -74,8 +74,9 @@ def test_an_epilogue_that_is_refused_is_left_to_torch(fake, ours, refusal) -> No
     assert route.ready.problem.bias == (refusal[0] == "gelu") and not route.whole
 
 
-def test_a_library_that_keeps_the_address_of_a_bias(fake, ours) -> None:
-    fake.set("frozen bias")
+@pytest.mark.parametrize("when", [1, 2], ids=["made", "first run"])
+def test_a_library_that_keeps_the_address_of_a_bias(fake, ours, when) -> None:
+    fake.set("frozen bias", when)
     args = normal(16, 64), *operand(), 2, 4, 64
     for seed in (3, 4, 5):
         check(ours, "nm_linear", *args, normal(32, seed=seed))

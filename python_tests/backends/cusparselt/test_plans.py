@@ -188,6 +188,8 @@ def test_a_capture_refuses_what_is_new(fake, ours, capture) -> None:
             assert not can and "it has no plan for this product yet" in reason
             with pytest.raises(BackendError, match="a CUDA graph is being captured.*Run it once before the capture"):
                 ours(op).fn(*call)
+    with pytest.raises(BackendError, match="a CUDA graph is being captured"):
+        _context.here(0).plan(Problem("nt", torch.float16, torch.float16, 32, 64, 16), Algorithm(), args[0])
     capture(False)
     assert fake.calls("MatmulPlanInit") == 0
     ours("nm_linear").fn(*args)
