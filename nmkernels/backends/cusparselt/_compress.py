@@ -31,18 +31,18 @@ class Blob:
     dtype: torch.dtype
     layout: str
     stored: str
+    address: int = 0
 
-    @property
-    def address(self) -> int:
-        """Where it lies."""
-        return self.data.data_ptr()
+    def __post_init__(self) -> None:
+        """The address is asked for at every call."""
+        object.__setattr__(self, "address", self.data.data_ptr())
 
 
 def aligned(x: Tensor) -> Tensor:
     """Contiguous, a lazy negation carried out, at an address that is a multiple of 16: as the library takes operands."""
-    if x.is_neg():
-        x = x.resolve_neg()
-    x = x.contiguous()
+    if x.is_contiguous() and not x.data_ptr() & 15 and not x.is_neg():
+        return x
+    x = (x.resolve_neg() if x.is_neg() else x).contiguous()
     return x.clone() if x.data_ptr() & 15 else x
 
 

@@ -38,6 +38,7 @@ class Here:
     def __init__(self, library: Any, device: int) -> None:
         self.library, self.device = library, device
         self.context = _core().Context(library)
+        self._run = self.context.run
         self.plans: dict[tuple[Problem, Algorithm], Ready] = {}
         self.routes: dict[Any, Any] = {}
         self.workspaces: dict[int, Tensor] = {}
@@ -102,18 +103,13 @@ class Here:
     ) -> None:
         """One product; every operand contiguous, at an address that is a multiple of 16."""
         address = out.data_ptr()
-        workspace = self.workspace(ready.workspace, stream, dense) if ready.workspace else None
-        with_c, beta = (address, 0.0) if residual is None else (residual.data_ptr(), 1.0)
+        workspace = self.workspace(ready.workspace, stream, dense).data_ptr() if ready.workspace else 0
+        c, beta = (address, 0.0) if residual is None else (residual.data_ptr(), 1.0)
+        b = 0 if bias is None else bias.data_ptr()
         try:
-            self.context.run(
-                ready.number, sparse, dense.data_ptr(), with_c, address, _address(bias), _address(workspace), stream, alpha, beta
-            )
+            self._run(ready.number, sparse, dense.data_ptr(), c, address, b, workspace, stream, alpha, beta)
         except _core().Failure as error:
             raise BackendError(f"cuSPARSELt: {error}") from None
-
-
-def _address(x: Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()
 
 
 class _Threads(threading.local):
