@@ -189,6 +189,7 @@ def test_compressed_models_only_infer():
     nm.compress_(model)
     found = nm.audit(model, 16, **H200)
     assert found.step is None and found.inference is not None and found.run is None
+    assert not any(layer.step for layer in found.layers), "nor are its dense layers trained"
     assert found.layers[0].kind == "CompressedLinear" and found.layers[0].sparse and found.layers[0].why == "2:4"
     assert "Inference with 16 tokens" in str(found) and found.as_dict()["step"] is None
     assert nm.audit(model, 64, measure=False, device="H200").layers[0].dtype == "float32"

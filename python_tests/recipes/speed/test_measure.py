@@ -171,9 +171,9 @@ def test_large_layers_are_shortened_or_left_out():
 
 def test_each_shape_once_and_the_short_ones_first():
     told = []
-    shapes = {"a.up": (128, 64), "a.gate": (128, 64), "b.up": (128, 64), "a.down": (64, 64), "lm_head": (128, 64)}
+    shapes = {"a.up": (128, 64), "a.gate": (128, 64), "b.up": (128, 64), "a.down": (64, 64), "lm_head": (96, 64)}
     found = nm.audit(shapes, 16, device="cpu", timer=clock, progress=lambda *args: told.append(args))
-    assert told == [(0, 3, "128x64, 16 tokens"), (1, 3, "64x64, 16 tokens"), (2, 3, "128x64, 16 tokens")]
+    assert told == [(0, 3, "96x64, 16 tokens"), (1, 3, "64x64, 16 tokens"), (2, 3, "128x64, 16 tokens")], "the head has no candidates"
     up, gate = found.layers[:2]
     assert up.measured_step == gate.measured_step and up.measured_step and found.measured_step is not None
     budget = Bench(CPU, clock, 0.0)
