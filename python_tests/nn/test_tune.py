@@ -111,6 +111,7 @@ def test_layers_in_training_ask_for_what_their_plan_leaves_open(mask: str, dgrad
         (r, 20, (16, 8), "cpu rows") for r in choice.product.ROLES
     ]
     assert [p.forms for p in layer.products(20)] == [("dense", "rows"), dgrad, ("dense", "rows")] and not report.entries
+    assert [p.changing for p in layer.products(20)] == [True, True, False]  # an estimate is made by its call in any case
     # and it asks for nothing else
     known = {choice.key(p) for p in layer.products(20)}
     monkeypatch.setattr(choice, "_measure_now", lambda product: pytest.fail(f"{product} is unknown"))
