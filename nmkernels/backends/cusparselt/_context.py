@@ -103,11 +103,12 @@ class Here:
     ) -> None:
         """One product; every operand contiguous, at an address that is a multiple of 16."""
         address = out.data_ptr()
-        workspace = self.workspace(ready.workspace, stream, dense).data_ptr() if ready.workspace else 0
+        workspace = self.workspace(ready.workspace, stream, dense) if ready.workspace else None
+        memory = 0 if workspace is None else workspace.data_ptr()
         c, beta = (address, 0.0) if residual is None else (residual.data_ptr(), 1.0)
         b = 0 if bias is None else bias.data_ptr()
         try:
-            self._run(ready.number, sparse, dense.data_ptr(), c, address, b, workspace, stream, alpha, beta)
+            self._run(ready.number, sparse, dense.data_ptr(), c, address, b, memory, stream, alpha, beta)
         except _core().Failure as error:
             raise BackendError(f"cuSPARSELt: {error}") from None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+import weakref
 
 import pytest
 import torch
@@ -160,6 +161,28 @@ def test_workspaces(fake, ours, monkeypatch, capture) -> None:
     monkeypatch.setattr(_context, "on_host", lambda: (0, 8))
     close(call(ours, tokens=32))
     assert set(at.workspaces) == {0, 7}, "a graph has its own"
+
+
+@pytest.mark.parametrize("in_graph", [False, True])
+def test_a_workspace_lives_until_its_product_is_launched(fake, ours, monkeypatch, capture, in_graph) -> None:
+    fake.set("workspace", 4096)
+    close(call(ours))
+    made: list[weakref.ref] = []
+    workspace = _context.Here.workspace
+
+    def watched(self, *args):
+        made.append(weakref.ref(found := workspace(self, *args)))
+        return found
+
+    def run(*args) -> None:
+        assert made[-1]() is not None and made[-1]().data_ptr() in args
+
+    capture(in_graph)
+    with monkeypatch.context() as m:
+        m.setattr(_context.Here, "workspace", watched)
+        m.setattr(_context.here(0), "_run", run)
+        call(ours)
+    assert len(made) == 1
 
 
 def test_a_capture_makes_nothing(fake, ours, capture) -> None:
