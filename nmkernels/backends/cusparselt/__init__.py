@@ -9,8 +9,8 @@ every layout and dtype that it has; ``search`` finds and stores the fastest righ
 from . import linear
 from ._compress import Blob
 from ._problem import Algorithm, Problem
+from ._search import Found, search, search_product
 from .product import compress, compress_packed, matmul
-from .search import Found, search, search_product
 
 linear.register()
 

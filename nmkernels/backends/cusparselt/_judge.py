@@ -33,7 +33,7 @@ class Judge:
         generator = torch.Generator(like.device).manual_seed(SEED)
 
         def normal(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator, device=like.device)
+            return torch.randn(shape, generator=generator, device=like.device, dtype=torch.float32)
 
         p = problem
         full, other = normal(p.rows, p.cols), normal(*((p.width, p.cols) if p.by_token else (p.cols, p.width)))
@@ -53,7 +53,9 @@ class Judge:
     def _result(self, sparse: Tensor, dense: Tensor, dtype: torch.dtype) -> Tensor:
         p = self.problem
         s, b = sparse.to(dtype), dense.to(dtype)
-        y = b @ s.t() if p.by_token else s @ b
+        # a first call may well come under autocast, which would multiply in its own dtype
+        with torch.autocast(s.device.type, enabled=False):
+            y = b @ s.t() if p.by_token else s @ b
         if self.bias is not None:
             y = y + (self.bias.to(dtype) if p.by_token else self.bias.to(dtype)[:, None])
         y = {"": lambda y: y, "relu": F.relu, "gelu": F.gelu}[p.activation](y)

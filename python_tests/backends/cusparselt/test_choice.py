@@ -91,14 +91,6 @@ def test_a_wrong_epilogue_is_left_to_torch(fake, ours) -> None:
     assert [key.activation for key in routes() if isinstance(key, Problem)] == [""]
 
 
-def test_wrong_integers_are_noticed(fake) -> None:
-    fake.set("unwritten:0")
-    at = _context.here(0)
-    for out in (torch.int32, torch.int8):
-        problem = Problem("nt", torch.int8, out, 32, 64, 16)
-        assert _choice.ready_for(problem, at, torch.empty(0), 0).algorithm == Algorithm(1)
-
-
 def test_no_memory_to_check_with_is_no_verdict(fake, ours, monkeypatch) -> None:
     args = arguments()
 
@@ -109,6 +101,9 @@ def test_no_memory_to_check_with_is_no_verdict(fake, ours, monkeypatch) -> None:
         m.setattr(_choice, "Judge", full)
         with pytest.raises(BackendError, match="no memory to check nt.bfloat16.bfloat16.plain.32x64x16 with"):
             ours("nm_linear").fn(*args)
+        m.setattr("nmkernels.backends.cusparselt._search.Judge", full)
+        with pytest.raises(BackendError, match="no memory to search nt.bfloat16.bfloat16.plain.32x64x16 in"):
+            search("nm_linear", *args)
     right(ours, args)
 
 

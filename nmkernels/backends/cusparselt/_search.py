@@ -106,8 +106,11 @@ def search_product(problem: Problem, like: Tensor, timer: Timer | None = None) -
             return search_product(problem, like, timer)
     refuse_capture(like)
     at = here(device)
-    with torch.no_grad(), _lock:
-        return _search(problem, at, like, stream, timer or (lambda call: _seconds(call, like)))
+    try:
+        with torch.no_grad(), _lock:
+            return _search(problem, at, like, stream, timer or (lambda call: _seconds(call, like)))
+    except torch.OutOfMemoryError:
+        raise BackendError(f"cuSPARSELt: no memory to search {problem.text}x{problem.width} in") from None
 
 
 def _search(problem: Problem, at: Here, like: Tensor, stream: int, timer: Timer) -> Found:
