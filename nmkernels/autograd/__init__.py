@@ -8,6 +8,7 @@ from .combinations import BestCandidate, CandidateMask, GumbelMask, LikeliestMas
 from .dgrad import CRITERIA, BiMasked, DoublePruned
 from .forms import Form, Operands, Reads, reads
 from .linear import linear, linear_compressed
+from .masked import masked
 from .plan import STRAIGHT_THROUGH, GemmPlan, packed_inference
 from .queries import PartlyDense, SoftQuery
 from .strided import StrideMask
@@ -44,6 +45,7 @@ __all__ = [
     "combination_count",
     "linear",
     "linear_compressed",
+    "masked",
     "packed_inference",
     "reads",
     "sparse_relu2",

@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from .masked import masked
 from .transforms import WeightTransform
 
 
@@ -63,7 +64,4 @@ class AnchoredMask(WeightTransform):
 
     def __call__(self, weight: Tensor, *extras: Tensor, out: Tensor | None = None) -> Tensor:
         """The initial weights that are kept, bit for bit, the others +0."""
-        zero = torch.zeros((), dtype=weight.dtype, device=weight.device)
-        if out is None:
-            return torch.where(self.kept(weight), extras[0], zero).contiguous()
-        return torch.where(self.kept(weight), extras[0], zero, out=out)
+        return masked(extras[0], self.kept(weight), out)

@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from .masked import masked
 from .transforms import WeightTransform
 
 
@@ -44,9 +45,8 @@ class AnnealedMask(WeightTransform):
     def penalty(self, weight: Tensor, *extras: Tensor) -> Tensor:
         """λ (1 − M) ⊙ W."""
         mask, decay = extras
-        return weight.masked_fill(mask, 0.0) * decay
+        return masked(weight, ~mask) * decay
 
     def __call__(self, weight: Tensor, *extras: Tensor, out: Tensor | None = None) -> Tensor:
         """The masked weight; kept elements keep their bits, pruned ones are +0."""
-        zero = torch.zeros((), dtype=weight.dtype, device=weight.device)
-        return torch.where(extras[0], weight, zero).contiguous() if out is None else torch.where(extras[0], weight, zero, out=out)
+        return masked(weight, extras[0], out)

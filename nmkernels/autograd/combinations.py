@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..pattern import Pattern, PatternError
 from ..reference import uniforms24
+from .masked import masked
 from .transforms import WeightTransform
 
 MAX_COMBINATIONS = 256
@@ -64,11 +65,6 @@ class CombinationMask(WeightTransform):
     def best(self, scores: Tensor, weight: Tensor) -> Tensor:
         """The combination of the largest of ``scores`` ``(groups, C)`` in each group, the first of equal ones, as bool ``(out, in)``."""
         return self.table(scores).bool()[scores.argmax(1)].reshape(weight.shape)
-
-
-def _masked(weight: Tensor, kept: Tensor, out: Tensor | None) -> Tensor:
-    zero = torch.zeros((), dtype=weight.dtype, device=weight.device)
-    return torch.where(kept, weight, zero).contiguous() if out is None else torch.where(kept, weight, zero, out=out)
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -189,7 +185,7 @@ class LikeliestMask(CombinationMask):
 
     def __call__(self, weight: Tensor, *extras: Tensor, out: Tensor | None = None) -> Tensor:
         """The masked weight; kept elements keep their bits, pruned ones are +0."""
-        return _masked(weight, self.kept(weight, *extras), out)
+        return masked(weight, self.kept(weight, *extras), out)
 
 
 # ---- LBC
@@ -245,11 +241,11 @@ class CandidateMask(CombinationMask):
 
     def __call__(self, weight: Tensor, *extras: Tensor, out: Tensor | None = None) -> Tensor:
         """W ⊙ B; kept elements keep their bits, the others are +0."""
-        return _masked(weight, self.kept(weight, *extras), out)
+        return masked(weight, self.kept(weight, *extras), out)
 
     def gradient(self, g: Tensor, weight: Tensor, *extras: Tensor) -> Tensor | None:
         """g ⊙ B, or without ``chain`` g."""
-        return g.masked_fill(~self.kept(weight, *extras), 0.0) if self.chain else g
+        return masked(g, self.kept(weight, *extras)) if self.chain else g
 
     def learn(self, g: Tensor, weight: Tensor, *extras: Tensor) -> tuple[Tensor, ...]:
         """∂L/∂α_k = ⟨g ⊙ W, P_k⟩ over the group where combination k remains, 0 where it does not."""

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .masked import masked
 from .transforms import HardMask, WeightTransform
 
 CRITERIA = ("magnitude", "count")
@@ -129,8 +130,8 @@ class DoublePruned(WeightTransform):
 
     def for_dgrad(self, used: Tensor, *extras: Tensor) -> Tensor:
         """W^{R,C}: also zero outside the column mask."""
-        return used.masked_fill(~extras[1], 0.0)
+        return masked(used, extras[1])
 
     def gradient(self, g: Tensor, weight: Tensor, *extras: Tensor) -> Tensor:
         """g inside the row mask, 0 outside."""
-        return g.masked_fill(~extras[0], 0.0)
+        return masked(g, extras[0])

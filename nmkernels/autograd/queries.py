@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from .masked import masked
 from .transforms import WeightTransform
 
 
@@ -41,15 +42,11 @@ class SoftQuery(WeightTransform):
 
     def __call__(self, weight: Tensor, *extras: Tensor, out: Tensor | None = None) -> Tensor:
         """The enlarged kept weights, the others +0."""
-        zero = torch.zeros((), dtype=weight.dtype, device=weight.device)
-        enlarged = weight * self.factor(weight).to(weight.dtype)
-        if out is None:
-            return torch.where(self.kept(weight, *extras), enlarged, zero).contiguous()
-        return torch.where(self.kept(weight, *extras), enlarged, zero, out=out)
+        return masked(weight * self.factor(weight).to(weight.dtype), self.kept(weight, *extras), out)
 
     def gradient(self, g: Tensor, weight: Tensor, *extras: Tensor) -> Tensor:
         """g, or with ``chain`` g ⊙ M ⊙ (1 + Q)."""
-        return (g * self.factor(weight).to(g.dtype)).masked_fill(~self.kept(weight, *extras), 0.0) if self.chain else g
+        return masked(g * self.factor(weight).to(g.dtype), self.kept(weight, *extras)) if self.chain else g
 
     def factor(self, weight: Tensor) -> Tensor:
         """1 + Q of every weight, kept or not; in fp32 for 16-bit weights."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..pattern import NMError
+from .masked import masked
 from .transforms import WeightTransform
 
 
@@ -77,9 +78,8 @@ class StrideMask(WeightTransform):
 
     def __call__(self, weight: Tensor, *extras: Tensor, out: Tensor | None = None) -> Tensor:
         """The pruned weight; kept elements keep their bits, pruned ones are +0."""
-        mask, zero = self.kept(weight), torch.zeros((), dtype=weight.dtype, device=weight.device)
-        return torch.where(mask, weight, zero).contiguous() if out is None else torch.where(mask, weight, zero, out=out)
+        return masked(weight, self.kept(weight), out)
 
     def gradient(self, g: Tensor, weight: Tensor, *extras: Tensor) -> Tensor:
         """g, or with ``chain`` M(W) ⊙ g."""
-        return g.masked_fill(~self.kept(weight), 0.0) if self.chain else g
+        return masked(g, self.kept(weight)) if self.chain else g

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..ops import Packed, pack
 from ..pattern import NMError, Pattern
+from .masked import masked
 
 HARDWARE = Pattern(2, 4)
 
@@ -165,7 +166,7 @@ class HardMask(WeightTransform):
 
     def gradient(self, g: Tensor, weight: Tensor, *extras: Tensor) -> Tensor:
         """g, or with ``chain`` M(W) ⊙ g."""
-        return g.masked_fill(~_mask(weight, self.pattern), 0.0) if self.chain else g
+        return masked(g, _mask(weight, self.pattern)) if self.chain else g
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..ops import Packed, pack
+from .masked import masked
 from .transforms import WeightTransform, laid_out
 
 
@@ -54,9 +55,7 @@ class TransposableMask(WeightTransform):
 
     def __call__(self, weight: Tensor, *extras: Tensor, out: Tensor | None = None) -> Tensor:
         """The masked weight; kept elements keep their bits, pruned ones are +0."""
-        (mask,), zero = extras, torch.zeros((), dtype=weight.dtype, device=weight.device)
-        # the weight may be a transposed view (Conv1D), and W̃ is contiguous
-        return torch.where(mask, weight, zero).contiguous() if out is None else torch.where(mask, weight, zero, out=out)
+        return masked(weight, extras[0], out)
 
     def packed(
         self, weight: Tensor, *extras: Tensor, dtype: torch.dtype, rows: bool = True, columns: bool = False, layout: str = "canonical"

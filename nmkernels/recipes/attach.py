@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from ..autograd import masked
 from ..nn import NMWeight
 from ..optim import MaskedAdamW, Target
 from ..pattern import Pattern, RecipeError
@@ -134,9 +135,9 @@ class Attachment:
                 g.masked_fill_(~self.handle.fixed.masks[name], 0.0)
             elif stage.rule.masked:
                 kept = self._masks[name]
-                pruned = w.masked_fill(kept, 0.0)
-                size = g.masked_fill(kept, 0.0).abs().sum(dtype=torch.float64)
-                pruned_w = pruned_w + pruned.abs().sum(dtype=torch.float64)
+                pruned = masked(w, ~kept)
+                size = _magnitude(masked(g, ~kept))
+                pruned_w = pruned_w + _magnitude(pruned)
                 pruned_g = pruned_g + (size if scale is None else size / scale.double())
                 if stage.rule.decay:
                     add(pruned * stage.rule.decay)
@@ -192,9 +193,11 @@ class Attachment:
                 self.handle.fixed.apply(name)
             if name in self._masks:
                 now = layer.kept()
-                values["flips"] = values["flips"] + (now ^ self._masks[name]).sum()
-                w = w.masked_fill(~now, 0.0)
-            values["nonzeros"] = values["nonzeros"] + w.count_nonzero()
+                if now is not self._masks[name]:  # a held mask is the same tensor until it is renewed
+                    values["flips"] = values["flips"] + (now ^ self._masks[name]).count_nonzero()
+                values["nonzeros"] = values["nonzeros"] + (w.ne(0) & now).count_nonzero()
+            else:
+                values["nonzeros"] = values["nonzeros"] + w.count_nonzero()
         self._masks, self._pruned = {}, None
         device = next(iter(self.layers.values())).weight.device
         return torch.stack([values[key].to(device=device, dtype=torch.float64) for key in ops.STATS])
@@ -286,6 +289,11 @@ def _target(layer: NMWeight) -> Target:
         return layer.used.packs(layer.master) if layer.weight is weight else None
 
     return Target(Pattern(layer.pattern), layer.transposed, sink, packs, lambda: layer.used.filled(layer.master), layer.penalty)
+
+
+def _magnitude(x: Tensor) -> Tensor:
+    """Σ|x| in fp64: rows in their own precision first, since a sum in another one begins by copying the whole tensor."""
+    return x.abs().sum(-1).sum(dtype=torch.float64)
 
 
 def _add(g: Tensor, negated: bool, scale: Tensor | None, extra: Tensor) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from ..autograd import WeightTransform
+from ..autograd import WeightTransform, masked
 from ..nn import NMWeight
 from ..pattern import CheckpointError, RecipeError
 from .channels import Channels
@@ -32,8 +32,7 @@ class HeldMask(WeightTransform):
 
     def __call__(self, weight: Tensor, *extras: Tensor, out: Tensor | None = None) -> Tensor:
         """The masked weight; kept elements keep their bits, pruned ones are +0."""
-        zero = torch.zeros((), dtype=weight.dtype, device=weight.device)
-        return torch.where(self.mask, weight, zero) if out is None else torch.where(self.mask, weight, zero, out=out)
+        return masked(weight, self.mask, out)
 
 
 class FixedMasks:
