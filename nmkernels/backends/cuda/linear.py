@@ -1,9 +1,9 @@
 """fprop of a linear layer from a compressed weight: kernels for a batch so small that reading the weight is what takes the time.
 
 More tokens, and operands in the order of tensor cores, are for ``gemm``. Sums are fp32, bias, activation and residual are applied before
-the only rounding. Indices are not checked, which would make the host wait; one
-outside its group reads nothing outside of x. On CUDA cores an inf or NaN of x reaches a result only through a stored value; tensor cores
-multiply a dense tile, where it reaches every result of its token, as in the dense product.
+the only rounding. Indices are not checked, which would make the host wait; one outside its group reads nothing outside of x. On CUDA cores
+an inf or NaN of x reaches a result only through a stored value; tensor cores multiply a dense tile, where it reaches every result of its
+token, as in the dense product.
 """
 
 from __future__ import annotations
