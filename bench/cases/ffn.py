@@ -24,7 +24,8 @@ DENSE, PRODUCT = "torch dense", "one product"
 def allowed(recipe: str, r: float) -> float:
     """How many times as fast forward and backward can be where one sparse product is r times as fast as a dense one.
 
-    Of three equal products S-STE has two sparse ones, 3/(1 + 2/r), SR-STE one, 3/(2 + 1/r), and FST all, r.
+    Of three equal products S-STE has two sparse ones, 3/(1 + 2/r), SR-STE one, 3/(2 + 1/r), and FST all, r. That is how it is on tensor
+    cores; a CPU's kernel takes packed rows for the gradient of the input too, so that shares above 1 are to be expected there.
     """
     sparse = {"srste": 1, "sste": 2, "fst": 3}[recipe]
     return 3 / (3 - sparse + sparse / r)
