@@ -292,8 +292,9 @@ def _target(layer: NMWeight) -> Target:
 
 
 def _magnitude(x: Tensor) -> Tensor:
-    """Σ|x| in fp64: rows in their own precision first, since a sum in another one begins by copying the whole tensor."""
-    return x.abs().sum(-1).sum(dtype=torch.float64)
+    """Σ|x| in fp64: rows in fp32 first, since a sum in another precision than its operand's begins by copying the whole tensor."""
+    rows = torch.promote_types(x.dtype, torch.float32)  # in 16 bits a row's sum would be worth three digits, and fp16's may be too large
+    return x.abs().sum(-1, dtype=rows).sum(dtype=torch.float64)
 
 
 def _add(g: Tensor, negated: bool, scale: Tensor | None, extra: Tensor) -> None:

@@ -268,3 +268,20 @@ def test_masks_not_in_buffers():
         assert list(model.state_dict()) == list(mlp().state_dict())
         assert sum(k in ("exp_avg", "exp_avg_sq", "step") for k in optimizer.state[model[0].weight]) == 3
         assert set(dict(model.named_parameters())) >= set(SPARSE)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("recipe", [nm.recipes.FST("2:4", fine_tune=0, decay=0.5, seed=1), nm.recipes.SRSTE("2:4", decay=0.5)])
+def test_figures_of_16_bit_weights_are_not_summed_in_16_bits(dtype, recipe):
+    """A row of them has more digits than 16 bits, and in fp16 a sum that is too large for it."""
+    layer = torch.nn.Linear(4096, 8, bias=False, dtype=dtype)
+    torch.nn.init.uniform_(layer.weight, 30.0, 90.0)
+    model = torch.nn.Sequential(layer)
+    handle = nm.sparsify_(model, recipe, filter_fn=lambda module, name: isinstance(module, torch.nn.Linear))
+    optimizer = handle.attach(torch.optim.SGD(model.parameters(), lr=0.0))
+    swapped = model[0]
+    swapped.weight.grad = torch.rand_like(swapped.weight) + 1.0
+    pruned = ~swapped.kept()
+    w, g = (x.detach().double()[pruned].sum().item() for x in (swapped.weight, swapped.weight.grad))
+    optimizer.step()
+    assert handle.metrics()["decay_ratio"].item() == pytest.approx(0.5 * w / g, rel=1e-6)
