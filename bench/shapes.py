@@ -4,19 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from nmkernels import NMError
+from nmkernels import NMError, zoo
 
 from .registry import sizes
 
+NAMES = {
+    "gpt2": ("gpt2", {"qkv": "attn.c_attn", "proj": "attn.c_proj", "fc": "mlp.c_fc", "down": "mlp.c_proj"}),
+    "llama3-8b": (
+        "llama-3-8b",
+        {"q": "self_attn.q_proj", "kv": "self_attn.k_proj", "o": "self_attn.o_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"},
+    ),
+    "vit-l": ("vit-l", {"qkv": "attn.qkv", "proj": "attn.proj", "fc": "mlp.fc1", "down": "mlp.fc2"}),
+    "bert-large": ("bert-large", {"qkv": "attention.self.query", "fc": "intermediate.dense", "down": "output.dense"}),
+}
+"""What rows of results call the layers of ``zoo.MODELS``, which has their shapes and sources."""
+
 MODELS: dict[str, dict[str, str]] = {
-    # Radford et al. 2019: 12 blocks of width 768, one projection for q, k and v
-    "gpt2": {"qkv": "2304x768", "proj": "768x768", "fc": "3072x768", "down": "768x3072"},
-    # Grattafiori et al. 2024: width 4096, 8 heads of keys and values of 128, hidden 14336
-    "llama3-8b": {"q": "4096x4096", "kv": "1024x4096", "o": "4096x4096", "up": "14336x4096", "down": "4096x14336"},
-    # Dosovitskiy et al. 2021: width 1024, hidden 4096, one projection for q, k and v
-    "vit-l": {"qkv": "3072x1024", "proj": "1024x1024", "fc": "4096x1024", "down": "1024x4096"},
-    # Devlin et al. 2019: width 1024, hidden 4096, separate projections
-    "bert-large": {"qkv": "1024x1024", "fc": "4096x1024", "down": "1024x4096"},
+    **{
+        ours: {short: "{}x{}".format(*zoo.MODELS[theirs].layers[name]) for short, name in layers.items()}
+        for ours, (theirs, layers) in NAMES.items()
+    },
     # what the speed targets are stated on: a square weight, and Llama-7B's up projection
     "design": {"square": "4096x4096", "up": "11008x4096"},
 }

@@ -3,6 +3,7 @@
 from .adamw import masked_adamw_
 from .bitpack import pack_indices, unpack_indices
 from .compress import compress, decompress
+from .distance import distance
 from .layouts import LAYOUTS, from_layout, layout_of, to_layout
 from .linear import linear, linear_dgrad, linear_wgrad
 from .mask import is_nm, mask, prune
@@ -19,6 +20,7 @@ __all__ = [
     "chunked_sum",
     "compress",
     "decompress",
+    "distance",
     "from_layout",
     "group_mvue",
     "is_nm",

@@ -7,14 +7,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ...reference import distance
+
 WHOLE = 1 << 28
 """Multiplications up to which all of a product is done again in float64."""
 
 EDGE, INNER = 16, 48
 """Of a larger one, so many rows and columns at each end, where kernels go wrong, and in between."""
-
-CHUNK = 1 << 24
-"""Elements that are compared at once."""
 
 FURTHER = 4.0
 """Outside the rows and columns that are done in float64, a result may be so many times the bound away from torch's own, which errs too."""
@@ -42,7 +41,7 @@ class Judge:
 
     def error(self, y: Tensor) -> float:
         """The largest distance from float64; NaN where there is one."""
-        return _distance(_pick(_pick(y, 0, self.rows), 1, self.cols), self.exact)
+        return distance(_pick(_pick(y, 0, self.rows), 1, self.cols), self.exact)
 
     def __call__(self, run: Callable[[Tensor], object]) -> str:
         """What is wrong with what ``run`` writes into its argument, a matrix; empty if nothing is."""
@@ -52,7 +51,7 @@ class Judge:
         if not error <= self.bound:  # false for NaN
             return f"max error {error:.3g} against float64 is above {self.bound:.3g}"
         if self.rows is not None:
-            error = _distance(first, self.theirs)
+            error = distance(first, self.theirs)
             if not error <= FURTHER * self.bound:
                 return f"a distance of {error:.3g} from torch's own result is above {FURTHER * self.bound:.3g}"
         run(second)
@@ -69,11 +68,3 @@ def _some(size: int, device: torch.device) -> Tensor | None:
 
 def _pick(x: Tensor, dim: int, which: Tensor | None) -> Tensor:
     return x if which is None else x.index_select(dim, which)
-
-
-def _distance(y: Tensor, z: Tensor) -> float:
-    if not y.numel():
-        return 0.0
-    step = max(1, CHUNK // max(1, y.shape[1]))
-    parts = [(y[i : i + step].double() - z[i : i + step]).abs().max() for i in range(0, len(y), step)]
-    return float(torch.stack(parts).max())

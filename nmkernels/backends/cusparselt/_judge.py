@@ -11,12 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...pattern import BackendError
+from ...reference import distance
 from ._compress import by_another, compress_as
 from ._context import Here, Ready
 from ._problem import LAYOUTS, Algorithm, Problem
-
-CHUNK = 1 << 24
-"""Elements that are compared in float64 at once."""
 
 SEED = 24
 
@@ -72,9 +70,7 @@ class Judge:
 
     def error(self, y: Tensor) -> float:
         """The largest distance from float64; NaN where there is one."""
-        step = max(1, CHUNK // max(1, y.shape[1]))
-        parts = [(y[i : i + step].double() - self.exact[i : i + step]).abs().max() for i in range(0, len(y), step)]
-        return float(torch.stack(parts).max())
+        return distance(y, self.exact)
 
     def __call__(self, algorithm: Algorithm) -> str:
         """What is wrong with a plan by this algorithm; empty where nothing is."""
