@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..ops._define import plainly
 from ..ops.linear import linear_of_layer
 from ..pattern import Pattern
 from . import fp8
@@ -101,7 +102,7 @@ def _advance(words: Tensor | None, seed: Tensor | None) -> None:
 def _by(backend: str, op: str, *args: Any) -> Tensor:
     """``op(*args)`` by the kernel of ``backend``, or where it declines, or none is named, by whom the dispatcher takes."""
     fn = function(op, backend, args) if backend else None
-    return getattr(torch.ops.nmkernels, op)(*args) if fn is None else fn(*args)
+    return getattr(torch.ops.nmkernels, op)(*args) if fn is None else plainly(fn, *args)
 
 
 def _largest(plan: GemmPlan, g: Tensor) -> tuple[Tensor, Tensor]:

@@ -31,7 +31,7 @@ import torch
 
 from ..._dispatch import forced_backend
 from ..._store import Table
-from ...backends.cpu.policy import packed_wins_at
+from ...backends.cpu.policy import packed_wins
 from ...pattern import NMError
 from . import candidates
 from .candidates import AUTO, DENSE, EXPAND, Forms, call, estimate, form_of, pack_estimate
@@ -201,7 +201,7 @@ def rule(product: Product) -> str:
     p = product
     if DENSE not in p.forms:
         return AUTO
-    wins = p.forms != (DENSE,) and p.device.type == "cpu" and packed_wins_at(p.role, p.dtype, p.tokens, p.n, p.m)
+    wins = p.forms != (DENSE,) and p.device.type == "cpu" and packed_wins(p.role, p.dtype, p.tokens, p.n, p.m)
     return AUTO if wins else DENSE
 
 

@@ -9,10 +9,8 @@ matrix; torch's own rate depends on the dtype. Measured on an AMD EPYC Zen 5, 2 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from ..._capability import compiled_core
-from ...pattern import Pattern
 from ._core import core
 
 FEW_TOKENS = 16
@@ -37,16 +35,12 @@ def sparse_wins(dtype: torch.dtype, n: int, m: int, dgrad: bool = False) -> bool
     return n / m <= (wide if dtype == torch.float32 else narrow_dgrad if dgrad else narrow)
 
 
-def packed_wins(x: Tensor, pattern: Pattern) -> bool:
-    """Whether ``linear`` of this input multiplies the compressed weight as it is, faster than a dense weight at hand would be.
+def packed_wins(role: str, dtype: torch.dtype, tokens: int, n: int, m: int) -> bool:
+    """Whether one of a layer's products is done faster from the compressed weight as it is than from a dense one that is at hand.
 
-    In 16 bits that is less often than ``sparse_wins`` says, which compares with expanding the weight first.
+    In 16 bits that is less often than ``sparse_wins`` says, which compares with expanding the weight first. Of wgrad, the dense operand
+    is an estimate in dense layout.
     """
-    return x.device.type == "cpu" and packed_wins_at("fprop", x.dtype, x.shape[:-1].numel(), pattern.n, pattern.m)
-
-
-def packed_wins_at(role: str, dtype: torch.dtype, tokens: int, n: int, m: int) -> bool:
-    """The same for any of the three products on a CPU; of wgrad, next to an estimate in dense layout."""
     if dtype == torch.float64 or not compiled_core().ok:
         return False
     wide = dtype == torch.float32

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ...ops import tensor_core_pattern
 from ...pattern import Pattern, RecipeError
 from ..registry import suggestion
 
@@ -76,19 +77,9 @@ class Device:
             return ""
         if kind not in HALVES:
             return "float32" if kind == "float32" else kind
-        if not fits_tensor_cores(pattern):
+        if not tensor_core_pattern(pattern):
             return "pattern"
         return "shape" if out % self.rows or cols % self.cols else ""
-
-
-def fits_tensor_cores(pattern: Pattern) -> bool:
-    """Whether every tensor of this pattern is a 2:4 one too: at most 2 of 4 or more, in groups of 4.
-
-    Example:
-        >>> [fits_tensor_cores(Pattern(p)) for p in ("2:4", "1:8", "4:8")]
-        [True, True, False]
-    """
-    return pattern.n <= 2 and pattern.m >= 4 and pattern.m % 4 == 0
 
 
 def _gpu(name: str, bandwidth: float, half: float, single: float, ratio: tuple[float, float, float], power: float, rows: int) -> Device:

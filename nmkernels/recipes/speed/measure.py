@@ -15,7 +15,6 @@ from ... import ops
 from ...autograd.choice import Product, measure
 from ...pattern import NMError
 from .costs import PRODUCTS, Cost, Pieces, Rules, ways
-from .devices import fits_tensor_cores
 from .roofline import Layer
 from .timing import LEAST, Task, Timer, take_turns, timer_for
 
@@ -89,7 +88,7 @@ def product_of(layer: Layer, rules: Rules, role: str, turned: bool, device: torc
     pattern = rules.estimate if role == "wgrad" and rules.estimate is not None else rules.pattern
     plain = "columns" if role == "dgrad" and not turned else "rows"
     forms = ["dense", plain]
-    if device.type == "cuda" and fits_tensor_cores(pattern) and layer.dtype.itemsize == 2:
+    if device.type == "cuda" and ops.tensor_core_pattern(pattern) and layer.dtype.itemsize == 2:
         forms += [f"{plain}:{order}" for order in ORDERS]
     rule = "exact" if role == "wgrad" else ""
     return Product(role, layer.tokens, *layer.shape, pattern.n, pattern.m, layer.dtype, device, tuple(forms), rule)

@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ...ops import tensor_core_pattern
 from ...pattern import Pattern
 from .costs import Cost, Rules
-from .devices import Device, fits_tensor_cores
+from .devices import Device
 
 TWO_FOUR = Pattern("2:4")
 
@@ -99,7 +100,7 @@ def product(device: Device, layer: Layer, role: str, pattern: Pattern | None = N
     each, ratio, launch = float(size), 1.0, device.launch
     if pattern is not None:
         few = device.few is not None and width <= device.few.get(dtype, 0)
-        stored = pattern if few or device.few is None or not fits_tensor_cores(pattern) else TWO_FOUR
+        stored = pattern if few or device.few is None or not tensor_core_pattern(pattern) else TWO_FOUR
         each, ratio, launch = packed_bytes(stored, layer.dtype), 1.0 if few else device.ratio[role], device.call
     moved = rows * cols * each + (cols + rows) * width * size
     arithmetic = 2 * rows * cols * width / (device.rate(layer.dtype) * ratio)

@@ -4,22 +4,9 @@ import pytest
 
 import nmkernels as nm
 from nmkernels.recipes.speed.costs import Piece, Rules, inference, speedup, step, total
+from python_tests.recipes.speed.prices import COSTS
 
 P = nm.Pattern("2:4")
-COSTS = {
-    "fprop dense": 10.0,
-    "dgrad dense": 11.0,
-    "wgrad dense": 12.0,
-    "fprop sparse": 6.0,
-    "dgrad sparse": 7.0,
-    "wgrad sparse": 8.0,
-    "estimate": 1.0,
-    "expand": 2.0,
-    "weight dense": 0.5,
-    "weight rows": 0.75,
-    "weight rows+dense": 1.25,
-    "weight both": 2.0,
-}
 
 
 def used(pieces):

@@ -11,26 +11,16 @@ from nmkernels.recipes.speed.costs import Rules, speedup
 from nmkernels.recipes.speed.measure import Bench, Job, needed, product_of, products, tasks_of
 from nmkernels.recipes.speed.roofline import Layer
 from nmkernels.recipes.speed.timing import Task, take_turns
+from python_tests.recipes.speed.prices import COSTS
 
 P = nm.Pattern("2:4")
 CPU = torch.device("cpu")
-SECONDS = {
-    "fprop dense": 10.0,
-    "dgrad dense": 11.0,
-    "wgrad dense": 12.0,
-    "fprop sparse": 6.0,
-    "dgrad sparse": 7.0,
-    "wgrad sparse": 8.0,
+SECONDS = COSTS | {
     "fprop cpu rows": 6.5,
     "dgrad cpu rows": 7.5,
     "wgrad estimated dense": 14.0,
     "wgrad estimated cpu rows": 9.0,
-    "estimate": 1.0,
-    "expand": 2.0,
     "adapter": 1.5,
-    "weight dense": 0.5,
-    "weight rows": 0.75,
-    "weight both": 2.0,
     "copy": 1.0,
     "launch": 0.0,
     "call": 0.0,
