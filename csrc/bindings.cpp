@@ -14,7 +14,7 @@ namespace py = pybind11;
 namespace {
 
 // Raised whenever a signature or the meaning of an argument below changes; nmkernels/backends checks it.
-constexpr int kAbi = 5;
+constexpr int kAbi = 6;
 
 // Parameters of a step as the caller lists them, kWords integers each: rows, columns, the address of the step count;
 // then of p, gradient, m, v, the maximum of v and the output: address (0: absent), dtype, row stride, column stride.
@@ -140,6 +140,9 @@ PYBIND11_MODULE(_C, module) {
 
     py::class_<nm::MvueCall>(module, "MvueCall").def(py::init(&mvue_call));
     module.def("masked_adamw", &masked_adamw, Unlocked());
+    module.def("fingerprint", [](Address data, int64_t bytes, int threads) {
+        return nm::kernels().fingerprint(at(data), bytes, threads);
+    }, Unlocked());
     bind_groups(module);
     bind_compressed(module);
 

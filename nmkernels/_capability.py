@@ -14,7 +14,7 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Any, NamedTuple
 
-CORE_ABI = 5
+CORE_ABI = 6
 """The value of ``_C.abi`` that this Python code was written against."""
 
 

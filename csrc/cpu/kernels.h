@@ -106,6 +106,9 @@ struct AdamWCall {
 // One step of every parameter, in place; stats[9] as nmkernels/reference/adamw.py lists them.
 using MaskedAdamWFn = void(const std::vector<AdamWParam>& params, const AdamWCall& call, double* stats, int threads);
 
+// A hash of the bytes: equal for equal bytes, with any number of threads and under every instruction set.
+using FingerprintFn = uint64_t(const void* data, int64_t bytes, int threads);
+
 // One instruction set's kernels.
 struct Kernels {
     MaskFn* mask;
@@ -121,6 +124,7 @@ struct Kernels {
     MvueFn* mvue;
     MvueCompressFn* mvue_compress;
     MaskedAdamWFn* masked_adamw;
+    FingerprintFn* fingerprint;
 };
 
 // NM_ISA is the name of the set that this file is being compiled for; files that are compiled once do not have it.
@@ -139,6 +143,7 @@ SpmmTransposedFn spmm_transposed;
 MvueFn mvue;
 MvueCompressFn mvue_compress;
 MaskedAdamWFn masked_adamw;
+FingerprintFn fingerprint;
 }  // namespace NM_ISA
 #endif
 

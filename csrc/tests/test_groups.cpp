@@ -114,4 +114,26 @@ TEST(transposable_masks_agree) {
     }
 }
 
+TEST(fingerprints_agree_and_see_every_byte) {
+    for (int64_t bytes : {int64_t(0), int64_t(1), int64_t(63), int64_t(64), int64_t(1000), int64_t(65536), int64_t(65537), int64_t(3 * 65536 + 5)}) {
+        Buffer data(bytes, 1);
+        for (int64_t i = 0; i < bytes; ++i) data.as<uint8_t>()[i] = uint8_t(i * i + i / 7);
+        uint64_t expected = 0;
+        bool first = true;
+        each_isa([&](const std::string& isa) {
+            for (int threads : {1, 3}) {
+                const uint64_t got = nm::kernels().fingerprint(data.data(), bytes, threads);
+                if (first) expected = got;
+                first = false;
+                CHECK(got == expected) << isa << ", " << bytes << " bytes";
+            }
+            for (int64_t i = 0; i < bytes; i += bytes > 2000 ? 997 : 1) {
+                data.as<uint8_t>()[i] ^= 1;
+                CHECK(nm::kernels().fingerprint(data.data(), bytes, 2) != expected) << isa << ", byte " << i << " of " << bytes;
+                data.as<uint8_t>()[i] ^= 1;
+            }
+        });
+    }
+}
+
 }  // namespace

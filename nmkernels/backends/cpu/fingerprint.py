@@ -1,0 +1,36 @@
+"""A fingerprint of what tensors hold, at the speed of reading them: how a copy is known to be still right."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..._capability import compiled_core
+from ._core import core
+
+
+def fingerprint(*tensors: Tensor) -> tuple[int, ...] | None:
+    """64 bits of each tensor's bytes, equal where those are equal, and by all likelihood only there.
+
+    Version counters do not see writes through ``.data`` or by fused optimizers; this does. Shape, strides and dtype are not in it.
+
+    Returns:
+        None where the memory cannot be read by the compiled core: it is not built, or a tensor is not on the CPU, is of another
+        class, or does not fill its memory densely.
+
+    Example:
+        >>> w = torch.ones(4)
+        >>> before = fingerprint(w)
+        >>> w.data[2] = 3.0
+        >>> before is None or fingerprint(w) == before
+        False
+    """
+    if not compiled_core().ok:
+        return None
+    found, threads = [], torch.get_num_threads()
+    for x in tensors:
+        plain = type(x) in (Tensor, torch.nn.Parameter) and x.is_cpu and x.layout == torch.strided
+        if not plain or not (x.is_contiguous() or (x.dim() == 2 and x.t().is_contiguous())):
+            return None
+        found.append(core().fingerprint(x.data_ptr(), x.nbytes, threads))
+    return tuple(found)
