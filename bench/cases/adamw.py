@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +45,7 @@ def _step(spec: Spec, device: str, count: int) -> Work:
     # the masked weight is for the next forward pass, which a GPU does in 16 bits
     dtype = torch.bfloat16 if device.startswith("cuda") else start.dtype
     sinks = [torch.empty_like(start, dtype=dtype) for _ in mine]
-    plain, writing = _masked(mine, spec, []), _masked(mine, spec, sinks)
+    plain = _masked(mine, spec)
     moved = count * (start.nbytes * 2 + grad.nbytes + 16 * start.numel())
     fused = torch.optim.AdamW(theirs, lr=LR, fused=True)
     by_hand = _EagerSRSTE(theirs, fused, spec)
@@ -56,7 +56,7 @@ def _step(spec: Spec, device: str, count: int) -> Work:
 
     args = _arguments(start, grad, spec)
     ours = _ours.ours(OP, args, lambda: Provider("", plain.step, moved, check=check))
-    ours += _ours.ours(OP, args, lambda: Provider(", writes W̃", writing.step, moved + sum(s.nbytes for s in sinks)))
+    ours += _ours.ours(OP, args, lambda: Provider(", writes W̃", _writing(mine, spec, sinks), moved + sum(s.nbytes for s in sinks)))
     if count == 1:
         ours += _packing(mine[0], grad, spec, moved, device)
     alone, together = "torch AdamW(fused)", "torch AdamW(fused) + eager mask and decay"
@@ -112,17 +112,21 @@ def _arguments(w: Tensor, g: Tensor, spec: Spec) -> tuple[object, ...]:
     return [w], [g], [state], [state], [], [counter], [], hyper, spec.n, spec.m, False, False, False, False, None, None
 
 
-def _masked(ps: list[nn.Parameter], spec: Spec, sinks: list[Tensor]) -> MaskedAdamW:
+def _masked(ps: list[nn.Parameter], spec: Spec) -> MaskedAdamW:
     # fused keeps the step counters on the device, as torch's does
     optimizer = MaskedAdamW(ps, lr=LR, fused=ps[0].is_cuda)
-    pattern = Pattern(spec.pattern)
-    optimizer.targets = {p: Target(pattern, sink=partial(sinks.__getitem__, i) if sinks else _no_sink) for i, p in enumerate(ps)}
+    optimizer.targets = {p: Target(Pattern(spec.pattern)) for p in ps}
     optimizer.rule = UpdateRule(masked=True, decay=DECAY)
     return optimizer
 
 
-def _no_sink() -> None:
-    return None
+def _writing(ps: list[nn.Parameter], spec: Spec, sinks: list[Tensor]) -> Callable[[], object]:
+    """The same pass when it also writes M(W) ⊙ W, by the op itself."""
+    device = ps[0].device
+    hyper = torch.tensor([LR, 0.9, 0.999, 1e-8, 0.01, DECAY, 0, 0, 0], dtype=torch.float64, device=device)
+    first, second = ([torch.zeros_like(p, dtype=torch.float32) for p in ps] for _ in range(2))
+    weights, grads, steps = [p.data for p in ps], [p.grad for p in ps if p.grad is not None], [torch.zeros((), device=device) for _ in ps]
+    return lambda: ops.masked_adamw_(weights, grads, first, second, steps, hyper, spec.pattern, outs=sinks)
 
 
 class _EagerSRSTE:

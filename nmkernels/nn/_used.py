@@ -1,8 +1,9 @@
-"""The life of the weight used: of each form that a layer's products read at most one copy, made once per optimizer step.
+"""The life of the effective weight: of each form that a layer's GEMMs read at most one copy, which is never stale.
 
-A copy is dropped when the optimizer has stepped (its post-step hook), when a state dict is loaded, when the module is
-moved or cast, and when the weight's version or storage changed. The version alone is not enough: fused optimizers and
-writes through ``.data`` do not bump it, so nothing is kept where no attached optimizer tells of its steps.
+A copy is of one Parameter, at one address, of one version. That does not tell of every write: fused optimizers and ``.data`` bump
+no version. So on a CPU a fingerprint of all that the copy was made of has to agree as well, at every use. Where there is none, on a
+GPU, whose memory the host cannot read without waiting, a copy is used again only within one training step: in grad mode, and until
+any optimizer has stepped, ``train()``, ``eval()``, ``deployable()`` or ``refresh()`` was called (``doubt``).
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..autograd import Form, HardMask, Operands, Reads, WeightTransform
+from ..autograd import Form, Operands, Reads, WeightTransform
+from ..backends.cpu.fingerprint import fingerprint
 from ..ops import Packed
 
 State = tuple[int, int, torch.device, torch.dtype]
@@ -26,18 +28,22 @@ F = TypeVar("F", Tensor, Packed)
 
 @dataclass
 class _Kept(Generic[F]):
-    """One form of the weight used, what it was made of, and by what."""
+    """One form of the effective weight, and what it was made of."""
 
     form: F | None = None
     state: State | None = None
+    """None: out of date, and nobody needs the old contents."""
     owner: weakref.ref[nn.Parameter] | None = None
     transform: WeightTransform | None = None
-    written: bool = False
-    """By the optimizer, in the pass of its update, and not by us."""
+    mark: tuple[int, ...] | None = None
+    """The fingerprint of the weight and of what the transform reads beside it."""
+    doubted: bool = False
 
-    def right(self, owner: nn.Parameter | None, state: State) -> bool:
-        """Whether the form is of that Parameter as it is now."""
-        return self.form is not None and state == self.state and self.owner is not None and owner is not None and self.owner() is owner
+    def right(self, owner: nn.Parameter, state: State, transform: WeightTransform, mark: tuple[int, ...] | None) -> bool:
+        """Whether the form is what that transform makes of that Parameter as it is now."""
+        if self.form is None or self.transform is not transform or state != self.state or self.owner is None or self.owner() is not owner:
+            return False
+        return mark == self.mark if mark is not None else torch.is_grad_enabled() and not self.doubted
 
 
 @dataclass
@@ -52,17 +58,16 @@ class UsedWeight:
     def __init__(self) -> None:
         self.attached = False  # an optimizer's hook tells us of every step
         self._forms = _Forms()
-        self._lent: list[_Kept[Tensor] | _Kept[Packed]] = []
 
     def get(self, weight: Tensor, transform: WeightTransform, dtype: torch.dtype, extras: Sequence[Tensor] = ()) -> Tensor:
         """W̃ of ``weight`` ``(out, in)`` in ``dtype``, from the kept copy where that is still right.
 
-        ``extras`` are what the transform reads beside the weight; whoever changes them calls ``drop``.
+        ``extras`` are what the transform reads beside the weight.
         """
         if torch.compiler.is_compiling():
             # a graph can neither see a version counter nor a hook: it computes W̃ itself, every time
             return transform(weight.detach(), *extras).to(dtype)
-        return self._get(self._forms.dense, weight, transform, dtype, lambda old: _dense(weight, transform, dtype, extras, old))
+        return self._get(self._forms.dense, weight, transform, dtype, extras, lambda old: _dense(weight, transform, dtype, extras, old))
 
     def packed(self, weight: Tensor, transform: WeightTransform, dtype: torch.dtype, extras: Sequence[Tensor], what: Reads) -> Packed:
         """The packed forms of W̃ that are read, from the kept ones where those are still right and of that layout."""
@@ -73,11 +78,11 @@ class UsedWeight:
         have = kept.form if kept.transform is transform else None
         if have is not None:
             if (rows and have.rows is None) or (columns and have.columns is None) or have.layout != layout:
-                kept.state = None
+                kept.form = None
             # calls that read different forms, of few tokens and of many, shall not pack in turns
             rows, columns = rows or have.rows is not None, columns or have.columns is not None
         return self._get(
-            kept, weight, transform, dtype, lambda old: _packed(weight, transform, dtype, extras, rows, columns, layout, old)
+            kept, weight, transform, dtype, extras, lambda old: _packed(weight, transform, dtype, extras, rows, columns, layout, old)
         )  # fmt: skip
 
     def operands(
@@ -95,52 +100,25 @@ class UsedWeight:
         assert fprop is not None
         return Operands(fprop, forms[what.dgrad] if what.dgrad != what.fprop else None, what.columns, what.by)
 
-    def _get(self, kept: _Kept[F], weight: Tensor, transform: WeightTransform, dtype: torch.dtype, build: Callable[[F | None], F]) -> F:
+    def _get(
+        self, kept: _Kept[F], weight: Tensor, transform: WeightTransform, dtype: torch.dtype, extras: Sequence[Tensor],
+        build: Callable[[F | None], F],
+    ) -> F:  # fmt: skip
         owner = _owner(weight) if self.attached else None
         if owner is None:
             self.release()
             return _lasting(build, None)
-        state, same = _state(weight, dtype), kept.transform is transform
-        # no hook of ours runs when a captured graph does: what the optimizer does not write, the graph has to make
-        captured = not kept.written and _capturing(weight)
-        if kept.form is None or not same or captured or not kept.right(owner, state):
-            # another transform of the same weight (an evaluation) must not overwrite what a backward still needs
-            kept.form = _lasting(build, kept.form if same and not captured else None)
-            kept.state, kept.owner, kept.transform, kept.written = state, weakref.ref(owner), transform, False
-        return kept.form
-
-    # ---- the optimizer's part
-
-    def sink(self, weight: Tensor) -> Tensor | None:
-        """The kept copy, for an optimizer that writes the next M(W) ⊙ W into it in the same pass as its update.
-
-        None unless it is right for the present ``weight``: a step that is skipped leaves it as it is, and it must then still be right.
-        """
-        return self._lend(self._forms.dense, weight, None if self._forms.dense.form is None else self._forms.dense.form.dtype)
-
-    def packs(self, weight: Tensor) -> Packed | None:
-        """The kept packed rows, under the same condition and for the same purpose."""
-        form = self._forms.packed.form
-        if form is None or form.rows is None or form.columns is not None:
-            return None
-        if self._forms.packed.transform is None or form.rows.pattern != self._forms.packed.transform.pattern:
-            return None  # a sparser pattern as the 2:4 of tensor cores
-        return self._lend(self._forms.packed, weight, form.rows.values.dtype)
-
-    def _lend(self, kept: _Kept[F], weight: Tensor, dtype: torch.dtype | None) -> F | None:
-        self._lent = [other for other in self._lent if other is not kept]
-        owner = _owner(weight)
-        if owner is None or dtype is None or not isinstance(kept.transform, HardMask) or not kept.right(owner, _state(weight, dtype)):
-            return None
-        self._lent.append(kept)
-        return kept.form
-
-    def filled(self, weight: Tensor) -> None:
-        """The optimizer has just written W̃ of the present ``weight`` into what it was lent."""
-        for kept in self._lent:
-            if kept.state is not None:
-                kept.state, kept.written = _state(weight, kept.state[-1]), True
-        self._lent = []
+        state, mark, captured = _state(weight, dtype), fingerprint(weight, *extras), _capturing(weight)
+        # no hook of ours runs when a captured graph does: the graph has to make it, and what it made is of no use outside
+        if not captured and kept.right(owner, state, transform, mark) and kept.form is not None:
+            return kept.form
+        # only a form that an optimizer's step put out of date may be overwritten: a backward pass may still need any other
+        free = kept.state is None and kept.transform is transform and not captured
+        form = _lasting(build, kept.form if free else None)
+        if not captured and (mark is not None or torch.is_grad_enabled()):
+            kept.form, kept.state, kept.owner, kept.transform = form, state, weakref.ref(owner), transform
+            kept.mark, kept.doubted = mark, False
+        return form
 
     # ---- the end of a copy
 
@@ -153,10 +131,13 @@ class UsedWeight:
         """What is kept is out of date; its memory is kept for the next copies."""
         self._forms.dense.state = self._forms.packed.state = None
 
+    def doubt(self) -> None:
+        """The weight may have been written: without a fingerprint that says otherwise, what is kept is not used again."""
+        self._forms.dense.doubted = self._forms.packed.doubted = True
+
     def release(self, packed: bool = True) -> None:
         """Forget the copies and their memory; without ``packed`` only the one in dense layout."""
         self._forms = _Forms() if packed else _Forms(packed=self._forms.packed)
-        self._lent = []
 
     def __reduce__(self) -> tuple[type[UsedWeight], tuple[()]]:
         # a copied or pickled layer belongs to no optimizer, and its copies of W̃ can be made again

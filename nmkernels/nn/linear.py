@@ -236,6 +236,11 @@ class NMWeight(nn.Module):
             except NMError as error:
                 error_msgs.append(f"layer {prefix.rstrip('.')!r}: {error}")
 
+    def train(self, mode: bool = True) -> Any:
+        """As ``nn.Module.train``; weights are often exchanged around an evaluation, in ways that nothing sees."""
+        self.used.doubt()
+        return super().train(mode)
+
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         # two moves may bring the weight back to its old address with other contents and the same version
         self.used.release()

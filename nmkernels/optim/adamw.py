@@ -1,4 +1,4 @@
-"""MaskedAdamW: AdamW whose one pass over memory also masks, decays, counts and writes the weight used next."""
+"""MaskedAdamW: AdamW whose one pass over memory also masks, decays and counts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops import STATS, Packed, masked_adamw_
+from ..ops import STATS, masked_adamw_
 from ..pattern import DtypeError, Pattern
 from .rules import PLAIN, Target, UpdateRule
 from .state import MOMENTS, check_adam_state, restore_adam_state
@@ -19,8 +19,7 @@ class MaskedAdamW(torch.optim.AdamW):
     """AdamW (Loshchilov & Hutter 2019) with N:M masks, SR-STE decay and a freezable second moment in the same pass.
 
     Per step and element: unscale → g += λ(1−M(w))w → m = β₁m + (1−β₁)g, v = β₂v + (1−β₂)g² → p *= 1 − lr·wd →
-    p −= lr · m̂/(√v̂ + ε) → new mask → W̃ for the next forward, in dense layout, packed, or both. Without a
-    recipe attached (no ``targets``) it is AdamW, to 1e-6.
+    p −= lr · m̂/(√v̂ + ε) → new mask, counted. Without a recipe attached (no ``targets``) it is AdamW, to 1e-6.
 
     Args:
         params, lr, betas, eps, weight_decay, amsgrad, foreach, maximize, capturable, differentiable, fused: as for
@@ -97,10 +96,9 @@ class MaskedAdamW(torch.optim.AdamW):
             if p.grad.is_sparse:
                 raise DtypeError("MaskedAdamW: sparse gradients are not supported; use torch.optim.SparseAdam for that parameter.")
             target = self.targets.get(p)
-            sink, packs = (target.sink(), target.packs()) if target is not None and self.rule.masked else (None, None)
             pattern = target.pattern if target is not None else None
-            key = (target is not None, pattern, sink is not None, None if packs is None else packs.layout, p.dtype, p.device)
-            buckets.setdefault(key, _Bucket(target is not None, pattern)).add(p, self._moments(group, p), target, sink, packs)
+            key = (target is not None, pattern, p.dtype, p.device)
+            buckets.setdefault(key, _Bucket(target is not None, pattern)).add(p, self._moments(group, p), target)
         yield from buckets.values()
 
     def _moments(self, group: dict[str, Any], p: Tensor) -> dict[str, Tensor]:
@@ -127,17 +125,13 @@ class MaskedAdamW(torch.optim.AdamW):
             _hyper(group, rule, b.params[0].device),
             b.pattern if rule.masked else None,
             max_exp_avg_sqs=b.moments["max_exp_avg_sq"] if group["amsgrad"] else None,
-            outs=b.sinks,
             frozen=rule.frozen,
             eps_inside=rule.eps_inside,
             maximize=group["maximize"],
             geometric=rule.geometric,
             grad_scale=getattr(self, "grad_scale", None),
             found_inf=getattr(self, "found_inf", None),
-            packs=b.packs or None,
         )
-        for target in b.targets:
-            target.filled()
         if b.maskable:
             self.stats = stats if self.stats is None else merge_stats(self.stats, stats)
             self.stats_numel += sum(p.numel() for p in b.params)
@@ -162,13 +156,10 @@ class _Bucket:
     params: list[Tensor] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
     steps: list[Tensor] = field(default_factory=list)
-    sinks: list[Tensor] = field(default_factory=list)
-    packs: list[Packed | None] = field(default_factory=list)
-    targets: list[Target] = field(default_factory=list)
     penalties: list[Callable[[], Tensor | None]] = field(default_factory=list)
     moments: dict[str, list[Tensor]] = field(default_factory=lambda: {name: [] for name in MOMENTS})
 
-    def add(self, p: Tensor, state: dict[str, Tensor], target: Target | None, sink: Tensor | None, packs: Packed | None) -> None:
+    def add(self, p: Tensor, state: dict[str, Tensor], target: Target | None) -> None:
         view = target.view if target is not None else _same
         assert p.grad is not None
         self.params.append(view(p))
@@ -178,12 +169,6 @@ class _Bucket:
                 self.moments[name].append(view(state[name]))
         self.steps.append(state["step"])
         self.penalties.append(target.penalty if target is not None else _nothing)
-        if sink is not None:
-            self.sinks.append(sink)
-        if packs is not None:
-            self.packs.append(packs)
-        if target is not None and not (sink is None and packs is None):
-            self.targets.append(target)
 
 
 def _nothing() -> None:

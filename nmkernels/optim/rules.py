@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..ops import Packed
 from ..pattern import NMError, Pattern
 
 LATE = ("", "total", "gradient")
@@ -18,7 +17,7 @@ class UpdateRule:
     """How the maskable parameters are updated in the present phase; the others follow plain AdamW.
 
     Args:
-        masked: the parameters' N:M masks take part (decay of pruned weights, flips counted, W̃ written).
+        masked: the parameters' N:M masks take part (decay of pruned weights, flips counted).
         decay: λ of SR-STE: g += λ (1 − M(w)) ⊙ w, after unscaling and clipping (Zhou et al. 2021, eq. 8).
         frozen: the second moment is not updated (STEP's second phase, Lu et al. 2023).
         v_step: the step whose bias correction the frozen second moment gets, v̂* = v*/(1 − β₂^v_step); 0 uses v* raw.
@@ -52,22 +51,16 @@ PLAIN = UpdateRule()
 
 @dataclass
 class Target:
-    """One maskable parameter: its pattern, its orientation, and where its W̃ goes.
+    """One maskable parameter: its pattern, its orientation, and its penalty.
 
     Args:
         pattern: the N:M pattern of this layer.
         transposed: the parameter is stored ``(in, out)``; its groups run along dimension 0.
-        sink: returns the buffer ``(out, in)`` that the step fills with W̃, or None when no copy is kept.
-        packs: returns the buffers that the step fills with W̃ packed along its rows, or None when none are kept.
-        filled: called once the buffers hold W̃ of the updated parameter.
         penalty: returns the gradient of a regulariser, of the shape of ``view``, or None.
     """
 
     pattern: Pattern
     transposed: bool = False
-    sink: Callable[[], Tensor | None] = lambda: None
-    packs: Callable[[], Packed | None] = lambda: None
-    filled: Callable[[], None] = lambda: None
     penalty: Callable[[], Tensor | None] = lambda: None
 
     def view(self, tensor: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ state dict; entries of a parameter group survive plain AdamW and distributed che
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .. import ops
 from ..autograd import masked
 from ..nn import NMWeight
 from ..optim import MaskedAdamW, Target
-from ..pattern import Pattern, RecipeError
+from ..pattern import RecipeError
 from .base import Recipe, Stage
 from .learned import add_penalties
 
@@ -43,7 +45,11 @@ class Attachment:
         self.numel = 0
         self._masks: dict[str, Tensor] = {}
         self._pruned: tuple[Tensor, Tensor] | None = None
-        self._removers = [optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)]
+        self._removers = [
+            optimizer.register_step_pre_hook(self._before),
+            optimizer.register_step_post_hook(self._after),
+            register_optimizer_step_post_hook(_doubting(layers)),
+        ]
         if primary:
             self._removers += [
                 optimizer.register_load_state_dict_pre_hook(self._before_load),
@@ -52,7 +58,7 @@ class Attachment:
         for layer in layers.values():
             layer.used.attached = True
         if isinstance(optimizer, MaskedAdamW):
-            optimizer.targets = {layer.weight: _target(layer) for layer in layers.values()}
+            optimizer.targets = {layer.weight: Target(layer.pattern, layer.transposed, layer.penalty) for layer in layers.values()}
 
     @property
     def group0(self) -> dict[str, Any]:
@@ -154,8 +160,8 @@ class Attachment:
             new, self.numel = own.stats, own.stats_numel
         else:
             new = self._own_stats() if self.numel else None
-            for layer in self.layers.values():
-                layer.used.drop()
+        for layer in self.layers.values():
+            layer.used.drop()
         self.observed = new
         if new is not None:
             self.stats = self._since_applied(new)
@@ -255,6 +261,18 @@ class Attachment:
         self.handle.adopt(self.group0[STATE_KEY])
 
 
+def _doubting(layers: dict[str, NMWeight]) -> Callable[..., None]:
+    """A hook for the steps of all optimizers: one that no handle knows may update these weights too."""
+    # it outlives an optimizer that is thrown away, and must not keep the model alive
+    used = weakref.WeakSet(layer.used for layer in layers.values())
+
+    def stepped(*_: Any) -> None:
+        for one in used:
+            one.doubt()
+
+    return stepped
+
+
 def group_of(optimizer: torch.optim.Optimizer, layers: dict[str, NMWeight]) -> dict[str, Any]:
     """The parameter group that updates the first of ``layers``; the first one where a load has replaced that layer's Parameter."""
     first = next(iter(layers.values())).weight
@@ -276,19 +294,6 @@ def require_learned(layers: dict[str, NMWeight], optimizers: Sequence[torch.opti
 def is_attached(optimizer: torch.optim.Optimizer) -> bool:
     """True if a recipe of any handle lives in ``optimizer`` already."""
     return any(isinstance(getattr(hook, "__self__", None), Attachment) for hook in optimizer._optimizer_step_pre_hooks.values())
-
-
-def _target(layer: NMWeight) -> Target:
-    weight = layer.weight
-
-    # load_state_dict(assign=True) gives the layer another Parameter than the one that this optimizer updates
-    def sink() -> Tensor | None:
-        return layer.used.sink(layer.master) if layer.weight is weight else None
-
-    def packs() -> ops.Packed | None:
-        return layer.used.packs(layer.master) if layer.weight is weight else None
-
-    return Target(Pattern(layer.pattern), layer.transposed, sink, packs, lambda: layer.used.filled(layer.master), layer.penalty)
 
 
 def _magnitude(x: Tensor) -> Tensor:

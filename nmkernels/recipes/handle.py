@@ -107,9 +107,26 @@ class Handle(Driver):
         if self.finished:
             yield self.model
             return
+        self._doubt()
         # with no optimizer attached, finish() is what prunes
         with self.fixed.permuted(not self._attachments), self._previewed():
-            yield self.model
+            try:
+                yield self.model
+            finally:
+                self._doubt()
+
+    def refresh(self) -> None:
+        """Compute with the present weights from now on, whatever has written them.
+
+        On a CPU every write is noticed anyway. On a GPU one kind is not: through ``.data`` (as averages of weights are swapped in), in
+        training mode, between two forward passes of one optimizer step. Call this after it.
+        """
+        for layer in self.layers.values():
+            layer.used.release()
+
+    def _doubt(self) -> None:
+        for layer in self.layers.values():
+            layer.used.doubt()
 
     @contextmanager
     def _previewed(self) -> Iterator[None]:

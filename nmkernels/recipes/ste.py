@@ -24,7 +24,7 @@ class STE(Recipe):
     Args:
         packed: multiply the compressed weight: False never; True forward, and for ∂L/∂x where a kernel reads it (on CPUs); "auto" at every
             call and in every product where that was measured to be faster than the dense layout (``nm.tune``). It is packed once per
-            step, by ``MaskedAdamW`` in the pass of its update. Results differ from the dense layout's by rounding. In fp32 on 2 CPU cores
+            step. Results differ from the dense layout's by rounding. In fp32 on 2 CPU cores
             a step with SR-STE (forward, backward, MaskedAdamW) of a 4096×1024 layer takes 0.76 of the dense layer's time with 256 tokens
             and 0.77 with 2048, of a 1024×1024 one 0.96 and 0.76; unpacked 0.89 to 1.03 (AMD EPYC, 2026-11-21). bf16 gains nothing there.
 

@@ -59,10 +59,8 @@ def test_overflow_is_skipped_and_the_scale_backs_off():
 @pytest.mark.parametrize("unscale", [False, True])
 def test_found_inf_leaves_everything_untouched(masked, unscale):
     layer, optimizer = trained(MaskedAdamW, steps=3)
-    sink = torch.full((8, 16), 7.0)
-    filled = []
     if masked:
-        optimizer.targets = {layer.weight: Target(Pattern("2:4"), sink=lambda: sink, filled=lambda: filled.append(1))}
+        optimizer.targets = {layer.weight: Target(Pattern("2:4"))}
         optimizer.rule = UpdateRule(masked=True, decay=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=512.0)
     tensors = [*layer.parameters(), *(v for s in optimizer.state.values() for v in s.values())]
@@ -72,6 +70,5 @@ def test_found_inf_leaves_everything_untouched(masked, unscale):
         scaler.unscale_(optimizer)
     scaler.step(optimizer)
     assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
-    assert bool((sink == 7.0).all())
     if masked:
         assert not optimizer.stats.any()

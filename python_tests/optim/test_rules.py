@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from nmkernels.ops import STATS
-from nmkernels.optim import PLAIN, MaskedAdamW, Target, UpdateRule
+from nmkernels.ops import STATS, masked_adamw_
+from nmkernels.optim import PLAIN, MaskedAdamW, Target, UpdateRule, adamw
 from nmkernels.pattern import NMError, Pattern
 
 LR, B1, B2, EPS, WD = 0.05, 0.9, 0.95, 1e-3, 0.1
@@ -51,9 +51,8 @@ def test_update(case, transposed):
     w = torch.randn(8, 16, generator=gen, dtype=torch.float64)
     m = v = torch.zeros_like(w)
     p = torch.nn.Parameter(w.t().clone() if transposed else w.clone())
-    sink, filled = torch.full_like(w, 9.0), []
     optimizer = MaskedAdamW([p], lr=LR, betas=(B1, B2), eps=EPS, weight_decay=WD)
-    optimizer.targets = {p: Target(Pattern("2:4"), transposed, sink=lambda: sink, filled=lambda: filled.append(1))}
+    optimizer.targets = {p: Target(Pattern("2:4"), transposed)}
     for t in range(1, 7):
         now = rule if t > 3 else dataclasses.replace(rule, frozen=False)  # a second moment, before it is frozen
         optimizer.rule = now
@@ -65,11 +64,25 @@ def test_update(case, transposed):
         got = p.detach().t() if transposed else p.detach()
         assert torch.allclose(got, w, rtol=1e-12, atol=1e-14)
         stats = dict(zip(STATS, optimizer.stats.tolist(), strict=True))
-        if rule.masked:
-            assert torch.equal(sink, got * mask_of(got)) and len(filled) == t
-            assert stats["flips"] == int((mask_of(w) ^ before).sum())
-        else:
-            assert bool((sink == 9.0).all()) and not filled and stats["flips"] == 0
+        assert stats["flips"] == (int((mask_of(w) ^ before).sum()) if rule.masked else 0)
+
+
+def test_one_call_for_each_group_and_pattern(monkeypatch):
+    calls = []
+
+    def record(params, *args, **rest):
+        calls.append((str(args[5]), len(params)))
+        return masked_adamw_(params, *args, **rest)
+
+    monkeypatch.setattr(adamw, "masked_adamw_", record)
+    ps = [torch.nn.Parameter(torch.randn(4, 8)) for _ in range(6)]
+    optimizer = MaskedAdamW([{"params": ps[:4]}, {"params": ps[4:]}], lr=LR)
+    optimizer.targets = {p: Target(Pattern(text)) for p, text in zip(ps, ["2:4", "1:4", "2:4", "2:4", "2:4"], strict=False)}
+    optimizer.rule = UpdateRule(masked=True)
+    for p in ps:
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    assert calls == [("2:4", 3), ("1:4", 1), ("2:4", 1), ("None", 1)] and optimizer.stats_numel == 5 * 32
 
 
 def test_every_rule_differs():
@@ -96,4 +109,3 @@ def test_rules_are_frozen_and_plain_is_adamw():
 def test_target_view():
     x = torch.zeros(3, 5)
     assert Target(Pattern("2:4")).view(x) is x and Target(Pattern("2:4"), transposed=True).view(x).shape == (5, 3)
-    assert Target(Pattern("2:4")).sink() is None and Target(Pattern("2:4")).filled() is None

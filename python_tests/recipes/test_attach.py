@@ -225,8 +225,8 @@ def test_frozen_layers(maker):
     assert not torch.equal(model[0].weight, frozen)
 
 
-def test_one_fused_call_per_group_and_kind_and_no_prune(monkeypatch):
-    """The optimizer's pass writes W̃ of the next forward; nothing else masks, and only one copy per layer exists."""
+def test_one_fused_call_per_group_and_kind_and_one_prune_per_layer_and_step(monkeypatch):
+    """The optimizer's pass masks, decays and counts; nothing else masks but the one copy of each layer."""
     from nmkernels.ops import _define
 
     calls, choose = Counter(), _define.choose
@@ -247,7 +247,7 @@ def test_one_fused_call_per_group_and_kind_and_no_prune(monkeypatch):
             w = model.get_parameter(f"{name}.weight").detach()
             assert torch.equal(used, w * top_n(w, 2, 4))
             copies.append(used.data_ptr())
-        assert calls == {"nm_masked_adamw_": 4, **({"nm_prune": 2} if t == 0 else {})}
+        assert calls == {"nm_masked_adamw_": 4, "nm_prune": 4 if t == 0 else 2}
     assert len(set(copies)) == 2
 
 
