@@ -6,8 +6,10 @@ never a result. Whoever keeps a table checks each line, since somebody may have 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import stat
 import tempfile
 import threading
 import time
@@ -26,7 +28,26 @@ CACHE = "NMKERNELS_CACHE"
 LONGEST_WAIT = 2.0
 """Seconds to wait for another process that stores; a stopped one must not stop this one, and each file is whole in any case."""
 
+LARGEST = 1 << 24
+"""Bytes of a file that may be a table; the largest of ours have a few hundred thousand."""
+DEEPEST = 8
+"""Levels of a line; ours have three."""
+
 Line = dict[str, Any]
+
+
+def regular_size(path: Path) -> int:
+    """The size of a file in bytes.
+
+    Raises:
+        OSError: there is none, or it is a folder, a pipe or a device: reading those fails late, waits for ever, or never ends.
+    """
+    about = path.stat()
+    if stat.S_ISDIR(about.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(about.st_mode):
+        raise OSError(errno.EINVAL, "Not a regular file", str(path))
+    return about.st_size
 
 
 def folder() -> Path:
@@ -89,7 +110,11 @@ class Table:
 
     def _read(self, quiet: bool = False) -> dict[str, Line]:
         try:
-            text = self.path().read_text(encoding="utf-8")
+            path = self.path()
+            size = regular_size(path)
+            if size > LARGEST:
+                return self._refused(quiet, f"is no table: it has {size:,} bytes")
+            text = path.read_text(encoding="utf-8")
         except FileNotFoundError:
             return {}
         except (OSError, UnicodeDecodeError) as error:
@@ -100,7 +125,7 @@ class Table:
             return self._refused(quiet, f"is damaged ({error})")
         if not isinstance(found, dict) or found.get("schema") != self.schema or not isinstance(found.get("choices"), dict):
             return self._refused(quiet, f"is not a table of schema {self.schema}")
-        return {key: line for key, line in found["choices"].items() if isinstance(line, dict)}
+        return {key: line for key, line in found["choices"].items() if isinstance(line, dict) and _shallow(line)}
 
     def _refused(self, quiet: bool, why: str) -> dict[str, Line]:
         with suppress(OSError):
@@ -136,6 +161,12 @@ class Table:
             self._unwritten.clear()
 
 
+def _shallow(value: Any, levels: int = DEEPEST) -> bool:
+    """Whether a value is nested no deeper than that: what can be read cannot always be written again."""
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return levels > 0 and all(_shallow(item, levels - 1) for item in inside)
+
+
 def _replace(target: Path, content: Any) -> None:
     """Readers see the old file or the new one, and never a part."""
     handle, part = tempfile.mkstemp(prefix=target.name, dir=target.parent)
@@ -154,7 +185,8 @@ def _alone() -> Iterator[None]:
     handle = None
     if fcntl is not None:
         with suppress(OSError):
-            handle = os.open(folder(), os.O_RDONLY)  # of the folder itself: nothing is left lying about
+            # of the folder itself: nothing is left lying about, and what is no folder is never opened
+            handle = os.open(folder(), os.O_RDONLY | os.O_DIRECTORY)
             _wait(handle)
     try:
         yield

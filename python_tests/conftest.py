@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -44,3 +46,18 @@ def poison() -> Iterator[None]:
     """Fresh memory is NaN while the test runs."""
     with testing.poison():
         yield
+
+
+def _waited(*args: object) -> None:
+    raise TimeoutError("a pipe was opened, into which nobody writes")
+
+
+@pytest.fixture
+def pipe(tmp_path: Path) -> Iterator[Path]:
+    """A named pipe into which nobody writes: to open it would be to wait for ever, and ends the test after five seconds."""
+    os.mkfifo(tmp_path / "pipe")
+    before = signal.signal(signal.SIGALRM, _waited)
+    signal.alarm(5)
+    yield tmp_path / "pipe"
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)

@@ -97,6 +97,57 @@ def test_a_file_that_cannot_be_read_is_told(cache: Path) -> None:
         assert _table().lines() == {}
 
 
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_pipe_is_not_waited_for(cache: Path, pipe: Path, linked: bool) -> None:
+    cache.mkdir()
+    (cache / "t.json").symlink_to(pipe) if linked else pipe.rename(cache / "t.json")
+    with pytest.warns(RuntimeWarning, match=r"t\.json cannot be read .*Not a regular file.*Delete it, or store again"):
+        assert _table().lines() == {}
+    _table().store({"a": {"x": 1}})
+    assert (cache / "t.json").is_file() and not (cache / "t.json").is_symlink() and _table().lines() == {"a": {"x": 1}}
+
+
+def test_a_pipe_is_no_folder(monkeypatch: pytest.MonkeyPatch, pipe: Path) -> None:
+    monkeypatch.setenv("NMKERNELS_CACHE", str(pipe))
+    with pytest.warns(RuntimeWarning, match="cannot be read"):
+        assert _table().lines() == {}
+    table = _table()
+    with pytest.raises(OSError, match="pipe"):
+        table.store({"a": {}})
+    assert table.lines() == {"a": {}}
+
+
+def test_a_device_is_not_read(cache: Path) -> None:
+    cache.mkdir()
+    (cache / "t.json").symlink_to("/dev/null")  # as /dev/zero is, which never ends
+    with pytest.warns(RuntimeWarning, match=r"t\.json cannot be read .*Not a regular file"):
+        assert _table().lines() == {}
+
+
+def test_a_link_to_nothing_is_no_file(cache: Path) -> None:
+    cache.mkdir()
+    (cache / "t.json").symlink_to(cache / "none")
+    assert _table().lines() == {}
+    _table().store({"a": {}})
+    assert _table().lines() == {"a": {}} and [p.name for p in cache.iterdir()] == ["t.json"]
+
+
+def test_a_file_too_large_for_a_table_is_not_read(cache: Path) -> None:
+    cache.mkdir()
+    (cache / "t.json").touch()
+    os.truncate(cache / "t.json", 1 << 40)
+    with pytest.warns(RuntimeWarning, match=r"t\.json is no table: it has 1,099,511,627,776 bytes; nothing is known"):
+        assert _table().lines() == {}
+    _table().store({"a": {}})
+    assert _table().lines() == {"a": {}}
+
+
+def test_a_line_nested_deeper_than_can_be_written_is_left_out(cache: Path) -> None:
+    cache.mkdir()
+    (cache / "t.json").write_text(f'{{"schema": 3, "choices": {{"a": {{"x": {"[" * 900}{"]" * 900}}}, "b": {{"x": [[1]]}}}}}}')
+    assert _table().lines() == {"b": {"x": [[1]]}}
+
+
 def test_lines_that_are_none_are_left_out(cache: Path) -> None:
     cache.mkdir()
     (cache / "t.json").write_text('{"schema": 3, "choices": {"a": 1, "b": {"x": 1}, "c": null, "d": []}}')
