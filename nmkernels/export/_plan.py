@@ -9,10 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from ..nn import ADAPTER, CompressedLinear, NMWeight, deployed, is_conv1d, is_order, switch_fast_paths
+from ..nn.compressed import LAYOUTS
+from ..nn.swap import put_
 from ..ops import Compressed
 from ..pattern import CheckpointError, NMError, Pattern
 from ..reference import unpack_indices
-from ._reader import Contents
+from ._reader import Contents, quote, shortened
+from ._tensors import place, plain_modules, plain_names
 
 SHOWN = 5
 
@@ -25,10 +28,27 @@ class LayerPlan(NamedTuple):
     adapter: tuple[Tensor, Tensor] | None
     columns: Tensor | None
 
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that the file holds of it."""
+        return (self.weight.values, self.weight.indices, *(self.adapter or ()), *(() if self.columns is None else (self.columns,)))
+
+    def equals(self, other: LayerPlan) -> bool:
+        """Whether it is the same layer, bit for bit."""
+        own, its = self.tensors(), other.tensors()
+        return self.weight.pattern == other.weight.pattern and len(own) == len(its) and all(map(_same, own, its))
+
+    def to(self, device: torch.device) -> LayerPlan:
+        """The same on ``device``, on the CPU instead of the meta device, in memory of its own instead of the mapped file."""
+        on = "cpu" if device.type == "meta" else device
+        values, indices, *more = (tensor.to(on, copy=True) for tensor in self.tensors())
+        adapter = None if self.adapter is None else (more[0], more[1])
+        weight = Compressed(values, indices, self.weight.pattern, self.weight.shape)
+        return LayerPlan(weight, self.layout, adapter, None if self.columns is None else more[-1])
+
 
 @dataclass
 class LoadPlan:
-    """Layers to swap, by name, and tensors to copy, by the dense model's names."""
+    """Layers to swap and tensors to copy, by their names in the model."""
 
     layers: dict[str, LayerPlan] = field(default_factory=dict)
     others: dict[str, Tensor] = field(default_factory=dict)
@@ -36,34 +56,44 @@ class LoadPlan:
 
     def apply(self, model: nn.Module, keep_dense: bool = False) -> None:
         """Copy the tensors and swap the layers; a module that the model holds twice stays one module."""
+        # what may fail, for want of memory, comes first
+        dense: dict[str, Any] = {name: model.get_submodule(name) for name in self.layers}
+        moved: dict[int, LayerPlan] = {}
+        for name, old in dense.items():
+            if id(old) not in moved:
+                moved[id(old)] = self.layers[name].to(old.weight.device)
         meta = any(t.is_meta for t in model.state_dict().values() if isinstance(t, Tensor))
         model.load_state_dict(self.others, strict=False, assign=meta)
-        dense = {name: model.get_submodule(name) for name in self.layers}
         made: dict[int, CompressedLinear] = {}
-        for name, layer in self.layers.items():
-            old: Any = dense[name]
+        for name, old in dense.items():
             if id(old) not in made:
-                on = "cpu" if old.weight.is_meta else old.weight.device
-                adapter = None if layer.adapter is None else (layer.adapter[0].to(on), layer.adapter[1].to(on))
-                made[id(old)] = deployed(old, layer.weight.to(on), layer.layout, keep_dense, adapter, layer.columns)
+                layer = moved[id(old)]
+                made[id(old)] = deployed(old, layer.weight, layer.layout, keep_dense, layer.adapter, layer.columns)
             parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, made[id(old)])
+            put_(model.get_submodule(parent), child, made[id(old)])
         switch_fast_paths(model)
 
 
-def plan_load(model: nn.Module, contents: Contents) -> LoadPlan:
-    """The plan for loading ``contents`` into ``model``.
+def plan_load(model: nn.Module, contents: Contents, layers: dict[str, Any]) -> LoadPlan:
+    """The plan for loading ``contents`` into ``model``; ``layers`` is the table of compressed ones.
 
     Raises:
         CheckpointError: a list of everything that does not fit; the model is as it was.
     """
     plan = LoadPlan()
     rest = dict(contents.tensors)
-    modules = dict(model.named_modules(remove_duplicate=False))
-    for name, about in contents.json("layers").items():
+    modules = plain_modules(model)
+    planned: dict[int, str] = {}
+    for name, about in layers.items():
         parts = [rest.pop(f"{name}.{part}", None) for part in ("weight.values", "weight.indices", "weight.columns", *ADAPTER)]
+        given, module = modules.get(name, (name, None))
         try:
-            plan.layers[name] = _layer(name, about, parts, modules.get(name))
+            plan.layers[given] = layer = _layer(name, about, parts, module)
+            twin = planned.setdefault(id(module), given)
+            if not layer.equals(plan.layers[twin]):
+                raise CheckpointError(
+                    f"layer {quote(name)}: the model has it under the name {twin!r} too, where the file holds another weight"
+                )
         except CheckpointError as error:
             plan.problems.append(str(error))
     _match_others(plan, rest, model)
@@ -74,40 +104,59 @@ def plan_load(model: nn.Module, contents: Contents) -> LoadPlan:
     return plan
 
 
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors hold the same bits."""
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    return one.data_ptr() == other.data_ptr() or torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+
+
 def _layer(name: str, about: Any, parts: list[Tensor | None], module: Any) -> LayerPlan:
-    try:
-        pattern, layout, dtype = Pattern(str(about["pattern"])), str(about["layout"]), str(about["dtype"])
-        rows, cols = (int(s) for s in about["shape"])
-    except (KeyError, TypeError, ValueError, NMError) as error:
-        raise CheckpointError(f"layer {name!r}: its entry in the metadata is damaged ({type(error).__name__}: {error})") from error
+    pattern, layout, dtype, (rows, cols) = _entry(name, about)
     values, indices, columns, left, right = parts
     if values is None or indices is None:
-        raise CheckpointError(f"layer {name!r}: the file lacks its {'values' if values is None else 'indices'}")
+        raise CheckpointError(f"layer {quote(name)}: the file lacks its {'values' if values is None else 'indices'}")
     _check_module(name, module, layout, (rows, cols), values.dtype)
     if str(values.dtype) != f"torch.{dtype}" or indices.dtype != torch.uint8:
         raise CheckpointError(
-            f"layer {name!r}: values are {values.dtype} and indices {indices.dtype}; torch.{dtype} and torch.uint8 were announced"
+            f"layer {quote(name)}: values are {values.dtype} and indices {indices.dtype}; "
+            f"torch.{shortened(dtype)} and torch.uint8 were announced"
         )
     want = (rows, pattern.kept(cols)), (rows, pattern.index_bytes(cols))
     if (tuple(values.shape), tuple(indices.shape)) != want:
         raise CheckpointError(
-            f"layer {name!r}: values {tuple(values.shape)} and indices {tuple(indices.shape)} are not those "
+            f"layer {quote(name)}: values {tuple(values.shape)} and indices {tuple(indices.shape)} are not those "
             f"of a {pattern} weight ({rows}, {cols}), which are {want[0]} and {want[1]}"
         )
     _check_indices(name, indices, pattern, cols)
     adapter = _adapter(name, about.get("rank"), left, right, values)
     if adapter is not None and (adapter[0].shape[0], adapter[1].shape[1]) != (cols, rows):
-        raise CheckpointError(f"layer {name!r}: its adapter does not fit a weight ({rows}, {cols}) (out, in)")
+        raise CheckpointError(f"layer {quote(name)}: its adapter does not fit a weight ({rows}, {cols}) (out, in)")
     _check_columns(name, about.get("columns", False), columns, cols)
     return LayerPlan(Compressed(values, indices, pattern, (rows, cols)), layout, adapter, columns)
+
+
+def _entry(name: str, about: Any) -> tuple[Pattern, str, str, tuple[int, int]]:
+    """Pattern, layout, dtype and shape of a layer as its entry in the metadata says them."""
+    try:
+        spec, layout, dtype, (rows, cols) = about["pattern"], about["layout"], about["dtype"], about["shape"]
+        if not isinstance(spec, str) or not isinstance(dtype, str) or layout not in LAYOUTS:
+            raise ValueError(f"pattern {quote(spec)}, dtype {quote(dtype)} and layout {quote(layout)}")
+        if not all(type(size) is int and 0 <= size < 1 << 63 for size in (rows, cols)):
+            raise ValueError(f"shape {quote([rows, cols])}")
+        return Pattern(spec), layout, dtype, (rows, cols)
+    except (KeyError, TypeError, ValueError, NMError) as error:
+        raise CheckpointError(
+            f"layer {quote(name)}: its entry in the metadata is damaged ({type(error).__name__}: {shortened(error)})"
+        ) from error
 
 
 def _check_columns(name: str, announced: Any, columns: Tensor | None, cols: int) -> None:
     if announced is not (columns is not None):
         lacks = "its entry in the metadata does not announce" if columns is not None else "the file lacks"
-        raise CheckpointError(f"layer {name!r}: {lacks} the order of its inputs")
+        raise CheckpointError(f"layer {quote(name)}: {lacks} the order of its inputs")
     if columns is not None and not is_order(columns, cols):
-        raise CheckpointError(f"layer {name!r}: the order of its inputs is not a permutation of {cols}; the file is damaged")
+        raise CheckpointError(f"layer {quote(name)}: the order of its inputs is not a permutation of {cols}; the file is damaged")
 
 
 def _adapter(name: str, rank: Any, left: Tensor | None, right: Tensor | None, values: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -116,34 +165,37 @@ def _adapter(name: str, rank: Any, left: Tensor | None, right: Tensor | None, va
         return None
     if rank is None or left is None or right is None:
         lacks = "its entry in the metadata does not announce" if rank is None else "the file lacks"
-        raise CheckpointError(f"layer {name!r}: {lacks} its adapter, or a part of it")
+        raise CheckpointError(f"layer {quote(name)}: {lacks} its adapter, or a part of it")
     if (
         left.dim() != 2
         or right.dim() != 2
+        or type(rank) is not int
         or not left.shape[1] == right.shape[0] == rank >= 1
         or {left.dtype, right.dtype} != {values.dtype}
     ):
         raise CheckpointError(
-            f"layer {name!r}: an adapter of rank {rank} in {values.dtype} was announced, L is {tuple(left.shape)} in {left.dtype} "
-            f"and R {tuple(right.shape)} in {right.dtype}"
+            f"layer {quote(name)}: an adapter of rank {shortened(rank)} in {values.dtype} was announced, "
+            f"L is {tuple(left.shape)} in {left.dtype} and R {tuple(right.shape)} in {right.dtype}"
         )
     return left, right
 
 
 def _check_module(name: str, module: Any, layout: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
     if module is None:
-        raise CheckpointError(f"layer {name!r}: the model has no such module")
+        raise CheckpointError(f"layer {quote(name)}: the model has no such module")
     if isinstance(module, (CompressedLinear, NMWeight)):
-        raise CheckpointError(f"layer {name!r}: it is a {type(module).__name__} already; load into a freshly built dense model")
+        raise CheckpointError(f"layer {quote(name)}: it is a {type(module).__name__} already; load into a freshly built dense model")
+    if not name:
+        raise CheckpointError("the model itself is one layer, which cannot be swapped in place; put it in an nn.Sequential")
     kind = "conv1d" if is_conv1d(module) else "linear" if isinstance(module, nn.Linear) else type(module).__name__
-    if kind != layout or not name:
-        raise CheckpointError(f"layer {name!r}: the file holds a {layout} layer, the model a {kind}")
+    if kind != layout:
+        raise CheckpointError(f"layer {quote(name)}: the file holds a {layout} layer, the model a {kind}")
     have = tuple(module.weight.shape) if layout == "linear" else tuple(module.weight.shape)[::-1]
     if have != shape:
-        raise CheckpointError(f"layer {name!r}: the file's weight is {shape} (out, in), the model's {have}")
+        raise CheckpointError(f"layer {quote(name)}: the file's weight is {shape} (out, in), the model's {have}")
     if module.weight.dtype != dtype:
         raise CheckpointError(
-            f"layer {name!r}: the file's weight is {dtype}, the model's {module.weight.dtype}; build the model with model.to({dtype})"
+            f"layer {quote(name)}: the file's weight is {dtype}, the model's {module.weight.dtype}; build the model with model.to({dtype})"
         )
 
 
@@ -152,30 +204,38 @@ def _check_indices(name: str, indices: Tensor, pattern: Pattern, cols: int) -> N
     positions = unpack_indices(indices, pattern.index_bits, pattern.kept(cols)).unflatten(-1, (-1, pattern.n)).short()
     if positions.numel() and int(positions.max()) >= pattern.m:
         raise CheckpointError(
-            f"layer {name!r}: index {int(positions.max())} is out of range for groups of {pattern.m}; the file is damaged"
+            f"layer {quote(name)}: index {int(positions.max())} is out of range for groups of {pattern.m}; the file is damaged"
         )
     if not bool((positions.diff(dim=-1) > 0).all()):
-        raise CheckpointError(f"layer {name!r}: the indices of a group do not rise; the file is damaged")
+        raise CheckpointError(f"layer {quote(name)}: the indices of a group do not rise; the file is damaged")
     spare = indices.shape[-1] * 8 - pattern.kept(cols) * pattern.index_bits
     if spare and indices.numel() and int(indices[..., -1].max()) >> (8 - spare):
-        raise CheckpointError(f"layer {name!r}: the spare bits of a row's last index byte are not 0; the file is damaged")
+        raise CheckpointError(f"layer {quote(name)}: the spare bits of a row's last index byte are not 0; the file is damaged")
 
 
 def _match_others(plan: LoadPlan, rest: dict[str, Tensor], model: nn.Module) -> None:
     """Every tensor that is not a compressed weight: same names on both sides, same shapes, same dtypes."""
-    swapped = {f"{name}.weight" for name in plan.layers}
-    state = {key: value for key, value in model.state_dict().items() if key not in swapped}
+    plain = plain_names(model)
+    swapped = {f"{plain(name)}.weight" for name in plan.layers}
+    state = {given: value for given, value in model.state_dict().items() if plain(given) not in swapped}
     failed = any(plan.problems)
-    for key, value in state.items():
+    tied: dict[tuple[object, ...], str] = {}
+    for given, value in state.items():
+        key = plain(given)
         tensor = rest.pop(key, None)
         if tensor is None:
             if not (failed and key.endswith(".weight")):  # a layer that failed above is named there already
-                plan.problems.append(f"the file lacks {key!r}")
+                plan.problems.append(f"the file lacks {quote(key)}")
         elif not isinstance(value, Tensor) or tensor.shape != value.shape:
             have = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            plan.problems.append(f"{key!r} has shape {tuple(tensor.shape)} in the file, {have} in the model")
+            plan.problems.append(f"{quote(key)} has shape {tuple(tensor.shape)} in the file, {have} in the model")
         elif tensor.dtype != value.dtype:
-            plan.problems.append(f"{key!r} is {tensor.dtype} in the file, {value.dtype} in the model; use model.to({tensor.dtype})")
+            plan.problems.append(f"{quote(key)} is {tensor.dtype} in the file, {value.dtype} in the model; use model.to({tensor.dtype})")
         else:
-            plan.others[key] = tensor
-    plan.problems += [f"the model has no {key!r}" for key in rest]
+            # on the meta device the model takes the tensor itself, which must not stay a part of the mapped file
+            plan.others[given] = tensor.clone() if value.is_meta else tensor
+            known = type(value) is Tensor and value.numel() and not value.is_meta
+            twin = tied.setdefault(place(value), given) if known else given
+            if not _same(plan.others[twin], tensor):
+                plan.problems.append(f"{quote(key)} is tied to {twin!r} in the model, and the file holds another tensor for it")
+    plan.problems += [f"the model has no {quote(key)}" for key in rest]

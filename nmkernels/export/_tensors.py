@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ..nn import CompressedLinear
 from ..pattern import CheckpointError
@@ -25,20 +27,56 @@ def library() -> Any:
     return safetensors
 
 
+WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+"""Names under which ``torch.compile``, activation checkpointing and FSDP hold the module that they wrap."""
+PARALLEL = "module"
+"""The same of ``DistributedDataParallel`` and ``DataParallel``; other modules may have a child of that name."""
+
+
+def unwrapped(name: str) -> str:
+    """``name`` without the wrappers that any name tells."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def plain_names(model: nn.Module) -> Callable[[str], str]:
+    """The function from names in ``model`` to those in the same model without its wrappers, at whatever depth they are."""
+    modules = model.named_modules(remove_duplicate=False)
+    parallel = {unwrapped(name) for name, m in modules if isinstance(m, (DistributedDataParallel, nn.DataParallel))}
+
+    def plain(name: str) -> str:
+        path, kept = "", []
+        for part in unwrapped(name).split("."):
+            if part != PARALLEL or path not in parallel:
+                kept.append(part)
+            path = f"{path}.{part}" if path else part
+        return ".".join(kept)
+
+    return plain
+
+
+def plain_modules(model: nn.Module) -> dict[str, tuple[str, nn.Module]]:
+    """Every module of ``model`` and its name there, by its name in the model without wrappers; of a wrapped one, what is inside."""
+    plain = plain_names(model)
+    # the wrapper comes first, and what it holds takes its place
+    return {plain(name): (name, module) for name, module in model.named_modules(remove_duplicate=False)}
+
+
 def compressed_layers(model: nn.Module) -> dict[str, CompressedLinear]:
-    """Every CompressedLinear of ``model`` by its fully qualified name; a shared one appears under each of its names."""
-    return {name: m for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, CompressedLinear)}
+    """Every CompressedLinear of ``model`` by its name in the model without wrappers; a shared one appears under each of its names."""
+    return {name: m for name, (_, m) in plain_modules(model).items() if isinstance(m, CompressedLinear)}
 
 
 def other_tensors(model: nn.Module, layers: dict[str, CompressedLinear]) -> dict[str, Tensor]:
-    """The state dict without the compressed weights, under the dense model's names.
+    """The state dict without the compressed weights, under the names of the dense model without wrappers.
 
     Raises:
         CheckpointError: an entry is not a tensor, or has no data (meta device).
     """
     own = {f"{name}.{part}" for name in layers for part in ("values", "indices", "columns")}
+    plain = plain_names(model)
     tensors: dict[str, Tensor] = {}
-    for key, value in model.state_dict().items():
+    for given, value in model.state_dict().items():
+        key = plain(given)
         if key in own:
             continue
         if not isinstance(value, Tensor):
@@ -90,10 +128,15 @@ def without_aliases(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict
     kept: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     for name, tensor in tensors.items():
-        place = (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
-        if tensor.numel() and not tensor.is_meta and place in seen:
-            aliases[name] = seen[place]
+        at = place(tensor)
+        if tensor.numel() and not tensor.is_meta and at in seen:
+            aliases[name] = seen[at]
         else:
-            seen[place] = name
+            seen[at] = name
             kept[name] = tensor
     return kept, aliases
+
+
+def place(tensor: Tensor) -> tuple[object, ...]:
+    """What two tensors share that are one in memory, unless they are empty or on the meta device."""
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .. import ops
 from ..nn import ADAPTER, CompressedLinear, NMWeight, adapter_of, folded
 from ..pattern import RecipeError
-from ._tensors import compressed_layers, other_tensors, without_aliases, write
+from ._tensors import compressed_layers, other_tensors, plain_modules, without_aliases, write
 
 
 def save_dense(model: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -27,15 +27,14 @@ def save_dense(model: nn.Module, path: str | os.PathLike[str]) -> None:
     Raises:
         RecipeError: a layer is still in training, or its weight is not N:M. CheckpointError: the file cannot be written.
     """
-    layers = compressed_layers(model)
-    tensors = other_tensors(model, layers)
-    patterns: dict[str, str] = {}
     weights: dict[int, Tensor] = {}
-    for name, layer in model.named_modules(remove_duplicate=False):
-        if not isinstance(layer, (NMWeight, CompressedLinear)):
-            continue
+    sparse = {name: layer for name, (_, layer) in plain_modules(model).items() if isinstance(layer, (NMWeight, CompressedLinear))}
+    for name, layer in sparse.items():
         if id(layer) not in weights:
             weights[id(layer)] = _dense_weight(name, layer)
+    tensors = other_tensors(model, compressed_layers(model))
+    patterns: dict[str, str] = {}
+    for name, layer in sparse.items():
         prefix = f"{name}." if name else ""
         tensors[f"{prefix}weight"] = weights[id(layer)]
         if adapter_of(layer) is None:

@@ -2,9 +2,10 @@
 
 A compressed layer ``fqn`` is stored as ``fqn.weight.values`` and ``fqn.weight.indices``, its low-rank adapter, where it has one,
 as ``fqn.nm_left`` and ``fqn.nm_right``, and the order in which it takes its inputs, where that is not their own, as
-``fqn.weight.columns``; every other tensor has the dense model's name. The metadata says ``format`` "nmkernels", ``version``, ``layers``
-(per layer: pattern, shape ``(out, in)``, dtype, layout, the ``rank`` of an adapter, and ``columns`` true where there is an order) and,
-where weights are tied, ``aliases`` (name -> name of the stored tensor).
+``fqn.weight.columns``; every other tensor has the dense model's name. Names are those of the model without wrappers (``torch.compile``,
+DDP). The metadata says ``format`` "nmkernels", ``version``, ``layers`` (per layer: pattern, shape ``(out, in)``, dtype, layout, the
+``rank`` of an adapter, and ``columns`` true where there is an order) and, where weights are tied, ``aliases`` (name -> name of the
+stored tensor).
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from torch import nn
 from ..nn import CompressedLinear, NMWeight
 from ..pattern import CheckpointError, RecipeError
 from ._plan import plan_load
-from ._reader import Contents, read
-from ._tensors import compressed_layers, other_tensors, without_aliases, write
+from ._reader import Contents, quote, read
+from ._tensors import PARALLEL, compressed_layers, other_tensors, plain_modules, unwrapped, without_aliases, write
 
 FORMAT = "nmkernels"
 VERSION = 3
@@ -88,24 +89,57 @@ def load_compressed(model: nn.Module, path: str | os.PathLike[str], keep_dense: 
     """Load a compressed file into a freshly built dense model, in place, and return the model.
 
     The layers named in the file become CompressedLinear (``nn.Linear`` and Hugging Face's ``Conv1D`` are swapped), with the file's
-    adapters; every other tensor is copied. Names, shapes, dtypes and indices are all checked before the model is touched.
+    adapters; every other tensor is copied. Names, shapes, dtypes and indices are all checked before the model is touched, and a file
+    from a stranger can do no more than be refused.
 
     Args:
-        model: the dense architecture that was trained, on any device; on the meta device it takes the file's tensors as they are.
+        model: the dense architecture that was trained, on any device; on the meta device it takes the file's tensors as they are. It and
+            the model that was saved may each be inside ``torch.compile``, ``DistributedDataParallel`` or an activation checkpoint.
         path: a file that ``save_compressed`` wrote.
         keep_dense: see ``CompressedLinear``.
 
     Raises:
-        CheckpointError: the file is missing, truncated, foreign, newer than this version, or does not fit the model.
+        CheckpointError: the file is missing, no regular file, truncated, damaged, foreign, newer than this version, or does not fit the
+            model, which is then as it was.
     """
     contents = read(path)
     _check_ours(contents)
-    for alias, name in contents.json("aliases").items():
-        if name not in contents.tensors:
-            raise CheckpointError(f"{contents.path}: tensor {alias!r} is said to be the same as {name!r}, which the file does not hold.")
-        contents.tensors[alias] = contents.tensors[str(name)]
-    plan_load(model, contents).apply(model, keep_dense)
+    _add_aliases(contents)
+    plan_load(model, contents, _without_wrappers(contents, model)).apply(model, keep_dense)
     return model
+
+
+def _add_aliases(contents: Contents) -> None:
+    stored = dict(contents.tensors)
+    for alias, name in contents.json("aliases").items():
+        if not isinstance(name, str) or name not in stored:
+            raise CheckpointError(
+                f"{contents.path}: tensor {quote(alias)} is said to be the same as {quote(name)}, which the file does not hold."
+            )
+        if alias in stored:
+            raise CheckpointError(
+                f"{contents.path}: tensor {quote(alias)} is said to be the same as {quote(name)}, but the file holds it itself."
+            )
+        contents.tensors[alias] = stored[name]
+
+
+def _without_wrappers(contents: Contents, model: nn.Module) -> dict[str, Any]:
+    """The table of layers; here and in ``contents.tensors`` without the names of wrappers, which earlier versions wrote."""
+    layers, tensors = contents.json("layers"), contents.tensors
+    have, prefix = plain_modules(model), f"{PARALLEL}."
+    # not where the model has a child of that name itself
+    whole = all(unwrapped(name).startswith(prefix) for name in (*layers, *tensors)) and not any(unwrapped(name) in have for name in layers)
+
+    def plain(name: str) -> str:
+        return unwrapped(name).removeprefix(prefix if whole else "")
+
+    renamed = {plain(name): about for name, about in layers.items()}
+    contents.tensors = {plain(name): tensor for name, tensor in tensors.items()}
+    if (len(renamed), len(contents.tensors)) != (len(layers), len(tensors)):
+        raise CheckpointError(
+            f"{contents.path} holds one tensor twice, with and without the name of a wrapper (torch.compile or the like)."
+        )
+    return renamed
 
 
 def _check_ours(contents: Contents) -> None:
@@ -114,8 +148,8 @@ def _check_ours(contents: Contents) -> None:
         what = "; its zeros are N:M but its weights are dense: load it with safetensors.torch.load_model" if "nm" in about else ""
         raise CheckpointError(f"{contents.path} is a safetensors file, but not one that nm.save_compressed wrote{what}.")
     version = about.get("version", "")
-    if not version.isdecimal() or int(version) < 1:
-        raise CheckpointError(f"{contents.path}: the format version {version!r} is not a number; the metadata is damaged.")
+    if not (version.isdecimal() and len(version) < 10) or int(version) < 1:
+        raise CheckpointError(f"{contents.path}: the format version {quote(version)} is not a number; the metadata is damaged.")
     if int(version) > VERSION:
         raise CheckpointError(
             f"{contents.path} was written in format version {version}; this one reads up to {VERSION}: upgrade nmkernels."

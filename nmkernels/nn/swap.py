@@ -67,7 +67,14 @@ def replace_(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
     for parent in list(model.modules()):
         for key, child in list(parent._modules.items()):
             if child is old:
-                setattr(parent, key, new)
+                put_(parent, key, new)
+
+
+def put_(parent: nn.Module, key: str, new: nn.Module) -> None:
+    """Make ``new`` the child ``key`` of ``parent``, also where that is what ``torch.compile`` returned, which keeps its module's call."""
+    setattr(parent, key, new)
+    if key == "_orig_mod":
+        parent.__setstate__(parent.__getstate__())  # as after unpickling: it takes the call of the new one
 
 
 def switch_fast_paths(model: nn.Module) -> None:

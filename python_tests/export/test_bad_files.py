@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -60,6 +61,79 @@ def test_the_untouched_file_loads(file):
 def test_missing(tmp_path):
     refused(tmp_path / "none", "cannot be read: No such file")
     refused(tmp_path, "cannot be read: Is a directory")
+    refused(tmp_path / "a\0b", "cannot be read: embedded null byte")
+    (tmp_path / "link").symlink_to(tmp_path / "link")
+    refused(tmp_path / "link", "cannot be read: Too many levels")
+
+
+def test_pipes_and_devices_are_not_opened(pipe):
+    refused(pipe, "cannot be read: Not a regular file")
+    refused(Path("/dev/zero"), "cannot be read: Not a regular file")
+
+
+def test_sizes_that_no_machine_has(file):
+    """A file may claim what it does not hold, or hold nothing but a hole: neither is read."""
+    data = file.read_bytes()
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    for size in (1 << 33, 1 << 60):
+        start = header["0.bias"]["data_offsets"][0]
+        header["0.bias"] = {"dtype": "F32", "shape": [size // 4], "data_offsets": [start, start + size]}
+        names = [name for name in header if name != "__metadata__" and header[name]["data_offsets"][0] >= start and name != "0.bias"]
+        for name in names:
+            del header[name]
+        text = json.dumps(header).encode()
+        file.write_bytes(len(text).to_bytes(8, "little") + text)
+        if size < 1 << 40:
+            os.truncate(file, 8 + len(text) + start + size)
+            refused(file, "not a sound safetensors file|'0.bias' has shape")
+        else:
+            refused(file, "is truncated")
+
+
+def test_an_alias_never_stands_for_a_stored_tensor(file):
+    """It used to win, in silence."""
+    refused(
+        edited(file, lambda t, m: m.update(aliases='{"1.bias": "0.bias"}')), "'1.bias' is said to be the same as '0.bias', but the file"
+    )
+
+
+def test_an_alias_names_a_stored_tensor(file):
+    refused(edited(file, lambda t, m: m.update(aliases='{"x": "0.bias", "y": "x"}')), "'y' is said to be the same as 'x', which the file")
+    refused(edited(file, lambda t, m: m.update(aliases='{"x": ["0.bias"]}')), r"'x' is said to be the same as \['0.bias'\], which the file")
+
+
+class Tied(nn.Module):
+    """A layer under two names, and a weight that two modules share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = self.b = nn.Linear(8, 4)
+        self.c, self.d = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.d.weight = self.c.weight
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("b.weight.values", "layer 'b': the model has it under the name 'a' too, where the file holds another weight"),
+        ("b.bias", "'b.bias' is tied to 'a.bias' in the model, and the file holds another tensor for it"),
+        ("d.weight", "'d.weight' is tied to 'c.weight' in the model, and the file holds another tensor for it"),
+    ],
+)
+def test_what_is_one_in_the_model_is_one_in_the_file(tmp_path, name, message):
+    """Else one of the two would have been lost in silence."""
+    model = Tied()
+    model.a = model.b = nm.CompressedLinear(nm.ops.compress(model.a.weight.detach(), "2:4"), model.a.bias)
+    nm.save_compressed(model, tmp_path / "m")
+
+    def apart(tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+        kept = {alias: name for alias, name in json.loads(metadata.pop("aliases")).items()}
+        tensors.update({alias: tensors[stored].clone() for alias, stored in kept.items()})
+
+    edited(tmp_path / "m", apart)
+    nm.load_compressed(Tied(), tmp_path / "m")
+    edited(tmp_path / "m", lambda t, m: t[name].add_(1))
+    refused(tmp_path / "m", message, Tied())
 
 
 @pytest.mark.parametrize("keep", [0, 5, 8, 40, -100, -1])
@@ -105,6 +179,11 @@ def test_versions(file):
     [
         (lambda t, m: m.update(layers="{"), "'layers' is damaged"),
         (lambda t, m: m.update(layers="[1]"), "'layers' is not a table"),
+        (lambda t, m: m.update(layers="[" * 100_000), r"'layers' is damaged \(it is nested too deeply\)"),
+        (lambda t, m: m.update(layers='{"0": 1, "0": 2}'), r"'layers' is damaged \(it has the name '0' twice\)"),
+        (lambda t, m: m.update(layers='{"0": NaN}'), r"'layers' is damaged \(NaN is not a number of JSON\)"),
+        (lambda t, m: m.update(layers=m["layers"].replace("[12, 24]", "[1e999, 24]")), r"damaged \(ValueError: shape \[inf, 24\]\)"),
+        (lambda t, m: m.update(layers=m["layers"].replace("[12, 24]", '["12", 24]')), r"damaged \(ValueError: shape \['12', 24\]\)"),
         (lambda t, m: m.update(layers='{"0": 3}'), "layer '0': its entry in the metadata is damaged"),
         (lambda t, m: m.update(layers=m["layers"].replace("2:3", "3:2")), "layer '0': its entry in the metadata is damaged"),
         (lambda t, m: m.update(layers=m["layers"].replace("2:3", "2:4")), "are not those of a 2:4 weight"),

@@ -122,6 +122,19 @@ def test_a_model_on_the_meta_device_takes_the_tensors(tmp_path):
     assert equal_bits(fresh(x), model(x))
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_nothing_of_the_model_stays_in_the_file(tmp_path, device):
+    path, model = tmp_path / "m.safetensors", compressed()
+    save_compressed(model, path)
+    with torch.device(device):
+        fresh = dense()
+    load_compressed(fresh, path)
+    with path.open("r+b") as file:
+        file.write(bytes(path.stat().st_size))
+    for key, value in model.state_dict().items():
+        assert equal_bits(fresh.state_dict()[key], value), key
+
+
 def test_mode_and_bias_parameter_are_kept(tmp_path):
     save_compressed(compressed(), tmp_path / "m.safetensors")
     fresh = dense().eval()
