@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from ..autograd import STRAIGHT_THROUGH, GemmPlan, HardMask, Operands, WeightTransform, linear, reads
 from ..autograd.choice import Product
 from ..autograd.forms import asked
+from ..ops import is_nm
 from ..pattern import NMError, Pattern, PatternLike
 from ._autocast import autocast_dtype, castable
 from ._used import UsedWeight
@@ -236,10 +238,34 @@ class NMWeight(nn.Module):
             except NMError as error:
                 error_msgs.append(f"layer {prefix.rstrip('.')!r}: {error}")
 
-    def train(self, mode: bool = True) -> Any:
-        """As ``nn.Module.train``; weights are often exchanged around an evaluation, in ways that nothing sees."""
-        self.used.doubt()
+    def train(self, mode: bool = True) -> NMWeight:
+        """As for any module; ``eval()`` warns where a finished weight is not N:M any more."""
+        self.used.doubt()  # weights are often exchanged around an evaluation
+        if not mode:
+            self._warn_if_changed()
         return super().train(mode)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        self._warn_if_changed()
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _warn_if_changed(self) -> None:
+        """Warn where a finished weight is not N:M any more: a merged LoRA or a dense optimizer changes it and bumps no version.
+
+        Such a merge touches every row, and 64 of them are looked at: this is called wherever a model is saved or evaluated.
+        """
+        # a shard or a fake tensor cannot tell
+        if not self.finished or self.weight.is_meta or self.weight.dim() != 2 or type(self.weight.data) is not Tensor:
+            return
+        rows = self.master.detach()[:: -(-self.master.shape[0] // 64) or 1]
+        if not is_nm(rows if self.columns is None else rows.index_select(1, self.columns.to(rows.device)), self.pattern):
+            warnings.warn(
+                f"{type(self).__name__} {tuple(self.master.shape)} (out, in): the weight was {self.pattern} when the recipe finished "
+                "and is not any more: something has changed it since, such as a merged LoRA. The layer computes with what it holds, as a "
+                "dense one, and compress_ will refuse it. To keep it sparse, do not merge: unload the LoRA and add it beside the weight, "
+                "nm.nn.set_adapter(layer, A.t(), r * scaling * B.t(), out, in); or prune again: densify_, sparsify_, finish.",
+                stacklevel=3,
+            )
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         # two moves may bring the weight back to its old address with other contents and the same version

@@ -50,6 +50,7 @@ def make_dense_(layer: NMWeight) -> nn.Module:
 
     A low-rank adapter that has learned something is folded into the weight, W + (L R)ᵀ / r, so that nothing is lost.
     """
+    layer._warn_if_changed()
     adapter = adapter_of(layer)
     if adapter is not None and not adapter[1].is_meta and bool(adapter[1].any()):
         with torch.no_grad():

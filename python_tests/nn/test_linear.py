@@ -1,6 +1,7 @@
 """SparseLinear: an nn.Linear in everything but the weight that it multiplies."""
 
 import copy
+import warnings
 from itertools import pairwise
 
 import pytest
@@ -204,3 +205,77 @@ def test_repr_tells_pattern_and_use():
     texts.append(repr(layer))
     assert all("pattern=2:4" in t and "in_features=8" in t for t in texts)
     assert all(a != b for a, b in pairwise(texts)) and texts[2].endswith("uses=finished)")
+
+
+def finished(pattern="2:4", columns=None):
+    """A layer as ``handle.finish()`` leaves it."""
+    layer = nm.SparseLinear(32, 256, pattern=pattern)
+    layer.use(None, layer.plan)
+    weight = nm.ops.prune(layer.weight.detach(), pattern)
+    with torch.no_grad():
+        layer.weight.copy_(weight if columns is None else weight[:, columns.argsort()])
+    layer.finished, layer.columns, layer.adapts = True, columns, True
+    return layer
+
+
+def merge(layer, by=1.0):
+    """What ``merge_and_unload`` of PEFT does: no version is bumped, and no method of the layer called."""
+    layer.weight.data += by * (torch.randn(256, 4) @ torch.randn(4, 32))
+
+
+def finds(layer, act):
+    """What ``act`` warns of."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        act(layer)
+    return [str(w.message) for w in found]
+
+
+@pytest.mark.parametrize("act", [nn.Module.eval, nn.Module.state_dict, nm.nn.make_dense_, lambda layer: nn.Sequential(layer).eval()])
+@pytest.mark.parametrize("columns", [None, torch.randperm(32, generator=torch.Generator().manual_seed(0))])
+def test_a_merged_lora_does_not_lose_the_pattern_in_silence(act, columns):
+    layer = finished(columns=columns)
+    assert finds(layer, act) == []
+    layer = finished(columns=columns)
+    merge(layer)
+    (told,) = finds(layer, act)
+    assert told.startswith("SparseLinear (256, 32) (out, in): the weight was 2:4 when the recipe finished and is not any more")
+    assert "nm.nn.set_adapter" in told and "densify_" in told
+
+
+def test_only_a_finished_layer_is_looked_at():
+    training = nm.SparseLinear(32, 256)
+    assert finds(training, nn.Module.eval) == finds(training, nn.Module.state_dict) == []
+    layer = finished()
+    merge(layer)
+    assert finds(layer, nn.Module.train) == [], "a training loop calls it at every step"
+    assert finds(layer.to("meta"), nn.Module.eval) == []
+
+
+def test_peft_on_a_finished_layer():
+    """The real library: merging is told, and what the warning advises keeps both the pattern and the LoRA."""
+    peft = pytest.importorskip("peft")
+    x = torch.randn(3, 32)
+
+    def lora():
+        torch.manual_seed(0)
+        model = peft.get_peft_model(
+            nn.Sequential(finished()), peft.LoraConfig(r=4, lora_alpha=6, target_modules=["0"], init_lora_weights=False)
+        )
+        return model.eval()
+
+    want = lora()(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        merged = lora().merge_and_unload()
+    (told,) = finds(merged, nn.Module.eval)
+    assert "merged LoRA" in told
+    torch.testing.assert_close(merged(x), want)
+
+    model = lora()
+    part, kept = model.base_model.model[0], model.unload()
+    a, b, scaling, r = (getattr(part, name)["default"] for name in ("lora_A", "lora_B", "scaling", "r"))
+    nm.nn.set_adapter(kept[0], a.weight.t(), r * scaling * b.weight.t(), 256, 32)
+    assert finds(kept, nn.Module.eval) == [] and nm.ops.is_nm(kept[0].weight.detach(), "2:4")
+    torch.testing.assert_close(kept(x), want)
+    torch.testing.assert_close(nm.compress_(kept)(x), want)
