@@ -89,10 +89,10 @@ def plan_load(model: nn.Module, contents: Contents, layers: dict[str, Any]) -> L
         given, module = modules.get(name, (name, None))
         try:
             plan.layers[given] = layer = _layer(name, about, parts, module)
-            twin = planned.setdefault(id(module), given)
-            if not layer.equals(plan.layers[twin]):
+            first = planned.setdefault(id(module), given)
+            if not layer.equals(plan.layers[first]):
                 raise CheckpointError(
-                    f"layer {quote(name)}: the model has it under the name {twin!r} too, where the file holds another weight"
+                    f"layer {quote(name)}: the model has it under the name {first!r} too, where the file holds another weight"
                 )
         except CheckpointError as error:
             plan.problems.append(str(error))
@@ -235,7 +235,7 @@ def _match_others(plan: LoadPlan, rest: dict[str, Tensor], model: nn.Module) -> 
             # on the meta device the model takes the tensor itself, which must not stay a part of the mapped file
             plan.others[given] = tensor.clone() if value.is_meta else tensor
             known = type(value) is Tensor and value.numel() and not value.is_meta
-            twin = tied.setdefault(place(value), given) if known else given
-            if not _same(plan.others[twin], tensor):
-                plan.problems.append(f"{quote(key)} is tied to {twin!r} in the model, and the file holds another tensor for it")
+            first = tied.setdefault(place(value), given) if known else given
+            if not _same(plan.others[first], tensor):
+                plan.problems.append(f"{quote(key)} is tied to {first!r} in the model, and the file holds another tensor for it")
     plan.problems += [f"the model has no {quote(key)}" for key in rest]
