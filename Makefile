@@ -10,6 +10,7 @@ DEMO_ARGS ?=
 WHEEL_PYTHONS ?= $(PYTHON)
 WHEEL_TESTS ?= smoke
 TEST_ARGS ?=
+GPU_ARGS ?=
 
 BIN := $(VENV)/bin
 BIN_PATH := $(abspath $(BIN))
@@ -18,7 +19,7 @@ PINS := $(VENV)/constraints.txt
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c $(PINS)
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: help demo test build lint check triton sanitize wheel format gpu clean distclean
+.PHONY: help demo test build lint check triton sanitize wheel format gpu gpu-dry clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -28,6 +29,7 @@ help:
 	@echo 'make sanitize   the C++ tests under the address, undefined-behaviour and thread sanitizers, CUDA kernels emulated'
 	@echo 'make wheel  a manylinux wheel into dist/, with CUDA kernels where nvcc is, tried in a clean environment; WHEEL_TESTS=load|smoke|all'
 	@echo 'make wheel WHEEL_PYTHONS="python3.10 python3.11 python3.12 python3.13"  one for each; the kernels are compiled once'
+	@echo 'make gpu GPU_ARGS="tests --out DIR"  some steps of it, results elsewhere   make gpu-dry  the same without a GPU'
 	@echo 'make clean  remove what was built   make distclean  remove $(VENV) too'
 
 demo: build
@@ -104,9 +106,12 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@$(PIP) --no-build-isolation -e '.[demo,tensorboard,bench,dev]'
 	@touch $@
 
-# neither network nor venv: the torch that $(PYTHON) has. Exit status 2: no GPU here
+# neither network nor venv: the torch that $(PYTHON) has, and pytest. GPU_ARGS: steps and options of bench/gpu.py
 gpu:
-	@$(PYTHON) -m bench.gpu
+	@$(PYTHON) -m bench.gpu $(GPU_ARGS)
+
+gpu-dry: $(VENV)/.ready
+	@$(BIN)/python -m bench.gpu --dry-run $(GPU_ARGS)
 
 clean:
 	rm -rf build dist *.egg-info demo_out runs .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks

@@ -5,6 +5,7 @@ Environment:
     NMKERNELS_REQUIRE_CORE=1     a core that cannot be built is an error; otherwise the package installs without it
     NMKERNELS_EMULATOR=1         also build nmkernels._emulated, which runs the CUDA kernels on the CPU, for tests (in place only)
     NMKERNELS_WERROR=1           compiler warnings are errors
+    NMKERNELS_CUDA_ARCHITECTURES device code for these alone, such as 90a-real; otherwise for all of cmake/architectures.cmake
     MAX_JOBS=n                   parallel compile jobs
 """
 
@@ -116,6 +117,8 @@ class BuildCore(build_ext):
             "NMKERNELS_EMULATOR": "ON" if EMULATOR and self._in_place else "OFF",
             "NMKERNELS_WERROR": os.environ.get("NMKERNELS_WERROR", "0"),
         }
+        if os.environ.get("NMKERNELS_CUDA_ARCHITECTURES"):
+            options["NMKERNELS_CUDA_ARCHITECTURES"] = os.environ["NMKERNELS_CUDA_ARCHITECTURES"]
         command = [cmake, "-S", str(ROOT / "csrc"), "-B", str(folder), "-G", "Ninja"]
         # forgotten first: what was found out about another Python, and what older sources had for defaults
         command += ["-U", "*Python*", "-U", "NMKERNELS_*", *(f"-D{k}={v}" for k, v in options.items())]

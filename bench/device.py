@@ -200,11 +200,18 @@ def lost(device: str) -> str:
 
 @contextmanager
 def captured(device: str) -> Iterator[torch.cuda.CUDAGraph]:
-    """A CUDA graph of what is called inside, to be replayed."""
+    """A CUDA graph of what is called inside, to be replayed.
+
+    Where the capture fails, torch stays on the stream of it; the stream from before is restored, for those who are measured afterwards.
+    """
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize(device)
-    with torch.cuda.graph(graph):
-        yield graph
+    before = torch.cuda.current_stream(device)
+    try:
+        with torch.cuda.graph(graph):
+            yield graph
+    finally:
+        torch.cuda.set_stream(before)
 
 
 def median_seconds(call: Call, device: str, rounds: int = 7) -> float:

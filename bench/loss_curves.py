@@ -3,7 +3,7 @@
 ``python -m bench.loss_curves`` trains the same first weights on the same batches three times per recipe: with the packed kernels of this
 machine (``packed=True``), with every operation by its definition in plain torch (``NMKERNELS_BACKEND=reference``, ``packed=False``), and
 by definition once more with learning rates 1e-6 larger, which tells how far rounding alone drives a run. On a GPU under bfloat16
-autocast, on a CPU in float32. Rows go to ``bench/results/loss_curves.csv``.
+autocast, on a CPU in float32. Rows go to ``bench/results/loss_curves.csv``, or to ``--out``.
 """
 
 from __future__ import annotations
@@ -96,13 +96,14 @@ def main(argv: list[str] | None = None, path: Path = RESULTS / "loss_curves.csv"
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--data", default=None, help="a text file or a folder of them; the standard library's source if left out")
+    parser.add_argument("--out", type=Path, default=path, metavar="CSV", help="file to add rows to")
     args = parser.parse_args(argv)
     commit()  # what the tree is now, not what it may have become when the last row is written
     corpus = load_corpus(args.data)
     for name in args.recipes:
         curves = {provider: curve(RECIPES[name], provider, corpus, args) for provider in (PACKED, REFERENCE, NUDGED)}
         new = rows(name, curves, args)
-        append(new, path)
+        append(new, args.out)
         farthest = {r.provider.split(", ", 1)[1]: r.p50 for r in new if r.metric == FARTHEST}
         ends = ", ".join(f"{provider} {losses[-1]:.4f}" for provider, losses in curves.items())
         print(f"{name}: last loss {ends}; farthest from reference: {', '.join(f'{k} {v:.2g}' for k, v in farthest.items())}")

@@ -1,6 +1,7 @@
 """Turns the rows of ``bench/results`` into tables and figures: ``python -m bench.report``, or ``--check`` to compare only.
 
-The README gets the speed targets, ``bench/results/README.md`` every case, ``bench/results/figures`` the figures.
+``--add DIR`` first adds the rows that ``python -m bench.gpu --out DIR`` left there, perhaps on another machine. The README gets the speed
+targets, ``bench/results/README.md`` every case, ``bench/results/figures`` the figures.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import argparse
 from pathlib import Path
 
 from . import figures, tables, targets
-from .rows import RESULTS, device_of, slug
+from .rows import RESULTS, append, device_of, from_text, slug
 from .rows import load as load_csv
 from .tables import Rows
 
@@ -88,7 +89,10 @@ def main(argv: list[str] | None = None, readme: Path = README, results: Path = R
     """Write tables and figures; with ``--check`` write nothing and return 1 when a table is not up to date."""
     parser = argparse.ArgumentParser(prog="python -m bench.report", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing, exit 1 when a table is not up to date")
+    parser.add_argument("--add", type=Path, metavar="DIR", help="first add the rows of the CSV files in DIR")
     args = parser.parse_args(argv)
+    for path in sorted(args.add.glob("*.csv")) if args.add and args.add.resolve() != results.resolve() else ():
+        append([from_text(r) for r in load_csv(path)], results / path.name)
     rows = load(results)
     if not args.check:
         for machine, mine in tables.by_machine(rows).items():

@@ -65,6 +65,11 @@ def load(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def from_text(row: dict[str, str]) -> Row:
+    """A row as ``load`` reads it."""
+    return Row(**{**row, **{p: float(row[p]) for p in ("p20", "p50", "p80")}})  # type: ignore[arg-type]
+
+
 def fingerprints(path: Path) -> set[tuple[str, ...]]:
     """(op, pattern, dtype, shape, machine, commit) of every case that the CSV has rows of."""
     return {tuple(r[k] for k in ("op", "pattern", "dtype", "shape", "machine", "commit")) for r in load(path)}

@@ -78,7 +78,6 @@ def execute(args: argparse.Namespace) -> int:
         out,
         args.seconds or (SECONDS_CUDA if device.startswith("cuda") else SECONDS[suite]),
         resume=args.resume,
-        first=max(1, args.first),
         show=lambda row: say(line(row)),
         complain=lambda text: print(text, file=sys.stderr),
     )

@@ -12,7 +12,7 @@ from typing import TextIO
 
 import torch
 
-from . import machine, registry
+from . import machine, outcomes, registry
 from .device import lost
 from .registry import Provider, Ratio, Spec, Work
 from .rows import Row, append, commit, fingerprints, row
@@ -57,26 +57,27 @@ def run(
     seconds: float,
     *,
     resume: bool = False,
-    first: int = 1,
     show: Callable[[Row], None] = lambda row: None,
     complain: Callable[[str], None] = lambda text: None,
 ) -> Outcome:
     """Measure ``specs`` with about ``seconds`` of timing each, and add their rows to the CSV ``out`` case by case.
 
-    While it runs, ``running(out)`` has the number of the case at hand, from ``first`` on: a compiler that crashes ends the process.
+    Where ``NMKERNELS_OUTCOMES`` names a file, it is told of each case, and the cases that it knows the end of are left out.
     """
-    outcome, progress = Outcome(), Progress(len(specs))
+    outcome, progress, told = Outcome(), Progress(len(specs)), outcomes.here()
     out.parent.mkdir(parents=True, exist_ok=True)
     done = fingerprints(out) if resume else set()
+    ended = outcomes.read(told)[0] if told else {}
     commit()  # what the tree is now, not what it may have become when the last row is written
     try:
         for index, spec in enumerate(specs):
-            if (spec.op, spec.pattern, spec.dtype, spec.shape, machine_name(device), commit()) in done:
+            if str(spec) in ended or (spec.op, spec.pattern, spec.dtype, spec.shape, machine_name(device), commit()) in done:
                 outcome.skipped += 1
                 progress.skip()
                 continue
             progress.show(str(spec))
-            running(out).write_text(f"{first + index} {spec}")
+            outcomes.begin(told, str(spec))
+            start = time.monotonic()
             found, why = _attempt(spec, device, seconds)
             progress.clear()
             if found:
@@ -84,6 +85,8 @@ def run(
                 outcome.rows += found
                 for r in found:
                     show(r)
+            verdict = outcomes.Outcome(str(spec), "failed" if why else "passed", why, round(time.monotonic() - start, 3))
+            outcomes.end(told, verdict)
             if why:
                 outcome.wrong.append((spec, why))
                 complain(f"{spec}: {why}")
@@ -96,13 +99,7 @@ def run(
         outcome.interrupted = True
     finally:
         progress.clear()
-        running(out).unlink(missing_ok=True)
     return outcome
-
-
-def running(out: Path) -> Path:
-    """The file that names the case at hand of a run that writes to ``out``."""
-    return out.with_suffix(".running")
 
 
 def _attempt(spec: Spec, device: str, seconds: float) -> tuple[list[Row], str]:

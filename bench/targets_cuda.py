@@ -97,7 +97,8 @@ def _tensor_cores() -> list[Target]:
         "weight gradient from a packed estimate, 4096 and 16384 tokens",
     )
     found = []
-    for key, name, by in (("cuda-gemm-cusparselt", "cuSPARSELt", "nmkernels cusparselt, canonical"), ("cuda-gemm-mma", "mma.sp", CUDA)):
+    searched = "nmkernels cusparselt, canonical, searched"
+    for key, name, by in (("cuda-gemm-cusparselt", "cuSPARSELt, searched", searched), ("cuda-gemm-mma", "mma.sp", CUDA)):
         for end, what, specs in (("", words[0], (cube, *llama)), ("-wgrad", words[1], wgrad)):
             found.append(Target(key + end, f"{what} ({name})", "cuBLAS", "x dense", 1.25, specs, 1.4, provider=by))
     return found

@@ -1,14 +1,19 @@
-"""2:4 products on the sparse tensor cores: the packed operand in their order, many tokens, beside cuBLAS and torch's own 2:4 path."""
+"""2:4 GEMM on the sparse tensor cores: the packed operand in their order, many tokens, beside cuBLAS and torch's own 2:4 path.
+
+cuSPARSELt has two rows: by its default algorithm, and by the fastest that a search finds, which is kept on disk as ``nm.tune`` keeps it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from nmkernels import ops
+from nmkernels import BackendError, ops
 from nmkernels.ops.linear import positions
 
 from ..device import rotated
@@ -98,10 +103,48 @@ def _work(
         def make(operand: Any = operand, how: str = how, turning: Callable[[], Any] = turning) -> Provider:
             return Provider(how, lambda: product(turning()), packed + others, full / 2, check=lambda: check(operand))
 
-        found += _ours.ours(op, args(operand), make)
+        for p in _ours.ours(op, args(operand), make):
+            found += [p] if p.name != f"nmkernels cusparselt{how}" else cusparselt(op, args(operand), p, make())
     weight = rotated(dense, dense.nbytes, cache, Tensor.clone)
     cublas = Provider("torch dense", lambda: theirs(weight()), dense.nbytes + others, full)
     return Work([*found, cublas], [Ratio("x dense", p.name, (cublas.name,)) for p in found])
+
+
+def cusparselt(op: str, args: tuple[Any, ...], default: Provider, searched: Provider) -> list[Provider]:
+    """cuSPARSELt's provider by its default algorithm, whatever was stored before, and once more by the fastest of a search.
+
+    Each algorithm is settled when its provider is first entered: where none is right, or the search fails, that costs this provider alone.
+    """
+    from nmkernels.backends.cusparselt import _choice, _context, linear, search
+
+    like = next(a for a in args if isinstance(a, Tensor))
+
+    @contextmanager
+    def using(settled: Callable[[], tuple[Any, Any]]) -> Iterator[None]:
+        with _ours.forced(linear.NAME):
+            problem, algorithm = settled()
+            here = _context.here(_context.place(like)[0])
+            if _choice._checked.get(_choice._key(problem, here)) != algorithm:
+                _choice.remember(problem, here, algorithm)
+            yield
+
+    @cache
+    def by_default() -> tuple[Any, Any]:
+        (problem,) = linear.problem_of(op, *args)
+        device, stream = _context.place(like)
+        here = _context.here(device)
+        return problem, _choice.first_right(problem, here, like, stream, _choice.DEFAULT)
+
+    @cache
+    def by_search() -> tuple[Any, Any]:
+        found = search(op, *args)
+        if found.best is None:
+            raise BackendError(f"cuSPARSELt: {found}")
+        return found.problem, found.best
+
+    default.under = partial(using, by_default)
+    searched.name, searched.under = f"{default.name}, searched", partial(using, by_search)
+    return [default, searched]
 
 
 def _copy(operand: ops.Compressed | ops.DeviceCompressed) -> ops.Compressed | ops.DeviceCompressed:

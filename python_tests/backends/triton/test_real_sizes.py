@@ -12,7 +12,7 @@ from nmkernels import Pattern, _dispatch, reference, testing
 from python_tests.conformance import built, moved, tensors
 from python_tests.ops.samples import adamw, seed
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 DEVICE = "cuda"
 ROWS, COLS = 4096, 11008

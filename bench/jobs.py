@@ -1,0 +1,209 @@
+"""Processes of a step: side by side, each in a process group of its own and under a limit, none run again that an earlier call finished.
+
+A job gets through items (tests, or cases to time) and writes what becomes of each (``bench.outcomes``). A process that crashes, hangs, or
+loses its device costs the item at hand; another process goes on with the rest. When the step's time is up, every process is ended, and
+the next call goes on with what was not done. A job without items is one item itself.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from . import outcomes
+from .outcomes import Outcome
+
+ROOT = Path(__file__).resolve().parents[1]
+TICK = 0.05
+LIVES = 6
+"""So often a job's process is started; a kernel that fails everywhere would otherwise cost a new process for each of its tests."""
+
+OWN_GROUP: dict[str, Any] = {"process_group": 0} if sys.version_info >= (3, 11) else {"preexec_fn": os.setpgrp}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One process.
+
+    Args:
+        name: for the reader, and for its files.
+        words: the command, run at the repository's root.
+        limit: seconds that an item may take, and the time before the first; longer, and it is ended.
+        alone: nothing runs beside it.
+        env: more environment variables.
+        fine: exit statuses that mean that all went well.
+        refused: a regular expression; a line of the output that matches means that the job failed, whatever its exit status.
+    """
+
+    name: str
+    words: tuple[str, ...]
+    limit: float = math.inf
+    alone: bool = False
+    env: Mapping[str, str] = field(default_factory=dict)
+    fine: tuple[int, ...] = (0,)
+    refused: str = ""
+
+
+@dataclass
+class Ended:
+    """What became of a job's items so far, whether some are left for another call, and the seconds of this one."""
+
+    job: Job
+    outcomes: dict[str, Outcome]
+    left: bool
+    seconds: float = 0.0
+
+    def count(self, what: str) -> int:
+        """Items that passed, failed or were skipped."""
+        return sum(outcome.what == what for outcome in self.outcomes.values())
+
+    def __str__(self) -> str:
+        counts = ", ".join(f"{n} {what}" for what in ("passed", "failed", "skipped") if (n := self.count(what)))
+        verdict = "FAILED" if self.count("failed") else "left" if self.left else "ok"
+        return f"{verdict:<7}{self.seconds:>6.0f} s  {self.job.name}{f': {counts}' if len(self.outcomes) > 1 else ''}"
+
+
+class Pool:
+    """Runs the jobs of one step, with their files in ``folder``, until ``deadline`` on the monotonic clock."""
+
+    def __init__(self, folder: Path, deadline: float, say: Callable[[str], None] = print) -> None:
+        self.folder, self.deadline, self.say = folder, deadline, say
+        self.ended: list[Ended] = []
+        self.note = ""
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def run(self, jobs: Sequence[Job], workers: int = 1, fresh: bool = False) -> list[Ended]:
+        """Run what no earlier call finished (``fresh``: all of it), ``workers`` at a time, those that must be alone last."""
+        found: dict[str, Ended] = {}
+        for job in jobs:
+            if fresh:
+                _files(self.folder, job)[0].unlink(missing_ok=True)
+            elif _finished(_files(self.folder, job)[0]):
+                found[job.name] = self._result(job)
+        if found:
+            self.say(f"{len(found)} of {len(jobs)} were finished by an earlier call")
+        waiting = sorted((job for job in jobs if job.name not in found), key=lambda job: job.alone)
+        running: list[_Process] = []
+        try:
+            while (waiting or running) and time.monotonic() < self.deadline:
+                while waiting and len(running) < workers and not (running and (waiting[0].alone or running[0].job.alone)):
+                    running.append(_Process(waiting.pop(0), self.folder))
+                for process in [p for p in running if p.over()]:
+                    running.remove(process)
+                    found[process.job.name] = self._result(process.job, process.seconds)
+                    self.say(str(found[process.job.name]))
+                time.sleep(TICK)
+        finally:
+            for process in running:
+                process.kill()
+                found[process.job.name] = self._result(process.job, process.seconds)
+            results = [found[job.name] if job.name in found else self._result(job) for job in jobs]
+            self.ended += results
+        return results
+
+    def _result(self, job: Job, seconds: float = 0.0) -> Ended:
+        path = _files(self.folder, job)[0]
+        return Ended(job, outcomes.read(path)[0], not _finished(path), seconds)
+
+
+class _Process:
+    """The process of a job, and those that go on after it."""
+
+    def __init__(self, job: Job, folder: Path) -> None:
+        self.job = job
+        self.path, self.log = _files(folder, job)
+        self.lives, self.began = LIVES, time.monotonic()
+        self._start()
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.began
+
+    def _start(self) -> None:
+        self.before, _ = outcomes.read(self.path)
+        outcomes.tell(self.path, starts=True)
+        env = {**os.environ, "PYTHONUNBUFFERED": "1", **self.job.env, outcomes.ENV: str(self.path)}
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                self.job.words, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, **OWN_GROUP
+            )
+        self.started, self.lives = time.time(), self.lives - 1
+
+    def over(self) -> bool:
+        """Whether the job has come to its end; a process that died in the middle is followed by another one."""
+        status = self.process.poll()
+        if status is None:
+            if time.time() - self._last_sign() <= self.job.limit:
+                return False
+            self.kill()
+            return self._died(f"took more than {self.job.limit:g} s and was ended")
+        self.kill()  # what it left behind
+        if status < 0:
+            return self._died(f"its process was ended by {signal.Signals(-status).name}")
+        if status == outcomes.LOST:
+            return self._died("")
+        return self._finish(status)
+
+    def _last_sign(self) -> float:
+        return max(self.started, self.path.stat().st_mtime if self.path.exists() else 0.0)
+
+    def kill(self) -> None:
+        """End the process and every other one of its group."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def _died(self, why: str) -> bool:
+        ended, at_hand = outcomes.read(self.path)
+        if why:
+            outcomes.end(self.path, Outcome(at_hand or self.job.name, "failed", why))
+        if at_hand is None and len(ended) == len(self.before):
+            return self._close()  # before its first item, or after its last
+        if not self.lives:
+            outcomes.end(self.path, Outcome(self.job.name, "failed", f"given up after {LIVES} processes; what was left was not run"))
+            return self._close()
+        self._start()
+        return False
+
+    def _finish(self, status: int) -> bool:
+        ended, _ = outcomes.read(self.path)
+        new = [outcome for item, outcome in ended.items() if item not in self.before]
+        text = self.log.read_text(encoding="utf-8", errors="replace")
+        refused = re.search(self.job.refused, text, re.M) if self.job.refused else None
+        if refused:
+            outcomes.end(self.path, Outcome(self.job.name, "failed", refused[0]))
+        elif status not in self.job.fine and not any(outcome.what == "failed" for outcome in new):
+            outcomes.end(self.path, Outcome(self.job.name, "failed", f"exit status {status}: {first_error(text)}"))
+        elif not ended:
+            outcomes.end(self.path, Outcome(self.job.name, "passed"))
+        return self._close()
+
+    def _close(self) -> bool:
+        outcomes.tell(self.path, finished=True)
+        return True
+
+
+def first_error(text: str) -> str:
+    """The line of a process's output that says best what went wrong: a compiler's first error, else the last line."""
+    found = [line.strip() for line in text.splitlines() if line.strip()] or ["it said nothing"]
+    return next((line for line in found if re.search(r"(^|[\s:])error:|CMake Error|ninja: error", line)), found[-1])
+
+
+def _files(folder: Path, job: Job) -> tuple[Path, Path]:
+    """What became of a job's items, and its output."""
+    name = re.sub(r"[^A-Za-z0-9_]+", "-", job.name).strip("-")
+    return folder / f"{name}.jsonl", folder / f"{name}.log"
+
+
+def _finished(path: Path) -> bool:
+    return any(line.get("finished") for line in outcomes.lines(path))
