@@ -28,7 +28,6 @@ import importlib.util
 import math
 import os
 import shutil
-import signal
 import sys
 import time
 import traceback
@@ -182,7 +181,7 @@ def curves(visit: Visit, pool: Pool) -> None:
 def report(visit: Visit, pool: Pool) -> None:
     """The tables, from the rows of ``bench/results`` and those of this visit."""
     if visit.dry:
-        pool.note = "skipped: a dry run writes no tables"
+        pool.note = "a dry run writes no tables"
         return
     pool.run([Job("tables", python("-m", "bench.report", "--add", str(visit.rows)), CASE_SECONDS)], fresh=True)
 
@@ -191,7 +190,7 @@ def sanitizer(visit: Visit, pool: Pool) -> None:
     """The tests of the CUDA kernels under each tool of compute-sanitizer."""
     path = sanitize.find()
     if path is None or visit.dry:
-        pool.note = "skipped: nothing runs on a GPU" if visit.dry else f"skipped: {sanitize.MISSING}"
+        pool.note = "nothing runs on a GPU" if visit.dry else sanitize.MISSING
         return
     files = collected(visit, pool, sanitize.TESTS, "gpu")
     for tool in sanitize.TOOLS:
@@ -232,7 +231,7 @@ class Done:
         left = self.left
         if left:
             counts.append(f"left: {', '.join(left[:4])}{f' and {len(left) - 4} more' if len(left) > 4 else ''}")
-        verdict = "FAILED" if self.failed else "left" if left else "ok"
+        verdict = "FAILED" if self.failed else "left" if left else "ok" if self.ended else "skipped"
         return f"  {self.name:<12}{self.seconds:>6.0f} s  {verdict:<8}{'; '.join([*counts, *([self.note] if self.note else [])])}"
 
 
@@ -339,7 +338,6 @@ def main(argv: Sequence[str] | None = None, lacks: Callable[[], str] = missing) 
     visit = Visit(rows, logs, tuple(paths), workers, args.dry_run)
     names = [name for name in STEPS if not args.steps or name in args.steps]
     prepare(visit, names, args.again)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no process is left behind
     done: list[Done] = []
     interrupted = False
     for name in names:

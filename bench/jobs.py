@@ -28,6 +28,9 @@ TICK = 0.05
 LIVES = 6
 """So often a job's process is started; a kernel that fails everywhere would otherwise cost a new process for each of its tests."""
 
+START = 60.0
+"""Seconds that a process has at least before its first item, between items and after its last."""
+
 OWN_GROUP: dict[str, Any] = {"process_group": 0} if sys.version_info >= (3, 11) else {"preexec_fn": os.setpgrp}
 
 
@@ -38,7 +41,7 @@ class Job:
     Args:
         name: for the reader, and for its files.
         words: the command, run at the repository's root.
-        limit: seconds that an item may take, and the time before the first; longer, and it is ended.
+        limit: seconds that an item may take, and a job without items; longer, and the process is ended.
         alone: nothing runs beside it.
         env: more environment variables.
         fine: exit statuses that mean that all went well.
@@ -94,6 +97,7 @@ class Pool:
             self.say(f"{len(found)} of {len(jobs)} were finished by an earlier call")
         waiting = sorted((job for job in jobs if job.name not in found), key=lambda job: job.alone)
         running: list[_Process] = []
+        before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # no process is left behind
         try:
             while (waiting or running) and time.monotonic() < self.deadline:
                 while waiting and len(running) < workers and not (running and (waiting[0].alone or running[0].job.alone)):
@@ -109,6 +113,7 @@ class Pool:
                 found[process.job.name] = self._result(process.job, process.seconds)
             results = [found[job.name] if job.name in found else self._result(job) for job in jobs]
             self.ended += results
+            signal.signal(signal.SIGTERM, before)
         return results
 
     def _result(self, job: Job, seconds: float = 0.0) -> Ended:
@@ -143,7 +148,7 @@ class _Process:
         """Whether the job has come to its end; a process that died in the middle is followed by another one."""
         status = self.process.poll()
         if status is None:
-            if time.time() - self._last_sign() <= self.job.limit:
+            if not self._hangs():
                 return False
             self.kill()
             return self._died(f"took more than {self.job.limit:g} s and was ended")
@@ -154,8 +159,11 @@ class _Process:
             return self._died("")
         return self._finish(status)
 
-    def _last_sign(self) -> float:
-        return max(self.started, self.path.stat().st_mtime if self.path.exists() else 0.0)
+    def _hangs(self) -> bool:
+        waited = time.time() - max(self.started, self.path.stat().st_mtime)
+        if waited <= self.job.limit:
+            return False
+        return waited > START or outcomes.read(self.path)[1] is not None
 
     def kill(self) -> None:
         """End the process and every other one of its group."""

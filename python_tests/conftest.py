@@ -14,12 +14,12 @@ from nmkernels import _capability, testing
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not any("gpu" in item.keywords for item in items):
+    if not any(item.get_closest_marker("gpu") for item in items):
         return
     can, reason = _capability.cuda_device()
     if not can:
         for item in items:
-            if "gpu" in item.keywords:
+            if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason=f"needs an NVIDIA GPU: {reason}"))
 
 

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
 
 from bench import device, quick, runner, targets, targets_cuda
 from bench.device import DeviceMeter, QueueMeter, rotated
 from bench.registry import Provider, Spec
 from bench.timing import take_turns
+from nmkernels import reference
 from python_tests.bench.pretend import gpu
+from python_tests.bench.samples import broken
 
 
 class Simulated:
@@ -166,7 +172,8 @@ def test_cases_of_a_gpu_are_built_and_timed(spec: Spec, monkeypatch: pytest.Monk
     assert rows and all(r.machine == "NVIDIA H200" for r in rows)
     found = {(r.provider, r.metric) for r in rows}
     for target in targets_cuda.TARGETS:
-        if spec in map(_small, target.specs) and not target.provider.endswith(("in kernel", "scratch")):
+        # of Triton and of cuSPARSELt, which are not here
+        if spec in map(_small, target.specs) and not target.provider.endswith(("in kernel", "scratch", "searched")):
             # the CPU's backend in the place of a GPU's; transposable steps and the order of tensor cores are the reference's there
             ordered = "mma.sp" in target.key or target.key.startswith("cuda-gemm-mma")
             ours = "reference" if target.provider.endswith("packs both") or ordered else "cpu"
@@ -213,3 +220,61 @@ def test_a_lost_device_ends_the_run_and_names_the_next_case(monkeypatch: pytest.
     assert outcome.next == 1 and len(outcome.wrong) == 1 and "cannot use cpu any more" in said[-1]
     monkeypatch.setattr(runner, "lost", lambda device: "")
     assert runner.run(specs, "cpu", tmp_path / "a.csv", 0.0).next is None
+
+
+def test_a_capture_that_fails_costs_no_other_provider(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    def other(w: torch.Tensor, n: int, m: int, out: Any = None) -> torch.Tensor:
+        result = reference.mask(w, n, m)
+        return result if out is None else out.copy_(result)
+
+    class Graph:
+        def replay(self) -> None:
+            pass
+
+    @contextmanager
+    def captured(device: str) -> Iterator[Graph]:
+        if os.environ.get("NMKERNELS_BACKEND") == "broken":
+            raise RuntimeError("operation not permitted when stream is capturing")
+        yield Graph()
+
+    spec = Spec("host(nm_mask)", "2:4", "bfloat16", 64, 64)
+    with broken("nm_mask", other, priority=1), gpu(monkeypatch):
+        monkeypatch.setattr("bench.cases.host.captured", captured)
+        outcome = runner.run([spec], "cuda", tmp_path / "a.csv", 0.0)
+    assert [why for _, why in outcome.wrong] == [
+        "timed without nmkernels broken, graph: RuntimeError: operation not permitted when stream is capturing"
+    ]
+    mine = next(r.provider for r in outcome.rows if r.provider.startswith("nmkernels") and "broken" not in r.provider).split(",")[0]
+    found = {r.provider for r in outcome.rows if r.metric == "us"}
+    assert found == {mine, f"{mine}, graph", "nmkernels broken", "torch no-op", "torch graph"}
+    assert {r.provider for r in outcome.rows if r.metric == "us beyond torch's kernels"} == {f"{mine}, graph"}
+
+
+def test_a_backend_that_fails_costs_the_others_no_host_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    def breaks(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("no kernel image")
+
+    with broken("nm_mask", breaks, priority=99), gpu(monkeypatch):
+        outcome = runner.run([Spec("host(nm_mask)", "2:4", "bfloat16", 64, 64)], "cuda", tmp_path / "a.csv", 0.0)
+    assert "timed without nmkernels broken: RuntimeError: no kernel image" in outcome.wrong[0][1]
+    assert "nmkernels cpu" in {r.provider for r in outcome.rows}
+
+
+def test_a_failed_capture_leaves_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = ["before"]
+
+    class Capture:
+        def __enter__(self) -> None:
+            stream[0] = "of the capture"
+
+        def __exit__(self, *error: object) -> None:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph: Capture())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream[0])
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda new: stream.__setitem__(0, new))
+    with pytest.raises(RuntimeError, match="during capture"), device.captured("cuda"):
+        pass
+    assert stream == ["before"]

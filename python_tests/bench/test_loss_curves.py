@@ -55,7 +55,7 @@ def test_one_real_run(name: str, text: list[str], tmp_path: Path, capsys: pytest
         return losses
 
     monkeypatch.setattr(loss_curves, "curve", counted)
-    assert loss_curves.main([*SIZES, *text, "--recipes", name], tmp_path / "rows.csv") == 0
+    assert loss_curves.main([*SIZES, *text, "--recipes", name, "--out", str(tmp_path / "rows.csv")], tmp_path / "not_asked.csv") == 0
     with (tmp_path / "rows.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 3 + 2 * 2 and seen[PACKED] > 0 == seen[REFERENCE] == seen[NUDGED]

@@ -88,6 +88,23 @@ def test_check_notices_stale_tables_and_writes_nothing(tree: tuple[Path, Path], 
     assert f"{path.parent.name}/README.md does not show" in capsys.readouterr().out
 
 
+def test_rows_of_another_folder_are_added(tree: tuple[Path, Path], tmp_path: Path) -> None:
+    visit = tmp_path / "visit"
+    visit.mkdir()
+    new = MASK.format("nmkernels cpu", "share of copy", "0.8,0.85,0.9,").replace("abc1234", "def5678")
+    (visit / "amd.csv").write_text(HEAD + new)
+    (visit / "other.csv").write_text(HEAD + new.replace("AMD, 2 threads", "Intel, 2 threads"))
+    before = (tree[1] / "amd.csv").read_text().splitlines()
+    assert _main(tree, "--add", str(visit)) == 0
+    after = (tree[1] / "amd.csv").read_text().splitlines()
+    assert set(before) - set(after) == {line for line in before if "share of copy" in line}, "the same figure is replaced"
+    assert set(after) - set(before) == {new.strip()}
+    assert (tree[1] / "other.csv").read_text() == (visit / "other.csv").read_text()
+    assert "| fp32 0.85 |" in tree[0].read_text() and "Intel, 2 threads" in tree[0].read_text()
+    # the folder itself is nothing to add
+    assert _main(tree, "--add", str(tree[1])) == 0 and (tree[1] / "amd.csv").read_text().splitlines() == after
+
+
 def test_nothing_measured_is_said(tmp_path: Path) -> None:
     rows = report.load(tmp_path)
     assert report.front(rows, {}) == "No measurements are committed yet."

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench import machine, registry, runner
+from bench import machine, outcomes, registry, runner
 from bench.registry import Provider, Ratio, Spec
 from bench.timing import Timed, on_cpu, take_turns
 from nmkernels import _dispatch, reference
@@ -104,11 +104,26 @@ def test_interrupt_keeps_what_was_done_and_resume_goes_on(tmp_path: Path, monkey
     assert runner.run([MASK], "cpu", out, 0.001, resume=True).skipped == 0
 
 
-def test_the_case_at_hand_is_named_while_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told, out = [], tmp_path / "folder" / "a.csv"
-    monkeypatch.setattr(runner, "measure", lambda spec, device, seconds: told.append(runner.running(out).read_text()) or [])
-    runner.run([MASK, PRUNE], "cpu", out, 0.0, first=5)
-    assert told == [f"5 {MASK}", f"6 {PRUNE}"] and not runner.running(out).exists()
+def test_what_becomes_of_each_case_is_told_and_not_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told, out = tmp_path / "told.jsonl", tmp_path / "folder" / "a.csv"
+    monkeypatch.setenv(outcomes.ENV, str(told))
+    at_hand: list[str | None] = []
+
+    def measure(spec: Spec, device: str, seconds: float) -> list[Any]:
+        at_hand.append(outcomes.read(told)[1])
+        if spec is PRUNE:
+            raise RuntimeError("out of luck")
+        return []
+
+    monkeypatch.setattr(runner, "measure", measure)
+    runner.run([MASK, PRUNE], "cpu", out, 0.0)
+    ended, nothing = outcomes.read(told)
+    assert at_hand == [str(MASK), str(PRUNE)] and nothing is None
+    assert {item: (outcome.what, outcome.why) for item, outcome in ended.items()} == {
+        str(MASK): ("passed", ""),
+        str(PRUNE): ("failed", "not timed, it failed: RuntimeError: out of luck"),
+    }
+    assert runner.run([MASK, PRUNE, LINEAR], "cpu", out, 0.0).skipped == 2 and at_hand[2:] == [str(LINEAR)]
 
 
 def test_second_run_replaces_its_rows(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -83,6 +85,20 @@ def test_a_misspelt_option_is_an_error(checkout):
     done = build(checkout, NMKERNELS_CUDA="maybe")
     assert done.returncode != 0
     assert "use auto, on or off" in done.stderr
+
+
+@needs_sources
+@pytest.mark.parametrize("asked", ["90a-real", ""])
+def test_one_architecture_can_be_asked_for(monkeypatch, asked):
+    """With no wish of the caller's CMake's default holds, and no older build's."""
+    commands = []
+    monkeypatch.setenv("NMKERNELS_CUDA_ARCHITECTURES", asked)
+    monkeypatch.setattr(subprocess, "run", lambda words, **_: commands.append(words) or subprocess.CompletedProcess(words, 0))
+    module = runpy.run_path(str(ROOT / "setup.py"), run_name="setup")
+    module["BuildCore"]._configure(argparse.Namespace(debug=False, _in_place=True))
+    ((*words,),) = commands
+    given = [word for word in words if word.startswith("-DNMKERNELS_CUDA_ARCHITECTURES")]
+    assert given == ([f"-DNMKERNELS_CUDA_ARCHITECTURES={asked}"] if asked else []) and "NMKERNELS_*" in words
 
 
 @needs_sources

@@ -26,7 +26,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     can, reason = _capability.cuda_device()
     for item in (i for i in items if HERE in i.path.parents):
         if interpreted():
-            if "gpu" in item.keywords:
+            if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="TRITON_INTERPRET=1 runs nothing on a GPU"))
         elif "device" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.gpu)

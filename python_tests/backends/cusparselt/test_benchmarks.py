@@ -1,0 +1,80 @@
+"""Benchmarks have a row for the library's default algorithm and one for the fastest that a search finds; neither costs the other."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench import registry, runner
+from bench.registry import Spec
+from bench.runner import Partly
+from nmkernels.backends.cusparselt import Algorithm, _choice, _context, _search
+from python_tests.backends.cusparselt.conftest import forget, routes
+
+DEFAULT, SEARCHED = "nmkernels cusparselt, canonical", "nmkernels cusparselt, canonical, searched"
+SPECS = [Spec("nm_linear(mma.sp)", "2:4", "bfloat16", 32, 64, 16), Spec("nm_linear_wgrad(mma.sp)", "2:4", "bfloat16", 32, 48, 64)]
+each = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.op)
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Algorithm 2 is the fastest; no product of the machine's is timed."""
+    monkeypatch.setattr("bench.machine.matmul_rate", lambda dtype, device: 1e9)
+    monkeypatch.setattr(_search, "_seconds", lambda call, like: (call(), 1.0 if _running() == Algorithm(2) else 2.0)[1])
+
+
+def _running() -> Algorithm:
+    """The algorithm of the plan that was made last."""
+    return list(_context.here(0).plans)[-1][1]
+
+
+def providers(spec: Spec) -> dict[str, registry.Provider]:
+    return {p.name: p for p in registry.build(spec, "cpu").providers}
+
+
+def used(p: registry.Provider) -> Algorithm:
+    """The algorithm that a call of a provider is done by."""
+    with p.under():
+        p.call()
+        return next(found.ready.algorithm if hasattr(found, "ready") else found.algorithm for found in routes().values())
+
+
+@each
+def test_both_are_measured(fake, spec: Spec) -> None:
+    found = {(r.provider, r.metric) for r in runner.measure(spec, "cpu", 0.0)}
+    assert {(name, metric) for name in (DEFAULT, SEARCHED) for metric in ("us", "x dense")} <= found
+
+
+@each
+def test_each_is_done_by_its_own_algorithm(fake, spec: Spec) -> None:
+    every = providers(spec)
+    for _ in range(2):
+        assert used(every[DEFAULT]) == Algorithm() and used(every[SEARCHED]) == Algorithm(2)
+
+
+def test_what_was_stored_before_is_no_default(fake) -> None:
+    spec = SPECS[0]
+    assert used(providers(spec)[SEARCHED]) == Algorithm(2)
+    forget()  # as another process, which finds it on disk
+    assert used(providers(spec)[DEFAULT]) == Algorithm()
+
+
+@pytest.mark.parametrize("lost", [DEFAULT, SEARCHED])
+def test_one_that_fails_costs_itself_alone(fake, lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: object) -> None:
+        raise RuntimeError("no memory to search in")
+
+    if lost == SEARCHED:
+        monkeypatch.setattr("nmkernels.backends.cusparselt.search", fails)
+    else:
+        monkeypatch.setattr(_choice, "first_right", fails)
+    with pytest.raises(Partly, match=f"timed without {lost}: RuntimeError: no memory to search in") as partly:
+        runner.measure(SPECS[0], "cpu", 0.0)
+    found = {r.provider for r in partly.value.rows}
+    assert {DEFAULT, SEARCHED, "torch dense"} - {lost} <= found and lost not in found
+
+
+def test_no_right_algorithm_is_told(fake) -> None:
+    for i in range(4):
+        fake.set(f"wrong:{i}")
+    with pytest.raises(Partly, match="none of its algorithms is right"):
+        runner.measure(SPECS[0], "cpu", 0.0)
