@@ -153,10 +153,10 @@ class _Process:
             self.kill()
             return self._died(f"took more than {self.job.limit:g} s and was ended")
         self.kill()  # what it left behind
+        if outcomes.lost(self.path):  # whatever its exit status, or that of a tool around it
+            return self._died("")
         if status < 0:
             return self._died(f"its process was ended by {signal.Signals(-status).name}")
-        if status == outcomes.LOST:
-            return self._died("")
         return self._finish(status)
 
     def _hangs(self) -> bool:

@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any
 
 ENV, SHARE = "NMKERNELS_OUTCOMES", "NMKERNELS_SHARE"
-LOST = 86
-"""Exit status of pytest after a test that made the device unusable for its process; the tests after it are not begun."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +57,12 @@ def read(path: Path) -> tuple[dict[str, Outcome], str | None]:
             ended[line["item"]] = Outcome(**line)
             at_hand = None if at_hand == line["item"] else at_hand
     return ended, at_hand
+
+
+def lost(path: Path) -> bool:
+    """Whether the last process ended itself before all was run, since it could not use the device any more."""
+    last = [line for line in lines(path) if "starts" in line or "lost" in line]
+    return bool(last) and "lost" in last[-1]
 
 
 def tell(path: Path | None, **line: Any) -> None:
@@ -127,10 +131,11 @@ def pytest_runtest_logfinish(nodeid: str) -> None:
     if found.what == "failed" and torch is not None and torch.cuda.is_initialized():
         import pytest
 
-        from .device import lost
+        from . import device
 
-        if why := lost("cuda"):
-            pytest.exit(f"after {nodeid} this process cannot use the GPU any more: {why}", LOST)
+        if why := device.lost("cuda"):
+            tell(here(), lost=why)
+            pytest.exit(f"after {nodeid} this process cannot use the GPU any more: {why}", 1)
 
 
 def reason(report: Any) -> str:

@@ -229,7 +229,8 @@ def test_the_gpus_architecture_alone_is_built(asked, capability, built: str, mon
     (compile,), (core,) = (jobs for jobs, _ in asked)
     assert compile.words[1:] == ("setup.py", "build_ext", "--inplace") and core.words[1] == "-c"
     assert compile.env["NMKERNELS_CUDA_ARCHITECTURES"] == built
-    assert f'"{built};' in (text := (ROOT / "cmake" / "architectures.cmake").read_text()) or f";{built}" in text
+    listed = ROOT / "cmake" / "architectures.cmake"  # in a source checkout
+    assert not listed.exists() or built in re.findall(r"[0-9]+a?-[a-z]+", listed.read_text().split("set(")[1])
 
 
 def test_the_build_tells_what_it_built(tmp_path: Path) -> None:

@@ -31,17 +31,18 @@ for word in sys.argv[1:]:
         os.kill(os.getpid(), signal.SIGSEGV)
     if what in ("hang", "slow"):
         time.sleep(600 if what == "hang" else 0.4)
-    bad += what in ("fail", "lost")
-    outcomes.end(path, outcomes.Outcome(item, "failed" if what in ("fail", "lost") else "passed", what))
-    if what == "lost":
-        os._exit(outcomes.LOST)
+    bad += what in ("fail", "lost", "aborts")
+    outcomes.end(path, outcomes.Outcome(item, "failed" if what in ("fail", "lost", "aborts") else "passed", what))
+    if what in ("lost", "aborts"):
+        outcomes.tell(path, lost="an illegal memory access")
+        os.abort() if what == "aborts" else os._exit(9)
 print("ends", time.time())
 sys.exit(bool(bad))
 """
 
 
 def job(name: str, *items: str, limit: float = math.inf, alone: bool = False) -> Job:
-    """A job whose items pass, ``=fail``, ``=crash``, ``=hang``, are ``=slow``, or lose the device (``=lost``)."""
+    """A job whose items pass, ``=fail``, ``=crash``, ``=hang``, are ``=slow``, or lose the device (``=lost``, ``=aborts``)."""
     return Job(name, (sys.executable, "-c", ITEMS, *items), limit, alone)
 
 
@@ -64,7 +65,13 @@ def ran(folder: Path, name: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("what", "why"),
-    [("crash", "its process was ended by SIGSEGV"), ("hang", "took more than 0.5 s and was ended"), ("lost", "lost"), ("fail", "fail")],
+    [
+        ("crash", "its process was ended by SIGSEGV"),
+        ("hang", "took more than 0.5 s and was ended"),
+        ("lost", "lost"),
+        ("aborts", "aborts"),
+        ("fail", "fail"),
+    ],
 )
 def test_what_goes_wrong_costs_one_item(tmp_path: Path, what: str, why: str) -> None:
     here = pool(tmp_path)
