@@ -56,6 +56,7 @@ PLAIN = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 """No plugins of this machine's: none is needed."""
 
 NO_TESTS_LEFT = 5
+TESTS = ("python_tests",)
 SOURCES = ("nmkernels", "csrc", "cmake", "python_tests", "bench")
 SUFFIXES = {".py", ".c", ".cpp", ".h", ".cu", ".cuh", ".cmake", ".txt", ".toml"}
 CORE = "from nmkernels import _capability as c; print(c.compiled_core().reason); raise SystemExit(not c.compiled_core().ok)"
@@ -192,7 +193,7 @@ def sanitizer(visit: Visit, pool: Pool) -> None:
     if path is None or visit.dry:
         pool.note = "nothing runs on a GPU" if visit.dry else sanitize.MISSING
         return
-    files = collected(visit, pool, sanitize.TESTS, "gpu")
+    files = collected(visit, pool, sanitize.TESTS if visit.tests == TESTS else visit.tests, "gpu")
     for tool in sanitize.TOOLS:
         jobs = test_jobs(
             [file for file in files if not file[2]], "gpu", SANITIZED_SECONDS, sanitize.command(path, tool), ("-k", sanitize.CHOSEN),
@@ -312,7 +313,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("steps", nargs="*", metavar="STEP", help=f"{', '.join(STEPS)}; all if none is named")
     parser.add_argument("--out", type=Path, metavar="DIR", help="for rows, logs and what was done; else bench/results and build/gpu")
-    parser.add_argument("--tests", nargs="+", metavar="PATH", help="test files and folders to look in, by default all")
+    parser.add_argument("--tests", nargs="+", metavar="PATH", help="test files and folders to look in, by default all there are")
     parser.add_argument(
         "--jobs", type=int, metavar="N", help=f"test processes at a time, by default half the CPU cores, at most {MOST_WORKERS}"
     )
@@ -333,7 +334,7 @@ def main(argv: Sequence[str] | None = None, lacks: Callable[[], str] = missing) 
         return 2
     logs = (args.out or ROOT / "build" / ("gpu-dry" if args.dry_run else "gpu")).resolve()
     rows = logs if args.out or args.dry_run else ROOT / "bench" / "results"
-    paths = args.tests or ["python_tests/backends/cuda" if args.dry_run else "python_tests"]
+    paths = args.tests or (sanitize.TESTS if args.dry_run else TESTS)
     workers = args.jobs or max(1, min(MOST_WORKERS, (os.cpu_count() or 1) // 2))
     visit = Visit(rows, logs, tuple(paths), workers, args.dry_run)
     names = [name for name in STEPS if not args.steps or name in args.steps]

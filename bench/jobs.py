@@ -157,6 +157,8 @@ class _Process:
             return self._died("")
         if status < 0:
             return self._died(f"its process was ended by {signal.Signals(-status).name}")
+        if outcomes.read(self.path)[1] is not None:
+            return self._died(f"its process ended in the middle of it, with exit status {status}")
         return self._finish(status)
 
     def _hangs(self) -> bool:

@@ -29,6 +29,8 @@ for word in sys.argv[1:]:
     print("runs", item, time.time(), flush=True)
     if what == "crash":
         os.kill(os.getpid(), signal.SIGSEGV)
+    if what == "exit":
+        os._exit(0)
     if what in ("hang", "slow"):
         time.sleep(600 if what == "hang" else 0.4)
     bad += what in ("fail", "lost", "aborts")
@@ -42,7 +44,7 @@ sys.exit(bool(bad))
 
 
 def job(name: str, *items: str, limit: float = math.inf, alone: bool = False) -> Job:
-    """A job whose items pass, ``=fail``, ``=crash``, ``=hang``, are ``=slow``, or lose the device (``=lost``, ``=aborts``)."""
+    """A job whose items pass, ``=fail``, ``=crash``, ``=hang``, ``=exit``, are ``=slow``, or lose the device (``=lost``, ``=aborts``)."""
     return Job(name, (sys.executable, "-c", ITEMS, *items), limit, alone)
 
 
@@ -68,6 +70,7 @@ def ran(folder: Path, name: str) -> list[str]:
     [
         ("crash", "its process was ended by SIGSEGV"),
         ("hang", "took more than 0.5 s and was ended"),
+        ("exit", "its process ended in the middle of it, with exit status 0"),
         ("lost", "lost"),
         ("aborts", "aborts"),
         ("fail", "fail"),
