@@ -40,6 +40,7 @@ class Attachment:
 
     def __init__(self, handle: Handle, optimizer: torch.optim.Optimizer, layers: dict[str, NMWeight], primary: bool) -> None:
         self.handle, self.optimizer, self.layers, self.primary = handle, optimizer, layers, primary
+        self.masked = masked_adamw(optimizer)
         self.stats: Tensor | None = None
         self.observed: Tensor | None = None
         self.numel = 0
@@ -57,8 +58,8 @@ class Attachment:
             ]
         for layer in layers.values():
             layer.used.attached = True
-        if isinstance(optimizer, MaskedAdamW):
-            optimizer.targets = {layer.weight: Target(layer.pattern, layer.transposed, layer.penalty) for layer in layers.values()}
+        if self.masked is not None:
+            self.masked.targets = {layer.weight: Target(layer.pattern, layer.transposed, layer.penalty) for layer in layers.values()}
 
     @property
     def group0(self) -> dict[str, Any]:
@@ -76,26 +77,28 @@ class Attachment:
         """The optimizer, where it masks, decays and counts in its own pass over memory."""
         stage = self.handle.stage
         outside = stage.fixed or (stage.transform is not None and not stage.transform.by_magnitude)
-        return self.optimizer if isinstance(self.optimizer, MaskedAdamW) and not outside else None
+        return None if outside else self.masked
 
     def apply(self, stage: Stage) -> None:
         """Tell the optimizer how to update from now on."""
-        if isinstance(self.optimizer, MaskedAdamW):
-            self.optimizer.rule = stage.rule if self.own_pass is not None else replace(stage.rule, masked=False, decay=0.0)
+        if self.masked is not None:
+            self.masked.rule = stage.rule if self.own_pass is not None else replace(stage.rule, masked=False, decay=0.0)
             for layer in self.layers.values():
-                if layer.weight in self.optimizer.targets:
-                    self.optimizer.targets[layer.weight].pattern = layer.mask_pattern
+                if layer.weight in self.masked.targets:
+                    self.masked.targets[layer.weight].pattern = layer.mask_pattern
 
     def detach(self) -> None:
         """Take every trace of the recipe out of the optimizer."""
         for remover in self._removers:
             remover.remove()
-        self.group0.pop(STATE_KEY, None)
+        for optimizer in (self.optimizer, inner(self.optimizer)):  # ZeRO copies what stands in the groups of the one to the other
+            for group in optimizer.param_groups[:1]:
+                group.pop(STATE_KEY, None)
         for layer in self.layers.values():
             layer.used.attached = False
             layer.used.release()
-        if isinstance(self.optimizer, MaskedAdamW):
-            self.optimizer.forget()
+        if self.masked is not None:
+            self.masked.forget()
 
     # ---- around a step
 
@@ -155,6 +158,8 @@ class Attachment:
     @torch.no_grad()
     def _after(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         own = self.own_pass
+        if self.primary:
+            self.group0[STATE_KEY] = self.handle.state  # ZeRO puts the loaded groups in their place after the hooks of a load
         self._settle()
         if own is not None:
             new, self.numel = own.stats, own.stats_numel
@@ -185,8 +190,8 @@ class Attachment:
         """The sums that MaskedAdamW gives for free, for any other optimizer and for held masks, which it does not know."""
         found_inf = getattr(self.optimizer, "found_inf", None)
         values = dict.fromkeys(ops.STATS, torch.zeros((), dtype=torch.float64))
-        if isinstance(self.optimizer, MaskedAdamW) and self.optimizer.stats is not None:
-            values.update(zip(ops.STATS, self.optimizer.stats, strict=True))
+        if self.masked is not None and self.masked.stats is not None:
+            values.update(zip(ops.STATS, self.masked.stats, strict=True))
         values["applied"] = torch.ones((), dtype=torch.float64) if found_inf is None else (found_inf == 0).double().reshape(())
         if self._pruned is not None:
             values["pruned_abs"], values["pruned_grad_abs"] = self._pruned
@@ -236,13 +241,13 @@ class Attachment:
 
     def second_moments(self) -> list[Tensor]:
         """The raw ``exp_avg_sq`` of the swapped weights, where the optimizer keeps one."""
-        states = [self.optimizer.state.get(layer.weight, {}) for layer in self.layers.values()]
+        states = [inner(self.optimizer).state.get(layer.weight, {}) for layer in self.layers.values()]
         return [s["exp_avg_sq"] for s in states if "exp_avg_sq" in s]
 
     def step_counter(self) -> Tensor | None:
         """The optimizer's own step count of the first swapped weight that has one."""
         for layer in self.layers.values():
-            step = self.optimizer.state.get(layer.weight, {}).get("step")
+            step = inner(self.optimizer).state.get(layer.weight, {}).get("step")
             if step is not None:
                 return torch.as_tensor(step)
         return None
@@ -271,6 +276,46 @@ def _doubting(layers: dict[str, NMWeight]) -> Callable[..., None]:
             one.doubt()
 
     return stepped
+
+
+def unwrapped(given: Any) -> torch.optim.Optimizer:
+    """The optimizer whose step hooks run: ``given``, or the one inside it where it is a wrapper of Accelerate's or Lightning's kind.
+
+    ZeRO stays: its hooks run once the ranks have the new weights, and its own ``step`` calls that of the optimizer inside.
+
+    Raises:
+        RecipeError: there is no such optimizer.
+    """
+    found = given
+    while "_optimizer_step_pre_hooks" not in getattr(found, "__dict__", {}):
+        # a learning rate scheduler has an optimizer as well, but nothing to step it by
+        wraps = all(hasattr(found, name) for name in ("step", "zero_grad", "param_groups"))
+        inside = next((vars(found)[name] for name in ("optimizer", "_optimizer") if name in vars(found)), None) if wraps else None
+        if inside is None:
+            several = "; give several one by one, attach(first, second)" if isinstance(given, (list, tuple, dict)) else ""
+            raise RecipeError(
+                f"attach: {type(given).__name__} is no optimizer with torch's step hooks, nor a wrapper with one in its attribute "
+                f"'optimizer'. Give a torch.optim.Optimizer{several}."
+            )
+        found = inside
+    if getattr(found, "_overlap_with_ddp", False):
+        raise RecipeError(
+            "attach: ZeroRedundancyOptimizer updates inside backward, without step hooks, with overlap_with_ddp=True; leave it out."
+        )
+    return found
+
+
+def inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer that updates the weights and keeps their moments: that of this rank's share inside ZeRO, else ``optimizer``."""
+    zero = any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__)
+    return optimizer.optim if zero else optimizer  # type: ignore[attr-defined]
+
+
+def masked_adamw(optimizer: torch.optim.Optimizer) -> MaskedAdamW | None:
+    """The ``MaskedAdamW`` that updates every weight of ``optimizer``, so that it can mask and count; None with ZeRO over several ranks."""
+    found = inner(optimizer)
+    alone = found is optimizer or optimizer.world_size == 1  # type: ignore[attr-defined]
+    return found if alone and isinstance(found, MaskedAdamW) else None
 
 
 def group_of(optimizer: torch.optim.Optimizer, layers: dict[str, NMWeight]) -> dict[str, Any]:

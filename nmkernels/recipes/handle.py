@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..autograd import STRAIGHT_THROUGH, WeightTransform
 from ..nn import NMWeight
 from ..pattern import RecipeError
-from .attach import STATE_KEY, Attachment, group_of, is_attached, require_learned
+from .attach import STATE_KEY, Attachment, group_of, inner, is_attached, masked_adamw, require_learned, unwrapped
 from .base import State
 from .driver import Driver
 from .final import make_nm, require_ran, warn_early
@@ -32,34 +32,38 @@ class Handle(Driver):
     def attach(self, *optimizers: torch.optim.Optimizer) -> Any:
         """Hook the recipe into one or several optimizers and return them as they came.
 
+        Accelerate's and Lightning's wrappers are looked into, and ``ZeroRedundancyOptimizer`` is one of torch's own.
+
         The hooks run inside ``optimizer.step()``, after unscaling, accumulation and clipping, also with a closure or a ``GradScaler``.
         Give several optimizers in the order in which they step: the last one that owns a swapped weight keeps the schedule, which
         advances when it has stepped.
 
         Raises:
-            RecipeError: none of them updates a swapped weight, one has a recipe already, the recipe cannot run with it, or it cannot
-                choose its masks. CheckpointError: the optimizer has loaded the state of another recipe. Nothing has changed then.
+            RecipeError: one is no optimizer, none of them updates a swapped weight, one has a recipe already, the recipe cannot run with
+                it, or it cannot choose its masks. CheckpointError: the optimizer has loaded the state of another recipe. Nothing has
+                changed then.
         """
         if self.finished:
             raise RecipeError("attach: the recipe is finished; sparsify_ the model again to train on.")
         if self._attachments:
             raise RecipeError("attach: this handle has its optimizers already; give all of them in one call, attach(opt1, opt2).")
-        owners = [(optimizer, owned) for optimizer in optimizers if (owned := self._owned(optimizer))]
+        stepped = tuple(map(unwrapped, optimizers))
+        owners = [(optimizer, owned) for optimizer in stepped if (owned := self._owned(optimizer))]
         if not owners:
             raise RecipeError(
                 "attach: none of the optimizers updates a weight of the swapped layers. Build it from model.parameters() of the very model "
                 "given to sparsify_ (before a wrapper copies the parameters)."
             )
         for optimizer, _ in owners:
-            self.recipe.check_optimizer(optimizer)
+            self.recipe.check_optimizer(masked_adamw(optimizer) or optimizer)
             if is_attached(optimizer):
                 raise RecipeError("attach: the optimizer drives the recipe of another model already; give each model its own optimizer.")
-        require_learned(self.layers, optimizers)
+        require_learned(self.layers, stepped)
         last, owned = owners[-1]
         loaded: State | None = last.param_groups[0].get(STATE_KEY)
         if loaded is not None:
             self.check_state(loaded, group_of(last, owned))
-        self._optimizers = optimizers
+        self._optimizers = tuple(map(inner, stepped))
         self._attachments = [Attachment(self, o, layers, primary=o is last) for o, layers in owners]
         primary = self._attachments[-1]
         try:

@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import ops
 from ..autograd import HardMask
 from ..nn import NMWeight
-from ..optim import MaskedAdamW, merge_stats
+from ..optim import merge_stats
 from .attach import Attachment
 from .base import Recipe, Stage, State
 
@@ -43,7 +43,7 @@ def figures(
     # the optimizer counts what M(W) ⊙ W would leave; any other transform has to be asked
     density = s["nonzeros"] / numel if stage.transform is None or isinstance(stage.transform, HardMask) else _density(layers)
     common = {"flip_rate": s["flips"] / numel, "density": density, "phase": phase, "decay_ratio": ratio}
-    told = any(isinstance(a.optimizer, MaskedAdamW) for a in parts)
+    told = any(a.masked is not None for a in parts)
     return {**common, **own, **_kept_gain(state or {}), **({"max_update": s["max_update"]} if told else {})}
 
 

@@ -17,12 +17,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 import nmkernels as nm
 
+if dist.is_available():
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
 RANKS, STEPS = 2, 10
 RECIPES = {
     "srste": nm.recipes.SRSTE("2:4", decay=1e-3),
     "step": nm.recipes.STEP("2:4", t_min=2, t_max=5),
     "srste_packed": nm.recipes.SRSTE("2:4", decay=1e-3, packed=True),
     "sste": nm.recipes.SSTE("2:4", seed=1),
+    "srste_zero": nm.recipes.SRSTE("2:4", decay=1e-3),
+    "asp_zero": nm.recipes.ASP("2:4", prune_at=4),
 }
 
 
@@ -35,11 +40,21 @@ def shard(step: int, rank: int) -> torch.Tensor:
     return torch.randn(8, 32, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-def train(model: nn.Module, recipe: nm.recipes.Recipe, wrap, batch) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+def alone(recipe: nm.recipes.Recipe, params) -> torch.optim.Optimizer:
+    """The recipe's optimizer."""
+    return recipe.optimizer(params, lr=1e-2)
+
+
+def sharded(recipe: nm.recipes.Recipe, params) -> torch.optim.Optimizer:
+    """The recipe's optimizer with its moments shared out among the ranks, ZeRO-1."""
+    return ZeroRedundancyOptimizer(params, optimizer_class=nm.optim.MaskedAdamW, lr=1e-2)
+
+
+def train(model: nn.Module, recipe: nm.recipes.Recipe, wrap, batch, optimizer_of) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """``STEPS`` steps of ``recipe``; the model, finished, and its last metrics."""
     handle = nm.sparsify_(model, recipe)
     wrapped = wrap(model)
-    optimizer = handle.attach(recipe.optimizer(wrapped.parameters(), lr=1e-2))
+    optimizer = handle.attach(optimizer_of(recipe, wrapped.parameters()))
     for step in range(STEPS):
         x = batch(step)
         optimizer.zero_grad()
@@ -55,7 +70,8 @@ def worker(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS, timeout=timedelta(seconds=60))
     for name, recipe in RECIPES.items():
-        model, metrics = train(build(), recipe, DistributedDataParallel, lambda step, r=rank: shard(step, r))
+        optimizer_of = sharded if name.endswith("_zero") else alone
+        model, metrics = train(build(), recipe, DistributedDataParallel, lambda step, r=rank: shard(step, r), optimizer_of)
         torch.save({"model": model.state_dict(), "metrics": metrics}, Path(folder, f"{name}-{rank}.pt"))
     gc.collect()  # reducers hold the group, and lie in cycles with their models
     dist.barrier()
@@ -72,12 +88,14 @@ def test_ranks_agree_with_each_other_and_with_one_process(tmp_path: Path) -> Non
     for name, recipe in RECIPES.items():
         results = [torch.load(tmp_path / f"{name}-{rank}.pt") for rank in range(RANKS)]
         # the same data in one batch: the mean of the two shards' gradients is its gradient
-        whole, metrics = train(build(), recipe, lambda m: m, lambda step: torch.cat([shard(step, rank) for rank in range(RANKS)]))
+        whole, metrics = train(build(), recipe, lambda m: m, lambda step: torch.cat([shard(step, rank) for rank in range(RANKS)]), alone)
         for key, want in whole.state_dict().items():
             assert torch.equal(results[0]["model"][key], results[1]["model"][key]), (name, key)
             if name != "sste":  # other batches draw other estimates
                 torch.testing.assert_close(results[0]["model"][key], want, atol=1e-5, rtol=1e-4)
-        for key in metrics:
+        # no rank's share of the optimizer sees the largest update of all
+        assert metrics.keys() - results[0]["metrics"].keys() == ({"max_update"} if name.endswith("_zero") else set())
+        for key in results[0]["metrics"]:
             ours, theirs = (result["metrics"][key] for result in results)
             if key.startswith("seed"):
                 assert ours[0] != theirs[0] and ours[1] == theirs[1] == STEPS, "each rank draws by itself"

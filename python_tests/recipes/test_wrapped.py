@@ -1,0 +1,236 @@
+"""Optimizers inside the wrappers of Accelerate, Lightning and ZeRO: the same training, the same resume, and words for what is none."""
+
+import copy
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import nmkernels as nm
+from nmkernels.optim import MaskedAdamW
+from nmkernels.recipes import ASP, SRSTE, STEP
+from python_tests.recipes.loop import Adam, batches, distance, loss_of, mlp, snapshot
+from python_tests.recipes.test_attach import states_equal
+
+KEYWORDS = Adam(lr=1e-2).keywords
+RECIPES = {
+    "srste": SRSTE("2:4", decay=0.1),
+    "step": STEP("2:4", t_min=2, t_max=6, threshold=1e-30),
+    "asp": ASP("2:4", prune_at=3),
+}
+KINDS = [(name, kind) for name in RECIPES for kind in (MaskedAdamW, torch.optim.AdamW) if (name, kind) != ("step", torch.optim.AdamW)]
+
+
+class LikeAccelerate(torch.optim.Optimizer):
+    """Is an ``Optimizer`` whose own state was never made, as ``accelerate.optimizer.AcceleratedOptimizer`` is."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    state = property(lambda self: self.optimizer.state)
+    param_groups = property(lambda self: self.optimizer.param_groups)
+    defaults = property(lambda self: self.optimizer.defaults)
+
+    def state_dict(self):
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict):
+        self.optimizer.load_state_dict(state_dict)
+
+    def zero_grad(self, set_to_none=True):
+        self.optimizer.zero_grad(set_to_none)
+
+    def step(self, closure=None):
+        self.optimizer.step(closure)
+
+
+class LikeLightning:
+    """Takes the class of what it holds and passes on what it has not, as ``lightning.pytorch.core.optimizer.LightningOptimizer`` does."""
+
+    def __init__(self, optimizer):
+        self._optimizer = optimizer
+        self.__class__ = type("Lightning" + type(optimizer).__name__, (LikeLightning, type(optimizer)), {})
+
+    def __getattr__(self, name):
+        return getattr(self._optimizer, name)
+
+    def state_dict(self):
+        return self._optimizer.state_dict()
+
+    def load_state_dict(self, state_dict):
+        self._optimizer.load_state_dict(state_dict)
+
+    def zero_grad(self, set_to_none=True):
+        self._optimizer.zero_grad(set_to_none)
+
+    def step(self, closure=None):
+        return self._optimizer.step(closure)
+
+
+@contextmanager
+def one_process(folder):
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 1), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture(params=["accelerate", "lightning", "both", "zero", "accelerate itself"])
+def wrapped(request, tmp_path):
+    """``make(params, kind)``: an optimizer in its wrapper, and ``saved(it)``: its state dict."""
+    if request.param == "zero":
+        if not dist.is_available() or not dist.is_gloo_available():
+            pytest.skip("torch is built without gloo")
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        def saved(optimizer):
+            optimizer.consolidate_state_dict()
+            return optimizer.state_dict()
+
+        with one_process(tmp_path):
+            yield lambda params, kind: ZeroRedundancyOptimizer(params, optimizer_class=kind, **KEYWORDS), saved
+        return
+    if request.param == "accelerate itself":
+        accelerator = pytest.importorskip("accelerate").Accelerator(cpu=True)
+        wrap = accelerator.prepare_optimizer
+    else:
+        wrap = {
+            "accelerate": LikeAccelerate,
+            "lightning": LikeLightning,
+            "both": lambda optimizer: LikeAccelerate(LikeLightning(optimizer)),
+        }[request.param]
+    yield lambda params, kind: wrap(kind(params, **KEYWORDS)), lambda optimizer: optimizer.state_dict()
+
+
+def train(model, optimizer, data):
+    for batch in data:
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        optimizer.step()
+
+
+def start(recipe, make):
+    model = mlp()
+    handle = nm.sparsify_(model, recipe)
+    optimizer = make(model.parameters())
+    assert handle.attach(optimizer) is optimizer, "the wrapper comes back, not what is in it"
+    return model, handle, optimizer
+
+
+@pytest.mark.parametrize(("name", "kind"), KINDS, ids=lambda x: getattr(x, "__name__", x))
+def test_training_and_resuming_through_a_wrapper_is_that_without(wrapped, name, kind):
+    make, saved = wrapped
+    recipe, data = RECIPES[name], batches(12)
+    want, plain, other = start(recipe, lambda params: kind(params, **KEYWORDS))
+    train(want, other, data)
+    model, handle, optimizer = start(recipe, lambda params: make(params, kind))
+    # twice, since what the second one saves is not what the first one loaded
+    for part in (data[:4], data[4:8], data[8:]):
+        train(model, optimizer, part)
+        state = copy.deepcopy(saved(optimizer))
+        assert states_equal(state["param_groups"][0]["nm_recipe"], handle.state)
+        weights, metrics = snapshot(model), handle.metrics()
+        model, handle, optimizer = start(recipe, lambda params: make(params, kind))
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(state)
+    assert distance(weights, snapshot(want)) == 0.0
+    expected = plain.metrics()
+    assert metrics.keys() == expected.keys()
+    for key in metrics:
+        assert metrics[key].item() == expected[key].item(), key
+    assert states_equal(handle.state, plain.state)
+
+
+def test_nothing_of_the_recipe_is_left_in_a_wrapper(wrapped):
+    make, saved = wrapped
+    model, handle, optimizer = start(RECIPES["srste"], lambda params: make(params, torch.optim.AdamW))
+    train(model, optimizer, batches(2))
+    handle.remove()
+    train(model, optimizer, batches(2))
+    assert "nm_recipe" not in saved(optimizer)["param_groups"][0]
+
+
+def test_a_wrapper_s_optimizer_is_attached_once():
+    model = mlp()
+    handle = nm.sparsify_(model, RECIPES["srste"])
+    optimizer = torch.optim.AdamW(model.parameters())
+    handle.attach(LikeAccelerate(optimizer))
+    other = nm.sparsify_(mlp(), RECIPES["srste"])
+    optimizer.add_param_group({"params": list(other.model.parameters())})
+    with pytest.raises(nm.RecipeError, match="another model"):
+        other.attach(LikeLightning(optimizer))
+
+
+class NotEnough(torch.optim.Optimizer):
+    def __init__(self):
+        """Never calls that of its base class."""
+
+
+@pytest.mark.parametrize(
+    "thing", ["parameters", "adamw", None, "list", "scheduler", "unmade", "class"], ids=lambda x: x if isinstance(x, str) else "none"
+)
+def test_what_is_no_optimizer_is_refused_in_words(thing):
+    model = mlp()
+    handle = nm.sparsify_(model, RECIPES["srste"])
+    optimizer = torch.optim.AdamW(model.parameters())
+    given = {
+        "parameters": model.parameters(),
+        "list": [optimizer],
+        "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1),
+        "unmade": NotEnough(),
+        "class": torch.optim.AdamW,
+    }.get(thing, thing)
+    with pytest.raises(nm.RecipeError, match=r"attach: \w+ is no optimizer") as error:
+        handle.attach(given)
+    assert ("one by one" in str(error.value)) == (thing == "list")
+    assert not optimizer._optimizer_step_pre_hooks
+    assert handle.attach(optimizer) is optimizer
+
+
+def test_zero_that_updates_inside_backward_is_refused(tmp_path):
+    optim = pytest.importorskip("torch.distributed.optim")
+    with one_process(tmp_path):
+        model = mlp()
+        zero = optim.ZeroRedundancyOptimizer(model.parameters(), optimizer_class=optim._FunctionalAdamW, overlap_with_ddp=True)
+        with pytest.raises(nm.RecipeError, match="overlap_with_ddp"):
+            nm.sparsify_(model, RECIPES["srste"]).attach(zero)
+
+
+def test_lightning_itself(tmp_path):
+    """Manual optimization hands out wrapped optimizers; the automatic one steps the attached one with a closure."""
+    lightning = pytest.importorskip("lightning")
+    recipe, data = RECIPES["srste"], batches(8)
+
+    class Module(lightning.LightningModule):
+        def __init__(self, automatic):
+            super().__init__()
+            self.net, self.automatic_optimization = mlp(), automatic
+            self.handle = nm.sparsify_(self.net, recipe)
+
+        def on_train_start(self):
+            wrapper = self.optimizers()
+            assert self.handle.attach(wrapper) is wrapper
+
+        def training_step(self, batch, _):
+            loss = loss_of(self.net, batch)
+            if not self.automatic_optimization:
+                optimizer = self.optimizers()
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                optimizer.step()
+            return loss
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.net.parameters(), **KEYWORDS)
+
+    want, plain, other = start(recipe, lambda params: torch.optim.AdamW(params, **KEYWORDS))
+    train(want, other, data)
+    for automatic in (True, False):
+        module = Module(automatic)
+        quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+        trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", default_root_dir=tmp_path, **quiet)
+        trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=None))
+        assert distance(snapshot(module.net), snapshot(want)) == 0.0
+        assert module.handle.metrics()["decay_ratio"].item() == plain.metrics()["decay_ratio"].item() > 0
