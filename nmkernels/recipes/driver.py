@@ -16,6 +16,7 @@ from .adapters import add_adapters
 from .attach import STATE_KEY, Attachment
 from .base import Observed, Recipe, Stage, State
 from .channels import Channels
+from .final import Gradients
 from .fixed import FixedMasks
 from .held import Held
 from .learned import Standstill
@@ -49,6 +50,7 @@ class Driver:
         self._feed({})
         self.held.ensure({})
         self.standstill = Standstill(model, layers, recipe.freezes)
+        self.gradients = Gradients(layers)
 
     def _one(self, transform: WeightTransform) -> WeightTransform:
         # one object of each kind for the whole run: a compiled model guards on its identity
@@ -97,6 +99,7 @@ class Driver:
         parts = [a for a in self._attachments if a.observed is not None]
         if not parts:
             return
+        self.gradients.end()
         seen = Observed(
             stats=summed(a.observed for a in parts if a.observed is not None),
             numel=sum(a.numel for a in parts),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 
 import torch
+from torch import Tensor
 
 from .. import ops
 from ..autograd import STRAIGHT_THROUGH, WeightTransform
@@ -20,6 +21,41 @@ def require_ran(layers: dict[str, NMWeight]) -> None:
         raise RecipeError(
             f"finish: these swapped layers never ran: {', '.join(idle)}. Their parent probably reads the weight itself, so it was "
             "never masked. Leave them out with filter_fn, or call finish(allow_unused=True) if the model was not meant to run."
+        )
+
+
+class Gradients:
+    """Sees whether a swapped layer gets a gradient before any attached optimizer has stepped: then somebody trains without the recipe.
+
+    A pruned model that is only run, calibrated or adopted gets none. Hooks of the Parameters see it: a ``.grad`` may be older than the
+    recipe, and is often cleared after a step. A weight that is frozen at first, or replaced by ``load_state_dict(assign=True)``, has none.
+    """
+
+    def __init__(self, layers: dict[str, NMWeight]) -> None:
+        self.seen = False
+        self.warned: set[str] = set()
+        trained = [p for layer in layers.values() for p in (layer.weight, *layer.learned().values()) if p.requires_grad]
+        self._removers = [p.register_post_accumulate_grad_hook(self._see) for p in trained]
+
+    def _see(self, p: Tensor) -> None:
+        self.seen = True
+
+    def end(self) -> None:
+        """Watch no longer."""
+        while self._removers:
+            self._removers.pop().remove()
+
+    def warn(self, verb: str, recipe: Recipe, attached: bool) -> None:
+        """Warn if there were gradients, once for each ``verb``; ``attached``: there is an optimizer, and it has not stepped."""
+        if not self.seen or verb in self.warned:
+            return
+        self.warned.add(verb)
+        missing = "no attached optimizer has made a step" if attached else "no optimizer was ever attached"
+        warnings.warn(
+            f"{verb}: the swapped layers got gradients, but {missing}. So nothing happened of what the recipe {recipe.name} does in "
+            "optimizer steps (its schedule, decay, held masks, metrics). Before training, call handle.attach with the very optimizer "
+            "that steps.",
+            stacklevel=3,
         )
 
 

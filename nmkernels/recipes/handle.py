@@ -93,8 +93,11 @@ class Handle(Driver):
         ``flip_rate``: mask bits changed by the last step / maskable weights (a swap counts 2). ``density``: non-zeros of the weights
         used / maskable weights. ``phase``: see the recipe. ``decay_ratio``: λΣ|w| / Σ|g| over pruned weights. ``max_update``: the largest
         |m̂/D| before any clamp, where the optimizer tells. ``kept_gain``: what reordering channels before pruning has won, where ASP did.
-        Further ones are the recipe's own.
+        Further ones are the recipe's own. Where no optimizer was ever attached, so that nothing was counted, ``flip_rate`` and
+        ``decay_ratio`` are NaN, and it is said in a warning once the layers get gradients.
         """
+        if self._state is None and not self.finished:
+            self.gradients.warn("metrics", self.recipe, attached=False)
         return figures(self._attachments, self.layers, self.recipe, self.stage, self._state)
 
     @contextmanager
@@ -159,7 +162,7 @@ class Handle(Driver):
         """End the recipe and leave ``recipe.final``: every weight exactly N:M, asserted; the same with adapters; or the dense model back.
 
         Hooks are removed. Layers stay SparseLinear with pruned weights, ready for ``compress_``, until ``remove()``. An adapter stays the
-        layer's Parameters ``nm_left`` and ``nm_right``.
+        layer's Parameters ``nm_left`` and ``nm_right``. It warns if layers got gradients and the recipe saw no step of an optimizer.
 
         Args:
             allow_unused: accept layers that never ran, for instance when a model pruned elsewhere is adopted without running it.
@@ -170,6 +173,8 @@ class Handle(Driver):
         if self.finished:
             return self.model
         require_ran({} if allow_unused else self.layers)
+        if all(attachment.stats is None for attachment in self._attachments):
+            self.gradients.warn("finish", self.recipe, attached=bool(self._attachments))
         warn_early(self.recipe, self.recipe.unready(self.state) if self._attachments else "")
         if self.recipe.final != "dense":
             if not self._attachments:
@@ -177,6 +182,7 @@ class Handle(Driver):
             make_nm(self.layers, self._final_transforms())
         self._detach()
         self.standstill.end()
+        self.gradients.end()
         self.finished = True
         if self.recipe.final == "dense":
             self.remove()
@@ -200,6 +206,7 @@ class Handle(Driver):
         """
         self._detach()
         self.standstill.end()
+        self.gradients.end()
         self.finished = True
         self.activations.restore()
         return densify_(self.model)

@@ -27,14 +27,16 @@ def figures(
     """Common figures and the recipe's own as 0-d tensors; nothing here waits for the device.
 
     flip_rate = flips / weights, density = non-zeros / weights, decay_ratio = λ Σ|w| / Σ|g| over pruned weights, with λ the recipe's own
-    figure ``decay`` where it tells one; before the first step there is only the density of the weights as they would be used. kept_gain,
-    where channels were reordered before pruning: how much more of the magnitude the mask keeps for it, a mean over the layers searched.
+    figure ``decay`` where it tells one; before the first step there is only the density of the weights as they would be used, beside NaN
+    if no optimizer was ever attached. kept_gain, where channels were reordered before pruning: how much more of the magnitude the mask
+    keeps for it, a mean over the layers searched.
     """
     phase = torch.tensor(stage.phase)
     parts = [a for a in attachments if a.stats is not None]
     if not parts:
-        zero = torch.zeros((), dtype=torch.float64)
-        return {"flip_rate": zero, "density": _density(layers), "phase": phase, "decay_ratio": zero.clone()}
+        # without a state no optimizer was ever attached, and nobody counts
+        nothing = torch.full((), torch.nan if state is None else 0.0, dtype=torch.float64)
+        return {"flip_rate": nothing, "density": _density(layers), "phase": phase, "decay_ratio": nothing.clone()}
     numel = sum(a.numel for a in parts)
     s = dict(zip(ops.STATS, summed(a.stats for a in parts if a.stats is not None), strict=True))
     grads = s["pruned_grad_abs"]

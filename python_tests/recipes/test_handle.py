@@ -1,13 +1,15 @@
 """The handle's life: errors of attach, deployable, finish, remove, metrics."""
 
 import copy
+import math
+import warnings
 
 import pytest
 import torch
 
 import nmkernels as nm
 from nmkernels.optim import MaskedAdamW
-from nmkernels.recipes import ASP, SRSTE, STE, STEP, Dense
+from nmkernels.recipes import ASP, SRSTE, STE, STEP, Dense, MaskLLM
 from python_tests.recipes.loop import SPARSE, batches, distance, loss_of, mlp, snapshot, top_n
 
 RECIPES = [STE(), SRSTE(decay=0.1), STEP(t_min=2, t_max=4, threshold=1e-30), ASP(), ASP(prune_at=6), Dense()]
@@ -88,8 +90,90 @@ def test_before_attach():
         with pytest.raises(nm.RecipeError, match="attach"):
             action()
     got = {k: v.item() for k, v in handle.metrics().items()}
-    assert got == {"flip_rate": 0.0, "density": 0.5, "phase": 1, "decay_ratio": 0.0}
+    assert math.isnan(got.pop("flip_rate")) and math.isnan(got.pop("decay_ratio")), "nobody counts"
+    assert got == {"density": 0.5, "phase": 1}
+    handle.attach(MaskedAdamW(model.parameters()))
+    assert {k: v.item() for k, v in handle.metrics().items()} == {"flip_rate": 0.0, "density": 0.5, "phase": 1, "decay_ratio": 0.0}
     assert nm.sparsify_(mlp(), STEP(total_steps=9)).metrics()["density"].item() == 1.0
+
+
+NAMES = ["srste", "step", "maskllm"]
+FORGOTTEN = {
+    "an optimizer of its own": "no optimizer was ever attached",
+    "cleared": "no optimizer was ever attached",
+    "compiled": "no optimizer was ever attached",
+    "another than the attached one": "no attached optimizer has made a step",
+}
+
+
+@pytest.mark.parametrize(("name", "how"), [(name, how) for name in NAMES for how in FORGOTTEN if (name, how) != ("maskllm", "compiled")])
+def test_training_without_the_recipe_is_told(name, how):
+    """A trainer with an optimizer of its own: neither schedule nor decay ever runs."""
+    recipe = {"srste": SRSTE(decay=0.1), "step": STEP(total_steps=9), "maskllm": MaskLLM(total_steps=9)}[name]
+    model = mlp(torch.float32)
+    handle = nm.sparsify_(model, recipe)
+    run = torch.compile(model, backend="aot_eager") if how == "compiled" else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if how.startswith("another"):
+        handle.attach(recipe.optimizer(model.parameters(), lr=1e-2))
+    for batch in batches(3, torch.float32):
+        loss_of(run, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=how == "cleared")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        handle.metrics()
+        handle.metrics()
+    assert len(said) == (not how.startswith("another")), "between backward and the first step of an attached one nothing is wrong yet"
+    with warnings.catch_warnings(record=True) as later:
+        warnings.simplefilter("always")
+        handle.finish()
+        handle.finish()
+    told = [str(w.message) for w in (*said, *later) if "got gradients" in str(w.message)]
+    assert [message.split(":")[0] for message in told] == ["metrics"] * len(said) + ["finish"]
+    assert all(FORGOTTEN[how] in message and f"recipe {name}" in message and "handle.attach" in message for message in told)
+    assert all(w.filename == __file__ for w in (*said, *later))
+
+
+@pytest.mark.parametrize("case", ["one shot", "trained dense before", "calibrated", "evaluated in train mode", "adopted", "trained"])
+def test_no_false_alarm_where_the_recipe_did_not_miss_a_step(case):
+    model, data = mlp(), batches(2)
+    if case == "trained dense before":
+        train(model, torch.optim.AdamW(model.parameters()), data)
+        assert model[0].weight.grad is not None
+    handle = nm.sparsify_(model, ASP(score="wanda") if case == "calibrated" else STE() if case == "trained" else ASP())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        if case == "calibrated":
+            with handle.calibrate():
+                model(data[0][0])
+        elif case == "adopted":
+            model.load_state_dict(mlp(seed=1).state_dict())
+        elif case == "evaluated in train mode":
+            assert model(data[0][0]).requires_grad
+        elif case == "trained":
+            train(model, handle.attach(MaskedAdamW(model.parameters())), data, handle.metrics)
+        handle.metrics()
+        handle.finish(allow_unused=case in ("one shot", "trained dense before", "adopted"))
+        assert math.isnan(handle.metrics()["flip_rate"].item()) == (case != "trained")
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+@pytest.mark.parametrize("end", ["step", "finish", "remove"])
+def test_nothing_watches_gradients_longer_than_needed(end):
+    model, handle, optimizer = start(STE())
+    assert model[0].weight._post_accumulate_grad_hooks
+    x = batches(1)[0][0]
+    copied = copy.deepcopy(model)
+    assert not copied[0].weight._post_accumulate_grad_hooks
+    if end == "step":
+        train(model, optimizer, batches(1))
+    elif end == "finish":
+        model(x)
+        handle.finish()
+    else:
+        handle.remove()
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
 
 
 def test_filter():
