@@ -22,7 +22,8 @@ def inventory(verb: str, model: nn.Module, recipe: Recipe, filter_fn: FilterFn |
     if done and filter_fn is not None:
         raise RecipeError(f"{verb}: the model is sparse already, so filter_fn has nothing to choose; leave it out.")
     chosen, report = select(model, Pattern(recipe.pattern), filter_fn, recipe.unwise, recipe.obstacle)
-    if not report.entries:
+    linear = [e for e in report.entries if e.linear]
+    if not linear:
         raise RecipeError(f"{verb}: the model has no linear layer to count.")
     if done:
         patterns = {name: m.pattern if isinstance(m, NMWeight) else m.weight.pattern for name, m in done.items()}
@@ -32,7 +33,7 @@ def inventory(verb: str, model: nn.Module, recipe: Recipe, filter_fn: FilterFn |
         own = recipe.layer_patterns({name: w.t() if name in turned else w for name, w in weights.items()}) or {}
         patterns = {c.name: own.get(c.name, Pattern(recipe.pattern)) for c in chosen}
     entries = []
-    for e in report.entries:
+    for e in linear:
         pattern = patterns.get(e.name)
         reason = recipe.note(pattern, e.shape[:2]) if pattern else "left dense" if e.sparse else e.reason  # type: ignore[arg-type]
         entries.append(replace(e, sparse=pattern is not None, reason=reason))

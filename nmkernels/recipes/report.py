@@ -3,31 +3,42 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+import re
+from collections import Counter
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One layer: its name, weight shape ``(out, in)`` where it has one, whether it was made sparse, and the reason."""
+    """One layer: its name, weight shape ``(out, in)`` where it has one, whether it was made sparse, and the reason.
+
+    ``linear``: what its weight takes part in is a GEMM of a linear layer, of experts or of attention, and no convolution or lookup.
+    """
 
     name: str
     kind: str
     shape: tuple[int, ...]
     sparse: bool
     reason: str
+    linear: bool = True
 
 
 @dataclass
 class Report:
-    """Every linear-like layer of a model with the decision about it; ``str`` of it is a table.
+    """Every layer of a model that has a weight, norms apart, with the decision about it; ``str`` of it is a table.
 
-    ``channels`` says of each sparse layer, by name, whether its input channels are reordered before pruning, where the recipe searches.
+    The table has one line for layers that differ in nothing but numbers in their names, and tells below it which share of the linear
+    layers' weights is sparse and for what reasons the rest is not. ``channels`` says of each sparse layer, by name, whether its input
+    channels are reordered before pruning, where the recipe searches.
 
     Example:
-        >>> print(Report([Entry("fc", "Linear", (8, 16), True, "2:4")]))
-        layer  kind    shape   sparse  why
-        fc     Linear  (8,16)  yes     2:4
-        1 of 1 layers sparse, 128 of 128 weights maskable
+        >>> blocks = [Entry(f"fc.{i}", "Linear", (8, 16), True, "2:4") for i in range(3)]
+        >>> print(Report([*blocks, Entry("out", "Linear", (4, 8), False, "tiny")]))
+        layer    kind    shape   sparse  why
+        fc.* ×3  Linear  (8,16)  yes     2:4
+        out      Linear  (4,8)   no      tiny
+        3 of 4 linear layers sparse, with 384 of 416 weights (92.3 %); left dense:
+           7.7 %  tiny (1 layer)
     """
 
     entries: list[Entry] = field(default_factory=list)
@@ -45,19 +56,63 @@ class Report:
 
     def __str__(self) -> str:
         rows = [("layer", "kind", "shape", "sparse", "why")]
-        for e in self.entries:
+        for name, e in _together(self.entries):
             shape = "(" + ",".join(str(s) for s in e.shape) + ")"
-            rows.append((e.name or "(root)", e.kind, shape, "yes" if e.sparse else "no", e.reason))
+            rows.append((name, e.kind, shape, "yes" if e.sparse else "no", e.reason))
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
         lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row[:4], widths, strict=True)), row[4]]).rstrip() for row in rows]
-        weights = [_numel(e.shape) for e in self.entries]
-        masked = sum(w for w, e in zip(weights, self.entries, strict=True) if e.sparse)
-        lines.append(f"{len(self.sparse)} of {len(self.entries)} layers sparse, {masked} of {sum(weights)} weights maskable")
+        lines += [*self._shares(), *self._not_linear()]
         if self.channels:
             width = max(map(len, self.channels))
             lines += ["input channels", *(f"{name.ljust(width)}  {said}" for name, said in self.channels.items())]
         return "\n".join(lines)
 
+    def _shares(self) -> list[str]:
+        """How much of the linear layers is sparse, and how much is not for which reason."""
+        linear = [e for e in self.entries if e.linear]
+        total, masked = sum(map(_numel, linear)), sum(map(_numel, self.sparse))
+        first = f"{len(self.sparse)} of {len(linear)} linear layers sparse, with {masked} of {total} weights"
+        if not total:
+            return [first]
+        left: dict[str, list[Entry]] = {}
+        for e in linear:
+            if not e.sparse:
+                left.setdefault(e.reason, []).append(e)
+        shares = sorted(((sum(map(_numel, es)), reason, len(es)) for reason, es in left.items()), key=lambda share: -share[0])
+        told = [f"{100 * w / total:6.1f} %  {reason} ({count} layer{'s' * (count > 1)})" for w, reason, count in shares]
+        return [f"{first} ({100 * masked / total:.1f} %){'; left dense:' * bool(told)}", *told]
 
-def _numel(shape: tuple[int, ...]) -> int:
-    return math.prod(shape) if shape else 0
+    def _not_linear(self) -> list[str]:
+        others = [e for e in self.entries if not e.linear]
+        kinds = ", ".join(f"{kind} ×{n}" if n > 1 else kind for kind, n in Counter(e.kind for e in others).items())
+        return [f"beside them {sum(map(_numel, others))} weights of other layers: {kinds}"] if others else []
+
+
+def starred(name: str) -> str:
+    """``name`` with a star for each number between its dots.
+
+    Example:
+        >>> starred("h.11.mlp.fc1")
+        'h.*.mlp.fc1'
+    """
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+
+
+def _together(entries: list[Entry]) -> list[tuple[str, Entry]]:
+    """One name and entry for layers whose names differ in numbers only; where anything else differs, each layer for itself."""
+    alike: dict[str, list[Entry]] = {}
+    for e in entries:
+        alike.setdefault(starred(e.name), []).append(e)
+    rows = []
+    for e in entries:
+        star = starred(e.name)
+        found = alike[star]
+        if len(found) == 1 or len({replace(other, name="") for other in found}) > 1:
+            rows.append((e.name or "(root)", e))
+        elif e is found[0]:
+            rows.append((f"{star} ×{len(found)}", e))
+    return rows
+
+
+def _numel(e: Entry) -> int:
+    return math.prod(e.shape) if e.shape else 0

@@ -48,7 +48,8 @@ def test_gpt2_layers_taken_and_skipped():
     assert {e.name.split(".", 3)[-1] for e in report.sparse} == {"attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"}
     assert len(report.sparse) == 8 and {e.kind for e in report.sparse} == {"Conv1D"}
     assert next(e.shape for e in report.sparse if e.name.endswith("c_attn")) == (96, 32), "(out, in)"
-    assert [(e.name, "tied" in e.reason) for e in report.skipped] == [("lm_head", True)]
+    assert [(e.name, "tied" in e.reason) for e in report.skipped if e.linear] == [("lm_head", True)]
+    assert {e.name: e.kind for e in report.skipped if not e.linear} == dict.fromkeys(("transformer.wte", "transformer.wpe"), "Embedding")
 
 
 def test_gpt2_equals_a_masked_dense_copy_with_gradients_straight_through():
@@ -149,7 +150,8 @@ def test_bert_and_llama(config, model):
     kind = getattr(transformers, model)
     net = kind(kind.config_class(vocab_size=64, hidden_size=32, max_position_embeddings=16, **config)).eval()
     dense, handle = copy.deepcopy(net), nm.sparsify_(net, "ste:2:4")
-    skipped = {e.name for e in handle.report.skipped}
+    assert {e.kind for e in handle.report.skipped if not e.linear} == {"Embedding"}
+    skipped = {e.name for e in handle.report.skipped if e.linear}
     assert skipped == ({"cls.predictions.decoder"} if model == "BertForMaskedLM" else {"lm_head"})
     with torch.no_grad():
         for entry in handle.report.sparse:

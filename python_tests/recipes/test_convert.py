@@ -22,7 +22,7 @@ def test_handle_holds_the_layers_by_name(recipe):
     handle = nm.sparsify_(model, recipe)
     assert handle.layers == {"0": model[0], "2": model[2]} and handle.model is model
     assert handle.recipe == nm.recipes.SRSTE("1:4") and {str(layer.pattern) for layer in handle.layers.values()} == {"1:4"}
-    assert "2 of 3 layers sparse, 4096 of 4352 weights maskable" in str(handle.report) and "tiny" in str(handle.report)
+    assert "2 of 3 linear layers sparse, with 4096 of 4352 weights (94.1 %)" in str(handle.report) and "tiny" in str(handle.report)
 
 
 def test_filter_fn_chooses_instead_of_the_rules():

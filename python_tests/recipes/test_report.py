@@ -10,7 +10,7 @@ ENTRIES = [
 
 
 def test_empty():
-    assert str(Report()) == "layer  kind  shape  sparse  why\n0 of 0 layers sparse, 0 of 0 weights maskable"
+    assert str(Report()) == "layer  kind  shape  sparse  why\n0 of 0 linear layers sparse, with 0 of 0 weights"
 
 
 def test_reports_share_no_entries():
@@ -24,7 +24,40 @@ def test_table():
         "encoder.fc  Linear      (64,32)  yes     2:4",
         "(root)      Linear      (8,8)    no      tiny",
         "lazy        LazyLinear  ()       no      not initialised",
-        "1 of 3 layers sparse, 2048 of 2112 weights maskable",
+        "1 of 3 linear layers sparse, with 2048 of 2112 weights (97.0 %); left dense:",
+        "   3.0 %  tiny (1 layer)",
+        "   0.0 %  not initialised (1 layer)",
+    ]
+    assert str(Report(ENTRIES[:1])).splitlines()[-1] == "1 of 1 linear layers sparse, with 2048 of 2048 weights (100.0 %)"
+
+
+def test_what_is_no_linear_layer_is_counted_apart():
+    others = [Entry(f"emb{i}", "Embedding", (10, 4), False, "looks up", linear=False) for i in range(2)]
+    lines = str(Report([ENTRIES[0], *others, Entry("lstm", "LSTM", (), False, "recurrent", linear=False)])).splitlines()
+    assert lines[-2:] == [
+        "1 of 1 linear layers sparse, with 2048 of 2048 weights (100.0 %)",
+        "beside them 80 weights of other layers: Embedding ×2, LSTM",
+    ]
+    assert sum("looks up" in line for line in lines) == 2
+
+
+def test_a_long_report_is_short():
+    """A line for all blocks where they are alike; where one differs, every layer of that name has its own, in the model's order."""
+    report = Report()
+    for i in range(32):
+        report.entries.append(Entry(f"h.{i}.up", "Linear", (64, 32), True, "2:4"))
+        report.entries += [Entry(f"h.{i}.experts.{j}", "Linear", (32, 64), False, "a reason") for j in range(4)]
+        report.entries.append(Entry(f"h.{i}.down", "Linear", (32, 64), i != 7, "2:4" if i != 7 else "not chosen by the filter"))
+    lines = str(report).splitlines()
+    assert [line.split() for line in lines[1:3]] == [
+        ["h.*.up", "×32", "Linear", "(64,32)", "yes", "2:4"],
+        ["h.*.experts.*", "×128", "Linear", "(32,64)", "no", "a", "reason"],
+    ]
+    assert [line.split()[0] for line in lines[3:35]] == [f"h.{i}.down" for i in range(32)]
+    assert lines[35:] == [
+        "63 of 192 linear layers sparse, with 129024 of 393216 weights (32.8 %); left dense:",
+        "  66.7 %  a reason (128 layers)",
+        "   0.5 %  not chosen by the filter (1 layer)",
     ]
 
 

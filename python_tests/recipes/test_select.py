@@ -1,5 +1,7 @@
 """Which layers are taken: everything else is skipped and reported with its reason, never silently."""
 
+import operator
+
 import pytest
 import torch
 from torch import nn
@@ -54,7 +56,7 @@ def weird(kind):
 KINDS = {
     "subclass": "subclass of nn.Linear",
     "lazy": "run the model once",
-    "parametrized": "ParametrizedLinear is a subclass",
+    "parametrized": "computed from other tensors",
     "old weight_norm": "computed from other tensors",
     "pruned by torch": "computed from other tensors",
     "forward replaced": "forward was replaced",
@@ -148,7 +150,7 @@ def test_attention_and_experts_are_reported():
 
     model = nn.ModuleDict({"attention": nn.MultiheadAttention(32, 2), "moe": Experts(), "conv": nn.Conv1d(4, 4, 3)})
     got = reasons(model)
-    assert set(got) == {"attention.in_proj_weight", "attention.out_proj", "moe.up"}
+    assert set(got) == {"attention.in_proj_weight", "attention.out_proj", "moe.up", "conv"}
     assert "never calls" in got["attention.out_proj"] and "3-D expert" in got["moe.up"]
     with pytest.raises(nm.RecipeError, match=r"'moe.up'.*3-D"):
         reasons(model, lambda module, name: name.startswith("moe"))
@@ -176,3 +178,188 @@ def test_pattern_decides_what_divides():
     model = nn.Sequential(nn.Linear(40, 32))
     assert reasons(model, pattern=nm.Pattern("1:8")) == {"0": ""}
     assert "in_features=40 is not a multiple of M=16" in reasons(model, pattern=nm.Pattern("1:16"))["0"]
+
+
+class Features(nn.Module):
+    """A linear layer of somebody else's, with its weight as they keep it."""
+
+    def __init__(self, **tensors):
+        super().__init__()
+        self.in_features, self.out_features = 64, 32
+        for key, value in tensors.items():
+            if isinstance(value, nn.Parameter):
+                self.register_parameter(key, value)
+            else:
+                self.register_buffer(key, value)
+
+
+class Router(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias_table = nn.Parameter(torch.randn(4, 32)), nn.Parameter(torch.randn(9, 4))
+        self.register_buffer("mask", torch.ones(8, 8))
+        self.register_buffer("token_weights", torch.ones(8, 8))
+        self.cls, self.position = nn.Parameter(torch.randn(1, 32)), nn.Parameter(torch.randn(1, 10, 32))
+        self.kernel = nn.Parameter(torch.randn(2, 3, 3, 3))
+
+
+class Experts(nn.Module):
+    """As in gpt-oss: all in one module, biases of two dimensions."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate_up_proj, self.gate_up_proj_bias = nn.Parameter(torch.randn(4, 32, 64)), nn.Parameter(torch.randn(4, 64))
+        self.down_proj, self.down_proj_bias = nn.Parameter(torch.randn(4, 32, 32)), nn.Parameter(torch.randn(4, 32))
+
+
+def bytes4bit():
+    """As bitsandbytes keeps a weight: its bytes in one column, in a subclass of nn.Linear."""
+
+    class Linear4bit(nn.Linear):
+        pass
+
+    layer = Linear4bit(64, 32)
+    layer.weight = nn.Parameter(torch.zeros(1024, 1, dtype=torch.uint8), requires_grad=False)
+    return layer
+
+
+def by_torch(kind, *args, **kwargs):
+    from torch.ao.nn import quantized
+
+    return operator.attrgetter(kind)(quantized)(*args, **kwargs)
+
+
+CONV, EMBEDDING, RECURRENT, QUANTISED = "a convolution", "an embedding", "a recurrent layer", "quantised"
+WEIGHTS = {
+    "Conv1d": (lambda: nn.Conv1d(4, 8, 3), {"": ((8, 4, 3), CONV)}),
+    "Conv2d": (lambda: nn.Conv2d(1, 1, 3), {"": ((1, 1, 3, 3), CONV)}),
+    "Conv3d": (lambda: nn.Conv3d(4, 8, 1), {"": ((8, 4, 1, 1, 1), CONV)}),
+    "ConvTranspose2d": (lambda: nn.ConvTranspose2d(4, 8, 3), {"": ((4, 8, 3, 3), CONV)}),
+    "LazyConv1d": (lambda: nn.LazyConv1d(4, 3), {"": ((), CONV)}),
+    "weight_norm of Conv1d": (lambda: parametrizations.weight_norm(nn.Conv1d(4, 8, 3)), {"": ((8, 4, 3), CONV)}),
+    "Embedding": (lambda: nn.Embedding(50, 32), {"": ((50, 32), EMBEDDING)}),
+    "EmbeddingBag": (lambda: nn.EmbeddingBag(50, 32), {"": ((50, 32), EMBEDDING)}),
+    "LSTM": (
+        lambda: nn.LSTM(32, 32, proj_size=8),
+        {".weight_ih_l0": ((128, 32), RECURRENT), ".weight_hh_l0": ((128, 8), RECURRENT), ".weight_hr_l0": ((8, 32), RECURRENT)},
+    ),
+    "GRU": (lambda: nn.GRU(32, 32), {".weight_ih_l0": ((96, 32), RECURRENT), ".weight_hh_l0": ((96, 32), RECURRENT)}),
+    "RNNCell": (lambda: nn.RNNCell(32, 32), {".weight_ih": ((32, 32), RECURRENT), ".weight_hh": ((32, 32), RECURRENT)}),
+    "Bilinear": (lambda: nn.Bilinear(8, 16, 32), {"": ((32, 8, 16), "a bilinear form of two inputs")}),
+    "MultiheadAttention": (
+        lambda: nn.MultiheadAttention(32, 2, kdim=16, vdim=8, add_bias_kv=True),
+        {
+            **{f".{x}_proj_weight": ((32, n), "multiplies it itself") for x, n in (("q", 32), ("k", 16), ("v", 8))},
+            ".out_proj": ((32, 32), "never calls"),
+        },
+    ),
+    "gpt-oss's experts": (Experts, {".gate_up_proj": ((4, 32, 64), "3-D expert"), ".down_proj": ((4, 32, 32), "3-D expert")}),
+    "a module of the user's": (
+        Router,
+        {
+            ".weight": ((4, 32), "a tensor of Router, which"),
+            ".kernel": ((2, 3, 3, 3), "a tensor of Router, which"),
+            ".token_weights": ((8, 8), "a tensor of Router, which"),
+        },
+    ),
+    "ParameterList": (lambda: nn.ParameterList([torch.randn(16, 32), torch.randn(5)]), {".0": ((16, 32), "a tensor of ParameterList")}),
+    "another's linear": (lambda: Features(weight=nn.Parameter(torch.randn(32, 64))), {"": ((32, 64), "a linear layer of its own kind")}),
+    "GPTQ": (
+        lambda: Features(qweight=torch.zeros(8, 32, dtype=torch.int32), scales=torch.ones(1, 32)),
+        {"": ((32, 64), "Features is quantised, to torch.int32")},
+    ),
+    "bitsandbytes": (bytes4bit, {"": ((32, 64), "torch.uint8 (quantised")}),
+    "quantised Linear": (lambda: by_torch("Linear", 64, 32), {"": ((32, 64), QUANTISED)}),
+    "dynamic Linear": (lambda: by_torch("dynamic.Linear", 64, 32), {"": ((32, 64), QUANTISED)}),
+    "dynamic LSTM": (lambda: by_torch("dynamic.LSTM", 64, 32), {"": ((), QUANTISED)}),
+    "dynamic GRUCell": (lambda: by_torch("dynamic.GRUCell", 64, 32), {"": ((), QUANTISED)}),
+    "quantised Conv2d": (lambda: by_torch("Conv2d", 4, 8, 3), {"": ((8, 4, 3, 3), QUANTISED)}),
+    "quantised Embedding": (lambda: by_torch("Embedding", 10, 12), {"": ((10, 12), QUANTISED)}),
+    "norms": (lambda: nn.Sequential(nn.LayerNorm((4, 8)), nn.BatchNorm2d(4), nn.RMSNorm(4), nn.GroupNorm(2, 4), nn.PReLU(8)), {}),
+}
+LINEAR = {"MultiheadAttention", "gpt-oss's experts", "another's linear", "GPTQ", "bitsandbytes", "quantised Linear", "dynamic Linear"}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:torch.ao")
+@pytest.mark.parametrize("kind", WEIGHTS)
+def test_every_module_with_a_weight_is_listed_with_its_true_reason(kind):
+    make, want = WEIGHTS[kind]
+    odd = make()
+    model, asked = nn.ModuleDict({"good": nn.Linear(32, 32), "odd": odd}), []
+    got = [e for e in select(model, P)[1].entries if e.name != "good"]
+    assert {e.name: e.shape for e in got} == {f"odd{name}": shape for name, (shape, _) in want.items()}
+    for e in got:
+        reason = want[e.name.removeprefix("odd")][1]
+        assert not e.sparse and reason in e.reason and e.kind in (type(odd).__name__, "NonDynamicallyQuantizableLinear")
+        assert e.linear == (kind in LINEAR)
+    # a filter is asked of linear layers only, so that "all but the head" needs to know of nothing else
+    select(model, P, lambda module, name: (asked.append(name), name == "good")[1])
+    assert asked == ["good", *(e.name for e in got if e.linear)]
+    assert str(select(model, P)[1]).count("odd") == len(got)
+
+
+def test_the_report_does_not_compute_weights():
+    layer = parametrizations.spectral_norm(nn.Linear(32, 32))
+    before = layer.parametrizations.weight[0]._u.clone()
+    assert "computed" in reasons(nn.Sequential(layer))["0"]
+    assert torch.equal(layer.parametrizations.weight[0]._u, before)
+
+
+class Wrapped(torch.Tensor):
+    """A quantised weight of torchao's kind: a tensor subclass that says it is float32."""
+
+    @staticmethod
+    def __new__(cls, data):
+        return torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=torch.float32)
+
+    def __init__(self, data):
+        self.data8 = data
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].data8)
+        raise NotImplementedError(f"Wrapped has no {func}")
+
+
+def subclassed(kind):
+    layer = nn.Linear(32, 32)
+    if kind == "torchao":
+        quantization = pytest.importorskip("torchao.quantization")
+        quantization.quantize_(layer, quantization.Int8WeightOnlyConfig())
+    elif kind == "2:4 of torch":
+        layer.weight = nn.Parameter(layer.weight.detach().to_sparse_csr(), requires_grad=False)
+    else:
+        layer.weight = nn.Parameter(Wrapped(torch.zeros(32, 32, dtype=torch.int8)), requires_grad=False)
+    return layer
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(("kind", "words"), [("wrapped", "Wrapped, a quantised"), ("torchao", "torchao."), ("2:4 of torch", "sparse_csr")])
+def test_weights_that_forward_could_not_read_are_refused(kind, words):
+    model = nn.ModuleDict({"good": nn.Linear(32, 32), "odd": subclassed(kind)})
+    got = reasons(model)
+    assert got["good"] == "" and words in got["odd"]
+    with pytest.raises(nm.RecipeError, match="chose layer .odd."):
+        nm.sparsify_(model, "ste:2:4", lambda module, name: True)
+    handle = nm.sparsify_(model, "ste:2:4")
+    assert list(handle.layers) == ["good"] and "50.0 %" in str(handle.report)
+
+
+@pytest.mark.skipif(not torch.distributed.is_available() or not torch.distributed.is_gloo_available(), reason="torch is built without gloo")
+def test_a_sharded_weight_is_refused(tmp_path):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import distribute_tensor
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        model = nn.ModuleDict({"good": nn.Linear(32, 32), "odd": nn.Linear(32, 32)})
+        model["odd"].weight = nn.Parameter(distribute_tensor(model["odd"].weight.detach(), init_device_mesh("cpu", (1,))))
+        assert reasons(model) == {"good": "", "odd": "its weight is a DTensor, sharded over devices; sparsify_ takes whole weights"}
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_fake_tensors_are_taken():
+    with torch._subclasses.FakeTensorMode():
+        assert reasons(nn.Sequential(nn.Linear(32, 32))) == {"0": ""}

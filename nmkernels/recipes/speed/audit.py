@@ -16,7 +16,7 @@ from ...pattern import Pattern, RecipeError
 from ..base import Recipe
 from ..handle import Handle
 from ..inventory import skeleton
-from ..report import Entry
+from ..report import Entry, starred
 from ..select import DTYPES, FilterFn
 from . import here
 from .advice import Case, of_dense, of_sparse
@@ -24,7 +24,7 @@ from .costs import Pieces, Rules, inference, step
 from .devices import Device
 from .measure import Bench, Job, Measured, Progress
 from .notes import notes
-from .parts import Part, parts_of, starred
+from .parts import Part, parts_of
 from .report import Audit, LayerAudit
 from .roofline import Layer, at
 from .rules import by_name, of_recipe

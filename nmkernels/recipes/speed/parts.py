@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -15,7 +14,7 @@ from ...pattern import Pattern
 from ..base import Recipe
 from ..cost import rank_for
 from ..inventory import inventory, passes
-from ..report import Entry
+from ..report import Entry, starred
 from ..select import DTYPES, FilterFn
 from .costs import Rules
 from .roofline import Layer
@@ -102,13 +101,3 @@ def _weight(model: nn.Module, module: nn.Module | None, name: str) -> tuple[torc
 
 def _usual(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype in DTYPES else torch.bfloat16
-
-
-def starred(name: str) -> str:
-    """``name`` with a star for each number between its dots.
-
-    Example:
-        >>> starred("h.11.mlp.fc1")
-        'h.*.mlp.fc1'
-    """
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
