@@ -6,6 +6,7 @@ Importing this module is cheap; a probe does its work when it is first asked.
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import shutil
 import subprocess
@@ -28,16 +29,38 @@ class Probe(NamedTuple):
 @cache
 def compiled_core() -> Probe:
     """The C++ core ``nmkernels._C``: built, loadable, and of this package's version."""
-    rebuild = "build it with `pip install -e . --no-build-isolation`"
+    remedy = _remedy()
     try:
         core = importlib.import_module("._C", __package__)
     except ImportError as error:
         missing = util.find_spec("._C", __package__) is None
-        return Probe(False, f"nmkernels._C is not built; {rebuild}" if missing else f"nmkernels._C does not load ({error}); {rebuild}")
+        return Probe(False, f"nmkernels._C is not built; {remedy}" if missing else f"nmkernels._C does not load ({error}); {remedy}")
     abi = getattr(core, "abi", None)
     if abi != CORE_ABI:
-        return Probe(False, f"nmkernels._C has ABI {abi}, this package needs {CORE_ABI}; {rebuild}")
+        return Probe(False, f"nmkernels._C has ABI {abi}, this package needs {CORE_ABI}; {remedy}")
     return Probe(True, f"nmkernels._C, ABI {abi}, {_instruction_set(core)}, {_cuda_code(core)}")
+
+
+def _remedy() -> str:
+    """What the user runs to have the compiled core: in a source tree its own command, else pip's, for where the package came from."""
+    if (Path(__file__).resolve().parents[1] / "csrc").is_dir():
+        return "run `make build`, or `pip install -e .` in an environment of your own"
+    # pip keeps the wheel that it has built without a compiler, and asked for that package again takes it from its cache
+    flags = "--force-reinstall --no-deps --no-cache-dir --no-binary nmkernels"
+    return f"install a C++ compiler, then run `NMKERNELS_REQUIRE_CORE=1 pip install {flags} {_installed_from()}`"
+
+
+def _installed_from() -> str:
+    """What pip was given, where that was an address or a folder (PEP 610); else the package's name."""
+    try:
+        origin = json.loads(metadata.distribution("nmkernels").read_text("direct_url.json") or "{}")
+        url, vcs = origin.get("url", ""), origin.get("vcs_info")
+    except (metadata.PackageNotFoundError, ValueError, AttributeError):
+        return "nmkernels"
+    if vcs:
+        revision = vcs.get("requested_revision")
+        return f"{vcs['vcs']}+{url}{f'@{revision}' if revision else ''}"
+    return "nmkernels" if not url or url.endswith(".whl") else url  # such a wheel is without the core however often it is installed
 
 
 def _cuda_code(core: Any) -> str:

@@ -2,20 +2,24 @@
 
 A backend registers a function for an op with ``@impl``. ``choose`` takes the willing one of highest
 priority; ``explain`` tells the same story in words. ``NMKERNELS_BACKEND=name`` forces a backend:
-a forced backend that cannot run raises, an automatic one falls back.
+a forced backend that cannot run raises, an automatic one falls back; to the reference for want of the compiled core with a warning.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
+from ._capability import compiled_core
 from .pattern import BackendError
 
 ENV = "NMKERNELS_BACKEND"
+REFERENCE = "reference"
 log = logging.getLogger("nmkernels.dispatch")
 log.addHandler(logging.NullHandler())
 
@@ -84,11 +88,26 @@ def choose(op: str, *args: Any) -> Impl:
     for entry in _impls[op]:
         can, reason = entry.supports(*args)
         if can:
+            if entry.backend == REFERENCE:
+                _miss_the_core(op, args)
             return entry
         if (op, entry.backend, reason) not in _said:
             _said.add((op, entry.backend, reason))
             log.debug("%s: %s declined: %s", op, entry.backend, reason)
     raise BackendError(explain(op, *args))
+
+
+def _miss_the_core(op: str, args: tuple[Any, ...]) -> None:
+    """Warn, once in a process, where the reference runs what the compiled core would run if it were there."""
+    core = compiled_core()
+    # what runs on GPUs asks for the core before anything else
+    if not core.ok and any(i.backend == "cpu" and i.supports(*args) == (False, core.reason) for i in _impls[op]):
+        _warn_without_core(core.reason)
+
+
+@cache
+def _warn_without_core(reason: str) -> None:
+    warnings.warn(f"nmkernels runs without its compiled core, on the plain PyTorch reference, which is slow: {reason}.", stacklevel=2)
 
 
 def _forced(op: str, backend: str, args: tuple[Any, ...]) -> Impl:

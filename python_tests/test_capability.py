@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -41,7 +44,7 @@ def test_import_is_light() -> None:
 def test_core_of_another_abi(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_capability.importlib, "import_module", lambda *_: SimpleNamespace(abi=99))
     ok, reason = _capability.compiled_core.__wrapped__()
-    assert not ok and "ABI 99" in reason and "pip install" in reason
+    assert not ok and "ABI 99" in reason and "`make build`" in reason
 
 
 def test_core_that_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,6 +75,62 @@ def test_compilers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     tool.unlink()
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     assert not _capability.nvcc.__wrapped__().ok
+
+
+PIP = "NMKERNELS_REQUIRE_CORE=1 pip install --force-reinstall --no-deps --no-cache-dir --no-binary nmkernels"
+ORIGINS = {
+    "an index": (None, "nmkernels"),
+    "a repository": ({"url": "https://x.org/n.git", "vcs_info": {"vcs": "git", "commit_id": "1" * 40}}, "git+https://x.org/n.git"),
+    "a tag": (
+        {"url": "https://x.org/n.git", "vcs_info": {"vcs": "git", "commit_id": "1" * 40, "requested_revision": "v1"}},
+        "git+https://x.org/n.git@v1",
+    ),
+    "a folder": ({"url": "file:///src/n", "dir_info": {}}, "file:///src/n"),
+    "an archive": ({"url": "file:///n-1.tar.gz", "archive_info": {}}, "file:///n-1.tar.gz"),
+    "a wheel": ({"url": "file:///n-1-py3-none-any.whl", "archive_info": {}}, "nmkernels"),
+}
+
+
+def _installed(folder: Path, origin: object) -> dict[str, str]:
+    """The package in ``folder`` as pip leaves it where no compiler is, and the environment to run it in."""
+    shutil.copytree(Path(_capability.__file__).parent, folder / "nmkernels", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    info = folder / "nmkernels-0.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: nmkernels\nVersion: 0.1\n")
+    if origin is not None:
+        (info / "direct_url.json").write_text(json.dumps(origin))
+    return {**os.environ, "PYTHONPATH": str(folder)}
+
+
+@pytest.mark.parametrize("origin", ORIGINS)
+def test_the_remedy_of_an_installed_package_is_pip_s(origin: str, tmp_path: Path) -> None:
+    record, what = ORIGINS[origin]
+    env = _installed(tmp_path, record)
+    code = f"import runpy; print(runpy.run_path({str(tmp_path / 'nmkernels' / '_capability.py')!r})['_remedy']())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env, cwd=tmp_path)
+    assert done.stdout.strip() == f"install a C++ compiler, then run `{PIP} {what}`"
+
+
+def test_an_install_without_the_core_says_so_at_the_first_slow_op(tmp_path: Path) -> None:
+    """Not at import, once, with what to do; and ``doctor`` has it among its findings."""
+    env = _installed(tmp_path, None)
+    code = (
+        "import torch, nmkernels as nm\n"
+        "w = torch.randn(8, 8)\n"
+        "nm.ops.mask(w.double(), '2:4')\n"
+        "print('before', file=sys.stderr)\n"
+        "nm.nn.SparseLinear(8, 8)(w)\n"
+        "nm.ops.compress(w, '2:4')\n"
+    )
+    nowhere = "import sys; sys.modules['nmkernels._C'] = None\n"  # an editable install of the sources has one
+    run = partial(subprocess.run, capture_output=True, text=True, env=env, cwd=tmp_path)
+    done = run([sys.executable, "-W", "always", "-c", nowhere + code], check=True)
+    before, after = done.stderr.split("before\n")
+    assert "compiled core" not in before and after.count("nmkernels runs without its compiled core") == 1
+    assert f"run `{PIP} nmkernels`" in after
+    doctor = run([sys.executable, "-c", f"{nowhere}from nmkernels.cli.main import main; sys.exit(main(['doctor']))"])
+    assert doctor.returncode == 0 and "compiled core" not in doctor.stderr
+    assert "no  compiled_core" in doctor.stdout and f"run `{PIP} nmkernels`" in doctor.stdout
 
 
 @pytest.mark.skipif(not _capability.compiled_core().ok, reason="there is no core")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from nmkernels import BackendError, _dispatch, explain, ops, testing
 from nmkernels._capability import Probe
 from nmkernels._dispatch import ENV, choose, impl, implementations
 from nmkernels.backends import triton
+from nmkernels.backends.cpu import _core
 
 W = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
 
@@ -154,3 +156,47 @@ def test_forced_backend_that_declines_a_real_op(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv(ENV, "cpu")
     with pytest.raises(BackendError, match=r"nm_mask: backend 'cpu'.*float64"):
         ops.mask(W.double(), "2:4")
+
+
+@pytest.fixture
+def coreless(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As in an install that found no compiler."""
+    for module in (_dispatch, _core):
+        monkeypatch.setattr(module, "compiled_core", lambda: Probe(False, "it is not built; build it"))
+    _dispatch._warn_without_core.cache_clear()
+    yield
+    _dispatch._warn_without_core.cache_clear()
+
+
+def _said_by(run: Any, action: str = "always") -> list[str]:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter(action)  # type: ignore[arg-type]
+        run()
+    return [str(w.message) for w in said]
+
+
+def test_a_missing_core_is_told_once_at_the_first_op_that_misses_it(coreless: None) -> None:
+    (told,) = _said_by(lambda: ops.mask(W, "2:4"))
+    assert told.startswith("nmkernels runs without its compiled core, ") and told.endswith("slow: it is not built; build it.")
+    assert _said_by(lambda: (ops.mask(W, "2:4"), ops.compress(W.bfloat16(), "2:4"))) == []
+
+
+def test_a_missing_core_can_be_silenced(coreless: None) -> None:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        warnings.filterwarnings("ignore", message="nmkernels runs without its compiled core")
+        ops.mask(W, "2:4")
+    assert said == []
+
+
+@pytest.mark.parametrize("case", ["float64", "meta", "sparse", "forced", "explain"])
+def test_what_the_core_would_not_run_is_no_reason_to_warn(coreless: None, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if case == "forced":
+        monkeypatch.setenv(ENV, "reference")
+    x = {"float64": W.double(), "meta": W.to("meta"), "sparse": W.to_sparse()}.get(case, W)
+    assert _said_by(lambda: explain("nm_mask", x, 2, 4) if case == "explain" else choose("nm_mask", x, 2, 4)) == []
+
+
+def test_with_a_core_nothing_is_said() -> None:
+    _dispatch._warn_without_core.cache_clear()
+    assert _said_by(lambda: (ops.mask(W.double(), "2:4"), _core.compiled_core().ok and ops.mask(W, "2:4"))) == []

@@ -8,9 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from .. import reference
-from .._dispatch import impl
-
-NAME = "reference"
+from .._dispatch import REFERENCE, impl
 
 
 def _register(op: str, fn: Callable[..., Any]) -> None:
@@ -24,7 +22,7 @@ def _register(op: str, fn: Callable[..., Any]) -> None:
             return out
         return result.contiguous() if isinstance(result, Tensor) else tuple(r.contiguous() for r in result)
 
-    impl(op, backend=NAME, priority=0)(run)
+    impl(op, backend=REFERENCE, priority=0)(run)
 
 
 def _tuple(x: Any) -> tuple[Tensor, ...]:

@@ -7,13 +7,14 @@ import json
 import os
 import platform
 import time
+import warnings
 from collections import Counter
 from importlib import metadata
 from typing import Any
 
 from .._version import __version__
 
-PACKAGES = ("numpy", "safetensors", "triton", "transformers", "tqdm", "matplotlib", "tensorboard")
+PACKAGES = ("numpy", "safetensors", "triton", "transformers", "accelerate", "lightning", "tqdm", "matplotlib", "tensorboard")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +36,9 @@ def examine() -> dict[str, Any]:
 
     device = "cuda" if _capability.cuda_device().ok else "cpu"
     start = time.perf_counter()
-    ops = _selftest.check_all(device)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "nmkernels runs without its compiled core")  # it is among the findings
+        ops = _selftest.check_all(device)
     return {
         "nmkernels": __version__,
         "versions": _versions(),

@@ -33,15 +33,13 @@ def core() -> Any:
 
 def runnable(given: Iterable[Tensor]) -> Verdict:
     """Whether the core is there and can take memory like this."""
-    built = compiled_core()
-    if not built.ok:
-        return False, built.reason
     for x in given:
         if not x.is_cpu:
             return False, f"it works on CPU tensors, and one of these is on {x.device}"
         if x.layout != torch.strided:
             return False, f"it works on strided tensors, and one of these is {x.layout}; call .to_dense()"
-    return True, "compiled for the CPU"
+    built = compiled_core()  # last: where this is the reason, the core would run the call
+    return (True, "compiled for the CPU") if built.ok else (False, built.reason)
 
 
 def supports(*args: Any) -> Verdict:
