@@ -17,8 +17,9 @@ def sparsify_(model: nn.Module, recipe: Recipe | str, filter_fn: FilterFn | None
     """Turn the linear layers of ``model`` into sparse ones, in place, and return the handle that drives the recipe.
 
     Module and Parameter objects, hooks, dtype, device and mode are kept, and ``state_dict`` keys stay those of the dense model, so
-    optimizers may be built before or after. Taken are ``nn.Linear`` and Hugging Face's ``Conv1D``; left dense and reported are tied
-    weights, output heads, layers that M does not divide, tiny ones, and what a parent bypasses; ``print(handle.report)`` shows why.
+    optimizers may be built before or after. Taken are ``nn.Linear`` and Hugging Face's ``Conv1D``; left dense are tied weights, output
+    heads, layers that M does not divide, tiny ones, quantised ones, what a parent bypasses, and all that is no linear layer;
+    ``print(handle.report)`` shows every layer that has a weight and why.
 
     A copy of the model (an EMA) keeps the phase it was copied in: to evaluate it, load its state dict into ``model``. Change weights
     under ``torch.no_grad()``; what is written through ``weight.data`` is not seen before the next optimizer step.
@@ -26,7 +27,7 @@ def sparsify_(model: nn.Module, recipe: Recipe | str, filter_fn: FilterFn | None
     Args:
         model: any module; its own class is not changed.
         recipe: a recipe, or its name such as ``"srste:2:4"``.
-        filter_fn: ``filter_fn(module, name) -> bool`` chooses the layers instead of the default rules.
+        filter_fn: ``filter_fn(module, name) -> bool`` chooses among the linear layers instead of the default rules.
 
     Raises:
         RecipeError: no layer can be made sparse, the model is sparse already, the filter chose an impossible layer, or a layer's
