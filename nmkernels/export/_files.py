@@ -2,34 +2,85 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
+import shutil
+import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from ..pattern import CheckpointError
+
+FULL = {os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)}
 
 
 def atomic_write(path: str | os.PathLike[str], write: Callable[[Path], object]) -> None:
     """Let ``write`` fill a temporary file beside ``path``, put it on the disk, and rename it to ``path`` in one step.
 
+    The temporary file has the name of ``path``, in a folder ``.NAME.XXXXXXXX.tmp`` of its own, because writers have temporary files
+    too. A process that is killed leaves that folder; nothing else, and never half of ``path``.
+
     Raises:
-        CheckpointError: the folder does not exist, ``path`` is a folder, or the system refuses (full disk, no permission).
+        CheckpointError: the folder does not exist, ``path`` is not a regular file, or the system refuses (full disk, no permission).
     """
     path = Path(path)
     if path.is_dir():
         raise CheckpointError(f"{path} is a folder; give the name of a file in it.")
+    if path.exists() and not path.is_file():
+        raise CheckpointError(f"{path} is not a regular file, and would be replaced by one; give another name.")
     if not path.parent.is_dir():
         raise CheckpointError(f"{path}: the folder {path.parent} does not exist; create it first.")
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = None
     try:
+        temporary = Path(tempfile.mkdtemp(".tmp", f".{path.name}.", path.parent)) / path.name
         write(temporary)
         _sync(temporary)
         os.replace(temporary, path)
         _sync(path.parent)
-    except OSError as error:
-        raise CheckpointError(f"{path} could not be written: {error.strerror or error}.") from error
+    except Exception as error:
+        reason = _reason(error, temporary)
+        if reason is None:
+            raise
+        raise write_error(path, reason) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        if temporary is not None:
+            shutil.rmtree(temporary.parent, ignore_errors=True)
+
+
+def write_error(path: Path, reason: str) -> CheckpointError:
+    """What to raise where the system refuses to write ``path``; names the free space if that may be why."""
+    free = ""
+    if reason in FULL:
+        with suppress(OSError):
+            free = f" ({_amount(shutil.disk_usage(path.parent).free)} free in {path.parent})"
+    return CheckpointError(f"{path} could not be written: {reason}{free}.")
+
+
+def _reason(error: Exception, temporary: Path | None) -> str | None:
+    """Why the system refused to write ``temporary``, or None where it is not to blame for ``error``."""
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    if code := re.search(r"\(os error (\d+)\)", str(error)):  # safetensors
+        return os.strerror(int(code[1]))
+    if temporary is not None and isinstance(error, RuntimeError) and "inline_container" in str(error):
+        try:  # torch does not say why: writing some more does
+            with temporary.open("ab") as file:
+                file.write(bytes(1 << 16))
+        except OSError as again:
+            return again.strerror
+        return "the system refused a write"
+    return None
+
+
+def _amount(size: float) -> str:
+    """Bytes as people read them."""
+    for unit in ("bytes", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:,.1f} GB"
 
 
 def _sync(path: Path) -> None:

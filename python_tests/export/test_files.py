@@ -1,0 +1,119 @@
+"""Files are written whole or not at all, nothing stays beside them, and a refusal says what, why and how much room there is."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from nmkernels.export import atomic_write
+from nmkernels.export._files import write_error
+from nmkernels.pattern import CheckpointError
+
+SMALL = 20_000
+
+
+def save_torch(path: Path) -> None:
+    torch.save({"a": torch.ones(9000), "b": torch.ones(9000)}, path)
+
+
+def save_safetensors(path: Path) -> None:
+    save_file({"a": torch.ones(9000), "b": torch.ones(9000)}, path)
+
+
+def save_bytes(path: Path) -> None:
+    path.write_bytes(bytes(2 * SMALL))
+
+
+@pytest.fixture
+def small_files():
+    """The system refuses to let any file grow beyond 20 kB, as it does on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (SMALL, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("save", [save_torch, save_safetensors, save_bytes])
+def test_a_disk_that_is_full_is_named_and_the_old_file_stays(tmp_path, small_files, save):
+    path = tmp_path / "a.pt"
+    path.write_bytes(b"old")
+    with pytest.raises(CheckpointError) as caught:
+        atomic_write(path, save)
+    said = str(caught.value)
+    assert said.startswith(f"{path} could not be written: File too large (") and said.endswith(f"B free in {tmp_path}).")
+    assert path.read_bytes() == b"old" and os.listdir(tmp_path) == ["a.pt"]
+
+
+@pytest.mark.parametrize("save", [save_torch, save_safetensors])
+def test_written_whole_without_a_rest(tmp_path, save):
+    atomic_write(tmp_path / "a.pt", save)
+    assert os.listdir(tmp_path) == ["a.pt"] and (tmp_path / "a.pt").stat().st_size > 2 * 36_000
+
+
+def test_torch_s_refusal_that_cannot_be_repeated(tmp_path):
+    def write(path):
+        path.touch()
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")
+
+    with pytest.raises(CheckpointError, match=r"a\.pt could not be written: the system refused a write\."):
+        atomic_write(tmp_path / "a.pt", write)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no such layer"), TypeError("no tensor"), KeyboardInterrupt()], ids=repr)
+def test_what_is_not_the_system_s_doing_is_raised_as_it_is(tmp_path, error):
+    def write(path):
+        path.write_bytes(b"half")
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        atomic_write(tmp_path / "a.pt", write)
+    assert caught.value is error
+    assert os.listdir(tmp_path) == []
+
+
+def test_only_a_regular_file_is_replaced(tmp_path):
+    with pytest.raises(CheckpointError, match="is a folder; give the name of a file in it"):
+        atomic_write(tmp_path, save_bytes)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(CheckpointError, match="pipe is not a regular file, and would be replaced by one"):
+        atomic_write(tmp_path / "pipe", save_bytes)
+    with pytest.raises(CheckpointError, match="/dev/null is not a regular file"):
+        atomic_write("/dev/null", save_bytes)
+    with pytest.raises(CheckpointError, match="the folder .*nowhere does not exist"):
+        atomic_write(tmp_path / "nowhere" / "a", save_bytes)
+    with pytest.raises(CheckpointError, match="could not be written: File name too long."):
+        atomic_write(tmp_path / ("a" * 254), save_bytes)
+
+
+def test_a_process_that_is_killed_leaves_one_folder_with_the_file_s_name(tmp_path):
+    code = """if True:
+        import os, sys
+        from nmkernels.export._files import atomic_write
+        def write(path):
+            path.write_bytes(b"half")
+            (path.parent / ".of_the_writer").touch()
+            os.kill(os.getpid(), 9)
+        atomic_write(sys.argv[1], write)"""
+    (tmp_path / "a.pt").write_bytes(b"old")
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "a.pt")], check=False)
+    (rest,) = set(os.listdir(tmp_path)) - {"a.pt"}
+    assert rest.startswith(".a.pt.") and rest.endswith(".tmp")
+    assert (tmp_path / "a.pt").read_bytes() == b"old"
+
+
+@pytest.mark.parametrize(("free", "words"), [(0, "0 bytes"), (999, "999 bytes"), (4096, "4.1 kB"), (52e6, "52 MB"), (1.5e12, "1,500.0 GB")])
+def test_free_space_is_said_as_people_read_it(tmp_path, monkeypatch, free, words):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("usage", (), {"free": free}))
+    assert (
+        str(write_error(tmp_path / "a", os.strerror(28)))
+        == f"{tmp_path / 'a'} could not be written: {os.strerror(28)} ({words} free in {tmp_path})."
+    )
+    assert " free in " not in str(write_error(tmp_path / "a", "Permission denied"))
