@@ -9,10 +9,12 @@ from typing import Any
 import torch
 
 from ..export import atomic_write
+from ..export._files import write_error
 from ..pattern import CheckpointError
 
 FORMAT = "nmkernels-train-1"
 KEPT = 2
+NAME = r"step-\d{8,}\.pt"
 REQUIRED = {"format", "step", "config", "corpus", "model", "optimizer", "rng", "seconds"}
 
 
@@ -26,16 +28,31 @@ class Store:
         """All checkpoints, oldest step first."""
         if not self.folder.is_dir():
             return []
-        return sorted(p for p in self.folder.iterdir() if re.fullmatch(r"step-\d+\.pt", p.name))
+        return sorted((p for p in self.folder.iterdir() if re.fullmatch(NAME, p.name)), key=_step)
 
     def save(self, state: dict[str, Any]) -> Path:
-        """Write ``state`` (it has a ``step``) atomically, then drop all but the last two."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        """Write ``state`` (it has a ``step``) atomically, then drop all but the last two.
+
+        Raises:
+            CheckpointError: the system refuses; the message names the last checkpoint, which is as it was.
+        """
         path = self.folder / f"step-{state['step']:08}.pt"
-        atomic_write(path, lambda temporary: torch.save({"format": FORMAT, **state}, temporary))
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            atomic_write(path, lambda temporary: torch.save({"format": FORMAT, **state}, temporary))
+            self.drop()
+        except OSError as error:
+            raise write_error(Path(error.filename or path), error.strerror or str(error)) from error
+        except CheckpointError as error:
+            if last := self.paths()[-1:]:
+                raise CheckpointError(f"{error} {last[0]} is whole: --resume goes on from there.") from error
+            raise
+        return path
+
+    def drop(self) -> None:
+        """Remove all but the last two."""
         for old in self.paths()[:-KEPT]:
             old.unlink()
-        return path
 
     def load(self, path: Path | None = None) -> dict[str, Any]:
         """The checkpoint at ``path``, or the newest one.
@@ -45,7 +62,10 @@ class Store:
         """
         if path is None:
             if not self.paths():
-                raise CheckpointError(f"there is no checkpoint in {self.folder} to resume from; leave --resume out to start.")
+                raise CheckpointError(
+                    f"there is no checkpoint in {self.folder} to resume from; leave --resume out to start, "
+                    "with --overwrite if --out holds a run."
+                )
             path = self.paths()[-1]
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
@@ -60,14 +80,18 @@ class Store:
     def set_aside(self, after: int) -> None:
         """Rename checkpoints later than step ``after``: a run that resumes before them would otherwise mistake them for its own."""
         for path in self.paths():
-            if int(path.stem.removeprefix("step-")) > after:
+            if _step(path) > after:
                 path.replace(path.with_suffix(".pt.aside"))
 
     def _way_out(self, path: Path) -> str:
-        earlier = [p for p in self.paths() if p.name < path.name]
+        earlier = [p for p in self.paths() if re.fullmatch(NAME, path.name) and _step(p) < _step(path)]
         if earlier:
             return f"The one before it is there: --resume {earlier[-1]}"
         return "There is no earlier one; start again with --overwrite."
+
+
+def _step(path: Path) -> int:
+    return int(path.stem.removeprefix("step-"))
 
 
 def _first_line(error: Exception) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..export import load_compressed, save_compressed, save_dense
+from ..export import atomic_write, load_compressed, save_compressed, save_dense
 from ..nn import CompressedLinear, compress_
 from ..pattern import CheckpointError
 from ..recipes import densify_
@@ -87,5 +87,5 @@ def speeds(models: dict[str, GPT], clock: Callable[[], float] = time.perf_counte
 
 def _sample(model: GPT, out: Path) -> str:
     text = (PROMPT + generate(model, PROMPT, SAMPLE_TOKENS, temperature=0.7)).decode("utf-8", "replace")
-    (out / SAMPLE_FILE).write_text(text, encoding="utf-8")
+    atomic_write(out / SAMPLE_FILE, lambda temporary: temporary.write_text(text, encoding="utf-8"))
     return text

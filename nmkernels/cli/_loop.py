@@ -59,21 +59,20 @@ def train(trainer: Trainer, store: Store, log: Log, start: int, *, checkpoint_ev
     """
     config = trainer.config
     eval_every = max(1, config.steps // EVALS)
-    losses: list[float] = []
-    mark = trainer.seconds
     with StopRequest() as stop:
         for step in range(start + 1, config.steps + 1):
             begin = time.perf_counter()
-            losses.append(trainer.step(step))
+            trainer.losses.append(trainer.step(step))
             trainer.seconds += time.perf_counter() - begin
             evaluated = step % eval_every == 0
             if evaluated or step % log_every == 0 or step == config.steps:
-                speed = len(losses) * config.batch * config.context / max(trainer.seconds - mark, 1e-9)
+                losses = trainer.losses
+                speed = len(losses) * config.batch * config.context / max(trainer.seconds - trainer.mark, 1e-9)
                 row: dict[str, Any] = {"step": step, "loss": sum(losses) / len(losses), "lr": learning_rate(config, step)}
                 if evaluated:
                     row["val_loss"] = trainer.validate(VAL_WINDOWS // 4)
                 log.row({**row, "tokens_per_s": speed, **trainer.metrics()})
-                losses, mark = [], trainer.seconds
+                trainer.losses, trainer.mark = [], trainer.seconds
             log.tick()
             if step % checkpoint_every == 0 or step == config.steps or stop.asked:
                 path = store.save(trainer.state(step))

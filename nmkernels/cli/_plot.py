@@ -6,6 +6,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from ..export import atomic_write
+
 Rows = list[dict[str, float]]
 
 
@@ -32,7 +34,7 @@ def plot(path: Path, sparse: Rows, twin: Rows, title: str, switch_step: int = 0)
             axes.axvline(step, color="tab:red", linestyle="--", linewidth=1, label="phase change" if i == 0 else None)
         axes.grid(alpha=0.3)
     loss.legend()
-    figure.savefig(path)
+    atomic_write(path, figure.savefig)
     return True
 
 

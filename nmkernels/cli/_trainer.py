@@ -35,12 +35,13 @@ class Trainer:
     """A GPT with its optimizer, sparse under ``recipe``, or its dense twin on plain PyTorch where ``recipe`` is None.
 
     Both start from the same weights and see the same batches. ``seconds`` is the time spent in steps, resumed runs included;
-    ``parameters`` counts the model's own.
+    ``losses`` are those since the last row of the log, when ``seconds`` was ``mark``; ``parameters`` counts the model's own.
     """
 
     def __init__(self, config: TrainConfig, corpus: Corpus, recipe: Recipe | None, device: str = "cpu") -> None:
         self.config, self.corpus, self.device = config, corpus, device
-        self.seconds = 0.0
+        self.seconds = self.mark = 0.0
+        self.losses: list[float] = []
         torch.manual_seed(config.seed)
         self.model = GPT(config.model).to(device)
         self.parameters = self.model.parameter_count()
@@ -116,6 +117,7 @@ class Trainer:
             "optimizer": self.optimizer.state_dict(),
             "rng": torch.get_rng_state(),
             "seconds": self.seconds,
+            "unlogged": {"losses": self.losses, "mark": self.mark},
         }
 
     def load(self, state: dict[str, Any], path: object) -> int:
@@ -135,4 +137,6 @@ class Trainer:
             raise CheckpointError(f"{path} does not fit this run: {str(error).splitlines()[0]}") from error
         torch.set_rng_state(state["rng"])
         self.seconds = float(state["seconds"])
+        unlogged = state.get("unlogged", {"losses": [], "mark": self.seconds})  # earlier versions did not keep it
+        self.losses, self.mark = list(unlogged["losses"]), float(unlogged["mark"])
         return int(state["step"])

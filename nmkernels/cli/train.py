@@ -39,6 +39,13 @@ def seed(text: str) -> int:
     return value
 
 
+def path(text: str) -> Path:
+    """A path, for argparse; an empty one would be the present folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty; give a path, . for the present folder")
+    return Path(text)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the verb."""
     what = parser.add_argument_group("what to train")
@@ -63,15 +70,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     size.add_argument("--lr", type=rate, help="peak learning rate, default 2e-3")
     size.add_argument("--seed", type=seed, help="of the weights and the order of the text, default 0")
     run = parser.add_argument_group("the run")
-    run.add_argument("--out", metavar="DIR", type=Path, help="where everything is written; default runs/train, demo_out with --demo")
+    run.add_argument(
+        "--out",
+        metavar="DIR",
+        type=path,
+        help="where everything is written, a new or empty folder; default runs/train, demo_out with --demo",
+    )
     run.add_argument(
         "--resume",
         metavar="CHECKPOINT",
         nargs="?",
-        const="",
+        type=path,
+        const=False,
         help="continue the run in --out, from its newest checkpoint or from the one named",
     )
-    run.add_argument("--overwrite", action="store_true", help="replace the run that --out holds")
+    run.add_argument("--overwrite", action="store_true", help="replace the run that --out holds; other files there stay")
     run.add_argument("--checkpoint-every", metavar="STEPS", type=positive, default=100, help="default 100")
     run.add_argument("--log-every", metavar="STEPS", type=positive, default=20, help="default 20")
     run.add_argument("--tensorboard", action="store_true", help="also write event files into --out")
@@ -82,21 +95,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train, deploy, report; 0 done, 1 failed on the way, 2 refused at the start, 130 interrupted with the way to resume."""
+    from ._folder import Folder
     from ._loop import Interrupted
     from ._run import Run
 
-    try:
-        job = Run(args)
-    except NMError as error:
-        print(f"{PROG}: error: {error}", file=sys.stderr)
-        return 2
-    try:
-        job.execute()
-    except Interrupted as stop:
-        return _stopped(job, f"Stopped after step {stop.step}; saved in {stop.path}.")
-    except KeyboardInterrupt:
-        return _stopped(job, "Stopped.")
-    job.show()
+    with Folder(args.out or Path("demo_out" if args.demo else "runs/train")) as folder:
+        try:
+            job = Run(args, folder)
+        except (NMError, OSError) as error:
+            print(f"{PROG}: error: {error}", file=sys.stderr)
+            return 2
+        try:
+            job.execute()
+            job.show()
+        except Interrupted as stop:
+            return _stopped(job, f"Stopped after step {stop.step}; saved in {stop.path}.")
+        except KeyboardInterrupt:
+            return _stopped(job, "Stopped.")
+        except OSError as error:
+            if isinstance(error, BrokenPipeError):
+                raise
+            print(f"{PROG}: error: {error.filename or 'output'} could not be written: {error.strerror or error}.", file=sys.stderr)
+            return 1
     return 0
 
 

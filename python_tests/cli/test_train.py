@@ -33,7 +33,7 @@ def finished(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_file_is_there(finished):
     result = json.loads((finished / "result.json").read_text())
     have = {p.name for p in finished.iterdir()}
-    assert have == {*result["files"], "checkpoints", "twin"}
+    assert have == {*result["files"], "checkpoints", "twin", ".nmkernels-train"}
     assert {"model.safetensors", "model-dense.safetensors", "curves.png", "log.csv", "sample.txt", "result.json"} <= have
     assert (finished / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert [p.name for p in (finished / "checkpoints").iterdir()] == ["step-00000012.pt"]
@@ -177,8 +177,9 @@ def test_optional_packages_may_be_missing(text, tmp_path, monkeypatch, capsys):
     assert train(text, tmp_path / "out") == 0
     assert not (tmp_path / "out" / "curves.png").exists()
     assert "curves.png" not in capsys.readouterr().out
-    assert train(text, tmp_path / "board", "--tensorboard") == 1
+    assert train(text, tmp_path / "out", "--tensorboard", "--overwrite") == 2
     assert "pip install tensorboard" in capsys.readouterr().err
+    assert (tmp_path / "out" / "model.safetensors").exists()
 
 
 def test_validating_on_the_way_changes_nothing(text, tmp_path, monkeypatch):

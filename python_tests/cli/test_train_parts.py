@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import os
 from itertools import pairwise
 
 import pytest
@@ -58,6 +59,55 @@ def test_a_log_that_is_resumed_drops_what_came_after(tmp_path, stream):
     with Log(tmp_path, "a", 0, 10, stream):
         pass
     assert read_log(tmp_path / "log.csv") == []
+
+
+def rows(*steps):
+    return [{"step": step, "loss": 1.5 / step, "lr": 0.1, "tokens_per_s": 2000.0, "phase": 1, "flip_rate": 0.25} for step in steps]
+
+
+def written(folder, *steps, start=0):
+    with Log(folder, "a", start, 10, io.StringIO()) as log:
+        for row in rows(*steps):
+            log.row(row)
+    return (folder / "log.csv").read_bytes()
+
+
+def test_a_log_cut_off_at_any_byte_keeps_its_whole_rows(tmp_path):
+    whole = written(tmp_path, 2, 4, 6)
+    for length in range(len(whole) + 1):
+        (tmp_path / "log.csv").write_bytes(whole[:length])
+        have = max(whole[:length].count(b"\r") - 1, 0)  # the figures before it are whole
+        assert read_log(tmp_path / "log.csv") == rows(2, 4, 6)[:have]
+        assert written(tmp_path, *(2, 4, 6)[have:], start=6) == whole
+    for start, have in ((6, 3), (5, 2), (2, 1), (0, 0)):
+        (tmp_path / "log.csv").write_bytes(whole + b"\0" * 70 + b"\n8,not,a,row\r\nx")
+        assert written(tmp_path, start=start) == b"".join(whole.splitlines(keepends=True)[: 1 + have])
+    assert [p.name for p in tmp_path.iterdir()] == ["log.csv"]
+
+
+def test_a_whole_log_is_appended_to_and_not_written_anew(tmp_path):
+    written(tmp_path, 2, 4)
+    before = (tmp_path / "log.csv").stat().st_ino
+    keep = (tmp_path / "log.csv").open()  # or the number could be given to the next file
+    written(tmp_path, 6, start=4)
+    assert (tmp_path / "log.csv").stat().st_ino == before
+    written(tmp_path, 6, start=4)
+    assert (tmp_path / "log.csv").stat().st_ino != before
+    assert keep.read().count("\n") == 4  # who reads the old one is not disturbed
+    keep.close()
+    assert read_log(tmp_path / "log.csv") == rows(2, 4, 6)
+
+
+def test_a_log_with_columns_of_the_user_s_keeps_its_rows(tmp_path):
+    (tmp_path / "log.csv").write_text("note,step,loss\n,2,1.5\n7,4,1.25\n")
+    written(tmp_path, 6, start=4)
+    assert [(row["step"], row["loss"]) for row in read_log(tmp_path / "log.csv")] == [(2, 1.5), (4, 1.25), (6, 0.25)]
+
+
+def test_a_log_that_is_no_file_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "log.csv")
+    with pytest.raises(CheckpointError, match="log.csv is not a regular file"):
+        written(tmp_path)
 
 
 def test_the_plot_marks_phase_changes(tmp_path):

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from nmkernels.cli import _trainer
+from nmkernels.cli._log import read_log
 from nmkernels.zoo import GPT
 
 from ._text import SIZES, same, train, write_text
@@ -171,6 +172,35 @@ def test_a_changed_text_is_refused(stopped, tmp_path, capsys):
     other.write_bytes(b"something else entirely\n" * 200)
     assert train(other, stopped, "--resume", sizes=[]) == 2
     assert "the text to train on has changed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("log", ["missing", "empty", "half"])
+def test_a_run_goes_on_whatever_became_of_its_log(stopped, text, log):
+    whole = (stopped / "log.csv").read_bytes()
+    for left in (True, False):  # the second time there is nothing left to train
+        (stopped / "log.csv").write_bytes(whole[: len(whole) // 2] if log == "half" else b"")
+        if log == "missing":
+            (stopped / "log.csv").unlink()
+        assert train(text, stopped, "--resume", sizes=[]) == 0
+        lines = (stopped / "log.csv").read_text().splitlines()
+        assert lines[0].startswith("step,loss") and (len(lines) > 1) is (left or log == "half")
+    assert json.loads((stopped / "result.json").read_text())["sparse"]["train_loss"] == (pytest.approx(5, abs=1) if log == "half" else None)
+
+
+def test_rows_are_the_same_where_checkpoints_fall_between_them(text, tmp_path, monkeypatch):
+    from nmkernels.cli import _loop
+
+    monkeypatch.setattr(_loop, "EVALS", 2)  # a row after every fifth step then
+    sizes = [*SIZES[:-1], "5"]
+    assert train(text, tmp_path / "whole", sizes=sizes) == 0
+    with monkeypatch.context() as patch:
+        signal_at(patch, 8)
+        assert train(text, tmp_path / "parts", sizes=sizes) == 130
+    assert train(text, tmp_path / "parts", "--resume", sizes=sizes[-2:]) == 0
+    logs = [read_log(tmp_path / name / "log.csv") for name in ("whole", "parts")]
+    for row in (*logs[0], *logs[1]):
+        assert row.pop("tokens_per_s") > 0
+    assert logs[0] == logs[1] and len(logs[0]) == 4
 
 
 @pytest.mark.parametrize("keep", [0, 100, -1])
