@@ -7,15 +7,18 @@ that same function, so they cannot disagree.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .. import backends as _backends  # noqa: F401 - registers the implementations
 from .._dispatch import choose
-from ..pattern import DtypeError, ShapeError
+from ..pattern import DtypeError, NMError, ShapeError
+from ._batch import with_vmap
+from ._grad import no_gradient, with_autograd
 
 NAMESPACE = "nmkernels"
 Spec = tuple[Any, torch.dtype]
@@ -25,14 +28,20 @@ Contract = Callable[..., tuple[Spec, ...]]
 _lib = torch.library.Library(NAMESPACE, "DEF")
 
 
-def define(name: str, schema: str, contract: Contract, mutates: tuple[int, ...] = ()) -> torch._ops.OpOverload:
+def define(
+    name: str, schema: str, contract: Contract, mutates: tuple[int, ...] = (), leading: tuple[str, ...] = (), floats: bool = True
+) -> torch._ops.OpOverload:
     """Register ``torch.ops.nmkernels.<name>`` and return its overload, ready to be called.
+
+    Its derivatives are refused (``_grad``), and ``torch.vmap`` knows it (``_batch``).
 
     Args:
         name: the op's name, which is also its name in the dispatcher.
         schema: ``"(Tensor w, int n, int m) -> Tensor"``.
         contract: see the module's docstring.
         mutates: positions of the arguments that are written in place.
+        leading: the tensors that may have any number of leading dimensions, the same for all of them.
+        floats: whether a result is floating-point, so that it could have a derivative.
     """
     op = _register(name, schema)
     defaults = tuple(a.default_value for a in op._schema.arguments if a.has_default_value())
@@ -54,10 +63,13 @@ def define(name: str, schema: str, contract: Contract, mutates: tuple[int, ...] 
 
     _lib.impl(name, kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_lib)
+    if floats:
+        _lib.impl(name, with_autograd(name, op, kernel, bool(mutates)), "Autograd", with_keyset=True)
+    torch.library.register_vmap(f"{NAMESPACE}::{name}", with_vmap(name, op, leading, bool(mutates)), lib=_lib)
     return op
 
 
-def define_out(name: str, schema: str, contract: Contract, outs: tuple[str, ...] = ("out",)) -> torch._ops.OpOverload:
+def define_out(name: str, schema: str, contract: Contract, outs: tuple[str, ...] = ("out",), floats: bool = True) -> torch._ops.OpOverload:
     """Register ``<name>_out``, which writes into tensors of the caller, and return its overload.
 
     Args:
@@ -65,6 +77,7 @@ def define_out(name: str, schema: str, contract: Contract, outs: tuple[str, ...]
         schema: the functional op's arguments, ``"(Tensor w, int n, int m)"``.
         contract: the functional op's contract.
         outs: the keyword-only arguments that are written.
+        floats: see ``define``.
     """
     keywords = ", ".join(f"Tensor({chr(ord('a') + i)}!) {out}" for i, out in enumerate(outs))
     op = _register(f"{name}_out", f"{schema[:-1]}, *, {keywords}) -> ()")
@@ -94,6 +107,8 @@ def define_out(name: str, schema: str, contract: Contract, outs: tuple[str, ...]
 
     _lib.impl(f"{name}_out", kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}_out", fake, lib=_lib)
+    if floats:
+        _lib.impl(f"{name}_out", with_autograd(name, op, kernel, writes=True), "Autograd", with_keyset=True)
     return op
 
 
@@ -105,6 +120,7 @@ def unwatched(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     return not (
         torch.compiler.is_compiling()
         or torch.is_grad_enabled()
+        or forward_ad._current_level >= 0
         or torch._C._len_torch_dispatch_stack()
         or torch._C._len_torch_function_stack()
         or torch._C._are_functorch_transforms_active()
@@ -167,3 +183,14 @@ def _bump(tensors: Tensor | Iterable[Tensor]) -> None:
     """Count a write as torch's own in-place ops do, so that caches and autograd notice it."""
     every = (tensors,) if isinstance(tensors, Tensor) else tensors
     torch.autograd.graph.increment_version([t for t in every if not t.is_inference()])
+
+
+def _refuse(g: Tensor, shape: Sequence[int], dtype: torch.dtype, op: str) -> Tensor:
+    raise NMError(no_gradient(op))
+
+
+# the gradient of a tensor of that shape and dtype, were there one
+_lib.define("refuse(Tensor g, SymInt[] shape, ScalarType dtype, str op) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+_lib.impl("refuse", _refuse, "CompositeExplicitAutograd")
+torch.library.register_fake(f"{NAMESPACE}::refuse", lambda g, shape, dtype, op: g.new_empty(shape, dtype=dtype), lib=_lib)
+torch.library.register_vmap(f"{NAMESPACE}::refuse", lambda info, dims, *args: _refuse(*args), lib=_lib)

@@ -8,7 +8,6 @@ from torch import Tensor
 from ..pattern import DtypeError, PatternLike, ShapeError
 from ._check import as_pattern, check_dense, check_device, check_packed
 from ._define import Spec, define, define_out
-from ._grad import refuse_grad
 from .compressed import Compressed
 
 
@@ -32,9 +31,9 @@ def _decompress(values: Tensor, indices: Tensor, n: int, m: int, cols: int) -> t
 
 _SCHEMA = "(Tensor w, int n, int m, Tensor? mask=None)"
 _DECOMPRESS = "(Tensor values, Tensor indices, int n, int m, SymInt cols)"
-nm_compress = define("nm_compress", _SCHEMA + " -> (Tensor, Tensor)", _compress)
+nm_compress = define("nm_compress", _SCHEMA + " -> (Tensor, Tensor)", _compress, leading=("w", "mask"))
 nm_compress_out = define_out("nm_compress", _SCHEMA, _compress, outs=("out_values", "out_indices"))
-nm_decompress = define("nm_decompress", _DECOMPRESS + " -> Tensor", _decompress)
+nm_decompress = define("nm_decompress", _DECOMPRESS + " -> Tensor", _decompress, leading=("values", "indices"))
 nm_decompress_out = define_out("nm_decompress", _DECOMPRESS, _decompress)
 
 
@@ -65,7 +64,7 @@ def compress(w: Tensor, pattern: PatternLike, mask: Tensor | None = None, out: C
     p = as_pattern(pattern)
     if out is None:
         values, indices = nm_compress(w, p.n, p.m, mask)
-        return Compressed(refuse_grad("nm_compress", w, values), indices, p, w.shape)
+        return Compressed(values, indices, p, w.shape)
     check_same_form("nm_compress", out, p.n, p.m, w.shape)
     nm_compress_out(w, p.n, p.m, mask, out_values=out.values, out_indices=out.indices)
     return out
@@ -92,7 +91,7 @@ def decompress(c: Compressed, out: Tensor | None = None) -> Tensor:
     """
     p, cols = c.pattern, c.shape[-1]
     if out is None:
-        return refuse_grad("nm_decompress", c.values, nm_decompress(c.values, c.indices, p.n, p.m, cols))
+        return nm_decompress(c.values, c.indices, p.n, p.m, cols)
     nm_decompress_out(c.values, c.indices, p.n, p.m, cols, out=out)
     return out
 

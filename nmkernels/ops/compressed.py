@@ -45,7 +45,7 @@ class Compressed:
     indices: Tensor
     pattern: Pattern
     shape: tuple[int, ...]
-    _layouts: dict[str, tuple[tuple[int, int], Any]] = field(default_factory=dict, init=False)
+    _layouts: dict[str, tuple[tuple[int, ...], Any, tuple[Tensor, Tensor]]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "pattern", as_pattern(self.pattern))
@@ -90,13 +90,20 @@ class Compressed:
     def layout(self, name: str, build: Callable[[Compressed], Any]) -> Any:
         """``build(self)``, remembered under ``name``, for backends that want the data in another order.
 
-        It is built again after values or indices were written in place (``out=``), and never copied or saved.
+        It is built again after values or indices were written in place (``out=``) or given other memory, and never copied or saved. Nothing
+        is kept of tensors made in inference mode, which do not count writes: there it is built at every call.
         """
-        state = _version(self.values), _version(self.indices)
         known = self._layouts.get(name)
-        if known is None or known[0] != state:
-            known = self._layouts[name] = (state, build(self))
-        return known[1]
+        if known is not None and known[0] == _state(self.values, self.indices):
+            return known[1]
+        state = _state(self.values, self.indices)  # as it was before
+        # a later call may need gradients, which tensors of inference mode cannot take part in
+        with torch.inference_mode(False):
+            made = build(self)
+        if state is not None:
+            # their memory is held, so that no other tensor can come to lie at its address
+            self._layouts[name] = (state, made, (self.values.detach(), self.indices.detach()))
+        return made
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Compressed, (self.values, self.indices, self.pattern, tuple(self.shape))
@@ -106,8 +113,33 @@ class Compressed:
         return f'Compressed({tuple(self.shape)}, "{self.pattern}", {self.dtype}{device}, {self.nbytes} bytes)'
 
 
-def _version(x: Tensor) -> int:
-    return -1 if x.is_inference() else x._version
+def counts_writes(x: Tensor) -> bool:
+    """False for what ``torch.inference_mode`` made: it has no version, and cannot be saved for backward."""
+    if torch.compiler.is_compiling():
+        return True  # a graph keeps nothing, and may not ask
+    if x.is_inference():
+        return False
+    try:
+        return x._version >= 0
+    except RuntimeError:  # made there, and given other .data since
+        return False
+
+
+PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _state(values: Tensor, indices: Tensor) -> tuple[int, ...] | None:
+    """What tells that both are as they were; None where nothing does, or the copy would belong to one derivative or transform only."""
+    if values.requires_grad or not (counts_writes(values) and counts_writes(indices)):
+        return None
+    if (
+        type(values) not in PLAIN
+        or type(indices) not in PLAIN
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack()
+    ):
+        return None
+    return values._version, values.data_ptr(), indices._version, indices.data_ptr()
 
 
 Context = tuple[Pattern, tuple[int, ...]]
@@ -124,7 +156,10 @@ def _flatten_with_keys(c: Compressed) -> tuple[list[tuple[Any, Any]], Context]:
 def _unflatten(leaves: Any, context: Context) -> Compressed:
     # leaves may be anything that a tree_map returned, so nothing is checked here
     c = object.__new__(Compressed)
-    fields = {"values": leaves[0], "indices": leaves[1], "pattern": context[0], "shape": torch.Size(context[1]), "_layouts": {}}
+    shape = torch.Size(context[1])
+    if isinstance(leaves[0], Tensor) and leaves[0].dim() > len(shape):  # torch.vmap has put a dimension in front
+        shape = leaves[0].shape[:-1] + shape[-1:]
+    fields = {"values": leaves[0], "indices": leaves[1], "pattern": context[0], "shape": shape, "_layouts": {}}
     for name, value in fields.items():
         object.__setattr__(c, name, value)
     return c
@@ -140,4 +175,4 @@ pytree.register_pytree_node(
     from_dumpable_context=lambda dumped: (Pattern(dumped[0]), tuple(dumped[1])),
 )
 
-__all__ = ["Compressed"]
+__all__ = ["Compressed", "counts_writes"]

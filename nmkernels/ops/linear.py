@@ -72,8 +72,13 @@ def _linear_wgrad(values: Tensor, indices: Tensor, n: int, m: int, cols: int, x:
 
 
 _PACKED = "Tensor values, Tensor indices, int n, int m, SymInt cols"
-nm_linear = define("nm_linear", f'(Tensor x, {_PACKED}, Tensor? bias=None, str activation="", Tensor? residual=None) -> Tensor', _linear)
-nm_linear_dgrad = define("nm_linear_dgrad", f"(Tensor g, {_PACKED}) -> Tensor", _linear_dgrad)
+nm_linear = define(
+    "nm_linear",
+    f'(Tensor x, {_PACKED}, Tensor? bias=None, str activation="", Tensor? residual=None) -> Tensor',
+    _linear,
+    leading=("x", "residual"),
+)
+nm_linear_dgrad = define("nm_linear_dgrad", f"(Tensor g, {_PACKED}) -> Tensor", _linear_dgrad, leading=("g",))
 nm_linear_wgrad = define("nm_linear_wgrad", f"({_PACKED}, Tensor x) -> Tensor", _linear_wgrad)
 
 

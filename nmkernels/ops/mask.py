@@ -9,7 +9,6 @@ from .. import reference
 from ..pattern import PatternLike
 from ._check import as_pattern, check_dense
 from ._define import Spec, define, define_out
-from ._grad import refuse_grad
 
 
 def _mask(w: Tensor, n: int, m: int) -> tuple[Spec, ...]:
@@ -23,9 +22,9 @@ def _prune(w: Tensor, n: int, m: int) -> tuple[Spec, ...]:
 
 
 _SCHEMA = "(Tensor w, int n, int m)"
-nm_mask = define("nm_mask", _SCHEMA + " -> Tensor", _mask)
-nm_mask_out = define_out("nm_mask", _SCHEMA, _mask)
-nm_prune = define("nm_prune", _SCHEMA + " -> Tensor", _prune)
+nm_mask = define("nm_mask", _SCHEMA + " -> Tensor", _mask, leading=("w",), floats=False)
+nm_mask_out = define_out("nm_mask", _SCHEMA, _mask, floats=False)
+nm_prune = define("nm_prune", _SCHEMA + " -> Tensor", _prune, leading=("w",))
 nm_prune_out = define_out("nm_prune", _SCHEMA, _prune)
 
 
@@ -82,7 +81,7 @@ def prune(w: Tensor, pattern: PatternLike, out: Tensor | None = None) -> Tensor:
     """
     p = as_pattern(pattern)
     if out is None:
-        return refuse_grad("nm_prune", w, nm_prune(w, p.n, p.m))
+        return nm_prune(w, p.n, p.m)
     nm_prune_out(w, p.n, p.m, out=out)
     return out
 

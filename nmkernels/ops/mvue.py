@@ -8,7 +8,6 @@ from torch import Tensor
 from ..pattern import DtypeError, OptionError, Pattern, PatternError, PatternLike, ShapeError
 from ._check import as_pattern, check_device, check_float, pattern_of
 from ._define import Spec, define, define_out
-from ._grad import refuse_grad
 from .compress import check_same_form
 from .compressed import Compressed
 
@@ -98,7 +97,7 @@ def mvue(
     """
     p, words = as_pattern(pattern), seed_words("nm_mvue", seed, offset, g.device)
     if out is None:
-        return refuse_grad("nm_mvue", g, nm_mvue(g, p.n, p.m, dim, words, method))
+        return nm_mvue(g, p.n, p.m, dim, words, method)
     nm_mvue_out(g, p.n, p.m, dim, words, method, out=out)
     return out
 
@@ -135,7 +134,7 @@ def mvue_compress(
     p, words = as_pattern(pattern), seed_words("nm_mvue_compress", seed, offset, g.device)
     if out is None:
         values, indices = nm_mvue_compress(g, p.n, p.m, dim, words, method)
-        return Compressed(refuse_grad("nm_mvue_compress", g, values), indices, p, _moved(g.shape, dim))
+        return Compressed(values, indices, p, _moved(g.shape, dim))
     check_same_form("nm_mvue_compress", out, p.n, p.m, _moved(g.shape, dim))
     nm_mvue_compress_out(g, p.n, p.m, dim, words, method, out_values=out.values, out_indices=out.indices)
     return out

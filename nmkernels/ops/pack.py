@@ -9,7 +9,6 @@ from ..pattern import Pattern, PatternLike
 from ..reference.pack import check_operands, check_pack, operand_shapes
 from ._check import as_pattern, check_device, check_matrix
 from ._define import Spec, define
-from ._grad import refuse_grad
 from .compressed import Compressed
 from .packed import DeviceCompressed, Packed
 
@@ -84,7 +83,6 @@ def pack(
     p = as_pattern(pattern)
     select, given = ("given" if check else "held", mask) if isinstance(mask, Tensor) else (mask, None)
     values, indices, values_t, indices_t = nm_pack(w, p.n, p.m, select, given, scale, dtype, rows, columns, layout)
-    values, values_t = refuse_grad("nm_pack", w, values), refuse_grad("nm_pack", w, values_t)
     height, width = w.shape
     return Packed(
         _form(values, indices, layout, p, (height, width)) if rows else None,

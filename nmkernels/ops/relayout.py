@@ -8,7 +8,6 @@ from torch import Tensor
 from ..pattern import DtypeError, Pattern, PatternError, ShapeError
 from ..reference.layouts import check_layout, meta_shape
 from ._define import Spec, define
-from ._grad import refuse_grad
 from .compressed import Compressed
 from .packed import DeviceCompressed
 
@@ -27,7 +26,7 @@ def _metadata(indices: Tensor, cols: int, layout: str) -> tuple[Spec, ...]:
     return ((meta_shape(indices.shape[0], cols, layout), torch.int32),)
 
 
-nm_metadata = define("nm_metadata", "(Tensor indices, SymInt cols, str layout) -> Tensor", _metadata)
+nm_metadata = define("nm_metadata", "(Tensor indices, SymInt cols, str layout) -> Tensor", _metadata, floats=False)
 
 
 def tensor_core_pattern(pattern: Pattern) -> bool:
@@ -73,8 +72,7 @@ def relayout(c: Compressed, layout: str) -> DeviceCompressed:
     check_layout(op, layout, rows, cols, _HARDWARE, c.dtype)
     if p == _HARDWARE:
         return DeviceCompressed(c.values, nm_metadata(c.indices, cols, layout), layout, p, c.shape)
-    dense = refuse_grad(op, c.values, c.dense())
-    values, meta, _, _ = torch.ops.nmkernels.nm_pack(dense, 2, 4, "magnitude", None, None, None, True, False, layout)
+    values, meta, _, _ = torch.ops.nmkernels.nm_pack(c.dense(), 2, 4, "magnitude", None, None, None, True, False, layout)
     return DeviceCompressed(values, meta, layout, _HARDWARE, c.shape)
 
 

@@ -8,7 +8,6 @@ from torch import Tensor
 from ..pattern import PatternLike
 from ._check import as_pattern, check_dense
 from ._define import Spec, define, define_out
-from ._grad import refuse_grad
 
 
 def _soft_threshold(w: Tensor, n: int, m: int) -> tuple[Spec, ...]:
@@ -22,7 +21,7 @@ def _soft_threshold_scale(w: Tensor, n: int, m: int) -> tuple[Spec, ...]:
 
 
 _SCHEMA = "(Tensor w, int n, int m)"
-nm_soft_threshold = define("nm_soft_threshold", _SCHEMA + " -> Tensor", _soft_threshold)
+nm_soft_threshold = define("nm_soft_threshold", _SCHEMA + " -> Tensor", _soft_threshold, leading=("w",))
 nm_soft_threshold_out = define_out("nm_soft_threshold", _SCHEMA, _soft_threshold)
 nm_soft_threshold_scale = define("nm_soft_threshold_scale", _SCHEMA + " -> Tensor", _soft_threshold_scale)
 
@@ -51,7 +50,7 @@ def soft_threshold(w: Tensor, pattern: PatternLike, out: Tensor | None = None) -
     """
     p = as_pattern(pattern)
     if out is None:
-        return refuse_grad("nm_soft_threshold", w, nm_soft_threshold(w, p.n, p.m))
+        return nm_soft_threshold(w, p.n, p.m)
     nm_soft_threshold_out(w, p.n, p.m, out=out)
     return out
 
@@ -77,7 +76,7 @@ def soft_threshold_scale(w: Tensor, pattern: PatternLike) -> Tensor:
         1.384615421295166
     """
     p = as_pattern(pattern)
-    return refuse_grad("nm_soft_threshold_scale", w, nm_soft_threshold_scale(w, p.n, p.m))
+    return nm_soft_threshold_scale(w, p.n, p.m)
 
 
 __all__ = ["soft_threshold", "soft_threshold_scale"]

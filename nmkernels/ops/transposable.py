@@ -21,8 +21,8 @@ def _transposable_mask(w: Tensor, n: int, m: int) -> tuple[Spec, ...]:
 
 
 _SCHEMA = "(Tensor w, int n, int m)"
-nm_transposable_mask = define("nm_transposable_mask", _SCHEMA + " -> Tensor", _transposable_mask)
-nm_transposable_mask_out = define_out("nm_transposable_mask", _SCHEMA, _transposable_mask)
+nm_transposable_mask = define("nm_transposable_mask", _SCHEMA + " -> Tensor", _transposable_mask, leading=("w",), floats=False)
+nm_transposable_mask_out = define_out("nm_transposable_mask", _SCHEMA, _transposable_mask, floats=False)
 
 
 def transposable_mask(w: Tensor, pattern: PatternLike, out: Tensor | None = None) -> Tensor:

@@ -104,9 +104,32 @@ def test_layouts_are_built_once_and_follow_writes(c: Compressed) -> None:
     assert c.layout("sum", build).item() == 6 * 8 and len(built) == 2
     c.values.mul_(2)
     assert c.layout("sum", build).item() == 6 * 16
+    c.values.data = torch.ones_like(c.values)
+    assert c.layout("sum", build).item() == 6 * 8
+    address = c.values.data_ptr()
+    c.values.data = torch.zeros(6, 8)
+    # another tensor at that address would look like the old one
+    assert c._layouts["sum"][2][0].data_ptr() == address != c.values.data_ptr()
+
+
+def test_no_layout_is_kept_where_nothing_tells_of_writes(c: Compressed) -> None:
+    def build(of: Compressed) -> torch.Tensor:
+        return of.values.sum()
+
     with torch.inference_mode():
         inside = ops.compress(torch.ones(6, 16), "2:4")
-        assert inside.layout("sum", build) is inside.layout("sum", build)
+        assert inside.layout("sum", build).item() == 6 * 8 and not inside._layouts
+        inside.values.mul_(2)
+        assert inside.layout("sum", build).item() == 6 * 16
+        assert not c.layout("sum", build).is_inference() and c._layouts  # a later call may need gradients
+    c.values.requires_grad_()
+    assert c.layout("sum", build).requires_grad  # and no constant that was kept
+    torch.func.vmap(lambda x: x * ops.Compressed(c.values.detach(), c.indices, "2:4", (6, 16)).layout("sum", build))(torch.ones(2))
+    twin = ops.Compressed(c.values.detach(), c.indices, "2:4", (6, 16))
+    torch.func.grad(lambda x: (x * twin.layout("sum", build)).sum())(torch.ones(2))
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+        twin.layout("sum", build)
+    assert not twin._layouts
 
 
 @pytest.mark.filterwarnings("error")

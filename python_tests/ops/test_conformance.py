@@ -202,4 +202,4 @@ def test_every_op_is_listed() -> None:
     listed = {c.op for c in globals().values() if isinstance(c, type) and issubclass(c, Conformance) and c is not Conformance}
     defined = {name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("nmkernels::")}
     functional = {name.split(".")[0] for name in defined if not name.endswith("_out")}
-    assert listed == functional == set(_dispatch._impls)
+    assert listed == functional - {"refuse"} == set(_dispatch._impls)  # that one has no backend: it only raises

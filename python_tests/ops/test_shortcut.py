@@ -46,6 +46,8 @@ def test_whoever_watches_sees_the_op(layer, monkeypatch):
         layer(x)
     assert any("nm_linear" in event.key for event in profile.key_averages())
     assert not _define.unwatched(torch.nn.Parameter(x), layer.values, None)
+    with torch.autograd.forward_ad.dual_level():
+        assert not _define.unwatched(x, layer.values, layer.bias)
     torch.testing.assert_close(torch.func.vmap(layer)(torch.randn(3, 16)).shape, torch.Size([3, 6]))
     monkeypatch.setenv("NMKERNELS_BACKEND", "nobody")
     with pytest.raises(BackendError, match="names no backend"):
