@@ -14,9 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..pattern import NMError, Pattern
+from .functional import functional, once
 
 GRADS = ("chain", "ste")
 SIDES = ("input", "output")
+FORWARD = "{} has no derivative in forward mode: its backward pass follows a rule of its own. Differentiate backward."
 
 
 @dataclass(frozen=True)
@@ -109,10 +111,26 @@ class _SparseReLU2(torch.autograd.Function):
         ctx.mark_non_differentiable(output[1])
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, g: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-        (root,) = ctx.saved_tensors
-        return 2 * root * g, None, None, None
+        root, *y = ctx.saved_tensors
+        with torch.no_grad():
+            dy = 2 * root * g
+        return once(dy, g, *y), None, None, None
+
+
+class _FunctionalSparseReLU2(_SparseReLU2):
+    """The same for ``torch.func``, where y too is kept: a second derivative is refused by it."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.save_for_backward(output[1], inputs[0])
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise NMError(FORWARD.format("sparse_relu2"))
 
 
 def sparse_relu2(y: Tensor, pattern: Pattern, grad: str = "chain") -> Tensor:
@@ -132,7 +150,7 @@ def sparse_relu2(y: Tensor, pattern: Pattern, grad: str = "chain") -> Tensor:
     """
     if grad not in GRADS:
         raise NMError(f"sparse_relu2: grad={grad!r} is unknown; choose one of {', '.join(GRADS)}.")
-    out: Tensor = _SparseReLU2.apply(y, pattern.n, pattern.m, grad)[0]
+    out: Tensor = (_FunctionalSparseReLU2 if functional() else _SparseReLU2).apply(y, pattern.n, pattern.m, grad)[0]
     return out
 
 
@@ -150,9 +168,15 @@ class _SplitLinear(torch.autograd.Function):
         ctx.save_for_backward(x if need_w else None, weight if need_x else None)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
+        with torch.no_grad():
+            dx, dw, db = _SplitLinear.gradients(ctx, g, x, weight)
+        return once(dx, g, weight), once(dw, g, x), once(db, g), None, None
+
+    @staticmethod
+    def gradients(ctx: Any, g: Tensor, x: Any, weight: Any) -> tuple[Tensor | None, ...]:
+        """∂L/∂x, ∂L/∂W and ∂L/∂b, each where it is wanted."""
         rows, output = g.reshape(-1, g.shape[-1]), ctx.side == "output"
         dx = dw = None
         if ctx.needs_input_grad[0]:
@@ -161,7 +185,17 @@ class _SplitLinear(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             inputs = x.reshape(-1, x.shape[-1])
             dw = split(rows, ctx.rule).t() @ inputs if output else rows.t() @ split(inputs, ctx.rule)
-        return dx, dw, rows.sum(0) if ctx.needs_input_grad[2] else None, None, None
+        return dx, dw, rows.sum(0) if ctx.needs_input_grad[2] else None
+
+
+class _FunctionalSplitLinear(_SplitLinear):
+    """The same for ``torch.func``."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise NMError(FORWARD.format("split_linear"))
 
 
 def split_linear(x: Tensor, weight: Tensor, bias: Tensor | None, rule: SplitRule, side: str) -> Tensor:
@@ -187,5 +221,5 @@ def split_linear(x: Tensor, weight: Tensor, bias: Tensor | None, rule: SplitRule
         raise NMError(f"split_linear: side={side!r} is unknown; choose one of {', '.join(SIDES)}.")
     if side == "output":
         rule.pattern.check_divides("split_linear", weight.shape[0], "out_features")
-    out: Tensor = _SplitLinear.apply(x, weight, bias, rule, side)
+    out: Tensor = (_FunctionalSplitLinear if functional() else _SplitLinear).apply(x, weight, bias, rule, side)
     return out

@@ -6,18 +6,24 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .. import ops
+from ..ops.compressed import counts_writes
 from ..ops.linear import linear_of_layer
-from ..pattern import Pattern
+from ..pattern import NMError, Pattern
 from . import products
 from .forms import Operands, parts
+from .functional import functional, once
 from .plan import STRAIGHT_THROUGH, GemmPlan, packed_inference
 from .transforms import WeightTransform
 
-REST = 11
-"""Arguments of the Function between the bias and the transform's extras; none has a gradient."""
+BEFORE, USED = 7, 3
+"""How many arguments of the Function stand before ``ctx.rest``, none of which has a gradient; and which of them W̃ is."""
+
+CONSTANT = "the compressed weight, which is a constant"
 
 
 class _Linear(torch.autograd.Function):
@@ -29,35 +35,22 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
-        _remember(ctx, *args)
+        ctx.save_for_backward(*_remember(ctx, *args))
+        ctx.weight = args[1]  # not saved: an optimizer may step between forward and backward
         return _product(*args)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        x, used, indices, weight, *extras = ctx.saved_tensors
-        plan: GemmPlan = ctx.plan
-        dx = dw = db = None
-        learned: dict[str, Tensor] = {}
-        if ctx.needs_input_grad[0]:
-            used = ctx.transform.for_dgrad(used, *extras) if ctx.own else used
-            dx = products.dgrad(plan, g, used, indices, ctx.pattern, ctx.by, ctx.turned, ctx.cols)
-        if ctx.need_w:
-            dw = products.wgrad(plan, g.reshape(-1, g.shape[-1]), x.reshape(-1, x.shape[-1]), ctx.seed).to(ctx.weight_dtype)
-            if weight is not None:
-                transform: WeightTransform = ctx.transform
-                learned = dict(zip(transform.learns, transform.learn(dw, weight, *extras), strict=True))
-                dw = transform.gradient(dw, weight, *extras) if ctx.needs_input_grad[1] else None
-        if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
-            db = g.reshape(-1, g.shape[-1]).sum(0).to(ctx.bias_dtype)
-        return dx, dw, db, *[None] * REST, *[learned.get(name) for name in ctx.reads]
+        return _backward(ctx, g, ctx.weight)
 
 
-class _FunctionalLinear(_Linear):
-    """The same for ``torch.func``, which insists on a separate ``setup_context``.
+class _FunctionalLinear(torch.autograd.Function):
+    """The same for ``torch.func`` and forward mode: y' = x' W̃ᵀ + x W'ᵀ + b', for which the gradient of W must go straight through.
 
-    Only there: torch then inspects the signature at every call, 16 µs (AMD EPYC, 2026-11).
+    Only there: for ``setup_context`` torch inspects the signature at every call, 16 µs (AMD EPYC, 2026-11), and a graph takes no ``jvp``.
     """
+
+    generate_vmap_rule = True
 
     @staticmethod
     def forward(*args: Any) -> Tensor:
@@ -66,11 +59,48 @@ class _FunctionalLinear(_Linear):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         _remember(ctx, *inputs)
+        x, weight, _, used, places, back, back_places = inputs[:BEFORE]
+        back, back_places = (used, places) if back is None else (back, back_places)
+        saved = x, back, back_places, weight, *inputs[BEFORE + len(ctx.rest) :], used, places
+        ctx.save_for_backward(*saved)
+        ctx.save_for_forward(*saved)
+        ctx.set_materialize_grads(False)  # what has no tangent shall cost none
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor | None) -> tuple[Tensor | None, ...]:
+        if g is None:
+            return (None,) * (BEFORE + len(ctx.rest) + len(ctx.reads))
+        return _backward(ctx, g, ctx.saved_tensors[3])
+
+    @staticmethod
+    def jvp(ctx: Any, x_t: Tensor | None, w_t: Tensor | None, b_t: Tensor | None, *others: Tensor | None) -> Tensor:
+        exact = _straight(ctx.transform) and ctx.plan.wgrad == "dense" and ctx.plan.fp8 is None
+        if any(t is not None for t in others) or (w_t is not None and not exact):
+            raise NMError(
+                "linear has a derivative in forward mode by its input and its bias, and by its weight where the gradient of that goes "
+                f"straight through: not by {CONSTANT}, by a weight whose gradient follows another rule, or by what such a rule reads. "
+                "Give that no tangent, or differentiate backward."
+            )
+        # torch has turned forward mode off, also for an outer transform that takes the derivative of this one
+        with forward_ad._set_fwd_grad_enabled(True):
+            primals = [None if t is None else torch._VF._unpack_dual(t, level=0)[0] for t in ctx.saved_tensors]
+            return _tangent(primals, ctx.rest, x_t, w_t, b_t)
+
+
+def _tangent(saved: list[Any], rest: tuple[Any, ...], x_t: Tensor | None, w_t: Tensor | None, b_t: Tensor | None) -> Tensor:
+    x, back, back_places, weight, *extras, used, places = saved
+    terms = []
+    if x_t is not None:
+        terms.append(_apply(x_t, weight, None, used, places, back, back_places, *rest, *extras))
+    if w_t is not None:
+        terms.append(F.linear(x, w_t.to(x.dtype)))
+    if b_t is not None:
+        terms.append(b_t.to(x.dtype).expand(*x.shape[:-1], -1))
+    return sum(terms[1:], terms[0])
 
 
 def _apply(*args: Any) -> Tensor:
-    functional = not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
-    return (_FunctionalLinear if functional else _Linear).apply(*args)
+    return (_FunctionalLinear if functional() else _Linear).apply(*args)
 
 
 def _product(
@@ -84,17 +114,15 @@ def _remember(
     ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None,
     used: Tensor, places: Tensor | None, back: Tensor | None, back_places: Tensor | None, turned: bool, pattern: Pattern | None,
     by: str, back_by: str, seed: Tensor | None, plan: GemmPlan, transform: WeightTransform | None, *extras: Tensor,
-) -> None:  # fmt: skip
-    """Keep for backward what a gradient really needs, and nothing else."""
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Note what backward has to know; returned are the tensors that it really needs, for a gradient that is wanted."""
     first = len(ctx.needs_input_grad) - len(extras)
     need_x = ctx.needs_input_grad[0]
     need_w = (ctx.needs_input_grad[1] or any(ctx.needs_input_grad[first:])) and plan.wgrad != "none"
-    chain = need_w and transform is not None and not (transform.straight and not transform.learns)
+    chain = need_w and not _straight(transform)
     if back is None:
         back, back_places = used, places
     own = need_x and transform is not None and not transform.symmetric
-    saved = (x if need_w else None, back if need_x else None, back_places if need_x else None, weight if chain else None)
-    ctx.save_for_backward(*saved, *(extras if chain or own else ()))
     # not saved like the others: backward itself advances the offset, also that of a forward pass still to come back
     ctx.seed = seed if need_w else None
     ctx.plan, ctx.transform, ctx.cols, ctx.need_w, ctx.own = plan, transform, x.shape[-1], need_w, own
@@ -102,6 +130,50 @@ def _remember(
     ctx.reads = () if transform is None else transform.reads
     ctx.weight_dtype = None if weight is None else weight.dtype
     ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.rest = turned, pattern, by, back_by, seed, plan, transform
+    saved = (x if need_w else None, back if need_x else None, back_places if need_x else None, weight if chain else None)
+    return (*saved, *(extras if chain or own else ()))
+
+
+def _backward(ctx: Any, g: Tensor, source: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The gradients of a call. ``source``: the weight, by which their own derivatives are refused too."""
+    if source is None and ctx.needs_input_grad[USED]:
+        raise NMError(f"linear_compressed has no gradient by {CONSTANT}: train a SparseLinear, or detach its values.")
+    if not torch.is_grad_enabled():
+        dx, dw, db, learned = _gradients(ctx, g)
+    else:
+        with torch.no_grad():
+            dx, dw, db, learned = _gradients(ctx, g)
+        x, _, _, _, *extras = ctx.saved_tensors
+        dx, db = once(dx, g, source, *extras), once(db, g)
+        dw = once(dw, g, x, source, *extras)
+        learned = [once(d, g, x, source, *extras) for d in learned]
+    by_name = {} if ctx.transform is None else dict(zip(ctx.transform.learns, learned, strict=False))
+    return dx, dw, db, *[None] * (BEFORE - USED + len(ctx.rest)), *[by_name.get(name) for name in ctx.reads]
+
+
+def _gradients(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, Sequence[Tensor | None]]:
+    """dx, dW, db and the gradients of what the transform learns, each where it is wanted."""
+    x, used, indices, weight, *extras = ctx.saved_tensors
+    extras = extras[: len(ctx.reads)]
+    transform = ctx.transform
+    dx = dw = db = None
+    learned: Sequence[Tensor | None] = ()
+    if ctx.needs_input_grad[0]:
+        used = transform.for_dgrad(used, *extras) if ctx.own else used
+        dx = products.dgrad(ctx.plan, g, used, indices, ctx.pattern, ctx.by, ctx.turned, ctx.cols)
+    if ctx.need_w:
+        dw = products.wgrad(ctx.plan, g.reshape(-1, g.shape[-1]), x.reshape(-1, x.shape[-1]), ctx.seed).to(ctx.weight_dtype)
+        if not _straight(transform):
+            learned = transform.learn(dw, weight, *extras)
+            dw = transform.gradient(dw, weight, *extras) if ctx.needs_input_grad[1] else None
+    if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
+        db = g.reshape(-1, g.shape[-1]).sum(0).to(ctx.bias_dtype)
+    return dx, dw, db, learned
+
+
+def _straight(transform: WeightTransform | None) -> bool:
+    return transform is None or (transform.straight and not transform.learns)
 
 
 def linear(
@@ -118,6 +190,10 @@ def linear(
 
     Forward multiplies ``used`` (W̃); backward gives ``∂L/∂x = g W̃`` and, straight through, ``∂L/∂weight = gᵀ x``, unmasked, in the
     dtype of ``weight`` (SR-STE, Zhou et al. 2021, eq. 5 without its decay, which belongs after clipping).
+
+    ``torch.func`` knows it: ``vmap``, ``grad`` and ``vmap(grad)`` (per-sample gradients, ensembles), and forward mode, the tangent
+    x' W̃ᵀ + x W'ᵀ + b', by the weight only where its gradient goes straight through. A second derivative raises ``NMError``. In a function
+    that ``torch.compile`` compiles together with ``torch.func`` it runs eagerly.
 
     Args:
         x: ``(..., in)``.
@@ -150,8 +226,8 @@ def linear_compressed(x: Tensor, weight: ops.Compressed, bias: Tensor | None = N
         bias: ``(out,)``.
     """
     p: Pattern = weight.pattern
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() and forward_ad._current_level < 0:
         b = bias if bias is None or bias.dtype == x.dtype else bias.to(x.dtype)
         return linear_of_layer(x, weight.values, weight.indices, p.n, p.m, b)
-    form = weight.values, weight.indices
+    form = [t if counts_writes(t) else t.clone() for t in (weight.values, weight.indices)]
     return _apply(x, None, bias, *form, None, None, False, p, "", "", None, packed_inference(p.n, p.m), None)

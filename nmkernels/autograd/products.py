@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..ops._define import plainly
 from ..ops.linear import linear_of_layer
-from ..pattern import Pattern
+from ..pattern import NMError, Pattern
 from . import fp8
 from .choice import call, choose
 from .choice.candidates import function
@@ -90,6 +90,11 @@ def _words(plan: GemmPlan, g: Tensor, seed: Tensor | None) -> Tensor | None:
     """The seed and offset of an estimate; None where nothing is drawn."""
     if plan.wgrad != "mvue":
         return None
+    if seed is not None and torch._C._are_functorch_transforms_active():
+        raise NMError(
+            "linear: the gradient of the weight is an estimate that advances the layer's seed, which torch.func does not let a backward "
+            "pass do. Set layer.seed = None for numbers from torch's generator, with randomness='different' under torch.vmap."
+        )
     return torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=g.device) if seed is None else seed
 
 

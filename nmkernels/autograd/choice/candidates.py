@@ -118,7 +118,9 @@ def form_of(name: str, product: Product) -> str:
 
 
 def function(op: str, backend: str, args: tuple[Any, ...]) -> Callable[..., Tensor] | None:
-    """The backend's function for ``op(*args)``; None if it has none or declines."""
+    """The backend's function for ``op(*args)``; None if it has none or declines, or if the tensors are not what they look like."""
+    if torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack():
+        return None
     entry = next((i for i in implementations(op) if i.backend == backend), None)
     return entry.fn if entry is not None and entry.supports(*args)[0] else None
 
