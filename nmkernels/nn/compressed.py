@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,7 @@ from ..autograd import linear_compressed
 from ..autograd.choice import AUTO, DENSE, Product, call, choose, form_of, forms
 from ..backends.cpu.policy import FEW_TOKENS
 from ..ops._define import unwatched
+from ..ops.compressed import counts_writes
 from ..ops.linear import positions
 from ..pattern import DtypeError, Pattern, ShapeError
 from ._autocast import autocast_dtype, castable
@@ -36,6 +38,8 @@ class CompressedLinear(nn.Module):
             compressed form. What is faster is what ``nm.tune(model, tokens=...)`` has measured on this device. Where nothing was measured:
             on a CPU dense for many tokens in 16 bits and patterns that keep more than about half, elsewhere always. The layer then needs
             ``1 + M/N`` times the memory of its values; the copy is not saved, and is made again after the weight moves or changes.
+            Writes that torch does not count (through ``.data``, by a collective) are seen after ``load_state_dict``, ``to``, ``train`` or
+            ``eval``; of a weight that was made under ``torch.inference_mode`` none is kept, so that every call makes it: load it outside.
         adapter: (L ``(in, r)``, R ``(r, out)``) of a low-rank adapter, kept as the Parameters ``nm_left`` and ``nm_right``.
         columns: a permutation of the inputs, int ``(in,)``: the weight's column j belongs to input ``columns[j]``, so that
             y = x[..., columns] Wᵀ + b. For groups that are no neighbours among the inputs; None where they are.
@@ -140,7 +144,7 @@ class CompressedLinear(nn.Module):
             raise DtypeError(f"CompressedLinear: x is {x.dtype}, the weight {weight.dtype}; cast one of them, or use torch.autocast.")
         inputs, order = x, self.order
         if order is not None:
-            x = x.index_select(-1, order)
+            x = x.index_select(-1, order if counts_writes(order) else order.clone())
         # few tokens on a CPU by the shortest way, and a graph may not ask for their number
         many = not torch.compiler.is_compiling() and (self.keep_dense or x.numel() > self._few or not x.is_cpu)
         y = self._chosen(x, weight) if many else linear_compressed(x, weight, self.bias)
@@ -154,12 +158,27 @@ class CompressedLinear(nn.Module):
         if name in ORDINARY:
             return linear_compressed(x, weight, bias)
         if name == DENSE:
-            return F.linear(x, weight.layout("dense", _dense), bias if bias is None or bias.dtype == x.dtype else bias.to(x.dtype))
+            return F.linear(
+                x, weight.layout("dense", ops.Compressed.dense), bias if bias is None or bias.dtype == x.dtype else bias.to(x.dtype)
+            )
         if not unwatched(x, weight.values, bias):
             return linear_compressed(x, weight, bias)
         form = form_of(name, product)
         packed = {form: weight.layout(form, partial(_packed, form))}
         return call(name, product, x, packed, bias=None if bias is None else bias.to(x.dtype))
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self._view = None  # a hook may have written where torch does not count it
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self._view = None  # nor keep what lies where the module was
+        return super()._apply(*args, **kwargs)
+
+    def train(self, mode: bool = True) -> CompressedLinear:
+        """As for every module; copies of the weight are made anew, also after writes that torch does not count."""
+        self._view = None
+        return super().train(mode)
 
     def products(self, tokens: int, dtype: torch.dtype | None = None) -> tuple[Product, ...]:
         """What ``nm.tune`` measures for this layer: its one product, with so many rows of the input.
@@ -204,12 +223,5 @@ def _cast(weight: ops.Compressed, dtype: torch.dtype) -> ops.Compressed:
 
 def _packed(form: str, weight: ops.Compressed) -> tuple[Tensor, Tensor]:
     layout = form.partition(":")[2]
-    with torch.inference_mode(False):
-        operand = ops.relayout(weight, layout) if layout else weight
+    operand = ops.relayout(weight, layout) if layout else weight
     return operand.values, positions(operand)
-
-
-def _dense(weight: ops.Compressed) -> Tensor:
-    # a later call may need gradients, which tensors of inference mode cannot take part in
-    with torch.inference_mode(False):
-        return weight.dense()
