@@ -67,7 +67,7 @@ struct Walk {
         T x[K];
         memcpy(x, raw.word, sizeof x);
         if (kFlat || place.wide) {
-            store_streamed<K>(to, x);
+            store_global<K>(to, x);
         } else {
             const int64_t step = c.param.stride[which][1];
             NM_UNROLL

@@ -35,9 +35,9 @@ NM_DEVICE void store_values(const PackedOperand& to, int64_t line, int64_t first
     const Raw<K> raw = narrowed(values, to.dtype);
     const int64_t at = (line * to.length + first) / 2;
     if (to.dtype == kFloat32) {
-        store_streamed<K>(reinterpret_cast<uint32_t*>(to.values) + at, raw.word);
+        store_global<K>(reinterpret_cast<uint32_t*>(to.values) + at, raw.word);
     } else {
-        store_streamed<K / 2>(reinterpret_cast<uint32_t*>(to.values) + at / 2, raw.word);
+        store_global<K / 2>(reinterpret_cast<uint32_t*>(to.values) + at / 2, raw.word);
     }
 }
 
@@ -49,13 +49,13 @@ NM_DEVICE void store_indices(const PackedOperand& to, int64_t line, int64_t firs
         const int64_t across = to.length / 64, column = first / 64, row = line / 16;
         const int64_t tile = to.layout == kMmaSpLayout ? row * across + column : (row / 4 * across + column) * 4 + row % 4;
         const uint32_t word = half | other << 16;
-        store_streamed<1>(reinterpret_cast<uint32_t*>(to.indices) + (tile * 32 + line % 8 * 4 + first / 16 % 4), &word);
+        store_global<1>(reinterpret_cast<uint32_t*>(to.indices) + (tile * 32 + line % 8 * 4 + first / 16 % 4), &word);
         return;
     }
     if (!inside) return;
     auto* bytes = reinterpret_cast<uint8_t*>(to.indices) + line * ((to.length + 7) / 8) + first / 8;
     if (to.length - first > 8 && reinterpret_cast<uintptr_t>(bytes) % 2 == 0) {
-        store_word<2>(bytes, uint16_t(half));
+        st_global(bytes, uint16_t(half));
     } else {
         bytes[0] = uint8_t(half);
         if (to.length - first > 8) bytes[1] = uint8_t(half >> 8);

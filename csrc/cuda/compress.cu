@@ -93,8 +93,8 @@ __global__ void __launch_bounds__(kThreads)
         } else {
             code = pack_small<In, Out, P>(words[s], flags[s], packed, kSelect == kGiven, many);
         }
-        store_wide<kValueWords>(reinterpret_cast<uint32_t*>(values) + chunk * kValueWords, packed);
-        store_word<C::kIndexBytes>(indices + chunk * C::kIndexBytes, Word<C::kIndexBytes>(code));
+        store_global<kValueWords>(reinterpret_cast<uint32_t*>(values) + chunk * kValueWords, packed);
+        st_global(indices + chunk * C::kIndexBytes, Word<C::kIndexBytes>(code));
         if (kSelect == kGiven && many) *overfull = 1;
     }
 }

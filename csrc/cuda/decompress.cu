@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(kThreads) decompress_kernel(const T* values, c
             const int e = 2 * i % C::kElements;
             words[i] = sizeof(T) == 4 ? dense[i] : __byte_perm(dense[e], dense[e + 1], 0x5410);
         }
-        store_wide<4>(reinterpret_cast<uint32_t*>(out) + chunk * 4, words);
+        store_global<4>(reinterpret_cast<uint32_t*>(out) + chunk * 4, words);
     }
 }
 

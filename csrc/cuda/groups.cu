@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(kThreads) groups_kernel(const T* w, typename O
         for (int s = 0; s < steps; ++s) {
             Out result[piece];
             piece_result<Op, T, P>(x[s], result);
-            store_wide<piece>(out + first + s * step, result);
+            store_global<piece>(out + first + s * step, result);
         }
         return;
     }

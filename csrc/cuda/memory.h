@@ -3,6 +3,7 @@
 
 #include "../core/types.h"
 #include "platform.h"
+#include "ptx.h"
 
 namespace nm::cuda {
 
@@ -73,8 +74,20 @@ NM_DEVICE void store_wide(T* to, const T* from) {
     }
 }
 
-// The same for addresses that come out of a table: of a number the compiler does not know that it is device memory, and
-// would make accesses of it that ask each time. Not through the first cache: what is read so is read once.
+// The same to global memory, with as few stores as there are words, whatever the compiler knows of the address.
+template <int Count, class T>
+NM_DEVICE void store_global(T* to, const T* from) {
+    constexpr int bytes = Count * int(sizeof(T)), width = bytes < 16 ? bytes : 16;
+    NM_UNROLL
+    for (int i = 0; i < bytes / width; ++i) {
+        Word<width> word;
+        memcpy(&word, reinterpret_cast<const char*>(from) + i * width, width);
+        st_global(reinterpret_cast<char*>(to) + i * width, word);
+    }
+}
+
+// Reads addresses that come out of a table: of a number the compiler does not know that it is global memory, and would make
+// accesses of it that ask each time. Not through the first cache: what is read so is read once.
 template <int Count, class T>
 NM_DEVICE void load_streamed(const T* from, T* to) {
 #if defined(NM_EMULATED)
@@ -89,22 +102,8 @@ NM_DEVICE void load_streamed(const T* from, T* to) {
 #endif
 }
 
-template <int Count, class T>
-NM_DEVICE void store_streamed(T* to, const T* from) {
-#if defined(NM_EMULATED)
-    store_wide<Count>(to, from);
-#else
-    constexpr int bytes = Count * int(sizeof(T)), width = bytes < 16 ? bytes : 16;
-    NM_UNROLL
-    for (int i = 0; i < bytes / width; ++i) {
-        Word<width> word;
-        memcpy(&word, reinterpret_cast<const char*>(from) + i * width, width);
-        __stcg(reinterpret_cast<Word<width>*>(to) + i, word);
-    }
-#endif
-}
-
-// The first `count` of Count elements, the others zero; at once where all are there and `wide` says that addresses fit.
+// The first `count` of Count elements, the others zero, from and to global memory; at once where all are there and `wide`
+// says that addresses fit.
 template <int Count, class T>
 NM_DEVICE void load_some(const T* from, T* to, int64_t count, bool wide) {
     if (wide && count >= Count) return load_wide<Count>(from, to);
@@ -114,7 +113,7 @@ NM_DEVICE void load_some(const T* from, T* to, int64_t count, bool wide) {
 
 template <int Count, class T>
 NM_DEVICE void store_some(T* to, const T* from, int64_t count, bool wide) {
-    if (wide && count >= Count) return store_wide<Count>(to, from);
+    if (wide && count >= Count) return store_global<Count>(to, from);
     NM_UNROLL
     for (int i = 0; i < Count; ++i) {
         if (i < count) to[i] = from[i];

@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(kThreads) metadata_kernel(const uint8_t* indic
         words[t] = uint32_t(upper[2 * t]) | uint32_t(upper[2 * t + 1]) << 8 | uint32_t(lower[2 * t]) << 16 | uint32_t(lower[2 * t + 1]) << 24;
     }
     const int64_t tile = layout == kMmaSp ? i * across + j : (i / 4 * across + j) * 4 + i % 4;
-    store_wide<4>(out + tile * 32 + g * 4, words);
+    store_global<4>(out + tile * 32 + g * 4, words);
 }
 
 }  // namespace

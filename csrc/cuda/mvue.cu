@@ -135,7 +135,7 @@ struct Packed {
             for (int column = 0; column < C::columns; column += step) {
                 T v[count];
                 load_wide<count>(from + column * C::strips * bytes / int(sizeof(T)), v);
-                store_wide<count>(to + column * pitch, v);
+                store_global<count>(to + column * pitch, v);
             }
         } else {
 #pragma unroll 1

@@ -65,7 +65,7 @@ struct Panel {
             const int line = i / kPieces, piece = i % kPieces;
             if (line < to.lines && piece < pieces) {
                 const unsigned at = piece_at(unsigned(line) / kStep, unsigned(line) % kStep, unsigned(piece));
-                store_word<16>(out + line * line_bytes + piece * 16, load_word<16>(values + at * 16));
+                st_global(out + line * line_bytes + piece * 16, load_word<16>(values + at * 16));
             }
         });
         if constexpr (P::n == 2 && P::m == 4) {

@@ -1,5 +1,5 @@
 // The PTX instructions that CUDA C++ has no function for, or none that is one instruction: copies into shared memory that
-// nobody waits for yet, tensor cores, a permutation of bytes, a rounding of two numbers. nvcc gets inline assembly, the emulator its reading of the
+// nobody waits for yet, tensor cores, a permutation of bytes, a rounding of two numbers, a wide store. nvcc gets inline assembly, the emulator its reading of the
 // manual (emulator/ptx.h). All are there from sm_80 on.
 //
 // Fragments: lane l = 4 g + t; register r of A (16 x 16, row-major) holds A[g + 8 (r % 2)][2 t + 8 (r / 2)] in its low half
@@ -48,6 +48,29 @@ NM_DEVICE uint32_t rounded_pair(float low, float high) {
         asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
     }
     return result;
+#endif
+}
+
+// Stores a word of 1, 2, 4, 8 or 16 bytes, at a multiple of them, to global memory by one instruction. A wide store written in
+// C++ becomes several narrow ones where another branch stores the same elements one by one: the compiler merges the two.
+template <class Word>
+NM_DEVICE void st_global(void* to, Word word) {
+#if defined(NM_EMULATED)
+    emulator::st_global(to, word);
+#else
+    const size_t global = __cvta_generic_to_global(to);
+    if constexpr (sizeof(Word) == 16) {
+        asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(global), "r"(word.x), "r"(word.y), "r"(word.z), "r"(word.w) : "memory");
+    } else if constexpr (sizeof(Word) == 8) {
+        asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(global), "r"(word.x), "r"(word.y) : "memory");
+    } else if constexpr (sizeof(Word) == 4) {
+        asm volatile("st.global.u32 [%0], %1;" ::"l"(global), "r"(word) : "memory");
+    } else if constexpr (sizeof(Word) == 2) {
+        asm volatile("st.global.u16 [%0], %1;" ::"l"(global), "h"(word) : "memory");
+    } else {
+        static_assert(sizeof(Word) == 1);
+        asm volatile("st.global.u8 [%0], %1;" ::"l"(global), "r"(uint32_t(word)) : "memory");
+    }
 #endif
 }
 

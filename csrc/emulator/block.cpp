@@ -160,12 +160,15 @@ void* Block::shared(const void* declaration, size_t bytes, size_t alignment) {
     return at->second.data;
 }
 
-void Block::check_shared(const char* what, const void* address, size_t bytes) const {
-    const bool found = std::any_of(shared_.begin(), shared_.end(), [&](const auto& each) {
+bool Block::has_shared(const void* address, size_t bytes) const {
+    return std::any_of(shared_.begin(), shared_.end(), [&](const auto& each) {
         const auto at = uintptr_t(address), first = uintptr_t(each.second.data);
         return at >= first && at + bytes <= first + each.second.bytes;
     });
-    if (!found) throw std::runtime_error(std::string(what) + ": not an address in shared memory");
+}
+
+void Block::check_shared(const char* what, const void* address, size_t bytes) const {
+    if (!has_shared(address, bytes)) throw std::runtime_error(std::string(what) + ": not an address in shared memory");
     if (uintptr_t(address) % bytes) throw std::runtime_error(std::string(what) + ": misaligned address");
 }
 
@@ -191,7 +194,7 @@ void run_grid(const char* name, unsigned blocks, unsigned threads, size_t dynami
         thread_local Block block;
         try {
             if (threads == 0 || threads > kMostThreads) throw std::runtime_error("a block cannot have " + std::to_string(threads) + " threads");
-            for (unsigned i = next++; i < blocks; i = next++) block.run(i, blocks, threads, dynamic_bytes, body);
+            for (unsigned i = next++; i < blocks; i = next++) if (i < ends || blocks - i <= ends) block.run(i, blocks, threads, dynamic_bytes, body);
         } catch (...) {
             const std::lock_guard<std::mutex> hold(mutex);
             error = std::current_exception();

@@ -83,7 +83,10 @@ class Block {
     void* shared(const void* declaration, size_t bytes, size_t alignment);
     void* dynamic_shared() { return shared(nullptr, 0, kDynamicAlignment); }
 
-    // Throws unless shared memory has `bytes` there, at a multiple of them.
+    // Whether shared memory has `bytes` there.
+    bool has_shared(const void* address, size_t bytes) const;
+
+    // Throws unless it has, at a multiple of them.
     void check_shared(const char* what, const void* address, size_t bytes) const;
 
     // Lanes of the warp of a thread; the last warp may have fewer than 32.
@@ -110,6 +113,9 @@ class Block {
 
 // The CUDA thread that runs now on this CPU thread.
 Thread& current();
+
+// Of every grid only the first and the last so many blocks run: for tests of tensors too large to go through.
+inline unsigned ends = ~0u;
 
 // Every block of a grid, on as many CPU threads as NMKERNELS_EMULATOR_THREADS says (1).
 void run_grid(const char* name, unsigned blocks, unsigned threads, size_t dynamic_bytes, const std::function<void()>& body);

@@ -9,6 +9,13 @@
 
 namespace nm::emulator {
 
+// st.global of a whole word.
+template <class Word>
+void st_global(void* to, Word word) {
+    if (current().block->has_shared(to, sizeof word)) throw std::runtime_error("st.global: an address in shared memory");
+    aligned<Word>(to) = word;
+}
+
 // cp.async. From here to the wait the destination is undefined: it is NaN, so that neither a missing wait nor a read of
 // what was there before goes unseen.
 inline void cp_async(void* to, const void* from, int bytes, int filled) {

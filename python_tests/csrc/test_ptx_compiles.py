@@ -49,6 +49,12 @@ __global__ void calls(const uint4* from, float* to, int filled) {
     mma_sp_m16n8k32<T, 0>(d, four, four_turned, one[0]);
     mma_sp_m16n8k32<T, 1>(d, four_turned, four, one_turned[0]);
     for (int i = 0; i < 4; ++i) to[4 * lane + i] = d[i];
+    auto* const out = reinterpret_cast<char*>(to + 128) + 32 * lane;
+    st_global(out, make_uint4(four[0], four[1], four[2], four[3]));
+    st_global(out + 16, make_uint2(two[0], two[1]));
+    st_global(out + 24, one[0]);
+    st_global(out + 28, uint16_t(filled));
+    st_global(out + 30, uint8_t(filled));
 }
 template __global__ void calls<bf16>(const uint4*, float*, int);
 template __global__ void calls<fp16>(const uint4*, float*, int);
@@ -66,6 +72,11 @@ PER_KERNEL = {
     "LDSM.16.MT88": 1,
     "LDSM.16.MT88.2": 1,
     "LDSM.16.MT88.4": 1,
+    "STG.E.128": 1,
+    "STG.E.64": 1,
+    "STG.E": 1 + 4,
+    "STG.E.U16": 1,
+    "STG.E.U8": 1,
 }
 PRODUCTS = {"HMMA.16816.F32": 1, "HMMA.1688.F32": 1, "HMMA.SP.16832.F32": 2}
 
@@ -82,7 +93,7 @@ def test_the_instructions_are_those_that_are_meant(tmp_path: Path, architecture:
     assert built.returncode == 0, built.stderr
     assert "Advisory" not in built.stderr
     text = subprocess.run([CUOBJDUMP, "-sass", str(cubin)], capture_output=True, text=True, timeout=120, check=True).stdout
-    found = Counter(re.findall(r"\b(?:LDGSTS|LDGDEPBAR|LDSM|HMMA)[A-Z0-9.]*", text))
+    found = Counter(re.findall(r"\b(?:LDGSTS|LDGDEPBAR|LDSM|HMMA|STG)[A-Z0-9.]*", text))
     expected = {name: 2 * count for name, count in PER_KERNEL.items()}
     expected |= PRODUCTS | {f"{name}.BF16": count for name, count in PRODUCTS.items()}
     assert dict(found) == expected

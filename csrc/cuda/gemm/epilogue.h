@@ -29,7 +29,7 @@ NM_DEVICE void activate(float (&sums)[8]) {
 // Eight sums from `at` on of the result [sums.tokens, sums.rows], which begin at `row` of a stored row.
 template <class T, bool kPlain>
 NM_DEVICE void store_eight(const Product<T>& f, float (&sums)[8], const Eight& residual, int64_t at, int64_t row, int part) {
-    if (f.sums.parts) return store_streamed<8>(f.sums.parts + part * f.sums.tokens * f.sums.rows + at, sums);
+    if (f.sums.parts) return store_global<8>(f.sums.parts + part * f.sums.tokens * f.sums.rows + at, sums);
     if (!kPlain && f.sums.bias) {
         Eight bias;
         bias.load(f.sums.bias + row);
@@ -49,7 +49,7 @@ NM_DEVICE void store_eight(const Product<T>& f, float (&sums)[8], const Eight& r
     uint32_t result[4];
     NM_UNROLL
     for (int i = 0; i < 4; ++i) result[i] = rounded_pair<T>(sums[2 * i], sums[2 * i + 1]);
-    store_streamed<4>(reinterpret_cast<uint32_t*>(f.sums.y + at), result);
+    store_global<4>(reinterpret_cast<uint32_t*>(f.sums.y + at), result);
 }
 
 // The place of a sum in the warp's memory, by row and column of D, in floats. 8 columns stay together; threads that write 2

@@ -303,4 +303,35 @@ TEST(copies_arrive_at_the_wait_for_their_group) {
     }
 }
 
+// A word of every width, beside each other: 1 to 16 bytes from byte 16 on, each at a multiple of its own.
+__global__ void st_global_kernel(uint8_t* to, int shift, bool shared) {
+    struct alignas(16) Tile {
+        uint8_t byte[32];
+    };
+    NM_SHARED(Tile, tile);
+    if (shared) return nm::cuda::st_global(tile.byte, 0x01020304u);
+    nm::cuda::st_global(to + 1 + shift, uint8_t(1));
+    nm::cuda::st_global(to + 2 + shift, uint16_t(0x0302));
+    nm::cuda::st_global(to + 4 + shift, 0x07060504u);
+    nm::cuda::st_global(to + 8 + shift, make_uint2(0x0b0a0908u, 0x0f0e0d0cu));
+    nm::cuda::st_global(to + 16 + shift, make_uint4(0x13121110u, 0x17161514u, 0x1b1a1918u, 0x1f1e1d1cu));
+}
+
+TEST(a_word_is_stored_whole) {
+    const Buffer to = place(32, 1, true);
+    to.as<uint8_t>()[0] = 0;
+    launch("stores", st_global_kernel, {1, 1}, kQueue, to.as<uint8_t>(), 0, false);
+    for (int i = 0; i < 32; ++i) CHECK(to.as<uint8_t>()[i] == i) << i;
+    const auto said = [&](int shift, bool shared) {
+        try {
+            launch("stores", st_global_kernel, {1, 1}, kQueue, to.as<uint8_t>(), shift, shared);
+        } catch (const std::runtime_error& error) {
+            return std::string(error.what());
+        }
+        return std::string("nothing");
+    };
+    CHECK(said(-1, false) == "stores: misaligned address") << said(-1, false);
+    CHECK(said(0, true) == "stores: st.global: an address in shared memory") << said(0, true);
+}
+
 }  // namespace
