@@ -14,7 +14,7 @@ namespace py = pybind11;
 namespace {
 
 // Raised whenever a signature or the meaning of an argument below changes; nmkernels/backends checks it.
-constexpr int kAbi = 6;
+constexpr int kAbi = 7;
 
 // Parameters of a step as the caller lists them, kWords integers each: rows, columns, the address of the step count;
 // then of p, gradient, m, v, the maximum of v and the output: address (0: absent), dtype, row stride, column stride.

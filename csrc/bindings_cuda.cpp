@@ -15,6 +15,24 @@ using nm::cuda::Queue;
 
 Queue queue(int device, Address stream) { return {device, at(stream)}; }
 
+#if !defined(NM_EMULATED)
+void bind_probe(py::module_& module) {
+    // (version of the driver, of the runtime, what keeps kernels from running there)
+    module.def("probe", [](int device) {
+        const nm::cuda::Probe found = [&] {
+            const Unlock unlocked;
+            return nm::cuda::probe(device);
+        }();
+        return py::make_tuple(found.driver, found.runtime, found.error);
+    });
+    // (compute capability, multiprocessors, shared memory of a block, clock, memory's clock and bits)
+    module.def("gpu", [](int device) {
+        const nm::cuda::Gpu found = nm::cuda::gpu(device);
+        return py::make_tuple(found.capability, found.processors, found.shared, found.clock, found.memory_clock, found.memory_bits);
+    });
+}
+#endif
+
 void bind_groups(py::module_& module) {
     module.def("mask", [](Address w, int dtype, int64_t numel, int n, int m, Address out, int device, Address stream) {
         nm::cuda::mask(at(w), dtype, numel, n, m, at<uint8_t>(out), queue(device, stream));
@@ -116,7 +134,11 @@ void bind_products(py::module_& module) {
 
 // products on sparse tensor cores, and the metadata that they read
 void bind_gemm(py::module_& module) {
-    module.def("gemm_plan", &nm::cuda::gemm_plan);
+    // the GPU as `gpu` gives it
+    module.def("gemm_plan", [](int64_t m, int64_t n, int64_t k, bool by_column, int capability, int processors, int shared, int clock,
+                               int memory_clock, int memory_bits) {
+        return nm::cuda::gemm_plan(m, n, k, by_column, {capability, processors, shared, clock, memory_clock, memory_bits});
+    });
     module.def("gemm_mma_sp", [](Address values, Address metadata, Address dense, Address bias, Address residual, Address out, Address parts,
                                  int dtype, int activation, int64_t m, int64_t n, int64_t k, bool by_column, int warps, int tile, int splits,
                                  int device, Address stream) {
@@ -131,6 +153,9 @@ void bind_gemm(py::module_& module) {
 }  // namespace
 
 void bind_cuda(py::module_& module) {
+#if !defined(NM_EMULATED)
+    bind_probe(module);
+#endif
     bind_groups(module);
     bind_tensors(module);
     bind_packed(module);

@@ -15,7 +15,7 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Any, NamedTuple
 
-CORE_ABI = 6
+CORE_ABI = 7
 """The value of ``_C.abi`` that this Python code was written against."""
 
 
@@ -103,6 +103,42 @@ def compute_capability() -> tuple[int, int] | None:
 
 
 @cache
+def cuda_core() -> Probe:
+    """The core has CUDA kernels; no GPU is asked."""
+    built = compiled_core()
+    if built.ok and not hasattr(importlib.import_module("._C", __package__), "cuda"):
+        return Probe(False, "nmkernels._C is built without CUDA kernels; build it where nvcc and a GPU are, or with NMKERNELS_CUDA=on")
+    return built
+
+
+@cache
+def cuda_kernels(device: int | None = None) -> Probe:
+    """The core's CUDA kernels run on a GPU, by torch's number or the current one: the driver takes them, and there is code for that GPU."""
+    for needed in (cuda_core(), cuda_device()):
+        if not needed.ok:
+            return needed
+    import torch
+
+    index = torch.cuda.current_device() if device is None else device
+    gpu = f"{torch.cuda.get_device_name(index)}, compute capability {'.'.join(map(str, torch.cuda.get_device_capability(index)))}"
+    core = importlib.import_module("._C", __package__)
+    driver, runtime, error = core.cuda.probe(index)
+    versions = f"driver of CUDA {_cuda_version(driver)}, kernels of CUDA {_cuda_version(runtime)}"
+    if not error:
+        return Probe(True, f"they run on {gpu}; {versions}")
+    if not driver:
+        return Probe(False, f"the CUDA driver does not answer ({error}); check `nvidia-smi`")
+    if driver // 1000 < runtime // 1000:
+        return Probe(False, f"the driver is too old ({error}): {versions}; update the driver to one of CUDA {runtime // 1000}.0 or newer")
+    return Probe(False, f"no kernel runs on {gpu} ({error}): {_cuda_code(core)}, {versions}; build nmkernels where this GPU is")
+
+
+def _cuda_version(number: int) -> str:
+    """As people write it: 13020 is 13.2."""
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
+@cache
 def triton() -> Probe:
     """The Triton compiler is installed (it is not imported here)."""
     if util.find_spec("triton") is None:
@@ -143,7 +179,7 @@ def compiler() -> Probe:
 
 def probes() -> dict[str, Probe]:
     """Every probe by name, in the order in which ``doctor`` shows them."""
-    every = (compiled_core, cuda_device, triton, cusparselt, compiler, nvcc)
+    every = (compiled_core, cuda_device, cuda_kernels, triton, cusparselt, compiler, nvcc)
     return {probe.__name__: probe() for probe in every}
 
 

@@ -7,7 +7,8 @@ import os
 import shutil
 import subprocess
 import sys
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +21,7 @@ from nmkernels._capability import Probe, probes
 
 def test_all_answer() -> None:
     answers = probes()
-    assert list(answers) == ["compiled_core", "cuda_device", "triton", "cusparselt", "compiler", "nvcc"]
+    assert list(answers) == ["compiled_core", "cuda_device", "cuda_kernels", "triton", "cusparselt", "compiler", "nvcc"]
     for name, answer in answers.items():
         assert isinstance(answer, Probe) and isinstance(answer.ok, bool) and answer.reason, name
         assert "\n" not in answer.reason
@@ -32,6 +33,67 @@ def test_no_gpu_says_why() -> None:
     assert (_capability.compute_capability() is None) == (not can)
     if not can:
         assert "CUDA" in reason
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Probe]:
+    """``gpu(driver, runtime, error)``: what is said of GPU 1 of this machine, whose core answers so."""
+    monkeypatch.setattr(_capability, "cuda_core", lambda: Probe(True, "built"))
+    monkeypatch.setattr(_capability, "cuda_device", lambda: Probe(True, "there"))
+    monkeypatch.setattr(_capability, "_cuda_code", lambda _: "with CUDA for sm_80, sm_90a")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+
+    def ask(driver: int, runtime: int, error: str, device: int | None = 1) -> Probe:
+        answers = {1: (driver, runtime, error)}
+        core = SimpleNamespace(cuda=SimpleNamespace(probe=answers.__getitem__))
+        monkeypatch.setattr(_capability.importlib, "import_module", lambda *_: core)
+        return _capability.cuda_kernels.__wrapped__(device)
+
+    return ask
+
+
+def test_cuda_kernels_run(gpu: Callable[..., Probe]) -> None:
+    found = Probe(True, "they run on GPU 1, compute capability 7.5; driver of CUDA 13.2, kernels of CUDA 13.0")
+    assert gpu(13020, 13000, "") == gpu(13020, 13000, "", device=None) == found
+
+
+def test_a_driver_older_than_the_kernels_is_told(gpu: Callable[..., Probe]) -> None:
+    can, reason = gpu(12080, 13000, "probe: CUDA driver version is insufficient for CUDA runtime version (cudaErrorInsufficientDriver)")
+    assert not can and "driver of CUDA 12.8, kernels of CUDA 13.0" in reason
+    assert "cudaErrorInsufficientDriver" in reason and "update the driver to one of CUDA 13.0 or newer" in reason
+    # of one series any driver does
+    assert gpu(13000, 13010, "").ok
+
+
+def test_no_code_for_a_gpu_is_told(gpu: Callable[..., Probe]) -> None:
+    can, reason = gpu(13000, 13000, "probe: no kernel image is available for execution on the device (cudaErrorNoKernelImageForDevice)")
+    assert not can and "GPU 1, compute capability 7.5 (probe: no kernel image" in reason
+    assert "with CUDA for sm_80, sm_90a" in reason and "build nmkernels where this GPU is" in reason
+
+
+def test_no_driver_is_told(gpu: Callable[..., Probe]) -> None:
+    can, reason = gpu(0, 13000, "probe: no CUDA-capable device is detected (cudaErrorNoDevice)")
+    assert not can and "driver does not answer" in reason and "nvidia-smi" in reason
+
+
+def test_what_kernels_need_first_is_told_first(gpu: Callable[..., Probe], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_capability, "cuda_device", lambda: Probe(False, "torch sees no NVIDIA GPU"))
+    assert gpu(13000, 13000, "") == Probe(False, "torch sees no NVIDIA GPU")
+    monkeypatch.setattr(_capability, "cuda_core", lambda: Probe(False, "without CUDA kernels"))
+    assert gpu(13000, 13000, "") == Probe(False, "without CUDA kernels")
+
+
+def test_a_gpu_is_asked_once(monkeypatch: pytest.MonkeyPatch, gpu: Callable[..., Probe]) -> None:
+    asked = []
+    core = SimpleNamespace(cuda=SimpleNamespace(probe=lambda device: asked.append(device) or (13000, 13000, "")))
+    monkeypatch.setattr(_capability.importlib, "import_module", lambda *_: core)
+    before = _capability.cuda_kernels
+    monkeypatch.setattr(_capability, "cuda_kernels", cache(before.__wrapped__))
+    for device in (1, 0, 1, 0):
+        assert _capability.cuda_kernels(device).ok
+    assert asked == [1, 0]
 
 
 def test_import_is_light() -> None:

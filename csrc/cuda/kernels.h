@@ -4,12 +4,36 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 #include <utility>
 #include <vector>
 
 #include "queue.h"
 
 namespace nm::cuda {
+
+// probe.cu; not in the emulator ----------------------------------------------------------------------------------------
+
+// Versions of CUDA, 13020 is 13.2: the newest that the driver runs (0: no driver), and the runtime's that is linked here. What
+// keeps kernels from running on a device, in CUDA's words; empty where nothing does.
+struct Probe {
+    int driver, runtime;
+    std::string error;
+};
+
+Probe probe(int device);
+
+// What plans ask of a GPU.
+struct Gpu {
+    int capability;    // 90 is 9.0
+    int processors;    // multiprocessors
+    int shared;        // bytes of shared memory that a block can have
+    int clock;         // kHz, the highest
+    int memory_clock;  // kHz; two transfers each
+    int memory_bits;   // of a transfer
+};
+
+Gpu gpu(int device);
 
 // groups.cu ------------------------------------------------------------------------------------------------------------
 
@@ -179,8 +203,8 @@ struct GemmCall {
 
 void gemm_mma_sp(const GemmCall& call, Queue queue);
 
-// (tile, splits) for a GPU with so many multiprocessors, whose blocks can have so many bytes of shared memory.
-std::pair<int, int> gemm_plan(int64_t m, int64_t n, int64_t k, bool by_column, int processors, int64_t shared);
+// (tile, splits) for a GPU.
+std::pair<int, int> gemm_plan(int64_t m, int64_t n, int64_t k, bool by_column, const Gpu& gpu);
 
 // metadata.cu: canonical 2:4 indices (rows, cols/8 bytes) in a tensor core's order; layout: a code of packing.h. rows are a
 // multiple of 16, or of 64 for wgmma.sp, cols of 64.

@@ -81,8 +81,8 @@ void by_way(const GemmCall& call, Queue queue) {
 
 }  // namespace gemm
 
-std::pair<int, int> gemm_plan(int64_t m, int64_t n, int64_t k, bool by_column, int processors, int64_t shared) {
-    const gemm::Plan plan = gemm::choose(m, n, k, by_column, processors, shared);
+std::pair<int, int> gemm_plan(int64_t m, int64_t n, int64_t k, bool by_column, const Gpu& gpu) {
+    const gemm::Plan plan = gemm::choose(m, n, k, by_column, gpu);
     return {plan.tile, plan.splits};
 }
 

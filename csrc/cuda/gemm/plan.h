@@ -1,9 +1,10 @@
 // Which tile a product takes, and how many parts its depth is cut into: the choice whose estimated time is least. The
-// estimate counts cycles of a multiprocessor of sm_80; it is there to compare, not to predict.
+// estimate counts cycles of a multiprocessor of the GPU that is asked; it is there to compare, not to predict.
 #pragma once
 
 #include <algorithm>
 
+#include "../kernels.h"
 #include "../launch.h"
 #include "product.h"
 #include "tile.h"
@@ -29,35 +30,62 @@ struct Plan {
 
 constexpr int kMostSplits = 32;
 constexpr int kFewestSlabs = 4;  // of a part
-constexpr double kBytes = 12;    // of memory, for each cycle and multiprocessor
+constexpr double kShared = 128;  // bytes of shared memory that a multiprocessor moves in a cycle
+
+// What a multiprocessor does in a cycle of the GPU's highest clock.
+struct Rates {
+    double multiplies;  // by mma.sp, 16 bits with fp32 sums, those with a zero too
+    double bytes;       // its part of what memory delivers
+    double launch;      // cycles that one more launch costs
+};
+
+// Tensor cores by the tables of NVIDIA's whitepapers, but for 9.0: there mma.sync reaches about five eighths of the 4096 of wgmma,
+// and from 2000 on shared memory binds first whatever the tile. GeForce cards of 8.6, 8.9 and 12.0 have half of the others' rate,
+// which nothing here tells. A GPU that is not known counts as one of 8.0.
+inline double multiplies(int capability) {
+    switch (capability) {
+        case 86: case 89: case 120: case 121: return 1024;
+        case 90: return 2560;
+        default: return 2048;
+    }
+}
+
+inline Rates rates_of(const Gpu& gpu) {
+    const bool told = gpu.clock > 0 && gpu.memory_clock > 0 && gpu.memory_bits > 0;  // a virtual GPU may not say
+    // nine tenths of what memory transfers at best; 12 is the rate of an A100, as are its 1410 MHz
+    const double bytes = told ? 0.9 * 2 * gpu.memory_clock * (gpu.memory_bits / 8.0) / (double(gpu.clock) * gpu.processors) : 12;
+    const double clock = told ? gpu.clock : 1410000;
+    return {multiplies(gpu.capability), bytes, 2.8e-3 * clock};
+}
 
 // Parts of so many slabs, none of them empty.
 inline int part_of(int64_t slabs, int splits) { return int(std::max<int64_t>(1, cdiv(slabs, splits))); }
 
-// Cycles that a multiprocessor takes for a slab of one block: of tensor cores, which multiply 2048 a cycle, or of shared
-// memory, which moves 128 bytes, both for copies into it and for reads of each warp.
+// Cycles that a multiprocessor takes for a slab of one block: of tensor cores, or of shared memory, both for copies into it
+// and for reads of each warp.
 template <class Tile>
-double slab_cycles() {
+double slab_cycles(const Rates& rates) {
     constexpr double warps = Tile::kThreads / 32;
     constexpr double reads = warps * (Tile::kWarpRows * kDepth + Tile::kWarpCols * kDepth * 2 + Tile::kWarpRows * 8);
-    return std::max(double(Tile::kRows) * Tile::kCols * kDepth / 2048, (reads + Tile::kStage) / 128);
+    return std::max(double(Tile::kRows) * Tile::kCols * kDepth / rates.multiplies, (reads + Tile::kStage) / kShared);
 }
 
 // Cycles of a product: those of its busiest multiprocessor, or those in which memory delivers the operands, which the others
 // hide for the most part.
 template <class Tile>
-double estimated(int64_t m, int64_t n, int64_t k, int64_t part, int splits, int processors) {
+double estimated(int64_t m, int64_t n, int64_t k, int64_t part, int splits, int processors, const Rates& rates) {
     // blocks of a multiprocessor share it; a block begins by waiting for memory and ends by storing
     const double rounds = double(cdiv(cdiv(m, Tile::kRows) * cdiv(n, Tile::kCols) * splits, processors));
-    const double busy = rounds * (double(part) * slab_cycles<Tile>() + 1200.0 / Tile::kBlocks + Tile::kRows * Tile::kCols / 16.0);
-    const double memory = (double(m) * double(k) * 1.125 + double(n) * double(k) * 2 + double(m) * double(n) * 2) / (kBytes * processors);
+    const double busy = rounds * (double(part) * slab_cycles<Tile>(rates) + 1200.0 / Tile::kBlocks + Tile::kRows * Tile::kCols / 16.0);
+    const double memory = (double(m) * double(k) * 1.125 + double(n) * double(k) * 2 + double(m) * double(n) * 2) / (rates.bytes * processors);
     // fp32 parts are written and read by a second launch
-    const double parts = splits > 1 ? double(m) * double(n) * 8 * splits / (kBytes * processors) + 4000 : 0;
+    const double parts = splits > 1 ? double(m) * double(n) * 8 * splits / (rates.bytes * processors) + rates.launch : 0;
     return std::max(busy, memory) + std::min(busy, memory) / 8 + parts;
 }
 
-// The best of each tile that fits into `shared` bytes, with every number of parts that is of use.
-inline Plan choose(int64_t m, int64_t n, int64_t k, bool by_column, int processors, int64_t shared) {
+// The best of each tile that fits into a block's shared memory, with every number of parts that is of use.
+inline Plan choose(int64_t m, int64_t n, int64_t k, bool by_column, const Gpu& gpu) {
+    const Rates rates = rates_of(gpu);
     Plan best{kSmall, 1};
     double least = -1;
     const int64_t slabs = std::max<int64_t>(1, k / kDepth);
@@ -65,11 +93,11 @@ inline Plan choose(int64_t m, int64_t n, int64_t k, bool by_column, int processo
         if (by_column && tile == kSmall) continue;
         by_tile(tile, [&](auto shape) {
             using Shape = decltype(shape);
-            if (Shape::kShared > shared && tile != kSmall) return;
+            if (Shape::kShared > gpu.shared && tile != kSmall) return;
             for (int splits = 1; splits <= kMostSplits && (splits == 1 || part_of(slabs, splits) >= kFewestSlabs); ++splits) {
                 const int part = part_of(slabs, splits);
                 if (cdiv(slabs, part) < splits) continue;
-                const double cycles = estimated<Shape>(m, n, k, part, splits, processors);
+                const double cycles = estimated<Shape>(m, n, k, part, splits, gpu.processors, rates);
                 if (least < 0 || cycles < least) {
                     least = cycles;
                     best = {tile, splits};

@@ -4,6 +4,7 @@
 #include <stdexcept>
 
 #include "../../core/bitpack.h"
+#include "../../cuda/gemm/plan.h"
 #include "emulated.h"
 
 using namespace nm_test;
@@ -102,6 +103,32 @@ TEST(metadata_ends_where_its_indices_end) {
             }
         }
     }
+}
+
+bool about(double x, double expected) { return std::fabs(x / expected - 1.0) < 1e-3; }
+
+// By hand: 0.9 * 2 * memory clock * bytes of a transfer / (clock * multiprocessors).
+TEST(plans_know_what_a_gpu_does_in_a_cycle) {
+    using namespace nm::cuda::gemm;
+    const nm::cuda::Gpu a100{80, 108, 163 << 10, 1410000, 1593000, 5120}, h100{90, 132, 227 << 10, 1980000, 2619000, 5120};
+    const nm::cuda::Gpu h200{90, 132, 227 << 10, 1980000, 3201000, 6144}, l40s{89, 142, 99 << 10, 2520000, 9001000, 384};
+    CHECK(about(rates_of(a100).bytes, 12.05) && about(rates_of(h100).bytes, 11.544) && about(rates_of(h200).bytes, 16.931));
+    CHECK(about(rates_of(l40s).bytes, 2.1733) && rates_of({90, 132, 227 << 10, 1980000, 0, 0}).bytes == 12);
+    CHECK(rates_of(a100).multiplies == 2048 && rates_of(h200).multiplies == 2560 && rates_of(l40s).multiplies == 1024);
+    CHECK(about(rates_of(a100).launch, 3948) && about(rates_of(h100).launch, 5544));
+
+    // 4 x 2 warps of 64x64 read 102400 bytes of a slab, 34816 are copied: 1072 cycles of shared memory; products take 256 * 128 * 64 of
+    // them 1024 on an A100, 819 on a Hopper, 2048 on an L40S
+    CHECK(slab_cycles<Large>(rates_of(a100)) == 1072 && slab_cycles<Large>(rates_of(h200)) == 1072 && slab_cycles<Large>(rates_of(l40s)) == 2048);
+    CHECK(slab_cycles<Middle>(rates_of(h100)) == 600 && slab_cycles<Middle>(rates_of(l40s)) == 1024);
+
+    // 5120 x 64 x 11008, in one part and in three, as test_gemm.py reckons it: the longer of the two, an eighth of the other, and for
+    // parts 7.86 MB more and a launch
+    const auto small = [&](const nm::cuda::Gpu& gpu, int64_t part, int splits) {
+        return estimated<Small>(5120, 64, 11008, part, splits, gpu.processors, rates_of(gpu));
+    };
+    CHECK(about(small(h100, 172, 1), 52256 + 42965 / 8.0) && about(small(h100, 58, 3), 42965 + 36112 / 8.0 + 5161 + 5544));
+    CHECK(about(small(h200, 172, 1), 52256 + 29294 / 8.0) && about(small(h200, 58, 3), 36112 + 29294 / 8.0 + 3519 + 5544));
 }
 
 }  // namespace

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._capability import compiled_core, compute_capability
+from ..._capability import cuda_core, cuda_kernels
 from ..._dispatch import Verdict, impl
 from .._tensors import tensors
 
@@ -20,9 +20,6 @@ EMULATED, NEVER_CHOSEN = "cuda-emulated", -10
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 """The core's code of each dtype; float64 only as gradient or output of AdamW."""
-
-OLDEST = (8, 0)
-"""Compute capability of the oldest GPU that the kernels are compiled for."""
 
 
 @cache
@@ -48,18 +45,10 @@ def queue(x: Tensor) -> tuple[int, int]:
     return device, torch._C._cuda_getCurrentRawStream(device)
 
 
-@cache
-def _present() -> Verdict:
-    """Whether the kernels are built and there is a GPU for them."""
-    built = compiled_core()
-    if not built.ok:
-        return False, built.reason
-    if not hasattr(import_module("..._C", __package__), "cuda"):
-        return False, "nmkernels._C is built without CUDA kernels; build it where nvcc and a GPU are, or with NMKERNELS_CUDA=on"
-    found = compute_capability()
-    if found is not None and found < OLDEST:
-        return False, f"the kernels need compute capability {'.'.join(map(str, OLDEST))}, this GPU has {'.'.join(map(str, found))}"
-    return True, "compiled for CUDA"
+def _present(args: tuple[Any, ...]) -> Verdict:
+    """Whether the kernels run on the GPU of the first tensor; where that is on none, whether they are built."""
+    first = args[0] if args and isinstance(args[0], Tensor) else next(tensors(args), None)
+    return cuda_kernels(first.get_device()) if first is not None and first.is_cuda else cuda_core()
 
 
 def runnable(args: Iterable[Any], device: str) -> Verdict:
@@ -103,7 +92,7 @@ def register(
         return here if found[0] else found
 
     def on_gpu(*args: Any) -> Verdict:
-        return verdict(args, "cuda", _present())
+        return verdict(args, "cuda", _present(args))
 
     def on_cpu(*args: Any) -> Verdict:
         return verdict(args, "cpu", (True, "emulated, for tests"))

@@ -6,7 +6,7 @@ wait. An inf or NaN of the dense operand reaches a result only through a stored 
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,28 +20,18 @@ from .metadata import metadata
 ACTIVATIONS = {"": 0, "gelu": 1, "silu": 2, "relu2": 3}
 """The kernels' code of each activation."""
 
-EMULATED_PROCESSORS = 2
-"""Multiprocessors that the emulator plans for: so few that blocks take several rounds."""
-
-LEAST_SHARED = 99 << 10
-SHARED = {(8, 0): 163 << 10, (8, 7): 163 << 10, (9, 0): 227 << 10, (10, 0): 227 << 10, (10, 3): 227 << 10, (11, 0): 227 << 10}
-"""Bytes of shared memory that a block can have, by compute capability, and on all others."""
+EMULATED = (80, 2, 163 << 10, 1410000, 1593000, 5120)
+"""The GPU that the emulator plans for, an A100 with so few multiprocessors that blocks take several rounds; numbers as ``gpu`` of the
+core gives them."""
 
 TOGETHER = 8
 """Elements of 16 bits that are copied at once: the rows of a dense operand by column are whole multiples."""
 
 
-@cache
-def _device(index: int) -> tuple[int, int]:
-    found = torch.cuda.get_device_properties(index)
-    return int(found.multi_processor_count), SHARED.get((found.major, found.minor), LEAST_SHARED)
-
-
 @lru_cache(maxsize=4096)
 def choose(module: Any, m: int, n: int, k: int, by_column: bool, device: int) -> tuple[int, int]:
     """The tile, and the parts that k is cut into; device -1 is the emulator."""
-    processors, shared = (EMULATED_PROCESSORS, SHARED[8, 0]) if device < 0 else _device(device)
-    tile, splits = module.gemm_plan(m, n, k, by_column, processors, shared)
+    tile, splits = module.gemm_plan(m, n, k, by_column, *(EMULATED if device < 0 else module.gpu(device)))
     return tile, splits
 
 

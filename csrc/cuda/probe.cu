@@ -1,0 +1,51 @@
+// What the driver, the runtime that is linked here and a GPU say of themselves, before any other kernel is asked for.
+#include "kernels.h"
+#include "launch.h"
+
+#if !defined(NM_EMULATED)
+
+namespace nm::cuda {
+
+namespace {
+
+// Compiled for the same GPUs as all others.
+__global__ void probe_kernel() {}
+
+}  // namespace
+
+Probe probe(int device) {
+    Probe found{};
+    // these two need no driver
+    cudaDriverGetVersion(&found.driver);
+    cudaRuntimeGetVersion(&found.runtime);
+    try {
+        const OnDevice here("probe", device);
+        // loads the code for this GPU; unlike a launch it may happen while a stream is captured
+        cudaFuncAttributes attributes;
+        check("probe", cudaFuncGetAttributes(&attributes, probe_kernel));
+    } catch (const std::runtime_error& error) {
+        found.error = error.what();
+    }
+    cudaGetLastError();  // a launch later on must not report this one's error
+    return found;
+}
+
+Gpu gpu(int device) {
+    Gpu found{};
+    const auto ask = [&](cudaDeviceAttr what) {
+        int value = 0;
+        check("gpu", cudaDeviceGetAttribute(&value, what, device));
+        return value;
+    };
+    found.capability = 10 * ask(cudaDevAttrComputeCapabilityMajor) + ask(cudaDevAttrComputeCapabilityMinor);
+    found.processors = ask(cudaDevAttrMultiProcessorCount);
+    found.shared = ask(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+    found.clock = ask(cudaDevAttrClockRate);
+    found.memory_clock = ask(cudaDevAttrMemoryClockRate);
+    found.memory_bits = ask(cudaDevAttrGlobalMemoryBusWidth);
+    return found;
+}
+
+}  // namespace nm::cuda
+
+#endif
