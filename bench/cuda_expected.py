@@ -1,7 +1,8 @@
 """What is asked of the CUDA kernels by ``bench.cuda_resources``, and who may do otherwise, each with its reason.
 
 The rule: no local memory; 16 bytes at once from global memory and 4 at least to it, for a mask and a packed weight are smaller than what
-was read, and the 32 threads of a warp still fill whole lines with them; PTX in which every floating-point operation is rounded once.
+was read, and the 32 threads of a warp still fill whole lines with them; no wide store cut into narrow ones; PTX in which every
+floating-point operation is rounded once.
 Keys are regular expressions on the file and the name of a kernel; the first that is found counts.
 """
 
@@ -15,13 +16,14 @@ T = TypeVar("T")
 WIDTHS: dict[str, tuple[int, int]] = {
     # any N:M: a thread takes one element at a time
     r" any_|_any_kernel": (0, 0),
-    # these write as much as they read
+    # these write as much as they read, or results in dense layout
+    r"mvue\.cu mvue_(rows|columns)_kernel<": (128, 128),
     r"groups\.cu groups_kernel<(Prune|SoftThreshold)": (128, 128),
     r"adamw\.cu adamw_kernel<": (128, 128),
     # what becomes 16 bytes is 2 to 8 of them packed
     r"decompress\.cu decompress_kernel": (16, 128),
-    # one block, or a thread for each of some hundred params or blocks
-    r"adamw_around\.cu|threshold\.cu scale_kernel": (0, 0),
+    # one block, or a thread for each of some hundred params or blocks; or nothing at all
+    r"adamw_around\.cu|threshold\.cu scale_kernel|probe\.cu": (0, 0),
     # a thread has 8 bytes of a row's indices, and four threads beside each other 32
     r"metadata\.cu metadata_kernel": (64, 128),
     # adds up what the parts of a split product left, and rounds it to the dtype of the result
@@ -32,9 +34,21 @@ WIDTHS: dict[str, tuple[int, int]] = {
 """Bits of the widest read and the widest write of global memory, where they are not (128, 32)."""
 RULE = 128, 32
 
+NARROW: dict[str, int] = {
+    # a row that ends early or begins at any address: the two of a group go together, element by element
+    r"mvue\.cu mvue_rows_kernel<\w+, 2, ": 8,
+    # one thread of a block writes the two sums of the block
+    r"threshold\.cu .*scale_sums_kernel": 2,
+    # a thread for each param writes what the step needs of it
+    r"adamw_around\.cu adamw_scalars_kernel": 50,
+}
+"""How many stores may lie beside another of their width where a wider one would do; of the others none."""
+
 LOCAL: dict[str, int] = {
     # on sm_80, and the one of its kind: fp32 packed as fp32, both ways, by a given mask
     r"pack_tiles\.cu pack_tiles_kernel<float, float, 2:4, 2, true, true>": 8,
+    # an address, once for 32 elements, so that three blocks fit on a multiprocessor
+    r"mvue\.cu mvue_rows_kernel<float, 1, 16>": 8,
 }
 """Bytes of local memory that a thread may have; the others have none."""
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from nmkernels._capability import Probe, nvcc
 
 from . import kernel_rows
-from .cuda_expected import LOCAL, LOOSE, PRODUCTS, RULE, WIDTHS, expected
+from .cuda_expected import LOCAL, LOOSE, NARROW, PRODUCTS, RULE, WIDTHS, expected
 from .rows import RESULTS
 from .triton_resources import inexact, opcodes_of
 
@@ -42,6 +42,11 @@ MATRIX = ("HMMA", "IMMA", "LDSM", "LDGSTS", "HGMMA")
 
 LOADS, STORES = ("LDG", "LD", "LDGSTS"), ("STG", "ST")
 """Instructions that read and write global memory."""
+
+INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P[T\d]+)\s+)?([A-Z][\w.]*)\s*([^;]*);", re.M)
+"""Address, condition, opcode and operands of a line of machine code."""
+JUMPS = ("BRA", "BRX", "JMP", "CALL", "RET", "EXIT", "BREAK", "BSSY", "BSYNC", "WARPSYNC")
+"""Instructions after which, and at whose targets, other code may follow than what is written next."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,9 @@ class Kernel:
     loads: str
     """How many instructions in the code read global memory, by the bits they take at once."""
     stores: str
+    narrow: str
+    """Of the stores those that lie beside another of as many bits, from one address and under one condition, by bits: a wider one would do
+    for both."""
     matrix: str
     """Instructions of the tensor cores, of ldmatrix (LDSM) and of cp.async (LDGSTS)."""
     inexact: str
@@ -124,6 +132,9 @@ def shortfalls(kernels: Iterable[Kernel]) -> list[str]:
             found.append(f"{name} reads {widest(k.loads)} bits at once, should read {read}")
         if widest(k.stores) < written:
             found.append(f"{name} writes {widest(k.stores)} bits at once, should write {written}")
+        beside = sum(int(each.split(":")[1]) for each in k.narrow.split())
+        if beside > expected(NARROW, k.source, k.kernel, 0):
+            found.append(f"{name} writes word by word what lies beside each other: {k.narrow}; st_global of csrc/cuda/ptx.h is one store")
         product = expected(PRODUCTS, k.source, k.kernel, "")
         if product and {word for word in k.matrix.split()[::2] if "MMA" in word} != {product}:
             found.append(f"{name} multiplies by {k.matrix or 'no tensor core'}, should by {product}")
@@ -191,6 +202,7 @@ def read_back(source: str, arch: str, exact: bool, ptx: str, usage: str, sass: s
                 shared_bytes=numbers["SHARED"],
                 loads=widths(opcodes, *LOADS),
                 stores=widths(opcodes, *STORES),
+                narrow=narrow(code[mangled]),
                 matrix=" ".join(f"{name} {number}" for name, number in sorted(feeding.items())),
                 inexact=wrong.get(mangled, ""),
                 instructions=len(opcodes),
@@ -207,11 +219,62 @@ def _sparse_apart(op: str) -> str:
 
 def widths(opcodes: Iterable[str], *names: str) -> str:
     """How many of these accesses there are by the bits that each takes, widest first."""
-    bits: Counter[int] = Counter()
-    for name, *rest in (op.split(".") for op in opcodes):
-        if name in names:
-            bits[next((int(part.lstrip("US")) for part in rest if re.fullmatch(r"128|64|[US]?(16|8)", part)), 32)] += 1
+    return _by_width(Counter(_bits(op) for op in opcodes if op.split(".")[0] in names))
+
+
+def _bits(op: str) -> int:
+    """Of an access."""
+    return next((int(part.lstrip("US")) for part in op.split(".") if re.fullmatch(r"128|64|[US]?(16|8)", part)), 32)
+
+
+def _by_width(bits: Counter[int]) -> str:
     return " ".join(f"{width}:{bits[width]}" for width in sorted(bits, reverse=True))
+
+
+def narrow(code: str) -> str:
+    """``narrow`` of one kernel's machine code.
+
+    Two stores can be one where nothing comes between that another path would reach or leave by, or that changes the address or the
+    condition; the address itself is taken for a multiple of what a wide store needs.
+    """
+    lines = [(int(at, 16), when, op, args) for at, when, op, args in INSTRUCTION.findall(code)]
+    targets = {int(to, 16) for _, _, op, args in lines if op.split(".")[0] in JUMPS for to in re.findall(r"\b0x([0-9a-f]+)", args)}
+    found: Counter[int] = Counter()
+    open_stores: dict[tuple[str, str, int], set[int]] = {}  # by condition, address and bits: offsets
+
+    def close(changed: set[str] | None = None) -> None:
+        for key in [key for key in open_stores if changed is None or changed & {key[0].lstrip("!"), *_pairs(key[1])}]:
+            width, offsets = key[2] // 8, open_stores.pop(key)
+            beside = [o for o in offsets if (o + width if o % (2 * width) == 0 else o - width) in offsets]
+            found.update({key[2]: len(beside)} if beside else {})
+
+    for at, when, op, args in lines:
+        kind = op.split(".")[0]
+        if at in targets:
+            close()
+        if kind in STORES:
+            place = re.match(r"(?:desc\[\w+\])?\[(.+?)\+?(-?0x[0-9a-f]+)?\]", args)
+            if place and _bits(op) < 128:
+                open_stores.setdefault((when, place[1], _bits(op)), set()).add(int(place[2] or "0", 16))
+        elif kind in JUMPS:
+            close()
+        else:
+            close(_written(op, args))
+    close()
+    return _by_width(found)
+
+
+def _pairs(address: str) -> set[str]:
+    """The registers of an address, which are two each."""
+    return {f"{kind}{int(number) + i}" for kind, number in re.findall(r"(U?R)(\d+)", address) for i in (0, 1)}
+
+
+def _written(op: str, args: str) -> set[str]:
+    """The registers and predicates that an instruction may change."""
+    first = re.match(r"(U?R)(\d+)", args)
+    several = 4 if ".128" in op else 2 if ".64" in op or ".WIDE" in op else 1
+    registers = {f"{first[1]}{int(first[2]) + i}" for i in range(several)} if first else set()
+    return registers | {arg for arg in args.replace(" ", "").split(",")[:3] if re.fullmatch(r"U?P\d", arg)}
 
 
 def widest(accesses: str) -> int:
