@@ -90,9 +90,14 @@ def test_the_pip_wheel_is_looked_in_first(fake, monkeypatch, tmp_path, folder) -
     library = library.with_name("libcusparseLt.so.0.8")  # by another name: the loader knows the one that it has loaded
     library.write_text("damaged")
     library.with_name("libcusparseLt.so.0").unlink()
+    # a CUDA build of torch has loaded the real one, which the loader then knows by this name whatever is in the wheel
+    monkeypatch.setattr(_cusparselt, "SONAMES", ("libcusparseLt-that-nobody-has.so.0",))
     _cusparselt._opened.cache_clear()
     ok, reason = probe()
     assert not ok and str(library) in reason and "pip install -U" in reason
+    monkeypatch.setattr(_cusparselt, "SONAMES", (str(fake.path),))
+    _cusparselt._opened.cache_clear()
+    assert probe() == (True, f"cuSPARSELt 0.8.0, {fake.path}")
     _cusparselt._opened.cache_clear()
 
 
