@@ -18,6 +18,8 @@ from nmkernels.reference.philox import uniforms24
 from python_tests.conformance import built, moved, tensors
 from python_tests.ops.samples import adamw, seed
 
+pytestmark = pytest.mark.alone
+
 DEVICE = "cuda"
 WEIGHT = (4096, 11008)
 LARGE = (131200, 16384)
