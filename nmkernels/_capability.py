@@ -140,10 +140,44 @@ def _cuda_version(number: int) -> str:
 
 @cache
 def triton() -> Probe:
-    """The Triton compiler is installed (it is not imported here)."""
+    """The Triton compiler: installed and, where there is a GPU, able to build the C code that starts its kernels.
+
+    It is imported only where there is a GPU.
+    """
     if util.find_spec("triton") is None:
         return Probe(False, "triton is not installed; `pip install triton` (CUDA builds of torch for Linux bring it)")
-    return Probe(True, f"triton {_version_of('triton', 'triton-nightly', 'pytorch-triton')}")
+    import torch
+
+    version = _version_of("triton", "triton-nightly", "pytorch-triton")
+    if torch.cuda.is_available() or torch.xpu.is_available():
+        try:
+            _build_as_triton()
+        except Exception as error:  # of any kind: no compiler, no headers, no driver, no place to write
+            why = " ".join(str(error).split()) or type(error).__name__
+            way_out = "install gcc or clang and Python's headers, or name a C compiler in CC"
+            return Probe(False, f"triton {version} cannot build the C code that starts its kernels: {why}; {way_out}")
+    return Probe(True, f"triton {version}")
+
+
+def _build_as_triton() -> None:
+    """Build C code as Triton does before a launch: for its driver, and for every new kind of arguments.
+
+    What is in Triton's cache takes no compiler, and launches of new kinds would still fail. The module tried here is therefore in the
+    cache only under the compiler that would be used now: it is built once for each.
+    """
+    runtime, build = importlib.import_module("triton.runtime"), importlib.import_module("triton.runtime.build")
+    _ = runtime.driver.active  # builds, or loads, what reaches the GPU's driver
+    asked = os.environ.get("CC")
+    used = shutil.which(asked) if asked else shutil.which("gcc") or shutil.which("clang")
+    name = "nmkernels_probe"
+    build.compile_module_from_src(
+        f"""// {used}
+#include <Python.h>
+static struct PyModuleDef module = {{PyModuleDef_HEAD_INIT, "{name}"}};
+PyMODINIT_FUNC PyInit_{name}(void) {{ return PyModule_Create(&module); }}
+""",
+        name,
+    )
 
 
 @cache

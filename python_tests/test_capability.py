@@ -195,6 +195,61 @@ def test_an_install_without_the_core_says_so_at_the_first_slow_op(tmp_path: Path
     assert "no  compiled_core" in doctor.stdout and f"run `{PIP} nmkernels`" in doctor.stdout
 
 
+def test_triton_needs_a_c_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On a GPU it builds what starts its kernels: what it would build is built, and the reason is in words, on one line."""
+    runtime = pytest.importorskip("triton.runtime")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(runtime.driver, "_active", object())
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("CC", raising=False)
+    probe = _capability.triton.__wrapped__
+
+    compilers = [path for path in (shutil.which("gcc"), shutil.which("clang")) if path]
+    if compilers:
+        for _again in range(2):
+            assert probe() == (True, f"triton {_capability._version_of('triton', 'triton-nightly', 'pytorch-triton')}")
+    built = list((tmp_path / "cache").rglob("nmkernels_probe*.so"))
+    assert len(built) == len(compilers[:1])
+
+    monkeypatch.setenv("PATH", str(tmp_path))  # what is in the cache helps no new kernel
+    ok, reason = probe()
+    assert not ok and "cannot build" in reason and "Failed to find C compiler" in reason and "install gcc" in reason
+    monkeypatch.setenv("CC", "no-such-compiler")
+    ok, reason = probe()
+    assert not ok and "no-such-compiler" in reason
+    broken = tmp_path / "gcc"
+    broken.write_text("#!/bin/sh\nexit 1\n")  # as where Python's headers are missing
+    broken.chmod(0o755)
+    monkeypatch.delenv("CC")
+    ok, reason = probe()
+    assert not ok and "returned non-zero exit status 1" in reason and "Python's headers" in reason and "\n" not in reason
+
+
+def test_triton_needs_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = pytest.importorskip("triton.runtime")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+    def missing() -> None:
+        raise AssertionError("libcuda.so cannot found!\nPlease run ldconfig")
+
+    monkeypatch.setattr(runtime.driver, "_active", None)
+    monkeypatch.setattr(runtime.driver, "_default", None)
+    monkeypatch.setattr(sys.modules["triton.runtime.driver"], "_create_driver", missing)
+    ok, reason = _capability.triton.__wrapped__()
+    assert not ok and "libcuda.so cannot found! Please run ldconfig" in reason
+
+
+def test_triton_is_not_imported_without_a_gpu() -> None:
+    code = """
+import sys, torch
+torch.cuda.is_available = torch.xpu.is_available = lambda: False
+from nmkernels import _capability
+print(_capability.triton(), "triton" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip().endswith("False")
+
+
 @pytest.mark.skipif(not _capability.compiled_core().ok, reason="there is no core")
 def test_the_core_tells_its_instruction_set() -> None:
     assert "instruction set " in _capability.compiled_core().reason
