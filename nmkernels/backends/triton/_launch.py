@@ -1,9 +1,10 @@
 """How a kernel is started: compiled once per kind of arguments, then launched without asking Triton's binder again.
 
 A kernel takes its run-time arguments first and its constexprs last, in the order in which ``launch`` is given them. What makes two
-calls need different code is what Triton looks at: dtypes, whether an address is a multiple of 16, whether an integer is 1, a multiple of
-16, or too wide for 32 bits, and the constexprs. All of that is in the key of ``_started``. A kernel that declares ``do_not_specialize``
-declares it, and a type such as ``tl.int64``, for all of its integers: their values are in no key.
+calls need different code is what Triton looks at. For NVIDIA GPUs that is dtypes, whether an address is a multiple of 16, whether an
+integer is 1, a multiple of 16, or too wide for 32 bits, and the constexprs; all of it is in the key of ``_started``. A kernel that declares
+``do_not_specialize`` declares it, and a type such as ``tl.int64``, for all of its integers: their values are in no key. For other GPUs
+Triton looks at more, on AMD's at the size of a tensor's storage, and every launch goes through Triton.
 
 A launch that finds its kernel takes 3 us of Python, 0.4 of them in Triton's launcher; Triton's own ``kernel[grid](...)`` takes 8.5
 (a kernel of three arguments and four constexprs on an AMD EPYC with a stub for the driver, Triton 3.6, 2026-11-21).
@@ -121,6 +122,8 @@ def _start(kernel: Any, programs: int, args: tuple[Any, ...], device: int, warps
         found(programs, device, args)
         return
     compiled = kernel[(programs,)](*args, **_options(warps, stages, constexprs))
+    if compiled.metadata.target.backend != "cuda":
+        return  # its compiler looks at more than the key has
     _started[tuple(key)] = _starter(compiled, tuple(v for k, v in constexprs.items() if k != "enable_fp_fusion"))
 
 

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
+from torch._subclasses.fake_tensor import FakeTensorMode
+from triton.backends.amd.compiler import HIPBackend
+from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime import driver, jit
 
+from nmkernels import explain
+from nmkernels._capability import Probe
+from nmkernels._dispatch import choose
+from nmkernels.backends import triton as backend
 from nmkernels.backends.triton import _launch
+
+HOPPER = GPUTarget("cuda", 90, 32)
 
 
 class Compiled:
@@ -20,8 +30,9 @@ class Compiled:
 
     function, packed_metadata = "function", "metadata"
 
-    def __init__(self):
+    def __init__(self, target):
         self.launched, self.told = [], 0
+        self.metadata = SimpleNamespace(target=target)
 
     def run(self, *args):
         self.launched.append(args)
@@ -36,12 +47,12 @@ class Compiled:
 class Kernel:
     """As much of a JITFunction as a launch needs; counts how often it is compiled."""
 
-    def __init__(self, do_not_specialize=()):
-        self.fn, self.do_not_specialize, self.compiled = object(), do_not_specialize, []
+    def __init__(self, do_not_specialize=(), target=HOPPER):
+        self.fn, self.do_not_specialize, self.target, self.compiled = object(), do_not_specialize, target, []
 
     def __getitem__(self, grid):
         def compile_and_run(*args, **options):
-            self.compiled.append(Compiled())
+            self.compiled.append(Compiled(self.target))
             self.options = options
             return self.compiled[-1]
 
@@ -70,8 +81,12 @@ def nothing_runs(monkeypatch):
 
 
 X = torch.zeros(256)
+HUGE = torch.empty(2**31 // 4 + 1, device="meta")[:256]
+"""Of a storage beyond 2 GB."""
+
 ARGUMENTS = [
     X,
+    HUGE,
     X.to(torch.bfloat16),
     X.to(torch.uint8),
     X.to(torch.bool),
@@ -96,6 +111,31 @@ def test_different_code_is_never_shared():
             _launch.launch(kernel, 1, (X, x, 7), TILE=64)
         same = judge(CUDABackend, a, False, True, True) == judge(CUDABackend, b, False, True, True)
         assert len(kernel.compiled) == 2 - same, f"{name(a)} and {name(b)}"
+
+
+def test_a_call_on_a_gpu_is_declined_where_nothing_can_be_launched(monkeypatch):
+    """As in an image without a C compiler: the next backend runs it, and the reason is told."""
+    with FakeTensorMode():
+        w = torch.empty(4, 8, device="cuda")
+    assert backend.supports(w, 2, 4) == (True, "compiled by Triton")
+    monkeypatch.setattr(backend, "triton_probe", lambda: Probe(False, "Failed to find C compiler"))
+    assert backend.supports(w, 2, 4) == (False, "Failed to find C compiler")
+    assert "declined: Failed to find C compiler" in explain("nm_mask", w, 2, 4)
+    assert choose("nm_mask", w, 2, 4).backend == "reference"
+
+
+def test_elsewhere_every_launch_goes_through_triton():
+    """AMD's compiler addresses a storage of up to 2 GB with 32 bits, which is not in the key."""
+    judge = jit.native_specialize_impl
+    assert judge(CUDABackend, X, False, True, True) == judge(CUDABackend, HUGE, False, True, True)
+    assert judge(HIPBackend, X, False, True, True) != judge(HIPBackend, HUGE, False, True, True)
+    for target in (GPUTarget("hip", "gfx942", 64), GPUTarget("xpu", {}, 32)):
+        kernel = Kernel(target=target)
+        for x in (X, X, HUGE):
+            _launch.launch(kernel, 1, (x, 7), TILE=64)
+        assert len(kernel.compiled) == 3  # each time Triton is asked for the kernel
+        assert not any(c.launched or c.told for c in kernel.compiled)
+    assert not _launch._started
 
 
 def test_integers_that_are_declared_share_whatever_they_are():
