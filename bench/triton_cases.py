@@ -144,14 +144,17 @@ def linear() -> Iterator[Case]:
     for text in ("2:4", "1:4", "2:8", "1:8", "1:16", "1:32"):
         p = Pattern(text)
         for dtype in (BF16, FP16, FP32) if text == "2:4" else (BF16,):
-            for tokens in (1, 4, 16, 64, 512) if dtype == BF16 else (1, 512 if dtype == FP16 else 100):
+            for tokens in (1, 4, 16, 32, 64, 384) if dtype == BF16 else (1, 384 if dtype == FP16 else 100):
                 yield product("nm_linear", p, dtype, tokens)
             if text in ("2:4", "1:8"):
-                yield product("nm_linear_dgrad", p, dtype, 512)
-                yield product("nm_linear_wgrad", p, dtype, 512)
+                yield product("nm_linear_dgrad", p, dtype, 384)
+                yield product("nm_linear_wgrad", p, dtype, 384)
+                if dtype == BF16:
+                    yield product("nm_linear_wgrad", p, dtype, 32)
     for op in ("nm_linear", "nm_linear_dgrad", "nm_linear_wgrad"):
         yield product(op, Pattern("3:5"), BF16, 20)
-    yield product("nm_linear", Pattern("2:4"), BF16, 512, meta(4096, dtype=BF16), "gelu")
+    yield product("nm_linear", Pattern("2:4"), BF16, 384, meta(4096, dtype=BF16), "gelu")
+    yield product("nm_linear", Pattern("2:4"), BF16, 512)
     yield product("nm_linear", Pattern("2:4"), BF16, 1, meta(4096, dtype=BF16), "silu")
 
 
@@ -163,10 +166,10 @@ def product(op: str, p: Pattern, dtype: torch.dtype, width: int, *more: Any) -> 
     else:
         args = (meta(width, cols if op == "nm_linear" else rows, dtype=dtype), *packed(p, dtype, rows, cols), p.n, p.m, cols, *more)
     name = f"{p} {SHORT[dtype]} {width} {'inputs' if op == 'nm_linear_wgrad' else 'tokens'}{f', bias, {more[1]}' if more else ''}"
-    sampled = str(p) in ("2:4", "1:8") and dtype == BF16 and width in (1, 16, 512) and not more
+    sampled = str(p) in ("2:4", "1:8") and dtype == BF16 and width in (1, 16, 32, 384) and not more
     # other patterns are expanded piecewise, in narrow reads and, in dgrad, in steps of fewer rows than wgmma takes
     common = p.m & (p.m - 1) == 0
-    tensor_cores = common and dtype != FP32 and (width > 4 or op != "nm_linear")
+    tensor_cores = common and dtype != FP32 and (4 < width < 512 or op != "nm_linear")
     return Case(op, name, args, 128 * common, matrix=tensor_cores, sampled=sampled, loose=("",))
 
 

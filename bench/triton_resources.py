@@ -10,15 +10,19 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shutil
 import subprocess
 import tempfile
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from functools import cache
+from importlib import util
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
+
+from nmkernels._capability import Probe
 
 from . import kernel_rows
 from .rows import RESULTS
@@ -50,6 +54,8 @@ class Kernel:
     widest_store: int
     matrix_instructions: str
     """Those of the tensor cores with their number; empty where there is none."""
+    overwrites: int
+    """Machine instructions that may write a register while a wgmma still reads it."""
     inexact: str
     """Floating-point instructions that are not one operation rounded once, with their number; not listed for products."""
     instructions: int
@@ -94,6 +100,8 @@ def shortfalls(case: Case, arch: int, kernels: list[Kernel]) -> list[str]:
             found.append(f"{k.kernel} spills: {k.spills} instructions, {k.stack_bytes} bytes of stack")
         if k.shared_bytes > SHARED[arch]:
             found.append(f"{k.kernel} takes {k.shared_bytes} bytes of shared memory, more than {SHARED[arch]}")
+        if k.overwrites:
+            found.append(f"{k.kernel} overwrites registers that a wgmma still reads: {k.overwrites} instructions")
         loose = [name for name in k.inexact.split()[::2] if not name.endswith(case.loose)]
         if loose:
             found.append(f"{k.kernel} is not exact: {' '.join(loose)}")
@@ -113,7 +121,8 @@ def _read(kernel: Any, case: str, arch: int) -> Kernel:
         file.write(kernel.asm["cubin"])
         file.flush()
         usage = _tool("cuobjdump", "--dump-resource-usage", file.name)
-        opcodes = opcodes_of(_tool("nvdisasm", "-c", file.name))
+        sass = _tool("nvdisasm", "-c", file.name)
+    code = machine_code(sass)
     found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
     assert found, f"cuobjdump tells no resources of {kernel.metadata.name}: {usage}"
     registers, stack, local = map(int, found.groups())
@@ -122,23 +131,111 @@ def _read(kernel: Any, case: str, arch: int) -> Kernel:
         case=case,
         arch=f"sm_{arch}",
         registers=registers,
-        spills=sum(op.split(".")[0] in ("LDL", "STL") for op in opcodes),
+        spills=sum(i.op.split(".")[0] in ("LDL", "STL") for i in code),
         stack_bytes=stack + local,
         shared_bytes=kernel.metadata.shared,
         widest_load=widest("ld", ptx),
         widest_store=widest("st", ptx),
         matrix_instructions=matrix_instructions(ptx),
+        overwrites=len(overwrites(code)),
         inexact=inexact(ptx),
-        instructions=len(opcodes),
+        instructions=len(code),
         triton=_triton_version(),
         ptxas=_ptxas_version(),
     )
 
 
-def opcodes_of(sass: str) -> list[str]:
+class Instruction(NamedTuple):
+    """One machine instruction of a disassembly: ``guarded`` by a predicate or not, and the labels in front of it."""
+
+    op: str
+    operands: str
+    guarded: bool
+    labels: tuple[str, ...]
+
+
+def machine_code(sass: str) -> list[Instruction]:
     """The machine instructions of a disassembly without the padding at its end."""
-    found = re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P[T\d]+\s+)?([A-Z][\w.]*)", sass, re.M)
-    return [op for op in found if op != "NOP"]
+    code: list[Instruction] = []
+    labels: list[str] = []
+    for line in sass.splitlines():
+        if label := re.match(r"\s*(\.L_x_\w+):", line):
+            labels.append(label[1])
+        found = re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(@!?U?P[T\d]+\s+)?([A-Z][\w.]*)\s*([^;]*)", line)
+        if found and found[2] != "NOP":
+            code.append(Instruction(found[2], found[3].strip(), bool(found[1]), tuple(labels)))
+            labels = []
+    return code
+
+
+def opcodes_of(sass: str) -> list[str]:
+    """The names alone."""
+    return [i.op for i in machine_code(sass)]
+
+
+def overwrites(code: list[Instruction]) -> list[str]:
+    """The instructions that may write a register from which a wgmma in flight takes its left operand; the result would be undefined.
+
+    wgmma (HGMMA in machine code) reads its registers while the thread goes on. ``gsb0`` closes a group of them, and after
+    ``WARPGROUP.DEPBAR.LE gsb0, n`` only the newest n groups can be in flight. Every path through the kernel is followed with the registers
+    that may still be read, each with the number of groups closed since, until nothing new is found.
+    """
+    if not any(i.op.startswith("HGMMA") for i in code):
+        return []
+    places = {label: at for at, i in enumerate(code) for label in i.labels}
+    entered: dict[int, dict[int, int]] = {}
+    ahead: list[tuple[int, dict[int, int]]] = [(0, {})]
+    found: set[int] = set()
+    while ahead:
+        at, busy = ahead.pop()
+        if at in entered:
+            known = entered[at]
+            busy = {r: min(known.get(r, age), busy.get(r, age)) for r, age in (known | busy).items()}
+            if busy == known:
+                continue
+        entered[at] = dict(busy)
+        while at < len(code):
+            op, operands, guarded, _ = code[at]
+            if not busy.keys().isdisjoint(written(op, operands)):
+                found.add(at)
+            if op.startswith("HGMMA"):
+                if left := re.match(r"R\d+, R(\d+), gdesc", operands):
+                    busy.update(dict.fromkeys(range(int(left[1]), int(left[1]) + 4), -1))
+                if operands.endswith("gsb0"):
+                    busy = {r: min(age + 1, MOST_GROUPS) for r, age in busy.items()}
+            elif op.startswith("WARPGROUP.DEPBAR"):
+                newest = int(operands.split()[-1], 0)
+                busy = {r: age for r, age in busy.items() if age < newest}
+            elif op.startswith(("BRX", "JMX")):
+                raise ValueError(f"{op} {operands}: this jump cannot be followed, so overwrites cannot be counted")
+            elif op.startswith(("BRA", "CALL")):
+                label = re.search(r"\.L_x_\w+", operands)
+                assert label, f"{op} {operands} has no label"
+                ahead.append((places[label[0]], dict(busy)))
+            if op.startswith(("BRA", "RET", "EXIT")) and not guarded and not re.match(r"!?U?P\d", operands):
+                break
+            at += 1
+            if at < len(code) and code[at].labels:
+                ahead.append((at, busy))
+                break
+    return [f"{code[at].op} {code[at].operands}" for at in sorted(found)]
+
+
+MOST_GROUPS = 64
+"""More groups than WARPGROUP.DEPBAR can leave in flight: from there on they need not be counted."""
+
+
+def written(op: str, operands: str) -> range:
+    """The registers that a machine instruction writes, as many as its name tells."""
+    first = re.match(r"(?:!?U?P[T\d], )*R(\d+)", operands)
+    if not first or "SETP" in op or op.startswith(("HGMMA", "BAR", "WARPSYNC", "NANOSLEEP")):
+        return range(0)
+    if re.search(r"\.128|\.MT?88\.4|^[HI]MMA", op):
+        count = 4
+    else:
+        pairs = re.search(r"\.WIDE|\.MT?88\.2|\.[FSU]?64|^CS2R$|^D(ADD|MUL|FMA)", op) and not op.startswith("SHF.")
+        count = 2 if pairs else 1
+    return range(int(first[1]), int(first[1]) + count)
 
 
 def widest(way: str, ptx: str) -> int:
@@ -170,12 +267,23 @@ def _counted(names: list[str]) -> str:
     return " ".join(f"{name} {number}" for name, number in sorted(Counter(names).items()))
 
 
-def _tool(name: str, *words: str) -> str:
-    """The output of a program of CUDA's that is in Triton's wheel."""
-    import triton
+def tools() -> Probe:
+    """Whether the programs that read compiled kernels are here: they are in Triton's wheels, but not in every build of it."""
+    missing = [name for name in ("ptxas", "cuobjdump", "nvdisasm") if not _path(name)]
+    return Probe(not missing, f"neither Triton's wheel nor PATH has {', '.join(missing)}" if missing else f"{_path('nvdisasm')}")
 
-    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
-    return subprocess.run([path, *words], capture_output=True, text=True, check=True).stdout
+
+@cache
+def _path(name: str) -> str | None:
+    """A program of Triton's wheel, whose ptxas compiles the kernels; else of PATH."""
+    triton = util.find_spec("triton")
+    wheel = str(Path(triton.origin).parent / "backends" / "nvidia" / "bin") if triton and triton.origin else ""
+    return shutil.which(name, path=os.pathsep.join([wheel, os.environ.get("PATH", "")]))
+
+
+def _tool(name: str, *words: str) -> str:
+    """The output of such a program."""
+    return subprocess.run([_path(name) or name, *words], capture_output=True, text=True, check=True).stdout
 
 
 @cache

@@ -12,7 +12,7 @@ from bench import kernel_rows
 from bench import triton_resources as resources
 from bench.triton_cases import Case
 
-GOOD = resources.Kernel("mask_kernel", "nm_mask 2:4 bf16", "sm_90", 26, 0, 0, 0, 128, 128, "", "", 156, "3.6.0", "12.9.86")
+GOOD = resources.Kernel("mask_kernel", "nm_mask 2:4 bf16", "sm_90", 26, 0, 0, 0, 128, 128, "", 0, "", 156, "3.6.0", "12.9.86")
 CASE = Case("nm_mask", "2:4 bf16", (), load=128, store=128)
 
 
@@ -31,16 +31,95 @@ def test_widest(ptx: str, load: int, store: int) -> None:
     assert (resources.widest("ld", ptx), resources.widest("st", ptx)) == (load, store)
 
 
-def test_opcodes() -> None:
+def test_machine_code() -> None:
     sass = """
 .text.mask_kernel:
         /*0000*/                   LDC R1, c[0x0][0x28] ;
         /*0010*/              @!P0 EXIT ;
+.L_x_1:
         /*0020*/             @!UPT UIADD3 URZ, URZ, URZ, URZ ;
         /*1fa30*/                  LDG.E.128 R4, desc[UR4][R2.64] ;
         /*1fa40*/                  NOP ;
 """
-    assert resources.opcodes_of(sass) == ["LDC", "EXIT", "UIADD3", "LDG.E.128"]
+    code = resources.machine_code(sass)
+    assert [i.op for i in code] == resources.opcodes_of(sass) == ["LDC", "EXIT", "UIADD3", "LDG.E.128"]
+    assert [(i.operands, i.guarded, i.labels) for i in code[1:3]] == [("", True, ()), ("URZ, URZ, URZ, URZ", True, (".L_x_1",))]
+
+
+@pytest.mark.parametrize(
+    ("op", "operands", "registers"),
+    [
+        ("IADD3", "R4, P0, R5, R6, RZ", [4]),
+        ("LDS.128", "R4, [R16+0x12000]", [4, 5, 6, 7]),
+        ("LDSM.16.MT88.4", "R88, [R3]", [88, 89, 90, 91]),
+        ("LDSM.16.M88.2", "R88, [R3]", [88, 89]),
+        ("IMAD.WIDE.U32", "R10, R4, 0x2, R2", [10, 11]),
+        ("LDG.E.64", "R10, desc[UR4][R2.64]", [10, 11]),
+        ("CS2R", "R24, SRZ", [24, 25]),
+        ("SHF.R.U64", "R9, R8, 0x4, R9", [9]),
+        ("LOP3.LUT", "P0, R9, R8, 0xff, RZ, 0xc0, !PT", [9]),
+        ("SHFL.IDX", "PT, R9, R8, RZ, 0x1f", [9]),
+        ("ISETP.GE.AND", "P0, PT, R9, R8, PT", []),
+        ("STS.128", "[R9], R8", []),
+        ("LDS", "RZ, [RZ]", []),
+        ("UMOV", "UR4, 0x1", []),
+        ("HGMMA.64x16x16.F32.BF16", "R24, R32, gdesc[UR16], R24, gsb0", []),
+    ],
+)
+def test_written(op: str, operands: str, registers: list[int]) -> None:
+    assert list(resources.written(op, operands)) == registers
+
+
+FED = "HGMMA.64x16x16.F32.BF16 R24, R{0}, gdesc[UR16], R24, gsb0"
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ([FED.format(32), "MOV R35, R1"], ["MOV R35, R1"]),
+        ([FED.format(32), "MOV R36, R1", "MOV R24, R32"], []),
+        ([FED.format(32).replace(", gsb0", ""), "MOV R32, R1"], ["MOV R32, R1"]),
+        ([FED.format(32), "WARPGROUP.DEPBAR.LE gsb0, 0x0", "MOV R35, R1"], []),
+        ([FED.format(32), "WARPGROUP.DEPBAR.LE gsb0, 0x1", "MOV R35, R1"], ["MOV R35, R1"]),
+        ([FED.format(32), FED.format(40), "WARPGROUP.DEPBAR.LE gsb0, 0x1", "MOV R35, R1", "MOV R43, R1"], ["MOV R43, R1"]),
+        (["HGMMA.64x128x16.F32 R24, gdesc[UR8], R24, gsb0", "MOV R32, R1"], []),
+        # only the next round of the loop shows it
+        ([".L_x_0:", "MOV R32, R1", FED.format(32), "@P0 BRA `(.L_x_0)", "WARPGROUP.DEPBAR.LE gsb0, 0x0"], ["MOV R32, R1"]),
+        ([".L_x_0:", "MOV R32, R1", FED.format(32), "WARPGROUP.DEPBAR.LE gsb0, 0x0", "@P0 BRA `(.L_x_0)"], []),
+        # and here only one of two paths
+        ([FED.format(32), "@P0 BRA `(.L_x_0)", "WARPGROUP.DEPBAR.LE gsb0, 0x0", ".L_x_0:", "MOV R32, R1"], ["MOV R32, R1"]),
+        ([FED.format(32), "BRA `(.L_x_0)", "MOV R32, R1", ".L_x_0:", "EXIT", "MOV R32, R1"], []),
+        ([FED.format(32), "BRA.U UP0, `(.L_x_0)", "MOV R32, R1", ".L_x_0:"], ["MOV R32, R1"]),
+        ([FED.format(32), "CALL.REL.NOINC `(.L_x_0)", "EXIT", ".L_x_0:", "MOV R32, R1", "RET.REL.NODEC R4 `(k)"], ["MOV R32, R1"]),
+    ],
+)
+def test_overwrites(code: list[str], found: list[str]) -> None:
+    lines = [line if line.endswith(":") else f"        /*{16 * i:04x}*/ {line} ;" for i, line in enumerate(code)]
+    assert resources.overwrites(resources.machine_code("\n".join([*lines, "        /*ff00*/ EXIT ;"]))) == found
+
+
+def test_a_jump_that_cannot_be_followed_is_no_zero() -> None:
+    with pytest.raises(ValueError, match="BRX"):
+        resources.overwrites(resources.machine_code(f"/*0000*/ {FED.format(32)} ;\n/*0010*/ BRX R4 -0x10 ;"))
+
+
+def test_tools_of_the_wheel_come_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    wheel, elsewhere = tmp_path / "triton" / "backends" / "nvidia" / "bin", tmp_path / "elsewhere"
+    spec = type("Spec", (), {"origin": str(tmp_path / "triton" / "__init__.py")})
+    monkeypatch.setattr(resources.util, "find_spec", lambda name: spec)
+    monkeypatch.setenv("PATH", str(elsewhere))
+    for folder, names in ((elsewhere, ("ptxas", "cuobjdump")), (wheel, ("ptxas",))):
+        folder.mkdir(parents=True)
+        for name in names:
+            (folder / name).write_text("#!/bin/sh\n")
+            (folder / name).chmod(0o755)
+    resources._path.cache_clear()
+    try:
+        assert resources.tools() == (False, "neither Triton's wheel nor PATH has nvdisasm")
+        assert resources._path("ptxas") == str(wheel / "ptxas")
+        assert resources._path("cuobjdump") == str(elsewhere / "cuobjdump")
+    finally:
+        resources._path.cache_clear()
 
 
 def test_matrix_instructions() -> None:
@@ -73,6 +152,7 @@ def test_inexact(ptx: str, found: str) -> None:
         ({"widest_store": 32}, "writes 32"),
         ({"inexact": "fma.rn.f32 2"}, "not exact"),
         ({"shared_bytes": 233472}, "shared memory"),
+        ({"overwrites": 66}, "wgmma still reads: 66"),
     ],
 )
 def test_falling_short(changes: dict[str, Any], word: str) -> None:

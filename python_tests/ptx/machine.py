@@ -33,6 +33,8 @@ class Threads:
         self.registers: dict[str, np.ndarray] = {}
         self.at = np.zeros(count, dtype=np.int64)
         self.active = np.ones(count, dtype=bool)
+        self.groups: list[set[str]] = [set()]
+        """Registers that the wgmma of each group in flight read, the last group not closed yet."""
 
     @property
     def done(self) -> bool:

@@ -98,7 +98,14 @@ def _shared_tile(t: Threads, descriptor: int, size: int, transposed: bool, type_
 
 
 def _wgmma(t: Threads, ins: Instruction) -> None:
-    """wgmma.mma_async of 16-bit numbers into float32, done at once: fences, commits and waits change nothing."""
+    """wgmma.mma_async of 16-bit numbers into float32, done at once; commits and waits say for how long its registers must stay as they are.
+
+    That is the race which PTX can show. What ptxas makes of the registers is below it: ``bench.triton_resources`` counts that.
+    """
+    if ins.mods[0] == "commit_group":
+        t.groups.append(set())
+    elif ins.mods[0] == "wait_group":
+        t.groups = t.groups[-1 - int(str(ins.operands[0])) :]
     if ins.mods[0] != "mma_async":
         return
     n = int(re.fullmatch(r"m64n(\d+)k16", next(m for m in ins.mods if m.startswith("m64")))[1])  # type: ignore[index]
@@ -117,6 +124,7 @@ def _wgmma(t: Threads, ins: Instruction) -> None:
         right = _shared_tile(t, one(b), n, bool(turns[-1]), ins.types[2])
         if isinstance(a, tuple):
             left = _rows_of_a(_fragment(t, a, ins.types[1])[4 * group : 4 * group + 4]).reshape(64, 16)
+            t.groups[-1].update(a)
         else:
             left = _shared_tile(t, one(a), 64, bool(turns[0]), ins.types[1])
         product = (left.astype(np.float64) @ right.astype(np.float64).T).astype(np.float32)

@@ -80,6 +80,7 @@ def write(t: Threads, register: Any, value: np.ndarray) -> None:
         return
     if "|" in register:  # a second, predicate result, of shfl
         register = register.split("|")[0]
+    assert not any(register in group for group in t.groups), f"{register} is written while a wgmma in flight may still read it"
     bits = t.kernel.size(register)
     value = np.asarray(value)
     if bits > 1 and value.itemsize * 8 < bits:

@@ -181,3 +181,17 @@ def test_wgmma_reads_shared_memory_as_its_descriptor_says() -> None:
     for thread in range(128):
         w, g, t = thread // 32, thread % 32 // 4, thread % 4
         assert d[thread].tolist() == [want[16 * w + g + 8 * r, 2 * t + e].item() for r in range(2) for e in range(2)]
+
+
+def test_a_register_that_wgmma_may_still_read_stays_as_it_is() -> None:
+    def overwritten(waits: str) -> list[int]:
+        product = "wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {%r30,%r31,%r32,%r33}, {%r10,%r11,%r12,%r13}, 524416, %p1, 1, 1, 0;"
+        other = product.replace("%r1", "%r2")
+        commit = "wgmma.commit_group.sync.aligned;"
+        body = "".join(f"mov.b32 %r{i}, 0;" for i in (*range(10, 14), *range(20, 24))) + "setp.ne.b32 %p1, %r1, %r1;"
+        return result(f"{body} {product} {commit} {other} {commit} {waits} mov.b32 %r12, 5; mov.b32 %r9, %r12;", threads=128)
+
+    assert overwritten("wgmma.wait_group.sync.aligned 1;") == [5] * 128
+    for waits in ("", "wgmma.wait_group.sync.aligned 2;"):
+        with pytest.raises(AssertionError, match="%r12 is written while a wgmma"):
+            overwritten(waits)

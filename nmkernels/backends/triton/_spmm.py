@@ -2,6 +2,10 @@
 
 Only packed values and index bytes of E cross memory. Each is a matrix product on tensor cores with float32 accumulation; bias and
 activation are applied in float32, and the result is rounded once.
+
+On Hopper, a wgmma that takes its left operand from registers reads them while the thread goes on. Where its result is only added to, Triton
+leaves such wgmma in flight into the next step, which writes these registers again: a race. The expanded tile is therefore the
+right operand, in shared memory, or the wgmma is waited for in its own step.
 """
 
 from __future__ import annotations
@@ -24,6 +28,18 @@ def _multiply(a, b, sums, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def _add(e, x, sums, running, WGMMA: tl.constexpr, TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr):
+    """sums + e x, TRANSPOSED sums + xᵀ eᵀ. ``running`` is true, which the compiler does not know."""
+    if TRANSPOSED:
+        sums = _multiply(tl.trans(x), tl.trans(e), sums, PRECISION)
+    else:
+        sums = _multiply(e, x, sums, PRECISION)
+        if WGMMA:
+            sums = tl.where(running, sums, 0.0)  # what reads the sums has Triton wait for them
+    return sums
+
+
+@triton.jit
 def _tile_of(program, rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr):
     """Row and column of a program's tile: bands of 8 tiles of rows, so that what neighbours read stays in the cache."""
     down = tl.cdiv(rows, ROWS)
@@ -39,12 +55,14 @@ def spmm_kernel(
     values, indices, b, bias, c, rows, cols, width, groups, index_row, b_k, b_c, c_r, c_c,
     N: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, GROUPS: tl.constexpr,
     PADDED: tl.constexpr, SPLITS: tl.constexpr, WORDS: tl.constexpr, WHOLE: tl.constexpr, EVEN: tl.constexpr,
-    ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
+    ACTIVATION: tl.constexpr, WGMMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """c ``[rows, width]`` = activation(E b + bias), E ``[rows, cols]`` compressed, b ``[cols, width]``; bias is one number a row.
 
     With SPLITS > 1, c is float32 ``[SPLITS, rows * width]``: the sums over parts of cols, without bias and activation.
+    WGMMA: the tensor cores are Hopper's. Tiles as wide as its instruction is high, 64, are then multiplied transposed, bᵀ Eᵀ.
     """
+    TRANSPOSED: tl.constexpr = WGMMA and COLS >= 64
     tiles = tl.cdiv(rows, ROWS) * tl.cdiv(width, COLS)
     split = tl.program_id(0) // tiles
     tile_row, tile_col = _tile_of(tl.program_id(0) % tiles, rows, width, ROWS, COLS)
@@ -61,7 +79,7 @@ def spmm_kernel(
     b_at = b + (first.to(tl.int64) * (GROUPS * M) + k)[:, None] * b_k + b_col[None, :] * b_c
     if WORDS:
         w_at, i_at = word_pointers(values, indices, e_row, first * GROUPS, groups, index_row, N, BITS, GROUPS, EVEN)
-    sums = tl.zeros([ROWS, COLS], tl.float32)
+    sums = tl.zeros([COLS, ROWS] if TRANSPOSED else [ROWS, COLS], tl.float32)
     for block in range(first, last):
         if WORDS:
             w, i = load_words(w_at, i_at, block * GROUPS, groups, index_row, inside, N, M, BITS, GROUPS, WHOLE)
@@ -76,15 +94,17 @@ def spmm_kernel(
             real = (k < cols - block * (GROUPS * M)) & (line % PADDED < M)
             x = tl.load(b_at, mask=real[:, None], other=0.0)
             e = tl.where(real[None, :], e, 0.0)  # a partial last group may store an inf past the end
-        sums = _multiply(e, x, sums, PRECISION)
+        sums = _add(e, x, sums, first < last, WGMMA, TRANSPOSED, PRECISION)
         b_at += tl.cast(GROUPS * M, tl.int64) * b_k
     kept = inside[:, None] & (col < width)[None, :]
     c_at = c + row.to(tl.int64)[:, None] * c_r + col.to(tl.int64)[None, :] * c_c
+    if TRANSPOSED:
+        kept, c_at = tl.trans(kept), tl.trans(c_at)
     if SPLITS > 1:
         tl.store(c_at + split.to(tl.int64) * rows * width, sums, mask=kept)
     else:
         if bias is not None:
-            sums += widen(tl.load(bias + e_row))[:, None]
+            sums += tl.expand_dims(widen(tl.load(bias + e_row)), 0 if TRANSPOSED else 1)
         tl.store(c_at, narrow(activate(sums, ACTIVATION), c.dtype.element_ty), mask=kept)
 
 

@@ -68,8 +68,9 @@ class Call(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _call(
-    p: Plan, dtype: torch.dtype, rows: int, cols: int, width: int, n: int, m: int, aligned: bool, precision: str, activation: str | None
-) -> Call:
+    p: Plan, dtype: torch.dtype, rows: int, cols: int, width: int, n: int, m: int, aligned: bool, precision: str, activation: str | None,
+    capability: int,
+) -> Call:  # fmt: skip
     """Of ``spmm_kernel``, or without an activation of ``spmm_transposed_kernel``."""
     pattern, padded = Pattern(n, m), next_power_of_2(m)
     groups, tile = cdiv(cols, m), max(1, p.cols // padded)
@@ -83,7 +84,8 @@ def _call(
     whole = cols == groups * m and groups % tile == 0
     middle = {"SPLITS": p.splits, "WORDS": words, "WHOLE": whole, "EVEN": even, "ACTIVATION": activation if p.splits == 1 else ""}
     programs = cdiv(rows, p.rows) * cdiv(width, p.width) * p.splits
-    return Call(programs, groups, pattern.index_bytes(cols), {**shared, **middle, **last})
+    wgmma = capability == 90 and (dtype != torch.float32 or precision == "tf32")
+    return Call(programs, groups, pattern.index_bytes(cols), {**shared, **middle, "WGMMA": wgmma, **last})
 
 
 def _precision(dtype: torch.dtype) -> str:
@@ -98,7 +100,8 @@ def _spmm(
     values, indices = packed(values, indices)
     rows, count, whole = values.shape[0], c.numel(), p.splits == 1
     width = count // rows
-    call = _call(p, c.dtype, rows, cols, width, n, m, _aligned(values, indices, n), _precision(c.dtype), activation)
+    aligned, precision = _aligned(values, indices, n), _precision(c.dtype)
+    call = _call(p, c.dtype, rows, cols, width, n, m, aligned, precision, activation, capability(c))
     sums = c if whole else c.new_empty(p.splits, count, dtype=torch.float32)
     args = (values, indices, b, bias if whole else None, sums, rows, cols, width, call.groups, call.index_row, *by, *to)
     launch(spmm_kernel, call.programs, args, p.warps, p.stages, **call.constexprs)
@@ -157,7 +160,7 @@ def linear_dgrad(g: Tensor, values: Tensor, indices: Tensor, n: int, m: int, col
     dx = g.new_empty(*g.shape[:-1], cols) if out is None else out
     if dx.numel():
         values, indices = packed(values, indices)
-        call = _call(p, g.dtype, rows, cols, tokens, n, m, _aligned(values, indices, n), _precision(g.dtype), None)
+        call = _call(p, g.dtype, rows, cols, tokens, n, m, _aligned(values, indices, n), _precision(g.dtype), None, capability(g))
         args = (values, indices, flat, dx, rows, cols, tokens, call.groups, call.index_row, *flat.stride())
         launch(spmm_transposed_kernel, call.programs, args, p.warps, p.stages, **call.constexprs)
     return dx

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
 from nmkernels import Pattern, reference
 from nmkernels.backends.triton import interpreted
 from nmkernels.backends.triton import linear as family
-from nmkernels.backends.triton._plan import Plan
+from nmkernels.backends.triton._plan import Plan, candidates
+from nmkernels.backends.triton.aot import recording
 from nmkernels.testing import assert_no_worse, poison
 
 if interpreted():
@@ -49,6 +52,31 @@ def test_narrow(op, pattern, dtype, capability):
 def test_wide_tiles_of_whole_blocks(op, capability, monkeypatch):
     monkeypatch.setattr(family, "choose", lambda *_args: WIDE)
     check(op, capability, "2:4", BF16, 128, 256, 130, warps_apart=False)
+
+
+@pytest.mark.parametrize("op", ["linear", "linear_wgrad"])
+@pytest.mark.parametrize("width", [16, 32, 64])
+def test_hopper_waits_for_what_reads_registers(op, width, monkeypatch):
+    """Several steps of each width of tile: the machine refuses to overwrite what a wgmma in flight reads."""
+    monkeypatch.setattr(family, "choose", lambda *_args: Plan("gemm", 64, width, 64, 4, 3))
+    check(op, 90, "2:4", BF16, 64, 256, width)
+
+
+@pytest.mark.parametrize("kind", ["fprop", "wgrad"])
+@pytest.mark.parametrize("width", [32, 512])
+def test_no_plan_leaves_wgmma_in_flight_that_reads_registers(kind, width, monkeypatch):
+    """As compiled for sizes of models, where the compiler chooses otherwise than for small ones: nothing of a step outlives it."""
+    x = torch.empty(width, 4096, dtype=BF16, device="meta")
+    e = (*(torch.empty(4096, s, dtype=d, device="meta") for s, d in ((2048, BF16), (512, torch.uint8))), 2, 4, 4096)
+    plans = {(p.rows, p.width, p.cols): p for p in candidates(kind, BF16, 4096, 4096, width, 2, 4, 90) if p.method == "gemm"}
+    for p in plans.values():
+        monkeypatch.setattr(family, "choose", lambda *_args, p=p: p)
+        with recording(90) as kernels:
+            family.linear(x, *e) if kind == "fprop" else family.linear_wgrad(*e, x.t().contiguous())
+        ptx = kernels[0].asm["ptx"]
+        waits = {int(n) for n in re.findall(r"wgmma\.wait_group\.sync\.aligned (\d+)", ptx)}
+        reads_registers = re.search(r"wgmma\.mma_async\S+ *\{[^}]*\}, *\{", ptx)
+        assert waits and (waits == {0} or not reads_registers), p
 
 
 @pytest.mark.parametrize("capability", [80, 90])

@@ -9,7 +9,11 @@ from bench.triton_cases import Case, cases
 from nmkernels._dispatch import _impls
 from nmkernels.backends.triton import interpreted
 
-pytestmark = pytest.mark.skipif(interpreted(), reason="TRITON_INTERPRET=1 compiles nothing; run it without")
+TOOLS = resources.tools()
+pytestmark = [
+    pytest.mark.skipif(interpreted(), reason="TRITON_INTERPRET=1 compiles nothing; run it without"),
+    pytest.mark.skipif(not TOOLS.ok, reason=TOOLS.reason),
+]
 
 CASES = cases()
 SAMPLED = [c for c in CASES if c.sampled]
