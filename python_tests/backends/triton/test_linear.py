@@ -59,8 +59,11 @@ def test_products(pattern, dtype, device):
 
 @pytest.mark.parametrize("op", KINDS)
 @pytest.mark.parametrize(("pattern", "rows", "cols", "width"), [("2:4", 140, 264, 70), ("1:8", 66, 512, 34), ("3:5", 66, 165, 33)])
-def test_several_tiles_each_way(op, pattern, rows, cols, width, device, planned):
-    planned(Plan("gemm", 64, 32, 64, 4, 2))
+@pytest.mark.parametrize(("tile", "capability"), [(32, 0), (32, 90), (64, 90)])
+def test_several_tiles_each_way(op, pattern, rows, cols, width, tile, capability, device, planned, monkeypatch):
+    """As for other GPUs, and in both forms for Hopper."""
+    monkeypatch.setattr(family, "capability", lambda _x: capability)
+    planned(Plan("gemm", 64, tile, 64, 4, 2))
     e = operand(pattern, rows, cols, torch.bfloat16, device)
     x = torch.randn({"linear_wgrad": (cols, width), "linear": (width, cols)}.get(op, (width, rows))).bfloat16().to(device)
     judged(op, *((*e, x) if op == "linear_wgrad" else (x, *e)))
@@ -79,9 +82,11 @@ def test_split_sums_are_added_in_order(splits, dtype, device, planned):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", ["", "gelu", "silu", "relu2"])
 @pytest.mark.parametrize("bias", [False, True])
-def test_epilogues(dtype, activation, bias, device):
+@pytest.mark.parametrize(("tokens", "capability"), [(9, 0), (65, 90)])
+def test_epilogues(dtype, activation, bias, tokens, capability, device, monkeypatch):
+    monkeypatch.setattr(family, "capability", lambda _x: capability)
     e = operand("1:4", 40, 64, dtype, device)
-    x = 3 * torch.randn(9, 64)
+    x = 3 * torch.randn(tokens, 64)
     judged("linear", x.to(dtype).to(device), *e, torch.randn(40).to(dtype).to(device) if bias else None, activation)
 
 
@@ -246,5 +251,7 @@ def test_plans_fit_the_kernels(kind, dtype, capability):
 def test_many_columns_are_expanded_once():
     assert plan("fprop", torch.bfloat16, 4096, 4096, 8192, 2, 4).method == "scratch"
     assert plan("fprop", torch.bfloat16, 4096, 4096, 16, 2, 4).splits > 1
-    assert plan("fprop", torch.bfloat16, 4096, 4096, 512, 2, 4).splits == 1
+    assert plan("fprop", torch.bfloat16, 4096, 4096, 384, 2, 4).splits == 1
+    assert plan("fprop", torch.bfloat16, 4096, 4096, 511, 2, 4).method == "gemm"
+    assert plan("fprop", torch.bfloat16, 4096, 4096, 512, 2, 4).method == "scratch"
     assert plan("fprop", torch.bfloat16, 4096, 4096, 2, 2, 4).method == "few"
