@@ -17,7 +17,7 @@ from ..registry import Grid, Provider, Ratio, Spec, Work, family
 from . import _ours
 
 MICROBATCHES = 4
-VERIFIED, BELIEVED, ANEW, DENSE = "nmkernels, verified", "nmkernels, believed", "nmkernels, made anew", "torch dense"
+VERIFIED, BELIEVED, ANEW, DENSE = "nmkernels verified", "nmkernels believed", "nmkernels made anew", "torch dense"
 
 
 @family("effective_weight", grids=(Grid(("1024x1024",), ("2:4",), tokens=(16, 256, 2048)),))

@@ -68,14 +68,14 @@ def test_weights_used_flips_and_density_follow_the_frames(make):
         assert got["frame"] == min(4, (t + 1) // 4) and got["phase"] == (t >= 3)
 
 
-def test_the_optimizer_writes_the_mask_of_the_frame():
-    """MaskedAdamW fills the kept copy in its own pass, with the pattern of now and not of the end."""
+def test_layers_and_optimizer_mask_by_the_pattern_of_the_frame():
+    """By that of now and not of the end."""
     model, _, optimizer = start(SdGf("1:8", 20))
     for batch in batches(3):
-        buffer = model[0].used_weight()
         step(model, optimizer, batch)
         w = model[0].weight.detach()
-        assert model[0].used.sink(model[0].master) is buffer and torch.equal(buffer, w * top_n(w, 7, 8))
+        assert torch.equal(model[0].used_weight(), w * top_n(w, 7, 8))
+        assert str(optimizer.targets[model[0].weight].pattern) == "7:8"
 
 
 def test_a_narrow_layer_takes_the_next_frame_that_fits():
