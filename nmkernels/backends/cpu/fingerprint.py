@@ -8,6 +8,9 @@ from torch import Tensor
 from ..._capability import compiled_core
 from ._core import core
 
+ALONE = 16 << 20
+"""Bytes below which one thread reads as fast as several, which have to be woken first."""
+
 
 def fingerprint(*tensors: Tensor) -> tuple[int, ...] | None:
     """64 bits of each tensor's bytes, equal where those are equal, and by all likelihood only there.
@@ -32,5 +35,5 @@ def fingerprint(*tensors: Tensor) -> tuple[int, ...] | None:
         plain = type(x) in (Tensor, torch.nn.Parameter) and x.is_cpu and x.layout == torch.strided
         if not plain or not (x.is_contiguous() or (x.dim() == 2 and x.t().is_contiguous())):
             return None
-        found.append(core().fingerprint(x.data_ptr(), x.nbytes, threads))
+        found.append(core().fingerprint(x.data_ptr(), x.nbytes, threads if x.nbytes >= ALONE else 1))
     return tuple(found)
