@@ -1,9 +1,10 @@
 """The life of the effective weight: of each form that a layer's GEMMs read at most one copy, which is never stale.
 
 A copy is of one Parameter, at one address, of one version. That does not tell of every write: fused optimizers and ``.data`` bump
-no version. So on a CPU a fingerprint of all that the copy was made of has to agree as well, at every use. Where there is none, on a
-GPU, whose memory the host cannot read without waiting, a copy is used again only within one training step: in grad mode, and until
-any optimizer has stepped, ``train()``, ``eval()``, ``deployable()`` or ``refresh()`` was called (``doubt``).
+no version. So on a CPU a fingerprint of all that the copy was made of has to agree as well, at every use; where there is none, as
+without the compiled core, no copy is used again. A GPU's memory the host cannot read without waiting: there a copy is used again only
+within one training step, in grad mode, and until any optimizer has stepped, ``train()``, ``eval()``, ``deployable()`` or ``refresh()``
+was called (``doubt``).
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ class _Kept(Generic[F]):
         """Whether the form is what that transform makes of that Parameter as it is now."""
         if self.form is None or self.transform is not transform or state != self.state or self.owner is None or self.owner() is not owner:
             return False
-        return mark == self.mark if mark is not None else torch.is_grad_enabled() and not self.doubted
+        if mark is not None:
+            return mark == self.mark
+        return not _readable(state) and torch.is_grad_enabled() and not self.doubted
 
 
 @dataclass
@@ -186,6 +189,11 @@ def _owner(weight: Tensor) -> nn.Parameter | None:
 
 def _capturing(weight: Tensor) -> bool:
     return weight.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _readable(state: State) -> bool:
+    """Whether the host can read the weight without waiting for a device."""
+    return state[2].type == "cpu"
 
 
 def _state(weight: Tensor, dtype: torch.dtype) -> State:

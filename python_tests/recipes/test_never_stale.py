@@ -44,6 +44,12 @@ def rows(count=3):
     return torch.randn(count, 32)
 
 
+def as_on_a_gpu(monkeypatch):
+    """The host cannot read weights without waiting."""
+    monkeypatch.setattr("nmkernels.nn._used.fingerprint", lambda *tensors: None)
+    monkeypatch.setattr("nmkernels.nn._used._readable", lambda state: False)
+
+
 @pytest.fixture(autouse=True)
 def forget_choices():
     nm.autograd.choice.forget()
@@ -162,13 +168,20 @@ def test_the_next_forward_pass_multiplies_the_present_weight(spec, write):
 @pytest.mark.parametrize("write", WRITERS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("spec", [spec for spec in RECIPES if spec.startswith(("srste", "sste", "fst", "maskllm", "layerwise"))])
 def test_without_fingerprints_too_as_on_a_gpu(spec, write, monkeypatch):
-    monkeypatch.setattr("nmkernels.nn._used.fingerprint", lambda *tensors: None)
+    as_on_a_gpu(monkeypatch)
     model, handle, optimizer = begun(spec)
     run = writes(write, model, optimizer)
     # within one training step, what leaves no trace but the contents needs refresh()
     unseen = write in UNSEEN
     check(model, handle, [mode for mode in MODES if not (unseen and mode in (as_it_is, checkpointed))], [] if unseen else DEPLOYED, run)
     check(model, handle, before=lambda: (run(), handle.refresh()))
+
+
+@pytest.mark.parametrize("spec", ["srste:2:4", "sste:2:4(seed=1)"])
+def test_without_the_compiled_core_nothing_is_used_again(spec, monkeypatch):
+    monkeypatch.setattr("nmkernels.nn._used.fingerprint", lambda *tensors: None)
+    model, handle, optimizer = begun(spec)
+    check(model, handle, before=writes(copy_to_data, model, optimizer))
 
 
 @pytest.mark.parametrize("fingerprints", [True, False])
@@ -179,7 +192,7 @@ def test_without_fingerprints_too_as_on_a_gpu(spec, write, monkeypatch):
 )
 def test_training_by_a_second_optimizer_equals_training_without_copies(spec, make, second, fingerprints, monkeypatch):
     if not fingerprints:
-        monkeypatch.setattr("nmkernels.nn._used.fingerprint", lambda *tensors: None)
+        as_on_a_gpu(monkeypatch)
 
     def run(kept):
         model, handle, _ = begun(spec, make)
@@ -214,7 +227,7 @@ def test_what_a_mask_is_learned_from_counts_as_well():
 @pytest.mark.parametrize("fingerprints", [True, False])
 def test_reuse_stays_where_it_pays(mode, fingerprints, monkeypatch):
     if not fingerprints:
-        monkeypatch.setattr("nmkernels.nn._used.fingerprint", lambda *tensors: None)
+        as_on_a_gpu(monkeypatch)
     model, _, optimizer = begun("srste:2:4")
     x, made = rows().requires_grad_(), []
     transform = type(model[0].transform)
