@@ -7,7 +7,7 @@ call itself, and an op that writes into its arguments has no later moment: these
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
+from ..backends._tensors import tensors
 from ..pattern import NMError
 
 Kernel = Callable[..., Any]
@@ -68,7 +69,7 @@ def with_autograd(name: str, op: torch._ops.OpOverload, kernel: Kernel, writes: 
 
     def derived(keyset: Any, wanted: bool, *args: Any, **outs: Tensor) -> Any:
         transformed = forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
-        if transformed and any(map(has_tangent, _tensors((*args, *outs.values())))):
+        if transformed and any(map(has_tangent, tensors((*args, *outs.values())))):
             raise NMError(no_gradient(name, " in forward mode"))
 
         def call(*args: Any) -> Any:
@@ -106,14 +107,6 @@ def require_no_grad(op: str, **tensors: Tensor | None) -> None:
 def has_tangent(x: Tensor) -> bool:
     """Whether ``x`` carries one of forward mode; a level must be open."""
     return torch._VF._unpack_dual(x, level=0)[1] is not None
-
-
-def _tensors(args: Iterable[Any]) -> Iterable[Tensor]:
-    for arg in args:
-        if isinstance(arg, Tensor):
-            yield arg
-        elif isinstance(arg, (list, tuple)):
-            yield from _tensors(arg)
 
 
 def no_gradient(name: str, where: str = "") -> str:
