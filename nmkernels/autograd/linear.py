@@ -30,7 +30,7 @@ class _Linear(torch.autograd.Function):
     """y = x W̃ᵀ + b forward; dx = g W̃, dW = rule(gᵀ x), db = Σ g backward, each by its plan and transform.
 
     ``weight`` only receives the gradient. Multiplied is ``used`` forward and ``back`` backward: W̃ in dense layout, or the values of its
-    compressed form with the indices, ``places``, beside them; ``turned``: those of W̃ᵀ.
+    compressed form with the indices, ``places``, beside them; ``transposed``: those of W̃ᵀ.
     """
 
     @staticmethod
@@ -81,7 +81,7 @@ class _FunctionalLinear(torch.autograd.Function):
                 f"straight through: not by {CONSTANT}, by a weight whose gradient follows another rule, or by what such a rule reads. "
                 "Give that no tangent, or differentiate backward."
             )
-        # torch has turned forward mode off, also for an outer transform that takes the derivative of this one
+        # torch has switched forward mode off, also for an outer transform that takes the derivative of this one
         with forward_ad._set_fwd_grad_enabled(True):
             primals = [None if t is None else torch._VF._unpack_dual(t, level=0)[0] for t in ctx.saved_tensors]
             return _tangent(primals, ctx.rest, x_t, w_t, b_t)
@@ -104,15 +104,15 @@ def _apply(*args: Any) -> Tensor:
 
 
 def _product(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, used: Tensor, places: Tensor | None, back: Any, back_places: Any, turned: bool,
-    pattern: Pattern | None, by: str, back_by: str, seed: Any, plan: GemmPlan, *rest: Any,
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, used: Tensor, places: Tensor | None, back: Any, back_places: Any,
+    transposed: bool, pattern: Pattern | None, by: str, back_by: str, seed: Any, plan: GemmPlan, *rest: Any,
 ) -> Tensor:  # fmt: skip
     return products.fprop(plan, x, used, places, pattern, by, bias)
 
 
 def _remember(
     ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None,
-    used: Tensor, places: Tensor | None, back: Tensor | None, back_places: Tensor | None, turned: bool, pattern: Pattern | None,
+    used: Tensor, places: Tensor | None, back: Tensor | None, back_places: Tensor | None, transposed: bool, pattern: Pattern | None,
     by: str, back_by: str, seed: Tensor | None, plan: GemmPlan, transform: WeightTransform | None, *extras: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Note what backward has to know; returned are the tensors that it really needs, for a gradient that is wanted."""
@@ -126,11 +126,11 @@ def _remember(
     # not saved like the others: backward itself advances the offset, also that of a forward pass still to come back
     ctx.seed = seed if need_w else None
     ctx.plan, ctx.transform, ctx.cols, ctx.need_w, ctx.own = plan, transform, x.shape[-1], need_w, own
-    ctx.turned, ctx.pattern, ctx.by = turned, pattern, back_by
+    ctx.transposed, ctx.pattern, ctx.by = transposed, pattern, back_by
     ctx.reads = () if transform is None else transform.reads
     ctx.weight_dtype = None if weight is None else weight.dtype
     ctx.bias_dtype = None if bias is None else bias.dtype
-    ctx.rest = turned, pattern, by, back_by, seed, plan, transform
+    ctx.rest = transposed, pattern, by, back_by, seed, plan, transform
     saved = (x if need_w else None, back if need_x else None, back_places if need_x else None, weight if chain else None)
     return (*saved, *(extras if chain or own else ()))
 
@@ -161,7 +161,7 @@ def _gradients(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, Tenso
     learned: Sequence[Tensor | None] = ()
     if ctx.needs_input_grad[0]:
         used = transform.for_dgrad(used, *extras) if ctx.own else used
-        dx = products.dgrad(ctx.plan, g, used, indices, ctx.pattern, ctx.by, ctx.turned, ctx.cols)
+        dx = products.dgrad(ctx.plan, g, used, indices, ctx.pattern, ctx.by, ctx.transposed, ctx.cols)
     if ctx.need_w:
         dw = products.wgrad(ctx.plan, g.reshape(-1, g.shape[-1]), x.reshape(-1, x.shape[-1]), ctx.seed).to(ctx.weight_dtype)
         if not _straight(transform):
