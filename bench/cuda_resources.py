@@ -23,7 +23,7 @@ from functools import cache
 from importlib import util
 from pathlib import Path
 
-from nmkernels._capability import Probe, nvcc
+from nmkernels.capability import Probe, nvcc
 
 from . import kernel_rows
 from .cuda_expected import LOCAL, LOOSE, NARROW, PRODUCTS, RULE, WIDTHS, expected

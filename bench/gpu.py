@@ -105,7 +105,7 @@ def build(visit: Visit, pool: Pool) -> None:
     """The compiled core, in place, for the GPU at hand; in a dry run for the CPU, with the emulator."""
     env = {"NMKERNELS_EMULATOR": "1"}
     if not visit.dry:
-        from nmkernels._capability import compute_capability
+        from nmkernels.capability import compute_capability
 
         env = {"NMKERNELS_CUDA_ARCHITECTURES": architecture(compute_capability() or (0, 0))}
     env = {"NMKERNELS_CUDA": os.environ.get("NMKERNELS_CUDA", "auto"), **env}
@@ -277,7 +277,7 @@ def missing() -> str:
     """Why this machine cannot do it, in words; empty when it can."""
     if importlib.util.find_spec("torch") is None:
         return f"{sys.executable} has no torch; choose another with make gpu PYTHON=..."
-    from nmkernels import _capability
+    from nmkernels import capability as _capability
 
     can, reason = _capability.cuda_device()
     return "" if can else reason

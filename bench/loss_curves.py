@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 import nmkernels as nm
-from nmkernels._dispatch import ENV
-from nmkernels.zoo import GPT, Corpus, GPTConfig, load_corpus
+from nmkernels.dispatch import ENV
+from nmkernels.models import GPT, Corpus, GPTConfig, load_corpus
 
 from .rows import RESULTS, Row, append, commit, row
 

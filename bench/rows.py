@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from nmkernels import _capability
+from nmkernels import capability
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -116,7 +116,7 @@ def slug(name: str) -> str:
 def versions() -> str:
     """The versions that matter to a figure; Triton's where torch can use a GPU."""
     cuda = f" cuda {torch.version.cuda}" if torch.version.cuda else ""
-    triton = f" {_capability.triton().reason}" if torch.cuda.is_available() and _capability.triton().ok else ""
+    triton = f" {capability.triton().reason}" if torch.cuda.is_available() and capability.triton().ok else ""
     return f"python {platform.python_version()} torch {torch.__version__}{cuda}{triton}"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from nmkernels import NMError, zoo
+from nmkernels import NMError, models
 
 from .registry import sizes
 
@@ -17,11 +17,11 @@ NAMES = {
     "vit-l": ("vit-l", {"qkv": "attn.qkv", "proj": "attn.proj", "fc": "mlp.fc1", "down": "mlp.fc2"}),
     "bert-large": ("bert-large", {"qkv": "attention.self.query", "fc": "intermediate.dense", "down": "output.dense"}),
 }
-"""What rows of results call the layers of ``zoo.MODELS``, which has their shapes and sources."""
+"""What rows of results call the layers of ``models.MODELS``, which has their shapes and sources."""
 
 MODELS: dict[str, dict[str, str]] = {
     **{
-        ours: {short: "{}x{}".format(*zoo.MODELS[theirs].layers[name]) for short, name in layers.items()}
+        ours: {short: "{}x{}".format(*models.MODELS[theirs].layers[name]) for short, name in layers.items()}
         for ours, (theirs, layers) in NAMES.items()
     },
     # what the speed targets are stated on: a square weight, and Llama-7B's up projection

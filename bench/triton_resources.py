@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from nmkernels._capability import Probe
+from nmkernels.capability import Probe
 
 from . import kernel_rows
 from .rows import RESULTS
@@ -70,8 +70,8 @@ class Kernel:
 
 def compiled(case: Case, arch: int) -> list[Kernel]:
     """The kernels that a call would launch on an architecture, in that order."""
-    from nmkernels._dispatch import implementations
     from nmkernels.backends.triton.aot import recording
+    from nmkernels.dispatch import implementations
 
     run = next(i.fn for i in implementations(case.op) if i.backend == "triton")
     _forget()

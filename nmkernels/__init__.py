@@ -14,8 +14,9 @@ In a training script:
 """
 
 from . import autograd, nn, ops, optim, recipes
-from ._dispatch import explain
 from ._version import __version__
+from .audit import audit, flops
+from .dispatch import explain
 from .export import load_compressed, save_compressed, save_dense
 from .nn import CompressedLinear, SparseLinear, compress_, tune
 from .ops import Compressed
@@ -29,7 +30,7 @@ from .pattern import (
     RecipeError,
     ShapeError,
 )
-from .recipes import audit, densify_, flops, sparsify_
+from .recipes import densify_, sparsify_
 
 __all__ = [
     "BackendError",

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from nmkernels import BackendError, _dispatch, testing
+from nmkernels import BackendError, dispatch, testing
 from nmkernels.backends import triton
 
 Sample = Callable[[], tuple[Any, ...]]
@@ -35,9 +35,9 @@ DEVICES = ["cpu"] if INTERPRETED else ["cpu", pytest.param("cuda", marks=pytest.
 """Where a test of kernels runs: its parameters for ``device``."""
 
 
-def compared(op: str) -> list[_dispatch.Impl]:
+def compared(op: str) -> list[dispatch.Impl]:
     """The implementations of an op that are held against the reference: all others, or the one that is interpreted."""
-    entries = [i for i in _dispatch.implementations(op) if i.backend != "reference"]
+    entries = [i for i in dispatch.implementations(op) if i.backend != "reference"]
     return [i for i in entries if i.backend == triton.NAME] if INTERPRETED else entries
 
 
@@ -56,7 +56,7 @@ def moved(tree: Any, device: str) -> Any:
 def built(sample: Sample, device: str, seed: int = 0) -> tuple[Any, ...]:
     """A sample's arguments on a device; packed operands are made by the definition, whatever is forced."""
     torch.manual_seed(seed)
-    with mock.patch.dict(os.environ, {_dispatch.ENV: "reference"}):
+    with mock.patch.dict(os.environ, {dispatch.ENV: "reference"}):
         return moved(sample(), device)
 
 
@@ -110,7 +110,7 @@ class Conformance:
         verdicts = [i.supports(*self.args(sample)) for i in compared(self.op)] or [(False, f"Triton has no {self.op}")]
         if not verdicts[0][0]:
             pytest.skip(verdicts[0][1])
-        monkeypatch.setenv(_dispatch.ENV, triton.NAME)
+        monkeypatch.setenv(dispatch.ENV, triton.NAME)
 
     def args(self, sample: Sample) -> tuple[Any, ...]:
         return built(sample, self.device)
@@ -166,17 +166,17 @@ class Conformance:
         assert not inputs & {x.untyped_storage().data_ptr() for x in results}, "a result shares memory with an input"
 
     def test_backend(self, sample: Sample, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        entry = next(i for i in _dispatch.implementations(self.op) if i.backend == backend)
+        entry = next(i for i in dispatch.implementations(self.op) if i.backend == backend)
         args = self.args(sample)
         can, reason = entry.supports(*args)
-        monkeypatch.setenv(_dispatch.ENV, backend)
+        monkeypatch.setenv(dispatch.ENV, backend)
         if not can:
             with pytest.raises(BackendError, match=re.escape(reason)):
                 self.raw()(*args)
             return
         result = moved(self.run(self.raw(), args), "cpu")
         # the reference has the last word where it was written: on the CPU
-        monkeypatch.setenv(_dispatch.ENV, "reference")
+        monkeypatch.setenv(dispatch.ENV, "reference")
         self.device = "cpu"
         self.check_backend(sample, result, self.run(self.raw(), self.args(sample)), backend)
 
@@ -189,7 +189,7 @@ class Conformance:
         else:
             args = pytree.tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, self.args(sample))
             # the op itself takes metadata for operands of 16 bits only
-            exact = next(i for i in _dispatch.implementations(self.op) if i.backend == "reference").fn(*args)
+            exact = next(i for i in dispatch.implementations(self.op) if i.backend == "reference").fn(*args)
             testing.assert_no_worse(result, expected, exact, backend)
 
     def test_out(self, sample: Sample) -> None:

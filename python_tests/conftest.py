@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from nmkernels import _capability, testing
+from nmkernels import capability, testing
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not any(item.get_closest_marker("gpu") for item in items):
         return
-    can, reason = _capability.cuda_device()
+    can, reason = capability.cuda_device()
     if not can:
         for item in items:
             if item.get_closest_marker("gpu"):

@@ -15,8 +15,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nmkernels import _capability
-from nmkernels._capability import Probe, probes
+from nmkernels import capability
+from nmkernels.capability import Probe, probes
 
 
 def test_all_answer() -> None:
@@ -28,9 +28,9 @@ def test_all_answer() -> None:
 
 
 def test_no_gpu_says_why() -> None:
-    can, reason = _capability.cuda_device()
+    can, reason = capability.cuda_device()
     assert can == torch.cuda.is_available()
-    assert (_capability.compute_capability() is None) == (not can)
+    assert (capability.compute_capability() is None) == (not can)
     if not can:
         assert "CUDA" in reason
 
@@ -38,9 +38,9 @@ def test_no_gpu_says_why() -> None:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Probe]:
     """``gpu(driver, runtime, error)``: what is said of GPU 1 of this machine, whose core answers so."""
-    monkeypatch.setattr(_capability, "cuda_core", lambda: Probe(True, "built"))
-    monkeypatch.setattr(_capability, "cuda_device", lambda: Probe(True, "there"))
-    monkeypatch.setattr(_capability, "_cuda_code", lambda _: "with CUDA for sm_80, sm_90a")
+    monkeypatch.setattr(capability, "cuda_core", lambda: Probe(True, "built"))
+    monkeypatch.setattr(capability, "cuda_device", lambda: Probe(True, "there"))
+    monkeypatch.setattr(capability, "_cuda_code", lambda _: "with CUDA for sm_80, sm_90a")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
@@ -48,8 +48,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Probe]:
     def ask(driver: int, runtime: int, error: str, device: int | None = 1) -> Probe:
         answers = {1: (driver, runtime, error)}
         core = SimpleNamespace(cuda=SimpleNamespace(probe=answers.__getitem__))
-        monkeypatch.setattr(_capability.importlib, "import_module", lambda *_: core)
-        return _capability.cuda_kernels.__wrapped__(device)
+        monkeypatch.setattr(capability.importlib, "import_module", lambda *_: core)
+        return capability.cuda_kernels.__wrapped__(device)
 
     return ask
 
@@ -79,64 +79,64 @@ def test_no_driver_is_told(gpu: Callable[..., Probe]) -> None:
 
 
 def test_what_kernels_need_first_is_told_first(gpu: Callable[..., Probe], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_capability, "cuda_device", lambda: Probe(False, "torch sees no NVIDIA GPU"))
+    monkeypatch.setattr(capability, "cuda_device", lambda: Probe(False, "torch sees no NVIDIA GPU"))
     assert gpu(13000, 13000, "") == Probe(False, "torch sees no NVIDIA GPU")
-    monkeypatch.setattr(_capability, "cuda_core", lambda: Probe(False, "without CUDA kernels"))
+    monkeypatch.setattr(capability, "cuda_core", lambda: Probe(False, "without CUDA kernels"))
     assert gpu(13000, 13000, "") == Probe(False, "without CUDA kernels")
 
 
 def test_a_gpu_is_asked_once(monkeypatch: pytest.MonkeyPatch, gpu: Callable[..., Probe]) -> None:
     asked = []
     core = SimpleNamespace(cuda=SimpleNamespace(probe=lambda device: asked.append(device) or (13000, 13000, "")))
-    monkeypatch.setattr(_capability.importlib, "import_module", lambda *_: core)
-    before = _capability.cuda_kernels
-    monkeypatch.setattr(_capability, "cuda_kernels", cache(before.__wrapped__))
+    monkeypatch.setattr(capability.importlib, "import_module", lambda *_: core)
+    before = capability.cuda_kernels
+    monkeypatch.setattr(capability, "cuda_kernels", cache(before.__wrapped__))
     for device in (1, 0, 1, 0):
-        assert _capability.cuda_kernels(device).ok
+        assert capability.cuda_kernels(device).ok
     assert asked == [1, 0]
 
 
 def test_import_is_light() -> None:
-    path = Path(_capability.__file__)
+    path = Path(capability.__file__)
     code = f"import runpy, sys; runpy.run_path({str(path)!r}); print([m for m in ('torch', 'numpy', 'subprocess') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "['subprocess']"
 
 
 def test_core_of_another_abi(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_capability.importlib, "import_module", lambda *_: SimpleNamespace(abi=99))
-    ok, reason = _capability.compiled_core.__wrapped__()
-    assert not ok and "ABI 99" in reason and reason.endswith(_capability._remedy())
+    monkeypatch.setattr(capability.importlib, "import_module", lambda *_: SimpleNamespace(abi=99))
+    ok, reason = capability.compiled_core.__wrapped__()
+    assert not ok and "ABI 99" in reason and reason.endswith(capability._remedy())
 
 
 def test_core_that_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise ImportError("undefined symbol: nm_mask")
 
-    monkeypatch.setattr(_capability.importlib, "import_module", broken)
-    monkeypatch.setattr(_capability.util, "find_spec", lambda *_: object())
-    ok, reason = _capability.compiled_core.__wrapped__()
+    monkeypatch.setattr(capability.importlib, "import_module", broken)
+    monkeypatch.setattr(capability.util, "find_spec", lambda *_: object())
+    ok, reason = capability.compiled_core.__wrapped__()
     assert not ok and "does not load (undefined symbol: nm_mask)" in reason
-    monkeypatch.setattr(_capability.util, "find_spec", lambda *_: None)
-    assert "is not built" in _capability.compiled_core.__wrapped__().reason
+    monkeypatch.setattr(capability.util, "find_spec", lambda *_: None)
+    assert "is not built" in capability.compiled_core.__wrapped__().reason
 
 
 def test_compilers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert _capability.compiler.__wrapped__() == Probe(
+    assert capability.compiler.__wrapped__() == Probe(
         False, "CXX=no-such-compiler names no program; only needed to build the compiled core"
     )
     tool = tmp_path / "nvcc"
     tool.write_text("#!/bin/sh\necho first\necho 'release 13.0'\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path) + ":/bin")
-    assert _capability.nvcc.__wrapped__() == Probe(True, f"{tool}: release 13.0")
+    assert capability.nvcc.__wrapped__() == Probe(True, f"{tool}: release 13.0")
     tool.write_text("#!/bin/sh\nexit 3\n")
-    ok, reason = _capability.nvcc.__wrapped__()
+    ok, reason = capability.nvcc.__wrapped__()
     assert not ok and "does not run" in reason
     tool.unlink()
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    assert not _capability.nvcc.__wrapped__().ok
+    assert not capability.nvcc.__wrapped__().ok
 
 
 PIP = "NMKERNELS_REQUIRE_CORE=1 pip install --force-reinstall --no-deps --no-cache-dir --no-binary nmkernels"
@@ -155,7 +155,7 @@ ORIGINS = {
 
 def _installed(folder: Path, origin: object) -> dict[str, str]:
     """The package in ``folder`` as pip leaves it where no compiler is, and the environment to run it in."""
-    shutil.copytree(Path(_capability.__file__).parent, folder / "nmkernels", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    shutil.copytree(Path(capability.__file__).parent, folder / "nmkernels", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     info = folder / "nmkernels-0.1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: nmkernels\nVersion: 0.1\n")
@@ -168,7 +168,7 @@ def _installed(folder: Path, origin: object) -> dict[str, str]:
 def test_the_remedy_of_an_installed_package_is_pip_s(origin: str, tmp_path: Path) -> None:
     record, what = ORIGINS[origin]
     env = _installed(tmp_path, record)
-    code = f"import runpy; print(runpy.run_path({str(tmp_path / 'nmkernels' / '_capability.py')!r})['_remedy']())"
+    code = f"import runpy; print(runpy.run_path({str(tmp_path / 'nmkernels' / 'capability.py')!r})['_remedy']())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env, cwd=tmp_path)
     assert done.stdout.strip() == f"install a C++ compiler, then run `{PIP} {what}`"
 
@@ -202,12 +202,12 @@ def test_triton_needs_a_c_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     monkeypatch.setattr(runtime.driver, "_active", object())
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("CC", raising=False)
-    probe = _capability.triton.__wrapped__
+    probe = capability.triton.__wrapped__
 
     compilers = [path for path in (shutil.which("gcc"), shutil.which("clang")) if path]
     if compilers:
         for _again in range(2):
-            assert probe() == (True, f"triton {_capability._version_of('triton', 'triton-nightly', 'pytorch-triton')}")
+            assert probe() == (True, f"triton {capability._version_of('triton', 'triton-nightly', 'pytorch-triton')}")
     built = list((tmp_path / "cache").rglob("nmkernels_probe*.so"))
     assert len(built) == len(compilers[:1])
 
@@ -235,7 +235,7 @@ def test_triton_needs_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime.driver, "_active", None)
     monkeypatch.setattr(runtime.driver, "_default", None)
     monkeypatch.setattr(sys.modules["triton.runtime.driver"], "_create_driver", missing)
-    ok, reason = _capability.triton.__wrapped__()
+    ok, reason = capability.triton.__wrapped__()
     assert not ok and "libcuda.so cannot found! Please run ldconfig" in reason
 
 
@@ -243,17 +243,17 @@ def test_triton_is_not_imported_without_a_gpu() -> None:
     code = """
 import sys, torch
 torch.cuda.is_available = torch.xpu.is_available = lambda: False
-from nmkernels import _capability
-print(_capability.triton(), "triton" in sys.modules)
+from nmkernels import capability
+print(capability.triton(), "triton" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip().endswith("False")
 
 
-@pytest.mark.skipif(not _capability.compiled_core().ok, reason="there is no core")
+@pytest.mark.skipif(not capability.compiled_core().ok, reason="there is no core")
 def test_the_core_tells_its_instruction_set() -> None:
-    assert "instruction set " in _capability.compiled_core().reason
-    code = "from nmkernels import _capability; print(_capability.compiled_core().reason)"
+    assert "instruction set " in capability.compiled_core().reason
+    code = "from nmkernels import capability; print(capability.compiled_core().reason)"
     done = subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, "NMKERNELS_ISA": "sse9"}, capture_output=True, text=True, check=True
     )

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from nmkernels import BackendError, _dispatch, explain, ops, testing
-from nmkernels._capability import Probe
-from nmkernels._dispatch import ENV, choose, impl, implementations
+from nmkernels import BackendError, dispatch, explain, ops, testing
 from nmkernels.backends import triton
-from nmkernels.backends.cpu import _core
+from nmkernels.backends.cpu import core
+from nmkernels.capability import Probe
+from nmkernels.dispatch import ENV, choose, impl, implementations
 
 W = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
 
@@ -22,13 +22,13 @@ W = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
 @pytest.fixture(autouse=True)
 def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(ENV, raising=False)
-    monkeypatch.setattr(_dispatch, "_said", set())
+    monkeypatch.setattr(dispatch, "_said", set())
 
 
 @pytest.fixture
 def toy(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """An op with a slow backend that does everything and a fast one that wants even numbers."""
-    monkeypatch.setattr(_dispatch, "_impls", dict(_dispatch._impls))
+    monkeypatch.setattr(dispatch, "_impls", dict(dispatch._impls))
 
     @impl("toy", backend="slow", priority=0)
     def slow(x: int) -> tuple[str, int]:
@@ -124,14 +124,14 @@ def test_triton_where_it_is_missing_or_interpreted(monkeypatch: pytest.MonkeyPat
 def test_environment_forces_real_ops(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
 
-    def spy(entry: _dispatch.Impl) -> _dispatch.Impl:
+    def spy(entry: dispatch.Impl) -> dispatch.Impl:
         def fn(*args: Any, out: Any = None) -> Any:
             ran.append(entry.backend)
             return entry.fn(*args) if out is None else entry.fn(*args, out=out)
 
-        return _dispatch.Impl(entry.op, entry.backend, fn, entry.supports, entry.priority)
+        return dispatch.Impl(entry.op, entry.backend, fn, entry.supports, entry.priority)
 
-    monkeypatch.setattr(_dispatch, "_impls", {op: [spy(i) for i in entries] for op, entries in _dispatch._impls.items()})
+    monkeypatch.setattr(dispatch, "_impls", {op: [spy(i) for i in entries] for op, entries in dispatch._impls.items()})
     monkeypatch.setenv(ENV, backend)
     ops.mask(W, "2:4")
     ops.mask(W, "2:4", out=torch.empty(4, 8, dtype=torch.bool))
@@ -161,11 +161,11 @@ def test_forced_backend_that_declines_a_real_op(monkeypatch: pytest.MonkeyPatch)
 @pytest.fixture
 def coreless(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As in an install that found no compiler."""
-    for module in (_dispatch, _core):
+    for module in (dispatch, core):
         monkeypatch.setattr(module, "compiled_core", lambda: Probe(False, "it is not built; build it"))
-    _dispatch._warn_without_core.cache_clear()
+    dispatch._warn_without_core.cache_clear()
     yield
-    _dispatch._warn_without_core.cache_clear()
+    dispatch._warn_without_core.cache_clear()
 
 
 def _said_by(run: Any, action: str = "always") -> list[str]:
@@ -198,5 +198,5 @@ def test_what_the_core_would_not_run_is_no_reason_to_warn(coreless: None, case: 
 
 
 def test_with_a_core_nothing_is_said() -> None:
-    _dispatch._warn_without_core.cache_clear()
-    assert _said_by(lambda: (ops.mask(W.double(), "2:4"), _core.compiled_core().ok and ops.mask(W, "2:4"))) == []
+    dispatch._warn_without_core.cache_clear()
+    assert _said_by(lambda: (ops.mask(W.double(), "2:4"), core.compiled_core().ok and ops.mask(W, "2:4"))) == []

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from nmkernels import _fatbin
-from nmkernels._fatbin import architectures, containers
+from nmkernels import capability
+from nmkernels.capability import architectures, containers
 
 PTX, CUBIN, LTO = 1, 2, 8
 ONLY, FAMILY = 0x100000, 0x200000
@@ -27,7 +27,7 @@ def entry(kind: int, number: int, flags: int = 0, code: bytes = b"code" * 4) -> 
 
 def container(*entries: bytes) -> bytes:
     body = b"".join(entries)
-    return struct.pack("<IHHQ", _fatbin.MAGIC, 1, 16, len(body)) + body
+    return struct.pack("<IHHQ", capability.MAGIC, 1, 16, len(body)) + body
 
 
 def elf(content: bytes, name: bytes = b".nv_fatbin") -> bytes:
@@ -80,7 +80,7 @@ def test_a_cut_off_file_does_not_raise(tmp_path: Path) -> None:
     for length in range(len(image)):
         assert architectures(written(tmp_path / "m.so", image[:length])) == ()
     # the container promises more than its section holds
-    lying = struct.pack("<IHHQ", _fatbin.MAGIC, 1, 16, 1 << 40) + entry(CUBIN, 80)[:-4]
+    lying = struct.pack("<IHHQ", capability.MAGIC, 1, 16, 1 << 40) + entry(CUBIN, 80)[:-4]
     assert architectures(written(tmp_path / "m.so", elf(lying))) == ("sm_80",)
 
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from nmkernels import _store
-from nmkernels._store import Table
+from nmkernels.tuning import table as _store
+from nmkernels.tuning.table import Table
 
 
 @pytest.fixture(autouse=True)
@@ -209,7 +209,7 @@ def test_threads_lose_nothing() -> None:
 
 WRITER = """
 import sys
-from nmkernels._store import Table
+from nmkernels.tuning.table import Table
 table = Table("t.json", 3, "", "")
 for k in range(20):
     table.store({f"{sys.argv[1]} {k}": {}})

@@ -9,9 +9,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor
 
-from nmkernels import NMError, _dispatch, testing
-from nmkernels._capability import compiled_core
-from nmkernels.backends.cpu._core import core
+from nmkernels import NMError, dispatch, testing
+from nmkernels.backends.cpu.core import core
+from nmkernels.capability import compiled_core
 
 from ..registry import Call, Provider
 
@@ -30,11 +30,11 @@ def ours(op: str, args: Sequence[object], make: Callable[[], Provider]) -> list[
 
     ``make`` returns a provider whose name is what follows the backend's (mostly nothing); its call goes through the public function.
     """
-    chosen = _dispatch.choose(op, *args)
+    chosen = dispatch.choose(op, *args)
     found = [_named(make(), f"nmkernels {chosen.backend}", nullcontext)]
-    if os.environ.get(_dispatch.ENV):
+    if os.environ.get(dispatch.ENV):
         return found
-    for entry in _dispatch.implementations(op):
+    for entry in dispatch.implementations(op):
         if entry.backend == "reference":
             break  # what comes after it, the emulator, is never chosen by itself
         if entry.backend != chosen.backend and entry.supports(*args)[0]:
@@ -69,15 +69,15 @@ def other_isas() -> list[str]:
 @contextmanager
 def forced(backend: str) -> Iterator[None]:
     """Every op inside runs on ``backend``."""
-    before = os.environ.get(_dispatch.ENV)
-    os.environ[_dispatch.ENV] = backend
+    before = os.environ.get(dispatch.ENV)
+    os.environ[dispatch.ENV] = backend
     try:
         yield
     finally:
         if before is None:
-            del os.environ[_dispatch.ENV]
+            del os.environ[dispatch.ENV]
         else:
-            os.environ[_dispatch.ENV] = before
+            os.environ[dispatch.ENV] = before
 
 
 @contextmanager
@@ -116,7 +116,7 @@ def ends(rows: int, cols: int) -> list[slice]:
 
 def reference(op: str) -> Callable[..., object]:
     """The reference's function for ``op``."""
-    return next(i.fn for i in _dispatch.implementations(op) if i.backend == "reference")
+    return next(i.fn for i in dispatch.implementations(op) if i.backend == "reference")
 
 
 def same_shapes(actual: object, expected: object, what: str) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 import nmkernels as nm
 from nmkernels import testing
-from nmkernels.nn import _used
+from nmkernels.nn import effective
 
 from ..registry import Grid, Provider, Ratio, Spec, Work, family
 from . import _ours
@@ -88,4 +88,4 @@ def _work(spec: Spec, device: str, provider: Callable[..., Provider]) -> Work:
 
 def _believing() -> AbstractContextManager[object]:
     """Every fingerprint agrees with every other, as it was before there were any."""
-    return patch.object(_used, "fingerprint", lambda *tensors: ())
+    return patch.object(effective, "fingerprint", lambda *tensors: ())

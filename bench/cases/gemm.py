@@ -115,7 +115,7 @@ def cusparselt(op: str, args: tuple[Any, ...], default: Provider, searched: Prov
 
     Each algorithm is settled when its provider is first entered: where none is right, or the search fails, that costs this provider alone.
     """
-    from nmkernels.backends.cusparselt import _choice, _context, linear, search
+    from nmkernels.backends.cusparselt import algorithms, context, linear, search
 
     like = next(a for a in args if isinstance(a, Tensor))
 
@@ -123,17 +123,17 @@ def cusparselt(op: str, args: tuple[Any, ...], default: Provider, searched: Prov
     def using(settled: Callable[[], tuple[Any, Any]]) -> Iterator[None]:
         with _ours.forced(linear.NAME):
             problem, algorithm = settled()
-            here = _context.here(_context.place(like)[0])
-            if _choice._checked.get(_choice._key(problem, here)) != algorithm:
-                _choice.remember(problem, here, algorithm)
+            here = context.here(context.place(like)[0])
+            if algorithms._checked.get(algorithms._key(problem, here)) != algorithm:
+                algorithms.remember(problem, here, algorithm)
             yield
 
     @cache
     def by_default() -> tuple[Any, Any]:
         (problem,) = linear.problem_of(op, *args)
-        device, stream = _context.place(like)
-        here = _context.here(device)
-        return problem, _choice.first_right(problem, here, like, stream, _choice.DEFAULT)
+        device, stream = context.place(like)
+        here = context.here(device)
+        return problem, algorithms.first_right(problem, here, like, stream, algorithms.DEFAULT)
 
     @cache
     def by_search() -> tuple[Any, Any]:

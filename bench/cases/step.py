@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import nmkernels as nm
 from nmkernels.autograd import STRAIGHT_THROUGH, HardMask
-from nmkernels.zoo import GPT, GPTConfig, generate
+from nmkernels.models import GPT, GPTConfig, generate
 
 from ..registry import Grid, Provider, Ratio, Spec, Work, family
 from . import _ours

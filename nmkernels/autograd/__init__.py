@@ -8,11 +8,10 @@ from .combinations import BestCandidate, CandidateMask, GumbelMask, LikeliestMas
 from .dgrad import CRITERIA, BiMasked, DoublePruned
 from .forms import Form, Operands, Reads, reads
 from .linear import linear, linear_compressed
-from .masked import masked
 from .plan import STRAIGHT_THROUGH, GemmPlan, packed_inference
 from .queries import PartlyDense, SoftQuery
 from .strided import StrideMask
-from .transforms import DecayedMask, HardMask, SoftThreshold, WeightTransform
+from .transforms import DecayedMask, HardMask, SoftThreshold, WeightTransform, masked
 from .transposable import TransposableMask
 
 __all__ = [

@@ -9,8 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .masked import masked
-from .transforms import WeightTransform
+from .transforms import WeightTransform, masked
 
 
 @dataclass(frozen=True)

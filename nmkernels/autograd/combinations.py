@@ -16,8 +16,7 @@ from torch import Tensor
 
 from ..pattern import Pattern, PatternError
 from ..reference import uniforms24
-from .masked import masked
-from .transforms import WeightTransform
+from .transforms import WeightTransform, masked
 
 MAX_COMBINATIONS = 256
 """Most combinations of a group: each has a learned number of its own, so 2:4 stores 1.5 of them per weight and 4:8 already 8.75."""

@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .masked import masked
-from .transforms import HardMask, WeightTransform
+from .transforms import HardMask, WeightTransform, masked
 
 CRITERIA = ("magnitude", "count")
 """What Bi-Mask's best permutation retains most of: Σ|w|, or the number of non-zeros."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import _dispatch
+from .. import dispatch
 from ..ops import Compressed, DeviceCompressed, tensor_core_pattern
 from ..ops.linear import positions
 from ..pattern import BackendError, Pattern
@@ -164,7 +164,7 @@ def layout_for(weight: Tensor, pattern: Pattern, dtype: torch.dtype, columns: bo
         return "canonical"
     if rows % TALL or cols % COLUMNS or (columns and (cols % TALL or rows % COLUMNS)):
         return "canonical"
-    return TENSOR_CORES if _multiplies(weight.device, dtype, _dispatch.forced_backend() or "") else "canonical"
+    return TENSOR_CORES if _multiplies(weight.device, dtype, dispatch.forced_backend() or "") else "canonical"
 
 
 @cache
@@ -173,7 +173,7 @@ def _multiplies(device: torch.device, dtype: torch.dtype, forced: str) -> bool:
     values = torch.empty(TALL, COLUMNS // 2, dtype=dtype, device=device)
     meta = torch.empty(meta_shape(TALL, COLUMNS, TENSOR_CORES), dtype=torch.int32, device=device)
     try:
-        return _dispatch.choose("nm_linear", values.new_empty(TALL, COLUMNS), values, meta, 2, 4, COLUMNS).backend != "reference"
+        return dispatch.choose("nm_linear", values.new_empty(TALL, COLUMNS), values, meta, 2, 4, COLUMNS).backend != "reference"
     except BackendError:  # the one that is asked for by name does not
         return False
 

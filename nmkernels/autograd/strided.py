@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from ..pattern import NMError
-from .masked import masked
-from .transforms import WeightTransform
+from .transforms import WeightTransform, masked
 
 
 @dataclass(frozen=True)

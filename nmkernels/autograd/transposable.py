@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from ..ops import Packed, pack
-from .masked import masked
-from .transforms import WeightTransform, laid_out
+from .transforms import WeightTransform, laid_out, masked
 
 
 @dataclass(frozen=True)

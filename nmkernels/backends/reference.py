@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from .. import reference
-from .._dispatch import REFERENCE, impl
+from ..dispatch import REFERENCE, impl
 
 
 def _register(op: str, fn: Callable[..., Any]) -> None:

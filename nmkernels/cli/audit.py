@@ -14,10 +14,10 @@ from .train import positive
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the verb."""
-    from ..zoo import MODELS
+    from ..models import MODELS
 
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--model", default="gpt2", metavar="M", help=f"{', '.join(MODELS)}, or WIDTHxBLOCKS of zoo.GPT; default gpt2")
+    what.add_argument("--model", default="gpt2", metavar="M", help=f"{', '.join(MODELS)}, or WIDTHxBLOCKS of models.GPT; default gpt2")
     what.add_argument("--shapes", nargs="+", metavar="OUTxIN", help="layers of these shapes instead, such as 14336x4096 4096x14336")
     parser.add_argument(
         "--tokens", type=positive, default=8192, metavar="T", help="of one forward pass, batch times sequence; default 8192"
@@ -35,11 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Audit the model and print the table; 0, or 1 through ``NMError``."""
-    from .. import _capability
-    from ..recipes import audit
+    from .. import capability
+    from ..audit import audit
 
     model, rows = _model(args)
-    device = args.device or ("cuda" if _capability.cuda_device().ok else "cpu")
+    device = args.device or ("cuda" if capability.cuda_device().ok else "cpu")
     recipe = args.recipe
     if args.pattern is not None:
         if ":" in recipe:
@@ -71,12 +71,12 @@ def _model(args: argparse.Namespace) -> tuple[Any, Mapping[str, float]]:
     """The model, or its shapes, and how often a token passes through some of its layers."""
     if args.shapes:
         return {word: _sizes(word) for word in args.shapes}, {}
-    from ..zoo import model_shapes
+    from ..models import model_shapes
 
     if args.model[:1].isdigit():
         import torch
 
-        from ..zoo import GPT, GPTConfig
+        from ..models import GPT, GPTConfig
 
         width, blocks = _sizes(args.model)
         with torch.device("meta"):
@@ -84,7 +84,7 @@ def _model(args: argparse.Namespace) -> tuple[Any, Mapping[str, float]]:
     try:
         found = model_shapes(args.model)
     except NMError as error:
-        raise NMError(f"{error} Or write WIDTHxBLOCKS of zoo.GPT, or give --shapes.") from None
+        raise NMError(f"{error} Or write WIDTHxBLOCKS of models.GPT, or give --shapes.") from None
     return found.shapes(), found.rows
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ._files import atomic_write
 from .dense import save_dense
+from .files import atomic_write
 from .safetensors import load_compressed, save_compressed
 
 __all__ = ["atomic_write", "load_compressed", "save_compressed", "save_dense"]

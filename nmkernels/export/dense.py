@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .. import ops
 from ..nn import ADAPTER, CompressedLinear, NMWeight, adapter_of, folded
 from ..pattern import RecipeError
-from ._tensors import compressed_layers, other_tensors, plain_modules, without_aliases, write
+from .tensors import compressed_layers, other_tensors, plain_modules, without_aliases, write
 
 
 def save_dense(model: nn.Module, path: str | os.PathLike[str]) -> None:

@@ -18,9 +18,8 @@ from torch import nn
 
 from ..nn import CompressedLinear, NMWeight
 from ..pattern import CheckpointError, RecipeError
-from ._plan import plan_load
-from ._reader import Contents, quote, read
-from ._tensors import PARALLEL, compressed_layers, other_tensors, plain_modules, unwrapped, without_aliases, write
+from .plan import plan_load
+from .tensors import PARALLEL, Contents, compressed_layers, other_tensors, plain_modules, quote, read, unwrapped, without_aliases, write
 
 FORMAT = "nmkernels"
 VERSION = 3

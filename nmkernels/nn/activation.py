@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from ..autograd import SplitRule, sparse_relu2, split_linear
 from ..autograd.activation import GRADS
 from ..pattern import NMError, Pattern, PatternLike, RecipeError
-from ._autocast import autocast_dtype, castable
-from .linear import NMWeight
+from .linear import NMWeight, autocast_dtype, castable
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,206 @@
-"""Chains of linear layers whose hidden channels may change places without changing what the model computes."""
+"""Chains of linear layers whose hidden channels may change places without changing what the model computes.
+
+What torch.fx can show of a model: graphs of the largest modules that it can trace, read as kinds of operations.
+"""
 
 from __future__ import annotations
 
+import copy
+import inspect
+import operator
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from ._tracing import Trace, has_hooks, is_plain_linear, trace
-from .conv1d import is_conv1d
 from .linear import NMWeight
+from .swap import is_conv1d
+
+MODULES = frozenset(
+    {
+        *(nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Mish, nn.ELU, nn.SELU, nn.CELU, nn.LeakyReLU, nn.Tanh, nn.Sigmoid, nn.LogSigmoid),
+        *(nn.Softplus, nn.Softsign, nn.Softshrink, nn.Hardshrink, nn.Tanhshrink, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.Threshold),
+        *(nn.Identity, nn.Dropout, nn.AlphaDropout),
+    }
+)
+"""Elementwise modules; dropout is one in law: which channels it hits is drawn anew every time."""
+
+FUNCTIONS = frozenset(
+    {
+        *(F.relu, F.relu6, F.gelu, F.silu, F.mish, F.elu, F.selu, F.celu, F.leaky_relu, F.tanh, F.sigmoid, F.logsigmoid, F.softplus),
+        *(F.softsign, F.softshrink, F.hardshrink, F.tanhshrink, F.hardtanh, F.hardswish, F.hardsigmoid, F.threshold, F.dropout),
+        *(torch.relu, torch.tanh, torch.sigmoid, torch.erf, torch.exp, torch.square, torch.sqrt, torch.pow, torch.abs, torch.neg),
+        *(torch.add, torch.sub, torch.mul, torch.div, torch.clamp, torch.sin, torch.cos),
+        *(operator.add, operator.sub, operator.mul, operator.truediv, operator.pow, operator.neg),
+    }
+)
+METHODS = frozenset(
+    {
+        *("relu", "tanh", "sigmoid", "erf", "exp", "square", "sqrt", "pow", "abs", "neg", "add", "sub", "mul", "div", "clamp"),
+        *("to", "float", "half", "bfloat16", "double", "type_as", "contiguous", "clone"),
+    }
+)
+HARMLESS = frozenset({"shape", "dtype", "device", "ndim"})
+"""Attributes that do not depend on the order of channels."""
+
+NO_CALL = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+BLOCKS: dict[type[nn.Module], tuple[str, str]] = {
+    nn.TransformerEncoderLayer: ("linear1", "linear2"),
+    nn.TransformerDecoderLayer: ("linear1", "linear2"),
+}
+"""torch's own blocks, which fx cannot trace: linear2(dropout(activation(linear1(x))))."""
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """True for layers whose product is y = x Wᵀ + b and nothing else: ``nn.Linear`` itself, ``Conv1D`` itself, our sparse ones."""
+    return type(module) is nn.Linear or is_conv1d(module) or isinstance(module, NMWeight)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether something beside ``forward`` sees what goes in and out of ``module``."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """One graph of one module, with the names of its submodules in the whole model."""
+
+    nodes: list[fx.Node]
+    where: str
+    names: dict[str, str]
+    modules: dict[str, nn.Module]
+
+    def name(self, node: fx.Node) -> str:
+        """The name in the model of the module that ``node`` calls."""
+        return self.names[str(node.target)]
+
+    def kind(self, node: fx.Node) -> str:
+        """``"linear"``, ``"elementwise"``, ``"harmless"`` (reads no values), or ``"other"``."""
+        target = node.target
+        if node.op == "call_module":
+            module = self.modules[str(target)]
+            if is_plain_linear(module):
+                return "linear" if len(node.args) == 1 and not node.kwargs and isinstance(node.args[0], fx.Node) else "other"
+            single = isinstance(module, nn.PReLU) and module.num_parameters == 1
+            touched = has_hooks(module) or "forward" in module.__dict__
+            return "elementwise" if (type(module) in MODULES or single) and not touched else "other"
+        if node.op == "call_method":
+            return "harmless" if target in ("size", "dim") else "elementwise" if target in METHODS else "other"
+        if node.op == "call_function":
+            if target is getattr and node.args[1] in HARMLESS:
+                return "harmless"
+            return "elementwise" if target in FUNCTIONS else "other"
+        return "other"
+
+    def describe(self, node: fx.Node) -> str:
+        """What ``node`` is, in words."""
+        inside = self.where or "the model"
+        if node.op == "call_module":
+            module = self.modules[str(node.target)]
+            return f"{self.name(node)} ({type(module).__name__}{' with hooks' if has_hooks(module) else ''})"
+        known = {"placeholder": f"the input of {inside}", "output": f"the output of {inside}", "get_attr": f"the tensor {node.target}"}
+        return known.get(node.op) or f"{getattr(node.target, '__name__', node.target)} in {inside}"
+
+
+class _Tracer(fx.Tracer):
+    """Goes into every module but torch's own, linear layers, those that could not be traced, and those with hooks, which it cannot see."""
+
+    def __init__(self, opaque: set[int]) -> None:
+        super().__init__()
+        self.opaque, self.entered = opaque, set[int]()
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        if id(m) in self.opaque or has_hooks(m) or isinstance(m, (nn.Linear, NMWeight)) or is_conv1d(m):
+            return True
+        return bool(super().is_leaf_module(m, module_qualified_name))
+
+    def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        if not self.is_leaf_module(m, self.path_of_module(m)):
+            self.entered.add(id(m))
+        return super().call_module(m, forward, args, kwargs)
+
+
+def trace(model: nn.Module) -> tuple[list[Trace], str]:
+    """Graphs of the largest modules of ``model`` that can be traced, in every mode, or why there are none.
+
+    A copy of the modules (not of their tensors) is traced, so that whatever a forward pass stores is not stored in the model.
+    """
+    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    try:
+        skeleton = copy.deepcopy(model, dict(tensors))
+    except Exception as error:
+        return [], f"copying its modules failed: {type(error).__name__}"
+    names = {id(m): name for name, m in skeleton.named_modules()}
+    places = Counter(id(child) for m in skeleton.modules() for child in m._modules.values())
+    opaque: set[int] = set()
+    found: dict[int, list[Trace]] = {}
+    for module in _children_first(skeleton):
+        if is_plain_linear(module) or isinstance(module, NO_CALL):
+            continue
+        if type(module) in BLOCKS and "forward" not in module.__dict__:
+            found[id(module)] = [_block(module, names)]
+            opaque.add(id(module))
+            continue
+        try:
+            graphs = list(_graphs(module, opaque))
+        except Exception:  # whatever a forward pass may raise when it is given placeholders
+            opaque.add(id(module))
+            continue
+        if any(_keeps_proxy(value) for m in module.modules() for value in vars(m).values()):
+            opaque.add(id(module))  # who reads what a forward pass has stored cannot be seen
+            continue
+        inner = dict(module.named_modules())
+        own = {path: names[id(m)] for path, m in inner.items()}
+        found[id(module)] = [Trace(nodes, names[id(module)], own, inner) for nodes, _ in graphs]
+        # what was gone through from above needs no graph of its own, unless others call it too
+        for child in set.intersection(*(entered for _, entered in graphs)):
+            if places[child] == 1:
+                found.pop(child, None)
+    return [t for traces in found.values() for t in traces], ""
+
+
+def _keeps_proxy(value: object, depth: int = 3) -> bool:
+    if isinstance(value, dict):
+        value = list(value.values())
+    inside = isinstance(value, (list, tuple, set)) and depth > 0 and any(_keeps_proxy(v, depth - 1) for v in value)
+    return isinstance(value, fx.Proxy) or inside
+
+
+def _children_first(model: nn.Module) -> Iterator[nn.Module]:
+    return reversed(list(model.modules()))
+
+
+def _graphs(module: nn.Module, opaque: set[int]) -> Iterator[tuple[list[fx.Node], set[int]]]:
+    """The nodes of every way through ``module``, and the modules gone through: a branch not taken here would go unseen."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+    was = {m: m.training for m in module.modules()}
+    try:
+        for training in (True, False):
+            module.train(training)
+            for concrete in ({}, defaults) if defaults else ({},):
+                tracer = _Tracer(opaque)
+                yield list(tracer.trace(module, concrete_args=dict(concrete) or None).nodes), tracer.entered
+    finally:
+        for m, mode in was.items():
+            m.training = mode
+
+
+def _block(module: nn.Module, names: dict[int, str]) -> Trace:
+    """The feed-forward part of one of torch's transformer blocks, as a graph."""
+    first, last = BLOCKS[type(module)]
+    graph = fx.Graph()
+    activation: Any = module.activation
+    modules = {**dict(module.named_modules()), "activation": activation}
+    hidden = graph.call_module(first, (graph.placeholder("x"),))
+    hidden = graph.call_module("activation", (hidden,)) if isinstance(activation, nn.Module) else graph.call_function(activation, (hidden,))
+    graph.output(graph.call_module(last, (graph.call_module("dropout", (hidden,)),)))
+    own = {path: names.get(id(m), path) for path, m in modules.items()}
+    return Trace(list(graph.nodes), names[id(module)], own, modules)
 
 
 @dataclass(frozen=True)

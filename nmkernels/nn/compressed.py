@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from .. import ops
 from ..autograd import linear_compressed
 from ..autograd.choice import AUTO, DENSE, Product, call, choose, form_of, forms
-from ..backends.cpu.policy import FEW_TOKENS
-from ..ops._define import unwatched
-from ..ops.compressed import counts_writes
+from ..backends.cpu.linear import FEW_TOKENS
+from ..ops.compress import counts_writes
+from ..ops.define import unwatched
 from ..ops.linear import positions
 from ..pattern import DtypeError, Pattern, ShapeError
-from ._autocast import autocast_dtype, castable
 from .adapter import adapter_of, add_adapter, set_adapter
+from .linear import autocast_dtype, castable
 
 LAYOUTS = ("linear", "conv1d")
 ORDINARY = (AUTO, "cpu rows")

@@ -1,4 +1,7 @@
-"""SparseLinear: a drop-in nn.Linear that trains a dense master weight and multiplies its N:M form."""
+"""SparseLinear: a drop-in nn.Linear that trains a dense master weight and multiplies its N:M form.
+
+What autocast would do with a linear layer's operands; an autograd Function has to do it by itself.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,22 @@ from ..autograd.choice import Product
 from ..autograd.forms import asked
 from ..ops import is_nm
 from ..pattern import NMError, Pattern, PatternLike
-from ._autocast import autocast_dtype, castable
-from ._used import UsedWeight
 from .adapter import ADAPTER, adapter_of, add_adapter, set_adapter
+from .effective import UsedWeight
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The dtype of products under the autocast that is on for x's device, or None."""
+    if x.is_cpu:  # three times as fast as asking the device for its name
+        return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+    kind = x.device.type
+    # autocast does not know the meta device and raises when asked about it
+    return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
+
+
+def castable(dtype: torch.dtype) -> bool:
+    """Whether autocast casts tensors of ``dtype``: floating point up to 32 bits."""
+    return dtype.is_floating_point and dtype != torch.float64
 
 
 class NMWeight(nn.Module):

@@ -2,14 +2,11 @@
 
 from ..pattern import OptionError
 from .adamw import HYPER, STATS, masked_adamw_
-from .compress import compress, decompress
-from .compressed import Compressed
+from .compress import Compressed, compress, decompress
 from .linear import linear, linear_dgrad, linear_wgrad
 from .mask import is_nm, mask, prune
 from .mvue import METHODS, mvue, mvue_compress
-from .pack import empty_packed, pack
-from .packed import DeviceCompressed, Packed
-from .relayout import relayout, tensor_core_pattern
+from .pack import DeviceCompressed, Packed, empty_packed, pack, relayout, tensor_core_pattern
 from .threshold import soft_threshold, soft_threshold_scale
 from .transposable import transposable_mask
 

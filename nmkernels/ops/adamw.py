@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from ..pattern import DtypeError, OptionError, Pattern, PatternLike, ShapeError
-from ..reference.adamw_packs import BUFFERS, check_packs
-from ._check import FLOATS, as_pattern, check_device, check_float, pattern_of
-from ._define import Spec, define
-from .compressed import Compressed
-from .packed import Packed
+from ..reference.pack import BUFFERS, check_packs
+from .check import FLOATS, as_pattern, check_device, check_float, pattern_of
+from .compress import Compressed
+from .define import Spec, define
+from .pack import Packed
 
 HYPER = ("lr", "beta1", "beta2", "eps", "weight_decay", "decay", "v_step", "clamp", "reserved")
 """The names of the elements of ``hyper``."""

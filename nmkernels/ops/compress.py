@@ -1,14 +1,185 @@
-"""compress and decompress: dense to the canonical N:M form and back."""
+"""compress and decompress: dense to the canonical N:M form and back.
+
+Compressed: the canonical N:M form of a tensor, with a lazy cache of device layouts.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
-from ..pattern import DtypeError, PatternLike, ShapeError
-from ._check import as_pattern, check_dense, check_device, check_packed
-from ._define import Spec, define, define_out
-from .compressed import Compressed
+from ..pattern import DtypeError, Pattern, PatternLike, ShapeError
+from .check import as_pattern, check_dense, check_device, check_packed
+from .define import Spec, define, define_out
+
+__all__ = ["Compressed", "counts_writes", "compress", "decompress"]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Compressed:
+    """An N:M sparse tensor: the N values of every group of M, and where in the group they sit.
+
+    ``dense[..., g·M + index[..., g·N + k]] = values[..., g·N + k]``, zero elsewhere. The same bytes on every device and on disk.
+    It is immutable, compares by identity, is a pytree of (values, indices), and can be pickled and deep-copied.
+
+    Args:
+        values: ``(..., groups·N)``, in order of index.
+        indices: uint8 ``(..., bytes)``: position inside the group of each value, 2 bits for M <= 4, 4 bits for M <= 16, 8 bits above,
+            packed little end first, each row starting on a byte, spare bits 0.
+        pattern: ``"N:M"`` or a ``Pattern``.
+        shape: the dense shape ``(..., cols)``; ``cols`` need not be a multiple of M (the last group is then partial).
+
+    Raises:
+        ShapeError: values, indices and shape do not belong together.
+        DtypeError: values are not floating-point, or indices not uint8.
+
+    Example:
+        >>> from nmkernels import ops
+        >>> c = ops.compress(torch.tensor([[3.0, -4.0, 0.5, 0.0]]), "2:4")
+        >>> c.values, c.indices
+        (tensor([[ 3., -4.]]), tensor([[4]], dtype=torch.uint8))
+        >>> c.dense()
+        tensor([[ 3., -4.,  0.,  0.]])
+    """
+
+    values: Tensor
+    indices: Tensor
+    pattern: Pattern
+    shape: tuple[int, ...]
+    _layouts: dict[str, tuple[tuple[int, ...], Any, tuple[Tensor, Tensor]]] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "pattern", as_pattern(self.pattern))
+        object.__setattr__(self, "shape", torch.Size(self.shape))
+        if torch.compiler.is_compiling():
+            return  # the op that made the parts has checked them
+        p = self.pattern
+        check_packed("Compressed", self.values, self.indices, p.n, p.m, self.shape[-1] if self.shape else 0)
+        if self.values.shape[:-1] != self.shape[:-1]:
+            raise ShapeError(
+                f"Compressed: values have shape {tuple(self.values.shape)}, but the dense shape is {tuple(self.shape)}; "
+                "all dimensions but the last must agree."
+            )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the values."""
+        return self.values.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the values and indices."""
+        return self.values.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of values and indices together; cached layouts are not counted."""
+        return self.values.nbytes + self.indices.nbytes
+
+    def dense(self) -> Tensor:
+        """The dense tensor, zeros included; the same as ``ops.decompress``."""
+        return torch.ops.nmkernels.nm_decompress(self.values, self.indices, self.pattern.n, self.pattern.m, self.shape[-1])
+
+    def to(self, *args: Any, **kwargs: Any) -> Compressed:
+        """Like ``Tensor.to``: another device, or another dtype of the values; itself if nothing changes."""
+        values = self.values.to(*args, **kwargs)
+        indices = self.indices.to(values.device, non_blocking=kwargs.get("non_blocking", False))
+        if values is self.values and indices is self.indices:
+            return self
+        return Compressed(values, indices, self.pattern, self.shape)
+
+    def layout(self, name: str, build: Callable[[Compressed], Any]) -> Any:
+        """``build(self)``, remembered under ``name``, for backends that want the data in another order.
+
+        It is built again after values or indices were written in place (``out=``) or given other memory, and never copied or saved. Nothing
+        is kept of tensors made in inference mode, which do not count writes: there it is built at every call.
+        """
+        known = self._layouts.get(name)
+        if known is not None and known[0] == _state(self.values, self.indices):
+            return known[1]
+        state = _state(self.values, self.indices)  # as it was before
+        # a later call may need gradients, which tensors of inference mode cannot take part in
+        with torch.inference_mode(False):
+            made = build(self)
+        if state is not None:
+            # their memory is held, so that no other tensor can come to lie at its address
+            self._layouts[name] = (state, made, (self.values.detach(), self.indices.detach()))
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Compressed, (self.values, self.indices, self.pattern, tuple(self.shape))
+
+    def __repr__(self) -> str:
+        device = "" if self.device.type == "cpu" else f', device="{self.device}"'
+        return f'Compressed({tuple(self.shape)}, "{self.pattern}", {self.dtype}{device}, {self.nbytes} bytes)'
+
+
+def counts_writes(x: Tensor) -> bool:
+    """False for what ``torch.inference_mode`` made: it has no version, and cannot be saved for backward."""
+    if torch.compiler.is_compiling():
+        return True  # a graph keeps nothing, and may not ask
+    if x.is_inference():
+        return False
+    try:
+        return x._version >= 0
+    except RuntimeError:  # made there, and given other .data since
+        return False
+
+
+PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _state(values: Tensor, indices: Tensor) -> tuple[int, ...] | None:
+    """What tells that both are as they were; None where nothing does, or the copy would belong to one derivative or transform only."""
+    if values.requires_grad or not (counts_writes(values) and counts_writes(indices)):
+        return None
+    if (
+        type(values) not in PLAIN
+        or type(indices) not in PLAIN
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack()
+    ):
+        return None
+    return values._version, values.data_ptr(), indices._version, indices.data_ptr()
+
+
+Context = tuple[Pattern, tuple[int, ...]]
+
+
+def _flatten(c: Compressed) -> tuple[list[Any], Context]:
+    return [c.values, c.indices], (c.pattern, tuple(c.shape))
+
+
+def _flatten_with_keys(c: Compressed) -> tuple[list[tuple[Any, Any]], Context]:
+    return [(pytree.GetAttrKey("values"), c.values), (pytree.GetAttrKey("indices"), c.indices)], (c.pattern, tuple(c.shape))
+
+
+def _unflatten(leaves: Any, context: Context) -> Compressed:
+    # leaves may be anything that a tree_map returned, so nothing is checked here
+    c = object.__new__(Compressed)
+    shape = torch.Size(context[1])
+    if isinstance(leaves[0], Tensor) and leaves[0].dim() > len(shape):  # torch.vmap has put a dimension in front
+        shape = leaves[0].shape[:-1] + shape[-1:]
+    fields = {"values": leaves[0], "indices": leaves[1], "pattern": context[0], "shape": shape, "_layouts": {}}
+    for name, value in fields.items():
+        object.__setattr__(c, name, value)
+    return c
+
+
+pytree.register_pytree_node(
+    Compressed,
+    _flatten,
+    _unflatten,
+    serialized_type_name="nmkernels.Compressed",
+    flatten_with_keys_fn=_flatten_with_keys,
+    to_dumpable_context=lambda context: [str(context[0]), list(context[1])],
+    from_dumpable_context=lambda dumped: (Pattern(dumped[0]), tuple(dumped[1])),
+)
 
 
 def _compress(w: Tensor, n: int, m: int, mask: Tensor | None = None) -> tuple[Spec, ...]:
@@ -100,6 +271,3 @@ def check_same_form(op: str, out: Compressed, n: int, m: int, shape: torch.Size)
     """Raise ``ShapeError`` unless ``out`` holds a tensor of that pattern and dense shape."""
     if (out.pattern.n, out.pattern.m) != (n, m) or out.shape != shape:
         raise ShapeError(f"{op}: out is {out!r}, the result is {n}:{m} of shape {tuple(shape)}. Pass one made from a tensor of that shape.")
-
-
-__all__ = ["compress", "decompress"]

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .._dispatch import forced_backend
 from ..backends.cpu.linear import linear_now
+from ..dispatch import forced_backend
 from ..pattern import OptionError, ShapeError
 from ..reference.linear import ACTIVATIONS
-from ._check import check_device, check_matrix, check_operand, check_packed, check_same_dtype, packed_sizes
-from ._define import Spec, define, unwatched
-from ._grad import require_no_grad
-from .compressed import Compressed
-from .packed import DeviceCompressed
+from .check import check_device, check_matrix, check_operand, check_packed, check_same_dtype, packed_sizes, require_no_grad
+from .compress import Compressed
+from .define import Spec, define, unwatched
+from .pack import DeviceCompressed
 
 Operand = Compressed | DeviceCompressed
 

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from .. import reference
 from ..pattern import PatternLike
-from ._check import as_pattern, check_dense
-from ._define import Spec, define, define_out
+from .check import as_pattern, check_dense
+from .define import Spec, define, define_out
 
 
 def _mask(w: Tensor, n: int, m: int) -> tuple[Spec, ...]:

@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from ..pattern import DtypeError, OptionError, Pattern, PatternError, PatternLike, ShapeError
-from ._check import as_pattern, check_device, check_float, pattern_of
-from ._define import Spec, define, define_out
-from .compress import check_same_form
-from .compressed import Compressed
+from .check import as_pattern, check_device, check_float, pattern_of
+from .compress import Compressed, check_same_form
+from .define import Spec, define, define_out
 
 METHODS = ("exact", "approx")
 

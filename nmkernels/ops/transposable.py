@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from ..pattern import PatternLike, ShapeError
-from ._check import as_pattern, check_dense
-from ._define import Spec, define, define_out
+from .check import as_pattern, check_dense
+from .define import Spec, define, define_out
 
 
 def _transposable_mask(w: Tensor, n: int, m: int) -> tuple[Spec, ...]:

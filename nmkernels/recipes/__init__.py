@@ -1,44 +1,37 @@
 """Floor 6: training recipes. Each method of the field is one file with a frozen configuration."""
 
-from .act24 import Activation24
-from .asp import ASP
-from .ast import AST
 from .base import Observed, Recipe, Stage
-from .bimask import BiMask
-from .complementary import Complementary
-from .compute import Flops, LayerFlops, flops
-from .convert import sparsify_
 from .cost import Span
-from .decay_search import DecaySearch, search_decay
-from .dense import Dense
-from .distill import distill_loss
-from .fst import FST
-from .handle import Handle
-from .layerwise import LayerWise
-from .lbc import LBC
-from .maskllm import MaskLLM
-from .maxq import MaxQ
-from .mdgf import MdGf
-from .permutation import Found, search_permutation
-from .proximal import prox
-from .proxsparse import ProxSparse
+from .handle import Handle, densify_
+from .methods.act24 import Activation24
+from .methods.asp import ASP
+from .methods.ast import AST, distill_loss
+from .methods.bimask import BiMask
+from .methods.complementary import Complementary
+from .methods.dense import Dense
+from .methods.fst import FST
+from .methods.layerwise import LayerWise
+from .methods.lbc import LBC
+from .methods.maskllm import MaskLLM
+from .methods.maxq import MaxQ
+from .methods.mdgf import MdGf
+from .methods.proxsparse import ProxSparse, prox
+from .methods.sdgf import SdGf
+from .methods.slope import SLoPe
+from .methods.sste import SSTE
+from .methods.ste import SRSTE, STE
+from .methods.step import STEP
+from .methods.vnm import VNM
 from .registry import get, names, recipe
 from .report import Report
-from .sdgf import SdGf
-from .slope import SLoPe
-from .speed import Advice, Audit, LayerAudit, audit
-from .sste import SSTE
-from .ste import SRSTE, STE
-from .step import STEP
-from .swap import densify_
-from .vnm import VNM
+from .search.decay import DecaySearch, search_decay
+from .search.permutation import Found, search_permutation
+from .sparsify import sparsify_
 
 __all__ = [
     "ASP",
     "AST",
     "Activation24",
-    "Advice",
-    "Audit",
     "FST",
     "LBC",
     "SRSTE",
@@ -50,13 +43,10 @@ __all__ = [
     "DecaySearch",
     "Complementary",
     "Dense",
-    "Flops",
     "Found",
     "Handle",
     "LayerWise",
     "MaxQ",
-    "LayerAudit",
-    "LayerFlops",
     "MaskLLM",
     "MdGf",
     "Observed",
@@ -67,10 +57,8 @@ __all__ = [
     "SdGf",
     "Span",
     "Stage",
-    "audit",
     "densify_",
     "distill_loss",
-    "flops",
     "get",
     "names",
     "prox",

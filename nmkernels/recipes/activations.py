@@ -27,7 +27,7 @@ class Activations:
         if not found:
             raise RecipeError(
                 "sparsify_: the recipe makes squared-ReLU activations sparse, and the model has no nm.nn.SquaredReLU. Put one, or a "
-                'SquaredReLUMLP, in place of its activation and train it so from the beginning; zoo.GPT takes activation="relu2", and the '
+                'SquaredReLUMLP, in place of its activation and train it so from the beginning; GPT takes activation="relu2", and the '
                 "command line --activation relu2."
             )
         for name, module in model.named_modules():

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..nn import NMWeight
-from .seeds import stream_key
+from .state import stream_key
 
 if TYPE_CHECKING:
     from .base import Recipe

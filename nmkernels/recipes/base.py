@@ -13,8 +13,8 @@ from ..autograd import STRAIGHT_THROUGH, GemmPlan, HardMask, WeightTransform
 from ..nn import ActivationRule
 from ..optim import PLAIN, MaskedAdamW, UpdateRule
 from ..pattern import CheckpointError, Pattern, PatternLike, RecipeError
-from .channels import Search
 from .cost import Span
+from .search.channels import Search
 from .text import text
 
 State = dict[str, Any]

@@ -15,15 +15,13 @@ from .activations import Activations
 from .adapters import add_adapters
 from .attach import STATE_KEY, Attachment
 from .base import Observed, Recipe, Stage, State
-from .channels import Channels
 from .final import Gradients
-from .fixed import FixedMasks
-from .held import Held
 from .learned import Standstill
+from .masks import FixedMasks
 from .metrics import summed
 from .report import Report
-from .seeds import Seeds
-from .shares import Shares, shape_of
+from .search.channels import Channels
+from .state import Held, Seeds, Shares, shape_of
 
 
 class Driver:

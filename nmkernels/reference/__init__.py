@@ -1,16 +1,13 @@
 """The definition of right: every operation in plain torch, one family per file, float64 supported."""
 
 from .adamw import masked_adamw_
-from .bitpack import pack_indices, unpack_indices
-from .compress import compress, decompress
-from .distance import distance
+from .common import chunked_sum, distance
+from .compress import compress, decompress, pack_indices, unpack_indices
 from .layouts import LAYOUTS, from_layout, layout_of, to_layout
 from .linear import linear, linear_dgrad, linear_wgrad
 from .mask import is_nm, mask, prune
-from .mvue import group_mvue, mvue, mvue_compress
+from .mvue import group_mvue, mvue, mvue_compress, pairs24, philox4x32, uniforms24
 from .pack import SELECTS, pack
-from .philox import pairs24, philox4x32, uniforms24
-from .sums import chunked_sum
 from .threshold import soft_threshold, soft_threshold_scale
 from .transposable import transposable_mask
 

@@ -27,10 +27,9 @@ import torch
 from torch import Tensor
 
 from ..pattern import DtypeError, ShapeError
-from ._common import check, check_float, compute_dtype
-from .adamw_packs import check_packs, write_packs
+from .common import check, check_float, chunked_sum, compute_dtype
 from .mask import mask
-from .sums import chunked_sum
+from .pack import check_packs, write_packs
 from .transposable import transposable_mask
 
 OP = "masked_adamw_"

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..pattern import DtypeError, ShapeError
-from ._common import check_float, compute_dtype
+from .common import check_float, compute_dtype
 from .compress import decompress
 from .layouts import from_layout, layout_of
 

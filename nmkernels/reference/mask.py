@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._common import check, grouped, magnitude_keys
+from .common import check, grouped, magnitude_keys
 
 
 def mask(w: Tensor, n: int, m: int) -> Tensor:

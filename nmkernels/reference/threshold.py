@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._common import check, compute_dtype, grouped, magnitude_keys
-from .sums import chunked_sum
+from .common import check, chunked_sum, compute_dtype, grouped, magnitude_keys
 
 
 def soft_threshold(w: Tensor, n: int, m: int) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..pattern import ShapeError
-from ._common import check, compute_dtype
+from .common import check, compute_dtype
 
 PAIRS = ((0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3))
 """The two kept columns of one row of a 2:4 pattern, in order."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nmkernels.autograd.masked import masked
+from nmkernels.autograd.transforms import masked
 from nmkernels.testing import assert_equal_bits
 
 SPECIAL = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0, 0.0, 1e-42, -3.5, 65504.0])

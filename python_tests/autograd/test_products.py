@@ -1,4 +1,4 @@
-"""The products' way to a backend's own kernel."""
+"""The linear' way to a backend's own kernel."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from nmkernels.autograd import products
+from nmkernels.autograd import linear
 
 
 def test_a_named_backend_computes_as_the_op_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,8 +18,8 @@ def test_a_named_backend_computes_as_the_op_does(monkeypatch: pytest.MonkeyPatch
         seen.append((torch.is_autocast_enabled("cpu"), torch.is_grad_enabled()))
         return x
 
-    monkeypatch.setattr(products, "function", lambda op, backend, args: kernel if backend == "mine" else None)
+    monkeypatch.setattr(linear, "function", lambda op, backend, args: kernel if backend == "mine" else None)
     x = torch.ones(2, 4)
     with torch.autocast("cpu", torch.bfloat16):
-        assert products._by("mine", "nm_linear", x) is x
+        assert linear._by("mine", "nm_linear", x) is x
     assert seen == [(False, False)] and torch.is_grad_enabled()

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import nmkernels  # noqa: F401 - registers the backends
-from nmkernels._capability import compiled_core
-from nmkernels._dispatch import implementations
+from nmkernels.capability import compiled_core
+from nmkernels.dispatch import implementations
 
 Run = Callable[..., Any]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nmkernels import reference
-from nmkernels._dispatch import implementations
+from nmkernels.dispatch import implementations
 from nmkernels.pattern import Pattern, ShapeError
 from nmkernels.testing import assert_equal_bits, assert_no_worse, cases, fill_poison
 
@@ -264,8 +264,8 @@ def test_declines_with_a_reason(cpu, w, reason):
 
 
 def test_declines_with_a_reason_when_the_core_is_missing(monkeypatch):
-    from nmkernels._capability import Probe
-    from nmkernels.backends.cpu import _core as module
+    from nmkernels.backends.cpu import core as module
+    from nmkernels.capability import Probe
 
     monkeypatch.setattr(module, "compiled_core", lambda: Probe(False, "nmkernels._C is not built"))
     entry = next(i for i in implementations("nm_mask") if i.backend == "cpu")

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from nmkernels import reference
-from nmkernels._capability import compiled_core
-from nmkernels._dispatch import implementations
+from nmkernels.capability import compiled_core
+from nmkernels.dispatch import implementations
 from nmkernels.testing import assert_equal_bits
 from python_tests.backends.adamw_calls import LAYOUTS, copied, hyper, make, nasty, same_as_reference, shifted
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from nmkernels import _capability
+from nmkernels import capability
 from nmkernels.backends.cpu.fingerprint import fingerprint
 
 
 @pytest.fixture(autouse=True)
 def built():
-    if not _capability.compiled_core().ok:
-        pytest.skip(_capability.compiled_core().reason)
+    if not capability.compiled_core().ok:
+        pytest.skip(capability.compiled_core().reason)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.bool])
@@ -80,5 +80,5 @@ def test_none_where_the_memory_cannot_be_read(monkeypatch):
     assert fingerprint(w.to("meta")) is None and fingerprint(w.to_sparse()) is None
     assert fingerprint(w.as_subclass(type("Mine", (torch.Tensor,), {}))) is None
     assert fingerprint(w, w[:, ::2]) is None
-    monkeypatch.setattr("nmkernels.backends.cpu.fingerprint.compiled_core", lambda: _capability.Probe(False, "not built"))
+    monkeypatch.setattr("nmkernels.backends.cpu.fingerprint.compiled_core", lambda: capability.Probe(False, "not built"))
     assert fingerprint(w) is None

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nmkernels import reference
 from nmkernels.pattern import Pattern, ShapeError
-from nmkernels.reference.bitpack import pack_indices, unpack_indices
+from nmkernels.reference.compress import pack_indices, unpack_indices
 from nmkernels.testing import assert_equal_bits, fill_poison
 
 TUNED = ["2:4", "1:4", "2:8", "1:8", "4:8", "1:16", "1:32"]

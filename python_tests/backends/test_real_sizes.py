@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from nmkernels import Pattern, _dispatch, reference, testing
-from nmkernels.backends.cuda._core import EMULATED, emulator_built
-from nmkernels.reference.mvue import group_mvue
-from nmkernels.reference.philox import uniforms24
+from nmkernels import Pattern, dispatch, reference, testing
+from nmkernels.backends.cuda.core import EMULATED, emulator_built
+from nmkernels.reference.mvue import group_mvue, uniforms24
 from python_tests.conformance import built, moved, tensors
 from python_tests.ops.samples import adamw, seed
 
@@ -34,7 +33,7 @@ Ours = Callable[..., Any]
 @pytest.fixture(autouse=True)
 def unforced(monkeypatch: pytest.MonkeyPatch) -> None:
     """The raw ops on CPU tensors run whatever the dispatcher chooses: the compiled core, which has the bits of the reference."""
-    monkeypatch.delenv(_dispatch.ENV, raising=False)
+    monkeypatch.delenv(dispatch.ENV, raising=False)
 
 
 @pytest.fixture(params=[*(pytest.param(backend, marks=pytest.mark.gpu) for backend in ("cuda", "triton")), EMULATED])
@@ -48,7 +47,7 @@ def ours(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Our
             monkeypatch.setattr(sys.modules[__name__], name, value)
 
     def run(op: str, *args: Any) -> Any:
-        entry = next((i for i in _dispatch.implementations(op) if i.backend == backend), None)
+        entry = next((i for i in dispatch.implementations(op) if i.backend == backend), None)
         can, reason = entry.supports(*args) if entry else (False, f"{backend} has no kernel for {op}")
         if not can and op.startswith("nm_linear"):
             pytest.skip(reason)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.registry import Spec
-from nmkernels import _dispatch
+from nmkernels import dispatch
 
 STAMP = '"AMD, 2 threads",torch 2.13.0,abc1234,2026-11-21\n'
 HEAD = "op,provider,pattern,dtype,shape,metric,p20,p50,p80,machine,versions,commit,date\n"
@@ -61,15 +61,15 @@ def broken(op: str, wrong: Callable[..., Any], priority: int = 99, alone: bool =
 
     ``alone``: beside the reference it is the only backend.
     """
-    before = {name: list(entries) for name, entries in _dispatch._impls.items()}
+    before = {name: list(entries) for name, entries in dispatch._impls.items()}
     if alone:
-        _dispatch._impls[op] = [entry for entry in before[op] if entry.backend == "reference"]
-    _dispatch.impl(op, backend="broken", priority=priority)(wrong)
+        dispatch._impls[op] = [entry for entry in before[op] if entry.backend == "reference"]
+    dispatch.impl(op, backend="broken", priority=priority)(wrong)
     try:
         yield
     finally:
-        _dispatch._impls.clear()
-        _dispatch._impls.update(before)
+        dispatch._impls.clear()
+        dispatch._impls.update(before)
 
 
 def read(path: Path) -> list[dict[str, str]]:

@@ -16,7 +16,7 @@ from bench import gpu, registry, sanitize
 from bench.gpu import Done, Visit
 from bench.jobs import Ended, Job, Pool
 from bench.outcomes import Outcome
-from nmkernels import _capability
+from nmkernels import capability as _capability
 from python_tests import conftest
 from python_tests.house.tree import ROOT
 
@@ -224,7 +224,7 @@ def step(name: str, tmp_path: Path, dry: bool = False) -> Pool:
 
 @pytest.mark.parametrize(("capability", "built"), [((8, 0), "80-real"), ((8, 9), "80-real"), ((9, 0), "90a-real"), ((10, 0), "90-virtual")])
 def test_the_gpus_architecture_alone_is_built(asked, capability, built: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("nmkernels._capability.compute_capability", lambda: capability)
+    monkeypatch.setattr("nmkernels.capability.compute_capability", lambda: capability)
     assert step("build", tmp_path).note == "its output"
     (compile,), (core,) = (jobs for jobs, _ in asked)
     assert compile.words[1:] == ("setup.py", "build_ext", "--inplace") and core.words[1] == "-c"

@@ -11,7 +11,7 @@ import torch
 
 from bench import quick, run, runner, targets
 from nmkernels import reference
-from nmkernels._capability import compiled_core
+from nmkernels.capability import compiled_core
 from python_tests.bench.samples import broken, read
 
 TINY = ["--device", "cpu", "--op", "mask", "linear", "--shapes", "16x32", "--pattern", "2:4", "--dtype", "fp32", "--seconds", "0.001"]

@@ -16,7 +16,7 @@ import torch
 from bench import machine, outcomes, registry, runner
 from bench.registry import Provider, Ratio, Spec
 from bench.timing import Timed, on_cpu, take_turns
-from nmkernels import _dispatch, reference
+from nmkernels import dispatch, reference
 from python_tests.bench.samples import broken, read
 
 MASK, PRUNE = Spec("nm_mask", "2:4", "float32", 16, 32), Spec("nm_prune", "2:4", "float32", 16, 32)
@@ -141,12 +141,12 @@ def test_every_backend_that_can_is_a_provider(tmp_path: Path) -> None:
         result = reference.prune(w, n, m)
         return result if out is None else out.copy_(result)
 
-    chosen = _dispatch.choose("nm_prune", torch.zeros(4), 2, 4).backend
+    chosen = dispatch.choose("nm_prune", torch.zeros(4), 2, 4).backend
     with broken("nm_prune", other, priority=1):
         outcome = runner.run([PRUNE], "cpu", tmp_path / "a.csv", 0.001)
     ours = {r.provider for r in outcome.rows if r.metric == "us" and "torch" not in r.provider}
     assert ours == {f"nmkernels {name}{more}" for name in (chosen, "broken") for more in ("", ", new output")}
-    assert asked and os.environ.get(_dispatch.ENV) is None
+    assert asked and os.environ.get(dispatch.ENV) is None
 
 
 def test_other_instruction_sets_are_proved_and_timed(monkeypatch: pytest.MonkeyPatch) -> None:

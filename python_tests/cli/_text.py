@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch
 
-from nmkernels.cli import _deploy
+from nmkernels.cli import deploy
 from nmkernels.cli import main as cli
 
 SIZES = ["--steps", "12", "--batch", "2", "--context", "16", "--width", "32", "--layers", "1", "--heads", "2", "--log-every", "3"]
@@ -23,7 +23,7 @@ def write_text(path: Path) -> Path:
 def train(text: Path, out: Path, *more: str, sizes: list[str] = SIZES) -> int:
     """The exit status of ``python -m nmkernels train`` in this process."""
     # the end of a run generates text to measure its speed, which takes longer than the training here
-    with mock.patch.multiple(_deploy, SPEED_TOKENS=4, SPEED_ROUNDS=1, SAMPLE_TOKENS=20):
+    with mock.patch.multiple(deploy, SPEED_TOKENS=4, SPEED_ROUNDS=1, SAMPLE_TOKENS=20):
         return cli.main(["train", "--data", str(text), "--out", str(out), *sizes, *more])
 
 

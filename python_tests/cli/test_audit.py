@@ -1,4 +1,4 @@
-"""``audit``: the table and the JSON of ``nm.audit`` for models by name, by shape and of the zoo."""
+"""``audit``: the table and the JSON of ``nm.audit`` for models by name, by shape and of nmkernels.models."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 import nmkernels as nm
 from nmkernels.cli import main as cli
-from nmkernels.zoo import MODELS, model_shapes
+from nmkernels.models import MODELS, model_shapes
 
 
 def run(capsys, *words):

@@ -7,7 +7,7 @@ from typing import Literal
 
 import pytest
 
-from nmkernels.cli._options import options
+from nmkernels.cli.config import options
 from nmkernels.pattern import PatternLike, RecipeError
 from nmkernels.recipes import ASP, SSTE, STEP, Dense, Recipe, get, names
 from nmkernels.recipes.registry import find

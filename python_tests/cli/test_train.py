@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import nmkernels as nm
-from nmkernels.cli import _run, _trainer
-from nmkernels.zoo import GPT, GPTConfig, load_corpus
+from nmkernels.cli import loop
+from nmkernels.cli import train as _run
+from nmkernels.models import GPT, GPTConfig, load_corpus
 
 from ._text import train, write_text
 
@@ -183,12 +184,12 @@ def test_optional_packages_may_be_missing(text, tmp_path, monkeypatch, capsys):
 
 
 def test_validating_on_the_way_changes_nothing(text, tmp_path, monkeypatch):
-    from nmkernels.cli import _loop
+    from nmkernels.cli import loop
 
     from ._text import same
 
     for name, evals in (("some", 10), ("one", 1)):
-        monkeypatch.setattr(_loop, "EVALS", evals)
+        monkeypatch.setattr(loop, "EVALS", evals)
         assert train(text, tmp_path / name) == 0
     states = [torch.load(tmp_path / name / "checkpoints" / "step-00000012.pt") for name in ("some", "one")]
     assert same(states[0]["model"], states[1]["model"])
@@ -196,28 +197,28 @@ def test_validating_on_the_way_changes_nothing(text, tmp_path, monkeypatch):
 
 
 def test_a_file_that_does_not_reproduce_the_logits_fails(text, tmp_path, monkeypatch, capsys):
-    from nmkernels.cli import _deploy
+    from nmkernels.cli import deploy
 
     def wrong(model, path):
         nm.load_compressed(model, path)
         model.lm_head.weight.data[0, 0] += 1e-3
         return model
 
-    monkeypatch.setattr(_deploy, "load_compressed", wrong)
+    monkeypatch.setattr(deploy, "load_compressed", wrong)
     assert train(text, tmp_path / "out") == 1
     assert "logits differ" in capsys.readouterr().err
     assert not (tmp_path / "out" / "result.json").exists()
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(text, tmp_path, monkeypatch, capsys):
-    real = _trainer.GPT.loss
-    monkeypatch.setattr(_trainer.GPT, "loss", lambda self, x, y: real(self, x, y) * float("nan"))
+    real = loop.GPT.loss
+    monkeypatch.setattr(loop.GPT, "loss", lambda self, x, y: real(self, x, y) * float("nan"))
     assert train(text, tmp_path / "out") == 1
     assert "loss is nan at step 1: training has diverged. Lower --lr" in capsys.readouterr().err
 
 
 def test_the_demo_fits_its_budget():
-    from nmkernels.cli._config import DEMO, TrainConfig
+    from nmkernels.cli.config import DEMO, TrainConfig
 
     config = TrainConfig(**DEMO)
     assert config.tokens <= 2_000_000

@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from nmkernels.cli import _folder
-from nmkernels.cli._folder import LOCK, SIGNS, Folder
+from nmkernels.cli import folder as _folder
+from nmkernels.cli.folder import LOCK, SIGNS, Folder
 from nmkernels.pattern import NMError
 
 from ._text import train, write_text

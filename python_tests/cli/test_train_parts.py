@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from nmkernels import ops
-from nmkernels.cli import _deploy, _plot, _run
-from nmkernels.cli._checkpoint import Store
-from nmkernels.cli._config import TrainConfig, resumed
-from nmkernels.cli._log import Log, read_log
-from nmkernels.cli._summary import summary
-from nmkernels.cli._trainer import Trainer, learning_rate
+from nmkernels.cli import deploy, train
+from nmkernels.cli import log as _plot
+from nmkernels.cli.checkpoint import Store
+from nmkernels.cli.config import TrainConfig, resumed
+from nmkernels.cli.log import Log, read_log, summary
+from nmkernels.cli.loop import Trainer, learning_rate
+from nmkernels.models import GPT, Corpus, GPTConfig
 from nmkernels.pattern import CheckpointError
-from nmkernels.zoo import GPT, Corpus, GPTConfig
 
 
 def test_learning_rate_rises_then_falls_along_a_cosine():
@@ -125,10 +125,10 @@ def test_speeds_take_turns_and_leave_the_warm_up_out(monkeypatch):
         order.append(model)
         clock[0] += cost[model] * (100 if len(order) <= 2 else 1)
 
-    monkeypatch.setattr(_deploy, "generate", generate)
-    speeds = _deploy.speeds({"slow": "slow", "fast": "fast"}, lambda: clock[0])
-    assert speeds == {"slow": _deploy.SPEED_TOKENS / 4, "fast": _deploy.SPEED_TOKENS}
-    assert order == ["slow", "fast"] * (_deploy.SPEED_ROUNDS + 1)
+    monkeypatch.setattr(deploy, "generate", generate)
+    speeds = deploy.speeds({"slow": "slow", "fast": "fast"}, lambda: clock[0])
+    assert speeds == {"slow": deploy.SPEED_TOKENS / 4, "fast": deploy.SPEED_TOKENS}
+    assert order == ["slow", "fast"] * (deploy.SPEED_ROUNDS + 1)
 
 
 def test_compare_sees_one_bit():
@@ -136,10 +136,10 @@ def test_compare_sees_one_bit():
     a, b = (GPT(GPTConfig(width=32, layers=1, heads=2, context=8)) for _ in range(2))
     b.load_state_dict(a.state_dict())
     x = torch.randint(256, (2, 8))
-    assert _deploy.compare(a, b, a, x) == {"identical": True, "max_difference_to_dense": 0.0}
+    assert deploy.compare(a, b, a, x) == {"identical": True, "max_difference_to_dense": 0.0}
     b.norm.bias.data[0] = 1e-3
-    assert _deploy.compare(a, b, b, x)["identical"] is False
-    assert _deploy.compare(a, a, b, x)["max_difference_to_dense"] > 0
+    assert deploy.compare(a, b, b, x)["identical"] is False
+    assert deploy.compare(a, a, b, x)["max_difference_to_dense"] > 0
 
 
 def test_the_summary_explains_a_slower_model_and_hides_control_characters():
@@ -224,10 +224,10 @@ def test_validation_is_that_of_the_weights_to_deploy_also_in_a_dense_phase():
 
 def test_the_resume_hint_names_the_python_of_a_venv(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(_run.sys, "executable", str(tmp_path / ".venv" / "bin" / "python"))
-    assert _run.python_command() == ".venv/bin/python"
-    monkeypatch.setattr(_run.sys, "executable", "/usr/bin/python3")
-    assert _run.python_command() == "python"
+    monkeypatch.setattr(train.sys, "executable", str(tmp_path / ".venv" / "bin" / "python"))
+    assert train.python_command() == ".venv/bin/python"
+    monkeypatch.setattr(train.sys, "executable", "/usr/bin/python3")
+    assert train.python_command() == "python"
 
 
 def test_what_a_recipe_learns_is_trained_at_its_own_rate_and_not_counted():

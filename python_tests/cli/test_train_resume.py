@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from nmkernels.cli import _trainer
-from nmkernels.cli._log import read_log
-from nmkernels.zoo import GPT
+from nmkernels.cli import loop
+from nmkernels.cli.log import read_log
+from nmkernels.models import GPT
 
 from ._text import SIZES, same, train, write_text
 
@@ -29,14 +29,14 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def signal_at(monkeypatch: pytest.MonkeyPatch, at: int, number: signal.Signals = signal.SIGINT, dense: bool = False) -> None:
     """Send this process a signal in the middle of step ``at``, of the twin where ``dense``."""
-    real = _trainer.Trainer.step
+    real = loop.Trainer.step
 
     def step(self, n):
         if n == at and (self.handle is None) is dense:
             os.kill(os.getpid(), number)
         return real(self, n)
 
-    monkeypatch.setattr(_trainer.Trainer, "step", step)
+    monkeypatch.setattr(loop.Trainer, "step", step)
 
 
 def final(out: Path) -> dict:
@@ -115,7 +115,7 @@ def test_handlers_are_given_back_and_a_second_signal_interrupts_at_once(text, tm
             time.sleep(0.01)
         raise AssertionError("the second signal should have interrupted")
 
-    monkeypatch.setattr(_trainer.Trainer, "step", step)
+    monkeypatch.setattr(loop.Trainer, "step", step)
     assert train(text, tmp_path / "out") == 130
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
@@ -188,9 +188,9 @@ def test_a_run_goes_on_whatever_became_of_its_log(stopped, text, log):
 
 
 def test_rows_are_the_same_where_checkpoints_fall_between_them(text, tmp_path, monkeypatch):
-    from nmkernels.cli import _loop
+    from nmkernels.cli import loop
 
-    monkeypatch.setattr(_loop, "EVALS", 2)  # a row after every fifth step then
+    monkeypatch.setattr(loop, "EVALS", 2)  # a row after every fifth step then
     sizes = [*SIZES[:-1], "5"]
     assert train(text, tmp_path / "whole", sizes=sizes) == 0
     with monkeypatch.context() as patch:

@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 
-from nmkernels._capability import compiled_core
+from nmkernels.capability import compiled_core
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from nmkernels._capability import CORE_ABI
+from nmkernels.capability import CORE_ABI
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted(p for p in (ROOT / "csrc").rglob("*") if p.suffix in (".h", ".cpp", ".cu", ".cuh"))

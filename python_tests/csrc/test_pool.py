@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nmkernels._dispatch import implementations
+from nmkernels.dispatch import implementations
 
 
 def total(chunks: int) -> int:

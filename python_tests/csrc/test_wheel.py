@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from nmkernels._fatbin import architectures
+from nmkernels.capability import architectures
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECK = ROOT / "cmake" / "check_wheel.py"

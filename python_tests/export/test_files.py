@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from nmkernels.export import atomic_write
-from nmkernels.export._files import write_error
+from nmkernels.export.files import write_error
 from nmkernels.pattern import CheckpointError
 
 SMALL = 20_000
@@ -96,7 +96,7 @@ def test_only_a_regular_file_is_replaced(tmp_path):
 def test_a_process_that_is_killed_leaves_one_folder_with_the_file_s_name(tmp_path):
     code = """if True:
         import os, sys
-        from nmkernels.export._files import atomic_write
+        from nmkernels.export.files import atomic_write
         def write(path):
             path.write_bytes(b"half")
             (path.parent / ".of_the_writer").touch()

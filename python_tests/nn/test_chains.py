@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nmkernels.models import GPT, GPTConfig
 from nmkernels.nn import Chain, channel_parameters, find_chains, make_sparse_, reorder_
-from nmkernels.zoo import GPT, GPTConfig
 
 
 class Through(nn.Module):

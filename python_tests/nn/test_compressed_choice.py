@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 import nmkernels as nm
-from nmkernels import _dispatch
-from nmkernels._capability import compiled_core
+from nmkernels import dispatch
 from nmkernels.autograd import choice
+from nmkernels.capability import compiled_core
 from nmkernels.nn import compressed
 
 pytestmark = pytest.mark.skipif(not compiled_core().ok, reason=compiled_core().reason)
@@ -67,8 +67,8 @@ def test_it_runs_what_is_chosen(name: str, dtype: torch.dtype, leading: tuple[in
 
 
 def _add(monkeypatch: pytest.MonkeyPatch, fn: Any) -> None:
-    entry = _dispatch.Impl("nm_linear", "mine", fn, _dispatch.always, 0)
-    monkeypatch.setitem(_dispatch._impls, "nm_linear", [*_dispatch._impls["nm_linear"], entry])
+    entry = dispatch.Impl("nm_linear", "mine", fn, dispatch.always, 0)
+    monkeypatch.setitem(dispatch._impls, "nm_linear", [*dispatch._impls["nm_linear"], entry])
 
 
 def test_without_a_dense_layout_it_may_expand(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from torch import nn
 import nmkernels as nm
 from nmkernels.autograd import GemmPlan, HardMask, SoftThreshold, TransposableMask, choice, reads
 from nmkernels.backends.cuda import pack
-from nmkernels.backends.cuda._core import emulator_built
+from nmkernels.backends.cuda.core import emulator_built
 from nmkernels.optim import MaskedAdamW
 from nmkernels.pattern import Pattern
 from python_tests.nn.test_used_packed import Calls

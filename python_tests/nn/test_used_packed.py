@@ -263,7 +263,7 @@ def test_a_captured_forward_makes_its_own(make, recipe, monkeypatch):
     (before,) = layer.used.kept
     contents = before.rows.dense()
     with monkeypatch.context() as patch, Calls() as calls:
-        patch.setattr("nmkernels.nn._used._capturing", lambda weight: True)
+        patch.setattr("nmkernels.nn.effective._capturing", lambda weight: True)
         losses = [model(x).sum() for _ in range(2)]
     assert calls.packs == 2, "whatever is replayed, the packed weight is that of the weight then"
     assert layer.used.kept == (before,) and torch.equal(before.rows.dense(), contents), "and a replay does not write into a kept one"

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nmkernels import _dispatch, reference, testing
+from nmkernels import dispatch, reference, testing
 from python_tests.conformance import Conformance, Sample
 from python_tests.ops.samples import adamw, ordered, packed, seed
 
@@ -202,4 +202,4 @@ def test_every_op_is_listed() -> None:
     listed = {c.op for c in globals().values() if isinstance(c, type) and issubclass(c, Conformance) and c is not Conformance}
     defined = {name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("nmkernels::")}
     functional = {name.split(".")[0] for name in defined if not name.endswith("_out")}
-    assert listed == functional - {"refuse"} == set(_dispatch._impls)  # that one has no backend: it only raises
+    assert listed == functional - {"refuse"} == set(dispatch._impls)  # that one has no backend: it only raises

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nmkernels import DtypeError, NMError, PatternError, ShapeError, ops
-from nmkernels._dispatch import ENV
+from nmkernels.dispatch import ENV
 from nmkernels.ops import OptionError
 from python_tests.ops.samples import adamw, packed, seed
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nmkernels import Pattern, _dispatch, testing
+from nmkernels import Pattern, dispatch, testing
 from nmkernels.backends import triton
 from python_tests.conformance import DEVICES, INTERPRETED, compared, moved
 from python_tests.ops.samples import seed
@@ -70,7 +70,7 @@ OPS: dict[str, tuple[str, Callable[[Tensor, Pattern], tuple[Any, ...] | None]]] 
 @pytest.mark.parametrize("name", OPS)
 def test_backends_agree(name: str, dtype: torch.dtype, device: str, poison: None) -> None:
     op, make = OPS[name]
-    reference = next(i for i in _dispatch.implementations(op) if i.backend == "reference")
+    reference = next(i for i in dispatch.implementations(op) if i.backend == "reference")
     count = 0
     for pattern in map(Pattern, PATTERNS):
         for case in testing.cases(pattern, dtype):
@@ -104,7 +104,7 @@ def test_sums_that_overshoot(pattern: str, op: str, device: str) -> None:
     p, words = Pattern(pattern), seed(0, 296355)
     g = torch.tensor([float.fromhex(x) for x in OVERSHOOT[pattern]])
     args = (g, p.n, p.m, -1, words, "exact")
-    expected = next(i for i in _dispatch.implementations(op) if i.backend == "reference").fn(*args)
+    expected = next(i for i in dispatch.implementations(op) if i.backend == "reference").fn(*args)
     assert op != "nm_mvue" or int((expected != 0).sum()) == p.n
     here = moved(args, device)
     for entry in compared(op):
@@ -120,7 +120,7 @@ def test_round_trip(pattern: str, dtype: torch.dtype, device: str, monkeypatch: 
     if INTERPRETED:
         if dtype == torch.float64:
             pytest.skip("Triton computes in float32")
-        monkeypatch.setenv(_dispatch.ENV, triton.NAME)
+        monkeypatch.setenv(dispatch.ENV, triton.NAME)
     n, m = Pattern(pattern).n, Pattern(pattern).m
     ops = torch.ops.nmkernels
     for case in testing.cases(pattern, dtype):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from nmkernels import Compressed, DtypeError, NMError, Pattern, ShapeError, _dispatch, ops, testing
+from nmkernels import Compressed, DtypeError, NMError, Pattern, ShapeError, dispatch, ops, testing
 from nmkernels.ops import DeviceCompressed, Packed
 
 BF16 = torch.bfloat16
@@ -123,7 +123,7 @@ def test_compiles_in_one_graph(layout: str) -> None:
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_backward_raises(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(_dispatch.ENV, backend)
+    monkeypatch.setenv(dispatch.ENV, backend)
     w = W.clone().requires_grad_()
     p = ops.pack(w, "2:4", "transposable", columns=True)
     for part in (p.rows, p.columns):
@@ -142,7 +142,7 @@ def test_a_weight_of_transposed_memory_is_not_copied(monkeypatch: pytest.MonkeyP
             copies.append(x.shape)
         return contiguous(x, *args)
 
-    monkeypatch.setenv(_dispatch.ENV, "cpu")
+    monkeypatch.setenv(dispatch.ENV, "cpu")
     monkeypatch.setattr(torch.Tensor, "contiguous", watched)
     ops.pack(w, "2:4", rows=False, columns=True)
     assert copies == []

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from nmkernels import Compressed, NMError, Pattern, ShapeError, _dispatch, ops, testing
+from nmkernels import Compressed, NMError, Pattern, ShapeError, dispatch, ops, testing
 from python_tests.ops.samples import adamw, seed
 
 W = torch.randn(8, 16, generator=torch.Generator().manual_seed(5))
@@ -57,7 +57,7 @@ def test_out_is_written_inside_inference_mode() -> None:
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("fn", [ops.prune, ops.soft_threshold, ops.soft_threshold_scale, ops.mvue, ops.compress], ids=lambda f: f.__name__)
 def test_backward_raises_instead_of_losing_the_gradient(fn, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(_dispatch.ENV, backend)
+    monkeypatch.setenv(dispatch.ENV, backend)
     w = W.clone().requires_grad_()
     y = fn(w, "2:4")
     y = y.values if isinstance(y, Compressed) else y
@@ -72,7 +72,7 @@ def test_backward_raises_instead_of_losing_the_gradient(fn, backend: str, monkey
 @pytest.mark.parametrize("tokens", [4, 20])
 def test_autocast_changes_no_product(backend: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The products are in their operands' dtype; what autocast wants is the layers' business."""
-    monkeypatch.setenv(_dispatch.ENV, backend)
+    monkeypatch.setenv(dispatch.ENV, backend)
     x, g, c = torch.randn(tokens, 16), torch.randn(tokens, 8), ops.compress(W, "2:4")
     gc = ops.mvue_compress(g, "2:4", dim=0, seed=1)
     for fn, args in ((ops.linear, (x, c)), (ops.linear_dgrad, (g, c)), (ops.linear_wgrad, (gc, x))):
@@ -84,7 +84,7 @@ def test_autocast_changes_no_product(backend: str, tokens: int, monkeypatch: pyt
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_raw_ops_record_nothing(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A backend in plain torch must not be differentiable where one in C++ is not."""
-    monkeypatch.setenv(_dispatch.ENV, backend)
+    monkeypatch.setenv(dispatch.ENV, backend)
     w = W.clone().requires_grad_()
     y = torch.ops.nmkernels.nm_prune(w, 2, 4)
     with pytest.raises(NMError, match="nm_prune has no gradient"):
@@ -96,13 +96,13 @@ def test_backends_get_every_argument(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch drops trailing arguments that equal their defaults; backends see them all the same."""
     seen: list[int] = []
     for op in ("nm_compress", "nm_linear"):
-        entry = _dispatch.implementations(op)[-1]
+        entry = dispatch.implementations(op)[-1]
 
-        def supports(*args: Any) -> _dispatch.Verdict:
+        def supports(*args: Any) -> dispatch.Verdict:
             seen.append(len(args))
             return False, "only looks"
 
-        monkeypatch.setitem(_dispatch._impls, op, [_dispatch.Impl(op, "spy", entry.fn, supports, 99), *_dispatch._impls[op]])
+        monkeypatch.setitem(dispatch._impls, op, [dispatch.Impl(op, "spy", entry.fn, supports, 99), *dispatch._impls[op]])
     c = ops.compress(W, "2:4")
     ops.compress(W, "2:4", out=c)
     ops.linear(torch.ones(1, 16), c)
@@ -215,7 +215,7 @@ class TestMaskedAdamW:
 
     def test_packs_of_rows_on_every_backend(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for backend in ("reference", "cpu"):
-            monkeypatch.setenv(_dispatch.ENV, backend)
+            monkeypatch.setenv(dispatch.ENV, backend)
             for layout in ("canonical", "mma.sp", "wgmma.sp"):
                 params, grads, m, v, _, steps, _, hyper = adamw(((6, 8), (64, 128)))[:8]
                 packs = [None, ops.empty_packed(params[1], "2:4", dtype=torch.float16, layout=layout)]

@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import nmkernels as nm
 from nmkernels import BackendError, ShapeError
-from nmkernels.ops import _define
+from nmkernels.ops import define
 from nmkernels.testing import assert_equal_bits
 
 
@@ -38,16 +38,16 @@ def test_the_same_bits_as_the_op(layer):
 @torch.no_grad()
 def test_whoever_watches_sees_the_op(layer, monkeypatch):
     x = torch.randn(1, 16)
-    assert _define.unwatched(x, layer.values, layer.bias)
+    assert define.unwatched(x, layer.values, layer.bias)
     with Recorder() as mode:
         layer(x)
     assert any("nm_linear" in name for name in mode.seen)
     with torch.profiler.profile() as profile:
         layer(x)
     assert any("nm_linear" in event.key for event in profile.key_averages())
-    assert not _define.unwatched(torch.nn.Parameter(x), layer.values, None)
+    assert not define.unwatched(torch.nn.Parameter(x), layer.values, None)
     with torch.autograd.forward_ad.dual_level():
-        assert not _define.unwatched(x, layer.values, layer.bias)
+        assert not define.unwatched(x, layer.values, layer.bias)
     torch.testing.assert_close(torch.func.vmap(layer)(torch.randn(3, 16)).shape, torch.Size([3, 6]))
     monkeypatch.setenv("NMKERNELS_BACKEND", "nobody")
     with pytest.raises(BackendError, match="names no backend"):

@@ -6,7 +6,7 @@ Plain torch from the papers' equations; of the package only the keys of its rand
 import torch
 import torch.nn.functional as F
 
-from nmkernels.recipes.seeds import stream_key
+from nmkernels.recipes.state import stream_key
 from python_tests.recipes.loop import SPARSE, Adam, top_n
 
 

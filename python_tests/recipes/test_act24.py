@@ -9,10 +9,10 @@ from torch import nn
 
 import nmkernels as nm
 from nmkernels.autograd import SplitRule, split
+from nmkernels.models import GPT, GPTConfig
 from nmkernels.nn import SquaredReLU, SquaredReLUMLP
 from nmkernels.pattern import CheckpointError, Pattern, RecipeError
 from nmkernels.recipes import Activation24
-from nmkernels.zoo import GPT, GPTConfig
 from python_tests.recipes.loop import Adam, batches, distance, loss_of, mlp, snapshot
 from python_tests.recipes.loop_act24 import act24, activation
 

@@ -6,8 +6,8 @@ import random
 import pytest
 
 import nmkernels as nm
-from nmkernels.recipes import allocate as module
-from nmkernels.recipes.allocate import allocate
+from nmkernels.recipes.methods import layerwise as module
+from nmkernels.recipes.methods.layerwise import allocate
 
 
 def problem(seed, items=5):

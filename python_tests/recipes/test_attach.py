@@ -227,10 +227,10 @@ def test_frozen_layers(maker):
 
 def test_one_fused_call_per_group_and_kind_and_one_prune_per_layer_and_step(monkeypatch):
     """The optimizer's pass masks, decays and counts; nothing else masks but the one copy of each layer."""
-    from nmkernels.ops import _define
+    from nmkernels.ops import define
 
-    calls, choose = Counter(), _define.choose
-    monkeypatch.setattr(_define, "choose", lambda op, *args: (calls.update([op]), choose(op, *args))[1])
+    calls, choose = Counter(), define.choose
+    monkeypatch.setattr(define, "choose", lambda op, *args: (calls.update([op]), choose(op, *args))[1])
     model = mlp()
     handle = nm.sparsify_(model, SRSTE(decay=0.1))
     optimizer = handle.attach(MaskedAdamW([{"params": model[:2].parameters()}, {"params": model[2:].parameters(), "lr": 1e-3}]))

@@ -7,7 +7,7 @@ import torch
 
 from nmkernels.ops import STATS
 from nmkernels.recipes import STEP, Observed
-from nmkernels.recipes.autoswitch import SWITCHES, window
+from nmkernels.recipes.methods.step import SWITCHES, window
 
 GROUP = {"eps": 1e-8, "betas": (0.9, 0.9)}  # a window of ten
 NUMEL = 50

@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 import nmkernels as nm
+from nmkernels.models import GPT, GPTConfig
 from nmkernels.optim import MaskedAdamW
-from nmkernels.recipes import ASP, STEP, permutation, search_permutation
-from nmkernels.zoo import GPT, GPTConfig
+from nmkernels.recipes import ASP, STEP, search_permutation
+from nmkernels.recipes.search import permutation
 from python_tests.recipes.loop import batches, distance, loss_of, mlp, snapshot
 
 DATA = batches(20)

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import nmkernels as nm
+from nmkernels.models import GPT, GPTConfig
 from nmkernels.recipes import SRSTE, SSTE, STEP, Dense, MdGf, Recipe, Span
-from nmkernels.zoo import GPT, GPTConfig
 from python_tests.cli._text import same
 
 BLOCK = 192 * 64 + 64 * 64 + 256 * 64 + 64 * 256  # qkv, projection, up, down

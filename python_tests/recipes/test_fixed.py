@@ -5,7 +5,7 @@ import torch
 
 import nmkernels as nm
 from nmkernels.pattern import CheckpointError
-from nmkernels.recipes.fixed import FixedMasks, HeldMask
+from nmkernels.recipes.masks import FixedMasks, HeldMask
 from python_tests.recipes.loop import mlp, top_n
 
 

@@ -14,7 +14,7 @@ from nmkernels.autograd import WeightTransform
 from nmkernels.optim import UpdateRule
 from nmkernels.pattern import CheckpointError, Pattern, RecipeError
 from nmkernels.recipes import Recipe, Stage
-from nmkernels.recipes.held import _loaded, _saved
+from nmkernels.recipes.state import _loaded, _saved
 from python_tests.recipes.loop import batches, distance, loss_of, mlp, snapshot
 from python_tests.recipes.running import step
 

@@ -46,8 +46,8 @@ def rows(count=3):
 
 def as_on_a_gpu(monkeypatch):
     """The host cannot read weights without waiting."""
-    monkeypatch.setattr("nmkernels.nn._used.fingerprint", lambda *tensors: None)
-    monkeypatch.setattr("nmkernels.nn._used._readable", lambda state: False)
+    monkeypatch.setattr("nmkernels.nn.effective.fingerprint", lambda *tensors: None)
+    monkeypatch.setattr("nmkernels.nn.effective._readable", lambda state: False)
 
 
 @pytest.fixture(autouse=True)
@@ -179,7 +179,7 @@ def test_without_fingerprints_too_as_on_a_gpu(spec, write, monkeypatch):
 
 @pytest.mark.parametrize("spec", ["srste:2:4", "sste:2:4(seed=1)"])
 def test_without_the_compiled_core_nothing_is_used_again(spec, monkeypatch):
-    monkeypatch.setattr("nmkernels.nn._used.fingerprint", lambda *tensors: None)
+    monkeypatch.setattr("nmkernels.nn.effective.fingerprint", lambda *tensors: None)
     model, handle, optimizer = begun(spec)
     check(model, handle, before=writes(copy_to_data, model, optimizer))
 

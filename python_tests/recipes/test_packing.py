@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import nmkernels as nm
-from nmkernels._capability import compiled_core
 from nmkernels.autograd import GemmPlan, choice
 from nmkernels.autograd.choice.candidates import function
+from nmkernels.capability import compiled_core
 from nmkernels.pattern import RecipeError
 from nmkernels.recipes import FST, SRSTE, SSTE, STE, STEP, LayerWise, SdGf
 from nmkernels.recipes.packing import packing
@@ -118,7 +118,7 @@ def test_each_product_is_done_by_the_candidate_chosen_for_it(fprop, dgrad, wgrad
         done.append((op, backend))
         return function(op, backend, args)
 
-    monkeypatch.setattr("nmkernels.autograd.products.function", watched)
+    monkeypatch.setattr("nmkernels.autograd.linear.function", watched)
     data = [(x.float(), y.float()) for x, y in DATA[:4]]
     got, _, _ = run(MAKERS["fst"](packed="auto"), F32, data)
     assert distance(snapshot(got), snapshot(run(MAKERS["fst"](packed=False), F32, data)[0])) < 1e-5
@@ -149,7 +149,7 @@ def test_torch_func_gives_the_same_gradients(name, packed):
 def test_what_a_layer_is_tuned_for_is_what_it_asks(name, grad, monkeypatch):
     asked = []
     monkeypatch.setattr("nmkernels.autograd.forms.choose", lambda product, **_: asked.append(product) or "dense")
-    monkeypatch.setattr("nmkernels.autograd.products.choose", lambda product, **_: asked.append(product) or "dense")
+    monkeypatch.setattr("nmkernels.autograd.linear.choose", lambda product, **_: asked.append(product) or "dense")
     model, _, _ = start(MAKERS[name](packed="auto"), F32)
     layer, x = model[0], torch.randn(3, 4, 16, requires_grad=True)
     with torch.set_grad_enabled(grad):

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import nmkernels as nm
-from nmkernels.recipes import permutation, search_permutation
+from nmkernels.recipes import search_permutation
+from nmkernels.recipes.search import permutation
 
 
 def share(w, order, pattern):

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 import nmkernels as nm
-from nmkernels.recipes.select import select
+from nmkernels.recipes.sparsify import select
 
 P = nm.Pattern("2:4")
 

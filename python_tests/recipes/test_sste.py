@@ -11,7 +11,7 @@ import nmkernels as nm
 from nmkernels import reference
 from nmkernels.optim import MaskedAdamW
 from nmkernels.recipes import SSTE
-from nmkernels.recipes.seeds import stream_key
+from nmkernels.recipes.state import stream_key
 from nmkernels.testing import equal_bits
 from python_tests.recipes.loop import SPARSE, Adam, batches, distance, loss_of, mlp, snapshot, train
 from python_tests.recipes.loop_used import soft, sste
@@ -215,7 +215,7 @@ def test_checkpoint_of_another_rank_continues_this_ranks_streams(monkeypatch):
     file = io.BytesIO()
     torch.save(optimizer.state_dict(), file)
     file.seek(0)
-    monkeypatch.setattr("nmkernels.recipes.seeds._rank", lambda: 1)
+    monkeypatch.setattr("nmkernels.recipes.state._rank", lambda: 1)
     _, again, theirs = start(SSTE(seed=8))
     theirs.load_state_dict(torch.load(file, weights_only=True))
     assert again.layers["0"].seed.tolist() == [stream_key(5, "0", 1), 2], "the run's seed is the checkpoint's, the rank is ours"

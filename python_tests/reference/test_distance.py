@@ -14,7 +14,7 @@ from nmkernels import reference
 @pytest.mark.parametrize("chunk", [1, 7, 20, 1 << 24])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_pieces(chunk: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["nmkernels.reference.distance"], "CHUNK", chunk)
+    monkeypatch.setattr(sys.modules["nmkernels.reference.common"], "WINDOW", chunk)
     y, z = torch.randn(11, 5).to(dtype), torch.randn(11, 5, dtype=torch.float64)
     for row in (0, 6, 10):
         z[row, row % 5] += 100

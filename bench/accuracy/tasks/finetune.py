@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from nmkernels.zoo import GPT, GPTConfig, make_corpus, stdlib_texts
+from nmkernels.models import GPT, GPTConfig, make_corpus, stdlib_texts
 
 from .base import Settings, Task, task
 from .gpt import BATCH, CONTEXT, loss_over

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from nmkernels.zoo import GPT, Corpus, GPTConfig, load_corpus
+from nmkernels.models import GPT, Corpus, GPTConfig, load_corpus
 
 from .base import Settings, Task, task
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nmkernels.zoo import load_corpus
+from nmkernels.models import load_corpus
 
 from .base import Settings, Task, task
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nmkernels.zoo import stdlib_texts
+from nmkernels.models import stdlib_texts
 
 from .base import Settings, Task, task
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nmkernels.zoo.gpt import MLP, GPTConfig
+from nmkernels.models.gpt import MLP, GPTConfig
 
 from .base import Settings, Task, task
 

@@ -29,10 +29,10 @@ from typing import Any
 
 import torch
 
-from ..._dispatch import forced_backend
-from ..._store import Table
-from ...backends.cpu.policy import packed_wins
+from ...backends.cpu.linear import packed_wins
+from ...dispatch import forced_backend
 from ...pattern import NMError
+from ...tuning.table import Table
 from . import candidates
 from .candidates import AUTO, DENSE, EXPAND, Forms, call, estimate, form_of, pack_estimate
 from .measure import LEAST_GAIN, Call, Measurements, Timer, measure

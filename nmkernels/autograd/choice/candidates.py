@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..._dispatch import implementations
-from ...ops._define import plainly
+from ...dispatch import implementations
+from ...ops.define import plainly
 from ...ops.mvue import METHODS
 from .product import Product
 

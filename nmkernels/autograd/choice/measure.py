@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._dispatch import choose as dispatched
 from ...backends import cusparselt
+from ...dispatch import choose as dispatched
 from . import candidates, clock
 from .candidates import AUTO, DENSE
 from .judge import Judge

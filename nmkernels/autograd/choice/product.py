@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import torch
 
-from ..._capability import compiled_core, cusparselt, triton
 from ..._version import __version__
-from ...backends.cpu._core import core
+from ...backends.cpu.core import core
+from ...capability import compiled_core, cusparselt, triton
 from ...ops.mvue import METHODS
-from ...ops.relayout import tensor_core_pattern
+from ...ops.pack import tensor_core_pattern
 from ...pattern import NMError, Pattern
 
 ROLES = ("fprop", "dgrad", "wgrad")

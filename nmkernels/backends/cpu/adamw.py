@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._dispatch import Verdict
-from .._pack import write_rows
-from .._tensors import row_stride, tensors
-from ._core import DTYPES, contiguous, core, register, row_count, runnable
-from .pack import nm_pack
+from ...dispatch import Verdict
+from ..pack import write_rows
+from ..tensors import row_stride, tensors
+from .core import DTYPES, contiguous, core, register, row_count, runnable
+from .groups import nm_pack
 
 
 def _supports_adamw(params: Sequence[Tensor], *args: Any) -> Verdict:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..._capability import compiled_core
-from ._core import core
+from ...capability import compiled_core
+from .core import core
 
 ALONE = 16 << 20
 """Bytes below which one thread reads as fast as several, which have to be woken first."""

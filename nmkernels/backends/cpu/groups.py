@@ -1,14 +1,19 @@
-"""Ops on groups of M weights: masks, pruning, soft thresholds, and the compressed form."""
+"""Ops on groups of M weights: masks, pruning, soft thresholds, and the compressed form.
+
+nm_pack, made of the compiled parts.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...pattern import ShapeError
-from ._core import DTYPES, contiguous, core, packed, register, row_count
+from ..pack import Parts, pack
+from .core import DTYPES, contiguous, core, packed, register, row_count
 
 LARGE = 16 << 20
 """Bytes of a fresh output from which huge pages are asked for."""
@@ -109,3 +114,12 @@ def expand(op: str, values: Tensor, indices: Tensor, n: int, m: int, cols: int, 
     )
     check_indices(op, valid, m)
     return dense
+
+
+PARTS = Parts(mask, soft_threshold, transposable_mask, compress)
+
+
+@register("nm_pack")
+def nm_pack(*args: Any, out: None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``nm_pack``, made of the kernels of its parts."""
+    return pack(PARTS, *args)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._core import DTYPES, contiguous, core, packed, register
+from .core import DTYPES, contiguous, core, packed, register
 
 
 def _mvue_call(g: Tensor, dim: int, seed: Tensor, method: str) -> Any:

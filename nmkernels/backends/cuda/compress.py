@@ -1,4 +1,7 @@
-"""compress and decompress: dense to the canonical N:M form and back."""
+"""compress and decompress: dense to the canonical N:M form and back.
+
+metadata: canonical 2:4 indices in the order in which tensor cores read them.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ...pattern import Pattern, ShapeError
-from ...reference.layouts import LAYOUTS
-from ._core import DTYPES, contiguous, core, queue, register
+from ...reference.layouts import LAYOUTS, meta_shape
+from .core import DTYPES, contiguous, core, queue, register
 
 SELECTS = {"magnitude": 0, "transposable": 1, "given": 2, "threshold": 3}
 """The kernels' codes of what decides which weights are kept."""
@@ -83,3 +86,12 @@ def decompress(values: Tensor, indices: Tensor, n: int, m: int, cols: int, out: 
     rows = dense.numel() // cols if cols else 0
     core(values).decompress(values.data_ptr(), indices.data_ptr(), DTYPES[values.dtype], rows, cols, n, m, dense.data_ptr(), *queue(values))
     return dense
+
+
+@register("nm_metadata")
+def metadata(indices: Tensor, cols: int, layout: str, out: Tensor | None = None) -> Tensor:
+    """``nm_metadata``. One read of the indices, for which no address is too odd."""
+    rows, indices = indices.shape[0], indices.contiguous()
+    meta = indices.new_empty(meta_shape(rows, cols, layout), dtype=torch.int32) if out is None else out
+    core(indices).metadata(indices.data_ptr(), rows, cols, LAYOUTS.index(layout), meta.data_ptr(), *queue(indices))
+    return meta

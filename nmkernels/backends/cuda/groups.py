@@ -1,11 +1,17 @@
-"""Ops that map every group of M weights to a group of the same size."""
+"""Ops that map every group of M weights to a group of the same size.
+
+soft_threshold_scale: two kernels with their partial sums between them, nothing for the host to wait for.
+
+transposable_mask, 2:4.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from ._core import DTYPES, contiguous, core, queue, register
+from ...dispatch import Verdict
+from .core import DTYPES, contiguous, core, queue, register
 
 
 def _elementwise(op: str, name: str, dtype: torch.dtype | None = None) -> None:
@@ -20,3 +26,31 @@ def _elementwise(op: str, name: str, dtype: torch.dtype | None = None) -> None:
 _elementwise("nm_mask", "mask", torch.bool)
 _elementwise("nm_prune", "prune")
 _elementwise("nm_soft_threshold", "soft_threshold")
+
+
+@register("nm_soft_threshold_scale")
+def soft_threshold_scale(w: Tensor, n: int, m: int, out: Tensor | None = None) -> Tensor:
+    """``nm_soft_threshold_scale``."""
+    w = contiguous(w)
+    scale = w.new_empty((), dtype=torch.float32) if out is None else out
+    kernels, numel = core(w), w.numel()
+    sums = w.new_empty(kernels.soft_threshold_chunks(numel, n, m), 2, dtype=torch.float64)
+    kernels.soft_threshold_scale(w.data_ptr(), DTYPES[w.dtype], numel, n, m, sums.data_ptr(), scale.data_ptr(), *queue(w))
+    return scale
+
+
+def supports_transposable(w: Tensor, n: int, m: int) -> Verdict:
+    """What transposable_mask can run."""
+    if (n, m) != (2, 4):
+        return False, f"it tries the patterns of 2:4 only; {n}:{m} is a matching problem, which the reference and the CPU solve"
+    return True, ""
+
+
+@register("nm_transposable_mask", supports_transposable)
+def transposable_mask(w: Tensor, n: int, m: int, out: Tensor | None = None) -> Tensor:
+    """``nm_transposable_mask``."""
+    w, cols = contiguous(w), w.shape[-1]
+    result = torch.empty_like(w, dtype=torch.bool) if out is None else out
+    if w.numel():
+        core(w).transposable_mask(w.data_ptr(), DTYPES[w.dtype], w.numel() // cols, cols, result.data_ptr(), *queue(w))
+    return result

@@ -4,6 +4,11 @@ More tokens, and operands in the order of tensor cores, are for ``gemm``. Sums a
 the only rounding. Indices are not checked, which would make the host wait; one outside its group reads nothing outside of x. On CUDA cores
 an inf or NaN of x reaches a result only through a stored value; tensor cores multiply a dense tile, where it reaches every result of its
 token, as in the dense product.
+
+Products with a 2:4 operand on sparse tensor cores: what they take, how a call is planned, its start; and wgrad.
+
+Sums are fp32; bias, activation and residual are applied before the only rounding. Metadata is not checked, which would make the host
+wait. An inf or NaN of the dense operand reaches a result only through a stored value, as on CUDA cores.
 """
 
 from __future__ import annotations
@@ -14,9 +19,99 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._dispatch import Verdict
-from . import gemm
-from ._core import DTYPES, contiguous, core, queue, register
+from ...dispatch import Verdict
+from ...reference.layouts import COLUMNS
+from .compress import metadata
+from .core import DTYPES, contiguous, core, queue, register
+
+ACTIVATIONS = {"": 0, "gelu": 1, "silu": 2, "relu2": 3}
+"""The kernels' code of each activation."""
+
+EMULATED = (80, 2, 163 << 10, 1410000, 1593000, 5120)
+"""The GPU that the emulator plans for, an A100 with so few multiprocessors that blocks take several rounds; numbers as ``gpu`` of the
+core gives them."""
+
+TOGETHER = 8
+"""Elements of 16 bits that are copied at once: the rows of a dense operand by column are whole multiples."""
+
+
+@lru_cache(maxsize=4096)
+def choose(module: Any, m: int, n: int, k: int, by_column: bool, device: int) -> tuple[int, int]:
+    """The tile, and the parts that k is cut into; device -1 is the emulator."""
+    tile, splits = module.gemm_plan(m, n, k, by_column, *(EMULATED if device < 0 else module.gpu(device)))
+    return tile, splits
+
+
+def takes(values: Tensor, indices: Tensor, n: int, m: int, cols: int) -> Verdict:
+    """Whether there is a kernel for a compressed operand of ``cols`` columns."""
+    if (n, m) != (2, 4):
+        return False, f"sparse tensor cores multiply 2:4, and this operand is {n}:{m}; nm.ops.relayout makes 2:4 of some"
+    if values.element_size() != 2:
+        return False, f"sparse tensor cores multiply 16 bits, and this call is in {values.dtype}"
+    rows, tile = values.shape[0], 16 * _warps(indices)
+    if rows % tile or cols % COLUMNS:
+        return False, f"it takes operands of whole tiles, {tile} rows and {COLUMNS} columns, and this one is ({rows}, {cols})"
+    return True, "sparse tensor cores"
+
+
+def _warps(indices: Tensor) -> int:
+    """Warps whose metadata lies together; those of canonical indices will be one by one."""
+    return indices.shape[-1] // 32 if indices.dtype == torch.int32 else 1
+
+
+def _straight(x: Tensor) -> bool:
+    return x.is_contiguous() and not x.is_neg()
+
+
+def _straightened(x: Tensor) -> Tensor:
+    """Contiguous, at an address from which 16 bytes can be read at once."""
+    x = contiguous(x)
+    return x.clone() if x.data_ptr() & 15 else x
+
+
+def multiply(
+    values: Tensor, indices: Tensor, dense: Tensor, out: Tensor, n: int, k: int, by_column: bool,
+    bias: Tensor | None = None, activation: str = "", residual: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """D = A B for A ``(m, k)`` compressed, into ``out``, which must be contiguous.
+
+    B is ``[n, k]``, and D ``[n, m]``, activation(D + bias) + residual; with ``by_column`` B is ``[k, n]`` and D ``[m, n]``, as it is.
+    """
+    v, i, d, o = values.data_ptr(), indices.data_ptr(), dense.data_ptr(), out.data_ptr()
+    b, r = 0 if bias is None else bias.data_ptr(), 0 if residual is None else residual.data_ptr()
+    straight = _straight(values) and _straight(dense) and indices.is_contiguous()
+    straight = straight and (bias is None or _straight(bias)) and (residual is None or _straight(residual))
+    if not straight or (v | i | d | o | b | r) & 15:
+        values, indices, dense = _straightened(values), _straightened(indices), _straightened(dense)
+        bias, residual = bias if bias is None else _straightened(bias), residual if residual is None else _straightened(residual)
+        y = torch.empty_like(out) if o & 15 else out
+        multiply(values, indices, dense, y, n, k, by_column, bias, activation, residual)
+        return out if y is out else out.copy_(y)
+    m, module, warps = values.shape[0], core(values), _warps(indices)
+    if indices.dtype != torch.int32:
+        indices = metadata(indices, k, "mma.sp")  # held until the call
+        i = indices.data_ptr()
+    tile, splits = choose(module, m, n, k, by_column, values.get_device())
+    parts = values.new_empty(splits, m, n, dtype=torch.float32) if splits > 1 else None
+    module.gemm_mma_sp(
+        v, i, d, b, r, o, 0 if parts is None else parts.data_ptr(), DTYPES[values.dtype], ACTIVATIONS[activation], m, n, k, by_column,
+        warps, tile, splits, *queue(values),
+    )  # fmt: skip
+    return out
+
+
+def _takes_wgrad(values: Tensor, indices: Tensor, n: int, m: int, cols: int, x: Tensor) -> Verdict:
+    if x.shape[1] % TOGETHER:
+        return False, f"it copies {TOGETHER} columns of x at once, and this one has {x.shape[1]}"
+    return takes(values, indices, n, m, cols)
+
+
+@register("nm_linear_wgrad", _takes_wgrad)
+def linear_wgrad(values: Tensor, indices: Tensor, n: int, m: int, cols: int, x: Tensor, out: Tensor | None = None) -> Tensor:
+    """``nm_linear_wgrad``."""
+    y = x.new_empty(values.shape[0], x.shape[1]) if out is None else out
+    return multiply(values, indices, x, y, x.shape[1], cols, True) if y.numel() else y
+
 
 FEW_TOKENS = 4
 """Up to so many tokens CUDA cores keep up with memory, in every dtype and pattern."""
@@ -65,7 +160,7 @@ def _tokens(x: Tensor, cols: int) -> int:
 def _supports(x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, *_: Any) -> Verdict:
     tokens = _tokens(x, cols)
     if _for_gemm(indices, tokens):
-        can, reason = found = gemm.takes(values, indices, n, m, cols)
+        can, reason = found = takes(values, indices, n, m, cols)
         if not can and tokens > MOST_TOKENS:
             return False, f"its kernels of canonical indices take up to {MOST_TOKENS} tokens, and this call has {tokens}; {reason}"
         return found
@@ -93,7 +188,7 @@ def linear(
     if not y.numel():
         return y
     if _for_gemm(indices, tokens):
-        return gemm.multiply(values, indices, x, y, tokens, cols, False, bias, activation, residual)
+        return multiply(values, indices, x, y, tokens, cols, False, bias, activation, residual)
     x, values, indices = contiguous(x), contiguous(values), indices.contiguous()
     b, r = None if bias is None else contiguous(bias), None if residual is None else contiguous(residual)
     module, processors = core(x), _target(x)
@@ -104,6 +199,6 @@ def linear(
     parts = x.new_empty(splits, tokens, rows, dtype=torch.float32) if splits > 1 else None
     addresses = (x.data_ptr(), values.data_ptr(), indices.data_ptr(), _address(b), _address(r), y.data_ptr(), _address(parts))
     getattr(module, kernel)(
-        *addresses, DTYPES[x.dtype], gemm.ACTIVATIONS[activation], tokens, rows, cols, n, m, splits, processors, *queue(x)
+        *addresses, DTYPES[x.dtype], ACTIVATIONS[activation], tokens, rows, cols, n, m, splits, processors, *queue(x)
     )  # fmt: skip
     return y

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...pattern import Pattern
-from ._core import DTYPES, contiguous, core, queue, register
+from .core import DTYPES, contiguous, core, queue, register
 
 
 class Around(NamedTuple):

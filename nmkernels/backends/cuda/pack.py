@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._dispatch import Verdict
+from ...dispatch import Verdict
 from ...pattern import Pattern
 from ...reference.layouts import meta_shape, to_layout
-from ._core import contiguous, register
 from .compress import Operand, check_flag, flag_for, start
-from .transposable import supports_transposable, transposable_mask
+from .core import contiguous, register
+from .groups import supports_transposable, transposable_mask
 
 
 def supports_pack(w: Tensor, n: int, m: int, select: str, *rest: Any) -> Verdict:

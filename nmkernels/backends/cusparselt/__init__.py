@@ -7,9 +7,9 @@ every layout and dtype that it has; ``search`` finds and stores the fastest righ
 """
 
 from . import linear
-from ._compress import Blob
-from ._problem import Algorithm, Problem
-from ._search import Found, search, search_product
+from .algorithms import Found, search, search_product
+from .compress import Blob
+from .context import Algorithm, Problem
 from .product import compress, compress_packed, matmul
 
 linear.register()

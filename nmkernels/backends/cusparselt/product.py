@@ -9,11 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...pattern import DtypeError, OptionError, PatternError, ShapeError
-from ._blobs import expanded
-from ._choice import ready_for
-from ._compress import Blob, aligned, compress_as
-from ._context import capturing, elsewhere, here, place
-from ._problem import ACTIVATIONS, RESULTS, Problem, misfit, width_step
+from .algorithms import ready_for
+from .compress import Blob, aligned, compress_as, expanded
+from .context import ACTIVATIONS, RESULTS, Problem, capturing, elsewhere, here, misfit, place, width_step
 
 TRANSPOSED = {"nt": False, "nn": True, "tn": True}
 """Whether the operand is given transposed: kept 2:4 along its first dimension, not its last."""

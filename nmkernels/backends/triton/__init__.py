@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._capability import triton as triton_probe
-from ..._dispatch import Verdict, impl
-from .._adamw_plan import of_one_kind
-from .._tensors import ORDERED, tensors
+from ...capability import triton as triton_probe
+from ...dispatch import Verdict, impl
+from ..adamw_plan import of_one_kind
+from ..tensors import ORDERED, tensors
 
 NAME = "triton"
 PRIORITY = 5

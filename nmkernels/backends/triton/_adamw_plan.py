@@ -16,7 +16,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from .._adamw_plan import ACROSS, ALIGNED, ALONG, FLAT, GRAD, OUT, Cache, Layout, Lists, P, strides_of
+from ..adamw_plan import ACROSS, ALIGNED, ALONG, FLAT, GRAD, OUT, Cache, Layout, Lists, P, strides_of
 from . import _adamw_tile as t
 from ._adamw_kernels import owners_kernel
 from ._adamw_table import upload

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .. import _adamw_plan as _plan
+from .. import adamw_plan as _plan
 from ._groups import kept, narrow, widen
 
 STEP, SIZE, FIRST, TILES, INNER, STRIDES = (tl.constexpr(i) for i in range(5, 11))

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .._adamw_plan import Lists, count, layout_of, on_host, skipped, written
-from .._pack import write_rows
+from ..adamw_plan import Lists, count, layout_of, on_host, skipped, written
+from ..pack import write_rows
 from . import _adamw_kernels as k
 from ._adamw_plan import Plan, plan_of
 from ._adamw_table import upload

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .. import _pack
+from .. import pack as _pack
 from .compress import compress
 from .groups import mask, soft_threshold
 from .transposable import transposable_mask

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..._store import Table
+from ...tuning.table import Table
 from . import _plan
 from ._few_tiles import Tile, cut, variants
 from ._launch import next_power_of_2

@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor
 
 import nmkernels as nm
-from nmkernels import _dispatch
+from nmkernels import dispatch
 from nmkernels.autograd import choice
 
 
@@ -28,7 +28,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def mine(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """A backend of nm_linear that does as it is told by the list: right, wrong, unwritten, unsteady, raises, declines."""
     how: list[str] = ["right"]
-    before, runs = _dispatch._impls["nm_linear"], []
+    before, runs = dispatch._impls["nm_linear"], []
 
     def fn(x: Tensor, *args: Any, out: Tensor | None = None) -> Tensor:
         runs.append(0)
@@ -43,6 +43,6 @@ def mine(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
             y.view(-1)[-1] *= 1 + (1e-3 if how[0] == "wrong" else 2e-7)
         return y
 
-    entry = _dispatch.Impl("nm_linear", "mine", fn, lambda *args: (how[0] != "declines", "it is mine"), 1)
-    monkeypatch.setitem(_dispatch._impls, "nm_linear", [*before, entry])
+    entry = dispatch.Impl("nm_linear", "mine", fn, lambda *args: (how[0] != "declines", "it is mine"), 1)
+    monkeypatch.setitem(dispatch._impls, "nm_linear", [*before, entry])
     yield how

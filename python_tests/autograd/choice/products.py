@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from nmkernels._capability import compiled_core
 from nmkernels.autograd.choice import Call, Product
+from nmkernels.capability import compiled_core
 
 CPU = torch.device("cpu")
 FPROP = Product("fprop", 20, 16, 32, 2, 4, torch.float32, CPU)

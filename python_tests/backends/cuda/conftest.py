@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from nmkernels import _dispatch
-from nmkernels.backends.cuda._core import EMULATED, NAME, emulator_built
+from nmkernels import dispatch
+from nmkernels.backends.cuda.core import EMULATED, NAME, emulator_built
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -20,11 +20,11 @@ def device(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def ours(device: str) -> Callable[[str], _dispatch.Impl]:
+def ours(device: str) -> Callable[[str], dispatch.Impl]:
     """``ours("nm_mask")``: this backend's entry for an op, on the device of the test."""
     backend = EMULATED if device == "cpu" else NAME
 
     def entry(op: str) -> Any:
-        return next(i for i in _dispatch.implementations(op) if i.backend == backend)
+        return next(i for i in dispatch.implementations(op) if i.backend == backend)
 
     return entry

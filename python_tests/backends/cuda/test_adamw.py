@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from nmkernels.backends import _adamw_plan as shared
-from nmkernels.backends.cuda import _adamw_plan, adamw
+from nmkernels.backends import adamw_plan as shared
+from nmkernels.backends.cuda import adamw
+from nmkernels.backends.cuda import adamw as _adamw_plan
 from nmkernels.pattern import BackendError
 from nmkernels.testing import assert_equal_bits
 from python_tests.backends.adamw_calls import LAYOUTS, copied, hyper, make, same_as_reference, seeded, shifted

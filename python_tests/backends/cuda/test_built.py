@@ -10,37 +10,37 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import nmkernels as nm
-from nmkernels import _dispatch
-from nmkernels._capability import Probe, cuda_kernels
-from nmkernels.backends.cuda import _core
+from nmkernels import dispatch
+from nmkernels.backends.cuda import core
+from nmkernels.capability import Probe, cuda_kernels
 from python_tests.ops.samples import adamw
 
-emulated = pytest.mark.skipif(not _core.emulator_built(), reason="the emulator is not built; NMKERNELS_EMULATOR=1 builds it")
+emulated = pytest.mark.skipif(not core.emulator_built(), reason="the emulator is not built; NMKERNELS_EMULATOR=1 builds it")
 
 
 @pytest.mark.skipif(os.environ.get("NMKERNELS_EMULATOR", "0") == "0", reason="the emulator is not asked for")
 def test_the_emulator_is_built() -> None:
-    assert _core.emulator_built()
+    assert core.emulator_built()
 
 
 @emulated
 def test_it_is_never_chosen_by_itself() -> None:
     w = torch.randn(4, 8)
-    assert _dispatch.implementations("nm_mask")[-1].backend == _core.EMULATED
-    assert _dispatch.choose("nm_mask", w, 2, 4).backend != _core.EMULATED
+    assert dispatch.implementations("nm_mask")[-1].backend == core.EMULATED
+    assert dispatch.choose("nm_mask", w, 2, 4).backend != core.EMULATED
 
 
 @emulated
 def test_it_runs_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     w = torch.randn(4, 8)
     expected = nm.ops.mask(w, "2:4")
-    monkeypatch.setenv("NMKERNELS_BACKEND", _core.EMULATED)
-    assert f"{_core.EMULATED} chosen" in nm.explain("nm_mask", w, 2, 4)
+    monkeypatch.setenv("NMKERNELS_BACKEND", core.EMULATED)
+    assert f"{core.EMULATED} chosen" in nm.explain("nm_mask", w, 2, 4)
     assert torch.equal(nm.ops.mask(w, "2:4"), expected)
 
 
 def test_the_compiled_kernels_decline_the_cpu() -> None:
-    entry = next(i for i in _dispatch.implementations("nm_mask") if i.backend == _core.NAME)
+    entry = next(i for i in dispatch.implementations("nm_mask") if i.backend == core.NAME)
     can, reason = entry.supports(torch.randn(4, 8), 2, 4)
     assert not can and reason
 
@@ -60,32 +60,32 @@ def test_a_driver_that_takes_no_kernels_leaves_the_call_to_others(
     on_gpu: torch.Tensor, monkeypatch: pytest.MonkeyPatch, verdict: Probe
 ) -> None:
     """Chosen by itself the backend steps aside, asked for by name it raises; the GPU of the tensor is asked, not the current one."""
-    monkeypatch.delenv(_dispatch.ENV, raising=False)
-    monkeypatch.setattr(_core, "cuda_kernels", {1: verdict}.__getitem__)
-    assert (_dispatch.choose("nm_mask", on_gpu, 2, 4).backend == _core.NAME) == verdict.ok
+    monkeypatch.delenv(dispatch.ENV, raising=False)
+    monkeypatch.setattr(core, "cuda_kernels", {1: verdict}.__getitem__)
+    assert (dispatch.choose("nm_mask", on_gpu, 2, 4).backend == core.NAME) == verdict.ok
     assert (f"declined: {OLD.reason}" in nm.explain("nm_mask", on_gpu, 2, 4)) == (not verdict.ok)
     # ops that take lists
-    entry = next(i for i in _dispatch.implementations("nm_masked_adamw_") if i.backend == _core.NAME)
+    entry = next(i for i in dispatch.implementations("nm_masked_adamw_") if i.backend == core.NAME)
     args = adamw(shapes=((4, 8),))
     moved = [[on_gpu] if isinstance(a, list) and a else a for a in args]
     assert entry.supports(*moved)[1] == verdict.reason or verdict.ok
-    monkeypatch.setenv(_dispatch.ENV, _core.NAME)
+    monkeypatch.setenv(dispatch.ENV, core.NAME)
     if not verdict.ok:
         with pytest.raises(nm.BackendError, match=re.escape(OLD.reason) + ".*Unset"):
-            _dispatch.choose("nm_mask", on_gpu, 2, 4)
+            dispatch.choose("nm_mask", on_gpu, 2, 4)
 
 
 def test_no_gpu_is_asked_for_a_tensor_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which would start CUDA in a process that may never need it."""
-    monkeypatch.setattr(_core, "cuda_kernels", lambda _: pytest.fail("a GPU was asked"))
-    assert _dispatch.choose("nm_mask", torch.randn(4, 8), 2, 4).backend != _core.NAME
+    monkeypatch.setattr(core, "cuda_kernels", lambda _: pytest.fail("a GPU was asked"))
+    assert dispatch.choose("nm_mask", torch.randn(4, 8), 2, 4).backend != core.NAME
 
 
 @pytest.mark.gpu
 def test_the_kernels_run_on_every_gpu_of_this_machine() -> None:
     for device in range(torch.cuda.device_count()):
         assert cuda_kernels(device).ok, cuda_kernels(device).reason
-        capability, processors, shared, *clocks = _core.core(torch.empty(0, device=device)).gpu(device)
+        capability, processors, shared, *clocks = core.core(torch.empty(0, device=device)).gpu(device)
         found = torch.cuda.get_device_properties(device)
         assert (capability, processors) == (10 * found.major + found.minor, found.multi_processor_count)
         assert shared >= 99 << 10 and all(c >= 0 for c in clocks)

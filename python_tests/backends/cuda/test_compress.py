@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from nmkernels import Pattern, ShapeError, _dispatch, reference, testing
+from nmkernels import Pattern, ShapeError, dispatch, reference, testing
 from nmkernels.reference import pack_indices
 from python_tests.backends.cuda.packing import some_mask
 
 SMALL = ["2:4", "1:4", "1:8", "2:8", "1:16"]
 ANY = ["3:4", "4:4", "1:1", "2:3", "4:8", "3:5", "5:16", "12:16", "1:32", "3:33", "8:256", "128:256"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-Ours = Callable[[str], _dispatch.Impl]
+Ours = Callable[[str], dispatch.Impl]
 
 
 def assert_same(got: tuple[Tensor, ...], want: tuple[Tensor, ...], what: str = "") -> None:

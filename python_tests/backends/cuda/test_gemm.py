@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from nmkernels import ops, reference
-from nmkernels.backends.cuda import gemm, linear
+from nmkernels.backends.cuda import linear
+from nmkernels.backends.cuda import linear as gemm
 from nmkernels.testing import assert_equal_bits, assert_no_worse, fill_poison
 from python_tests.backends.cuda.test_linear import unaligned
 from python_tests.backends.product_calls import ACTIVATIONS, inputs, packed

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nmkernels import reference
-from nmkernels.backends.cuda.metadata import metadata
+from nmkernels.backends.cuda.compress import metadata
 from nmkernels.testing import assert_equal_bits, fill_poison
 from python_tests.backends.cuda.test_linear import unaligned
 

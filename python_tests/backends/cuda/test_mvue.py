@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from nmkernels import Pattern, _dispatch, reference, testing
-from nmkernels.reference.philox import uniforms24
+from nmkernels import Pattern, dispatch, reference, testing
+from nmkernels.reference.mvue import uniforms24
 from python_tests.ops.samples import seed
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 SMALL = ["2:4", "1:4", "2:8", "1:8", "1:16"]
 ANY = ["1:2", "3:4", "2:5", "3:5", "4:8", "2:16", "4:32"]
 OPS = ["nm_mvue", "nm_mvue_compress"]
-Ours = Callable[[str], _dispatch.Impl]
+Ours = Callable[[str], dispatch.Impl]
 
 
 def check(ours: Ours, g: Tensor, p: Pattern, dim: int, words: Tensor, method: str, device: str, what: str = "") -> None:
@@ -97,7 +97,7 @@ def test_shapes(shape: tuple[int, ...], dim: int, pattern: str, method: str, dev
 def test_blocks_of_two_tiles(device: str, ours: Ours) -> None:
     """From 1024 tiles on a block takes two, one after the other; here the last has one."""
     g = torch.randn(342, 374, 8, dtype=BF16)
-    cpu = next(i for i in _dispatch.implementations("nm_mvue") if i.backend in ("cpu", "reference"))
+    cpu = next(i for i in dispatch.implementations("nm_mvue") if i.backend in ("cpu", "reference"))
     got = ours("nm_mvue").fn(g.to(device), 2, 4, 1, seed(1).to(device), "exact")
     want = cpu.fn(g, 2, 4, 1, seed(1), "exact")
     testing.assert_equal_bits(got, want)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nmkernels import Pattern, ShapeError, _dispatch, reference, testing
+from nmkernels import Pattern, ShapeError, dispatch, reference, testing
 from nmkernels.backends.cuda import pack
 from python_tests.backends.cuda.packing import some_mask, some_mask_both_ways
 from python_tests.conformance import moved
@@ -22,7 +22,7 @@ Check = Callable[..., None]
 
 
 @pytest.fixture
-def check(device: str, ours: Callable[[str], _dispatch.Impl]) -> Check:
+def check(device: str, ours: Callable[[str], dispatch.Impl]) -> Check:
     def run(
         w: Tensor, pattern: str, select: str, way: str, dtype: torch.dtype | None = None, mask: Tensor | None = None,
         scale: Tensor | None = None, layout: str = "canonical",
@@ -164,7 +164,7 @@ def test_nothing_to_do(way: str, shape: tuple[int, int], check: Check) -> None:
 
 @pytest.mark.parametrize("pattern", [*SMALL, "3:5"])
 @pytest.mark.parametrize("way", list(ORIENTATIONS))
-def test_a_mask_that_keeps_too_many_is_refused(way: str, pattern: str, device: str, ours: Callable[[str], _dispatch.Impl]) -> None:
+def test_a_mask_that_keeps_too_many_is_refused(way: str, pattern: str, device: str, ours: Callable[[str], dispatch.Impl]) -> None:
     """In an orientation that is wanted, and only there."""
     p = Pattern(pattern)
     rows, cols = 40 // p.m * p.m + p.m, 96 // p.m * p.m + p.m
@@ -191,7 +191,7 @@ def test_a_mask_that_keeps_too_many_is_refused(way: str, pattern: str, device: s
 @pytest.mark.parametrize("pattern", ["2:4", "1:8"])
 @pytest.mark.parametrize("turned", [False, True])
 def test_a_held_mask_is_packed_as_a_given_one_and_not_checked(
-    turned: bool, pattern: str, device: str, ours: Callable[[str], _dispatch.Impl], monkeypatch: pytest.MonkeyPatch
+    turned: bool, pattern: str, device: str, ours: Callable[[str], dispatch.Impl], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The host would wait for the answer once per layer and step."""
     p, w = Pattern(pattern), torch.randn(64, 64, device=device)
@@ -204,13 +204,13 @@ def test_a_held_mask_is_packed_as_a_given_one_and_not_checked(
     ours("nm_pack").fn(w, p.n, p.m, "held", torch.ones_like(mask), *rest)  # anything, and nothing outside of the buffers
 
 
-def test_two_runs_are_equal(device: str, ours: Callable[[str], _dispatch.Impl]) -> None:
+def test_two_runs_are_equal(device: str, ours: Callable[[str], dispatch.Impl]) -> None:
     w = torch.randn(128, 256, device=device)
     first, second = (ours("nm_pack").fn(w, 2, 4, "transposable", None, None, BF16, True, True, "mma.sp") for _ in range(2))
     testing.assert_equal_bits(first, second)
 
 
-def test_what_it_declines(device: str, ours: Callable[[str], _dispatch.Impl]) -> None:
+def test_what_it_declines(device: str, ours: Callable[[str], dispatch.Impl]) -> None:
     w = torch.randn(8, 8, device=device)
     can, reason = ours("nm_pack").supports(w, 1, 4, "transposable", None, None, None, True, True, "canonical")
     assert not can and "matching problem" in reason

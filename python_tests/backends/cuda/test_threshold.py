@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from nmkernels import Pattern, _dispatch, reference, testing
+from nmkernels import Pattern, dispatch, reference, testing
 
 OP = "nm_soft_threshold_scale"
 CHUNK = 4096
 """Elements of one partial sum of the usual patterns."""
 INF, NAN = float("inf"), float("nan")
-Ours = Callable[[str], _dispatch.Impl]
+Ours = Callable[[str], dispatch.Impl]
 
 
 @pytest.fixture

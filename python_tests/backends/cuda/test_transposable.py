@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from nmkernels import _dispatch, reference, testing
+from nmkernels import dispatch, reference, testing
 from python_tests.backends.tile_ties import ties_and_roundings
 
 OP = "nm_transposable_mask"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-Ours = Callable[[str], _dispatch.Impl]
+Ours = Callable[[str], dispatch.Impl]
 Check = Callable[..., Tensor]
 
 

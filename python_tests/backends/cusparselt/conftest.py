@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from nmkernels import _capability, _cusparselt, _dispatch
-from nmkernels.backends.cusparselt import _blobs, _choice, _context, _gelu, linear, product
+from nmkernels import capability, dispatch
+from nmkernels.backends.cusparselt import algorithms, compress, context, linear, product
+from nmkernels.backends.cusparselt import linear as _gelu
 
 SOURCE = Path(__file__).resolve().parents[3] / "csrc" / "tests" / "cusparselt" / "fake.cpp"
 
@@ -45,8 +46,8 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """``build("name", "-DOPTION")``: the library as compiled with options."""
     if not SOURCE.exists() or shutil.which("c++") is None:
         pytest.skip("the library of the tests needs the sources and a C++ compiler")
-    if not _capability.compiled_core().ok:
-        pytest.skip(_capability.compiled_core().reason)
+    if not capability.compiled_core().ok:
+        pytest.skip(capability.compiled_core().reason)
     folder = tmp_path_factory.mktemp("cusparselt")
 
     def compile(name: str, *options: str) -> Path:
@@ -64,18 +65,18 @@ def _built(build: Callable[..., Path]) -> Fake:
 
 def forget() -> None:
     """As if nothing had been multiplied in this process."""
-    _context._threads.here.clear()
-    for module in (_blobs, _choice, _gelu):
+    context._threads.here.clear()
+    for module in (compress, algorithms, _gelu):
         module.forget()
 
 
 @pytest.fixture
 def fake(_built: Fake, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Fake]:
     """The library of the tests instead of cuSPARSELt. At the end nothing of it may live, and it must have been called rightly."""
-    monkeypatch.setenv(_cusparselt.ENV, str(_built.path))
+    monkeypatch.setenv(capability.ENV, str(_built.path))
     monkeypatch.setenv("NMKERNELS_CACHE", str(tmp_path))
     _built.reset()
-    library, reason = _cusparselt.opened()
+    library, reason = capability.opened()
     assert library is not None, reason
     library.replan = False
     forget()
@@ -88,9 +89,9 @@ def fake(_built: Fake, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Itera
 
 
 @pytest.fixture
-def ours() -> Callable[[str], _dispatch.Impl]:
+def ours() -> Callable[[str], dispatch.Impl]:
     """``ours("nm_linear")``: the backend's entry for an op."""
-    return lambda op: next(entry for entry in _dispatch.implementations(op) if entry.backend == linear.NAME)
+    return lambda op: next(entry for entry in dispatch.implementations(op) if entry.backend == linear.NAME)
 
 
 @pytest.fixture
@@ -98,7 +99,7 @@ def capture(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     """``capture(True)``: from now on a CUDA graph is being captured."""
 
     def set(on: bool) -> None:
-        for module in (_context, _blobs, _gelu, linear, product):
+        for module in (context, compress, _gelu, linear, product):
             monkeypatch.setattr(module, "capturing", lambda _: on)
 
     return set
@@ -106,4 +107,4 @@ def capture(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
 
 def routes(device: int = 0) -> dict[Any, Any]:
     """What this thread knows how to multiply."""
-    return _context.here(device).routes
+    return context.here(device).routes

@@ -7,7 +7,7 @@ import pytest
 from bench import registry, runner
 from bench.registry import Spec
 from bench.runner import Partly
-from nmkernels.backends.cusparselt import Algorithm, _choice, _context, _search
+from nmkernels.backends.cusparselt import Algorithm, algorithms, context
 from python_tests.backends.cusparselt.conftest import forget, routes
 
 DEFAULT, SEARCHED = "nmkernels cusparselt, canonical", "nmkernels cusparselt, canonical, searched"
@@ -19,12 +19,12 @@ each = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.op)
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Algorithm 2 is the fastest; no product of the machine's is timed."""
     monkeypatch.setattr("bench.machine.matmul_rate", lambda dtype, device: 1e9)
-    monkeypatch.setattr(_search, "_seconds", lambda call, like: (call(), 1.0 if _running() == Algorithm(2) else 2.0)[1])
+    monkeypatch.setattr(algorithms, "_seconds", lambda call, like: (call(), 1.0 if _running() == Algorithm(2) else 2.0)[1])
 
 
 def _running() -> Algorithm:
     """The algorithm of the plan that was made last."""
-    return list(_context.here(0).plans)[-1][1]
+    return list(context.here(0).plans)[-1][1]
 
 
 def providers(spec: Spec) -> dict[str, registry.Provider]:
@@ -66,7 +66,7 @@ def test_one_that_fails_costs_itself_alone(fake, lost: str, monkeypatch: pytest.
     if lost == SEARCHED:
         monkeypatch.setattr("nmkernels.backends.cusparselt.search", fails)
     else:
-        monkeypatch.setattr(_choice, "first_right", fails)
+        monkeypatch.setattr(algorithms, "first_right", fails)
     with pytest.raises(Partly, match=f"timed without {lost}: RuntimeError: no memory to search in") as partly:
         runner.measure(SPECS[0], "cpu", 0.0)
     found = {r.provider for r in partly.value.rows}

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nmkernels import BackendError, reference
-from nmkernels.backends.cusparselt import Algorithm, Problem, _choice, _context, search, search_product
+from nmkernels.backends.cusparselt import Algorithm, Problem, algorithms, context, search, search_product
 from python_tests.backends.cusparselt.conftest import forget, routes
 
 
@@ -59,7 +59,7 @@ def test_a_default_that_is_wrong_is_not_used(fake, ours, fault, words) -> None:
     args = arguments()
     right(ours, args)
     assert used() == [Algorithm(1)]
-    assert [ready.algorithm for ready in _context.here(0).plans.values()] == [Algorithm(1)], "what is wrong is not kept"
+    assert [ready.algorithm for ready in context.here(0).plans.values()] == [Algorithm(1)], "what is wrong is not kept"
     for i in range(1, 4):
         fake.set(f"{fault}:{i}")
     forget()
@@ -98,10 +98,10 @@ def test_no_memory_to_check_with_is_no_verdict(fake, ours, monkeypatch) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with monkeypatch.context() as m:
-        m.setattr(_choice, "Judge", full)
+        m.setattr(algorithms, "Judge", full)
         with pytest.raises(BackendError, match="no memory to check nt.bfloat16.bfloat16.plain.32x64x16 with"):
             ours("nm_linear").fn(*args)
-        m.setattr("nmkernels.backends.cusparselt._search.Judge", full)
+        m.setattr("nmkernels.backends.cusparselt.algorithms.Judge", full)
         with pytest.raises(BackendError, match="no memory to search nt.bfloat16.bfloat16.plain.32x64x16 in"):
             search("nm_linear", *args)
     right(ours, args)
@@ -174,7 +174,7 @@ def test_nothing_right(fake, tmp_path) -> None:
 def test_plans_of_a_search_are_taken_back_and_calls_follow_it(fake, ours) -> None:
     right(ours, arguments())
     search("nm_linear", *arguments(), timer=Clock(1.0, 0.5))
-    assert len(_context.here(0).plans) == 0
+    assert len(context.here(0).plans) == 0
     right(ours, arguments())
     assert used() == [Algorithm(0)]
 
@@ -183,13 +183,13 @@ def test_plans_of_a_search_are_taken_back_and_calls_follow_it(fake, ours) -> Non
 
 
 def stored() -> dict:
-    return json.loads(Path(_choice.TABLE.path()).read_text())["choices"]
+    return json.loads(Path(algorithms.TABLE.path()).read_text())["choices"]
 
 
 def test_a_choice_is_stored_and_read_again(fake, ours) -> None:
     args = arguments(bias=True, activation="relu2")
     found = search("nm_linear", *args, timer=Clock(9, 9, 9, 2, 9))
-    assert found.path == str(_choice.TABLE.path())
+    assert found.path == str(algorithms.TABLE.path())
     assert stored() == {
         "host|cuSPARSELt 0.8.0|nt|bfloat16|bfloat16|bias+relu|32x64x16": {
             "id": 2, "splits": 1, "mode": 0, "width": 16, "replan": False, "us": 2e6, "default us": 9e6,
@@ -232,7 +232,7 @@ def test_a_line_that_somebody_has_edited(fake, ours, line) -> None:
     args = arguments()
     search("nm_linear", *args, timer=Clock(9, 9, 9, 9, 2))
     (key,) = stored()
-    _choice.TABLE.store({key: line})
+    algorithms.TABLE.store({key: line})
     forget()
     with pytest.warns(RuntimeWarning, match="is ignored: "):
         right(ours, args)
@@ -240,28 +240,28 @@ def test_a_line_that_somebody_has_edited(fake, ours, line) -> None:
 
 
 def test_each_version_of_the_library_has_its_own(fake, ours) -> None:
-    from nmkernels import _cusparselt
+    from nmkernels import capability
 
     args = arguments()
     search("nm_linear", *args, timer=Clock(9, 9, 9, 9, 2))
     fake.set("version", 1000)
-    _cusparselt._opened.cache_clear()
+    capability._opened.cache_clear()
     forget()
     right(ours, args)
     assert used() == [Algorithm()]
     fake.set("version", 800)
-    _cusparselt._opened.cache_clear()
+    capability._opened.cache_clear()
     forget()
     right(ours, args)
     assert used() == [Algorithm(3)]
     forget()
-    _cusparselt._opened.cache_clear()
+    capability._opened.cache_clear()
 
 
 def test_a_folder_that_cannot_be_written(fake, ours, monkeypatch, tmp_path) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("NMKERNELS_CACHE", str(tmp_path / "file" / "folder"))
-    _choice.TABLE.forget()
+    algorithms.TABLE.forget()
     args = arguments()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -269,7 +269,7 @@ def test_a_folder_that_cannot_be_written(fake, ours, monkeypatch, tmp_path) -> N
     assert found.path is None and found.note.startswith("not stored: ")
     right(ours, args)
     assert used() == [Algorithm(0)], "this process follows it all the same"
-    _choice.TABLE._unwritten.clear()
+    algorithms.TABLE._unwritten.clear()
 
 
 def test_what_is_known_of_biases_is_stored(fake, ours) -> None:
@@ -278,7 +278,7 @@ def test_what_is_known_of_biases_is_stored(fake, ours) -> None:
     search("nm_linear", *args, timer=Clock(9, 2))
     assert all(line["replan"] for line in stored().values())
     forget()
-    _context.library().replan = False
+    context.library().replan = False
     right(ours, args)
     right(ours, (*args[:6], torch.randn(32).bfloat16(), ""))
 
@@ -287,4 +287,4 @@ def test_search_of_a_product_of_its_own(fake) -> None:
     problem = Problem("tn", torch.float16, torch.float16, 32, 64, 16, residual=True)
     found = search_product(problem, torch.empty(0), timer=Clock(9, 9, 3, 9))
     assert found.best == Algorithm(1)
-    assert _choice.ready_for(problem, _context.here(0), torch.empty(0), 0).algorithm == Algorithm(1)
+    assert algorithms.ready_for(problem, context.here(0), torch.empty(0), 0).algorithm == Algorithm(1)

@@ -7,15 +7,16 @@ import threading
 import pytest
 import torch
 
-from nmkernels import BackendError, _cusparselt, ops, reference, testing
-from nmkernels.backends.cusparselt import _blobs, compress, matmul, search
+from nmkernels import BackendError, capability, ops, reference, testing
+from nmkernels.backends.cusparselt import compress, matmul, search
+from nmkernels.backends.cusparselt import compress as _blobs
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(autouse=True)
 def _library(monkeypatch, tmp_path):
-    library, reason = _cusparselt.opened()
+    library, reason = capability.opened()
     if library is None:
         pytest.skip(reason)
     monkeypatch.setenv("NMKERNELS_CACHE", str(tmp_path))

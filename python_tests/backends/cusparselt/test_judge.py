@@ -5,22 +5,22 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nmkernels.backends.cusparselt import Algorithm, Problem, _choice, _context
-from nmkernels.backends.cusparselt._judge import Judge
+from nmkernels.backends.cusparselt import Algorithm, Problem, algorithms, context
+from nmkernels.backends.cusparselt.algorithms import Judge
 
 
 def test_wrong_integers_are_noticed(fake) -> None:
     fake.set("unwritten:0")
-    at = _context.here(0)
+    at = context.here(0)
     for out in (torch.int32, torch.int8):
         problem = Problem("nt", torch.int8, out, 32, 64, 16)
-        assert _choice.ready_for(problem, at, torch.empty(0), 0).algorithm == Algorithm(1)
+        assert algorithms.ready_for(problem, at, torch.empty(0), 0).algorithm == Algorithm(1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn])
 def test_what_surrounds_the_first_call_does_not_change_the_bound(fake, dtype) -> None:
     def judge() -> Judge:
-        return Judge(Problem("nt", dtype, torch.float16, 32, 64, 16), _context.here(0), torch.empty(0), 0)
+        return Judge(Problem("nt", dtype, torch.float16, 32, 64, 16), context.here(0), torch.empty(0), 0)
 
     first = judge()
     with torch.autocast("cpu", dtype=torch.bfloat16):

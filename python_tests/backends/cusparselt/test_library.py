@@ -9,31 +9,31 @@ import pytest
 import torch
 
 from bench import cusparselt_abi
-from nmkernels import BackendError, _capability, _cusparselt, reference
+from nmkernels import BackendError, capability, reference
 from nmkernels.backends import cusparselt
-from nmkernels.backends.cusparselt import _context
+from nmkernels.backends.cusparselt import context
 
 needs_compiler = pytest.mark.skipif(
     shutil.which("c++") is None or not cusparselt_abi.REPORT.exists(), reason="the sources and a C++ compiler are needed"
 )
 
 
-def probe() -> _capability.Probe:
-    return _capability.cusparselt.__wrapped__()
+def probe() -> capability.Probe:
+    return capability.cusparselt.__wrapped__()
 
 
 @pytest.mark.parametrize(("version", "text"), [(800, "0.8.0"), (801, "0.8.1"), (1000, "0.10.0"), (1_000_203, "1.2.3")])
 def test_versions_that_are_known(fake, version, text) -> None:
     fake.set("version", version)
-    _cusparselt._opened.cache_clear()
+    capability._opened.cache_clear()
     assert probe() == (True, f"cuSPARSELt {text}, {fake.path}")
-    _cusparselt._opened.cache_clear()
+    capability._opened.cache_clear()
 
 
 @pytest.mark.parametrize(("version", "text"), [(700, "0.7.0"), (1, "0.0.1"), (602, "0.6.2")])
 def test_one_that_is_too_old(fake, version, text) -> None:
     fake.set("version", version)
-    _cusparselt._opened.cache_clear()
+    capability._opened.cache_clear()
     ok, reason = probe()
     assert not ok
     assert reason == (
@@ -42,15 +42,15 @@ def test_one_that_is_too_old(fake, version, text) -> None:
     )
     with pytest.raises(BackendError, match="is too old"):
         cusparselt.compress(torch.ones(16, 16, dtype=torch.float16), mask=torch.zeros(16, 16, dtype=torch.bool))
-    _cusparselt._opened.cache_clear()
+    capability._opened.cache_clear()
 
 
 def test_a_file_that_is_missing_or_no_library(fake, monkeypatch, tmp_path) -> None:
-    monkeypatch.setenv(_cusparselt.ENV, str(tmp_path / "nowhere.so"))
+    monkeypatch.setenv(capability.ENV, str(tmp_path / "nowhere.so"))
     assert "cannot open shared object file" in probe().reason
     text = tmp_path / "text.so"
     text.write_text("no library")
-    monkeypatch.setenv(_cusparselt.ENV, str(text))
+    monkeypatch.setenv(capability.ENV, str(text))
     ok, reason = probe()
     assert not ok and reason.startswith(f"{text} is not usable: it cannot be opened") and "names this file" in reason
 
@@ -62,48 +62,48 @@ def without(build):
 
 
 def test_a_missing_entry_is_named(fake, without, monkeypatch) -> None:
-    monkeypatch.setenv(_cusparselt.ENV, str(without))
+    monkeypatch.setenv(capability.ENV, str(without))
     ok, reason = probe()
     assert not ok and "is not usable: it has no cusparseLtDenseDescriptorInit." in reason
 
 
 def test_none_at_all(monkeypatch, tmp_path) -> None:
-    monkeypatch.delenv(_cusparselt.ENV, raising=False)
-    monkeypatch.setattr(_cusparselt, "folders", lambda: [tmp_path])
-    monkeypatch.setattr(_cusparselt, "SONAMES", ("libcusparseLt-that-nobody-has.so.0",))
-    _cusparselt._opened.cache_clear()
-    library, reason = _cusparselt.opened()
+    monkeypatch.delenv(capability.ENV, raising=False)
+    monkeypatch.setattr(capability, "folders", lambda: [tmp_path])
+    monkeypatch.setattr(capability, "SONAMES", ("libcusparseLt-that-nobody-has.so.0",))
+    capability._opened.cache_clear()
+    library, reason = capability.opened()
     assert library is None
     assert reason.startswith("libcusparseLt is neither in a pip wheel nor on the system; `pip install -U nvidia-cusparselt-cu13`")
-    _cusparselt._opened.cache_clear()
+    capability._opened.cache_clear()
 
 
 @pytest.mark.parametrize("folder", ["cusparselt", "cu13"])
 def test_the_pip_wheel_is_looked_in_first(fake, monkeypatch, tmp_path, folder) -> None:
-    monkeypatch.delenv(_cusparselt.ENV)
-    monkeypatch.setattr(_cusparselt, "folders", lambda: [tmp_path])
+    monkeypatch.delenv(capability.ENV)
+    monkeypatch.setattr(capability, "folders", lambda: [tmp_path])
     library = tmp_path / folder / "lib" / "libcusparseLt.so.0"
     library.parent.mkdir(parents=True)
     shutil.copy(fake.path, library)
-    _cusparselt._opened.cache_clear()
+    capability._opened.cache_clear()
     assert probe() == (True, f"cuSPARSELt 0.8.0, {library}")
     library = library.with_name("libcusparseLt.so.0.8")  # by another name: the loader knows the one that it has loaded
     library.write_text("damaged")
     library.with_name("libcusparseLt.so.0").unlink()
     # a CUDA build of torch has loaded the real one, which the loader then knows by this name whatever is in the wheel
-    monkeypatch.setattr(_cusparselt, "SONAMES", ("libcusparseLt-that-nobody-has.so.0",))
-    _cusparselt._opened.cache_clear()
+    monkeypatch.setattr(capability, "SONAMES", ("libcusparseLt-that-nobody-has.so.0",))
+    capability._opened.cache_clear()
     ok, reason = probe()
     assert not ok and str(library) in reason and "pip install -U" in reason
-    monkeypatch.setattr(_cusparselt, "SONAMES", (str(fake.path),))
-    _cusparselt._opened.cache_clear()
+    monkeypatch.setattr(capability, "SONAMES", (str(fake.path),))
+    capability._opened.cache_clear()
     assert probe() == (True, f"cuSPARSELt 0.8.0, {fake.path}")
-    _cusparselt._opened.cache_clear()
+    capability._opened.cache_clear()
 
 
 def test_the_library_needs_the_core(monkeypatch) -> None:
-    monkeypatch.setattr(_cusparselt, "compiled_core", lambda: _capability.Probe(False, "nmkernels._C is not built"))
-    assert _cusparselt.opened() == (None, "it is reached through the compiled core, and nmkernels._C is not built")
+    monkeypatch.setattr(capability, "compiled_core", lambda: capability.Probe(False, "nmkernels._C is not built"))
+    assert capability.opened() == (None, "it is reached through the compiled core, and nmkernels._C is not built")
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_a_failing_entry_is_named_and_leaves_nothing_behind(fake, ours, entry) -
         can, reason = ours("nm_linear").supports(*args)
         assert not can and f"cusparseLt{entry} failed" in reason
     fake.set(f"fail:{entry}", 0)
-    _context._threads.here.clear()
+    context._threads.here.clear()
     cusparselt._choice.forget()
     assert torch.isfinite(ours("nm_linear").fn(*args)).all()
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nmkernels import Pattern, ops, reference, testing
-from nmkernels.backends.cusparselt import _context
+from nmkernels.backends.cusparselt import context
 from python_tests.backends.cusparselt.conftest import routes
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -169,7 +169,7 @@ def test_what_is_declined(fake, ours, change, reason) -> None:
 
 def test_without_a_library_nothing_is_opened_for_tensors_of_the_cpu(ours, monkeypatch) -> None:
     monkeypatch.delenv("NMKERNELS_CUSPARSELT", raising=False)
-    monkeypatch.setattr("nmkernels._cusparselt.opened", lambda: pytest.fail("the library was opened"))
+    monkeypatch.setattr("nmkernels.capability.opened", lambda: pytest.fail("the library was opened"))
     assert ours("nm_linear").supports(normal(8, 64), *operand(), 2, 4, 64) == (
         False,
         "it runs on GPUs, and one of these tensors is on cpu",
@@ -185,7 +185,7 @@ def test_through_the_dispatcher(fake, monkeypatch) -> None:
     c = ops.compress(normal(32, 64), "2:4")
     x = normal(8, 64)
     by_itself = ops.linear(x, c)
-    assert not _context._threads.here, "it is not chosen by itself"
+    assert not context._threads.here, "it is not chosen by itself"
     monkeypatch.setenv("NMKERNELS_BACKEND", "cusparselt")
     testing.assert_no_worse(ops.linear(x, c), by_itself, reference.linear(x.double(), c.values.double(), c.indices, 2, 4, 64))
     assert fake.calls("Matmul")

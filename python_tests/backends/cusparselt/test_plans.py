@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nmkernels import BackendError, reference
-from nmkernels.backends.cusparselt import Algorithm, Problem, _context, compress, matmul
+from nmkernels.backends.cusparselt import Algorithm, Problem, compress, context, matmul
 from python_tests.backends.cusparselt.conftest import forget
 
 X = {"dtype": torch.bfloat16, "rows": 32, "cols": 64, "tokens": 8, "bias": False, "activation": "", "residual": False}
@@ -61,7 +61,7 @@ def test_a_cached_call_asks_nothing_else_of_the_library(fake, ours) -> None:
 
 
 def test_layouts_results_algorithms_and_splits_make_other_plans(fake) -> None:
-    at, like = _context.here(0), torch.empty(0)
+    at, like = context.here(0), torch.empty(0)
     base = Problem("nt", torch.int8, torch.int32, 32, 64, 16)
     floats = Problem("nt", torch.float16, torch.float16, 32, 64, 16)
     made = [
@@ -88,11 +88,11 @@ def test_another_library_has_its_own(fake, ours, monkeypatch, tmp_path) -> None:
 
 
 def test_many_plans_are_dropped(fake, ours, monkeypatch) -> None:
-    monkeypatch.setattr(_context, "KEPT", 3)
+    monkeypatch.setattr(context, "KEPT", 3)
     start = fake.get("live")
     for tokens in (8, 16, 24, 32, 40, 48, 56, 8):
         close(call(ours, tokens=tokens))
-        assert len(_context.here(0).plans) <= 3
+        assert len(context.here(0).plans) <= 3
     # handle, and per plan two matrices, a selection, a plan; the sparse matrix is shared
     assert fake.get("live") - start <= 2 + 3 * 4
 
@@ -125,10 +125,10 @@ def test_threads(fake, ours) -> None:
 
 def test_devices(fake, ours, monkeypatch) -> None:
     for device in (0, 1, 0, 3):
-        monkeypatch.setattr(_context, "on_host", lambda device=device: (device, 0))
+        monkeypatch.setattr(context, "on_host", lambda device=device: (device, 0))
         fake.set("device", device)
         close(call(ours))
-    assert sorted(_context._threads.here) == [0, 1, 3]
+    assert sorted(context._threads.here) == [0, 1, 3]
     assert fake.calls("Init") == fake.calls("MatmulPlanInit") == 3
 
 
@@ -142,7 +142,7 @@ def test_a_call_on_the_wrong_device_would_be_noticed(fake, ours) -> None:
 
 
 def test_workspaces(fake, ours, monkeypatch, capture) -> None:
-    at = _context.here(0)
+    at = context.here(0)
     close(call(ours))
     assert at.workspaces == {}
     fake.set("workspace", 100)
@@ -154,11 +154,11 @@ def test_workspaces(fake, ours, monkeypatch, capture) -> None:
     close(call(ours, tokens=32))
     grown = at.workspaces[0]
     assert grown.numel() == 1000
-    monkeypatch.setattr(_context, "on_host", lambda: (0, 7))
+    monkeypatch.setattr(context, "on_host", lambda: (0, 7))
     close(call(ours, tokens=32))
     assert set(at.workspaces) == {0, 7} and at.workspaces[0] is grown
     capture(True)
-    monkeypatch.setattr(_context, "on_host", lambda: (0, 8))
+    monkeypatch.setattr(context, "on_host", lambda: (0, 8))
     close(call(ours, tokens=32))
     assert set(at.workspaces) == {0, 7}, "a graph has its own"
 
@@ -168,7 +168,7 @@ def test_a_workspace_lives_until_its_product_is_launched(fake, ours, monkeypatch
     fake.set("workspace", 4096)
     close(call(ours))
     made: list[weakref.ref] = []
-    workspace = _context.Here.workspace
+    workspace = context.Here.workspace
 
     def watched(self, *args):
         made.append(weakref.ref(found := workspace(self, *args)))
@@ -179,8 +179,8 @@ def test_a_workspace_lives_until_its_product_is_launched(fake, ours, monkeypatch
 
     capture(in_graph)
     with monkeypatch.context() as m:
-        m.setattr(_context.Here, "workspace", watched)
-        m.setattr(_context.here(0), "_run", run)
+        m.setattr(context.Here, "workspace", watched)
+        m.setattr(context.here(0), "_run", run)
         call(ours)
     assert len(made) == 1
 
@@ -212,7 +212,7 @@ def test_a_capture_refuses_what_is_new(fake, ours, capture) -> None:
             with pytest.raises(BackendError, match="a CUDA graph is being captured.*Run it once before the capture"):
                 ours(op).fn(*call)
     with pytest.raises(BackendError, match="a CUDA graph is being captured"):
-        _context.here(0).plan(Problem("nt", torch.float16, torch.float16, 32, 64, 16), Algorithm(), args[0])
+        context.here(0).plan(Problem("nt", torch.float16, torch.float16, 32, 64, 16), Algorithm(), args[0])
     capture(False)
     assert fake.calls("MatmulPlanInit") == 0
     ours("nm_linear").fn(*args)

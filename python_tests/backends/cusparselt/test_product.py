@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from nmkernels import DtypeError, ShapeError, ops, testing
-from nmkernels.backends.cusparselt import _context, compress, compress_packed, matmul
+from nmkernels.backends.cusparselt import compress, compress_packed, context, matmul
 from nmkernels.pattern import OptionError
 
 FLOATS = (torch.float16, torch.bfloat16)
@@ -176,4 +176,4 @@ def test_a_product_that_the_library_does_not_do(fake) -> None:
     blob = compress(sparse(32, 64, torch.bfloat16, dim=1))
     with pytest.raises(Exception, match="cusparseLtMatmulDescriptorInit failed: CUSPARSE_STATUS_NOT_SUPPORTED"):
         matmul(blob, normal(16, 64))
-    assert _context.here(0).plans == {}
+    assert context.here(0).plans == {}

@@ -11,19 +11,19 @@ from pathlib import Path
 
 import pytest
 
-from nmkernels import _capability
+from nmkernels import capability
 from nmkernels.backends.triton import interpreted
 
 HERE = Path(__file__).parent
 HOW = "TRITON_INTERPRET=1 python -m pytest python_tests/backends/triton"
 
 # asked to interpret, a missing Triton is a failure: of the import in the tests
-collect_ignore_glob = [] if interpreted() or _capability.triton().ok else ["test_*.py"]
+collect_ignore_glob = [] if interpreted() or capability.triton().ok else ["test_*.py"]
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at the markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    can, reason = _capability.cuda_device()
+    can, reason = capability.cuda_device()
     for item in (i for i in items if HERE in i.path.parents):
         if interpreted():
             if item.get_closest_marker("gpu"):

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from nmkernels._dispatch import implementations
-from nmkernels.backends import _adamw_plan as shared
+from nmkernels.backends import adamw_plan as shared
 from nmkernels.backends.triton import _adamw_plan, _adamw_table, adamw
+from nmkernels.dispatch import implementations
 from nmkernels.pattern import BackendError
 from nmkernels.testing import assert_equal_bits
 from python_tests.backends.adamw_calls import LAYOUTS, copied, hyper, make, same_as_reference, seeded, shifted

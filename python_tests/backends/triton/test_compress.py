@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nmkernels import Pattern, ShapeError, _dispatch, reference, testing
+from nmkernels import Pattern, ShapeError, dispatch, reference, testing
 from nmkernels.reference import pack_indices
 
 PATTERNS = [
@@ -35,7 +35,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 def triton(op: str) -> Callable[..., Any]:
-    return next(i.fn for i in _dispatch.implementations(op) if i.backend == "triton")
+    return next(i.fn for i in dispatch.implementations(op) if i.backend == "triton")
 
 
 def some_mask(w: Tensor, p: Pattern) -> Tensor:

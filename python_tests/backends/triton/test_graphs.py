@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from nmkernels import _dispatch, ops, testing
+from nmkernels import dispatch, ops, testing
 from python_tests.conformance import Conformance, built, tensors
 from python_tests.ops import test_conformance
 
@@ -24,7 +24,7 @@ def arguments(suite: type[Conformance], name: str, word: int) -> tuple[Any, ...]
     args = built(suite.samples[name], DEVICE, word)
     if not tensors(args)[0].numel():
         pytest.skip("nothing is launched for empty tensors")
-    can, reason = next(i for i in _dispatch.implementations(suite.op) if i.backend == "triton").supports(*args)
+    can, reason = next(i for i in dispatch.implementations(suite.op) if i.backend == "triton").supports(*args)
     if not can:
         pytest.skip(reason)
     for x in tensors(args):
@@ -50,7 +50,7 @@ def captured(call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
 @pytest.mark.parametrize(("suite", "name"), SAMPLES)
 def test_a_replayed_graph_is_the_call(suite: type[Conformance], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     static = arguments(suite, name, 0)
-    monkeypatch.setenv(_dispatch.ENV, "triton")
+    monkeypatch.setenv(dispatch.ENV, "triton")
     op = getattr(torch.ops.nmkernels, suite.op).default
     replay, result = captured(lambda: op(*static))
     for word in (1, 2):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nmkernels import Pattern, _dispatch, reference, testing
+from nmkernels import Pattern, dispatch, reference, testing
 
 OPS = ["mask", "prune", "soft_threshold"]
 TILE = 2048
@@ -14,7 +14,7 @@ TILE = 2048
 
 
 def run(op: str, w: Tensor, p: Pattern, out: Tensor | None = None) -> Tensor:
-    entry = next(i for i in _dispatch.implementations(f"nm_{op}") if i.backend == "triton")
+    entry = next(i for i in dispatch.implementations(f"nm_{op}") if i.backend == "triton")
     return entry.fn(w, p.n, p.m, out=out)
 
 

@@ -17,10 +17,10 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime import driver, jit
 
 from nmkernels import explain
-from nmkernels._capability import Probe
-from nmkernels._dispatch import choose
 from nmkernels.backends import triton as backend
 from nmkernels.backends.triton import _launch
+from nmkernels.capability import Probe
+from nmkernels.dispatch import choose
 
 HOPPER = GPUTarget("cuda", 90, 32)
 

@@ -10,11 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nmkernels import Pattern, _dispatch, reference, testing
+from nmkernels import Pattern, dispatch, reference, testing
 from nmkernels.backends.triton import _mvue, _mvue_small, _mvue_tiles, _philox, mvue
 from nmkernels.backends.triton._launch import launch, next_power_of_2
-from nmkernels.reference.mvue import group_mvue
-from nmkernels.reference.philox import philox4x32
+from nmkernels.reference.mvue import group_mvue, philox4x32
 from python_tests.ops.samples import seed
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -23,7 +22,7 @@ OPS = ["nm_mvue", "nm_mvue_compress"]
 
 
 def run(op: str, *args: Any, out: Any = None) -> Any:
-    return next(i for i in _dispatch.implementations(op) if i.backend == "triton").fn(*args, out=out)
+    return next(i for i in dispatch.implementations(op) if i.backend == "triton").fn(*args, out=out)
 
 
 def expected(op: str, g: Tensor, n: int, m: int, dim: int, words: Tensor, method: str) -> Any:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nmkernels import Pattern, _dispatch, testing
+from nmkernels import Pattern, dispatch, testing
 from nmkernels.backends.triton import interpreted
 from nmkernels.backends.triton.groups import ELEMENTS
 
@@ -27,7 +27,7 @@ CODE = [(90, F32), (90, BF16), (80, BF16)]
 
 
 def backend(op: str, name: str) -> Callable[..., Any]:
-    return next(i.fn for i in _dispatch.implementations(op) if i.backend == name)
+    return next(i.fn for i in dispatch.implementations(op) if i.backend == name)
 
 
 def nasty(p: Pattern, dtype: torch.dtype) -> list[Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nmkernels import Pattern, _dispatch, testing
+from nmkernels import Pattern, dispatch, testing
 from nmkernels.backends.triton import interpreted
 from python_tests.ops.samples import seed
 
@@ -31,7 +31,7 @@ CASES = [
 @pytest.mark.parametrize(("op", "pattern", "method", "capability", "dtype"), CASES)
 def test_mvue(op: str, pattern: str, method: str, capability: int, dtype: torch.dtype) -> None:
     p = Pattern(pattern)
-    reference, triton = (next(i.fn for i in _dispatch.implementations(op) if i.backend == b) for b in ("reference", "triton"))
+    reference, triton = (next(i.fn for i in dispatch.implementations(op) if i.backend == b) for b in ("reference", "triton"))
     nasty = [c.x.reshape(-1, p.m)[:8] for c in testing.cases(p, dtype) if c.x.numel()]
     spread = torch.randn(16, p.m) * torch.logspace(0, -6, p.m, base=2)
     groups = torch.cat([*nasty, spread.to(dtype)])

@@ -6,8 +6,8 @@ import pytest
 
 from bench import triton_resources as resources
 from bench.triton_cases import Case, cases
-from nmkernels._dispatch import _impls
 from nmkernels.backends.triton import interpreted
+from nmkernels.dispatch import _impls
 
 TOOLS = resources.tools()
 pytestmark = [

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nmkernels import Pattern, _dispatch, reference, testing
+from nmkernels import Pattern, dispatch, reference, testing
 from nmkernels.backends.triton._launch import launch
 from nmkernels.backends.triton.groups import ELEMENTS
 from nmkernels.backends.triton.threshold import BLOCK, TILES, scale_kernel
@@ -18,7 +18,7 @@ INF, NAN = float("inf"), float("nan")
 
 def scale(w: Tensor, pattern: str, out: Tensor | None = None) -> Tensor:
     p = Pattern(pattern)
-    return next(i.fn for i in _dispatch.implementations("nm_soft_threshold_scale") if i.backend == "triton")(w, p.n, p.m, out=out)
+    return next(i.fn for i in dispatch.implementations("nm_soft_threshold_scale") if i.backend == "triton")(w, p.n, p.m, out=out)
 
 
 def check(w: Tensor, pattern: str, device: str) -> Tensor:

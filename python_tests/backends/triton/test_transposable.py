@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nmkernels import _dispatch, reference, testing
+from nmkernels import dispatch, reference, testing
 from python_tests.backends.tile_ties import ties_and_roundings
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -14,8 +14,8 @@ TILES = {torch.float32: 128, torch.bfloat16: 256, torch.float16: 256}
 """Tiles of one program, as in the kernel."""
 
 
-def entry() -> _dispatch.Impl:
-    return next(i for i in _dispatch.implementations("nm_transposable_mask") if i.backend == "triton")
+def entry() -> dispatch.Impl:
+    return next(i for i in dispatch.implementations("nm_transposable_mask") if i.backend == "triton")
 
 
 def check(w: Tensor, device: str, out: Tensor | None = None) -> Tensor:

@@ -225,7 +225,7 @@ def test_tuning_again_takes_back_what_no_longer_wins(layer: nm.CompressedLinear,
 
 @pytest.mark.parametrize("how", ["wrong", "unwritten", "not the same twice", "fails"])
 def test_wrong_launches_are_refused(how: str, layer: nm.CompressedLinear, candidates: list[Plan], monkeypatch: pytest.MonkeyPatch) -> None:
-    module, calls = sys.modules["nmkernels.nn._tune_launches"], []
+    module, calls = sys.modules["nmkernels.nn.tune"], []
     right = module._backend("nm_linear")
 
     def sometimes(*args: Any, out: torch.Tensor | None = None) -> Any:
@@ -255,7 +255,7 @@ def test_wrong_launches_are_refused(how: str, layer: nm.CompressedLinear, candid
 def test_without_a_right_launch_nothing_is_stored(
     layer: nm.CompressedLinear, candidates: list[Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys.modules["nmkernels.nn._tune_launches"], "_backend", lambda op: _Broken())
+    monkeypatch.setattr(sys.modules["nmkernels.nn.tune"], "_backend", lambda op: _Broken())
     report = nm.tune(layer, TOKENS, timer=lambda call: 1.0)
     assert report.entries[0].choice == "no launch gave a right result" and len(report.entries[0].refused) == len(candidates)
     assert tuned.read() == {}

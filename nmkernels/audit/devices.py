@@ -1,0 +1,129 @@
+"""What the arithmetic and the memory of a device do: a table of GPUs with the source of each number, and this machine, measured.
+
+Sources of the table: NVIDIA's data sheets for peaks, bandwidth and power (A100 80 GB SXM, H100 SXM, H200 SXM). What is reached:
+
+* dense 16-bit products on H100 and H200: about 650 to 800 of 989 TFLOP/s, as the clock falls under load; 700 is taken. On an A100 250 of
+  312.
+* 2:4 products against dense ones. The instruction has twice the rate, but power follows the multiplications that are done, so the
+  clock falls further. H100: 1.20 to 1.22 at 8192³ with cuSPARSELt (NVIDIA/CUDALibrarySamples issue 203), about 1.2 with CUTLASS's example
+  62 (NVIDIA/cutlass issue 2229); this package aims at 1.25, at best 1.4. A100: 1.3 to 1.66 (pytorch pull request 90119, 768×3072
+  and larger); 1.4 is taken. An H20, which power does not limit, reaches 2.0 with the same instruction.
+* memory: 85 % of the peak bandwidth, the aim of this package's kernels on these devices; the best published packing kernel (xFormers on
+  an A100) reaches 38 %.
+* the beginning and end of a kernel: 3 µs, assumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from ..ops import tensor_core_pattern
+from ..pattern import Pattern, RecipeError
+from ..recipes.registry import suggestion
+
+HALVES = ("float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a prediction takes a device to do.
+
+    Args:
+        name: in words. power: watts that it may draw, None where that is not told.
+        bandwidth: of the memory, bytes per second. share, passes, estimate: the part of it that is reached by products,
+            by passes over a weight, and by MVUE.
+        dense: floating-point operations per second of dense products, by dtype.
+        ratio: how many times as fast as dense a product with a sparse operand is where arithmetic bounds it, by role.
+        low, high: what ``ratio`` may really be.
+        launch, call: seconds beside that, of a dense product and of one of this package's kernels.
+        rows, cols: the sparse operand must be a multiple of these; 1 for any.
+        few: up to so many tokens, by dtype, kernels read any N:M as it is stored; None: for any number of tokens, with ``ratio``.
+        turned: dgrad can multiply the weight packed along its rows; else it needs another mask along its columns, packed too.
+    """
+
+    name: str
+    bandwidth: float
+    dense: Mapping[str, float]
+    ratio: Mapping[str, float]
+    low: float
+    high: float
+    power: float | None = None
+    share: float = 0.85
+    passes: float = 0.85
+    estimate: float = 0.85
+    launch: float = 3e-6
+    call: float = 3e-6
+    rows: int = 1
+    cols: int = 1
+    few: Mapping[str, int] | None = field(default_factory=dict)
+    turned: bool = False
+
+    def rate(self, dtype: torch.dtype) -> float:
+        """Of dense products, operations per second; the slowest known for a dtype that is not."""
+        return self.dense.get(str(dtype).removeprefix("torch."), min(self.dense.values()))
+
+    def refuses(self, out: int, cols: int, width: int, dtype: torch.dtype, pattern: Pattern) -> str:
+        """Why no kernel profits from an N:M operand ``(out, cols)`` times ``width`` others; empty where one does.
+
+        Example:
+            >>> DEVICES["H200"].refuses(4096, 4096, 8192, torch.float32, Pattern("2:4"))
+            'float32'
+        """
+        kind = str(dtype).removeprefix("torch.")
+        if self.few is None or width <= self.few.get(kind, 0):
+            return ""
+        if kind not in HALVES:
+            return "float32" if kind == "float32" else kind
+        if not tensor_core_pattern(pattern):
+            return "pattern"
+        return "shape" if out % self.rows or cols % self.cols else ""
+
+
+def _gpu(name: str, bandwidth: float, half: float, single: float, ratio: tuple[float, float, float], power: float, rows: int) -> Device:
+    low, taken, high = ratio
+    return Device(
+        name,
+        bandwidth,
+        {"float16": half, "bfloat16": half, "float32": single, "float64": single / 2},
+        dict.fromkeys(("fprop", "dgrad", "wgrad"), taken),
+        low,
+        high,
+        power,
+        rows=rows,
+        cols=64,
+        few={"float16": 16, "bfloat16": 16, "float32": 4},
+    )
+
+
+DEVICES = {
+    # float32 as torch multiplies it by default, without TF32; tiles of the metadata are 16 rows for mma.sp, 64 for wgmma.sp
+    "A100": _gpu("A100 80 GB SXM", 2.04e12, 250e12, 19.5e12, (1.3, 1.4, 1.66), 400, 16),
+    "H100": _gpu("H100 SXM", 3.35e12, 700e12, 67e12, (1.2, 1.25, 1.4), 700, 64),
+    "H200": _gpu("H200 SXM", 4.8e12, 700e12, 67e12, (1.2, 1.25, 1.4), 700, 64),
+}
+"""The GPUs that can be predicted without having one."""
+
+
+def named(name: str) -> Device | None:
+    """The GPU of the table that ``name`` means, ``"H200"`` or what its driver calls itself; None where none is.
+
+    Example:
+        >>> named("NVIDIA H200").name, named("cpu")
+        ('H200 SXM', None)
+    """
+    words = name.upper().replace("-", " ").replace("_", " ").split()
+    # the PCIe cards of the same names have other clocks and memories
+    found = [device for key, device in DEVICES.items() if key in words and "PCIE" not in words]
+    return found[0] if found else None
+
+
+def unknown(name: str) -> RecipeError:
+    """The error for a device that is neither in the table nor here."""
+    near = suggestion(name, [*DEVICES, "cpu", "cuda"]) or "."
+    return RecipeError(
+        f"audit: no device is called {name!r}{near} Known are {', '.join(DEVICES)}, which need not be there, "
+        'and "cpu" or "cuda" of this machine.'
+    )

@@ -1,0 +1,252 @@
+"""Measures the pieces of a layer's step on the device at hand, on random numbers of its shape and dtype; the model is not touched."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import ops
+from ..autograd.choice import Product, measure
+from ..pattern import NMError
+from .rules import PRODUCTS, Cost, Layer, Pieces, Rules, ways
+from .timing import LEAST, Task, Timer, take_turns, timer_for
+
+ORDERS = ("mma.sp", "wgmma.sp")
+"""The orders of metadata that tensor cores read, see ``ops.relayout``."""
+
+CHECKED = 8
+"""So many times a product is done, about, to check and to time a candidate."""
+
+LITTLE = 0.5
+"""Seconds that a layer may take though the budget is spent."""
+
+FEWEST = 256
+"""Tokens below which a product is not shortened to save time: fewer would be another regime."""
+
+CHUNK = 1 << 24
+"""Numbers that are compared in float64 at once."""
+
+MEMORY = 0.5
+"""Share of the free memory that a measurement may take."""
+
+
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Seconds of the pieces by name, empty where nothing was measured; ``note`` tells why, or on how many tokens.
+
+    ``kernels``: the candidate of ``autograd.choice`` that was the fastest of the sparse ones, by product.
+    """
+
+    seconds: dict[str, float]
+    note: str = ""
+    kernels: dict[str, str] = field(default_factory=dict)
+
+    def cost(self, piece: str) -> float | None:
+        """Seconds of a piece; the two parts of ``"weight rows+dense"`` are made one after the other."""
+        if piece == "weight rows+dense":
+            parts = [self.seconds.get(f"weight {form}") for form in ("rows", "dense")]
+            return None if None in parts else sum(p for p in parts if p is not None)
+        return self.seconds.get(piece)
+
+    def named(self, pieces: Pieces) -> Pieces:
+        """``pieces`` of these costs, with the kernel that ran where they are sparse."""
+        return tuple(replace(p, form=self.kernels[p.name]) if p.form == "sparse" and p.name in self.kernels else p for p in pieces)
+
+
+def needed(rules: Rules | None, turned: bool, trains: bool) -> list[str]:
+    """The pieces that deciding about a layer takes, beside its products in sparse form; without rules, those of a dense layer."""
+    dense = [f"{role} dense" for role in PRODUCTS if role == "fprop" or trains]
+    if rules is None:
+        return dense
+    names = [name for name in dense if name.partition(" ")[0] not in products(rules, turned, trains) or name == "wgrad dense"]
+    names += ["expand", "adapter"] if rules.rank else ["expand"]
+    for weight, _, _ in ways(rules, turned) if trains else ():
+        names += ["weight rows", "weight dense"] if weight == "weight rows+dense" else [weight] if weight else []
+    return list(dict.fromkeys(names))
+
+
+def products(rules: Rules, turned: bool, trains: bool) -> list[str]:
+    """The products that may have a sparse operand."""
+    found = ["fprop"]
+    if trains and any(dgrad for _, _, dgrad in ways(rules, turned)):
+        found.append("dgrad")
+    return [*found, "wgrad"] if trains and rules.trains and rules.estimate is not None else found
+
+
+def product_of(layer: Layer, rules: Rules, role: str, turned: bool, device: torch.device) -> Product:
+    """What ``autograd.choice`` measures for a role: the dense layout against every kernel for the forms of the operand that can be had."""
+    pattern = rules.estimate if role == "wgrad" and rules.estimate is not None else rules.pattern
+    plain = "columns" if role == "dgrad" and not turned else "rows"
+    forms = ["dense", plain]
+    if device.type == "cuda" and ops.tensor_core_pattern(pattern) and layer.dtype.itemsize == 2:
+        forms += [f"{plain}:{order}" for order in ORDERS]
+    rule = "exact" if role == "wgrad" else ""
+    return Product(role, layer.tokens, *layer.shape, pattern.n, pattern.m, layer.dtype, device, tuple(forms), rule)
+
+
+def tasks_of(layer: Layer, rules: Rules | None, device: torch.device, turned: bool, names: Sequence[str]) -> list[Task]:
+    """Calls for the named pieces, on random numbers of the layer's shape."""
+    (out, cols), t, raw = layer.shape, layer.tokens, torch.ops.nmkernels
+    wanted = {name.partition(" ")[0] for name in names}
+    x, w = (torch.randn(size, dtype=layer.dtype, device=device) for size in ((t, cols), (out, cols)))
+    g = torch.randn((t, out), dtype=layer.dtype, device=device) if wanted & {"dgrad", "wgrad", "estimate"} else x
+    calls: dict[str, Callable[[], object]] = {
+        "fprop dense": lambda: F.linear(x, w),
+        "dgrad dense": lambda: g @ w,
+        "wgrad dense": lambda: g.t() @ x,
+    }
+    if rules is None:
+        return [Task(name, calls[name]) for name in names]
+    left, right = (torch.randn(size, dtype=layer.dtype, device=device) for size in ((cols, rules.rank), (rules.rank, out)))
+    calls["adapter"] = lambda: x @ left @ right
+    n, m = rules.pattern.n, rules.pattern.m
+    values, indices = raw.nm_compress(w, n, m, None)
+    calls["fprop sparse"] = lambda: raw.nm_linear(x, values, indices, n, m, cols)
+    calls["expand"] = lambda: raw.nm_decompress(values, indices, n, m, cols)
+    if turned:
+        calls["dgrad sparse"] = lambda: raw.nm_linear_dgrad(g, values, indices, n, m, cols)
+    elif "dgrad sparse" in names:
+        values_t, indices_t = raw.nm_compress(w.t().contiguous(), n, m, None)
+        calls["dgrad sparse"] = lambda: raw.nm_linear(g, values_t, indices_t, n, m, out)
+    if rules.estimate is not None and "estimate" in wanted:
+        p, seed = rules.estimate, torch.zeros(2, dtype=torch.int64, device=device)
+        gv, gi = raw.nm_mvue_compress(g, p.n, p.m, 0, seed, "exact")
+        calls["wgrad sparse"] = lambda: raw.nm_linear_wgrad(gv, gi, p.n, p.m, t, x)
+        calls["estimate"] = lambda: raw.nm_mvue_compress(g, p.n, p.m, 0, seed, "exact")
+    if "weight" in wanted:
+        calls.update(_preparing(w if layer.master == layer.dtype else w.to(layer.master), layer.dtype, rules))
+    return [Task(name, calls[name]) for name in names]
+
+
+def _preparing(w: Tensor, dtype: torch.dtype, rules: Rules) -> dict[str, Callable[[], object]]:
+    """The ways to mask, and pack, a master weight."""
+    p, raw = rules.pattern, torch.ops.nmkernels
+    if rules.prepare == "threshold":
+        scale = ops.soft_threshold_scale(w, p)
+        return {
+            "weight dense": lambda: (ops.soft_threshold(w, p) * scale).to(dtype),
+            "weight rows": lambda: ops.pack(w, p, "threshold", scale=scale, dtype=dtype),
+        }
+    if rules.prepare == "transposable":
+        mask = ops.transposable_mask(w, p)  # held for many steps, so its search is not part of one
+        return {
+            "weight dense": lambda: (w * mask).to(dtype),
+            "weight rows": lambda: ops.pack(w, p, mask, dtype=dtype),
+            "weight both": lambda: ops.pack(w, p, mask, dtype=dtype, columns=True),
+        }
+    return {
+        "weight dense": lambda: raw.nm_prune(w, p.n, p.m).to(dtype),
+        "weight rows": lambda: ops.pack(w, p, dtype=dtype),
+    }
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is measured of equal layers; ``rules`` are None where they stay dense, ``turned`` and ``trains`` as for ``needed``."""
+
+    layer: Layer
+    rules: Rules | None
+    turned: bool
+    trains: bool
+
+    def expected(self, guess: Cost) -> float:
+        """Seconds that measuring takes, about, by the seconds of the pieces."""
+        names = needed(self.rules, self.turned, self.trains)
+        once = sum(guess(name) or 0.0 for name in names if name.partition(" ")[0] in PRODUCTS)
+        roles = [] if self.rules is None else products(self.rules, self.turned, self.trains)
+        return (LEAST + 1) * once + CHECKED * 2 * sum(guess(f"{role} dense") or 0.0 for role in roles)
+
+
+class Bench:
+    """Measures layers within a budget of seconds.
+
+    Args:
+        timer: seconds of a ``Task``; by the device's clock if None.
+    """
+
+    def __init__(self, device: torch.device, timer: Timer | None, budget: float) -> None:
+        self.device, self.timer, self.budget = device, timer, budget
+
+    def run(self, guesses: Mapping[Job, Cost], progress: Progress | None = None) -> dict[Job, Measured]:
+        """Every job, the short ones first, so that the long ones have what those leave of their shares of the time."""
+        expected = {job: job.expected(guess) for job, guess in guesses.items()}
+        end, found = time.perf_counter() + self.budget, dict[Job, Measured]()
+        for done, job in enumerate(sorted(expected, key=expected.__getitem__)):
+            if progress is not None:
+                progress(done, len(expected), f"{job.layer.shape[0]}x{job.layer.shape[1]}, {job.layer.tokens} tokens")
+            share = max(LITTLE, (end - time.perf_counter()) / (len(expected) - done))
+            try:
+                found[job] = self.measure(job, expected[job], share)
+            except (NMError, RuntimeError) as error:  # a layer that cannot be measured must not take the others' figures along
+                found[job] = Measured({}, f"not measured: {str(error).splitlines()[0]}")
+        return found
+
+    def measure(self, job: Job, expected: float, share: float) -> Measured:
+        """Seconds of the pieces within ``share`` seconds, of fewer tokens where all would take too long."""
+        layer, rules, turned = job.layer, job.rules, job.turned
+        names = needed(rules, turned, job.trains)
+        roles = [] if rules is None else products(rules, turned, job.trains)
+        tokens = layer.tokens
+        while expected * tokens / layer.tokens > share and tokens >= 2 * FEWEST:
+            tokens //= 2
+        if expected * tokens / layer.tokens > 2 * share:
+            return Measured({}, f"not measured: it would take about {expected * tokens / layer.tokens:.0f} s of the budget")
+        small = replace(layer, tokens=tokens)
+        short = _memory(small, self.device)
+        if short:
+            return Measured({}, f"not measured: {short}")
+        with torch.no_grad():
+            tasks = tasks_of(small, rules, self.device, turned, names)
+            seconds = take_turns(tasks, self.timer or timer_for(self.device), share / 4)
+            del tasks
+        kernels: dict[str, str] = {}
+        for role in roles:
+            assert rules is not None
+            self._choose(product_of(small, rules, role, turned, self.device), share / 4, seconds, kernels)
+        grown = layer.tokens / tokens
+        scaled = {name: took * grown if name.partition(" ")[0] in PRODUCTS else took for name, took in seconds.items()}
+        return Measured(scaled, "" if tokens == layer.tokens else f"measured on {tokens} tokens, scaled", kernels)
+
+    def _choose(self, product: Product, budget: float, seconds: dict[str, float], kernels: dict[str, str]) -> None:
+        """The dense product and the fastest sparse one, each checked before."""
+        timer, role = self.timer, f"{product.role} estimated" if product.rule else product.role
+        own = None if timer is None else lambda call: timer(Task(f"{role} {call.name}", call.run))
+        found = measure(product, timer=own, budget=budget).seconds
+        if product.role == "wgrad":  # each candidate makes the estimate, so what is no estimate is measured apart
+            best = min(found, key=found.__getitem__)
+            seconds["wgrad estimated"], kernels["wgrad"] = found[best], best
+            return
+        sparse = {name: took for name, took in found.items() if name != "dense"}
+        seconds[f"{product.role} dense"] = found["dense"]
+        if sparse:
+            kernels[product.role] = min(sparse, key=sparse.__getitem__)
+            seconds[f"{product.role} sparse"] = sparse[kernels[product.role]]
+
+
+def _memory(layer: Layer, device: torch.device) -> str:
+    """Why there is too little memory for a layer; empty where there is enough."""
+    (out, cols), t = layer.shape, layer.tokens
+    # operands and their copies, results of the candidates, and a part of them in float64
+    wanted = layer.dtype.itemsize * (4 * t * (cols + out) + 6 * out * cols) + layer.master.itemsize * out * cols + 4 * CHUNK * 8
+    free = free_bytes(device)
+    return "" if wanted <= MEMORY * free else f"it needs about {wanted / 1e9:.1f} GB of memory, {free / 1e9:.1f} are free"
+
+
+def free_bytes(device: torch.device) -> float:
+    """Free memory; infinite where the system does not tell."""
+    if device.type == "cuda":
+        return float(torch.cuda.mem_get_info(device)[0])
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            return next((1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")), math.inf)
+    except OSError:
+        return math.inf

@@ -1,0 +1,117 @@
+"""The way to the CUDA kernels: what they can run, the registration of an op, and where a call goes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import cache
+from importlib import import_module, util
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...capability import cuda_core, cuda_kernels
+from ...dispatch import Verdict, impl
+from ..tensors import tensors
+
+NAME, PRIORITY = "cuda", 10
+EMULATED, NEVER_CHOSEN = "cuda-emulated", -10
+"""The emulator takes a call only where it is asked for by name: the reference, which runs everything, is asked before it."""
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
+"""The core's code of each dtype; float64 only as gradient or output of AdamW."""
+
+
+@cache
+def _compiled() -> Any:
+    return import_module("..._C", __package__).cuda
+
+
+@cache
+def _emulated() -> Any:
+    return import_module("..._emulated", __package__)
+
+
+def core(x: Tensor) -> Any:
+    """The module of kernels for a tensor: compiled ones on a GPU, emulated ones on the CPU."""
+    return _emulated() if x.is_cpu else _compiled()
+
+
+def queue(x: Tensor) -> tuple[int, int]:
+    """The last two arguments of every kernel: the device of ``x`` and its current stream."""
+    if x.is_cpu:
+        return 0, 0
+    device = x.get_device()
+    return device, torch._C._cuda_getCurrentRawStream(device)
+
+
+def _present(args: tuple[Any, ...]) -> Verdict:
+    """Whether the kernels run on the GPU of the first tensor; where that is on none, whether they are built."""
+    first = args[0] if args and isinstance(args[0], Tensor) else next(tensors(args), None)
+    return cuda_kernels(first.get_device()) if first is not None and first.is_cuda else cuda_core()
+
+
+def runnable(args: Iterable[Any], device: str) -> Verdict:
+    """Whether the tensors among ``args`` are memory that the kernels of a device type reach."""
+    for x in tensors(args):
+        if x.device.type != device:
+            return False, f"it works on {device.upper()} tensors, and one of these is on {x.device}"
+        if x.layout != torch.strided:
+            return False, f"it works on strided tensors, and one of these is {x.layout}; call .to_dense()"
+    return True, ""
+
+
+def plain(args: tuple[Any, ...], device: str) -> Verdict:
+    """What an op that takes no lists can run."""
+    usual = device == "cuda"
+    for x in args:
+        if isinstance(x, Tensor):
+            if x.dtype == torch.float64:
+                return False, "it computes in float32, and this call is in float64"
+            # asked at every call, and the name of a device's type takes a microsecond
+            usual = usual and x.is_cuda and x.layout == torch.strided
+    return _YES if usual else runnable(args, device)
+
+
+_YES = True, ""
+Fits = Callable[[tuple[Any, ...], str], Verdict]
+
+
+def register(
+    op: str, supports: Callable[..., Verdict] | None = None, fits: Fits = plain
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a function as this backend's ``op``, on GPUs and, if that is built, in the emulator.
+
+    ``fits(args, device_type)`` looks at the tensors; ``supports(*args)``, asked after it, answers for what is particular to the op.
+    """
+
+    def verdict(args: tuple[Any, ...], device: str, here: Verdict) -> Verdict:
+        found = fits(args, device) if here[0] else here
+        if found[0] and supports:
+            found = supports(*args)
+        return here if found[0] else found
+
+    def on_gpu(*args: Any) -> Verdict:
+        return verdict(args, "cuda", _present(args))
+
+    def on_cpu(*args: Any) -> Verdict:
+        return verdict(args, "cpu", (True, "emulated, for tests"))
+
+    def take(fn: Callable[..., Any]) -> Callable[..., Any]:
+        impl(op, backend=NAME, priority=PRIORITY, supports=on_gpu)(fn)
+        if emulator_built():
+            impl(op, backend=EMULATED, priority=NEVER_CHOSEN, supports=on_cpu)(fn)
+        return fn
+
+    return take
+
+
+@cache
+def emulator_built() -> bool:
+    """Whether ``nmkernels._emulated`` is there."""
+    return util.find_spec("nmkernels._emulated") is not None
+
+
+def contiguous(x: Tensor) -> Tensor:
+    """Contiguous, with a lazy negation carried out: what the pointer shows is what the tensor says."""
+    return (x.resolve_neg() if x.is_neg() else x).contiguous()  # asking costs a sixth of resolving

@@ -1,0 +1,91 @@
+"""From trained sparse weights to a file, and the proof that the file is the model: validate, finish, compress, save, reload, compare."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..export import atomic_write, load_compressed, save_compressed, save_dense
+from ..models import GPT, generate
+from ..nn import CompressedLinear, compress_
+from ..pattern import CheckpointError
+from ..recipes import densify_
+from .loop import Trainer
+
+FILE, DENSE_FILE, SAMPLE_FILE = "model.safetensors", "model-dense.safetensors", "sample.txt"
+PROMPT = b"def "
+SPEED_TOKENS, SPEED_ROUNDS = 64, 5
+SAMPLE_TOKENS = 320
+
+
+def deploy(trainer: Trainer, out: Path) -> dict[str, Any]:
+    """Finish a trained model, write its files into ``out``, and return the figures of the result.
+
+    Raises:
+        CheckpointError: the reloaded model does not compute the very same logits.
+    """
+    result: dict[str, Any] = {"val_loss": trainer.validate()}
+    model = trainer.model.eval()
+    if trainer.handle is None or trainer.handle.recipe.final == "dense":
+        if trainer.handle is not None:
+            trainer.handle.finish()
+        save_dense(model, out / DENSE_FILE)
+        return {**result, "sample": _sample(model, out)}
+    trainer.handle.finish()
+    save_dense(model, out / DENSE_FILE)
+    dense = copy.deepcopy(model)
+    densify_(dense)
+    compress_(model)
+    save_compressed(model, out / FILE)
+    reloaded = load_compressed(GPT(trainer.config.model).to(trainer.device).eval(), out / FILE)
+    x, _ = next(trainer.corpus.val_batches(trainer.config.context, trainer.config.batch, trainer.config.batch))
+    result["reload"] = compare(model, reloaded, dense, x.to(trainer.device))
+    if not result["reload"]["identical"]:
+        raise CheckpointError(f"{out / FILE}: the reloaded model's logits differ from the ones it was saved with; please report this.")
+    result["bytes"] = sizes(model, dense, out)
+    result["tokens_per_s"] = speeds({"dense": dense, "compressed": model})
+    return {**result, "sample": _sample(model, out)}
+
+
+@torch.no_grad()
+def compare(model: nn.Module, reloaded: nn.Module, dense: nn.Module, x: Tensor) -> dict[str, Any]:
+    """Whether ``reloaded`` gives the same logits as ``model`` to the last bit, and how far both are from the masked dense product."""
+    logits, again, want = model(x), reloaded(x), dense(x)
+    return {"identical": torch.equal(logits, again), "max_difference_to_dense": (logits - want).abs().max().item()}
+
+
+def sizes(model: nn.Module, dense: nn.Module, out: Path) -> dict[str, int]:
+    """Bytes of the sparsified layers' weights and of the two files, before and after."""
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, CompressedLinear)}
+    weights = [dense.get_submodule(name).weight for name in layers]
+    return {
+        "layers_dense": sum(w.nbytes for w in weights if isinstance(w, Tensor)),
+        "layers_compressed": sum(m.weight.nbytes + sum(p.nbytes for p in m.adapter or ()) for m in layers.values()),
+        "file_dense": (out / DENSE_FILE).stat().st_size,
+        "file_compressed": (out / FILE).stat().st_size,
+    }
+
+
+def speeds(models: dict[str, GPT], clock: Callable[[], float] = time.perf_counter) -> dict[str, float]:
+    """Tokens per second of greedy generation at batch 1: medians of rounds that take turns, so that a busy machine hits all alike."""
+    times: dict[str, list[float]] = {name: [] for name in models}
+    for round_ in range(SPEED_ROUNDS + 1):
+        for name, model in models.items():
+            begin = clock()
+            generate(model, PROMPT, SPEED_TOKENS, temperature=0)
+            if round_:  # the first one warms up
+                times[name].append(clock() - begin)
+    return {name: SPEED_TOKENS / statistics.median(t) for name, t in times.items()}
+
+
+def _sample(model: GPT, out: Path) -> str:
+    text = (PROMPT + generate(model, PROMPT, SAMPLE_TOKENS, temperature=0.7)).decode("utf-8", "replace")
+    atomic_write(out / SAMPLE_FILE, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    return text

@@ -1,0 +1,254 @@
+"""The folder of a run: whose it is, who writes in it now, and what of it ``--overwrite`` removes.
+
+A run writes the files of ``SIGNS``, checkpoints, TensorBoard's events, and ``.nmkernels-train``, the lock file, which also says that
+the folder is a run's. A folder without it is a run's where a log, a result or a checkpoint in it is recognised by its first bytes.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+import socket
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from ..export.files import write_error
+from ..pattern import NMError
+from .checkpoint import FORMAT, NAME, Store
+from .deploy import DENSE_FILE, FILE, PROMPT, SAMPLE_FILE
+from .log import COLUMNS, LOG
+
+LOCK, RESULT, CURVES = ".nmkernels-train", "result.json", "curves.png"
+TWIN, CHECKPOINTS, BOARD = "twin", "checkpoints", "tensorboard"
+
+SIGNS = {
+    RESULT: b'"nmkernels"',
+    LOG: ",".join(COLUMNS).encode(),
+    f"{TWIN}/{LOG}": ",".join(COLUMNS).encode(),
+    CURVES: b"Matplotlib",
+    SAMPLE_FILE: PROMPT,
+    FILE: b'"nmkernels"',
+    DENSE_FILE: b'"nm":',
+}
+"""Files of a run, by their path in its folder, and what stands in their first bytes, unless they are empty."""
+
+FOLDERS = (f"{TWIN}/{CHECKPOINTS}", f"{TWIN}/{BOARD}", TWIN, CHECKPOINTS, BOARD)
+"""Folders of a run, the inner ones first."""
+
+MANY = re.compile(rf"({TWIN}/)?({CHECKPOINTS}/{NAME}(\.aside)?|{BOARD}/events\.out\.tfevents\..+)")
+"""The files of a run that have no fixed name."""
+
+TEMPORARY = re.compile(r"\.(.+)\.\w+\.tmp")
+"""What ``atomic_write`` leaves where it is killed; the group is the name of the file that was to be written."""
+
+HEAD = 1 << 16
+
+
+class Folder:
+    """``--out``. As a context manager it gives the lock back at the end."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock: int | None = None
+
+    def __enter__(self) -> Folder:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._lock is not None:
+            with suppress(OSError):
+                os.ftruncate(self._lock, 0)
+            os.close(self._lock)
+            self._lock = None
+
+    def check(self, *, resume: bool, overwrite: bool) -> bool:
+        """Whether a run is in the folder, which is then locked, once it is clear that nothing there would be harmed.
+
+        Raises:
+            NMError: it is no folder, or holds something else than the run to be resumed or overwritten; or as ``take``.
+        """
+        names = self._names()
+        if not self._is_run(names):
+            if names:
+                some = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+                raise NMError(f"--out {self.path} holds what no run of `nmkernels train` wrote ({some}); give a new or an empty folder.")
+            return False
+        self.take()
+        if overwrite and not resume:
+            self._spare()
+        elif not resume:
+            self._protect()
+        return True
+
+    def _names(self) -> list[str]:
+        out = self.path
+        try:
+            if out.is_symlink() and not out.exists():
+                raise NMError(f"--out {out} is a link to {os.readlink(out)}, which does not exist; create that folder, or give another.")
+            if out.exists() and not out.is_dir():
+                raise NMError(f"--out {out} is a file; give a folder.")
+            return sorted(name for name in os.listdir(out) if not _temporary(name)) if out.exists() else []
+        except OSError as error:
+            raise NMError(f"--out {out} cannot be used: {error.strerror or error}.") from error
+
+    def _is_run(self, names: list[str]) -> bool:
+        if LOCK in names or any(name in names and self._signed(name) == "signed" for name in (RESULT, LOG)):
+            return True
+        return any(FORMAT.encode() in _head(path) for path in Store(self.path / CHECKPOINTS).paths())
+
+    def _signed(self, name: str) -> str:
+        """What the file ``name`` of ``SIGNS`` is: "signed" by a run, "empty", or "" for anything else."""
+        path = self.path / name
+        if path.is_symlink() or not path.is_file():
+            return ""
+        return "signed" if SIGNS[name] in _head(path) else "" if path.stat().st_size else "empty"
+
+    def _protect(self) -> None:
+        """Refuse to start in a folder with a run."""
+        out = self.path
+        if (out / RESULT).exists():
+            raise NMError(f"{out} holds a finished run: see {out / RESULT}. Use another --out, or --overwrite to replace it.")
+        if Store(out / CHECKPOINTS).paths():
+            raise NMError(f"{out} holds a run that was stopped. Continue it with --resume, or replace it with --overwrite.")
+        if self._names() != [LOCK]:
+            raise NMError(f"{out} holds the beginning of a run, without a checkpoint. Use another --out, or --overwrite to replace it.")
+
+    def _spare(self) -> None:
+        """Refuse to overwrite where something bears the name of a run's file and is none."""
+        for name in (*SIGNS, *FOLDERS):
+            path = self.path / name
+            ours = bool(self._signed(name)) if name in SIGNS else path.is_dir() and not path.is_symlink()
+            if os.path.lexists(path) and not ours:
+                raise NMError(f"{path} is not what a run wrote, and would be in its way; move it elsewhere, or use another --out.")
+
+    def take(self) -> None:
+        """Create the folder, lock it, and remove what runs that were killed had begun to write; nothing if it is locked already.
+
+        Raises:
+            NMError: another process writes in it (the message says which, where and since when), or the system refuses.
+        """
+        if self._lock is not None:
+            return
+        path = self.path / LOCK
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise NMError(f"--out {self.path} cannot be created: {error.strerror or error}.") from error
+        try:
+            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        except OSError as error:
+            raise write_error(path, error.strerror or str(error)) from error
+        try:
+            locked, owner = _try_lock(lock), _owner(lock)
+            if locked is False or (locked is None and _alive(owner)):
+                who = (
+                    "process {pid} on {host} has been writing in it since {since}".format(**owner)
+                    if owner
+                    else "another process writes in it"
+                )
+                stale = "" if locked is False else f", or delete {path} if that process is gone"
+                raise NMError(f"{self.path} is in use: {who}. Wait for it to end, or use another --out{stale}.")
+            mine = {"pid": os.getpid(), "host": socket.gethostname(), "since": datetime.now().astimezone().isoformat(" ", "seconds")}
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, json.dumps(mine).encode() + b"\n", 0)
+        except OSError as error:
+            os.close(lock)
+            raise write_error(path, error.strerror or str(error)) from error
+        except NMError:
+            os.close(lock)
+            raise
+        self._lock = lock
+        self._sweep()
+
+    def _sweep(self) -> None:
+        for name, path in self._entries():
+            if _temporary(name) and not path.is_symlink():
+                with suppress(OSError):
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    def clear(self) -> None:
+        """Remove the run that is in the folder, and nothing else; ``check`` has seen that its files are what their names say.
+
+        Raises:
+            NMError: the system refuses.
+        """
+        try:
+            for name, path in self._entries():
+                if _known(name) and path.is_file() and not path.is_symlink():
+                    path.unlink()
+        except OSError as error:
+            raise write_error(Path(error.filename or self.path), error.strerror or str(error)) from error
+        for name in FOLDERS:
+            with suppress(OSError):  # a user's file is in it, or it was never made
+                (self.path / name).rmdir()
+
+    def _entries(self) -> Iterator[tuple[str, Path]]:
+        """What lies in the folders of a run, links not followed, the result first: without it the run counts as stopped."""
+        for folder in ("", *FOLDERS):
+            place = self.path / folder
+            if not place.is_dir() or (folder and place.is_symlink()):
+                continue
+            for path in sorted(place.iterdir(), key=lambda p: (p.name != RESULT, p.name)):
+                yield f"{folder}/{path.name}" if folder else path.name, path
+
+
+def _known(name: str) -> bool:
+    """Whether a run writes a file of that path in its folder."""
+    return name in SIGNS or MANY.fullmatch(name) is not None
+
+
+def _temporary(name: str) -> bool:
+    """Whether that path is what ``atomic_write`` left of such a file."""
+    folder, _, last = name.rpartition("/")
+    made = TEMPORARY.fullmatch(last)
+    return made is not None and _known(f"{folder}/{made[1]}" if folder else made[1])
+
+
+def _head(path: Path) -> bytes:
+    """The first bytes of a file; none of what is no file, a pipe that would never end for instance."""
+    if not path.is_file():
+        return b""
+    with path.open("rb") as file:
+        return file.read(HEAD)
+
+
+def _try_lock(handle: int) -> bool | None:
+    """Lock a file until its handle is closed or the process ends, however it does; False if another has it, None without locks."""
+    try:
+        import fcntl
+    except ImportError:
+        return None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return False if error.errno in (errno.EWOULDBLOCK, errno.EACCES) else None
+    return True
+
+
+def _owner(handle: int) -> dict[str, Any] | None:
+    """Who wrote a lock file last and has not given it back."""
+    try:
+        owner = json.loads(os.pread(handle, HEAD, 0))
+        return {key: owner[key] for key in ("pid", "host", "since")}
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
+def _alive(owner: dict[str, Any] | None) -> bool:
+    """Whether that process may still run; of another machine that is not known. Only asked where the file system has no locks."""
+    if owner is None or owner["host"] != socket.gethostname():
+        return owner is not None
+    try:
+        os.kill(int(owner["pid"]), 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, ValueError):
+        pass
+    return True

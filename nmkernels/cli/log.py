@@ -1,0 +1,305 @@
+"""What a run says while it trains: a progress bar or plain lines, a CSV file, and TensorBoard where asked.
+
+The end of a run in a few lines that need no prior knowledge.
+
+The curves of a run as one picture.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from io import FileIO
+from itertools import pairwise
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+from ..export.files import atomic_write, write_error
+from ..pattern import NMError
+
+ABOUT = {
+    "model.safetensors": "the sparse model, compressed; nm.load_compressed(model, file) reads it",
+    "model-dense.safetensors": "the same model in dense layout, for any other program",
+    "curves.png": "loss and mask changes over the steps",
+    "log.csv": "the same as numbers",
+    "result.json": "everything above as data",
+    "sample.txt": "text that the model wrote",
+}
+SAMPLE_LINES, SAMPLE_COLUMNS = 8, 100
+
+
+def summary(result: dict[str, Any]) -> str:
+    """The table, the sample and the list of files, as text."""
+    config, corpus, sparse, twin = result["config"], result["corpus"], result["sparse"], result["twin"]
+    tokens = config["steps"] * config["batch"] * config["context"]
+    head = (
+        f"{config['recipe']} on {corpus['source']}: {result['parameters']:,} parameters, {config['steps']:,} steps, "
+        f"{tokens:,} bytes of text, {sparse['seconds']:.0f} s of training."
+    )
+    if sparse.get("switch_step"):
+        head += f" Dense until step {sparse['switch_step']}, sparse from there."
+    blocks = [head, _table(sparse, twin), _remarks(sparse, twin), _sample(sparse["sample"]), _files(result)]
+    return "\n\n".join(block for block in blocks if block)
+
+
+def _table(sparse: dict[str, Any], twin: dict[str, Any] | None) -> str:
+    rows = [("", "dense", "sparse", "ratio")]
+    loss = sparse["val_loss"]
+    if twin is not None:
+        rows.append(("validation loss, nats per byte", f"{twin['val_loss']:.4f}", f"{loss:.4f}", f"{loss / twin['val_loss']:.3f}"))
+        rows.append(("training, bytes of text per second", *_pair(twin["train_tokens_per_s"], sparse["train_tokens_per_s"])))
+    else:
+        rows.append(("validation loss, nats per byte", "-", f"{loss:.4f}", ""))
+    if "flops" in sparse:
+        f = sparse["flops"]
+        rows.append(("training, counted GFLOPs", *_pair(f["dense_training"] / 1e9, f["training"] / 1e9)))
+        rows.append(("inference, counted kFLOPs per byte", *_pair(f["dense_inference"] / 1e3, f["inference"] / 1e3)))
+    if "bytes" in sparse:
+        b, speed = sparse["bytes"], sparse["tokens_per_s"]
+        rows.append(("bytes of the sparse layers' weights", *_pair(b["layers_dense"], b["layers_compressed"])))
+        rows.append(("bytes of the file", *_pair(b["file_dense"], b["file_compressed"])))
+        rows.append(("generation at batch 1, tokens per second", *_pair(speed["dense"], speed["compressed"])))
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    return "\n".join("  ".join([row[0].ljust(widths[0]), *(row[i].rjust(widths[i]) for i in (1, 2, 3))]).rstrip() for row in rows)
+
+
+def _pair(dense: float, sparse: float) -> tuple[str, str, str]:
+    return f"{dense:,.0f}", f"{sparse:,.0f}", f"{sparse / dense:.3f}"
+
+
+def _remarks(sparse: dict[str, Any], twin: dict[str, Any] | None) -> str:
+    lines = [f"Guessing every byte alike would be a loss of {math.log(256):.2f}."]
+    if twin is None:
+        lines.append("Add --twin to train a dense model on the same text and compare.")
+    if "reload" in sparse:
+        difference = sparse["reload"]["max_difference_to_dense"]
+        away = f"within {difference:.1e} of" if difference else "also those of"
+        lines.append(f"The file was read back: logits are identical to the last bit, and {away} the same weights multiplied densely.")
+        if sparse["tokens_per_s"]["compressed"] < sparse["tokens_per_s"]["dense"]:
+            lines.append("At this size, on this machine, the compressed form saves memory and not time: generation is slower than dense.")
+    return "\n".join(lines)
+
+
+def _sample(text: str) -> str:
+    lines = [line.expandtabs(4).rstrip()[:SAMPLE_COLUMNS] for line in text.splitlines()]
+    lines = [line for line in lines if line][:SAMPLE_LINES]
+    printable = "\n".join("".join(c if c.isprintable() else "?" for c in line) for line in lines)
+    return 'The model continues "def ":\n' + textwrap.indent(printable, "  | ", lambda _: True)
+
+
+def _files(result: dict[str, Any]) -> str:
+    have = [name for name in ABOUT if name in result["files"]]
+    width = max(map(len, have))
+    return "\n".join([f"Files in {result['out']}/", *(f"  {name.ljust(width)}  {ABOUT[name]}" for name in have)])
+
+
+Rows = list[dict[str, float]]
+
+
+def plot(path: Path, sparse: Rows, twin: Rows, title: str, switch_step: int = 0) -> bool:
+    """Draw loss and flip rate over steps, a line at the phase change, and the twin where there is one; False without matplotlib."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    figure = Figure(figsize=(8, 6), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    loss, flips = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+    if twin:
+        _loss(loss, twin, "dense twin", "tab:gray")
+    _loss(loss, sparse, "sparse", "tab:blue")
+    loss.set_ylabel("loss (nats per byte)")
+    loss.set_title(title)
+    flips.plot(*_column(sparse, "flip_rate", 100), color="tab:blue")
+    flips.set_ylabel("mask flips per step (%)")
+    flips.set_xlabel("step")
+    for axes in (loss, flips):
+        for i, step in enumerate([switch_step] if switch_step else switches(sparse)):
+            axes.axvline(step, color="tab:red", linestyle="--", linewidth=1, label="phase change" if i == 0 else None)
+        axes.grid(alpha=0.3)
+    loss.legend()
+    atomic_write(path, figure.savefig)
+    return True
+
+
+def switches(rows: Rows) -> list[float]:
+    """Steps of the first rows of each later phase."""
+    with_phase = [row for row in rows if "phase" in row]
+    return [b["step"] for a, b in pairwise(with_phase) if a["phase"] != b["phase"]]
+
+
+def _column(rows: Rows, name: str, scale: float = 1.0) -> tuple[list[float], list[float]]:
+    have = [row for row in rows if name in row]
+    return [row["step"] for row in have], [scale * row[name] for row in have]
+
+
+def _loss(axes: Any, rows: Rows, label: str, color: str) -> None:
+    axes.plot(*_column(rows, "loss"), color=color, alpha=0.5, linewidth=1, label=f"{label}, training")
+    axes.plot(*_column(rows, "val_loss"), color=color, marker="o", markersize=3, label=f"{label}, validation as deployed")
+
+
+LOG = "log.csv"
+COLUMNS = ("step", "loss", "val_loss", "lr", "tokens_per_s", "phase", "flip_rate", "density", "decay_ratio")
+
+
+def read_log(path: Path) -> list[dict[str, float]]:
+    """The rows of a CSV log, empty cells left out; a torn or damaged line is no row, and a missing file has none."""
+    if not path.is_file():
+        return []
+    lines = path.read_text("ascii", "replace").splitlines(keepends=True)
+    names = tuple(lines[0].rstrip().split(",")) if lines else ()
+    if "step" not in names:
+        names = COLUMNS
+    return [row for line in lines if line.endswith("\n") and (row := _row(line, names))]
+
+
+def _row(line: str, names: tuple[str, ...]) -> dict[str, float]:
+    """One line as figures by name; empty if it is not a row."""
+    try:
+        row = {name: float(cell) for name, cell in zip(names, line.rstrip().split(","), strict=True) if cell}
+    except ValueError:
+        return {}
+    return row if row.get("step", 0.5).is_integer() else {}
+
+
+def _text(rows: list[dict[str, Any]]) -> bytes:
+    """Rows as lines of the file, without its header."""
+    text = io.StringIO()
+    for row in rows:
+        whole = {name: int(row[name]) for name in ("step", "phase") if float(row.get(name, "nan")).is_integer()}
+        csv.DictWriter(text, COLUMNS, extrasaction="ignore").writerow({**row, **whole})
+    return text.getvalue().encode()
+
+
+class Log:
+    """Takes rows of figures (by name, ``COLUMNS``) and shows them everywhere.
+
+    Args:
+        folder: gets ``log.csv``. Rows after step ``start``, of a run that was cut off later, are dropped; each new row is appended in
+            one piece, so that a kill costs the last one at most.
+        label: what the bar is called.
+        stream: where the bar or the lines go; a bar only where that is a terminal.
+    """
+
+    def __init__(self, folder: Path, label: str, start: int, steps: int, stream: TextIO, tensorboard: bool = False) -> None:
+        self.label, self.steps, self.stream = label, steps, stream
+        self.path, board = folder / LOG, folder / "tensorboard"
+        with _writing(self.path):
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = self._open(start)
+        with _writing(board):
+            self._board = board_writer()(str(board), purge_step=start + 1) if tensorboard else None
+        self._bar = _bar(label, start, steps, stream)
+
+    def _open(self, start: int) -> FileIO:
+        """The file, ready to be appended to; written anew beside the old one where that has a torn line or later rows."""
+        text = (",".join(COLUMNS) + "\r\n").encode() + _text([row for row in read_log(self.path) if row["step"] <= start])
+        if not self.path.is_file() or self.path.read_bytes() != text:
+            atomic_write(self.path, lambda temporary: temporary.write_bytes(text))
+        return self.path.open("ab", buffering=0)
+
+    def __enter__(self) -> Log:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._bar is not None:
+            self._bar.close()
+        self._file.close()
+        if self._board is not None:
+            with suppress(OSError) if error is not None else _writing(Path(self._board.log_dir)):
+                self._board.close()
+
+    def tick(self) -> None:
+        """One step is done."""
+        if self._bar is not None:
+            self._bar.update()
+
+    def row(self, row: dict[str, Any]) -> None:
+        """Show and keep the figures of one row."""
+        with _writing(self.path):
+            rest = _text([row])
+            while rest:  # a disk that is nearly full takes a part
+                rest = rest[self._file.write(rest) :]
+        if self._board is not None:
+            with _writing(Path(self._board.log_dir)):
+                for name, value in row.items():
+                    if name != "step":
+                        self._board.add_scalar(name, value, row["step"])
+        text = describe(row)
+        if self._bar is not None:
+            self._bar.set_postfix_str(text, refresh=False)
+        else:
+            print(f"{self.label}  step {row['step']:>{len(str(self.steps))}}/{self.steps}  {text}", file=self.stream, flush=True)
+
+    def say(self, text: str) -> None:
+        """A line of its own, above the bar."""
+        if self._bar is not None:
+            self._bar.write(text, file=self.stream)
+        else:
+            print(text, file=self.stream, flush=True)
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Turn the system's refusal to write ``path`` into words."""
+    try:
+        yield
+    except OSError as error:
+        raise write_error(Path(error.filename or path), error.strerror or str(error)) from error
+
+
+@contextmanager
+def quiet_threads() -> Iterator[None]:
+    """Print no traceback for an OSError of another thread: TensorBoard's raises what it met in the main thread too."""
+    before = threading.excepthook
+    threading.excepthook = lambda args: None if issubclass(args.exc_type, OSError) else before(args)
+    try:
+        yield
+    finally:
+        threading.excepthook = before
+
+
+def describe(row: dict[str, Any]) -> str:
+    """The figures that fit on one line."""
+    parts = [f"loss {row['loss']:.3f}"]
+    if "val_loss" in row:
+        parts.append(f"val {row['val_loss']:.3f}")
+    if "phase" in row:
+        parts.append(f"phase {row['phase']:.0f}  flips {100 * row['flip_rate']:.2f}%")
+    return "  ".join([*parts, f"{row['tokens_per_s'] / 1000:.1f}k tok/s"])
+
+
+def _bar(label: str, start: int, steps: int, stream: TextIO) -> Any:
+    if not stream.isatty():
+        return None
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return None
+    return tqdm(total=steps, initial=start, desc=label, unit="step", file=stream, dynamic_ncols=True)
+
+
+def board_writer() -> Any:
+    """The class that writes TensorBoard's files.
+
+    Raises:
+        NMError: the package is missing.
+    """
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise NMError("--tensorboard needs the tensorboard package: pip install tensorboard, or leave the option out.") from error
+    return SummaryWriter
+
+
+def default_stream(json: bool) -> TextIO:
+    """Standard output, or standard error where standard output is kept for the JSON result."""
+    return sys.stderr if json else sys.stdout

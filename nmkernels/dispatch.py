@@ -1,0 +1,156 @@
+"""Which backend runs an op, why the others declined, and how to force one.
+
+A backend registers a function for an op with ``@impl``. ``choose`` takes the willing one of highest
+priority; ``explain`` tells the same story in words. ``NMKERNELS_BACKEND=name`` forces a backend:
+a forced backend that cannot run raises, an automatic one falls back; to the reference for want of the compiled core with a warning.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from .capability import compiled_core
+from .pattern import BackendError
+
+ENV = "NMKERNELS_BACKEND"
+REFERENCE = "reference"
+log = logging.getLogger("nmkernels.dispatch")
+log.addHandler(logging.NullHandler())
+
+Verdict = tuple[bool, str]
+"""(can it run this call, the reason in words)."""
+
+
+def always(*_args: Any) -> Verdict:
+    """A ``supports`` for backends that run every valid call."""
+    return True, "runs everything"
+
+
+@dataclass(frozen=True)
+class Impl:
+    """One backend's function for one op; ``supports(*args)`` says whether it can run a call, and why not."""
+
+    op: str
+    backend: str
+    fn: Callable[..., Any]
+    supports: Callable[..., Verdict]
+    priority: int
+
+
+# os.environ.get encodes the name at every call, 1 us of the 9 that a small op takes
+_environment: dict[Any, Any] = os.environ._data  # type: ignore[attr-defined]
+_ENV_KEY = os.environ.encodekey(ENV)
+
+_impls: dict[str, list[Impl]] = {}
+_said: set[tuple[str, str, str]] = set()
+
+
+def impl(
+    op: str, *, backend: str, priority: int, supports: Callable[..., Verdict] = always
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register the decorated function as ``backend``'s implementation of ``op``.
+
+    ``fn(*args, out=None)`` takes the raw op's arguments; higher ``priority`` is asked first.
+    """
+
+    def register(fn: Callable[..., Any]) -> Callable[..., Any]:
+        entry = Impl(op, backend, fn, supports, priority)
+        others = [i for i in _impls.get(op, []) if i.backend != backend]
+        _impls[op] = sorted([*others, entry], key=lambda i: -i.priority)
+        return fn
+
+    return register
+
+
+def implementations(op: str) -> list[Impl]:
+    """Every registered implementation of ``op``, the one asked first first."""
+    if op not in _impls:
+        raise BackendError(f"no op is called {op!r}; ops are: {', '.join(sorted(_impls))}")
+    return list(_impls[op])
+
+
+def forced_backend() -> str | None:
+    """The backend that ``NMKERNELS_BACKEND`` names; None or empty if it names none."""
+    value = _environment.get(_ENV_KEY)
+    return None if value is None else os.environ.decodevalue(value)
+
+
+def choose(op: str, *args: Any) -> Impl:
+    """The implementation that runs ``op(*args)``.
+
+    Raises:
+        BackendError: the backend forced by ``NMKERNELS_BACKEND`` does not exist or cannot run the call.
+    """
+    forced = forced_backend()
+    if forced:
+        return _forced(op, forced, args)
+    for entry in _impls[op]:
+        can, reason = entry.supports(*args)
+        if can:
+            if entry.backend == REFERENCE:
+                _miss_the_core(op, args)
+            return entry
+        if (op, entry.backend, reason) not in _said:
+            _said.add((op, entry.backend, reason))
+            log.debug("%s: %s declined: %s", op, entry.backend, reason)
+    raise BackendError(explain(op, *args))
+
+
+def _miss_the_core(op: str, args: tuple[Any, ...]) -> None:
+    """Warn, once in a process, where the reference runs what the compiled core would run if it were there."""
+    core = compiled_core()
+    # what runs on GPUs asks for the core before anything else
+    if not core.ok and any(i.backend == "cpu" and i.supports(*args) == (False, core.reason) for i in _impls[op]):
+        _warn_without_core(core.reason)
+
+
+@cache
+def _warn_without_core(reason: str) -> None:
+    warnings.warn(f"nmkernels runs without its compiled core, on the plain PyTorch reference, which is slow: {reason}.", stacklevel=2)
+
+
+def _forced(op: str, backend: str, args: tuple[Any, ...]) -> Impl:
+    for entry in implementations(op):
+        if entry.backend == backend:
+            can, reason = entry.supports(*args)
+            if can:
+                return entry
+            raise BackendError(
+                f"{op}: backend {backend!r} was asked for by {ENV} and cannot run this call: {reason}. Unset {ENV} to fall back."
+            )
+    known = sorted({i.backend for i in implementations(op)})
+    raise BackendError(f"{op}: {ENV}={backend!r} names no backend of this op; it has {', '.join(known)}.")
+
+
+def explain(op: str, *args: Any) -> str:
+    """Which backend would run ``op(*args)``, and why each other one would not, one line each.
+
+    ``args`` are those of the raw op, e.g. ``explain("nm_mask", w, 2, 4)``.
+
+    Example:
+        >>> import torch, nmkernels as nm
+        >>> print(nm.explain("nm_mask", torch.randn(4, 8), 2, 4).splitlines()[0])
+        nm_mask:
+    """
+    lines, taken = [f"{op}:"], False
+    forced = forced_backend()
+    for entry in implementations(op):
+        can, reason = entry.supports(*args)
+        if forced and entry.backend != forced:
+            state = f"not asked, {ENV}={forced}"
+        elif not can:
+            state = f"declined: {reason}"
+        elif taken:
+            state = "can run, lower priority"
+        else:
+            state, taken = "chosen", True
+        lines.append(f"  {entry.backend:<10} {state}")
+    if not taken:
+        lines.append("  no backend can run this call")
+    return "\n".join(lines)

@@ -1,0 +1,188 @@
+"""Masks that are chosen once and held: scoring, applying, and keeping them as packed indices in the recipe's state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import ops
+from ..autograd import WeightTransform, masked
+from ..nn import NMWeight
+from ..pattern import CheckpointError, RecipeError
+from .search.channels import Channels
+from .search.permutation import Found
+from .state import pattern_in
+
+if TYPE_CHECKING:
+    from .base import State
+
+SCORES = ("magnitude", "wanda", "existing")
+
+
+@dataclass(frozen=True, eq=False)
+class HeldMask(WeightTransform):
+    """W̃ = M ⊙ W with a mask that does not follow the weight."""
+
+    mask: Tensor
+
+    def __call__(self, weight: Tensor, *extras: Tensor, out: Tensor | None = None) -> Tensor:
+        """The masked weight; kept elements keep their bits, pruned ones are +0."""
+        return masked(weight, self.mask, out)
+
+
+class FixedMasks:
+    """The held masks of one handle; ``masks`` (name -> bool ``(out, in)``) is empty until they are chosen.
+
+    Args:
+        score: ``"magnitude"``, ``"wanda"`` or ``"existing"``; None for recipes that hold no mask.
+        channels: reorders channels just before the masks are chosen; None for recipes that leave them where they are.
+    """
+
+    def __init__(self, layers: dict[str, NMWeight], score: str | None, channels: Channels | None = None) -> None:
+        self.layers, self.score, self.channels = layers, score, channels
+        self.masks: dict[str, Tensor] = {}
+        self._squares: dict[str, Tensor] = {}
+        self._source: Any = None
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Sum the squares of every layer's inputs over the forward passes run inside."""
+        removers = [layer.register_forward_pre_hook(self._collector(name)) for name, layer in self.layers.items()]
+        try:
+            yield
+        finally:
+            for remover in removers:
+                remover.remove()
+
+    def _collector(self, name: str) -> Any:
+        def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            x = args[0].detach()
+            squares = x.reshape(-1, x.shape[-1]).double().square().sum(0)
+            self._squares[name] = squares if name not in self._squares else self._squares[name] + squares
+
+        return hook
+
+    def ensure(self, state: State, optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:
+        """Hold the masks that ``state`` carries, or choose them now; weights outside become +0.
+
+        Args:
+            optimizers: all that update the model; what they keep for a weight moves with it where channels are reordered.
+
+        Raises:
+            RecipeError: the masks cannot be chosen. CheckpointError: those of ``state`` are of other layers.
+        """
+        if "masks" not in state:
+            self.permute_(state, optimizers)
+            self.masks = {name: self._choose(name, layer) for name, layer in self.layers.items()}
+            state["masks"] = {name: self._pack(self.layers[name], mask) for name, mask in self.masks.items()}
+        elif state["masks"] is not self._source:
+            self.check(state)
+            self.masks = {name: self._unpack(layer, state["masks"][name]) for name, layer in self.layers.items()}
+            if self.channels is not None:
+                self.channels.resume(state.get("kept", {}))
+        self._source = state["masks"]
+        for name in self.layers:
+            self.apply(name)
+
+    def permute_(self, state: State, optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:
+        """Reorder channels for the masks to be chosen, where the recipe wants it; ``state`` keeps what each layer gained."""
+        if self.channels is not None:
+            self._moved(self.channels.permute_(self._scores(), optimizers))
+            state["kept"] = self.channels.kept()
+
+    @contextmanager
+    def permuted(self, wanted: bool) -> Iterator[None]:
+        """The same inside if ``wanted``, undone outside."""
+        if self.channels is None or not wanted:
+            yield
+            return
+        squares = dict(self._squares)
+        try:
+            with self.channels.permuted(self._scores()) as found:
+                self._moved(found)
+                yield
+        finally:
+            self._squares = squares
+
+    def _moved(self, found: dict[str, Found]) -> None:
+        # the norms of a layer's inputs move with them
+        self._squares.update({name: self._squares[name][f.order] for name, f in found.items() if name in self._squares})
+
+    def check(self, state: State) -> None:
+        """Raise ``CheckpointError`` if ``state`` carries masks of other layers than these."""
+        masks = state.get("masks")
+        if masks is None:
+            return
+        odd = sorted(set(masks) ^ set(self.layers))
+        if odd:
+            raise CheckpointError(f"the checkpoint's masks are of other layers than this model's; only one of them has {', '.join(odd)}.")
+        for name, layer in self.layers.items():
+            rows, cols = layer.master.shape
+            if tuple(masks[name].shape) != (rows, pattern_in(state, name, layer).index_bytes(cols)):
+                raise CheckpointError(f"the checkpoint's mask of layer {name!r} is of another shape than its weight ({rows}, {cols}).")
+
+    def forget(self) -> None:
+        """Hold no masks, as before they were chosen."""
+        self.masks, self._source = {}, None
+
+    @torch.no_grad()
+    def apply(self, name: str) -> None:
+        """Set the weights outside the mask of layer ``name`` to +0, whatever they are (NaN times 0 would stay NaN)."""
+        self.layers[name].master.masked_fill_(~self.masks[name], 0.0)
+
+    def preview(self, name: str) -> HeldMask | None:
+        """The transform of the mask that is held, or would be chosen now; None where it is the plain mask by magnitude.
+
+        Raises:
+            RecipeError: the mask cannot be chosen.
+        """
+        if name in self.masks:
+            return HeldMask(self.layers[name].pattern, self.masks[name])
+        if self.score in ("wanda", "existing"):
+            return HeldMask(self.layers[name].pattern, self._choose(name, self.layers[name]))
+        return None
+
+    def _choose(self, name: str, layer: NMWeight) -> Tensor:
+        w = layer.master.detach()
+        if self.score == "wanda":
+            self._require_inputs()
+            return ops.mask(self._wanda(name), layer.pattern)
+        if self.score == "existing" and not ops.is_nm(w, layer.pattern):
+            raise RecipeError(
+                f'ASP(score="existing"): the weight of layer {name!r} is not {layer.pattern}, so there is no mask to adopt. '
+                'Use score="magnitude", another pattern, or leave the layer out with filter_fn.'
+            )
+        return ops.mask(w, layer.pattern)
+
+    def _wanda(self, name: str) -> Tensor:
+        return (self.layers[name].master.detach().abs().double() * self._squares[name].sqrt()).float()
+
+    def _scores(self) -> Callable[[str], Tensor]:
+        """What the mask ranks the elements of each layer by."""
+        if self.score != "wanda":
+            return lambda name: self.layers[name].master.detach()
+        self._require_inputs()
+        return self._wanda
+
+    def _require_inputs(self) -> None:
+        missing = [name for name in self.layers if name not in self._squares]
+        if missing:
+            raise RecipeError(
+                f'ASP(score="wanda") ranks weights by their inputs and has seen none for {", ".join(missing)}. Run a few batches first: '
+                "with handle.calibrate(): model(batch). When resuming, load the optimizer's state dict before attach: it has the masks."
+            )
+
+    @staticmethod
+    def _pack(layer: NMWeight, mask: Tensor) -> Tensor:
+        return ops.compress(mask.to(torch.float32), layer.pattern, mask=mask).indices
+
+    @staticmethod
+    def _unpack(layer: NMWeight, indices: Tensor) -> Tensor:
+        shape = tuple(layer.master.shape)
+        values = torch.ones(shape[0], layer.pattern.kept(shape[1]), device=indices.device)
+        return ops.decompress(ops.Compressed(values, indices, layer.pattern, shape)).bool().to(layer.weight.device)

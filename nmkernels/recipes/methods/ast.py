@@ -1,0 +1,172 @@
+"""AST: the decay of pruned weights is annealed and goes past the momentum.
+
+Distillation from a dense teacher, as recipes that retrain a pruned model use it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...autograd import AnnealedMask, HardMask
+from ...ops import STATS
+from ...optim import AnnealedAdamW, UpdateRule
+from ...pattern import Pattern, RecipeError, ShapeError
+from ..base import Observed, Recipe, Stage, State
+from ..registry import recipe
+from ..schedule import check_choice, check_decay, check_same_schedule, resolve_step
+
+IGNORED = -100
+"""The label that ``cross_entropy`` leaves out."""
+
+
+def distill_loss(student_logits: Tensor, teacher_logits: Tensor, labels: Tensor, temperature: float = 2.0, weight: float = 2 / 3) -> Tensor:
+    """(1 − weight) · CE(student, labels) + weight · T² · KL(softmax(teacher/T) ‖ softmax(student/T)), both as means over tokens.
+
+    T² keeps the size of the second term's gradient from falling with the temperature T (Hinton et al., 2015). ⅓ and ⅔ at T = 2 are
+    what the Adaptive Sparse Trainer's example run uses (Huang et al., AAAI 2025, arXiv 2407.20584); its code also takes in tokens
+    without a label, which here count in neither term. The teacher gets no gradient.
+
+    Args:
+        student_logits, teacher_logits: ``(..., classes)``, of one shape.
+        labels: ``(...)``, whole numbers; −100 for tokens that do not count.
+        temperature: T > 0.
+        weight: of the second term, 0 to 1.
+
+    Raises:
+        RecipeError: temperature or weight out of range. ShapeError: the shapes do not fit.
+
+    Example:
+        >>> logits, labels = torch.tensor([[2.0, 0.0]]), torch.tensor([0])
+        >>> loss = distill_loss(logits, logits, labels)
+        >>> torch.allclose(loss, torch.nn.functional.cross_entropy(logits, labels) / 3)
+        True
+    """
+    if not 0 < temperature < float("inf") or not 0 <= weight <= 1:
+        raise RecipeError(f"distill_loss: temperature={temperature} must be above 0 and weight={weight} between 0 and 1.")
+    if student_logits.shape != teacher_logits.shape or student_logits.shape[:-1] != labels.shape:
+        raise ShapeError(
+            f"distill_loss: the student's logits {tuple(student_logits.shape)} and the teacher's {tuple(teacher_logits.shape)} must be of "
+            f"one shape, and labels {tuple(labels.shape)} of theirs without the classes."
+        )
+    student, teacher = (x.reshape(-1, x.shape[-1]) for x in (student_logits, teacher_logits.detach()))
+    labels = labels.reshape(-1)
+    entropy = F.cross_entropy(student, labels, ignore_index=IGNORED)
+    divergence = F.kl_div(
+        F.log_softmax(student / temperature, dim=-1), F.log_softmax(teacher / temperature, dim=-1), reduction="none", log_target=True
+    ).sum(-1)
+    counted = labels != IGNORED
+    mean = torch.where(counted, divergence, 0.0).sum() / counted.sum()
+    return (1 - weight) * entropy + weight * temperature**2 * mean
+
+
+@recipe("ast")
+@dataclass(frozen=True)
+class AST(Recipe):
+    """Adaptive Sparse Trainer (Huang et al., "Pruning large language models with semi-structural adaptive sparse training", AAAI 2025).
+
+    Annealed SR-STE, to retrain a dense model: forward with M ⊙ W, M the mask of the N largest magnitudes, renewed every ``every``
+    steps; the straight-through gradient g goes into the momentum alone, and the decay of pruned weights is added after it::
+
+        λ_t = decay · min(t / T₀, 1),   t the applied steps so far
+        u = m̂ + λ_t (1 − M) ⊙ W,   v of u²,   W ← W − lr (u / (√v̂ + ε) + wd · W)
+
+    The equations are those of the authors' GPT-2 code; of the paper only the opening was read. Two departures: their code squares the
+    momentum before its bias is corrected, which makes the first steps up to 1/(1 − β₁) times as large and needs a warm-up of the
+    rate, where here m̂ is squared; and it negates a mask of integers bitwise, which turns (1 − M) into −1 and −2, where here the
+    published form is used. Their Llama-2 code is plain SR-STE with λ_t instead, through the gradient.
+    The second moment of u is smaller than that of g, up to (1 + β₁)/(1 − β₁) times where gradients are nothing but noise: with β₁ = 0.9
+    masked layers take steps up to √19 = 4.4 times as large as under AdamW. ``second_moment="gradient"`` takes v of
+    (g + λ_t (1 − M) ⊙ W)² instead.
+
+    Needs ``AnnealedAdamW``, which ``recipe.optimizer`` builds. Distillation from the dense model, ⅓ cross entropy + ⅔ KL, is
+    ``nm.recipes.distill_loss``. The paper's low-rank boost (SLoRB) is not here.
+
+    Args:
+        decay: λ at the end; 6e-5 by default in the code, 1e-4 in its example run.
+        anneal: T₀, in steps or as a share of ``total_steps``; 10 000 of 40 000 in that run. 0 for λ from the start.
+        every: steps between two renewals of the mask.
+        second_moment: ``"total"`` of u, as in the code, or ``"gradient"``.
+
+    Raises:
+        RecipeError: a value is out of range, a share without ``total_steps``; or, at ``attach``, another optimizer.
+
+    Example:
+        >>> recipe = AST("2:4", total_steps=100)
+        >>> [round(recipe.strength(torch.tensor(float(t))).item(), 7) for t in (0, 5, 25, 90)]
+        [0.0, 1.2e-05, 6e-05, 6e-05]
+    """
+
+    decay: float = 6e-5
+    anneal: float | int = 0.25
+    every: int = 10
+    second_moment: str = "total"
+
+    paper: ClassVar[str] = "Huang et al., AAAI 2025, arXiv 2407.20584"
+    patterns: ClassVar[str] = "any N:M"
+    extra_state: ClassVar[str] = "a mask per layer"
+    cost: ClassVar[str] = "mask search every 10 steps; the update in plain torch"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_decay("AST", self.decay)
+        check_choice("AST", "second_moment", self.second_moment, ("total", "gradient"))
+        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
+            raise RecipeError(f"AST: every={self.every!r} must be a whole number of steps, at least 1.")
+        self.anneal_steps()
+
+    def anneal_steps(self) -> int:
+        """T₀ in steps."""
+        return resolve_step("AST", "anneal", self.anneal, self.total_steps) or 0
+
+    def strength(self, t: Tensor) -> Tensor:
+        """λ_t after ``t`` applied steps (float64), computed where t lies."""
+        steps = self.anneal_steps()
+        return self.decay * (t / steps).clamp(max=1.0) if steps else torch.full_like(t, self.decay)
+
+    def optimizer(self, params: Iterable[Any], lr: float | Tensor = 1e-3, **kwargs: Any) -> torch.optim.Optimizer:
+        """``AnnealedAdamW`` with the keywords of ``torch.optim.AdamW``."""
+        return AnnealedAdamW(params, lr=lr, **kwargs)
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """The decay goes past the momentum, which only ``AnnealedAdamW`` does."""
+        if not isinstance(optimizer, AnnealedAdamW):
+            raise RecipeError(
+                f"AST adds its decay after the momentum, which {type(optimizer).__name__} cannot. Replace it in one line: "
+                "optimizer = handle.attach(nm.optim.AnnealedAdamW(model.parameters(), lr=...)). It takes AdamW's keywords and state."
+            )
+
+    def start(self, group: dict[str, Any]) -> State:
+        """No step taken."""
+        return {"t": torch.zeros((), dtype=torch.float64)}
+
+    def check_state(self, state: Any, group: dict[str, Any]) -> None:
+        """Also refuse to go on under another schedule."""
+        super().check_state(state, group)
+        check_same_schedule(state["spec"], self.spec())
+
+    def stage(self, state: State) -> Stage:
+        """Always phase 1, the mask held between renewals."""
+        if "t" not in state:
+            return Stage(phase=1, transform=HardMask(Pattern(self.pattern)))
+        rule = UpdateRule(masked=True, late=self.second_moment)
+        return Stage(phase=1, transform=AnnealedMask(Pattern(self.pattern)), rule=rule, renew=self.every)
+
+    def inputs(self, state: State) -> dict[str, Tensor]:
+        """``nm_decay``, λ_t."""
+        return {"nm_decay": self.strength(state["t"])}
+
+    def advance(self, state: State, observed: Observed) -> bool:
+        """Count applied steps."""
+        applied = observed.stats[STATS.index("applied")]
+        state["t"] = state["t"].to(applied.device) + applied
+        return False
+
+    def metrics(self, state: State) -> dict[str, Tensor]:
+        """``decay``, λ_t of the next step."""
+        return {"decay": self.strength(state["t"])} if "t" in state else {}

@@ -1,0 +1,340 @@
+"""Layer-wise N:M: every layer keeps an N of its own, and all of them together the given share.
+
+Sharing a budget out: which of several choices each item takes, so that the costs stay within it and the losses are least.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from fractions import Fraction
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ...pattern import CheckpointError, NMError, Pattern, PatternLike, RecipeError
+from ..base import Observed, Recipe, Stage, State
+from ..compose import Outer, as_inner, first_stage
+from ..cost import Span
+from ..registry import get, recipe
+from ..schedule import check_choice
+from .step import STEP
+
+SUMS = 1 << 14
+"""So many sums of costs are told apart."""
+
+Table = Sequence[Sequence[int]]
+
+
+def allocate(costs: Table, losses: Sequence[Sequence[float]], budget: int, fill: bool = False) -> list[int]:
+    """The choice of each item: Σ loss is least where Σ cost ≤ budget (the multiple-choice knapsack problem).
+
+    Dynamic programming over the sums of costs, in units of their greatest common divisor: exact where the budget is at most ``SUMS``
+    units. Where it is more, costs are rounded to budget / ``SUMS``, and if the choices then exceed the budget, those with the least
+    rise of the loss per cost saved become cheaper until they do not.
+
+    Args:
+        costs, losses: of each choice of each item, by rising cost.
+        budget: the largest sum of costs.
+        fill: take the largest possible sum of costs first, and the least loss among the choices that reach it.
+
+    Raises:
+        RecipeError: even the cheapest choices cost more.
+
+    Example:
+        >>> allocate([[1, 2, 4], [2, 4, 8]], [[9, 3, 0], [9, 5, 0]], 8)
+        [2, 1]
+    """
+    least = sum(item[0] for item in costs)
+    if least > budget:
+        raise RecipeError(f"even the cheapest choices cost {least}, more than the budget of {budget}.")
+    unit = math.gcd(*(cost for item in costs for cost in item)) or 1
+    unit *= -(-(budget // unit + 1) // SUMS)
+    whole = [[round(cost / unit) for cost in item] for item in costs]
+    limit = max(budget // unit, sum(item[0] for item in whole))
+    best = torch.full((limit + 1,), torch.inf, dtype=torch.float64)
+    best[0] = 0.0
+    trail = []
+    for item, values in zip(whole, losses, strict=True):
+        best, taken = _with(item, values, best)
+        trail.append(taken)
+    at = int(best.isfinite().nonzero().max()) if fill else int(best.argmin())
+    choices = []
+    for taken, item in zip(reversed(trail), reversed(whole), strict=True):
+        choices.append(int(taken[at]))
+        at -= item[choices[-1]]
+    return _within(choices[::-1], costs, losses, budget)
+
+
+def _with(costs: Sequence[int], losses: Sequence[float], best: Tensor) -> tuple[Tensor, Tensor]:
+    """The least loss at each sum with one item more, and the choice of that item; the first of equal ones."""
+    new, taken = torch.full_like(best, torch.inf), torch.zeros(len(best), dtype=torch.int16)
+    for choice, (cost, loss) in enumerate(zip(costs, losses, strict=True)):
+        if cost >= len(best):
+            break
+        sums, here, which = best[: len(best) - cost] + loss, new[cost:], taken[cost:]
+        less = sums < here
+        torch.where(less, sums, here, out=here)
+        which.masked_fill_(less, choice)
+    return new, taken
+
+
+def _within(choices: list[int], costs: Table, losses: Sequence[Sequence[float]], budget: int) -> list[int]:
+    over = sum(item[choice] for item, choice in zip(costs, choices, strict=True)) - budget
+    while over > 0:
+
+        def rise(i: int) -> float:
+            c = choices[i]
+            return (losses[i][c - 1] - losses[i][c]) / (costs[i][c] - costs[i][c - 1]) if c else math.inf
+
+        i = min(range(len(choices)), key=rise)
+        over -= costs[i][choices[i]] - costs[i][choices[i] - 1]
+        choices[i] -= 1
+    return choices
+
+
+RULES = ("erk", "magnitude", "energy")
+V = TypeVar("V")
+
+
+@recipe("layerwise")
+@dataclass(frozen=True)
+class LayerWise(Outer):
+    """Layer-wise N:M: layer l keeps N_l of every M weights, Σ_l N_l/M · numel_l ≤ N/M · Σ_l numel_l, and trains as the inner recipe does.
+
+    The patterns are chosen once: from the weights as they are when the optimizer is attached; inside STEP, ``STEP("2:16",
+    inner="layerwise")``, from those of the switch, which is what "layer-wise N" means in its paper. A resumed run has those of its
+    checkpoint. ``handle.report`` shows them, and each layer is trained, finished, compressed and exported with its own. The budget
+    goes to the N_l by dynamic programming, exactly; what it minimises is the rule's::
+
+        erk        Σ_l numel_l (N_l/M − d_l)²,  d_l ∝ (out_l + in_l)/(out_l · in_l), among the choices closest to the budget
+        magnitude  Σ_l Σ |w| over what M_l(W) prunes: global magnitude pruning, by layers
+        energy     Σ_l numel_l · Σ w² over what M_l(W) prunes / Σ w² over the layer: the same without the layers' scales
+
+    erk is the Erdős–Rényi share of sparse training (Mocanu et al. 2018; Evci et al., "Rigging the lottery", ICML 2020, arXiv 1911.11134,
+    section 3), bounded by the smallest and largest N that may be chosen; it needs no trained weights. The layers of a transformer are so
+    alike that it often gives N:M to all of them, as nothing else is as close to the budget; ``choices="all"`` leaves it more room.
+
+    Mixed N:M from a dense model is DominoSearch's (Sun et al., NeurIPS 2021) and, for transformers, ELSA's (arXiv 2409.09708) setting;
+    the first finds N_l by a penalised training with votes of thresholds, the second by a supernet. Neither search is offered here.
+
+    Args:
+        inner: the recipe that trains the layers, or its text: ``"srste(decay=1e-4)"``, ``MdGf("2:16", ...)``. Of ``pattern`` and
+            ``total_steps`` it has this one's. SdGf leads each layer to its own N (see ``SdGf.fit``).
+        rule: how N_l is chosen; None: by ``patterns`` alone.
+        patterns: N:M of some layers, by name or wildcard, ``{"*.attn.*": "4:16"}`` or the same as JSON; the first that fits counts. The
+            other layers share out what is left of the budget; with ``rule=None`` they have the recipe's own pattern, whatever the sum.
+        choices: which N may be chosen: ``"powers"`` of two below M, which hardware and kernels like, or ``"all"`` below M.
+        rows: how often a token passes through some layers, as in ``nm.flops``: the budget then is one of FLOPs. Without it parameters
+            and FLOPs are the same share, as every linear layer does two of these per weight and token.
+
+    Raises:
+        RecipeError: an option is unknown, the inner recipe cannot have other patterns, has a preconditioning phase (put this one inside
+            STEP instead) or trains nothing sparse; at ``sparsify_``, a wildcard fits no layer or the given patterns exceed the budget.
+
+    Example:
+        >>> recipe = LayerWise("4:16", choices="all")
+        >>> recipe.layer_patterns({"up": torch.empty(32, 16), "down": torch.empty(32, 32)})
+        {'up': Pattern("6:16"), 'down': Pattern("3:16")}
+    """
+
+    paper = "budgets as in Evci et al., ICML 2020, arXiv 1911.11134, and DominoSearch, NeurIPS 2021"
+    patterns = "any N:M with N above 1, as far as the inner recipe goes"
+    extra_state = "a pattern per layer, and the inner recipe's"
+    cost = "as the inner recipe, at the same density"
+
+    inner: Recipe | str = "srste"
+    rule: str | None = "erk"
+    given: Mapping[str, PatternLike] | str | None = None
+    choices: str = "powers"
+    rows: Mapping[str, float] | str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rule is not None:
+            check_choice("LayerWise", "rule", self.rule, RULES)
+        check_choice("LayerWise", "choices", self.choices, ("powers", "all"))
+        given = {name: str(Pattern(p)) for name, p in _table("given", self.given, (str, Pattern)).items()}
+        rows = _table("rows", self.rows, (int, float))
+        if any(isinstance(r, bool) or not 0 < r < math.inf for r in rows.values()):
+            raise RecipeError(f"LayerWise: rows={rows} must be finite numbers above 0.")
+        object.__setattr__(self, "given", json.dumps(given) if given else None)
+        object.__setattr__(self, "rows", json.dumps(rows) if rows else None)
+        object.__setattr__(self, "inner", as_inner(self, self.inner))
+        self._check_inner({*self._options(), *map(Pattern, given.values())})
+        self._take_over()
+
+    def _check_inner(self, possible: set[Pattern]) -> None:
+        inner = self.inner
+        assert isinstance(inner, Recipe)
+        kind = type(inner).__name__
+        if isinstance(inner, LayerWise):
+            raise RecipeError(
+                "LayerWise: inside, LayerWise would share the budget out a second time; give the recipe that trains the layers."
+            )
+        if isinstance(inner, STEP):
+            raise RecipeError(
+                'LayerWise: inside, STEP would choose no patterns at its switch; write STEP(pattern, inner="layerwise(...)").'
+            )
+        if inner.final == "dense" and first_stage(inner).phase == 0:
+            raise RecipeError(f"LayerWise: {kind} trains nothing sparse, so there is no budget to share out.")
+        for pattern in possible:
+            try:
+                replace(inner, pattern=pattern)
+            except NMError as error:
+                raise RecipeError(f"LayerWise: {kind} cannot train a layer at {pattern}: {error}") from error
+
+    def _options(self) -> list[Pattern]:
+        """The patterns that a rule may choose."""
+        p = Pattern(self.pattern)
+        if self.rule is None or p.n == p.m:
+            return [p]
+        kept = range(1, p.m) if self.choices == "all" else [1 << i for i in range((p.m - 1).bit_length())]
+        return [Pattern(n, p.m) for n in kept]
+
+    # ---- the patterns
+
+    def layer_patterns(self, weights: Mapping[str, Tensor]) -> dict[str, Pattern]:
+        """N:M of each layer, from the present weights ``(out, in)`` by name; rules that read them give all the same on the meta device."""
+        given = _matched("given", {name: Pattern(p) for name, p in _read(self.given).items()}, weights)
+        shared = [name for name in weights if name not in given]
+        options, p = self._options(), Pattern(self.pattern)
+        if len(options) == 1 or not shared:
+            return {name: given.get(name, p) for name in weights}
+        if p.n == 1 and not given:
+            warnings.warn(
+                f"LayerWise: groups of {p.m} keep at least 1, which is the whole budget, so every layer gets {p}. Write the budget with "
+                f'larger groups, as LayerWise("4:{4 * p.m}").',
+                stacklevel=2,
+            )
+        chosen = self._share_out(weights, given, shared, options)
+        return {name: given[name] if name in given else options[chosen[name]] for name in weights}
+
+    def _share_out(
+        self, weights: Mapping[str, Tensor], given: dict[str, Pattern], shared: list[str], options: list[Pattern]
+    ) -> dict[str, int]:
+        """The place in ``options`` of each layer of ``shared``."""
+        rows = _matched("rows", _read(self.rows), weights)
+        size = {name: Fraction(rows.get(name, 1)).limit_denominator(10**6) * w.numel() for name, w in weights.items()}
+        costs = {name: [size[name] * o.n / o.m for o in options] for name in shared}
+        budget = Fraction(Pattern(self.pattern).n, Pattern(self.pattern).m) * sum(size.values())
+        budget -= sum(size[name] * p.n / p.m for name, p in given.items())
+        least = sum(item[0] for item in costs.values())
+        if least > budget:
+            total = sum(size.values())
+            raise RecipeError(
+                f"LayerWise: the given patterns leave {float(max(budget, Fraction(0)) / total):.2%} of the weights for the other layers, "
+                f"which keep at least {float(least / total):.2%} at {options[0]}. Give fewer, sparser ones, or a larger budget."
+            )
+        unit = math.lcm(budget.denominator, *(c.denominator for item in costs.values() for c in item))
+        whole = [[int(c * unit) for c in costs[name]] for name in shared]
+        if self.rule == "erk":
+            losses = _erk({name: weights[name] for name in shared}, {name: float(size[name]) for name in shared}, options, float(budget))
+        elif any(weights[name].is_meta for name in shared):
+            return dict.fromkeys(shared, options.index(Pattern(self.pattern)) if Pattern(self.pattern) in options else 0)
+        else:
+            losses = [_pruned(name, weights[name], options, self.rule == "energy", float(size[name])) for name in shared]
+        return dict(zip(shared, allocate(whole, losses, int(budget * unit), fill=self.rule == "erk"), strict=True))
+
+    # ---- training is the inner recipe's
+
+    def inner_at(self, state: State) -> tuple[Recipe, State]:
+        """The inner recipe; its state is this one's."""
+        assert isinstance(self.inner, Recipe)
+        return self.inner, state
+
+    def optimizer(self, params: Iterable[Any], lr: float | Tensor = 1e-3, **kwargs: Any) -> torch.optim.Optimizer:
+        """That of the inner recipe."""
+        return self.inner_at({})[0].optimizer(params, lr, **kwargs)
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """As the inner recipe does."""
+        self.inner_at({})[0].check_optimizer(optimizer)
+
+    def start(self, group: dict[str, Any]) -> State:
+        """The first state of the inner recipe."""
+        return self.inner_at({})[0].start(group)
+
+    def stage(self, state: State) -> Stage:
+        """The stage of the inner recipe."""
+        return self.inner_at({})[0].stage(state)
+
+    def advance(self, state: State, observed: Observed) -> bool:
+        """As the inner recipe does."""
+        return self.inner_at({})[0].advance(state, observed)
+
+    def profile(self, steps: int) -> list[Span]:
+        """As the inner recipe at the same share in every layer."""
+        return self.inner_at({})[0].profile(steps)
+
+    def check_state(self, state: Any, group: dict[str, Any]) -> None:
+        """Also refuse to go on with another inner recipe; other rules are welcome, as the patterns are chosen already."""
+        super().check_state(state, group)
+        try:
+            theirs = get(str(state["spec"]["inner"])).spec()
+        except (KeyError, TypeError, NMError) as error:
+            raise CheckpointError(f"the checkpoint's inner recipe is of another version of nmkernels: {error}") from error
+        self.inner_at({})[0].check_state({**state, "spec": theirs}, group)
+
+
+# ---- tables of layers
+
+
+def _table(key: str, given: Mapping[str, Any] | str | None, kinds: tuple[type, ...]) -> dict[str, Any]:
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except ValueError as error:
+            raise RecipeError(f"LayerWise: {key}={given!r} is not JSON: {error}.") from error
+    if given is not None and not (isinstance(given, Mapping) and all(isinstance(v, kinds) for v in given.values())):
+        raise RecipeError(f"LayerWise: {key}={given!r} must be a table from layer names, or wildcards, to values.")
+    return dict(given or {})
+
+
+def _read(table: Mapping[str, Any] | str | None) -> dict[str, Any]:
+    return json.loads(table) if isinstance(table, str) else dict(table or {})
+
+
+def _matched(key: str, table: dict[str, V], names: Iterable[str]) -> dict[str, V]:
+    """The value of each name that a wildcard of ``table`` fits, the first counting."""
+    for wildcard in table:
+        if not any(fnmatchcase(name, wildcard) for name in names):
+            raise RecipeError(f"LayerWise: {key} names {wildcard!r}, which fits no sparse layer; they are {', '.join(names)}.")
+    fits = {name: next((value for wildcard, value in table.items() if fnmatchcase(name, wildcard)), None) for name in names}
+    return {name: value for name, value in fits.items() if value is not None}
+
+
+# ---- what the rules minimise
+
+
+def _erk(weights: Mapping[str, Tensor], size: Mapping[str, float], options: list[Pattern], budget: float) -> list[list[float]]:
+    """Loss of each option of each layer: size · (density − d)², d the Erdős–Rényi share of the budget within the options' bounds."""
+    ratio = {name: sum(w.shape) / math.prod(w.shape) for name, w in weights.items()}
+    low, high = options[0].density, options[-1].density
+
+    def share(scale: float) -> dict[str, float]:
+        return {name: min(max(scale * r, low), high) for name, r in ratio.items()}
+
+    down, up = 0.0, high / min(ratio.values())
+    for _ in range(100):
+        middle = (down + up) / 2
+        below = sum(size[name] * d for name, d in share(middle).items()) < budget
+        down, up = (middle, up) if below else (down, middle)
+    want = share(down)
+    return [[size[name] * (o.density - want[name]) ** 2 for o in options] for name in weights]
+
+
+def _pruned(name: str, weight: Tensor, options: list[Pattern], energy: bool, size: float) -> list[float]:
+    """Loss of each option for one layer: Σ|w| that its mask prunes, or the share of Σw² times the layer's size."""
+    if not bool(torch.isfinite(weight).all()):
+        raise RecipeError(f"LayerWise: the weight of layer {name!r} has NaN or infinite values.")
+    sizes = weight.double().abs().reshape(-1, options[0].m).sort(dim=1, descending=True).values
+    by_rank = (sizes.square() if energy else sizes).sum(0)
+    total = float(by_rank.sum())
+    scale = (size / total if total > 0 else 0.0) if energy else 1.0
+    return [scale * float(by_rank[o.n :].sum()) for o in options]

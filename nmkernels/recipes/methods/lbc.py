@@ -1,0 +1,146 @@
+"""LBC: scores of all combinations are learned, and the worst are removed until one is left in each group."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ...autograd import BestCandidate, CandidateMask, WeightTransform, combination_count
+from ...optim import UpdateRule
+from ...pattern import Pattern, RecipeError
+from ..base import Observed, Recipe, Stage, State
+from ..cost import Span, first
+from ..registry import recipe
+from ..schedule import advance, check_choice, check_same_schedule, passed, resolve_step
+
+
+@recipe("lbc")
+@dataclass(frozen=True)
+class LBC(Recipe):
+    """Learning Best Combination (Zhang et al., "Learning best combination for efficient N:M sparsity", NeurIPS 2022, arXiv 2206.06662).
+
+    Each group has a score α_k for each of its C = C(M, N) combinations P_k, at first 1 / C(M−1, N−1). Weights and scores are trained
+    together, and the combinations of the smallest scores are removed for good::
+
+        S = Σ_k α_k P_k  over the remaining k;   W̃ = W ⊙ B,  B = S / S, so 1 where any remaining combination has the weight
+        ∂L/∂W = g ⊙ B,   ∂L/∂S := g ⊙ W  (straight through B),   ∂L/∂α_k = ⟨∂L/∂S, P_k⟩
+        remaining(t) = 1 + ⌈(C − 1) (1 − (t − t_i)/(t_f − t_i))³⌉
+
+    So training begins dense, the weights thin out, and from t_f on the one combination left is a fixed mask and its scores rest.
+    ``finish`` leaves W ⊙ P_k, before t_f with the largest remaining score. α is the Parameter ``nm_scores`` ``(groups, C)`` of each layer.
+
+    The paper's text was not at hand; the authors' public code was, and the rule of B, the gradients and the schedule above are its. Decided
+    here: t counts steps where the code rounds down to epochs; what was removed stays removed (there, momentum or weight decay can move a
+    removed score off zero and so revive it); ranks are of signed scores, and of equal ones the first combination stays; the scores train
+    with the learning rate and decay of the weights, as there. Works with any optimizer, for any N:M of at most 256 combinations.
+
+    Args:
+        begin, end: t_i and t_f, in steps or as shares of ``total_steps``. The README's ResNet run has 0 and 60 of 120 epochs; its
+            DeiT code ends at 200 of 300 with the exponent 4.
+        exponent: of the schedule.
+        forward: ``"union"`` as above; ``"top_n"``: B is 1 at the N largest S of each group, so N:M from the first step on, when S is
+            still the same everywhere and the first N are taken (not the authors': their S / S keeps all).
+        grad: ``"chain"`` ∂L/∂W = g ⊙ B; ``"ste"`` g itself. Under ``"union"`` a weight that is out never returns, so there the two differ
+            only in what clipping and the moments of dead weights see.
+
+    Raises:
+        PatternError: more than 256 combinations. RecipeError: shares without ``total_steps``, or a value out of range.
+
+    Example:
+        >>> recipe = LBC("2:4", total_steps=100)
+        >>> [recipe.remaining(t) for t in (0, 4, 10, 20, 30, 49, 50)]
+        [6, 5, 4, 3, 2, 2, 1]
+    """
+
+    begin: float | int = 0
+    end: float | int = 0.5
+    exponent: float = 3.0
+    forward: str = "union"
+    grad: str = "chain"
+
+    paper: ClassVar[str] = "Zhang et al., NeurIPS 2022, arXiv 2206.06662"
+    patterns: ClassVar[str] = "any N:M of at most 256 combinations"
+    extra_state: ClassVar[str] = "C(M, N) scores per group, their moments, and a bit each"
+    cost: ClassVar[str] = "dense steps first; C(M, N) scores per group"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("LBC", "forward", self.forward, ("union", "top_n"))
+        check_choice("LBC", "grad", self.grad, ("chain", "ste"))
+        if isinstance(self.exponent, bool) or not 0 < self.exponent < math.inf:
+            raise RecipeError(f"LBC: exponent={self.exponent} must be a finite number above 0.")
+        self.removals()
+
+    def removals(self) -> tuple[int, ...]:
+        """The applied steps after which the combinations are removed, one for each of C − 1, rising."""
+        first = resolve_step("LBC", "begin", self.begin, self.total_steps) or 0
+        last = resolve_step("LBC", "end", self.end, self.total_steps) or 0
+        if last <= first:
+            raise RecipeError(f"LBC: end ({last} steps) must come after begin ({first} steps).")
+        return _removals(combination_count(Pattern(self.pattern)), first, last, self.exponent)
+
+    def remaining(self, t: int) -> int:
+        """How many combinations of each group remain after ``t`` applied steps."""
+        bounds = self.removals()
+        return 1 + len(bounds) - passed(t, bounds)
+
+    def _left(self, state: State) -> int:
+        return 1 + len(self.removals()) - int(state.get("stage", 0))
+
+    def final_transform(self) -> WeightTransform:
+        """The combination of the largest remaining score."""
+        return BestCandidate(Pattern(self.pattern), chain=self.grad == "chain")
+
+    def start(self, group: dict[str, Any]) -> State:
+        """No step taken."""
+        return {"t": torch.zeros((), dtype=torch.float64), "stage": passed(0, self.removals())}
+
+    def check_state(self, state: Any, group: dict[str, Any]) -> None:
+        """Also refuse to go on under another schedule."""
+        super().check_state(state, group)
+        check_same_schedule(state["spec"], self.spec())
+
+    def stage(self, state: State) -> Stage:
+        """Phase 1 while combinations are removed, phase 2 with the one that is left."""
+        rule, part = UpdateRule(masked=True), int(state.get("stage", 0))
+        if self._left(state) == 1 and self.removals():
+            return Stage(phase=2, transform=self.final_transform(), rule=rule, part=part)
+        transform = CandidateMask(Pattern(self.pattern), forward=self.forward, chain=self.grad == "chain")
+        return Stage(phase=1, transform=transform, rule=rule, part=part)
+
+    def profile(self, steps: int) -> list[Span]:
+        """Dense while combinations are removed, unless ``forward`` is N:M at once; then at N/M."""
+        density = Pattern(self.pattern).density
+        if self.forward == "top_n":
+            return [Span(steps, fprop=density)]
+        return first(steps, [Span((0, *self.removals())[-1]), Span(steps, fprop=density)])
+
+    def inputs(self, state: State) -> dict[str, Tensor]:
+        """``nm_remaining``, how many combinations may remain."""
+        return {"nm_remaining": torch.tensor(float(self._left(state)))}
+
+    def advance(self, state: State, observed: Observed) -> bool:
+        """Count applied steps; True where combinations are removed."""
+        return advance(state, observed, self.removals())
+
+    def unready(self, state: State) -> str:
+        """Too early while several combinations remain."""
+        left = self._left(state)
+        return f"still has {left} combinations in each group" if left > 1 else ""
+
+    def metrics(self, state: State) -> dict[str, Tensor]:
+        """``combinations``, how many remain in each group."""
+        return {"combinations": torch.tensor(self._left(state))}
+
+
+@functools.cache
+def _removals(count: int, first: int, last: int, exponent: float) -> tuple[int, ...]:
+    """The first steps at which at most count − 1, ..., 2, 1 of ``count`` combinations remain."""
+    shares = [((left - 1) / (count - 1)) ** (1.0 / exponent) for left in range(count - 1, 0, -1)]
+    # a removal that falls on a whole step exactly must not slip to the next by rounding
+    return tuple(first + math.ceil((last - first) * (1.0 - share) - 1e-9) for share in shares)

@@ -1,0 +1,155 @@
+"""MaxQ: soft N:M masks from queries along several axes, and groups that become N:M one after the other."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ...autograd import PartlyDense, SoftQuery, WeightTransform
+from ...optim import UpdateRule
+from ...pattern import Pattern, RecipeError
+from ..base import Observed, Recipe, Stage, State
+from ..cost import Span, first
+from ..registry import recipe
+from ..schedule import Phases, advance, check_choice, check_decay, check_same_schedule, passed, phases
+
+EARLY = 0.05
+"""The share of dense groups above which a run counts as stopped on the way."""
+
+CURVE = 1.5
+"""c of the exponential schedule: 0.05 per epoch over the 30 epochs of the authors' runs."""
+
+
+@recipe("maxq")
+@dataclass(frozen=True)
+class MaxQ(Recipe):
+    """MaxQ (Xiang et al., "MaxQ: multi-axis query for N:M sparsity network", CVPR 2024, arXiv 2312.07061).
+
+    Forward with W̃ = M ⊙ (1 + Q) ⊙ W. M is the mask of the N largest magnitudes of each group, except that a share D(t) of the layer's
+    groups, those of the smallest Σ|w|, stay dense. Q enlarges weights that matter in their row (the filter query): with k = cols N/M
+    and a₍ₖ₎ the k-th largest magnitude of the row, Q = σ((|w| − θ)/τ), θ = (a₍ₖ₎ + a₍ₖ₊₁₎)/2, for |w| ≥ a₍ₖ₎, else 0. Both are taken
+    anew at every step. The gradient is g = ∂L/∂W̃ itself, plus SR-STE's λ (1 − M) ⊙ W. ``finish`` leaves M ⊙ (1 + Q) ⊙ W.
+
+    With u from 0 to 1 between the dense steps and the fine-tuning ones, in which D = 0::
+
+        linear 1 − u     cubic (1 − u)³     cos cos(π u/2)     exp 1 − (1 − e^(−c u)) / (1 − e^(−c)), c = 1.5
+
+    The equations are those of the authors' code, which is for convolutions; the paper's text could not be had. A linear layer is a
+    1×1 convolution there, for which the code leaves the kernel query out: it ranks all weights at one position of a k×k kernel, and
+    there is only one position. ``kernel=True`` asks it all the same, over the whole weight; no source does that. Equal magnitudes at
+    a₍ₖ₎ all count as large. Kept weights start 1 to 2 times as large as W: without normalisation layers the model's scale changes.
+    τ and λ are on the scale of the weights and gradients and do not carry over between tasks. Works with any optimizer.
+
+    Args:
+        schedule: of D: ``"linear"`` (the code's default), ``"cubic"``, ``"cos"`` or ``"exp"``.
+        dense: length of the phase before, in steps or as a share of ``total_steps``, in which all groups are dense (and enlarged).
+        fine_tune: length of the phase after, in which all are N:M; three quarters in the authors' runs (30 of 120 epochs before it).
+        levels: hold D over each of so many equal parts, as the authors do by renewing it at each epoch; None changes it at every step.
+        tau: τ.
+        decay: λ, at least 0.
+        kernel: the second query.
+        grad: ``"ste"`` g, as in all of the authors' scripts; ``"chain"`` g ⊙ M ⊙ (1 + Q), the code's hard variant.
+
+    Raises:
+        RecipeError: ``total_steps`` is missing, a value is out of range, N = M, or no step is left between the phases.
+
+    Example:
+        >>> recipe = MaxQ("2:4", total_steps=100, dense=10, fine_tune=50)
+        >>> [round(recipe.share(torch.tensor(float(t))).item(), 2) for t in (0, 10, 30, 50)]
+        [1.0, 1.0, 0.5, 0.0]
+    """
+
+    schedule: str = "linear"
+    dense: float | int = 0
+    fine_tune: float | int = 0.75
+    levels: int | None = None
+    tau: float = 1e-2
+    decay: float = 2e-4
+    kernel: bool = False
+    grad: str = "ste"
+
+    paper: ClassVar[str] = "Xiang et al., CVPR 2024, arXiv 2312.07061"
+    patterns: ClassVar[str] = "any N:M"
+    extra_state: ClassVar[str] = "none"
+    cost: ClassVar[str] = "order statistics of each row at every step; dense products until all groups are N:M"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("MaxQ", "schedule", self.schedule, ("linear", "cubic", "cos", "exp"))
+        check_choice("MaxQ", "grad", self.grad, ("ste", "chain"))
+        check_decay("MaxQ", self.decay)
+        if isinstance(self.tau, bool) or not 0 < self.tau < math.inf:
+            raise RecipeError(f"MaxQ: tau={self.tau!r} must be a finite number above 0.")
+        if self.levels is not None and (isinstance(self.levels, bool) or not isinstance(self.levels, int) or self.levels < 1):
+            raise RecipeError(f"MaxQ: levels={self.levels!r} must be a whole number of at least 1, or None for a smooth decay.")
+        if Pattern(self.pattern).n == Pattern(self.pattern).m:
+            raise RecipeError(f"MaxQ: {self.pattern} prunes nothing, so a row has no threshold; use Dense.")
+        self.phases()
+
+    def phases(self) -> Phases:
+        """The steps after which D begins to fall and has become 0."""
+        return phases("MaxQ", self.total_steps, self.dense, self.fine_tune)
+
+    def share(self, t: Tensor) -> Tensor:
+        """D after ``t`` applied steps of the run (float64), computed where t lies."""
+        start, stop = self.phases()
+        u = ((t - start) / (stop - start)).clamp(0.0, 1.0)
+        if self.levels is not None:
+            # the small shift keeps a boundary from falling below itself
+            u = torch.floor(u * self.levels + 1e-9) / self.levels
+        if self.schedule == "exp":
+            d = 1.0 - (1.0 - (-CURVE * u).exp()) / (1.0 - math.exp(-CURVE))
+        elif self.schedule == "cos":
+            d = (u * (math.pi / 2)).cos()
+        else:
+            d = (1.0 - u) ** (3 if self.schedule == "cubic" else 1)
+        return torch.where(t < stop, d, 0.0)
+
+    def profile(self, steps: int) -> list[Span]:
+        """Dense while any group is; then fprop at N/M."""
+        stop = self.phases().stop
+        return first(steps, [Span(stop), Span(steps, fprop=Pattern(self.pattern).density)])
+
+    def start(self, group: dict[str, Any]) -> State:
+        """No step taken."""
+        return {"t": torch.zeros((), dtype=torch.float64), "stage": passed(0, self.phases())}
+
+    def check_state(self, state: Any, group: dict[str, Any]) -> None:
+        """Also refuse to go on under another schedule."""
+        super().check_state(state, group)
+        check_same_schedule(state["spec"], self.spec())
+
+    def _transform(self, kind: type[SoftQuery]) -> SoftQuery:
+        return kind(Pattern(self.pattern), self.tau, self.kernel, self.grad == "chain")
+
+    def final_transform(self) -> WeightTransform:
+        """M ⊙ (1 + Q) ⊙ W, what training multiplies in the end."""
+        return self._transform(SoftQuery)
+
+    def stage(self, state: State) -> Stage:
+        """Phase 0 with all groups dense, then phase 1: a share of them, and none."""
+        if "stage" not in state:
+            return Stage(phase=0)
+        rule, now = UpdateRule(masked=True, decay=self.decay), state["stage"]
+        return Stage(phase=min(now, 1), transform=self._transform(SoftQuery if now == 2 else PartlyDense), rule=rule)
+
+    def inputs(self, state: State) -> dict[str, Tensor]:
+        """``nm_dense``, D."""
+        return {"nm_dense": self.share(state["t"])}
+
+    def advance(self, state: State, observed: Observed) -> bool:
+        """Count applied steps; True at a change of phase."""
+        return advance(state, observed, self.phases())
+
+    def unready(self, state: State) -> str:
+        """Too early while more than a few groups are dense."""
+        share = float(self.share(state["t"]))
+        return super().unready(state) or (f"still has {share:.0%} of its groups dense" if share > EARLY else "")
+
+    def metrics(self, state: State) -> dict[str, Tensor]:
+        """``dense_groups``, D."""
+        return {"dense_groups": self.share(state["t"])} if "t" in state else {}

@@ -1,0 +1,213 @@
+"""ProxSparse: the mask is learned by a regulariser that is zero for 2:4 groups alone; the weights are left as they were.
+
+The proximal operator of ProxSparse's regulariser, for every group of four weights.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ...autograd import Anchored, AnchoredMask, HardMask, WeightTransform
+from ...optim import UpdateRule
+from ...pattern import Pattern, RecipeError
+from ..base import Recipe, Stage, State
+from ..cost import Span
+from ..registry import recipe
+from ..schedule import check_choice
+
+PATH = 16
+"""Steps along the path of the dense minimum from no regulariser to the whole one."""
+
+LAST = 8
+"""Newton's steps at its end, and of the search for the 3-sparse minimum."""
+
+BLOCK = 1 << 14
+"""Groups computed together on a CPU, so that what lies between two operations stays in its cache."""
+
+NEAR_1 = 0.999
+"""The largest λ w₃ that the search for the 3-sparse minimum starts from; larger ones are none."""
+
+
+@torch.no_grad()
+def prox(weight: Tensor, strength: float | Tensor) -> Tensor:
+    """argmin over w of ½ ‖w − weight‖² + λ Σ |w_i w_j w_k|, the sum over the four triples of each group of four.
+
+    w keeps the signs and the order of the magnitudes z₁ ≥ … ≥ z₄, so that there are three candidates, and the one of least objective
+    is taken; where none beats it strictly, the first:
+
+    * 2-sparse: (z₁, z₂, 0, 0), bit for bit, without regulariser.
+    * 3-sparse: w_i = z_i − λ w_j w_k. For a given w₃ the other two are linear, and what is left is one equation whose derivative is
+      concave: Newton's method from where that derivative is largest cannot pass the minimum.
+    * dense: w_i = z_i − λ e₂(the other three). The objective's Hessian, I + λ (e₁ of the other two)_ij, is linear in w, so that the w
+      at which it is positive form a convex set, in which the objective is convex: there is at most one such minimum. It is followed
+      from λ = 0, where it is z, in the two unknowns w₁ + w₂ and w₃ + w₄.
+
+    The alternating minimisation from w = 0 that the authors run ends elsewhere in some groups: in about 5 % of those whose four magnitudes
+    lie within 10 % of each other, uniform up to 1.5/λ (50 000 random groups, 100 sweeps).
+
+    Args:
+        weight: ``(..., cols)`` with cols a multiple of 4; 16-bit ones are computed in fp32.
+        strength: λ ≥ 0, a number or a 0-d tensor; 0 gives the weight itself.
+
+    Source: the regulariser and the three candidates, Liu et al., ICML 2025, arXiv 2502.00258, and its code; how they are found, ours.
+
+    Example:
+        >>> prox(torch.tensor([[3.0, -0.1, 2.0, 0.2]]), 1.0)
+        tensor([[3., 0., 2., 0.]])
+    """
+    groups = weight.reshape(-1, 4)
+    if groups.device.type == "cpu" and len(groups) > BLOCK:
+        return torch.cat([_prox(part, strength) for part in groups.split(BLOCK)]).reshape(weight.shape)
+    return _prox(groups, strength).reshape(weight.shape)
+
+
+def _prox(groups: Tensor, strength: float | Tensor) -> Tensor:
+    wide = groups.abs().to(torch.promote_types(groups.dtype, torch.float32))
+    z, order = wide.sort(dim=1, descending=True, stable=True)
+    # λ only sets the scale: with y = λ z and u = λ w the objective times λ² is ½‖u − y‖² + e₃(u)
+    y = (z.t().contiguous() * strength).unbind(0)
+    best = torch.stack([z[:, 0], z[:, 1], torch.zeros_like(z[:, 2]), torch.zeros_like(z[:, 3])], 1)
+    least = ((y[2] / y[0]).square() + (y[3] / y[0]).square()) / 2
+    for u in (_three(y), _four(y)):
+        objective = _objective(u, y)
+        better = objective < least
+        best = torch.where(better[:, None], torch.stack(u, 1) / strength, best)
+        least = torch.where(better, objective, least)
+    # equal magnitudes must not come out in another order by rounding: the mask would change
+    best = best.cummin(1).values
+    w = torch.empty_like(best).scatter_(1, order, best).to(groups.dtype)
+    # without a regulariser u / λ is 0 / 0
+    w = torch.where(torch.as_tensor(strength, device=w.device) > 0, w, groups.abs())
+    return torch.where(w == 0, 0.0, w.copysign(groups))
+
+
+Four = tuple[Tensor, ...]
+
+
+def _objective(u: Four, y: Four) -> Tensor:
+    """(½‖u − y‖² + e₃(u)) / y₁², by quotients whose squares cannot vanish; NaN where y₁ is 0."""
+    a, b, c, d = (v / y[0] for v in u)
+    distance = sum((((p - q) / y[0]).square() for p, q in zip(u, y, strict=True)), torch.zeros_like(a))
+    return distance / 2 + y[0] * (a * b * (c + d) + c * d * (a + b))
+
+
+def _three(y: Four) -> Four:
+    """The 3-sparse candidate; some other point that is no better where there is none."""
+    s, d = y[0] + y[1], y[0] - y[1]
+    ratio = (d / s).sqrt()
+    # at 1 itself, where y₁ = y₂, the quotients below are 0 / 0
+    t = ((1 - ratio) / (1 + ratio)).clamp_max(NEAR_1)
+    for _ in range(LAST):
+        slope = t - y[2] + (s.square() / (1 + t).square() - d.square() / (1 - t).square()) / 4
+        curve = 1 - (s.square() / (1 + t) ** 3 + d.square() / (1 - t) ** 3) / 2
+        t = torch.where(curve > 0, t - slope / curve, t)
+    s, d = s / (1 + t), d / (1 - t)
+    return tuple(v.clamp_min(0) for v in ((s + d) / 2, (s - d) / 2, t, torch.zeros_like(t)))
+
+
+def _four(y: Four) -> Four:
+    """The dense candidate; some other point that is no better where there is none."""
+    a, b, c, d = y[0] + y[1], y[2] + y[3], (y[0] - y[1]).square(), (y[2] - y[3]).square()
+    p = q = torch.zeros_like(a)
+    for i in range(1, PATH + LAST):
+        part = min(i / PATH, 1.0)
+        # half the derivatives of ½(p − a)² + … after w₁ − w₂ and w₃ − w₄ are minimised over
+        up, uq = 1 / (1 - p), 1 / (1 - q)
+        dp, cq, both = d * part**2 * up.square(), c * part**2 * uq.square(), p * q
+        slope_p, slope_q = p - a * part + both + (q.square() - dp) / 2, q - b * part + both + (p.square() - cq) / 2
+        pp, qq, pq = 1 + q - dp * up, 1 + p - cq * uq, p + q
+        scale = 1 / (pp * qq - pq.square())
+        p, q = p - (qq * slope_p - pq * slope_q) * scale, q - (pp * slope_q - pq * slope_p) * scale
+    d1, d2 = (y[0] - y[1]) / (1 - q), (y[2] - y[3]) / (1 - p)
+    return tuple(v.clamp_min(0) for v in ((p + d1) / 2, (p - d1) / 2, (q + d2) / 2, (q - d2) / 2))
+
+
+@recipe("proxsparse")
+@dataclass(frozen=True)
+class ProxSparse(Recipe):
+    """ProxSparse (Liu et al., "ProxSparse: regularized learning of semi-structured sparsity masks for pretrained LLMs", ICML 2025).
+
+    Dense forward passes. After each optimizer step every group of four becomes argmin ½‖w − W‖² + λ₁ Σ |w_i w_j w_k| over its four
+    triples: zero for any two non-zeros, and never a change of sign or order (``nmkernels.recipes.prox``). With ``anchor``, the gradient
+    of λ₂ ‖W / (W₀ + ε sgn W₀) ⊙ (W − W₀)‖² is added to the loss's, after unscaling, accumulation and clipping, once per step; the
+    authors put the term into the loss, before the clipping. ``finish`` leaves M(W) ⊙ W₀: training learns the mask and nothing else,
+    for which a few hundred steps on a trained model are meant.
+
+    2:4 only: the operator is known for no other pattern. W₀ is taken by ``sparsify_`` and again by ``attach``, and is the buffer
+    ``nm_initial`` of each layer in the model's state dict until ``finish`` or ``remove``; a state dict without it, a dense checkpoint,
+    loads strictly and renews it. λ₁ acts relative to 1/|w|² of the weights and does not carry over between models: watch ``density``
+    fall from 1 towards 1/2. The equations are those of the authors' code; of the paper only the opening was read. Works with any
+    optimizer.
+
+    Args:
+        strength: λ₁; 0.25 for Llama-2-7B, 0.85 for Llama-3.1-8B in the authors' scripts, with AdamW at lr 1e-4 and 5e-5.
+        scale_by_lr: λ₁ · lr instead of λ₁ in each step, as a proximal gradient method would have it; the authors' code has λ₁ whatever
+            the rate's warm-up and decay do, which is the default.
+        anchor: λ₂; 1.0 for Llama-3.1-8B, 0 for most.
+        epsilon: ε; 0.1 there.
+        values: ``"initial"`` leaves M(W) ⊙ W₀ in the end, as the authors do; ``"trained"`` M(W) ⊙ W.
+
+    Raises:
+        RecipeError: a pattern other than 2:4, or a value out of range.
+
+    Example:
+        >>> import torch
+        >>> recipe = ProxSparse(strength=1.0)
+        >>> recipe.settle({}, torch.tensor([[3.0, -0.1, 2.0, 0.2]]), lr=1e-3)
+        tensor([[3., 0., 2., 0.]])
+    """
+
+    strength: float = 0.25
+    scale_by_lr: bool = False
+    anchor: float = 0.0
+    epsilon: float = 0.1
+    values: str = "initial"
+
+    paper: ClassVar[str] = "Liu et al., ICML 2025, arXiv 2502.00258"
+    patterns: ClassVar[str] = "2:4"
+    extra_state: ClassVar[str] = "the initial weights"
+    cost: ClassVar[str] = "dense products, a proximal step of every group"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if Pattern(self.pattern) != Pattern("2:4"):
+            raise RecipeError(f"ProxSparse: its regulariser and proximal operator are for 2:4, not {self.pattern}; use another recipe.")
+        check_choice("ProxSparse", "values", self.values, ("initial", "trained"))
+        if not isinstance(self.scale_by_lr, bool):
+            raise RecipeError(f"ProxSparse: scale_by_lr={self.scale_by_lr!r} must be True or False.")
+        for name in ("strength", "anchor", "epsilon"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not 0 <= value < math.inf:
+                raise RecipeError(f"ProxSparse: {name}={value!r} must be a finite number of at least 0.")
+        if self.anchor and not self.epsilon:
+            raise RecipeError("ProxSparse: epsilon=0 divides by initial weights that are zero; give a positive one.")
+
+    def stage(self, state: State) -> Stage:
+        """Always phase 1: dense, its mask only watched for flips."""
+        p = Pattern(self.pattern)
+        transform = Anchored(p, self.anchor, self.epsilon) if self.anchor else WeightTransform(p)
+        return Stage(phase=1, transform=transform, rule=UpdateRule(masked=True))
+
+    def settle(self, state: State, weight: Tensor, lr: float | Tensor) -> Tensor:
+        """The proximal step."""
+        return prox(weight, self.strength * lr if self.scale_by_lr else self.strength)
+
+    def final_transform(self) -> WeightTransform:
+        """M(W) ⊙ W₀, or M(W) ⊙ W."""
+        p = Pattern(self.pattern)
+        return AnchoredMask(p) if self.values == "initial" else HardMask(p)
+
+    def fit(self, transform: WeightTransform, pattern: Pattern, shape: tuple[int, int]) -> WeightTransform:
+        """Unchanged; a layer of another pattern is refused."""
+        if pattern != self.pattern:
+            raise RecipeError(f"ProxSparse: a layer is to be {pattern}, and its proximal operator is for 2:4; leave the layer out.")
+        return transform
+
+    def profile(self, steps: int) -> list[Span]:
+        """Dense throughout."""
+        return [Span(steps)]

@@ -1,0 +1,293 @@
+"""Which layers of a model can be made N:M sparse, and the reason for each with a weight that cannot or should not.
+
+sparsify_: swap a model's linear layers for sparse ones in place, and get the handle that drives the recipe.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
+
+from ..nn import CompressedLinear, NMWeight, is_conv1d, is_conv1d_type, make_sparse_, switch_fast_paths
+from ..pattern import Pattern, RecipeError, ShapeError
+from .base import Recipe
+from .handle import Handle, densify_
+from .registry import resolve
+from .report import Entry, Report
+
+FilterFn = Callable[[nn.Module, str], bool]
+Judgement = Callable[[int, int], str]
+DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+HEADS = frozenset({"lm_head", "head", "classifier"})
+NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
+NOT_LINEAR: tuple[tuple[tuple[type[nn.Module], ...], str], ...] = (
+    ((_ConvNd,), "a convolution; only linear layers can be made sparse"),
+    ((nn.Embedding, nn.EmbeddingBag), "an embedding looks rows up and multiplies nothing"),
+    ((nn.RNNBase, nn.RNNCellBase), "a recurrent layer, whose weights torch multiplies by kernels of its own"),
+    ((nn.Bilinear,), "a bilinear form of two inputs, not a matrix for one"),
+)
+"""Torch's layers whose weight is none of a linear layer's."""
+
+TINY = 16
+"""Fewer features than this on either side: the mask costs more than the product."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A module, or a Parameter of one, that has a weight, with what stands against making it sparse; ``linear`` as in ``Entry``."""
+
+    name: str
+    module: nn.Module
+    shape: tuple[int, ...]
+    impossible: str = ""
+    unwise: str = ""
+    misshapen: bool = False
+    linear: bool = True
+
+
+def select(
+    model: nn.Module,
+    pattern: Pattern,
+    filter_fn: FilterFn | None = None,
+    unwise: Judgement | None = None,
+    obstacle: Judgement = lambda rows, cols: "",
+) -> tuple[list[Candidate], Report]:
+    """The layers to make sparse and the report on all of them; nothing is changed.
+
+    Args:
+        pattern: M must divide a layer's ``in_features``.
+        filter_fn: ``filter_fn(module, name) -> bool`` chooses among the linear layers, output heads and tiny ones included, and is asked
+            of nothing else; by default every layer is taken that nothing speaks against.
+        unwise: ``unwise(out, in)`` says what speaks against a layer of that shape beside the general rules; empty where nothing does.
+        obstacle: ``obstacle(out, in)`` says why the recipe cannot do with a weight of that shape; empty where it can.
+
+    Raises:
+        ShapeError: the filter chose a layer that M does not divide.
+        RecipeError: it chose one that cannot be made sparse for another reason.
+    """
+    chosen, report = [], Report()
+    for c in _candidates(model, pattern, obstacle):
+        kind = type(c.module).__name__
+        if not c.linear:
+            report.entries.append(Entry(c.name, kind, c.shape, False, c.impossible, linear=False))
+            continue
+        wanted = filter_fn is None or bool(filter_fn(c.module, c.name))
+        if filter_fn is not None and wanted and c.impossible:
+            error = ShapeError if c.misshapen else RecipeError
+            raise error(
+                f"sparsify_: the filter chose layer {c.name!r}, which cannot be made {pattern} sparse: {c.impossible}. "
+                "Leave it out of the filter."
+            )
+        against = c.unwise or (unwise(*c.shape) if unwise is not None and len(c.shape) == 2 else "")
+        reason = c.impossible or (against if filter_fn is None else "") or ("" if wanted else "not chosen by the filter")
+        if not reason:
+            chosen.append(c)
+        report.entries.append(Entry(c.name, kind, c.shape, not reason, reason or str(pattern)))
+    return chosen, report
+
+
+def _candidates(model: nn.Module, pattern: Pattern, obstacle: Judgement) -> Iterator[Candidate]:
+    # a module may stand under several names; only a parameter of several modules is tied
+    uses = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
+    bypassed = {id(m.out_proj) for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
+    heads = _output_heads(model)
+    for name, module in model.named_modules():
+        if _looks_linear(module):
+            yield _judge(name, module, pattern, obstacle, uses, bypassed, heads)
+        elif isinstance(module, nn.MultiheadAttention):
+            for key, p in module.named_parameters(recurse=False):
+                if p.dim() == 2:
+                    yield Candidate(_join(name, key), module, tuple(p.shape), "nn.MultiheadAttention multiplies it itself")
+        # what a parametrization is of stands under the name of its module
+        elif not isinstance(module, (*NORMS, ParametrizationList)):
+            yield from _others(name, module)
+
+
+def _others(name: str, module: nn.Module) -> Iterator[Candidate]:
+    """What has a weight and is no layer that could be made sparse."""
+    kind, weights = type(module).__name__, _weights(module)
+    features = getattr(module, "out_features", None), getattr(module, "in_features", None)
+    if ".quantized." in f"{type(module).__module__}.":
+        yield from _packed_by_torch(name, module)
+        return
+    if weights and all(isinstance(f, int) for f in features):
+        dtypes = {str(w.dtype) for w in weights.values() if not w.is_floating_point()}
+        why = f"is quantised, to {', '.join(sorted(dtypes))}" if dtypes else "is a linear layer of its own kind"
+        yield Candidate(name, module, features, f"{kind} {why}; only nn.Linear and Hugging Face's Conv1D are taken")  # type: ignore[arg-type]
+        return
+    known = next((reason for kinds, reason in NOT_LINEAR if isinstance(module, kinds)), "")
+    for key, w in weights.items():
+        shape = () if is_lazy(w) else tuple(w.shape)
+        if known:
+            yield Candidate(name if key == "weight" else _join(name, key), module, shape, known, linear=False)
+        elif len(shape) == 3:
+            yield Candidate(_join(name, key), module, shape, "3-D expert weights are not supported; only matrices are")
+        else:
+            yield Candidate(_join(name, key), module, shape, f"a tensor of {kind}, which is no layer that sparsify_ knows", linear=False)
+
+
+def _weights(module: nn.Module) -> dict[str, Tensor]:
+    """The module's own tensors that may be weights: of two dimensions or more, none of them a bias, a mask, a token or a position."""
+    tensors: dict[str, Tensor] = {key: p for key, p in module.named_parameters(recurse=False) if "bias" not in key}
+    tensors |= {key: b for key, b in module.named_buffers(recurse=False) if "weight" in key and "mask" not in key}
+    for key, made in module._modules.get("parametrizations", nn.ModuleDict()).items():  # type: ignore[union-attr, operator]
+        tensors[key] = max(made.parameters(recurse=False), key=Tensor.numel)
+    known = any(isinstance(module, kinds) for kinds, _ in NOT_LINEAR)
+    return {key: t for key, t in tensors.items() if is_lazy(t) or known or _is_matrix(t)}
+
+
+def _is_matrix(t: Tensor) -> bool:
+    # position embeddings and class tokens have a first size of 1
+    return t.dim() > 1 and t.shape[0] > 1 and sum(size > 1 for size in t.shape) > 1
+
+
+def _packed_by_torch(name: str, module: nn.Module) -> Iterator[Candidate]:
+    """A layer of ``torch.ao.nn.quantized``, which keeps its weight packed in an object of C++."""
+    weight = getattr(module, "weight", None)
+    if callable(weight) or hasattr(module, "_all_weight_values") or hasattr(module, "_packed_weight_ih"):
+        shape = tuple(weight().shape) if callable(weight) else ()
+        reason = "quantised by torch.ao; make the model sparse first and quantise it afterwards"
+        yield Candidate(name, module, shape, reason, linear=hasattr(module, "in_features"))
+
+
+def _looks_linear(module: nn.Module) -> bool:
+    return isinstance(module, (nn.Linear, NMWeight, CompressedLinear)) or any(map(is_conv1d_type, type(module).__mro__))
+
+
+def _join(name: str, key: str) -> str:
+    return f"{name}.{key}" if name else key
+
+
+def _judge(
+    name: str, module: nn.Module, pattern: Pattern, obstacle: Judgement, uses: Counter[int], bypassed: set[int], heads: set[int]
+) -> Candidate:
+    if isinstance(module, CompressedLinear):
+        return Candidate(name, module, module.weight.shape, "it is compressed already")
+    weight: Tensor | None = module._parameters.get("weight")  # asking for the attribute may compute it, and spectral_norm changes by that
+    if isinstance(weight, nn.parameter.UninitializedParameter):
+        return Candidate(name, module, (), "its parameters are not initialised yet; run the model once first")
+    if isinstance(module, nn.Linear):
+        # a quantised weight may have any shape, and a computed one is not there
+        plain = weight is not None and weight.dim() == 2 and weight.dtype in DTYPES
+        shape = tuple(module.weight.shape) if plain else (module.out_features, module.in_features)
+    else:
+        shape = () if weight is None else tuple(weight.shape[::-1])
+    impossible = _obstacle(module, weight, uses, bypassed)
+    misshapen = ""
+    if not impossible:
+        misshapen = f"in_features={shape[1]} is not a multiple of M={pattern.m}" if shape[1] % pattern.m else obstacle(*shape)
+    unwise = ""
+    if id(module) in heads or name.rpartition(".")[2] in HEADS:
+        unwise = "output head"
+    elif shape and min(shape) < TINY:
+        unwise = f"tiny: fewer than {TINY} features on one side"
+    return Candidate(name, module, shape, impossible or misshapen, unwise, bool(misshapen))
+
+
+def _obstacle(module: nn.Module, weight: Tensor | None, uses: Counter[int], bypassed: set[int]) -> str:
+    """Why a linear layer cannot be made sparse whatever the pattern is; empty if it can."""
+    kind = type(module).__name__
+    if isinstance(module, NMWeight):
+        return "it is sparse already; give the dense model back with handle.remove() or densify_ first"
+    if id(module) in bypassed:
+        return "nn.MultiheadAttention reads out_proj's weight and never calls the layer"
+    form = "" if weight is None else _form(weight)
+    if form:
+        return form
+    computed = "its weight is computed from other tensors (weight_norm, spectral_norm or torch's pruning); make it a plain Parameter first"
+    if is_parametrized(module, "weight"):
+        return computed
+    if type(module) is not nn.Linear and not is_conv1d(module):
+        return f"{kind} is a subclass of {'nn.Linear' if isinstance(module, nn.Linear) else 'Conv1D'} with behaviour of its own"
+    if "forward" in module.__dict__:
+        return "its forward was replaced on the instance (a hook of accelerate, for instance), which bypasses the layer's own"
+    if weight is None:
+        return computed
+    if uses[id(weight)] > 1:
+        return "its weight is tied to another module"
+    if weight.dim() != 2:
+        return f"its weight has {weight.dim()} dimensions and not two: it is flattened or sharded; call sparsify_ before the wrapper"
+    return ""
+
+
+def _form(weight: Tensor) -> str:
+    """Why kernels cannot read such a weight; empty if they can."""
+    kind = type(weight)
+    if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ and not isinstance(weight, FakeTensor):
+        if kind.__name__ == "DTensor":
+            return "its weight is a DTensor, sharded over devices; sparsify_ takes whole weights"
+        return f"its weight is a {kind.__module__}.{kind.__name__}, a quantised or wrapped tensor; make the layer sparse before that"
+    if weight.layout != torch.strided:
+        return f"its weight is {weight.layout}; only strided ones have kernels"
+    if weight.dtype not in DTYPES:
+        quantised = " (quantised; make the layer sparse before that)" if not (weight.is_complex() or weight.dtype == torch.bool) else ""
+        return f"its weight is {weight.dtype}{quantised}; only float16, bfloat16, float32 and float64 have kernels"
+    return ""
+
+
+def _output_heads(model: nn.Module) -> set[int]:
+    """Ids of the modules that the model, or one inside a wrapper, names as its output embeddings."""
+    heads = set()
+    for module in model.modules():
+        getter = getattr(module, "get_output_embeddings", None)
+        if not callable(getter):
+            continue
+        try:
+            heads.add(id(getter()))
+        except (NotImplementedError, AttributeError):
+            continue  # Hugging Face's way to say that there is none
+    return heads
+
+
+def sparsify_(model: nn.Module, recipe: Recipe | str, filter_fn: FilterFn | None = None) -> Handle:
+    """Turn the linear layers of ``model`` into sparse ones, in place, and return the handle that drives the recipe.
+
+    Module and Parameter objects, hooks, dtype, device and mode are kept, and ``state_dict`` keys stay those of the dense model, so
+    optimizers may be built before or after. Taken are ``nn.Linear`` and Hugging Face's ``Conv1D``; left dense are tied weights, output
+    heads, layers that M does not divide, tiny ones, quantised ones, what a parent bypasses, and all that is no linear layer;
+    ``print(handle.report)`` shows every layer that has a weight and why.
+
+    A copy of the model (an EMA) keeps the phase it was copied in: to evaluate it, load its state dict into ``model``. Change weights
+    under ``torch.no_grad()``; what is written through ``weight.data`` is not seen before the next optimizer step.
+
+    Args:
+        model: any module; its own class is not changed.
+        recipe: a recipe, or its name such as ``"srste:2:4"``.
+        filter_fn: ``filter_fn(module, name) -> bool`` chooses among the linear layers instead of the default rules.
+
+    Raises:
+        RecipeError: no layer can be made sparse, the model is sparse already, the filter chose an impossible layer, or a layer's
+            weight is of no use to the recipe (S-STE has no scale for zeros).
+        ShapeError: the filter chose a layer that M does not divide, or whose shape the recipe cannot do with. The model is then as it was.
+
+    Example:
+        >>> from nmkernels.recipes import SRSTE
+        >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 16))
+        >>> len(sparsify_(model, SRSTE("2:4")).layers)
+        2
+    """
+    recipe = resolve(recipe)
+    pattern = Pattern(recipe.pattern)
+    if any(isinstance(m, NMWeight) for m in model.modules()):
+        raise RecipeError(
+            "sparsify_: the model has sparse layers already; handle.remove() or densify_(model) gives the dense model back first."
+        )
+    chosen, report = select(model, pattern, filter_fn, recipe.unwise, recipe.obstacle)
+    if not chosen:
+        raise RecipeError(f"sparsify_: no layer of the model can be made {pattern} sparse:\n{report}")
+    layers: dict[str, NMWeight] = {c.name: make_sparse_(c.module, pattern) for c in chosen}
+    switch_fast_paths(model)
+    try:
+        return Handle(model, recipe, layers, report)
+    except Exception:
+        densify_(model)
+        raise

@@ -1,7 +1,0 @@
-"""Does it pay? What N:M gains a model on a device: a roofline of the device, measurements where it is at hand, and what to change."""
-
-from .audit import audit
-from .report import Advice, Audit, LayerAudit
-from .timing import Task
-
-__all__ = ["Advice", "Audit", "LayerAudit", "Task", "audit"]

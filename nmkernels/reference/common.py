@@ -1,0 +1,100 @@
+"""What every reference family shares: argument checks, the compute dtype, and groups as a last axis.
+
+Sums over a whole tensor whose order of additions is fixed.
+
+How far a result is from another one, piece by piece, so that a product of gigabytes is not copied in float64 as a whole.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..pattern import DtypeError, Pattern, ShapeError
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that arithmetic runs in: float64 for float64, else float32 (results are rounded once)."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def check_float(op: str, name: str, x: Tensor) -> None:
+    """Raise ``DtypeError`` unless ``x`` is float16, bfloat16, float32 or float64."""
+    if x.dtype not in FLOATS:
+        raise DtypeError(f"{op}: {name} has dtype {x.dtype}, but only float16, bfloat16, float32 and float64 are supported; cast it first.")
+
+
+def check(op: str, w: Tensor, n: int, m: int) -> Pattern:
+    """The pattern n:m, after checking that ``w`` is a float tensor whose last dimension holds whole groups.
+
+    Raises:
+        PatternError, DtypeError, ShapeError: naming ``op``.
+    """
+    pattern = Pattern(n, m)
+    check_float(op, "the tensor", w)
+    if w.dim() == 0:
+        raise ShapeError(f"{op}: a 0-d tensor has no dimension to group by {pattern}; give at least one dimension.")
+    pattern.check_divides(op, w.shape[-1])
+    return pattern
+
+
+def grouped(x: Tensor, m: int) -> Tensor:
+    """``[..., cols]`` seen as ``[..., cols / m, m]``."""
+    return x.unflatten(-1, (x.shape[-1] // m, m))
+
+
+def magnitude_keys(w: Tensor) -> Tensor:
+    """Integers that order as the magnitudes of ``w`` do, with every NaN equal and above infinity.
+
+    The bits of a non-negative IEEE number, read as an integer, order as the number does; so the sign bit is
+    cleared (-0.0 equals 0.0) and everything past infinity becomes one value.
+    """
+    ints = {2: torch.int16, 4: torch.int32, 8: torch.int64}[w.element_size()]
+    infinity = int(torch.tensor(float("inf"), dtype=w.dtype).view(ints))
+    return (w.resolve_neg().view(ints) & torch.iinfo(ints).max).clamp_max(infinity + 1)
+
+
+CHUNK = 4096
+"""Elements in one partial sum."""
+
+
+def chunked_sum(x: Tensor) -> Tensor:
+    """Sum every element in float64: partials over 4096-element chunks of the row-major flattening, added in order.
+
+    sum = ((c_0 + c_1) + c_2) + ..., c_k = ((x_{4096k} + x_{4096k+1}) + ...), each addition rounded once in float64.
+
+    Args:
+        x: any shape and strides, a float dtype.
+
+    Returns:
+        0-d float64; 0 for an empty tensor.
+
+    Example:
+        >>> chunked_sum(torch.ones(2, 5000))
+        tensor(10000., dtype=torch.float64)
+    """
+    flat = x.reshape(-1).to(torch.float64)
+    # cumsum adds from left to right; a zero in front changes no sum and gives the empty tensor a last element.
+    whole, rest = flat[: flat.numel() // CHUNK * CHUNK], flat[flat.numel() // CHUNK * CHUNK :]
+    partials = whole.view(-1, CHUNK).cumsum(-1)[:, -1] if whole.numel() else whole
+    last = rest.cumsum(0)[-1:]
+    return torch.cat([flat.new_zeros(1), partials, last]).cumsum(0)[-1]
+
+
+WINDOW = 1 << 24
+"""Elements that are compared at once."""
+
+
+def distance(y: Tensor, z: Tensor) -> float:
+    """The largest |y − z| of two matrices of one shape, in float64; NaN where either has one, 0 for empty ones.
+
+    Example:
+        >>> distance(torch.tensor([[1.0, 2.0]]), torch.tensor([[1.0, -0.5]]))
+        2.5
+    """
+    if not y.numel():
+        return 0.0
+    step = max(1, WINDOW // y.shape[1])
+    return float(torch.stack([(y[i : i + step].double() - z[i : i + step]).abs().max() for i in range(0, len(y), step)]).max())

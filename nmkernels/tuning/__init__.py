@@ -1,0 +1,1 @@
+"""Layer 2: the one place that measures and remembers."""

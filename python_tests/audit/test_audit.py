@@ -1,0 +1,275 @@
+"""nm.audit on every kind of model: who is eligible, what is predicted, what is measured."""
+
+import json
+from dataclasses import fields
+
+import pytest
+import torch
+from torch import nn
+
+import nmkernels as nm
+from nmkernels.audit import here
+from nmkernels.audit.rules import speedup
+from nmkernels.models import GPT, GPTConfig
+from nmkernels.recipes.registry import find
+
+H200 = {"device": "H200", "dtype": "bfloat16"}
+
+
+def gpt(device="cpu", **sizes):
+    with torch.device(device):
+        return GPT(GPTConfig(**{"width": 64, "layers": 2, "heads": 2, "context": 32, **sizes}))
+
+
+class Conv1D(nn.Module):
+    """Stands for transformers', which is told by its name."""
+
+    def __init__(self, nf, nx):
+        super().__init__()
+        self.nf, self.nx = nf, nx
+        self.weight, self.bias = nn.Parameter(torch.randn(nx, nf)), nn.Parameter(torch.zeros(nf))
+
+    def forward(self, x):
+        return x @ self.weight + self.bias
+
+
+Conv1D.__module__ = "transformers.pytorch_utils"
+
+
+class Zoo(nn.Module):
+    """One layer of each kind."""
+
+    def __init__(self):
+        super().__init__()
+        self.taken = nn.Linear(64, 128)
+        self.conv = Conv1D(192, 64)
+        self.odd = nn.Linear(66, 64)
+        self.small = nn.Linear(64, 8)
+        self.attention = nn.MultiheadAttention(64, 2)
+        self.embedding = nn.Embedding(256, 64)
+        self.tied = nn.Linear(64, 256, bias=False)
+        self.tied.weight = self.embedding.weight
+        self.experts = nn.Module()
+        self.experts.up = nn.Parameter(torch.randn(4, 64, 32))
+        self.lm_head = nn.Linear(64, 100)
+
+
+WHY = {
+    "taken": "2:4",
+    "conv": "2:4",
+    "odd": "in_features=66 is not a multiple of M=4",
+    "small": "tiny: fewer than 16 features on one side",
+    "attention.in_proj_weight": "nn.MultiheadAttention multiplies it itself",
+    "attention.out_proj": "nn.MultiheadAttention reads out_proj's weight and never calls the layer",
+    "tied": "its weight is tied to another module",
+    "experts.up": "3-D expert weights are not supported; only matrices are",
+    "lm_head": "output head",
+}
+
+
+def by_name(found):
+    return {layer.name: layer for layer in found.layers}
+
+
+def test_the_reasons_are_those_of_the_report():
+    found = by_name(nm.audit(Zoo(), 1024, "srste:2:4", **H200))
+    assert {name: layer.why for name, layer in found.items()} == WHY
+    assert [name for name, layer in found.items() if layer.sparse] == ["taken", "conv"]
+    assert found["conv"].shape == (192, 64) and found["conv"].kind == "Conv1D"
+    model = Zoo()
+    report = nm.sparsify_(model, "srste:2:4").report
+    linear = [e for e in report.entries if e.linear]
+    assert {e.name: e.reason for e in linear} == WHY
+    assert {e.name: e.sparse for e in linear} == {name: layer.sparse for name, layer in found.items()}
+    dense = [layer for layer in found.values() if not layer.sparse and layer.tokens]
+    assert all(speedup(layer.step) == speedup(layer.inference) == 1.0 and not layer.pattern for layer in dense)
+
+
+def test_experts_count_where_it_is_told_how_often_a_token_passes_through():
+    one = by_name(nm.audit(Zoo(), 1024, **H200))["experts.up"]
+    assert one.tokens == 0 and not one.step and "rows=" in one.note
+    some = by_name(nm.audit(Zoo(), 1024, rows={"experts": 0.25}, **H200))["experts.up"]
+    assert (some.tokens, some.times) == (256, 4) and some.step
+    with pytest.raises(nm.RecipeError, match="rows names 'quux'"):
+        nm.audit(Zoo(), rows={"quux": 2}, **H200)
+
+
+def test_the_filter_and_the_recipe_have_their_say():
+    found = by_name(nm.audit(gpt(), 64, "srste:2:4", filter_fn=lambda module, name: "mlp" in name, **H200))
+    assert {layer.why for name, layer in found.items() if "attn" in name} == {"not chosen by the filter"}
+    assert by_name(nm.audit({"fc": (50, 64)}, 64, "fst", **H200))["fc"].why.startswith("out_features=50 is not a multiple of M=4")
+    wide = by_name(nm.audit({"fc": (64, 1024)}, 64, "slope:2:4(max_aspect=4)", **H200))["fc"]
+    assert wide.why == "its longer side is 16.0 times its shorter one" and not wide.sparse
+    with pytest.raises(nm.ShapeError, match="leave it out|Leave it out"):
+        nm.audit(Zoo(), filter_fn=lambda module, name: name == "odd", **H200)
+
+
+def test_equal_layers_are_one():
+    found = nm.audit(gpt(layers=3), 64, **H200)
+    first = found.layers[0]
+    assert first.name == "blocks.*.attn.qkv" and first.times == 3 and first.names[2] == "blocks.2.attn.qkv"
+    assert [len(layer.names) for layer in found.layers] == [3, 3, 3, 3, 1]
+    assert sum(found.share(layer) for layer in found.layers) == pytest.approx(1)
+    mixed = gpt(layers=3)
+    mixed.blocks[1].mlp.fc.weight.requires_grad_(False)
+    assert [layer.names for layer in nm.audit(mixed, 64, **H200).layers if "fc" in layer.name] == [
+        ("blocks.0.mlp.fc", "blocks.2.mlp.fc"),
+        ("blocks.1.mlp.fc",),
+    ]
+
+
+def test_totals_are_amdahls():
+    found = nm.audit({"fc": (8192, 8192), "lm_head": (8192, 8192)}, 8192, "srste:2:4", **H200)
+    fc, _ = found.layers
+    assert found.dense_share == pytest.approx(0.5)
+    assert found.step == pytest.approx(2 / (1 + 1 / speedup(fc.step)))
+    assert found.inference == pytest.approx(2 / (1 + 1 / speedup(fc.inference)))
+    low, high = found.step_range
+    assert low < found.step < high
+    assert found.run == found.step and found.steps == 1.0
+    rest = nm.audit({"fc": (8192, 8192)}, 8192, "srste:2:4", other=2 * 8192 * 8192, **H200)
+    assert rest.inference == pytest.approx(found.inference, rel=1e-3) and rest.dense_share == pytest.approx(0.5, rel=1e-2)
+    assert "and the rest" in str(rest)
+
+
+def test_a_recipe_with_dense_steps():
+    found = nm.audit({"fc": (4096, 4096)}, 8192, "fst:2:4(total_steps=600)", **H200)
+    assert found.steps == pytest.approx(5 / 6) and found.recipe == "fst:2:4(total_steps=600, packed='auto')"
+    assert found.run == pytest.approx(1 / (5 / 6 / found.step + 1 / 6))
+    assert found.inference == 1.0, "it leaves a dense model"
+    assert "83 % of the recipe's steps are sparse" in str(found)
+    assert nm.audit({"fc": (4096, 4096)}, 8192, "fst:2:4(fine_tune=0)", **H200).inference > 1.2
+
+
+@pytest.mark.parametrize("name", nm.recipes.names())
+def test_every_recipe_is_understood(name):
+    found = nm.audit({"a.fc": (2048, 1024), "a.down": (1024, 2048)}, 8192, f"{name}:2:4", **H200)
+    dense = {"dense", "act24", "maskllm", "proxsparse"}
+    assert (found.step == 1.0) == (name in dense) == (found.steps == 0)
+    assert ("no step is predicted to gain" in str(found)) == (name in dense)
+    packs = "packed" in {f.name for f in fields(find(name))}
+    assert (found.step > 1) == packs and (packs or not found.layers[0].sparse or found.step <= 1)
+    assert (found.inference > 1.2) == (name not in {"dense", "act24", "fst", "slope"}), "slope leaves an adapter"
+
+
+def test_meta_models_and_shapes_are_the_same():
+    meta = nm.audit(gpt("meta"), 64, **H200)
+    assert meta.layers == nm.audit(gpt(), 64, **H200).layers
+    shapes = {name: tuple(m.weight.shape) for name, m in gpt("meta").named_modules() if isinstance(m, nn.Linear)}
+    assert [speedup(layer.step) for layer in nm.audit(shapes, 64, **H200).layers] == [speedup(layer.step) for layer in meta.layers]
+
+
+def test_sparse_models_have_their_own_rules():
+    model = gpt(width=128)
+    dense = nm.audit(model, 4096, "fst:2:4(fine_tune=0)", **H200)
+    handle = nm.sparsify_(model, "fst:2:4(fine_tune=0, packed=auto)")
+    found, given = nm.audit(model, 4096, **H200), nm.audit(handle, 4096, **H200)
+    figures = [[(p.name, p.used) for p in layer.step] for layer in dense.layers]
+    assert [[(p.name, p.used) for p in layer.step] for layer in found.layers] == figures
+    assert (
+        given.recipe == dense.recipe == "fst:2:4(fine_tune=0, packed='auto')"
+        and [[(p.name, p.used) for p in layer.step] for layer in given.layers] == figures
+    )
+    assert found.layers[0].sparse and found.layers[0].why == "2:4" and found.recipe == ""
+    with pytest.raises(nm.RecipeError, match="sparse already"):
+        nm.audit(model, filter_fn=lambda module, name: True, **H200)
+
+
+def test_a_handle_remembers_what_the_filter_left_out():
+    model = gpt()
+    handle = nm.sparsify_(model, "srste:2:4", lambda module, name: "mlp" in name)
+    assert by_name(nm.audit(model, 64, **H200))["blocks.*.attn.qkv"].why == "left dense"
+    assert by_name(nm.audit(handle, 64, **H200))["blocks.*.attn.qkv"].why == "not chosen by the filter"
+
+
+def test_compressed_models_only_infer():
+    model = gpt(width=128)
+    nm.sparsify_(model, "srste:2:4").finish(allow_unused=True)
+    finished = nm.audit(model, 16, **H200)
+    assert all(not layer.step for layer in finished.layers if layer.sparse)
+    nm.compress_(model)
+    found = nm.audit(model, 16, **H200)
+    assert found.step is None and found.inference is not None and found.run is None
+    assert not any(layer.step for layer in found.layers), "nor are its dense layers trained"
+    assert found.layers[0].kind == "CompressedLinear" and found.layers[0].sparse and found.layers[0].why == "2:4"
+    assert "Inference with 16 tokens" in str(found) and found.as_dict()["step"] is None
+    assert nm.audit(model, 64, measure=False, device="H200").layers[0].dtype == "float32"
+
+
+def test_frozen_weights_have_no_wgrad():
+    model = gpt().requires_grad_(False)
+    pieces = [p.name for layer in nm.audit(model, 512, **H200).layers for p in layer.step]
+    assert "wgrad" not in pieces and "estimate" not in pieces and "fprop" in pieces
+
+
+def test_json_has_everything():
+    found = nm.audit(gpt(), 64, "srste:2:4", timer=lambda task: 1e-3, device="cpu")
+    read = json.loads(json.dumps(found.as_dict()))
+    assert read["tokens"] == 64 and read["recipe"] == "srste:2:4(packed='auto')" and len(read["layers"]) == 5
+    fprop = read["layers"][0]["measured_step"]["pieces"][0]
+    assert fprop == {"name": "fprop", "dense": 1e-3, "used": 1e-3, "form": "dense"}
+    assert read["measured_step"] == found.measured_step and read["layers"][0]["advice"] == []
+
+
+@pytest.mark.parametrize("device", ["quux", "H1000", "xpu", "H200 PCIe", "cuda"])
+def test_an_unknown_device_names_the_known_ones(device):
+    if device == "cuda" and torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(nm.RecipeError, match="A100, H100, H200"):
+        nm.audit(gpt(), device=device)
+
+
+def test_names_of_devices(monkeypatch):
+    assert here.find("h200", torch.device("cpu"))[0].name == "H200 SXM"
+    assert here.find("NVIDIA H100 80GB HBM3", torch.device("cpu"))[0].name == "H100 SXM"
+    if not torch.cuda.is_available():
+        assert here.find("A100", torch.device("cpu"))[1] is None, "not here, so nothing is measured"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H200")
+    assert here.find("H200", torch.device("cpu"))[1] == torch.device("cuda")
+    assert here.find("cuda", torch.device("cpu"))[0].name == "H200 SXM"
+    assert here.find("A100", torch.device("cpu"))[1] is None
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA L40S")
+    assert here.find("cuda:0", torch.device("cpu")) == ("NVIDIA L40S", torch.device("cuda:0")), "to be measured"
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        ({"tokens": 0}, "tokens=0 must be a whole number"),
+        ({"tokens": 1.5}, "tokens=1.5 must be a whole number"),
+        ({"accumulate": 0}, "accumulate=0"),
+        ({"other": -1.0}, "other=-1.0 must be a finite number"),
+        ({"budget": float("inf")}, "budget=inf"),
+        ({"optimizer": "sgd"}, "optimizer='sgd' is unknown; choose \"fused\""),
+        ({"dtype": "int8"}, "dtype='int8'"),
+        ({"dtype": "quux"}, "dtype='quux'"),
+        ({"recipe": "quux"}, "no recipe is called 'quux'"),
+    ],
+)
+def test_bad_arguments_are_refused(words, match):
+    with pytest.raises(nm.RecipeError, match=match):
+        nm.audit(gpt(), **{"device": "H200", **words})
+
+
+def test_a_model_without_layers_is_refused():
+    with pytest.raises(nm.RecipeError, match="audit: the model has no linear layer"):
+        nm.audit(nn.ReLU(), device="H200")
+
+
+def test_an_adapter_costs_its_two_products():
+    layer = nm.audit({"fc": (4096, 4096)}, 8192, "slope:2:4(rank=64)", **H200).layers[0]
+    fprop, adapter = layer.inference
+    assert (
+        adapter.name == "adapter"
+        and adapter.dense == 0
+        and adapter.used == pytest.approx(2 * 8192 * (4096 + 64) * 2 / (0.85 * 4.8e12), rel=0.3)
+    )
+    assert speedup(layer.inference) < fprop.speedup and "adapter" not in [p.name for p in layer.step]
+    model = nn.Sequential(nn.Linear(64, 128))
+    handle = nm.sparsify_(model, nm.recipes.SLoPe("2:4", total_steps=10, rank=4))
+    assert [p.name for p in nm.audit(model, 32, **H200).layers[0].inference] == ["fprop", "adapter"]
+    handle.finish(allow_unused=True)
+    nm.compress_(model)
+    found = nm.audit(model, 32, device="cpu", timer=lambda task: 1e-3)
+    assert [p.name for p in found.layers[0].inference] == ["fprop", "adapter"] == [p.name for p in found.layers[0].measured_inference]

@@ -1,0 +1,219 @@
+"""What is measured, with clocks that tell what the test wants, and once with the real one."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import nmkernels as nm
+from nmkernels.audit import advice, here, measure, timing
+from nmkernels.audit.measure import Bench, Job, needed, product_of, products, tasks_of
+from nmkernels.audit.rules import Layer, Rules, of_recipe, speedup
+from nmkernels.audit.timing import Task, take_turns
+from python_tests.audit.prices import COSTS
+
+P = nm.Pattern("2:4")
+CPU = torch.device("cpu")
+SECONDS = COSTS | {
+    "fprop cpu rows": 6.5,
+    "dgrad cpu rows": 7.5,
+    "wgrad estimated dense": 14.0,
+    "wgrad estimated cpu rows": 9.0,
+    "adapter": 1.5,
+    "copy": 1.0,
+    "launch": 0.0,
+    "call": 0.0,
+}
+
+
+def clock(task):
+    task.run()
+    return SECONDS[task.name]
+
+
+@pytest.fixture(autouse=True)
+def small_probe(monkeypatch):
+    """Probing this machine costs a second; the numbers of a fake clock do not care."""
+    monkeypatch.setattr(here, "COPY", 1 << 23)
+    monkeypatch.setattr(here, "PROBE", Layer((1024, 1024), 32, torch.float32, torch.float32))
+
+
+@pytest.fixture
+def cold():
+    here._cached.cache_clear()
+    yield
+    here._cached.cache_clear()
+
+
+def test_measured_columns_by_hand():
+    found = nm.audit({"fc": (64, 128), "lm_head": (64, 128)}, 32, "sste:2:4", device="cpu", timer=clock)
+    fc, head = found.layers
+    assert {p.name: p.used for p in fc.measured_step} == {"fprop": 6.5, "dgrad": 7.5, "weight": 0.75, "wgrad": 9}
+    assert {p.name: p.used for p in fc.measured_inference} == {"fprop": 6.5}
+    assert {p.name: p.form for p in fc.measured_step} == {
+        "fprop": "cpu rows",
+        "dgrad": "cpu rows",
+        "weight": "rows",
+        "wgrad": "of mvue 2:4",
+    }
+    assert speedup(head.measured_step) == 1.0 and {p.name: p.used for p in head.measured_step} == {"fprop": 10, "dgrad": 11, "wgrad": 12}
+    assert found.measured_step == pytest.approx(66 / (33 + 23.75)) and found.measured_inference == pytest.approx(20 / 16.5)
+    assert fc.note == "" and "Measured: medians" in str(found)
+
+
+def test_accumulation_shares_the_preparation():
+    found = nm.audit({"fc": (64, 128)}, 32, "srste:2:4", device="cpu", timer=clock, accumulate=3)
+    assert {p.name: p.used for p in found.layers[0].measured_step}["weight"] == 0.25
+
+
+def test_a_gpu_that_is_not_here_is_not_measured():
+    found = nm.audit({"fc": (64, 128)}, 32, device="H200", timer=clock)
+    assert found.measured_step is None and "Measured" not in str(found) and not found.layers[0].note
+    assert nm.audit({"fc": (64, 128)}, 32, device="cpu", timer=clock, measure=False).measured_step is None
+
+
+def test_this_machine_is_what_its_measurement_says():
+    device = here.measured("here", CPU, torch.float32, P, clock)
+    assert device.bandwidth == 2 * here.COPY and device.dense == {"float32": 2.0 * 1024 * 1024 * 32 / 10}
+    assert device.ratio == {"fprop": 10 / 6, "dgrad": 11 / 7, "wgrad": 12 / 8} and (device.low, device.high) == (1.5, 10 / 6)
+    assert device.passes == pytest.approx(1024 * 1024 * 6.125 / 0.75 / device.bandwidth)
+    assert device.few is None and device.turned and device.rows == 1
+    odd = here.measured("here", CPU, torch.float32, nm.Pattern("1:3"), clock)
+    assert odd.dense == {"float32": 2.0 * 1023 * 1023 * 30 / 10}
+
+
+def test_the_real_clock_once_per_process(cold, monkeypatch):
+    monkeypatch.setattr(timing, "SETTLE", 0.0)
+    found = nm.audit({"fc": (64, 128)}, 32, "fst:2:4(fine_tune=0)", device="cpu", budget=600)
+    assert found.measured_step > 0 and found.measured_inference > 0 and found.layers[0].measured_step[0].dense > 0
+    runs = []
+    monkeypatch.setattr(here, "_measure", lambda *args: runs.append(args))
+    nm.audit({"fc": (64, 128)}, 32, "fst:2:4(fine_tune=0)", device="cpu", measure=False)
+    assert not runs
+
+
+@pytest.mark.parametrize("recipe", ["srste:2:4", "sste:2:4", "fst:2:4(fine_tune=0)", "srste:1:8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_task_runs_what_its_name_says(recipe, dtype):
+    """On small layers the products of the tasks are those of the dense weight, masked or not."""
+    rules = of_recipe(nm.recipes.get(recipe), nm.Pattern(recipe.split(":", 1)[1].split("(")[0]))
+    layer = Layer((32, 64), 16, dtype, torch.float32)
+    for turned in (False, True):
+        probed = ["fprop sparse", "dgrad sparse", "fprop dense", "dgrad dense", *(["wgrad sparse", "estimate"] if rules.estimate else [])]
+        names = list(dict.fromkeys([*needed(rules, turned, True), *probed]))
+        tasks = {task.name: task for task in tasks_of(layer, rules, CPU, turned, names)}
+        assert list(tasks) == names
+        shapes = {"fprop": (16, 32), "dgrad": (16, 64), "wgrad": (32, 64), "expand": (32, 64)}
+        for name, task in tasks.items():
+            result = task.run()
+            role = name.partition(" ")[0]
+            if role in shapes:
+                assert tuple(result.shape) == shapes[role] and result.dtype == dtype
+            elif name == "weight dense":
+                assert nm.ops.mask(result, rules.pattern).sum() and result.dtype == dtype
+                assert int((result != 0).sum()) <= 32 * 64 * rules.pattern.density
+            elif role == "weight":
+                assert result.rows.shape == (32, 64) and (result.columns is not None) == (name == "weight both")
+    assert needed(None, False, True) == ["fprop dense", "dgrad dense", "wgrad dense"] and needed(None, True, False) == ["fprop dense"]
+
+
+def test_only_what_decides_is_measured():
+    assert needed(Rules(P), True, False) == ["expand"] and products(Rules(P), True, False) == ["fprop"]
+    assert needed(Rules(P), False, True) == ["dgrad dense", "wgrad dense", "expand", "weight dense", "weight rows"]
+    assert products(Rules(P), False, True) == ["fprop"] and products(Rules(P), True, True) == ["fprop", "dgrad"]
+    assert products(Rules(P, estimate=P), False, True) == ["fprop", "wgrad"]
+    assert products(Rules(P, estimate=P, trains=False), False, True) == ["fprop"]
+    assert needed(Rules(P, estimate=P), True, True) == ["wgrad dense", "expand", "weight dense", "weight rows"]
+
+
+def test_what_the_choice_is_among():
+    layer, both = Layer((64, 128), 32, torch.bfloat16, torch.float32), Rules(P, dgrad=True, estimate=P)
+    gpu = torch.device("cuda")
+    assert product_of(layer, both, "fprop", True, CPU)[1:6] == (32, 64, 128, 2, 4)
+    assert product_of(layer, both, "fprop", True, CPU).forms == ("dense", "rows") == product_of(layer, both, "dgrad", True, CPU).forms
+    assert product_of(layer, both, "dgrad", False, gpu).forms == ("dense", "columns", "columns:mma.sp", "columns:wgmma.sp")
+    assert product_of(layer, both, "wgrad", False, gpu).rule == "exact" and product_of(layer, both, "fprop", False, gpu).rule == ""
+    assert product_of(replace(layer, dtype=torch.float32), both, "fprop", False, gpu).forms == ("dense", "rows")
+    wide = Rules(nm.Pattern("4:8"))
+    assert product_of(layer, wide, "fprop", False, gpu).forms == ("dense", "rows")
+    for role in ("fprop", "dgrad", "wgrad"):
+        product_of(layer, both, role, False, gpu).check()
+
+
+def test_large_layers_are_shortened_or_left_out():
+    job = Job(Layer((64, 64), 4096, torch.float32, torch.float32), Rules(P), True, False)
+    expected = job.expected(lambda piece: 1.0)
+    assert expected == 16, "checked and timed as often as sixteen products take"
+
+    def run(share):
+        return Bench(CPU, clock, 0.0).measure(job, expected, share)
+
+    few = run(8.0)
+    assert few.note == "measured on 2048 tokens, scaled" and few.seconds["fprop dense"] == 20 and few.seconds["expand"] == 2
+    assert few.seconds["fprop sparse"] == 13 and few.kernels == {"fprop": "cpu rows"}
+    assert run(16.0).note == "" and run(16.0).seconds["fprop sparse"] == 6.5
+    assert run(0.6).note == "measured on 256 tokens, scaled"
+    assert not run(0.4).seconds and run(0.4).note == "not measured: it would take about 1 s of the budget"
+    alone = replace(job, rules=None, trains=True)
+    assert alone.expected(lambda piece: 1.0) == 12, "four rounds of three products"
+
+
+def test_each_shape_once_and_the_short_ones_first():
+    told = []
+    shapes = {"a.up": (128, 64), "a.gate": (128, 64), "b.up": (128, 64), "a.down": (64, 64), "lm_head": (96, 64)}
+    found = nm.audit(shapes, 16, device="cpu", timer=clock, progress=lambda *args: told.append(args))
+    assert told == [(0, 3, "96x64, 16 tokens"), (1, 3, "64x64, 16 tokens"), (2, 3, "128x64, 16 tokens")], "the head has no candidates"
+    up, gate = found.layers[:2]
+    assert up.measured_step == gate.measured_step and up.measured_step and found.measured_step is not None
+    budget = Bench(CPU, clock, 0.0)
+    jobs = {Job(Layer((64, 64), 16, torch.float32, torch.float32), None, True, False): lambda piece: 0.1}
+    assert [m.note for m in budget.run(jobs).values()] == [""], "what is short is measured though no time is left"
+    jobs = dict.fromkeys(jobs, lambda piece: 100.0)
+    assert [m.note for m in budget.run(jobs).values()] == ["not measured: it would take about 400 s of the budget"]
+
+
+def test_memory_is_kept(monkeypatch):
+    monkeypatch.setattr(measure, "free_bytes", lambda device: 1e5)
+    found = nm.audit({"fc": (256, 256)}, 16, device="cpu", timer=clock)
+    assert not found.layers[0].measured_step and "GB of memory" in found.layers[0].note and found.measured_step is None
+    assert "GB of memory" in str(found)
+
+
+def test_one_failure_costs_only_its_layer(monkeypatch):
+    def fails(layer, *args):
+        if layer.shape == (64, 64):
+            raise RuntimeError("out of luck\nand more")
+        return tasks_of(layer, *args)
+
+    monkeypatch.setattr(measure, "tasks_of", fails)
+    found = nm.audit({"a": (64, 64), "b": (64, 128)}, 16, device="cpu", timer=clock)
+    first, second = found.layers
+    assert first.note == "not measured: out of luck" and first.step and not first.measured_step and second.measured_step
+    assert found.measured_step is None, "a total of some would be no total"
+
+
+def test_turns_and_medians(monkeypatch):
+    calls, values = [], iter([5.0, 1.0, 2.0, 1.0, 9.0, 1.0])
+    tasks = [Task("a", lambda: calls.append("a")), Task("b", lambda: calls.append("b"))]
+    found = take_turns(tasks, lambda task: (task.run(), next(values))[1])
+    assert found == {"a": 5.0, "b": 1.0} and calls == ["a", "b"] * 4
+    values = iter([5.0, 1.0, 2.0, 3.0])
+    assert take_turns(tasks, lambda task: next(values), least=2, of=min) == {"a": 2.0, "b": 1.0}
+    monkeypatch.setattr(timing, "SETTLE", 0.0)
+    assert timing.timer_for(CPU)(Task("c", lambda: calls.append("c"))) >= 0 and calls[-1] == "c"
+
+
+def test_progress_and_nothing_is_changed():
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 128))
+    before, told = {k: v.clone() for k, v in model.state_dict().items()}, []
+    nm.audit(model, 16, device="cpu", timer=clock, progress=lambda *args: told.append(args))
+    assert told == [(0, 2, "64x64, 16 tokens"), (1, 2, "128x64, 16 tokens")]
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items()) and type(model[0]) is torch.nn.Linear
+
+
+def test_a_missing_core_is_told(monkeypatch):
+    missing = nm._capability.Probe(False, "nmkernels._C is not built")
+    monkeypatch.setattr(advice, "compiled_core", lambda: missing)
+    words = {"device": "cpu", "timer": clock, "measure": False}
+    assert "the plain reference took: nmkernels._C is not built." in " ".join(str(nm.audit({"fc": (64, 64)}, 16, **words)).split())
+    assert "plain reference" not in str(nm.audit({"fc": (64, 64)}, 16, device="H200"))

@@ -1,0 +1,170 @@
+"""The training text: what is read, how it is split, and what is said when there is none."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from nmkernels.models import DataError, data, load_corpus
+
+TEXT = b"".join(b"line %06d of a text\n" % i for i in range(400))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for i in range(40):
+        (tmp_path / f"{i:02}.txt").write_bytes(b"%02d " % i * 100)
+    return tmp_path
+
+
+def whole(corpus: data.Corpus) -> bytes:
+    return bytes(corpus.train.tolist()) + bytes(corpus.val.tolist())
+
+
+def test_one_file_is_split_at_nine_tenths(tmp_path):
+    (tmp_path / "a.txt").write_bytes(TEXT)
+    corpus = load_corpus(tmp_path / "a.txt")
+    assert whole(corpus) == TEXT
+    assert len(corpus.val) == len(TEXT) // 10
+    assert corpus.files == 1
+
+
+def test_many_files_are_split_by_file(folder):
+    corpus = load_corpus(folder)
+    train, val = bytes(corpus.train.tolist()), bytes(corpus.val.tolist())
+    for i in range(40):
+        text = b"%02d " % i * 100
+        assert (text in train) != (text in val)
+    assert 0.05 < len(val) / len(train + val) <= 0.1
+
+
+def test_the_split_does_not_depend_on_the_folder_s_place(folder, tmp_path_factory):
+    other = tmp_path_factory.mktemp("other")
+    for file in folder.iterdir():
+        (other / file.name).write_bytes(file.read_bytes())
+    assert load_corpus(other).digest == load_corpus(folder).digest
+
+
+def test_digest_tells_a_change(folder):
+    before = load_corpus(folder).digest
+    (folder / "07.txt").write_bytes(b"xx " * 100)
+    assert load_corpus(folder).digest != before
+
+
+def test_folders_are_read_to_the_bottom_without_hidden_or_binary_files(tmp_path):
+    (tmp_path / "deep" / "er").mkdir(parents=True)
+    (tmp_path / ".git").mkdir()
+    (tmp_path / "deep" / "er" / "a.txt").write_bytes(TEXT)
+    (tmp_path / ".git" / "b").write_bytes(b"hidden")
+    (tmp_path / ".c").write_bytes(b"hidden")
+    (tmp_path / "d.bin").write_bytes(b"bin\0ary")
+    (tmp_path / "empty").write_bytes(b"")
+    corpus = load_corpus(tmp_path)
+    assert whole(corpus) == TEXT
+    assert corpus.files == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_a_pipe_does_not_hang(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "a.txt").write_bytes(TEXT)
+    assert whole(load_corpus(tmp_path)) == TEXT
+    with pytest.raises(DataError, match="neither a file nor a folder"):
+        load_corpus(tmp_path / "pipe")
+
+
+def test_the_default_is_the_standard_library():
+    corpus = load_corpus()
+    assert len(corpus.train) > 1_000_000
+    assert corpus.digest == load_corpus().digest
+    assert b"def " in bytes(corpus.val[:100_000].tolist())
+    assert corpus.source == "the Python standard library"
+
+
+def test_a_machine_without_the_source_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(data.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    with pytest.raises(DataError, match="give text with --data"):
+        load_corpus()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [(b"", "the file is empty"), (b"\x7fELF\0\0", "binary, not text")], ids=["empty", "binary"]
+)
+def test_unusable_files(tmp_path, content, message):
+    (tmp_path / "f").write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        load_corpus(tmp_path / "f")
+
+
+def test_unusable_folders(tmp_path):
+    with pytest.raises(DataError, match="No such file"):
+        load_corpus(tmp_path / "missing")
+    with pytest.raises(DataError, match="holds no files"):
+        load_corpus(tmp_path)
+    for name in "ab":
+        (tmp_path / name).write_bytes(b"\0")
+    with pytest.raises(DataError, match="none of the 2 files holds text"):
+        load_corpus(tmp_path)
+
+
+def test_unreadable_files_are_passed_over_or_named(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_bytes(TEXT)
+    (tmp_path / "locked.txt").write_bytes(TEXT)
+    real = Path.open
+
+    def deny(self, *args, **kwargs):
+        if self.name == "locked.txt":
+            raise PermissionError(13, "Permission denied")
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", deny)
+    assert whole(load_corpus(tmp_path)) == TEXT
+    with pytest.raises(DataError, match=r"unreadable \(Permission denied\)"):
+        load_corpus(tmp_path / "locked.txt")
+
+
+def test_reading_stops_at_the_limit(folder, monkeypatch):
+    monkeypatch.setattr(data, "MAX_BYTES", 1000)
+    assert len(whole(load_corpus(folder))) <= 1000 + 3  # and a line feed between two files
+
+
+def test_too_small_a_text_says_how_much_is_needed(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"x" * 400)
+    corpus = load_corpus(tmp_path / "a.txt")
+    corpus.check(32)
+    with pytest.raises(DataError, match="validation text is 40 bytes, and a context of 40 needs at least 41"):
+        corpus.check(40)
+    with pytest.raises(DataError, match="training text is 360 bytes"):
+        corpus.check(100)
+
+
+def test_batches_are_a_function_of_seed_and_step(tmp_path):
+    (tmp_path / "a.txt").write_bytes(TEXT)
+    corpus = load_corpus(tmp_path / "a.txt")
+    x, y = corpus.batch(seed=1, step=5, size=3, context=16)
+    again, _ = corpus.batch(seed=1, step=5, size=3, context=16)
+    assert torch.equal(x, again)
+    assert x.shape == y.shape == (3, 16)
+    assert torch.equal(x[:, 1:], y[:, :-1])
+    for row in range(3):
+        assert bytes([*x[row].tolist(), int(y[row, -1])]) in TEXT
+    assert not torch.equal(x, corpus.batch(seed=1, step=6, size=3, context=16)[0])
+    assert not torch.equal(x, corpus.batch(seed=2, step=5, size=3, context=16)[0])
+
+
+def test_batches_reach_both_ends_of_the_text():
+    corpus = data.Corpus(torch.arange(20, dtype=torch.uint8), torch.arange(9, dtype=torch.uint8), "a test", 1, "")
+    starts = torch.cat([corpus.batch(0, step, 50, 16)[0][:, 0] for step in range(5)])
+    assert set(starts.tolist()) == {0, 1, 2, 3}
+
+
+def test_validation_windows_cover_the_text_once():
+    corpus = data.Corpus(torch.arange(20, dtype=torch.uint8), torch.arange(101, dtype=torch.uint8), "a test", 1, "")
+    batches = list(corpus.val_batches(context=10, size=4, most=100))
+    assert [len(x) for x, _ in batches] == [4, 4, 2]
+    assert torch.cat([y for _, y in batches]).flatten().tolist() == list(range(1, 101))
+    few = torch.cat([x for x, _ in corpus.val_batches(context=10, size=4, most=5)])
+    assert few[:, 0].tolist() == [0, 20, 40, 60, 80]
