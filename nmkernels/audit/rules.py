@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..autograd import SoftThreshold, TransposableMask, WeightTransform
+from ..autograd import WeightTransform
 from ..nn import CompressedLinear, NMWeight, adapter_of
 from ..ops import tensor_core_pattern
 from ..pattern import Pattern, RecipeError
@@ -61,7 +61,7 @@ def of_recipe(recipe: Recipe, pattern: Pattern) -> Rules:
 def of_layer(layer: NMWeight) -> Rules:
     """The rules by which a sparse layer is trained now; in a dense phase, those of what ``finish`` will apply."""
     transform, plan = layer.transform or layer.final, layer.plan
-    columns = isinstance(transform, TransposableMask) or not transform.symmetric
+    columns = transform.traits.transposable or transform.traits.own_dgrad
     estimate = Pattern(plan.n, plan.m) if plan.wgrad in ("mvue", "magnitude") else None
     return Rules(layer.pattern, True, columns, estimate, _prepare_rule(transform, columns), plan.wgrad != "none", packed=plan.packs)
 
@@ -77,7 +77,7 @@ def _work(span: Span) -> float:
 
 def _prepare_rule(transform: WeightTransform, columns: bool) -> str:
     # a doubly pruned weight costs what a transposable one does: two packed forms
-    return "threshold" if isinstance(transform, SoftThreshold) else "transposable" if columns else "mask"
+    return "threshold" if transform.traits.threshold else "transposable" if columns else "mask"
 
 
 def _estimate(recipe: Recipe) -> Pattern:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from .transforms import WeightTransform, masked
+from .transforms import WEIGHT, Reads, Traits, WeightTransform, masked
 
 
 @dataclass(frozen=True)
@@ -27,22 +27,19 @@ class Anchored(WeightTransform):
     strength: float = 0.0
     epsilon: float = 0.1
 
-    reads: ClassVar[tuple[str, ...]] = ("nm_initial",)
+    reads: ClassVar[Reads] = {"nm_initial": "frozen"}
 
-    @property
-    def by_magnitude(self) -> bool:
-        """False, for the hooks around the optimizer to add the penalty."""
-        return False
+    def _traits(self) -> Traits:
+        return replace(super()._traits(), is_nm=False)
 
     def start(self, weight: Tensor) -> dict[str, Tensor]:
-        """``nm_initial``, a copy of the weight."""
         return {"nm_initial": weight.clone(memory_format=torch.contiguous_format)}
 
-    def penalty(self, weight: Tensor, *extras: Tensor) -> Tensor:
+    def penalty(self, weight: Tensor, *extras: Tensor) -> dict[str, Tensor]:
         """2 λ W (W − W₀) (2W − W₀) / (W₀ + ε sgn W₀)²."""
         (initial,) = extras
         scale = initial + torch.where(initial < 0, -self.epsilon, self.epsilon).to(initial.dtype)
-        return 2 * self.strength * weight * (weight - initial) * (2 * weight - initial) / scale.square()
+        return {WEIGHT: 2 * self.strength * weight * (weight - initial) * (2 * weight - initial) / scale.square()}
 
 
 @dataclass(frozen=True)
@@ -55,10 +52,9 @@ class AnchoredMask(WeightTransform):
         tensor([[ 0., -3.]])
     """
 
-    reads: ClassVar[tuple[str, ...]] = ("nm_initial",)
+    reads: ClassVar[Reads] = {"nm_initial": "frozen"}
 
     def start(self, weight: Tensor) -> dict[str, Tensor]:
-        """``nm_initial``, a copy of the weight."""
         return {"nm_initial": weight.clone(memory_format=torch.contiguous_format)}
 
     def __call__(self, weight: Tensor, *extras: Tensor, out: Tensor | None = None) -> Tensor:

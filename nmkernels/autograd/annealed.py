@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .transforms import WeightTransform, masked
+from .transforms import WEIGHT, Reads, WeightTransform, masked
 
 
 @dataclass(frozen=True)
@@ -21,31 +21,21 @@ class AnnealedMask(WeightTransform):
     Example:
         >>> from nmkernels import Pattern
         >>> mask, w = torch.tensor([[True, False]]), torch.tensor([[1.0, -2.0]])
-        >>> AnnealedMask(Pattern("1:2")).penalty(w, mask, torch.tensor(0.5))
+        >>> AnnealedMask(Pattern("1:2")).penalty(w, mask, torch.tensor(0.5))["weight"]
         tensor([[ 0., -1.]])
     """
 
-    reads: ClassVar[tuple[str, ...]] = ("nm_mask", "nm_decay")
-    holds: ClassVar[tuple[str, ...]] = ("nm_mask",)
-
-    @property
-    def by_magnitude(self) -> bool:
-        """False: the mask is held."""
-        return False
+    reads: ClassVar[Reads] = {"nm_mask": "held", "nm_decay": "fed"}
 
     def renew(self, weight: Tensor, extras: Sequence[Tensor | None], generator: torch.Generator) -> dict[str, Tensor]:
-        """``nm_mask``, M(W)."""
         return {"nm_mask": super().kept(weight)}
 
     def kept(self, weight: Tensor, *extras: Tensor) -> Tensor:
-        """The held mask."""
         return extras[0]
 
-    def penalty(self, weight: Tensor, *extras: Tensor) -> Tensor:
-        """λ (1 − M) ⊙ W."""
+    def penalty(self, weight: Tensor, *extras: Tensor) -> dict[str, Tensor]:
         mask, decay = extras
-        return masked(weight, ~mask) * decay
+        return {WEIGHT: masked(weight, ~mask) * decay}
 
     def __call__(self, weight: Tensor, *extras: Tensor, out: Tensor | None = None) -> Tensor:
-        """The masked weight; kept elements keep their bits, pruned ones are +0."""
         return masked(weight, extras[0], out)

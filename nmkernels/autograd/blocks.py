@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .transforms import WeightTransform
+from .transforms import Reads, WeightTransform
 
 WIDTH = 4
 """Columns that a block keeps of every group: what 2:4 tensor cores multiply."""
@@ -45,13 +45,7 @@ class BlockColumns(WeightTransform):
     v: int = 64
     objective: str = "retained"
 
-    reads: ClassVar[tuple[str, ...]] = ("nm_columns",)
-    holds: ClassVar[tuple[str, ...]] = ("nm_columns",)
-
-    @property
-    def by_magnitude(self) -> bool:
-        """The mask is not that of the whole group."""
-        return False
+    reads: ClassVar[Reads] = {"nm_columns": "held"}
 
     def renew(self, weight: Tensor, extras: Sequence[Tensor | None], generator: torch.Generator) -> dict[str, Tensor]:
         """``nm_columns``, C with one row for each block: bool ``(out / V, in)``."""
@@ -66,7 +60,6 @@ class BlockColumns(WeightTransform):
         return torch.ops.nmkernels.nm_mask(inside, self.pattern.n, self.pattern.m) & extras[0].repeat_interleave(self.v, 0)
 
     def __call__(self, weight: Tensor, *extras: Tensor, out: Tensor | None = None) -> Tensor:
-        """The pruned weight; kept elements keep their bits, pruned ones are +0."""
         raw, inside = torch.ops.nmkernels, self._inside(weight, extras[0])
         if out is None:
             return raw.nm_prune(inside, self.pattern.n, self.pattern.m)

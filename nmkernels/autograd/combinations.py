@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..pattern import Pattern, PatternError
 from ..reference import uniforms24
-from .transforms import WeightTransform, masked
+from .transforms import Reads, Traits, WeightTransform, masked
 
 MAX_COMBINATIONS = 256
 """Most combinations of a group: each has a learned number of its own, so 2:4 stores 1.5 of them per weight and 4:8 already 8.75."""
@@ -44,13 +44,6 @@ def combination_count(pattern: Pattern) -> int:
 @dataclass(frozen=True)
 class CombinationMask(WeightTransform):
     """Base of the transforms that choose among combinations; groups along the last dimension."""
-
-    by_magnitude: ClassVar[bool] = False
-
-    @property
-    def straight(self) -> bool:
-        """What is learned needs the weight."""
-        return False
 
     def table(self, like: Tensor) -> Tensor:
         """P ``(C, M)``, 0 or 1: the combinations as masks, in the dtype and on the device of ``like``."""
@@ -93,9 +86,10 @@ class GumbelMask(CombinationMask):
     prior: float = 3.0
     spread: float = 0.01
 
-    reads: ClassVar[tuple[str, ...]] = ("nm_logits", "nm_draw", "nm_tau", "nm_kappa", "nm_penalty")
-    holds: ClassVar[tuple[str, ...]] = ("nm_draw",)
-    learns: ClassVar[tuple[str, ...]] = ("nm_logits",)
+    reads: ClassVar[Reads] = {"nm_logits": "learned", "nm_draw": "held", "nm_tau": "fed", "nm_kappa": "fed", "nm_penalty": "fed"}
+
+    def _traits(self) -> Traits:
+        return replace(super()._traits(), is_nm=False)
 
     def start(self, weight: Tensor) -> dict[str, Tensor]:
         """``nm_logits``: normal numbers from torch's generator, with the prior of the mask by magnitude."""
@@ -130,22 +124,17 @@ class GumbelMask(CombinationMask):
         return table[choices.argmax(1)] if self.hard else choices @ table
 
     def __call__(self, weight: Tensor, *extras: Tensor, out: Tensor | None = None) -> Tensor:
-        """W ⊙ M̃."""
         soft = self.mixture(self.choices(*extras)).reshape(weight.shape).to(weight.dtype)
         return weight.detach().contiguous() * soft if out is None else torch.mul(weight.detach(), soft, out=out)
 
-    def gradient(self, g: Tensor, weight: Tensor, *extras: Tensor) -> Tensor | None:
-        """None: the weights are frozen."""
-        return None
+    def gradient(self, g: Tensor, weight: Tensor, *extras: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """∂L/∂π = (κ/τ) ỹ ⊙ (d − ⟨ỹ, d⟩) with d_k = ⟨g ⊙ W, P_k⟩ over the group; none of the weights, which are frozen."""
+        return None, {"nm_logits": self._to_logits(self.choices(*extras), self.grouped(g) * self.grouped(weight), *extras)}
 
-    def learn(self, g: Tensor, weight: Tensor, *extras: Tensor) -> tuple[Tensor, ...]:
-        """∂L/∂π = (κ/τ) ỹ ⊙ (d − ⟨ỹ, d⟩) with d_k = ⟨g ⊙ W, P_k⟩ over the group."""
-        return (self._to_logits(self.choices(*extras), self.grouped(g) * self.grouped(weight), *extras),)
-
-    def learned_penalty(self, weight: Tensor, *extras: Tensor) -> tuple[Tensor, ...]:
+    def penalty(self, weight: Tensor, *extras: Tensor) -> dict[str, Tensor]:
         """The gradient of −λ ‖W ⊙ M̃‖², λ the schedule's ``nm_penalty``: it keeps large weights, and with them gradients, alive."""
         choices, w = self.choices(*extras), self.grouped(weight)
-        return (self._to_logits(choices, -2.0 * extras[4] * w * w * self.mixture(choices), *extras),)
+        return {"nm_logits": self._to_logits(choices, -2.0 * extras[4] * w * w * self.mixture(choices), *extras)}
 
     def _to_logits(self, choices: Tensor, d_mask: Tensor, *extras: Tensor) -> Tensor:
         """From the gradient of M̃ ``(groups, M)`` to that of π."""
@@ -176,14 +165,12 @@ def gumbel(draw: Tensor, like: Tensor) -> Tensor:
 class LikeliestMask(CombinationMask):
     """W̃ = W ⊙ P_k with k the largest logit of each group: what MaskLLM deploys."""
 
-    reads: ClassVar[tuple[str, ...]] = ("nm_logits",)
+    reads: ClassVar[Reads] = {"nm_logits": "frozen"}
 
     def kept(self, weight: Tensor, *extras: Tensor) -> Tensor:
-        """The combination of the largest logit."""
         return self.best(_wide(extras[0]), weight)
 
     def __call__(self, weight: Tensor, *extras: Tensor, out: Tensor | None = None) -> Tensor:
-        """The masked weight; kept elements keep their bits, pruned ones are +0."""
         return masked(weight, self.kept(weight, *extras), out)
 
 
@@ -207,9 +194,10 @@ class CandidateMask(CombinationMask):
     forward: str = "union"
     chain: bool = True
 
-    reads: ClassVar[tuple[str, ...]] = ("nm_scores", "nm_alive", "nm_remaining")
-    holds: ClassVar[tuple[str, ...]] = ("nm_alive",)
-    learns: ClassVar[tuple[str, ...]] = ("nm_scores",)
+    reads: ClassVar[Reads] = {"nm_scores": "learned", "nm_alive": "held", "nm_remaining": "fed"}
+
+    def _traits(self) -> Traits:
+        return replace(super()._traits(), is_nm=False)
 
     def start(self, weight: Tensor) -> dict[str, Tensor]:
         """``nm_scores``, 1 / C(M−1, N−1) each, so that S is 1 everywhere."""
@@ -228,7 +216,6 @@ class CandidateMask(CombinationMask):
         return {"nm_alive": alive & (order.argsort(dim=1) < remaining)}
 
     def kept(self, weight: Tensor, *extras: Tensor) -> Tensor:
-        """B."""
         scores, alive, _ = extras
         if self.forward == "union":
             return (alive.to(torch.float32) @ self.table(torch.ones((), device=alive.device)) > 0).reshape(weight.shape)
@@ -239,35 +226,31 @@ class CandidateMask(CombinationMask):
         return torch.ops.nmkernels.nm_mask(raised, self.pattern.n, self.pattern.m).reshape(weight.shape)
 
     def __call__(self, weight: Tensor, *extras: Tensor, out: Tensor | None = None) -> Tensor:
-        """W ⊙ B; kept elements keep their bits, the others are +0."""
         return masked(weight, self.kept(weight, *extras), out)
 
-    def gradient(self, g: Tensor, weight: Tensor, *extras: Tensor) -> Tensor | None:
-        """g ⊙ B, or without ``chain`` g."""
-        return masked(g, self.kept(weight, *extras)) if self.chain else g
-
-    def learn(self, g: Tensor, weight: Tensor, *extras: Tensor) -> tuple[Tensor, ...]:
-        """∂L/∂α_k = ⟨g ⊙ W, P_k⟩ over the group where combination k remains, 0 where it does not."""
+    def gradient(self, g: Tensor, weight: Tensor, *extras: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """g ⊙ B, or without ``chain`` g; ∂L/∂α_k = ⟨g ⊙ W, P_k⟩ over the group where combination k remains, 0 where it does not."""
+        dw = masked(g, self.kept(weight, *extras)) if self.chain else g
+        if self.reads["nm_scores"] != "learned":
+            return dw, {}
         scores, alive, _ = extras
         d = (self.grouped(g) * self.grouped(weight)).to(scores.dtype)
-        return ((d @ self.table(scores).t()).masked_fill(~alive, 0.0),)
+        return dw, {"nm_scores": (d @ self.table(scores).t()).masked_fill(~alive, 0.0)}
 
 
 @dataclass(frozen=True)
 class BestCandidate(CandidateMask):
     """W̃ = W ⊙ P_k with k the largest score among the remaining candidates: what LBC deploys, and trains once only one remains."""
 
-    learns: ClassVar[tuple[str, ...]] = ()
+    reads: ClassVar[Reads] = {**CandidateMask.reads, "nm_scores": "frozen"}
+
+    def _traits(self) -> Traits:
+        return replace(super()._traits(), is_nm=True)
 
     def start(self, weight: Tensor) -> dict[str, Tensor]:
         """Nothing: the scores are there already."""
         return {}
 
     def kept(self, weight: Tensor, *extras: Tensor) -> Tensor:
-        """P_k."""
         scores, alive, _ = extras
         return self.best(_wide(scores).masked_fill(~alive, -math.inf), weight)
-
-    def learn(self, g: Tensor, weight: Tensor, *extras: Tensor) -> tuple[Tensor, ...]:
-        """Nothing is learned any more."""
-        return ()

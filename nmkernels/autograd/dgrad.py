@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .transforms import HardMask, WeightTransform, masked
+from .transforms import HardMask, Reads, WeightTransform, masked
 
 CRITERIA = ("magnitude", "count")
 """What Bi-Mask's best permutation retains most of: Σ|w|, or the number of non-zeros."""
@@ -56,13 +56,7 @@ class BiMasked(HardMask):
     draws: int = 100
     criterion: str = "magnitude"
 
-    reads: ClassVar[tuple[str, ...]] = ("nm_order",)
-    holds: ClassVar[tuple[str, ...]] = ("nm_order",)
-
-    @property
-    def symmetric(self) -> bool:
-        """∂L/∂x multiplies W ⊙ b_b."""
-        return False
+    reads: ClassVar[Reads] = {"nm_order": "held"}
 
     def renew(self, weight: Tensor, extras: Sequence[Tensor | None], generator: torch.Generator) -> dict[str, Tensor]:
         """``nm_order``, int64 ``(out,)``: the first of the best of ``draws`` random permutations of the rows."""
@@ -79,7 +73,6 @@ class BiMasked(HardMask):
         return left.sum(dtype=torch.float64) if self.criterion == "magnitude" else left.count_nonzero().double()
 
     def for_dgrad(self, used: Tensor, *extras: Tensor) -> Tensor:
-        """W ⊙ b_b, from W ⊙ b_f as the product uses it."""
         (order,) = extras
         result = torch.empty_like(used)
         result[order] = pruned_along_out(used[order], self.pattern.n, self.pattern.m)
@@ -96,23 +89,7 @@ class DoublePruned(WeightTransform):
     reported, which that sum does not give; random weights lose 5.8 %).
     """
 
-    reads: ClassVar[tuple[str, ...]] = ("nm_rows", "nm_columns")
-    holds: ClassVar[tuple[str, ...]] = ("nm_rows", "nm_columns")
-
-    @property
-    def straight(self) -> bool:
-        """The gradient is masked."""
-        return False
-
-    @property
-    def symmetric(self) -> bool:
-        """∂L/∂x multiplies W^{R,C}."""
-        return False
-
-    @property
-    def by_magnitude(self) -> bool:
-        """The mask does not follow the weight."""
-        return False
+    reads: ClassVar[Reads] = {"nm_rows": "held", "nm_columns": "held"}
 
     def renew(self, weight: Tensor, extras: Sequence[Tensor | None], generator: torch.Generator) -> dict[str, Tensor]:
         """``nm_rows`` once and for all, and ``nm_columns`` of the present weight, both bool ``(out, in)``."""
@@ -124,13 +101,10 @@ class DoublePruned(WeightTransform):
         return {"nm_rows": rows, "nm_columns": (pruned_along_out(sizes, n, m) != 0).contiguous()}
 
     def kept(self, weight: Tensor, *extras: Tensor) -> Tensor:
-        """The row mask."""
         return extras[0]
 
     def for_dgrad(self, used: Tensor, *extras: Tensor) -> Tensor:
-        """W^{R,C}: also zero outside the column mask."""
         return masked(used, extras[1])
 
-    def gradient(self, g: Tensor, weight: Tensor, *extras: Tensor) -> Tensor:
-        """g inside the row mask, 0 outside."""
-        return masked(g, extras[0])
+    def gradient(self, g: Tensor, weight: Tensor, *extras: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
+        return masked(g, extras[0]), {}

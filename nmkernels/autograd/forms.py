@@ -82,7 +82,7 @@ def reads(plan: GemmPlan, transform: WeightTransform, weight: Tensor, dtype: tor
         weight: the master weight ``(out, in)``; its shape and device decide the layout.
         dtype: of the products.
     """
-    columns = transform.transposable and plan.dgrad in ("columns", "device", "auto")
+    columns = transform.traits.transposable and plan.dgrad in ("columns", "device", "auto")
     layout = layout_for(weight, transform.pattern, dtype, columns)
     fprop, dgrad, by = plan.fprop, plan.dgrad, ["", ""]
     if fprop == "auto":
@@ -95,7 +95,7 @@ def reads(plan: GemmPlan, transform: WeightTransform, weight: Tensor, dtype: tor
         # tensor cores sum along the rows of what is packed, and dgrad sums along the columns of W̃
         dgrad = "columns" if columns else DENSE
     elif dgrad == "device":
-        dgrad = "packed" if transform.symmetric else DENSE
+        dgrad = DENSE if transform.traits.own_dgrad else "packed"
     return Reads(fprop, dgrad, layout, (by[0], by[1]))
 
 
@@ -124,7 +124,7 @@ def _product(
 
 def _for_dgrad(transform: WeightTransform, layout: str, columns: bool) -> tuple[str, ...]:
     """The packed forms that dgrad may read."""
-    turned = ("rows",) if layout == "canonical" and transform.symmetric else ()
+    turned = ("rows",) if layout == "canonical" and not transform.traits.own_dgrad else ()
     return (*turned, *(("columns",) if columns else ()))
 
 
@@ -140,7 +140,7 @@ def wgrad_product(plan: GemmPlan, tokens: int, rows: int, cols: int, dtype: torc
 
 def asked(plan: GemmPlan, transform: WeightTransform, weight: Tensor, dtype: torch.dtype, tokens: int) -> tuple[Product, ...]:
     """The products for which a layer with this plan asks ``choice``: those of "auto"; see ``reads``."""
-    columns = transform.transposable and plan.dgrad == "auto"
+    columns = transform.traits.transposable and plan.dgrad == "auto"
     layout = layout_for(weight, transform.pattern, dtype, columns)
     rows, cols = weight.shape
     made = []

@@ -180,7 +180,7 @@ class _FunctionalLinear(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, x_t: Tensor | None, w_t: Tensor | None, b_t: Tensor | None, *others: Tensor | None) -> Tensor:
-        exact = _straight(ctx.transform) and ctx.plan.wgrad == "dense" and ctx.plan.fp8 is None
+        exact = (ctx.transform is None or not ctx.transform.traits.own_gradient) and ctx.plan.wgrad == "dense" and ctx.plan.fp8 is None
         if any(t is not None for t in others) or (w_t is not None and not exact):
             raise NMError(
                 "linear has a derivative in forward mode by its input and its bias, and by its weight where the gradient of that goes "
@@ -225,15 +225,15 @@ def _remember(
     first = len(ctx.needs_input_grad) - len(extras)
     need_x = ctx.needs_input_grad[0]
     need_w = (ctx.needs_input_grad[1] or any(ctx.needs_input_grad[first:])) and plan.wgrad != "none"
-    chain = need_w and not _straight(transform)
+    chain = need_w and transform is not None and transform.traits.own_gradient
     if back is None:
         back, back_places = used, places
-    own = need_x and transform is not None and not transform.symmetric
+    own = need_x and transform is not None and transform.traits.own_dgrad
     # not saved like the others: backward itself advances the offset, also that of a forward pass still to come back
     ctx.seed = seed if need_w else None
     ctx.plan, ctx.transform, ctx.cols, ctx.need_w, ctx.own = plan, transform, x.shape[-1], need_w, own
     ctx.transposed, ctx.pattern, ctx.by = transposed, pattern, back_by
-    ctx.reads = () if transform is None else transform.reads
+    ctx.reads = () if transform is None else tuple(transform.reads)
     ctx.weight_dtype = None if weight is None else weight.dtype
     ctx.bias_dtype = None if bias is None else bias.dtype
     ctx.rest = transposed, pattern, by, back_by, seed, plan, transform
@@ -253,33 +253,29 @@ def _backward(ctx: Any, g: Tensor, source: Tensor | None) -> tuple[Tensor | None
         x, _, _, _, *extras = ctx.saved_tensors
         dx, db = once(dx, g, source, *extras), once(db, g)
         dw = once(dw, g, x, source, *extras)
-        learned = [once(d, g, x, source, *extras) for d in learned]
-    by_name = {} if ctx.transform is None else dict(zip(ctx.transform.learns, learned, strict=False))
-    return dx, dw, db, *[None] * (BEFORE - USED + len(ctx.rest)), *[by_name.get(name) for name in ctx.reads]
+        learned = {name: once(d, g, x, source, *extras) for name, d in learned.items()}
+    return dx, dw, db, *[None] * (BEFORE - USED + len(ctx.rest)), *[learned.get(name) for name in ctx.reads]
 
 
-def _gradients(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, Sequence[Tensor | None]]:
-    """dx, dW, db and the gradients of what the transform learns, each where it is wanted."""
+def _gradients(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, dict[str, Tensor | None]]:
+    """dx, dW, db and the gradients of what the transform learns, by name, each where it is wanted."""
     x, used, indices, weight, *extras = ctx.saved_tensors
     extras = extras[: len(ctx.reads)]
     transform = ctx.transform
     dx = dw = db = None
-    learned: Sequence[Tensor | None] = ()
+    learned: dict[str, Tensor | None] = {}
     if ctx.needs_input_grad[0]:
         used = transform.for_dgrad(used, *extras) if ctx.own else used
         dx = dgrad(ctx.plan, g, used, indices, ctx.pattern, ctx.by, ctx.transposed, ctx.cols)
     if ctx.need_w:
         dw = wgrad(ctx.plan, g.reshape(-1, g.shape[-1]), x.reshape(-1, x.shape[-1]), ctx.seed).to(ctx.weight_dtype)
-        if not _straight(transform):
-            learned = transform.learn(dw, weight, *extras)
-            dw = transform.gradient(dw, weight, *extras) if ctx.needs_input_grad[1] else None
+        if transform is not None and transform.traits.own_gradient:
+            dw, learned = transform.gradient(dw, weight, *extras)
+        if not ctx.needs_input_grad[1]:
+            dw = None
     if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
         db = g.reshape(-1, g.shape[-1]).sum(0).to(ctx.bias_dtype)
     return dx, dw, db, learned
-
-
-def _straight(transform: WeightTransform | None) -> bool:
-    return transform is None or (transform.straight and not transform.learns)
 
 
 def linear(

@@ -80,12 +80,12 @@ class GemmPlan:
 
     def check(self, transform: WeightTransform) -> None:
         """Raise ``NMError`` unless the weight that ``transform`` makes has what this plan multiplies."""
-        if self.dgrad in ("packed", "columns") and not transform.symmetric:
+        if self.dgrad in ("packed", "columns") and transform.traits.own_dgrad:
             raise NMError(
                 f"GemmPlan: dgrad={self.dgrad!r}, and {type(transform).__name__} has another weight for that product, which is in dense "
                 'layout. Use dgrad="dense".'
             )
-        if self.dgrad == "columns" and not transform.transposable:
+        if self.dgrad == "columns" and not transform.traits.transposable:
             raise NMError(
                 f'GemmPlan: dgrad="columns" reads Wᵀ packed, and the mask of {type(transform).__name__} is not N:M along the outputs. Use '
                 'a TransposableMask, or dgrad="dense" ("packed" turns the rows).'

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from .transforms import WeightTransform, masked
+from .transforms import Reads, Traits, WeightTransform, masked
 
 
 @dataclass(frozen=True)
@@ -34,18 +34,11 @@ class SoftQuery(WeightTransform):
     whole: bool = False
     chain: bool = False
 
-    @property
-    def straight(self) -> bool:
-        """The gradient is passed on as it is, unless ``chain``."""
-        return not self.chain
-
     def __call__(self, weight: Tensor, *extras: Tensor, out: Tensor | None = None) -> Tensor:
-        """The enlarged kept weights, the others +0."""
         return masked(weight * self.factor(weight).to(weight.dtype), self.kept(weight, *extras), out)
 
-    def gradient(self, g: Tensor, weight: Tensor, *extras: Tensor) -> Tensor:
-        """g, or with ``chain`` g ⊙ M ⊙ (1 + Q)."""
-        return masked(g * self.factor(weight).to(g.dtype), self.kept(weight, *extras)) if self.chain else g
+    def gradient(self, g: Tensor, weight: Tensor, *extras: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
+        return masked(g * self.factor(weight).to(g.dtype), self.kept(weight, *extras)) if self.chain else g, {}
 
     def factor(self, weight: Tensor) -> Tensor:
         """1 + Q of every weight, kept or not; in fp32 for 16-bit weights."""
@@ -68,15 +61,12 @@ class PartlyDense(SoftQuery):
     D is ``nm_dense``, a 0-d tensor that the schedule lowers from 1 to 0.
     """
 
-    reads: ClassVar[tuple[str, ...]] = ("nm_dense",)
+    reads: ClassVar[Reads] = {"nm_dense": "fed"}
 
-    @property
-    def by_magnitude(self) -> bool:
-        """False: dense groups keep all."""
-        return False
+    def _traits(self) -> Traits:
+        return replace(super()._traits(), is_nm=False)
 
     def kept(self, weight: Tensor, *extras: Tensor) -> Tensor:
-        """M(W), or all where the group is dense."""
         sums = weight.abs().reshape(-1, self.pattern.m).sum(1, dtype=torch.promote_types(weight.dtype, torch.float32))
         order = sums.argsort(stable=True)
         rank = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from ..pattern import NMError
-from .transforms import WeightTransform, masked
+from .transforms import Traits, WeightTransform, masked
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class StrideMask(WeightTransform):
     """W̃ = M(W) ⊙ W with the N largest magnitudes kept of every M weights that lie ``spacing`` columns apart.
 
     A row is cut into blocks of spacing · M columns; group j of a block is its columns j, j + spacing, …, j + (M − 1) spacing. Taken in
-    the order ``columns``, the groups are neighbours and the weight is N:M.
+    the order ``traits.columns(in)``, the groups are neighbours and the weight is N:M.
 
     Args:
         pattern: N:M.
@@ -32,15 +32,8 @@ class StrideMask(WeightTransform):
     spacing: int | None = None
     chain: bool = False
 
-    @property
-    def straight(self) -> bool:
-        """The gradient is passed on as it is, unless ``chain``."""
-        return not self.chain
-
-    @property
-    def by_magnitude(self) -> bool:
-        """False: the optimizer's own pass knows only groups of neighbours."""
-        return False
+    def _traits(self) -> Traits:
+        return replace(super()._traits(), columns=self._columns)
 
     def start(self, weight: Tensor) -> dict[str, Tensor]:
         """Nothing.
@@ -60,7 +53,7 @@ class StrideMask(WeightTransform):
             )
         return spacing
 
-    def columns(self, cols: int) -> Tensor | None:
+    def _columns(self, cols: int) -> Tensor | None:
         """The order in which the groups are neighbours, int64 ``(cols,)``; None where they are already."""
         spacing = self._width(cols)
         if spacing == 1:
@@ -68,7 +61,6 @@ class StrideMask(WeightTransform):
         return torch.arange(cols).view(-1, self.pattern.m, spacing).transpose(1, 2).flatten()
 
     def kept(self, weight: Tensor, *extras: Tensor) -> Tensor:
-        """M(W), bool ``(out, in)``."""
         rows, cols = weight.shape
         p, spacing = self.pattern, self._width(cols)
         grouped = weight.reshape(rows, -1, p.m, spacing).transpose(2, 3).reshape(rows, cols)
@@ -76,9 +68,7 @@ class StrideMask(WeightTransform):
         return mask.view(rows, -1, spacing, p.m).transpose(2, 3).reshape(rows, cols)
 
     def __call__(self, weight: Tensor, *extras: Tensor, out: Tensor | None = None) -> Tensor:
-        """The pruned weight; kept elements keep their bits, pruned ones are +0."""
         return masked(weight, self.kept(weight), out)
 
-    def gradient(self, g: Tensor, weight: Tensor, *extras: Tensor) -> Tensor:
-        """g, or with ``chain`` M(W) ⊙ g."""
-        return masked(g, self.kept(weight)) if self.chain else g
+    def gradient(self, g: Tensor, weight: Tensor, *extras: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
+        return masked(g, self.kept(weight)) if self.chain else g, {}

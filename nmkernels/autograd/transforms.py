@@ -1,28 +1,34 @@
 """Weight transforms W -> W̃: the weight that the GEMMs use, and what its gradient means for the master weight.
 
-A transform is a frozen value. What it needs beside the weight it names in ``reads``, tensors ``nm_*`` of the layer:
+A transform is a frozen value. What it needs beside the weight it names in ``reads``, tensors ``nm_*`` of the layer, each with its kind:
 
 * frozen: given once by ``start`` (S-STE's scale);
-* learned: the same, but a Parameter that trains with the model (MaskLLM's logits), named in ``learns`` too;
-* held: chosen by ``renew`` now and then and kept in between (FST's mask), named in ``holds`` too;
+* learned: the same, but a Parameter that trains with the model (MaskLLM's logits);
+* held: chosen by ``renew`` now and then and kept in between (FST's mask);
 * fed: numbers that the recipe's schedule writes before each step (the flow of mask decay).
 
-A new method of the field that changes the forward weight adds one class here.
+A transform that one recipe uses stands beside that recipe; here are those of several.
 
 masked: the elements that a mask keeps, and zeros; what most transforms of a weight end with.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from ..ops import Packed, pack
 from ..pattern import NMError, Pattern
+
+Kind = Literal["frozen", "learned", "held", "fed"]
+Reads = Mapping[str, Kind]
+WEIGHT = "weight"
+"""The name of the master weight's own among a transform's penalties."""
 
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -55,6 +61,29 @@ HARDWARE = Pattern(2, 4)
 
 
 @dataclass(frozen=True)
+class Traits:
+    """What callers must know of a transform before they use it.
+
+    Args:
+        own_gradient: ``gradient`` is not the identity, or something is learned, so that backward needs the weight.
+        own_dgrad: ∂L/∂x multiplies another weight than W̃, that of ``for_dgrad``.
+        own_mask: ``kept`` is not M(W), which the optimizer's own pass knows how to choose, or there is a ``penalty``.
+        transposable: W̃ is N:M along ``out`` too, so that W̃ᵀ can be packed.
+        is_nm: W̃ is N:M, so that fprop counts as N/M of the dense GEMM.
+        threshold: W̃ is made by the soft threshold instead of a mask, which costs otherwise.
+        columns: ``columns(cols)`` is the order, int64 ``(cols,)``, of the columns in which W̃ is N:M; None for the one that they have.
+    """
+
+    own_gradient: bool = False
+    own_dgrad: bool = False
+    own_mask: bool = False
+    transposable: bool = False
+    is_nm: bool = True
+    threshold: bool = False
+    columns: Callable[[int], Tensor | None] | None = None
+
+
+@dataclass(frozen=True)
 class WeightTransform:
     """Base of the transforms: W̃ = W, the gradient passed straight through.
 
@@ -64,34 +93,22 @@ class WeightTransform:
 
     pattern: Pattern
 
-    reads: ClassVar[tuple[str, ...]] = ()
-    """Names of the layer's ``nm_*`` tensors that are passed on after the weight, as ``extras``."""
+    reads: ClassVar[Reads] = MappingProxyType({})
+    """Names of the layer's ``nm_*`` tensors that are passed on after the weight, as ``extras`` in this order, each with its kind."""
 
-    holds: ClassVar[tuple[str, ...]] = ()
-    """Those of ``reads`` that ``renew`` chooses."""
+    traits: Traits = field(init=False, repr=False, compare=False)
 
-    learns: ClassVar[tuple[str, ...]] = ()
-    """Those of ``reads`` that are trained; ``start`` gives their initial values."""
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "traits", self._traits())
 
-    @property
-    def straight(self) -> bool:
-        """True where ``gradient`` is the identity, so that the weight need not be kept for it."""
-        return True
-
-    @property
-    def symmetric(self) -> bool:
-        """True where W̃ itself is the weight of the product ∂L/∂x = g W̃, so that ``for_dgrad`` need not be asked."""
-        return True
-
-    @property
-    def by_magnitude(self) -> bool:
-        """True where ``kept`` is M(W), which the optimizer's own pass knows how to choose, and there is no ``penalty``."""
-        return True
-
-    @property
-    def transposable(self) -> bool:
-        """True where W̃ is N:M along ``out`` too, so that W̃ᵀ can be packed."""
-        return False
+    def _traits(self) -> Traits:
+        """By default what follows from the methods that a subclass overrides; ``chain=False`` makes its gradient the identity."""
+        kind, learns = type(self), "learned" in self.reads.values()
+        return Traits(
+            own_gradient=learns or (kind.gradient is not WeightTransform.gradient and getattr(self, "chain", True)),
+            own_dgrad=kind.for_dgrad is not WeightTransform.for_dgrad,
+            own_mask=kind.kept is not WeightTransform.kept or kind.penalty is not WeightTransform.penalty,
+        )
 
     def start(self, weight: Tensor) -> dict[str, Tensor]:
         """What is taken once from the initial weight ``(out, in)`` and then frozen or learned, by name; by default nothing."""
@@ -110,13 +127,12 @@ class WeightTransform:
         """Which weights count as not pruned, bool ``(out, in)``: for the decay of the others and for flips; by default M(W)."""
         return _mask(weight, self.pattern)
 
-    def penalty(self, weight: Tensor, *extras: Tensor) -> Tensor | None:
-        """The gradient ``(out, in)`` of a regulariser of the weight, added to the loss's once per step, after clipping; by default None."""
-        return None
+    def penalty(self, weight: Tensor, *extras: Tensor) -> dict[str, Tensor]:
+        """Gradients of the method's own loss term, added to the loss's once per step, after clipping; by default none.
 
-    def columns(self, cols: int) -> Tensor | None:
-        """The order of the columns in which W̃ is N:M, int64 ``(cols,)``; by default None, the one that they have."""
-        return None
+        That of the master weight ``(out, in)`` is called ``WEIGHT``, the others as what is learned.
+        """
+        return {}
 
     def __call__(self, weight: Tensor, *extras: Tensor, out: Tensor | None = None) -> Tensor:
         """W̃ of a detached master weight ``(out, in)`` in its dtype, contiguous, written to ``out`` where given."""
@@ -139,21 +155,21 @@ class WeightTransform:
         used, pattern = self(weight, *extras), laid_out(self.pattern, layout)
         return pack(used, pattern, used != 0, dtype=dtype, rows=rows, columns=columns, layout=layout)
 
-    def gradient(self, g: Tensor, weight: Tensor, *extras: Tensor) -> Tensor | None:
-        """The gradient of the master weight from g = ∂L/∂W̃; by default g itself (straight through). None: the weight is not trained."""
-        return g
+    def gradient(self, g: Tensor, weight: Tensor, *extras: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """The gradient of the master weight from g = ∂L/∂W̃, None if it is not trained, and those of what is learned, by name.
 
-    def learn(self, g: Tensor, weight: Tensor, *extras: Tensor) -> tuple[Tensor, ...]:
-        """The gradients of ``learns``, in their order, from g = ∂L/∂W̃."""
-        return ()
-
-    def learned_penalty(self, weight: Tensor, *extras: Tensor) -> tuple[Tensor, ...]:
-        """Gradients of ``learns``, in their order, by a loss term of the method's own, added once per step like ``penalty``."""
-        return ()
+        By default g itself (straight through), and none.
+        """
+        return g, {}
 
     def watch(self, weight: Tensor, *extras: Tensor) -> dict[str, Tensor]:
         """Figures of this layer for ``handle.metrics()``, 0-d means over its weights; by default none."""
         return {}
+
+
+def read_as(kind: Kind, transform: WeightTransform | None) -> list[str]:
+    """The names that ``transform`` reads of one kind; none without a transform."""
+    return [] if transform is None else [name for name, its in transform.reads.items() if its == kind]
 
 
 @dataclass(frozen=True)
@@ -171,11 +187,6 @@ class HardMask(WeightTransform):
 
     chain: bool = False
 
-    @property
-    def straight(self) -> bool:
-        """The gradient is passed on as it is, unless ``chain``."""
-        return not self.chain
-
     def __call__(self, weight: Tensor, *extras: Tensor, out: Tensor | None = None) -> Tensor:
         """The pruned weight; kept elements keep their bits, pruned ones are +0."""
         raw = torch.ops.nmkernels
@@ -192,9 +203,8 @@ class HardMask(WeightTransform):
         kept = "magnitude" if pattern == self.pattern else _mask(weight, self.pattern)
         return pack(weight, pattern, kept, dtype=dtype, rows=rows, columns=columns, layout=layout, check=False)
 
-    def gradient(self, g: Tensor, weight: Tensor, *extras: Tensor) -> Tensor:
-        """g, or with ``chain`` M(W) ⊙ g."""
-        return masked(g, _mask(weight, self.pattern)) if self.chain else g
+    def gradient(self, g: Tensor, weight: Tensor, *extras: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
+        return masked(g, self.kept(weight)) if self.chain else g, {}
 
 
 @dataclass(frozen=True)
@@ -210,7 +220,10 @@ class SoftThreshold(WeightTransform):
         tensor([[ 0., -1.,  0.,  3.]])
     """
 
-    reads: ClassVar[tuple[str, ...]] = ("nm_scale",)
+    reads: ClassVar[Reads] = {"nm_scale": "frozen"}
+
+    def _traits(self) -> Traits:
+        return replace(super()._traits(), threshold=True)
 
     def start(self, weight: Tensor) -> dict[str, Tensor]:
         """``nm_scale``, β of the weight as it is now.
@@ -261,23 +274,20 @@ class DecayedMask(WeightTransform):
 
     chain: bool = True
 
-    reads: ClassVar[tuple[str, ...]] = ("nm_flow",)
+    reads: ClassVar[Reads] = {"nm_flow": "fed"}
 
-    @property
-    def straight(self) -> bool:
-        """The gradient is passed on as it is, unless ``chain``."""
-        return not self.chain
+    def _traits(self) -> Traits:
+        return replace(super()._traits(), is_nm=False)
 
     def __call__(self, weight: Tensor, *extras: Tensor, out: Tensor | None = None) -> Tensor:
         """The faded weight; kept elements keep their bits."""
-        (flow,), kept = extras, _mask(weight, self.pattern)
+        (flow,), kept = extras, self.kept(weight)
         if out is None:
             return torch.where(kept, weight, weight * flow).contiguous()
         return torch.where(kept, weight, weight * flow, out=out)
 
-    def gradient(self, g: Tensor, weight: Tensor, *extras: Tensor) -> Tensor:
-        """g, or with ``chain`` D g where the mask prunes."""
-        return torch.where(_mask(weight, self.pattern), g, g * extras[0]) if self.chain else g
+    def gradient(self, g: Tensor, weight: Tensor, *extras: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
+        return torch.where(self.kept(weight), g, g * extras[0]) if self.chain else g, {}
 
 
 def laid_out(pattern: Pattern, layout: str) -> Pattern:

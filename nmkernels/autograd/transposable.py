@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ..ops import Packed, pack
-from .transforms import WeightTransform, laid_out, masked
+from .transforms import Reads, Traits, WeightTransform, laid_out, masked
 
 
 @dataclass(frozen=True)
@@ -31,33 +31,21 @@ class TransposableMask(WeightTransform):
                 [3., 0.]])
     """
 
-    reads: ClassVar[tuple[str, ...]] = ("nm_mask",)
-    holds: ClassVar[tuple[str, ...]] = ("nm_mask",)
+    reads: ClassVar[Reads] = {"nm_mask": "held"}
 
-    @property
-    def by_magnitude(self) -> bool:
-        """The mask is not that of the largest magnitudes of each row's groups."""
-        return False
-
-    @property
-    def transposable(self) -> bool:
-        """M is N:M along ``out`` too."""
-        return True
+    def _traits(self) -> Traits:
+        return replace(super()._traits(), transposable=True)
 
     def renew(self, weight: Tensor, extras: Sequence[Tensor | None], generator: torch.Generator) -> dict[str, Tensor]:
-        """``nm_mask`` of the weight as it is now."""
         return {"nm_mask": torch.ops.nmkernels.nm_transposable_mask(weight, self.pattern.n, self.pattern.m)}
 
     def kept(self, weight: Tensor, *extras: Tensor) -> Tensor:
-        """The held mask, which the weight has not moved."""
         return extras[0]
 
     def __call__(self, weight: Tensor, *extras: Tensor, out: Tensor | None = None) -> Tensor:
-        """The masked weight; kept elements keep their bits, pruned ones are +0."""
         return masked(weight, extras[0], out)
 
     def packed(
         self, weight: Tensor, *extras: Tensor, dtype: torch.dtype, rows: bool = True, columns: bool = False, layout: str = "canonical"
     ) -> Packed:
-        """M ⊙ W, and its transpose with ``columns``, in one read of the weight."""
         return pack(weight, laid_out(self.pattern, layout), extras[0], dtype=dtype, rows=rows, columns=columns, layout=layout, check=False)

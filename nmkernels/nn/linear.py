@@ -107,7 +107,7 @@ class NMWeight(nn.Module):
             return
         for transform in dict.fromkeys((*self.starts, self.final)):
             for name, value in transform.start(self.master.detach()).items():
-                if name not in transform.learns:
+                if transform.reads.get(name) != "learned":
                     self.register_buffer(name, value)
                 elif name in self._parameters:
                     with torch.no_grad():
@@ -143,11 +143,6 @@ class NMWeight(nn.Module):
         """True if the last backward passes gave the weight, or what is learned beside it, a gradient."""
         return self.weight.grad is not None or any(p.grad is not None for p in self.learned().values())
 
-    def learned_penalties(self) -> dict[str, Tensor]:
-        """Gradients of what is learned by the method's own loss term, by name."""
-        t = self.transform
-        return {} if t is None else dict(zip(t.learns, t.learned_penalty(self.master.detach(), *self._extras(t)), strict=False))
-
     def watched(self) -> dict[str, Tensor]:
         """Figures of the present transform, by name."""
         return {} if self.transform is None else self.transform.watch(self.master.detach(), *self._extras(self.transform))
@@ -157,10 +152,10 @@ class NMWeight(nn.Module):
         transform = self.transform or self.final
         return transform.kept(self.master.detach(), *self._extras(transform))
 
-    def penalty(self) -> Tensor | None:
-        """The gradient of the present transform's regulariser at the present weight ``(out, in)``, None where it has none."""
+    def penalties(self) -> dict[str, Tensor]:
+        """Gradients of the present transform's own loss term at the present weight, by name; see ``WeightTransform.penalty``."""
         transform = self.transform
-        return None if transform is None else transform.penalty(self.master.detach(), *self._extras(transform))
+        return {} if transform is None else transform.penalty(self.master.detach(), *self._extras(transform))
 
     def feed(self, values: dict[str, Tensor]) -> None:
         """Write the schedule's numbers into the buffers from which the transform reads them."""
@@ -180,10 +175,6 @@ class NMWeight(nn.Module):
 
     def _extras(self, transform: WeightTransform) -> list[Tensor]:
         return [getattr(self, name) for name in transform.reads]
-
-    def extras_or_none(self, transform: WeightTransform) -> list[Tensor | None]:
-        """What ``transform`` reads beside the weight, None for what is not there yet."""
-        return [getattr(self, name, None) for name in transform.reads]
 
     def transformed(self, transform: WeightTransform) -> Tensor:
         """What ``transform`` makes of the present weight ``(out, in)``, detached, as a new tensor."""

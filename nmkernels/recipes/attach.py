@@ -17,12 +17,11 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .. import ops
-from ..autograd import masked
+from ..autograd.transforms import WEIGHT, masked
 from ..nn import NMWeight
 from ..optim import MaskedAdamW, Target
 from ..pattern import RecipeError
 from .base import Recipe, Stage
-from .learned import add_penalties
 
 if TYPE_CHECKING:
     from .handle import Handle
@@ -59,7 +58,9 @@ class Attachment:
         for layer in layers.values():
             layer.used.attached = True
         if self.masked is not None:
-            self.masked.targets = {layer.weight: Target(layer.pattern, layer.transposed, layer.penalty) for layer in layers.values()}
+            self.masked.targets = {
+                layer.weight: Target(layer.pattern, layer.transposed, partial(_penalty, layer)) for layer in layers.values()
+            }
 
     @property
     def group0(self) -> dict[str, Any]:
@@ -76,7 +77,7 @@ class Attachment:
     def own_pass(self) -> MaskedAdamW | None:
         """The optimizer, where it masks, decays and counts in its own pass over memory."""
         stage = self.handle.stage
-        outside = stage.fixed or (stage.transform is not None and not stage.transform.by_magnitude)
+        outside = stage.fixed or (stage.transform is not None and stage.transform.traits.own_mask)
         return None if outside else self.masked
 
     def apply(self, stage: Stage) -> None:
@@ -133,7 +134,13 @@ class Attachment:
             if not layer.takes_part():
                 continue
             self.numel += layer.weight.numel()
-            add_penalties(layer, scale, negated)
+            penalties = {} if stage.rule.late and not layer.learned() else layer.penalties()
+            extra = penalties.pop(WEIGHT, None)
+            learned = layer.learned()
+            for key, value in penalties.items():
+                grad = learned[key].grad
+                if grad is not None:
+                    _add(grad, id(learned[key]) in negated, scale, value)
             if stage.rule.masked and not stage.fixed:
                 self._masks[name] = layer.kept()
             if layer.weight.grad is None:
@@ -150,9 +157,8 @@ class Attachment:
                 pruned_g = pruned_g + (size if scale is None else size / scale.double())
                 if stage.rule.decay:
                     add(pruned * stage.rule.decay)
-            penalty = None if stage.rule.late else layer.penalty()
-            if penalty is not None:
-                add(penalty)
+            if extra is not None and not stage.rule.late:
+                add(extra)
         self._pruned = pruned_w, pruned_g
 
     @torch.no_grad()
@@ -351,6 +357,10 @@ def _add(g: Tensor, negated: bool, scale: Tensor | None, extra: Tensor) -> None:
     """Add ``extra`` to a gradient that the optimizer may still negate and unscale."""
     extra = -extra if negated else extra
     g.add_(extra if scale is None else extra * scale)
+
+
+def _penalty(layer: NMWeight) -> Tensor | None:
+    return layer.penalties().get(WEIGHT)
 
 
 def _oriented(layer: NMWeight, tensor: Tensor) -> Tensor:

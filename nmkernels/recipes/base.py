@@ -142,7 +142,7 @@ class Recipe:
         are transposable say so themselves.
         """
         stage, share = self.stage({}), Pattern(self.pattern).density
-        masked, turned = stage.transform is not None or stage.fixed, stage.transform is not None and not stage.transform.symmetric
+        masked, turned = stage.transform is not None or stage.fixed, stage.transform is not None and stage.transform.traits.own_dgrad
         packed = stage.plan.n / max(stage.plan.m, 1)
         wgrad = {"mvue": packed, "magnitude": packed, "none": 0.0}.get(stage.plan.wgrad, 1.0)
         return [Span(steps, fprop=share if masked else 1.0, dgrad=share if turned else 1.0, wgrad=wgrad)]

@@ -83,7 +83,7 @@ def make_nm(layers: dict[str, NMWeight], transforms: dict[str, WeightTransform])
         if not bool(torch.isfinite(layer.weight).all()):
             raise RecipeError(f"finish: the weight of layer {name!r} has NaN or infinite values; training diverged before this point.")
     pruned = {name: layers[name].transformed(transform) for name, transform in transforms.items()}
-    orders = {name: transform.columns(layers[name].master.shape[1]) for name, transform in transforms.items()}
+    orders = {name: _order(transform, layers[name].master.shape[1]) for name, transform in transforms.items()}
     for name, weight in pruned.items():
         order = orders[name]
         if not ops.is_nm(weight if order is None else weight[:, order.to(weight.device)], layers[name].pattern):
@@ -95,3 +95,8 @@ def make_nm(layers: dict[str, NMWeight], transforms: dict[str, WeightTransform])
         layer.forget(adapter=False)
         layer.adapts = True
         layer.used.release()
+
+
+def _order(transform: WeightTransform, cols: int) -> Tensor | None:
+    columns = transform.traits.columns
+    return None if columns is None else columns(cols)

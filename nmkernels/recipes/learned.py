@@ -43,20 +43,6 @@ def _is_learned(entry: Any) -> bool:
     return getattr(p, "nm_learned", False) or str(name).rpartition(".")[2].startswith("nm_")
 
 
-def add_penalties(layer: NMWeight, scale: Tensor | None, negated: set[int]) -> None:
-    """Add the gradients of the method's own loss term to those of what the layer learns, as its optimizer will read them.
-
-    Args:
-        scale: of gradients that the optimizer unscales later.
-        negated: ids of parameters whose gradient the optimizer negates.
-    """
-    for name, extra in layer.learned_penalties().items():
-        p = layer.learned()[name]
-        if p.grad is not None:
-            extra = -extra if id(p) in negated else extra
-            p.grad.add_(extra if scale is None else extra * scale)
-
-
 class Standstill:
     """The parameters whose gradients are switched off while a recipe runs.
 

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..autograd.transforms import read_as
 from ..nn import NMWeight
 from ..pattern import CheckpointError, NMError, Pattern, ShapeError
 from .report import Report
@@ -163,7 +164,7 @@ class Held:
 
     def ensure(self, state: State) -> None:
         """Give every layer what its present transform holds: what ``state`` carries, or what is chosen now."""
-        wanted = {name: layer.transform.holds for name, layer in self.layers.items() if layer.transform is not None}
+        wanted = {name: read_as("held", layer.transform) for name, layer in self.layers.items()}
         if not any(wanted.values()):
             state.pop("held", None)
             state.pop("held_steps", None)
@@ -176,7 +177,7 @@ class Held:
 
     def begin(self, state: State) -> bool:
         """Count the steps of a new stage from 0; True if what the last one held goes on in it and is to be renewed."""
-        wanted = {name: set(layer.transform.holds) for name, layer in self.layers.items() if layer.transform is not None}
+        wanted = {name: set(read_as("held", layer.transform)) for name, layer in self.layers.items()}
         same = "held" in state and any(wanted.values()) and all(set(state["held"].get(name, {})) == names for name, names in wanted.items())
         if same:
             state["held_steps"] = 0
@@ -195,14 +196,11 @@ class Held:
         held = state.setdefault("held", {})
         for name, layer in self.layers.items():
             transform = layer.transform
-            if transform is None or not transform.holds:
+            if transform is None or not read_as("held", transform):
                 continue
             # what a layer still holds of another run was never chosen in this one
             known = held.get(name, {})
-            extras = [
-                None if key in transform.holds and key not in known else value
-                for key, value in zip(transform.reads, layer.extras_or_none(transform), strict=True)
-            ]
+            extras = [None if kind == "held" and key not in known else getattr(layer, key, None) for key, kind in transform.reads.items()]
             values = transform.renew(layer.master.detach(), extras, self._generator(state, name))
             layer.hold(values)
             held[name] = {key: _saved(value) for key, value in values.items()}
@@ -211,11 +209,8 @@ class Held:
     def preview(self) -> None:
         """Choose what every layer's last transform would hold of the present weights, before a stage that does; no state keeps it."""
         for name, layer in self.layers.items():
-            if layer.final.holds:
-                nothing = [
-                    None if key in layer.final.holds else value
-                    for key, value in zip(layer.final.reads, layer.extras_or_none(layer.final), strict=True)
-                ]
+            if read_as("held", layer.final):
+                nothing = [None if kind == "held" else getattr(layer, key, None) for key, kind in layer.final.reads.items()]
                 layer.hold(layer.final.renew(layer.master.detach(), nothing, self._generator({"held_steps": 0}, name)))
 
     @staticmethod

@@ -74,12 +74,12 @@ def test_gradients_are_those_of_autograd(pattern, hard):
     used = w * (y @ table).reshape(w.shape)
     torch.testing.assert_close(transform(w, *extras), used.detach())
     for got, value in (
-        (transform.learn(g, w, *extras), (g * used).sum()),
-        (transform.learned_penalty(w, *extras), -0.3 * used.square().sum()),
+        (transform.gradient(g, w, *extras)[1], (g * used).sum()),
+        (transform.penalty(w, *extras), -0.3 * used.square().sum()),
     ):
         (want,) = torch.autograd.grad(value, logits, retain_graph=True)
-        torch.testing.assert_close(got[0], want, atol=1e-10, rtol=1e-8)
-    assert transform.gradient(g, w, *extras) is None
+        torch.testing.assert_close(got["nm_logits"], want, atol=1e-10, rtol=1e-8)
+    assert transform.gradient(g, w, *extras)[0] is None
 
 
 def test_the_noise_is_gumbel_and_a_function_of_its_words():
@@ -182,9 +182,10 @@ def test_scores_get_the_gradient_of_the_soft_mask(pattern, chain):
     g, leaf = torch.randn_like(w), scores.clone().requires_grad_()
     soft = ((leaf * alive) @ rows(Pattern(pattern))).reshape(w.shape)
     (want,) = torch.autograd.grad((g * w * soft).sum(), leaf)
-    torch.testing.assert_close(transform.learn(g, w, scores, alive, None)[0], want)
+    dw, learned = transform.gradient(g, w, scores, alive, None)
+    torch.testing.assert_close(learned["nm_scores"], want)
     kept = transform.kept(w, scores, alive, None)
-    assert torch.equal(transform.gradient(g, w, scores, alive, None), g * kept if chain else g)
+    assert torch.equal(dw, g * kept if chain else g)
 
 
 # ---- surroundings
@@ -212,5 +213,5 @@ def test_dtypes_are_kept(dtype):
     _, w, transform, extras = problem("2:4")
     w, logits = w.to(dtype), extras[0].float()
     assert transform(w, logits, *extras[1:]).dtype == dtype
-    assert transform.learn(w, w, logits, *extras[1:])[0].dtype == torch.float32
+    assert transform.gradient(w, w, logits, *extras[1:])[1]["nm_logits"].dtype == torch.float32
     assert CandidateMask(Pattern("2:4")).start(w)["nm_scores"].dtype == torch.float32

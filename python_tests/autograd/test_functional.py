@@ -49,7 +49,7 @@ def layer_of(name):
     layer.use(transform, plan)
     if transform is not None:
         layer.freeze(transform)
-        layer.hold(transform.renew(layer.weight.detach(), layer.extras_or_none(transform), torch.Generator()))
+        layer.hold(transform.renew(layer.weight.detach(), [None] * len(transform.reads), torch.Generator()))
     if name == "faded":
         layer.feed({"nm_flow": torch.tensor(0.25, dtype=torch.float64)})
     return layer
@@ -168,7 +168,7 @@ def test_what_is_learned_beside_the_weight():
     layer = nm.SparseLinear(IN, OUT).double()
     transform = GumbelMask(Pattern("2:4"))
     layer.freeze(transform)
-    layer.hold(transform.renew(layer.weight.detach(), layer.extras_or_none(transform), torch.Generator().manual_seed(1)))
+    layer.hold(transform.renew(layer.weight.detach(), [None] * len(transform.reads), torch.Generator().manual_seed(1)))
     layer.feed(
         {name: torch.tensor(value, dtype=torch.float64) for name, value in (("nm_tau", 0.7), ("nm_kappa", 9.0), ("nm_penalty", 0.0))}
     )

@@ -1,5 +1,7 @@
 """The weight transforms: what they use, what they freeze, and the gradient that they pass on."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -81,13 +83,13 @@ def test_out_and_views_give_the_same_bits_contiguous(name, dtype):
     got, out = transform(w, *extras), torch.full((12, 16), float("nan"), dtype=dtype)
     assert transform(w, *extras, out=out) is out and got.is_contiguous() and got.dtype == dtype
     assert equal_bits(got, out) and equal_bits(got, transform(w.contiguous(), *extras))
-    assert hash(transform) == hash(type(transform)(**vars(transform)))
+    assert hash(transform) == hash(replace(transform))
 
 
 def test_soft_threshold_by_hand():
     w = torch.tensor([[0.3, -1.0, 0.5, 2.0]])
     start = SoftThreshold(P).start(w)
-    assert start.keys() == {"nm_scale"} == set(SoftThreshold.reads) and start["nm_scale"].item() == pytest.approx(1.4)
+    assert start.keys() == {"nm_scale"} == SoftThreshold.reads.keys() and start["nm_scale"].item() == pytest.approx(1.4)
     torch.testing.assert_close(SoftThreshold(P)(w, start["nm_scale"]), torch.tensor([[0.0, -0.7, 0.0, 2.1]]))
 
 
@@ -111,14 +113,14 @@ def test_packed_is_the_dense_form_compressed(name, view, cast, dtype):
     w = w.t() if view else w
     transform, extras = packable(name, w)
     cast = cast or dtype
-    packed = transform.packed(w, *extras, dtype=cast, columns=transform.transposable)
+    packed = transform.packed(w, *extras, dtype=cast, columns=transform.traits.transposable)
     want = transform(w, *extras).to(cast)
     if name == "soft":  # rounded once, where the dense form is first rounded to the master weight's dtype
         want = (ops.soft_threshold(w, "2:4").to(extras[0].dtype) * extras[0]).to(cast)
         assert dtype == torch.bfloat16 or torch.equal(want, transform(w, *extras).to(cast))
     assert torch.equal(packed.rows.dense(), want) and packed.rows.values.dtype == cast and packed.rows.pattern == Pattern("2:4")
-    assert (packed.columns is not None) == transform.transposable
-    if transform.transposable:
+    assert (packed.columns is not None) == transform.traits.transposable
+    if transform.traits.transposable:
         assert torch.equal(packed.columns.dense(), want.t())
 
 
@@ -151,7 +153,7 @@ def test_gradient_that_reaches_the_master_weight(name):
     kept = plain.mask(w, 2, 4)
     factor = {"hard_chain": kept.double(), "decayed": torch.where(kept, 1.0, 0.25).double()}.get(name, torch.ones_like(w))
     torch.testing.assert_close(w.grad, g.T @ x * factor, rtol=1e-12, atol=1e-12)
-    assert transform.straight == (name not in ("hard_chain", "decayed"))
+    assert transform.traits.own_gradient == (name in ("hard_chain", "decayed"))
 
 
 def test_a_weight_changed_between_forward_and_backward_is_noticed_where_it_matters():
@@ -161,7 +163,7 @@ def test_a_weight_changed_between_forward_and_backward_is_noticed_where_it_matte
         y = linear(torch.randn(5, 16), w, transform(w.detach(), *extras), transform=transform, extras=extras)
         with torch.no_grad():
             w.neg_()
-        if transform.straight:
+        if not transform.traits.own_gradient:
             y.sum().backward()
         else:
             with pytest.raises(RuntimeError, match="modified by an inplace"):

@@ -355,7 +355,7 @@ def test_no_weight_is_denser_than_its_flops_are_counted(entry):
             used = layer.used_weight()
             assert whole or used.count_nonzero() <= span.fprop * used.numel() + 1e-6, f"{name} in {span}"
             if span.dgrad < 1:
-                symmetric = layer.transform is None or layer.transform.symmetric
+                symmetric = layer.transform is None or not layer.transform.traits.own_dgrad
                 turned = used if symmetric else layer.transform.for_dgrad(used, *layer._extras(layer.transform))
                 assert turned.count_nonzero() <= span.dgrad * turned.numel() + 1e-6, f"{name} in {span}"
                 assert not symmetric or nm.ops.is_nm(turned.t(), layer.pattern), f"{name}: dgrad is cheaper only by N:M along out"

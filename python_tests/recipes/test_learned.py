@@ -22,9 +22,7 @@ DATA = batches(4, torch.float64)
 class Gain(WeightTransform):
     """W̃ = a W with a learned, pulled by a loss term −3 a² of its own."""
 
-    reads: ClassVar = ("nm_gain",)
-    learns: ClassVar = ("nm_gain",)
-    by_magnitude: ClassVar = False
+    reads: ClassVar = {"nm_gain": "learned"}
 
     def start(self, weight):
         return {"nm_gain": torch.ones((), dtype=weight.dtype)}
@@ -33,13 +31,10 @@ class Gain(WeightTransform):
         return weight * gain.detach()
 
     def gradient(self, g, weight, gain):
-        return None
+        return None, {"nm_gain": (g * weight).sum()}
 
-    def learn(self, g, weight, gain):
-        return ((g * weight).sum(),)
-
-    def learned_penalty(self, weight, gain):
-        return (-6 * gain.detach(),)
+    def penalty(self, weight, gain):
+        return {"nm_gain": -6 * gain.detach()}
 
     def watch(self, weight, gain):
         return {"gain": gain.detach()}

@@ -25,9 +25,7 @@ DATA = batches(12, torch.float32)
 class Kept(WeightTransform):
     """A held mask that keeps what was large when it was chosen, and one random number."""
 
-    reads: ClassVar = ("nm_mask", "nm_number")
-    holds: ClassVar = ("nm_mask", "nm_number")
-    by_magnitude: ClassVar = False
+    reads: ClassVar = {"nm_mask": "held", "nm_number": "held"}
 
     def renew(self, weight, extras, generator):
         assert all(e is None for e in extras) or extras[0].dtype == torch.bool
@@ -44,8 +42,7 @@ class Kept(WeightTransform):
 class Gain(WeightTransform):
     """W̃ = a M(W) ⊙ W with a learned, and a weight that is not trained."""
 
-    reads: ClassVar = ("nm_gain",)
-    learns: ClassVar = ("nm_gain",)
+    reads: ClassVar = {"nm_gain": "learned"}
 
     def start(self, weight):
         return {"nm_gain": torch.ones((), dtype=weight.dtype)}
@@ -54,17 +51,12 @@ class Gain(WeightTransform):
         return nm.ops.prune(weight, self.pattern) * gain
 
     def gradient(self, g, weight, gain):
-        return None
-
-    def learn(self, g, weight, gain):
-        return ((g * nm.ops.prune(weight, self.pattern)).sum(),)
+        return None, {"nm_gain": (g * nm.ops.prune(weight, self.pattern)).sum()}
 
 
 @dataclass(frozen=True)
 class Turned(WeightTransform):
     """dgrad multiplies twice the weight."""
-
-    symmetric: ClassVar = False
 
     def for_dgrad(self, used):
         return 2 * used

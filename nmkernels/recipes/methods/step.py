@@ -224,7 +224,7 @@ class STEP(Outer):
                 f"{said}it begins with a dense phase, and STEP has that one itself. Leave out what makes it dense at first (dense=, "
                 "prune_at=), or use the recipe without STEP."
             )
-        if stage.plan.wgrad == "none" or (stage.transform is not None and stage.transform.learns):
+        if stage.plan.wgrad == "none" or (stage.transform is not None and "learned" in stage.transform.reads.values()):
             raise RecipeError(f"{said}it learns masks, from the first step on, which a dense phase cannot prepare. Use it without STEP.")
         if stage.rule.late:
             raise RecipeError(f"{said}its second moment is that of its own decay too, and cannot be frozen before. Use it without STEP.")

@@ -209,7 +209,7 @@ def _compare(handle: Handle, before: list[Tensor], rates: list[Tensor]) -> list[
 
 def _mask(recipe: Recipe, layer: NMWeight) -> Tensor:
     transform, w = recipe.final_transform(), layer.master.detach()
-    new = transform.renew(w, [None] * len(transform.reads), torch.Generator().manual_seed(0)) if transform.holds else {}
+    new = transform.renew(w, [None] * len(transform.reads), torch.Generator().manual_seed(0))
     return transform.kept(w, *[new[name] for name in transform.reads if name in new])
 
 
