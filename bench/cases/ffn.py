@@ -125,7 +125,7 @@ class _Block:
         twin = nm.densify_(copy.deepcopy(self.block))
         with torch.no_grad():
             for name, layer in self.handle.layers.items():
-                twin.get_submodule(name).weight.copy_(layer.used_weight())  # type: ignore[operator]
+                twin.get_submodule(name).weight.copy_(layer.effective_weight())  # type: ignore[operator]
             with self._cast():
                 mine, theirs = self.block(self.x), twin(self.x)
         eps = torch.finfo(self.spec.torch_dtype).eps

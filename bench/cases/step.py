@@ -68,7 +68,7 @@ class _Training:
             self.handle = nm.sparsify_(model, recipe)
             self.optimizer = self.handle.attach(recipe.optimizer(model.parameters(), lr=1e-4))
             for layer in self.handle.layers.values():
-                layer.used.get = self._timed(layer.used.get)  # type: ignore[method-assign]
+                layer.effective.get = self._timed(layer.effective.get)  # type: ignore[method-assign]
         parts = {} if ids.is_cuda else self.parts
         self.provider = Provider(name, self.step, check=self._check if self.handle else None, parts=parts)
 
@@ -111,7 +111,7 @@ class _Training:
         twin = nm.densify_(copy.deepcopy(self.model))
         layers = self.handle.layers
         for name, layer in layers.items():
-            used = layer.used_weight()
+            used = layer.effective_weight()
             if isinstance(layer.transform, HardMask):
                 pattern = layer.pattern
                 part = _ours.ends(*used.shape)[0]

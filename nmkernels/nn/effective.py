@@ -55,7 +55,7 @@ class _Forms:
     packed: _Kept[Packed] = field(default_factory=_Kept)
 
 
-class UsedWeight:
+class EffectiveWeight:
     """Holds one layer's transformed weight, in dense layout and packed as its products read it, and says when it may be used again."""
 
     def __init__(self) -> None:
@@ -142,9 +142,9 @@ class UsedWeight:
         """Forget the copies and their memory; without ``packed`` only the one in dense layout."""
         self._forms = _Forms() if packed else _Forms(packed=self._forms.packed)
 
-    def __reduce__(self) -> tuple[type[UsedWeight], tuple[()]]:
+    def __reduce__(self) -> tuple[type[EffectiveWeight], tuple[()]]:
         # a copied or pickled layer belongs to no optimizer, and its copies of W̃ can be made again
-        return UsedWeight, ()
+        return EffectiveWeight, ()
 
 
 def _lasting(build: Callable[[F | None], F], old: F | None) -> F:

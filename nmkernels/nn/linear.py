@@ -18,7 +18,7 @@ from ..autograd.forms import asked
 from ..ops import is_nm
 from ..pattern import NMError, Pattern, PatternLike
 from .adapter import ADAPTER, adapter_of, add_adapter, set_adapter
-from .effective import UsedWeight
+from .effective import EffectiveWeight
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
@@ -64,7 +64,7 @@ class NMWeight(nn.Module):
         self.restored = False
         self.finished = False
         self.ran = False
-        self.used = UsedWeight()
+        self.effective = EffectiveWeight()
 
     @property
     def master(self) -> Tensor:
@@ -92,7 +92,7 @@ class NMWeight(nn.Module):
         self.plan = plan
         if transform is not self.transform:
             self.transform = transform
-            self.used.drop()
+            self.effective.drop()
 
     def freeze(self, *transforms: WeightTransform) -> None:
         """Take from the present weight what ``transforms`` and ``final`` freeze or learn from, unless a checkpoint has restored it.
@@ -120,7 +120,7 @@ class NMWeight(nn.Module):
         if adapter is not None:
             with torch.no_grad():
                 adapter[1].zero_()
-        self.used.drop()
+        self.effective.drop()
 
     def add_adapter(self, left: Tensor) -> None:
         """Add a low-rank adapter, L = ``left`` ``(in, r)`` and R = 0, which trains where the weight does."""
@@ -133,7 +133,7 @@ class NMWeight(nn.Module):
         """Keep what the transform holds until it is renewed."""
         for name, value in values.items():
             self.register_buffer(name, value.to(self.weight.device), persistent=False)
-        self.used.drop()
+        self.effective.drop()
 
     def learned(self) -> dict[str, nn.Parameter]:
         """The Parameters that the recipe has added to the layer, by name."""
@@ -164,7 +164,7 @@ class NMWeight(nn.Module):
                 getattr(self, name).copy_(value)
             else:
                 self.register_buffer(name, value.to(self.weight.device, copy=True), persistent=False)
-        self.used.drop()
+        self.effective.drop()
 
     def forget(self, adapter: bool = True) -> None:
         """Remove every tensor that a transform reads, as before the recipe, and the adapter unless told to leave it."""
@@ -180,11 +180,11 @@ class NMWeight(nn.Module):
         """What ``transform`` makes of the present weight ``(out, in)``, detached, as a new tensor."""
         return transform(self.master.detach(), *self._extras(transform))
 
-    def used_weight(self, dtype: torch.dtype | None = None) -> Tensor:
+    def effective_weight(self, dtype: torch.dtype | None = None) -> Tensor:
         """W̃ ``(out, in)``, the weight that the next forward pass multiplies, detached; in the weight's dtype unless told."""
         if self.transform is None:
             return self.master.detach().to(dtype or self.weight.dtype)
-        return self.used.get(self.master, self.transform, dtype or self.weight.dtype, self._extras(self.transform))
+        return self.effective.get(self.master, self.transform, dtype or self.weight.dtype, self._extras(self.transform))
 
     def products(self, tokens: int, dtype: torch.dtype | None = None) -> tuple[Product, ...]:
         """The products for which this layer asks ``autograd.choice``, with so many rows of the input: those that its plan leaves open.
@@ -213,11 +213,11 @@ class NMWeight(nn.Module):
         used: Tensor | Operands
         if plan.packs:
             what = reads(plan, transform, master, dtype, x)
-            if not (self.used.attached or torch.is_grad_enabled()):
+            if not (self.effective.attached or torch.is_grad_enabled()):
                 what = what._replace(dgrad=what.fprop)  # nobody will ask for the rest
-            used = self.used.operands(master, transform, dtype, extras, what, only="auto" not in (plan.fprop, plan.dgrad))
+            used = self.effective.operands(master, transform, dtype, extras, what, only="auto" not in (plan.fprop, plan.dgrad))
         else:
-            used = self.used.get(master, transform, dtype, extras)
+            used = self.effective.get(master, transform, dtype, extras)
         return linear(x, master, used, self.bias, plan, self.seed, transform, extras)
 
     def _load_from_state_dict(
@@ -232,7 +232,7 @@ class NMWeight(nn.Module):
     ) -> None:
         given = prefix + "weight" in state_dict  # a hook may take it out
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
-        self.used.drop()
+        self.effective.drop()
         buffers = [name for name in self._buffers if name.startswith("nm_") and name not in self._non_persistent_buffers_set]
         frozen = [prefix + name for name in (*buffers, *self.learned())]
         absent = [key for key in frozen if key not in state_dict]
@@ -247,7 +247,7 @@ class NMWeight(nn.Module):
 
     def train(self, mode: bool = True) -> NMWeight:
         """As for any module; ``eval()`` warns where a finished weight is not N:M any more."""
-        self.used.doubt()  # weights are often exchanged around an evaluation
+        self.effective.doubt()  # weights are often exchanged around an evaluation
         if not mode:
             self._warn_if_changed()
         return super().train(mode)
@@ -276,7 +276,7 @@ class NMWeight(nn.Module):
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         # two moves may bring the weight back to its old address with other contents and the same version
-        self.used.release()
+        self.effective.release()
         return super()._apply(*args, **kwargs)
 
     def extra_repr(self) -> str:
@@ -302,7 +302,7 @@ class SparseLinear(NMWeight, nn.Linear):  # type: ignore[misc]  # torch types bi
 
     Example:
         >>> layer = SparseLinear(8, 4, pattern="2:4")
-        >>> layer(torch.randn(3, 8)).shape, int((layer.used_weight() != 0).sum())
+        >>> layer(torch.randn(3, 8)).shape, int((layer.effective_weight() != 0).sum())
         (torch.Size([3, 4]), 16)
     """
 
@@ -322,6 +322,6 @@ class SparseLinear(NMWeight, nn.Linear):  # type: ignore[misc]  # torch types bi
 
 
 OWN_ATTRIBUTES = frozenset(
-    {"pattern", "final", "transform", "plan", "seed", "starts", "adapts", "columns", "restored", "finished", "ran", "used"}
+    {"pattern", "final", "transform", "plan", "seed", "starts", "adapts", "columns", "restored", "finished", "ran", "effective"}
 )
 """What ``NMWeight._start`` adds to a module, and what ``make_dense_`` takes away again."""

@@ -56,7 +56,7 @@ class Attachment:
                 optimizer.register_load_state_dict_post_hook(self._after_load),
             ]
         for layer in layers.values():
-            layer.used.attached = True
+            layer.effective.attached = True
         if self.masked is not None:
             self.masked.targets = {
                 layer.weight: Target(layer.pattern, layer.transposed, partial(_penalty, layer)) for layer in layers.values()
@@ -96,8 +96,8 @@ class Attachment:
             for group in optimizer.param_groups[:1]:
                 group.pop(STATE_KEY, None)
         for layer in self.layers.values():
-            layer.used.attached = False
-            layer.used.release()
+            layer.effective.attached = False
+            layer.effective.release()
         if self.masked is not None:
             self.masked.forget()
 
@@ -172,7 +172,7 @@ class Attachment:
         else:
             new = self._own_stats() if self.numel else None
         for layer in self.layers.values():
-            layer.used.drop()
+            layer.effective.drop()
         self.observed = new
         if new is not None:
             self.stats = self._since_applied(new)
@@ -185,7 +185,7 @@ class Attachment:
             return new
         if self.stats is None:
             old = torch.zeros_like(new)
-            used = [layer.used_weight().count_nonzero() for layer in self.layers.values() if layer.takes_part()]
+            used = [layer.effective_weight().count_nonzero() for layer in self.layers.values() if layer.takes_part()]
             old[NONZEROS] = torch.stack(used).sum()
         else:
             old = self.stats.clone()
@@ -233,7 +233,7 @@ class Attachment:
             new = recipe.settle(self.handle.state, w.detach(), lr)
             if new is not None:
                 w.copy_(new if skipped is None else torch.where(skipped.reshape(()).to(w.device) == 0, new, w))
-                layer.used.drop()
+                layer.effective.drop()
 
     def applied(self, stats: Tensor) -> bool:
         """Whether the last step was applied; the device is asked only where a scaler may have skipped it."""
@@ -275,7 +275,7 @@ class Attachment:
 def _doubting(layers: dict[str, NMWeight]) -> Callable[..., None]:
     """A hook for the steps of all optimizers: one that no handle knows may update these weights too."""
     # it outlives an optimizer that is thrown away, and must not keep the model alive
-    used = weakref.WeakSet(layer.used for layer in layers.values())
+    used = weakref.WeakSet(layer.effective for layer in layers.values())
 
     def stepped(*_: Any) -> None:
         for one in used:

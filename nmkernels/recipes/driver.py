@@ -163,9 +163,9 @@ class Driver:
             layer.use(None if stage.transform is None else self._fitted(stage.transform, layer), stage.plan)
             layer.adapts = stage.adapter
             if stage.transform is None:
-                layer.used.release()  # a dense phase needs the memory more
+                layer.effective.release()  # a dense phase needs the memory more
             else:
-                layer.used.drop()
+                layer.effective.drop()
         self.activations.use(stage.activation)
         for attachment in self._attachments:
             attachment.apply(stage)

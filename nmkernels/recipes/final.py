@@ -94,7 +94,7 @@ def make_nm(layers: dict[str, NMWeight], transforms: dict[str, WeightTransform])
         layer.finished, layer.columns = True, orders[name]
         layer.forget(adapter=False)
         layer.adapts = True
-        layer.used.release()
+        layer.effective.release()
 
 
 def _order(transform: WeightTransform, cols: int) -> Tensor | None:

@@ -37,7 +37,7 @@ def densify_(model: nn.Module) -> nn.Module:
         'Linear'
     """
     layers = [m for m in model.modules() if isinstance(m, NMWeight)]
-    if any(layer.used.attached for layer in layers):
+    if any(layer.effective.attached for layer in layers):
         raise RecipeError("densify_: an optimizer is attached to this model's recipe; call handle.remove(), which detaches it first.")
     for layer in layers:
         make_dense_(layer)
@@ -154,11 +154,11 @@ class Handle(Driver):
         training mode, between two forward passes of one optimizer step. Call this after it.
         """
         for layer in self.layers.values():
-            layer.used.release()
+            layer.effective.release()
 
     def _doubt(self) -> None:
         for layer in self.layers.values():
-            layer.used.doubt()
+            layer.effective.doubt()
 
     @contextmanager
     def _previewed(self) -> Iterator[None]:

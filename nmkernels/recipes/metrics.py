@@ -64,5 +64,5 @@ def _watched(layers: dict[str, NMWeight]) -> dict[str, Tensor]:
 
 
 def _density(layers: dict[str, NMWeight]) -> Tensor:
-    used = [layer.used_weight() for layer in layers.values()]
+    used = [layer.effective_weight() for layer in layers.values()]
     return torch.stack([u.count_nonzero() for u in used]).sum().double() / sum(u.numel() for u in used)

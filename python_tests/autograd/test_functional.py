@@ -105,7 +105,7 @@ class TestGradients:
         layer, x = layer_of(name), torch.randn(4, IN, dtype=torch.float64)
         p = parameters(layer)
         t = {name: torch.randn_like(v) for name, v in p.items()}
-        x_t, used = torch.randn_like(x), layer.used_weight()
+        x_t, used = torch.randn_like(x), layer.effective_weight()
         by_input = x_t @ used.T + t["bias"]
         y, y_t = jvp(lambda b, x: functional_call(layer, {**p, "bias": b}, (x,)), (p["bias"], x), (t["bias"], x_t))
         torch.testing.assert_close(y, layer(x).detach(), **EXACT)
@@ -314,4 +314,4 @@ def test_a_compiled_layer_meets_forward_mode():
     layer, x = nm.SparseLinear(IN, OUT), torch.randn(4, IN)
     compiled = torch.compile(layer, backend="aot_eager")
     compiled(x)
-    torch.testing.assert_close(tangent(compiled, x, x + 1.0), (x + 1.0) @ layer.used_weight().T)
+    torch.testing.assert_close(tangent(compiled, x, x + 1.0), (x + 1.0) @ layer.effective_weight().T)

@@ -111,7 +111,7 @@ def test_one_layer(shape):
     assert layer is dense and (layer.in_features, layer.out_features) == (16, 24) and "in_features=16" in repr(layer)
     x = torch.randn(shape)
     torch.testing.assert_close(layer(x), x @ used.t() + bias)
-    assert equal_bits(layer.used_weight(), used)
+    assert equal_bits(layer.effective_weight(), used)
 
 
 def test_attached_layer_is_masked_along_in_after_each_step():
@@ -122,7 +122,7 @@ def test_attached_layer_is_masked_along_in_after_each_step():
         for _ in range(3):
             model(torch.randn(8, 16)).square().sum().backward()
             optimizer.step()
-            assert equal_bits(model[0].used_weight(), plain.masked(model[0].weight.t().contiguous(), 2, 4))
+            assert equal_bits(model[0].effective_weight(), plain.masked(model[0].weight.t().contiguous(), 2, 4))
         handle.remove()
 
 

@@ -162,7 +162,7 @@ def test_deepcopy_is_a_layer_of_its_own():
     with torch.no_grad():
         twin.weight.add_(torch.randn(16, 32))
     for one in (layer, twin):
-        assert torch.equal(one.used_weight(), plain.masked(one.weight, 2, 4))
+        assert torch.equal(one.effective_weight(), plain.masked(one.weight, 2, 4))
 
 
 def train(model, run, steps):

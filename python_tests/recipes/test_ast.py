@@ -50,7 +50,7 @@ def test_the_mask_is_renewed_every_so_many_steps():
     model, handle, optimizer = start(AST("2:4", decay=0.0, anneal=0, every=3), lr=0.1)
     masks = [handle.layers["0"].kept().clone()]
     for batch in batches(7):
-        used = handle.layers["0"].used_weight()
+        used = handle.layers["0"].effective_weight()
         assert torch.equal(used, model[0].weight.detach() * masks[-1])
         step(model, optimizer, batch)
         masks.append(handle.layers["0"].kept().clone())

@@ -243,7 +243,7 @@ def test_one_fused_call_per_group_and_kind_and_one_prune_per_layer_and_step(monk
         optimizer.step()
         handle.metrics()
         for name, layer in handle.layers.items():
-            used = layer.used_weight()
+            used = layer.effective_weight()
             w = model.get_parameter(f"{name}.weight").detach()
             assert torch.equal(used, w * top_n(w, 2, 4))
             copies.append(used.data_ptr())

@@ -29,7 +29,7 @@ def test_the_permutation_is_renewed_every_k_steps_and_the_masks_at_each():
     for batch in DATA:
         seen.append(orders(handle)[1])
         layer = model[2]
-        turned.append(layer.transform.for_dgrad(layer.used_weight(), layer.nm_order) != 0)
+        turned.append(layer.transform.for_dgrad(layer.effective_weight(), layer.nm_order) != 0)
         step(model, optimizer, batch)
     assert [t for t in range(1, 12) if not torch.equal(seen[t], seen[t - 1])] == [4, 8]
     assert any(not torch.equal(turned[t], turned[t - 1]) for t in (1, 2, 3)), "the mask follows the weight under a held permutation"

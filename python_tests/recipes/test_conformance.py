@@ -271,7 +271,7 @@ def test_metrics(entry):
         got = handle.metrics()
         assert {"flip_rate", "density", "phase", "decay_ratio"} <= got.keys()
         assert all(isinstance(v, torch.Tensor) and v.dim() == 0 and torch.isfinite(v) for v in got.values())
-        used = [layer.used_weight() for layer in handle.layers.values()]
+        used = [layer.effective_weight() for layer in handle.layers.values()]
         # at a change of stage the figure is still that of the step that led there
         density = sum(int(u.count_nonzero()) for u in used) / sum(u.numel() for u in used)
         assert got["density"].item() == density or handle.stage != before
@@ -349,10 +349,10 @@ def test_no_weight_is_denser_than_its_flops_are_counted(entry):
     whole = "patterns" in handle.state  # layers with patterns of their own are counted together
     for span, batch in zip(per_step, DATA, strict=True):
         if whole:
-            used = torch.cat([layer.used_weight().flatten() for layer in handle.layers.values()])
+            used = torch.cat([layer.effective_weight().flatten() for layer in handle.layers.values()])
             assert used.count_nonzero() <= span.fprop * used.numel() + 1e-6, f"all layers in {span}"
         for name, layer in handle.layers.items():
-            used = layer.used_weight()
+            used = layer.effective_weight()
             assert whole or used.count_nonzero() <= span.fprop * used.numel() + 1e-6, f"{name} in {span}"
             if span.dgrad < 1:
                 symmetric = layer.transform is None or not layer.transform.traits.own_dgrad

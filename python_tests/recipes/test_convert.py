@@ -140,7 +140,7 @@ def test_two_models_in_one_process():
     one, two = model_of(), model_of()
     handles = [nm.sparsify_(one, "ste:2:4"), nm.sparsify_(two, "ste:1:4")]
     handles[0].finish(allow_unused=True)
-    assert one[0].finished and not two[0].finished and torch.equal(two[0].used_weight(), plain.masked(two[0].weight, 1, 4))
+    assert one[0].finished and not two[0].finished and torch.equal(two[0].effective_weight(), plain.masked(two[0].weight, 1, 4))
 
 
 def test_float64_model_falls_to_the_reference():

@@ -100,7 +100,7 @@ def test_values_follow_the_weight_under_a_held_mask():
     model, _, optimizer = start(FST(fine_tune=0))
     go(model, optimizer, DATA[:3])
     layer = model[0]
-    assert torch.equal(layer.used_weight(), layer.weight * layer.nm_mask)
+    assert torch.equal(layer.effective_weight(), layer.weight * layer.nm_mask)
 
 
 def test_forward_and_backward_use_the_same_mask():

@@ -158,8 +158,8 @@ def test_in_phase_0_the_preview_is_of_the_present_weights():
     w = model[0].weight.detach()
     s = soft(w, 2, 4)
     with handle.deployable():
-        torch.testing.assert_close(model[0].used_weight(), (w * s).sum() / s.square().sum() * s, rtol=1e-12, atol=1e-12)
-    assert torch.equal(model[0].used_weight(), w)
+        torch.testing.assert_close(model[0].effective_weight(), (w * s).sum() / s.square().sum() * s, rtol=1e-12, atol=1e-12)
+    assert torch.equal(model[0].effective_weight(), w)
 
 
 def test_estimates_are_drawn_after_the_switch_and_resume():

@@ -121,7 +121,7 @@ def test_given_patterns_train_finish_and_compress(tmp_path):
         step(model, optimizer, (x.float(), y.float()))
         for name, p in (("0", (2, 4)), ("2", (3, 16))):
             w = handle.layers[name].weight.detach()
-            assert torch.equal(handle.layers[name].used_weight(), w * top_n(w, *p))
+            assert torch.equal(handle.layers[name].effective_weight(), w * top_n(w, *p))
     assert handle.metrics()["density"].item() == pytest.approx((512 * 0.5 + 1024 * 3 / 16) / 1536)
     handle.finish()
     nm.compress_(model)

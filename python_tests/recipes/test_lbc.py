@@ -63,7 +63,7 @@ def test_the_worst_scores_go():
 
 def test_training_begins_dense_and_thins_out():
     model, handle, optimizer = started(LBC("2:4", begin=2, end=14))
-    assert torch.equal(model[0].used_weight(), model[0].weight.detach())
+    assert torch.equal(model[0].effective_weight(), model[0].weight.detach())
     densities, flips = [], []
     for batch in DATA:
         step(model, optimizer, batch)
@@ -80,11 +80,11 @@ def test_scores_rest_once_one_is_left_and_weights_go_on():
     for batch in DATA[:4]:
         step(model, optimizer, batch)
     assert handle.stage.phase == 2
-    scores, weight, used = model[0].nm_scores.detach().clone(), model[0].weight.detach().clone(), model[0].used_weight() != 0
+    scores, weight, used = model[0].nm_scores.detach().clone(), model[0].weight.detach().clone(), model[0].effective_weight() != 0
     for batch in DATA[4:]:
         step(model, optimizer, batch)
     assert torch.equal(model[0].nm_scores, scores) and not torch.equal(model[0].weight, weight)
-    assert torch.equal(model[0].used_weight() != 0, used)
+    assert torch.equal(model[0].effective_weight() != 0, used)
     handle.finish()
     assert torch.equal(model[0].weight != 0, used) and nm.ops.is_nm(model[0].weight.detach(), "2:4")
 
@@ -113,7 +113,7 @@ def test_the_gradient_rule_does_not_matter_to_what_the_union_computes():
 def test_top_n_is_sparse_from_the_first_step():
     model, _, optimizer = started(LBC("2:8", begin=0, end=14, forward="top_n"))
     for batch in DATA:
-        assert nm.ops.is_nm(model[0].used_weight(), "2:8")
+        assert nm.ops.is_nm(model[0].effective_weight(), "2:8")
         step(model, optimizer, batch)
 
 

@@ -113,7 +113,7 @@ def test_held_masks_change_only_when_renewed(kind):
     layer, seen, flips = model[0], [], []
     for batch in DATA:
         seen.append(layer.nm_mask.clone())
-        used = layer.used_weight()
+        used = layer.effective_weight()
         assert torch.equal(used, layer.weight.detach() * layer.nm_mask)
         step(model, optimizer, batch)
         flips.append(handle.metrics()["flip_rate"].item())

@@ -116,7 +116,7 @@ def test_flips_are_those_of_the_likeliest_mask():
 def test_hard_masks_are_nm_in_training():
     model, handle, optimizer = started(MaskLLM("2:8", total_steps=12, hard=True))
     step(model, optimizer, DATA[0])
-    assert handle.metrics()["density"] == 0.25 and nm.ops.is_nm(model[0].used_weight(), "2:8")
+    assert handle.metrics()["density"] == 0.25 and nm.ops.is_nm(model[0].effective_weight(), "2:8")
 
 
 # ---- the prior

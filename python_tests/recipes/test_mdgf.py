@@ -62,7 +62,7 @@ def test_flow_phase_and_weights_used_follow_the_steps(make):
         for layer in handle.layers.values():
             w, d = layer.weight.detach(), SHORT.flow(torch.tensor(float(t), dtype=F64))
             kept = top_n(w, 1, 8)
-            torch.testing.assert_close(layer.used_weight(), torch.where(kept, w, d * w), rtol=1e-12, atol=0)
+            torch.testing.assert_close(layer.effective_weight(), torch.where(kept, w, d * w), rtol=1e-12, atol=0)
         step(model, optimizer, batch)
         assert handle.metrics()["flow"].item() == pytest.approx(curve(SHORT)[t + 1], rel=1e-12)
     assert handle.metrics()["density"].item() == 1 / 8
@@ -74,7 +74,7 @@ def test_a_frozen_layer_follows_the_flow():
     model[0].weight.requires_grad_(False)
     for t, batch in enumerate(batches(20)):
         w, d = model[0].weight, SHORT.flow(torch.tensor(float(t), dtype=F64))
-        torch.testing.assert_close(model[0].used_weight(), torch.where(top_n(w, 1, 8), w, d * w), rtol=1e-12, atol=0)
+        torch.testing.assert_close(model[0].effective_weight(), torch.where(top_n(w, 1, 8), w, d * w), rtol=1e-12, atol=0)
         step(model, optimizer, batch)
 
 

@@ -10,7 +10,7 @@ from nmkernels.capability import compiled_core
 from nmkernels.pattern import RecipeError
 from nmkernels.recipes import FST, SRSTE, SSTE, STE, STEP, LayerWise, SdGf
 from nmkernels.recipes.packing import packing
-from python_tests.nn.test_used_packed import Calls
+from python_tests.nn.test_effective_packed import Calls
 from python_tests.recipes.loop import distance, snapshot
 from python_tests.recipes.running import DATA, F32, F64, net, run, start, step, through_a_file
 
@@ -48,9 +48,9 @@ def test_packed_products_are_what_runs(make):
     layer = model[2]
     assert layer.plan.packs and handle.stage.transform is not None
     model(torch.randn(4, 16))
-    (packed,) = layer.used.kept
+    (packed,) = layer.effective.kept
     assert packed.rows.pattern == layer.mask_pattern and packed.columns is None, "on a CPU the rows serve both products"
-    assert torch.equal(packed.rows.dense(), layer.used_weight())
+    assert torch.equal(packed.rows.dense(), layer.effective_weight())
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ def test_each_product_is_done_by_the_candidate_chosen_for_it(fprop, dgrad, wgrad
     # two layers and four steps; the first layer's input wants no gradient
     assert done.count(("nm_linear", "cpu")) == 8 * (fprop == "cpu rows") + 4 * (dgrad == "cpu columns")
     assert done.count(("nm_linear_dgrad", "cpu")) == 4 * (dgrad == "cpu rows")
-    (packed,) = (form for form in got[2].used.kept if isinstance(form, nm.ops.Packed))
+    (packed,) = (form for form in got[2].effective.kept if isinstance(form, nm.ops.Packed))
     assert (packed.rows is not None) == ("cpu rows" in (fprop, dgrad)) and (packed.columns is not None) == (dgrad == "cpu columns")
 
 

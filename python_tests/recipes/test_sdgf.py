@@ -58,7 +58,7 @@ def test_weights_used_flips_and_density_follow_the_frames(make):
         layers = handle.layers.values()
         for layer in layers:
             w = layer.weight.detach()
-            assert torch.equal(layer.used_weight(), w * top_n(w, now.n, now.m))
+            assert torch.equal(layer.effective_weight(), w * top_n(w, now.n, now.m))
         before = [top_n(layer.weight.detach(), now.n, now.m) for layer in layers]
         step(model, optimizer, batch)
         after = [top_n(layer.weight.detach(), now.n, now.m) for layer in layers]
@@ -74,7 +74,7 @@ def test_layers_and_optimizer_mask_by_the_pattern_of_the_frame():
     for batch in batches(3):
         step(model, optimizer, batch)
         w = model[0].weight.detach()
-        assert torch.equal(model[0].used_weight(), w * top_n(w, 7, 8))
+        assert torch.equal(model[0].effective_weight(), w * top_n(w, 7, 8))
         assert str(optimizer.targets[model[0].weight].pattern) == "7:8"
 
 
@@ -89,7 +89,7 @@ def test_a_narrow_layer_takes_the_next_frame_that_fits():
         seen.append(" ".join(str(model[i].mask_pattern) for i in (0, 2, 4)))
         for i in (0, 2, 4):
             p, w = model[i].mask_pattern, model[i].weight.detach()
-            assert torch.equal(model[i].used_weight(), w * top_n(w, p.n, p.m))
+            assert torch.equal(model[i].effective_weight(), w * top_n(w, p.n, p.m))
         optimizer.zero_grad()
         model(torch.randn(4, 64)).square().mean().backward()
         optimizer.step()

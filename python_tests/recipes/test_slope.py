@@ -81,7 +81,7 @@ def test_before_an_optimizer_is_attached_the_masked_weight_is_used():
     model = mlp(torch.float32)
     handle = nm.sparsify_(model, RECIPE)
     assert handle.stage.transform == HardMask(nm.Pattern("2:4")) and torch.equal(
-        model[0].used_weight(), nm.ops.prune(model[0].weight.detach(), "2:4")
+        model[0].effective_weight(), nm.ops.prune(model[0].weight.detach(), "2:4")
     )
 
 

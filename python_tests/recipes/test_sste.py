@@ -237,7 +237,7 @@ def rounded(x, kind):
 def test_fp8_products_by_hand(scheme, mvue):
     model, _, _ = start(SSTE(mvue=mvue, fp8=scheme, seed=1))
     layer, x, g = model[0], torch.randn(8, 16, dtype=F64, requires_grad=True), torch.randn(8, 32, dtype=F64)
-    key, used = layer.seed[0].clone() if mvue else None, layer.used_weight()
+    key, used = layer.seed[0].clone() if mvue else None, layer.effective_weight()
     y = layer(x)
     y.backward(g)
     estimate = reference.mvue(g, 2, 4, 0, torch.stack([key, torch.tensor(0)])) if mvue else g

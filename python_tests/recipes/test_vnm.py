@@ -115,7 +115,7 @@ def test_columns_are_held_between_refreshes_and_the_inner_mask_follows():
         layer = handle.layers["2"]
         chosen.append(layer.nm_columns.clone())
         inside = layer.weight.detach() * layer.nm_columns.repeat_interleave(8, 0)
-        assert torch.equal(layer.used_weight(), inside * top_n(inside, 2, 8))
+        assert torch.equal(layer.effective_weight(), inside * top_n(inside, 2, 8))
         step(model, optimizer, batch)
     same = [torch.equal(a, b) for a, b in itertools.pairwise(chosen)]
     assert same[:3] == [True] * 3 and same[4:7] == [True] * 3 and not (same[3] and same[7])
@@ -157,7 +157,7 @@ def test_inside_step():
             w = model[2].weight.detach().clone()
             kept = columns_of(w, 2, 8, 8)
             with handle.deployable():
-                assert torch.equal(model[2].used_weight(), w * kept * top_n(w * kept, 2, 8))
+                assert torch.equal(model[2].effective_weight(), w * kept * top_n(w * kept, 2, 8))
         step(model, optimizer, batch)
     assert torch.equal(handle.layers["2"].nm_columns.repeat_interleave(8, 0), kept)
     handle.finish()
@@ -174,7 +174,7 @@ def test_finishing_step_in_its_dense_phase():
 def test_layer_wise_inside():
     _, handle, _ = start(nm.recipes.LayerWise("2:8", inner="vnm(v=8)", rule=None, given={"0": "4:8", "2": "1:8"}))
     assert [e.reason for e in handle.report.sparse] == ["8:4:8", "8:1:8"]
-    assert [int(layer.used_weight().count_nonzero()) for layer in handle.layers.values()] == [256, 128]
+    assert [int(layer.effective_weight().count_nonzero()) for layer in handle.layers.values()] == [256, 128]
 
 
 def test_other_blocks_are_refused_on_resume():

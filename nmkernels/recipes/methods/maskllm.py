@@ -137,7 +137,7 @@ class MaskLLM(Recipe):
                 logits = self._transform().preferring(mask.bool().to(layer.weight.device), layer.master.detach())
                 layer.learned()["nm_logits"].copy_(logits)
             layer.restored = True  # as from a checkpoint: attach must not start them anew
-            layer.used.drop()
+            layer.effective.drop()
 
     def _transform(self) -> GumbelMask:
         return GumbelMask(Pattern(self.pattern), hard=self.hard, prior=self.prior_strength, spread=self.init_std)

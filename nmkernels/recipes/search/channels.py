@@ -100,7 +100,7 @@ class Channels:
     def _drop(self) -> None:
         for module in self.model.modules():
             if isinstance(module, NMWeight):
-                module.used.drop()
+                module.effective.drop()
 
     def _search(self, score: Callable[[str], Tensor], optimizers: Optimizers) -> list[tuple[Chain, Found]]:
         """Chains with orders that gain; hooks and ties may have come since ``sparsify_``, so they are looked for anew."""

@@ -34,7 +34,7 @@ def test_the_deployable_weights_are_evaluated(tiny, monkeypatch):
     evaluate = tiny.evaluate
 
     def spy(self, model):
-        seen.append([layer.used_weight().detach().clone() for layer in model if isinstance(layer, nm.SparseLinear)])
+        seen.append([layer.effective_weight().detach().clone() for layer in model if isinstance(layer, nm.SparseLinear)])
         return evaluate(self, model)
 
     monkeypatch.setattr(tiny, "evaluate", spy)

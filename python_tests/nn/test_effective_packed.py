@@ -57,7 +57,7 @@ def fused(params, lr):
 
 
 def ask(layer, dtype=torch.float32, what=ROWS):
-    return layer.used.packed(layer.master, layer.transform, dtype, layer._extras(layer.transform), what)
+    return layer.effective.packed(layer.master, layer.transform, dtype, layer._extras(layer.transform), what)
 
 
 def right(layer, dtype=torch.float32):
@@ -101,7 +101,7 @@ def test_packed_once_per_step_with_accumulation_checkpointing_and_evaluation(rec
         optimizer.step()
         packs.append(calls.packs)
     assert packs == [1] * 5
-    assert len(layer.used.kept) == 1
+    assert len(layer.effective.kept) == 1
 
 
 @pytest.mark.parametrize("make", [torch.optim.AdamW, MaskedAdamW])
@@ -113,7 +113,7 @@ def test_dense_and_packed_forms_are_made_once_each(make):
         with Calls() as calls:
             three_kinds_of_forward(model, x, False)
             optimizer.step()
-            assert right(layer) and torch.equal(layer.used_weight(), plain.masked(layer.weight, 2, 4))
+            assert right(layer) and torch.equal(layer.effective_weight(), plain.masked(layer.weight, 2, 4))
         counts.append((calls.packs, calls.dense))
         assert "linear_dgrad" not in calls.names
     assert counts == [(2, 2)] + [(1, 1)] * 3, "the first weight, and then that of each step"
@@ -195,12 +195,12 @@ def test_nothing_is_kept_without_an_optimizer():
     for _ in range(3):
         with Calls() as calls:
             model(x).sum().backward()
-        assert calls.packs == 1 and not layer.used.kept
+        assert calls.packs == 1 and not layer.effective.kept
         layer.weight.data.mul_(torch.rand(16, 32))  # bumps no version
         assert right(layer)
         with Calls() as calls, torch.no_grad():
             model(x)
-        assert calls.packs == 1 and not layer.used.kept
+        assert calls.packs == 1 and not layer.effective.kept
 
 
 def test_an_evaluation_without_an_optimizer_makes_no_form_for_backward():
@@ -229,7 +229,7 @@ def test_copies_share_nothing(how):
     model, layer, optimizer = model_of(MaskedAdamW)
     step(model, optimizer)
     twin = copied(model, how)
-    assert not twin[0].used.kept and not twin[0].used.attached
+    assert not twin[0].effective.kept and not twin[0].effective.attached
     step(model, optimizer)
     assert right(layer) and right(twin[0]) and not torch.equal(twin[0].weight, layer.weight)
 
@@ -247,7 +247,7 @@ def test_packs_are_right_after_a_skipped_step():
             scaler.update()
             assert right(layer) and calls.packs == 1
         assert torch.equal(before, layer.weight) == bool(t % 2)
-        assert torch.equal(layer.used_weight(), plain.masked(layer.weight, 2, 4))
+        assert torch.equal(layer.effective_weight(), plain.masked(layer.weight, 2, 4))
 
 
 # ---- captured graphs
@@ -260,13 +260,13 @@ def test_a_captured_forward_makes_its_own(make, recipe, monkeypatch):
     for _ in range(2):
         step(model, optimizer)
     model(x)
-    (before,) = layer.used.kept
+    (before,) = layer.effective.kept
     contents = before.rows.dense()
     with monkeypatch.context() as patch, Calls() as calls:
         patch.setattr("nmkernels.nn.effective._capturing", lambda weight: True)
         losses = [model(x).sum() for _ in range(2)]
     assert calls.packs == 2, "whatever is replayed, the packed weight is that of the weight then"
-    assert layer.used.kept == (before,) and torch.equal(before.rows.dense(), contents), "and a replay does not write into a kept one"
+    assert layer.effective.kept == (before,) and torch.equal(before.rows.dense(), contents), "and a replay does not write into a kept one"
     for loss in losses:
         loss.backward()  # the second forward pass has not overwritten what the first one saved
 
@@ -284,7 +284,7 @@ def test_packed_in_place(make, recipe):
     for _ in range(4):
         step(model, optimizer)
         model(torch.randn(1, 32))
-        (packed,) = layer.used.kept
+        (packed,) = layer.effective.kept
         addresses.add(tuple(x.data_ptr() for x in packed.buffers() if x is not None))
     assert len(addresses) == 1
 
@@ -297,13 +297,13 @@ def test_an_evaluation_of_another_form_leaves_the_backward_pass_and_no_copy():
     y = model(x)
     with handle.deployable(), torch.no_grad():
         torch.testing.assert_close(model(x), y)
-        assert len(layer.used.kept) == 2
+        assert len(layer.effective.kept) == 2
     y.sum().backward()
     torch.testing.assert_close(x.grad[0], plain.masked(layer.weight, 2, 4).sum(0))
     optimizer.step()
     with Calls() as calls:
         model(x)
-    assert calls.packs == 1 and len(layer.used.kept) == 1, "the dense copy is not kept up for evaluations"
+    assert calls.packs == 1 and len(layer.effective.kept) == 1, "the dense copy is not kept up for evaluations"
 
 
 def test_a_dense_phase_has_the_memory_back():
@@ -313,5 +313,5 @@ def test_a_dense_phase_has_the_memory_back():
     kept = []
     for _ in range(6):
         step(model, optimizer)
-        kept.append(len(model[0].used.kept))
+        kept.append(len(model[0].effective.kept))
     assert kept == [1, 1, 0, 0, 0, 0] and handle.stage.phase == 0

@@ -10,7 +10,7 @@ from nmkernels.backends.cuda import pack
 from nmkernels.backends.cuda.core import emulator_built
 from nmkernels.optim import MaskedAdamW
 from nmkernels.pattern import Pattern
-from python_tests.nn.test_used_packed import Calls
+from python_tests.nn.test_effective_packed import Calls
 
 BF16 = torch.bfloat16
 PACKED, AUTO = GemmPlan("packed", "device", n=2, m=4), GemmPlan("auto", "auto", n=2, m=4)
@@ -135,7 +135,7 @@ def test_training_steps(device, recipe, packed):
     seen = []
     model, got = trained(f"{recipe}({options}packed={packed})", device, seen)
     layer = model[0]
-    kept = [form for form in layer.used.kept if isinstance(form, nm.ops.Packed)]
+    kept = [form for form in layer.effective.kept if isinstance(form, nm.ops.Packed)]
     assert len(kept) == 1 and kept[0].layout == "mma.sp" and kept[0].rows.values.dtype == BF16
     assert (kept[0].columns is not None) == recipe.startswith("fst")
     # both layers are packed once per step; the first one has no dgrad

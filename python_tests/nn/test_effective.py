@@ -41,7 +41,7 @@ def model_of(optimizer=None, recipe="ste:2:4", **config):
 
 def right(layer, dtype=torch.float32):
     """Whether the layer would multiply the mask of the weight that it has now."""
-    return torch.equal(layer.used_weight(dtype), plain.masked(layer.weight, 2, 4).to(dtype))
+    return torch.equal(layer.effective_weight(dtype), plain.masked(layer.weight, 2, 4).to(dtype))
 
 
 def fused(params, lr):
@@ -73,11 +73,11 @@ def test_one_prune_per_optimizer_step_with_accumulation_and_checkpointing(make, 
 @pytest.mark.parametrize("make", OPTIMIZERS)
 def test_after_a_step_the_next_copy_takes_the_memory_of_the_last(make):
     model, layer, opt = model_of(make)
-    buffer = layer.used_weight()
+    buffer = layer.effective_weight()
     for _ in range(3):
         model(torch.randn(4, 32)).sum().backward()
         opt.step()
-        assert layer.used_weight() is buffer and right(layer)
+        assert layer.effective_weight() is buffer and right(layer)
 
 
 def test_but_not_where_a_backward_pass_may_still_need_it():
@@ -101,7 +101,7 @@ def test_nothing_is_kept_without_an_optimizer():
         layer(x)
         with torch.no_grad():
             layer(x), layer(x)
-    assert prunes.count == 3 and not layer.used.kept
+    assert prunes.count == 3 and not layer.effective.kept
 
 
 @pytest.mark.parametrize("grad", [True, False])
@@ -137,18 +137,18 @@ def test_optimizer_of_a_replaced_parameter_does_not_fill_the_copy_of_the_new_one
     _, layer, opt = model_of(nm.optim.MaskedAdamW)
     old = layer.weight
     load_assign(layer)
-    layer.used_weight()
+    layer.effective_weight()
     old.grad = torch.ones_like(old)
-    before = layer.used_weight().clone()
+    before = layer.effective_weight().clone()
     opt.step()
-    assert right(layer) and torch.equal(layer.used_weight(), before)
+    assert right(layer) and torch.equal(layer.effective_weight(), before)
 
 
 def test_casting_releases_the_copy():
     _, layer, _ = model_of(torch.optim.AdamW)
-    layer.used_weight()
+    layer.effective_weight()
     layer.to(torch.float64)
-    assert not layer.used.kept and layer.used_weight().dtype == torch.float64
+    assert not layer.effective.kept and layer.effective_weight().dtype == torch.float64
 
 
 @pytest.mark.parametrize("kind", [torch.Tensor, nn.Parameter])
@@ -160,23 +160,23 @@ def test_functional_call_uses_the_weights_given(kind):
         w = kind(torch.randn(16, 32))
         assert torch.equal(functional_call(layer, {"weight": w, "bias": bias}, (eye,)), plain.masked(w, 2, 4).t())
         del w
-    assert kind is nn.Parameter or not layer.used.kept, "only a Parameter's copy is kept"
+    assert kind is nn.Parameter or not layer.effective.kept, "only a Parameter's copy is kept"
     assert right(layer)
 
 
 @pytest.mark.parametrize("how", WAYS)
 def test_copies_share_nothing_and_do_not_go_stale(how):
     model, layer, opt = model_of(torch.optim.AdamW)
-    buffer = layer.used_weight()
+    buffer = layer.effective_weight()
     twin = copied(model, how)
-    assert not twin[0].used.attached and not twin[0].used.kept and right(twin[0])
+    assert not twin[0].effective.attached and not twin[0].effective.kept and right(twin[0])
     # an average of the weights, updated as such averages are
     with torch.no_grad():
         twin(torch.randn(2, 32))
         for a, b in zip(twin.parameters(), model.parameters(), strict=True):
             a.data.lerp_(b.data + 1.0, 0.5)
         assert right(twin[0])
-    assert layer.used_weight() is buffer
+    assert layer.effective_weight() is buffer
     model(torch.randn(4, 32)).sum().backward()
     opt.step()
     assert right(layer) and right(twin[0])
@@ -190,7 +190,7 @@ def test_evaluation_before_training(make, mode):
         before = model(torch.ones(1, 32))
     y = model(torch.ones(1, 32))
     y.sum().backward()
-    assert torch.equal(y, before) and not layer.used_weight().is_inference()
+    assert torch.equal(y, before) and not layer.effective_weight().is_inference()
 
 
 def test_model_built_in_inference_mode():
@@ -225,14 +225,14 @@ class Doubled(WeightTransform):
 
 def test_a_new_transform_is_noticed():
     _, layer, _ = model_of(torch.optim.AdamW)
-    layer.used_weight()
+    layer.effective_weight()
     layer.transform = Doubled(nm.Pattern("2:4"))
-    assert torch.equal(layer.used_weight(), 2 * layer.weight)
+    assert torch.equal(layer.effective_weight(), 2 * layer.weight)
 
 
 def test_the_copy_does_not_keep_the_parameter_alive():
     _, layer, opt = model_of(torch.optim.AdamW)
-    layer.used_weight()
+    layer.effective_weight()
     gone = weakref.ref(layer.weight)
     opt.param_groups.clear()
     change_parameter(layer)
