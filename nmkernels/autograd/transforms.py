@@ -8,25 +8,25 @@ A transform is a frozen value. What it needs beside the weight it names in ``rea
 * fed: numbers that the recipe's schedule writes before each step (the flow of mask decay).
 
 A transform that one recipe uses stands beside that recipe; here are those of several.
-
-masked: the elements that a mask keeps, and zeros; what most transforms of a weight end with.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import ClassVar, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..ops import Packed, pack
-from ..pattern import NMError, Pattern
+from ..pattern import Pattern, PatternError
 
 Kind = Literal["frozen", "learned", "held", "fed"]
-Reads = Mapping[str, Kind]
 WEIGHT = "weight"
 """The name of the master weight's own among a transform's penalties."""
 
@@ -37,8 +37,7 @@ def masked(x: Tensor, mask: Tensor, out: Tensor | None = None) -> Tensor:
     """``x`` where ``mask`` is True, every bit as it is, and +0.0 elsewhere; contiguous, or in ``out``.
 
     On a CPU the bits are multiplied by the mask, as integers: torch's ``where`` and ``masked_fill`` take a branch for each element there,
-    which a mask of half the elements makes the processor guess wrong half of the time, and take nine times as long (15 ms against 1.6 for
-    4096×1024 in fp32 on two threads; AMD EPYC, torch 2.13.0, 2026-11-21).
+    which a mask of half the elements makes the processor guess wrong half of the time, and take nine times as long.
 
     Args:
         x: floating-point, any shape and strides; it is not differentiated through. mask: bool, x's shape. out: of x's shape and dtype.
@@ -56,6 +55,9 @@ def masked(x: Tensor, mask: Tensor, out: Tensor | None = None) -> Tensor:
     torch.mul(x.view(kind), mask, out=out.view(kind))
     return out
 
+
+MAX_COMBINATIONS = 256
+"""Most combinations of a group: each has a learned number of its own, so 2:4 stores 1.5 of them per weight and 4:8 already 8.75."""
 
 HARDWARE = Pattern(2, 4)
 
@@ -93,7 +95,7 @@ class WeightTransform:
 
     pattern: Pattern
 
-    reads: ClassVar[Reads] = MappingProxyType({})
+    reads: ClassVar[Mapping[str, Kind]] = MappingProxyType({})
     """Names of the layer's ``nm_*`` tensors that are passed on after the weight, as ``extras`` in this order, each with its kind."""
 
     traits: Traits = field(init=False, repr=False, compare=False)
@@ -207,87 +209,62 @@ class HardMask(WeightTransform):
         return masked(g, self.kept(weight)) if self.chain else g, {}
 
 
-@dataclass(frozen=True)
-class SoftThreshold(WeightTransform):
-    """W̃ = β · S(W), continuous in W (S-STE; Hu et al. 2024, arXiv 2409.09099): S shrinks every group by its (N+1)-th largest magnitude.
+def combination_count(pattern: Pattern) -> int:
+    """C(M, N), the number of ways to keep N of M.
 
-    β is ``nm_scale``, one number per tensor, ⟨W, S(W)⟩ / ‖S(W)‖² of the initial weight, then frozen. The gradient is passed
-    straight through, without β and without a mask.
+    Raises:
+        PatternError: there are more than ``MAX_COMBINATIONS``.
 
     Example:
-        >>> w = torch.tensor([[0.3, -1.0, 0.5, 2.0]])
-        >>> SoftThreshold(Pattern("2:4"))(w, torch.tensor(2.0))
-        tensor([[ 0., -1.,  0.,  3.]])
+        >>> combination_count(Pattern("2:4")), combination_count(Pattern("1:16"))
+        (6, 16)
     """
-
-    reads: ClassVar[Reads] = {"nm_scale": "frozen"}
-
-    def _traits(self) -> Traits:
-        return replace(super()._traits(), threshold=True)
-
-    def start(self, weight: Tensor) -> dict[str, Tensor]:
-        """``nm_scale``, β of the weight as it is now.
-
-        Raises:
-            NMError: β is 0 (S(W) is zero everywhere) or not finite.
-        """
-        scale = torch.ops.nmkernels.nm_soft_threshold_scale(weight, self.pattern.n, self.pattern.m)
-        if not scale.is_meta and not 0 < float(scale) < float("inf"):
-            raise NMError(
-                f"the scale of its soft threshold is {float(scale)}: the weight is all zero, or of one magnitude in every group, or not "
-                "finite. Initialise the weight before sparsify_, or leave the layer out with filter_fn."
-            )
-        return {"nm_scale": scale}
-
-    def __call__(self, weight: Tensor, *extras: Tensor, out: Tensor | None = None) -> Tensor:
-        """β S(W): at most N non-zeros in a group, the others +0."""
-        raw, (scale,) = torch.ops.nmkernels, extras
-        if out is None:
-            return raw.nm_soft_threshold(weight, self.pattern.n, self.pattern.m) * scale
-        raw.nm_soft_threshold_out(weight, self.pattern.n, self.pattern.m, out=out)
-        return out.mul_(scale)
-
-    def packed(
-        self, weight: Tensor, *extras: Tensor, dtype: torch.dtype, rows: bool = True, columns: bool = False, layout: str = "canonical"
-    ) -> Packed:
-        """β S(W), rounded once, in one read of the weight. Its transpose is not N:M: ``columns`` raises ``PatternError``."""
-        if laid_out(self.pattern, layout) != self.pattern:
-            return super().packed(weight, *extras, dtype=dtype, rows=rows, columns=columns, layout=layout)
-        scale = extras[0].to(torch.float64 if weight.dtype == torch.float64 else torch.float32)
-        return pack(weight, self.pattern, "threshold", scale=scale, dtype=dtype, rows=rows, columns=columns, layout=layout)
+    count = math.comb(pattern.m, pattern.n)
+    if count > MAX_COMBINATIONS:
+        raise PatternError(
+            f"pattern {pattern} has {count} combinations in each group, and every one would need a learned number; at most "
+            f"{MAX_COMBINATIONS} are supported. Choose for instance 2:4, 4:8, 2:16 or 1:M."
+        )
+    return count
 
 
 @dataclass(frozen=True)
-class DecayedMask(WeightTransform):
-    """W̃ = W ⊙ (M(W) + D (1 − M(W))): pruned weights fade by the flow D, which the schedule lowers from 1 to 0 (MdGf, arXiv 2402.04744).
+class CombinationMask(WeightTransform):
+    """Base of the transforms that choose among combinations; groups along the last dimension."""
 
-    D is ``nm_flow``, a 0-d tensor, so that neither a compiled nor a captured step freezes it.
+    def table(self, like: Tensor) -> Tensor:
+        """P ``(C, M)``, 0 or 1: the combinations as masks, in the dtype and on the device of ``like``."""
+        members = torch.tensor(list(itertools.combinations(range(self.pattern.m), self.pattern.n)), device=like.device)
+        return torch.zeros(len(members), self.pattern.m, dtype=like.dtype, device=like.device).scatter_(1, members, 1.0)
 
-    Args:
-        pattern: the N:M pattern; groups along the last dimension.
-        chain: the gradient is g ⊙ (M + D (1 − M)), by the chain rule with M taken as a constant, instead of g.
+    def grouped(self, tensor: Tensor) -> Tensor:
+        """``tensor`` ``(out, in)`` as ``(groups, M)``."""
+        return tensor.reshape(-1, self.pattern.m)
+
+    def best(self, scores: Tensor, weight: Tensor) -> Tensor:
+        """The combination of the largest of ``scores`` ``(groups, C)`` in each group, the first of equal ones, as bool ``(out, in)``."""
+        return self.table(scores).bool()[scores.argmax(1)].reshape(weight.shape)
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """``tensor`` detached, in at least fp32: logits times 500 leave nothing of 16 bits."""
+    tensor = tensor.detach()
+    return tensor.float() if tensor.dtype.itemsize < 4 else tensor
+
+
+def pruned_along_out(weight: Tensor, n: int, m: int) -> Tensor:
+    """``weight`` ``(out, in)`` with at most N non-zeros in every group of M consecutive rows of a column.
+
+    Where M does not divide ``out`` the last group is short: N of its fewer rows are kept.
 
     Example:
-        >>> DecayedMask(Pattern("1:2"))(torch.tensor([[1.0, -2.0, 3.0, 2.0]]), torch.tensor(0.5))
-        tensor([[ 0.5000, -2.0000,  3.0000,  1.0000]])
+        >>> pruned_along_out(torch.tensor([[1.0, 2.0], [3.0, 1.0], [4.0, 4.0]]), 1, 2)
+        tensor([[0., 2.],
+                [3., 0.],
+                [4., 4.]])
     """
-
-    chain: bool = True
-
-    reads: ClassVar[Reads] = {"nm_flow": "fed"}
-
-    def _traits(self) -> Traits:
-        return replace(super()._traits(), is_nm=False)
-
-    def __call__(self, weight: Tensor, *extras: Tensor, out: Tensor | None = None) -> Tensor:
-        """The faded weight; kept elements keep their bits."""
-        (flow,), kept = extras, self.kept(weight)
-        if out is None:
-            return torch.where(kept, weight, weight * flow).contiguous()
-        return torch.where(kept, weight, weight * flow, out=out)
-
-    def gradient(self, g: Tensor, weight: Tensor, *extras: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
-        return torch.where(self.kept(weight), g, g * extras[0]) if self.chain else g, {}
+    rows = weight.shape[0]
+    return torch.ops.nmkernels.nm_prune(F.pad(weight.t(), (0, -rows % m)), n, m)[:, :rows].t()
 
 
 def laid_out(pattern: Pattern, layout: str) -> Pattern:

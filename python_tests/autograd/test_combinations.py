@@ -7,9 +7,10 @@ import pytest
 import torch
 
 import nmkernels as nm
-from nmkernels.autograd import BestCandidate, CandidateMask, GumbelMask, LikeliestMask, combination_count
-from nmkernels.autograd.combinations import gumbel
+from nmkernels.autograd import combination_count
 from nmkernels.pattern import Pattern, PatternError
+from nmkernels.recipes.methods.lbc import BestCandidate, CandidateMask
+from nmkernels.recipes.methods.maskllm import GumbelMask, LikeliestMask, gumbel
 
 PATTERNS = pytest.mark.parametrize("pattern", ["2:4", "1:4", "3:4", "2:8", "1:16", "4:4"])
 

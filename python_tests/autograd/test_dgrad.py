@@ -6,9 +6,11 @@ import pytest
 import torch
 
 import nmkernels as nm
-from nmkernels.autograd import BiMasked, DoublePruned, linear
-from nmkernels.autograd.dgrad import pruned_along_out
+from nmkernels.autograd import linear
+from nmkernels.autograd.transforms import pruned_along_out
 from nmkernels.pattern import Pattern
+from nmkernels.recipes.methods.bimask import BiMasked
+from nmkernels.recipes.methods.slope import DoublePruned
 from python_tests import plain
 
 PATTERNS = pytest.mark.parametrize("pattern", ["1:2", "2:4", "1:4", "2:8", "3:5", "4:4"])

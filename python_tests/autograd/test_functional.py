@@ -8,19 +8,11 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
 
 import nmkernels as nm
 from nmkernels import NMError, Pattern
-from nmkernels.autograd import (
-    DecayedMask,
-    GemmPlan,
-    GumbelMask,
-    HardMask,
-    Operands,
-    SoftThreshold,
-    SplitRule,
-    TransposableMask,
-    linear,
-    sparse_relu2,
-    split_linear,
-)
+from nmkernels.autograd import GemmPlan, HardMask, Operands, SplitRule, linear, sparse_relu2, split_linear
+from nmkernels.recipes.methods.fst import TransposableMask
+from nmkernels.recipes.methods.maskllm import GumbelMask
+from nmkernels.recipes.methods.mdgf import DecayedMask
+from nmkernels.recipes.methods.sste import SoftThreshold
 
 OUT, IN, SAMPLES, MODELS = 8, 16, 5, 3
 TOKENS = 2

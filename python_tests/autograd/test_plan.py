@@ -4,18 +4,13 @@ import dataclasses
 
 import pytest
 
-from nmkernels.autograd import (
-    STRAIGHT_THROUGH,
-    BiMasked,
-    DoublePruned,
-    GemmPlan,
-    HardMask,
-    SoftThreshold,
-    TransposableMask,
-    packed_inference,
-)
+from nmkernels.autograd import STRAIGHT_THROUGH, GemmPlan, HardMask, packed_inference
 from nmkernels.nn import SparseLinear
 from nmkernels.pattern import NMError, Pattern
+from nmkernels.recipes.methods.bimask import BiMasked
+from nmkernels.recipes.methods.fst import TransposableMask
+from nmkernels.recipes.methods.slope import DoublePruned
+from nmkernels.recipes.methods.sste import SoftThreshold
 
 
 def test_straight_through_is_dense_in_all_three():

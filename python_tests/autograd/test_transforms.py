@@ -6,17 +6,12 @@ import pytest
 import torch
 
 from nmkernels import NMError, Pattern, PatternError, ShapeError, ops
-from nmkernels.autograd import (
-    DecayedMask,
-    HardMask,
-    PartlyDense,
-    SoftQuery,
-    SoftThreshold,
-    StrideMask,
-    TransposableMask,
-    WeightTransform,
-    linear,
-)
+from nmkernels.autograd import HardMask, WeightTransform, linear
+from nmkernels.recipes.methods.complementary import StrideMask
+from nmkernels.recipes.methods.fst import TransposableMask
+from nmkernels.recipes.methods.maxq import PartlyDense, SoftQuery
+from nmkernels.recipes.methods.mdgf import DecayedMask
+from nmkernels.recipes.methods.sste import SoftThreshold
 from nmkernels.testing import equal_bits
 from python_tests import plain
 

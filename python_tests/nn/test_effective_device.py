@@ -5,11 +5,13 @@ import torch
 from torch import nn
 
 import nmkernels as nm
-from nmkernels.autograd import GemmPlan, HardMask, SoftThreshold, TransposableMask, choice, reads
+from nmkernels.autograd import GemmPlan, HardMask, choice, reads
 from nmkernels.backends.cuda import pack
 from nmkernels.backends.cuda.core import emulator_built
 from nmkernels.optim import MaskedAdamW
 from nmkernels.pattern import Pattern
+from nmkernels.recipes.methods.fst import TransposableMask
+from nmkernels.recipes.methods.sste import SoftThreshold
 from python_tests.nn.test_effective_packed import Calls
 
 BF16 = torch.bfloat16

@@ -10,8 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import nmkernels as nm
-from nmkernels.autograd import BiMasked, GemmPlan, HardMask, Reads, reads
+from nmkernels.autograd import GemmPlan, HardMask, Reads, reads
 from nmkernels.optim import MaskedAdamW
+from nmkernels.recipes.methods.bimask import BiMasked
 from python_tests import plain
 from python_tests.copies import WAYS, copied
 from python_tests.nn.changes import CHANGES

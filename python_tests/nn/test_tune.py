@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 import nmkernels as nm
-from nmkernels.autograd import GemmPlan, HardMask, TransposableMask, choice
+from nmkernels.autograd import GemmPlan, HardMask, choice
 from nmkernels.autograd.choice import Call
 from nmkernels.backends.triton import interpreted
 from nmkernels.capability import compiled_core
+from nmkernels.recipes.methods.fst import TransposableMask
 
 pytestmark = pytest.mark.skipif(interpreted() or not compiled_core().ok, reason="the CPU's kernels are what is chosen here")
 

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 import nmkernels as nm
-from nmkernels.autograd import StrideMask
 from nmkernels.nn import CompressedLinear, find_chains
 from nmkernels.recipes import STE, STEP, Complementary
+from nmkernels.recipes.methods.complementary import StrideMask
 from python_tests.recipes.loop import Adam, batches, distance, loss_of, mlp, snapshot
 from python_tests.recipes.loop_complementary import spaced
 

@@ -8,11 +8,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import nmkernels as nm
-from nmkernels.autograd import TransposableMask
 from nmkernels.optim import MaskedAdamW
 from nmkernels.pattern import CheckpointError, RecipeError, ShapeError
 from nmkernels.recipes import FST, SRSTE, STEP, Dense
 from nmkernels.recipes.cost import Span
+from nmkernels.recipes.methods.fst import TransposableMask
 from python_tests.recipes.loop import Adam, batches, distance, loss_of, mlp, snapshot
 from python_tests.recipes.loop_fst import fst, tile_patterns, transposable
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import nmkernels as nm
-from nmkernels.autograd import PartlyDense, SoftQuery
 from nmkernels.pattern import Pattern, RecipeError
 from nmkernels.recipes import MaxQ
+from nmkernels.recipes.methods.maxq import PartlyDense, SoftQuery
 from python_tests.recipes.loop import batches, loss_of, mlp
 
 F64 = torch.float64

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import nmkernels as nm
-from nmkernels.autograd import Anchored
 from nmkernels.optim import MaskedAdamW
 from nmkernels.pattern import Pattern, RecipeError
 from nmkernels.recipes import ProxSparse, prox
+from nmkernels.recipes.methods.proxsparse import Anchored
 from python_tests.recipes.loop import Adam, batches, distance, loss_of, mlp, snapshot, top_n
 from python_tests.recipes.loop_prox import brute, objective
 

@@ -7,9 +7,8 @@ import torch
 from torch import nn
 
 import nmkernels as nm
-from nmkernels.autograd import BlockColumns
-from nmkernels.autograd.blocks import _exact, _greedy, best_columns
 from nmkernels.recipes import STEP, VNM
+from nmkernels.recipes.methods.vnm import BlockColumns, _exact, _greedy, best_columns
 from python_tests.recipes.loop import Adam, batches, distance, mlp, snapshot, top_n
 from python_tests.recipes.loop_vnm import columns_of, retained
 from python_tests.recipes.running import step

@@ -5,7 +5,7 @@ Distillation from a dense teacher, as recipes that retrain a pruned model use it
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...autograd import AnnealedMask, HardMask
+from ...autograd import HardMask, WeightTransform
+from ...autograd.transforms import WEIGHT, Kind, masked
 from ...ops import STATS
 from ...optim import AnnealedAdamW, UpdateRule
 from ...pattern import Pattern, RecipeError, ShapeError
@@ -23,6 +24,34 @@ from ..schedule import check_choice, check_decay, check_same_schedule, resolve_s
 
 IGNORED = -100
 """The label that ``cross_entropy`` leaves out."""
+
+
+@dataclass(frozen=True)
+class AnnealedMask(WeightTransform):
+    """W̃ = M ⊙ W with M = M(W) as it was when last renewed, and λ (1 − M) ⊙ W as its penalty's gradient (AST, arXiv 2407.20584).
+
+    M is ``nm_mask``, held; λ is ``nm_decay``, a 0-d tensor that the schedule writes.
+
+    Example:
+        >>> mask, w = torch.tensor([[True, False]]), torch.tensor([[1.0, -2.0]])
+        >>> AnnealedMask(Pattern("1:2")).penalty(w, mask, torch.tensor(0.5))["weight"]
+        tensor([[ 0., -1.]])
+    """
+
+    reads: ClassVar[Mapping[str, Kind]] = {"nm_mask": "held", "nm_decay": "fed"}
+
+    def renew(self, weight: Tensor, extras: Sequence[Tensor | None], generator: torch.Generator) -> dict[str, Tensor]:
+        return {"nm_mask": super().kept(weight)}
+
+    def kept(self, weight: Tensor, *extras: Tensor) -> Tensor:
+        return extras[0]
+
+    def penalty(self, weight: Tensor, *extras: Tensor) -> dict[str, Tensor]:
+        mask, decay = extras
+        return {WEIGHT: masked(weight, ~mask) * decay}
+
+    def __call__(self, weight: Tensor, *extras: Tensor, out: Tensor | None = None) -> Tensor:
+        return masked(weight, extras[0], out)
 
 
 def distill_loss(student_logits: Tensor, teacher_logits: Tensor, labels: Tensor, temperature: float = 2.0, weight: float = 2 / 3) -> Tensor:

@@ -2,18 +2,71 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
-from ...autograd import CRITERIA, BiMasked
+from ...autograd import HardMask
+from ...autograd.transforms import Kind, pruned_along_out
 from ...optim import UpdateRule
 from ...pattern import Pattern
 from ..base import Recipe, Stage, State
 from ..cost import Span
 from ..registry import recipe
 from ..schedule import check_choice, check_count, check_decay, check_seed
+
+CRITERIA = ("magnitude", "count")
+"""What Bi-Mask's best permutation retains most of: Σ|w|, or the number of non-zeros."""
+
+
+@dataclass(frozen=True)
+class BiMasked(HardMask):
+    """Bi-Mask (Zhang et al., ICML 2023): W̃ = W ⊙ b_f forward and W ⊙ b_b in ∂L/∂x, both N:M along what their product sums over.
+
+    b_f is the mask M(W) by rows. b_b keeps, of W ⊙ b_f with its rows in the order ``nm_order``, the N largest magnitudes of every M
+    consecutive rows of a column, so that b_b ⊆ b_f. The order, which decides how much of W ⊙ b_f is lost, is held: the best of
+    ``draws`` random permutations when it was renewed. The masks follow the weight at every step.
+
+    Args:
+        pattern, chain: as for ``HardMask``.
+        draws: number of permutations to choose from; 0 keeps the rows in their own order.
+        criterion: see ``CRITERIA``.
+
+    Example:
+        >>> w = torch.tensor([[3.0, 0.0], [2.0, 0.0], [0.0, 1.0]])
+        >>> BiMasked(Pattern("1:2")).for_dgrad(w, torch.tensor([0, 2, 1]))
+        tensor([[3., 0.],
+                [2., 0.],
+                [0., 1.]])
+    """
+
+    draws: int = 100
+    criterion: str = "magnitude"
+
+    reads: ClassVar[Mapping[str, Kind]] = {"nm_order": "held"}
+
+    def renew(self, weight: Tensor, extras: Sequence[Tensor | None], generator: torch.Generator) -> dict[str, Tensor]:
+        """``nm_order``, int64 ``(out,)``: the first of the best of ``draws`` random permutations of the rows."""
+        rows = weight.shape[0]
+        if self.draws == 0:
+            return {"nm_order": torch.arange(rows, device=weight.device)}
+        sizes = torch.ops.nmkernels.nm_prune(weight, self.pattern.n, self.pattern.m).abs()
+        orders = [torch.randperm(rows, generator=generator).to(weight.device) for _ in range(self.draws)]
+        scores = torch.stack([self._retained(sizes[order]) for order in orders]).tolist()
+        return {"nm_order": orders[scores.index(max(scores))]}
+
+    def _retained(self, permuted: Tensor) -> Tensor:
+        left = pruned_along_out(permuted, self.pattern.n, self.pattern.m)
+        return left.sum(dtype=torch.float64) if self.criterion == "magnitude" else left.count_nonzero().double()
+
+    def for_dgrad(self, used: Tensor, *extras: Tensor) -> Tensor:
+        (order,) = extras
+        result = torch.empty_like(used)
+        result[order] = pruned_along_out(used[order], self.pattern.n, self.pattern.m)
+        return result
 
 
 @recipe("bimask")

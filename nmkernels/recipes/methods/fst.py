@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
-from ...autograd import STRAIGHT_THROUGH, GemmPlan, TransposableMask, WeightTransform
+from ...autograd import STRAIGHT_THROUGH, GemmPlan, WeightTransform
+from ...autograd.transforms import Kind, Traits, laid_out, masked
+from ...ops import Packed, pack
 from ...optim import UpdateRule
 from ...pattern import NMError, Pattern, PatternLike, RecipeError
 from ..base import Observed, Recipe, Stage, State
@@ -15,6 +19,43 @@ from ..cost import Span, first
 from ..packing import packing
 from ..registry import recipe
 from ..schedule import advance, check_decay, check_same_schedule, passed, phases
+
+
+@dataclass(frozen=True)
+class TransposableMask(WeightTransform):
+    """W̃ = M ⊙ W with M N:M along both dimensions, so that W̃ is N:M in y = x W̃ᵀ and W̃ᵀ is in ∂L/∂x = g W̃ (FST; arXiv 2404.01847).
+
+    M is ``nm_mask``, bool ``(out, in)``: of every M×M tile the choice of largest total magnitude (``nm.ops.transposable_mask``) at the last
+    renewal, held in between while the weight moves on. The gradient is passed straight through.
+
+    Args:
+        pattern: N:M, along ``in`` and along ``out``.
+
+    Example:
+        >>> transform, w = TransposableMask(Pattern("1:2")), torch.tensor([[4.0, 3.0], [3.0, 1.0]])
+        >>> transform(w, transform.renew(w, [None], torch.Generator())["nm_mask"])
+        tensor([[0., 3.],
+                [3., 0.]])
+    """
+
+    reads: ClassVar[Mapping[str, Kind]] = {"nm_mask": "held"}
+
+    def _traits(self) -> Traits:
+        return replace(super()._traits(), transposable=True)
+
+    def renew(self, weight: Tensor, extras: Sequence[Tensor | None], generator: torch.Generator) -> dict[str, Tensor]:
+        return {"nm_mask": torch.ops.nmkernels.nm_transposable_mask(weight, self.pattern.n, self.pattern.m)}
+
+    def kept(self, weight: Tensor, *extras: Tensor) -> Tensor:
+        return extras[0]
+
+    def __call__(self, weight: Tensor, *extras: Tensor, out: Tensor | None = None) -> Tensor:
+        return masked(weight, extras[0], out)
+
+    def packed(
+        self, weight: Tensor, *extras: Tensor, dtype: torch.dtype, rows: bool = True, columns: bool = False, layout: str = "canonical"
+    ) -> Packed:
+        return pack(weight, laid_out(self.pattern, layout), extras[0], dtype=dtype, rows=rows, columns=columns, layout=layout, check=False)
 
 
 @recipe("fst")

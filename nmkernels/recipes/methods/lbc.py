@@ -4,19 +4,100 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from ...autograd import BestCandidate, CandidateMask, WeightTransform, combination_count
+from ...autograd import CombinationMask, WeightTransform, combination_count
+from ...autograd.transforms import Kind, Traits, masked, wide
 from ...optim import UpdateRule
 from ...pattern import Pattern, RecipeError
 from ..base import Observed, Recipe, Stage, State
 from ..cost import Span, first
 from ..registry import recipe
 from ..schedule import advance, check_choice, check_same_schedule, passed, resolve_step
+
+
+@dataclass(frozen=True)
+class CandidateMask(CombinationMask):
+    """W̃ = W ⊙ B, B what the remaining candidate combinations of each group still have (LBC; Zhang et al. 2022, arXiv 2206.06662).
+
+    The scores α are ``nm_scores`` ``(groups, C)``, learned; which combinations remain is ``nm_alive``, bool of the same shape, held. The
+    soft mask is S = Σ_k α_k P_k over the remaining k; B is binary, and its gradient is passed straight to S.
+
+    Args:
+        pattern: the N:M pattern.
+        forward: ``"union"``, B is 1 where any remaining combination has the weight; ``"top_n"``, at the N largest S.
+        chain: the weight's gradient is g ⊙ B, instead of g.
+        learning: the scores are trained.
+    """
+
+    forward: str = "union"
+    chain: bool = True
+
+    reads: ClassVar[Mapping[str, Kind]] = {"nm_scores": "learned", "nm_alive": "held", "nm_remaining": "fed"}
+
+    def _traits(self) -> Traits:
+        return replace(super()._traits(), is_nm=False)
+
+    def start(self, weight: Tensor) -> dict[str, Tensor]:
+        """``nm_scores``, 1 / C(M−1, N−1) each, so that S is 1 everywhere."""
+        shape = weight.numel() // self.pattern.m, combination_count(self.pattern)
+        first = 1.0 / math.comb(self.pattern.m - 1, self.pattern.n - 1)
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        return {"nm_scores": torch.full(shape, first, dtype=dtype, device=weight.device)}
+
+    def renew(self, weight: Tensor, extras: Sequence[Tensor | None], generator: torch.Generator) -> dict[str, Tensor]:
+        """``nm_alive``: of what remained, the ``nm_remaining`` largest scores of each group; of equal ones the first stay."""
+        scores, alive, remaining = extras
+        assert scores is not None
+        if alive is None or remaining is None:
+            return {"nm_alive": torch.ones_like(scores, dtype=torch.bool)}
+        order = scores.detach().masked_fill(~alive, -math.inf).argsort(dim=1, descending=True, stable=True)
+        return {"nm_alive": alive & (order.argsort(dim=1) < remaining)}
+
+    def kept(self, weight: Tensor, *extras: Tensor) -> Tensor:
+        scores, alive, _ = extras
+        if self.forward == "union":
+            return (alive.to(torch.float32) @ self.table(torch.ones((), device=alive.device)) > 0).reshape(weight.shape)
+        left = wide(scores) * alive
+        soft = left @ self.table(left)
+        # the op ranks magnitudes; scores are ranked with their sign
+        raised = soft - soft.amin(1, keepdim=True)
+        return torch.ops.nmkernels.nm_mask(raised, self.pattern.n, self.pattern.m).reshape(weight.shape)
+
+    def __call__(self, weight: Tensor, *extras: Tensor, out: Tensor | None = None) -> Tensor:
+        return masked(weight, self.kept(weight, *extras), out)
+
+    def gradient(self, g: Tensor, weight: Tensor, *extras: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """g ⊙ B, or without ``chain`` g; ∂L/∂α_k = ⟨g ⊙ W, P_k⟩ over the group where combination k remains, 0 where it does not."""
+        dw = masked(g, self.kept(weight, *extras)) if self.chain else g
+        if self.reads["nm_scores"] != "learned":
+            return dw, {}
+        scores, alive, _ = extras
+        d = (self.grouped(g) * self.grouped(weight)).to(scores.dtype)
+        return dw, {"nm_scores": (d @ self.table(scores).t()).masked_fill(~alive, 0.0)}
+
+
+@dataclass(frozen=True)
+class BestCandidate(CandidateMask):
+    """W̃ = W ⊙ P_k with k the largest score among the remaining candidates: what LBC deploys, and trains once only one remains."""
+
+    reads: ClassVar[Mapping[str, Kind]] = {**CandidateMask.reads, "nm_scores": "frozen"}
+
+    def _traits(self) -> Traits:
+        return replace(super()._traits(), is_nm=True)
+
+    def start(self, weight: Tensor) -> dict[str, Tensor]:
+        """Nothing: the scores are there already."""
+        return {}
+
+    def kept(self, weight: Tensor, *extras: Tensor) -> Tensor:
+        scores, alive, _ = extras
+        return self.best(wide(scores).masked_fill(~alive, -math.inf), weight)
 
 
 @recipe("lbc")

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from ...autograd import GumbelMask, LikeliestMask, WeightTransform, combination_count
+from ...autograd import CombinationMask, WeightTransform, combination_count
+from ...autograd.transforms import Kind, Traits, masked, wide
 from ...nn import NMWeight
 from ...optim import UpdateRule
 from ...pattern import Pattern, RecipeError, ShapeError
+from ...reference import uniforms24
 from ..base import Observed, Recipe, Stage, State
 from ..cost import Span
 from ..learned import learned_apart
@@ -22,6 +24,118 @@ from ..schedule import advance, check_choice, check_same_schedule
 
 EARLY = 0.05
 """Share of the run still to come above which it counts as stopped on the way."""
+
+
+@dataclass(frozen=True)
+class GumbelMask(CombinationMask):
+    """W̃ = W ⊙ M̃, M̃ = Σ_k ỹ_k P_k, ỹ = softmax((κ π + G) / τ) with G standard Gumbel noise (MaskLLM; Fang et al. 2024, arXiv 2409.17481).
+
+    The logits π are ``nm_logits`` ``(groups, C)``, learned; τ and κ are the schedule's ``nm_tau`` and ``nm_kappa``. The noise is a
+    function of ``nm_draw``, two held words, alone: forward, backward and a resumed run see the same. W is not trained.
+
+    Args:
+        pattern: the N:M pattern.
+        hard: multiply the combination of the largest ỹ instead of the mixture; the gradient is that of the mixture.
+        prior: α, how strongly the mask of the N largest magnitudes is preferred at the start, see ``preferring``.
+        spread: standard deviation of the initial logits.
+    """
+
+    hard: bool = False
+    prior: float = 3.0
+    spread: float = 0.01
+
+    reads: ClassVar[Mapping[str, Kind]] = {
+        "nm_logits": "learned",
+        "nm_draw": "held",
+        "nm_tau": "fed",
+        "nm_kappa": "fed",
+        "nm_penalty": "fed",
+    }
+
+    def _traits(self) -> Traits:
+        return replace(super()._traits(), is_nm=False)
+
+    def start(self, weight: Tensor) -> dict[str, Tensor]:
+        """``nm_logits``: normal numbers from torch's generator, with the prior of the mask by magnitude."""
+        kept = torch.ops.nmkernels.nm_mask(weight, self.pattern.n, self.pattern.m)
+        return {"nm_logits": self.preferring(kept, weight)}
+
+    def preferring(self, mask: Tensor, weight: Tensor) -> Tensor:
+        """Fresh logits that prefer ``mask`` M₀ ``(out, in)``: π_k + σ(π) (⟨M₀, P_k⟩ − N/2) α, with σ(π) their spread in this layer."""
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        shape = weight.numel() // self.pattern.m, combination_count(self.pattern)
+        # in fp32 whatever the dtype is: the same seed gives the same logits
+        logits = (torch.randn(shape, device=weight.device) * self.spread).to(dtype)
+        overlap = self.grouped(mask).to(dtype) @ self.table(logits).t()
+        return logits + logits.std(correction=0) * (overlap - self.pattern.n / 2) * self.prior
+
+    def renew(self, weight: Tensor, extras: Sequence[Tensor | None], generator: torch.Generator) -> dict[str, Tensor]:
+        """``nm_draw``, the words from which the next noise follows."""
+        return {"nm_draw": torch.randint(-(2**63), 2**63 - 1, (2,), generator=generator, dtype=torch.int64)}
+
+    def kept(self, weight: Tensor, *extras: Tensor) -> Tensor:
+        """The combination of the largest logit: what would be deployed now."""
+        return self.best(wide(extras[0]), weight)
+
+    def choices(self, *extras: Tensor) -> Tensor:
+        """ỹ ``(groups, C)``."""
+        logits, (_, draw, tau, kappa, _) = wide(extras[0]), extras
+        return ((logits * kappa + gumbel(draw, logits)) / tau).softmax(1).to(logits.dtype)
+
+    def mixture(self, choices: Tensor) -> Tensor:
+        """M̃ ``(groups, M)``."""
+        table = self.table(choices)
+        return table[choices.argmax(1)] if self.hard else choices @ table
+
+    def __call__(self, weight: Tensor, *extras: Tensor, out: Tensor | None = None) -> Tensor:
+        soft = self.mixture(self.choices(*extras)).reshape(weight.shape).to(weight.dtype)
+        return weight.detach().contiguous() * soft if out is None else torch.mul(weight.detach(), soft, out=out)
+
+    def gradient(self, g: Tensor, weight: Tensor, *extras: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """∂L/∂π = (κ/τ) ỹ ⊙ (d − ⟨ỹ, d⟩) with d_k = ⟨g ⊙ W, P_k⟩ over the group; none of the weights, which are frozen."""
+        return None, {"nm_logits": self._to_logits(self.choices(*extras), self.grouped(g) * self.grouped(weight), *extras)}
+
+    def penalty(self, weight: Tensor, *extras: Tensor) -> dict[str, Tensor]:
+        """The gradient of −λ ‖W ⊙ M̃‖², λ the schedule's ``nm_penalty``: it keeps large weights, and with them gradients, alive."""
+        choices, w = self.choices(*extras), self.grouped(weight)
+        return {"nm_logits": self._to_logits(choices, -2.0 * extras[4] * w * w * self.mixture(choices), *extras)}
+
+    def _to_logits(self, choices: Tensor, d_mask: Tensor, *extras: Tensor) -> Tensor:
+        """From the gradient of M̃ ``(groups, M)`` to that of π."""
+        logits, _, tau, kappa, _ = extras
+        d = d_mask.to(choices.dtype) @ self.table(choices).t()
+        return (choices * (d - (choices * d).sum(1, keepdim=True)) * (kappa / tau)).to(logits.dtype)
+
+    def watch(self, weight: Tensor, *extras: Tensor) -> dict[str, Tensor]:
+        """``sharpness``, the mean of the largest ỹ of each group: 1/C says that nothing is decided, 1 that all is."""
+        return {"sharpness": self.choices(*extras).amax(1).mean()}
+
+
+def gumbel(draw: Tensor, like: Tensor) -> Tensor:
+    """Standard Gumbel noise −log(−log u) of the shape and dtype of ``like``, a function of ``draw`` alone (int64 ``(2,)``).
+
+    u = (k + ½) / 2²⁴, k the 24-bit numbers of Philox in row-major order; computed in fp64, where u never rounds to 1.
+
+    Example:
+        >>> draw = torch.tensor([1, 2])
+        >>> bool((gumbel(draw, torch.zeros(3, 4)) == gumbel(draw, torch.zeros(3, 4))).all())
+        True
+    """
+    u = (uniforms24(draw, like.numel()).double() + 0.5) / 2**24
+    return -(-u.log()).log().to(like.dtype).reshape(like.shape)
+
+
+@dataclass(frozen=True)
+class LikeliestMask(CombinationMask):
+    """W̃ = W ⊙ P_k with k the largest logit of each group: what MaskLLM deploys."""
+
+    reads: ClassVar[Mapping[str, Kind]] = {"nm_logits": "frozen"}
+
+    def kept(self, weight: Tensor, *extras: Tensor) -> Tensor:
+        return self.best(wide(extras[0]), weight)
+
+    def __call__(self, weight: Tensor, *extras: Tensor, out: Tensor | None = None) -> Tensor:
+        return masked(weight, self.kept(weight, *extras), out)
 
 
 @recipe("maskllm")

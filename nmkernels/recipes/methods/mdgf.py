@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from ...autograd import DecayedMask, HardMask
+from ...autograd import HardMask, WeightTransform
+from ...autograd.transforms import Kind, Traits
 from ...optim import UpdateRule
 from ...pattern import Pattern, RecipeError
 from ..base import Observed, Recipe, Stage, State
@@ -19,6 +21,39 @@ from ..schedule import Phases, advance, check_choice, check_same_schedule, passe
 
 EARLY = 0.05
 """The flow above which a run counts as stopped on the way."""
+
+
+@dataclass(frozen=True)
+class DecayedMask(WeightTransform):
+    """W̃ = W ⊙ (M(W) + D (1 − M(W))): pruned weights fade by the flow D, which the schedule lowers from 1 to 0 (MdGf, arXiv 2402.04744).
+
+    D is ``nm_flow``, a 0-d tensor, so that neither a compiled nor a captured step freezes it.
+
+    Args:
+        pattern: the N:M pattern; groups along the last dimension.
+        chain: the gradient is g ⊙ (M + D (1 − M)), by the chain rule with M taken as a constant, instead of g.
+
+    Example:
+        >>> DecayedMask(Pattern("1:2"))(torch.tensor([[1.0, -2.0, 3.0, 2.0]]), torch.tensor(0.5))
+        tensor([[ 0.5000, -2.0000,  3.0000,  1.0000]])
+    """
+
+    chain: bool = True
+
+    reads: ClassVar[Mapping[str, Kind]] = {"nm_flow": "fed"}
+
+    def _traits(self) -> Traits:
+        return replace(super()._traits(), is_nm=False)
+
+    def __call__(self, weight: Tensor, *extras: Tensor, out: Tensor | None = None) -> Tensor:
+        """The faded weight; kept elements keep their bits."""
+        (flow,), kept = extras, self.kept(weight)
+        if out is None:
+            return torch.where(kept, weight, weight * flow).contiguous()
+        return torch.where(kept, weight, weight * flow, out=out)
+
+    def gradient(self, g: Tensor, weight: Tensor, *extras: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
+        return torch.where(self.kept(weight), g, g * extras[0]) if self.chain else g, {}
 
 
 @recipe("mdgf")

@@ -2,17 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
-from ...autograd import DoublePruned, HardMask
+from ...autograd import HardMask, WeightTransform
+from ...autograd.transforms import Kind, masked, pruned_along_out
 from ...pattern import Pattern, RecipeError
 from ..base import Observed, Recipe, Stage, State
 from ..cost import Span, first, rank_for
 from ..registry import recipe
 from ..schedule import advance, check_count, check_same_schedule, check_seed, passed, resolve_step
+
+
+@dataclass(frozen=True)
+class DoublePruned(WeightTransform):
+    """SLoPe (Mozaffari et al., ICLR 2025): W̃ = W, which a held row mask keeps N:M, forward; W^{R,C} in ∂L/∂x; a masked ∂L/∂W.
+
+    The row mask ``nm_rows`` is that of the weight when the stage began and never changes. The column mask ``nm_columns``, the N largest
+    magnitudes of every M consecutive rows of a column, is chosen anew now and then. For a random row mask it takes
+    Σ_{j>N} C(M,j) s^j (1−s)^{M−j} (j−N)/M of all weights more, s = N/M: 12.5 % at 1:2, 9.4 % at 2:4, 5.8 % at 2:8 (where 3.39 % is
+    reported, which that sum does not give; random weights lose 5.8 %).
+    """
+
+    reads: ClassVar[Mapping[str, Kind]] = {"nm_rows": "held", "nm_columns": "held"}
+
+    def renew(self, weight: Tensor, extras: Sequence[Tensor | None], generator: torch.Generator) -> dict[str, Tensor]:
+        """``nm_rows`` once and for all, and ``nm_columns`` of the present weight, both bool ``(out, in)``."""
+        n, m, rows = self.pattern.n, self.pattern.m, extras[0]
+        if rows is None:
+            rows = torch.ops.nmkernels.nm_mask(weight, n, m)
+        # a weight that the row mask keeps may be 0 now and grow before the next renewal: it still goes before one that is pruned
+        sizes = weight.abs().clamp_min(torch.finfo(weight.dtype).tiny).masked_fill(~rows, 0.0)
+        return {"nm_rows": rows, "nm_columns": (pruned_along_out(sizes, n, m) != 0).contiguous()}
+
+    def kept(self, weight: Tensor, *extras: Tensor) -> Tensor:
+        return extras[0]
+
+    def for_dgrad(self, used: Tensor, *extras: Tensor) -> Tensor:
+        return masked(used, extras[1])
+
+    def gradient(self, g: Tensor, weight: Tensor, *extras: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
+        return masked(g, extras[0]), {}
 
 
 @recipe("slope")

@@ -2,18 +2,72 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
-from ...autograd import GemmPlan, SoftThreshold, WeightTransform
+from ...autograd import GemmPlan, WeightTransform
+from ...autograd.transforms import Kind, Traits, laid_out
+from ...ops import Packed, pack
 from ...optim import UpdateRule
 from ...pattern import NMError, Pattern, PatternLike, RecipeError
 from ..base import Recipe, Stage, State
 from ..packing import packing
 from ..registry import recipe
 from ..schedule import check_seed
+
+
+@dataclass(frozen=True)
+class SoftThreshold(WeightTransform):
+    """W̃ = β · S(W), continuous in W (S-STE; Hu et al. 2024, arXiv 2409.09099): S shrinks every group by its (N+1)-th largest magnitude.
+
+    β is ``nm_scale``, one number per tensor, ⟨W, S(W)⟩ / ‖S(W)‖² of the initial weight, then frozen. The gradient is passed
+    straight through, without β and without a mask.
+
+    Example:
+        >>> w = torch.tensor([[0.3, -1.0, 0.5, 2.0]])
+        >>> SoftThreshold(Pattern("2:4"))(w, torch.tensor(2.0))
+        tensor([[ 0., -1.,  0.,  3.]])
+    """
+
+    reads: ClassVar[Mapping[str, Kind]] = {"nm_scale": "frozen"}
+
+    def _traits(self) -> Traits:
+        return replace(super()._traits(), threshold=True)
+
+    def start(self, weight: Tensor) -> dict[str, Tensor]:
+        """``nm_scale``, β of the weight as it is now.
+
+        Raises:
+            NMError: β is 0 (S(W) is zero everywhere) or not finite.
+        """
+        scale = torch.ops.nmkernels.nm_soft_threshold_scale(weight, self.pattern.n, self.pattern.m)
+        if not scale.is_meta and not 0 < float(scale) < float("inf"):
+            raise NMError(
+                f"the scale of its soft threshold is {float(scale)}: the weight is all zero, or of one magnitude in every group, or not "
+                "finite. Initialise the weight before sparsify_, or leave the layer out with filter_fn."
+            )
+        return {"nm_scale": scale}
+
+    def __call__(self, weight: Tensor, *extras: Tensor, out: Tensor | None = None) -> Tensor:
+        """β S(W): at most N non-zeros in a group, the others +0."""
+        raw, (scale,) = torch.ops.nmkernels, extras
+        if out is None:
+            return raw.nm_soft_threshold(weight, self.pattern.n, self.pattern.m) * scale
+        raw.nm_soft_threshold_out(weight, self.pattern.n, self.pattern.m, out=out)
+        return out.mul_(scale)
+
+    def packed(
+        self, weight: Tensor, *extras: Tensor, dtype: torch.dtype, rows: bool = True, columns: bool = False, layout: str = "canonical"
+    ) -> Packed:
+        """β S(W), rounded once, in one read of the weight. Its transpose is not N:M: ``columns`` raises ``PatternError``."""
+        if laid_out(self.pattern, layout) != self.pattern:
+            return super().packed(weight, *extras, dtype=dtype, rows=rows, columns=columns, layout=layout)
+        scale = extras[0].to(torch.float64 if weight.dtype == torch.float64 else torch.float32)
+        return pack(weight, self.pattern, "threshold", scale=scale, dtype=dtype, rows=rows, columns=columns, layout=layout)
 
 
 @recipe("sste")
