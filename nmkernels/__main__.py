@@ -1,6 +1,6 @@
-"""``python -m nmkernels VERB``: see ``nmkernels.cli.main``."""
+"""``python -m nmkernels VERB``: see ``nmkernels.cli``."""
 
-from .cli.main import main
+from .cli import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

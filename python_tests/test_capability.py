@@ -190,7 +190,7 @@ def test_an_install_without_the_core_says_so_at_the_first_slow_op(tmp_path: Path
     before, after = done.stderr.split("before\n")
     assert "compiled core" not in before and after.count("nmkernels runs without its compiled core") == 1
     assert f"run `{PIP} nmkernels`" in after
-    doctor = run([sys.executable, "-c", f"{nowhere}from nmkernels.cli.main import main; sys.exit(main(['doctor']))"])
+    doctor = run([sys.executable, "-c", f"{nowhere}from nmkernels.cli import main; sys.exit(main(['doctor']))"])
     assert doctor.returncode == 0 and "compiled core" not in doctor.stderr
     assert "no  compiled_core" in doctor.stdout and f"run `{PIP} nmkernels`" in doctor.stdout
 

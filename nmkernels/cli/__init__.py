@@ -1,5 +1,75 @@
-"""The command line, ``python -m nmkernels VERB``: ``main.py`` has the table of verbs, one file per verb.
+"""The command line, ``python -m nmkernels VERB``: finds the verb, parses its options, runs it, turns errors into one line and a status.
 
-A verb's module defines ``add_arguments(parser)`` and ``run(args) -> exit status``; whatever is slow to
-import is imported inside ``run``, so that ``--help`` answers at once.
+A verb is a module of this folder with ``add_arguments(parser)`` and ``run(args) -> exit status``; whatever is slow to import is
+imported inside ``run``, so that ``--help`` answers at once.
 """
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from .._version import __version__
+from ..pattern import NMError
+
+PROG = "python -m nmkernels"
+
+VERBS = {
+    "train": "train a small byte-level GPT with a sparse recipe, compress it and check the result",
+    "recipes": "list the training methods: paper, patterns, state, cost; or one with its keywords",
+    "audit": "predict, and measure here, what N:M would gain a model on a device, layer by layer",
+    "bench": "time the operations on this machine beside what one would write in torch",
+    "doctor": "tell what works on this machine, and why the rest does not",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``python -m nmkernels VERB ...`` and return its exit status.
+
+    0 success, 1 a failure that the message explains, 2 wrong usage, 130 interrupted.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0].startswith("-"):
+        return _top(words)
+    verb = words[0]
+    if verb not in VERBS:
+        near = difflib.get_close_matches(verb, VERBS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else "."
+        print(f"{PROG}: error: no verb is called {verb!r}{hint} Verbs are: {', '.join(VERBS)}.", file=sys.stderr)
+        return 2
+    module = importlib.import_module(f".{verb}", __package__)
+    parser = argparse.ArgumentParser(prog=f"{PROG} {verb}", description=VERBS[verb])
+    module.add_arguments(parser)
+    args = parser.parse_args(words[1:])
+    try:
+        status = int(module.run(args) or 0)
+        sys.stdout.flush()
+        return status
+    except NMError as error:
+        print(f"{PROG} {verb}: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # the reader (head, less) went away; point stdout at nothing, or the flush at exit complains
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _top(words: list[str]) -> int:
+    verbs = "\n".join(f"  {name:<8} {said}" for name, said in VERBS.items())
+    parser = argparse.ArgumentParser(
+        prog=PROG,
+        usage=f"{PROG} VERB [options]",
+        description="N:M sparse training and inference.",
+        epilog=f"verbs:\n{verbs}\n\n{PROG} VERB --help tells the options of one.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"nmkernels {__version__}")
+    parser.parse_args(words)
+    parser.print_help()
+    return 0

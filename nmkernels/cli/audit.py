@@ -8,20 +8,22 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
+from .. import capability
+from ..audit import audit
+from ..models import GPT, MODELS, GPTConfig, model_shapes
 from ..pattern import NMError
-from .train import positive
+from .config import positive
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the verb."""
-    from ..models import MODELS
-
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--model", default="gpt2", metavar="M", help=f"{', '.join(MODELS)}, or WIDTHxBLOCKS of models.GPT; default gpt2")
     what.add_argument("--shapes", nargs="+", metavar="OUTxIN", help="layers of these shapes instead, such as 14336x4096 4096x14336")
-    parser.add_argument(
-        "--tokens", type=positive, default=8192, metavar="T", help="of one forward pass, batch times sequence; default 8192"
-    )
+    said = "of one forward pass, batch times sequence; default 8192"
+    parser.add_argument("--tokens", type=positive, default=8192, metavar="T", help=said)
     parser.add_argument("--device", metavar="D", help="A100, H100, H200 (there or not), cpu, cuda; default: a GPU if torch has one")
     parser.add_argument("--recipe", default="sste", metavar="NAME[:N:M]", help="training recipe, default sste")
     parser.add_argument("--pattern", metavar="N:M", help="default 2:4, or what the recipe has")
@@ -35,9 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Audit the model and print the table; 0, or 1 through ``NMError``."""
-    from .. import capability
-    from ..audit import audit
-
     model, rows = _model(args)
     device = args.device or ("cuda" if capability.cuda_device().ok else "cpu")
     recipe = args.recipe
@@ -56,28 +55,21 @@ def run(args: argparse.Namespace) -> int:
         rows=rows,
         measure=not args.no_measure,
         budget=args.budget,
-        progress=None if args.json else _tell,
+        progress=None if args.json or not sys.stderr.isatty() else _tell,
     )
     print(json.dumps(found.as_dict(), indent=2, ensure_ascii=False) if args.json else found)
     return 0
 
 
 def _tell(done: int, total: int, what: str) -> None:
-    if sys.stderr.isatty():
-        print(f"{done + 1} of {total}: {what}", file=sys.stderr)
+    print(f"{done + 1} of {total}: {what}", file=sys.stderr)
 
 
 def _model(args: argparse.Namespace) -> tuple[Any, Mapping[str, float]]:
     """The model, or its shapes, and how often a token passes through some of its layers."""
     if args.shapes:
         return {word: _sizes(word) for word in args.shapes}, {}
-    from ..models import model_shapes
-
     if args.model[:1].isdigit():
-        import torch
-
-        from ..models import GPT, GPTConfig
-
         width, blocks = _sizes(args.model)
         with torch.device("meta"):
             return GPT(GPTConfig(width=width, layers=blocks, heads=1)), {}

@@ -1,15 +1,13 @@
-"""The settings of a training run: defaults, the demo's, what the user gave, and what a checkpoint remembers.
-
-``--set KEY=VALUE``: keywords of a recipe from the command line, each as the type that the recipe's field declares.
-"""
+"""The settings of a training run: the options of ``train``, the defaults, the demo's, and what a checkpoint remembers."""
 
 from __future__ import annotations
 
 import argparse
 import ast
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from .. import recipes
@@ -22,68 +20,6 @@ from ..recipes.text import parse
 BOOL = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 NOT_HERE = {"pattern": "it stands behind the recipe's name, --recipe NAME:N:M", "total_steps": "it is the length of the run, --steps"}
 WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text", "NoneType": "none"}
-
-
-def options(recipe: type[Recipe], texts: Iterable[str]) -> dict[str, Any]:
-    """The keywords that ``texts`` set for ``recipe``; of one given twice, the last counts.
-
-    Raises:
-        RecipeError: a text is not KEY=VALUE, the recipe has no such keyword, or the value is of another type.
-    """
-    return dict(_option(recipe, text) for text in texts)
-
-
-def _option(recipe: type[Recipe], text: str) -> tuple[str, Any]:
-    key, sign, value = text.partition("=")
-    if not sign or not key.isidentifier():
-        raise RecipeError(f"--set {text}: write it as KEY=VALUE, for instance --set decay=2e-4.")
-    if key in NOT_HERE:
-        raise RecipeError(f"--set {text}: {key} is not set here; {NOT_HERE[key]}.")
-    known = [f.name for f in fields(recipe) if f.name not in NOT_HERE]
-    if key not in known:
-        near = suggestion(key, known) or "."
-        takes = f"It takes {', '.join(known)}" if known else "It takes none"
-        raise RecipeError(
-            f"--set {text}: {recipe.name} has no keyword {key!r}{near} {takes}; see `python -m nmkernels recipes {recipe.name}`."
-        )
-    allowed = _members(get_type_hints(recipe)[key])
-    try:
-        return key, _value(value, allowed)
-    except ValueError as error:
-        kinds = " or ".join(WORDS.get(kind.__name__, kind.__name__) for kind in allowed)
-        raise RecipeError(f"--set {text}: {key} of {recipe.name} is {kinds}, and {value!r} is not.") from error
-
-
-def _members(hint: Any) -> list[Any]:
-    """The plain types of an annotation such as ``float | int | None``."""
-    if get_origin(hint) in (Union, types.UnionType):
-        return [kind for part in get_args(hint) for kind in _members(part)]
-    if get_origin(hint) is Literal:
-        return [str]
-    return [get_origin(hint) or hint]
-
-
-def _value(text: str, allowed: list[Any]) -> Any:
-    word = text.strip().lower()
-    if word == "none" and type(None) in allowed:
-        return None
-    if word in BOOL and bool in allowed:
-        return BOOL[word]
-    for kind in (int, float):
-        if kind in allowed:
-            try:
-                return kind(text)
-            except ValueError:
-                continue
-    if str in allowed:
-        return text
-    try:
-        value = ast.literal_eval(text)  # a tuple or a table
-    except (ValueError, SyntaxError):
-        raise ValueError(text) from None
-    if not any(isinstance(value, kind) for kind in allowed if isinstance(kind, type)):
-        raise ValueError(text)
-    return value
 
 
 @dataclass(frozen=True)
@@ -132,7 +68,7 @@ class TrainConfig:
 
 
 DEMO: dict[str, Any] = {"steps": 800}
-"""Under four minutes on two cores, twin included: 1.6 M bytes of text for each of the two."""
+"""Under four minutes on two cores, dense baseline included: 1.6 M bytes of text for each of the two."""
 
 
 def settings(args: argparse.Namespace, saved: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -147,8 +83,7 @@ def settings(args: argparse.Namespace, saved: Mapping[str, Any] | None = None) -
     asked = dict(DEMO) if args.demo else {}
     names = {f.name for f in fields(TrainConfig)} - {"options"}
     asked.update({name: value for name, value in vars(args).items() if name in names and value is not None})
-    spec = asked.get("recipe", (saved or {}).get("recipe", TrainConfig.recipe))
-    name, pattern, inside = parse(str(spec))
+    name, pattern, inside = parse(str(asked.get("recipe", (saved or {}).get("recipe", TrainConfig.recipe))))
     cls = find(name)
     if "recipe" in asked:
         asked["recipe"] = f"{cls.name}:{Pattern(cls.pattern if pattern is None else pattern)}"
@@ -183,3 +118,125 @@ def resumed(asked: dict[str, Any], saved: dict[str, Any], path: object) -> Train
             f"{path} is of another run: {'; '.join(differ)}. Leave those options out to resume, or start anew in another --out."
         )
     return config
+
+
+def options(recipe: type[Recipe], texts: Sequence[str]) -> dict[str, Any]:
+    """The keywords that ``texts`` set for ``recipe``; of one given twice, the last counts.
+
+    Raises:
+        RecipeError: a text is not KEY=VALUE, the recipe has no such keyword, or the value is of another type.
+    """
+    return dict(_option(recipe, text) for text in texts)
+
+
+def _option(recipe: type[Recipe], text: str) -> tuple[str, Any]:
+    key, sign, value = text.partition("=")
+    if not sign or not key.isidentifier():
+        raise RecipeError(f"--set {text}: write it as KEY=VALUE, for instance --set decay=2e-4.")
+    if key in NOT_HERE:
+        raise RecipeError(f"--set {text}: {key} is not set here; {NOT_HERE[key]}.")
+    known = [f.name for f in fields(recipe) if f.name not in NOT_HERE]
+    if key not in known:
+        near = suggestion(key, known) or "."
+        takes = f"It takes {', '.join(known)}" if known else "It takes none"
+        raise RecipeError(
+            f"--set {text}: {recipe.name} has no keyword {key!r}{near} {takes}; see `python -m nmkernels recipes {recipe.name}`."
+        )
+    allowed = _members(get_type_hints(recipe)[key])
+    try:
+        return key, _value(value, allowed)
+    except ValueError as error:
+        kinds = " or ".join(WORDS.get(kind.__name__, kind.__name__) for kind in allowed)
+        raise RecipeError(f"--set {text}: {key} of {recipe.name} is {kinds}, and {value!r} is not.") from error
+
+
+def _members(hint: Any) -> list[Any]:
+    """The plain types of an annotation such as ``float | int | None``."""
+    if get_origin(hint) in (Union, types.UnionType):
+        return [kind for part in get_args(hint) for kind in _members(part)]
+    return [str if get_origin(hint) is Literal else get_origin(hint) or hint]
+
+
+def _value(text: str, allowed: list[Any]) -> Any:
+    word = text.strip().lower()
+    if word == "none" and type(None) in allowed:
+        return None
+    if word in BOOL and bool in allowed:
+        return BOOL[word]
+    for kind in (int, float, str):
+        if kind in allowed:
+            try:
+                return kind(text)
+            except ValueError:
+                continue
+    try:
+        value = ast.literal_eval(text)  # a tuple or a table
+    except SyntaxError as error:
+        raise ValueError(text) from error
+    if not isinstance(value, tuple(kind for kind in allowed if isinstance(kind, type))):
+        raise ValueError(text)
+    return value
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1, for argparse."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is below 1")
+    return value
+
+
+def rate(text: str) -> float:
+    """A finite number above 0, for argparse."""
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{value} is not a finite number above 0")
+    return value
+
+
+def seed(text: str) -> int:
+    """A whole number from 0 to 2⁶³ − 1, for argparse."""
+    value = int(text)
+    if not 0 <= value < 2**63:
+        raise argparse.ArgumentTypeError(f"{value} is not between 0 and 2**63 - 1")
+    return value
+
+
+def path(text: str) -> Path:
+    """A path, for argparse; an empty one would be the present folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty; give a path, . for the present folder")
+    return Path(text)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``train``."""
+    what = parser.add_argument_group("what to train")
+    what.add_argument("--recipe", metavar="NAME:N:M", help="training recipe, default step:2:4; `python -m nmkernels recipes` lists them")
+    said = "keyword of the recipe, e.g. --set decay=2e-4; may be repeated; `python -m nmkernels recipes NAME` lists them"
+    what.add_argument("--set", metavar="KEY=VALUE", action="append", help=said)
+    what.add_argument("--data", metavar="FILE_OR_FOLDER", help="text to train on; default: the Python standard library's source")
+    what.add_argument("--demo", action="store_true", help="the sizes of `make demo`: under four minutes on two cores")
+    what.add_argument("--baseline", action="store_true", help="also train the dense baseline on the same batches, and compare")
+    size = parser.add_argument_group("size")
+    size.add_argument("--steps", type=positive, help="optimizer steps, default 2000")
+    size.add_argument("--batch", type=positive, help="sequences per step, default 16")
+    size.add_argument("--context", type=positive, help="bytes per sequence, default 128")
+    size.add_argument("--width", type=positive, help="features of the model, default 128")
+    size.add_argument("--layers", type=positive, help="transformer blocks, default 4")
+    size.add_argument("--heads", type=positive, help="attention heads, default 4; divides the width")
+    size.add_argument("--activation", metavar="NAME", help="gelu or relu2; default gelu, for the recipe act24 relu2")
+    size.add_argument("--lr", type=rate, help="peak learning rate, default 2e-3")
+    size.add_argument("--seed", type=seed, help="of the weights and the order of the text, default 0")
+    run = parser.add_argument_group("the run")
+    said = "where everything is written, a new or empty folder; default runs/train, demo_out with --demo"
+    run.add_argument("--out", metavar="DIR", type=path, help=said)
+    said = "continue the run in --out, from its newest checkpoint or from the one named"
+    run.add_argument("--resume", metavar="CHECKPOINT", nargs="?", type=path, const=False, help=said)
+    run.add_argument("--overwrite", action="store_true", help="replace the run that --out holds; other files there stay")
+    run.add_argument("--checkpoint-every", metavar="STEPS", type=positive, default=100, help="default 100")
+    run.add_argument("--log-every", metavar="STEPS", type=positive, default=20, help="default 20")
+    run.add_argument("--tensorboard", action="store_true", help="also write event files into --out")
+    run.add_argument("--threads", type=positive, help="threads of PyTorch; default: its own choice")
+    run.add_argument("--device", default="cpu", help="default cpu")
+    run.add_argument("--json", action="store_true", help="print the result as JSON on standard output, everything else on standard error")

@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,9 @@ from ..models import GPT, generate
 from ..nn import CompressedLinear, compress_
 from ..pattern import CheckpointError
 from ..recipes import densify_
-from .loop import Trainer
+
+if TYPE_CHECKING:
+    from .train import Trainer
 
 FILE, DENSE_FILE, SAMPLE_FILE = "model.safetensors", "model-dense.safetensors", "sample.txt"
 PROMPT = b"def "
@@ -32,14 +34,12 @@ def deploy(trainer: Trainer, out: Path) -> dict[str, Any]:
         CheckpointError: the reloaded model does not compute the very same logits.
     """
     result: dict[str, Any] = {"val_loss": trainer.validate()}
-    model = trainer.model.eval()
-    if trainer.handle is None or trainer.handle.recipe.final == "dense":
-        if trainer.handle is not None:
-            trainer.handle.finish()
-        save_dense(model, out / DENSE_FILE)
-        return {**result, "sample": _sample(model, out)}
-    trainer.handle.finish()
+    model, handle = trainer.model.eval(), trainer.handle
+    if handle is not None:
+        handle.finish()
     save_dense(model, out / DENSE_FILE)
+    if handle is None or handle.recipe.final == "dense":
+        return {**result, "sample": _sample(model, out)}
     dense = copy.deepcopy(model)
     densify_(dense)
     compress_(model)
@@ -56,7 +56,7 @@ def deploy(trainer: Trainer, out: Path) -> dict[str, Any]:
 
 @torch.no_grad()
 def compare(model: nn.Module, reloaded: nn.Module, dense: nn.Module, x: Tensor) -> dict[str, Any]:
-    """Whether ``reloaded`` gives the same logits as ``model`` to the last bit, and how far both are from the masked dense product."""
+    """Whether ``reloaded`` gives the same logits as ``model`` to the last bit, and how far both are from the masked dense GEMMs."""
     logits, again, want = model(x), reloaded(x), dense(x)
     return {"identical": torch.equal(logits, again), "max_difference_to_dense": (logits - want).abs().max().item()}
 
@@ -64,9 +64,8 @@ def compare(model: nn.Module, reloaded: nn.Module, dense: nn.Module, x: Tensor) 
 def sizes(model: nn.Module, dense: nn.Module, out: Path) -> dict[str, int]:
     """Bytes of the sparsified layers' weights and of the two files, before and after."""
     layers = {name: m for name, m in model.named_modules() if isinstance(m, CompressedLinear)}
-    weights = [dense.get_submodule(name).weight for name in layers]
     return {
-        "layers_dense": sum(w.nbytes for w in weights if isinstance(w, Tensor)),
+        "layers_dense": sum(dense.get_parameter(f"{name}.weight").nbytes for name in layers),
         "layers_compressed": sum(m.weight.nbytes + sum(p.nbytes for p in m.adapter or ()) for m in layers.values()),
         "file_dense": (out / DENSE_FILE).stat().st_size,
         "file_compressed": (out / FILE).stat().st_size,

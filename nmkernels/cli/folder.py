@@ -1,4 +1,4 @@
-"""The folder of a run: whose it is, who writes in it now, and what of it ``--overwrite`` removes.
+"""The folder of a run: whose it is, who writes in it now, its checkpoints, and what of it ``--overwrite`` removes.
 
 A run writes the files of ``SIGNS``, checkpoints, TensorBoard's events, and ``.nmkernels-train``, the lock file, which also says that
 the folder is a run's. A folder without it is a run's where a log, a result or a checkpoint in it is recognised by its first bytes.
@@ -16,22 +16,27 @@ from collections.abc import Iterator
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from ..export.files import write_error
-from ..pattern import NMError
-from .checkpoint import FORMAT, NAME, Store
+import torch
+
+from ..export.files import atomic_write, write_error
+from ..pattern import CheckpointError, NMError
 from .deploy import DENSE_FILE, FILE, PROMPT, SAMPLE_FILE
 from .log import COLUMNS, LOG
 
 LOCK, RESULT, CURVES = ".nmkernels-train", "result.json", "curves.png"
-TWIN, CHECKPOINTS, BOARD = "twin", "checkpoints", "tensorboard"
+BASELINE, CHECKPOINTS, BOARD = "baseline", "checkpoints", "tensorboard"
+
+FORMAT = "nmkernels-train-1"
+KEPT = 2
+CHECKPOINT = r"step-\d{8,}\.pt"
+REQUIRED = {"format", "step", "config", "corpus", "model", "optimizer", "rng", "seconds", "unlogged"}
 
 SIGNS = {
     RESULT: b'"nmkernels"',
     LOG: ",".join(COLUMNS).encode(),
-    f"{TWIN}/{LOG}": ",".join(COLUMNS).encode(),
+    f"{BASELINE}/{LOG}": ",".join(COLUMNS).encode(),
     CURVES: b"Matplotlib",
     SAMPLE_FILE: PROMPT,
     FILE: b'"nmkernels"',
@@ -39,16 +44,93 @@ SIGNS = {
 }
 """Files of a run, by their path in its folder, and what stands in their first bytes, unless they are empty."""
 
-FOLDERS = (f"{TWIN}/{CHECKPOINTS}", f"{TWIN}/{BOARD}", TWIN, CHECKPOINTS, BOARD)
+FOLDERS = (f"{BASELINE}/{CHECKPOINTS}", f"{BASELINE}/{BOARD}", BASELINE, CHECKPOINTS, BOARD)
 """Folders of a run, the inner ones first."""
 
-MANY = re.compile(rf"({TWIN}/)?({CHECKPOINTS}/{NAME}(\.aside)?|{BOARD}/events\.out\.tfevents\..+)")
+MANY = re.compile(rf"({BASELINE}/)?({CHECKPOINTS}/{CHECKPOINT}(\.aside)?|{BOARD}/events\.out\.tfevents\..+)")
 """The files of a run that have no fixed name."""
 
 TEMPORARY = re.compile(r"\.(.+)\.\w+\.tmp")
 """What ``atomic_write`` leaves where it is killed; the group is the name of the file that was to be written."""
 
 HEAD = 1 << 16
+
+
+class Store:
+    """The checkpoints ``step-00000100.pt`` in one folder: written whole or not at all, the last two kept, damage answered in words."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def paths(self) -> list[Path]:
+        """All checkpoints, oldest step first."""
+        if not self.folder.is_dir():
+            return []
+        return sorted((p for p in self.folder.iterdir() if re.fullmatch(CHECKPOINT, p.name)), key=_step)
+
+    def save(self, state: dict[str, Any]) -> Path:
+        """Write ``state`` (it has a ``step``) atomically, then drop all but the last two.
+
+        Raises:
+            CheckpointError: the system refuses; the message names the last checkpoint, which is as it was.
+        """
+        path = self.folder / f"step-{state['step']:08}.pt"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            atomic_write(path, lambda temporary: torch.save({"format": FORMAT, **state}, temporary))
+            self.drop()
+        except OSError as error:
+            raise write_error(Path(error.filename or path), error.strerror or str(error)) from error
+        except CheckpointError as error:
+            if last := self.paths()[-1:]:
+                raise CheckpointError(f"{error} {last[0]} is whole: --resume goes on from there.") from error
+            raise
+        return path
+
+    def drop(self) -> None:
+        """Remove all but the last two."""
+        for old in self.paths()[:-KEPT]:
+            old.unlink()
+
+    def load(self, path: Path | None = None) -> dict[str, Any]:
+        """The checkpoint at ``path``, or the newest one.
+
+        Raises:
+            CheckpointError: there is none, or it is damaged; then the one before it is named.
+        """
+        if path is None:
+            if not self.paths():
+                raise CheckpointError(
+                    f"there is no checkpoint in {self.folder} to resume from; leave --resume out to start, "
+                    "with --overwrite if --out holds a run."
+                )
+            path = self.paths()[-1]
+        try:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+        except FileNotFoundError as error:
+            raise CheckpointError(f"there is no checkpoint {path}.") from error
+        except Exception as error:  # torch.load raises whatever the damage leads to: EOFError, RuntimeError, UnpicklingError, KeyError
+            said = ": ".join([type(error).__name__, *(line[:120] for line in str(error).strip().splitlines()[:1])])
+            raise CheckpointError(f"{path} is damaged or not a checkpoint ({said}). {self._way_out(path)}") from error
+        if not isinstance(state, dict) or state.get("format") != FORMAT or not state.keys() >= REQUIRED:
+            raise CheckpointError(f"{path} was not written by this version of `nmkernels train`. {self._way_out(path)}")
+        return state
+
+    def set_aside(self, after: int) -> None:
+        """Rename checkpoints later than step ``after``: a run that resumes before them would otherwise mistake them for its own."""
+        for path in self.paths():
+            if _step(path) > after:
+                path.replace(path.with_suffix(".pt.aside"))
+
+    def _way_out(self, path: Path) -> str:
+        earlier = [p for p in self.paths() if re.fullmatch(CHECKPOINT, path.name) and _step(p) < _step(path)]
+        return (
+            f"The one before it is there: --resume {earlier[-1]}" if earlier else "There is no earlier one; start again with --overwrite."
+        )
+
+
+def _step(path: Path) -> int:
+    return int(path.stem.removeprefix("step-"))
 
 
 class Folder:
@@ -61,31 +143,29 @@ class Folder:
     def __enter__(self) -> Folder:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *raised: object) -> None:
         if self._lock is not None:
             with suppress(OSError):
                 os.ftruncate(self._lock, 0)
             os.close(self._lock)
             self._lock = None
 
-    def check(self, *, resume: bool, overwrite: bool) -> bool:
-        """Whether a run is in the folder, which is then locked, once it is clear that nothing there would be harmed.
+    def check(self, *, resume: bool, overwrite: bool) -> None:
+        """Lock a folder with a run, once it is clear that nothing in it would be harmed; a new or empty one is left as it is.
 
         Raises:
             NMError: it is no folder, or holds something else than the run to be resumed or overwritten; or as ``take``.
         """
         names = self._names()
-        if not self._is_run(names):
-            if names:
-                some = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-                raise NMError(f"--out {self.path} holds what no run of `nmkernels train` wrote ({some}); give a new or an empty folder.")
-            return False
-        self.take()
-        if overwrite and not resume:
-            self._spare()
-        elif not resume:
-            self._protect()
-        return True
+        if self._is_run(names):
+            self.take()
+            if overwrite and not resume:
+                self._spare()
+            elif not resume:
+                self._protect()
+        elif names:
+            some = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            raise NMError(f"--out {self.path} holds what no run of `nmkernels train` wrote ({some}); give a new or an empty folder.")
 
     def _names(self) -> list[str]:
         out = self.path
@@ -143,35 +223,31 @@ class Folder:
             raise NMError(f"--out {self.path} cannot be created: {error.strerror or error}.") from error
         try:
             lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+            try:
+                self._claim(lock, path)
+            except BaseException:
+                os.close(lock)
+                raise
         except OSError as error:
             raise write_error(path, error.strerror or str(error)) from error
-        try:
-            locked, owner = _try_lock(lock), _owner(lock)
-            if locked is False or (locked is None and _alive(owner)):
-                who = (
-                    "process {pid} on {host} has been writing in it since {since}".format(**owner)
-                    if owner
-                    else "another process writes in it"
-                )
-                stale = "" if locked is False else f", or delete {path} if that process is gone"
-                raise NMError(f"{self.path} is in use: {who}. Wait for it to end, or use another --out{stale}.")
-            mine = {"pid": os.getpid(), "host": socket.gethostname(), "since": datetime.now().astimezone().isoformat(" ", "seconds")}
-            os.ftruncate(lock, 0)
-            os.pwrite(lock, json.dumps(mine).encode() + b"\n", 0)
-        except OSError as error:
-            os.close(lock)
-            raise write_error(path, error.strerror or str(error)) from error
-        except NMError:
-            os.close(lock)
-            raise
         self._lock = lock
-        self._sweep()
-
-    def _sweep(self) -> None:
-        for name, path in self._entries():
-            if _temporary(name) and not path.is_symlink():
+        for name, left in self._entries():
+            if _temporary(name) and not left.is_symlink():
                 with suppress(OSError):
-                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+                    shutil.rmtree(left) if left.is_dir() else left.unlink()
+
+    def _claim(self, lock: int, path: Path) -> None:
+        """Lock the open lock file, and write into it who has it."""
+        locked, owner = _try_lock(lock), _owner(lock)
+        if locked is False or (locked is None and _alive(owner)):
+            who = (
+                "process {pid} on {host} has been writing in it since {since}".format(**owner) if owner else "another process writes in it"
+            )
+            stale = "" if locked is False else f", or delete {path} if that process is gone"
+            raise NMError(f"{self.path} is in use: {who}. Wait for it to end, or use another --out{stale}.")
+        mine = {"pid": os.getpid(), "host": socket.gethostname(), "since": datetime.now().astimezone().isoformat(" ", "seconds")}
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, json.dumps(mine).encode() + b"\n", 0)
 
     def clear(self) -> None:
         """Remove the run that is in the folder, and nothing else; ``check`` has seen that its files are what their names say.

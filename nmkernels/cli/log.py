@@ -1,16 +1,10 @@
-"""What a run says while it trains: a progress bar or plain lines, a CSV file, and TensorBoard where asked.
-
-The end of a run in a few lines that need no prior knowledge.
-
-The curves of a run as one picture.
-"""
+"""What a run says: a progress bar or lines, a CSV file, TensorBoard where asked; at the end its curves, and a summary in words."""
 
 from __future__ import annotations
 
 import csv
 import io
 import math
-import sys
 import textwrap
 import threading
 from collections.abc import Iterator
@@ -18,7 +12,6 @@ from contextlib import contextmanager, suppress
 from io import FileIO
 from itertools import pairwise
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TextIO
 
 from ..export.files import atomic_write, write_error
@@ -33,51 +26,56 @@ ABOUT = {
     "sample.txt": "text that the model wrote",
 }
 SAMPLE_LINES, SAMPLE_COLUMNS = 8, 100
+LOG = "log.csv"
+COLUMNS = ("step", "loss", "val_loss", "lr", "tokens_per_s", "phase", "flip_rate", "density", "decay_ratio")
+
+Rows = list[dict[str, float]]
 
 
 def summary(result: dict[str, Any]) -> str:
     """The table, the sample and the list of files, as text."""
-    config, corpus, sparse, twin = result["config"], result["corpus"], result["sparse"], result["twin"]
+    config, sparse, baseline = result["config"], result["sparse"], result["baseline"]
     tokens = config["steps"] * config["batch"] * config["context"]
     head = (
-        f"{config['recipe']} on {corpus['source']}: {result['parameters']:,} parameters, {config['steps']:,} steps, "
+        f"{config['recipe']} on {result['corpus']['source']}: {result['parameters']:,} parameters, {config['steps']:,} steps, "
         f"{tokens:,} bytes of text, {sparse['seconds']:.0f} s of training."
     )
     if sparse.get("switch_step"):
         head += f" Dense until step {sparse['switch_step']}, sparse from there."
-    blocks = [head, _table(sparse, twin), _remarks(sparse, twin), _sample(sparse["sample"]), _files(result)]
-    return "\n\n".join(block for block in blocks if block)
+    have = [name for name in ABOUT if name in result["files"]]
+    width = max(map(len, have))
+    files = "\n".join([f"Files in {result['out']}/", *(f"  {name.ljust(width)}  {ABOUT[name]}" for name in have)])
+    return "\n\n".join([head, _table(sparse, baseline), _remarks(sparse, baseline), _sample(sparse["sample"]), files])
 
 
-def _table(sparse: dict[str, Any], twin: dict[str, Any] | None) -> str:
+def _table(sparse: dict[str, Any], baseline: dict[str, Any] | None) -> str:
     rows = [("", "dense", "sparse", "ratio")]
-    loss = sparse["val_loss"]
-    if twin is not None:
-        rows.append(("validation loss, nats per byte", f"{twin['val_loss']:.4f}", f"{loss:.4f}", f"{loss / twin['val_loss']:.3f}"))
-        rows.append(("training, bytes of text per second", *_pair(twin["train_tokens_per_s"], sparse["train_tokens_per_s"])))
+
+    def add(what: str, dense: float, own: float, digits: int = 0) -> None:
+        rows.append((what, f"{dense:,.{digits}f}", f"{own:,.{digits}f}", f"{own / dense:.3f}"))
+
+    loss = "validation loss, nats per byte"
+    if baseline is not None:
+        add(loss, baseline["val_loss"], sparse["val_loss"], 4)
+        add("training, bytes of text per second", baseline["train_tokens_per_s"], sparse["train_tokens_per_s"])
     else:
-        rows.append(("validation loss, nats per byte", "-", f"{loss:.4f}", ""))
-    if "flops" in sparse:
-        f = sparse["flops"]
-        rows.append(("training, counted GFLOPs", *_pair(f["dense_training"] / 1e9, f["training"] / 1e9)))
-        rows.append(("inference, counted kFLOPs per byte", *_pair(f["dense_inference"] / 1e3, f["inference"] / 1e3)))
-    if "bytes" in sparse:
-        b, speed = sparse["bytes"], sparse["tokens_per_s"]
-        rows.append(("bytes of the sparse layers' weights", *_pair(b["layers_dense"], b["layers_compressed"])))
-        rows.append(("bytes of the file", *_pair(b["file_dense"], b["file_compressed"])))
-        rows.append(("generation at batch 1, tokens per second", *_pair(speed["dense"], speed["compressed"])))
+        rows.append((loss, "-", f"{sparse['val_loss']:.4f}", ""))
+    if f := sparse.get("flops"):
+        add("training, counted GFLOPs", f["dense_training"] / 1e9, f["training"] / 1e9)
+        add("inference, counted kFLOPs per byte", f["dense_inference"] / 1e3, f["inference"] / 1e3)
+    if b := sparse.get("bytes"):
+        add("bytes of the sparse layers' weights", b["layers_dense"], b["layers_compressed"])
+        add("bytes of the file", b["file_dense"], b["file_compressed"])
+        speed = sparse["tokens_per_s"]
+        add("generation at batch 1, tokens per second", speed["dense"], speed["compressed"])
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     return "\n".join("  ".join([row[0].ljust(widths[0]), *(row[i].rjust(widths[i]) for i in (1, 2, 3))]).rstrip() for row in rows)
 
 
-def _pair(dense: float, sparse: float) -> tuple[str, str, str]:
-    return f"{dense:,.0f}", f"{sparse:,.0f}", f"{sparse / dense:.3f}"
-
-
-def _remarks(sparse: dict[str, Any], twin: dict[str, Any] | None) -> str:
+def _remarks(sparse: dict[str, Any], baseline: dict[str, Any] | None) -> str:
     lines = [f"Guessing every byte alike would be a loss of {math.log(256):.2f}."]
-    if twin is None:
-        lines.append("Add --twin to train a dense model on the same text and compare.")
+    if baseline is None:
+        lines.append("Add --baseline to train a dense model on the same text and compare.")
     if "reload" in sparse:
         difference = sparse["reload"]["max_difference_to_dense"]
         away = f"within {difference:.1e} of" if difference else "also those of"
@@ -94,17 +92,8 @@ def _sample(text: str) -> str:
     return 'The model continues "def ":\n' + textwrap.indent(printable, "  | ", lambda _: True)
 
 
-def _files(result: dict[str, Any]) -> str:
-    have = [name for name in ABOUT if name in result["files"]]
-    width = max(map(len, have))
-    return "\n".join([f"Files in {result['out']}/", *(f"  {name.ljust(width)}  {ABOUT[name]}" for name in have)])
-
-
-Rows = list[dict[str, float]]
-
-
-def plot(path: Path, sparse: Rows, twin: Rows, title: str, switch_step: int = 0) -> bool:
-    """Draw loss and flip rate over steps, a line at the phase change, and the twin where there is one; False without matplotlib."""
+def plot(path: Path, sparse: Rows, baseline: Rows, title: str, switch_step: int = 0) -> bool:
+    """Draw loss and flip rate over steps, a line at the phase change, and the baseline where there is one; False without matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -113,9 +102,10 @@ def plot(path: Path, sparse: Rows, twin: Rows, title: str, switch_step: int = 0)
     figure = Figure(figsize=(8, 6), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     loss, flips = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-    if twin:
-        _loss(loss, twin, "dense twin", "tab:gray")
-    _loss(loss, sparse, "sparse", "tab:blue")
+    for rows, label, color in ((baseline, "dense baseline", "tab:gray"), (sparse, "sparse", "tab:blue")):
+        if rows:
+            loss.plot(*_column(rows, "loss"), color=color, alpha=0.5, linewidth=1, label=f"{label}, training")
+            loss.plot(*_column(rows, "val_loss"), color=color, marker="o", markersize=3, label=f"{label}, validation as deployed")
     loss.set_ylabel("loss (nats per byte)")
     loss.set_title(title)
     flips.plot(*_column(sparse, "flip_rate", 100), color="tab:blue")
@@ -141,16 +131,7 @@ def _column(rows: Rows, name: str, scale: float = 1.0) -> tuple[list[float], lis
     return [row["step"] for row in have], [scale * row[name] for row in have]
 
 
-def _loss(axes: Any, rows: Rows, label: str, color: str) -> None:
-    axes.plot(*_column(rows, "loss"), color=color, alpha=0.5, linewidth=1, label=f"{label}, training")
-    axes.plot(*_column(rows, "val_loss"), color=color, marker="o", markersize=3, label=f"{label}, validation as deployed")
-
-
-LOG = "log.csv"
-COLUMNS = ("step", "loss", "val_loss", "lr", "tokens_per_s", "phase", "flip_rate", "density", "decay_ratio")
-
-
-def read_log(path: Path) -> list[dict[str, float]]:
+def read_log(path: Path) -> Rows:
     """The rows of a CSV log, empty cells left out; a torn or damaged line is no row, and a missing file has none."""
     if not path.is_file():
         return []
@@ -162,7 +143,7 @@ def read_log(path: Path) -> list[dict[str, float]]:
 
 
 def _row(line: str, names: tuple[str, ...]) -> dict[str, float]:
-    """One line as figures by name; empty if it is not a row."""
+    """One line as numbers by name; empty if it is not a row."""
     try:
         row = {name: float(cell) for name, cell in zip(names, line.rstrip().split(","), strict=True) if cell}
     except ValueError:
@@ -180,7 +161,7 @@ def _text(rows: list[dict[str, Any]]) -> bytes:
 
 
 class Log:
-    """Takes rows of figures (by name, ``COLUMNS``) and shows them everywhere.
+    """Takes rows of metrics (by name, ``COLUMNS``) and shows them everywhere.
 
     Args:
         folder: gets ``log.csv``. Rows after step ``start``, of a run that was cut off later, are dropped; each new row is appended in
@@ -209,12 +190,12 @@ class Log:
     def __enter__(self) -> Log:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
         if self._bar is not None:
             self._bar.close()
         self._file.close()
         if self._board is not None:
-            with suppress(OSError) if error is not None else _writing(Path(self._board.log_dir)):
+            with suppress(OSError) if kind is not None else _writing(Path(self._board.log_dir)):
                 self._board.close()
 
     def tick(self) -> None:
@@ -223,7 +204,7 @@ class Log:
             self._bar.update()
 
     def row(self, row: dict[str, Any]) -> None:
-        """Show and keep the figures of one row."""
+        """Show and keep one row."""
         with _writing(self.path):
             rest = _text([row])
             while rest:  # a disk that is nearly full takes a part
@@ -233,7 +214,12 @@ class Log:
                 for name, value in row.items():
                     if name != "step":
                         self._board.add_scalar(name, value, row["step"])
-        text = describe(row)
+        parts = [f"loss {row['loss']:.3f}"]
+        if "val_loss" in row:
+            parts.append(f"val {row['val_loss']:.3f}")
+        if "phase" in row:
+            parts.append(f"phase {row['phase']:.0f}  flips {100 * row['flip_rate']:.2f}%")
+        text = "  ".join([*parts, f"{row['tokens_per_s'] / 1000:.1f}k tok/s"])
         if self._bar is not None:
             self._bar.set_postfix_str(text, refresh=False)
         else:
@@ -267,16 +253,6 @@ def quiet_threads() -> Iterator[None]:
         threading.excepthook = before
 
 
-def describe(row: dict[str, Any]) -> str:
-    """The figures that fit on one line."""
-    parts = [f"loss {row['loss']:.3f}"]
-    if "val_loss" in row:
-        parts.append(f"val {row['val_loss']:.3f}")
-    if "phase" in row:
-        parts.append(f"phase {row['phase']:.0f}  flips {100 * row['flip_rate']:.2f}%")
-    return "  ".join([*parts, f"{row['tokens_per_s'] / 1000:.1f}k tok/s"])
-
-
 def _bar(label: str, start: int, steps: int, stream: TextIO) -> Any:
     if not stream.isatty():
         return None
@@ -298,8 +274,3 @@ def board_writer() -> Any:
     except ImportError as error:
         raise NMError("--tensorboard needs the tensorboard package: pip install tensorboard, or leave the option out.") from error
     return SummaryWriter
-
-
-def default_stream(json: bool) -> TextIO:
-    """Standard output, or standard error where standard output is kept for the JSON result."""
-    return sys.stderr if json else sys.stdout

@@ -1,34 +1,225 @@
 """``python -m nmkernels train``: real text to a sparse model to a compressed file that is proved to be the model.
 
-A whole run in its folder: checked first, then trained, its twin too, deployed, and written down.
+A run is checked first, then trained, the dense baseline too, deployed, and written down in its folder.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import platform
 import shlex
+import signal
 import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import Any
 
 import torch
 
 from .._version import __version__
+from ..audit import flops
 from ..export import atomic_write
-from ..models import load_corpus
-from ..pattern import NMError
-from .checkpoint import Store
-from .config import fresh, resumed, settings
+from ..models import GPT, Corpus, load_corpus
+from ..pattern import CheckpointError, NMError
+from ..recipes import Recipe, sparsify_
+from .config import TrainConfig, add_arguments, fresh, resumed, settings
 from .deploy import deploy
-from .folder import CHECKPOINTS, CURVES, RESULT, TWIN, Folder
-from .log import ABOUT, LOG, Log, board_writer, default_stream, plot, quiet_threads, read_log, summary
-from .loop import Trainer, train
+from .folder import BASELINE, CHECKPOINTS, CURVES, RESULT, Folder, Store
+from .log import ABOUT, LOG, Log, board_writer, plot, quiet_threads, read_log, summary
 
-if TYPE_CHECKING:
-    pass
+__all__ = ["add_arguments", "run"]
+
+PROG = "python -m nmkernels train"
+VAL_WINDOWS = 256
+"""Validation sequences at the end of a run; a quarter of them on the way."""
+EVALS = 10
+"""Validations on the way, for the curves."""
+
+
+class DivergedError(NMError, RuntimeError):
+    """The loss is no longer a finite number."""
+
+
+class Interrupted(Exception):
+    """The user asked to stop; the message says what was saved."""
+
+
+def learning_rate(config: TrainConfig, step: int) -> float:
+    """The rate of ``step`` (from 1): linear warm-up, then a cosine from ``lr`` to ``lr``/10."""
+    warmup = max(1, round(config.warmup * config.steps))
+    if step <= warmup:
+        return config.lr * step / warmup
+    progress = (step - warmup) / max(1, config.steps - warmup)
+    return config.lr * (0.55 + 0.45 * math.cos(math.pi * progress))
+
+
+class Trainer:
+    """A GPT with its optimizer, sparse under ``recipe``, or the dense baseline on plain PyTorch where ``recipe`` is None.
+
+    Both start from the same weights and see the same batches. ``seconds`` is the time spent in steps, resumed runs included;
+    ``losses`` are those since the last row of the log, when ``seconds`` was ``mark``; ``parameters`` counts the model's own.
+    """
+
+    def __init__(self, config: TrainConfig, corpus: Corpus, recipe: Recipe | None, device: str = "cpu") -> None:
+        self.config, self.corpus, self.device = config, corpus, device
+        self.seconds = self.mark = 0.0
+        self.losses: list[float] = []
+        torch.manual_seed(config.seed)
+        self.model = GPT(config.model).to(device)
+        self.parameters = self.model.parameter_count()
+        # first, because a recipe may add parameters
+        self.handle = None if recipe is None else sparsify_(self.model, recipe)
+        matrices = [p for p in self.model.parameters() if p.dim() == 2]
+        vectors = [p for p in self.model.parameters() if p.dim() != 2]
+        groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+        keywords: dict[str, Any] = {"lr": config.lr, "betas": (config.beta1, config.beta2), "weight_decay": config.weight_decay}
+        if recipe is None or self.handle is None:
+            self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, fused=True, **keywords)
+        else:
+            self.optimizer = self.handle.attach(recipe.optimizer(groups, **keywords))
+        # a recipe may also give some groups a multiple of the rate
+        self.multiples = [group["lr"] / config.lr for group in self.optimizer.param_groups]
+
+    def step(self, step: int) -> float:
+        """One optimizer step, counted from 1; returns the training loss in nats per byte.
+
+        Raises:
+            DivergedError: the loss is NaN or infinite.
+        """
+        for group, multiple in zip(self.optimizer.param_groups, self.multiples, strict=True):
+            group["lr"] = learning_rate(self.config, step) * multiple
+        x, y = self.corpus.batch(self.config.seed, step, self.config.batch, self.config.context)
+        loss = self.model.loss(x.to(self.device), y.to(self.device))
+        value = loss.item()
+        if not math.isfinite(value):
+            raise DivergedError(
+                f"the loss is {value} at step {step}: training has diverged. Lower --lr (it is {self.config.lr:g}), "
+                "or resume from a checkpoint written before."
+            )
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
+        self.optimizer.step()
+        return value
+
+    @torch.no_grad()
+    def validate(self, windows: int = VAL_WINDOWS) -> float:
+        """Mean loss over validation text, in nats per byte, of the weights that would be deployed now."""
+        total, count = 0.0, 0
+        self.model.eval()
+        with self.handle.deployable() if self.handle is not None else nullcontext():
+            for x, y in self.corpus.val_batches(self.config.context, self.config.batch, windows):
+                total += self.model.loss(x.to(self.device), y.to(self.device)).item() * len(x)
+                count += len(x)
+        self.model.train()
+        return total / count
+
+    def metrics(self) -> dict[str, float]:
+        """The recipe's metrics after the last step; none of the baseline."""
+        return {} if self.handle is None else {name: value.item() for name, value in self.handle.metrics().items()}
+
+    def flops(self) -> dict[str, float]:
+        """What the whole run and one token of inference cost by ``nm.flops``, attention's scores included; none of the baseline."""
+        if self.handle is None:
+            return {}
+        c = self.config
+        # T₀ as it came out, the end where there was no switch yet; other recipes have none
+        switch = (self.handle.state["switch_step"] or c.steps) if "switch_step" in self.handle.state else None
+        scores = c.layers * 2.0 * c.context * c.width  # two GEMMs, half of each behind the causal mask
+        counted = flops(self.model, self.handle.recipe, c.steps, tokens=c.batch * c.context, other=scores, switch_step=switch)
+        return {name: getattr(counted, name) for name in ("training", "dense_training", "inference", "dense_inference")}
+
+    def state(self, step: int) -> dict[str, Any]:
+        """What a checkpoint after ``step`` holds. The recipe's own state lies in the optimizer's."""
+        return {
+            "step": step,
+            "config": asdict(self.config),
+            "corpus": self.corpus.digest,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "rng": torch.get_rng_state(),
+            "seconds": self.seconds,
+            "unlogged": {"losses": self.losses, "mark": self.mark},
+        }
+
+    def load(self, state: dict[str, Any], path: object) -> int:
+        """Continue from ``state``; returns the step it was written after.
+
+        Raises:
+            CheckpointError: it is of another recipe or model, or the text has changed since.
+        """
+        if state["corpus"] != self.corpus.digest:
+            raise CheckpointError(f"{path}: the text to train on has changed since ({self.corpus.source}); give the same with --data.")
+        try:
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+        except (RuntimeError, ValueError, KeyError) as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(f"{path} does not fit this run: {str(error).splitlines()[0]}") from error
+        torch.set_rng_state(state["rng"])
+        self.seconds = float(state["seconds"])
+        self.losses, self.mark = list(state["unlogged"]["losses"]), float(state["unlogged"]["mark"])
+        return int(state["step"])
+
+
+@contextmanager
+def stop_request() -> Iterator[list[int]]:
+    """While entered, the first SIGINT or SIGTERM is put into the list, and a second one interrupts at once.
+
+    Signals can only be taken over in the main thread; elsewhere this does nothing. The handler prints nothing: it may have
+    interrupted a print.
+    """
+    asked: list[int] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(number)
+
+    taken = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+    before = {number: signal.signal(number, handle) for number in taken}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def train(trainer: Trainer, store: Store, log: Log, start: int, *, checkpoint_every: int, log_every: int) -> None:
+    """Run steps ``start`` + 1 to the end, with a checkpoint every ``checkpoint_every`` steps and after the last.
+
+    Raises:
+        Interrupted: a signal came; the checkpoint is written. DivergedError: the loss is not finite.
+    """
+    config = trainer.config
+    eval_every = max(1, config.steps // EVALS)
+    with stop_request() as stop:
+        for step in range(start + 1, config.steps + 1):
+            begin = time.perf_counter()
+            trainer.losses.append(trainer.step(step))
+            trainer.seconds += time.perf_counter() - begin
+            evaluated = step % eval_every == 0
+            if evaluated or step % log_every == 0 or step == config.steps:
+                losses = trainer.losses
+                speed = len(losses) * config.batch * config.context / max(trainer.seconds - trainer.mark, 1e-9)
+                row: dict[str, Any] = {"step": step, "loss": sum(losses) / len(losses), "lr": learning_rate(config, step)}
+                if evaluated:
+                    row["val_loss"] = trainer.validate(VAL_WINDOWS // 4)
+                log.row({**row, "tokens_per_s": speed, **trainer.metrics()})
+                trainer.losses, trainer.mark = [], trainer.seconds
+            log.tick()
+            if step % checkpoint_every == 0 or step == config.steps or stop:
+                path = store.save(trainer.state(step))
+            if stop:
+                raise Interrupted(f"Stopped after step {step}; saved in {path}.")
 
 
 class Run:
@@ -40,84 +231,68 @@ class Run:
 
     def __init__(self, args: argparse.Namespace, folder: Folder) -> None:
         self.args, self.folder, self.out = args, folder, folder.path
-        self.stream = default_stream(args.json)
-        self.result: dict[str, Any] = {}
-        self.state: dict[str, Any] | None = None
+        self.stream = sys.stderr if args.json else sys.stdout
         if args.threads:
             torch.set_num_threads(args.threads)
-        self.device = _device(args.device)
+        try:
+            torch.zeros(1, device=args.device).item()  # the meta device makes tensors and cannot read them
+        except (RuntimeError, AssertionError) as error:
+            raise NMError(f"--device {args.device} cannot be used here: {str(error).splitlines()[0]}") from error
         if args.tensorboard:
             board_writer()
-        how = {"resume": args.resume is not None, "overwrite": args.overwrite}
-        folder.check(**how)
+        self.resumes = args.resume is not None
+        folder.check(resume=self.resumes, overwrite=args.overwrite)
         self.store = Store(self.out / CHECKPOINTS)
-        if args.resume is not None:
-            self.state = self.store.load(args.resume or None)
-            self.config = resumed(settings(args, self.state["config"]), self.state["config"], args.resume or self.store.paths()[-1])
-        else:
+        state = self.store.load(args.resume or None) if self.resumes else None
+        if state is None:
             self.config = fresh(settings(args))
-        self.recipe = self.config.build_recipe()
+        else:
+            self.config = resumed(settings(args, state["config"]), state["config"], args.resume or self.store.paths()[-1])
+        recipe = self.config.build_recipe()
         self.corpus = load_corpus(args.data)
         self.corpus.check(self.config.context)
-        self.trainer = Trainer(self.config, self.corpus, self.recipe, self.device)
-        self.parameters = self.trainer.parameters
-        self.start = self.trainer.load(self.state, self.store.folder) if self.state is not None else 0
+        self.trainer = Trainer(self.config, self.corpus, recipe, args.device)
+        self.start = self.trainer.load(state, self.store.folder) if state is not None else 0
         folder.take()
-        folder.check(**how)  # again, where it was only locked now: another run may have been here meanwhile
+        # again, where it was only locked now: another run may have been here meanwhile
+        folder.check(resume=self.resumes, overwrite=args.overwrite)
 
     def resume_command(self) -> str:
         """The command line that continues this run."""
         words = [python_command(), "-m", "nmkernels", "train", "--out", str(self.out), "--resume"]
         words += ["--data", str(self.args.data)] if self.args.data else []
-        words += ["--twin"] if self.args.twin else []
+        words += ["--baseline"] if self.args.baseline else []
         return shlex.join(words)
 
     def execute(self) -> None:
-        """Train what is left to train, deploy, and write ``result.json``."""
-        if self.state is None:
+        """Train what is left to train, deploy, write ``result.json`` and show it."""
+        if not self.resumes:
             self.folder.clear()
         elif self.args.resume:
             self.store.set_aside(self.start)
-        self._train(self.trainer, self.store, self.out, self.config.recipe, self.start)
-        twin = self._twin() if self.args.twin else None
+        speed = self._train(self.trainer, self.out, self.config.recipe, self.start)
+        baseline = self._baseline() if self.args.baseline else None
         print("checking, compressing and measuring the result", file=self.stream, flush=True)
         handle = self.trainer.handle
         assert handle is not None
         switch_step = handle.state.get("switch_step", 0)
-        about = {
-            **self._speed(self.trainer, self.out),
-            "switch_step": switch_step,
-            "layers": len(handle.layers),
-            "flops": self.trainer.flops(),
-        }
-        sparse = {**about, **deploy(self.trainer, self.out)}
-        self.result = self._result(sparse, twin)
+        about = {**speed, "switch_step": switch_step, "layers": len(handle.layers), "flops": self.trainer.flops()}
+        result = self._result({**about, **deploy(self.trainer, self.out)}, baseline)
         title = f"{self.config.recipe} on {self.corpus.source}"
-        if plot(self.out / CURVES, read_log(self.out / LOG), read_log(self.out / TWIN / LOG), title, switch_step):
-            self.result["files"].append(CURVES)
-        text = json.dumps(self.result, indent=2).encode() + b"\n"
-        atomic_write(self.out / RESULT, lambda temporary: temporary.write_bytes(text))
+        if plot(self.out / CURVES, read_log(self.out / LOG), read_log(self.out / BASELINE / LOG), title, switch_step):
+            result["files"].append(CURVES)
+        text = json.dumps(result, indent=2)
+        atomic_write(self.out / RESULT, lambda temporary: temporary.write_text(f"{text}\n"))
+        print(text if self.args.json else f"\n{summary(result)}")
 
-    def _train(self, trainer: Trainer, store: Store, folder: Path, label: str, start: int) -> None:
-        args = self.args
+    def _train(self, trainer: Trainer, folder: Path, label: str, start: int) -> dict[str, float | None]:
+        """Train to the end; the last loss, and how fast it went."""
+        args, store = self.args, Store(folder / CHECKPOINTS)
         store.drop()  # where a kill came between saving and this
         with quiet_threads(), Log(folder, label, start, self.config.steps, self.stream, args.tensorboard) as log:
             if start:
                 log.say(f"{label}: resumed after step {start} of {self.config.steps}")
             train(trainer, store, log, start, checkpoint_every=args.checkpoint_every, log_every=args.log_every)
-
-    def _twin(self) -> dict[str, Any]:
-        """Train the dense twin, from its own checkpoint where a resumed run has one."""
-        trainer = Trainer(self.config, self.corpus, None, self.device)
-        folder = self.out / TWIN
-        store = Store(folder / CHECKPOINTS)
-        start = 0
-        if self.args.resume is not None and store.paths():
-            start = trainer.load(store.load(), store.folder)
-        self._train(trainer, store, folder, "dense twin", start)
-        return {**self._speed(trainer, folder), "val_loss": trainer.validate()}
-
-    def _speed(self, trainer: Trainer, folder: Path) -> dict[str, float | None]:
         rows = read_log(folder / LOG)
         return {
             "train_loss": rows[-1].get("loss") if rows else None,  # a run that was resumed at its end may have lost its log
@@ -125,28 +300,28 @@ class Run:
             "seconds": trainer.seconds,
         }
 
-    def _result(self, sparse: dict[str, Any], twin: dict[str, Any] | None) -> dict[str, Any]:
+    def _baseline(self) -> dict[str, Any]:
+        """Train the dense baseline, from its own checkpoint where a resumed run has one."""
+        trainer = Trainer(self.config, self.corpus, None, self.args.device)
+        folder = self.out / BASELINE
+        store = Store(folder / CHECKPOINTS)
+        start = trainer.load(store.load(), store.folder) if self.resumes and store.paths() else 0
+        return {**self._train(trainer, folder, "dense baseline", start), "val_loss": trainer.validate()}
+
+    def _result(self, sparse: dict[str, Any], baseline: dict[str, Any] | None) -> dict[str, Any]:
         corpus = self.corpus
         return {
             "config": asdict(self.config),
             "corpus": {"source": corpus.source, "files": corpus.files, "train_bytes": len(corpus.train), "val_bytes": len(corpus.val)},
-            "parameters": self.parameters,
+            "parameters": self.trainer.parameters,
             "sparse": sparse,
-            "twin": twin,
-            "val_loss_ratio": sparse["val_loss"] / twin["val_loss"] if twin else None,
+            "baseline": baseline,
+            "val_loss_ratio": sparse["val_loss"] / baseline["val_loss"] if baseline else None,
             "versions": {"nmkernels": __version__, "torch": torch.__version__, "python": platform.python_version()},
             "threads": torch.get_num_threads(),
             "out": str(self.out),
             "files": [name for name in ABOUT if (self.out / name).exists() and name != CURVES] + [RESULT],
         }
-
-    def show(self) -> None:
-        """Print the summary, or with ``--json`` the result."""
-        if self.args.json:
-            json.dump(self.result, sys.stdout, indent=2)
-            print()
-        else:
-            print(f"\n{summary(self.result)}", file=self.stream)
 
 
 def python_command() -> str:
@@ -155,102 +330,8 @@ def python_command() -> str:
     return str(path.relative_to(here)) if path.is_relative_to(here) else "python"
 
 
-def _device(name: str) -> str:
-    try:
-        torch.zeros(1, device=name).item()  # the meta device makes tensors and cannot read them
-    except (RuntimeError, AssertionError) as error:
-        raise NMError(f"--device {name} cannot be used here: {str(error).splitlines()[0]}") from error
-    return name
-
-
-PROG = "python -m nmkernels train"
-
-
-def positive(text: str) -> int:
-    """A whole number of at least 1, for argparse."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is below 1")
-    return value
-
-
-def rate(text: str) -> float:
-    """A finite number above 0, for argparse."""
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{value} is not a finite number above 0")
-    return value
-
-
-def seed(text: str) -> int:
-    """A whole number from 0 to 2⁶³ − 1, for argparse."""
-    value = int(text)
-    if not 0 <= value < 2**63:
-        raise argparse.ArgumentTypeError(f"{value} is not between 0 and 2**63 - 1")
-    return value
-
-
-def path(text: str) -> Path:
-    """A path, for argparse; an empty one would be the present folder."""
-    if not text:
-        raise argparse.ArgumentTypeError("it is empty; give a path, . for the present folder")
-    return Path(text)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the verb."""
-    what = parser.add_argument_group("what to train")
-    what.add_argument("--recipe", metavar="NAME:N:M", help="training recipe, default step:2:4; `python -m nmkernels recipes` lists them")
-    what.add_argument(
-        "--set",
-        metavar="KEY=VALUE",
-        action="append",
-        help="keyword of the recipe, e.g. --set decay=2e-4; may be repeated; `python -m nmkernels recipes NAME` lists them",
-    )
-    what.add_argument("--data", metavar="FILE_OR_FOLDER", help="text to train on; default: the Python standard library's source")
-    what.add_argument("--demo", action="store_true", help="the sizes of `make demo`: under four minutes on two cores")
-    what.add_argument("--twin", action="store_true", help="also train the dense twin on the same batches, and compare")
-    size = parser.add_argument_group("size")
-    size.add_argument("--steps", type=positive, help="optimizer steps, default 2000")
-    size.add_argument("--batch", type=positive, help="sequences per step, default 16")
-    size.add_argument("--context", type=positive, help="bytes per sequence, default 128")
-    size.add_argument("--width", type=positive, help="features of the model, default 128")
-    size.add_argument("--layers", type=positive, help="transformer blocks, default 4")
-    size.add_argument("--heads", type=positive, help="attention heads, default 4; divides the width")
-    size.add_argument("--activation", metavar="NAME", help="gelu or relu2; default gelu, for the recipe act24 relu2")
-    size.add_argument("--lr", type=rate, help="peak learning rate, default 2e-3")
-    size.add_argument("--seed", type=seed, help="of the weights and the order of the text, default 0")
-    run = parser.add_argument_group("the run")
-    run.add_argument(
-        "--out",
-        metavar="DIR",
-        type=path,
-        help="where everything is written, a new or empty folder; default runs/train, demo_out with --demo",
-    )
-    run.add_argument(
-        "--resume",
-        metavar="CHECKPOINT",
-        nargs="?",
-        type=path,
-        const=False,
-        help="continue the run in --out, from its newest checkpoint or from the one named",
-    )
-    run.add_argument("--overwrite", action="store_true", help="replace the run that --out holds; other files there stay")
-    run.add_argument("--checkpoint-every", metavar="STEPS", type=positive, default=100, help="default 100")
-    run.add_argument("--log-every", metavar="STEPS", type=positive, default=20, help="default 20")
-    run.add_argument("--tensorboard", action="store_true", help="also write event files into --out")
-    run.add_argument("--threads", type=positive, help="threads of PyTorch; default: its own choice")
-    run.add_argument("--device", default="cpu", help="default cpu")
-    run.add_argument("--json", action="store_true", help="print the result as JSON on standard output, everything else on standard error")
-
-
 def run(args: argparse.Namespace) -> int:
     """Train, deploy, report; 0 done, 1 failed on the way, 2 refused at the start, 130 interrupted with the way to resume."""
-    from .folder import Folder
-    from .loop import Interrupted
-
-    pass
-
     with Folder(args.out or Path("demo_out" if args.demo else "runs/train")) as folder:
         try:
             job = Run(args, folder)
@@ -259,19 +340,12 @@ def run(args: argparse.Namespace) -> int:
             return 2
         try:
             job.execute()
-            job.show()
-        except Interrupted as stop:
-            return _stopped(job, f"Stopped after step {stop.step}; saved in {stop.path}.")
-        except KeyboardInterrupt:
-            return _stopped(job, "Stopped.")
+        except (Interrupted, KeyboardInterrupt) as stop:
+            print(f"\n{str(stop) or 'Stopped.'}\nTo go on: {job.resume_command()}", file=sys.stderr)
+            return 130
         except OSError as error:
             if isinstance(error, BrokenPipeError):
                 raise
             print(f"{PROG}: error: {error.filename or 'output'} could not be written: {error.strerror or error}.", file=sys.stderr)
             return 1
     return 0
-
-
-def _stopped(job: Run, text: str) -> int:
-    print(f"\n{text}\nTo go on: {job.resume_command()}", file=sys.stderr)
-    return 130

@@ -8,8 +8,8 @@ from unittest import mock
 
 import torch
 
+from nmkernels import cli
 from nmkernels.cli import deploy
-from nmkernels.cli import main as cli
 
 SIZES = ["--steps", "12", "--batch", "2", "--context", "16", "--width", "32", "--layers", "1", "--heads", "2", "--log-every", "3"]
 

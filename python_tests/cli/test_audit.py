@@ -7,7 +7,7 @@ import json
 import pytest
 
 import nmkernels as nm
-from nmkernels.cli import main as cli
+from nmkernels import cli
 from nmkernels.models import MODELS, model_shapes
 
 

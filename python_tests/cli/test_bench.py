@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from nmkernels import NMError
+from nmkernels import NMError, cli
 from nmkernels.cli import bench
-from nmkernels.cli import main as cli
 
 ROOT = Path(__file__).resolve().parents[2]
 needs_sources = pytest.mark.skipif(bench.HOME != ROOT, reason="not the package of this source checkout")

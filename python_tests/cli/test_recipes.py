@@ -7,8 +7,7 @@ from dataclasses import fields
 
 import pytest
 
-from nmkernels import recipes
-from nmkernels.cli import main as cli
+from nmkernels import cli, recipes
 from nmkernels.cli.recipes import describe
 from nmkernels.recipes.registry import find
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import nmkernels as nm
-from nmkernels.cli import loop
 from nmkernels.cli import train as _run
+from nmkernels.cli import train as loop
 from nmkernels.models import GPT, GPTConfig, load_corpus
 
 from ._text import train, write_text
@@ -27,14 +27,14 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def finished(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("runs") / "out"
-    assert train(text, out, "--twin") == 0
+    assert train(text, out, "--baseline") == 0
     return out
 
 
 def test_every_file_is_there(finished):
     result = json.loads((finished / "result.json").read_text())
     have = {p.name for p in finished.iterdir()}
-    assert have == {*result["files"], "checkpoints", "twin", ".nmkernels-train"}
+    assert have == {*result["files"], "checkpoints", "baseline", ".nmkernels-train"}
     assert {"model.safetensors", "model-dense.safetensors", "curves.png", "log.csv", "sample.txt", "result.json"} <= have
     assert (finished / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert [p.name for p in (finished / "checkpoints").iterdir()] == ["step-00000012.pt"]
@@ -49,7 +49,7 @@ def test_the_result_is_true(finished, text):
     assert sparse["bytes"]["layers_compressed"] == 4 * weights // 2 + weights // 8
     assert sparse["bytes"]["file_compressed"] == (finished / "model.safetensors").stat().st_size
     assert sparse["layers"] == 4
-    assert result["val_loss_ratio"] == sparse["val_loss"] / result["twin"]["val_loss"]
+    assert result["val_loss_ratio"] == sparse["val_loss"] / result["baseline"]["val_loss"]
     assert 1 <= sparse["switch_step"] < 12
     assert min(*sparse["tokens_per_s"].values(), sparse["train_tokens_per_s"]) > 0
     # 4 layers of 12·32² weights and a head of 256·32, 12 steps of 32 bytes; scores of 2·16·32 a layer, half of the two products
@@ -80,7 +80,7 @@ def test_the_log_follows_the_phases(finished):
         assert row["phase"] == "1" if sparse else True
         assert float(row["density"]) == (0.5 if sparse else 1.0)
     assert any(row["val_loss"] for row in rows)
-    with (finished / "twin" / "log.csv").open(newline="") as file:
+    with (finished / "baseline" / "log.csv").open(newline="") as file:
         assert all(not row["phase"] and float(row["loss"]) > 0 for row in csv.DictReader(file))
 
 
@@ -96,7 +96,7 @@ def test_json_goes_to_standard_output_alone(text, tmp_path, capsys):
     result = json.loads(captured.out)
     assert result["config"]["recipe"] == "srste:1:4"
     assert result["config"]["options"] == {"decay": 1e-3}
-    assert result["twin"] is None
+    assert result["baseline"] is None
     assert "step 12/12" in captured.err
     assert result == json.loads((tmp_path / "out" / "result.json").read_text())
 
@@ -144,7 +144,7 @@ def test_the_end_says_what_there_is(text, tmp_path, capsys):
         "counted GFLOPs",
         "bytes of the file",
         "logits are identical",
-        "Add --twin",
+        "Add --baseline",
         'continues "def "',
         "model.safetensors",
     ):
@@ -161,7 +161,7 @@ def test_a_dense_recipe_leaves_a_dense_file(text, tmp_path, capsys):
 
 def test_the_dense_recipe_and_the_twin_agree(text, tmp_path):
     """The twin is plain PyTorch; the dense recipe is this package's optimizer on the same batches."""
-    assert train(text, tmp_path / "out", "--recipe", "dense", "--twin") == 0
+    assert train(text, tmp_path / "out", "--recipe", "dense", "--baseline") == 0
     result = json.loads((tmp_path / "out" / "result.json").read_text())
     assert result["val_loss_ratio"] == pytest.approx(1, abs=1e-4)
 
@@ -184,7 +184,7 @@ def test_optional_packages_may_be_missing(text, tmp_path, monkeypatch, capsys):
 
 
 def test_validating_on_the_way_changes_nothing(text, tmp_path, monkeypatch):
-    from nmkernels.cli import loop
+    from nmkernels.cli import train as loop
 
     from ._text import same
 

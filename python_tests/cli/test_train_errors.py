@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nmkernels.cli import main as cli
+from nmkernels import cli
 
 from ._text import train, write_text
 

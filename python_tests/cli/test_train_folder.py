@@ -31,7 +31,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def one_run(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("runs") / "out"
-    assert train(text, out, "--twin", "--tensorboard", sizes=SIZES) == 0
+    assert train(text, out, "--baseline", "--tensorboard", sizes=SIZES) == 0
     return out
 
 
@@ -62,7 +62,7 @@ def fill(folder: Path, name: str, data: bytes = b"mine") -> None:
 
 @pytest.mark.parametrize("option", [[], ["--overwrite"], ["--resume"]], ids=["plain", "overwrite", "resume"])
 @pytest.mark.parametrize(
-    "name", [*SIGNS, "checkpoints/step-00000001.pt", "tensorboard/events.out.tfevents.1", "twin/a", ".hidden", "notes"]
+    "name", [*SIGNS, "checkpoints/step-00000001.pt", "tensorboard/events.out.tfevents.1", "baseline/a", ".hidden", "notes"]
 )
 def test_a_folder_that_is_no_run_s_is_refused(text, tmp_path, capsys, name, option):
     out = tmp_path / "mine"
@@ -77,7 +77,7 @@ def test_overwrite_removes_only_what_a_run_writes(text, run):
         "notes",
         "checkpoints/best.pt",
         "checkpoints/step-1.pt",
-        "twin/a",
+        "baseline/a",
         "tensorboard/b",
         "model.safetensors.bak",
         ".notes.12.tmp",
@@ -93,13 +93,13 @@ def test_overwrite_removes_only_what_a_run_writes(text, run):
     gone = {name for name in before if name not in after}
     assert {name for name in gone if "tfevents" not in name} == {
         "checkpoints/step-00000001.pt.aside",
-        "twin/log.csv",
-        "twin/checkpoints/step-00000002.pt",
-        "twin/checkpoints/step-00000003.pt",
+        "baseline/log.csv",
+        "baseline/checkpoints/step-00000002.pt",
+        "baseline/checkpoints/step-00000003.pt",
     }
     assert len([name for name in gone if "tfevents" in name]) == 2
     assert after["log.csv"] != before["log.csv"] or after["result.json"] != before["result.json"]
-    assert not (run / "twin" / "checkpoints").exists()
+    assert not (run / "baseline" / "checkpoints").exists()
 
 
 @pytest.mark.parametrize("name", SIGNS)
@@ -153,7 +153,7 @@ def test_every_file_of_a_run_is_recognised(one_run):
 @pytest.mark.parametrize("by", ["log.csv", "result.json", "checkpoints"])
 def test_runs_of_versions_without_a_lock_are_recognised(text, run, capsys, by):
     (run / LOCK).unlink()
-    for name in ({"log.csv", "result.json", "checkpoints"} - {by}) | {"twin", "tensorboard"}:
+    for name in ({"log.csv", "result.json", "checkpoints"} - {by}) | {"baseline", "tensorboard"}:
         path = run / name
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     assert "--overwrite" in refused(capsys, text, run)
@@ -205,7 +205,11 @@ def test_a_named_checkpoint_may_go_on_in_another_folder_but_not_over_its_files(t
 
 
 def test_temporaries_of_killed_runs_are_swept_and_no_others(text, run):
-    ours = [".log.csv.ab_12xyz.tmp/log.csv", "checkpoints/.step-00000002.pt.abcdefgh.tmp/step-00000002.pt", "twin/.log.csv.abcdefgh.tmp/a"]
+    ours = [
+        ".log.csv.ab_12xyz.tmp/log.csv",
+        "checkpoints/.step-00000002.pt.abcdefgh.tmp/step-00000002.pt",
+        "baseline/.log.csv.abcdefgh.tmp/a",
+    ]
     ours += ["checkpoints/.step-00000001.pt.4711.tmp", ".model.safetensors.abcdefgh.tmp/.tmp123"]
     theirs = [".notes.abcdefgh.tmp", "checkpoints/.best.pt.1.tmp", ".tmpabc", "log.csv.tmp"]
     for name in (*ours, *theirs):

@@ -13,10 +13,10 @@ import torch
 from nmkernels import ops
 from nmkernels.cli import deploy, train
 from nmkernels.cli import log as _plot
-from nmkernels.cli.checkpoint import Store
 from nmkernels.cli.config import TrainConfig, resumed
+from nmkernels.cli.folder import Store
 from nmkernels.cli.log import Log, read_log, summary
-from nmkernels.cli.loop import Trainer, learning_rate
+from nmkernels.cli.train import Trainer, learning_rate
 from nmkernels.models import GPT, Corpus, GPTConfig
 from nmkernels.pattern import CheckpointError
 
@@ -159,7 +159,7 @@ def test_the_summary_explains_a_slower_model_and_hides_control_characters():
         "corpus": {"source": "a test"},
         "parameters": 1234,
         "sparse": sparse,
-        "twin": {"val_loss": 1.0, "train_tokens_per_s": 100.0},
+        "baseline": {"val_loss": 1.0, "train_tokens_per_s": 100.0},
         "out": "out",
         "files": ["log.csv"],
     }

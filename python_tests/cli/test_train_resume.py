@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nmkernels.cli import loop
+from nmkernels.cli import train as loop
 from nmkernels.cli.log import read_log
 from nmkernels.models import GPT
 
@@ -79,13 +79,13 @@ def test_a_stopped_run_ends_with_the_same_bits(text, tmp_path, monkeypatch, caps
 def test_a_stop_in_the_twin_resumes_the_twin(text, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         signal_at(patch, 5, dense=True)
-        assert train(text, tmp_path / "parts", "--twin") == 130
+        assert train(text, tmp_path / "parts", "--baseline") == 130
     before = (tmp_path / "parts" / "checkpoints" / "step-00000012.pt").stat().st_mtime_ns
-    assert train(text, tmp_path / "parts", "--twin", "--resume", sizes=[]) == 0
+    assert train(text, tmp_path / "parts", "--baseline", "--resume", sizes=[]) == 0
     assert (tmp_path / "parts" / "checkpoints" / "step-00000012.pt").stat().st_mtime_ns == before
-    assert train(text, tmp_path / "whole", "--twin") == 0
+    assert train(text, tmp_path / "whole", "--baseline") == 0
     results = [json.loads((tmp_path / name / "result.json").read_text()) for name in ("whole", "parts")]
-    assert results[0]["twin"]["val_loss"] == results[1]["twin"]["val_loss"]
+    assert results[0]["baseline"]["val_loss"] == results[1]["baseline"]["val_loss"]
     assert results[0]["sparse"]["val_loss"] == results[1]["sparse"]["val_loss"]
 
 
@@ -188,7 +188,7 @@ def test_a_run_goes_on_whatever_became_of_its_log(stopped, text, log):
 
 
 def test_rows_are_the_same_where_checkpoints_fall_between_them(text, tmp_path, monkeypatch):
-    from nmkernels.cli import loop
+    from nmkernels.cli import train as loop
 
     monkeypatch.setattr(loop, "EVALS", 2)  # a row after every fifth step then
     sizes = [*SIZES[:-1], "5"]

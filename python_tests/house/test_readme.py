@@ -9,7 +9,7 @@ import pytest
 
 import nmkernels as nm
 from bench import report
-from nmkernels.cli.main import VERBS
+from nmkernels.cli import VERBS
 from python_tests.house.tree import ROOT
 
 DOCUMENTS = ("README.md", "CONTRIBUTING.md")
@@ -28,7 +28,7 @@ def unknown_targets(text: str, makefile: str) -> set[str]:
 
 def unknown_verbs(text: str) -> set[str]:
     """Verbs of ``python -m nmkernels`` in the text that do not exist."""
-    return set(re.findall(r"python -m nmkernels ([a-z]+)", text)) - {v.name for v in VERBS}
+    return set(re.findall(r"python -m nmkernels ([a-z]+)", text)) - set(VERBS)
 
 
 def dead_links(text: str, folder: Path) -> set[str]:
