@@ -1,39 +1,38 @@
 """The public API as text, one name a line with its parameters; run this module to freeze the present one.
 
 python -m python_tests.house.api    rewrites public_api.txt
+
+Listed are the names in ``__all__`` of the modules that users import from, the verbs of a handle, and the members of the two base classes
+that a new method implements. A class is one line, with its signature; what its instances have beside that is in its docstring.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
-import pkgutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 FROZEN = Path(__file__).with_name("public_api.txt")
+MODULES = tuple(f"nmkernels{name}" for name in ("", ".ops", ".nn", ".optim", ".recipes", ".export", ".audit"))
+OPEN = ("nmkernels.recipes.Handle", "nmkernels.recipes.Recipe", "nmkernels.autograd.WeightTransform")
+"""The classes whose members are listed, one by one."""
 
 
-def public_api(package: str = "nmkernels") -> list[str]:
-    """Every name in the ``__all__`` of the package and of its public subpackages, with parameters and defaults."""
-    root = importlib.import_module(package)
-    names = [package] + [
-        f"{package}.{m.name}" for m in pkgutil.iter_modules(root.__path__) if m.name != "cli" and not m.name.startswith("_")
-    ]
-    modules = {name: importlib.import_module(name) for name in names}
-    exported = {id(getattr(m, public)) for m in modules.values() for public in getattr(m, "__all__", ())}
-    lines: list[str] = []
-    told: set[int] = set()
-    for name, module in modules.items():
-        for public in getattr(module, "__all__", ()):
-            value = getattr(module, public)
-            lines.append(_describe(f"{name}.{public}", value))
-            if inspect.isclass(value) and id(value) not in told:
-                told.add(id(value))
-                lines += _members(f"{name}.{public}", value, exported)
+def public_api(instead: Mapping[str, Mapping[str, Any]] | None = None) -> list[str]:
+    """Every public name with parameters and defaults; ``instead``: other values of some names, by module."""
+    lines = []
+    for module in MODULES:
+        names = vars(importlib.import_module(module)) | dict((instead or {}).get(module, {}))
+        lines += [_described(f"{module}.{name}", names[name]) for name in names["__all__"]]
+    for full in OPEN:
+        module, _, name = full.rpartition(".")
+        lines += [f"{full}.{line}" for line in _members(getattr(importlib.import_module(module), name))]
     return sorted(lines)
 
 
-def _describe(full: str, value: object) -> str:
+def _described(full: str, value: object) -> str:
     if inspect.ismodule(value):
         return f"{full} (module)"
     if inspect.isclass(value):
@@ -41,20 +40,12 @@ def _describe(full: str, value: object) -> str:
     return f"{full}{_signature(value)}" if callable(value) else full
 
 
-def _members(full: str, cls: type, exported: set[int]) -> list[str]:
-    """Public methods and properties of the class and of its bases that are not public themselves; those of torch left out."""
-    lines: dict[str, str] = {}
-    for base in (b for b in cls.__mro__ if b is cls or (b.__module__.startswith("nmkernels") and id(b) not in exported)):
-        for name, member in vars(base).items():
-            if name.startswith("_") or name in lines:
-                continue
-            if getattr(member, "hooked", False) and not member.__qualname__.startswith(f"{base.__qualname__}."):
-                continue  # torch wraps an inherited ``step`` into the class itself once an optimizer is built
-            if isinstance(member, property):
-                lines[name] = f"{full}.{name} (property)"
-            elif isinstance(member, (staticmethod, classmethod)) or inspect.isfunction(member):
-                lines[name] = f"{full}.{name}{_signature(getattr(cls, name))}"
-    return list(lines.values())
+def _members(cls: type) -> list[str]:
+    """Public methods, properties, fields and constants of the class and of its bases in the package."""
+    bases = [base for base in cls.__mro__ if base.__module__.startswith("nmkernels")]
+    names = {name for base in bases for name in (*vars(base), *inspect.get_annotations(base))}
+    values = {name: inspect.getattr_static(cls, name, None) for name in names if not name.startswith("_")}
+    return [f"{name}{_signature(getattr(cls, name))}" if inspect.isroutine(value) else name for name, value in values.items()]
 
 
 def _signature(value: object) -> str:
