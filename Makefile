@@ -1,5 +1,6 @@
-# make demo   train a small sparse GPT, compress it, check it      make test   lint, type check, all tests
-# make build  compile the C++ core in place                        make gpu    build, test, measure on an NVIDIA GPU
+# make demo   train a small sparse GPT, compress it, check it      make test      lint, type check, what each thing does, in five minutes
+# make build  compile the C++ core in place                        make test-all  every test, also the slow ones
+# make gpu    build, test, measure on an NVIDIA GPU
 # Everything lives in $(VENV); a second run reuses it. Another Python: make PYTHON=python3.12 VENV=.venv312 test
 
 PYTHON ?= python3
@@ -19,13 +20,13 @@ PINS := $(VENV)/constraints.txt
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c $(PINS)
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: help demo test build lint check triton sanitize wheel format gpu gpu-dry clean distclean
+.PHONY: help demo test test-all build lint triton sanitize wheel format gpu gpu-dry clean distclean
 .DEFAULT_GOAL := help
 
 help:
 	@sed -n '1,3s/^# //p' Makefile
-	@echo 'make lint   ruff and mypy only      make check  the tests only      make format  let ruff rewrite the sources'
-	@echo 'make check TEST_ARGS="-k mask"  some of them   make triton  only the Triton kernels, interpreted; TEST_ARGS leaves them out'
+	@echo 'make test TEST_ARGS="-k mask"  some of them; test-all takes it too      make triton  only the Triton kernels, interpreted'
+	@echo 'make lint   ruff and mypy only      make format  let ruff rewrite the sources'
 	@echo 'make sanitize   the C++ tests under the address, undefined-behaviour and thread sanitizers, CUDA kernels emulated'
 	@echo 'make wheel  a manylinux wheel into dist/, with CUDA kernels where nvcc is, tried in a clean environment; WHEEL_TESTS=load|smoke|all'
 	@echo 'make wheel WHEEL_PYTHONS="python3.10 python3.11 python3.12 python3.13"  one for each; the kernels are compiled once'
@@ -35,27 +36,32 @@ help:
 demo: build
 	@$(BIN)/python -m nmkernels train --demo --overwrite --out demo_out $(DEMO_ARGS)
 
-# without the compiled core its tests would be skipped, and the suite would pass without having tested it
-test check: export NMKERNELS_REQUIRE_CORE := 1
+# without the compiled core its tests would be skipped, and the suite would pass without having tested it;
 # the CUDA kernels are tested on the CPU, which nobody else needs
-test check: export NMKERNELS_EMULATOR := 1
-test: LINTED := NMKERNELS_LINTED=1
-test: build lint check
+test test-all triton: export NMKERNELS_REQUIRE_CORE := 1
+test test-all triton: export NMKERNELS_EMULATOR := 1
+PYTEST = $(ONE_THREAD) $(BIN)/python -m pytest -q -n $(JOBS) --durations=10
 
-check: build
-	@echo '== tests'
-	@TRITON_INTERPRET=0 $(ONE_THREAD) $(LINTED) $(BIN)/python -m pytest -q -n $(JOBS) --durations=15 $(TEST_ARGS)
-	$(if $(strip $(TEST_ARGS)),,$(call triton_tests))
+# a test that takes longer than some seconds is marked slow, and what it is about is tested here on a smaller case
+test: build lint
+	@echo '== the quick tests'
+	@TRITON_INTERPRET=0 $(PYTEST) -m 'not slow' $(TEST_ARGS)
+	$(if $(strip $(TEST_ARGS)),,$(call interpreted,-m 'not slow'))
+
+test-all: build lint
+	@echo '== all tests'
+	@TRITON_INTERPRET=0 $(PYTEST) $(TEST_ARGS)
+	$(if $(strip $(TEST_ARGS)),,$(call interpreted,))
 
 triton: build
-	$(call triton_tests)
+	$(call interpreted,$(TEST_ARGS))
 
 # Triton interprets its kernels only where that is said before it is imported: hence a process of its own
 TRITON_TESTS := python_tests/backends/triton python_tests/ops/test_conformance.py python_tests/ops/test_exact.py
-define triton_tests
+define interpreted
 @if test "$$(uname -s)" != Linux; then echo '== no Triton for this system, its kernels are not tested'; \
 else echo '== tests of the Triton kernels, interpreted' && $(BIN)/python -c 'import triton' \
-  && TRITON_INTERPRET=1 $(ONE_THREAD) $(BIN)/python -m pytest -q -n $(JOBS) --durations=5 $(TRITON_TESTS); fi
+  && TRITON_INTERPRET=1 $(PYTEST) $(TRITON_TESTS) $(1); fi
 endef
 
 # $(call core_tests,SANITIZERS,OPTIONS,PROGRAMS)

@@ -19,7 +19,7 @@ from nmkernels.models import model_shapes
 
 from .rows import commit, machine, versions
 
-README = Path(__file__).parents[1] / "README.md"
+README = Path(__file__).parents[1] / "docs" / "audit.md"
 MODEL = "gpt2"
 MEASURED, PREDICTED, END = (f"<!-- audit {what} -->" for what in ("measured: written by python -m bench.audit_readme", "predicted", "end"))
 

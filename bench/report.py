@@ -98,10 +98,9 @@ def main(argv: list[str] | None = None, readme: Path = README, results: Path = R
         for machine, mine in tables.by_machine(rows).items():
             figures.draw(mine, results / "figures", slug(machine))
     drawn = [path.name for path in (results / "figures").glob("*.svg")]
-    new = {
-        readme: insert(readme.read_text(encoding="utf-8"), front(rows, targets.load_reasons(results / targets.REASONS.name))),
-        results / "README.md": full(rows, drawn),
-    }
+    new = {results / "README.md": full(rows, drawn)}
+    if BEGIN in (text := readme.read_text(encoding="utf-8")):
+        new[readme] = insert(text, front(rows, targets.load_reasons(results / targets.REASONS.name)))
     stale = [path for path, text in new.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     if args.check:
         for path in stale:

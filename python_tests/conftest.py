@@ -1,4 +1,4 @@
-"""Seeds, one thread, and the gpu marker, for every test."""
+"""Seeds, one thread, and what is left out where there is no GPU, for every test."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ import torch
 from nmkernels import capability, testing
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not any(item.get_closest_marker("gpu") for item in items):
-        return
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu and not capability.cuda_device().ok:
+        config.hook.pytest_deselected(items=gpu)
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     can, reason = capability.cuda_device()
     if not can:
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason=f"needs an NVIDIA GPU: {reason}"))
+        terminalreporter.write_line(f"Tests marked gpu were left out, they need an NVIDIA GPU: {reason}")
 
 
 @pytest.fixture(autouse=True, scope="session")
