@@ -9,41 +9,15 @@ from pathlib import Path
 import pytest
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
-TESTS = ("emulator", "warps", "ptx", "faults")
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None or not CSRC.is_dir(), reason="no g++, or not a source checkout")
+FLAGS = ("-std=c++17", "-O1", "-DNM_EMULATED", "-pthread", "-Wall", "-Wextra", "-Werror")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("g++") is None or not CSRC.is_dir(), reason="no g++, or no sources")]
 
 
-def _run(folder: Path, *flags: str) -> str:
-    sources = [
-        CSRC / "tests" / "main.cpp",
-        *(CSRC / "tests" / "cuda" / f"test_{name}.cpp" for name in TESTS),
-        *(CSRC / "emulator").glob("*.cpp"),
-    ]
-    program = folder / "tests"
-    command = [
-        "g++",
-        "-std=c++17",
-        "-O1",
-        "-DNM_EMULATED",
-        "-pthread",
-        "-Wall",
-        "-Wextra",
-        "-Werror",
-        *flags,
-        *map(str, sources),
-        "-o",
-        str(program),
-    ]
-    built = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert built.returncode == 0, built.stderr
-    ran = subprocess.run([str(program)], capture_output=True, text=True, timeout=120, check=False)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    return ran.stdout
-
-
-def test_the_emulator_does_what_cuda_says(tmp_path: Path) -> None:
-    assert "0 failures" in _run(tmp_path)
-
-
-def test_the_way_to_switch_stacks_elsewhere_works_too(tmp_path: Path) -> None:
-    assert "0 failures" in _run(tmp_path, "-U__ELF__")
+@pytest.mark.parametrize("flags", [(), ("-U__ELF__",)], ids=["own way to switch stacks", "portable way"])
+def test_the_emulator_does_what_cuda_says(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    tests = (CSRC / "tests" / "cuda" / f"test_{name}.cpp" for name in ("emulator", "warps", "ptx", "faults"))
+    sources = [CSRC / "tests" / "main.cpp", *tests, *(CSRC / "emulator").glob("*.cpp")]
+    for command in (["g++", *FLAGS, *flags, *map(str, sources), "-o", str(tmp_path / "tests")], [str(tmp_path / "tests")]):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 failures" in done.stdout

@@ -1,4 +1,4 @@
-"""The assembly of ``csrc/cuda/ptx.h``: nvcc takes it for every GPU it is meant for, and makes the instructions of it that are meant."""
+"""What nvcc makes of ``csrc/cuda``: the instructions that ``ptx.h`` means, and a probe that answers without a driver too."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 NVCC = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
 _BESIDE_TRITON = Path(sysconfig.get_paths()["purelib"]) / "triton" / "backends" / "nvidia" / "bin" / "cuobjdump"
 CUOBJDUMP = shutil.which("cuobjdump") or (str(_BESIDE_TRITON) if _BESIDE_TRITON.is_file() else None)
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(NVCC is None or not CSRC.is_dir(), reason="no nvcc, or not a source checkout")]
 
 CALLS = """
 #include "cuda/ptx.h"
@@ -80,22 +82,55 @@ PER_KERNEL = {
 }
 PRODUCTS = {"HMMA.16816.F32": 1, "HMMA.1688.F32": 1, "HMMA.SP.16832.F32": 2}
 
+MAIN = """
+#include <cstdio>
+#include "cuda/kernels.h"
 
-@pytest.mark.skipif(NVCC is None or CUOBJDUMP is None, reason="no nvcc, or no cuobjdump")
-@pytest.mark.skipif(not CSRC.is_dir(), reason="not a source checkout")
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90a"])
-def test_the_instructions_are_those_that_are_meant(tmp_path: Path, architecture: str) -> None:
-    assert NVCC is not None and CUOBJDUMP is not None
-    source, cubin = tmp_path / "calls.cu", tmp_path / "calls.cubin"
-    source.write_text(CALLS)
-    command = [NVCC, "-std=c++17", "-O3", f"-I{CSRC}", f"-arch={architecture}", "-cubin", "-o", str(cubin), str(source)]
+int main() {
+    for (int device : {0, 1000}) {
+        const nm::cuda::Probe found = nm::cuda::probe(device);
+        std::printf("%d|%d|%s\\n", found.driver, found.runtime, found.error.c_str());
+    }
+    try {
+        const nm::cuda::Gpu gpu = nm::cuda::gpu(0);
+        std::printf("%d|%d\\n", gpu.capability, gpu.processors);
+    } catch (const std::exception& error) {
+        std::printf("none|%s\\n", error.what());
+    }
+}
+"""
+
+
+def compiled(source: Path, text: str, *words: str) -> tuple[Path, str]:
+    """What nvcc makes of ``text``, and what it says."""
+    source.write_text(text)
+    made = source.with_suffix(".out")
+    command = [str(NVCC), "-std=c++17", f"-I{CSRC}", *words, "-o", str(made), str(source)]
     built = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert built.returncode == 0, built.stderr
-    assert "Advisory" not in built.stderr
-    text = subprocess.run([CUOBJDUMP, "-sass", str(cubin)], capture_output=True, text=True, timeout=120, check=True).stdout
+    return made, built.stderr
+
+
+@pytest.mark.skipif(CUOBJDUMP is None, reason="no cuobjdump")
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90a"])
+def test_the_instructions_are_those_that_are_meant(tmp_path: Path, architecture: str) -> None:
+    cubin, said = compiled(tmp_path / "calls.cu", CALLS, "-O3", f"-arch={architecture}", "-cubin")
+    assert "Advisory" not in said
+    text = subprocess.run([str(CUOBJDUMP), "-sass", str(cubin)], capture_output=True, text=True, timeout=120, check=True).stdout
     found = Counter(re.findall(r"\b(?:LDGSTS|LDGDEPBAR|LDSM|HMMA|STG)[A-Z0-9.]*", text))
     expected = {name: 2 * count for name, count in PER_KERNEL.items()}
     expected |= PRODUCTS | {f"{name}.BF16": count for name, count in PRODUCTS.items()}
     assert dict(found) == expected
     assert "DEPBAR.LE SB0, 0x1" in text and "DEPBAR.LE SB0, 0x0" in text
     assert re.search(r"HMMA\.SP\.\S+ .*, 0x0 ;", text) and re.search(r"HMMA\.SP\.\S+ .*, 0x1 ;", text)
+
+
+def test_the_probe_answers_here(tmp_path: Path) -> None:
+    program, _ = compiled(tmp_path / "main.cpp", MAIN, "-arch=sm_80", str(CSRC / "cuda" / "probe.cu"))
+    said = subprocess.run([str(program)], capture_output=True, text=True, timeout=60, check=True).stdout.splitlines()
+    (driver, runtime, error), (*_, beyond), (capability, _) = (line.split("|") for line in said)
+    assert int(runtime) >= 12000 and beyond.startswith("probe: ") and "cudaError" in beyond
+    if torch.cuda.is_available():
+        assert int(driver) >= 12000 and (error == "") == (capability != "none")
+    else:
+        assert error.startswith("probe: ") and "cudaError" in error and capability == "none"
