@@ -55,7 +55,7 @@ def step(spec: Spec, device: str) -> Work:
         if handle is None:
             optimizer: torch.optim.Optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-5, fused=True)
         else:
-            optimizer = handle._optimizers[0]
+            optimizer = handle.run.optimizers[0]
 
         def call() -> None:
             optimizer.zero_grad()

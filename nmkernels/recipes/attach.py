@@ -6,11 +6,12 @@ state dict; entries of a parameter group survive plain AdamW and distributed che
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,30 +20,39 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from .. import ops
 from ..autograd.transforms import WEIGHT, masked
 from ..nn import NMWeight
-from ..optim import MaskedAdamW, Target
+from ..optim import MaskedAdamW, Target, merge_stats
 from ..pattern import RecipeError
-from .base import Recipe, Stage
-
-if TYPE_CHECKING:
-    from .handle import Handle
+from .base import Observed, Recipe, State
+from .run import Run
 
 STATE_KEY = "nm_recipe"
 APPLIED, FLIPS, NONZEROS = (ops.STATS.index(name) for name in ("applied", "flips", "nonzeros"))
 
 
 class Attachment:
-    """One optimizer of a handle, with the swapped layers whose weights it updates.
+    """One optimizer of a run, with the swapped layers whose weights it updates.
 
     ``stats`` are the sums of its last step, with those of the last applied one where it was skipped; None before the first.
     ``numel`` counts the weights behind them. ``observed`` are those that the schedule has not seen yet.
+
+    Args:
+        earlier: for the last one to step, which keeps the schedule: the others.
     """
 
-    def __init__(self, handle: Handle, optimizer: torch.optim.Optimizer, layers: dict[str, NMWeight], primary: bool) -> None:
-        self.handle, self.optimizer, self.layers, self.primary = handle, optimizer, layers, primary
+    def __init__(
+        self,
+        run: Run,
+        optimizer: torch.optim.Optimizer,
+        layers: dict[str, NMWeight],
+        earlier: Sequence[Attachment] | None = None,
+    ) -> None:
+        self.run, self.optimizer, self.layers = run, optimizer, layers
+        self.all = () if earlier is None else (*earlier, self)
         self.masked = masked_adamw(optimizer)
         self.stats: Tensor | None = None
         self.observed: Tensor | None = None
         self.numel = 0
+        self._revision = 0
         self._masks: dict[str, Tensor] = {}
         self._pruned: tuple[Tensor, Tensor] | None = None
         self._removers = [
@@ -50,7 +60,7 @@ class Attachment:
             optimizer.register_step_post_hook(self._after),
             register_optimizer_step_post_hook(_doubting(layers)),
         ]
-        if primary:
+        if self.all:
             self._removers += [
                 optimizer.register_load_state_dict_pre_hook(self._before_load),
                 optimizer.register_load_state_dict_post_hook(self._after_load),
@@ -76,17 +86,14 @@ class Attachment:
     @property
     def own_pass(self) -> MaskedAdamW | None:
         """The optimizer, where it masks, decays and counts in its own pass over memory."""
-        stage = self.handle.stage
+        stage = self.run.stage
         outside = stage.fixed or (stage.transform is not None and stage.transform.traits.own_mask)
         return None if outside else self.masked
 
-    def apply(self, stage: Stage) -> None:
-        """Tell the optimizer how to update from now on."""
-        if self.masked is not None:
-            self.masked.rule = stage.rule if self.own_pass is not None else replace(stage.rule, masked=False, decay=0.0)
-            for layer in self.layers.values():
-                if layer.weight in self.masked.targets:
-                    self.masked.targets[layer.weight].pattern = layer.mask_pattern
+    def load(self, state: State) -> None:
+        """Put ``state`` into the optimizer and let the run go on from there."""
+        self.group0[STATE_KEY] = state
+        self.run.adopt(state)
 
     def detach(self) -> None:
         """Take every trace of the recipe out of the optimizer."""
@@ -104,28 +111,32 @@ class Attachment:
     # ---- around a step
 
     def _before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.own_pass is not None:
+        own = self.own_pass
+        if self.masked is not None and self._revision != self.run.revision:
+            self._revision, rule = self.run.revision, self.run.stage.rule
+            self.masked.rule = rule if own is not None else replace(rule, masked=False, decay=0.0)
+            for layer in self.layers.values():
+                if layer.weight in self.masked.targets:
+                    self.masked.targets[layer.weight].pattern = layer.mask_pattern
+        if own is not None:
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             self._on_gradients()
             return None
-        wrapped = self._after_backward(closure)
-        return ((args[0], wrapped, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": wrapped})
 
-    def _after_backward(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         # trainers that pass a closure run backward inside it, after the pre-hook: the gradients exist only then
         def wrapped() -> Any:
             loss = closure()
             self._on_gradients()
             return loss
 
-        return wrapped
+        return ((args[0], wrapped, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": wrapped})
 
     @torch.no_grad()
     def _on_gradients(self) -> None:
         """Mask or decay the gradients: unscaled ones, or scaled ones times the scale where a fused optimizer unscales later."""
-        stage, scale = self.handle.stage, getattr(self.optimizer, "grad_scale", None)
+        stage, scale = self.run.stage, getattr(self.optimizer, "grad_scale", None)
         pruned_w = pruned_g = torch.zeros((), dtype=torch.float64)
         # with maximize the optimizer negates the gradient later; the decay must shrink the weight all the same
         negated = {id(p) for group in self.optimizer.param_groups if group.get("maximize") for p in group["params"]}
@@ -148,7 +159,7 @@ class Attachment:
             w, g = layer.master.detach(), _oriented(layer, layer.weight.grad)
             add = partial(_add, g, id(layer.weight) in negated, scale)
             if stage.fixed:
-                g.masked_fill_(~self.handle.fixed.masks[name], 0.0)
+                g.masked_fill_(~self.run.masks.masks[name], 0.0)
             elif stage.rule.masked:
                 kept = self._masks[name]
                 pruned = masked(w, ~kept)
@@ -164,8 +175,8 @@ class Attachment:
     @torch.no_grad()
     def _after(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         own = self.own_pass
-        if self.primary:
-            self.group0[STATE_KEY] = self.handle.state  # ZeRO puts the loaded groups in their place after the hooks of a load
+        if self.all:
+            self.group0[STATE_KEY] = self.run.state  # ZeRO puts the loaded groups in their place after the hooks of a load
         self._settle()
         if own is not None:
             new, self.numel = own.stats, own.stats_numel
@@ -176,12 +187,39 @@ class Attachment:
         self.observed = new
         if new is not None:
             self.stats = self._since_applied(new)
-        if self.primary:
-            self.handle.advance()
+        if self.all:
+            self._advance()
+
+    def _advance(self) -> None:
+        """Let the schedule see the step that every optimizer of the run has just done."""
+        parts = [a for a in self.all if a.observed is not None]
+        if not parts:
+            return
+        stats = summed(a.observed for a in parts)
+        seen = Observed(
+            stats=stats,
+            numel=sum(a.numel for a in parts),
+            second_moments=[v for a in parts for v in a._second_moments()],
+            step=self._step_counter(),
+            calls=self.run.calls + 1,
+            group=self.group,
+        )
+        for part in parts:
+            part.observed = None
+        # whether a scaler has skipped the step is known to the device alone
+        flips = self.run.advance(seen, lambda: self._found_inf is None or bool(stats[APPLIED].item() > 0))
+        if flips is not None and self.stats is not None:
+            self.stats = self.stats.clone()
+            self.stats[FLIPS] += flips
+
+    @property
+    def _found_inf(self) -> Tensor | None:
+        found: Tensor | None = getattr(self.optimizer, "found_inf", None)
+        return found
 
     def _since_applied(self, new: Tensor) -> Tensor:
         """``new``, or where the step was skipped the figures of the last applied one, with no flips; decided on the device."""
-        if getattr(self.optimizer, "found_inf", None) is None:
+        if self._found_inf is None:
             return new
         if self.stats is None:
             old = torch.zeros_like(new)
@@ -194,7 +232,7 @@ class Attachment:
 
     def _own_stats(self) -> Tensor:
         """The sums that MaskedAdamW gives for free, for any other optimizer and for held masks, which it does not know."""
-        found_inf = getattr(self.optimizer, "found_inf", None)
+        found_inf = self._found_inf
         values = dict.fromkeys(ops.STATS, torch.zeros((), dtype=torch.float64))
         if self.masked is not None and self.masked.stats is not None:
             values.update(zip(ops.STATS, self.masked.stats, strict=True))
@@ -206,8 +244,8 @@ class Attachment:
             if not layer.takes_part():
                 continue
             w = layer.master.detach()
-            if self.handle.stage.fixed:
-                self.handle.fixed.apply(name)
+            if self.run.stage.fixed:
+                self.run.masks.apply(name)
             if name in self._masks:
                 now = layer.kept()
                 if now is not self._masks[name]:  # a held mask is the same tensor until it is renewed
@@ -220,37 +258,27 @@ class Attachment:
         return torch.stack([values[key].to(device=device, dtype=torch.float64) for key in ops.STATS])
 
     def _settle(self) -> None:
-        recipe = self.handle.recipe
-        if type(recipe).settle is Recipe.settle or self.handle.stage.fixed:
+        recipe = self.run.recipe
+        if type(recipe).settle is Recipe.settle or self.run.stage.fixed:
             return
-        skipped = getattr(self.optimizer, "found_inf", None)
+        skipped = self._found_inf
         rates = {id(p): group["lr"] for group in self.optimizer.param_groups for p in group["params"]}
         for layer in self.layers.values():
             # load_state_dict(assign=True) gives the layer another Parameter than the one that this optimizer updates
             if layer.weight.grad is None or id(layer.weight) not in rates:
                 continue
             w, lr = layer.master, rates[id(layer.weight)]
-            new = recipe.settle(self.handle.state, w.detach(), lr)
+            new = recipe.settle(self.run.state, w.detach(), lr)
             if new is not None:
                 w.copy_(new if skipped is None else torch.where(skipped.reshape(()).to(w.device) == 0, new, w))
                 layer.effective.drop()
 
-    def applied(self, stats: Tensor) -> bool:
-        """Whether the last step was applied; the device is asked only where a scaler may have skipped it."""
-        return getattr(self.optimizer, "found_inf", None) is None or bool(stats[APPLIED].item() > 0)
-
-    def add_flips(self, flips: Tensor) -> None:
-        """Count the mask bits that changed after the step, when held masks were renewed, into its figures."""
-        if self.stats is not None:
-            self.stats = self.stats.clone()
-            self.stats[FLIPS] += flips
-
-    def second_moments(self) -> list[Tensor]:
+    def _second_moments(self) -> list[Tensor]:
         """The raw ``exp_avg_sq`` of the swapped weights, where the optimizer keeps one."""
         states = [inner(self.optimizer).state.get(layer.weight, {}) for layer in self.layers.values()]
         return [s["exp_avg_sq"] for s in states if "exp_avg_sq" in s]
 
-    def step_counter(self) -> Tensor | None:
+    def _step_counter(self) -> Tensor | None:
         """The optimizer's own step count of the first swapped weight that has one."""
         for layer in self.layers.values():
             step = inner(self.optimizer).state.get(layer.weight, {}).get("step")
@@ -263,13 +291,16 @@ class Attachment:
     def _before_load(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         saved = state_dict["param_groups"][0].get(STATE_KEY)
         if saved is not None:
-            self.handle.check_state(saved)
+            self.run.check(saved, self.group)
 
     def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
-        if STATE_KEY not in self.group0:
-            # a state of plain AdamW: the recipe starts from its beginning with the loaded moments
-            self.group0[STATE_KEY] = self.handle.first_state(self.group)
-        self.handle.adopt(self.group0[STATE_KEY])
+        # from a state of plain AdamW the recipe starts from its beginning with the loaded moments
+        self.load(self.group0[STATE_KEY] if STATE_KEY in self.group0 else self.run.first_state(self.group))
+
+
+def summed(stats: Iterable[Tensor | None]) -> Tensor:
+    """The statistics of several optimizers as those of one."""
+    return functools.reduce(merge_stats, (s for s in stats if s is not None))
 
 
 def _doubting(layers: dict[str, NMWeight]) -> Callable[..., None]:

@@ -5,6 +5,8 @@ The way back to the dense model.
 
 from __future__ import annotations
 
+import copy
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,14 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import ops
 from ..autograd import STRAIGHT_THROUGH, WeightTransform
 from ..nn import NMWeight, make_dense_, switch_fast_paths
-from ..pattern import RecipeError
+from ..pattern import CheckpointError, RecipeError
 from .attach import STATE_KEY, Attachment, group_of, inner, is_attached, masked_adamw, require_learned, unwrapped
-from .base import State
-from .driver import Driver
-from .final import make_nm, require_ran, warn_early
+from .base import Recipe, State
 from .metrics import figures
+from .report import Report
+from .run import Run
 
 
 def densify_(model: nn.Module) -> nn.Module:
@@ -45,12 +48,42 @@ def densify_(model: nn.Module) -> nn.Module:
     return model
 
 
-class Handle(Driver):
+class Handle:
     """Drives one recipe on one model: ``attach`` an optimizer, train as always, ``finish``.
 
     Made by ``sparsify_``. It keeps the schedule's state in the optimizer's own state dict, so a trainer that saves only model and
     optimizer resumes correctly. Attributes: ``model``, ``recipe``, ``layers`` (name -> layer), ``report``.
     """
+
+    def __init__(self, model: nn.Module, recipe: Recipe, layers: dict[str, NMWeight], report: Report) -> None:
+        self.model, self.recipe, self.layers, self.report = model, recipe, layers, report
+        self.run = Run(model, recipe, layers, report)
+        self.finished = False
+        self._attachments: list[Attachment] = []
+
+    @property
+    def state(self) -> State:
+        """The schedule's state, as it lies in the optimizer."""
+        if not self.run.state:
+            raise RecipeError("the handle has no state yet: call handle.attach(optimizer) first.")
+        return self.run.state
+
+    def state_dict(self) -> dict[str, Any]:
+        """A copy of the schedule's state; the optimizer's state dict holds the same, so saving that one is enough."""
+        return {STATE_KEY: copy.deepcopy(self.state)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from what ``state_dict`` returned.
+
+        Raises:
+            CheckpointError: it is of another recipe or pattern, or not of a handle.
+        """
+        if STATE_KEY not in state_dict:
+            raise CheckpointError(f"this is not a handle's state dict: it has no {STATE_KEY!r}.")
+        if not self._attachments:
+            raise RecipeError("the handle has no optimizer yet: call handle.attach(optimizer) first.")
+        self.run.check(state_dict[STATE_KEY], self._attachments[-1].group)
+        self._attachments[-1].load(copy.deepcopy(state_dict[STATE_KEY]))
 
     # ---- attach
 
@@ -87,21 +120,21 @@ class Handle(Driver):
         last, owned = owners[-1]
         loaded: State | None = last.param_groups[0].get(STATE_KEY)
         if loaded is not None:
-            self.check_state(loaded, group_of(last, owned))
-        self._optimizers = tuple(map(inner, stepped))
-        self._attachments = [Attachment(self, o, layers, primary=o is last) for o, layers in owners]
-        primary = self._attachments[-1]
+            self.run.check(loaded, group_of(last, owned))
+        run = self.run
+        run.optimizers = tuple(map(inner, stepped))
+        self._attachments = [Attachment(run, o, layers) for o, layers in owners[:-1]]
+        self._attachments.append(Attachment(run, last, owned, self._attachments))
         try:
             if loaded is None:
-                self._freeze("attach")  # weights may have been initialised since sparsify_
-            primary.group0[STATE_KEY] = loaded or self.first_state(primary.group)
-            self.adopt(primary.group0[STATE_KEY])
+                run.freeze("attach")  # weights may have been initialised since sparsify_
+            self._attachments[-1].load(loaded or run.first_state(group_of(last, owned)))
         except Exception:
             self._detach()
             if loaded is not None:
                 last.param_groups[0][STATE_KEY] = loaded
-            self._state = None
-            self.apply(self.recipe.stage({}))
+            run.state = {}
+            run.apply(self.recipe.stage({}))
             raise
         return optimizers[0] if len(optimizers) == 1 else optimizers
 
@@ -121,14 +154,14 @@ class Handle(Driver):
         Further ones are the recipe's own. Where no optimizer was ever attached, so that nothing was counted, ``flip_rate`` and
         ``decay_ratio`` are NaN, and it is said in a warning once the layers get gradients.
         """
-        if self._state is None and not self.finished:
-            self.gradients.warn("metrics", self.recipe, attached=False)
-        return figures(self._attachments, self.layers, self.recipe, self.stage, self._state)
+        if not self.run.state and not self.finished:
+            self.run.gradients.warn("metrics", self.recipe, attached=False)
+        return figures(self.run, self._attachments)
 
     @contextmanager
     def calibrate(self) -> Iterator[None]:
         """Run the model inside to collect the input norms that ``ASP(score="wanda")`` ranks weights by."""
-        with self.fixed.collecting():
+        with self.run.masks.collecting():
             yield
 
     # ---- the end
@@ -141,7 +174,7 @@ class Handle(Driver):
             return
         self._doubt()
         # with no optimizer attached, finish() is what prunes
-        with self.fixed.permuted(not self._attachments), self._previewed():
+        with self.run.masks.permuted(not self._attachments), self._previewed():
             try:
                 yield self.model
             finally:
@@ -164,15 +197,15 @@ class Handle(Driver):
     def _previewed(self) -> Iterator[None]:
         kept = {name: (layer.transform, layer.plan, layer.adapts) for name, layer in self.layers.items()}
         try:
-            self.activations.finish()
+            self.run.activations.use(self.run.activations.final)
             if self.recipe.final == "nm+adapter":
                 for layer in self.layers.values():
                     layer.adapts = True
             if self.recipe.final == "dense":
                 for layer in self.layers.values():
                     layer.use(None, STRAIGHT_THROUGH)
-            elif not self.stage.fixed:
-                for name, transform in self._final_transforms().items():
+            elif not self.run.stage.fixed:
+                for name, transform in self.run.final_transforms().items():
                     # emulated roundings and packed products belong to training; any other plan computes the same forward pass
                     plan = kept[name][1]
                     self.layers[name].use(transform, plan if plan.fp8 is None and plan.fprop == "dense" else STRAIGHT_THROUGH)
@@ -181,7 +214,7 @@ class Handle(Driver):
             for name, layer in self.layers.items():
                 transform_, plan, layer.adapts = kept[name]
                 layer.use(transform_, plan)
-            self.activations.use(self.stage.activation)
+            self.run.activations.use(self.run.stage.activation)
 
     def finish(self, allow_unused: bool = False) -> nn.Module:
         """End the recipe and leave ``recipe.final``: every weight exactly N:M, asserted; the same with adapters; or the dense model back.
@@ -199,27 +232,19 @@ class Handle(Driver):
             return self.model
         require_ran({} if allow_unused else self.layers)
         if all(attachment.stats is None for attachment in self._attachments):
-            self.gradients.warn("finish", self.recipe, attached=bool(self._attachments))
+            self.run.gradients.warn("finish", self.recipe, attached=bool(self._attachments))
         warn_early(self.recipe, self.recipe.unready(self.state) if self._attachments else "")
         if self.recipe.final != "dense":
             if not self._attachments:
-                self.fixed.permute_({})
-            make_nm(self.layers, self._final_transforms())
+                self.run.masks.permute_({})
+            make_nm(self.layers, self.run.final_transforms())
         self._detach()
-        self.standstill.end()
-        self.gradients.end()
+        self.run.end()
         self.finished = True
         if self.recipe.final == "dense":
             self.remove()
-        self.activations.finish()
+        self.run.activations.use(self.run.activations.final)
         return self.model
-
-    def _final_transforms(self) -> dict[str, WeightTransform]:
-        """What turns each weight into the N:M one that ``finish`` leaves."""
-        if self.stage.later is not None:
-            self._freeze("a dense phase", anew=True)
-            self.held.preview()
-        return {name: self.fixed.preview(name) or layer.final for name, layer in self.layers.items()}
 
     def remove(self) -> nn.Module:
         """Give every layer back as the dense layer it was made from, with its weight as it is, and take every hook away.
@@ -230,14 +255,66 @@ class Handle(Driver):
         The handle has no further use: ``sparsify_`` the model again to go on.
         """
         self._detach()
-        self.standstill.end()
-        self.gradients.end()
+        self.run.end()
         self.finished = True
-        self.activations.restore()
+        self.run.activations.restore()
         return densify_(self.model)
 
     def _detach(self) -> None:
         for attachment in self._attachments:
             attachment.detach()
-        self._attachments, self._optimizers = [], ()
-        self.seeds.forget()
+        self._attachments, self.run.optimizers = [], ()
+        self.run.streams.forget()
+
+
+def require_ran(layers: dict[str, NMWeight]) -> None:
+    """Raise ``RecipeError`` if a layer never ran: then nothing was trained sparse there."""
+    idle = [name for name, layer in layers.items() if not layer.ran]
+    if idle:
+        raise RecipeError(
+            f"finish: these swapped layers never ran: {', '.join(idle)}. Their parent probably reads the weight itself, so it was "
+            "never masked. Leave them out with filter_fn, or call finish(allow_unused=True) if the model was not meant to run."
+        )
+
+
+def warn_early(recipe: Recipe, early: str) -> None:
+    """Warn, unless ``early`` is empty, that it is too early to finish for that reason."""
+    if early:
+        form = "the weights become dense" if recipe.final == "dense" else f"the weights become {recipe.pattern}"
+        if recipe.final_activation() is not None:
+            form = f"the activations become {recipe.pattern}"
+        left = "the adapters add nothing" if recipe.final == "nm+adapter" else f"{form} without having been trained in that form"
+        warnings.warn(
+            f"finish: the recipe {recipe.name} {early}, so {left}; total_steps is probably larger than the number of steps taken.",
+            stacklevel=3,
+        )
+
+
+@torch.no_grad()
+def make_nm(layers: dict[str, NMWeight], transforms: dict[str, WeightTransform]) -> None:
+    """Replace every layer's weight by what its transform makes of it, and take from the layer what only training needed.
+
+    Raises:
+        RecipeError: a weight is not finite, or a result is not N:M; then nothing has been changed.
+    """
+    for name, layer in layers.items():
+        if not bool(torch.isfinite(layer.weight).all()):
+            raise RecipeError(f"finish: the weight of layer {name!r} has NaN or infinite values; training diverged before this point.")
+    pruned = {name: layers[name].transformed(transform) for name, transform in transforms.items()}
+    orders = {name: _order(transform, layers[name].master.shape[1]) for name, transform in transforms.items()}
+    for name, weight in pruned.items():
+        order = orders[name]
+        if not ops.is_nm(weight if order is None else weight[:, order.to(weight.device)], layers[name].pattern):
+            raise RecipeError(f"finish: layer {name!r} is not {layers[name].pattern} after pruning; please report this bug.")
+    for name, layer in layers.items():
+        layer.master.copy_(pruned.pop(name))
+        layer.use(None, STRAIGHT_THROUGH)
+        layer.finished, layer.columns = True, orders[name]
+        layer.forget(adapter=False)
+        layer.adapts = True
+        layer.effective.release()
+
+
+def _order(transform: WeightTransform, cols: int) -> Tensor | None:
+    columns = transform.traits.columns
+    return None if columns is None else columns(cols)

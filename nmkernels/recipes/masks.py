@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +14,11 @@ from torch import Tensor, nn
 from .. import ops
 from ..autograd import WeightTransform, masked
 from ..nn import NMWeight
-from ..pattern import CheckpointError, RecipeError
+from ..pattern import CheckpointError, Pattern, RecipeError
+from .base import State
 from .search.channels import Channels
 from .search.permutation import Found
-from .state import pattern_in
-
-if TYPE_CHECKING:
-    from .base import State
+from .state import check_layers
 
 SCORES = ("magnitude", "wanda", "existing")
 
@@ -31,11 +30,10 @@ class HeldMask(WeightTransform):
     mask: Tensor
 
     def __call__(self, weight: Tensor, *extras: Tensor, out: Tensor | None = None) -> Tensor:
-        """The masked weight; kept elements keep their bits, pruned ones are +0."""
         return masked(weight, self.mask, out)
 
 
-class FixedMasks:
+class HeldMasks:
     """The held masks of one handle; ``masks`` (name -> bool ``(out, in)``) is empty until they are chosen.
 
     Args:
@@ -52,22 +50,18 @@ class FixedMasks:
     @contextmanager
     def collecting(self) -> Iterator[None]:
         """Sum the squares of every layer's inputs over the forward passes run inside."""
-        removers = [layer.register_forward_pre_hook(self._collector(name)) for name, layer in self.layers.items()]
+        removers = [layer.register_forward_pre_hook(partial(self._collect, name)) for name, layer in self.layers.items()]
         try:
             yield
         finally:
             for remover in removers:
                 remover.remove()
 
-    def _collector(self, name: str) -> Any:
-        def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            x = args[0].detach()
-            squares = x.reshape(-1, x.shape[-1]).double().square().sum(0)
-            self._squares[name] = squares if name not in self._squares else self._squares[name] + squares
+    def _collect(self, name: str, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        x = args[0].detach()
+        self._squares[name] = self._squares.get(name, 0) + x.reshape(-1, x.shape[-1]).double().square().sum(0)
 
-        return hook
-
-    def ensure(self, state: State, optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:
+    def adopt(self, state: State, optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:
         """Hold the masks that ``state`` carries, or choose them now; weights outside become +0.
 
         Args:
@@ -114,16 +108,14 @@ class FixedMasks:
         self._squares.update({name: self._squares[name][f.order] for name, f in found.items() if name in self._squares})
 
     def check(self, state: State) -> None:
-        """Raise ``CheckpointError`` if ``state`` carries masks of other layers than these."""
-        masks = state.get("masks")
+        masks, patterns = state.get("masks"), state.get("patterns", {})
         if masks is None:
             return
-        odd = sorted(set(masks) ^ set(self.layers))
-        if odd:
-            raise CheckpointError(f"the checkpoint's masks are of other layers than this model's; only one of them has {', '.join(odd)}.")
+        check_layers("masks", masks, self.layers)
         for name, layer in self.layers.items():
             rows, cols = layer.master.shape
-            if tuple(masks[name].shape) != (rows, pattern_in(state, name, layer).index_bytes(cols)):
+            pattern = Pattern(patterns[name]) if name in patterns else layer.pattern
+            if tuple(masks[name].shape) != (rows, pattern.index_bytes(cols)):
                 raise CheckpointError(f"the checkpoint's mask of layer {name!r} is of another shape than its weight ({rows}, {cols}).")
 
     def forget(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
 
 import torch
@@ -11,19 +10,12 @@ from torch import Tensor
 from .. import ops
 from ..autograd import HardMask
 from ..nn import NMWeight
-from ..optim import merge_stats
-from .attach import Attachment
-from .base import Recipe, Stage, State
+from .attach import Attachment, summed
+from .base import State
+from .run import Run
 
 
-def summed(stats: Iterable[Tensor]) -> Tensor:
-    """The statistics of several optimizers as those of one."""
-    return functools.reduce(merge_stats, stats)
-
-
-def figures(
-    attachments: list[Attachment], layers: dict[str, NMWeight], recipe: Recipe, stage: Stage, state: State | None
-) -> dict[str, Tensor]:
+def figures(run: Run, attachments: Iterable[Attachment]) -> dict[str, Tensor]:
     """Common figures and the recipe's own as 0-d tensors; nothing here waits for the device.
 
     flip_rate = flips / weights, density = non-zeros / weights, decay_ratio = λ Σ|w| / Σ|g| over pruned weights, with λ the recipe's own
@@ -31,22 +23,23 @@ def figures(
     if no optimizer was ever attached. kept_gain, where channels were reordered before pruning: how much more of the magnitude the mask
     keeps for it, a mean over the layers searched.
     """
+    layers, stage, state = run.layers, run.stage, run.state
     phase = torch.tensor(stage.phase)
     parts = [a for a in attachments if a.stats is not None]
     if not parts:
         # without a state no optimizer was ever attached, and nobody counts
-        nothing = torch.full((), torch.nan if state is None else 0.0, dtype=torch.float64)
+        nothing = torch.full((), 0.0 if state else torch.nan, dtype=torch.float64)
         return {"flip_rate": nothing, "density": _density(layers), "phase": phase, "decay_ratio": nothing.clone()}
     numel = sum(a.numel for a in parts)
-    s = dict(zip(ops.STATS, summed(a.stats for a in parts if a.stats is not None), strict=True))
+    s = dict(zip(ops.STATS, summed(a.stats for a in parts), strict=True))
     grads = s["pruned_grad_abs"]
-    own = {**recipe.metrics(state or {}), **_watched(layers)}
+    own = {**run.recipe.metrics(state), **_watched(layers)}
     ratio = torch.where(grads > 0, own.get("decay", stage.rule.decay) * s["pruned_abs"] / grads, 0.0)
     # the optimizer counts what M(W) ⊙ W would leave; any other transform has to be asked
     density = s["nonzeros"] / numel if stage.transform is None or isinstance(stage.transform, HardMask) else _density(layers)
     common = {"flip_rate": s["flips"] / numel, "density": density, "phase": phase, "decay_ratio": ratio}
     told = any(a.masked is not None for a in parts)
-    return {**common, **own, **_kept_gain(state or {}), **({"max_update": s["max_update"]} if told else {})}
+    return {**common, **own, **_kept_gain(state), **({"max_update": s["max_update"]} if told else {})}
 
 
 def _kept_gain(state: State) -> dict[str, Tensor]:

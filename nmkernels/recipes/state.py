@@ -1,27 +1,44 @@
-"""What transforms hold between renewals: chosen when a stage begins and after every k-th applied step, kept in the recipe's state.
+"""What a run keeps in the recipe's state, so that a resumed one goes on alike: layers' patterns, held tensors, random streams.
 
-Random words of the gradient estimates: one stream per layer, data-parallel rank and run, kept in the recipe's state.
-
-The pattern of each layer: that of the recipe, or the layer's own where the recipe shares a budget out, kept in the recipe's state.
+Held masks are in masks.py. Each component has ``adopt(state)``, which gives the layers what the state carries and puts there what it lacks,
+and ``check(state)``, which raises ``CheckpointError`` where the state is of other layers.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..autograd import WeightTransform
 from ..autograd.transforms import read_as
 from ..nn import NMWeight
 from ..pattern import CheckpointError, NMError, Pattern, ShapeError
+from .base import Recipe, State
 from .report import Report
 
-if TYPE_CHECKING:
-    from .base import Recipe, State
+BITS = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+def check_layers(what: str, given: Iterable[str], layers: dict[str, NMWeight]) -> None:
+    """Raise ``CheckpointError`` unless a checkpoint's ``what`` are of exactly these ``layers``."""
+    odd = sorted(set(given) ^ set(layers))
+    if odd:
+        raise CheckpointError(f"the checkpoint's {what} are of other layers than this model's; only one of them has {', '.join(odd)}.")
+
+
+def shape_of(layer: NMWeight) -> tuple[int, int]:
+    """``(out, in)`` of a layer's weight."""
+    rows, cols = layer.master.shape
+    return int(rows), int(cols)
+
+
+# ---- random streams
 
 
 def stream_key(seed: int, layer: str, rank: int) -> int:
@@ -35,8 +52,13 @@ def stream_key(seed: int, layer: str, rank: int) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
-class Seeds:
-    """The (seed, offset) words of one handle's layers; a recipe that draws estimates has ``seed`` in its state.
+def generator_of(seed: int, what: str) -> torch.Generator:
+    """A generator on the CPU, the same on every rank: the replicas of a weight must hold the same."""
+    return torch.Generator().manual_seed(stream_key(seed, what, 0) & (2**63 - 1))
+
+
+class Streams:
+    """The (seed, offset) words of the layers' gradient estimates; a recipe that draws them has ``seed`` in its state.
 
     ``state["streams"]`` (name -> int64 ``(2,)``) holds the very tensors whose offsets the backward passes advance on the device, so that
     the optimizer's state dict has them as they are. The keys are those of this process whatever rank wrote the checkpoint.
@@ -51,19 +73,13 @@ class Seeds:
             return
         streams = state.setdefault("streams", {})
         for name, layer in self.layers.items():
-            words = (
-                streams[name].to(layer.weight.device) if name in streams else torch.zeros(2, dtype=torch.int64, device=layer.weight.device)
-            )
+            words = streams[name] if name in streams else torch.zeros(2, dtype=torch.int64)
+            words = words.to(layer.weight.device)
             words[0] = stream_key(state["seed"], name, _rank())
             streams[name] = layer.seed = words
 
     def check(self, state: State) -> None:
-        """Raise ``CheckpointError`` if ``state`` carries streams of other layers than these."""
-        odd = sorted(set(state.get("streams", self.layers)) ^ set(self.layers))
-        if odd:
-            raise CheckpointError(
-                f"the checkpoint's random streams are of other layers than this model's; only one of them has {', '.join(odd)}."
-            )
+        check_layers("random streams", state.get("streams", self.layers), self.layers)
 
     def forget(self) -> None:
         """Take the streams from the layers."""
@@ -75,11 +91,14 @@ def _rank() -> int:
     return torch.distributed.get_rank() if torch.distributed.is_available() and torch.distributed.is_initialized() else 0
 
 
-class Shares:
-    """The patterns of one handle's layers.
+# ---- patterns
 
-    ``state["patterns"]`` (name -> N:M) is there only for recipes that give layers patterns of their own; a resumed run takes the patterns
-    from there and never shares out anew.
+
+class LayerPatterns:
+    """The pattern of each layer: that of the recipe, or the layer's own where the recipe shares a budget out.
+
+    ``state["patterns"]`` (name -> N:M) is there only for such recipes; a resumed run takes the patterns from there and never shares out
+    anew.
     """
 
     def __init__(self, recipe: Recipe, layers: dict[str, NMWeight], report: Report) -> None:
@@ -98,7 +117,7 @@ class Shares:
                 pattern.check_divides("sparsify_", self.layers[name].master.shape[1], "in_features")
             except ShapeError as error:
                 raise ShapeError(f"layer {name!r}: {error}") from error
-        self._give(self.own)
+        self._give()
 
     def save(self, state: State) -> None:
         """Keep the patterns in ``state``."""
@@ -107,29 +126,22 @@ class Shares:
 
     def adopt(self, state: State) -> bool:
         """Give the layers the patterns of ``state``; True if one of them has changed."""
-        before = dict(self.own)
-        self.own = {name: Pattern(text) for name, text in state.get("patterns", {}).items()}
-        self._give(self.own)
+        before, self.own = self.own, {name: Pattern(text) for name, text in state.get("patterns", {}).items()}
+        self._give()
         return self.own != before
 
-    def _give(self, patterns: dict[str, Pattern]) -> None:
+    def _give(self) -> None:
         for name, layer in self.layers.items():
-            layer.pattern = patterns.get(name, Pattern(self.recipe.pattern))
+            layer.pattern = self.own.get(name, Pattern(self.recipe.pattern))
         for i, entry in enumerate(self.report.entries):
             if entry.sparse and entry.name in self.layers:
                 layer = self.layers[entry.name]
                 self.report.entries[i] = replace(entry, reason=self.recipe.note(layer.pattern, shape_of(layer)))
 
     def check(self, state: State) -> None:
-        """Raise ``CheckpointError`` if ``state`` has patterns of other layers than these."""
-        patterns = state.get("patterns")
-        if patterns is None:
-            return
-        odd = sorted(set(patterns) ^ set(self.layers))
-        if odd:
-            raise CheckpointError(
-                f"the checkpoint's patterns are of other layers than this model's; only one of them has {', '.join(odd)}."
-            )
+        patterns = state.get("patterns", {})
+        if patterns:
+            check_layers("patterns", patterns, self.layers)
         for name, text in patterns.items():
             try:
                 Pattern(text).check_divides("resume", self.layers[name].master.shape[1], "in_features")
@@ -137,23 +149,11 @@ class Shares:
                 raise CheckpointError(f"the checkpoint's pattern of layer {name!r} does not fit: {error}") from error
 
 
-def pattern_in(state: State, name: str, layer: NMWeight) -> Pattern:
-    """The pattern that layer ``name`` has in ``state``."""
-    text = state.get("patterns", {}).get(name)
-    return layer.pattern if text is None else Pattern(text)
+# ---- held tensors
 
 
-def shape_of(layer: NMWeight) -> tuple[int, int]:
-    """``(out, in)`` of a layer's weight."""
-    rows, cols = layer.master.shape
-    return int(rows), int(cols)
-
-
-BITS = (1, 2, 4, 8, 16, 32, 64, 128)
-
-
-class Held:
-    """The held tensors of one handle's layers.
+class HeldTensors:
+    """What the layers' transforms hold between renewals: chosen when a stage begins and after every k-th applied step.
 
     ``state["held"]`` (layer -> name -> tensor, masks as bits) makes a resumed run go on with the very same ones; ``state["held_steps"]``
     counts the applied steps of the present stage. The layers keep them as buffers outside the model's state dict.
@@ -162,71 +162,69 @@ class Held:
     def __init__(self, layers: dict[str, NMWeight]) -> None:
         self.layers = layers
 
-    def ensure(self, state: State) -> None:
+    def _wanted(self) -> dict[str, set[str]]:
+        return {name: set(read_as("held", layer.transform)) for name, layer in self.layers.items()}
+
+    def _complete(self, state: State, wanted: dict[str, set[str]]) -> bool:
+        held = state.get("held", {})
+        return any(wanted.values()) and all(set(held.get(name, {})) == names for name, names in wanted.items())
+
+    def adopt(self, state: State) -> None:
         """Give every layer what its present transform holds: what ``state`` carries, or what is chosen now."""
-        wanted = {name: read_as("held", layer.transform) for name, layer in self.layers.items()}
-        if not any(wanted.values()):
-            state.pop("held", None)
-            state.pop("held_steps", None)
-        elif all(set(state.get("held", {}).get(name, {})) == set(names) for name, names in wanted.items()):
+        wanted = self._wanted()
+        if self._complete(state, wanted):
             for name, values in state["held"].items():
-                self.layers[name].hold({key: _loaded(value) for key, value in values.items()})
-        else:
+                self.layers[name].hold({key: unpacked(value) for key, value in values.items()})
+        elif any(wanted.values()):
             state["held_steps"] = 0
             self.renew(state)
+        else:
+            state.pop("held", None)
+            state.pop("held_steps", None)
 
     def begin(self, state: State) -> bool:
         """Count the steps of a new stage from 0; True if what the last one held goes on in it and is to be renewed."""
-        wanted = {name: set(read_as("held", layer.transform)) for name, layer in self.layers.items()}
-        same = "held" in state and any(wanted.values()) and all(set(state["held"].get(name, {})) == names for name, names in wanted.items())
+        same = self._complete(state, self._wanted())
         if same:
             state["held_steps"] = 0
         return same
 
-    def advance(self, state: State, every: int) -> bool:
+    def due(self, state: State, every: int) -> bool:
         """Count one applied step; True if it was the ``every``-th since the last renewal, 0 for none."""
-        if "held" not in state:
-            return False
         state["held_steps"] += 1
         return every > 0 and state["held_steps"] % every == 0
 
-    @torch.no_grad()
     def renew(self, state: State) -> None:
         """Choose anew, from the present weights, what every layer holds."""
         held = state.setdefault("held", {})
         for name, layer in self.layers.items():
-            transform = layer.transform
-            if transform is None or not read_as("held", transform):
-                continue
-            # what a layer still holds of another run was never chosen in this one
-            known = held.get(name, {})
-            extras = [None if kind == "held" and key not in known else getattr(layer, key, None) for key, kind in transform.reads.items()]
-            values = transform.renew(layer.master.detach(), extras, self._generator(state, name))
-            layer.hold(values)
-            held[name] = {key: _saved(value) for key, value in values.items()}
+            if read_as("held", layer.transform):
+                assert layer.transform is not None
+                # what a layer still holds of another run was never chosen in this one
+                values = self._choose(name, layer, layer.transform, held.get(name, {}), state)
+                held[name] = {key: packed(value) for key, value in values.items()}
 
-    @torch.no_grad()
     def preview(self) -> None:
         """Choose what every layer's last transform would hold of the present weights, before a stage that does; no state keeps it."""
         for name, layer in self.layers.items():
             if read_as("held", layer.final):
-                nothing = [None if kind == "held" else getattr(layer, key, None) for key, kind in layer.final.reads.items()]
-                layer.hold(layer.final.renew(layer.master.detach(), nothing, self._generator({"held_steps": 0}, name)))
+                self._choose(name, layer, layer.final, {}, {"held_steps": 0})
 
-    @staticmethod
-    def _generator(state: State, name: str) -> torch.Generator:
-        # of rank 0 everywhere: the replicas of a weight must hold the same
-        key = stream_key(state.get("seed", 0), f"held/{state['held_steps']}/{name}", 0)
-        return torch.Generator().manual_seed(key & (2**63 - 1))
+    @torch.no_grad()
+    def _choose(self, name: str, layer: NMWeight, transform: WeightTransform, known: Any, state: State) -> dict[str, Tensor]:
+        generator = generator_of(state.get("seed", 0), f"held/{state['held_steps']}/{name}")
+        extras = [None if kind == "held" and key not in known else getattr(layer, key, None) for key, kind in transform.reads.items()]
+        values = transform.renew(layer.master.detach(), extras, generator)
+        layer.hold(values)
+        return values
 
     def check(self, state: State) -> None:
-        """Raise ``CheckpointError`` if ``state`` carries what other layers held."""
         odd = sorted(set(state.get("held", {})) - set(self.layers))
         if odd:
             raise CheckpointError(f"the checkpoint holds masks of layers that this model does not have: {', '.join(odd)}.")
 
 
-def _saved(value: Tensor) -> Any:
+def packed(value: Tensor) -> Any:
     """A bool tensor as bits, eight to a byte; any other as it is."""
     if value.dtype != torch.bool:
         return value
@@ -235,8 +233,8 @@ def _saved(value: Tensor) -> Any:
     return {"bits": bytes_.sum(1, dtype=torch.uint8), "shape": list(value.shape)}
 
 
-def _loaded(value: Any) -> Tensor:
-    """The inverse of ``_saved``."""
+def unpacked(value: Any) -> Tensor:
+    """The inverse of ``packed``."""
     if isinstance(value, Tensor):
         return value.clone()
     bits = value["bits"]

@@ -315,4 +315,4 @@ def test_a_dense_phase_has_the_memory_back():
     for _ in range(6):
         step(model, optimizer)
         kept.append(len(model[0].effective.kept))
-    assert kept == [1, 1, 0, 0, 0, 0] and handle.stage.phase == 0
+    assert kept == [1, 1, 0, 0, 0, 0] and handle.run.stage.phase == 0

@@ -255,7 +255,7 @@ def test_no_mask_is_kept():
     model, handle, optimizer = start(SRSTE(decay=0.1), "adamw")
     loss_of(model, batches(1, F32)[0]).backward()
     optimizer.step()
-    assert handle._attachments[0]._masks == {} and handle.fixed.masks == {}
+    assert handle._attachments[0]._masks == {} and handle.run.masks.masks == {}
 
 
 def test_masks_not_in_buffers():

@@ -43,7 +43,7 @@ def test_before_the_mask_the_function_is_the_same():
     x, before = DATA[0][0], snapshot(mlp())
     want = mlp()(x)
     scores = {name: layer.master.detach() for name, layer in handle.layers.items()}
-    with handle.fixed.channels.permuted(scores.__getitem__) as found:
+    with handle.run.masks.channels.permuted(scores.__getitem__) as found:
         assert list(found) == ["2"] and not torch.equal(model[0].weight, before["0.weight"])
         dense = nn.Sequential(
             *[nn.Linear(m.in_features, m.out_features) if isinstance(m, nn.Linear) else nn.GELU() for m in model]
@@ -127,7 +127,7 @@ def test_gpt():
     recipe = ASP("2:4", permute=True, escapes=FEW)
     handle = nm.sparsify_(model, recipe)
     chosen = {}
-    with handle.fixed.channels.permuted(lambda name: handle.layers[name].master.detach()) as found:
+    with handle.run.masks.channels.permuted(lambda name: handle.layers[name].master.detach()) as found:
         chosen.update(found)
         assert sorted(found) == ["blocks.0.mlp.proj", "blocks.1.mlp.proj"]
         for layer in handle.layers.values():
@@ -199,7 +199,7 @@ def test_wanda_moves_its_norms():
     assert distance(snapshot(model), before) == 0.0, "nothing has moved"
     with handle.calibrate(), torch.no_grad():
         model(DATA[0][0])
-    norms = handle.fixed._squares["2"].sqrt()
+    norms = handle.run.masks._squares["2"].sqrt()
     scores = before["2.weight"].abs() * norms
     handle.attach(optimizer)
     order = search_permutation(scores.float(), escapes=FEW).order
@@ -273,7 +273,7 @@ def test_other_patterns_and_the_dense_producer():
     handle = nm.sparsify_(model, ASP("1:8", permute=True, escapes=3))
     assert list(handle.layers) == ["2"] and type(model[0]) is nn.Linear
     want = model[0](x).relu() @ model[2].weight.T
-    with handle.fixed.channels.permuted(lambda name: handle.layers[name].master.detach()):
+    with handle.run.masks.channels.permuted(lambda name: handle.layers[name].master.detach()):
         assert torch.allclose(model[0](x).relu() @ model[2].weight.T, want, atol=1e-13)
     handle.finish(allow_unused=True)
     assert "reordered with the outputs of 0" in handle.report.channels["2"]

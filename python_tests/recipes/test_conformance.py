@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -16,6 +17,11 @@ from python_tests.recipes.roster import ROSTER, STEPS, SWITCH
 from python_tests.recipes.running import DATA, DATA32, F32, activation_of, figures, net, optimizer_of, run, start, step, through_a_file
 
 ENTRIES = pytest.mark.parametrize("entry", ROSTER.values(), ids=ROSTER.keys())
+FIRST = {entry.recipe.name: key for key, entry in reversed(ROSTER.items())}
+KEYS = [*FIRST.values(), "step_sste", "step_layerwise", "step_asp", "layerwise_sdgf", "asp_permute_late", "sste_packed", "fst_packed"]
+KINDS = pytest.mark.parametrize("entry", [ROSTER[key] for key in KEYS], ids=KEYS)
+"""One entry of each recipe, and those that keep another kind of state or multiply packed weights."""
+
 ENDING = pytest.mark.filterwarnings("ignore:finish. the recipe")
 
 
@@ -33,7 +39,7 @@ def test_trajectory(entry):
     assert SWITCH.t_max < STEPS / 2, "the switch lies inside"
 
 
-@ENTRIES
+@KINDS
 def test_fp32_agrees_with_float64(entry):
     if entry.tied:
         pytest.skip("rounding decides between equal scores")
@@ -46,37 +52,36 @@ def test_fp32_agrees_with_float64(entry):
     assert distance(snapshot(model), snapshot(want)) < (2e-2 if entry.draws else 1e-4)
 
 
-@ENTRIES
+@KINDS
 def test_accumulation_is_the_whole_batch(entry):
     if entry.draws:
         pytest.skip("other microbatches draw other estimates")
     assert distance(snapshot(run(entry.recipe, parts=4)[0]), snapshot(run(entry.recipe)[0])) < 1e-9
 
 
-@ENTRIES
-@pytest.mark.parametrize("make", [None, lambda p: torch.optim.AdamW(p, **Adam().keywords)], ids=["own", "adamw"])
-def test_grad_scaler_changes_nothing(entry, make):
-    if make is not None and not entry.any_optimizer:
-        pytest.skip("the recipe needs its own optimizer")
-    results = []
-    for scale in (1.0, 256.0):
-        model = net(entry.recipe, F32)
-        handle = nm.sparsify_(model, entry.recipe)
-        optimizer = handle.attach(make(model.parameters()) if make else optimizer_of(entry.recipe, model.parameters()))
-        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
-        for batch in DATA32:
-            optimizer.zero_grad()
-            scaler.scale(loss_of(model, batch)).backward()
-            scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            scaler.step(optimizer)
-            scaler.update()
-        results.append((snapshot(model), figures(handle)))
-    assert distance(results[0][0], results[1][0]) < 1e-5
-    assert results[0][1]["phase"] == results[1][1]["phase"]
+@KINDS
+def test_grad_scaler_changes_nothing(entry):
+    adamw = [lambda params: torch.optim.AdamW(params, **Adam().keywords)] if entry.any_optimizer else []
+    for make in (lambda params: optimizer_of(entry.recipe, params), *adamw):
+        results = []
+        for scale in (1.0, 256.0):
+            model = net(entry.recipe, F32)
+            handle = nm.sparsify_(model, entry.recipe)
+            optimizer = handle.attach(make(model.parameters()))
+            scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+            for batch in DATA32:
+                optimizer.zero_grad()
+                scaler.scale(loss_of(model, batch)).backward()
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                scaler.step(optimizer)
+                scaler.update()
+            results.append((snapshot(model), figures(handle)))
+        assert distance(results[0][0], results[1][0]) < 1e-5
+        assert results[0][1]["phase"] == results[1][1]["phase"]
 
 
-@ENTRIES
+@KINDS
 def test_a_skipped_step_changes_nothing(entry):
     model, handle, optimizer = start(entry.recipe, F32)
     scaler, steps = torch.amp.GradScaler("cpu", init_scale=8.0), []
@@ -99,9 +104,9 @@ def test_a_skipped_step_changes_nothing(entry):
 
 
 @ENTRIES
-@pytest.mark.parametrize("order", ["attach_first", "optimizer_first", "model_last"])
-def test_resume_is_bit_for_bit(entry, order):
-    for cut in entry.cuts:
+def test_resume_is_bit_for_bit(entry):
+    orders = ("attach_first", "optimizer_first", "model_last")
+    for cut, order in itertools.product(entry.cuts, orders):
         model, handle, optimizer = start(entry.recipe, F32)
         for batch in DATA32[:cut]:
             step(model, optimizer, batch)
@@ -126,22 +131,18 @@ def test_resume_is_bit_for_bit(entry, order):
         assert figures(again) == figures(handle) and again.state.keys() == handle.state.keys()
 
 
-@ENTRIES
-def test_dense_checkpoint_loads_strictly(entry):
-    model, _, _ = start(entry.recipe)
+@KINDS
+def test_dense_checkpoint_loads_strictly_and_a_copied_model_computes_the_same(entry):
+    model, _, optimizer = start(entry.recipe, F32)
     model.load_state_dict(mlp(seed=3).state_dict())
     extra = set(model.state_dict()) - set(mlp().state_dict())
     assert all(key.rpartition(".")[2].startswith("nm_") for key in extra)
-
-
-@ENTRIES
-@pytest.mark.parametrize("how", WAYS)
-def test_a_copied_model_computes_the_same(entry, how):
-    model, _, optimizer = run(entry.recipe, F32, DATA32[:9])
+    for batch in DATA32[:9]:
+        step(model, optimizer, batch)
     x = DATA32[0][0]
-    want, twin = model(x), copied(model, how)
+    want, twins = model(x), [copied(model, how) for how in WAYS]
     step(model, optimizer, DATA32[9])
-    assert torch.equal(twin(x), want) and not torch.equal(model(x), want)
+    assert all(torch.equal(twin(x), want) for twin in twins) and not torch.equal(model(x), want)
 
 
 # ---- the end
@@ -167,7 +168,7 @@ def test_finish_leaves_what_was_previewed(entry, tmp_path):
     assert torch.equal(nm.load_compressed(mlp(F32, seed=4), tmp_path / "m.safetensors")(x), model(x))
 
 
-@ENTRIES
+@KINDS
 def test_finish_before_the_end_leaves_what_was_previewed(entry):
     for count in (1, STEPS // 2):
         model, handle, _ = run(entry.recipe, F32, DATA32[:count])
@@ -182,17 +183,7 @@ def test_finish_before_the_end_leaves_what_was_previewed(entry):
         assert torch.equal(model(DATA32[0][0]), want)
 
 
-@ENTRIES
-def test_deployable_disturbs_nothing(entry):
-    model, handle, optimizer = start(entry.recipe, F32)
-    for batch in DATA32:
-        with handle.deployable(), torch.no_grad():
-            model(batch[0])
-        step(model, optimizer, batch)
-    assert distance(snapshot(model), snapshot(run(entry.recipe, F32, DATA32)[0])) == 0.0
-
-
-@ENTRIES
+@KINDS
 def test_remove_gives_the_dense_model_back(entry):
     model, handle, optimizer = run(entry.recipe, F32, DATA32[:9])
     before, params = running.dense_part(model), [p for name, p in model.named_parameters() if name in dict(mlp().named_parameters())]
@@ -207,7 +198,7 @@ def test_remove_gives_the_dense_model_back(entry):
 # ---- the surroundings
 
 
-@ENTRIES
+@KINDS
 def test_frozen_layer_stays_and_the_rest_learns(entry):
     model = net(entry.recipe, F32)
     model[0].weight.requires_grad_(False)
@@ -216,13 +207,13 @@ def test_frozen_layer_stays_and_the_rest_learns(entry):
     masked = nm.ops.prune(mlp(F32)[0].weight.detach(), model[0].pattern)
     for batch in DATA32:
         step(model, optimizer, batch)
-    kept = masked if handle.stage.fixed else mlp(F32)[0].weight
+    kept = masked if handle.run.stage.fixed else mlp(F32)[0].weight
     assert torch.equal(model[0].weight, kept)
     assert torch.equal(model[2].weight, mlp(F32)[2].weight) == entry.still
     assert all(torch.isfinite(v).all() for v in handle.metrics().values())
 
 
-@ENTRIES
+@KINDS
 @ENDING
 def test_tied_weights_stay_dense_and_tied(entry):
     torch.manual_seed(0)
@@ -239,7 +230,7 @@ def test_tied_weights_stay_dense_and_tied(entry):
     assert model[2].weight is model[0].weight and not nm.ops.is_nm(model[0].weight.detach(), "2:4")
 
 
-@ENTRIES
+@KINDS
 @ENDING
 def test_bf16_autocast(entry):
     model, handle, optimizer = start(entry.recipe, F32)
@@ -262,11 +253,13 @@ def test_bf16_autocast(entry):
         assert torch.equal(model(DATA32[0][0]), want)
 
 
-@ENTRIES
-def test_metrics(entry):
+@KINDS
+def test_metrics_and_deployable_disturb_nothing(entry):
     model, handle, optimizer = start(entry.recipe, F32)
     for batch in DATA32:
-        before = handle.stage
+        before = handle.run.stage
+        with handle.deployable(), torch.no_grad():
+            model(batch[0])
         step(model, optimizer, batch)
         got = handle.metrics()
         assert {"flip_rate", "density", "phase", "decay_ratio"} <= got.keys()
@@ -274,11 +267,12 @@ def test_metrics(entry):
         used = [layer.effective_weight() for layer in handle.layers.values()]
         # at a change of stage the figure is still that of the step that led there
         density = sum(int(u.count_nonzero()) for u in used) / sum(u.numel() for u in used)
-        assert got["density"].item() == density or handle.stage != before
-        assert 0 <= got["flip_rate"] <= 1 and got["phase"].item() == handle.stage.phase
+        assert got["density"].item() == density or handle.run.stage != before
+        assert 0 <= got["flip_rate"] <= 1 and got["phase"].item() == handle.run.stage.phase
+    assert distance(snapshot(model), snapshot(run(entry.recipe, F32, DATA32)[0])) == 0.0
 
 
-@ENTRIES
+@KINDS
 def test_two_models_at_once(entry):
     pairs = [start(entry.recipe, F32, seed) for seed in (0, 1)]
     for batch in DATA32:
@@ -291,7 +285,7 @@ def test_two_models_at_once(entry):
     assert distance(snapshot(pairs[1][0]), snapshot(alone)) == 0.0 or (entry.draws and seed is None)
 
 
-@ENTRIES
+@KINDS
 def test_compiled_equals_eager(entry):
     torch.compiler.reset()
     model, _, optimizer = start(entry.recipe, F32)
@@ -302,7 +296,7 @@ def test_compiled_equals_eager(entry):
     torch.compiler.reset()
 
 
-@ENTRIES
+@KINDS
 def test_several_optimizers(entry):
     model, other = net(entry.recipe), torch.optim.AdamW if entry.any_optimizer else entry.recipe.optimizer
     handle = nm.sparsify_(model, entry.recipe)
@@ -318,18 +312,17 @@ def test_several_optimizers(entry):
     assert distance(snapshot(model), snapshot(run(entry.recipe)[0])) < 1e-9
 
 
-@ENTRIES
-def test_configuration(entry):
-    recipe = entry.recipe
-    with pytest.raises(TypeError, match="patern"):
-        type(recipe)(patern="2:4")
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        recipe.pattern = "1:4"
-    assert recipe == dataclasses.replace(recipe) and hash(recipe) == hash(dataclasses.replace(recipe))
-    spec = recipe.spec()
-    assert all(v is None or isinstance(v, (str, int, float, bool)) for v in spec.values())
-    assert nm.recipes.get(spec.pop("recipe"), **spec) == recipe
-    assert type(recipe).__doc__ and recipe.name in nm.recipes.names()
+def test_configuration():
+    for recipe in (entry.recipe for entry in ROSTER.values()):
+        with pytest.raises(TypeError, match="patern"):
+            type(recipe)(patern="2:4")
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            recipe.pattern = "1:4"
+        assert recipe == dataclasses.replace(recipe) and hash(recipe) == hash(dataclasses.replace(recipe))
+        spec = recipe.spec()
+        assert all(v is None or isinstance(v, (str, int, float, bool)) for v in spec.values())
+        assert nm.recipes.get(spec.pop("recipe"), **spec) == recipe
+        assert type(recipe).__doc__
 
 
 def test_every_recipe_is_on_the_roster():

@@ -5,7 +5,7 @@ import torch
 
 import nmkernels as nm
 from nmkernels.pattern import CheckpointError
-from nmkernels.recipes.masks import FixedMasks, HeldMask
+from nmkernels.recipes.masks import HeldMask, HeldMasks
 from python_tests.recipes.loop import mlp, top_n
 
 
@@ -24,24 +24,24 @@ def test_held_mask_keeps_bits_and_writes_positive_zeros():
 
 @pytest.mark.parametrize("pattern", ["2:4", "1:16", "3:8"])
 def test_masks_survive_packing(pattern):
-    chosen = FixedMasks(layers(pattern), "magnitude")
+    chosen = HeldMasks(layers(pattern), "magnitude")
     state = {}
-    chosen.ensure(state)
+    chosen.adopt(state)
     n, m = map(int, pattern.split(":"))
     for name, layer in chosen.layers.items():
         assert torch.equal(chosen.masks[name], layer.weight != 0)
         assert torch.equal(chosen.masks[name], top_n(layers(pattern)[name].weight.detach(), n, m))
-    again = FixedMasks(layers(pattern), "magnitude")
-    again.ensure(state)
+    again = HeldMasks(layers(pattern), "magnitude")
+    again.adopt(state)
     assert all(torch.equal(again.masks[name], chosen.masks[name]) for name in chosen.masks)
     assert all(torch.equal(again.layers[name].weight, chosen.layers[name].weight) for name in chosen.masks)
 
 
 def test_ensure_is_idempotent_and_forget_forgets():
-    fixed, state = FixedMasks(layers(), "magnitude"), {}
-    fixed.ensure(state)
+    fixed, state = HeldMasks(layers(), "magnitude"), {}
+    fixed.adopt(state)
     masks = fixed.masks
-    fixed.ensure(state)
+    fixed.adopt(state)
     assert fixed.masks is masks
     fixed.forget()
     assert fixed.masks == {} and fixed.preview("0") is None
@@ -49,17 +49,17 @@ def test_ensure_is_idempotent_and_forget_forgets():
 
 def test_masks_of_other_layers_are_refused():
     state = {}
-    FixedMasks(layers(), "magnitude").ensure(state)
-    other = FixedMasks(dict(list(layers().items())[:1]), "magnitude")
+    HeldMasks(layers(), "magnitude").adopt(state)
+    other = HeldMasks(dict(list(layers().items())[:1]), "magnitude")
     with pytest.raises(CheckpointError, match="only one of them has 2"):
-        other.ensure(state)
+        other.adopt(state)
     wider = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.GELU(), torch.nn.Linear(32, 32))
     with pytest.raises(CheckpointError, match=r"'0' is of another shape than its weight \(32, 32\)"):
-        FixedMasks(nm.sparsify_(wider, nm.recipes.Dense()).layers, "magnitude").ensure(state)
+        HeldMasks(nm.sparsify_(wider, nm.recipes.Dense()).layers, "magnitude").adopt(state)
 
 
 def test_collecting_sums_over_batches_and_leaves_no_hook():
-    fixed = FixedMasks(layers(), "wanda")
+    fixed = HeldMasks(layers(), "wanda")
     x = torch.randn(6, 16)
     with fixed.collecting():
         for part in (x[:2], x[2:].reshape(2, 2, 16)):

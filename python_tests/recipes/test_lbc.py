@@ -79,7 +79,7 @@ def test_scores_rest_once_one_is_left_and_weights_go_on():
     model, handle, optimizer = started(LBC("2:4", begin=0, end=4))
     for batch in DATA[:4]:
         step(model, optimizer, batch)
-    assert handle.stage.phase == 2
+    assert handle.run.stage.phase == 2
     scores, weight, used = model[0].nm_scores.detach().clone(), model[0].weight.detach().clone(), model[0].effective_weight() != 0
     for batch in DATA[4:]:
         step(model, optimizer, batch)

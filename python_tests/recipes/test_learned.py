@@ -12,7 +12,7 @@ from nmkernels.autograd import WeightTransform
 from nmkernels.optim import MaskedAdamW
 from nmkernels.pattern import Pattern, RecipeError
 from nmkernels.recipes import Recipe, Stage
-from nmkernels.recipes.learned import learned_apart
+from nmkernels.recipes.methods.maskllm import learned_apart
 from python_tests.recipes.loop import batches, loss_of, mlp
 
 DATA = batches(4, torch.float64)

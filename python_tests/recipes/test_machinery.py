@@ -1,8 +1,11 @@
 """What transforms may hold, learn, turn in dgrad and settle after a step, on toy recipes that use one of these each."""
 
+import ast
 import copy
 import io
 from dataclasses import dataclass, replace
+from graphlib import TopologicalSorter
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -14,7 +17,7 @@ from nmkernels.autograd import WeightTransform
 from nmkernels.optim import UpdateRule
 from nmkernels.pattern import CheckpointError, Pattern, RecipeError
 from nmkernels.recipes import Recipe, Stage
-from nmkernels.recipes.state import _loaded, _saved
+from nmkernels.recipes.state import packed, unpacked
 from python_tests.recipes.loop import batches, distance, loss_of, mlp, snapshot
 from python_tests.recipes.running import step
 
@@ -101,10 +104,10 @@ def started(recipe, dtype=torch.float32, lr=1e-2, kind=None):
 @pytest.mark.parametrize("shape", [(3, 5), (1, 8), (0, 4), (7,)])
 def test_masks_are_saved_as_bits(shape):
     mask = torch.rand(shape, generator=torch.Generator().manual_seed(0)) > 0.5
-    saved = _saved(mask)
-    assert saved["bits"].numel() == -(-mask.numel() // 8) and torch.equal(_loaded(saved), mask)
+    saved = packed(mask)
+    assert saved["bits"].numel() == -(-mask.numel() // 8) and torch.equal(unpacked(saved), mask)
     other = torch.arange(3)
-    assert torch.equal(_loaded(_saved(other)), other)
+    assert torch.equal(unpacked(packed(other)), other)
 
 
 @pytest.mark.parametrize("kind", [None, torch.optim.AdamW], ids=["own", "adamw"])
@@ -281,3 +284,17 @@ def test_settle_leaves_a_skipped_step_alone():
     scaler.scale(loss_of(model, (x * torch.inf, y))).backward()
     scaler.step(optimizer)
     assert torch.equal(model[0].weight, before)
+
+
+def test_modules_do_not_import_each_other_in_a_circle():
+    root = Path(nm.recipes.__file__).parent
+    graph = {}
+    for path in root.rglob("*.py"):
+        inside = path.relative_to(root.parent).with_suffix("").parts
+        if inside[-1] == "__init__":
+            continue
+        froms = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom) and node.level]
+        targets = {(*inside[: -node.level], *(node.module or "").split(".")) for node in froms}
+        graph[inside] = {target for target in targets if target[0] == "recipes"}
+    assert {target for targets in graph.values() for target in targets} <= graph.keys() and len(graph) > 20
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle

@@ -3,6 +3,7 @@
 A table of writers × recipes × packed or not × ways of computing, against the transform of the present weight, computed anew.
 """
 
+import itertools
 from contextlib import nullcontext
 
 import pytest
@@ -14,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import nmkernels as nm
 from nmkernels.nn.adapter import adapter_of, add_adapter
-from python_tests.recipes.writers import UNSEEN, WRITERS, another_fused_optimizer, another_optimizer, copy_to_data
+from python_tests.recipes.writers import UNSEEN, WRITERS, copy_to_data
 
 RECIPES = [
     "ste:2:4",
@@ -127,11 +128,11 @@ DEPLOYED = [as_it_is, no_grad]
 
 def check(model, handle, modes=MODES, deployed=DEPLOYED, before=lambda: None):
     """Every way of computing gives what the present weights give; ``before`` each of them, something happens."""
-    x = rows()
+    x, name = rows(), getattr(before, "__name__", "")
     for mode in modes:
         before()
         want = anew(model, x)
-        torch.testing.assert_close(mode(model, handle, x).detach(), want, msg=lambda text, mode=mode: f"{mode.__name__}: {text}")
+        torch.testing.assert_close(mode(model, handle, x).detach(), want, msg=lambda text, mode=mode: f"{name}, {mode.__name__}: {text}")
         model.zero_grad()
     for mode in deployed:
         with handle.deployable():
@@ -139,7 +140,7 @@ def check(model, handle, modes=MODES, deployed=DEPLOYED, before=lambda: None):
             before()
             want = anew(model, x)
             torch.testing.assert_close(
-                mode(model, handle, x).detach(), want, msg=lambda text, mode=mode: f"deployable, {mode.__name__}: {text}"
+                mode(model, handle, x).detach(), want, msg=lambda text, mode=mode: f"{name}, deployable, {mode.__name__}: {text}"
             )
         before()
         torch.testing.assert_close(model(x).detach(), anew(model, x))
@@ -154,27 +155,28 @@ def writes(write, model, optimizer):
         values = [torch.randn(p.shape, generator=generator, dtype=p.dtype) for p in model.parameters()]
         write(model, values, optimizer)
 
+    run.__name__ = write.__name__
     return run
 
 
-@pytest.mark.parametrize("write", WRITERS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("spec", RECIPES)
-def test_the_next_forward_pass_multiplies_the_present_weight(spec, write):
-    model, handle, optimizer = begun(spec)
-    check(model, handle)  # which fills whatever is kept
-    check(model, handle, before=writes(write, model, optimizer))
+def test_the_next_forward_pass_multiplies_the_present_weight(spec):
+    for write in WRITERS:
+        model, handle, optimizer = begun(spec)
+        check(model, handle)  # which fills whatever is kept
+        check(model, handle, before=writes(write, model, optimizer))
 
 
-@pytest.mark.parametrize("write", WRITERS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("spec", [spec for spec in RECIPES if spec.startswith(("srste", "sste", "fst", "maskllm", "layerwise"))])
-def test_without_fingerprints_too_as_on_a_gpu(spec, write, monkeypatch):
+def test_without_fingerprints_too_as_on_a_gpu(spec, monkeypatch):
     as_on_a_gpu(monkeypatch)
-    model, handle, optimizer = begun(spec)
-    run = writes(write, model, optimizer)
-    # within one training step, what leaves no trace but the contents needs refresh()
-    unseen = write in UNSEEN
-    check(model, handle, [mode for mode in MODES if not (unseen and mode in (as_it_is, checkpointed))], [] if unseen else DEPLOYED, run)
-    check(model, handle, before=lambda: (run(), handle.refresh()))
+    for write in WRITERS:
+        model, handle, optimizer = begun(spec)
+        run = writes(write, model, optimizer)
+        # within one training step, what leaves no trace but the contents needs refresh()
+        unseen = write in UNSEEN
+        check(model, handle, [mode for mode in MODES if not (unseen and mode in (as_it_is, checkpointed))], [] if unseen else DEPLOYED, run)
+        check(model, handle, before=lambda run=run, handle=handle: (run(), handle.refresh()))
 
 
 @pytest.mark.parametrize("spec", ["srste:2:4", "sste:2:4(seed=1)"])
@@ -185,22 +187,19 @@ def test_without_the_compiled_core_nothing_is_used_again(spec, monkeypatch):
 
 
 @pytest.mark.parametrize("fingerprints", [True, False])
-@pytest.mark.parametrize("second", [another_optimizer, another_fused_optimizer])
-@pytest.mark.parametrize("make", [None, torch.optim.AdamW, lambda p, lr: torch.optim.AdamW(p, lr=lr, fused=True)])
 @pytest.mark.parametrize(
     "spec", ["srste:2:4", "srste:2:4(packed=True)", "sste:2:4(seed=1)", "fst:2:4(refresh=2, fine_tune=0, seed=1, packed=True)"]
 )
-def test_training_by_a_second_optimizer_equals_training_without_copies(spec, make, second, fingerprints, monkeypatch):
+def test_training_by_a_second_optimizer_equals_training_without_copies(spec, fingerprints, monkeypatch):
     if not fingerprints:
         as_on_a_gpu(monkeypatch)
 
-    def run(kept):
+    def fused(params, lr):
+        return torch.optim.AdamW(params, lr=lr, fused=True)
+
+    def run(make, second, kept):
         model, handle, _ = begun(spec, make)
-        new = (
-            torch.optim.SGD(model.parameters(), lr=0.02)
-            if second is another_optimizer
-            else torch.optim.AdamW(model.parameters(), lr=0.02, fused=True)
-        )
+        new = second(model.parameters(), lr=0.02)
         losses = []
         for t in range(12):
             if not kept:
@@ -212,7 +211,8 @@ def test_training_by_a_second_optimizer_equals_training_without_copies(spec, mak
             losses.append(loss.item())
         return losses
 
-    assert run(True) == run(False)
+    for make, second in itertools.product([None, torch.optim.AdamW, fused], [torch.optim.SGD, fused]):
+        assert run(make, second, True) == run(make, second, False), (make, second)
 
 
 def test_what_a_mask_is_learned_from_counts_as_well():

@@ -46,7 +46,7 @@ def test_packed_products_are_what_runs(make):
     for x, y in DATA[:9]:
         step(model, optimizer, (x.float(), y.float()))
     layer = model[2]
-    assert layer.plan.packs and handle.stage.transform is not None
+    assert layer.plan.packs and handle.run.stage.transform is not None
     model(torch.randn(4, 16))
     (packed,) = layer.effective.kept
     assert packed.rows.pattern == layer.mask_pattern and packed.columns is None, "on a CPU the rows serve both products"

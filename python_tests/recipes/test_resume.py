@@ -152,7 +152,7 @@ def test_going_back_in_time():
         train(model, optimizer, DATA)
         optimizer.load_state_dict(state)
         model.load_state_dict(weights)
-        assert handle.metrics()["phase"].item() == 0 and handle.fixed.masks == {}
+        assert handle.metrics()["phase"].item() == 0 and handle.run.masks.masks == {}
         train(model, optimizer, DATA[early:])
         assert distance(snapshot(model), want) == 0.0
 

@@ -80,7 +80,7 @@ def test_it_is_asp_but_for_the_gradient_of_the_input():
 def test_before_an_optimizer_is_attached_the_masked_weight_is_used():
     model = mlp(torch.float32)
     handle = nm.sparsify_(model, RECIPE)
-    assert handle.stage.transform == HardMask(nm.Pattern("2:4")) and torch.equal(
+    assert handle.run.stage.transform == HardMask(nm.Pattern("2:4")) and torch.equal(
         model[0].effective_weight(), nm.ops.prune(model[0].weight.detach(), "2:4")
     )
 
@@ -93,7 +93,7 @@ def test_a_state_of_plain_adamw_chooses_all_masks_anew():
             layer.weight.copy_(layer.weight.flip(1) + 0.01)
     want = nm.ops.mask(model[0].weight.detach(), "2:4")
     optimizer.load_state_dict(plain.state_dict())
-    assert torch.equal(model[0].nm_rows, want) and torch.equal(handle.fixed.masks["0"], want)
+    assert torch.equal(model[0].nm_rows, want) and torch.equal(handle.run.masks.masks["0"], want)
 
 
 # ---- the adapters

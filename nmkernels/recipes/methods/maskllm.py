@@ -18,7 +18,6 @@ from ...pattern import Pattern, RecipeError, ShapeError
 from ...reference import uniforms24
 from ..base import Observed, Recipe, Stage, State
 from ..cost import Span
-from ..learned import learned_apart
 from ..registry import recipe
 from ..schedule import advance, check_choice, check_same_schedule
 
@@ -302,3 +301,35 @@ class MaskLLM(Recipe):
     def metrics(self, state: State) -> dict[str, Tensor]:
         """``tau`` and ``kappa`` of the next step; ``sharpness``, the mean over groups of max_k ỹ_k, is the layers' own."""
         return {name: value for name, value in zip(("tau", "kappa"), self.inputs(state).values(), strict=False)}
+
+
+def learned_apart(recipe: str, params: Iterable[Any], lr: float | Tensor, multiplier: float) -> list[dict[str, Any]]:
+    """Parameter groups in which what the recipe learns stands apart, with ``multiplier`` times its group's learning rate.
+
+    Args:
+        params: as for any optimizer: parameters, (name, parameter) pairs, or groups of either.
+        lr: of groups that have none of their own.
+
+    Raises:
+        RecipeError: nothing that ``sparsify_`` has added is among them.
+    """
+    given = list(params)
+    groups: list[dict[str, Any]] = given if given and isinstance(given[0], dict) else [{"params": given}]
+    result: list[dict[str, Any]] = []
+    for group in groups:
+        entries = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+        apart = [entry for entry in entries if _is_learned(entry)]
+        rest = [entry for entry in entries if not _is_learned(entry)]
+        result += [{**group, "params": rest}] if rest else []
+        result += [{**group, "params": apart, "lr": group.get("lr", lr) * multiplier}] if apart else []
+    if not any(_is_learned(entry) for group in result for entry in group["params"]):
+        raise RecipeError(
+            f"{recipe}: the parameters hold nothing that the recipe learns. Call sparsify_ first, then "
+            "recipe.optimizer(model.parameters()); for a copied or wrapped model give model.named_parameters()."
+        )
+    return result
+
+
+def _is_learned(entry: Any) -> bool:
+    name, p = entry if isinstance(entry, tuple) else ("", entry)
+    return getattr(p, "nm_learned", False) or str(name).rpartition(".")[2].startswith("nm_")

@@ -1,0 +1,293 @@
+"""The run: where a recipe's schedule stands on one model, and what its layers do by it. Optimizers and users are not its business."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..autograd import WeightTransform
+from ..nn import ActivationRule, NMWeight, SquaredReLU, SquaredReLUMLP
+from ..pattern import NMError, RecipeError
+from .base import Observed, Recipe, Stage, State
+from .masks import HeldMasks
+from .report import Report
+from .search.channels import Channels
+from .state import HeldTensors, LayerPatterns, Streams, generator_of, shape_of
+
+
+class Run:
+    """A recipe on the layers of one model.
+
+    Attributes: ``state``, the schedule's, as it lies in the optimizer, empty before one is attached; ``stage``, what training does now;
+    ``revision``, how often that was set; ``calls``, how many steps can have been applied at most; ``optimizers``, all that update
+    the model.
+    """
+
+    def __init__(self, model: nn.Module, recipe: Recipe, layers: dict[str, NMWeight], report: Report) -> None:
+        self.recipe, self.layers = recipe, layers
+        self.state: State = {}
+        self.optimizers: tuple[torch.optim.Optimizer, ...] = ()
+        self.revision = 0
+        self.calls = 0
+        self._transforms: dict[WeightTransform, WeightTransform] = {}
+        channels = None if recipe.search is None else Channels(model, layers, recipe.search, report)
+        self.patterns = LayerPatterns(recipe, layers, report)
+        self.masks = HeldMasks(layers, recipe.mask_score, channels)
+        self.tensors = HeldTensors(layers)
+        self.streams = Streams(layers)
+        self.activations = Activations(model, recipe.final_activation())
+        self.stage = recipe.stage({})
+        self.freeze("sparsify_")
+        add_adapters(recipe, layers)
+        self.apply(self.stage)
+        self._feed()
+        self.tensors.adopt({})
+        self.frozen = Frozen(model, layers, recipe.freezes)
+        self.gradients = Gradients(layers)
+
+    def freeze(self, verb: str, anew: bool = False) -> None:
+        """Take from the present weights what is taken from them once: the layers' patterns, and what transforms freeze.
+
+        Args:
+            anew: also where a checkpoint has restored it.
+        """
+        self.patterns.choose()
+        self._freeze(verb, anew)
+
+    def _freeze(self, verb: str, anew: bool = False) -> None:
+        transform = self.stage.transform or self.stage.later
+        for name, layer in self.layers.items():
+            layer.final = self._fitted(self.recipe.final_transform(), layer)
+            layer.restored &= not anew
+            try:
+                layer.freeze(*() if transform is None else (self._fitted(transform, layer),))
+            except NMError as error:
+                raise RecipeError(f"{verb}: layer {name!r}: {error}") from error
+
+    def _fitted(self, transform: WeightTransform, layer: NMWeight) -> WeightTransform:
+        fitted = self.recipe.fit(transform, layer.pattern, shape_of(layer))
+        # one object of each kind for the whole run: a compiled model guards on its identity
+        return self._transforms.setdefault(fitted, fitted)
+
+    def first_state(self, group: dict[str, Any]) -> State:
+        """The schedule's state at its beginning, with the recipe's own description for checkpoints."""
+        state = {"spec": self.recipe.spec(), **self.recipe.start(group)}
+        self.patterns.save(state)
+        return state
+
+    def check(self, state: Any, group: dict[str, Any]) -> None:
+        """Raise ``CheckpointError`` unless ``state`` was written by this recipe, with this pattern, on these layers."""
+        self.recipe.check_state(state, group)
+        for part in (self.patterns, self.masks, self.streams, self.tensors):
+            part.check(state)
+
+    def adopt(self, state: State) -> None:
+        """Continue from ``state``, which lies in the optimizer already."""
+        self.state, self.calls = state, int(state.get("t", 0))
+        if self.patterns.adopt(state):
+            self._freeze("resume")
+        self._restage()
+
+    def advance(self, seen: Observed, applied: Callable[[], bool]) -> Tensor | None:
+        """Take one step of the attached optimizers into the schedule.
+
+        Args:
+            applied: whether the step was not skipped; asked only where something depends on it, as it may wait for the device.
+
+        Returns:
+            how many mask bits the renewal of held masks has changed; None where none was renewed.
+        """
+        self.gradients.end()
+        self.calls += 1
+        state = self.state
+        before = None
+        due = "held" in state and applied() and self.tensors.due(state, self.stage.renew)
+        if self.recipe.advance(state, seen):
+            stage = self.recipe.stage(state)
+            if self.stage.later is not None and stage.later is None:
+                # the dense phase is over: what later stages take from the weights is taken from the present ones
+                self.freeze("the sparse phase", anew=True)
+                self.patterns.save(state)
+            if "held" in state and stage.part != self.stage.part:
+                before = self._kept()
+            before = self._restage(before)
+        else:
+            self._feed()
+        if due and "held" in state and before is None:
+            before = self._kept()
+            self.tensors.renew(state)
+        return None if before is None else torch.stack([(now ^ before[name]).sum() for name, now in self._kept().items()]).sum()
+
+    def _restage(self, before: dict[str, Tensor] | None = None) -> dict[str, Tensor] | None:
+        """Bring the layers in line with the state; ``before``, masks of another part of the schedule, comes back if they were renewed."""
+        stage = self.recipe.stage(self.state)
+        self.streams.adopt(self.state)
+        if stage.fixed:
+            self.masks.adopt(self.state, self.optimizers)
+        else:
+            self.masks.forget()
+        self.apply(stage)
+        self._feed()
+        if before is not None and self.tensors.begin(self.state):
+            self.tensors.renew(self.state)
+            return before
+        self.tensors.adopt(self.state)
+        return None
+
+    def apply(self, stage: Stage) -> None:
+        """Set what every layer does from now on; optimizers see ``revision`` at their next step."""
+        self.stage = stage
+        self.revision += 1
+        for layer in self.layers.values():
+            layer.use(None if stage.transform is None else self._fitted(stage.transform, layer), stage.plan)
+            layer.adapts = stage.adapter
+            if stage.transform is None:
+                layer.effective.release()  # a dense phase needs the memory more
+            else:
+                layer.effective.drop()
+        self.activations.use(stage.activation)
+
+    def _feed(self) -> None:
+        transform = self.stage.transform
+        if transform is None or not transform.reads:
+            return
+        values = {name: value for name, value in self.recipe.inputs(self.state).items() if name in transform.reads}
+        if values:
+            for layer in self.layers.values():
+                layer.feed(values)
+
+    def _kept(self) -> dict[str, Tensor]:
+        return {name: layer.kept() for name, layer in self.layers.items()}
+
+    def final_transforms(self) -> dict[str, WeightTransform]:
+        """What turns each weight into the N:M one that ``finish`` leaves."""
+        if self.stage.later is not None:
+            self.freeze("a dense phase", anew=True)
+            self.tensors.preview()
+        return {name: self.masks.preview(name) or layer.final for name, layer in self.layers.items()}
+
+    def end(self) -> None:
+        """Let go of all that was switched or watched for the run."""
+        self.streams.forget()
+        self.frozen.end()
+        self.gradients.end()
+
+
+# ---- what a run switches, adds and watches beside the weights
+
+
+class Frozen:
+    """The parameters whose gradients are switched off while a recipe runs.
+
+    Args:
+        freezes: ``"all"`` but what is learned, ``"weights"`` of the swapped layers, or ``""`` for none.
+    """
+
+    def __init__(self, model: nn.Module, layers: dict[str, NMWeight], freezes: str) -> None:
+        weights = {id(layer.weight) for layer in layers.values()}
+        learned = {id(p) for layer in layers.values() for p in layer.learned().values()}
+        self.params = [
+            p
+            for p in model.parameters()
+            if p.requires_grad and (id(p) in weights if freezes == "weights" else freezes == "all" and id(p) not in learned)
+        ]
+        for p in self.params:
+            p.requires_grad_(False)
+            p.grad = None  # zeros left by zero_grad(set_to_none=False) would still be decayed
+
+    def end(self) -> None:
+        """Switch them on again."""
+        for p in self.params:
+            p.requires_grad_(True)
+        self.params = []
+
+
+def add_adapters(recipe: Recipe, layers: dict[str, NMWeight]) -> None:
+    """Give every layer for which ``recipe`` wants one an adapter: L drawn from N(0, 1), R = 0.
+
+    L is drawn on the CPU in float64, by the recipe's ``seed`` (None: torch's initial one) and the layer's name: the same on every
+    device, in every dtype and on every rank.
+    """
+    seed = getattr(recipe, "seed", None)
+    for name, layer in layers.items():
+        rank = recipe.adapter_rank(*layer.master.shape)
+        if rank:
+            generator = generator_of(torch.initial_seed() if seed is None else seed, f"adapter/{name}")
+            layer.add_adapter(torch.randn(layer.master.shape[1], rank, generator=generator, dtype=torch.float64))
+
+
+class Activations:
+    """The ``SquaredReLU`` modules that a recipe governs, and the rule that each had before.
+
+    Args:
+        final: the rule that the recipe leaves; None for recipes that leave activations alone, which then govern none.
+
+    Raises:
+        RecipeError: there are none to govern, one is used where no features of that number can be N:M, or a split has no MLP to act on.
+    """
+
+    def __init__(self, model: nn.Module, final: ActivationRule | None) -> None:
+        found = {} if final is None else {name: m for name, m in model.named_modules() if isinstance(m, SquaredReLU)}
+        self.before = [(module, module.rule) for module in found.values()]
+        self.final = final
+        if final is None:
+            return
+        if not found:
+            raise RecipeError(
+                "sparsify_: the recipe makes squared-ReLU activations sparse, and the model has no nm.nn.SquaredReLU. Put one, or a "
+                'SquaredReLUMLP, in place of its activation and train it so from the beginning; GPT takes activation="relu2", and the '
+                "command line --activation relu2."
+            )
+        for name, module in model.named_modules():
+            if isinstance(module, SquaredReLUMLP) and module.fc.out_features % final.pattern.m:
+                size = module.fc.out_features
+                raise RecipeError(f"sparsify_: the {size} hidden features of {name!r} are not a multiple of M={final.pattern.m}.")
+
+    def use(self, rule: ActivationRule | None) -> None:
+        """From now on all governed modules follow ``rule``; None for the dense form."""
+        for module, _ in self.before:
+            module.rule = rule
+
+    def restore(self) -> None:
+        """Give every governed module the rule that it had before the recipe."""
+        for module, rule in self.before:
+            module.rule = rule
+
+
+class Gradients:
+    """Sees whether a swapped layer gets a gradient before any attached optimizer has stepped: then somebody trains without the recipe.
+
+    A pruned model that is only run, calibrated or adopted gets none. Hooks of the Parameters see it: a ``.grad`` may be older than the
+    recipe, and is often cleared after a step. A weight that is frozen at first, or replaced by ``load_state_dict(assign=True)``, has none.
+    """
+
+    def __init__(self, layers: dict[str, NMWeight]) -> None:
+        self.seen = False
+        self.warned: set[str] = set()
+        trained = [p for layer in layers.values() for p in (layer.weight, *layer.learned().values()) if p.requires_grad]
+        self._removers = [p.register_post_accumulate_grad_hook(self._see) for p in trained]
+
+    def _see(self, p: Tensor) -> None:
+        self.seen = True
+
+    def end(self) -> None:
+        """Watch no longer."""
+        while self._removers:
+            self._removers.pop().remove()
+
+    def warn(self, verb: str, recipe: Recipe, attached: bool) -> None:
+        """Warn if there were gradients, once for each ``verb``; ``attached``: there is an optimizer, and it has not stepped."""
+        if not self.seen or verb in self.warned:
+            return
+        self.warned.add(verb)
+        missing = "no attached optimizer has made a step" if attached else "no optimizer was ever attached"
+        warnings.warn(
+            f"{verb}: the swapped layers got gradients, but {missing}. So nothing happened of what the recipe {recipe.name} does in "
+            "optimizer steps (its schedule, decay, held masks, metrics). Before training, call handle.attach with the very optimizer "
+            "that steps.",
+            stacklevel=3,
+        )
