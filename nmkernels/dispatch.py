@@ -3,6 +3,8 @@
 A backend registers a function for an op with ``@impl``. ``choose`` takes the willing one of highest
 priority; ``explain`` tells the same story in words. ``NMKERNELS_BACKEND=name`` forces a backend:
 a forced backend that cannot run raises, an automatic one falls back; to the reference for want of the compiled core with a warning.
+
+``plans`` remembers which function each kind of call came to; see ``ops/define.py``. A registration and ``forget`` clear it.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -34,35 +36,63 @@ def always(*_args: Any) -> Verdict:
 
 @dataclass(frozen=True)
 class Impl:
-    """One backend's function for one op; ``supports(*args)`` says whether it can run a call, and why not."""
+    """One backend's function for one op.
+
+    ``fits(*args)`` says by metadata alone whether it can run a call, and why not; ``ready(*args)``, asked after it, whether it can now.
+    """
 
     op: str
     backend: str
     fn: Callable[..., Any]
-    supports: Callable[..., Verdict]
+    fits: Callable[..., Verdict]
     priority: int
+    ready: Callable[..., Verdict] | None = None
+
+    def supports(self, *args: Any) -> Verdict:
+        """Whether it can run ``op(*args)`` now, and why not."""
+        found = self.fits(*args)
+        return self.ready(*args) if found[0] and self.ready is not None else found
 
 
 # os.environ.get encodes the name at every call, 1 us of the 9 that a small op takes
-_environment: dict[Any, Any] = os.environ._data  # type: ignore[attr-defined]
-_ENV_KEY = os.environ.encodekey(ENV)
+environment: dict[Any, Any] = os.environ._data  # type: ignore[attr-defined]
+ENV_KEY = os.environ.encodekey(ENV)
+
+plans: dict[Hashable, Callable[..., Any]] = {}
+"""The function that runs each kind of call, by what ``ops.define.kind_of`` says of it."""
 
 _impls: dict[str, list[Impl]] = {}
 _said: set[tuple[str, str, str]] = set()
 
 
+def forget() -> None:
+    """Ask every backend again at the next call of each kind: what ``supports`` looks at has changed behind the arguments."""
+    plans.clear()
+
+
 def impl(
-    op: str, *, backend: str, priority: int, supports: Callable[..., Verdict] = always
+    op: str,
+    *,
+    backend: str,
+    priority: int,
+    supports: Callable[..., Verdict] = always,
+    ready: Callable[..., Verdict] | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the decorated function as ``backend``'s implementation of ``op``.
 
     ``fn(*args, out=None)`` takes the raw op's arguments; higher ``priority`` is asked first.
+
+    Args:
+        supports: ``supports(*args)`` may look at nothing but metadata (shapes, strides, dtypes, devices, numbers) and at what lasts as
+            long as the process: its answer is remembered for all calls of the kind.
+        ready: asked, at every call, where ``supports`` says yes: whether the backend can run it in the present state.
     """
 
     def register(fn: Callable[..., Any]) -> Callable[..., Any]:
-        entry = Impl(op, backend, fn, supports, priority)
+        entry = Impl(op, backend, fn, supports, priority, ready)
         others = [i for i in _impls.get(op, []) if i.backend != backend]
         _impls[op] = sorted([*others, entry], key=lambda i: -i.priority)
+        forget()
         return fn
 
     return register
@@ -77,7 +107,7 @@ def implementations(op: str) -> list[Impl]:
 
 def forced_backend() -> str | None:
     """The backend that ``NMKERNELS_BACKEND`` names; None or empty if it names none."""
-    value = _environment.get(_ENV_KEY)
+    value = environment.get(ENV_KEY)
     return None if value is None else os.environ.decodevalue(value)
 
 
@@ -87,22 +117,32 @@ def choose(op: str, *args: Any) -> Impl:
     Raises:
         BackendError: the backend forced by ``NMKERNELS_BACKEND`` does not exist or cannot run the call.
     """
+    return decide(op, args)[0]
+
+
+def decide(op: str, args: Sequence[Any]) -> tuple[Impl, bool]:
+    """``choose``, and whether calls of the same metadata will be answered so as well: no backend was asked if it is ready."""
     forced = forced_backend()
     if forced:
-        return _forced(op, forced, args)
+        entry = _forced(op, forced, args)
+        return entry, entry.ready is None
+    lasting = True
     for entry in _impls[op]:
-        can, reason = entry.supports(*args)
+        can, reason = entry.fits(*args)
+        if can and entry.ready is not None:
+            lasting = False
+            can, reason = entry.ready(*args)
         if can:
             if entry.backend == REFERENCE:
                 _miss_the_core(op, args)
-            return entry
+            return entry, lasting
         if (op, entry.backend, reason) not in _said:
             _said.add((op, entry.backend, reason))
             log.debug("%s: %s declined: %s", op, entry.backend, reason)
     raise BackendError(explain(op, *args))
 
 
-def _miss_the_core(op: str, args: tuple[Any, ...]) -> None:
+def _miss_the_core(op: str, args: Sequence[Any]) -> None:
     """Warn, once in a process, where the reference runs what the compiled core would run if it were there."""
     core = compiled_core()
     # what runs on GPUs asks for the core before anything else
@@ -115,7 +155,7 @@ def _warn_without_core(reason: str) -> None:
     warnings.warn(f"nmkernels runs without its compiled core, on the plain PyTorch reference, which is slow: {reason}.", stacklevel=2)
 
 
-def _forced(op: str, backend: str, args: tuple[Any, ...]) -> Impl:
+def _forced(op: str, backend: str, args: Sequence[Any]) -> Impl:
     for entry in implementations(op):
         if entry.backend == backend:
             can, reason = entry.supports(*args)

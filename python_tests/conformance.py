@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 
 from nmkernels import BackendError, dispatch, testing
 from nmkernels.backends import triton
+from nmkernels.ops.define import CALLS
 
 Sample = Callable[[], tuple[Any, ...]]
 
@@ -76,6 +77,11 @@ def strided(x: Tensor) -> Tensor:
         view = wide[..., 1].movedim(0, -1)
     view.copy_(x)
     return view
+
+
+def like(results: Any, make: Callable[[Tensor], Tensor]) -> Any:
+    """Poisoned buffers to write results into, as ``out`` takes them."""
+    return pytree.tree_map_only(Tensor, lambda x: testing.fill_poison(make(x)), results)
 
 
 class Conformance:
@@ -191,6 +197,25 @@ class Conformance:
             # the op itself takes metadata for operands of 16 bits only
             exact = next(i for i in dispatch.implementations(self.op) if i.backend == "reference").fn(*args)
             testing.assert_no_worse(result, expected, exact, backend)
+
+    def test_remembered(self, sample: Sample, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The first call of a kind, and one that runs what the first came to."""
+        call, expected = CALLS[self.op], self.run(self.raw(), self.args(sample))
+        dispatch.forget()
+        ways: list[Callable[[], Any]] = [lambda: self.run(call, self.args(sample))]
+        if self.out:
+            ways.append(lambda: call(*self.args(sample), out=like(expected, torch.empty_like)))
+            ways.append(lambda: call(*self.args(sample), out=like(expected, strided)))
+        for way in ways:
+            testing.assert_equal_bits(way(), expected, "first call")
+        with monkeypatch.context() as patch:
+            patch.setattr(dispatch, "decide", mock.Mock(side_effect=AssertionError("decided again")))
+            for way in ways:
+                testing.assert_equal_bits(way(), expected, "remembered call")
+            args = self.args(sample)
+            versions = [x._version for x in tensors(args)]
+            call(*args)
+            assert self.mutates == any(x._version > v for x, v in zip(tensors(args), versions, strict=True))
 
     def test_out(self, sample: Sample) -> None:
         if not self.out:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nmkernels import capability, testing
+from nmkernels import capability, dispatch, testing
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -42,6 +42,7 @@ def _nothing_measured(tmp_path_factory: pytest.TempPathFactory) -> None:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+    dispatch.forget()  # tests exchange backends by hand, and each makes its first calls itself
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from ..pattern import DtypeError, Pattern, PatternLike, ShapeError
 from .check import as_pattern, check_dense, check_device, check_packed
-from .define import Spec, define, define_out
+from .define import Spec, define
 
 __all__ = ["Compressed", "counts_writes", "compress", "decompress"]
 
@@ -66,6 +66,14 @@ class Compressed:
                 "all dimensions but the last must agree."
             )
 
+    @classmethod
+    def trusted(cls, values: Any, indices: Any, pattern: Pattern, shape: torch.Size) -> Compressed:
+        """One of parts that an op has made, or that a ``tree_map`` put together from anything: nothing is checked or converted."""
+        c = object.__new__(cls)
+        for name, value in (("values", values), ("indices", indices), ("pattern", pattern), ("shape", shape), ("_layouts", {})):
+            object.__setattr__(c, name, value)
+        return c
+
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the values."""
@@ -83,7 +91,7 @@ class Compressed:
 
     def dense(self) -> Tensor:
         """The dense tensor, zeros included; the same as ``ops.decompress``."""
-        return torch.ops.nmkernels.nm_decompress(self.values, self.indices, self.pattern.n, self.pattern.m, self.shape[-1])
+        return nm_decompress(self.values, self.indices, self.pattern.n, self.pattern.m, self.shape[-1])
 
     def to(self, *args: Any, **kwargs: Any) -> Compressed:
         """Like ``Tensor.to``: another device, or another dtype of the values; itself if nothing changes."""
@@ -160,15 +168,10 @@ def _flatten_with_keys(c: Compressed) -> tuple[list[tuple[Any, Any]], Context]:
 
 
 def _unflatten(leaves: Any, context: Context) -> Compressed:
-    # leaves may be anything that a tree_map returned, so nothing is checked here
-    c = object.__new__(Compressed)
     shape = torch.Size(context[1])
     if isinstance(leaves[0], Tensor) and leaves[0].dim() > len(shape):  # torch.vmap has put a dimension in front
         shape = leaves[0].shape[:-1] + shape[-1:]
-    fields = {"values": leaves[0], "indices": leaves[1], "pattern": context[0], "shape": shape, "_layouts": {}}
-    for name, value in fields.items():
-        object.__setattr__(c, name, value)
-    return c
+    return Compressed.trusted(leaves[0], leaves[1], context[0], shape)
 
 
 pytree.register_pytree_node(
@@ -202,10 +205,8 @@ def _decompress(values: Tensor, indices: Tensor, n: int, m: int, cols: int) -> t
 
 _SCHEMA = "(Tensor w, int n, int m, Tensor? mask=None)"
 _DECOMPRESS = "(Tensor values, Tensor indices, int n, int m, SymInt cols)"
-nm_compress = define("nm_compress", _SCHEMA + " -> (Tensor, Tensor)", _compress, leading=("w", "mask"))
-nm_compress_out = define_out("nm_compress", _SCHEMA, _compress, outs=("out_values", "out_indices"))
-nm_decompress = define("nm_decompress", _DECOMPRESS + " -> Tensor", _decompress, leading=("values", "indices"))
-nm_decompress_out = define_out("nm_decompress", _DECOMPRESS, _decompress)
+nm_compress = define("nm_compress", _SCHEMA + " -> (Tensor, Tensor)", _compress, outs=("out_values", "out_indices"), leading=("w", "mask"))
+nm_decompress = define("nm_decompress", _DECOMPRESS + " -> Tensor", _decompress, outs=("out",), leading=("values", "indices"))
 
 
 def compress(w: Tensor, pattern: PatternLike, mask: Tensor | None = None, out: Compressed | None = None) -> Compressed:
@@ -235,9 +236,9 @@ def compress(w: Tensor, pattern: PatternLike, mask: Tensor | None = None, out: C
     p = as_pattern(pattern)
     if out is None:
         values, indices = nm_compress(w, p.n, p.m, mask)
-        return Compressed(values, indices, p, w.shape)
+        return Compressed.trusted(values, indices, p, w.shape)
     check_same_form("nm_compress", out, p.n, p.m, w.shape)
-    nm_compress_out(w, p.n, p.m, mask, out_values=out.values, out_indices=out.indices)
+    nm_compress(w, p.n, p.m, mask, out=(out.values, out.indices))
     return out
 
 
@@ -260,11 +261,7 @@ def decompress(c: Compressed, out: Tensor | None = None) -> Tensor:
         >>> decompress(compress(torch.tensor([1.0, 0.5, -2.0, 3.0]), "1:4"))
         tensor([0., 0., 0., 3.])
     """
-    p, cols = c.pattern, c.shape[-1]
-    if out is None:
-        return nm_decompress(c.values, c.indices, p.n, p.m, cols)
-    nm_decompress_out(c.values, c.indices, p.n, p.m, cols, out=out)
-    return out
+    return nm_decompress(c.values, c.indices, c.pattern.n, c.pattern.m, c.shape[-1], out=out)
 
 
 def check_same_form(op: str, out: Compressed, n: int, m: int, shape: torch.Size) -> None:

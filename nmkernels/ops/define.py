@@ -1,34 +1,205 @@
-"""How an op becomes ``torch.ops.nmkernels.*``: one schema, one contract, and the dispatcher behind it.
+"""How an op becomes ``torch.ops.nmkernels.*``: one schema, one contract, the dispatcher behind it, and calls that are remembered.
 
-A *contract* takes the raw op's arguments, raises when they do not fit, and returns the shape and dtype of
-each result. The eager kernel, the fake kernel (tracing, ``torch.compile``) and the check of ``out=`` all use
-that same function, so they cannot disagree.
-
-What ``torch.vmap`` does with an op: one call where its tensors may have one dimension more, else one call for each element.
+A *contract* takes the raw op's arguments, raises when they do not fit, and returns the shape and dtype of each result. The eager kernel,
+the fake kernel (tracing, ``torch.compile``) and the check of ``out=`` all use that same function, so they cannot disagree. It looks at
+metadata only, as the backends' ``supports`` do. So the function that a call came to serves every call of the same metadata, and the
+second call of a kind runs it at once: no contract, no choice, and nothing of torch's dispatcher, unless somebody watches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from types import NoneType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.autograd.graph import increment_version
+from torch.nn import Parameter
 
 from .. import backends as _backends  # noqa: F401 - registers the implementations
-from ..dispatch import choose
+from .. import dispatch
+from ..backends.tensors import tensors
 from ..pattern import DtypeError, NMError, ShapeError
 from .check import no_gradient, with_autograd
 
+NAMESPACE = "nmkernels"
+Spec = tuple[Any, torch.dtype]
+"""(shape, dtype) of one result; results are contiguous."""
+Contract = Callable[..., tuple[Spec, ...]]
 
-def with_vmap(name: str, op: torch._ops.OpOverload, leading: tuple[str, ...], writes: bool) -> Callable[..., Any]:
-    """The rule of ``op``, as ``torch.library.register_vmap`` takes it.
+MOST_PLANS = 4096
+"""Kinds of calls that are remembered; then all are forgotten, so that changing shapes do not fill the memory."""
+
+CALLS: dict[str, Callable[..., Any]] = {}
+"""What ``define`` returned for each op."""
+
+_SCALARS = frozenset((int, bool, str, NoneType, torch.dtype))
+_lib = torch.library.Library(NAMESPACE, "DEF")
+
+
+def define(
+    name: str,
+    schema: str,
+    contract: Contract,
+    mutates: tuple[int, ...] = (),
+    outs: tuple[str, ...] = (),
+    leading: tuple[str, ...] = (),
+    floats: bool = True,
+) -> Callable[..., Any]:
+    """Register ``torch.ops.nmkernels.<name>`` and return ``call(*args, out=None)``, the short way to it for the package's own use.
+
+    Its derivatives are refused (``check.with_autograd``), and ``torch.vmap`` knows it (``_vmap_rule``).
 
     Args:
+        name: the op's name, which is also its name in the dispatcher.
+        schema: ``"(Tensor w, int n, int m) -> Tensor"``.
+        contract: see the module's docstring.
+        mutates: positions of the arguments that are written in place.
+        outs: one name per result, if there is to be ``<name>_out``, which writes into tensors of the caller, its keyword-only arguments.
+            ``call`` takes them as ``out``: a tensor, or a tuple of several, which it returns.
         leading: the tensors that may have any number of leading dimensions, the same for all of them.
-        writes: ``op`` changes some of its arguments, and has no rule.
+        floats: whether a result is floating-point, so that it could have a derivative.
     """
+    op = _register(name, schema)
+    defaults = tuple(a.default_value for a in op._schema.arguments if a.has_default_value())
+    total, single = len(op._schema.arguments), len(op._schema.returns) == 1
+
+    def checked(args: tuple[Any, ...], named: dict[str, Tensor]) -> tuple[tuple[Any, ...], tuple[Tensor, ...], tuple[Spec, ...]]:
+        """The arguments with their defaults, the tensors that are written into instead of new ones, and the shapes of the results."""
+        if len(args) < total:  # torch drops trailing arguments that equal their defaults
+            args += defaults[len(args) - total :]
+        specs = contract(*args)
+        given = tuple(named[out] for out in outs) if named else ()
+        for out, tensor, (shape, dtype) in zip(outs, given, specs, strict=False):
+            _check_out(name, out, tensor, tuple(shape), dtype, _device(args))
+        return args, given, specs
+
+    def run(fn: Callable[..., Any], args: tuple[Any, ...], given: tuple[Tensor, ...]) -> Any:
+        if given and not _writable(given, args):
+            results = plainly(fn, *args)
+            for tensor, result in zip(given, (results,) if single else results, strict=True):
+                tensor.detach().copy_(result)
+            return None
+        result = plainly(fn, *args, out=given[0] if single else given) if given else plainly(fn, *args)
+        written = list(given)
+        for position in mutates:
+            written += args[position] or ()
+        increment_version(written)  # as torch's own in-place ops do, so that caches and autograd notice it
+        return None if given else result
+
+    def kernel(*args: Any, **named: Tensor) -> Any:
+        args, given, _ = checked(args, named)
+        entry, lasting = dispatch.decide(name, args)
+        kind = kind_of(name, args, given) if lasting else None
+        if kind is not None:
+            if len(dispatch.plans) >= MOST_PLANS:
+                dispatch.forget()
+            dispatch.plans[kind] = entry.fn
+        return run(entry.fn, args, given)
+
+    def fake(*args: Any, **named: Tensor) -> Any:
+        args, given, specs = checked(args, named)
+        if given:
+            return None
+        results = tuple(torch.empty(shape, dtype=dtype, device=_device(args)) for shape, dtype in specs)
+        return results[0] if single else results
+
+    def install(variant: str, op: torch._ops.OpOverload, writes: bool) -> None:
+        _lib.impl(variant, kernel, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{NAMESPACE}::{variant}", fake, lib=_lib)
+        if floats:
+            _lib.impl(variant, with_autograd(name, op, kernel, writes), "Autograd", with_keyset=True)
+
+    install(name, op, bool(mutates))
+    torch.library.register_vmap(f"{NAMESPACE}::{name}", _vmap_rule(name, op, leading, bool(mutates)), lib=_lib)
+    op_out = None
+    if outs:
+        keywords = ", ".join(f"Tensor({chr(ord('a') + i)}!) {out}" for i, out in enumerate(outs))
+        op_out = _register(f"{name}_out", f"{schema.split(') ->')[0]}, *, {keywords}) -> ()")
+        install(f"{name}_out", op_out, True)
+
+    def call(*args: Any, out: Any = None) -> Any:
+        if len(args) < total:
+            args += defaults[len(args) - total :]
+        given = () if out is None else (out,) if single else out
+        kind = kind_of(name, args, given)
+        fn = None if kind is None else dispatch.plans.get(kind)
+        if fn is None:
+            if op_out is None or out is None:
+                return op(*args)
+            op_out(*args, **dict(zip(outs, given, strict=True)))
+            return out
+        if out is None and not mutates and not torch._C._is_any_autocast_enabled():
+            return fn(*args)  # nothing requires grad here, or grad mode is off
+        result = run(fn, args, given)
+        return result if out is None else out
+
+    CALLS[name] = call
+    return call
+
+
+def kind_of(name: str, args: Sequence[Any], given: Sequence[Tensor] = ()) -> tuple[Any, ...] | None:
+    """All that decides what a call of ``name`` comes to; None where torch has to see the call itself.
+
+    That is while somebody watches (compiling, torch modes, functorch, tracing, the profiler, forward mode) and where an argument is no
+    plain tensor: a subclass, a lazy negation, zeros without memory, a tensor that requires grad while grad mode is on.
+    """
+    if (
+        torch.compiler.is_compiling()
+        or forward_ad._current_level >= 0
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._get_tracing_state() is not None
+        or torch.autograd.profiler._is_profiler_enabled
+    ):
+        return None
+    recording = torch.is_grad_enabled()
+    kind: list[Any] = [name, dispatch.environment.get(dispatch.ENV_KEY)]
+    rest = [*args, *given]
+    for x in rest:  # which grows by the lists in it
+        cls = type(x)
+        if cls is Tensor or cls is Parameter:
+            if x.layout is not torch.strided or x.is_neg() or x._is_zerotensor() or (recording and x.requires_grad):
+                return None
+            kind += (x.shape, x.dtype, x.device)
+            if not x.is_contiguous():
+                kind.append(x.stride())
+        elif cls in _SCALARS:
+            kind.append(x)
+        elif cls is list:
+            kind += (list, len(x))
+            rest += x
+        else:
+            return None
+    return tuple(kind)
+
+
+def plainly(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call ``fn`` with grad mode and autocast off, so that a backend in plain torch does what one in C++ does.
+
+    Autograd would record the former and nothing of the latter; autocast would multiply in another dtype than the contract's.
+    """
+    before = torch.is_grad_enabled()
+    torch._C._set_grad_enabled(False)  # the context manager costs 1.5 us more
+    try:
+        if not torch._C._is_any_autocast_enabled():
+            return fn(*args, **kwargs)
+        with torch._C._DisableAutocast():
+            return fn(*args, **kwargs)
+    finally:
+        torch._C._set_grad_enabled(before)
+
+
+def unwatched(*tensors: Any) -> bool:
+    """Whether a call with these tensors may go the short way."""
+    return not torch.is_grad_enabled() and kind_of("", tensors) is not None
+
+
+def _vmap_rule(name: str, op: torch._ops.OpOverload, leading: tuple[str, ...], writes: bool) -> Callable[..., Any]:
+    """The rule of ``op`` for ``torch.library.register_vmap``: one call if only ``leading`` tensors are batched, else one per element."""
     free = {i for i, a in enumerate(op._schema.arguments) if a.name in leading}
 
     def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any, **outs: Any) -> tuple[Any, Any]:
@@ -49,146 +220,14 @@ def with_vmap(name: str, op: torch._ops.OpOverload, leading: tuple[str, ...], wr
     return rule
 
 
-NAMESPACE = "nmkernels"
-Spec = tuple[Any, torch.dtype]
-"""(shape, dtype) of one result; results are contiguous."""
-Contract = Callable[..., tuple[Spec, ...]]
-
-_lib = torch.library.Library(NAMESPACE, "DEF")
-
-
-def define(
-    name: str, schema: str, contract: Contract, mutates: tuple[int, ...] = (), leading: tuple[str, ...] = (), floats: bool = True
-) -> torch._ops.OpOverload:
-    """Register ``torch.ops.nmkernels.<name>`` and return its overload, ready to be called.
-
-    Its derivatives are refused (``_grad``), and ``torch.vmap`` knows it (``_batch``).
-
-    Args:
-        name: the op's name, which is also its name in the dispatcher.
-        schema: ``"(Tensor w, int n, int m) -> Tensor"``.
-        contract: see the module's docstring.
-        mutates: positions of the arguments that are written in place.
-        leading: the tensors that may have any number of leading dimensions, the same for all of them.
-        floats: whether a result is floating-point, so that it could have a derivative.
-    """
-    op = _register(name, schema)
-    defaults = tuple(a.default_value for a in op._schema.arguments if a.has_default_value())
-    total, single = len(op._schema.arguments), len(op._schema.returns) == 1
-
-    def kernel(*args: Any) -> Any:
-        if len(args) < total:  # torch drops trailing arguments that equal their defaults
-            args += defaults[len(args) - total :]
-        contract(*args)
-        result = plainly(choose(name, *args).fn, *args)
-        for position in mutates:
-            _bump(args[position] or ())
-        return result
-
-    def fake(*args: Any) -> Any:
-        device = _device(args)
-        results = tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in contract(*args))
-        return results[0] if single else results
-
-    _lib.impl(name, kernel, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_lib)
-    if floats:
-        _lib.impl(name, with_autograd(name, op, kernel, bool(mutates)), "Autograd", with_keyset=True)
-    torch.library.register_vmap(f"{NAMESPACE}::{name}", with_vmap(name, op, leading, bool(mutates)), lib=_lib)
-    return op
-
-
-def define_out(name: str, schema: str, contract: Contract, outs: tuple[str, ...] = ("out",), floats: bool = True) -> torch._ops.OpOverload:
-    """Register ``<name>_out``, which writes into tensors of the caller, and return its overload.
-
-    Args:
-        name: the functional op's name.
-        schema: the functional op's arguments, ``"(Tensor w, int n, int m)"``.
-        contract: the functional op's contract.
-        outs: the keyword-only arguments that are written.
-        floats: see ``define``.
-    """
-    keywords = ", ".join(f"Tensor({chr(ord('a') + i)}!) {out}" for i, out in enumerate(outs))
-    op = _register(f"{name}_out", f"{schema[:-1]}, *, {keywords}) -> ()")
-    defaults = tuple(a.default_value for a in op._schema.arguments if a.has_default_value())
-    total = len(op._schema.arguments) - len(outs)
-
-    def check(args: tuple[Any, ...], given: tuple[Tensor, ...]) -> None:
-        for out, (shape, dtype), tensor in zip(outs, contract(*args), given, strict=True):
-            _check_out(name, out, tensor, tuple(shape), dtype, _device(args))
-
-    def kernel(*args: Any, **kwargs: Tensor) -> None:
-        if len(args) < total:
-            args += defaults[len(args) - total :]
-        given = tuple(kwargs[out] for out in outs)
-        check(args, given)
-        fn = choose(name, *args).fn
-        if _writable(given, args):
-            plainly(fn, *args, out=given[0] if len(outs) == 1 else given)
-            _bump(given)
-        else:
-            results = plainly(fn, *args)
-            for tensor, result in zip(given, (results,) if len(outs) == 1 else results, strict=True):
-                tensor.detach().copy_(result)
-
-    def fake(*args: Any, **kwargs: Tensor) -> None:
-        check(args, tuple(kwargs[out] for out in outs))
-
-    _lib.impl(f"{name}_out", kernel, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{NAMESPACE}::{name}_out", fake, lib=_lib)
-    if floats:
-        _lib.impl(f"{name}_out", with_autograd(name, op, kernel, writes=True), "Autograd", with_keyset=True)
-    return op
-
-
-def unwatched(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether torch's dispatcher would do nothing for a call with these but cost 9 us: eager, no mode, no transform, no trace, no profile.
-
-    (AMD EPYC, 2026-11-21: a third of that is its own, the rest what a call that may come from anywhere has to check.)
-    """
-    return not (
-        torch.compiler.is_compiling()
-        or torch.is_grad_enabled()
-        or forward_ad._current_level >= 0
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._get_tracing_state() is not None
-        or torch.autograd.profiler._is_profiler_enabled
-        or type(x) is not Tensor
-        or type(weight) is not Tensor
-        or not (bias is None or type(bias) is torch.nn.Parameter or type(bias) is Tensor)
-    )
-
-
 def _register(name: str, schema: str) -> torch._ops.OpOverload:
     _lib.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 
-def plainly(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call ``fn`` with grad mode and autocast off, so that a backend in plain torch does what one in C++ does.
-
-    Autograd would record the former and nothing of the latter; autocast would multiply in another dtype than the contract's.
-    """
-    before = torch.is_grad_enabled()
-    torch._C._set_grad_enabled(False)  # the context manager costs 1.5 us more
-    try:
-        if not torch._C._is_any_autocast_enabled():
-            return fn(*args, **kwargs)
-        with torch._C._DisableAutocast():
-            return fn(*args, **kwargs)
-    finally:
-        torch._C._set_grad_enabled(before)
-
-
 def _device(args: Iterable[Any]) -> torch.device:
-    for arg in args:
-        if isinstance(arg, Tensor):
-            return arg.device
-        if isinstance(arg, (list, tuple)) and arg:
-            return _device(arg)
-    return torch.device("cpu")
+    first = next(tensors(args), None)
+    return torch.device("cpu") if first is None else first.device
 
 
 def _check_out(op: str, name: str, out: Tensor, shape: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> None:
@@ -206,12 +245,6 @@ def _writable(outs: tuple[Tensor, ...], args: tuple[Any, ...]) -> bool:
     """A backend may write straight into ``outs``: contiguous, and in memory that none of the inputs uses."""
     inputs = {a.untyped_storage().data_ptr() for a in args if isinstance(a, Tensor)} - {0}
     return all(o.is_contiguous() and o.untyped_storage().data_ptr() not in inputs for o in outs)
-
-
-def _bump(tensors: Tensor | Iterable[Tensor]) -> None:
-    """Count a write as torch's own in-place ops do, so that caches and autograd notice it."""
-    every = (tensors,) if isinstance(tensors, Tensor) else tensors
-    torch.autograd.graph.increment_version([t for t in every if not t.is_inference()])
 
 
 def _refuse(g: Tensor, shape: Sequence[int], dtype: torch.dtype, op: str) -> Tensor:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..backends.cpu.linear import linear_now
-from ..dispatch import forced_backend
 from ..pattern import OptionError, ShapeError
 from ..reference.linear import ACTIVATIONS
-from .check import check_device, check_matrix, check_operand, check_packed, check_same_dtype, packed_sizes, require_no_grad
+from .check import check_device, check_matrix, check_operand, check_packed, check_same_dtype, require_no_grad
 from .compress import Compressed
-from .define import Spec, define, unwatched
+from .define import Spec, define
 from .pack import DeviceCompressed
 
 Operand = Compressed | DeviceCompressed
@@ -124,13 +122,7 @@ def positions(c: Operand) -> Tensor:
 
 
 def linear_of_layer(x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, bias: Tensor | None = None) -> Tensor:
-    """``nm_linear`` for a layer, by the shortest way: a decoding step goes it for every layer and token."""
-    if unwatched(x, values, bias) and not forced_backend() and x.dim():
-        kept, size = packed_sizes(n, m, x.shape[-1])
-        if values.dim() == 2 and values.shape[1] == kept and indices.shape == (values.shape[0], size):
-            y = linear_now(x, values, indices, n, m, bias)
-            if y is not None:
-                return y
+    """``nm_linear`` of the canonical form."""
     return nm_linear(x, values, indices, n, m, x.shape[-1], bias)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from .. import reference
 from ..pattern import PatternLike
 from .check import as_pattern, check_dense
-from .define import Spec, define, define_out
+from .define import Spec, define
 
 
 def _mask(w: Tensor, n: int, m: int) -> tuple[Spec, ...]:
@@ -22,10 +22,8 @@ def _prune(w: Tensor, n: int, m: int) -> tuple[Spec, ...]:
 
 
 _SCHEMA = "(Tensor w, int n, int m)"
-nm_mask = define("nm_mask", _SCHEMA + " -> Tensor", _mask, leading=("w",), floats=False)
-nm_mask_out = define_out("nm_mask", _SCHEMA, _mask, floats=False)
-nm_prune = define("nm_prune", _SCHEMA + " -> Tensor", _prune, leading=("w",))
-nm_prune_out = define_out("nm_prune", _SCHEMA, _prune)
+nm_mask = define("nm_mask", _SCHEMA + " -> Tensor", _mask, outs=("out",), leading=("w",), floats=False)
+nm_prune = define("nm_prune", _SCHEMA + " -> Tensor", _prune, outs=("out",), leading=("w",))
 
 
 def mask(w: Tensor, pattern: PatternLike, out: Tensor | None = None) -> Tensor:
@@ -51,10 +49,7 @@ def mask(w: Tensor, pattern: PatternLike, out: Tensor | None = None) -> Tensor:
         tensor([[ True,  True, False, False]])
     """
     p = as_pattern(pattern)
-    if out is None:
-        return nm_mask(w, p.n, p.m)
-    nm_mask_out(w, p.n, p.m, out=out)
-    return out
+    return nm_mask(w, p.n, p.m, out=out)
 
 
 def prune(w: Tensor, pattern: PatternLike, out: Tensor | None = None) -> Tensor:
@@ -80,10 +75,7 @@ def prune(w: Tensor, pattern: PatternLike, out: Tensor | None = None) -> Tensor:
         tensor([ 0., -4.,  0.,  3.])
     """
     p = as_pattern(pattern)
-    if out is None:
-        return nm_prune(w, p.n, p.m)
-    nm_prune_out(w, p.n, p.m, out=out)
-    return out
+    return nm_prune(w, p.n, p.m, out=out)
 
 
 def is_nm(w: Tensor, pattern: PatternLike) -> bool:

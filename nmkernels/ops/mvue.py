@@ -8,7 +8,7 @@ from torch import Tensor
 from ..pattern import DtypeError, OptionError, Pattern, PatternError, PatternLike, ShapeError
 from .check import as_pattern, check_device, check_float, pattern_of
 from .compress import Compressed, check_same_form
-from .define import Spec, define, define_out
+from .define import Spec, define
 
 METHODS = ("exact", "approx")
 
@@ -51,10 +51,8 @@ def _moved(shape: torch.Size, dim: int) -> torch.Size:
 
 
 _SCHEMA = "(Tensor g, int n, int m, int dim, Tensor seed, str method)"
-nm_mvue = define("nm_mvue", _SCHEMA + " -> Tensor", _mvue)
-nm_mvue_out = define_out("nm_mvue", _SCHEMA, _mvue)
-nm_mvue_compress = define("nm_mvue_compress", _SCHEMA + " -> (Tensor, Tensor)", _mvue_compress)
-nm_mvue_compress_out = define_out("nm_mvue_compress", _SCHEMA, _mvue_compress, outs=("out_values", "out_indices"))
+nm_mvue = define("nm_mvue", _SCHEMA + " -> Tensor", _mvue, outs=("out",))
+nm_mvue_compress = define("nm_mvue_compress", _SCHEMA + " -> (Tensor, Tensor)", _mvue_compress, outs=("out_values", "out_indices"))
 
 
 def mvue(
@@ -95,10 +93,7 @@ def mvue(
         tensor([ 0.,  5.,  0., -1.])
     """
     p, words = as_pattern(pattern), seed_words("nm_mvue", seed, offset, g.device)
-    if out is None:
-        return nm_mvue(g, p.n, p.m, dim, words, method)
-    nm_mvue_out(g, p.n, p.m, dim, words, method, out=out)
-    return out
+    return nm_mvue(g, p.n, p.m, dim, words, method, out=out)
 
 
 def mvue_compress(
@@ -133,9 +128,9 @@ def mvue_compress(
     p, words = as_pattern(pattern), seed_words("nm_mvue_compress", seed, offset, g.device)
     if out is None:
         values, indices = nm_mvue_compress(g, p.n, p.m, dim, words, method)
-        return Compressed(values, indices, p, _moved(g.shape, dim))
+        return Compressed.trusted(values, indices, p, _moved(g.shape, dim))
     check_same_form("nm_mvue_compress", out, p.n, p.m, _moved(g.shape, dim))
-    nm_mvue_compress_out(g, p.n, p.m, dim, words, method, out_values=out.values, out_indices=out.indices)
+    nm_mvue_compress(g, p.n, p.m, dim, words, method, out=(out.values, out.indices))
     return out
 
 

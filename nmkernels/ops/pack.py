@@ -309,5 +309,5 @@ def relayout(c: Compressed, layout: str) -> DeviceCompressed:
     check_layout(op, layout, rows, cols, _HARDWARE, c.dtype)
     if p == _HARDWARE:
         return DeviceCompressed(c.values, nm_metadata(c.indices, cols, layout), layout, p, c.shape)
-    values, meta, _, _ = torch.ops.nmkernels.nm_pack(c.dense(), 2, 4, "magnitude", None, None, None, True, False, layout)
+    values, meta, _, _ = nm_pack(c.dense(), 2, 4, "magnitude", None, None, None, True, False, layout)
     return DeviceCompressed(values, meta, layout, _HARDWARE, c.shape)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..pattern import PatternLike
 from .check import as_pattern, check_dense
-from .define import Spec, define, define_out
+from .define import Spec, define
 
 
 def _soft_threshold(w: Tensor, n: int, m: int) -> tuple[Spec, ...]:
@@ -21,8 +21,7 @@ def _soft_threshold_scale(w: Tensor, n: int, m: int) -> tuple[Spec, ...]:
 
 
 _SCHEMA = "(Tensor w, int n, int m)"
-nm_soft_threshold = define("nm_soft_threshold", _SCHEMA + " -> Tensor", _soft_threshold, leading=("w",))
-nm_soft_threshold_out = define_out("nm_soft_threshold", _SCHEMA, _soft_threshold)
+nm_soft_threshold = define("nm_soft_threshold", _SCHEMA + " -> Tensor", _soft_threshold, outs=("out",), leading=("w",))
 nm_soft_threshold_scale = define("nm_soft_threshold_scale", _SCHEMA + " -> Tensor", _soft_threshold_scale)
 
 
@@ -49,10 +48,7 @@ def soft_threshold(w: Tensor, pattern: PatternLike, out: Tensor | None = None) -
         tensor([ 3., -2.,  0.,  0.])
     """
     p = as_pattern(pattern)
-    if out is None:
-        return nm_soft_threshold(w, p.n, p.m)
-    nm_soft_threshold_out(w, p.n, p.m, out=out)
-    return out
+    return nm_soft_threshold(w, p.n, p.m, out=out)
 
 
 def soft_threshold_scale(w: Tensor, pattern: PatternLike) -> Tensor:

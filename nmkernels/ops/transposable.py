@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..pattern import PatternLike, ShapeError
 from .check import as_pattern, check_dense
-from .define import Spec, define, define_out
+from .define import Spec, define
 
 
 def _transposable_mask(w: Tensor, n: int, m: int) -> tuple[Spec, ...]:
@@ -21,8 +21,9 @@ def _transposable_mask(w: Tensor, n: int, m: int) -> tuple[Spec, ...]:
 
 
 _SCHEMA = "(Tensor w, int n, int m)"
-nm_transposable_mask = define("nm_transposable_mask", _SCHEMA + " -> Tensor", _transposable_mask, leading=("w",), floats=False)
-nm_transposable_mask_out = define_out("nm_transposable_mask", _SCHEMA, _transposable_mask, floats=False)
+nm_transposable_mask = define(
+    "nm_transposable_mask", _SCHEMA + " -> Tensor", _transposable_mask, outs=("out",), leading=("w",), floats=False
+)
 
 
 def transposable_mask(w: Tensor, pattern: PatternLike, out: Tensor | None = None) -> Tensor:
@@ -50,10 +51,7 @@ def transposable_mask(w: Tensor, pattern: PatternLike, out: Tensor | None = None
                 [False,  True]])
     """
     p = as_pattern(pattern)
-    if out is None:
-        return nm_transposable_mask(w, p.n, p.m)
-    nm_transposable_mask_out(w, p.n, p.m, out=out)
-    return out
+    return nm_transposable_mask(w, p.n, p.m, out=out)
 
 
 __all__ = ["transposable_mask"]

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import nmkernels as nm
+from nmkernels import dispatch
 from nmkernels.optim import MaskedAdamW
 from nmkernels.recipes import ASP, SRSTE, STE, STEP
 from python_tests.recipes.loop import SPARSE, Adam, batches, distance, loss_of, mlp, snapshot, top_n
@@ -227,10 +228,9 @@ def test_frozen_layers(maker):
 
 def test_one_fused_call_per_group_and_kind_and_one_prune_per_layer_and_step(monkeypatch):
     """The optimizer's pass masks, decays and counts; nothing else masks but the one copy of each layer."""
-    from nmkernels.ops import define
-
-    calls, choose = Counter(), define.choose
-    monkeypatch.setattr(define, "choose", lambda op, *args: (calls.update([op]), choose(op, *args))[1])
+    calls, decide = Counter(), dispatch.decide
+    # nothing lasts, so every call decides
+    monkeypatch.setattr(dispatch, "decide", lambda op, args: (calls.update([op]), (decide(op, args)[0], False))[1])
     model = mlp()
     handle = nm.sparsify_(model, SRSTE(decay=0.1))
     optimizer = handle.attach(MaskedAdamW([{"params": model[:2].parameters()}, {"params": model[2:].parameters(), "lr": 1e-3}]))

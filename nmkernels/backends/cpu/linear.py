@@ -136,24 +136,6 @@ def _few(x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, bias: Tenso
     return y
 
 
-def linear_now(x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, bias: Tensor | None) -> Tensor | None:
-    """``nm_linear`` at once where the operands are plain memory of the CPU; None where the op has to judge or convert them.
-
-    The shapes of x, values and indices belong together.
-    """
-    dtype, rows = x.dtype, values.shape[0]
-    tokens = x.numel() // (x.shape[-1] or 1)
-    if not 0 < tokens <= FEW_TOKENS or dtype not in DTYPES or dtype == torch.float64 or not _plain(x, dtype):
-        return None
-    if not (_plain(values, dtype) and _plain(indices, torch.uint8) and (bias is None or (_plain(bias, dtype) and bias.shape == (rows,)))):
-        return None
-    return _few(x, values, indices, n, m, bias, x.new_empty((*x.shape[:-1], rows)), tokens) if compiled_core().ok else None
-
-
-def _plain(x: Tensor, dtype: torch.dtype) -> bool:
-    return x.dtype == dtype and x.is_cpu and x.is_contiguous() and not x.is_neg()
-
-
 @register("nm_linear_dgrad")
 def _linear_dgrad(g: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, out: Tensor | None = None) -> Tensor:
     rows, tokens = values.shape[0], g.shape[:-1].numel()

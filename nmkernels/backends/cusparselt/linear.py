@@ -215,46 +215,55 @@ def _runnable(x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, others
     return True, reason
 
 
-def _supports(
+def _fits(
     x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, bias: Tensor | None = None, activation: str = "",
     residual: Tensor | None = None,
 ) -> Verdict:  # fmt: skip
-    found = _runnable(x, values, indices, n, m, (bias, residual))
-    if not found[0]:
-        return found
-    rows = values.shape[0]
-    tokens = x.numel() // cols if cols else 0
-    key = x.dtype, rows, cols, tokens, bias is None, activation, residual is None
-    return _known(found, key, x, rows, cols, problems(x, rows, cols, tokens, bias is not None, activation, residual is not None, False))
+    return _sized(_runnable(x, values, indices, n, m, (bias, residual)), x, values.shape[0], cols)
 
 
-def _supports_wgrad(values: Tensor, indices: Tensor, n: int, m: int, cols: int, x: Tensor) -> Verdict:
-    found = _runnable(x, values, indices, n, m, ())
-    rows, width = values.shape[0], x.shape[1]
+def _fits_wgrad(values: Tensor, indices: Tensor, n: int, m: int, cols: int, x: Tensor) -> Verdict:
+    found, width = _runnable(x, values, indices, n, m, ()), x.shape[1]
     if found[0] and (not width or width % width_step(x.dtype)):
         return False, f"the columns of x must be a multiple of {width_step(x.dtype)}, not {width}"
-    problem = Problem("tn.packed", x.dtype, x.dtype, rows, cols, width)
-    return _known(found, problem, x, rows, cols, [problem]) if found[0] else found
+    return _sized(found, x, values.shape[0], cols)
 
 
-def _known(found: Verdict, key: Any, x: Tensor, rows: int, cols: int, candidates: list[Problem]) -> Verdict:
-    """Whether the sizes fit, and this thread can do the product now."""
-    wrong = misfit(x.dtype, rows, cols)
-    if wrong:
-        return False, wrong
+def _sized(found: Verdict, x: Tensor, rows: int, cols: int) -> Verdict:
+    wrong = misfit(x.dtype, rows, cols) if found[0] else ""
+    return (False, wrong) if wrong else found
+
+
+def _ready(
+    x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, bias: Tensor | None = None, activation: str = "",
+    residual: Tensor | None = None,
+) -> Verdict:  # fmt: skip
+    rows, tokens = values.shape[0], x.numel() // cols if cols else 0
+    key = x.dtype, rows, cols, tokens, bias is None, activation, residual is None
+    return _known(key, x, problems(x, rows, cols, tokens, bias is not None, activation, residual is not None, False))
+
+
+def _ready_wgrad(values: Tensor, indices: Tensor, n: int, m: int, cols: int, x: Tensor) -> Verdict:
+    problem = Problem("tn.packed", x.dtype, x.dtype, values.shape[0], cols, x.shape[1])
+    return _known(problem, x, [problem])
+
+
+def _known(key: Any, x: Tensor, candidates: list[Problem]) -> Verdict:
+    """Whether this thread can do the product now."""
     at = existing(place(x)[0])
-    if at is not None and key in at.routes:
-        return found
-    if capturing(x):
-        return False, "a CUDA graph is being captured, and it has no plan for this product yet: run it once before, in the same thread"
-    reasons = [refusal(problem, at) for problem in candidates] if at is not None else [""]
-    return (False, reasons[-1]) if all(reasons) else found
+    if at is None or key not in at.routes:
+        if capturing(x):
+            return False, "a CUDA graph is being captured, and it has no plan for this product yet: run it once before, in the same thread"
+        reasons = [refusal(problem, at) for problem in candidates] if at is not None else [""]
+        if all(reasons):
+            return False, reasons[-1]
+    return True, capability.opened()[1]
 
 
 def register() -> None:
     """Both ops, for the dispatcher."""
-    impl("nm_linear", backend=NAME, priority=PRIORITY, supports=_supports)(linear)
-    impl("nm_linear_wgrad", backend=NAME, priority=PRIORITY, supports=_supports_wgrad)(linear_wgrad)
+    impl("nm_linear", backend=NAME, priority=PRIORITY, supports=_fits, ready=_ready)(linear)
+    impl("nm_linear_wgrad", backend=NAME, priority=PRIORITY, supports=_fits_wgrad, ready=_ready_wgrad)(linear_wgrad)
 
 
 def problem_of(op: str, *args: Any) -> list[Problem]:

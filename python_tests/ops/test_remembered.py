@@ -1,0 +1,239 @@
+"""The second call of a kind skips contract, choice and torch's dispatcher, and nobody can tell but by the clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import nmkernels as nm
+from nmkernels import BackendError, NMError, ShapeError, dispatch, ops
+from nmkernels.capability import compiled_core
+from nmkernels.ops import define
+from nmkernels.ops.define import CALLS, kind_of
+from nmkernels.testing import assert_equal_bits
+from python_tests.ops.samples import adamw
+
+W = torch.randn(8, 16, generator=torch.Generator().manual_seed(5))
+C = ops.compress(W, "2:4")
+scale, prune, step = CALLS["nm_soft_threshold_scale"], CALLS["nm_prune"], CALLS["nm_masked_adamw_"]
+
+
+@contextmanager
+def nothing_decided() -> Iterator[None]:
+    with mock.patch.object(dispatch, "decide", side_effect=AssertionError("decided again")):
+        yield
+
+
+class Recorder(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class Functions(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class Sub(Tensor):
+    pass
+
+
+def test_whoever_watches_sees_the_op() -> None:
+    expected = prune(W, 2, 4)
+    with nothing_decided():
+        assert_equal_bits(prune(W, 2, 4), expected)
+    for mode in (Recorder(), Functions()):
+        with mode:
+            assert_equal_bits(ops.prune(W, "2:4"), expected)
+        assert any("nm_prune" in name for name in mode.seen)
+    with torch.profiler.profile() as profile:
+        prune(W, 2, 4)
+    assert any("nm_prune" in event.key for event in profile.key_averages())
+    assert "nm_prune" in make_fx(lambda w: prune(w, 2, 4))(W).code
+    assert_equal_bits(torch.func.vmap(lambda w: prune(w, 2, 4))(W[None]), expected[None])
+    assert type(prune(W.as_subclass(Sub), 2, 4)) is Sub
+    assert prune(W.to("meta"), 2, 4).is_meta
+    with torch._subclasses.FakeTensorMode() as fake:
+        assert type(prune(fake.from_tensor(W), 2, 4)) is not Tensor
+    for autocast in (torch.autocast("cpu", torch.bfloat16), torch.inference_mode(), torch.no_grad()):
+        with autocast, nothing_decided():
+            assert_equal_bits(prune(W, 2, 4), expected)
+
+
+def test_gradients_are_refused_as_ever() -> None:
+    w = torch.nn.Parameter(W.clone())
+    with torch.no_grad():
+        prune(w, 2, 4), prune(w, 2, 4, out=torch.empty(8, 16))
+    with pytest.raises(NMError, match="nm_prune has no gradient"):
+        prune(w, 2, 4).sum().backward()
+    for tensors in ((w, torch.empty(8, 16)), (W, torch.empty(8, 16, requires_grad=True))):
+        with pytest.raises(NMError, match=r"nm_prune.*requires grad.*no_grad"):
+            prune(tensors[0], 2, 4, out=tensors[1])
+    with forward_ad.dual_level(), torch.no_grad(), pytest.raises(NMError, match="forward mode"):
+        prune(forward_ad.make_dual(W, W), 2, 4)
+
+
+def test_tensors_that_are_not_what_their_memory_holds() -> None:
+    zeros, negated = torch._efficientzerotensor((8, 16)), torch._neg_view(W.clone())
+    for _ in range(2):
+        assert_equal_bits(prune(torch.zeros(8, 16), 2, 4), torch.zeros(8, 16))
+        assert_equal_bits(prune(zeros, 2, 4), torch.zeros(8, 16))
+        assert_equal_bits(prune(W, 2, 4), ops.prune(W, "2:4"))
+        assert_equal_bits(prune(negated, 2, 4), -ops.prune(W, "2:4") + 0.0)
+        with pytest.raises(RuntimeError):  # torch's own fallback knows no op that returns nothing
+            prune(W, 2, 4, out=negated)
+
+
+def params(*shapes: tuple[int, ...], expanded: bool = False, lists: bool = False) -> tuple[Any, ...]:
+    """Arguments of an unmasked step; ``lists``: one step count too few, and an output instead."""
+    args = list(adamw(shapes, n=0, m=0))
+    if expanded:
+        args[0][0] = torch.ones(1, 8).expand(2, 8)
+    if lists:
+        args[6] = [args[5].pop()]
+    return tuple(args)
+
+
+Kind, Call = tuple[Any, ...], Callable[[], Any]
+
+
+def without(*classes: type) -> Callable[[Kind], Kind]:
+    return lambda kind: tuple(x for x in kind if type(x) not in classes)
+
+
+def without_lengths(kind: Kind) -> Kind:
+    return tuple(x for before, x in zip((None, *kind), kind, strict=False) if before is not list)
+
+
+PARTS: dict[str, tuple[Callable[[Kind], Kind], Call, Call]] = {
+    # a kind without this part; a call; another one, which would be run as the first was
+    "op": (lambda kind: kind[1:], lambda: CALLS["nm_mask"](W, 2, 4), lambda: prune(W, 2, 4)),
+    "shape": (without(torch.Size), lambda: prune(W, 2, 4), lambda: prune(W[:, :10].contiguous(), 2, 4)),
+    "dtype": (without(torch.dtype), lambda: prune(W, 2, 4), lambda: prune(W.double(), 2, 4)),
+    "device": (without(torch.device), lambda: scale(W[:0], 2, 4), lambda: scale(W[:0].to("meta"), 2, 4)),
+    "strides": (without(tuple), lambda: step(*params((2, 8))), lambda: step(*params((2, 8), expanded=True))),
+    "numbers": (without(int), lambda: prune(W, 2, 4), lambda: prune(W, 2, 5)),
+    "text": (without(str), lambda: linear("gelu"), lambda: linear("tanh")),
+    "lengths": (without_lengths, lambda: step(*params((), ())), lambda: step(*params((), (), lists=True))),
+    "out": (lambda kind: kind[:7], lambda: prune(W, 2, 4, out=W.clone()), lambda: prune(W, 2, 4, out=torch.empty(128))),
+}
+
+
+def linear(activation: str) -> Tensor:
+    return CALLS["nm_linear"](torch.ones(1, 16), C.values, C.indices, 2, 4, 16, None, activation)
+
+
+def outcome(call: Call) -> Any:
+    """What a call gives, or how it fails."""
+    torch.manual_seed(0)
+    try:
+        x = call()
+        return x.dtype, x.shape, x.device, None if x.is_meta else x.tolist()
+    except Exception as error:
+        return type(error), str(error)
+
+
+@pytest.mark.skipif(not compiled_core().ok, reason="the compiled core is not built")
+@pytest.mark.parametrize("part", PARTS)
+def test_each_part_of_a_kind_is_needed(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    reduced, first, second = PARTS[part]
+    expected = outcome(second)
+    for needed in (True, False):
+        dispatch.forget()
+        if not needed:
+            monkeypatch.setattr(define, "kind_of", lambda *args: reduced(kind) if (kind := kind_of(*args)) else None)
+        first()
+        assert (outcome(second) == expected) == needed
+
+
+def test_what_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another forced backend, another registration, ``forget``, and always a backend that has to be ready."""
+    monkeypatch.setattr(dispatch, "_impls", dict(dispatch._impls))
+    asked, ready = [], [True]
+
+    def mine(name: str, **how: Any) -> None:
+        dispatch.impl("nm_prune", backend=name, priority=99 + (name == "moody"), **how)(
+            lambda w, n, m, out=None: asked.append(name) or w.clone()
+        )
+
+    prune(W, 2, 4)
+    mine("mine", supports=lambda w, *rest: (w.shape[0] == 8, "it wants 8 rows"))
+    prune(W, 2, 4), prune(W, 2, 4), prune(W[:4], 2, 4)
+    assert asked == ["mine"] * 2
+    monkeypatch.setenv(dispatch.ENV, "reference")
+    prune(W, 2, 4)
+    assert asked == ["mine"] * 2
+    monkeypatch.setenv(dispatch.ENV, "nobody")
+    for _ in range(2):
+        with pytest.raises(BackendError, match="names no backend"):
+            prune(W, 2, 4)
+    monkeypatch.delenv(dispatch.ENV)
+    mine("moody", supports=lambda w, *rest: (w.shape[0] == 8, "it wants 8 rows"), ready=lambda *args: (ready[0], "it sleeps"))
+    prune(W, 2, 4)
+    ready[0] = False
+    prune(W, 2, 4)
+    ready[0] = True
+    prune(W, 2, 4)
+    assert asked[2:] == ["moody", "mine", "moody"]
+    with pytest.raises(ShapeError), nothing_decided():
+        prune(W[:, :10], 2, 4)  # a contract is asked before any backend
+    prune(W[:4], 2, 4)
+    with nothing_decided():
+        prune(W[:4], 2, 4)  # it would be ready for another kind only
+        dispatch.forget()
+        with pytest.raises(AssertionError, match="decided again"):
+            prune(W[:4], 2, 4)
+
+
+def test_changing_shapes_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(define, "MOST_PLANS", 3)
+    for rows in range(1, 9):
+        prune(W[:rows], 2, 4)
+        assert 0 < len(dispatch.plans) <= 3
+
+
+def test_memory_that_inputs_use_is_not_written_early() -> None:
+    buffer = torch.randn(9, 16)
+    expected = ops.prune(buffer[:8].clone(), "2:4")
+    ops.prune(buffer[:8].clone(), "2:4", out=torch.empty(8, 16))
+    ops.prune(buffer[:8], "2:4", out=buffer[1:])
+    assert_equal_bits(buffer[1:], expected)
+
+
+def test_a_layer_that_is_compressed() -> None:
+    layer = nm.CompressedLinear(ops.compress(torch.randn(6, 16), "2:4"), torch.randn(6))
+    c, x = layer.weight, torch.randn(1, 16)
+    with torch.no_grad():
+        for x in (torch.randn(16), torch.randn(1, 1, 16), torch.randn(16, 3).t(), torch.randn(0, 16), torch.randn(40, 16)):
+            for bias in (None, layer.bias):
+                expected = torch.ops.nmkernels.nm_linear(x, c.values, c.indices, 2, 4, 16, bias)
+                for _ in range(2):
+                    assert_equal_bits(nm.autograd.linear_compressed(x, c, bias), expected)
+        for x in (torch.randn(1, 12), torch.randn(1, 20), torch.tensor(1.0)):
+            with pytest.raises((ShapeError, IndexError)):
+                layer(x)
+        broken = ops.compress(torch.randn(6, 20), "3:5")
+        nm.autograd.linear_compressed(torch.randn(1, 20), broken)
+        broken.indices.fill_(255)
+        with pytest.raises(ShapeError, match="does not exist in a group of 5"):  # values are the kernel's business at every call
+            nm.autograd.linear_compressed(torch.randn(1, 20), broken)
