@@ -1,4 +1,4 @@
-"""Two figures of the rows of one machine: the roofline of the sparse product, and its speed-up against sparsity."""
+"""Two figures of the rows of one machine: the roofline of the sparse GEMM, and its speed-up against sparsity."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MARKERS = "os^Dvph"
 LIMITS = (("copy", "GB/s"), ("matmul", "GFLOP/s"))
 """Op and metric of the two sides of the roof."""
 
-TITLES = {"roofline": "Roofline of the sparse product", "speedup": "Speed-up of the sparse product against sparsity"}
+TITLES = {"roofline": "Roofline of the sparse GEMM", "speedup": "Speed-up of the sparse GEMM against sparsity"}
 
 
 def draw(rows: Rows, folder: Path, slug: str) -> list[Path]:
@@ -47,7 +47,7 @@ def draw(rows: Rows, folder: Path, slug: str) -> list[Path]:
 
 
 def roofline(rows: Rows, axes: Any) -> bool:
-    """FLOP/s of every product against FLOP per byte, under the measured copy bandwidth and matmul rate; False without points."""
+    """FLOP/s of every GEMM against FLOP per byte, under the measured copy bandwidth and matmul rate; False without points."""
     value, dtype = _lookup(rows), _dtype(rows)
     ours = [r for r in rows if r["op"] == "nm_linear" and r["dtype"] == dtype and _mine(r) and r["metric"] == "GFLOP/s"]
     points: dict[str, list[tuple[float, float]]] = {}
@@ -66,8 +66,8 @@ def roofline(rows: Rows, axes: Any) -> bool:
         axes.plot(ends, [min(limits["copy"] * x, limits["matmul"]) for x in ends], "k-", label="copy bandwidth, dense matmul rate")
     axes.set_xscale("log")
     axes.set_yscale("log")
-    axes.set_xlabel("products done per byte moved, FLOP/B")
-    axes.set_ylabel("GFLOP/s of products that are not skipped")
+    axes.set_xlabel("FLOPs done per byte moved, FLOP/B")
+    axes.set_ylabel("GFLOP/s that are not skipped")
     return True
 
 
@@ -86,7 +86,7 @@ def speedup(rows: Rows, axes: Any) -> bool:
     for marker, (shape, found) in zip(MARKERS * 9, sorted(lines.items(), key=_by_size), strict=False):
         axes.plot(*zip(*found, strict=True), f"{marker}-", markersize=4, linewidth=0.8, label=shape)
     kept = sorted({x for found in lines.values() for x, _ in found})
-    axes.plot(kept, kept, "k--", linewidth=0.8, label="as many times as products are saved")
+    axes.plot(kept, kept, "k--", linewidth=0.8, label="as many times as FLOPs are saved")
     axes.axhline(1, color="k", linewidth=0.8)
     for scale in (axes.set_xscale, axes.set_yscale):
         scale("log", base=2)

@@ -37,7 +37,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import outcomes, sanitize
+from . import outcomes
 from .jobs import ROOT, Ended, Job, Pool
 from .outcomes import Outcome
 
@@ -59,7 +59,7 @@ NO_TESTS_LEFT = 5
 TESTS = ("python_tests",)
 SOURCES = ("nmkernels", "csrc", "cmake", "python_tests", "bench")
 SUFFIXES = {".py", ".c", ".cpp", ".h", ".cu", ".cuh", ".cmake", ".txt", ".toml"}
-CORE = "from nmkernels import _capability as c; print(c.compiled_core().reason); raise SystemExit(not c.compiled_core().ok)"
+CORE = "from nmkernels import capability as c; print(c.compiled_core().reason); raise SystemExit(not c.compiled_core().ok)"
 
 LINES, WIDTH, LENGTH = 6, 200, 8000
 """The summary shows so many failures of a file, so many characters of each, and so many characters in all."""
@@ -157,13 +157,14 @@ def tests(visit: Visit, pool: Pool) -> None:
 
 def benchmarks(visit: Visit, pool: Pool) -> None:
     """The quick cases, a process for each file of ``bench/cases``, one after the other."""
-    from . import quick, registry, tables, targets
+    from . import cases, tables, targets  # noqa: F401 - the cases register themselves
+    from .registry import FAMILIES
     from .rows import load, machine
 
-    families, ops = registry.families(), dict[str, dict[str, None]]()
-    for spec in quick.specs(visit.device):
-        ops.setdefault(families[spec.op].build.__module__.rpartition(".")[2], {})[spec.op] = None
-    words = python("-m", "bench.quick", "--device", visit.device, "--out", str(visit.csv))
+    ops: dict[str, dict[str, None]] = {}
+    for spec in targets.quick(visit.device):
+        ops.setdefault(FAMILIES[spec.op].build.__module__.rpartition(".")[2], {})[spec.op] = None
+    words = python("-m", "bench.run", "--quick", "--device", visit.device, "--out", str(visit.csv))
     env = {"NMKERNELS_CACHE": str(visit.logs / "cache")}  # what this machine measured before is no part of it
     pool.run([Job(name, (*words, "--op", *those), CASE_SECONDS, env=env) for name, those in ops.items()])
     rows = [r for r in load(visit.csv) if r["machine"] == machine(visit.device)]
@@ -172,9 +173,9 @@ def benchmarks(visit: Visit, pool: Pool) -> None:
 
 def curves(visit: Visit, pool: Pool) -> None:
     """Loss curves of each recipe."""
-    from .loss_curves import RECIPES
+    from .studies import RECIPES
 
-    words = python("-m", "bench.loss_curves", "--device", visit.device, "--out", str(visit.rows / "loss_curves.csv"))
+    words = python("-m", "bench.studies", "loss_curves", "--device", visit.device, "--out", str(visit.rows / "loss_curves.csv"))
     words += ("--steps", "2", "--width", "32") if visit.dry else ()
     pool.run([Job(name, (*words, "--recipes", name), CURVE_SECONDS) for name in RECIPES])
 
@@ -187,17 +188,44 @@ def report(visit: Visit, pool: Pool) -> None:
     pool.run([Job("tables", python("-m", "bench.report", "--add", str(visit.rows)), CASE_SECONDS)], fresh=True)
 
 
+TOOLS = ("memcheck", "racecheck")
+FOUND = 9
+NO_SANITIZER = "compute-sanitizer is not installed: not on PATH and not in the CUDA toolkit (CUDA_HOME, /usr/local/cuda)"
+KERNELS = "kns=_kernel"
+"""Only kernels whose name contains this: all of this package, few of the vendor's matrix products, whose hazards are not ours."""
+
+SANITIZED = ("python_tests/backends/cuda",)
+CHOSEN = "not graph and not captur and not replay"
+ENVIRONMENT = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+"""Each tensor is an allocation of its own, which ends where the tensor ends. Graphs cannot be captured without the cache."""
+
+FINDING = r"^========= (?!COMPUTE-SANITIZER|(?:ERROR|RACECHECK) SUMMARY: 0 |Target application returned|.*=$).*"
+"""A line of its output that tells of a finding: it is there also where the process was ended before its exit status could tell."""
+
+
+def sanitizer_path() -> str | None:
+    """Where compute-sanitizer is: on PATH, or in the CUDA toolkit."""
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    inside = [Path(home) / part for home in homes if home for part in ("bin", "compute-sanitizer")]
+    return shutil.which("compute-sanitizer", path=os.pathsep.join([os.environ.get("PATH", ""), *map(str, inside)]))
+
+
+def sanitized(path: str, tool: str) -> tuple[str, ...]:
+    """What goes before a command that is to run under a tool."""
+    return path, "--tool", tool, "--error-exitcode", str(FOUND), "--kernel-name", KERNELS
+
+
 def sanitizer(visit: Visit, pool: Pool) -> None:
     """The tests of the CUDA kernels under each tool of compute-sanitizer."""
-    path = sanitize.find()
+    path = sanitizer_path()
     if path is None or visit.dry:
-        pool.note = "nothing runs on a GPU" if visit.dry else sanitize.MISSING
+        pool.note = "nothing runs on a GPU" if visit.dry else NO_SANITIZER
         return
-    files = collected(visit, pool, sanitize.TESTS if visit.tests == TESTS else visit.tests, "gpu")
-    for tool in sanitize.TOOLS:
+    files = collected(visit, pool, SANITIZED if visit.tests == TESTS else visit.tests, "gpu")
+    for tool in TOOLS:
         jobs = test_jobs(
-            [file for file in files if not file[2]], "gpu", SANITIZED_SECONDS, sanitize.command(path, tool), ("-k", sanitize.CHOSEN),
-            env=sanitize.ENVIRONMENT, refused=sanitize.FINDING,
+            [file for file in files if not file[2]], "gpu", SANITIZED_SECONDS, sanitized(path, tool), ("-k", CHOSEN),
+            env=ENVIRONMENT, refused=FINDING,
         )  # fmt: skip
         pool.run([Job(f"{tool} {j.name}", j.words, j.limit, j.alone, j.env, j.fine, j.refused) for j in jobs], visit.workers)
 
@@ -277,9 +305,9 @@ def missing() -> str:
     """Why this machine cannot do it, in words; empty when it can."""
     if importlib.util.find_spec("torch") is None:
         return f"{sys.executable} has no torch; choose another with make gpu PYTHON=..."
-    from nmkernels import capability as _capability
+    from nmkernels import capability
 
-    can, reason = _capability.cuda_device()
+    can, reason = capability.cuda_device()
     return "" if can else reason
 
 
@@ -334,7 +362,7 @@ def main(argv: Sequence[str] | None = None, lacks: Callable[[], str] = missing) 
         return 2
     logs = (args.out or ROOT / "build" / ("gpu-dry" if args.dry_run else "gpu")).resolve()
     rows = logs if args.out or args.dry_run else ROOT / "bench" / "results"
-    paths = args.tests or (sanitize.TESTS if args.dry_run else TESTS)
+    paths = args.tests or (SANITIZED if args.dry_run else TESTS)
     workers = args.jobs or max(1, min(MOST_WORKERS, (os.cpu_count() or 1) // 2))
     visit = Visit(rows, logs, tuple(paths), workers, args.dry_run)
     names = [name for name in STEPS if not args.steps or name in args.steps]

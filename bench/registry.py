@@ -1,4 +1,4 @@
-"""What can be timed: a registry of families, each of which turns a ``Spec`` into the calls that take turns.
+"""What can be timed, and what it must reach: families, each of which turns a ``Spec`` into the calls that take turns, and targets.
 
 A family is one function in ``bench/cases/``::
 
@@ -10,10 +10,9 @@ Nothing is allocated before ``Family.build`` is called, so that every case there
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -21,6 +20,8 @@ import torch
 from nmkernels import NMError, Pattern
 
 Call = Callable[[], object]
+
+CPU = "nmkernels cpu"
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -177,7 +178,8 @@ class Family:
                 yield Spec(self.op, pattern, dtype, tokens=tokens, model=model)
 
 
-_families: dict[str, Family] = {}
+FAMILIES: dict[str, Family] = {}
+"""Every family by op, in the order of registration; ``bench.cases`` fills it."""
 
 
 def family(*ops: str, grids: Sequence[Grid]) -> Callable[[Build], Build]:
@@ -185,17 +187,10 @@ def family(*ops: str, grids: Sequence[Grid]) -> Callable[[Build], Build]:
 
     def register(build: Build) -> Build:
         for op in ops:
-            _families[op] = Family(op, build, tuple(grids))
+            FAMILIES[op] = Family(op, build, tuple(grids))
         return build
 
     return register
-
-
-def families() -> dict[str, Family]:
-    """Every family by op, in the order of registration."""
-    from . import cases  # noqa: F401  registers them
-
-    return dict(_families)
 
 
 def sizes(matrix: str) -> tuple[int, int]:
@@ -206,33 +201,49 @@ def sizes(matrix: str) -> tuple[int, int]:
     raise NMError(f"{matrix!r} is no matrix; write ROWSxCOLS, such as 4096x11008.")
 
 
-def build(spec: Spec, device: str) -> Work:
-    """Allocate the case and everything that takes turns in it."""
-    return families()[spec.op].build(spec, device)
+@dataclass(frozen=True)
+class Target:
+    """One bound on one metric over some cases.
+
+    Args:
+        key: names it in ``shortfalls.txt``.
+        what, against: the words of the table.
+        metric, provider: of the rows that are compared with the bound.
+        bound: at least this, or with ``higher=False`` at most.
+        stretch: the same for the goal beyond; None where there is none.
+        specs: the cases; all must meet the bound.
+    """
+
+    key: str
+    what: str
+    against: str
+    metric: str
+    bound: float
+    specs: tuple[Spec, ...]
+    stretch: float | None = None
+    higher: bool = True
+    provider: str = CPU
+
+    def meets(self, value: float, bound: float | None = None) -> bool:
+        """Whether a measured ratio, to two decimals as it is shown, meets the bound (or another one)."""
+        limit = self.bound if bound is None else bound
+        return round(value, 2) >= limit if self.higher else round(value, 2) <= limit
 
 
-def matching(words: Iterable[str]) -> tuple[str, ...]:
-    """The ops that the words name: whole, without ``nm_``, or with wildcards; ``NMError`` for a word that names none."""
-    known, found = list(families()), []
-    for word in words:
-        hits = [op for op in known if fnmatchcase(op, word) or fnmatchcase(op.removeprefix("nm_"), word)]
-        if not hits:
-            raise NMError(f"no op to time is called {word!r}; there are: {', '.join(known)}.")
-        found += hits
-    return tuple(dict.fromkeys(found))
+@dataclass(frozen=True)
+class Verdict:
+    """A target with what was measured: the ratio of each case that has a row, and why it is missed where it is."""
 
+    target: Target
+    measured: dict[Spec, float]
+    reason: str
 
-def select(ask: Ask, device: str = "cpu") -> list[Spec]:
-    """Every case that ``ask`` leaves of the full run on a device, in the order of the registry."""
-    return [spec for op, f in families().items() if not ask.ops or op in ask.ops for spec in f.specs(ask, device)]
-
-
-def narrow(specs: Iterable[Spec], ask: Ask) -> list[Spec]:
-    """Those of the given cases that ``ask`` leaves."""
-
-    def fits(spec: Spec) -> bool:
-        matrix = f"{spec.rows}x{spec.cols}"
-        wanted = ((ask.ops, spec.op), (ask.matrices, matrix), (ask.patterns, spec.pattern), (ask.dtypes, spec.dtype))
-        return all(not allowed or value in allowed for allowed, value in wanted) and (not ask.tokens or spec.tokens in ask.tokens)
-
-    return [spec for spec in specs if fits(spec)]
+    @property
+    def state(self) -> str:
+        """``met``, ``stretch`` (met beyond), ``missed`` or ``unmeasured`` (a case has no row)."""
+        values, t = self.measured.values(), self.target
+        if any(not t.meets(v) for v in values):
+            return "missed"
+        if len(self.measured) < len(t.specs):
+            return "unmeasured"
+        return "stretch" if t.stretch is not None and all(t.meets(v, t.stretch) for v in values) else "met"

@@ -22,7 +22,7 @@ import torch
 from nmkernels import DtypeError, NMError, Pattern
 from nmkernels.cli.bench import HOME, add_arguments
 
-from . import quick, registry, runner, shapes, tables, targets
+from . import cases, runner, shapes, tables, targets
 from .cases import _ours
 from .registry import DTYPES, Ask, Spec
 from .rows import RESULTS, Row, commit, load, machine, slug, versions
@@ -106,17 +106,17 @@ def chosen(args: argparse.Namespace, device: str) -> list[Spec]:
     if args.dtype and any(SHORT.get(d, d) not in DTYPES for d in args.dtype):
         raise DtypeError(f"--dtype takes {', '.join((*SHORT, *DTYPES))}; got {', '.join(args.dtype)}.")
     ask = Ask(
-        ops=registry.matching(args.op or ()),
+        ops=cases.matching(args.op or ()),
         matrices=shapes.parse(args.shapes or ()),
         patterns=tuple(str(Pattern(p)) for p in args.pattern or ()),
         dtypes=tuple(SHORT.get(d, d) for d in args.dtype or ()),
         tokens=tuple(args.tokens or ()),
     )
     if args.targets:
-        return registry.narrow(targets.specs(device), ask)
+        return cases.narrow(targets.specs(device), ask)
     if args.quick:
-        return registry.narrow(quick.specs(device), ask)
-    return registry.select(ask, device)
+        return cases.narrow(targets.quick(device), ask)
+    return cases.select(ask, device)
 
 
 def line(row: Row) -> str:

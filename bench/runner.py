@@ -12,7 +12,8 @@ from typing import TextIO
 
 import torch
 
-from . import machine, outcomes, registry
+from . import cases, outcomes
+from .cases.machine import matmul_rate
 from .device import lost
 from .registry import Provider, Ratio, Spec, Work
 from .rows import Row, append, commit, fingerprints, row
@@ -122,7 +123,7 @@ def measure(spec: Spec, device: str, seconds: float) -> list[Row]:
         Partly: it was timed without some providers.
     """
     try:
-        work = registry.build(spec, device)
+        work = cases.build(spec, device)
         failed = gate(work)
         timed = take_turns(work.providers, device, seconds)
         failed.update(timed.failed)
@@ -204,7 +205,7 @@ def _rates(spec: Spec, device: str, p: Provider, seconds: list[float]) -> list[t
     if p.flops:
         found.append(("GFLOP/s", [1e-9 * p.flops / s for s in seconds]))
         if spec.op not in LIMITS:
-            found.append(("share of matmul", [p.flops / s / machine.matmul_rate(spec.dtype, device) for s in seconds]))
+            found.append(("share of matmul", [p.flops / s / matmul_rate(spec.dtype, device) for s in seconds]))
     if p.tokens:
         found.append(("tokens/s", [p.tokens / s for s in seconds]))
     return found

@@ -1,4 +1,4 @@
-"""Rows as tables: the speed targets for the README, every case in full for ``bench/results/README.md``."""
+"""Rows as tables, for ``bench/results/README.md`` and the terminal: the speed targets, and every case in full."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from itertools import groupby
 
 from . import shapes
-from .registry import Spec
-from .targets import Verdict
+from .registry import Spec, Verdict
 
 Rows = list[dict[str, str]]
 OURS = "nmkernels"
@@ -34,7 +33,7 @@ def by_machine(rows: Iterable[dict[str, str]]) -> dict[str, Rows]:
 
 
 def targets_markdown(verdicts: Iterable[Verdict]) -> str:
-    """The table of the speed targets, misses in bold with their reason."""
+    """The table of the speed targets, those missed in bold with their reason."""
     lines = ["| what | against | target | measured | |", "| --- | --- | --- | --- | --- |"]
     for v in verdicts:
         lines.append(f"| {v.target.what} | {v.target.against} | {_goal(v)} | {_measured(v, '**')} | {_state(v, '**')} |")
@@ -85,10 +84,10 @@ def _labels(specs: tuple[Spec, ...]) -> dict[Spec, str]:
 
 
 def _state(v: Verdict, mark: str) -> str:
-    if v.state == "short":
-        return f"{mark}falls short{mark}" + (f": {v.reason}" if v.reason and mark else "")
-    if v.state == "missing":
-        return "not measured" if not v.measured else "met where measured"
+    if v.state == "missed":
+        return f"{mark}missed{mark}" + (f": {v.reason}" if v.reason and mark else "")
+    if v.state == "unmeasured":
+        return "met where measured" if v.measured else "unmeasured"
     return "met, stretch goal too" if v.state == "stretch" else "met"
 
 
@@ -125,7 +124,7 @@ def _table(rows: Rows) -> str:
         cells += [_value(found.get((case, provider, metric))) for metric in metrics]
         cells += [_value(found.get((case, name, "us"))) for name in others]
         lines.append(f"| {' | '.join(cells)} |")
-    # the parts of a step are of interest for the dense twin too
+    # the parts of a step are of interest for the dense baseline too
     for case, provider in dict.fromkeys((_case(r), r["provider"]) for r in rows if r["provider"] in others and r["metric"] != "us"):
         cells = [_title(case), provider, _value(found.get((case, provider, "us")))]
         lines.append(f"| {' | '.join(cells + [_value(found.get((case, provider, metric))) for metric in metrics] + [''] * len(others))} |")

@@ -11,9 +11,8 @@ from itertools import product
 from pathlib import Path
 
 from . import targets_cuda
-from .registry import Spec
+from .registry import CPU, Spec, Target, Verdict
 from .rows import RESULTS
-from .target import CPU, Target, Verdict
 
 REASONS = RESULTS / "shortfalls.txt"
 
@@ -131,6 +130,16 @@ def specs(device: str = "cpu") -> list[Spec]:
     return [*dict.fromkeys(spec for target in of(device) for spec in target.specs), *limits]
 
 
+def quick(device: str) -> list[Spec]:
+    """A handful: on a CPU mask, prune, compress and linear on one weight of 16 MB, and a copy; on a GPU the targets and more streams."""
+    if device.startswith("cuda"):
+        more = ("nm_mask", "nm_prune", "nm_soft_threshold", "nm_transposable_mask")
+        return [*specs(device), *(Spec(op, "2:4", "bfloat16", *targets_cuda.STREAM) for op in more)]
+    streams = [Spec(op, "2:4", "float32", 1024, 4096) for op in ("nm_mask", "nm_prune", "nm_compress")]
+    gemms = [Spec("nm_linear", "2:4", "float32", 1024, 4096, tokens) for tokens in (1, 16, 256)]
+    return [*streams, *gemms, Spec("copy", "", "float32", 1024, 4096)]
+
+
 def verdicts(rows: Iterable[dict[str, str]], device: str = "cpu", reasons: dict[str, str] | None = None) -> list[Verdict]:
     """Every target of a kind of device beside the rows of one machine."""
     why = load_reasons() if reasons is None else reasons
@@ -156,6 +165,3 @@ def load_reasons(path: Path = REASONS) -> dict[str, str]:
             raise ValueError(f"{path.name}, line {number}: write 'key: reason' with a key of {', '.join(sorted(keys))}")
         found[key] = reason.strip()
     return found
-
-
-__all__ = ["LIMITS", "REASONS", "TARGETS", "Target", "Verdict", "load_reasons", "of", "specs", "verdicts"]

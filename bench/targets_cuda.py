@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from itertools import product
 
-from .registry import Spec
-from .target import Target
+from .registry import Spec, Target
 
 TRITON, CUDA = PROVIDERS = "nmkernels triton", "nmkernels cuda"
 STREAM = (8192, 16384)

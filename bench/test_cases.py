@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from . import quick, registry, runner, targets
+from . import cases, runner, targets
 from .registry import Ask, Spec, Work
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -24,13 +24,13 @@ def chosen() -> list[Spec]:
     which = os.environ.get("NMKERNELS_BENCH", "quick")
     if which not in ("quick", "targets", "all"):
         raise pytest.UsageError(f"NMKERNELS_BENCH={which!r} is unknown; it is quick, targets or all.")
-    return quick.specs(DEVICE) if which == "quick" else targets.specs() if which == "targets" else registry.select(Ask())
+    return targets.quick(DEVICE) if which == "quick" else targets.specs() if which == "targets" else cases.select(Ask())
 
 
 @lru_cache(maxsize=1)
 def gated(spec: Spec) -> Work:
     """The case, built once for all its providers, with every result of ours proved."""
-    work = registry.build(spec, DEVICE)
+    work = cases.build(spec, DEVICE)
     runner.gate(work)
     return work
 

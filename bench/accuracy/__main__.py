@@ -8,11 +8,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import compute, page, rows, runner, tasks, traces
+from . import page, rows, runner, tasks, traces
 from .plan import STAGES, best_rates, pending, plan
 from .rows import RESULTS, RunRow
-from .spec import RunSpec
-from .summary import mean_and_error
+from .spec import RunSpec, mean_and_error
+from .worker import with_flops
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -67,7 +67,7 @@ def _report(args: argparse.Namespace) -> int:
         if page.stale():
             print("bench/accuracy/README.md does not show the rows; run: python -m bench.accuracy report")
         return int(page.stale())
-    rows.save(compute.with_flops(row) for row in rows.load())
+    rows.save(with_flops(row) for row in rows.load())
     for path in page.write():
         print(path)
     return 0

@@ -11,8 +11,7 @@ from typing import Any
 
 from . import methods, traces
 from .rows import RunRow
-from .spec import DENSE, EVALUATION_SEEDS
-from .summary import mean_and_error
+from .spec import DENSE, EVALUATION_SEEDS, mean_and_error
 from .tables import Cases, shared
 from .tasks.base import settings
 
@@ -138,7 +137,7 @@ def flips(task: str, lines: Lines, axes: Any) -> bool:
 
 
 def moments(task: str, lines: Lines, axes: Any) -> bool:
-    """Adam's second moment under masks over that of the dense twin, at the same step and seed."""
+    """Adam's second moment under masks over that of the dense baseline, at the same step and seed."""
     base = dict(zip(*_mean_curve(task, lines, DENSE, DENSE, "v_mean"), strict=True))
     drawn = False
     for name in ("ste", "srste", "mdgf", "sste"):

@@ -7,8 +7,7 @@ from typing import Any
 
 from nmkernels import recipes
 
-from .nearest import unknown
-from .spec import DENSE
+from .spec import DENSE, unknown
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class Method:
 
 
 CORE = {
-    "dense": Method("dense", note="dense twin"),
+    "dense": Method("dense", note="dense baseline"),
     "asp": Method("asp", {"prune_at": 0.5}, note="prune once at half time, keep the mask"),
     "ste": Method("ste", note="straight-through estimator"),
     "srste": Method("srste", note="SR-STE with the paper's λ = 2e-4"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from . import figures, late, tables, traces, variance
+from . import figures, tables, traces, variance
 from .rows import RESULTS, RunRow, load
 
 PAGE = Path(__file__).parent / "README.md"
@@ -33,9 +33,9 @@ def piece(what: str, task: str, only: list[str], rows: list[RunRow]) -> str:
     if what == "switches":
         return tables.switches(rows, task, only)
     if what == "flips":
-        return late.late(traces.load(RESULTS, task), task, "flip_rate_stride", only)
+        return tables.late(traces.load(RESULTS, task), task, "flip_rate_stride", only)
     if what == "decays":
-        return late.late(traces.load(RESULTS, task), task, "decay_ratio", only)
+        return tables.late(traces.load(RESULTS, task), task, "decay_ratio", only)
     if what == "variance":
         return variance.summary(variance.load(), task)
     if what == "names":

@@ -7,9 +7,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 from . import methods
-from .nearest import unknown
 from .rows import RunRow
-from .spec import DENSE, EVALUATION_SEEDS, TUNING_SEEDS, RunSpec
+from .spec import DENSE, EVALUATION_SEEDS, TUNING_SEEDS, RunSpec, unknown
 from .tasks.base import settings
 
 PATTERNS = ("2:4", "1:8", "1:16")

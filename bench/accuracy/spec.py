@@ -1,7 +1,10 @@
-"""One run, described in full."""
+"""One run, described in full; and what every part needs: the mean of several, and the error for an unknown name."""
 
 from __future__ import annotations
 
+import difflib
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 EVALUATION_SEEDS = (0, 1, 2, 3, 4)
@@ -40,3 +43,32 @@ class RunSpec:
     def key(self) -> str:
         """What tells this run from others: ``gpt/step/2:4/0.004/1000/0``."""
         return f"{self.task}/{self.method}/{self.pattern}/{self.lr:g}/{self.steps}/{self.seed}"
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+    """The mean and its standard error, s / √n; the error of a single value is nan.
+
+    Example:
+        >>> mean_and_error([1.0, 3.0])
+        (2.0, 1.0)
+    """
+    n = len(values)
+    if not n:
+        return math.nan, math.nan
+    mean = sum(values) / n
+    if n == 1:
+        return mean, math.nan
+    return mean, math.sqrt(sum((v - mean) ** 2 for v in values) / (n - 1) / n)
+
+
+def unknown(kind: str, name: str, known: Iterable[str]) -> str:
+    """The text of the error: what is unknown, what may have been meant, and what there is.
+
+    Example:
+        >>> unknown("task", "gtp", ["gpt", "vit"])
+        "no task is called 'gtp'; did you mean 'gpt'? There are gpt, vit."
+    """
+    names = sorted(known)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return f"no {kind} is called {name!r}; {hint}There are {', '.join(names)}."

@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from . import methods
 from .plan import best_rates
 from .rows import RunRow
-from .spec import DENSE, EVALUATION_SEEDS
-from .summary import mean_and_error
+from .spec import DENSE, EVALUATION_SEEDS, mean_and_error
 from .tasks.base import settings
 
 BASELINE = "srste"
 """The method that the others are compared with, seed by seed."""
+
+LATE = 0.8
+"""The share of a run's steps after which it counts as late."""
 
 Value = Callable[[RunRow], float]
 
@@ -154,6 +156,26 @@ def switches(rows: Iterable[RunRow], task: str, only: Sequence[str] = ()) -> str
         rates = "/".join(f"{lr:g}" for lr in sorted({row.lr for row in group}))
         lines.append([f"`{name}`", pattern, rates, f"{steps[0]} to {steps[-1]}", str(length), str(len(group))])
     return table(lines)
+
+
+def late(lines: Sequence[dict[str, str]], task: str, column: str, only: Sequence[str] = ()) -> str:
+    """The mean of a column of the traces after ``LATE`` of the steps at the shared rate, per method and pattern, over runs and steps."""
+    s = settings(task)
+    found: dict[tuple[str, str], list[float]] = {}
+    for line in lines:
+        _, method, pattern, lr, steps, seed = line["run"].split("/")
+        at_shared = (float(lr), int(steps)) == (s.lr, s.steps) and int(seed) in EVALUATION_SEEDS and pattern != DENSE
+        if at_shared and line[column] and int(line["step"]) > LATE * s.steps and (not only or method in only):
+            found.setdefault((method, pattern), []).append(float(line[column]))
+    names = [name for name in (*methods.METHODS, *methods.others()) if any(m == name for m, _ in found)]
+    patterns = sorted({p for _, p in found}, key=sparsity)
+    cells = [[f"`{name}`", *(_short(found.get((name, p), [])) for p in patterns)] for name in names]
+    return table([["method", *patterns], *cells])
+
+
+def _short(values: list[float]) -> str:
+    mean = mean_and_error(values)[0]
+    return "–" if math.isnan(mean) else f"{mean:.2g}"
 
 
 def notes(cases: Cases) -> str:

@@ -17,11 +17,11 @@ from nmkernels import BackendError, ops
 from nmkernels.ops.linear import positions
 
 from ..device import rotated
-from ..machine import last_level_cache
 from ..registry import Grid, Provider, Ratio, Spec, Work, family
 from ..shapes import MODELS
 from . import _ours
 from .linear import no_worse, part, semi_structured
+from .machine import last_level_cache
 
 LAYOUT = "mma.sp"
 BF16 = ("bfloat16",)

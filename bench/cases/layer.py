@@ -11,9 +11,9 @@ from torch import nn
 from nmkernels import CompressedLinear, ops, testing
 
 from ..device import rotated
-from ..machine import last_level_cache
 from ..registry import Grid, Provider, Ratio, Spec, Work, family
 from . import _ours
+from .machine import last_level_cache
 
 SIZES = ("1024x1024", "3072x768", "4096x4096")
 KEEPS_DENSE = "keep_dense" in inspect.signature(CompressedLinear.__init__).parameters

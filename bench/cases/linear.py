@@ -14,10 +14,10 @@ from torch import Tensor
 from nmkernels import Compressed, ops, testing
 
 from ..device import CACHES, rotated
-from ..machine import last_level_cache
 from ..registry import Call, Grid, Provider, Ratio, Spec, Work, family
 from ..shapes import MODELS
 from . import _ours
+from .machine import last_level_cache
 
 DESIGN = tuple(MODELS["design"].values())
 FEW = 16

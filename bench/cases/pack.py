@@ -1,4 +1,4 @@
-"""A weight packed for forward and backward at once, as a training step with sparse products on both sides needs it."""
+"""Packing: a weight for forward and backward at once, and the unbiased estimate of a gradient, along rows and along tokens."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 import nmkernels as nm
-from nmkernels import ops
+from nmkernels import ops, testing
 
 from ..registry import Grid, Provider, Ratio, Spec, Work, family
 from . import _ours
@@ -62,3 +62,43 @@ def _packing(spec: Spec, device: str, mask: str, columns: bool, layout: str = "c
     ratios = [Ratio("share of copy", p.name, (copy.name,), "rate") for p in mine]
     ratios += [Ratio(f"x {q.name}", p.name, (q.name,)) for p in mine for q in peers]
     return Work([*mine, copy, *peers], ratios)
+
+
+@family(
+    "nm_mvue_compress",
+    grids=(Grid(matrices=("4096x11008",), dtypes=("float32", "bfloat16")), Grid(("4096x4096",), ("1:4", "4:8")), ON_CUDA),
+)
+def along_rows(spec: Spec, device: str) -> Work:
+    """``mvue_compress(g, out=)``."""
+    return _estimate(spec, device, -1)
+
+
+@family("nm_mvue_compress(dim=0)", grids=(Grid(matrices=("2048x4096",), dtypes=("float32", "bfloat16")), ON_CUDA))
+def along_tokens(spec: Spec, device: str) -> Work:
+    """``mvue_compress(g, dim=0, out=)``, which packs the transposed gradient as the weight's gradient needs it."""
+    return _estimate(spec, device, 0)
+
+
+def _estimate(spec: Spec, device: str, dim: int) -> Work:
+    g = _ours.normal(spec.rows, spec.cols, device=device, dtype=spec.torch_dtype)
+    seed = torch.tensor([7, 0], device=device)
+    twin = torch.empty_like(g)
+    out = ops.mvue_compress(g, spec.pattern, dim=dim, seed=seed)
+
+    def call() -> nm.Compressed:
+        return ops.mvue_compress(g, spec.pattern, dim=dim, seed=seed, out=out)
+
+    def check() -> None:
+        for leaf in (out.values, out.indices):
+            testing.fill_poison(leaf)
+        call()
+        # the first rows of the packed form: the random numbers of a group depend on its place from the start
+        few = min(len(out.values), max(1, _ours.GATE_ELEMENTS // (spec.rows if dim == 0 else spec.cols)))
+        head = g[:, :few] if dim == 0 else g[:few]
+        expected = _ours.reference("nm_mvue_compress")(head, spec.n, spec.m, dim, seed, "exact")
+        _ours.same_bits((out.values[:few], out.indices[:few]), expected, spec.op)
+
+    args = (g, spec.n, spec.m, dim, seed, "exact")
+    mine = _ours.ours("nm_mvue_compress", args, lambda: Provider("", call, g.nbytes + out.nbytes, check=check))
+    copy = Provider("torch copy_", lambda: twin.copy_(g), 2 * g.nbytes)
+    return Work([*mine, copy], [Ratio("share of copy", p.name, (copy.name,), "rate") for p in mine])

@@ -66,7 +66,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, cache: int = 1 << 12) -> Iterator[None]
     monkeypatch.setattr(_ours, "normal", lambda *shape, device, **more: normal(*shape, device="cpu", **more))
     monkeypatch.setattr(device, "Cuda", HostClock)
     monkeypatch.setattr("bench.cases.host.captured", _captured)
-    monkeypatch.setattr("bench.machine.matmul_rate", lambda dtype, device: 1e9)
+    monkeypatch.setattr("bench.runner.matmul_rate", lambda dtype, device: 1e9)
     monkeypatch.setattr("bench.runner.lost", lambda device: "")
     monkeypatch.setattr("bench.rows.machine", lambda device="cpu": NAME)
     monkeypatch.setattr("bench.runner.machine_name", lambda device="cpu": NAME)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import gpu, registry, sanitize
+from bench import cases, gpu, targets
 from bench.gpu import Done, Visit
 from bench.jobs import Ended, Job, Pool
 from bench.outcomes import Outcome
@@ -121,7 +121,7 @@ def test_an_interrupt_ends_it_with_a_summary(run) -> None:
 
 
 def test_notes_are_told(run) -> None:
-    status, lines, _ = run(sanitizer=adds(note=sanitize.MISSING))
+    status, lines, _ = run(sanitizer=adds(note=gpu.NO_SANITIZER))
     assert status == 0 and any(re.match(r"  sanitizer +0 s  skipped +compute-sanitizer is not installed", line) for line in lines)
 
 
@@ -233,6 +233,7 @@ def test_the_gpus_architecture_alone_is_built(asked, capability, built: str, mon
     assert not listed.exists() or built in re.findall(r"[0-9]+a?-[a-z]+", listed.read_text().split("set(")[1])
 
 
+@pytest.mark.slow
 def test_the_build_tells_what_it_built(tmp_path: Path) -> None:
     words = [sys.executable, "-c", gpu.CORE]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
@@ -257,11 +258,9 @@ def test_families_of_benchmarks_are_apart(asked, monkeypatch: pytest.MonkeyPatch
     pool = step("benchmarks", tmp_path)
     ((found, workers),) = asked
     assert workers == 1, "clocks are not shared"
-    from bench import quick
-
     ops = [word for job in found for word in job.words[job.words.index("--op") + 1 :]]
-    assert sorted(ops) == sorted({spec.op for spec in quick.specs("cuda")}) and len(found) > 8
-    assert all(registry.matching([op]) == (op,) for op in ops)
+    assert sorted(ops) == sorted({spec.op for spec in targets.quick("cuda")}) and len(found) > 8
+    assert all(cases.matching([op]) == (op,) for op in ops)
     assert all(job.words[job.words.index("--out") + 1] == str(tmp_path / "nvidia-h200.csv") for job in found)
     assert "targets met" in pool.note
 
@@ -279,19 +278,20 @@ def test_tables_are_made_of_the_visits_rows(asked, tmp_path: Path) -> None:
 
 
 def test_the_sanitizer_runs_the_tests_under_each_tool(asked, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(sanitize, "find", lambda: "/opt/compute-sanitizer")
+    monkeypatch.setattr(gpu, "sanitizer_path", lambda: "/opt/compute-sanitizer")
     monkeypatch.setattr(gpu, "collected", lambda *args: [("a.py", 3, False), ("large.py", 2, True)])
     step("sanitizer", tmp_path)
     assert [[job.name for job in found] for found, _ in asked] == [["memcheck a.py"], ["racecheck a.py"]]
     for (job,), _ in asked:
-        assert job.words[: job.words.index(sys.executable)] == sanitize.command("/opt/compute-sanitizer", job.name.split()[0])
-        assert job.words[-3:] == ("-k", sanitize.CHOSEN, "a.py") and job.env["PYTORCH_NO_CUDA_MEMORY_CACHING"] == "1"
-        assert job.refused == sanitize.FINDING
+        assert job.words[: job.words.index(sys.executable)] == gpu.sanitized("/opt/compute-sanitizer", job.name.split()[0])
+        assert job.words[-3:] == ("-k", gpu.CHOSEN, "a.py") and job.env["PYTORCH_NO_CUDA_MEMORY_CACHING"] == "1"
+        assert job.refused == gpu.FINDING
     asked.clear()
-    monkeypatch.setattr(sanitize, "find", lambda: None)
-    assert step("sanitizer", tmp_path).note == sanitize.MISSING and not asked
+    monkeypatch.setattr(gpu, "sanitizer_path", lambda: None)
+    assert step("sanitizer", tmp_path).note == gpu.NO_SANITIZER and not asked
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(_capability.cuda_device().ok, reason="there is a GPU here")
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 def test_make_gpu_without_gpu_exits_2() -> None:
@@ -326,3 +326,46 @@ def test_a_done_step_reads_well() -> None:
         str(Done("tests", [ended("a", x="passed", y="skipped")], 61.0, "note"))
         == "  tests           61 s  ok      1 passed; 1 skipped; note"
     )
+
+
+def test_a_finding_has_an_exit_status_of_its_own() -> None:
+    words = gpu.sanitized("/opt/compute-sanitizer", "racecheck")
+    assert words[:3] == ("/opt/compute-sanitizer", "--tool", "racecheck")
+    assert words[words.index("--error-exitcode") + 1] == "9"
+    assert all((ROOT / path).is_dir() for path in gpu.SANITIZED)
+
+
+@pytest.mark.parametrize("part", ["bin", "compute-sanitizer"])
+def test_it_is_found_in_the_toolkit(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / part / "compute-sanitizer"
+    tool.parent.mkdir()
+    tool.write_text("#!/bin/sh\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    assert gpu.sanitizer_path() == str(tool)
+
+
+QUIET = """========= COMPUTE-SANITIZER
+{}
+========== 3 passed in 0.10s ===========
+========= 3 passed, 12 skipped =========
+========= ERROR SUMMARY: 0 errors
+========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)
+"""
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "========= Invalid __global__ write of size 4 bytes",
+        "========= Error: Race reported between Write access at compress_kernel and Read access",
+        '========= Program hit cudaErrorIllegalAddress (error 700) due to "an illegal memory access" on CUDA API call',
+        "========= ERROR SUMMARY: 3 errors",
+        "========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)",
+    ],
+)
+def test_findings_are_told_from_the_rest(line: str) -> None:
+    assert re.search(gpu.FINDING, QUIET.format(""), re.M) is None
+    found = re.search(gpu.FINDING, QUIET.format(line), re.M)
+    assert found is not None and found[0] == line

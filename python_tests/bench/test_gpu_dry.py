@@ -62,6 +62,7 @@ def injected(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_dry_run_gets_over_every_kind_of_failure(
     injected: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -93,6 +94,7 @@ def test_a_dry_run_gets_over_every_kind_of_failure(
     assert len(logs) == 1 and logs[0].read_text().count("passed") == 1
 
 
+@pytest.mark.slow
 def test_a_dry_run_is_cut_short_and_goes_on(injected: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     for name in set(INJECTED) - {"test_hang.py", "test_plain.py"}:
         (injected / name).unlink()
@@ -109,6 +111,7 @@ def test_a_dry_run_is_cut_short_and_goes_on(injected: Path, tmp_path: Path, monk
     assert "left: " not in out and "test_hang: took more than 1 s" in out and "given up after 1 processes" in out
 
 
+@pytest.mark.slow
 def test_a_folder_without_such_tests_has_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "test_a.py").write_text("import pytest\n@pytest.mark.gpu\ndef test_a(): pass\n")
     assert gpu.main(["tests", "--dry-run", "--out", str(tmp_path / "out"), "--tests", str(tmp_path)]) == 1

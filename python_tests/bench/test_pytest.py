@@ -7,10 +7,11 @@ import sys
 
 import pytest
 
-from bench import quick, test_cases
+from bench import targets, test_cases
 from python_tests.house.tree import ROOT
 
 
+@pytest.mark.slow
 def test_cases_are_collected_for_pytest_benchmark(pytestconfig: pytest.Config) -> None:
     pytest.importorskip("pytest_benchmark")
     assert pytestconfig.getini("testpaths") == ["python_tests"]
@@ -18,7 +19,7 @@ def test_cases_are_collected_for_pytest_benchmark(pytestconfig: pytest.Config) -
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     collected = [line for line in done.stdout.splitlines() if line.startswith("bench/test_cases.py::test_case[")]
-    assert len(collected) == 2 * len(quick.specs(test_cases.DEVICE))
+    assert len(collected) == 2 * len(targets.quick(test_cases.DEVICE))
 
 
 def test_unknown_suite_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

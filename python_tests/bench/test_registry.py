@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bench import quick, registry, runner, shapes, targets
+from bench import cases, registry, runner, shapes, targets
 from bench.cases import eager
 from bench.registry import Ask, Grid, Spec
 from bench.timing import on_cpu
@@ -15,7 +15,7 @@ from python_tests.bench.samples import SMALL
 
 @pytest.mark.parametrize("spec", SMALL, ids=str)
 def test_case_is_proved_and_timed(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bench.machine.matmul_rate", lambda dtype, device: 1e9)
+    monkeypatch.setattr("bench.runner.matmul_rate", lambda dtype, device: 1e9)
     rows = runner.measure(spec, "cpu", 0.001)
     assert {(r.op, r.pattern, r.dtype, r.shape) for r in rows} == {(spec.op, spec.pattern, spec.dtype, spec.shape)}
     assert len({(r.provider, r.metric) for r in rows}) == len(rows)
@@ -27,7 +27,7 @@ def test_case_is_proved_and_timed(spec: Spec, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_parts_of_a_step_make_up_the_step() -> None:
-    work = registry.build(next(s for s in SMALL if s.op == "train_step"), "cpu")
+    work = cases.build(next(s for s in SMALL if s.op == "train_step"), "cpu")
     for p in work.providers:
         took = min(on_cpu(p.call) for _ in range(3))
         parts = [sum(samples) for samples in zip(*p.parts.values(), strict=True)]
@@ -36,26 +36,26 @@ def test_parts_of_a_step_make_up_the_step() -> None:
 
 
 def test_samples_cover_the_registry() -> None:
-    assert {spec.op for spec in SMALL} == set(registry.families())
+    assert {spec.op for spec in SMALL} == set(registry.FAMILIES)
 
 
 def test_every_case_of_a_full_run_is_one() -> None:
-    specs = registry.select(Ask())
+    specs = cases.select(Ask())
     assert len(set(specs)) == len(specs) > 100
     # what the targets and the quick run measure is part of the whole
     assert set(targets.specs()) <= set(specs)
-    assert {s.op for s in quick.specs("cpu")} <= {s.op for s in specs}
-    gpu = registry.select(Ask(), "cuda:1")
-    assert len(set(gpu)) == len(gpu) and set(quick.specs("cuda")) | set(specs) <= set(gpu)
+    assert {s.op for s in targets.quick("cpu")} <= {s.op for s in specs}
+    gpu = cases.select(Ask(), "cuda:1")
+    assert len(set(gpu)) == len(gpu) and set(targets.quick("cuda")) | set(specs) <= set(gpu)
     assert not any(s.op.startswith("host") for s in specs)
 
 
 def test_words_name_ops() -> None:
-    assert registry.matching(["linear", "nm_mask"]) == ("nm_linear", "nm_mask")
+    assert cases.matching(["linear", "nm_mask"]) == ("nm_linear", "nm_mask")
     products = {"nm_linear", "nm_linear_dgrad", "nm_linear_wgrad"}
-    assert set(registry.matching(["linear*"])) == products | {"nm_linear(mma.sp)", "nm_linear_wgrad(mma.sp)"}
+    assert set(cases.matching(["linear*"])) == products | {"nm_linear(mma.sp)", "nm_linear_wgrad(mma.sp)"}
     with pytest.raises(NMError, match="no op to time is called 'linaer'"):
-        registry.matching(["linaer"])
+        cases.matching(["linaer"])
 
 
 def test_asking_replaces_a_grid() -> None:
@@ -74,9 +74,9 @@ def test_asking_replaces_a_grid() -> None:
 
 def test_given_cases_are_narrowed() -> None:
     specs = targets.specs()
-    left = registry.narrow(specs, Ask(ops=("nm_linear",), dtypes=("bfloat16",), matrices=("4096x4096",)))
+    left = cases.narrow(specs, Ask(ops=("nm_linear",), dtypes=("bfloat16",), matrices=("4096x4096",)))
     assert [str(s) for s in left] == ["nm_linear 2:4 bfloat16 1x4096x4096", "nm_linear 1:8 bfloat16 1x4096x4096"]
-    assert registry.narrow(specs, Ask()) == specs
+    assert cases.narrow(specs, Ask()) == specs
 
 
 def test_models_name_shapes() -> None:

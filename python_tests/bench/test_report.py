@@ -1,4 +1,4 @@
-"""The tables say what the rows say, and ``--check`` notices when they do not."""
+"""The page says what the rows say, and ``--check`` notices when it does not."""
 
 from __future__ import annotations
 
@@ -14,44 +14,29 @@ LINEAR = "nm_linear,{},{},float32,{},{},{}" + STAMP
 
 
 @pytest.fixture
-def tree(tmp_path: Path) -> tuple[Path, Path]:
-    """A README with the markers, and a folder with one CSV."""
-    results = tmp_path / "results"
-    results.mkdir()
-    (results / "amd.csv").write_text(
+def results(tmp_path: Path) -> Path:
+    """A folder with one CSV, and one reason."""
+    folder = tmp_path / "results"
+    folder.mkdir()
+    (folder / "amd.csv").write_text(
         HEAD
         + MASK.format("nmkernels cpu", "us", "9,10,11,")
         + MASK.format("torch copy_", "us", "7,8,9,")
         + MASK.format("nmkernels cpu", "share of copy", "0.7,0.7512,0.8,")
         + MASK.format("nmkernels cpu avx2", "us", "9,20000,11,")
-        + "train,dense twin,2:4,float32,byte GPT,loss,1,2,3,"
+        + "train,dense baseline,2:4,float32,byte GPT,loss,1,2,3,"
         + STAMP
     )
-    readme = tmp_path / "README.md"
-    readme.write_text(f"above\n{report.BEGIN}\nstale\n{report.END}\nbelow\n")
-    return readme, results
+    (folder / "shortfalls.txt").write_text("mask: because\n")
+    return folder
 
 
-def _main(tree: tuple[Path, Path], *options: str) -> int:
-    return report.main(list(options), readme=tree[0], results=tree[1])
-
-
-def test_readme_gets_targets_and_what_is_no_speed(tree: tuple[Path, Path]) -> None:
-    (tree[1] / "shortfalls.txt").write_text("mask: because\n")
-    assert _main(tree) == 0
-    text = tree[0].read_text()
-    assert text.startswith("above\n") and text.endswith("below\n") and "stale" not in text
-    assert text.count("**AMD, 2 threads** (torch 2.13.0; 2026-11-21; commit abc1234)") == 2
+def test_the_page_has_targets_trained_models_and_every_case(results: Path) -> None:
+    assert report.main([], results) == 0
+    text = (results / "README.md").read_text()
+    assert text.count("**AMD, 2 threads** (torch 2.13.0; 2026-11-21; commit abc1234)") == 2 and text.count("## AMD, 2 threads") == 1
     assert "| mask, `out=`, 4096×11008 | bandwidth of `copy_` | ≥ 0.7 (0.9) | fp32 0.75 | met where measured |" in text
-    assert "| train 2:4 float32 byte GPT | dense twin | 2 (1 to 3) | loss |" in text
-    # times are told on the other page
-    assert "µs" not in text and "(bench/results/README.md)" in text
-
-
-def test_every_case_is_told_in_full(tree: tuple[Path, Path]) -> None:
-    _main(tree)
-    text = (tree[1] / "README.md").read_text()
-    assert "## AMD, 2 threads" in text and "train" not in text
+    assert "| train 2:4 float32 byte GPT | dense baseline | 2 (1 to 3) | loss |" in text
     assert (
         "### nm_mask\n\n"
         "| case | provider | µs (p20 to p80) | share of copy | torch copy_, µs |\n"
@@ -68,62 +53,46 @@ def test_shapes_are_told_with_their_layers() -> None:
     assert "| 2:4 fp32 16x3072x768 (gpt2 fc) |" in tables.details([row])
 
 
-def test_writing_twice_changes_nothing(tree: tuple[Path, Path]) -> None:
-    _main(tree)
-    once = {path: path.read_bytes() for path in tree[1].rglob("*") if path.is_file()} | {tree[0]: tree[0].read_bytes()}
-    _main(tree)
-    assert {path: path.read_bytes() for path in once} == once
+def test_check_notices_a_stale_page_and_writes_nothing(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = results / "README.md"
+    assert report.main(["--check"], results) == 1 and not page.exists()
+    assert "results/README.md does not show" in capsys.readouterr().out
+    report.main([], results)
+    once = page.read_bytes()
+    assert report.main(["--check"], results) == report.main([], results) == 0 and page.read_bytes() == once
+    page.write_text(page.read_text().replace("0.75", "0.95"))
+    assert report.main(["--check"], results) == 1
 
 
-@pytest.mark.parametrize("stale", [0, 1])
-def test_check_notices_stale_tables_and_writes_nothing(tree: tuple[Path, Path], capsys: pytest.CaptureFixture[str], stale: int) -> None:
-    before = tree[0].read_text()
-    assert _main(tree, "--check") == 1
-    assert tree[0].read_text() == before and "python -m bench.report" in capsys.readouterr().out
-    _main(tree)
-    assert _main(tree, "--check") == 0
-    path = (tree[0], tree[1] / "README.md")[stale]
-    path.write_text(path.read_text().replace("0.75", "0.95"))
-    assert _main(tree, "--check") == 1
-    assert f"{path.parent.name}/README.md does not show" in capsys.readouterr().out
-
-
-def test_rows_of_another_folder_are_added(tree: tuple[Path, Path], tmp_path: Path) -> None:
+def test_rows_of_another_folder_are_added(results: Path, tmp_path: Path) -> None:
     visit = tmp_path / "visit"
     visit.mkdir()
     new = MASK.format("nmkernels cpu", "share of copy", "0.8,0.85,0.9,").replace("abc1234", "def5678")
     (visit / "amd.csv").write_text(HEAD + new)
     (visit / "other.csv").write_text(HEAD + new.replace("AMD, 2 threads", "Intel, 2 threads"))
-    before = (tree[1] / "amd.csv").read_text().splitlines()
-    assert _main(tree, "--add", str(visit)) == 0
-    after = (tree[1] / "amd.csv").read_text().splitlines()
+    before = (results / "amd.csv").read_text().splitlines()
+    assert report.main(["--add", str(visit)], results) == 0
+    after = (results / "amd.csv").read_text().splitlines()
     assert set(before) - set(after) == {line for line in before if "share of copy" in line}, "the same figure is replaced"
     assert set(after) - set(before) == {new.strip()}
-    assert (tree[1] / "other.csv").read_text() == (visit / "other.csv").read_text()
-    assert "| fp32 0.85 |" in tree[0].read_text() and "Intel, 2 threads" in tree[0].read_text()
+    assert (results / "other.csv").read_text() == (visit / "other.csv").read_text()
+    text = (results / "README.md").read_text()
+    assert "| fp32 0.85 |" in text and "## Intel, 2 threads" in text
     # the folder itself is nothing to add
-    assert _main(tree, "--add", str(tree[1])) == 0 and (tree[1] / "amd.csv").read_text().splitlines() == after
+    assert report.main(["--add", str(results)], results) == 0 and (results / "amd.csv").read_text().splitlines() == after
 
 
 def test_nothing_measured_is_said(tmp_path: Path) -> None:
-    rows = report.load(tmp_path)
-    assert report.front(rows, {}) == "No measurements are committed yet."
-    assert report.full(rows, []).endswith("No measurements are committed yet.\n")
-
-
-@pytest.mark.parametrize("text", ["", report.BEGIN, f"{report.END}\n{report.BEGIN}", f"{report.BEGIN}{report.END}{report.END}"])
-def test_missing_markers_are_an_error(text: str) -> None:
-    with pytest.raises(ValueError, match="once each"):
-        report.insert(text, "table")
+    assert report.page(report.load(tmp_path), [], {}).endswith("No measurements are committed yet.\n")
 
 
 def test_numbers_are_readable() -> None:
     assert [tables.number(n) for n in ("1.797e+06", "12.345", "0.0123456", "999.96", "0")] == ["1797000", "12.35", "0.0123", "1000", "0"]
 
 
-def test_figures_are_drawn_and_shown(tree: tuple[Path, Path]) -> None:
+def test_figures_are_drawn_and_shown(results: Path) -> None:
     pytest.importorskip("matplotlib")
-    csv = tree[1] / "amd.csv"
+    csv = results / "amd.csv"
     rows = [
         LINEAR.format("nmkernels cpu", pattern, "1x64x64", metric, value)
         for pattern, speed in (("2:4", "3"), ("1:8", "7"))
@@ -131,11 +100,11 @@ def test_figures_are_drawn_and_shown(tree: tuple[Path, Path]) -> None:
     ]
     limits = [f"copy,torch,,float32,8x8,GB/s,1,60,70,{STAMP}", f"matmul,torch,,float32,8x8,GFLOP/s,1,200,300,{STAMP}"]
     csv.write_text(csv.read_text() + "".join([*rows, *limits]))
-    _main(tree)
-    drawn = sorted(path.name for path in (tree[1] / "figures").iterdir())
+    report.main([], results)
+    drawn = sorted(path.name for path in (results / "figures").iterdir())
     assert drawn == ["amd-2-threads-roofline.svg", "amd-2-threads-speedup.svg"]
-    assert all(f"(figures/{name})" in (tree[1] / "README.md").read_text() for name in drawn)
-    assert all((tree[1] / "figures" / name).stat().st_size < 200_000 for name in drawn)
+    assert all(f"(figures/{name})" in (results / "README.md").read_text() for name in drawn)
+    assert all((results / "figures" / name).stat().st_size < 200_000 for name in drawn)
 
 
 class _Axes:

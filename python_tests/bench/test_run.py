@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench import quick, run, runner, targets
+from bench import run, runner, targets
 from nmkernels import reference
 from nmkernels.capability import compiled_core
 from python_tests.bench.samples import broken, read
@@ -19,7 +19,7 @@ TINY = ["--device", "cpu", "--op", "mask", "linear", "--shapes", "16x32", "--pat
 
 @pytest.fixture(autouse=True)
 def rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bench.machine.matmul_rate", lambda dtype, device: 1e9)
+    monkeypatch.setattr("bench.runner.matmul_rate", lambda dtype, device: 1e9)
 
 
 def _listed(capsys: pytest.CaptureFixture[str], *options: str) -> list[str]:
@@ -30,7 +30,7 @@ def _listed(capsys: pytest.CaptureFixture[str], *options: str) -> list[str]:
 def test_cases_are_listed_and_narrowed(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(_listed(capsys)) > 100
     assert _listed(capsys, "--targets") == [str(s) for s in targets.specs()]
-    assert _listed(capsys, "--quick", "--device", "cpu") == [str(s) for s in quick.specs("cpu")]
+    assert _listed(capsys, "--quick", "--device", "cpu") == [str(s) for s in targets.quick("cpu")]
     assert _listed(capsys, "--targets", "--op", "linear", "--tokens", "4") == [
         "nm_linear 2:4 float32 4x4096x4096",
         "nm_linear 2:4 float32 4x11008x4096",
@@ -128,10 +128,3 @@ def test_another_process_goes_on_after_a_lost_device(tmp_path: Path, monkeypatch
     assert run.main(["--quick", "--device", "cpu", "--dtype", "fp32", "--out", str(out), "--from", "3"]) == 1
     again = words[0][words[0].index("bench.run") + 1 :]
     assert again == ["--quick", "--dtype", "fp32", "--device", "cpu", "--out", str(out), "--from", "5"]
-
-
-def test_quick_is_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    measured: list[str] = []
-    monkeypatch.setattr(runner, "measure", lambda spec, device, seconds: measured.append(str(spec)) or [])
-    assert quick.main(["--device", "cpu", "--out", str(tmp_path / "a.csv")]) == 0
-    assert measured == [str(s) for s in quick.specs("cpu")]

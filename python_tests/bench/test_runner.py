@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from bench import machine, outcomes, registry, runner
+from bench import cases, outcomes, runner
+from bench.cases import machine
 from bench.registry import Provider, Ratio, Spec
 from bench.timing import Timed, on_cpu, take_turns
 from nmkernels import dispatch, reference
@@ -153,7 +154,7 @@ def test_other_instruction_sets_are_proved_and_timed(monkeypatch: pytest.MonkeyP
     core = pytest.importorskip("nmkernels._C")
     monkeypatch.setenv("NMKERNELS_BENCH_ISAS", "all")
     before = core.isa()
-    work = registry.build(PRUNE, "cpu")
+    work = cases.build(PRUNE, "cpu")
     names = {p.name for p in work.providers if p.check}
     assert {f"nmkernels cpu {isa}" for isa in core.isas() if isa != before} <= names
     runner.gate(work)

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from bench import registry, tables, targets
-from bench.targets import TARGETS, Target
+from bench import tables, targets
+from bench.registry import FAMILIES, Target
+from bench.targets import TARGETS
 
 
 def _row(target: Target, value: float, index: int = 0) -> dict[str, str]:
@@ -29,7 +30,7 @@ def _verdict(key: str, *values: float, reasons: dict[str, str] | None = None) ->
 def test_targets_are_sound() -> None:
     assert len({t.key for t in TARGETS}) == len(TARGETS)
     for t in TARGETS:
-        assert t.specs and all(spec.op in registry.families() for spec in t.specs)
+        assert t.specs and all(spec.op in FAMILIES for spec in t.specs)
         assert t.stretch is None or (t.stretch > t.bound) == t.higher
 
 
@@ -57,14 +58,14 @@ def test_bounds_are_those_of_the_design(key: str, bound: float, stretch: float |
 
 
 def test_states() -> None:
-    assert _verdict("mask").state == "missing"
-    assert _verdict("mask", 0.8).state == "missing"
+    assert _verdict("mask").state == "unmeasured"
+    assert _verdict("mask", 0.8).state == "unmeasured"
     assert _verdict("mask", 0.8, 0.7).state == "met"
     assert _verdict("mask", 0.95, 0.9).state == "stretch"
-    assert _verdict("mask", 0.95, 0.69).state == "short"
-    # one case that falls short is enough, measured or not the others
-    assert _verdict("mask", 0.5).state == "short"
-    assert _verdict("adamw", 1.04).state == "stretch" and _verdict("adamw", 1.26).state == "short"
+    assert _verdict("mask", 0.95, 0.69).state == "missed"
+    # one case that is missed is enough, measured or not the others
+    assert _verdict("mask", 0.5).state == "missed"
+    assert _verdict("adamw", 1.04).state == "stretch" and _verdict("adamw", 1.26).state == "missed"
 
 
 def test_bound_is_compared_as_it_is_shown() -> None:
@@ -75,12 +76,12 @@ def test_bound_is_compared_as_it_is_shown() -> None:
 def test_markdown_tells_every_case_and_the_reason() -> None:
     text = tables.targets_markdown([_verdict("mask", 0.956, 0.5, reasons={"mask": "it computes"})])
     assert text.splitlines()[-1] == (
-        "| mask, `out=`, 4096×11008 | bandwidth of `copy_` | ≥ 0.7 (0.9) | fp32 0.96, bf16 **0.50** | **falls short**: it computes |"
+        "| mask, `out=`, 4096×11008 | bandwidth of `copy_` | ≥ 0.7 (0.9) | fp32 0.96, bf16 **0.50** | **missed**: it computes |"
     )
     line = tables.targets_markdown([_verdict("layer", *[1.0 + i / 100 for i in range(16)])]).splitlines()[-1]
     assert "| ≤ 1.2 (1) | 1.00 to 1.15; worst bf16 4096×4096 2048 tokens 1.15 | met |" in line
     assert tables.targets_markdown([_verdict("step", 1.01)]).splitlines()[-1].endswith("| ≤ 1.05 | 1.01 | met |")
-    assert tables.targets_markdown([_verdict("step")]).splitlines()[-1].endswith("| ≤ 1.05 |  | not measured |")
+    assert tables.targets_markdown([_verdict("step")]).splitlines()[-1].endswith("| ≤ 1.05 |  | unmeasured |")
 
 
 def test_text_counts_what_is_met() -> None:

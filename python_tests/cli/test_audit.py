@@ -57,6 +57,7 @@ def test_options_reach_the_audit(capsys):
     assert found["layers"][0]["dtype"] == "float16" and found["accumulate"] == 2
 
 
+@pytest.mark.slow
 def test_a_model_of_the_zoo_and_this_cpu(capsys):
     assert "blocks.*.attn.qkv ×3" in run(capsys, "--model", "64x3", "--no-measure")
     words = ["audit", "--device", "cpu", "--model", "64x1", "--tokens", "64", "--json", "--budget", "600"]

@@ -36,6 +36,7 @@ def test_installed_package_says_how_to_get_it(tmp_path: Path, monkeypatch: pytes
     assert "pip install -e '.[bench]'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @needs_sources
 def test_works_from_any_folder(tmp_path: Path) -> None:
     # another module of that name must not be taken

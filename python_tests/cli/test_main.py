@@ -88,11 +88,13 @@ def test_interrupt_has_its_own_status(verb: types.ModuleType) -> None:
     assert cli.main(["toy"]) == 130
 
 
+@pytest.mark.slow
 def test_run_as_a_module() -> None:
     done = _python("-m", "nmkernels", "nonsense")
     assert done.returncode == 2 and "no verb is called 'nonsense'" in done.stderr
 
 
+@pytest.mark.slow
 def test_reader_that_leaves_is_no_crash() -> None:
     code = "import sys; from nmkernels.cli import main; sys.exit(main(['doctor']))"
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:

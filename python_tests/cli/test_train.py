@@ -110,7 +110,10 @@ def test_a_recipe_inside_another(options, text, tmp_path, capsys):
     assert config["recipe"] == "step:1:4" and config["options"] == {"inner": "mdgf(grad=ste)"}
 
 
-@pytest.mark.parametrize("name", nm.recipes.names())
+QUICK = ("step", "maskllm", "slope", "sste")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in nm.recipes.names()])
 def test_every_recipe_trains_to_a_checked_file(name, text, tmp_path, capsys):
     """At 1:8 where it can, else at its own pattern; to the file that ``final`` promises, in which each sparse layer is N:M."""
     try:
@@ -183,6 +186,7 @@ def test_optional_packages_may_be_missing(text, tmp_path, monkeypatch, capsys):
     assert (tmp_path / "out" / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_validating_on_the_way_changes_nothing(text, tmp_path, monkeypatch):
     from nmkernels.cli import train as loop
 
@@ -227,6 +231,7 @@ def test_the_demo_fits_its_budget():
     assert _run.RESULT == "result.json"
 
 
+@pytest.mark.slow
 def test_the_activation_is_one_that_the_recipe_can_work_on(text, tmp_path, capsys):
     for given, want in (((), "relu2"), (("--activation", "relu2:1:4"), "relu2:1:4")):
         assert train(text, tmp_path / "out", "--json", "--overwrite", "--recipe", "act24:2:4", *given) == 0

@@ -102,6 +102,7 @@ def test_overwrite_removes_only_what_a_run_writes(text, run):
     assert not (run / "baseline" / "checkpoints").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SIGNS)
 def test_overwrite_stops_before_a_file_that_only_has_the_name(text, run, capsys, name):
     if name == "model.safetensors":

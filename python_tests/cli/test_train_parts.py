@@ -72,6 +72,7 @@ def written(folder, *steps, start=0):
     return (folder / "log.csv").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_log_cut_off_at_any_byte_keeps_its_whole_rows(tmp_path):
     whole = written(tmp_path, 2, 4, 6)
     for length in range(len(whole) + 1):

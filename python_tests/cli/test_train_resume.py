@@ -47,14 +47,9 @@ def final(out: Path) -> dict:
     ("recipe", "at"),
     # STEP before, at and after its switch
     [
-        ("step:2:4", 1),
         ("step:2:4", 5),
-        ("step:2:4", 9),
-        ("srste:1:4", 5),
-        ("asp:2:4", 5),
-        ("sste:2:4", 5),
-        ("mdgf:1:8", 5),
-        ("sdgf:1:8", 5),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("step:2:4", 1), ("step:2:4", 9))),
+        *(pytest.param(spec, 5, marks=pytest.mark.slow) for spec in ("srste:1:4", "asp:2:4", "sste:2:4", "mdgf:1:8", "sdgf:1:8")),
     ],
 )
 def test_a_stopped_run_ends_with_the_same_bits(text, tmp_path, monkeypatch, capsys, recipe, at):
@@ -76,6 +71,7 @@ def test_a_stopped_run_ends_with_the_same_bits(text, tmp_path, monkeypatch, caps
     assert [line.split(",")[0] for line in logs[0]] == [line.split(",")[0] for line in logs[1]]
 
 
+@pytest.mark.slow
 def test_a_stop_in_the_twin_resumes_the_twin(text, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         signal_at(patch, 5, dense=True)
@@ -89,6 +85,7 @@ def test_a_stop_in_the_twin_resumes_the_twin(text, tmp_path, monkeypatch):
     assert results[0]["sparse"]["val_loss"] == results[1]["sparse"]["val_loss"]
 
 
+@pytest.mark.slow
 def test_sigterm_ends_a_process_cleanly(text, tmp_path):
     sizes = [*SIZES[2:], "--steps", "100000", "--checkpoint-every", "100000"]
     command = [sys.executable, "-m", "nmkernels", "train", "--data", str(text), "--out", str(tmp_path / "out"), *sizes]
@@ -174,6 +171,7 @@ def test_a_changed_text_is_refused(stopped, tmp_path, capsys):
     assert "the text to train on has changed" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("log", ["missing", "empty", "half"])
 def test_a_run_goes_on_whatever_became_of_its_log(stopped, text, log):
     whole = (stopped / "log.csv").read_bytes()
@@ -187,6 +185,7 @@ def test_a_run_goes_on_whatever_became_of_its_log(stopped, text, log):
     assert json.loads((stopped / "result.json").read_text())["sparse"]["train_loss"] == (pytest.approx(5, abs=1) if log == "half" else None)
 
 
+@pytest.mark.slow
 def test_rows_are_the_same_where_checkpoints_fall_between_them(text, tmp_path, monkeypatch):
     from nmkernels.cli import train as loop
 

@@ -10,7 +10,7 @@ from typing import ClassVar, TypeVar
 
 from torch import Tensor, nn
 
-from ..nearest import unknown
+from ..spec import unknown
 
 
 @dataclass(frozen=True)

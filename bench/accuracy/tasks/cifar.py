@@ -70,11 +70,9 @@ class Cifar10(Task):
         self.digest = hashlib.blake2b(self.images.numpy().tobytes(), digest_size=8).hexdigest()
 
     def model(self) -> nn.Module:
-        """A vision transformer of width 192 with six layers."""
         return PictureViT()
 
     def batch(self, seed: int, step: int) -> tuple[Tensor, ...]:
-        """Pictures ``[128, 3, 32, 32]`` and their classes."""
         rng = torch.Generator().manual_seed((seed * 0x9E3779B97F4A7C15 + step) & (2**63 - 1))
         which = torch.randint(len(self.images), (BATCH,), generator=rng)
         shift = torch.randint(9, (BATCH, 2, 1), generator=rng)
@@ -86,12 +84,10 @@ class Cifar10(Task):
         return shifted.permute(0, 3, 1, 2), self.labels[which]
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
-        """Mean cross-entropy, in nats per picture."""
         return F.cross_entropy(model(batch[0].contiguous()), batch[1])
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """``val_loss`` in nats per picture and ``accuracy`` in percent, on the test pictures."""
         losses, right = 0.0, 0
         for images, labels in zip(self.test_images.split(256), self.test_labels.split(256), strict=True):
             logits = model(_normal(images))
@@ -101,7 +97,6 @@ class Cifar10(Task):
         return {"val_loss": losses / count, "accuracy": 100 * right / count}
 
     def data(self) -> str:
-        """A digest of the training pictures."""
         return self.digest
 
 

@@ -41,26 +41,21 @@ class FineTuneGPT(Task):
         self.pretrained = pretrained(CACHE)
 
     def model(self) -> nn.Module:
-        """The pretrained model."""
         model = _model()
         model.load_state_dict(self.pretrained)
         return model
 
     def batch(self, seed: int, step: int) -> tuple[Tensor, ...]:
-        """Bytes of prose and the bytes that follow them, ``[batch, context]``."""
         return self.prose.batch(seed, step, BATCH, CONTEXT)
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
-        """Mean cross-entropy, in nats per byte."""
         assert isinstance(model, GPT)
         return model.loss(*batch)
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """``val_loss`` on topics that training never saw, in nats per byte."""
         return {"val_loss": loss_over(self, model, self.prose)}
 
     def data(self) -> str:
-        """The digest of the prose."""
         return self.prose.digest
 
 

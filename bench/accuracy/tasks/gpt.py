@@ -25,24 +25,19 @@ class ByteGPT(Task):
         self.corpus = load_corpus()
 
     def model(self) -> nn.Module:
-        """A GPT of width 64 with two layers and four heads."""
         return GPT(GPTConfig(width=64, layers=2, heads=4, context=CONTEXT))
 
     def batch(self, seed: int, step: int) -> tuple[Tensor, ...]:
-        """Bytes and the bytes that follow them, ``[batch, context]``."""
         return self.corpus.batch(seed, step, BATCH, CONTEXT)
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
-        """Mean cross-entropy, in nats per byte."""
         assert isinstance(model, GPT)
         return model.loss(*batch)
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """``val_loss``, in nats per byte."""
         return {"val_loss": loss_over(self, model, self.corpus)}
 
     def data(self) -> str:
-        """The corpus's own digest; another Python version has another standard library."""
         return self.corpus.digest
 
 
@@ -51,7 +46,6 @@ class SquaredReLUGPT(ByteGPT):
     """The same with squared ReLU, whose activations can be made sparse."""
 
     def model(self) -> nn.Module:
-        """The same sizes and initial weights."""
         return GPT(GPTConfig(width=64, layers=2, heads=4, context=CONTEXT, activation="relu2"))
 
 

@@ -59,12 +59,10 @@ class HuggingFace(Task):
         self.digest = corpus.digest
 
     def model(self) -> nn.Module:
-        """The checkpoint, in float32."""
         model: nn.Module = self.kind.from_pretrained(self.folder, local_files_only=True, dtype=torch.float32)
         return model
 
     def batch(self, seed: int, step: int) -> tuple[Tensor, ...]:
-        """Token ids ``[16, 128]`` and labels, -100 where there is nothing to guess."""
         rng = torch.Generator().manual_seed((seed * 0x9E3779B97F4A7C15 + step) & (2**63 - 1))
         starts = torch.randint(len(self.train) - CONTEXT, (BATCH, 1), generator=rng)
         return self._with_labels(self.train[starts + torch.arange(CONTEXT)], rng)
@@ -76,12 +74,10 @@ class HuggingFace(Task):
         return ids.masked_fill(hidden, self.mask_token), ids.masked_fill(~hidden, -100)
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
-        """Mean cross-entropy, in nats per token to guess."""
         return F.cross_entropy(model(input_ids=batch[0]).logits.flatten(0, 1), batch[1].flatten(), ignore_index=-100)
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """``val_loss`` over up to 256 windows of the validation text, in nats per token; the same tokens are hidden every time."""
         rng = torch.Generator().manual_seed(0)
         count = (len(self.val) - 1) // CONTEXT
         windows = torch.arange(count) if count <= VAL_WINDOWS else torch.arange(VAL_WINDOWS) * count // VAL_WINDOWS
@@ -94,7 +90,6 @@ class HuggingFace(Task):
         return {"val_loss": losses / tokens}
 
     def data(self) -> str:
-        """The digest of the text."""
         return self.digest
 
 

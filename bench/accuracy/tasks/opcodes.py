@@ -75,17 +75,14 @@ class ToOpcodes(Task):
         self.digest = hashlib.blake2b(source.numpy().tobytes() + target.numpy().tobytes(), digest_size=8).hexdigest()
 
     def model(self) -> nn.Module:
-        """Width 64, two layers each side."""
         return EncoderDecoder(len(self.names) + FIRST)
 
     def batch(self, seed: int, step: int) -> tuple[Tensor, ...]:
-        """Expressions ``[32, 40]`` and their translations ``[32, 17]``, padded."""
         rng = torch.Generator().manual_seed((seed * 0x9E3779B97F4A7C15 + step) & (2**63 - 1))
         which = torch.randint(len(self.train[0]), (BATCH,), generator=rng)
         return self.train[0][which], self.train[1][which]
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
-        """Mean cross-entropy, in nats per instruction."""
         source, target = batch
         return F.cross_entropy(model(source, target[:, :-1]).flatten(0, 1), target[:, 1:].flatten(), ignore_index=PAD)
 
@@ -105,7 +102,6 @@ class ToOpcodes(Task):
         return {"val_loss": losses / count, "accuracy": 100 * right / len(self.test[0])}
 
     def data(self) -> str:
-        """A digest of all pairs."""
         return self.digest
 
 

@@ -103,11 +103,9 @@ class DigitsViT(Task):
         self.digest = hashlib.blake2b(images[order].numpy().tobytes(), digest_size=8).hexdigest()
 
     def model(self) -> nn.Module:
-        """A vision transformer of width 64 with two layers and four heads."""
         return ViT()
 
     def batch(self, seed: int, step: int) -> tuple[Tensor, ...]:
-        """Images ``[64, 8, 8]``, each shifted by up to one pixel both ways, and their classes."""
         rng = torch.Generator().manual_seed((seed * 0x9E3779B97F4A7C15 + step) & (2**63 - 1))
         which = torch.randint(TRAIN, (BATCH,), generator=rng)
         shift = torch.randint(3, (BATCH, 2, 1), generator=rng)
@@ -118,16 +116,13 @@ class DigitsViT(Task):
         return shifted + noise, self.labels[which]
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
-        """Mean cross-entropy, in nats per image."""
         return F.cross_entropy(model(batch[0]), batch[1])
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """``val_loss`` in nats per image and ``accuracy`` in percent, on the 597 images of the test set."""
         logits = model(self.test_images)
         right = (logits.argmax(-1) == self.test_labels).double().mean()
         return {"val_loss": F.cross_entropy(logits, self.test_labels).item(), "accuracy": 100 * right.item()}
 
     def data(self) -> str:
-        """A digest of the images in their order."""
         return self.digest

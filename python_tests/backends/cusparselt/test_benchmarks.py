@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from bench import registry, runner
-from bench.registry import Spec
+from bench import cases, runner
+from bench.registry import Provider, Spec
 from bench.runner import Partly
 from nmkernels.backends.cusparselt import Algorithm, algorithms, context
 from python_tests.backends.cusparselt.conftest import forget, routes
@@ -18,7 +18,7 @@ each = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.op)
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Algorithm 2 is the fastest; no product of the machine's is timed."""
-    monkeypatch.setattr("bench.machine.matmul_rate", lambda dtype, device: 1e9)
+    monkeypatch.setattr("bench.runner.matmul_rate", lambda dtype, device: 1e9)
     monkeypatch.setattr(algorithms, "_seconds", lambda call, like: (call(), 1.0 if _running() == Algorithm(2) else 2.0)[1])
 
 
@@ -27,11 +27,11 @@ def _running() -> Algorithm:
     return list(context.here(0).plans)[-1][1]
 
 
-def providers(spec: Spec) -> dict[str, registry.Provider]:
-    return {p.name: p for p in registry.build(spec, "cpu").providers}
+def providers(spec: Spec) -> dict[str, Provider]:
+    return {p.name: p for p in cases.build(spec, "cpu").providers}
 
 
-def used(p: registry.Provider) -> Algorithm:
+def used(p: Provider) -> Algorithm:
     """The algorithm that a call of a provider is done by."""
     with p.under():
         p.call()

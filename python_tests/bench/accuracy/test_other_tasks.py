@@ -57,6 +57,7 @@ def test_pairs_are_real_and_the_test_set_is_apart(translation):
         assert tuple(translation.names[n - opcodes.FIRST] for n in numbers[1:-1]) == opcodes.instructions(text.decode())
 
 
+@pytest.mark.slow
 def test_translation_trains_its_feed_forward_layers(translation):
     same_batches(translation)
     _, handle, result = trained(translation)
@@ -86,6 +87,7 @@ def test_a_right_translation_counts(translation):
 # ---- fine-tuning
 
 
+@pytest.mark.slow
 def test_pretraining_is_done_once(tmp_path, monkeypatch):
     before = torch.get_rng_state()
     first = finetune.pretrained(tmp_path, steps=4)
@@ -96,6 +98,7 @@ def test_pretraining_is_done_once(tmp_path, monkeypatch):
     assert all(torch.equal(first[key], second[key]) for key in first)
 
 
+@pytest.mark.slow
 def test_fine_tuning_begins_with_the_pretrained_weights(tmp_path, monkeypatch):
     weights = finetune.pretrained(tmp_path, steps=4)
     monkeypatch.setattr(finetune, "pretrained", lambda folder: weights)
@@ -179,6 +182,7 @@ def checkpoint(folder, kind):
     model.save_pretrained(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt2", "bert"])
 def test_hugging_face_checkpoints_train(tmp_path, monkeypatch, kind):
     checkpoint(tmp_path / "model", kind)

@@ -5,9 +5,10 @@ import math
 
 import pytest
 
-from bench.accuracy import compute, figures, late, page, tables, tasks, traces
+from bench.accuracy import figures, page, tables, tasks, traces
 from bench.accuracy.rows import RunRow, load, save
 from bench.accuracy.tasks.base import settings
+from bench.accuracy.worker import with_flops
 
 S = settings("gpt")
 
@@ -53,14 +54,14 @@ def test_tuned_runs_are_those_at_the_best_rate():
 
 
 def test_flops_are_counted_by_the_rule():
-    dense = compute.with_flops(row("dense", "dense"))
+    dense = with_flops(row("dense", "dense"))
     weights = 2 * 12 * 64 * 64 + 64 * 256
     assert dense.inference_flops == 2 * weights and dense.training_flops == 3 * 2 * weights * tasks.get("gpt").tokens * S.steps
-    ste = compute.with_flops(row("ste", "1:8"))
+    ste = with_flops(row("ste", "1:8"))
     assert ste.inference_flops == 2 * (weights - 2 * 12 * 64 * 64 * 7 / 8)
-    early, late = (compute.with_flops(row("step", "1:8", switch_step=t)).training_flops for t in (100, 500))
+    early, late = (with_flops(row("step", "1:8", switch_step=t)).training_flops for t in (100, 500))
     assert early < late < dense.training_flops
-    assert compute.with_flops(row("dense", "dense", done=S.steps // 2)).training_flops == dense.training_flops / 2
+    assert with_flops(row("dense", "dense", done=S.steps // 2)).training_flops == dense.training_flops / 2
 
 
 def test_rows_without_the_columns_load(tmp_path):
@@ -88,8 +89,8 @@ def test_late_figures_are_means_of_the_last_fifth():
 
     early, end = int(0.8 * S.steps), S.steps
     lines = [line(early, 9), line(early + 25, 0.1), line(end, 0.3), line(end, 0.2, seed=1), line(end, 9, seed=100), line(end, 9, lr=1)]
-    assert late.late(lines, "gpt", "flip_rate_stride").splitlines()[2:] == ["| `ste` | 0.2 |"]
-    assert len(late.late(lines, "gpt", "decay_ratio").splitlines()) == 2
+    assert tables.late(lines, "gpt", "flip_rate_stride").splitlines()[2:] == ["| `ste` | 0.2 |"]
+    assert len(tables.late(lines, "gpt", "decay_ratio").splitlines()) == 2
 
 
 WHATS = ["shared", "sharedaccuracy", "tuned", "tunedaccuracy", "costs", "switches", "names", "flips", "decays", "variance"]
@@ -100,9 +101,10 @@ def test_every_table_can_be_empty(what):
     assert page.piece(what, "gpt", [], [])
 
 
+@pytest.mark.slow
 def test_figures_are_the_same_bytes_again(tmp_path):
     pytest.importorskip("matplotlib")
-    rows = [compute.with_flops(r) for r in [*ROWS, row("dense", "dense", 0, 1.4, steps=S.steps * 2)]]
+    rows = [with_flops(r) for r in [*ROWS, row("dense", "dense", 0, 1.4, steps=S.steps * 2)]]
     lines = [
         {**dict.fromkeys(traces.COLUMNS, ""), "run": r.spec.key, "step": str(step), "flip_rate_stride": "0.1", "v_mean": "1e-6"}
         for r in ROWS

@@ -25,6 +25,7 @@ def test_rows_and_traces_are_kept_and_finished_runs_skipped(tiny, inline, tmp_pa
     assert pending(SPECS, done) == SPECS[3:]
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_is_redone(tiny, inline, tmp_path, monkeypatch):
     calls = []
 
@@ -59,6 +60,7 @@ def test_rows_survive_the_file(tiny, inline, tmp_path):
     assert repr(rows.load(tmp_path)) == repr(before)
 
 
+@pytest.mark.slow
 def test_every_case_is_tuned_alike_and_the_best_rate_found(tiny, inline, tmp_path):
     specs = plan("tune", "tiny", only=["ste", "dense"], patterns=["2:4", "1:8"])
     counts = {(s.method, s.pattern): sum((t.method, t.pattern) == (s.method, s.pattern) for t in specs) for s in specs}
@@ -74,6 +76,7 @@ def test_every_case_is_tuned_alike_and_the_best_rate_found(tiny, inline, tmp_pat
     assert [(s.lr, s.seed) for s in tuned] == [(best, s) for s in range(5)]
 
 
+@pytest.mark.slow
 def test_a_rate_that_diverges_is_not_chosen(tiny, inline, tmp_path):
     runner.run_all(plan("tune", "tiny", only=["ste"], patterns=["2:4"]), tmp_path, tell=quiet, pool=inline)
     done = rows.load(tmp_path)
@@ -115,6 +118,7 @@ def test_command_line_refuses_unknown_names(option, near, tmp_path, capsys):
     assert f"did you mean {near}" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_folders_are_merged(tiny, inline, tmp_path, capsys):
     for i in (0, 1):
         runner.run_all(SPECS[2 * i : 2 * i + 2], tmp_path / str(i), tell=quiet, pool=inline)

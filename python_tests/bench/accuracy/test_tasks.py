@@ -40,6 +40,7 @@ def test_settings_hold_together(name):
     assert s.lr in s.lrs and set(s.lrs) <= set(s.scouted) and len(s.lrs) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_few_steps_learn(name):
     short, shorter = (worker.run(RunSpec(name, "ste", "2:4", 0, 4e-3, steps)).row for steps in (60, 2))

@@ -16,6 +16,7 @@ def spec(method: str, pattern: str = "2:4", **more) -> RunSpec:
     return RunSpec(**{"task": "tiny", "method": method, "pattern": pattern, "seed": 3, "lr": 1e-2, "steps": 50} | more)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", sorted(methods.CORE))
 def test_every_core_method_runs(tiny, method):
     row = worker.run(spec(method, "dense" if method == "dense" else "1:8")).row
@@ -45,6 +46,7 @@ def test_the_deployable_weights_are_evaluated(tiny, monkeypatch):
     assert all(nm.ops.is_nm(w, "2:4") for w in seen[0])
 
 
+@pytest.mark.slow
 def test_a_run_repeats_bit_for_bit(tiny):
     first, again = (worker.run(spec("sste", "2:4")).row for _ in range(2))
     assert first is not None and again is not None and first.val_loss == again.val_loss

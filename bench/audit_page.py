@@ -1,6 +1,6 @@
-"""The README's audit of a GPT-2: measured on this CPU, and predicted for an H200.
+"""The audit of a GPT-2 in ``docs/audit.md``: measured on this CPU, and predicted for an H200.
 
-``python -m bench.audit_readme`` measures for most of a minute and writes both tables between their markers; ``--predicted`` writes the
+``python -m bench.audit_page`` measures for most of a minute and writes both tables between their markers; ``--predicted`` writes the
 second alone, which no clock has a part in, and ``--check`` only tells whether that one is up to date.
 """
 
@@ -19,9 +19,9 @@ from nmkernels.models import model_shapes
 
 from .rows import commit, machine, versions
 
-README = Path(__file__).parents[1] / "docs" / "audit.md"
+PAGE = Path(__file__).parents[1] / "docs" / "audit.md"
 MODEL = "gpt2"
-MEASURED, PREDICTED, END = (f"<!-- audit {what} -->" for what in ("measured: written by python -m bench.audit_readme", "predicted", "end"))
+MEASURED, PREDICTED, END = (f"<!-- audit {what} -->" for what in ("measured: written by python -m bench.audit_page", "predicted", "end"))
 
 CPU_TOKENS, GPU_TOKENS = 1024, 65536
 """One sequence of GPT-2, and the 64 of them that fill a GPU for one of the passes of its half a million tokens."""
@@ -52,22 +52,22 @@ def between(text: str, begin: str, end: str, new: str) -> str:
     return f"{head}{begin}\n\n{new}\n\n{tail}"
 
 
-def main(argv: list[str] | None = None, readme: Path = README) -> int:
+def main(argv: list[str] | None = None, page: Path = PAGE) -> int:
     """Write the tables; with ``--check`` write nothing and return 1 where the prediction is another now."""
-    parser = argparse.ArgumentParser(prog="python -m bench.audit_readme", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m bench.audit_page", description=(__doc__ or "").splitlines()[0])
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--predicted", action="store_true", help="leave the measured table as it is")
     what.add_argument("--check", action="store_true", help="write nothing, exit 1 when the predicted table is not up to date")
     args = parser.parse_args(argv)
-    old = readme.read_text(encoding="utf-8")
+    old = page.read_text(encoding="utf-8")
     new = between(old, PREDICTED, END, predicted())
     if args.check:
         if new != old:
-            print(f"{readme.name} does not show what nm.audit predicts; run: python -m bench.audit_readme --predicted")
+            print(f"{page.name} does not show what nm.audit predicts; run: python -m bench.audit_page --predicted")
         return int(new != old)
     if not args.predicted:
         new = between(new, MEASURED, PREDICTED, measured())
-    readme.write_text(new, encoding="utf-8")
+    page.write_text(new, encoding="utf-8")
     return 0
 
 
