@@ -31,30 +31,24 @@ RECIPES = {
 }
 
 
-def build() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
-
-
 def shard(step: int, rank: int) -> torch.Tensor:
     return torch.randn(8, 32, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-def alone(recipe: nm.recipes.Recipe, params) -> torch.optim.Optimizer:
-    """The recipe's optimizer."""
+def optimizer_of(recipe: nm.recipes.Recipe, params, zero: bool) -> torch.optim.Optimizer:
+    """The recipe's optimizer, or MaskedAdamW with its moments shared out among the ranks, ZeRO-1."""
+    if zero:
+        return ZeroRedundancyOptimizer(params, optimizer_class=nm.optim.MaskedAdamW, lr=1e-2)
     return recipe.optimizer(params, lr=1e-2)
 
 
-def sharded(recipe: nm.recipes.Recipe, params) -> torch.optim.Optimizer:
-    """The recipe's optimizer with its moments shared out among the ranks, ZeRO-1."""
-    return ZeroRedundancyOptimizer(params, optimizer_class=nm.optim.MaskedAdamW, lr=1e-2)
-
-
-def train(model: nn.Module, recipe: nm.recipes.Recipe, wrap, batch, optimizer_of) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+def train(recipe: nm.recipes.Recipe, wrap, batch, zero: bool = False) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """``STEPS`` steps of ``recipe``; the model, finished, and its last metrics."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
     handle = nm.sparsify_(model, recipe)
     wrapped = wrap(model)
-    optimizer = handle.attach(optimizer_of(recipe, wrapped.parameters()))
+    optimizer = handle.attach(optimizer_of(recipe, wrapped.parameters(), zero))
     for step in range(STEPS):
         x = batch(step)
         optimizer.zero_grad()
@@ -70,8 +64,7 @@ def worker(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS, timeout=timedelta(seconds=60))
     for name, recipe in RECIPES.items():
-        optimizer_of = sharded if name.endswith("_zero") else alone
-        model, metrics = train(build(), recipe, DistributedDataParallel, lambda step, r=rank: shard(step, r), optimizer_of)
+        model, metrics = train(recipe, DistributedDataParallel, lambda step: shard(step, rank), name.endswith("_zero"))
         torch.save({"model": model.state_dict(), "metrics": metrics}, Path(folder, f"{name}-{rank}.pt"))
     gc.collect()  # reducers hold the group, and lie in cycles with their models
     dist.barrier()
@@ -82,13 +75,14 @@ def worker(rank: int, folder: str) -> None:
     os._exit(0)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch is built without gloo")
 def test_ranks_agree_with_each_other_and_with_one_process(tmp_path: Path) -> None:
     mp.spawn(worker, (str(tmp_path),), RANKS)
     for name, recipe in RECIPES.items():
         results = [torch.load(tmp_path / f"{name}-{rank}.pt") for rank in range(RANKS)]
         # the same data in one batch: the mean of the two shards' gradients is its gradient
-        whole, metrics = train(build(), recipe, lambda m: m, lambda step: torch.cat([shard(step, rank) for rank in range(RANKS)]), alone)
+        whole, metrics = train(recipe, lambda m: m, lambda step: torch.cat([shard(step, rank) for rank in range(RANKS)]))
         for key, want in whole.state_dict().items():
             assert torch.equal(results[0]["model"][key], results[1]["model"][key]), (name, key)
             if name != "sste":  # other batches draw other estimates
