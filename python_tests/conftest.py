@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +15,27 @@ import torch
 from nmkernels import capability, dispatch, testing
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m looks at the markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     if gpu and not capability.cuda_device().ok:
         config.hook.pytest_deselected(items=gpu)
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+    mark_slow(items)
+
+
+def mark_slow(items: Iterable[Any]) -> None:
+    """Of the cases of a test marked ``quick(count, per=...)``, mark all but the first ``count`` of each kind as slow."""
+    seen: Counter[tuple[str, ...]] = Counter()
+    for item in items:
+        quick, call = item.get_closest_marker("quick"), getattr(item, "callspec", None)
+        if quick is None or call is None:
+            continue
+        per = quick.kwargs.get("per", ())
+        kind = (item.nodeid.partition("[")[0], *(str(call.params.get(name)) for name in ([per] if isinstance(per, str) else per)))
+        seen[kind] += 1
+        if seen[kind] > (quick.args[0] if quick.args else 1):
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
