@@ -68,7 +68,7 @@ class _Training:
             self.handle = nm.sparsify_(model, recipe)
             self.optimizer = self.handle.attach(recipe.optimizer(model.parameters(), lr=1e-4))
             for layer in self.handle.layers.values():
-                layer.effective.get = self._timed(layer.effective.get)  # type: ignore[method-assign]
+                layer.effective.read = self._timed(layer.effective.read)  # type: ignore[method-assign]
         parts = {} if ids.is_cuda else self.parts
         self.provider = Provider(name, self.step, check=self._check if self.handle else None, parts=parts)
 
@@ -87,10 +87,10 @@ class _Training:
             for part, took in zip(self.parts, (forward - self.preparation, backward, update, self.preparation), strict=True):
                 self.parts[part].append(took)
 
-    def _timed(self, get: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def timed(*args: Any) -> Tensor:
+    def _timed(self, read: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any) -> Any:
             start = time.perf_counter()
-            found = get(*args)
+            found = read(*args)
             self.preparation += time.perf_counter() - start
             return found
 

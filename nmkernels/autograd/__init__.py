@@ -1,9 +1,8 @@
 """Floor 4: autograd. One linear Function driven by a GemmPlan, and the weight transforms in front of it."""
 
 from .activation import SplitRule, sparse_relu2, split, split_linear
-from .forms import Form, Operands, Reads, reads
 from .linear import linear, linear_compressed
-from .plan import STRAIGHT_THROUGH, GemmPlan, packed_inference
+from .plan import STRAIGHT_THROUGH, Form, GemmPlan, Operands, Reads, operands, packed_inference, products, reads
 from .transforms import CombinationMask, HardMask, Kind, Traits, WeightTransform, combination_count, masked
 
 __all__ = [
@@ -22,7 +21,9 @@ __all__ = [
     "linear",
     "linear_compressed",
     "masked",
+    "operands",
     "packed_inference",
+    "products",
     "reads",
     "sparse_relu2",
     "split",

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..pattern import NMError, Pattern
-from .functional import functional, once
+from .linear import functional, once
 
 GRADS = ("chain", "ste")
 SIDES = ("input", "output")

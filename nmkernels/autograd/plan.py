@@ -1,15 +1,22 @@
-"""GemmPlan: what each of a linear layer's three matrix products does, as data.
+"""GemmPlan: what each of a linear layer's three GEMMs does, as data; and which forms of the effective weight they therefore read.
 
-A linear layer runs three GEMMs per training step. Every method of the field differs from the others only
-in which of them are sparse and by which rule, so that choice is a value here and not a class per method.
+The methods of the field differ only in which of the GEMMs are sparse and by which rule, so that is a value and not a class per method.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
 
-from ..ops import METHODS
-from ..pattern import MAX_M, NMError
+import torch
+from torch import Tensor
+
+from .. import dispatch
+from ..ops import METHODS, Compressed, DeviceCompressed, tensor_core_pattern
+from ..pattern import MAX_M, BackendError, NMError, Pattern
+from ..reference.layouts import COLUMNS, meta_shape
+from .choice import DENSE, Product, choose, forms
 from .fp8 import SCHEMES
 from .transforms import WeightTransform
 
@@ -22,13 +29,14 @@ WGRAD = ("dense", "mvue", "magnitude", "none")
 class GemmPlan:
     """Which rule each GEMM of ``y = x W̃ᵀ + b`` follows.
 
-    Roles, with x ``(tokens, in)``, W̃ ``(out, in)`` the weight used and g = ∂L/∂y ``(tokens, out)``:
+    Roles, with x ``(tokens, in)``, W̃ ``(out, in)`` the effective weight and g = ∂L/∂y ``(tokens, out)``:
 
     * ``fprop`` (nt) y = x W̃ᵀ: ``"dense"`` multiplies W̃ in dense layout (its zeros included), ``"packed"`` its compressed form,
       ``"auto"`` at every call the one that was measured to be faster.
-    * ``dgrad`` (nn) ∂L/∂x = g W̃: ``"dense"``; ``"packed"``, the compressed form of W̃, which the kernel turns (``nm_linear_dgrad``; CPUs do
-      it well); ``"columns"``, that of W̃ᵀ, by the kernel of fprop, for a mask that is N:M along ``out`` too; ``"device"``, where W̃ lies in
-      a tensor core's order ``"columns"`` or, for another mask, ``"dense"``, elsewhere ``"packed"``; ``"auto"``, the fastest measured.
+    * ``dgrad`` (nn) ∂L/∂x = g W̃: ``"dense"``; ``"packed"``, the compressed form of W̃, which the kernel transposes (``nm_linear_dgrad``;
+      CPUs do it well); ``"columns"``, that of W̃ᵀ, by the kernel of fprop, for a mask that is N:M along ``out`` too; ``"device"``, where W̃
+      lies in a tensor core's order ``"columns"`` or, for another mask, ``"dense"``, elsewhere ``"packed"``; ``"auto"``, the fastest
+      measured.
     * ``wgrad`` (tn) ∂L/∂W̃ = gᵀ x: ``"dense"``; ``"mvue"``, with the unbiased N:M estimate of gᵀ along tokens (Chmiel et al. 2023;
       S-STE, FST); ``"magnitude"``, with the N largest of each group of gᵀ along tokens, which is biased: for comparison only, it is what
       Chmiel et al. warn of; ``"none"``, no weight gradient. What it means for the master weight is the weight transform's matter.
@@ -88,7 +96,7 @@ class GemmPlan:
         if self.dgrad == "columns" and not transform.traits.transposable:
             raise NMError(
                 f'GemmPlan: dgrad="columns" reads Wᵀ packed, and the mask of {type(transform).__name__} is not N:M along the outputs. Use '
-                'a TransposableMask, or dgrad="dense" ("packed" turns the rows).'
+                'a TransposableMask, or dgrad="dense" ("packed" transposes the rows).'
             )
 
 
@@ -99,3 +107,167 @@ STRAIGHT_THROUGH = GemmPlan()
 def packed_inference(n: int, m: int) -> GemmPlan:
     """The plan of a deployed layer: compressed weight, gradients to the input only."""
     return GemmPlan(fprop="packed", dgrad="packed", wgrad="none", n=n, m=m)
+
+
+# ---- which forms of the effective weight a call reads
+
+Form = Tensor | Compressed | DeviceCompressed
+"""A weight in dense layout, or packed."""
+
+CANONICAL, TENSOR_CORES = "canonical", "mma.sp"
+"""The orders in which packed weights lie: on disk and on a CPU, and where tensor cores multiply them."""
+
+TALL = 16
+"""Rows of a tile of that order; ``COLUMNS`` is its width."""
+
+
+class Operands(NamedTuple):
+    """The effective weight as fprop reads it and as dgrad does: each in dense layout, or values and indices (or metadata).
+
+    Args:
+        weight, indices: W̃ ``(out, in)``.
+        back, back_indices: what dgrad reads; None where it is the same.
+        transposed: ``back`` is W̃ᵀ ``(in, out)``.
+        pattern: N:M of what is packed, None where nothing is.
+        by, back_by: the backends whose kernels multiply; empty: whom the dispatcher takes.
+    """
+
+    weight: Tensor
+    indices: Tensor | None = None
+    back: Tensor | None = None
+    back_indices: Tensor | None = None
+    transposed: bool = False
+    pattern: Pattern | None = None
+    by: str = ""
+    back_by: str = ""
+
+
+def operands(fprop: Form, dgrad: Form | None = None, transposed: bool = False, by: tuple[str, str] = ("", "")) -> Operands:
+    """The operands of two forms of the effective weight; ``dgrad``: None where it reads what fprop does.
+
+    Args:
+        transposed: ``dgrad`` is W̃ᵀ.
+        by: see ``Operands``.
+    """
+    pattern: Pattern | None = None
+    parts: list[Any] = []
+    for form in (fprop, dgrad):
+        if form is None or isinstance(form, Tensor):
+            parts += form, None
+        else:
+            pattern = form.pattern
+            parts += form.values, form.indices if isinstance(form, Compressed) else form.meta
+    weight, indices, back, back_indices = parts
+    return Operands(weight, indices, back, back_indices, transposed, pattern, *by)
+
+
+class Reads(NamedTuple):
+    """What one call reads: ``fprop`` ``"dense"`` or ``"packed"``, ``dgrad`` also ``"columns"``, W̃ᵀ packed.
+
+    ``layout``: of what is packed. ``by``: the backends of fprop and dgrad; see ``Operands``.
+    """
+
+    fprop: str
+    dgrad: str
+    layout: str
+    by: tuple[str, str] = ("", "")
+
+
+def reads(plan: GemmPlan, transform: WeightTransform, weight: Tensor, dtype: torch.dtype, x: Tensor) -> Reads:
+    """What a call with the input ``x`` reads of the weight that ``transform`` makes of ``weight``.
+
+    Args:
+        weight: the master weight ``(out, in)``; its shape and device decide the layout.
+        dtype: of the GEMMs.
+    """
+    fprop, dgrad, by, back_by = plan.fprop, plan.dgrad, "", ""
+    columns = dgrad in ("columns", "device", "auto") and transform.traits.transposable
+    layout = layout_for(weight, transform.pattern, dtype, columns)
+    if fprop == "auto":
+        fprop, by = _chosen(_product("fprop", transform, weight, dtype, layout, columns, x.numel() // weight.shape[1]))
+    if dgrad == "auto" and not torch.is_grad_enabled():
+        dgrad, back_by = fprop, by  # nobody will ask for it
+    elif dgrad == "auto":
+        dgrad, back_by = _chosen(_product("dgrad", transform, weight, dtype, layout, columns, x.numel() // weight.shape[1]))
+    elif dgrad in ("packed", "device") and layout != CANONICAL:
+        # tensor cores sum along the rows of what is packed, and dgrad sums along the columns of W̃
+        dgrad = "columns" if columns else DENSE
+    elif dgrad == "device":
+        dgrad = DENSE if transform.traits.own_dgrad else "packed"
+    return Reads(fprop, dgrad, layout, (by, back_by))
+
+
+def _chosen(product: Product) -> tuple[str, str]:
+    """The rule of a GEMM by measurement, and the backend whose kernel it is (empty: the dispatcher's)."""
+    found = choose(product, measure=True)
+    if found == DENSE:
+        return DENSE, ""
+    backend, _, form = found.rpartition(" ")
+    # a graph calls the op, whose dispatcher decides when it runs
+    backend = "" if torch.compiler.is_compiling() else backend
+    return ("columns" if (form if backend else product.forms[1]).startswith("columns") else "packed"), backend
+
+
+def _product(role: str, transform: WeightTransform, weight: Tensor, dtype: torch.dtype, layout: str, columns: bool, tokens: int) -> Product:
+    """fprop or dgrad as ``choose`` is asked about it, with the forms of W̃ that it may read."""
+    (rows, cols), p = weight.shape, transform.pattern
+    ending = "" if layout == CANONICAL else f":{layout}"
+    forms = [DENSE]
+    if role == "fprop" or (layout == CANONICAL and not transform.traits.own_dgrad):
+        forms.append(f"rows{ending}")
+    if role == "dgrad" and columns:
+        forms.append(f"columns{ending}")
+    return Product(role, tokens, rows, cols, p.n, p.m, dtype, weight.device, tuple(forms), changing=True)
+
+
+def wgrad_product(plan: GemmPlan, tokens: int, rows: int, cols: int, dtype: torch.dtype, device: torch.device) -> Product:
+    """wgrad of a weight ``(rows, cols)``, whose other operand is estimated; on a GPU also as tensor cores read it."""
+    rule = plan.method if plan.wgrad == "mvue" else plan.wgrad
+    made: tuple[str, ...] = (DENSE, "rows")
+    if device.type != "cpu" and (plan.n, plan.m) == (2, 4):
+        known = forms.__wrapped__ if torch.compiler.is_compiling() else forms  # a graph would warn of the cache
+        made = known(rows, tokens, plan.n, plan.m, dtype, device.type)
+    return Product("wgrad", tokens, rows, cols, plan.n, plan.m, dtype, device, made, rule)
+
+
+def products(plan: GemmPlan, transform: WeightTransform, weight: Tensor, dtype: torch.dtype, tokens: int) -> tuple[Product, ...]:
+    """The GEMMs for which a layer with this plan asks ``choose``: those of "auto"; see ``reads``."""
+    columns = transform.traits.transposable and plan.dgrad == "auto"
+    layout = layout_for(weight, transform.pattern, dtype, columns)
+    asked = [
+        _product(role, transform, weight, dtype, layout, columns, tokens)
+        for role, rule in (("fprop", plan.fprop), ("dgrad", plan.dgrad))
+        if rule == "auto"
+    ]
+    if plan.fprop == "auto" and plan.wgrad in ("mvue", "magnitude"):
+        asked.append(wgrad_product(plan, tokens, weight.shape[0], weight.shape[1], dtype, weight.device))
+    return tuple(product for product in asked if product.forms != (DENSE,))
+
+
+def layout_for(weight: Tensor, pattern: Pattern, dtype: torch.dtype, columns: bool) -> str:
+    """The order in which a packed weight lies: that of the tensor cores where their kernels run on its device, else the canonical one.
+
+    Args:
+        weight: ``(out, in)``. columns: Wᵀ is packed too.
+    """
+    if dtype.itemsize != 2 or not tensor_core_pattern(pattern):
+        return CANONICAL
+    rows, cols = weight.shape
+    if rows % TALL or cols % COLUMNS or (columns and (cols % TALL or rows % COLUMNS)):
+        return CANONICAL
+    return TENSOR_CORES if _multiplies(weight.device, dtype, dispatch.forced_backend() or "") else CANONICAL
+
+
+@cache
+def _multiplies(device: torch.device, dtype: torch.dtype, forced: str) -> bool:
+    """Whether a kernel there, other than the reference, multiplies what lies in that order."""
+    values = torch.empty(TALL, COLUMNS // 2, dtype=dtype, device=device)
+    meta = torch.empty(meta_shape(TALL, COLUMNS, TENSOR_CORES), dtype=torch.int32, device=device)
+    try:
+        return dispatch.choose("nm_linear", values.new_empty(TALL, COLUMNS), values, meta, 2, 4, COLUMNS).backend != "reference"
+    except BackendError:  # the one that is asked for by name does not
+        return False
+
+
+# tracing calls it and keeps the answer
+_multiplies._dynamo_marked_constant = True  # type: ignore[attr-defined]

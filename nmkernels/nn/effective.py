@@ -1,4 +1,4 @@
-"""The life of the effective weight: of each form that a layer's GEMMs read at most one copy, which is never stale.
+"""The effective weight of a layer: of each form that its GEMMs read at most one copy, which is never stale.
 
 A copy is of one Parameter, at one address, of one version. That does not tell of every write: fused optimizers and ``.data`` bump
 no version. So on a CPU a fingerprint of all that the copy was made of has to agree as well, at every use; where there is none, as
@@ -10,117 +10,115 @@ was called (``doubt``).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..autograd import Form, Operands, Reads, WeightTransform
+from ..autograd import Form, GemmPlan, Operands, WeightTransform, operands, reads
 from ..backends.cpu.fingerprint import fingerprint
 from ..ops import Packed
 
-State = tuple[int, int, torch.device, torch.dtype]
-"""Version, address and device of the weight; dtype of the copy."""
 
-F = TypeVar("F", Tensor, Packed)
-
-
-@dataclass
-class _Kept(Generic[F]):
+@dataclass(eq=False)
+class _Copy:
     """One form of the effective weight, and what it was made of."""
 
-    form: F | None = None
-    state: State | None = None
-    """None: out of date, and nobody needs the old contents."""
+    form: Any = None
+    stamp: tuple[Any, ...] | None = None
+    """Version, address, device, dtype and fingerprint; None: out of date, and nobody needs the old contents."""
     owner: weakref.ref[nn.Parameter] | None = None
     transform: WeightTransform | None = None
-    mark: tuple[int, ...] | None = None
-    """The fingerprint of the weight and of what the transform reads beside it."""
+    how: tuple[Any, ...] = ()
+    """Of the packed form: whether rows and columns are packed, and the layout."""
     doubted: bool = False
-
-    def right(self, owner: nn.Parameter, state: State, transform: WeightTransform, mark: tuple[int, ...] | None) -> bool:
-        """Whether the form is what that transform makes of that Parameter as it is now."""
-        if self.form is None or self.transform is not transform or state != self.state or self.owner is None or self.owner() is not owner:
-            return False
-        if mark is not None:
-            return mark == self.mark
-        return not _readable(state) and torch.is_grad_enabled() and not self.doubted
-
-
-@dataclass
-class _Forms:
-    dense: _Kept[Tensor] = field(default_factory=_Kept)
-    packed: _Kept[Packed] = field(default_factory=_Kept)
 
 
 class EffectiveWeight:
-    """Holds one layer's transformed weight, in dense layout and packed as its products read it, and says when it may be used again."""
+    """Holds one layer's effective weight, in dense layout and packed as its GEMMs read it, and says when it may be used again."""
 
     def __init__(self) -> None:
         self.attached = False  # an optimizer's hook tells us of every step
-        self._forms = _Forms()
+        self._dense, self._packed = _Copy(), _Copy()
 
-    def get(self, weight: Tensor, transform: WeightTransform, dtype: torch.dtype, extras: Sequence[Tensor] = ()) -> Tensor:
-        """W̃ of ``weight`` ``(out, in)`` in ``dtype``, from the kept copy where that is still right.
+    def read(
+        self, weight: Tensor, transform: WeightTransform, extras: Sequence[Tensor], dtype: torch.dtype, plan: GemmPlan, x: Tensor
+    ) -> Tensor | Operands:
+        """The effective weight as a call with the input ``x`` reads it by ``plan``.
 
-        ``extras`` are what the transform reads beside the weight.
+        Args:
+            weight: the master weight ``(out, in)``. extras: what the transform reads beside it. dtype: of the GEMMs.
         """
+        if plan.fprop == "dense":
+            return self.dense(weight, transform, extras, dtype)
+        fprop, dgrad, layout, by = reads(plan, transform, weight, dtype, x)
+        if not (self.attached or torch.is_grad_enabled()):
+            dgrad = fprop  # nobody will ask for the rest
+        wanted = (fprop, dgrad)
+        dense = packed = None
+        if "dense" in wanted:
+            dense = self.dense(weight, transform, extras, dtype)
+        elif "auto" not in (plan.fprop, plan.dgrad) and self._dense.form is not None and not torch.compiler.is_compiling():
+            self._dense = _Copy()  # all calls read the same: a dense copy beside them is an evaluation's
+        if "packed" in wanted or "columns" in wanted:
+            packed = self.packed(weight, transform, extras, dtype, "packed" in wanted, "columns" in wanted, layout)
+        rows, transposed = (None, None) if packed is None else (packed.rows, packed.columns)
+        forms: dict[str, Form | None] = {"dense": dense, "packed": rows, "columns": transposed}
+        first = forms[fprop]
+        assert first is not None
+        return operands(first, None if dgrad == fprop else forms[dgrad], dgrad == "columns", by)
+
+    def dense(self, weight: Tensor, transform: WeightTransform, extras: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """W̃ ``(out, in)`` in dense layout, from the copy where that is still right."""
         if torch.compiler.is_compiling():
             # a graph can neither see a version counter nor a hook: it computes W̃ itself, every time
             return transform(weight.detach(), *extras).to(dtype)
-        return self._get(self._forms.dense, weight, transform, dtype, extras, lambda old: _dense(weight, transform, dtype, extras, old))
+        found: Tensor = self._current(self._dense, weight, transform, extras, dtype, ())
+        return found
 
-    def packed(self, weight: Tensor, transform: WeightTransform, dtype: torch.dtype, extras: Sequence[Tensor], what: Reads) -> Packed:
-        """The packed forms of W̃ that are read, from the kept ones where those are still right and of that layout."""
-        rows, columns, layout = what.rows, what.columns, what.layout
+    def packed(
+        self,
+        weight: Tensor,
+        transform: WeightTransform,
+        extras: Sequence[Tensor],
+        dtype: torch.dtype,
+        rows: bool,
+        columns: bool,
+        layout: str,
+    ) -> Packed:
+        """W̃ packed, its transpose, or both, from the copies where those are still right and of that layout."""
         if torch.compiler.is_compiling():
             return transform.packed(weight.detach(), *extras, dtype=dtype, rows=rows, columns=columns, layout=layout)
-        kept = self._forms.packed
-        have = kept.form if kept.transform is transform else None
-        if have is not None:
-            if (rows and have.rows is None) or (columns and have.columns is None) or have.layout != layout:
-                kept.form = None
+        copy = self._packed
+        if copy.form is not None and copy.transform is transform:
             # calls that read different forms, of few tokens and of many, shall not pack in turns
-            rows, columns = rows or have.rows is not None, columns or have.columns is not None
-        return self._get(
-            kept, weight, transform, dtype, extras, lambda old: _packed(weight, transform, dtype, extras, rows, columns, layout, old)
-        )  # fmt: skip
+            rows, columns = rows or copy.how[0], columns or copy.how[1]
+        found: Packed = self._current(copy, weight, transform, extras, dtype, (rows, columns, layout))
+        return found
 
-    def operands(
-        self, weight: Tensor, transform: WeightTransform, dtype: torch.dtype, extras: Sequence[Tensor], what: Reads, only: bool
-    ) -> Operands:
-        """The forms that a call reads; ``only``: all calls read the same, so a dense copy beside them, an evaluation's, is given up."""
-        if only and not what.dense and self._forms.dense.form is not None and not torch.compiler.is_compiling():
-            self.release(packed=False)
-        dense = self.get(weight, transform, dtype, extras) if what.dense else None
-        packed = self.packed(weight, transform, dtype, extras, what) if what.rows or what.columns else None
-        forms: dict[str, Form | None] = {"dense": dense}
-        if packed is not None:
-            forms |= {"packed": packed.rows, "columns": packed.columns}
-        fprop = forms[what.fprop]
-        assert fprop is not None
-        return Operands(fprop, forms[what.dgrad] if what.dgrad != what.fprop else None, what.columns, what.by)
-
-    def _get(
-        self, kept: _Kept[F], weight: Tensor, transform: WeightTransform, dtype: torch.dtype, extras: Sequence[Tensor],
-        build: Callable[[F | None], F],
-    ) -> F:  # fmt: skip
-        owner = _owner(weight) if self.attached else None
-        if owner is None:
+    def _current(
+        self, copy: _Copy, weight: Tensor, transform: WeightTransform, extras: Sequence[Tensor], dtype: torch.dtype, how: tuple[Any, ...]
+    ) -> Any:
+        owner = weight if isinstance(weight, nn.Parameter) else weight._base
+        # what functional_call or a replica puts in the place of the Parameter is none; inference tensors have no version counter
+        if not self.attached or not isinstance(owner, nn.Parameter) or owner.is_inference():
             self.release()
-            return _lasting(build, None)
-        state, mark, captured = _state(weight, dtype), fingerprint(weight, *extras), _capturing(weight)
+            return _made(None, weight, transform, extras, dtype, how)
+        mark, captured = fingerprint(weight, *extras), _capturing(weight)
+        stamp = (weight._version, weight.data_ptr(), weight.device, dtype, mark)
+        same = copy.form is not None and copy.transform is transform and copy.how == how
         # no hook of ours runs when a captured graph does: the graph has to make it, and what it made is of no use outside
-        if not captured and kept.right(owner, state, transform, mark) and kept.form is not None:
-            return kept.form
+        right = same and not captured and stamp == copy.stamp and copy.owner is not None and copy.owner() is owner
+        if right and (mark is not None or (not _readable(weight) and torch.is_grad_enabled() and not copy.doubted)):
+            return copy.form
         # only a form that an optimizer's step put out of date may be overwritten: a backward pass may still need any other
-        free = kept.state is None and kept.transform is transform and not captured
-        form = _lasting(build, kept.form if free else None)
+        free = same and copy.stamp is None and not captured
+        form = _made(copy.form if free else None, weight, transform, extras, dtype, how)
         if not captured and (mark is not None or torch.is_grad_enabled()):
-            kept.form, kept.state, kept.owner, kept.transform = form, state, weakref.ref(owner), transform
-            kept.mark, kept.doubted = mark, False
+            copy.form, copy.stamp, copy.owner, copy.transform = form, stamp, weakref.ref(owner), transform
+            copy.how, copy.doubted = how, False
         return form
 
     # ---- the end of a copy
@@ -128,73 +126,52 @@ class EffectiveWeight:
     @property
     def kept(self) -> tuple[Tensor | Packed, ...]:
         """The copies that there are, right or out of date."""
-        return tuple(form for form in (self._forms.dense.form, self._forms.packed.form) if form is not None)
+        return tuple(copy.form for copy in (self._dense, self._packed) if copy.form is not None)
 
     def drop(self) -> None:
         """What is kept is out of date; its memory is kept for the next copies."""
-        self._forms.dense.state = self._forms.packed.state = None
+        self._dense.stamp = self._packed.stamp = None
 
     def doubt(self) -> None:
         """The weight may have been written: without a fingerprint that says otherwise, what is kept is not used again."""
-        self._forms.dense.doubted = self._forms.packed.doubted = True
+        self._dense.doubted = self._packed.doubted = True
 
-    def release(self, packed: bool = True) -> None:
-        """Forget the copies and their memory; without ``packed`` only the one in dense layout."""
-        self._forms = _Forms() if packed else _Forms(packed=self._forms.packed)
+    def release(self) -> None:
+        """Forget the copies and their memory."""
+        self._dense, self._packed = _Copy(), _Copy()
 
     def __reduce__(self) -> tuple[type[EffectiveWeight], tuple[()]]:
         # a copied or pickled layer belongs to no optimizer, and its copies of W̃ can be made again
         return EffectiveWeight, ()
 
 
-def _lasting(build: Callable[[F | None], F], old: F | None) -> F:
+def _made(
+    old: Any, weight: Tensor, transform: WeightTransform, extras: Sequence[Tensor], dtype: torch.dtype, how: tuple[Any, ...]
+) -> Tensor | Packed:
+    """The effective weight as new tensors, or in the memory of ``old`` where it fits."""
     # an inference tensor could never be saved for a later backward
     with torch.inference_mode(False), torch.no_grad():
-        return build(old)
-
-
-def _dense(weight: Tensor, transform: WeightTransform, dtype: torch.dtype, extras: Sequence[Tensor], old: Tensor | None) -> Tensor:
-    """W̃ as a new tensor, or in the memory of ``old`` where it fits."""
-    w = weight.detach()
-    if old is not None and old.dtype == dtype == w.dtype and old.shape == w.shape and old.device == w.device:
-        return transform(w, *extras, out=old)
-    return transform(w, *extras).to(dtype)
-
-
-def _packed(
-    weight: Tensor, transform: WeightTransform, dtype: torch.dtype, extras: Sequence[Tensor],
-    rows: bool, columns: bool, layout: str, old: Packed | None,
-) -> Packed:  # fmt: skip
-    """The packed forms as new tensors, or in the memory of ``old`` where they fit: a captured graph reads them there."""
-    new = transform.packed(weight.detach(), *extras, dtype=dtype, rows=rows, columns=columns, layout=layout)
-    pairs = [] if old is None else list(zip(old.buffers(), new.buffers(), strict=True))
-    if old is None or old.layout != layout or any(not _alike(a, b) for a, b in pairs):
-        return new
-    for there, here in pairs:
-        if there is not None and here is not None:
+        w = weight.detach()
+        if not how:
+            if old is not None and old.dtype == dtype == w.dtype and old.shape == w.shape and old.device == w.device:
+                return transform(w, *extras, out=old)
+            return transform(w, *extras).to(dtype)
+        rows, columns, layout = how
+        new = transform.packed(w, *extras, dtype=dtype, rows=rows, columns=columns, layout=layout)
+        if old is None:
+            return new
+        pairs = [(a, b) for a, b in zip(old.buffers(), new.buffers(), strict=True) if a is not None and b is not None]
+        if any((a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device) for a, b in pairs):
+            return new
+        for there, here in pairs:
             there.copy_(here)
-    return old
-
-
-def _alike(a: Tensor | None, b: Tensor | None) -> bool:
-    return a is b if a is None or b is None else (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
-
-
-def _owner(weight: Tensor) -> nn.Parameter | None:
-    """The Parameter that ``weight`` is or is a view of; None for what ``functional_call`` or a replica puts in its place."""
-    base = weight if isinstance(weight, nn.Parameter) else weight._base
-    # inference tensors have no version counter
-    return base if isinstance(base, nn.Parameter) and not base.is_inference() else None
+        return old
 
 
 def _capturing(weight: Tensor) -> bool:
     return weight.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _readable(state: State) -> bool:
+def _readable(weight: Tensor) -> bool:
     """Whether the host can read the weight without waiting for a device."""
-    return state[2].type == "cpu"
-
-
-def _state(weight: Tensor, dtype: torch.dtype) -> State:
-    return weight._version, weight.data_ptr(), weight.device, dtype
+    return weight.is_cpu

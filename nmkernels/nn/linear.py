@@ -12,9 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..autograd import STRAIGHT_THROUGH, GemmPlan, HardMask, Operands, WeightTransform, linear, reads
+from ..autograd import STRAIGHT_THROUGH, GemmPlan, HardMask, WeightTransform, linear, products
 from ..autograd.choice import Product
-from ..autograd.forms import asked
 from ..ops import is_nm
 from ..pattern import NMError, Pattern, PatternLike
 from .adapter import ADAPTER, adapter_of, add_adapter, set_adapter
@@ -184,41 +183,37 @@ class NMWeight(nn.Module):
         """W̃ ``(out, in)``, the weight that the next forward pass multiplies, detached; in the weight's dtype unless told."""
         if self.transform is None:
             return self.master.detach().to(dtype or self.weight.dtype)
-        return self.effective.get(self.master, self.transform, dtype or self.weight.dtype, self._extras(self.transform))
+        return self.effective.dense(self.master, self.transform, self._extras(self.transform), dtype or self.weight.dtype)
 
     def products(self, tokens: int, dtype: torch.dtype | None = None) -> tuple[Product, ...]:
-        """The products for which this layer asks ``autograd.choice``, with so many rows of the input: those that its plan leaves open.
+        """The GEMMs for which this layer asks ``autograd.choice``, with so many rows of the input: those that its plan leaves open.
 
         Args:
-            tokens: batch times sequence. dtype: of the products, under autocast; the weight's if None.
+            tokens: batch times sequence. dtype: of the GEMMs, under autocast; the weight's if None.
         """
         if self.transform is None:
             return ()
-        return asked(self.plan, self.transform, self.master, dtype or self.weight.dtype, tokens)
+        return products(self.plan, self.transform, self.master, dtype or self.weight.dtype, tokens)
 
     def forward(self, x: Tensor) -> Tensor:
         """y = x W̃ᵀ + b, and the adapter's part; x ``(..., in)``. Under autocast x and W̃ are cast, the mask comes from the master weight."""
-        y, adapter = self._product(x), adapter_of(self) if self.adapts else None
-        return y if adapter is None else add_adapter(y, x, *adapter)
-
-    def _product(self, x: Tensor) -> Tensor:
         self.ran = True
-        if self.transform is None:
-            return F.linear(x, self.master, self.bias)
-        dtype, cast = self.weight.dtype, autocast_dtype(x)
-        if cast is not None:
-            dtype = cast if castable(dtype) else dtype
-            x = x.to(cast) if castable(x.dtype) else x
-        master, transform, extras, plan = self.master, self.transform, self._extras(self.transform), self.plan
-        used: Tensor | Operands
-        if plan.packs:
-            what = reads(plan, transform, master, dtype, x)
-            if not (self.effective.attached or torch.is_grad_enabled()):
-                what = what._replace(dgrad=what.fprop)  # nobody will ask for the rest
-            used = self.effective.operands(master, transform, dtype, extras, what, only="auto" not in (plan.fprop, plan.dgrad))
+        weight, transform, given = self.weight, self.transform, x
+        if self.transposed:
+            weight = weight.t()
+        if transform is None:
+            y = F.linear(x, weight, self.bias)
         else:
-            used = self.effective.get(master, transform, dtype, extras)
-        return linear(x, master, used, self.bias, plan, self.seed, transform, extras)
+            dtype, cast, extras = weight.dtype, autocast_dtype(x), []
+            if cast is not None:
+                dtype = cast if castable(dtype) else dtype
+                x = x.to(cast) if castable(x.dtype) else x
+            for name in transform.reads:  # a loop, since a comprehension is a call
+                extras.append(getattr(self, name))
+            used = self.effective.read(weight, transform, extras, dtype, self.plan, x)
+            y = linear(x, weight, used, self.bias, self.plan, self.seed, transform, extras)
+        adapter = adapter_of(self) if self.adapts else None
+        return y if adapter is None else add_adapter(y, given, *adapter)
 
     def _load_from_state_dict(
         self,

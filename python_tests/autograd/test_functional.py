@@ -8,7 +8,7 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
 
 import nmkernels as nm
 from nmkernels import NMError, Pattern
-from nmkernels.autograd import GemmPlan, HardMask, Operands, SplitRule, linear, sparse_relu2, split_linear
+from nmkernels.autograd import GemmPlan, HardMask, SplitRule, linear, operands, sparse_relu2, split_linear
 from nmkernels.recipes.methods.fst import TransposableMask
 from nmkernels.recipes.methods.maskllm import GumbelMask
 from nmkernels.recipes.methods.mdgf import DecayedMask
@@ -140,7 +140,7 @@ def test_a_backend_that_was_asked_for_gets_no_wrapped_tensors():
     plan = GemmPlan(dgrad="packed", **PACKED)
 
     def loss(w, x):
-        return linear(x, w, Operands(c, by=("cpu", "cpu")), plan=plan).square().sum()
+        return linear(x, w, operands(c, by=("cpu", "cpu")), plan=plan).square().sum()
 
     dw, dx = vmap(grad(loss, (0, 1)), (None, 0))(w, x)
     y = x @ c.dense().T

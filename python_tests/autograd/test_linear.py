@@ -1,5 +1,6 @@
 """The linear Function: its three products, what it saves, and what it refuses."""
 
+import sys
 from itertools import product
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from nmkernels import NMError, ops
-from nmkernels.autograd import GemmPlan, Operands, linear, linear_compressed
+from nmkernels.autograd import GemmPlan, linear, linear_compressed, operands
 from nmkernels.nn import SparseLinear
 from nmkernels.testing import assert_no_worse
 from python_tests import plain
@@ -15,7 +16,7 @@ from python_tests import plain
 MVUE = GemmPlan(wgrad="mvue", n=2, m=4)
 
 
-def operands(dtype=torch.float64, batch=(5, 3), out=8, cols=16):
+def tensors(dtype=torch.float64, batch=(5, 3), out=8, cols=16):
     x = torch.randn(*batch, cols, dtype=dtype, requires_grad=True)
     w = torch.nn.Parameter(torch.randn(out, cols, dtype=dtype))
     b = torch.nn.Parameter(torch.randn(out, dtype=dtype))
@@ -24,7 +25,7 @@ def operands(dtype=torch.float64, batch=(5, 3), out=8, cols=16):
 
 def test_ste_backward_is_algebra():
     # gradcheck fails on a straight-through estimator by design; its backward is these three lines
-    x, w, b, used = operands()
+    x, w, b, used = tensors()
     y = linear(x, w, used, b)
     g = torch.randn_like(y)
     y.backward(g)
@@ -38,7 +39,7 @@ def test_ste_backward_is_algebra():
 
 @pytest.mark.parametrize("batch", [(), (1,), (0,), (2, 0), (4,), (2, 3, 4)])
 def test_batches_of_any_shape(batch):
-    x, w, b, used = operands(torch.float32, batch)
+    x, w, b, used = tensors(torch.float32, batch)
     y = linear(x, w, used, b)
     y.sum().backward()
     assert y.shape == (*batch, 8) and x.grad.shape == x.shape
@@ -57,7 +58,7 @@ def test_strided_and_expanded_operands():
 
 @pytest.mark.parametrize("wanted", [w for w in product((True, False), repeat=3) if any(w)])
 def test_only_wanted_gradients_are_computed(wanted):
-    x, w, b, used = operands()
+    x, w, b, used = tensors()
     for tensor, want in zip((x, w, b), wanted, strict=True):
         tensor.requires_grad_(want)
     linear(x, w, used, b).square().sum().backward()
@@ -68,7 +69,7 @@ def test_only_wanted_gradients_are_computed(wanted):
     ("need_x", "need_w", "saved"), [(True, True, {"x", "used"}), (True, False, {"used"}), (False, True, {"x"}), (False, False, set())]
 )
 def test_only_needed_tensors_are_saved(need_x, need_w, saved):
-    x, w, b, used = operands()
+    x, w, b, used = tensors()
     x.requires_grad_(need_x)
     w.requires_grad_(need_w)
     names = {x.data_ptr(): "x", w.data_ptr(): "w", b.data_ptr(): "b", used.data_ptr(): "used"}
@@ -79,20 +80,20 @@ def test_only_needed_tensors_are_saved(need_x, need_w, saved):
 
 
 def test_bias_may_be_missing():
-    x, w, _, used = operands()
+    x, w, _, used = tensors()
     y = linear(x, w, used)
     y.sum().backward()
     torch.testing.assert_close(y, F.linear(x, used))
 
 
 def test_wgrad_none_leaves_the_weight_alone():
-    x, w, b, used = operands()
+    x, w, b, used = tensors()
     linear(x, w, used, b, GemmPlan(wgrad="none")).sum().backward()
     assert w.grad is None and x.grad is not None and b.grad is not None
 
 
 def test_gradient_has_the_dtype_of_its_tensor():
-    x, w, b, used = operands(torch.float32)
+    x, w, b, used = tensors(torch.float32)
     y = linear(x.bfloat16(), w, used.bfloat16(), b)
     y.sum().backward()
     assert y.dtype == torch.bfloat16 and w.grad.dtype == b.grad.dtype == x.grad.dtype == torch.float32
@@ -109,12 +110,12 @@ def forms(w, dtype, canonical=True):
 @pytest.mark.parametrize("wgrad", ["dense", "mvue", "none"])
 @pytest.mark.parametrize(("fprop", "dgrad"), [("rows", "dense"), ("rows", "rows"), ("rows", "columns"), ("dense", "columns")])
 def test_each_product_reads_its_own_form(fprop, dgrad, wgrad):
-    x, w, b, _ = operands(out=16, cols=32)
+    x, w, b, _ = tensors(out=16, cols=32)
     dense, rows, columns = forms(w, w.dtype)
     known = {"dense": dense, "rows": rows, "columns": columns}
     # the estimate has a pattern of its own
     plan = GemmPlan(wgrad=wgrad, n=1, m=2)
-    used = Operands(known[fprop], None if dgrad == fprop else known[dgrad], dgrad == "columns")
+    used = operands(known[fprop], None if dgrad == fprop else known[dgrad], dgrad == "columns")
     assert used.pattern == rows.pattern
     y = linear(x, w, used, b, plan, torch.tensor([3, 5]))
     g = torch.randn_like(y)
@@ -129,10 +130,10 @@ def test_each_product_reads_its_own_form(fprop, dgrad, wgrad):
 
 
 def test_tensor_core_order_of_both_orientations():
-    x, w, b, _ = operands(torch.float32, out=64, cols=128)
+    x, w, b, _ = tensors(torch.float32, out=64, cols=128)
     dense, rows, columns = forms(w, torch.bfloat16, canonical=False)
     h = x.detach().bfloat16().requires_grad_()
-    y = linear(h, w, Operands(rows, columns, True), b)
+    y = linear(h, w, operands(rows, columns, True), b)
     g = torch.randn_like(y)
     y.backward(g)
     exact = h.double(), dense.double(), g.double()
@@ -140,15 +141,15 @@ def test_tensor_core_order_of_both_orientations():
     assert_no_worse(h.grad, g @ dense, exact[2] @ exact[1])
 
 
-@pytest.mark.parametrize(("used", "saved"), [(("rows", None), {"values", "indices"}), (("rows", "columns"), {"turned", "places"})])
+@pytest.mark.parametrize(("used", "saved"), [(("rows", None), {"values", "indices"}), (("rows", "columns"), {"back", "back_indices"})])
 def test_of_packed_forms_only_that_of_backward_is_saved(used, saved):
-    x, w, _, _ = operands(out=16, cols=32)
+    x, w, _, _ = tensors(out=16, cols=32)
     _, rows, columns = forms(w, w.dtype)
     w.requires_grad_(False)
-    tensors = {"values": rows.values, "indices": rows.indices, "turned": columns.values, "places": columns.indices}
-    names, seen = {t.data_ptr(): name for name, t in tensors.items()}, set()
+    parts = {"values": rows.values, "indices": rows.indices, "back": columns.values, "back_indices": columns.indices}
+    names, seen = {t.data_ptr(): name for name, t in parts.items()}, set()
     with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.add(names.get(t.data_ptr(), "other")), lambda t: t):
-        linear(x, w, Operands(rows, columns if used[1] else None, used[1] is not None))
+        linear(x, w, operands(rows, columns if used[1] else None, used[1] is not None))
     assert seen == saved
 
 
@@ -206,7 +207,7 @@ def test_gradient_of_the_largest_is_biased(tokens):
 
 
 def test_compressed_gradcheck():
-    x, w, b, _ = operands(batch=(2, 3))
+    x, w, b, _ = tensors(batch=(2, 3))
     c = ops.compress(w.detach(), "2:4")
     assert torch.autograd.gradcheck(lambda x, b: linear_compressed(x, c, b), (x, b))
     assert torch.autograd.gradcheck(lambda x: linear_compressed(x, c), (x,))
@@ -214,7 +215,7 @@ def test_compressed_gradcheck():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_compressed_is_as_good_as_dense(dtype):
-    x, w, b, used = operands(dtype, (9,), 24, 64)
+    x, w, b, used = tensors(dtype, (9,), 24, 64)
     g = torch.randn(9, 24).to(dtype)
     y = linear_compressed(x, ops.compress(w.detach(), "2:4"), b)
     (dx,) = torch.autograd.grad(y, x, g)
@@ -223,7 +224,7 @@ def test_compressed_is_as_good_as_dense(dtype):
 
 
 def test_second_derivative_raises():
-    x, w, b, used = operands()
+    x, w, b, used = tensors()
     c = ops.compress(w.detach(), "2:4")
     for y in (linear(x, w, used, b), linear_compressed(x, c, b)):
         (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
@@ -232,7 +233,7 @@ def test_second_derivative_raises():
 
 
 def test_mismatched_dtypes_raise():
-    x, w, _, used = operands(torch.float32)
+    x, w, _, used = tensors(torch.float32)
     with pytest.raises(RuntimeError, match="dtype"):
         linear(x.double(), w, used)
     with pytest.raises(TypeError, match="float64"):
@@ -250,3 +251,21 @@ def test_torch_func_gives_the_same_gradients():
     loss(params).backward()
     for name, p in params.items():
         torch.testing.assert_close(got[name], p.grad)
+
+
+def test_a_named_backend_computes_as_the_op_does(monkeypatch):
+    """Without autocast, which would multiply in another dtype than the one agreed, and without recording."""
+    x, w, _, used = tensors(torch.float32)
+    c, seen = ops.compress(w.detach(), "2:4"), []
+
+    def kernel(x, *args):
+        seen.append((torch.is_autocast_enabled("cpu"), torch.is_grad_enabled()))
+        return torch.nn.functional.linear(x, used)
+
+    monkeypatch.setattr(
+        sys.modules["nmkernels.autograd.linear"], "function", lambda op, backend, args: kernel if backend == "mine" else None
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        y = linear(x, w, operands(c, by=("mine", "")))
+    torch.testing.assert_close(y, F.linear(x, used))
+    assert seen == [(False, False)] and y.requires_grad

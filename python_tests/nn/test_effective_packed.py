@@ -10,14 +10,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import nmkernels as nm
-from nmkernels.autograd import GemmPlan, HardMask, Reads, reads
+from nmkernels.autograd import GemmPlan, HardMask, reads
 from nmkernels.optim import MaskedAdamW
 from nmkernels.recipes.methods.bimask import BiMasked
 from python_tests import plain
 from python_tests.copies import WAYS, copied
 from python_tests.nn.changes import CHANGES
 
-ROWS = Reads("packed", "packed", "canonical")
 MIXED = GemmPlan(fprop="packed", dgrad="dense", n=2, m=4)
 BOTH_WAYS = GemmPlan(fprop="packed", dgrad="columns", n=2, m=4)
 
@@ -57,8 +56,8 @@ def fused(params, lr):
     return torch.optim.AdamW(params, lr=lr, fused=True)
 
 
-def ask(layer, dtype=torch.float32, what=ROWS):
-    return layer.effective.packed(layer.master, layer.transform, dtype, layer._extras(layer.transform), what)
+def ask(layer, dtype=torch.float32, rows=True, columns=False):
+    return layer.effective.packed(layer.master, layer.transform, layer._extras(layer.transform), dtype, rows, columns, "canonical")
 
 
 def right(layer, dtype=torch.float32):
@@ -136,11 +135,10 @@ def test_both_orientations_come_of_one_call():
 
 def test_calls_that_read_different_forms_do_not_pack_in_turns():
     _, layer, optimizer = model_of(torch.optim.AdamW, "fst:2:4(packed=True, fine_tune=0)")
-    only_columns = Reads("dense", "columns", "canonical")
     for k in range(3):
         with Calls() as calls:
             for _ in range(3):
-                assert ask(layer, what=ROWS).rows is not None and ask(layer, what=only_columns).columns is not None
+                assert ask(layer).rows is not None and ask(layer, rows=False, columns=True).columns is not None
         assert calls.packs == (2 if k == 0 else 1)
         layer.weight.grad = torch.randn_like(layer.weight)
         optimizer.step()

@@ -1,5 +1,7 @@
 """The option ``packed``: which plans it makes, what it refuses, and that it changes how products are computed and nothing else."""
 
+import sys
+
 import pytest
 import torch
 
@@ -28,6 +30,8 @@ MAKERS = {
     "sdgf": lambda **k: SdGf("1:8", 20, dense=2, grad="chain", **k),
     "layerwise": lambda **k: LayerWise("2:8", inner=SRSTE("2:8", decay=0.1, **k), rule="magnitude", choices="all"),
 }
+# the function stands in the place of its module
+linear_module, plan_module = (sys.modules[f"nmkernels.autograd.{name}"] for name in ("linear", "plan"))
 EACH = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS.keys())
 
 
@@ -111,14 +115,14 @@ def test_auto_compiles_without_a_break(chosen):
 )
 def test_each_product_is_done_by_the_candidate_chosen_for_it(fprop, dgrad, wgrad, monkeypatch):
     chosen, done = {"fprop": fprop, "dgrad": dgrad, "wgrad": wgrad}, []
-    for module in ("forms", "products"):
-        monkeypatch.setattr(f"nmkernels.autograd.{module}.choose", lambda product, **_: chosen[product.role])
+    for module in (plan_module, linear_module):
+        monkeypatch.setattr(module, "choose", lambda product, **_: chosen[product.role])
 
     def watched(op, backend, args):
         done.append((op, backend))
         return function(op, backend, args)
 
-    monkeypatch.setattr("nmkernels.autograd.linear.function", watched)
+    monkeypatch.setattr(linear_module, "function", watched)
     data = [(x.float(), y.float()) for x, y in DATA[:4]]
     got, _, _ = run(MAKERS["fst"](packed="auto"), F32, data)
     assert distance(snapshot(got), snapshot(run(MAKERS["fst"](packed=False), F32, data)[0])) < 1e-5
@@ -148,8 +152,8 @@ def test_torch_func_gives_the_same_gradients(name, packed):
 @pytest.mark.parametrize("grad", [True, False])
 def test_what_a_layer_is_tuned_for_is_what_it_asks(name, grad, monkeypatch):
     asked = []
-    monkeypatch.setattr("nmkernels.autograd.forms.choose", lambda product, **_: asked.append(product) or "dense")
-    monkeypatch.setattr("nmkernels.autograd.linear.choose", lambda product, **_: asked.append(product) or "dense")
+    for module in (plan_module, linear_module):
+        monkeypatch.setattr(module, "choose", lambda product, **_: asked.append(product) or "dense")
     model, _, _ = start(MAKERS[name](packed="auto"), F32)
     layer, x = model[0], torch.randn(3, 4, 16, requires_grad=True)
     with torch.set_grad_enabled(grad):
