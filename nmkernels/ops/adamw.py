@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..pattern import DtypeError, OptionError, Pattern, PatternLike, ShapeError
 from ..reference.pack import BUFFERS, check_packs
-from .check import FLOATS, as_pattern, check_device, check_float, pattern_of
+from .check import FLOATS, as_pattern, check_device, check_float
 from .compress import Compressed
 from .define import Spec, define
 from .pack import Packed
@@ -65,7 +65,7 @@ def _check_param(op: str, i: int, param: Tensor, n: int, m: int) -> None:
     if 0 in param.stride():
         _check_written(op, f"params[{i}]", param)
     if n or m:
-        p = pattern_of(n, m)
+        p = Pattern(n, m)
         if not param.dim():
             raise ShapeError(f"{op}: params[{i}] is 0-dimensional; groups run along the last dimension. Step it without a pattern.")
         if param.shape[-1] % m:

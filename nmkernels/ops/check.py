@@ -10,7 +10,7 @@ Checks shared by the ops' contracts; every message names the op, the value, the 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -23,19 +23,6 @@ from ..pattern import DtypeError, NMError, Pattern, PatternLike, ShapeError
 from ..reference.layouts import check_layout, layout_of, meta_shape
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-
-@cache
-def pattern_of(n: int, m: int) -> Pattern:
-    """The pattern of a raw op's two ints; raises ``PatternError`` when they are out of range."""
-    return Pattern(n, m)
-
-
-@lru_cache(maxsize=4096)
-def packed_sizes(n: int, m: int, cols: int) -> tuple[int, int]:
-    """Values and index bytes of a row; tracing may bring symbolic cols, which are not looked up here."""
-    p = Pattern(n, m)
-    return p.kept(cols), p.index_bytes(cols)
 
 
 @lru_cache(maxsize=1024)
@@ -60,7 +47,7 @@ def check_float(op: str, what: str, x: Tensor) -> None:
 
 def check_dense(op: str, w: Tensor, n: int, m: int, what: str = "the input") -> Pattern:
     """The checks of every op that groups a dense tensor along its last dimension."""
-    p = pattern_of(n, m)
+    p = Pattern(n, m)
     check_float(op, what, w)
     if not w.dim():
         raise ShapeError(
@@ -73,13 +60,13 @@ def check_dense(op: str, w: Tensor, n: int, m: int, what: str = "the input") -> 
 
 def check_packed(op: str, values: Tensor, indices: Tensor, n: int, m: int, cols: int) -> Pattern:
     """The checks of every op that takes a compressed operand of ``cols`` dense columns."""
-    p = pattern_of(n, m)
+    p = Pattern(n, m)
     check_float(op, "values", values)
     if indices.dtype != torch.uint8:
         raise DtypeError(f"{op}: indices have dtype {indices.dtype}; packed indices are uint8. Make them with nm.ops.compress.")
     if cols < 0:
         raise ShapeError(f"{op}: cols is {cols}; the number of dense columns cannot be negative.")
-    kept, size = packed_sizes(n, m, cols) if type(cols) is int else (p.kept(cols), p.index_bytes(cols))
+    kept, size = p.kept(cols), p.index_bytes(cols)
     if not values.dim() or values.shape[-1] != kept:
         raise ShapeError(
             f"{op}: values have shape {tuple(values.shape)}; {cols} columns at {p} store {kept} values per row. "
@@ -99,7 +86,7 @@ def check_operand(op: str, values: Tensor, indices: Tensor, n: int, m: int, cols
     """The checks of an op whose packed matrix may also be in a device layout, told by the dtype of its indices."""
     if indices.dtype != torch.int32:
         return check_packed(op, values, indices, n, m, cols)
-    p, layout = pattern_of(n, m), layout_of(indices)
+    p, layout = Pattern(n, m), layout_of(indices)
     check_float(op, "values", values)
     check_matrix(op, "the compressed operand", values)
     rows = values.shape[0]

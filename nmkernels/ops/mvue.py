@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..pattern import DtypeError, OptionError, Pattern, PatternError, PatternLike, ShapeError
-from .check import as_pattern, check_device, check_float, pattern_of
+from .check import as_pattern, check_device, check_float
 from .compress import Compressed, check_same_form
 from .define import Spec, define
 
@@ -14,7 +14,7 @@ METHODS = ("exact", "approx")
 
 
 def _checked(op: str, g: Tensor, n: int, m: int, dim: int, seed: Tensor, method: str) -> Pattern:
-    p = pattern_of(n, m)
+    p = Pattern(n, m)
     check_float(op, "g", g)
     if not -g.dim() <= dim < g.dim():
         raise ShapeError(f"{op}: dim={dim} does not exist in a tensor of shape {tuple(g.shape)}; it has {g.dim()} dimensions.")

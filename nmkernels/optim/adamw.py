@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -87,22 +86,36 @@ class MaskedAdamW(torch.optim.AdamW):
                 self._run(group, bucket)
         return loss
 
-    def _buckets(self, group: dict[str, Any]) -> Iterator[_Bucket]:
+    def _buckets(self, group: dict[str, Any]) -> Iterable[_Bucket]:
         """Parameters of one group that one kernel call can take together."""
         buckets: dict[Any, _Bucket] = {}
         for p in group["params"]:
-            if p.grad is None:
+            grad = p.grad
+            if grad is None:
                 continue
-            if p.grad.is_sparse:
+            if grad.is_sparse:
                 raise DtypeError("MaskedAdamW: sparse gradients are not supported; use torch.optim.SparseAdam for that parameter.")
+            state = self.state[p]
+            if "exp_avg_sq" not in state or (group["amsgrad"] and "max_exp_avg_sq" not in state):
+                self._start(group, p, state)
             target = self.targets.get(p)
             pattern = target.pattern if target is not None else None
             key = (target is not None, pattern, p.dtype, p.device)
-            buckets.setdefault(key, _Bucket(target is not None, pattern)).add(p, self._moments(group, p), target)
-        yield from buckets.values()
+            bucket = buckets.get(key)
+            if bucket is None:
+                bucket = buckets[key] = _Bucket(target is not None, pattern)
+            stored_in_out = target is not None and target.transposed
+            bucket.targets.append(target)
+            bucket.steps.append(state["step"])
+            bucket.params.append(p.t() if stored_in_out else p)
+            bucket.grads.append(grad.t() if stored_in_out else grad)
+            for name in MOMENTS:
+                moment = state.get(name)
+                if moment is not None:
+                    bucket.moments[name].append(moment.t() if stored_in_out else moment)
+        return buckets.values()
 
-    def _moments(self, group: dict[str, Any], p: Tensor) -> dict[str, Tensor]:
-        state = self.state[p]
+    def _start(self, group: dict[str, Any], p: Tensor, state: dict[str, Tensor]) -> None:
         if not state:
             if p.is_complex() or not p.is_floating_point():
                 raise DtypeError(f"MaskedAdamW: parameters must be real floating point, got {p.dtype}; use torch.optim.AdamW for it.")
@@ -112,7 +125,6 @@ class MaskedAdamW(torch.optim.AdamW):
         for name in MOMENTS if group["amsgrad"] else MOMENTS[:2]:
             if name not in state:
                 state[name] = torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format)
-        return state
 
     def _run(self, group: dict[str, Any], b: _Bucket) -> None:
         rule = self.rule if b.maskable else PLAIN
@@ -133,8 +145,12 @@ class MaskedAdamW(torch.optim.AdamW):
             found_inf=getattr(self, "found_inf", None),
         )
         if b.maskable:
-            self.stats = stats if self.stats is None else merge_stats(self.stats, stats)
-            self.stats_numel += sum(p.numel() for p in b.params)
+            self._count(stats, b)
+
+    def _count(self, stats: Tensor, b: _Bucket) -> None:
+        self.stats = stats if self.stats is None else merge_stats(self.stats, stats)
+        for p in b.params:
+            self.stats_numel += p.numel()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of MaskedAdamW or of plain AdamW; fp32 moments stay fp32 whatever the parameters' dtype is.
@@ -147,36 +163,16 @@ class MaskedAdamW(torch.optim.AdamW):
         restore_adam_state(self, state_dict)
 
 
-@dataclass
 class _Bucket:
     """The argument lists of one kernel call."""
 
-    maskable: bool
-    pattern: Pattern | None
-    params: list[Tensor] = field(default_factory=list)
-    grads: list[Tensor] = field(default_factory=list)
-    steps: list[Tensor] = field(default_factory=list)
-    penalties: list[Callable[[], Tensor | None]] = field(default_factory=list)
-    moments: dict[str, list[Tensor]] = field(default_factory=lambda: {name: [] for name in MOMENTS})
-
-    def add(self, p: Tensor, state: dict[str, Tensor], target: Target | None) -> None:
-        view = target.view if target is not None else _same
-        assert p.grad is not None
-        self.params.append(view(p))
-        self.grads.append(view(p.grad))
-        for name in MOMENTS:
-            if name in state:
-                self.moments[name].append(view(state[name]))
-        self.steps.append(state["step"])
-        self.penalties.append(target.penalty if target is not None else _nothing)
-
-
-def _nothing() -> None:
-    return None
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
+    def __init__(self, maskable: bool, pattern: Pattern | None) -> None:
+        self.maskable, self.pattern = maskable, pattern
+        self.params: list[Tensor] = []
+        self.grads: list[Tensor] = []
+        self.steps: list[Tensor] = []
+        self.targets: list[Target | None] = []
+        self.moments: dict[str, list[Tensor]] = {"exp_avg": [], "exp_avg_sq": [], "max_exp_avg_sq": []}
 
 
 def _hyper(group: dict[str, Any], rule: UpdateRule, device: torch.device) -> Tensor:
@@ -186,15 +182,19 @@ def _hyper(group: dict[str, Any], rule: UpdateRule, device: torch.device) -> Ten
     """
     lr, (beta1, beta2) = group["lr"], group["betas"]
     values = [lr, beta1, beta2, group["eps"], group["weight_decay"], rule.decay, rule.v_step, rule.clamp, 0.0]
-    if any(isinstance(v, Tensor) and not v.is_cpu for v in values):
-        hyper = torch.empty(len(values), dtype=torch.float64, device=device)
-        for i, value in enumerate(values):
-            hyper[i].fill_(0.0 if isinstance(value, Tensor) else float(value))
-    else:
-        hyper = torch.tensor([0.0 if isinstance(v, Tensor) else float(v) for v in values], dtype=torch.float64)
+    tensors, on_host = {}, True
     for i, value in enumerate(values):
         if isinstance(value, Tensor):
-            hyper[i].copy_(value)
+            tensors[i], values[i] = value, 0.0
+            on_host = on_host and value.is_cpu
+    if on_host:
+        hyper = torch.tensor(values, dtype=torch.float64)
+    else:
+        hyper = torch.empty(len(values), dtype=torch.float64, device=device)
+        for i, value in enumerate(values):
+            hyper[i].fill_(float(value))
+    for i, value in tensors.items():
+        hyper[i].copy_(value)
     return hyper
 
 

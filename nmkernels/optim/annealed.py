@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..ops import STATS
-from .adamw import MaskedAdamW, _Bucket, merge_stats
+from .adamw import MaskedAdamW, _Bucket
 
 BLOCK = 1 << 15
 """Weights updated together on a CPU, so that what lies between two operations stays in its cache."""
@@ -50,8 +50,7 @@ class AnnealedAdamW(MaskedAdamW):
         stats = torch.zeros(len(STATS), dtype=torch.float64, device=largest.device)
         stats[STATS.index("max_update")] = largest
         stats[STATS.index("applied")] = self._applied(largest.device).double()
-        self.stats = stats if self.stats is None else merge_stats(self.stats, stats)
-        self.stats_numel += sum(p.numel() for p in b.params)
+        self._count(stats, b)
 
     def _applied(self, device: torch.device) -> Tensor:
         found_inf = getattr(self, "found_inf", None)
@@ -59,7 +58,8 @@ class AnnealedAdamW(MaskedAdamW):
 
     def _late(self, group: dict[str, Any], b: _Bucket, i: int) -> Tensor:
         """Update the i-th parameter of the bucket; the largest |u/D| of it, 0 if the step is skipped."""
-        w, step, penalty = b.params[i], b.steps[i], b.penalties[i]()
+        w, step, target = b.params[i], b.steps[i], b.targets[i]
+        penalty = target.penalty() if target is not None else None
         parts = [w, b.grads[i], torch.zeros_like(w) if penalty is None else penalty, b.moments["exp_avg"][i], b.moments["exp_avg_sq"][i]]
         if group["amsgrad"]:
             parts.append(b.moments["max_exp_avg_sq"][i])

@@ -56,13 +56,9 @@ class Target:
     Args:
         pattern: the N:M pattern of this layer.
         transposed: the parameter is stored ``(in, out)``; its groups run along dimension 0.
-        penalty: returns the gradient of a regulariser, of the shape of ``view``, or None.
+        penalty: returns the gradient of a regulariser, ``(out, in)``, or None.
     """
 
     pattern: Pattern
     transposed: bool = False
     penalty: Callable[[], Tensor | None] = lambda: None
-
-    def view(self, tensor: Tensor) -> Tensor:
-        """``tensor`` (the parameter, its gradient or its state) with groups along the last dimension."""
-        return tensor.t() if self.transposed else tensor

@@ -104,8 +104,3 @@ def test_rules_are_frozen_and_plain_is_adamw():
     assert UpdateRule() == PLAIN
     with pytest.raises(dataclasses.FrozenInstanceError):
         PLAIN.decay = 1.0
-
-
-def test_target_view():
-    x = torch.zeros(3, 5)
-    assert Target(Pattern("2:4")).view(x) is x and Target(Pattern("2:4"), transposed=True).view(x).shape == (5, 3)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from importlib import import_module
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from ...capability import compiled_core
 from ...dispatch import Verdict, impl
 from ...pattern import BackendError, Pattern
-from ..tensors import ORDERED
+from ..tensors import ORDERED, tensors
 
 NAME, PRIORITY = "cpu", 10
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
@@ -43,8 +43,8 @@ def runnable(given: Iterable[Tensor]) -> Verdict:
 
 
 def supports(*args: Any) -> Verdict:
-    """What every op but AdamW can run; none of them takes a list."""
-    given = [x for x in args if isinstance(x, Tensor)]
+    """What every op but AdamW can run."""
+    given = list(tensors(args))
     for x in given:
         if x.dtype == torch.float64:
             return False, "it computes in float32, and this call is in float64"
@@ -60,7 +60,7 @@ def register(op: str, supports: Callable[..., Verdict] = supports) -> Callable[[
 
 def contiguous(x: Tensor) -> Tensor:
     """Contiguous, with a lazy negation carried out: what the pointer shows is what the tensor says."""
-    return x.resolve_neg().contiguous()
+    return x if x.is_contiguous() and not x.is_neg() else x.resolve_neg().contiguous()
 
 
 def row_count(x: Tensor, cols: int) -> int:
@@ -70,6 +70,12 @@ def row_count(x: Tensor, cols: int) -> int:
 
 def packed(like: Tensor, lead: Sequence[int], cols: int, n: int, m: int) -> tuple[Tensor, Tensor]:
     """Room for the compressed form of ``(*lead, cols)``."""
-    pattern = Pattern(n, m)
-    values = like.new_empty(*lead, pattern.kept(cols))
-    return values, like.new_empty(*lead, pattern.index_bytes(cols), dtype=torch.uint8)
+    kept, size = packed_sizes(n, m, cols)
+    return like.new_empty((*lead, kept)), like.new_empty((*lead, size), dtype=torch.uint8)
+
+
+@lru_cache(maxsize=4096)
+def packed_sizes(n: int, m: int, cols: int) -> tuple[int, int]:
+    """Values and index bytes of a row."""
+    p = Pattern(n, m)
+    return p.kept(cols), p.index_bytes(cols)

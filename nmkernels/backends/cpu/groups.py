@@ -70,17 +70,9 @@ def compress(w: Tensor, n: int, m: int, mask: Tensor | None = None, out: tuple[T
     given = None if mask is None else mask.contiguous()
     address = 0 if given is None else given.data_ptr()
     fits = core().compress(
-        w.data_ptr(),
-        DTYPES[w.dtype],
-        row_count(w, cols),
-        cols,
-        n,
-        m,
-        address,
-        values.data_ptr(),
-        indices.data_ptr(),
+        w.data_ptr(), DTYPES[w.dtype], row_count(w, cols), cols, n, m, address, values.data_ptr(), indices.data_ptr(),
         torch.get_num_threads(),
-    )
+    )  # fmt: skip
     if not fits:
         raise ShapeError(f"compress: the mask keeps more than {n} elements in a group, but {n}:{m} stores {n}; prune it first.")
     return values, indices
@@ -102,16 +94,9 @@ def expand(op: str, values: Tensor, indices: Tensor, n: int, m: int, cols: int, 
     values, indices = contiguous(values), indices.contiguous()
     dense = _fresh(values.new_empty(*values.shape[:-1], cols)) if out is None else out
     valid = core().decompress(
-        values.data_ptr(),
-        indices.data_ptr(),
-        DTYPES[values.dtype],
-        row_count(dense, cols),
-        cols,
-        n,
-        m,
-        dense.data_ptr(),
+        values.data_ptr(), indices.data_ptr(), DTYPES[values.dtype], row_count(dense, cols), cols, n, m, dense.data_ptr(),
         torch.get_num_threads(),
-    )
+    )  # fmt: skip
     check_indices(op, valid, m)
     return dense
 
