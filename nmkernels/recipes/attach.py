@@ -6,9 +6,8 @@ state dict; entries of a parameter group survive plain AdamW and distributed che
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -192,25 +191,36 @@ class Attachment:
 
     def _advance(self) -> None:
         """Let the schedule see the step that every optimizer of the run has just done."""
-        parts = [a for a in self.all if a.observed is not None]
-        if not parts:
+        stats: Tensor | None = None
+        numel, moments = 0, []
+        for part in self.all:
+            if part.observed is not None:
+                stats = part.observed if stats is None else merge_stats(stats, part.observed)
+                numel += part.numel
+                moments += part._of_state("exp_avg_sq")
+                part.observed = None
+        if stats is None:
             return
-        stats = summed(a.observed for a in parts)
-        seen = Observed(
-            stats=stats,
-            numel=sum(a.numel for a in parts),
-            second_moments=[v for a in parts for v in a._second_moments()],
-            step=self._step_counter(),
-            calls=self.run.calls + 1,
-            group=self.group,
-        )
-        for part in parts:
-            part.observed = None
-        # whether a scaler has skipped the step is known to the device alone
-        flips = self.run.advance(seen, lambda: self._found_inf is None or bool(stats[APPLIED].item() > 0))
+        step = next(iter(self._of_state("step")), None)
+        step = None if step is None else torch.as_tensor(step)
+        seen = Observed(stats=stats, numel=numel, second_moments=moments, step=step, calls=self.run.calls + 1, group=self.group)
+        flips = self.run.advance(seen, partial(self._applied, stats))
         if flips is not None and self.stats is not None:
             self.stats = self.stats.clone()
             self.stats[FLIPS] += flips
+
+    def _applied(self, stats: Tensor) -> bool:
+        # the device is asked only where a scaler may have skipped the step
+        return self._found_inf is None or bool(stats[APPLIED].item() > 0)
+
+    def _of_state(self, key: str) -> list[Any]:
+        """What the optimizer keeps under ``key`` for the swapped weights, where it does."""
+        state, found = inner(self.optimizer).state, []
+        for layer in self.layers.values():
+            value = state.get(layer.weight, {}).get(key)
+            if value is not None:
+                found.append(value)
+        return found
 
     @property
     def _found_inf(self) -> Tensor | None:
@@ -273,19 +283,6 @@ class Attachment:
                 w.copy_(new if skipped is None else torch.where(skipped.reshape(()).to(w.device) == 0, new, w))
                 layer.effective.drop()
 
-    def _second_moments(self) -> list[Tensor]:
-        """The raw ``exp_avg_sq`` of the swapped weights, where the optimizer keeps one."""
-        states = [inner(self.optimizer).state.get(layer.weight, {}) for layer in self.layers.values()]
-        return [s["exp_avg_sq"] for s in states if "exp_avg_sq" in s]
-
-    def _step_counter(self) -> Tensor | None:
-        """The optimizer's own step count of the first swapped weight that has one."""
-        for layer in self.layers.values():
-            step = inner(self.optimizer).state.get(layer.weight, {}).get("step")
-            if step is not None:
-                return torch.as_tensor(step)
-        return None
-
     # ---- around a load
 
     def _before_load(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
@@ -296,11 +293,6 @@ class Attachment:
     def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
         # from a state of plain AdamW the recipe starts from its beginning with the loaded moments
         self.load(self.group0[STATE_KEY] if STATE_KEY in self.group0 else self.run.first_state(self.group))
-
-
-def summed(stats: Iterable[Tensor | None]) -> Tensor:
-    """The statistics of several optimizers as those of one."""
-    return functools.reduce(merge_stats, (s for s in stats if s is not None))
 
 
 def _doubting(layers: dict[str, NMWeight]) -> Callable[..., None]:
@@ -344,8 +336,10 @@ def unwrapped(given: Any) -> torch.optim.Optimizer:
 
 def inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """The optimizer that updates the weights and keeps their moments: that of this rank's share inside ZeRO, else ``optimizer``."""
-    zero = any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__)
-    return optimizer.optim if zero else optimizer  # type: ignore[attr-defined]
+    for kind in type(optimizer).__mro__:
+        if kind.__name__ == "ZeroRedundancyOptimizer":
+            return optimizer.optim  # type: ignore[attr-defined]
+    return optimizer
 
 
 def masked_adamw(optimizer: torch.optim.Optimizer) -> MaskedAdamW | None:
@@ -358,7 +352,11 @@ def masked_adamw(optimizer: torch.optim.Optimizer) -> MaskedAdamW | None:
 def group_of(optimizer: torch.optim.Optimizer, layers: dict[str, NMWeight]) -> dict[str, Any]:
     """The parameter group that updates the first of ``layers``; the first one where a load has replaced that layer's Parameter."""
     first = next(iter(layers.values())).weight
-    return next((g for g in optimizer.param_groups if any(p is first for p in g["params"])), optimizer.param_groups[0])
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p is first:
+                return group
+    return optimizer.param_groups[0]
 
 
 def require_learned(layers: dict[str, NMWeight], optimizers: Sequence[torch.optim.Optimizer]) -> None:

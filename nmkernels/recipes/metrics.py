@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor
 from .. import ops
 from ..autograd import HardMask
 from ..nn import NMWeight
-from .attach import Attachment, summed
+from ..optim import merge_stats
+from .attach import Attachment
 from .base import State
 from .run import Run
 
@@ -31,7 +33,8 @@ def figures(run: Run, attachments: Iterable[Attachment]) -> dict[str, Tensor]:
         nothing = torch.full((), 0.0 if state else torch.nan, dtype=torch.float64)
         return {"flip_rate": nothing, "density": _density(layers), "phase": phase, "decay_ratio": nothing.clone()}
     numel = sum(a.numel for a in parts)
-    s = dict(zip(ops.STATS, summed(a.stats for a in parts), strict=True))
+    total: Tensor = functools.reduce(merge_stats, [a.stats for a in parts if a.stats is not None])
+    s = dict(zip(ops.STATS, total, strict=True))
     grads = s["pruned_grad_abs"]
     own = {**run.recipe.metrics(state), **_watched(layers)}
     ratio = torch.where(grads > 0, own.get("decay", stage.rule.decay) * s["pruned_abs"] / grads, 0.0)
