@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from ..autograd.transforms import read_as
 from ..nn import CompressedLinear, NMWeight
 from ..pattern import Pattern, RecipeError
 from ..recipes.base import Recipe
@@ -207,7 +208,7 @@ def flops(
     kinds = {p: recipe if p == recipe.pattern else recipe.of_pattern(p) for p in patterns.values()}
     costs = {p: (kind.profile(steps), kind.deployed()) for p, kind in kinds.items()}
     dense = [Span(steps)], Span(1)
-    learns = bool(getattr(recipe.stage({}).transform, "learns", ()))  # then wgrad is needed whether or not the weight is trained
+    learns = bool(read_as("learned", recipe.stage({}).transform))  # then wgrad is needed whether or not the weight is trained
     frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
     parts = []
     for entry, often in zip(entries, passes("flops", entries, rows or {}), strict=True):
