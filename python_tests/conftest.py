@@ -6,7 +6,9 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from operator import attrgetter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,14 +27,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def mark_slow(items: Iterable[Any]) -> None:
-    """Of the cases of a test marked ``quick(count, per=...)``, mark all but the first ``count`` of each kind as slow."""
+    """Of the cases of a test marked ``quick(count, per=...)``, mark all but the first ``count`` of each kind as slow.
+
+    ``per``: the name of a parameter, ``"backend"``, or of an attribute of one, ``"entry.recipe.name"``; or several names.
+    """
     seen: Counter[tuple[str, ...]] = Counter()
     for item in items:
         quick, call = item.get_closest_marker("quick"), getattr(item, "callspec", None)
         if quick is None or call is None:
             continue
-        per = quick.kwargs.get("per", ())
-        kind = (item.nodeid.partition("[")[0], *(str(call.params.get(name)) for name in ([per] if isinstance(per, str) else per)))
+        names = quick.kwargs.get("per", ())
+        parameters = SimpleNamespace(**call.params)
+        values = (str(attrgetter(name)(parameters)) for name in ([names] if isinstance(names, str) else names))
+        kind = (item.nodeid.partition("[")[0], *values)
         seen[kind] += 1
         if seen[kind] > (quick.args[0] if quick.args else 1):
             item.add_marker(pytest.mark.slow)
