@@ -1,11 +1,8 @@
-"""What would make a layer faster, each with what the roofline says of it.
-
-What the figures of an audit rest on, in sentences.
-"""
+"""What would make a layer faster, each with what the roofline says of it; and what the figures of an audit rest on, in sentences."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,29 +10,29 @@ import torch
 
 from ..capability import compiled_core
 from ..pattern import Pattern
-from . import rules as roofline
 from .devices import HALVES, Device
 from .report import Advice, Audit
-from .rules import TWO_FOUR, Cost, Layer, Pieces, Rules, inference, speedup, step
+from .rules import TWO_FOUR, Cost, Layer, Pieces, Rules, inference, predict, refused, speedup, step
 
 
 def notes(audit: Audit, case: Case, measured: bool) -> tuple[str, ...]:
     """Of the prediction, of the measurement, and of what is counted; ``case`` is one of the layers."""
     device, dtype = case.device, str(case.layer.dtype).removeprefix("torch.")
     rate, memory = device.rate(case.layer.dtype) / 1e12, device.bandwidth / 1e12
-    figures = f"dense {dtype} products at {rate:.3g} TFLOP/s, memory of {memory:.3g} TB/s"
+    figures = f"dense {dtype} GEMMs at {rate:.3g} TFLOP/s, memory of {memory:.3g} TB/s"
     if device.power is not None:
         ratio = device.ratio["fprop"]
         said = (
             f"Predicted by a roofline, not measured: {device.name}, {figures}, of which {100 * device.share:.0f} % are reached, and 2:4 "
-            f"products {ratio:g} times as fast as dense where arithmetic bounds them. That ratio is {device.low:g} to {device.high:g} "
-            f"and not 2, because sparse products draw more of the {device.power:g} W and the clock falls; it differs from card to card."
+            f"GEMMs {ratio:g} times as fast as dense where arithmetic bounds them. That ratio is {device.low:g} to {device.high:g} "
+            f"and not 2, because sparse GEMMs draw more of the {device.power:g} W and the clock falls; it differs from card to card."
         )
     else:
+        patterns = ", ".join(dict.fromkeys(layer.pattern for layer in audit.layers if layer.pattern)) or "N:M"
         ratios = ", ".join(f"{role} {value:.2f}" for role, value in device.ratio.items())
         said = (
-            f"Predicted by a roofline of {device.name}, as a short measurement found it: {figures}; sparse over dense products of "
-            f"{audit_pattern(audit)}: {ratios}."
+            f"Predicted by a roofline of {device.name}, as a short measurement found it: {figures}; sparse over dense GEMMs of "
+            f"{patterns}: {ratios}."
         )
     found = [said]
     if device.turned and not compiled_core().ok:
@@ -49,21 +46,16 @@ def notes(audit: Audit, case: Case, measured: bool) -> tuple[str, ...]:
         passes = f", {audit.accumulate} passes per optimizer step" if audit.accumulate > 1 else ""
         recipe = f" of {audit.recipe}" if audit.recipe else ""
         found.append(
-            f"A step{recipe}: {audit.tokens} tokens{passes}; its three products, with masking and packing of the weights and estimates of "
+            f"A step{recipe}: {audit.tokens} tokens{passes}; its three GEMMs, with masking and packing of the weights and estimates of "
             "gradients. The optimizer's own update, which a dense step has too, is not in it."
         )
     else:
         found.append(f"Inference with {audit.tokens} tokens at once.")
     if case.trains and not audit.steps:
-        found.append("No product of this recipe's training has a sparse weight or an estimated gradient, so no step is predicted to gain.")
+        found.append("No GEMM of this recipe's training has a sparse weight or an estimated gradient, so no step is predicted to gain.")
     if not audit.other:
         found.append("Only linear layers are counted: no attention scores, norms, embeddings; other=FLOPs per token adds them.")
     return tuple(found)
-
-
-def audit_pattern(audit: Audit) -> str:
-    """The patterns of the sparse layers."""
-    return ", ".join(dict.fromkeys(layer.pattern for layer in audit.layers if layer.pattern)) or "N:M"
 
 
 LEAST = 1.01
@@ -80,7 +72,7 @@ class Case:
 
     Args:
         kept: a dense weight is at hand in inference, so that a product is never expanded for it.
-        fused: see ``roofline.predict``.
+        fused: see ``rules.predict``.
     """
 
     device: Device
@@ -93,7 +85,7 @@ class Case:
 
     def cost(self) -> Cost:
         """Seconds of its pieces."""
-        return roofline.predict(self.device, self.layer, self.rules, self.fused)
+        return predict(self.device, self.layer, self.rules, self.fused)
 
     def step(self) -> Pieces:
         """Pieces of a training step; none of a layer that is not trained."""
@@ -114,15 +106,18 @@ class Case:
         """What a change is judged by."""
         return "step" if self.trains else "inference"
 
-    def speedup(self) -> float:
+    def pieces(self) -> Pieces:
         """Of a step, or of inference for a layer that is not trained."""
-        return speedup(self.step() if self.trains else self.inference())
+        return self.step() if self.trains else self.inference()
+
+    def speedup(self) -> float:
+        """How many times as fast as dense those are."""
+        return speedup(self.pieces())
 
 
 def of_sparse(case: Case) -> tuple[Advice, ...]:
     """What would make a sparse layer faster."""
-    rules = (_packed, _operand, _dgrad, _wgrad, _estimate, _tokens, _preparing, _deployed)
-    found = [advice for rule in rules for advice in rule(case)]
+    found = [*_operand(case), *(_training(case) if case.trains else ()), *_deployed(case)]
     if case.speedup() < 1 / LEAST and all((advice.speedup or 0.0) < 1 for advice in found):
         found.append(Advice("it loses, whatever is changed above: leave it dense (filter_fn)", case.part(), 1.0))
     return tuple(found)
@@ -133,110 +128,70 @@ def _offer(case: Case, text: str, changed: Case, detail: str = "") -> list[Advic
     return [Advice(text, case.part(), gained, detail)] if gained >= LEAST * max(case.speedup(), 1 / LEAST) else []
 
 
+def _training(case: Case) -> Iterator[Advice]:
+    """What to change of a step: packing, the operands of dgrad and wgrad, the tokens, and who prepares the weight."""
+    rules, pieces = case.rules, {piece.name: piece for piece in case.step()}
+    if rules.fprop and not rules.packed:
+        text = 'training multiplies the weight in dense layout: packed="auto", where the recipe has that option'
+        yield from _offer(case, text, case.but({"packed": True}))
+    if rules.fprop and not rules.dgrad and not case.device.turned:
+        text = "dgrad is dense, the mask being N:M along inputs alone: a transposable mask (FST) or a second one (SLoPe) makes it sparse"
+        yield from _offer(case, text, case.but({"dgrad": True, "prepare": "transposable"}))
+    if rules.fprop and rules.trains and rules.estimate is None:
+        text = 'wgrad is dense: an estimate of the output gradient (mvue="exact" of S-STE and FST) makes it sparse'
+        yield from _offer(case, text, case.but({"estimate": TWO_FOUR}))
+    dear = rules.estimate is not None and not _estimate_pays(case, case.layer.shape[1])
+    exact = case.but({"estimate": None})
+    if dear:
+        least = _least(lambda width: _estimate_pays(case, width), 64, 1 << 16)
+        text = "the estimate for wgrad costs more than a sparse wgrad saves, where the layer has so few inputs: mvue=None"
+        yield from _offer(case, text, exact, f"(pays from {_round(least)} inputs on)" if least else "")
+    small = exact if dear and exact.speedup() >= max(1.0, LEAST * case.speedup()) else case
+    if small.speedup() < 1 and (most := break_even(small)) is not None and most > case.layer.tokens * case.accumulate:
+        text = "the step is too small to pay for masking and packing: more tokens per optimizer step"
+        yield Advice(text, detail=f"needs about {_round(most)}")
+    if not case.fused and rules.prepare in ("mask", "transposable"):
+        text = "MaskedAdamW masks and packs in its own pass over the weight: recipe.optimizer(...)"
+        yield from _offer(case, text, replace(case, fused=True))
+    used = sum(piece.used for piece in pieces.values())
+    if "weight" in pieces and pieces["weight"].used > PREPARING * used and case.accumulate < 8:
+        text = f"preparing the weight is {100 * PREPARING:.0f} % of a step or more: accumulate gradients over {8} passes"
+        yield from _offer(case, text, replace(case, accumulate=8))
+
+
+def _estimate_pays(case: Case, width: int) -> bool:
+    """Whether a sparse wgrad saves what the estimate costs, with so many inputs."""
+    pieces = {p.name: p for p in case.but(layer={"shape": (case.layer.shape[0], width)}).step()}
+    return pieces["wgrad"].dense - pieces["wgrad"].used >= pieces["estimate"].used
+
+
 def _operand(case: Case) -> list[Advice]:
-    """The dtype, the pattern and the shape that sparse products take."""
+    """The dtype, the pattern and the shape that sparse GEMMs take."""
     (out, cols), device, pattern = case.layer.shape, case.device, case.rules.pattern
     kind = str(case.layer.dtype).removeprefix("torch.")
     if device.few is None:
-        if case.rules.fprop and kind in HALVES and device.ratio["fprop"] < 1:
-            text = f"{kind} products of {pattern} are slower than dense ones here: float32, or another device"
-            return [Advice(text)]
-        return []
-    why = roofline.refused(device, case.layer, "fprop", pattern)
+        slow = case.rules.fprop and kind in HALVES and device.ratio["fprop"] < 1
+        return [Advice(f"{kind} GEMMs of {pattern} are slower than dense ones here: float32, or another device")] if slow else []
+    why = refused(device, case.layer, "fprop", pattern)
     if why in ("float32", kind):
-        half = case.but(layer={"dtype": torch.bfloat16})
         text = f"{kind} does not reach the sparse tensor cores: bfloat16 (torch.autocast), where the gain is over dense bfloat16"
-        return _offer(case, text, half)
+        return _offer(case, text, case.but(layer={"dtype": torch.bfloat16}))
     if why == "pattern":
         text = f"{pattern} is not a 2:4 pattern, which the sparse tensor cores need: take 2:4, or N <= 2 of 8, 16, ..."
         return _offer(case, text, case.but({"pattern": TWO_FOUR}))
     if why == "shape":
         padded = (-(-out // device.rows) * device.rows, -(-cols // device.cols) * device.cols)
         text = f"sparse tensor cores take multiples of {device.rows} outputs and {device.cols} inputs: pad the layer"
-        dense, used = (case.but(layer={"shape": s}) for s in (case.layer.shape, padded))
-        gained = _seconds(dense, 0) / _seconds(used, 1)
-        detail = f"to ({padded[0]},{padded[1]})"
-        return [Advice(text, case.part(), gained, detail)] if gained >= LEAST * case.speedup() else []
+        wide = case.but(layer={"shape": padded})
+        gained = sum(p.dense for p in case.pieces()) / sum(p.used for p in wide.pieces())
+        return [Advice(text, case.part(), gained, f"to ({padded[0]},{padded[1]})")] if gained >= LEAST * case.speedup() else []
     return []
-
-
-def _seconds(case: Case, which: int) -> float:
-    pieces = case.step() if case.trains else case.inference()
-    return sum((p.dense, p.used)[which] for p in pieces)
-
-
-def _packed(case: Case) -> list[Advice]:
-    if not case.trains or not case.rules.fprop or case.rules.packed:
-        return []
-    text = 'training multiplies the weight in dense layout: packed="auto", where the recipe has that option'
-    return _offer(case, text, case.but({"packed": True}))
-
-
-def _dgrad(case: Case) -> list[Advice]:
-    if not case.trains or case.rules.dgrad or not case.rules.fprop or case.device.turned:
-        return []
-    text = "dgrad is dense, the mask being N:M along the inputs alone: a transposable mask (FST) or a second one (SLoPe) makes it sparse"
-    return _offer(case, text, case.but({"dgrad": True, "prepare": "transposable"}))
-
-
-def _wgrad(case: Case) -> list[Advice]:
-    if not case.trains or not case.rules.trains or case.rules.estimate is not None or not case.rules.fprop:
-        return []
-    text = 'wgrad is dense: an estimate of the output gradient (mvue="exact" of S-STE and FST) makes it sparse'
-    return _offer(case, text, case.but({"estimate": TWO_FOUR}))
-
-
-def _estimate(case: Case) -> list[Advice]:
-    """Where the estimate costs more than a sparse wgrad saves."""
-    if not case.trains or case.rules.estimate is None:
-        return []
-    pieces = {piece.name: piece for piece in case.step()}
-    saved = pieces["wgrad"].dense - pieces["wgrad"].used
-    if saved >= pieces["estimate"].used:
-        return []
-
-    def pays(width: int) -> bool:
-        wide = {p.name: p for p in case.but(layer={"shape": (case.layer.shape[0], width)}).step()}
-        return wide["wgrad"].dense - wide["wgrad"].used >= wide["estimate"].used
-
-    least = _least(pays, 64, 1 << 16)
-    detail = f"(pays from {_round(least)} inputs on)" if least else ""
-    text = "the estimate for wgrad costs more than a sparse wgrad saves, where the layer has so few inputs: mvue=None"
-    return _offer(case, text, case.but({"estimate": None}), detail)
-
-
-def _tokens(case: Case) -> list[Advice]:
-    """Where the step is too small for its preparations."""
-    if any(advice.speedup is not None and advice.speedup >= 1 for advice in _estimate(case)):
-        case = case.but({"estimate": None})
-    if not case.trains or case.speedup() >= 1:
-        return []
-    least = break_even(case)
-    if least is None or least <= case.layer.tokens * case.accumulate:
-        return []
-    text = "the step is too small to pay for masking and packing: more tokens per optimizer step"
-    return [Advice(text, detail=f"needs about {_round(least)}")]
 
 
 def break_even(case: Case) -> int | None:
     """The fewest tokens per optimizer step, all in one pass, with which a step is as fast as dense; None where no number is enough."""
     once = replace(case, accumulate=1)
     return _least(lambda tokens: once.but(layer={"tokens": tokens}).speedup() >= 1, 1, MOST_TOKENS)
-
-
-def _preparing(case: Case) -> list[Advice]:
-    """Masking and packing, done by the optimizer or for more tokens."""
-    if not case.trains:
-        return []
-    found, pieces = [], {piece.name: piece for piece in case.step()}
-    if not case.fused and case.rules.prepare in ("mask", "transposable"):
-        text = "MaskedAdamW masks and packs in its own pass over the weight: recipe.optimizer(...)"
-        found += _offer(case, text, replace(case, fused=True))
-    used = sum(piece.used for piece in pieces.values())
-    if "weight" in pieces and pieces["weight"].used > PREPARING * used and case.accumulate < 8:
-        text = f"preparing the weight is {100 * PREPARING:.0f} % of a step or more: accumulate gradients over {8} passes"
-        found += _offer(case, text, replace(case, accumulate=8))
-    return found
 
 
 def _deployed(case: Case) -> list[Advice]:

@@ -228,7 +228,7 @@ def _inferred(own: Measured, case: Case) -> Pieces:
 
 
 def _range(result: Audit, cases: list[Case], part: str) -> tuple[float, ...]:
-    """The total where sparse products are as slow, and as fast, as they may be."""
+    """The total where sparse GEMMs are as slow, and as fast, as they may be."""
     totals = []
     for bound in ("low", "high"):
         moved = [replace(case, device=at(case.device, getattr(case.device, bound))) for case in cases]

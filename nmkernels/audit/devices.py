@@ -4,7 +4,7 @@ Sources of the table: NVIDIA's data sheets for peaks, bandwidth and power (A100 
 
 * dense 16-bit products on H100 and H200: about 650 to 800 of 989 TFLOP/s, as the clock falls under load; 700 is taken. On an A100 250 of
   312.
-* 2:4 products against dense ones. The instruction has twice the rate, but power follows the multiplications that are done, so the
+* 2:4 GEMMs against dense ones. The instruction has twice the rate, but power follows the multiplications that are done, so the
   clock falls further. H100: 1.20 to 1.22 at 8192³ with cuSPARSELt (NVIDIA/CUDALibrarySamples issue 203), about 1.2 with CUTLASS's example
   62 (NVIDIA/cutlass issue 2229); this package aims at 1.25, at best 1.4. A100: 1.3 to 1.66 (pytorch pull request 90119, 768×3072
   and larger); 1.4 is taken. An H20, which power does not limit, reaches 2.0 with the same instruction.
@@ -35,7 +35,7 @@ class Device:
         name: in words. power: watts that it may draw, None where that is not told.
         bandwidth: of the memory, bytes per second. share, passes, estimate: the part of it that is reached by products,
             by passes over a weight, and by MVUE.
-        dense: floating-point operations per second of dense products, by dtype.
+        dense: floating-point operations per second of dense GEMMs, by dtype.
         ratio: how many times as fast as dense a product with a sparse operand is where arithmetic bounds it, by role.
         low, high: what ``ratio`` may really be.
         launch, call: seconds beside that, of a dense product and of one of this package's kernels.
@@ -62,7 +62,7 @@ class Device:
     turned: bool = False
 
     def rate(self, dtype: torch.dtype) -> float:
-        """Of dense products, operations per second; the slowest known for a dtype that is not."""
+        """Of dense GEMMs, operations per second; the slowest known for a dtype that is not."""
         return self.dense.get(str(dtype).removeprefix("torch."), min(self.dense.values()))
 
     def refuses(self, out: int, cols: int, width: int, dtype: torch.dtype, pattern: Pattern) -> str:

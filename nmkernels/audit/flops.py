@@ -1,6 +1,6 @@
 """flops: what training under a recipe costs, and what the deployed model costs, by one rule for every method.
 
-Every linear-like layer of a model with what a recipe would make of it, shared by what counts and by what predicts.
+``inventory``, every linear-like layer of a model with what a recipe would make of it, is shared with ``audit``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What ``audit`` returns: figures per layer and in total, and the table of them.
-
-The table of an ``Audit``.
-"""
+"""What ``audit`` returns: figures per layer and in total, and the table of them."""
 
 from __future__ import annotations
 
@@ -53,7 +50,7 @@ def _summary(audit: Audit) -> list[str]:
     if ranges:
         lines.append(
             _wrapped(
-                "With sparse products as slow, and as fast, as below: "
+                "With sparse GEMMs as slow, and as fast, as below: "
                 + ", ".join(f"{word} {low:.2f}x to {high:.2f}x" for word, (low, high) in ranges)
                 + "."
             )
@@ -161,7 +158,7 @@ class Audit:
         device: that the prediction is for. recipe: in text, empty for compressed models. tokens: of one forward pass.
         accumulate: forward passes per optimizer step.
         steps: the share of the recipe's steps that are sparse, which those of the table are.
-        inference_range, step_range: the predicted totals where sparse products are as slow, and as fast, as they may be; empty on a
+        inference_range, step_range: the predicted totals where sparse GEMMs are as slow, and as fast, as they may be; empty on a
             device that was measured.
         other: predicted seconds of everything else in one forward pass, where the caller told its FLOPs.
         notes: what the figures rest on, in sentences.
@@ -238,6 +235,4 @@ class Audit:
         return {**own, **totals, **more, "layers": [{**layer.as_dict(), "share": self.share(layer)} for layer in self.layers]}
 
     def __str__(self) -> str:
-        pass
-
         return table(self)

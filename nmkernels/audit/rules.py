@@ -1,23 +1,19 @@
-"""What a recipe, or a layer that is sparse already, does in a sparse step: the rules that its costs follow from.
-
-The linear layers of a model, equal ones together, with what their costs follow from.
+"""What a recipe does to a linear layer in a sparse step, what each piece of that costs by a roofline, and which pieces a good choice runs.
 
 The roofline: each piece of a step takes as long as its bytes or its arithmetic do, whichever is more, and the start of a kernel.
 
-    product: max(bytes / (share · bandwidth), 2 · tokens · out · in / (rate · ratio)) + launch        ratio 1 where it is dense
+    GEMM: max(bytes / (share · bandwidth), 2 · tokens · out · in / (rate · ratio)) + launch        ratio 1 where it is dense
     pass over memory: bytes / (share · bandwidth) + launch
 
 Bytes per element of s bytes, and p = s·N/M + index bits in packed form (1.125 for 2:4 in 16 bits): a weight of w bytes masked and packed
 one way w + p (3.125 for w = s = 2), both ways with the mask w + 2p + 1/8 (4.375), MVUE to packed s + p (3.125). MaskedAdamW, which
 reads the weight anyhow, only adds what is written.
-
-What a training step does to one linear layer, as named pieces, and which of them a layer that chooses well runs.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -46,16 +42,23 @@ def of_recipe(recipe: Recipe, pattern: Pattern) -> Rules:
     """The rules of the cheapest steps of ``recipe`` for a layer of ``pattern``, and the share of its run's steps that are sparse."""
     steps = recipe.total_steps or STEPS
     own = recipe if pattern == recipe.pattern else recipe.of_pattern(pattern)
+    # the recipe that says what a sparse step does: the inner one of STEP and LayerWise
+    inner = recipe.inner_at({})[0] if isinstance(recipe, Outer) else recipe
     spans = [span for span in own.profile(steps) if span.steps]
-    best = min(spans, key=_work)
-    sparse = sum(span.steps for span in spans if _work(span) < 3) / steps
+    best, leaves = min(spans, key=_work), own.deployed().fprop < 1
     if _work(best) == 3:
-        return Rules(pattern, fprop=False, prepare="", steps=0.0, leaves=own.deployed().fprop < 1)
-    transform = own.final_transform()
-    estimate = _estimate(recipe) if 0 < best.wgrad < 1 else None
-    kind, leaves = _prepare_rule(transform, best.dgrad < 1), own.deployed().fprop < 1
-    packed = bool(getattr(inner_of(recipe), "packed", False))
-    return Rules(pattern, best.fprop < 1, best.dgrad < 1, estimate, kind, best.wgrad > 0, sparse, leaves, packed)
+        return Rules(pattern, fprop=False, prepare="", steps=0.0, leaves=leaves)
+    return Rules(
+        pattern,
+        best.fprop < 1,
+        best.dgrad < 1,
+        Pattern(getattr(inner, "mvue_pattern", "2:4")) if 0 < best.wgrad < 1 else None,
+        _prepare_rule(own.final_transform(), best.dgrad < 1),
+        best.wgrad > 0,
+        sum(span.steps for span in spans if _work(span) < 3) / steps,
+        leaves,
+        bool(getattr(inner, "packed", False)),
+    )
 
 
 def of_layer(layer: NMWeight) -> Rules:
@@ -64,11 +67,6 @@ def of_layer(layer: NMWeight) -> Rules:
     columns = transform.traits.transposable or transform.traits.own_dgrad
     estimate = Pattern(plan.n, plan.m) if plan.wgrad in ("mvue", "magnitude") else None
     return Rules(layer.pattern, True, columns, estimate, _prepare_rule(transform, columns), plan.wgrad != "none", packed=plan.packs)
-
-
-def frozen(rules: Rules) -> Rules:
-    """The same for a weight without a gradient."""
-    return replace(rules, trains=False, estimate=None)
 
 
 def _work(span: Span) -> float:
@@ -80,25 +78,17 @@ def _prepare_rule(transform: WeightTransform, columns: bool) -> str:
     return "threshold" if transform.traits.threshold else "transposable" if columns else "mask"
 
 
-def _estimate(recipe: Recipe) -> Pattern:
-    return Pattern(getattr(inner_of(recipe), "mvue_pattern", "2:4"))
-
-
-def inner_of(recipe: Recipe) -> Recipe:
-    """The recipe that says what a sparse step does: the inner one of STEP and LayerWise."""
-    return recipe.inner_at({})[0] if isinstance(recipe, Outer) else recipe
-
-
 def by_name(spec: str) -> Recipe:
     """The recipe of a text, with ``packed="auto"`` and as long as a schedule needs to be seen, unless the text says otherwise."""
     name, _, given = parse(spec)
     free = {f.name for f in fields(find(name)) if f.init} - set(given)
+    steps = {"total_steps": STEPS} if "total_steps" in free else {}
     auto: dict[str, Any] = {"packed": "auto"} if "packed" in free and "inner" not in given else {}
     try:
-        long = get(spec, total_steps=STEPS, **auto) if "total_steps" in free else get(spec, **auto)
+        long = get(spec, **steps, **auto)
     except RecipeError:  # emulated FP8 needs the dense layout, for instance
         auto = {}
-        long = get(spec, total_steps=STEPS) if "total_steps" in free else get(spec)
+        long = get(spec, **steps)
     try:
         short = get(spec, **auto)
     except RecipeError:
@@ -138,6 +128,8 @@ def parts_of(
     modules = dict(model.named_modules())
     done = [m for m in modules.values() if isinstance(m, (NMWeight, CompressedLinear))]
     usual = Counter(m.pattern for m in done).most_common(1)[0][0] if done else None
+    # of a compressed model the dense layers are not trained either
+    deployed = bool(done) and all(isinstance(m, CompressedLinear) for m in done)
     entries, patterns = inventory("audit", model, recipe or Recipe(usual or "2:4"), filter_fn)
     said = {e.name: e.reason for e in report if not e.sparse}
     entries = [e if e.sparse or e.name not in said else replace(e, reason=said[e.name]) for e in entries]
@@ -147,22 +139,19 @@ def parts_of(
     for entry, often in zip(entries, passes("audit", entries, rows), strict=True):
         module = modules.get(entry.name)
         weight, learns = _weight(model, module, entry.name)
-        layer = Layer((entry.shape[-2:] or (0, 0)), round(tokens * often), dtype or _usual(weight), _usual(weight))  # type: ignore[arg-type]
+        master = weight if weight in DTYPES else torch.bfloat16
+        layer = Layer((entry.shape[-2:] or (0, 0)), round(tokens * often), dtype or master, master)  # type: ignore[arg-type]
         pattern = patterns.get(entry.name)
         rules = None if pattern is None else _rules(module, recipe, pattern, layer.shape)
-        rules = rules if rules is None or learns else frozen(rules)
-        trains = not isinstance(module, CompressedLinear) and not getattr(module, "finished", False)
+        if rules is not None and not learns:
+            rules = replace(rules, trains=False, estimate=None)
+        trains = not deployed and not isinstance(module, CompressedLinear) and not getattr(module, "finished", False)
         kept = not isinstance(module, CompressedLinear) or module.keep_dense
-        part = Part((), layer, rules, pattern or standard, trains and not _deployed(done), learns, kept)
+        part = Part((), layer, rules, pattern or standard, trains, learns, kept)
         key = (starred(entry.name), entry.kind, entry.shape, entry.reason, part)
         found.setdefault(key, []).append(entry)
         made[key] = part
     return [replace(part, entries=tuple(found[key])) for key, part in made.items()]
-
-
-def _deployed(done: list[NMWeight | CompressedLinear]) -> bool:
-    """Whether the model is compressed: its dense layers are then not trained either."""
-    return bool(done) and all(isinstance(m, CompressedLinear) for m in done)
 
 
 def _rules(module: nn.Module | None, recipe: Recipe | None, pattern: Pattern, shape: tuple[int, int]) -> Rules:
@@ -182,10 +171,6 @@ def _weight(model: nn.Module, module: nn.Module | None, name: str) -> tuple[torc
     except AttributeError:  # computed from other tensors
         return torch.get_default_dtype(), True
     return weight.dtype, weight.requires_grad
-
-
-def _usual(dtype: torch.dtype) -> torch.dtype:
-    return dtype if dtype in DTYPES else torch.bfloat16
 
 
 TWO_FOUR = Pattern("2:4")
@@ -292,7 +277,7 @@ def _adapter(device: Device, layer: Layer, rank: int) -> float:
 
 
 def at(device: Device, ratio: float) -> Device:
-    """The same device with another ratio of sparse to dense products."""
+    """The same device with another ratio of sparse to dense GEMMs."""
     return replace(device, ratio=dict.fromkeys(device.ratio, ratio))
 
 
@@ -385,7 +370,7 @@ def step(cost: Cost, rules: Rules, turned: bool = False, accumulate: int = 1) ->
             continue
         if weight:
             pieces.append(Piece("weight", 0.0, took / accumulate, weight.removeprefix("weight ")))
-        if not best or _used(pieces) < _used(best):
+        if not best or total(pieces)[1] < total(best)[1]:
             best = pieces
     if rules.trains:
         best += _wgrad(cost, rules)
@@ -415,9 +400,9 @@ def inference(cost: Cost, kept: bool = True) -> tuple[Piece, ...]:
     return (piece,) if adapter is None else (piece, Piece("adapter", 0.0, adapter, "dense"))
 
 
-def total(pieces: tuple[Piece, ...]) -> tuple[float, float]:
+def total(pieces: Sequence[Piece]) -> tuple[float, float]:
     """Seconds in the dense model, and here."""
-    return sum(p.dense for p in pieces), _used(pieces)
+    return sum(p.dense for p in pieces), sum(p.used for p in pieces)
 
 
 def speedup(pieces: tuple[Piece, ...]) -> float:
@@ -429,10 +414,6 @@ def speedup(pieces: tuple[Piece, ...]) -> float:
     """
     dense, used = total(pieces)
     return dense / used if used else 1.0
-
-
-def _used(pieces: list[Piece] | tuple[Piece, ...]) -> float:
-    return sum(p.used for p in pieces)
 
 
 def _product(role: str, cost: Cost, sparse: bool) -> Piece:

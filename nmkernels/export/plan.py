@@ -73,6 +73,10 @@ class LoadPlan:
         switch_fast_paths(model)
 
 
+class _Unfit(Exception):
+    """Why a layer of the file is damaged or does not fit the model's."""
+
+
 def plan_load(model: nn.Module, contents: Contents, layers: dict[str, Any]) -> LoadPlan:
     """The plan for loading ``contents`` into ``model``; ``layers`` is the table of compressed ones.
 
@@ -90,11 +94,9 @@ def plan_load(model: nn.Module, contents: Contents, layers: dict[str, Any]) -> L
             plan.layers[given] = layer = _layer(name, about, parts, module)
             first = planned.setdefault(id(module), given)
             if not layer.equals(plan.layers[first]):
-                raise CheckpointError(
-                    f"layer {quote(name)}: the model has it under the name {first!r} too, where the file holds another weight"
-                )
-        except CheckpointError as error:
-            plan.problems.append(str(error))
+                raise _Unfit(f"the model has it under the name {first!r} too, where the file holds another weight")
+        except _Unfit as error:
+            plan.problems.append(f"layer {quote(name)}: {error}")
     _match_others(plan, rest, model)
     if plan.problems:
         shown = "\n  ".join(plan.problems[:SHOWN])
@@ -111,31 +113,32 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 def _layer(name: str, about: Any, parts: list[Tensor | None], module: Any) -> LayerPlan:
-    pattern, layout, dtype, (rows, cols) = _entry(name, about)
+    pattern, layout, dtype, (rows, cols) = _entry(about)
     values, indices, columns, left, right = parts
     if values is None or indices is None:
-        raise CheckpointError(f"layer {quote(name)}: the file lacks its {'values' if values is None else 'indices'}")
+        raise _Unfit(f"the file lacks its {'values' if values is None else 'indices'}")
     _check_module(name, module, layout, (rows, cols), values.dtype)
     if str(values.dtype) != f"torch.{dtype}" or indices.dtype != torch.uint8:
-        raise CheckpointError(
-            f"layer {quote(name)}: values are {values.dtype} and indices {indices.dtype}; "
-            f"torch.{shortened(dtype)} and torch.uint8 were announced"
-        )
+        raise _Unfit(f"values are {values.dtype} and indices {indices.dtype}; torch.{shortened(dtype)} and torch.uint8 were announced")
     want = (rows, pattern.kept(cols)), (rows, pattern.index_bytes(cols))
     if (tuple(values.shape), tuple(indices.shape)) != want:
-        raise CheckpointError(
-            f"layer {quote(name)}: values {tuple(values.shape)} and indices {tuple(indices.shape)} are not those "
+        raise _Unfit(
+            f"values {tuple(values.shape)} and indices {tuple(indices.shape)} are not those "
             f"of a {pattern} weight ({rows}, {cols}), which are {want[0]} and {want[1]}"
         )
-    _check_indices(name, indices, pattern, cols)
-    adapter = _adapter(name, about.get("rank"), left, right, values)
+    _check_indices(indices, pattern, cols)
+    adapter = _adapter(about.get("rank"), left, right, values)
     if adapter is not None and (adapter[0].shape[0], adapter[1].shape[1]) != (cols, rows):
-        raise CheckpointError(f"layer {quote(name)}: its adapter does not fit a weight ({rows}, {cols}) (out, in)")
-    _check_columns(name, about.get("columns", False), columns, cols)
+        raise _Unfit(f"its adapter does not fit a weight ({rows}, {cols}) (out, in)")
+    if about.get("columns", False) is not (columns is not None):
+        lacks = "its entry in the metadata does not announce" if columns is not None else "the file lacks"
+        raise _Unfit(f"{lacks} the order of its inputs")
+    if columns is not None and not is_order(columns, cols):
+        raise _Unfit(f"the order of its inputs is not a permutation of {cols}; the file is damaged")
     return LayerPlan(Compressed(values, indices, pattern, (rows, cols)), layout, adapter, columns)
 
 
-def _entry(name: str, about: Any) -> tuple[Pattern, str, str, tuple[int, int]]:
+def _entry(about: Any) -> tuple[Pattern, str, str, tuple[int, int]]:
     """Pattern, layout, dtype and shape of a layer as its entry in the metadata says them."""
     try:
         spec, layout, dtype, (rows, cols) = about["pattern"], about["layout"], about["dtype"], about["shape"]
@@ -145,35 +148,20 @@ def _entry(name: str, about: Any) -> tuple[Pattern, str, str, tuple[int, int]]:
             raise ValueError(f"shape {quote([rows, cols])}")
         return Pattern(spec), layout, dtype, (rows, cols)
     except (KeyError, TypeError, ValueError, NMError) as error:
-        raise CheckpointError(
-            f"layer {quote(name)}: its entry in the metadata is damaged ({type(error).__name__}: {shortened(error)})"
-        ) from error
+        raise _Unfit(f"its entry in the metadata is damaged ({type(error).__name__}: {shortened(error)})") from error
 
 
-def _check_columns(name: str, announced: Any, columns: Tensor | None, cols: int) -> None:
-    if announced is not (columns is not None):
-        lacks = "its entry in the metadata does not announce" if columns is not None else "the file lacks"
-        raise CheckpointError(f"layer {quote(name)}: {lacks} the order of its inputs")
-    if columns is not None and not is_order(columns, cols):
-        raise CheckpointError(f"layer {quote(name)}: the order of its inputs is not a permutation of {cols}; the file is damaged")
-
-
-def _adapter(name: str, rank: Any, left: Tensor | None, right: Tensor | None, values: Tensor) -> tuple[Tensor, Tensor] | None:
+def _adapter(rank: Any, left: Tensor | None, right: Tensor | None, values: Tensor) -> tuple[Tensor, Tensor] | None:
     """(L, R) of a layer whose entry announces ``rank``; None where it announces no adapter and the file has none."""
     if rank is None and left is None and right is None:
         return None
     if rank is None or left is None or right is None:
         lacks = "its entry in the metadata does not announce" if rank is None else "the file lacks"
-        raise CheckpointError(f"layer {quote(name)}: {lacks} its adapter, or a part of it")
-    if (
-        left.dim() != 2
-        or right.dim() != 2
-        or type(rank) is not int
-        or not left.shape[1] == right.shape[0] == rank >= 1
-        or {left.dtype, right.dtype} != {values.dtype}
-    ):
-        raise CheckpointError(
-            f"layer {quote(name)}: an adapter of rank {shortened(rank)} in {values.dtype} was announced, "
+        raise _Unfit(f"{lacks} its adapter, or a part of it")
+    matrices = left.dim() == right.dim() == 2 and {left.dtype, right.dtype} == {values.dtype}
+    if not matrices or type(rank) is not int or not left.shape[1] == right.shape[0] == rank >= 1:
+        raise _Unfit(
+            f"an adapter of rank {shortened(rank)} in {values.dtype} was announced, "
             f"L is {tuple(left.shape)} in {left.dtype} and R {tuple(right.shape)} in {right.dtype}"
         )
     return left, right
@@ -181,35 +169,31 @@ def _adapter(name: str, rank: Any, left: Tensor | None, right: Tensor | None, va
 
 def _check_module(name: str, module: Any, layout: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
     if module is None:
-        raise CheckpointError(f"layer {quote(name)}: the model has no such module")
+        raise _Unfit("the model has no such module")
     if isinstance(module, (CompressedLinear, NMWeight)):
-        raise CheckpointError(f"layer {quote(name)}: it is a {type(module).__name__} already; load into a freshly built dense model")
+        raise _Unfit(f"it is a {type(module).__name__} already; load into a freshly built dense model")
     if not name:
-        raise CheckpointError("the model itself is one layer, which cannot be swapped in place; put it in an nn.Sequential")
+        raise _Unfit("the model itself is one layer, which cannot be swapped in place; put it in an nn.Sequential")
     kind = "conv1d" if is_conv1d(module) else "linear" if isinstance(module, nn.Linear) else type(module).__name__
     if kind != layout:
-        raise CheckpointError(f"layer {quote(name)}: the file holds a {layout} layer, the model a {kind}")
+        raise _Unfit(f"the file holds a {layout} layer, the model a {kind}")
     have = tuple(module.weight.shape) if layout == "linear" else tuple(module.weight.shape)[::-1]
     if have != shape:
-        raise CheckpointError(f"layer {quote(name)}: the file's weight is {shape} (out, in), the model's {have}")
+        raise _Unfit(f"the file's weight is {shape} (out, in), the model's {have}")
     if module.weight.dtype != dtype:
-        raise CheckpointError(
-            f"layer {quote(name)}: the file's weight is {dtype}, the model's {module.weight.dtype}; build the model with model.to({dtype})"
-        )
+        raise _Unfit(f"the file's weight is {dtype}, the model's {module.weight.dtype}; build the model with model.to({dtype})")
 
 
-def _check_indices(name: str, indices: Tensor, pattern: Pattern, cols: int) -> None:
+def _check_indices(indices: Tensor, pattern: Pattern, cols: int) -> None:
     """Positions rise within each group, stay below M, and spare bits are 0: what compress writes and the kernels rely on."""
     positions = unpack_indices(indices, pattern.index_bits, pattern.kept(cols)).unflatten(-1, (-1, pattern.n)).short()
     if positions.numel() and int(positions.max()) >= pattern.m:
-        raise CheckpointError(
-            f"layer {quote(name)}: index {int(positions.max())} is out of range for groups of {pattern.m}; the file is damaged"
-        )
+        raise _Unfit(f"index {int(positions.max())} is out of range for groups of {pattern.m}; the file is damaged")
     if not bool((positions.diff(dim=-1) > 0).all()):
-        raise CheckpointError(f"layer {quote(name)}: the indices of a group do not rise; the file is damaged")
+        raise _Unfit("the indices of a group do not rise; the file is damaged")
     spare = indices.shape[-1] * 8 - pattern.kept(cols) * pattern.index_bits
     if spare and indices.numel() and int(indices[..., -1].max()) >> (8 - spare):
-        raise CheckpointError(f"layer {quote(name)}: the spare bits of a row's last index byte are not 0; the file is damaged")
+        raise _Unfit("the spare bits of a row's last index byte are not 0; the file is damaged")
 
 
 def _match_others(plan: LoadPlan, rest: dict[str, Tensor], model: nn.Module) -> None:

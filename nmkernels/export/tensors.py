@@ -1,7 +1,4 @@
-"""Reading a safetensors file with an answer in words to everything that can be wrong with it.
-
-A model's tensors under the names of the dense model, ready to be written.
-"""
+"""A model's tensors under the names of the dense model, written; and a safetensors file read, with words for all that can be wrong."""
 
 from __future__ import annotations
 

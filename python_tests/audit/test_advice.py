@@ -136,7 +136,7 @@ def clock(task):
 def test_16_bits_on_a_cpu_that_multiplies_them_fast():
     slow = Device("slow", 1e10, {"bfloat16": 1e12}, dict.fromkeys(("fprop", "dgrad", "wgrad"), 0.5), 0.5, 0.5, few=None, turned=True)
     case = Case(slow, Layer((1024, 1024), 512, torch.bfloat16, torch.bfloat16), Rules(P))
-    assert "bfloat16 products of 2:4 are slower than dense ones here" in of_sparse(case)[0].text
+    assert "bfloat16 GEMMs of 2:4 are slower than dense ones here" in of_sparse(case)[0].text
     single = Case(slow, Layer((1024, 1024), 512, torch.float32, torch.float32), Rules(P))
     assert not [each for each in of_sparse(single) if "slower than dense ones" in each.text]
 

@@ -17,7 +17,6 @@ from bench.gpu import Done, Visit
 from bench.jobs import Ended, Job, Pool
 from bench.outcomes import Outcome
 from nmkernels import capability as _capability
-from python_tests import conftest
 from python_tests.house.tree import ROOT
 
 Said = list[str]
@@ -298,27 +297,6 @@ def test_make_gpu_without_gpu_exits_2() -> None:
     done = subprocess.run(["make", "--no-print-directory", "gpu", f"PYTHON={sys.executable}"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
     assert "no NVIDIA GPU to use here" in done.stdout
-
-
-class _Item:
-    """A test without marks, in a folder of that name."""
-
-    keywords = {"gpu": True}
-
-    def __init__(self) -> None:
-        self.marks: list[object] = []
-
-    def get_closest_marker(self, name: str) -> None:
-        return None
-
-    def add_marker(self, mark: object) -> None:
-        self.marks.append(mark)
-
-
-def test_a_checkout_called_gpu_skips_nothing() -> None:
-    item = _Item()
-    conftest.pytest_collection_modifyitems([item])  # type: ignore[list-item]
-    assert item.marks == []
 
 
 def test_a_done_step_reads_well() -> None:
