@@ -124,12 +124,12 @@ def versions() -> str:
 def commit() -> str:
     """The short commit the tree stood at when this run asked first, marked where the tree differed from it.
 
-    Results and the README's table are what a run writes, so changes of those do not count.
+    Results and the page of the audit are what a run writes, so changes of those do not count.
     """
     try:
         head = _git("rev-parse", "--short=7", "HEAD")
         changed = _git(
-            "status", "--porcelain", "--untracked-files=no", "--", ":/", ":(top,exclude)bench/results", ":(top,exclude)README.md"
+            "status", "--porcelain", "--untracked-files=no", "--", ":/", ":(top,exclude)bench/results", ":(top,exclude)docs/audit.md"
         )
     except (OSError, subprocess.CalledProcessError):
         return "unknown"

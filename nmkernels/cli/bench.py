@@ -23,12 +23,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--targets", action="store_true", help="only the cases of the speed targets, and whether they are met (minutes)")
     what.add_argument("--quick", action="store_true", help="only a handful of cases (seconds; on a GPU those of the targets, minutes)")
     parser.add_argument("--op", nargs="+", metavar="OP", help="only these: linear, nm_mask, 'mvue*', CompressedLinear, train_step, ...")
-    parser.add_argument(
-        "--shapes", nargs="+", metavar="S", help="weights: 4096x11008, or of a model: gpt2, llama3-8b, vit-l, bert-large:fc"
-    )
+    said = "weights: 4096x11008, or of a model: gpt2, llama3-8b, vit-l, bert-large:fc"
+    parser.add_argument("--shapes", nargs="+", metavar="S", help=said)
     parser.add_argument("--pattern", nargs="+", metavar="N:M", help="patterns, such as 2:4 1:8")
     parser.add_argument("--dtype", nargs="+", metavar="D", help="fp32, bf16, fp16")
-    parser.add_argument("--tokens", nargs="+", type=int, metavar="T", help="tokens of the products, such as 1 16 256")
+    parser.add_argument("--tokens", nargs="+", type=int, metavar="T", help="tokens of the GEMMs, such as 1 16 256")
     parser.add_argument("--device", help="cpu, cuda, cuda:1; by default a GPU if torch has one")
     parser.add_argument("--threads", type=int, metavar="N", help="threads of torch and of the kernels")
     parser.add_argument("--isas", nargs="+", metavar="ISA", help="CPU: time these instruction sets too, or all (portable, avx2, ...)")

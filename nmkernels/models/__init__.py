@@ -1,7 +1,5 @@
 """A small byte-level language model and real text to train it on, with nothing to download; the layers of well-known models."""
 
-from __future__ import annotations
-
 from .data import Corpus, DataError, load_corpus, make_corpus, stdlib_texts
 from .gpt import GPT, GPTConfig, KVCache, generate
 from .shapes import MODELS, ModelShapes, model_shapes

@@ -93,7 +93,10 @@ def stdlib_texts() -> dict[str, bytes]:
         DataError: they are not on this machine.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
-    return _read(_stdlib_files(root), root, "the Python standard library")
+    files = [f for f in _walk(root, SKIPPED_FOLDERS) if f.suffix == ".py"]
+    if not files:
+        raise DataError("the source text of the Python standard library is not on this machine; give text with --data FILE_OR_FOLDER.")
+    return _read(files, root, "the Python standard library")
 
 
 def make_corpus(texts: dict[str, bytes], source: str) -> Corpus:
@@ -106,13 +109,6 @@ def make_corpus(texts: dict[str, bytes], source: str) -> Corpus:
 
 def _tensor(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-
-
-def _stdlib_files(root: Path) -> list[Path]:
-    files = [f for f in _walk(root, SKIPPED_FOLDERS) if f.suffix == ".py"]
-    if not files:
-        raise DataError("the source text of the Python standard library is not on this machine; give text with --data FILE_OR_FOLDER.")
-    return files
 
 
 def _files(root: Path) -> list[Path]:

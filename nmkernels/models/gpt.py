@@ -1,9 +1,7 @@
-"""A decoder-only transformer over bytes, small enough to train on a laptop.
+"""A decoder-only transformer over bytes, small enough to train on a laptop, and generation with a cache of keys and values.
 
-Every matrix product is an ``nn.Linear``, so that ``sparsify_`` finds all of them; the output head is
-called ``lm_head`` and is not tied, so that it stays dense.
-
-Byte-by-byte generation with a cache of keys and values.
+Every GEMM is an ``nn.Linear``, so that ``sparsify_`` finds all of them; the output head is called ``lm_head`` and is not tied, so
+that it stays dense.
 """
 
 from __future__ import annotations

@@ -45,6 +45,6 @@ def test_commit_says_whether_sources_differ(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(rows, "_git", git)
     assert rows.commit.__wrapped__() == "abc1234-dirty"
     # what a run writes itself does not count
-    assert {":(top,exclude)bench/results", ":(top,exclude)README.md"} <= set(asked[1])
+    assert {":(top,exclude)bench/results", ":(top,exclude)docs/audit.md"} <= set(asked[1])
     monkeypatch.setattr(rows, "_git", lambda *words: "abc1234" if words[0] == "rev-parse" else "")
     assert rows.commit.__wrapped__() == "abc1234"

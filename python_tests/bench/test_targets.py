@@ -34,29 +34,6 @@ def test_targets_are_sound() -> None:
         assert t.stretch is None or (t.stretch > t.bound) == t.higher
 
 
-@pytest.mark.parametrize(
-    ("key", "bound", "stretch", "higher"),
-    [
-        ("mask", 0.7, 0.9, True),
-        ("compress-new", 1.2, None, True),
-        ("mvue-bfloat16", 0.25, 0.5, True),
-        ("adamw", 1.25, 1.05, False),
-        ("adamw-eager", 15, None, True),
-        ("linear-1-2:4", 3, None, True),
-        ("linear-1-1:16", 10, None, True),
-        ("linear-4", 3.5, None, True),
-        ("linear-16", 2, None, True),
-        ("linear-many-1:8", 4.5, 6, True),
-        ("linear-bf16-1:8", 5, None, True),
-        ("layer", 1.2, 1.0, False),
-        ("step", 1.05, None, False),
-    ],
-)
-def test_bounds_are_those_of_the_design(key: str, bound: float, stretch: float | None, higher: bool) -> None:
-    t = _target(key)
-    assert (t.bound, t.stretch, t.higher) == (bound, stretch, higher)
-
-
 def test_states() -> None:
     assert _verdict("mask").state == "unmeasured"
     assert _verdict("mask", 0.8).state == "unmeasured"

@@ -10,7 +10,6 @@ import torch
 
 from nmkernels import capability, dispatch
 from nmkernels.cli import doctor, main
-from nmkernels.cli import doctor as _selftest
 
 
 @pytest.fixture
@@ -31,14 +30,14 @@ def _report(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str
 
 
 def test_every_op_is_examined() -> None:
-    assert set(_selftest.samples()) == set(dispatch._impls)
+    assert set(doctor.samples()) == set(dispatch._impls)
 
 
 def test_healthy_machine(capsys: pytest.CaptureFixture[str]) -> None:
     status, text = _report(capsys)
     assert status == 0
     assert f"torch {torch.__version__}" in text
-    assert f"{len(_selftest.samples())} of {len(_selftest.samples())} ops agree with the reference" in text
+    assert f"{len(doctor.samples())} of {len(doctor.samples())} ops agree with the reference" in text
     for name, probe in capability.probes().items():
         assert f"{'yes' if probe.ok else 'no ':<4}{name}" in text and probe.reason in text
 
@@ -70,7 +69,7 @@ def test_slightly_wrong_backend_is_found(op: str, restore: None) -> None:
         return result * (1 + 1e-4) if isinstance(result, torch.Tensor) else (result[0] * (1 + 1e-4), result[1])
 
     dispatch.impl(op, backend="broken", priority=99)(off_by_little)
-    found = _selftest.check(op, _selftest.samples()[op])
+    found = doctor.check(op, doctor.samples()[op])
     assert found["backend"] == "broken" and not found["ok"]
 
 
@@ -83,7 +82,7 @@ def test_wrong_update_in_place_is_found(restore: None) -> None:
         return stats
 
     dispatch.impl("nm_masked_adamw_", backend="broken", priority=99)(forgets_the_step)
-    assert not _selftest.check("nm_masked_adamw_", _selftest.samples()["nm_masked_adamw_"])["ok"]
+    assert not doctor.check("nm_masked_adamw_", doctor.samples()["nm_masked_adamw_"])["ok"]
 
 
 def test_backend_that_raises_is_a_finding(restore: None) -> None:
@@ -91,7 +90,7 @@ def test_backend_that_raises_is_a_finding(restore: None) -> None:
         raise ZeroDivisionError("by zero")
 
     dispatch.impl("nm_prune", backend="broken", priority=99)(breaks)
-    found = _selftest.check("nm_prune", _selftest.samples()["nm_prune"])
+    found = doctor.check("nm_prune", doctor.samples()["nm_prune"])
     assert found["problem"] == "ZeroDivisionError: by zero" and not found["ok"]
 
 

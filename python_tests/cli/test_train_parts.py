@@ -12,10 +12,9 @@ import torch
 
 from nmkernels import ops
 from nmkernels.cli import deploy, train
-from nmkernels.cli import log as _plot
 from nmkernels.cli.config import TrainConfig, resumed
 from nmkernels.cli.folder import Store
-from nmkernels.cli.log import Log, read_log, summary
+from nmkernels.cli.log import Log, plot, read_log, summary, switches
 from nmkernels.cli.train import Trainer, learning_rate
 from nmkernels.models import GPT, Corpus, GPTConfig
 from nmkernels.pattern import CheckpointError
@@ -113,8 +112,8 @@ def test_a_log_that_is_no_file_is_refused(tmp_path):
 
 def test_the_plot_marks_phase_changes(tmp_path):
     rows = [{"step": s, "loss": 1.0, "phase": float(s > 3), "flip_rate": 0.1} for s in range(1, 6)]
-    assert _plot.switches(rows) == [4]
-    assert _plot.plot(tmp_path / "a.png", rows, rows[:2], "a title")
+    assert switches(rows) == [4]
+    assert plot(tmp_path / "a.png", rows, rows[:2], "a title")
     assert (tmp_path / "a.png").stat().st_size > 10_000
 
 

@@ -28,7 +28,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def signal_at(monkeypatch: pytest.MonkeyPatch, at: int, number: signal.Signals = signal.SIGINT, dense: bool = False) -> None:
-    """Send this process a signal in the middle of step ``at``, of the twin where ``dense``."""
+    """Send this process a signal in the middle of step ``at``, of the baseline where ``dense``."""
     real = loop.Trainer.step
 
     def step(self, n):
@@ -72,7 +72,7 @@ def test_a_stopped_run_ends_with_the_same_bits(text, tmp_path, monkeypatch, caps
 
 
 @pytest.mark.slow
-def test_a_stop_in_the_twin_resumes_the_twin(text, tmp_path, monkeypatch):
+def test_a_stop_in_the_baseline_resumes_the_baseline(text, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         signal_at(patch, 5, dense=True)
         assert train(text, tmp_path / "parts", "--baseline") == 130
@@ -187,8 +187,6 @@ def test_a_run_goes_on_whatever_became_of_its_log(stopped, text, log):
 
 @pytest.mark.slow
 def test_rows_are_the_same_where_checkpoints_fall_between_them(text, tmp_path, monkeypatch):
-    from nmkernels.cli import train as loop
-
     monkeypatch.setattr(loop, "EVALS", 2)  # a row after every fifth step then
     sizes = [*SIZES[:-1], "5"]
     assert train(text, tmp_path / "whole", sizes=sizes) == 0
