@@ -132,7 +132,7 @@ def rows_of_runs(results: list[dict[str, Any]]) -> list[Row]:
 RECIPES = {
     "srste": "srste:2:4(decay=2e-4)",
     "sste": "sste:2:4(seed=1)",
-    "fst": "fst:2:4(refresh=40, fine_tune=0, seed=1)",
+    "fst": "fst:2:4(every=40, end=None, seed=1)",
 }
 PACKED, REFERENCE, NUDGED = "packed kernels", "reference arithmetic", "reference arithmetic, nudged"
 TAIL = 20

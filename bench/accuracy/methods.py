@@ -35,7 +35,7 @@ class Method:
 
 CORE = {
     "dense": Method("dense", note="dense baseline"),
-    "asp": Method("asp", {"prune_at": 0.5}, note="prune once at half time, keep the mask"),
+    "asp": Method("asp", {"start": 0.5}, note="prune once at half time, keep the mask"),
     "ste": Method("ste", note="straight-through estimator"),
     "srste": Method("srste", note="SR-STE with the paper's λ = 2e-4"),
     "step": Method("step", note="STEP: AutoSwitch (arithmetic, between 10 % and 50 %), v̂* bias-corrected, clamp 2"),
@@ -52,15 +52,15 @@ VARIANTS = {
     "step-25-raw": Method(
         "step", {"switch": "fixed", "clamp": None, "bias_corrected": False}, note="STEP, T₀ fixed at 25 %, v* raw, no clamp"
     ),
-    "step-10": Method("step", {"switch": "fixed", "switch_at": 0.1}, note="STEP, T₀ fixed at 10 %"),
-    "step-50": Method("step", {"switch": "fixed", "switch_at": 0.5}, note="STEP, T₀ fixed at 50 %"),
+    "step-10": Method("step", {"switch": "fixed", "start": 0.1}, note="STEP, T₀ fixed at 10 %"),
+    "step-50": Method("step", {"switch": "fixed", "start": 0.5}, note="STEP, T₀ fixed at 50 %"),
     "step-10-thawed": Method(
-        "step", {"switch": "fixed", "switch_at": 0.1, "freeze": False}, note="STE after 10 % of dense steps, Adam's v going on"
+        "step", {"switch": "fixed", "start": 0.1, "freeze": False}, note="STE after 10 % of dense steps, Adam's v going on"
     ),
     "step-25-thawed": Method("step", {"switch": "fixed", "freeze": False}, note="STE after 25 % of dense steps, Adam's v going on"),
     "step-decay": Method("step", {"decay": 2e-4}, note="STEP with SR-STE's decay in phase 1"),
-    "step-10-decay": Method("step", {"switch": "fixed", "switch_at": 0.1, "decay": 2e-2}, note="STEP, T₀ at 10 %, λ = 2e-2 in phase 1"),
-    "step-mdgf": Method("step", {"inner": "mdgf(fine_tune=0.25)"}, note="STEP with mask decay in phase 1"),
+    "step-10-decay": Method("step", {"switch": "fixed", "start": 0.1, "decay": 2e-2}, note="STEP, T₀ at 10 %, λ = 2e-2 in phase 1"),
+    "step-mdgf": Method("step", {"inner": "mdgf(end=0.75)"}, note="STEP with mask decay in phase 1"),
     "step-norm": Method("step", {"switch": "relative_norm"}, note="STEP, switched by the relative norm of v"),
     "step-stale": Method("step", {"switch": "staleness"}, note="STEP, switched by the staleness of v"),
     "step-geometric": Method("step", {"switch": "geometric"}, note="STEP, option II"),
@@ -69,16 +69,16 @@ VARIANTS = {
     "srste-2e-3": Method("srste", {"decay": 2e-3}, note="SR-STE, λ = 2e-3"),
     "srste-2e-2": Method("srste", {"decay": 2e-2}, note="SR-STE, λ = 2e-2"),
     "srste-2e-1": Method("srste", {"decay": 2e-1}, note="SR-STE, λ = 0.2"),
-    "mdgf-ste": Method("mdgf", {"grad": "ste"}, note="mask decay, the gradient passed whole"),
+    "mdgf-ste": Method("mdgf", {"gradient": "ste"}, note="mask decay, the gradient passed whole"),
     "mdgf-linear": Method("mdgf", {"schedule": "linear"}, note="mask decay, linear"),
     "sdgf-geometric": Method("sdgf", {"schedule": "geometric"}, note="structure decay, geometric"),
     "sste-dense": Method("sste", {"mvue": None}, note="S-STE with a dense weight gradient"),
     "sste-approx": Method("sste", {"mvue": "approx"}, note="S-STE with approximate MVUE"),
-    "t-ste": Method("fst", {"mvue": None, "fine_tune": 0, "refresh": 1, "decay": 0.0}, note="STE with transposable masks"),
-    "t-srste": Method("fst", {"mvue": None, "fine_tune": 0, "refresh": 1, "decay": 2e-4}, note="SR-STE with transposable masks"),
-    "t-srste-2e-2": Method("fst", {"mvue": None, "fine_tune": 0, "refresh": 1, "decay": 2e-2}, note="the same, λ = 2e-2"),
+    "t-ste": Method("fst", {"mvue": None, "end": None, "every": 1, "decay": 0.0}, note="STE with transposable masks"),
+    "t-srste": Method("fst", {"mvue": None, "end": None, "every": 1, "decay": 2e-4}, note="SR-STE with transposable masks"),
+    "t-srste-2e-2": Method("fst", {"mvue": None, "end": None, "every": 1, "decay": 2e-2}, note="the same, λ = 2e-2"),
     "fst-6e-3": Method("fst", {"decay": 6e-3}, note="FST, λ = 6e-3 as the flip-rate search finds on a small GPT"),
-    "fst-nm": Method("fst", {"decay": 6e-3, "fine_tune": 0}, note="the same without the dense end, so that N:M weights are left"),
+    "fst-nm": Method("fst", {"decay": 6e-3, "end": None}, note="the same without the dense end, so that N:M weights are left"),
     "sste-top2": Method("sste", {"mvue": "magnitude"}, note="S-STE with the two largest gradients of four, which is biased"),
 }
 """Those that answer a question."""

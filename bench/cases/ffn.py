@@ -17,7 +17,7 @@ from ..timing import Timed
 from . import _ours
 
 PIECES = ("forward", "forward+backward", "step")
-RECIPES: dict[str, dict[str, Any]] = {"srste": {}, "sste": {"seed": 0}, "fst": {"seed": 0, "fine_tune": 0}}
+RECIPES: dict[str, dict[str, Any]] = {"srste": {}, "sste": {"seed": 0}, "fst": {"seed": 0, "end": None}}
 DENSE, PRODUCT = "torch dense", "one product"
 
 

@@ -48,7 +48,7 @@ def train_step(spec: Spec, device: str) -> Work:
 
 def _recipe(name: str, spec: Spec) -> nm.recipes.Recipe:
     # STEP's second phase, in which it masks, from the second step on
-    more: dict[str, Any] = {"switch": "fixed", "switch_at": 1} if name == "step" else {}
+    more: dict[str, Any] = {"switch": "fixed", "start": 1} if name == "step" else {}
     return nm.recipes.get(f"{name}:{spec.pattern}", total_steps=1000, **more)
 
 

@@ -201,7 +201,7 @@ def _deployed(case: Case) -> list[Advice]:
         return [Advice(text, "inference", speedup(replace(case, kept=True).inference()))]
     if not case.rules.leaves:
         other = case.but({"leaves": True}).inference()
-        text = "the recipe leaves a dense model, which gains nothing in inference: FST(fine_tune=0) leaves an N:M one"
+        text = "the recipe leaves a dense model, which gains nothing in inference: FST(end=None) leaves an N:M one"
         return [Advice(text, "inference", speedup(other))] if speedup(other) >= LEAST else []
     return []
 

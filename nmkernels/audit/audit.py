@@ -15,6 +15,7 @@ from ..nn import CompressedLinear, NMWeight
 from ..pattern import Pattern, RecipeError
 from ..recipes.base import Recipe
 from ..recipes.handle import Handle
+from ..recipes.registry import text
 from ..recipes.report import Entry, starred
 from ..recipes.sparsify import DTYPES, FilterFn
 from . import here
@@ -91,7 +92,7 @@ def audit(
         RecipeError: the device is unknown, a number is out of range, or the model has no linear layer.
 
     Example:
-        >>> found = audit({"up": (16384, 4096), "down": (4096, 16384)}, 8192, "fst:2:4(fine_tune=0)", device="H200", dtype="bfloat16")
+        >>> found = audit({"up": (16384, 4096), "down": (4096, 16384)}, 8192, "fst:2:4(end=None)", device="H200", dtype="bfloat16")
         >>> f"{found.inference:.2f} {found.step:.2f}"
         '1.25 1.22'
     """
@@ -115,7 +116,7 @@ def audit(
     usual = of_recipe(recipe, Pattern(recipe.pattern)) if recipe is not None else first.rules
     layers = [_layer(part, case, usual, timed.get(job, Measured({}))) for part, case, job in zip(parts, cases, jobs, strict=True)]
     steps = next((part.rules.steps for part in parts if part.rules is not None), 0.0)
-    words, rest = recipe.text() if recipe is not None else "", other * tokens / first.device.rate(first.layer.dtype)
+    words, rest = text(recipe) if recipe is not None else "", other * tokens / first.device.rate(first.layer.dtype)
     result = Audit(tuple(layers), first.device.name, words, tokens, accumulate, steps, other=rest)
     if isinstance(target, Device):
         result = replace(result, inference_range=_range(result, cases, "inference"), step_range=_range(result, cases, "step"))

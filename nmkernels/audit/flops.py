@@ -14,8 +14,8 @@ from torch import nn
 from ..autograd.transforms import read_as
 from ..nn import CompressedLinear, NMWeight
 from ..pattern import Pattern, RecipeError
-from ..recipes.base import Recipe
-from ..recipes.cost import Span, rank_for
+from ..recipes.base import Recipe, Span, rank_for
+from ..recipes.compose import deployed, with_pattern
 from ..recipes.registry import get, resolve, suggestion
 from ..recipes.report import Entry
 from ..recipes.sparsify import FilterFn, select
@@ -26,7 +26,7 @@ def inventory(verb: str, model: nn.Module, recipe: Recipe, filter_fn: FilterFn |
     done = {name: m for name, m in model.named_modules() if isinstance(m, (NMWeight, CompressedLinear))}
     if done and filter_fn is not None:
         raise RecipeError(f"{verb}: the model is sparse already, so filter_fn has nothing to choose; leave it out.")
-    chosen, report = select(model, Pattern(recipe.pattern), filter_fn, recipe.unwise, recipe.obstacle)
+    chosen, report = select(model, Pattern(recipe.pattern), filter_fn, recipe.layer)
     linear = [e for e in report.entries if e.linear]
     if not linear:
         raise RecipeError(f"{verb}: the model has no linear layer to count.")
@@ -35,12 +35,13 @@ def inventory(verb: str, model: nn.Module, recipe: Recipe, filter_fn: FilterFn |
     else:
         weights = {c.name: c.module.get_parameter("weight").detach() for c in chosen}
         turned = {c.name for c in chosen if not isinstance(c.module, nn.Linear)}  # Conv1D has its weight as (in, out)
-        own = recipe.layer_patterns({name: w.t() if name in turned else w for name, w in weights.items()}) or {}
+        choose = recipe.setup.patterns
+        own = choose({name: w.t() if name in turned else w for name, w in weights.items()}) if choose is not None else {}
         patterns = {c.name: own.get(c.name, Pattern(recipe.pattern)) for c in chosen}
     entries = []
     for e in linear:
         pattern = patterns.get(e.name)
-        reason = recipe.note(pattern, e.shape[:2]) if pattern else "left dense" if e.sparse else e.reason  # type: ignore[arg-type]
+        reason = recipe.layer(pattern, e.shape[:2]).note if pattern else "left dense" if e.sparse else e.reason  # type: ignore[arg-type]
         entries.append(replace(e, sparse=pattern is not None, reason=reason))
     return entries, patterns
 
@@ -202,19 +203,22 @@ def flops(
             raise RecipeError(f"flops: {name}={value!r} must be a finite number of at least {least}.")
     recipe = get(recipe, total_steps=steps) if isinstance(recipe, str) else resolve(recipe)
     if switch_step is not None:
-        recipe = recipe.switched_at(switch_step)
+        switched_at = getattr(recipe, "switched_at", None)
+        if switched_at is None:
+            raise RecipeError(f"{recipe.name} does not choose a switching step by itself, so switch_step has no meaning.")
+        recipe = switched_at(switch_step)
     model = model if isinstance(model, nn.Module) else skeleton(model)
     seen, (entries, patterns) = steps * tokens, inventory("flops", model, recipe, filter_fn)
-    kinds = {p: recipe if p == recipe.pattern else recipe.of_pattern(p) for p in patterns.values()}
-    costs = {p: (kind.profile(steps), kind.deployed()) for p, kind in kinds.items()}
+    kinds = {p: recipe if p == recipe.pattern else with_pattern(recipe, p) for p in patterns.values()}
+    costs = {p: (kind.profile(steps), deployed(kind)) for p, kind in kinds.items()}
     dense = [Span(steps)], Span(1)
     learns = bool(read_as("learned", recipe.stage({}).transform))  # then wgrad is needed whether or not the weight is trained
     frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
     parts = []
     for entry, often in zip(entries, passes("flops", entries, rows or {}), strict=True):
         trained = (learns and entry.sparse) or not {entry.name, f"{entry.name}.weight"} & frozen
-        spans, deployed = costs[patterns[entry.name]] if entry.sparse else dense
-        parts.append(_layer(entry, often, spans, deployed, tokens, trained))
+        spans, left = costs[patterns[entry.name]] if entry.sparse else dense
+        parts.append(_layer(entry, often, spans, left, tokens, trained))
     if other:
         parts.append(LayerFlops("(other)", (), False, "as given", 1.0, 3.0 * other * seen, other, 3.0 * other * seen, other))
     teacher = sum(s.steps * s.teacher for s in recipe.profile(steps)) * tokens * sum(part.dense_inference for part in parts)

@@ -24,13 +24,11 @@ from ..autograd import WeightTransform
 from ..nn import CompressedLinear, NMWeight, adapter_of
 from ..ops import tensor_core_pattern
 from ..pattern import Pattern, RecipeError
-from ..recipes.base import Recipe
-from ..recipes.compose import Outer
-from ..recipes.cost import Span, rank_for
-from ..recipes.registry import find, get
+from ..recipes.base import Recipe, Span, rank_for
+from ..recipes.compose import deployed, innermost, with_pattern
+from ..recipes.registry import find, get, parse
 from ..recipes.report import Entry, starred
 from ..recipes.sparsify import DTYPES, FilterFn
-from ..recipes.text import parse
 from .devices import Device
 from .flops import inventory, passes
 
@@ -41,11 +39,11 @@ STEPS = 10_000
 def of_recipe(recipe: Recipe, pattern: Pattern) -> Rules:
     """The rules of the cheapest steps of ``recipe`` for a layer of ``pattern``, and the share of its run's steps that are sparse."""
     steps = recipe.total_steps or STEPS
-    own = recipe if pattern == recipe.pattern else recipe.of_pattern(pattern)
+    own = recipe if pattern == recipe.pattern else with_pattern(recipe, pattern)
     # the recipe that says what a sparse step does: the inner one of STEP and LayerWise
-    inner = recipe.inner_at({})[0] if isinstance(recipe, Outer) else recipe
+    inner = innermost(recipe)
     spans = [span for span in own.profile(steps) if span.steps]
-    best, leaves = min(spans, key=_work), own.deployed().fprop < 1
+    best, leaves = min(spans, key=_work), deployed(own).fprop < 1
     if _work(best) == 3:
         return Rules(pattern, fprop=False, prepare="", steps=0.0, leaves=leaves)
     return Rules(
@@ -156,7 +154,7 @@ def parts_of(
 
 def _rules(module: nn.Module | None, recipe: Recipe | None, pattern: Pattern, shape: tuple[int, int]) -> Rules:
     if recipe is not None:
-        return replace(of_recipe(recipe, pattern), rank=rank_for(recipe.deployed().rank, shape))
+        return replace(of_recipe(recipe, pattern), rank=rank_for(deployed(recipe).rank, shape))
     adapter = adapter_of(module) if isinstance(module, (NMWeight, CompressedLinear)) else None
     rules = of_layer(module) if isinstance(module, NMWeight) else Rules(pattern)
     return rules if adapter is None else replace(rules, rank=int(adapter[0].shape[1]))

@@ -110,6 +110,7 @@ class WeightTransform:
             own_gradient=learns or (kind.gradient is not WeightTransform.gradient and getattr(self, "chain", True)),
             own_dgrad=kind.for_dgrad is not WeightTransform.for_dgrad,
             own_mask=kind.kept is not WeightTransform.kept or kind.penalty is not WeightTransform.penalty,
+            is_nm=kind.__call__ is not WeightTransform.__call__,
         )
 
     def start(self, weight: Tensor) -> dict[str, Tensor]:

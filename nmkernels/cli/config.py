@@ -14,8 +14,7 @@ from .. import recipes
 from ..models import GPTConfig
 from ..pattern import CheckpointError, Pattern, RecipeError
 from ..recipes import Recipe
-from ..recipes.registry import find, suggestion
-from ..recipes.text import parse
+from ..recipes.registry import find, parse, suggestion
 
 BOOL = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 NOT_HERE = {"pattern": "it stands behind the recipe's name, --recipe NAME:N:M", "total_steps": "it is the length of the run, --steps"}
@@ -97,7 +96,7 @@ def settings(args: argparse.Namespace, saved: Mapping[str, Any] | None = None) -
 def fresh(asked: dict[str, Any]) -> TrainConfig:
     """The configuration of a new run; its activation is one that the recipe can work on where the user named none."""
     config = TrainConfig(**asked)
-    needs = "activation" not in asked and config.build_recipe().final_activation() is not None
+    needs = "activation" not in asked and config.build_recipe().setup.activation is not None
     return replace(config, activation="relu2") if needs else config
 
 

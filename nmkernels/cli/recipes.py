@@ -7,7 +7,7 @@ import inspect
 import json
 import sys
 import textwrap
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, Field, asdict, fields
 from typing import Any
 
 COLUMNS = 112
@@ -40,8 +40,7 @@ def run(args: argparse.Namespace) -> int:
 
 def describe(cls: type[Any]) -> dict[str, Any]:
     """What is known of a recipe, as plain values; ``keywords`` have name, type and default."""
-    about = {key: getattr(cls, key) for key in ("name", "paper", "patterns", "extra_state", "cost")}
-    about["final"] = cls(total_steps=1000).final  # it may follow from the keywords
+    about = {"name": cls.name, **asdict(cls.about), "final": cls(total_steps=1000).final}  # it may follow from the keywords
     keywords = [{"name": f.name, "type": _type(f), "default": _default(f)} for f in fields(cls) if f.init]
     return {"name": about.pop("name"), "summary": summary(cls), **about, "keywords": keywords, "doc": inspect.getdoc(cls) or ""}
 

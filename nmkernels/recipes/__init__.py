@@ -1,60 +1,33 @@
-"""Floor 6: training recipes. Each method of the field is one file with a frozen configuration."""
+"""Floor 6: training recipes. Each method of the field is one file of ``methods`` with a frozen configuration, found by itself."""
 
-from .base import Observed, Recipe, Stage
-from .cost import Span
+from typing import TYPE_CHECKING, Any
+
+from . import methods  # noqa: F401 every recipe registers itself
+from .base import Observed, Recipe, Span, Stage
 from .handle import Handle, densify_
-from .methods.act24 import Activation24
-from .methods.asp import ASP
-from .methods.ast import AST, distill_loss
-from .methods.bimask import BiMask
-from .methods.complementary import Complementary
-from .methods.dense import Dense
-from .methods.fst import FST
-from .methods.layerwise import LayerWise
-from .methods.lbc import LBC
-from .methods.maskllm import MaskLLM
-from .methods.maxq import MaxQ
-from .methods.mdgf import MdGf
-from .methods.proxsparse import ProxSparse, prox
-from .methods.sdgf import SdGf
-from .methods.slope import SLoPe
-from .methods.sste import SSTE
-from .methods.ste import SRSTE, STE
-from .methods.step import STEP
-from .methods.vnm import VNM
-from .registry import get, names, recipe
+from .methods.ast import distill_loss
+from .methods.proxsparse import prox
+from .registry import find, get, names, recipe, text
 from .report import Report
 from .search.decay import DecaySearch, search_decay
 from .search.permutation import Found, search_permutation
 from .sparsify import sparsify_
 
+if TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any: ...
+
+
+_recipes = {cls.__name__: cls for cls in map(find, names())}
+globals().update(_recipes)
 __all__ = [
-    "ASP",
-    "AST",
-    "Activation24",
-    "FST",
-    "LBC",
-    "SRSTE",
-    "SSTE",
-    "STE",
-    "STEP",
-    "VNM",
-    "BiMask",
+    *_recipes,
     "DecaySearch",
-    "Complementary",
-    "Dense",
     "Found",
     "Handle",
-    "LayerWise",
-    "MaxQ",
-    "MaskLLM",
-    "MdGf",
     "Observed",
-    "ProxSparse",
     "Recipe",
     "Report",
-    "SLoPe",
-    "SdGf",
     "Span",
     "Stage",
     "densify_",
@@ -63,7 +36,8 @@ __all__ = [
     "names",
     "prox",
     "recipe",
-    "search_permutation",
     "search_decay",
+    "search_permutation",
     "sparsify_",
+    "text",
 ]

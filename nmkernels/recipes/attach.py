@@ -86,7 +86,7 @@ class Attachment:
     def own_pass(self) -> MaskedAdamW | None:
         """The optimizer, where it masks, decays and counts in its own pass over memory."""
         stage = self.run.stage
-        outside = stage.fixed or (stage.transform is not None and stage.transform.traits.own_mask)
+        outside = stage.held_mask or (stage.transform is not None and stage.transform.traits.own_mask)
         return None if outside else self.masked
 
     def load(self, state: State) -> None:
@@ -151,13 +151,13 @@ class Attachment:
                 grad = learned[key].grad
                 if grad is not None:
                     _add(grad, id(learned[key]) in negated, scale, value)
-            if stage.rule.masked and not stage.fixed:
+            if stage.rule.masked and not stage.held_mask:
                 self._masks[name] = layer.kept()
             if layer.weight.grad is None:
                 continue
             w, g = layer.master.detach(), _oriented(layer, layer.weight.grad)
             add = partial(_add, g, id(layer.weight) in negated, scale)
-            if stage.fixed:
+            if stage.held_mask:
                 g.masked_fill_(~self.run.masks.masks[name], 0.0)
             elif stage.rule.masked:
                 kept = self._masks[name]
@@ -254,7 +254,7 @@ class Attachment:
             if not layer.takes_part():
                 continue
             w = layer.master.detach()
-            if self.run.stage.fixed:
+            if self.run.stage.held_mask:
                 self.run.masks.apply(name)
             if name in self._masks:
                 now = layer.kept()
@@ -268,8 +268,8 @@ class Attachment:
         return torch.stack([values[key].to(device=device, dtype=torch.float64) for key in ops.STATS])
 
     def _settle(self) -> None:
-        recipe = self.run.recipe
-        if type(recipe).settle is Recipe.settle or self.run.stage.fixed:
+        after = self.run.stage.after
+        if after is None:
             return
         skipped = self._found_inf
         rates = {id(p): group["lr"] for group in self.optimizer.param_groups for p in group["params"]}
@@ -278,10 +278,9 @@ class Attachment:
             if layer.weight.grad is None or id(layer.weight) not in rates:
                 continue
             w, lr = layer.master, rates[id(layer.weight)]
-            new = recipe.settle(self.run.state, w.detach(), lr)
-            if new is not None:
-                w.copy_(new if skipped is None else torch.where(skipped.reshape(()).to(w.device) == 0, new, w))
-                layer.effective.drop()
+            new = after(w.detach(), lr)
+            w.copy_(new if skipped is None else torch.where(skipped.reshape(()).to(w.device) == 0, new, w))
+            layer.effective.drop()
 
     # ---- around a load
 
@@ -357,6 +356,16 @@ def group_of(optimizer: torch.optim.Optimizer, layers: dict[str, NMWeight]) -> d
             if p is first:
                 return group
     return optimizer.param_groups[0]
+
+
+def require_optimizer(recipe: Recipe, optimizer: torch.optim.Optimizer) -> None:
+    """Raise ``RecipeError`` if ``recipe`` cannot run with ``optimizer``."""
+    wanted = recipe.setup.optimizer
+    if wanted is not None and not isinstance(optimizer, wanted):
+        raise RecipeError(
+            f"{type(recipe).__name__} {recipe.setup.needs}, which {type(optimizer).__name__} cannot. Replace it in one line: optimizer = "
+            f"handle.attach(nm.optim.{wanted.__name__}(model.parameters(), lr=...)). It takes AdamW's keywords and state."
+        )
 
 
 def require_learned(layers: dict[str, NMWeight], optimizers: Sequence[torch.optim.Optimizer]) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -12,13 +13,137 @@ from torch import Tensor
 from ..autograd import STRAIGHT_THROUGH, GemmPlan, HardMask, WeightTransform
 from ..nn import ActivationRule
 from ..optim import PLAIN, MaskedAdamW, UpdateRule
-from ..pattern import CheckpointError, Pattern, PatternLike, RecipeError
-from .cost import Span
+from ..pattern import Pattern, PatternLike, RecipeError
 from .search.channels import Search
-from .text import text
 
 State = dict[str, Any]
 """A recipe's schedule state: plain values and tensors, kept in the optimizer's ``param_groups[0]["nm_recipe"]``."""
+
+
+def may_change(default: Any) -> Any:
+    """A field of a recipe that a resumed run may have otherwise than its checkpoint."""
+    return field(default=default, metadata={"resume": "any"})
+
+
+def must_match(default: Any) -> Any:
+    """A field of a recipe that a resumed run must have as its checkpoint does."""
+    return field(default=default, metadata={"resume": "same"})
+
+
+@dataclass(frozen=True)
+class About:
+    """What ``python -m nmkernels recipes`` tells of a method.
+
+    Args:
+        paper: authors, where published, and arXiv number.
+        patterns: the N:M that it takes.
+        extra_state: what it keeps beside the dense weights and the optimizer's moments.
+        cost: what it adds to, or saves from, a dense training step.
+    """
+
+    paper: str = ""
+    patterns: str = "any N:M"
+    extra_state: str = "none"
+    cost: str = ""
+
+
+@dataclass(frozen=True)
+class Span:
+    """``steps`` consecutive optimizer steps and what the three GEMMs of a sparse layer cost in them, as shares of the dense ones.
+
+    A GEMM counts as cheaper where N:M structure lies along the dimension that it sums over, which is what sparse tensor cores and packed
+    kernels need: for fprop y = x W̃ᵀ groups of the weight along ``in``, for dgrad ∂L/∂x = g W̃ along ``out``, for wgrad gᵀ x groups of
+    gᵀ along tokens. A mask by rows alone therefore leaves dgrad dense, and zeros without structure count as numbers.
+
+    Args:
+        steps: optimizer steps, at least 0.
+        fprop: N/M where the forward weight is N:M along ``in``; 1 while it is dense or only fading.
+        dgrad: N/M where the weight used in dgrad is N:M along ``out`` (transposable, double-pruned, or with a mask of its own); else 1.
+        wgrad: N/M of the output gradient's estimate along tokens (1/2 for MVUE 2:4); 0 where no weight gradient is computed; else 1.
+        rank: of a dense low-rank adapter beside the weight, which adds 2·rank·(in + out) to each GEMM; 0 for none. A number, or a share
+            below 1 of the layer's smaller side, see ``rank_for``.
+        teacher: dense forward passes of the whole model beside each training step, for distillation.
+
+    Raises:
+        RecipeError: a value is negative or not finite.
+
+    Example:
+        >>> Span(100, fprop=0.5, wgrad=0.5)
+        Span(steps=100, fprop=0.5, dgrad=1.0, wgrad=0.5, rank=0, teacher=0)
+    """
+
+    steps: int
+    fprop: float = 1.0
+    dgrad: float = 1.0
+    wgrad: float = 1.0
+    rank: float | int = 0
+    teacher: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, bool) or not 0 <= value < math.inf:
+                raise RecipeError(f"Span: {name}={value!r} must be a finite number of at least 0.")
+
+
+def rank_for(rank: float | int, shape: tuple[int, ...]) -> int:
+    """The rank of an adapter beside a weight of ``shape``: ``rank`` if whole, else that share of the smaller side, at least 1; 0 for none.
+
+    Example:
+        >>> rank_for(4, (256, 64)), rank_for(0.1, (256, 64)), rank_for(0.001, (256, 64)), rank_for(0.0, (256, 64))
+        (4, 6, 1, 0)
+    """
+    if isinstance(rank, int) or rank == 0:
+        return int(rank)
+    return max(1, round(rank * min(shape[-2:])))
+
+
+def first(steps: int, spans: Iterable[Span]) -> list[Span]:
+    """The first ``steps`` steps of consecutive ``spans``: what comes later is cut off, and the last span goes on if they are too short.
+
+    Example:
+        >>> [(span.steps, span.fprop) for span in first(100, [Span(30), Span(0), Span(50, fprop=0.5)])]
+        [(30, 1.0), (70, 0.5)]
+    """
+    *most, last = spans
+    taken, left = [], steps
+    for span in (*most, replace(last, steps=steps)):
+        here = min(span.steps, left)
+        if here:
+            taken.append(replace(span, steps=here))
+        left -= here
+    return taken
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a handle prepares once for a recipe.
+
+    Args:
+        optimizer: the only class of optimizer that it runs with, None for any; ``needs``: what for, to complete "<Recipe> …, which SGD
+            cannot".
+        mask_score: how a mask that is chosen once is scored, for recipes that hold one.
+        channels: how channels are reordered before that mask is chosen, for recipes that do.
+        freezes: whose gradients are off until the recipe ends: ``""`` nobody's, ``"weights"`` of its layers, ``"all"`` but what it learns.
+        activation: what ``finish`` leaves the squared-ReLU activations at; None: they are none of the recipe's business.
+        draws: it draws random numbers in training, by a seed that its state holds; ``seed``: that one, None for torch's initial seed.
+        patterns: N:M of each layer, from the present weights ``(out, in)`` by name; None: all have the recipe's own. Asked at
+            ``sparsify_``, at ``attach`` and at the end of a dense stage (``Stage.later``); a resumed run has those of its checkpoint.
+    """
+
+    optimizer: type[torch.optim.Optimizer] | None = None
+    needs: str = ""
+    mask_score: str | None = None
+    channels: Search | None = None
+    freezes: str = ""
+    activation: ActivationRule | None = None
+    draws: bool = False
+    seed: int | None = None
+    patterns: Callable[[Mapping[str, Tensor]], dict[str, Pattern]] | None = None
+
+    @property
+    def first_seed(self) -> int:
+        """``seed``, or torch's initial one."""
+        return torch.initial_seed() if self.seed is None else self.seed
 
 
 @dataclass(frozen=True)
@@ -29,27 +154,64 @@ class Stage:
         phase: 0 dense or preconditioning, 1 mask learning, 2 fixed mask.
         transform: what the forward pass makes of each weight, and how the gradient gets back to it; None uses the weight as it is.
         rule: how the maskable parameters are updated.
-        plan: the rule of each of a layer's three products.
-        fixed: the mask was chosen once for good: gradients and weights are masked around each step.
-        renew: what the transform holds is chosen anew after every so many applied steps; 0 for only when the stage begins.
+        plan: the rule of each of a layer's three GEMMs.
+        held_mask: the mask was chosen once for good: gradients and weights are masked around each step.
+        every: what the transform holds is chosen anew after every so many applied steps; 0 for only when the stage begins.
         later: in a stage before the sparse ones, the transform that they will begin with: what it takes once from the weights, and the
             patterns of the layers, are then taken from the weights at the end of this stage and not from those of ``sparsify_``.
-        adapter: the layers' low-rank adapters take part, where ``Recipe.adapter_rank`` gives them some.
-        activation: the rule of the squared-ReLU activations, for a recipe with a ``final_activation``; None for dense ones.
+        rank: of the low-rank adapters that take part, as in ``Span``; 0 for none, even where ``LayerPlan.rank`` gives the layers some.
+        activation: the rule of the squared-ReLU activations, for a recipe with one in its ``Setup``; None for dense ones.
         part: where it differs from that of the stage before, what both hold is renewed, and its steps are counted from there; otherwise it
             goes on as it is.
+        after: ``after(weight, lr)``, what becomes of a master weight ``(out, in)`` after an applied step, as a proximal method has it.
+        not_ready: why it is too early to finish; empty where it is not.
     """
 
     phase: int
     transform: WeightTransform | None = None
     rule: UpdateRule = PLAIN
     plan: GemmPlan = STRAIGHT_THROUGH
-    fixed: bool = False
-    renew: int = 0
+    held_mask: bool = False
+    every: int = 0
     later: WeightTransform | None = None
-    adapter: bool = False
+    rank: float | int = 0
     activation: ActivationRule | None = None
     part: int = 0
+    after: Callable[[Tensor, float | Tensor], Tensor] | None = None
+    not_ready: str = ""
+
+    def span(self, steps: int, pattern: Pattern) -> Span:
+        """The FLOPs of ``steps`` steps in this stage: fprop at N/M where W̃ is N:M, dgrad where it has an N:M weight too, wgrad by the plan.
+
+        Args:
+            pattern: of a held mask.
+        """
+        transform, packed = self.transform, self.plan.n / max(self.plan.m, 1)
+        traits = None if transform is None else transform.traits
+        sparse = self.held_mask or (traits is not None and traits.is_nm)
+        share = (pattern if transform is None else transform.pattern).density if sparse else 1.0
+        both = traits is not None and (traits.transposable or traits.own_dgrad)
+        wgrad = {"mvue": packed, "magnitude": packed, "none": 0.0}.get(self.plan.wgrad, 1.0)
+        return Span(steps, fprop=share, dgrad=share if both else 1.0, wgrad=wgrad, rank=self.rank)
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """What a recipe does with one layer.
+
+    Args:
+        transform: the recipe's transform as it suits the layer.
+        unsupported_reason: why the recipe cannot do with a weight of that shape, whose ``in`` M divides; empty where it can.
+        keep_dense_reason: why the layer had better stay dense, unless the user's filter chooses it; empty where nothing speaks against it.
+        note: what the report says of the layer.
+        rank: of the low-rank adapter that ``sparsify_`` adds to it; 0 for none.
+    """
+
+    transform: WeightTransform | None
+    unsupported_reason: str = ""
+    keep_dense_reason: str = ""
+    note: str = ""
+    rank: int = 0
 
 
 @dataclass(frozen=True)
@@ -68,32 +230,10 @@ class Recipe:
     total_steps: int | None = None
 
     name: ClassVar[str] = ""
+    about: ClassVar[About] = About()
     final: ClassVar[str] = "nm"
     """What ``finish()`` leaves: ``"nm"``, ``"dense"``, or ``"nm+adapter"``, N:M weights with a low-rank adapter beside each; an instance
     whose settings change that has its own."""
-
-    mask_score: ClassVar[str | None] = None
-    """How a mask that is chosen once is scored, for recipes that hold one."""
-
-    search: ClassVar[Search | None] = None
-    """How channels are reordered before a mask is chosen once, for recipes that do."""
-
-    paper: ClassVar[str] = ""
-    """Authors, where published, and arXiv number."""
-
-    patterns: ClassVar[str] = ""
-    """The N:M that it takes."""
-
-    extra_state: ClassVar[str] = ""
-    """What it keeps beside the dense weights and the optimizer's moments."""
-
-    cost: ClassVar[str] = ""
-    """What it adds to, or saves from, a dense training step."""
-
-    @property
-    def freezes(self) -> str:
-        """Whose gradients are off until the recipe ends: ``""`` nobody's, ``"weights"`` of its layers, ``"all"`` but what it learns."""
-        return ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "pattern", Pattern(self.pattern))
@@ -101,30 +241,18 @@ class Recipe:
         if total is not None and (not isinstance(total, int) or isinstance(total, bool) or total < 1):
             raise RecipeError(f"{type(self).__name__}: total_steps={total!r} must be a whole number of at least 1.")
 
-    def spec(self) -> dict[str, Any]:
-        """The recipe as plain values, for checkpoints and logs; patterns and inner recipes as text."""
-        return {"recipe": self.name, **{f.name: _plain(getattr(self, f.name)) for f in fields(self)}}
-
-    def text(self) -> str:
-        """The recipe as one line that ``nmkernels.recipes.get`` reads, without what is left at its default.
-
-        Example:
-            >>> Recipe("2:4", total_steps=10).text()
-            ':2:4(total_steps=10)'
-        """
-        own = {f.name: _plain(getattr(self, f.name)) for f in fields(self) if f.name != "pattern"}
-        return text(self.name, str(self.pattern), {f.name: own[f.name] for f in fields(self) if f.name in own and own[f.name] != f.default})
+    @property
+    def setup(self) -> Setup:
+        """What a handle prepares once; by default nothing."""
+        return Setup()
 
     def optimizer(self, params: Iterable[Any], lr: float | Tensor = 1e-3, **kwargs: Any) -> torch.optim.Optimizer:
-        """The optimizer that serves this recipe best: ``MaskedAdamW`` with the keywords of ``torch.optim.AdamW``."""
-        return MaskedAdamW(params, lr=lr, **kwargs)
+        """The optimizer that serves this recipe best, with the keywords of ``torch.optim.AdamW``: ``MaskedAdamW``, or that of ``setup``."""
+        return (self.setup.optimizer or MaskedAdamW)(params, lr=lr, **kwargs)  # type: ignore[call-arg]
 
-    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise ``RecipeError`` if this recipe cannot run with ``optimizer``; by default any will do."""
-
-    def start(self, group: dict[str, Any]) -> State:
+    def first_state(self, group: dict[str, Any]) -> State:
         """The schedule's first state; ``group`` is the parameter group of the maskable weights."""
-        return {}
+        return {"seed": self.setup.first_seed} if self.setup.draws else {}
 
     def stage(self, state: State) -> Stage:
         """What training does in ``state``; an empty one stands for the time before an optimizer is attached."""
@@ -134,112 +262,33 @@ class Recipe:
         """Take one finished optimizer step into ``state``, in place; True when the stage may have changed."""
         return False
 
-    def profile(self, steps: int) -> list[Span]:
-        """The FLOPs of the first ``steps`` steps, in consecutive spans, for ``nm.flops``.
+    def values(self, state: State) -> dict[str, Tensor]:
+        """The schedule's numbers of the next step, 0-d tensors: ``handle.metrics()`` has them by name, transforms read ``nm_<name>``."""
+        return {}
 
-        By default ``stage({})`` is taken to last: fprop costs N/M where it has a transform or a held mask, dgrad where the transform has
-        a weight of its own for it, wgrad what the plan says. Recipes whose stages change, whose transform is not N:M, or whose masks
-        are transposable say so themselves.
+    def layer(self, pattern: Pattern, shape: tuple[int, int], transform: WeightTransform | None = None) -> LayerPlan:
+        """What becomes of a layer; by default every one gets ``transform`` with its own ``pattern``.
+
+        Args:
+            pattern: of the layer.
+            shape: of its weight, ``(out, in)``.
+            transform: of the present stage, or the final one.
         """
-        stage, share = self.stage({}), Pattern(self.pattern).density
-        masked, turned = stage.transform is not None or stage.fixed, stage.transform is not None and stage.transform.traits.own_dgrad
-        packed = stage.plan.n / max(stage.plan.m, 1)
-        wgrad = {"mvue": packed, "magnitude": packed, "none": 0.0}.get(stage.plan.wgrad, 1.0)
-        return [Span(steps, fprop=share if masked else 1.0, dgrad=share if turned else 1.0, wgrad=wgrad)]
-
-    def of_pattern(self, pattern: Pattern) -> Recipe:
-        """The same recipe with another pattern, to count the FLOPs of layers that have one of their own."""
-        return replace(self, pattern=pattern)
-
-    def switched_at(self, step: int) -> Recipe:
-        """The same recipe with its own choice of a switching step replaced by ``step``, to count the FLOPs of a run afterwards.
-
-        Raises:
-            RecipeError: the recipe has no such choice.
-        """
-        raise RecipeError(f"{self.name or type(self).__name__} does not choose a switching step by itself, so switch_step has no meaning.")
-
-    def deployed(self) -> Span:
-        """One forward pass of what ``finish`` leaves: ``fprop`` at N/M, or dense where ``final`` is; ``rank`` where an adapter stays."""
-        return Span(1, fprop=1.0 if self.final == "dense" else Pattern(self.pattern).density, dgrad=0.0, wgrad=0.0)
+        fits = transform is None or pattern == self.pattern
+        return LayerPlan(transform if fits else replace(transform, pattern=pattern), note=str(pattern))  # type: ignore[type-var]
 
     def final_transform(self) -> WeightTransform:
         """What ``finish`` applies to each weight unless ``final`` is ``"dense"``; by default the mask of the N largest magnitudes."""
         return HardMask(Pattern(self.pattern))
 
-    def final_activation(self) -> ActivationRule | None:
-        """What ``finish`` leaves the squared-ReLU activations at; by default None: they are none of the recipe's business."""
-        return None
+    def profile(self, steps: int) -> list[Span]:
+        """The FLOPs of the first ``steps`` steps, in consecutive spans, for ``nm.flops``; by default those of ``stage({})`` to the end."""
+        return [self.stage({}).span(steps, Pattern(self.pattern))]
 
-    def obstacle(self, rows: int, cols: int) -> str:
-        """Why this recipe cannot do with a weight ``(rows, cols)`` whose ``cols`` M divides; empty where it can."""
-        return ""
-
-    def layer_patterns(self, weights: Mapping[str, Tensor]) -> dict[str, Pattern] | None:
-        """N:M of each layer, from the present weights ``(out, in)`` by name; by default None: all layers have the recipe's own.
-
-        Asked at ``sparsify_``, at ``attach`` and at the end of a dense stage (``Stage.later``); a resumed run has those of its checkpoint.
-        """
-        return None
-
-    def fit(self, transform: WeightTransform, pattern: Pattern, shape: tuple[int, int]) -> WeightTransform:
-        """``transform`` as it suits a layer: by default with the layer's own ``pattern``, where that is not the recipe's.
-
-        Args:
-            shape: of the layer's weight, ``(out, in)``.
-        """
-        return transform if pattern == self.pattern else replace(transform, pattern=pattern)
-
-    def unwise(self, rows: int, cols: int) -> str:
-        """Why a weight ``(rows, cols)`` had better stay dense under this recipe, unless the user's filter chooses it; by default empty."""
-        return ""
-
-    def note(self, pattern: Pattern, shape: tuple[int, int]) -> str:
-        """What the report says of a layer that was made sparse; by default its pattern."""
-        return str(pattern)
-
-    def adapter_rank(self, rows: int, cols: int) -> int:
-        """Rank of the low-rank adapter that ``sparsify_`` adds to a weight ``(rows, cols)``; by default 0, none."""
-        return 0
-
-    def inputs(self, state: State) -> dict[str, Tensor]:
-        """Numbers of the schedule that the transform reads, by buffer name, as 0-d tensors; renewed after every step."""
-        return {}
-
-    def settle(self, state: State, weight: Tensor, lr: float | Tensor) -> Tensor | None:
-        """What becomes of a master weight ``(out, in)`` after an applied step, as a proximal method has it; by default None, nothing."""
-        return None
-
-    def unready(self, state: State) -> str:
+    def not_ready_reason(self, state: State) -> str:
         """Why it is too early to finish in ``state``; empty where it is not."""
-        return "is still in its dense phase" if self.final != "dense" and self.stage(state).phase == 0 else ""
-
-    def check_state(self, state: Any, group: dict[str, Any]) -> None:
-        """Raise ``CheckpointError`` unless training can go on from ``state``, which a checkpoint holds.
-
-        Args:
-            group: the parameter group of the maskable weights, as for ``start``.
-        """
-        spec = state.get("spec") if isinstance(state, dict) else None
-        mine = self.spec()
-        if not isinstance(spec, dict) or "recipe" not in spec:
-            raise CheckpointError("the optimizer state holds a recipe state that nmkernels did not write.")
-        if any(spec.get(key) != mine[key] for key in ("recipe", "pattern")):
-            raise CheckpointError(
-                f"the checkpoint is of {spec['recipe']}:{spec.get('pattern')}, this run uses {mine['recipe']}:{mine['pattern']}. "
-                "Resume with the same recipe, or load only the model's weights."
-            )
-        missing = sorted(set(self.start(group)) - set(state))
-        if missing:
-            raise CheckpointError(f"the checkpoint's recipe state is incomplete or of another version: it has no {', '.join(missing)}.")
-
-    def metrics(self, state: State) -> dict[str, Tensor]:
-        """Figures of this recipe's own, as 0-d tensors, beside the common ones."""
-        return {}
-
-
-def _plain(value: Any) -> Any:
-    return str(value) if isinstance(value, Pattern) else value.text() if isinstance(value, Recipe) else value
+        stage = self.stage(state)
+        return stage.not_ready or ("is still in its dense phase" if self.final != "dense" and stage.phase == 0 else "")
 
 
 @dataclass(frozen=True)
@@ -252,7 +301,7 @@ class Observed:
         second_moments: their raw ``exp_avg_sq`` where the optimizer keeps one.
         step: the optimizer's own step count of these parameters, None where it has none; reading it may wait for the device.
         calls: how many steps can have been applied at most; known to the host, which cannot see whether a step was skipped.
-        group: the parameter group of the maskable weights, as for ``Recipe.start``.
+        group: the parameter group of the maskable weights, as for ``Recipe.first_state``.
     """
 
     stats: Tensor

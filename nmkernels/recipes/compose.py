@@ -1,31 +1,72 @@
-"""Recipes inside other recipes: STEP's second phase, and what layer-wise patterns are given to."""
+"""Recipes inside other recipes, STEP's second phase and what layer-wise patterns are given to, and what a run may be resumed with."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from torch import Tensor
-
-from ..autograd import WeightTransform
-from ..nn import ActivationRule
-from ..pattern import Pattern, RecipeError
-from .base import Recipe, Stage, State
-from .cost import Span
-from .registry import get
-from .text import parse
+from ..pattern import CheckpointError, NMError, Pattern, RecipeError
+from .base import Recipe, Span, Stage, State
+from .registry import get, parse, spec
+from .schedule import ScheduledRecipe
 
 ADAMW = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 """A parameter group, to ask a recipe for its first stage before there is an optimizer."""
 
+DELEGATED = ("setup", "optimizer", "first_state", "stage", "advance", "values", "layer", "final_transform", "profile", "not_ready_reason")
+"""Everything that a recipe does."""
+
+
+@dataclass(frozen=True)
+class Composite(Recipe):
+    """A recipe that leaves to another one what it does not do itself.
+
+    Args:
+        inner: that recipe, or its text such as ``"mdgf"`` or ``"mdgf(end=0.8)"``, which need not repeat pattern and total_steps.
+    """
+
+    inner: Recipe | str | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.inner is not None:
+            inner = as_inner(self, self.inner)
+            object.__setattr__(self, "inner", inner)
+            object.__setattr__(self, "final", inner.final)
+
+    def active(self, state: State) -> tuple[Recipe, State]:
+        """The recipe that is asked in ``state`` and its own state; empty ones stand for the time before an optimizer is attached."""
+        assert isinstance(self.inner, Recipe)
+        return self.inner, state
+
+
+def _delegate(name: str) -> Any:
+    member = vars(Recipe)[name]
+    if isinstance(member, property):
+        return property(lambda self: getattr(self.active({})[0], name), doc=member.__doc__)
+
+    @functools.wraps(member)
+    def of_state(self: Composite, state: State, *args: Any) -> Any:
+        inner, own = self.active(state)
+        return getattr(inner, name)(own, *args)
+
+    @functools.wraps(member)
+    def stateless(self: Composite, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.active({})[0], name)(*args, **kwargs)
+
+    passed_on: Callable[..., Any] = of_state if "state" in inspect.signature(member).parameters else stateless
+    return passed_on
+
+
+for _name in DELEGATED:
+    setattr(Composite, _name, _delegate(_name))
+
 
 def as_inner(outer: Recipe, inner: Recipe | str) -> Recipe:
     """``inner`` as a recipe with the pattern and, where it has one, the length of ``outer``.
-
-    Args:
-        inner: a recipe, or its text such as ``"mdgf"`` or ``"mdgf(fine_tune=0.25)"``; a text need not repeat pattern and total_steps.
 
     Raises:
         RecipeError: it has another pattern, or is no recipe.
@@ -38,7 +79,7 @@ def as_inner(outer: Recipe, inner: Recipe | str) -> Recipe:
             config["total_steps"] = total
         inner = get(inner, **config)
     if not isinstance(inner, Recipe):
-        raise RecipeError(f"{kind}: inner={inner!r} must be a recipe, or its name such as 'srste' or 'mdgf(fine_tune=0.25)'.")
+        raise RecipeError(f"{kind}: inner={inner!r} must be a recipe, or its name such as 'srste' or 'mdgf(end=0.8)'.")
     if inner.pattern != outer.pattern:
         raise RecipeError(
             f"{kind}: the inner recipe {type(inner).__name__} is {inner.pattern} and {kind} itself {outer.pattern}; give both the same "
@@ -57,100 +98,75 @@ def of_length(recipe: Recipe, total_steps: int) -> Recipe:
     return recipe if recipe.total_steps == total_steps else replace(recipe, total_steps=total_steps)
 
 
-def first_state(recipe: Recipe) -> State:
-    """The state in which ``recipe`` would begin under an ordinary AdamW."""
-    return recipe.start(ADAMW)
+def with_pattern(recipe: Recipe, pattern: Pattern) -> Recipe:
+    """``recipe``, and what is inside it, with another pattern, to count the FLOPs of layers that have one of their own."""
+    inner = getattr(recipe, "inner", None)
+    own: dict[str, Any] = {"inner": with_pattern(inner, pattern)} if isinstance(inner, Recipe) else {}
+    return replace(recipe, pattern=pattern, **own)
+
+
+def innermost(recipe: Recipe) -> Recipe:
+    """The recipe that says what a sparse step does."""
+    while isinstance(recipe, Composite):
+        recipe = recipe.active({})[0]
+    return recipe
+
+
+def deployed(recipe: Recipe) -> Span:
+    """One forward pass of what ``finish`` leaves: fprop at N/M, or dense where ``final`` is; the rank where an adapter stays."""
+    inner, share = innermost(recipe), 1.0 if recipe.final == "dense" else Pattern(recipe.pattern).density
+    rank = inner.profile(inner.total_steps or 1)[-1].rank if recipe.final == "nm+adapter" else 0
+    return Span(1, fprop=share, dgrad=0.0, wgrad=0.0, rank=rank)
 
 
 def first_stage(recipe: Recipe) -> Stage:
-    """The stage in which ``recipe`` would begin."""
-    return recipe.stage(first_state(recipe))
+    """The stage in which ``recipe`` would begin under an ordinary AdamW."""
+    return recipe.stage(recipe.first_state(ADAMW))
 
 
-@dataclass(frozen=True)
-class Outer(Recipe):
-    """A recipe that leaves most of what training does to an inner one."""
+def check_state(recipe: Recipe, state: Any, group: dict[str, Any]) -> None:
+    """Raise ``CheckpointError`` unless a run of ``recipe`` can go on from ``state``, which a checkpoint holds.
 
-    def inner_at(self, state: State) -> tuple[Recipe, State]:
-        """The inner recipe and its own state; an empty one stands for the time before an optimizer is attached."""
-        raise RecipeError(f"{type(self).__name__} has no inner recipe.")
+    Pattern and recipe must be the same, and the settings that ``settled`` names; likewise those of an inner recipe that has begun.
 
-    def _take_over(self) -> None:
-        """What users read from the class of other recipes is that of the inner one."""
-        inner = self.inner_at({})[0]
-        object.__setattr__(self, "final", inner.final)
-        object.__setattr__(self, "mask_score", inner.mask_score)
-        object.__setattr__(self, "search", inner.search)
+    Args:
+        group: the parameter group of the maskable weights, as for ``Recipe.first_state``.
+    """
+    theirs = state.get("spec") if isinstance(state, dict) else None
+    mine = spec(recipe)
+    if not isinstance(theirs, dict) or "recipe" not in theirs:
+        raise CheckpointError("the optimizer state holds a recipe state that nmkernels did not write.")
+    if any(theirs.get(key) != mine[key] for key in ("recipe", "pattern")):
+        raise CheckpointError(
+            f"the checkpoint is of {theirs['recipe']}:{theirs.get('pattern')}, this run uses {mine['recipe']}:{mine['pattern']}. "
+            "Resume with the same recipe, or load only the model's weights."
+        )
+    missing = sorted(set(recipe.first_state(group)) - set(state))
+    if missing:
+        raise CheckpointError(f"the checkpoint's recipe state is incomplete or of another version: it has no {', '.join(missing)}.")
+    odd = [f"{key} is {theirs.get(key)} there and {mine[key]} here" for key in settled(recipe, state) if theirs.get(key) != mine[key]]
+    if odd:
+        raise CheckpointError(f"the checkpoint was written under another schedule: {'; '.join(odd)}. Resume with the same settings.")
+    if isinstance(recipe, Composite):
+        inner, own = recipe.active(state)
+        if own is state:
+            own = {**state, "spec": _spec_of(theirs.get("inner"))}
+        if own:
+            check_state(inner, own, group)
 
-    def of_pattern(self, pattern: Pattern) -> Recipe:
-        """Both with that pattern."""
-        inner = getattr(self, "inner", None)
-        own: dict[str, Any] = {"inner": inner.of_pattern(pattern)} if isinstance(inner, Recipe) else {}
-        return replace(self, pattern=pattern, **own)
 
-    @property
-    def freezes(self) -> str:
-        """As the inner recipe does."""
-        return self.inner_at({})[0].freezes
+def settled(recipe: Recipe, state: State) -> list[str]:
+    """The settings that a run resumed from ``state`` must have as its checkpoint does.
 
-    @property
-    def seed(self) -> int | None:
-        """That of the inner recipe, where it has one."""
-        seed: int | None = getattr(self.inner_at({})[0], "seed", None)
-        return seed
+    Where a field says nothing, those of a ``ScheduledRecipe``, whose steps have been counted by them, and no others.
+    """
+    default = "same" if isinstance(recipe, ScheduledRecipe) else "any"
+    kinds = {f.name: f.metadata.get("resume", default) for f in fields(recipe)}
+    return [name for name, kind in kinds.items() if kind == "same" or (kind == "until inner" and "inner" not in state)]
 
-    def adapter_rank(self, rows: int, cols: int) -> int:
-        """As the inner recipe does."""
-        return self.inner_at({})[0].adapter_rank(rows, cols)
 
-    def unwise(self, rows: int, cols: int) -> str:
-        """As the inner recipe says."""
-        return self.inner_at({})[0].unwise(rows, cols)
-
-    def deployed(self) -> Span:
-        """What the inner recipe leaves."""
-        return self.inner_at({})[0].deployed()
-
-    def obstacle(self, rows: int, cols: int) -> str:
-        """As the inner recipe says."""
-        return self.inner_at({})[0].obstacle(rows, cols)
-
-    def final_activation(self) -> ActivationRule | None:
-        """What the inner recipe leaves."""
-        return self.inner_at({})[0].final_activation()
-
-    def layer_patterns(self, weights: Mapping[str, Tensor]) -> dict[str, Pattern] | None:
-        """Those of the inner recipe."""
-        return self.inner_at({})[0].layer_patterns(weights)
-
-    def fit(self, transform: WeightTransform, pattern: Pattern, shape: tuple[int, int]) -> WeightTransform:
-        """As the inner recipe does."""
-        return self.inner_at({})[0].fit(transform, pattern, shape)
-
-    def note(self, pattern: Pattern, shape: tuple[int, int]) -> str:
-        """As the inner recipe does."""
-        return self.inner_at({})[0].note(pattern, shape)
-
-    def final_transform(self) -> WeightTransform:
-        """As the inner recipe does."""
-        return self.inner_at({})[0].final_transform()
-
-    def inputs(self, state: State) -> dict[str, Tensor]:
-        """Those of the inner recipe."""
-        inner, own = self.inner_at(state)
-        return inner.inputs(own)
-
-    def settle(self, state: State, weight: Tensor, lr: float | Tensor) -> Tensor | None:
-        """As the inner recipe does, once it has begun."""
-        inner, own = self.inner_at(state)
-        return inner.settle(own, weight, lr) if own else None
-
-    def unready(self, state: State) -> str:
-        """As the inner recipe says."""
-        inner, own = self.inner_at(state)
-        return inner.unready(own)
-
-    def metrics(self, state: State) -> dict[str, Tensor]:
-        """Those of the inner recipe."""
-        inner, own = self.inner_at(state)
-        return inner.metrics(own)
+def _spec_of(text: Any) -> dict[str, Any]:
+    try:
+        return spec(get(str(text)))
+    except (TypeError, NMError) as error:
+        raise CheckpointError(f"the checkpoint's inner recipe is of another version of nmkernels: {error}") from error

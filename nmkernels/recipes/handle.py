@@ -18,7 +18,7 @@ from .. import ops
 from ..autograd import STRAIGHT_THROUGH, WeightTransform
 from ..nn import NMWeight, make_dense_, switch_fast_paths
 from ..pattern import CheckpointError, RecipeError
-from .attach import STATE_KEY, Attachment, group_of, inner, is_attached, masked_adamw, require_learned, unwrapped
+from .attach import STATE_KEY, Attachment, group_of, inner, is_attached, masked_adamw, require_learned, require_optimizer, unwrapped
 from .base import Recipe, State
 from .metrics import figures
 from .report import Report
@@ -113,7 +113,7 @@ class Handle:
                 "given to sparsify_ (before a wrapper copies the parameters)."
             )
         for optimizer, _ in owners:
-            self.recipe.check_optimizer(masked_adamw(optimizer) or optimizer)
+            require_optimizer(self.recipe, masked_adamw(optimizer) or optimizer)
             if is_attached(optimizer):
                 raise RecipeError("attach: the optimizer drives the recipe of another model already; give each model its own optimizer.")
         require_learned(self.layers, stepped)
@@ -204,7 +204,7 @@ class Handle:
             if self.recipe.final == "dense":
                 for layer in self.layers.values():
                     layer.use(None, STRAIGHT_THROUGH)
-            elif not self.run.stage.fixed:
+            elif not self.run.stage.held_mask:
                 for name, transform in self.run.final_transforms().items():
                     # emulated roundings and packed products belong to training; any other plan computes the same forward pass
                     plan = kept[name][1]
@@ -233,7 +233,7 @@ class Handle:
         require_ran({} if allow_unused else self.layers)
         if all(attachment.stats is None for attachment in self._attachments):
             self.run.gradients.warn("finish", self.recipe, attached=bool(self._attachments))
-        warn_early(self.recipe, self.recipe.unready(self.state) if self._attachments else "")
+        warn_early(self.recipe, self.recipe.not_ready_reason(self.state) if self._attachments else "")
         if self.recipe.final != "dense":
             if not self._attachments:
                 self.run.masks.permute_({})
@@ -281,7 +281,7 @@ def warn_early(recipe: Recipe, early: str) -> None:
     """Warn, unless ``early`` is empty, that it is too early to finish for that reason."""
     if early:
         form = "the weights become dense" if recipe.final == "dense" else f"the weights become {recipe.pattern}"
-        if recipe.final_activation() is not None:
+        if recipe.setup.activation is not None:
             form = f"the activations become {recipe.pattern}"
         left = "the adapters add nothing" if recipe.final == "nm+adapter" else f"{form} without having been trained in that form"
         warnings.warn(

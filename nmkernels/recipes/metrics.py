@@ -36,7 +36,7 @@ def figures(run: Run, attachments: Iterable[Attachment]) -> dict[str, Tensor]:
     total: Tensor = functools.reduce(merge_stats, [a.stats for a in parts if a.stats is not None])
     s = dict(zip(ops.STATS, total, strict=True))
     grads = s["pruned_grad_abs"]
-    own = {**run.recipe.metrics(state), **_watched(layers)}
+    own = {**run.recipe.values(state), **_watched(layers)}
     ratio = torch.where(grads > 0, own.get("decay", stage.rule.decay) * s["pruned_abs"] / grads, 0.0)
     # the optimizer counts what M(W) ⊙ W would leave; any other transform has to be asked
     density = s["nonzeros"] / numel if stage.transform is None or isinstance(stage.transform, HardMask) else _density(layers)

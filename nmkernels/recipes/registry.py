@@ -1,15 +1,17 @@
-"""Recipes by name: ``get("step:2:4", total_steps=10_000)``."""
+"""Recipes by name, ``get("step:2:4", total_steps=10_000)``, and as one line of text, ``name:N:M(keyword=value, ...)``."""
 
 from __future__ import annotations
 
+import ast
 import difflib
 from collections.abc import Callable, Iterable
 from dataclasses import fields
 from typing import Any, TypeVar
 
-from ..pattern import RecipeError
+from ..pattern import Pattern, RecipeError
 from .base import Recipe
-from .text import parse
+
+FORM = "write it as name:N:M, or name:N:M(keyword=value, ...), for instance mdgf:1:8(end=0.75)"
 
 _recipes: dict[str, type[Recipe]] = {}
 R = TypeVar("R", bound=type[Recipe])
@@ -74,7 +76,7 @@ def get(spec: str, **config: Any) -> Recipe:
     """The recipe that a text names.
 
     Args:
-        spec: ``"name"``, ``"name:N:M"``, or ``"name:N:M(keyword=value, ...)"`` as ``Recipe.text`` writes it.
+        spec: ``"name"``, ``"name:N:M"``, or ``"name:N:M(keyword=value, ...)"`` as ``text`` writes it.
         config: the recipe's own keywords.
 
     Raises:
@@ -106,3 +108,53 @@ def resolve(spec: Recipe | str) -> Recipe:
     if isinstance(spec, str):
         return get(spec)
     raise RecipeError(f"a recipe is wanted, or its name such as 'srste:2:4'; got {type(spec).__name__}.")
+
+
+def parse(spec: str) -> tuple[str, str | None, dict[str, Any]]:
+    """(name, pattern or None, keywords) of a recipe's text; values are plain Python literals, and words may go without quotes.
+
+    Raises:
+        RecipeError: it is not of that form.
+
+    Example:
+        >>> parse("step:1:8(inner=mdgf(gradient=ste), t_max=0.5)")
+        ('step', '1:8', {'inner': 'mdgf(gradient=ste)', 't_max': 0.5})
+    """
+    head, opened, rest = spec.partition("(")
+    name, colon, pattern = head.strip().partition(":")
+    options: dict[str, Any] = {}
+    if opened:
+        try:
+            call = ast.parse(f"f({rest}", mode="eval").body
+            if not isinstance(call, ast.Call) or call.args or any(keyword.arg is None for keyword in call.keywords):
+                raise ValueError("keywords only")
+            options = {str(keyword.arg): _value(keyword.value) for keyword in call.keywords}
+        except (SyntaxError, ValueError) as error:
+            raise RecipeError(f"{spec!r} is not a recipe: {FORM}.") from error
+    return name.strip(), pattern.strip() if colon else None, options
+
+
+def _value(node: ast.expr) -> Any:
+    # a word, or the text of another recipe
+    return ast.unparse(node) if isinstance(node, (ast.Name, ast.Call)) else ast.literal_eval(node)
+
+
+def spec(recipe: Recipe) -> dict[str, Any]:
+    """A recipe as plain values, for checkpoints and logs; patterns and inner recipes as text."""
+    return {"recipe": recipe.name, **{f.name: _plain(getattr(recipe, f.name)) for f in fields(recipe)}}
+
+
+def text(recipe: Recipe) -> str:
+    """A recipe as one line that ``get`` reads, without what is left at its default.
+
+    Example:
+        >>> text(get("srste:2:4", total_steps=10))
+        'srste:2:4(total_steps=10)'
+    """
+    own = {f.name: _plain(getattr(recipe, f.name)) for f in fields(recipe) if f.name != "pattern"}
+    inside = ", ".join(f"{f.name}={own[f.name]!r}" for f in fields(recipe) if f.name in own and own[f.name] != f.default)
+    return f"{recipe.name}:{recipe.pattern}" + (f"({inside})" if inside else "")
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, Pattern) else text(value) if isinstance(value, Recipe) else value

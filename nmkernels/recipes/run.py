@@ -13,7 +13,9 @@ from ..autograd import WeightTransform
 from ..nn import ActivationRule, NMWeight, SquaredReLU, SquaredReLUMLP
 from ..pattern import NMError, RecipeError
 from .base import Observed, Recipe, Stage, State
+from .compose import check_state
 from .masks import HeldMasks
+from .registry import spec
 from .report import Report
 from .search.channels import Channels
 from .state import HeldTensors, LayerPatterns, Streams, generator_of, shape_of
@@ -34,19 +36,20 @@ class Run:
         self.revision = 0
         self.calls = 0
         self._transforms: dict[WeightTransform, WeightTransform] = {}
-        channels = None if recipe.search is None else Channels(model, layers, recipe.search, report)
+        setup = recipe.setup
+        channels = None if setup.channels is None else Channels(model, layers, setup.channels, report)
         self.patterns = LayerPatterns(recipe, layers, report)
-        self.masks = HeldMasks(layers, recipe.mask_score, channels)
+        self.masks = HeldMasks(layers, setup.mask_score, channels)
         self.tensors = HeldTensors(layers)
         self.streams = Streams(layers)
-        self.activations = Activations(model, recipe.final_activation())
+        self.activations = Activations(model, setup.activation)
         self.stage = recipe.stage({})
         self.freeze("sparsify_")
         add_adapters(recipe, layers)
         self.apply(self.stage)
         self._feed()
         self.tensors.adopt({})
-        self.frozen = Frozen(model, layers, recipe.freezes)
+        self.frozen = Frozen(model, layers, setup.freezes)
         self.gradients = Gradients(layers)
 
     def freeze(self, verb: str, anew: bool = False) -> None:
@@ -69,19 +72,20 @@ class Run:
                 raise RecipeError(f"{verb}: layer {name!r}: {error}") from error
 
     def _fitted(self, transform: WeightTransform, layer: NMWeight) -> WeightTransform:
-        fitted = self.recipe.fit(transform, layer.pattern, shape_of(layer))
+        fitted = self.recipe.layer(layer.pattern, shape_of(layer), transform).transform
+        assert fitted is not None
         # one object of each kind for the whole run: a compiled model guards on its identity
         return self._transforms.setdefault(fitted, fitted)
 
     def first_state(self, group: dict[str, Any]) -> State:
         """The schedule's state at its beginning, with the recipe's own description for checkpoints."""
-        state = {"spec": self.recipe.spec(), **self.recipe.start(group)}
+        state = {"spec": spec(self.recipe), **self.recipe.first_state(group)}
         self.patterns.save(state)
         return state
 
     def check(self, state: Any, group: dict[str, Any]) -> None:
         """Raise ``CheckpointError`` unless ``state`` was written by this recipe, with this pattern, on these layers."""
-        self.recipe.check_state(state, group)
+        check_state(self.recipe, state, group)
         for part in (self.patterns, self.masks, self.streams, self.tensors):
             part.check(state)
 
@@ -105,7 +109,7 @@ class Run:
         self.calls += 1
         state = self.state
         before = None
-        due = "held" in state and applied() and self.tensors.due(state, self.stage.renew)
+        due = "held" in state and applied() and self.tensors.due(state, self.stage.every)
         if self.recipe.advance(state, seen):
             stage = self.recipe.stage(state)
             if self.stage.later is not None and stage.later is None:
@@ -126,7 +130,7 @@ class Run:
         """Bring the layers in line with the state; ``before``, masks of another part of the schedule, comes back if they were renewed."""
         stage = self.recipe.stage(self.state)
         self.streams.adopt(self.state)
-        if stage.fixed:
+        if stage.held_mask:
             self.masks.adopt(self.state, self.optimizers)
         else:
             self.masks.forget()
@@ -144,7 +148,7 @@ class Run:
         self.revision += 1
         for layer in self.layers.values():
             layer.use(None if stage.transform is None else self._fitted(stage.transform, layer), stage.plan)
-            layer.adapts = stage.adapter
+            layer.adapts = stage.rank != 0
             if stage.transform is None:
                 layer.effective.release()  # a dense phase needs the memory more
             else:
@@ -155,7 +159,7 @@ class Run:
         transform = self.stage.transform
         if transform is None or not transform.reads:
             return
-        values = {name: value for name, value in self.recipe.inputs(self.state).items() if name in transform.reads}
+        values = {f"nm_{name}": value for name, value in self.recipe.values(self.state).items() if f"nm_{name}" in transform.reads}
         if values:
             for layer in self.layers.values():
                 layer.feed(values)
@@ -209,14 +213,13 @@ class Frozen:
 def add_adapters(recipe: Recipe, layers: dict[str, NMWeight]) -> None:
     """Give every layer for which ``recipe`` wants one an adapter: L drawn from N(0, 1), R = 0.
 
-    L is drawn on the CPU in float64, by the recipe's ``seed`` (None: torch's initial one) and the layer's name: the same on every
+    L is drawn on the CPU in float64, by the recipe's seed and the layer's name: the same on every
     device, in every dtype and on every rank.
     """
-    seed = getattr(recipe, "seed", None)
     for name, layer in layers.items():
-        rank = recipe.adapter_rank(*layer.master.shape)
+        rank = recipe.layer(layer.pattern, shape_of(layer)).rank
         if rank:
-            generator = generator_of(torch.initial_seed() if seed is None else seed, f"adapter/{name}")
+            generator = generator_of(recipe.setup.first_seed, f"adapter/{name}")
             layer.add_adapter(torch.randn(layer.master.shape[1], rank, generator=generator, dtype=torch.float64))
 
 

@@ -1,15 +1,70 @@
-"""Steps given as a count or as a share of the run, and schedules made of phases."""
+"""Schedules: recipes made of stages, steps given as a count or as a share of the run, and the checks that recipes share."""
 
 from __future__ import annotations
 
 import bisect
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
+import torch
+
+from ..autograd import STRAIGHT_THROUGH, GemmPlan
 from ..ops import STATS
-from ..pattern import CheckpointError, RecipeError
-from .base import Observed, State
+from ..pattern import Pattern, PatternLike, RecipeError
+from .base import Observed, Recipe, Span, Stage, State, first
+
+APPLIED = STATS.index("applied")
+PACKED = (False, True, "auto")
+"""Nowhere; in fprop, and in dgrad where the packed weight serves it; at every call where it was measured to be faster."""
+
+
+@dataclass(frozen=True)
+class ScheduledRecipe(Recipe):
+    """A recipe whose training is a list of stages, each of which begins after a number of applied steps.
+
+    A resumed run must have every setting of its checkpoint but those that ``may_change``.
+    """
+
+    @cached_property
+    def stages(self) -> tuple[tuple[int, Stage], ...]:
+        """(the step after which it begins, the stage), in their order; the first one begins at 0."""
+        raise RecipeError(f"{type(self).__name__} defines no stages.")
+
+    def first_state(self, group: dict[str, Any]) -> State:
+        return {"t": torch.zeros((), dtype=torch.float64), "stage": passed(0, self.stages), **super().first_state(group)}
+
+    def stage(self, state: State) -> Stage:
+        return self.stages[state.get("stage", 0)][1]
+
+    def advance(self, state: State, observed: Observed) -> bool:
+        """Count the step where it was applied; the host waits for the device only at a call that can end the stage."""
+        applied = observed.stats[APPLIED]
+        state["t"] = state["t"].to(applied.device) + applied
+        now = state["stage"]
+        if now + 1 == len(self.stages) or observed.calls < self.stages[now + 1][0]:
+            return False
+        state["stage"] = passed(int(state["t"].item()), self.stages)
+        return bool(state["stage"] != now)
+
+    def profile(self, steps: int) -> list[Span]:
+        """Those of the stages, one after the other."""
+        begins = [begin for begin, _ in self.stages]
+        ends = [*begins[1:], begins[-1] + steps]
+        pattern = Pattern(self.pattern)
+        return first(steps, [stage.span(end - begin, pattern) for (begin, stage), end in zip(self.stages, ends, strict=True)])
+
+
+def passed(t: int, stages: Sequence[tuple[int, Any]]) -> int:
+    """The place of the stage in which step ``t`` + 1 is taken: the last that begins at or before ``t``.
+
+    Example:
+        >>> [passed(t, ((0, "dense"), (10, "sparse"), (20, "fixed"))) for t in (0, 10, 19, 20)]
+        [0, 1, 1, 2]
+    """
+    return bisect.bisect_right(stages, t, lo=1, key=lambda stage: stage[0]) - 1
 
 
 def resolve_step(recipe: str, name: str, value: float | int | None, total_steps: int | None) -> int | None:
@@ -35,25 +90,52 @@ def resolve_step(recipe: str, name: str, value: float | int | None, total_steps:
     return round(value * total_steps)
 
 
-def check_decay(recipe: str, decay: float) -> None:
-    """Raise ``RecipeError`` unless ``decay``, λ of SR-STE, is a finite number of at least 0.
+class Phases(NamedTuple):
+    """Between which applied steps a schedule goes from dense to N:M."""
+
+    start: int
+    end: int
+
+
+def phases(recipe: str, total_steps: int | None, start: float | int, end: float | int) -> Phases:
+    """The steps of a run after which its progressive phase begins and ends, from counts or shares.
+
+    Raises:
+        RecipeError: ``total_steps`` is missing, a value is out of range, or no step is left between the two.
 
     Example:
-        >>> check_decay("SRSTE", 2e-4)
+        >>> phases("MdGf", 100, 0.1, 75)
+        Phases(start=10, end=75)
     """
-    # infinity times a kept weight's zero would be NaN
-    if isinstance(decay, bool) or not isinstance(decay, (int, float)) or not 0 <= decay < math.inf:
-        raise RecipeError(f"{recipe}: decay={decay!r} must be a finite number of at least 0.")
+    if total_steps is None:
+        raise RecipeError(f"{recipe}: total_steps is needed, the number of optimizer steps of the whole run, to size the schedule.")
+    begins, ends = resolve_step(recipe, "start", start, total_steps) or 0, resolve_step(recipe, "end", end, total_steps) or 0
+    if not begins < ends <= total_steps:
+        raise RecipeError(
+            f"{recipe}: start={begins} and end={ends} leave none of total_steps={total_steps} for the progressive phase between them."
+        )
+    return Phases(begins, ends)
 
 
-def check_count(recipe: str, name: str, value: int) -> None:
-    """Raise ``RecipeError`` unless ``value`` is a whole number of at least 0.
+def check_count(recipe: str, name: str, value: int | None, least: int = 0, none: str = "") -> None:
+    """Raise ``RecipeError`` unless ``value`` is a whole number of at least ``least``, or None where ``none`` says what that is for.
 
     Example:
         >>> check_count("BiMask", "draws", 100)
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise RecipeError(f"{recipe}: {name}={value!r} must be a whole number of at least 0.")
+    if not (none and value is None) and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+        raise RecipeError(f"{recipe}: {name}={value!r} must be a whole number of at least {least}{f', or None {none}' if none else ''}.")
+
+
+def check_number(recipe: str, name: str, value: float, above: bool = False) -> None:
+    """Raise ``RecipeError`` unless ``value`` is a finite number of at least 0, or ``above`` it.
+
+    Example:
+        >>> check_number("SRSTE", "decay", 2e-4)
+    """
+    # of a decay, infinity times a kept weight's zero would be NaN
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf or (above and value == 0):
+        raise RecipeError(f"{recipe}: {name}={value!r} must be a finite number {'above' if above else 'of at least'} 0.")
 
 
 def check_seed(recipe: str, seed: int | None) -> None:
@@ -62,72 +144,36 @@ def check_seed(recipe: str, seed: int | None) -> None:
         raise RecipeError(f"{recipe}: seed={seed!r} must be a whole number, or None for torch's initial seed.")
 
 
-class Phases(NamedTuple):
-    """Where a schedule of dense, progressive and fine-tuning steps changes, in applied steps."""
-
-    start: int
-    """The dense phase ends."""
-    stop: int
-    """The fine-tuning begins."""
-
-
-def phases(recipe: str, total_steps: int | None, dense: float | int, fine_tune: float | int) -> Phases:
-    """The two changes of a run with ``dense`` steps (or share) before and ``fine_tune`` after the progressive ones.
-
-    Raises:
-        RecipeError: ``total_steps`` is missing, a length is out of range, or no step is left between them.
-
-    Example:
-        >>> phases("MdGf", 100, 0.1, 25)
-        Phases(start=10, stop=75)
-    """
-    if total_steps is None:
-        raise RecipeError(f"{recipe}: total_steps is needed, the number of optimizer steps of the whole run, to size the schedule.")
-    before = resolve_step(recipe, "dense", dense, total_steps) or 0
-    after = resolve_step(recipe, "fine_tune", fine_tune, total_steps) or 0
-    if before + after >= total_steps:
-        raise RecipeError(
-            f"{recipe}: dense={before} and fine_tune={after} steps leave none of total_steps={total_steps} for the progressive phase."
-        )
-    return Phases(before, total_steps - after)
-
-
-def passed(t: int, bounds: Sequence[int]) -> int:
-    """How many of the rising ``bounds`` lie at or before step ``t``: the stage of a schedule.
-
-    Example:
-        >>> [passed(t, (10, 20)) for t in (0, 10, 19, 20)]
-        [0, 1, 1, 2]
-    """
-    return bisect.bisect_right(bounds, t)
-
-
-def advance(state: State, observed: Observed, bounds: Sequence[int]) -> bool:
-    """Count one step into ``state["t"]`` where it was applied, and keep ``state["stage"]``; True when that changed.
-
-    The host waits for the device only when as many steps were called as the next of ``bounds`` asks for.
-    """
-    applied = observed.stats[STATS.index("applied")]
-    state["t"] = state["t"].to(applied.device) + applied
-    stage = state["stage"]
-    if stage == len(bounds) or observed.calls < bounds[stage]:
-        return False
-    state["stage"] = passed(int(state["t"].item()), bounds)
-    return bool(state["stage"] != stage)
-
-
-def check_choice(recipe: str, name: str, value: object, known: Sequence[str]) -> None:
+def check_choice(recipe: str, name: str, value: object, known: Sequence[object]) -> None:
     """Raise ``RecipeError`` unless ``value`` is one of ``known``."""
     if value not in known:
-        raise RecipeError(f"{recipe}: {name}={value!r} is unknown; choose one of {', '.join(known)}.")
+        raise RecipeError(f"{recipe}: {name}={value!r} is unknown; choose one of {', '.join(map(str, known))}.")
 
 
-def check_same_schedule(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
-    """Raise ``CheckpointError`` unless a checkpoint's recipe has the same settings; both as ``Recipe.spec`` gives them.
+def check_flag(recipe: str, name: str, value: object) -> None:
+    """Raise ``RecipeError`` unless ``value`` is True or False, and not 1 or 0."""
+    if not isinstance(value, bool):
+        raise RecipeError(f"{recipe}: {name}={value!r} must be True or False.")
 
-    How products are computed (``packed``) may change: a run may go on where other kernels are.
+
+def packing(recipe: str, packed: bool | str, pattern: PatternLike, plan: GemmPlan = STRAIGHT_THROUGH) -> GemmPlan:
+    """``plan``, a dense one, with the GEMMs of the weight by ``packed``.
+
+    Args:
+        pattern: of the weights; the estimate of ``plan`` keeps its own.
+
+    Raises:
+        RecipeError: ``packed`` is none of ``PACKED``. NMError: the plan has something that needs the dense layout.
+
+    Example:
+        >>> plan = packing("STE", True, "2:4")
+        >>> plan.fprop, plan.dgrad
+        ('packed', 'device')
     """
-    keys = [key for key in ours if key != "packed"]
-    odd = [f"{key} is {theirs.get(key)} there and {ours[key]} here" for key in keys if theirs.get(key) != ours[key]]
-    if odd:
-        raise CheckpointError(f"the checkpoint was written under another schedule: {'; '.join(odd)}. Resume with the same settings.")
+    check_choice(recipe, "packed", packed, PACKED)
+    if not packed:
+        return plan
+    p = Pattern(pattern)
+    n, m = (plan.n, plan.m) if plan.m else (p.n, p.m)
+    rules = ("auto", "auto") if packed == "auto" else ("packed", "device")
+    return replace(plan, fprop=rules[0], dgrad=rules[1], n=n, m=m)

@@ -19,13 +19,13 @@ from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from ..nn import CompressedLinear, NMWeight, is_conv1d, is_conv1d_type, make_sparse_, switch_fast_paths
 from ..pattern import Pattern, RecipeError, ShapeError
-from .base import Recipe
+from .base import LayerPlan, Recipe
 from .handle import Handle, densify_
 from .registry import resolve
 from .report import Entry, Report
 
 FilterFn = Callable[[nn.Module, str], bool]
-Judgement = Callable[[int, int], str]
+LayerFn = Callable[[Pattern, tuple[int, int]], LayerPlan]
 DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 HEADS = frozenset({"lm_head", "head", "classifier"})
 NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
@@ -58,8 +58,7 @@ def select(
     model: nn.Module,
     pattern: Pattern,
     filter_fn: FilterFn | None = None,
-    unwise: Judgement | None = None,
-    obstacle: Judgement = lambda rows, cols: "",
+    plan: LayerFn = lambda pattern, shape: LayerPlan(None),
 ) -> tuple[list[Candidate], Report]:
     """The layers to make sparse and the report on all of them; nothing is changed.
 
@@ -67,15 +66,14 @@ def select(
         pattern: M must divide a layer's ``in_features``.
         filter_fn: ``filter_fn(module, name) -> bool`` chooses among the linear layers, output heads and tiny ones included, and is asked
             of nothing else; by default every layer is taken that nothing speaks against.
-        unwise: ``unwise(out, in)`` says what speaks against a layer of that shape beside the general rules; empty where nothing does.
-        obstacle: ``obstacle(out, in)`` says why the recipe cannot do with a weight of that shape; empty where it can.
+        plan: ``Recipe.layer``: why a layer of a shape is unsupported, or had better stay dense, beside the general rules.
 
     Raises:
         ShapeError: the filter chose a layer that M does not divide.
         RecipeError: it chose one that cannot be made sparse for another reason.
     """
     chosen, report = [], Report()
-    for c in _candidates(model, pattern, obstacle):
+    for c in _candidates(model, pattern, plan):
         kind = type(c.module).__name__
         if not c.linear:
             report.entries.append(Entry(c.name, kind, c.shape, False, c.impossible, linear=False))
@@ -87,7 +85,7 @@ def select(
                 f"sparsify_: the filter chose layer {c.name!r}, which cannot be made {pattern} sparse: {c.impossible}. "
                 "Leave it out of the filter."
             )
-        against = c.unwise or (unwise(*c.shape) if unwise is not None and len(c.shape) == 2 else "")
+        against = c.unwise or (plan(pattern, c.shape).keep_dense_reason if len(c.shape) == 2 else "")
         reason = c.impossible or (against if filter_fn is None else "") or ("" if wanted else "not chosen by the filter")
         if not reason:
             chosen.append(c)
@@ -95,14 +93,14 @@ def select(
     return chosen, report
 
 
-def _candidates(model: nn.Module, pattern: Pattern, obstacle: Judgement) -> Iterator[Candidate]:
+def _candidates(model: nn.Module, pattern: Pattern, plan: LayerFn) -> Iterator[Candidate]:
     # a module may stand under several names; only a parameter of several modules is tied
     uses = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
     bypassed = {id(m.out_proj) for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
     heads = _output_heads(model)
     for name, module in model.named_modules():
         if _looks_linear(module):
-            yield _judge(name, module, pattern, obstacle, uses, bypassed, heads)
+            yield _judge(name, module, pattern, plan, uses, bypassed, heads)
         elif isinstance(module, nn.MultiheadAttention):
             for key, p in module.named_parameters(recurse=False):
                 if p.dim() == 2:
@@ -168,7 +166,7 @@ def _join(name: str, key: str) -> str:
 
 
 def _judge(
-    name: str, module: nn.Module, pattern: Pattern, obstacle: Judgement, uses: Counter[int], bypassed: set[int], heads: set[int]
+    name: str, module: nn.Module, pattern: Pattern, plan: LayerFn, uses: Counter[int], bypassed: set[int], heads: set[int]
 ) -> Candidate:
     if isinstance(module, CompressedLinear):
         return Candidate(name, module, module.weight.shape, "it is compressed already")
@@ -184,7 +182,8 @@ def _judge(
     impossible = _obstacle(module, weight, uses, bypassed)
     misshapen = ""
     if not impossible:
-        misshapen = f"in_features={shape[1]} is not a multiple of M={pattern.m}" if shape[1] % pattern.m else obstacle(*shape)
+        divides = shape[1] % pattern.m == 0
+        misshapen = plan(pattern, shape).unsupported_reason if divides else f"in_features={shape[1]} is not a multiple of M={pattern.m}"
     unwise = ""
     if id(module) in heads or name.rpartition(".")[2] in HEADS:
         unwise = "output head"
@@ -281,7 +280,7 @@ def sparsify_(model: nn.Module, recipe: Recipe | str, filter_fn: FilterFn | None
         raise RecipeError(
             "sparsify_: the model has sparse layers already; handle.remove() or densify_(model) gives the dense model back first."
         )
-    chosen, report = select(model, pattern, filter_fn, recipe.unwise, recipe.obstacle)
+    chosen, report = select(model, pattern, filter_fn, recipe.layer)
     if not chosen:
         raise RecipeError(f"sparsify_: no layer of the model can be made {pattern} sparse:\n{report}")
     layers: dict[str, NMWeight] = {c.name: make_sparse_(c.module, pattern) for c in chosen}

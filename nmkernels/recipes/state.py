@@ -111,7 +111,8 @@ class LayerPatterns:
         Raises:
             ShapeError: M does not divide a layer's inputs.
         """
-        self.own = self.recipe.layer_patterns({name: layer.master.detach() for name, layer in self.layers.items()}) or {}
+        choose = self.recipe.setup.patterns
+        self.own = {} if choose is None else choose({name: layer.master.detach() for name, layer in self.layers.items()})
         for name, pattern in self.own.items():
             try:
                 pattern.check_divides("sparsify_", self.layers[name].master.shape[1], "in_features")
@@ -136,7 +137,7 @@ class LayerPatterns:
         for i, entry in enumerate(self.report.entries):
             if entry.sparse and entry.name in self.layers:
                 layer = self.layers[entry.name]
-                self.report.entries[i] = replace(entry, reason=self.recipe.note(layer.pattern, shape_of(layer)))
+                self.report.entries[i] = replace(entry, reason=self.recipe.layer(layer.pattern, shape_of(layer)).note)
 
     def check(self, state: State) -> None:
         patterns = state.get("patterns", {})

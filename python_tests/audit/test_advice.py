@@ -10,7 +10,7 @@ from nmkernels.audit.rules import Layer, Rules
 
 P = nm.Pattern("2:4")
 BIG = {"fc": (4096, 4096)}
-FULL = "fst:2:4(fine_tune=0)"
+FULL = "fst:2:4(end=None)"
 
 
 def told(shapes=BIG, recipe=FULL, tokens=8192, **words):
@@ -69,19 +69,19 @@ def test_a_recipe_that_does_not_pack():
 def test_a_dense_dgrad():
     speed, _ = one(told(recipe="srste:2:4"), "dgrad is dense")
     assert speed > now(recipe="srste:2:4").step
-    assert speed == pytest.approx(now(recipe="fst:2:4(mvue=None, fine_tune=0)").step)
+    assert speed == pytest.approx(now(recipe="fst:2:4(mvue=None, end=None)").step)
     assert not [text for text in told() if "dgrad" in text]
 
 
 def test_a_dense_wgrad():
-    speed, _ = one(told(recipe="fst:2:4(mvue=None, fine_tune=0)"), "wgrad is dense")
+    speed, _ = one(told(recipe="fst:2:4(mvue=None, end=None)"), "wgrad is dense")
     assert speed == pytest.approx(now().step) and not [text for text in told() if "wgrad is dense" in text]
 
 
 def test_an_estimate_for_too_few_inputs():
     narrow = {"fc": (4096, 512)}
     speed, detail = one(told(narrow), "the estimate for wgrad costs more")
-    assert speed == pytest.approx(now(narrow, "fst:2:4(mvue=None, fine_tune=0)").step) and speed > now(narrow).step
+    assert speed == pytest.approx(now(narrow, "fst:2:4(mvue=None, end=None)").step) and speed > now(narrow).step
     pays = int(detail.split()[2])
     assert 1340 <= pays <= 1800
     assert not [text for text in told({"fc": (4096, pays)}) if "the estimate" in text]
@@ -89,11 +89,11 @@ def test_an_estimate_for_too_few_inputs():
 
 def test_too_few_tokens():
     shape = {"fc": (8192, 8192)}
-    _, detail = one(told(shape, tokens=256, optimizer="separate", recipe="fst:2:4(mvue=None, fine_tune=0)"), "the step is too small")
+    _, detail = one(told(shape, tokens=256, optimizer="separate", recipe="fst:2:4(mvue=None, end=None)"), "the step is too small")
     least = int(detail.split()[-1])
     assert 1300 <= least <= 1600, "a float32 weight is packed: 6.375 bytes an element in place of 4.375"
     for tokens, pays in ((least, True), (int(least * 0.85), False)):
-        assert (now(shape, "fst:2:4(mvue=None, fine_tune=0)", tokens, optimizer="separate").step >= 1) == pays
+        assert (now(shape, "fst:2:4(mvue=None, end=None)", tokens, optimizer="separate").step >= 1) == pays
     assert not [text for text in told(shape, tokens=least, optimizer="separate") if "too small" in text]
     case = Case(DEVICES["H200"], Layer((64, 64), 64, torch.bfloat16, torch.bfloat16), Rules(P, fprop=False))
     assert break_even(case) is None, "a mask without a sparse product never pays"

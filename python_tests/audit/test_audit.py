@@ -138,7 +138,7 @@ def test_a_recipe_with_dense_steps():
     assert found.run == pytest.approx(1 / (5 / 6 / found.step + 1 / 6))
     assert found.inference == 1.0, "it leaves a dense model"
     assert "83 % of the recipe's steps are sparse" in str(found)
-    assert nm.audit({"fc": (4096, 4096)}, 8192, "fst:2:4(fine_tune=0)", **H200).inference > 1.2
+    assert nm.audit({"fc": (4096, 4096)}, 8192, "fst:2:4(end=None)", **H200).inference > 1.2
 
 
 @pytest.mark.parametrize("name", nm.recipes.names())
@@ -161,13 +161,13 @@ def test_meta_models_and_shapes_are_the_same():
 
 def test_sparse_models_have_their_own_rules():
     model = gpt(width=128)
-    dense = nm.audit(model, 4096, "fst:2:4(fine_tune=0)", **H200)
-    handle = nm.sparsify_(model, "fst:2:4(fine_tune=0, packed=auto)")
+    dense = nm.audit(model, 4096, "fst:2:4(end=None)", **H200)
+    handle = nm.sparsify_(model, "fst:2:4(end=None, packed=auto)")
     found, given = nm.audit(model, 4096, **H200), nm.audit(handle, 4096, **H200)
     figures = [[(p.name, p.used) for p in layer.step] for layer in dense.layers]
     assert [[(p.name, p.used) for p in layer.step] for layer in found.layers] == figures
     assert (
-        given.recipe == dense.recipe == "fst:2:4(fine_tune=0, packed='auto')"
+        given.recipe == dense.recipe == "fst:2:4(end=None, packed='auto')"
         and [[(p.name, p.used) for p in layer.step] for layer in given.layers] == figures
     )
     assert found.layers[0].sparse and found.layers[0].why == "2:4" and found.recipe == ""

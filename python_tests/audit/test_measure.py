@@ -84,15 +84,15 @@ def test_this_machine_is_what_its_measurement_says():
 
 def test_the_real_clock_once_per_process(cold, monkeypatch):
     monkeypatch.setattr(timing, "SETTLE", 0.0)
-    found = nm.audit({"fc": (64, 128)}, 32, "fst:2:4(fine_tune=0)", device="cpu", budget=600)
+    found = nm.audit({"fc": (64, 128)}, 32, "fst:2:4(end=None)", device="cpu", budget=600)
     assert found.measured_step > 0 and found.measured_inference > 0 and found.layers[0].measured_step[0].dense > 0
     runs = []
     monkeypatch.setattr(here, "_measure", lambda *args: runs.append(args))
-    nm.audit({"fc": (64, 128)}, 32, "fst:2:4(fine_tune=0)", device="cpu", measure=False)
+    nm.audit({"fc": (64, 128)}, 32, "fst:2:4(end=None)", device="cpu", measure=False)
     assert not runs
 
 
-@pytest.mark.parametrize("recipe", ["srste:2:4", "sste:2:4", "fst:2:4(fine_tune=0)", "srste:1:8"])
+@pytest.mark.parametrize("recipe", ["srste:2:4", "sste:2:4", "fst:2:4(end=None)", "srste:1:8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_task_runs_what_its_name_says(recipe, dtype):
     """On small layers the products of the tasks are those of the dense weight, masked or not."""

@@ -10,7 +10,7 @@ import pytest
 from nmkernels.cli.config import options
 from nmkernels.pattern import PatternLike, RecipeError
 from nmkernels.recipes import ASP, SSTE, STEP, Dense, Recipe, get, names
-from nmkernels.recipes.registry import find
+from nmkernels.recipes.registry import find, spec
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def test_the_last_of_a_keyword_counts():
     assert options(STEP, ["decay=1", "clamp=none", "decay=2"]) == {"decay": 2.0, "clamp": None}
     assert [options(STEP, [f"packed={text}"])["packed"] for text in ("true", "off", "auto")] == [True, False, "auto"]
     assert options(SSTE, ["mvue=none", "fp8=paper", "seed=3"]) == {"mvue": None, "fp8": "paper", "seed": 3}
-    assert type(options(ASP, ["prune_at=0"])["prune_at"]) is int
+    assert type(options(ASP, ["start=0"])["start"]) is int
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_the_last_of_a_keyword_counts():
     [
         (STEP, "decay", "write it as KEY=VALUE"),
         (STEP, "two words=1", "write it as KEY=VALUE"),
-        (STEP, "decai=1", "step has no keyword 'decai'; did you mean 'decay'? It takes switch, "),
+        (STEP, "decai=1", "step has no keyword 'decai'; did you mean 'decay'? It takes inner, switch, "),
         (Dense, "decay=1", "dense has no keyword 'decay'. It takes none; see `python -m nmkernels recipes dense`."),
         (STEP, "decay=much", "decay of step is a number, and 'much' is not."),
         (STEP, "clamp=much", "clamp of step is a number or none, and 'much' is not."),
@@ -84,7 +84,7 @@ def test_what_does_not_fit_is_told(recipe, text, message):
 @pytest.mark.parametrize("name", names())
 def test_every_keyword_of_every_recipe_can_be_set_to_its_default(name):
     cls = find(name)
-    plain = {key: value for key, value in get(name, total_steps=1000).spec().items() if key not in ("recipe", "pattern", "total_steps")}
+    plain = {key: value for key, value in spec(get(name, total_steps=1000)).items() if key not in ("recipe", "pattern", "total_steps")}
     texts = [f"{key}={value}" for key, value in plain.items()]
     assert options(cls, texts) == {
         key: value if isinstance(value, (int, float, type(None))) else str(value) for key, value in plain.items()

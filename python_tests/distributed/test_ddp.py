@@ -27,7 +27,7 @@ RECIPES = {
     "srste_packed": nm.recipes.SRSTE("2:4", decay=1e-3, packed=True),
     "sste": nm.recipes.SSTE("2:4", seed=1),
     "srste_zero": nm.recipes.SRSTE("2:4", decay=1e-3),
-    "asp_zero": nm.recipes.ASP("2:4", prune_at=4),
+    "asp_zero": nm.recipes.ASP("2:4", start=4),
 }
 
 

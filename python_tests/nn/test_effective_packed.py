@@ -89,7 +89,7 @@ def three_kinds_of_forward(model, x, autocast):
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("make", [torch.optim.AdamW, fused, torch.optim.SGD, MaskedAdamW])
-@pytest.mark.parametrize("recipe", ["srste:2:4(packed=True)", "sste:2:4(packed=True)", "fst:2:4(packed=True, fine_tune=0, refresh=2)"])
+@pytest.mark.parametrize("recipe", ["srste:2:4(packed=True)", "sste:2:4(packed=True)", "fst:2:4(packed=True, end=None, every=2)"])
 def test_packed_once_per_step_with_accumulation_checkpointing_and_evaluation(recipe, make, autocast):
     model, layer, optimizer = model_of(make, recipe)
     x = torch.randn(4, 32, requires_grad=True)
@@ -120,7 +120,7 @@ def test_dense_and_packed_forms_are_made_once_each(make):
 
 
 def test_both_orientations_come_of_one_call():
-    model, layer, optimizer = model_of(torch.optim.AdamW, "fst:2:4(packed=True, fine_tune=0)", BOTH_WAYS)
+    model, layer, optimizer = model_of(torch.optim.AdamW, "fst:2:4(packed=True, end=None)", BOTH_WAYS)
     x = torch.randn(4, 32, requires_grad=True)
     for _ in range(3):
         with Calls() as calls:
@@ -134,7 +134,7 @@ def test_both_orientations_come_of_one_call():
 
 
 def test_calls_that_read_different_forms_do_not_pack_in_turns():
-    _, layer, optimizer = model_of(torch.optim.AdamW, "fst:2:4(packed=True, fine_tune=0)")
+    _, layer, optimizer = model_of(torch.optim.AdamW, "fst:2:4(packed=True, end=None)")
     for k in range(3):
         with Calls() as calls:
             for _ in range(3):
@@ -307,7 +307,7 @@ def test_an_evaluation_of_another_form_leaves_the_backward_pass_and_no_copy():
 
 def test_a_dense_phase_has_the_memory_back():
     model = nn.Sequential(nn.Linear(32, 16))
-    handle = nm.sparsify_(model, nm.recipes.FST("2:4", 6, fine_tune=3, packed=True))
+    handle = nm.sparsify_(model, nm.recipes.FST("2:4", 6, end=3, packed=True))
     optimizer = handle.attach(MaskedAdamW(model.parameters()))
     kept = []
     for _ in range(6):

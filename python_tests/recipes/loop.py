@@ -80,7 +80,7 @@ class Step:
     switch: str = "arithmetic"
     t_min: int = 5
     t_max: int = 15
-    switch_at: int = 10
+    start: int = 10
     threshold: float = 1e-8
     bias_corrected: bool = True
     inside: bool = False
@@ -135,7 +135,7 @@ class Watch:
     def fires(self, t, before, after):
         s = self.step
         if s.switch == "fixed":
-            return t >= s.switch_at
+            return t >= s.start
         return t > s.t_max or (self.small(before, after) and t > s.t_min)
 
     def small(self, before, after):

@@ -19,7 +19,7 @@ def activation(y, n, m, grad="chain"):
     return sparse if grad == "chain" else y.relu() ** 2 + (sparse - y.relu() ** 2).detach()
 
 
-def act24(params, data, n, m, dense, grad="chain"):
+def act24(params, data, n, m, dense, gradient="chain"):
     """The usual net with squared ReLU, dense for ``dense`` steps, then with sparse activations."""
     leaves = {k: v.clone().requires_grad_() for k, v in params.items()}
     optimizer = torch.optim.AdamW(leaves.values(), **Adam().keywords)
@@ -28,7 +28,7 @@ def act24(params, data, n, m, dense, grad="chain"):
         for i in (0, 2, 4):
             h = F.linear(h, leaves[f"{i}.weight"], leaves[f"{i}.bias"])
             if i < 4:
-                h = activation(h, n, m, grad) if t >= dense else h.relu() ** 2
+                h = activation(h, n, m, gradient) if t >= dense else h.relu() ** 2
         optimizer.zero_grad()
         F.mse_loss(h, target).backward()
         optimizer.step()

@@ -78,8 +78,8 @@ def maskllm(params, data, recipe, total):
         return used
 
     def extra(used):
-        scale = 1 - used_of.t / total if r.weight_reg_schedule == "linear" else 1.0
-        return -r.weight_reg * scale * sum(used[k].square().sum() for k in SPARSE)
+        scale = 1 - used_of.t / total if r.decay_schedule == "linear" else 1.0
+        return -r.decay * scale * sum(used[k].square().sum() for k in SPARSE)
 
     def trains(k, t):
         return "nm_" in k or (r.others == "trained" and k not in SPARSE)
@@ -122,7 +122,7 @@ def lbc(params, data, recipe, t_i, t_f):
                 best = soft.detach().argsort(dim=1, descending=True, stable=True)[:, :n]
                 binary = torch.zeros_like(soft).scatter(1, best, 1.0).detach()
             through = (binary + soft - soft.detach()).reshape(w.shape)
-            used[k] = w * through if recipe.grad == "chain" else w.detach() * through + w - w.detach()
+            used[k] = w * through if recipe.gradient == "chain" else w.detach() * through + w - w.detach()
         return used
 
     return train_learned(params, data, used_of, lambda k, t: "nm_" not in k or remaining(t) > 1, remove)

@@ -61,6 +61,6 @@ def maxq(params, data, recipe, start, stop):
 
     def rule(k, w, g, t):
         kept, factor = at(w, t)
-        return (g * kept * factor if recipe.grad == "chain" else g) + recipe.decay * (1 - kept) * w
+        return (g * kept * factor if recipe.gradient == "chain" else g) + recipe.decay * (1 - kept) * w
 
     return train_used(params, data, use, rule)

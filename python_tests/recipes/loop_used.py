@@ -73,7 +73,7 @@ def sste(params, data, n, m, streams=None, method="exact"):
 # ---- MdGf and SdGf
 
 
-def mdgf(params, data, n, m, schedule, dense, fine_tune, total, end=None, chain=True, levels=None):
+def mdgf(params, data, n, m, schedule, dense, fine_tune, total, residual=None, chain=True, levels=None):
     """W̃ = W ⊙ (M + D (1 − M)), with D from 1 to 0 between the dense and the fine-tuning steps."""
     length = total - dense - fine_tune
 
@@ -85,7 +85,7 @@ def mdgf(params, data, n, m, schedule, dense, fine_tune, total, end=None, chain=
             return 0.0
         if levels is not None:
             u = math.floor(u * levels / length) * length / levels
-        return 1.0 - u / length if schedule == "linear" else math.exp(math.log(end) * u / length)
+        return 1.0 - u / length if schedule == "linear" else math.exp(math.log(residual) * u / length)
 
     def factor(w, t):
         kept = top_n(w, n, m).to(w.dtype)

@@ -8,9 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from nmkernels.pattern import RecipeError
 from nmkernels.recipes import (
     ASP,
     AST,
@@ -68,11 +65,7 @@ class Entry:
     @property
     def any_optimizer(self) -> bool:
         """Whether plain AdamW will do; where not, the recipe's own optimizer is used throughout."""
-        try:
-            self.recipe.check_optimizer(torch.optim.AdamW([torch.zeros(1)]))
-        except RecipeError:
-            return False
-        return True
+        return self.recipe.setup.optimizer is None
 
     @property
     def draws(self) -> bool:
@@ -87,7 +80,7 @@ class Entry:
     @property
     def still(self) -> bool:
         """Whether the swapped weights are not trained at all."""
-        return self.recipe.freezes != ""
+        return self.recipe.setup.freezes != ""
 
 
 def hard(decay: float = 0.0, step: Step | None = None, n: int = 2) -> Any:
@@ -117,16 +110,16 @@ def asp(prune_at: int) -> Any:
 
 
 def mdgf(recipe: MdGf, dense: int, fine_tune: int) -> Entry:
-    n, m, chain = recipe.pattern.n, recipe.pattern.m, recipe.grad == "chain"
+    n, m, chain = recipe.pattern.n, recipe.pattern.m, recipe.gradient == "chain"
 
     def run(params: dict[str, Any], data: list[Any], streams: Any) -> dict[str, Any]:
-        return used.mdgf(params, data, n, m, recipe.schedule, dense, fine_tune, STEPS, recipe.end, chain, recipe.levels)
+        return used.mdgf(params, data, n, m, recipe.schedule, dense, fine_tune, STEPS, recipe.residual, chain, recipe.levels)
 
     return Entry(recipe, run, (2, 4, 9, 17))
 
 
 def sdgf(recipe: SdGf, frames: list[tuple[int, int]], starts: list[int]) -> Entry:
-    return Entry(recipe, lambda p, d, s: used.sdgf(p, d, frames, starts, recipe.grad == "chain"), (2, 4, 9, 17))
+    return Entry(recipe, lambda p, d, s: used.sdgf(p, d, frames, starts, recipe.gradient == "chain"), (2, 4, 9, 17))
 
 
 def max_query(recipe: MaxQ, start: int, stop: int, cuts: tuple[int, ...]) -> Entry:
@@ -137,7 +130,7 @@ def bimask(recipe: BiMask) -> Entry:
     n, m, count = recipe.pattern.n, recipe.pattern.m, recipe.criterion == "count"
 
     def run(params: dict[str, Any], data: list[Any], streams: Any) -> dict[str, Any]:
-        return loop_dgrad.bimask(params, data, n, m, recipe.decay, recipe.draws, recipe.refresh, recipe.seed, count)
+        return loop_dgrad.bimask(params, data, n, m, recipe.decay, recipe.draws, recipe.every, recipe.seed, count)
 
     return Entry(recipe, run, (6, 7, 9))
 
@@ -146,7 +139,7 @@ AT = 6
 
 
 def stepped(pattern: str, inner: str, loop: Any) -> Entry:
-    recipe = STEP(pattern, STEPS, switch="fixed", switch_at=AT, inner=inner)
+    recipe = STEP(pattern, STEPS, switch="fixed", start=AT, inner=inner)
     return Entry(recipe, lambda p, d, s: loop(p, d), (4, AT, 8, 12, 17))
 
 
@@ -154,7 +147,7 @@ def slope(recipe: SLoPe, cuts: tuple[int, ...] = (7,)) -> Entry:
     n, m, rank = recipe.pattern.n, recipe.pattern.m, int(recipe.rank)
 
     def run(params: dict[str, Any], data: list[Any], streams: Any) -> dict[str, Any]:
-        return loop_dgrad.slope(params, data, n, m, recipe.refresh, recipe.lazy_start(), rank, recipe.seed)
+        return loop_dgrad.slope(params, data, n, m, recipe.every, recipe.stages[-1][0] if rank else None, rank, recipe.seed)
 
     return Entry(recipe, run, cuts)
 
@@ -166,7 +159,7 @@ def maskllm(total: int = STEPS, **options: Any) -> Entry:
 
 
 def lbc(pattern: str = "2:4", begin: int = 2, end: int = 14, **options: Any) -> Entry:
-    recipe = LBC(pattern, STEPS, begin=begin, end=end, **options)
+    recipe = LBC(pattern, STEPS, start=begin, end=end, **options)
     return Entry(recipe, lambda p, d, s: learned.lbc(p, d, recipe, begin, end), (3, 7, 17), tied=recipe.forward == "top_n")
 
 
@@ -175,9 +168,9 @@ ROSTER = {
     "ste": Entry(STE("2:4"), hard()),
     "srste": Entry(SRSTE("2:4", decay=0.1), hard(0.1)),
     "step": Entry(STEP("2:4", t_min=2, t_max=7, threshold=1e-30), hard(0.0, SWITCH), (5, 8, 12)),
-    "step_thawed": Entry(STEP("2:4", STEPS, switch="fixed", switch_at=7, freeze=False), thawed, (5, 8, 12)),
+    "step_thawed": Entry(STEP("2:4", STEPS, switch="fixed", start=7, freeze=False), thawed, (5, 8, 12)),
     "step_srste": Entry(STEP("2:4", t_min=2, t_max=7, threshold=1e-30, inner=SRSTE(decay=0.1)), hard(0.1, SWITCH), (5, 8, 12)),
-    "step_mdgf": stepped("1:8", "mdgf(fine_tune=4)", lambda p, d: loop_inner.step_mdgf(p, d, AT, 1, 8, 4)),
+    "step_mdgf": stepped("1:8", "mdgf(end=10)", lambda p, d: loop_inner.step_mdgf(p, d, AT, 1, 8, 4)),
     "step_sdgf": stepped("1:4", "sdgf", lambda p, d: loop_inner.step_sdgf(p, d, AT, [(3, 4), (2, 4), (1, 4)])),
     "step_sste": stepped("2:4", "sste(mvue=None)", lambda p, d: loop_inner.step_sste(p, d, AT, 2, 4)),
     "step_layerwise": stepped(
@@ -185,9 +178,9 @@ ROSTER = {
         "layerwise(inner=ste, rule=magnitude)",
         lambda p, d: layerwise.step_ste(p, d, AT, layerwise.magnitude, (1, 2, 4), 8, 0.25),
     ),
-    "vnm": Entry(VNM("2:8", v=8, decay=0.1, refresh=1), lambda p, d, s: vnm(p, d, 2, 8, 8, 0.1, 1)),
-    "vnm_greedy": Entry(VNM("2:16", decay=0, refresh=6), lambda p, d, s: vnm(p, d, 2, 16, 32, 0, 6), (6, 9)),
-    "vnm_sums": Entry(VNM("1:8", v=16, decay=0.1, refresh=0, objective="sums"), lambda p, d, s: vnm(p, d, 1, 8, 16, 0.1, 0, "sums")),
+    "vnm": Entry(VNM("2:8", v=8, decay=0.1, every=1), lambda p, d, s: vnm(p, d, 2, 8, 8, 0.1, 1)),
+    "vnm_greedy": Entry(VNM("2:16", decay=0, every=6), lambda p, d, s: vnm(p, d, 2, 16, 32, 0, 6), (6, 9)),
+    "vnm_sums": Entry(VNM("1:8", v=16, decay=0.1, every=0, objective="sums"), lambda p, d, s: vnm(p, d, 1, 8, 16, 0.1, 0, "sums")),
     "layerwise": Entry(
         LayerWise("4:16", inner=SRSTE("4:16", decay=0.1), choices="all"),
         lambda p, d, s: layerwise.srste(p, d, layerwise.erk, range(1, 16), 16, 0.25, 0.1),
@@ -204,57 +197,57 @@ ROSTER = {
     "step_asp": stepped("2:4", "asp", lambda p, d: loop_inner.step_asp(p, d, AT, 2, 4)),
     "asp": Entry(ASP("2:4"), asp(0)),
     "asp_permute": Entry(ASP("2:4", permute=True, escapes=0), lambda p, d, s: permuted(p, d, 0)),
-    "asp_permute_late": Entry(ASP("2:4", permute=True, escapes=0, prune_at=6), lambda p, d, s: permuted(p, d, 6), (3, 6, 9)),
+    "asp_permute_late": Entry(ASP("2:4", permute=True, escapes=0, start=6), lambda p, d, s: permuted(p, d, 6), (3, 6, 9)),
     "sste_dense_wgrad": Entry(SSTE("2:4", mvue=None), lambda p, d, s: used.sste(p, d, 2, 4)),
     "sste": Entry(SSTE("2:4", seed=1), lambda p, d, s: used.sste(p, d, 2, 4, s)),
     "sste_approx": Entry(SSTE("1:4", mvue="approx", seed=1), lambda p, d, s: used.sste(p, d, 1, 4, s, "approx")),
     "sste_biased": Entry(SSTE("2:4", mvue="magnitude", seed=1), lambda p, d, s: used.sste(p, d, 2, 4, s, "magnitude")),
     "mdgf": mdgf(MdGf("1:8", STEPS), 0, 5),
-    "mdgf_ste": mdgf(MdGf("1:4", STEPS, dense=4, fine_tune=0.2, grad="ste"), 4, 4),
-    "mdgf_linear": mdgf(MdGf("2:4", STEPS, schedule="linear", dense=0.1, fine_tune=0), 2, 0),
-    "mdgf_kao": mdgf(MdGf("1:4", STEPS, schedule="linear", dense=2, fine_tune=2, levels=4), 2, 2),
+    "mdgf_ste": mdgf(MdGf("1:4", STEPS, start=4, end=0.8, gradient="ste"), 4, 4),
+    "mdgf_linear": mdgf(MdGf("2:4", STEPS, schedule="linear", start=0.1, end=1.0), 2, 0),
+    "mdgf_kao": mdgf(MdGf("1:4", STEPS, schedule="linear", start=2, end=18, levels=4), 2, 2),
     "sdgf": sdgf(SdGf("1:8", STEPS), [(7, 8), (4, 8), (2, 8), (1, 8)], [0, 5, 10, 15]),
-    "sdgf_chain": sdgf(SdGf("1:4", STEPS, dense=4, fine_tune=4, grad="chain"), [(3, 4), (2, 4), (1, 4)], [4, 8, 12]),
+    "sdgf_chain": sdgf(SdGf("1:4", STEPS, start=4, end=16, gradient="chain"), [(3, 4), (2, 4), (1, 4)], [4, 8, 12]),
     "sdgf_geometric": sdgf(SdGf("1:2", STEPS, schedule="geometric"), [(8, 16), (4, 8), (2, 4), (1, 2)], [0, 5, 10, 15]),
-    "bimask": bimask(BiMask("2:4", decay=0.1, draws=20, refresh=7, seed=1)),
-    "bimask_count": bimask(BiMask("1:8", draws=5, refresh=3, criterion="count", seed=2)),
-    "bimask_once": bimask(BiMask("1:4", draws=0, refresh=0, seed=0)),
-    "slope": slope(SLoPe("2:4", STEPS, rank=2, lazy=0.3, refresh=6, seed=1), (6, 13, 14, 17)),
-    "slope_adapters": slope(SLoPe("1:4", STEPS, rank=3, lazy=1.0, refresh=0, seed=2)),
-    "slope_plain": slope(SLoPe("1:8", rank=0, refresh=1)),
+    "bimask": bimask(BiMask("2:4", decay=0.1, draws=20, every=7, seed=1)),
+    "bimask_count": bimask(BiMask("1:8", draws=5, every=3, criterion="count", seed=2)),
+    "bimask_once": bimask(BiMask("1:4", draws=0, every=0, seed=0)),
+    "slope": slope(SLoPe("2:4", STEPS, rank=2, start=0.7, every=6, seed=1), (6, 13, 14, 17)),
+    "slope_adapters": slope(SLoPe("1:4", STEPS, rank=3, start=0.0, every=0, seed=2)),
+    "slope_plain": slope(SLoPe("1:8", rank=0, every=1)),
     "maskllm": maskllm(tau_end=1.0),
-    "maskllm_others": maskllm(pattern="1:4", others="trained", tau_end=1.0, weight_reg=1e-3, weight_reg_schedule="linear"),
+    "maskllm_others": maskllm(pattern="1:4", others="trained", tau_end=1.0, decay=1e-3, decay_schedule="linear"),
     "maskllm_hard": maskllm(pattern="1:8", hard=True, tau_end=2.0, prior_strength=0.0, others="trained"),
     "lbc": lbc(),
-    "lbc_top_n": lbc("1:4", forward="top_n", grad="ste", exponent=4),
-    "sdgf_densify": sdgf(SdGf("1:2", STEPS, schedule="densify", dense=0.2), [(1, 16), (1, 8), (1, 4), (1, 2)], [4, 8, 12, 16]),
+    "lbc_top_n": lbc("1:4", forward="top_n", gradient="ste", exponent=4),
+    "sdgf_densify": sdgf(SdGf("1:2", STEPS, schedule="densify", start=0.2), [(1, 16), (1, 8), (1, 4), (1, 2)], [4, 8, 12, 16]),
     "ast": Entry(AST("2:4", STEPS, decay=0.5, every=4), lambda p, d, s: ast(p, d, 2, 4, 0.5, 5, 4), (3, 7, 12)),
     "ast_gradient": Entry(
-        AST("1:8", decay=0.2, anneal=0, every=7, second_moment="gradient"), lambda p, d, s: ast(p, d, 1, 8, 0.2, 0, 7, total=False)
+        AST("1:8", decay=0.2, end=0, every=7, second_moment="gradient"), lambda p, d, s: ast(p, d, 1, 8, 0.2, 0, 7, total=False)
     ),
     "complementary": Entry(Complementary("1:4"), lambda p, d, s: complementary(p, d, 1, 4)),
     "complementary_decay": Entry(Complementary("2:4", decay=0.1), lambda p, d, s: complementary(p, d, 2, 4, decay=0.1)),
-    "complementary_blocks": Entry(Complementary("2:8", spacing=2, grad="chain"), lambda p, d, s: complementary(p, d, 2, 8, 2, chain=True)),
-    "maxq": max_query(MaxQ("2:4", STEPS, fine_tune=5, decay=0.1), 0, 15, (7, 15)),
-    "maxq_cubic": max_query(MaxQ("1:4", STEPS, schedule="cubic", dense=4, fine_tune=0.2, tau=0.1, kernel=True), 4, 16, (2, 9)),
-    "maxq_cos": max_query(MaxQ("1:8", STEPS, schedule="cos", fine_tune=4, levels=3, grad="chain"), 0, 16, (9,)),
-    "maxq_exp": max_query(MaxQ("2:8", STEPS, schedule="exp", dense=2, fine_tune=0), 2, 20, (7,)),
-    "proxsparse": Entry(ProxSparse(strength=0.8), lambda p, d, s: proxsparse(p, d, 0.8)),
+    "complementary_blocks": Entry(
+        Complementary("2:8", spacing=2, gradient="chain"), lambda p, d, s: complementary(p, d, 2, 8, 2, chain=True)
+    ),
+    "maxq": max_query(MaxQ("2:4", STEPS, end=15, decay=0.1), 0, 15, (7, 15)),
+    "maxq_cubic": max_query(MaxQ("1:4", STEPS, schedule="cubic", start=4, end=0.8, tau=0.1, kernel=True), 4, 16, (2, 9)),
+    "maxq_cos": max_query(MaxQ("1:8", STEPS, schedule="cos", end=16, levels=3, gradient="chain"), 0, 16, (9,)),
+    "maxq_exp": max_query(MaxQ("2:8", STEPS, schedule="exp", start=2, end=1.0), 2, 20, (7,)),
+    "proxsparse": Entry(ProxSparse(decay=0.8), lambda p, d, s: proxsparse(p, d, 0.8)),
     "proxsparse_anchor": Entry(
-        ProxSparse(strength=60.0, scale_by_lr=True, anchor=0.5, values="trained"), lambda p, d, s: proxsparse(p, d, 0.6, 0.5)
+        ProxSparse(decay=60.0, scale_by_lr=True, anchor=0.5, final_values="trained"), lambda p, d, s: proxsparse(p, d, 0.6, 0.5)
     ),
 }
 
 ROSTER |= {
-    "fst": Entry(
-        FST("2:4", STEPS, refresh=3, decay=0.1, fine_tune=0.25, seed=1), lambda p, d, s: fst(p, d, 2, 4, 3, 0.1, 15, s), (3, 7, 15)
-    ),
-    "fst_nm": Entry(FST("1:4", refresh=4, decay=0.1, fine_tune=0, mvue=None), lambda p, d, s: fst(p, d, 1, 4, 4, 0.1), (4, 7)),
+    "fst": Entry(FST("2:4", STEPS, every=3, decay=0.1, end=0.75, seed=1), lambda p, d, s: fst(p, d, 2, 4, 3, 0.1, 15, s), (3, 7, 15)),
+    "fst_nm": Entry(FST("1:4", every=4, decay=0.1, end=None, mvue=None), lambda p, d, s: fst(p, d, 1, 4, 4, 0.1), (4, 7)),
     "fst_packed": Entry(
-        FST("2:4", refresh=7, decay=0.1, fine_tune=0, mvue="approx", packed=True, seed=1),
+        FST("2:4", every=7, decay=0.1, end=None, mvue="approx", packed=True, seed=1),
         lambda p, d, s: fst(p, d, 2, 4, 7, 0.1, None, s, "approx"),
     ),
-    "tsrste": Entry(FST("2:4", mvue=None, fine_tune=0, refresh=1, decay=0.1), lambda p, d, s: fst(p, d, 2, 4, 1, 0.1)),
+    "tsrste": Entry(FST("2:4", mvue=None, end=None, every=1, decay=0.1), lambda p, d, s: fst(p, d, 2, 4, 1, 0.1)),
 }
 
 ROSTER |= {
@@ -263,8 +256,8 @@ ROSTER |= {
 }
 
 ROSTER |= {
-    "act24": Entry(Activation24("2:4", STEPS, dense=0.25), lambda p, d, s: act24(p, d, 2, 4, 5), (3, 5, 9)),
-    "act24_ste": Entry(Activation24("1:4", STEPS, dense=0, grad="ste"), lambda p, d, s: act24(p, d, 1, 4, 0, "ste")),
+    "act24": Entry(Activation24("2:4", STEPS, start=0.25), lambda p, d, s: act24(p, d, 2, 4, 5), (3, 5, 9)),
+    "act24_ste": Entry(Activation24("1:4", STEPS, start=0, gradient="ste"), lambda p, d, s: act24(p, d, 1, 4, 0, "ste")),
 }
 
 assert SPARSE == ("0.weight", "2.weight")

@@ -21,7 +21,7 @@ def optimizer_of(recipe, params):
 
 def activation_of(recipe):
     """A recipe that makes activations sparse needs those that it can."""
-    return nn.GELU if recipe.final_activation() is None else nm.nn.SquaredReLU
+    return nn.GELU if recipe.setup.activation is None else nm.nn.SquaredReLU
 
 
 def net(recipe, dtype=F64, seed=0):

@@ -44,7 +44,7 @@ def rules(model):
 @pytest.mark.parametrize("pattern", ["2:4", "1:8"])
 def test_equals_independent_loop(pattern, grad):
     model, p = net(), Pattern(pattern)
-    _, optimizer = start(Activation24(pattern, 12, dense=4, grad=grad), model)
+    _, optimizer = start(Activation24(pattern, 12, start=4, gradient=grad), model)
     go(model, optimizer, DATA)
     want = act24(snapshot(net()), DATA, p.n, p.m, 4, grad)
     assert distance(snapshot(model), want) < 1e-10
@@ -53,7 +53,7 @@ def test_equals_independent_loop(pattern, grad):
 
 def test_the_modules_follow_the_schedule():
     model = net(F32)
-    handle, optimizer = start(Activation24("2:4", 12, dense=0.25), model)
+    handle, optimizer = start(Activation24("2:4", 12, start=0.25), model)
     sparse = []
     for batch in batches(12, F32):
         sparse.append(rules(model) != {None})
@@ -67,10 +67,10 @@ def test_the_modules_follow_the_schedule():
 
 def test_preview_finish_and_remove():
     model, x = net(F32), batches(1, F32)[0][0]
-    handle, optimizer = start(Activation24("2:4", 12, dense=6), model)
+    handle, optimizer = start(Activation24("2:4", 12, start=6), model)
     go(model, optimizer, batches(3, F32))
     with handle.deployable(), torch.no_grad():
-        assert rules(model) == {handle.recipe.final_activation()}
+        assert rules(model) == {handle.recipe.setup.activation}
         want = model(x)
     assert rules(model) == {None}
     removed = copy.deepcopy(model)
@@ -78,17 +78,17 @@ def test_preview_finish_and_remove():
     assert rules(model) != {None}
     handle.remove()
     assert rules(model) == {None} and type(model[0]) is nn.Linear
-    handle, _ = start(Activation24("2:4", 12, dense=0), nm.densify_(removed))
+    handle, _ = start(Activation24("2:4", 12, start=0), nm.densify_(removed))
     removed(x)
     handle.finish()
-    assert rules(removed) == {handle.recipe.final_activation()} and type(removed[0]) is nn.Linear
+    assert rules(removed) == {handle.recipe.setup.activation} and type(removed[0]) is nn.Linear
     assert torch.equal(removed(x), want)
 
 
 def test_remove_gives_back_the_rule_that_was_there():
     model = net(F32)
     model[1] = SquaredReLU("1:4")
-    handle, _ = start(Activation24("2:4", 12, dense=0), model)
+    handle, _ = start(Activation24("2:4", 12, start=0), model)
     assert str(model[1].rule.pattern) == "2:4"
     handle.remove()
     assert str(model[1].rule.pattern) == "1:4" and model[3].rule is None
@@ -96,7 +96,7 @@ def test_remove_gives_back_the_rule_that_was_there():
 
 def test_early_finish_speaks_of_activations():
     model = net(F32)
-    handle, optimizer = start(Activation24("2:4", 12, dense=6), model)
+    handle, optimizer = start(Activation24("2:4", 12, start=6), model)
     go(model, optimizer, batches(3, F32))
     with pytest.warns(UserWarning, match="act24 is still in its dense warm-up, so the activations become 2:4 without"):
         handle.finish()
@@ -114,15 +114,15 @@ def test_other_recipes_leave_activations_alone():
 
 def test_resumed_in_the_sparse_phase():
     model = net(F32)
-    _, optimizer = start(Activation24("2:4", 12, dense=2), model)
+    _, optimizer = start(Activation24("2:4", 12, start=2), model)
     go(model, optimizer, batches(4, F32))
     other = net(F32)
-    _, theirs = start(Activation24("2:4", 12, dense=2), other)
+    _, theirs = start(Activation24("2:4", 12, start=2), other)
     assert rules(other) == {None}
     theirs.load_state_dict(optimizer.state_dict())
     assert rules(other) == rules(model) != {None}
-    _, changed = start(Activation24("2:4", 12, dense=2, grad="ste"), net(F32))
-    with pytest.raises(CheckpointError, match="grad is chain there and ste here"):
+    _, changed = start(Activation24("2:4", 12, start=2, gradient="ste"), net(F32))
+    with pytest.raises(CheckpointError, match="gradient is chain there and ste here"):
         changed.load_state_dict(optimizer.state_dict())
 
 
@@ -148,7 +148,7 @@ def split_loop(params, data, rule, grad):
 
 @pytest.mark.parametrize("grad", ["chain", "ste"])
 def test_split_training_equals_an_independent_loop(grad):
-    recipe = Activation24("2:4", dense=0, grad=grad, split=True, dense_features=0.1, multiple=2)
+    recipe = Activation24("2:4", start=0, gradient=grad, split=True, dense_features=0.1, multiple=2)
     torch.manual_seed(0)
     model = SquaredReLUMLP(16, 32, 8, dtype=F64)
     params = snapshot(model)
@@ -159,7 +159,7 @@ def test_split_training_equals_an_independent_loop(grad):
     dropped = split_loop(params, DATA, SplitRule(Pattern("2:4"), 1.0, 1), grad)
     assert distance(dropped, want) > 1e-3, "the split leaves something out"
     handle.finish()
-    assert model.act.rule == recipe.final_activation() and model.act.rule.split is None
+    assert model.act.rule == recipe.setup.activation and model.act.rule.split is None
 
 
 # ---- models and errors
@@ -168,7 +168,7 @@ def test_split_training_equals_an_independent_loop(grad):
 def test_gpt():
     torch.manual_seed(0)
     model = GPT(GPTConfig(width=32, layers=2, heads=2, context=16, activation="relu2"))
-    recipe = Activation24("2:4", dense=0, split=True, multiple=8)
+    recipe = Activation24("2:4", start=0, split=True, multiple=8)
     handle, optimizer = start(recipe, model)
     ids = torch.randint(0, 256, (2, 17))
     model.loss(ids[:, :-1], ids[:, 1:]).backward()
@@ -183,11 +183,11 @@ def test_gpt():
     ("config", "match"),
     [
         ({}, "total_steps is needed"),
-        ({"dense": 0, "grad": "best"}, "grad='best'"),
-        ({"dense": 0, "split": 1}, "split=1"),
-        ({"dense": 0, "dense_features": 2.0}, r"dense=2\.0"),
-        ({"dense": 0, "multiple": 0}, "multiple=0"),
-        ({"total_steps": 5, "dense": 5}, "leave none"),
+        ({"start": 0, "gradient": "best"}, "grad='best'"),
+        ({"start": 0, "split": 1}, "split=1"),
+        ({"start": 0, "dense_features": 2.0}, r"dense=2\.0"),
+        ({"start": 0, "multiple": 0}, "multiple=0"),
+        ({"total_steps": 5, "start": 5}, "leave none"),
     ],
 )
 def test_wrong_configuration(config, match):
@@ -198,10 +198,10 @@ def test_wrong_configuration(config, match):
 def test_a_model_without_squared_relu_is_refused_and_left_as_it_was():
     model = mlp(F32)
     with pytest.raises(RecipeError, match=r"no nm\.nn\.SquaredReLU"):
-        nm.sparsify_(model, Activation24(dense=0))
+        nm.sparsify_(model, Activation24(start=0))
     assert type(model[0]) is nn.Linear
 
 
 def test_hidden_features_that_m_does_not_divide():
     with pytest.raises(RecipeError, match=r"the 36 hidden features of 'mlp' are not a multiple of M=8"):
-        nm.sparsify_(nn.ModuleDict({"mlp": SquaredReLUMLP(16, 36)}), Activation24("2:8", dense=0))
+        nm.sparsify_(nn.ModuleDict({"mlp": SquaredReLUMLP(16, 36)}), Activation24("2:8", start=0))

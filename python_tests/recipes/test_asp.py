@@ -73,7 +73,7 @@ def test_a_nan_gradient_of_a_pruned_weight_stays_out():
 @pytest.mark.parametrize("maker", MAKERS)
 def test_prune_at(maker):
     model, dense = mlp(), mlp()
-    recipe = ASP("2:4", total_steps=10, prune_at=0.4)
+    recipe = ASP("2:4", total_steps=10, start=0.4)
     handle = nm.sparsify_(model, recipe)
     optimizer = handle.attach(MAKERS[maker](model.parameters()))
     phases, trail = [], []
@@ -88,7 +88,7 @@ def test_prune_at(maker):
 
 def test_prune_at_counts_applied_steps_only():
     model = mlp(torch.float32)
-    handle = nm.sparsify_(model, ASP("2:4", prune_at=3))
+    handle = nm.sparsify_(model, ASP("2:4", start=3))
     optimizer = handle.attach(MaskedAdamW(model.parameters()))
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     for t, (x, y) in enumerate(batches(6, torch.float32)):
@@ -101,7 +101,7 @@ def test_prune_at_counts_applied_steps_only():
 
 def test_the_host_asks_only_when_pruning_can_be_due(monkeypatch):
     model = mlp()
-    optimizer = nm.sparsify_(model, ASP(prune_at=4)).attach(MaskedAdamW(model.parameters()))
+    optimizer = nm.sparsify_(model, ASP(start=4)).attach(MaskedAdamW(model.parameters()))
     dense = mlp()
     plain = MaskedAdamW(dense.parameters())
     asked, item = [], torch.Tensor.item
@@ -199,10 +199,10 @@ def test_state_stores_packed_indices():
     ("keywords", "said"),
     [
         ({"score": "random"}, "magnitude, wanda, existing"),
-        ({"prune_at": 0.5}, "total_steps"),
-        ({"prune_at": -1}, "prune_at"),
-        ({"prune_at": 5, "score": "wanda"}, "must be 0"),
-        ({"prune_at": 5, "score": "existing"}, "must be 0"),
+        ({"start": 0.5}, "total_steps"),
+        ({"start": -1}, "start"),
+        ({"start": 5, "score": "wanda"}, "must be 0"),
+        ({"start": 5, "score": "existing"}, "must be 0"),
     ],
 )
 def test_bad_configuration(keywords, said):
@@ -211,6 +211,6 @@ def test_bad_configuration(keywords, said):
 
 
 def test_prune_step():
-    assert ASP("2:4", total_steps=100, prune_at=0.25).prune_step() == 25
-    assert ASP("2:4", prune_at=7).prune_step() == 7
-    assert ASP("2:4").prune_step() == 0
+    assert ASP("2:4", total_steps=100, start=0.25).stages[1][0] == 25
+    assert ASP("2:4", start=7).stages[1][0] == 7
+    assert ASP("2:4").stages[1][0] == 0

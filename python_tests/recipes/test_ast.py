@@ -25,9 +25,9 @@ def start(recipe, **extra):
 
 def test_annealing_is_linear_and_then_constant():
     recipe = AST("2:4", total_steps=40, decay=0.8)
-    got = [recipe.strength(torch.tensor(float(t), dtype=F64)).item() for t in (0, 1, 5, 10, 39)]
-    assert recipe.anneal_steps() == 10 and got == pytest.approx([0.0, 0.08, 0.4, 0.8, 0.8])
-    assert AST(anneal=0, decay=0.8).strength(torch.zeros((), dtype=F64)).item() == 0.8
+    got = [recipe.rate(torch.tensor(float(t), dtype=F64)).item() for t in (0, 1, 5, 10, 39)]
+    assert got == pytest.approx([0.0, 0.08, 0.4, 0.8, 0.8])
+    assert AST(end=0, decay=0.8).rate(torch.zeros((), dtype=F64)).item() == 0.8
 
 
 def test_the_first_step_has_no_decay_and_the_figures_tell_it():
@@ -39,7 +39,7 @@ def test_the_first_step_has_no_decay_and_the_figures_tell_it():
         seen.append(round(got["decay"].item(), 6))
         assert got["decay_ratio"] > 0
     assert seen == [0.125, 0.25, 0.375, 0.5, 0.5, 0.5]
-    plain = AST("2:4", decay=0.0, anneal=0)
+    plain = AST("2:4", decay=0.0, end=0)
     first, with_decay = (start(r) for r in (plain, AST("2:4", total_steps=16, decay=0.5)))
     for model, _, optimizer in (first, with_decay):
         step(model, optimizer, batches(1)[0])
@@ -47,7 +47,7 @@ def test_the_first_step_has_no_decay_and_the_figures_tell_it():
 
 
 def test_the_mask_is_renewed_every_so_many_steps():
-    model, handle, optimizer = start(AST("2:4", decay=0.0, anneal=0, every=3), lr=0.1)
+    model, handle, optimizer = start(AST("2:4", decay=0.0, end=0, every=3), lr=0.1)
     masks = [handle.layers["0"].kept().clone()]
     for batch in batches(7):
         used = handle.layers["0"].effective_weight()
@@ -60,7 +60,7 @@ def test_the_mask_is_renewed_every_so_many_steps():
 
 
 def test_the_decay_does_not_enter_the_momentum():
-    model, _, optimizer = start(AST("2:4", decay=1e3, anneal=0))
+    model, _, optimizer = start(AST("2:4", decay=1e3, end=0))
     step(model, optimizer, batches(1)[0])
     state, beta1 = optimizer.state[model[0].weight], Adam().beta1
     torch.testing.assert_close(state["exp_avg"], (1 - beta1) * model[0].weight.grad)
@@ -82,7 +82,7 @@ def test_step_refuses_it():
 
 
 def test_maximize_decays_all_the_same():
-    model, _, optimizer = start(AST("2:4", decay=0.3, anneal=0), maximize=True, weight_decay=0.0)
+    model, _, optimizer = start(AST("2:4", decay=0.3, end=0), maximize=True, weight_decay=0.0)
     for batch in batches(5):
         optimizer.zero_grad()
         (-loss_of(model, batch)).backward()
@@ -96,7 +96,7 @@ def test_maximize_decays_all_the_same():
     [
         ({}, "total_steps"),
         ({"total_steps": 10, "decay": -1.0}, "decay"),
-        ({"total_steps": 10, "anneal": 1.5}, "anneal"),
+        ({"total_steps": 10, "end": 1.5}, "end"),
         ({"total_steps": 10, "every": 0}, "every"),
         ({"total_steps": 10, "every": 2.5}, "every"),
         ({"total_steps": 10, "second_moment": "adam"}, "total, gradient"),

@@ -112,7 +112,7 @@ def test_decay_comes_after_clipping(maker):
     assert torch.allclose(optimizer.state[model[0].weight]["exp_avg"], want, rtol=1e-5, atol=1e-8)
 
 
-CLOSURES = [(maker, recipe) for maker in MAKERS for recipe in (SRSTE(decay=0.1), ASP(prune_at=3))]
+CLOSURES = [(maker, recipe) for maker in MAKERS for recipe in (SRSTE(decay=0.1), ASP(start=3))]
 CLOSURES.append(("masked_adamw", STEP(t_min=2, t_max=4)))
 
 
@@ -271,7 +271,7 @@ def test_masks_not_in_buffers():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("recipe", [nm.recipes.FST("2:4", fine_tune=0, decay=0.5, seed=1), nm.recipes.SRSTE("2:4", decay=0.5)])
+@pytest.mark.parametrize("recipe", [nm.recipes.FST("2:4", end=None, decay=0.5, seed=1), nm.recipes.SRSTE("2:4", decay=0.5)])
 def test_figures_of_16_bit_weights_are_not_summed_in_16_bits(dtype, recipe):
     """A row of them has more digits than 16 bits, and in fp16 a sum that is too large for it."""
     layer = torch.nn.Linear(4096, 8, bias=False, dtype=dtype)

@@ -27,7 +27,7 @@ def seen(t, changes=None, applied=True, v=None, calls=None):
 
 
 def switch_step(recipe, steps):
-    state = recipe.start(GROUP)
+    state = recipe.first_state(GROUP)
     for observed in steps:
         if recipe.advance(state, observed):
             return state["switch_step"], state
@@ -36,7 +36,7 @@ def switch_step(recipe, steps):
 
 def test_window_is_rounded():
     assert [window(b) for b in (0.999, 0.95, 0.98, 0.99, 0.9, 0.0)] == [1000, 20, 50, 100, 10, 1]
-    assert STEP(total_steps=10).start({"eps": 1e-8, "betas": (0.9, 0.999)})["ring"].numel() == 1000
+    assert STEP(total_steps=10).first_state({"eps": 1e-8, "betas": (0.9, 0.999)})["ring"].numel() == 1000
 
 
 def test_known_policies():
@@ -91,7 +91,7 @@ def test_bounds(low, high, small, want):
 
 @pytest.mark.parametrize("at", [1, 7])
 def test_fixed(at):
-    assert switch_step(STEP(switch="fixed", switch_at=at), (seen(t) for t in range(1, 20)))[0] == at
+    assert switch_step(STEP(switch="fixed", start=at), (seen(t) for t in range(1, 20)))[0] == at
 
 
 def test_relative_norm_equals_lists():
@@ -115,7 +115,7 @@ def test_staleness_equals_lists():
     vs = [[1.0 - 0.9**t, 2.0 - 2 * 0.9**t] for t in range(1, 60)]
     norms = [sum(v) for v in vs]
     recipe = STEP(switch="staleness", t_min=None, t_max=None, threshold=1e9)
-    state = recipe.start(GROUP)
+    state = recipe.first_state(GROUP)
     for t, v in enumerate(vs, 1):
         recipe.advance(state, seen(t, v=v))
         expected = norms[t - 1] / norms[t - 11] if t > 10 else 0.0
@@ -126,10 +126,10 @@ def test_staleness_equals_lists():
 @pytest.mark.parametrize("switch", SWITCHES)
 def test_skipped_step_does_not_advance_schedule(switch):
     """Skipped steps leave every value of the state as it was, and the switch comes after as many applied steps as without them."""
-    recipe = STEP(switch=switch, t_min=3, t_max=6, switch_at=7, threshold=1e9 if switch == "staleness" else 1e-300)
+    recipe = STEP(switch=switch, t_min=3, t_max=6, start=7, threshold=1e9 if switch == "staleness" else 1e-300)
     applied = [seen(t, v=[float(t), 1.0]) for t in range(1, 12)]
     want, _ = switch_step(recipe, applied)
-    state, calls = recipe.start(GROUP), 0
+    state, calls = recipe.first_state(GROUP), 0
     for t, observed in enumerate(applied, 1):
         for _ in range(2):
             calls += 1
@@ -150,13 +150,13 @@ def test_skipped_steps_do_not_bring_t_min_forward():
 
 def test_a_loaded_second_moment_keeps_its_own_bias_correction():
     """T₀ counts the steps of the recipe, v* the steps of the optimizer, which may have been loaded from a dense run."""
-    recipe = STEP(switch="fixed", switch_at=3)
-    state = recipe.start(GROUP)
+    recipe = STEP(switch="fixed", start=3)
+    state = recipe.first_state(GROUP)
     for t in range(1, 4):
         recipe.advance(state, Observed(seen(t).stats, NUMEL, [], torch.tensor(1000.0 + t), t))
     assert (state["switch_step"], state["v_step"]) == (3, 1003)
     assert recipe.stage(state).rule.v_step == 1003
-    assert STEP(switch="fixed", switch_at=3, bias_corrected=False).stage(state).rule.v_step == 0
+    assert STEP(switch="fixed", start=3, bias_corrected=False).stage(state).rule.v_step == 0
 
 
 def test_the_host_asks_only_between_the_bounds(monkeypatch):
@@ -164,7 +164,7 @@ def test_the_host_asks_only_between_the_bounds(monkeypatch):
     item = torch.Tensor.item
     monkeypatch.setattr(torch.Tensor, "item", lambda self: asked.append(1) or item(self))
     recipe = STEP(t_min=5, t_max=9)
-    state = recipe.start(GROUP)
+    state = recipe.first_state(GROUP)
     counts = []
     for t in range(1, 15):
         asked.clear()

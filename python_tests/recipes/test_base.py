@@ -1,29 +1,56 @@
-"""What every recipe shares: frozen, self-validating, with the same keywords."""
+"""What every recipe is: frozen values found by name, at most sixteen members, text that makes it again, and what a resumed run may change.
+
+What every recipe does is in ``test_conformance``.
+"""
 
 import dataclasses
+import importlib.util
+import pkgutil
+import sys
 
 import pytest
 import torch
 
 import nmkernels as nm
-from nmkernels.autograd import HardMask
-from nmkernels.optim import PLAIN, MaskedAdamW
-from nmkernels.recipes import ASP, SRSTE, STE, STEP, Dense, Recipe, Stage
+from nmkernels.cli.recipes import FINAL, describe
+from nmkernels.recipes import SRSTE, STEP, Recipe, Stage, get, methods, names, registry
+from nmkernels.recipes.compose import ADAMW, DELEGATED, Composite, check_state
+from nmkernels.recipes.registry import parse, resolve, spec
 from python_tests.recipes.loop import mlp
 
-ALL = [Dense(), STE("1:4"), SRSTE("2:8"), STEP("2:4", total_steps=10), ASP("1:2")]
+MEMBERS = {
+    *("pattern", "total_steps", "name", "about", "final", "__post_init__"),
+    *("setup", "optimizer", "first_state", "stage", "advance", "values", "layer", "final_transform", "profile", "not_ready_reason"),
+}
 
 
-@pytest.mark.parametrize("recipe", ALL, ids=lambda r: r.name)
-def test_frozen_hashable_and_equal_by_value(recipe):
+def default(name):
+    return get(f"{name}:2:8" if name == "vnm" else name, total_steps=100)
+
+
+ALL = pytest.mark.parametrize("recipe", [default(name) for name in names()], ids=names())
+
+
+# ---- the class
+
+
+def test_a_recipe_has_sixteen_members():
+    own = {name for name in vars(Recipe) if not name.startswith("_")} | {f.name for f in dataclasses.fields(Recipe)} | {"__post_init__"}
+    assert own == MEMBERS and len(own) == 16
+
+
+def test_a_composite_passes_on_all_that_a_recipe_does():
+    fields = {f.name for f in dataclasses.fields(Recipe)}
+    assert set(DELEGATED) == MEMBERS - fields - {"name", "about", "final", "__post_init__"}
+    assert all(getattr(Composite, name) is not getattr(Recipe, name) for name in DELEGATED)
+
+
+@ALL
+def test_values_checked_and_found_by_name(recipe):
+    assert recipe == dataclasses.replace(recipe) and hash(recipe) == hash(dataclasses.replace(recipe))
     with pytest.raises(dataclasses.FrozenInstanceError):
         recipe.pattern = "1:4"
-    assert recipe == dataclasses.replace(recipe) and hash(recipe) == hash(dataclasses.replace(recipe))
-    assert isinstance(recipe.pattern, nm.Pattern)
-
-
-@pytest.mark.parametrize("cls", [Dense, STE, SRSTE, STEP, ASP])
-def test_unknown_keyword_and_bad_pattern(cls):
+    cls = type(recipe)
     with pytest.raises(TypeError, match="patern"):
         cls(patern="2:4", total_steps=5)
     for bad in ("4:2", "0:4", "x"):
@@ -31,53 +58,175 @@ def test_unknown_keyword_and_bad_pattern(cls):
             cls(bad, total_steps=5)
     for bad in (0, -3, 2.5, True, "10"):
         with pytest.raises(nm.RecipeError, match="total_steps"):
-            cls("2:4", total_steps=bad)
+            cls(recipe.pattern, total_steps=bad)
+    assert getattr(nm.recipes, cls.__name__) is cls and cls.__name__ in nm.recipes.__all__ and cls.__name__ in dir(nm.recipes)
 
 
-@pytest.mark.parametrize("recipe", ALL, ids=lambda r: r.name)
-def test_spec_is_plain_values_that_make_the_recipe_again(recipe):
-    spec = recipe.spec()
-    assert all(v is None or isinstance(v, (str, int, float, bool)) for v in spec.values())
-    name = spec.pop("recipe")
-    assert nm.recipes.get(name, **spec) == recipe
+@ALL
+def test_text_and_plain_values_make_the_recipe_again(recipe):
+    assert get(nm.recipes.text(recipe)) == recipe
+    plain = spec(recipe)
+    assert all(v is None or isinstance(v, (str, int, float, bool)) for v in plain.values())
+    assert get(plain.pop("recipe"), **plain) == recipe
 
 
-@pytest.mark.parametrize("recipe", ALL, ids=lambda r: r.name)
-def test_optimizer_is_masked_adamw_with_adamws_keywords(recipe):
-    optimizer = recipe.optimizer(mlp().parameters(), lr=3e-4, betas=(0.8, 0.9), weight_decay=0.5, foreach=False)
-    assert type(optimizer) is MaskedAdamW
-    assert optimizer.defaults["lr"] == 3e-4 and optimizer.defaults["betas"] == (0.8, 0.9) and optimizer.defaults["weight_decay"] == 0.5
-
-
-@pytest.mark.parametrize("recipe", ALL, ids=lambda r: r.name)
-def test_stage_before_an_optimizer_is_known(recipe):
-    stage = recipe.stage({})
-    assert (stage.transform is not None) == (recipe.name in ("ste", "srste")) and not stage.fixed
+@ALL
+def test_what_the_command_line_tells(recipe):
+    about = describe(type(recipe))
+    for key in ("summary", "paper", "patterns", "extra_state", "cost"):
+        text = about[key]
+        assert text and text == text.strip() and "\n" not in text and not text.endswith("."), f"{key} of {about['name']}: {text!r}"
+        assert len(text) <= 140
+    assert any(c.isdigit() for c in about["paper"]) or about["name"] == "dense", "a paper has a year or a number"
+    assert about["final"] in FINAL and "Example:" in about["doc"]
 
 
 def test_final():
-    assert [r.final for r in ALL] == ["dense", "nm", "nm", "nm", "nm"]
-
-
-def test_a_recipe_of_ones_own():
-    """The smallest recipe: a frozen class with one method."""
-
-    @dataclasses.dataclass(frozen=True)
-    class Mine(Recipe):
-        def stage(self, state):
-            return Stage(phase=1, transform=HardMask(self.pattern))
-
-    model = mlp(torch.float32)
-    handle = nm.sparsify_(model, Mine("1:4"))
-    optimizer = handle.attach(handle.recipe.optimizer(model.parameters()))
-    model(torch.randn(3, 16)).sum().backward()
-    optimizer.step()
-    assert handle.metrics()["density"].item() == 1.0  # the rule is PLAIN: the optimizer knows of no mask
-    handle.finish()
-    assert nm.ops.is_nm(model[0].weight, "1:4")
-    assert Stage(phase=1).rule is PLAIN
+    assert {default(name).final for name in ("dense", "act24", "fst")} == {"dense"} and default("slope").final == "nm+adapter"
+    assert {default(name).final for name in set(names()) - {"dense", "act24", "fst", "slope"}} == {"nm"}
 
 
 def test_a_recipe_without_stages_says_so():
     with pytest.raises(nm.RecipeError, match="Recipe defines no stage"):
         nm.sparsify_(mlp(), Recipe("2:4"))
+    assert Stage(phase=1).rule is nm.optim.PLAIN
+
+
+# ---- resuming
+
+SCHEDULED = {name for name in names() if isinstance(default(name), nm.recipes.schedule.ScheduledRecipe)}
+MAY_CHANGE = {"asp": {"total_steps", "score", "start", "permute", "escapes", "seed"}, "fst": {"packed"}, "sdgf": {"packed"}}
+MUST_MATCH = {"vnm": {"pattern", "v"}, "step": {"pattern", "switch"}, "layerwise": {"pattern", "inner"}}
+
+
+@ALL
+def test_which_settings_a_resumed_run_may_change(recipe):
+    """Those of a schedule may not, as its steps were counted by them; others may, or the table says so."""
+    fields = {f.name for f in dataclasses.fields(recipe)}
+    settled = fields - MAY_CHANGE.get(recipe.name, set()) if recipe.name in SCHEDULED else MUST_MATCH.get(recipe.name, {"pattern"})
+    theirs, state = spec(recipe), recipe.first_state(ADAMW)
+    check_state(recipe, {"spec": theirs, **state}, ADAMW)
+    for name in fields:
+        other = {"spec": {**theirs, name: "ste" if name == "inner" else "another"}, **state}
+        if name in settled:
+            with pytest.raises(nm.CheckpointError, match=f"{name} is another there|the checkpoint is of"):
+                check_state(recipe, other, ADAMW)
+        else:
+            check_state(recipe, other, ADAMW)
+
+
+@ALL
+def test_a_state_that_no_run_can_go_on_from(recipe):
+    state = {"spec": spec(recipe), **recipe.first_state(ADAMW)}
+    for bad in (None, 3, {}, {"spec": {}}, {**state, "spec": "text"}):
+        with pytest.raises(nm.CheckpointError, match="did not write"):
+            check_state(recipe, bad, ADAMW)
+    for key in set(state) - {"spec"}:
+        with pytest.raises(nm.CheckpointError, match=f"has no {key}"):
+            check_state(recipe, {k: v for k, v in state.items() if k != key}, ADAMW)
+
+
+# ---- names
+
+
+def test_get():
+    assert names() == sorted(names())
+    assert get("srste:2:8", decay=1e-4) == SRSTE("2:8", decay=1e-4) and get(" SR-STE:1:4") == SRSTE("1:4")
+    assert get("step", pattern="1:4", total_steps=100) == STEP("1:4", total_steps=100)
+    recipe = SRSTE("2:4")
+    assert resolve(recipe) is recipe and resolve("srste:2:4") == recipe
+    with pytest.raises(nm.RecipeError, match="got int"):
+        resolve(3)
+
+
+def test_unknown_names_patterns_and_keywords():
+    with pytest.raises(nm.RecipeError, match=r"'stepp'; did you mean 'step'.*asp, .*dense, .*step:2:4"):
+        get("stepp:2:4")
+    for bad in ("ste:4:2", "ste:", "ste:2", "ste:a:b"):
+        with pytest.raises(nm.PatternError):
+            get(bad)
+    with pytest.raises(TypeError, match="decai"):
+        get("srste:2:4", decai=1.0)
+    for text, keywords in (("ste:2:4", {"pattern": "1:4"}), ("mdgf(gradient=ste)", {"gradient": "chain"})):
+        with pytest.raises(nm.RecipeError, match="given twice"):
+            get(text, total_steps=10, **keywords)
+
+
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [
+        ("ste", ("ste", None, {})),
+        (" SR-STE:2:8 ", ("SR-STE", "2:8", {})),
+        ("mdgf:1:8(end=0.75, gradient=ste)", ("mdgf", "1:8", {"end": 0.75, "gradient": "ste"})),
+        ("step(inner=mdgf(residual=1e-3), clamp=None)", ("step", None, {"inner": "mdgf(residual=0.001)", "clamp": None})),
+        ("step(inner='mdgf:1:8(total_steps=7)')", ("step", None, {"inner": "mdgf:1:8(total_steps=7)"})),
+        ("sdgf()", ("sdgf", None, {})),
+    ],
+)
+def test_parse(text, want):
+    assert parse(text) == want
+
+
+@pytest.mark.parametrize("text", ["mdgf(", "mdgf(0.5)", "mdgf(a=b=c)", "mdgf(**x)", "mdgf(a=1) + 2", "mdgf(a=[x for x in y])", "mdgf(a=1"])
+def test_not_a_recipe(text):
+    with pytest.raises(nm.RecipeError, match="write it as name:N:M"):
+        parse(text)
+
+
+# ---- a new one
+
+TOY = '''"""Toy: the mask of the smallest magnitudes, after dense steps."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from ...autograd import HardMask
+from ...optim import UpdateRule
+from ...pattern import Pattern
+from ..base import About, Stage
+from ..registry import recipe
+from ..schedule import ScheduledRecipe, resolve_step
+
+
+@recipe("toy")
+@dataclass(frozen=True)
+class Toy(ScheduledRecipe):
+    """Dense to ``start``, then STE."""
+
+    start: float | int = 0.5
+
+    about = About("none, 2026", cost="none")
+
+    @cached_property
+    def stages(self):
+        start = resolve_step("Toy", "start", self.start, self.total_steps)
+        return (0, Stage(phase=0)), (start, Stage(1, HardMask(Pattern(self.pattern)), UpdateRule(masked=True)))
+'''
+
+
+def test_every_file_of_the_folder_is_imported():
+    assert {module.name for module in pkgutil.iter_modules(methods.__path__)} == {
+        name.rpartition(".")[2] for name in sys.modules if name.startswith(f"{methods.__name__}.")
+    }
+
+
+def test_a_new_recipe_is_one_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(registry, "_recipes", dict(registry._recipes))
+    file = tmp_path / "toy.py"
+    file.write_text(TOY)
+    found = importlib.util.spec_from_file_location(f"{methods.__name__}.toy", file)
+    found.loader.exec_module(importlib.util.module_from_spec(found))
+    recipe = get("toy:1:4", total_steps=4)
+    assert nm.recipes.text(recipe) == "toy:1:4(total_steps=4)" and [s.fprop for s in recipe.profile(4)] == [1.0, 0.25]
+    model = mlp(torch.float32)
+    handle = nm.sparsify_(model, recipe)
+    optimizer = handle.attach(recipe.optimizer(model.parameters()))
+    phases = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(torch.randn(3, 16)).sum().backward()
+        optimizer.step()
+        phases.append(handle.stage.phase)
+    assert phases == [0, 1, 1, 1] and handle.metrics()["density"].item() == 0.25
+    handle.finish()
+    assert nm.ops.is_nm(model[0].weight.detach(), "1:4")

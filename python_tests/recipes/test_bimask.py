@@ -7,6 +7,7 @@ from torch import nn
 import nmkernels as nm
 from nmkernels.pattern import RecipeError
 from nmkernels.recipes import SRSTE, BiMask
+from nmkernels.recipes.compose import deployed
 from python_tests.recipes.loop import Adam, batches, distance, loss_of, mlp, snapshot
 from python_tests.recipes.running import step
 
@@ -24,7 +25,7 @@ def orders(handle):
 
 
 def test_the_permutation_is_renewed_every_k_steps_and_the_masks_at_each():
-    model, handle, optimizer = started(BiMask("2:4", draws=5, refresh=4, seed=1))
+    model, handle, optimizer = started(BiMask("2:4", draws=5, every=4, seed=1))
     seen, turned = [], []
     for batch in DATA:
         seen.append(orders(handle)[1])
@@ -36,7 +37,7 @@ def test_the_permutation_is_renewed_every_k_steps_and_the_masks_at_each():
 
 
 def test_once_only_and_none():
-    _, handle, optimizer = started(BiMask("2:4", draws=5, refresh=0, seed=1))
+    _, handle, optimizer = started(BiMask("2:4", draws=5, every=0, seed=1))
     model, first = handle.model, orders(handle)
     for batch in DATA:
         step(model, optimizer, batch)
@@ -64,7 +65,7 @@ def test_the_first_layer_is_trained_by_the_other_weight():
 
 def test_without_anything_to_lose_it_is_srste():
     ends = []
-    for recipe in (SRSTE("4:4", decay=0.1), BiMask("4:4", decay=0.1, draws=3, refresh=2, seed=0)):
+    for recipe in (SRSTE("4:4", decay=0.1), BiMask("4:4", decay=0.1, draws=3, every=2, seed=0)):
         model, _, optimizer = started(recipe)
         for batch in DATA:
             step(model, optimizer, batch)
@@ -75,7 +76,7 @@ def test_without_anything_to_lose_it_is_srste():
 def test_outputs_that_m_does_not_divide():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 18), nn.GELU(), nn.Linear(18, 8)).requires_grad_()
-    handle = nm.sparsify_(model, BiMask("1:8", draws=4, refresh=2, seed=0))
+    handle = nm.sparsify_(model, BiMask("1:8", draws=4, every=2, seed=0))
     optimizer = handle.attach(handle.recipe.optimizer(model.parameters(), lr=1e-2))
     for x, y in DATA:
         x = x.clone().requires_grad_()
@@ -99,7 +100,7 @@ def test_decay_is_that_of_sr_ste():
         ({"decay": -1.0}, "decay=-1.0"),
         ({"draws": -1}, "draws=-1 must be a whole number of at least 0"),
         ({"draws": 1.5}, "draws=1.5"),
-        ({"refresh": True}, "refresh=True"),
+        ({"every": True}, "every=True"),
         ({"criterion": "norm"}, "criterion='norm' is unknown; choose one of magnitude, count"),
         ({"seed": 0.5}, "seed=0.5 must be a whole number"),
     ],
@@ -111,4 +112,4 @@ def test_what_it_refuses(keywords, message):
 
 def test_its_cost():
     (span,) = BiMask("2:8").profile(10)
-    assert (span.fprop, span.dgrad, span.wgrad) == (0.25, 0.25, 1.0) and BiMask("2:8").deployed().fprop == 0.25
+    assert (span.fprop, span.dgrad, span.wgrad) == (0.25, 0.25, 1.0) and deployed(BiMask("2:8")).fprop == 0.25

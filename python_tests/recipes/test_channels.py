@@ -59,7 +59,7 @@ def test_before_the_mask_the_function_is_the_same():
 def test_moments_and_gradients_move_along(maker):
     """Dense until step 5; then every tensor of the layers is the dense run's, in the new order."""
     model, dense = mlp(), mlp()
-    handle = nm.sparsify_(model, ASP("2:4", permute=True, escapes=FEW, prune_at=5))
+    handle = nm.sparsify_(model, ASP("2:4", permute=True, escapes=FEW, start=5))
     ours, theirs = handle.attach(MAKERS[maker](model.parameters())), MAKERS[maker](dense.parameters())
     train(model, ours, DATA[:5])
     train(dense, theirs, DATA[:5])
@@ -104,7 +104,7 @@ def test_no_search_without_being_asked():
 def test_inside_step():
     """STEP asks its inner recipe; the frozen second moments move along."""
     model = mlp()
-    recipe = STEP("2:4", switch="fixed", switch_at=4, inner=ASP("2:4", permute=True, escapes=FEW))
+    recipe = STEP("2:4", switch="fixed", start=4, inner=ASP("2:4", permute=True, escapes=FEW))
     handle = nm.sparsify_(model, recipe)
     optimizer = handle.attach(recipe.optimizer(model.parameters(), lr=1e-2))
     train(model, optimizer, DATA[:3])
@@ -147,7 +147,7 @@ def test_one_shot(late):
     """With no optimizer, ``finish`` searches, ``deployable`` previews it to the bit, and every weight is back outside."""
     model = mlp(torch.float32)
     x, before = DATA[0][0].float(), snapshot(model)
-    handle = nm.sparsify_(model, ASP("2:4", permute=True, escapes=FEW, prune_at=late))
+    handle = nm.sparsify_(model, ASP("2:4", permute=True, escapes=FEW, start=late))
     with handle.deployable(), torch.no_grad():
         want = model(x)
     assert distance(snapshot(model), before) == 0.0
@@ -159,7 +159,7 @@ def test_one_shot(late):
 
 def test_early_finish_prunes_in_the_given_order():
     model = mlp()
-    handle = nm.sparsify_(model, ASP("2:4", permute=True, prune_at=10))
+    handle = nm.sparsify_(model, ASP("2:4", permute=True, start=10))
     optimizer = handle.attach(MAKERS["adamw"](model.parameters()))
     train(model, optimizer, DATA[:3])
     want = nm.ops.prune(model[2].weight.detach(), "2:4")
@@ -170,7 +170,7 @@ def test_early_finish_prunes_in_the_given_order():
 
 def test_resume_reports_what_was_done():
     model, other = mlp(), mlp(seed=3)
-    recipe = ASP("2:4", permute=True, escapes=FEW, prune_at=3)
+    recipe = ASP("2:4", permute=True, escapes=FEW, start=3)
     handle, again = nm.sparsify_(model, recipe), nm.sparsify_(other, recipe)
     optimizer = handle.attach(MAKERS["adamw"](model.parameters()))
     train(model, optimizer, DATA[:5])
@@ -210,7 +210,7 @@ def test_wanda_moves_its_norms():
 
 def left(change, optimizer=None):
     model = mlp()
-    handle = nm.sparsify_(model, ASP("2:4", permute=True, escapes=FEW, prune_at=2))
+    handle = nm.sparsify_(model, ASP("2:4", permute=True, escapes=FEW, start=2))
     first = handle.attach((optimizer or MAKERS["adamw"])(model.parameters()))
     train(model, first, DATA[:1])
     change(model, first)

@@ -10,7 +10,7 @@ from python_tests.recipes.loop import batches, distance, loss_of, mlp, snapshot
 
 F32 = torch.float32
 STEP_T0_3 = STEP(t_min=1, t_max=2, threshold=1e-30)
-RECIPES = [SRSTE(decay=0.1), STEP_T0_3, ASP(prune_at=3)]
+RECIPES = [SRSTE(decay=0.1), STEP_T0_3, ASP(start=3)]
 
 
 @pytest.fixture(autouse=True)

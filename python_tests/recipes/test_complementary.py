@@ -68,7 +68,7 @@ def test_sizes_that_do_not_fit():
 
 @pytest.mark.parametrize(
     ("keywords", "said"),
-    [({"spacing": 0}, "spacing"), ({"spacing": 1.5}, "spacing"), ({"decay": -1.0}, "decay"), ({"grad": "mvue"}, "grad")],
+    [({"spacing": 0}, "spacing"), ({"spacing": 1.5}, "spacing"), ({"decay": -1.0}, "decay"), ({"gradient": "mvue"}, "gradient")],
 )
 def test_bad_configuration(keywords, said):
     with pytest.raises(nm.RecipeError, match=said):
@@ -103,7 +103,7 @@ def test_columns_are_folded_where_it_can_be_proved():
 
 
 def test_inside_step():
-    recipe = STEP("2:4", switch="fixed", switch_at=3, inner=Complementary("2:4", decay=0.1))
+    recipe = STEP("2:4", switch="fixed", start=3, inner=Complementary("2:4", decay=0.1))
     model, handle = trained(recipe)
     assert handle.metrics()["density"].item() == 0.5
     x = DATA[0][0]

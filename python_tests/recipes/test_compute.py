@@ -11,6 +11,8 @@ from torch import nn
 import nmkernels as nm
 from nmkernels.models import GPT, GPTConfig
 from nmkernels.recipes import SRSTE, SSTE, STEP, Dense, MdGf, Recipe, Span
+from nmkernels.recipes.base import Setup
+from nmkernels.recipes.compose import with_pattern
 from python_tests.cli._text import same
 
 BLOCK = 192 * 64 + 64 * 64 + 256 * 64 + 64 * 256  # qkv, projection, up, down
@@ -49,7 +51,7 @@ def test_a_known_switch_replaces_its_bound():
         (SRSTE("1:16"), 2 + 1 / 16, 1 / 16),
         (SSTE("2:4"), 1 / 2 + 1 + 1 / 2, 1 / 2),
         (SSTE("1:8", mvue=None), 1 / 8 + 2, 1 / 8),
-        (MdGf("1:4", 100, dense=10, fine_tune=40), 0.6 * 3 + 0.4 * 2.25, 1 / 4),
+        (MdGf("1:4", 100, start=10, end=60), 0.6 * 3 + 0.4 * 2.25, 1 / 4),
     ],
 )
 def test_one_layer_under_each_rule(recipe, training, inference):
@@ -61,20 +63,19 @@ def test_one_layer_under_each_rule(recipe, training, inference):
 class Odd(Recipe):
     """Ten steps of everything that a span can say, then plain; leaves an adapter of rank 4."""
 
+    final = "nm+adapter"
+
     def stage(self, state):
         return SRSTE().stage(state)
 
     def profile(self, steps):
-        return [Span(10, fprop=0.5, dgrad=0.5, wgrad=0.25, rank=8, teacher=1), Span(steps - 10, fprop=0.5)]
-
-    def deployed(self):
-        return Span(1, fprop=0.5, rank=4)
+        return [Span(10, fprop=0.5, dgrad=0.5, wgrad=0.25, rank=8, teacher=1), Span(max(steps - 10, 0), fprop=0.5, rank=4)]
 
 
 def test_adapters_and_teachers():
     cost = nm.flops({"fc": (32, 64), "head": (16, 32)}, Odd(), 30, tokens=7)
     sparse, head = 2 * 32 * 64, 2 * 16 * 32
-    adapters = 10 * 3 * 2 * 8 * (32 + 64)
+    adapters = (10 * 8 + 20 * 4) * 3 * 2 * (32 + 64)
     assert cost.training == 7 * (sparse * (10 * 1.25 + 20 * 2.5) + adapters + head * 30 * 3 + 10 * (sparse + head))
     assert cost.inference == sparse / 2 + 2 * 4 * (32 + 64) + head
     assert cost.layers[-1].name == "(teacher)" and "(teacher)" in str(cost)
@@ -95,7 +96,11 @@ def test_rows_and_other():
 def test_layers_with_patterns_of_their_own():
     @dataclass(frozen=True)
     class Own(SRSTE):
-        def layer_patterns(self, weights):
+        @property
+        def setup(self):
+            return Setup(patterns=self.own)
+
+        def own(self, weights):
             return {name: nm.Pattern("1:4" if w.shape[0] == 64 else "3:4") for name, w in weights.items()}
 
     model = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32), nn.Linear(32, 8))
@@ -104,7 +109,7 @@ def test_layers_with_patterns_of_their_own():
     assert [p.training for p in cost.layers] == [2 * 64 * 32 * 2.25, 2 * 64 * 32 * 2.75, 2 * 32 * 8 * 3]
     nm.sparsify_(model, Own("2:4"))
     assert nm.flops(model, Own("2:4"), 1) == cost
-    inner = STEP("2:4", total_steps=100, switch="fixed", inner=SRSTE("2:4")).of_pattern(nm.Pattern("1:8"))
+    inner = with_pattern(STEP("2:4", total_steps=100, switch="fixed", inner=SRSTE("2:4")), nm.Pattern("1:8"))
     assert inner.pattern == inner.inner.pattern == nm.Pattern("1:8")
 
 
@@ -154,7 +159,7 @@ def test_every_form_of_a_model_counts_alike_and_is_left_alone():
 
 
 def test_steps_of_the_run_and_of_the_schedule():
-    one, recipe = {"fc": (32, 32)}, MdGf("1:4", 100, fine_tune=40)
+    one, recipe = {"fc": (32, 32)}, MdGf("1:4", 100, end=60)
     by_name = nm.flops(one, "mdgf:1:4", 100)  # its total_steps is the run's
     assert by_name.training == nm.flops(one, MdGf("1:4", 100), 100).training
     assert nm.flops(one, recipe, 30).training_ratio == 1.0
@@ -185,6 +190,6 @@ def test_the_table():
 
 def test_what_the_recipe_cannot_do_with_is_counted_dense():
     """A transposable mask needs whole groups of outputs too, and sparsify_ leaves such a layer dense."""
-    cost = nm.flops({"a": (50, 64), "b": (64, 64)}, nm.recipes.FST("2:4", fine_tune=0), 10)
+    cost = nm.flops({"a": (50, 64), "b": (64, 64)}, nm.recipes.FST("2:4", end=None), 10)
     assert [(part.name, part.sparse) for part in cost.layers] == [("a", False), ("b", True)]
     assert "out_features=50 is not a multiple of M=4" in cost.layers[0].why and cost.layers[0].training == cost.layers[0].dense_training

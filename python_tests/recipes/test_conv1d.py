@@ -26,14 +26,14 @@ def transposed():
 RECIPES = [
     SRSTE(decay=0.1),
     STEP(t_min=2, t_max=4, threshold=1e-30),
-    ASP(prune_at=3),
-    MaxQ(total_steps=10, fine_tune=4, decay=0.1),
-    AST(decay=0.3, anneal=4, every=3),
-    ProxSparse(strength=0.8, anchor=0.3),
+    ASP(start=3),
+    MaxQ(total_steps=10, end=6, decay=0.1),
+    AST(decay=0.3, end=4, every=3),
+    ProxSparse(decay=0.8, anchor=0.3),
     SRSTE(decay=0.1, packed=True),
     SSTE(mvue=None, packed=True),
-    FST(refresh=3, decay=0.1, fine_tune=0, mvue=None, packed=True),
-    FST(total_steps=10, refresh=3, decay=0.1, fine_tune=4, seed=0),
+    FST(every=3, decay=0.1, end=None, mvue=None, packed=True),
+    FST(total_steps=10, every=3, decay=0.1, end=6, seed=0),
 ]
 
 

@@ -166,7 +166,7 @@ def test_compile_of_a_sparsified_model_equals_eager():
 
 def test_a_copy_is_evaluated_and_deployed_through_the_model():
     model = nn.Sequential(nn.Linear(32, 32))
-    recipe = nm.recipes.STEP("2:4", total_steps=4, switch="fixed", switch_at=1)
+    recipe = nm.recipes.STEP("2:4", total_steps=4, switch="fixed", start=1)
     handle = nm.sparsify_(model, recipe)
     optimizer = handle.attach(recipe.optimizer(model.parameters()))
     ema, x = copy.deepcopy(model), torch.randn(2, 32)

@@ -6,7 +6,8 @@ import pytest
 
 import nmkernels as nm
 from nmkernels.recipes import ASP, SRSTE, SSTE, STE, STEP, Dense, MdGf, SdGf, Span
-from nmkernels.recipes.cost import first
+from nmkernels.recipes.base import first
+from nmkernels.recipes.compose import deployed
 
 
 def shares(recipe, steps=100):
@@ -42,30 +43,30 @@ def test_sste_by_its_papers_table():
 
 def test_asp():
     assert shares(ASP("2:4")) == [(100, 1 / 2, 1, 1)]
-    assert shares(ASP("1:4", total_steps=100, prune_at=0.3)) == [(30, 1, 1, 1), (70, 1 / 4, 1, 1)]
+    assert shares(ASP("1:4", total_steps=100, start=0.3)) == [(30, 1, 1, 1), (70, 1 / 4, 1, 1)]
 
 
 def test_step_is_dense_to_its_latest_switch():
     assert shares(STEP("2:4", total_steps=100)) == [(51, 1, 1, 1), (49, 1 / 2, 1, 1)]
-    assert shares(STEP("2:4", total_steps=100, switch="fixed", switch_at=0.25)) == [(25, 1, 1, 1), (75, 1 / 2, 1, 1)]
+    assert shares(STEP("2:4", total_steps=100, switch="fixed", start=0.25)) == [(25, 1, 1, 1), (75, 1 / 2, 1, 1)]
     assert shares(STEP("2:4", t_min=10, t_max=None)) == [(100, 1, 1, 1)]
     assert shares(STEP("1:4", total_steps=100).switched_at(20)) == [(20, 1, 1, 1), (80, 1 / 4, 1, 1)]
 
 
 def test_mdgf_is_dense_until_its_mask_is_binary():
     assert shares(MdGf("1:8", 100)) == [(75, 1, 1, 1), (25, 1 / 8, 1, 1)]
-    assert shares(MdGf("1:8", 100, dense=10, fine_tune=0)) == [(100, 1, 1, 1)]
-    assert shares(MdGf("1:8", 100, schedule="linear", fine_tune=0)) == [(100, 1, 1, 1)]
+    assert shares(MdGf("1:8", 100, start=10, end=1.0)) == [(100, 1, 1, 1)]
+    assert shares(MdGf("1:8", 100, schedule="linear", end=1.0)) == [(100, 1, 1, 1)]
     # D = max(0, 1 − t/20) is 0 from t = 20 on, long before the fine-tuning phase
     assert shares(MdGf("1:8", 100, schedule="linear", coefficient=0.05)) == [(20, 1, 1, 1), (80, 1 / 8, 1, 1)]
 
 
 def test_sdgf_counts_each_frame_by_its_own_pattern():
-    assert shares(SdGf("1:8", 100, dense=20)) == [(20, 1, 1, 1), (20, 7 / 8, 1, 1), (20, 1 / 2, 1, 1), (20, 1 / 4, 1, 1), (20, 1 / 8, 1, 1)]
-    assert shares(SdGf("1:8", 100, schedule="geometric", fine_tune=20)) == [(20, 1 / 8, 1, 1)] * 3 + [(40, 1 / 8, 1, 1)]
+    assert shares(SdGf("1:8", 100, start=20)) == [(20, 1, 1, 1), (20, 7 / 8, 1, 1), (20, 1 / 2, 1, 1), (20, 1 / 4, 1, 1), (20, 1 / 8, 1, 1)]
+    assert shares(SdGf("1:8", 100, schedule="geometric", end=80)) == [(20, 1 / 8, 1, 1)] * 3 + [(40, 1 / 8, 1, 1)]
     assert shares(SdGf("1:2", 100, schedule="densify"), 60) == [(25, 1 / 16, 1, 1), (25, 1 / 8, 1, 1), (10, 1 / 4, 1, 1)]
     assert shares(SdGf("1:8", 100), 200)[-1] == (125, 1 / 8, 1, 1)
 
 
 def test_what_is_deployed():
-    assert Dense("2:4").deployed().fprop == 1 and SRSTE("1:16").deployed().fprop == 1 / 16
+    assert deployed(Dense("2:4")).fprop == 1 and deployed(SRSTE("1:16")).fprop == 1 / 16

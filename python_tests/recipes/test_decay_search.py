@@ -15,7 +15,7 @@ from python_tests.recipes.running import step
 
 F32 = torch.float32
 DATA = batches(12, F32)
-RECIPE = FST("2:4", total_steps=600, mvue=None, refresh=3, decay=0.7)
+RECIPE = FST("2:4", total_steps=600, mvue=None, every=3, decay=0.7)
 ANY = (0.0, 100.0)
 
 
@@ -44,7 +44,7 @@ def test_rates_are_those_counted_by_hand(stride):
     assert found.dense_rate == pytest.approx(counted(model, make(model.parameters()), 6, lambda w: transposable(w, 2, 4), stride))
     for trial in found.trials:
         model = mlp(F32)
-        handle = nm.sparsify_(model, FST(mvue=None, refresh=3, decay=trial.decay, fine_tune=0))
+        handle = nm.sparsify_(model, FST(mvue=None, every=3, decay=trial.decay, end=None))
         optimizer = handle.attach(make(model.parameters()))
         assert trial.flip_rate == pytest.approx(counted(model, optimizer, 6, lambda w: transposable(w, 2, 4), stride))
         assert trial.ratio == trial.flip_rate / found.dense_rate
@@ -70,7 +70,7 @@ def test_the_middle_of_the_interval_is_chosen_and_only_lambda_changes():
     middle = everything.trials[1].ratio
     found = search_decay(RECIPE, mlp(F32), make, step, data, grid=(0.0, 1e-3, 3e-2), feasible=(middle - 0.01, middle + 0.01))
     assert found.decay == 1e-3 and found.trials == everything.trials
-    assert found.recipe == FST("2:4", total_steps=600, mvue=None, refresh=3, decay=1e-3)
+    assert found.recipe == FST("2:4", total_steps=600, mvue=None, every=3, decay=1e-3)
     text = str(found)
     assert "chosen: decay=0.001" in text and len(text.splitlines()) == 7
 

@@ -11,7 +11,8 @@ import nmkernels as nm
 from nmkernels.optim import MaskedAdamW
 from nmkernels.pattern import CheckpointError, RecipeError, ShapeError
 from nmkernels.recipes import FST, SRSTE, STEP, Dense
-from nmkernels.recipes.cost import Span
+from nmkernels.recipes.base import Span
+from nmkernels.recipes.compose import deployed
 from nmkernels.recipes.methods.fst import TransposableMask
 from python_tests.recipes.loop import Adam, batches, distance, loss_of, mlp, snapshot
 from python_tests.recipes.loop_fst import fst, tile_patterns, transposable
@@ -66,7 +67,7 @@ def test_there_are_90_patterns_and_the_mask_is_the_best_of_them():
 @pytest.mark.parametrize("maker", MAKERS)
 @pytest.mark.parametrize("refresh", [1, 5, 40])
 def test_equals_independent_loop(maker, refresh):
-    model, _, optimizer = start(FST("2:4", 20, refresh=refresh, decay=0.2, fine_tune=4, mvue=None), maker=maker)
+    model, _, optimizer = start(FST("2:4", 20, every=refresh, decay=0.2, end=16, mvue=None), maker=maker)
     go(model, optimizer, DATA)
     want = fst(snapshot(mlp()), DATA, 2, 4, refresh, 0.2, 16)
     assert distance(snapshot(model), want) < 1e-10
@@ -74,7 +75,7 @@ def test_equals_independent_loop(maker, refresh):
 
 
 def test_the_mask_is_searched_every_k_applied_steps_and_held_in_between():
-    model, handle, optimizer = start(FST(refresh=4, fine_tune=0), F32)
+    model, handle, optimizer = start(FST(every=4, end=None), F32)
     held, rates = [], []
     for batch in batches(9, F32):
         held.append(model[0].nm_mask.clone())
@@ -89,7 +90,7 @@ def test_the_mask_is_searched_every_k_applied_steps_and_held_in_between():
 
 def test_the_mask_follows_weights_initialised_after_sparsify():
     model = mlp()
-    handle = nm.sparsify_(model, FST(fine_tune=0))
+    handle = nm.sparsify_(model, FST(end=None))
     nn.init.normal_(model[0].weight)
     handle.attach(MAKERS["adamw"](model.parameters()))
     assert torch.equal(model[0].nm_mask, transposable(model[0].weight.detach(), 2, 4))
@@ -97,14 +98,14 @@ def test_the_mask_follows_weights_initialised_after_sparsify():
 
 
 def test_values_follow_the_weight_under_a_held_mask():
-    model, _, optimizer = start(FST(fine_tune=0))
+    model, _, optimizer = start(FST(end=None))
     go(model, optimizer, DATA[:3])
     layer = model[0]
     assert torch.equal(layer.effective_weight(), layer.weight * layer.nm_mask)
 
 
 def test_forward_and_backward_use_the_same_mask():
-    model, _, _ = start(FST(fine_tune=0, mvue=None))
+    model, _, _ = start(FST(end=None, mvue=None))
     layer, x, g = model[0], torch.randn(5, 16, dtype=F64, requires_grad=True), torch.randn(5, 32, dtype=F64)
     y = layer(x)
     y.backward(g)
@@ -115,7 +116,7 @@ def test_forward_and_backward_use_the_same_mask():
 
 
 def test_decay_comes_after_unscaling_and_clipping_and_by_the_held_mask():
-    model, _, optimizer = start(FST(fine_tune=0, mvue=None, decay=1e-3), F32, "adamw")
+    model, _, optimizer = start(FST(end=None, mvue=None, decay=1e-3), F32, "adamw")
     go(model, optimizer, batches(15, F32))
     layer, seen = model[0], {}
     held, before = layer.nm_mask.clone(), layer.weight.detach().clone()
@@ -134,7 +135,7 @@ def test_decay_comes_after_unscaling_and_clipping_and_by_the_held_mask():
 def test_approximate_exact_and_no_estimate_differ_in_the_weight_gradient_only():
     grads = {}
     for mvue in (None, "exact", "approx"):
-        model, _, _ = start(FST(fine_tune=0, mvue=mvue, seed=0))
+        model, _, _ = start(FST(end=None, mvue=mvue, seed=0))
         loss_of(model, DATA[0]).backward()
         grads[mvue] = {k: p.grad for k, p in model.named_parameters()}
     for mvue in ("exact", "approx"):
@@ -147,13 +148,13 @@ def test_approximate_exact_and_no_estimate_differ_in_the_weight_gradient_only():
 
 def test_transposable_srste_differs_from_srste_only_in_its_mask(monkeypatch):
     ends = {}
-    for name, recipe in (("plain", SRSTE(decay=0.1)), ("transposable", FST(mvue=None, fine_tune=0, refresh=1, decay=0.1))):
+    for name, recipe in (("plain", SRSTE(decay=0.1)), ("transposable", FST(mvue=None, end=None, every=1, decay=0.1))):
         model, _, optimizer = start(recipe)
         go(model, optimizer, DATA)
         ends[name] = snapshot(model)
     assert distance(ends["plain"], ends["transposable"]) > 1e-2
     monkeypatch.setattr(TransposableMask, "renew", lambda self, w, *_: {"nm_mask": nm.ops.mask(w, self.pattern)})
-    model, _, optimizer = start(FST(mvue=None, fine_tune=0, refresh=1, decay=0.1))
+    model, _, optimizer = start(FST(mvue=None, end=None, every=1, decay=0.1))
     go(model, optimizer, DATA)
     assert distance(snapshot(model), ends["plain"]) < 1e-12
 
@@ -164,7 +165,7 @@ def test_transposable_srste_differs_from_srste_only_in_its_mask(monkeypatch):
 def test_packed_products_are_those_of_the_dense_layout():
     ends = []
     for packed in (False, True):
-        model, _, optimizer = start(FST(fine_tune=0, packed=packed, seed=0), F32)
+        model, _, optimizer = start(FST(end=None, packed=packed, seed=0), F32)
         with Calls() as seen:
             go(model, optimizer, batches(3, F32))
         ends.append(snapshot(model))
@@ -174,7 +175,7 @@ def test_packed_products_are_those_of_the_dense_layout():
 
 
 def test_packed_once_per_step_also_with_accumulation():
-    model, _, optimizer = start(FST(fine_tune=0, packed=True), F32)
+    model, _, optimizer = start(FST(end=None, packed=True), F32)
     go(model, optimizer, batches(1, F32))
     with Calls() as seen:
         for batch in batches(4, F32):
@@ -186,7 +187,7 @@ def test_packed_once_per_step_also_with_accumulation():
 
 
 def test_dense_end_trains_densely_and_leaves_a_dense_model():
-    model, handle, optimizer = start(FST("2:4", 20, fine_tune=0.25, decay=0.1), F32)
+    model, handle, optimizer = start(FST("2:4", 20, end=0.75, decay=0.1), F32)
     phases = []
     for batch in batches(20, F32):
         phases.append(handle.metrics()["phase"].item())
@@ -207,7 +208,7 @@ def test_finishing_before_the_dense_end_is_told():
 
 @pytest.mark.parametrize("pattern", ["2:4", "1:4"])
 def test_without_a_dense_end_both_orientations_compress(pattern):
-    model, handle, optimizer = start(FST(pattern, refresh=7, fine_tune=0), F32)
+    model, handle, optimizer = start(FST(pattern, every=7, end=None), F32)
     go(model, optimizer, batches(10, F32))
     masks = [layer.nm_mask.clone() for layer in handle.layers.values()]
     weights = [layer.weight.detach().clone() for layer in handle.layers.values()]
@@ -224,12 +225,12 @@ def test_without_a_dense_end_both_orientations_compress(pattern):
 
 def test_outputs_that_m_does_not_divide_are_skipped_and_reported():
     model = nn.Sequential(nn.Linear(32, 18), nn.Linear(18, 32), nn.Linear(32, 32))
-    handle = nm.sparsify_(model, FST(fine_tune=0))
+    handle = nm.sparsify_(model, FST(end=None))
     assert list(handle.layers) == ["2"]
     assert "out_features=18 is not a multiple of M=4, which a transposable mask needs" in str(handle.report)
     handle.remove()
     with pytest.raises(ShapeError, match=r"layer '0'.*out_features=18"):
-        nm.sparsify_(model, FST(fine_tune=0), filter_fn=lambda module, name: name == "0")
+        nm.sparsify_(model, FST(end=None), filter_fn=lambda module, name: name == "0")
     assert list(nm.sparsify_(model, SRSTE()).layers) == ["0", "2"]
 
 
@@ -237,14 +238,14 @@ def test_outputs_that_m_does_not_divide_are_skipped_and_reported():
     ("config", "match"),
     [
         ({}, "total_steps is needed"),
-        ({"refresh": 0}, "refresh=0"),
-        ({"refresh": 2.5}, r"refresh=2\.5"),
+        ({"every": 0}, "every=0"),
+        ({"every": 2.5}, r"every=2\.5"),
         ({"decay": -1.0}, "decay"),
-        ({"total_steps": 10, "fine_tune": 10}, "leave none"),
-        ({"fine_tune": 0, "mvue": "best"}, "mvue='best'"),
-        ({"fine_tune": 0, "mvue": "approx", "mvue_pattern": "1:4"}, "approx"),
-        ({"fine_tune": 0, "packed": "always"}, "packed='always' is unknown"),
-        ({"fine_tune": 0, "seed": 1.5}, r"seed=1\.5"),
+        ({"total_steps": 10, "end": 0}, "leave none"),
+        ({"end": None, "mvue": "best"}, "mvue='best'"),
+        ({"end": None, "mvue": "approx", "mvue_pattern": "1:4"}, "approx"),
+        ({"end": None, "packed": "always"}, "packed='always' is unknown"),
+        ({"end": None, "seed": 1.5}, r"seed=1\.5"),
     ],
 )
 def test_wrong_configuration(config, match):
@@ -253,21 +254,21 @@ def test_wrong_configuration(config, match):
 
 
 def test_another_schedule_is_refused_when_resuming():
-    _, handle, _ = start(FST("2:4", 20, refresh=5))
-    _, other, _ = start(FST("2:4", 20, refresh=6))
-    with pytest.raises(CheckpointError, match="refresh is 5 there and 6 here"):
+    _, handle, _ = start(FST("2:4", 20, every=5))
+    _, other, _ = start(FST("2:4", 20, every=6))
+    with pytest.raises(CheckpointError, match="every is 5 there and 6 here"):
         other.load_state_dict(handle.state_dict())
 
 
 def test_profile():
     assert FST("2:4", 60).profile(60) == [Span(50, 0.5, 0.5, 0.5), Span(10)]
-    assert FST("1:4", fine_tune=0, mvue=None).profile(7) == [Span(7, 0.25, 0.25, 1.0)]
-    assert FST("2:4", 60).deployed() == Dense().deployed()
+    assert FST("1:4", end=None, mvue=None).profile(7) == [Span(7, 0.25, 0.25, 1.0)]
+    assert deployed(FST("2:4", 60)) == deployed(Dense())
 
 
 def test_inside_step():
     """After STEP's switch: held masks with a frozen second moment, and the shapes that FST can do with."""
-    recipe = STEP("2:4", 20, switch="fixed", switch_at=5, inner="fst(fine_tune=0, refresh=4, mvue=None)")
+    recipe = STEP("2:4", 20, switch="fixed", start=5, inner="fst(end=None, every=4, mvue=None)")
     model, handle, optimizer = start(recipe, F32)
     go(model, optimizer, batches(5, F32))
     v = optimizer.state[model[0].weight]["exp_avg_sq"].clone()

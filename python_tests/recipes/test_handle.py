@@ -12,7 +12,7 @@ from nmkernels.optim import MaskedAdamW
 from nmkernels.recipes import ASP, SRSTE, STE, STEP, Dense, MaskLLM
 from python_tests.recipes.loop import SPARSE, batches, distance, loss_of, mlp, snapshot, top_n
 
-RECIPES = [STE(), SRSTE(decay=0.1), STEP(t_min=2, t_max=4, threshold=1e-30), ASP(), ASP(prune_at=6), Dense()]
+RECIPES = [STE(), SRSTE(decay=0.1), STEP(t_min=2, t_max=4, threshold=1e-30), ASP(), ASP(start=6), Dense()]
 IDS = ["ste", "srste", "step", "asp", "asp_later", "dense"]
 
 

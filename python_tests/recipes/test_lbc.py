@@ -24,7 +24,7 @@ def started(recipe):
 @pytest.mark.parametrize("exponent", [1, 3, 4, 0.5])
 @pytest.mark.parametrize(("begin", "end"), [(0, 60), (7, 50)])
 def test_schedule_is_the_equation(pattern, exponent, begin, end):
-    recipe = LBC(pattern, begin=begin, end=end, exponent=exponent)
+    recipe = LBC(pattern, start=begin, end=end, exponent=exponent)
     count = math.comb(recipe.pattern.m, recipe.pattern.n)
     for t in range(end + 5):
         x = min(max((t - begin) / (end - begin), 0.0), 1.0)
@@ -33,11 +33,11 @@ def test_schedule_is_the_equation(pattern, exponent, begin, end):
 
 
 def test_begin_and_end_as_shares():
-    assert LBC("2:4", total_steps=120).removals()[-1] == 60 == LBC("2:4", begin=0, end=60).removals()[-1]
+    assert LBC("2:4", total_steps=120).stages[-1][0] == 60 == LBC("2:4", start=0, end=60).stages[-1][0]
 
 
 def test_combinations_go_and_stay_away():
-    model, handle, optimizer = started(LBC("2:4", begin=2, end=14))
+    model, handle, optimizer = started(LBC("2:4", start=2, end=14))
     layer, seen = model[0], []
     for t, batch in enumerate(DATA):
         alive = layer.nm_alive.clone()
@@ -49,7 +49,7 @@ def test_combinations_go_and_stay_away():
 
 
 def test_the_worst_scores_go():
-    model, _, optimizer = started(LBC("2:4", begin=2, end=14))
+    model, _, optimizer = started(LBC("2:4", start=2, end=14))
     for batch in DATA[:16]:
         before = model[0].nm_alive.clone()
         step(model, optimizer, batch)
@@ -62,7 +62,7 @@ def test_the_worst_scores_go():
 
 
 def test_training_begins_dense_and_thins_out():
-    model, handle, optimizer = started(LBC("2:4", begin=2, end=14))
+    model, handle, optimizer = started(LBC("2:4", start=2, end=14))
     assert torch.equal(model[0].effective_weight(), model[0].weight.detach())
     densities, flips = [], []
     for batch in DATA:
@@ -76,7 +76,7 @@ def test_training_begins_dense_and_thins_out():
 
 
 def test_scores_rest_once_one_is_left_and_weights_go_on():
-    model, handle, optimizer = started(LBC("2:4", begin=0, end=4))
+    model, handle, optimizer = started(LBC("2:4", start=0, end=4))
     for batch in DATA[:4]:
         step(model, optimizer, batch)
     assert handle.run.stage.phase == 2
@@ -90,7 +90,7 @@ def test_scores_rest_once_one_is_left_and_weights_go_on():
 
 
 def test_finishing_early_takes_the_best_that_remains():
-    model, handle, optimizer = started(LBC("1:4", begin=0, end=18))
+    model, handle, optimizer = started(LBC("1:4", start=0, end=18))
     for batch in DATA[:9]:
         step(model, optimizer, batch)
     best = model[0].nm_scores.detach().masked_fill(~model[0].nm_alive, -math.inf).argmax(1)
@@ -102,7 +102,7 @@ def test_finishing_early_takes_the_best_that_remains():
 def test_the_gradient_rule_does_not_matter_to_what_the_union_computes():
     ends = []
     for grad in ("chain", "ste"):
-        model, handle, optimizer = started(LBC("2:4", begin=0, end=14, grad=grad))
+        model, handle, optimizer = started(LBC("2:4", start=0, end=14, gradient=grad))
         for batch in DATA:
             step(model, optimizer, batch)
         handle.finish()
@@ -111,7 +111,7 @@ def test_the_gradient_rule_does_not_matter_to_what_the_union_computes():
 
 
 def test_top_n_is_sparse_from_the_first_step():
-    model, _, optimizer = started(LBC("2:8", begin=0, end=14, forward="top_n"))
+    model, _, optimizer = started(LBC("2:8", start=0, end=14, forward="top_n"))
     for batch in DATA:
         assert nm.ops.is_nm(model[0].effective_weight(), "2:8")
         step(model, optimizer, batch)
@@ -119,7 +119,7 @@ def test_top_n_is_sparse_from_the_first_step():
 
 @pytest.mark.parametrize("pattern", ["4:4", "1:1"])
 def test_a_single_combination_is_the_whole_group(pattern):
-    model, handle, optimizer = started(LBC(pattern, begin=0, end=4))
+    model, handle, optimizer = started(LBC(pattern, start=0, end=4))
     step(model, optimizer, DATA[0])
     assert handle.metrics()["combinations"] == 1 and handle.metrics()["density"] == 1.0
     handle.finish()
@@ -128,7 +128,7 @@ def test_a_single_combination_is_the_whole_group(pattern):
 def test_errors():
     with pytest.raises(PatternError, match="12870"):
         LBC("8:16", total_steps=10)
-    for options in ({"end": 0.5}, {"begin": 10}, {"exponent": 0.0}, {"forward": "soft"}, {"grad": "x"}):
+    for options in ({"end": 0.5}, {"start": 10}, {"exponent": 0.0}, {"forward": "soft"}, {"gradient": "x"}):
         with pytest.raises(RecipeError):
             LBC("2:4", **{"end": 10, **options})
     _, handle, _ = started(LBC("2:4", end=10))

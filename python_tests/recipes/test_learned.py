@@ -12,6 +12,7 @@ from nmkernels.autograd import WeightTransform
 from nmkernels.optim import MaskedAdamW
 from nmkernels.pattern import Pattern, RecipeError
 from nmkernels.recipes import Recipe, Stage
+from nmkernels.recipes.base import Setup
 from nmkernels.recipes.methods.maskllm import learned_apart
 from python_tests.recipes.loop import batches, loss_of, mlp
 
@@ -47,8 +48,8 @@ class Toy(Recipe):
     final: ClassVar = "dense"
 
     @property
-    def freezes(self):
-        return self.freezing
+    def setup(self):
+        return Setup(freezes=self.freezing)
 
     def stage(self, state):
         return Stage(phase=1, transform=Gain(Pattern(self.pattern)))

@@ -1,4 +1,4 @@
-"""What transforms may hold, learn, turn in dgrad and settle after a step, on toy recipes that use one of these each."""
+"""What transforms may hold, learn, turn in dgrad and do after a step, on toy recipes that use one of these each."""
 
 import ast
 import copy
@@ -67,16 +67,14 @@ class Turned(WeightTransform):
 
 @dataclass(frozen=True)
 class Toy(Recipe):
-    transform: type[WeightTransform] = Kept
+    transform: str = "Kept"
     renew: int = 0
     decay: float = 0.0
+    name: ClassVar = "toy"
 
     def stage(self, state):
         rule = UpdateRule(masked=True, decay=self.decay)
-        return Stage(phase=1, transform=self.transform(Pattern(self.pattern)), rule=rule, renew=self.renew)
-
-    def spec(self):
-        return {"recipe": "toy", "pattern": str(self.pattern)}
+        return Stage(phase=1, transform=globals()[self.transform](Pattern(self.pattern)), rule=rule, every=self.renew)
 
 
 @dataclass(frozen=True)
@@ -84,9 +82,9 @@ class Shrunk(Recipe):
     """Weights are halved after every step."""
 
     def stage(self, state):
-        return Stage(phase=1)
+        return Stage(phase=1, after=self.halved)
 
-    def settle(self, state, weight, lr):
+    def halved(self, weight, lr):
         assert lr == 1e-2
         return weight / 2
 
@@ -129,7 +127,7 @@ def test_held_masks_change_only_when_renewed(kind):
 class Parted(Toy):
     """A second part begins after three steps."""
 
-    def start(self, group):
+    def first_state(self, group):
         return {"t": 0}
 
     def advance(self, state, observed):
@@ -203,7 +201,7 @@ def test_a_skipped_step_is_not_counted():
 
 
 def test_learned_parameters_train_and_frozen_weights_stay():
-    model, handle, optimizer = started(Toy(transform=Gain))
+    model, handle, optimizer = started(Toy(transform="Gain"))
     before, gains = model[0].weight.detach().clone(), [layer.nm_gain for layer in handle.layers.values()]
     assert all(any(g is p for p in model.parameters()) for g in gains)
     for batch in DATA:
@@ -213,7 +211,7 @@ def test_learned_parameters_train_and_frozen_weights_stay():
 
 
 def test_the_gradient_of_a_learned_parameter():
-    model, _, _ = started(Toy(transform=Gain), torch.float64)
+    model, _, _ = started(Toy(transform="Gain"), torch.float64)
     x, y = batches(1)[0]
     loss_of(model, (x, y)).backward()
     got = [model[i].nm_gain.grad.item() for i in (0, 2)]
@@ -230,7 +228,7 @@ def test_the_gradient_of_a_learned_parameter():
 def test_an_optimizer_without_the_learned_parameters_is_refused():
     model = mlp()
     params = list(model.parameters())
-    handle = nm.sparsify_(model, Toy(transform=Gain))
+    handle = nm.sparsify_(model, Toy(transform="Gain"))
     with pytest.raises(RecipeError, match="0.nm_gain"):
         handle.attach(torch.optim.AdamW(params))
     handle.attach(torch.optim.AdamW(model.parameters()))
@@ -239,7 +237,7 @@ def test_an_optimizer_without_the_learned_parameters_is_refused():
 
 
 def test_a_dense_checkpoint_renews_the_very_parameter():
-    model = started(Toy(transform=Gain))[0]
+    model = started(Toy(transform="Gain"))[0]
     gain = model[0].nm_gain
     with torch.no_grad():
         gain.fill_(3.0)
@@ -254,7 +252,7 @@ def test_a_dense_checkpoint_renews_the_very_parameter():
 
 
 def test_dgrad_multiplies_what_the_transform_says():
-    model, _, _ = started(Toy(transform=Turned), torch.float64)
+    model, _, _ = started(Toy(transform="Turned"), torch.float64)
     layer = model[0]
     x = torch.randn(3, layer.in_features, dtype=torch.float64, requires_grad=True)
     (y := layer(x)).sum().backward()
@@ -263,7 +261,7 @@ def test_dgrad_multiplies_what_the_transform_says():
 
 
 @pytest.mark.parametrize("kind", [None, torch.optim.AdamW], ids=["own", "adamw"])
-def test_settle_follows_the_step(kind):
+def test_what_comes_after_a_step(kind):
     model, handle, optimizer = started(Shrunk(), kind=kind)
     plain = mlp(torch.float32)
     theirs = (kind or Shrunk().optimizer)(plain.parameters(), lr=1e-2)
@@ -276,7 +274,7 @@ def test_settle_follows_the_step(kind):
     assert distance(snapshot(model), snapshot(plain)) < 1e-6
 
 
-def test_settle_leaves_a_skipped_step_alone():
+def test_nothing_comes_after_a_skipped_step():
     model, _, optimizer = started(Shrunk())
     before = model[0].weight.detach().clone()
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)

@@ -24,13 +24,13 @@ def started(recipe, model=None, **keywords):
 
 
 def test_schedule():
-    recipe = MaskLLM("2:4", total_steps=100, weight_reg=0.5)
-    at = [{k: float(v) for k, v in recipe.inputs({"t": torch.tensor(float(t), dtype=torch.float64)}).items()} for t in (0, 50, 100, 120)]
-    assert [round(a["nm_tau"], 6) for a in at] == [4.0, 2.025, 0.05, 0.05]
-    assert [a["nm_kappa"] for a in at] == [100.0, 300.0, 500.0, 500.0] and {a["nm_penalty"] for a in at} == {0.5}
-    linear = MaskLLM("2:4", total_steps=100, weight_reg=0.5, weight_reg_schedule="linear")
-    assert [float(linear.inputs({"t": torch.tensor(t)})["nm_penalty"]) for t in (0.0, 50.0, 100.0)] == [0.5, 0.25, 0.0]
-    assert recipe.inputs({})["nm_tau"] == 4.0
+    recipe = MaskLLM("2:4", total_steps=100, decay=0.5)
+    at = [{k: float(v) for k, v in recipe.values({"t": torch.tensor(float(t), dtype=torch.float64)}).items()} for t in (0, 50, 100, 120)]
+    assert [round(a["tau"], 6) for a in at] == [4.0, 2.025, 0.05, 0.05]
+    assert [a["kappa"] for a in at] == [100.0, 300.0, 500.0, 500.0] and {a["penalty"] for a in at} == {0.5}
+    linear = MaskLLM("2:4", total_steps=100, decay=0.5, decay_schedule="linear")
+    assert [float(linear.values({"t": torch.tensor(t)})["penalty"]) for t in (0.0, 50.0, 100.0)] == [0.5, 0.25, 0.0]
+    assert recipe.values({})["tau"] == 4.0
 
 
 def test_layers_follow_the_schedule_and_the_model_runs_before_attach():
@@ -178,10 +178,10 @@ def test_it_finds_a_better_mask_than_magnitude():
 def test_errors():
     with pytest.raises(PatternError, match="12870 combinations"):
         MaskLLM("8:16", total_steps=10)
-    for options in ({"total_steps": None}, {"tau_end": 0.0}, {"kappa_start": -1.0}, {"weight_reg": -1.0}, {"init_std": float("nan")}):
+    for options in ({"total_steps": None}, {"tau_end": 0.0}, {"kappa_start": -1.0}, {"decay": -1.0}, {"init_std": float("nan")}):
         with pytest.raises(RecipeError):
             MaskLLM("2:4", **{"total_steps": 10, **options})
-    for options in ({"others": "some"}, {"weight_reg_schedule": "cosine"}, {"seed": 1.5}, {"lr_multiplier": float("inf")}):
+    for options in ({"others": "some"}, {"decay_schedule": "cosine"}, {"seed": 1.5}, {"lr_multiplier": float("inf")}):
         with pytest.raises(RecipeError):
             MaskLLM("2:4", total_steps=10, **options)
 

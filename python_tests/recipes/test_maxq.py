@@ -84,7 +84,7 @@ def test_16_bit_weights_are_ranked_and_enlarged_in_fp32():
 
 def test_curves():
     u = [0.0, 0.25, 0.5, 0.75]
-    shared = {"total_steps": 8, "dense": 2, "fine_tune": 2}
+    shared = {"total_steps": 8, "start": 2, "end": 6}
     want = {
         "linear": [1 - x for x in u],
         "cubic": [(1 - x) ** 3 for x in u],
@@ -96,11 +96,11 @@ def test_curves():
 
 
 def test_levels_hold_the_share():
-    assert curve(MaxQ("2:4", 8, fine_tune=2, levels=3)) == pytest.approx([1, 1, 2 / 3, 2 / 3, 1 / 3, 1 / 3, 0, 0, 0])
+    assert curve(MaxQ("2:4", 8, end=6, levels=3)) == pytest.approx([1, 1, 2 / 3, 2 / 3, 1 / 3, 1 / 3, 0, 0, 0])
 
 
 def test_phases_and_metrics():
-    recipe, model = MaxQ("2:4", 8, dense=2, fine_tune=2), mlp()
+    recipe, model = MaxQ("2:4", 8, start=2, end=6), mlp()
     handle = nm.sparsify_(model, recipe)
     optimizer = handle.attach(recipe.optimizer(model.parameters(), lr=1e-2))
     seen = []
@@ -115,7 +115,7 @@ def test_phases_and_metrics():
 
 
 def test_finish_on_the_way_warns():
-    recipe, model = MaxQ("2:4", 8, fine_tune=2), mlp()
+    recipe, model = MaxQ("2:4", 8, end=6), mlp()
     handle = nm.sparsify_(model, recipe)
     optimizer = handle.attach(recipe.optimizer(model.parameters(), lr=1e-2))
     for batch in batches(3):
@@ -131,11 +131,11 @@ def test_finish_on_the_way_warns():
     [
         ({}, "total_steps"),
         ({"total_steps": 10, "schedule": "quadratic"}, "linear, cubic, cos, exp"),
-        ({"total_steps": 10, "grad": "hard"}, "ste, chain"),
+        ({"total_steps": 10, "gradient": "hard"}, "ste, chain"),
         ({"total_steps": 10, "tau": 0.0}, "tau"),
         ({"total_steps": 10, "decay": -1.0}, "decay"),
         ({"total_steps": 10, "levels": 0}, "levels"),
-        ({"total_steps": 10, "dense": 4, "fine_tune": 6}, "leave none"),
+        ({"total_steps": 10, "start": 4, "end": 4}, "leave none"),
         ({"total_steps": 10, "pattern": "4:4"}, "prunes nothing"),
     ],
 )

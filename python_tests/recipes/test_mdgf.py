@@ -15,7 +15,7 @@ from python_tests.recipes.loop_used import mdgf
 from python_tests.recipes.running import step
 
 F32, F64 = torch.float32, torch.float64
-SHORT = MdGf("1:8", 20, dense=4, fine_tune=6)
+SHORT = MdGf("1:8", 20, start=4, end=14)
 
 
 def start(recipe, dtype=F64, make=MaskedAdamW):
@@ -39,16 +39,16 @@ def test_exponential_flow():
 
 
 def test_linear_flow_and_a_coefficient_of_ones_own():
-    assert curve(MdGf("1:8", 8, schedule="linear", fine_tune=0)) == pytest.approx([1 - u / 8 for u in range(9)])
-    steep = MdGf("1:8", 8, schedule="linear", fine_tune=2, coefficient=0.25)
+    assert curve(MdGf("1:8", 8, schedule="linear", end=1.0)) == pytest.approx([1 - u / 8 for u in range(9)])
+    steep = MdGf("1:8", 8, schedule="linear", end=6, coefficient=0.25)
     assert curve(steep) == pytest.approx([1, 0.75, 0.5, 0.25, 0, 0, 0, 0, 0])
-    slow = MdGf("1:8", 8, coefficient=1e-4, fine_tune=2)
+    slow = MdGf("1:8", 8, coefficient=1e-4, end=6)
     assert curve(slow) == pytest.approx([math.exp(-1e-4 * u) for u in range(6)] + [0, 0, 0]), "fine-tuning is binary all the same"
 
 
 @pytest.mark.parametrize("total", [16, 100, 997])
 def test_levels_are_equal_steps_down(total):
-    got = curve(MdGf("1:8", total, schedule="linear", fine_tune=0, levels=16))
+    got = curve(MdGf("1:8", total, schedule="linear", end=1.0, levels=16))
     assert sorted({round(d * 16, 6) for d in got}) == list(range(17))
     counts = [sum(round(d * 16) == k for d in got) for k in range(1, 17)]
     assert max(counts) - min(counts) <= 1 and all(a >= b for a, b in itertools.pairwise(got))
@@ -80,7 +80,7 @@ def test_a_frozen_layer_follows_the_flow():
 
 @pytest.mark.parametrize("grad", ["chain", "ste"])
 def test_gradient_rule(grad):
-    model, handle, optimizer = start(MdGf("1:8", 20, fine_tune=5, grad=grad))
+    model, handle, optimizer = start(MdGf("1:8", 20, end=15, gradient=grad))
     for t, batch in enumerate(batches(20)):
         x, g = torch.randn(6, 16, dtype=F64), torch.randn(6, 32, dtype=F64)
         optimizer.zero_grad()
@@ -92,7 +92,7 @@ def test_gradient_rule(grad):
 
 
 def test_the_flow_reaches_layers_of_any_dtype_in_full():
-    model, _, optimizer = start(MdGf("1:4", 20, fine_tune=2), torch.bfloat16)
+    model, _, optimizer = start(MdGf("1:4", 20, end=18), torch.bfloat16)
     for batch in batches(3, torch.bfloat16):
         step(model, optimizer, batch)
     assert model[0].nm_flow.dtype == F64 and "0.nm_flow" not in model.state_dict()
@@ -142,8 +142,8 @@ def test_another_schedule_is_refused_on_resume():
     model, handle, optimizer = start(SHORT)
     step(model, optimizer, batches(1)[0])
     state = handle.state_dict()
-    for other in (MdGf("1:8", 21, dense=4, fine_tune=6), MdGf("1:8", 20, dense=4, fine_tune=6, grad="ste")):
-        with pytest.raises(nm.CheckpointError, match=r"another schedule: (total_steps|grad) is"):
+    for other in (MdGf("1:8", 21, start=4, end=15), MdGf("1:8", 20, start=4, end=14, gradient="ste")):
+        with pytest.raises(nm.CheckpointError, match=r"another schedule: (total_steps|gradient) is"):
             start(other)[1].load_state_dict(state)
 
 
@@ -152,12 +152,12 @@ def test_another_schedule_is_refused_on_resume():
     [
         ({"total_steps": None}, "total_steps is needed"),
         ({"schedule": "cosine"}, "exponential, linear"),
-        ({"grad": "none"}, "chain, ste"),
-        ({"dense": 0.6, "fine_tune": 0.4}, "leave none"),
-        ({"dense": -1}, "dense"),
-        ({"fine_tune": 1.5}, "fine_tune"),
-        ({"end": 0.0}, "end"),
-        ({"end": 1.0}, "end"),
+        ({"gradient": "none"}, "chain, ste"),
+        ({"start": 0.6, "end": 0.6}, "leave none"),
+        ({"start": -1}, "start"),
+        ({"end": 1.5}, "end"),
+        ({"residual": 0.0}, "residual"),
+        ({"residual": 1.0}, "residual"),
         ({"coefficient": 0.0}, "coefficient"),
         ({"coefficient": math.inf}, "coefficient"),
         ({"levels": 0}, "levels"),

@@ -25,17 +25,17 @@ RECIPES = [
     "step:2:4(t_min=2, t_max=3, threshold=1e30)",
     "sste:2:4(seed=1)",
     "sste:2:4(seed=1, packed=True)",
-    "fst:2:4(refresh=2, fine_tune=0, seed=1)",
-    "fst:2:4(refresh=2, fine_tune=0, seed=1, packed=True)",
-    "mdgf:1:8(dense=0)",
-    "bimask:2:4(draws=5, refresh=2, seed=1)",
-    "vnm:2:8(v=8, refresh=1)",
+    "fst:2:4(every=2, end=None, seed=1)",
+    "fst:2:4(every=2, end=None, seed=1, packed=True)",
+    "mdgf:1:8(start=0)",
+    "bimask:2:4(draws=5, every=2, seed=1)",
+    "vnm:2:8(v=8, every=1)",
     "complementary:1:4",
     "maskllm:2:4(seed=3)",
-    "lbc:2:4(begin=0, end=8)",
+    "lbc:2:4(start=0, end=8)",
     "maxq:2:4",
     "ast:2:4",
-    "slope:2:4(rank=2, lazy=1.0, refresh=2, seed=1)",
+    "slope:2:4(rank=2, start=0.0, every=2, seed=1)",
     "layerwise:4:16(inner=srste)",
 ]
 """Every way of making an effective weight; held masks and scales stay what they are, the weights under them change."""
@@ -188,7 +188,7 @@ def test_without_the_compiled_core_nothing_is_used_again(spec, monkeypatch):
 
 @pytest.mark.parametrize("fingerprints", [True, False])
 @pytest.mark.parametrize(
-    "spec", ["srste:2:4", "srste:2:4(packed=True)", "sste:2:4(seed=1)", "fst:2:4(refresh=2, fine_tune=0, seed=1, packed=True)"]
+    "spec", ["srste:2:4", "srste:2:4(packed=True)", "sste:2:4(seed=1)", "fst:2:4(every=2, end=None, seed=1, packed=True)"]
 )
 def test_training_by_a_second_optimizer_equals_training_without_copies(spec, fingerprints, monkeypatch):
     if not fingerprints:

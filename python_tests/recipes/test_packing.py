@@ -11,7 +11,7 @@ from nmkernels.autograd.choice.candidates import function
 from nmkernels.capability import compiled_core
 from nmkernels.pattern import RecipeError
 from nmkernels.recipes import FST, SRSTE, SSTE, STE, STEP, LayerWise, SdGf
-from nmkernels.recipes.packing import packing
+from nmkernels.recipes.schedule import packing
 from python_tests.nn.test_effective_packed import Calls
 from python_tests.recipes.loop import distance, snapshot
 from python_tests.recipes.running import DATA, F32, F64, net, run, start, step, through_a_file
@@ -20,14 +20,14 @@ MAKERS = {
     "ste": lambda **k: STE("2:4", **k),
     "srste": lambda **k: SRSTE("2:4", decay=0.1, **k),
     "step": lambda **k: STEP("2:4", t_min=2, t_max=7, threshold=1e-30, decay=0.1, **k),
-    "step_sste": lambda **k: STEP("2:4", 20, switch="fixed", switch_at=6, inner=SSTE(seed=1, **k)),
+    "step_sste": lambda **k: STEP("2:4", 20, switch="fixed", start=6, inner=SSTE(seed=1, **k)),
     "sste": lambda **k: SSTE("2:4", seed=1, **k),
     "sste_1_4": lambda **k: SSTE("1:4", seed=1, **k),
     "sste_dense_wgrad": lambda **k: SSTE("2:4", mvue=None, **k),
-    "fst": lambda **k: FST("2:4", 20, refresh=3, decay=0.1, seed=1, **k),
-    "fst_other_estimate": lambda **k: FST("1:4", refresh=3, decay=0.1, fine_tune=0, seed=1, **k),
-    "fst_1_4": lambda **k: FST("1:4", refresh=3, decay=0.1, fine_tune=0, mvue=None, **k),
-    "sdgf": lambda **k: SdGf("1:8", 20, dense=2, grad="chain", **k),
+    "fst": lambda **k: FST("2:4", 20, every=3, decay=0.1, seed=1, **k),
+    "fst_other_estimate": lambda **k: FST("1:4", every=3, decay=0.1, end=None, seed=1, **k),
+    "fst_1_4": lambda **k: FST("1:4", every=3, decay=0.1, end=None, mvue=None, **k),
+    "sdgf": lambda **k: SdGf("1:8", 20, start=2, gradient="chain", **k),
     "layerwise": lambda **k: LayerWise("2:8", inner=SRSTE("2:8", decay=0.1, **k), rule="magnitude", choices="all"),
 }
 # the function stands in the place of its module
@@ -174,7 +174,7 @@ def test_plans():
     assert all(not recipe().stage({}).plan.packs for recipe in (STE, SRSTE, SSTE))
 
 
-@pytest.mark.parametrize("recipe", [STE, SRSTE, SSTE, STEP, lambda **k: FST(fine_tune=0, **k), lambda **k: SdGf("1:8", 20, **k)])
+@pytest.mark.parametrize("recipe", [STE, SRSTE, SSTE, STEP, lambda **k: FST(end=None, **k), lambda **k: SdGf("1:8", 20, **k)])
 @pytest.mark.parametrize("value", ["always", None, 2])
 def test_unknown_values_are_refused(recipe, value):
     with pytest.raises(RecipeError, match=f'packed={value!r} is unknown; choose one of False, True and "auto"'):
@@ -188,10 +188,10 @@ def test_what_needs_the_dense_layout_is_refused():
         STEP("2:4", 20, packed=True, inner="srste")
 
 
-@pytest.mark.parametrize("text", ["srste:2:4(packed=True)", "sste:1:4(packed='auto')", "fst:2:4(fine_tune=0, packed=auto)"])
+@pytest.mark.parametrize("text", ["srste:2:4(packed=True)", "sste:1:4(packed='auto')", "fst:2:4(end=None, packed=auto)"])
 def test_it_is_written_as_text_and_read_again(text):
     recipe = nm.recipes.get(text)
-    assert recipe.packed in (True, "auto") and nm.recipes.get(recipe.text()) == recipe
+    assert recipe.packed in (True, "auto") and nm.recipes.get(nm.recipes.text(recipe)) == recipe
 
 
 @pytest.mark.parametrize(("before", "after"), [(False, True), (True, "auto"), ("auto", False)])

@@ -122,7 +122,7 @@ def test_penalty_is_the_gradient_of_its_term():
     assert not Anchored(Pattern("2:4"), 0.7).penalty(first, first)["weight"].any(), "nothing pulls at the initial weight"
 
 
-RECIPE = ProxSparse(strength=0.4, anchor=0.5)
+RECIPE = ProxSparse(decay=0.4, anchor=0.5)
 
 
 def train(make, data, closure=False, scale=None, recipe=RECIPE):
@@ -171,7 +171,7 @@ def test_penalty_under_a_closure_a_scaler_and_other_optimizers():
 def test_penalty_shrinks_the_distance_under_maximize_too():
     def sgd(maximize):
         model = mlp(F64)
-        handle = nm.sparsify_(model, ProxSparse(strength=0.0, anchor=0.5))
+        handle = nm.sparsify_(model, ProxSparse(decay=0.0, anchor=0.5))
         optimizer = handle.attach(torch.optim.SGD(model.parameters(), lr=1e-3, maximize=maximize))
         with torch.no_grad():
             model[0].weight.mul_(0.8)
@@ -188,14 +188,14 @@ def test_penalty_shrinks_the_distance_under_maximize_too():
 
 def test_finish_leaves_the_initial_weights_under_the_learned_mask():
     for values in ("initial", "trained"):
-        model, handle, _ = train(masked, DATA, recipe=ProxSparse(strength=0.4, values=values))
+        model, handle, _ = train(masked, DATA, recipe=ProxSparse(decay=0.4, final_values=values))
         w, first = model[0].weight.detach().clone(), mlp(F32)[0].weight.detach()
         handle.finish()
         assert torch.equal(model[0].weight.detach(), top_n(w, 2, 4) * (first if values == "initial" else w))
 
 
 def test_density_falls_to_one_half():
-    model, handle, _ = train(masked, batches(30, F32), recipe=ProxSparse(strength=30.0))
+    model, handle, _ = train(masked, batches(30, F32), recipe=ProxSparse(decay=30.0))
     density = handle.metrics()["density"].item()
     nonzeros, numel = (sum(f(model[i].weight) for i in (0, 2)) for f in (lambda w: int(w.count_nonzero()), torch.numel))
     assert 0.5 <= density < 0.505 and density == nonzeros / numel
@@ -218,17 +218,17 @@ def test_the_anchor_is_the_weight_at_attach_and_travels_with_the_model():
 
 def test_scale_by_lr_follows_the_rate():
     w = torch.tensor([[0.16, -0.16, -0.16, 0.16]], dtype=F64)
-    scaled, plain = ProxSparse(strength=20.0, scale_by_lr=True), ProxSparse(strength=2.0)
+    scaled, plain = ProxSparse(decay=20.0, scale_by_lr=True), ProxSparse(decay=2.0)
     for lr in (0.1, torch.tensor(0.1, dtype=F64)):
-        torch.testing.assert_close(scaled.settle({}, w, lr), plain.settle({}, w, lr))
-    assert torch.equal(scaled.settle({}, w, 0.0), w)
+        torch.testing.assert_close(scaled.stage({}).after(w, lr), plain.stage({}).after(w, lr))
+    assert torch.equal(scaled.stage({}).after(w, 0.0), w)
 
 
 def test_a_layer_of_another_pattern_is_refused():
     transform = RECIPE.final_transform()
-    assert RECIPE.fit(transform, Pattern("2:4"), (8, 8)) is transform
+    assert RECIPE.layer(Pattern("2:4"), (8, 8), transform).transform is transform
     with pytest.raises(RecipeError, match="to be 1:4"):
-        RECIPE.fit(transform, Pattern("1:4"), (8, 8))
+        RECIPE.layer(Pattern("1:4"), (8, 8), transform)
 
 
 @pytest.mark.parametrize(
@@ -236,11 +236,11 @@ def test_a_layer_of_another_pattern_is_refused():
     [
         ({"pattern": "1:4"}, "for 2:4, not 1:4"),
         ({"pattern": "4:8"}, "for 2:4, not 4:8"),
-        ({"strength": -1.0}, "strength"),
-        ({"strength": float("inf")}, "strength"),
+        ({"decay": -1.0}, "decay"),
+        ({"decay": float("inf")}, "decay"),
         ({"anchor": float("nan")}, "anchor"),
         ({"anchor": 1.0, "epsilon": 0.0}, "epsilon=0"),
-        ({"values": "both"}, "initial, trained"),
+        ({"final_values": "both"}, "initial, trained"),
         ({"scale_by_lr": 1}, "True or False"),
     ],
 )

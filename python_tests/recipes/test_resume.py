@@ -11,6 +11,7 @@ import nmkernels as nm
 from nmkernels.optim import MaskedAdamW
 from nmkernels.pattern import CheckpointError
 from nmkernels.recipes import ASP, SRSTE, STE, STEP, Dense
+from nmkernels.recipes.registry import spec
 from python_tests.recipes.loop import SPARSE, batches, distance, loss_of, mlp, snapshot
 
 F32 = torch.float32
@@ -48,10 +49,10 @@ CASES = {
     "step_geometric": (STEP(switch="geometric", t_min=7, t_max=12, threshold=1e-7), masked, 6),
     "step_relative_norm": (STEP(switch="relative_norm", t_min=3, t_max=12, threshold=0.1), masked, 3),
     "step_staleness": (STEP(switch="staleness", t_min=3, t_max=13, threshold=0.01), masked, 6),
-    "asp_before_pruning": (ASP(prune_at=6), masked, 4),
-    "asp_after_pruning": (ASP(prune_at=6), masked, 8),
+    "asp_before_pruning": (ASP(start=6), masked, 4),
+    "asp_after_pruning": (ASP(start=6), masked, 8),
     "asp_plain": (ASP(), plain, 4),
-    "asp_sgd": (ASP(prune_at=3), sgd, 5),
+    "asp_sgd": (ASP(start=3), sgd, 5),
 }
 
 
@@ -145,7 +146,7 @@ def test_a_loaded_state_belongs_to_one_run_only():
 
 def test_going_back_in_time():
     """Loading a checkpoint of phase 0 into a run that is past its switch, or of before pruning after it."""
-    for recipe, early in ((STEP_T0_5, 3), (ASP(prune_at=6), 4)):
+    for recipe, early in ((STEP_T0_5, 3), (ASP(start=6), 4)):
         (weights, state, _), want, _, _ = checkpoint(recipe, masked, early)
         model, handle, optimizer = start(recipe, masked)
         handle.attach(optimizer)
@@ -214,7 +215,7 @@ def test_the_handles_state_is_a_copy_both_ways():
 FOREIGN = {
     "recipe": (STE("2:4"), SRSTE("2:4"), r"of ste:2:4, this run uses srste:2:4"),
     "pattern": (SRSTE("2:4"), SRSTE("1:4"), r"of srste:2:4, this run uses srste:1:4"),
-    "policy": (STEP_T0_5, replace(STEP_T0_5, switch="geometric"), r'switch="arithmetic", this run uses "geometric"'),
+    "policy": (STEP_T0_5, replace(STEP_T0_5, switch="geometric"), "switch is arithmetic there and geometric here"),
 }
 
 
@@ -275,7 +276,7 @@ def test_masks_of_another_model():
 
 def test_a_failed_attach_keeps_what_was_loaded():
     model, handle, optimizer = start(ASP(score="wanda"), sgd)
-    loaded = {"spec": handle.recipe.spec(), **handle.recipe.start({})}
+    loaded = {"spec": spec(handle.recipe), **handle.recipe.first_state({})}
     optimizer.param_groups[0]["nm_recipe"] = loaded
     with pytest.raises(nm.RecipeError, match="calibrate"):
         handle.attach(optimizer)

@@ -42,15 +42,19 @@ def test_frames(pattern, schedule, want):
     assert " ".join(map(str, SdGf(pattern, 100, schedule=schedule).frames())) == want
 
 
+def begins(recipe):
+    return [begin for begin, _ in recipe.stages]
+
+
 def test_frames_are_of_equal_length_between_the_phases():
-    assert SdGf("1:8", 100).starts() == (0, 25, 50, 75)
-    assert SdGf("1:8", 100, dense=0.2, fine_tune=40).starts() == (20, 30, 40, 50)
-    assert SdGf("1:4", 10).starts() == (0, 3, 7)
+    assert begins(SdGf("1:8", 100)) == [0, 0, 25, 50, 75]
+    assert begins(SdGf("1:8", 100, start=0.2, end=60)) == [0, 20, 30, 40, 50]
+    assert begins(SdGf("1:4", 10)) == [0, 0, 3, 7]
 
 
 @pytest.mark.parametrize("make", [MaskedAdamW, torch.optim.AdamW])
 def test_weights_used_flips_and_density_follow_the_frames(make):
-    recipe = SdGf("1:8", 20, dense=4)
+    recipe = SdGf("1:8", 20, start=4)
     model, handle, optimizer = start(recipe, make)
     for t, batch in enumerate(batches(20)):
         frame = (t - 4) // 4 if t >= 4 else None
@@ -121,9 +125,9 @@ def test_another_schedule_is_refused_on_resume():
         ({"total_steps": None}, "total_steps is needed"),
         ({"total_steps": 3}, "4 frames do not fit"),
         ({"schedule": "fine"}, "stepwise, geometric, densify"),
-        ({"grad": "none"}, "ste, chain"),
-        ({"dense": 0.5, "fine_tune": 0.5}, "leave none"),
-        ({"dense": True}, "dense"),
+        ({"gradient": "none"}, "ste, chain"),
+        ({"start": 0.5, "end": 0.5}, "leave none"),
+        ({"start": True}, "start"),
     ],
 )
 def test_bad_configuration(keywords, said):

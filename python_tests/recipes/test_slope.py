@@ -14,11 +14,12 @@ from nmkernels.nn import ADAPTER, adapter_of, folded
 from nmkernels.optim import MaskedAdamW
 from nmkernels.pattern import CheckpointError, RecipeError
 from nmkernels.recipes import ASP, STEP, SLoPe
+from nmkernels.recipes.compose import deployed
 from python_tests.recipes.loop import Adam, batches, loss_of, mlp, snapshot
 from python_tests.recipes.running import step
 
 DATA = batches(20, torch.float32)
-RECIPE = SLoPe("2:4", 20, rank=2, lazy=5, refresh=4, seed=1)
+RECIPE = SLoPe("2:4", 20, rank=2, start=15, every=4, seed=1)
 
 
 def started(recipe=RECIPE, model=None):
@@ -57,7 +58,7 @@ def test_gradients_are_masked_before_clipping():
 
 
 def test_the_column_mask_is_renewed_every_k_steps():
-    model, _, optimizer = started(SLoPe("2:4", rank=0, refresh=4))
+    model, _, optimizer = started(SLoPe("2:4", rank=0, every=4))
     seen = []
     for batch in DATA:
         seen.append(model[2].nm_columns)
@@ -132,7 +133,7 @@ def test_left_is_normal_seeded_by_layer_and_the_same_in_every_dtype():
 def test_rank_as_a_number_or_a_share_of_the_smaller_side(rank, want):
     model, handle, _ = started(SLoPe("2:4", 20, rank=rank), nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 8)))
     assert [p.shape for p in adapter_of(model[0])] == [(64, want), (want, 32)]
-    assert handle.recipe.adapter_rank(32, 64) == want
+    assert handle.recipe.layer(nm.Pattern("2:4"), (32, 64)).rank == want
 
 
 def test_an_optimizer_without_the_adapters_is_refused():
@@ -233,7 +234,7 @@ def test_conv1d():
     config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=16, n_positions=8, vocab_size=32)
     torch.manual_seed(0)
     model = transformers.GPT2LMHeadModel(config).eval()
-    handle = nm.sparsify_(model, SLoPe("2:4", 4, rank=2, lazy=2))
+    handle = nm.sparsify_(model, SLoPe("2:4", 4, rank=2, start=2))
     optimizer = handle.attach(handle.recipe.optimizer(model.parameters(), lr=1e-2))
     ids = torch.randint(32, (2, 8))
     for _ in range(4):
@@ -253,16 +254,16 @@ def test_conv1d():
 
 
 def test_inside_step():
-    model, handle, optimizer = trained(STEP("2:4", 20, switch="fixed", switch_at=6, inner="slope(rank=2, lazy=3, seed=5)"))
-    assert handle.recipe.final == "nm+adapter" and handle.recipe.seed == 5 and model[0].nm_right.any()
+    model, handle, optimizer = trained(STEP("2:4", 20, switch="fixed", start=6, inner="slope(rank=2, start=11, seed=5)"))
+    assert handle.recipe.final == "nm+adapter" and handle.recipe.setup.seed == 5 and model[0].nm_right.any()
     assert optimizer.state[model[0].nm_right]["step"] == 3
     handle.finish()
     assert nm.ops.is_nm(model[0].weight.detach(), "2:4") and set(ADAPTER) < set(model[0].state_dict())
 
 
 def test_when_the_adapters_begin():
-    assert SLoPe("2:4", 1000).lazy_start() == 990 and SLoPe("2:4", 30).lazy_start() == 29, "at least one step"
-    assert SLoPe("2:4", 30, lazy=30).lazy_start() == 0 and SLoPe("2:4", rank=0).lazy_start() is None
+    assert SLoPe("2:4", 1000).stages[1][0] == 990 and SLoPe("2:4", 30).stages[1][0] == 29, "at least one step"
+    assert SLoPe("2:4", 30, start=0).stages[1][0] == 0 and len(SLoPe("2:4", rank=0).stages) == 1
     assert SLoPe("2:4", rank=0).final == "nm" and SLoPe("2:4", 10).final == "nm+adapter"
 
 
@@ -273,9 +274,9 @@ def test_when_the_adapters_begin():
         ({"rank": -1, "total_steps": 9}, "rank=-1"),
         ({"rank": 1.5, "total_steps": 9}, "rank=1.5 must be a whole number, or a share"),
         ({"rank": True, "total_steps": 9}, "rank=True"),
-        ({"lazy": 10, "total_steps": 9}, "lazy=10 steps are more than total_steps=9"),
-        ({"lazy": -0.5, "total_steps": 9}, "lazy=-0.5"),
-        ({"refresh": -1, "total_steps": 9}, "refresh=-1"),
+        ({"start": 9, "total_steps": 9}, "start=9 leaves the adapters none of total_steps=9"),
+        ({"start": -0.5, "total_steps": 9}, "start=-0.5"),
+        ({"every": -1, "total_steps": 9}, "every=-1"),
         ({"max_aspect": 0.5, "total_steps": 9}, "max_aspect=0.5 must be at least 1"),
         ({"seed": "x", "total_steps": 9}, "seed='x'"),
     ],
@@ -287,8 +288,8 @@ def test_what_it_refuses(keywords, message):
 
 def test_another_schedule_is_not_resumed():
     _, _, optimizer = started()
-    _, _, other = started(SLoPe("2:4", 20, rank=2, lazy=6, refresh=4, seed=1))
-    with pytest.raises(CheckpointError, match="lazy is 6 there and 5 here"):
+    _, _, other = started(SLoPe("2:4", 20, rank=2, start=14, every=4, seed=1))
+    with pytest.raises(CheckpointError, match="start is 14 there and 15 here"):
         optimizer.load_state_dict(other.state_dict())
 
 
@@ -299,11 +300,11 @@ def test_finishing_early_warns():
 
 
 def test_its_cost():
-    plain, lazy = SLoPe("2:8", 100, rank=0.1, lazy=10).profile(100)
+    plain, lazy = SLoPe("2:8", 100, rank=0.1, start=90).profile(100)
     assert (plain.steps, plain.fprop, plain.dgrad, plain.wgrad, plain.rank) == (90, 0.25, 0.25, 1.0, 0)
-    assert (lazy.steps, lazy.rank) == (10, 0.1) and SLoPe("2:8", 100, rank=0.1).deployed().rank == 0.1
+    assert (lazy.steps, lazy.rank) == (10, 0.1) and deployed(SLoPe("2:8", 100, rank=0.1)).rank == 0.1
     shape = {"fc": (64, 32)}
-    base, more = (nm.flops(shape, SLoPe("2:4", 100, rank=rank, lazy=10), 100) for rank in (0, 0.1))
+    base, more = (nm.flops(shape, SLoPe("2:4", 100, rank=rank, start=90), 100) for rank in (0, 0.1))
     assert more.training - base.training == 10 * 3 * 2 * 3 * (64 + 32) and more.inference - base.inference == 2 * 3 * (64 + 32)
     assert base.training_ratio == (0.5 + 0.5 + 1) / 3
 

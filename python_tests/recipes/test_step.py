@@ -21,7 +21,7 @@ def recipe_of(s, decay=0.0, pattern="2:4"):
         switch=s.switch,
         t_min=s.t_min,
         t_max=s.t_max,
-        switch_at=s.switch_at,
+        start=s.start,
         threshold=s.threshold,
         bias_corrected=s.bias_corrected,
         eps_mode="inside" if s.inside else "outside",
@@ -169,8 +169,8 @@ def test_bounds():
     assert STEP(total_steps=1000).bounds() == (100, 500)
     assert STEP(t_min=7, t_max=9).bounds() == (7, 9)
     assert STEP(t_min=None, t_max=3).bounds() == (None, 3)
-    assert STEP(total_steps=40, switch="fixed", switch_at=0.5).bounds() == (20, 20)
-    assert STEP(switch="fixed", switch_at=6).bounds() == (6, 6)
+    assert STEP(total_steps=40, switch="fixed", start=0.5).bounds() == (20, 20)
+    assert STEP(switch="fixed", start=6).bounds() == (6, 6)
 
 
 @pytest.mark.parametrize(
@@ -178,8 +178,8 @@ def test_bounds():
     [
         ({}, "total_steps"),
         ({"t_min": 5}, "t_max.*total_steps"),
-        ({"switch": "fixed"}, "switch_at.*total_steps"),
-        ({"switch": "fixed", "switch_at": 0}, "step 0"),
+        ({"switch": "fixed"}, "start.*total_steps"),
+        ({"switch": "fixed", "start": 0}, "step 0"),
         ({"t_min": 9, "t_max": 8}, "later than"),
         ({"t_min": 1.5, "total_steps": 10}, "between"),
         ({"t_min": -1, "t_max": 8}, "t_min"),
@@ -198,7 +198,7 @@ def test_bad_configuration(keywords, said):
 
 def test_threshold_defaults_to_the_optimizers_eps_or_the_rivals_own():
     group = {"eps": 1e-5, "betas": (0.9, 0.99)}
-    assert STEP(total_steps=10).start(group)["threshold"] == 1e-5
-    assert STEP(total_steps=10, switch="relative_norm").start(group)["threshold"] == 0.5
-    assert STEP(total_steps=10, switch="staleness").start(group)["threshold"] == 0.96
-    assert STEP(total_steps=10, threshold=3.0).start(group)["threshold"] == 3.0
+    assert STEP(total_steps=10).first_state(group)["threshold"] == 1e-5
+    assert STEP(total_steps=10, switch="relative_norm").first_state(group)["threshold"] == 0.5
+    assert STEP(total_steps=10, switch="staleness").first_state(group)["threshold"] == 0.96
+    assert STEP(total_steps=10, threshold=3.0).first_state(group)["threshold"] == 3.0

@@ -108,7 +108,7 @@ def test_zero_weights_inside_keep_fewer(dtype):
 
 
 def test_columns_are_held_between_refreshes_and_the_inner_mask_follows():
-    model, handle, optimizer = start(VNM("2:8", v=8, refresh=4))
+    model, handle, optimizer = start(VNM("2:8", v=8, every=4))
     chosen = []
     for batch in DATA[:9]:
         layer = handle.layers["2"]
@@ -135,7 +135,7 @@ def test_rows_that_v_does_not_divide():
 
 
 def test_deployed_weight_is_in_blocks():
-    model, handle, optimizer = start(VNM("2:8", v=16, refresh=3))
+    model, handle, optimizer = start(VNM("2:8", v=16, every=3))
     for batch in DATA[:8]:
         step(model, optimizer, batch)
     columns = {name: layer.nm_columns.clone() for name, layer in handle.layers.items()}
@@ -149,7 +149,7 @@ def test_deployed_weight_is_in_blocks():
 
 def test_inside_step():
     """Columns of the weights of the switch; before it the preview chooses them from the present weights."""
-    recipe = STEP("2:8", 20, switch="fixed", switch_at=6, inner=VNM("2:8", v=8, refresh=0))
+    recipe = STEP("2:8", 20, switch="fixed", start=6, inner=VNM("2:8", v=8, every=0))
     model, handle, optimizer = start(recipe)
     for t, batch in enumerate(DATA):
         if t in (3, 6):
@@ -179,7 +179,7 @@ def test_layer_wise_inside():
 def test_other_blocks_are_refused_on_resume():
     model, handle, optimizer = start(VNM("2:8", v=8))
     step(model, optimizer, DATA[0])
-    with pytest.raises(nm.CheckpointError, match="v=8 rows, this run of v=16"):
+    with pytest.raises(nm.CheckpointError, match="v is 8 there and 16 here"):
         start(VNM("2:8", v=16))[1].load_state_dict(handle.state_dict())
 
 
@@ -201,7 +201,7 @@ def test_plain_gradient_without_decay():
         ("2:8", {"v": 0}, "at least 1"),
         ("2:8", {"v": 1.5}, "v="),
         ("2:8", {"decay": -1.0}, "decay"),
-        ("2:8", {"refresh": -1}, "refresh"),
+        ("2:8", {"every": -1}, "every"),
         ("2:8", {"objective": "best"}, "retained, sums"),
     ],
 )

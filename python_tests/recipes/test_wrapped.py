@@ -17,7 +17,7 @@ KEYWORDS = Adam(lr=1e-2).keywords
 RECIPES = {
     "srste": SRSTE("2:4", decay=0.1),
     "step": STEP("2:4", t_min=2, t_max=6, threshold=1e-30),
-    "asp": ASP("2:4", prune_at=3),
+    "asp": ASP("2:4", start=3),
 }
 KINDS = [(name, kind) for name in RECIPES for kind in (MaskedAdamW, torch.optim.AdamW) if (name, kind) != ("step", torch.optim.AdamW)]
 

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
-
-import torch
+from functools import cached_property
 
 from ...autograd import SplitRule
 from ...nn import ActivationRule
 from ...pattern import NMError, Pattern, RecipeError
-from ..base import Observed, Recipe, Stage, State
+from ..base import About, Setup, Stage, State
 from ..registry import recipe
-from ..schedule import advance, check_same_schedule, passed, phases, resolve_step
+from ..schedule import ScheduledRecipe, check_flag, phases, resolve_step
 
 
 @recipe("act24")
 @dataclass(frozen=True)
-class Activation24(Recipe):
+class Activation24(ScheduledRecipe):
     """2:4 activations (Haziza et al., "Accelerating transformer inference and training with 2:4 activation sparsity", arXiv 2503.16672).
 
     For feed-forward blocks y₁ = x W₁ᵀ, a = relu²(y₁), y₂ = a W₂ᵀ with squared ReLU, whose activations are mostly zero anyway. After a
@@ -34,10 +32,10 @@ class Activation24(Recipe):
     2:4 is the paper's. Works with any optimizer.
 
     Args:
-        dense: length of the dense warm-up, in steps or as a share of ``total_steps``. The paper has one, of a length that could not be had;
-            a tenth is our choice.
-        grad: ``"chain"`` ∂L/∂y₁ = 2 relu(sp(y₁)) ⊙ ∂L/∂a, the derivative; ``"ste"`` 2 relu(y₁) ⊙ ∂L/∂a, straight through what sp dropped.
-            Which of the two the authors take could not be had: their ∂L/∂x = sp(∂L/∂y₁) W₁ has a use under ``"ste"`` only.
+        start: the step, or share of ``total_steps``, after which the dense warm-up is over. The paper has one, of a length that could not
+            be had; a tenth is our choice.
+        gradient: ``"chain"`` ∂L/∂y₁ = 2 relu(sp(y₁)) ⊙ ∂L/∂a, the derivative; ``"ste"`` 2 relu(y₁) ⊙ ∂L/∂a, straight through what sp
+            dropped. Which of the two the authors take could not be had: their ∂L/∂x = sp(∂L/∂y₁) W₁ has a use under ``"ste"`` only.
         split: also sparse weight gradients, in ``SquaredReLUMLP`` blocks::
 
                 ∂L/∂W₂ = (∂L/∂y₂)ᵀ S(a)      ∂L/∂W₁ = S(∂L/∂y₁)ᵀ x      ∂L/∂x = sp(∂L/∂y₁) W₁
@@ -49,72 +47,57 @@ class Activation24(Recipe):
             here the order is fixed by the number of tokens, so that runs can be repeated and resumed.
 
     Raises:
-        RecipeError: ``dense`` is a share without ``total_steps`` or leaves no sparse step, or an option is out of range; at ``sparsify_``,
+        RecipeError: ``start`` is a share without ``total_steps`` or leaves no sparse step, or an option is out of range; at ``sparsify_``,
             the model has no ``SquaredReLU``.
 
     Example:
         >>> recipe = Activation24("2:4", total_steps=1000)
-        >>> recipe.warm_up(), recipe.final
-        (100, 'dense')
+        >>> [begin for begin, stage in recipe.stages], recipe.final
+        ([0, 100], 'dense')
     """
 
-    dense: float | int = 0.1
-    grad: str = "chain"
+    start: float | int = 0.1
+    gradient: str = "chain"
     split: bool = False
     dense_features: float = 0.05
     multiple: int = 128
     shuffle: bool = True
 
-    paper = "Haziza et al., 2025, arXiv 2503.16672"
-    patterns = "2:4; any N:M"
-    extra_state = "none"
-    cost = "a mask over each activation; the product after it at N/M, which nm.flops does not count"
+    about = About(
+        paper="Haziza et al., 2025, arXiv 2503.16672",
+        patterns="2:4; any N:M",
+        cost="a mask over each activation; the GEMM after it at N/M, which nm.flops does not count",
+    )
     final = "dense"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.split, bool):
-            raise RecipeError(f"Activation24: split={self.split!r} must be True or False.")
+        check_flag("Activation24", "split", self.split)
         try:
             self._rule(split=True)
         except NMError as error:
             raise RecipeError(f"Activation24: {error}") from error
-        self.warm_up()
-
-    def warm_up(self) -> int:
-        """The dense steps."""
-        if self.total_steps is None:
-            return resolve_step("Activation24", "dense", self.dense, None) or 0
-        return phases("Activation24", self.total_steps, self.dense, 0).start
+        self.stages  # noqa: B018 checks the schedule
 
     def _rule(self, split: bool) -> ActivationRule:
         p = Pattern(self.pattern)
         rule = SplitRule(p, self.dense_features, self.multiple, self.shuffle) if split else None
-        return ActivationRule(p, self.grad, rule)
+        return ActivationRule(p, self.gradient, rule)
 
-    def final_activation(self) -> ActivationRule:
-        """N:M in forward; weight gradients as always, should training go on."""
-        return self._rule(split=False)
+    @property
+    def setup(self) -> Setup:
+        """N:M in forward in the end; weight gradients as always, should training go on."""
+        return Setup(activation=self._rule(split=False))
 
-    def start(self, group: dict[str, Any]) -> State:
-        """No step taken."""
-        return {"t": torch.zeros((), dtype=torch.float64), "stage": passed(0, (self.warm_up(),))}
-
-    def check_state(self, state: Any, group: dict[str, Any]) -> None:
-        """Also refuse to go on under another schedule."""
-        super().check_state(state, group)
-        check_same_schedule(state["spec"], self.spec())
+    @cached_property
+    def stages(self) -> tuple[tuple[int, Stage], ...]:
+        """Phase 0 dense, then phase 1 with sparse activations."""
+        if self.total_steps is None:
+            start = resolve_step("Activation24", "start", self.start, None) or 0
+        else:
+            start = phases("Activation24", self.total_steps, self.start, 1.0).start
+        dense = Stage(phase=0, not_ready="is still in its dense warm-up")
+        return (0, dense), (start, Stage(phase=1, activation=self._rule(self.split)))
 
     def stage(self, state: State) -> Stage:
-        """Phase 0 dense, then phase 1 with sparse activations."""
-        if not state.get("stage", passed(0, (self.warm_up(),))):
-            return Stage(phase=0)
-        return Stage(phase=1, activation=self._rule(self.split))
-
-    def advance(self, state: State, observed: Observed) -> bool:
-        """Count applied steps; True when the warm-up ends."""
-        return advance(state, observed, (self.warm_up(),))
-
-    def unready(self, state: State) -> str:
-        """Too early in the warm-up."""
-        return "is still in its dense warm-up" if self.stage(state).phase == 0 else ""
+        return super().stage(state or self.first_state({}))

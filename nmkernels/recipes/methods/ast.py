@@ -5,9 +5,10 @@ Distillation from a dense teacher, as recipes that retrain a pruned model use it
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import cached_property
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -15,12 +16,11 @@ from torch import Tensor
 
 from ...autograd import HardMask, WeightTransform
 from ...autograd.transforms import WEIGHT, Kind, masked
-from ...ops import STATS
 from ...optim import AnnealedAdamW, UpdateRule
 from ...pattern import Pattern, RecipeError, ShapeError
-from ..base import Observed, Recipe, Stage, State
+from ..base import About, Setup, Stage, State
 from ..registry import recipe
-from ..schedule import check_choice, check_decay, check_same_schedule, resolve_step
+from ..schedule import ScheduledRecipe, check_choice, check_count, check_number, resolve_step
 
 IGNORED = -100
 """The label that ``cross_entropy`` leaves out."""
@@ -96,7 +96,7 @@ def distill_loss(student_logits: Tensor, teacher_logits: Tensor, labels: Tensor,
 
 @recipe("ast")
 @dataclass(frozen=True)
-class AST(Recipe):
+class AST(ScheduledRecipe):
     """Adaptive Sparse Trainer (Huang et al., "Pruning large language models with semi-structural adaptive sparse training", AAAI 2025).
 
     Annealed SR-STE, to retrain a dense model: forward with M ⊙ W, M the mask of the N largest magnitudes, renewed every ``every``
@@ -118,7 +118,7 @@ class AST(Recipe):
 
     Args:
         decay: λ at the end; 6e-5 by default in the code, 1e-4 in its example run.
-        anneal: T₀, in steps or as a share of ``total_steps``; 10 000 of 40 000 in that run. 0 for λ from the start.
+        end: T₀, in steps or as a share of ``total_steps``; 10 000 of 40 000 in that run. 0 for λ from the start.
         every: steps between two renewals of the mask.
         second_moment: ``"total"`` of u, as in the code, or ``"gradient"``.
 
@@ -127,75 +127,47 @@ class AST(Recipe):
 
     Example:
         >>> recipe = AST("2:4", total_steps=100)
-        >>> [round(recipe.strength(torch.tensor(float(t))).item(), 7) for t in (0, 5, 25, 90)]
+        >>> [round(recipe.rate(torch.tensor(float(t))).item(), 7) for t in (0, 5, 25, 90)]
         [0.0, 1.2e-05, 6e-05, 6e-05]
     """
 
     decay: float = 6e-5
-    anneal: float | int = 0.25
+    end: float | int = 0.25
     every: int = 10
     second_moment: str = "total"
 
-    paper: ClassVar[str] = "Huang et al., AAAI 2025, arXiv 2407.20584"
-    patterns: ClassVar[str] = "any N:M"
-    extra_state: ClassVar[str] = "a mask per layer"
-    cost: ClassVar[str] = "mask search every 10 steps; the update in plain torch"
+    about = About(
+        paper="Huang et al., AAAI 2025, arXiv 2407.20584",
+        extra_state="a mask per layer",
+        cost="mask search every 10 steps; the update in plain torch",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_decay("AST", self.decay)
+        check_number("AST", "decay", self.decay)
         check_choice("AST", "second_moment", self.second_moment, ("total", "gradient"))
-        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
-            raise RecipeError(f"AST: every={self.every!r} must be a whole number of steps, at least 1.")
-        self.anneal_steps()
+        check_count("AST", "every", self.every, 1)
+        self.rate(torch.zeros(()))
 
-    def anneal_steps(self) -> int:
-        """T₀ in steps."""
-        return resolve_step("AST", "anneal", self.anneal, self.total_steps) or 0
-
-    def strength(self, t: Tensor) -> Tensor:
+    def rate(self, t: Tensor) -> Tensor:
         """λ_t after ``t`` applied steps (float64), computed where t lies."""
-        steps = self.anneal_steps()
+        steps = resolve_step("AST", "end", self.end, self.total_steps) or 0
         return self.decay * (t / steps).clamp(max=1.0) if steps else torch.full_like(t, self.decay)
 
-    def optimizer(self, params: Iterable[Any], lr: float | Tensor = 1e-3, **kwargs: Any) -> torch.optim.Optimizer:
-        """``AnnealedAdamW`` with the keywords of ``torch.optim.AdamW``."""
-        return AnnealedAdamW(params, lr=lr, **kwargs)
+    @property
+    def setup(self) -> Setup:
+        return Setup(optimizer=AnnealedAdamW, needs="adds its decay after the momentum")
 
-    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """The decay goes past the momentum, which only ``AnnealedAdamW`` does."""
-        if not isinstance(optimizer, AnnealedAdamW):
-            raise RecipeError(
-                f"AST adds its decay after the momentum, which {type(optimizer).__name__} cannot. Replace it in one line: "
-                "optimizer = handle.attach(nm.optim.AnnealedAdamW(model.parameters(), lr=...)). It takes AdamW's keywords and state."
-            )
-
-    def start(self, group: dict[str, Any]) -> State:
-        """No step taken."""
-        return {"t": torch.zeros((), dtype=torch.float64)}
-
-    def check_state(self, state: Any, group: dict[str, Any]) -> None:
-        """Also refuse to go on under another schedule."""
-        super().check_state(state, group)
-        check_same_schedule(state["spec"], self.spec())
+    @cached_property
+    def stages(self) -> tuple[tuple[int, Stage], ...]:
+        """Always phase 1, the mask held between renewals."""
+        rule = UpdateRule(masked=True, late=self.second_moment)
+        return ((0, Stage(phase=1, transform=AnnealedMask(Pattern(self.pattern)), rule=rule, every=self.every)),)
 
     def stage(self, state: State) -> Stage:
-        """Always phase 1, the mask held between renewals."""
-        if "t" not in state:
-            return Stage(phase=1, transform=HardMask(Pattern(self.pattern)))
-        rule = UpdateRule(masked=True, late=self.second_moment)
-        return Stage(phase=1, transform=AnnealedMask(Pattern(self.pattern)), rule=rule, renew=self.every)
+        """Before an optimizer is attached the mask still follows the weight."""
+        return super().stage(state) if state else Stage(phase=1, transform=HardMask(Pattern(self.pattern)))
 
-    def inputs(self, state: State) -> dict[str, Tensor]:
-        """``nm_decay``, λ_t."""
-        return {"nm_decay": self.strength(state["t"])}
-
-    def advance(self, state: State, observed: Observed) -> bool:
-        """Count applied steps."""
-        applied = observed.stats[STATS.index("applied")]
-        state["t"] = state["t"].to(applied.device) + applied
-        return False
-
-    def metrics(self, state: State) -> dict[str, Tensor]:
-        """``decay``, λ_t of the next step."""
-        return {"decay": self.strength(state["t"])} if "t" in state else {}
+    def values(self, state: State) -> dict[str, Tensor]:
+        """``decay``, λ_t."""
+        return {"decay": self.rate(state["t"])} if state else {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -13,10 +13,9 @@ from ...autograd import HardMask
 from ...autograd.transforms import Kind, pruned_along_out
 from ...optim import UpdateRule
 from ...pattern import Pattern
-from ..base import Recipe, Stage, State
-from ..cost import Span
+from ..base import About, Recipe, Setup, Stage, State
 from ..registry import recipe
-from ..schedule import check_choice, check_count, check_decay, check_seed
+from ..schedule import check_choice, check_count, check_number, check_seed
 
 CRITERIA = ("magnitude", "count")
 """What Bi-Mask's best permutation retains most of: Σ|w|, or the number of non-zeros."""
@@ -80,17 +79,17 @@ class BiMask(Recipe):
         y = x (W ⊙ b_f)ᵀ        ∂L/∂x = g (W ⊙ b_b)        ∂L/∂W := gᵀ x + λ (1 − b_f) ⊙ W
 
     b_b ⊆ b_f keeps the N largest magnitudes of W ⊙ b_f in every M rows of a column, where the rows are taken in a permuted order: the
-    best of ``draws`` random permutations, chosen anew every ``refresh`` applied steps and held in between, also by a checkpoint. The
+    best of ``draws`` random permutations, chosen anew every ``every`` applied steps and held in between, also by a checkpoint. The
     decay is added as SR-STE's, after unscaling, accumulation and clipping; the authors' code adds it in each backward pass. Where M does
     not divide the number of outputs, the last group is short and keeps N of its fewer rows. Works with any optimizer. ``finish`` leaves
     W ⊙ b_f.
 
-    Choosing a permutation costs ``draws`` masks: about 1 s for a 1024 × 1024 layer at 100 (AMD EPYC, one thread, 2026-11).
+    Choosing a permutation costs ``draws`` masks.
 
     Args:
         decay: λ, at least 0.
         draws: permutations to choose from; 0 takes the rows in their own order and chooses nothing.
-        refresh: applied steps between two choices; 0 chooses once, at the beginning.
+        every: applied steps between two choices; 0 chooses once, at the beginning.
         criterion: what the best permutation retains most of: ``"magnitude"`` Σ|W ⊙ b_b|, by which b_b itself is chosen; ``"count"`` the
             number of non-zeros of b_b, as in the authors' code.
         seed: of the permutations, the same on every data-parallel rank; None takes torch's initial seed.
@@ -100,39 +99,35 @@ class BiMask(Recipe):
 
     Example:
         >>> stage = BiMask("2:4", draws=10).stage({"seed": 0})
-        >>> stage.transform.draws, stage.renew, stage.rule.decay
+        >>> stage.transform.draws, stage.every, stage.rule.decay
         (10, 100, 0.0002)
     """
 
     decay: float = 2e-4
     draws: int = 100
-    refresh: int = 100
+    every: int = 100
     criterion: str = "magnitude"
     seed: int | None = None
 
-    paper: ClassVar[str] = "Zhang et al., ICML 2023, arXiv 2302.06058"
-    patterns: ClassVar[str] = "any N:M"
-    extra_state: ClassVar[str] = "a permutation of the outputs per layer"
-    cost: ClassVar[str] = "fprop and dgrad at N/M; 100 masks per layer every 100 steps"
+    about = About(
+        paper="Zhang et al., ICML 2023, arXiv 2302.06058",
+        extra_state="a permutation of the outputs per layer",
+        cost="fprop and dgrad at N/M; 100 masks per layer every 100 steps",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_decay("BiMask", self.decay)
+        check_number("BiMask", "decay", self.decay)
         check_choice("BiMask", "criterion", self.criterion, CRITERIA)
         check_count("BiMask", "draws", self.draws)
-        check_count("BiMask", "refresh", self.refresh)
+        check_count("BiMask", "every", self.every)
         check_seed("BiMask", self.seed)
 
-    def start(self, group: dict[str, Any]) -> State:
-        """The seed of the permutations."""
-        return {"seed": torch.initial_seed() if self.seed is None else self.seed}
+    @property
+    def setup(self) -> Setup:
+        return Setup(draws=True, seed=self.seed)
 
     def stage(self, state: State) -> Stage:
         """Always phase 1, with both masks and the decay; before an optimizer is attached no permutation is looked for."""
         transform = BiMasked(Pattern(self.pattern), draws=self.draws if state else 0, criterion=self.criterion)
-        return Stage(phase=1, transform=transform, rule=UpdateRule(masked=True, decay=self.decay), renew=self.refresh)
-
-    def profile(self, steps: int) -> list[Span]:
-        """fprop and dgrad at N/M."""
-        share = Pattern(self.pattern).density
-        return [Span(steps, fprop=share, dgrad=share)]
+        return Stage(phase=1, transform=transform, rule=UpdateRule(masked=True, decay=self.decay), every=self.every)

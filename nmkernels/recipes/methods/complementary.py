@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -11,10 +10,10 @@ from torch import Tensor
 from ...autograd import WeightTransform
 from ...autograd.transforms import Traits, masked
 from ...optim import UpdateRule
-from ...pattern import NMError, Pattern, RecipeError
-from ..base import Recipe, Stage, State
+from ...pattern import NMError, Pattern
+from ..base import About, Recipe, Stage, State
 from ..registry import recipe
-from ..schedule import check_choice, check_decay
+from ..schedule import check_choice, check_count, check_number
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,7 @@ class Complementary(Recipe):
     Args:
         spacing: s, columns between neighbours of a group; None is in/M, groups across the whole row. 1 is ordinary N:M.
         decay: λ, at least 0. With 0 it is STE.
-        grad: ``"ste"`` g, or ``"chain"`` M ⊙ g.
+        gradient: ``"ste"`` g, or ``"chain"`` M ⊙ g.
 
     Raises:
         RecipeError: a value is out of range; or, at ``sparsify_``, s · M does not divide a layer's ``in_features``.
@@ -111,25 +110,18 @@ class Complementary(Recipe):
 
     spacing: int | None = None
     decay: float = 0.0
-    grad: str = "ste"
+    gradient: str = "ste"
 
-    paper: ClassVar[str] = "Zhao et al., TMLR 2023"
-    patterns: ClassVar[str] = "any N:M"
-    extra_state: ClassVar[str] = "none"
-    cost: ClassVar[str] = "a mask at every step, by a reordered copy of the weight"
+    about = About("Zhao et al., TMLR 2023", cost="a mask at every step, by a reordered copy of the weight")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_decay("Complementary", self.decay)
-        check_choice("Complementary", "grad", self.grad, ("ste", "chain"))
-        s = self.spacing
-        if s is not None and (isinstance(s, bool) or not isinstance(s, int) or s < 1):
-            raise RecipeError(f"Complementary: spacing={s!r} must be a whole number of at least 1, or None for groups across the row.")
+        check_number("Complementary", "decay", self.decay)
+        check_choice("Complementary", "gradient", self.gradient, ("ste", "chain"))
+        check_count("Complementary", "spacing", self.spacing, 1, none="for groups across the row")
 
     def stage(self, state: State) -> Stage:
-        """Always phase 1, masked, with the decay."""
         return Stage(phase=1, transform=self.final_transform(), rule=UpdateRule(masked=True, decay=self.decay))
 
     def final_transform(self) -> WeightTransform:
-        """The mask of equally spaced groups."""
-        return StrideMask(Pattern(self.pattern), self.spacing, self.grad == "chain")
+        return StrideMask(Pattern(self.pattern), self.spacing, self.gradient == "chain")

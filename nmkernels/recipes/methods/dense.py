@@ -1,10 +1,10 @@
-"""Dense: the twin that every other recipe is compared with."""
+"""Dense: the baseline that every other recipe is compared with."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..base import Recipe, Stage, State
+from ..base import About, Recipe, Stage, State
 from ..registry import recipe
 
 
@@ -18,13 +18,8 @@ class Dense(Recipe):
         0
     """
 
-    paper = "none: the baseline"
-    patterns = "any N:M, which only chooses the layers"
-    extra_state = "none"
-    cost = "that of dense training"
-
+    about = About("none: the baseline", "any N:M, which only chooses the layers", cost="that of dense training")
     final = "dense"
 
     def stage(self, state: State) -> Stage:
-        """Always phase 0, the weight as it is."""
         return Stage(phase=0)

@@ -17,11 +17,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ...pattern import CheckpointError, NMError, Pattern, PatternLike, RecipeError
-from ..base import Observed, Recipe, Stage, State
-from ..compose import Outer, as_inner, first_stage
-from ..cost import Span
-from ..registry import get, recipe
+from ...pattern import NMError, Pattern, PatternLike, RecipeError
+from ..base import About, Recipe, Setup
+from ..compose import Composite, first_stage
+from ..registry import recipe
 from ..schedule import check_choice
 from .step import STEP
 
@@ -104,7 +103,7 @@ V = TypeVar("V")
 
 @recipe("layerwise")
 @dataclass(frozen=True)
-class LayerWise(Outer):
+class LayerWise(Composite):
     """Layer-wise N:M: layer l keeps N_l of every M weights, Σ_l N_l/M · numel_l ≤ N/M · Σ_l numel_l, and trains as the inner recipe does.
 
     The patterns are chosen once: from the weights as they are when the optimizer is attached; inside STEP, ``STEP("2:16",
@@ -125,7 +124,7 @@ class LayerWise(Outer):
 
     Args:
         inner: the recipe that trains the layers, or its text: ``"srste(decay=1e-4)"``, ``MdGf("2:16", ...)``. Of ``pattern`` and
-            ``total_steps`` it has this one's. SdGf leads each layer to its own N (see ``SdGf.fit``).
+            ``total_steps`` it has this one's. SdGf leads each layer to its own N (see ``SdGf.layer``).
         rule: how N_l is chosen; None: by ``patterns`` alone.
         patterns: N:M of some layers, by name or wildcard, ``{"*.attn.*": "4:16"}`` or the same as JSON; the first that fits counts. The
             other layers share out what is left of the budget; with ``rule=None`` they have the recipe's own pattern, whatever the sum.
@@ -139,20 +138,22 @@ class LayerWise(Outer):
 
     Example:
         >>> recipe = LayerWise("4:16", choices="all")
-        >>> recipe.layer_patterns({"up": torch.empty(32, 16), "down": torch.empty(32, 32)})
+        >>> recipe.setup.patterns({"up": torch.empty(32, 16), "down": torch.empty(32, 32)})
         {'up': Pattern("6:16"), 'down': Pattern("3:16")}
     """
-
-    paper = "budgets as in Evci et al., ICML 2020, arXiv 1911.11134, and DominoSearch, NeurIPS 2021"
-    patterns = "any N:M with N above 1, as far as the inner recipe goes"
-    extra_state = "a pattern per layer, and the inner recipe's"
-    cost = "as the inner recipe, at the same density"
 
     inner: Recipe | str = "srste"
     rule: str | None = "erk"
     given: Mapping[str, PatternLike] | str | None = None
     choices: str = "powers"
     rows: Mapping[str, float] | str | None = None
+
+    about = About(
+        paper="budgets as in Evci et al., ICML 2020, arXiv 1911.11134, and DominoSearch, NeurIPS 2021",
+        patterns="any N:M with N above 1, as far as the inner recipe goes",
+        extra_state="a pattern per layer, and the inner recipe's",
+        cost="as the inner recipe, at the same density",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -165,9 +166,7 @@ class LayerWise(Outer):
             raise RecipeError(f"LayerWise: rows={rows} must be finite numbers above 0.")
         object.__setattr__(self, "given", json.dumps(given) if given else None)
         object.__setattr__(self, "rows", json.dumps(rows) if rows else None)
-        object.__setattr__(self, "inner", as_inner(self, self.inner))
         self._check_inner({*self._options(), *map(Pattern, given.values())})
-        self._take_over()
 
     def _check_inner(self, possible: set[Pattern]) -> None:
         inner = self.inner
@@ -199,7 +198,12 @@ class LayerWise(Outer):
 
     # ---- the patterns
 
-    def layer_patterns(self, weights: Mapping[str, Tensor]) -> dict[str, Pattern]:
+    @property
+    def setup(self) -> Setup:
+        """That of the inner recipe, and the patterns."""
+        return replace(super().setup, patterns=self._patterns)
+
+    def _patterns(self, weights: Mapping[str, Tensor]) -> dict[str, Pattern]:
         """N:M of each layer, from the present weights ``(out, in)`` by name; rules that read them give all the same on the meta device."""
         given = _matched("given", {name: Pattern(p) for name, p in _read(self.given).items()}, weights)
         shared = [name for name in weights if name not in given]
@@ -240,46 +244,6 @@ class LayerWise(Outer):
         else:
             losses = [_pruned(name, weights[name], options, self.rule == "energy", float(size[name])) for name in shared]
         return dict(zip(shared, allocate(whole, losses, int(budget * unit), fill=self.rule == "erk"), strict=True))
-
-    # ---- training is the inner recipe's
-
-    def inner_at(self, state: State) -> tuple[Recipe, State]:
-        """The inner recipe; its state is this one's."""
-        assert isinstance(self.inner, Recipe)
-        return self.inner, state
-
-    def optimizer(self, params: Iterable[Any], lr: float | Tensor = 1e-3, **kwargs: Any) -> torch.optim.Optimizer:
-        """That of the inner recipe."""
-        return self.inner_at({})[0].optimizer(params, lr, **kwargs)
-
-    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """As the inner recipe does."""
-        self.inner_at({})[0].check_optimizer(optimizer)
-
-    def start(self, group: dict[str, Any]) -> State:
-        """The first state of the inner recipe."""
-        return self.inner_at({})[0].start(group)
-
-    def stage(self, state: State) -> Stage:
-        """The stage of the inner recipe."""
-        return self.inner_at({})[0].stage(state)
-
-    def advance(self, state: State, observed: Observed) -> bool:
-        """As the inner recipe does."""
-        return self.inner_at({})[0].advance(state, observed)
-
-    def profile(self, steps: int) -> list[Span]:
-        """As the inner recipe at the same share in every layer."""
-        return self.inner_at({})[0].profile(steps)
-
-    def check_state(self, state: Any, group: dict[str, Any]) -> None:
-        """Also refuse to go on with another inner recipe; other rules are welcome, as the patterns are chosen already."""
-        super().check_state(state, group)
-        try:
-            theirs = get(str(state["spec"]["inner"])).spec()
-        except (KeyError, TypeError, NMError) as error:
-            raise CheckpointError(f"the checkpoint's inner recipe is of another version of nmkernels: {error}") from error
-        self.inner_at({})[0].check_state({**state, "spec": theirs}, group)
 
 
 # ---- tables of layers

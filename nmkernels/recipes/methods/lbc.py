@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -15,10 +15,9 @@ from ...autograd import CombinationMask, WeightTransform, combination_count
 from ...autograd.transforms import Kind, Traits, masked, wide
 from ...optim import UpdateRule
 from ...pattern import Pattern, RecipeError
-from ..base import Observed, Recipe, Stage, State
-from ..cost import Span, first
+from ..base import About, Stage, State
 from ..registry import recipe
-from ..schedule import advance, check_choice, check_same_schedule, passed, resolve_step
+from ..schedule import ScheduledRecipe, check_choice, check_number, passed, resolve_step
 
 
 @dataclass(frozen=True)
@@ -38,10 +37,10 @@ class CandidateMask(CombinationMask):
     forward: str = "union"
     chain: bool = True
 
-    reads: ClassVar[Mapping[str, Kind]] = {"nm_scores": "learned", "nm_alive": "held", "nm_remaining": "fed"}
+    reads: ClassVar[Mapping[str, Kind]] = {"nm_scores": "learned", "nm_alive": "held", "nm_combinations": "fed"}
 
     def _traits(self) -> Traits:
-        return replace(super()._traits(), is_nm=False)
+        return replace(super()._traits(), is_nm=self.forward == "top_n")
 
     def start(self, weight: Tensor) -> dict[str, Tensor]:
         """``nm_scores``, 1 / C(M−1, N−1) each, so that S is 1 everywhere."""
@@ -51,7 +50,7 @@ class CandidateMask(CombinationMask):
         return {"nm_scores": torch.full(shape, first, dtype=dtype, device=weight.device)}
 
     def renew(self, weight: Tensor, extras: Sequence[Tensor | None], generator: torch.Generator) -> dict[str, Tensor]:
-        """``nm_alive``: of what remained, the ``nm_remaining`` largest scores of each group; of equal ones the first stay."""
+        """``nm_alive``: of what remained, the ``nm_combinations`` largest scores of each group; of equal ones the first stay."""
         scores, alive, remaining = extras
         assert scores is not None
         if alive is None or remaining is None:
@@ -102,7 +101,7 @@ class BestCandidate(CandidateMask):
 
 @recipe("lbc")
 @dataclass(frozen=True)
-class LBC(Recipe):
+class LBC(ScheduledRecipe):
     """Learning Best Combination (Zhang et al., "Learning best combination for efficient N:M sparsity", NeurIPS 2022, arXiv 2206.06662).
 
     Each group has a score α_k for each of its C = C(M, N) combinations P_k, at first 1 / C(M−1, N−1). Weights and scores are trained
@@ -121,13 +120,13 @@ class LBC(Recipe):
     with the learning rate and decay of the weights, as there. Works with any optimizer, for any N:M of at most 256 combinations.
 
     Args:
-        begin, end: t_i and t_f, in steps or as shares of ``total_steps``. The README's ResNet run has 0 and 60 of 120 epochs; its
+        start, end: t_i and t_f, in steps or as shares of ``total_steps``. The README's ResNet run has 0 and 60 of 120 epochs; its
             DeiT code ends at 200 of 300 with the exponent 4.
         exponent: of the schedule.
         forward: ``"union"`` as above; ``"top_n"``: B is 1 at the N largest S of each group, so N:M from the first step on, when S is
             still the same everywhere and the first N are taken (not the authors': their S / S keeps all).
-        grad: ``"chain"`` ∂L/∂W = g ⊙ B; ``"ste"`` g itself. Under ``"union"`` a weight that is out never returns, so there the two differ
-            only in what clipping and the moments of dead weights see.
+        gradient: ``"chain"`` ∂L/∂W = g ⊙ B; ``"ste"`` g itself. Under ``"union"`` a weight that is out never returns, so there the two
+            differ only in what clipping and the moments of dead weights see.
 
     Raises:
         PatternError: more than 256 combinations. RecipeError: shares without ``total_steps``, or a value out of range.
@@ -138,85 +137,53 @@ class LBC(Recipe):
         [6, 5, 4, 3, 2, 2, 1]
     """
 
-    begin: float | int = 0
+    start: float | int = 0
     end: float | int = 0.5
     exponent: float = 3.0
     forward: str = "union"
-    grad: str = "chain"
+    gradient: str = "chain"
 
-    paper: ClassVar[str] = "Zhang et al., NeurIPS 2022, arXiv 2206.06662"
-    patterns: ClassVar[str] = "any N:M of at most 256 combinations"
-    extra_state: ClassVar[str] = "C(M, N) scores per group, their moments, and a bit each"
-    cost: ClassVar[str] = "dense steps first; C(M, N) scores per group"
+    about = About(
+        paper="Zhang et al., NeurIPS 2022, arXiv 2206.06662",
+        patterns="any N:M of at most 256 combinations",
+        extra_state="C(M, N) scores per group, their moments, and a bit each",
+        cost="dense steps first; C(M, N) scores per group",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("LBC", "forward", self.forward, ("union", "top_n"))
-        check_choice("LBC", "grad", self.grad, ("chain", "ste"))
-        if isinstance(self.exponent, bool) or not 0 < self.exponent < math.inf:
-            raise RecipeError(f"LBC: exponent={self.exponent} must be a finite number above 0.")
-        self.removals()
-
-    def removals(self) -> tuple[int, ...]:
-        """The applied steps after which the combinations are removed, one for each of C − 1, rising."""
-        first = resolve_step("LBC", "begin", self.begin, self.total_steps) or 0
-        last = resolve_step("LBC", "end", self.end, self.total_steps) or 0
-        if last <= first:
-            raise RecipeError(f"LBC: end ({last} steps) must come after begin ({first} steps).")
-        return _removals(combination_count(Pattern(self.pattern)), first, last, self.exponent)
+        check_choice("LBC", "gradient", self.gradient, ("chain", "ste"))
+        check_number("LBC", "exponent", self.exponent, above=True)
+        self.stages  # noqa: B018 checks the schedule
 
     def remaining(self, t: int) -> int:
         """How many combinations of each group remain after ``t`` applied steps."""
-        bounds = self.removals()
-        return 1 + len(bounds) - passed(t, bounds)
+        return len(self.stages) - passed(t, self.stages)
 
-    def _left(self, state: State) -> int:
-        return 1 + len(self.removals()) - int(state.get("stage", 0))
+    @functools.cached_property
+    def stages(self) -> tuple[tuple[int, Stage], ...]:
+        """Phase 1 while combinations are removed, each with its own; phase 2 with the one that is left."""
+        start = resolve_step("LBC", "start", self.start, self.total_steps) or 0
+        end = resolve_step("LBC", "end", self.end, self.total_steps) or 0
+        if end <= start:
+            raise RecipeError(f"LBC: end ({end} steps) must come after start ({start} steps).")
+        rule, p = UpdateRule(masked=True), Pattern(self.pattern)
+        begins = (0, *_removals(combination_count(p), start, end, self.exponent))
+        transform, last = CandidateMask(p, forward=self.forward, chain=self.gradient == "chain"), len(begins) - 1
+        stages = [
+            Stage(phase=1, transform=transform, rule=rule, part=i, not_ready=f"still has {last + 1 - i} combinations in each group")
+            for i in range(last)
+        ]
+        fixed = Stage(phase=2, transform=self.final_transform(), rule=rule, part=last)
+        return tuple(zip(begins, [*stages, fixed if last else Stage(phase=1, transform=transform, rule=rule)], strict=True))
+
+    def values(self, state: State) -> dict[str, Tensor]:
+        """``combinations``, how many may remain in each group."""
+        return {"combinations": torch.tensor(float(len(self.stages) - state.get("stage", 0)))}
 
     def final_transform(self) -> WeightTransform:
-        """The combination of the largest remaining score."""
-        return BestCandidate(Pattern(self.pattern), chain=self.grad == "chain")
-
-    def start(self, group: dict[str, Any]) -> State:
-        """No step taken."""
-        return {"t": torch.zeros((), dtype=torch.float64), "stage": passed(0, self.removals())}
-
-    def check_state(self, state: Any, group: dict[str, Any]) -> None:
-        """Also refuse to go on under another schedule."""
-        super().check_state(state, group)
-        check_same_schedule(state["spec"], self.spec())
-
-    def stage(self, state: State) -> Stage:
-        """Phase 1 while combinations are removed, phase 2 with the one that is left."""
-        rule, part = UpdateRule(masked=True), int(state.get("stage", 0))
-        if self._left(state) == 1 and self.removals():
-            return Stage(phase=2, transform=self.final_transform(), rule=rule, part=part)
-        transform = CandidateMask(Pattern(self.pattern), forward=self.forward, chain=self.grad == "chain")
-        return Stage(phase=1, transform=transform, rule=rule, part=part)
-
-    def profile(self, steps: int) -> list[Span]:
-        """Dense while combinations are removed, unless ``forward`` is N:M at once; then at N/M."""
-        density = Pattern(self.pattern).density
-        if self.forward == "top_n":
-            return [Span(steps, fprop=density)]
-        return first(steps, [Span((0, *self.removals())[-1]), Span(steps, fprop=density)])
-
-    def inputs(self, state: State) -> dict[str, Tensor]:
-        """``nm_remaining``, how many combinations may remain."""
-        return {"nm_remaining": torch.tensor(float(self._left(state)))}
-
-    def advance(self, state: State, observed: Observed) -> bool:
-        """Count applied steps; True where combinations are removed."""
-        return advance(state, observed, self.removals())
-
-    def unready(self, state: State) -> str:
-        """Too early while several combinations remain."""
-        left = self._left(state)
-        return f"still has {left} combinations in each group" if left > 1 else ""
-
-    def metrics(self, state: State) -> dict[str, Tensor]:
-        """``combinations``, how many remain in each group."""
-        return {"combinations": torch.tensor(self._left(state))}
+        return BestCandidate(Pattern(self.pattern), chain=self.gradient == "chain")
 
 
 @functools.cache

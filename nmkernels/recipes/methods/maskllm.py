@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -16,10 +16,9 @@ from ...nn import NMWeight
 from ...optim import UpdateRule
 from ...pattern import Pattern, RecipeError, ShapeError
 from ...reference import uniforms24
-from ..base import Observed, Recipe, Stage, State
-from ..cost import Span
+from ..base import About, Setup, Stage, State
 from ..registry import recipe
-from ..schedule import advance, check_choice, check_same_schedule
+from ..schedule import ScheduledRecipe, check_choice, check_number, check_seed
 
 EARLY = 0.05
 """Share of the run still to come above which it counts as stopped on the way."""
@@ -52,7 +51,7 @@ class GumbelMask(CombinationMask):
     }
 
     def _traits(self) -> Traits:
-        return replace(super()._traits(), is_nm=False)
+        return replace(super()._traits(), is_nm=self.hard)
 
     def start(self, weight: Tensor) -> dict[str, Tensor]:
         """``nm_logits``: normal numbers from torch's generator, with the prior of the mask by magnitude."""
@@ -139,7 +138,7 @@ class LikeliestMask(CombinationMask):
 
 @recipe("maskllm")
 @dataclass(frozen=True)
-class MaskLLM(Recipe):
+class MaskLLM(ScheduledRecipe):
     """MaskLLM (Fang et al., "MaskLLM: learnable semi-structured sparsity for large language models", NeurIPS 2024, arXiv 2409.17481).
 
     For a trained dense model: W is frozen, and each group learns logits π over its C(M, N) combinations P_k::
@@ -153,8 +152,7 @@ class MaskLLM(Recipe):
     dict until then; a dense checkpoint loads strictly and starts it anew. The paper does 2:4 (its code also 1:4); any N:M with at most
     256 combinations works here.
 
-    The noise is made anew from two words where it is needed (forward, backward, λ term) instead of being stored; on a CPU that takes longer
-    than the products of a short batch.
+    The noise is made anew from two words where it is needed (forward, backward, λ term) instead of being stored.
 
     What the sources leave open: all microbatches of a step, and all data-parallel ranks, see one sample (the authors' code draws one
     per forward pass); the gradient of the λ term is added once per step, after unscaling and clipping, so accumulation does not
@@ -164,8 +162,8 @@ class MaskLLM(Recipe):
     Args:
         tau_start, tau_end: temperature of the softmax.
         kappa_start, kappa_end: scale of the logits.
-        weight_reg: λ.
-        weight_reg_schedule: ``"constant"``, the paper's equation; ``"linear"`` falls to 0 over the run, as in the authors' code.
+        decay: λ.
+        decay_schedule: ``"constant"``, the paper's equation; ``"linear"`` falls to 0 over the run, as in the authors' code.
         prior_strength: α, by which the logits prefer the mask of the N largest magnitudes at the start, π_k += σ(π) (⟨M₀, P_k⟩ − N/2) α;
             0 for no prior. Another mask is given with ``set_prior_``.
         init_std: of the initial logits, drawn from torch's generator.
@@ -180,16 +178,16 @@ class MaskLLM(Recipe):
 
     Example:
         >>> recipe = MaskLLM("2:4", total_steps=2000)
-        >>> {name: round(float(x), 2) for name, x in recipe.inputs({"t": torch.tensor(500.0)}).items() if name != "nm_penalty"}
-        {'nm_tau': 3.01, 'nm_kappa': 200.0}
+        >>> {name: round(float(x), 2) for name, x in recipe.values({"t": torch.tensor(500.0)}).items() if name != "penalty"}
+        {'tau': 3.01, 'kappa': 200.0}
     """
 
     tau_start: float = 4.0
     tau_end: float = 0.05
     kappa_start: float = 100.0
     kappa_end: float = 500.0
-    weight_reg: float = 1e-5
-    weight_reg_schedule: str = "constant"
+    decay: float = 1e-5
+    decay_schedule: str = "constant"
     prior_strength: float = 3.0
     init_std: float = 0.01
     hard: bool = False
@@ -197,31 +195,29 @@ class MaskLLM(Recipe):
     lr_multiplier: float = 10.0
     seed: int | None = None
 
-    paper: ClassVar[str] = "Fang et al., NeurIPS 2024, arXiv 2409.17481"
-    patterns: ClassVar[str] = "any N:M of at most 256 combinations"
-    extra_state: ClassVar[str] = "C(M, N) logits per group, and their moments"
-    cost: ClassVar[str] = "a dense step without weight updates; C(M, N) Gumbel numbers per group, made three times a step"
+    about = About(
+        paper="Fang et al., NeurIPS 2024, arXiv 2409.17481",
+        patterns="any N:M of at most 256 combinations",
+        extra_state="C(M, N) logits per group, and their moments",
+        cost="a dense step without weight updates; C(M, N) Gumbel numbers per group, made three times a step",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         combination_count(Pattern(self.pattern))
         if self.total_steps is None:
             raise RecipeError("MaskLLM: total_steps is needed, the number of optimizer steps over which temperature and scale change.")
-        check_choice("MaskLLM", "weight_reg_schedule", self.weight_reg_schedule, ("constant", "linear"))
+        check_choice("MaskLLM", "decay_schedule", self.decay_schedule, ("constant", "linear"))
         check_choice("MaskLLM", "others", self.others, ("frozen", "trained"))
         for name in ("tau_start", "tau_end", "kappa_start", "kappa_end", "lr_multiplier"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise RecipeError(f"MaskLLM: {name}={getattr(self, name)} must be a finite number above 0.")
-        for name in ("weight_reg", "prior_strength", "init_std"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise RecipeError(f"MaskLLM: {name}={getattr(self, name)} must be a finite number of at least 0.")
-        if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
-            raise RecipeError(f"MaskLLM: seed={self.seed!r} must be a whole number, or None for torch's initial seed.")
+            check_number("MaskLLM", name, getattr(self, name), above=True)
+        for name in ("decay", "prior_strength", "init_std"):
+            check_number("MaskLLM", name, getattr(self, name))
+        check_seed("MaskLLM", self.seed)
 
     @property
-    def freezes(self) -> str:
-        """The weights of the layers, or everything but the logits."""
-        return "all" if self.others == "frozen" else "weights"
+    def setup(self) -> Setup:
+        return Setup(freezes="all" if self.others == "frozen" else "weights", draws=True, seed=self.seed)
 
     def optimizer(self, params: Iterable[Any], lr: float | Tensor = 1e-3, **kwargs: Any) -> torch.optim.Optimizer:
         """``MaskedAdamW`` with the logits in groups of their own, at ``lr_multiplier`` times the learning rate."""
@@ -255,52 +251,30 @@ class MaskLLM(Recipe):
     def _transform(self) -> GumbelMask:
         return GumbelMask(Pattern(self.pattern), hard=self.hard, prior=self.prior_strength, spread=self.init_std)
 
-    def final_transform(self) -> WeightTransform:
-        """The combination of the largest logit."""
-        return LikeliestMask(Pattern(self.pattern))
-
-    def start(self, group: dict[str, Any]) -> State:
-        """No step taken, and the seed of the noise."""
-        seed = torch.initial_seed() if self.seed is None else self.seed
-        return {"t": torch.zeros((), dtype=torch.float64), "stage": 0, "seed": seed}
-
-    def check_state(self, state: Any, group: dict[str, Any]) -> None:
-        """Also refuse to go on under another schedule."""
-        super().check_state(state, group)
-        check_same_schedule(state["spec"], self.spec())
-
-    def stage(self, state: State) -> Stage:
+    @cached_property
+    def stages(self) -> tuple[tuple[int, Stage], ...]:
         """Always phase 1, with new noise after every step."""
-        return Stage(phase=1, transform=self._transform(), rule=UpdateRule(masked=True), renew=1)
+        return ((0, Stage(phase=1, transform=self._transform(), rule=UpdateRule(masked=True), every=1)),)
 
-    def profile(self, steps: int) -> list[Span]:
-        """Dense, for mixtures are: all three products, ∂L/∂W̃ being what the logits learn from. With ``hard``, fprop at N/M."""
-        return [Span(steps, fprop=Pattern(self.pattern).density if self.hard else 1.0)]
-
-    def inputs(self, state: State) -> dict[str, Tensor]:
-        """``nm_tau``, ``nm_kappa`` and ``nm_penalty``: τ, κ and λ of the next step."""
+    def values(self, state: State) -> dict[str, Tensor]:
+        """``tau``, ``kappa`` and ``penalty``: τ, κ and λ; ``sharpness``, the mean over groups of max_k ỹ_k, is the layers' own."""
         assert self.total_steps is not None
         t = state["t"] if "t" in state else torch.zeros((), dtype=torch.float64)
         done = (t / self.total_steps).clamp(max=1.0)
         return {
-            "nm_tau": self.tau_start + (self.tau_end - self.tau_start) * done,
-            "nm_kappa": self.kappa_start + (self.kappa_end - self.kappa_start) * done,
-            "nm_penalty": self.weight_reg * (1.0 - done if self.weight_reg_schedule == "linear" else torch.ones_like(done)),
+            "tau": self.tau_start + (self.tau_end - self.tau_start) * done,
+            "kappa": self.kappa_start + (self.kappa_end - self.kappa_start) * done,
+            "penalty": self.decay * (1.0 - done if self.decay_schedule == "linear" else torch.ones_like(done)),
         }
 
-    def advance(self, state: State, observed: Observed) -> bool:
-        """Count applied steps."""
-        return advance(state, observed, ())
+    def final_transform(self) -> WeightTransform:
+        return LikeliestMask(Pattern(self.pattern))
 
-    def unready(self, state: State) -> str:
+    def not_ready_reason(self, state: State) -> str:
         """Too early while much of the annealing is still to come."""
         total = self.total_steps or 1
         left = total - int(state["t"])
         return f"has {left} of {total} steps to go, its masks are still mixtures" if left > EARLY * total else ""
-
-    def metrics(self, state: State) -> dict[str, Tensor]:
-        """``tau`` and ``kappa`` of the next step; ``sharpness``, the mean over groups of max_k ỹ_k, is the layers' own."""
-        return {name: value for name, value in zip(("tau", "kappa"), self.inputs(state).values(), strict=False)}
 
 
 def learned_apart(recipe: str, params: Iterable[Any], lr: float | Tensor, multiplier: float) -> list[dict[str, Any]]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from functools import cached_property
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -14,10 +15,9 @@ from ...autograd import WeightTransform
 from ...autograd.transforms import Kind, Traits, masked
 from ...optim import UpdateRule
 from ...pattern import Pattern, RecipeError
-from ..base import Observed, Recipe, Stage, State
-from ..cost import Span, first
+from ..base import About, Stage, State
 from ..registry import recipe
-from ..schedule import Phases, advance, check_choice, check_decay, check_same_schedule, passed, phases
+from ..schedule import ScheduledRecipe, check_choice, check_count, check_number, phases
 
 EARLY = 0.05
 """The share of dense groups above which a run counts as stopped on the way."""
@@ -72,10 +72,10 @@ class SoftQuery(WeightTransform):
 class PartlyDense(SoftQuery):
     """The same while a share D of the groups is dense yet: M is all ones in the ⌊D · groups⌋ of the smallest Σ|w|, ties by position.
 
-    D is ``nm_dense``, a 0-d tensor that the schedule lowers from 1 to 0.
+    D is ``nm_dense_groups``, a 0-d tensor that the schedule lowers from 1 to 0.
     """
 
-    reads: ClassVar[Mapping[str, Kind]] = {"nm_dense": "fed"}
+    reads: ClassVar[Mapping[str, Kind]] = {"nm_dense_groups": "fed"}
 
     def _traits(self) -> Traits:
         return replace(super()._traits(), is_nm=False)
@@ -91,7 +91,7 @@ class PartlyDense(SoftQuery):
 
 @recipe("maxq")
 @dataclass(frozen=True)
-class MaxQ(Recipe):
+class MaxQ(ScheduledRecipe):
     """MaxQ (Xiang et al., "MaxQ: multi-axis query for N:M sparsity network", CVPR 2024, arXiv 2312.07061).
 
     Forward with W̃ = M ⊙ (1 + Q) ⊙ W. M is the mask of the N largest magnitudes of each group, except that a share D(t) of the layer's
@@ -99,7 +99,7 @@ class MaxQ(Recipe):
     and a₍ₖ₎ the k-th largest magnitude of the row, Q = σ((|w| − θ)/τ), θ = (a₍ₖ₎ + a₍ₖ₊₁₎)/2, for |w| ≥ a₍ₖ₎, else 0. Both are taken
     anew at every step. The gradient is g = ∂L/∂W̃ itself, plus SR-STE's λ (1 − M) ⊙ W. ``finish`` leaves M ⊙ (1 + Q) ⊙ W.
 
-    With u from 0 to 1 between the dense steps and the fine-tuning ones, in which D = 0::
+    With u from 0 to 1 between ``start`` and ``end``, after which D = 0::
 
         linear 1 − u     cubic (1 − u)³     cos cos(π u/2)     exp 1 − (1 − e^(−c u)) / (1 − e^(−c)), c = 1.5
 
@@ -111,57 +111,64 @@ class MaxQ(Recipe):
 
     Args:
         schedule: of D: ``"linear"`` (the code's default), ``"cubic"``, ``"cos"`` or ``"exp"``.
-        dense: length of the phase before, in steps or as a share of ``total_steps``, in which all groups are dense (and enlarged).
-        fine_tune: length of the phase after, in which all are N:M; three quarters in the authors' runs (30 of 120 epochs before it).
+        start: the step, or share of ``total_steps``, until which all groups are dense (and enlarged).
+        end: that from which on all are N:M; a quarter in the authors' runs (30 of 120 epochs).
         levels: hold D over each of so many equal parts, as the authors do by renewing it at each epoch; None changes it at every step.
         tau: τ.
         decay: λ, at least 0.
         kernel: the second query.
-        grad: ``"ste"`` g, as in all of the authors' scripts; ``"chain"`` g ⊙ M ⊙ (1 + Q), the code's hard variant.
+        gradient: ``"ste"`` g, as in all of the authors' scripts; ``"chain"`` g ⊙ M ⊙ (1 + Q), the code's hard variant.
 
     Raises:
         RecipeError: ``total_steps`` is missing, a value is out of range, N = M, or no step is left between the phases.
 
     Example:
-        >>> recipe = MaxQ("2:4", total_steps=100, dense=10, fine_tune=50)
+        >>> recipe = MaxQ("2:4", total_steps=100, start=10, end=50)
         >>> [round(recipe.share(torch.tensor(float(t))).item(), 2) for t in (0, 10, 30, 50)]
         [1.0, 1.0, 0.5, 0.0]
     """
 
     schedule: str = "linear"
-    dense: float | int = 0
-    fine_tune: float | int = 0.75
+    start: float | int = 0
+    end: float | int = 0.25
     levels: int | None = None
     tau: float = 1e-2
     decay: float = 2e-4
     kernel: bool = False
-    grad: str = "ste"
+    gradient: str = "ste"
 
-    paper: ClassVar[str] = "Xiang et al., CVPR 2024, arXiv 2312.07061"
-    patterns: ClassVar[str] = "any N:M"
-    extra_state: ClassVar[str] = "none"
-    cost: ClassVar[str] = "order statistics of each row at every step; dense products until all groups are N:M"
+    about = About(
+        paper="Xiang et al., CVPR 2024, arXiv 2312.07061",
+        cost="order statistics of each row at every step; dense GEMMs until all groups are N:M",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("MaxQ", "schedule", self.schedule, ("linear", "cubic", "cos", "exp"))
-        check_choice("MaxQ", "grad", self.grad, ("ste", "chain"))
-        check_decay("MaxQ", self.decay)
-        if isinstance(self.tau, bool) or not 0 < self.tau < math.inf:
-            raise RecipeError(f"MaxQ: tau={self.tau!r} must be a finite number above 0.")
-        if self.levels is not None and (isinstance(self.levels, bool) or not isinstance(self.levels, int) or self.levels < 1):
-            raise RecipeError(f"MaxQ: levels={self.levels!r} must be a whole number of at least 1, or None for a smooth decay.")
+        check_choice("MaxQ", "gradient", self.gradient, ("ste", "chain"))
+        check_number("MaxQ", "decay", self.decay)
+        check_number("MaxQ", "tau", self.tau, above=True)
+        check_count("MaxQ", "levels", self.levels, 1, none="for a smooth decay")
         if Pattern(self.pattern).n == Pattern(self.pattern).m:
             raise RecipeError(f"MaxQ: {self.pattern} prunes nothing, so a row has no threshold; use Dense.")
-        self.phases()
+        self.stages  # noqa: B018 checks the schedule
 
-    def phases(self) -> Phases:
-        """The steps after which D begins to fall and has become 0."""
-        return phases("MaxQ", self.total_steps, self.dense, self.fine_tune)
+    @cached_property
+    def stages(self) -> tuple[tuple[int, Stage], ...]:
+        """Phase 0 with all groups dense, then phase 1: a share of them, and none."""
+        start, end = phases("MaxQ", self.total_steps, self.start, self.end)
+        rule = UpdateRule(masked=True, decay=self.decay)
+        dense = Stage(phase=0, transform=self._transform(PartlyDense), rule=rule)
+        last = Stage(phase=1, transform=self.final_transform(), rule=rule)
+        return (0, dense), (start, replace(dense, phase=1)), (end, last)
+
+    def stage(self, state: State) -> Stage:
+        """Before an optimizer is attached all is dense, and nothing enlarged."""
+        return super().stage(state) if state else Stage(phase=0)
 
     def share(self, t: Tensor) -> Tensor:
         """D after ``t`` applied steps of the run (float64), computed where t lies."""
-        start, stop = self.phases()
+        (_, _), (start, _), (stop, _) = self.stages
         u = ((t - start) / (stop - start)).clamp(0.0, 1.0)
         if self.levels is not None:
             # the small shift keeps a boundary from falling below itself
@@ -174,47 +181,17 @@ class MaxQ(Recipe):
             d = (1.0 - u) ** (3 if self.schedule == "cubic" else 1)
         return torch.where(t < stop, d, 0.0)
 
-    def profile(self, steps: int) -> list[Span]:
-        """Dense while any group is; then fprop at N/M."""
-        stop = self.phases().stop
-        return first(steps, [Span(stop), Span(steps, fprop=Pattern(self.pattern).density)])
-
-    def start(self, group: dict[str, Any]) -> State:
-        """No step taken."""
-        return {"t": torch.zeros((), dtype=torch.float64), "stage": passed(0, self.phases())}
-
-    def check_state(self, state: Any, group: dict[str, Any]) -> None:
-        """Also refuse to go on under another schedule."""
-        super().check_state(state, group)
-        check_same_schedule(state["spec"], self.spec())
+    def values(self, state: State) -> dict[str, Tensor]:
+        """``dense_groups``, D."""
+        return {"dense_groups": self.share(state["t"])} if state else {}
 
     def _transform(self, kind: type[SoftQuery]) -> SoftQuery:
-        return kind(Pattern(self.pattern), self.tau, self.kernel, self.grad == "chain")
+        return kind(Pattern(self.pattern), self.tau, self.kernel, self.gradient == "chain")
 
     def final_transform(self) -> WeightTransform:
-        """M ⊙ (1 + Q) ⊙ W, what training multiplies in the end."""
         return self._transform(SoftQuery)
 
-    def stage(self, state: State) -> Stage:
-        """Phase 0 with all groups dense, then phase 1: a share of them, and none."""
-        if "stage" not in state:
-            return Stage(phase=0)
-        rule, now = UpdateRule(masked=True, decay=self.decay), state["stage"]
-        return Stage(phase=min(now, 1), transform=self._transform(SoftQuery if now == 2 else PartlyDense), rule=rule)
-
-    def inputs(self, state: State) -> dict[str, Tensor]:
-        """``nm_dense``, D."""
-        return {"nm_dense": self.share(state["t"])}
-
-    def advance(self, state: State, observed: Observed) -> bool:
-        """Count applied steps; True at a change of phase."""
-        return advance(state, observed, self.phases())
-
-    def unready(self, state: State) -> str:
+    def not_ready_reason(self, state: State) -> str:
         """Too early while more than a few groups are dense."""
         share = float(self.share(state["t"]))
-        return super().unready(state) or (f"still has {share:.0%} of its groups dense" if share > EARLY else "")
-
-    def metrics(self, state: State) -> dict[str, Tensor]:
-        """``dense_groups``, D."""
-        return {"dense_groups": self.share(state["t"])} if "t" in state else {}
+        return super().not_ready_reason(state) or (f"still has {share:.0%} of its groups dense" if share > EARLY else "")

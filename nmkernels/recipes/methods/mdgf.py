@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from functools import cached_property
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -14,10 +15,9 @@ from ...autograd import HardMask, WeightTransform
 from ...autograd.transforms import Kind, Traits
 from ...optim import UpdateRule
 from ...pattern import Pattern, RecipeError
-from ..base import Observed, Recipe, Stage, State
-from ..cost import Span, first
+from ..base import About, Span, Stage, State, first
 from ..registry import recipe
-from ..schedule import Phases, advance, check_choice, check_same_schedule, passed, phases
+from ..schedule import ScheduledRecipe, check_choice, check_count, check_number, phases
 
 EARLY = 0.05
 """The flow above which a run counts as stopped on the way."""
@@ -58,27 +58,28 @@ class DecayedMask(WeightTransform):
 
 @recipe("mdgf")
 @dataclass(frozen=True)
-class MdGf(Recipe):
+class MdGf(ScheduledRecipe):
     """Mask decay gradient flow (Bambhaniya et al., "Progressive gradient flow for robust N:M sparsity training", arXiv 2402.04744).
 
     Forward with W̃ = W ⊙ (M + D(t) (1 − M)), M the mask of the N largest magnitudes, recomputed at every step. With t counted in
-    applied steps from the end of a dense phase and T its length without the fine-tuning phase::
+    applied steps from ``start``, until which training is dense, and T = end − start::
 
-        exponential  D(t) = exp(−c t),         c = ln(1/end) / T
+        exponential  D(t) = exp(−c t),         c = ln(1/residual) / T
         linear       D(t) = max(0, 1 − c t),   c = 1 / T
-        fine-tune    D = 0
+        t > T        D = 0
 
-    Three gradient rules are in use and the paper's text could not be had: ``grad="chain"`` ∂L/∂W = g ⊙ (M + D (1 − M)), as in Google's AQT
-    (Kao et al. 2022, arXiv 2209.07617, some of the same authors), under which pruned weights really stop learning; ``"ste"`` g itself,
+    Three gradient rules are in use and the paper's text could not be had: ``gradient="chain"`` ∂L/∂W = g ⊙ (M + D (1 − M)), as in Google's
+    AQT (Kao et al. 2022, arXiv 2209.07617, some of the same authors), under which pruned weights really stop learning; ``"ste"`` g itself,
     as in the paper's public code. Chain is the default because the flow of the title decays only there. Works with any optimizer.
 
     Args:
         schedule: ``"exponential"`` (best over all in the paper) or ``"linear"``.
-        dense: length of the dense phase, in steps or as a share of ``total_steps``. 0 in the public configurations.
-        fine_tune: length of the last phase, with a binary mask. The public configurations have 0; then ``finish`` cuts off what D
-            still lets through. A quarter is what our small runs used: the deployed form is then what was trained.
-        grad: ``"chain"`` or ``"ste"``.
-        end: D at the end of the exponential decay, from which c follows. The public code's constant c = 1e-4 to 8e-4 fits its runs only.
+        start: the step, or share of ``total_steps``, after which the mask fades in. 0 in the public configurations.
+        end: that after which the mask is binary. The public configurations have 1.0, the end of the run; then ``finish`` cuts off what D
+            still lets through. Three quarters is what our small runs used: the deployed form is then what was trained.
+        gradient: ``"chain"`` or ``"ste"``.
+        residual: D at the end of the exponential decay, from which c follows. The public code's constant c = 1e-4 to 8e-4 fits its runs
+            only.
         coefficient: c itself, per step, instead.
         levels: hold D constant over each of so many equal parts of the decay, as Kao et al. do at their mask updates (16 there, linear;
             they also renew M only then).
@@ -87,50 +88,54 @@ class MdGf(Recipe):
         RecipeError: ``total_steps`` is missing, a value is out of range, or no step is left for the decay.
 
     Example:
-        >>> recipe = MdGf("1:8", total_steps=100, schedule="linear", dense=10, fine_tune=10)
+        >>> recipe = MdGf("1:8", total_steps=100, schedule="linear", start=10, end=90)
         >>> [recipe.flow(torch.tensor(float(t))).item() for t in (0, 10, 50, 90)]
         [1.0, 1.0, 0.5, 0.0]
     """
 
-    paper = "Bambhaniya et al., 2024, arXiv 2402.04744"
-    patterns = "any N:M"
-    extra_state = "a step count"
-    cost = "dense until the mask is binary; a mask search at every step"
-
     schedule: str = "exponential"
-    dense: float | int = 0
-    fine_tune: float | int = 0.25
-    grad: str = "chain"
-    end: float = 2.5e-3
+    start: float | int = 0
+    end: float | int = 0.75
+    gradient: str = "chain"
+    residual: float = 2.5e-3
     coefficient: float | None = None
     levels: int | None = None
+
+    about = About(
+        paper="Bambhaniya et al., 2024, arXiv 2402.04744",
+        extra_state="a step count",
+        cost="dense until the mask is binary; a mask search at every step",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("MdGf", "schedule", self.schedule, ("exponential", "linear"))
-        check_choice("MdGf", "grad", self.grad, ("chain", "ste"))
-        if isinstance(self.end, bool) or not 0 < self.end < 1:
-            raise RecipeError(f"MdGf: end={self.end} must lie between 0 and 1.")
-        if self.coefficient is not None and not 0 < self.coefficient < math.inf:
-            raise RecipeError(f"MdGf: coefficient={self.coefficient} must be a finite number above 0, or None to follow from the schedule.")
-        if self.levels is not None and (isinstance(self.levels, bool) or not isinstance(self.levels, int) or self.levels < 1):
-            raise RecipeError(f"MdGf: levels={self.levels!r} must be a whole number of at least 1, or None for a smooth decay.")
-        self.phases()
+        check_choice("MdGf", "gradient", self.gradient, ("chain", "ste"))
+        if isinstance(self.residual, bool) or not 0 < self.residual < 1:
+            raise RecipeError(f"MdGf: residual={self.residual} must lie between 0 and 1.")
+        if self.coefficient is not None:
+            check_number("MdGf", "coefficient", self.coefficient, above=True)
+        check_count("MdGf", "levels", self.levels, 1, none="for a smooth decay")
+        self.stages  # noqa: B018 checks the schedule
 
-    def phases(self) -> Phases:
-        """The steps after which the decay and the fine-tuning begin."""
-        return phases("MdGf", self.total_steps, self.dense, self.fine_tune)
+    @cached_property
+    def stages(self) -> tuple[tuple[int, Stage], ...]:
+        """Phase 0 dense, then phase 1: the decay, and the binary mask."""
+        start, end = phases("MdGf", self.total_steps, self.start, self.end)
+        rule, chain, p = UpdateRule(masked=True), self.gradient == "chain", Pattern(self.pattern)
+        fading, last = DecayedMask(p, chain=chain), HardMask(p, chain=chain)
+        return (0, Stage(phase=0)), (start, Stage(1, fading, rule)), (end, Stage(1, last, rule))
 
     def rate(self) -> float:
         """c, per step."""
         if self.coefficient is not None:
             return self.coefficient
-        start, stop = self.phases()
-        return (1.0 if self.schedule == "linear" else math.log(1.0 / self.end)) / (stop - start)
+        (_, _), (start, _), (stop, _) = self.stages
+        return (1.0 if self.schedule == "linear" else math.log(1.0 / self.residual)) / (stop - start)
 
     def flow(self, t: Tensor) -> Tensor:
         """D after ``t`` applied steps of the run (0-d, float64), computed where t lies."""
-        start, stop = self.phases()
+        (_, _), (start, _), (stop, _) = self.stages
         u = t - start
         if self.levels is not None:
             part = (stop - start) / self.levels
@@ -139,41 +144,16 @@ class MdGf(Recipe):
         d = (1.0 - self.rate() * u).clamp(0.0, 1.0) if self.schedule == "linear" else (-self.rate() * u).exp().clamp(max=1.0)
         return torch.where(t < stop, d, 0.0)
 
+    def values(self, state: State) -> dict[str, Tensor]:
+        """``flow``, D."""
+        return {"flow": self.flow(state["t"])} if state else {}
+
     def profile(self, steps: int) -> list[Span]:
         """Dense until D is 0, since faded weights are multiplied too; then fprop at N/M."""
         fading = int((self.flow(torch.arange(steps, dtype=torch.float64)) > 0).sum())
         return first(steps, [Span(fading), Span(steps - fading, fprop=Pattern(self.pattern).density)])
 
-    def start(self, group: dict[str, Any]) -> State:
-        """No step taken."""
-        return {"t": torch.zeros((), dtype=torch.float64), "stage": passed(0, self.phases())}
-
-    def check_state(self, state: Any, group: dict[str, Any]) -> None:
-        """Also refuse to go on under another schedule."""
-        super().check_state(state, group)
-        check_same_schedule(state["spec"], self.spec())
-
-    def stage(self, state: State) -> Stage:
-        """Phase 0 dense, then phase 1: the decay, and the binary mask."""
-        now, chain, pattern = state.get("stage", 0), self.grad == "chain", Pattern(self.pattern)
-        if now == 0:
-            return Stage(phase=0)
-        transform = DecayedMask(pattern, chain=chain) if now == 1 else HardMask(pattern, chain=chain)
-        return Stage(phase=1, transform=transform, rule=UpdateRule(masked=True))
-
-    def inputs(self, state: State) -> dict[str, Tensor]:
-        """``nm_flow``, D."""
-        return {"nm_flow": self.flow(state["t"])}
-
-    def advance(self, state: State, observed: Observed) -> bool:
-        """Count applied steps; True at a change of phase."""
-        return advance(state, observed, self.phases())
-
-    def unready(self, state: State) -> str:
+    def not_ready_reason(self, state: State) -> str:
         """Too early while D lets more than a trace through."""
         flow = float(self.flow(state["t"]))
-        return super().unready(state) or (f"still lets {flow:.0%} of each pruned weight through" if flow > EARLY else "")
-
-    def metrics(self, state: State) -> dict[str, Tensor]:
-        """``flow``, D."""
-        return {"flow": self.flow(state["t"])} if "t" in state else {}
+        return super().not_ready_reason(state) or (f"still lets {flow:.0%} of each pruned weight through" if flow > EARLY else "")

@@ -5,22 +5,20 @@ The proximal operator of ProxSparse's regulariser, for every group of four weigh
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ...autograd import HardMask, WeightTransform
-from ...autograd.transforms import WEIGHT, Kind, Traits, masked
+from ...autograd.transforms import WEIGHT, Kind, masked
 from ...optim import UpdateRule
 from ...pattern import Pattern, RecipeError
-from ..base import Recipe, Stage, State
-from ..cost import Span
+from ..base import About, LayerPlan, Recipe, Stage, State
 from ..registry import recipe
-from ..schedule import check_choice
+from ..schedule import check_choice, check_flag, check_number
 
 PATH = 16
 """Steps along the path of the dense minimum from no regulariser to the whole one."""
@@ -53,9 +51,6 @@ class Anchored(WeightTransform):
 
     reads: ClassVar[Mapping[str, Kind]] = {"nm_initial": "frozen"}
 
-    def _traits(self) -> Traits:
-        return replace(super()._traits(), is_nm=False)
-
     def start(self, weight: Tensor) -> dict[str, Tensor]:
         return {"nm_initial": weight.clone(memory_format=torch.contiguous_format)}
 
@@ -86,7 +81,7 @@ class AnchoredMask(WeightTransform):
 
 
 @torch.no_grad()
-def prox(weight: Tensor, strength: float | Tensor) -> Tensor:
+def prox(weight: Tensor, decay: float | Tensor) -> Tensor:
     """argmin over w of ½ ‖w − weight‖² + λ Σ |w_i w_j w_k|, the sum over the four triples of each group of four.
 
     w keeps the signs and the order of the magnitudes z₁ ≥ … ≥ z₄, so that there are three candidates, and the one of least objective
@@ -104,7 +99,7 @@ def prox(weight: Tensor, strength: float | Tensor) -> Tensor:
 
     Args:
         weight: ``(..., cols)`` with cols a multiple of 4; 16-bit ones are computed in fp32.
-        strength: λ ≥ 0, a number or a 0-d tensor; 0 gives the weight itself.
+        decay: λ ≥ 0, a number or a 0-d tensor; 0 gives the weight itself.
 
     Source: the regulariser and the three candidates, Liu et al., ICML 2025, arXiv 2502.00258, and its code; how they are found, ours.
 
@@ -114,27 +109,27 @@ def prox(weight: Tensor, strength: float | Tensor) -> Tensor:
     """
     groups = weight.reshape(-1, 4)
     if groups.device.type == "cpu" and len(groups) > BLOCK:
-        return torch.cat([_prox(part, strength) for part in groups.split(BLOCK)]).reshape(weight.shape)
-    return _prox(groups, strength).reshape(weight.shape)
+        return torch.cat([_prox(part, decay) for part in groups.split(BLOCK)]).reshape(weight.shape)
+    return _prox(groups, decay).reshape(weight.shape)
 
 
-def _prox(groups: Tensor, strength: float | Tensor) -> Tensor:
+def _prox(groups: Tensor, decay: float | Tensor) -> Tensor:
     wide = groups.abs().to(torch.promote_types(groups.dtype, torch.float32))
     z, order = wide.sort(dim=1, descending=True, stable=True)
     # λ only sets the scale: with y = λ z and u = λ w the objective times λ² is ½‖u − y‖² + e₃(u)
-    y = (z.t().contiguous() * strength).unbind(0)
+    y = (z.t().contiguous() * decay).unbind(0)
     best = torch.stack([z[:, 0], z[:, 1], torch.zeros_like(z[:, 2]), torch.zeros_like(z[:, 3])], 1)
     least = ((y[2] / y[0]).square() + (y[3] / y[0]).square()) / 2
     for u in (_three(y), _four(y)):
         objective = _objective(u, y)
         better = objective < least
-        best = torch.where(better[:, None], torch.stack(u, 1) / strength, best)
+        best = torch.where(better[:, None], torch.stack(u, 1) / decay, best)
         least = torch.where(better, objective, least)
     # equal magnitudes must not come out in another order by rounding: the mask would change
     best = best.cummin(1).values
     w = torch.empty_like(best).scatter_(1, order, best).to(groups.dtype)
     # without a regulariser u / λ is 0 / 0
-    w = torch.where(torch.as_tensor(strength, device=w.device) > 0, w, groups.abs())
+    w = torch.where(torch.as_tensor(decay, device=w.device) > 0, w, groups.abs())
     return torch.where(w == 0, 0.0, w.copysign(groups))
 
 
@@ -197,45 +192,44 @@ class ProxSparse(Recipe):
     optimizer.
 
     Args:
-        strength: λ₁; 0.25 for Llama-2-7B, 0.85 for Llama-3.1-8B in the authors' scripts, with AdamW at lr 1e-4 and 5e-5.
+        decay: λ₁; 0.25 for Llama-2-7B, 0.85 for Llama-3.1-8B in the authors' scripts, with AdamW at lr 1e-4 and 5e-5.
         scale_by_lr: λ₁ · lr instead of λ₁ in each step, as a proximal gradient method would have it; the authors' code has λ₁ whatever
             the rate's warm-up and decay do, which is the default.
         anchor: λ₂; 1.0 for Llama-3.1-8B, 0 for most.
         epsilon: ε; 0.1 there.
-        values: ``"initial"`` leaves M(W) ⊙ W₀ in the end, as the authors do; ``"trained"`` M(W) ⊙ W.
+        final_values: ``"initial"`` leaves M(W) ⊙ W₀ in the end, as the authors do; ``"trained"`` M(W) ⊙ W.
 
     Raises:
         RecipeError: a pattern other than 2:4, or a value out of range.
 
     Example:
         >>> import torch
-        >>> recipe = ProxSparse(strength=1.0)
-        >>> recipe.settle({}, torch.tensor([[3.0, -0.1, 2.0, 0.2]]), lr=1e-3)
+        >>> recipe = ProxSparse(decay=1.0)
+        >>> recipe.stage({}).after(torch.tensor([[3.0, -0.1, 2.0, 0.2]]), lr=1e-3)
         tensor([[3., 0., 2., 0.]])
     """
 
-    strength: float = 0.25
+    decay: float = 0.25
     scale_by_lr: bool = False
     anchor: float = 0.0
     epsilon: float = 0.1
-    values: str = "initial"
+    final_values: str = "initial"
 
-    paper: ClassVar[str] = "Liu et al., ICML 2025, arXiv 2502.00258"
-    patterns: ClassVar[str] = "2:4"
-    extra_state: ClassVar[str] = "the initial weights"
-    cost: ClassVar[str] = "dense products, a proximal step of every group"
+    about = About(
+        paper="Liu et al., ICML 2025, arXiv 2502.00258",
+        patterns="2:4",
+        extra_state="the initial weights",
+        cost="dense GEMMs, a proximal step of every group",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if Pattern(self.pattern) != Pattern("2:4"):
             raise RecipeError(f"ProxSparse: its regulariser and proximal operator are for 2:4, not {self.pattern}; use another recipe.")
-        check_choice("ProxSparse", "values", self.values, ("initial", "trained"))
-        if not isinstance(self.scale_by_lr, bool):
-            raise RecipeError(f"ProxSparse: scale_by_lr={self.scale_by_lr!r} must be True or False.")
-        for name in ("strength", "anchor", "epsilon"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not 0 <= value < math.inf:
-                raise RecipeError(f"ProxSparse: {name}={value!r} must be a finite number of at least 0.")
+        check_choice("ProxSparse", "final_values", self.final_values, ("initial", "trained"))
+        check_flag("ProxSparse", "scale_by_lr", self.scale_by_lr)
+        for name in ("decay", "anchor", "epsilon"):
+            check_number("ProxSparse", name, getattr(self, name))
         if self.anchor and not self.epsilon:
             raise RecipeError("ProxSparse: epsilon=0 divides by initial weights that are zero; give a positive one.")
 
@@ -243,23 +237,16 @@ class ProxSparse(Recipe):
         """Always phase 1: dense, its mask only watched for flips."""
         p = Pattern(self.pattern)
         transform = Anchored(p, self.anchor, self.epsilon) if self.anchor else WeightTransform(p)
-        return Stage(phase=1, transform=transform, rule=UpdateRule(masked=True))
+        return Stage(phase=1, transform=transform, rule=UpdateRule(masked=True), after=self._proximal)
 
-    def settle(self, state: State, weight: Tensor, lr: float | Tensor) -> Tensor:
-        """The proximal step."""
-        return prox(weight, self.strength * lr if self.scale_by_lr else self.strength)
+    def _proximal(self, weight: Tensor, lr: float | Tensor) -> Tensor:
+        return prox(weight, self.decay * lr if self.scale_by_lr else self.decay)
 
     def final_transform(self) -> WeightTransform:
-        """M(W) ⊙ W₀, or M(W) ⊙ W."""
         p = Pattern(self.pattern)
-        return AnchoredMask(p) if self.values == "initial" else HardMask(p)
+        return AnchoredMask(p) if self.final_values == "initial" else HardMask(p)
 
-    def fit(self, transform: WeightTransform, pattern: Pattern, shape: tuple[int, int]) -> WeightTransform:
-        """Unchanged; a layer of another pattern is refused."""
+    def layer(self, pattern: Pattern, shape: tuple[int, int], transform: WeightTransform | None = None) -> LayerPlan:
         if pattern != self.pattern:
             raise RecipeError(f"ProxSparse: a layer is to be {pattern}, and its proximal operator is for 2:4; leave the layer out.")
-        return transform
-
-    def profile(self, steps: int) -> list[Span]:
-        """Dense throughout."""
-        return [Span(steps)]
+        return super().layer(pattern, shape, transform)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -12,10 +13,9 @@ from torch import Tensor
 from ...autograd import HardMask, WeightTransform
 from ...autograd.transforms import Kind, masked, pruned_along_out
 from ...pattern import Pattern, RecipeError
-from ..base import Observed, Recipe, Stage, State
-from ..cost import Span, first, rank_for
+from ..base import About, LayerPlan, Setup, Stage, State, rank_for
 from ..registry import recipe
-from ..schedule import advance, check_count, check_same_schedule, check_seed, passed, resolve_step
+from ..schedule import ScheduledRecipe, check_count, check_seed, resolve_step
 
 
 @dataclass(frozen=True)
@@ -51,17 +51,17 @@ class DoublePruned(WeightTransform):
 
 @recipe("slope")
 @dataclass(frozen=True)
-class SLoPe(Recipe):
+class SLoPe(ScheduledRecipe):
     """SLoPe (Mozaffari et al., "SLoPe: double-pruned sparse plus lazy low-rank adapter pretraining of LLMs", ICLR 2025).
 
     The row mask R, N:M by magnitude along the inputs, is that of the weight as the optimizer is attached, and never changes. C, N:M by
-    magnitude along the outputs of W^R = R ⊙ W, is chosen anew every ``refresh`` applied steps::
+    magnitude along the outputs of W^R = R ⊙ W, is chosen anew every ``every`` applied steps::
 
         y = x (W^R)ᵀ        ∂L/∂x = g (W^R ⊙ C)        ∂L/∂W = R ⊙ gᵀ x
 
-    so weights, gradients (also before clipping) and Adam's moments are zero outside R. In the ``lazy`` last steps each layer also has
-    an adapter of rank r that trains with the weight, y = x (W^R)ᵀ + x L R' / r, with L ~ N(0, 1) and R' = 0 at first; its part of ∂L/∂x is
-    exact. Works with any optimizer. M need not divide the number of outputs: the last group of a column is then short and keeps N.
+    so weights, gradients (also before clipping) and Adam's moments are zero outside R. In the last steps, after ``start``, each layer also
+    has an adapter of rank r that trains with the weight, y = x (W^R)ᵀ + x L R' / r, with L ~ N(0, 1) and R' = 0 at first; its part of
+    ∂L/∂x is exact. Works with any optimizer. M need not divide the number of outputs: the last group of a column is then short and keeps N.
 
     L ``(in, r)`` and R' ``(r, out)`` are the Parameters ``nm_left`` and ``nm_right`` of each layer from ``sparsify_`` on, so build the
     optimizer after it; they have no gradient before their phase (DistributedDataParallel needs ``find_unused_parameters=True``) and
@@ -73,8 +73,8 @@ class SLoPe(Recipe):
     Args:
         rank: of the adapters: a whole number, or as a share of the smaller side of each layer, at least 1; 0 for none. The paper tries
             0, 0.39 %, 1.56 % and 6.25 % of the width.
-        lazy: length of the adapters' phase at the end, in steps or as a share of ``total_steps``, at least one step.
-        refresh: applied steps between two choices of C; 0 chooses once. The authors' accuracy code chooses it at every step (1).
+        start: the step, or share of ``total_steps``, after which the adapters train; at least the last step is theirs.
+        every: applied steps between two choices of C; 0 chooses once. The authors' accuracy code chooses it at every step (1).
         max_aspect: leave layers dense whose longer side is more than so many times the shorter one; None takes all. The authors' code
             has 5.
         seed: of L; None takes torch's initial seed.
@@ -83,24 +83,24 @@ class SLoPe(Recipe):
         RecipeError: adapters without ``total_steps``, or a value out of range.
 
     Example:
-        >>> SLoPe("2:4", total_steps=1000).lazy_start(), SLoPe("2:4", total_steps=1000, rank=0.0625).adapter_rank(256, 64)
-        (990, 4)
+        >>> [begin for begin, stage in SLoPe("2:4", total_steps=1000, rank=0.0625).stages]
+        [0, 990]
         >>> SLoPe("2:4", rank=0).final
         'nm'
     """
 
     rank: float | int = 0.0156
-    lazy: float | int = 0.01
-    refresh: int = 100
+    start: float | int = 0.99
+    every: int = 100
     max_aspect: float | None = None
     seed: int | None = None
 
-    final: ClassVar[str] = "nm+adapter"
-    mask_score: ClassVar[str | None] = "magnitude"
-    paper: ClassVar[str] = "Mozaffari et al., ICLR 2025, arXiv 2405.16325"
-    patterns: ClassVar[str] = "any N:M"
-    extra_state: ClassVar[str] = "two masks per layer; L and R' of the adapters"
-    cost: ClassVar[str] = "fprop and dgrad at N/M, a mask every 100 steps; adapters in the last 1 %"
+    about = About(
+        paper="Mozaffari et al., ICLR 2025, arXiv 2405.16325",
+        extra_state="two masks per layer; L and R' of the adapters",
+        cost="fprop and dgrad at N/M, a mask every 100 steps; adapters in the last 1 %",
+    )
+    final = "nm+adapter"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -109,68 +109,37 @@ class SLoPe(Recipe):
             raise RecipeError(
                 f"SLoPe: rank={rank!r} must be a whole number, or a share of the width from 0.0 to below 1.0; 0 for no adapters."
             )
-        check_count("SLoPe", "refresh", self.refresh)
+        check_count("SLoPe", "every", self.every)
         check_seed("SLoPe", self.seed)
         if self.max_aspect is not None and not self.max_aspect >= 1:
             raise RecipeError(f"SLoPe: max_aspect={self.max_aspect!r} must be at least 1, or None for no limit.")
-        self.lazy_start()
         object.__setattr__(self, "final", "nm+adapter" if rank else "nm")
+        self.stages  # noqa: B018 checks the schedule
 
-    def lazy_start(self) -> int | None:
-        """The step after which the adapters train; None without adapters."""
+    @property
+    def setup(self) -> Setup:
+        return Setup(mask_score="magnitude", seed=self.seed)
+
+    @cached_property
+    def stages(self) -> tuple[tuple[int, Stage], ...]:
+        """Phase 2, the row mask held; with adapters at the end."""
+        plain = Stage(phase=2, transform=DoublePruned(Pattern(self.pattern)), held_mask=True, every=self.every)
         if not self.rank:
-            return None
+            return ((0, plain),)
         if self.total_steps is None:
             raise RecipeError("SLoPe: total_steps is needed, the steps of the whole run, to know its last ones; or rank=0 for no adapters.")
-        steps = max(1, resolve_step("SLoPe", "lazy", self.lazy, self.total_steps) or 0)
-        if steps > self.total_steps:
-            raise RecipeError(f"SLoPe: lazy={self.lazy} steps are more than total_steps={self.total_steps}.")
-        return self.total_steps - steps
-
-    def _bounds(self) -> tuple[int, ...]:
-        start = self.lazy_start()
-        return () if start is None else (start,)
-
-    def adapter_rank(self, rows: int, cols: int) -> int:
-        """``rank``, or that share of the smaller side."""
-        return rank_for(self.rank, (rows, cols))
-
-    def unwise(self, rows: int, cols: int) -> str:
-        """Where one side is more than ``max_aspect`` times the other."""
-        aspect = max(rows, cols) / max(1, min(rows, cols))
-        return f"its longer side is {aspect:.1f} times its shorter one" if aspect > (self.max_aspect or aspect) else ""
-
-    def start(self, group: dict[str, Any]) -> State:
-        """No step taken."""
-        return {"t": torch.zeros((), dtype=torch.float64), "stage": passed(0, self._bounds())}
-
-    def check_state(self, state: Any, group: dict[str, Any]) -> None:
-        """Also refuse to go on under another schedule."""
-        super().check_state(state, group)
-        check_same_schedule(state["spec"], self.spec())
+        start = resolve_step("SLoPe", "start", self.start, self.total_steps) or 0
+        if isinstance(self.start, int) and start >= self.total_steps:
+            raise RecipeError(f"SLoPe: start={start} leaves the adapters none of total_steps={self.total_steps}.")
+        before = replace(plain, not_ready="has not trained its adapters")
+        return (0, before), (min(start, self.total_steps - 1), replace(plain, rank=self.rank))
 
     def stage(self, state: State) -> Stage:
-        """Phase 2, the row mask held; with adapters at the end. Before an optimizer is attached the mask still follows the weight."""
-        pattern = Pattern(self.pattern)
-        if "stage" not in state:
-            return Stage(phase=2, transform=HardMask(pattern))
-        lazy = self.rank != 0 and state["stage"] == 1
-        return Stage(phase=2, transform=DoublePruned(pattern), fixed=True, renew=self.refresh, adapter=lazy)
+        """Before an optimizer is attached the mask still follows the weight."""
+        return super().stage(state) if state else Stage(phase=2, transform=HardMask(Pattern(self.pattern)))
 
-    def advance(self, state: State, observed: Observed) -> bool:
-        """Count applied steps; True when the adapters begin to train."""
-        return advance(state, observed, self._bounds())
-
-    def unready(self, state: State) -> str:
-        """Too early before the adapters' phase."""
-        return "has not trained its adapters" if self.rank and state.get("stage", 0) == 0 else ""
-
-    def profile(self, steps: int) -> list[Span]:
-        """fprop and dgrad at N/M, and the adapters in their phase."""
-        share, start = Pattern(self.pattern).density, self.lazy_start()
-        plain = Span(steps if start is None else start, fprop=share, dgrad=share)
-        return first(steps, [plain] if start is None else [plain, Span(steps, fprop=share, dgrad=share, rank=self.rank)])
-
-    def deployed(self) -> Span:
-        """fprop at N/M and the adapter."""
-        return Span(1, fprop=Pattern(self.pattern).density, dgrad=0.0, wgrad=0.0, rank=self.rank)
+    def layer(self, pattern: Pattern, shape: tuple[int, int], transform: WeightTransform | None = None) -> LayerPlan:
+        """With its adapter; better dense where one side is more than ``max_aspect`` times the other."""
+        aspect = max(shape) / max(1, min(shape))
+        said = f"its longer side is {aspect:.1f} times its shorter one" if aspect > (self.max_aspect or aspect) else ""
+        return replace(super().layer(pattern, shape, transform), keep_dense_reason=said, rank=rank_for(self.rank, shape))

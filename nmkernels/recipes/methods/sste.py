@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -14,10 +14,9 @@ from ...autograd.transforms import Kind, Traits, laid_out
 from ...ops import Packed, pack
 from ...optim import UpdateRule
 from ...pattern import NMError, Pattern, PatternLike, RecipeError
-from ..base import Recipe, Stage, State
-from ..packing import packing
+from ..base import About, Recipe, Setup, Stage, State
 from ..registry import recipe
-from ..schedule import check_seed
+from ..schedule import check_seed, packing
 
 
 @dataclass(frozen=True)
@@ -89,17 +88,15 @@ class SSTE(Recipe):
     Args:
         mvue: the output gradient g is replaced in ∂L/∂W = gᵀ x by its unbiased N:M estimate along tokens (Chmiel et al., ICLR 2023):
             ``"exact"``, of least variance; ``"approx"``, the two-draw sampler that the authors ran (its error is 1.0 to 2 times as
-            large); None, the dense product. The authors' code uses ``"approx"``; exact costs no more here and is at least as good.
+            large); None, the dense GEMM. The authors' code uses ``"approx"``; exact costs no more here and is at least as good.
             ``"magnitude"`` takes the N largest instead, which is biased: for comparison only.
         mvue_pattern: N:M of the estimate. 2:4 whatever the weights' pattern is, as hardware wants it and the papers tried it.
-        fp8: also round the operands of all three products to emulated FP8 with the current largest magnitude as scale, on any device:
+        fp8: also round the operands of all three GEMMs to emulated FP8 with the current largest magnitude as scale, on any device:
             ``"paper"`` e4m3 forward, e5m2 for both operands in backward, as in the authors' code; ``"hybrid"`` e5m2 for gradients only.
             ``finish`` leaves weights that are not rounded. None for no emulation.
         packed: multiply the compressed weight: False never; True forward, and for ∂L/∂x where a kernel reads it (on CPUs); "auto" at every
-            call and in every product where that was measured to be faster than the dense layout (``nm.tune``). It is packed once per
-            step, by one call of ``nm.ops.pack``. Results differ from the dense layout's by rounding. In fp32 on 2 CPU cores a step
-            (forward, backward, MaskedAdamW) of a 4096×1024 layer takes 0.81 of the dense layer's time with 256 tokens and 0.64 with 2048,
-            of a 1024×1024 one 0.80 and 0.68; unpacked 0.88 to 0.98 (AMD EPYC, 2026-11-21). bf16 gains nothing there.
+            call and in every GEMM where that was measured to be faster than the dense layout (``nm.tune``). It is packed once per
+            step, by one call of ``nm.ops.pack``. Results differ from the dense layout's by rounding.
         seed: of the estimates; None takes torch's initial seed. Every layer and data-parallel rank has a stream of its own, advanced
             on the device by each backward pass and saved with the optimizer.
 
@@ -112,16 +109,18 @@ class SSTE(Recipe):
         SoftThreshold(pattern=Pattern("2:4"))
     """
 
-    paper = "Hu, Zhu, Chen, NeurIPS 2024, arXiv 2409.09099"
-    patterns = "any N:M; 2:4 in the paper"
-    extra_state = "one frozen scale per layer, and a random stream for the estimates"
-    cost = "fprop at N/M, wgrad at that of mvue_pattern; a threshold at every step, an estimate of g in every backward"
-
     mvue: str | None = "exact"
     mvue_pattern: PatternLike = "2:4"
     fp8: str | None = None
     packed: bool | str = False
     seed: int | None = None
+
+    about = About(
+        paper="Hu, Zhu, Chen, NeurIPS 2024, arXiv 2409.09099",
+        patterns="any N:M; 2:4 in the paper",
+        extra_state="one frozen scale per layer, and a random stream for the estimates",
+        cost="fprop at N/M, wgrad at that of mvue_pattern; a threshold at every step, an estimate of g in every backward",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -145,15 +144,12 @@ class SSTE(Recipe):
             plan = GemmPlan(wgrad="mvue", n=p.n, m=p.m, method=self.mvue, fp8=self.fp8)
         return packing("SSTE", self.packed, self.pattern, plan)
 
-    def final_transform(self) -> WeightTransform:
-        """β S(W), what training multiplies."""
-        return SoftThreshold(Pattern(self.pattern))
+    @property
+    def setup(self) -> Setup:
+        return Setup(draws=self.mvue is not None, seed=self.seed)
 
-    def start(self, group: dict[str, Any]) -> State:
-        """The run's seed, where estimates are drawn."""
-        if self.mvue is None:
-            return {}
-        return {"seed": torch.initial_seed() if self.seed is None else self.seed}
+    def final_transform(self) -> WeightTransform:
+        return SoftThreshold(Pattern(self.pattern))
 
     def stage(self, state: State) -> Stage:
         """Always phase 1; the mask is only watched for its flips."""

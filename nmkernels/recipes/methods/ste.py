@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from ...autograd import HardMask
 from ...optim import UpdateRule
 from ...pattern import Pattern
-from ..base import Recipe, Stage, State
-from ..packing import packing
+from ..base import About, Recipe, Stage, State
 from ..registry import recipe
-from ..schedule import check_decay
+from ..schedule import check_number, packing
 
 
 @recipe("ste")
@@ -23,10 +22,8 @@ class STE(Recipe):
 
     Args:
         packed: multiply the compressed weight: False never; True forward, and for ∂L/∂x where a kernel reads it (on CPUs); "auto" at every
-            call and in every product where that was measured to be faster than the dense layout (``nm.tune``). It is packed once per
-            step. Results differ from the dense layout's by rounding. In fp32 on 2 CPU cores
-            a step with SR-STE (forward, backward, MaskedAdamW) of a 4096×1024 layer takes 0.76 of the dense layer's time with 256 tokens
-            and 0.77 with 2048, of a 1024×1024 one 0.96 and 0.76; unpacked 0.89 to 1.03 (AMD EPYC, 2026-11-21). bf16 gains nothing there.
+            call and in every GEMM where that was measured to be faster than the dense layout (``nm.tune``). It is packed once per step.
+            Results differ from the dense layout's by rounding.
 
     Raises:
         RecipeError: ``packed`` is unknown.
@@ -36,19 +33,18 @@ class STE(Recipe):
         HardMask(pattern=Pattern("1:4"), chain=False)
     """
 
-    paper = "the baseline of Zhou et al., ICLR 2021, arXiv 2102.04010"
-    patterns = "any N:M"
-    extra_state = "none"
-    cost = "a mask at every step, found in the optimizer's own pass; fprop at N/M"
-
     packed: bool | str = False
+
+    about = About(
+        paper="the baseline of Zhou et al., ICLR 2021, arXiv 2102.04010",
+        cost="a mask at every step, found in the optimizer's own pass; fprop at N/M",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         packing("STE", self.packed, self.pattern)
 
     def stage(self, state: State) -> Stage:
-        """Always phase 1, masked."""
         plan = packing("STE", self.packed, self.pattern)
         return Stage(phase=1, transform=HardMask(Pattern(self.pattern)), rule=UpdateRule(masked=True), plan=plan)
 
@@ -74,20 +70,16 @@ class SRSTE(Recipe):
         0.0001
     """
 
-    paper = "Zhou et al., ICLR 2021, arXiv 2102.04010"
-    patterns = "any N:M"
-    extra_state = "none"
-    cost = "as ste; the decay is part of the same pass"
-
     decay: float = 2e-4
     packed: bool | str = False
 
+    about = About("Zhou et al., ICLR 2021, arXiv 2102.04010", cost="as ste; the decay is part of the same pass")
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_decay("SRSTE", self.decay)
+        check_number("SRSTE", "decay", self.decay)
         packing("SRSTE", self.packed, self.pattern)
 
     def stage(self, state: State) -> Stage:
-        """Always phase 1, masked, with the decay."""
         rule, plan = UpdateRule(masked=True, decay=self.decay), packing("SRSTE", self.packed, self.pattern)
         return Stage(phase=1, transform=HardMask(Pattern(self.pattern)), rule=rule, plan=plan)

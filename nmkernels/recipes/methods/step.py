@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,13 +18,11 @@ from torch import Tensor
 
 from ...ops import STATS
 from ...optim import MaskedAdamW, UpdateRule
-from ...pattern import CheckpointError, RecipeError
-from ..base import Observed, Recipe, Stage, State
-from ..compose import Outer, as_inner, first_stage, of_length
-from ..cost import Span, first
-from ..packing import packing
-from ..registry import recipe
-from ..schedule import check_decay, resolve_step
+from ...pattern import RecipeError
+from ..base import About, Observed, Recipe, Setup, Span, Stage, State, first
+from ..compose import Composite, first_stage, of_length
+from ..registry import recipe, spec
+from ..schedule import check_choice, check_number, packing, resolve_step
 from .ste import SRSTE
 
 APPLIED, CHANGE, LOG_CHANGE, UNCHANGED = (STATS.index(name) for name in ("applied", "v_change", "v_log_change", "v_unchanged"))
@@ -129,7 +127,7 @@ THRESHOLDS = {"relative_norm": 0.5, "staleness": 0.96}
 
 @recipe("step")
 @dataclass(frozen=True)
-class STEP(Outer):
+class STEP(Composite):
     """STEP (Lu et al., "STEP: learning N:M structured sparsity masks from scratch with precondition", ICML 2023, algorithm 2).
 
     Phase 0, t ≤ T₀: dense AdamW. Phase 1, t > T₀: forward with M(W) ⊙ W, the straight-through gradient into
@@ -141,10 +139,10 @@ class STEP(Outer):
     Args:
         switch: ``"arithmetic"`` (option I), ``"geometric"`` (option II: Z_t is exp of the mean of log|Δv|, floored at the smallest
             fp32 number; weights whose v did not change at all are left out, or a few dead units would fire it), ``"fixed"`` (at
-            ``switch_at``), or the paper's rivals ``"relative_norm"`` (|‖v_t‖−‖v_{t−1}‖|/‖v_{t−1}‖ < 0.5) and ``"staleness"``
+            ``start``), or the paper's rivals ``"relative_norm"`` (|‖v_t‖−‖v_{t−1}‖|/‖v_{t−1}‖ < 0.5) and ``"staleness"``
             (‖v_t‖₁/‖v_{t−1/(1−β₂)}‖₁ > 0.96).
         t_min, t_max: bounds on T₀: whole steps, or shares of ``total_steps`` as floats; None for no bound.
-        switch_at: T₀ for ``switch="fixed"``, in steps or as a share.
+        start: T₀ for ``switch="fixed"``, in steps or as a share.
         threshold: of the policy's test; by default the optimizer's own ε, or the rivals' figure above.
         bias_corrected: freeze v̂* = v*/(1−β₂^T₀) (no jump of the step size at the switch); False keeps v* raw.
         eps_mode: ``"outside"`` √v̂* + ε, or ``"inside"`` √(v̂* + ε).
@@ -156,7 +154,7 @@ class STEP(Outer):
             the frozen moment does (``bench/accuracy``).
         decay: λ of SR-STE in phase 1; 0 for plain STE. The same as ``inner=SRSTE(pattern, decay=...)``.
         packed: how phase 1 multiplies, as for ``STE``; of an inner recipe it is that one's option.
-        inner: the recipe of phase 1 in its place, ``MdGf("1:8", ...)`` or its text ``"mdgf(fine_tune=0.25)"``; the paper reports SR-STE,
+        inner: the recipe of phase 1 in its place, ``MdGf("1:8", ...)`` or its text ``"mdgf(end=0.8)"``; the paper reports SR-STE,
             decaying masks and layer-wise N. It begins at the switch: its own schedule counts from there over the T − T₀ steps that are
             left of ``total_steps`` (shares in it are shares of those, a ``total_steps`` of its own is overruled), what it takes once
             from the weights (S-STE's β, layer-wise patterns) it takes from those of the switch, and all its updates have v frozen.
@@ -168,19 +166,14 @@ class STEP(Outer):
     Example:
         >>> STEP("2:4", total_steps=1000).bounds()
         (100, 500)
-        >>> STEP("1:8", total_steps=1000, switch="fixed", inner="mdgf(fine_tune=0.2)").sparse(250).phases()
-        Phases(start=0, stop=600)
+        >>> STEP("1:8", total_steps=1000, switch="fixed", inner="mdgf(end=0.8)").sparse(250).stages[-1][0]
+        600
     """
 
-    paper = "Lu et al., ICML 2023, arXiv 2302.01172"
-    patterns = "any N:M"
-    extra_state = "a window of 1/(1−β₂) figures of the second moment until the switch"
-    cost = "dense until the switch, by default between 10 and 50 % of the steps; then as ste, or the inner recipe"
-
-    switch: str = "arithmetic"
+    switch: str = field(default="arithmetic", metadata={"resume": "until inner"})
     t_min: float | int | None = 0.1
     t_max: float | int | None = 0.5
-    switch_at: float | int = 0.25
+    start: float | int = 0.25
     threshold: float | None = None
     bias_corrected: bool = True
     eps_mode: str = "outside"
@@ -188,16 +181,20 @@ class STEP(Outer):
     freeze: bool = True
     decay: float = 0.0
     packed: bool | str = False
-    inner: Recipe | str | None = None
+
+    about = About(
+        paper="Lu et al., ICML 2023, arXiv 2302.01172",
+        extra_state="a window of 1/(1−β₂) numbers of the second moment until the switch",
+        cost="dense until the switch, by default between 10 and 50 % of the steps; then as ste, or the inner recipe",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, value, known in (("switch", self.switch, SWITCHES), ("eps_mode", self.eps_mode, ("outside", "inside"))):
-            if value not in known:
-                raise RecipeError(f"STEP: {name}={value!r} is unknown; choose one of {', '.join(known)}.")
+        check_choice("STEP", "switch", self.switch, SWITCHES)
+        check_choice("STEP", "eps_mode", self.eps_mode, ("outside", "inside"))
         if self.clamp is not None and not self.clamp > 0:
             raise RecipeError(f"STEP: clamp={self.clamp} must be positive, or None for no clamp.")
-        check_decay("STEP", self.decay)
+        check_number("STEP", "decay", self.decay)
         packing("STEP", self.packed, self.pattern)
         if self.threshold is not None and not self.threshold > 0:
             raise RecipeError(f"STEP: threshold={self.threshold} must be positive, or None for the policy's own.")
@@ -205,15 +202,14 @@ class STEP(Outer):
         if low is not None and high is not None and low > high:
             raise RecipeError(f"STEP: t_min ({low} steps) is later than t_max ({high} steps).")
         if self.switch == "fixed" and high == 0:
-            raise RecipeError("STEP: switch_at is step 0, before any second moment exists; use SRSTE, or switch later.")
+            raise RecipeError("STEP: start is step 0, before any second moment exists; use SRSTE, or switch later.")
         if self.inner is not None:
-            if self.decay:
-                raise RecipeError(f"STEP: decay={self.decay} is of SR-STE and there is an inner recipe; give it to that one.")
-            if self.packed:
-                raise RecipeError(f"STEP: packed={self.packed!r} is of phase 1 and there is an inner recipe; give it to that one.")
-            object.__setattr__(self, "inner", as_inner(self, self.inner))
+            for name, what in (("decay", "SR-STE"), ("packed", "phase 1")):
+                if getattr(self, name):
+                    raise RecipeError(
+                        f"STEP: {name}={getattr(self, name)!r} is of {what} and there is an inner recipe; give it to that one."
+                    )
             self._check_inner()
-            self._take_over()
 
     def _check_inner(self) -> None:
         inner = self.sparse(0)
@@ -221,14 +217,14 @@ class STEP(Outer):
         stage = first_stage(inner)
         if stage.phase == 0:
             raise RecipeError(
-                f"{said}it begins with a dense phase, and STEP has that one itself. Leave out what makes it dense at first (dense=, "
-                "prune_at=), or use the recipe without STEP."
+                f"{said}it begins with a dense phase, and STEP has that one itself. Leave out what makes it dense at first "
+                "(start=), or use the recipe without STEP."
             )
         if stage.plan.wgrad == "none" or (stage.transform is not None and "learned" in stage.transform.reads.values()):
             raise RecipeError(f"{said}it learns masks, from the first step on, which a dense phase cannot prepare. Use it without STEP.")
         if stage.rule.late:
             raise RecipeError(f"{said}its second moment is that of its own decay too, and cannot be frozen before. Use it without STEP.")
-        if inner.mask_score not in (None, "magnitude"):
+        if inner.setup.mask_score not in (None, "magnitude"):
             raise RecipeError(f'{said}its masks are of a model that is trained already. Use score="magnitude", or it without STEP.')
         for at in {self._earliest(), self._latest()} - {None}:
             try:
@@ -259,7 +255,7 @@ class STEP(Outer):
     def bounds(self) -> tuple[int | None, int | None]:
         """(T_min, T_max) in steps; both are T₀ itself for ``switch="fixed"``."""
         if self.switch == "fixed":
-            at = resolve_step("STEP", "switch_at", self.switch_at, self.total_steps)
+            at = resolve_step("STEP", "start", self.start, self.total_steps)
             return at, at
         return (
             resolve_step("STEP", "t_min", self.t_min, self.total_steps),
@@ -283,38 +279,28 @@ class STEP(Outer):
             >>> [span.steps for span in STEP("2:4", total_steps=100).switched_at(20).profile(100)]
             [20, 80]
         """
-        return replace(self, switch="fixed", switch_at=step)
+        return replace(self, switch="fixed", start=step)
 
-    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """STEP freezes the second moment, which only ``MaskedAdamW`` can do."""
-        if not isinstance(optimizer, MaskedAdamW):
-            raise RecipeError(
-                f"STEP cannot freeze the second moment of {type(optimizer).__name__}. Replace it in one line: "
-                "optimizer = handle.attach(nm.optim.MaskedAdamW(model.parameters(), lr=...)). It takes AdamW's keywords and state."
-            )
+    @property
+    def setup(self) -> Setup:
+        return replace(super().setup, optimizer=MaskedAdamW, needs="freezes the second moment")
 
-    def start(self, group: dict[str, Any]) -> State:
+    def active(self, state: State) -> tuple[Recipe, State]:
+        """The recipe of phase 1; its own state is empty until it begins."""
+        return self.sparse(state.get("switch_step", 0)), state.get("inner", {})
+
+    def first_state(self, group: dict[str, Any]) -> State:
         """Phase 0, an empty window."""
         threshold = self.threshold if self.threshold is not None else THRESHOLDS.get(self.switch, group["eps"])
         state: State = {"switch_step": 0, "v_step": 0, "threshold": float(threshold)}
         start(state, self.switch, float(group["betas"][1]))
         return state
 
-    def check_state(self, state: Any, group: dict[str, Any]) -> None:
-        """Also refuse to go on in phase 0 with another policy: its memory means something else."""
-        super().check_state(state, group)
-        theirs = state["spec"].get("switch")
-        if "inner" in state:
-            self.sparse(state["switch_step"]).check_state(state["inner"], group)
-        elif theirs != self.switch:
-            raise CheckpointError(f'the checkpoint was watching the second moment with switch="{theirs}", this run uses "{self.switch}".')
-
     def stage(self, state: State) -> Stage:
         """Phase 0 until the switch, then the stages of the inner recipe with the second moment frozen."""
         if not state.get("switch_step"):
             return Stage(phase=0, rule=UpdateRule(geometric=self.switch == "geometric"), later=first_stage(self.sparse(0)).transform)
-        inner, own = self.inner_at(state)
-        stage = inner.stage(own)
+        stage = super().stage(state)
         if not self.freeze:
             return stage
         rule = replace(
@@ -326,25 +312,20 @@ class STEP(Outer):
         )
         return replace(stage, rule=rule)
 
-    def inner_at(self, state: State) -> tuple[Recipe, State]:
-        """The recipe of phase 1 and its own state, which checkpoints of older versions do not have."""
-        return self.sparse(state.get("switch_step", 0)), state.get("inner", {})
-
     def advance(self, state: State, observed: Observed) -> bool:
         """Watch the second moment; True at the step after which it is frozen, and when the stage of the inner recipe changes."""
         if state["switch_step"]:
-            state["t"] = state["t"] + observed.stats[STATS.index("applied")].to(state["t"].device)
-            inner, own = self.inner_at(state)
-            return inner.advance(own, replace(observed, calls=observed.calls - state["switch_step"]))
+            state["t"] = state["t"] + observed.stats[APPLIED].to(state["t"].device)
+            return super().advance(state, replace(observed, calls=observed.calls - state["switch_step"]))
         observe(state, self.switch, observed)
         if self.switch == "geometric":
-            state["v_unchanged"] = observed.stats[STATS.index("v_unchanged")]
+            state["v_unchanged"] = observed.stats[UNCHANGED]
         if not self._due(state, observed.calls):
             return False
         state["switch_step"] = int(state["t"].item())
         state["v_step"] = state["switch_step"] if observed.step is None else int(observed.step.item())
         inner = self.sparse(state["switch_step"])
-        state["inner"] = {"spec": inner.spec(), **inner.start(observed.group)}
+        state["inner"] = {"spec": spec(inner), **inner.first_state(observed.group)}
         if "seed" in state["inner"]:
             state["seed"] = state["inner"]["seed"]  # the random streams of the layers are the handle's matter
         return True
@@ -361,16 +342,17 @@ class STEP(Outer):
             due = due | (t > high)
         return bool(due.item())
 
-    def unready(self, state: State) -> str:
-        """Too early before the switch, or where the inner recipe says so."""
-        return super().unready(state) if state["switch_step"] else "is still in its dense phase"
-
-    def metrics(self, state: State) -> dict[str, Tensor]:
+    def values(self, state: State) -> dict[str, Tensor]:
         """``z_bar``, what AutoSwitch tests; ``switch_step``, T₀ or 0; for option II ``v_unchanged``, how many |Δv| were zero.
 
-        After the switch also the figures of the inner recipe.
+        After the switch also those of the inner recipe.
         """
+        if not state:
+            return {}
         own = {"z_bar": state["z_bar"], "switch_step": torch.tensor(state["switch_step"])}
         if "v_unchanged" in state:
             own["v_unchanged"] = state["v_unchanged"]
-        return {**own, **super().metrics(state)} if state["switch_step"] else own
+        return {**own, **super().values(state)} if state["switch_step"] else own
+
+    def not_ready_reason(self, state: State) -> str:
+        return super().not_ready_reason(state) if state["switch_step"] else "is still in its dense phase"

@@ -105,7 +105,7 @@ def search_decay(
         >>> _ = torch.manual_seed(0)
         >>> data = [(torch.randn(8, 16), torch.randn(8, 16)) for _ in range(20)]
         >>> make = lambda p: torch.optim.AdamW(p, lr=1e-2)
-        >>> found = search_decay(FST(fine_tune=0), nn.Linear(16, 16), make, step, data, grid=(1e-4, 1.0), feasible=(0.0, 2.0))
+        >>> found = search_decay(FST(end=None), nn.Linear(16, 16), make, step, data, grid=(1e-4, 1.0), feasible=(0.0, 2.0))
         >>> found.decay in (1e-4, 1.0), found.recipe.decay == found.decay
         (True, True)
     """
@@ -145,7 +145,8 @@ def _first_measured(
     recipe: Recipe, batches: Sequence[Any], grid: Sequence[float], feasible: tuple[float, float], measure: float, stride: int
 ) -> int:
     """The number of steps of a run before the first mask; raises ``RecipeError`` where an argument is out of range."""
-    if "decay" not in {f.name for f in fields(recipe)}:
+    others = recipe.setup.freezes or recipe.stage({}).after is not None  # their decay is not of the pruned weights
+    if others or "decay" not in {f.name for f in fields(recipe)}:
         raise RecipeError(f"search_decay: {type(recipe).__name__} has no decay to search; FST and SRSTE have one.")
     if not grid or not all(0 <= decay < math.inf for decay in grid):
         raise RecipeError(f"search_decay: grid={tuple(grid)} must be one or more finite numbers of at least 0.")
@@ -161,8 +162,8 @@ def _first_measured(
 
 def _probe(recipe: Recipe, decay: float) -> Recipe:
     """``recipe`` with that λ, without its dense end."""
-    names = {f.name for f in fields(recipe)}
-    probe = replace(recipe, decay=decay, **({"fine_tune": 0} if "fine_tune" in names else {}))  # type: ignore[call-arg]
+    settings: dict[str, Any] = {"decay": decay, **({"end": None} if recipe.final == "dense" else {})}
+    probe = replace(recipe, **settings)
     if probe.stage({}).phase == 0:
         raise RecipeError(f"search_decay: {type(recipe).__name__} begins with dense steps, in which λ has no effect.")
     return probe
