@@ -123,13 +123,13 @@ def test_every_recipe_trains_to_a_checked_file(name, text, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "options", [("--recipe", "step:1:4(inner=mdgf(grad=ste))"), ("--recipe", "step:1:4", "--set", "inner=mdgf(grad=ste)")]
+    "options", [("--recipe", "step:1:4(inner=mdgf(gradient=ste))"), ("--recipe", "step:1:4", "--set", "inner=mdgf(gradient=ste)")]
 )
 def test_a_recipe_inside_another(options):
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     config = fresh(settings(parser.parse_args(options)))
-    assert config.recipe == "step:1:4" and config.options == {"inner": "mdgf(grad=ste)"} and config.build_recipe().inner
+    assert config.recipe == "step:1:4" and config.options == {"inner": "mdgf(gradient=ste)"} and config.build_recipe().inner
 
 
 def test_the_end_says_what_there_is(text, tmp_path, capsys):
