@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 import nmkernels as nm
-from nmkernels.audit.timing import Timer
 from nmkernels.models import model_shapes
+from nmkernels.tuning import Seconds
 
 from .rows import commit, machine, versions
 
@@ -29,7 +29,7 @@ CPU_TOKENS, GPU_TOKENS = 1024, 65536
 BUDGET = 45.0
 
 
-def measured(timer: Timer | None = None, budget: float = BUDGET) -> str:
+def measured(timer: Seconds | None = None, budget: float = BUDGET) -> str:
     """The table of this CPU, with the machine, the date and the commit."""
     found = nm.audit(model_shapes(MODEL).shapes(), CPU_TOKENS, device="cpu", dtype="float32", budget=budget, timer=timer)
     stamp = f"**{machine()}** ({versions()}; {datetime.date.today().isoformat()}; commit {commit()})"

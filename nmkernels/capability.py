@@ -88,6 +88,11 @@ def _cuda_code(core: Any) -> str:
     return f"with CUDA for {', '.join(found).replace('compute_', 'PTX compute_')}" if found else "without CUDA"
 
 
+def instruction_set() -> str:
+    """The instruction set that the core uses; ValueError where NMKERNELS_ISA names an impossible one."""
+    return str(import_module("._C", __package__).isa()) if compiled_core().ok else "no core"
+
+
 def _instruction_set(core: Any) -> str:
     """Which of the core's instruction sets is used; an impossible NMKERNELS_ISA is told here and raised by the first kernel."""
     try:

@@ -35,6 +35,26 @@ def always(*_args: Any) -> Verdict:
 
 
 @dataclass(frozen=True)
+class Tuning:
+    """What choosing by speed must know of a backend's GEMM.
+
+    Args:
+        heuristic: ``heuristic(role, dtype, tokens, n, m, device)``: whether it beats dense there, unmeasured.
+        prepare: ``prepare(op, *args, timer=None)``: finds, checks and stores its fastest own way to do such calls; a ``tuning.Found``.
+        compiles: its first call compiles for seconds; on first use it is not measured.
+        keeps: it keeps something of its own beside the sparse operand, by its version.
+    """
+
+    heuristic: Callable[..., bool] | None = None
+    prepare: Callable[..., Any] | None = None
+    compiles: bool = False
+    keeps: bool = False
+
+
+UNTUNED = Tuning()
+
+
+@dataclass(frozen=True)
 class Impl:
     """One backend's function for one op.
 
@@ -47,6 +67,7 @@ class Impl:
     fits: Callable[..., Verdict]
     priority: int
     ready: Callable[..., Verdict] | None = None
+    tuning: Tuning = UNTUNED
 
     def supports(self, *args: Any) -> Verdict:
         """Whether it can run ``op(*args)`` now, and why not."""
@@ -77,6 +98,7 @@ def impl(
     priority: int,
     supports: Callable[..., Verdict] = always,
     ready: Callable[..., Verdict] | None = None,
+    tuning: Tuning = UNTUNED,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the decorated function as ``backend``'s implementation of ``op``.
 
@@ -89,7 +111,7 @@ def impl(
     """
 
     def register(fn: Callable[..., Any]) -> Callable[..., Any]:
-        entry = Impl(op, backend, fn, supports, priority, ready)
+        entry = Impl(op, backend, fn, supports, priority, ready, tuning)
         others = [i for i in _impls.get(op, []) if i.backend != backend]
         _impls[op] = sorted([*others, entry], key=lambda i: -i.priority)
         forget()

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from nmkernels import CompressedLinear, ops, testing
-from nmkernels.autograd import choice
-from nmkernels.autograd.choice import DENSE, Product
-from nmkernels.autograd.choice.operands import operands
+from nmkernels.autograd import gemms
+from nmkernels.autograd.gemms import DENSE, Product, operands
 
 from ..registry import Grid, Provider, Ratio, Spec, Work, family
 
@@ -56,7 +55,7 @@ def fprop(spec: Spec, device: str) -> Work:
 @family("choice(dgrad)", grids=_grids(TOKENS[2:]))
 def dgrad(spec: Spec, device: str) -> Work:
     """``dx = g W`` with W at hand in dense layout and packed both ways, beside the dense product."""
-    forms = choice.forms(spec.rows, spec.cols, spec.n, spec.m, spec.torch_dtype, torch.device(device).type, columns=True)
+    forms = gemms.forms(spec.rows, spec.cols, spec.n, spec.m, spec.torch_dtype, torch.device(device).type, columns=True)
     return _plain(Product("dgrad", spec.tokens, spec.rows, spec.cols, spec.n, spec.m, spec.torch_dtype, torch.device(device), forms), spec)
 
 
@@ -64,19 +63,19 @@ def dgrad(spec: Spec, device: str) -> Work:
 def wgrad(spec: Spec, device: str) -> Work:
     """``dW = ĝᵀ x`` from g, the estimate included, beside the product of the same estimate in dense layout."""
     where = torch.device(device)
-    forms = choice.forms(spec.rows, spec.tokens, spec.n, spec.m, spec.torch_dtype, where.type)
+    forms = gemms.forms(spec.rows, spec.tokens, spec.n, spec.m, spec.torch_dtype, where.type)
     return _plain(Product("wgrad", spec.tokens, spec.rows, spec.cols, spec.n, spec.m, spec.torch_dtype, where, forms, "exact"), spec)
 
 
 def _plain(product: Product, spec: Spec) -> Work:
     other, operand, seed = operands(product)
-    dense = choice.estimate(product, operand, seed) if product.role == "wgrad" else operand[DENSE]
+    dense = gemms.estimate(product, operand, seed) if product.role == "wgrad" else operand[DENSE]
 
     def ours() -> Tensor:
-        return choice.call(choice.choose(product), product, other, operand, seed=seed)
+        return gemms.call(gemms.choose(product), product, other, operand, seed=seed)
 
     def theirs() -> Tensor:
-        return choice.call(DENSE, product, other, operand, seed=seed)
+        return gemms.call(DENSE, product, other, operand, seed=seed)
 
     def exact(part: slice) -> Tensor:
         a, b = (dense, other) if product.role == "wgrad" else (other, dense)
@@ -87,13 +86,13 @@ def _plain(product: Product, spec: Spec) -> Work:
 
 def _work(spec: Spec, product: Product, ours: Callable[[], Tensor], theirs: Callable[[], Tensor], exact: Callable[[slice], Tensor]) -> Work:
     """Both ways, and how many times as fast the chosen candidate was when it was measured; 1 where that is dense."""
-    found = choice.measure(product)
+    found = gemms.measure(product)
     part, full = slice(0, PART), 2.0 * spec.tokens * spec.rows * spec.cols
 
     def check() -> None:
-        with choice.using(product, found.best):
+        with gemms.using(product, found.best):
             testing.assert_no_worse(ours()[part], theirs()[part], exact(part), spec.op)
 
-    mine = Provider(OURS, ours, check=check, under=lambda: choice.using(product, found.best))
+    mine = Provider(OURS, ours, check=check, under=lambda: gemms.using(product, found.best))
     facts = {(OURS, "gain when measured"): found.gain or 1.0}
     return Work([mine, Provider(THEIRS, theirs, flops=full)], [Ratio("x dense", OURS, (THEIRS,))], facts)

@@ -124,7 +124,7 @@ def cusparselt(op: str, args: tuple[Any, ...], default: Provider, searched: Prov
         with _ours.forced(linear.NAME):
             problem, algorithm = settled()
             here = context.here(context.place(like)[0])
-            if algorithms._checked.get(algorithms._key(problem, here)) != algorithm:
+            if algorithms.settled(problem, here) != algorithm:
                 algorithms.remember(problem, here, algorithm)
             yield
 
@@ -138,9 +138,11 @@ def cusparselt(op: str, args: tuple[Any, ...], default: Provider, searched: Prov
     @cache
     def by_search() -> tuple[Any, Any]:
         found = search(op, *args)
-        if found.best is None:
+        (problem,) = linear.problem_of(op, *args)
+        best = algorithms.settled(problem, context.here(context.place(like)[0]))
+        if not found.seconds or best is None:
             raise BackendError(f"cuSPARSELt: {found}")
-        return found.problem, found.best
+        return problem, best
 
     default.under = partial(using, by_default)
     searched.name, searched.under = f"{default.name}, searched", partial(using, by_search)

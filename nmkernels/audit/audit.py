@@ -18,14 +18,13 @@ from ..recipes.handle import Handle
 from ..recipes.registry import text
 from ..recipes.report import Entry, starred
 from ..recipes.sparsify import DTYPES, FilterFn
-from . import here
+from ..tuning import Seconds
 from .advice import Case, notes, of_dense, of_sparse
 from .devices import Device
 from .flops import skeleton
-from .measure import Bench, Job, Measured, Progress
+from .measure import Bench, Job, Measured, Progress, find, measured
 from .report import Audit, LayerAudit
 from .rules import Layer, Part, Pieces, Rules, at, by_name, inference, of_recipe, parts_of, step
-from .timing import Timer
 
 RECIPE = "sste:2:4"
 """What a dense model is audited for unless told."""
@@ -48,7 +47,7 @@ def audit(
     other: float = 0.0,
     measure: bool = True,
     budget: float = 60.0,
-    timer: Timer | None = None,
+    timer: Seconds | None = None,
     progress: Progress | None = None,
 ) -> Audit:
     """Predict, and measure where the device is at hand, how much faster N:M makes each linear layer; nothing is changed or printed.
@@ -98,7 +97,7 @@ def audit(
     """
     _check(tokens, accumulate, optimizer, other, budget)
     model, recipe, report = _subject(model, recipe)
-    target, spot = here.find(device, _home(model))
+    target, spot = find(device, _home(model))
     given = _dtype(dtype)
     if dtype is not None and given not in DTYPES:
         raise RecipeError(f"audit: dtype={dtype!r} is none that products have; choose bfloat16, float16, float32 or float64.")
@@ -166,7 +165,7 @@ def _home(model: nn.Module) -> torch.device:
 class _Devices:
     """The device for each dtype and pattern: one of the table as it is, this machine as it was measured for them."""
 
-    def __init__(self, target: str | Device, spot: torch.device | None, timer: Timer | None) -> None:
+    def __init__(self, target: str | Device, spot: torch.device | None, timer: Seconds | None) -> None:
         self.target, self.spot, self.timer = target, spot, timer
         self.found: dict[tuple[torch.dtype, Pattern], Device] = {}
 
@@ -175,7 +174,7 @@ class _Devices:
             return self.target
         assert self.spot is not None
         if (dtype, pattern) not in self.found:
-            self.found[dtype, pattern] = here.measured(self.target, self.spot, dtype, pattern, self.timer)
+            self.found[dtype, pattern] = measured(self.target, self.spot, dtype, pattern, self.timer)
         return self.found[dtype, pattern]
 
 

@@ -1,4 +1,7 @@
-"""Measures the pieces of a layer's step on the device at hand, on random numbers of its shape and dtype; the model is not touched."""
+"""Measures the pieces of a layer's step on the device at hand, on random numbers of its shape and dtype; the model is not touched.
+
+What the device itself does is measured once per process: its GPU is taken from the table of devices where that has it.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,22 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from statistics import median
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .. import ops
-from ..autograd.choice import Product, measure
-from ..pattern import NMError
-from .rules import PRODUCTS, Cost, Layer, Pieces, Rules, ways
-from .timing import LEAST, Task, Timer, take_turns, timer_for
+from ..autograd.gemms import Product, measure
+from ..pattern import NMError, Pattern
+from ..tuning import Seconds, Task, Timer, device_name
+from .devices import DEVICES, Device, named, unknown
+from .rules import PRODUCTS, Cost, Layer, Pieces, Rules, packed_bytes, ways
+
+LEAST = 3
+"""Rounds in which every piece takes part at least."""
 
 ORDERS = ("mma.sp", "wgmma.sp")
 """The orders of metadata that tensor cores read, see ``ops.relayout``."""
@@ -35,6 +44,11 @@ CHUNK = 1 << 24
 MEMORY = 0.5
 """Share of the free memory that a measurement may take."""
 
+COPY = 1 << 26
+"""Bytes of the copied tensor; above any cache that it would have to itself."""
+
+PROBE = Layer((1024, 1024), 256, torch.float32, torch.float32)
+"""The layer whose products stand for all: large enough for the kernels' rate, measured in a second."""
 
 Progress = Callable[[int, int, str], None]
 
@@ -43,7 +57,7 @@ Progress = Callable[[int, int, str], None]
 class Measured:
     """Seconds of the pieces by name, empty where nothing was measured; ``note`` tells why, or on how many tokens.
 
-    ``kernels``: the candidate of ``autograd.choice`` that was the fastest of the sparse ones, by product.
+    ``kernels``: the candidate of ``autograd.gemms`` that was the fastest of the sparse ones, by product.
     """
 
     seconds: dict[str, float]
@@ -83,7 +97,7 @@ def products(rules: Rules, turned: bool, trains: bool) -> list[str]:
 
 
 def product_of(layer: Layer, rules: Rules, role: str, turned: bool, device: torch.device) -> Product:
-    """What ``autograd.choice`` measures for a role: the dense layout against every kernel for the forms of the operand that can be had."""
+    """What ``autograd.gemms`` measures for a role: the dense layout against every kernel for the forms of the operand that can be had."""
     pattern = rules.estimate if role == "wgrad" and rules.estimate is not None else rules.pattern
     plain = "columns" if role == "dgrad" and not turned else "rows"
     forms = ["dense", plain]
@@ -173,7 +187,7 @@ class Bench:
         timer: seconds of a ``Task``; by the device's clock if None.
     """
 
-    def __init__(self, device: torch.device, timer: Timer | None, budget: float) -> None:
+    def __init__(self, device: torch.device, timer: Seconds | None, budget: float) -> None:
         self.device, self.timer, self.budget = device, timer, budget
 
     def run(self, guesses: Mapping[Job, Cost], progress: Progress | None = None) -> dict[Job, Measured]:
@@ -205,9 +219,8 @@ class Bench:
         if short:
             return Measured({}, f"not measured: {short}")
         with torch.no_grad():
-            tasks = tasks_of(small, rules, self.device, turned, names)
-            seconds = take_turns(tasks, self.timer or timer_for(self.device), share / 4)
-            del tasks
+            found = timed(tasks_of(small, rules, self.device, turned, names), self.device, self.timer, share / 4)
+        seconds = {name: median(samples) for name, samples in found.items()}
         kernels: dict[str, str] = {}
         for role in roles:
             assert rules is not None
@@ -250,3 +263,95 @@ def free_bytes(device: torch.device) -> float:
             return next((1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")), math.inf)
     except OSError:
         return math.inf
+
+
+def timed(tasks: Sequence[Task], device: torch.device, timer: Seconds | None, seconds: float, least: int = LEAST) -> dict[str, list[float]]:
+    """The seconds of each in every round.
+
+    Raises:
+        RuntimeError: one failed.
+    """
+    found = Timer(device, timer).turns({task.name: [task.run] for task in tasks}, seconds, least=least)
+    if found.failed:
+        raise RuntimeError(next(iter(found.failed.values())))
+    return {task.name: found.of(task.name) for task in tasks}
+
+
+# ---- the device
+
+
+def find(spec: str | torch.device | None, default: torch.device) -> tuple[str | Device, torch.device | None]:
+    """A device of the table, or the name of one to measure; and where it is at hand, the device to measure on.
+
+    Raises:
+        RecipeError: nothing is called that.
+    """
+    target = default if spec is None else spec
+    if isinstance(target, str) and target.upper() in DEVICES:
+        found = DEVICES[target.upper()]
+        here = torch.cuda.is_available() and named(torch.cuda.get_device_name()) == found
+        return found, torch.device("cuda") if here else None
+    if isinstance(target, str) and named(target) is not None:
+        return find(next(key for key, device in DEVICES.items() if device == named(target)), default)
+    try:
+        device = torch.device(target)
+    except RuntimeError:
+        raise unknown(str(target)) from None
+    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
+        raise unknown(str(target))
+    name = device_name(device)
+    return named(name) or name, device
+
+
+def measured(name: str, device: torch.device, dtype: torch.dtype, pattern: Pattern, timer: Seconds | None = None) -> Device:
+    """``device`` by a short measurement: bandwidth of ``copy_``, dense products, those of this pattern, and what a small call costs."""
+    if timer is not None:
+        return _measure(name, device, dtype, pattern, timer)
+    return _cached(name, device, dtype, pattern, torch.get_num_threads())
+
+
+@lru_cache(maxsize=64)
+def _cached(name: str, device: torch.device, dtype: torch.dtype, pattern: Pattern, threads: int) -> Device:
+    return _measure(name, device, dtype, pattern, None)
+
+
+def _measure(name: str, device: torch.device, dtype: torch.dtype, pattern: Pattern, timer: Seconds | None) -> Device:
+    probe = replace(PROBE, dtype=dtype, master=dtype)
+    # groups of any M: the last dimension is cut to whole ones
+    cols = probe.shape[1] // pattern.m * pattern.m
+    probe = replace(probe, shape=(cols, cols), tokens=probe.tokens // pattern.m * pattern.m or pattern.m)
+    rules = Rules(pattern, estimate=pattern, prepare="mask")
+    source = torch.zeros(COPY, dtype=torch.uint8, device=device)
+    target = torch.zeros_like(source)
+    tiny = torch.randn((1, pattern.m), dtype=dtype, device=device)
+    weight = torch.randn((pattern.m, pattern.m), dtype=dtype, device=device)
+    values, indices = torch.ops.nmkernels.nm_compress(weight, pattern.n, pattern.m, None)
+    names = [f"{role} {form}" for role in ("fprop", "dgrad", "wgrad") for form in ("dense", "sparse")]
+    tasks = [
+        Task("copy", lambda: target.copy_(source)),
+        Task("launch", lambda: F.linear(tiny, weight)),
+        Task("call", lambda: torch.ops.nmkernels.nm_linear(tiny, values, indices, pattern.n, pattern.m, pattern.m)),
+        *tasks_of(probe, rules, device, turned=True, names=[*names, "estimate", "weight rows"]),
+    ]
+    # what the device can do, whoever else is using it
+    took = {name: min(samples) for name, samples in timed(tasks, device, timer, 1.5, least=7).items()}
+    bandwidth = 2 * COPY / took["copy"]
+    operations = 2.0 * probe.shape[0] * probe.shape[1] * probe.tokens
+    ratio = {role: took[f"{role} dense"] / took[f"{role} sparse"] for role in ("fprop", "dgrad", "wgrad")}
+    packed = dtype.itemsize + packed_bytes(pattern, dtype)
+    kind = str(dtype).removeprefix("torch.")
+    return Device(
+        name,
+        bandwidth,
+        {kind: operations / took["fprop dense"]},
+        ratio,
+        min(ratio.values()),
+        max(ratio.values()),
+        share=1.0,
+        passes=min(1.0, probe.shape[0] * cols * packed / took["weight rows"] / bandwidth),
+        estimate=min(1.0, probe.tokens * cols * packed / took["estimate"] / bandwidth),
+        launch=took["launch"],
+        call=took["call"],
+        few=None,
+        turned=True,
+    )

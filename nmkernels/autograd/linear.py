@@ -20,8 +20,7 @@ from ..ops.linear import linear_of_layer, nm_linear, nm_linear_dgrad, nm_linear_
 from ..ops.mvue import nm_mvue_compress
 from ..pattern import NMError, Pattern
 from . import fp8
-from .choice import call, choose
-from .choice.candidates import function
+from .gemms import call, choose, function
 from .plan import STRAIGHT_THROUGH, GemmPlan, Operands, packed_inference, wgrad_product
 from .transforms import WeightTransform
 

@@ -16,7 +16,7 @@ from .. import dispatch
 from ..ops import METHODS, Compressed, DeviceCompressed, tensor_core_pattern
 from ..pattern import MAX_M, BackendError, NMError, Pattern
 from ..reference.layouts import COLUMNS, meta_shape
-from .choice import DENSE, Product, choose, forms
+from .gemms import DENSE, Product, choose, forms
 from .fp8 import SCHEMES
 from .transforms import WeightTransform
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..autograd import linear_compressed
-from ..autograd.choice import AUTO, DENSE, Product, call, choose, form_of, forms
+from ..autograd.gemms import AUTO, DENSE, Product, call, choose, form_of, forms
 from ..backends.cpu.linear import FEW_TOKENS
 from ..ops.compress import counts_writes
 from ..ops.define import unwatched
@@ -152,7 +152,7 @@ class CompressedLinear(nn.Module):
         return y if adapter is None else add_adapter(y, inputs, *adapter)
 
     def _chosen(self, x: Tensor, weight: ops.Compressed) -> Tensor:
-        """y = x Wᵀ + b by the way that ``autograd.choice`` has for it."""
+        """y = x Wᵀ + b by the way that ``autograd.gemms`` has for it."""
         product = self._product_of(x.numel() // (self.in_features or 1), x.dtype, x.device)
         name, bias = choose(product), self._parameters["bias"]
         if name in ORDINARY:

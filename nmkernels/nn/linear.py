@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..autograd import STRAIGHT_THROUGH, GemmPlan, HardMask, WeightTransform, linear, products
-from ..autograd.choice import Product
+from ..autograd.gemms import Product
 from ..ops import is_nm
 from ..pattern import NMError, Pattern, PatternLike
 from .adapter import ADAPTER, adapter_of, add_adapter, set_adapter
@@ -186,7 +186,7 @@ class NMWeight(nn.Module):
         return self.effective.dense(self.master, self.transform, self._extras(self.transform), dtype or self.weight.dtype)
 
     def products(self, tokens: int, dtype: torch.dtype | None = None) -> tuple[Product, ...]:
-        """The GEMMs for which this layer asks ``autograd.choice``, with so many rows of the input: those that its plan leaves open.
+        """The GEMMs for which this layer asks ``autograd.gemms``, with so many rows of the input: those that its plan leaves open.
 
         Args:
             tokens: batch times sequence. dtype: of the GEMMs, under autocast; the weight's if None.

@@ -1,36 +1,33 @@
-"""tune: time the ways to do a model's products on the device at hand, and keep the fastest ones on disk.
-
-What ``nm.tune`` found, as data and as a table.
-
-The products of a model's layers, and the fastest way to do each: dense, or one backend's kernel.
-
-The launches of Triton's kernels for a model's products: which there are, and which is the fastest.
-"""
+"""tune: time the ways to do a model's products on the device at hand, and keep the fastest ones on disk."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ..autograd import choice
-from ..autograd.choice import LEAST_GAIN, Product, Timer
-from ..autograd.choice.judge import Judge
-from ..dispatch import ENV, Impl, choose, forced_backend, implementations
+from ..autograd import gemms
+from ..autograd.gemms import Product
+from ..dispatch import ENV, choose, forced_backend, implementations
 from ..pattern import BackendError, NMError, Pattern
+from ..tuning import Found, Seconds
 from .compressed import CompressedLinear
 from .linear import NMWeight, autocast_dtype, castable
 
 __all__ = ["Progress", "TuneReport", "Tuned", "tune"]
 
-
 HEADER = ("layer", "product", "shape", "tokens", "default ms", "best ms", "gain", "choice")
+DEVICES = ("cpu", "cuda")
+
+Progress = Callable[[int, int, str], None]
+
+log = logging.getLogger("nmkernels.tune")
+log.addHandler(logging.NullHandler())
 
 
 @dataclass
@@ -112,232 +109,8 @@ class TuneReport:
         return "\n".join([*lines, f"stored in {self.path}" if self.paths else self.note])
 
 
-log = logging.getLogger("nmkernels.tune")
-
-DEVICES = ("cpu", "cuda")
-
-
-def gemms(model: nn.Module, counts: Sequence[int]) -> list[tuple[Product, Tuned]]:
-    """Every product for which layers ask, once, with the entry that names these layers."""
-    found: dict[tuple[str, Product], Tuned] = {}
-    for name, module in model.named_modules():
-        for tokens in counts:
-            for product in of_layer(module, tokens):
-                kind = type(module).__name__
-                entry = found.setdefault((kind, product), _entry(kind, product))
-                entry.layers.append(name or "(root)")
-    return [(product, entry) for (_, product), entry in found.items()]
-
-
-def of_layer(module: nn.Module, tokens: int) -> tuple[Product, ...]:
-    """The products that a layer asks ``choice`` about, under the autocast that is on; none for other modules."""
-    if not isinstance(module, (CompressedLinear, NMWeight)):
-        return ()
-    weight = module.values if isinstance(module, CompressedLinear) else module.weight
-    cast = autocast_dtype(weight)
-    dtype: torch.dtype = cast if cast is not None and castable(weight.dtype) else weight.dtype
-    asked: tuple[Product, ...] = module.products(tokens, dtype)
-    return tuple(product for product in asked if product.device.type in DEVICES)
-
-
-def _entry(kind: str, product: Product) -> Tuned:
-    pattern, dtype = f"{product.n}:{product.m}", str(product.dtype).removeprefix("torch.")
-    return Tuned([], kind, product.role, (product.rows, product.cols), product.tokens, pattern, dtype)
-
-
-def tune_gemm(product: Product, entry: Tuned, timer: Timer | None) -> Path:
-    """Measure a product, fill in its entry, and follow what was found from now on.
-
-    Raises:
-        OSError: the table cannot be written; this process follows it all the same.
-    """
-    try:
-        found = choice.measure(product, timer=timer)
-    except RuntimeError as error:  # out of memory, mostly
-        entry.choice = f"not measured: {str(error).splitlines()[0]}"
-        return choice.table.path()
-    entry.default, entry.best, entry.choice = found.seconds.get(found.baseline), found.seconds.get(found.best), found.best
-    entry.refused = [f"{name}: {why}" for name, why in found.refused.items()]
-    for why in entry.refused:
-        log.warning("%s: refused %s", product.words(), why)
-    return choice.record(found)
-
-
-OPS = {"fprop": "nm_linear", "dgrad": "nm_linear_dgrad", "wgrad": "nm_linear_wgrad"}
-BACKEND = "triton"
-
-Call = Callable[[], object]
-
-
-@dataclass(frozen=True)
-class Job:
-    """One product to tune: E ``(rows, cols)`` compressed, with ``width`` columns of the other operand."""
-
-    kind: str
-    dtype: torch.dtype
-    rows: int
-    cols: int
-    width: int
-    pattern: Pattern
-    device: torch.device
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of the layer's input."""
-        return self.cols if self.kind == "wgrad" else self.width
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(out, in) of the layer."""
-        return (self.rows, self.width if self.kind == "wgrad" else self.cols)
-
-
-def jobs(model: nn.Module, counts: Sequence[int]) -> list[tuple[Job | None, Tuned]]:
-    """Every product once with the entry of its layers, and an entry without a product per kind of layer that has none."""
-    found: dict[Any, tuple[Job | None, Tuned]] = {}
-    for name, module in model.named_modules():
-        if not isinstance(module, (CompressedLinear, NMWeight)):
-            continue
-        for job, reason in _of_layer(module, counts):
-            kind = type(module).__name__
-            shape = shape_of(module) if job is None else job.shape
-            key = (kind, job or (shape, reason))
-            if key not in found:
-                entry = Tuned([], kind, shape=shape, choice=reason)
-                if job is not None:
-                    entry.product, entry.tokens, entry.pattern = job.kind, job.tokens, str(job.pattern)
-                    entry.dtype = str(job.dtype).removeprefix("torch.")
-                found[key] = (job, entry)
-            found[key][1].layers.append(name or "(root)")
-    return list(found.values())
-
-
-def shape_of(module: CompressedLinear | NMWeight) -> tuple[int, int]:
-    """(out, in) of a layer."""
-    rows, cols = (module.weight if isinstance(module, CompressedLinear) else module.master).shape
-    return int(rows), int(cols)
-
-
-def _of_layer(module: CompressedLinear | NMWeight, counts: Sequence[int]) -> Iterator[tuple[Job | None, str]]:
-    """The products of a layer that Triton's kernels run, or the reason why there are none."""
-    rows, cols = shape_of(module)
-    if isinstance(module, CompressedLinear):
-        roles: Iterable[str] = ("fprop",)
-        pattern, weight = module.pattern, module.values
-    else:
-        plan, weight = module.plan, module.weight
-        roles = (("fprop", "dgrad") if plan.packs else ()) + (("wgrad",) if plan.wgrad in ("mvue", "magnitude") else ())
-        if not roles:
-            yield None, "its products are dense until nm.compress_"
-            return
-        pattern = module.mask_pattern
-    for role in roles:
-        for t in counts:
-            if role == "wgrad":
-                job = Job(role, weight.dtype, rows, t, cols, Pattern(plan.n, plan.m), weight.device)
-            else:
-                job = Job(role, weight.dtype, rows, cols, t, pattern, weight.device)
-            reason = _declined(job)
-            yield (None, reason) if reason else (job, "")
-
-
-def _declined(job: Job) -> str:
-    """Why Triton's kernels do not run this product here; empty if they do."""
-    op, args = OPS[job.kind], _arguments(job)
-    can, reason = _backend(op).supports(*args)
-    if not can:
-        return f"{BACKEND} declined: {reason}"
-    try:
-        chosen = choose(op, *args).backend
-    except BackendError as error:
-        return str(error)
-    return "" if chosen == BACKEND else f"runs on {chosen}"
-
-
-def _backend(op: str) -> Impl:
-    return next(entry for entry in implementations(op) if entry.backend == BACKEND)
-
-
-def _arguments(job: Job, random: bool = False) -> tuple[Any, ...]:
-    """Arguments of the raw op: memory as it comes, or random numbers."""
-    p = job.pattern
-
-    def matrix(rows: int, cols: int) -> Tensor:
-        return (torch.randn if random else torch.empty)((rows, cols), dtype=job.dtype, device=job.device)
-
-    if random:
-        e = matrix(job.rows, p.groups(job.cols) * p.m)
-        e[:, job.cols :] = 0  # along tokens the last group may be partial
-        values, indices = torch.ops.nmkernels.nm_compress(e, p.n, p.m, None)
-    else:
-        values = matrix(job.rows, p.kept(job.cols))
-        indices = torch.empty((job.rows, p.index_bytes(job.cols)), dtype=torch.uint8, device=job.device)
-    if job.kind == "wgrad":
-        return values, indices, p.n, p.m, job.cols, matrix(job.cols, job.width)
-    x = matrix(job.width, job.cols if job.kind == "fprop" else job.rows)
-    return (x, values, indices, p.n, p.m, job.cols, *([None] if job.kind == "fprop" else []))
-
-
-@torch.no_grad()
-def tune_launch(job: Job, entry: Tuned, timer: Any) -> dict[str, dict[str, Any] | None]:
-    """Time the candidates of one product, fill in its entry, and return what is to be stored."""
-    tuned = import_module("..backends.triton.tuned", __package__)
-    linear = import_module("..backends.triton.linear", __package__)
-    args = _arguments(job, random=True)
-    sizes = (job.kind, job.dtype, job.rows, job.cols, job.width, job.pattern.n, job.pattern.m)
-    capability = linear.capability(args[0])
-    product = tuned.Product(*sizes, job.device, capability)
-    judge, run, timer = _judge(job, args), _backend(OPS[job.kind]).fn, timer or _seconds
-    default, times = tuned.plan(*sizes, capability), {}
-    for candidate in tuned.candidates(*sizes, capability):
-        with tuned.using(product, candidate):
-            try:
-                wrong = judge(lambda out: run(*args, out=out))
-                if not wrong:
-                    times[candidate] = timer(lambda: run(*args))
-            except Exception as error:  # too much shared memory, mostly
-                wrong = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        if wrong:
-            entry.refused.append(f"{_words(candidate)}: {wrong}")
-            log.warning("%s %s: refused %s", job.kind, job.shape, entry.refused[-1])
-    key = tuned.name(product, tuned.device_name(job.device))
-    if not times:
-        entry.choice = "no launch gave a right result"
-        return {key: None}
-    best = min(times, key=times.__getitem__)
-    entry.default = times.get(default)
-    if entry.default is not None and entry.default < LEAST_GAIN * times[best]:
-        best = default
-    entry.best, entry.choice = times[best], f"default, {_words(best)}" if best == default else _words(best)
-    line = {"plan": best._asdict(), "us": 1e6 * times[best], "default us": entry.default and 1e6 * entry.default}
-    return {key: None if best == default else line}
-
-
-def _words(plan: Any) -> str:
-    """A launch in words: its method, and the numbers that matter to it."""
-    numbers = {} if plan.method == "scratch" else {k: v for k, v in plan._asdict().items() if k != "method"}
-    return " ".join([plan.method, *(f"{k}={v}" for k, v in numbers.items())])
-
-
-def _judge(job: Job, args: tuple[Any, ...]) -> Judge:
-    e, x = (args[:2], args[5]) if job.kind == "wgrad" else (args[1:3], args[0])
-    dense = torch.ops.nmkernels.nm_decompress(*e, job.pattern.n, job.pattern.m, job.cols)
-    return Judge(x, dense.t()) if job.kind == "fprop" else Judge(x, dense) if job.kind == "dgrad" else Judge(dense, x)
-
-
-def _seconds(call: Call) -> float:
-    """The median of calls by the device's clock, each after its cache was overwritten."""
-    testing = import_module("triton.testing")
-    return 1e-3 * float(testing.do_bench(call, warmup=10, rep=40, return_mode="median"))
-
-
-log.addHandler(logging.NullHandler())
-
-Progress = Callable[[int, int, str], None]
-
-
 def tune(
-    model: nn.Module, tokens: int | Sequence[int] = 8192, *, timer: Timer | None = None, progress: Progress | None = None
+    model: nn.Module, tokens: int | Sequence[int] = 8192, *, timer: Seconds | None = None, progress: Progress | None = None
 ) -> TuneReport:
     """Time the ways in which the products of ``model`` can be done on its device, dense among them; later calls use the fastest.
 
@@ -376,44 +149,125 @@ def tune(
     if not counts or any(t < 1 for t in counts):
         raise NMError(f"tune: tokens={tokens!r}; give the rows of the layers' input, at least 1, or several such numbers.")
     forced = forced_backend()
-    launches, products = jobs(model, counts), [] if forced else gemms(model, counts)
-    report, covered = TuneReport(), {name for _, entry in products for name in entry.layers}
-    report.entries = [entry for job, entry in launches if job is not None or not covered.issuperset(entry.layers)]
-    report.choices = [entry for _, entry in products]
+    launches, products = _launches(model, counts), [] if forced else _products(model, counts)
+    covered = {name for _, entry in products for name in entry.layers}
+    report = TuneReport([e for product, e in launches if product or not covered.issuperset(e.layers)], [e for _, e in products])
     if forced and not report.entries:
         report.note = f"nothing to choose: {ENV}={forced}"
-    tell = _Progress(progress, sum(job is not None for job, _ in launches) + len(products))
-    for job, entry in launches:
-        if job is not None:
-            tell(entry)
-            lines = tune_launch(job, entry, timer)
-            _stored(report, lambda lines=lines: import_module("..backends.triton.tuned", __package__).store(lines))  # type: ignore[misc]
-    for product, entry in products:
-        tell(entry)
-        _stored(report, lambda product=product, entry=entry: tune_gemm(product, entry, timer))  # type: ignore[misc]
+    work = [(product, entry, True) for product, entry in launches if product is not None]
+    work += [(product, entry, False) for product, entry in products]
+    for done, (product, entry, launch) in enumerate(work):
+        what = f"{entry.product} {entry.shape[0]}x{entry.shape[1]} {entry.pattern}, {entry.tokens} tokens"
+        log.info("%d of %d: %s", done + 1, len(work), what)
+        if progress is not None:
+            progress(done, len(work), what)
+        # stored one by one, so that a compiler that crashes takes nothing along that was found before
+        _measure(report, product, entry, partial(_prepared, product, timer) if launch else partial(_measured, product, timer), launch)
     return report
 
 
-class _Progress:
-    """Counts products and tells of each."""
-
-    def __init__(self, tell: Progress | None, total: int) -> None:
-        self.tell, self.total, self.done = tell, total, 0
-
-    def __call__(self, entry: Tuned) -> None:
-        what = f"{entry.product} {entry.shape[0]}x{entry.shape[1]} {entry.pattern}, {entry.tokens} tokens"
-        log.info("%d of %d: %s", self.done + 1, self.total, what)
-        if self.tell is not None:
-            self.tell(self.done, self.total, what)
-        self.done += 1
-
-
-def _stored(report: TuneReport, store: Callable[[], Path]) -> None:
-    """One by one, so that a compiler that crashes takes nothing along that was found before."""
+def _measure(report: TuneReport, product: Product, entry: Tuned, measure: Callable[[], Found], launch: bool) -> None:
+    """Fill in an entry, and where it was stored."""
     try:
-        path = str(store())
-    except OSError as error:
-        report.note = f"could not be stored, holds for this process only: {error}"
+        found = measure()
+    except RuntimeError as error:  # out of memory, mostly
+        entry.choice = f"not measured: {str(error).splitlines()[0]}"
         return
-    if path not in report.paths:
-        report.paths.append(path)
+    entry.default, entry.best, entry.choice = found.seconds.get(found.baseline), found.seconds.get(found.best), found.best
+    if launch:
+        default = f"default, {found.best}" if found.best == found.baseline else found.best
+        entry.choice = default if found.seconds else "no launch gave a right result"
+    entry.refused = [f"{name}: {why}" for name, why in found.refused.items()]
+    for why in entry.refused:
+        log.warning("%s: refused %s", product.words(), why)
+    if found.path is None:
+        report.note = found.note
+    elif found.path not in report.paths:
+        report.paths.append(found.path)
+
+
+def _measured(product: Product, timer: Seconds | None) -> Found:
+    """The backends against each other and dense."""
+    found = gemms.measure(product, timer=timer)
+    gemms.record(found)
+    return found
+
+
+def _products(model: nn.Module, counts: Sequence[int]) -> list[tuple[Product, Tuned]]:
+    """Every product for which layers ask, under the autocast that is on, once, with the entry that names these layers."""
+    found: dict[tuple[str, Product], Tuned] = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, (CompressedLinear, NMWeight)):
+            continue
+        weight = module.values if isinstance(module, CompressedLinear) else module.weight
+        cast = autocast_dtype(weight)
+        dtype: torch.dtype = cast if cast is not None and castable(weight.dtype) else weight.dtype
+        kind = type(module).__name__
+        for product in (product for t in counts for product in module.products(t, dtype)):
+            if product.device.type in DEVICES:
+                found.setdefault((kind, product), _entry(kind, product)).layers.append(name or "(root)")
+    return [(product, entry) for (_, product), entry in found.items()]
+
+
+def _entry(kind: str, product: Product) -> Tuned:
+    pattern, dtype = f"{product.n}:{product.m}", str(product.dtype).removeprefix("torch.")
+    return Tuned([], kind, product.role, (product.rows, product.cols), product.tokens, pattern, dtype)
+
+
+# ---- how kernels that compile are launched
+
+
+def _launches(model: nn.Module, counts: Sequence[int]) -> list[tuple[Product | None, Tuned]]:
+    """Every product whose kernel has launches to choose among, once, and an entry without one per kind of layer that has none."""
+    found: dict[Any, tuple[Product | None, Tuned]] = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, (CompressedLinear, NMWeight)):
+            continue
+        kind, rows, cols = type(module).__name__, *(module.weight if isinstance(module, CompressedLinear) else module.master).shape
+        for product, reason in _of_layer(module, int(rows), int(cols), counts):
+            entry = Tuned([], kind, shape=(int(rows), int(cols)), choice=reason) if product is None else _entry(kind, product)
+            found.setdefault((kind, product or (entry.shape, reason)), (product, entry))[1].layers.append(name or "(root)")
+    return list(found.values())
+
+
+def _of_layer(module: CompressedLinear | NMWeight, rows: int, cols: int, counts: Sequence[int]) -> Iterator[tuple[Product | None, str]]:
+    """The products of a layer that such kernels run, or the reason why there are none."""
+    if isinstance(module, CompressedLinear):
+        roles, pattern, weight = [("fprop", module.pattern)], module.pattern, module.values
+    else:
+        plan, pattern, weight = module.plan, module.mask_pattern, module.weight
+        roles = [("fprop", pattern), ("dgrad", pattern)] if plan.packs else []
+        roles += [("wgrad", Pattern(plan.n, plan.m))] if plan.wgrad in ("mvue", "magnitude") else []
+    if not roles:
+        yield None, "its products are dense until nm.compress_"
+    for role, p in roles:
+        for t in counts:
+            rule = "magnitude" if role == "wgrad" else ""
+            product = Product(role, t, rows, cols, p.n, p.m, weight.dtype, weight.device, ("rows",), rule)
+            op, args = _call(product)
+            entry = next(i for i in implementations(op) if i.tuning.compiles)
+            can, reason = entry.supports(*args)
+            try:
+                chosen = choose(op, *args) if can else entry
+                reason = f"{entry.backend} declined: {reason}" if not can else "" if chosen is entry else f"runs on {chosen.backend}"
+            except BackendError as error:
+                reason = str(error)
+            yield (None, reason) if reason else (product, "")
+
+
+def _call(product: Product) -> tuple[str, tuple[Any, ...]]:
+    """The raw op of a product and arguments of its shapes, in memory as it comes."""
+    p, pattern = product, Pattern(product.n, product.m)
+    new = partial(torch.empty, dtype=p.dtype, device=p.device)
+    cols = p.tokens if p.role == "wgrad" else p.cols
+    packed = new((p.rows, pattern.kept(cols))), torch.empty((p.rows, pattern.index_bytes(cols)), dtype=torch.uint8, device=p.device)
+    return gemms.op_of(p, "rows"), gemms.arguments(p, "rows", packed, new((p.tokens, p.rows if p.role == "dgrad" else p.cols)))
+
+
+def _prepared(product: Product, timer: Seconds | None) -> Found:
+    """Of the launches the fastest."""
+    op, args = _call(product)
+    prepare = choose(op, *args).tuning.prepare
+    assert prepare is not None
+    found: Found = prepare(op, *args, timer=timer)
+    return found

@@ -1,7 +1,7 @@
-"""A small table on disk of what was measured on a machine: lines keyed by text, read once, merged with what other processes wrote.
+"""The table on disk of what was measured on a machine: lines keyed by text, read once, merged with what other processes wrote.
 
-Nothing is read at import. What cannot be read counts as empty, with a warning: a table only makes calls faster, so losing it costs time and
-never a result. Whoever keeps a table checks each line, since somebody may have edited it.
+Nothing is read at import. What cannot be read counts as empty, with a warning: the table only makes calls faster, so losing it costs time
+and never a result. Whoever asks for a line checks it, since somebody may have edited it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import platform
+import re
 import stat
 import tempfile
 import threading
@@ -16,8 +18,15 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+import torch
+
+from .. import capability
+from .._version import __version__
+from ..pattern import BackendError
 
 try:
     import fcntl
@@ -25,6 +34,7 @@ except ImportError:  # no such locks on Windows: a line may be lost there when t
     fcntl = None  # type: ignore[assignment]
 
 CACHE = "NMKERNELS_CACHE"
+FILE, SCHEMA = "tuning.json", 2
 LONGEST_WAIT = 2.0
 """Seconds to wait for another process that stores; a stopped one must not stop this one, and each file is whole in any case."""
 
@@ -64,31 +74,23 @@ def folder() -> Path:
 
 
 class Table:
-    """Lines, each a JSON object under a text, in one file: ``{"schema": 1, "choices": {"text": {...}}}``.
+    """Lines, each a JSON object under a text, in one file: ``{"schema": 2, "lines": {"text": {...}}}``.
 
     Safe to use from several threads, and from several processes: ``store`` keeps what the others stored.
 
-    Args:
-        file: its name in ``folder()``.
-        schema: what the lines mean; a file of another schema counts as damaged.
-        without: what holds without the table, for the warning: "launches follow the heuristic".
-        again: what writes it anew, for the warning: "run nm.tune again".
-
     Example:
-        >>> table = Table("doctest.json", 1, "nothing is known", "store it again")
-        >>> table.path().name
-        'doctest.json'
+        >>> Table().path().name
+        'tuning.json'
     """
 
-    def __init__(self, file: str, schema: int, without: str, again: str) -> None:
-        self.file, self.schema, self.without, self.again = file, schema, without, again
+    def __init__(self) -> None:
         self._lines: dict[str, Line] | None = None
         self._unwritten: dict[str, Line | None] = {}
         self._lock = threading.Lock()
 
     def path(self) -> Path:
         """The file."""
-        return folder() / self.file
+        return folder() / FILE
 
     def lines(self) -> Mapping[str, Line]:
         """Every line, read at the first call; later ones see what this process stored, and not what others did until ``forget``."""
@@ -96,7 +98,7 @@ class Table:
         if found is None:
             with self._lock:
                 if self._lines is None:
-                    self._lines = self.read()
+                    self._lines = self._read()
                 found = self._lines
         return found
 
@@ -104,11 +106,8 @@ class Table:
         """One line, or None."""
         return self.lines().get(key)
 
-    def read(self) -> dict[str, Line]:
-        """The lines of the file as it is now; none, with a warning, where it cannot be read or is damaged."""
-        return self._read()
-
     def _read(self, quiet: bool = False) -> dict[str, Line]:
+        """The lines of the file as it is now; none, with a warning, where it cannot be read or is damaged."""
         try:
             path = self.path()
             size = regular_size(path)
@@ -123,16 +122,16 @@ class Table:
             found = json.loads(text)
         except (ValueError, RecursionError) as error:
             return self._refused(quiet, f"is damaged ({error})")
-        if not isinstance(found, dict) or found.get("schema") != self.schema or not isinstance(found.get("choices"), dict):
-            return self._refused(quiet, f"is not a table of schema {self.schema}")
-        return {key: line for key, line in found["choices"].items() if isinstance(line, dict) and _shallow(line)}
+        if not isinstance(found, dict) or found.get("schema") != SCHEMA or not isinstance(found.get("lines"), dict):
+            return self._refused(quiet, f"is not a table of schema {SCHEMA}")
+        return {key: line for key, line in found["lines"].items() if isinstance(line, dict) and _shallow(line)}
 
     def _refused(self, quiet: bool, why: str) -> dict[str, Line]:
         with suppress(OSError):
             why = f"{self.path()} {why}"
-        text = f"nmkernels: {why}; {self.without}. Delete it, or {self.again}, which replaces it."
+        text = f"nmkernels: {why}; nothing measured is followed. Delete it, or run nm.tune again, which replaces it."
         if not quiet:
-            warnings.warn(text, RuntimeWarning, stacklevel=5)
+            warnings.warn(text, RuntimeWarning, stacklevel=4)
         return {}
 
     def store(self, lines: Mapping[str, Line | None]) -> Path:
@@ -150,7 +149,7 @@ class Table:
                 self._lines = kept = {key: line for key, line in sorted(both.items()) if line is not None}
                 target = self.path()
                 target.parent.mkdir(parents=True, exist_ok=True)
-                _replace(target, {"schema": self.schema, "choices": kept})
+                _replace(target, {"schema": SCHEMA, "lines": kept})
             self._unwritten.clear()
         return target
 
@@ -159,6 +158,63 @@ class Table:
         with self._lock:
             self._lines = None
             self._unwritten.clear()
+
+
+TABLE = Table()
+"""Of this process."""
+
+
+def key(space: str, device: torch.device, problem: str, size: int) -> str:
+    """The line of a problem: what it runs on and with, and its size rounded up to a power of two.
+
+    Args:
+        space: who asks. problem: in words, all but its size. size: tokens, mostly.
+    """
+    return f"{space}|{device_name(device)}|{versions(device.type)}|{problem}|{size_class(size)}"
+
+
+def size_class(size: int) -> int:
+    """The next power of two.
+
+    Example:
+        >>> [size_class(size) for size in (0, 1, 5, 8, 8193)]
+        [1, 1, 8, 8, 16384]
+    """
+    return 1 << max(0, size - 1).bit_length()
+
+
+def device_name(device: torch.device) -> str:
+    """What measurements on this device hold for: the GPU's model, or the CPU's with its threads and the core's instruction set.
+
+    Raises:
+        BackendError: NMKERNELS_ISA cannot be followed.
+    """
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    if device.type == "xpu":
+        return str(torch.xpu.get_device_name(device))
+    if device.type != "cpu":
+        return device.type
+    try:
+        return f"{_cpu_model()}, {torch.get_num_threads()} threads, {capability.instruction_set()}"
+    except ValueError as error:
+        raise BackendError(f"The CPU kernels cannot run as asked: {error}.") from None
+
+
+@cache
+def _cpu_model() -> str:
+    info = Path("/proc/cpuinfo")
+    found = re.search(r"^model name\s*:\s*(.+)$", info.read_text(encoding="utf-8", errors="replace"), re.M) if info.exists() else None
+    return found[1].strip() if found else platform.processor() or platform.machine()
+
+
+@cache
+def versions(kind: str) -> str:
+    """What a speed depends on besides the device: this package, torch, and on a GPU Triton and cuSPARSELt."""
+    parts = [f"nmkernels {__version__}", f"torch {torch.__version__}"]
+    if kind != "cpu":
+        parts += [probe.reason.split(",")[0] for probe in (capability.triton(), capability.cusparselt()) if probe.ok]
+    return ", ".join(parts)
 
 
 def _shallow(value: Any, levels: int = DEEPEST) -> bool:

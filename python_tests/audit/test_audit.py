@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import nmkernels as nm
-from nmkernels.audit import here
+from nmkernels.audit import measure
 from nmkernels.audit.rules import speedup
 from nmkernels.models import GPT, GPTConfig
 from nmkernels.recipes.registry import find
@@ -220,17 +220,17 @@ def test_an_unknown_device_names_the_known_ones(device):
 
 
 def test_names_of_devices(monkeypatch):
-    assert here.find("h200", torch.device("cpu"))[0].name == "H200 SXM"
-    assert here.find("NVIDIA H100 80GB HBM3", torch.device("cpu"))[0].name == "H100 SXM"
+    assert measure.find("h200", torch.device("cpu"))[0].name == "H200 SXM"
+    assert measure.find("NVIDIA H100 80GB HBM3", torch.device("cpu"))[0].name == "H100 SXM"
     if not torch.cuda.is_available():
-        assert here.find("A100", torch.device("cpu"))[1] is None, "not here, so nothing is measured"
+        assert measure.find("A100", torch.device("cpu"))[1] is None, "not here, so nothing is measured"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H200")
-    assert here.find("H200", torch.device("cpu"))[1] == torch.device("cuda")
-    assert here.find("cuda", torch.device("cpu"))[0].name == "H200 SXM"
-    assert here.find("A100", torch.device("cpu"))[1] is None
+    assert measure.find("H200", torch.device("cpu"))[1] == torch.device("cuda")
+    assert measure.find("cuda", torch.device("cpu"))[0].name == "H200 SXM"
+    assert measure.find("A100", torch.device("cpu"))[1] is None
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA L40S")
-    assert here.find("cuda:0", torch.device("cpu")) == ("NVIDIA L40S", torch.device("cuda:0")), "to be measured"
+    assert measure.find("cuda:0", torch.device("cpu")) == ("NVIDIA L40S", torch.device("cuda:0")), "to be measured"
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 import nmkernels as nm
-from nmkernels.audit import advice, here, measure, timing
+from nmkernels import capability
+from nmkernels.audit import advice, measure
 from nmkernels.audit.measure import Bench, Job, needed, product_of, products, tasks_of
 from nmkernels.audit.rules import Layer, Rules, of_recipe, speedup
-from nmkernels.audit.timing import Task, take_turns
+from nmkernels.tuning import Task, timer
 from python_tests.audit.prices import COSTS
 
 P = nm.Pattern("2:4")
@@ -34,15 +35,15 @@ def clock(task):
 @pytest.fixture(autouse=True)
 def small_probe(monkeypatch):
     """Probing this machine costs a second; the numbers of a fake clock do not care."""
-    monkeypatch.setattr(here, "COPY", 1 << 23)
-    monkeypatch.setattr(here, "PROBE", Layer((1024, 1024), 32, torch.float32, torch.float32))
+    monkeypatch.setattr(measure, "COPY", 1 << 23)
+    monkeypatch.setattr(measure, "PROBE", Layer((1024, 1024), 32, torch.float32, torch.float32))
 
 
 @pytest.fixture
 def cold():
-    here._cached.cache_clear()
+    measure._cached.cache_clear()
     yield
-    here._cached.cache_clear()
+    measure._cached.cache_clear()
 
 
 def test_measured_columns_by_hand():
@@ -73,21 +74,21 @@ def test_a_gpu_that_is_not_here_is_not_measured():
 
 
 def test_this_machine_is_what_its_measurement_says():
-    device = here.measured("here", CPU, torch.float32, P, clock)
-    assert device.bandwidth == 2 * here.COPY and device.dense == {"float32": 2.0 * 1024 * 1024 * 32 / 10}
+    device = measure.measured("here", CPU, torch.float32, P, clock)
+    assert device.bandwidth == 2 * measure.COPY and device.dense == {"float32": 2.0 * 1024 * 1024 * 32 / 10}
     assert device.ratio == {"fprop": 10 / 6, "dgrad": 11 / 7, "wgrad": 12 / 8} and (device.low, device.high) == (1.5, 10 / 6)
     assert device.passes == pytest.approx(1024 * 1024 * 6.125 / 0.75 / device.bandwidth)
     assert device.few is None and device.turned and device.rows == 1
-    odd = here.measured("here", CPU, torch.float32, nm.Pattern("1:3"), clock)
+    odd = measure.measured("here", CPU, torch.float32, nm.Pattern("1:3"), clock)
     assert odd.dense == {"float32": 2.0 * 1023 * 1023 * 30 / 10}
 
 
 def test_the_real_clock_once_per_process(cold, monkeypatch):
-    monkeypatch.setattr(timing, "SETTLE", 0.0)
+    monkeypatch.setattr(timer, "SETTLE", 0.0)
     found = nm.audit({"fc": (64, 128)}, 32, "fst:2:4(end=None)", device="cpu", budget=600)
     assert found.measured_step > 0 and found.measured_inference > 0 and found.layers[0].measured_step[0].dense > 0
     runs = []
-    monkeypatch.setattr(here, "_measure", lambda *args: runs.append(args))
+    monkeypatch.setattr(measure, "_measure", lambda *args: runs.append(args))
     nm.audit({"fc": (64, 128)}, 32, "fst:2:4(end=None)", device="cpu", measure=False)
     assert not runs
 
@@ -180,10 +181,10 @@ def test_memory_is_kept(monkeypatch):
 
 
 def test_one_failure_costs_only_its_layer(monkeypatch):
-    def fails(layer, *args):
+    def fails(layer, *args, **more):
         if layer.shape == (64, 64):
             raise RuntimeError("out of luck\nand more")
-        return tasks_of(layer, *args)
+        return tasks_of(layer, *args, **more)
 
     monkeypatch.setattr(measure, "tasks_of", fails)
     found = nm.audit({"a": (64, 64), "b": (64, 128)}, 16, device="cpu", timer=clock)
@@ -192,15 +193,18 @@ def test_one_failure_costs_only_its_layer(monkeypatch):
     assert found.measured_step is None, "a total of some would be no total"
 
 
-def test_turns_and_medians(monkeypatch):
-    calls, values = [], iter([5.0, 1.0, 2.0, 1.0, 9.0, 1.0])
-    tasks = [Task("a", lambda: calls.append("a")), Task("b", lambda: calls.append("b"))]
-    found = take_turns(tasks, lambda task: (task.run(), next(values))[1])
-    assert found == {"a": 5.0, "b": 1.0} and calls == ["a", "b"] * 4
-    values = iter([5.0, 1.0, 2.0, 3.0])
-    assert take_turns(tasks, lambda task: next(values), least=2, of=min) == {"a": 2.0, "b": 1.0}
-    monkeypatch.setattr(timing, "SETTLE", 0.0)
-    assert timing.timer_for(CPU)(Task("c", lambda: calls.append("c"))) >= 0 and calls[-1] == "c"
+def test_a_piece_that_fails_while_it_is_timed_is_told(monkeypatch):
+    calls = []
+
+    def late():
+        calls.append(0)
+        if len(calls) > 2:
+            raise RuntimeError("out of luck")
+
+    samples = measure.timed([Task("a", lambda: None)], CPU, None, 0.0, least=5)
+    assert len(samples["a"]) == 5 and min(samples["a"]) >= 0
+    with pytest.raises(RuntimeError, match="out of luck"):
+        measure.timed([Task("a", late)], CPU, None, 0.0)
 
 
 def test_progress_and_nothing_is_changed():
@@ -212,7 +216,7 @@ def test_progress_and_nothing_is_changed():
 
 
 def test_a_missing_core_is_told(monkeypatch):
-    missing = nm._capability.Probe(False, "nmkernels._C is not built")
+    missing = capability.Probe(False, "nmkernels._C is not built")
     monkeypatch.setattr(advice, "compiled_core", lambda: missing)
     words = {"device": "cpu", "timer": clock, "measure": False}
     assert "the plain reference took: nmkernels._C is not built." in " ".join(str(nm.audit({"fc": (64, 64)}, 16, **words)).split())

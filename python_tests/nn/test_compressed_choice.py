@@ -12,9 +12,10 @@ from torch import Tensor
 
 import nmkernels as nm
 from nmkernels import dispatch
-from nmkernels.autograd import choice
+from nmkernels.autograd import gemms
 from nmkernels.capability import compiled_core
 from nmkernels.nn import compressed
+from nmkernels.tuning import TABLE
 
 pytestmark = pytest.mark.skipif(not compiled_core().ok, reason=compiled_core().reason)
 
@@ -22,9 +23,9 @@ pytestmark = pytest.mark.skipif(not compiled_core().ok, reason=compiled_core().r
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("NMKERNELS_CACHE", str(tmp_path))
-    choice.forget()
+    gemms.forget()
     yield
-    choice.forget()
+    gemms.forget()
 
 
 def _layer(keep_dense: bool, dtype: torch.dtype = torch.float32) -> nm.CompressedLinear:
@@ -33,8 +34,8 @@ def _layer(keep_dense: bool, dtype: torch.dtype = torch.float32) -> nm.Compresse
 
 
 def _chosen(layer: nm.CompressedLinear, name: str, tokens: int = 20) -> None:
-    choice.table.store({choice.key(*layer.products(tokens)): {"choice": name, "us": {}}})
-    choice.forget()
+    TABLE.store({gemms.key(*layer.products(tokens)): {"choice": name, "us": {}}})
+    gemms.forget()
 
 
 def _expected(layer: nm.CompressedLinear, x: Tensor) -> Tensor:
@@ -75,7 +76,7 @@ def test_without_a_dense_layout_it_may_expand(monkeypatch: pytest.MonkeyPatch) -
     layer, x = _layer(False), torch.randn(20, 64)
     _chosen(layer, "expand")
     called: list[str] = []
-    monkeypatch.setattr(compressed, "call", lambda name, *args, **kwargs: called.append(name) or choice.call(name, *args, **kwargs))
+    monkeypatch.setattr(compressed, "call", lambda name, *args, **kwargs: called.append(name) or gemms.call(name, *args, **kwargs))
     with torch.no_grad():
         torch.testing.assert_close(layer(x), _expected(layer, x))
     assert called == ["expand"] and "dense" not in layer.weight._layouts

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import nmkernels as nm
-from nmkernels.autograd import GemmPlan, HardMask, choice, reads
+from nmkernels.autograd import GemmPlan, HardMask, gemms, reads
 from nmkernels.backends.cuda import pack
 from nmkernels.backends.cuda.core import emulator_built
 from nmkernels.optim import MaskedAdamW
@@ -27,11 +27,11 @@ def device(request, monkeypatch):
     if request.param == "cpu":
         monkeypatch.setenv("NMKERNELS_BACKEND", "cuda-emulated")
     monkeypatch.setenv("NMKERNELS_CHOICE", "packed")
-    choice.forget()
+    gemms.forget()
     # a training step never waits for the device to say that a mask of our own is N:M
     monkeypatch.setattr(pack, "check_flag", lambda op, flag, *_: pytest.fail("the host waits") if flag is not None else None)
     yield request.param
-    choice.forget()
+    gemms.forget()
 
 
 def what(plan, transform=None, rows=64, cols=64, dtype=BF16, tokens=5, device="cpu"):
@@ -80,9 +80,9 @@ def test_rules_by_name_and_by_choice(monkeypatch):
         assert what(AUTO) == ("packed", "packed", "mma.sp", ("", ""))
     monkeypatch.delenv("NMKERNELS_BACKEND")
     monkeypatch.setenv("NMKERNELS_CHOICE", "dense")
-    choice.forget()
+    gemms.forget()
     assert what(AUTO, held) == ("dense", "dense", "canonical", ("", ""))
-    choice.forget()
+    gemms.forget()
 
 
 @pytest.mark.parametrize("pattern", ["2:4", "1:4", "2:8"])

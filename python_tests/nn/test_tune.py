@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 import nmkernels as nm
-from nmkernels.autograd import GemmPlan, HardMask, choice
-from nmkernels.autograd.choice import Call
+from nmkernels.autograd import GemmPlan, HardMask, gemms
 from nmkernels.backends.triton import interpreted
 from nmkernels.capability import compiled_core
 from nmkernels.recipes.methods.fst import TransposableMask
+from nmkernels.tuning import Task
 
 pytestmark = pytest.mark.skipif(interpreted() or not compiled_core().ok, reason="the CPU's kernels are what is chosen here")
 
@@ -23,13 +23,13 @@ pytestmark = pytest.mark.skipif(interpreted() or not compiled_core().ok, reason=
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("NMKERNELS_CACHE", str(tmp_path / "cache"))
-    choice.forget()
+    gemms.forget()
     yield tmp_path / "cache"
-    choice.forget()
+    gemms.forget()
 
 
-def _clock(**seconds: float) -> Callable[[Call], float]:
-    def timer(call: Call) -> float:
+def _clock(**seconds: float) -> Callable[[Task], float]:
+    def timer(call: Task) -> float:
         call()
         return seconds.get(call.name.replace(" ", "_"), 1.0)
 
@@ -56,8 +56,8 @@ def test_every_product_is_measured_once(cache: Path) -> None:
     assert told == [(i, 3, f"fprop 4x{cols} 2:4, 20 tokens") for i, cols in enumerate((8, 16, 8))]
     # layers whose products are fixed are told why
     assert [(e.layers, e.choice) for e in report.entries] == [(["3"], "its products are dense until nm.compress_")]
-    assert report.changed == report.choices[:2] and report.path == str(cache / "choice.json")
-    assert len(json.loads((cache / "choice.json").read_text())["choices"]) == 3
+    assert report.changed == report.choices[:2] and report.path == str(cache / "tuning.json")
+    assert len(json.loads((cache / "tuning.json").read_text())["lines"]) == 3
 
 
 def test_the_report_is_a_table(cache: Path) -> None:
@@ -77,15 +77,15 @@ def test_the_report_is_a_table(cache: Path) -> None:
         "cpu",
         "rows",
     ]
-    assert text[-2].startswith("SparseLinear ") and text[-1] == f"stored in {cache / 'choice.json'}" and len(text) == 6
+    assert text[-2].startswith("SparseLinear ") and text[-1] == f"stored in {cache / 'tuning.json'}" and len(text) == 6
 
 
 def test_the_layer_does_as_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, x = _packed(dtype=torch.bfloat16), torch.randn(20, 8, dtype=torch.bfloat16)
     (product,) = layer.products(20)
-    assert choice.choose(product) == "dense"  # by rule, in 16 bits
+    assert gemms.choose(product) == "dense"  # by rule, in 16 bits
     nm.tune(layer, tokens=20, timer=_clock(cpu_rows=0.5))
-    assert choice.choose(product) == "cpu rows"
+    assert gemms.choose(product) == "cpu rows"
     with torch.no_grad():
         layer(x)
         assert "dense" not in layer.weight._layouts
@@ -108,24 +108,22 @@ def test_layers_in_training_ask_for_what_their_plan_leaves_open(mask: str, dgrad
     layer.nm_mask = nm.ops.transposable_mask(layer.weight.detach(), "2:4")
     layer.use(transform, GemmPlan("auto", "auto", "mvue", 2, 4))
     report = nm.tune(layer, tokens=20, timer=_clock(cpu_rows=0.25))
-    assert [(e.product, e.tokens, e.shape, e.choice) for e in report.choices] == [
-        (r, 20, (16, 8), "cpu rows") for r in choice.product.ROLES
-    ]
+    assert [(e.product, e.tokens, e.shape, e.choice) for e in report.choices] == [(r, 20, (16, 8), "cpu rows") for r in gemms.ROLES]
     assert [p.forms for p in layer.products(20)] == [("dense", "rows"), dgrad, ("dense", "rows")] and not report.entries
     assert [p.changing for p in layer.products(20)] == [True, True, False]  # an estimate is made by its call in any case
     # and it asks for nothing else
-    known = {choice.key(p) for p in layer.products(20)}
-    monkeypatch.setattr(choice, "_measure_now", lambda product: pytest.fail(f"{product} is unknown"))
+    known = {gemms.key(p) for p in layer.products(20)}
+    monkeypatch.setattr(gemms, "_measure_now", lambda product: pytest.fail(f"{product} is unknown"))
     monkeypatch.setenv("NMKERNELS_CHOICE", "measured")
-    choice.forget()
+    gemms.forget()
     layer(torch.randn(20, 8, requires_grad=True)).sum().backward()
-    assert {choice.key(p) for p in choice._known} == known
+    assert {gemms.key(p) for p in gemms._known} == known
     layer.use(transform, GemmPlan("packed", "packed", "dense", 2, 4))
     assert layer.products(20) == () and nm.SparseLinear(8, 16).products(20) == ()
 
 
 def test_what_is_refused_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice.candidates, "declined", _raises)
+    monkeypatch.setattr(gemms, "function", _raises)
     report = nm.tune(_packed(), tokens=20, timer=_clock())
     assert report.choices[0].choice == "dense" and "cpu rows: RuntimeError: no" in report.choices[0].refused
     assert "refused, fprop 4x8: cpu rows: RuntimeError: no" in str(report)
@@ -136,7 +134,7 @@ def _raises(*args: object) -> str:
 
 
 def test_a_product_that_does_not_fit_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "measure", _raises_anyhow)
+    monkeypatch.setattr(gemms, "measure", _raises_anyhow)
     (entry,) = nm.tune(_packed(), tokens=20).choices
     assert entry.choice == "not measured: no" and entry.gain is None
 
@@ -151,7 +149,7 @@ def test_choices_that_cannot_be_written_hold_all_the_same(tmp_path: Path, monkey
     layer = _packed(dtype=torch.bfloat16)
     report = nm.tune(layer, tokens=20, timer=_clock(cpu_rows=0.5))
     assert report.path is None and "for this process only" in str(report)
-    assert choice.choose(*layer.products(20)) == "cpu rows"
+    assert gemms.choose(*layer.products(20)) == "cpu rows"
 
 
 def test_a_forced_backend_leaves_nothing_to_choose(monkeypatch: pytest.MonkeyPatch) -> None:

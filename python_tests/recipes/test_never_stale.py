@@ -53,9 +53,9 @@ def as_on_a_gpu(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def forget_choices():
-    nm.autograd.choice.forget()
+    nm.autograd.gemms.forget()
     yield
-    nm.autograd.choice.forget()
+    nm.autograd.gemms.forget()
 
 
 def begun(spec, make=None):

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import nmkernels as nm
-from nmkernels.autograd import GemmPlan, choice
-from nmkernels.autograd.choice.candidates import function
+from nmkernels.autograd import GemmPlan, gemms
+from nmkernels.autograd.gemms import function
 from nmkernels.capability import compiled_core
 from nmkernels.pattern import RecipeError
 from nmkernels.recipes import FST, SRSTE, SSTE, STE, STEP, LayerWise, SdGf
@@ -61,9 +61,9 @@ def test_packed_products_are_what_runs(make):
 def chosen(request, monkeypatch):
     """What ``NMKERNELS_CHOICE`` says, in whose products "auto" comes out."""
     monkeypatch.setenv("NMKERNELS_CHOICE", request.param)
-    choice.forget()
+    gemms.forget()
     yield request.param
-    choice.forget()
+    gemms.forget()
 
 
 @pytest.mark.parametrize("chosen", ["dense", "packed"], indirect=True)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ...capability import compiled_core
+from ...dispatch import Tuning
 from ...reference.common import compute_dtype
 from ...reference.linear import activate
 from .core import DTYPES, contiguous, core, register
@@ -46,19 +47,21 @@ def sparse_wins(dtype: torch.dtype, n: int, m: int, dgrad: bool = False) -> bool
     return n / m <= (wide if dtype == torch.float32 else narrow_dgrad if dgrad else narrow)
 
 
-def packed_wins(role: str, dtype: torch.dtype, tokens: int, n: int, m: int) -> bool:
+def packed_wins(role: str, dtype: torch.dtype, tokens: int, n: int, m: int, device: torch.device) -> bool:
     """Whether one of a layer's products is done faster from the compressed weight as it is than from a dense one that is at hand.
 
     In 16 bits that is less often than ``sparse_wins`` says, which compares with expanding the weight first. Of wgrad, the dense operand
     is an estimate in dense layout.
     """
-    if dtype == torch.float64 or not compiled_core().ok:
+    if device.type != "cpu" or dtype == torch.float64 or not compiled_core().ok:
         return False
     wide = dtype == torch.float32
     if role == "fprop" and tokens <= (FEW_TOKENS if wide else FEW_TOKENS_16_BIT):
         return True
     return sparse_wins(dtype, n, m, dgrad=True)
 
+
+TUNING = Tuning(heuristic=packed_wins)
 
 ROOM_BYTES = 256 << 20
 """The largest dense weight whose memory a thread keeps for the next one; fresh pages cost more than expanding into them."""
@@ -99,7 +102,7 @@ def _by_tokens(x: Tensor, cols: int) -> tuple[int, int, int]:
     return x.data_ptr(), 1, cols
 
 
-@register("nm_linear")
+@register("nm_linear", tuning=TUNING)
 def _linear(
     x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, bias: Tensor | None = None, activation: str = "",
     residual: Tensor | None = None, out: Tensor | None = None,
@@ -136,7 +139,7 @@ def _few(x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, bias: Tenso
     return y
 
 
-@register("nm_linear_dgrad")
+@register("nm_linear_dgrad", tuning=TUNING)
 def _linear_dgrad(g: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, out: Tensor | None = None) -> Tensor:
     rows, tokens = values.shape[0], g.shape[:-1].numel()
     if not sparse_wins(g.dtype, n, m, dgrad=True):
@@ -149,7 +152,7 @@ def _linear_dgrad(g: Tensor, values: Tensor, indices: Tensor, n: int, m: int, co
     return dx
 
 
-@register("nm_linear_wgrad")
+@register("nm_linear_wgrad", tuning=TUNING)
 def _linear_wgrad(values: Tensor, indices: Tensor, n: int, m: int, cols: int, x: Tensor, out: Tensor | None = None) -> Tensor:
     rows, width = values.shape[0], x.shape[1]
     if not sparse_wins(x.dtype, n, m):

@@ -7,11 +7,11 @@ every layout and dtype that it has; ``search`` finds and stores the fastest righ
 """
 
 from . import linear
-from .algorithms import Found, search, search_product
-from .compress import Blob
+from .algorithms import search, search_product
+from .blobs import Blob
 from .context import Algorithm, Problem
 from .product import compress, compress_packed, matmul
 
 linear.register()
 
-__all__ = ["Algorithm", "Blob", "Found", "Problem", "compress", "compress_packed", "matmul", "search", "search_product"]
+__all__ = ["Algorithm", "Blob", "Problem", "compress", "compress_packed", "matmul", "search", "search_product"]

@@ -80,6 +80,11 @@ class Here:
         self.plans.pop((ready.problem, ready.algorithm), None)
         self.context.drop(ready.number)
 
+    def forget(self, problem: Problem) -> None:
+        """Forget every plan of a problem."""
+        for ready in [ready for ready in self.plans.values() if ready.problem == problem]:
+            self.drop(ready)
+
     def clear(self) -> None:
         """Forget every plan."""
         for ready in self.plans.values():

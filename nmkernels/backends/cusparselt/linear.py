@@ -19,10 +19,10 @@ from torch import Tensor
 
 from ... import capability
 from ...capability import compute_capability
-from ...dispatch import Verdict, impl
+from ...dispatch import Tuning, Verdict, impl
 from ...pattern import BackendError
-from .algorithms import DEFAULT, ready_for, refusal
-from .compress import aligned, blob_of, compress_as, expanded
+from .algorithms import DEFAULT, ready_for, refusal, search
+from .blobs import aligned, blob_of, compress_as, expanded
 from .context import Here, Problem, Ready, capturing, elsewhere, existing, here, misfit, place, width_step
 
 SIZE = 32
@@ -262,8 +262,9 @@ def _known(key: Any, x: Tensor, candidates: list[Problem]) -> Verdict:
 
 def register() -> None:
     """Both ops, for the dispatcher."""
-    impl("nm_linear", backend=NAME, priority=PRIORITY, supports=_fits, ready=_ready)(linear)
-    impl("nm_linear_wgrad", backend=NAME, priority=PRIORITY, supports=_fits_wgrad, ready=_ready_wgrad)(linear_wgrad)
+    tuning = Tuning(prepare=search, keeps=True)
+    impl("nm_linear", backend=NAME, priority=PRIORITY, supports=_fits, ready=_ready, tuning=tuning)(linear)
+    impl("nm_linear_wgrad", backend=NAME, priority=PRIORITY, supports=_fits_wgrad, ready=_ready_wgrad, tuning=tuning)(linear_wgrad)
 
 
 def problem_of(op: str, *args: Any) -> list[Problem]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...pattern import DtypeError, OptionError, PatternError, ShapeError
 from .algorithms import ready_for
-from .compress import Blob, aligned, compress_as, expanded
+from .blobs import Blob, aligned, compress_as, expanded
 from .context import ACTIVATIONS, RESULTS, Problem, capturing, elsewhere, here, misfit, place, width_step
 
 TRANSPOSED = {"nt": False, "nn": True, "tn": True}

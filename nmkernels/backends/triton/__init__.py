@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...capability import triton as triton_probe
-from ...dispatch import Verdict, impl
+from ...dispatch import Tuning, Verdict, impl
 from ..adamw_plan import of_one_kind
 from ..tensors import ORDERED, tensors
 
@@ -112,10 +112,15 @@ FAMILIES = {
 """The module that holds each op, under the op's name without ``nm_``."""
 
 
+def _prepare(op: str, *args: Any, timer: Any = None) -> Any:
+    return import_module(".tuned", __name__).search(op, *args, timer=timer)
+
+
 def _register(op: str, family: str) -> None:
     module: Any = None
+    tuning = Tuning(prepare=_prepare if family == "linear" else None, compiles=True)
 
-    @impl(op, backend=NAME, priority=PRIORITY, supports=SUPPORTS.get(op, supports))
+    @impl(op, backend=NAME, priority=PRIORITY, supports=SUPPORTS.get(op, supports), tuning=tuning)
     def run(*args: Any, out: Any = None) -> Any:
         nonlocal module
         if module is None:

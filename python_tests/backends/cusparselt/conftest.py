@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from nmkernels import capability, dispatch
-from nmkernels.backends.cusparselt import algorithms, compress, context, linear, product
-from nmkernels.backends.cusparselt import linear as _gelu
+from nmkernels.backends.cusparselt import algorithms, blobs, context, linear, product
 
 SOURCE = Path(__file__).resolve().parents[3] / "csrc" / "tests" / "cusparselt" / "fake.cpp"
 
@@ -66,7 +65,7 @@ def _built(build: Callable[..., Path]) -> Fake:
 def forget() -> None:
     """As if nothing had been multiplied in this process."""
     context._threads.here.clear()
-    for module in (compress, algorithms, _gelu):
+    for module in (blobs, algorithms, linear):
         module.forget()
 
 
@@ -99,7 +98,7 @@ def capture(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     """``capture(True)``: from now on a CUDA graph is being captured."""
 
     def set(on: bool) -> None:
-        for module in (context, compress, _gelu, linear, product):
+        for module in (context, blobs, linear, product):
             monkeypatch.setattr(module, "capturing", lambda _: on)
 
     return set

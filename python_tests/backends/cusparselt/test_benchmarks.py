@@ -7,7 +7,8 @@ import pytest
 from bench import cases, runner
 from bench.registry import Provider, Spec
 from bench.runner import Partly
-from nmkernels.backends.cusparselt import Algorithm, algorithms, context
+from nmkernels.backends.cusparselt import Algorithm, algorithms
+from nmkernels.tuning import Timer
 from python_tests.backends.cusparselt.conftest import forget, routes
 
 DEFAULT, SEARCHED = "nmkernels cusparselt, canonical", "nmkernels cusparselt, canonical, searched"
@@ -19,12 +20,9 @@ each = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.op)
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Algorithm 2 is the fastest; no product of the machine's is timed."""
     monkeypatch.setattr("bench.runner.matmul_rate", lambda dtype, device: 1e9)
-    monkeypatch.setattr(algorithms, "_seconds", lambda call, like: (call(), 1.0 if _running() == Algorithm(2) else 2.0)[1])
-
-
-def _running() -> Algorithm:
-    """The algorithm of the plan that was made last."""
-    return list(context.here(0).plans)[-1][1]
+    monkeypatch.setattr(
+        Timer, "compare", lambda self, calls, seconds: ({name: 1.0 if name == "algorithm 2" else 2.0 for name in calls}, {})
+    )
 
 
 def providers(spec: Spec) -> dict[str, Provider]:
@@ -76,5 +74,5 @@ def test_one_that_fails_costs_itself_alone(fake, lost: str, monkeypatch: pytest.
 def test_no_right_algorithm_is_told(fake) -> None:
     for i in range(4):
         fake.set(f"wrong:{i}")
-    with pytest.raises(Partly, match="none of its algorithms is right"):
+    with pytest.raises(Partly, match="none of its candidates is right"):
         runner.measure(SPECS[0], "cpu", 0.0)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nmkernels import reference
-from nmkernels.backends.cusparselt import compress
+from nmkernels.backends.cusparselt import blobs
 
 
 def weight(seed=1, rows=32, cols=64):
@@ -30,7 +30,7 @@ def run(ours, values, indices, x=X, n=2, m=4, cols=64):
 def compressions(fake, ours):
     """How often something was compressed since the last asking; the check of the algorithm is over."""
     run(ours, *weight(9))
-    compress.forget()
+    blobs.forget()
     seen = fake.calls("SpMMACompress2")
 
     def since() -> int:
@@ -92,24 +92,24 @@ def test_other_indices_at_the_same_address(ours, compressions) -> None:
 def test_it_ends_with_the_weight(ours, compressions) -> None:
     values, indices = weight()
     run(ours, values, indices)
-    (entry,) = compress._entries.values()
+    (entry,) = blobs._entries.values()
     blob = weakref.ref(entry.blob)
     del entry, values
     gc.collect()
-    assert not compress._entries and blob() is None
+    assert not blobs._entries and blob() is None
 
 
 def test_a_thousand_steps_leave_one(ours, compressions) -> None:
     values, indices = weight()
-    blobs = []
+    seen = []
     for _ in range(20):
         values.mul_(1.01)
         run(ours, values, indices)
-        (entry,) = compress._entries.values()
-        blobs.append(weakref.ref(entry.blob))
+        (entry,) = blobs._entries.values()
+        seen.append(weakref.ref(entry.blob))
     del entry
     assert compressions() == 20
-    assert sum(blob() is not None for blob in blobs) == 1
+    assert sum(blob() is not None for blob in seen) == 1
 
 
 def test_tensors_of_inference_mode_are_not_remembered(ours, compressions) -> None:
@@ -118,7 +118,7 @@ def test_tensors_of_inference_mode_are_not_remembered(ours, compressions) -> Non
         run(ours, values, indices)
         values.mul_(2)  # which no counter tells
         run(ours, values, indices)
-    assert compressions() == 2 and not compress._entries
+    assert compressions() == 2 and not blobs._entries
     values, indices = weight()
     with torch.inference_mode():
         run(ours, values, indices)
@@ -129,7 +129,7 @@ def test_tensors_of_inference_mode_are_not_remembered(ours, compressions) -> Non
 def test_gradients_are_not_remembered(ours, compressions) -> None:
     values, indices = weight()
     ours("nm_linear_wgrad").fn(values, indices, 2, 4, 64, torch.randn(64, 16).bfloat16())
-    assert not compress._entries
+    assert not blobs._entries
 
 
 def test_a_graph_takes_a_blob_of_a_weight_that_was_never_written(ours, compressions, capture) -> None:
@@ -139,7 +139,7 @@ def test_a_graph_takes_a_blob_of_a_weight_that_was_never_written(ours, compressi
     capture(True)
     run(ours, values, indices)
     assert compressions() == 0
-    (entry,) = compress._entries.values()
+    (entry,) = blobs._entries.values()
     blob = weakref.ref(entry.blob)
     del entry
     capture(False)
@@ -169,7 +169,7 @@ def test_what_a_graph_compresses_is_not_remembered(ours, compressions, capture) 
     values, indices = weight()
     capture(True)
     run(ours, values, indices)
-    assert not compress._entries
+    assert not blobs._entries
     capture(False)
     run(ours, values, indices)
     assert compressions() == 2
@@ -183,5 +183,5 @@ def test_another_stream(ours, compressions, monkeypatch) -> None:
     monkeypatch.setattr(context, "on_host", lambda: (0, 5))
     run(ours, values, indices)
     assert compressions() == 1
-    (entry,) = compress._entries.values()
+    (entry,) = blobs._entries.values()
     assert entry.streams == {5}

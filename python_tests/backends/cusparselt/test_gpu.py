@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from nmkernels import BackendError, capability, ops, reference, testing
-from nmkernels.backends.cusparselt import compress, matmul, search
-from nmkernels.backends.cusparselt import compress as _blobs
+from nmkernels.backends.cusparselt import blobs, compress, matmul, search
 
 pytestmark = pytest.mark.gpu
 
@@ -115,11 +114,11 @@ def test_other_threads_and_streams(ours) -> None:
     for thread in threads:
         thread.join()
     assert not failures, failures[0]
-    _blobs.forget()
+    blobs.forget()
 
 
 def test_search(ours) -> None:
     c, x = weight(), normal(96, 512, seed=4)
     found = search("nm_linear", x, c.values, c.indices, 2, 4, 512)
-    assert found.best is not None and found.seconds is not None and found.path is not None
+    assert found.seconds[found.best] > 0 and found.path is not None
     check(ours("nm_linear").fn(x, c.values, c.indices, 2, 4, 512), x, c.values, c.indices, 2, 4, 512)

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from nmkernels.backends.cusparselt import Algorithm, Problem, algorithms, context
-from nmkernels.backends.cusparselt.algorithms import Judge
+from nmkernels.backends.cusparselt.algorithms import Trial
+from nmkernels.tuning import Validator
 
 
 def test_wrong_integers_are_noticed(fake) -> None:
@@ -19,8 +20,8 @@ def test_wrong_integers_are_noticed(fake) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn])
 def test_what_surrounds_the_first_call_does_not_change_the_bound(fake, dtype) -> None:
-    def judge() -> Judge:
-        return Judge(Problem("nt", dtype, torch.float16, 32, 64, 16), context.here(0), torch.empty(0), 0)
+    def judge() -> Validator:
+        return Trial(Problem("nt", dtype, torch.float16, 32, 64, 16), context.here(0), torch.empty(0), 0).validator
 
     first = judge()
     with torch.autocast("cpu", dtype=torch.bfloat16):

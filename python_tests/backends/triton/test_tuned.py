@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import sys
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,9 +15,11 @@ import torch
 import nmkernels as nm
 from bench.cases.linear import ways
 from bench.registry import Provider, Spec
+from nmkernels import dispatch
 from nmkernels.autograd import GemmPlan
 from nmkernels.backends.triton import _plan, linear, tuned
 from nmkernels.backends.triton._plan import Plan
+from nmkernels.tuning import TABLE, table
 
 ROWS, COLS, TOKENS = 32, 64, 20
 SIZES = ("fprop", torch.float32, ROWS, COLS, TOKENS, 2, 4)
@@ -29,7 +29,7 @@ SIZES = ("fprop", torch.float32, ROWS, COLS, TOKENS, 2, 4)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("NMKERNELS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("NMKERNELS_BACKEND", "triton")
-    monkeypatch.setattr(tuned, "device_name", lambda device: "a GPU")
+    monkeypatch.setattr(table, "device_name", lambda device: "a GPU")
     tuned.forget()
     yield tmp_path / "cache"
     tuned.forget()
@@ -44,7 +44,13 @@ def _choose(**other: Any) -> Plan:
 
 
 def _line(plan: Plan) -> dict[str, Any]:
-    return {"plan": plan._asdict(), "us": 1.0}
+    return {"choice": plan._asdict(), "us": {}}
+
+
+def _store(lines: dict[str, Any]) -> Path:
+    path = TABLE.store(lines)
+    tuned._plans.clear()
+    return path
 
 
 DEFAULT = _plan.plan(*SIZES, 90)
@@ -59,8 +65,8 @@ def test_without_a_file_the_heuristic_is_followed(cache: Path) -> None:
 
 
 def test_what_is_stored_is_followed_and_found_again(cache: Path) -> None:
-    path = tuned.store({tuned.name(_product(), "a GPU"): _line(OTHER)})
-    assert path == cache / "tuned.json" and _choose() == OTHER
+    path = _store({tuned.name(_product()): _line(OTHER)})
+    assert path == cache / "tuning.json" and _choose() == OTHER
     tuned.forget()
     assert _choose() == OTHER
     # as many tokens as round up to the same power of two, and nothing else
@@ -68,66 +74,43 @@ def test_what_is_stored_is_followed_and_found_again(cache: Path) -> None:
     assert _choose(width=16) != OTHER and _choose(width=33) != OTHER
     for other in ({"rows": 33}, {"cols": 128}, {"dtype": torch.bfloat16}, {"n": 1}, {"kind": "dgrad"}):
         assert _choose(**other) == _plan.plan(*_product(**other)[:-2], 90)
-    assert [p.name for p in cache.iterdir()] == ["tuned.json"]
+    assert [p.name for p in cache.iterdir()] == ["tuning.json"]
 
 
 def test_tokens_of_wgrad_are_its_columns() -> None:
     product = _product(kind="wgrad", cols=20, width=96)
-    tuned.store({tuned.name(product, "a GPU"): _line(OTHER)})
+    _store({tuned.name(product): _line(OTHER)})
     assert tuned.choose(*product._replace(cols=32)) == OTHER
     assert tuned.choose(*product._replace(cols=36)) != OTHER and tuned.choose(*product._replace(width=95)) != OTHER
 
 
 def test_another_device_or_triton_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
-    tuned.store({tuned.name(_product(), "a GPU"): _line(OTHER)})
-    monkeypatch.setattr(tuned, "device_name", lambda device: "another GPU")
+    _store({tuned.name(_product()): _line(OTHER)})
+    monkeypatch.setattr(table, "device_name", lambda device: "another GPU")
     tuned.forget()
     assert _choose() == DEFAULT
-    monkeypatch.setattr(tuned, "device_name", lambda device: "a GPU")
-    monkeypatch.setattr(tuned, "triton_version", lambda: "9.9")
+    monkeypatch.setattr(table, "device_name", lambda device: "a GPU")
+    monkeypatch.setattr(table, "versions", lambda kind: "triton 9.9")
     tuned.forget()
     assert _choose() == DEFAULT
 
 
 def test_lines_are_merged_and_taken_out() -> None:
-    one, two = (tuned.name(_product(tokens=t), "a GPU") for t in (20, 200))
-    tuned.store({one: _line(OTHER)})
-    tuned.store({two: _line(OTHER)})
-    assert set(tuned.read()) == {one, two}
-    tuned.store({one: None})
-    assert set(tuned.read()) == {two} and _choose() == DEFAULT
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"schema": 2, "choices": {}}', '{"schema": 1, "choices": []}', "\x00\xff"])
-def test_a_damaged_file_is_told_and_replaced(cache: Path, text: str) -> None:
-    cache.mkdir()
-    (cache / "tuned.json").write_text(text, encoding="latin-1")
-    with pytest.warns(RuntimeWarning, match=r"tuned\.json .*Delete it, or run nm\.tune again"):
-        assert _choose() == DEFAULT
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # told once
-        assert _choose(width=100) == _plan.plan(*_product(width=100)[:-2], 90)
-        tuned.store({tuned.name(_product(), "a GPU"): _line(OTHER)})
-        tuned.forget()
-        assert _choose() == OTHER
+    one, two = (tuned.name(_product(tokens=t)) for t in (20, 200))
+    _store({one: _line(OTHER)})
+    _store({two: _line(OTHER)})
+    assert set(TABLE.lines()) == {one, two}
+    _store({one: None})
+    assert set(TABLE.lines()) == {two} and _choose() == DEFAULT
 
 
 @pytest.mark.parametrize(
     "change", [{"method": "magic"}, {"rows": 0}, {"rows": "64"}, {"rows": True}, {"warps": 64}, {"stages": 99}, {"more": 1}, None]
 )
 def test_a_line_that_is_no_plan_is_ignored(change: dict[str, Any] | None) -> None:
-    line = {"plan": {**OTHER._asdict(), **change}} if change else {"plan": "gemm"}
-    tuned.store({tuned.name(_product(), "a GPU"): line})
+    line = {"choice": {**OTHER._asdict(), **change}} if change else {"choice": "gemm"}
+    _store({tuned.name(_product()): line})
     assert _choose() == DEFAULT
-
-
-def test_a_failed_write_leaves_the_old_file(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tuned.store({tuned.name(_product(), "a GPU"): _line(OTHER)})
-    before = (cache / "tuned.json").read_bytes()
-    monkeypatch.setattr(os, "replace", _fails)
-    with pytest.raises(OSError, match="disk"):
-        tuned.store({"other": _line(DEFAULT)})
-    assert (cache / "tuned.json").read_bytes() == before and len(list(cache.iterdir())) == 1
 
 
 def _fails(*args: Any) -> None:
@@ -199,11 +182,12 @@ def test_the_fastest_is_chosen_and_kept(layer: nm.CompressedLinear, candidates: 
     assert (entry.default, entry.best, entry.gain, entry.layers) == (1.0, 0.25, 4.0, ["(root)"])
     assert entry.choice.startswith("gemm ") and "splits=2" in entry.choice and report.changed == [entry]
     assert told == [(0, 1, f"fprop {ROWS}x{COLS} 2:4, {TOKENS} tokens")]
-    assert report.path == str(cache / "tuned.json") and "4.00x" in str(report) and str(report).endswith(f"stored in {report.path}")
+    assert report.path == str(cache / "tuning.json") and "4.00x" in str(report) and str(report).endswith(f"stored in {report.path}")
     tuned.forget()
     assert _in_use(layer) == candidates[2]
-    (line,) = json.loads((cache / "tuned.json").read_text())["choices"].values()
-    assert line == {"plan": candidates[2]._asdict(), "us": 0.25e6, "default us": 1e6}
+    (line,) = json.loads((cache / "tuning.json").read_text())["lines"].values()
+    assert line["choice"] == candidates[2]._asdict() and line["us"][tuned.words(candidates[2])] == 0.25e6
+    assert line["us"][tuned.words(candidates[0])] == 1e6 and line["by"] == "nm.tune"
     # and the layer runs by it
     x = torch.randn(TOKENS, COLS, device=layer.values.device)
     with torch.no_grad():
@@ -213,7 +197,7 @@ def test_the_fastest_is_chosen_and_kept(layer: nm.CompressedLinear, candidates: 
 def test_a_gain_within_the_noise_changes_nothing(layer: nm.CompressedLinear, candidates: list[Plan]) -> None:
     report = nm.tune(layer, TOKENS, timer=_timer({candidates[1]: 0.99}, layer))
     assert not report.changed and report.entries[0].choice.startswith("default, gemm") and report.entries[0].gain == 1
-    assert tuned.read() == {} and _in_use(layer) == candidates[0]
+    assert TABLE.lines() == {} and _in_use(layer) == candidates[0]
 
 
 def test_tuning_again_takes_back_what_no_longer_wins(layer: nm.CompressedLinear, candidates: list[Plan]) -> None:
@@ -225,8 +209,8 @@ def test_tuning_again_takes_back_what_no_longer_wins(layer: nm.CompressedLinear,
 
 @pytest.mark.parametrize("how", ["wrong", "unwritten", "not the same twice", "fails"])
 def test_wrong_launches_are_refused(how: str, layer: nm.CompressedLinear, candidates: list[Plan], monkeypatch: pytest.MonkeyPatch) -> None:
-    module, calls = sys.modules["nmkernels.nn.tune"], []
-    right = module._backend("nm_linear")
+    calls: list[int] = []
+    right = next(i for i in dispatch.implementations("nm_linear") if i.backend == "triton")
 
     def sometimes(*args: Any, out: torch.Tensor | None = None) -> Any:
         if out is None or _in_use(layer).stages != 5:
@@ -243,7 +227,7 @@ def test_wrong_launches_are_refused(how: str, layer: nm.CompressedLinear, candid
             out.view(-1)[-1] *= 1 + 2e-7
         return out
 
-    monkeypatch.setattr(module, "_backend", lambda op: dataclasses.replace(right, fn=sometimes))
+    _replace(monkeypatch, dataclasses.replace(right, fn=sometimes))
     report = nm.tune(layer, TOKENS, timer=_timer({candidates[1]: 0.01, candidates[2]: 0.5}, layer))
     (entry,) = report.entries
     assert len(entry.refused) == 1 and "stages=5" in entry.refused[0] and entry.best == 0.5
@@ -255,20 +239,20 @@ def test_wrong_launches_are_refused(how: str, layer: nm.CompressedLinear, candid
 def test_without_a_right_launch_nothing_is_stored(
     layer: nm.CompressedLinear, candidates: list[Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys.modules["nmkernels.nn.tune"], "_backend", lambda op: _Broken())
+    right = next(i for i in dispatch.implementations("nm_linear") if i.backend == "triton")
+    _replace(monkeypatch, dataclasses.replace(right, fn=_broken))
     report = nm.tune(layer, TOKENS, timer=lambda call: 1.0)
     assert report.entries[0].choice == "no launch gave a right result" and len(report.entries[0].refused) == len(candidates)
-    assert tuned.read() == {}
+    assert TABLE.lines() == {}
 
 
-class _Broken:
-    @staticmethod
-    def supports(*args: Any) -> tuple[bool, str]:
-        return True, ""
+def _broken(*args: Any, out: torch.Tensor | None = None) -> None:
+    raise RuntimeError("")
 
-    @staticmethod
-    def fn(*args: Any, out: torch.Tensor | None = None) -> None:
-        raise RuntimeError("")
+
+def _replace(monkeypatch: pytest.MonkeyPatch, entry: dispatch.Impl) -> None:
+    others = [i for i in dispatch.implementations(entry.op) if i.backend != entry.backend]
+    monkeypatch.setitem(dispatch._impls, entry.op, [entry, *others])
 
 
 def test_choices_that_cannot_be_written_hold_all_the_same(
@@ -310,7 +294,7 @@ def test_tiles_of_few_tokens_are_right(pattern: str, some: int, device: str, mon
 def test_few_tokens_only_have_their_kernel() -> None:
     for method in ("few", "tile"):
         other = Plan(method, 16, 8, 4, 2, 2, 1)
-        tuned.store({tuned.name(_product(tokens=t), "a GPU"): _line(other) for t in (4, 8)})
+        _store({tuned.name(_product(tokens=t)): _line(other) for t in (4, 8)})
         assert _choose(width=4) == _choose(width=3) == other
         assert _choose(width=8) == _plan.plan(*_product(tokens=8)[:-2], 90)
 

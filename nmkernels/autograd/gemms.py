@@ -1,0 +1,567 @@
+"""The choice per GEMM: the fastest measured way to do each product of a layer, dense among them, so that sparse is never slower.
+
+A layer names its product (``Product``), asks ``choose`` for a candidate and hands that to ``call``. Candidates, by name:
+
+* ``"dense"``: torch's product of the dense layout; ``"expand"``: the same after decompressing, for a weight that has no dense layout;
+* ``"auto"``: the op, whose dispatcher takes the willing backend of highest priority;
+* ``"cpu rows"``, ``"cuda rows:mma.sp"`` and so on: one backend's kernel on one form of the operand.
+
+For fprop and dgrad all of them multiply the same W̃, so they differ by rounding only. In wgrad ĝ is the same estimate to the bit, written in
+dense layout for ``"dense"``, compressed for the others; its making is part of every candidate.
+
+The answer comes from, in this order:
+
+1. ``NMKERNELS_CHOICE=dense`` or ``packed``, or a backend that ``NMKERNELS_BACKEND`` forces, which means ``"auto"``;
+2. the table of what ``nm.tune`` or an earlier process measured on this device, with these versions, for this role, dtype, pattern and
+   (out, in), and for as many tokens up to the next power of two. While torch compiles: the line with the most tokens, whatever their
+   number, so that no token count is compiled anew;
+3. measuring now, if the caller allows it (``measure=True``, or ``NMKERNELS_CHOICE=measured`` for all callers; ``table`` forbids it), and
+   only then: not while a CUDA graph is captured, torch compiles, or a mode or transform is active, and not for more than ``FIRST_USE_WORK``
+   multiplications. Kernels that would compile are left to ``nm.tune``;
+4. ``rule``: where a backend reckons that it is faster the packed form, else dense.
+
+The environment is read when a product is first seen; after a change, or after ``torch.set_num_threads``, call ``forget``. Two machines may
+choose differently: for the same bits everywhere set ``NMKERNELS_CHOICE=dense`` or ``packed``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import ops, tuning
+from ..dispatch import REFERENCE, Impl, forced_backend, implementations
+from ..dispatch import choose as dispatched
+from ..ops.define import plainly
+from ..ops.mvue import METHODS
+from ..pattern import NMError, Pattern
+from ..tuning import BUDGET, TABLE, Candidate, Found, Seconds, Timer, Validator, cold
+
+ENV = "NMKERNELS_CHOICE"
+SETTINGS = ("", "dense", "packed", "table", "measured")
+FIRST_USE_WORK = {"cpu": 1 << 31, "cuda": 1 << 43}
+"""Multiplications of the largest product that is measured on first use: about 0.05 s on two cores of a CPU, 0.03 s on a GPU."""
+
+FIRST_USE_BUDGET = 0.02
+"""Seconds of timing on first use, unless the fewest rounds take longer."""
+
+REMEMBERED = 4096
+"""Products whose choice is remembered; then all are forgotten and looked up again."""
+
+MANY_TOKENS = 1 << 30
+TOKEN_CLASSES = tuple(1 << k for k in range(30, -1, -1))
+
+ROLES = ("fprop", "dgrad", "wgrad")
+FORMS = ("dense", "rows", "columns", "rows:mma.sp", "columns:mma.sp", "rows:wgmma.sp", "columns:wgmma.sp")
+RULES = ("", "magnitude", *METHODS)
+DENSE, EXPAND, AUTO = "dense", "expand", "auto"
+
+Packed = tuple[Tensor, Tensor]
+"""Values, and indices or metadata, of a compressed operand."""
+Forms = Mapping[str, "Tensor | Packed"]
+"""The sparse operand by the names of ``Product.forms``."""
+
+log = logging.getLogger("nmkernels.choice")
+log.addHandler(logging.NullHandler())
+
+
+# ---- what is chosen for
+
+
+@lru_cache(maxsize=1024)
+def forms(
+    rows: int, cols: int, n: int, m: int, dtype: torch.dtype, kind: str, dense: bool = True, columns: bool = False
+) -> tuple[str, ...]:
+    """The forms that a weight ``(rows, cols)`` can have on a device of that kind, for ``Product.forms``.
+
+    Args:
+        kind: ``device.type``. dense: with a dense layout at hand. columns: Wᵀ packed, for a mask that is transposable; W otherwise.
+
+    Example:
+        >>> forms(64, 128, 2, 4, torch.bfloat16, "cuda"), forms(64, 128, 2, 4, torch.bfloat16, "cpu", dense=False)
+        (('dense', 'rows', 'rows:mma.sp'), ('rows',))
+    """
+    name, height, width = ("columns", cols, rows) if columns else ("rows", rows, cols)
+    tiles = height % 16 == 0 and width % 64 == 0 and dtype.itemsize == 2 and ops.tensor_core_pattern(Pattern(n, m))
+    return (*(("dense",) if dense else ()), name, *((f"{name}:mma.sp",) if kind == "cuda" and tiles else ()))
+
+
+class Product(NamedTuple):
+    """One product of a layer ``y = x W̃ᵀ`` and the forms in which its sparse operand is at hand.
+
+    role: ``"fprop"`` y = x W̃ᵀ, ``"dgrad"`` dx = g W̃, or ``"wgrad"`` dW = ĝᵀ x, with ĝ an N:M estimate of g along tokens.
+    tokens: rows of x and g. rows, cols: (out, in) of the layer. n, m: the pattern of W̃, or of ĝᵀ.
+    forms: ``"dense"``: W̃ in dense layout, its zeros included; ``"rows"``: W̃ compressed; ``"columns"``: W̃ᵀ compressed, for the gradient of
+    the input from a mask that is transposable; ``"rows:mma.sp"`` and so on: the same in the order of tensor cores (``ops.relayout``). Of
+    those that are no dense layout the preferred one first. In wgrad they say how ĝᵀ may be written, and every one can be made.
+    rule: of wgrad: ``"exact"`` or ``"approx"``, as ``ops.mvue`` has them, or ``"magnitude"``.
+    changing: W̃ is another one at every call, as in training; what a backend makes of it beside the operand is then part of its time.
+    """
+
+    role: str
+    tokens: int
+    rows: int
+    cols: int
+    n: int
+    m: int
+    dtype: torch.dtype
+    device: torch.device
+    forms: tuple[str, ...] = ("dense", "rows")
+    rule: str = ""
+    changing: bool = False
+
+    def check(self) -> None:
+        """Raise NMError for what is no product."""
+        if self.role not in ROLES:
+            raise NMError(f"choice: role {self.role!r} is unknown; choose one of {', '.join(ROLES)}.")
+        if not self.forms or any(form not in FORMS for form in self.forms):
+            raise NMError(f"choice: forms {self.forms!r}; give at least one of {', '.join(FORMS)}.")
+        if (self.role == "wgrad") != bool(self.rule) or self.rule not in RULES:
+            raise NMError(f"choice: rule {self.rule!r} of {self.role}; wgrad, and only it, has one of {', '.join(RULES[1:])}.")
+
+    def words(self) -> str:
+        """Short, for a reader: ``fprop 4096x1024 2:4 bfloat16, 8192 tokens``."""
+        return f"{self.role} {self.rows}x{self.cols} {self.n}:{self.m} {_plain(self.dtype)}, {self.tokens} tokens"
+
+
+def key(product: Product) -> str:
+    """Its line of the table."""
+    p = product
+    what = " ".join(part for part in (p.role, p.rule) if part)
+    how = f"{'+'.join(p.forms)}{' changing' if p.changing else ''}"
+    return tuning.key("gemm", p.device, f"{what}|{_plain(p.dtype)}|{p.n}:{p.m}|{p.rows}x{p.cols}|{how}", p.tokens)
+
+
+def _plain(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# ---- the candidates
+
+
+def names(product: Product) -> list[str]:
+    """Every candidate that might run, the baseline first; whether a backend takes the call shows when it is tried."""
+    found = [DENSE] if DENSE in product.forms else [AUTO]
+    if DENSE not in product.forms and any(form in ("rows", "columns") for form in product.forms):
+        found.append(EXPAND)
+    for form in product.forms:
+        op = op_of(product, form)
+        # the reference is the definition of right and not fast, and of negative priority are test instruments
+        found += [f"{i.backend} {form}" for i in (implementations(op) if op else ()) if i.backend != REFERENCE and i.priority >= 0]
+    return found
+
+
+def op_of(product: Product, form: str) -> str:
+    """The raw op that multiplies this form of the operand; empty if none does."""
+    kind, _, layout = form.partition(":")
+    if product.role == "fprop":
+        return "nm_linear" if kind == "rows" else ""
+    if product.role == "dgrad":
+        return "nm_linear" if kind == "columns" else "nm_linear_dgrad" if kind == "rows" and not layout else ""
+    return "nm_linear_wgrad" if kind == "rows" else ""
+
+
+def form_of(name: str, product: Product) -> str:
+    """The form of the operand that candidate ``name`` reads: the only one that ``call`` must find."""
+    if name == DENSE:
+        return DENSE
+    if name == EXPAND:
+        return next(form for form in product.forms if form in ("rows", "columns"))
+    return name.partition(" ")[2] or next(form for form in product.forms if op_of(product, form))
+
+
+def arguments(product: Product, form: str, packed: Packed, other: Tensor, bias: Tensor | None = None) -> tuple[Any, ...]:
+    """Those of ``op_of(product, form)``; ``other`` is x in fprop and wgrad, g in dgrad."""
+    values, indices = packed
+    pattern = (2, 4) if ":" in form else (product.n, product.m)  # the layouts of tensor cores are always 2:4
+    if product.role == "wgrad":
+        return values, indices, *pattern, product.tokens, other
+    if product.role == "dgrad":
+        return other, values, indices, *pattern, product.rows if form.startswith("columns") else product.cols
+    return other, values, indices, *pattern, product.cols, bias
+
+
+def call(
+    name: str, product: Product, other: Tensor, operand: Forms | Tensor, *, bias: Tensor | None = None, seed: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Do ``product`` by candidate ``name``.
+
+    Args:
+        other: x ``(..., in)`` in fprop and wgrad (there a matrix), g ``(..., out)`` in dgrad.
+        operand: W̃ by its forms; in wgrad g itself, ``(tokens, out)``, which is estimated here.
+        bias: ``(out,)``, of fprop. seed: int64 ``(2,)``, of the estimate. out: where the result goes; of compressed candidates.
+    """
+    form = form_of(name, product)
+    if name == DENSE:
+        given: Any = estimate(product, operand, seed) if isinstance(operand, Tensor) else operand[DENSE]
+        return _deliver(_dense(product, other, given, bias), out)
+    packed: Any = pack_estimate(product, operand, seed, form) if isinstance(operand, Tensor) else operand[form]
+    if name == EXPAND:
+        cols = product.tokens if product.role == "wgrad" else product.cols if form == "rows" else product.rows
+        w = torch.ops.nmkernels.nm_decompress(*packed, product.n, product.m, cols)
+        return _deliver(_dense(product, other, w if form == "rows" else w.t(), bias), out)
+    op, args = op_of(product, form), arguments(product, form, packed, other, bias)
+    fn = None if name == AUTO else function(op, name.partition(" ")[0], args)
+    if fn is None:  # its dispatcher knows another way
+        return _deliver(getattr(torch.ops.nmkernels, op)(*args), out)
+    return plainly(fn, *args) if out is None else plainly(fn, *args, out=out)
+
+
+def function(op: str, backend: str, args: tuple[Any, ...]) -> Callable[..., Tensor] | None:
+    """The backend's function for ``op(*args)``; None if it has none or declines, or if the tensors are not what they look like."""
+    if torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack():
+        return None
+    entry = _entry(op, backend)
+    return entry.fn if entry is not None and entry.supports(*args)[0] else None
+
+
+def _entry(op: str, backend: str) -> Impl | None:
+    return next((entry for entry in implementations(op) if entry.backend == backend), None)
+
+
+def _dense(product: Product, other: Tensor, operand: Any, bias: Tensor | None) -> Tensor:
+    if product.role == "fprop":
+        return F.linear(other, operand, bias)
+    return other.matmul(operand) if product.role == "dgrad" else operand.matmul(other)
+
+
+def _deliver(result: Tensor, out: Tensor | None) -> Tensor:
+    return result if out is None else out.copy_(result)
+
+
+def estimate(product: Product, g: Tensor, seed: Tensor | None) -> Tensor:
+    """ĝᵀ ``(out, tokens)`` of wgrad, in dense layout."""
+    raw = torch.ops.nmkernels
+    if product.rule in METHODS:
+        return raw.nm_mvue(g, product.n, product.m, 0, seed, product.rule).t()
+    return raw.nm_prune(_padded(product, g), product.n, product.m)[:, : product.tokens]
+
+
+def pack_estimate(product: Product, g: Tensor, seed: Tensor | None, form: str = "rows") -> Packed:
+    """ĝᵀ ``(out, tokens)`` compressed along tokens, its positions in the order of ``form``."""
+    raw = torch.ops.nmkernels
+    if product.rule in METHODS:
+        values, indices = raw.nm_mvue_compress(g, product.n, product.m, 0, seed, product.rule)
+    else:
+        values, indices = raw.nm_compress(_padded(product, g), product.n, product.m, None)
+    layout = form.partition(":")[2]
+    return (values, raw.nm_metadata(indices, product.tokens, layout)) if layout else (values, indices)
+
+
+def _padded(product: Product, g: Tensor) -> Tensor:
+    return F.pad(g.t(), (0, -product.tokens % product.m)).contiguous()
+
+
+# ---- measuring them
+
+BLOCK = 1 << 18
+"""Random numbers are drawn so many at a time and repeated: making them must not take longer than the products."""
+
+Operands = tuple[Tensor, Any, "Tensor | None"]
+"""x or g, what ``call`` takes as the sparse operand, and the seed."""
+
+
+def measure(product: Product, *, timer: Seconds | None = None, budget: float = BUDGET, compiling: bool = True) -> Found:
+    """Check every candidate of ``product`` on random numbers, and time it in turns with the others.
+
+    Nothing of the caller's is read or written, torch's generators neither. It synchronises with the device: not for graph capture.
+
+    Args:
+        timer: seconds of a ``tuning.Task``; by the device's clock if None.
+        budget: seconds for timing. compiling: with the backends that compile at their first call, and those prepared that have to search.
+
+    Raises:
+        NMError: it is no product.
+    """
+    product.check()
+    with torch.inference_mode(False), torch.no_grad(), torch._C._DisableAutocast():
+        given = operands(product)
+        sets: list[Operands] = []  # made when all are checked, and for all that are right
+        taking_part = [name for name in names(product) if compiling or not _compiles(name, product)]
+        some = [_candidate(name, product, given, sets, compiling) for name in taking_part]
+        validator = Validator.of_product(*dense_pair(product, *given))
+        return tuning.measure(key(product), some, validator, Timer(product.device, timer), budget)
+
+
+def _compiles(name: str, product: Product) -> bool:
+    backend, _, form = name.partition(" ")
+    entry = _entry(op_of(product, form), backend) if form else None
+    return entry is not None and entry.tuning.compiles
+
+
+def _candidate(name: str, product: Product, given: Operands, sets: list[Operands], compiling: bool) -> Candidate:
+    other, operand, seed = given
+    backend, _, form = name.partition(" ")
+    entry = _entry(op_of(product, form), backend) if form else None
+    kept = entry is not None and entry.tuning.keeps and product.changing
+
+    def declines() -> str:
+        if entry is None:
+            return ""
+        packed = operand[form] if isinstance(operand, dict) else pack_estimate(product, operand, seed, form)
+        if isinstance(packed, str):
+            return packed
+        args = arguments(product, form, packed, other)
+        can, reason = entry.supports(*args)
+        if not can:
+            return reason
+        if DENSE not in product.forms and dispatched(entry.op, *args) is entry:
+            return "it is what auto takes"
+        if compiling and entry.tuning.prepare is not None and not entry.tuning.compiles:
+            entry.tuning.prepare(entry.op, *args)
+        return ""
+
+    def run(x: Tensor, w: Any, words: Tensor | None, out: Tensor | None = None) -> Tensor:
+        if kept and out is None and isinstance(w, dict):
+            torch.autograd.graph.increment_version(w[form][0])
+        return call(name, product, x, w, seed=words, out=out)
+
+    def calls() -> list[Callable[[], Tensor]]:
+        if not sets:
+            sets.extend(cold(given))
+        return [partial(run, *some) for some in sets]
+
+    return Candidate(name, lambda out: run(*given, out), calls, declines)
+
+
+def operands(product: Product) -> Operands:
+    """Random numbers, from a generator of their own; the weight is N:M, both ways where its columns are wanted."""
+    p, rows, cols = product, product.rows, product.cols
+    draw = partial(_random, p.dtype, p.device)
+    if p.role == "wgrad":
+        return draw(p.tokens, cols), draw(p.tokens, rows), torch.tensor([1, 2], device=p.device)
+    return draw(p.tokens, cols if p.role == "fprop" else rows), _weight(p, draw(rows, cols)), None
+
+
+def _weight(product: Product, w: Tensor) -> dict[str, Any]:
+    """W̃ in the forms of the product; for one that cannot be made the reason."""
+    pattern = Pattern(product.n, product.m)
+    transposable = any(form.startswith("columns") for form in product.forms)
+    mask = ops.transposable_mask(w, pattern) if transposable else ops.mask(w, pattern)
+    w = w * mask
+    made: dict[str, Any] = {DENSE: w}
+    for form in product.forms:
+        kind, _, layout = form.partition(":")
+        if kind == DENSE:
+            continue
+        c = ops.compress(w, pattern, mask) if kind == "rows" else ops.compress(w.t().contiguous(), pattern, mask.t().contiguous())
+        try:
+            d = ops.relayout(c, layout) if layout else None
+            made[form] = (c.values, c.indices) if d is None else (d.values, d.meta)
+        except NMError as error:
+            made[form] = str(error)
+    return made
+
+
+def _random(dtype: torch.dtype, device: torch.device, rows: int, cols: int) -> Tensor:
+    generator = torch.Generator(device=device).manual_seed(rows * 31 + cols)
+    count = rows * cols
+    block = torch.randn(min(count, BLOCK - 1), generator=generator, device=device).to(dtype)
+    if count <= block.numel():
+        return block.view(rows, cols)
+    return block.repeat(-(-count // block.numel()))[:count].view(rows, cols)
+
+
+def dense_pair(product: Product, other: Tensor, operand: Any, seed: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The matrices whose product it is."""
+    if product.role == "fprop":
+        return other, operand[DENSE].t()
+    return (other, operand[DENSE]) if product.role == "dgrad" else (estimate(product, operand, seed), other)
+
+
+# ---- the choice
+
+_known: dict[Product, str] = {}
+_ruled: dict[Product, str] = {}
+_measuring = threading.Lock()
+
+
+def choose(product: Product, measure: bool = False) -> str:
+    """The candidate that does ``product``: ``"dense"``, ``"auto"``, or the like of ``"cpu rows"``; give it to ``call``.
+
+    Called again with an equal product, it is a lookup in a dict.
+
+    Args:
+        measure: whether an unknown product may be measured now; see the module's text.
+
+    Raises:
+        NMError: it is no product, or ``NMKERNELS_CHOICE`` is none of its settings.
+
+    Example:
+        >>> choose(Product("fprop", 2048, 64, 64, 3, 4, torch.float32, torch.device("cpu"), ("dense",)))
+        'dense'
+    """
+    if torch.compiler.is_compiling():
+        return _static(product.role, *product[2:])
+    found = _known.get(product)
+    if found is None and not measure:
+        found = _ruled.get(product)
+    return _find(product, measure) if found is None else found
+
+
+def _static(role: str, *rest: Any) -> str:
+    """The choice for a graph that serves any number of tokens: that of the most tokens in the table, else the rule for many."""
+    product = Product(role, MANY_TOKENS, *rest)
+    product.check()
+    return _given(product) or next(filter(None, (_from_table(product._replace(tokens=t)) for t in TOKEN_CLASSES)), None) or rule(product)
+
+
+# what torch.compiler.assume_constant_result does, whose import of torch._dynamo takes a second: tracing calls it, and keeps the answer
+_static._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _find(product: Product, allowed: bool) -> str:
+    product.check()
+    for memo in (_known, _ruled):
+        if len(memo) >= REMEMBERED:
+            memo.clear()
+    found = _given(product) or _from_table(product)
+    if found is None and _may_measure(product, allowed):
+        with _measuring:
+            found = _from_table(product) or _measure_now(product)  # another thread may have come first
+    if found is not None:
+        _known[product] = found
+        return found
+    found = _ruled[product] = rule(product)
+    return found
+
+
+def setting() -> str:
+    """What ``NMKERNELS_CHOICE`` says.
+
+    Raises:
+        NMError: something unknown.
+    """
+    given = os.environ.get(ENV, "")
+    if given not in SETTINGS:
+        raise NMError(f"{ENV}={given!r} is unknown; set one of {', '.join(SETTINGS[1:])}, or unset it.")
+    return given
+
+
+def _given(product: Product) -> str | None:
+    """The candidate that the environment forces."""
+    how = setting()
+    if product.forms == (DENSE,) or (DENSE in product.forms and how == "dense"):
+        return DENSE
+    return AUTO if forced_backend() or how == "packed" else None
+
+
+def _from_table(product: Product) -> str | None:
+    if product.device.type not in FIRST_USE_WORK:
+        return None
+    line = TABLE.get(key(product))
+    found = None if line is None else line.get("choice")
+    return found if found in names(product) else None
+
+
+def _may_measure(product: Product, allowed: bool) -> bool:
+    how = setting()
+    if how == "table" or not (allowed or how == "measured"):
+        return False
+    work = product.tokens * product.rows * product.cols
+    return 0 < work <= FIRST_USE_WORK.get(product.device.type, 0) and _undisturbed(product.device)
+
+
+def _undisturbed(device: torch.device) -> bool:
+    """Whether calls made now are run now, and seen by nobody."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._get_tracing_state() is not None
+        or torch.autograd.profiler._is_profiler_enabled
+        or (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+    )
+
+
+def _measure_now(product: Product) -> str | None:
+    try:
+        found = measure(product, budget=FIRST_USE_BUDGET, compiling=False)
+    except (RuntimeError, MemoryError) as error:  # out of memory, mostly: then it is no time for measuring
+        log.warning("%s: not measured: %s", product.words(), error)
+        return None
+    record(found, "first use")
+    if found.note:
+        log.warning("%s: the choice %s", product.words(), found.note)
+    log.info("%s: %s", product.words(), found.best)
+    return found.best
+
+
+def record(found: Found, by: str = "nm.tune") -> None:
+    """Follow these measurements from now on, in this process and, where the table can be written, in later ones."""
+    found.store({found.problem: found.line(found.best, by)})
+    _known.clear()
+    _ruled.clear()
+
+
+def rule(product: Product) -> str:
+    """What is done where nothing was measured: dense where there is a dense layout, unless a backend's heuristic says that it is faster.
+
+    Example:
+        >>> rule(Product("dgrad", 8, 64, 64, 2, 4, torch.float64, torch.device("cpu")))
+        'dense'
+    """
+    p = product
+    if DENSE not in p.forms:
+        return AUTO
+    for op in (op_of(p, form) for form in p.forms):
+        for entry in implementations(op) if op else ():
+            heuristic = entry.tuning.heuristic
+            if heuristic is not None and heuristic(p.role, p.dtype, p.tokens, p.n, p.m, p.device):
+                return AUTO
+    return DENSE
+
+
+@contextmanager
+def using(product: Product, name: str) -> Iterator[None]:
+    """Inside, ``product`` is done by candidate ``name``; afterwards it is chosen anew."""
+    _known[product] = name
+    try:
+        yield
+    finally:
+        _known.pop(product, None)
+
+
+def forget() -> None:
+    """Read the table and the environment anew."""
+    TABLE.forget()
+    _known.clear()
+    _ruled.clear()
+
+
+def explain(product: Product) -> str:
+    """What is known of a product, for a reader: the choice, where it comes from, and what was measured.
+
+    Example:
+        >>> print(explain(Product("fprop", 8, 64, 64, 2, 4, torch.float64, torch.device("cpu"), ("dense",))))
+        fprop 64x64 2:4 float64, 8 tokens: dense
+          there is nothing to choose
+    """
+    product.check()
+    lines = [f"{product.words()}: {choose(product)}"]
+    line = TABLE.get(key(product)) if product.device.type in FIRST_USE_WORK else None
+    if product.forms == (DENSE,):
+        lines.append("  there is nothing to choose")
+    elif _given(product):
+        lines.append(f"  by {ENV} or NMKERNELS_BACKEND")
+    elif line is None:
+        lines.append("  by rule, nothing was measured: nm.tune(model, tokens=...)")
+    else:
+        lines.append(f"  measured by {line.get('by', 'nm.tune')} on {tuning.device_name(product.device)}")
+    for what, unit in (("us", " us"), ("refused", "")):
+        given = line.get(what) if line else None
+        if isinstance(given, dict):
+            said = "" if what == "us" else "refused: "
+            lines += [f"  {name:<24} {said}{value}{unit}" for name, value in given.items()]
+    return "\n".join(lines)

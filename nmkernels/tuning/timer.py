@@ -1,0 +1,355 @@
+"""How long calls take: in turns, so that a machine that slows down slows all of them, and each call on other buffers than the one before.
+
+On a CPU a turn is calls that do not count, then some that do, of which the fastest counts: without the former the clock shows what
+another call has left behind, as torch's OpenMP threads spin for about 3 ms after a call on cores that another pool's threads need.
+
+On a GPU a turn is a batch of calls between two events of the device, after as many that do not count. A call returns before the device has
+begun, so the host's clock says nothing; and a device that waits for the host shows the host's time. So the device sleeps while a batch is
+queued, and a batch whose start was reached before its end was queued is timed again after a longer sleep.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from itertools import cycle
+from statistics import median
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+Call = Callable[[], object]
+Under = Callable[[], AbstractContextManager[object]]
+"""What is entered around calls, outside the clock."""
+
+SETTLE = 4e-3
+"""Seconds of calls on a CPU before those that count; a call of 16 times that needs none."""
+
+HOST_BATCH, LEAST_IN_BATCH, MOST_IN_BATCH = 2e-3, 2, 5
+"""Seconds and calls of a turn that count, on a CPU."""
+
+DEVICE_BATCH, MOST_ON_DEVICE = 2e-4, 50
+"""Seconds of the device, and of the host that queues it, that a batch takes, about; CUDA's queue holds 1024 kernels."""
+
+TRIES = 4
+"""So often a batch is timed when the device was faster than the host; calls that wait for the device always are."""
+
+LONGEST_SLEEP = 0.05
+CYCLES_PER_SECOND = 2e9
+"""Of the fastest clock about; a device with a slower one sleeps longer, which changes nothing."""
+
+LEAST, MOST = 3, 31
+"""Rounds in which every call takes part at least, and at most."""
+
+SLOW, LEAST_SLOW = 0.5, 5
+"""A call of more seconds is content with so many rounds: a training step, mostly."""
+
+HOPELESS = 2.0
+"""Of calls that are compared, one that is so many times slower than the fastest after the fewest rounds is timed no longer."""
+
+COLD_BYTES, MOST_SETS = 64 << 20, 16
+"""Sets of buffers together exceed this much cache: a model comes back to a layer when others have been there."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A call to time, by its name."""
+
+    name: str
+    run: Call
+
+    def __call__(self) -> object:
+        return self.run()
+
+
+Seconds = Callable[[Task], float]
+"""What a caller gives instead of the device's clock: the seconds of one call."""
+
+
+class Meter(Protocol):
+    """How one call is timed."""
+
+    cost: float
+    """Seconds that a turn takes, about."""
+
+    def warm(self) -> float:
+        """Calls that do not count, from which the meter learns how to time; the seconds of one."""
+        ...
+
+    def turn(self) -> float:
+        """Seconds of a call, timed once more."""
+        ...
+
+
+class HostMeter:
+    """Times single calls by the host's clock: the fastest of a turn's, after ``settle`` seconds of others.
+
+    Args:
+        calls: the same on several sets of buffers. batch: seconds of calls of which the fastest counts; with 0 it is a single one.
+    """
+
+    def __init__(self, calls: Sequence[Call], settle: float = SETTLE, batch: float = HOST_BATCH, under: Under = nullcontext) -> None:
+        self.calls, self.settle, self.batch, self.under = cycle(calls), settle, batch, under
+        self.count, self.cost = 1, 0.0
+
+    def warm(self) -> float:
+        """One call of a slow one, else two."""
+        with self.under():
+            took = self._once()
+            if self.settle and took >= 16 * self.settle:
+                self.settle = 0.0
+            else:
+                took = self._once()
+                if self.batch:
+                    self.count = max(LEAST_IN_BATCH, min(MOST_IN_BATCH, int(self.batch / max(took, 1e-9))))
+        self.cost = self.count * took + (max(took, self.settle) if self.settle else 0.0)
+        return took
+
+    def _once(self) -> float:
+        call, start = next(self.calls), time.perf_counter()
+        call()
+        return time.perf_counter() - start
+
+    def turn(self) -> float:
+        """Seconds of the fastest call that counts."""
+        start = time.perf_counter()
+        with self.under():
+            while time.perf_counter() - start < self.settle:
+                next(self.calls)()
+            return min(self._once() for _ in range(self.count))
+
+
+class Clock(Protocol):
+    """What a device must do to be timed; ``Cuda`` is the real one."""
+
+    def synchronize(self) -> None:
+        """Wait until the device is idle."""
+        ...
+
+    def sleep(self, seconds: float) -> None:
+        """Queue idle time."""
+        ...
+
+    def mark(self) -> Any:
+        """Queue a moment in time."""
+        ...
+
+    def reached(self, mark: Any) -> bool:
+        """Whether the device has come there."""
+        ...
+
+    def between(self, start: Any, end: Any) -> float:
+        """Wait for ``end``; seconds of the device from ``start`` to it."""
+        ...
+
+
+class Cuda:
+    """torch's events on the current stream of a CUDA device."""
+
+    def __init__(self, device: str | torch.device = "cuda") -> None:
+        self.device = torch.device(device)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def sleep(self, seconds: float) -> None:
+        torch.cuda._sleep(int(seconds * CYCLES_PER_SECOND))
+
+    def mark(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def reached(self, mark: Any) -> bool:
+        return bool(mark.query())
+
+    def between(self, start: Any, end: Any) -> float:
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3
+
+
+class DeviceMeter:
+    """Times batches of calls by the device's clock."""
+
+    def __init__(self, calls: Sequence[Call], clock: Clock, batch: float = DEVICE_BATCH, under: Under = nullcontext) -> None:
+        self.next, self.clock, self.batch, self.under = cycle(calls).__next__, clock, batch, under
+        self.count, self.ahead, self.tries, self.cost = 1, 0.0, TRIES, 0.0
+
+    def warm(self) -> float:
+        """Compile and allocate in a first call, learn from a second how long it takes to queue, from a batch how long it runs."""
+        with self.under():
+            self.next()()
+            self.clock.synchronize()
+            start = time.perf_counter()
+            self.next()()
+            queued = time.perf_counter() - start
+            self.clock.synchronize()
+            whole = time.perf_counter() - start
+        self._size(whole, queued)
+        took = self.turn()
+        self._size(took, queued)
+        self.cost = self.ahead + 2 * self.count * took
+        return took
+
+    def _size(self, took: float, queued: float) -> None:
+        """Choose the batch and the sleep for calls that take so long on the device, and on the host to queue."""
+        self.count = max(1, min(MOST_ON_DEVICE, int(self.batch / max(took, 1e-9)), int(self.batch / max(queued, 1e-9))))
+        self.ahead = min(LONGEST_SLEEP, max(self.ahead, 1.5 * (2 * self.count + 1) * queued))
+
+    def turn(self) -> float:
+        """Seconds of a call, the mean of a batch."""
+        for _ in range(self.tries):
+            took, late = self._batch()
+            if not late:
+                return took
+            self.ahead = min(LONGEST_SLEEP, 4 * self.ahead + 1e-5)
+        self.tries = 1  # it waits for the device by itself: its time is the host's, and that is what it costs
+        return took
+
+    def _batch(self) -> tuple[float, bool]:
+        """The mean of a batch, and whether the device had to wait for the host."""
+        clock = self.clock
+        with self.under():
+            clock.synchronize()
+            clock.sleep(self.ahead)
+            for _ in range(self.count):
+                self.next()()
+            start = clock.mark()
+            for _ in range(self.count):
+                self.next()()
+            end = clock.mark()
+            late = clock.reached(start)
+        return clock.between(start, end) / self.count, late
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Seconds of each call in each round, without those that sat it out, and why those failed that did."""
+
+    rounds: list[dict[str, float]]
+    failed: dict[str, str] = field(default_factory=dict)
+
+    def of(self, name: str) -> list[float]:
+        """The samples of one call."""
+        return [r[name] for r in self.rounds if name in r]
+
+
+def take_turns(meters: Mapping[str, Meter], seconds: float, least: int = LEAST, most: int = MOST, hopeless: float = 0.0) -> Turns:
+    """Time calls in turn for about ``seconds``, after some of each that do not count.
+
+    Each has an equal share of the time; one too slow for its share sits rounds out, ``least`` excepted, evenly spread. One that raises is
+    left out from then on, and costs the others nothing.
+
+    Args:
+        hopeless: where only the fastest matters: all take part in every round, until one so many times slower than the fastest is left
+            out; and it ends with the time, or when nothing is left to compare.
+    """
+    wanted: dict[str, int] = {}
+    failed: dict[str, str] = {}
+    rounds: list[dict[str, float]] = []
+    fastest: dict[str, float] = {}
+
+    def guarded(name: str, step: Call) -> float:
+        try:
+            return float(step())  # type: ignore[arg-type]
+        except Exception as error:
+            failed[name] = f"{type(error).__name__}: {error}"
+            return float("nan")
+
+    end = time.perf_counter() + seconds
+    with _no_garbage_collection():
+        for name, meter in meters.items():
+            took = guarded(name, meter.warm)
+            share = most if hopeless else min(most, int(seconds / len(meters) / max(meter.cost, 1e-9)))
+            wanted[name] = max(min(least, LEAST_SLOW) if took > SLOW else least, share)
+        left = [name for name in meters if name not in failed]
+        total = max((wanted[name] for name in left), default=0)
+        for i in range(total):
+            if hopeless and i >= least:
+                best = min((fastest[name] for name in left), default=0.0)
+                left = [name for name in left if fastest[name] <= hopeless * best]
+                if len(left) < 2 or time.perf_counter() > end:
+                    break
+            turn = [name for name in left if i % (total // wanted[name]) == 0]
+            found = {name: guarded(name, meters[name].turn) for name in turn}
+            left = [name for name in left if name not in failed]
+            rounds.append({name: took for name, took in found.items() if name not in failed})
+            for name, took in rounds[-1].items():
+                fastest[name] = min(took, fastest.get(name, took))
+    return Turns(rounds, failed)
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+class Timer:
+    """Times calls on a device.
+
+    Args:
+        device: whose clock counts: events on a GPU, else the processor's.
+        given: what times each call instead.
+
+    Example:
+        >>> Timer(torch.device("cpu"), lambda task: 2.0).compare({"a": [list]}, 0.1)
+        ({'a': 2.0}, {})
+    """
+
+    def __init__(self, device: torch.device, given: Seconds | None = None) -> None:
+        self.device, self.given = device, given
+
+    def turns(self, calls: Mapping[str, Sequence[Call]], seconds: float, *, least: int = LEAST, hopeless: float = 0.0) -> Turns:
+        """Time calls in turn, each on several sets of buffers, for about ``seconds``; see ``take_turns``."""
+        if self.given is not None:
+            return Turns([{name: self.given(Task(name, some[0])) for name, some in calls.items()}])
+        if self.device.type != "cuda":
+            return take_turns({name: HostMeter(some) for name, some in calls.items()}, seconds, least, hopeless=hopeless)
+        with torch.cuda.device(self.device):  # the events of a GPU are those of the current one
+            clock = Cuda(self.device)
+            return take_turns({name: DeviceMeter(some, clock) for name, some in calls.items()}, seconds, least, hopeless=hopeless)
+
+    def compare(self, calls: Mapping[str, Sequence[Call]], seconds: float) -> tuple[dict[str, float], dict[str, str]]:
+        """Seconds of each call, to find the fastest, and why those failed that did.
+
+        On a CPU the lower quartile of the turns: what else runs there can only add, up to 40 times where it takes a core from threads that
+        wait for each other. On a GPU the median.
+        """
+        found = self.turns(calls, seconds, hopeless=HOPELESS)
+        samples = {name: sorted(found.of(name)) for name in calls if name not in found.failed}
+        return {name: some[len(some) // 4] if self.device.type == "cpu" else median(some) for name, some in samples.items()}, found.failed
+
+
+def cold(given: Any) -> list[Any]:
+    """Operands, and so many copies of them that together they exceed the caches.
+
+    Args:
+        given: tensors, in tuples and dicts; what else they hold is not copied.
+    """
+    held = sum(t.nbytes for t in _tensors(given))
+    return [given, *(_copy(given) for _ in range(min(MOST_SETS, -(-COLD_BYTES // max(held, 1))) - 1))]
+
+
+def _tensors(given: Any) -> list[Tensor]:
+    if isinstance(given, Tensor):
+        return [given]
+    parts = given.values() if isinstance(given, dict) else given if isinstance(given, tuple) else ()
+    return [t for part in parts for t in _tensors(part)]
+
+
+def _copy(given: Any) -> Any:
+    if isinstance(given, Tensor):
+        return given.clone()
+    if isinstance(given, dict):
+        return {name: _copy(part) for name, part in given.items()}
+    return tuple(_copy(part) for part in given) if isinstance(given, tuple) else given

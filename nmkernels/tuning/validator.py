@@ -1,0 +1,79 @@
+"""Whether a result came out right: what may be chosen by its speed has to be right first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..reference import distance
+
+WHOLE = 1 << 28
+"""Multiplications up to which all of a product is done again in float64."""
+
+EDGE, INNER = 16, 48
+"""Of a larger one, so many rows and columns at each end, where kernels go wrong, and in between."""
+
+FURTHER = 4.0
+"""Outside the rows and columns that are done in float64, a result may be so many times the bound away from torch's own, which errs too."""
+
+
+class Validator:
+    """Says what is wrong with a matrix that a call writes: unwritten elements, too far from float64, or not the same twice.
+
+    The error may be at most twice torch's own in the same dtype plus 4·eps·max|y|, as everywhere (``testing.no_worse``); 0 of integers.
+
+    Args:
+        exact: float64; of the given ``rows`` and ``cols`` only, where these are given.
+        theirs: torch's own result; its dtype and shape are those of every result.
+    """
+
+    def __init__(self, exact: Tensor, theirs: Tensor, rows: Tensor | None = None, cols: Tensor | None = None) -> None:
+        self.exact, self.theirs, self.rows, self.cols = exact, theirs, rows, cols
+        self.bound = 0.0
+        if theirs.is_floating_point():
+            top = float(exact.abs().max()) if exact.numel() else 0.0
+            self.bound = 2 * self.error(theirs) + 4 * torch.finfo(theirs.dtype).eps * top
+
+    @classmethod
+    def of_product(cls, a: Tensor, b: Tensor) -> Validator:
+        """Of ``a @ b``, matrices ``(rows, k)`` and ``(k, columns)`` in dense layout; of a large one a part is done in float64."""
+        some = a.shape[0] * b.shape[1] * a.shape[1] > WHOLE
+        rows, cols = (_some(a.shape[0], a.device), _some(b.shape[1], a.device)) if some else (None, None)
+        return cls(_pick(a, 0, rows).double() @ _pick(b, 1, cols).double(), a @ b, rows, cols)
+
+    def error(self, y: Tensor) -> float:
+        """The largest distance from float64; NaN where there is one."""
+        return distance(_pick(_pick(y, 0, self.rows), 1, self.cols), self.exact)
+
+    def __call__(self, run: Callable[[Tensor], object]) -> str:
+        """What is wrong with what ``run`` writes into its argument; empty if nothing is."""
+        first = self._run(run, -1)  # NaN of floats
+        error = self.error(first)
+        if not error <= self.bound:  # false for NaN
+            return f"max error {error:.3g} against float64 is above {self.bound:.3g}"
+        if self.rows is not None or self.cols is not None:
+            error = distance(first, self.theirs)
+            if not error <= FURTHER * self.bound:
+                return f"a distance of {error:.3g} from torch's own result is above {FURTHER * self.bound:.3g}"
+        return "" if torch.equal(first, self._run(run, 0x55)) else "two runs differ"
+
+    def _run(self, run: Callable[[Tensor], object], before: int) -> Tensor:
+        """The result in memory whose every byte was ``before``."""
+        out = torch.empty(self.theirs.shape, dtype=self.theirs.dtype, device=self.theirs.device)
+        out.view(torch.int8).fill_(before)
+        run(out)
+        return out
+
+
+def _some(size: int, device: torch.device) -> Tensor | None:
+    if size <= 2 * EDGE + INNER:
+        return None
+    inner = torch.linspace(EDGE, size - EDGE - 1, INNER, device=device, dtype=torch.float64).long()
+    ends = torch.arange(EDGE, device=device)
+    return torch.cat([ends, inner, size - EDGE + ends])
+
+
+def _pick(x: Tensor, dim: int, which: Tensor | None) -> Tensor:
+    return x if which is None else x.index_select(dim, which)

@@ -1,0 +1,528 @@
+"""The choice per GEMM: every candidate is the same product, only what is right is timed, and what is taken comes from where it should."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import nmkernels as nm
+from nmkernels import dispatch
+from nmkernels.autograd import gemms
+from nmkernels.autograd.gemms import Product, choose, measure, operands
+from nmkernels.capability import compiled_core
+from nmkernels.testing import no_worse
+from nmkernels.tuning import TABLE, Task, device_name, table
+
+pytestmark = pytest.mark.skipif(not compiled_core().ok, reason=compiled_core().reason)
+
+CPU = torch.device("cpu")
+FPROP = Product("fprop", 20, 16, 32, 2, 4, torch.float32, CPU)
+ODD = FPROP._replace(n=7, m=8)
+"""By rule dense."""
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A table of each test's own."""
+    for name in ("NMKERNELS_CHOICE", "NMKERNELS_BACKEND"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NMKERNELS_CACHE", str(tmp_path / "cache"))
+    gemms.forget()
+    yield tmp_path / "cache"
+    gemms.forget()
+
+
+@pytest.fixture
+def mine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """A backend of nm_linear that does as it is told by a list: right, wrong, unwritten, unsteady, raises, declines."""
+    how: list[str] = ["right"]
+    before, runs = dispatch._impls["nm_linear"], []
+
+    def fn(x: Tensor, *args: Any, out: Tensor | None = None) -> Tensor:
+        runs.append(0)
+        assert how[0] != "declines"
+        if how[0] == "raises":
+            raise RuntimeError("no shared memory\nand more")
+        y = nm.reference.linear(x, *args) if out is None else out
+        if how[0] == "unwritten":
+            return y
+        y.copy_(nm.reference.linear(x, *args))
+        if how[0] == "wrong" or (how[0] == "unsteady" and len(runs) % 2):
+            y.view(-1)[-1] *= 1 + (1e-3 if how[0] == "wrong" else 2e-7)
+        return y
+
+    def register(tuning: dispatch.Tuning = dispatch.UNTUNED) -> list[str]:
+        entry = dispatch.Impl("nm_linear", "mine", fn, lambda *args: (how[0] != "declines", "it is mine"), 1, tuning=tuning)
+        monkeypatch.setitem(dispatch._impls, "nm_linear", [*before, entry])
+        return how
+
+    return register
+
+
+def clock(**seconds: float) -> Callable[[Task], float]:
+    """What each candidate takes, ``dense=1.0`` or ``mine_rows=0.5``; 1 s for all others."""
+
+    def timer(task: Task) -> float:
+        task()
+        return seconds.get(task.name.replace(" ", "_"), 1.0)
+
+    return timer
+
+
+def _fails(*args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("not to be called")
+
+
+# ---- what a product is
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"role": "fwd"}, {"forms": ()}, {"forms": ("dense", "tiles")}, {"rule": "exact"}, {"role": "wgrad"}, {"role": "wgrad", "rule": "x"}],
+)
+def test_what_is_no_product_raises(change: dict[str, Any]) -> None:
+    with pytest.raises(nm.NMError, match="choice: "):
+        choose(FPROP._replace(**change))
+
+
+def test_every_part_of_the_key_matters(monkeypatch: pytest.MonkeyPatch) -> None:
+    changes: list[dict[str, Any]] = [
+        {"role": "dgrad"}, {"tokens": 33}, {"tokens": 16}, {"rows": 17}, {"cols": 36}, {"n": 1}, {"m": 8}, {"dtype": torch.bfloat16},
+        {"forms": ("rows",)}, {"forms": ("dense", "rows", "columns")}, {"changing": True},
+    ]  # fmt: skip
+    keys = [gemms.key(FPROP), *(gemms.key(FPROP._replace(**change)) for change in changes)]
+    wgrad = FPROP._replace(role="wgrad", rule="exact")
+    keys += [gemms.key(wgrad), gemms.key(wgrad._replace(rule="approx"))]
+    for name in ("device_name", "versions"):
+        with monkeypatch.context() as m:
+            m.setattr(table, name, lambda _: "another")
+            keys.append(gemms.key(FPROP))
+    assert len(set(keys)) == len(keys)
+    assert gemms.key(FPROP._replace(tokens=17)) == gemms.key(FPROP._replace(tokens=32)) == gemms.key(FPROP)
+
+
+# ---- the candidates compute the same
+
+
+@pytest.mark.parametrize("forms", [("dense", "rows", "columns"), ("dense", "rows:mma.sp", "columns:mma.sp"), ("rows",), ("columns",)])
+@pytest.mark.parametrize("role", ["fprop", "dgrad"])
+def test_every_way_is_the_same_product(role: str, forms: tuple[str, ...]) -> None:
+    p = Product(role, 20, 64, 128, 2, 4, torch.bfloat16, CPU, forms)
+    other, operand, _ = operands(p)
+    w = operand["dense"]
+    assert nm.ops.is_nm(w, "2:4")
+    exact, theirs = (other.to(d) @ (w.t() if role == "fprop" else w).to(d) for d in (torch.float64, torch.bfloat16))
+    if role == "fprop" and forms == ("columns",):
+        return  # nobody has those alone
+    for name in (name for name in gemms.names(p) if " " not in name or name.startswith("cpu")):
+        y = gemms.call(name, p, other, operand)
+        assert y.dtype == torch.bfloat16
+        no_worse(y, theirs, exact)
+        out = torch.full_like(y, torch.nan)
+        assert gemms.call(name, p, other, operand, out=out).equal(y) and out.equal(y)
+
+
+def test_sparser_patterns_are_2_4_on_tensor_cores() -> None:
+    for pattern in ((1, 4), (2, 8), (1, 16)):
+        p = Product("fprop", 20, 64, 128, *pattern, torch.bfloat16, CPU, ("dense", "rows:mma.sp"))
+        x, operand, _ = operands(p)
+        assert gemms.forms(64, 128, *pattern, torch.bfloat16, "cuda") == ("dense", "rows", "rows:mma.sp")
+        torch.testing.assert_close(gemms.call("auto", p, x, operand), gemms.call("dense", p, x, operand))
+
+
+def test_a_bias_is_added_by_every_way() -> None:
+    other, operand, _ = operands(FPROP)
+    bias = torch.randn(16)
+    expected = other @ operand["dense"].t() + bias
+    for name in ("dense", "expand", "auto", "cpu rows"):
+        torch.testing.assert_close(gemms.call(name, FPROP, other, operand, bias=bias), expected)
+
+
+@pytest.mark.parametrize("tokens", [20, 22])
+@pytest.mark.parametrize("rule", ["exact", "approx", "magnitude"])
+def test_every_way_of_wgrad_multiplies_the_same_estimate(rule: str, tokens: int) -> None:
+    p = Product("wgrad", tokens, 16, 32, 2, 4, torch.float32, CPU, ("dense", "rows"), rule)
+    x, g, seed = operands(p)
+    dense, packed = gemms.estimate(p, g, seed), gemms.pack_estimate(p, g, seed)
+    assert dense.shape == (16, tokens)
+    assert torch.equal(dense, torch.ops.nmkernels.nm_decompress(*packed, 2, 4, tokens))
+    if rule != "magnitude":
+        assert torch.equal(dense, nm.ops.mvue(g, "2:4", dim=0, seed=seed, method=rule).t())
+    else:
+        assert torch.equal(dense[:, :20], nm.ops.prune(g[:20].t().contiguous(), "2:4"))
+    for name in ("dense", "expand", "auto", "cpu rows"):
+        torch.testing.assert_close(gemms.call(name, p, x, g, seed=seed), dense @ x)
+
+
+def test_an_estimate_in_the_order_of_tensor_cores() -> None:
+    p = Product("wgrad", 64, 32, 48, 2, 4, torch.bfloat16, CPU, ("dense", "rows:mma.sp"), "exact")
+    x, g, seed = operands(p)
+    assert gemms.pack_estimate(p, g, seed, "rows:mma.sp")[1].dtype == torch.int32
+    torch.testing.assert_close(gemms.call("auto", p, x, g, seed=seed), gemms.call("dense", p, x, g, seed=seed), atol=0.1, rtol=0.02)
+
+
+def test_a_backend_that_declines_now_is_replaced(mine: Callable[..., list[str]]) -> None:
+    other, operand, _ = operands(FPROP)
+    mine()[0] = "declines"
+    for name in ("mine rows", "nobody rows"):
+        torch.testing.assert_close(gemms.call(name, FPROP, other, operand), other @ operand["dense"].t())
+
+
+def test_who_takes_part() -> None:
+    names = gemms.names(FPROP)
+    assert names[0] == "dense" and {"cpu rows", "triton rows", "cuda rows"} <= set(names)
+    assert not any(name.startswith(("reference", "cuda-emulated", "expand", "auto")) for name in names)
+    assert gemms.names(FPROP._replace(forms=("rows",)))[:2] == ["auto", "expand"]
+    columns = gemms.names(FPROP._replace(role="dgrad", forms=("dense", "columns")))
+    assert "cpu columns" in columns and not any(name.endswith("rows") for name in columns)
+
+
+# ---- measuring them
+
+
+def test_the_fastest_is_best() -> None:
+    found = measure(FPROP, timer=clock(cpu_rows=0.25))
+    assert (found.best, found.baseline, found.gain) == ("cpu rows", "dense", 4.0)
+    assert found.seconds == {"dense": 1.0, "cpu rows": 0.25} and not found.refused
+    assert "triton rows" in found.declined and "cuda rows" in found.declined
+    assert measure(FPROP, timer=clock(cpu_rows=4.0)).best == "dense"
+    assert measure(FPROP, timer=clock(cpu_rows=0.99)).best == "dense"  # noise
+    assert measure(FPROP, timer=clock(cpu_rows=0.97)).best == "cpu rows"
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("right", ""),
+        ("wrong", "against float64"),
+        ("unwritten", "max error nan"),
+        ("unsteady", "two runs differ"),
+        ("raises", "RuntimeError: no shared memory"),
+        ("declines", "it is mine"),
+    ],
+)
+def test_only_what_is_right_is_timed(how: str, said: str, mine: Callable[..., list[str]]) -> None:
+    mine()[0] = how
+    found = measure(FPROP, timer=clock(mine_rows=0.01))
+    assert found.best == ("mine rows" if how == "right" else "dense")
+    told = (found.refused | {"mine rows": found.declined["mine rows"]} if how == "declines" else found.refused).get("mine rows", "")
+    assert said in told and "more" not in told and bool(found.refused) == (how not in ("right", "declines"))
+
+
+def test_without_a_dense_layout_the_dispatcher_is_the_baseline(mine: Callable[..., list[str]]) -> None:
+    packed, how = FPROP._replace(forms=("rows",)), mine()
+    found = measure(packed, timer=clock(mine_rows=0.5, expand=0.75))
+    assert (found.baseline, found.best, found.gain) == ("auto", "mine rows", 2.0)
+    assert found.declined["cpu rows"] == "it is what auto takes"
+    how[0] = "declines"
+    assert measure(packed, timer=clock(expand=0.75)).best == "expand"
+    assert measure(packed, timer=clock()).best == "auto"
+
+
+def test_forms_that_cannot_be_made_are_told() -> None:
+    odd = Product("fprop", 20, 20, 32, 2, 4, torch.bfloat16, CPU, ("dense", "rows:mma.sp"))
+    assert "16" in measure(odd, timer=clock()).declined["cuda rows:mma.sp"]
+
+
+def test_nothing_of_the_caller_is_touched() -> None:
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = measure(FPROP._replace(role="wgrad", rule="exact"), timer=clock())
+    assert found.seconds["dense"] == 1.0 and not found.refused
+    assert torch.equal(before, torch.get_rng_state()) and torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("role", ["fprop", "dgrad", "wgrad"])
+def test_a_real_clock_times_what_there_is(role: str) -> None:
+    p = FPROP._replace(role=role, rule="exact" if role == "wgrad" else "")
+    found = measure(p, budget=0.001)
+    assert set(found.seconds) == {"dense", "cpu rows"} and all(t > 0 for t in found.seconds.values()) and not found.refused
+    assert dataclasses.asdict(found)["baseline"] == "dense"
+
+
+def test_what_a_backend_keeps_of_a_changing_weight_is_made_anew(mine: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    mine(dispatch.Tuning(keeps=True))
+    seen: list[int] = []
+    before = gemms.call
+
+    def call(name: str, product: Product, other: Tensor, operand: Any, **more: Any) -> Tensor:
+        if name == "mine rows" and more["out"] is None:
+            seen.append(operand["rows"][0]._version)
+        return before(name, product, other, operand, **more)
+
+    monkeypatch.setattr(gemms, "call", call)
+
+    def thrice(task: Task) -> float:
+        return float(sum(task() is None for _ in range(3)))
+
+    measure(FPROP, timer=thrice)
+    measure(FPROP._replace(changing=True), timer=thrice)
+    with torch.inference_mode():
+        measure(FPROP._replace(changing=True), timer=thrice)
+    assert seen == [0, 0, 0, 1, 2, 3, 1, 2, 3]
+
+
+def test_a_backend_may_prepare_before_it_is_timed(mine: Callable[..., list[str]]) -> None:
+    prepared: list[str] = []
+    how = mine(dispatch.Tuning(prepare=lambda op, *args: prepared.append(f"{op} {args[3]}:{args[4]}")))
+    assert measure(FPROP, timer=clock(mine_rows=0.5)).best == "mine rows" and prepared == ["nm_linear 2:4"]
+    measure(FPROP, timer=clock(), compiling=False)
+    how[0] = "declines"
+    measure(FPROP, timer=clock())
+    assert len(prepared) == 1
+    mine(dispatch.Tuning(prepare=lambda *args: [][0]))[0] = "right"
+    assert "IndexError" in measure(FPROP, timer=clock(mine_rows=0.5)).refused["mine rows"]
+
+
+# ---- where the answer comes from
+
+
+def test_unknown_products_follow_the_rule(mine: Callable[..., list[str]]) -> None:
+    assert choose(FPROP._replace(tokens=1)) == "auto" and choose(FPROP._replace(tokens=1, dtype=torch.float64)) == "dense"
+    assert choose(FPROP._replace(tokens=64, dtype=torch.bfloat16, n=7, m=8)) == "dense"
+    assert choose(FPROP._replace(device=torch.device("meta"))) == "dense"
+    assert choose(FPROP._replace(device=torch.device("cuda")), measure=False) == "dense" if torch.cuda.is_available() else True
+    assert choose(FPROP._replace(forms=("rows",), dtype=torch.float64)) == "auto"
+    assert choose(FPROP._replace(forms=("dense",))) == "dense"
+    mine(dispatch.Tuning(heuristic=lambda role, dtype, tokens, n, m, device: (role, n, m, device.type) == ("fprop", 7, 8, "meta")))
+    assert choose(ODD._replace(device=torch.device("meta"))) == "auto" and choose(ODD) == "dense"
+
+
+def test_measurements_are_followed_and_found_again(cache: Path) -> None:
+    found = measure(FPROP, timer=clock(cpu_rows=0.5))
+    gemms.record(found)
+    path = cache / "tuning.json"
+    assert found.path == str(path) and choose(FPROP) == "cpu rows"
+    gemms.forget()
+    assert choose(FPROP) == "cpu rows" == choose(FPROP._replace(tokens=32))
+    assert choose(FPROP._replace(tokens=33, n=7, m=8)) == "dense"
+    (line,) = json.loads(path.read_text())["lines"].values()
+    assert line == {"choice": "cpu rows", "us": {"dense": 1e6, "cpu rows": 5e5}, "refused": {}, "by": "nm.tune"}
+    gemms.record(measure(FPROP, timer=clock(cpu_rows=2.0)))
+    assert choose(FPROP) == "dense"
+
+
+def test_another_process_follows_them(cache: Path) -> None:
+    gemms.record(measure(ODD, timer=clock(cpu_rows=0.5)))
+    code = (
+        "import sys, torch; torch.set_num_threads(int(sys.argv[1]))\nfrom nmkernels.autograd.gemms import *\n"
+        "print(choose(Product('fprop', 31, 16, 32, 7, 8, torch.float32, torch.device('cpu'))))"
+    )
+    command = [sys.executable, "-c", code, str(torch.get_num_threads())]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "cpu rows"
+
+
+def test_a_line_that_names_no_candidate_is_ignored() -> None:
+    for choice in ("magic rows", "reference rows", "auto", 3, None, "cpu columns", {"id": 1}):
+        TABLE.store({gemms.key(ODD): {"choice": choice}})
+        gemms.forget()
+        assert choose(ODD) == "dense", choice
+
+
+def test_a_damaged_table_is_told(cache: Path) -> None:
+    cache.mkdir()
+    (cache / "tuning.json").write_text("{")
+    with pytest.warns(RuntimeWarning, match=r"tuning\.json is damaged .*run nm\.tune again"):
+        assert choose(ODD) == "dense"
+
+
+def test_after_the_first_time_it_is_a_lookup(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = choose(FPROP)
+    gemms.record(measure(FPROP._replace(cols=64), timer=clock(cpu_rows=0.5)))
+    assert choose(FPROP._replace(cols=64)) == "cpu rows" and choose(FPROP) == found
+    monkeypatch.setattr(gemms, "_find", _fails)
+    assert choose(FPROP._replace(cols=64), measure=True) == "cpu rows" and choose(FPROP) == found
+
+
+def test_a_candidate_is_used_for_a_while() -> None:
+    with gemms.using(ODD, "cpu rows"):
+        assert choose(ODD) == choose(ODD, measure=False) == "cpu rows"
+    assert choose(ODD) == "dense"
+
+
+def test_what_is_remembered_does_not_grow_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gemms, "REMEMBERED", 4)
+    for tokens in range(1, 20):
+        choose(FPROP._replace(tokens=tokens))
+    assert len(gemms._known) <= 4 and len(gemms._ruled) <= 4
+
+
+@pytest.mark.parametrize(
+    ("setting", "few", "many", "packed"),
+    [("dense", "dense", "dense", "auto"), ("packed", "auto", "auto", "auto"), ("table", "auto", "dense", "auto")],
+)
+def test_the_environment_decides(setting: str, few: str, many: str, packed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NMKERNELS_CHOICE", setting)
+    monkeypatch.setattr(gemms, "measure", _fails)
+    bf16 = FPROP._replace(dtype=torch.bfloat16)
+    assert choose(bf16._replace(tokens=1), measure=True) == few and choose(bf16, measure=True) == many
+    assert choose(bf16._replace(forms=("rows",))) == packed
+    assert choose(bf16._replace(forms=("dense",))) == "dense"
+
+
+def test_an_unknown_setting_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NMKERNELS_CHOICE", "fastest")
+    with pytest.raises(nm.NMError, match="NMKERNELS_CHOICE='fastest' is unknown; set one of dense, packed, table, measured"):
+        choose(FPROP)
+
+
+def test_a_forced_backend_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NMKERNELS_BACKEND", "reference")
+    assert choose(ODD) == "auto" == choose(ODD._replace(dtype=torch.float64), measure=True)
+    monkeypatch.setenv("NMKERNELS_CHOICE", "dense")
+    gemms.forget()
+    assert choose(FPROP) == "dense"
+
+
+# ---- first use
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> list[Product]:
+    """Measures with a clock on which the CPU's kernel wins, and tells what was measured."""
+    seen: list[Product] = []
+    real = gemms.measure
+
+    def fake(p: Product, **options: Any) -> Any:
+        assert options == {"budget": gemms.FIRST_USE_BUDGET, "compiling": False}
+        seen.append(p)
+        time.sleep(0.02)  # so that others come in between
+        return real(p, timer=clock(cpu_rows=0.5), compiling=False)
+
+    monkeypatch.setattr(gemms, "measure", fake)
+    return seen
+
+
+def test_first_use_measures_where_it_is_allowed(timed: list[Product], monkeypatch: pytest.MonkeyPatch) -> None:
+    odd = ODD
+    assert choose(odd) == "dense" and not timed
+    assert choose(odd, measure=True) == "cpu rows" and timed == [odd]
+    assert choose(odd) == choose(odd, measure=True) == "cpu rows" and len(timed) == 1
+    (line,) = TABLE.lines().values()
+    assert line["by"] == "first use"
+    monkeypatch.setenv("NMKERNELS_CHOICE", "measured")
+    assert choose(odd._replace(cols=64)) == "cpu rows" and len(timed) == 2
+
+
+def test_first_use_leaves_out_what_compiles() -> None:
+    assert "triton rows" not in measure(FPROP, timer=clock(), compiling=False).declined
+    assert "triton rows" in measure(FPROP, timer=clock()).declined
+
+
+@pytest.mark.parametrize(
+    "what", ["capture", "compiling", "dispatch mode", "function mode", "transform", "profile", "too much", "nothing", "meta"]
+)
+def test_first_use_never_measures_then(what: str, timed: list[Product], monkeypatch: pytest.MonkeyPatch) -> None:
+    p = ODD
+    if what == "capture":
+        p = p._replace(device=torch.device("cuda", 0))
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        monkeypatch.setattr(table, "device_name", lambda device: "a GPU")
+    elif what == "compiling":
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    elif what == "dispatch mode":
+        monkeypatch.setattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
+    elif what == "function mode":
+        monkeypatch.setattr(torch._C, "_len_torch_function_stack", lambda: 1)
+    elif what == "transform":
+        monkeypatch.setattr(torch._C, "_are_functorch_transforms_active", lambda: True)
+    elif what == "profile":
+        monkeypatch.setattr(torch.autograd.profiler, "_is_profiler_enabled", True)
+    p = {
+        "too much": p._replace(tokens=1 << 20, cols=1 << 10),
+        "nothing": p._replace(tokens=0),
+        "meta": p._replace(device=torch.device("meta")),
+    }.get(what, p)
+    assert choose(p, measure=True) == ("auto" if what == "nothing" else "dense") and not timed
+
+
+def test_what_was_ruled_during_a_capture_is_measured_later(timed: list[Product], monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as m:
+        m.setattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
+        assert choose(ODD, measure=True) == "dense"
+    assert choose(ODD, measure=True) == "cpu rows"
+
+
+def test_no_memory_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(gemms, "measure", fails)
+    assert choose(ODD, measure=True) == "dense"
+
+
+def test_a_table_that_cannot_be_written_is_no_error(timed: list[Product], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("NMKERNELS_CACHE", str(tmp_path / "file" / "below"))
+    with pytest.warns(RuntimeWarning, match="cannot be read"):
+        assert choose(ODD, measure=True) == "cpu rows"
+    assert choose(ODD) == "cpu rows" and len(timed) == 1
+
+
+def test_threads_measure_once(timed: list[Product]) -> None:
+    found: list[str] = []
+    threads = [threading.Thread(target=lambda: found.append(choose(ODD, measure=True))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == ["cpu rows"] * 8 and len(timed) == 1
+
+
+# ---- while torch compiles
+
+
+def test_compiled_it_is_one_answer_for_all_tokens() -> None:
+    gemms.record(measure(FPROP._replace(tokens=64), timer=clock()))
+    gemms.record(measure(FPROP._replace(tokens=4096), timer=clock(cpu_rows=0.5)))
+    seen, weight = [], torch.nn.Parameter(torch.zeros(16, 32))
+
+    @torch.compile(backend="eager", fullgraph=True, dynamic=True)
+    def f(x: Tensor) -> Tensor:
+        taken = choose(FPROP._replace(tokens=x.shape[0], rows=weight.shape[0], cols=weight.shape[1]), measure=True)
+        return x + 1 if taken == "cpu rows" else x
+
+    torch._dynamo.utils.counters.clear()
+    for tokens in (64, 20, 4000, 100):
+        seen.append(float(f(torch.zeros(tokens, 32)).mean()))
+    assert seen == [1.0] * 4  # as measured with the most tokens
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_compiled_without_measurements_it_is_the_rule_for_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    few = FPROP._replace(tokens=1, dtype=torch.bfloat16)
+    assert choose(few) == "dense" and gemms.rule(few) == "auto"
+    monkeypatch.setenv("NMKERNELS_CHOICE", "packed")
+    assert choose(few) == "auto"
+
+
+# ---- told
+
+
+def test_what_is_told(mine: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert gemms.explain(ODD).splitlines() == [
+        "fprop 16x32 7:8 float32, 20 tokens: dense", "  by rule, nothing was measured: nm.tune(model, tokens=...)"
+    ]  # fmt: skip
+    mine()[0] = "raises"
+    gemms.record(measure(FPROP, timer=clock(cpu_rows=0.5)))
+    lines = gemms.explain(FPROP).splitlines()
+    assert lines[0].endswith(": cpu rows") and lines[1] == f"  measured by nm.tune on {device_name(CPU)}"
+    assert [line.split() for line in lines[2:4]] == [["dense", "1000000.0", "us"], ["cpu", "rows", "500000.0", "us"]]
+    assert lines[4].split() == ["mine", "rows", "refused:", "RuntimeError:", "no", "shared", "memory"]
+    monkeypatch.setenv("NMKERNELS_CHOICE", "dense")
+    gemms.forget()
+    assert "by NMKERNELS_CHOICE or NMKERNELS_BACKEND" in gemms.explain(FPROP)

@@ -1,0 +1,251 @@
+"""The timer: calls in turns, hopeless ones given up, other buffers every time. Time itself is made up here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from nmkernels.tuning import Task, Timer, cold, timer
+from nmkernels.tuning.timer import DeviceMeter, HostMeter, take_turns
+
+CPU = torch.device("cpu")
+SHORT = timer.DEVICE_BATCH
+
+
+class Simulated:
+    """A host and a device with a queue between them, in seconds of their own; ``now`` is the host's time, which only calls move on."""
+
+    def __init__(self) -> None:
+        self.now = self.busy_until = 0.0
+        self.slept: list[float] = []
+        self.log: list[str] = []
+
+    def call(self, name: str, *takes: float) -> Callable[[], object]:
+        """A call of the host that takes these seconds in turn, the last for good."""
+        left = list(takes)
+
+        def run() -> None:
+            self.log.append(name)
+            self.now += left.pop(0) if len(left) > 1 else left[0]
+
+        return run
+
+    def queued(self, host: float, device: float, waits: bool = False) -> Callable[[], object]:
+        """A call that takes the host so long to queue, and the device to run."""
+
+        def run() -> None:
+            self.now += host
+            self.busy_until = max(self.busy_until, self.now) + device
+            if waits:
+                self.now = self.busy_until
+
+        return run
+
+    def synchronize(self) -> None:
+        self.now = max(self.now, self.busy_until)
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.busy_until = max(self.busy_until, self.now) + seconds
+
+    def mark(self) -> float:
+        self.now += 1e-6
+        self.busy_until = max(self.busy_until, self.now)
+        return self.busy_until
+
+    def reached(self, mark: float) -> bool:
+        return mark <= self.now
+
+    def between(self, start: float, end: float) -> float:
+        self.now = max(self.now, end)
+        return end - start
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Simulated:
+    simulated = Simulated()
+    monkeypatch.setattr(timer.time, "perf_counter", lambda: simulated.now)
+    return simulated
+
+
+def compare(budget: float, **calls: Callable[[], object]) -> dict[str, float]:
+    found, failed = Timer(CPU).compare({name: [call] for name, call in calls.items()}, budget)
+    assert not failed
+    return found
+
+
+# ---- on a CPU
+
+
+def test_calls_take_turns(clock: Simulated) -> None:
+    found = compare(2.0, a=clock.call("a", 0.2), b=clock.call("b", 0.3))
+    assert found == {"a": pytest.approx(0.2), "b": pytest.approx(0.3)}
+    assert clock.log[:8] == ["a", "b"] * 4  # one warms up, then they alternate
+
+
+def test_what_else_runs_on_a_cpu_does_not_count(clock: Simulated) -> None:
+    found = compare(60.0, a=clock.call("a", 1.0, *[9.0, 8.0, 0.2] * 20), b=clock.call("b", 0.3))
+    assert found == {"a": pytest.approx(0.2), "b": pytest.approx(0.3)}
+    assert clock.log.count("a") > 1 + timer.LEAST  # nor does it make a call hopeless
+    # but a lucky turn does not either, among many
+    assert compare(60.0, a=clock.call("a", 1.0, 0.2, *[0.4] * 50), b=clock.call("b", 0.3))["a"] == pytest.approx(0.4)
+
+
+def test_short_calls_settle_first_and_the_fastest_of_some_counts(clock: Simulated) -> None:
+    # two warm up, a turn of a: one long call settles, of the next four the fastest counts
+    turns = [1e-3, 5e-4, *[9e-3, 5e-4, 4e-4, 3e-4, 6e-4] * 40]
+    found = compare(0.1, a=clock.call("a", *turns), b=clock.call("b", 7e-4))
+    assert found == {"a": pytest.approx(3e-4), "b": pytest.approx(7e-4)}
+    assert (clock.log.count("b") - 2) % (6 + 2) == 0
+
+
+def test_the_hopeless_are_given_up(clock: Simulated) -> None:
+    found = compare(10.0, a=clock.call("a", 0.1), b=clock.call("b", 0.25), c=clock.call("c", 0.19))
+    assert {name: round(t, 3) for name, t in found.items()} == {"a": 0.1, "b": 0.25, "c": 0.19}
+    assert clock.log.count("b") == 1 + timer.LEAST and clock.log.count("c") == clock.log.count("a") == 1 + timer.MOST
+
+
+def test_the_budget_ends_it_but_not_before_the_fewest_rounds(clock: Simulated) -> None:
+    compare(0.5, a=clock.call("a", 1.0), b=clock.call("b", 1.0))
+    assert clock.log.count("a") == 1 + timer.LEAST
+    clock.log.clear()
+    compare(20.0, a=clock.call("a", 1.0), b=clock.call("b", 1.0))
+    assert 8 <= clock.log.count("a") <= 12
+
+
+def test_nothing_to_compare_is_timed_briefly(clock: Simulated) -> None:
+    assert compare(10.0, a=clock.call("a", 0.5)) == {"a": pytest.approx(0.5)}
+    assert len(clock.log) == 1 + timer.LEAST
+    assert compare(10.0) == {}
+
+
+def test_every_call_has_other_buffers(clock: Simulated) -> None:
+    calls = {"a": [clock.call(str(i), 0.1) for i in range(3)], "b": [clock.call("b", 0.1)]}
+    Timer(CPU).compare(calls, 5.0)
+    assert [name for name in clock.log if name != "b"][:7] == ["0", "1", "2", "0", "1", "2", "0"]
+
+
+def test_of_different_things_the_slow_sit_rounds_out(clock: Simulated) -> None:
+    found = Timer(CPU).turns({"a": [clock.call("a", 0.1)], "b": [clock.call("b", 0.4)]}, 4.0, least=4)
+    assert len(found.of("a")) == 20 and 4 <= len(found.of("b")) <= 6 and not found.failed
+    assert clock.log.index("b", 2) < 6 and clock.log[-10:].count("b") >= 1  # evenly spread
+
+
+def test_one_that_fails_costs_no_other(clock: Simulated) -> None:
+    calls = []
+
+    def later() -> None:
+        calls.append(0)
+        if len(calls) > 2:
+            raise RuntimeError("later")
+
+    def at_once() -> None:
+        raise RuntimeError("at once")
+
+    found, failed = Timer(CPU).compare({"a": [clock.call("a", 0.1)], "later": [later], "first": [at_once]}, 0.0)
+    assert found == {"a": pytest.approx(0.1)} and failed == {"later": "RuntimeError: later", "first": "RuntimeError: at once"}
+
+
+def test_what_is_entered_around_calls_is(clock: Simulated) -> None:
+    @contextmanager
+    def under() -> Any:
+        clock.now += 5.0
+        clock.log.append("under")
+        yield
+
+    meter = HostMeter([clock.call("a", 0.2)], under=under)
+    assert [meter.warm(), meter.turn()] == pytest.approx([0.2, 0.2]) and clock.log == ["under", "a"] * 2
+
+
+def test_a_timer_that_is_given_is_asked_once_for_each() -> None:
+    asked: list[Task] = []
+
+    def given(task: Task) -> float:
+        asked.append(task)
+        return 2.0 if task() == "b" else 1.0
+
+    found = Timer(CPU, given).compare({"a": [lambda: "a", lambda: "c"], "b": [lambda: "b"]}, 1.0)
+    assert found == ({"a": 1.0, "b": 2.0}, {}) and [task.name for task in asked] == ["a", "b"]
+
+
+def test_operands_exceed_the_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timer, "COLD_BYTES", 1000)
+    w, x = torch.randn(10, 10), torch.randn(5, 10)
+    first, *others = cold((x, {"dense": w, "rows": "cannot"}, None))
+    assert first[0] is x and len(others) == 1
+    ((x2, forms, seed),) = others
+    assert torch.equal(x, x2) and x2 is not x and torch.equal(forms["dense"], w) and forms["rows"] == "cannot" and seed is None
+    assert len(cold(torch.zeros(1))) == timer.MOST_SETS and len(cold(torch.zeros(250))) == 1
+
+
+# ---- on a GPU
+
+
+@pytest.mark.parametrize("host", [1e-6, 20e-6, 300e-6, 5e-3])
+@pytest.mark.parametrize("runs", [3e-6, 50e-6, 1e-3, 30e-3])
+def test_the_devices_time_is_told_whatever_the_host_takes(clock: Simulated, host: float, runs: float) -> None:
+    meter = DeviceMeter([clock.queued(host, runs)], clock)
+    meter.warm()
+    assert meter.turn() == pytest.approx(runs, rel=0.01)
+    assert 1 <= meter.count <= timer.MOST_ON_DEVICE and meter.count * host <= max(host, SHORT)
+
+
+def test_the_first_call_does_not_count(clock: Simulated) -> None:
+    calls = iter([clock.queued(2.0, 50e-6)])
+    meter = DeviceMeter([lambda: next(calls, clock.queued(1e-6, 50e-6))()], clock)
+    assert meter.warm() == pytest.approx(50e-6, rel=0.01) and meter.count == 4
+
+
+def test_a_host_that_becomes_slower_is_noticed(clock: Simulated) -> None:
+    host = [1e-6]
+    meter = DeviceMeter([lambda: clock.queued(host[0], 20e-6)()], clock)
+    meter.warm()
+    host[0] = 60e-6
+    assert meter.turn() == pytest.approx(20e-6, rel=0.01)
+
+
+def test_calls_that_wait_for_the_device_end(clock: Simulated) -> None:
+    meter = DeviceMeter([clock.queued(10e-6, 50e-6, waits=True)], clock)
+    meter.warm()
+    assert meter.turn() == pytest.approx(60e-6, rel=0.05)
+    assert max(clock.slept) <= timer.LONGEST_SLEEP
+    # and are not tried again and again
+    before = len(clock.slept)
+    meter.turn()
+    assert len(clock.slept) == before + 1
+
+
+def test_a_batch_follows_calls_of_its_own(clock: Simulated) -> None:
+    order: list[str] = []
+    meters = {n: DeviceMeter([lambda n=n: (order.append(n), clock.queued(1e-6, 9e-5)())], clock) for n in "ab"}
+    take_turns(meters, 0.0, least=1)
+    assert [meter.count for meter in meters.values()] == [2, 2] and order[-8:] == ["a"] * 4 + ["b"] * 4
+
+
+def test_a_gpu_is_timed_by_its_events(monkeypatch: pytest.MonkeyPatch, clock: Simulated) -> None:
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = clock.mark()
+
+        def query(self) -> bool:
+            return clock.reached(self.at)
+
+        def synchronize(self) -> None:
+            clock.synchronize()
+
+        def elapsed_time(self, other: Any) -> float:
+            return 1e3 * clock.between(self.at, other.at)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: clock.synchronize())
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: clock.sleep(cycles / timer.CYCLES_PER_SECOND))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: pytest.MonkeyPatch.context())
+    found, _ = Timer(torch.device("cuda")).compare({"a": [clock.queued(1e-5, 1e-5)], "b": [clock.queued(1e-5, 1e-3)]}, 0.0)
+    assert found == {"a": pytest.approx(1e-5, rel=0.1), "b": pytest.approx(1e-3, rel=0.1)}

@@ -1,0 +1,96 @@
+"""The validator refuses what is wrong anywhere, in small results and in large ones of which only a part is done again in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from nmkernels.tuning import Validator, validator
+
+ROWS, INNER, COLS = 150, 32, 120
+
+
+@pytest.fixture(params=["fp32, whole", "fp32, sampled", "bf16, sampled"])
+def operands(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, Tensor]:
+    if "sampled" in request.param:
+        monkeypatch.setattr(validator, "WHOLE", 1000)
+    dtype = torch.bfloat16 if "bf16" in request.param else torch.float32
+    return torch.randn(ROWS, INNER).to(dtype), torch.randn(INNER, COLS).to(dtype)
+
+
+def test_how_much_is_done_again(operands: tuple[Tensor, Tensor]) -> None:
+    a, b = operands
+    sampled = validator.WHOLE == 1000
+    assert Validator.of_product(a, b).exact.shape == ((80, 80) if sampled else (ROWS, COLS))
+    assert Validator.of_product(a[:80], b).exact.shape == ((80, 80) if sampled else (80, COLS))
+
+
+def test_the_sample_has_every_part() -> None:
+    for size in (81, 4096):
+        which = validator._some(size, torch.device("cpu"))
+        assert which is not None and len(which) == 80 and len(set(which.tolist())) == 80
+        assert which.min() == 0 and which.max() == size - 1 and torch.diff(which).max() <= size // 48 + 2
+    assert validator._some(80, torch.device("cpu")) is None
+
+
+def test_what_is_right_passes(operands: tuple[Tensor, Tensor]) -> None:
+    a, b = operands
+    valid = Validator.of_product(a, b)
+    assert valid(lambda out: torch.mm(a, b, out=out)) == ""
+    assert valid(lambda out: out.copy_(a.double() @ b.double())) == ""
+    # another order of summation
+    assert valid(lambda out: out.copy_((a[:, :16].float() @ b[:16].float()) + (a[:, 16:].float() @ b[16:].float()))) == ""
+
+
+@pytest.mark.parametrize("what", ["unwritten", "far", "half"])
+def test_what_is_wrong_in_one_place_is_refused(what: str, operands: tuple[Tensor, Tensor]) -> None:
+    a, b = operands
+    valid = Validator.of_product(a, b)
+    for where in ((0, 0), (-1, -1), (-1, 0), (74, 61), (73, 60), (33, 44)):
+
+        def run(out: Tensor, where: tuple[int, int] = where) -> None:
+            kept = out[where].clone()
+            torch.mm(a, b, out=out)
+            out[where] = kept if what == "unwritten" else out[where] + (10 if what == "far" else 6 * valid.bound)
+
+        assert "is above" in valid(run), where
+
+
+def test_nothing_written_is_refused_where_zeros_would_be_right() -> None:
+    valid = Validator.of_product(torch.zeros(ROWS, INNER), torch.randn(INNER, COLS))
+    assert "max error nan" in valid(lambda out: None)
+    assert valid(lambda out: out.zero_()) == ""
+
+
+def test_a_sparse_weight_that_loses_values_is_refused(operands: tuple[Tensor, Tensor]) -> None:
+    a, b = operands
+    broken = b.clone()
+    broken[3, 70:] = 0
+    assert "is above" in Validator.of_product(a, b)(lambda out: torch.mm(a, broken, out=out))
+
+
+def test_what_differs_from_run_to_run_is_refused(operands: tuple[Tensor, Tensor]) -> None:
+    a, b, calls = *(t.float() for t in operands), []
+
+    def run(out: Tensor) -> None:
+        torch.mm(a, b, out=out)
+        calls.append(0)
+        out[-1, -1] *= 1 + 2e-7 * len(calls)
+
+    assert Validator.of_product(a, b)(run) == "two runs differ"
+
+
+def test_integers_are_right_or_wrong() -> None:
+    exact = torch.arange(12.0, dtype=torch.float64).reshape(3, 4)
+    valid = Validator(exact, exact.to(torch.int8))
+    assert valid(lambda out: out.copy_(exact)) == ""
+    assert valid(lambda out: out[:2].copy_(exact[:2])) == "max error 12 against float64 is above 0"
+    minus = Validator(torch.full((1, 4), -1.0, dtype=torch.float64), torch.full((1, 4), -1, dtype=torch.int8))
+    assert minus(lambda out: None) == "two runs differ", "what lay in memory may be right once"
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 4), (4, 4, 0), (4, 0, 4), (1, 1, 1)])
+def test_small_and_empty(shape: tuple[int, int, int]) -> None:
+    a, b = torch.randn(shape[0], shape[1]), torch.randn(shape[1], shape[2])
+    assert Validator.of_product(a, b)(lambda out: torch.mm(a, b, out=out)) == ""
