@@ -8,9 +8,8 @@ from statistics import median
 
 import torch
 
-from ..device import median_seconds
 from ..registry import DTYPES, Grid, Provider, Spec, Work, family
-from ..timing import on_cpu
+from ..timing import median_seconds, on_cpu
 from . import _ours
 
 SIDE = 2048

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from bench import device
 from bench.cases import _ours
+from nmkernels.tuning import timer
 
 NAME = "NVIDIA H200"
 
@@ -64,7 +64,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, cache: int = 1 << 12) -> Iterator[None]
     """Inside, ``cuda`` names a GPU with an L2 of ``cache`` bytes."""
     normal: Callable[..., torch.Tensor] = _ours.normal
     monkeypatch.setattr(_ours, "normal", lambda *shape, device, **more: normal(*shape, device="cpu", **more))
-    monkeypatch.setattr(device, "Cuda", HostClock)
+    monkeypatch.setattr(timer, "Cuda", HostClock)
     monkeypatch.setattr("bench.cases.host.captured", _captured)
     monkeypatch.setattr("bench.runner.matmul_rate", lambda dtype, device: 1e9)
     monkeypatch.setattr("bench.runner.lost", lambda device: "")

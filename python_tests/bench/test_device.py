@@ -13,116 +13,19 @@ import pytest
 import torch
 
 from bench import device, runner, targets, targets_cuda
-from bench.device import DeviceMeter, QueueMeter, rotated
+from bench.device import QueueMeter, rotated
 from bench.registry import Provider, Spec
-from bench.timing import take_turns
 from nmkernels import reference
 from python_tests.bench.pretend import gpu
 from python_tests.bench.samples import broken
 
 
-class Simulated:
-    """A host and a device with a queue between them, in seconds of its own; ``now`` is the host's time."""
-
-    def __init__(self) -> None:
-        self.now = self.busy_until = 0.0
-        self.slept: list[float] = []
-
-    def perf_counter(self) -> float:
-        return self.now
-
-    def run(self, host: float, device: float, waits: bool = False) -> None:
-        """A call that takes the host so long to queue, and the device to run."""
-        self.now += host
-        self.busy_until = max(self.busy_until, self.now) + device
-        if waits:
-            self.now = self.busy_until
-
-    def synchronize(self) -> None:
-        self.now = max(self.now, self.busy_until)
-
-    def sleep(self, seconds: float) -> None:
-        self.slept.append(seconds)
-        self.busy_until = max(self.busy_until, self.now) + seconds
-
-    def mark(self) -> float:
-        self.now += 1e-6
-        self.busy_until = max(self.busy_until, self.now)
-        return self.busy_until
-
-    def reached(self, mark: float) -> bool:
-        return mark <= self.now
-
-    def between(self, start: float, end: float) -> float:
-        self.now = max(self.now, end)
-        return end - start
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Simulated:
-    simulated = Simulated()
-    monkeypatch.setattr(device.time, "perf_counter", simulated.perf_counter)
-    return simulated
-
-
-@pytest.mark.parametrize("host", [1e-6, 20e-6, 300e-6, 5e-3])
-@pytest.mark.parametrize("runs", [3e-6, 50e-6, 1e-3, 30e-3])
-def test_the_devices_time_is_told_whatever_the_host_takes(clock: Simulated, host: float, runs: float) -> None:
-    meter = DeviceMeter(Provider("a", lambda: clock.run(host, runs)), clock)
-    meter.warm()
-    assert meter.turn() == pytest.approx(runs, rel=0.01)
-    assert 1 <= meter.calls <= device.MOST_CALLS and meter.calls * host <= max(host, device.QUEUE)
-
-
-def test_the_first_call_does_not_count(clock: Simulated) -> None:
-    calls = []
-
-    def call() -> None:
-        calls.append(0)
-        clock.run(2.0 if len(calls) == 1 else 1e-6, 50e-6)
-
-    meter = DeviceMeter(Provider("a", call), clock)
-    assert meter.warm() == pytest.approx(50e-6, rel=0.01) and meter.calls == 40
-
-
-def test_a_host_that_becomes_slower_is_noticed(clock: Simulated) -> None:
-    host = [1e-6]
-    meter = DeviceMeter(Provider("a", lambda: clock.run(host[0], 20e-6)), clock)
-    meter.warm()
-    host[0] = 60e-6
-    assert meter.turn() == pytest.approx(20e-6, rel=0.01)
-
-
-def test_calls_that_wait_for_the_device_end(clock: Simulated) -> None:
-    meter = DeviceMeter(Provider("a", lambda: clock.run(10e-6, 50e-6, waits=True)), clock)
-    meter.warm()
-    assert meter.turn() == pytest.approx(60e-6, rel=0.05)
-    assert max(clock.slept) <= device.LONGEST_SLEEP
-    # and are not tried again and again
-    before = len(clock.slept)
-    meter.turn()
-    assert len(clock.slept) == before + 1
-
-
-def test_a_batch_follows_calls_of_its_own(clock: Simulated) -> None:
-    order: list[str] = []
-    meters = [DeviceMeter(Provider(n, lambda n=n: (order.append(n), clock.run(1e-6, 1e-3))), clock) for n in "ab"]
-    for meter in meters:
-        meter.warm()
-        meter.calls = 2
-    order.clear()
-    for meter in meters:
-        meter.turn()
-    assert order == ["a"] * 4 + ["b"] * 4
-
-
 def test_the_hosts_time_is_per_unit(monkeypatch: pytest.MonkeyPatch) -> None:
-    simulated = Simulated()
-    monkeypatch.setattr(device.time, "perf_counter", simulated.perf_counter)
-    meter = QueueMeter(Provider("a", lambda: simulated.run(50e-6, 0.0), host=True, count=10), None)
+    calls: list[int] = []
+    monkeypatch.setattr(device.time, "perf_counter", lambda: 50e-6 * len(calls))
+    meter = QueueMeter(Provider("a", lambda: calls.append(0), host=True, count=10), None)
     assert [meter.warm(), meter.turn()] == pytest.approx([5e-6, 5e-6])
-    # three turns of a tenth of the calls
-    assert simulated.now == pytest.approx(3 * device.HOST_CALLS / 10 * 50e-6)
+    assert len(calls) == 3 * device.HOST_CALLS / 10  # three turns of a tenth of the calls
 
 
 def test_copies_take_turns() -> None:
@@ -137,23 +40,6 @@ def test_copies_take_turns() -> None:
     assert [turn() for _ in range(8)] == [0, 1, 2, 3, 4, 5, 6, 0]
     assert rotated(0, 400, 50, copy)() == 0 and len(copies) == 6
     assert rotated(0, 30, 0, copy)() == 0 and len(copies) == 6
-
-
-def test_a_provider_that_fails_costs_no_other(clock: Simulated, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-
-    def late() -> None:
-        calls.append(0)
-        if len(calls) > 4:
-            raise RuntimeError("later")
-
-    def at_once() -> None:
-        raise RuntimeError("at once")
-
-    providers = [Provider("a", lambda: None), Provider("late", late), Provider("first", at_once)]
-    timed = take_turns(providers, "cpu", 0.0, least=5, settle=0.0)
-    assert timed.failed == {"late": "RuntimeError: later", "first": "RuntimeError: at once"}
-    assert len(timed.of("a")) == 5 and len(timed.of("late")) == 2 and not timed.of("first")
 
 
 # ---- the cases of a GPU, on one that is not there
