@@ -147,7 +147,7 @@ class Clock(Protocol):
         ...
 
 
-class Cuda:
+class Cuda(Clock):
     """torch's events on the current stream of a CUDA device."""
 
     def __init__(self, device: str | torch.device = "cuda") -> None:
