@@ -16,8 +16,8 @@ from .. import dispatch
 from ..ops import METHODS, Compressed, DeviceCompressed, tensor_core_pattern
 from ..pattern import MAX_M, BackendError, NMError, Pattern
 from ..reference.layouts import COLUMNS, meta_shape
-from .gemms import DENSE, Product, choose, forms
 from .fp8 import SCHEMES
+from .gemms import DENSE, Product, choose, forms
 from .transforms import WeightTransform
 
 FPROP = ("dense", "packed", "auto")
