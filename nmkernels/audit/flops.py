@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -203,7 +203,7 @@ def flops(
             raise RecipeError(f"flops: {name}={value!r} must be a finite number of at least {least}.")
     recipe = get(recipe, total_steps=steps) if isinstance(recipe, str) else resolve(recipe)
     if switch_step is not None:
-        switched_at = getattr(recipe, "switched_at", None)
+        switched_at: Callable[[int], Recipe] | None = getattr(recipe, "switched_at", None)
         if switched_at is None:
             raise RecipeError(f"{recipe.name} does not choose a switching step by itself, so switch_step has no meaning.")
         recipe = switched_at(switch_step)

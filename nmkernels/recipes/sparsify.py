@@ -183,7 +183,11 @@ def _judge(
     misshapen = ""
     if not impossible:
         divides = shape[1] % pattern.m == 0
-        misshapen = plan(pattern, shape).unsupported_reason if divides else f"in_features={shape[1]} is not a multiple of M={pattern.m}"
+        misshapen = (
+            plan(pattern, (shape[0], shape[1])).unsupported_reason
+            if divides
+            else f"in_features={shape[1]} is not a multiple of M={pattern.m}"
+        )
     unwise = ""
     if id(module) in heads or name.rpartition(".")[2] in HEADS:
         unwise = "output head"

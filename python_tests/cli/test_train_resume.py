@@ -53,7 +53,7 @@ def final(out: Path) -> dict:
     ],
 )
 def test_a_stopped_run_ends_with_the_same_bits(text, tmp_path, monkeypatch, capsys, recipe, at):
-    switch = ["--set", "switch=fixed", "--set", "switch_at=5"] if recipe.startswith("step") else []
+    switch = ["--set", "switch=fixed", "--set", "start=5"] if recipe.startswith("step") else []
     assert train(text, tmp_path / "whole", "--recipe", recipe, *switch) == 0
     with monkeypatch.context() as patch:
         signal_at(patch, at)

@@ -133,7 +133,7 @@ def trained(recipe, device, seen=None):
 @pytest.mark.parametrize("recipe", ["srste:2:4", "srste:1:4", "sste:2:4", "fst:2:4"])
 @pytest.mark.parametrize("packed", ["True", "auto"])
 def test_training_steps(device, recipe, packed):
-    options = "fine_tune=0, refresh=2, seed=1, " if recipe.startswith("fst") else "seed=1, " if recipe.startswith("sste") else ""
+    options = "end=None, every=2, seed=1, " if recipe.startswith("fst") else "seed=1, " if recipe.startswith("sste") else ""
     seen = []
     model, got = trained(f"{recipe}({options}packed={packed})", device, seen)
     layer = model[0]

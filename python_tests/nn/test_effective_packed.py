@@ -277,7 +277,7 @@ def test_a_captured_forward_makes_its_own(make, recipe, monkeypatch):
     ("make", "recipe"), [(MaskedAdamW, "srste:2:4"), (torch.optim.AdamW, "srste:2:4"), (MaskedAdamW, "sste:2:4"), (MaskedAdamW, "fst:2:4")]
 )
 def test_packed_in_place(make, recipe):
-    recipe += "(packed=True, fine_tune=0, refresh=1)" if recipe.startswith("fst") else "(packed=True)"
+    recipe += "(packed=True, end=None, every=1)" if recipe.startswith("fst") else "(packed=True)"
     model, layer, optimizer = model_of(make, recipe, BOTH_WAYS if recipe.startswith("fst") else None)
     addresses = set()
     for _ in range(4):

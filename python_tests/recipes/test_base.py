@@ -226,7 +226,7 @@ def test_a_new_recipe_is_one_file(tmp_path, monkeypatch):
         optimizer.zero_grad()
         model(torch.randn(3, 16)).sum().backward()
         optimizer.step()
-        phases.append(handle.stage.phase)
+        phases.append(handle.run.stage.phase)
     assert phases == [0, 1, 1, 1] and handle.metrics()["density"].item() == 0.25
     handle.finish()
     assert nm.ops.is_nm(model[0].weight.detach(), "1:4")

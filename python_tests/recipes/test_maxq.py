@@ -111,7 +111,7 @@ def test_phases_and_metrics():
         seen.append((handle.run.stage.phase, got["dense_groups"].item(), got["density"].item()))
     shares = [1, 1, 0.75, 0.5, 0.25, 0, 0, 0]
     assert seen == [(int(t >= 2), d, 0.5 + d / 2) for t, d in enumerate(shares, start=1)]
-    assert recipe.profile(8) == [nm.recipes.Span(6), nm.recipes.Span(2, fprop=0.5)]
+    assert recipe.profile(8) == [nm.recipes.Span(2), nm.recipes.Span(4), nm.recipes.Span(2, fprop=0.5)]
 
 
 def test_finish_on_the_way_warns():

@@ -40,7 +40,7 @@ def test_the_deployable_weights_are_evaluated(tiny, monkeypatch):
 
     monkeypatch.setattr(tiny, "evaluate", spy)
     # mask decay without fine-tuning still lets something through at the end, which finish() cuts off
-    monkeypatch.setitem(methods.METHODS, "leaky", methods.Method("mdgf", {"fine_tune": 0, "end": 0.5}))
+    monkeypatch.setitem(methods.METHODS, "leaky", methods.Method("mdgf", {"end": 1.0, "residual": 0.5}))
     worker.run(spec("leaky"))
     assert len(seen) == 1 and len(seen[0]) == 2
     assert all(nm.ops.is_nm(w, "2:4") for w in seen[0])
