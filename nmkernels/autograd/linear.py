@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from .. import ops
 from ..ops.compress import counts_writes, nm_compress
 from ..ops.define import plainly
-from ..ops.linear import linear_of_layer, nm_linear, nm_linear_dgrad, nm_linear_wgrad
+from ..ops.linear import nm_linear, nm_linear_dgrad, nm_linear_wgrad
 from ..ops.mvue import nm_mvue_compress
 from ..pattern import NMError, Pattern
 from . import fp8
@@ -183,9 +183,7 @@ def _fprop(
     b = bias if bias is None or bias.dtype == x.dtype else bias.to(x.dtype)
     if indices is not None:
         assert pattern is not None
-        if by:
-            return _by(by, "nm_linear", x, used, indices, pattern.n, pattern.m, x.shape[-1], b)
-        return linear_of_layer(x, used, indices, pattern.n, pattern.m, b)
+        return _by(by, "nm_linear", x, used, indices, pattern.n, pattern.m, x.shape[-1], b)
     if plan.fp8 is None:
         return F.linear(x, used, b)
     p, q, step = fp8.operands(plan.fp8, "fprop", x, used)
@@ -338,7 +336,7 @@ def linear_compressed(x: Tensor, weight: ops.Compressed, bias: Tensor | None = N
     p: Pattern = weight.pattern
     if not torch.is_grad_enabled() and forward_ad._current_level < 0:
         b = bias if bias is None or bias.dtype == x.dtype else bias.to(x.dtype)
-        return linear_of_layer(x, weight.values, weight.indices, p.n, p.m, b)
+        return nm_linear(x, weight.values, weight.indices, p.n, p.m, x.shape[-1], b)
     form = [t if counts_writes(t) else t.clone() for t in (weight.values, weight.indices)]
     kind = _FunctionalLinear if functional() else _Linear
     y: Tensor = kind.apply(x, None, bias, *form, None, None, False, p, "", "", None, packed_inference(p.n, p.m), None)

@@ -121,11 +121,6 @@ def positions(c: Operand) -> Tensor:
     return c.indices if isinstance(c, Compressed) else c.meta
 
 
-def linear_of_layer(x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, bias: Tensor | None = None) -> Tensor:
-    """``nm_linear`` of the canonical form."""
-    return nm_linear(x, values, indices, n, m, x.shape[-1], bias)
-
-
 def linear_dgrad(g: Tensor, c: Compressed) -> Tensor:
     """The gradient of a linear layer's input from its compressed weight (dgrad, layout nn).
 
