@@ -174,13 +174,15 @@ def _against_dense(
 
 
 def ways(spec: Spec, x: Tensor, make: Callable[[], Provider]) -> list[Provider]:
-    """The two ways in which Triton does products of many tokens, whichever of them it chooses by itself."""
-    from nmkernels.backends.triton import _plan, linear, tuned
+    """The ways in which Triton does products of many tokens, whichever of them it chooses by itself."""
+    from nmkernels.backends.triton import _plan, tuned
+    from nmkernels.backends.triton.launch import capability as capability_of
 
     sizes = ("fprop", x.dtype, spec.rows, spec.cols, spec.tokens, spec.n, spec.m)
-    capability = linear.capability(x)
+    capability = capability_of(x)
     product = tuned.Product(*sizes, x.device, capability)
-    inside = next(p for p in _plan.candidates(*sizes, capability) if p.method == "gemm")
+    expanding = [p for p in _plan.candidates(*sizes, capability) if p.method == "gemm"]
+    plans = {"scratch": _plan.Plan("scratch"), **({"in kernel": expanding[0]} if expanding else {})}
 
     @contextmanager
     def using(plan: _plan.Plan) -> Iterator[None]:
@@ -188,7 +190,7 @@ def ways(spec: Spec, x: Tensor, make: Callable[[], Provider]) -> list[Provider]:
             yield
 
     found = []
-    for name, plan in (("in kernel", inside), ("scratch", _plan.Plan("scratch"))):
+    for name, plan in plans.items():
         p = make()
         p.name, p.under = f"nmkernels triton, {name}", partial(using, plan)
         found.append(p)

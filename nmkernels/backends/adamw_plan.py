@@ -44,7 +44,7 @@ def of_one_kind(params: Sequence[Tensor], grads: Sequence[Tensor], outs: Sequenc
     return True, ""
 
 
-def _dense(x: Tensor) -> bool:
+def dense(x: Tensor) -> bool:
     """Whether ``x`` fills its memory without gaps, in whatever order of dimensions."""
     reach = 1
     for stride, size in sorted((stride, size) for size, stride in zip(x.shape, x.stride(), strict=True) if size != 1):
@@ -68,7 +68,7 @@ def _walk(one: list[Tensor], m: int, flat: bool) -> int:
     p = one[P]
     if flat and all(x.is_contiguous() for x in one):
         return FLAT
-    if not m and all(x.stride() == p.stride() for x in one) and _dense(p):
+    if not m and all(x.stride() == p.stride() for x in one) and dense(p):
         return FLAT
     step = row_stride(p)
     return ACROSS if p.dim() > 1 and step is not None and p.stride(-1) > step > 0 else ALONG
@@ -174,5 +174,5 @@ class Cache:
 
 __all__ = [
     "ACROSS", "ALIGNED", "ALONG", "AVG", "FLAT", "GRAD", "KEPT", "OUT", "SQ", "TOP", "Cache", "Layout", "Lists", "P",
-    "capturing", "count", "layout_of", "of_one_kind", "on_host", "skipped", "strides_of", "written",
+    "capturing", "count", "dense", "layout_of", "of_one_kind", "on_host", "skipped", "strides_of", "written",
 ]  # fmt: skip

@@ -37,24 +37,24 @@ class AdamWSuite:
         [(F32, F32, BF16), (F32, BF16, F16), (BF16, F32, BF16), (BF16, BF16, F32), (F16, F16, F16)],
         ids=str,
     )
-    @pytest.mark.parametrize("n, m", [(0, 0), (2, 4), (1, 1), (1, 16), (3, 5), (7, 256)])
-    def test_dtypes_and_patterns(self, device, n, m, dtype, grad, out):
-        cols = m * (5 if m < 256 else 2) or 37
-        call = make(seeded(1), (6, cols), (cols,), (2, 3, cols), dtype=dtype, grad=grad, out=out)
-        stats = self.compare(device, call, hyper(lr=0.3), n, m)
-        assert stats[0] == 1
-        assert (stats[4] > 0) == (n < m)
+    def test_dtypes_and_patterns(self, device, dtype, grad, out):
+        for n, m in [(0, 0), (2, 4), (1, 1), (1, 16), (3, 5), (7, 256)]:
+            cols = m * (5 if m < 256 else 2) or 37
+            call = make(seeded(1), (6, cols), (cols,), (2, 3, cols), dtype=dtype, grad=grad, out=out)
+            stats = self.compare(device, call, hyper(lr=0.3), n, m)
+            assert stats[0] == 1
+            assert (stats[4] > 0) == (n < m)
 
-    @pytest.mark.parametrize("amsgrad", [False, True])
     @pytest.mark.parametrize("flags", [{}, {"frozen": True}, {"eps_inside": True}, {"maximize": True}, {"geometric": True},
                                        {"frozen": True, "eps_inside": True, "maximize": True, "geometric": True}], ids=str)  # fmt: skip
-    def test_flags_and_numbers(self, device, flags, amsgrad):
-        call = make(seeded(3), (7, 40), (3, 8), amsgrad=amsgrad, out=F32)
-        call["grads"][0][0] = 0.0
-        call["exp_avg_sqs"][0][0] = 0.0  # v does not change here: log of the smallest denormal
-        for numbers in ({}, {"v_step": 7.0}, {"clamp": 0.5}, {"decay": 0.0, "wd": 0.0}, {"eps": 0.0, "beta1": 0.0}):
-            for n, m in ((2, 4), (0, 0)):
-                self.compare(device, call, hyper(**numbers), n, m, **flags)
+    def test_flags_and_numbers(self, device, flags):
+        for amsgrad in [False, True]:
+            call = make(seeded(3), (7, 40), (3, 8), amsgrad=amsgrad, out=F32)
+            call["grads"][0][0] = 0.0
+            call["exp_avg_sqs"][0][0] = 0.0  # v does not change here: log of the smallest denormal
+            for numbers in ({}, {"v_step": 7.0}, {"clamp": 0.5}, {"decay": 0.0, "wd": 0.0}, {"eps": 0.0, "beta1": 0.0}):
+                for n, m in ((2, 4), (0, 0)):
+                    self.compare(device, call, hyper(**numbers), n, m, **flags)
 
     def test_gradient_scaling_and_skipping(self, device):
         call = make(seeded(4), (5, 16), out=F32)
@@ -63,25 +63,25 @@ class AdamWSuite:
             stats = self.compare(device, call, hyper(), 2, 4, scale=torch.tensor([3.0]), found=torch.tensor([bad]), geometric=True)
             assert not stats.any()
 
-    @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
     @pytest.mark.parametrize("flags", [{}, {"eps_inside": True}, {"frozen": True}, {"maximize": True}], ids=str)
-    def test_nasty_values(self, device, flags, dtype):
-        call = nasty(seeded(5), dtype)
-        for number in ({}, {"clamp": 1.0, "decay": 0.0}):
-            self.compare(device, call, hyper(**number), 2, 4, geometric=True, **flags)
-        self.compare(device, call, hyper(), 0, 0, **flags)
-        call["params"] = [torch.tensor([0.0, -0.0, 1e-40, 1.0, -1.0]).to(dtype)[torch.randint(5, (60, 24))]]
-        call["grads"], call["exp_avgs"], call["exp_avg_sqs"] = ([torch.rand(60, 24)] for _ in range(3))
-        assert self.compare(device, call, hyper(), 2, 4, geometric=True, **flags)[:8].isfinite().all()
+    def test_nasty_values(self, device, flags):
+        for dtype in [F32, BF16, F16]:
+            call = nasty(seeded(5), dtype)
+            for number in ({}, {"clamp": 1.0, "decay": 0.0}):
+                self.compare(device, call, hyper(**number), 2, 4, geometric=True, **flags)
+            self.compare(device, call, hyper(), 0, 0, **flags)
+            call["params"] = [torch.tensor([0.0, -0.0, 1e-40, 1.0, -1.0]).to(dtype)[torch.randint(5, (60, 24))]]
+            call["grads"], call["exp_avgs"], call["exp_avg_sqs"] = ([torch.rand(60, 24)] for _ in range(3))
+            assert self.compare(device, call, hyper(), 2, 4, geometric=True, **flags)[:8].isfinite().all()
 
     @pytest.mark.parametrize("layout", LAYOUTS)
-    @pytest.mark.parametrize("n, m", [(0, 0), (2, 4), (3, 5), (7, 256)])
-    def test_strided_tensors_are_stepped_in_place(self, device, n, m, layout):
-        change = LAYOUTS[layout]
-        call = make(seeded(7), (9, 120 // (m or 4) * (m or 4)) if m < 256 else (3, 512), amsgrad=True, out=BF16)
-        for names in (tuple(call), ("params",), ("grads", "outs")):
-            mixed = {k: [change(x) for x in v] if k in names and k != "steps" else v for k, v in call.items()}
-            self.compare(device, mixed, hyper(), n, m, geometric=True)
+    def test_strided_tensors_are_stepped_in_place(self, device, layout):
+        for n, m in [(0, 0), (2, 4), (3, 5), (7, 256)]:
+            change = LAYOUTS[layout]
+            call = make(seeded(7), (9, 120 // (m or 4) * (m or 4)) if m < 256 else (3, 512), amsgrad=True, out=BF16)
+            for names in (tuple(call), ("params",), ("grads", "outs")):
+                mixed = {k: [change(x) for x in v] if k in names and k != "steps" else v for k, v in call.items()}
+                self.compare(device, mixed, hyper(), n, m, geometric=True)
 
     @pytest.mark.parametrize("n, m", [(0, 0), (2, 4), (1, 32), (3, 5)])
     def test_sizes_around_a_tile_at_any_address(self, device, n, m):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,9 +19,14 @@ compiles = pytest.mark.skipif(not HERE.ok, reason=HERE.reason)
 
 
 @compiles
-@pytest.mark.parametrize("arch", resources.ARCHITECTURES)
+@pytest.mark.slow
 @pytest.mark.parametrize("source", resources.sources(), ids=lambda path: path.name)
-def test_compiled(source: Path, arch: str) -> None:
+def test_compiled(source: Path) -> None:
+    for arch in resources.ARCHITECTURES:
+        _check(source, arch)
+
+
+def _check(source: Path, arch: str) -> None:
     kernels = resources.compiled(source, arch)
     assert resources.shortfalls(kernels) == []
     known = [k for k in resources.read() if (k.source, k.arch) == (source.name, arch)]
@@ -79,18 +83,15 @@ def test_architectures_and_flags_are_those_of_the_build() -> None:
     assert "-fmad=false" not in resources._flags(Path("gemm/mma_sp.cu"))
 
 
-@pytest.mark.parametrize(
-    ("opcodes", "loads", "stores"),
-    [
+def test_widths() -> None:
+    for opcodes, loads, stores in [
         (["LDG.E.128.CONSTANT", "LDG.E.128", "STG.E"], "128:2", "32:1"),
         (["LDG.E.U16", "LDG.E.S8", "STG.E.U8", "STG.E.64"], "16:1 8:1", "64:1 8:1"),
         (["LDGSTS.E.BYPASS.LTC128B.128", "LDS.128", "STS.64", "LDL", "STL"], "128:1", ""),
         (["LD.E.64", "ST.E", "LDC.64", "RED.E.ADD"], "64:1", "32:1"),
-    ],
-)
-def test_widths(opcodes: list[str], loads: str, stores: str) -> None:
-    assert resources.widths(opcodes, *resources.LOADS) == loads
-    assert resources.widths(opcodes, *resources.STORES) == stores
+    ]:
+        assert resources.widths(opcodes, *resources.LOADS) == loads
+        assert resources.widths(opcodes, *resources.STORES) == stores
 
 
 def machine_code(*lines: str) -> str:
@@ -114,9 +115,8 @@ WHOLE = [*CUT[:3], "LEA R12, P0, R2, UR10, 0x1", "LEA.HI.X R13, R2, UR11, R11, 0
 """The same kernel with st_global."""
 
 
-@pytest.mark.parametrize(
-    ("lines", "narrow"),
-    [
+def test_narrow_stores_beside_each_other() -> None:
+    for lines, narrow in [
         (CUT, "32:4"),
         (WHOLE, ""),
         ([line.replace("desc[UR8]", "") for line in CUT], "32:4"),  # as for sm_80
@@ -135,15 +135,12 @@ WHOLE = [*CUT[:3], "LEA R12, P0, R2, UR10, 0x1", "LEA.HI.X R13, R2, UR11, R11, 0
         (["STG.E [R2.64+0x4], R9", "STG.E [R2.64+0x8], R4", "STG.E [R4.64+0xc], R4", "STG.E.U16 [R2.64], R4"], ""),
         (["STS [R2], R9", "STS [R2+0x4], R4", "STL [R1], R9", "STL [R1+0x4], R4", "LDG.E R4, [R2.64]", "LDG.E R5, [R2.64+0x4]"], ""),
         (["STG.E.128 [R2.64], R8", "STG.E.128 [R2.64+0x10], R4"], ""),
-    ],
-)
-def test_narrow_stores_beside_each_other(lines: list[str], narrow: str) -> None:
-    assert resources.narrow(machine_code(*lines)) == narrow
+    ]:
+        assert resources.narrow(machine_code(*lines)) == narrow
 
 
-@pytest.mark.parametrize(
-    ("demangled", "short"),
-    [
+def test_short_names() -> None:
+    for demangled, short in [
         (
             "void nm::cuda::(anonymous namespace)::groups_kernel<nm::cuda::(anonymous namespace)::Mask, nm::bf16, nm::Fixed<2, 4> >"
             "(nm::bf16 const*, unsigned char*, long, bool)",
@@ -152,10 +149,8 @@ def test_narrow_stores_beside_each_other(lines: list[str], narrow: str) -> None:
         ("nm::cuda::(anonymous namespace)::scale_kernel(nm::cuda::Products const*, float*, long)", "scale_kernel"),
         ("void nm::cuda::few_kernel<float, 2, 4, (bool)1>(int)", "few_kernel<float, 2, 4, 1>"),
         ("void nm::cuda::few_kernel<(int)2>(int)", "few_kernel<2>"),
-    ],
-)
-def test_short_names(demangled: str, short: str) -> None:
-    assert resources.shortened(demangled) == short
+    ]:
+        assert resources.shortened(demangled) == short
 
 
 def test_inexact_instructions_go_to_their_kernel() -> None:
@@ -174,9 +169,8 @@ def test_inexact_instructions_go_to_their_kernel() -> None:
     assert resources.inexact_of(ptx) == {"first": "div.full.f32 1 fma.rn.f32 1", "second": "div.full.f32 1"}
 
 
-@pytest.mark.parametrize(
-    ("changes", "word"),
-    [
+def test_falling_short() -> None:
+    for changes, word in [
         ({"spills": 1}, "local memory"),
         ({"stack_bytes": 8}, "local memory"),
         ({"loads": "64:8"}, "reads 64"),
@@ -188,12 +182,10 @@ def test_inexact_instructions_go_to_their_kernel() -> None:
         ({"source": "mma_sp.cu", "kernel": "mma_sp_kernel<bf16>", "stores": "128:1", "matrix": "LDSM 32"}, "should by HMMA.SP"),
         ({"source": "linear_mma.cu", "kernel": "mma_kernel<bf16>", "matrix": "HMMA.SP 4 LDSM 32"}, "should by HMMA"),
         ({"source": "groups.cu", "kernel": "groups_kernel<Prune, bf16, 2:4>"}, "writes 64"),
-    ],
-)
-def test_falling_short(changes: dict[str, Any], word: str) -> None:
-    assert resources.shortfalls([GOOD]) == []
-    (text,) = resources.shortfalls([replace(GOOD, **changes)])
-    assert word in text and "sm_90a" in text
+    ]:
+        assert resources.shortfalls([GOOD]) == []
+        (text,) = resources.shortfalls([replace(GOOD, **changes)])
+        assert word in text and "sm_90a" in text
 
 
 def test_exceptions_have_an_end() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,19 +15,16 @@ GOOD = resources.Kernel("mask_kernel", "nm_mask 2:4 bf16", "sm_90", 26, 0, 0, 0,
 CASE = Case("nm_mask", "2:4 bf16", (), load=128, store=128)
 
 
-@pytest.mark.parametrize(
-    ("ptx", "load", "store"),
-    [
+def test_widest() -> None:
+    for ptx, load, store in [
         ("@%p1 ld.global.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd1 + 0 ];", 128, 0),
         ("ld.global.L1::evict_last.v2.b32 {%r1, %r2}, [%rd1];\nld.global.b8 %rs1, [%rd2];", 64, 0),
         ("st.global.v2.b64 [%rd1], {%rd2, %rd3};", 0, 128),
         ("ld.volatile.global.u16 %rs1, [%rd1];\nst.shared.v4.b32 [%r1], {};", 16, 0),
         ("ld.shared.v4.b32 {}, [%r1];\nred.global.add.f32 [%rd1], %f1;", 0, 0),
         ("cp.async.cg.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 0x10, %r9;", 128, 0),
-    ],
-)
-def test_widest(ptx: str, load: int, store: int) -> None:
-    assert (resources.widest("ld", ptx), resources.widest("st", ptx)) == (load, store)
+    ]:
+        assert (resources.widest("ld", ptx), resources.widest("st", ptx)) == (load, store), ptx
 
 
 def test_machine_code() -> None:
@@ -46,9 +42,8 @@ def test_machine_code() -> None:
     assert [(i.operands, i.guarded, i.labels) for i in code[1:3]] == [("", True, ()), ("URZ, URZ, URZ, URZ", True, (".L_x_1",))]
 
 
-@pytest.mark.parametrize(
-    ("op", "operands", "registers"),
-    [
+def test_written() -> None:
+    for op, operands, registers in [
         ("IADD3", "R4, P0, R5, R6, RZ", [4]),
         ("LDS.128", "R4, [R16+0x12000]", [4, 5, 6, 7]),
         ("LDSM.16.MT88.4", "R88, [R3]", [88, 89, 90, 91]),
@@ -64,18 +59,15 @@ def test_machine_code() -> None:
         ("LDS", "RZ, [RZ]", []),
         ("UMOV", "UR4, 0x1", []),
         ("HGMMA.64x16x16.F32.BF16", "R24, R32, gdesc[UR16], R24, gsb0", []),
-    ],
-)
-def test_written(op: str, operands: str, registers: list[int]) -> None:
-    assert list(resources.written(op, operands)) == registers
+    ]:
+        assert list(resources.written(op, operands)) == registers
 
 
 FED = "HGMMA.64x16x16.F32.BF16 R24, R{0}, gdesc[UR16], R24, gsb0"
 
 
-@pytest.mark.parametrize(
-    ("code", "found"),
-    [
+def test_overwrites() -> None:
+    for code, found in [
         ([FED.format(32), "MOV R35, R1"], ["MOV R35, R1"]),
         ([FED.format(32), "MOV R36, R1", "MOV R24, R32"], []),
         ([FED.format(32).replace(", gsb0", ""), "MOV R32, R1"], ["MOV R32, R1"]),
@@ -91,11 +83,9 @@ FED = "HGMMA.64x16x16.F32.BF16 R24, R{0}, gdesc[UR16], R24, gsb0"
         ([FED.format(32), "BRA `(.L_x_0)", "MOV R32, R1", ".L_x_0:", "EXIT", "MOV R32, R1"], []),
         ([FED.format(32), "BRA.U UP0, `(.L_x_0)", "MOV R32, R1", ".L_x_0:"], ["MOV R32, R1"]),
         ([FED.format(32), "CALL.REL.NOINC `(.L_x_0)", "EXIT", ".L_x_0:", "MOV R32, R1", "RET.REL.NODEC R4 `(k)"], ["MOV R32, R1"]),
-    ],
-)
-def test_overwrites(code: list[str], found: list[str]) -> None:
-    lines = [line if line.endswith(":") else f"        /*{16 * i:04x}*/ {line} ;" for i, line in enumerate(code)]
-    assert resources.overwrites(resources.machine_code("\n".join([*lines, "        /*ff00*/ EXIT ;"]))) == found
+    ]:
+        lines = [line if line.endswith(":") else f"        /*{16 * i:04x}*/ {line} ;" for i, line in enumerate(code)]
+        assert resources.overwrites(resources.machine_code("\n".join([*lines, "        /*ff00*/ EXIT ;"]))) == found
 
 
 def test_a_jump_that_cannot_be_followed_is_no_zero() -> None:
@@ -127,9 +117,8 @@ def test_matrix_instructions() -> None:
     assert resources.matrix_instructions("wgmma.mma_async.sync.aligned.m64n128k16\nwgmma.fence.sync.aligned;") == "wgmma.mma_async 1"
 
 
-@pytest.mark.parametrize(
-    ("ptx", "found"),
-    [
+def test_inexact() -> None:
+    for ptx, found in [
         ("\tadd.rn.f32 \t%r1, %r2, %r3;\n\tdiv.rn.f32 %r1, %r2, %r3;\n\tsqrt.rn.f64 %rd1, %rd2;", ""),
         ("\t@%p1 add.f32 %r1, %r2, %r3;", "add.f32 1"),
         ("\tfma.rn.f32 %r1, %r2, %r3, %r4;\n\tfma.rn.f32 %r1, %r2, %r3, %r4;", "fma.rn.f32 2"),
@@ -137,15 +126,12 @@ def test_matrix_instructions() -> None:
         ("\tmul.rn.ftz.f32 %r1, %r2, %r3;\n\tmul.bf16x2 %r1, %r2, %r3;", "mul.bf16x2 1 mul.rn.ftz.f32 1"),
         ("\tadd.s32 %r1, %r2, 1;\n\tmad.lo.s32 %r1, %r2, %r3, %r4;\n\tmul.wide.u32 %rd1, %r1, 4;", ""),
         ("\tcvt.rn.bf16x2.f32 %r1, %r2, %r3;\n\tmax.f32 %r1, %r2, %r3;\n\tmov.b64 {%f1, %f2}, %rd1;", ""),
-    ],
-)
-def test_inexact(ptx: str, found: str) -> None:
-    assert resources.inexact(ptx) == found
+    ]:
+        assert resources.inexact(ptx) == found
 
 
-@pytest.mark.parametrize(
-    ("changes", "word"),
-    [
+def test_falling_short() -> None:
+    for changes, word in [
         ({"spills": 1}, "spills"),
         ({"stack_bytes": 8}, "spills"),
         ({"widest_load": 64}, "reads 64"),
@@ -153,12 +139,10 @@ def test_inexact(ptx: str, found: str) -> None:
         ({"inexact": "fma.rn.f32 2"}, "not exact"),
         ({"shared_bytes": 233472}, "shared memory"),
         ({"overwrites": 66}, "wgmma still reads: 66"),
-    ],
-)
-def test_falling_short(changes: dict[str, Any], word: str) -> None:
-    assert resources.shortfalls(CASE, 90, [GOOD]) == []
-    (text,) = resources.shortfalls(CASE, 90, [replace(GOOD, **changes)])
-    assert word in text
+    ]:
+        assert resources.shortfalls(CASE, 90, [GOOD]) == []
+        (text,) = resources.shortfalls(CASE, 90, [replace(GOOD, **changes)])
+        assert word in text
 
 
 def test_only_the_first_kernel_must_be_wide_and_none_may_spill() -> None:
@@ -176,11 +160,10 @@ def test_what_a_case_allows() -> None:
     assert resources.shortfalls(replace(CASE, kernel="mask_kernel"), 90, [other, GOOD]) == []
 
 
-def test_tensor_cores_of_the_architecture() -> None:
+def test_tensor_cores() -> None:
     case = replace(CASE, matrix=True)
-    with_mma = [replace(GOOD, matrix_instructions="mma.sync 64")]
-    assert resources.shortfalls(case, 80, with_mma) == []
-    assert "wgmma" in resources.shortfalls(case, 90, with_mma)[0]
+    assert resources.shortfalls(case, 80, [replace(GOOD, matrix_instructions="mma.sync 64")]) == []
+    assert "no tensor cores" in resources.shortfalls(case, 90, [GOOD])[0]
 
 
 def test_the_table_is_read_as_it_was_written(tmp_path: Path) -> None:

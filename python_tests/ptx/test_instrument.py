@@ -41,9 +41,8 @@ def result(body: str, **kwargs: object) -> list[int]:
     return run(body + "\n st.global.b32 [%rd3], %r9;", **kwargs)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("body", "want"),
-    [
+def test_one_thread() -> None:
+    for body, want in [
         ("mov.b32 %r2, 0x44332211; mov.b32 %r3, 0x88776655; prmt.b32 %r9, %r2, %r3, 0x7421U;", 0x88553322),
         ("mov.b32 %r2, 0x80; prmt.b32 %r9, %r2, %r2, 0x8000U;", 0xFF808080),
         ("mov.b32 %r2, 0xF0F1; bfe.u32 %r9, %r2, 4, 8;", 0x0F),
@@ -61,24 +60,19 @@ def result(body: str, **kwargs: object) -> list[int]:
         ("mov.b32 %r2, 0f7FC00000; setp.ne.f32 %p1, %r2, 0f00000000; selp.b32 %r9, 7, 8, %p1;", 8),
         ("mov.b32 %r2, 0xF0; popc.b32 %r9, %r2;", 4),
         ("mov.b32 {%rs1, %rs2}, %r1; mov.b32 %r2, 0x00020001; mov.b32 {%rs3, %rs4}, %r2; mov.b32 %r9, {%rs4, %rs3};", 0x00010002),
-    ],
-)
-def test_one_thread(body: str, want: int) -> None:
-    assert np.uint32(result(body)[0] & 0xFFFFFFFF) == want
+    ]:
+        assert np.uint32(result(body)[0] & 0xFFFFFFFF) == want, body
 
 
-@pytest.mark.parametrize(
-    ("mode", "source"),
-    [
+def test_shuffles() -> None:
+    for mode, source in [
         ("bfly.b32 %r9, %r1, 5, 31, -1", lambda i: i ^ 5),
         ("up.b32 %r9, %r1, 3, 0, -1", lambda i: i - 3 if i >= 3 else i),
         ("down.b32 %r9, %r1, 3, 31, -1", lambda i: i + 3 if i + 3 < 32 else i),
         ("idx.b32 %r9, %r1, 4, 31, -1", lambda i: 4),
         ("idx.b32 %r9, %r1, 2, 6175, -1", lambda i: i // 8 * 8 + 2),  # 0x181f: segments of 8
-    ],
-)
-def test_shuffles(mode: str, source) -> None:
-    assert result(f"shfl.sync.{mode};") == [source(i) for i in range(32)]
+    ]:
+        assert result(f"shfl.sync.{mode};") == [source(i) for i in range(32)]
 
 
 def test_threads_that_part_meet_again() -> None:

@@ -6,8 +6,6 @@ if the step counts are on the device (``capturable=True``).
 
 Step counts on the CPU, torch's default, are advanced there and travel as an argument. With ``found_inf`` on the device the host must then
 know whether the step is skipped: it waits for that one element, as ``torch.optim.AdamW`` with a ``GradScaler`` does.
-
-The table of a call's params on the device, made once and found again at the next call with the same tensors.
 """
 
 from __future__ import annotations
@@ -23,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ...dispatch import Verdict
+from ...reference.layouts import LAYOUTS
 from ..adamw_plan import (
     ACROSS,
     FLAT,
@@ -48,6 +47,14 @@ BLOCKS = 8192
 """Blocks of one launch at most: eight waves of a large GPU, and partial statistics that nine blocks add up in microseconds."""
 
 
+STATS = 9
+SCALARS = 16
+"""Words of 32 bits that the kernels keep of the numbers of a param."""
+
+HYPER = 8
+"""Elements of ``hyper`` that are used."""
+
+Cut = tuple[int, int, int, bool]
 Pack = tuple[int, ...]
 """Where the packed weight of a param goes: the addresses of its four buffers, 0 for none, and the dtypes of the values."""
 
@@ -66,9 +73,6 @@ class Plan:
 
 _plans = Cache()
 _grads = Cache()
-
-
-Cut = tuple[int, int, int, bool]
 
 
 @cache
@@ -143,17 +147,6 @@ def _row(lists: Lists, i: int, walk: int, fits: bool, how: Cut) -> tuple[tuple[i
     return (rows, cols, codes, wide | (walk == ACROSS) << 1, i, *strides), -(-pieces // how[2])
 
 
-STATS = 9
-SCALARS = 16
-"""Words of 32 bits that the kernels keep of the numbers of a param."""
-
-HYPER = 8
-"""Elements of ``hyper`` that are used."""
-
-
-LAYOUTS = {"canonical": 0, "mma.sp": 1, "wgmma.sp": 2}
-
-
 def _fits(args: tuple[Any, ...], device: str) -> Verdict:
     """What it can run; step counts and ``hyper`` may be on the CPU."""
     params, grads, outs, hyper = args[0], args[1], args[6], args[7]
@@ -223,7 +216,7 @@ def masked_adamw_(
         plan.table.data_ptr(), gradients.data_ptr(), plan.owners.data_ptr(), scalars.data_ptr(), partials.data_ptr(), stats.data_ptr(),
         len(steps), *plan.parts, _address(numbers), given, _address(counts), one, _address(scale), _address(found),
         n, m, frozen, eps_inside, maximize, geometric, bool(max_exp_avg_sqs),
-        squares, transposable, _address(plan.packs), LAYOUTS[layout], *queue(like),
+        squares, transposable, _address(plan.packs), LAYOUTS.index(layout), *queue(like),
     )  # fmt: skip
     for target, copy in copies:
         target.copy_(copy)

@@ -1,7 +1,4 @@
-"""compress and decompress: dense to the canonical N:M form and back.
-
-metadata: canonical 2:4 indices in the order in which tensor cores read them.
-"""
+"""compress and decompress: dense to the canonical N:M form and back; canonical 2:4 indices in the order of tensor cores."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Ops that map every group of M weights to a group of the same size.
-
-soft_threshold_scale: two kernels with their partial sums between them, nothing for the host to wait for.
-
-transposable_mask, 2:4.
-"""
+"""Ops that map every group of M weights to a group of the same size, the scale of soft_threshold, and transposable_mask at 2:4."""
 
 from __future__ import annotations
 

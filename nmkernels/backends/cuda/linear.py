@@ -1,14 +1,13 @@
-"""fprop of a linear layer from a compressed weight: kernels for a batch so small that reading the weight is what takes the time.
+"""Products of a linear layer with a compressed weight.
 
-More tokens, and operands in the order of tensor cores, are for ``gemm``. Sums are fp32, bias, activation and residual are applied before
-the only rounding. Indices are not checked, which would make the host wait; one outside its group reads nothing outside of x. On CUDA cores
-an inf or NaN of x reaches a result only through a stored value; tensor cores multiply a dense tile, where it reaches every result of its
-token, as in the dense product.
+Up to 16 tokens, canonical indices: kernels for a batch so small that reading the weight is what takes the time. Indices are not checked,
+which would make the host wait; one outside its group reads nothing outside of x. On CUDA cores an inf or NaN of x reaches a result only
+through a stored value; dense tensor cores multiply an expanded tile, where it reaches every result of its token, as in the dense product.
 
-Products with a 2:4 operand on sparse tensor cores: what they take, how a call is planned, its start; and wgrad.
+More tokens, operands in the order of tensor cores, and wgrad: 2:4 on sparse tensor cores. Metadata is not checked; an inf or NaN of the
+dense operand reaches a result only through a stored value.
 
-Sums are fp32; bias, activation and residual are applied before the only rounding. Metadata is not checked, which would make the host
-wait. An inf or NaN of the dense operand reaches a result only through a stored value, as on CUDA cores.
+Sums are fp32; bias, activation and residual are applied before the only rounding.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from torch import Tensor
 from ...dispatch import Verdict
 from ...reference.layouts import COLUMNS
 from .compress import metadata
-from .core import DTYPES, contiguous, core, queue, register
+from .core import DTYPES, aligned, contiguous, core, queue, register
 
 ACTIVATIONS = {"": 0, "gelu": 1, "silu": 2, "relu2": 3}
 """The kernels' code of each activation."""
@@ -59,14 +58,12 @@ def _warps(indices: Tensor) -> int:
     return indices.shape[-1] // 32 if indices.dtype == torch.int32 else 1
 
 
-def _straight(x: Tensor) -> bool:
-    return x.is_contiguous() and not x.is_neg()
+def _straight(x: Tensor | None) -> bool:
+    return x is None or (x.is_contiguous() and not x.is_neg())
 
 
-def _straightened(x: Tensor) -> Tensor:
-    """Contiguous, at an address from which 16 bytes can be read at once."""
-    x = contiguous(x)
-    return x.clone() if x.data_ptr() & 15 else x
+def _address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
 
 
 def multiply(
@@ -78,14 +75,12 @@ def multiply(
     B is ``[n, k]``, and D ``[n, m]``, activation(D + bias) + residual; with ``by_column`` B is ``[k, n]`` and D ``[m, n]``, as it is.
     """
     v, i, d, o = values.data_ptr(), indices.data_ptr(), dense.data_ptr(), out.data_ptr()
-    b, r = 0 if bias is None else bias.data_ptr(), 0 if residual is None else residual.data_ptr()
-    straight = _straight(values) and _straight(dense) and indices.is_contiguous()
-    straight = straight and (bias is None or _straight(bias)) and (residual is None or _straight(residual))
+    b, r = _address(bias), _address(residual)
+    straight = _straight(values) and _straight(dense) and indices.is_contiguous() and _straight(bias) and _straight(residual)
     if not straight or (v | i | d | o | b | r) & 15:
-        values, indices, dense = _straightened(values), _straightened(indices), _straightened(dense)
-        bias, residual = bias if bias is None else _straightened(bias), residual if residual is None else _straightened(residual)
+        bias, residual = bias if bias is None else aligned(bias), residual if residual is None else aligned(residual)
         y = torch.empty_like(out) if o & 15 else out
-        multiply(values, indices, dense, y, n, k, by_column, bias, activation, residual)
+        multiply(aligned(values), aligned(indices), aligned(dense), y, n, k, by_column, bias, activation, residual)
         return out if y is out else out.copy_(y)
     m, module, warps = values.shape[0], core(values), _warps(indices)
     if indices.dtype != torch.int32:
@@ -94,7 +89,7 @@ def multiply(
     tile, splits = choose(module, m, n, k, by_column, values.get_device())
     parts = values.new_empty(splits, m, n, dtype=torch.float32) if splits > 1 else None
     module.gemm_mma_sp(
-        v, i, d, b, r, o, 0 if parts is None else parts.data_ptr(), DTYPES[values.dtype], ACTIVATIONS[activation], m, n, k, by_column,
+        v, i, d, b, r, o, _address(parts), DTYPES[values.dtype], ACTIVATIONS[activation], m, n, k, by_column,
         warps, tile, splits, *queue(values),
     )  # fmt: skip
     return out
@@ -134,17 +129,13 @@ def _processors(device: int) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def _target(x: Tensor) -> int:
-    return EMULATED_PROCESSORS if x.is_cpu else _processors(x.get_device())
-
-
 @lru_cache(maxsize=4096)
 def _plan(
-    module: Any, dtype: torch.dtype, tokens: int, rows: int, cols: int, n: int, m: int, aligned: bool, processors: int
+    module: Any, dtype: torch.dtype, tokens: int, rows: int, cols: int, n: int, m: int, wide: bool, processors: int
 ) -> tuple[str, int]:
-    """The kernel, and the parts that it cuts columns into."""
+    """The kernel, and the parts that it cuts columns into; ``wide``: values and indices can be read 16 and 4 bytes at once."""
     sizes = DTYPES[dtype], tokens, rows, cols, n, m, processors
-    if aligned and tokens >= TENSOR_CORES_FROM.get(m, FEW_TOKENS + 1):
+    if wide and tokens >= TENSOR_CORES_FROM.get(m, FEW_TOKENS + 1):
         splits = module.linear_mma_splits(*sizes)
         if splits:
             return "linear_mma", splits
@@ -173,10 +164,6 @@ def _for_gemm(indices: Tensor, tokens: int) -> bool:
     return tokens > MOST_TOKENS or indices.dtype == torch.int32
 
 
-def _address(x: Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()
-
-
 @register("nm_linear", _supports)
 def linear(
     x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, bias: Tensor | None = None, activation: str = "",
@@ -191,9 +178,9 @@ def linear(
         return multiply(values, indices, x, y, tokens, cols, False, bias, activation, residual)
     x, values, indices = contiguous(x), contiguous(values), indices.contiguous()
     b, r = None if bias is None else contiguous(bias), None if residual is None else contiguous(residual)
-    module, processors = core(x), _target(x)
-    aligned = not (values.data_ptr() & 15 or indices.data_ptr() & 3)
-    kernel, splits = _plan(module, x.dtype, tokens, rows, cols, n, m, aligned, processors)
+    module, processors = core(x), EMULATED_PROCESSORS if x.is_cpu else _processors(x.get_device())
+    wide = not (values.data_ptr() & 15 or indices.data_ptr() & 3)
+    kernel, splits = _plan(module, x.dtype, tokens, rows, cols, n, m, wide, processors)
     if kernel == "linear_mma" and x.data_ptr() & 15:
         x = x.clone()
     parts = x.new_empty(splits, tokens, rows, dtype=torch.float32) if splits > 1 else None

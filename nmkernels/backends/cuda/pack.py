@@ -11,7 +11,7 @@ from ...dispatch import Verdict
 from ...pattern import Pattern
 from ...reference.layouts import meta_shape, to_layout
 from .compress import Operand, check_flag, flag_for, start
-from .core import contiguous, register
+from .core import aligned, register
 from .groups import supports_transposable, transposable_mask
 
 
@@ -20,12 +20,6 @@ def supports_pack(w: Tensor, n: int, m: int, select: str, *rest: Any) -> Verdict
     if rest[2] == torch.float64:
         return False, "it computes in float32, and this call packs float64"
     return supports_transposable(w, n, m) if select == "transposable" else (True, "")
-
-
-def _aligned(x: Tensor) -> Tensor:
-    """Contiguous, and beginning where a kernel may read 16 bytes at once."""
-    x = contiguous(x)
-    return x.clone() if x.data_ptr() % 16 else x
 
 
 def _operand(w: Tensor, rows: int, cols: int, n: int, m: int, dtype: torch.dtype, layout: str) -> Operand:
@@ -52,7 +46,7 @@ def pack(
         swapped = pack(w.t(), n, m, select, None if mask is None else mask.t(), scale, dtype, columns, rows, layout)
         return *swapped[2:], *swapped[:2]
     (height, width), kept = w.shape, dtype or w.dtype
-    w, mask = _aligned(w), None if mask is None else _aligned(mask)
+    w, mask = aligned(w), None if mask is None else aligned(mask)
     flag, checked = flag_for(mask), select != "held"
     select = select if checked else "given"
 

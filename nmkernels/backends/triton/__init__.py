@@ -1,7 +1,8 @@
 """Triton kernels as a backend: float32, bfloat16 and float16 on every GPU that Triton compiles for.
 
-Importing this package imports no Triton: each op loads the module of its family at its first call. ``_launch`` starts
-kernels, ``_groups`` and ``_pack`` hold the device functions that several families share.
+Importing this package imports no Triton: each op loads the module of its family at its first call. ``launch`` starts or compiles
+kernels, ``groups`` has the device functions that several families share. There is one plain kernel for each op, for every GPU: where the
+CUDA kernels are built, they come first.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ FAMILIES = {
     "nm_mask": "groups",
     "nm_prune": "groups",
     "nm_soft_threshold": "groups",
-    "nm_soft_threshold_scale": "threshold",
+    "nm_soft_threshold_scale": "groups",
     "nm_transposable_mask": "transposable",
     "nm_compress": "compress",
     "nm_decompress": "compress",

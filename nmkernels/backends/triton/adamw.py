@@ -1,12 +1,9 @@
-"""MaskedAdamW over any number of params in three launches: the scalars of each, one pass over all of them, the statistics.
+"""MaskedAdamW: for each param a kernel for its scalars and one pass over its elements, then one that adds the statistics of all.
 
-The host reads no number of the device. It hands over a table of addresses, which is made once and found again at the next call with the
-same tensors, and launches the same kernels whatever the number of params; params of several dtypes, or of layouts that need other code,
-take one main launch for each kind. All of it may be captured in a CUDA graph if the step counts are on the device
-(``capturable=True``).
-
-Step counts on the CPU, torch's default, are advanced there and travel as an argument. With ``found_inf`` on the device the host must then
-know whether the step is skipped: it waits for that one element, as ``torch.optim.AdamW`` with a ``GradScaler`` does.
+The host reads no number of the device. All of it may be captured in a CUDA graph if the step counts are on the device
+(``capturable=True``). Step counts on the CPU, torch's default, are advanced there and travel as an argument. With ``found_inf`` on the
+device the host must then know whether the step is skipped: it waits for that one element, as ``torch.optim.AdamW`` with a ``GradScaler``
+does.
 """
 
 from __future__ import annotations
@@ -14,21 +11,231 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from ..adamw_plan import Lists, count, layout_of, on_host, skipped, written
+from ..adamw_plan import count, dense, on_host, skipped
 from ..pack import write_rows
-from . import _adamw_kernels as k
-from ._adamw_plan import Plan, plan_of
-from ._adamw_table import upload
-from ._launch import launch
+from .groups import kept, narrow, widen
+from .launch import cdiv, launch, next_power_of_2
 from .pack import pack
+
+ELEMENTS = 1024
+"""Elements of a tile: two 16-byte reads of each tensor a thread with 4 warps, and few enough registers for 8 blocks on an SM."""
+
+SCALARS = 12
+STATS = 9
 
 BLOCK = 2048
 """Partials that the reduction adds at once, 8 a thread."""
 
 FEW, SLICES = 32768, 64
-"""Partials of a statistic up to which one program adds them, some 20 microseconds; of more (33 million weights) it takes slices first."""
+"""Partials of a statistic up to which one program adds them; of more (33 million weights) it takes slices first."""
+
+
+@triton.jit
+def power(base, exponent):
+    """base**exponent in float64 by squaring, lowest bit first."""
+    result = tl.full([], 1.0, tl.float64)
+    while exponent > 0:
+        result = tl.where((exponent & 1) == 1, result * base, result)
+        base = base * base
+        exponent = exponent >> 1
+    return result
+
+
+@triton.jit
+def number(hyper, i: tl.constexpr, word):
+    """Element i of hyper, or where the host holds it the float64 whose bits are ``word``."""
+    if hyper is None:
+        return word.to(tl.int64).to(tl.float64, bitcast=True)
+    else:
+        return tl.load(hyper + i)
+
+
+@triton.jit(do_not_specialize=list(range(4, 14)))
+def adamw_scalars_kernel(
+    step, scalars, found, hyper, row: tl.int64, t: tl.int64,
+    h0: tl.int64, h1: tl.int64, h2: tl.int64, h3: tl.int64, h4: tl.int64, h5: tl.int64, h6: tl.int64, h7: tl.int64,
+    FROZEN: tl.constexpr,
+):  # fmt: skip
+    """Counts the step of a param and writes its twelve fp32 numbers, each computed in float64 and rounded once."""
+    if found is not None:  # noqa: SIM102 - decided while compiling; the other is a branch
+        if tl.load(found) != 0.0:
+            return
+    now = t.to(tl.int64)
+    if step is not None:
+        counted = tl.load(step) + 1.0
+        tl.store(step, counted)
+        now = counted.to(tl.int64)
+    lr, beta1, beta2 = number(hyper, 0, h0), number(hyper, 1, h1), number(hyper, 2, h2)
+    at = now
+    if FROZEN:
+        at = number(hyper, 6, h6).to(tl.int64)
+    bc2 = 1.0 - power(beta2, at)
+    if FROZEN:
+        bc2 = tl.where(at == 0, 1.0, bc2)
+    s = scalars + row * 12
+    tl.store(s, beta1.to(tl.float32))
+    tl.store(s + 1, (1.0 - beta1).to(tl.float32))
+    tl.store(s + 2, beta2.to(tl.float32))
+    tl.store(s + 3, (1.0 - beta2).to(tl.float32))
+    tl.store(s + 4, (1.0 / (1.0 - power(beta1, now))).to(tl.float32))
+    tl.store(s + 5, bc2.to(tl.float32))
+    tl.store(s + 6, tl.sqrt(bc2).to(tl.float32))
+    tl.store(s + 7, number(hyper, 3, h3).to(tl.float32))
+    tl.store(s + 8, (1.0 - lr * number(hyper, 4, h4)).to(tl.float32))
+    tl.store(s + 9, lr.to(tl.float32))
+    tl.store(s + 10, number(hyper, 5, h5).to(tl.float32))
+    tl.store(s + 11, number(hyper, 7, h7).to(tl.float32))
+
+
+@triton.jit
+def mask_of(x, N: tl.constexpr, M: tl.constexpr, PADDED: tl.constexpr):
+    """The N:M mask of a line of groups, in its own shape."""
+    return tl.reshape(kept(tl.reshape(x, [x.shape[0] // PADDED, PADDED]), N, M), [x.shape[0]])
+
+
+@triton.jit
+def total(x, there):
+    """Σ of the chosen elements in float64."""
+    return tl.sum(tl.where(there, x, 0.0).to(tl.float64), 0)
+
+
+@triton.jit
+def amount(there):
+    """How many are chosen, in float64."""
+    return tl.sum(there.to(tl.int32), 0).to(tl.float64)
+
+
+@triton.jit
+def update(m, v, ibc1, bc2, sbc2, eps, EPS_INSIDE: tl.constexpr):
+    """u = (m / (1 - β1^t)) / D."""
+    if EPS_INSIDE:
+        denominator = tl.sqrt_rn(tl.div_rn(v, bc2) + eps)
+    else:
+        denominator = tl.div_rn(tl.sqrt_rn(v), sbc2) + eps
+    return tl.div_rn(m * ibc1, denominator)
+
+
+@triton.jit
+def clamped(u, bound):
+    """min(max(u, -bound), bound), NaN stays; u where the bound is 0."""
+    low = tl.where(u < -bound, -bound, u)
+    return tl.where(bound != 0.0, tl.where(low > bound, bound, low), u)
+
+
+@triton.jit
+def gradient(g, scale, MAXIMIZE: tl.constexpr):
+    """±g / scale in fp32; the sign of a zero turns as well."""
+    g = widen(g)
+    if scale is not None:
+        g = tl.div_rn(g, tl.load(scale))
+    if MAXIMIZE:
+        g = (g.to(tl.int32, bitcast=True) ^ -0x80000000).to(tl.float32, bitcast=True)
+    return g
+
+
+@triton.jit(do_not_specialize=list(range(8, 12)))
+def adamw_kernel(
+    p, m, v, top, out, g, scalars, partials, row: tl.int64, first: tl.int64, programs: tl.int64, size: tl.int64, scale, found,
+    N: tl.constexpr, M: tl.constexpr, TILE: tl.constexpr, PADDED: tl.constexpr, EVEN: tl.constexpr, FROZEN: tl.constexpr,
+    EPS_INSIDE: tl.constexpr, MAXIMIZE: tl.constexpr, GEOMETRIC: tl.constexpr,
+):  # fmt: skip
+    """One tile of a param: read, update, write, and its share of the statistics into ``partials[statistic, first + program]``.
+
+    A tile is TILE / PADDED groups of M elements; EVEN: ``size`` is a multiple of 8.
+    """
+    if found is not None:  # noqa: SIM102 - decided while compiling; the other is a branch
+        if tl.load(found) != 0.0:
+            return
+    program = tl.program_id(0).to(tl.int64)
+    start = program * (TILE // PADDED * M)
+    left = tl.minimum(size - start, TILE).to(tl.int32)
+    if EVEN:
+        left = tl.multiple_of(left, 8)
+    line = tl.arange(0, TILE)
+    if PADDED == M:
+        valid = line < left
+    else:
+        place = line % PADDED
+        line = line // PADDED * M + place
+        valid = (place < M) & (line < left)
+    at = start + line
+    old_p = tl.load(p + at, mask=valid, other=0.0)
+    g = tl.load(g + at, mask=valid, other=0.0)
+    m_at, v_at = m + at, v + at
+    m = tl.load(m_at, mask=valid, other=0.0)
+    if FROZEN and top is not None:
+        second = tl.load(top + at, mask=valid, other=0.0)
+    else:
+        second = tl.load(v_at, mask=valid, other=0.0)
+    s = scalars + row * 12
+    b1, omb1, b2, omb2, ibc1, bc2 = tl.load(s), tl.load(s + 1), tl.load(s + 2), tl.load(s + 3), tl.load(s + 4), tl.load(s + 5)
+    sbc2, eps, wdf, lr, decay, bound = tl.load(s + 6), tl.load(s + 7), tl.load(s + 8), tl.load(s + 9), tl.load(s + 10), tl.load(s + 11)
+    share = partials + first + program
+    old = widen(old_p)
+    g = gradient(g, scale, MAXIMIZE)
+    if N > 0:
+        before = mask_of(old_p, N, M, PADDED)
+        tl.store(share + 5 * programs, total(tl.abs(old), valid & ~before))
+        tl.store(share + 6 * programs, total(tl.abs(g), valid & ~before))
+        g = tl.where(before, g, tl.where(decay == 0.0, g, g + decay * old))
+    m = b1 * m + omb1 * g
+    tl.store(m_at, m, mask=valid)
+    if not FROZEN:
+        moved = b2 * second + omb2 * (g * g)
+        tl.store(v_at, moved, mask=valid)
+        step = tl.abs(moved - second)
+        tl.store(share + programs, total(step, valid))
+        if GEOMETRIC:
+            wide = step.to(tl.float64)
+            wide = tl.log(tl.where(wide < 1.401298464324817e-45, 1.401298464324817e-45, wide))
+            tl.store(share + 2 * programs, total(wide, valid))
+            tl.store(share + 3 * programs, amount((moved == second) & valid))
+        second = moved
+        if top is not None:
+            highest = tl.load(top + at, mask=valid, other=0.0)
+            second = tl.where((highest > moved) | (highest != highest), highest, moved)
+            tl.store(top + at, second, mask=valid)
+    u = update(m, second, ibc1, bc2, sbc2, eps, EPS_INSIDE)
+    new = narrow(old * wdf - lr * clamped(u, bound), p.dtype.element_ty)
+    tl.store(p + at, new, mask=valid)
+    used = valid
+    if N > 0:
+        after = mask_of(new, N, M, PADDED)
+        used = valid & after
+        tl.store(share + 4 * programs, amount(valid & (before ^ after)))
+    if out is not None:
+        tl.store(out + at, narrow(tl.where(used, widen(new), 0.0), out.dtype.element_ty), mask=valid)
+    tl.store(share + 7 * programs, amount(used & (widen(new) != 0.0)))
+    # the bits of magnitudes are in their order, with NaN above all
+    largest = tl.max(tl.where(valid, u.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0), 0)
+    tl.store(share + 8 * programs, largest.to(tl.float32, bitcast=True).to(tl.float64))
+
+
+@triton.jit(do_not_specialize=["programs", "slices"])
+def adamw_stats_kernel(partials, stats, found, programs: tl.int64, slices: tl.int64, ON: tl.constexpr, BLOCK: tl.constexpr):
+    """stats[k, j] = Σ (k = 8: the largest, or NaN) of slice j of row k of the partials, always in the same order; row 0: applied or not."""
+    k, j = tl.program_id(0) // slices, tl.program_id(0) % slices
+    applied = 1.0
+    if found is not None:
+        applied = tl.where(tl.load(found) != 0.0, 0.0, 1.0)
+    share = (programs + slices - 1) // slices
+    first, end = j * share, tl.minimum((j + 1) * share, programs)
+    end = tl.where((((ON >> k) & 1) == 1) & (applied != 0.0), end, 0)
+    at = tl.arange(0, BLOCK)
+    result = tl.zeros([BLOCK], tl.float64)
+    while first < end:
+        x = tl.load(partials + k * programs + first + at, mask=at < end - first, other=0.0)
+        # the bits of positive doubles, and of NaN above them, are in their order
+        high = tl.maximum(result.to(tl.int64, bitcast=True), x.to(tl.int64, bitcast=True)).to(tl.float64, bitcast=True)
+        result = tl.where(k == 8, high, result + x)
+        first += BLOCK
+    highest = tl.max(result.to(tl.int64, bitcast=True), 0).to(tl.float64, bitcast=True)
+    result = tl.where(k == 8, highest, tl.sum(result, 0))
+    tl.store(stats + k * slices + j, tl.where(k == 0, applied, result))
 
 
 def masked_adamw_(
@@ -38,53 +245,66 @@ def masked_adamw_(
     grad_scale: Tensor | None = None, found_inf: Tensor | None = None,
     transposable: bool = False, packs: Sequence[Tensor] | None = None, layout: str = "canonical", out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """``nm_masked_adamw_``; packed weights take launches of their own."""
+    """``nm_masked_adamw_``; packed weights take launches of their own, tensors that are not contiguous are copied there and back."""
     device = params[0].device if params else hyper.device
     scale = None if grad_scale is None else grad_scale.to(device, non_blocking=True)
     found = None if found_inf is None else found_inf.to(device, non_blocking=True)
-    stats = torch.empty(k.STATS, dtype=torch.float64, device=device) if out is None else out
+    stats = torch.empty(STATS, dtype=torch.float64, device=device) if out is None else out
     held = [i for i, step in enumerate(steps) if on_host(step, device)]
     if held and skipped(found_inf, device):
         return stats.zero_()
-    lists: Lists = [list(xs) for xs in (params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, outs, grads)]
-    strides = layout_of(lists, n, m, m & (m - 1) == 0)
-    copies = list(written(lists, strides))
-    addresses = [step.data_ptr() for step in steps]
-    for i in held:
-        addresses[i] = 0
-    plan, gradients = plan_of(lists, addresses, strides, n, m, device)
-    scalars = _scalars(plan, steps, held, hyper, found, frozen)
-    partials = torch.empty(k.STATS, plan.programs, dtype=torch.float64, device=device)
-    flags = {"FROZEN": frozen, "EPS_INSIDE": eps_inside, "MAXIMIZE": maximize, "GEOMETRIC": geometric, "TOP": bool(max_exp_avg_sqs)}
-    for group in plan.groups:
-        args = (plan.table, gradients, plan.owners, scalars, partials, group.first, plan.programs, scale, found)
-        launch(k.adamw_kernel, group.programs, args, WORDS=plan.words, **group.constexprs, **flags)
+    scalars = _scalars(steps, held, hyper, found, frozen, device)
+    padded = next_power_of_2(m)
+    groups = max(1, ELEMENTS // padded)
+    tiles = [cdiv(p.numel(), groups * (m or 1)) for p in params]
+    partials = torch.empty(STATS, sum(tiles), dtype=torch.float64, device=device)
+    flags = {"FROZEN": frozen, "EPS_INSIDE": eps_inside, "MAXIMIZE": maximize, "GEOMETRIC": geometric}
+    first = 0
+    for i, p in enumerate(params):
+        given = [xs[i] if xs else None for xs in (params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, outs, grads)]
+        tensors = _straight(given, m)
+        even = {"EVEN": p.numel() % 8 == 0, "N": n, "M": m or 1, "TILE": groups * padded, "PADDED": padded}
+        args = (*tensors, scalars, partials, i, first, partials.shape[1], p.numel(), scale, found)
+        launch(adamw_kernel, tiles[i], args, **even, **flags)
+        for target, copy in zip(given[:5], tensors[:5], strict=True):
+            if target is not None and copy is not None and target is not copy:
+                target.copy_(copy)
+        first += tiles[i]
     add_partials(partials, stats, found, _computed(n, frozen, geometric))
-    for target, copy in copies:
-        target.copy_(copy)
     write_rows(pack, params, n, m, packs, layout, found)
     return stats
+
+
+def _straight(given: list[Tensor | None], m: int) -> list[Tensor | None]:
+    """The tensors of a param as the kernel walks them, one element after another of each: themselves, or contiguous copies."""
+    there = [x for x in given if x is not None]
+    if not any(x.is_neg() for x in there):
+        if all(x.is_contiguous() for x in there):
+            return given
+        if not m and dense(there[0]) and all(x.stride() == there[0].stride() for x in there):
+            return given
+    return [None if x is None else x.resolve_neg().contiguous() for x in given]
 
 
 def add_partials(partials: Tensor, stats: Tensor, found: Tensor | None, on: int, few: int = FEW) -> None:
     """stats = the sums of the rows of ``partials`` whose bit is set in ``on``, the last row's maximum; two launches for many columns."""
     programs = partials.shape[1]
     if programs > few:
-        parts = torch.empty(k.STATS, SLICES, dtype=torch.float64, device=partials.device)
-        launch(k.adamw_stats_kernel, k.STATS * SLICES, (partials, parts, found, programs, SLICES), warps=8, ON=on, BLOCK=BLOCK)
+        parts = torch.empty(STATS, SLICES, dtype=torch.float64, device=partials.device)
+        launch(adamw_stats_kernel, STATS * SLICES, (partials, parts, found, programs, SLICES), warps=8, ON=on, BLOCK=BLOCK)
         partials, programs = parts, SLICES
-    launch(k.adamw_stats_kernel, k.STATS, (partials, stats, found, programs, 1), warps=8, ON=on, BLOCK=BLOCK)
+    launch(adamw_stats_kernel, STATS, (partials, stats, found, programs, 1), warps=8, ON=on, BLOCK=BLOCK)
 
 
-def _scalars(plan: Plan, steps: Sequence[Tensor], held: list[int], hyper: Tensor, found: Tensor | None, frozen: bool) -> Tensor:
+def _scalars(steps: Sequence[Tensor], held: list[int], hyper: Tensor, found: Tensor | None, frozen: bool, device: torch.device) -> Tensor:
     """Counts every step and launches the computation of the numbers of each param, ``(params, 12)`` in fp32."""
-    device = plan.table.device
     one, several = count(steps, held)
-    counts = None if several is None else upload(several, device)
     numbers, words = (None, _bits(hyper)) if on_host(hyper, device) else (hyper.contiguous(), [0] * 8)
-    scalars = torch.empty(len(steps), k.SCALARS, dtype=torch.float32, device=device)
-    args = (plan.table, scalars, found, numbers, counts, one, *words)
-    launch(k.adamw_scalars_kernel, len(steps), args, warps=1, WORDS=plan.words, FROZEN=frozen)
+    scalars = torch.empty(len(steps), SCALARS, dtype=torch.float32, device=device)
+    on_the_host = set(held)
+    for i, step in enumerate(steps):
+        args = (None if i in on_the_host else step, scalars, found, numbers, i, several[i] if several else one, *words)
+        launch(adamw_scalars_kernel, 1, args, warps=1, FROZEN=frozen)
     return scalars
 
 

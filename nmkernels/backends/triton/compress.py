@@ -1,4 +1,8 @@
-"""compress and decompress: dense to the canonical N:M form and back, each byte read once and written once."""
+"""compress and decompress: dense to the canonical N:M form and back, each byte read once and written once.
+
+A tile starts at a group that is a multiple of its groups, and these are a multiple of 8 / bits, so that no byte of indices is shared by
+two tiles.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ...pattern import Pattern, ShapeError
-from ._groups import bits_of, kept, load_groups
-from ._launch import cdiv, flagged, launch, next_power_of_2
-from ._pack import filled_up, places_of, store_packed
+from .groups import bits_of, kept, load_groups
+from .launch import cdiv, flagged, launch, next_power_of_2
 
 ELEMENTS = 2048
 """Dense elements of a tile: with 4 warps two or four 16-byte reads a thread."""
@@ -51,8 +54,140 @@ def tile_groups(n: int, m: int) -> int:
 
 
 @triton.jit
+def filled_up(keep, N: tl.constexpr, M: tl.constexpr):
+    """``keep``, and in groups that keep fewer than N the lowest unkept places besides."""
+    place = tl.arange(0, keep.shape[1])[None, :]
+    spare = (keep == 0) & (place < M)
+    missing = N - tl.sum(keep.to(tl.int32), 1, keep_dims=True)
+    return keep | (spare & (tl.cumsum(spare.to(tl.int32), 1) <= missing))
+
+
+@triton.jit
+def _next_stored(bits, stored, after):
+    """Place and value of the first stored element of each group past the place ``after``: two vectors ``[groups]``."""
+    place = tl.arange(0, bits.shape[1])[None, :]
+    at = tl.min(tl.where(stored & (place > after), place, 256), 1)
+    # one element differs from zero at most, so that this sum is a copy
+    return at, tl.sum(tl.where(place == at[:, None], bits, 0), 1).to(bits.dtype)
+
+
+@triton.jit
+def compacted(bits, stored, N: tl.constexpr, PADDED_N: tl.constexpr):
+    """Values and places of the N stored elements of each group, in order of place: two tiles ``[groups, PADDED_N]`` of integers."""
+    place = tl.arange(0, bits.shape[1])[None, :]
+    if N == 2 and bits.shape[1] == 4:
+        even, odd = tl.split(tl.reshape(stored, [bits.shape[0], 2, 2]))
+        s0, s2 = tl.split(even)
+        s1, s3 = tl.split(odd)
+        even_bits, odd_bits = tl.split(tl.reshape(bits, [bits.shape[0], 2, 2]))
+        b0, b2 = tl.split(even_bits)
+        b1, b3 = tl.split(odd_bits)
+        values = tl.join(tl.where(s0, b0, tl.where(s1, b1, b2)), tl.where(s3, b3, tl.where(s2, b2, b1)))
+        places = tl.join(tl.where(s0, 0, tl.where(s1, 1, 2)), tl.where(s3, 3, tl.where(s2, 2, 1)))
+    elif N == 1:
+        at, v = _next_stored(bits, stored, -1)
+        values, places = v[:, None], at[:, None]
+    elif N == 2:
+        a0, v0 = _next_stored(bits, stored, -1)
+        a1, v1 = _next_stored(bits, stored, a0[:, None])
+        values, places = tl.join(v0, v1), tl.join(a0, a1)
+    elif N == 4:
+        a0, v0 = _next_stored(bits, stored, -1)
+        a1, v1 = _next_stored(bits, stored, a0[:, None])
+        a2, v2 = _next_stored(bits, stored, a1[:, None])
+        a3, v3 = _next_stored(bits, stored, a2[:, None])
+        values = tl.reshape(tl.join(tl.join(v0, v2), tl.join(v1, v3)), [bits.shape[0], 4])
+        places = tl.reshape(tl.join(tl.join(a0, a2), tl.join(a1, a3)), [bits.shape[0], 4])
+    else:
+        rank = tl.cumsum(stored.to(tl.int32), 1) - 1
+        here = stored[:, :, None] & (rank[:, :, None] == tl.arange(0, PADDED_N)[None, None, :])
+        values = tl.sum(tl.where(here, bits[:, :, None], 0), 1).to(bits.dtype)
+        places = tl.sum(tl.where(here, place[:, :, None], 0), 1)
+    return values, places
+
+
+@triton.jit
+def bytes_of(places, BITS: tl.constexpr):
+    """Consecutive places of BITS bits each as bytes, little end first: ``[8 / BITS * bytes]`` to ``[bytes]``."""
+    if BITS == 8:
+        return places.to(tl.uint8)
+    elif BITS == 4:
+        low, high = tl.split(tl.reshape(places, [places.shape[0] // 2, 2]))
+        return (low | (high << 4)).to(tl.uint8)
+    else:
+        even, odd = tl.split(tl.reshape(places, [places.shape[0] // 4, 2, 2]))
+        p0, p2 = tl.split(even)
+        p1, p3 = tl.split(odd)
+        return (p0 | (p1 << 2) | (p2 << 4) | (p3 << 6)).to(tl.uint8)
+
+
+@triton.jit
+def places_of(packed, BITS: tl.constexpr):
+    """The inverse of ``bytes_of``: ``[bytes]`` to ``[8 / BITS * bytes]``, int32."""
+    b = packed.to(tl.int32)
+    if BITS == 8:
+        return b
+    elif BITS == 4:
+        return tl.reshape(tl.join(b & 15, b >> 4), [packed.shape[0] * 2])
+    else:
+        pairs = tl.join(tl.join(b & 3, (b >> 4) & 3), tl.join((b >> 2) & 3, b >> 6))
+        return tl.reshape(pairs, [packed.shape[0] * 4])
+
+
+@triton.jit
+def _odd_bytes(places, N: tl.constexpr, BITS: tl.constexpr, PADDED_N: tl.constexpr):
+    """Bytes of places when N is no power of two: 8 / BITS groups fill N bytes, ``[groups / (8 / BITS), PADDED_N]``."""
+    PER: tl.constexpr = 8 // BITS
+    units: tl.constexpr = places.shape[0] // PER
+    slot = tl.arange(0, PER * PADDED_N)
+    index = slot % PADDED_N
+    bit = ((slot // PADDED_N) * N + index) * BITS
+    byte = tl.where(index < N, bit >> 3, PADDED_N)
+    shifted = tl.reshape(places, [units, PER * PADDED_N]) << (bit & 7)[None, :]
+    here = byte[None, :, None] == tl.arange(0, PADDED_N)[None, None, :]
+    return tl.sum(tl.where(here, shifted[:, :, None], 0), 1).to(tl.uint8)
+
+
+@triton.jit
+def store_packed(
+    values, indices, bits, stored, row, first, per_row, row_bytes,
+    N: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr, PADDED_N: tl.constexpr,
+):  # fmt: skip
+    """Write the stored elements of a tile: of row ``row`` the groups ``first`` to ``first + GROUPS``.
+
+    ``row`` and ``first`` are int64; a row has ``per_row`` groups and ``row_bytes`` bytes of indices. ``bits`` are elements as integers;
+    ``stored`` marks exactly N of each group that exists. ``values`` is a pointer to integers of that size.
+    """
+    values += row * per_row * N + first * N
+    indices += row * row_bytes + (first * N * BITS) // 8
+    left = per_row - first
+    group = tl.arange(0, GROUPS)[:, None]
+    if BITS == 8 and (N == 3 or N > 4):
+        # a byte an index and a place of its own for each: written where it belongs, without compaction
+        exists = stored & (group < left)
+        offset = group * N + tl.cumsum(stored.to(tl.int32), 1) - 1
+        tl.store(values + offset, bits, mask=exists)
+        tl.store(indices + offset, tl.broadcast_to(tl.arange(0, bits.shape[1])[None, :], bits.shape).to(tl.uint8), mask=exists)
+    else:
+        v, places = compacted(bits, stored, N, PADDED_N)
+        places = tl.where(group < left, places, 0)
+        if PADDED_N == N:
+            i = tl.arange(0, GROUPS * N)
+            tl.store(values + i, tl.reshape(v, [GROUPS * N]), mask=i < left * N)
+            packed = bytes_of(tl.reshape(places, [GROUPS * N]), BITS)
+            i = tl.arange(0, GROUPS * N * BITS // 8)
+        else:
+            i = tl.arange(0, PADDED_N)[None, :]
+            tl.store(values + group * N + i, v, mask=(group < left) & (i < N))
+            packed = _odd_bytes(places, N, BITS, PADDED_N)
+            unit = tl.arange(0, GROUPS * BITS // 8)[:, None]
+            i = tl.where(i < N, unit * N + i, row_bytes)
+        tl.store(indices + i, packed, mask=i < row_bytes - (first * N * BITS) // 8)
+
+
+@triton.jit
 def compress_kernel(
-    w, mask, values, indices, overfull, rows, per_row, row_bytes, blocks,
+    w, mask, values, indices, overfull, per_row, row_bytes, blocks,
     N: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr, GIVEN: tl.constexpr, TILE: tl.constexpr, PADDED: tl.constexpr,
     PADDED_N: tl.constexpr,
 ):  # fmt: skip
@@ -69,7 +204,7 @@ def compress_kernel(
         stored = filled_up(keep, N, M)
     else:
         stored = kept(x, N, M)
-    store_packed(values, indices, bits, stored, row, first, rows, per_row, row_bytes, N, BITS, 1, TILE, PADDED_N)
+    store_packed(values, indices, bits, stored, row, first, per_row, row_bytes, N, BITS, TILE, PADDED_N)
 
 
 def compress(w: Tensor, n: int, m: int, mask: Tensor | None = None, out: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
@@ -82,7 +217,7 @@ def compress(w: Tensor, n: int, m: int, mask: Tensor | None = None, out: tuple[T
     walk = rows_of(w.numel(), cols, n, m)
     given = None if mask is None else mask.contiguous().view(torch.int8)
     overfull = None if given is None else torch.zeros(1, dtype=torch.int32, device=w.device)
-    args = (w, given, as_integers(values), indices, overfull, *walk[:3], walk.blocks)
+    args = (w, given, as_integers(values), indices, overfull, *walk[1:3], walk.blocks)
     consts = {"N": n, "M": m, "BITS": p.index_bits, "GIVEN": given is not None, "TILE": walk.tile}
     launch(compress_kernel, walk.rows * walk.blocks, args, **consts, PADDED=next_power_of_2(m), PADDED_N=next_power_of_2(n))
     if overfull is not None and flagged(overfull):

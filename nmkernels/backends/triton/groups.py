@@ -1,4 +1,12 @@
-"""mask, prune and soft_threshold: one program per tile of groups, each element read once and written once."""
+"""Groups: loading them as ``[groups, M]`` tiles, ordering their magnitudes, rounding; mask, prune, soft_threshold and its scale.
+
+A tile holds one group per row; M is padded to a power of two, and padding never ranks above an element. One program takes a tile, each
+element is read once and written once.
+
+The scale is of two sums over a tensor in float64, in an order that only its size decides. The first kernel leaves two partial sums of each
+8192 elements, the second adds those and divides: no atomics, nothing for the host to wait for. The reference adds 4096 elements at a time
+and from left to right, so that the results agree to rounding in float64.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +15,170 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._groups import kept, key_value, load_groups, narrow, nth_largest, ranked_keys, store_groups, widen
-from ._launch import cdiv, launch, next_power_of_2
+from .launch import INTERPRETED as _INTERPRETED
+from .launch import cdiv, launch, next_power_of_2
+
+INTERPRETED = tl.constexpr(_INTERPRETED)
 
 ELEMENTS = 2048
 """Elements of a tile: with 4 warps two or four 16-byte reads a thread, which keeps enough of them in flight."""
 
 PADDED_ELEMENTS = 1024
 """The same where M is padded: each element then has an address of its own, and 16 of them do not fit in registers (3:5, sm_90)."""
+
+TILES = 4
+"""Tiles of one program: few enough that a weight of 4096 x 4096 still fills a GPU, and 1/4 of the partial sums to add."""
+
+BLOCK = 1024
+"""Partial sums that the second kernel adds at once."""
+
+
+@triton.jit
+def bits_of(x):
+    """The bits of ``x`` as a signed integer of its size."""
+    if x.dtype.primitive_bitwidth == 16:
+        return x.to(tl.int16, bitcast=True)
+    else:
+        return x.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def widen(x):
+    """``x`` in float32, exactly; bfloat16 by its bits, which the interpreter's own conversion does not respect."""
+    if x.dtype == tl.bfloat16:
+        return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
+def narrow(x, dtype: tl.constexpr):
+    """float32 ``x`` rounded once to ``dtype``, to nearest even; the interpreter of Triton 3.6 truncates to bfloat16."""
+    if dtype == tl.bfloat16 and INTERPRETED:
+        b = x.to(tl.uint32, bitcast=True)
+        rounded = (b + 0x7FFF + ((b >> 16) & 1)) >> 16
+        quiet = (b >> 16) | 0x40
+        nan = (b & 0x7FFFFFFF) > 0x7F800000
+        return tl.where(nan, quiet, rounded).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        return x.to(dtype)
+
+
+@triton.jit
+def magnitude_keys(x):
+    """Integers in the order of magnitudes: -0.0 and 0.0 tie, every NaN is one above infinity (int32)."""
+    if x.dtype == tl.float32:
+        return tl.minimum(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0x7F800001)
+    elif x.dtype == tl.bfloat16:
+        return tl.minimum(x.to(tl.int16, bitcast=True).to(tl.int32) & 0x7FFF, 0x7F81)
+    else:
+        return tl.minimum(x.to(tl.int16, bitcast=True).to(tl.int32) & 0x7FFF, 0x7C01)
+
+
+@triton.jit
+def key_value(key, dtype: tl.constexpr):
+    """The magnitude in float32 whose key is ``key``."""
+    if dtype == tl.float32:
+        return key.to(tl.float32, bitcast=True)
+    elif dtype == tl.bfloat16:
+        return (key << 16).to(tl.float32, bitcast=True)
+    else:
+        return key.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def ranked_keys(x, M: tl.constexpr):
+    """Distinct keys of a tile ``[groups, padded M]``: larger magnitude first, then lower index; -1 in the padding.
+
+    key · 256 + (255 - index): 23 bits in int32 for 16-bit numbers, 39 in int64 for float32.
+    """
+    place = tl.arange(0, x.shape[1])[None, :]
+    key = magnitude_keys(x)
+    if x.dtype == tl.float32:
+        key = key.to(tl.int64)
+    ranked = (key << 8) | (255 - place)
+    if x.shape[1] == M:
+        return ranked
+    else:
+        return tl.where(place < M, ranked, -1)
+
+
+@triton.jit
+def nth_largest(keys, N: tl.constexpr):
+    """The N-th largest of each row of distinct keys, ``[groups, 1]``; N is 1 for the largest."""
+    if keys.shape[1] == 4 and N == 2:
+        even, odd = tl.split(tl.reshape(keys, [keys.shape[0], 2, 2]))
+        high, low = tl.maximum(even, odd), tl.minimum(even, odd)
+        high0, high1 = tl.split(high)
+        low0, low1 = tl.split(low)
+        return tl.maximum(tl.minimum(high0, high1), tl.maximum(low0, low1))[:, None]
+    elif N <= 4:
+        found = tl.max(keys, 1, keep_dims=True)
+        for _ in tl.static_range(N - 1):
+            found = tl.max(tl.where(keys < found, keys, -1), 1, keep_dims=True)
+        return found
+    else:
+        # bit by bit from the top: at least N keys reach the prefix found so far
+        found = tl.zeros([keys.shape[0], 1], keys.dtype)
+        top: tl.constexpr = 22 if keys.dtype == tl.int32 else 38
+        bit = tl.full([keys.shape[0], 1], 1 << top, keys.dtype)
+        for _ in range(top + 1):
+            reach = tl.sum((keys >= (found | bit)).to(tl.int32), 1, keep_dims=True)
+            found = tl.where(reach >= N, found | bit, found)
+            bit = bit >> 1
+        return found
+
+
+@triton.jit
+def two_of_four(keys):
+    """The 2:4 mask of magnitude keys ``[groups, 4]``: an element is kept that at least two of the other three do not beat."""
+    even, odd = tl.split(tl.reshape(keys, [keys.shape[0], 2, 2]))
+    k0, k2 = tl.split(even)
+    k1, k3 = tl.split(odd)
+    a, b, c, d, e, f = k0 >= k1, k0 >= k2, k0 >= k3, k1 >= k2, k1 >= k3, k2 >= k3
+    m0, m1 = (a & b) | (a & c) | (b & c), (~a & d) | (~a & e) | (d & e)
+    m2, m3 = (~b & ~d) | (~b & f) | (~d & f), (~c & ~e) | (~c & ~f) | (~e & ~f)
+    return tl.reshape(tl.join(tl.join(m0, m2), tl.join(m1, m3)), [keys.shape[0], 4])
+
+
+@triton.jit
+def kept(x, N: tl.constexpr, M: tl.constexpr):
+    """The N:M mask of a tile ``[groups, padded M]``; False in the padding."""
+    if N == 2 and M == 4 and x.dtype == tl.float32:
+        return two_of_four(magnitude_keys(x))
+    keys = ranked_keys(x, M)
+    if N == M:
+        return keys >= 0
+    else:
+        return keys >= nth_largest(keys, N)
+
+
+@triton.jit
+def load_groups(x, first, count, M: tl.constexpr, TILE: tl.constexpr, PADDED: tl.constexpr):
+    """Groups first, first + 1, ... of ``count`` that lie side by side, as a tile ``[TILE, PADDED]``; zeros where there is none.
+
+    ``first`` is int64. Where M is a power of two the tile is a line of memory reshaped, so that a thread reads 16 bytes at once.
+    """
+    if PADDED == M:
+        line = tl.arange(0, TILE * M)
+        flat = tl.load(x + first * M + line, mask=line < (count - first) * M, other=0.0)
+        return tl.reshape(flat, [TILE, M])
+    else:
+        group = tl.arange(0, TILE)[:, None]
+        place = tl.arange(0, PADDED)[None, :]
+        return tl.load(x + first * M + group * M + place, mask=(group < count - first) & (place < M), other=0.0)
+
+
+@triton.jit
+def store_groups(out, tile, first, count, M: tl.constexpr):
+    """The inverse of ``load_groups``."""
+    if tile.shape[1] == M:
+        line = tl.arange(0, tile.shape[0] * M)
+        tl.store(out + first * M + line, tl.reshape(tile, [tile.shape[0] * M]), mask=line < (count - first) * M)
+    else:
+        group = tl.arange(0, tile.shape[0])[:, None]
+        place = tl.arange(0, tile.shape[1])[None, :]
+        tl.store(out + first * M + group * M + place, tile, mask=(group < count - first) & (place < M))
 
 
 @triton.jit
@@ -52,12 +216,17 @@ def soft_threshold_kernel(w, out, groups, N: tl.constexpr, M: tl.constexpr, TILE
     store_groups(out, shrink(x, N, M), first, groups, M)
 
 
+def _tiles(w: Tensor, m: int) -> tuple[int, int, int]:
+    """Groups, M padded to a power of two, and groups of a tile."""
+    padded = next_power_of_2(m)
+    return w.numel() // m, padded, max(1, (ELEMENTS if padded == m else PADDED_ELEMENTS) // padded)
+
+
 def _elementwise(kernel: object, w: Tensor, n: int, m: int, out: Tensor | None, dtype: torch.dtype) -> Tensor:
     """``(..., cols)`` to the same shape, group by group."""
     w = w.resolve_neg().contiguous()
     result = torch.empty_like(w, dtype=dtype) if out is None else out
-    groups, padded = w.numel() // m, next_power_of_2(m)
-    tile = max(1, (ELEMENTS if padded == m else PADDED_ELEMENTS) // padded)
+    groups, padded, tile = _tiles(w, m)
     memory = result.view(torch.int8) if dtype == torch.bool else result
     launch(kernel, cdiv(groups, tile), (w, memory, groups), N=n, M=m, TILE=tile, PADDED=padded)
     return result
@@ -76,3 +245,47 @@ def prune(w: Tensor, n: int, m: int, out: Tensor | None = None) -> Tensor:
 def soft_threshold(w: Tensor, n: int, m: int, out: Tensor | None = None) -> Tensor:
     """``nm_soft_threshold``."""
     return _elementwise(soft_threshold_kernel, w, n, m, out, w.dtype)
+
+
+@triton.jit
+def scale_sums_kernel(
+    w, sums, groups, programs, N: tl.constexpr, M: tl.constexpr, TILE: tl.constexpr, PADDED: tl.constexpr, TILES: tl.constexpr
+):
+    """sums[0] = <w, S> and sums[1] = ||S||² of this program's groups, S = soft_threshold(w)."""
+    program = tl.program_id(0)
+    first = program.to(tl.int64) * (TILE * TILES)
+    dot = tl.zeros([TILE], tl.float64)
+    square = tl.zeros([TILE], tl.float64)
+    for _ in range(TILES):
+        x = load_groups(w, first, groups, M, TILE, PADDED)
+        s = widen(shrink(x, N, M)).to(tl.float64)
+        dot += tl.sum(widen(x).to(tl.float64) * s, 1)
+        square += tl.sum(s * s, 1)
+        first += TILE
+    tl.store(sums + program, tl.sum(dot, 0))
+    tl.store(sums + programs + program, tl.sum(square, 0))
+
+
+@triton.jit
+def scale_kernel(sums, scale, programs, BLOCK: tl.constexpr):
+    """scale = Σ sums[0] / Σ sums[1], 0 where the latter is 0."""
+    dot = tl.zeros([BLOCK], tl.float64)
+    square = tl.zeros([BLOCK], tl.float64)
+    for first in range(0, programs, BLOCK):
+        program = first + tl.arange(0, BLOCK)
+        dot += tl.load(sums + program, mask=program < programs, other=0.0)
+        square += tl.load(sums + programs + program, mask=program < programs, other=0.0)
+    total = tl.sum(square, 0)
+    tl.store(scale, tl.where(total == 0, 0.0, tl.sum(dot, 0) / total).to(tl.float32))
+
+
+def soft_threshold_scale(w: Tensor, n: int, m: int, out: Tensor | None = None) -> Tensor:
+    """``nm_soft_threshold_scale``."""
+    w = w.resolve_neg().contiguous()
+    scale = w.new_empty((), dtype=torch.float32) if out is None else out
+    groups, padded, tile = _tiles(w, m)
+    programs = cdiv(groups, tile * TILES)
+    sums = w.new_empty(2, programs, dtype=torch.float64)
+    launch(scale_sums_kernel, programs, (w, sums, groups, programs), N=n, M=m, TILE=tile, PADDED=padded, TILES=TILES)
+    launch(scale_kernel, 1, (sums, scale, programs), BLOCK=BLOCK)
+    return scale

@@ -16,29 +16,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...pattern import Pattern
-from . import _launch
-from ._epilogue import combine
-from ._few import few
-from ._launch import cdiv, launch, next_power_of_2, triton
 from ._plan import Plan, by_words
-from ._spmm import spmm_kernel, spmm_transposed_kernel
 from .compress import decompress
-from .tuned import choose, tile_of
+from .launch import capability, cdiv, launch
+from .spmm import combine_kernel, few_kernel, spmm_kernel, spmm_transposed_kernel
+from .tuned import choose
 
+FEW_ROWS, FEW_WIDTH = 8, 128
+"""Rows of a program of few tokens, and stored values of each at a time: 16 bytes a thread of 16-bit numbers."""
 
-@lru_cache(maxsize=64)
-def _capability_of(device: torch.device) -> int:
-    if device.type != "cuda" or torch.version.hip:
-        return 0
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
-
-
-def capability(x: Tensor) -> int:
-    """The compute capability that a call with ``x`` is planned for: 80, 90, ...; 0 where there is no such thing."""
-    if _launch.instead is not None:
-        return int(triton.runtime.driver.active.get_current_target().arch)
-    return _capability_of(x.device)
+COMBINE = 1024
+"""Results of one program that adds up parts."""
 
 
 def matrix(x: Tensor) -> Tensor:
@@ -52,8 +40,10 @@ def packed(values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
     return (values.resolve_neg() if values.is_neg() else values).contiguous(), indices.contiguous()
 
 
-def _aligned(values: Tensor, indices: Tensor, n: int) -> bool:
-    """Whether the values of groups and four index bytes are integers in memory."""
+def _expands(p: Plan, values: Tensor, indices: Tensor, n: int, m: int, cols: int) -> bool:
+    """Whether the operand is expanded in registers, which takes values of groups and four index bytes that are integers in memory."""
+    if p.method != "gemm" or not by_words(values.dtype, n, m, cols):
+        return False
     return not (values.data_ptr() % (n * values.element_size()) or indices.data_ptr() & 3)
 
 
@@ -67,29 +57,22 @@ class Call(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _call(
-    p: Plan, dtype: torch.dtype, rows: int, cols: int, width: int, n: int, m: int, aligned: bool, precision: str, activation: str | None,
-    capability: int,
-) -> Call:  # fmt: skip
+def _call(p: Plan, rows: int, cols: int, width: int, n: int, m: int, activation: str | None) -> Call:
     """Of ``spmm_kernel``, or without an activation of ``spmm_transposed_kernel``."""
-    pattern, padded = Pattern(n, m), next_power_of_2(m)
-    groups, tile = cdiv(cols, m), max(1, p.cols // padded)
-    words, even = aligned and by_words(dtype, n, m, cols), min(16, groups & -groups) or 16
-    shared = {"N": n, "M": m, "BITS": pattern.index_bits, "ROWS": p.rows, "COLS": p.width, "GROUPS": tile, "PADDED": padded}
-    last = {"PRECISION": precision, "enable_fp_fusion": True}
+    pattern, groups, tile = Pattern(n, m), cdiv(cols, m), max(1, p.cols // m)
+    consts: dict[str, Any] = {"N": n, "M": m, "BITS": pattern.index_bits, "ROWS": p.rows, "COLS": p.width, "GROUPS": tile}
+    consts |= {"EVEN": min(16, groups & -groups) or 16, "enable_fp_fusion": True}
     if activation is None:
-        whole = groups % tile == 0 and rows % p.rows == 0
+        consts["WHOLE"] = groups % tile == 0 and rows % p.rows == 0
         programs = cdiv(width, p.width) * cdiv(groups, tile)
-        return Call(programs, groups, pattern.index_bytes(cols), {**shared, "WORDS": words, "WHOLE": whole, "EVEN": even, **last})
-    whole = cols == groups * m and groups % tile == 0
-    middle = {"SPLITS": p.splits, "WORDS": words, "WHOLE": whole, "EVEN": even, "ACTIVATION": activation if p.splits == 1 else ""}
-    programs = cdiv(rows, p.rows) * cdiv(width, p.width) * p.splits
-    wgmma = capability == 90 and (dtype != torch.float32 or precision == "tf32")
-    return Call(programs, groups, pattern.index_bytes(cols), {**shared, **middle, "WGMMA": wgmma, **last})
-
-
-def _precision(dtype: torch.dtype) -> str:
-    return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+    else:
+        consts |= {
+            "WHOLE": cols == groups * m and groups % tile == 0,
+            "SPLITS": p.splits,
+            "ACTIVATION": activation if p.splits == 1 else "",
+        }
+        programs = cdiv(rows, p.rows) * cdiv(width, p.width) * p.splits
+    return Call(programs, groups, pattern.index_bytes(cols), consts)
 
 
 def _spmm(
@@ -97,16 +80,23 @@ def _spmm(
     bias: Tensor | None, activation: str, c: Tensor, to: tuple[int, ...],
 ) -> None:  # fmt: skip
     """c = activation(E b + bias); ``by`` and ``to`` are the strides of b ``[cols, width]`` and of c ``[rows, width]``."""
-    values, indices = packed(values, indices)
     rows, count, whole = values.shape[0], c.numel(), p.splits == 1
     width = count // rows
-    aligned, precision = _aligned(values, indices, n), _precision(c.dtype)
-    call = _call(p, c.dtype, rows, cols, width, n, m, aligned, precision, activation, capability(c))
+    call = _call(p, rows, cols, width, n, m, activation)
     sums = c if whole else c.new_empty(p.splits, count, dtype=torch.float32)
     args = (values, indices, b, bias if whole else None, sums, rows, cols, width, call.groups, call.index_row, *by, *to)
     launch(spmm_kernel, call.programs, args, p.warps, p.stages, **call.constexprs)
     if not whole:
-        combine(sums, bias, c, rows, activation)
+        consts: dict[str, Any] = {"SPLITS": p.splits, "ACTIVATION": activation, "TILE": COMBINE, "enable_fp_fusion": True}
+        launch(combine_kernel, cdiv(count, COMBINE), (sums, bias, c, count, rows), **consts)
+
+
+def few(x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, bias: Tensor | None, activation: str, y: Tensor) -> None:
+    """Fill y ``[tokens, rows]`` with activation(x Wᵀ + bias), x ``[tokens, cols]`` of 1 to 4 tokens; all of them contiguous."""
+    p, rows = Pattern(n, m), values.shape[0]
+    args = (x, values, indices, bias, y, rows, cols, p.kept(cols), p.index_bytes(cols))
+    consts: dict[str, Any] = {"N": n, "M": m, "BITS": p.index_bits, "TOKENS": y.numel() // rows, "ROWS": FEW_ROWS, "WIDTH": FEW_WIDTH}
+    launch(few_kernel, cdiv(rows, FEW_ROWS), args, **consts, ACTIVATION=activation, enable_fp_fusion=True)
 
 
 def _activated(y: Tensor, activation: str) -> Tensor:
@@ -135,18 +125,18 @@ def _linear(
     x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, bias: Tensor | None, activation: str, out: Tensor | None
 ) -> Tensor:
     rows, flat = values.shape[0], matrix(x)
+    values, indices = packed(values, indices)
     p = choose("fprop", x.dtype, rows, cols, flat.shape[0], n, m, x.device, capability(x))
-    if p.method == "scratch":
+    if p.method != "few" and not _expands(p, values, indices, n, m, cols):
         y = F.linear(x, decompress(values, indices, n, m, cols), bias)
         return _deliver(_activated(y, activation), out)
     y = x.new_empty(*x.shape[:-1], rows) if out is None else out
     if y.numel():
         b = None if bias is None else bias.resolve_neg().contiguous()
-        if p.method in ("few", "tile"):
-            tile = None if p.method == "few" else tile_of(p, x.element_size(), n, m, cols)
-            few(flat.contiguous(), *packed(values, indices), n, m, cols, b, activation, y, tile)
-            return y
-        _spmm(p, values, indices, n, m, cols, flat, (flat.stride(1), flat.stride(0)), b, activation, y, (1, rows))
+        if p.method == "few":
+            few(flat.contiguous(), values, indices, n, m, cols, b, activation, y)
+        else:
+            _spmm(p, values, indices, n, m, cols, flat, (flat.stride(1), flat.stride(0)), b, activation, y, (1, rows))
     return y
 
 
@@ -154,13 +144,13 @@ def linear_dgrad(g: Tensor, values: Tensor, indices: Tensor, n: int, m: int, col
     """``nm_linear_dgrad``."""
     rows, flat = values.shape[0], matrix(g)
     tokens = flat.shape[0]
+    values, indices = packed(values, indices)
     p = choose("dgrad", g.dtype, rows, cols, tokens, n, m, g.device, capability(g))
-    if p.method == "scratch":
+    if not _expands(p, values, indices, n, m, cols):
         return _deliver(g @ decompress(values, indices, n, m, cols), out)
     dx = g.new_empty(*g.shape[:-1], cols) if out is None else out
     if dx.numel():
-        values, indices = packed(values, indices)
-        call = _call(p, g.dtype, rows, cols, tokens, n, m, _aligned(values, indices, n), _precision(g.dtype), None, capability(g))
+        call = _call(p, rows, cols, tokens, n, m, None)
         args = (values, indices, flat, dx, rows, cols, tokens, call.groups, call.index_row, *flat.stride())
         launch(spmm_transposed_kernel, call.programs, args, p.warps, p.stages, **call.constexprs)
     return dx
@@ -169,8 +159,9 @@ def linear_dgrad(g: Tensor, values: Tensor, indices: Tensor, n: int, m: int, col
 def linear_wgrad(values: Tensor, indices: Tensor, n: int, m: int, cols: int, x: Tensor, out: Tensor | None = None) -> Tensor:
     """``nm_linear_wgrad``."""
     rows, width = values.shape[0], x.shape[1]
+    values, indices = packed(values, indices)
     p = choose("wgrad", x.dtype, rows, cols, width, n, m, x.device, capability(x))
-    if p.method == "scratch":
+    if not _expands(p, values, indices, n, m, cols):
         return _deliver(decompress(values, indices, n, m, cols) @ x, out)
     dw = x.new_empty(rows, width) if out is None else out
     if dw.numel():

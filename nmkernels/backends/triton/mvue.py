@@ -1,7 +1,9 @@
 """mvue: the unbiased N:M estimate of least variance, along the last dimension or across it.
 
 Memory is seen as ``(outer, length, inner)`` around the grouped dimension. Along the last one (inner = 1) groups lie side by side; across
-it a program takes a tile of columns, GROUPS of M rows each, and its groups are counted down the columns.
+it a program takes a tile of columns, GROUPS of M rows each, and its groups are counted down the columns. The arithmetic and its order are
+those of ``reference/mvue.py`` and ``csrc/core/mvue.h``, where the method is explained; random words are Philox4x32-10 (Salmon et al., SC
+2011). The seed tensor, int64 (seed, offset), is read where it lies, so that a captured graph replays with whatever it then holds.
 """
 
 from __future__ import annotations
@@ -14,14 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ...pattern import Pattern
-from ._groups import load_groups, store_groups
-from ._launch import cdiv, launch, next_power_of_2
-from ._mvue import estimate
-from ._mvue_small import exact_small, joined, parts, uncarried_all
-from ._mvue_tiles import column_uniforms, load_columns, load_places, place_uniforms, row_uniforms, store_columns, store_places, store_turned
-from ._pack import filled_up, store_packed
-from ._pack_small import compacted_small, lined, store_packed_small, turned
-from .compress import as_integers, rows_of
+from .compress import as_integers, compress
+from .groups import bits_of, kept, load_groups, narrow, store_groups, widen
+from .launch import cdiv, launch, next_power_of_2
 
 ELEMENTS = 2048
 """Elements of a tile along the last dimension."""
@@ -29,107 +26,278 @@ ELEMENTS = 2048
 COLUMN_BYTES = 4096
 """Bytes of a tile across it, where shared memory turns a tile of groups."""
 
-SMALL_BYTES = 256
-"""Bytes down a tile of small groups of 64 columns: 16-bit numbers are read 128 bytes at once, those of 2:4 written in runs of 128."""
+ONE = tl.constexpr(1 << 24)
+"""1 as a 24-bit fixed-point probability."""
 
-SMALL = (2, 4, 8)
-"""The M whose groups are worked on within a thread, for N <= 2: a thread holds groups of M rows and, in 16 bits, 8 columns."""
+TWO_24 = tl.constexpr(float(1 << 24))
+
+NARROW_SUMS = tl.constexpr(120)
+"""Up to this N, running sums of N·2^24 and one more fit in int32."""
+
+
+@triton.jit
+def _round(c0, c1, c2, c3, k0, k1):
+    """(c0, c1, c2, c3) -> (hi(B c2) ^ c1 ^ k0, lo(B c2), hi(A c0) ^ c3 ^ k1, lo(A c0))."""
+    a = c0.to(tl.uint64) * 0xD2511F53
+    b = c2.to(tl.uint64) * 0xCD9E8D57
+    return (b >> 32).to(tl.uint32) ^ c1 ^ k0, b.to(tl.uint32), (a >> 32).to(tl.uint32) ^ c3 ^ k1, a.to(tl.uint32)
+
+
+@triton.jit
+def philox_block(seed, counter):
+    """The four words of each int64 ``counter``: key = (seed lo, hi), counter words = (counter lo, hi, offset lo, hi). uint32."""
+    key = tl.load(seed)
+    offset = tl.load(seed + 1)
+    c0, c1 = counter.to(tl.uint32), (counter >> 32).to(tl.uint32)
+    c2, c3 = offset.to(tl.uint32), (offset >> 32).to(tl.uint32)
+    # the key words grow by a constant a round; in 64 bits, which the cast cuts, so that nothing overflows
+    high = key >> 32
+    for r in tl.static_range(10):
+        k0, k1 = (key + r * 0x9E3779B9).to(tl.uint32), (high + r * 0xBB67AE85).to(tl.uint32)
+        c0, c1, c2, c3 = _round(c0, c1, c2, c3, k0, k1)
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def uniforms24(seed, j):
+    """One 24-bit number for each group ``j`` (int64): word j & 3 of counter j >> 2, int32."""
+    w0, w1, w2, w3 = philox_block(seed, j >> 2)
+    word = (j & 3).to(tl.int32)
+    low = tl.where(word == 0, w0, w1)
+    high = tl.where(word == 2, w2, w3)
+    return (tl.where(word < 2, low, high) >> 8).to(tl.int32)
+
+
+@triton.jit
+def uniforms24_of_four(seed, block):
+    """The numbers of groups 4 block to 4 block + 3, four for each of a vector of blocks: a quarter of the work."""
+    w0, w1, w2, w3 = philox_block(seed, block)
+    # joined as (w0, w2), (w1, w3), so that the new dimensions count 0, 1, 2, 3
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
+    return (tl.reshape(words, [4 * block.shape[0]]) >> 8).to(tl.int32)
+
+
+@triton.jit
+def pairs24(seed, j):
+    """Two 24-bit numbers for each group ``j`` (the approximate method): words 0 and 1 of counter j."""
+    w0, w1, _w2, _w3 = philox_block(seed, j)
+    return (w0 >> 8).to(tl.int32), (w1 >> 8).to(tl.int32)
+
+
+@triton.jit
+def tree(x):
+    """Sum of each row as a balanced binary tree over the index: ((x0 + x1) + (x2 + x3)) + ..., ``[groups, 1]``."""
+    if x.shape[1] == 1:
+        return x
+    else:
+        # of two numbers there is one sum, whichever way a reduction goes
+        return tree(tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]), 2))
+
+
+@triton.jit
+def _any(x):
+    """Whether any element of a tensor of truth values is true."""
+    return tl.max(tl.reshape(x.to(tl.int32), [x.numel]), 0) > 0
+
+
+@triton.jit
+def _open(a, least, N: tl.constexpr):
+    """Magnitudes below ``least``, their sum, and the room that the others leave."""
+    open = tl.where(a >= least, 0.0, a)
+    # small whole numbers: exact in any order
+    r = N - tl.sum(tl.where((a >= least) & (a != 0.0), 1.0, 0.0), 1, keep_dims=True)
+    return open, tree(open), r
+
+
+@triton.jit
+def water_fill(a, N: tl.constexpr):
+    """Keep the elements whose probability reaches 1 until none does: magnitudes still open, their sum and the room that is left.
+
+    With an element every larger one is kept, so that the least magnitude kept is all that a round hands on.
+    """
+    least = tl.full([a.shape[0]], float("inf"), tl.float32)
+    grew = True
+    while grew:
+        open, s, r = _open(a, least[:, None], N)
+        more = (open != 0.0) & (open * r >= s) & (r > 0.0)
+        now = tl.minimum(least, tl.min(tl.where(more, open, float("inf")), 1))
+        grew = _any(now < least)
+        least = now
+    return _open(a, least[:, None], N)
+
+
+@triton.jit
+def exact(a, u, N: tl.constexpr):
+    """Water-filling, then systematic sampling with one uniform: kept, sampled ``[groups, M]`` and the sampled magnitude ``[groups, 1]``."""
+    place = tl.arange(0, a.shape[1])[None, :]
+    open, s, r = water_fill(a, N)
+    saturated = (open == 0.0) & (a != 0.0)
+    live = (open != 0.0) & (r > 0.0)
+    q = (tl.where(live, tl.div_rn(open * r, s), 0.0) * TWO_24).to(tl.int32)
+    total = r.to(tl.int32)
+    if N > NARROW_SUMS:
+        q, total = q.to(tl.int64), total.to(tl.int64)
+    total = total << 24
+    sums = tl.cumsum(q, 1)
+    last = tl.max(tl.where(live, place, -1), 1, keep_dims=True)
+    end = tl.where(place == last, total, tl.minimum(sums, total))
+    start = tl.minimum(sums - q, total)
+    shift = ONE - u
+    sampled = live & (((end + shift) >> 24) > ((start + shift) >> 24))
+    if N == 1:
+        value = s
+    elif N == 2:
+        value = s * tl.where(r == 2.0, 0.5, 1.0)
+    else:
+        value = tl.div_rn(s, r)
+    return saturated, sampled, value
+
+
+@triton.jit
+def _drawn(a, s, u):
+    """Index of the element that u draws from magnitudes ``a`` of sum ``s``, each with probability a / s: ``[groups, 1]``."""
+    place = tl.arange(0, a.shape[1])[None, :]
+    sums = tl.minimum(tl.cumsum((tl.div_rn(a, s) * TWO_24).to(tl.int32), 1), ONE)
+    last = tl.max(tl.where(a != 0.0, place, 0), 1, keep_dims=True)
+    passed = (u >= sums) & (place < last)
+    return tl.sum(passed.to(tl.int32), 1, keep_dims=True)
+
+
+@triton.jit
+def approximate(a, s, u0, u1, M: tl.constexpr):
+    """Two draws without replacement: which elements, and their magnitudes a / p, both ``[groups, M]``."""
+    place = tl.arange(0, a.shape[1])[None, :]
+    first = _drawn(a, s, u0)
+    others = tl.where(place == first, 0.0, a)
+    second = _drawn(others, tree(others), u1)
+    t = tl.div_rn(a, s)
+    p = t
+    for j in range(M):
+        here = place == j
+        rest = tree(tl.where(here, 0.0, a))
+        # one element differs from zero: a copy
+        t_j = tl.sum(tl.where(here, t, 0.0), 1, keep_dims=True)
+        p = tl.where(here, p, p + tl.div_rn(a, rest) * t_j)
+    p = tl.maximum(p, 1.0 / TWO_24)
+    return (place == first) | (place == second), tl.div_rn(a, p)
+
+
+@triton.jit
+def estimate(x, u0, u1, N: tl.constexpr, M: tl.constexpr, APPROX: tl.constexpr):
+    """The estimate of a tile ``[groups, padded M]`` in the bits of its dtype, for uniforms ``[groups]`` (u1: approx only).
+
+    A group with at most N non-zeros is copied; one whose sum is not finite becomes NaN where its mask keeps.
+    """
+    wide = widen(x)
+    a = tl.abs(wide)
+    s = tree(a)
+    few = tl.sum((a != 0.0).to(tl.int32), 1, keep_dims=True) <= N
+    if APPROX:
+        sampled, value = approximate(a, s, u0[:, None], u1[:, None], M)
+        saturated = few & few
+    else:
+        saturated, sampled, value = exact(a, u0[:, None], N)
+    bits = bits_of(x)
+    magnitude = bits_of(narrow(value, x.dtype))
+    sign: tl.constexpr = -0x80000000 if x.dtype == tl.float32 else -0x8000
+    out = tl.where(sampled, (bits & sign) | magnitude, 0)
+    out = tl.where(few | saturated, tl.where(a != 0.0, bits, 0), out).to(bits.dtype)
+    lost = (s < float("inf")) == 0
+    if _any(lost):
+        nan: tl.constexpr = 0x7FC00000 if x.dtype == tl.float32 else (0x7FC0 if x.dtype == tl.bfloat16 else 0x7E00)
+        out = tl.where(lost, tl.where(kept(x, N, M), nan, 0), out).to(bits.dtype)
+    return out
+
+
+@triton.jit
+def wide(x):
+    """A 64-bit integer, also of an argument that Triton has made a constant."""
+    return tl.full([], 0, tl.int64) + x
+
+
+@triton.jit
+def _column_places(column, first, length, inner, M: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constexpr, PADDED: tl.constexpr):
+    """Offsets of a tile ``[GROUPS, PADDED, COLUMNS]`` and where it is within the matrix."""
+    place = tl.arange(0, PADDED)[None, :, None]
+    columns = column + tl.arange(0, COLUMNS)[None, None, :]
+    row = (first + tl.arange(0, GROUPS)[:, None, None]) * M + place
+    return row * inner + columns, (place < M) & (row < length) & (columns < inner)
+
+
+@triton.jit
+def load_columns(g, column, first, length, inner, M: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constexpr, PADDED: tl.constexpr):
+    """What ``load_places`` loads as one tile ``[GROUPS * COLUMNS, PADDED]``, for any M."""
+    at, there = _column_places(column, first, length, inner, M, GROUPS, COLUMNS, PADDED)
+    tile = tl.load(g + at, mask=there, other=0.0)
+    return tl.reshape(tl.permute(tile, [0, 2, 1]), [GROUPS * COLUMNS, PADDED])
+
+
+@triton.jit
+def store_columns(out, tile, column, first, length, inner, M: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The inverse of ``load_columns``."""
+    at, there = _column_places(column, first, length, inner, M, GROUPS, COLUMNS, tile.shape[1])
+    tl.store(out + at, tl.permute(tl.reshape(tile, [GROUPS, COLUMNS, tile.shape[1]]), [0, 2, 1]), mask=there)
+
+
+@triton.jit
+def store_turned(out, tile, first, columns, per_line, M: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constexpr):
+    """A tile of ``load_columns`` as rows of ``per_line`` whole groups; of ``columns`` such rows from ``out`` on, the first COLUMNS."""
+    i = tl.arange(0, GROUPS * COLUMNS)[:, None]
+    group, column = first + i // COLUMNS, i % COLUMNS
+    place = tl.arange(0, tile.shape[1])[None, :]
+    there = (place < M) & (group < per_line) & (column < columns)
+    tl.store(out + (column * wide(per_line) + group) * M + place, tile, mask=there)
+
+
+@triton.jit
+def uniforms(seed, j, APPROX: tl.constexpr):
+    """The one or two 24-bit uniforms of each group ``j`` (int64), as two tensors."""
+    if APPROX:
+        return pairs24(seed, j)
+    else:
+        u = uniforms24(seed, j)
+        return u, u
 
 
 @triton.jit
 def mvue_rows_kernel(
     g, seed, out, groups,
-    N: tl.constexpr, M: tl.constexpr, APPROX: tl.constexpr, SMALL: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr,
+    N: tl.constexpr, M: tl.constexpr, APPROX: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """out = mvue(g) of groups that lie side by side."""
+    """out = mvue(g) of groups that lie side by side; TILE is a multiple of 4."""
     first = tl.program_id(0).to(tl.int64) * TILE
     x = load_groups(g, first, groups, M, TILE, PADDED)
-    u0, u1 = row_uniforms(seed, first, TILE, True, APPROX)
-    if SMALL:
-        store_groups(out, joined(uncarried_all(exact_small(parts(x, M), u0, N), x.dtype)), first, groups, M)
+    if APPROX:
+        u0, u1 = pairs24(seed, first + tl.arange(0, TILE))
     else:
-        store_groups(out, estimate(x, u0, u1, N, M, APPROX), first, groups, M)
+        u0 = uniforms24_of_four(seed, first // 4 + tl.arange(0, TILE // 4))
+        u1 = u0
+    store_groups(out, estimate(x, u0, u1, N, M, APPROX), first, groups, M)
 
 
 @triton.jit
 def mvue_columns_kernel(
     g, seed, out, length, inner, per_line, column_blocks, group_blocks,
-    N: tl.constexpr, M: tl.constexpr, APPROX: tl.constexpr, SMALL: tl.constexpr, PADDED: tl.constexpr,
-    SHARED: tl.constexpr, TURNED: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constexpr,
+    N: tl.constexpr, M: tl.constexpr, APPROX: tl.constexpr, PADDED: tl.constexpr, TURNED: tl.constexpr, GROUPS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """out = mvue(g) along the middle of ``(outer, length, inner)``. Neighbouring programs take neighbouring columns.
+    """out = mvue(g) along the middle of ``(outer, length, inner)``, TURNED ``(outer, inner, per_line * M)``.
 
-    TURNED, which no small group is: out is ``(outer, inner, per_line * M)`` instead.
+    Neighbouring programs take neighbouring columns. Group g of line l has the random number l * per_line + g.
     """
     program = tl.program_id(0)
     column = (program % column_blocks).to(tl.int64) * COLUMNS
     first = ((program // column_blocks) % group_blocks).to(tl.int64) * GROUPS
     outer = (program // column_blocks // group_blocks).to(tl.int64)
     line = outer * inner + column
-    g += outer * length * inner
-    if SMALL:
-        xs = load_places(g, column, first, length, inner, M, GROUPS, COLUMNS)
-        u = place_uniforms(seed, line, first, per_line, GROUPS, COLUMNS, SHARED)
-        xs = uncarried_all(exact_small(xs, u, N), g.dtype.element_ty)
-        store_places(out + outer * length * inner, xs, column, first, length, inner)
+    x = load_columns(g + outer * length * inner, column, first, length, inner, M, GROUPS, COLUMNS, PADDED)
+    i = tl.arange(0, GROUPS * COLUMNS)
+    u0, u1 = uniforms(seed, (line + i % COLUMNS) * per_line + first + i // COLUMNS, APPROX)
+    tile = estimate(x, u0, u1, N, M, APPROX)
+    if TURNED:
+        store_turned(out + line * per_line * M, tile, first, inner - column, per_line, M, GROUPS, COLUMNS)
     else:
-        x = load_columns(g, column, first, length, inner, M, GROUPS, COLUMNS, PADDED)
-        u0, u1 = column_uniforms(seed, line, first, per_line, GROUPS, COLUMNS, APPROX)
-        tile = estimate(x, u0, u1, N, M, APPROX)
-        if TURNED:
-            store_turned(out + line * per_line * M, tile, first, inner - column, per_line, M, GROUPS, COLUMNS)
-        else:
-            store_columns(out + outer * length * inner, tile, column, first, length, inner, M, GROUPS, COLUMNS)
-
-
-@triton.jit
-def small_rows_kernel(
-    g, seed, values, indices, rows, per_row, row_bytes, blocks,
-    N: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr, SHARED: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """values, indices = mvue_compress(g) of rows of small groups."""
-    program = tl.program_id(0)
-    row = (program // blocks).to(tl.int64)
-    first = (program % blocks).to(tl.int64) * TILE
-    x = load_groups(g + row * per_row * M, first, per_row, M, TILE, M)
-    u, _u = row_uniforms(seed, row * per_row + first, TILE, SHARED, False)
-    found, codes = compacted_small(exact_small(parts(x, M), u, N), N, BITS)
-    vs = lined(uncarried_all(found, x.dtype))
-    store_packed_small(values, indices, vs, codes[None, :], row, first, rows, per_row, row_bytes, N * BITS)
-
-
-@triton.jit
-def small_columns_kernel(
-    g, seed, values, indices, length, inner, per_line, row_bytes, column_blocks, group_blocks,
-    N: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr, SHARED: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """values, indices = mvue_compress(g) of small groups along the middle of ``(outer, length, inner)``; a column becomes a row."""
-    program = tl.program_id(0)
-    column = (program % column_blocks).to(tl.int64) * COLUMNS
-    first = ((program // column_blocks) % group_blocks).to(tl.int64) * GROUPS
-    outer = (program // column_blocks // group_blocks).to(tl.int64)
-    row = outer * inner + column
-    xs = load_places(g + outer * length * inner, column, first, length, inner, M, GROUPS, COLUMNS)
-    u = place_uniforms(seed, row, first, per_line, GROUPS, COLUMNS, SHARED)
-    found, codes = compacted_small(exact_small(xs, u, N), N, BITS)
-    vs = turned(uncarried_all(found, g.dtype.element_ty))
-    rows = outer * inner + inner
-    store_packed_small(values, indices, vs, tl.trans(codes), row, first, rows, per_line, row_bytes, N * BITS)
-
-
-@triton.jit
-def pack_kernel(
-    dense, values, indices, rows, per_row, row_bytes, blocks,
-    N: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr, PADDED: tl.constexpr, PADDED_N: tl.constexpr,
-):  # fmt: skip
-    """values, indices = the non-zeros of ``dense``, at most N a group, filled up to N."""
-    program = tl.program_id(0)
-    row = (program // blocks).to(tl.int64)
-    first = (program % blocks).to(tl.int64) * TILE
-    bits = load_groups(dense + row * per_row * M, first, per_row, M, TILE, PADDED)
-    keep = (bits << 1) != 0
-    bits = tl.where(keep, bits, 0).to(bits.dtype)
-    store_packed(values, indices, bits, filled_up(keep, N, M), row, first, rows, per_row, row_bytes, N, BITS, 1, TILE, PADDED_N)
+        store_columns(out + outer * length * inner, tile, column, first, length, inner, M, GROUPS, COLUMNS)
 
 
 class Layout(NamedTuple):
@@ -149,68 +317,38 @@ def _layout(g: Tensor, dim: int, turn: bool) -> Layout:
     return Layout(g, g.shape[:dim].numel(), g.shape[dim], g.shape[dim + 1 :].numel())
 
 
-def _is_small(n: int, m: int, method: str) -> bool:
-    return method == "exact" and n <= 2 and m in SMALL
-
-
-def _column_tile(g: Tensor, m: int, small: bool) -> tuple[int, int]:
-    """Groups and columns of a tile across the last dimension."""
-    if small:
-        return min(SMALL_BYTES // (m * g.element_size()), 32), 64
-    padded = next_power_of_2(m)
-    columns = 64 if padded <= 8 else 32 if padded == 16 else 16 if padded <= 128 else 8
-    return max(1, COLUMN_BYTES // (padded * columns * g.element_size())), columns
-
-
 def _estimate(given: Layout, n: int, m: int, seed: Tensor, method: str, out: Tensor, turned: bool) -> None:
     """Start the kernel that writes the dense estimate: like g, or turned: ``(outer, inner, length in whole groups)``."""
     g, outer, length, inner = given
-    padded, small = next_power_of_2(m), _is_small(n, m, method)
-    consts = {"N": n, "M": m, "APPROX": method == "approx", "SMALL": small, "PADDED": padded}
+    padded = next_power_of_2(m)
+    consts = {"N": n, "M": m, "APPROX": method == "approx", "PADDED": padded}
     if inner == 1 and length % m == 0:
         count, tile = outer * length // m, max(4, ELEMENTS // padded)
         launch(mvue_rows_kernel, cdiv(count, tile), (g, seed, as_integers(out), count), **consts, TILE=tile)
         return
-    per_line, (groups, columns) = cdiv(length, m), _column_tile(g, m, small)
+    columns = 64 if padded <= 8 else 32 if padded == 16 else 16 if padded <= 128 else 8
+    groups, per_line = max(1, COLUMN_BYTES // (padded * columns * g.element_size())), cdiv(length, m)
     blocks = cdiv(inner, columns), cdiv(per_line, groups)
     args = (g, seed, as_integers(out), length, inner, per_line, *blocks)
-    consts |= {"SHARED": per_line % 4 == 0, "TURNED": turned, "GROUPS": groups, "COLUMNS": columns}
-    launch(mvue_columns_kernel, outer * blocks[0] * blocks[1], args, 8 if small else 4, **consts)
+    launch(mvue_columns_kernel, outer * blocks[0] * blocks[1], args, **consts, TURNED=turned, GROUPS=groups, COLUMNS=columns)
 
 
 def mvue(g: Tensor, n: int, m: int, dim: int, seed: Tensor, method: str, out: Tensor | None = None) -> Tensor:
     """``nm_mvue``."""
-    given = _layout(g, dim, turn=False)
     result = g.new_empty(g.shape) if out is None else out
-    _estimate(given, n, m, seed.contiguous(), method, result, turned=False)
+    _estimate(_layout(g, dim, turn=False), n, m, seed.contiguous(), method, result, turned=False)
     return result
 
 
 def mvue_compress(
     g: Tensor, n: int, m: int, dim: int, seed: Tensor, method: str, out: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """``nm_mvue_compress``: small groups in one pass; others as a dense estimate, turned, that a second kernel packs."""
+    """``nm_mvue_compress``: a dense estimate, turned, whose non-zeros are its N largest of each group."""
     p, lead, given = Pattern(n, m), g.movedim(dim, -1).shape[:-1], _layout(g, dim, turn=True)
-    g, outer, length, inner = given
-    per_row, row_bytes, seed = p.groups(length), p.index_bytes(length), seed.contiguous()
+    groups = p.groups(given.length)
     if out is None:
-        out = g.new_empty(*lead, per_row * n), g.new_empty(*lead, row_bytes, dtype=torch.uint8)
-    packed, consts = (as_integers(out[0]), out[1]), {"N": n, "M": m, "BITS": p.index_bits}
-    if not _is_small(n, m, method):
-        dense = g.new_empty(outer * inner, per_row * m)
-        _estimate(given, n, m, seed, method, dense, turned=True)
-        walk = rows_of(dense.numel(), per_row * m, n, m)
-        consts |= {"TILE": walk.tile, "PADDED": next_power_of_2(m), "PADDED_N": next_power_of_2(n)}
-        launch(pack_kernel, walk.rows * walk.blocks, (as_integers(dense), *packed, *walk[:3], walk.blocks), **consts)
-    elif inner == 1 and length % m == 0:
-        walk, tile = rows_of(g.numel(), length, n, m), ELEMENTS // m
-        blocks = cdiv(walk.per_row, tile)
-        consts |= {"SHARED": walk.rows <= 1 or per_row % 4 == 0, "TILE": tile}
-        launch(small_rows_kernel, walk.rows * blocks, (g, seed, *packed, *walk[:3], blocks), **consts)
-    else:
-        groups, columns = _column_tile(g, m, True)
-        turns = cdiv(inner, columns), cdiv(per_row, groups)
-        args = (g, seed, *packed, length, inner, per_row, row_bytes, *turns)
-        consts |= {"SHARED": per_row % 4 == 0, "GROUPS": groups, "COLUMNS": columns}
-        launch(small_columns_kernel, outer * turns[0] * turns[1], args, 8, **consts)
+        out = g.new_empty(*lead, groups * n), g.new_empty(*lead, p.index_bytes(given.length), dtype=torch.uint8)
+    dense = g.new_empty(given.outer * given.inner, groups * m)
+    _estimate(given, n, m, seed.contiguous(), method, dense, turned=True)
+    compress(dense, n, m, out=out)
     return out

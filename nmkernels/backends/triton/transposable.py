@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._groups import widen
-from ._launch import cdiv, launch, next_power_of_2
+from .groups import widen
+from .launch import cdiv, launch, next_power_of_2
 
 BYTES = 4 * 32 * 16
 """Of one row of a program's tiles: 4 warps that read 16 bytes a thread, one tile in float32 and two in 16 bits, for about 100 registers."""

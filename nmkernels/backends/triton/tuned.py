@@ -19,11 +19,10 @@ from torch import Tensor
 from ...dispatch import implementations
 from ...pattern import Pattern
 from ...tuning import TABLE, Candidate, Found, Seconds, Timer, Validator, cold, key, measure
-from . import NAME, _plan
-from ._few_tiles import Tile, cut, variants
-from ._plan import FEW_TOKENS, Plan, plan
+from . import NAME
+from ._plan import FEW_TOKENS, Plan, candidates, plan
 
-METHODS = ("few", "tile", "gemm", "scratch")
+METHODS = ("few", "gemm", "scratch")
 MOST = {"rows": 1024, "width": 1024, "cols": 1024, "warps": 16, "stages": 8, "splits": 64}
 """Bounds of the numbers of a plan, so that a file that somebody has edited cannot ask for the impossible."""
 
@@ -69,21 +68,7 @@ def measured(product: Product) -> Plan | None:
     line = TABLE.get(name(product))
     found = None if line is None else as_plan(line.get("choice"))
     few = product.kind == "fprop" and product.width <= FEW_TOKENS and product.cols > 0
-    return None if found is None or (found.method in ("few", "tile") and not few) else found
-
-
-def candidates(kind: str, dtype: torch.dtype, rows: int, cols: int, width: int, n: int, m: int, capability: int) -> list[Plan]:
-    """Plans worth timing, the heuristic's first."""
-    found = _plan.candidates(kind, dtype, rows, cols, width, n, m, capability)
-    if any(p.method == "few" for p in found):
-        tiles = variants(dtype.itemsize, n, m, rows, cols, width)
-        found += [Plan("tile", t.rows, t.lanes, t.chunks, t.warps, 2 if t.ahead else 1, t.splits) for t in tiles]
-    return found
-
-
-def tile_of(p: Plan, size: int, n: int, m: int, cols: int) -> Tile:
-    """The tile that a plan of method "tile" tells: its width is lanes, its cols are chunks, 2 stages read a step ahead."""
-    return cut(size, n, m, cols, p.width, p.cols, p.warps, p.stages > 1, p.splits)
+    return None if found is None or (found.method == "few" and not few) else found
 
 
 def name(product: Product) -> str:

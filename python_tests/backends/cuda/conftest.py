@@ -1,4 +1,4 @@
-"""Where the CUDA kernels run: emulated on the CPU where that is built (NMKERNELS_EMULATOR=1), and on a GPU."""
+"""Where the CUDA kernels run: emulated on the CPU where that is built (NMKERNELS_EMULATOR=1), and on a GPU where there is one."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
-from nmkernels import dispatch
+from nmkernels import capability, dispatch
 from nmkernels.backends.cuda.core import EMULATED, NAME, emulator_built
 
+DEVICES = ["cpu", *([pytest.param("cuda", marks=pytest.mark.gpu)] if capability.cuda_device().ok else [])]
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+@pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> str:
     """The device of a test's tensors: "cpu" runs the emulator, "cuda" the compiled kernels."""
     if request.param == "cpu" and not emulator_built():

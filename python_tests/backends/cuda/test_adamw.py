@@ -53,15 +53,15 @@ class TestAgainstTheReference(AdamWSuite):
     step = staticmethod(adamw.masked_adamw_)
 
 
-@pytest.mark.parametrize("n, m", [(1, 4), (2, 4), (1, 8), (2, 8), (1, 16), (3, 4)])
-def test_ties_and_neighbours_of_every_pattern(device, n, m):
+def test_ties_and_neighbours_of_every_pattern(device):
     """Groups in one thread and over several lanes, whose last warp is not full; many equal magnitudes."""
-    call = make(seeded(20), (37, 5 * m), (3, m), out=BF16)
-    call["params"] = [torch.randint(-2, 3, x.shape, generator=seeded(21)).float() * 0.5 for x in call["params"]]
-    compare(device, call, hyper(lr=0.0), n, m)
-    compare(device, call, hyper(lr=0.1), n, m, geometric=True)
-    turned = {k: [LAYOUTS["transposed"](x) if x.dim() else x for x in v] for k, v in call.items()}
-    compare(device, turned, hyper(lr=0.1), n, m)
+    for n, m in [(1, 4), (2, 4), (1, 8), (2, 8), (1, 16), (3, 4)]:
+        call = make(seeded(20), (37, 5 * m), (3, m), out=BF16)
+        call["params"] = [torch.randint(-2, 3, x.shape, generator=seeded(21)).float() * 0.5 for x in call["params"]]
+        compare(device, call, hyper(lr=0.0), n, m)
+        compare(device, call, hyper(lr=0.1), n, m, geometric=True)
+        turned = {k: [LAYOUTS["transposed"](x) if x.dim() else x for x in v] for k, v in call.items()}
+        compare(device, turned, hyper(lr=0.1), n, m)
 
 
 def test_one_pass_whatever_the_number_of_params(device, called):
@@ -119,6 +119,22 @@ def test_counts_and_numbers_on_the_host(device, steps, monkeypatch, called):
     with pytest.raises(BackendError, match="capturable=True"):
         run(ours, hyper().to(device))
     assert_equal_bits(ours, call)
+
+
+def test_what_a_graph_reads_stays_and_what_it_makes_is_its_own(monkeypatch):
+    cache, where = shared.Cache(), torch.device("cpu")
+    cache.put("eager", 1, where)
+    cache.put("other", 2, where)
+    monkeypatch.setattr(shared, "capturing", lambda device: True)
+    assert cache.put("captured", 3, where) == 3
+    assert cache.get("captured", where) is None
+    assert cache.get("eager", where) == 1
+    monkeypatch.setattr(shared, "capturing", lambda device: False)
+    for i in range(shared.KEPT):
+        cache.put(i, i, where)
+    assert cache.get("eager", where) == 1
+    assert cache.get("other", where) is None
+    assert cache.get(0, where) == 0
 
 
 def test_tables_longer_than_a_launch(device):

@@ -53,72 +53,72 @@ def compare(
     torch.testing.assert_close(stats, expected, rtol=1e-6, atol=1e-12, equal_nan=True)
 
 
-@pytest.mark.parametrize("transposable", [False, True])
 @pytest.mark.parametrize("dtype, grad, out", [(F32, F32, BF16), (BF16, BF16, None), (F16, F32, F32)], ids=str)
-def test_masks_of_ragged_matrices(device, transposable, dtype, grad, out):
-    for shape in ((4, 4), (8, 12), (64, 64), (68, 132), (132, 20)):
-        call = make(seeded(1), shape, shape, dtype=dtype, grad=grad, out=out, amsgrad=True)
-        call["params"][0] = (torch.randint(-2, 3, shape, generator=seeded(2)) * 0.5).to(dtype)  # ties
-        compare(device, call, transposable, buffers(call, dtype, None, "canonical"), geometric=True, lr=0.1)
-    if not transposable:  # any number of rows, and no rows at all
-        call = make(seeded(3), (7, 36), (3, 5, 8), (24,), dtype=dtype, grad=grad, out=out)
-        packs = [
-            x
-            for i, p in enumerate(call["params"])
-            for x in (buffers({"params": [p]}, BF16, None, "canonical") if i == 0 else [torch.empty(0)] * 4)
-        ]
-        compare(device, call, transposable, packs)
+def test_masks_of_ragged_matrices(device, dtype, grad, out):
+    for transposable in [False, True]:
+        for shape in ((4, 4), (8, 12), (64, 64), (68, 132), (132, 20)):
+            call = make(seeded(1), shape, shape, dtype=dtype, grad=grad, out=out, amsgrad=True)
+            call["params"][0] = (torch.randint(-2, 3, shape, generator=seeded(2)) * 0.5).to(dtype)  # ties
+            compare(device, call, transposable, buffers(call, dtype, None, "canonical"), geometric=True, lr=0.1)
+        if not transposable:  # any number of rows, and no rows at all
+            call = make(seeded(3), (7, 36), (3, 5, 8), (24,), dtype=dtype, grad=grad, out=out)
+            packs = [
+                x
+                for i, p in enumerate(call["params"])
+                for x in (buffers({"params": [p]}, BF16, None, "canonical") if i == 0 else [torch.empty(0)] * 4)
+            ]
+            compare(device, call, transposable, packs)
 
 
-@pytest.mark.parametrize("rows, columns", [(BF16, BF16), (F16, None), (None, BF16), (F32, F16)], ids=str)
-def test_both_ways(device, rows, columns):
-    for shape in ((4, 8), (20, 28), (64, 128), (84, 76)):
-        call = make(seeded(4), shape, (12, 16), out=BF16)
-        compare(device, call, True, buffers(call, rows, columns, "canonical"), lr=0.1)
-        packs = buffers(call, rows, columns, "canonical")
-        compare(device, call, True, packs, found=torch.ones(1))
-        compare(device, call, True, packs, found=torch.zeros(1))
+def test_both_ways(device):
+    for rows, columns in [(BF16, BF16), (F16, None), (None, BF16), (F32, F16)]:
+        for shape in ((4, 8), (20, 28), (64, 128), (84, 76)):
+            call = make(seeded(4), shape, (12, 16), out=BF16)
+            compare(device, call, True, buffers(call, rows, columns, "canonical"), lr=0.1)
+            packs = buffers(call, rows, columns, "canonical")
+            compare(device, call, True, packs, found=torch.ones(1))
+            compare(device, call, True, packs, found=torch.zeros(1))
 
 
 @pytest.mark.parametrize("layout, step", [("mma.sp", 16), ("wgmma.sp", 64)])
-@pytest.mark.parametrize("transposable", [False, True])
-def test_layouts_of_tensor_cores(device, layout, step, transposable):
-    if transposable:
-        for shape in ((64, 64), (128, 192)):
-            call = make(seeded(5), shape)
-            compare(device, call, True, buffers(call, BF16, F16, layout), layout, lr=0.1)
-    for shape in ((step, 64), (step * 5, 128)):
-        call = make(seeded(6), shape)
-        compare(device, call, False, buffers(call, F16, None, layout), layout, lr=0.1)
+def test_layouts_of_tensor_cores(device, layout, step):
+    for transposable in [False, True]:
+        if transposable:
+            for shape in ((64, 64), (128, 192)):
+                call = make(seeded(5), shape)
+                compare(device, call, True, buffers(call, BF16, F16, layout), layout, lr=0.1)
+        for shape in ((step, 64), (step * 5, 128)):
+            call = make(seeded(6), shape)
+            compare(device, call, False, buffers(call, F16, None, layout), layout, lr=0.1)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("transposable", [False, True])
-def test_strided_weights(device, layout, transposable):
-    change = LAYOUTS[layout]
-    call = make(seeded(7), (20, 72), (64, 64), amsgrad=True, out=BF16)
-    packs = buffers(call, BF16, BF16 if transposable else None, "canonical")
-    for names in (tuple(call), ("params",), ("grads", "outs")):
-        mixed = {k: [change(x) for x in v] if k in names and k != "steps" else v for k, v in call.items()}
-        compare(device, mixed, transposable, packs)
+def test_strided_weights(device, layout):
+    for transposable in [False, True]:
+        change = LAYOUTS[layout]
+        call = make(seeded(7), (20, 72), (64, 64), amsgrad=True, out=BF16)
+        packs = buffers(call, BF16, BF16 if transposable else None, "canonical")
+        for names in (tuple(call), ("params",), ("grads", "outs")):
+            mixed = {k: [change(x) for x in v] if k in names and k != "steps" else v for k, v in call.items()}
+            compare(device, mixed, transposable, packs)
 
 
-@pytest.mark.parametrize("by", [1, 4])
-def test_addresses_that_are_not_multiples_of_16(device, by):
-    call = make(seeded(8), (20, 28), dtype=BF16, out=BF16)
-    packs = buffers(call, BF16, BF16, "canonical")
+def test_addresses_that_are_not_multiples_of_16(device):
+    for by in [1, 4]:
+        call = make(seeded(8), (20, 28), dtype=BF16, out=BF16)
+        packs = buffers(call, BF16, BF16, "canonical")
 
-    apart = [torch.cat([x.new_ones(by), x.reshape(-1)]).to(device)[by:].view(x.shape) for x in packs]
-    compare(device, call, True, packs, mine=shifted(copied(call, device), by), ours=apart)
-    across = [x.t().contiguous().t().to(device) for x in packs]
-    compare(device, call, True, packs, ours=across)
+        apart = [torch.cat([x.new_ones(by), x.reshape(-1)]).to(device)[by:].view(x.shape) for x in packs]
+        compare(device, call, True, packs, mine=shifted(copied(call, device), by), ours=apart)
+        across = [x.t().contiguous().t().to(device) for x in packs]
+        compare(device, call, True, packs, ours=across)
 
 
-@pytest.mark.parametrize("transposable", [False, True])
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
-def test_nasty_values(device, dtype, transposable):
-    call = nasty(seeded(9), dtype)
-    compare(device, call, transposable, buffers(call, BF16, F16 if transposable else None, "canonical"), geometric=True)
+def test_nasty_values(device, dtype):
+    for transposable in [False, True]:
+        call = nasty(seeded(9), dtype)
+        compare(device, call, transposable, buffers(call, BF16, F16 if transposable else None, "canonical"), geometric=True)
 
 
 def test_blocks_of_several_params_and_new_buffers(device, monkeypatch):

@@ -78,13 +78,13 @@ def test_both_orders_of_metadata(device, use):
 
 
 @tiles
-@pytest.mark.parametrize("tokens", [1, 7, 8, 9, 63, 65, 130])
-def test_tokens(device, tile, tokens, use):
+def test_tokens(device, tile, use):
     """Ragged columns of D, against rows that end inside a warp's tile and go on in another block."""
-    use(tile)
-    for rows, cols in ((16, 64), (48, 128), (272, 64)):
-        values, indices, w = packed("2:4", rows, cols, BF16, device)
-        check(values, indices, w, inputs(tokens, cols, BF16, device))
+    for tokens in [1, 7, 8, 9, 63, 65, 130]:
+        use(tile)
+        for rows, cols in ((16, 64), (48, 128), (272, 64)):
+            values, indices, w = packed("2:4", rows, cols, BF16, device)
+            check(values, indices, w, inputs(tokens, cols, BF16, device))
 
 
 @dtypes
@@ -108,16 +108,16 @@ def test_many_blocks(device, use):
     check(values, indices, w, inputs(64, 9 * 128 + 8, BF16, device), by_column=True)
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
 @dtypes
-def test_epilogues(device, dtype, activation, use):
+def test_epilogues(device, dtype, use):
     """Bias, activation and residual, each with and without the others; in parts too, which are finished elsewhere."""
-    values, indices, w = packed("2:4", 80, 512, dtype, device)
-    x, bias, residual = inputs(19, 512, dtype, device), inputs(1, 80, dtype, device, 3)[0], inputs(19, 80, dtype, device, 4)
-    for i, (tile, splits) in enumerate(((LARGE, 1), (MIDDLE, 1), (SMALL, 1), (SMALL, 2))):
-        use(tile, splits)
-        for b, r in ((bias, residual), (bias, None), (None, residual))[: 1 + 2 * (i > 1)]:
-            check(values, indices, w, x, b, activation, r, message=f"tile {tile}")
+    for activation in ACTIVATIONS:
+        values, indices, w = packed("2:4", 80, 512, dtype, device)
+        x, bias, residual = inputs(19, 512, dtype, device), inputs(1, 80, dtype, device, 3)[0], inputs(19, 80, dtype, device, 4)
+        for i, (tile, splits) in enumerate(((LARGE, 1), (MIDDLE, 1), (SMALL, 1), (SMALL, 2))):
+            use(tile, splits)
+            for b, r in ((bias, residual), (bias, None), (None, residual))[: 1 + 2 * (i > 1)]:
+                check(values, indices, w, x, b, activation, r, message=f"tile {tile}")
 
 
 def test_activation_comes_before_the_residual(device, use):
@@ -137,16 +137,16 @@ def test_by_column(device, dtype, tile, use):
         check(values, indices, w, inputs(k, cols, dtype, device), by_column=True)
 
 
-@pytest.mark.parametrize("tile, splits", [(LARGE, 2), (MIDDLE, 3), (SMALL, 5), (SMALL, 9)])
-def test_parts(device, tile, splits, use):
+def test_parts(device, use):
     """Parts of equal length and a shorter one; as good as without, and twice the same."""
-    cols = 64 * 9
-    values, indices, w = packed("2:4", 48, cols, BF16, device)
-    x, bias = inputs(70, cols, BF16, device), inputs(1, 48, BF16, device)[0]
-    use(tile, splits)
-    check(values, indices, w, x, bias, "silu")
-    if tile != SMALL:
-        check(values, indices, w, inputs(cols, 40, BF16, device), by_column=True)
+    for tile, splits in [(LARGE, 2), (MIDDLE, 3), (SMALL, 5), (SMALL, 9)]:
+        cols = 64 * 9
+        values, indices, w = packed("2:4", 48, cols, BF16, device)
+        x, bias = inputs(70, cols, BF16, device), inputs(1, 48, BF16, device)[0]
+        use(tile, splits)
+        check(values, indices, w, x, bias, "silu")
+        if tile != SMALL:
+            check(values, indices, w, inputs(cols, 40, BF16, device), by_column=True)
 
 
 @dtypes
@@ -189,14 +189,14 @@ def test_inf_and_nan_reach_only_what_they_meet(device, tile, use):
     assert_equal_bits(multiply(values, indices, inputs(18, 128, BF16, device)).isnan(), only)
 
 
-@pytest.mark.parametrize("activation", ["gelu", "silu", "relu2"])
-def test_activations_keep_nan_and_zero(device, activation, use):
-    use(SMALL)
-    values, indices, _ = packed("2:4", 16, 64, BF16, device)
-    bias = torch.tensor([float("nan"), 1e30, -1e30, -0.0] * 4, dtype=BF16, device=device)
-    y = multiply(values, indices, torch.zeros(1, 64, dtype=BF16, device=device), False, bias, activation)[0]
-    assert_equal_bits(y.isnan(), bias.isnan())
-    assert y[1] >= 1e30 and y[2].abs() == 0 and y[3] == 0
+def test_activations_keep_nan_and_zero(device, use):
+    for activation in ["gelu", "silu", "relu2"]:
+        use(SMALL)
+        values, indices, _ = packed("2:4", 16, 64, BF16, device)
+        bias = torch.tensor([float("nan"), 1e30, -1e30, -0.0] * 4, dtype=BF16, device=device)
+        y = multiply(values, indices, torch.zeros(1, 64, dtype=BF16, device=device), False, bias, activation)[0]
+        assert_equal_bits(y.isnan(), bias.isnan())
+        assert y[1] >= 1e30 and y[2].abs() == 0 and y[3] == 0
 
 
 def test_empty(device):
@@ -209,17 +209,17 @@ def test_empty(device):
     assert_equal_bits(multiply(values[:, :0], indices[:, :0], inputs(0, 16, BF16, device), True), torch.zeros(16, 16, dtype=BF16))
 
 
-@pytest.mark.parametrize("pattern", ["1:4", "2:8", "1:8"])
-def test_patterns_that_are_2_of_4(device, ours, pattern):
+def test_patterns_that_are_2_of_4(device, ours):
     """Through the ops' entries, with the canonical form of the same weight for a few tokens."""
-    w = ops.prune(torch.randn(64, 128, device=device), pattern).to(BF16)
-    d = ops.relayout(ops.compress(w, pattern), "mma.sp")
-    x = inputs(30, 128, BF16, device).view(2, 15, 128)
-    entry, args = ours("nm_linear"), (d.values, d.meta, 2, 4, 128)
-    assert entry.supports(x, *args)[0] and entry.supports(x[0, :1], *args)[0]
-    y = entry.fn(x, *args)
-    assert_no_worse(y, F.linear(x, w), F.linear(x.double(), w.double()))
-    assert_equal_bits(entry.fn(x[1, 3:4], *args), y[1, 3:4])
+    for pattern in ["1:4", "2:8", "1:8"]:
+        w = ops.prune(torch.randn(64, 128, device=device), pattern).to(BF16)
+        d = ops.relayout(ops.compress(w, pattern), "mma.sp")
+        x = inputs(30, 128, BF16, device).view(2, 15, 128)
+        entry, args = ours("nm_linear"), (d.values, d.meta, 2, 4, 128)
+        assert entry.supports(x, *args)[0] and entry.supports(x[0, :1], *args)[0]
+        y = entry.fn(x, *args)
+        assert_no_worse(y, F.linear(x, w), F.linear(x.double(), w.double()))
+        assert_equal_bits(entry.fn(x[1, 3:4], *args), y[1, 3:4])
 
 
 def test_the_three_products_of_a_layer(device, ours):

@@ -2,7 +2,7 @@
 
     TRITON_INTERPRET=1 python -m pytest python_tests/backends/triton
 
-A test that takes ``device`` needs one of the two; without, it is marked ``gpu`` and skipped where there is none.
+A test that takes ``device`` needs one of the two; without interpreter it is marked ``gpu``.
 """
 
 from __future__ import annotations
@@ -22,16 +22,24 @@ collect_ignore_glob = [] if interpreted() or capability.triton().ok else ["test_
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at the markers
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    can, reason = capability.cuda_device()
-    for item in (i for i in items if HERE in i.path.parents):
-        if interpreted():
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="TRITON_INTERPRET=1 runs nothing on a GPU"))
-        elif "device" in getattr(item, "fixturenames", ()):
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where nothing can run, one skipped test stands for all that take a device."""
+    here = [i for i in items if HERE in i.path.parents]
+    if interpreted():
+        why, needing = "TRITON_INTERPRET=1 runs nothing on a GPU", [i for i in here if i.get_closest_marker("gpu")]
+    else:
+        can, reason = capability.cuda_device()
+        why, needing = f"{reason}; without one: {HOW}", [i for i in here if "device" in getattr(i, "fixturenames", ())]
+        for item in needing:
             item.add_marker(pytest.mark.gpu)
-            if not can:
-                item.add_marker(pytest.mark.skip(reason=f"{reason}; without one: {HOW}"))
+        if can:
+            return
+        needing += [i for i in here if i not in needing and i.get_closest_marker("gpu")]
+    for item in needing[:1]:
+        item.add_marker(pytest.mark.skip(reason=why))
+    left = set(needing[1:])
+    items[:] = [i for i in items if i not in left]
+    config.hook.pytest_deselected(items=list(left))
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""MaskedAdamW in Triton equals the reference: params and states to the bit, its sums to rounding, in three launches."""
+"""MaskedAdamW in Triton equals the reference: params and states to the bit, its sums to rounding."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nmkernels.backends import adamw_plan as shared
-from nmkernels.backends.triton import _adamw_plan, _adamw_table, adamw
+from nmkernels.backends.triton import adamw
 from nmkernels.dispatch import implementations
 from nmkernels.pattern import BackendError
 from nmkernels.testing import assert_equal_bits
@@ -29,45 +29,22 @@ def run(call: dict[str, Any], h: Tensor, n: int = 2, m: int = 4, geometric: bool
     return TRITON.fn(*call.values(), h, n, m, False, False, False, geometric, None, found)
 
 
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The kernels that are launched, by name."""
-    names: list[str] = []
-    for module in (adamw, _adamw_plan, _adamw_table):
-        real = module.launch
-
-        def launch(kernel: Any, programs: int, *args: Any, real: Any = real, **kwargs: Any) -> None:
-            names.append(kernel.fn.__name__)
-            real(kernel, programs, *args, **kwargs)
-
-        monkeypatch.setattr(module, "launch", launch)
-    return names
-
-
 class TestAgainstTheReference(AdamWSuite):
     step = staticmethod(TRITON.fn)
 
 
-def test_one_pass_whatever_the_number_of_params(device, launched):
-    """40 params of mixed sizes: three launches once their addresses are known, and the same bits in every run."""
+def test_many_params_twice(device):
+    """40 params of mixed sizes, some unaligned, transposed or in half precision: the same bits in every run."""
     shapes = [(8 * (i % 5 + 1),) if i % 3 else (i % 7 + 1, 16) for i in range(39)]
     call, h = make(seeded(10), *shapes, (40, 64), out=BF16), hyper().to(device)
     ours = copied(call, device)
     first = same_as_reference(TRITON.fn, ours, call, hyper(), 2, 4, geometric=True)
-    launched.clear()
-    before = copied(ours, device)
-    run(ours, h)
-    assert launched == ["adamw_scalars_kernel", "adamw_kernel", "adamw_stats_kernel"]
-    launched.clear()
-    same_as_reference(TRITON.fn, {**ours, "grads": copied(ours, device)["grads"]}, copied(ours, "cpu"), hyper(), 2, 4)
-    assert launched[-3:] == ["adamw_scalars_kernel", "adamw_kernel", "adamw_stats_kernel"]
-    assert launched[:-3] == ["words_kernel"] * 2, "only the gradients' addresses are new"
     again = copied(call, device)
     assert_equal_bits(run(again, h, geometric=True).cpu(), first)
-    assert_equal_bits(again, before)
+    assert_equal_bits(again, ours)
 
 
-def test_one_main_launch_for_each_kind(device, launched):
+def test_kinds_in_one_call(device):
     """Aligned, unaligned, transposed and half-precision params in one call."""
     parts = [make(seeded(i), (8, 16), out=BF16, dtype=dtype) for i, dtype in enumerate((F32, F32, F32, BF16))]
     parts[1] = shifted(parts[1], 1)
@@ -75,11 +52,10 @@ def test_one_main_launch_for_each_kind(device, launched):
     ours = [shifted(copied(x, device), 1) if i == 1 else copied(x, device) for i, x in enumerate(parts)]
     call, mixed = ({k: [x[k][0] for x in side for _ in x[k][:1]] for k in parts[0]} for side in (parts, ours))
     same_as_reference(TRITON.fn, mixed, call, hyper(), 2, 4, geometric=True)
-    assert launched.count("adamw_kernel") == 4
 
 
 @pytest.mark.parametrize("steps", [(7.0, 7.0, 7.0), (7.0, 8.0, 0.0)])
-def test_counts_and_numbers_on_the_host(device, steps, monkeypatch, launched):
+def test_counts_and_numbers_on_the_host(device, steps, monkeypatch):
     call = make(seeded(15), (8, 16), (3, 8), (4,), out=F32)
     call["steps"] = [torch.tensor(t) for t in steps]
     monkeypatch.setattr(adamw, "on_host", lambda x, device: x.numel() == 9 or (x.is_cpu and x.dim() == 0))
@@ -87,7 +63,6 @@ def test_counts_and_numbers_on_the_host(device, steps, monkeypatch, launched):
         for frozen in (False, True):
             ours = {**copied(call, device), "steps": copied(call)["steps"]}
             same_as_reference(TRITON.fn, ours, call, hyper(lr=-0.1, v_step=3.0, clamp=0.5), 2, 4, found=found, frozen=frozen)
-    assert len(set(steps)) == 1 or launched.count("words_kernel") > 8
     ours = {**copied(call, device), "steps": copied(call)["steps"]}
     monkeypatch.setattr(shared, "capturing", lambda device: True)
     with pytest.raises(BackendError, match="capturable=True"):
@@ -95,28 +70,12 @@ def test_counts_and_numbers_on_the_host(device, steps, monkeypatch, launched):
     assert_equal_bits(ours, call)
 
 
-def test_what_a_graph_reads_stays_and_what_it_makes_is_its_own(device, monkeypatch):
-    cache, where = shared.Cache(), torch.device(device)
-    cache.put("eager", 1, where)
-    cache.put("other", 2, where)
-    monkeypatch.setattr(shared, "capturing", lambda device: True)
-    assert cache.put("captured", 3, where) == 3
-    assert cache.get("captured", where) is None
-    assert cache.get("eager", where) == 1
-    monkeypatch.setattr(shared, "capturing", lambda device: False)
-    for i in range(shared.KEPT):
-        cache.put(i, i, where)
-    assert cache.get("eager", where) == 1
-    assert cache.get("other", where) is None
-    assert cache.get(0, where) == 0
-
-
 def test_captured_steps_are_replayed(device):
     if device != "cuda":
         pytest.skip("a CUDA graph needs a GPU")
     call = make(seeded(16), (8, 16), (300, 40), out=BF16)
     ours, theirs, h = copied(call, device), copied(call, device), hyper().to(device)
-    run(ours, h)  # compiles, and knows the addresses
+    run(ours, h)  # compiles
     ours.update({k: [x.copy_(y) for x, y in zip(ours[k], call[k], strict=True)] for k in call})
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

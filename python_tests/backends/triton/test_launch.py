@@ -18,7 +18,7 @@ from triton.runtime import driver, jit
 
 from nmkernels import explain
 from nmkernels.backends import triton as backend
-from nmkernels.backends.triton import _launch
+from nmkernels.backends.triton import launch as launching
 from nmkernels.capability import Probe
 from nmkernels.dispatch import choose
 
@@ -75,8 +75,8 @@ class OnDevice(torch.Tensor):
 
 @pytest.fixture(autouse=True)
 def nothing_runs(monkeypatch):
-    monkeypatch.setattr(_launch, "INTERPRETED", False)
-    monkeypatch.setattr(_launch, "_started", {})
+    monkeypatch.setattr(launching, "INTERPRETED", False)
+    monkeypatch.setattr(launching, "_started", {})
     monkeypatch.setattr(driver, "_active", Driver())
 
 
@@ -108,7 +108,7 @@ def test_different_code_is_never_shared():
     for a, b in itertools.combinations_with_replacement(ARGUMENTS, 2):
         kernel = Kernel()
         for x in (a, b, a, b):
-            _launch.launch(kernel, 1, (X, x, 7), TILE=64)
+            launching.launch(kernel, 1, (X, x, 7), TILE=64)
         same = judge(CUDABackend, a, False, True, True) == judge(CUDABackend, b, False, True, True)
         assert len(kernel.compiled) == 2 - same, f"{name(a)} and {name(b)}"
 
@@ -132,23 +132,23 @@ def test_elsewhere_every_launch_goes_through_triton():
     for target in (GPUTarget("hip", "gfx942", 64), GPUTarget("xpu", {}, 32)):
         kernel = Kernel(target=target)
         for x in (X, X, HUGE):
-            _launch.launch(kernel, 1, (x, 7), TILE=64)
+            launching.launch(kernel, 1, (x, 7), TILE=64)
         assert len(kernel.compiled) == 3  # each time Triton is asked for the kernel
         assert not any(c.launched or c.told for c in kernel.compiled)
-    assert not _launch._started
+    assert not launching._started
 
 
 def test_integers_that_are_declared_share_whatever_they_are():
     kernel = Kernel(do_not_specialize=("n",))
     for n in (1, 2, 16, 2**31, 2**40):
-        _launch.launch(kernel, 1, (X, n), TILE=64)
+        launching.launch(kernel, 1, (X, n), TILE=64)
     assert len(kernel.compiled) == 1
 
 
 def test_the_order_of_kinds_counts():
     kernel = Kernel()
     for args in ((X, 1, 2), (X, 2, 1), (X, None, 1), (X, 1, None), (X, X, 1), (X, 1, X)):
-        _launch.launch(kernel, 1, args, TILE=64)
+        launching.launch(kernel, 1, args, TILE=64)
     assert len(kernel.compiled) == 6
 
 
@@ -168,14 +168,14 @@ def test_the_order_of_kinds_counts():
 def test_options_and_constexprs_count(other):
     kernel, usual = Kernel(), {"warps": 4, "stages": 3, "TILE": 64, "EVEN": True, "NAME": ""}
     for options in (usual, {**usual, **other}, usual, {**usual, **other}):
-        _launch.launch(kernel, 1, (X, 7), **options)
+        launching.launch(kernel, 1, (X, 7), **options)
     assert len(kernel.compiled) == 2
 
 
 def test_names_of_constexprs_count():
     kernel = Kernel()
-    _launch.launch(kernel, 1, (X,), A=1, B=2)
-    _launch.launch(kernel, 1, (X,), A=1, C=2)
+    launching.launch(kernel, 1, (X,), A=1, B=2)
+    launching.launch(kernel, 1, (X,), A=1, C=2)
     assert len(kernel.compiled) == 2
 
 
@@ -183,10 +183,10 @@ def test_kernels_and_devices_count():
     one, other = Kernel(), Kernel()
     x = X.as_subclass(OnDevice)
     for kernel in (one, other, one):
-        _launch.launch(kernel, 1, (x,), TILE=64)
+        launching.launch(kernel, 1, (x,), TILE=64)
     assert len(one.compiled) == len(other.compiled) == 1
     x.index = 1
-    _launch.launch(one, 1, (x,), TILE=64)
+    launching.launch(one, 1, (x,), TILE=64)
     assert len(one.compiled) == 2
 
 
@@ -209,19 +209,19 @@ def test_the_device_of_the_tensors_is_made_current(monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch.cuda, "device", Guard)
     x = X.as_subclass(OnGPU)
-    _launch.launch(Kernel(), 1, (x,), TILE=64)
+    launching.launch(Kernel(), 1, (x,), TILE=64)
     assert entered == []
     x.index = 1
-    _launch.launch(Kernel(), 1, (x,), TILE=64)
+    launching.launch(Kernel(), 1, (x,), TILE=64)
     assert entered == [1, "left"]
 
 
 def test_a_parameter_is_a_tensor_and_the_first_argument_need_not_be_one():
     kernel = Kernel()
     for x in (X, torch.nn.Parameter(X)):
-        _launch.launch(kernel, 1, (None, x, 7), TILE=64)
+        launching.launch(kernel, 1, (None, x, 7), TILE=64)
     assert len(kernel.compiled) <= 2
-    _launch.launch(kernel, 1, (None, torch.nn.Parameter(X[1:]), 7), TILE=64)
+    launching.launch(kernel, 1, (None, torch.nn.Parameter(X[1:]), 7), TILE=64)
     assert len(kernel.compiled) <= 3
 
 
@@ -229,7 +229,7 @@ def test_what_reaches_the_device():
     """The second launch goes straight to the launcher: grid, current stream of the device, arguments, then constexprs without options."""
     kernel, x = Kernel(), X.as_subclass(OnDevice)
     for programs in (5, 6):
-        _launch.launch(kernel, programs, (x, None, 7), warps=2, stages=1, N=2, M=4, enable_fp_fusion=True)
+        launching.launch(kernel, programs, (x, None, 7), warps=2, stages=1, N=2, M=4, enable_fp_fusion=True)
     assert kernel.options == {"num_warps": 2, "num_stages": 1, "enable_fp_fusion": True, "N": 2, "M": 4}
     (launched,) = kernel.compiled[0].launched
     assert launched[:9] == (6, 1, 1, "stream of 0", "function", "metadata", None, None, None)
@@ -239,24 +239,24 @@ def test_what_reaches_the_device():
 
 def test_contraction_is_off_unless_asked_for():
     kernel = Kernel()
-    _launch.launch(kernel, 1, (X,), N=2)
+    launching.launch(kernel, 1, (X,), N=2)
     assert kernel.options["enable_fp_fusion"] is False
 
 
 def test_no_programs_are_nothing():
     kernel = Kernel()
-    _launch.launch(kernel, 0, (X,), N=2)
+    launching.launch(kernel, 0, (X,), N=2)
     assert not kernel.compiled
 
 
 def test_profilers_are_told():
     """With a hook the launch goes through Triton, which calls it."""
     kernel, hook = Kernel(), lambda metadata: None
-    _launch.launch(kernel, 1, (X,), N=2)
-    hooks = _launch.triton.knobs.runtime.launch_enter_hook
+    launching.launch(kernel, 1, (X,), N=2)
+    hooks = launching.triton.knobs.runtime.launch_enter_hook
     hooks.add(hook)
     try:
-        _launch.launch(kernel, 1, (X,), N=2)
+        launching.launch(kernel, 1, (X,), N=2)
     finally:
         hooks.remove(hook)
     assert kernel.compiled[0].told == 1
@@ -267,7 +267,7 @@ def test_profilers_are_told():
 def test_a_hook_may_be_no_chain(hook, monkeypatch):
     """Then Triton is left to deal with it."""
     kernel = Kernel()
-    _launch.launch(kernel, 1, (X,), N=2)
-    monkeypatch.setattr(_launch.triton.knobs.runtime, "launch_exit_hook", hook)
-    _launch.launch(kernel, 1, (X,), N=2)
+    launching.launch(kernel, 1, (X,), N=2)
+    monkeypatch.setattr(launching.triton.knobs.runtime, "launch_exit_hook", hook)
+    launching.launch(kernel, 1, (X,), N=2)
     assert kernel.compiled[0].told == 1

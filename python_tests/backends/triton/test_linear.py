@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from nmkernels import Pattern, reference
 from nmkernels.backends.triton import linear as family
 from nmkernels.backends.triton._plan import SHARED_KB, Plan, by_words, candidates, plan, shared_bytes
 from nmkernels.testing import assert_equal_bits, assert_no_worse, poison
+from python_tests.backends.product_calls import ACTIVATIONS, PATTERNS, inputs, packed
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+BF16 = torch.bfloat16
+DTYPES = [torch.float32, BF16, torch.float16]
 WORDS = ["2:4", "1:4", "1:8", "2:8", "4:8", "1:16", "1:32", "4:32"]
-PIECES = ["3:5", "1:2", "2:2", "5:8", "1:64", "3:70"]
+OTHERS = ["3:5", "1:2", "5:8", "3:70"]
+"""Patterns that are always expanded to memory."""
 KINDS = {"linear": "fprop", "linear_dgrad": "dgrad", "linear_wgrad": "wgrad"}
 
 
@@ -46,10 +50,9 @@ def planned(monkeypatch):
     return fix
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("pattern", WORDS + PIECES)
-def test_products(pattern, dtype, device):
-    for rows, cols, width in ((65, 130, 3), (20, 256, 17)) if dtype == torch.bfloat16 else ((20, 130, 5),):
+@pytest.mark.parametrize("pattern", WORDS + OTHERS)
+def test_products(pattern, device):
+    for rows, cols, width, dtype in ((65, 130, 5, BF16), (20, 256, 17, BF16), (20, 130, 5, torch.float32), (20, 130, 9, torch.float16)):
         e = operand(pattern, rows, cols, dtype, device)
         x, g = (torch.randn(width, s).to(dtype).to(device) for s in (cols, rows))
         judged("linear", x, *e, torch.randn(rows).to(dtype).to(device))
@@ -58,43 +61,39 @@ def test_products(pattern, dtype, device):
 
 
 @pytest.mark.parametrize("op", KINDS)
-@pytest.mark.parametrize(("pattern", "rows", "cols", "width"), [("2:4", 140, 264, 70), ("1:8", 66, 512, 34), ("3:5", 66, 165, 33)])
-@pytest.mark.parametrize(("tile", "capability"), [(32, 0), (32, 90), (64, 90)])
-def test_several_tiles_each_way(op, pattern, rows, cols, width, tile, capability, device, planned, monkeypatch):
-    """As for other GPUs, and in both forms for Hopper."""
-    monkeypatch.setattr(family, "capability", lambda _x: capability)
+@pytest.mark.parametrize(("pattern", "rows", "cols", "width", "tile"), [("2:4", 140, 264, 70, 32), ("1:8", 66, 512, 66, 64)])
+def test_several_tiles_each_way(op, pattern, rows, cols, width, tile, device, planned):
     planned(Plan("gemm", 64, tile, 64, 4, 2))
-    e = operand(pattern, rows, cols, torch.bfloat16, device)
+    e = operand(pattern, rows, cols, BF16, device)
     x = torch.randn({"linear_wgrad": (cols, width), "linear": (width, cols)}.get(op, (width, rows))).bfloat16().to(device)
     judged(op, *((*e, x) if op == "linear_wgrad" else (x, *e)))
 
 
-@pytest.mark.parametrize(("splits", "dtype"), [(2, torch.float32), (3, torch.bfloat16), (7, torch.float16)], ids=str)
-def test_split_sums_are_added_in_order(splits, dtype, device, planned):
-    planned(Plan("gemm", 64, 16, 128, 4, 2, splits))
-    e = operand("2:4", 70, 520, dtype, device)
-    x, bias = torch.randn(2, 6, 520).to(dtype).to(device), torch.randn(70).to(dtype).to(device)
-    first = judged("linear", x, *e, bias, "gelu")
-    assert_equal_bits(family.linear(x, *e, bias, "gelu"), first)
-    judged("linear_wgrad", *e, x.flatten(0, 1).t())
+def test_split_sums_are_added_in_order(device, planned):
+    for splits, dtype in [(2, torch.float32), (3, BF16), (7, torch.float16)]:
+        planned(Plan("gemm", 64, 16, 128, 4, 2, splits))
+        e = operand("2:4", 70, 520, dtype, device)
+        x, bias = torch.randn(2, 6, 520).to(dtype).to(device), torch.randn(70).to(dtype).to(device)
+        first = judged("linear", x, *e, bias, "gelu")
+        assert_equal_bits(family.linear(x, *e, bias, "gelu"), first)
+        judged("linear_wgrad", *e, x.flatten(0, 1).t())
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", ["", "gelu", "silu", "relu2"])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(("tokens", "capability"), [(9, 0), (65, 90)])
-def test_epilogues(dtype, activation, bias, tokens, capability, device, monkeypatch):
-    monkeypatch.setattr(family, "capability", lambda _x: capability)
-    e = operand("1:4", 40, 64, dtype, device)
-    x = 3 * torch.randn(tokens, 64)
-    judged("linear", x.to(dtype).to(device), *e, torch.randn(40).to(dtype).to(device) if bias else None, activation)
+def test_epilogues(activation, device):
+    for dtype in DTYPES:
+        for tokens in (9, 65):
+            e = operand("1:4", 40, 64, dtype, device)
+            x = 3 * torch.randn(tokens, 64)
+            for bias in (None, torch.randn(40).to(dtype).to(device)):
+                judged("linear", x.to(dtype).to(device), *e, bias, activation)
 
 
 def test_the_result_is_rounded_once(device):
     """As the reference's tests: a bfloat16 sum that was rounded first would lose 2⁻⁸."""
-    w = torch.tensor([[1.0, 2.0**-8, 0.0, 0.0] + [0.0] * 28], dtype=torch.bfloat16, device=device)
+    w = torch.tensor([[1.0, 2.0**-8, 0.0, 0.0] + [0.0] * 28], dtype=BF16, device=device)
     values, indices = (x.to(device) for x in reference.compress(w.cpu(), 2, 4))
-    y = family.linear(torch.ones(9, 32, dtype=torch.bfloat16, device=device), values, indices, 2, 4, 32, None, "relu2")
+    y = family.linear(torch.ones(9, 32, dtype=BF16, device=device), values, indices, 2, 4, 32, None, "relu2")
     assert (y == 1 + 2**-7).all()
 
 
@@ -121,19 +120,19 @@ def test_any_strides(view, op, device):
         assert judged(op, x, *e).is_contiguous()
 
 
-@pytest.mark.parametrize(("off_values", "off_indices"), [(1, 0), (0, 1), (3, 2)])
 @pytest.mark.parametrize("op", KINDS)
-def test_unaligned_memory(op, off_values, off_indices, device):
-    """Then no integer holds the values of a group."""
+def test_unaligned_memory(op, device):
+    """Then no integer holds the values of a group, and the operand is expanded to memory."""
+    for off_values, off_indices in [(1, 0), (0, 1), (3, 2)]:
 
-    def moved(x, by):
-        line = torch.zeros(x.numel() + 16, dtype=x.dtype, device=device)
-        return line[by : by + x.numel()].view(x.shape).copy_(x)
+        def moved(x, by):
+            line = torch.zeros(x.numel() + 16, dtype=x.dtype, device=device)
+            return line[by : by + x.numel()].view(x.shape).copy_(x)
 
-    values, indices, *rest = operand("2:4", 48, 64, torch.bfloat16, device)
-    e = (moved(values, off_values), moved(indices, off_indices), *rest)
-    x = torch.randn(8, 48 if op == "linear_dgrad" else 64).bfloat16().to(device)
-    judged(op, *((*e, x.t()) if op == "linear_wgrad" else (x, *e)))
+        values, indices, *rest = operand("2:4", 48, 64, BF16, device)
+        e = (moved(values, off_values), moved(indices, off_indices), *rest)
+        x = torch.randn(8, 48 if op == "linear_dgrad" else 64).bfloat16().to(device)
+        judged(op, *((*e, x.t()) if op == "linear_wgrad" else (x, *e)))
 
 
 @pytest.mark.parametrize("op", KINDS)
@@ -145,20 +144,20 @@ def test_rows_of_the_operand_with_gaps(op, device):
 
 
 @pytest.mark.parametrize("op", KINDS)
-@pytest.mark.parametrize("given", [False, True])
-def test_by_expanding_to_memory(op, given, device, planned):
-    planned(Plan("scratch"))
-    e = operand("2:4", 48, 66, torch.bfloat16, device)
-    x = torch.randn(2, 5, 48 if op == "linear_dgrad" else 66).bfloat16().to(device)
-    if op == "linear_wgrad":
-        args = (*e, x.flatten(0, 1).t().contiguous())
-    else:
-        args = (x, *e, torch.randn(48).bfloat16().to(device), "silu") if op == "linear" else (x, *e)
-    result = judged(op, *args)
-    if given:
-        out = torch.full_like(result, float("nan"))
-        assert getattr(family, op)(*args, out=out) is out
-        assert_equal_bits(out, result)
+def test_by_expanding_to_memory(op, device, planned):
+    for given in [False, True]:
+        planned(Plan("scratch"))
+        e = operand("2:4", 48, 66, BF16, device)
+        x = torch.randn(2, 5, 48 if op == "linear_dgrad" else 66).bfloat16().to(device)
+        if op == "linear_wgrad":
+            args = (*e, x.flatten(0, 1).t().contiguous())
+        else:
+            args = (x, *e, torch.randn(48).bfloat16().to(device), "silu") if op == "linear" else (x, *e)
+        result = judged(op, *args)
+        if given:
+            out = torch.full_like(result, float("nan"))
+            assert getattr(family, op)(*args, out=out) is out
+            assert_equal_bits(out, result)
 
 
 @pytest.mark.parametrize("op", KINDS)
@@ -219,39 +218,101 @@ def test_the_interpreters_precision_is_that_of_the_gpu(device):
     judged("linear", torch.randn(20, 256, device=device), *e)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", ["fprop", "dgrad", "wgrad"])
-@pytest.mark.parametrize("capability", [90, 89, 0])
-def test_plans_fit_the_kernels(kind, dtype, capability):
-    for pattern in (*WORDS, *PIECES):
-        p = Pattern(pattern)
-        for rows, cols, width in (
-            (4096, 4096, 1),
-            (4096, 4096, 16),
-            (4096, 14336, 100),
-            (11008, 4096, 700),
-            (10, 30, 40),
-            (4096, 4096, 8192),
-        ):
-            first = plan(kind, dtype, rows, cols, width, p.n, p.m, capability)
-            options = candidates(kind, dtype, rows, cols, width, p.n, p.m, capability)
-            assert options[0] == first
-            assert len(set(options)) == len(options)
-            assert Plan("scratch") in options
-            for option in options:
-                assert option.method in ("few", "gemm", "scratch")
-                assert option.method != "few" or (kind == "fprop" and width <= 4)
-                if option.method == "gemm":
-                    assert option.cols >= 32
-                    assert shared_bytes(option, kind, dtype, p.n, p.m) <= SHARED_KB.get(capability, 64) << 10
-                    assert option.splits == 1 or kind != "dgrad"
-                    assert not by_words(dtype, p.n, p.m, cols) or option.cols * p.n // p.m * p.index_bits % 32 == 0
+def test_plans_fit_the_kernels(kind):
+    for dtype in DTYPES:
+        for capability in [90, 89, 0]:
+            for pattern in (*WORDS, *OTHERS):
+                p = Pattern(pattern)
+                for rows, cols, width in (
+                    (4096, 4096, 1),
+                    (4096, 4096, 16),
+                    (4096, 14336, 100),
+                    (11008, 4096, 700),
+                    (10, 30, 40),
+                    (4096, 4096, 8192),
+                ):
+                    first = plan(kind, dtype, rows, cols, width, p.n, p.m, capability)
+                    options = candidates(kind, dtype, rows, cols, width, p.n, p.m, capability)
+                    assert options[0] == first
+                    assert len(set(options)) == len(options)
+                    assert Plan("scratch") in options
+                    for option in options:
+                        assert option.method in ("few", "gemm", "scratch")
+                        assert option.method != "few" or (kind == "fprop" and width <= 4)
+                        if option.method == "gemm":
+                            assert option.cols >= 32
+                            assert shared_bytes(option, kind, dtype, p.n, p.m) <= SHARED_KB.get(capability, 64) << 10
+                            assert option.splits == 1 or kind != "dgrad"
+                            assert by_words(dtype, p.n, p.m, cols) and option.cols * p.n // p.m * p.index_bits % 32 == 0
 
 
 def test_many_columns_are_expanded_once():
-    assert plan("fprop", torch.bfloat16, 4096, 4096, 8192, 2, 4).method == "scratch"
-    assert plan("fprop", torch.bfloat16, 4096, 4096, 16, 2, 4).splits > 1
-    assert plan("fprop", torch.bfloat16, 4096, 4096, 384, 2, 4).splits == 1
-    assert plan("fprop", torch.bfloat16, 4096, 4096, 511, 2, 4).method == "gemm"
-    assert plan("fprop", torch.bfloat16, 4096, 4096, 512, 2, 4).method == "scratch"
-    assert plan("fprop", torch.bfloat16, 4096, 4096, 2, 2, 4).method == "few"
+    assert plan("fprop", BF16, 4096, 4096, 8192, 2, 4).method == "scratch"
+    assert plan("fprop", BF16, 4096, 4096, 16, 2, 4).splits > 1
+    assert plan("fprop", BF16, 4096, 4096, 384, 2, 4).splits == 1
+    assert plan("fprop", BF16, 4096, 4096, 511, 2, 4).method == "gemm"
+    assert plan("fprop", BF16, 4096, 4096, 512, 2, 4).method == "scratch"
+    assert plan("fprop", BF16, 4096, 4096, 2, 2, 4).method == "few"
+    assert plan("fprop", BF16, 4096, 4096, 2, 3, 5).method == "few"
+    assert plan("fprop", BF16, 4096, 4096, 16, 3, 5).method == "scratch"
+
+
+@pytest.mark.parametrize("text", PATTERNS)
+def test_few_tokens(device, text):
+    """1 to 4 tokens, every dtype; columns that end inside a group and inside the last step."""
+    m = Pattern(text).m
+    for dtype in DTYPES:
+        for tokens, rows, cols in ((1, 37, 24 * m), (2, 1, 8 * m), (3, 9, max(16, 160 // m) * m), (4, 16, 9 * m - 1)):
+            values, indices, w = packed(text, rows, cols, dtype, device)
+            x, bias = inputs(tokens, cols, dtype, device), inputs(1, rows, dtype, device)[0]
+            b, activation = (bias, ("", "silu", "relu2", "gelu")[tokens - 1]) if rows > 1 else (None, "")
+            f, p = ACTIVATIONS[activation], Pattern(text)
+            exact = f(F.linear(*(None if t is None else t.double() for t in (x, w, b))))
+            with poison():
+                y = family.linear(x, values, indices, p.n, p.m, cols, b, activation)
+            assert_no_worse(y, f(F.linear(x, w, b)), exact, f"{dtype}, {tokens} tokens, {rows} x {cols}, {activation}")
+
+
+def test_few_tokens_find_every_column(device):
+    """One-hot inputs return the weight to the bit, so that every thread's choice shows."""
+    for text in PATTERNS:
+        p, cols = Pattern(text), 3 * Pattern(text).m * 8
+        values, indices, w = packed(text, 11, cols, BF16, device)
+        eye = torch.eye(cols, dtype=BF16, device=device)
+        for first in (0, cols // 2, cols - 4):
+            y = family.linear(eye[first : first + 4], values, indices, p.n, p.m, cols)
+            assert_equal_bits(y + 0.0, w[:, first : first + 4].t().contiguous() + 0.0, text)
+
+
+@pytest.mark.parametrize("text", ["2:4", "1:8", "3:5"])
+def test_few_tokens_inf_and_nan_reach_only_what_they_meet(device, text):
+    p, cols = Pattern(text), 16 * Pattern(text).m
+    values, indices, w = packed(text, 8, cols, device=device)
+    x, met = inputs(3, cols, device=device), torch.zeros(3, 8, dtype=torch.bool, device=device)
+    for token, (bad, column) in enumerate(((float("inf"), 0), (float("nan"), cols // 2), (float("-inf"), cols - 1))):
+        x[token, column] = bad
+        met[token] = w[:, column] != 0
+    assert_equal_bits(~family.linear(x, values, indices, p.n, p.m, cols).isfinite(), met)
+    values[3, 7] = float("nan")
+    only = torch.arange(8, device=device).eq(3).expand(3, 8)
+    assert_equal_bits(family.linear(inputs(3, cols, device=device), values, indices, p.n, p.m, cols).isnan(), only)
+
+
+@pytest.mark.parametrize("text", ["1:2", "2:8", "3:5", "5:12"])
+def test_few_tokens_a_damaged_index_adds_nothing(device, text):
+    """x is NaN except where the other values of the row point, so that a read of anything else would show."""
+    p, rows, tokens = Pattern(text), 9, 2
+    cols = 40 * p.m
+    values, indices, _ = packed(text, rows, cols, BF16, device)
+    per_byte = 8 // p.index_bits
+    for row, k in ((0, 0), (8, 17), (5, p.kept(cols) - 1)):
+        broken, without, poisoned = indices.clone(), values.clone(), values.clone()
+        broken[row, k // per_byte] |= (2**p.index_bits - 1) << (k % per_byte * p.index_bits)
+        without[row, k], poisoned[row, k] = 0.0, float("inf")
+        w = reference.decompress(without.cpu(), indices.cpu(), p.n, p.m, cols).to(device)
+        x = inputs(tokens, cols, BF16, device)
+        y = family.linear(x, poisoned, broken, p.n, p.m, cols)
+        assert_no_worse(y, F.linear(x, w), F.linear(x.double(), w.double()), f"row {row}, value {k}")
+        x[:, w[row] == 0] = float("nan")
+        assert family.linear(x, poisoned, broken, p.n, p.m, cols)[:, row].isfinite().all()

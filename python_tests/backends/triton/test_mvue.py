@@ -11,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from nmkernels import Pattern, dispatch, reference, testing
-from nmkernels.backends.triton import _mvue, _mvue_small, _mvue_tiles, _philox, mvue
-from nmkernels.backends.triton._launch import launch, next_power_of_2
+from nmkernels.backends.triton import mvue
+from nmkernels.backends.triton.launch import launch, next_power_of_2
 from nmkernels.reference.mvue import group_mvue, philox4x32
 from python_tests.ops.samples import seed
 
@@ -33,60 +33,37 @@ def expected(op: str, g: Tensor, n: int, m: int, dim: int, words: Tensor, method
 def words_kernel(seed, j, alone, fours, pairs, COUNT: tl.constexpr):
     at = tl.arange(0, COUNT)
     counter = tl.load(j + at)
-    tl.store(alone + at, _philox.uniforms24(seed, counter))
-    tl.store(fours + at[:, None] * 4 + tl.arange(0, 4)[None, :], _philox.uniforms24_of_four(seed, counter))
-    u0, u1 = _philox.pairs24(seed, counter)
+    tl.store(alone + at, mvue.uniforms24(seed, counter))
+    tl.store(fours + tl.arange(0, 4 * COUNT), mvue.uniforms24_of_four(seed, counter))
+    u0, u1 = mvue.pairs24(seed, counter)
     tl.store(pairs + at * 2, u0)
     tl.store(pairs + at * 2 + 1, u1)
 
 
-@pytest.mark.parametrize("words", [(0, 0), (-1, 2**40 + 5), (2**63 - 1, -(2**63)), (-(2**63), -2), (0x9E3779B9, 0xFFFFFFFF)])
-def test_philox_of_large_counters(words: tuple[int, int], device: str) -> None:
+def test_philox_of_large_counters(device: str) -> None:
     """Counters of all 64 bits: a tensor of 2^34 elements counts its groups past 2^32."""
-    j = torch.tensor([0, 1, 2, 3, 7, 2**31, 2**32 - 1, 2**32, 2**32 + 1, 2**33 + 6, 2**34 + 3, 2**40, 2**45 + 9, 2**60, 2**62 + 1, 5])
-    got = [torch.empty(16, k, dtype=torch.int32, device=device) for k in (1, 4, 2)]
-    launch(words_kernel, 1, (seed(*words).to(device), j.to(device), *got), COUNT=16)
+    for words in [(0, 0), (-1, 2**40 + 5), (2**63 - 1, -(2**63)), (-(2**63), -2), (0x9E3779B9, 0xFFFFFFFF)]:
+        j = torch.tensor([0, 1, 2, 3, 7, 2**31, 2**32 - 1, 2**32, 2**32 + 1, 2**33 + 6, 2**34 + 3, 2**40, 2**45 + 9, 2**60, 2**62 + 1, 5])
+        got = [torch.empty(16, k, dtype=torch.int32, device=device) for k in (1, 4, 2)]
+        launch(words_kernel, 1, (seed(*words).to(device), j.to(device), *got), COUNT=16)
 
-    def block(counter: Tensor) -> Tensor:
-        key, offset = (w & 2**64 - 1 for w in words)
-        high = [torch.full_like(counter, part) for part in (offset & WORD, offset >> 32)]
-        return philox4x32(torch.stack([counter & WORD, (counter >> 32) & WORD, *high], -1), (key & WORD, key >> 32)) >> 8
+        def block(counter: Tensor, words: tuple[int, int] = words) -> Tensor:
+            key, offset = (w & 2**64 - 1 for w in words)
+            high = [torch.full_like(counter, part) for part in (offset & WORD, offset >> 32)]
+            return philox4x32(torch.stack([counter & WORD, (counter >> 32) & WORD, *high], -1), (key & WORD, key >> 32)) >> 8
 
-    alone, fours, pairs = (x.cpu().long() for x in got)
-    assert torch.equal(alone, block(j >> 2).gather(1, (j & 3)[:, None]))
-    assert torch.equal(fours, block(j))
-    assert torch.equal(pairs, block(j)[:, :2])
-
-
-@triton.jit
-def column_words_kernel(seed, line, first, per_line, shared, alone):
-    at = tl.arange(0, 8)[:, None] * 4 + tl.arange(0, 4)[None, :]
-    tl.store(shared + at, _mvue_tiles.place_uniforms(seed, line.to(tl.int64), first.to(tl.int64), per_line, 8, 4, True))
-    tl.store(alone + at, _mvue_tiles.place_uniforms(seed, line.to(tl.int64), first.to(tl.int64), per_line, 8, 4, False))
-
-
-@pytest.mark.parametrize("line, first, per_line", [(3, 8, 16), (2**28, 4, 64), (5, 2**33, 2**34)])
-def test_column_words(line: int, first: int, per_line: int, device: str) -> None:
-    """Four groups that share a block of words get what each gets alone."""
-    shared, alone = (torch.empty(8, 4, dtype=torch.int32, device=device) for _ in range(2))
-    words = seed(11, 12).to(device)
-    launch(column_words_kernel, 1, (words, line, first, per_line, shared, alone))
-    assert torch.equal(shared, alone)
-    for column in range(4):
-        start = (line + column) * per_line + first
-        assert alone[:, column].tolist() == reference.philox.uniforms24(seed(11, 12), 8, start).tolist()
+        alone, fours, pairs = (x.cpu().long() for x in got)
+        assert torch.equal(alone, block(j >> 2).gather(1, (j & 3)[:, None]))
+        assert torch.equal(fours, block(j))
+        assert torch.equal(pairs, block(j)[:, :2])
 
 
 @triton.jit
-def groups_kernel(x, u, out, M: tl.constexpr, N: tl.constexpr, SMALL: tl.constexpr, TILE: tl.constexpr, PADDED: tl.constexpr):
+def groups_kernel(x, u, out, M: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr, PADDED: tl.constexpr):
     group, place = tl.arange(0, TILE)[:, None], tl.arange(0, PADDED)[None, :]
     tile = tl.load(x + group * M + place, mask=place < M, other=0.0)
     draws = tl.load(u + tl.arange(0, TILE))
-    if SMALL:
-        found = _mvue_small.uncarried_all(_mvue_small.exact_small(_mvue_small.parts(tile, M), draws, N), tile.dtype)
-        tl.store(out + group * M + place, _mvue_small.joined(found))
-    else:
-        tl.store(out + group * M + place, _mvue.estimate(tile, draws, draws, N, M, False), mask=place < M)
+    tl.store(out + group * M + place, mvue.estimate(tile, draws, draws, N, M, False), mask=place < M)
 
 
 def breakpoints(a: Tensor, n: int) -> Tensor:
@@ -100,88 +77,87 @@ def breakpoints(a: Tensor, n: int) -> Tensor:
     return torch.cat([near.flatten() % 2**24, torch.tensor([0, 1, 2**24 - 1])])
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
 @pytest.mark.parametrize("pattern", ["2:4", "1:4", "2:8", "1:2", "3:4", "2:5", "4:16"])
-def test_breakpoints(pattern: str, dtype: torch.dtype, device: str) -> None:
-    p = Pattern(pattern)
-    groups, draws = [], []
-    for scale in (1.0, 1e-6, 3e4 / p.m):
-        for spread in (0, 4, 14):
-            g = torch.randn(p.m) * torch.logspace(0, -spread, p.m, base=2) * scale
-            g[p.n + 2 + spread // 8 :] = 0.0  # the last one that is open takes what is left, wherever it is
-            u = breakpoints(g.to(dtype).double().abs(), p.n)
-            groups.append(g.to(dtype).expand(len(u), p.m))
-            draws.append(u)
-    x, u = torch.cat(groups), torch.cat(draws)
-    rows = next_power_of_2(len(u))
-    x = torch.cat([x, x.new_zeros(rows - len(u), p.m)]).contiguous()
-    u = torch.cat([u, u.new_zeros(rows - len(u))])
-    want = group_mvue(x, u, p.n)
-    for small in {False, p.n <= 2 and p.m in mvue.SMALL}:
+def test_breakpoints(pattern: str, device: str) -> None:
+    for dtype in [F32, BF16, F16]:
+        p = Pattern(pattern)
+        groups, draws = [], []
+        for scale in (1.0, 1e-6, 3e4 / p.m):
+            for spread in (0, 4, 14):
+                g = torch.randn(p.m) * torch.logspace(0, -spread, p.m, base=2) * scale
+                g[p.n + 2 + spread // 8 :] = 0.0  # the last one that is open takes what is left, wherever it is
+                u = breakpoints(g.to(dtype).double().abs(), p.n)
+                groups.append(g.to(dtype).expand(len(u), p.m))
+                draws.append(u)
+        x, u = torch.cat(groups), torch.cat(draws)
+        rows = next_power_of_2(len(u))
+        x = torch.cat([x, x.new_zeros(rows - len(u), p.m)]).contiguous()
+        u = torch.cat([u, u.new_zeros(rows - len(u))])
+        want = group_mvue(x, u, p.n)
         out = torch.empty_like(x, device=device)
         memory = out.view(torch.int32 if dtype == F32 else torch.int16)
-        consts = {"M": p.m, "N": p.n, "SMALL": small, "TILE": rows, "PADDED": next_power_of_2(p.m)}
+        consts = {"M": p.m, "N": p.n, "TILE": rows, "PADDED": next_power_of_2(p.m)}
         launch(groups_kernel, 1, (x.to(device), u.int().to(device), memory), **consts)
-        testing.assert_equal_bits(out, want, f"small {small}")
+        testing.assert_equal_bits(out, want)
 
 
 @pytest.mark.parametrize("pattern, method", [(q, "exact") for q in ("2:4", "1:4", "2:8", "1:2", "3:5", "2:16")] + [("2:4", "approx")])
-@pytest.mark.parametrize("shape, dim", [((13, 120), 1), ((203, 67), 0), ((144, 66), 0), ((2, 45, 9), 1), ((3, 2, 240), -1), ((70, 1), 0)])
 @pytest.mark.parametrize("op", OPS)
-def test_shapes(op: str, shape: tuple[int, ...], dim: int, pattern: str, method: str, device: str) -> None:
+def test_shapes(op: str, pattern: str, method: str, device: str) -> None:
     """Tiles that cross rows, columns and the padded tail; a number of groups that no four divide."""
-    p, words = Pattern(pattern), seed(-3, 2**33)
-    if dim % len(shape) == len(shape) - 1 and shape[-1] % p.m:
-        shape = (*shape[:-1], 15 * p.m)
-    g = torch.randn(shape, dtype=BF16)
-    got = run(op, g.to(device), p.n, p.m, dim, words.to(device), method)
-    testing.assert_equal_bits(got, expected(op, g, p.n, p.m, dim, words, method))
-    testing.assert_equal_bits(run(op, g.to(device), p.n, p.m, dim, words.to(device), method), got, "second run")
+    for shape, dim in [((13, 120), 1), ((203, 67), 0), ((144, 66), 0), ((2, 45, 9), 1), ((3, 2, 240), -1), ((70, 1), 0)]:
+        p, words = Pattern(pattern), seed(-3, 2**33)
+        if dim % len(shape) == len(shape) - 1 and shape[-1] % p.m:
+            shape = (*shape[:-1], 15 * p.m)
+        g = torch.randn(shape, dtype=BF16)
+        got = run(op, g.to(device), p.n, p.m, dim, words.to(device), method)
+        testing.assert_equal_bits(got, expected(op, g, p.n, p.m, dim, words, method))
+        testing.assert_equal_bits(run(op, g.to(device), p.n, p.m, dim, words.to(device), method), got, "second run")
 
 
 @pytest.mark.parametrize("pattern", ["128:256", "1:1", "7:64"])
-@pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("op", OPS)
-def test_wide_groups(op: str, pattern: str, dim: int, device: str) -> None:
-    p, words = Pattern(pattern), seed(9)
-    g = torch.randn((p.m + 3, 9) if dim == 0 else (3, 2 * p.m))
-    g *= torch.logspace(0, 9, g.shape[dim], base=2).unsqueeze(1 - dim)
-    got = run(op, g.to(device), p.n, p.m, dim, words.to(device), "exact")
-    testing.assert_equal_bits(got, expected(op, g, p.n, p.m, dim, words, "exact"))
-
-
-@pytest.mark.parametrize("dtype", [F32, F16], ids=str)
-@pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize("op", OPS)
-def test_unaligned_memory_and_out(op: str, dim: int, dtype: torch.dtype, device: str) -> None:
-    p, words = Pattern("2:4"), seed(1, 2)
-    memory = torch.randn(24 * 16 + 3).to(dtype)
-    for start in (1, 3):
-        g = memory.to(device)[start:][: 24 * 16].view(24, 16)
-        want = expected(op, g, p.n, p.m, dim, words, "exact")
-        wants = [want] if op == "nm_mvue" else want
-        rooms = [torch.zeros(x.numel() + 8, dtype=x.dtype, device=device) for x in wants]
-        outs = [room[5:][: x.numel()].view(x.shape) for room, x in zip(rooms, wants, strict=True)]
-        run(op, g, p.n, p.m, dim, words.to(device), "exact", out=outs[0] if op == "nm_mvue" else outs)
-        testing.assert_equal_bits(outs, list(wants))
-        assert not any(room[:5].any() or room[-3:].any() for room in rooms), "written beyond out"
-
-
-@pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize("op", OPS)
-def test_strides(op: str, dim: int, device: str) -> None:
-    p, words = Pattern("2:4"), seed(4, 4)
-    apart = torch.stack([words, words], -1)[:, 0]
-    for g in (torch.randn(24, 40).t(), torch.randn(30, 24).t(), torch.randn(30, 48)[:, ::2], torch.randn(8).expand(20, 8)):
-        if dim == 1 and g.shape[1] % 4:
-            continue
-        got = run(op, g.to(device), p.n, p.m, dim, apart.to(device), "exact")
+def test_wide_groups(op: str, pattern: str, device: str) -> None:
+    for dim in [0, 1]:
+        p, words = Pattern(pattern), seed(9)
+        g = torch.randn((p.m + 3, 9) if dim == 0 else (3, 2 * p.m))
+        g *= torch.logspace(0, 9, g.shape[dim], base=2).unsqueeze(1 - dim)
+        got = run(op, g.to(device), p.n, p.m, dim, words.to(device), "exact")
         testing.assert_equal_bits(got, expected(op, g, p.n, p.m, dim, words, "exact"))
 
 
-@pytest.mark.parametrize("shape", [(0, 8), (8, 0), (2, 0, 8)])
 @pytest.mark.parametrize("op", OPS)
-def test_empty(op: str, shape: tuple[int, ...], device: str) -> None:
-    for dim in range(len(shape)):
-        got = run(op, torch.empty(shape, device=device), 2, 4, dim, seed().to(device), "exact")
-        testing.assert_equal_bits(got, expected(op, torch.empty(shape), 2, 4, dim, seed(), "exact"))
+def test_unaligned_memory_and_out(op: str, device: str) -> None:
+    for dtype in [F32, F16]:
+        for dim in [0, 1]:
+            p, words = Pattern("2:4"), seed(1, 2)
+            memory = torch.randn(24 * 16 + 3).to(dtype)
+            for start in (1, 3):
+                g = memory.to(device)[start:][: 24 * 16].view(24, 16)
+                want = expected(op, g, p.n, p.m, dim, words, "exact")
+                wants = [want] if op == "nm_mvue" else want
+                rooms = [torch.zeros(x.numel() + 8, dtype=x.dtype, device=device) for x in wants]
+                outs = [room[5:][: x.numel()].view(x.shape) for room, x in zip(rooms, wants, strict=True)]
+                run(op, g, p.n, p.m, dim, words.to(device), "exact", out=outs[0] if op == "nm_mvue" else outs)
+                testing.assert_equal_bits(outs, list(wants))
+                assert not any(room[:5].any() or room[-3:].any() for room in rooms), "written beyond out"
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_strides(op: str, device: str) -> None:
+    for dim in [0, 1]:
+        p, words = Pattern("2:4"), seed(4, 4)
+        apart = torch.stack([words, words], -1)[:, 0]
+        for g in (torch.randn(24, 40).t(), torch.randn(30, 24).t(), torch.randn(30, 48)[:, ::2], torch.randn(8).expand(20, 8)):
+            if dim == 1 and g.shape[1] % 4:
+                continue
+            got = run(op, g.to(device), p.n, p.m, dim, apart.to(device), "exact")
+            testing.assert_equal_bits(got, expected(op, g, p.n, p.m, dim, words, "exact"))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_empty(op: str, device: str) -> None:
+    for shape in [(0, 8), (8, 0), (2, 0, 8)]:
+        for dim in range(len(shape)):
+            got = run(op, torch.empty(shape, device=device), 2, 4, dim, seed().to(device), "exact")
+            testing.assert_equal_bits(got, expected(op, torch.empty(shape), 2, 4, dim, seed(), "exact"))

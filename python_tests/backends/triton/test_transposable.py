@@ -53,14 +53,14 @@ def test_ragged_programs(dtype: torch.dtype, device: str, poison: None) -> None:
         check(torch.randn(shape).to(dtype), device)
 
 
-@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-def test_unaligned_memory(dtype: torch.dtype, device: str) -> None:
-    memory = torch.randn(12 * 24 + 3).to(dtype)
-    for start in (1, 2, 3):
-        room = torch.zeros(12 * 24 + 8, dtype=torch.bool, device=device)
-        out = room[start:][: 12 * 24].view(12, 24)
-        assert check(memory[start:][: 12 * 24].view(12, 24), device, out) is out
-        assert not room[:start].any() and not room[start + 12 * 24 :].any(), "written beyond out"
+def test_unaligned_memory(device: str) -> None:
+    for dtype in DTYPES[:2]:
+        memory = torch.randn(12 * 24 + 3).to(dtype)
+        for start in (1, 2, 3):
+            room = torch.zeros(12 * 24 + 8, dtype=torch.bool, device=device)
+            out = room[start:][: 12 * 24].view(12, 24)
+            assert check(memory[start:][: 12 * 24].view(12, 24), device, out) is out
+            assert not room[:start].any() and not room[start + 12 * 24 :].any(), "written beyond out"
 
 
 def test_strides(device: str) -> None:
@@ -69,9 +69,9 @@ def test_strides(device: str) -> None:
     check(torch.randn(4, 1, 8).expand(4, 4, 8), device)
 
 
-@pytest.mark.parametrize("shape", [(0, 8), (4, 0), (0, 4, 4), (3, 0, 8)])
-def test_nothing_to_do(shape: tuple[int, ...], device: str) -> None:
-    assert entry().fn(torch.zeros(shape, device=device), 2, 4).shape == shape
+def test_nothing_to_do(device: str) -> None:
+    for shape in [(0, 8), (4, 0), (0, 4, 4), (3, 0, 8)]:
+        assert entry().fn(torch.zeros(shape, device=device), 2, 4).shape == shape
 
 
 def test_other_patterns_are_declined(device: str) -> None:

@@ -22,7 +22,8 @@ from nmkernels.backends.triton._plan import Plan
 from nmkernels.tuning import TABLE, table
 
 ROWS, COLS, TOKENS = 32, 64, 20
-SIZES = ("fprop", torch.float32, ROWS, COLS, TOKENS, 2, 4)
+DTYPE = torch.bfloat16
+SIZES = ("fprop", DTYPE, ROWS, COLS, TOKENS, 2, 4)
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +73,7 @@ def test_what_is_stored_is_followed_and_found_again(cache: Path) -> None:
     # as many tokens as round up to the same power of two, and nothing else
     assert _choose(width=17) == _choose(width=32) == OTHER
     assert _choose(width=16) != OTHER and _choose(width=33) != OTHER
-    for other in ({"rows": 33}, {"cols": 128}, {"dtype": torch.bfloat16}, {"n": 1}, {"kind": "dgrad"}):
+    for other in ({"rows": 33}, {"cols": 128}, {"dtype": torch.float16}, {"n": 1}, {"kind": "dgrad"}):
         assert _choose(**other) == _plan.plan(*_product(**other)[:-2], 90)
     assert [p.name for p in cache.iterdir()] == ["tuning.json"]
 
@@ -148,7 +149,7 @@ def test_a_plan_is_used_for_a_while() -> None:
 def layer(device: str) -> nm.CompressedLinear:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return nm.CompressedLinear(nm.ops.compress(torch.randn(ROWS, COLS), "2:4")).to(device)
+        return nm.CompressedLinear(nm.ops.compress(torch.randn(ROWS, COLS, dtype=DTYPE), "2:4")).to(device)
 
 
 @pytest.fixture
@@ -189,7 +190,7 @@ def test_the_fastest_is_chosen_and_kept(layer: nm.CompressedLinear, candidates: 
     assert line["choice"] == candidates[2]._asdict() and line["us"][tuned.words(candidates[2])] == 0.25e6
     assert line["us"][tuned.words(candidates[0])] == 1e6 and line["by"] == "nm.tune"
     # and the layer runs by it
-    x = torch.randn(TOKENS, COLS, device=layer.values.device)
+    x = torch.randn(TOKENS, COLS, dtype=DTYPE, device=layer.values.device)
     with torch.no_grad():
         torch.testing.assert_close(layer(x), x @ layer.weight.dense().t())
 
@@ -222,9 +223,9 @@ def test_wrong_launches_are_refused(how: str, layer: nm.CompressedLinear, candid
         right.fn(*args, out=out)
         calls.append(0)
         if how == "wrong":
-            out.view(-1)[-1] += 1e-3
+            out.view(-1)[-1] += 1
         elif len(calls) % 2:
-            out.view(-1)[-1] *= 1 + 2e-7
+            out.view(torch.int16).view(-1)[-1] ^= 1
         return out
 
     _replace(monkeypatch, dataclasses.replace(right, fn=sometimes))
@@ -275,36 +276,19 @@ def test_a_layer_in_training_has_its_plans_products(device: str, monkeypatch: py
     assert all(e.best == 1.0 and not e.refused for e in report.entries)
 
 
-@pytest.mark.parametrize(("pattern", "some"), [("2:4", 3), ("3:5", 8)])
-def test_tiles_of_few_tokens_are_right(pattern: str, some: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As tune tries them: they are refused if two runs differ, or are worse than torch."""
-    p, rows, every = nm.Pattern(pattern), 20, tuned.candidates
-    layer = nm.CompressedLinear(nm.ops.compress(torch.randn(rows, 32 * p.m), pattern)).to(device)
-    sizes = ("fprop", torch.float32, rows, 32 * p.m, 3, p.n, p.m, linear.capability(layer.values))
-    tiles = [plan for plan in every(*sizes) if plan.method == "tile"]
-    assert len(tiles) >= 8 and tuned.plan(*sizes) == Plan("few")
-    for plan in tiles:
-        tile = tuned.tile_of(plan, 4, p.n, p.m, 32 * p.m)
-        assert (tile.rows, tile.lanes, tile.chunks, tile.warps, tile.ahead, tile.splits) == (*plan[1:5], plan.stages == 2, plan.splits)
-    monkeypatch.setattr(tuned, "candidates", lambda *sizes: tiles[::some])
-    (entry,) = nm.tune(layer, 3, timer=lambda call: 1.0).entries
-    assert not entry.refused and entry.best == 1.0
-
-
 def test_few_tokens_only_have_their_kernel() -> None:
-    for method in ("few", "tile"):
-        other = Plan(method, 16, 8, 4, 2, 2, 1)
-        _store({tuned.name(_product(tokens=t)): _line(other) for t in (4, 8)})
-        assert _choose(width=4) == _choose(width=3) == other
-        assert _choose(width=8) == _plan.plan(*_product(tokens=8)[:-2], 90)
+    other = Plan("few", 16, 8, 4, 2, 2, 1)
+    _store({tuned.name(_product(tokens=t)): _line(other) for t in (4, 8)})
+    assert _choose(width=4) == _choose(width=3) == other
+    assert _choose(width=8) == _plan.plan(*_product(tokens=8)[:-2], 90)
 
 
 # ---- the benchmarks, which time both ways beside each other
 
 
 def test_both_ways_of_many_tokens_are_providers(layer: nm.CompressedLinear) -> None:
-    spec = Spec("nm_linear", "2:4", "float32", ROWS, COLS, TOKENS)
-    x, used = torch.randn(TOKENS, COLS, device=layer.values.device), []
+    spec = Spec("nm_linear", "2:4", "bfloat16", ROWS, COLS, TOKENS)
+    x, used = torch.randn(TOKENS, COLS, dtype=DTYPE, device=layer.values.device), []
 
     def call() -> torch.Tensor:
         used.append(_in_use(layer))
@@ -313,4 +297,4 @@ def test_both_ways_of_many_tokens_are_providers(layer: nm.CompressedLinear) -> N
     for p in ways(spec, x, lambda: Provider("", call)):
         with p.under():
             torch.testing.assert_close(p.call(), x @ layer.weight.dense().t())
-    assert [plan.method for plan in used] == ["gemm", "scratch"] and _in_use(layer) == DEFAULT
+    assert [plan.method for plan in used] == ["scratch", "gemm"] and _in_use(layer) == DEFAULT

@@ -6,19 +6,29 @@ integer is 1, a multiple of 16, or too wide for 32 bits, and the constexprs; all
 ``do_not_specialize`` declares it, and a type such as ``tl.int64``, for all of its integers: their values are in no key. For other GPUs
 Triton looks at more, on AMD's at the size of a tensor's storage, and every launch goes through Triton.
 
-A launch that finds its kernel takes 3 us of Python, 0.4 of them in Triton's launcher; Triton's own ``kernel[grid](...)`` takes 8.5
-(a kernel of three arguments and four constexprs on an AMD EPYC with a stub for the driver, Triton 3.6, 2026-11-21).
+Without a GPU, what a call would launch is compiled for a named architecture and collected instead of run:
+
+    with recording(90) as kernels:
+        mask(torch.empty(4096, 4096, device="meta"), 2, 4)
+    kernels[0].asm["ptx"]
+
+The kernels, their constexprs and the divisibility of their arguments are those of the real call: a tensor on the meta device counts as
+one whose address is a multiple of 16.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
 
 from . import interpreted
 
@@ -68,7 +78,7 @@ Start = Callable[[int, int, tuple[Any, ...]], None]
 
 _started: dict[tuple[Any, ...], Start] = {}
 instead: Callable[[Any, int, tuple[Any, ...]], None] | None = None
-"""What ``aot`` has done with a compiled kernel, its programs and its arguments instead of launching it; None while kernels run."""
+"""What ``compiling`` has done with a compiled kernel, its programs and its arguments instead of launching it; None while kernels run."""
 
 
 def launch(kernel: Any, programs: int, args: tuple[Any, ...], warps: int = 4, stages: int = 3, **constexprs: Any) -> None:
@@ -130,7 +140,7 @@ def _start(kernel: Any, programs: int, args: tuple[Any, ...], device: int, warps
 def _starter(compiled: Any, constants: tuple[Any, ...]) -> Start:
     """What ``compiled[(programs, 1, 1)](*args, *constants)`` does, looked up beforehand."""
     run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
-    stream_of, hooks = triton.runtime.driver.active.get_current_stream, triton.knobs.runtime
+    stream_of, hooks = driver.active.get_current_stream, triton.knobs.runtime
 
     def start(programs: int, device: int, args: tuple[Any, ...]) -> None:
         # a profiler wants to be told; it adds itself to a chain, or puts a function in its place
@@ -159,4 +169,63 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-__all__ = ["INTERPRETED", "cdiv", "flagged", "launch", "next_power_of_2", "triton"]
+@lru_cache(maxsize=64)
+def _capability_of(device: torch.device) -> int:
+    if device.type != "cuda" or torch.version.hip:
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def capability(x: Tensor) -> int:
+    """The compute capability that a call with ``x`` is planned for: 80, 90, ...; 0 where there is no such thing."""
+    if instead is not None:
+        return int(driver.active.get_current_target().arch)
+    return _capability_of(x.device)
+
+
+class _NoDevice:
+    """As much of a driver as compiling asks for."""
+
+    def __init__(self, capability: int) -> None:
+        self.target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return self.target.arch  # kernels are cached per device: each architecture is one of its own
+
+    def get_current_stream(self, _device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("meta")
+
+
+@contextmanager
+def compiling(capability: int, use: Callable[[Any, int, tuple[Any, ...]], None]) -> Iterator[None]:
+    """Inside, ``launch`` compiles for compute capability 80, 90, ... and calls ``use(compiled, programs, arguments)``.
+
+    Raises:
+        RuntimeError: the kernels were decorated for the interpreter (TRITON_INTERPRET=1), which compiles nothing.
+    """
+    global instead
+    if INTERPRETED:
+        raise RuntimeError("TRITON_INTERPRET=1 interprets kernels; unset it to compile them.")
+    before, active = instead, driver._active
+    instead = use
+    driver.set_active(_NoDevice(capability))
+    try:
+        yield
+    finally:
+        instead = before
+        driver._active = active
+
+
+@contextmanager
+def recording(capability: int) -> Iterator[list[Any]]:
+    """``compiling``, with the compiled kernels collected in a list."""
+    kernels: list[Any] = []
+    with compiling(capability, lambda compiled, _programs, _args: kernels.append(compiled)):
+        yield kernels
