@@ -22,28 +22,32 @@ TITLES = {"roofline": "Roofline of the sparse GEMM", "speedup": "Speed-up of the
 
 
 def draw(rows: Rows, folder: Path, slug: str) -> list[Path]:
-    """Write the figures that these rows have points for, as SVG; nothing without matplotlib. The same rows give the same bytes."""
+    """Write the figures that these rows have points for, as SVG; nothing without matplotlib."""
+    paints: dict[str, Callable[[Any], bool]] = {"roofline": lambda axes: roofline(rows, axes), "speedup": lambda axes: speedup(rows, axes)}
+    paths = {name: folder / f"{slug}-{name}.svg" for name in paints}
+    return [paths[name] for name, paint in paints.items() if painted(paths[name], paint, TITLES[name], "both")]
+
+
+def painted(path: Path, paint: Callable[[Any], bool], title: str = "", lines: str = "major") -> bool:
+    """Write the figure that ``paint`` draws on axes, as SVG, where it says that it did; the same points give the same bytes."""
     try:
         import matplotlib
     except ImportError:
-        return []
+        return False
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    written = []
-    for name, paint in (("roofline", roofline), ("speedup", speedup)):
-        with matplotlib.rc_context({"svg.hashsalt": "nmkernels", "svg.fonttype": "path", "font.size": 9}):
-            figure, axes = plt.subplots(figsize=(6, 4))
-            if paint(rows, axes):
-                axes.set_title(TITLES[name])
-                axes.grid(True, which="both", linewidth=0.3)
-                axes.legend(fontsize=7)
-                folder.mkdir(parents=True, exist_ok=True)
-                path = folder / f"{slug}-{name}.svg"
-                figure.savefig(path, metadata={"Date": None}, bbox_inches="tight")
-                written.append(path)
-            plt.close(figure)
-    return written
+    with matplotlib.rc_context({"svg.hashsalt": "nmkernels", "svg.fonttype": "path", "font.size": 9}):
+        figure, axes = plt.subplots(figsize=(6, 4))
+        drawn = paint(axes)
+        if drawn:
+            axes.set_title(title)
+            axes.grid(True, which=lines, linewidth=0.3)
+            axes.legend(fontsize=7)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            figure.savefig(path, metadata={"Date": None}, bbox_inches="tight")
+        plt.close(figure)
+    return drawn
 
 
 def roofline(rows: Rows, axes: Any) -> bool:

@@ -13,6 +13,6 @@ traces     ``trace-<task>.csv``, what the recipe did on the way: flips, decay ra
 runner     many runs: processes, progress, resuming
 ========== ==========================================================================================================
 
-To add a task, write ``tasks/<name>.py`` with a subclass of ``tasks.Task`` under ``@task("name")`` and import it in ``tasks/__init__``; to
-add a method, one line in ``methods``. Nothing else knows their names.
+To add a task, write ``tasks/<name>.py`` with a subclass of ``tasks.Task`` under ``@task("name")``; to add a method, one line in
+``methods``. Nothing else knows their names.
 """

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from ..figures import painted
 from . import methods, traces
 from .rows import RunRow
 from .spec import DENSE, EVALUATION_SEEDS, mean_and_error
@@ -28,11 +28,6 @@ def draw(rows: list[RunRow], folder: Path, out: Path, task: str) -> list[Path]:
     Args:
         folder: where the traces lie.
     """
-    try:
-        import matplotlib
-    except ImportError:
-        return []
-    matplotlib.use("Agg")
     cases, lines = shared(rows, task), traces.load(folder, task)
     paints: dict[str, Callable[[Any], bool]] = {
         "sparsity": lambda axes: sparsity(cases, axes),
@@ -42,35 +37,8 @@ def draw(rows: list[RunRow], folder: Path, out: Path, task: str) -> list[Path]:
         "switch": lambda axes: switch(task, lines, axes),
         "flops": lambda axes: flops(rows, task, axes),
     }
-    written = []
-    for name, paint in paints.items():
-        path = out / f"{task}-{name}.svg"
-        with _axes(path) as (axes, keep):
-            if keep(paint(axes)):
-                written.append(path)
-    return written
-
-
-@contextmanager
-def _axes(path: Path) -> Iterator[tuple[Any, Callable[[bool], bool]]]:
-    import matplotlib
-    import matplotlib.pyplot as plt
-
-    wanted: list[bool] = []
-
-    def keep(drawn: bool) -> bool:
-        wanted.append(drawn)
-        return drawn
-
-    with matplotlib.rc_context({"svg.hashsalt": "nmkernels", "svg.fonttype": "path", "font.size": 9}):
-        figure, axes = plt.subplots(figsize=(6, 4))
-        yield axes, keep
-        if any(wanted):
-            axes.grid(True, linewidth=0.3)
-            axes.legend(fontsize=7)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(path, metadata={"Date": None}, bbox_inches="tight")
-        plt.close(figure)
+    paths = {name: out / f"{task}-{name}.svg" for name in paints}
+    return [paths[name] for name, paint in paints.items() if painted(paths[name], paint)]
 
 
 def _ratio(pattern: str) -> float:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
+from importlib import import_module
+from pkgutil import iter_modules
 
 from nmkernels import NMError
 
 from ..registry import FAMILIES, Ask, Spec, Work
-from . import adamw, choice, effective, ffn, gemm, groups, host, layer, linear, machine, pack, step  # noqa: F401 - they register
+
+for _module in iter_modules(__path__):
+    import_module(f"{__name__}.{_module.name}")  # each registers its cases
 
 
 def build(spec: Spec, device: str) -> Work:

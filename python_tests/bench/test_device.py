@@ -51,6 +51,7 @@ def _small(spec: Spec) -> Spec:
     return dataclasses.replace(spec, rows=16, cols=64, tokens=min(spec.tokens, 128)) if spec.rows else spec
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("spec", dict.fromkeys(_small(s) for s in targets.quick("cuda")), ids=str)
 def test_cases_of_a_gpu_are_built_and_timed(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
     with gpu(monkeypatch):

@@ -13,6 +13,7 @@ from nmkernels import NMError, reference
 from python_tests.bench.samples import SMALL
 
 
+@pytest.mark.quick(16)
 @pytest.mark.parametrize("spec", SMALL, ids=str)
 def test_case_is_proved_and_timed(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bench.runner.matmul_rate", lambda dtype, device: 1e9)

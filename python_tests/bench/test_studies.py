@@ -43,6 +43,7 @@ def test_arithmetic_is_chosen_inside_only(monkeypatch: pytest.MonkeyPatch, befor
         assert os.environ.get("NMKERNELS_BACKEND") == before
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", studies.RECIPES)
 def test_curves_of_a_real_run(
     name: str, text: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

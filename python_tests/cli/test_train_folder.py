@@ -60,6 +60,7 @@ def fill(folder: Path, name: str, data: bytes = b"mine") -> None:
     (folder / name).write_bytes(data)
 
 
+@pytest.mark.quick(1, per="name")
 @pytest.mark.parametrize("option", [[], ["--overwrite"], ["--resume"]], ids=["plain", "overwrite", "resume"])
 @pytest.mark.parametrize(
     "name", [*SIGNS, "checkpoints/step-00000001.pt", "tensorboard/events.out.tfevents.1", "baseline/a", ".hidden", "notes"]

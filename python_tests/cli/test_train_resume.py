@@ -43,13 +43,13 @@ def final(out: Path) -> dict:
     return torch.load(out / "checkpoints" / "step-00000012.pt", weights_only=True)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("recipe", "at"),
     # STEP before, at and after its switch
     [
-        ("step:2:4", 5),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("step:2:4", 1), ("step:2:4", 9))),
-        *(pytest.param(spec, 5, marks=pytest.mark.slow) for spec in ("srste:1:4", "asp:2:4", "sste:2:4", "mdgf:1:8", "sdgf:1:8")),
+        *(("step:2:4", at) for at in (5, 1, 9)),
+        *((spec, 5) for spec in ("srste:1:4", "asp:2:4", "sste:2:4", "mdgf:1:8", "sdgf:1:8")),
     ],
 )
 def test_a_stopped_run_ends_with_the_same_bits(text, tmp_path, monkeypatch, capsys, recipe, at):
@@ -200,6 +200,7 @@ def test_rows_are_the_same_where_checkpoints_fall_between_them(text, tmp_path, m
     assert logs[0] == logs[1] and len(logs[0]) == 4
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("keep", [0, 100, -1])
 def test_a_truncated_checkpoint_names_the_one_before(stopped, text, capsys, keep):
     newest, earlier = stopped / "checkpoints" / "step-00000008.pt", stopped / "checkpoints" / "step-00000006.pt"

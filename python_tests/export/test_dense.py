@@ -55,6 +55,7 @@ def test_a_model_in_training_is_refused(trained, tmp_path):
         nm.save_dense(trained[0], tmp_path / "m")
 
 
+@pytest.mark.slow
 def test_tied_weights_and_conv1d(tmp_path):
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=16, n_positions=8, vocab_size=32)

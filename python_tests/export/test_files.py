@@ -93,6 +93,7 @@ def test_only_a_regular_file_is_replaced(tmp_path):
         atomic_write(tmp_path / ("a" * 254), save_bytes)
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_leaves_one_folder_with_the_file_s_name(tmp_path):
     code = """if True:
         import os, sys

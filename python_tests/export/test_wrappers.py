@@ -74,6 +74,7 @@ def names(path: Path) -> set[str]:
         return {*file.keys(), *json.loads(file.metadata().get("layers") or file.metadata()["nm"])}
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("kind", WRAPS)
 def test_a_file_has_the_plain_names_whatever_wraps_the_model(tmp_path: Path, kind: str) -> None:
     x, model = torch.randn(3, 16), WRAPS[kind](finished())

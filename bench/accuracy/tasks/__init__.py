@@ -1,8 +1,11 @@
-"""The tasks by name."""
+"""The tasks by name; every file of this folder registers its own."""
 
-from __future__ import annotations
+from importlib import import_module
+from pkgutil import iter_modules
 
-from . import cifar, finetune, gpt, hf, opcodes, vit  # noqa: F401  registers them
 from .base import Settings, Task, get, names, task
+
+for _module in iter_modules(__path__):
+    import_module(f"{__name__}.{_module.name}")
 
 __all__ = ["Settings", "Task", "get", "names", "task"]
