@@ -1,47 +1,35 @@
 """The weight transforms: what they use, what they freeze, and the gradient that they pass on."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
 import torch
 
 from nmkernels import NMError, Pattern, PatternError, ShapeError, ops
-from nmkernels.autograd import HardMask, WeightTransform, linear
+from nmkernels.autograd import HardMask, WeightTransform, linear, masked
 from nmkernels.recipes.methods.complementary import StrideMask
 from nmkernels.recipes.methods.fst import TransposableMask
 from nmkernels.recipes.methods.maxq import PartlyDense, SoftQuery
 from nmkernels.recipes.methods.mdgf import DecayedMask
 from nmkernels.recipes.methods.sste import SoftThreshold
-from nmkernels.testing import equal_bits
+from nmkernels.testing import assert_equal_bits, equal_bits
 from python_tests import plain
 
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+
 @pytest.mark.parametrize("pattern", ["2:4", "1:4", "3:8", "1:16"])
-def test_keeps_the_largest_of_each_group(pattern, dtype):
-    p, w = Pattern(pattern), torch.randn(6, 32).to(dtype)
-    assert equal_bits(HardMask(p)(w), plain.masked(w, p.n, p.m))
-
-
-def test_out_is_written_and_returned():
-    w, out = torch.randn(4, 8), torch.full((4, 8), float("nan"))
-    assert HardMask(Pattern("2:4"))(w, out=out) is out
-    assert equal_bits(out, plain.masked(w, 2, 4))
+def test_keeps_the_largest_of_each_group(pattern):
+    for dtype in DTYPES:
+        p, w = Pattern(pattern), torch.randn(6, 32).to(dtype)
+        assert equal_bits(HardMask(p)(w), plain.masked(w, p.n, p.m)), dtype
 
 
 def test_pruned_nan_and_inf_leave_plus_zero():
     w = torch.tensor([[float("nan"), float("inf"), -1.0, -2.0], [float("-inf"), -3.0, 3.0, float("inf")]])
     kept = HardMask(Pattern("1:4"))(w)
     assert equal_bits(kept, torch.tensor([[float("nan"), 0.0, 0.0, 0.0], [float("-inf"), 0.0, 0.0, 0.0]]))
-
-
-def test_transposed_view_is_grouped_along_its_own_last_dimension():
-    w = torch.randn(8, 6).t()
-    assert equal_bits(HardMask(Pattern("2:4"))(w), plain.masked(w.contiguous(), 2, 4))
-
-
-def test_equal_patterns_make_equal_transforms():
-    assert HardMask(Pattern("2:4")) == HardMask(Pattern("2:4")) != HardMask(Pattern("1:4"))
 
 
 def test_bad_input_raises():
@@ -71,14 +59,14 @@ EVERY = {
 
 
 @pytest.mark.parametrize("name", EVERY)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_out_and_views_give_the_same_bits_contiguous(name, dtype):
+def test_out_and_views_give_the_same_bits_contiguous(name):
     transform, extras = EVERY[name]
-    w = torch.randn(16, 12).to(dtype).t()
-    got, out = transform(w, *extras), torch.full((12, 16), float("nan"), dtype=dtype)
-    assert transform(w, *extras, out=out) is out and got.is_contiguous() and got.dtype == dtype
-    assert equal_bits(got, out) and equal_bits(got, transform(w.contiguous(), *extras))
-    assert hash(transform) == hash(replace(transform))
+    for dtype in DTYPES:
+        w = torch.randn(16, 12).to(dtype).t()
+        got, out = transform(w, *extras), torch.full((12, 16), float("nan"), dtype=dtype)
+        assert transform(w, *extras, out=out) is out and got.is_contiguous() and got.dtype == dtype
+        assert equal_bits(got, out) and equal_bits(got, transform(w.contiguous(), *extras)), dtype
+    assert transform == replace(transform) and hash(transform) == hash(replace(transform))
 
 
 def test_soft_threshold_by_hand():
@@ -99,24 +87,22 @@ def packable(name, w):
     }[name]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("cast", [None, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("view", [False, True])
 @pytest.mark.parametrize("name", ["hard", "soft", "held", "other"])
-def test_packed_is_the_dense_form_compressed(name, view, cast, dtype):
-    w = torch.randn(8, 16).to(dtype)
-    w = w.t() if view else w
-    transform, extras = packable(name, w)
-    cast = cast or dtype
-    packed = transform.packed(w, *extras, dtype=cast, columns=transform.traits.transposable)
-    want = transform(w, *extras).to(cast)
-    if name == "soft":  # rounded once, where the dense form is first rounded to the master weight's dtype
-        want = (ops.soft_threshold(w, "2:4").to(extras[0].dtype) * extras[0]).to(cast)
-        assert dtype == torch.bfloat16 or torch.equal(want, transform(w, *extras).to(cast))
-    assert torch.equal(packed.rows.dense(), want) and packed.rows.values.dtype == cast and packed.rows.pattern == Pattern("2:4")
-    assert (packed.columns is not None) == transform.traits.transposable
-    if transform.traits.transposable:
-        assert torch.equal(packed.columns.dense(), want.t())
+def test_packed_is_the_dense_form_compressed(name):
+    narrow = [torch.bfloat16, torch.float16]
+    for dtype, view in itertools.product([torch.float32, torch.bfloat16, torch.float64], [False, True]):
+        w = torch.randn(8, 16).to(dtype)
+        w = w.t() if view else w
+        transform, extras = packable(name, w)
+        for cast in (dtype, *narrow):
+            packed = transform.packed(w, *extras, dtype=cast, columns=transform.traits.transposable)
+            want = transform(w, *extras).to(cast)
+            if name == "soft":  # rounded once, where the dense form is first rounded to the master weight's dtype
+                want = (ops.soft_threshold(w, "2:4").to(extras[0].dtype) * extras[0]).to(cast)
+                assert dtype == torch.bfloat16 or torch.equal(want, transform(w, *extras).to(cast))
+            assert torch.equal(packed.rows.dense(), want) and packed.rows.values.dtype == cast and packed.rows.pattern == Pattern("2:4")
+            assert (packed.columns is not None) == transform.traits.transposable
+            assert packed.columns is None or torch.equal(packed.columns.dense(), want.t())
 
 
 @pytest.mark.parametrize("name", ["hard", "soft", "other"])
@@ -163,3 +149,41 @@ def test_a_weight_changed_between_forward_and_backward_is_noticed_where_it_matte
         else:
             with pytest.raises(RuntimeError, match="modified by an inplace"):
                 y.sum().backward()
+
+
+# ---- masked
+
+SPECIAL = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0, 0.0, 1e-42, -3.5, 65504.0])
+
+
+@pytest.mark.parametrize("way", ["plain", "transposed", "strided", "negated", "needs grad"])
+def test_masked_keeps_bits_and_leaves_plus_zero(way):
+    for dtype in DTYPES:
+        x = SPECIAL.to(dtype).repeat(6, 2)
+        mask = torch.rand(6, 16) < 0.5
+        if way == "transposed":
+            x, mask = x.t(), mask.t()
+        elif way == "strided":
+            x, mask = x[:, ::3], mask[:, ::3]
+        elif way == "negated":
+            x = torch._neg_view(x)
+        elif way == "needs grad":
+            x = x.clone().requires_grad_()
+        expected = torch.where(mask, x.detach().resolve_neg(), torch.zeros((), dtype=dtype)).contiguous()
+        found = masked(x, mask).detach()
+        assert_equal_bits(found, expected)
+        assert not found.signbit()[~mask].any() and found.is_contiguous()
+
+
+def test_masked_writes_out_and_says_so():
+    x, mask, out = torch.randn(4, 8), torch.rand(4, 8) < 0.5, torch.full((4, 8), torch.nan)
+    version = out._version
+    assert masked(x, mask, out) is out and out._version > version
+    assert_equal_bits(out, masked(x, mask))
+
+
+def test_masked_of_nothing_compiled_and_in_a_transform_of_torch_func():
+    assert masked(torch.ones(0, 4), torch.ones(0, 4, dtype=torch.bool)).shape == (0, 4)
+    x, mask = torch.randn(4, 8), torch.rand(4, 8) < 0.5
+    for other in (torch.compile(masked, fullgraph=True), torch.func.vmap(masked)):
+        assert_equal_bits(other(x, mask), masked(x, mask))
