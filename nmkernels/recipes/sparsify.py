@@ -182,12 +182,10 @@ def _judge(
     impossible = _obstacle(module, weight, uses, bypassed)
     misshapen = ""
     if not impossible:
-        divides = shape[1] % pattern.m == 0
-        misshapen = (
-            plan(pattern, (shape[0], shape[1])).unsupported_reason
-            if divides
-            else f"in_features={shape[1]} is not a multiple of M={pattern.m}"
-        )
+        if shape[1] % pattern.m:
+            misshapen = f"in_features={shape[1]} is not a multiple of M={pattern.m}"
+        else:
+            misshapen = plan(pattern, (shape[0], shape[1])).unsupported_reason
     unwise = ""
     if id(module) in heads or name.rpartition(".")[2] in HEADS:
         unwise = "output head"

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import nmkernels as nm
 from nmkernels.optim import MaskedAdamW
-from nmkernels.pattern import CheckpointError, RecipeError, ShapeError
+from nmkernels.pattern import RecipeError, ShapeError
 from nmkernels.recipes import FST, SRSTE, STEP, Dense
 from nmkernels.recipes.base import Span
 from nmkernels.recipes.compose import deployed
@@ -251,13 +251,6 @@ def test_outputs_that_m_does_not_divide_are_skipped_and_reported():
 def test_wrong_configuration(config, match):
     with pytest.raises(RecipeError, match=match):
         FST(**config)
-
-
-def test_another_schedule_is_refused_when_resuming():
-    _, handle, _ = start(FST("2:4", 20, every=5))
-    _, other, _ = start(FST("2:4", 20, every=6))
-    with pytest.raises(CheckpointError, match="every is 5 there and 6 here"):
-        other.load_state_dict(handle.state_dict())
 
 
 def test_profile():

@@ -5,7 +5,6 @@ import torch
 
 import nmkernels as nm
 from nmkernels.recipes import ASP, SRSTE, STE, STEP, Dense, MdGf, SdGf
-from nmkernels.recipes.registry import parse
 from python_tests.recipes.loop import SPARSE, batches, distance, snapshot
 from python_tests.recipes.loop_used import soft
 from python_tests.recipes.running import start, step
@@ -32,27 +31,6 @@ def fixed(inner, pattern="1:8", total=100, at=40, **keywords):
 
 
 @pytest.mark.parametrize(
-    ("text", "want"),
-    [
-        ("ste", ("ste", None, {})),
-        (" SR-STE:2:8 ", ("SR-STE", "2:8", {})),
-        ("mdgf:1:8(end=0.75, gradient=ste)", ("mdgf", "1:8", {"end": 0.75, "gradient": "ste"})),
-        ("step(inner=mdgf(residual=1e-3), clamp=None)", ("step", None, {"inner": "mdgf(residual=0.001)", "clamp": None})),
-        ("step(inner='mdgf:1:8(total_steps=7)')", ("step", None, {"inner": "mdgf:1:8(total_steps=7)"})),
-        ("sdgf()", ("sdgf", None, {})),
-    ],
-)
-def test_parse(text, want):
-    assert parse(text) == want
-
-
-@pytest.mark.parametrize("text", ["mdgf(", "mdgf(0.5)", "mdgf(a=b=c)", "mdgf(**x)", "mdgf(a=1) + 2", "mdgf(a=[x for x in y])", "mdgf(a=1"])
-def test_not_a_recipe(text):
-    with pytest.raises(nm.RecipeError, match="write it as name:N:M"):
-        parse(text)
-
-
-@pytest.mark.parametrize(
     "recipe", [STE("1:4"), MdGf("1:8", 50, gradient="ste"), fixed(SdGf("1:8", 60), clamp=None), fixed("mdgf(schedule=linear)"), SRSTE()]
 )
 def test_text_is_read_back(recipe):
@@ -60,12 +38,6 @@ def test_text_is_read_back(recipe):
     assert nm.recipes.text(nm.recipes.get(f"step:{recipe.pattern}", total_steps=90, inner="ste")).startswith(
         f"step:{recipe.pattern}(total_steps=90"
     )
-
-
-def test_given_twice():
-    for text, keywords in (("mdgf:1:8", {"pattern": "1:4"}), ("mdgf(gradient=ste)", {"gradient": "chain"})):
-        with pytest.raises(nm.RecipeError, match="given twice"):
-            nm.recipes.get(text, total_steps=10, **keywords)
 
 
 # ---- pattern and length

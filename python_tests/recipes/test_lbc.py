@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import nmkernels as nm
-from nmkernels.pattern import CheckpointError, PatternError, RecipeError
+from nmkernels.pattern import PatternError, RecipeError
 from nmkernels.recipes import LBC
 from python_tests.recipes.loop import batches, mlp, snapshot
 from python_tests.recipes.running import step
@@ -131,7 +131,3 @@ def test_errors():
     for options in ({"end": 0.5}, {"start": 10}, {"exponent": 0.0}, {"forward": "soft"}, {"gradient": "x"}):
         with pytest.raises(RecipeError):
             LBC("2:4", **{"end": 10, **options})
-    _, handle, _ = started(LBC("2:4", end=10))
-    _, other, _ = started(LBC("2:4", end=12))
-    with pytest.raises(CheckpointError, match="end is 10 there and 12 here"):
-        other.load_state_dict(handle.state_dict())

@@ -138,15 +138,6 @@ def test_stopping_on_the_way_warns():
         handle.finish()
 
 
-def test_another_schedule_is_refused_on_resume():
-    model, handle, optimizer = start(SHORT)
-    step(model, optimizer, batches(1)[0])
-    state = handle.state_dict()
-    for other in (MdGf("1:8", 21, start=4, end=15), MdGf("1:8", 20, start=4, end=14, gradient="ste")):
-        with pytest.raises(nm.CheckpointError, match=r"another schedule: (total_steps|gradient) is"):
-            start(other)[1].load_state_dict(state)
-
-
 @pytest.mark.parametrize(
     ("keywords", "said"),
     [

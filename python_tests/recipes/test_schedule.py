@@ -31,9 +31,3 @@ def test_out_of_range(value):
 def test_a_share_needs_the_whole():
     with pytest.raises(nm.RecipeError, match="total_steps is needed"):
         resolve_step("STEP", "t_max", 0.5, None)
-
-
-@pytest.mark.parametrize("bad", [float("inf"), float("nan"), -1, "inf", None, True])
-def test_step_refuses_a_decay_that_is_no_finite_number(bad):
-    with pytest.raises(nm.RecipeError, match="decay"):
-        nm.recipes.STEP("2:4", total_steps=10, decay=bad)

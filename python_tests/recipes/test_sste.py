@@ -58,12 +58,6 @@ def test_equals_independent_loop(mvue, pattern, maker):
     assert distance(sste(snapshot(mlp()), batches(STEPS), n, m), train(snapshot(mlp()), batches(STEPS), n, m)[0]) > 1e-2
 
 
-def test_fp32_agrees_with_fp64():
-    model, _, optimizer = start(SSTE(mvue=None), F32)
-    go(model, optimizer, batches(STEPS, F32))
-    assert distance(snapshot(model), sste(snapshot(mlp(F32)), batches(STEPS, F32), 2, 4)) < 1e-4
-
-
 def test_gradient_has_neither_scale_nor_mask():
     model, _, _ = start(SSTE(mvue=None))
     x = torch.randn(5, 16, dtype=F64)
@@ -287,9 +281,3 @@ def test_fp8_is_for_training_and_not_for_what_is_deployed():
 def test_bad_configuration(keywords, said):
     with pytest.raises(nm.RecipeError, match=said):
         SSTE("2:4", **keywords)
-
-
-def test_by_name():
-    assert nm.recipes.get("sste:2:4", mvue=None) == nm.recipes.get("s-ste:2:4", mvue=None) == SSTE("2:4", mvue=None)
-    with pytest.raises(TypeError, match="beta"):
-        nm.recipes.get("sste:2:4", beta=1.0)
