@@ -28,7 +28,7 @@ def test_forward_of_a_layer(packed, calls, files):
 def test_compress():
     w = torch.randn(64, 64)
     count, where = hops(lambda: nm.ops.compress(w, "2:4"))
-    assert count <= 18, (count, where)
+    assert count <= 12, (count, where)
 
 
 def test_step_of_two_layers():
@@ -43,4 +43,4 @@ def test_step_of_two_layers():
 
     for _ in range(4):
         count, where = step()
-    assert count <= 180, (count, where)
+    assert count <= 110, (count, where)

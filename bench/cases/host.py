@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nmkernels import reference
+from nmkernels.ops.define import CALLS
 
 from ..device import captured
 from ..registry import Call, Grid, Provider, Ratio, Spec, Work, family
@@ -61,14 +62,14 @@ def _arguments(op: str, spec: Spec, device: str) -> tuple[Any, ...]:
 def _family(op: str) -> None:
     @family(f"host({op})", grids=(Grid(("64x64",), tokens=(1, WHOLE) if op == "nm_linear" else (0,), **GRID),))  # type: ignore[arg-type]
     def host(spec: Spec, device: str) -> Work:
-        """``torch.ops.nmkernels.<op>`` on a weight too small to matter."""
-        raw, args = getattr(torch.ops.nmkernels, op).default, _arguments(op, spec, device)
+        """``<op>`` as the public functions and the layers call it, on a weight too small to matter."""
+        call, args = CALLS[op], _arguments(op, spec, device)
         idle = nothing(op)(_ours.reference(op)(*args))  # a backend that fails costs its own rows alone
 
         def check() -> None:
-            _ours.same_shapes(raw(*args), _ours.reference(op)(*args), op)
+            _ours.same_shapes(call(*args), _ours.reference(op)(*args), op)
 
-        mine = _ours.ours(op, args, lambda: Provider("", lambda: raw(*args), check=check, host=True))
+        mine = _ours.ours(op, args, lambda: Provider("", lambda: call(*args), check=check, host=True))
         other = Provider("torch no-op", lambda: idle(*args), host=True)
         ratios = [Ratio("us beyond a no-op", p.name, (other.name,), "more") for p in mine]
         work = Work([*mine, other], ratios)
@@ -82,7 +83,7 @@ def _in_a_graph(work: Work, op: str, args: tuple[Any, ...], device: str) -> None
 
     A graph is captured at its first call, which does not count: a capture that fails costs that provider alone.
     """
-    raw, x = getattr(torch.ops.nmkernels, op).default, torch.zeros(64, 64, device=device)
+    run, x = CALLS[op], torch.zeros(64, 64, device=device)
 
     def graph(name: str, call: Call, under: Callable[[], AbstractContextManager[object]] = nullcontext) -> Provider:
         @cache
@@ -98,7 +99,7 @@ def _in_a_graph(work: Work, op: str, args: tuple[Any, ...], device: str) -> None
 
     other = graph("torch graph", lambda: _one_kernel(x))
     ours = [p for p in work.providers if p.name.startswith("nmkernels")]
-    mine = [graph(f"{p.name}, graph", lambda: raw(*args), p.under) for p in ours]
+    mine = [graph(f"{p.name}, graph", lambda: run(*args), p.under) for p in ours]
     work.providers += [other, *mine]
     work.ratios += [Ratio("us beyond torch's kernels", p.name, (other.name,), "more") for p in mine]
 

@@ -1,14 +1,12 @@
-"""Floor 3: the public operations, thin over ``torch.ops.nmkernels.*``."""
+"""The public operations, thin over ``torch.ops.nmkernels.*``."""
 
 from ..pattern import OptionError
 from .adamw import HYPER, STATS, masked_adamw_
 from .compress import Compressed, compress, decompress
 from .linear import linear, linear_dgrad, linear_wgrad
-from .mask import is_nm, mask, prune
+from .mask import is_nm, mask, prune, soft_threshold, soft_threshold_scale, transposable_mask
 from .mvue import METHODS, mvue, mvue_compress
 from .pack import DeviceCompressed, Packed, empty_packed, pack, relayout, tensor_core_pattern
-from .threshold import soft_threshold, soft_threshold_scale
-from .transposable import transposable_mask
 
 __all__ = [
     "HYPER",

@@ -44,7 +44,8 @@ def _masked_adamw(
     transposable: bool = False, packs: Sequence[Tensor] | None = None, layout: str = "canonical", out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     written: list[tuple[Tensor, Tensor]] = []
-    lists = (params, written), (grads, []), (exp_avgs, written), (exp_avg_sqs, written), (max_exp_avg_sqs, written), (outs, written)
+    read: list[tuple[Tensor, Tensor]] = []
+    lists = (params, written), (grads, read), (exp_avgs, written), (exp_avg_sqs, written), (max_exp_avg_sqs, written), (outs, written)
     words: list[int] = []
     for i, p in enumerate(params):
         cols = p.shape[-1] if p.dim() else 1
