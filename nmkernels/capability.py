@@ -1,26 +1,11 @@
 """What this machine and this build can do: each probe answers (ok, reason), and the reason reads on its own.
 
-Importing this module is cheap; a probe does its work when it is first asked.
-
-Where cuSPARSELt is, and the opened library: from ``NMKERNELS_CUSPARSELT``, else from the pip wheel, else from the system.
-
-Nothing is linked or bundled; the library is opened when somebody first asks.
-
-Which GPUs a compiled module has code for, read from the file itself: its ELF section ``.nv_fatbin``.
-
-That section is what the CUDA driver chooses from: one container for each compiled ``.cu`` file, of one entry for each
-architecture. Code may be compressed, headers never are, so that nothing of CUDA is needed to read them. NVIDIA does not
-document the headers; the offsets below are those that nvcc 13.0 writes (2026-11), and the tests compare them with what
-``cuobjdump`` says where there is one::
-
-    container: uint32 magic, uint16 version, uint16 size of this header, uint64 size of the entries
-    entry:     uint16 kind, uint16 version, uint32 size of this header, uint64 size of the code, ...
-               at byte 28: uint32 architecture (80, 90, ...); at byte 40: uint64 flags
+Importing this module is cheap: a probe does its work when it is first asked. cuSPARSELt is neither linked nor bundled; it is opened when
+somebody first asks, from ``NMKERNELS_CUSPARSELT``, else from the pip wheel, else from the system.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
 import mmap
 import os
@@ -48,7 +33,7 @@ def compiled_core() -> Probe:
     """The C++ core ``nmkernels._C``: built, loadable, and of this package's version."""
     remedy = _remedy()
     try:
-        core = importlib.import_module("._C", __package__)
+        core = import_module("._C", __package__)
     except ImportError as error:
         missing = util.find_spec("._C", __package__) is None
         return Probe(False, f"nmkernels._C is not built; {remedy}" if missing else f"nmkernels._C does not load ({error}); {remedy}")
@@ -82,8 +67,6 @@ def _installed_from() -> str:
 
 def _cuda_code(core: Any) -> str:
     """The GPUs that the core's file has code for, read from it: what was built, not what was meant."""
-    pass
-
     found = architectures(core.__file__)
     return f"with CUDA for {', '.join(found).replace('compute_', 'PTX compute_')}" if found else "without CUDA"
 
@@ -128,7 +111,7 @@ def compute_capability() -> tuple[int, int] | None:
 def cuda_core() -> Probe:
     """The core has CUDA kernels; no GPU is asked."""
     built = compiled_core()
-    if built.ok and not hasattr(importlib.import_module("._C", __package__), "cuda"):
+    if built.ok and not hasattr(import_module("._C", __package__), "cuda"):
         return Probe(False, "nmkernels._C is built without CUDA kernels; build it where nvcc and a GPU are, or with NMKERNELS_CUDA=on")
     return built
 
@@ -143,7 +126,7 @@ def cuda_kernels(device: int | None = None) -> Probe:
 
     index = torch.cuda.current_device() if device is None else device
     gpu = f"{torch.cuda.get_device_name(index)}, compute capability {'.'.join(map(str, torch.cuda.get_device_capability(index)))}"
-    core = importlib.import_module("._C", __package__)
+    core = import_module("._C", __package__)
     driver, runtime, error = core.cuda.probe(index)
     versions = f"driver of CUDA {_cuda_version(driver)}, kernels of CUDA {_cuda_version(runtime)}"
     if not error:
@@ -187,7 +170,7 @@ def _build_as_triton() -> None:
     What is in Triton's cache takes no compiler, and launches of new kinds would still fail. The module tried here is therefore in the
     cache only under the compiler that would be used now: it is built once for each.
     """
-    runtime, build = importlib.import_module("triton.runtime"), importlib.import_module("triton.runtime.build")
+    runtime, build = import_module("triton.runtime"), import_module("triton.runtime.build")
     _ = runtime.driver.active  # builds, or loads, what reaches the GPU's driver
     asked = os.environ.get("CC")
     used = shutil.which(asked) if asked else shutil.which("gcc") or shutil.which("clang")
@@ -205,8 +188,6 @@ PyMODINIT_FUNC PyInit_{name}(void) {{ return PyModule_Create(&module); }}
 @cache
 def cusparselt() -> Probe:
     """The cuSPARSELt library: found, opened, of a version that is known, with every entry point."""
-    pass
-
     library, reason = opened()
     return Probe(library is not None, reason)
 
@@ -257,6 +238,8 @@ def _runs(path: str, last_line: bool = False) -> Probe:
     lines = done.stdout.strip().splitlines() or ["no version told"]
     return Probe(True, f"{path}: {lines[-1 if last_line else 0].strip()}")
 
+
+# ---- cuSPARSELt
 
 ENV = "NMKERNELS_CUSPARSELT"
 """Names the library's file, instead of the one that would be found."""
@@ -324,6 +307,16 @@ def _open(path: str) -> tuple[Any, str]:
         return None, f"cuSPARSELt {text}, {path}, is too old: {version_text(OLDEST)} or newer is needed"
     return library, f"cuSPARSELt {text}, {path}"
 
+
+# ---- the GPUs that a compiled module has code for
+#
+# Read from its ELF section ``.nv_fatbin``, which is what the CUDA driver chooses from: one container for each compiled .cu file, of one
+# entry for each architecture. NVIDIA does not document the headers; the offsets are those that nvcc 13.0 writes, and the tests compare
+# them with what cuobjdump says where there is one. Code may be compressed, headers never are.
+#
+#   container: uint32 magic, uint16 version, uint16 size of this header, uint64 size of the entries
+#   entry:     uint16 kind, uint16 version, uint32 size of this header, uint64 size of the code, ...
+#              at byte 28: uint32 architecture (80, 90, ...); at byte 40: uint64 flags
 
 MAGIC = 0xBA55ED50
 PREFIXES = {1: "compute_", 2: "sm_"}

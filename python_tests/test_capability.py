@@ -48,7 +48,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Probe]:
     def ask(driver: int, runtime: int, error: str, device: int | None = 1) -> Probe:
         answers = {1: (driver, runtime, error)}
         core = SimpleNamespace(cuda=SimpleNamespace(probe=answers.__getitem__))
-        monkeypatch.setattr(capability.importlib, "import_module", lambda *_: core)
+        monkeypatch.setattr(capability, "import_module", lambda *_: core)
         return capability.cuda_kernels.__wrapped__(device)
 
     return ask
@@ -88,7 +88,7 @@ def test_what_kernels_need_first_is_told_first(gpu: Callable[..., Probe], monkey
 def test_a_gpu_is_asked_once(monkeypatch: pytest.MonkeyPatch, gpu: Callable[..., Probe]) -> None:
     asked = []
     core = SimpleNamespace(cuda=SimpleNamespace(probe=lambda device: asked.append(device) or (13000, 13000, "")))
-    monkeypatch.setattr(capability.importlib, "import_module", lambda *_: core)
+    monkeypatch.setattr(capability, "import_module", lambda *_: core)
     before = capability.cuda_kernels
     monkeypatch.setattr(capability, "cuda_kernels", cache(before.__wrapped__))
     for device in (1, 0, 1, 0):
@@ -104,7 +104,7 @@ def test_import_is_light() -> None:
 
 
 def test_core_of_another_abi(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capability.importlib, "import_module", lambda *_: SimpleNamespace(abi=99))
+    monkeypatch.setattr(capability, "import_module", lambda *_: SimpleNamespace(abi=99))
     ok, reason = capability.compiled_core.__wrapped__()
     assert not ok and "ABI 99" in reason and reason.endswith(capability._remedy())
 
@@ -113,7 +113,7 @@ def test_core_that_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise ImportError("undefined symbol: nm_mask")
 
-    monkeypatch.setattr(capability.importlib, "import_module", broken)
+    monkeypatch.setattr(capability, "import_module", broken)
     monkeypatch.setattr(capability.util, "find_spec", lambda *_: object())
     ok, reason = capability.compiled_core.__wrapped__()
     assert not ok and "does not load (undefined symbol: nm_mask)" in reason
