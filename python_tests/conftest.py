@@ -29,7 +29,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def mark_slow(items: Iterable[Any]) -> None:
     """Of the cases of a test marked ``quick(count, per=...)``, mark all but the first ``count`` of each kind as slow.
 
-    ``per``: the name of a parameter, ``"backend"``, or of an attribute of one, ``"entry.recipe.name"``; or several names.
+    ``per``: the name of a parameter, ``"backend"``, or of an attribute of one, ``"entry.recipe.name"``; or several names. To a test without
+    such a parameter, in a class or file that is marked, all its cases are of one kind.
     """
     seen: Counter[tuple[str, ...]] = Counter()
     for item in items:
@@ -37,9 +38,9 @@ def mark_slow(items: Iterable[Any]) -> None:
         if quick is None or call is None:
             continue
         names = quick.kwargs.get("per", ())
+        names = [name for name in ([names] if isinstance(names, str) else names) if name.partition(".")[0] in call.params]
         parameters = SimpleNamespace(**call.params)
-        values = (str(attrgetter(name)(parameters)) for name in ([names] if isinstance(names, str) else names))
-        kind = (item.nodeid.partition("[")[0], *values)
+        kind = (item.nodeid.partition("[")[0], *(str(attrgetter(name)(parameters)) for name in names))
         seen[kind] += 1
         if seen[kind] > (quick.args[0] if quick.args else 1):
             item.add_marker(pytest.mark.slow)
