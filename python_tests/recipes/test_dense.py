@@ -29,15 +29,3 @@ def test_equals_ordinary_training():
     want, _, _ = train(snapshot(mlp()), batches(10), 1, 1)
     assert distance(snapshot(ours), snapshot(plain)) < 1e-12
     assert distance(snapshot(ours), want) < 1e-12
-
-
-def test_metrics_deployable_and_finish():
-    model, handle = run(MaskedAdamW, sparsify=True)
-    got = {k: v.item() for k, v in handle.metrics().items()}
-    assert (got["flip_rate"], got["density"], got["phase"], got["decay_ratio"]) == (0.0, 1.0, 0, 0.0)
-    before, x = snapshot(model), batches(1)[0][0]
-    with handle.deployable():
-        inside = model(x)
-    assert handle.finish() is model
-    assert type(model[0]) is torch.nn.Linear and torch.equal(inside, model(x))
-    assert distance(snapshot(model), before) == 0.0
