@@ -66,7 +66,6 @@ class SquaredReLU(nn.Module):
         return x.relu().square() if self.rule is None else sparse_relu2(x, self.rule.pattern, self.rule.grad)
 
     def extra_repr(self) -> str:
-        """The pattern, where there is one."""
         return "" if self.rule is None else f"pattern={self.rule.pattern}, grad={self.rule.grad}"
 
 

@@ -95,19 +95,6 @@ class CompressedLinear(nn.Module):
         self._asked: Product | None = None
         self._few = FEW_TOKENS * self.in_features
 
-    @classmethod
-    def from_compressed(
-        cls,
-        c: ops.Compressed,
-        bias: Tensor | None = None,
-        layout: str = "linear",
-        keep_dense: bool = False,
-        adapter: tuple[Tensor, Tensor] | None = None,
-        columns: Tensor | None = None,
-    ) -> CompressedLinear:
-        """The layer that multiplies ``c``; the same as the constructor, for symmetry with ``from_dense``."""
-        return cls(c, bias, layout, keep_dense, adapter, columns)
-
     @property
     def adapter(self) -> tuple[nn.Parameter, nn.Parameter] | None:
         """(L, R) of the low-rank adapter, or None."""
@@ -152,20 +139,18 @@ class CompressedLinear(nn.Module):
         return y if adapter is None else add_adapter(y, inputs, *adapter)
 
     def _chosen(self, x: Tensor, weight: ops.Compressed) -> Tensor:
-        """y = x Wᵀ + b by the way that ``autograd.gemms`` has for it."""
+        """y = x Wᵀ + b by the candidate that is chosen for it."""
         product = self._product_of(x.numel() // (self.in_features or 1), x.dtype, x.device)
         name, bias = choose(product), self._parameters["bias"]
         if name in ORDINARY:
             return linear_compressed(x, weight, bias)
+        b = bias if bias is None or bias.dtype == x.dtype else bias.to(x.dtype)
         if name == DENSE:
-            return F.linear(
-                x, weight.layout("dense", ops.Compressed.dense), bias if bias is None or bias.dtype == x.dtype else bias.to(x.dtype)
-            )
+            return F.linear(x, weight.layout("dense", ops.Compressed.dense), b)
         if not unwatched(x, weight.values, bias):
             return linear_compressed(x, weight, bias)
         form = form_of(name, product)
-        packed = {form: weight.layout(form, partial(_packed, form))}
-        return call(name, product, x, packed, bias=None if bias is None else bias.to(x.dtype))
+        return call(name, product, x, {form: weight.layout(form, partial(_packed, form))}, bias=b)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
@@ -176,12 +161,11 @@ class CompressedLinear(nn.Module):
         return super()._apply(*args, **kwargs)
 
     def train(self, mode: bool = True) -> CompressedLinear:
-        """As for every module; copies of the weight are made anew, also after writes that torch does not count."""
-        self._view = None
+        self._view = None  # made anew, also after writes that torch does not count
         return super().train(mode)
 
     def products(self, tokens: int, dtype: torch.dtype | None = None) -> tuple[Product, ...]:
-        """What ``nm.tune`` measures for this layer: its one product, with so many rows of the input.
+        """What ``nm.tune`` measures for this layer: its one GEMM, with so many rows of the input.
 
         Args:
             tokens: batch times sequence. dtype: that of the input under autocast; the weight's if None.
@@ -198,7 +182,6 @@ class CompressedLinear(nn.Module):
         return product
 
     def extra_repr(self) -> str:
-        """What ``print(model)`` shows: shapes, pattern, dtype, layout and the adapter's rank."""
         more = "" if self.order is None else ", inputs reordered"
         more += "" if self.adapter is None else f", rank={self.adapter[0].shape[1]}"
         return (

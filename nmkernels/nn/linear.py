@@ -21,7 +21,7 @@ from .effective import EffectiveWeight
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """The dtype of products under the autocast that is on for x's device, or None."""
+    """The dtype of GEMMs under the autocast that is on for x's device, or None."""
     if x.is_cpu:  # three times as fast as asking the device for its name
         return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
     kind = x.device.type
@@ -53,7 +53,7 @@ class NMWeight(nn.Module):
 
     def _start(self, pattern: Pattern) -> None:
         self.pattern = pattern
-        self.final: WeightTransform = HardMask(self.pattern)
+        self.final: WeightTransform = HardMask(pattern)
         self.transform: WeightTransform | None = self.final
         self.plan: GemmPlan = STRAIGHT_THROUGH
         self.seed: Tensor | None = None
@@ -275,7 +275,6 @@ class NMWeight(nn.Module):
         return super()._apply(*args, **kwargs)
 
     def extra_repr(self) -> str:
-        """What ``print(model)`` shows: shapes, pattern, and which weight is used."""
         use = "finished" if self.finished else "dense" if self.transform is None else type(self.transform).__name__
         sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
         return f"{sizes}, pattern={self.pattern}, uses={use}"

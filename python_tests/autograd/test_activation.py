@@ -16,30 +16,27 @@ F64 = torch.float64
 # ---- the activation
 
 
-@pytest.mark.parametrize(
-    ("values", "want"),
-    [
+def test_the_largest_values_are_kept_not_the_largest_magnitudes():
+    for values, want in [
         ([3.0, -1.0, 2.0, 1.0], [9.0, 0.0, 4.0, 0.0]),
         ([-4.0, -1.0, 2.0, -3.0], [0.0, 0.0, 4.0, 0.0]),
         ([-4.0, 1.0, 2.0, -9.0], [0.0, 1.0, 4.0, 0.0]),
         ([1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 0.0, 0.0]),
         ([0.0, -0.0, -1.0, -2.0], [0.0, 0.0, 0.0, 0.0]),
-    ],
-)
-def test_the_largest_values_are_kept_not_the_largest_magnitudes(values, want):
-    assert sparse_relu2(torch.tensor(values), P24).tolist() == want
+    ]:
+        assert sparse_relu2(torch.tensor(values), P24).tolist() == want
 
 
-@pytest.mark.parametrize("grad", ["chain", "ste"])
-@pytest.mark.parametrize("pattern", ["2:4", "1:4", "3:8"])
-def test_values_and_gradients(pattern, grad):
-    p = Pattern(pattern)
-    y = torch.randn(3, 5, 16, dtype=F64, requires_grad=True)
-    g = torch.randn(3, 5, 16, dtype=F64)
-    got, want = sparse_relu2(y, p, grad), activation(y, p.n, p.m, grad)
-    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
-    assert got.reshape(-1, p.m).ne(0).sum(1).max() <= p.n
-    torch.testing.assert_close(*[torch.autograd.grad(a, y, g)[0] for a in (got, want)], rtol=1e-12, atol=1e-12)
+def test_values_and_gradients():
+    for grad in ["chain", "ste"]:
+        for pattern in ["2:4", "1:4", "3:8"]:
+            p = Pattern(pattern)
+            y = torch.randn(3, 5, 16, dtype=F64, requires_grad=True)
+            g = torch.randn(3, 5, 16, dtype=F64)
+            got, want = sparse_relu2(y, p, grad), activation(y, p.n, p.m, grad)
+            torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+            assert got.reshape(-1, p.m).ne(0).sum(1).max() <= p.n
+            torch.testing.assert_close(*[torch.autograd.grad(a, y, g)[0] for a in (got, want)], rtol=1e-12, atol=1e-12)
 
 
 def test_straight_through_reaches_what_was_dropped_and_the_derivative_does_not():
@@ -92,12 +89,12 @@ def plain_split(z, n, m, dense):
     return kept
 
 
-@pytest.mark.parametrize(("tokens", "dense"), [(16, 0.0), (18, 0.3), (3, 0.5), (16, 1.0)])
-def test_split_against_plain_torch(tokens, dense):
-    z = torch.randn(tokens, 8).relu()
-    rule = SplitRule(P24, dense, multiple=2, shuffle=False)
-    want = plain_split(z, 2, 4, {0.0: 0, 0.3: 4, 0.5: 4, 1.0: 8}[dense])
-    assert torch.equal(split(z, rule), want)
+def test_split_against_plain_torch():
+    for tokens, dense in [(16, 0.0), (18, 0.3), (3, 0.5), (16, 1.0)]:
+        z = torch.randn(tokens, 8).relu()
+        rule = SplitRule(P24, dense, multiple=2, shuffle=False)
+        want = plain_split(z, 2, 4, {0.0: 0, 0.3: 4, 0.5: 4, 1.0: 8}[dense])
+        assert torch.equal(split(z, rule), want)
 
 
 def test_the_number_of_dense_features():
@@ -123,25 +120,25 @@ def test_what_is_sparse_enough_is_left_as_it_is():
     assert torch.equal(split(z, SplitRule(P24, 0.0, 1, shuffle=False)), z)
 
 
-@pytest.mark.parametrize(("side", "bias"), [("input", True), ("output", True), ("output", False)])
-def test_split_linear(side, bias):
-    rule = SplitRule(P24, 0.25, 4, shuffle=False)
-    x = torch.randn(2, 6, 16, dtype=F64, requires_grad=True)
-    w = torch.randn(8, 16, dtype=F64, requires_grad=True)
-    b = torch.randn(8, dtype=F64, requires_grad=True) if bias else None
-    g = torch.randn(2, 6, 8, dtype=F64).relu()
-    y = split_linear(x, w, b, rule, side)
-    torch.testing.assert_close(y, F.linear(x, w, b))
-    dx, dw, *db = torch.autograd.grad(y, [x, w, b] if bias else [x, w], g)
-    rows, tokens = g.reshape(12, 8), x.detach().reshape(12, 16)
-    if side == "output":
-        want_w, want_x = plain_split(rows, 2, 4, 4).t() @ tokens, (g * top_n(g, 2, 4)) @ w
-    else:
-        want_w, want_x = rows.t() @ plain_split(tokens, 2, 4, 4), g @ w
-    torch.testing.assert_close(dw, want_w)
-    torch.testing.assert_close(dx, want_x.detach())
-    if bias:
-        torch.testing.assert_close(db[0], rows.sum(0))
+def test_split_linear():
+    for side, bias in [("input", True), ("output", True), ("output", False)]:
+        rule = SplitRule(P24, 0.25, 4, shuffle=False)
+        x = torch.randn(2, 6, 16, dtype=F64, requires_grad=True)
+        w = torch.randn(8, 16, dtype=F64, requires_grad=True)
+        b = torch.randn(8, dtype=F64, requires_grad=True) if bias else None
+        g = torch.randn(2, 6, 8, dtype=F64).relu()
+        y = split_linear(x, w, b, rule, side)
+        torch.testing.assert_close(y, F.linear(x, w, b))
+        dx, dw, *db = torch.autograd.grad(y, [x, w, b] if bias else [x, w], g)
+        rows, tokens = g.reshape(12, 8), x.detach().reshape(12, 16)
+        if side == "output":
+            want_w, want_x = plain_split(rows, 2, 4, 4).t() @ tokens, (g * top_n(g, 2, 4)) @ w
+        else:
+            want_w, want_x = rows.t() @ plain_split(tokens, 2, 4, 4), g @ w
+        torch.testing.assert_close(dw, want_w)
+        torch.testing.assert_close(dx, want_x.detach())
+        if bias:
+            torch.testing.assert_close(db[0], rows.sum(0))
 
 
 def test_split_errors():

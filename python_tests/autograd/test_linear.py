@@ -23,6 +23,14 @@ def tensors(dtype=torch.float64, batch=(5, 3), out=8, cols=16):
     return x, w, b, plain.masked(w, 2, 4)
 
 
+def saved_by(call, names):
+    """What ``call`` saves for its backward pass, by the names of addresses."""
+    seen = set()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.add(names.get(t.data_ptr(), "other")), lambda t: t):
+        call()
+    return seen
+
+
 def test_ste_backward_is_algebra():
     # gradcheck fails on a straight-through estimator by design; its backward is these three lines
     x, w, b, used = tensors()
@@ -37,14 +45,14 @@ def test_ste_backward_is_algebra():
     assert w.grad[used == 0].abs().min() > 0, "the gradient of pruned weights is passed on"
 
 
-@pytest.mark.parametrize("batch", [(), (1,), (0,), (2, 0), (4,), (2, 3, 4)])
-def test_batches_of_any_shape(batch):
-    x, w, b, used = tensors(torch.float32, batch)
-    y = linear(x, w, used, b)
-    y.sum().backward()
-    assert y.shape == (*batch, 8) and x.grad.shape == x.shape
-    torch.testing.assert_close(b.grad, torch.full((8,), float(x.numel() // 16)))
-    torch.testing.assert_close(w.grad, x.detach().reshape(-1, 16).sum(0).expand(8, 16))
+def test_batches_of_any_shape():
+    for batch in [(), (1,), (0,), (2, 0), (4,), (2, 3, 4)]:
+        x, w, b, used = tensors(torch.float32, batch)
+        y = linear(x, w, used, b)
+        y.sum().backward()
+        assert y.shape == (*batch, 8) and x.grad.shape == x.shape
+        torch.testing.assert_close(b.grad, torch.full((8,), float(x.numel() // 16)))
+        torch.testing.assert_close(w.grad, x.detach().reshape(-1, 16).sum(0).expand(8, 16))
 
 
 def test_strided_and_expanded_operands():
@@ -56,27 +64,22 @@ def test_strided_and_expanded_operands():
         torch.testing.assert_close(w.grad, x.sum(0).expand(8, 16))
 
 
-@pytest.mark.parametrize("wanted", [w for w in product((True, False), repeat=3) if any(w)])
-def test_only_wanted_gradients_are_computed(wanted):
-    x, w, b, used = tensors()
-    for tensor, want in zip((x, w, b), wanted, strict=True):
-        tensor.requires_grad_(want)
-    linear(x, w, used, b).square().sum().backward()
-    assert [t.grad is not None for t in (x, w, b)] == list(wanted)
+def test_only_wanted_gradients_are_computed():
+    for wanted in [w for w in product((True, False), repeat=3) if any(w)]:
+        x, w, b, used = tensors()
+        for tensor, want in zip((x, w, b), wanted, strict=True):
+            tensor.requires_grad_(want)
+        linear(x, w, used, b).square().sum().backward()
+        assert [t.grad is not None for t in (x, w, b)] == list(wanted)
 
 
-@pytest.mark.parametrize(
-    ("need_x", "need_w", "saved"), [(True, True, {"x", "used"}), (True, False, {"used"}), (False, True, {"x"}), (False, False, set())]
-)
-def test_only_needed_tensors_are_saved(need_x, need_w, saved):
-    x, w, b, used = tensors()
-    x.requires_grad_(need_x)
-    w.requires_grad_(need_w)
-    names = {x.data_ptr(): "x", w.data_ptr(): "w", b.data_ptr(): "b", used.data_ptr(): "used"}
-    seen = set()
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.add(names.get(t.data_ptr(), "other")), lambda t: t):
-        linear(x, w, used, b)
-    assert seen == saved
+def test_only_needed_tensors_are_saved():
+    for need_x, need_w, saved in [(True, True, {"x", "used"}), (True, False, {"used"}), (False, True, {"x"}), (False, False, set())]:
+        x, w, b, used = tensors()
+        x.requires_grad_(need_x)
+        w.requires_grad_(need_w)
+        names = {x.data_ptr(): "x", w.data_ptr(): "w", b.data_ptr(): "b", used.data_ptr(): "used"}
+        assert saved_by(lambda args=(x, w, used, b): linear(*args), names) == saved
 
 
 def test_bias_may_be_missing():
@@ -107,26 +110,26 @@ def forms(w, dtype, canonical=True):
     return (w.detach() * mask).to(dtype), packed.rows, packed.columns
 
 
-@pytest.mark.parametrize("wgrad", ["dense", "mvue", "none"])
-@pytest.mark.parametrize(("fprop", "dgrad"), [("rows", "dense"), ("rows", "rows"), ("rows", "columns"), ("dense", "columns")])
-def test_each_product_reads_its_own_form(fprop, dgrad, wgrad):
-    x, w, b, _ = tensors(out=16, cols=32)
-    dense, rows, columns = forms(w, w.dtype)
-    known = {"dense": dense, "rows": rows, "columns": columns}
-    # the estimate has a pattern of its own
-    plan = GemmPlan(wgrad=wgrad, n=1, m=2)
-    used = operands(known[fprop], None if dgrad == fprop else known[dgrad], dgrad == "columns")
-    assert used.pattern == rows.pattern
-    y = linear(x, w, used, b, plan, torch.tensor([3, 5]))
-    g = torch.randn_like(y)
-    y.backward(g)
-    torch.testing.assert_close(y, x @ dense.t() + b, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(x.grad, g @ dense, rtol=1e-12, atol=1e-12)
-    flat = g.reshape(-1, 16)
-    flat = ops.mvue(flat, "1:2", dim=0, seed=torch.tensor([3, 5])) if wgrad == "mvue" else flat
-    assert (w.grad is None) == (wgrad == "none")
-    if wgrad != "none":
-        torch.testing.assert_close(w.grad, flat.t() @ x.detach().reshape(-1, 32), rtol=1e-12, atol=1e-12)
+def test_each_product_reads_its_own_form():
+    for wgrad in ["dense", "mvue", "none"]:
+        for fprop, dgrad in [("rows", "dense"), ("rows", "rows"), ("rows", "columns"), ("dense", "columns")]:
+            x, w, b, _ = tensors(out=16, cols=32)
+            dense, rows, columns = forms(w, w.dtype)
+            known = {"dense": dense, "rows": rows, "columns": columns}
+            # the estimate has a pattern of its own
+            plan = GemmPlan(wgrad=wgrad, n=1, m=2)
+            used = operands(known[fprop], None if dgrad == fprop else known[dgrad], dgrad == "columns")
+            assert used.pattern == rows.pattern
+            y = linear(x, w, used, b, plan, torch.tensor([3, 5]))
+            g = torch.randn_like(y)
+            y.backward(g)
+            torch.testing.assert_close(y, x @ dense.t() + b, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(x.grad, g @ dense, rtol=1e-12, atol=1e-12)
+            flat = g.reshape(-1, 16)
+            flat = ops.mvue(flat, "1:2", dim=0, seed=torch.tensor([3, 5])) if wgrad == "mvue" else flat
+            assert (w.grad is None) == (wgrad == "none")
+            if wgrad != "none":
+                torch.testing.assert_close(w.grad, flat.t() @ x.detach().reshape(-1, 32), rtol=1e-12, atol=1e-12)
 
 
 def test_tensor_core_order_of_both_orientations():
@@ -141,16 +144,15 @@ def test_tensor_core_order_of_both_orientations():
     assert_no_worse(h.grad, g @ dense, exact[2] @ exact[1])
 
 
-@pytest.mark.parametrize(("used", "saved"), [(("rows", None), {"values", "indices"}), (("rows", "columns"), {"back", "back_indices"})])
-def test_of_packed_forms_only_that_of_backward_is_saved(used, saved):
-    x, w, _, _ = tensors(out=16, cols=32)
-    _, rows, columns = forms(w, w.dtype)
-    w.requires_grad_(False)
-    parts = {"values": rows.values, "indices": rows.indices, "back": columns.values, "back_indices": columns.indices}
-    names, seen = {t.data_ptr(): name for name, t in parts.items()}, set()
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.add(names.get(t.data_ptr(), "other")), lambda t: t):
-        linear(x, w, operands(rows, columns if used[1] else None, used[1] is not None))
-    assert seen == saved
+def test_of_packed_forms_only_that_of_backward_is_saved():
+    for used, saved in [(("rows", None), {"values", "indices"}), (("rows", "columns"), {"back", "back_indices"})]:
+        x, w, _, _ = tensors(out=16, cols=32)
+        _, rows, columns = forms(w, w.dtype)
+        w.requires_grad_(False)
+        parts = {"values": rows.values, "indices": rows.indices, "back": columns.values, "back_indices": columns.indices}
+        names = {t.data_ptr(): name for name, t in parts.items()}
+        read = operands(rows, columns if used[1] else None, used[1] is not None)
+        assert saved_by(lambda args=(x, w, read): linear(*args), names) == saved
 
 
 def mvue_gradient(seed, dtype=torch.float64, tokens=10):
@@ -191,19 +193,19 @@ def test_mvue_without_seed_draws_from_torch():
     assert torch.equal(first, mvue_gradient(None)[0]) and not torch.equal(first, second)
 
 
-@pytest.mark.parametrize("tokens", [8, 10])
-def test_gradient_of_the_largest_is_biased(tokens):
-    gen = torch.Generator().manual_seed(3)
-    x = torch.randn(tokens, 8, generator=gen, dtype=torch.float64)
-    g = torch.randn(tokens, 4, generator=gen, dtype=torch.float64)
-    w = torch.nn.Parameter(torch.zeros(4, 8, dtype=torch.float64))
-    linear(x, w, w.detach(), plan=GemmPlan(wgrad="magnitude", n=2, m=4)).backward(g)
-    kept = torch.zeros_like(g)
-    for j in range(4):
-        for i in range(0, tokens, 4):
-            best = i + g[i : i + 4, j].abs().argsort(descending=True)[:2]
-            kept[best, j] = g[best, j]
-    torch.testing.assert_close(w.grad, kept.t() @ x, rtol=1e-12, atol=1e-12)
+def test_gradient_of_the_largest_is_biased():
+    for tokens in [8, 10]:
+        gen = torch.Generator().manual_seed(3)
+        x = torch.randn(tokens, 8, generator=gen, dtype=torch.float64)
+        g = torch.randn(tokens, 4, generator=gen, dtype=torch.float64)
+        w = torch.nn.Parameter(torch.zeros(4, 8, dtype=torch.float64))
+        linear(x, w, w.detach(), plan=GemmPlan(wgrad="magnitude", n=2, m=4)).backward(g)
+        kept = torch.zeros_like(g)
+        for j in range(4):
+            for i in range(0, tokens, 4):
+                best = i + g[i : i + 4, j].abs().argsort(descending=True)[:2]
+                kept[best, j] = g[best, j]
+        torch.testing.assert_close(w.grad, kept.t() @ x, rtol=1e-12, atol=1e-12)
 
 
 def test_compressed_gradcheck():
@@ -213,14 +215,14 @@ def test_compressed_gradcheck():
     assert torch.autograd.gradcheck(lambda x: linear_compressed(x, c), (x,))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_compressed_is_as_good_as_dense(dtype):
-    x, w, b, used = tensors(dtype, (9,), 24, 64)
-    g = torch.randn(9, 24).to(dtype)
-    y = linear_compressed(x, ops.compress(w.detach(), "2:4"), b)
-    (dx,) = torch.autograd.grad(y, x, g)
-    assert_no_worse(y, F.linear(x, used, b), F.linear(x.double(), used.double(), b.double()))
-    assert_no_worse(dx, g @ used, g.double() @ used.double())
+def test_compressed_is_as_good_as_dense():
+    for dtype in [torch.float32, torch.bfloat16, torch.float16]:
+        x, w, b, used = tensors(dtype, (9,), 24, 64)
+        g = torch.randn(9, 24).to(dtype)
+        y = linear_compressed(x, ops.compress(w.detach(), "2:4"), b)
+        (dx,) = torch.autograd.grad(y, x, g)
+        assert_no_worse(y, F.linear(x, used, b), F.linear(x.double(), used.double(), b.double()))
+        assert_no_worse(dx, g @ used, g.double() @ used.double())
 
 
 def test_second_derivative_raises():

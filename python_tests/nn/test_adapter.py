@@ -22,13 +22,13 @@ def layer_of(dtype=torch.float32, rank=3, **keywords):
     return layer, c.dense().double() + (left.double() @ right.double()).t() / rank
 
 
-@pytest.mark.parametrize("keep_dense", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_the_layer_adds_its_adapter(dtype, keep_dense):
-    layer, weight = layer_of(dtype, keep_dense=keep_dense)
-    x = torch.randn(2, 5, 32).to(dtype)
-    dense = F.linear(x, layer.weight.dense(), layer.bias) + (x @ layer.nm_left) @ layer.nm_right / 3
-    assert_no_worse(layer(x), dense, F.linear(x.double(), weight, layer.bias.double()))
+def test_the_layer_adds_its_adapter():
+    for keep_dense in [False, True]:
+        for dtype in [torch.float32, torch.bfloat16, torch.float64]:
+            layer, weight = layer_of(dtype, keep_dense=keep_dense)
+            x = torch.randn(2, 5, 32).to(dtype)
+            dense = F.linear(x, layer.weight.dense(), layer.bias) + (x @ layer.nm_left) @ layer.nm_right / 3
+            assert_no_worse(layer(x), dense, F.linear(x.double(), weight, layer.bias.double()))
 
 
 def test_with_an_order_of_columns_the_adapter_reads_the_inputs_in_their_own():
@@ -70,18 +70,15 @@ def test_parameters_keys_and_repr():
     assert nm.CompressedLinear(layer.weight, adapter=(left, right)).adapter == (left, right), "a Parameter stays the same Parameter"
 
 
-@pytest.mark.parametrize(
-    ("left", "right", "message"),
-    [
+def test_shapes_that_do_not_fit():
+    for left, right, message in [
         ((32, 2), (3, 16), r"with r >= 1; got \(32, 2\) and \(3, 16\)"),
         ((32, 0), (0, 16), "with r >= 1"),
         ((32,), (1, 16), "with r >= 1"),
         ((16, 2), (2, 32), r"do not fit a weight .* of shape \(16, 32\)"),
-    ],
-)
-def test_shapes_that_do_not_fit(left, right, message):
-    with pytest.raises(nm.ShapeError, match=message):
-        nm.CompressedLinear(layer_of()[0].weight, adapter=(torch.zeros(left), torch.zeros(right)))
+    ]:
+        with pytest.raises(nm.ShapeError, match=message):
+            nm.CompressedLinear(layer_of()[0].weight, adapter=(torch.zeros(left), torch.zeros(right)))
 
 
 @pytest.mark.parametrize("how", WAYS)
@@ -109,12 +106,12 @@ def test_compiles():
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_folded_is_the_weight_that_computes_the_same(dtype):
-    layer, weight = layer_of(dtype)
-    got = folded(layer.weight.dense(), layer.nm_left, layer.nm_right)
-    assert got.dtype == dtype and not got.requires_grad
-    torch.testing.assert_close(got, weight.to(dtype), rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)
+def test_folded_is_the_weight_that_computes_the_same():
+    for dtype in [torch.float32, torch.bfloat16, torch.float64]:
+        layer, weight = layer_of(dtype)
+        got = folded(layer.weight.dense(), layer.nm_left, layer.nm_right)
+        assert got.dtype == dtype and not got.requires_grad
+        torch.testing.assert_close(got, weight.to(dtype), rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)
 
 
 def test_a_zero_right_factor_adds_nothing():

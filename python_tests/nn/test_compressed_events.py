@@ -197,15 +197,15 @@ def made(inference, **kwargs):
 
 
 @pytest.mark.parametrize("event", EVENTS, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("how", ["plain", "keep_dense", "columns"])
-@pytest.mark.parametrize("inference", [False, True], ids=["", "built in inference mode"])
-def test_an_event_between_any_two_calls(event, how, inference, monkeypatch):
-    monkeypatch.setenv("NMKERNELS_CHOICE", "dense" if how == "keep_dense" else "")
-    for first, second in itertools.product(CALLS, repeat=2):
-        options = {"keep_dense": how == "keep_dense", "columns": torch.randperm(IN) if how == "columns" else None}
-        layer = made(inference, **options)
-        first(layer)
-        second(event(layer))
+def test_an_event_between_any_two_calls(event, monkeypatch):
+    for how in ["plain", "keep_dense", "columns"]:
+        for inference in [False, True]:
+            monkeypatch.setenv("NMKERNELS_CHOICE", "dense" if how == "keep_dense" else "")
+            for first, second in itertools.product(CALLS, repeat=2):
+                options = {"keep_dense": how == "keep_dense", "columns": torch.randperm(IN) if how == "columns" else None}
+                layer = made(inference, **options)
+                first(layer)
+                second(event(layer))
 
 
 @pytest.mark.parametrize("seed", range(8))
