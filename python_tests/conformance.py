@@ -84,6 +84,33 @@ def like(results: Any, make: Callable[[Tensor], Tensor]) -> Any:
     return pytree.tree_map_only(Tensor, lambda x: testing.fill_poison(make(x)), results)
 
 
+def for_each_sample(check: Callable[..., None]) -> Callable[..., None]:
+    """A test of ``check(self, sample, monkeypatch)`` for every sample on one device; in the interpreter, for those that it takes."""
+
+    @pytest.mark.parametrize("device", DEVICES)
+    def test(self: Conformance, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        looked_at, reason = 0, f"Triton has no {self.op}"
+        for name, sample in self.samples.items():
+            self.device = device
+            dispatch.forget()
+            with monkeypatch.context() as patch:
+                if INTERPRETED and check.__name__ != "test_backend":
+                    can, reason = next((i.supports(*self.args(sample)) for i in compared(self.op)), (False, reason))
+                    if not can:
+                        continue
+                    patch.setenv(dispatch.ENV, triton.NAME)
+                looked_at += 1
+                try:
+                    check(self, sample, patch)
+                except Exception as error:
+                    raise AssertionError(f"sample {name!r}: {error}") from error
+        if not looked_at:
+            pytest.skip(reason)
+
+    test.__name__, test.__doc__ = check.__name__, check.__doc__
+    return test
+
+
 class Conformance:
     """Subclass with ``op`` and ``samples``; see the module's docstring."""
 
@@ -100,24 +127,6 @@ class Conformance:
     device: str = "cpu"
     """Where the arguments of the running test are."""
 
-    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        if "sample" in metafunc.fixturenames:
-            metafunc.parametrize("sample", list(self.samples.values()), ids=list(self.samples))
-            metafunc.parametrize("device", DEVICES)
-        if "backend" in metafunc.fixturenames:
-            metafunc.parametrize("backend", [i.backend for i in compared(self.op)])
-
-    @pytest.fixture(autouse=True)
-    def place(self, sample: Sample, device: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Puts the arguments where they belong, and in the interpreter forces its backend; skips what that declines."""
-        self.device = device
-        if not INTERPRETED or "backend" in request.fixturenames:
-            return
-        verdicts = [i.supports(*self.args(sample)) for i in compared(self.op)] or [(False, f"Triton has no {self.op}")]
-        if not verdicts[0][0]:
-            pytest.skip(verdicts[0][1])
-        monkeypatch.setenv(dispatch.ENV, triton.NAME)
-
     def args(self, sample: Sample) -> tuple[Any, ...]:
         return built(sample, self.device)
 
@@ -129,38 +138,45 @@ class Conformance:
         result = fn(*args)
         return (result, tensors(args)) if self.mutates else result
 
-    def test_opcheck(self, sample: Sample) -> None:
+    @for_each_sample
+    def test_opcheck(self, sample: Sample, monkeypatch: pytest.MonkeyPatch) -> None:
         torch.library.opcheck(self.raw(), self.args(sample))
 
-    def test_compiled_equals_eager(self, sample: Sample) -> None:
+    @for_each_sample
+    def test_compiled_equals_eager(self, sample: Sample, monkeypatch: pytest.MonkeyPatch) -> None:
         torch._dynamo.reset()
         compiled = torch.compile(lambda *args: self.raw()(*args), fullgraph=True, backend="aot_eager")
         expected = self.run(self.raw(), self.args(sample))
         testing.assert_equal_bits(self.run(compiled, self.args(sample)), expected, "compiled")
 
-    def test_fake_tells_the_truth(self, sample: Sample) -> None:
+    @for_each_sample
+    def test_fake_tells_the_truth(self, sample: Sample, monkeypatch: pytest.MonkeyPatch) -> None:
         with FakeTensorMode(allow_non_fake_inputs=False) as mode:
             args = pytree.tree_map_only(Tensor, mode.from_tensor, self.args(sample))
             fake = tensors(self.raw()(*args))
         real = tensors(self.raw()(*self.args(sample)))
         assert [(f.shape, f.dtype, f.stride(), f.device) for f in fake] == [(r.shape, r.dtype, r.stride(), r.device) for r in real]
 
-    def test_strided_inputs(self, sample: Sample) -> None:
+    @for_each_sample
+    def test_strided_inputs(self, sample: Sample, monkeypatch: pytest.MonkeyPatch) -> None:
         args = pytree.tree_map_only(Tensor, strided, self.args(sample))
         expected = self.run(self.raw(), self.args(sample))
         testing.assert_equal_bits(self.run(self.raw(), args), expected, "strided")
 
-    def test_poisoned_memory(self, sample: Sample) -> None:
+    @for_each_sample
+    def test_poisoned_memory(self, sample: Sample, monkeypatch: pytest.MonkeyPatch) -> None:
         expected = self.run(self.raw(), self.args(sample))
         with testing.poison():
             result = self.run(self.raw(), self.args(sample))
         testing.assert_equal_bits(result, expected, "unwritten memory shows")
 
-    def test_two_runs_are_equal(self, sample: Sample) -> None:
+    @for_each_sample
+    def test_two_runs_are_equal(self, sample: Sample, monkeypatch: pytest.MonkeyPatch) -> None:
         first = self.run(self.raw(), self.args(sample))
         testing.assert_equal_bits(self.run(self.raw(), self.args(sample)), first, "second run")
 
-    def test_inputs_are_untouched(self, sample: Sample) -> None:
+    @for_each_sample
+    def test_inputs_are_untouched(self, sample: Sample, monkeypatch: pytest.MonkeyPatch) -> None:
         args = self.args(sample)
         versions = [x._version for x in tensors(args)]
         results = tensors(self.raw()(*args))
@@ -171,20 +187,23 @@ class Conformance:
         inputs = {x.untyped_storage().data_ptr() for x in tensors(args)} - {0}
         assert not inputs & {x.untyped_storage().data_ptr() for x in results}, "a result shares memory with an input"
 
-    def test_backend(self, sample: Sample, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        entry = next(i for i in dispatch.implementations(self.op) if i.backend == backend)
-        args = self.args(sample)
-        can, reason = entry.supports(*args)
-        monkeypatch.setenv(dispatch.ENV, backend)
-        if not can:
-            with pytest.raises(BackendError, match=re.escape(reason)):
-                self.raw()(*args)
-            return
-        result = moved(self.run(self.raw(), args), "cpu")
-        # the reference has the last word where it was written: on the CPU
-        monkeypatch.setenv(dispatch.ENV, "reference")
-        self.device = "cpu"
-        self.check_backend(sample, result, self.run(self.raw(), self.args(sample)), backend)
+    @for_each_sample
+    def test_backend(self, sample: Sample, monkeypatch: pytest.MonkeyPatch) -> None:
+        device = self.device
+        for entry in compared(self.op):
+            self.device = device
+            args = self.args(sample)
+            can, reason = entry.supports(*args)
+            monkeypatch.setenv(dispatch.ENV, entry.backend)
+            if not can:
+                with pytest.raises(BackendError, match=re.escape(reason)):
+                    self.raw()(*args)
+                continue
+            result = moved(self.run(self.raw(), args), "cpu")
+            # the reference has the last word where it was written: on the CPU
+            monkeypatch.setenv(dispatch.ENV, "reference")
+            self.device = "cpu"
+            self.check_backend(sample, result, self.run(self.raw(), self.args(sample)), entry.backend)
 
     def check_backend(self, sample: Sample, result: Any, expected: Any, backend: str) -> None:
         """Judge a backend's result by the reference's, both on the CPU; the reference is in force here."""
@@ -198,6 +217,7 @@ class Conformance:
             exact = next(i for i in dispatch.implementations(self.op) if i.backend == "reference").fn(*args)
             testing.assert_no_worse(result, expected, exact, backend)
 
+    @for_each_sample
     def test_remembered(self, sample: Sample, monkeypatch: pytest.MonkeyPatch) -> None:
         """The first call of a kind, and one that runs what the first came to."""
         call, expected = CALLS[self.op], self.run(self.raw(), self.args(sample))
@@ -217,7 +237,8 @@ class Conformance:
             call(*args)
             assert self.mutates == any(x._version > v for x, v in zip(tensors(args), versions, strict=True))
 
-    def test_out(self, sample: Sample) -> None:
+    @for_each_sample
+    def test_out(self, sample: Sample, monkeypatch: pytest.MonkeyPatch) -> None:
         if not self.out:
             assert not hasattr(torch.ops.nmkernels, f"{self.op}_out")
             return
@@ -230,7 +251,8 @@ class Conformance:
             testing.assert_equal_bits(outs, expected, f"out= ({layout.__name__})")
             assert all(x._version > v for x, v in zip(outs, versions, strict=True)), "a write was not counted"
 
-    def test_out_compiles(self, sample: Sample) -> None:
+    @for_each_sample
+    def test_out_compiles(self, sample: Sample, monkeypatch: pytest.MonkeyPatch) -> None:
         if not self.out:
             return
         torch._dynamo.reset()

@@ -11,12 +11,13 @@ from nmkernels import reference
 from nmkernels.dispatch import implementations
 from nmkernels.pattern import Pattern, ShapeError
 from nmkernels.testing import assert_equal_bits, assert_no_worse, cases, fill_poison
+from python_tests.each import each
 
 PATTERNS = ["2:4", "1:4", "2:8", "1:8", "4:8", "1:16", "1:32", "3:5", "4:4", "1:256", "7:256"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 GROUPWISE = {"nm_mask": reference.mask, "nm_prune": reference.prune, "nm_soft_threshold": reference.soft_threshold}
-every_pattern = pytest.mark.parametrize("text", PATTERNS)
-every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+every_pattern = each("text", PATTERNS)
+every_dtype = each("dtype", DTYPES, ids=str)
 
 
 @functools.cache
@@ -26,7 +27,7 @@ def _cases(text: str, dtype: torch.dtype) -> list:
 
 @every_dtype
 @every_pattern
-@pytest.mark.parametrize("op", GROUPWISE)
+@each("op", GROUPWISE)
 def test_groupwise_equals_the_reference(cpu, op, text, dtype):
     p = Pattern(text)
     for case in _cases(text, dtype):
@@ -85,7 +86,7 @@ def test_decompress_drops_the_padding_of_a_partial_group(cpu, text):
         assert_equal_bits(cpu("nm_decompress")(values, indices, p.n, p.m, cols), reference.decompress(values, indices, p.n, p.m, cols))
 
 
-@pytest.mark.parametrize("op", ["nm_decompress", "nm_linear", "nm_linear_dgrad"])
+@each("op", ["nm_decompress", "nm_linear", "nm_linear_dgrad"])
 def test_damaged_indices_raise(cpu, op):
     values, indices = reference.compress(torch.randn(2, 10), 3, 5)
     args = (values, indices | 0x0F, 3, 5, 10)
@@ -94,9 +95,7 @@ def test_damaged_indices_raise(cpu, op):
 
 
 @every_dtype
-@pytest.mark.parametrize(
-    "text, method", [(text, "exact") for text in PATTERNS] + [(text, "approx") for text in ("2:2", "2:4", "2:5", "2:8", "2:19")]
-)
+@each("text, method", [(text, "exact") for text in PATTERNS] + [(text, "approx") for text in ("2:2", "2:4", "2:5", "2:8", "2:19")])
 def test_mvue_equals_the_reference(cpu, text, dtype, method):
     p = Pattern(text)
     seed = torch.tensor([-(2**61) + 12345, 2**40 + 7])
@@ -110,8 +109,8 @@ def test_mvue_equals_the_reference(cpu, text, dtype, method):
         )
 
 
-@pytest.mark.parametrize("text", ["2:4", "3:5", "1:16", "7:256"])
-@pytest.mark.parametrize("shape", [(7, 5), (70, 67), (9, 4, 6), (5, 0), (0, 5), (33, 1), (131, 33)], ids=str)
+@each("text", ["2:4", "3:5", "1:16", "7:256"])
+@each("shape", [(7, 5), (70, 67), (9, 4, 6), (5, 0), (0, 5), (33, 1), (131, 33)], ids=str)
 def test_mvue_along_other_dimensions_pads_the_tail(cpu, text, shape):
     p, seed, g = Pattern(text), torch.tensor([5, 6]), torch.randn(shape)
     for dim in range(-len(shape), -1):
@@ -134,7 +133,7 @@ def test_transposable_2_4_equals_the_reference(cpu, dtype):
         assert_equal_bits(cpu("nm_transposable_mask")(x, 2, 4), reference.transposable_mask(x, 2, 4), str(tuple(x.shape)))
 
 
-@pytest.mark.parametrize("text", ["1:4", "3:4", "4:4", "2:8", "5:8", "3:5", "2:16", "12:16", "5:32"])
+@each("text", ["1:4", "3:4", "4:4", "2:8", "5:8", "3:5", "2:16", "12:16", "5:32"])
 def test_transposable_general_is_optimal(cpu, text):
     p, gen = Pattern(text), torch.Generator().manual_seed(3)
     normal = torch.randn(2 * p.m, 3 * p.m, generator=gen)
@@ -151,8 +150,8 @@ def test_transposable_general_is_optimal(cpu, text):
 
 
 @every_dtype
-@pytest.mark.parametrize("text", ["2:4", "1:4", "1:8", "1:16", "3:5", "7:256"])
-@pytest.mark.parametrize("tokens", [0, 1, 3, 4, 7, 16, 17, 40])
+@each("text", ["2:4", "1:4", "1:8", "1:16", "3:5", "7:256"])
+@each("tokens", [0, 1, 3, 4, 7, 16, 17, 40])
 def test_linear_is_as_good_as_dense(cpu, text, dtype, tokens):
     p, gen = Pattern(text), torch.Generator().manual_seed(4)
     cols = 1280 if p.m != 5 else 1285
@@ -179,8 +178,8 @@ def test_linear_gradients_are_as_good_as_dense(cpu, dtype):
     assert_no_worse(cpu("nm_linear_wgrad")(*turned, 2, 4, 18, x), dense @ x, dense.double() @ x.double())
 
 
-@pytest.mark.parametrize("junk", [9.0, float("inf"), float("nan")])
-@pytest.mark.parametrize("tokens", [1, 4, 9])
+@each("junk", [9.0, float("inf"), float("nan")])
+@each("tokens", [1, 4, 9])
 def test_linear_uses_damaged_padding_for_nothing(cpu, tokens, junk):
     """A column past the end belongs to a padded tail: its value does not count, whatever it is."""
     values, indices = reference.compress(torch.tensor([[1.0, 0.0, 2.0, 7.0, 0.0, 9.0, 0.0, junk]]), 2, 4)
@@ -188,8 +187,8 @@ def test_linear_uses_damaged_padding_for_nothing(cpu, tokens, junk):
     assert_equal_bits(y, reference.linear(torch.ones(tokens, 6), values, indices, 2, 4, 6))
 
 
-@pytest.mark.parametrize("text", ["2:4", "1:8", "3:5", "200:256"])
-@pytest.mark.parametrize("tokens", [1, 5])
+@each("text", ["2:4", "1:8", "3:5", "200:256"])
+@each("tokens", [1, 5])
 def test_linear_of_a_partial_last_group(cpu, text, tokens):
     p, gen = Pattern(text), torch.Generator().manual_seed(8)
     values, indices = reference.compress(torch.randn(7, 3 * p.m, generator=gen), p.n, p.m)
@@ -218,7 +217,7 @@ def _many_chunks(text: str, dtype: torch.dtype) -> list:
 
 
 @every_dtype
-@pytest.mark.parametrize("text", ["2:4", "3:5", "7:256"])
+@each("text", ["2:4", "3:5", "7:256"])
 def test_many_chunks_on_any_number_of_threads(cpu, text, dtype):
     before = torch.get_num_threads()
     for op, args, expected in _many_chunks(text, dtype):
@@ -247,7 +246,7 @@ def test_a_lazily_negated_tensor_is_read_as_what_it_says(cpu):
     assert_equal_bits(cpu("nm_prune")(x, 2, 4), reference.prune(x.resolve_neg(), 2, 4))
 
 
-@pytest.mark.parametrize(
+@each(
     "w, reason",
     [
         (torch.zeros(4, dtype=torch.float64), "float64"),

@@ -14,6 +14,7 @@ from nmkernels.capability import compiled_core
 from nmkernels.dispatch import implementations
 from nmkernels.testing import assert_equal_bits
 from python_tests.backends.adamw_calls import LAYOUTS, copied, hyper, make, nasty, same_as_reference, shifted
+from python_tests.each import each
 
 
 def compare(cpu, call: dict[str, Any], h: Tensor, n: int, m: int, **options: Any) -> Tensor:
@@ -21,9 +22,9 @@ def compare(cpu, call: dict[str, Any], h: Tensor, n: int, m: int, **options: Any
     return same_as_reference(cpu("nm_masked_adamw_"), copied(call), call, h, n, m, **options)
 
 
-@pytest.mark.parametrize("grad", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("n, m", [(0, 0), (2, 4), (1, 16), (3, 5), (7, 256)])
+@each("grad", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@each("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@each("n, m", [(0, 0), (2, 4), (1, 16), (3, 5), (7, 256)])
 def test_dtypes_and_patterns(cpu, n, m, dtype, grad):
     cols = m * 5 or 37
     call = make(torch.Generator().manual_seed(1), (6, cols), (cols,), (2, 3, cols), dtype=dtype, grad=grad, out=torch.bfloat16)
@@ -32,16 +33,16 @@ def test_dtypes_and_patterns(cpu, n, m, dtype, grad):
     assert (stats[4] > 0) == bool(n)
 
 
-@pytest.mark.parametrize("out", [torch.float32, torch.float16, torch.float64], ids=str)
+@each("out", [torch.float32, torch.float16, torch.float64], ids=str)
 def test_output_in_another_dtype(cpu, out):
     compare(cpu, make(torch.Generator().manual_seed(2), (9, 32), out=out), hyper(), 2, 4)
     compare(cpu, make(torch.Generator().manual_seed(2), (9, 32), out=out), hyper(), 0, 0)
 
 
-@pytest.mark.parametrize("amsgrad", [False, True])
-@pytest.mark.parametrize("flags", [{}, {"frozen": True}, {"eps_inside": True}, {"maximize": True}, {"geometric": True},
+@each("amsgrad", [False, True])
+@each("flags", [{}, {"frozen": True}, {"eps_inside": True}, {"maximize": True}, {"geometric": True},
                                    {"frozen": True, "eps_inside": True, "maximize": True, "geometric": True}], ids=str)  # fmt: skip
-@pytest.mark.parametrize("numbers", [{}, {"v_step": 7.0}, {"clamp": 0.5}, {"decay": 0.0, "wd": 0.0}, {"eps": 0.0, "beta1": 0.0}], ids=str)
+@each("numbers", [{}, {"v_step": 7.0}, {"clamp": 0.5}, {"decay": 0.0, "wd": 0.0}, {"eps": 0.0, "beta1": 0.0}], ids=str)
 def test_flags_and_numbers(cpu, numbers, flags, amsgrad):
     gen = torch.Generator().manual_seed(3)
     call = make(gen, (7, 40), (3, 8), amsgrad=amsgrad, out=torch.float32)
@@ -59,8 +60,8 @@ def test_gradient_scaling_and_skipping(cpu):
         assert not stats.any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("flags", [{}, {"eps_inside": True}, {"frozen": True}], ids=str)
+@each("dtype", [torch.float32, torch.bfloat16], ids=str)
+@each("flags", [{}, {"eps_inside": True}, {"frozen": True}], ids=str)
 def test_nasty_values(cpu, flags, dtype):
     call = nasty(torch.Generator().manual_seed(5), dtype)
     for number in ({}, {"clamp": 1.0}):
@@ -75,8 +76,8 @@ def test_finite_statistics_of_nasty_masks(cpu):
     assert stats.isfinite().all()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("n, m", [(0, 0), (2, 4), (3, 5), (7, 256)])
+@each("layout", LAYOUTS)
+@each("n, m", [(0, 0), (2, 4), (3, 5), (7, 256)])
 def test_strided_tensors_are_stepped_in_place(cpu, n, m, layout):
     change = LAYOUTS[layout]
     call = make(torch.Generator().manual_seed(7), (20, 600 // (m or 4) * (m or 4)), amsgrad=True, out=torch.bfloat16)
@@ -87,7 +88,7 @@ def test_strided_tensors_are_stepped_in_place(cpu, n, m, layout):
         torch.testing.assert_close(stats, plain, rtol=2e-7, atol=0.0)  # cut elsewhere: three fp32 roundings of each strip's sums
 
 
-@pytest.mark.parametrize("n, m", [(0, 0), (2, 4), (1, 8), (3, 5)])
+@each("n, m", [(0, 0), (2, 4), (1, 8), (3, 5)])
 def test_sums_that_only_doubles_hold(cpu, n, m):
     """A few of these terms already exceed fp32; the second row is ordinary."""
     call = make(torch.Generator().manual_seed(17), (2, 320))
@@ -96,8 +97,8 @@ def test_sums_that_only_doubles_hold(cpu, n, m):
     assert stats[1] > 1e40 and stats.isfinite().all() and (not m or stats[5] > 1e40)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("n, m", [(0, 0), (2, 4), (1, 8), (1, 32), (3, 5)])
+@each("dtype", [torch.float32, torch.bfloat16], ids=str)
+@each("n, m", [(0, 0), (2, 4), (1, 8), (1, 32), (3, 5)])
 def test_sizes_around_a_strip_at_any_address(cpu, n, m, dtype):
     """Strips of 64, blocks of 256, tiles of 4096, one element less or more; memory that is aligned to an element only."""
     group = m or 1

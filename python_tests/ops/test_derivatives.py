@@ -13,6 +13,7 @@ from torch.func import grad, jvp, vjp, vmap
 from nmkernels import NMError, ops
 from nmkernels.ops import Compressed
 from nmkernels.testing import assert_equal_bits
+from python_tests.each import each
 from python_tests.ops.samples import adamw
 
 raw = torch.ops.nmkernels
@@ -68,18 +69,23 @@ def test_every_op_is_here() -> None:
     assert {name for name in defined if not name.endswith("_out")} - without <= set(RAW)
 
 
-@pytest.fixture
-def w() -> Tensor:
+def weight() -> Tensor:
     torch.manual_seed(1)
     return torch.randn(16, 16)
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.fixture
+def w() -> Tensor:
+    return weight()
+
+
 @pytest.mark.filterwarnings("error::UserWarning")
 class TestRefusal:
     """The gradient of a sum with another way to it: a zero there would be a wrong gradient that nobody sees."""
 
-    def test_backward(self, name: str, w: Tensor) -> None:
+    @each("name", EVERY)
+    def test_backward(self, name: str) -> None:
+        w = weight()
         w.requires_grad_()
         y = EVERY[name](w)
         assert y.requires_grad
@@ -89,7 +95,9 @@ class TestRefusal:
             assert not EVERY[name](w).requires_grad
         assert not EVERY[name](w.detach()).requires_grad
 
-    def test_forward_mode(self, name: str, w: Tensor) -> None:
+    @each("name", EVERY)
+    def test_forward_mode(self, name: str) -> None:
+        w = weight()
         for grad_mode in (True, False):
             with torch.set_grad_enabled(grad_mode), forward_ad.dual_level(), pytest.raises(NMError, match=WORDS):
                 EVERY[name](forward_ad.make_dual(w, w))
@@ -98,7 +106,10 @@ class TestRefusal:
         with forward_ad.dual_level():
             assert_equal_bits(EVERY[name](w), EVERY[name](w))  # no tangent, nothing to refuse
 
-    def test_torch_func(self, name: str, w: Tensor) -> None:
+    @each("name", EVERY)
+    def test_torch_func(self, name: str) -> None:
+        w = weight()
+
         def loss(w: Tensor) -> Tensor:
             return EVERY[name](w).sum() + w.sum()
 
@@ -118,7 +129,9 @@ class TestRefusal:
             grad(aside)(w)  # recorded at two levels, differentiated at the outer one
         torch.testing.assert_close(grad(lambda v: loss(v.detach()) + (2 * v).sum())(w), torch.full((16, 16), 2.0))
 
-    def test_compiled(self, name: str, w: Tensor) -> None:
+    @each("name", EVERY)
+    def test_compiled(self, name: str) -> None:
+        w = weight()
         torch._dynamo.reset()
         compiled = torch.compile(EVERY[name], fullgraph=True, backend="aot_eager")
         y = compiled(w.requires_grad_())
@@ -126,14 +139,16 @@ class TestRefusal:
         with pytest.raises(NMError, match=WORDS):
             (y.sum() + w.sum()).backward()
 
-    def test_compiled_derivatives(self, name: str, w: Tensor) -> None:
+    @each("name", EVERY)
+    def test_compiled_derivatives(self, name: str) -> None:
+        w = weight()
         torch._dynamo.reset()
         for transform in (lambda w: jvp(EVERY[name], (w,), (w,))[1], grad(lambda w: EVERY[name](w).sum() + w.sum())):
             with pytest.raises(Exception, match=WORDS):
                 torch.compile(transform, backend="aot_eager")(w)
 
 
-@pytest.mark.parametrize("op", ["linear", "linear_dgrad", "linear_wgrad", "decompress", "relayout"])
+@each("op", ["linear", "linear_dgrad", "linear_wgrad", "decompress", "relayout"])
 def test_public_products_and_forms(op: str, w: Tensor) -> None:
     calls = {
         "linear": lambda w: ops.linear(w, C),
@@ -158,7 +173,7 @@ def test_masks_have_no_derivative_to_refuse(w: Tensor) -> None:
         torch.testing.assert_close(jvp(lambda w, fn=fn: w * fn(w, "2:4"), (w,), (w,))[1], w * expected)
 
 
-@pytest.mark.parametrize("op", ["prune", "soft_threshold", "compress", "decompress", "mvue"])
+@each("op", ["prune", "soft_threshold", "compress", "decompress", "mvue"])
 def test_a_write_that_autograd_cannot_see_raises(op: str, w: Tensor) -> None:
     def write(w: Tensor) -> None:
         if op == "compress":
@@ -234,7 +249,7 @@ def batched_cases() -> dict[str, tuple[Any, tuple[Tensor, ...], tuple[int | None
     }
 
 
-@pytest.mark.parametrize("name", batched_cases())
+@each("name", batched_cases())
 @pytest.mark.filterwarnings("error::UserWarning")
 def test_vmap_is_a_loop(name: str, capfd: pytest.CaptureFixture[str]) -> None:
     fn, args, dims = batched_cases()[name]

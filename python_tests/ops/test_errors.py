@@ -10,6 +10,7 @@ import torch
 from nmkernels import DtypeError, NMError, PatternError, ShapeError, ops
 from nmkernels.dispatch import ENV
 from nmkernels.ops import OptionError
+from python_tests.each import each
 from python_tests.ops.samples import adamw, packed, seed
 
 W = torch.arange(24.0).reshape(3, 8) + 1
@@ -28,15 +29,15 @@ DENSE_OPS = [
 ]
 
 
-@pytest.mark.parametrize("op", DENSE_OPS, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.complex64, torch.float8_e4m3fn], ids=str)
+@each("op", DENSE_OPS, ids=lambda f: f.__name__)
+@each("dtype", [torch.int32, torch.bool, torch.complex64, torch.float8_e4m3fn], ids=str)
 def test_dtype(op: Callable, dtype: torch.dtype) -> None:
     with pytest.raises(DtypeError, match=rf"nm_{op.__name__}: .*{dtype}.*float32.*\.") as error:
         op(torch.ones(4, 8).to(dtype), "2:4")
     assert isinstance(error.value, TypeError)
 
 
-@pytest.mark.parametrize("op", DENSE_OPS, ids=lambda f: f.__name__)
+@each("op", DENSE_OPS, ids=lambda f: f.__name__)
 def test_indivisible(op: Callable) -> None:
     with pytest.raises(ShapeError, match=rf"nm_{op.__name__}: .*10.*multiple of M=4.*Pad it to 12"):
         op(torch.ones(4, 10), "2:4")
@@ -44,14 +45,14 @@ def test_indivisible(op: Callable) -> None:
         op(torch.tensor(1.0), "2:4")
 
 
-@pytest.mark.parametrize("op", DENSE_OPS, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("pattern", ["4:2", "0:4", "x", "2:512", 2.4, None, ["2:4"], (2, 4)])
+@each("op", DENSE_OPS, ids=lambda f: f.__name__)
+@each("pattern", ["4:2", "0:4", "x", "2:512", 2.4, None, ["2:4"], (2, 4)])
 def test_pattern(op: Callable, pattern: object) -> None:
     with pytest.raises(PatternError, match="N:M"):
         op(W, pattern)
 
 
-@pytest.mark.parametrize("n, m", [(3, 2), (0, 4), (1, 257), (-1, 4)])
+@each("n, m", [(3, 2), (0, 4), (1, 257), (-1, 4)])
 def test_raw_pattern(n: int, m: int) -> None:
     with pytest.raises(PatternError, match=f"{n}:{m}"):
         torch.ops.nmkernels.nm_mask(W, n, m)
@@ -120,7 +121,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
+@each("name", WRONG)
 def test_wrong_call(name: str) -> None:
     call, kind, text = WRONG[name]
     with pytest.raises(kind, match=text):
@@ -180,7 +181,7 @@ ADAMW = {
 }
 
 
-@pytest.mark.parametrize("name", ADAMW)
+@each("name", ADAMW)
 def test_wrong_adamw(name: str) -> None:
     value, kind, text = ADAMW[name]
     with pytest.raises(kind, match=text):
@@ -199,8 +200,8 @@ PACKS = {
 }
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
-@pytest.mark.parametrize("name", PACKS)
+@each("backend", ["reference", "cpu"])
+@each("name", PACKS)
 def test_wrong_packs(name: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ENV, backend)
     change, kind, text = PACKS[name]
@@ -224,8 +225,8 @@ def test_wrong_packs_for_the_step() -> None:
         _adamw_with(**three, transposable=True)
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
-@pytest.mark.parametrize("name", ["params", "exp_avgs", "exp_avg_sqs", "max", "outs"])
+@each("backend", ["reference", "cpu"])
+@each("name", ["params", "exp_avgs", "exp_avg_sqs", "max", "outs"])
 def test_adamw_into_expanded_memory(name: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ENV, backend)
     for x in (torch.ones(1, 8).expand(2, 8), torch.ones(2, 1).expand(2, 8)):

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from nmkernels import Compressed, DtypeError, NMError, Pattern, ShapeError, dispatch, ops, testing
 from nmkernels.ops import DeviceCompressed, Packed
+from python_tests.each import each
 
 BF16 = torch.bfloat16
 W = torch.randn(64, 128, generator=torch.Generator().manual_seed(4))
@@ -21,7 +22,7 @@ def both(layout: str = "canonical", **kwargs: object) -> Packed:
     return ops.pack(W, "2:4", "transposable", columns=True, dtype=BF16, layout=layout, **kwargs)
 
 
-@pytest.mark.parametrize("layout", ["canonical", "mma.sp", "wgmma.sp"])
+@each("layout", ["canonical", "mma.sp", "wgmma.sp"])
 def test_rows_and_columns_are_one_weight(layout: str) -> None:
     p, expected = both(layout), (W * ops.transposable_mask(W, "2:4")).to(BF16)
     assert p.rows.shape == (64, 128) and p.columns.shape == (128, 64) and isinstance(p.rows.shape, torch.Size)
@@ -70,7 +71,7 @@ def test_frozen() -> None:
             setattr(x, name, None)
 
 
-@pytest.mark.parametrize("layout", ["canonical", "mma.sp"])
+@each("layout", ["canonical", "mma.sp"])
 def test_pytrees_and_copies(layout: str) -> None:
     p = both(layout)
     leaves, spec = pytree.tree_flatten(p)
@@ -83,8 +84,8 @@ def test_pytrees_and_copies(layout: str) -> None:
         assert twin.rows.values is not p.rows.values
 
 
-@pytest.mark.parametrize("layout", ["canonical", "mma.sp", "wgmma.sp"])
-@pytest.mark.parametrize("ways", [(True, True), (True, False), (False, True)])
+@each("layout", ["canonical", "mma.sp", "wgmma.sp"])
+@each("ways", [(True, True), (True, False), (False, True)])
 def test_empty_packed_has_the_form_of_pack(layout: str, ways: tuple[bool, bool]) -> None:
     kwargs = {"dtype": BF16, "rows": ways[0], "columns": ways[1], "layout": layout}
     empty, full = ops.empty_packed(W, "2:4", **kwargs), ops.pack(W, "2:4", "transposable", **kwargs)
@@ -108,7 +109,7 @@ def test_empty_packed_refuses_what_pack_refuses() -> None:
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("layout", ["canonical", "wgmma.sp"])
+@each("layout", ["canonical", "wgmma.sp"])
 def test_compiles_in_one_graph(layout: str) -> None:
     torch._dynamo.reset()
 
@@ -121,7 +122,7 @@ def test_compiles_in_one_graph(layout: str) -> None:
     assert type(made) is Packed and made.columns.shape == (128, 64)
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@each("backend", ["reference", "cpu"])
 def test_backward_raises(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(dispatch.ENV, backend)
     w = W.clone().requires_grad_()

@@ -10,21 +10,20 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from nmkernels import Compressed, NMError, Pattern, ShapeError, dispatch, ops, testing
+from python_tests.each import each
 from python_tests.ops.samples import adamw, seed
 
 W = torch.randn(8, 16, generator=torch.Generator().manual_seed(5))
 
 
-@pytest.mark.parametrize(
-    "fn", [ops.mask, ops.prune, ops.soft_threshold, ops.compress, ops.pack, ops.mvue, ops.mvue_compress], ids=lambda f: f.__name__
-)
+@each("fn", [ops.mask, ops.prune, ops.soft_threshold, ops.compress, ops.pack, ops.mvue, ops.mvue_compress], ids=lambda f: f.__name__)
 def test_text_and_pattern_are_the_same(fn) -> None:
     keywords = {"seed": 1} if "seed" in inspect.signature(fn).parameters else {}
     testing.assert_equal_bits(fn(W, "2:4", **keywords), fn(W, Pattern("2:4"), **keywords))
     testing.assert_equal_bits(fn(W, " 2 : 4 ", **keywords), fn(W, Pattern(2, 4), **keywords))
 
 
-@pytest.mark.parametrize("fn", [ops.mask, ops.prune, ops.soft_threshold, ops.mvue], ids=lambda f: f.__name__)
+@each("fn", [ops.mask, ops.prune, ops.soft_threshold, ops.mvue], ids=lambda f: f.__name__)
 def test_out_is_returned_and_may_be_strided(fn) -> None:
     keywords = {"seed": 1} if fn is ops.mvue else {}
     expected = fn(W, "2:4", **keywords)
@@ -54,8 +53,8 @@ def test_out_is_written_inside_inference_mode() -> None:
         testing.assert_equal_bits(ops.prune(W, "2:4", out=out), ops.prune(W, "2:4"))
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
-@pytest.mark.parametrize("fn", [ops.prune, ops.soft_threshold, ops.soft_threshold_scale, ops.mvue, ops.compress], ids=lambda f: f.__name__)
+@each("backend", ["reference", "cpu"])
+@each("fn", [ops.prune, ops.soft_threshold, ops.soft_threshold_scale, ops.mvue, ops.compress], ids=lambda f: f.__name__)
 def test_backward_raises_instead_of_losing_the_gradient(fn, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(dispatch.ENV, backend)
     w = W.clone().requires_grad_()
@@ -68,8 +67,8 @@ def test_backward_raises_instead_of_losing_the_gradient(fn, backend: str, monkey
     assert not ops.mask(w, "2:4").requires_grad
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
-@pytest.mark.parametrize("tokens", [4, 20])
+@each("backend", ["reference", "cpu"])
+@each("tokens", [4, 20])
 def test_autocast_changes_no_product(backend: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The products are in their operands' dtype; what autocast wants is the layers' business."""
     monkeypatch.setenv(dispatch.ENV, backend)
@@ -81,7 +80,7 @@ def test_autocast_changes_no_product(backend: str, tokens: int, monkeypatch: pyt
         testing.assert_equal_bits(inside, fn(*args))
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@each("backend", ["reference", "cpu"])
 def test_raw_ops_record_nothing(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A backend in plain torch must not be differentiable where one in C++ is not."""
     monkeypatch.setenv(dispatch.ENV, backend)

@@ -7,10 +7,11 @@ import torch
 
 from nmkernels import DtypeError, PatternError, ShapeError, ops, reference
 from nmkernels.testing import assert_equal_bits
+from python_tests.each import each
 
 
-@pytest.mark.parametrize("pattern", ["2:4", "1:4", "2:8", "1:16", "1:64"])
-@pytest.mark.parametrize("layout", ["mma.sp", "wgmma.sp"])
+@each("pattern", ["2:4", "1:4", "2:8", "1:16", "1:64"])
+@each("layout", ["mma.sp", "wgmma.sp"])
 def test_relayout(pattern: str, layout: str) -> None:
     w = ops.prune(torch.randn(64, 192), pattern).bfloat16()
     c = ops.compress(w, pattern)
@@ -64,7 +65,7 @@ def ordered() -> ops.DeviceCompressed:
     return ops.relayout(ops.compress(torch.ones(16, 64).half(), "2:4"), "mma.sp")
 
 
-@pytest.mark.parametrize("name", RELAYOUT)
+@each("name", RELAYOUT)
 def test_wrong_call(name: str) -> None:
     call, kind, text = RELAYOUT[name]
     with pytest.raises(kind, match=text):

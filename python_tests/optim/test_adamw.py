@@ -10,6 +10,7 @@ import torch
 from nmkernels.ops import STATS
 from nmkernels.optim import PLAIN, MaskedAdamW, Target, UpdateRule, merge_stats
 from nmkernels.pattern import DtypeError, Pattern
+from python_tests.each import each
 
 SHAPES = [(8, 16), (16,), (3, 4, 5), ()]
 
@@ -53,8 +54,8 @@ KEYWORDS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("case", KEYWORDS)
+@each("dtype", [torch.float32, torch.float64])
+@each("case", KEYWORDS)
 def test_equals_torch_adamw(case, dtype):
     keywords = KEYWORDS[case]
     mine, ours = run(lambda ps: MaskedAdamW(ps, **keywords), dtype=dtype)
@@ -129,7 +130,7 @@ def test_closure():
     assert torch.allclose(p, torch.tensor(0.899), atol=1e-6) and optimizer.step() is None
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@each("dtype", [torch.bfloat16, torch.float16])
 def test_16_bit_parameters_have_fp32_moments(dtype):
     ps, optimizer = run(lambda ps: MaskedAdamW(ps, lr=0.05), dtype=dtype)
     exact = params(dtype)
@@ -148,7 +149,7 @@ def test_16_bit_parameters_have_fp32_moments(dtype):
         assert torch.allclose(optimizer.state[p]["exp_avg_sq"], theirs.state[m]["exp_avg_sq"], rtol=1e-6)
 
 
-@pytest.mark.parametrize("layout", ["transposed", "channels_last", "sliced"])
+@each("layout", ["transposed", "channels_last", "sliced"])
 def test_strided_parameters(layout):
     def make():
         g = torch.Generator().manual_seed(3)
@@ -186,7 +187,7 @@ def test_refusals():
         MaskedAdamW(table.parameters()).step()
 
 
-@pytest.mark.parametrize("way", ["deepcopy", "pickle", "save"])
+@each("way", ["deepcopy", "pickle", "save"])
 def test_copies_train_on_alike(way):
     ps, optimizer = run(lambda ps: MaskedAdamW(ps, lr=0.05), steps=3)
     optimizer.targets, optimizer.rule = {ps[0]: Target(Pattern("2:4"))}, UpdateRule(masked=True)
@@ -236,7 +237,7 @@ def test_stats_count_maskable_parameters_only():
     assert optimizer.stats is None
 
 
-@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1, dtype=torch.float64), torch.tensor(0.1, device="meta")], ids=["a", "b", "c"])
+@each("lr", [0.1, torch.tensor(0.1, dtype=torch.float64), torch.tensor(0.1, device="meta")], ids=["a", "b", "c"])
 def test_scalars_are_not_copied_from_the_host(lr, monkeypatch):
     """They stay where the host can hand them over; only beside a learning rate on another device are they made there."""
     given = []

@@ -1,10 +1,10 @@
 """GradScaler hands MaskedAdamW its scale; a skipped step changes nothing at all."""
 
-import pytest
 import torch
 
 from nmkernels.optim import MaskedAdamW, Target, UpdateRule
 from nmkernels.pattern import Pattern
+from python_tests.each import each
 
 
 def model():
@@ -36,8 +36,8 @@ def close(a, b):
     return all(torch.allclose(p, q, rtol=1e-5, atol=1e-6) for p, q in zip(a.parameters(), b.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("unscale", [False, True])
-@pytest.mark.parametrize("clip", [None, 0.1])
+@each("unscale", [False, True])
+@each("clip", [None, 0.1])
 def test_scaler(unscale, clip):
     if clip and not unscale:
         clip = 0.1 * 512  # the gradients that are clipped are the scaled ones
@@ -55,8 +55,8 @@ def test_overflow_is_skipped_and_the_scale_backs_off():
     assert all(int(s["step"]) == 5 for s in optimizer.state.values())
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("unscale", [False, True])
+@each("masked", [False, True])
+@each("unscale", [False, True])
 def test_found_inf_leaves_everything_untouched(masked, unscale):
     layer, optimizer = trained(MaskedAdamW, steps=3)
     if masked:

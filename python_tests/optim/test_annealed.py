@@ -8,6 +8,7 @@ import torch
 from nmkernels import NMError, Pattern
 from nmkernels.optim import AnnealedAdamW, MaskedAdamW, Target, UpdateRule
 from nmkernels.testing import equal_bits
+from python_tests.each import each
 
 F32, F64 = torch.float32, torch.float64
 HYPER = {"lr": 0.03, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.1}
@@ -61,8 +62,8 @@ def by_hand(params, grads, late="total", amsgrad=False):
     return out
 
 
-@pytest.mark.parametrize("amsgrad", [False, True])
-@pytest.mark.parametrize("late", ["total", "gradient"])
+@each("amsgrad", [False, True])
+@each("late", ["total", "gradient"])
 def test_late_update(late, amsgrad):
     grads, params = gradients(7), weights()
     want = by_hand(params, grads, late, amsgrad)
@@ -115,7 +116,7 @@ def test_a_closure_and_a_transposed_parameter():
         torch.testing.assert_close(got.detach().t(), expected, rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@each("dtype", [torch.bfloat16, torch.float16])
 def test_moments_of_16_bit_parameters_are_fp32(dtype):
     grads, params = gradients(3, dtype), weights(dtype)
     opt = annealed(params)

@@ -8,6 +8,7 @@ import torch
 from nmkernels.ops import STATS, masked_adamw_
 from nmkernels.optim import PLAIN, MaskedAdamW, Target, UpdateRule, adamw
 from nmkernels.pattern import NMError, Pattern
+from python_tests.each import each
 
 LR, B1, B2, EPS, WD = 0.05, 0.9, 0.95, 1e-3, 0.1
 
@@ -43,8 +44,8 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("case", RULES)
+@each("transposed", [False, True])
+@each("case", RULES)
 def test_update(case, transposed):
     rule = RULES[case]
     gen = torch.Generator().manual_seed(0)
@@ -94,7 +95,7 @@ def test_every_rule_differs():
         assert all((a - b).abs().max() > 1e-6 for b in results[:i])
 
 
-@pytest.mark.parametrize("field", ["decay", "clamp", "v_step"])
+@each("field", ["decay", "clamp", "v_step"])
 def test_negative_values_are_refused(field):
     with pytest.raises(NMError, match=f"{field}=-1"):
         UpdateRule(**{field: -1})

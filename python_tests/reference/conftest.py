@@ -41,9 +41,3 @@ def nasty():
         return x
 
     return make
-
-
-@pytest.fixture(params=DTYPES, ids=lambda d: str(d).removeprefix("torch."))
-def dtype(request):
-    """Each dtype that the reference takes."""
-    return request.param

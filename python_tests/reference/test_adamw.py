@@ -10,6 +10,8 @@ import torch
 
 from nmkernels.pattern import DtypeError, PatternError, ShapeError
 from nmkernels.reference import compress, mask, masked_adamw_, pack, prune, to_layout, transposable_mask
+from python_tests.each import each
+from python_tests.reference.conftest import DTYPES
 
 NAMES = ("lr", "beta1", "beta2", "eps", "weight_decay", "decay", "v_step", "clamp", "reserved")
 DEFAULT = dict(zip(NAMES, (1e-2, 0.9, 0.999, 1e-8, 0.0, 0.0, 0.0, 0.0, 0.0), strict=True))
@@ -86,8 +88,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("flags", CASES, ids=lambda f: "+".join(k for k, v in f.items() if v) or "plain")
-@pytest.mark.parametrize(("n", "m"), [(0, 0), (2, 4), (1, 8)])
+@each("flags", CASES, ids=lambda f: "+".join(k for k, v in f.items() if v) or "plain")
+@each("n, m", [(0, 0), (2, 4), (1, 8)])
+@each("dtype", DTYPES)
 def test_bits_equal_a_loop_in_numpy(flags, n, m, dtype, same_bits):
     flags = dict(flags)
     amsgrad, scaled = flags.pop("amsgrad"), flags.pop("scaled")
@@ -104,6 +107,7 @@ def test_bits_equal_a_loop_in_numpy(flags, n, m, dtype, same_bits):
         assert stats.dtype == torch.float64 and stats.tolist() == pytest.approx(numbers.tolist(), rel=1e-12, abs=1e-300)
 
 
+@each("dtype", DTYPES)
 def test_bits_on_nasty_weights_and_gradients(nasty, dtype, same_bits):
     s, flags = State(nasty(40, 16, dtype), True, outs=[torch.float32, dtype][:1]), (False, False, False, 0)
     for seed in range(3):
@@ -117,10 +121,10 @@ def test_bits_on_nasty_weights_and_gradients(nasty, dtype, same_bits):
         assert stats.tolist() == pytest.approx(numbers.tolist(), rel=1e-12, nan_ok=True) and stats[8].isnan()
 
 
-@pytest.mark.parametrize("amsgrad", [False, True])
-@pytest.mark.parametrize("maximize", [False, True])
-@pytest.mark.parametrize("weight_decay", [0.0, 0.3])
-@pytest.mark.parametrize(("real", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-12)])
+@each("amsgrad", [False, True])
+@each("maximize", [False, True])
+@each("weight_decay", [0.0, 0.3])
+@each("real, tolerance", [(torch.float32, 1e-6), (torch.float64, 1e-12)])
 def test_without_masks_it_is_torch_adamw(amsgrad, maximize, weight_decay, real, tolerance):
     torch.manual_seed(0)
     p = torch.nn.Parameter(torch.randn(31, 17, dtype=real))
@@ -136,6 +140,7 @@ def test_without_masks_it_is_torch_adamw(amsgrad, maximize, weight_decay, real, 
     assert s.step == state["step"] == 60
 
 
+@each("dtype", DTYPES)
 def test_masks_do_not_change_the_update_and_outs_follow_the_new_weight(dtype, same_bits):
     torch.manual_seed(1)
     p, g = torch.randn(8, 16).to(dtype), torch.randn(8, 16).to(dtype)
@@ -223,9 +228,10 @@ def buffers(shape, n, m, dtype, ways=(True, True), layout="canonical"):
     return [x.fill_(77) for x in made]
 
 
-@pytest.mark.parametrize("flags", CASES[::5], ids=lambda f: "+".join(k for k, v in f.items() if v) or "plain")
-@pytest.mark.parametrize(("n", "m"), [(2, 4), (1, 2)])
-@pytest.mark.parametrize("to", [torch.bfloat16, torch.float16, torch.float32])
+@each("flags", CASES[::5], ids=lambda f: "+".join(k for k, v in f.items() if v) or "plain")
+@each("n, m", [(2, 4), (1, 2)])
+@each("to", [torch.bfloat16, torch.float16, torch.float32])
+@each("dtype", DTYPES)
 def test_transposable_steps_and_what_they_pack(flags, n, m, to, dtype, same_bits):
     flags = dict(flags)
     amsgrad, scaled = flags.pop("amsgrad"), flags.pop("scaled")
@@ -244,7 +250,8 @@ def test_transposable_steps_and_what_they_pack(flags, n, m, to, dtype, same_bits
         assert all(same_bits(a, b) for a, b in zip(packs, expected, strict=True))
 
 
-@pytest.mark.parametrize("to", [torch.bfloat16, torch.float64])
+@each("to", [torch.bfloat16, torch.float64])
+@each("dtype", DTYPES)
 def test_packs_of_rows_have_the_new_mask_and_one_rounding(to, nasty, dtype, same_bits):
     s, packs = State(nasty(16, 16, dtype), outs=[to]), buffers((16, 16), 2, 4, to, (True, False))
     s.apply(nasty(16, 16, dtype, seed=4), hyper(lr=0.5), 2, 4, packs=packs)
@@ -252,7 +259,7 @@ def test_packs_of_rows_have_the_new_mask_and_one_rounding(to, nasty, dtype, same
     assert packs[2].numel() == packs[3].numel() == 0
 
 
-@pytest.mark.parametrize("layout", ["mma.sp", "wgmma.sp"])
+@each("layout", ["mma.sp", "wgmma.sp"])
 def test_packs_in_a_layout_of_the_device(layout):
     s, packs = State(torch.randn(64, 128)), buffers((64, 128), 2, 4, torch.float16, layout=layout)
     s.apply(torch.randn(64, 128), hyper(lr=0.5), 2, 4, transposable=True, packs=packs, layout=layout)

@@ -5,10 +5,11 @@ import torch
 
 from nmkernels.pattern import DtypeError, PatternError, ShapeError
 from nmkernels.reference import pack_indices, unpack_indices
+from python_tests.each import each
 
 
-@pytest.mark.parametrize("bits", [2, 4, 8])
-@pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 5, 7, 8, 9, 64])
+@each("bits", [2, 4, 8])
+@each("count", [0, 1, 2, 3, 4, 5, 7, 8, 9, 64])
 def test_a_row_is_one_little_endian_integer(bits, count):
     idx = torch.randint(1 << bits, (6, count), generator=torch.Generator().manual_seed(count)).to(torch.uint8)
     size = (count * bits + 7) // 8

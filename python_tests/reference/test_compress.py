@@ -7,6 +7,8 @@ import torch
 
 from nmkernels.pattern import DtypeError, Pattern, PatternError, ShapeError
 from nmkernels.reference import compress, decompress, mask, prune
+from python_tests.each import each
+from python_tests.reference.conftest import DTYPES
 
 PATTERNS = [(1, 1), (1, 2), (2, 2), (2, 3), (1, 4), (2, 4), (4, 4), (2, 8), (5, 12), (3, 16), (3, 17), (5, 32), (1, 256)]
 
@@ -24,8 +26,9 @@ def looped(w, n, m, keep):
     return values, list(code.to_bytes((count * bits + 7) // 8, "little"))
 
 
-@pytest.mark.parametrize(("n", "m"), PATTERNS)
-@pytest.mark.parametrize("given", ["none", "full", "short", "empty"])
+@each("n, m", PATTERNS)
+@each("given", ["none", "full", "short", "empty"])
+@each("dtype", DTYPES)
 def test_equals_a_loop(n, m, given, dtype, nasty, same_bits):
     w = nasty(5, 3 * m, dtype, seed=m)
     keep = mask(w, n, m)
@@ -61,7 +64,7 @@ def test_kept_elements_keep_their_bits():
     assert torch.equal(values.view(torch.int32), bits)
 
 
-@pytest.mark.parametrize("cols", [1, 3, 4, 5, 6, 7])
+@each("cols", [1, 3, 4, 5, 6, 7])
 def test_a_partial_last_group_drops_the_padding(cols):
     w = torch.randn(3, 8)
     w[:, cols:] = 0
@@ -73,6 +76,7 @@ def test_a_partial_last_group_drops_the_padding(cols):
     assert torch.equal(decompress(values, indices, 2, 4, cols), prune(w, 2, 4)[:, :cols])
 
 
+@each("dtype", DTYPES)
 def test_strides_leading_dimensions_and_empty(nasty, dtype, same_bits):
     base = nasty(6, 24, dtype).view(2, 3, 24)
     w = base.transpose(0, 1)

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from nmkernels import reference
+from python_tests.each import each
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 20, 1 << 24])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@each("chunk", [1, 7, 20, 1 << 24])
+@each("dtype", [torch.float32, torch.bfloat16])
 def test_pieces(chunk: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["nmkernels.reference.common"], "WINDOW", chunk)
     y, z = torch.randn(11, 5).to(dtype), torch.randn(11, 5, dtype=torch.float64)

@@ -9,6 +9,8 @@ import torch
 
 from nmkernels.pattern import PatternError
 from nmkernels.reference import group_mvue
+from python_tests.each import each
+from python_tests.reference.conftest import DTYPES
 
 ONE = 1 << 24
 
@@ -82,8 +84,8 @@ def random_group(rng, m, kind):
     return g
 
 
-@pytest.mark.parametrize(("n", "m"), [(1, 1), (1, 2), (2, 3), (1, 4), (2, 4), (3, 4), (4, 4), (2, 8), (3, 8), (7, 8), (4, 17), (6, 32)])
-@pytest.mark.parametrize("real", [np.float32, np.float64])
+@each("n, m", [(1, 1), (1, 2), (2, 3), (1, 4), (2, 4), (3, 4), (4, 4), (2, 8), (3, 8), (7, 8), (4, 17), (6, 32)])
+@each("real", [np.float32, np.float64])
 def test_bits_equal_a_scalar_loop(n, m, real, same_bits):
     rng = np.random.default_rng(n * m)
     groups = [random_group(rng, m, kind).astype(real) for kind in ("normal", "wide", "ties", "huge") for _ in range(20)]
@@ -94,8 +96,8 @@ def test_bits_equal_a_scalar_loop(n, m, real, same_bits):
     assert same_bits(got, torch.from_numpy(want))
 
 
-@pytest.mark.parametrize(("n", "m"), [(1, 2), (1, 4), (2, 4), (3, 4), (2, 8), (3, 8), (4, 16), (3, 5)])
-@pytest.mark.parametrize("kind", ["normal", "wide", "ties", "huge"])
+@each("n, m", [(1, 2), (1, 4), (2, 4), (3, 4), (2, 8), (3, 8), (4, 16), (3, 5)])
+@each("kind", ["normal", "wide", "ties", "huge"])
 def test_unbiased_optimal_and_of_fixed_size_over_all_uniforms(n, m, kind):
     rng = np.random.default_rng(m)
     for _ in range(15):
@@ -130,8 +132,8 @@ VECTORS = [
 ]
 
 
-@pytest.mark.parametrize(("a", "n", "p", "mse"), VECTORS)
-@pytest.mark.parametrize("order", [1, -1])
+@each("a, n, p, mse", VECTORS)
+@each("order", [1, -1])
 def test_worked_examples(a, n, p, mse, order):
     g = torch.tensor([x * (-1.0) ** i for i, x in enumerate(a)][::order], dtype=torch.float64)
     outcome, chance = distribution(g, n)
@@ -156,6 +158,7 @@ def test_scaling_by_powers_of_two_and_signs_carry_through(same_bits):
     assert torch.equal(group_mvue(-g, u, 3), -x)
 
 
+@each("dtype", DTYPES)
 def test_groups_of_at_most_n_non_zeros_are_copied(dtype, same_bits):
     info = torch.finfo(dtype)
     g = torch.tensor([[0, -0.0, 3, -info.smallest_normal * info.eps], [0] * 4, [-0.0] * 4, [0, 0, info.tiny, 0]], dtype=torch.float64).to(
@@ -172,7 +175,7 @@ def test_sure_elements_keep_their_bits():
         assert x[0, 3] == g[0, 3] and x[1, 1] == g[1, 1] and ((x != 0).sum(1) == 2).all()
 
 
-@pytest.mark.parametrize("method", ["exact", "approx"])
+@each("method", ["exact", "approx"])
 def test_what_is_not_finite_gives_nan_at_the_mask(method):
     inf, nan, big = math.inf, math.nan, 3e38
     g = torch.tensor([[1, nan, 3, 2], [inf, 1, 1, 1], [inf, -inf, 0, 0], [0, 0, 0, nan], [big, -big, 1, 2], [1, 2, 3, 4]])
@@ -183,8 +186,8 @@ def test_what_is_not_finite_gives_nan_at_the_mask(method):
     assert (rest == 0).all() and not rest.signbit().any()
 
 
-@pytest.mark.parametrize("low", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("method", ["exact", "approx"])
+@each("low", [torch.float16, torch.bfloat16])
+@each("method", ["exact", "approx"])
 def test_low_precision_is_float32_rounded_once(low, method, same_bits):
     g = (torch.randn(500, 4) * torch.randn(500, 4).exp()).to(low)
     u = torch.randint(ONE, (500, 2))

@@ -8,6 +8,7 @@ import torch
 from nmkernels.pattern import DtypeError, NMError, OptionError, Pattern, PatternError, ShapeError
 from nmkernels.reference import LAYOUTS, compress, from_layout, to_layout, unpack_indices
 from nmkernels.reference.layouts import check_layout
+from python_tests.each import each
 
 BF16 = torch.bfloat16
 ORDERED = {0x4, 0x8, 0xC, 0x9, 0xD, 0xE}
@@ -61,8 +62,8 @@ def test_the_selector_picks_the_step_of_32_columns():
     assert (meta[:, :2] == 0x44444444).all() and (meta[:, 2:] == signed(0xEEEEEEEE)).all()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("shape", [(64, 64), (192, 64), (64, 256), (0, 64), (64, 0)])
+@each("layout", LAYOUTS)
+@each("shape", [(64, 64), (192, 64), (64, 256), (0, 64), (64, 0)])
 def test_there_and_back(layout, shape):
     indices = torch.randint(256, (shape[0], shape[1] // 8), dtype=torch.uint8)
     meta = to_layout(indices, shape[1], layout)

@@ -5,6 +5,8 @@ import torch
 
 from nmkernels.pattern import DtypeError, ShapeError
 from nmkernels.reference import compress, linear, linear_dgrad, linear_wgrad, prune
+from python_tests.each import each
+from python_tests.reference.conftest import DTYPES
 
 PATTERNS = [(2, 4), (1, 4), (2, 8), (1, 16), (3, 3), (1, 32)]
 
@@ -18,8 +20,9 @@ def close(got, want):
     return (got.double() - want).abs().max() <= (eps + accumulate) * want.abs().max()
 
 
-@pytest.mark.parametrize(("n", "m"), PATTERNS)
-@pytest.mark.parametrize("lead", [(), (1,), (5,), (2, 3)])
+@each("n, m", PATTERNS)
+@each("lead", [(), (1,), (5,), (2, 3)])
+@each("dtype", DTYPES)
 def test_fprop_and_dgrad(n, m, lead, dtype):
     torch.manual_seed(m)
     w, b = torch.randn(6, 96).to(dtype), torch.randn(6).to(dtype)
@@ -31,8 +34,9 @@ def test_fprop_and_dgrad(n, m, lead, dtype):
     assert linear(x, *packed, n, m, 96, b).dtype == dtype
 
 
-@pytest.mark.parametrize(("n", "m"), PATTERNS)
-@pytest.mark.parametrize("tokens", [1, 95, 96])
+@each("n, m", PATTERNS)
+@each("tokens", [1, 95, 96])
+@each("dtype", DTYPES)
 def test_wgrad_with_a_padded_tail(n, m, tokens, dtype):
     torch.manual_seed(tokens)
     g, x = torch.randn(5, tokens).to(dtype), torch.randn(tokens, 7).to(dtype)
@@ -73,7 +77,8 @@ def test_errors():
         linear_wgrad(*packed, 2, 4, 8, torch.randn(2, 4, 3))
 
 
-@pytest.mark.parametrize("activation", ["gelu", "silu", "relu2"])
+@each("activation", ["gelu", "silu", "relu2"])
+@each("dtype", DTYPES)
 def test_activation_precedes_the_rounding(activation, dtype):
     f = {"gelu": torch.nn.functional.gelu, "silu": torch.nn.functional.silu, "relu2": lambda y: torch.relu(y) ** 2}[activation]
     w, x, b = torch.randn(6, 16).to(dtype), torch.randn(5, 16).to(dtype), torch.randn(6).to(dtype)

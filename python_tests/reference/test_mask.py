@@ -8,6 +8,8 @@ import torch
 
 from nmkernels.pattern import DtypeError, PatternError, ShapeError
 from nmkernels.reference import is_nm, mask, prune
+from python_tests.each import each
+from python_tests.reference.conftest import DTYPES
 
 PATTERNS = [(1, 1), (1, 2), (2, 2), (2, 3), (1, 4), (2, 4), (3, 4), (4, 4), (2, 8), (3, 16), (5, 32), (128, 256), (1, 256)]
 
@@ -23,13 +25,14 @@ def sorted_mask(row, n, m):
     return out
 
 
-@pytest.mark.parametrize(("n", "m"), PATTERNS)
+@each("n, m", PATTERNS)
+@each("dtype", DTYPES)
 def test_equals_a_sort_of_each_group(n, m, dtype, nasty):
     w = nasty(8, 3 * m, dtype, seed=n + m)
     assert mask(w, n, m).tolist() == [sorted_mask(row, n, m) for row in w.tolist()]
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
+@each("n", [1, 2, 3])
 def test_every_group_of_four_from_seven_values_keeps_the_best_subset(n):
     values = [0.0, -0.0, 1.0, -1.0, 2.0, -math.inf, 1e-45]
     groups = torch.tensor(list(itertools.product(values, repeat=4)))
@@ -49,6 +52,7 @@ def test_a_lazily_negated_tensor_has_the_same_mask():
     assert torch.equal(mask(torch._neg_view(w), 2, 4), mask(w, 2, 4))
 
 
+@each("dtype", DTYPES)
 def test_exactly_n_are_kept_in_every_group(nasty, dtype):
     for n, m in PATTERNS:
         assert (mask(nasty(16, 2 * m, dtype), n, m).unflatten(-1, (2, m)).sum(-1) == n).all()
@@ -58,7 +62,8 @@ def test_all_zero_groups_keep_the_first_n():
     assert mask(torch.zeros(8), 2, 4).tolist() == [True, True, False, False] * 2
 
 
-@pytest.mark.parametrize("view", ["transposed", "strided", "expanded", "sliced"])
+@each("view", ["transposed", "strided", "expanded", "sliced"])
+@each("dtype", DTYPES)
 def test_strides_do_not_matter(view, nasty, dtype, same_bits):
     base = nasty(16, 16, dtype)
     w = {"transposed": base.T, "strided": base[:, ::2], "expanded": base[:1].expand(5, 16), "sliced": base[3:, 4:12]}[view]
@@ -68,7 +73,7 @@ def test_strides_do_not_matter(view, nasty, dtype, same_bits):
     assert is_nm(w, 2, 4) == is_nm(copy, 2, 4)
 
 
-@pytest.mark.parametrize("shape", [(0, 8), (3, 0), (0,), (2, 0, 4), (2, 3, 8), (8,)])
+@each("shape", [(0, 8), (3, 0), (0,), (2, 0, 4), (2, 3, 8), (8,)])
 def test_any_leading_dimensions_and_empty_tensors(shape):
     w = torch.randn(shape)
     assert mask(w, 2, 4).shape == shape and prune(w, 2, 4).shape == shape
@@ -76,6 +81,7 @@ def test_any_leading_dimensions_and_empty_tensors(shape):
     assert is_nm(prune(w, 2, 4), 2, 4)
 
 
+@each("dtype", DTYPES)
 def test_prune_keeps_bits_and_never_multiplies(nasty, dtype, same_bits):
     w = nasty(64, 32, dtype)
     assert same_bits(prune(w, 2, 4), torch.where(mask(w, 2, 4), w, torch.zeros_like(w)))
@@ -91,7 +97,7 @@ def test_is_nm_counts_nan_but_not_negative_zero():
     assert not is_nm(torch.tensor([0.0] * 4 + [1.0, 1.0, 1.0, 0.0]), 2, 4), "only the last group is too full"
 
 
-@pytest.mark.parametrize("op", [mask, prune, is_nm])
+@each("op", [mask, prune, is_nm])
 def test_errors_name_the_op_and_the_way_out(op):
     with pytest.raises(ShapeError, match=rf"{op.__name__}: the last dimension is 6.*M=4"):
         op(torch.ones(2, 6), 2, 4)

@@ -10,6 +10,8 @@ import torch
 
 from nmkernels.pattern import DtypeError, PatternError, ShapeError
 from nmkernels.reference import compress, decompress, group_mvue, mvue, mvue_compress, pairs24, uniforms24
+from python_tests.each import each
+from python_tests.reference.conftest import DTYPES
 
 ONE = 1 << 24
 SEED = torch.tensor([11, 5])
@@ -54,7 +56,7 @@ def approx_scalar(g, u):
     return [np.copysign(abs(g[k]) / p[k], g[k]) if k in (i, j) else 0.0 for k in range(4)]
 
 
-@pytest.mark.parametrize("real", [np.float32, np.float64])
+@each("real", [np.float32, np.float64])
 def test_approx_equals_a_scalar_loop(real, same_bits):
     rng = np.random.default_rng(0)
     groups = (rng.standard_normal((200, 4)) * np.exp(3 * rng.standard_normal((200, 4)))).astype(real)
@@ -78,7 +80,7 @@ APPROX = [
 ]
 
 
-@pytest.mark.parametrize(("a", "p", "mse"), APPROX)
+@each("a, p, mse", APPROX)
 def test_approx_over_all_pairs_of_uniforms(a, p, mse):
     g = torch.tensor(a, dtype=torch.float64) * torch.tensor([1, -1, 1, -1])
     first, second, _ = approx_design([x.numpy()[()] for x in g])
@@ -96,8 +98,9 @@ def test_approx_over_all_pairs_of_uniforms(a, p, mse):
     assert (chance @ (outcome - g).square().sum(1)).item() == pytest.approx(mse, abs=6e-5)
 
 
-@pytest.mark.parametrize(("n", "m", "method"), [(2, 4, "exact"), (2, 4, "approx"), (1, 2, "exact"), (3, 8, "exact"), (2, 3, "approx")])
-@pytest.mark.parametrize(("shape", "dim"), [((6, 48), -1), ((6, 48), 1), ((48,), 0), ((2, 3, 48), 2), ((48, 5), 0), ((2, 48, 3), 1)])
+@each("n, m, method", [(2, 4, "exact"), (2, 4, "approx"), (1, 2, "exact"), (3, 8, "exact"), (2, 3, "approx")])
+@each("shape, dim", [((6, 48), -1), ((6, 48), 1), ((48,), 0), ((2, 3, 48), 2), ((48, 5), 0), ((2, 48, 3), 1)])
+@each("dtype", DTYPES)
 def test_each_group_draws_its_own_uniform_in_row_major_order(n, m, method, shape, dim, dtype, same_bits):
     g = torch.randn(shape, generator=torch.Generator().manual_seed(m)).to(dtype)
     groups = g.movedim(dim, -1).reshape(-1, m)
@@ -107,13 +110,14 @@ def test_each_group_draws_its_own_uniform_in_row_major_order(n, m, method, shape
     assert same_bits(got, want) and got.is_contiguous()
 
 
-@pytest.mark.parametrize("method", ["exact", "approx"])
+@each("method", ["exact", "approx"])
 def test_along_rows_equals_the_transpose_along_columns(method, same_bits):
     g = torch.randn(40, 24)
     assert same_bits(mvue(g, 2, 4, 0, SEED, method), mvue(g.T, 2, 4, 1, SEED, method).T)
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 4, 5, 39])
+@each("tokens", [1, 3, 4, 5, 39])
+@each("dtype", DTYPES)
 def test_the_tail_of_other_dimensions_is_padded_with_zeros(tokens, dtype, same_bits):
     g = torch.randn(tokens, 6).to(dtype)
     padded = torch.nn.functional.pad(g, (0, 0, 0, -tokens % 4))
@@ -123,8 +127,9 @@ def test_the_tail_of_other_dimensions_is_padded_with_zeros(tokens, dtype, same_b
     assert same_bits(decompress(values, indices, 2, 4, tokens), mvue(g, 2, 4, 0, SEED).T)
 
 
-@pytest.mark.parametrize("method", ["exact", "approx"])
-@pytest.mark.parametrize("dim", [0, 1])
+@each("method", ["exact", "approx"])
+@each("dim", [0, 1])
+@each("dtype", DTYPES)
 def test_packed_is_the_compressed_dense_result(method, dim, dtype, nasty, same_bits):
     g = torch.cat([nasty(20, 32, dtype), torch.randn(20, 32).to(dtype)])
     dense = mvue(g, 2, 4, dim, SEED, method).movedim(dim, -1)
@@ -144,7 +149,7 @@ def test_replay_offset_seed_and_chunks(monkeypatch, same_bits):
     assert same_bits(mvue(g, 2, 4, -1, SEED), x) and same_bits(mvue(g, 2, 4, -1, SEED, "approx"), approx)
 
 
-@pytest.mark.parametrize("method", ["exact", "approx"])
+@each("method", ["exact", "approx"])
 def test_mean_over_offsets_and_independence_of_neighbours(method):
     """A z-test: the mean of 4000 draws is g; whether neighbouring groups keep their first element is uncorrelated."""
     g, runs = torch.tensor([0.3, -1.0, 0.5, 0.9] * 16).double(), 4000
@@ -163,7 +168,7 @@ def test_empty():
     assert mvue_compress(torch.empty(0, 8), 2, 4, 1, SEED, "approx")[1].shape == (0, 1)
 
 
-@pytest.mark.parametrize("op", [mvue, mvue_compress])
+@each("op", [mvue, mvue_compress])
 def test_errors(op):
     g = torch.ones(6, 6)
     with pytest.raises(ShapeError, match="mvue: the last dimension is 6"):

@@ -9,6 +9,7 @@ import torch
 
 from nmkernels.pattern import DtypeError, OptionError, PatternError, ShapeError
 from nmkernels.reference import from_layout, mask, pack, soft_threshold, soft_threshold_scale, transposable_mask, unpack_indices
+from python_tests.each import each
 from python_tests.reference.conftest import DTYPES
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -49,8 +50,9 @@ def absent(values, indices, dtype, kind=torch.uint8):
     return (values.shape, values.dtype, indices.shape, indices.dtype) == ((0,), dtype, (0,), kind)
 
 
-@pytest.mark.parametrize(("n", "m"), [(2, 4), (1, 4), (3, 5), (2, 8), (5, 32)])
-@pytest.mark.parametrize("to", [None, BF16, F16, F32], ids=str)
+@each("n, m", [(2, 4), (1, 4), (3, 5), (2, 8), (5, 32)])
+@each("to", [None, BF16, F16, F32], ids=str)
+@each("dtype", DTYPES)
 def test_magnitude_one_way_or_the_other(n, m, to, dtype, nasty, same_bits):
     w, kind = nasty(2 * m, 3 * m, dtype, seed=n), to or dtype
     got = pack(w, n, m, dtype=to)
@@ -61,8 +63,9 @@ def test_magnitude_one_way_or_the_other(n, m, to, dtype, nasty, same_bits):
     assert absent(*got[:2], kind)
 
 
-@pytest.mark.parametrize(("n", "m"), [(2, 4), (1, 3)])
-@pytest.mark.parametrize("ways", [(True, True), (True, False), (False, True)])
+@each("n, m", [(2, 4), (1, 3)])
+@each("ways", [(True, True), (True, False), (False, True)])
+@each("dtype", DTYPES)
 def test_one_transposable_mask_for_both(n, m, ways, dtype, nasty, same_bits):
     w = nasty(4 * m, 5 * m, dtype)
     keep = transposable_mask(w, n, m)
@@ -74,7 +77,8 @@ def test_one_transposable_mask_for_both(n, m, ways, dtype, nasty, same_bits):
             assert absent(*result, BF16)
 
 
-@pytest.mark.parametrize("density", [0.0, 0.3, 0.7, 1.0])
+@each("density", [0.0, 0.3, 0.7, 1.0])
+@each("dtype", DTYPES)
 def test_a_given_mask_is_padded_in_each_orientation_on_its_own(density, dtype, nasty, same_bits):
     w = nasty(12, 20, dtype)
     keep = transposable_mask(torch.randn(12, 20), 2, 4)
@@ -84,8 +88,9 @@ def test_a_given_mask_is_padded_in_each_orientation_on_its_own(density, dtype, n
     check(got[2:], w.T, 2, 4, keep.T, F16, same_bits)
 
 
-@pytest.mark.parametrize("scale", [None, 1.37, -0.8, 0.0, -0.0, math.inf, math.nan, 1e-30])
-@pytest.mark.parametrize("ways", [(True, False), (False, True)])
+@each("scale", [None, 1.37, -0.8, 0.0, -0.0, math.inf, math.nan, 1e-30])
+@each("ways", [(True, False), (False, True)])
+@each("dtype", DTYPES)
 def test_threshold_rounds_the_product_then_the_value(scale, ways, dtype, nasty, same_bits):
     wide = torch.float64 if dtype == torch.float64 else F32
     w = nasty(8, 24, dtype)
@@ -139,8 +144,8 @@ def test_kept_bits_stay_where_the_dtype_does():
         assert torch.equal(values.view(torch.int32), bits)
 
 
-@pytest.mark.parametrize("layout", ["mma.sp", "wgmma.sp"])
-@pytest.mark.parametrize("to", [BF16, F16])
+@each("layout", ["mma.sp", "wgmma.sp"])
+@each("to", [BF16, F16])
 def test_layouts_reorder_the_indices_only(layout, to):
     w = torch.randn(128, 64)
     plain, other = (pack(w, 2, 4, "transposable", dtype=to, columns=True, layout=x) for x in ("canonical", layout))

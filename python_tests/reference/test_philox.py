@@ -5,6 +5,7 @@ import torch
 
 from nmkernels.pattern import DtypeError, ShapeError
 from nmkernels.reference import pairs24, philox4x32, uniforms24
+from python_tests.each import each
 
 KNOWN = [
     ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
@@ -26,7 +27,7 @@ def in_python(counter, key):
     return c
 
 
-@pytest.mark.parametrize(("counter", "key", "answer"), KNOWN)
+@each("counter, key, answer", KNOWN)
 def test_known_answers_of_random123(counter, key, answer):
     assert philox4x32(torch.tensor(words(counter)), tuple(words(key))).tolist() == words(answer)
     assert in_python(words(counter), words(key)) == words(answer)
@@ -38,8 +39,8 @@ def test_batches_equal_python_integers():
     assert got.tolist() == [[in_python(c, (0xDEADBEEF, 0xFFFFFFFF)) for c in row] for row in counters.tolist()]
 
 
-@pytest.mark.parametrize(("seed", "offset"), [(0, 0), (7, 3), (-1, -2), (2**62 + 5, 2**40 + 9), (-(2**63), 2**63 - 1)])
-@pytest.mark.parametrize("first", [0, 1, 6, 2**34 - 2, 2**34 + 3])
+@each("seed, offset", [(0, 0), (7, 3), (-1, -2), (2**62 + 5, 2**40 + 9), (-(2**63), 2**63 - 1)])
+@each("first", [0, 1, 6, 2**34 - 2, 2**34 + 3])
 def test_layout_of_key_counter_and_word(seed, offset, first):
     def split(x):
         return [x % 2**32, (x >> 32) % 2**32]

@@ -1,9 +1,9 @@
 """chunked_sum: the order of its additions, bit by bit."""
 
-import pytest
 import torch
 
 from nmkernels.reference import chunked_sum
+from python_tests.each import each
 
 
 def looped(x):
@@ -17,8 +17,8 @@ def looped(x):
     return total
 
 
-@pytest.mark.parametrize("size", [0, 1, 7, 4095, 4096, 4097, 8192, 20_001])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@each("size", [0, 1, 7, 4095, 4096, 4097, 8192, 20_001])
+@each("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_order_of_additions(size, dtype):
     x = torch.randn(size, generator=torch.Generator().manual_seed(size), dtype=torch.float64) * 10.0 ** torch.linspace(-9, 9, size).double()
     x = x.to(dtype)

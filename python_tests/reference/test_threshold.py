@@ -8,6 +8,8 @@ import torch
 
 from nmkernels.pattern import DtypeError, ShapeError
 from nmkernels.reference import is_nm, soft_threshold, soft_threshold_scale
+from python_tests.each import each
+from python_tests.reference.conftest import DTYPES
 
 PATTERNS = [(1, 1), (1, 2), (2, 4), (3, 4), (4, 4), (1, 4), (2, 8), (3, 16), (100, 256)]
 
@@ -26,7 +28,8 @@ def looped(row, n, m, real):
     return out
 
 
-@pytest.mark.parametrize(("n", "m"), PATTERNS)
+@each("n, m", PATTERNS)
+@each("dtype", DTYPES)
 def test_equals_a_loop(n, m, dtype, nasty, same_bits):
     w = nasty(16, 2 * m, dtype, seed=n * m)
     real = np.float64 if dtype == torch.float64 else np.float32
@@ -55,6 +58,7 @@ def test_nan_and_infinity():
     assert soft_threshold(torch.tensor([math.inf, -math.inf, math.inf, 1.0]), 2, 4).isnan().tolist() == [True, True, True, False]
 
 
+@each("dtype", DTYPES)
 def test_strides_and_empty(nasty, dtype, same_bits):
     w = nasty(16, 16, dtype)
     assert same_bits(soft_threshold(w.T, 2, 4), soft_threshold(w.T.contiguous(), 2, 4)) and soft_threshold(w.T, 2, 4).is_contiguous()
@@ -63,6 +67,7 @@ def test_strides_and_empty(nasty, dtype, same_bits):
     assert soft_threshold_scale(torch.empty(0, 8), 2, 4).item() == 0.0
 
 
+@each("dtype", DTYPES)
 def test_scale_of_the_worked_group(dtype):
     scale = soft_threshold_scale(torch.tensor([0.3, -1.0, 0.5, 2.0], dtype=dtype), 2, 4)
     assert scale.dtype == (torch.float64 if dtype == torch.float64 else torch.float32) and scale.shape == ()

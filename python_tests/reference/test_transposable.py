@@ -9,6 +9,8 @@ import torch
 
 from nmkernels.pattern import DtypeError, PatternError, ShapeError
 from nmkernels.reference import transposable_mask
+from python_tests.each import each
+from python_tests.reference.conftest import DTYPES
 
 PAIRS = list(itertools.combinations(range(4), 2))
 
@@ -57,6 +59,7 @@ def test_the_ninety_patterns():
         assert [[float(c in PAIRS[i]) for c in range(4)] for i in ids] == matrix
 
 
+@each("dtype", DTYPES)
 def test_two_of_four_is_the_first_best_score(dtype, nasty):
     real = np.float64 if dtype == torch.float64 else np.float32
     few = torch.randint(-2, 3, (40, 4)).to(dtype)  # ties everywhere
@@ -77,8 +80,8 @@ def test_two_of_four_is_the_first_best_score(dtype, nasty):
         assert torch.equal(chosen, winner)
 
 
-@pytest.mark.parametrize(("n", "m"), [(1, 1), (1, 2), (2, 2), (1, 3), (2, 3), (1, 4), (2, 4), (3, 4), (4, 4), (1, 5), (2, 5), (4, 5)])
-@pytest.mark.parametrize("kind", ["normal", "ties", "huge"])
+@each("n, m", [(1, 1), (1, 2), (2, 2), (1, 3), (2, 3), (1, 4), (2, 4), (3, 4), (4, 4), (1, 5), (2, 5), (4, 5)])
+@each("kind", ["normal", "ties", "huge"])
 def test_the_total_is_that_of_the_best_of_all(n, m, kind):
     generator = torch.Generator().manual_seed(m)
     w = torch.randn(20 * m, m, generator=generator, dtype=torch.float64)
@@ -94,8 +97,8 @@ def test_the_total_is_that_of_the_best_of_all(n, m, kind):
     assert (total >= best * (1 - 1e-12)).all()
 
 
-@pytest.mark.parametrize(("n", "m"), [(2, 8), (4, 8), (7, 8), (3, 6), (1, 16), (8, 16), (4, 32), (16, 32), (20, 64)])
-@pytest.mark.parametrize("kind", ["normal", "ties", "ranked"])
+@each("n, m", [(2, 8), (4, 8), (7, 8), (3, 6), (1, 16), (8, 16), (4, 32), (16, 32), (20, 64)])
+@each("kind", ["normal", "ties", "ranked"])
 def test_no_cycle_of_exchanges_improves(n, m, kind):
     generator = torch.Generator().manual_seed(n)
     w = torch.randn(3 * m, m, generator=generator, dtype=torch.float64)
@@ -123,7 +126,8 @@ def test_infinities_come_first_then_finite_numbers():
     assert is_regular(transposable_mask(torch.zeros(8, 8), 3, 8), 3, 8)
 
 
-@pytest.mark.parametrize(("n", "m"), [(2, 4), (1, 4), (2, 8)])
+@each("n, m", [(2, 4), (1, 4), (2, 8)])
+@each("dtype", DTYPES)
 def test_tiles_strides_batches_chunks_and_empty(n, m, dtype, monkeypatch):
     w = torch.randn(2, 3, 24, 32).to(dtype)
     got = transposable_mask(w, n, m)

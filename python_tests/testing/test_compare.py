@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from nmkernels import ops, testing
+from python_tests.each import each
 
 NAN = float("nan")
 
@@ -14,7 +15,7 @@ def t(*values: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.tensor(values, dtype=dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@each("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_equal_bits(dtype: torch.dtype) -> None:
     x = t(1.0, NAN, -0.0, float("inf"), dtype=dtype)
     assert testing.equal_bits(x, x.clone())
