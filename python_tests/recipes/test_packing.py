@@ -176,7 +176,7 @@ def test_plans():
 @pytest.mark.parametrize("recipe", [STE, SRSTE, SSTE, STEP, lambda **k: FST(end=None, **k), lambda **k: SdGf("1:8", 20, **k)])
 def test_unknown_values_are_refused(recipe):
     for value in ("always", None, 2):
-        with pytest.raises(RecipeError, match=f'packed={value!r} is unknown; choose one of False, True and "auto"'):
+        with pytest.raises(RecipeError, match=f"packed={value!r} is unknown; choose one of False, True, auto"):
             recipe(packed=value) if recipe is not STEP else recipe(packed=value, t_max=7, t_min=2)
 
 
