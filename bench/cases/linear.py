@@ -175,18 +175,18 @@ def _against_dense(
 
 def ways(spec: Spec, x: Tensor, make: Callable[[], Provider]) -> list[Provider]:
     """The ways in which Triton does products of many tokens, whichever of them it chooses by itself."""
-    from nmkernels.backends.triton import _plan, tuned
+    from nmkernels.backends.triton import launches
     from nmkernels.backends.triton.launch import capability as capability_of
 
     sizes = ("fprop", x.dtype, spec.rows, spec.cols, spec.tokens, spec.n, spec.m)
     capability = capability_of(x)
-    product = tuned.Product(*sizes, x.device, capability)
-    expanding = [p for p in _plan.candidates(*sizes, capability) if p.method == "gemm"]
-    plans = {"scratch": _plan.Plan("scratch"), **({"in kernel": expanding[0]} if expanding else {})}
+    product = launches.Product(*sizes, x.device, capability)
+    expanding = [p for p in launches.candidates(*sizes, capability) if p.method == "gemm"]
+    plans = {"scratch": launches.Plan("scratch"), **({"in kernel": expanding[0]} if expanding else {})}
 
     @contextmanager
-    def using(plan: _plan.Plan) -> Iterator[None]:
-        with _ours.forced("triton"), tuned.using(product, plan):
+    def using(plan: launches.Plan) -> Iterator[None]:
+        with _ours.forced("triton"), launches.using(product, plan):
             yield
 
     found = []

@@ -114,7 +114,7 @@ FAMILIES = {
 
 
 def _prepare(op: str, *args: Any, timer: Any = None) -> Any:
-    return import_module(".tuned", __name__).search(op, *args, timer=timer)
+    return import_module(".launches", __name__).search(op, *args, timer=timer)
 
 
 def _register(op: str, family: str) -> None:

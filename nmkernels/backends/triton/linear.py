@@ -1,6 +1,6 @@
 """The three products of a linear layer with one operand compressed: fprop nt, dgrad nn, wgrad tn.
 
-``_plan``, or ``tuned`` where something was measured, chooses between a kernel for a few tokens, expanding in registers tile by tile, and
+``launches`` chooses between a kernel for a few tokens, expanding in registers tile by tile, and
 expanding to memory. In all of them a dense tile is multiplied, so that an inf or NaN of the other operand reaches every result of its
 column, as in the dense product; but not in the kernel for a few tokens. Indices are not checked, which would make the host wait: a value
 whose index is outside its group is left out.
@@ -16,11 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...pattern import Pattern
-from ._plan import Plan, by_words
 from .compress import decompress
 from .launch import capability, cdiv, launch
+from .launches import Plan, by_words, choose
 from .spmm import combine_kernel, few_kernel, spmm_kernel, spmm_transposed_kernel
-from .tuned import choose
 
 FEW_ROWS, FEW_WIDTH = 8, 128
 """Rows of a program of few tokens, and stored values of each at a time: 16 bytes a thread of 16-bit numbers."""

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from nmkernels import Pattern, reference
 from nmkernels.backends.triton import linear as family
-from nmkernels.backends.triton._plan import SHARED_KB, Plan, by_words, candidates, plan, shared_bytes
+from nmkernels.backends.triton.launches import SHARED_KB, Plan, by_words, candidates, plan, shared_bytes
 from nmkernels.testing import assert_equal_bits, assert_no_worse, poison
 from python_tests.backends.product_calls import ACTIVATIONS, PATTERNS, inputs, packed
 

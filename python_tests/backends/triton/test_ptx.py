@@ -16,9 +16,9 @@ from torch import Tensor
 from nmkernels import Pattern, dispatch, reference, testing
 from nmkernels.backends.triton import adamw, interpreted
 from nmkernels.backends.triton import linear as family
-from nmkernels.backends.triton._plan import Plan, candidates
 from nmkernels.backends.triton.groups import ELEMENTS
 from nmkernels.backends.triton.launch import recording
+from nmkernels.backends.triton.launches import Plan, candidates
 from python_tests.backends.adamw_calls import copied, hyper, make, nasty, same_as_reference, shifted
 from python_tests.ops.samples import seed
 

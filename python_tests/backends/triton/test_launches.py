@@ -17,8 +17,8 @@ from bench.cases.linear import ways
 from bench.registry import Provider, Spec
 from nmkernels import dispatch
 from nmkernels.autograd import GemmPlan
-from nmkernels.backends.triton import _plan, linear, tuned
-from nmkernels.backends.triton._plan import Plan
+from nmkernels.backends.triton import launches, linear
+from nmkernels.backends.triton.launches import Plan
 from nmkernels.tuning import TABLE, table
 
 ROWS, COLS, TOKENS = 32, 64, 20
@@ -31,17 +31,17 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("NMKERNELS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("NMKERNELS_BACKEND", "triton")
     monkeypatch.setattr(table, "device_name", lambda device: "a GPU")
-    tuned.forget()
+    launches.forget()
     yield tmp_path / "cache"
-    tuned.forget()
+    launches.forget()
 
 
-def _product(device: torch.device | str = "cpu", tokens: int = TOKENS, **other: Any) -> tuned.Product:
-    return tuned.Product(*SIZES[:4], tokens, 2, 4, torch.device(device), 90)._replace(**other)
+def _product(device: torch.device | str = "cpu", tokens: int = TOKENS, **other: Any) -> launches.Product:
+    return launches.Product(*SIZES[:4], tokens, 2, 4, torch.device(device), 90)._replace(**other)
 
 
 def _choose(**other: Any) -> Plan:
-    return tuned.choose(*_product(**other))
+    return launches.choose(*_product(**other))
 
 
 def _line(plan: Plan) -> dict[str, Any]:
@@ -50,11 +50,11 @@ def _line(plan: Plan) -> dict[str, Any]:
 
 def _store(lines: dict[str, Any]) -> Path:
     path = TABLE.store(lines)
-    tuned._plans.clear()
+    launches._plans.clear()
     return path
 
 
-DEFAULT = _plan.plan(*SIZES, 90)
+DEFAULT = launches.plan(*SIZES, 90)
 OTHER = Plan("gemm", 128, 32, 64, 8, 5, 2)
 
 
@@ -66,38 +66,38 @@ def test_without_a_file_the_heuristic_is_followed(cache: Path) -> None:
 
 
 def test_what_is_stored_is_followed_and_found_again(cache: Path) -> None:
-    path = _store({tuned.name(_product()): _line(OTHER)})
+    path = _store({launches.name(_product()): _line(OTHER)})
     assert path == cache / "tuning.json" and _choose() == OTHER
-    tuned.forget()
+    launches.forget()
     assert _choose() == OTHER
     # as many tokens as round up to the same power of two, and nothing else
     assert _choose(width=17) == _choose(width=32) == OTHER
     assert _choose(width=16) != OTHER and _choose(width=33) != OTHER
     for other in ({"rows": 33}, {"cols": 128}, {"dtype": torch.float16}, {"n": 1}, {"kind": "dgrad"}):
-        assert _choose(**other) == _plan.plan(*_product(**other)[:-2], 90)
+        assert _choose(**other) == launches.plan(*_product(**other)[:-2], 90)
     assert [p.name for p in cache.iterdir()] == ["tuning.json"]
 
 
 def test_tokens_of_wgrad_are_its_columns() -> None:
     product = _product(kind="wgrad", cols=20, width=96)
-    _store({tuned.name(product): _line(OTHER)})
-    assert tuned.choose(*product._replace(cols=32)) == OTHER
-    assert tuned.choose(*product._replace(cols=36)) != OTHER and tuned.choose(*product._replace(width=95)) != OTHER
+    _store({launches.name(product): _line(OTHER)})
+    assert launches.choose(*product._replace(cols=32)) == OTHER
+    assert launches.choose(*product._replace(cols=36)) != OTHER and launches.choose(*product._replace(width=95)) != OTHER
 
 
 def test_another_device_or_triton_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
-    _store({tuned.name(_product()): _line(OTHER)})
+    _store({launches.name(_product()): _line(OTHER)})
     monkeypatch.setattr(table, "device_name", lambda device: "another GPU")
-    tuned.forget()
+    launches.forget()
     assert _choose() == DEFAULT
     monkeypatch.setattr(table, "device_name", lambda device: "a GPU")
     monkeypatch.setattr(table, "versions", lambda kind: "triton 9.9")
-    tuned.forget()
+    launches.forget()
     assert _choose() == DEFAULT
 
 
 def test_lines_are_merged_and_taken_out() -> None:
-    one, two = (tuned.name(_product(tokens=t)) for t in (20, 200))
+    one, two = (launches.name(_product(tokens=t)) for t in (20, 200))
     _store({one: _line(OTHER)})
     _store({two: _line(OTHER)})
     assert set(TABLE.lines()) == {one, two}
@@ -110,7 +110,7 @@ def test_lines_are_merged_and_taken_out() -> None:
 )
 def test_a_line_that_is_no_plan_is_ignored(change: dict[str, Any] | None) -> None:
     line = {"choice": {**OTHER._asdict(), **change}} if change else {"choice": "gemm"}
-    _store({tuned.name(_product()): line})
+    _store({launches.name(_product()): line})
     assert _choose() == DEFAULT
 
 
@@ -120,26 +120,26 @@ def _fails(*args: Any) -> None:
 
 def test_after_the_first_call_it_is_a_lookup(monkeypatch: pytest.MonkeyPatch) -> None:
     found = _choose()
-    monkeypatch.setattr(tuned, "measured", _fails)
-    monkeypatch.setattr(tuned, "plan", _fails)
+    monkeypatch.setattr(launches, "measured", _fails)
+    monkeypatch.setattr(launches, "plan", _fails)
     assert _choose() is found
 
 
 def test_remembered_plans_do_not_grow_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuned, "REMEMBERED", 4)
+    monkeypatch.setattr(launches, "REMEMBERED", 4)
     for width in range(1, 20):
         _choose(width=width)
-    assert len(tuned._plans) <= 4
+    assert len(launches._plans) <= 4
 
 
 def test_a_plan_is_used_for_a_while() -> None:
     before = _choose()
-    with tuned.using(_product(), OTHER):
+    with launches.using(_product(), OTHER):
         assert _choose() == OTHER
     assert _choose() is before
-    with tuned.using(_product(width=7), OTHER):
+    with launches.using(_product(width=7), OTHER):
         pass
-    assert _product(width=7) not in tuned._plans
+    assert _product(width=7) not in launches._plans
 
 
 # ---- tuning
@@ -155,9 +155,9 @@ def layer(device: str) -> nm.CompressedLinear:
 @pytest.fixture
 def candidates(layer: nm.CompressedLinear, monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
     """The plans that are tried, the heuristic's first."""
-    first = _plan.plan(*SIZES, linear.capability(layer.values))
+    first = launches.plan(*SIZES, linear.capability(layer.values))
     found = [first, first._replace(stages=5), first._replace(splits=2, warps=2), Plan("scratch")]
-    monkeypatch.setattr(tuned, "candidates", lambda *sizes: found)
+    monkeypatch.setattr(launches, "candidates", lambda *sizes: found)
     return found
 
 
@@ -166,14 +166,14 @@ def _timer(seconds: dict[Plan, float], layer: nm.CompressedLinear) -> Callable[[
 
     def timer(call: Callable[[], object]) -> float:
         call()
-        plan = next(p for q, p in tuned._plans.items() if q.kind == "fprop" and q.width == TOKENS)
+        plan = next(p for q, p in launches._plans.items() if q.kind == "fprop" and q.width == TOKENS)
         return seconds.get(plan, 1.0)
 
     return timer
 
 
 def _in_use(layer: nm.CompressedLinear) -> Plan:
-    return tuned.choose(*SIZES, layer.values.device, linear.capability(layer.values))
+    return launches.choose(*SIZES, layer.values.device, linear.capability(layer.values))
 
 
 def test_the_fastest_is_chosen_and_kept(layer: nm.CompressedLinear, candidates: list[Plan], cache: Path) -> None:
@@ -184,11 +184,11 @@ def test_the_fastest_is_chosen_and_kept(layer: nm.CompressedLinear, candidates: 
     assert entry.choice.startswith("gemm ") and "splits=2" in entry.choice and report.changed == [entry]
     assert told == [(0, 1, f"fprop {ROWS}x{COLS} 2:4, {TOKENS} tokens")]
     assert report.path == str(cache / "tuning.json") and "4.00x" in str(report) and str(report).endswith(f"stored in {report.path}")
-    tuned.forget()
+    launches.forget()
     assert _in_use(layer) == candidates[2]
     (line,) = json.loads((cache / "tuning.json").read_text())["lines"].values()
-    assert line["choice"] == candidates[2]._asdict() and line["us"][tuned.words(candidates[2])] == 0.25e6
-    assert line["us"][tuned.words(candidates[0])] == 1e6 and line["by"] == "nm.tune"
+    assert line["choice"] == candidates[2]._asdict() and line["us"][launches.words(candidates[2])] == 0.25e6
+    assert line["us"][launches.words(candidates[0])] == 1e6 and line["by"] == "nm.tune"
     # and the layer runs by it
     x = torch.randn(TOKENS, COLS, dtype=DTYPE, device=layer.values.device)
     with torch.no_grad():
@@ -268,7 +268,7 @@ def test_a_layer_in_training_has_its_plans_products(device: str, monkeypatch: py
     model = torch.nn.Sequential(nm.SparseLinear(16, 8), nm.SparseLinear(16, 8), nm.SparseLinear(16, 8)).to(device)
     model[0].plan = model[1].plan = GemmPlan(wgrad="mvue", n=2, m=4)  # type: ignore[union-attr]
     model[2].plan = GemmPlan("packed", "packed", "dense", 2, 4)  # type: ignore[union-attr]
-    monkeypatch.setattr(tuned, "candidates", lambda *sizes: [_plan.plan(*sizes)])
+    monkeypatch.setattr(launches, "candidates", lambda *sizes: [launches.plan(*sizes)])
     report = nm.tune(model, (6, 20), timer=lambda call: 1.0)  # 6 tokens are no whole groups
     found = [(e.product, e.tokens, e.shape, e.layers) for e in report.entries]
     wgrad = [("wgrad", t, (8, 16), ["0", "1"]) for t in (6, 20)]
@@ -278,9 +278,9 @@ def test_a_layer_in_training_has_its_plans_products(device: str, monkeypatch: py
 
 def test_few_tokens_only_have_their_kernel() -> None:
     other = Plan("few", 16, 8, 4, 2, 2, 1)
-    _store({tuned.name(_product(tokens=t)): _line(other) for t in (4, 8)})
+    _store({launches.name(_product(tokens=t)): _line(other) for t in (4, 8)})
     assert _choose(width=4) == _choose(width=3) == other
-    assert _choose(width=8) == _plan.plan(*_product(tokens=8)[:-2], 90)
+    assert _choose(width=8) == launches.plan(*_product(tokens=8)[:-2], 90)
 
 
 # ---- the benchmarks, which time both ways beside each other
