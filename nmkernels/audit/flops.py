@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -80,6 +80,13 @@ def skeleton(shapes: Mapping[str, tuple[int, int]]) -> nn.Module:
     return root
 
 
+def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """A table as lines: the first two columns to the left, the last as it is, the others to the right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
+    cells = ([cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=False))] for row in rows)
+    return ["  ".join([*row, last]).rstrip() for row, (*_, last) in zip(cells, rows, strict=True)]
+
+
 @dataclass(frozen=True)
 class LayerFlops:
     """One layer's part of ``Flops``, in the same units.
@@ -138,11 +145,7 @@ class Flops:
             training = f"{part.training:.3g}", _ratio(part.training, part.dense_training)
             inference = f"{part.inference:.3g}", _ratio(part.inference, part.dense_inference)
             rows.append((part.name, shape, f"{part.rows:g}", *training, *inference, part.why))
-        widths = [max(len(row[i]) for row in rows) for i in range(7)]
-        lines = []
-        for row in rows:
-            cells = [cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row[:7], widths, strict=True))]
-            lines.append("  ".join([*cells, row[7]]).rstrip())
+        lines = aligned(rows)
         ratios = _ratio(self.training, self.dense_training), _ratio(self.inference, self.dense_inference)
         lines.append(f"training {self.training:.4g} FLOPs, {ratios[0]} of dense, {self.steps} steps of {self.tokens} tokens")
         lines.append(f"inference {self.inference:.4g} FLOPs per token, {ratios[1]} of dense")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from string import ascii_lowercase
 from typing import Any
 
+from .flops import aligned
 from .rules import Piece, Pieces, speedup, total
 
 WIDTH = 140
@@ -29,17 +30,10 @@ def table(audit: Audit) -> str:
         rows.append((name, shape, f"{100 * audit.share(layer):.1f} %", *figures, letters, why))
     totals = [_of(audit.total(part)) for part in parts]
     rows.append(("all linear layers" + (" and the rest" if audit.other else ""), "", "", *totals, "", ""))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
-    lines = [_line(row, widths) for row in rows]
-    lines += [*_summary(audit), *(_wrapped(note) for note in audit.notes)]
+    lines = [*aligned(rows), *_summary(audit), *(_wrapped(note) for note in audit.notes)]
     if advice:
         lines += ["what to change to gain more", *(_wrapped(text + _gains(audit, text), f"  {marks[text]}  ") for text in advice)]
     return "\n".join(lines)
-
-
-def _line(row: tuple[str, ...], widths: list[int]) -> str:
-    cells = [cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row[:-1], widths, strict=True))]
-    return "  ".join([*cells, row[-1]]).rstrip()
 
 
 def _summary(audit: Audit) -> list[str]:

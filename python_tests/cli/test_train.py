@@ -17,14 +17,9 @@ from nmkernels.cli.config import add_arguments, fresh, settings
 from nmkernels.models import GPT, GPTConfig, load_corpus
 from nmkernels.recipes.compose import deployed
 
-from ._text import same, train, write_text
+from ._text import same, train
 
 MODEL = GPTConfig(width=32, layers=1, heads=2, context=16)
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_text(tmp_path_factory.mktemp("text") / "a.txt")
 
 
 @pytest.fixture(scope="module")

@@ -8,12 +8,7 @@ import pytest
 
 from nmkernels import cli
 
-from ._text import train, write_text
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    return write_text(tmp_path / "a.txt")
+from ._text import train
 
 
 def refused(capsys: pytest.CaptureFixture[str], message: str, *words: str) -> None:

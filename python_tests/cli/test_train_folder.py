@@ -18,14 +18,9 @@ from nmkernels.cli import folder as _folder
 from nmkernels.cli.folder import LOCK, SIGNS, Folder
 from nmkernels.pattern import NMError
 
-from ._text import train, write_text
+from ._text import train
 
 SIZES = ["--steps", "3", "--batch", "8", "--context", "8", "--width", "16", "--layers", "1", "--heads", "1", "--checkpoint-every", "1"]
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_text(tmp_path_factory.mktemp("text") / "a.txt")
 
 
 @pytest.fixture(scope="module")

@@ -17,14 +17,9 @@ from nmkernels.cli import train as loop
 from nmkernels.cli.log import read_log
 from nmkernels.models import GPT
 
-from ._text import SIZES, same, train, write_text
+from ._text import SIZES, same, train
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_text(tmp_path_factory.mktemp("text") / "a.txt")
 
 
 def signal_at(monkeypatch: pytest.MonkeyPatch, at: int, number: signal.Signals = signal.SIGINT, dense: bool = False) -> None:
