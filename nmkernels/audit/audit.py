@@ -61,7 +61,7 @@ def audit(
     the output gradient; ``weight`` is masking and packing the weight, once per optimizer step. The optimizer's own update is in
     neither, a low-rank adapter only in inference.
 
-    The **prediction** is a roofline (``nmkernels.audit.roofline``) of a GPU of the table (``devices``, with its sources) or of this
+    The **prediction** is a roofline (``nmkernels.audit.rules``) of a GPU of the table (``devices``, with its sources) or of this
     machine as a short measurement finds it. It is no measurement: the GPUs' clocks fall under load, and a sparse product draws more
     power, so that 2:4 is 1.2 to 1.4 times as fast as dense on an H100 or H200, not twice. The **measurement** times the very products
     of each distinct shape on random numbers, in turns, medians; masking is timed as a pass of its own.

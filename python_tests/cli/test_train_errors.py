@@ -36,7 +36,7 @@ def refused(capsys: pytest.CaptureFixture[str], message: str, *words: str) -> No
         (["--recipe", "step:x"], "'x' is not an N:M pattern"),
         (["--recipe", "nope"], "no recipe is called 'nope'"),
         (["--set", "decay"], "write it as KEY=VALUE"),
-        (["--set", "colour=red"], "step has no keyword 'colour'. It takes switch, t_min"),
+        (["--set", "colour=red"], "step has no keyword 'colour'. It takes inner, switch, t_min"),
         (["--set", "switch=sometimes"], "switch='sometimes' is unknown"),
         (["--width", "30"], "width 30 is not a multiple of heads=4"),
         (["--steps", "0"], "argument --steps: 0 is below 1"),
