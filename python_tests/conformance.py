@@ -84,13 +84,21 @@ def like(results: Any, make: Callable[[Tensor], Tensor]) -> Any:
     return pytree.tree_map_only(Tensor, lambda x: testing.fill_poison(make(x)), results)
 
 
-def for_each_sample(check: Callable[..., None]) -> Callable[..., None]:
-    """A test of ``check(self, sample, monkeypatch)`` for every sample on one device; in the interpreter, for those that it takes."""
+QUICK = 2
+"""Samples that are looked at by tests that are not slow."""
 
+
+def for_each_sample(check: Callable[..., None]) -> Callable[..., None]:
+    """A test of ``check(self, sample, monkeypatch)`` for the first samples on one device, and a slow one for the rest.
+
+    In the interpreter it looks at those that Triton takes.
+    """
+
+    @pytest.mark.parametrize("which", [slice(QUICK), pytest.param(slice(QUICK, None), marks=pytest.mark.slow)], ids=["first", "rest"])
     @pytest.mark.parametrize("device", DEVICES)
-    def test(self: Conformance, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test(self: Conformance, device: str, which: slice, monkeypatch: pytest.MonkeyPatch) -> None:
         looked_at, reason = 0, f"Triton has no {self.op}"
-        for name, sample in self.samples.items():
+        for name, sample in list(self.samples.items())[which]:
             self.device = device
             dispatch.forget()
             with monkeypatch.context() as patch:

@@ -129,6 +129,7 @@ class TestRefusal:
             grad(aside)(w)  # recorded at two levels, differentiated at the outer one
         torch.testing.assert_close(grad(lambda v: loss(v.detach()) + (2 * v).sum())(w), torch.full((16, 16), 2.0))
 
+    @pytest.mark.slow
     @each("name", EVERY)
     def test_compiled(self, name: str) -> None:
         w = weight()
@@ -139,6 +140,7 @@ class TestRefusal:
         with pytest.raises(NMError, match=WORDS):
             (y.sum() + w.sum()).backward()
 
+    @pytest.mark.slow
     @each("name", EVERY)
     def test_compiled_derivatives(self, name: str) -> None:
         w = weight()
