@@ -117,24 +117,8 @@ def masked_adamw_(
 ) -> Tensor:
     """Apply one AdamW step in place, with N:M masks of the weights before and after it; the module's page has the equations.
 
-    Args:
-        params: any float dtype and strides; groups of ``m`` along the last dimension. n = m = 0: no masks.
-        grads: any float dtype. exp_avgs, exp_avg_sqs, max_exp_avg_sqs (amsgrad, else empty): float32 (float64 for float64).
-        steps: 0-d float32, incremented. outs: empty, or one per parameter, of any float dtype.
-        hyper: float64 [9]: lr, β1, β2, ε, weight decay, λ, v_step (whose bias correction a frozen v takes; 0: none), clamp, unused.
-        grad_scale, found_inf: one element; with found_inf != 0 nothing changes and all statistics are 0.
-        transposable: M and M' are the transposable masks of the weights, which must be matrices; in all that is said of masks above.
-        packs, layout: None, or four buffers per parameter that receive the packed weight, see ``adamw_packs``.
-
-    Returns:
-        float64 [9], the statistics. Raises ShapeError, DtypeError and PatternError before anything is changed.
-
-    Example:
-        >>> p, m, v, step = torch.tensor([1.0, -2.0, 3.0, 4.0]), torch.zeros(4), torch.zeros(4), torch.zeros(())
-        >>> hyper = torch.tensor([0.1, 0.9, 0.999, 1e-8, 0, 0, 0, 0, 0], dtype=torch.float64)
-        >>> stats = masked_adamw_([p], [torch.ones(4)], [m], [v], [], [step], [], hyper, 2, 4)
-        >>> p, step.item()
-        (tensor([ 0.9000, -2.1000,  2.9000,  3.9000]), 1.0)
+    Arguments and errors as ``nm.ops.masked_adamw_``, but: n = m = 0 means no masks, empty lists stand for what is not given, and ``packs``
+    are None or four buffers per parameter, see ``pack``. Returns the statistics, float64 [9].
     """
     _check(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, outs, hyper, n, m)
     check_packs(OP, params, n, m, transposable, packs, layout)

@@ -1,9 +1,4 @@
-"""What every reference family shares: argument checks, the compute dtype, and groups as a last axis.
-
-Sums over a whole tensor whose order of additions is fixed.
-
-How far a result is from another one, piece by piece, so that a product of gigabytes is not copied in float64 as a whole.
-"""
+"""What every reference family shares: argument checks, the compute dtype, groups as a last axis, sums in a fixed order, distances."""
 
 from __future__ import annotations
 
@@ -27,11 +22,7 @@ def check_float(op: str, name: str, x: Tensor) -> None:
 
 
 def check(op: str, w: Tensor, n: int, m: int) -> Pattern:
-    """The pattern n:m, after checking that ``w`` is a float tensor whose last dimension holds whole groups.
-
-    Raises:
-        PatternError, DtypeError, ShapeError: naming ``op``.
-    """
+    """The pattern n:m, after checking that ``w`` is a float tensor whose last dimension holds whole groups; errors name ``op``."""
     pattern = Pattern(n, m)
     check_float(op, "the tensor", w)
     if w.dim() == 0:
@@ -61,19 +52,9 @@ CHUNK = 4096
 
 
 def chunked_sum(x: Tensor) -> Tensor:
-    """Sum every element in float64: partials over 4096-element chunks of the row-major flattening, added in order.
+    """Sum every element in float64, 0-d: partials over 4096-element chunks of the row-major flattening, added in order.
 
     sum = ((c_0 + c_1) + c_2) + ..., c_k = ((x_{4096k} + x_{4096k+1}) + ...), each addition rounded once in float64.
-
-    Args:
-        x: any shape and strides, a float dtype.
-
-    Returns:
-        0-d float64; 0 for an empty tensor.
-
-    Example:
-        >>> chunked_sum(torch.ones(2, 5000))
-        tensor(10000., dtype=torch.float64)
     """
     flat = x.reshape(-1).to(torch.float64)
     # cumsum adds from left to right; a zero in front changes no sum and gives the empty tensor a last element.
@@ -88,12 +69,7 @@ WINDOW = 1 << 24
 
 
 def distance(y: Tensor, z: Tensor) -> float:
-    """The largest |y − z| of two matrices of one shape, in float64; NaN where either has one, 0 for empty ones.
-
-    Example:
-        >>> distance(torch.tensor([[1.0, 2.0]]), torch.tensor([[1.0, -0.5]]))
-        2.5
-    """
+    """The largest |y − z| of two matrices of one shape, in float64, in pieces; NaN where either has one, 0 for empty ones."""
     if not y.numel():
         return 0.0
     step = max(1, WINDOW // y.shape[1])

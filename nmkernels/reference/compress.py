@@ -22,21 +22,9 @@ def _shifts(op: str, packed: Tensor, bits: int) -> Tensor:
 
 
 def pack_indices(idx: Tensor, bits: int) -> Tensor:
-    """Pack ``k`` values of ``bits`` bits per row: byte_b = sum over s of idx[b*8/bits + s] << (s*bits).
+    """Pack rows of ``k`` uint8 into ceil(k*bits/8) bytes: byte_b = sum over s of idx[b*8/bits + s] << (s*bits), bits 2, 4 or 8.
 
-    Args:
-        idx: uint8 ``(..., k)``, each below 2**bits.
-        bits: 2, 4 or 8.
-
-    Returns:
-        uint8 ``(..., ceil(k*bits/8))``; spare bits of the last byte are 0.
-
-    Raises:
-        PatternError: ``bits`` is not 2, 4 or 8. DtypeError: not uint8.
-
-    Example:
-        >>> pack_indices(torch.tensor([1, 2, 3], dtype=torch.uint8), 4)
-        tensor([33,  3], dtype=torch.uint8)
+    Spare bits of the last byte are 0.
     """
     shifts = _shifts("pack_indices", idx, bits)
     per_byte = shifts.numel()
@@ -46,21 +34,7 @@ def pack_indices(idx: Tensor, bits: int) -> Tensor:
 
 
 def unpack_indices(packed: Tensor, bits: int, count: int) -> Tensor:
-    """The inverse of ``pack_indices``: the first ``count`` values of every row.
-
-    Args:
-        packed: uint8 ``(..., at least ceil(count*bits/8))``.
-
-    Returns:
-        uint8 ``(..., count)``.
-
-    Raises:
-        PatternError, DtypeError: as ``pack_indices``. ShapeError: the rows are too short for ``count``.
-
-    Example:
-        >>> unpack_indices(torch.tensor([33, 3], dtype=torch.uint8), 4, 3)
-        tensor([1, 2, 3], dtype=torch.uint8)
-    """
+    """The inverse of ``pack_indices``: the first ``count`` values of every row, uint8 ``(..., count)``."""
     shifts = _shifts("unpack_indices", packed, bits)
     need = -(-count * bits // 8)
     if packed.shape[-1] < need:
@@ -69,26 +43,9 @@ def unpack_indices(packed: Tensor, bits: int, count: int) -> Tensor:
 
 
 def compress(w: Tensor, n: int, m: int, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Gather the ``n`` kept elements of every group of ``m``, in order of index, with their packed positions.
+    """Gather the ``n`` kept elements of every group of ``m``, in order of index, with their packed positions: see ``nm.ops.compress``.
 
-    A given mask may keep fewer than n in a group: the lowest unkept positions are then stored with value +0.0,
-    so that every group has exactly n, all in order of index. Kept elements keep their bits.
-
-    Args:
-        w: ``(..., cols)``, cols a multiple of ``m``.
-        mask: bool, the shape of ``w``; None stands for ``mask(w, n, m)``.
-
-    Returns:
-        ``values (..., cols/m*n)`` in w's dtype and ``indices`` uint8 ``(..., index_bytes(cols))``: 2 bits an index for
-        m <= 4, 4 for m <= 16, else 8; little end first, each row starting on a byte, spare bits 0.
-
-    Raises:
-        PatternError, DtypeError, ShapeError: also when the mask keeps more than n in a group.
-
-    Example:
-        >>> values, indices = compress(torch.tensor([[0.5, -2.0, 1.0, 0.0]]), 2, 4)
-        >>> values, indices  # positions 1 and 2: 1 | 2 << 2
-        (tensor([[-2.,  1.]]), tensor([[9]], dtype=torch.uint8))
+    A given mask may keep fewer than n in a group: the lowest unkept positions are then stored with value +0.0.
     """
     pattern = check("compress", w, n, m)
     kept = grouped(nm_mask(w, n, m) if mask is None else _checked(mask, w, pattern), m)
@@ -114,21 +71,9 @@ def _checked(mask: Tensor, w: Tensor, pattern: Pattern) -> Tensor:
 
 
 def decompress(values: Tensor, indices: Tensor, n: int, m: int, cols: int) -> Tensor:
-    """Scatter the stored values back into a dense tensor: out[group*m + index] = value, +0.0 elsewhere.
+    """Scatter the stored values back into a dense tensor ``(..., cols)``: out[group*m + index] = value, +0.0 elsewhere.
 
-    Args:
-        values: ``(..., groups*n)``; indices: uint8 ``(..., index_bytes(cols))``.
-        cols: the dense width; when it is not a multiple of ``m``, positions of the last group past it are dropped.
-
-    Returns:
-        ``(..., cols)``, the dtype of ``values``, contiguous.
-
-    Raises:
-        PatternError, ShapeError: shapes that do not belong together, or an index that is not below m.
-
-    Example:
-        >>> decompress(torch.tensor([[-2.0, 1.0]]), torch.tensor([[9]], dtype=torch.uint8), 2, 4, 4)
-        tensor([[ 0., -2.,  1.,  0.]])
+    Where ``cols`` is not a multiple of ``m``, positions of the last group past it are dropped.
     """
     pattern = Pattern(n, m)
     expected = (*values.shape[:-1], pattern.index_bytes(cols))

@@ -32,11 +32,7 @@ COLUMNS = 64
 
 
 def check_layout(op: str, layout: str, rows: int, cols: int, pattern: Pattern, dtype: torch.dtype) -> None:
-    """Raise unless a ``(rows, cols)`` operand of that pattern and dtype has the layout.
-
-    Raises:
-        OptionError: there is no such layout. PatternError, DtypeError: tensor cores read 2:4 and 16-bit values. ShapeError: no whole tiles.
-    """
+    """Raise unless a ``(rows, cols)`` operand of that pattern and dtype has the layout; errors name ``op``."""
     if layout == "canonical":
         return
     if layout not in WARPS:
@@ -62,36 +58,14 @@ def meta_shape(rows: int, cols: int, layout: str) -> tuple[int, int, int]:
 
 
 def layout_of(indices: Tensor) -> str:
-    """The layout of the positions of a packed matrix: metadata is int32, and its last size tells whose it is.
-
-    Example:
-        >>> layout_of(torch.zeros(1, 2, 32, dtype=torch.int32))
-        'mma.sp'
-    """
+    """The layout of the positions of a packed matrix: metadata is int32, and its last size tells whose it is."""
     if indices.dtype != torch.int32:
         return "canonical"
     return "wgmma.sp" if indices.shape[-1] == 32 * WARPS["wgmma.sp"] else "mma.sp"
 
 
 def to_layout(indices: Tensor, cols: int, layout: str) -> Tensor:
-    """Canonical 2:4 indices in another layout; the module's page says where each word lies.
-
-    Args:
-        indices: uint8 ``(rows, cols/8)``.
-        cols: the dense columns.
-        layout: one of ``LAYOUTS``; ``"canonical"`` returns ``indices``.
-
-    Returns:
-        int32 ``meta_shape(rows, cols, layout)``, contiguous.
-
-    Raises:
-        OptionError, DtypeError. ShapeError: not whole tiles, or not the indices of so many columns.
-
-    Example:
-        >>> meta = to_layout(torch.full((16, 8), 0x44, dtype=torch.uint8), 64, "mma.sp")
-        >>> meta.shape, hex(meta[0, 0, 0])
-        (torch.Size([1, 1, 32]), '0x44444444')
-    """
+    """Canonical 2:4 indices, uint8 ``(rows, cols/8)``, in another layout; the module's page says where each word lies."""
     if layout == "canonical":
         return indices
     if indices.dtype != torch.uint8:
@@ -107,22 +81,7 @@ def to_layout(indices: Tensor, cols: int, layout: str) -> Tensor:
 
 
 def from_layout(meta: Tensor, layout: str) -> Tensor:
-    """The inverse of ``to_layout``: canonical indices from metadata.
-
-    Args:
-        meta: int32 ``(tiles, cols/64, 32)``, or ``(tiles, cols/64, 128)`` for wgmma.sp.
-
-    Returns:
-        uint8 ``(rows, cols/8)``, contiguous; for ``"canonical"`` the argument.
-
-    Raises:
-        OptionError, DtypeError, ShapeError.
-
-    Example:
-        >>> indices = torch.randint(256, (64, 16), dtype=torch.uint8)
-        >>> torch.equal(from_layout(to_layout(indices, 128, "wgmma.sp"), "wgmma.sp"), indices)
-        True
-    """
+    """The inverse of ``to_layout``: canonical indices uint8 ``(rows, cols/8)`` from metadata; for ``"canonical"`` the argument."""
     if layout == "canonical":
         return meta
     if layout not in WARPS:

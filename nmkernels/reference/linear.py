@@ -53,24 +53,7 @@ def linear(
     x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, bias: Tensor | None = None, activation: str = "",
     residual: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """fprop, layout nt: y = f(x Wᵀ + b) + r with W ``(out, in)`` compressed along ``in``.
-
-    Args:
-        x: ``(..., in)``; values, indices: ``compress(W)``; cols: in; bias: ``(out,)`` or None, the dtype of x.
-        activation: f, a key of ``ACTIVATIONS``.
-        residual: r ``(..., out)`` or None, the dtype of x; the result is rounded once, after it.
-
-    Returns:
-        ``(..., out)`` in the dtype of x.
-
-    Raises:
-        PatternError, ShapeError, DtypeError. ValueError: the activation is unknown.
-
-    Example:
-        >>> import torch
-        >>> linear(torch.ones(1, 4), torch.tensor([[-2.0, 1.0]]), torch.tensor([[9]], dtype=torch.uint8), 2, 4, 4)
-        tensor([[-1.]])
-    """
+    """fprop, layout nt: y = f(x Wᵀ + b) + r with W ``(out, in)`` compressed along ``in``; rounded once, at the end."""
     a, w = _operands("linear", x, values, indices, n, m, cols)
     _check_size("linear", "the input's last dimension", x.shape[-1], cols)
     y = a @ w.T
@@ -89,38 +72,14 @@ def linear(
 
 
 def linear_dgrad(g: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int) -> Tensor:
-    """dgrad, layout nn: dx = g W with W ``(out, in)`` compressed along ``in``.
-
-    Args:
-        g: ``(..., out)``; values, indices: ``compress(W)``; cols: in.
-
-    Returns:
-        ``(..., in)`` in the dtype of g. Errors as ``linear``.
-
-    Example:
-        >>> import torch
-        >>> linear_dgrad(torch.ones(1, 1), torch.tensor([[-2.0, 1.0]]), torch.tensor([[9]], dtype=torch.uint8), 2, 4, 4)
-        tensor([[ 0., -2.,  1.,  0.]])
-    """
+    """dgrad, layout nn: dx = g W ``(..., in)`` with W ``(out, in)`` compressed along ``in``."""
     a, w = _operands("linear_dgrad", g, values, indices, n, m, cols)
     _check_size("linear_dgrad", "the gradient's last dimension", g.shape[-1], values.shape[0])
     return (a @ w).to(g.dtype)
 
 
 def linear_wgrad(values: Tensor, indices: Tensor, n: int, m: int, cols: int, x: Tensor) -> Tensor:
-    """wgrad, layout tn: dW = gᵀ x, where gᵀ ``(out, tokens)`` comes compressed along tokens.
-
-    Args:
-        values, indices: gᵀ packed, as ``mvue_compress(g, dim=0)`` gives it; cols: tokens; x: ``(tokens, in)``.
-
-    Returns:
-        ``(out, in)``, dense, in the dtype of x. Errors as ``linear``.
-
-    Example:
-        >>> import torch
-        >>> linear_wgrad(torch.tensor([[-2.0, 1.0]]), torch.tensor([[9]], dtype=torch.uint8), 2, 4, 4, torch.eye(4))
-        tensor([[ 0., -2.,  1.,  0.]])
-    """
+    """wgrad, layout tn: dW = gᵀ x ``(out, in)``, where gᵀ ``(out, tokens)`` comes compressed along tokens."""
     a, g = _operands("linear_wgrad", x, values, indices, n, m, cols)
     if x.dim() != 2:
         raise ShapeError(f"linear_wgrad: x has shape {tuple(x.shape)}, but (tokens, in) is needed; flatten its leading dimensions.")

@@ -11,21 +11,7 @@ from .common import check, grouped, magnitude_keys
 def mask(w: Tensor, n: int, m: int) -> Tensor:
     """Mark the ``n`` largest magnitudes of every group of ``m``: M_i = 1 iff fewer than n elements rank above i.
 
-    Element j ranks above i iff |w_j| > |w_i|, or |w_j| = |w_i| and j < i. -0.0 equals 0.0; a NaN ranks above
-    everything and NaNs tie. So exactly ``n`` are kept in every group, also in an all-zero one.
-
-    Args:
-        w: ``(..., cols)``, cols a multiple of ``m``; float16, bfloat16, float32 or float64, any strides.
-
-    Returns:
-        bool ``(..., cols)``, contiguous.
-
-    Raises:
-        PatternError, ShapeError, DtypeError.
-
-    Example:
-        >>> mask(torch.tensor([3.0, -1.0, 1.0, -4.0]), 2, 4)
-        tensor([ True, False, False,  True])
+    Element j ranks above i iff |w_j| > |w_i|, or |w_j| = |w_i| and j < i. -0.0 equals 0.0; a NaN ranks above everything and NaNs tie.
     """
     check("mask", w, n, m)
     keys = grouped(magnitude_keys(w), m)
@@ -36,22 +22,13 @@ def mask(w: Tensor, n: int, m: int) -> Tensor:
 def prune(w: Tensor, n: int, m: int) -> Tensor:
     """Keep the bits of every element that ``mask`` marks and put +0.0 elsewhere: out = w where M else +0.0.
 
-    It selects, never multiplies, so a pruned NaN or infinity becomes 0. Shapes and errors as ``mask``.
-
-    Example:
-        >>> prune(torch.tensor([3.0, -1.0, 1.0, -4.0]), 2, 4)
-        tensor([ 3.,  0.,  0., -4.])
+    It selects, never multiplies, so a pruned NaN or infinity becomes 0.
     """
     check("prune", w, n, m)
     return w.contiguous().masked_fill(~mask(w, n, m), 0.0)
 
 
 def is_nm(w: Tensor, n: int, m: int) -> bool:
-    """Whether every group of ``m`` has at most ``n`` non-zeros; a NaN is not zero, -0.0 is.
-
-    Example:
-        >>> is_nm(torch.tensor([3.0, 0.0, 0.0, -4.0]), 2, 4), is_nm(torch.ones(4), 2, 4)
-        (True, False)
-    """
+    """Whether every group of ``m`` has at most ``n`` non-zeros; a NaN is not zero, -0.0 is."""
     check("is_nm", w, n, m)
     return bool((grouped(w != 0, m).sum(-1) <= n).all())

@@ -27,21 +27,10 @@ KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 
 
 def philox4x32(counter: Tensor, key: tuple[Tensor | int, Tensor | int]) -> Tensor:
-    """Ten rounds of Philox4x32: four random 32-bit words for each counter.
+    """Ten rounds of Philox4x32: four random 32-bit words, int64 ``(..., 4)`` like the counter, under a key of two words.
 
     One round: (c0, c1, c2, c3) -> (hi(B c2) ^ c1 ^ k0, lo(B c2), hi(A c0) ^ c3 ^ k1, lo(A c0)), A and B the ``MULTIPLIERS``;
     the key words grow by ``KEY_STEPS`` between rounds.
-
-    Args:
-        counter: int64 ``(..., 4)``, words in [0, 2^32).
-        key: two words, ints or 0-d int64 tensors.
-
-    Returns:
-        int64 ``(..., 4)``, words in [0, 2^32).
-
-    Example:
-        >>> [hex(x) for x in philox4x32(torch.zeros(4, dtype=torch.int64), (0, 0)).tolist()]
-        ['0x6627e8d5', '0xe169c58d', '0xbc57ac4c', '0x9b00dbd8']
     """
     c0, c1, c2, c3 = counter.unbind(-1)
     k0, k1 = key
@@ -66,22 +55,9 @@ def _words(seed: Tensor, first: int, blocks: int) -> Tensor:
 
 
 def uniforms24(seed: Tensor, count: int, first: int = 0) -> Tensor:
-    """One 24-bit number for each of groups first, ..., first + count - 1 (the exact MVUE method).
+    """One number in [0, 2^24) for each of groups first, ..., first + count - 1 (the exact method).
 
     Group j takes word j & 3 of counter (j >> 2, offset) under the key ``seed``, and of it the upper 24 bits.
-
-    Args:
-        seed: int64 ``(2,)``: (seed, offset), each split into a low and a high word.
-
-    Returns:
-        int64 ``(count,)`` in [0, 2^24), on the seed's device.
-
-    Raises:
-        DtypeError, ShapeError: the seed is not int64 of shape (2,).
-
-    Example:
-        >>> uniforms24(torch.tensor([0, 0]), 2).tolist() == [0x6627E8, 0xE169C5]
-        True
     """
     skip = first & 3
     words = _words(seed, first >> 2, (skip + count + 3) >> 2)
@@ -89,14 +65,7 @@ def uniforms24(seed: Tensor, count: int, first: int = 0) -> Tensor:
 
 
 def pairs24(seed: Tensor, count: int, first: int = 0) -> Tensor:
-    """Two 24-bit numbers for each group (the approximate MVUE method): words 0 and 1 of counter (j, offset), >> 8.
-
-    Arguments and errors as ``uniforms24``; returns int64 ``(count, 2)``.
-
-    Example:
-        >>> pairs24(torch.tensor([0, 0]), 1).tolist() == [[0x6627E8, 0xE169C5]]
-        True
-    """
+    """Two such numbers for each group ``(count, 2)`` (the approximate method): words 0 and 1 of counter (j, offset), >> 8."""
     return _words(seed, first, count)[:, :2] >> 8
 
 
@@ -165,23 +134,10 @@ def _approximate(g: Tensor, a: Tensor, s: Tensor, u: Tensor) -> Tensor:
 
 
 def group_mvue(groups: Tensor, u: Tensor, n: int, method: str = "exact") -> Tensor:
-    """The estimate of whole groups for given uniforms; the maths of ``mvue`` without its random numbers.
+    """The estimate of whole groups ``(G, m)`` for given uniforms, int64 in [0, 2^24): ``(G,)``, or ``(G, 2)`` for "approx".
 
-    A group whose sum of magnitudes is not finite gives NaN at ``mask(group)``; one with at most n non-zeros is copied.
-
-    Args:
-        groups: ``(G, m)``, a float dtype. u: int64 in [0, 2^24): ``(G,)``; ``(G, 2)`` for "approx".
-        method: "exact" (least variance), or "approx" (n = 2 only): two draws without replacement.
-
-    Returns:
-        ``(G, m)``: at most n non-zeros a group, mean over u the group; computed in float32 (float64), rounded once.
-
-    Raises:
-        PatternError: the method is unknown, or "approx" with n != 2.
-
-    Example:
-        >>> group_mvue(torch.tensor([[1.0, -2.0, 3.0, 4.0]]), torch.tensor([1 << 23]), 2)
-        tensor([[ 0., -5.,  0.,  5.]])
+    A group whose sum of magnitudes is not finite gives NaN at ``mask(group)``; one with at most n non-zeros is copied. Computed in float32
+    (float64), rounded once. "approx" (n = 2 only) is two draws without replacement.
     """
     m = groups.shape[-1]
     _check_method(method, Pattern(n, m))
@@ -226,38 +182,16 @@ def _estimate(g: Tensor, n: int, m: int, dim: int, seed: Tensor, method: str) ->
 
 
 def mvue(g: Tensor, n: int, m: int, dim: int, seed: Tensor, method: str = "exact") -> Tensor:
-    """Replace g by an unbiased estimate with at most n non-zeros in every m elements along ``dim``.
+    """Replace g by an unbiased estimate with at most n non-zeros in every m elements along ``dim``; only the last has no partial group.
 
-    Args:
-        g: any shape, a float dtype. Groups lie along ``dim``; the last dimension must be a multiple of m, the tail
-            of any other is padded with zeros.
-        seed: int64 ``(2,)``: (seed, offset). Group j, counted row-major after moving ``dim`` last, draws its own
-            Philox words, so ``mvue(g, dim=0) == mvue(g.T, dim=1).T`` where both exist.
-
-    Returns:
-        the shape and dtype of g, contiguous.
-
-    Raises:
-        PatternError, ShapeError, DtypeError.
-
-    Example:
-        >>> mvue(torch.tensor([1.0, -2.0, 3.0, 4.0]), 2, 4, -1, torch.tensor([0, 0]))
-        tensor([ 0., -5.,  0.,  5.])
+    Group j, counted row-major after moving ``dim`` last, draws its own Philox words, so ``mvue(g, dim=0) == mvue(g.T, dim=1).T`` where both
+    exist.
     """
     out = _estimate(g, n, m, dim, seed, method)
     return out[..., : g.shape[dim]].movedim(-1, dim).contiguous()
 
 
 def mvue_compress(g: Tensor, n: int, m: int, dim: int, seed: Tensor, method: str = "exact") -> tuple[Tensor, Tensor]:
-    """``mvue`` straight into compressed form, with ``dim`` moved last: gᵀ packed, for a matrix and dim=0.
-
-    Returns:
-        ``(values, indices)`` as ``compress`` gives them, of ``g.movedim(dim, -1)``, the last group padded with zeros; groups with
-        fewer than n survivors are filled as ``compress`` does. Arguments and errors as ``mvue``.
-
-    Example:
-        >>> mvue_compress(torch.tensor([1.0, -2.0, 3.0, 4.0]), 2, 4, -1, torch.tensor([0, 0]))
-        (tensor([-5.,  5.]), tensor([13], dtype=torch.uint8))
-    """
+    """``mvue`` as ``compress`` writes it, with ``dim`` moved last and the last group padded: gᵀ packed, for a matrix and dim=0."""
     out = _estimate(g, n, m, dim, seed, method)
     return compress(out, n, m, out != 0)

@@ -1,6 +1,4 @@
-"""A weight packed for the forward pass, its transpose packed for the backward one, in the values' own dtype and layout.
-
-The packed weights that a step of MaskedAdamW leaves for the next forward and backward pass.
+"""A weight packed for the forward pass, its transpose for the backward one; and what a step of MaskedAdamW leaves of both.
 
 ``packs`` are four buffers per param, in this order: ``values``, ``indices``, ``values_t``, ``indices_t``, as ``pack`` returns them: of the
 weight after the step under the mask after it, rounded once from the param's dtype to that of ``values``, which may be any float dtype, and
@@ -30,14 +28,13 @@ def pack(
     w: Tensor, n: int, m: int, select: str = "magnitude", mask: Tensor | None = None, scale: Tensor | None = None,
     dtype: torch.dtype | None = None, rows: bool = True, columns: bool = False, layout: str = "canonical",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Compress W along its rows, or Wᵀ along its rows (the columns of W), or both, and cast what is kept.
+    """Compress W along its rows, or Wᵀ along its rows (the columns of W), or both, and cast what is kept: see ``nm.ops.pack``.
 
     What is kept, by ``select``; the comparison is always in w's own dtype, that of the master weight:
 
-    * ``"magnitude"``: ``mask`` of the operand that is packed, W or Wᵀ; one of the two, for both see below.
+    * ``"magnitude"``: ``mask`` of the operand that is packed, W or Wᵀ.
     * ``"transposable"``: M = ``transposable_mask(w)`` for W, Mᵀ for Wᵀ.
-    * ``"given"``: the ``mask`` argument for W, its transpose for Wᵀ. A group with fewer than n is filled up with +0.0 at its lowest unkept
-      positions, as ``compress`` does, in each orientation on its own.
+    * ``"given"``: the ``mask`` argument for W, its transpose for Wᵀ, filled up as ``compress`` does, in each orientation on its own.
     * ``"held"``: the same, of a mask that is N:M for certain: nothing is checked where the host would wait for that.
     * ``"threshold"``: as magnitude, but the value is ``soft_threshold`` of the operand, rounded to w's dtype as that op writes it,
       times ``scale``, the product rounded once to the compute dtype (float32; float64 for float64).
@@ -46,27 +43,7 @@ def pack(
     product that underflows keeps its sign. ``scale=None`` multiplies nothing. A value is rounded once to ``dtype``, to nearest even,
     overflow to infinity, denormals kept; where the dtype is w's own its bits stay. (float64 to 16 bits goes through float32, as in torch.)
 
-    Args:
-        w: ``(rows, cols)``, any strides; cols a multiple of m if rows are packed, rows if columns are.
-        mask: bool, the shape of ``w``, for ``"given"`` and ``"held"``. scale: one element of the compute dtype, for ``"threshold"``.
-        dtype: of the values; None stands for w's.
-        rows, columns: whether W, whether Wᵀ is wanted. Both at once need ``"transposable"`` or a mask.
-        layout: ``"canonical"``, ``"mma.sp"`` or ``"wgmma.sp"``, see ``layouts``; of both operands.
-
-    Returns:
-        ``values (rows, cols/m*n)``, ``indices``, ``values_t (cols, rows/m*n)``, ``indices_t``: uint8 as ``compress`` writes them, or int32
-        in a device layout. What is not wanted has shape ``(0,)``.
-
-    Raises:
-        PatternError, DtypeError, OptionError, ShapeError: also when a given mask keeps more than n in a group of a wanted orientation.
-
-    Example:
-        >>> w = torch.tensor([[4.0, 1.0], [2.0, 3.0]])
-        >>> values, indices, values_t, indices_t = pack(w, 1, 2, "transposable", columns=True)
-        >>> values, values_t
-        (tensor([[4.],
-                [3.]]), tensor([[4.],
-                [3.]]))
+    Returns values, indices, and those of Wᵀ; what is not wanted has shape ``(0,)``.
     """
     check_pack("pack", w, n, m, select, mask, scale, dtype, rows, columns, layout)
     kept = transposable_mask(w, n, m) if select == "transposable" else mask

@@ -28,25 +28,11 @@ CHUNK = 1 << 19
 
 
 def transposable_mask(w: Tensor, n: int, m: int) -> Tensor:
-    """Mark exactly n elements in every row and column of every m x m tile, of the largest total: max Σ M|w|.
+    """Mark exactly n elements in every row and column of every m x m tile of ``(..., rows, cols)``, of the largest total: max Σ M|w|.
 
     2:4: the score of each of the 90 ``PATTERNS`` is ((r0 + r1) + (r2 + r3)), r a row's two magnitudes added in the compute
     dtype; the first of the best wins. Other n:m: a maximum b-matching, exact up to rounding the magnitudes to 2^-50 of
     the tile's largest. A NaN counts as infinity; where there are infinities, as many as possible are kept.
-
-    Args:
-        w: ``(..., rows, cols)``, both multiples of ``m``; a float dtype.
-
-    Returns:
-        bool ``(..., rows, cols)``, contiguous.
-
-    Raises:
-        PatternError, ShapeError, DtypeError.
-
-    Example:
-        >>> transposable_mask(torch.tensor([[4.0, 3.0], [2.0, 0.0]]), 1, 2)
-        tensor([[False,  True],
-                [ True, False]])
     """
     pattern = check("transposable_mask", w, n, m)
     if w.dim() < 2:
