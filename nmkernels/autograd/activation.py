@@ -31,13 +31,6 @@ class SplitRule:
         multiple: their number is rounded up to a multiple of this, and is at most all.
         shuffle: the tokens are first put in a fixed pseudo-random order, the same at every step, so that neighbours, which tend to be
             non-zero together, fall into different groups.
-
-    Raises:
-        NMError: a value is out of range.
-
-    Example:
-        >>> SplitRule(Pattern("2:4")).dense_features(4096), SplitRule(Pattern("2:4"), dense=0.0).dense_features(4096)
-        (256, 0)
     """
 
     pattern: Pattern
@@ -62,14 +55,6 @@ def split(z: Tensor, rule: SplitRule) -> Tensor:
 
     Of each sparse feature the N largest magnitudes of every M tokens are kept; a tail of tokens counts as padded with zeros. Features tie
     towards the lower index.
-
-    Example:
-        >>> z = torch.tensor([[3.0, 1.0], [0.0, 2.0], [1.0, 0.0], [2.0, 0.0]])
-        >>> split(z, SplitRule(Pattern("2:4"), dense=0.0, shuffle=False))
-        tensor([[3., 1.],
-                [0., 2.],
-                [0., 0.],
-                [2., 0.]])
     """
     tokens, features = z.shape
     dense, m = rule.dense_features(features), rule.pattern.m
@@ -137,12 +122,7 @@ def sparse_relu2(y: Tensor, pattern: Pattern, grad: str = "chain") -> Tensor:
     """Squared ReLU of the N largest values of every M consecutive features: a = relu(sp(y))², at most N of M non-zero.
 
     Args:
-        y: ``(..., features)``, features a multiple of M.
-        pattern: N:M along features.
         grad: ``"chain"`` ∂L/∂y = 2 relu(sp(y)) ⊙ ∂L/∂a, the derivative; ``"ste"`` 2 relu(y) ⊙ ∂L/∂a, as if nothing had been dropped.
-
-    Raises:
-        ShapeError: M does not divide the features. NMError: ``grad`` is unknown.
 
     Example:
         >>> sparse_relu2(torch.tensor([3.0, -1.0, 2.0, 1.0]), Pattern("2:4"))
@@ -205,17 +185,6 @@ def split_linear(x: Tensor, weight: Tensor, bias: Tensor | None, rule: SplitRule
 
         side="output"   ∂L/∂W = S(g)ᵀ x    ∂L/∂x = sp(g) W     the layer before the activation
         side="input"    ∂L/∂W = gᵀ S(x)    ∂L/∂x = g W         the layer after it
-
-    Args:
-        x: ``(..., in)``. weight: ``(out, in)``, in x's dtype. bias: ``(out,)`` or None.
-
-    Raises:
-        NMError: ``side`` is unknown. ShapeError: M does not divide what is pruned along features.
-
-    Example:
-        >>> w = torch.eye(4, requires_grad=True)
-        >>> split_linear(torch.ones(2, 4), w, None, SplitRule(Pattern("2:4")), "input").shape
-        torch.Size([2, 4])
     """
     if side not in SIDES:
         raise NMError(f"split_linear: side={side!r} is unknown; choose one of {', '.join(SIDES)}.")

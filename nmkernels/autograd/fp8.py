@@ -21,14 +21,9 @@ gradients to e5m2, as hardware recipes for FP8 training do."""
 
 
 def quantize(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """x on the FP8 grid that its largest magnitude spans: (values, step) with x ≈ values · step.
+    """x on the FP8 grid that its largest magnitude spans: (values, step) with x ≈ values · step, step = max|x| / largest.
 
-    Values are exact FP8 numbers in fp32 (fp64 for fp64), step = max|x| / largest. A tensor that is not finite gives NaN.
-
-    Example:
-        >>> values, step = quantize(torch.tensor([448.0, 300.0, -1.01]), "e4m3")
-        >>> values, step.item()
-        (tensor([448., 288.,  -1.]), 1.0)
+    Values are exact FP8 numbers in fp32 (fp64 for fp64). A tensor that is not finite gives NaN.
     """
     dtype, largest = FORMATS[kind]
     wide = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)

@@ -81,14 +81,9 @@ log.addHandler(logging.NullHandler())
 def forms(
     rows: int, cols: int, n: int, m: int, dtype: torch.dtype, kind: str, dense: bool = True, columns: bool = False
 ) -> tuple[str, ...]:
-    """The forms that a weight ``(rows, cols)`` can have on a device of that kind, for ``Product.forms``.
+    """The forms that a weight ``(rows, cols)`` can have on a device of that ``kind``, for ``Product.forms``.
 
-    Args:
-        kind: ``device.type``. dense: with a dense layout at hand. columns: Wᵀ packed, for a mask that is transposable; W otherwise.
-
-    Example:
-        >>> forms(64, 128, 2, 4, torch.bfloat16, "cuda"), forms(64, 128, 2, 4, torch.bfloat16, "cpu", dense=False)
-        (('dense', 'rows', 'rows:mma.sp'), ('rows',))
+    ``dense``: with a dense layout at hand. ``columns``: Wᵀ packed, for a mask that is transposable; W otherwise.
     """
     name, height, width = ("columns", cols, rows) if columns else ("rows", rows, cols)
     tiles = height % 16 == 0 and width % 64 == 0 and dtype.itemsize == 2 and ops.tensor_core_pattern(Pattern(n, m))
@@ -198,8 +193,8 @@ def call(
 
     Args:
         other: x ``(..., in)`` in fprop and wgrad (there a matrix), g ``(..., out)`` in dgrad.
-        operand: W̃ by its forms; in wgrad g itself, ``(tokens, out)``, which is estimated here.
-        bias: ``(out,)``, of fprop. seed: int64 ``(2,)``, of the estimate. out: where the result goes; of compressed candidates.
+        operand: W̃ by its forms; in wgrad g itself, ``(tokens, out)``, which is estimated here, with ``seed``.
+        out: where the result goes; of compressed candidates.
     """
     form = form_of(name, product)
     if name == DENSE:
@@ -272,16 +267,10 @@ Operands = tuple[Tensor, Any, "Tensor | None"]
 
 
 def measure(product: Product, *, timer: Seconds | None = None, budget: float = BUDGET, compiling: bool = True) -> Found:
-    """Check every candidate of ``product`` on random numbers, and time it in turns with the others.
+    """Check every candidate of ``product`` on random numbers, and time it for ``budget`` seconds in turns with the others.
 
     Nothing of the caller's is read or written, torch's generators neither. It synchronises with the device: not for graph capture.
-
-    Args:
-        timer: seconds of a ``tuning.Task``; by the device's clock if None.
-        budget: seconds for timing. compiling: with the backends that compile at their first call, and those prepared that have to search.
-
-    Raises:
-        NMError: it is no product.
+    ``compiling``: with the backends that compile at their first call, and those prepared that have to search.
     """
     product.check()
     with torch.inference_mode(False), torch.no_grad(), torch._C._DisableAutocast():
@@ -389,17 +378,7 @@ _measuring = threading.Lock()
 def choose(product: Product, measure: bool = False) -> str:
     """The candidate that does ``product``: ``"dense"``, ``"auto"``, or the like of ``"cpu rows"``; give it to ``call``.
 
-    Called again with an equal product, it is a lookup in a dict.
-
-    Args:
-        measure: whether an unknown product may be measured now; see the module's text.
-
-    Raises:
-        NMError: it is no product, or ``NMKERNELS_CHOICE`` is none of its settings.
-
-    Example:
-        >>> choose(Product("fprop", 2048, 64, 64, 3, 4, torch.float32, torch.device("cpu"), ("dense",)))
-        'dense'
+    Called again with an equal product, it is a lookup in a dict. ``measure``: whether an unknown product may be measured now.
     """
     if torch.compiler.is_compiling():
         return _static(product.role, *product[2:])
@@ -437,11 +416,7 @@ def _find(product: Product, allowed: bool) -> str:
 
 
 def setting() -> str:
-    """What ``NMKERNELS_CHOICE`` says.
-
-    Raises:
-        NMError: something unknown.
-    """
+    """What ``NMKERNELS_CHOICE`` says."""
     given = os.environ.get(ENV, "")
     if given not in SETTINGS:
         raise NMError(f"{ENV}={given!r} is unknown; set one of {', '.join(SETTINGS[1:])}, or unset it.")
@@ -506,12 +481,7 @@ def record(found: Found, by: str = "nm.tune") -> None:
 
 
 def rule(product: Product) -> str:
-    """What is done where nothing was measured: dense where there is a dense layout, unless a backend's heuristic says that it is faster.
-
-    Example:
-        >>> rule(Product("dgrad", 8, 64, 64, 2, 4, torch.float64, torch.device("cpu")))
-        'dense'
-    """
+    """What is done where nothing was measured: dense where there is a dense layout, unless a backend's heuristic says that it is faster."""
     p = product
     if DENSE not in p.forms:
         return AUTO
@@ -541,13 +511,7 @@ def forget() -> None:
 
 
 def explain(product: Product) -> str:
-    """What is known of a product, for a reader: the choice, where it comes from, and what was measured.
-
-    Example:
-        >>> print(explain(Product("fprop", 8, 64, 64, 2, 4, torch.float64, torch.device("cpu"), ("dense",))))
-        fprop 64x64 2:4 float64, 8 tokens: dense
-          there is nothing to choose
-    """
+    """What is known of a product, for a reader: the choice, where it comes from, and what was measured."""
     product.check()
     lines = [f"{product.words()}: {choose(product)}"]
     line = TABLE.get(key(product)) if product.device.type in FIRST_USE_WORK else None

@@ -250,8 +250,7 @@ def _by(backend: str, op: str, *args: Any) -> Tensor:
 def _wgrad(plan: GemmPlan, g: Tensor, x: Tensor, seed: Tensor | None) -> Tensor:
     """∂L/∂W̃ = gᵀ x ``(out, in)`` of g ``(tokens, out)`` and x ``(tokens, in)``; gᵀ may first be replaced by an N:M tensor.
 
-    Args:
-        seed: int64 ``(2,)`` (seed, offset) of the estimate, whose offset is then advanced in place; None draws both from torch.
+    The estimate's ``seed`` (seed, offset) is advanced in place; None draws both from torch.
     """
     if plan.wgrad == "dense":
         if plan.fp8 is None:
@@ -326,13 +325,7 @@ def linear(
 
 
 def linear_compressed(x: Tensor, weight: ops.Compressed, bias: Tensor | None = None) -> Tensor:
-    """y = x Wᵀ + b from the compressed form, differentiable in x and in the bias.
-
-    Args:
-        x: ``(..., in)``, in the dtype of ``weight``.
-        weight: the compressed weight of shape ``(out, in)``; it is a constant here.
-        bias: ``(out,)``.
-    """
+    """y = x Wᵀ + b from the compressed W ``(out, in)``, a constant; differentiable in x ``(..., in)`` and in the bias."""
     p: Pattern = weight.pattern
     if not torch.is_grad_enabled() and forward_ad._current_level < 0:
         b = bias if bias is None or bias.dtype == x.dtype else bias.to(x.dtype)

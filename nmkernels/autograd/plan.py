@@ -122,14 +122,10 @@ TALL = 16
 
 
 class Operands(NamedTuple):
-    """The effective weight as fprop reads it and as dgrad does: each in dense layout, or values and indices (or metadata).
+    """The effective weight W̃ ``(out, in)`` as fprop reads it, ``weight``, and as dgrad does, ``back``, None where that is the same.
 
-    Args:
-        weight, indices: W̃ ``(out, in)``.
-        back, back_indices: what dgrad reads; None where it is the same.
-        transposed: ``back`` is W̃ᵀ ``(in, out)``.
-        pattern: N:M of what is packed, None where nothing is.
-        by, back_by: the backends whose kernels multiply; empty: whom the dispatcher takes.
+    Each in dense layout, or values and indices (or metadata) of ``pattern``. ``transposed``: ``back`` is W̃ᵀ ``(in, out)``. ``by``,
+    ``back_by``: the backends whose kernels multiply; empty: whom the dispatcher takes.
     """
 
     weight: Tensor
@@ -143,12 +139,7 @@ class Operands(NamedTuple):
 
 
 def operands(fprop: Form, dgrad: Form | None = None, transposed: bool = False, by: tuple[str, str] = ("", "")) -> Operands:
-    """The operands of two forms of the effective weight; ``dgrad``: None where it reads what fprop does.
-
-    Args:
-        transposed: ``dgrad`` is W̃ᵀ.
-        by: see ``Operands``.
-    """
+    """The operands of two forms of the effective weight; ``dgrad``: None where it reads what fprop does. The others as in ``Operands``."""
     pattern: Pattern | None = None
     parts: list[Any] = []
     for form in (fprop, dgrad):
@@ -174,12 +165,7 @@ class Reads(NamedTuple):
 
 
 def reads(plan: GemmPlan, transform: WeightTransform, weight: Tensor, dtype: torch.dtype, x: Tensor) -> Reads:
-    """What a call with the input ``x`` reads of the weight that ``transform`` makes of ``weight``.
-
-    Args:
-        weight: the master weight ``(out, in)``; its shape and device decide the layout.
-        dtype: of the GEMMs.
-    """
+    """What a call with the input ``x`` reads of the weight that ``transform`` makes of ``weight``; ``dtype``: of the GEMMs."""
     fprop, dgrad, by, back_by = plan.fprop, plan.dgrad, "", ""
     columns = dgrad in ("columns", "device", "auto") and transform.traits.transposable
     layout = layout_for(weight, transform.pattern, dtype, columns)
@@ -245,11 +231,7 @@ def products(plan: GemmPlan, transform: WeightTransform, weight: Tensor, dtype: 
 
 
 def layout_for(weight: Tensor, pattern: Pattern, dtype: torch.dtype, columns: bool) -> str:
-    """The order in which a packed weight lies: that of the tensor cores where their kernels run on its device, else the canonical one.
-
-    Args:
-        weight: ``(out, in)``. columns: Wᵀ is packed too.
-    """
+    """The order in which a packed weight lies: that of the tensor cores where their kernels run on its device, else the canonical one."""
     if dtype.itemsize != 2 or not tensor_core_pattern(pattern):
         return CANONICAL
     rows, cols = weight.shape

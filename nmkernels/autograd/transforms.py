@@ -34,17 +34,10 @@ INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def masked(x: Tensor, mask: Tensor, out: Tensor | None = None) -> Tensor:
-    """``x`` where ``mask`` is True, every bit as it is, and +0.0 elsewhere; contiguous, or in ``out``.
+    """``x`` where ``mask`` is True, every bit as it is, and +0.0 elsewhere; contiguous, or in ``out``. Nothing is differentiated through.
 
     On a CPU the bits are multiplied by the mask, as integers: torch's ``where`` and ``masked_fill`` take a branch for each element there,
     which a mask of half the elements makes the processor guess wrong half of the time, and take nine times as long.
-
-    Args:
-        x: floating-point, any shape and strides; it is not differentiated through. mask: bool, x's shape. out: of x's shape and dtype.
-
-    Example:
-        >>> masked(torch.tensor([float("nan"), -2.0]), torch.tensor([False, True]))
-        tensor([ 0., -2.])
     """
     if torch.compiler.is_compiling() or not x.is_cpu or x.is_neg() or x.requires_grad or torch._C._are_functorch_transforms_active():
         zero = torch.zeros((), dtype=x.dtype, device=x.device)
@@ -180,7 +173,6 @@ class HardMask(WeightTransform):
     """W̃ = M(W) ⊙ W, the N largest magnitudes of each group kept (STE, SR-STE, STEP's second phase; Zhou et al. 2021, eq. 3).
 
     Args:
-        pattern: the N:M pattern; groups along the last dimension.
         chain: the gradient is M(W) ⊙ g, by the chain rule with M taken as a constant, instead of g.
 
     Example:
@@ -191,7 +183,6 @@ class HardMask(WeightTransform):
     chain: bool = False
 
     def __call__(self, weight: Tensor, *extras: Tensor, out: Tensor | None = None) -> Tensor:
-        """The pruned weight; kept elements keep their bits, pruned ones are +0."""
         raw = torch.ops.nmkernels
         if out is None:
             return raw.nm_prune(weight, self.pattern.n, self.pattern.m)
@@ -211,15 +202,7 @@ class HardMask(WeightTransform):
 
 
 def combination_count(pattern: Pattern) -> int:
-    """C(M, N), the number of ways to keep N of M.
-
-    Raises:
-        PatternError: there are more than ``MAX_COMBINATIONS``.
-
-    Example:
-        >>> combination_count(Pattern("2:4")), combination_count(Pattern("1:16"))
-        (6, 16)
-    """
+    """C(M, N), the number of ways to keep N of M; ``PatternError`` where there are more than ``MAX_COMBINATIONS``."""
     count = math.comb(pattern.m, pattern.n)
     if count > MAX_COMBINATIONS:
         raise PatternError(
@@ -257,12 +240,6 @@ def pruned_along_out(weight: Tensor, n: int, m: int) -> Tensor:
     """``weight`` ``(out, in)`` with at most N non-zeros in every group of M consecutive rows of a column.
 
     Where M does not divide ``out`` the last group is short: N of its fewer rows are kept.
-
-    Example:
-        >>> pruned_along_out(torch.tensor([[1.0, 2.0], [3.0, 1.0], [4.0, 4.0]]), 1, 2)
-        tensor([[0., 2.],
-                [3., 0.],
-                [4., 4.]])
     """
     rows = weight.shape[0]
     return torch.ops.nmkernels.nm_prune(F.pad(weight.t(), (0, -rows % m)), n, m)[:, :rows].t()

@@ -243,16 +243,10 @@ def compress(w: Tensor, pattern: PatternLike, mask: Tensor | None = None, out: C
 
 
 def decompress(c: Compressed, out: Tensor | None = None) -> Tensor:
-    """The dense tensor of a compressed one, zeros included.
-
-    ``y[..., g·M + index] = value``, +0.0 elsewhere.
+    """The dense tensor of a compressed one, zeros included: ``y[..., g·M + index] = value``, +0.0 elsewhere.
 
     Args:
-        c: the compressed tensor.
         out: tensor of c's shape and dtype to write into.
-
-    Returns:
-        ``c.shape``, the dtype of the values, contiguous.
 
     Raises:
         ShapeError, DtypeError: ``out`` does not fit.

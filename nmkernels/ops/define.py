@@ -1,9 +1,9 @@
 """How an op becomes ``torch.ops.nmkernels.*``: one schema, one contract, the dispatcher behind it, and calls that are remembered.
 
 A *contract* takes the raw op's arguments, raises when they do not fit, and returns the shape and dtype of each result. The eager kernel,
-the fake kernel (tracing, ``torch.compile``) and the check of ``out=`` all use that same function, so they cannot disagree. It looks at
-metadata only, as the backends' ``supports`` do. So the function that a call came to serves every call of the same metadata, and the
-second call of a kind runs it at once: no contract, no choice, and nothing of torch's dispatcher, unless somebody watches.
+the fake kernel (tracing, ``torch.compile``) and the check of ``out=`` use the same one. It looks at metadata only, as the backends'
+``supports`` do. So the function that a call came to serves every call of the same metadata, and the second call of a kind runs it at once:
+no contract, no choice, and nothing of torch's dispatcher, unless somebody watches.
 """
 
 from __future__ import annotations

@@ -122,21 +122,13 @@ def positions(c: Operand) -> Tensor:
 
 
 def linear_dgrad(g: Tensor, c: Compressed) -> Tensor:
-    """The gradient of a linear layer's input from its compressed weight (dgrad, layout nn).
-
-    ``dx = g W``
+    """The gradient ``dx = g W`` ``(..., in)`` of a linear layer's input from its compressed weight (dgrad, layout nn).
 
     Args:
-        g: gradient of the output ``(..., out)``.
-        c: the weight, of shape ``(out, in)``, in g's dtype.
-
-    Returns:
-        ``(..., in)``, in g's dtype.
+        g: gradient of the output ``(..., out)``. c: the weight, of shape ``(out, in)``, in g's dtype.
 
     Raises:
-        ShapeError, DtypeError: the operands do not fit.
-        OptionError: the weight is in a device layout.
-        NMError: an operand requires grad.
+        ShapeError, DtypeError, NMError: as ``linear``. OptionError: the weight is in a device layout.
 
     Example:
         >>> import torch
@@ -155,20 +147,14 @@ def linear_dgrad(g: Tensor, c: Compressed) -> Tensor:
 
 
 def linear_wgrad(gc: Operand, x: Tensor) -> Tensor:
-    """The gradient of a linear layer's weight from a compressed output gradient (wgrad, layout tn).
-
-    ``dW = gᵀ x``, dense
+    """The gradient ``dW = gᵀ x`` ``(out, in)``, dense, of a linear layer's weight from a compressed output gradient (wgrad, layout tn).
 
     Args:
         gc: gᵀ, of shape ``(out, tokens)``, compressed along tokens: ``nm.ops.mvue_compress(g, pattern, dim=0)``, or ``relayout`` of that.
         x: the layer's input ``(tokens, in)``, in gc's dtype; more leading dimensions are flattened into tokens.
 
-    Returns:
-        ``(out, in)``, in x's dtype.
-
     Raises:
-        ShapeError, DtypeError: the operands do not fit.
-        NMError: an operand requires grad.
+        ShapeError, DtypeError, NMError: as ``linear``.
 
     Example:
         >>> import torch

@@ -73,19 +73,13 @@ def prune(w: Tensor, pattern: PatternLike, out: Tensor | None = None) -> Tensor:
     """``w`` with everything but the N largest magnitudes of each group set to zero, in one pass.
 
     ``y = w ⊙ M(w)`` with M of ``mask``; kept elements keep their bits, the others become +0.0 (an infinite or
-    NaN element that is pruned too).
+    NaN element that is pruned too). It has no gradient: backward through it raises.
 
     Args:
-        w: weights ``(..., in)``; any strides.
-        pattern: ``"N:M"`` or a ``Pattern``.
-        out: tensor of w's shape and dtype to write into; ``out=w`` prunes in place.
-
-    Returns:
-        the shape and dtype of ``w``, contiguous. It has no gradient: backward through it raises.
+        w, pattern: as for ``mask``. out: tensor of w's shape and dtype to write into; ``out=w`` prunes in place.
 
     Raises:
-        ShapeError: ``in`` is not a multiple of M, or ``out`` has another shape.
-        DtypeError: ``w`` is not a floating-point tensor, or ``out`` has another dtype.
+        ShapeError, DtypeError: as ``mask``, or ``out`` has another dtype.
 
     Example:
         >>> prune(torch.tensor([3.0, -4.0, 0.5, 3.0]), "1:2")
@@ -96,10 +90,7 @@ def prune(w: Tensor, pattern: PatternLike, out: Tensor | None = None) -> Tensor:
 
 
 def is_nm(w: Tensor, pattern: PatternLike) -> bool:
-    """Whether every group of M has at most N non-zeros; -0.0 is zero, NaN is not. Waits for the device.
-
-    Raises:
-        ShapeError, DtypeError: as ``mask``.
+    """Whether every group of M has at most N non-zeros; -0.0 is zero, NaN is not. Waits for the device. Errors as ``mask``.
 
     Example:
         >>> is_nm(torch.tensor([3.0, 0.0, 0.0, -4.0]), "2:4"), is_nm(torch.ones(4), "2:4")
@@ -117,16 +108,10 @@ def transposable_mask(w: Tensor, pattern: PatternLike, out: Tensor | None = None
     lexicographic order on a tie; other patterns reach the optimal total within 1e-6 relative.
 
     Args:
-        w: weights ``(..., out, in)``, both multiples of M.
-        pattern: ``"N:M"`` or a ``Pattern``.
-        out: bool tensor of w's shape to write into.
-
-    Returns:
-        bool, the shape of ``w``, contiguous.
+        w: weights ``(..., out, in)``, both multiples of M. pattern, out: as for ``mask``, and so is what is returned.
 
     Raises:
-        ShapeError: one of the last two dimensions is missing or not a multiple of M, or ``out`` has another shape.
-        DtypeError: ``w`` is not a floating-point tensor.
+        ShapeError, DtypeError: as ``mask``; the last two dimensions must both be there, and multiples of M.
 
     Example:
         >>> transposable_mask(torch.eye(2), "1:2")
@@ -142,18 +127,7 @@ def soft_threshold(w: Tensor, pattern: PatternLike, out: Tensor | None = None) -
 
     ``S(w)_i = sign(w_i) · max(|w_i| - t, 0)``, t the (N+1)-th largest magnitude of the group (0 when N = M);
     at most N per group are non-zero (S-STE, Hu et al. 2024, arXiv 2409.09099). It is not scaled: see ``soft_threshold_scale``.
-
-    Args:
-        w: weights ``(..., in)``; any strides.
-        pattern: ``"N:M"`` or a ``Pattern``.
-        out: tensor of w's shape and dtype to write into.
-
-    Returns:
-        the shape and dtype of ``w``, contiguous. It has no gradient: backward through it raises.
-
-    Raises:
-        ShapeError: ``in`` is not a multiple of M, or ``out`` has another shape.
-        DtypeError: ``w`` is not a floating-point tensor, or ``out`` has another dtype.
+    Arguments, errors and the lack of a gradient are those of ``prune``.
 
     Example:
         >>> soft_threshold(torch.tensor([4.0, -3.0, 1.0, 0.5]), "2:4")
@@ -164,20 +138,10 @@ def soft_threshold(w: Tensor, pattern: PatternLike, out: Tensor | None = None) -
 
 
 def soft_threshold_scale(w: Tensor, pattern: PatternLike) -> Tensor:
-    """S-STE's β, which makes β·S(w) the closest to w in the least-squares sense.
+    """S-STE's β, which makes β·S(w) the closest to w in the least-squares sense; arguments and errors as ``mask``.
 
     ``β = ⟨w, S(w)⟩ / ‖S(w)‖²``, 0 where S(w) is zero (S-STE, Hu et al. 2024, arXiv 2409.09099); taken once per tensor and then frozen.
-
-    Args:
-        w: weights ``(..., in)``; any strides.
-        pattern: ``"N:M"`` or a ``Pattern``.
-
-    Returns:
-        0-d, fp32 (fp64 for fp64 weights), on w's device; nothing is synchronised.
-
-    Raises:
-        ShapeError: ``in`` is not a multiple of M.
-        DtypeError: ``w`` is not a floating-point tensor.
+    It is 0-d, fp32 (fp64 for fp64 weights), on w's device; nothing is synchronised.
 
     Example:
         >>> soft_threshold_scale(torch.tensor([4.0, -3.0, 1.0, 0.5]), "2:4").item()  # (4·3 + 3·2) / (9 + 4)

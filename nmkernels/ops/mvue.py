@@ -105,19 +105,13 @@ def mvue_compress(
     method: str = "exact",
     out: Compressed | None = None,
 ) -> Compressed:
-    """``mvue`` straight into the compressed form, with ``dim`` moved last.
+    """``mvue`` straight into the compressed form, with ``dim`` moved last; errors as ``mvue``.
 
     ``dim=0`` of a gradient ``(tokens, out)`` gives gᵀ packed along tokens, ``(out, tokens)``, which ``linear_wgrad`` takes.
 
     Args:
         g, pattern, dim, seed, offset, method: as for ``mvue``; the same seed gives the same numbers.
         out: a ``Compressed`` of the result's pattern, shape and dtype, whose buffers are written.
-
-    Returns:
-        ``Compressed`` of g's shape with ``dim`` moved last.
-
-    Raises:
-        as ``mvue``.
 
     Example:
         >>> c = mvue_compress(torch.tensor([[1.0, 0.0], [0.0, 0.0], [0.0, 4.0]]), "2:4", dim=0, seed=0)
@@ -135,11 +129,7 @@ def mvue_compress(
 
 
 def seed_words(op: str, seed: int | Tensor | None, offset: int, device: torch.device) -> Tensor:
-    """The int64 tensor (seed, offset) that the raw op takes.
-
-    Raises:
-        OptionError: an int does not fit in 64 bits, or an offset is given beside a tensor or beside no seed.
-    """
+    """The int64 tensor (seed, offset) that the raw op takes."""
     if isinstance(seed, Tensor) or seed is None:
         if offset != 0:
             raise OptionError(f"{op}: offset={offset} needs an int seed; a seed tensor carries its own offset, and seed=None draws both.")
