@@ -266,11 +266,7 @@ def free_bytes(device: torch.device) -> float:
 
 
 def timed(tasks: Sequence[Task], device: torch.device, timer: Seconds | None, seconds: float, least: int = LEAST) -> dict[str, list[float]]:
-    """The seconds of each in every round.
-
-    Raises:
-        RuntimeError: one failed.
-    """
+    """The seconds of each in every round."""
     found = Timer(device, timer).turns({task.name: [task.run] for task in tasks}, seconds, least=least)
     if found.failed:
         raise RuntimeError(next(iter(found.failed.values())))
@@ -281,11 +277,7 @@ def timed(tasks: Sequence[Task], device: torch.device, timer: Seconds | None, se
 
 
 def find(spec: str | torch.device | None, default: torch.device) -> tuple[str | Device, torch.device | None]:
-    """A device of the table, or the name of one to measure; and where it is at hand, the device to measure on.
-
-    Raises:
-        RecipeError: nothing is called that.
-    """
+    """A device of the table, or the name of one to measure; and where it is at hand, the device to measure on."""
     target = default if spec is None else spec
     if isinstance(target, str) and target.upper() in DEVICES:
         found = DEVICES[target.upper()]

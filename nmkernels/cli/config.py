@@ -58,11 +58,7 @@ class TrainConfig:
         return self.steps * self.batch * self.context
 
     def build_recipe(self) -> Recipe:
-        """The recipe, with the run's length.
-
-        Raises:
-            RecipeError: a value is out of range. PatternError: N:M is not usable.
-        """
+        """The recipe, with the run's length."""
         return recipes.get(self.recipe, total_steps=self.steps, **self.options)
 
 
@@ -75,9 +71,6 @@ def settings(args: argparse.Namespace, saved: Mapping[str, Any] | None = None) -
 
     Args:
         saved: the settings of the checkpoint that is resumed, whose recipe ``--set`` is for.
-
-    Raises:
-        RecipeError: no recipe has that name, or ``--set`` is of no use to it. PatternError: N:M is not usable.
     """
     asked = dict(DEMO) if args.demo else {}
     names = {f.name for f in fields(TrainConfig)} - {"options"}
@@ -101,11 +94,7 @@ def fresh(asked: dict[str, Any]) -> TrainConfig:
 
 
 def resumed(asked: dict[str, Any], saved: dict[str, Any], path: object) -> TrainConfig:
-    """The configuration of a checkpoint, once it agrees with what the user asked for now.
-
-    Raises:
-        CheckpointError: it was written by another version, or an option differs; the message lists which.
-    """
+    """The configuration of a checkpoint, once it agrees with what the user asked for now."""
     try:
         config = TrainConfig(**saved)
     except TypeError as error:
@@ -120,11 +109,7 @@ def resumed(asked: dict[str, Any], saved: dict[str, Any], path: object) -> Train
 
 
 def options(recipe: type[Recipe], texts: Sequence[str]) -> dict[str, Any]:
-    """The keywords that ``texts`` set for ``recipe``; of one given twice, the last counts.
-
-    Raises:
-        RecipeError: a text is not KEY=VALUE, the recipe has no such keyword, or the value is of another type.
-    """
+    """The keywords that ``texts`` set for ``recipe``; of one given twice, the last counts."""
     return dict(_option(recipe, text) for text in texts)
 
 

@@ -69,11 +69,7 @@ class Store:
         return sorted((p for p in self.folder.iterdir() if re.fullmatch(CHECKPOINT, p.name)), key=_step)
 
     def save(self, state: dict[str, Any]) -> Path:
-        """Write ``state`` (it has a ``step``) atomically, then drop all but the last two.
-
-        Raises:
-            CheckpointError: the system refuses; the message names the last checkpoint, which is as it was.
-        """
+        """Write ``state`` (it has a ``step``) atomically, then drop all but the last two."""
         path = self.folder / f"step-{state['step']:08}.pt"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -93,11 +89,7 @@ class Store:
             old.unlink()
 
     def load(self, path: Path | None = None) -> dict[str, Any]:
-        """The checkpoint at ``path``, or the newest one.
-
-        Raises:
-            CheckpointError: there is none, or it is damaged; then the one before it is named.
-        """
+        """The checkpoint at ``path``, or the newest one."""
         if path is None:
             if not self.paths():
                 raise CheckpointError(
@@ -151,11 +143,7 @@ class Folder:
             self._lock = None
 
     def check(self, *, resume: bool, overwrite: bool) -> None:
-        """Lock a folder with a run, once it is clear that nothing in it would be harmed; a new or empty one is left as it is.
-
-        Raises:
-            NMError: it is no folder, or holds something else than the run to be resumed or overwritten; or as ``take``.
-        """
+        """Lock a folder with a run, once it is clear that nothing in it would be harmed; a new or empty one is left as it is."""
         names = self._names()
         if self._is_run(names):
             self.take()
@@ -209,11 +197,7 @@ class Folder:
                 raise NMError(f"{path} is not what a run wrote, and would be in its way; move it elsewhere, or use another --out.")
 
     def take(self) -> None:
-        """Create the folder, lock it, and remove what runs that were killed had begun to write; nothing if it is locked already.
-
-        Raises:
-            NMError: another process writes in it (the message says which, where and since when), or the system refuses.
-        """
+        """Create the folder, lock it, and remove what runs that were killed had begun to write; nothing if it is locked already."""
         if self._lock is not None:
             return
         path = self.path / LOCK
@@ -250,11 +234,7 @@ class Folder:
         os.pwrite(lock, json.dumps(mine).encode() + b"\n", 0)
 
     def clear(self) -> None:
-        """Remove the run that is in the folder, and nothing else; ``check`` has seen that its files are what their names say.
-
-        Raises:
-            NMError: the system refuses.
-        """
+        """Remove the run that is in the folder, and nothing else; ``check`` has seen that its files are what their names say."""
         try:
             for name, path in self._entries():
                 if _known(name) and path.is_file() and not path.is_symlink():

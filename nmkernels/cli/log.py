@@ -264,11 +264,7 @@ def _bar(label: str, start: int, steps: int, stream: TextIO) -> Any:
 
 
 def board_writer() -> Any:
-    """The class that writes TensorBoard's files.
-
-    Raises:
-        NMError: the package is missing.
-    """
+    """The class that writes TensorBoard's files."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:

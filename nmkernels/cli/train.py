@@ -88,11 +88,7 @@ class Trainer:
         self.multiples = [group["lr"] / config.lr for group in self.optimizer.param_groups]
 
     def step(self, step: int) -> float:
-        """One optimizer step, counted from 1; returns the training loss in nats per byte.
-
-        Raises:
-            DivergedError: the loss is NaN or infinite.
-        """
+        """One optimizer step, counted from 1; returns the training loss in nats per byte."""
         for group, multiple in zip(self.optimizer.param_groups, self.multiples, strict=True):
             group["lr"] = learning_rate(self.config, step) * multiple
         x, y = self.corpus.batch(self.config.seed, step, self.config.batch, self.config.context)
@@ -150,11 +146,7 @@ class Trainer:
         }
 
     def load(self, state: dict[str, Any], path: object) -> int:
-        """Continue from ``state``; returns the step it was written after.
-
-        Raises:
-            CheckpointError: it is of another recipe or model, or the text has changed since.
-        """
+        """Continue from ``state``; returns the step it was written after."""
         if state["corpus"] != self.corpus.digest:
             raise CheckpointError(f"{path}: the text to train on has changed since ({self.corpus.source}); give the same with --data.")
         try:
@@ -194,11 +186,7 @@ def stop_request() -> Iterator[list[int]]:
 
 
 def train(trainer: Trainer, store: Store, log: Log, start: int, *, checkpoint_every: int, log_every: int) -> None:
-    """Run steps ``start`` + 1 to the end, with a checkpoint every ``checkpoint_every`` steps and after the last.
-
-    Raises:
-        Interrupted: a signal came; the checkpoint is written. DivergedError: the loss is not finite.
-    """
+    """Run steps ``start`` + 1 to the end, with a checkpoint every ``checkpoint_every`` steps and after the last."""
     config = trainer.config
     eval_every = max(1, config.steps // EVALS)
     with stop_request() as stop:
@@ -223,11 +211,7 @@ def train(trainer: Trainer, store: Store, log: Log, start: int, *, checkpoint_ev
 
 
 class Run:
-    """One run of ``train``; building it checks everything that can be checked before training, and locks the folder.
-
-    Raises:
-        NMError: the folder holds something else, the checkpoint does not fit, the text cannot be used, or an option is wrong.
-    """
+    """One run of ``train``; building it checks everything that can be checked before training, and locks the folder."""
 
     def __init__(self, args: argparse.Namespace, folder: Folder) -> None:
         self.args, self.folder, self.out = args, folder, folder.path

@@ -78,11 +78,7 @@ class _Unfit(Exception):
 
 
 def plan_load(model: nn.Module, contents: Contents, layers: dict[str, Any]) -> LoadPlan:
-    """The plan for loading ``contents`` into ``model``; ``layers`` is the table of compressed ones.
-
-    Raises:
-        CheckpointError: a list of everything that does not fit; the model is as it was.
-    """
+    """The plan for loading ``contents`` into ``model``; ``layers`` is the table of compressed ones."""
     plan = LoadPlan()
     rest = dict(contents.tensors)
     modules = plain_modules(model)

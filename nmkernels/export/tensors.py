@@ -70,11 +70,7 @@ def compressed_layers(model: nn.Module) -> dict[str, CompressedLinear]:
 
 
 def other_tensors(model: nn.Module, layers: dict[str, CompressedLinear]) -> dict[str, Tensor]:
-    """The state dict without the compressed weights, under the names of the dense model without wrappers.
-
-    Raises:
-        CheckpointError: an entry is not a tensor, or has no data (meta device).
-    """
+    """The state dict without the compressed weights, under the names of the dense model without wrappers."""
     own = {f"{name}.{part}" for name in layers for part in ("values", "indices", "columns")}
     plain = plain_names(model)
     tensors: dict[str, Tensor] = {}
@@ -89,11 +85,7 @@ def other_tensors(model: nn.Module, layers: dict[str, CompressedLinear]) -> dict
 
 
 def write(path: str | os.PathLike[str], tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write ``tensors`` and ``metadata`` as one safetensors file, atomically.
-
-    Raises:
-        CheckpointError: a tensor has no data (meta device) or a dtype that the format lacks, or the file cannot be written.
-    """
+    """Write ``tensors`` and ``metadata`` as one safetensors file, atomically."""
     ready = {}
     for name, tensor in tensors.items():
         if tensor.is_meta:
@@ -167,11 +159,7 @@ def shortened(said: object) -> str:
 
 
 def parse(text: str | bytes) -> Any:
-    """The value of a JSON text that leaves nothing open: no name twice, no NaN and no infinity.
-
-    Raises:
-        ValueError: it is not such a text, or it is nested deeper than can be read.
-    """
+    """The value of a JSON text that leaves nothing open: no name twice, no NaN and no infinity."""
     try:
         return json.loads(text, object_pairs_hook=_once, parse_constant=_refuse)
     except RecursionError:
@@ -200,11 +188,7 @@ class Contents:
     metadata: dict[str, str]
 
     def json(self, key: str) -> dict[str, Any]:
-        """The JSON object stored under ``key`` of the metadata; empty where the key is absent.
-
-        Raises:
-            CheckpointError: it is not a JSON object.
-        """
+        """The JSON object stored under ``key`` of the metadata; empty where the key is absent."""
         try:
             value = parse(self.metadata.get(key, "{}"))
         except ValueError as error:
@@ -215,11 +199,7 @@ class Contents:
 
 
 def read(path: str | os.PathLike[str]) -> Contents:
-    """Open ``path`` and find out what it holds.
-
-    Raises:
-        CheckpointError: no such file, none that can be mapped, not safetensors, or truncated.
-    """
+    """Open ``path`` and find out what it holds."""
     path = Path(path)
     _check_frame(path)
     lib = library()

@@ -87,11 +87,7 @@ def load_corpus(path: str | os.PathLike[str] | None = None) -> Corpus:
 
 
 def stdlib_texts() -> dict[str, bytes]:
-    """The source files of the Python standard library by their names below its folder, without tests and tables of character codes.
-
-    Raises:
-        DataError: they are not on this machine.
-    """
+    """The source files of the Python standard library by their names below its folder, without tests and tables of character codes."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = [f for f in _walk(root, SKIPPED_FOLDERS) if f.suffix == ".py"]
     if not files:

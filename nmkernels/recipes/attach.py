@@ -310,9 +310,6 @@ def unwrapped(given: Any) -> torch.optim.Optimizer:
     """The optimizer whose step hooks run: ``given``, or the one inside it where it is a wrapper of Accelerate's or Lightning's kind.
 
     ZeRO stays: its hooks run once the ranks have the new weights, and its own ``step`` calls that of the optimizer inside.
-
-    Raises:
-        RecipeError: there is no such optimizer.
     """
     found = given
     while "_optimizer_step_pre_hooks" not in getattr(found, "__dict__", {}):

@@ -292,11 +292,7 @@ def warn_early(recipe: Recipe, early: str) -> None:
 
 @torch.no_grad()
 def make_nm(layers: dict[str, NMWeight], transforms: dict[str, WeightTransform]) -> None:
-    """Replace every layer's weight by what its transform makes of it, and take from the layer what only training needed.
-
-    Raises:
-        RecipeError: a weight is not finite, or a result is not N:M; then nothing has been changed.
-    """
+    """Replace every layer's weight by what its transform makes of it, and take from the layer what only training needed."""
     for name, layer in layers.items():
         if not bool(torch.isfinite(layer.weight).all()):
             raise RecipeError(f"finish: the weight of layer {name!r} has NaN or infinite values; training diverged before this point.")

@@ -66,9 +66,6 @@ class HeldMasks:
 
         Args:
             optimizers: all that update the model; what they keep for a weight moves with it where channels are reordered.
-
-        Raises:
-            RecipeError: the masks cannot be chosen. CheckpointError: those of ``state`` are of other layers.
         """
         if "masks" not in state:
             self.permute_(state, optimizers)
@@ -128,11 +125,7 @@ class HeldMasks:
         self.layers[name].master.masked_fill_(~self.masks[name], 0.0)
 
     def preview(self, name: str) -> HeldMask | None:
-        """The transform of the mask that is held, or would be chosen now; None where it is the plain mask by magnitude.
-
-        Raises:
-            RecipeError: the mask cannot be chosen.
-        """
+        """The transform of the mask that is held, or would be chosen now; None where it is the plain mask by magnitude."""
         if name in self.masks:
             return HeldMask(self.layers[name].pattern, self.masks[name])
         if self.score in ("wanda", "existing"):

@@ -228,9 +228,6 @@ class Activations:
 
     Args:
         final: the rule that the recipe leaves; None for recipes that leave activations alone, which then govern none.
-
-    Raises:
-        RecipeError: there are none to govern, one is used where no features of that number can be N:M, or a split has no MLP to act on.
     """
 
     def __init__(self, model: nn.Module, final: ActivationRule | None) -> None:

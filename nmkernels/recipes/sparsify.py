@@ -67,10 +67,6 @@ def select(
         filter_fn: ``filter_fn(module, name) -> bool`` chooses among the linear layers, output heads and tiny ones included, and is asked
             of nothing else; by default every layer is taken that nothing speaks against.
         plan: ``Recipe.layer``: why a layer of a shape is unsupported, or had better stay dense, beside the general rules.
-
-    Raises:
-        ShapeError: the filter chose a layer that M does not divide.
-        RecipeError: it chose one that cannot be made sparse for another reason.
     """
     chosen, report = [], Report()
     for c in _candidates(model, pattern, plan):

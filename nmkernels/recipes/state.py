@@ -106,11 +106,7 @@ class LayerPatterns:
         self.own: dict[str, Pattern] = {}
 
     def choose(self) -> None:
-        """Give every layer the pattern that the recipe gives it for the present weights.
-
-        Raises:
-            ShapeError: M does not divide a layer's inputs.
-        """
+        """Give every layer the pattern that the recipe gives it for the present weights."""
         choose = self.recipe.setup.patterns
         self.own = {} if choose is None else choose({name: layer.master.detach() for name, layer in self.layers.items()})
         for name, pattern in self.own.items():

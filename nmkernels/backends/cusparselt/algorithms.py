@@ -198,11 +198,7 @@ _lock = threading.RLock()
 
 
 def ready_for(problem: Problem, here: Here, like: Tensor, stream: int) -> Ready:
-    """The plan of a problem by its algorithm, in this thread.
-
-    Raises:
-        BackendError: a graph is captured and there is none yet; the library does not do this product; or no algorithm is right.
-    """
+    """The plan of a problem by its algorithm, in this thread."""
     found: Ready | None = here.routes.get(problem)
     if found is None:
         refuse_capture(like)

@@ -46,11 +46,7 @@ class Here:
         self.zero: Tensor | None = None
 
     def plan(self, problem: Problem, algorithm: Algorithm, like: Tensor) -> Ready:
-        """The plan of a problem, made at the first call.
-
-        Raises:
-            BackendError: the library refuses it, or a graph is being captured.
-        """
+        """The plan of a problem, made at the first call."""
         found = self.plans.get((problem, algorithm))
         if found is not None:
             return found
@@ -128,11 +124,7 @@ _threads = _Threads()
 
 
 def here(device: int) -> Here:
-    """What this thread has on a device; the handle is made at the first call.
-
-    Raises:
-        BackendError: there is no library that can be used.
-    """
+    """What this thread has on a device; the handle is made at the first call."""
     found = _threads.here.get(device)
     if found is None:
         with failures():
@@ -141,11 +133,7 @@ def here(device: int) -> Here:
 
 
 def library() -> Any:
-    """The opened library.
-
-    Raises:
-        BackendError: there is none that can be used.
-    """
+    """The opened library."""
     found, reason = capability.opened()
     if found is None:
         raise BackendError(f"cuSPARSELt: {reason}")

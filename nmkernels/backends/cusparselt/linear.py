@@ -268,11 +268,7 @@ def register() -> None:
 
 
 def problem_of(op: str, *args: Any) -> list[Problem]:
-    """The products by which a raw op's call may be done, the most fused one first.
-
-    Raises:
-        BackendError: the backend does not do this op.
-    """
+    """The products by which a raw op's call may be done, the most fused one first."""
     if op == "nm_linear_wgrad":
         values, _, _, _, cols, x = args
         return [Problem("tn.packed", x.dtype, x.dtype, values.shape[0], cols, x.shape[1])]
