@@ -87,15 +87,13 @@ class Case:
         """Seconds of its pieces."""
         return predict(self.device, self.layer, self.rules, self.fused)
 
-    def step(self) -> Pieces:
-        """Pieces of a training step; none of a layer that is not trained."""
-        if not self.trains:
-            return ()
-        return step(self.cost(), self.rules, self.device.turned, self.accumulate)
+    def step(self, cost: Cost | None = None) -> Pieces:
+        """Pieces of a training step, at predicted costs unless given; none of a layer that is not trained."""
+        return step(cost or self.cost(), self.rules, self.device.turned, self.accumulate) if self.trains else ()
 
-    def inference(self) -> Pieces:
+    def inference(self, cost: Cost | None = None) -> Pieces:
         """The piece of inference, dense where the recipe leaves the layer so."""
-        cost = self.cost()
+        cost = cost or self.cost()
         return inference(cost if self.rules.leaves else lambda piece: None if piece == "fprop sparse" else cost(piece), self.kept)
 
     def but(self, rules: dict[str, Any] | None = None, layer: dict[str, Any] | None = None, **more: Any) -> Case:

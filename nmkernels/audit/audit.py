@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from .devices import Device
 from .flops import skeleton
 from .measure import Bench, Job, Measured, Progress, find, measured
 from .report import Audit, LayerAudit
-from .rules import Layer, Part, Pieces, Rules, at, by_name, inference, of_recipe, parts_of, step
+from .rules import Layer, Part, Rules, at, by_name, of_recipe, parts_of
 
 RECIPE = "sste:2:4"
 """What a dense model is audited for unless told."""
@@ -102,8 +103,26 @@ def audit(
     if dtype is not None and given not in DTYPES:
         raise RecipeError(f"audit: dtype={dtype!r} is none that products have; choose bfloat16, float16, float32 or float64.")
     parts = parts_of(model, recipe, report, filter_fn, tokens, rows or {}, given)
-    devices, fused = _Devices(target, spot, timer), optimizer == "fused"
-    cases = [_case(part, devices.of(part.layer.dtype, part.pattern), accumulate, fused) for part in parts]
+
+    @cache
+    def device_for(dtype: torch.dtype, pattern: Pattern) -> Device:
+        if isinstance(target, Device):
+            return target
+        assert spot is not None
+        return measured(target, spot, dtype, pattern, timer)
+
+    cases = [
+        Case(
+            device_for(part.layer.dtype, part.pattern),
+            part.layer,
+            part.rules or replace(NONE, trains=part.learns),
+            part.trains,
+            part.kept,
+            accumulate,
+            optimizer == "fused",
+        )
+        for part in parts
+    ]
     bench = Bench(spot, timer, budget) if measure and spot is not None else None
     jobs = [Job(part.layer, part.rules, case.device.turned, part.trains) for part, case in zip(parts, cases, strict=True)]
     timed = (
@@ -120,11 +139,6 @@ def audit(
     if isinstance(target, Device):
         result = replace(result, inference_range=_range(result, cases, "inference"), step_range=_range(result, cases, "step"))
     return replace(result, notes=notes(result, first, bench is not None))
-
-
-def _case(part: Part, device: Device, accumulate: int, fused: bool) -> Case:
-    rules = part.rules or replace(NONE, trains=part.learns)
-    return Case(device, part.layer, rules, part.trains, part.kept, accumulate, fused)
 
 
 def _check(tokens: int, accumulate: int, optimizer: str, other: float, budget: float) -> None:
@@ -162,22 +176,6 @@ def _home(model: nn.Module) -> torch.device:
     return found.most_common(1)[0][0] if found else torch.device("cpu")
 
 
-class _Devices:
-    """The device for each dtype and pattern: one of the table as it is, this machine as it was measured for them."""
-
-    def __init__(self, target: str | Device, spot: torch.device | None, timer: Seconds | None) -> None:
-        self.target, self.spot, self.timer = target, spot, timer
-        self.found: dict[tuple[torch.dtype, Pattern], Device] = {}
-
-    def of(self, dtype: torch.dtype, pattern: Pattern) -> Device:
-        if isinstance(self.target, Device):
-            return self.target
-        assert self.spot is not None
-        if (dtype, pattern) not in self.found:
-            self.found[dtype, pattern] = measured(self.target, self.spot, dtype, pattern, self.timer)
-        return self.found[dtype, pattern]
-
-
 def _layer(part: Part, case: Case, usual: Rules, own: Measured) -> LayerAudit:
     """One layer; ``usual`` are the rules that it would have, were it not dense."""
     first, layer = part.entries[0], part.layer
@@ -197,7 +195,6 @@ def _layer(part: Part, case: Case, usual: Rules, own: Measured) -> LayerAudit:
     )
     if not _counts(layer):
         return replace(common, note="no token is known to pass through it; rows={...} tells how many do" if first.shape else "")
-    turned = case.device.turned
     advice = (
         of_sparse(case)
         if part.rules is not None
@@ -207,8 +204,8 @@ def _layer(part: Part, case: Case, usual: Rules, own: Measured) -> LayerAudit:
         common,
         inference=case.inference(),
         step=case.step(),
-        measured_inference=_inferred(own, case),
-        measured_step=own.named(step(own.cost, case.rules, turned, case.accumulate)) if part.trains and own.seconds else (),
+        measured_inference=own.named(case.inference(own.cost)) if own.seconds else (),
+        measured_step=own.named(case.step(own.cost)) if own.seconds else (),
         note=own.note,
         advice=advice,
     )
@@ -217,14 +214,6 @@ def _layer(part: Part, case: Case, usual: Rules, own: Measured) -> LayerAudit:
 def _counts(layer: Layer) -> bool:
     """Whether tokens are known to pass through it."""
     return layer.tokens > 0 and all(layer.shape)
-
-
-def _inferred(own: Measured, case: Case) -> Pieces:
-    if not own.seconds:
-        return ()
-    return own.named(
-        inference(own.cost if case.rules.leaves else lambda piece: None if piece == "fprop sparse" else own.cost(piece), case.kept)
-    )
 
 
 def _range(result: Audit, cases: list[Case], part: str) -> tuple[float, ...]:

@@ -180,15 +180,13 @@ class Job:
         return (LEAST + 1) * once + CHECKED * 2 * sum(guess(f"{role} dense") or 0.0 for role in roles)
 
 
+@dataclass(frozen=True)
 class Bench:
-    """Measures layers within a budget of seconds.
+    """Measures layers within a budget of seconds, by the device's clock unless there is a ``timer`` of a ``Task``."""
 
-    Args:
-        timer: seconds of a ``Task``; by the device's clock if None.
-    """
-
-    def __init__(self, device: torch.device, timer: Seconds | None, budget: float) -> None:
-        self.device, self.timer, self.budget = device, timer, budget
+    device: torch.device
+    timer: Seconds | None
+    budget: float
 
     def run(self, guesses: Mapping[Job, Cost], progress: Progress | None = None) -> dict[Job, Measured]:
         """Every job, the short ones first, so that the long ones have what those leave of their shares of the time."""
@@ -215,9 +213,12 @@ class Bench:
         if expected * tokens / layer.tokens > 2 * share:
             return Measured({}, f"not measured: it would take about {expected * tokens / layer.tokens:.0f} s of the budget")
         small = replace(layer, tokens=tokens)
-        short = _memory(small, self.device)
-        if short:
-            return Measured({}, f"not measured: {short}")
+        (out, cols), size = layer.shape, layer.dtype.itemsize
+        # operands and their copies, results of the candidates, and a part of them in float64
+        wanted = size * (4 * tokens * (cols + out) + 6 * out * cols) + layer.master.itemsize * out * cols + 4 * CHUNK * 8
+        free = free_bytes(self.device)
+        if wanted > MEMORY * free:
+            return Measured({}, f"not measured: it needs about {wanted / 1e9:.1f} GB of memory, {free / 1e9:.1f} are free")
         with torch.no_grad():
             found = timed(tasks_of(small, rules, self.device, turned, names), self.device, self.timer, share / 4)
         seconds = {name: median(samples) for name, samples in found.items()}
@@ -243,15 +244,6 @@ class Bench:
         if sparse:
             kernels[product.role] = min(sparse, key=sparse.__getitem__)
             seconds[f"{product.role} sparse"] = sparse[kernels[product.role]]
-
-
-def _memory(layer: Layer, device: torch.device) -> str:
-    """Why there is too little memory for a layer; empty where there is enough."""
-    (out, cols), t = layer.shape, layer.tokens
-    # operands and their copies, results of the candidates, and a part of them in float64
-    wanted = layer.dtype.itemsize * (4 * t * (cols + out) + 6 * out * cols) + layer.master.itemsize * out * cols + 4 * CHUNK * 8
-    free = free_bytes(device)
-    return "" if wanted <= MEMORY * free else f"it needs about {wanted / 1e9:.1f} GB of memory, {free / 1e9:.1f} are free"
 
 
 def free_bytes(device: torch.device) -> float:
