@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import cuda_expected, kernel_rows
+from bench import cuda_expected
 from bench import cuda_resources as resources
 
 GOOD = resources.Kernel(
@@ -33,14 +33,6 @@ def _check(source: Path, arch: str) -> None:
     if {k.nvcc for k in known} <= {k.nvcc for k in kernels}:
         differ = sorted({k.kernel for k in {*known} ^ {*kernels}})
         assert not differ, f"{resources.PATH.name} says something else of {source.name} {differ[:5]}; rewrite it: {resources.REWRITE}"
-
-
-@compiles
-def test_what_is_compiled_again_comes_from_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    source = resources.SOURCES / "transposable.cu"
-    made = resources.compiled(source, "sm_80")
-    monkeypatch.setattr(resources, "_compile", lambda *_: pytest.fail("compiled again"))
-    assert resources.compiled(source, "sm_80") == made
 
 
 @compiles
@@ -81,17 +73,6 @@ def test_architectures_and_flags_are_those_of_the_build() -> None:
     assert "PRIVATE -O3 $<$<STREQUAL:${part},kernels>:-fmad=false>" in build and "cuda/linear*.cu" in build and "cuda/gemm/*.cu" in build
     assert "-fmad=false" in resources._flags(Path("groups.cu")) and "-fmad=false" not in resources._flags(Path("linear_few.cu"))
     assert "-fmad=false" not in resources._flags(Path("gemm/mma_sp.cu"))
-
-
-def test_widths() -> None:
-    for opcodes, loads, stores in [
-        (["LDG.E.128.CONSTANT", "LDG.E.128", "STG.E"], "128:2", "32:1"),
-        (["LDG.E.U16", "LDG.E.S8", "STG.E.U8", "STG.E.64"], "16:1 8:1", "64:1 8:1"),
-        (["LDGSTS.E.BYPASS.LTC128B.128", "LDS.128", "STS.64", "LDL", "STL"], "128:1", ""),
-        (["LD.E.64", "ST.E", "LDC.64", "RED.E.ADD"], "64:1", "32:1"),
-    ]:
-        assert resources.widths(opcodes, *resources.LOADS) == loads
-        assert resources.widths(opcodes, *resources.STORES) == stores
 
 
 def machine_code(*lines: str) -> str:
@@ -139,36 +120,6 @@ def test_narrow_stores_beside_each_other() -> None:
         assert resources.narrow(machine_code(*lines)) == narrow
 
 
-def test_short_names() -> None:
-    for demangled, short in [
-        (
-            "void nm::cuda::(anonymous namespace)::groups_kernel<nm::cuda::(anonymous namespace)::Mask, nm::bf16, nm::Fixed<2, 4> >"
-            "(nm::bf16 const*, unsigned char*, long, bool)",
-            "groups_kernel<Mask, bf16, 2:4>",
-        ),
-        ("nm::cuda::(anonymous namespace)::scale_kernel(nm::cuda::Products const*, float*, long)", "scale_kernel"),
-        ("void nm::cuda::few_kernel<float, 2, 4, (bool)1>(int)", "few_kernel<float, 2, 4, 1>"),
-        ("void nm::cuda::few_kernel<(int)2>(int)", "few_kernel<2>"),
-    ]:
-        assert resources.shortened(demangled) == short
-
-
-def test_inexact_instructions_go_to_their_kernel() -> None:
-    ptx = """
-.visible .func  (.param .b32 func_retval0) helper(
-{ div.full.f32 %f1, %f2, %f3;
-}
-.visible .entry first(
-{ fma.rn.f32 %f1, %f2, %f3, %f4;
-}
-.visible .entry second(
-{ add.rn.f32 %f1, %f2, %f3;
-}
-"""
-    ptx = ptx.replace("{ ", "{\n\t")
-    assert resources.inexact_of(ptx) == {"first": "div.full.f32 1 fma.rn.f32 1", "second": "div.full.f32 1"}
-
-
 def test_falling_short() -> None:
     for changes, word in [
         ({"spills": 1}, "local memory"),
@@ -195,10 +146,3 @@ def test_exceptions_have_an_end() -> None:
     assert resources.shortfalls([replace(k, narrow="64:2")]) == []
     assert "32:2 16:2" in resources.shortfalls([replace(k, narrow="32:2 16:2")])[0]
     assert resources.shortfalls([replace(k, kernel="any_scale_sums_kernel<bf16>", loads="16:3", stores="8:1")]) == []
-
-
-def test_the_table_is_read_as_it_was_written(tmp_path: Path) -> None:
-    rows = [GOOD, replace(GOOD, arch="sm_80", matrix="HMMA 64 LDSM 4")]
-    kernel_rows.write(resources.Kernel, rows, tmp_path / "t.csv")
-    assert resources.read(tmp_path / "t.csv") == rows
-    assert resources.read(tmp_path / "none.csv") == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import subprocess
 import sys
 import threading
@@ -115,11 +114,6 @@ def test_when_time_is_up_another_call_goes_on(tmp_path: Path) -> None:
     assert whats(again) == {"1": "passed", "2": "passed"}
 
 
-def test_a_call_without_time_starts_nothing(tmp_path: Path) -> None:
-    (ended,) = pool(tmp_path, -1.0).run([job("a", "1")])
-    assert ended.left and not ended.outcomes and not (tmp_path / "a.log").exists()
-
-
 CHILD = """
 import subprocess, sys
 print("child", subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid, flush=True)
@@ -176,6 +170,7 @@ def _times(folder: Path, name: str) -> tuple[float, float]:
     return float(words[2]), float(words[-1])
 
 
+@pytest.mark.slow
 def test_jobs_run_side_by_side_and_some_alone(tmp_path: Path) -> None:
     every = [
         job("alone", "1=slow", alone=True),
@@ -216,12 +211,6 @@ def test_exit_statuses_may_be_fine(tmp_path: Path) -> None:
     assert fine.count("passed") == 1 and not_fine.count("failed") == 1
 
 
-def test_a_process_has_its_variables_and_no_input(tmp_path: Path) -> None:
-    text = "import os, sys; print(os.environ['WHAT'], os.getcwd(), repr(sys.stdin.read()))"
-    pool(tmp_path).run([python("a", text, env={"WHAT": "this"})])
-    assert (tmp_path / "a.log").read_text() == f"this {jobs.ROOT} ''\n"
-
-
 def test_what_was_begun_by_another_process_is_not_blamed(tmp_path: Path) -> None:
     outcomes.begin(tmp_path / "a.jsonl", "older")
     (ended,) = pool(tmp_path).run([python("a", "import os; os.abort()")])
@@ -235,10 +224,3 @@ def test_a_line_cut_short_says_nothing(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes() + b'{"item": "2", "wha\n')
     assert outcomes.read(path) == ({"1": outcomes.Outcome("1", "passed")}, "2")
     assert outcomes.read(tmp_path / "none") == ({}, None)
-
-
-def test_nothing_is_told_where_no_file_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv(outcomes.ENV, raising=False)
-    monkeypatch.chdir(tmp_path)
-    outcomes.begin(outcomes.here(), "1")
-    assert os.listdir(tmp_path) == []

@@ -27,15 +27,6 @@ def test_case_is_proved_and_timed(spec: Spec, monkeypatch: pytest.MonkeyPatch) -
         assert {r.metric for r in rows} & {"x dense", "share of copy", "time over dense", "time over fused AdamW", "us beyond a no-op"}
 
 
-def test_parts_of_a_step_make_up_the_step() -> None:
-    work = cases.build(next(s for s in SMALL if s.op == "train_step"), "cpu")
-    for p in work.providers:
-        took = min(on_cpu(p.call) for _ in range(3))
-        parts = [sum(samples) for samples in zip(*p.parts.values(), strict=True)]
-        assert len(parts) == 3 and 0.5 * took < min(parts) <= took
-    assert all(value > 0 for value in work.finish().values()) and len(work.finish()) == len(work.providers)
-
-
 def test_samples_cover_the_registry() -> None:
     assert {spec.op for spec in SMALL} == set(registry.FAMILIES)
 
@@ -73,13 +64,6 @@ def test_asking_replaces_a_grid() -> None:
     assert [str(s) for s in asked] == ["nm_linear 1:8 bfloat16 7x4x24", "nm_linear 1:8 bfloat16 4x24"]
 
 
-def test_given_cases_are_narrowed() -> None:
-    specs = targets.specs()
-    left = cases.narrow(specs, Ask(ops=("nm_linear",), dtypes=("bfloat16",), matrices=("4096x4096",)))
-    assert [str(s) for s in left] == ["nm_linear 2:4 bfloat16 1x4096x4096", "nm_linear 1:8 bfloat16 1x4096x4096"]
-    assert cases.narrow(specs, Ask()) == specs
-
-
 def test_models_name_shapes() -> None:
     assert shapes.parse(["gpt2:fc", "8x16"]) == ("3072x768", "8x16")
     assert set(shapes.parse(["GPT2"])) == set(shapes.MODELS["gpt2"].values())
@@ -104,3 +88,12 @@ def test_torch_formulations_compute_the_same() -> None:
     values, positions = eager.compress(w, 2, 8)
     groups = (values.unflatten(-1, (-1, 2)), positions.long().unflatten(-1, (-1, 2)))
     assert torch.equal(eager.decompress(*groups, 8), reference.prune(w, 2, 8))
+
+
+def test_parts_of_a_step_make_up_the_step() -> None:
+    work = cases.build(next(s for s in SMALL if s.op == "train_step"), "cpu")
+    for p in work.providers:
+        took = min(on_cpu(p.call) for _ in range(3))
+        parts = [sum(samples) for samples in zip(*p.parts.values(), strict=True)]
+        assert len(parts) == 3 and 0.5 * took < min(parts) <= took
+    assert all(value > 0 for value in work.finish().values()) and len(work.finish()) == len(work.providers)

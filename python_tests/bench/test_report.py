@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import figures, report, tables
+from bench import report
 from python_tests.bench.samples import HEAD, STAMP
 
 MASK = "nm_mask,{},2:4,float32,4096x11008,{},{}" + STAMP
@@ -46,13 +46,6 @@ def test_the_page_has_targets_trained_models_and_every_case(results: Path) -> No
     ) in text
 
 
-def test_shapes_are_told_with_their_layers() -> None:
-    row = dict(
-        zip(HEAD.strip().split(","), LINEAR.format("nmkernels cpu", "2:4", "16x3072x768", "us", "1,1,1,a,b,c,d").split(","), strict=False)
-    )
-    assert "| 2:4 fp32 16x3072x768 (gpt2 fc) |" in tables.details([row])
-
-
 def test_check_notices_a_stale_page_and_writes_nothing(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = results / "README.md"
     assert report.main(["--check"], results) == 1 and not page.exists()
@@ -82,14 +75,6 @@ def test_rows_of_another_folder_are_added(results: Path, tmp_path: Path) -> None
     assert report.main(["--add", str(results)], results) == 0 and (results / "amd.csv").read_text().splitlines() == after
 
 
-def test_nothing_measured_is_said(tmp_path: Path) -> None:
-    assert report.page(report.load(tmp_path), [], {}).endswith("No measurements are committed yet.\n")
-
-
-def test_numbers_are_readable() -> None:
-    assert [tables.number(n) for n in ("1.797e+06", "12.345", "0.0123456", "999.96", "0")] == ["1797000", "12.35", "0.0123", "1000", "0"]
-
-
 def test_figures_are_drawn_and_shown(results: Path) -> None:
     pytest.importorskip("matplotlib")
     csv = results / "amd.csv"
@@ -105,36 +90,3 @@ def test_figures_are_drawn_and_shown(results: Path) -> None:
     assert drawn == ["amd-2-threads-roofline.svg", "amd-2-threads-speedup.svg"]
     assert all(f"(figures/{name})" in (results / "README.md").read_text() for name in drawn)
     assert all((results / "figures" / name).stat().st_size < 200_000 for name in drawn)
-
-
-class _Axes:
-    """Remembers the lines that are plotted; takes every other call."""
-
-    def __init__(self) -> None:
-        self.lines: dict[str, tuple[list[float], list[float]]] = {}
-
-    def plot(self, x: list[float], y: list[float], *style: object, label: str, **more: object) -> None:
-        self.lines[label] = (list(x), list(y))
-
-    def __getattr__(self, name: str) -> _Axes:
-        return self
-
-    def __call__(self, *args: object, **more: object) -> None:
-        pass
-
-
-@pytest.mark.parametrize(("machine", "dtype", "said"), [("AMD, 2 threads", "float32", "fp32"), ("NVIDIA H200", "bfloat16", "bf16")])
-def test_figures_show_the_medians(machine: str, dtype: str, said: str) -> None:
-    def row(pattern: str, metric: str, value: float) -> dict[str, str]:
-        where = {"op": "nm_linear", "provider": "nmkernels cpu", "pattern": pattern, "shape": "1x64x64"}
-        return {**where, "dtype": dtype, "machine": machine, "metric": metric, "p50": str(value)}
-
-    axes = _Axes()
-    assert figures.speedup([row("2:4", "x dense", 3.0), row("1:8", "x dense", 7.0)], axes)
-    assert axes.lines["1x64x64"] == ([2.0, 8.0], [3.0, 7.0])
-    limits = [{**row("", metric, value), "op": op} for op, metric, value in (("copy", "GB/s", 60.0), ("matmul", "GFLOP/s", 240.0))]
-    assert figures.roofline([row("2:4", "GFLOP/s", 20.0), row("2:4", "GB/s", 40.0), *limits], axes)
-    assert axes.lines[f"linear 2:4, {said}"] == ([0.5], [20.0])
-    # the roof bends where the copy feeds what the product eats
-    assert axes.lines["copy bandwidth, dense matmul rate"] == ([0.25, 4.0, 8.0], [15.0, 240.0, 240.0])
-    assert not figures.speedup([], axes) and not figures.roofline([], axes)

@@ -27,14 +27,6 @@ def test_same_case_replaces_and_others_stay(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_no_file_has_no_rows(tmp_path: Path) -> None:
-    assert rows.load(tmp_path / "a.csv") == [] and rows.fingerprints(tmp_path / "a.csv") == set()
-
-
-def test_file_is_named_after_the_machine() -> None:
-    assert rows.slug("NVIDIA H200, 1 thread") == "nvidia-h200-1-thread"
-
-
 def test_commit_says_whether_sources_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, ...]] = []
 

@@ -57,11 +57,6 @@ def test_wrong_usage_is_one_line(options: list[str], complaint: str, capsys: pyt
     assert complaint in error and len(error.splitlines()) == 1
 
 
-def test_targets_and_quick_exclude_each_other() -> None:
-    with pytest.raises(SystemExit):
-        run.main(["--targets", "--quick"])
-
-
 def test_rows_are_written_and_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "a.csv"
     assert run.main([*TINY, "--out", str(out), "--tokens", "2"]) == 0
@@ -93,24 +88,6 @@ def test_interrupt_has_its_own_status(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(runner, "measure", stops)
     assert run.main([*TINY, "--out", str(tmp_path / "a.csv")]) == 130
     assert "--resume goes on where this stopped" in capsys.readouterr().out
-
-
-def test_threads_are_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-    monkeypatch.setattr(torch, "set_num_threads", asked.append)
-    run.main([*TINY, "--out", str(tmp_path / "a.csv"), "--threads", "3", "--list"])
-    assert asked == [3]
-
-
-def test_targets_are_judged_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(runner, "measure", lambda spec, device, seconds: [])
-    assert run.main(["--targets", "--device", "cpu", "--out", str(tmp_path / "a.csv")]) == 0
-    assert f"0 of {len(targets.TARGETS)} targets met" in capsys.readouterr().out
-
-
-def test_a_run_begins_where_it_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    every = _listed(capsys, "--quick", "--device", "cpu")
-    assert _listed(capsys, "--quick", "--device", "cpu", "--from", "3") == every[2:]
 
 
 def test_another_process_goes_on_after_a_lost_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

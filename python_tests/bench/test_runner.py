@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import time
 from functools import partial
@@ -14,9 +13,8 @@ import pytest
 import torch
 
 from bench import cases, outcomes, runner
-from bench.cases import machine
 from bench.registry import Provider, Ratio, Spec
-from bench.timing import Timed, on_cpu, take_turns
+from bench.timing import Timed, take_turns
 from nmkernels import dispatch, reference
 from python_tests.bench.samples import broken, read
 
@@ -127,13 +125,6 @@ def test_what_becomes_of_each_case_is_told_and_not_done_again(tmp_path: Path, mo
     assert runner.run([MASK, PRUNE, LINEAR], "cpu", out, 0.0).skipped == 2 and at_hand[2:] == [str(LINEAR)]
 
 
-def test_second_run_replaces_its_rows(tmp_path: Path) -> None:
-    for _ in range(2):
-        runner.run([MASK], "cpu", tmp_path / "a.csv", 0.001)
-    rows = read(tmp_path / "a.csv")
-    assert len({(r["provider"], r["metric"]) for r in rows}) == len(rows)
-
-
 def test_every_backend_that_can_is_a_provider(tmp_path: Path) -> None:
     asked: list[str] = []
 
@@ -195,19 +186,6 @@ def test_a_turn_begins_with_calls_that_do_not_count() -> None:
     assert len(p["a"].parts["whole"]) == len(timed.of("a")) == 3
 
 
-def test_slow_calls_need_no_others_before_them() -> None:
-    order: list[str] = []
-    slow = Provider("slow", lambda: (order.append("slow"), time.sleep(0.02)))
-    take_turns([slow], "cpu", 0.0, least=3, settle=0.001)
-    assert len(order) == 1 + 3
-
-
-def test_warm_up_does_not_count_among_the_parts() -> None:
-    p = Provider("a", lambda: p.parts["forward"].append(1.0), parts={"forward": []})
-    timed = take_turns([p], "cpu", 0.0, least=3)
-    assert len(p.parts["forward"]) == len(timed.of("a")) == 3
-
-
 def test_ratios_are_taken_within_rounds() -> None:
     timed = Timed([{"ours": 1.0, "a": 4.0, "b": 2.0}, {"ours": 2.0, "a": 3.0, "b": 8.0}, {"ours": 5.0, "a": 1.0}])
     sizes = {"ours": 3.0, "a": 6.0, "b": 1.0}
@@ -217,36 +195,4 @@ def test_ratios_are_taken_within_rounds() -> None:
     assert timed.ratio(Ratio("x", "ours", ("a", "b"), "more"), sizes) == [-1e6, -1e6]
 
 
-def test_clock_measures_the_call() -> None:
-    import time
-
-    assert 0.01 <= on_cpu(lambda: time.sleep(0.01)) < 1
-
-
 # ---- the machine, and progress
-
-
-def test_last_level_cache(tmp_path: Path) -> None:
-    for index, size in enumerate(("48K", "1024K", "32M")):
-        (tmp_path / f"index{index}").mkdir()
-        (tmp_path / f"index{index}" / "size").write_text(size + "\n")
-    assert machine.last_level_cache("cpu", tmp_path) == 32 << 20
-    assert machine.last_level_cache("cpu", tmp_path / "nowhere") == 0
-
-
-def test_progress_is_shown_on_terminals_only() -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    terminal, file = Terminal(), io.StringIO()
-    for stream in (terminal, file):
-        progress = runner.Progress(3, stream)
-        progress.skip()
-        progress.show("first")
-        progress.done()
-        progress.start -= 50
-        progress.show("second")
-        progress.clear()
-    assert "[2/3] first" in terminal.getvalue() and "[3/3] second, 50 s left" in terminal.getvalue()
-    assert file.getvalue() == ""

@@ -99,9 +99,3 @@ def test_the_clamp_by_pattern_and_switch(tmp_path: Path, monkeypatch: pytest.Mon
     assert studies.main(["step_clamp", "--seeds", "2", "--steps", "8", "--out", str(tmp_path / "rows.csv")]) == 0
     rows = read(tmp_path / "rows.csv")
     assert len({r["provider"] for r in rows}) == 5 and len(rows) == 10 and all(0 <= float(r["p50"]) <= 100 for r in rows)
-
-
-def test_words_that_no_study_knows_are_refused(capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit):
-        studies.main(["loss_curves", "--nosuch"])
-    assert "unrecognized arguments: --nosuch" in capsys.readouterr().err

@@ -45,11 +45,6 @@ def test_states() -> None:
     assert _verdict("adamw", 1.04).state == "stretch" and _verdict("adamw", 1.26).state == "missed"
 
 
-def test_bound_is_compared_as_it_is_shown() -> None:
-    t = _target("adamw")
-    assert t.meets(1.2549) and not t.meets(1.2551)
-
-
 def test_markdown_tells_every_case_and_the_reason() -> None:
     text = tables.targets_markdown([_verdict("mask", 0.956, 0.5, reasons={"mask": "it computes"})])
     assert text.splitlines()[-1] == (
@@ -59,12 +54,6 @@ def test_markdown_tells_every_case_and_the_reason() -> None:
     assert "| ≤ 1.2 (1) | 1.00 to 1.15; worst bf16 4096×4096 2048 tokens 1.15 | met |" in line
     assert tables.targets_markdown([_verdict("step", 1.01)]).splitlines()[-1].endswith("| ≤ 1.05 | 1.01 | met |")
     assert tables.targets_markdown([_verdict("step")]).splitlines()[-1].endswith("| ≤ 1.05 |  | unmeasured |")
-
-
-def test_text_counts_what_is_met() -> None:
-    text = tables.targets_text([_verdict("mask", 0.95, 0.9), _verdict("linear-4", 4, 3), _verdict("step")])
-    assert text.splitlines()[-1] == "1 of 3 targets met"
-    assert "met, stretch goal too    mask" in text and "4096×4096 4.00, 11008×4096 !3.00!" in text
 
 
 def test_reasons_are_read(tmp_path: Path) -> None:

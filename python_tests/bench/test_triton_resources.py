@@ -15,33 +15,6 @@ GOOD = resources.Kernel("mask_kernel", "nm_mask 2:4 bf16", "sm_90", 26, 0, 0, 0,
 CASE = Case("nm_mask", "2:4 bf16", (), load=128, store=128)
 
 
-def test_widest() -> None:
-    for ptx, load, store in [
-        ("@%p1 ld.global.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd1 + 0 ];", 128, 0),
-        ("ld.global.L1::evict_last.v2.b32 {%r1, %r2}, [%rd1];\nld.global.b8 %rs1, [%rd2];", 64, 0),
-        ("st.global.v2.b64 [%rd1], {%rd2, %rd3};", 0, 128),
-        ("ld.volatile.global.u16 %rs1, [%rd1];\nst.shared.v4.b32 [%r1], {};", 16, 0),
-        ("ld.shared.v4.b32 {}, [%r1];\nred.global.add.f32 [%rd1], %f1;", 0, 0),
-        ("cp.async.cg.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 0x10, %r9;", 128, 0),
-    ]:
-        assert (resources.widest("ld", ptx), resources.widest("st", ptx)) == (load, store), ptx
-
-
-def test_machine_code() -> None:
-    sass = """
-.text.mask_kernel:
-        /*0000*/                   LDC R1, c[0x0][0x28] ;
-        /*0010*/              @!P0 EXIT ;
-.L_x_1:
-        /*0020*/             @!UPT UIADD3 URZ, URZ, URZ, URZ ;
-        /*1fa30*/                  LDG.E.128 R4, desc[UR4][R2.64] ;
-        /*1fa40*/                  NOP ;
-"""
-    code = resources.machine_code(sass)
-    assert [i.op for i in code] == resources.opcodes_of(sass) == ["LDC", "EXIT", "UIADD3", "LDG.E.128"]
-    assert [(i.operands, i.guarded, i.labels) for i in code[1:3]] == [("", True, ()), ("URZ, URZ, URZ, URZ", True, (".L_x_1",))]
-
-
 def test_written() -> None:
     for op, operands, registers in [
         ("IADD3", "R4, P0, R5, R6, RZ", [4]),
@@ -93,30 +66,6 @@ def test_a_jump_that_cannot_be_followed_is_no_zero() -> None:
         resources.overwrites(resources.machine_code(f"/*0000*/ {FED.format(32)} ;\n/*0010*/ BRX R4 -0x10 ;"))
 
 
-def test_tools_of_the_wheel_come_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    wheel, elsewhere = tmp_path / "triton" / "backends" / "nvidia" / "bin", tmp_path / "elsewhere"
-    spec = type("Spec", (), {"origin": str(tmp_path / "triton" / "__init__.py")})
-    monkeypatch.setattr(resources.util, "find_spec", lambda name: spec)
-    monkeypatch.setenv("PATH", str(elsewhere))
-    for folder, names in ((elsewhere, ("ptxas", "cuobjdump")), (wheel, ("ptxas",))):
-        folder.mkdir(parents=True)
-        for name in names:
-            (folder / name).write_text("#!/bin/sh\n")
-            (folder / name).chmod(0o755)
-    resources._path.cache_clear()
-    try:
-        assert resources.tools() == (False, "neither Triton's wheel nor PATH has nvdisasm")
-        assert resources._path("ptxas") == str(wheel / "ptxas")
-        assert resources._path("cuobjdump") == str(elsewhere / "cuobjdump")
-    finally:
-        resources._path.cache_clear()
-
-
-def test_matrix_instructions() -> None:
-    assert resources.matrix_instructions("mma.sync.aligned.m16n8k16 ...\nmma.sync.aligned.m16n8k16 ...") == "mma.sync 2"
-    assert resources.matrix_instructions("wgmma.mma_async.sync.aligned.m64n128k16\nwgmma.fence.sync.aligned;") == "wgmma.mma_async 1"
-
-
 def test_inexact() -> None:
     for ptx, found in [
         ("\tadd.rn.f32 \t%r1, %r2, %r3;\n\tdiv.rn.f32 %r1, %r2, %r3;\n\tsqrt.rn.f64 %rd1, %rd2;", ""),
@@ -145,10 +94,11 @@ def test_falling_short() -> None:
         assert word in text
 
 
-def test_only_the_first_kernel_must_be_wide_and_none_may_spill() -> None:
-    narrow = replace(GOOD, kernel="sum_kernel", widest_load=32, widest_store=32)
-    assert resources.shortfalls(CASE, 90, [GOOD, narrow]) == []
-    assert len(resources.shortfalls(CASE, 90, [GOOD, replace(narrow, spills=3)])) == 1
+def test_the_table_is_read_as_it_was_written(tmp_path: Path) -> None:
+    rows = [GOOD, replace(GOOD, arch="sm_80", matrix_instructions="mma.sync 64")]
+    kernel_rows.write(resources.Kernel, rows, tmp_path / "t.csv")
+    assert resources.read(tmp_path / "t.csv") == rows
+    assert resources.read(tmp_path / "none.csv") == []
 
 
 def test_what_a_case_allows() -> None:
@@ -158,16 +108,6 @@ def test_what_a_case_allows() -> None:
     assert text == "mask_kernel is not exact: fma.rn.f64 rcp.approx.ftz.f64"
     other = replace(GOOD, kernel="table_kernel", widest_load=8)
     assert resources.shortfalls(replace(CASE, kernel="mask_kernel"), 90, [other, GOOD]) == []
-
-
-def test_tensor_cores() -> None:
-    case = replace(CASE, matrix=True)
-    assert resources.shortfalls(case, 80, [replace(GOOD, matrix_instructions="mma.sync 64")]) == []
-    assert "no tensor cores" in resources.shortfalls(case, 90, [GOOD])[0]
-
-
-def test_the_table_is_read_as_it_was_written(tmp_path: Path) -> None:
-    rows = [GOOD, replace(GOOD, arch="sm_80", matrix_instructions="mma.sync 64")]
-    kernel_rows.write(resources.Kernel, rows, tmp_path / "t.csv")
-    assert resources.read(tmp_path / "t.csv") == rows
-    assert resources.read(tmp_path / "none.csv") == []
+    products = replace(CASE, matrix=True)
+    assert resources.shortfalls(products, 80, [replace(GOOD, matrix_instructions="mma.sync 64")]) == []
+    assert "no tensor cores" in resources.shortfalls(products, 90, [GOOD])[0]

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import nmkernels as nm
-from bench.accuracy import tasks
 from bench.accuracy.tasks import cifar, finetune, hf, opcodes
 
 
@@ -40,11 +39,6 @@ def same_batches(task):
 @pytest.fixture(scope="module")
 def translation():
     return opcodes.ToOpcodes(pairs=600, test=100)
-
-
-def test_instructions_are_those_of_the_compiler():
-    assert opcodes.instructions("f(x)")[0] in ("PUSH_NULL", "LOAD_NAME") and opcodes.instructions("a +") == ()
-    assert opcodes.instructions(" + ".join("a" * 20)) == ()
 
 
 def test_pairs_are_real_and_the_test_set_is_apart(translation):
@@ -135,22 +129,6 @@ def test_cifar_reads_the_published_format(tmp_path, monkeypatch):
 MODEL = cifar.PictureViT
 
 
-def test_pictures_are_shifted_and_mirrored_only(tmp_path, monkeypatch):
-    pictures(tmp_path)
-    monkeypatch.setenv(cifar.VARIABLE, str(tmp_path))
-    task = cifar.Cifar10()
-    images, labels = task.batch(0, 0)
-    assert images.shape == (cifar.BATCH, 3, 32, 32)
-    for image, label in zip(images[:10], labels[:10], strict=True):
-        inner = image[:, 12:20, 12:20]
-        found = []
-        for i in (task.labels == label).nonzero().flatten().tolist():
-            whole = torch.nn.functional.pad(cifar._normal(task.images[i : i + 1])[0], (4, 4, 4, 4))
-            views = [v.unfold(1, 8, 1).unfold(2, 8, 1)[:, 12:21, 12:21] for v in (whole, whole.flip(-1))]
-            found.append(any((v == inner[:, None, None]).all(-1).all(-1).all(0).any() for v in views))
-        assert any(found)
-
-
 def test_missing_pictures_are_named(tmp_path, monkeypatch):
     monkeypatch.delenv(cifar.VARIABLE, raising=False)
     with pytest.raises(RuntimeError, match=r"NMKERNELS_CIFAR10.*data_batch_1"):
@@ -204,13 +182,3 @@ def test_hugging_face_checkpoints_train(tmp_path, monkeypatch, kind):
     handle.finish()
     nm.compress_(model)
     task.evaluate(model)
-
-
-def test_hugging_face_says_what_it_needs(monkeypatch, tmp_path):
-    monkeypatch.delenv(hf.MODEL, raising=False)
-    with pytest.raises(RuntimeError, match="NMKERNELS_HF_MODEL"):
-        hf.HuggingFace()
-
-
-def test_the_tasks_are_registered():
-    assert {"gpt", "vit", "finetune", "opcodes", "cifar10", "hf"} <= set(tasks.names())

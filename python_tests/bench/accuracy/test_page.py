@@ -6,7 +6,7 @@ import math
 import pytest
 
 from bench.accuracy import figures, page, tables, tasks, traces
-from bench.accuracy.rows import RunRow, load, save
+from bench.accuracy.rows import RunRow
 from bench.accuracy.tasks.base import settings
 from bench.accuracy.worker import with_flops
 
@@ -64,15 +64,6 @@ def test_flops_are_counted_by_the_rule():
     assert with_flops(row("dense", "dense", done=S.steps // 2)).training_flops == dense.training_flops / 2
 
 
-def test_rows_without_the_columns_load(tmp_path):
-    save([row()], tmp_path)
-    file = tmp_path / "runs.csv"
-    lines = [line.split(",") for line in file.read_text().splitlines()]
-    gone = [lines[0].index(name) for name in ("training_flops", "inference_flops")]
-    file.write_text("\n".join(",".join(v for i, v in enumerate(line) if i not in gone) for line in lines) + "\n")
-    assert load(tmp_path) == [row()]
-
-
 def test_the_page_is_written_between_its_markers():
     text = "Before\n<!-- shared gpt -->\nold\n<!-- end -->\nbetween\n<!-- shared gpt srste dense -->\n<!-- end -->\nafter"
     new = page.render(text, ROWS)
@@ -80,17 +71,6 @@ def test_the_page_is_written_between_its_markers():
     assert "`ste`" not in new[new.index("between") :] and page.render(new, ROWS) == new
     with pytest.raises(ValueError, match="nothing"):
         page.render("<!-- nothing gpt -->\n<!-- end -->", ROWS)
-
-
-def test_late_figures_are_means_of_the_last_fifth():
-    def line(step, value, seed=0, method="ste", lr=S.lr):
-        run = f"gpt/{method}/2:4/{lr:g}/{S.steps}/{seed}"
-        return {**dict.fromkeys(traces.COLUMNS, ""), "run": run, "step": str(step), "flip_rate_stride": str(value)}
-
-    early, end = int(0.8 * S.steps), S.steps
-    lines = [line(early, 9), line(early + 25, 0.1), line(end, 0.3), line(end, 0.2, seed=1), line(end, 9, seed=100), line(end, 9, lr=1)]
-    assert tables.late(lines, "gpt", "flip_rate_stride").splitlines()[2:] == ["| `ste` | 0.2 |"]
-    assert len(tables.late(lines, "gpt", "decay_ratio").splitlines()) == 2
 
 
 WHATS = ["shared", "sharedaccuracy", "tuned", "tunedaccuracy", "costs", "switches", "names", "flips", "decays", "variance"]
