@@ -10,7 +10,6 @@ import contextlib
 import io
 import json
 import os
-import random
 import resource
 import shutil
 import signal
@@ -150,22 +149,6 @@ def counted(folder: Path, text: Path, act: Callable[[Path | None], None], base: 
     return outcome(out), count.stat().st_size
 
 
-def any_time(folder: Path, text: Path) -> Iterator[object]:
-    """Kill a run from outside after random times, and let it go on until it is through."""
-    whole, out, draw = folder / "whole", folder / "out", random.Random(0)
-    begin = time.monotonic()
-    assert Child(text, whole, sizes=LONG).wait()[0] == 0
-    length, ends = time.monotonic() - begin, []
-    yield outcome(whole)
-    while not ends or ends[-1][0] == -signal.SIGKILL:
-        child = Child(text, out, go_on(out), sizes=LONG)
-        if len(ends) < 12:
-            time.sleep(draw.uniform(0.02, 0.2) * length)
-            os.kill(child.pid, signal.SIGKILL)
-        ends.append(child.wait())
-    yield {"ends": ends, **outcome(out)}
-
-
 def together(folder: Path, text: Path) -> Iterator[object]:
     """Several runs into one new folder; then more while one of them is at it, which is killed; then that one goes on."""
     out = folder / "out"
@@ -194,7 +177,6 @@ def board(folder: Path, text: Path) -> Iterator[object]:
 SCENARIOS: dict[str, Callable[[Path, Path], Iterator[object]]] = {
     "kill": lambda folder, text: every_moment(folder, text, kill),
     "fill": lambda folder, text: every_moment(folder, text, fill, 4),
-    "any_time": any_time,
     "together": together,
     "board": board,
 }

@@ -29,30 +29,10 @@ def test_a_model_by_name(capsys):
 
 
 def test_options_reach_the_audit(capsys):
-    words = [
-        "--shapes",
-        "4096x4096",
-        "64X128",
-        "--recipe",
-        "fst",
-        "--pattern",
-        "1:4",
-        "--tokens",
-        "2048",
-        "--accumulate",
-        "2",
-        "--separate",
-    ]
-    found = json.loads(run(capsys, *words, "--dtype", "float16", "--json"))
-    want = nm.audit(
-        {"4096x4096": (4096, 4096), "64X128": (64, 128)},
-        2048,
-        "fst:1:4",
-        device="H200",
-        dtype="float16",
-        accumulate=2,
-        optimizer="separate",
-    )
+    words = "--shapes 4096x4096 64X128 --recipe fst --pattern 1:4 --tokens 2048 --accumulate 2 --separate --dtype float16 --json"
+    found = json.loads(run(capsys, *words.split()))
+    shapes = {"4096x4096": (4096, 4096), "64X128": (64, 128)}
+    want = nm.audit(shapes, 2048, "fst:1:4", device="H200", dtype="float16", accumulate=2, optimizer="separate")
     assert found == json.loads(json.dumps(want.as_dict()))
     assert found["layers"][0]["dtype"] == "float16" and found["accumulate"] == 2
 
@@ -73,11 +53,8 @@ def test_a_model_of_the_zoo_and_this_cpu(capsys):
     [
         (["--model", "quux"], "no model is called 'quux'; there are the shapes of gpt2"),
         (["--shapes", "40x"], "'40x' is no shape"),
-        (["--model", "64xx2"], "'64xx2' is no shape"),
         (["--device", "H20"], "no device is called 'H20'; did you mean 'H200'?"),
         (["--recipe", "fst:2:4", "--pattern", "2:4"], "the pattern is given twice"),
-        (["--recipe", "quux"], "no recipe is called 'quux'"),
-        (["--dtype", "quux"], "dtype='quux'"),
     ],
 )
 def test_wrong_words_are_told(words, match, capsys):

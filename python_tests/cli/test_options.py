@@ -9,7 +9,7 @@ import pytest
 
 from nmkernels.cli.config import options
 from nmkernels.pattern import PatternLike, RecipeError
-from nmkernels.recipes import ASP, SSTE, STEP, Dense, Recipe, get, names
+from nmkernels.recipes import STEP, Dense, Recipe, get, names
 from nmkernels.recipes.registry import find, spec
 
 
@@ -50,13 +50,6 @@ class Every(Recipe):
 def test_values_have_the_type_of_their_field(text, value):
     (got,) = options(Every, [text]).values()
     assert got == value and type(got) is type(value)
-
-
-def test_the_last_of_a_keyword_counts():
-    assert options(STEP, ["decay=1", "clamp=none", "decay=2"]) == {"decay": 2.0, "clamp": None}
-    assert [options(STEP, [f"packed={text}"])["packed"] for text in ("true", "off", "auto")] == [True, False, "auto"]
-    assert options(SSTE, ["mvue=none", "fp8=paper", "seed=3"]) == {"mvue": None, "fp8": "paper", "seed": 3}
-    assert type(options(ASP, ["start=0"])["start"]) is int
 
 
 @pytest.mark.parametrize(

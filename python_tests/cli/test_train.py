@@ -127,15 +127,6 @@ def test_a_recipe_inside_another(options):
     assert config.recipe == "step:1:4" and config.options == {"inner": "mdgf(gradient=ste)"} and config.build_recipe().inner
 
 
-def test_the_end_says_what_there_is(text, tmp_path, capsys):
-    pytest.importorskip("tensorboard")
-    assert train(text, tmp_path / "out", "--tensorboard") == 0
-    out = capsys.readouterr().out
-    for words in ("validation loss", "counted GFLOPs", "bytes of the file", "logits are identical", "Add --baseline", 'continues "def "'):
-        assert words in out
-    assert "model.safetensors" in out and list((tmp_path / "out" / "tensorboard").iterdir())
-
-
 def test_the_dense_recipe_leaves_a_dense_file_and_agrees_with_the_baseline(text, tmp_path, capsys):
     """The baseline is plain PyTorch; the dense recipe is this package's optimizer on the same batches."""
     assert train(text, tmp_path / "out", "--recipe", "dense", "--baseline") == 0

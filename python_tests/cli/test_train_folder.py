@@ -21,6 +21,7 @@ from nmkernels.pattern import NMError
 from ._text import train
 
 SIZES = ["--steps", "3", "--batch", "8", "--context", "8", "--width", "16", "--layers", "1", "--heads", "1", "--checkpoint-every", "1"]
+OPTIONS = pytest.mark.parametrize("option", [[], ["--overwrite"], ["--resume"]], ids=["plain", "overwrite", "resume"])
 
 
 @pytest.fixture(scope="module")
@@ -55,30 +56,19 @@ def fill(folder: Path, name: str, data: bytes = b"mine") -> None:
     (folder / name).write_bytes(data)
 
 
-@pytest.mark.quick(1, per="name")
-@pytest.mark.parametrize("option", [[], ["--overwrite"], ["--resume"]], ids=["plain", "overwrite", "resume"])
-@pytest.mark.parametrize(
-    "name", [*SIGNS, "checkpoints/step-00000001.pt", "tensorboard/events.out.tfevents.1", "baseline/a", ".hidden", "notes"]
-)
-def test_a_folder_that_is_no_run_s_is_refused(text, tmp_path, capsys, name, option):
-    out = tmp_path / "mine"
-    fill(out, name)
-    said = refused(capsys, text, out, *option)
-    assert f"holds what no run of `nmkernels train` wrote ({name.split('/')[0]}); give a new or an empty folder" in said
-    assert not (out / LOCK).exists()
+@OPTIONS
+def test_a_folder_that_is_no_run_s_is_refused(text, tmp_path, capsys, option):
+    others = ["checkpoints/step-00000001.pt", "tensorboard/events.out.tfevents.1", "baseline/a", ".hidden", "notes"]
+    for i, name in enumerate([*SIGNS, *others]):
+        out = tmp_path / str(i)
+        fill(out, name)
+        said = refused(capsys, text, out, *option)
+        assert f"holds what no run of `nmkernels train` wrote ({name.split('/')[0]}); give a new or an empty folder" in said
+        assert not (out / LOCK).exists()
 
 
 def test_overwrite_removes_only_what_a_run_writes(text, run):
-    mine = [
-        "notes",
-        "checkpoints/best.pt",
-        "checkpoints/step-1.pt",
-        "baseline/a",
-        "tensorboard/b",
-        "model.safetensors.bak",
-        ".notes.12.tmp",
-        ".tmpab",
-    ]
+    mine = ["notes", "checkpoints/best.pt", "checkpoints/step-1.pt", "baseline/a", "tensorboard/b", "model.safetensors.bak", ".tmpab"]
     for name in mine:
         fill(run, name)
     (run / "checkpoints" / "step-00000001.pt.aside").touch()
@@ -98,26 +88,25 @@ def test_overwrite_removes_only_what_a_run_writes(text, run):
     assert not (run / "baseline" / "checkpoints").exists()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SIGNS)
-def test_overwrite_stops_before_a_file_that_only_has_the_name(text, run, capsys, name):
-    if name == "model.safetensors":
-        save_file({"weight": torch.ones(2)}, run / name, {"format": "pt"})
-    else:
-        fill(run, name)
-    assert f"{run / name} is not what a run wrote, and would be in its way" in refused(capsys, text, run, "--overwrite")
-    (run / name).unlink()
-    (run / name).mkdir()
-    assert f"{run / name} is not what" in refused(capsys, text, run, "--overwrite")
-    (run / name).rmdir()
-    (run / name).symlink_to(text)
-    assert f"{run / name} is not what" in refused(capsys, text, run, "--overwrite")
-    (run / name).unlink()
-    (run / name).touch()  # a run that was killed may leave an empty one
+def test_overwrite_stops_before_what_only_has_the_name_of_a_file(text, run, capsys):
+    for name in SIGNS:
+        if name == "model.safetensors":
+            save_file({"weight": torch.ones(2)}, run / name, {"format": "pt"})
+        else:
+            fill(run, name)
+        assert f"{run / name} is not what a run wrote, and would be in its way" in refused(capsys, text, run, "--overwrite")
+        (run / name).unlink()
+        (run / name).mkdir()
+        assert f"{run / name} is not what" in refused(capsys, text, run, "--overwrite")
+        (run / name).rmdir()
+        (run / name).symlink_to(text)
+        assert f"{run / name} is not what" in refused(capsys, text, run, "--overwrite")
+        (run / name).unlink()
+        (run / name).touch()  # a run that was killed may leave an empty one
     assert train(text, run, "--overwrite", sizes=SIZES) == 0
 
 
-@pytest.mark.parametrize("option", [[], ["--overwrite"], ["--resume"]], ids=["plain", "overwrite", "resume"])
+@OPTIONS
 def test_nothing_is_written_through_a_link_and_no_pipe_is_read(text, tmp_path, capsys, option):
     fill(tmp_path, "mine")
     (tmp_path / "out").mkdir()
@@ -202,12 +191,8 @@ def test_a_named_checkpoint_may_go_on_in_another_folder_but_not_over_its_files(t
 
 
 def test_temporaries_of_killed_runs_are_swept_and_no_others(text, run):
-    ours = [
-        ".log.csv.ab_12xyz.tmp/log.csv",
-        "checkpoints/.step-00000002.pt.abcdefgh.tmp/step-00000002.pt",
-        "baseline/.log.csv.abcdefgh.tmp/a",
-    ]
-    ours += ["checkpoints/.step-00000001.pt.4711.tmp", ".model.safetensors.abcdefgh.tmp/.tmp123"]
+    ours = [".log.csv.ab_12xyz.tmp/log.csv", "baseline/.log.csv.abcdefgh.tmp/a", "checkpoints/.step-00000001.pt.4711.tmp"]
+    ours += ["checkpoints/.step-00000002.pt.abcdefgh.tmp/step-00000002.pt", ".model.safetensors.abcdefgh.tmp/.tmp123"]
     theirs = [".notes.abcdefgh.tmp", "checkpoints/.best.pt.1.tmp", ".tmpabc", "log.csv.tmp"]
     for name in (*ours, *theirs):
         fill(run, name)

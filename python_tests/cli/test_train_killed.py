@@ -71,13 +71,6 @@ def test_a_disk_that_fills_up_under_tensorboard_too(tmp_path):
     assert re.fullmatch(r"python -m nmkernels train: error: \S*/tensorboard could not be written: File too large \(.*\)\.\n", said), said
 
 
-def test_a_run_killed_at_random_times_goes_on_to_the_same_end(tmp_path):
-    whole, run = scenario("any_time", tmp_path)
-    assert [status for status, _ in run["ends"]] == [*[-signal.SIGKILL] * (len(run["ends"]) - 1), 0]
-    assert len(run["ends"]) > 2
-    same_end(whole, run)
-
-
 def test_a_folder_has_one_run_at_a_time(tmp_path):
     """Four at once, of which one runs; others while it runs; and no waiting once it was killed."""
     ends, later = scenario("together", tmp_path)

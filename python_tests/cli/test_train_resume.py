@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -112,12 +113,18 @@ def test_handlers_are_given_back_and_a_second_signal_interrupts_at_once(text, tm
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 
-@pytest.fixture
-def stopped(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    with monkeypatch.context() as patch:
+@pytest.fixture(scope="module")
+def stopped_once(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("stopped") / "out"
+    with pytest.MonkeyPatch.context() as patch:
         signal_at(patch, 8)
-        assert train(text, tmp_path / "out", "--checkpoint-every", "2") == 130
-    return tmp_path / "out"
+        assert train(text, out, "--checkpoint-every", "2") == 130
+    return out
+
+
+@pytest.fixture
+def stopped(stopped_once: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(stopped_once, tmp_path / "out"))
 
 
 def test_the_last_two_checkpoints_are_kept(stopped):
@@ -145,9 +152,7 @@ def test_overwrite_keeps_the_old_run_if_the_new_one_cannot_start(stopped, tmp_pa
     ("options", "message"),
     [
         (["--recipe", "srste:2:4"], "recipe is step:2:4 there and srste:2:4 here"),
-        (["--recipe", "step:1:4"], "recipe is step:2:4 there and step:1:4 here"),
         (["--width", "64", "--seed", "1"], "width is 32 there and 64 here; seed is 0 there and 1 here"),
-        (["--steps", "24"], "steps is 12 there and 24 here"),
         (["--set", "clamp=None"], "options is {} there and {'clamp': None} here"),
         (["--demo"], "steps is 12 there and 800 here"),
     ],
@@ -157,13 +162,6 @@ def test_another_run_s_checkpoint_is_refused(stopped, text, capsys, options, mes
     error = capsys.readouterr().err
     assert message in error
     assert len(error.splitlines()) == 1
-
-
-def test_a_changed_text_is_refused(stopped, tmp_path, capsys):
-    other = tmp_path / "b.txt"
-    other.write_bytes(b"something else entirely\n" * 200)
-    assert train(other, stopped, "--resume", sizes=[]) == 2
-    assert "the text to train on has changed" in capsys.readouterr().err
 
 
 @pytest.mark.slow
