@@ -28,10 +28,11 @@ def net(recipe, dtype=F64, seed=0):
     return mlp(dtype, seed, activation_of(recipe))
 
 
-def start(recipe, dtype=F64, seed=0):
-    model = net(recipe, dtype, seed)
+def start(recipe, dtype=F64, seed=0, model=None, make=None, **keywords):
+    """The small model, or the given one, under the recipe, with its own optimizer or that of ``make``; keywords are the optimizer's."""
+    model = net(recipe, dtype, seed) if model is None else model
     handle = nm.sparsify_(model, recipe)
-    return model, handle, handle.attach(optimizer_of(recipe, model.parameters()))
+    return model, handle, handle.attach((make or recipe.optimizer)(model.parameters(), **{**Adam().keywords, **keywords}))
 
 
 def step(model, optimizer, batch, parts=1):
@@ -41,8 +42,15 @@ def step(model, optimizer, batch, parts=1):
     optimizer.step()
 
 
-def run(recipe, dtype=F64, data=DATA, parts=1):
-    model, handle, optimizer = start(recipe, dtype)
+def train(model, optimizer, data, after=lambda t: None):
+    """Steps, with ``after(t)`` after the t-th, counted from 1."""
+    for t, batch in enumerate(data, 1):
+        step(model, optimizer, batch)
+        after(t)
+
+
+def run(recipe, dtype=F64, data=DATA, parts=1, **given):
+    model, handle, optimizer = start(recipe, dtype, **given)
     for batch in data:
         step(model, optimizer, batch, parts)
     return model, handle, optimizer

@@ -1,7 +1,5 @@
 """Activation24: when its modules are sparse, what is left at the end, split weight gradients in training, and what it refuses."""
 
-import copy
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,29 +9,11 @@ import nmkernels as nm
 from nmkernels.autograd import SplitRule, split
 from nmkernels.models import GPT, GPTConfig
 from nmkernels.nn import SquaredReLU, SquaredReLUMLP
-from nmkernels.pattern import Pattern, RecipeError
+from nmkernels.pattern import Pattern
 from nmkernels.recipes import Activation24
-from python_tests.recipes.loop import Adam, batches, distance, loss_of, mlp, snapshot
+from python_tests.recipes.loop import Adam, batches, distance, snapshot
 from python_tests.recipes.loop_act24 import activation
-
-F32, F64 = torch.float32, torch.float64
-DATA = batches(12)
-
-
-def net(dtype=F64):
-    return mlp(dtype, act=SquaredReLU)
-
-
-def start(recipe, model):
-    handle = nm.sparsify_(model, recipe)
-    return handle, handle.attach(recipe.optimizer(model.parameters(), **Adam().keywords))
-
-
-def go(model, optimizer, data):
-    for batch in data:
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        optimizer.step()
+from python_tests.recipes.running import F32, F64, net, start, step, train
 
 
 def rules(model):
@@ -41,75 +21,44 @@ def rules(model):
 
 
 def test_the_modules_follow_the_schedule():
-    model = net(F32)
-    handle, optimizer = start(Activation24("2:4", 12, start=0.25), model)
+    model, handle, optimizer = start(Activation24("2:4", 12, start=0.25), F32)
     sparse = []
     for batch in batches(12, F32):
         sparse.append(rules(model) != {None})
         assert handle.metrics()["phase"].item() == sparse[-1]
-        go(model, optimizer, [batch])
+        step(model, optimizer, batch)
     assert sparse == [False] * 3 + [True] * 9
     assert handle.metrics()["density"].item() == 1.0 and handle.metrics()["flip_rate"].item() == 0.0
     x = model[1](torch.randn(7, 32))
     assert x.reshape(-1, 4).ne(0).sum(1).max() == 2
 
 
-def test_preview_finish_and_remove():
-    model, x = net(F32), batches(1, F32)[0][0]
-    handle, optimizer = start(Activation24("2:4", 12, start=6), model)
-    go(model, optimizer, batches(3, F32))
-    with handle.deployable(), torch.no_grad():
-        assert rules(model) == {handle.recipe.setup.activation}
-        want = model(x)
+def test_rules_inside_the_preview_and_after_the_end():
+    recipe = Activation24("2:4", 12, start=6)
+    model, handle, optimizer = start(recipe, F32)
+    train(model, optimizer, batches(3, F32))
+    with handle.deployable():
+        assert rules(model) == {recipe.setup.activation}
     assert rules(model) == {None}
-    removed = copy.deepcopy(model)
-    go(model, optimizer, batches(9, F32)[3:])
-    assert rules(model) != {None}
-    handle.remove()
-    assert rules(model) == {None} and type(model[0]) is nn.Linear
-    handle, _ = start(Activation24("2:4", 12, start=0), nm.densify_(removed))
-    removed(x)
+    train(model, optimizer, batches(9, F32)[3:])
     handle.finish()
-    assert rules(removed) == {handle.recipe.setup.activation} and type(removed[0]) is nn.Linear
-    assert torch.equal(removed(x), want)
+    assert rules(model) == {recipe.setup.activation} and type(model[0]) is nn.Linear
 
 
-def test_remove_gives_back_the_rule_that_was_there():
-    model = net(F32)
-    model[1] = SquaredReLU("1:4")
-    handle, _ = start(Activation24("2:4", 12, start=0), model)
-    assert str(model[1].rule.pattern) == "2:4"
-    handle.remove()
-    assert str(model[1].rule.pattern) == "1:4" and model[3].rule is None
-
-
-def test_early_finish_speaks_of_activations():
-    model = net(F32)
-    handle, optimizer = start(Activation24("2:4", 12, start=6), model)
-    go(model, optimizer, batches(3, F32))
-    with pytest.warns(UserWarning, match="act24 is still in its dense warm-up, so the activations become 2:4 without"):
-        handle.finish()
-
-
-def test_other_recipes_leave_activations_alone():
-    model = net(F32)
+def test_remove_gives_back_the_rule_that_was_there_and_other_recipes_leave_it():
+    model = net(Activation24("2:4", start=0), F32)
     model[1] = SquaredReLU("1:4")
     before = rules(model)
     handle = nm.sparsify_(model, "srste:2:4")
     assert rules(model) == before
     handle.finish(allow_unused=True)
     assert rules(model) == before
-
-
-def test_resumed_in_the_sparse_phase():
-    model = net(F32)
-    _, optimizer = start(Activation24("2:4", 12, start=2), model)
-    go(model, optimizer, batches(4, F32))
-    other = net(F32)
-    _, theirs = start(Activation24("2:4", 12, start=2), other)
-    assert rules(other) == {None}
-    theirs.load_state_dict(optimizer.state_dict())
-    assert rules(other) == rules(model) != {None}
+    model = net(Activation24("2:4", start=0), F32)
+    model[1] = SquaredReLU("1:4")
+    _, handle, _ = start(Activation24("2:4", 12, start=0), model=model)
+    assert str(model[1].rule.pattern) == "2:4"
+    handle.remove()
+    assert str(model[1].rule.pattern) == "1:4" and model[3].rule is None
 
 
 # ---- split weight gradients
@@ -138,11 +87,11 @@ def test_split_training_equals_an_independent_loop(grad):
     torch.manual_seed(0)
     model = SquaredReLUMLP(16, 32, 8, dtype=F64)
     params = snapshot(model)
-    handle, optimizer = start(recipe, model)
-    go(model, optimizer, DATA)
-    want = split_loop(params, DATA, SplitRule(Pattern("2:4"), 0.1, 2), grad)
+    _, handle, optimizer = start(recipe, model=model)
+    train(model, optimizer, batches(12))
+    want = split_loop(params, batches(12), SplitRule(Pattern("2:4"), 0.1, 2), grad)
     assert distance(snapshot(model), want) < 1e-10
-    dropped = split_loop(params, DATA, SplitRule(Pattern("2:4"), 1.0, 1), grad)
+    dropped = split_loop(params, batches(12), SplitRule(Pattern("2:4"), 1.0, 1), grad)
     assert distance(dropped, want) > 1e-3, "the split leaves something out"
     handle.finish()
     assert model.act.rule == recipe.setup.activation and model.act.rule.split is None
@@ -155,7 +104,7 @@ def test_gpt():
     torch.manual_seed(0)
     model = GPT(GPTConfig(width=32, layers=2, heads=2, context=16, activation="relu2"))
     recipe = Activation24("2:4", start=0, split=True, multiple=8)
-    handle, optimizer = start(recipe, model)
+    _, handle, optimizer = start(recipe, model=model)
     ids = torch.randint(0, 256, (2, 17))
     model.loss(ids[:, :-1], ids[:, 1:]).backward()
     optimizer.step()
@@ -163,31 +112,3 @@ def test_gpt():
     twin = GPT(GPTConfig(width=32, layers=2, heads=2, context=16, activation="relu2:2:4"))
     twin.load_state_dict(model.state_dict())
     assert torch.equal(twin(ids[:, :16]), model(ids[:, :16]))
-
-
-@pytest.mark.parametrize(
-    ("config", "match"),
-    [
-        ({}, "total_steps is needed"),
-        ({"start": 0, "gradient": "best"}, "grad='best'"),
-        ({"start": 0, "split": 1}, "split=1"),
-        ({"start": 0, "dense_features": 2.0}, r"dense=2\.0"),
-        ({"start": 0, "multiple": 0}, "multiple=0"),
-        ({"total_steps": 5, "start": 5}, "leave none"),
-    ],
-)
-def test_wrong_configuration(config, match):
-    with pytest.raises(RecipeError, match=match):
-        Activation24(**config)
-
-
-def test_a_model_without_squared_relu_is_refused_and_left_as_it_was():
-    model = mlp(F32)
-    with pytest.raises(RecipeError, match=r"no nm\.nn\.SquaredReLU"):
-        nm.sparsify_(model, Activation24(start=0))
-    assert type(model[0]) is nn.Linear
-
-
-def test_hidden_features_that_m_does_not_divide():
-    with pytest.raises(RecipeError, match=r"the 36 hidden features of 'mlp' are not a multiple of M=8"):
-        nm.sparsify_(nn.ModuleDict({"mlp": SquaredReLUMLP(16, 36)}), Activation24("2:8", start=0))

@@ -7,6 +7,7 @@ import nmkernels as nm
 from nmkernels.optim import MaskedAdamW
 from nmkernels.recipes import ASP
 from python_tests.recipes.loop import SPARSE, Adam, batches, distance, gradients, loss_of, mlp, snapshot, top_n
+from python_tests.recipes.running import train
 
 MAKERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.1),
@@ -18,14 +19,6 @@ MAKERS = {
 
 def weights(model):
     return {k: p.detach() for k, p in model.named_parameters() if k in SPARSE}
-
-
-def train(model, optimizer, data, after=lambda t: None):
-    for t, batch in enumerate(data, 1):
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        optimizer.step()
-        after(t)
 
 
 @pytest.mark.parametrize("maker", MAKERS)
@@ -193,21 +186,6 @@ def test_state_stores_packed_indices():
         w = model.get_parameter(f"{name}.weight").detach()
         assert packed.dtype == torch.uint8 and packed.numel() * 8 == w.numel()  # half of the weights, two bits each
         assert torch.equal(packed, nm.ops.compress(w, "2:4").indices)
-
-
-@pytest.mark.parametrize(
-    ("keywords", "said"),
-    [
-        ({"score": "random"}, "magnitude, wanda, existing"),
-        ({"start": 0.5}, "total_steps"),
-        ({"start": -1}, "start"),
-        ({"start": 5, "score": "wanda"}, "must be 0"),
-        ({"start": 5, "score": "existing"}, "must be 0"),
-    ],
-)
-def test_bad_configuration(keywords, said):
-    with pytest.raises(nm.RecipeError, match=said):
-        ASP("2:4", **keywords)
 
 
 def test_prune_step():

@@ -9,18 +9,10 @@ import torch.nn.functional as F
 import nmkernels as nm
 from nmkernels.optim import AnnealedAdamW, MaskedAdamW
 from nmkernels.pattern import RecipeError, ShapeError
-from nmkernels.recipes import AST, STEP, distill_loss
+from nmkernels.recipes import AST, distill_loss
 from python_tests.recipes.loop import Adam, batches, distance, loss_of, mlp, snapshot, top_n
 from python_tests.recipes.loop_ast import ast
-from python_tests.recipes.running import step
-
-F64 = torch.float64
-
-
-def start(recipe, **extra):
-    model = mlp()
-    handle = nm.sparsify_(model, recipe)
-    return model, handle, handle.attach(recipe.optimizer(model.parameters(), **{**Adam().keywords, **extra}))
+from python_tests.recipes.running import F64, start, step
 
 
 def test_annealing_is_linear_and_then_constant():
@@ -76,11 +68,6 @@ def test_other_optimizers_are_refused_with_the_way_out():
     assert isinstance(start(AST("2:4", total_steps=10))[2], AnnealedAdamW)
 
 
-def test_step_refuses_it():
-    with pytest.raises(RecipeError, match="AST cannot be its inner recipe"):
-        STEP("2:4", total_steps=20, inner="ast")
-
-
 def test_maximize_decays_all_the_same():
     model, _, optimizer = start(AST("2:4", decay=0.3, end=0), maximize=True, weight_decay=0.0)
     for batch in batches(5):
@@ -89,22 +76,6 @@ def test_maximize_decays_all_the_same():
         optimizer.step()
     want = ast(snapshot(mlp()), batches(5), 2, 4, 0.3, 0, 10, adam=Adam(weight_decay=0.0))
     assert distance(snapshot(model), want) < 1e-10
-
-
-@pytest.mark.parametrize(
-    ("config", "complaint"),
-    [
-        ({}, "total_steps"),
-        ({"total_steps": 10, "decay": -1.0}, "decay"),
-        ({"total_steps": 10, "end": 1.5}, "end"),
-        ({"total_steps": 10, "every": 0}, "every"),
-        ({"total_steps": 10, "every": 2.5}, "every"),
-        ({"total_steps": 10, "second_moment": "adam"}, "total, gradient"),
-    ],
-)
-def test_bad_settings_raise(config, complaint):
-    with pytest.raises(RecipeError, match=complaint):
-        AST(**config)
 
 
 # ---- distillation

@@ -39,10 +39,6 @@ def test_window_is_rounded():
     assert STEP(total_steps=10).first_state({"eps": 1e-8, "betas": (0.9, 0.999)})["ring"].numel() == 1000
 
 
-def test_known_policies():
-    assert set(SWITCHES) == {"fixed", "arithmetic", "geometric", "relative_norm", "staleness"}
-
-
 def decreasing(seed, steps=80):
     g = torch.Generator().manual_seed(seed)
     return [[float(x) * 0.9**t for x in torch.rand(NUMEL, generator=g, dtype=torch.float64)] for t in range(steps)]

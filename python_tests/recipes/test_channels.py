@@ -12,7 +12,8 @@ from nmkernels.models import GPT, GPTConfig
 from nmkernels.optim import MaskedAdamW
 from nmkernels.recipes import ASP, STEP, search_permutation
 from nmkernels.recipes.search import permutation
-from python_tests.recipes.loop import batches, distance, loss_of, mlp, snapshot
+from python_tests.recipes.loop import batches, distance, mlp, snapshot
+from python_tests.recipes.running import train
 
 DATA = batches(20)
 FEW = 3
@@ -23,13 +24,6 @@ MAKERS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True),
     "masked_adamw": lambda p: MaskedAdamW(p, lr=1e-2),
 }
-
-
-def train(model, optimizer, data):
-    for batch in data:
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        optimizer.step()
 
 
 def orders(before, after):
@@ -277,9 +271,3 @@ def test_other_patterns_and_the_dense_producer():
         assert torch.allclose(model[0](x).relu() @ model[2].weight.T, want, atol=1e-13)
     handle.finish(allow_unused=True)
     assert "reordered with the outputs of 0" in handle.report.channels["2"]
-
-
-@pytest.mark.parametrize(("keywords", "said"), [({"score": "existing"}, "out of their groups"), ({"escapes": -1}, "escapes")])
-def test_bad_configuration(keywords, said):
-    with pytest.raises(nm.RecipeError, match=said):
-        ASP("2:4", permute=True, **keywords)

@@ -6,23 +6,11 @@ from torch import nn
 
 import nmkernels as nm
 from nmkernels.nn import CompressedLinear, find_chains
-from nmkernels.recipes import STE, STEP, Complementary
+from nmkernels.recipes import STEP, Complementary
 from nmkernels.recipes.methods.complementary import StrideMask
-from python_tests.recipes.loop import Adam, batches, distance, loss_of, mlp, snapshot
+from python_tests.recipes.loop import mlp, snapshot
 from python_tests.recipes.loop_complementary import spaced
-
-DATA = batches(6)
-
-
-def trained(recipe, model=None, data=DATA):
-    model = mlp() if model is None else model
-    handle = nm.sparsify_(model, recipe)
-    optimizer = handle.attach(recipe.optimizer(model.parameters(), **Adam().keywords))
-    for batch in data:
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        optimizer.step()
-    return model, handle
+from python_tests.recipes.running import DATA, DATA32, F32, run
 
 
 def test_by_hand():
@@ -53,30 +41,13 @@ def test_every_group_keeps_its_largest(pattern, spacing):
     assert torch.equal(StrideMask(p, spacing, chain=True).gradient(g, w)[0], g * transform.kept(w))
 
 
-def test_spacing_one_is_ste():
-    ours, theirs = trained(Complementary("2:4", spacing=1))[0], trained(STE("2:4"))[0]
-    assert distance(snapshot(ours), snapshot(theirs)) < 1e-12
-
-
-def test_sizes_that_do_not_fit():
+def test_sizes_that_fit():
     model = nn.Sequential(nn.Linear(24, 32), nn.ReLU(), nn.Linear(32, 16))
-    with pytest.raises(nm.RecipeError, match=r"layer '0'.*in_features=24 is not a multiple of spacing x M = 4 x 4"):
-        nm.sparsify_(model, Complementary("2:4", spacing=4))
-    assert type(model[0]) is nn.Linear
     assert len(nm.sparsify_(model, Complementary("2:4", spacing=2)).layers) == 2
 
 
-@pytest.mark.parametrize(
-    ("keywords", "said"),
-    [({"spacing": 0}, "spacing"), ({"spacing": 1.5}, "spacing"), ({"decay": -1.0}, "decay"), ({"gradient": "mvue"}, "gradient")],
-)
-def test_bad_configuration(keywords, said):
-    with pytest.raises(nm.RecipeError, match=said):
-        Complementary("2:4", **keywords)
-
-
 def test_the_zeros_stay_where_they_were_trained():
-    model, handle = trained(Complementary("1:4"))
+    model, handle, _ = run(Complementary("1:4"))
     want = {name: spaced(layer.weight.detach(), 1, 4) for name, layer in handle.layers.items()}
     handle.finish()
     for name, layer in handle.layers.items():
@@ -88,7 +59,7 @@ def test_the_zeros_stay_where_they_were_trained():
 
 def test_columns_are_folded_where_it_can_be_proved():
     """The first layer has to reorder its input; the second gets it in order from the first."""
-    model, handle = trained(Complementary("2:4"))
+    model, handle, _ = run(Complementary("2:4"))
     handle.finish()
     x, before = DATA[0][0], snapshot(model)
     want, bias = model(x), model[0].bias
@@ -104,7 +75,7 @@ def test_columns_are_folded_where_it_can_be_proved():
 
 def test_inside_step():
     recipe = STEP("2:4", switch="fixed", start=3, inner=Complementary("2:4", decay=0.1))
-    model, handle = trained(recipe)
+    model, handle, _ = run(recipe)
     assert handle.metrics()["density"].item() == 0.5
     x = DATA[0][0]
     with handle.deployable(), torch.no_grad():
@@ -141,7 +112,7 @@ def test_two_readers_that_disagree_keep_their_own_order():
 
 
 def test_a_weight_changed_after_finish_is_refused(tmp_path):
-    model, handle = trained(Complementary("2:4"))
+    model, handle, _ = run(Complementary("2:4"))
     handle.finish()
     with torch.no_grad():
         model[0].weight.fill_(1.0)
@@ -151,7 +122,7 @@ def test_a_weight_changed_after_finish_is_refused(tmp_path):
 
 
 def test_files(tmp_path):
-    model, handle = trained(Complementary("2:4"), mlp(torch.float32), batches(6, torch.float32))
+    model, handle, _ = run(Complementary("2:4"), F32, DATA32)
     handle.finish()
     x = DATA[0][0].float()
     want = model(x)

@@ -4,19 +4,12 @@ import pytest
 import torch
 
 import nmkernels as nm
-from nmkernels.recipes import ASP, SRSTE, STE, STEP, Dense, MdGf, SdGf
+from nmkernels.recipes import SRSTE, STE, STEP, MdGf, SdGf
 from python_tests.recipes.loop import SPARSE, batches, distance, snapshot
 from python_tests.recipes.loop_used import soft
-from python_tests.recipes.running import start, step
+from python_tests.recipes.running import run, start, step
 
 DATA = batches(20)
-
-
-def trained(recipe, data=DATA):
-    model, handle, optimizer = start(recipe)
-    for batch in data:
-        step(model, optimizer, batch)
-    return model, handle
 
 
 def begins(recipe):
@@ -48,13 +41,6 @@ def test_a_name_takes_pattern_and_length_of_step():
     assert nm.recipes.get("step:1:8", total_steps=100, inner="mdgf") == STEP("1:8", 100, inner=MdGf("1:8", 55))
 
 
-def test_another_pattern_is_refused():
-    with pytest.raises(nm.RecipeError, match=r'MdGf is 1:4 and STEP itself 1:8.*STEP\("1:4", inner=MdGf\("1:4"'):
-        fixed(MdGf("1:4", 100))
-    with pytest.raises(nm.RecipeError, match="SRSTE is 2:4"):
-        STEP("1:8", 10, inner=SRSTE())
-
-
 def test_the_schedule_covers_the_steps_that_are_left():
     recipe = STEP("1:8", 1000, inner=MdGf("1:8", 1000, end=0.9))
     assert begins(recipe.sparse(101)) == [0, 0, round(899 * 0.9)] and begins(recipe.sparse(501)) == [0, 0, 449]
@@ -65,8 +51,6 @@ def test_the_schedule_covers_the_steps_that_are_left():
 def test_without_a_length_the_inner_keeps_its_own():
     recipe = STEP("1:8", t_min=3, t_max=9, inner=MdGf("1:8", 50))
     assert begins(recipe.sparse(4)) == begins(recipe.sparse(10)) == begins(MdGf("1:8", 50))
-    with pytest.raises(nm.RecipeError, match="total_steps is needed"):
-        STEP("1:8", t_min=3, t_max=9, inner="mdgf")
 
 
 @pytest.mark.parametrize(("t_max", "fits"), [(0.5, True), (96, True), (97, False), (None, False)])
@@ -79,31 +63,11 @@ def test_too_few_steps_after_the_latest_switch(t_max, fits):
             STEP("1:4", 100, t_max=t_max, inner="sdgf")
 
 
-@pytest.mark.parametrize(
-    ("inner", "said"),
-    [
-        (Dense("1:8"), "begins with a dense phase"),
-        (STEP("1:8", 50), "begins with a dense phase"),
-        (MdGf("1:8", 100, start=0.1), "begins with a dense phase.*start="),
-        (ASP("1:8", start=3), "begins with a dense phase.*start="),
-        (ASP("1:8", score="wanda"), "trained already.*magnitude"),
-        ("nonesuch", "no recipe is called"),
-        (7, "must be a recipe"),
-        ("mdgf(dese=1)", "dese"),
-    ],
-)
-def test_what_makes_no_sense_inside(inner, said):
-    with pytest.raises((nm.RecipeError, TypeError), match=said):
-        fixed(inner)
-
-
 def test_decay_is_the_short_form_of_srste():
-    a, _ = trained(STEP("2:4", 20, switch="fixed", start=5, decay=0.1))
-    b, _ = trained(STEP("2:4", 20, switch="fixed", start=5, inner=SRSTE("2:4", decay=0.1)))
-    c, _ = trained(STEP("2:4", 20, switch="fixed", start=5))
+    a = run(STEP("2:4", 20, switch="fixed", start=5, decay=0.1))[0]
+    b = run(STEP("2:4", 20, switch="fixed", start=5, inner=SRSTE("2:4", decay=0.1)))[0]
+    c = run(STEP("2:4", 20, switch="fixed", start=5))[0]
     assert distance(snapshot(a), snapshot(b)) == 0.0 < distance(snapshot(a), snapshot(c))
-    with pytest.raises(nm.RecipeError, match="give it to that one"):
-        STEP("2:4", 20, decay=0.1, inner="ste")
 
 
 # ---- in training
@@ -132,22 +96,13 @@ def test_in_phase_0_the_preview_is_of_the_present_weights():
     assert torch.equal(model[0].effective_weight(), w)
 
 
-def test_estimates_are_drawn_after_the_switch_and_resume():
+def test_estimates_are_drawn_after_the_switch():
     recipe = fixed("sste(seed=3)", "2:4", 20, 6)
     model, handle, optimizer = start(recipe)
     for t, batch in enumerate(DATA):
         assert (handle.layers["0"].seed is None) == (t < 6)
         step(model, optimizer, batch)
-        if t == 11:
-            weights, state = {k: v.clone() for k, v in model.state_dict().items()}, optimizer.state_dict()
-            state = torch.utils._pytree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, state)
     assert handle.layers["0"].seed[1] == 14
-    other, _, theirs = start(recipe, seed=5)
-    other.load_state_dict(weights)
-    theirs.load_state_dict(state)
-    for batch in DATA[12:]:
-        step(other, theirs, batch)
-    assert distance(snapshot(other), snapshot(model)) == 0.0
 
 
 def test_metrics_are_of_both():
@@ -158,21 +113,10 @@ def test_metrics_are_of_both():
         assert ("flow" in got) == (t >= 5) and got["switch_step"].item() == (6 if t >= 5 else 0)
 
 
-def test_finishing_early_says_what_is_not_done():
-    recipe = fixed("sdgf", "1:8", 20, 6)
-    for count, said in ((3, "dense phase"), (9, "still at 7:8"), (20, None)):
-        _, handle = trained(recipe, DATA[:count])
-        if said:
-            with pytest.warns(UserWarning, match=said):
-                handle.finish()
-        else:
-            handle.finish()
-
-
 def test_another_inner_recipe_is_refused_after_the_switch_only():
     recipe = fixed("mdgf", "1:8", 20, 6)
     for count, fits in ((4, True), (9, False)):
-        _, handle = trained(recipe, DATA[:count])
+        _, handle, _ = run(recipe, data=DATA[:count])
         for other in (fixed("mdgf(residual=0.1)", "1:8", 20, 6), fixed("srste", "1:8", 20, 6)):
             theirs = start(other)[1]
             if fits:

@@ -1,6 +1,5 @@
 """Layer-wise N:M: which patterns the rules find, that each layer keeps its own to the end, and what is refused."""
 
-import io
 import itertools
 import json
 import random
@@ -10,20 +9,14 @@ import torch
 from torch import nn
 
 import nmkernels as nm
-from nmkernels.recipes import ASP, SRSTE, SSTE, STE, STEP, Dense, LayerWise, MdGf, SdGf
+from nmkernels.recipes import ASP, SSTE, STE, STEP, LayerWise, MdGf, SdGf
 from nmkernels.recipes.methods import layerwise as module
 from nmkernels.recipes.methods.layerwise import allocate
 from python_tests.recipes import loop_layerwise as layerwise
-from python_tests.recipes.loop import SPARSE, Adam, batches, distance, mlp, snapshot, top_n
-from python_tests.recipes.running import step
+from python_tests.recipes.loop import SPARSE, batches, distance, mlp, snapshot, top_n
+from python_tests.recipes.running import F32, start, step, through_a_file, train
 
 DATA = batches(20)
-
-
-def start(recipe, seed=0, dtype=torch.float64):
-    model = mlp(dtype, seed)
-    handle = nm.sparsify_(model, recipe)
-    return model, handle, handle.attach(recipe.optimizer(model.parameters(), **Adam().keywords))
 
 
 def kept(handle):
@@ -120,7 +113,7 @@ def test_given_patterns_alone():
 
 def test_given_patterns_train_finish_and_compress(tmp_path):
     recipe = LayerWise("1:8", rule=None, given={"0": "2:4", "2": "3:16"}, inner="srste(decay=0.1)")
-    model, handle, optimizer = start(recipe, dtype=torch.float32)
+    model, handle, optimizer = start(recipe, F32)
     for x, y in DATA:
         step(model, optimizer, (x.float(), y.float()))
         for name, p in (("0", (2, 4)), ("2", (3, 16))):
@@ -164,17 +157,12 @@ def test_patterns_follow_the_weights_until_attach_and_then_stay():
 def test_a_resumed_run_has_the_patterns_of_its_checkpoint(inner):
     recipe = LayerWise("2:8", rule="magnitude", choices="all", inner=inner)
     model, handle, optimizer = start(recipe)
-    for batch in DATA[:5]:
-        step(model, optimizer, batch)
-    file = io.BytesIO()
-    torch.save((model.state_dict(), optimizer.state_dict()), file)
-    file.seek(0)
-    weights, state = torch.load(file, weights_only=True)
+    train(model, optimizer, DATA[:5])
+    weights, state = through_a_file(model.state_dict(), optimizer.state_dict())
     other = mlp(seed=3)
     with torch.no_grad():
         other[2].weight.mul_(20)
-    again = nm.sparsify_(other, recipe)
-    theirs = again.attach(recipe.optimizer(other.parameters(), **Adam().keywords))
+    _, again, theirs = start(recipe, model=other)
     assert kept(again) != kept(handle)
     theirs.load_state_dict(state)
     other.load_state_dict(weights)
@@ -250,8 +238,7 @@ def test_sdgf_leads_each_layer_to_its_own(schedule):
 @pytest.mark.parametrize("inner", ["ste", "srste", "asp", "asp(start=3)", "mdgf", "mdgf(start=3)", "sdgf", "sste", "maxq", "bimask"])
 def test_inner_recipes_end_with_the_layers_patterns(inner):
     model, handle, optimizer = start(LayerWise("4:16", 20, inner=inner, choices="all"))
-    for batch in DATA:
-        step(model, optimizer, batch)
+    train(model, optimizer, DATA)
     handle.finish()
     assert kept(handle) == {"0": 6, "2": 3}
     for layer in handle.layers.values():
@@ -264,8 +251,7 @@ def test_masks_that_are_learned(inner):
     """What MaskLLM holds still, the weights, stays so inside."""
     model, handle, optimizer = start(LayerWise("2:4", 20, rule=None, given={"0": "1:4"}, inner=inner))
     before = snapshot(model)
-    for batch in DATA:
-        step(model, optimizer, batch)
+    train(model, optimizer, DATA)
     assert (distance(snapshot(model), {k: before[k] for k in SPARSE}) == 0.0) == (inner == "maskllm")
     handle.finish()
     assert kept(handle) == {"0": 1, "2": 2}
@@ -278,39 +264,6 @@ def test_no_choice_is_said():
     with pytest.warns(UserWarning, match=r'groups of 8 keep at least 1, .* LayerWise\("4:32"\)'):
         _, handle, _ = start(LayerWise("1:8"))
     assert kept(handle) == {"0": 1, "2": 1}
-
-
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (lambda: LayerWise("2:8", rule="best"), "rule='best' is unknown.*erk, magnitude, energy"),
-        (lambda: LayerWise("2:8", choices="some"), "powers, all"),
-        (lambda: LayerWise("2:8", inner=SRSTE("1:8")), "is 1:8 and LayerWise itself 2:8"),
-        (lambda: LayerWise("2:8", 20, inner=STEP("2:8", 20)), r"STEP\(pattern, inner"),
-        (lambda: LayerWise("2:8", inner=Dense("2:8")), "trains nothing sparse"),
-        (lambda: LayerWise("2:8", inner=LayerWise("2:8")), "share the budget out a second time"),
-        (lambda: LayerWise("2:8", given={"0": 2}), "must be a table"),
-        (lambda: LayerWise("2:8", given="{"), "is not JSON"),
-        (lambda: LayerWise("2:8", given="[1]"), "must be a table"),
-        (lambda: LayerWise("2:8", rows={"0": 0}), "above 0"),
-        (lambda: LayerWise("2:8", rows={"0": "2"}), "must be a table"),
-        (lambda: start(LayerWise("2:8", given={"x*": "1:8"})), "'x.' which fits no sparse layer; they are 0, 2|fits no sparse layer"),
-        (lambda: start(LayerWise("2:8", given={"2": "4:8"})), "leave 0.00% of the weights.*at least 4.17% at 1:8"),
-        (lambda: start(LayerWise("2:8", rule=None, given={"2": "2:5"})), "layer '2'.*not a multiple of M=5"),
-    ],
-)
-def test_bad_configuration(make, said):
-    with pytest.raises((nm.RecipeError, nm.ShapeError), match=said):
-        make()
-
-
-def test_a_weight_that_is_not_finite():
-    model = mlp()
-    with torch.no_grad():
-        model[2].weight[0, 0] = torch.nan
-    with pytest.raises(nm.RecipeError, match="layer '2' has NaN"):
-        nm.sparsify_(model, LayerWise("2:8", rule="magnitude"))
-    assert type(model[2]) is nn.Linear
 
 
 def test_values_are_plain_and_equal_ones_equal():

@@ -6,12 +6,11 @@ import pytest
 import torch
 
 import nmkernels as nm
-from nmkernels.pattern import Pattern, RecipeError
+from nmkernels.pattern import Pattern
 from nmkernels.recipes import MaxQ
 from nmkernels.recipes.methods.maxq import PartlyDense, SoftQuery
-from python_tests.recipes.loop import batches, loss_of, mlp
-
-F64 = torch.float64
+from python_tests.recipes.loop import batches
+from python_tests.recipes.running import F64, start, step
 
 
 def curve(recipe):
@@ -100,45 +99,13 @@ def test_levels_hold_the_share():
 
 
 def test_phases_and_metrics():
-    recipe, model = MaxQ("2:4", 8, start=2, end=6), mlp()
-    handle = nm.sparsify_(model, recipe)
-    optimizer = handle.attach(recipe.optimizer(model.parameters(), lr=1e-2))
+    recipe = MaxQ("2:4", 8, start=2, end=6)
+    model, handle, optimizer = start(recipe)
     seen = []
     for batch in batches(8):
-        loss_of(model, batch).backward()
-        optimizer.step()
+        step(model, optimizer, batch)
         got = handle.metrics()
         seen.append((handle.run.stage.phase, got["dense_groups"].item(), got["density"].item()))
     shares = [1, 1, 0.75, 0.5, 0.25, 0, 0, 0]
     assert seen == [(int(t >= 2), d, 0.5 + d / 2) for t, d in enumerate(shares, start=1)]
     assert recipe.profile(8) == [nm.recipes.Span(2), nm.recipes.Span(4), nm.recipes.Span(2, fprop=0.5)]
-
-
-def test_finish_on_the_way_warns():
-    recipe, model = MaxQ("2:4", 8, end=6), mlp()
-    handle = nm.sparsify_(model, recipe)
-    optimizer = handle.attach(recipe.optimizer(model.parameters(), lr=1e-2))
-    for batch in batches(3):
-        loss_of(model, batch).backward()
-        optimizer.step()
-    with pytest.warns(UserWarning, match="still has 50% of its groups dense"):
-        handle.finish()
-    assert all(nm.ops.is_nm(layer.weight.detach(), "2:4") for layer in handle.layers.values())
-
-
-@pytest.mark.parametrize(
-    ("config", "complaint"),
-    [
-        ({}, "total_steps"),
-        ({"total_steps": 10, "schedule": "quadratic"}, "linear, cubic, cos, exp"),
-        ({"total_steps": 10, "gradient": "hard"}, "ste, chain"),
-        ({"total_steps": 10, "tau": 0.0}, "tau"),
-        ({"total_steps": 10, "decay": -1.0}, "decay"),
-        ({"total_steps": 10, "levels": 0}, "levels"),
-        ({"total_steps": 10, "start": 4, "end": 4}, "leave none"),
-        ({"total_steps": 10, "pattern": "4:4"}, "prunes nothing"),
-    ],
-)
-def test_bad_settings_raise(config, complaint):
-    with pytest.raises(RecipeError, match=complaint):
-        MaxQ(**config)

@@ -7,21 +7,13 @@ import pytest
 import torch
 import torch._dynamo.testing
 
-import nmkernels as nm
 from nmkernels.optim import MaskedAdamW
 from nmkernels.recipes import MdGf
-from python_tests.recipes.loop import Adam, batches, distance, loss_of, mlp, snapshot, top_n
+from python_tests.recipes.loop import batches, distance, loss_of, mlp, snapshot, top_n
 from python_tests.recipes.loop_used import mdgf
-from python_tests.recipes.running import step
+from python_tests.recipes.running import F32, F64, start, step
 
-F32, F64 = torch.float32, torch.float64
 SHORT = MdGf("1:8", 20, start=4, end=14)
-
-
-def start(recipe, dtype=F64, make=MaskedAdamW):
-    model = mlp(dtype)
-    handle = nm.sparsify_(model, recipe)
-    return model, handle, handle.attach(make(model.parameters(), **Adam().keywords))
 
 
 def curve(recipe):
@@ -55,14 +47,10 @@ def test_levels_are_equal_steps_down(total):
 
 
 @pytest.mark.parametrize("make", [MaskedAdamW, torch.optim.AdamW])
-def test_flow_phase_and_weights_used_follow_the_steps(make):
+def test_flow_and_phase_follow_the_steps(make):
     model, handle, optimizer = start(SHORT, make=make)
     for t, batch in enumerate(batches(20)):
         assert handle.metrics()["phase"].item() == (0 if t < 4 else 1)
-        for layer in handle.layers.values():
-            w, d = layer.weight.detach(), SHORT.flow(torch.tensor(float(t), dtype=F64))
-            kept = top_n(w, 1, 8)
-            torch.testing.assert_close(layer.effective_weight(), torch.where(kept, w, d * w), rtol=1e-12, atol=0)
         step(model, optimizer, batch)
         assert handle.metrics()["flow"].item() == pytest.approx(curve(SHORT)[t + 1], rel=1e-12)
     assert handle.metrics()["density"].item() == 1 / 8
@@ -75,19 +63,6 @@ def test_a_frozen_layer_follows_the_flow():
     for t, batch in enumerate(batches(20)):
         w, d = model[0].weight, SHORT.flow(torch.tensor(float(t), dtype=F64))
         torch.testing.assert_close(model[0].effective_weight(), torch.where(top_n(w, 1, 8), w, d * w), rtol=1e-12, atol=0)
-        step(model, optimizer, batch)
-
-
-@pytest.mark.parametrize("grad", ["chain", "ste"])
-def test_gradient_rule(grad):
-    model, handle, optimizer = start(MdGf("1:8", 20, end=15, gradient=grad))
-    for t, batch in enumerate(batches(20)):
-        x, g = torch.randn(6, 16, dtype=F64), torch.randn(6, 32, dtype=F64)
-        optimizer.zero_grad()
-        model[0](x).backward(g)
-        kept, d = top_n(model[0].weight.detach(), 1, 8), handle.recipe.flow(torch.tensor(float(t), dtype=F64))
-        factor = torch.where(kept, 1.0, d) if grad == "chain" else torch.ones_like(g.T @ x)
-        torch.testing.assert_close(model[0].weight.grad, g.T @ x * factor, rtol=1e-12, atol=1e-14)
         step(model, optimizer, batch)
 
 
@@ -125,36 +100,3 @@ def test_the_host_waits_at_the_changes_of_phase_only(monkeypatch):
             optimizer.step()
     ours = [t for t in waits if waits.count(t) > min(waits.count(s) for s in range(20))]
     assert sorted(set(ours)) == [3, 13]
-
-
-# ---- the end
-
-
-def test_stopping_on_the_way_warns():
-    model, handle, optimizer = start(SHORT)
-    for batch in batches(5):
-        step(model, optimizer, batch)
-    with pytest.warns(UserWarning, match=r"mdgf still lets 55% of each pruned weight through.*total_steps"):
-        handle.finish()
-
-
-@pytest.mark.parametrize(
-    ("keywords", "said"),
-    [
-        ({"total_steps": None}, "total_steps is needed"),
-        ({"schedule": "cosine"}, "exponential, linear"),
-        ({"gradient": "none"}, "chain, ste"),
-        ({"start": 0.6, "end": 0.6}, "leave none"),
-        ({"start": -1}, "start"),
-        ({"end": 1.5}, "end"),
-        ({"residual": 0.0}, "residual"),
-        ({"residual": 1.0}, "residual"),
-        ({"coefficient": 0.0}, "coefficient"),
-        ({"coefficient": math.inf}, "coefficient"),
-        ({"levels": 0}, "levels"),
-        ({"levels": 2.5}, "levels"),
-    ],
-)
-def test_bad_configuration(keywords, said):
-    with pytest.raises(nm.RecipeError, match=said):
-        MdGf("1:8", **{"total_steps": 20, **keywords})

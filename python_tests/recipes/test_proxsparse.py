@@ -229,21 +229,3 @@ def test_a_layer_of_another_pattern_is_refused():
     assert RECIPE.layer(Pattern("2:4"), (8, 8), transform).transform is transform
     with pytest.raises(RecipeError, match="to be 1:4"):
         RECIPE.layer(Pattern("1:4"), (8, 8), transform)
-
-
-@pytest.mark.parametrize(
-    ("config", "complaint"),
-    [
-        ({"pattern": "1:4"}, "for 2:4, not 1:4"),
-        ({"pattern": "4:8"}, "for 2:4, not 4:8"),
-        ({"decay": -1.0}, "decay"),
-        ({"decay": float("inf")}, "decay"),
-        ({"anchor": float("nan")}, "anchor"),
-        ({"anchor": 1.0, "epsilon": 0.0}, "epsilon=0"),
-        ({"final_values": "both"}, "initial, trained"),
-        ({"scale_by_lr": 1}, "True or False"),
-    ],
-)
-def test_bad_settings_raise(config, complaint):
-    with pytest.raises(RecipeError, match=complaint):
-        ProxSparse(**config)

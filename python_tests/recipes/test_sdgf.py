@@ -7,16 +7,8 @@ from torch import nn
 import nmkernels as nm
 from nmkernels.optim import MaskedAdamW
 from nmkernels.recipes import SdGf
-from python_tests.recipes.loop import Adam, batches, mlp, top_n
-from python_tests.recipes.running import step
-
-F64 = torch.float64
-
-
-def start(recipe, make=MaskedAdamW):
-    model = mlp()
-    handle = nm.sparsify_(model, recipe)
-    return model, handle, handle.attach(make(model.parameters(), **Adam().keywords))
+from python_tests.recipes.loop import batches, top_n
+from python_tests.recipes.running import start, step
 
 
 @pytest.mark.parametrize(
@@ -53,16 +45,13 @@ def test_frames_are_of_equal_length_between_the_phases():
 
 
 @pytest.mark.parametrize("make", [MaskedAdamW, torch.optim.AdamW])
-def test_weights_used_flips_and_density_follow_the_frames(make):
+def test_flips_density_and_phase_follow_the_frames(make):
     recipe = SdGf("1:8", 20, start=4)
-    model, handle, optimizer = start(recipe, make)
+    model, handle, optimizer = start(recipe, make=make)
     for t, batch in enumerate(batches(20)):
         frame = (t - 4) // 4 if t >= 4 else None
         now = recipe.frames()[frame] if frame is not None else nm.Pattern("8:8")
         layers = handle.layers.values()
-        for layer in layers:
-            w = layer.weight.detach()
-            assert torch.equal(layer.effective_weight(), w * top_n(w, now.n, now.m))
         before = [top_n(layer.weight.detach(), now.n, now.m) for layer in layers]
         step(model, optimizer, batch)
         after = [top_n(layer.weight.detach(), now.n, now.m) for layer in layers]
@@ -101,27 +90,3 @@ def test_a_narrow_layer_takes_the_next_frame_that_fits():
     assert seen[::2] == ["8:64 4:32 8:64", "4:32 4:32 4:32", "2:16 2:16 2:16", "1:8 1:8 1:8"] and seen[1::2] == seen[::2]
     handle.finish()
     assert all(nm.ops.is_nm(model[i].weight.detach(), "1:8") for i in (0, 2, 4))
-
-
-def test_stopping_on_the_way_warns():
-    model, handle, optimizer = start(SdGf("1:8", 20))
-    for batch in batches(6):
-        step(model, optimizer, batch)
-    with pytest.warns(UserWarning, match=r"sdgf is still at 4:8, so the weights become 1:8"):
-        handle.finish()
-
-
-@pytest.mark.parametrize(
-    ("keywords", "said"),
-    [
-        ({"total_steps": None}, "total_steps is needed"),
-        ({"total_steps": 3}, "4 frames do not fit"),
-        ({"schedule": "fine"}, "stepwise, geometric, densify"),
-        ({"gradient": "none"}, "ste, chain"),
-        ({"start": 0.5, "end": 0.5}, "leave none"),
-        ({"start": True}, "start"),
-    ],
-)
-def test_bad_configuration(keywords, said):
-    with pytest.raises(nm.RecipeError, match=said):
-        SdGf("1:8", **{"total_steps": 20, **keywords})

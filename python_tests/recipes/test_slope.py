@@ -15,32 +15,19 @@ from nmkernels.optim import MaskedAdamW
 from nmkernels.pattern import RecipeError
 from nmkernels.recipes import ASP, STEP, SLoPe
 from nmkernels.recipes.compose import deployed
-from python_tests.recipes.loop import Adam, batches, loss_of, mlp, snapshot
-from python_tests.recipes.running import step
+from python_tests.recipes.loop import batches, loss_of, mlp, snapshot
+from python_tests.recipes.running import F32, run, start, step
 
-DATA = batches(20, torch.float32)
+DATA = batches(20, F32)
 RECIPE = SLoPe("2:4", 20, rank=2, start=15, every=4, seed=1)
-
-
-def started(recipe=RECIPE, model=None):
-    model = model or mlp(torch.float32)
-    handle = nm.sparsify_(model, recipe)
-    return model, handle, handle.attach(recipe.optimizer(model.parameters(), **Adam().keywords))
-
-
-def trained(recipe=RECIPE, data=DATA):
-    model, handle, optimizer = started(recipe)
-    for batch in data:
-        step(model, optimizer, batch)
-    return model, handle, optimizer
 
 
 # ---- the masks
 
 
 def test_masks_are_those_of_the_initial_weight_and_never_change():
-    first = {k: nm.ops.mask(v, "2:4") for k, v in snapshot(mlp(torch.float32)).items() if k in ("0.weight", "2.weight")}
-    model, handle, optimizer = started()
+    first = {k: nm.ops.mask(v, "2:4") for k, v in snapshot(mlp(F32)).items() if k in ("0.weight", "2.weight")}
+    model, handle, optimizer = start(RECIPE, F32)
     for batch in DATA:
         step(model, optimizer, batch)
         for k, mask in first.items():
@@ -52,13 +39,13 @@ def test_masks_are_those_of_the_initial_weight_and_never_change():
 
 
 def test_gradients_are_masked_before_clipping():
-    model, _, _ = started()
+    model, _, _ = start(RECIPE, F32)
     loss_of(model, DATA[0]).backward()
     assert all(bool((layer.weight.grad[~layer.nm_rows] == 0).all()) for layer in (model[0], model[2]))
 
 
 def test_the_column_mask_is_renewed_every_k_steps():
-    model, _, optimizer = started(SLoPe("2:4", rank=0, every=4))
+    model, _, optimizer = start(SLoPe("2:4", rank=0, every=4), F32)
     seen = []
     for batch in DATA:
         seen.append(model[2].nm_columns)
@@ -70,16 +57,16 @@ def test_the_column_mask_is_renewed_every_k_steps():
 def test_it_is_asp_but_for_the_gradient_of_the_input():
     grads = []
     for recipe in (ASP("2:4"), SLoPe("2:4", rank=0)):
-        model, _, _ = started(recipe)
+        model, _, _ = start(recipe, F32)
         loss_of(model, DATA[0]).backward()
         grads.append({name: p.grad for name, p in model.named_parameters()})
-    grads[0]["2.weight"] = grads[0]["2.weight"] * nm.ops.mask(mlp(torch.float32)[2].weight.detach(), "2:4")
+    grads[0]["2.weight"] = grads[0]["2.weight"] * nm.ops.mask(mlp(F32)[2].weight.detach(), "2:4")
     same = {name: torch.equal(g, grads[1][name]) for name, g in grads[0].items()}
     assert same == {"0.weight": False, "0.bias": False, "2.weight": True, "2.bias": True, "4.weight": True, "4.bias": True}
 
 
 def test_before_an_optimizer_is_attached_the_masked_weight_is_used():
-    model = mlp(torch.float32)
+    model = mlp(F32)
     handle = nm.sparsify_(model, RECIPE)
     assert handle.run.stage.transform == HardMask(nm.Pattern("2:4")) and torch.equal(
         model[0].effective_weight(), nm.ops.prune(model[0].weight.detach(), "2:4")
@@ -87,7 +74,7 @@ def test_before_an_optimizer_is_attached_the_masked_weight_is_used():
 
 
 def test_a_state_of_plain_adamw_chooses_all_masks_anew():
-    model, handle, optimizer = trained()
+    model, handle, optimizer = run(RECIPE, F32, DATA)
     plain = torch.optim.AdamW(model.parameters())
     with torch.no_grad():
         for layer in handle.layers.values():
@@ -101,7 +88,7 @@ def test_a_state_of_plain_adamw_chooses_all_masks_anew():
 
 
 def test_adapters_are_there_from_the_start_and_train_in_the_last_steps():
-    model, handle, optimizer = started()
+    model, handle, optimizer = start(RECIPE, F32)
     assert all(any(p is q for q in model.parameters()) for layer in handle.layers.values() for p in adapter_of(layer))
     left = {name: layer.nm_left.detach().clone() for name, layer in handle.layers.items()}
     for t, batch in enumerate(DATA):
@@ -131,13 +118,13 @@ def test_left_is_normal_seeded_by_layer_and_the_same_in_every_dtype():
 
 @pytest.mark.parametrize(("rank", "want"), [(3, 3), (0.25, 8), (0.001, 1), (1, 1)])
 def test_rank_as_a_number_or_a_share_of_the_smaller_side(rank, want):
-    model, handle, _ = started(SLoPe("2:4", 20, rank=rank), nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 8)))
+    model, handle, _ = start(SLoPe("2:4", 20, rank=rank), model=nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 8)))
     assert [p.shape for p in adapter_of(model[0])] == [(64, want), (want, 32)]
     assert handle.recipe.layer(nm.Pattern("2:4"), (32, 64)).rank == want
 
 
 def test_an_optimizer_without_the_adapters_is_refused():
-    model = mlp(torch.float32)
+    model = mlp(F32)
     early = MaskedAdamW(model.parameters())
     handle = nm.sparsify_(model, RECIPE)
     with pytest.raises(RecipeError, match=r"no optimizer has 0.nm_left, 0.nm_right, 2.nm_left and more.*after sparsify_"):
@@ -145,28 +132,28 @@ def test_an_optimizer_without_the_adapters_is_refused():
 
 
 def test_a_frozen_layer_has_a_frozen_adapter():
-    model = mlp(torch.float32)
+    model = mlp(F32)
     model[0].weight.requires_grad_(False)
-    model, _, optimizer = started(model=model)
+    model, _, optimizer = start(RECIPE, model=model)
     for batch in DATA:
         step(model, optimizer, batch)
     assert not model[0].nm_right.any() and model[2].nm_right.any()
 
 
 def test_a_dense_checkpoint_starts_the_adapters_anew():
-    model, handle, _ = trained()
+    model, handle, _ = run(RECIPE, F32, DATA)
     left = model[0].nm_left.detach().clone()
-    model.load_state_dict(mlp(torch.float32, seed=3).state_dict())
+    model.load_state_dict(mlp(F32, seed=3).state_dict())
     assert not model[0].nm_right.any() and torch.equal(model[0].nm_left, left)
     assert all(p.requires_grad for layer in handle.layers.values() for p in adapter_of(layer))
 
 
 def test_only_the_weights_of_a_run_are_previewed_with_its_adapters():
-    model, handle, _ = trained()
+    model, handle, _ = run(RECIPE, F32, DATA)
     x = DATA[0][0]
     with handle.deployable(), torch.no_grad():
         want = model(x)
-    other = mlp(torch.float32, seed=5)
+    other = mlp(F32, seed=5)
     fresh = nm.sparsify_(other, RECIPE)
     other.load_state_dict(model.state_dict())
     with fresh.deployable(), torch.no_grad():
@@ -178,7 +165,7 @@ def test_only_the_weights_of_a_run_are_previewed_with_its_adapters():
 
 
 def test_finish_keeps_the_adapters_and_compress_takes_them_over(tmp_path):
-    model, handle, optimizer = trained()
+    model, handle, optimizer = run(RECIPE, F32, DATA)
     x, parts = DATA[0][0], {name: adapter_of(layer) for name, layer in handle.layers.items()}
     with handle.deployable(), torch.no_grad():
         want = model(x)
@@ -189,17 +176,17 @@ def test_finish_keeps_the_adapters_and_compress_takes_them_over(tmp_path):
     assert all(model.get_submodule(name).adapter == part for name, part in parts.items()), "a Parameter stays the same Parameter"
     torch.testing.assert_close(model(x), want)
     nm.save_compressed(model, tmp_path / "m")
-    assert torch.equal(nm.load_compressed(mlp(torch.float32, seed=4), tmp_path / "m")(x), model(x))
+    assert torch.equal(nm.load_compressed(mlp(F32, seed=4), tmp_path / "m")(x), model(x))
 
 
 def test_save_dense_folds(tmp_path):
-    model, handle, _ = trained()
+    model, handle, _ = run(RECIPE, F32, DATA)
     x = DATA[0][0]
     handle.finish()
     nm.save_dense(model, tmp_path / "m")
     with safe_open(tmp_path / "m", "pt") as file:
         state, about = {k: file.get_tensor(k) for k in file.keys()}, json.loads(file.metadata()["nm"])  # noqa: SIM118
-    dense = mlp(torch.float32, seed=4)
+    dense = mlp(F32, seed=4)
     dense.load_state_dict(state)
     torch.testing.assert_close(dense(x), model(x))
     assert about == {}
@@ -207,7 +194,7 @@ def test_save_dense_folds(tmp_path):
 
 @pytest.mark.parametrize("finished", [False, True])
 def test_remove_folds(finished):
-    model, handle, _ = trained()
+    model, handle, _ = run(RECIPE, F32, DATA)
     x, want = DATA[0][0], None
     with handle.deployable(), torch.no_grad():
         want = model(x)
@@ -220,7 +207,7 @@ def test_remove_folds(finished):
 
 
 def test_remove_without_the_adapters_share():
-    model, handle, _ = trained()
+    model, handle, _ = run(RECIPE, F32, DATA)
     handle.finish()
     with torch.no_grad():
         model[0].nm_right.zero_()
@@ -254,7 +241,7 @@ def test_conv1d():
 
 
 def test_inside_step():
-    model, handle, optimizer = trained(STEP("2:4", 20, switch="fixed", start=6, inner="slope(rank=2, start=11, seed=5)"))
+    model, handle, optimizer = run(STEP("2:4", 20, switch="fixed", start=6, inner="slope(rank=2, start=11, seed=5)"), F32, DATA)
     assert handle.recipe.final == "nm+adapter" and handle.recipe.setup.seed == 5 and model[0].nm_right.any()
     assert optimizer.state[model[0].nm_right]["step"] == 3
     handle.finish()
@@ -265,31 +252,6 @@ def test_when_the_adapters_begin():
     assert SLoPe("2:4", 1000).stages[1][0] == 990 and SLoPe("2:4", 30).stages[1][0] == 29, "at least one step"
     assert SLoPe("2:4", 30, start=0).stages[1][0] == 0 and len(SLoPe("2:4", rank=0).stages) == 1
     assert SLoPe("2:4", rank=0).final == "nm" and SLoPe("2:4", 10).final == "nm+adapter"
-
-
-@pytest.mark.parametrize(
-    ("keywords", "message"),
-    [
-        ({}, "total_steps is needed"),
-        ({"rank": -1, "total_steps": 9}, "rank=-1"),
-        ({"rank": 1.5, "total_steps": 9}, "rank=1.5 must be a whole number, or a share"),
-        ({"rank": True, "total_steps": 9}, "rank=True"),
-        ({"start": 9, "total_steps": 9}, "start=9 leaves the adapters none of total_steps=9"),
-        ({"start": -0.5, "total_steps": 9}, "start=-0.5"),
-        ({"every": -1, "total_steps": 9}, "every=-1"),
-        ({"max_aspect": 0.5, "total_steps": 9}, "max_aspect=0.5 must be at least 1"),
-        ({"seed": "x", "total_steps": 9}, "seed='x'"),
-    ],
-)
-def test_what_it_refuses(keywords, message):
-    with pytest.raises(RecipeError, match=message):
-        SLoPe("2:4", **keywords)
-
-
-def test_finishing_early_warns():
-    _, handle, _ = trained(data=DATA[:10])
-    with pytest.warns(UserWarning, match="slope has not trained its adapters, so the adapters add nothing; total_steps"):
-        handle.finish()
 
 
 def test_its_cost():

@@ -1,7 +1,6 @@
 """S-STE: against the independent loop, its scale, its random streams, emulated FP8, and what it refuses."""
 
 import copy
-import io
 
 import pytest
 import torch
@@ -12,30 +11,9 @@ from nmkernels import reference
 from nmkernels.optim import MaskedAdamW
 from nmkernels.recipes import SSTE
 from nmkernels.recipes.state import stream_key
-from nmkernels.testing import equal_bits
-from python_tests.recipes.loop import SPARSE, Adam, batches, distance, loss_of, mlp, snapshot, train
+from python_tests.recipes.loop import SPARSE, Adam, batches, distance, loss_of, mlp, snapshot
 from python_tests.recipes.loop_used import soft, sste
-
-F32, F64 = torch.float32, torch.float64
-STEPS = 20
-MAKERS = {
-    "masked_adamw": lambda p: MaskedAdamW(p, **Adam().keywords),
-    "adamw": lambda p: torch.optim.AdamW(p, **Adam().keywords),
-    "fused_adamw": lambda p: torch.optim.AdamW(p, fused=True, **Adam().keywords),
-}
-
-
-def start(recipe, dtype=F64, maker="masked_adamw", seed=0):
-    model = mlp(dtype, seed)
-    handle = nm.sparsify_(model, recipe)
-    return model, handle, handle.attach(MAKERS[maker](model.parameters()))
-
-
-def go(model, optimizer, data):
-    for batch in data:
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        optimizer.step()
+from python_tests.recipes.running import F64, start, through_a_file, train
 
 
 def keys(handle):
@@ -45,33 +23,9 @@ def keys(handle):
 # ---- the method
 
 
-@pytest.mark.parametrize("maker", MAKERS)
-@pytest.mark.parametrize("pattern", ["2:4", "1:8"])
-@pytest.mark.parametrize("mvue", [None, "exact", "approx"])
-def test_equals_independent_loop(mvue, pattern, maker):
-    n, m = map(int, pattern.split(":"))
-    model, handle, optimizer = start(SSTE(pattern, mvue=mvue, seed=3), maker=maker)
-    streams = keys(handle) if mvue else None
-    go(model, optimizer, batches(STEPS))
-    want = sste(snapshot(mlp()), batches(STEPS), n, m, streams, mvue)
-    assert distance(snapshot(model), want) < 1e-10
-    assert distance(sste(snapshot(mlp()), batches(STEPS), n, m), train(snapshot(mlp()), batches(STEPS), n, m)[0]) > 1e-2
-
-
-def test_gradient_has_neither_scale_nor_mask():
-    model, _, _ = start(SSTE(mvue=None))
-    x = torch.randn(5, 16, dtype=F64)
-    g = torch.randn(5, 32, dtype=F64)
-    x.requires_grad_()
-    model[0](x).backward(g)
-    used = model[0].nm_scale * soft(model[0].weight.detach(), 2, 4)
-    torch.testing.assert_close(model[0].weight.grad, g.T @ x.detach(), rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(x.grad, g @ used, rtol=1e-12, atol=1e-12)
-
-
 def test_finish_by_hand():
     model, handle, optimizer = start(SSTE())
-    go(model, optimizer, batches(5))
+    train(model, optimizer, batches(5))
     want = {k: model.get_submodule(k[0]).nm_scale * soft(model.get_parameter(k).detach(), 2, 4) for k in SPARSE}
     x = batches(1)[0][0]
     before = model(x)
@@ -83,9 +37,9 @@ def test_finish_by_hand():
 
 def test_flip_rate_is_that_of_the_mask_and_density_that_of_the_weight_used():
     model, handle, optimizer = start(SSTE(mvue=None))
-    go(model, optimizer, batches(3))
+    train(model, optimizer, batches(3))
     before = [nm.ops.mask(layer.weight.detach(), "2:4") for layer in handle.layers.values()]
-    go(model, optimizer, batches(1, seed=9))
+    train(model, optimizer, batches(1, seed=9))
     after = [nm.ops.mask(layer.weight.detach(), "2:4") for layer in handle.layers.values()]
     got = handle.metrics()
     total = sum(a.numel() for a in after)
@@ -101,7 +55,7 @@ def test_flip_rate_is_that_of_the_mask_and_density_that_of_the_weight_used():
 def test_scale_is_that_of_the_initial_weight_and_frozen():
     model, _, optimizer = start(SSTE())
     first = {k: sum((w * soft(w, 2, 4)).flatten()) / soft(w, 2, 4).square().sum() for k, w in snapshot(mlp()).items() if k in SPARSE}
-    go(model, optimizer, batches(5))
+    train(model, optimizer, batches(5))
     for k in SPARSE:
         assert float(model.get_submodule(k[0]).nm_scale) == pytest.approx(float(first[k]), rel=1e-12)
     assert {k for k in model.state_dict() if "nm_" in k} == {"0.nm_scale", "2.nm_scale"}
@@ -113,7 +67,7 @@ def test_scale_is_taken_again_at_attach():
     nn.init.uniform_(model[0].weight)
     optimizer = handle.attach(MaskedAdamW(model.parameters()))
     assert float(model[0].nm_scale) == float(nm.ops.soft_threshold_scale(model[0].weight.detach(), "2:4"))
-    go(model, optimizer, batches(1))
+    train(model, optimizer, batches(1))
 
 
 @pytest.mark.parametrize("assign", [False, True])
@@ -129,24 +83,9 @@ def test_dense_checkpoint_loads_strictly_and_renews_the_scale(assign):
         model.load_state_dict({k: v for k, v in other.state_dict().items() if k != "0.bias"})
 
 
-def test_own_checkpoint_keeps_the_scale_through_attach():
-    model, _, optimizer = start(SSTE())
-    go(model, optimizer, batches(4))
-    saved = copy.deepcopy(model.state_dict())
-    other = mlp(seed=7)
-    again = nm.sparsify_(other, SSTE())
-    other.load_state_dict(saved)
-    again.attach(MaskedAdamW(other.parameters()))
-    assert all(equal_bits(other[i].nm_scale, model[i].nm_scale) for i in (0, 2))
-    assert float(other[0].nm_scale) != float(nm.ops.soft_threshold_scale(other[0].weight.detach(), "2:4"))
-
-
 def test_weight_without_a_scale():
     model = mlp()
     nn.init.zeros_(model[2].weight)
-    with pytest.raises(nm.RecipeError, match=r"sparsify_: layer '2': .*all zero.*filter_fn"):
-        nm.sparsify_(model, SSTE())
-    assert type(model[0]) is nn.Linear and list(model.state_dict()) == list(mlp().state_dict())
     handle = nm.sparsify_(model, SSTE(), lambda module, name: name == "0")
     nn.init.ones_(model[0].weight)  # ties everywhere
     with pytest.raises(nm.RecipeError, match="attach: layer '0'"):
@@ -163,7 +102,7 @@ def test_meta_device_then_weights():
     model.load_state_dict(mlp().state_dict())
     optimizer = handle.attach(MaskedAdamW(model.parameters(), **Adam().keywords))
     streams = keys(handle)
-    go(model, optimizer, batches(3))
+    train(model, optimizer, batches(3))
     assert distance(snapshot(model), sste(snapshot(mlp()), batches(3), 2, 4, streams)) < 1e-10
 
 
@@ -205,13 +144,11 @@ def test_seed_none_follows_torch_and_draws_nothing_from_it():
 
 def test_checkpoint_of_another_rank_continues_this_ranks_streams(monkeypatch):
     model, _, optimizer = start(SSTE(seed=5))
-    go(model, optimizer, batches(2))
-    file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
-    file.seek(0)
+    train(model, optimizer, batches(2))
+    (saved,) = through_a_file(optimizer.state_dict())
     monkeypatch.setattr("nmkernels.recipes.state._rank", lambda: 1)
     _, again, theirs = start(SSTE(seed=8))
-    theirs.load_state_dict(torch.load(file, weights_only=True))
+    theirs.load_state_dict(saved)
     assert again.layers["0"].seed.tolist() == [stream_key(5, "0", 1), 2], "the run's seed is the checkpoint's, the rank is ours"
     with pytest.raises(nm.CheckpointError, match="streams are of other layers"):
         again.load_state_dict({"nm_recipe": {**again.state_dict()["nm_recipe"], "streams": {"0": torch.zeros(2, dtype=torch.int64)}}})
@@ -255,7 +192,7 @@ def test_fp8_of_16_bit_operands_and_of_zeros(dtype):
 
 def test_fp8_is_for_training_and_not_for_what_is_deployed():
     model, handle, optimizer = start(SSTE(fp8="paper"))
-    go(model, optimizer, batches(2))
+    train(model, optimizer, batches(2))
     x = batches(1)[0][0]
     trained = model(x)
     with handle.deployable():
@@ -263,21 +200,3 @@ def test_fp8_is_for_training_and_not_for_what_is_deployed():
     assert torch.equal(model(x), trained) and 0 < (deployed - trained).abs().max() < 0.5
     handle.finish()
     assert torch.equal(model(x), deployed)
-
-
-# ---- refused
-
-
-@pytest.mark.parametrize(
-    ("keywords", "said"),
-    [
-        ({"mvue": "best"}, "exact, approx"),
-        ({"mvue": "approx", "mvue_pattern": "1:4"}, "n = 2"),
-        ({"fp8": "e4m3"}, "paper, hybrid"),
-        ({"seed": 1.5}, "seed"),
-        ({"seed": True}, "seed"),
-    ],
-)
-def test_bad_configuration(keywords, said):
-    with pytest.raises(nm.RecipeError, match=said):
-        SSTE("2:4", **keywords)

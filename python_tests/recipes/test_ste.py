@@ -26,19 +26,6 @@ def run(recipe, make_optimizers, dtype, steps=STEPS):
     return snapshot(model), handle
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("pattern", ["2:4", "1:8"])
-@pytest.mark.parametrize("decay", [0.0, 1e-2])
-def test_masked_adamw_equals_independent_loop(dtype, pattern, decay):
-    n, m = map(int, pattern.split(":"))
-    recipe = nm.recipes.SRSTE(pattern, decay=decay) if decay else nm.recipes.STE(pattern)
-    got, _ = run(recipe, lambda p: [MaskedAdamW(p.values(), **Adam().keywords)], dtype)
-    want, _, _ = train(snapshot(mlp(dtype)), batches(STEPS, dtype), n, m, decay)
-    assert distance(got, want) < TOLERANCE[dtype]
-    dense, _, _ = train(snapshot(mlp(dtype)), batches(STEPS, dtype), m, m)
-    assert distance(got, dense) > 1e-2
-
-
 OPTIMIZERS = {
     "adamw": lambda p: [torch.optim.AdamW(p.values(), **Adam().keywords)],
     "adamw_maximize": lambda p: [torch.optim.AdamW(p.values(), maximize=True, **Adam(lr=1e-3).keywords)],
@@ -102,22 +89,6 @@ def test_a_swap_counts_as_two_flips():
     assert handle.metrics()["flip_rate"].item() == 2 / 256
 
 
-@pytest.mark.parametrize("make", [MaskedAdamW, torch.optim.AdamW])
-def test_grad_accumulation_applies_decay_once(make):
-    def go(parts):
-        model, (x, y) = mlp(), batches(1)[0]
-        handle = nm.sparsify_(model, nm.recipes.SRSTE("2:4", decay=0.5))
-        optimizer = handle.attach(make(model.parameters(), **Adam().keywords))
-        for _ in range(5):
-            optimizer.zero_grad()
-            for xs, ys in zip(x.chunk(parts), y.chunk(parts), strict=True):
-                (loss_of(model, (xs, ys)) / parts).backward()
-            optimizer.step()
-        return snapshot(model)
-
-    assert distance(go(4), go(1)) < 1e-10
-
-
 def test_gradients_of_autograd_carry_no_decay():
     model, (x, y) = mlp(), batches(1)[0]
     nm.sparsify_(model, nm.recipes.SRSTE("2:4", decay=0.5))
@@ -150,9 +121,3 @@ def test_mask_from_master_weight():
         y.float().sum().backward()
         assert model[0].weight.grad.dtype == torch.float32
         optimizer.step()
-
-
-@pytest.mark.parametrize("bad", [float("inf"), "2e-4", -1.0, float("nan")])
-def test_decay_out_of_range(bad):
-    with pytest.raises(nm.RecipeError, match="decay"):
-        nm.recipes.SRSTE("2:4", decay=bad)

@@ -173,29 +173,6 @@ def test_bounds():
     assert STEP(switch="fixed", start=6).bounds() == (6, 6)
 
 
-@pytest.mark.parametrize(
-    ("keywords", "said"),
-    [
-        ({}, "total_steps"),
-        ({"t_min": 5}, "t_max.*total_steps"),
-        ({"switch": "fixed"}, "start.*total_steps"),
-        ({"switch": "fixed", "start": 0}, "step 0"),
-        ({"t_min": 9, "t_max": 8}, "later than"),
-        ({"t_min": 1.5, "total_steps": 10}, "between"),
-        ({"t_min": -1, "t_max": 8}, "t_min"),
-        ({"t_min": True, "t_max": 8}, "t_min"),
-        ({"total_steps": 10, "switch": "sometimes"}, "arithmetic"),
-        ({"total_steps": 10, "eps_mode": "around"}, "inside"),
-        ({"total_steps": 10, "clamp": 0.0}, "clamp"),
-        ({"total_steps": 10, "decay": -1.0}, "decay"),
-        ({"total_steps": 10, "threshold": 0.0}, "threshold"),
-    ],
-)
-def test_bad_configuration(keywords, said):
-    with pytest.raises(nm.RecipeError, match=said):
-        STEP("2:4", **keywords)
-
-
 def test_threshold_defaults_to_the_optimizers_eps_or_the_rivals_own():
     group = {"eps": 1e-5, "betas": (0.9, 0.99)}
     assert STEP(total_steps=10).first_state(group)["threshold"] == 1e-5

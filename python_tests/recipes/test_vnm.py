@@ -9,17 +9,11 @@ from torch import nn
 import nmkernels as nm
 from nmkernels.recipes import STEP, VNM
 from nmkernels.recipes.methods.vnm import BlockColumns, _exact, _greedy, best_columns
-from python_tests.recipes.loop import Adam, batches, distance, mlp, snapshot, top_n
+from python_tests.recipes.loop import batches, top_n
 from python_tests.recipes.loop_vnm import columns_of, retained
-from python_tests.recipes.running import step
+from python_tests.recipes.running import start, step, train
 
 DATA = batches(20)
-
-
-def start(recipe, model=None, seed=0):
-    model = mlp(seed=seed) if model is None else model
-    handle = nm.sparsify_(model, recipe)
-    return model, handle, handle.attach(recipe.optimizer(model.parameters(), **Adam().keywords))
 
 
 def randn(*shape, seed=0):
@@ -136,8 +130,7 @@ def test_rows_that_v_does_not_divide():
 
 def test_deployed_weight_is_in_blocks():
     model, handle, optimizer = start(VNM("2:8", v=16, every=3))
-    for batch in DATA[:8]:
-        step(model, optimizer, batch)
+    train(model, optimizer, DATA[:8])
     columns = {name: layer.nm_columns.clone() for name, layer in handle.layers.items()}
     handle.finish()
     for name, layer in handle.layers.items():
@@ -162,42 +155,7 @@ def test_inside_step():
     handle.finish()
 
 
-def test_finishing_step_in_its_dense_phase():
-    model, handle, optimizer = start(STEP("2:8", 20, inner="vnm(v=8)"))
-    step(model, optimizer, DATA[0])
-    with pytest.warns(UserWarning, match="dense phase"):
-        handle.finish()
-    assert nm.ops.is_nm(model[0].weight.detach(), "2:8")
-
-
 def test_layer_wise_inside():
     _, handle, _ = start(nm.recipes.LayerWise("2:8", inner="vnm(v=8)", rule=None, given={"0": "4:8", "2": "1:8"}))
     assert [e.reason for e in handle.report.sparse] == ["8:4:8", "8:1:8"]
     assert [int(layer.effective_weight().count_nonzero()) for layer in handle.layers.values()] == [256, 128]
-
-
-def test_plain_gradient_without_decay():
-    runs = []
-    for decay in (0.0, 0.1):
-        model, _, optimizer = start(VNM("2:8", v=8, decay=decay))
-        for batch in DATA[:5]:
-            step(model, optimizer, batch)
-        runs.append(snapshot(model))
-    assert distance(*runs) > 1e-4
-
-
-@pytest.mark.parametrize(
-    ("pattern", "keywords", "said"),
-    [
-        ("8:16", {}, "N ≤ 4 ≤ M"),
-        ("1:2", {}, "N ≤ 4 ≤ M"),
-        ("2:8", {"v": 0}, "at least 1"),
-        ("2:8", {"v": 1.5}, "v="),
-        ("2:8", {"decay": -1.0}, "decay"),
-        ("2:8", {"every": -1}, "every"),
-        ("2:8", {"objective": "best"}, "retained, sums"),
-    ],
-)
-def test_bad_configuration(pattern, keywords, said):
-    with pytest.raises(nm.RecipeError, match=said):
-        VNM(pattern, **keywords)

@@ -1,0 +1,253 @@
+"""What each recipe refuses, at once or at ``sparsify_``, and what it says of a run that is finished too early."""
+
+import re
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import nmkernels as nm
+from nmkernels.nn import SquaredReLUMLP
+from python_tests.recipes.loop import batches, mlp, snapshot
+from python_tests.recipes.running import start, step
+
+REFUSED = {
+    "act24": "total_steps is needed",
+    "act24(start=0, gradient=best)": "grad='best'",
+    "act24(start=0, split=1)": "split=1",
+    "act24(start=0, dense_features=2.0)": r"dense=2\.0",
+    "act24(start=0, multiple=0)": "multiple=0",
+    "act24(total_steps=5, start=5)": "leave none",
+    "asp(score=random)": "magnitude, wanda, existing",
+    "asp(start=0.5)": "total_steps",
+    "asp(start=-1)": "start",
+    "asp(start=5, score=wanda)": "must be 0",
+    "asp(start=5, score=existing)": "must be 0",
+    "asp(permute=True, score=existing)": "out of their groups",
+    "asp(permute=True, escapes=-1)": "escapes",
+    "ast": "total_steps",
+    "ast(total_steps=10, decay=-1.0)": "decay",
+    "ast(total_steps=10, end=1.5)": "end",
+    "ast(total_steps=10, every=0)": "every",
+    "ast(total_steps=10, every=2.5)": "every",
+    "ast(total_steps=10, second_moment=adam)": "total, gradient",
+    "bimask(decay=-1.0)": "decay=-1.0",
+    "bimask(draws=-1)": "draws=-1 must be a whole number of at least 0",
+    "bimask(draws=1.5)": "draws=1.5",
+    "bimask(every=True)": "every=True",
+    "bimask(criterion=norm)": "criterion='norm' is unknown; choose one of magnitude, count",
+    "bimask(seed=0.5)": "seed=0.5 must be a whole number",
+    "complementary(spacing=0)": "spacing",
+    "complementary(spacing=1.5)": "spacing",
+    "complementary(decay=-1.0)": "decay",
+    "complementary(gradient=mvue)": "gradient",
+    "fst": "total_steps is needed",
+    "fst(every=0)": "every=0",
+    "fst(every=2.5)": r"every=2\.5",
+    "fst(decay=-1.0)": "decay",
+    "fst(total_steps=10, end=0)": "leave none",
+    "fst(end=None, mvue=best)": "mvue='best'",
+    "fst(end=None, mvue=approx, mvue_pattern='1:4')": "approx",
+    "fst(end=None, packed=always)": "packed='always' is unknown",
+    "fst(end=None, seed=1.5)": r"seed=1\.5",
+    "layerwise:2:8(rule=best)": "rule='best' is unknown.*erk, magnitude, energy",
+    "layerwise:2:8(choices=some)": "powers, all",
+    "layerwise:2:8(inner='srste:1:8')": "is 1:8 and LayerWise itself 2:8",
+    "layerwise:2:8(total_steps=20, inner='step:2:8')": r"STEP\(pattern, inner",
+    "layerwise:2:8(inner=dense)": "trains nothing sparse",
+    "layerwise:2:8(inner=layerwise)": "share the budget out a second time",
+    "layerwise:2:8(given={'0': 2})": "must be a table",
+    "layerwise:2:8(given='{')": "is not JSON",
+    "layerwise:2:8(given='[1]')": "must be a table",
+    "layerwise:2:8(rows={'0': 0})": "above 0",
+    "layerwise:2:8(rows={'0': '2'})": "must be a table",
+    "lbc:8:16(total_steps=10)": "12870",
+    "lbc(end=0.5)": "total_steps",
+    "lbc(start=10, end=10)": "must come after start",
+    "lbc(end=10, exponent=0.0)": "exponent",
+    "lbc(end=10, forward=soft)": "forward",
+    "lbc(end=10, gradient=x)": "gradient",
+    "maskllm:8:16(total_steps=10)": "12870 combinations",
+    "maskllm": "total_steps",
+    "maskllm(total_steps=10, tau_end=0.0)": "tau_end",
+    "maskllm(total_steps=10, kappa_start=-1.0)": "kappa_start",
+    "maskllm(total_steps=10, decay=-1.0)": "decay",
+    "maskllm(total_steps=10, init_std=-1.0)": "init_std",
+    "maskllm(total_steps=10, others=some)": "others",
+    "maskllm(total_steps=10, decay_schedule=cosine)": "decay_schedule",
+    "maskllm(total_steps=10, seed=1.5)": "seed",
+    "maskllm(total_steps=10, lr_multiplier=1e999)": "lr_multiplier",
+    "maxq": "total_steps",
+    "maxq(total_steps=10, schedule=quadratic)": "linear, cubic, cos, exp",
+    "maxq(total_steps=10, gradient=hard)": "ste, chain",
+    "maxq(total_steps=10, tau=0.0)": "tau",
+    "maxq(total_steps=10, decay=-1.0)": "decay",
+    "maxq(total_steps=10, levels=0)": "levels",
+    "maxq(total_steps=10, start=4, end=4)": "leave none",
+    "maxq:4:4(total_steps=10)": "prunes nothing",
+    "mdgf": "total_steps is needed",
+    "mdgf(total_steps=20, schedule=cosine)": "exponential, linear",
+    "mdgf(total_steps=20, gradient=none)": "chain, ste",
+    "mdgf(total_steps=20, start=0.6, end=0.6)": "leave none",
+    "mdgf(total_steps=20, start=-1)": "start",
+    "mdgf(total_steps=20, end=1.5)": "end",
+    "mdgf(total_steps=20, residual=0.0)": "residual",
+    "mdgf(total_steps=20, residual=1.0)": "residual",
+    "mdgf(total_steps=20, coefficient=0.0)": "coefficient",
+    "mdgf(total_steps=20, coefficient=1e999)": "coefficient",
+    "mdgf(total_steps=20, levels=0)": "levels",
+    "mdgf(total_steps=20, levels=2.5)": "levels",
+    "proxsparse:1:4": "for 2:4, not 1:4",
+    "proxsparse:4:8": "for 2:4, not 4:8",
+    "proxsparse(decay=-1.0)": "decay",
+    "proxsparse(decay=1e999)": "decay",
+    "proxsparse(anchor=-1.0)": "anchor",
+    "proxsparse(anchor=1.0, epsilon=0.0)": "epsilon=0",
+    "proxsparse(final_values=both)": "initial, trained",
+    "proxsparse(scale_by_lr=1)": "True or False",
+    "sdgf": "total_steps is needed",
+    "sdgf:1:8(total_steps=3)": "4 frames do not fit",
+    "sdgf(total_steps=20, schedule=fine)": "stepwise, geometric, densify",
+    "sdgf(total_steps=20, gradient=none)": "ste, chain",
+    "sdgf(total_steps=20, start=0.5, end=0.5)": "leave none",
+    "sdgf(total_steps=20, start=True)": "start",
+    "slope": "total_steps is needed",
+    "slope(total_steps=9, rank=-1)": "rank=-1",
+    "slope(total_steps=9, rank=1.5)": "rank=1.5 must be a whole number, or a share",
+    "slope(total_steps=9, rank=True)": "rank=True",
+    "slope(total_steps=9, start=9)": "start=9 leaves the adapters none of total_steps=9",
+    "slope(total_steps=9, start=-0.5)": "start=-0.5",
+    "slope(total_steps=9, every=-1)": "every=-1",
+    "slope(total_steps=9, max_aspect=0.5)": "max_aspect=0.5 must be at least 1",
+    "slope(total_steps=9, seed=x)": "seed='x'",
+    "srste(decay=1e999)": "decay",
+    "srste(decay='2e-4')": "decay",
+    "srste(decay=-1.0)": "decay",
+    "sste(mvue=best)": "exact, approx",
+    "sste(mvue=approx, mvue_pattern='1:4')": "n = 2",
+    "sste(fp8=e4m3)": "paper, hybrid",
+    "sste(seed=1.5)": "seed",
+    "sste(seed=True)": "seed",
+    "step": "total_steps",
+    "step(t_min=5)": "t_max.*total_steps",
+    "step(switch=fixed)": "start.*total_steps",
+    "step(switch=fixed, start=0)": "step 0",
+    "step(t_min=9, t_max=8)": "later than",
+    "step(t_min=1.5, total_steps=10)": "between",
+    "step(t_min=-1, t_max=8)": "t_min",
+    "step(t_min=True, t_max=8)": "t_min",
+    "step(total_steps=10, switch=sometimes)": "arithmetic, geometric, relative_norm, staleness",
+    "step(total_steps=10, eps_mode=around)": "inside",
+    "step(total_steps=10, clamp=0.0)": "clamp",
+    "step(total_steps=10, decay=-1.0)": "decay",
+    "step(total_steps=10, threshold=0.0)": "threshold",
+    "step(total_steps=20, inner=ast)": "AST cannot be its inner recipe",
+    "step(total_steps=20, decay=0.1, inner=ste)": "give it to that one",
+    "step:1:8(t_min=3, t_max=9, inner=mdgf)": "total_steps is needed",
+    "step:1:8(total_steps=10, inner='srste:2:4')": "SRSTE is 2:4",
+    "step:1:8(total_steps=99, inner='mdgf:1:4')": r'MdGf is 1:4 and STEP itself 1:8.*STEP\("1:4", inner=MdGf\("1:4"',
+    "step:1:8(total_steps=99, inner=dense)": "begins with a dense phase",
+    "step:1:8(total_steps=99, inner='step:1:8')": "begins with a dense phase",
+    "step:1:8(total_steps=99, inner=mdgf(start=0.1))": "begins with a dense phase.*start=",
+    "step:1:8(total_steps=99, inner=asp(start=3))": "begins with a dense phase.*start=",
+    "step:1:8(total_steps=99, inner=asp(score=wanda))": "trained already.*magnitude",
+    "step:1:8(total_steps=99, inner=nonesuch)": "no recipe is called",
+    "step:1:8(total_steps=99, inner=7)": "must be a recipe",
+    "step:1:8(total_steps=99, inner=mdgf(dese=1))": "dese",
+    "vnm:8:16": "N ≤ 4 ≤ M",
+    "vnm:1:2": "N ≤ 4 ≤ M",
+    "vnm:2:8(v=0)": "at least 1",
+    "vnm:2:8(v=1.5)": "v=",
+    "vnm:2:8(decay=-1.0)": "decay",
+    "vnm:2:8(every=-1)": "every",
+    "vnm:2:8(objective=best)": "retained, sums",
+}
+
+
+def test_bad_configuration():
+    wrong = {}
+    for text, words in REFUSED.items():
+        try:
+            wrong[text] = repr(nm.recipes.get(text))
+        except (nm.NMError, TypeError) as error:
+            if not re.search(words, str(error)):
+                wrong[text] = str(error)
+    assert wrong == {}
+    with pytest.raises(nm.RecipeError, match="decay"):
+        nm.recipes.SRSTE("2:4", decay=float("nan"))
+
+
+def narrow():
+    return nn.Sequential(nn.Linear(24, 32), nn.ReLU(), nn.Linear(32, 16))
+
+
+def without_a_scale():
+    model = mlp()
+    nn.init.zeros_(model[2].weight)
+    return model
+
+
+def not_finite():
+    model = mlp()
+    nn.init.constant_(model[2].weight, torch.nan)
+    return model
+
+
+AT_SPARSIFY = {
+    "act24(start=0)": (mlp, r"no nm\.nn\.SquaredReLU"),
+    "act24:2:8(start=0)": (
+        lambda: nn.ModuleDict({"mlp": SquaredReLUMLP(16, 36)}),
+        "the 36 hidden features of 'mlp' are not a multiple of M=8",
+    ),
+    "complementary(spacing=4)": (narrow, r"layer '0'.*in_features=24 is not a multiple of spacing x M = 4 x 4"),
+    "layerwise:2:8(given={'x*': '1:8'})": (mlp, "'x.' which fits no sparse layer; they are 0, 2|fits no sparse layer"),
+    "layerwise:2:8(given={'2': '4:8'})": (mlp, "leave 0.00% of the weights.*at least 4.17% at 1:8"),
+    "layerwise:2:8(rule=None, given={'2': '2:5'})": (mlp, "layer '2'.*not a multiple of M=5"),
+    "layerwise:2:8(rule=magnitude)": (not_finite, "layer '2' has NaN"),
+    "sste": (without_a_scale, r"sparsify_: layer '2': .*all zero.*filter_fn"),
+}
+
+
+@pytest.mark.parametrize("text", AT_SPARSIFY)
+def test_refused_models_stay_as_they_were(text):
+    model, said = AT_SPARSIFY[text][0](), AT_SPARSIFY[text][1]
+    before, types = snapshot(model), [type(module) for module in model.modules()]
+    with pytest.raises(nm.NMError, match=said):
+        nm.sparsify_(model, text)
+    assert [type(module) for module in model.modules()] == types and list(model.state_dict()) == list(before)
+    assert all(torch.equal(p, before[name]) or p.isnan().any() for name, p in model.named_parameters())
+
+
+# ---- finished too early
+
+EARLY = {
+    ("act24(total_steps=12, start=6)", 3): "act24 is still in its dense warm-up, so the activations become 2:4 without",
+    ("fst(total_steps=20)", 3): "fst has not come to its dense end, so the weights become dense",
+    ("maskllm(total_steps=100)", 1): "99 of 100 steps to go",
+    ("maxq(total_steps=8, end=6)", 3): "still has 50% of its groups dense",
+    ("mdgf:1:8(total_steps=20, start=4, end=14)", 5): "mdgf still lets 55% of each pruned weight through.*total_steps",
+    ("sdgf:1:8(total_steps=20)", 6): "sdgf is still at 4:8, so the weights become 1:8",
+    ("slope(total_steps=20, rank=2, start=15)", 10): ("slope has not trained its adapters, so the adapters add nothing; total_steps"),
+    ("step:2:8(total_steps=20, inner=vnm(v=8))", 1): "dense phase",
+    ("step:1:8(total_steps=20, switch=fixed, start=6, inner=sdgf)", 3): "dense phase",
+    ("step:1:8(total_steps=20, switch=fixed, start=6, inner=sdgf)", 9): "still at 7:8",
+    ("step:1:8(total_steps=20, switch=fixed, start=6, inner=sdgf)", 20): "",
+}
+
+
+@pytest.mark.parametrize(("text", "steps"), EARLY)
+def test_finishing_early_says_what_is_not_done(text, steps):
+    model, handle, optimizer = start(nm.recipes.get(text))
+    for batch in batches(steps):
+        step(model, optimizer, batch)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        handle.finish()
+    said = EARLY[text, steps]
+    assert len(caught) == bool(said)
+    if said:
+        with pytest.raises(UserWarning, match=said):
+            raise caught[0].message
+    for layer in handle.layers.values() if handle.recipe.final != "dense" else ():
+        assert nm.ops.is_nm(layer.weight.detach(), layer.pattern)
