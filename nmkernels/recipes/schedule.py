@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -90,14 +90,7 @@ def resolve_step(recipe: str, name: str, value: float | int | None, total_steps:
     return round(value * total_steps)
 
 
-class Phases(NamedTuple):
-    """Between which applied steps a schedule goes from dense to N:M."""
-
-    start: int
-    end: int
-
-
-def phases(recipe: str, total_steps: int | None, start: float | int, end: float | int) -> Phases:
+def phases(recipe: str, total_steps: int | None, start: float | int, end: float | int) -> tuple[int, int]:
     """The steps of a run after which its progressive phase begins and ends, from counts or shares.
 
     Raises:
@@ -105,7 +98,7 @@ def phases(recipe: str, total_steps: int | None, start: float | int, end: float 
 
     Example:
         >>> phases("MdGf", 100, 0.1, 75)
-        Phases(start=10, end=75)
+        (10, 75)
     """
     if total_steps is None:
         raise RecipeError(f"{recipe}: total_steps is needed, the number of optimizer steps of the whole run, to size the schedule.")
@@ -114,7 +107,7 @@ def phases(recipe: str, total_steps: int | None, start: float | int, end: float 
         raise RecipeError(
             f"{recipe}: start={begins} and end={ends} leave none of total_steps={total_steps} for the progressive phase between them."
         )
-    return Phases(begins, ends)
+    return begins, ends
 
 
 def check_count(recipe: str, name: str, value: int | None, least: int = 0, none: str = "") -> None:

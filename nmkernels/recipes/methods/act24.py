@@ -32,10 +32,9 @@ class Activation24(ScheduledRecipe):
     2:4 is the paper's. Works with any optimizer.
 
     Args:
-        start: the step, or share of ``total_steps``, after which the dense warm-up is over. The paper has one, of a length that could not
-            be had; a tenth is our choice.
+        start: the step, or share of ``total_steps``, after which the dense warm-up is over; a tenth is our choice.
         gradient: ``"chain"`` ∂L/∂y₁ = 2 relu(sp(y₁)) ⊙ ∂L/∂a, the derivative; ``"ste"`` 2 relu(y₁) ⊙ ∂L/∂a, straight through what sp
-            dropped. Which of the two the authors take could not be had: their ∂L/∂x = sp(∂L/∂y₁) W₁ has a use under ``"ste"`` only.
+            dropped. Which of the two the authors take is not known.
         split: also sparse weight gradients, in ``SquaredReLUMLP`` blocks::
 
                 ∂L/∂W₂ = (∂L/∂y₂)ᵀ S(a)      ∂L/∂W₁ = S(∂L/∂y₁)ᵀ x      ∂L/∂x = sp(∂L/∂y₁) W₁
@@ -43,8 +42,8 @@ class Activation24(ScheduledRecipe):
             S leaves the features with most non-zeros dense and keeps the N largest magnitudes of every M tokens of each other one.
         dense_features: share of the features that S leaves dense; 5 % in the paper.
         multiple: their number is rounded up to a multiple of this; 128 in the paper, which does not tell in which direction.
-        shuffle: S takes the tokens in a pseudo-random order, so that neighbours fall into different groups. The paper permutes at random;
-            here the order is fixed by the number of tokens, so that runs can be repeated and resumed.
+        shuffle: S takes the tokens in a pseudo-random order, so that neighbours fall into different groups; it is fixed by their number,
+            so that runs can be repeated and resumed.
 
     Raises:
         RecipeError: ``start`` is a share without ``total_steps`` or leaves no sparse step, or an option is out of range; at ``sparsify_``,
@@ -86,7 +85,6 @@ class Activation24(ScheduledRecipe):
 
     @property
     def setup(self) -> Setup:
-        """N:M in forward in the end; weight gradients as always, should training go on."""
         return Setup(activation=self._rule(split=False))
 
     @cached_property
@@ -95,7 +93,7 @@ class Activation24(ScheduledRecipe):
         if self.total_steps is None:
             start = resolve_step("Activation24", "start", self.start, None) or 0
         else:
-            start = phases("Activation24", self.total_steps, self.start, 1.0).start
+            start = phases("Activation24", self.total_steps, self.start, 1.0)[0]
         dense = Stage(phase=0, not_ready="is still in its dense warm-up")
         return (0, dense), (start, Stage(phase=1, activation=self._rule(self.split)))
 

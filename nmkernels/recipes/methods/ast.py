@@ -105,12 +105,9 @@ class AST(ScheduledRecipe):
         λ_t = decay · min(t / T₀, 1),   t the applied steps so far
         u = m̂ + λ_t (1 − M) ⊙ W,   v of u²,   W ← W − lr (u / (√v̂ + ε) + wd · W)
 
-    The equations are those of the authors' GPT-2 code; of the paper only the opening was read. Two departures: their code squares the
-    momentum before its bias is corrected, which makes the first steps up to 1/(1 − β₁) times as large and needs a warm-up of the
-    rate, where here m̂ is squared; and it negates a mask of integers bitwise, which turns (1 − M) into −1 and −2, where here the
-    published form is used. Their Llama-2 code is plain SR-STE with λ_t instead, through the gradient.
-    The second moment of u is smaller than that of g, up to (1 + β₁)/(1 − β₁) times where gradients are nothing but noise: with β₁ = 0.9
-    masked layers take steps up to √19 = 4.4 times as large as under AdamW. ``second_moment="gradient"`` takes v of
+    The equations are those of the authors' GPT-2 code, with two departures: m̂ is squared and not m, and (1 − M) is that of the paper
+    where their code negates integers bitwise. The second moment of u is smaller than that of g, up to (1 + β₁)/(1 − β₁) times where
+    gradients are noise, so that masked layers take larger steps than under AdamW; ``second_moment="gradient"`` takes v of
     (g + λ_t (1 − M) ⊙ W)² instead.
 
     Needs ``AnnealedAdamW``, which ``recipe.optimizer`` builds. Distillation from the dense model, ⅓ cross entropy + ⅔ KL, is

@@ -77,8 +77,8 @@ class FST(ScheduledRecipe):
     **Transposable SR-STE** (or STE, with ``decay=0``), to compare with plain masks:
     ``FST(mvue=None, end=None, every=1, decay=...)`` against ``SRSTE(decay=...)``.
 
-    2:4 is the paper's. For other N:M the search of M takes 30 (1:4) to 430 (4:16) times as long, so keep ``every`` large there. The
-    paper sparsifies the feed-forward linears only (``filter_fn``).
+    2:4 is the paper's; for other N:M the search of M is far slower, so keep ``every`` large there. The paper sparsifies the feed-forward
+    linears only (``filter_fn``).
 
     Args:
         every: applied steps between two choices of M. The authors' README has 40 for GPT-2 and BERT, their DeiT code 10.
@@ -152,7 +152,7 @@ class FST(ScheduledRecipe):
         sparse = Stage(phase=1, transform=transform, rule=rule, plan=self.plan(), every=self.every)
         if self.end is None:
             return ((0, sparse),)
-        end = phases("FST", self.total_steps, 0, self.end).end
+        end = phases("FST", self.total_steps, 0, self.end)[1]
         return (0, replace(sparse, not_ready="has not come to its dense end")), (end, Stage(phase=0))
 
     def final_transform(self) -> WeightTransform:

@@ -116,11 +116,8 @@ class LayerWise(Composite):
         energy     Σ_l numel_l · Σ w² over what M_l(W) prunes / Σ w² over the layer: the same without the layers' scales
 
     erk is the Erdős–Rényi share of sparse training (Mocanu et al. 2018; Evci et al., "Rigging the lottery", ICML 2020, arXiv 1911.11134,
-    section 3), bounded by the smallest and largest N that may be chosen; it needs no trained weights. The layers of a transformer are so
-    alike that it often gives N:M to all of them, as nothing else is as close to the budget; ``choices="all"`` leaves it more room.
-
-    Mixed N:M from a dense model is DominoSearch's (Sun et al., NeurIPS 2021) and, for transformers, ELSA's (arXiv 2409.09708) setting;
-    the first finds N_l by a penalised training with votes of thresholds, the second by a supernet. Neither search is offered here.
+    section 3), bounded by the smallest and largest N that may be chosen; it needs no trained weights. Where layers are much alike it often
+    gives N:M to all of them; ``choices="all"`` leaves it more room.
 
     Args:
         inner: the recipe that trains the layers, or its text: ``"srste(decay=1e-4)"``, ``MdGf("2:16", ...)``. Of ``pattern`` and
@@ -200,7 +197,6 @@ class LayerWise(Composite):
 
     @property
     def setup(self) -> Setup:
-        """That of the inner recipe, and the patterns."""
         return replace(super().setup, patterns=self._patterns)
 
     def _patterns(self, weights: Mapping[str, Tensor]) -> dict[str, Pattern]:

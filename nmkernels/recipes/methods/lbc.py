@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -114,10 +114,8 @@ class LBC(ScheduledRecipe):
     So training begins dense, the weights thin out, and from t_f on the one combination left is a fixed mask and its scores rest.
     ``finish`` leaves W ⊙ P_k, before t_f with the largest remaining score. α is the Parameter ``nm_scores`` ``(groups, C)`` of each layer.
 
-    The paper's text was not at hand; the authors' public code was, and the rule of B, the gradients and the schedule above are its. Decided
-    here: t counts steps where the code rounds down to epochs; what was removed stays removed (there, momentum or weight decay can move a
-    removed score off zero and so revive it); ranks are of signed scores, and of equal ones the first combination stays; the scores train
-    with the learning rate and decay of the weights, as there. Works with any optimizer, for any N:M of at most 256 combinations.
+    B, gradients and schedule are those of the authors' public code, except that t counts steps and not epochs, what was removed stays
+    removed, and of equal scores the first combination stays. Works with any optimizer, for any N:M of at most 256 combinations.
 
     Args:
         start, end: t_i and t_f, in steps or as shares of ``total_steps``. The README's ResNet run has 0 and 60 of 120 epochs; its
@@ -161,7 +159,7 @@ class LBC(ScheduledRecipe):
         """How many combinations of each group remain after ``t`` applied steps."""
         return len(self.stages) - passed(t, self.stages)
 
-    @functools.cached_property
+    @cached_property
     def stages(self) -> tuple[tuple[int, Stage], ...]:
         """Phase 1 while combinations are removed, each with its own; phase 2 with the one that is left."""
         start = resolve_step("LBC", "start", self.start, self.total_steps) or 0
@@ -169,7 +167,10 @@ class LBC(ScheduledRecipe):
         if end <= start:
             raise RecipeError(f"LBC: end ({end} steps) must come after start ({start} steps).")
         rule, p = UpdateRule(masked=True), Pattern(self.pattern)
-        begins = (0, *_removals(combination_count(p), start, end, self.exponent))
+        count = combination_count(p)
+        shares = [((left - 1) / (count - 1)) ** (1.0 / self.exponent) for left in range(count - 1, 0, -1)]
+        # a removal that falls on a whole step exactly must not slip to the next by rounding
+        begins = (0, *(start + math.ceil((end - start) * (1.0 - share) - 1e-9) for share in shares))
         transform, last = CandidateMask(p, forward=self.forward, chain=self.gradient == "chain"), len(begins) - 1
         stages = [
             Stage(phase=1, transform=transform, rule=rule, part=i, not_ready=f"still has {last + 1 - i} combinations in each group")
@@ -184,11 +185,3 @@ class LBC(ScheduledRecipe):
 
     def final_transform(self) -> WeightTransform:
         return BestCandidate(Pattern(self.pattern), chain=self.gradient == "chain")
-
-
-@functools.cache
-def _removals(count: int, first: int, last: int, exponent: float) -> tuple[int, ...]:
-    """The first steps at which at most count − 1, ..., 2, 1 of ``count`` combinations remain."""
-    shares = [((left - 1) / (count - 1)) ** (1.0 / exponent) for left in range(count - 1, 0, -1)]
-    # a removal that falls on a whole step exactly must not slip to the next by rounding
-    return tuple(first + math.ceil((last - first) * (1.0 - share) - 1e-9) for share in shares)

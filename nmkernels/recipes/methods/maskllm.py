@@ -152,12 +152,9 @@ class MaskLLM(ScheduledRecipe):
     dict until then; a dense checkpoint loads strictly and starts it anew. The paper does 2:4 (its code also 1:4); any N:M with at most
     256 combinations works here.
 
-    The noise is made anew from two words where it is needed (forward, backward, λ term) instead of being stored.
-
-    What the sources leave open: all microbatches of a step, and all data-parallel ranks, see one sample (the authors' code draws one
-    per forward pass); the gradient of the λ term is added once per step, after unscaling and clipping, so accumulation does not
-    multiply it and clipping does not touch it. The paper's settings: AdamW (0.9, 0.95), ε 1e-5, weight decay 0.1 (on the logits too), lr
-    5e-5 → 5e-6 with the multiplier below, 2000 steps of 256 sequences. The code's layers default to κ 1e3 → 1e4 and τ → 0.1 instead.
+    All microbatches of a step, and all data-parallel ranks, see one sample of the noise (the authors' code draws one per forward pass);
+    the gradient of the λ term is added once per step, after unscaling and clipping. The paper's settings: AdamW (0.9, 0.95), ε 1e-5,
+    weight decay 0.1 (on the logits too), lr 5e-5 → 5e-6 with the multiplier below, 2000 steps of 256 sequences.
 
     Args:
         tau_start, tau_end: temperature of the softmax.
@@ -271,7 +268,6 @@ class MaskLLM(ScheduledRecipe):
         return LikeliestMask(Pattern(self.pattern))
 
     def not_ready_reason(self, state: State) -> str:
-        """Too early while much of the annealing is still to come."""
         total = self.total_steps or 1
         left = total - int(state["t"])
         return f"has {left} of {total} steps to go, its masks are still mixtures" if left > EARLY * total else ""

@@ -103,11 +103,10 @@ class MaxQ(ScheduledRecipe):
 
         linear 1 − u     cubic (1 − u)³     cos cos(π u/2)     exp 1 − (1 − e^(−c u)) / (1 − e^(−c)), c = 1.5
 
-    The equations are those of the authors' code, which is for convolutions; the paper's text could not be had. A linear layer is a
-    1×1 convolution there, for which the code leaves the kernel query out: it ranks all weights at one position of a k×k kernel, and
-    there is only one position. ``kernel=True`` asks it all the same, over the whole weight; no source does that. Equal magnitudes at
-    a₍ₖ₎ all count as large. Kept weights start 1 to 2 times as large as W: without normalisation layers the model's scale changes.
-    τ and λ are on the scale of the weights and gradients and do not carry over between tasks. Works with any optimizer.
+    The equations are those of the authors' code, where a linear layer is a 1×1 convolution, for which it leaves the kernel query out;
+    ``kernel=True`` asks it all the same, over the whole weight. Equal magnitudes at a₍ₖ₎ all count as large. Kept weights start 1 to 2
+    times as large as W: without normalisation layers the model's scale changes. τ and λ are on the scale of the weights and gradients
+    and do not carry over between tasks. Works with any optimizer.
 
     Args:
         schedule: of D: ``"linear"`` (the code's default), ``"cubic"``, ``"cos"`` or ``"exp"``.
@@ -192,6 +191,5 @@ class MaxQ(ScheduledRecipe):
         return self._transform(SoftQuery)
 
     def not_ready_reason(self, state: State) -> str:
-        """Too early while more than a few groups are dense."""
         share = float(self.share(state["t"]))
         return super().not_ready_reason(state) or (f"still has {share:.0%} of its groups dense" if share > EARLY else "")

@@ -68,7 +68,7 @@ class MdGf(ScheduledRecipe):
         linear       D(t) = max(0, 1 − c t),   c = 1 / T
         t > T        D = 0
 
-    Three gradient rules are in use and the paper's text could not be had: ``gradient="chain"`` ∂L/∂W = g ⊙ (M + D (1 − M)), as in Google's
+    Two gradient rules are in use: ``gradient="chain"`` ∂L/∂W = g ⊙ (M + D (1 − M)), as in Google's
     AQT (Kao et al. 2022, arXiv 2209.07617, some of the same authors), under which pruned weights really stop learning; ``"ste"`` g itself,
     as in the paper's public code. Chain is the default because the flow of the title decays only there. Works with any optimizer.
 
@@ -76,7 +76,7 @@ class MdGf(ScheduledRecipe):
         schedule: ``"exponential"`` (best over all in the paper) or ``"linear"``.
         start: the step, or share of ``total_steps``, after which the mask fades in. 0 in the public configurations.
         end: that after which the mask is binary. The public configurations have 1.0, the end of the run; then ``finish`` cuts off what D
-            still lets through. Three quarters is what our small runs used: the deployed form is then what was trained.
+            still lets through.
         gradient: ``"chain"`` or ``"ste"``.
         residual: D at the end of the exponential decay, from which c follows. The public code's constant c = 1e-4 to 8e-4 fits its runs
             only.
@@ -154,6 +154,5 @@ class MdGf(ScheduledRecipe):
         return first(steps, [Span(fading), Span(steps - fading, fprop=Pattern(self.pattern).density)])
 
     def not_ready_reason(self, state: State) -> str:
-        """Too early while D lets more than a trace through."""
         flow = float(self.flow(state["t"]))
         return super().not_ready_reason(state) or (f"still lets {flow:.0%} of each pruned weight through" if flow > EARLY else "")

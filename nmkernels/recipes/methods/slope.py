@@ -24,8 +24,7 @@ class DoublePruned(WeightTransform):
 
     The row mask ``nm_rows`` is that of the weight when the stage began and never changes. The column mask ``nm_columns``, the N largest
     magnitudes of every M consecutive rows of a column, is chosen anew now and then. For a random row mask it takes
-    Σ_{j>N} C(M,j) s^j (1−s)^{M−j} (j−N)/M of all weights more, s = N/M: 12.5 % at 1:2, 9.4 % at 2:4, 5.8 % at 2:8 (where 3.39 % is
-    reported, which that sum does not give; random weights lose 5.8 %).
+    Σ_{j>N} C(M,j) s^j (1−s)^{M−j} (j−N)/M of all weights more, s = N/M: 12.5 % at 1:2, 9.4 % at 2:4, 5.8 % at 2:8.
     """
 
     reads: ClassVar[Mapping[str, Kind]] = {"nm_rows": "held", "nm_columns": "held"}

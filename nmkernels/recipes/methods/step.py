@@ -40,19 +40,6 @@ def window(beta2: float) -> int:
     return max(1, round(1 / (1 - beta2)))
 
 
-def start(state: State, switch: str, beta2: float) -> None:
-    """Add the memory of policy ``switch`` to ``state``."""
-    zero = torch.zeros((), dtype=torch.float64)
-    state["t"] = zero.clone()
-    state["z_bar"] = zero.clone()
-    if switch in ("arithmetic", "geometric"):
-        state["ring"] = torch.zeros(window(beta2), dtype=torch.float64)
-    elif switch == "relative_norm":
-        state["ring"] = torch.zeros(1, dtype=torch.float64)
-    elif switch == "staleness":
-        state["ring"] = torch.zeros(window(beta2), dtype=torch.float64)
-
-
 def observe(state: State, switch: str, seen: Observed) -> None:
     """Take the statistics of one step into ``state``: t, the ring of past values, and the figure ``z_bar`` that is tested."""
     applied = seen.stats[APPLIED]
@@ -62,12 +49,6 @@ def observe(state: State, switch: str, seen: Observed) -> None:
     if switch != "fixed":
         _POLICIES[switch](state, seen, applied)
     state["t"] = state["t"] + applied
-
-
-def fires(state: State, switch: str, threshold: float) -> Tensor:
-    """0-d bool: the policy's own test, without T_min and T_max."""
-    z = state["z_bar"]
-    return z > threshold if switch == "staleness" else z < threshold
 
 
 def _push(state: State, value: Tensor, applied: Tensor) -> Tensor:
@@ -147,9 +128,7 @@ class STEP(Composite):
         bias_corrected: freeze v̂* = v*/(1−β₂^T₀) (no jump of the step size at the switch); False keeps v* raw.
         eps_mode: ``"outside"`` √v̂* + ε, or ``"inside"`` √(v̂* + ε).
         clamp: bound on |m̂/D| in phase 1; None for none. Where phase 0 has driven gradients to zero, v* is tiny and the first masked
-            gradients take huge steps. On by default because of ``bench/results/step_clamp.csv``: on a small classifier at 1:32, with
-            T₀ at 25 %, the median accuracy over 8 seeds is 63 % without it and 84 % with it; at 1:16 and 2:4 there is no difference
-            beyond that between seeds.
+            gradients take huge steps; it matters at high sparsity (``bench/results/step_clamp.csv``).
         freeze: False goes on with Adam's own second moment in phase 1. Not STEP any more: it tells what the dense phase does from what
             the frozen moment does (``bench/accuracy``).
         decay: λ of SR-STE in phase 1; 0 for plain STE. The same as ``inner=SRSTE(pattern, decay=...)``.
@@ -226,15 +205,12 @@ class STEP(Composite):
             raise RecipeError(f"{said}its second moment is that of its own decay too, and cannot be frozen before. Use it without STEP.")
         if inner.setup.mask_score not in (None, "magnitude"):
             raise RecipeError(f'{said}its masks are of a model that is trained already. Use score="magnitude", or it without STEP.')
-        for at in {self._earliest(), self._latest()} - {None}:
+        earliest = (self.bounds()[0] or 0) + (self.switch != "fixed")
+        for at in {earliest, self._latest() or earliest}:
             try:
-                self.sparse(at)  # type: ignore[arg-type]
+                self.sparse(at)
             except RecipeError as error:
                 raise RecipeError(f"STEP: after a switch at step {at} its inner recipe has too few steps left: {error}") from error
-
-    def _earliest(self) -> int:
-        low, _ = self.bounds()
-        return (low or 0) + (self.switch != "fixed")
 
     def _latest(self) -> int | None:
         """The last step that can be T₀ and leaves one; None where the length of the run is not known."""
@@ -290,10 +266,12 @@ class STEP(Composite):
         return self.sparse(state.get("switch_step", 0)), state.get("inner", {})
 
     def first_state(self, group: dict[str, Any]) -> State:
-        """Phase 0, an empty window."""
         threshold = self.threshold if self.threshold is not None else THRESHOLDS.get(self.switch, group["eps"])
         state: State = {"switch_step": 0, "v_step": 0, "threshold": float(threshold)}
-        start(state, self.switch, float(group["betas"][1]))
+        state |= {"t": torch.zeros((), dtype=torch.float64), "z_bar": torch.zeros((), dtype=torch.float64)}
+        if self.switch != "fixed":
+            length = 1 if self.switch == "relative_norm" else window(float(group["betas"][1]))
+            state["ring"] = torch.zeros(length, dtype=torch.float64)
         return state
 
     def stage(self, state: State) -> Stage:
@@ -336,11 +314,11 @@ class STEP(Composite):
         # before T_min there is nothing to decide, and the host need not wait for the device
         if calls < (low or 0) + (0 if fixed else 1):
             return False
-        t = state["t"]
-        due = t >= (high or 0) if fixed else fires(state, self.switch, state["threshold"]) & (t > (low or 0))
-        if high is not None and not fixed:
-            due = due | (t > high)
-        return bool(due.item())
+        t, z, threshold = state["t"], state["z_bar"], state["threshold"]
+        if fixed:
+            return bool((t >= (high or 0)).item())
+        due = (z > threshold if self.switch == "staleness" else z < threshold) & (t > (low or 0))
+        return bool((due if high is None else due | (t > high)).item())
 
     def values(self, state: State) -> dict[str, Tensor]:
         """``z_bar``, what AutoSwitch tests; ``switch_step``, T₀ or 0; for option II ``v_unchanged``, how many |Δv| were zero.

@@ -148,9 +148,9 @@ class VNM(Recipe):
         y = x (M_C(W) ⊙ C ⊙ W)ᵀ        ∂L/∂W := gᵀ x + λ (1 − M_C ⊙ C) ⊙ W
 
     C is chosen anew every ``every`` applied steps to keep the largest Σ|w| after N:4, and held in between, also by a checkpoint: exactly,
-    over all C(M, 4) sets of columns, where M ≤ 8, and greedily above (one column after the other; at 2:8, where both can be had, that
-    keeps 99.8 % of the best on normal weights in blocks of 4 to 64 rows). M_C follows the weight at every step. λ = 0 is plain
-    straight-through. ``finish`` leaves M_C ⊙ C ⊙ W, which is N:M and is compressed as any other; no kernel here makes use of V yet.
+    over all C(M, 4) sets of columns, where M ≤ 8, and greedily above, one column after the other. M_C follows the weight at every step.
+    λ = 0 is plain straight-through. ``finish`` leaves M_C ⊙ C ⊙ W, which is N:M and is compressed as any other; no kernel here makes
+    use of V yet.
     Works with any optimizer.
 
     Where V does not divide a layer's outputs, the greatest common divisor of the two is its V, and ``handle.report`` says so; for
@@ -160,8 +160,8 @@ class VNM(Recipe):
         v: V, rows of a block: 64 in most of both papers' results.
         decay: λ of SR-STE, at least 0.
         every: applied steps between two choices of C; 0 chooses once, at the beginning.
-        objective: ``"retained"``, as above; ``"sums"``: the 4 columns of largest Σ|w| before N:4. At 2:8 that keeps 97.4 % (V = 4) to
-            99.3 % (V = 64) of the best on normal weights, and costs a fortieth.
+        objective: ``"retained"``, as above; ``"sums"``: the 4 columns of largest Σ|w| before N:4, which keeps a little
+            less and is far cheaper.
 
     Raises:
         RecipeError: a value is out of range, or not N ≤ 4 ≤ M.

@@ -76,9 +76,8 @@ def search_decay(
     master weights, also where the recipe holds another one. It depends on the learning rate and on the stride, so give the
     learning rate of the real run's warm-up.
 
-    That λ is determined in the warm-up by the flip rate is in the paper's abstract. The procedure and the interval [0.60, 0.95] are what
-    is told of it elsewhere: its text could not be had, so they could **not be verified**; that of several feasible λ the middle one is
-    taken is our choice.
+    The procedure and the interval [0.60, 0.95] are what is told of the paper elsewhere and could **not be verified** in its text; taking
+    the middle one of several feasible λ is our choice.
 
     Args:
         recipe: any with a ``decay`` that is sparse from its first step (``FST``, ``SRSTE``, ...); a dense end is left out of the runs.
