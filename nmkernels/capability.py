@@ -263,12 +263,7 @@ def files() -> list[str]:
 
 
 def version_text(version: int) -> str:
-    """A version as people write it.
-
-    Example:
-        >>> version_text(801), version_text(1000)
-        ('0.8.1', '0.10.0')
-    """
+    """A version as people write it: 801 is 0.8.1, 1000 is 0.10.0."""
     return f"{version // 1_000_000}.{version // 100 % 10_000}.{version % 100}"
 
 
@@ -344,10 +339,8 @@ def containers(path: str | Path) -> list[tuple[str, ...]]:
 def sections(image: bytes | mmap.mmap) -> dict[str, slice]:
     """Where each section of a 64-bit little-endian ELF file lies, by name; nothing for any other file.
 
-    ::
-
-        file header:    at byte 40: uint64 offset of the section headers; at byte 58: uint16 their size, their number, which holds names
-        section header: uint32 offset of its name, ... at byte 24: uint64 offset of its content, uint64 size of it
+    The file header has at byte 40 a uint64 offset of the section headers, at 58 three uint16: their size, number, which holds names. A
+    section header has a uint32 offset of its name, and at byte 24 two uint64: offset and size of its content.
     """
     if image[:6] != b"\x7fELF\x02\x01":
         return {}

@@ -100,14 +100,10 @@ def impl(
     ready: Callable[..., Verdict] | None = None,
     tuning: Tuning = UNTUNED,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register the decorated function as ``backend``'s implementation of ``op``.
+    """Register the decorated ``fn(*args, out=None)``, which takes the raw op's arguments; higher ``priority`` is asked first.
 
-    ``fn(*args, out=None)`` takes the raw op's arguments; higher ``priority`` is asked first.
-
-    Args:
-        supports: ``supports(*args)`` may look at nothing but metadata (shapes, strides, dtypes, devices, numbers) and at what lasts as
-            long as the process: its answer is remembered for all calls of the kind.
-        ready: asked, at every call, where ``supports`` says yes: whether the backend can run it in the present state.
+    ``supports(*args)`` may look at nothing but metadata (shapes, strides, dtypes, devices, numbers) and what lasts as long as the process:
+    its answer is remembered for all calls of the kind. ``ready`` is asked at every call where that says yes: whether it can run it now.
     """
 
     def register(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -134,11 +130,7 @@ def forced_backend() -> str | None:
 
 
 def choose(op: str, *args: Any) -> Impl:
-    """The implementation that runs ``op(*args)``.
-
-    Raises:
-        BackendError: the backend forced by ``NMKERNELS_BACKEND`` does not exist or cannot run the call.
-    """
+    """The implementation that runs ``op(*args)``; ``BackendError`` where the one that ``NMKERNELS_BACKEND`` forces cannot."""
     return decide(op, args)[0]
 
 

@@ -205,15 +205,10 @@ def _block(module: nn.Module, names: dict[int, str]) -> Trace:
 
 @dataclass(frozen=True)
 class Chain:
-    """Linear layers that write, and those that read, one set of channels and nothing else does.
+    """Names of linear layers that write, and of those that read, one set of ``channels`` and nothing else does; one layer may do both.
 
     With any permutation P of the channels, ``rows`` of the producers' weights and biases and ``columns`` of the consumers' weights
     taken in the order P leave the model's function as it is.
-
-    Args:
-        producers: names of the layers whose outputs the channels are.
-        consumers: names of the layers whose inputs they are; a layer of a residual stream may be both.
-        channels: how many there are.
     """
 
     producers: tuple[str, ...]

@@ -165,11 +165,7 @@ class CompressedLinear(nn.Module):
         return super().train(mode)
 
     def products(self, tokens: int, dtype: torch.dtype | None = None) -> tuple[Product, ...]:
-        """What ``nm.tune`` measures for this layer: its one GEMM, with so many rows of the input.
-
-        Args:
-            tokens: batch times sequence. dtype: that of the input under autocast; the weight's if None.
-        """
+        """Its one GEMM, with so many rows of the input, for ``nm.tune``; ``dtype``: of the input under autocast, the weight's if None."""
         return (self._product_of(tokens, dtype or self.values.dtype, self.values.device),)
 
     def _product_of(self, tokens: int, dtype: torch.dtype, device: torch.device) -> Product:

@@ -46,11 +46,7 @@ class EffectiveWeight:
     def read(
         self, weight: Tensor, transform: WeightTransform, extras: Sequence[Tensor], dtype: torch.dtype, plan: GemmPlan, x: Tensor
     ) -> Tensor | Operands:
-        """The effective weight as a call with the input ``x`` reads it by ``plan``.
-
-        Args:
-            weight: the master weight ``(out, in)``. extras: what the transform reads beside it. dtype: of the GEMMs.
-        """
+        """The effective weight as a call with the input ``x`` reads it by ``plan``; ``dtype``: of the GEMMs."""
         if plan.fprop == "dense":
             return self.dense(weight, transform, extras, dtype)
         fprop, dgrad, layout, by = reads(plan, transform, weight, dtype, x)

@@ -81,11 +81,7 @@ class NMWeight(nn.Module):
         return self.pattern if self.transform is None else self.transform.pattern
 
     def use(self, transform: WeightTransform | None, plan: GemmPlan) -> None:
-        """From now on multiply W̃ = ``transform(W)``, or W where it is None, by the rules of ``plan``.
-
-        Raises:
-            NMError: the plan multiplies a form of W̃ that there is not.
-        """
+        """From now on multiply W̃ = ``transform(W)``, or W where it is None, by the rules of ``plan``."""
         if transform is not None:
             plan.check(transform)
         self.plan = plan
@@ -97,9 +93,6 @@ class NMWeight(nn.Module):
         """Take from the present weight what ``transforms`` and ``final`` freeze or learn from, unless a checkpoint has restored it.
 
         A Parameter that is there already keeps its identity: an optimizer may have it.
-
-        Raises:
-            NMError: the weight does not allow it.
         """
         self.starts = tuple(dict.fromkeys((*transforms, *self.starts)))
         if self.restored:
@@ -188,8 +181,7 @@ class NMWeight(nn.Module):
     def products(self, tokens: int, dtype: torch.dtype | None = None) -> tuple[Product, ...]:
         """The GEMMs for which this layer asks ``autograd.gemms``, with so many rows of the input: those that its plan leaves open.
 
-        Args:
-            tokens: batch times sequence. dtype: of the GEMMs, under autocast; the weight's if None.
+        ``dtype``: of the GEMMs, under autocast; the weight's if None.
         """
         if self.transform is None:
             return ()

@@ -35,12 +35,11 @@ class Tuned:
     """What was found for one product of some layers.
 
     Args:
-        layers: their names. kind: their class. product: ``fprop``, ``dgrad``, ``wgrad``, or empty where the layer has none to tune.
-        shape: (out, in). tokens: of the input. pattern, dtype: of the compressed operand.
+        kind: the layers' class. product: ``fprop``, ``dgrad``, ``wgrad``, or empty where the layer has none to tune.
+        shape: (out, in). pattern, dtype: of the compressed operand.
         default, best: seconds of what is done where nothing was measured (of a launch: by the heuristic; of a choice: dense, or by the
             backend of highest priority) and of the fastest right one; None where nothing was timed.
-        choice: that fastest one, or why nothing was tuned.
-        refused: those whose result was wrong or that failed, each with the reason; they are never chosen.
+        choice: that fastest one, or why nothing was tuned. refused: what was wrong or failed, with the reason; it is never chosen.
     """
 
     layers: list[str]
@@ -117,14 +116,13 @@ def tune(
     First the launches of Triton's kernels, where those run; then, for every product whose layer leaves the choice open, the backends
     against each other and against dense: y = x Wᵀ of ``CompressedLinear``, and in training the products of layers whose recipe has
     ``packed="auto"``. So a sparse product is never slower than the dense one where there is a dense weight, which a
-    ``CompressedLinear`` has with ``keep_dense=True``. Works on CPUs too.
+    ``CompressedLinear`` has with ``keep_dense=True``. Under ``torch.autocast`` the products are those of its dtype.
 
     Each shape is timed once, on random numbers, in turns. What is not as good as torch's own result, judged against float64, is told in
     the report and never chosen. The choices are stored in ``NMKERNELS_CACHE`` or ``~/.cache/nmkernels``; they hold for this device, these
     versions, these shapes, and token counts up to the next power of two. A product takes about a second, or some ten calls where those
-    are slower: on a CPU give the tokens that you really use. Triton's launches take ten seconds, with up to four tokens a minute, nearly
-    all of it compiling for the first time. Under ``torch.autocast`` the products are those of its dtype. ``NMKERNELS_CHOICE=dense`` or
-    ``packed`` takes the choice away, and ``measured`` lets layers measure what is unknown when they meet it.
+    are slower: on a CPU give the tokens that you really use. ``NMKERNELS_CHOICE=dense`` or ``packed`` takes the choice away, and
+    ``measured`` lets layers measure what is unknown when they meet it.
 
     Args:
         model: any module, on the device it will run on and in its dtype.

@@ -24,11 +24,8 @@ class AnnealedAdamW(MaskedAdamW):
         w ← w (1 − lr·wd) − lr · u / (√v/√(1 − β₂ᵗ) + ε)
 
     The momentum is bias-corrected before r is added, so that r needs no correction; v is corrected as ever. All other parameters, and
-    all of them under any other rule, are updated as by MaskedAdamW. The late update is in plain torch operations, about 20 passes over
-    memory for each masked parameter.
-
-    Args:
-        params, lr, betas, eps, weight_decay, amsgrad, foreach, maximize, capturable, differentiable, fused: as for ``MaskedAdamW``.
+    all of them under any other rule, are updated as by MaskedAdamW, which has the same arguments. The late update is in plain torch
+    operations, about 20 passes over memory for each masked parameter.
 
     The state is AdamW's, and loads into it and from it. With a ``GradScaler`` a skipped step changes nothing; on a GPU the host then waits
     for the device once per parameter, unless ``capturable`` keeps the step counts there.

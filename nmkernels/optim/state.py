@@ -41,11 +41,7 @@ def check_adam_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any
 
 
 def restore_adam_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """Copy the state of ``state_dict`` once more, uncast: moments in fp32 for 16-bit parameters, otherwise in the parameter's dtype.
-
-    Args:
-        optimizer: one that has just loaded ``state_dict``.
-    """
+    """Copy once more what ``optimizer`` has just loaded, uncast: moments in fp32 for 16-bit parameters, otherwise in their dtype."""
     for saved, p in _pairs(optimizer, state_dict):
         state = optimizer.state[p] if saved else {}
         dtype = torch.float32 if p.dtype.itemsize == 2 else p.dtype

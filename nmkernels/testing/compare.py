@@ -73,14 +73,9 @@ def rounding_bound(theirs: Tensor, exact: Tensor) -> float:
 
 
 def no_worse(ours: Tensor, theirs: Tensor, exact: Tensor) -> bool:
-    """Whether a rounded result is about as good as torch's in the same dtype, judged against float64.
+    """Whether a rounded result is about as good as torch's of the same inputs in the same dtype, judged against float64.
 
     ``max|ours - exact| <= 2·max|theirs - exact| + 4·eps·max|exact|``
-
-    Args:
-        ours: the result under test.
-        theirs: torch's result of the same inputs in the same dtype.
-        exact: the result of the same inputs computed in float64.
 
     Example:
         >>> x = torch.tensor([1.0, 2.0])

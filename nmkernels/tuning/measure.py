@@ -25,13 +25,9 @@ Check = Callable[[Callable[[Tensor], object]], str]
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to do a problem.
+    """One way to do a problem: ``run`` writes the result into its argument, ``calls`` are timed, each on other buffers than the one before.
 
-    Args:
-        name: for the report.
-        run: writes the result into its argument.
-        calls: what is timed, on one set of buffers after the other.
-        declines: makes it ready; why it takes no part, empty where it does.
+    ``declines`` makes it ready, and says why it takes no part, empty where it does.
     """
 
     name: str
@@ -48,10 +44,6 @@ class Found:
         problem: its line in the table. baseline: what is done where nothing is measured, which a faster one replaces.
         refused: whose result was wrong, or that failed. declined: that cannot do it here.
         path: the file that it was written to; where it is None, ``note`` says why.
-
-    Example:
-        >>> print(Found("fc", "dense", {"dense": 4e-6, "cpu rows": 2e-6}, {"cuda rows": "two runs differ"}))
-        fc: cpu rows, 2.0 us, by default 4.0 us, 1 refused
     """
 
     problem: str

@@ -47,11 +47,7 @@ Line = dict[str, Any]
 
 
 def regular_size(path: Path) -> int:
-    """The size of a file in bytes.
-
-    Raises:
-        OSError: there is none, or it is a folder, a pipe or a device: reading those fails late, waits for ever, or never ends.
-    """
+    """The size of a file in bytes; OSError for a folder, a pipe or a device: reading those fails late, waits for ever, or never ends."""
     about = path.stat()
     if stat.S_ISDIR(about.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
@@ -61,11 +57,7 @@ def regular_size(path: Path) -> int:
 
 
 def folder() -> Path:
-    """Where the tables are: ``NMKERNELS_CACHE``, or ``~/.cache/nmkernels``.
-
-    Raises:
-        OSError: there is neither, nor a home.
-    """
+    """Where the tables are: ``NMKERNELS_CACHE``, or ``~/.cache/nmkernels``; OSError where there is neither, nor a home."""
     given = os.environ.get(CACHE)
     try:
         return Path(given).expanduser() if given else Path.home() / ".cache" / "nmkernels"
@@ -77,10 +69,6 @@ class Table:
     """Lines, each a JSON object under a text, in one file: ``{"schema": 2, "lines": {"text": {...}}}``.
 
     Safe to use from several threads, and from several processes: ``store`` keeps what the others stored.
-
-    Example:
-        >>> Table().path().name
-        'tuning.json'
     """
 
     def __init__(self) -> None:
@@ -137,8 +125,7 @@ class Table:
     def store(self, lines: Mapping[str, Line | None]) -> Path:
         """Add lines to the file, or take out those that are None, at one stroke; from now on this process follows them.
 
-        Raises:
-            OSError: the file cannot be written; this process follows the lines all the same, and tries again with the next ones.
+        Where the file cannot be written (OSError) too; it tries again with the next ones.
         """
         with self._lock:
             self._unwritten.update(lines)
@@ -165,30 +152,17 @@ TABLE = Table()
 
 
 def key(space: str, device: torch.device, problem: str, size: int) -> str:
-    """The line of a problem: what it runs on and with, and its size rounded up to a power of two.
-
-    Args:
-        space: who asks. problem: in words, all but its size. size: tokens, mostly.
-    """
+    """The line of a problem: who asks (``space``), what it runs on and with, and its size, tokens mostly, rounded up to a power of two."""
     return f"{space}|{device_name(device)}|{versions(device.type)}|{problem}|{size_class(size)}"
 
 
 def size_class(size: int) -> int:
-    """The next power of two.
-
-    Example:
-        >>> [size_class(size) for size in (0, 1, 5, 8, 8193)]
-        [1, 1, 8, 8, 16384]
-    """
+    """The next power of two, at least 1."""
     return 1 << max(0, size - 1).bit_length()
 
 
 def device_name(device: torch.device) -> str:
-    """What measurements on this device hold for: the GPU's model, or the CPU's with its threads and the core's instruction set.
-
-    Raises:
-        BackendError: NMKERNELS_ISA cannot be followed.
-    """
+    """What measurements on this device hold for: the GPU's model, or the CPU's with its threads and the core's instruction set."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
     if device.type == "xpu":

@@ -86,11 +86,7 @@ class Meter(Protocol):
 
 
 class HostMeter:
-    """Times single calls by the host's clock: the fastest of a turn's, after ``settle`` seconds of others.
-
-    Args:
-        calls: the same on several sets of buffers. batch: seconds of calls of which the fastest counts; with 0 it is a single one.
-    """
+    """Times single calls by the host's clock: the fastest within ``batch`` seconds (0: of one), after ``settle`` seconds of others."""
 
     def __init__(self, calls: Sequence[Call], settle: float = SETTLE, batch: float = HOST_BATCH, under: Under = nullcontext) -> None:
         self.calls, self.settle, self.batch, self.under = cycle(calls), settle, batch, under
@@ -242,11 +238,8 @@ def take_turns(meters: Mapping[str, Meter], seconds: float, least: int = LEAST, 
     """Time calls in turn for about ``seconds``, after some of each that do not count.
 
     Each has an equal share of the time; one too slow for its share sits rounds out, ``least`` excepted, evenly spread. One that raises is
-    left out from then on, and costs the others nothing.
-
-    Args:
-        hopeless: where only the fastest matters: all take part in every round, until one so many times slower than the fastest is left
-            out; and it ends with the time, or when nothing is left to compare.
+    left out from then on, and costs the others nothing. With ``hopeless``, where only the fastest matters, all take part in every round,
+    until one so many times slower than the fastest is left out; and it ends with the time, or when nothing is left to compare.
     """
     wanted: dict[str, int] = {}
     failed: dict[str, str] = {}
@@ -295,16 +288,7 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 class Timer:
-    """Times calls on a device.
-
-    Args:
-        device: whose clock counts: events on a GPU, else the processor's.
-        given: what times each call instead.
-
-    Example:
-        >>> Timer(torch.device("cpu"), lambda task: 2.0).compare({"a": [list]}, 0.1)
-        ({'a': 2.0}, {})
-    """
+    """Times calls on a device: by events on a GPU, else by the processor's clock; or as ``given`` says."""
 
     def __init__(self, device: torch.device, given: Seconds | None = None) -> None:
         self.device, self.given = device, given
@@ -331,11 +315,7 @@ class Timer:
 
 
 def cold(given: Any) -> list[Any]:
-    """Operands, and so many copies of them that together they exceed the caches.
-
-    Args:
-        given: tensors, in tuples and dicts; what else they hold is not copied.
-    """
+    """Operands, tensors in tuples and dicts, and so many copies of them that together they exceed the caches."""
     held = sum(t.nbytes for t in _tensors(given))
     return [given, *(_copy(given) for _ in range(min(MOST_SETS, -(-COLD_BYTES // max(held, 1))) - 1))]
 

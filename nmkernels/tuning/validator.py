@@ -23,10 +23,7 @@ class Validator:
     """Says what is wrong with a matrix that a call writes: unwritten elements, too far from float64, or not the same twice.
 
     The error may be at most twice torch's own in the same dtype plus 4·eps·max|y|, as everywhere (``testing.no_worse``); 0 of integers.
-
-    Args:
-        exact: float64; of the given ``rows`` and ``cols`` only, where these are given.
-        theirs: torch's own result; its dtype and shape are those of every result.
+    ``exact`` is float64, of the given ``rows`` and ``cols`` only; ``theirs`` is torch's own result.
     """
 
     def __init__(self, exact: Tensor, theirs: Tensor, rows: Tensor | None = None, cols: Tensor | None = None) -> None:

@@ -13,20 +13,10 @@ ALONE = 16 << 20
 
 
 def fingerprint(*tensors: Tensor) -> tuple[int, ...] | None:
-    """64 bits of each tensor's bytes, equal where those are equal, and by all likelihood only there.
+    """64 bits of each tensor's bytes, equal where those are, and by all likelihood only there; shape, strides and dtype are not in it.
 
-    Version counters do not see writes through ``.data`` or by fused optimizers; this does. Shape, strides and dtype are not in it.
-
-    Returns:
-        None where the memory cannot be read by the compiled core: it is not built, or a tensor is not on the CPU, is of another
-        class, or does not fill its memory densely.
-
-    Example:
-        >>> w = torch.ones(4)
-        >>> before = fingerprint(w)
-        >>> w.data[2] = 3.0
-        >>> before is None or fingerprint(w) == before
-        False
+    Version counters do not see writes through ``.data`` or by fused optimizers; this does. None where the compiled core is not built, or
+    cannot read a tensor: not on the CPU, of another class, or with gaps in its memory.
     """
     if not compiled_core().ok:
         return None

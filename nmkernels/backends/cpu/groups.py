@@ -1,7 +1,4 @@
-"""Ops on groups of M weights: masks, pruning, soft thresholds, and the compressed form.
-
-nm_pack, made of the compiled parts.
-"""
+"""Ops on groups of M weights: masks, pruning, soft thresholds, the compressed form, and ``nm_pack``, made of these."""
 
 from __future__ import annotations
 
@@ -53,7 +50,6 @@ def _soft_threshold_scale(w: Tensor, n: int, m: int, out: Tensor | None = None) 
 
 @register("nm_transposable_mask")
 def transposable_mask(w: Tensor, n: int, m: int, out: Tensor | None = None) -> Tensor:
-    """``nm_transposable_mask``."""
     w, cols = contiguous(w), w.shape[-1]
     result = _fresh(torch.empty_like(w, dtype=torch.bool)) if out is None else out
     core().transposable_mask(w.data_ptr(), DTYPES[w.dtype], row_count(w, cols), cols, n, m, result.data_ptr(), torch.get_num_threads())
@@ -62,7 +58,6 @@ def transposable_mask(w: Tensor, n: int, m: int, out: Tensor | None = None) -> T
 
 @register("nm_compress")
 def compress(w: Tensor, n: int, m: int, mask: Tensor | None = None, out: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
-    """``nm_compress``."""
     w, cols = contiguous(w), w.shape[-1]
     values, indices = packed(w, w.shape[:-1], cols, n, m) if out is None else out
     if out is None:
@@ -106,5 +101,4 @@ PARTS = Parts(mask, soft_threshold, transposable_mask, compress)
 
 @register("nm_pack")
 def nm_pack(*args: Any, out: None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``nm_pack``, made of the kernels of its parts."""
     return pack(PARTS, *args)

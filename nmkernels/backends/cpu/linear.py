@@ -1,14 +1,10 @@
-"""The three products of a linear layer with one operand compressed.
+"""The three products of a linear layer with one operand compressed: on the compressed form, or decompressed and multiplied densely.
 
 The sparse kernels multiply what is stored and nothing else, so an inf or NaN of the other operand reaches a result only
-through a stored weight (a stored zero counts); where ``policy`` chooses the dense product, it reaches every result.
-
-Which of the three products run on the compressed form, and which decompress it and multiply densely.
+through a stored weight (a stored zero counts); where the dense product is chosen, it reaches every result.
 
 The sparse kernels do N/M of the work at a rate of their own, so they win where N/M is small enough, whatever the size of the
-matrix; torch's own rate depends on the dtype. Measured on an AMD EPYC Zen 5, 2 threads, torch 2.13, 2026-11-21, 4096 x 4096 and
-11008 x 4096, 16 to 1024 tokens: float32 up to 1/2 and 16 bits up to 1/8. Beyond that the numbers follow the trend; those of
-"avx512" are taken from "avx512_bf16", whose kernels for many tokens are the same.
+matrix; torch's own rate depends on the dtype.
 """
 
 from __future__ import annotations
