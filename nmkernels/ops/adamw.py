@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from ..pattern import DtypeError, OptionError, Pattern, PatternLike, ShapeError
+from ..reference.common import FLOATS, check_device, check_float, compute_dtype
 from ..reference.pack import BUFFERS, check_packs
-from .check import FLOATS, as_pattern, check_device, check_float
+from .check import as_pattern
 from .compress import Compressed
 from .define import Spec, define
 from .pack import Packed
@@ -45,7 +46,7 @@ def _masked_adamw(
     given = [(name, tensors, "exp" in name) for name, tensors in lists.items() if tensors]
     for i, param in enumerate(params):
         _check_param(op, i, param, n, m)
-        shape, device, state = param.shape, param.device, torch.float64 if param.dtype == torch.float64 else torch.float32
+        shape, device, state = param.shape, param.device, compute_dtype(param.dtype)
         for name, tensors, is_state in given:
             tensor = tensors[i]
             # one line that is true for what fits: a step of hundreds of small params must not be spent on checks

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ..pattern import DtypeError, Pattern, PatternLike, ShapeError
-from .check import as_pattern, check_dense, check_device, check_packed
+from ..pattern import Pattern, PatternLike, ShapeError
+from ..reference.common import check, check_device, check_packed
+from ..reference.compress import check_mask
+from .check import as_pattern
 from .define import Spec, define
 
 __all__ = ["Compressed", "counts_writes", "compress", "decompress"]
@@ -187,12 +189,9 @@ pytree.register_pytree_node(
 
 def _compress(w: Tensor, n: int, m: int, mask: Tensor | None = None) -> tuple[Spec, ...]:
     op = "nm_compress"
-    p = check_dense(op, w, n, m)
+    p = check(op, w, n, m)
     if mask is not None:
-        if mask.dtype != torch.bool:
-            raise DtypeError(f"{op}: mask has dtype {mask.dtype}; it must be bool. Compare it, e.g. mask != 0.")
-        if mask.shape != w.shape:
-            raise ShapeError(f"{op}: mask has shape {tuple(mask.shape)}, w has {tuple(w.shape)}; they must be the same.")
+        check_mask(op, mask, w)
         check_device(op, w=w, mask=mask)
     cols, lead = w.shape[-1], tuple(w.shape[:-1])
     return ((*lead, cols // m * n), w.dtype), ((*lead, p.index_bytes(cols)), torch.uint8)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..pattern import OptionError, ShapeError
+from ..reference.common import check_device, check_matrix, check_packed, check_same_dtype
 from ..reference.linear import ACTIVATIONS
-from .check import check_device, check_matrix, check_operand, check_packed, check_same_dtype, require_no_grad
+from .check import check_operand, require_no_grad
 from .compress import Compressed
 from .define import Spec, define
 from .pack import DeviceCompressed

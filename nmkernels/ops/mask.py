@@ -9,14 +9,15 @@ from torch import Tensor
 
 from .. import reference
 from ..pattern import PatternLike, ShapeError
-from .check import as_pattern, check_dense
+from ..reference.common import check, compute_dtype
+from .check import as_pattern
 from .define import Spec, define
 
 __all__ = ["is_nm", "mask", "prune", "soft_threshold", "soft_threshold_scale", "transposable_mask"]
 
 
 def _like(op: str, dtype: torch.dtype | None, w: Tensor, n: int, m: int) -> tuple[Spec, ...]:
-    check_dense(op, w, n, m)
+    check(op, w, n, m)
     return ((w.shape, dtype or w.dtype),)
 
 
@@ -24,15 +25,15 @@ def _transposable_mask(w: Tensor, n: int, m: int) -> tuple[Spec, ...]:
     op = "nm_transposable_mask"
     if w.dim() < 2:
         raise ShapeError(f"{op}: the input has shape {tuple(w.shape)}; tiles need two dimensions. Reshape it to a matrix.")
-    p = check_dense(op, w, n, m)
+    p = check(op, w, n, m)
     if w.shape[-2] % m:
         p.check_divides(op, int(w.shape[-2]), "the second-to-last dimension of the input")
     return ((w.shape, torch.bool),)
 
 
 def _soft_threshold_scale(w: Tensor, n: int, m: int) -> tuple[Spec, ...]:
-    check_dense("nm_soft_threshold_scale", w, n, m)
-    return (((), torch.float64 if w.dtype == torch.float64 else torch.float32),)
+    check("nm_soft_threshold_scale", w, n, m)
+    return (((), compute_dtype(w.dtype)),)
 
 
 _SCHEMA = "(Tensor w, int n, int m) -> Tensor"

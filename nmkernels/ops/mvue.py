@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from ..pattern import DtypeError, OptionError, Pattern, PatternError, PatternLike, ShapeError
-from .check import as_pattern, check_device, check_float
+from ..reference.common import check_device, check_float
+from .check import as_pattern
 from .compress import Compressed, check_same_form
 from .define import Spec, define
 

@@ -16,9 +16,10 @@ from torch.utils import _pytree as pytree
 
 from .. import reference
 from ..pattern import DtypeError, Pattern, PatternError, PatternLike, ShapeError
-from ..reference.layouts import check_layout, meta_shape
+from ..reference.common import check_device, check_matrix
+from ..reference.layouts import check_indices, check_layout, meta_shape
 from ..reference.pack import check_operands, check_pack, operand_shapes
-from .check import as_pattern, check_device, check_matrix
+from .check import as_pattern
 from .compress import Compressed
 from .define import Spec, define
 
@@ -253,13 +254,9 @@ _HARDWARE = Pattern(2, 4)
 
 def _metadata(indices: Tensor, cols: int, layout: str) -> tuple[Spec, ...]:
     op = "nm_metadata"
-    if indices.dtype != torch.uint8:
-        raise DtypeError(f"{op}: indices have dtype {indices.dtype}; packed indices are uint8. Make them with nm.ops.compress.")
-    if indices.dim() != 2 or indices.shape[1] * 8 != cols:
-        raise ShapeError(f"{op}: indices of shape {tuple(indices.shape)} are not those of {cols} columns at 2:4, (rows, {cols // 8}).")
+    check_indices(op, indices, cols, layout)
     if layout == "canonical":
         raise ShapeError(f"{op}: canonical indices are in that order already; ask for 'mma.sp' or 'wgmma.sp'.")
-    check_layout(op, layout, indices.shape[0], cols, _HARDWARE, torch.bfloat16)
     return ((meta_shape(indices.shape[0], cols, layout), torch.int32),)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..pattern import DtypeError, Pattern, PatternError, ShapeError
-from .common import check, grouped
+from .common import check, check_packed, grouped
 from .mask import mask as nm_mask
 
 
@@ -57,11 +57,16 @@ def compress(w: Tensor, n: int, m: int, mask: Tensor | None = None) -> tuple[Ten
     return values, pack_indices(position, pattern.index_bits)
 
 
-def _checked(mask: Tensor, w: Tensor, pattern: Pattern) -> Tensor:
+def check_mask(op: str, mask: Tensor, w: Tensor) -> None:
+    """Raise unless ``mask`` is bool and of the shape of ``w``; errors name ``op``."""
     if mask.dtype != torch.bool:
-        raise DtypeError(f"compress: the mask has dtype {mask.dtype}, but bool is required; write mask.bool().")
+        raise DtypeError(f"{op}: mask has dtype {mask.dtype}; it must be bool. Compare it, e.g. mask != 0.")
     if mask.shape != w.shape:
-        raise ShapeError(f"compress: the mask has shape {tuple(mask.shape)}, the tensor {tuple(w.shape)}; they must be equal.")
+        raise ShapeError(f"{op}: mask has shape {tuple(mask.shape)}, the weight {tuple(w.shape)}; they must be equal.")
+
+
+def _checked(mask: Tensor, w: Tensor, pattern: Pattern) -> Tensor:
+    check_mask("compress", mask, w)
     most = grouped(mask, pattern.m).sum(-1)
     if most.numel() and int(most.max()) > pattern.n:
         raise ShapeError(
@@ -75,13 +80,7 @@ def decompress(values: Tensor, indices: Tensor, n: int, m: int, cols: int) -> Te
 
     Where ``cols`` is not a multiple of ``m``, positions of the last group past it are dropped.
     """
-    pattern = Pattern(n, m)
-    expected = (*values.shape[:-1], pattern.index_bytes(cols))
-    if values.dim() == 0 or values.shape[-1] != pattern.kept(cols) or indices.shape != expected:
-        raise ShapeError(
-            f"decompress: values {tuple(values.shape)} and indices {tuple(indices.shape)} are not {pattern} of {cols} columns, "
-            f"which has rows of {pattern.kept(cols)} values and {pattern.index_bytes(cols)} index bytes."
-        )
+    pattern = check_packed("decompress", values, indices, n, m, cols)
     position = unpack_indices(indices, pattern.index_bits, pattern.kept(cols)).long()
     if position.numel() and int(position.max()) >= m:
         raise ShapeError(

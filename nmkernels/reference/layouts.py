@@ -51,6 +51,15 @@ def check_layout(op: str, layout: str, rows: int, cols: int, pattern: Pattern, d
         )
 
 
+def check_indices(op: str, indices: Tensor, cols: int, layout: str) -> None:
+    """Raise unless these are canonical 2:4 indices of so many columns, which have the layout; errors name ``op``."""
+    if indices.dtype != torch.uint8:
+        raise DtypeError(f"{op}: indices have dtype {indices.dtype}; packed indices are uint8. Make them with nm.ops.compress.")
+    if indices.dim() != 2 or indices.shape[1] * 8 != cols:
+        raise ShapeError(f"{op}: indices of shape {tuple(indices.shape)} are not those of {cols} columns at 2:4, (rows, {cols // 8}).")
+    check_layout(op, layout, indices.shape[0], cols, Pattern(2, 4), torch.bfloat16)
+
+
 def meta_shape(rows: int, cols: int, layout: str) -> tuple[int, int, int]:
     """The shape of the metadata of a ``(rows, cols)`` operand in a device layout."""
     warps = WARPS[layout]
@@ -68,11 +77,7 @@ def to_layout(indices: Tensor, cols: int, layout: str) -> Tensor:
     """Canonical 2:4 indices, uint8 ``(rows, cols/8)``, in another layout; the module's page says where each word lies."""
     if layout == "canonical":
         return indices
-    if indices.dtype != torch.uint8:
-        raise DtypeError(f"to_layout: indices have dtype {indices.dtype}, but uint8 is required.")
-    if indices.dim() != 2 or indices.shape[1] * 8 != cols:
-        raise ShapeError(f"to_layout: indices of shape {tuple(indices.shape)} are not those of {cols} columns at 2:4, (rows, {cols // 8}).")
-    check_layout("to_layout", layout, indices.shape[0], cols, Pattern(2, 4), torch.bfloat16)
+    check_indices("to_layout", indices, cols, layout)
     i, j, words = meta_shape(indices.shape[0], cols, layout)
     # tile, warp, half, row of eight, 64 columns, lane of four, byte
     split = indices.reshape(i, words // 32, 2, 8, j, 4, 2)

@@ -12,8 +12,8 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..pattern import DtypeError, ShapeError
-from .common import check_float, compute_dtype
+from ..pattern import ShapeError
+from .common import check_float, check_same_dtype, compute_dtype
 from .compress import decompress
 from .layouts import from_layout, layout_of
 
@@ -35,8 +35,7 @@ def activate(op: str, y: Tensor, activation: str) -> Tensor:
 
 def _operands(op: str, x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int) -> tuple[Tensor, Tensor]:
     check_float(op, "the input", x)
-    if x.dtype != values.dtype:
-        raise DtypeError(f"{op}: the input is {x.dtype}, the compressed values {values.dtype}; cast one to the other.")
+    check_same_dtype(op, "the input", x, "the compressed values", values)
     if values.dim() != 2 or x.dim() == 0:
         raise ShapeError(f"{op}: needs 2-D values and an input of at least one dimension, got {tuple(values.shape)} and {tuple(x.shape)}.")
     wide = compute_dtype(x.dtype)
@@ -58,8 +57,7 @@ def linear(
     _check_size("linear", "the input's last dimension", x.shape[-1], cols)
     y = a @ w.T
     if bias is not None:
-        if bias.dtype != x.dtype:
-            raise DtypeError(f"linear: the bias is {bias.dtype}, the input {x.dtype}; cast one to the other.")
+        check_same_dtype("linear", "the input", x, "the bias", bias)
         if bias.shape != (values.shape[0],):
             raise ShapeError(f"linear: the bias has shape {tuple(bias.shape)}, but ({values.shape[0]},) is needed.")
         y = y + bias.to(y.dtype)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..pattern import DtypeError, OptionError, Pattern, PatternError, ShapeError
 from .common import FLOATS, check_float, compute_dtype
-from .compress import compress
+from .compress import check_mask, compress
 from .layouts import LAYOUTS, check_layout, meta_shape, to_layout
 from .mask import mask as nm_mask
 from .threshold import soft_threshold
@@ -119,10 +119,8 @@ def _check_select(op: str, select: str, mask: Tensor | None, scale: Tensor | Non
     if (mask is not None) != (select in ("given", "held")):
         missing = "without a mask" if mask is None else "beside a mask"
         raise OptionError(f'{op}: select={select!r} {missing}; a mask belongs to select="given" or "held", and only there.')
-    if mask is not None and mask.dtype != torch.bool:
-        raise DtypeError(f"{op}: mask has dtype {mask.dtype}; it must be bool. Compare it, e.g. mask != 0.")
-    if mask is not None and mask.shape != w.shape:
-        raise ShapeError(f"{op}: mask has shape {tuple(mask.shape)}, the weight {tuple(w.shape)}; they must be the same.")
+    if mask is not None:
+        check_mask(op, mask, w)
     if scale is None:
         return
     if select != "threshold":
