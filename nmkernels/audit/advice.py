@@ -84,7 +84,6 @@ class Case:
     fused: bool = True
 
     def cost(self) -> Cost:
-        """Seconds of its pieces."""
         return predict(self.device, self.layer, self.rules, self.fused)
 
     def step(self, cost: Cost | None = None) -> Pieces:
@@ -97,7 +96,6 @@ class Case:
         return inference(cost if self.rules.leaves else lambda piece: None if piece == "fprop sparse" else cost(piece), self.kept)
 
     def but(self, rules: dict[str, Any] | None = None, layer: dict[str, Any] | None = None, **more: Any) -> Case:
-        """The same with something changed."""
         return replace(self, rules=replace(self.rules, **rules or {}), layer=replace(self.layer, **layer or {}), **more)
 
     def part(self) -> str:
@@ -109,12 +107,10 @@ class Case:
         return self.step() if self.trains else self.inference()
 
     def speedup(self) -> float:
-        """How many times as fast as dense those are."""
         return speedup(self.pieces())
 
 
 def of_sparse(case: Case) -> tuple[Advice, ...]:
-    """What would make a sparse layer faster."""
     found = [*_operand(case), *(_training(case) if case.trains else ()), *_deployed(case)]
     if case.speedup() < 1 / LEAST and all((advice.speedup or 0.0) < 1 for advice in found):
         found.append(Advice("it loses, whatever is changed above: leave it dense (filter_fn)", case.part(), 1.0))
@@ -158,7 +154,6 @@ def _training(case: Case) -> Iterator[Advice]:
 
 
 def _estimate_pays(case: Case, width: int) -> bool:
-    """Whether a sparse wgrad saves what the estimate costs, with so many inputs."""
     pieces = {p.name: p for p in case.but(layer={"shape": (case.layer.shape[0], width)}).step()}
     return pieces["wgrad"].dense - pieces["wgrad"].used >= pieces["estimate"].used
 

@@ -121,7 +121,6 @@ def named(name: str) -> Device | None:
 
 
 def unknown(name: str) -> RecipeError:
-    """The error for a device that is neither in the table nor here."""
     near = suggestion(name, [*DEVICES, "cpu", "cuda"]) or "."
     return RecipeError(
         f"audit: no device is called {name!r}{near} Known are {', '.join(DEVICES)}, which need not be there, "

@@ -142,7 +142,6 @@ def tasks_of(layer: Layer, rules: Rules | None, device: torch.device, turned: bo
 
 
 def _preparing(w: Tensor, dtype: torch.dtype, rules: Rules) -> dict[str, Callable[[], object]]:
-    """The ways to mask, and pack, a master weight."""
     p, raw = rules.pattern, torch.ops.nmkernels
     if rules.prepare == "threshold":
         scale = ops.soft_threshold_scale(w, p)
@@ -258,7 +257,6 @@ def free_bytes(device: torch.device) -> float:
 
 
 def timed(tasks: Sequence[Task], device: torch.device, timer: Seconds | None, seconds: float, least: int = LEAST) -> dict[str, list[float]]:
-    """The seconds of each in every round."""
     found = Timer(device, timer).turns({task.name: [task.run] for task in tasks}, seconds, least=least)
     if found.failed:
         raise RuntimeError(next(iter(found.failed.values())))

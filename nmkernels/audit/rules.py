@@ -260,7 +260,6 @@ def product(device: Device, layer: Layer, role: str, pattern: Pattern | None = N
 
 
 def _prepare(device: Device, layer: Layer, rules: Rules, form: str, fused: bool) -> float:
-    """Mask and write the weight as ``form`` says."""
     packed, dense = packed_bytes(rules.pattern, layer.dtype), float(layer.dtype.itemsize)
     held = 0.125 if rules.prepare == "transposable" else 0.0
     written = {"dense": dense, "rows": packed, "rows+dense": packed + dense, "both": 2 * packed + held}[form]
@@ -269,13 +268,11 @@ def _prepare(device: Device, layer: Layer, rules: Rules, form: str, fused: bool)
 
 
 def _adapter(device: Device, layer: Layer, rank: int) -> float:
-    """The two products of x L R."""
     out, cols = layer.shape
     return sum(product(device, replace(layer, shape=shape), "fprop") for shape in ((rank, cols), (out, rank)))
 
 
 def at(device: Device, ratio: float) -> Device:
-    """The same device with another ratio of sparse to dense GEMMs."""
     return replace(device, ratio=dict.fromkeys(device.ratio, ratio))
 
 

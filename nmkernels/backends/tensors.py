@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -18,6 +18,24 @@ def tensors(args: Iterable[Any]) -> Iterator[Tensor]:
             yield arg
         elif isinstance(arg, (list, tuple)):
             yield from tensors(arg)
+
+
+class Around(NamedTuple):
+    """A contiguous tensor around its grouped dimension, as ``(outer, length, inner)``."""
+
+    g: Tensor
+    outer: int
+    length: int
+    inner: int
+
+
+def around(g: Tensor, dim: int, turn: bool = False) -> Around:
+    """``g`` around ``dim``; with ``turn`` a matrix may be taken as its transpose, of which the packed rows are the same."""
+    dim %= g.dim()
+    if turn and g.dim() == 2 and not g.is_contiguous() and g.t().is_contiguous():
+        g, dim = g.t(), 1 - dim
+    g, shape = (g.resolve_neg() if g.is_neg() else g).contiguous(), g.shape
+    return Around(g, shape[:dim].numel(), shape[dim], shape[dim + 1 :].numel())
 
 
 def row_stride(x: Tensor) -> int | None:

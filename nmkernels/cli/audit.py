@@ -18,7 +18,6 @@ from .config import positive
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the verb."""
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--model", default="gpt2", metavar="M", help=f"{', '.join(MODELS)}, or WIDTHxBLOCKS of models.GPT; default gpt2")
     what.add_argument("--shapes", nargs="+", metavar="OUTxIN", help="layers of these shapes instead, such as 14336x4096 4096x14336")

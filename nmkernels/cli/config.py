@@ -49,7 +49,6 @@ class TrainConfig:
 
     @property
     def model(self) -> GPTConfig:
-        """The sizes of the model, and its activation."""
         return GPTConfig(width=self.width, layers=self.layers, heads=self.heads, context=self.context, activation=self.activation)
 
     @property
@@ -58,7 +57,6 @@ class TrainConfig:
         return self.steps * self.batch * self.context
 
     def build_recipe(self) -> Recipe:
-        """The recipe, with the run's length."""
         return recipes.get(self.recipe, total_steps=self.steps, **self.options)
 
 

@@ -35,7 +35,6 @@ PACKAGES = ("numpy", "safetensors", "triton", "transformers", "accelerate", "lig
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the verb."""
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 

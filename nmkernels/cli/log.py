@@ -199,12 +199,10 @@ class Log:
                 self._board.close()
 
     def tick(self) -> None:
-        """One step is done."""
         if self._bar is not None:
             self._bar.update()
 
     def row(self, row: dict[str, Any]) -> None:
-        """Show and keep one row."""
         with _writing(self.path):
             rest = _text([row])
             while rest:  # a disk that is nearly full takes a part
@@ -264,7 +262,6 @@ def _bar(label: str, start: int, steps: int, stream: TextIO) -> Any:
 
 
 def board_writer() -> Any:
-    """The class that writes TensorBoard's files."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:

@@ -18,7 +18,6 @@ FINAL = {"nm": "N:M weights, ready to compress", "dense": "dense weights", "nm+a
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the verb."""
     parser.add_argument("name", nargs="?", metavar="NAME", help="a recipe, to see its equations and keywords; default: a list of all")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
@@ -56,7 +55,6 @@ def summary(cls: type[Any]) -> str:
 
 
 def listing(recipes: list[dict[str, Any]]) -> str:
-    """All recipes, a few lines each."""
     blocks = ["\n".join([_title(r), *_facts(r)]) for r in recipes]
     end = "python -m nmkernels recipes NAME tells more; python -m nmkernels train --recipe NAME:N:M trains with one."
     return "\n\n".join([*blocks, end])

@@ -242,7 +242,6 @@ class Run:
         folder.check(resume=self.resumes, overwrite=args.overwrite)
 
     def resume_command(self) -> str:
-        """The command line that continues this run."""
         words = [python_command(), "-m", "nmkernels", "train", "--out", str(self.out), "--resume"]
         words += ["--data", str(self.args.data)] if self.args.data else []
         words += ["--baseline"] if self.args.baseline else []

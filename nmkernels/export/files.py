@@ -75,7 +75,6 @@ def _reason(error: Exception, temporary: Path | None) -> str | None:
 
 
 def _amount(size: float) -> str:
-    """Bytes as people read them."""
     for unit in ("bytes", "kB", "MB"):
         if size < 1000:
             return f"{size:.3g} {unit}"

@@ -32,7 +32,6 @@ class LayerPlan(NamedTuple):
         return (self.weight.values, self.weight.indices, *(self.adapter or ()), *(() if self.columns is None else (self.columns,)))
 
     def equals(self, other: LayerPlan) -> bool:
-        """Whether it is the same layer, bit for bit."""
         own, its = self.tensors(), other.tensors()
         return self.weight.pattern == other.weight.pattern and len(own) == len(its) and all(map(_same, own, its))
 
@@ -102,7 +101,6 @@ def plan_load(model: nn.Module, contents: Contents, layers: dict[str, Any]) -> L
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors hold the same bits."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
     return one.data_ptr() == other.data_ptr() or torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))

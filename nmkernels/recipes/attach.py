@@ -39,11 +39,7 @@ class Attachment:
     """
 
     def __init__(
-        self,
-        run: Run,
-        optimizer: torch.optim.Optimizer,
-        layers: dict[str, NMWeight],
-        earlier: Sequence[Attachment] | None = None,
+        self, run: Run, optimizer: torch.optim.Optimizer, layers: dict[str, NMWeight], earlier: Sequence[Attachment] | None = None
     ) -> None:
         self.run, self.optimizer, self.layers = run, optimizer, layers
         self.all = () if earlier is None else (*earlier, self)
@@ -79,7 +75,6 @@ class Attachment:
 
     @property
     def group(self) -> dict[str, Any]:
-        """The parameter group of the first swapped weight."""
         return group_of(self.optimizer, self.layers)
 
     @property
@@ -90,12 +85,10 @@ class Attachment:
         return None if outside else self.masked
 
     def load(self, state: State) -> None:
-        """Put ``state`` into the optimizer and let the run go on from there."""
         self.group0[STATE_KEY] = state
         self.run.adopt(state)
 
     def detach(self) -> None:
-        """Take every trace of the recipe out of the optimizer."""
         for remover in self._removers:
             remover.remove()
         for optimizer in (self.optimizer, inner(self.optimizer)):  # ZeRO copies what stands in the groups of the one to the other
@@ -155,7 +148,7 @@ class Attachment:
                 self._masks[name] = layer.kept()
             if layer.weight.grad is None:
                 continue
-            w, g = layer.master.detach(), _oriented(layer, layer.weight.grad)
+            w, g = layer.master.detach(), layer.weight.grad.t() if layer.transposed else layer.weight.grad
             add = partial(_add, g, id(layer.weight) in negated, scale)
             if stage.held_mask:
                 g.masked_fill_(~self.run.masks.masks[name], 0.0)
@@ -378,7 +371,6 @@ def require_learned(layers: dict[str, NMWeight], optimizers: Sequence[torch.opti
 
 
 def is_attached(optimizer: torch.optim.Optimizer) -> bool:
-    """True if a recipe of any handle lives in ``optimizer`` already."""
     return any(isinstance(getattr(hook, "__self__", None), Attachment) for hook in optimizer._optimizer_step_pre_hooks.values())
 
 
@@ -396,7 +388,3 @@ def _add(g: Tensor, negated: bool, scale: Tensor | None, extra: Tensor) -> None:
 
 def _penalty(layer: NMWeight) -> Tensor | None:
     return layer.penalties().get(WEIGHT)
-
-
-def _oriented(layer: NMWeight, tensor: Tensor) -> Tensor:
-    return tensor.t() if layer.transposed else tensor

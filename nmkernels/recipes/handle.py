@@ -1,7 +1,4 @@
-"""The handle: the mutable side of a recipe on one model, from sparsify_ to finish.
-
-The way back to the dense model.
-"""
+"""The handle: the mutable side of a recipe on one model, from sparsify_ to finish and back to the dense model."""
 
 from __future__ import annotations
 
@@ -230,10 +227,17 @@ class Handle:
         """
         if self.finished:
             return self.model
-        require_ran({} if allow_unused else self.layers)
+        idle = [name for name, layer in self.layers.items() if not layer.ran and not allow_unused]
+        if idle:
+            raise RecipeError(
+                f"finish: these swapped layers never ran: {', '.join(idle)}. Their parent probably reads the weight itself, so it was "
+                "never masked. Leave them out with filter_fn, or call finish(allow_unused=True) if the model was not meant to run."
+            )
         if all(attachment.stats is None for attachment in self._attachments):
             self.run.gradients.warn("finish", self.recipe, attached=bool(self._attachments))
-        warn_early(self.recipe, self.recipe.not_ready_reason(self.state) if self._attachments else "")
+        early = self.recipe.not_ready_reason(self.state) if self._attachments else ""
+        if early:
+            self._warn_early(early)
         if self.recipe.final != "dense":
             if not self._attachments:
                 self.run.masks.permute_({})
@@ -245,6 +249,17 @@ class Handle:
             self.remove()
         self.run.activations.use(self.run.activations.final)
         return self.model
+
+    def _warn_early(self, reason: str) -> None:
+        recipe = self.recipe
+        form = "the weights become dense" if recipe.final == "dense" else f"the weights become {recipe.pattern}"
+        if recipe.setup.activation is not None:
+            form = f"the activations become {recipe.pattern}"
+        left = "the adapters add nothing" if recipe.final == "nm+adapter" else f"{form} without having been trained in that form"
+        warnings.warn(
+            f"finish: the recipe {recipe.name} {reason}, so {left}; total_steps is probably larger than the number of steps taken.",
+            stacklevel=3,
+        )
 
     def remove(self) -> nn.Module:
         """Give every layer back as the dense layer it was made from, with its weight as it is, and take every hook away.
@@ -267,29 +282,6 @@ class Handle:
         self.run.streams.forget()
 
 
-def require_ran(layers: dict[str, NMWeight]) -> None:
-    """Raise ``RecipeError`` if a layer never ran: then nothing was trained sparse there."""
-    idle = [name for name, layer in layers.items() if not layer.ran]
-    if idle:
-        raise RecipeError(
-            f"finish: these swapped layers never ran: {', '.join(idle)}. Their parent probably reads the weight itself, so it was "
-            "never masked. Leave them out with filter_fn, or call finish(allow_unused=True) if the model was not meant to run."
-        )
-
-
-def warn_early(recipe: Recipe, early: str) -> None:
-    """Warn, unless ``early`` is empty, that it is too early to finish for that reason."""
-    if early:
-        form = "the weights become dense" if recipe.final == "dense" else f"the weights become {recipe.pattern}"
-        if recipe.setup.activation is not None:
-            form = f"the activations become {recipe.pattern}"
-        left = "the adapters add nothing" if recipe.final == "nm+adapter" else f"{form} without having been trained in that form"
-        warnings.warn(
-            f"finish: the recipe {recipe.name} {early}, so {left}; total_steps is probably larger than the number of steps taken.",
-            stacklevel=3,
-        )
-
-
 @torch.no_grad()
 def make_nm(layers: dict[str, NMWeight], transforms: dict[str, WeightTransform]) -> None:
     """Replace every layer's weight by what its transform makes of it, and take from the layer what only training needed."""
@@ -297,7 +289,10 @@ def make_nm(layers: dict[str, NMWeight], transforms: dict[str, WeightTransform])
         if not bool(torch.isfinite(layer.weight).all()):
             raise RecipeError(f"finish: the weight of layer {name!r} has NaN or infinite values; training diverged before this point.")
     pruned = {name: layers[name].transformed(transform) for name, transform in transforms.items()}
-    orders = {name: _order(transform, layers[name].master.shape[1]) for name, transform in transforms.items()}
+    orders = {}
+    for name, transform in transforms.items():
+        columns = transform.traits.columns
+        orders[name] = None if columns is None else columns(layers[name].master.shape[1])
     for name, weight in pruned.items():
         order = orders[name]
         if not ops.is_nm(weight if order is None else weight[:, order.to(weight.device)], layers[name].pattern):
@@ -309,8 +304,3 @@ def make_nm(layers: dict[str, NMWeight], transforms: dict[str, WeightTransform])
         layer.forget(adapter=False)
         layer.adapts = True
         layer.effective.release()
-
-
-def _order(transform: WeightTransform, cols: int) -> Tensor | None:
-    columns = transform.traits.columns
-    return None if columns is None else columns(cols)

@@ -116,7 +116,6 @@ class HeldMasks:
                 raise CheckpointError(f"the checkpoint's mask of layer {name!r} is of another shape than its weight ({rows}, {cols}).")
 
     def forget(self) -> None:
-        """Hold no masks, as before they were chosen."""
         self.masks, self._source = {}, None
 
     @torch.no_grad()

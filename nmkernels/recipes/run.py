@@ -175,7 +175,6 @@ class Run:
         return {name: self.masks.preview(name) or layer.final for name, layer in self.layers.items()}
 
     def end(self) -> None:
-        """Let go of all that was switched or watched for the run."""
         self.streams.forget()
         self.frozen.end()
         self.gradients.end()
@@ -204,7 +203,6 @@ class Frozen:
             p.grad = None  # zeros left by zero_grad(set_to_none=False) would still be decayed
 
     def end(self) -> None:
-        """Switch them on again."""
         for p in self.params:
             p.requires_grad_(True)
         self.params = []
@@ -253,7 +251,6 @@ class Activations:
             module.rule = rule
 
     def restore(self) -> None:
-        """Give every governed module the rule that it had before the recipe."""
         for module, rule in self.before:
             module.rule = rule
 
@@ -275,7 +272,6 @@ class Gradients:
         self.seen = True
 
     def end(self) -> None:
-        """Watch no longer."""
         while self._removers:
             self._removers.pop().remove()
 

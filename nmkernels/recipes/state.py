@@ -82,7 +82,6 @@ class Streams:
         check_layers("random streams", state.get("streams", self.layers), self.layers)
 
     def forget(self) -> None:
-        """Take the streams from the layers."""
         for layer in self.layers.values():
             layer.__dict__["seed"] = None
 
@@ -117,7 +116,6 @@ class LayerPatterns:
         self._give()
 
     def save(self, state: State) -> None:
-        """Keep the patterns in ``state``."""
         if self.own:
             state["patterns"] = {name: str(pattern) for name, pattern in self.own.items()}
 

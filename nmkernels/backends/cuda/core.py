@@ -62,7 +62,6 @@ def runnable(args: Iterable[Any], device: str) -> Verdict:
 
 
 def plain(args: tuple[Any, ...], device: str) -> Verdict:
-    """What an op that takes no lists can run."""
     usual = device == "cuda"
     for x in args:
         if isinstance(x, Tensor):
@@ -108,7 +107,6 @@ def register(
 
 @cache
 def emulator_built() -> bool:
-    """Whether ``nmkernels._emulated`` is there."""
     return util.find_spec("nmkernels._emulated") is not None
 
 

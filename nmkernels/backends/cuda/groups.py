@@ -25,7 +25,6 @@ _elementwise("nm_soft_threshold", "soft_threshold")
 
 @register("nm_soft_threshold_scale")
 def soft_threshold_scale(w: Tensor, n: int, m: int, out: Tensor | None = None) -> Tensor:
-    """``nm_soft_threshold_scale``."""
     w = contiguous(w)
     scale = w.new_empty((), dtype=torch.float32) if out is None else out
     kernels, numel = core(w), w.numel()
@@ -35,7 +34,6 @@ def soft_threshold_scale(w: Tensor, n: int, m: int, out: Tensor | None = None) -
 
 
 def supports_transposable(w: Tensor, n: int, m: int) -> Verdict:
-    """What transposable_mask can run."""
     if (n, m) != (2, 4):
         return False, f"it tries the patterns of 2:4 only; {n}:{m} is a matching problem, which the reference and the CPU solve"
     return True, ""
@@ -43,7 +41,6 @@ def supports_transposable(w: Tensor, n: int, m: int) -> Verdict:
 
 @register("nm_transposable_mask", supports_transposable)
 def transposable_mask(w: Tensor, n: int, m: int, out: Tensor | None = None) -> Tensor:
-    """``nm_transposable_mask``."""
     w, cols = contiguous(w), w.shape[-1]
     result = torch.empty_like(w, dtype=torch.bool) if out is None else out
     if w.numel():

@@ -103,7 +103,6 @@ def _takes_wgrad(values: Tensor, indices: Tensor, n: int, m: int, cols: int, x: 
 
 @register("nm_linear_wgrad", _takes_wgrad)
 def linear_wgrad(values: Tensor, indices: Tensor, n: int, m: int, cols: int, x: Tensor, out: Tensor | None = None) -> Tensor:
-    """``nm_linear_wgrad``."""
     y = x.new_empty(values.shape[0], x.shape[1]) if out is None else out
     return multiply(values, indices, x, y, x.shape[1], cols, True) if y.numel() else y
 
@@ -169,7 +168,6 @@ def linear(
     x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, bias: Tensor | None = None, activation: str = "",
     residual: Tensor | None = None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """``nm_linear``."""
     rows, tokens = values.shape[0], _tokens(x, cols)
     y = x.new_empty(*x.shape[:-1], rows) if out is None else out
     if not y.numel():

@@ -5,39 +5,20 @@ Memory is seen as ``(outer, length, inner)`` around the grouped dimension. The s
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from ...pattern import Pattern
-from .core import DTYPES, contiguous, core, queue, register
-
-
-class Around(NamedTuple):
-    """A contiguous tensor around its grouped dimension."""
-
-    g: Tensor
-    outer: int
-    length: int
-    inner: int
-
-
-def _around(g: Tensor, dim: int, turn: bool = False) -> Around:
-    dim %= g.dim()
-    if turn and g.dim() == 2 and not g.is_contiguous() and g.t().is_contiguous():
-        g, dim = g.t(), 1 - dim  # packed rows are the same, whichever way g lies
-    g, shape = contiguous(g), g.shape
-    return Around(g, shape[:dim].numel(), shape[dim], shape[dim + 1 :].numel())
+from ..tensors import around
+from .core import DTYPES, core, queue, register
 
 
 @register("nm_mvue")
 def mvue(g: Tensor, n: int, m: int, dim: int, seed: Tensor, method: str, out: Tensor | None = None) -> Tensor:
-    """``nm_mvue``."""
     result = g.new_empty(g.shape) if out is None else out
-    (g, *around), seed = _around(g, dim), seed.contiguous()
+    (g, *sizes), seed = around(g, dim), seed.contiguous()
     core(g).mvue(
-        g.data_ptr(), DTYPES[g.dtype], *around, n, m, seed.data_ptr(), method == "approx", result.data_ptr(), *queue(g)
+        g.data_ptr(), DTYPES[g.dtype], *sizes, n, m, seed.data_ptr(), method == "approx", result.data_ptr(), *queue(g)
     )  # fmt: skip
     return result
 
@@ -46,12 +27,11 @@ def mvue(g: Tensor, n: int, m: int, dim: int, seed: Tensor, method: str, out: Te
 def mvue_compress(
     g: Tensor, n: int, m: int, dim: int, seed: Tensor, method: str, out: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """``nm_mvue_compress``."""
     if out is None:
         p, length = Pattern(n, m), g.shape[dim]
         lead = g.movedim(dim, -1).shape[:-1]
         out = g.new_empty(*lead, p.kept(length)), g.new_empty(*lead, p.index_bytes(length), dtype=torch.uint8)
-    (g, *around), seed = _around(g, dim, turn=True), seed.contiguous()
+    (g, *sizes), seed = around(g, dim, turn=True), seed.contiguous()
     packed = out[0].data_ptr(), out[1].data_ptr()
-    core(g).mvue_compress(g.data_ptr(), DTYPES[g.dtype], *around, n, m, seed.data_ptr(), method == "approx", *packed, *queue(g))
+    core(g).mvue_compress(g.data_ptr(), DTYPES[g.dtype], *sizes, n, m, seed.data_ptr(), method == "approx", *packed, *queue(g))
     return out

@@ -16,7 +16,6 @@ from .groups import supports_transposable, transposable_mask
 
 
 def supports_pack(w: Tensor, n: int, m: int, select: str, *rest: Any) -> Verdict:
-    """What pack can run."""
     if rest[2] == torch.float64:
         return False, "it computes in float32, and this call packs float64"
     return supports_transposable(w, n, m) if select == "transposable" else (True, "")

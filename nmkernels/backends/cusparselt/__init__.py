@@ -10,8 +10,8 @@ from . import linear
 from .algorithms import search, search_product
 from .blobs import Blob
 from .context import Algorithm, Problem
-from .product import compress, compress_packed, matmul
+from .product import compress, matmul
 
 linear.register()
 
-__all__ = ["Algorithm", "Blob", "Problem", "compress", "compress_packed", "matmul", "search", "search_product"]
+__all__ = ["Algorithm", "Blob", "Problem", "compress", "matmul", "search", "search_product"]

@@ -84,7 +84,6 @@ class Trial:
         return wrong
 
     def plan(self, algorithm: Algorithm) -> Ready:
-        """The plan by an algorithm."""
         return self.here.plan(self.problem, algorithm, self.dense)
 
     def run(self, ready: Ready, out: Tensor) -> None:
@@ -99,8 +98,6 @@ class Trial:
         self.here.run(ready, self.blob.address, self.dense, out, self.bias, self.residual, self.stream, 1.0)
 
     def candidate(self, algorithm: Algorithm) -> Candidate:
-        """An algorithm, for the tuner."""
-
         def calls() -> list[Callable[[], None]]:
             out, ready = torch.empty_like(self.validator.theirs), self.plan(algorithm)
             return [lambda: self.again(ready, out)]
@@ -209,7 +206,6 @@ def ready_for(problem: Problem, here: Here, like: Tensor, stream: int) -> Ready:
 
 
 def refusal(problem: Problem, here: Here) -> str:
-    """Why a problem was refused before; empty where it was not."""
     return _refused.get(_in_process(problem, here), "")
 
 
@@ -268,7 +264,6 @@ def remember(problem: Problem, here: Here, algorithm: Algorithm) -> None:
 
 
 def settled(problem: Problem, here: Here) -> Algorithm | None:
-    """The algorithm that this process uses."""
     return _checked.get(_in_process(problem, here))
 
 
@@ -277,7 +272,6 @@ def _in_process(problem: Problem, here: Here) -> tuple[int, int, Problem]:
 
 
 def _key(problem: Problem, here: Here, like: Tensor) -> str:
-    """Its line of the table."""
     return key("cusparselt", like.device, f"cuSPARSELt {version_text(here.library.version)}|{problem.text}", problem.width)
 
 
@@ -309,7 +303,6 @@ def _ignored(why: str) -> bool:
 
 
 def forget() -> None:
-    """Check everything anew, and read the table anew."""
     _checked.clear()
     _refused.clear()
     TABLE.forget()

@@ -108,7 +108,6 @@ def _await(entry: _Entry, values: Tensor, stream: int) -> None:
 
 
 def forget() -> None:
-    """Forget every blob."""
     _entries.clear()
 
 

@@ -1,6 +1,4 @@
-"""What a product by cuSPARSELt is described by: everything that its plan, and the choice of its algorithm, depend on.
-
-A thread's way to the library: one handle per thread and device, the plans that were made with it, and their workspaces.
+"""What describes a product by cuSPARSELt, and a thread's way to the library: a handle per device, its plans and their workspaces.
 
 The library's handles and plans are not for several threads at once, and autograd runs backward in threads of its own, so each thread has
 its own; they end with it. A plan is a few kilobytes on the host, and making one takes the host 50 to 200 us.
@@ -54,35 +52,28 @@ class Here:
         if len(self.plans) >= KEPT:
             self.clear()
         transposed, by_token = LAYOUTS[problem.layout]
+        if problem.bias and (self.zero is None or self.zero.numel() < problem.rows):
+            self.zero = torch.zeros(problem.rows, dtype=torch.float32, device=like.device)
+        # an address to make the plan with; each call tells its own
+        bias = self.zero.data_ptr() if problem.bias and self.zero is not None else 0
         with failures():
             number = self.context.plan(
                 problem.rows, problem.cols, problem.width, CODES[problem.dtype], CODES[problem.out], transposed, by_token,
-                self._some_bias(problem, like), ACTIVATIONS[problem.activation], *algorithm,
+                bias, ACTIVATIONS[problem.activation], *algorithm,
             )  # fmt: skip
         found = Ready(number, self.context.workspace(number), problem, algorithm)
         self.plans[problem, algorithm] = found
         return found
 
-    def _some_bias(self, problem: Problem, like: Tensor) -> int:
-        """An address to make the plan with; each call tells its own."""
-        if not problem.bias:
-            return 0
-        if self.zero is None or self.zero.numel() < problem.rows:
-            self.zero = torch.zeros(problem.rows, dtype=torch.float32, device=like.device)
-        return self.zero.data_ptr()
-
     def drop(self, ready: Ready) -> None:
-        """Forget a plan that is not needed again."""
         self.plans.pop((ready.problem, ready.algorithm), None)
         self.context.drop(ready.number)
 
     def forget(self, problem: Problem) -> None:
-        """Forget every plan of a problem."""
         for ready in [ready for ready in self.plans.values() if ready.problem == problem]:
             self.drop(ready)
 
     def clear(self) -> None:
-        """Forget every plan."""
         for ready in self.plans.values():
             self.context.drop(ready.number)
         self.plans.clear()
@@ -115,25 +106,20 @@ class Here:
             raise BackendError(f"cuSPARSELt: {error}") from None
 
 
-class _Threads(threading.local):
-    def __init__(self) -> None:
-        self.here: dict[int, Here] = {}
-
-
-_threads = _Threads()
+_thread = threading.local()
 
 
 def here(device: int) -> Here:
     """What this thread has on a device; the handle is made at the first call."""
-    found = _threads.here.get(device)
+    mine = vars(_thread)
+    found: Here | None = mine.get(device)
     if found is None:
         with failures():
-            found = _threads.here[device] = Here(library(), device)
+            found = mine[device] = Here(library(), device)
     return found
 
 
 def library() -> Any:
-    """The opened library."""
     found, reason = capability.opened()
     if found is None:
         raise BackendError(f"cuSPARSELt: {reason}")
@@ -141,7 +127,6 @@ def library() -> Any:
 
 
 def place(x: Tensor) -> tuple[int, int]:
-    """The device of a tensor, and its current stream."""
     if x.is_cpu:
         return on_host()
     device = x.get_device()
@@ -154,8 +139,7 @@ def on_host() -> tuple[int, int]:
 
 
 def existing(device: int) -> Here | None:
-    """What this thread has on a device already."""
-    return _threads.here.get(device)
+    return vars(_thread).get(device)
 
 
 def elsewhere(x: Tensor, device: int) -> bool:
@@ -164,7 +148,6 @@ def elsewhere(x: Tensor, device: int) -> bool:
 
 
 def capturing(x: Tensor) -> bool:
-    """Whether a CUDA graph records what is launched now."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
@@ -178,8 +161,6 @@ def refuse_capture(x: Tensor) -> None:
 
 
 class failures(AbstractContextManager[None]):
-    """Turns an error of the library into a ``BackendError``."""
-
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, _core().Failure):
             raise BackendError(f"cuSPARSELt: {error}") from None

@@ -56,7 +56,6 @@ def _look(dtype: torch.dtype, at: Here, like: Tensor, stream: int) -> bool:
 
 
 def forget() -> None:
-    """Look again."""
     _GELU.clear()
 
 
@@ -118,7 +117,6 @@ def linear(
     x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, bias: Tensor | None = None, activation: str = "",
     residual: Tensor | None = None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """``nm_linear``."""
     rows, tokens = values.shape[0], x.numel() // cols
     if not tokens:
         return x.new_empty(*x.shape[:-1], rows) if out is None else out
@@ -194,7 +192,6 @@ def linear_wgrad(values: Tensor, indices: Tensor, n: int, m: int, cols: int, x: 
 
 
 def _runnable(x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, others: tuple[Tensor | None, ...]) -> Verdict:
-    """Whether the library is there, and reaches these tensors."""
     if x.is_cpu and not os.environ.get(capability.ENV):
         return False, "it runs on GPUs, and one of these tensors is on cpu"
     library, reason = capability.opened()
@@ -261,7 +258,6 @@ def _known(key: Any, x: Tensor, candidates: list[Problem]) -> Verdict:
 
 
 def register() -> None:
-    """Both ops, for the dispatcher."""
     tuning = Tuning(prepare=search, keeps=True)
     impl("nm_linear", backend=NAME, priority=PRIORITY, supports=_fits, ready=_ready, tuning=tuning)(linear)
     impl("nm_linear_wgrad", backend=NAME, priority=PRIORITY, supports=_fits_wgrad, ready=_ready_wgrad, tuning=tuning)(linear_wgrad)

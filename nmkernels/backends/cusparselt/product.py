@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...pattern import DtypeError, OptionError, PatternError, ShapeError
+from ...pattern import DtypeError, OptionError, ShapeError
 from .algorithms import ready_for
-from .blobs import Blob, aligned, compress_as, expanded
+from .blobs import Blob, aligned, compress_as
 from .context import ACTIVATIONS, RESULTS, Problem, capturing, elsewhere, here, misfit, place, width_step
 
 TRANSPOSED = {"nt": False, "nn": True, "tn": True}
@@ -58,41 +58,8 @@ def compress(dense: Tensor, layout: str = "nt", mask: Tensor | None = None) -> B
     _check_kept(kept, TRANSPOSED[layout])
     if dense.dtype.itemsize == 1:
         # read along the sum only: what is given the other way is turned first
-        kept = kept.view(torch.int8).t().contiguous().view(dense.dtype) if TRANSPOSED[layout] else kept
-        return compress_as("nt", kept, here(device), stream, layout)
+        return compress_as("nt", _transposed(kept) if TRANSPOSED[layout] else kept, here(device), stream, layout)
     return compress_as(layout, kept, here(device), stream)
-
-
-def compress_packed(values: Tensor, indices: Tensor, n: int, m: int, cols: int) -> Blob:
-    """``compress`` of a packed weight, for layout nt, by way of its dense form: what the ops do with theirs, once for each weight.
-
-    Args:
-        values, indices: of ``nm.ops.compress`` ``(rows, ...)``, or values and int32 metadata of ``nm.ops.relayout``; 16 bits.
-        n, m: the pattern; at most 2 of every M, M a multiple of 4.
-        cols: the dense columns.
-
-    Raises:
-        PatternError: the pattern is not always 2:4. ShapeError, DtypeError, BackendError: as ``compress``.
-
-    Example:
-        >>> import torch
-        >>> from nmkernels.backends.cusparselt import compress_packed
-        >>> compress_packed(torch.ones(16, 8), torch.zeros(16, 2, dtype=torch.uint8), 4, 8, 16)
-        Traceback (most recent call last):
-        nmkernels.pattern.PatternError: compress_packed: 4:8 is not always 2:4; at most 2 of every M are, with M a multiple of 4.
-    """
-    if n > 2 or m % 4:
-        raise PatternError(f"compress_packed: {n}:{m} is not always 2:4; at most 2 of every M are, with M a multiple of 4.")
-    wrong = misfit(values.dtype, values.shape[0], cols)
-    if values.dtype not in RESULTS or values.dtype.itemsize != 2:
-        raise DtypeError(f"compress_packed: packed weights are float16 or bfloat16 here, not {values.dtype}.")
-    if wrong:
-        raise ShapeError(f"compress_packed: {wrong}; pad with zeros.")
-    device, stream = place(values)
-    if elsewhere(values, device):
-        with torch.cuda.device(device):
-            return compress_packed(values, indices, n, m, cols)
-    return compress_as("nt", expanded(values, indices, (n, m, cols)), here(device), stream)
 
 
 def _float8(x: Tensor) -> bool:
@@ -144,7 +111,7 @@ def matmul(
         with torch.cuda.device(device):
             return matmul(blob, dense, bias, activation, residual, alpha, out_dtype)
     turned = not by_token and blob.stored == "nt"  # in 8 bits, as nt: dWᵀ = xᵀ g
-    b = _turned(dense) if turned else dense
+    b = _transposed(dense) if turned else dense
     r = residual.t() if turned and residual is not None else residual
     width = b.shape[0] if by_token or turned else b.shape[1]
     pad = -width % max(width_step(blob.dtype), width_step(out_dtype))
@@ -157,16 +124,13 @@ def matmul(
     ready = ready_for(problem, at, dense, stream)
     shape = (width + pad, blob.rows) if problem.by_token else (blob.rows, width + pad)
     out = torch.empty(shape, dtype=out_dtype, device=dense.device)
-    at.run(ready, blob.address, aligned(b), out, _aligned(bias), _aligned(r), stream, alpha)
+    bias, r = (None if x is None else aligned(x) for x in (bias, r))
+    at.run(ready, blob.address, aligned(b), out, bias, r, stream, alpha)
     y = out[:width] if problem.by_token else out[:, :width]
     return (y.t() if turned else y).contiguous()
 
 
-def _aligned(x: Tensor | None) -> Tensor | None:
-    return None if x is None else aligned(x)
-
-
-def _turned(x: Tensor) -> Tensor:
+def _transposed(x: Tensor) -> Tensor:
     return x.view(torch.int8).t().contiguous().view(x.dtype)
 
 
@@ -200,6 +164,3 @@ def _check(blob: Blob, dense: Tensor, bias: Tensor | None, activation: str, resi
 def _check_fits(what: str, x: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: Any) -> None:
     if x is not None and (tuple(x.shape) != shape or x.dtype != dtype or x.device != device):
         raise ShapeError(f"matmul: the {what} is {x.dtype} {tuple(x.shape)} on {x.device}; it must be {dtype} {shape} on {device}.")
-
-
-__all__ = ["compress", "compress_packed", "matmul"]

@@ -76,7 +76,6 @@ def supports_adamw(params: Sequence[Tensor], grads: Sequence[Tensor], *rest: Any
 
 
 def supports_transposable(w: Tensor, n: int, m: int) -> Verdict:
-    """What transposable_mask can run."""
     if (n, m) != (2, 4):
         return False, f"it tries the patterns of 2:4 only; {n}:{m} is a matching problem, which the reference and the CPU solve"
     return supports(w)

@@ -36,7 +36,6 @@ FEW, SLICES = 32768, 64
 
 @triton.jit
 def power(base, exponent):
-    """base**exponent in float64 by squaring, lowest bit first."""
     result = tl.full([], 1.0, tl.float64)
     while exponent > 0:
         result = tl.where((exponent & 1) == 1, result * base, result)
@@ -99,13 +98,11 @@ def mask_of(x, N: tl.constexpr, M: tl.constexpr, PADDED: tl.constexpr):
 
 @triton.jit
 def total(x, there):
-    """Σ of the chosen elements in float64."""
     return tl.sum(tl.where(there, x, 0.0).to(tl.float64), 0)
 
 
 @triton.jit
 def amount(there):
-    """How many are chosen, in float64."""
     return tl.sum(there.to(tl.int32), 0).to(tl.float64)
 
 

@@ -35,7 +35,6 @@ BLOCK = 1024
 
 @triton.jit
 def bits_of(x):
-    """The bits of ``x`` as a signed integer of its size."""
     if x.dtype.primitive_bitwidth == 16:
         return x.to(tl.int16, bitcast=True)
     else:
@@ -171,7 +170,6 @@ def load_groups(x, first, count, M: tl.constexpr, TILE: tl.constexpr, PADDED: tl
 
 @triton.jit
 def store_groups(out, tile, first, count, M: tl.constexpr):
-    """The inverse of ``load_groups``."""
     if tile.shape[1] == M:
         line = tl.arange(0, tile.shape[0] * M)
         tl.store(out + first * M + line, tl.reshape(tile, [tile.shape[0] * M]), mask=line < (count - first) * M)
@@ -210,7 +208,6 @@ def shrink(x, N: tl.constexpr, M: tl.constexpr):
 
 @triton.jit
 def soft_threshold_kernel(w, out, groups, N: tl.constexpr, M: tl.constexpr, TILE: tl.constexpr, PADDED: tl.constexpr):
-    """out = soft_threshold(w)."""
     first = tl.program_id(0).to(tl.int64) * TILE
     x = load_groups(w, first, groups, M, TILE, PADDED)
     store_groups(out, shrink(x, N, M), first, groups, M)
@@ -233,17 +230,14 @@ def _elementwise(kernel: object, w: Tensor, n: int, m: int, out: Tensor | None, 
 
 
 def mask(w: Tensor, n: int, m: int, out: Tensor | None = None) -> Tensor:
-    """``nm_mask``."""
     return _elementwise(mask_kernel, w, n, m, out, torch.bool)
 
 
 def prune(w: Tensor, n: int, m: int, out: Tensor | None = None) -> Tensor:
-    """``nm_prune``."""
     return _elementwise(prune_kernel, w, n, m, out, w.dtype)
 
 
 def soft_threshold(w: Tensor, n: int, m: int, out: Tensor | None = None) -> Tensor:
-    """``nm_soft_threshold``."""
     return _elementwise(soft_threshold_kernel, w, n, m, out, w.dtype)
 
 
@@ -280,7 +274,6 @@ def scale_kernel(sums, scale, programs, BLOCK: tl.constexpr):
 
 
 def soft_threshold_scale(w: Tensor, n: int, m: int, out: Tensor | None = None) -> Tensor:
-    """``nm_soft_threshold_scale``."""
     w = w.resolve_neg().contiguous()
     scale = w.new_empty((), dtype=torch.float32) if out is None else out
     groups, padded, tile = _tiles(w, m)

@@ -160,12 +160,10 @@ def flagged(flag: Tensor) -> bool:
 
 
 def next_power_of_2(x: int) -> int:
-    """The smallest power of two that is at least ``x``."""
     return 1 << (x - 1).bit_length() if x > 1 else 1
 
 
 def cdiv(a: int, b: int) -> int:
-    """a / b rounded up."""
     return -(-a // b)
 
 

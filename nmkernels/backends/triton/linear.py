@@ -115,7 +115,6 @@ def linear(
     x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, bias: Tensor | None = None, activation: str = "",
     residual: Tensor | None = None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """``nm_linear``."""
     y = _linear(x, values, indices, n, m, cols, bias, activation, out)
     return y if residual is None else y.add_(residual)
 
@@ -140,7 +139,6 @@ def _linear(
 
 
 def linear_dgrad(g: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, out: Tensor | None = None) -> Tensor:
-    """``nm_linear_dgrad``."""
     rows, flat = values.shape[0], matrix(g)
     tokens = flat.shape[0]
     values, indices = packed(values, indices)
@@ -156,7 +154,6 @@ def linear_dgrad(g: Tensor, values: Tensor, indices: Tensor, n: int, m: int, col
 
 
 def linear_wgrad(values: Tensor, indices: Tensor, n: int, m: int, cols: int, x: Tensor, out: Tensor | None = None) -> Tensor:
-    """``nm_linear_wgrad``."""
     rows, width = values.shape[0], x.shape[1]
     values, indices = packed(values, indices)
     p = choose("wgrad", x.dtype, rows, cols, width, n, m, x.device, capability(x))

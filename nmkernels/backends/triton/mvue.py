@@ -8,14 +8,13 @@ those of ``reference/mvue.py`` and ``csrc/core/mvue.h``, where the method is exp
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ...pattern import Pattern
+from ..tensors import Around, around
 from .compress import as_integers, compress
 from .groups import bits_of, kept, load_groups, narrow, store_groups, widen
 from .launch import cdiv, launch, next_power_of_2
@@ -96,7 +95,6 @@ def tree(x):
 
 @triton.jit
 def _any(x):
-    """Whether any element of a tensor of truth values is true."""
     return tl.max(tl.reshape(x.to(tl.int32), [x.numel]), 0) > 0
 
 
@@ -226,7 +224,7 @@ def _column_places(column, first, length, inner, M: tl.constexpr, GROUPS: tl.con
 
 @triton.jit
 def load_columns(g, column, first, length, inner, M: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constexpr, PADDED: tl.constexpr):
-    """What ``load_places`` loads as one tile ``[GROUPS * COLUMNS, PADDED]``, for any M."""
+    """Groups down a tile of columns, as ``[GROUPS * COLUMNS, PADDED]``."""
     at, there = _column_places(column, first, length, inner, M, GROUPS, COLUMNS, PADDED)
     tile = tl.load(g + at, mask=there, other=0.0)
     return tl.reshape(tl.permute(tile, [0, 2, 1]), [GROUPS * COLUMNS, PADDED])
@@ -234,7 +232,6 @@ def load_columns(g, column, first, length, inner, M: tl.constexpr, GROUPS: tl.co
 
 @triton.jit
 def store_columns(out, tile, column, first, length, inner, M: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The inverse of ``load_columns``."""
     at, there = _column_places(column, first, length, inner, M, GROUPS, COLUMNS, tile.shape[1])
     tl.store(out + at, tl.permute(tl.reshape(tile, [GROUPS, COLUMNS, tile.shape[1]]), [0, 2, 1]), mask=there)
 
@@ -247,16 +244,6 @@ def store_turned(out, tile, first, columns, per_line, M: tl.constexpr, GROUPS: t
     place = tl.arange(0, tile.shape[1])[None, :]
     there = (place < M) & (group < per_line) & (column < columns)
     tl.store(out + (column * wide(per_line) + group) * M + place, tile, mask=there)
-
-
-@triton.jit
-def uniforms(seed, j, APPROX: tl.constexpr):
-    """The one or two 24-bit uniforms of each group ``j`` (int64), as two tensors."""
-    if APPROX:
-        return pairs24(seed, j)
-    else:
-        u = uniforms24(seed, j)
-        return u, u
 
 
 @triton.jit
@@ -292,7 +279,12 @@ def mvue_columns_kernel(
     line = outer * inner + column
     x = load_columns(g + outer * length * inner, column, first, length, inner, M, GROUPS, COLUMNS, PADDED)
     i = tl.arange(0, GROUPS * COLUMNS)
-    u0, u1 = uniforms(seed, (line + i % COLUMNS) * per_line + first + i // COLUMNS, APPROX)
+    j = (line + i % COLUMNS) * per_line + first + i // COLUMNS
+    if APPROX:
+        u0, u1 = pairs24(seed, j)
+    else:
+        u0 = uniforms24(seed, j)
+        u1 = u0
     tile = estimate(x, u0, u1, N, M, APPROX)
     if TURNED:
         store_turned(out + line * per_line * M, tile, first, inner - column, per_line, M, GROUPS, COLUMNS)
@@ -300,24 +292,7 @@ def mvue_columns_kernel(
         store_columns(out + outer * length * inner, tile, column, first, length, inner, M, GROUPS, COLUMNS)
 
 
-class Layout(NamedTuple):
-    """A tensor around its grouped dimension, as both ops take it: contiguous, ``(outer, length, inner)``."""
-
-    g: Tensor
-    outer: int
-    length: int
-    inner: int
-
-
-def _layout(g: Tensor, dim: int, turn: bool) -> Layout:
-    dim %= g.dim()
-    if turn and g.dim() == 2 and not g.is_contiguous() and g.t().is_contiguous():
-        g, dim = g.t(), 1 - dim  # packed rows are the same, whichever way g lies
-    g = g.resolve_neg().contiguous()
-    return Layout(g, g.shape[:dim].numel(), g.shape[dim], g.shape[dim + 1 :].numel())
-
-
-def _estimate(given: Layout, n: int, m: int, seed: Tensor, method: str, out: Tensor, turned: bool) -> None:
+def _estimate(given: Around, n: int, m: int, seed: Tensor, method: str, out: Tensor, turned: bool) -> None:
     """Start the kernel that writes the dense estimate: like g, or turned: ``(outer, inner, length in whole groups)``."""
     g, outer, length, inner = given
     padded = next_power_of_2(m)
@@ -334,9 +309,8 @@ def _estimate(given: Layout, n: int, m: int, seed: Tensor, method: str, out: Ten
 
 
 def mvue(g: Tensor, n: int, m: int, dim: int, seed: Tensor, method: str, out: Tensor | None = None) -> Tensor:
-    """``nm_mvue``."""
     result = g.new_empty(g.shape) if out is None else out
-    _estimate(_layout(g, dim, turn=False), n, m, seed.contiguous(), method, result, turned=False)
+    _estimate(around(g, dim), n, m, seed.contiguous(), method, result, turned=False)
     return result
 
 
@@ -344,7 +318,7 @@ def mvue_compress(
     g: Tensor, n: int, m: int, dim: int, seed: Tensor, method: str, out: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
     """``nm_mvue_compress``: a dense estimate, turned, whose non-zeros are its N largest of each group."""
-    p, lead, given = Pattern(n, m), g.movedim(dim, -1).shape[:-1], _layout(g, dim, turn=True)
+    p, lead, given = Pattern(n, m), g.movedim(dim, -1).shape[:-1], around(g, dim, turn=True)
     groups = p.groups(given.length)
     if out is None:
         out = g.new_empty(*lead, groups * n), g.new_empty(*lead, p.index_bytes(given.length), dtype=torch.uint8)

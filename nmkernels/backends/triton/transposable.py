@@ -54,7 +54,6 @@ def _larger(a, b):
 
 @triton.jit
 def _largest(t):
-    """The largest of six integers."""
     return tl.maximum(tl.maximum(tl.maximum(t[0], t[1]), t[2]), tl.maximum(tl.maximum(t[3], t[4]), t[5]))
 
 
@@ -187,7 +186,6 @@ def transposable_mask_kernel(w, out, bands, per_band, across, BANDS: tl.constexp
 
 
 def transposable_mask(w: Tensor, n: int, m: int, out: Tensor | None = None) -> Tensor:
-    """``nm_transposable_mask``, 2:4."""
     w = w.resolve_neg().contiguous()
     result = torch.empty_like(w, dtype=torch.bool) if out is None else out
     if not w.numel():

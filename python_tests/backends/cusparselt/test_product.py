@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from nmkernels import DtypeError, ShapeError, ops, testing
-from nmkernels.backends.cusparselt import compress, compress_packed, context, matmul
+from nmkernels.backends.cusparselt import compress, context, matmul
 from nmkernels.pattern import OptionError
 
 FLOATS = (torch.float16, torch.bfloat16)
@@ -94,20 +94,6 @@ def test_from_a_mask(fake, dtype) -> None:
     kept = torch.where(mask, w.float(), 0).to(dtype)
     x = normal(16, 64, dtype=dtype)
     assert torch.equal(matmul(compress(w, mask=mask), x), matmul(compress(kept), x))
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_from_a_packed_weight(fake, dtype) -> None:
-    w, x = ops.prune(normal(64, 128, dtype=dtype, seed=7), "1:8"), normal(16, 128, dtype=dtype)
-    right = matmul(compress(w), x)
-    c = ops.compress(w, "1:8")
-    assert torch.equal(matmul(compress_packed(c.values, c.indices, 1, 8, 128), x), right)
-    d = ops.relayout(c, "wgmma.sp")
-    assert torch.equal(matmul(compress_packed(d.values, d.meta, 2, 4, 128), x), right)
-    with pytest.raises(ShapeError, match="multiples of 16"):
-        compress_packed(c.values[:24], c.indices[:24], 1, 8, 128)
-    with pytest.raises(DtypeError, match="not torch.float32"):
-        compress_packed(c.values.float(), c.indices, 1, 8, 128)
 
 
 def test_what_is_not_two_of_four(fake) -> None:
