@@ -66,17 +66,12 @@ class Device:
         return self.dense.get(str(dtype).removeprefix("torch."), min(self.dense.values()))
 
     def refuses(self, out: int, cols: int, width: int, dtype: torch.dtype, pattern: Pattern) -> str:
-        """Why no kernel profits from an N:M operand ``(out, cols)`` times ``width`` others; empty where one does.
-
-        Example:
-            >>> DEVICES["H200"].refuses(4096, 4096, 8192, torch.float32, Pattern("2:4"))
-            'float32'
-        """
+        """Why no kernel profits from an N:M operand ``(out, cols)`` times ``width`` others; empty where one does."""
         kind = str(dtype).removeprefix("torch.")
         if self.few is None or width <= self.few.get(kind, 0):
             return ""
         if kind not in HALVES:
-            return "float32" if kind == "float32" else kind
+            return kind
         if not tensor_core_pattern(pattern):
             return "pattern"
         return "shape" if out % self.rows or cols % self.cols else ""
@@ -108,12 +103,7 @@ DEVICES = {
 
 
 def named(name: str) -> Device | None:
-    """The GPU of the table that ``name`` means, ``"H200"`` or what its driver calls itself; None where none is.
-
-    Example:
-        >>> named("NVIDIA H200").name, named("cpu")
-        ('H200 SXM', None)
-    """
+    """The GPU of the table that ``name`` means, ``"H200"`` or what its driver calls itself; None where none is."""
     words = name.upper().replace("-", " ").replace("_", " ").split()
     # the PCIe cards of the same names have other clocks and memories
     found = [device for key, device in DEVICES.items() if key in words and "PCIE" not in words]

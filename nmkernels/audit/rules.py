@@ -195,12 +195,7 @@ class Layer:
 
 
 def packed_bytes(pattern: Pattern, dtype: torch.dtype) -> float:
-    """Bytes of the compressed form per element of the dense one.
-
-    Example:
-        >>> packed_bytes(Pattern("2:4"), torch.bfloat16)
-        1.125
-    """
+    """Bytes of the compressed form per element of the dense one."""
     return pattern.density * (dtype.itemsize + pattern.index_bits / 8)
 
 
@@ -314,12 +309,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class Piece:
-    """One part of a step, in seconds for every forward pass: in the dense model and here, and in which form it runs here.
-
-    Example:
-        >>> Piece("fprop", 2e-3, 1e-3, "sparse").speedup
-        2.0
-    """
+    """One part of a step, in seconds for every forward pass: in the dense model and here, and in which form it runs here."""
 
     name: str
     dense: float
@@ -401,12 +391,7 @@ def total(pieces: Sequence[Piece]) -> tuple[float, float]:
 
 
 def speedup(pieces: tuple[Piece, ...]) -> float:
-    """Times as fast as dense.
-
-    Example:
-        >>> speedup((Piece("fprop", 3.0, 2.0, "sparse"), Piece("weight", 0.0, 1.0, "rows")))
-        1.0
-    """
+    """Times as fast as dense, all pieces together."""
     dense, used = total(pieces)
     return dense / used if used else 1.0
 

@@ -2,6 +2,9 @@
 
 A ``Layout`` depends on shapes, strides and dtypes alone and says how each param can be walked. A backend makes its plan of it, which
 adds the addresses and lives on the device, and keeps that in a ``Cache``.
+
+Step counts on the CPU, torch's default, are advanced there and travel as an argument. With ``found_inf`` on the device the host must then
+know whether the step is skipped: it waits for that one element, as ``torch.optim.AdamW`` with a ``GradScaler`` does.
 """
 
 from __future__ import annotations

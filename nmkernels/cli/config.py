@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -160,28 +160,22 @@ def _value(text: str, allowed: list[Any]) -> Any:
     return value
 
 
-def positive(text: str) -> int:
-    """A whole number of at least 1, for argparse."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is below 1")
-    return value
+def _number(kind: type[int] | type[float], name: str, holds: Callable[[float], bool], said: str) -> Callable[[str], Any]:
+    """What argparse takes for ``type``: a number of that kind for which ``holds``; else it is told what the number is."""
+
+    def read(text: str) -> int | float:
+        value = kind(text)
+        if not holds(value):
+            raise argparse.ArgumentTypeError(f"{value} is {said}")
+        return value
+
+    read.__name__ = name
+    return read
 
 
-def rate(text: str) -> float:
-    """A finite number above 0, for argparse."""
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{value} is not a finite number above 0")
-    return value
-
-
-def seed(text: str) -> int:
-    """A whole number from 0 to 2⁶³ − 1, for argparse."""
-    value = int(text)
-    if not 0 <= value < 2**63:
-        raise argparse.ArgumentTypeError(f"{value} is not between 0 and 2**63 - 1")
-    return value
+positive = _number(int, "positive", lambda value: value >= 1, "below 1")
+rate = _number(float, "rate", lambda value: 0 < value < float("inf"), "not a finite number above 0")
+seed = _number(int, "seed", lambda value: 0 <= value < 2**63, "not between 0 and 2**63 - 1")
 
 
 def path(text: str) -> Path:

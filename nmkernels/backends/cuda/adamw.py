@@ -3,9 +3,6 @@
 Three launches, four where some params are flat in memory and others are not. The host reads no number of the device; it hands over a
 table of addresses, which is made once and found again at the next call with the same tensors. All of it may be captured in a CUDA graph
 if the step counts are on the device (``capturable=True``).
-
-Step counts on the CPU, torch's default, are advanced there and travel as an argument. With ``found_inf`` on the device the host must then
-know whether the step is skipped: it waits for that one element, as ``torch.optim.AdamW`` with a ``GradScaler`` does.
 """
 
 from __future__ import annotations
@@ -40,7 +37,7 @@ from ..adamw_plan import (
     written,
 )
 from ..pack import write_rows
-from .core import DTYPES, core, queue, register, runnable
+from .core import DTYPES, address, core, queue, register, runnable
 from .pack import pack
 
 BLOCKS = 8192
@@ -174,10 +171,6 @@ def _packs(packs: Sequence[Tensor] | None, copies: list[tuple[Tensor, Tensor]]) 
     return [(*addresses[4 * i : 4 * i + 4], codes[2 * i] | codes[2 * i + 1] << 8) for i in range(len(packs) // 4)]
 
 
-def _address(x: Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()
-
-
 @register("nm_masked_adamw_", fits=_fits)
 def masked_adamw_(
     params: Sequence[Tensor], grads: Sequence[Tensor], exp_avgs: Sequence[Tensor], exp_avg_sqs: Sequence[Tensor],
@@ -214,9 +207,9 @@ def masked_adamw_(
     numbers, given = (None, hyper.tolist()[:HYPER]) if on_host(hyper, device) else (hyper.contiguous(), [0.0] * HYPER)
     kernels.masked_adamw(
         plan.table.data_ptr(), gradients.data_ptr(), plan.owners.data_ptr(), scalars.data_ptr(), partials.data_ptr(), stats.data_ptr(),
-        len(steps), *plan.parts, _address(numbers), given, _address(counts), one, _address(scale), _address(found),
+        len(steps), *plan.parts, address(numbers), given, address(counts), one, address(scale), address(found),
         n, m, frozen, eps_inside, maximize, geometric, bool(max_exp_avg_sqs),
-        squares, transposable, _address(plan.packs), LAYOUTS.index(layout), *queue(like),
+        squares, transposable, address(plan.packs), LAYOUTS.index(layout), *queue(like),
     )  # fmt: skip
     for target, copy in copies:
         target.copy_(copy)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...pattern import Pattern, ShapeError
 from ...reference.layouts import LAYOUTS, meta_shape
-from .core import DTYPES, contiguous, core, queue, register
+from .core import DTYPES, address, contiguous, core, queue, register
 
 SELECTS = {"magnitude": 0, "transposable": 1, "given": 2, "threshold": 3}
 """The kernels' codes of what decides which weights are kept."""
@@ -29,7 +29,7 @@ def start(
     cols = w.shape[-1]
     operands = (*(rows or (None, None)), *(columns or (None, None)))
     dtype = next(x.dtype for x in operands if x is not None)
-    addresses = [0 if x is None else x.data_ptr() for x in (mask, scale, overfull, *operands)]
+    addresses = [address(x) for x in (mask, scale, overfull, *operands)]
     return core(w).pack(
         w.data_ptr(), DTYPES[w.dtype], w.numel() // cols if cols else 0, cols, n, m, SELECTS[select], *addresses[:3],
         DTYPES[dtype], LAYOUTS.index(layout), *addresses[3:], *queue(w),

@@ -21,7 +21,7 @@ from torch import Tensor
 from ...dispatch import Verdict
 from ...reference.layouts import COLUMNS
 from .compress import metadata
-from .core import DTYPES, aligned, contiguous, core, queue, register
+from .core import DTYPES, address, aligned, contiguous, core, queue, register
 
 ACTIVATIONS = {"": 0, "gelu": 1, "silu": 2, "relu2": 3}
 """The kernels' code of each activation."""
@@ -62,10 +62,6 @@ def _straight(x: Tensor | None) -> bool:
     return x is None or (x.is_contiguous() and not x.is_neg())
 
 
-def _address(x: Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()
-
-
 def multiply(
     values: Tensor, indices: Tensor, dense: Tensor, out: Tensor, n: int, k: int, by_column: bool,
     bias: Tensor | None = None, activation: str = "", residual: Tensor | None = None,
@@ -75,7 +71,7 @@ def multiply(
     B is ``[n, k]``, and D ``[n, m]``, activation(D + bias) + residual; with ``by_column`` B is ``[k, n]`` and D ``[m, n]``, as it is.
     """
     v, i, d, o = values.data_ptr(), indices.data_ptr(), dense.data_ptr(), out.data_ptr()
-    b, r = _address(bias), _address(residual)
+    b, r = address(bias), address(residual)
     straight = _straight(values) and _straight(dense) and indices.is_contiguous() and _straight(bias) and _straight(residual)
     if not straight or (v | i | d | o | b | r) & 15:
         bias, residual = bias if bias is None else aligned(bias), residual if residual is None else aligned(residual)
@@ -89,7 +85,7 @@ def multiply(
     tile, splits = choose(module, m, n, k, by_column, values.get_device())
     parts = values.new_empty(splits, m, n, dtype=torch.float32) if splits > 1 else None
     module.gemm_mma_sp(
-        v, i, d, b, r, o, _address(parts), DTYPES[values.dtype], ACTIVATIONS[activation], m, n, k, by_column,
+        v, i, d, b, r, o, address(parts), DTYPES[values.dtype], ACTIVATIONS[activation], m, n, k, by_column,
         warps, tile, splits, *queue(values),
     )  # fmt: skip
     return out
@@ -182,7 +178,7 @@ def linear(
     if kernel == "linear_mma" and x.data_ptr() & 15:
         x = x.clone()
     parts = x.new_empty(splits, tokens, rows, dtype=torch.float32) if splits > 1 else None
-    addresses = (x.data_ptr(), values.data_ptr(), indices.data_ptr(), _address(b), _address(r), y.data_ptr(), _address(parts))
+    addresses = (x.data_ptr(), values.data_ptr(), indices.data_ptr(), address(b), address(r), y.data_ptr(), address(parts))
     getattr(module, kernel)(
         *addresses, DTYPES[x.dtype], ACTIVATIONS[activation], tokens, rows, cols, n, m, splits, processors, *queue(x)
     )  # fmt: skip

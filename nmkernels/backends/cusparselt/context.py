@@ -106,16 +106,20 @@ class Here:
             raise BackendError(f"cuSPARSELt: {error}") from None
 
 
-_thread = threading.local()
+class _Threads(threading.local):
+    def __init__(self) -> None:
+        self.here: dict[int, Here] = {}
+
+
+_threads = _Threads()
 
 
 def here(device: int) -> Here:
     """What this thread has on a device; the handle is made at the first call."""
-    mine = vars(_thread)
-    found: Here | None = mine.get(device)
+    found = _threads.here.get(device)
     if found is None:
         with failures():
-            found = mine[device] = Here(library(), device)
+            found = _threads.here[device] = Here(library(), device)
     return found
 
 
@@ -139,7 +143,7 @@ def on_host() -> tuple[int, int]:
 
 
 def existing(device: int) -> Here | None:
-    return vars(_thread).get(device)
+    return _threads.here.get(device)
 
 
 def elsewhere(x: Tensor, device: int) -> bool:

@@ -10,7 +10,7 @@ Which GELU the library computes: NVIDIA does not say, and the two that people us
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from ... import capability
 from ...capability import compute_capability
 from ...dispatch import Tuning, Verdict, impl
 from ...pattern import BackendError
+from ...reference.linear import activate
 from .algorithms import DEFAULT, ready_for, refusal, search
 from .blobs import aligned, blob_of, compress_as, expanded
 from .context import Here, Problem, Ready, capturing, elsewhere, existing, here, misfit, place, width_step
@@ -138,15 +139,13 @@ def linear(
     else:
         y = x.new_empty(*leading, rows) if out is None or not out.is_contiguous() or out.data_ptr() & 15 else out
     b = aligned(bias) if bias is not None and route.bias else None
-    r = _residual(residual, route, tokens, rows) if residual is not None and route.residual else None
+    r = None
+    if residual is not None and route.residual:
+        r = aligned(F.pad(residual.reshape(tokens, rows), (0, 0, 0, route.pad)) if route.pad else residual)
     at.run(route.ready, blob.address, x, y, b, r, stream, 1.0)
     if route.whole and (out is None or y is out):
         return y
     return _finished(y, route, tokens, (*leading, rows), bias, residual, out)
-
-
-def _residual(residual: Tensor, route: Route, tokens: int, rows: int) -> Tensor:
-    return aligned(F.pad(residual.reshape(tokens, rows), (0, 0, 0, route.pad)) if route.pad else residual)
 
 
 def _finished(
@@ -159,18 +158,10 @@ def _finished(
     if bias is not None and not route.bias:
         y.add_(bias)
     if route.after:
-        y = _AFTER[route.after](y)
+        y = y.square() if route.after == "square" else activate("linear", y, route.after)
     if residual is not None and not route.residual:
         y.add_(residual)
     return y if out is None or y is out else out.copy_(y)
-
-
-_AFTER: dict[str, Callable[[Tensor], Tensor]] = {
-    "square": torch.square,
-    "gelu": F.gelu,
-    "silu": F.silu,
-    "relu2": lambda y: F.relu(y).square_(),
-}
 
 
 def linear_wgrad(values: Tensor, indices: Tensor, n: int, m: int, cols: int, x: Tensor, out: Tensor | None = None) -> Tensor:

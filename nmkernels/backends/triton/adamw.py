@@ -1,9 +1,7 @@
 """MaskedAdamW: for each param a kernel for its scalars and one pass over its elements, then one that adds the statistics of all.
 
 The host reads no number of the device. All of it may be captured in a CUDA graph if the step counts are on the device
-(``capturable=True``). Step counts on the CPU, torch's default, are advanced there and travel as an argument. With ``found_inf`` on the
-device the host must then know whether the step is skipped: it waits for that one element, as ``torch.optim.AdamW`` with a ``GradScaler``
-does.
+(``capturable=True``).
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...pattern import Pattern
+from ...reference.linear import activate
 from .compress import decompress
 from .launch import capability, cdiv, launch
 from .launches import Plan, by_words, choose
@@ -98,15 +99,6 @@ def few(x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, b
     launch(few_kernel, cdiv(rows, FEW_ROWS), args, **consts, ACTIVATION=activation, enable_fp_fusion=True)
 
 
-def _activated(y: Tensor, activation: str) -> Tensor:
-    """The activation of a product that is rounded already."""
-    if activation == "gelu":
-        return F.gelu(y)
-    if activation == "silu":
-        return F.silu(y)
-    return F.relu(y).square_() if activation == "relu2" else y
-
-
 def _deliver(result: Tensor, out: Tensor | None) -> Tensor:
     return result if out is None else out.copy_(result)
 
@@ -115,27 +107,20 @@ def linear(
     x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, bias: Tensor | None = None, activation: str = "",
     residual: Tensor | None = None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    y = _linear(x, values, indices, n, m, cols, bias, activation, out)
-    return y if residual is None else y.add_(residual)
-
-
-def _linear(
-    x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, bias: Tensor | None, activation: str, out: Tensor | None
-) -> Tensor:
     rows, flat = values.shape[0], matrix(x)
     values, indices = packed(values, indices)
     p = choose("fprop", x.dtype, rows, cols, flat.shape[0], n, m, x.device, capability(x))
     if p.method != "few" and not _expands(p, values, indices, n, m, cols):
         y = F.linear(x, decompress(values, indices, n, m, cols), bias)
-        return _deliver(_activated(y, activation), out)
-    y = x.new_empty(*x.shape[:-1], rows) if out is None else out
-    if y.numel():
+        y = _deliver(activate("linear", y, activation), out)
+    else:
+        y = x.new_empty(*x.shape[:-1], rows) if out is None else out
         b = None if bias is None else bias.resolve_neg().contiguous()
-        if p.method == "few":
+        if y.numel() and p.method == "few":
             few(flat.contiguous(), values, indices, n, m, cols, b, activation, y)
-        else:
+        elif y.numel():
             _spmm(p, values, indices, n, m, cols, flat, (flat.stride(1), flat.stride(0)), b, activation, y, (1, rows))
-    return y
+    return y if residual is None else y.add_(residual)
 
 
 def linear_dgrad(g: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, out: Tensor | None = None) -> Tensor:

@@ -64,7 +64,7 @@ def _built(build: Callable[..., Path]) -> Fake:
 
 def forget() -> None:
     """As if nothing had been multiplied in this process."""
-    vars(context._thread).clear()
+    context._threads.here.clear()
     for module in (blobs, algorithms, linear):
         module.forget()
 

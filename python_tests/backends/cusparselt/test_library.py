@@ -125,7 +125,7 @@ def test_a_failing_entry_is_named_and_leaves_nothing_behind(fake, ours, entry) -
         can, reason = ours("nm_linear").supports(*args)
         assert not can and f"cusparseLt{entry} failed" in reason
     fake.set(f"fail:{entry}", 0)
-    vars(context._thread).clear()
+    context._threads.here.clear()
     cusparselt.algorithms.forget()
     assert torch.isfinite(ours("nm_linear").fn(*args)).all()
 

@@ -128,7 +128,7 @@ def test_devices(fake, ours, monkeypatch) -> None:
         monkeypatch.setattr(context, "on_host", lambda device=device: (device, 0))
         fake.set("device", device)
         close(call(ours))
-    assert sorted(vars(context._thread)) == [0, 1, 3]
+    assert sorted(context._threads.here) == [0, 1, 3]
     assert fake.calls("Init") == fake.calls("MatmulPlanInit") == 3
 
 
