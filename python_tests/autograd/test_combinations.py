@@ -139,13 +139,6 @@ def candidates(pattern="2:4", **options):
     return w, transform, scores, transform.renew(w, (scores, None, None), torch.Generator())["nm_alive"]
 
 
-@PATTERNS
-def test_at_first_every_weight_is_kept(pattern):
-    w, transform, scores, alive = candidates(pattern)
-    assert alive.all() and torch.equal(transform(w, scores, alive, None), w)
-    torch.testing.assert_close(scores @ rows(Pattern(pattern)), torch.ones(len(scores), Pattern(pattern).m, dtype=torch.float64))
-
-
 def test_removal_on_small_numbers():
     transform, w = CandidateMask(Pattern("2:4")), torch.ones(1, 4)
     scores = torch.tensor([[0.3, -0.9, 0.1, 0.3, 0.0, 0.2]])
@@ -167,12 +160,6 @@ def test_the_union_is_what_remaining_combinations_have():
     transform, w = CandidateMask(Pattern("2:4")), torch.tensor([[1.0, 2.0, 3.0, 4.0]])
     alive = torch.tensor([[False, True, False, False, False, True]])  # {0, 2} and {2, 3}
     assert torch.equal(transform(w, torch.ones(1, 6), alive, None), torch.tensor([[1.0, 0.0, 3.0, 4.0]]))
-
-
-def test_top_n_ranks_signed_sums():
-    transform, w = CandidateMask(Pattern("1:4"), forward="top_n"), torch.ones(1, 4)
-    scores, alive = torch.tensor([[-5.0, -1.0, -3.0, -2.0]]), torch.ones(1, 4, dtype=torch.bool)
-    assert transform.kept(w, scores, alive, None).tolist() == [[False, True, False, False]]
 
 
 @PATTERNS

@@ -39,14 +39,6 @@ def test_pruned_along_out(pattern):
 # ---- Bi-Mask
 
 
-def test_small_numbers():
-    used = torch.tensor([[5.0, 0.0], [4.0, 0.0], [3.0, 0.0], [0.0, 1.0]])
-    bimask = BiMasked(Pattern("1:2"))
-    assert bimask.for_dgrad(used, torch.arange(4))[:, 0].tolist() == [5, 0, 3, 0]
-    assert bimask.for_dgrad(used, torch.tensor([0, 2, 1, 3]))[:, 0].tolist() == [5, 4, 0, 0]
-    assert bimask.for_dgrad(used, torch.tensor([0, 3, 1, 2]))[:, 0].tolist() == [5, 4, 0, 0]
-
-
 @PATTERNS
 def test_the_backward_mask_is_inside_the_forward_one_and_nm_in_the_permuted_order(pattern):
     for rows in [40, 37]:
@@ -123,8 +115,7 @@ def test_the_row_mask_never_changes_and_the_column_mask_follows():
 
 
 def test_a_weight_that_is_zero_now_may_still_grow():
-    p = Pattern("2:4")
-    held = DoublePruned(p).renew(torch.zeros(8, 8), [None, None], torch.Generator())
+    held = DoublePruned(Pattern("2:4")).renew(torch.zeros(8, 8), [None, None], torch.Generator())
     assert int((held["nm_columns"] & held["nm_rows"]).sum()) == int(held["nm_columns"].sum()) > 0, "no place is lost to a pruned weight"
 
 

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 
 from nmkernels import NMError, ops
 from nmkernels.autograd import GemmPlan, linear, linear_compressed, operands
-from nmkernels.nn import SparseLinear
 from nmkernels.testing import assert_no_worse
 from python_tests import plain
 
@@ -80,13 +79,6 @@ def test_only_needed_tensors_are_saved():
         w.requires_grad_(need_w)
         names = {x.data_ptr(): "x", w.data_ptr(): "w", b.data_ptr(): "b", used.data_ptr(): "used"}
         assert saved_by(lambda args=(x, w, used, b): linear(*args), names) == saved
-
-
-def test_bias_may_be_missing():
-    x, w, _, used = tensors()
-    y = linear(x, w, used)
-    y.sum().backward()
-    torch.testing.assert_close(y, F.linear(x, used))
 
 
 def test_wgrad_none_leaves_the_weight_alone():
@@ -240,19 +232,6 @@ def test_mismatched_dtypes_raise():
         linear(x.double(), w, used)
     with pytest.raises(TypeError, match="float64"):
         linear_compressed(x.double(), ops.compress(w.detach(), "2:4"))
-
-
-def test_torch_func_gives_the_same_gradients():
-    model = torch.nn.Sequential(SparseLinear(8, 8), torch.nn.ReLU(), SparseLinear(8, 4))
-    params, x = dict(model.named_parameters()), torch.randn(3, 8)
-
-    def loss(p):
-        return torch.func.functional_call(model, p, (x,)).square().sum()
-
-    got = torch.func.grad(loss)({k: p.detach() for k, p in params.items()})
-    loss(params).backward()
-    for name, p in params.items():
-        torch.testing.assert_close(got[name], p.grad)
 
 
 def test_a_named_backend_computes_as_the_op_does(monkeypatch):

@@ -1,26 +1,14 @@
 """GemmPlan: which rules exist, which go together."""
 
-import dataclasses
-
 import pytest
 
-from nmkernels.autograd import STRAIGHT_THROUGH, GemmPlan, HardMask, packed_inference
+from nmkernels.autograd import STRAIGHT_THROUGH, GemmPlan, HardMask
 from nmkernels.nn import SparseLinear
 from nmkernels.pattern import NMError, Pattern
 from nmkernels.recipes.methods.bimask import BiMasked
 from nmkernels.recipes.methods.fst import TransposableMask
 from nmkernels.recipes.methods.slope import DoublePruned
 from nmkernels.recipes.methods.sste import SoftThreshold
-
-
-def test_straight_through_is_dense_in_all_three():
-    plan = STRAIGHT_THROUGH
-    assert (plan.fprop, plan.dgrad, plan.wgrad, plan.n, plan.m) == ("dense", "dense", "dense", 0, 0)
-
-
-def test_packed_inference_has_no_weight_gradient():
-    plan = packed_inference(2, 4)
-    assert (plan.fprop, plan.dgrad, plan.wgrad, plan.n, plan.m) == ("packed", "packed", "none", 2, 4)
 
 
 def test_unknown_rule_names_role_rule_and_choices():
@@ -77,10 +65,3 @@ def test_options_that_do_not_go():
     ]:
         with pytest.raises(NMError, match=said):
             GemmPlan(**keywords)
-
-
-def test_plan_is_a_frozen_value():
-    assert GemmPlan(wgrad="mvue", n=2, m=4) == GemmPlan(wgrad="mvue", n=2, m=4)
-    assert hash(GemmPlan()) == hash(STRAIGHT_THROUGH)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        STRAIGHT_THROUGH.wgrad = "none"

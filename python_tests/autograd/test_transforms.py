@@ -19,13 +19,6 @@ from python_tests import plain
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
-@pytest.mark.parametrize("pattern", ["2:4", "1:4", "3:8", "1:16"])
-def test_keeps_the_largest_of_each_group(pattern):
-    for dtype in DTYPES:
-        p, w = Pattern(pattern), torch.randn(6, 32).to(dtype)
-        assert equal_bits(HardMask(p)(w), plain.masked(w, p.n, p.m)), dtype
-
-
 def test_pruned_nan_and_inf_leave_plus_zero():
     w = torch.tensor([[float("nan"), float("inf"), -1.0, -2.0], [float("-inf"), -3.0, 3.0, float("inf")]])
     kept = HardMask(Pattern("1:4"))(w)

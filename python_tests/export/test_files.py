@@ -51,12 +51,6 @@ def test_a_disk_that_is_full_is_named_and_the_old_file_stays(tmp_path, small_fil
     assert path.read_bytes() == b"old" and os.listdir(tmp_path) == ["a.pt"]
 
 
-@pytest.mark.parametrize("save", [save_torch, save_safetensors])
-def test_written_whole_without_a_rest(tmp_path, save):
-    atomic_write(tmp_path / "a.pt", save)
-    assert os.listdir(tmp_path) == ["a.pt"] and (tmp_path / "a.pt").stat().st_size > 2 * 36_000
-
-
 def test_torch_s_refusal_that_cannot_be_repeated(tmp_path):
     def write(path):
         path.touch()

@@ -67,7 +67,7 @@ def test_the_same_model_gives_the_same_bytes(tmp_path):
     files = [tmp_path / f"{i}.safetensors" for i in range(6)]
     for file in files:
         save_compressed(compressed(), file)
-    assert len({file.read_bytes() for file in files}) == 1
+    assert len({file.read_bytes() for file in files}) == 1 and set(tmp_path.iterdir()) == set(files)
 
 
 def test_tied_tensors_are_stored_once_and_stay_tied(tmp_path):
@@ -110,16 +110,6 @@ def test_a_hugging_face_gpt2_round_trips(tmp_path):
     layer = fresh.transformer.h[0].mlp.c_fc
     assert (layer.layout, layer.in_features, layer.out_features) == ("conv1d", 16, 64)
     assert equal_bits(model(ids).logits, fresh(ids).logits)
-
-
-def test_a_model_on_the_meta_device_takes_the_tensors(tmp_path):
-    model = compressed()
-    save_compressed(model, tmp_path / "m.safetensors")
-    with torch.device("meta"):
-        fresh = dense()
-    load_compressed(fresh, tmp_path / "m.safetensors")
-    x = torch.randn(3, 32)
-    assert equal_bits(fresh(x), model(x))
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -166,13 +156,6 @@ def test_a_model_in_training_is_refused_with_the_way_out(tmp_path):
     with pytest.raises(RecipeError, match="put it in an nn"):
         save_compressed(compressed()[0], tmp_path / "m")
     assert not list(tmp_path.iterdir())
-
-
-def test_places_that_cannot_be_written(tmp_path):
-    with pytest.raises(CheckpointError, match="is a folder"):
-        save_compressed(compressed(), tmp_path)
-    with pytest.raises(CheckpointError, match="does not exist; create it first"):
-        save_compressed(compressed(), tmp_path / "none" / "m")
 
 
 def test_state_that_is_not_a_tensor(tmp_path):

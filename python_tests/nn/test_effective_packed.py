@@ -5,7 +5,6 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import nn
-from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -14,7 +13,6 @@ from nmkernels.autograd import GemmPlan, HardMask, reads
 from nmkernels.optim import MaskedAdamW
 from nmkernels.recipes.methods.bimask import BiMasked
 from python_tests import plain
-from python_tests.copies import WAYS, copied
 
 MIXED = GemmPlan(fprop="packed", dgrad="dense", n=2, m=4)
 BOTH_WAYS = GemmPlan(fprop="packed", dgrad="columns", n=2, m=4)
@@ -178,27 +176,6 @@ def test_an_evaluation_without_an_optimizer_makes_no_form_for_backward():
     with Calls() as calls:
         model(torch.randn(4, 32))
     assert sorted(calls.names) == ["linear", "pack", "prune"]
-
-
-def test_functional_call_uses_the_weights_given():
-    model, layer, _ = model_of(torch.optim.AdamW)
-    model(torch.eye(32))
-    for _ in range(10):  # short-lived weights have one address and one version
-        w = torch.randn(16, 32)
-        y = functional_call(layer, {"weight": w, "bias": torch.zeros(16)}, (torch.eye(32),))
-        torch.testing.assert_close(y, plain.masked(w, 2, 4).t())
-        del w
-    assert right(layer)
-
-
-@pytest.mark.parametrize("how", WAYS)
-def test_copies_share_nothing(how):
-    model, layer, optimizer = model_of(MaskedAdamW)
-    step(model, optimizer)
-    twin = copied(model, how)
-    assert not twin[0].effective.kept and not twin[0].effective.attached
-    step(model, optimizer)
-    assert right(layer) and right(twin[0]) and not torch.equal(twin[0].weight, layer.weight)
 
 
 def test_packs_are_right_after_a_skipped_step():

@@ -95,11 +95,6 @@ def test_strided_and_expanded_input_and_weight():
         torch.testing.assert_close(layer(x), F.linear(x, plain.masked(layer.weight, 2, 4), layer.bias))
 
 
-def test_train_and_eval_use_the_same_weight():
-    layer, x = nm.SparseLinear(32, 16), torch.randn(4, 32)
-    assert torch.equal(layer.train()(x), layer.eval()(x))
-
-
 def test_mask_from_master_weight():
     # four weights that are one number in bf16: only the fp32 master knows the order, and rounding first would keep 0 and 1
     eps = 2.0**-12
@@ -148,23 +143,6 @@ def test_bf16_layer():
     assert torch.equal(y, F.linear(x, plain.masked(layer.weight, 2, 4), layer.bias))
 
 
-def test_state_dict_is_that_of_the_dense_layer():
-    sparse, dense = nm.SparseLinear(32, 16), nn.Linear(32, 16)
-    assert list(sparse.state_dict()) == list(dense.state_dict()) and not list(sparse.buffers())
-    dense.load_state_dict(sparse.state_dict(), strict=True)
-    assert equal_bits(dense.weight.data, sparse.weight.data), "the dense weight is saved, not the masked one"
-    sparse.load_state_dict(nn.Linear(32, 16).state_dict(), strict=True)
-
-
-def test_deepcopy_is_a_layer_of_its_own():
-    layer = nm.SparseLinear(32, 16)
-    twin = copy.deepcopy(layer)
-    with torch.no_grad():
-        twin.weight.add_(torch.randn(16, 32))
-    for one in (layer, twin):
-        assert torch.equal(one.effective_weight(), plain.masked(one.weight, 2, 4))
-
-
 def train(model, run, steps):
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
     torch.manual_seed(2)
@@ -175,12 +153,6 @@ def train(model, run, steps):
         optimizer.step()
         losses.append(loss.detach())
     return [*losses, *model.state_dict().values()]
-
-
-def test_compile_equals_eager():
-    model = nn.Sequential(nm.SparseLinear(32, 16), nn.GELU(), nm.SparseLinear(16, 32, pattern="1:4"))
-    twin = copy.deepcopy(model)
-    assert equal_bits(train(twin, torch.compile(twin, fullgraph=True, backend="aot_eager"), 3), train(model, model, 3))
 
 
 def test_inductor_equals_eager():

@@ -86,22 +86,7 @@ def test_one_call_for_each_group_and_pattern(monkeypatch):
     assert calls == [("2:4", 3), ("1:4", 1), ("2:4", 1), ("None", 1)] and optimizer.stats_numel == 5 * 32
 
 
-def test_every_rule_differs():
-    gen = torch.Generator().manual_seed(1)
-    w, g, m = (torch.randn(8, 16, generator=gen, dtype=torch.float64) for _ in range(3))
-    v = torch.rand(8, 16, generator=gen, dtype=torch.float64)
-    results = [one_step(rule, w, g, m, v, 5)[0] for name, rule in RULES.items() if name != "masked"]
-    for i, a in enumerate(results):
-        assert all((a - b).abs().max() > 1e-6 for b in results[:i])
-
-
 @each("field", ["decay", "clamp", "v_step"])
 def test_negative_values_are_refused(field):
     with pytest.raises(NMError, match=f"{field}=-1"):
         UpdateRule(**{field: -1})
-
-
-def test_rules_are_frozen_and_plain_is_adamw():
-    assert UpdateRule() == PLAIN
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        PLAIN.decay = 1.0

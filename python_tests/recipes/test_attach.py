@@ -176,33 +176,6 @@ def test_two_masked_optimizers_switch_together():
     assert "nm_recipe" not in first.param_groups[0] and "nm_recipe" in second.param_groups[0]
 
 
-def test_mixed_optimizers():
-    model = mlp()
-    handle = nm.sparsify_(model, SRSTE(decay=0.1))
-    parts = handle.attach(
-        torch.optim.SGD([model[0].weight], lr=0.1), MaskedAdamW([model[2].weight], lr=0.1), torch.optim.Adam(model[4].parameters())
-    )
-    assert len(parts) == 3
-    for batch in batches(3):
-        model.zero_grad()
-        loss_of(model, batch).backward()
-        for optimizer in parts:
-            optimizer.step()
-    assert handle.metrics()["density"].item() == 0.5 and handle.metrics()["flip_rate"].item() > 0
-
-
-def test_two_models_at_once():
-    data = batches(8)
-    a, b = start(STEP(t_min=1, t_max=3), "masked_adamw", torch.float64), start(SRSTE("1:4", decay=0.1), "adamw", torch.float64)
-    for batch in data:
-        for model, _, optimizer in (a, b):
-            optimizer.zero_grad()
-            loss_of(model, batch).backward()
-            optimizer.step()
-    assert distance(snapshot(a[0]), snapshot(plain_loop(STEP(t_min=1, t_max=3), "masked_adamw", data, torch.float64)[0])) == 0.0
-    assert distance(snapshot(b[0]), snapshot(plain_loop(SRSTE("1:4", decay=0.1), "adamw", data, torch.float64)[0])) == 0.0
-
-
 @pytest.mark.parametrize("maker", MAKERS)
 def test_frozen_layers(maker):
     """A frozen layer stays as it is, is used masked, does not count, and joins in when it is unfrozen."""

@@ -157,6 +157,8 @@ def test_finish_leaves_what_was_previewed(entry, tmp_path):
         want = model(x)
     assert handle.finish() is model and torch.equal(model(x), want)
     assert dense_keys(model, entry.recipe) == list(mlp().state_dict()) and "nm_recipe" not in optimizer.param_groups[0]
+    assert handle.finished and handle.finish() is model
+    assert not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks
     if entry.recipe.final == "dense":
         assert type(model[0]) is nn.Linear
         return

@@ -1,5 +1,6 @@
 """What is learned beside the weights: parameter groups, a loss term of the method's own, and parameters that stand still."""
 
+import copy
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -178,6 +179,18 @@ def test_zeros_left_in_a_gradient_do_not_decay_a_still_weight():
     assert torch.equal(model[0].weight, before) and model[0].weight.grad is None
 
 
+def test_a_dense_checkpoint_renews_the_very_parameter():
+    model, _, _ = started(sgd)
+    gain = model[0].nm_gain
+    with torch.no_grad():
+        gain.fill_(3.0)
+    saved = copy.deepcopy(model.state_dict())
+    model.load_state_dict(mlp(seed=2).state_dict())
+    assert model[0].nm_gain is gain and gain.item() == 1.0
+    model.load_state_dict(saved)
+    assert gain.item() == 3.0
+
+
 # ---- parameter groups
 
 
@@ -202,5 +215,13 @@ def test_learned_parameters_stand_apart_in_every_form():
 
 
 def test_an_optimizer_built_too_early_is_refused():
+    model = mlp()
+    params = list(model.parameters())
+    handle = nm.sparsify_(model, Toy())
+    with pytest.raises(RecipeError, match="0.nm_gain"):
+        handle.attach(torch.optim.AdamW(params))
+    handle.attach(torch.optim.AdamW(model.parameters()))
+    handle.remove()
+    assert list(model.state_dict()) == list(mlp().state_dict())
     with pytest.raises(RecipeError, match="sparsify_ first"):
         learned_apart("X", mlp().parameters(), 0.1, 10.0)

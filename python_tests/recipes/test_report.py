@@ -9,16 +9,8 @@ ENTRIES = [
 ]
 
 
-def test_empty():
-    assert str(Report()) == "layer  kind  shape  sparse  why\n0 of 0 linear layers sparse, with 0 of 0 weights"
-
-
-def test_reports_share_no_entries():
-    Report().entries.append(ENTRIES[0])
-    assert Report().entries == []
-
-
 def test_table():
+    assert str(Report()) == "layer  kind  shape  sparse  why\n0 of 0 linear layers sparse, with 0 of 0 weights"
     assert str(Report(ENTRIES)).splitlines() == [
         "layer       kind        shape    sparse  why",
         "encoder.fc  Linear      (64,32)  yes     2:4",
@@ -59,8 +51,3 @@ def test_a_long_report_is_short():
         "  66.7 %  a reason (128 layers)",
         "   0.5 %  not chosen by the filter (1 layer)",
     ]
-
-
-def test_sparse_and_skipped():
-    report = Report(ENTRIES)
-    assert report.sparse == ENTRIES[:1] and report.skipped == ENTRIES[1:]

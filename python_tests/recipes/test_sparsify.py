@@ -1,5 +1,6 @@
-"""Which layers are taken: everything else is skipped and reported with its reason, never silently."""
+"""sparsify_: the model after it, the errors before it; which layers are taken, and why the others are not."""
 
+import copy
 import operator
 from unittest.mock import Mock
 
@@ -10,6 +11,112 @@ from torch.nn.utils import parametrizations, prune
 
 import nmkernels as nm
 from nmkernels.recipes.sparsify import select
+from nmkernels.testing import equal_bits
+from python_tests import plain
+
+
+def model_of():
+    return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32), nn.LayerNorm(32), nn.Linear(32, 8))
+
+
+@pytest.mark.parametrize("recipe", ["srste:1:4", nm.recipes.SRSTE("1:4")])
+def test_handle_holds_the_layers_by_name(recipe):
+    model = model_of()
+    handle = nm.sparsify_(model, recipe)
+    assert handle.layers == {"0": model[0], "2": model[2]} and handle.model is model
+    assert handle.recipe == nm.recipes.SRSTE("1:4") and {str(layer.pattern) for layer in handle.layers.values()} == {"1:4"}
+    assert "2 of 3 linear layers sparse, with 4096 of 4352 weights (94.1 %)" in str(handle.report) and "tiny" in str(handle.report)
+
+
+def test_filter_fn_chooses_instead_of_the_rules():
+    model = model_of()
+    handle = nm.sparsify_(model, "ste:2:4", filter_fn=lambda module, name: name == "4")
+    assert list(handle.layers) == ["4"] and type(model[0]) is nn.Linear
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_strict_load_both_ways(assign):
+    sparse, dense = model_of(), model_of()
+    nm.sparsify_(sparse, "srste:2:4")
+    sparse.load_state_dict(dense.state_dict(), strict=True, assign=assign)
+    expected = nn.functional.linear(torch.eye(32), plain.masked(dense[0].weight, 2, 4), dense[0].bias)
+    assert torch.equal(sparse[0](torch.eye(32)), expected)
+    other = model_of()
+    other.load_state_dict(sparse.state_dict(), strict=True, assign=assign)
+    assert equal_bits(dict(other.state_dict()), dict(dense.state_dict()))
+
+
+def test_shared_module_is_one_layer_under_every_name():
+    shared = nn.Linear(32, 32)
+    model = nn.Sequential(shared, nn.ReLU(), shared)
+    handle = nm.sparsify_(model, "ste:2:4")
+    assert list(handle.layers) == ["0"] and model[2] is model[0] and isinstance(model[2], nm.SparseLinear)
+    assert list(model.state_dict()) == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    handle.finish(allow_unused=True)
+    handle.remove()
+    assert type(model[0]) is nn.Linear and model[2] is model[0]
+
+
+def test_model_that_is_itself_a_linear():
+    model = nn.Linear(32, 16)
+    handle = nm.sparsify_(model, "ste:2:4")
+    assert isinstance(model, nm.SparseLinear) and list(handle.layers) == [""] and "(root)" in str(handle.report)
+    handle.finish(allow_unused=True)
+    with pytest.raises(nm.RecipeError, match=r"CompressedLinear\(ops.compress"):
+        nm.compress_(model)
+    assert type(handle.remove()) is nn.Linear and nm.ops.is_nm(model.weight.detach(), "2:4")
+
+
+def test_double_sparsify_raises_and_remove_is_the_way_out():
+    model = model_of()
+    handle = nm.sparsify_(model, "ste:2:4")
+    with pytest.raises(nm.RecipeError, match=r"sparse layers already.*densify_"):
+        nm.sparsify_(model, "ste:1:4")
+    handle.remove()
+    assert str(nm.sparsify_(model, "ste:1:4").layers["0"].pattern) == "1:4"
+
+
+def test_no_layer_at_all_shows_the_report():
+    model = nn.Sequential(nn.Linear(32, 8), nn.ReLU())
+    with pytest.raises(nm.RecipeError, match=r"no layer(.|\n)*tiny"):
+        nm.sparsify_(model, "ste:2:4")
+    assert type(model[0]) is nn.Linear
+
+
+def test_impossible_choice_changes_nothing():
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(30, 32))
+    with pytest.raises(nm.ShapeError, match=r"'1'.*in_features=30"):
+        nm.sparsify_(model, "ste:2:4", lambda module, name: True)
+    assert {type(m) for m in model} == {nn.Linear}
+
+
+@pytest.mark.parametrize("recipe", ["ste:4:2", "ste:0:4", "ste:x", "nothing:2:4", 3, None])
+def test_wrong_recipe(recipe):
+    model = model_of()
+    with pytest.raises((nm.PatternError, nm.RecipeError)):
+        nm.sparsify_(model, recipe)
+    assert type(model[0]) is nn.Linear
+
+
+def test_a_copy_is_evaluated_and_deployed_through_the_model():
+    model = nn.Sequential(nn.Linear(32, 32))
+    recipe = nm.recipes.STEP("2:4", total_steps=4, switch="fixed", start=1)
+    handle = nm.sparsify_(model, recipe)
+    optimizer = handle.attach(recipe.optimizer(model.parameters()))
+    ema, x = copy.deepcopy(model), torch.randn(2, 32)
+    for _ in range(2):
+        model(x).square().sum().backward()
+        optimizer.step()
+    with pytest.raises(nm.RecipeError, match="load its state dict into the model"):
+        nm.compress_(copy.deepcopy(model))
+    model.load_state_dict(ema.state_dict())
+    want = torch.nn.functional.linear(x, nm.ops.prune(ema[0].weight.detach(), "2:4"), ema[0].bias)
+    assert torch.allclose(model(x), want, atol=1e-6)
+    handle.finish()
+    assert torch.allclose(nm.compress_(model)(x), want, atol=1e-6)
+
+
+# ---- which layers are taken
 
 P = nm.Pattern("2:4")
 
@@ -134,21 +241,6 @@ def test_tiny_layers_are_skipped_unless_chosen():
     got = reasons(model)
     assert "tiny" in got["out"] and "tiny" in got["in_"] and got["fit"] == ""
     assert not any(reasons(model, lambda module, name: True).values())
-
-
-def test_attention_and_experts_are_reported():
-    class Experts(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.up = nn.Parameter(torch.randn(4, 64, 32))
-            self.position = nn.Parameter(torch.randn(1, 10, 32))
-
-    model = nn.ModuleDict({"attention": nn.MultiheadAttention(32, 2), "moe": Experts(), "conv": nn.Conv1d(4, 4, 3)})
-    got = reasons(model)
-    assert set(got) == {"attention.in_proj_weight", "attention.out_proj", "moe.up", "conv"}
-    assert "never calls" in got["attention.out_proj"] and "3-D expert" in got["moe.up"]
-    with pytest.raises(nm.RecipeError, match=r"'moe.up'.*3-D"):
-        reasons(model, lambda module, name: name.startswith("moe"))
 
 
 def test_filter_gets_module_and_name_and_any_truth_value():
@@ -280,6 +372,9 @@ def test_every_module_with_a_weight_is_listed_with_its_true_reason(kind):
         reason = want[e.name.removeprefix("odd")][1]
         assert not e.sparse and reason in e.reason and e.kind in (type(odd).__name__, "NonDynamicallyQuantizableLinear")
         assert e.linear == (kind in LINEAR)
+    if kind == "gpt-oss's experts":
+        with pytest.raises(nm.RecipeError, match=r"'odd.gate_up_proj'.*3-D"):
+            select(model, P, lambda module, name: name.startswith("odd"))
     # a filter is asked of linear layers only, so that "all but the head" needs to know of nothing else
     select(model, P, lambda module, name: (asked.append(name), name == "good")[1])
     assert asked == ["good", *(e.name for e in got if e.linear)]
