@@ -88,21 +88,15 @@ def anew(model, x):
     return x.detach()
 
 
-def train_mode(model, handle, x):
-    model.train()
-    return model(x)
-
-
 def as_it_is(model, handle, x):
     return model(x)
 
 
 def eval_mode(model, handle, x):
     model.eval()
-    try:
-        return model(x)
-    finally:
-        model.train()
+    y = model(x)
+    model.train()
+    return y
 
 
 def no_grad(model, handle, x):
@@ -122,7 +116,7 @@ def checkpointed(model, handle, x):
     return y
 
 
-MODES = [as_it_is, train_mode, eval_mode, no_grad, inference_mode, checkpointed]
+MODES = [as_it_is, eval_mode, no_grad, inference_mode, checkpointed]
 DEPLOYED = [as_it_is, no_grad]
 
 

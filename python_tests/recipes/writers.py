@@ -74,6 +74,19 @@ def load_state_dict_assign(model, values, optimizer):
     load_state_dict(model, values, optimizer, assign=True)
 
 
+def load_by_a_hook(model, values, optimizer):
+    # the hook fills the weights by itself
+    hook = model.register_load_state_dict_pre_hook(lambda *_: copy_to_data(model, values, optimizer))
+    model.load_state_dict({}, strict=False)
+    hook.remove()
+
+
+def cast_there_and_back(model, values, optimizer):
+    # the second cast may well land at the address that the weights had at first
+    copy_to_data(model, values, optimizer)
+    model.to(torch.bfloat16).to(torch.float32)
+
+
 def stochastic_weight_average(model, values, optimizer):
     copy_to_data(model, values, optimizer)
     averaged = torch.optim.swa_utils.AveragedModel(nn.ParameterList([nn.Parameter(v) for v in values]))
@@ -139,6 +152,8 @@ WRITERS = [
     other_parameters,
     load_state_dict,
     load_state_dict_assign,
+    load_by_a_hook,
+    cast_there_and_back,
     stochastic_weight_average,
     torch_ema,
     torch_ema_there_and_back,
