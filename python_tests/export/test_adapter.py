@@ -6,13 +6,13 @@ import json
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_model, save_file
+from safetensors.torch import load_model
 from torch import nn
 
 import nmkernels as nm
 from nmkernels.pattern import CheckpointError
 from nmkernels.testing import equal_bits
+from python_tests.export.editing import edited, parts
 
 
 def build() -> nn.Sequential:
@@ -27,11 +27,6 @@ def adapted() -> nn.Sequential:
     model[0] = nm.CompressedLinear(nm.ops.compress(model[0].weight.detach(), "2:4"), model[0].bias, adapter=adapter)
     model[2] = nm.CompressedLinear(nm.ops.compress(model[2].weight.detach(), "1:4"))
     return model
-
-
-def parts(path):
-    with safe_open(path, "pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata())  # noqa: SIM118
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -86,9 +81,7 @@ def ranked(rank):
 )
 def test_what_does_not_fit_is_refused_and_the_model_is_left_as_it_was(tmp_path, edit, message):
     nm.save_compressed(adapted(), tmp_path / "m")
-    tensors, metadata = parts(tmp_path / "m")
-    edit(tensors, metadata)
-    save_file(tensors, tmp_path / "m", metadata)
+    edited(tmp_path / "m", edit)
     model = build()
     before = {key: value.clone() for key, value in model.state_dict().items()}
     with pytest.raises(CheckpointError, match=message):

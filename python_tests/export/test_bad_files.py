@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import nmkernels as nm
 from nmkernels.pattern import CheckpointError
 from nmkernels.testing import equal_bits
-
-Edit = Callable[[dict[str, Tensor], dict[str, str]], object]
+from python_tests.export.editing import edited
 
 
 def dense() -> nn.Sequential:
@@ -43,14 +40,6 @@ def refused(file: Path, message: str, model: nn.Module | None = None) -> None:
     assert [type(m) for m in model.modules()] == kinds
     for key, value in model.state_dict().items():
         assert equal_bits(value, before[key]), key
-
-
-def edited(file: Path, edit: Edit) -> Path:
-    with safe_open(file, "pt") as source:
-        tensors, metadata = {name: source.get_tensor(name) for name in source.keys()}, dict(source.metadata())  # noqa: SIM118
-    edit(tensors, metadata)
-    save_file(tensors, file, metadata)
-    return file
 
 
 def test_the_untouched_file_loads(file):

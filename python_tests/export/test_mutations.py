@@ -25,22 +25,8 @@ COUNTS = {"header bytes": 900, "data bytes": 300, "frame": 300, "header tree": 1
 
 
 DTYPES = ["BOOL", "U8", "I8", "F8_E4M3", "F8_E8M0", "F4", "F6_E2M3", "I16", "BF16", "F16", "F32", "F64", "C64", "U64", "F128", "f32"]
-SHAPES = [
-    [0],
-    [0, 2**62],
-    [2**63, 0],
-    [2**64, 0],
-    [2**32, 2**32, 0],
-    [0] * 70,
-    [0] * 5000,
-    [],
-    [1] * 200,
-    [12],
-    [24],
-    [6, 24],
-    [2**61],
-    [-1],
-]
+EMPTY = [[0], [0, 2**62], [2**63, 0], [2**64, 0], [2**32, 2**32, 0], [0] * 70, [0] * 5000]
+SHAPES = [*EMPTY, [], [1] * 200, [12], [24], [6, 24], [2**61], [-1]]
 
 
 class Raw(str):
@@ -61,24 +47,30 @@ DEEP = [Raw(f"{start * n}1{end * n}") for n in (100, 900, 50_000) for start, end
 ODD: list[Any] = [
     *(None, True, False, 0, 1, -1, 2, 3, 24, 255, 2**31, 2**32, 2**63 - 1, 2**63, 2**64, 10**30, -(2**63), 0.5, 24.0, 2.5),
     *(Raw("NaN"), Raw("Infinity"), Raw("-Infinity"), Raw("1e999"), Raw("9" * 5000), Raw('"\\ud800"'), Raw("-0"), Raw("01"), Raw("")),
-    *(
-        "",
+    *("", "9" * 5000, "\u0662:\u0664", "\u00e9\u202e\n", "a" * 50_000, "\0"),
+    *[
         "x",
         "2:4",
         "1:2",
         "2:3",
         "0:0",
         "2:999",
-        "9" * 5000,
-        "\u0662:\u0664",
-        "\u00e9\u202e\n",
-        "a" * 50_000,
         "F32",
         "U8",
         "F8_E4M3",
         "BOOL",
-    ),
-    *("float32", "__class__", "linear", "conv1d", "0.weight.values", "1", "head", "torch", "int32", "values", "24", "\0"),
+        "float32",
+        "__class__",
+        "linear",
+        "conv1d",
+        "0.weight.values",
+        "1",
+        "head",
+        "torch",
+        "int32",
+        "values",
+        "24",
+    ],
     *([], {}, [1], [[]], {"a": 1}, [0, 0], [24, 12], ["24", "12"], [12.0, 24.0], [0, 2**62], [2**32, 2**32], [True, 4], [-12, -24]),
     *DEEP,
 ]
@@ -157,13 +149,8 @@ def disturb(tree: Any, rng: random.Random) -> None:
     elif kind == "copy":
         container[key] = deepcopy(other[its])
     elif kind in ("rename", "twice") and isinstance(container, dict):
-        name = (
-            str(its)
-            if rng.random() < 0.5
-            else key
-            if kind == "twice"
-            else str(rng.choice(["", "a", "a.weight", "\ud800", "norm", "__metadata__"]))
-        )
+        other_name = key if kind == "twice" else str(rng.choice(["", "a", "a.weight", "\ud800", "norm", "__metadata__"]))
+        name = str(its) if rng.random() < 0.5 else other_name
         value = container[key] if rng.random() < 0.5 else rng.choice(ODD)
         if kind == "rename":
             del container[key]

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from safetensors.torch import load_model, save_file
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -18,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import nmkernels as nm
 from nmkernels.pattern import CheckpointError
 from nmkernels.testing import equal_bits
+from python_tests.export.editing import edited, parts
 
 LAYERS = ("0", "1.1")
 
@@ -70,8 +70,8 @@ def _group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def names(path: Path) -> set[str]:
-    with safe_open(path, "pt") as file:
-        return {*file.keys(), *json.loads(file.metadata().get("layers") or file.metadata()["nm"])}
+    tensors, metadata = parts(path)
+    return {*tensors, *json.loads(metadata.get("layers") or metadata["nm"])}
 
 
 @pytest.mark.quick(2)
@@ -110,9 +110,8 @@ def test_a_wrapped_model_takes_a_file_and_computes_with_it(tmp_path: Path, kind:
 
 
 def as_earlier_versions_wrote(path: Path, rename: Callable[[str], str]) -> None:
-    with safe_open(path, "pt") as file:
-        tensors = {rename(name): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        metadata = dict(file.metadata())
+    tensors, metadata = parts(path)
+    tensors = {rename(name): tensor for name, tensor in tensors.items()}
     layers = {rename(name): about for name, about in json.loads(metadata["layers"]).items()}
     aliases = {rename(name): rename(kept) for name, kept in json.loads(metadata.get("aliases", "{}")).items()}
     save_file(tensors, path, {**metadata, "layers": json.dumps(layers), "aliases": json.dumps(aliases)})
@@ -154,8 +153,6 @@ def test_a_child_that_is_called_module_keeps_its_name(tmp_path: Path) -> None:
 
 def test_one_tensor_under_both_names_is_refused(tmp_path: Path) -> None:
     nm.save_compressed(nm.compress_(finished()), tmp_path / "m")
-    with safe_open(tmp_path / "m", "pt") as file:
-        tensors, metadata = {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata())  # noqa: SIM118
-    save_file({**tensors, "_orig_mod.0.bias": torch.ones(8)}, tmp_path / "m", metadata)
+    edited(tmp_path / "m", lambda tensors, metadata: tensors.update({"_orig_mod.0.bias": torch.ones(8)}))
     with pytest.raises(CheckpointError, match="holds one tensor twice, with and without the name of a wrapper"):
         nm.load_compressed(build(), tmp_path / "m")

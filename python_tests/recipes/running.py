@@ -70,6 +70,12 @@ def learned_part(model):
     return {name: p for name, p in snapshot(model).items() if ".nm_" in name and name.rpartition(".")[2] not in ADAPTER}
 
 
+def same(a, b):
+    """Whether two nested states are equal, tensors and all."""
+    (xs, spec), (ys, other) = (torch.utils._pytree.tree_flatten(tree) for tree in (a, b))
+    return spec == other and all(torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y for x, y in zip(xs, ys, strict=True))
+
+
 def through_a_file(*parts):
     file = io.BytesIO()
     torch.save(parts, file)

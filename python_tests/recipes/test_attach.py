@@ -11,6 +11,7 @@ from nmkernels import dispatch
 from nmkernels.optim import MaskedAdamW
 from nmkernels.recipes import ASP, SRSTE, STE, STEP
 from python_tests.recipes.loop import SPARSE, Adam, batches, distance, loss_of, mlp, snapshot, top_n
+from python_tests.recipes.running import same, step, train
 
 F32 = torch.float32
 KEYWORDS = Adam(lr=1e-2).keywords
@@ -29,19 +30,8 @@ def start(recipe, maker, dtype=F32):
 
 def plain_loop(recipe, maker, data, dtype=F32):
     model, handle, optimizer = start(recipe, maker, dtype)
-    for batch in data:
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        optimizer.step()
+    train(model, optimizer, data)
     return model, handle
-
-
-def states_equal(a, b):
-    flat_a, spec_a = torch.utils._pytree.tree_flatten(a)
-    flat_b, spec_b = torch.utils._pytree.tree_flatten(b)
-    return spec_a == spec_b and all(
-        torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y for x, y in zip(flat_a, flat_b, strict=True)
-    )
 
 
 @pytest.mark.parametrize("unscale", [False, True])
@@ -83,7 +73,7 @@ def test_skipped_step_does_not_advance_schedule(maker):
         scaler.update()
         if bad:
             state = optimizer.state_dict()
-            assert t == 0 or states_equal(before[:2], (state["param_groups"], state["state"]))
+            assert t == 0 or same(before[:2], (state["param_groups"], state["state"]))
             assert distance(snapshot(model), before[2]) == 0.0
             now = handle.metrics()
             assert now["density"].item() == was["density"].item()
@@ -142,12 +132,10 @@ def test_lr_scheduler(maker):
         model, _, optimizer = start(SRSTE(decay=0.1), maker)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 0.8**t) if scheduled else None
         for t, batch in enumerate(batches(8, F32)):
-            optimizer.zero_grad()
-            loss_of(model, batch).backward()
             if not scheduled:
                 for group in optimizer.param_groups:
                     group["lr"] = 1e-2 * 0.8**t
-            optimizer.step()
+            step(model, optimizer, batch)
             if scheduler:
                 scheduler.step()
         return snapshot(model)
@@ -188,10 +176,8 @@ def test_frozen_layers(maker):
         if t == 3:
             assert torch.equal(model[0].weight, frozen)
             model[0].weight.requires_grad_(True)
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
         before = model[2].weight.detach().clone(), model[0].weight.detach().clone()
-        optimizer.step()
+        step(model, optimizer, batch)
         layers = [2] if t < 3 else [2, 0]
         flips = sum(int((top_n(model[i].weight.detach(), 2, 4) ^ top_n(w, 2, 4)).sum()) for i, w in zip((2, 0), before, strict=True))
         assert handle.metrics()["density"].item() == 0.5

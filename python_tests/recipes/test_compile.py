@@ -6,7 +6,8 @@ import torch
 import nmkernels as nm
 from nmkernels.optim import MaskedAdamW
 from nmkernels.recipes import ASP, SRSTE, STEP
-from python_tests.recipes.loop import batches, distance, loss_of, mlp, snapshot
+from python_tests.recipes.loop import batches, distance, mlp, snapshot
+from python_tests.recipes.running import step
 
 F32 = torch.float32
 STEP_T0_3 = STEP(t_min=1, t_max=2, threshold=1e-30)
@@ -27,9 +28,7 @@ def run(recipe, backend, steps=6, evaluate=False):
     forward = torch.compile(model, fullgraph=True, backend=backend) if backend else model
     x, outputs = batches(1, F32, seed=7)[0][0], []
     for batch in batches(steps, F32):
-        optimizer.zero_grad()
-        loss_of(forward, batch).backward()
-        optimizer.step()
+        step(forward, optimizer, batch)
         if evaluate:
             with handle.deployable(), torch.no_grad():
                 outputs.append(forward(x))

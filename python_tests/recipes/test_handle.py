@@ -12,6 +12,7 @@ import nmkernels as nm
 from nmkernels.optim import MaskedAdamW
 from nmkernels.recipes import ASP, SRSTE, STE, STEP, Dense, MaskLLM
 from python_tests.recipes.loop import batches, distance, loss_of, mlp, snapshot
+from python_tests.recipes.running import train
 
 RECIPES = [STE(), SRSTE(decay=0.1), STEP(t_min=2, t_max=4, threshold=1e-30), ASP(), ASP(start=6), Dense()]
 IDS = ["ste", "srste", "step", "asp", "asp_later", "dense"]
@@ -21,14 +22,6 @@ def start(recipe, make=MaskedAdamW):
     model = mlp()
     handle = nm.sparsify_(model, recipe)
     return model, handle, handle.attach(make(model.parameters(), lr=1e-2))
-
-
-def train(model, optimizer, data, after=lambda: None):
-    for batch in data:
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        optimizer.step()
-        after()
 
 
 def hooks_of(optimizer):

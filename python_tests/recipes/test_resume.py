@@ -1,7 +1,6 @@
 """A trainer that saves only model and optimizer resumes bit for bit, in every phase of every recipe."""
 
 import copy
-import io
 from dataclasses import replace
 
 import pytest
@@ -12,7 +11,8 @@ from nmkernels.optim import MaskedAdamW
 from nmkernels.pattern import CheckpointError
 from nmkernels.recipes import ASP, SRSTE, STE, STEP
 from nmkernels.recipes.registry import spec
-from python_tests.recipes.loop import SPARSE, batches, distance, loss_of, mlp, snapshot
+from python_tests.recipes.loop import SPARSE, batches, distance, mlp, snapshot
+from python_tests.recipes.running import same, through_a_file, train
 
 F32 = torch.float32
 DATA = batches(14, F32)
@@ -57,25 +57,6 @@ def start(recipe, make, seed=0):
     return model, handle, make(model.parameters())
 
 
-def train(model, optimizer, data):
-    for batch in data:
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        optimizer.step()
-
-
-def saved(*parts):
-    file = io.BytesIO()
-    torch.save(parts, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
-def same(a, b):
-    xs, ys = (torch.utils._pytree.tree_leaves(tree) for tree in (a, b))
-    return len(xs) == len(ys) and all(torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y for x, y in zip(xs, ys, strict=True))
-
-
 def checkpoint(recipe, make, steps):
     """What a trainer writes after ``steps`` steps, and where the uninterrupted run ends."""
     model, handle, optimizer = start(recipe, make)
@@ -84,7 +65,7 @@ def checkpoint(recipe, make, steps):
             model(DATA[0][0])
     handle.attach(optimizer)
     train(model, optimizer, DATA[:steps])
-    parts = saved(model.state_dict(), optimizer.state_dict(), handle.state_dict())
+    parts = through_a_file(model.state_dict(), optimizer.state_dict(), handle.state_dict())
     train(model, optimizer, DATA[steps:])
     return parts, snapshot(model), copy.deepcopy(handle.state), {k: v.item() for k, v in handle.metrics().items()}
 
@@ -146,7 +127,7 @@ def test_state_of_plain_adamw_into_a_step_run():
     dense = mlp(F32)
     before = plain(dense.parameters())
     train(dense, before, DATA[:6])
-    weights, state = saved(dense.state_dict(), before.state_dict())
+    weights, state = through_a_file(dense.state_dict(), before.state_dict())
     for attach_first in (True, False):
         model, handle, optimizer = start(STEP_T0_5, masked)
         if attach_first:

@@ -11,7 +11,7 @@ import nmkernels as nm
 from nmkernels.optim import MaskedAdamW
 from nmkernels.recipes import ASP, SRSTE, STEP
 from python_tests.recipes.loop import Adam, batches, distance, loss_of, mlp, snapshot
-from python_tests.recipes.test_attach import states_equal
+from python_tests.recipes.running import same, train
 
 KEYWORDS = Adam(lr=1e-2).keywords
 RECIPES = {
@@ -104,13 +104,6 @@ def wrapped(request, tmp_path):
     yield lambda params, kind: wrap(kind(params, **KEYWORDS)), lambda optimizer: optimizer.state_dict()
 
 
-def train(model, optimizer, data):
-    for batch in data:
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        optimizer.step()
-
-
 def start(recipe, make):
     model = mlp()
     handle = nm.sparsify_(model, recipe)
@@ -130,7 +123,7 @@ def test_training_and_resuming_through_a_wrapper_is_that_without(wrapped, name, 
     for part in (data[:4], data[4:8], data[8:]):
         train(model, optimizer, part)
         state = copy.deepcopy(saved(optimizer))
-        assert states_equal(state["param_groups"][0]["nm_recipe"], handle.state)
+        assert same(state["param_groups"][0]["nm_recipe"], handle.state)
         weights, metrics = snapshot(model), handle.metrics()
         model, handle, optimizer = start(recipe, lambda params: make(params, kind))
         model.load_state_dict(weights)
@@ -140,7 +133,7 @@ def test_training_and_resuming_through_a_wrapper_is_that_without(wrapped, name, 
     assert metrics.keys() == expected.keys()
     for key in metrics:
         assert metrics[key].item() == expected[key].item(), key
-    assert states_equal(handle.state, plain.state)
+    assert same(handle.state, plain.state)
 
 
 def test_nothing_of_the_recipe_is_left_in_a_wrapper(wrapped):
