@@ -10,6 +10,7 @@ from torch import nn
 
 from nmkernels import capability
 from nmkernels.backends.cpu.fingerprint import fingerprint
+from python_tests.each import each
 
 
 @pytest.fixture(autouse=True)
@@ -18,8 +19,8 @@ def built():
         pytest.skip(capability.compiled_core().reason)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.bool])
-@pytest.mark.parametrize("shape", [(), (1,), (3, 5), (64, 129), (300, 1024)])
+@each("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.bool])
+@each("shape", [(), (1,), (3, 5), (64, 129), (300, 1024)])
 def test_the_same_for_equal_bytes_under_every_instruction_set_and_thread_count(isa, dtype, shape):
     w, core, threads = (
         torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype),

@@ -6,34 +6,23 @@ import torch.nn.functional as F
 
 from nmkernels import Pattern, ShapeError, reference
 from nmkernels.testing import assert_equal_bits, assert_no_worse, fill_poison
+from python_tests.backends import product_calls
+from python_tests.backends.product_calls import inputs, unaligned
+from python_tests.each import each
 
 TUNED = ("2:4", "1:4", "2:8", "1:8", "4:8", "1:16", "1:32")
 OTHERS = ("1:1", "1:2", "3:5", "4:4", "5:16", "2:32", "7:64", "200:256")
-every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+every_dtype = each("dtype", [torch.float32, torch.bfloat16, torch.float16])
 
 
-def packed(text, rows, cols, dtype=torch.float32, seed=1):
-    """The compressed form of a random matrix, and the matrix."""
-    p, gen = Pattern(text), torch.Generator().manual_seed(seed)
-    whole = -(-cols // p.m) * p.m
-    values, indices = reference.compress(torch.randn(rows, whole, generator=gen).to(dtype), p.n, p.m)
-    values, indices = values[:, : p.kept(cols)].contiguous(), indices[:, : p.index_bytes(cols)].contiguous()
-    return values, indices, reference.decompress(values, indices, p.n, p.m, cols)
-
-
-def inputs(tokens, cols, dtype=torch.float32, seed=2):
-    return torch.randn(tokens, cols, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def unaligned(x):
-    """The same values, one element past where an allocation starts."""
-    room = x.new_empty(x.numel() + 1)
-    room[1:] = x.flatten()
-    return room[1:].view(x.shape)
+def packed(text, rows, cols, dtype=torch.float32):
+    """A compressed matrix, its last group cut off where the columns end, and the matrix."""
+    p, (values, indices, w) = Pattern(text), product_calls.packed(text, rows, cols, dtype)
+    return values[:, : p.kept(cols)].contiguous(), indices[:, : p.index_bytes(cols)].contiguous(), w
 
 
 @every_dtype
-@pytest.mark.parametrize("text", TUNED + OTHERS)
+@each("text", TUNED + OTHERS)
 def test_is_as_good_as_dense(cpu, text, dtype):
     p = Pattern(text)
     for rows, cols in ((1, p.m), (3, 1280 + 3 * p.m), (17, 2 * p.m), (5, 40 * p.m), (6, 16 * p.m // p.n + p.m - 1), (2, 1)):
@@ -48,7 +37,7 @@ def test_is_as_good_as_dense(cpu, text, dtype):
 
 
 @every_dtype
-@pytest.mark.parametrize("text", TUNED)
+@each("text", TUNED)
 def test_every_column_of_every_block_is_found(cpu, text, dtype):
     """One-hot inputs return the weight to the bit, so every lane's choice shows."""
     p = Pattern(text)
@@ -60,7 +49,7 @@ def test_every_column_of_every_block_is_found(cpu, text, dtype):
 
 
 @every_dtype
-@pytest.mark.parametrize("text", ["2:4", "1:8", "1:32", "3:5"])
+@each("text", ["2:4", "1:8", "1:32", "3:5"])
 def test_a_row_and_a_token_have_the_same_bits_in_any_company(cpu, text, dtype):
     p = Pattern(text)
     cols = 20 * 16 * p.m // p.n + p.m
@@ -73,7 +62,7 @@ def test_a_row_and_a_token_have_the_same_bits_in_any_company(cpu, text, dtype):
 
 
 @every_dtype
-@pytest.mark.parametrize("text", TUNED)
+@each("text", TUNED)
 def test_unaligned_memory(cpu, text, dtype):
     p = Pattern(text)
     cols = 4 * 16 * p.m // p.n + p.m
@@ -85,8 +74,8 @@ def test_unaligned_memory(cpu, text, dtype):
     assert_equal_bits(cpu("nm_linear")(*moved, p.n, p.m, cols, unaligned(bias), out=out), expected)
 
 
-@pytest.mark.parametrize("text", ["1:2", "1:8", "2:8", "4:8", "1:32", "3:5", "1:64"])
-@pytest.mark.parametrize("tokens", [1, 4, 5])
+@each("text", ["1:2", "1:8", "2:8", "4:8", "1:32", "3:5", "1:64"])
+@each("tokens", [1, 4, 5])
 def test_a_damaged_index_anywhere_raises(cpu, text, tokens):
     p = Pattern(text)
     cols = 2 * 16 * p.m + 3 * p.m
@@ -100,7 +89,7 @@ def test_a_damaged_index_anywhere_raises(cpu, text, tokens):
             cpu("nm_linear")(x, values, broken, p.n, p.m, cols)
 
 
-@pytest.mark.parametrize("text", TUNED)
+@each("text", TUNED)
 def test_inf_and_nan_reach_only_what_they_multiply(cpu, text):
     """An input that no stored element meets does not show, one that is met does; the same for stored elements."""
     p = Pattern(text)
@@ -127,7 +116,7 @@ def test_denormals_and_zeros(cpu):
 
 
 @every_dtype
-@pytest.mark.parametrize("text", ["2:4", "1:8", "1:16"])
+@each("text", ["2:4", "1:8", "1:16"])
 def test_cancelling_sums_are_as_good_as_dense(cpu, text, dtype):
     """Large terms that cancel: the error stays that of torch's sum, although far above eps of the result."""
     p, gen = Pattern(text), torch.Generator().manual_seed(3)
@@ -135,3 +124,23 @@ def test_cancelling_sums_are_as_good_as_dense(cpu, text, dtype):
     x = inputs(1, 4096, dtype) * torch.tensor([1.0, 1e3]).repeat(2048)[torch.randperm(4096, generator=gen)].to(dtype)
     y = cpu("nm_linear")(x, values, indices, p.n, p.m, 4096)
     assert_no_worse(y, F.linear(x, w), F.linear(x.double(), w.double()))
+
+
+@each("junk", [9.0, float("inf"), float("nan")])
+@each("tokens", [1, 4, 9])
+def test_linear_uses_damaged_padding_for_nothing(cpu, tokens, junk):
+    """A column past the end belongs to a padded tail: its value does not count, whatever it is."""
+    values, indices = reference.compress(torch.tensor([[1.0, 0.0, 2.0, 7.0, 0.0, 9.0, 0.0, junk]]), 2, 4)
+    y = cpu("nm_linear")(torch.ones(tokens, 6), values, indices, 2, 4, 6, None)
+    assert_equal_bits(y, reference.linear(torch.ones(tokens, 6), values, indices, 2, 4, 6))
+
+
+def test_linear_has_the_same_bits_on_any_number_of_threads(cpu):
+    before, packed = torch.get_num_threads(), reference.compress(torch.randn(300, 512), 2, 4)
+    x, results = torch.randn(5, 512), []
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        results.append(cpu("nm_linear")(x, *packed, 2, 4, 512, None))
+    torch.set_num_threads(before)
+    assert_equal_bits(results[0], results[1])
+    assert_equal_bits(results[0], results[2])

@@ -10,11 +10,12 @@ from nmkernels import reference
 from nmkernels.backends.cpu import linear as module
 from nmkernels.pattern import Pattern, ShapeError
 from nmkernels.testing import assert_equal_bits, assert_no_worse, fill_poison
+from python_tests.backends.product_calls import packed, unaligned
+from python_tests.each import each
 
 PATTERNS = ["2:4", "1:4", "4:4", "2:8", "1:8", "4:8", "1:16", "3:5", "7:12", "1:32", "1:256", "7:256", "200:256"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-every_pattern = pytest.mark.parametrize("text", PATTERNS)
-every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+every_pattern = each("text", PATTERNS)
 
 
 @pytest.fixture(autouse=True)
@@ -24,26 +25,13 @@ def _always_sparse(monkeypatch):
     monkeypatch.setattr(module, "FEW_TOKENS", 0)
 
 
-def packed(rows: int, cols: int, text: str, dtype: torch.dtype, gen: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """Values, indices and the dense form of a matrix whose columns may end inside a group."""
-    p = Pattern(text)
-    w = torch.randn(rows, -(-cols // p.m) * p.m, generator=gen).to(dtype)
-    values, indices = reference.compress(w, p.n, p.m)
-    return values, indices, reference.decompress(values, indices, p.n, p.m, cols)
-
-
-def unaligned(x: Tensor) -> Tensor:
-    """The same numbers one element further in memory."""
-    return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
-
-
 def poisoned(x: Tensor) -> Tensor:
     return unaligned(fill_poison(torch.empty_like(x)))
 
 
 def check(cpu, text: str, dtype: torch.dtype, rows: int, cols: int, tokens: int) -> None:
     p, gen = Pattern(text), torch.Generator().manual_seed(rows + cols + tokens)
-    values, indices, w = packed(rows, cols, text, dtype, gen)
+    values, indices, w = packed(text, rows, cols, dtype, gen=gen)
     call = unaligned(values), indices, p.n, p.m, cols
     x, g = (unaligned(torch.randn(tokens, n, generator=gen).to(dtype)) for n in (cols, rows))
     bias = torch.randn(rows, generator=gen).to(dtype)
@@ -145,7 +133,7 @@ def test_only_stored_weights_meet_what_is_not_finite(cpu):
 def test_same_bits_on_any_number_of_threads(cpu):
     for text in ["2:4", "1:8", "3:5"]:
         p, before, gen = Pattern(text), torch.get_num_threads(), torch.Generator().manual_seed(3)
-        values, indices, _ = packed(600, 40 * p.m, text, torch.float32, gen)
+        values, indices, _ = packed(text, 600, 40 * p.m, gen=gen)
         x, g = torch.randn(700, 40 * p.m, generator=gen), torch.randn(700, 600, generator=gen)
         call, results = (values, indices, p.n, p.m, 40 * p.m), []
         try:
@@ -158,11 +146,11 @@ def test_same_bits_on_any_number_of_threads(cpu):
         assert_equal_bits(results[0], results[2])
 
 
-@every_dtype
+@each("dtype", DTYPES)
 def test_expanded_weights_share_memory_and_not_results(cpu, monkeypatch, dtype):
     monkeypatch.setattr(module, "sparse_wins", lambda *args, **kwargs: False)
     gen = torch.Generator().manual_seed(9)
-    first, second = (packed(rows, 64, "2:4", dtype, gen) for rows in (24, 16))
+    first, second = (packed("2:4", rows, 64, dtype, gen=gen) for rows in (24, 16))
     x = torch.randn(20, 64, generator=gen).to(dtype)
     y = [cpu("nm_linear")(x, values, indices, 2, 4, 64) for values, indices, _ in (first, second)]
     assert_equal_bits(y, [torch.nn.functional.linear(x, w) for _, _, w in (first, second)])

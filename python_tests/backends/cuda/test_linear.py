@@ -9,14 +9,7 @@ import torch.nn.functional as F
 from nmkernels import Pattern
 from nmkernels.backends.cuda import linear as cuda
 from nmkernels.testing import assert_equal_bits, assert_no_worse, fill_poison
-from python_tests.backends.product_calls import ACTIVATIONS, PATTERNS, every_dtype, inputs, packed
-
-
-def unaligned(x):
-    """The same numbers one element past a multiple of 16 bytes."""
-    room = torch.empty(x.numel() + 17, dtype=x.dtype, device=x.device)
-    first = -(room.data_ptr() // x.element_size()) % (16 // x.element_size()) + 1
-    return room[first : first + x.numel()].view(x.shape).copy_(x)
+from python_tests.backends.product_calls import ACTIVATIONS, PATTERNS, every_dtype, inputs, packed, unaligned
 
 
 def run(x, values, indices, text, bias=None, activation=""):
