@@ -8,7 +8,7 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cache
 from pathlib import Path
@@ -65,6 +65,17 @@ def load(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def save(lines: Iterable[Mapping[str, object]], names: Sequence[str], path: Path) -> None:
+    """Write a CSV with these columns, in place of the one that is there; the file is whole at every moment."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    with part.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, names, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(lines)
+    os.replace(part, path)
+
+
 def from_text(row: dict[str, str]) -> Row:
     """A row as ``load`` reads it."""
     return Row(**{**row, **{p: float(row[p]) for p in ("p20", "p50", "p80")}})  # type: ignore[arg-type]
@@ -78,17 +89,10 @@ def fingerprints(path: Path) -> set[tuple[str, ...]]:
 def append(rows: Iterable[Row], path: Path) -> None:
     """Add ``rows`` to the CSV at ``path``; a row for the same case on the same machine replaces the old one."""
     new = [asdict(r) for r in rows]
-    names = [f.name for f in fields(Row)]
     key = ("op", "provider", "pattern", "dtype", "shape", "metric", "machine")
     fresh = {tuple(str(r[k]) for k in key) for r in new}
     old = [r for r in load(path) if tuple(r[k] for k in key) not in fresh]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    with part.open("w", newline="") as file:
-        writer = csv.DictWriter(file, names, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows([*old, *new])
-    os.replace(part, path)
+    save([*old, *new], [f.name for f in fields(Row)], path)
 
 
 def machine(device: str = "cpu") -> str:

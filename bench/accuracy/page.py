@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from . import figures, tables, traces, variance
@@ -20,27 +21,21 @@ def piece(what: str, task: str, only: list[str], rows: list[RunRow]) -> str:
         ValueError: the page asks for a table that there is not.
     """
     shared, tuned = tables.shared(rows, task), tables.tuned(rows, task)
-    if what == "shared":
-        return tables.results(shared, only)
-    if what == "sharedaccuracy":
-        return tables.results(shared, only, tables.accuracy, 2)
-    if what == "tuned":
-        return tables.results(tuned, only, rates=True)
-    if what == "tunedaccuracy":
-        return tables.results(tuned, only, tables.accuracy, 2)
-    if what == "costs":
-        return tables.costs(shared, only)
-    if what == "switches":
-        return tables.switches(rows, task, only)
-    if what == "flips":
-        return tables.late(traces.load(RESULTS, task), task, "flip_rate_stride", only)
-    if what == "decays":
-        return tables.late(traces.load(RESULTS, task), task, "decay_ratio", only)
-    if what == "variance":
-        return variance.summary(variance.load(), task)
-    if what == "names":
-        return tables.notes(shared)
-    raise ValueError(f"the page asks for {what!r}, which is no table")
+    pieces: dict[str, Callable[[], str]] = {
+        "shared": lambda: tables.results(shared, only),
+        "sharedaccuracy": lambda: tables.results(shared, only, tables.accuracy, 2),
+        "tuned": lambda: tables.results(tuned, only, rates=True),
+        "tunedaccuracy": lambda: tables.results(tuned, only, tables.accuracy, 2),
+        "costs": lambda: tables.costs(shared, only),
+        "switches": lambda: tables.switches(rows, task, only),
+        "flips": lambda: tables.late(traces.load(RESULTS, task), task, "flip_rate_stride", only),
+        "decays": lambda: tables.late(traces.load(RESULTS, task), task, "decay_ratio", only),
+        "variance": lambda: variance.summary(variance.load(), task),
+        "names": lambda: tables.notes(shared),
+    }
+    if what not in pieces:
+        raise ValueError(f"the page asks for {what!r}, which is no table")
+    return pieces[what]()
 
 
 def render(text: str, rows: list[RunRow]) -> str:

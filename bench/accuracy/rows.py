@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import datetime
-import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -62,26 +60,15 @@ def stamp() -> dict[str, str]:
 
 def load(folder: Path = RESULTS) -> list[RunRow]:
     """All rows of a results folder; none where there is no file. Of a run that stands there twice, the last."""
-    path = folder / RUNS
-    if not path.exists():
-        return []
     kinds = {"int": int, "float": float, "str": str}
-    with path.open(newline="", encoding="utf-8") as file:
-        rows = [RunRow(**{f.name: kinds[str(f.type)](line.get(f.name, 0)) for f in fields(RunRow)}) for line in csv.DictReader(file)]
+    lines = machine_rows.load(folder / RUNS)
+    rows = [RunRow(**{f.name: kinds[str(f.type)](line.get(f.name, 0)) for f in fields(RunRow)}) for line in lines]
     return list({row.spec.key: row for row in rows}.values())
 
 
 def save(rows: Iterable[RunRow], folder: Path = RESULTS) -> None:
-    """Write the rows sorted, so that a commit shows what is new; the file is whole at every moment."""
-    names = [f.name for f in fields(RunRow)]
-    folder.mkdir(parents=True, exist_ok=True)
-    part = folder / (RUNS + ".part")
-    lines = [asdict(row) for row in sorted(rows, key=_order)]
-    with part.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, names, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(lines)
-    os.replace(part, folder / RUNS)
+    """Write the rows sorted, so that a commit shows what is new."""
+    machine_rows.save([asdict(row) for row in sorted(rows, key=_order)], [f.name for f in fields(RunRow)], folder / RUNS)
 
 
 def append(row: RunRow, folder: Path = RESULTS) -> None:

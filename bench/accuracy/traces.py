@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,8 @@ from torch import Tensor
 
 import nmkernels as nm
 from nmkernels.nn import NMWeight
+
+from .. import rows
 
 STRIDE = 25
 """Steps between two lines of a trace."""
@@ -80,11 +80,7 @@ def path(folder: Path, task: str) -> Path:
 
 def load(folder: Path, task: str) -> list[dict[str, str]]:
     """All lines of a task; none where there is no file."""
-    file = path(folder, task)
-    if not file.exists():
-        return []
-    with file.open(newline="", encoding="utf-8") as stream:
-        return list(csv.DictReader(stream))
+    return rows.load(path(folder, task))
 
 
 def append(lines: Iterable[dict[str, str]], folder: Path, task: str) -> None:
@@ -92,10 +88,5 @@ def append(lines: Iterable[dict[str, str]], folder: Path, task: str) -> None:
     new = list(lines)
     runs = {line["run"] for line in new}
     kept = [line for line in load(folder, task) if line["run"] not in runs]
-    folder.mkdir(parents=True, exist_ok=True)
-    part = path(folder, task).with_suffix(".part")
-    with part.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(sorted([*kept, *new], key=lambda line: (line["run"], int(line["step"]))))
-    os.replace(part, path(folder, task))
+    every = sorted([*kept, *new], key=lambda line: (line["run"], int(line["step"])))
+    rows.save(every, COLUMNS, path(folder, task))

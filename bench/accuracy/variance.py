@@ -8,7 +8,6 @@ model with other batches shows how much two good estimates differ anyway.
 from __future__ import annotations
 
 import argparse
-import csv
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from torch import Tensor
 
 import nmkernels as nm
 
+from .. import rows
 from . import methods, tables, tasks
 from .plan import PATTERNS
 from .rows import RESULTS
@@ -92,21 +92,13 @@ def main(argv: Sequence[str] | None = None, tell: Callable[[str], None] = print)
                     key = (task, method, pattern, str(seed), str(step), part)
                     lines.append(dict(zip(COLUMNS, (*key, *(f"{x:.4g}" for x in figures)), strict=True)))
             tell(f"{task} seed {seed} done")
-    args.out.mkdir(parents=True, exist_ok=True)
-    with (args.out / FILE).open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(lines)
+    rows.save(lines, COLUMNS, args.out / FILE)
     return 0
 
 
 def load(folder: Path = RESULTS) -> list[dict[str, str]]:
     """The rows of ``variance.csv``; none where there is no file."""
-    path = folder / FILE
-    if not path.exists():
-        return []
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+    return rows.load(folder / FILE)
 
 
 def summary(lines: Sequence[dict[str, str]], task: str) -> str:
@@ -120,9 +112,8 @@ def summary(lines: Sequence[dict[str, str]], task: str) -> str:
             found = [x for x in mine if (x["method"], x["pattern"], x["part"], x["step"]) == (method, pattern, part, str(step))]
             cells += [f"{sum(float(x[c]) for x in found) / len(found):+.2f}" if found else "–" for c in COLUMNS[6:]]
         body.append(cells)
-    half = [f"{name}, step {last // 2}" for name in ("log₂ ratio", "spread", "correlation")]
-    full = [f"{name}, step {last}" for name in ("log₂ ratio", "spread", "correlation")]
-    return tables.table([["run", "pattern", "weights", *half, *full], *body])
+    figures = [f"{name}, step {step}" for step in (last // 2, last) for name in ("log₂ ratio", "spread", "correlation")]
+    return tables.table([["run", "pattern", "weights", *figures], *body])
 
 
 if __name__ == "__main__":

@@ -14,33 +14,27 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .base import Settings, Task, task
-from .vit import Block
+from .vit import ViT
 
 VARIABLE = "NMKERNELS_CIFAR10"
-SIDE, PATCH, CLASSES = 32, 4, 10
+SIDE, PATCH = 32, 4
 MEAN, DEVIATION = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 """Of the training pictures' red, green and blue."""
 
 BATCH = 128
 
 
-class PictureViT(nn.Module):
-    """Vision transformer over patches of 4 × 4 pixels in colour, learned positions, mean pooling."""
+class PictureViT(ViT):
+    """Vision transformer over patches of 4 × 4 pixels in colour."""
+
+    count, size, deviation = (SIDE // PATCH) ** 2, 3 * PATCH * PATCH, 0.02
 
     def __init__(self, width: int = 192, layers: int = 6, heads: int = 6) -> None:
-        super().__init__()
-        self.embed = nn.Linear(3 * PATCH * PATCH, width)
-        self.positions = nn.Parameter(0.02 * torch.randn(1, (SIDE // PATCH) ** 2, width))
-        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, CLASSES)
+        super().__init__(width, layers, heads)
 
-    def forward(self, images: Tensor) -> Tensor:
-        """Logits ``[batch, 10]`` of ``images`` ``[batch, 3, 32, 32]``."""
+    def patches(self, images: Tensor) -> Tensor:
         n = SIDE // PATCH
-        patches = images.view(-1, 3, n, PATCH, n, PATCH).permute(0, 2, 4, 1, 3, 5).reshape(-1, n * n, 3 * PATCH * PATCH)
-        logits: Tensor = self.head(self.norm(self.blocks(self.embed(patches) + self.positions)).mean(1))
-        return logits
+        return images.view(-1, 3, n, PATCH, n, PATCH).permute(0, 2, 4, 1, 3, 5).reshape(-1, self.count, self.size)
 
 
 @task("cifar10")

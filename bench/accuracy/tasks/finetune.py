@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from nmkernels.models import GPT, GPTConfig, make_corpus, stdlib_texts
 
-from .base import Settings, Task, task
-from .gpt import BATCH, CONTEXT, loss_over
+from .base import Settings, task
+from .gpt import BATCH, CONTEXT, ByteGPT
 
 CACHE = Path("build") / "accuracy"
 """Where the pretrained model is kept."""
@@ -25,38 +25,24 @@ PROSE = "pydoc_data"
 
 
 @task("finetune")
-class FineTuneGPT(Task):
+class FineTuneGPT(ByteGPT):
     """The GPT of task ``gpt``, first dense on the standard library's code, then 500 steps on the language reference (465 thousand bytes).
 
     All runs begin at the same pretrained weights; the seed is that of the order of the data.
     """
 
     settings = Settings(steps=500, lr=2e-3, lrs=(1e-3, 2e-3, 4e-3), scouted=(5e-4, 1e-3, 2e-3, 4e-3))
-    tokens = BATCH * CONTEXT
 
     def __init__(self) -> None:
         from pydoc_data.topics import topics
 
-        self.prose = make_corpus({name: text.encode() for name, text in topics.items()}, "Python's language reference")
+        self.corpus = make_corpus({name: text.encode() for name, text in topics.items()}, "Python's language reference")
         self.pretrained = pretrained(CACHE)
 
     def model(self) -> nn.Module:
         model = _model()
         model.load_state_dict(self.pretrained)
         return model
-
-    def batch(self, seed: int, step: int) -> tuple[Tensor, ...]:
-        return self.prose.batch(seed, step, BATCH, CONTEXT)
-
-    def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
-        assert isinstance(model, GPT)
-        return model.loss(*batch)
-
-    def evaluate(self, model: nn.Module) -> dict[str, float]:
-        return {"val_loss": loss_over(self, model, self.prose)}
-
-    def data(self) -> str:
-        return self.prose.digest
 
 
 def _model() -> GPT:

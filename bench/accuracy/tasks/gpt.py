@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from nmkernels.models import GPT, Corpus, GPTConfig, load_corpus
+from nmkernels.models import GPT, GPTConfig, load_corpus
 
 from .base import Settings, Task, task
 
@@ -34,8 +34,10 @@ class ByteGPT(Task):
         assert isinstance(model, GPT)
         return model.loss(*batch)
 
+    @torch.no_grad()
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        return {"val_loss": loss_over(self, model, self.corpus)}
+        losses = [(self.loss(model, batch).item(), len(batch[0])) for batch in self.corpus.val_batches(CONTEXT, 64, VAL_WINDOWS)]
+        return {"val_loss": sum(loss * n for loss, n in losses) / sum(n for _, n in losses)}
 
     def data(self) -> str:
         return self.corpus.digest
@@ -47,10 +49,3 @@ class SquaredReLUGPT(ByteGPT):
 
     def model(self) -> nn.Module:
         return GPT(GPTConfig(width=64, layers=2, heads=4, context=CONTEXT, activation="relu2"))
-
-
-@torch.no_grad()
-def loss_over(task: Task, model: nn.Module, corpus: Corpus) -> float:
-    """The mean loss over at most ``VAL_WINDOWS`` windows of the validation text."""
-    losses = [(task.loss(model, batch).item(), len(batch[0])) for batch in corpus.val_batches(CONTEXT, 64, VAL_WINDOWS)]
-    return sum(loss * n for loss, n in losses) / sum(n for _, n in losses)

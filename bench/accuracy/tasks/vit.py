@@ -62,20 +62,25 @@ class ViT(nn.Module):
     start with a deviation of 0.5: from 0.02 the model sees a bag of patches for half of a run this short (90 % in place of 96 to 98 %).
     """
 
+    count, size, deviation, classes = PATCHES, HIGH * WIDE, 0.5, CLASSES
+    """Patches, the numbers in one, the deviation of the positions, and how many classes there are."""
+
     def __init__(self, width: int = 64, layers: int = 2, heads: int = 4) -> None:
         super().__init__()
-        self.embed = nn.Linear(HIGH * WIDE, width)
-        self.positions = nn.Parameter(0.5 * torch.randn(1, PATCHES, width))
+        self.embed = nn.Linear(self.size, width)
+        self.positions = nn.Parameter(self.deviation * torch.randn(1, self.count, width))
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, CLASSES)
+        self.head = nn.Linear(width, self.classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits ``[batch, 10]`` of ``images`` ``[batch, 8, 8]``."""
-        rows, cols = SIDE // HIGH, SIDE // WIDE
-        patches = images.view(-1, rows, HIGH, cols, WIDE).transpose(2, 3).reshape(-1, rows * cols, HIGH * WIDE)
-        logits: Tensor = self.head(self.norm(self.blocks(self.embed(patches) + self.positions)).mean(1))
+        """Logits ``[batch, classes]``."""
+        logits: Tensor = self.head(self.norm(self.blocks(self.embed(self.patches(images)) + self.positions)).mean(1))
         return logits
+
+    def patches(self, images: Tensor) -> Tensor:
+        """``images`` ``[batch, 8, 8]`` as ``[batch, count, size]``."""
+        return images.view(-1, SIDE // HIGH, HIGH, SIDE // WIDE, WIDE).transpose(2, 3).reshape(-1, self.count, self.size)
 
 
 @task("vit")

@@ -98,7 +98,7 @@ def test_fine_tuning_begins_with_the_pretrained_weights(tmp_path, monkeypatch):
     monkeypatch.setattr(finetune, "pretrained", lambda folder: weights)
     task = finetune.FineTuneGPT()
     assert all(torch.equal(value, weights[key]) for key, value in task.model().state_dict().items())
-    assert b"assignment" in bytes(task.prose.train.tolist()) and b"def __init__" not in bytes(task.prose.val[:2000].tolist())
+    assert b"assignment" in bytes(task.corpus.train.tolist()) and b"def __init__" not in bytes(task.corpus.val[:2000].tolist())
     same_batches(task)
     trained(task, "1:8")
 
