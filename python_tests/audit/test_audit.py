@@ -211,7 +211,7 @@ def test_json_has_everything():
     assert read["measured_step"] == found.measured_step and read["layers"][0]["advice"] == []
 
 
-@pytest.mark.parametrize("device", ["quux", "H1000", "xpu", "H200 PCIe", "cuda"])
+@pytest.mark.parametrize("device", ["quux", "H200 PCIe", "cuda"])
 def test_an_unknown_device_names_the_known_ones(device):
     if device == "cuda" and torch.cuda.is_available():
         pytest.skip("there is one")
@@ -237,12 +237,10 @@ def test_names_of_devices(monkeypatch):
     ("words", "match"),
     [
         ({"tokens": 0}, "tokens=0 must be a whole number"),
-        ({"tokens": 1.5}, "tokens=1.5 must be a whole number"),
         ({"accumulate": 0}, "accumulate=0"),
         ({"other": -1.0}, "other=-1.0 must be a finite number"),
         ({"budget": float("inf")}, "budget=inf"),
         ({"optimizer": "sgd"}, "optimizer='sgd' is unknown; choose \"fused\""),
-        ({"dtype": "int8"}, "dtype='int8'"),
         ({"dtype": "quux"}, "dtype='quux'"),
         ({"recipe": "quux"}, "no recipe is called 'quux'"),
     ],

@@ -62,11 +62,6 @@ def test_measured_columns_by_hand():
     assert fc.note == "" and "Measured: medians" in str(found)
 
 
-def test_accumulation_shares_the_preparation():
-    found = nm.audit({"fc": (64, 128)}, 32, "srste:2:4", device="cpu", timer=clock, accumulate=3)
-    assert {p.name: p.used for p in found.layers[0].measured_step}["weight"] == 0.25
-
-
 def test_a_gpu_that_is_not_here_is_not_measured():
     found = nm.audit({"fc": (64, 128)}, 32, device="H200", timer=clock)
     assert found.measured_step is None and "Measured" not in str(found) and not found.layers[0].note
@@ -159,6 +154,13 @@ def test_large_layers_are_shortened_or_left_out():
     assert alone.expected(lambda piece: 1.0) == 12, "four rounds of three products"
 
 
+def test_the_model_is_left_as_it_is():
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 128))
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    nm.audit(model, 16, device="cpu", timer=clock)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items()) and type(model[0]) is torch.nn.Linear
+
+
 def test_each_shape_once_and_the_short_ones_first():
     told = []
     shapes = {"a.up": (128, 64), "a.gate": (128, 64), "b.up": (128, 64), "a.down": (64, 64), "lm_head": (96, 64)}
@@ -205,14 +207,6 @@ def test_a_piece_that_fails_while_it_is_timed_is_told(monkeypatch):
     assert len(samples["a"]) == 5 and min(samples["a"]) >= 0
     with pytest.raises(RuntimeError, match="out of luck"):
         measure.timed([Task("a", late)], CPU, None, 0.0)
-
-
-def test_progress_and_nothing_is_changed():
-    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 128))
-    before, told = {k: v.clone() for k, v in model.state_dict().items()}, []
-    nm.audit(model, 16, device="cpu", timer=clock, progress=lambda *args: told.append(args))
-    assert told == [(0, 2, "64x64, 16 tokens"), (1, 2, "128x64, 16 tokens")]
-    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items()) and type(model[0]) is torch.nn.Linear
 
 
 def test_a_missing_core_is_told(monkeypatch):

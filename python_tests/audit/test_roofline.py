@@ -8,7 +8,7 @@ import torch
 import nmkernels as nm
 from nmkernels.audit.advice import Case, break_even
 from nmkernels.audit.devices import DEVICES
-from nmkernels.audit.rules import Layer, Rules, at, packed_bytes, predict, product, refused, speedup
+from nmkernels.audit.rules import Layer, Rules, at, predict, product, refused, speedup
 
 P = nm.Pattern("2:4")
 BF16 = torch.bfloat16
@@ -48,11 +48,6 @@ def test_sparser_patterns_are_stored_as_2_4_on_tensor_cores():
     some = layer(tokens=64)
     assert product(H200, some, "fprop", nm.Pattern("1:8")) == product(H200, some, "fprop", P)
     assert product(H200, some, "fprop", P) < product(H200, some, "fprop")
-
-
-@pytest.mark.parametrize(("pattern", "dtype", "want"), [("2:4", BF16, 1.125), ("2:4", torch.float32, 2.125), ("1:8", BF16, 0.3125)])
-def test_packed_bytes(pattern, dtype, want):
-    assert packed_bytes(nm.Pattern(pattern), dtype) == want
 
 
 @pytest.mark.parametrize(

