@@ -431,16 +431,15 @@ def test_first_use_never_measures_then(what: str, timed: list[Product], monkeypa
         p = p._replace(device=torch.device("cuda", 0))
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         monkeypatch.setattr(table, "device_name", lambda device: "a GPU")
-    elif what == "compiling":
-        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    elif what == "dispatch mode":
-        monkeypatch.setattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
-    elif what == "function mode":
-        monkeypatch.setattr(torch._C, "_len_torch_function_stack", lambda: 1)
-    elif what == "transform":
-        monkeypatch.setattr(torch._C, "_are_functorch_transforms_active", lambda: True)
-    elif what == "profile":
-        monkeypatch.setattr(torch.autograd.profiler, "_is_profiler_enabled", True)
+    patches = {
+        "compiling": (torch.compiler, "is_compiling", lambda: True),
+        "dispatch mode": (torch._C, "_len_torch_dispatch_stack", lambda: 1),
+        "function mode": (torch._C, "_len_torch_function_stack", lambda: 1),
+        "transform": (torch._C, "_are_functorch_transforms_active", lambda: True),
+        "profile": (torch.autograd.profiler, "_is_profiler_enabled", True),
+    }
+    if what in patches:
+        monkeypatch.setattr(*patches[what])
     p = {
         "too much": p._replace(tokens=1 << 20, cols=1 << 10),
         "nothing": p._replace(tokens=0),

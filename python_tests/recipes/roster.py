@@ -238,9 +238,6 @@ ROSTER = {
     "proxsparse_anchor": Entry(
         ProxSparse(decay=60.0, scale_by_lr=True, anchor=0.5, final_values="trained"), lambda p, d, s: proxsparse(p, d, 0.6, 0.5)
     ),
-}
-
-ROSTER |= {
     "fst": Entry(FST("2:4", STEPS, every=3, decay=0.1, end=0.75, seed=1), lambda p, d, s: fst(p, d, 2, 4, 3, 0.1, 15, s), (3, 7, 15)),
     "fst_nm": Entry(FST("1:4", every=4, decay=0.1, end=None, mvue=None), lambda p, d, s: fst(p, d, 1, 4, 4, 0.1), (4, 7)),
     "fst_packed": Entry(
@@ -248,14 +245,8 @@ ROSTER |= {
         lambda p, d, s: fst(p, d, 2, 4, 7, 0.1, None, s, "approx"),
     ),
     "tsrste": Entry(FST("2:4", mvue=None, end=None, every=1, decay=0.1), lambda p, d, s: fst(p, d, 2, 4, 1, 0.1)),
-}
-
-ROSTER |= {
     "srste_packed": Entry(SRSTE("2:4", decay=0.1, packed=True), hard(0.1)),
     "sste_packed": Entry(SSTE("2:4", seed=1, packed=True), lambda p, d, s: used.sste(p, d, 2, 4, s)),
-}
-
-ROSTER |= {
     "act24": Entry(Activation24("2:4", STEPS, start=0.25), lambda p, d, s: act24(p, d, 2, 4, 5), (3, 5, 9)),
     "act24_ste": Entry(Activation24("1:4", STEPS, start=0, gradient="ste"), lambda p, d, s: act24(p, d, 1, 4, 0, "ste")),
 }
