@@ -25,16 +25,6 @@ def test_pruned_nan_and_inf_leave_plus_zero():
     assert equal_bits(kept, torch.tensor([[float("nan"), 0.0, 0.0, 0.0], [float("-inf"), 0.0, 0.0, 0.0]]))
 
 
-def test_bad_input_raises():
-    with pytest.raises(ShapeError, match="multiple of M=4"):
-        HardMask(Pattern("2:4"))(torch.randn(2, 6))
-    with pytest.raises(PatternError):
-        HardMask(Pattern("4:2"))
-    for wrong in (torch.ones(2, 4, dtype=torch.int32), torch.ones(2, 4, dtype=torch.complex64)):
-        with pytest.raises(TypeError, match=str(wrong.dtype)):
-            HardMask(Pattern("2:4"))(wrong)
-
-
 # ---- the others
 
 P = Pattern("2:4")

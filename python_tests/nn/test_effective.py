@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import nmkernels as nm
-from nmkernels.autograd import HardMask, WeightTransform
+from nmkernels.autograd import HardMask
 from python_tests import plain
 from python_tests.copies import WAYS, copied
 
@@ -203,18 +203,6 @@ def test_evaluation_of_another_form_leaves_the_backward_pass_intact(how):
             assert not torch.equal(model(x), y)
     y.sum().backward()
     torch.testing.assert_close(x.grad[0], plain.masked(model[0].weight, 2, 4).sum(0))
-
-
-class Doubled(WeightTransform):
-    def __call__(self, weight, *extras, out=None):
-        return 2 * weight
-
-
-def test_a_new_transform_is_noticed():
-    _, layer, _ = model_of(torch.optim.AdamW)
-    layer.effective_weight()
-    layer.transform = Doubled(nm.Pattern("2:4"))
-    assert torch.equal(layer.effective_weight(), 2 * layer.weight)
 
 
 def test_the_copy_does_not_keep_the_parameter_alive():

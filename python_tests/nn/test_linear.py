@@ -71,14 +71,6 @@ def test_weights_that_are_not_real_floats_raise():
             layer(torch.ones(1, 8))
 
 
-def test_nan_weight_is_kept_and_shows():
-    layer = nm.SparseLinear(8, 2, bias=False)
-    with torch.no_grad():
-        layer.weight[1, 3] = float("nan")
-    y = layer(torch.ones(1, 8))
-    assert y[0, 0].isfinite() and y[0, 1].isnan()
-
-
 def test_input_shapes():
     for shape in [(32,), (0, 32), (2, 0, 32), (1, 32), (2, 3, 4, 32)]:
         layer = nm.SparseLinear(32, 16)

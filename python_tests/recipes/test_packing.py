@@ -14,7 +14,7 @@ from nmkernels.recipes import FST, SRSTE, SSTE, STE, STEP, LayerWise, SdGf
 from nmkernels.recipes.schedule import packing
 from python_tests.nn.test_effective_packed import Calls
 from python_tests.recipes.loop import distance, snapshot
-from python_tests.recipes.running import DATA, F32, F64, net, run, start, step, through_a_file
+from python_tests.recipes.running import DATA, F32, F64, run, start, step, through_a_file
 
 MAKERS = {
     "ste": lambda **k: STE("2:4", **k),
@@ -130,21 +130,6 @@ def test_each_product_is_done_by_the_candidate_chosen_for_it(fprop, dgrad, wgrad
     assert done.count(("nm_linear_dgrad", "cpu")) == 4 * (dgrad == "cpu rows")
     (packed,) = (form for form in got[2].effective.kept if isinstance(form, nm.ops.Packed))
     assert (packed.rows is not None) == ("cpu rows" in (fprop, dgrad)) and (packed.columns is not None) == (dgrad == "cpu columns")
-
-
-@pytest.mark.parametrize("name", ["srste", "fst_1_4"])
-@pytest.mark.parametrize("packed", [True, "auto"])
-def test_torch_func_gives_the_same_gradients(name, packed):
-    model = net(MAKERS[name](), F64)
-    nm.sparsify_(model, MAKERS[name](packed=packed))
-    params = dict(model.named_parameters())
-
-    def loss(p):
-        return torch.func.functional_call(model, p, (DATA[0][0],)).square().sum()
-
-    got = torch.func.grad(loss)({k: p.detach() for k, p in params.items()})
-    loss(params).backward()
-    assert distance(got, {k: p.grad for k, p in params.items()}) < 1e-12
 
 
 @pytest.mark.parametrize("name", ["srste", "sste", "sste_1_4", "fst"])
