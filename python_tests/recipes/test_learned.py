@@ -95,12 +95,9 @@ def test_the_loss_term_is_added_once_per_step():
         assert change(model, optimizer, parts) == pytest.approx(6 - g)
 
 
-def test_clipping_does_not_touch_it():
+def test_clipping_does_not_touch_it_and_maximize_turns_only_the_loss():
     model, _, optimizer = started(sgd)
     assert change(model, optimizer, clip=1e-12) == pytest.approx(6, abs=1e-9)
-
-
-def test_maximize_turns_only_the_loss():
     model, _, optimizer = started(sgd)
     g = 6 - change(model, optimizer)
     model, _, optimizer = started(lambda p: sgd(p, maximize=True))

@@ -44,22 +44,15 @@ def test_first_cuts_and_prolongs():
 def test_recipes_without_a_schedule():
     assert shares(Dense("1:8")) == [(100, 1, 1, 1)]
     assert shares(STE("1:8")) == [(100, 1 / 8, 1, 1)]
-    assert shares(SRSTE("2:4")) == [(100, 1 / 2, 1, 1)]
-
-
-def test_sste_by_its_papers_table():
-    """Forward sparse, dgrad dense, wgrad sparse by MVUE, whose pattern is not that of the weights."""
+    assert shares(SRSTE("2:4")) == shares(ASP("2:4")) == [(100, 1 / 2, 1, 1)]
+    # by its paper's table: forward sparse, dgrad dense, wgrad sparse by MVUE, whose pattern is not that of the weights
     assert shares(SSTE("1:8")) == [(100, 1 / 8, 1, 1 / 2)]
     assert shares(SSTE("2:4", mvue=None)) == [(100, 1 / 2, 1, 1)]
     assert shares(SSTE("2:4", mvue_pattern="1:4")) == [(100, 1 / 2, 1, 1 / 4)]
 
 
-def test_asp():
-    assert shares(ASP("2:4")) == [(100, 1 / 2, 1, 1)]
+def test_step_and_asp_are_dense_to_their_latest_switch():
     assert shares(ASP("1:4", total_steps=100, start=0.3)) == [(30, 1, 1, 1), (70, 1 / 4, 1, 1)]
-
-
-def test_step_is_dense_to_its_latest_switch():
     assert shares(STEP("2:4", total_steps=100)) == [(51, 1, 1, 1), (49, 1 / 2, 1, 1)]
     assert shares(STEP("2:4", total_steps=100, switch="fixed", start=0.25)) == [(25, 1, 1, 1), (75, 1 / 2, 1, 1)]
     assert shares(STEP("2:4", t_min=10, t_max=None)) == [(100, 1, 1, 1)]
