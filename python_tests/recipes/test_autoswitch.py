@@ -44,21 +44,19 @@ def decreasing(seed, steps=80):
     return [[float(x) * 0.9**t for x in torch.rand(NUMEL, generator=g, dtype=torch.float64)] for t in range(steps)]
 
 
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize(
-    ("switch", "mean"), [("arithmetic", lambda c: sum(c) / NUMEL), ("geometric", lambda c: math.exp(sum(map(math.log, c)) / NUMEL))]
-)
-def test_auto_options_equal_lists(switch, mean, seed):
-    changes, threshold, low = decreasing(seed), 0.01, 20
-    zs = [mean(c) for c in changes]
-    bars = [sum(zs[max(0, t - 10) : t]) / min(t, 10) for t in range(1, len(zs) + 1)]
-    want = next(t for t, bar in enumerate(bars, 1) if bar < threshold and t > low)
-    assert want > low + 1
-    got, state = switch_step(
-        STEP(switch=switch, t_min=low, t_max=None, threshold=threshold), (seen(t, c) for t, c in enumerate(changes, 1))
-    )
-    assert got == want
-    assert state["z_bar"].item() == pytest.approx(bars[want - 1], rel=1e-12)
+def test_auto_options_equal_lists():
+    for seed in range(5):
+        for switch, mean in [("arithmetic", lambda c: sum(c) / NUMEL), ("geometric", lambda c: math.exp(sum(map(math.log, c)) / NUMEL))]:
+            changes, threshold, low = decreasing(seed), 0.01, 20
+            zs = [mean(c) for c in changes]
+            bars = [sum(zs[max(0, t - 10) : t]) / min(t, 10) for t in range(1, len(zs) + 1)]
+            want = next(t for t, bar in enumerate(bars, 1) if bar < threshold and t > low)
+            assert want > low + 1
+            got, state = switch_step(
+                STEP(switch=switch, t_min=low, t_max=None, threshold=threshold), (seen(t, c) for t, c in enumerate(changes, 1))
+            )
+            assert got == want
+            assert state["z_bar"].item() == pytest.approx(bars[want - 1], rel=1e-12)
 
 
 def test_option_two_leaves_unchanged_weights_out():
@@ -75,19 +73,17 @@ def test_option_two_with_nothing_moving_is_zero_and_floors_the_smallest():
     assert state["z_bar"].item() == pytest.approx(2.0**-149, rel=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "small", "want"), [(5, 12, True, 6), (5, 12, False, 13), (0, 12, True, 1), (None, 3, False, 4), (None, None, True, 1)]
-)
-def test_bounds(low, high, small, want):
+def test_bounds():
     """(Z̄ < ε and t > T_min) or t > T_max."""
-    changes = [1e-12 if small else 1.0] * NUMEL
-    got, _ = switch_step(STEP(t_min=low, t_max=high), (seen(t, changes) for t in range(1, 40)))
-    assert got == want
+    for low, high, small, want in [(5, 12, True, 6), (5, 12, False, 13), (0, 12, True, 1), (None, 3, False, 4), (None, None, True, 1)]:
+        changes = [1e-12 if small else 1.0] * NUMEL
+        got, _ = switch_step(STEP(t_min=low, t_max=high), (seen(t, changes) for t in range(1, 40)))
+        assert got == want
 
 
-@pytest.mark.parametrize("at", [1, 7])
-def test_fixed(at):
-    assert switch_step(STEP(switch="fixed", start=at), (seen(t) for t in range(1, 20)))[0] == at
+def test_fixed():
+    for at in [1, 7]:
+        assert switch_step(STEP(switch="fixed", start=at), (seen(t) for t in range(1, 20)))[0] == at
 
 
 def test_relative_norm_equals_lists():

@@ -152,25 +152,22 @@ def test_unknown_names_patterns_and_keywords():
             get(text, total_steps=10, **keywords)
 
 
-@pytest.mark.parametrize(
-    ("text", "want"),
-    [
+def test_parse():
+    for text, want in [
         ("ste", ("ste", None, {})),
         (" SR-STE:2:8 ", ("SR-STE", "2:8", {})),
         ("mdgf:1:8(end=0.75, gradient=ste)", ("mdgf", "1:8", {"end": 0.75, "gradient": "ste"})),
         ("step(inner=mdgf(residual=1e-3), clamp=None)", ("step", None, {"inner": "mdgf(residual=0.001)", "clamp": None})),
         ("step(inner='mdgf:1:8(total_steps=7)')", ("step", None, {"inner": "mdgf:1:8(total_steps=7)"})),
         ("sdgf()", ("sdgf", None, {})),
-    ],
-)
-def test_parse(text, want):
-    assert parse(text) == want
+    ]:
+        assert parse(text) == want
 
 
-@pytest.mark.parametrize("text", ["mdgf(", "mdgf(0.5)", "mdgf(a=b=c)", "mdgf(**x)", "mdgf(a=1) + 2", "mdgf(a=[x for x in y])", "mdgf(a=1"])
-def test_not_a_recipe(text):
-    with pytest.raises(nm.RecipeError, match="write it as name:N:M"):
-        parse(text)
+def test_not_a_recipe():
+    for text in ["mdgf(", "mdgf(0.5)", "mdgf(a=b=c)", "mdgf(**x)", "mdgf(a=1) + 2", "mdgf(a=[x for x in y])", "mdgf(a=1"]:
+        with pytest.raises(nm.RecipeError, match="write it as name:N:M"):
+            parse(text)
 
 
 # ---- a new one

@@ -36,13 +36,13 @@ def net(seed, shapes=((24, 16), (32, 48), (16, 64), (48, 16))):
 # ---- the rules
 
 
-@pytest.mark.parametrize("choices", ["powers", "all"])
-@pytest.mark.parametrize("seed", range(4))
-def test_magnitude_is_the_best_of_all_maps(seed, choices):
-    weights, options = net(seed), (1, 2, 4) if choices == "powers" else range(1, 8)
-    got = LayerWise("2:8", rule="magnitude", choices=choices).setup.patterns(weights)
-    want = layerwise.cheapest(weights, lambda k, w, n: w.abs()[~top_n(w, n, 8)].sum().item(), options, 8, 0.25)
-    assert {k: p.n for k, p in got.items()} == want
+def test_magnitude_is_the_best_of_all_maps():
+    for choices in ["powers", "all"]:
+        for seed in range(4):
+            weights, options = net(seed), (1, 2, 4) if choices == "powers" else range(1, 8)
+            got = LayerWise("2:8", rule="magnitude", choices=choices).setup.patterns(weights)
+            want = layerwise.cheapest(weights, lambda k, w, n: w.abs()[~top_n(w, n, 8)].sum().item(), options, 8, 0.25)
+            assert {k: p.n for k, p in got.items()} == want
 
 
 def test_energy_does_not_see_the_layers_scales():
@@ -72,15 +72,15 @@ def test_erk_bounds():
     assert {k: p.n for k, p in LayerWise("8:16").setup.patterns(weights).items()} == {"small": 8, "big": 8}
 
 
-@pytest.mark.parametrize("rule", ["erk", "magnitude", "energy"])
-@pytest.mark.parametrize("pattern", ["2:8", "3:8", "4:16", "5:16", "7:8"])
-def test_budget_is_met_from_below(rule, pattern):
-    weights = net(3)
-    for choices in ("powers", "all"):
-        got = LayerWise(pattern, rule=rule, choices=choices).setup.patterns(weights)
-        p = nm.Pattern(pattern)
-        most = p.density if choices == "all" else min(p.density, 0.5)
-        assert most - 0.05 < density(got, weights) <= p.density
+def test_budget_is_met_from_below():
+    for rule in ["erk", "magnitude", "energy"]:
+        for pattern in ["2:8", "3:8", "4:16", "5:16", "7:8"]:
+            weights = net(3)
+            for choices in ("powers", "all"):
+                got = LayerWise(pattern, rule=rule, choices=choices).setup.patterns(weights)
+                p = nm.Pattern(pattern)
+                most = p.density if choices == "all" else min(p.density, 0.5)
+                assert most - 0.05 < density(got, weights) <= p.density
 
 
 def test_a_budget_in_flops():
@@ -235,15 +235,15 @@ def test_sdgf_leads_each_layer_to_its_own(schedule):
     assert all(nm.ops.is_nm(model[i].weight.detach(), p) for i, p in ((0, "6:8"), (2, "2:8"), (4, "1:8")))
 
 
-@pytest.mark.parametrize("inner", ["ste", "srste", "asp", "asp(start=3)", "mdgf", "mdgf(start=3)", "sdgf", "sste", "maxq", "bimask"])
-def test_inner_recipes_end_with_the_layers_patterns(inner):
-    model, handle, optimizer = start(LayerWise("4:16", 20, inner=inner, choices="all"))
-    train(model, optimizer, DATA)
-    handle.finish()
-    assert kept(handle) == {"0": 6, "2": 3}
-    for layer in handle.layers.values():
-        assert nm.ops.is_nm(layer.weight.detach(), layer.pattern)
-        assert layer.weight.count_nonzero() == layer.weight.numel() * layer.pattern.density
+def test_inner_recipes_end_with_the_layers_patterns():
+    for inner in ["ste", "srste", "asp", "asp(start=3)", "mdgf", "mdgf(start=3)", "sdgf", "sste", "maxq", "bimask"]:
+        model, handle, optimizer = start(LayerWise("4:16", 20, inner=inner, choices="all"))
+        train(model, optimizer, DATA)
+        handle.finish()
+        assert kept(handle) == {"0": 6, "2": 3}
+        for layer in handle.layers.values():
+            assert nm.ops.is_nm(layer.weight.detach(), layer.pattern)
+            assert layer.weight.count_nonzero() == layer.weight.numel() * layer.pattern.density
 
 
 @pytest.mark.parametrize("inner", ["maskllm", "lbc"])
@@ -289,15 +289,15 @@ def totals(costs, losses, choices):
     return sum(c[i] for c, i in zip(costs, choices, strict=True)), sum(v[i] for v, i in zip(losses, choices, strict=True))
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_equals_trying_everything(seed):
-    costs, losses, budget = problem(seed)
-    every = [totals(costs, losses, c) for c in itertools.product(*(range(len(item)) for item in costs))]
-    cost, loss = totals(costs, losses, allocate(costs, losses, budget))
-    assert cost <= budget and loss == pytest.approx(min(v for c, v in every if c <= budget))
-    cost, loss = totals(costs, losses, allocate(costs, losses, budget, fill=True))
-    most = max(c for c, _ in every if c <= budget)
-    assert cost == most and loss == pytest.approx(min(v for c, v in every if c == most))
+def test_equals_trying_everything():
+    for seed in range(40):
+        costs, losses, budget = problem(seed)
+        every = [totals(costs, losses, c) for c in itertools.product(*(range(len(item)) for item in costs))]
+        cost, loss = totals(costs, losses, allocate(costs, losses, budget))
+        assert cost <= budget and loss == pytest.approx(min(v for c, v in every if c <= budget))
+        cost, loss = totals(costs, losses, allocate(costs, losses, budget, fill=True))
+        most = max(c for c, _ in every if c <= budget)
+        assert cost == most and loss == pytest.approx(min(v for c, v in every if c == most))
 
 
 def test_the_unit_is_the_common_divisor(monkeypatch):

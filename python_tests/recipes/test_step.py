@@ -65,13 +65,13 @@ def test_equals_independent_loop(case, dtype):
     assert distance(got, want) < (1e-10 if dtype == torch.float64 else 1e-5)
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if c not in ("no_clamp", "default_adam", "fixed")])
-def test_every_case_tests_something(case):
-    step, adam, decay = CASES[case]
-    plain, plain_adam = replace(step, bias_corrected=True, inside=False, clamp=None), replace(adam, weight_decay=0.01)
-    a, _, _ = train(snapshot(mlp()), batches(STEPS), 2, 4, decay, adam, step)
-    b, _, _ = train(snapshot(mlp()), batches(STEPS), 2, 4, 0.0, plain_adam, plain)
-    assert distance(a, b) > 1e-5
+def test_every_case_tests_something():
+    for case in [c for c in CASES if c not in ("no_clamp", "default_adam", "fixed")]:
+        step, adam, decay = CASES[case]
+        plain, plain_adam = replace(step, bias_corrected=True, inside=False, clamp=None), replace(adam, weight_decay=0.01)
+        a, _, _ = train(snapshot(mlp()), batches(STEPS), 2, 4, decay, adam, step)
+        b, _, _ = train(snapshot(mlp()), batches(STEPS), 2, 4, 0.0, plain_adam, plain)
+        assert distance(a, b) > 1e-5
 
 
 POLICIES = {

@@ -23,13 +23,13 @@ def randn(*shape, seed=0):
 # ---- the columns
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
-@pytest.mark.parametrize("m", [4, 5, 6, 7, 8, 12])
-def test_equal_plain_search(n, m):
-    w = randn(12, 2 * m, seed=10 * n + m)
-    for objective in ("retained", "sums"):
-        got = best_columns(w, n, m, 4, objective).repeat_interleave(4, 0)
-        assert torch.equal(got, columns_of(w, n, m, 4, objective)), objective
+def test_equal_plain_search():
+    for n in [1, 2, 3, 4]:
+        for m in [4, 5, 6, 7, 8, 12]:
+            w = randn(12, 2 * m, seed=10 * n + m)
+            for objective in ("retained", "sums"):
+                got = best_columns(w, n, m, 4, objective).repeat_interleave(4, 0)
+                assert torch.equal(got, columns_of(w, n, m, 4, objective)), objective
 
 
 def test_every_block_keeps_four_columns_of_every_group():
@@ -50,15 +50,15 @@ def test_ties_go_to_the_lower_columns():
         assert best_columns(torch.zeros(4, m), 2, m, 2)[0].tolist() == [True] * 4 + [False] * (m - 4)
 
 
-@pytest.mark.parametrize("v", [1, 4, 64])
-def test_greedy_is_near_the_best(v):
-    size = randn(512, 8 * 8, seed=v).abs().reshape(512 // v, v, 8, 8)
-    exact, greedy = _exact(size, 2), _greedy(size, 2)
+def test_greedy_is_near_the_best():
+    for v in [1, 4, 64]:
+        size = randn(512, 8 * 8, seed=v).abs().reshape(512 // v, v, 8, 8)
+        exact, greedy = _exact(size, 2), _greedy(size, 2)
 
-    def kept(chosen):
-        return (size * chosen[:, None]).sort(-1, descending=True).values[..., :2].sum().item()
+        def kept(chosen, size=size):
+            return (size * chosen[:, None]).sort(-1, descending=True).values[..., :2].sum().item()
 
-    assert 0.98 * kept(exact) < kept(greedy) <= kept(exact)
+        assert 0.98 * kept(exact) < kept(greedy) <= kept(exact)
 
 
 def test_one_row_per_block_is_the_ordinary_mask():
