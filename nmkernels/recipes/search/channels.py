@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from ...nn import Chain, NMWeight, channel_parameters, find_chains, reorder_
-from ...pattern import Pattern
 from ..report import Report
 from .permutation import Found, search_permutation
 
@@ -118,18 +118,13 @@ class Channels:
                 self.report.channels.update({name: f"left alone: {said}" for name in sparse})
             elif sparse:
                 scores = torch.cat([score(name) for name in sparse])
-                found = self._order(scores, self.layers[sparse[0]].pattern, _and(sparse))
+                tell = functools.partial(log.info, "%s: %s", _and(sparse))
+                found = search_permutation(scores, self.layers[sparse[0]].pattern, self.search.escapes, self.search.seed, tell)
                 self.report.channels.update({name: _told(found, chain) for name in sparse})
                 self.gains.update({name: (found.before, found.after) for name in sparse})
                 if found.after > found.before:
                     todo.append((chain, found))
         return todo
-
-    def _order(self, scores: Tensor, pattern: Pattern, names: str) -> Found:
-        def tell(text: str) -> None:
-            log.info("%s: %s", names, text)
-
-        return search_permutation(scores, pattern, self.search.escapes, self.search.seed, tell)
 
     def _obstacle(self, chain: Chain, sparse: list[str], optimizers: Optimizers) -> str:
         if len({str(self.layers[name].pattern) for name in sparse}) > 1:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from ...autograd import STRAIGHT_THROUGH
-from ...nn import NMWeight
 from ...pattern import RecipeError
 from ..base import Recipe
 from ..handle import Handle
@@ -109,7 +108,12 @@ def search_decay(
         (True, True)
     """
     first = _first_measured(recipe, batches, grid, feasible, measure, stride)
-    probes = [_probe(recipe, decay) for decay in grid]
+    probes = []
+    for decay in grid:
+        settings: dict[str, Any] = {"decay": decay, **({"end": None} if recipe.final == "dense" else {})}
+        probes.append(replace(recipe, **settings))
+        if probes[-1].stage({}).phase == 0:
+            raise RecipeError(f"search_decay: {type(recipe).__name__} begins with dense steps, in which λ has no effect.")
 
     def run(probe: Recipe, dense: bool) -> float:
         with _restored(model):
@@ -159,15 +163,6 @@ def _first_measured(
     return first
 
 
-def _probe(recipe: Recipe, decay: float) -> Recipe:
-    """``recipe`` with that λ, without its dense end."""
-    settings: dict[str, Any] = {"decay": decay, **({"end": None} if recipe.final == "dense" else {})}
-    probe = replace(recipe, **settings)
-    if probe.stage({}).phase == 0:
-        raise RecipeError(f"search_decay: {type(recipe).__name__} begins with dense steps, in which λ has no effect.")
-    return probe
-
-
 def _flip_rate(
     handle: Handle,
     make_optimizer: Callable[[Iterable[Any]], torch.optim.Optimizer],
@@ -200,17 +195,15 @@ def _flip_rate(
 @torch.no_grad()
 def _compare(handle: Handle, before: list[Tensor], rates: list[Tensor]) -> list[Tensor]:
     """The masks that the present weights would have; their flips since ``before`` are appended to ``rates``."""
-    now = [_mask(handle.recipe, layer) for layer in handle.layers.values()]
+    transform, now = handle.recipe.final_transform(), []
+    for layer in handle.layers.values():
+        w = layer.master.detach()
+        new = transform.renew(w, [None] * len(transform.reads), torch.Generator().manual_seed(0))
+        now.append(transform.kept(w, *[new[name] for name in transform.reads if name in new]))
     if before:
         flips = torch.stack([(a ^ b).sum() for a, b in zip(before, now, strict=True)]).sum()
         rates.append(flips.double() / sum(a.numel() for a in now))
     return now
-
-
-def _mask(recipe: Recipe, layer: NMWeight) -> Tensor:
-    transform, w = recipe.final_transform(), layer.master.detach()
-    new = transform.renew(w, [None] * len(transform.reads), torch.Generator().manual_seed(0))
-    return transform.kept(w, *[new[name] for name in transform.reads if name in new])
 
 
 @contextmanager
