@@ -28,9 +28,8 @@ class Method:
 
     def build(self, pattern: str, steps: int) -> recipes.Recipe:
         """The recipe for a run of ``steps`` steps that ends with ``pattern``."""
-        if pattern == DENSE:
-            return recipes.get(self.recipe, total_steps=steps, **self.config)
-        return recipes.get(self.recipe, pattern=pattern, total_steps=steps, **self.config)
+        more = {} if pattern == DENSE else {"pattern": pattern}
+        return recipes.get(self.recipe, total_steps=steps, **more, **self.config)
 
 
 CORE = {

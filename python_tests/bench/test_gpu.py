@@ -119,6 +119,17 @@ def test_notes_are_told(run) -> None:
     assert status == 0 and any(re.match(r"  sanitizer +0 s  skipped +compute-sanitizer is not installed", line) for line in lines)
 
 
+def test_the_summary_fits_a_terminal(run, tmp_path: Path) -> None:
+    many = [ended(f"python_tests/test_{i}.py", **{f"t{j}_{'x' * 300}": "failed" for j in range(60)}) for i in range(40)]
+    status, lines, _ = run(tests=adds(*many))
+    text = "\n".join(lines[lines.index("== summary") :])
+    assert status == 1 and len(text) < 12_000 and max(map(len, lines)) <= 400
+    # each file is named, whatever else is left out
+    assert all(f"tests: python_tests/test_{i}.py, 60 failed" in text for i in range(40)) and "    and 54 more" in text
+    full = (tmp_path / "failed.txt").read_text()
+    assert full.count("why t") == 40 * 60
+
+
 def test_without_gpu_nothing_runs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "STEPS", {})
     assert gpu.main([], lambda: "torch sees no NVIDIA GPU") == 2

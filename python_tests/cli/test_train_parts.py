@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nmkernels import ops
-from nmkernels.cli import deploy, train
+from nmkernels.cli import deploy
 from nmkernels.cli.config import TrainConfig, resumed
 from nmkernels.cli.folder import Store
 from nmkernels.cli.log import Log, plot, read_log, summary, switches
@@ -200,14 +200,6 @@ def test_validation_is_that_of_the_weights_to_deploy_also_in_a_dense_phase():
     before = trainer.model.loss(x, y).item()
     assert before != pytest.approx(pruned.loss(x, y).item(), rel=1e-5)  # and training goes on with the dense ones
     assert trainer.model.training
-
-
-def test_the_resume_hint_names_the_python_of_a_venv(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(train.sys, "executable", str(tmp_path / ".venv" / "bin" / "python"))
-    assert train.python_command() == ".venv/bin/python"
-    monkeypatch.setattr(train.sys, "executable", "/usr/bin/python3")
-    assert train.python_command() == "python"
 
 
 def test_what_a_recipe_learns_is_trained_at_its_own_rate_and_not_counted():

@@ -53,6 +53,7 @@ def test_another_is_used_from_then_on(core):
         core.use_isa(before)
 
 
+@pytest.mark.slow
 def test_an_environment_that_cannot_be_followed_is_an_error():
     code = "import torch, nmkernels as nm; nm.ops.mask(torch.ones(4), '2:4')"
     env = os.environ | {"NMKERNELS_ISA": "sse9"}
