@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nmkernels import ops
-from nmkernels.cli import deploy
+from nmkernels.cli import deploy, train
 from nmkernels.cli.config import TrainConfig, resumed
 from nmkernels.cli.folder import Store
 from nmkernels.cli.log import Log, plot, read_log, summary, switches
@@ -216,3 +216,11 @@ def test_what_a_recipe_learns_is_trained_at_its_own_rate_and_not_counted():
     assert rates["lm_head.weight"] == learning_rate(config, 5)
     logits = [rate for name, rate in rates.items() if name.endswith("nm_logits")]
     assert logits and all(rate == pytest.approx(10 * learning_rate(config, 5)) for rate in logits)
+
+
+def test_the_resume_hint_names_the_python_of_a_venv(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train.sys, "executable", str(tmp_path / ".venv" / "bin" / "python"))
+    assert train.python_command() == ".venv/bin/python"
+    monkeypatch.setattr(train.sys, "executable", "/usr/bin/python3")
+    assert train.python_command() == "python"
