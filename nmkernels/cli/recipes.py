@@ -55,7 +55,7 @@ def summary(cls: type[Any]) -> str:
 
 
 def listing(recipes: list[dict[str, Any]]) -> str:
-    blocks = ["\n".join([_title(r), *_facts(r)]) for r in recipes]
+    blocks = ["\n".join(_head(r)) for r in recipes]
     end = "python -m nmkernels recipes NAME tells more; python -m nmkernels train --recipe NAME:N:M trains with one."
     return "\n\n".join([*blocks, end])
 
@@ -65,15 +65,11 @@ def details(r: dict[str, Any]) -> str:
     width = max(len(k["name"]) for k in r["keywords"])
     keywords = [f"  {k['name'].ljust(width)} = {k['default']!r:<14} {k['type']}" for k in r["keywords"]]
     ways = "Keywords. In train, pattern is in --recipe NAME:N:M, total_steps is --steps, the others are --set KEY=VALUE."
-    head = [_title(r), *_facts(r), "", ways, *keywords]
-    return "\n".join([*head, "", r["doc"]])
+    return "\n".join([*_head(r), "", ways, *keywords, "", r["doc"]])
 
 
-def _title(r: dict[str, Any]) -> str:
-    return f"{r['name']:<{WIDTH - 2}}  {r['summary']}"
-
-
-def _facts(r: dict[str, Any]) -> list[str]:
+def _head(r: dict[str, Any]) -> list[str]:
+    """The name and what it is, and a few facts."""
     facts = {
         "paper": r["paper"],
         "patterns": r["patterns"],
@@ -81,7 +77,7 @@ def _facts(r: dict[str, Any]) -> list[str]:
         "cost": r["cost"],
         "leaves": FINAL.get(r["final"], r["final"]),
     }
-    lines = []
+    lines = [f"{r['name']:<{WIDTH - 2}}  {r['summary']}"]
     for key, text in facts.items():
         lines += textwrap.wrap(text, COLUMNS, initial_indent=f"  {key:<{WIDTH - 2}}", subsequent_indent=" " * WIDTH)
     return lines

@@ -18,13 +18,7 @@ from .run import Run
 
 
 def figures(run: Run, attachments: Iterable[Attachment]) -> dict[str, Tensor]:
-    """Common figures and the recipe's own as 0-d tensors; nothing here waits for the device.
-
-    flip_rate = flips / weights, density = non-zeros / weights, decay_ratio = λ Σ|w| / Σ|g| over pruned weights, with λ the recipe's own
-    figure ``decay`` where it tells one; before the first step there is only the density of the weights as they would be used, beside NaN
-    if no optimizer was ever attached. kept_gain, where channels were reordered before pruning: how much more of the magnitude the mask
-    keeps for it, a mean over the layers searched.
-    """
+    """What ``Handle.metrics`` tells, as 0-d tensors; nothing here waits for the device. λ is the recipe's own figure ``decay``, if any."""
     layers, stage, state = run.layers, run.stage, run.state
     phase = torch.tensor(stage.phase)
     parts = [a for a in attachments if a.stats is not None]

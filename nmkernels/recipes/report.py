@@ -89,12 +89,7 @@ class Report:
 
 
 def starred(name: str) -> str:
-    """``name`` with a star for each number between its dots.
-
-    Example:
-        >>> starred("h.11.mlp.fc1")
-        'h.*.mlp.fc1'
-    """
+    """``name`` with a star for each number between its dots: h.11.mlp.fc1 becomes h.*.mlp.fc1."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 

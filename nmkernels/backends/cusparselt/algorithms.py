@@ -188,8 +188,9 @@ def _search(problem: Problem, at: Here, like: Tensor, stream: int, timer: Timer)
 
 # ---- the one that is used
 
-_checked: dict[tuple[int, int, Problem], Algorithm] = {}
-_refused: dict[tuple[int, int, Problem], str] = {}
+_settled: dict[tuple[int, int, Problem], Algorithm | str] = {}
+"""The algorithm that was checked and is right, or why the problem is refused."""
+
 _lock = threading.RLock()
 """One thread checks; the others wait, and take what it found."""
 
@@ -206,17 +207,18 @@ def ready_for(problem: Problem, here: Here, like: Tensor, stream: int) -> Ready:
 
 
 def refusal(problem: Problem, here: Here) -> str:
-    return _refused.get(_in_process(problem, here), "")
+    found = _settled.get(_in_process(problem, here))
+    return found if isinstance(found, str) else ""
 
 
 def chosen(problem: Problem, here: Here, like: Tensor, stream: int) -> Algorithm:
     """The algorithm of a problem, checked now if it was not before."""
     known = _in_process(problem, here)
-    found = _checked.get(known)
+    found = _settled.get(known)
+    if isinstance(found, str):
+        raise BackendError(found)
     if found is not None:
         return found
-    if known in _refused:
-        raise BackendError(_refused[known])
     first, exact = stored(problem, here, like)
     if first is None or not exact:
         try:
@@ -225,9 +227,9 @@ def chosen(problem: Problem, here: Here, like: Tensor, stream: int) -> Algorithm
             # later there may be room; until then this product is somebody else's
             raise BackendError(f"cuSPARSELt: no memory to check {problem.text}x{problem.width} with") from None
         except BackendError as error:
-            _refused[known] = str(error)
+            _settled[known] = str(error)
             raise
-    _checked[known] = first
+    _settled[known] = first
     return first
 
 
@@ -257,14 +259,13 @@ def limit(problem: Problem, here: Here, like: Tensor) -> int:
 
 def remember(problem: Problem, here: Here, algorithm: Algorithm) -> None:
     """From now on a problem is done by an algorithm that was checked."""
-    known = _in_process(problem, here)
-    _checked[known] = algorithm
-    _refused.pop(known, None)
+    _settled[_in_process(problem, here)] = algorithm
     here.routes.clear()
 
 
 def settled(problem: Problem, here: Here) -> Algorithm | None:
-    return _checked.get(_in_process(problem, here))
+    found = _settled.get(_in_process(problem, here))
+    return None if isinstance(found, str) else found
 
 
 def _in_process(problem: Problem, here: Here) -> tuple[int, int, Problem]:
@@ -303,6 +304,5 @@ def _ignored(why: str) -> bool:
 
 
 def forget() -> None:
-    _checked.clear()
-    _refused.clear()
+    _settled.clear()
     TABLE.forget()

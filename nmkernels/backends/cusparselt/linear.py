@@ -10,7 +10,6 @@ Which GELU the library computes: NVIDIA does not say, and the two that people us
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -81,19 +80,14 @@ class Route(NamedTuple):
     """Whether the product is the result."""
 
 
-def fusions(bias: bool, activation: str, residual: bool, erf: bool) -> Iterator[tuple[bool, str, bool]]:
-    """What the library may do besides the product, most first: a bias, an activation, a residual."""
-    theirs = {"relu2": "relu", "gelu": "gelu" if erf else ""}.get(activation, "")
-    c = residual and not activation
-    yield from dict.fromkeys([(bias, theirs, c), (bias, "", c), (bias, "", False), (False, "", False)])
-
-
 def problems(x: Tensor, rows: int, cols: int, tokens: int, bias: bool, activation: str, residual: bool, erf: bool) -> list[Problem]:
     """The products that an fprop may be done by, the most fused one first."""
     step = width_step(x.dtype)
     width = (tokens + step - 1) // step * step
-    sizes = x.dtype, x.dtype, rows, cols, width
-    return [Problem("nt", *sizes, *fused) for fused in fusions(bias, activation, residual, erf)]
+    theirs = {"relu2": "relu", "gelu": "gelu" if erf else ""}.get(activation, "")
+    c = residual and not activation
+    fused = dict.fromkeys([(bias, theirs, c), (bias, "", c), (bias, "", False), (False, "", False)])
+    return [Problem("nt", x.dtype, x.dtype, rows, cols, width, *also) for also in fused]
 
 
 def _route(at: Here, x: Tensor, rows: int, cols: int, tokens: int, bias: bool, activation: str, residual: bool, stream: int) -> Route:
@@ -182,7 +176,7 @@ def linear_wgrad(values: Tensor, indices: Tensor, n: int, m: int, cols: int, x: 
 # ---- what it takes
 
 
-def _runnable(x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, others: tuple[Tensor | None, ...]) -> Verdict:
+def _runnable(x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, others: tuple[Tensor | None, ...]) -> Verdict:
     if x.is_cpu and not os.environ.get(capability.ENV):
         return False, "it runs on GPUs, and one of these tensors is on cpu"
     library, reason = capability.opened()
@@ -200,26 +194,22 @@ def _runnable(x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, others
         return False, f"it multiplies float16 and bfloat16, and this call is in {x.dtype}"
     if n > 2 or m % 4:
         return False, f"it multiplies what is 2:4 at the same time: at most 2 of every M, M a multiple of 4; not {n}:{m}"
-    return True, reason
+    wrong = misfit(x.dtype, values.shape[0], cols)
+    return (False, wrong) if wrong else (True, reason)
 
 
 def _fits(
     x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, bias: Tensor | None = None, activation: str = "",
     residual: Tensor | None = None,
 ) -> Verdict:  # fmt: skip
-    return _sized(_runnable(x, values, indices, n, m, (bias, residual)), x, values.shape[0], cols)
+    return _runnable(x, values, indices, n, m, cols, (bias, residual))
 
 
 def _fits_wgrad(values: Tensor, indices: Tensor, n: int, m: int, cols: int, x: Tensor) -> Verdict:
-    found, width = _runnable(x, values, indices, n, m, ()), x.shape[1]
+    found, width = _runnable(x, values, indices, n, m, cols, ()), x.shape[1]
     if found[0] and (not width or width % width_step(x.dtype)):
         return False, f"the columns of x must be a multiple of {width_step(x.dtype)}, not {width}"
-    return _sized(found, x, values.shape[0], cols)
-
-
-def _sized(found: Verdict, x: Tensor, rows: int, cols: int) -> Verdict:
-    wrong = misfit(x.dtype, rows, cols) if found[0] else ""
-    return (False, wrong) if wrong else found
+    return found
 
 
 def _ready(

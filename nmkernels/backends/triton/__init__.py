@@ -94,22 +94,15 @@ SUPPORTS: dict[str, Callable[..., Verdict]] = {
 """Ops that answer for themselves."""
 
 FAMILIES = {
-    "nm_mask": "groups",
-    "nm_prune": "groups",
-    "nm_soft_threshold": "groups",
-    "nm_soft_threshold_scale": "groups",
-    "nm_transposable_mask": "transposable",
-    "nm_compress": "compress",
-    "nm_decompress": "compress",
-    "nm_pack": "pack",
-    "nm_masked_adamw_": "adamw",
-    "nm_mvue": "mvue",
-    "nm_linear": "linear",
-    "nm_linear_dgrad": "linear",
-    "nm_linear_wgrad": "linear",
-    "nm_mvue_compress": "mvue",
+    "groups": ("nm_mask", "nm_prune", "nm_soft_threshold", "nm_soft_threshold_scale"),
+    "transposable": ("nm_transposable_mask",),
+    "compress": ("nm_compress", "nm_decompress"),
+    "pack": ("nm_pack",),
+    "adamw": ("nm_masked_adamw_",),
+    "mvue": ("nm_mvue", "nm_mvue_compress"),
+    "linear": ("nm_linear", "nm_linear_dgrad", "nm_linear_wgrad"),
 }
-"""The module that holds each op, under the op's name without ``nm_``."""
+"""The ops of each module, which has them under their names without ``nm_``."""
 
 
 def _prepare(op: str, *args: Any, timer: Any = None) -> Any:
@@ -130,5 +123,6 @@ def _register(op: str, family: str) -> None:
     name = op.removeprefix("nm_")
 
 
-for _op, _family in FAMILIES.items():
-    _register(_op, _family)
+for _family, _ops in FAMILIES.items():
+    for _op in _ops:
+        _register(_op, _family)

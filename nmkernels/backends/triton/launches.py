@@ -110,13 +110,12 @@ def plan(kind: str, dtype: torch.dtype, rows: int, cols: int, width: int, n: int
 
 def _tiles(kind: str, dtype: torch.dtype, rows: int, cols: int, width: int, n: int, m: int, capability: int) -> Plan:
     """The tiles of expanding in registers."""
-    if kind == "dgrad":
-        return fitting(_dgrad(width, n, m), kind, dtype, n, m, capability)
-    return _gemm(dtype, rows, cols, width, n, m, capability)
-
-
-def _gemm(dtype: torch.dtype, rows: int, cols: int, width: int, n: int, m: int, capability: int) -> Plan:
     tile_width = min(max(next_power_of_2(width), 16), 128)
+    if kind == "dgrad":
+        step = max(64 if tile_width <= 64 else 128, word_cols(n, m))
+        # 4 bytes of values for each of 256 threads at least, or they are not copied ahead
+        chosen = Plan("gemm", 128 if m > 16 * n else 64, tile_width, step, 4 if tile_width <= 64 else 8, 3)
+        return fitting(chosen, kind, dtype, n, m, capability)
     if tile_width <= 64 or word_cols(n, m) > 64:
         chosen = Plan("gemm", 64, min(tile_width, 64), 64 if tile_width >= 64 else 128, 4, 3)
     else:
@@ -127,13 +126,6 @@ def _gemm(dtype: torch.dtype, rows: int, cols: int, width: int, n: int, m: int, 
     wanted = PROCESSORS.get(capability, 108) * (RESIDENT if chosen.width <= 32 else 1)
     most = max(1, min(MOST_SPLITS, cdiv(cols, chosen.cols) // FEWEST_BLOCKS))
     return chosen._replace(splits=max(1, min(most, wanted // max(tiles, 1))))
-
-
-def _dgrad(width: int, n: int, m: int) -> Plan:
-    tile_width = min(max(next_power_of_2(width), 16), 128)
-    cols = max(64 if tile_width <= 64 else 128, word_cols(n, m))
-    # 4 bytes of values for each of 256 threads at least, or they are not copied ahead
-    return Plan("gemm", 128 if m > 16 * n else 64, tile_width, cols, 4 if tile_width <= 64 else 8, 3)
 
 
 def candidates(kind: str, dtype: torch.dtype, rows: int, cols: int, width: int, n: int, m: int, capability: int = 90) -> list[Plan]:
