@@ -200,11 +200,7 @@ def packed_bytes(pattern: Pattern, dtype: torch.dtype) -> float:
 
 
 def predict(device: Device, layer: Layer, rules: Rules, fused: bool = True) -> Cost:
-    """Seconds of each piece of ``layer`` by the roofline of ``device``, as a function of its name.
-
-    Args:
-        fused: the optimizer masks and packs in its own pass over the weight, as MaskedAdamW can with masks by magnitude.
-    """
+    """Seconds of each piece by the roofline of ``device``; ``fused``: the optimizer masks and packs in its own pass, as MaskedAdamW can."""
 
     def cost(piece: str) -> float | None:
         role, _, form = piece.partition(" ")
@@ -323,10 +319,7 @@ class Piece:
 
 
 def ways(rules: Rules, turned: bool) -> Iterator[tuple[str, bool, bool]]:
-    """How the weight can be prepared, with whether fprop and dgrad then read it packed.
-
-    A dgrad that is dense needs the masked weight in dense layout beside the packed one.
-    """
+    """The ways to prepare the weight, and whether fprop and dgrad then read it packed; a dense dgrad needs the dense layout beside that."""
     yield ("weight dense" if rules.prepare else ""), False, False
     if not rules.fprop or not rules.prepare or not rules.packed:
         return

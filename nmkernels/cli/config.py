@@ -65,11 +65,7 @@ DEMO: dict[str, Any] = {"steps": 800}
 
 
 def settings(args: argparse.Namespace, saved: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The values that the user asked for, by option or by ``--demo``; options left out are absent.
-
-    Args:
-        saved: the settings of the checkpoint that is resumed, whose recipe ``--set`` is for.
-    """
+    """The values asked for by option or by ``--demo``, others absent; ``saved`` are those of the checkpoint that is resumed."""
     asked = dict(DEMO) if args.demo else {}
     names = {f.name for f in fields(TrainConfig)} - {"options"}
     asked.update({name: value for name, value in vars(args).items() if name in names and value is not None})

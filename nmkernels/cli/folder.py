@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ..export.files import atomic_write, write_error
+from ..export.files import atomic_write, writing
 from ..pattern import CheckpointError, NMError
 from .deploy import DENSE_FILE, FILE, PROMPT, SAMPLE_FILE
 from .log import COLUMNS, LOG
@@ -72,11 +72,10 @@ class Store:
         """Write ``state`` (it has a ``step``) atomically, then drop all but the last two."""
         path = self.folder / f"step-{state['step']:08}.pt"
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            atomic_write(path, lambda temporary: torch.save({"format": FORMAT, **state}, temporary))
-            self.drop()
-        except OSError as error:
-            raise write_error(Path(error.filename or path), error.strerror or str(error)) from error
+            with writing(path):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                atomic_write(path, lambda temporary: torch.save({"format": FORMAT, **state}, temporary))
+                self.drop()
         except CheckpointError as error:
             if last := self.paths()[-1:]:
                 raise CheckpointError(f"{error} {last[0]} is whole: --resume goes on from there.") from error
@@ -205,15 +204,13 @@ class Folder:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise NMError(f"--out {self.path} cannot be created: {error.strerror or error}.") from error
-        try:
+        with writing(path):
             lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
             try:
                 self._claim(lock, path)
             except BaseException:
                 os.close(lock)
                 raise
-        except OSError as error:
-            raise write_error(path, error.strerror or str(error)) from error
         self._lock = lock
         for name, left in self._entries():
             if _temporary(name) and not left.is_symlink():
@@ -235,12 +232,10 @@ class Folder:
 
     def clear(self) -> None:
         """Remove the run that is in the folder, and nothing else; ``check`` has seen that its files are what their names say."""
-        try:
+        with writing(self.path):
             for name, path in self._entries():
                 if _known(name) and path.is_file() and not path.is_symlink():
                     path.unlink()
-        except OSError as error:
-            raise write_error(Path(error.filename or self.path), error.strerror or str(error)) from error
         for name in FOLDERS:
             with suppress(OSError):  # a user's file is in it, or it was never made
                 (self.path / name).rmdir()

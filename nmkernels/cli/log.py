@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, TextIO
 
-from ..export.files import atomic_write, write_error
+from ..export.files import atomic_write, writing
 from ..pattern import NMError
 
 ABOUT = {
@@ -173,10 +173,10 @@ class Log:
     def __init__(self, folder: Path, label: str, start: int, steps: int, stream: TextIO, tensorboard: bool = False) -> None:
         self.label, self.steps, self.stream = label, steps, stream
         self.path, board = folder / LOG, folder / "tensorboard"
-        with _writing(self.path):
+        with writing(self.path):
             folder.mkdir(parents=True, exist_ok=True)
             self._file = self._open(start)
-        with _writing(board):
+        with writing(board):
             self._board = board_writer()(str(board), purge_step=start + 1) if tensorboard else None
         self._bar = _bar(label, start, steps, stream)
 
@@ -195,7 +195,7 @@ class Log:
             self._bar.close()
         self._file.close()
         if self._board is not None:
-            with suppress(OSError) if kind is not None else _writing(Path(self._board.log_dir)):
+            with suppress(OSError) if kind is not None else writing(Path(self._board.log_dir)):
                 self._board.close()
 
     def tick(self) -> None:
@@ -203,12 +203,12 @@ class Log:
             self._bar.update()
 
     def row(self, row: dict[str, Any]) -> None:
-        with _writing(self.path):
+        with writing(self.path):
             rest = _text([row])
             while rest:  # a disk that is nearly full takes a part
                 rest = rest[self._file.write(rest) :]
         if self._board is not None:
-            with _writing(Path(self._board.log_dir)):
+            with writing(Path(self._board.log_dir)):
                 for name, value in row.items():
                     if name != "step":
                         self._board.add_scalar(name, value, row["step"])
@@ -229,15 +229,6 @@ class Log:
             self._bar.write(text, file=self.stream)
         else:
             print(text, file=self.stream, flush=True)
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """Turn the system's refusal to write ``path`` into words."""
-    try:
-        yield
-    except OSError as error:
-        raise write_error(Path(error.filename or path), error.strerror or str(error)) from error
 
 
 @contextmanager

@@ -164,13 +164,10 @@ class Trainer:
 
 @contextmanager
 def stop_request() -> Iterator[list[int]]:
-    """While entered, the first SIGINT or SIGTERM is put into the list, and a second one interrupts at once.
-
-    Signals can only be taken over in the main thread; elsewhere this does nothing. The handler prints nothing: it may have
-    interrupted a print.
-    """
+    """While entered, in the main thread, the first SIGINT or SIGTERM is put into the list, and a second one interrupts at once."""
     asked: list[int] = []
 
+    # prints nothing: it may have interrupted a print
     def handle(number: int, frame: FrameType | None) -> None:
         if asked:
             raise KeyboardInterrupt

@@ -7,8 +7,8 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..pattern import CheckpointError
@@ -56,6 +56,15 @@ def write_error(path: Path, reason: str) -> CheckpointError:
         with suppress(OSError):
             free = f" ({_amount(shutil.disk_usage(path.parent).free)} free in {path.parent})"
     return CheckpointError(f"{path} could not be written: {reason}{free}.")
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn the system's refusal to write ``path`` into words."""
+    try:
+        yield
+    except OSError as error:
+        raise write_error(Path(error.filename or path), error.strerror or str(error)) from error
 
 
 def _reason(error: Exception, temporary: Path | None) -> str | None:

@@ -62,11 +62,7 @@ class HeldMasks:
         self._squares[name] = self._squares.get(name, 0) + x.reshape(-1, x.shape[-1]).double().square().sum(0)
 
     def adopt(self, state: State, optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:
-        """Hold the masks that ``state`` carries, or choose them now; weights outside become +0.
-
-        Args:
-            optimizers: all that update the model; what they keep for a weight moves with it where channels are reordered.
-        """
+        """Hold the masks that ``state`` carries, or choose them; weights outside become +0. ``optimizers``: all that update the model."""
         if "masks" not in state:
             self.permute_(state, optimizers)
             self.masks = {name: self._choose(name, layer) for name, layer in self.layers.items()}

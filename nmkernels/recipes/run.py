@@ -53,11 +53,7 @@ class Run:
         self.gradients = Gradients(layers)
 
     def freeze(self, verb: str, anew: bool = False) -> None:
-        """Take from the present weights what is taken from them once: the layers' patterns, and what transforms freeze.
-
-        Args:
-            anew: also where a checkpoint has restored it.
-        """
+        """Take from the present weights the layers' patterns and what transforms freeze; ``anew``: also what a checkpoint has restored."""
         self.patterns.choose()
         self._freeze(verb, anew)
 

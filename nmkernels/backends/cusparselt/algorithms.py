@@ -34,11 +34,7 @@ SPLIT_BEST = 3
 
 
 class Trial:
-    """Random operands of one problem, and what is right for them. The caller's random numbers are not touched.
-
-    Args:
-        like: a tensor on the device.
-    """
+    """Random operands of one problem, and what is right for them. The caller's random numbers are not touched."""
 
     def __init__(self, problem: Problem, here: Here, like: Tensor, stream: int) -> None:
         self.problem, self.here, self.stream = problem, here, stream

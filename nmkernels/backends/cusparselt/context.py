@@ -80,10 +80,7 @@ class Here:
         self.routes.clear()
 
     def workspace(self, size: int, stream: int, like: Tensor) -> Tensor:
-        """So many bytes for one product on a stream; products on it share them, since they run one after the other.
-
-        While a graph is captured they are the graph's own: its replays may run beside other work.
-        """
+        """Bytes that products on a stream share, one after the other; a captured graph has its own, as it may run beside other work."""
         if capturing(like):
             return like.new_empty(size, dtype=torch.uint8)
         found = self.workspaces.get(stream)

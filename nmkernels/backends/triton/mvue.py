@@ -109,10 +109,7 @@ def _open(a, least, N: tl.constexpr):
 
 @triton.jit
 def water_fill(a, N: tl.constexpr):
-    """Keep the elements whose probability reaches 1 until none does: magnitudes still open, their sum and the room that is left.
-
-    With an element every larger one is kept, so that the least magnitude kept is all that a round hands on.
-    """
+    """Keep what has probability 1, and every larger element, until none is left: magnitudes still open, their sum, the room left."""
     least = tl.full([a.shape[0]], float("inf"), tl.float32)
     grew = True
     while grew:
