@@ -303,20 +303,11 @@ def linear(
     that ``torch.compile`` compiles together with ``torch.func`` it runs eagerly.
 
     Args:
-        x: ``(..., in)``.
         weight: the master weight ``(out, in)``; it receives the gradient and is read only by a rule that is not straight through.
         used: W̃ ``(out, in)`` in x's dtype and dense layout, or ``Operands`` where a product reads a packed form.
-        bias: ``(out,)``, added in x's dtype.
-        plan: the rule of each GEMM; see ``GemmPlan``.
         seed: int64 ``(2,)`` (seed, offset) for ``wgrad="mvue"``; backward advances the offset by one, in place, on the device. With None
             both are drawn from torch's generator.
         transform: what made ``used`` from ``weight``, with the ``extras`` that it read; see ``WeightTransform``.
-
-    Example:
-        >>> w = torch.nn.Parameter(torch.tensor([[3.0, -1.0, 2.0, 0.5]]))
-        >>> linear(torch.ones(1, 4), w, ops.prune(w.detach(), "2:4")).sum().backward()
-        >>> w.grad
-        tensor([[1., 1., 1., 1.]])
     """
     packed = (used, None, None, None, False, None, "", "") if isinstance(used, Tensor) else used
     kind = _FunctionalLinear if functional() else _Linear

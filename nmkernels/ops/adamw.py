@@ -132,12 +132,12 @@ def masked_adamw_(
 ) -> Tensor:
     """One AdamW step of every param in one pass over memory, with decay of pruned weights, the new mask and statistics.
 
-    Per param, with t = step + 1, each operation rounded once, in this order::
+    Per param, with t = step + 1, each operation rounded once, in this order (Loshchilov, Hutter, ICLR 2019, algorithm 2)::
 
         g = ±grad / grad_scale
         g = g + λ·w          where w is pruned            (SR-STE's decay, Zhou et al. 2021, arXiv 2102.04010)
         m = β1·m + (1-β1)·g
-        v = β2·v + (1-β2)·g²                              (unless frozen)
+        v = β2·v + (1-β2)·g²                              (unless frozen: STEP, Lu et al., ICML 2023)
         D = sqrt(v) / sqrt(1-β2ᵗ) + eps                   (eps_inside: sqrt(v / (1-β2ᵗ) + eps); amsgrad: the running maximum of v)
         u = (m / (1-β1ᵗ)) / D                             (clamped to ±clamp if that is not 0)
         w = w·(1 - lr·weight_decay) - lr·u
@@ -152,7 +152,6 @@ def masked_adamw_(
         pattern: ``"N:M"``, a ``Pattern``, or None: plain AdamW, no mask.
         max_exp_avg_sqs: the running maxima of amsgrad; its presence switches amsgrad on.
         outs: buffers, of any float dtype, that receive the masked weight.
-        frozen: leave v alone (STEP's second phase).
         geometric: also compute the statistics of log |v_t - v_{t-1}|.
         grad_scale, found_inf: of a ``GradScaler``; with found_inf != 0 nothing changes and all statistics are 0.
         transposable: the masks, before and after, are ``transposable_mask``'s; params ``(out, in)``, both multiples of M.
@@ -169,17 +168,14 @@ def masked_adamw_(
         PatternError: masks or packed weights without a pattern, columns without ``transposable``. OptionError: packs of several layouts.
 
     Example:
+        >>> from nmkernels import ops
         >>> w = torch.tensor([[1.0, -2.0, 3.0, 0.5]])
         >>> g, m, v, step = torch.ones(1, 4), torch.zeros(1, 4), torch.zeros(1, 4), torch.zeros(())
         >>> hyper = torch.tensor([0.1, 0.9, 0.999, 1e-8, 0, 0, 0, 0, 0], dtype=torch.float64)
-        >>> stats = masked_adamw_([w], [g], [m], [v], [step], hyper, "2:4")
-        >>> w, dict(zip(STATS, stats.tolist()))["nonzeros"]
-        (tensor([[ 0.9000, -2.1000,  2.9000,  0.4000]]), 2.0)
-        >>> from nmkernels import ops
         >>> packed = ops.empty_packed(w, "2:4", dtype=torch.bfloat16)
         >>> stats = masked_adamw_([w], [g], [m], [v], [step], hyper, "2:4", packs=[packed])
-        >>> packed.rows.dense()
-        tensor([[ 0.0000, -2.2031,  2.7969,  0.0000]], dtype=torch.bfloat16)
+        >>> w, dict(zip(STATS, stats.tolist()))["nonzeros"], packed.rows.values
+        (tensor([[ 0.9000, -2.1000,  2.9000,  0.4000]]), 2.0, tensor([[-2.0938,  2.9062]], dtype=torch.bfloat16))
     """
     n, m = (0, 0) if pattern is None else ((p := as_pattern(pattern)).n, p.m)
     buffers, layout = (None, "canonical") if packs is None else _buffers(params, packs, n, m)

@@ -1,20 +1,14 @@
 """One AdamW step that also decays pruned weights, renews their masks and writes the weight for the next forward pass.
 
-Per element, every operation rounded once in the compute dtype (float32; float64 for float64), in this order; M is the
-mask of the weights before the step, M' after it, t the step counted from 1, β^t by squaring in float64::
+The equations are those of ``nm.ops.masked_adamw_``, every operation rounded once in the compute dtype (float32; float64 for float64), in
+this order; M is the mask of the weights before the step, M' after it, t the step counted from 1, β^t by squaring in float64::
 
-    g = ±grad / scale;  g = g + (λ p) where not M                         (λ = 0 or n = 0: skipped)
-    m = (β1 m) + ((1-β1) g);  v = (β2 v) + ((1-β2) (g g))                  (frozen: v stays)
     D = (√v / √(1-β2^t)) + ε   or, eps_inside,   D = √((v / (1-β2^t)) + ε)  (amsgrad: the running maximum of v)
     u = (m (1/(1-β1^t))) / D;  u = min(max(u, -clamp), clamp)             (clamp = 0: skipped)
     p = (p (1 - lr wd)) - (lr u);  out = p where M' else +0.0;  packs = pack(p, M')
 
-Statistics, over all tensors of a call: 0 applied (1 or 0) | 1 Σ|v_t - v_{t-1}| | 2 Σ log max(|v_t - v_{t-1}|, 2^-149) |
-3 elements with v_t = v_{t-1} | 4 mask bits flipped | 5 Σ|p| before the step where not M | 6 Σ|g| where not M, before λ |
-7 non-zeros of p M' | 8 max|u| before the clamp. 1 to 3 are 0 when frozen, 2 and 3 unless geometric, 4 to 6 without masks.
-
-Loshchilov, Hutter, "Decoupled Weight Decay Regularization", ICLR 2019, algorithm 2; the λ term: Zhou et al., "Learning N:M
-Fine-grained Structured Sparse Neural Networks From Scratch", ICLR 2021; frozen v: Lu et al., "STEP", ICML 2023.
+Of the statistics, over all tensors of a call, a logarithm is that of max(|v_t - v_{t-1}|, 2^-149); those of v are 0 when frozen, the
+logarithms and the unchanged elements unless geometric, the flips and sums over pruned elements without masks.
 """
 
 from __future__ import annotations
@@ -33,6 +27,7 @@ from .pack import check_packs, write_packs
 from .transposable import transposable_mask
 
 OP = "masked_adamw_"
+Masks = Callable[[Tensor], Tensor]
 SMALLEST = 2.0**-149
 """The smallest float32 denormal: below it a change of v counts as this much in the sum of logarithms."""
 
@@ -120,15 +115,22 @@ def masked_adamw_(
     Arguments and errors as ``nm.ops.masked_adamw_``, but: n = m = 0 means no masks, empty lists stand for what is not given, and ``packs``
     are None or four buffers per parameter, see ``pack``. Returns the statistics, float64 [9].
     """
-    _check(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, outs, hyper, n, m)
+    lists = {"grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
+    lists |= {"max_exp_avg_sqs": max_exp_avg_sqs, "steps": steps, "outs": outs}
+    _check(params, lists, hyper, n, m)
     check_packs(OP, params, n, m, transposable, packs, layout)
     stats = torch.zeros(9, dtype=torch.float64, device=params[0].device if params else hyper.device)
     if found_inf is not None and bool(found_inf != 0):
         return stats
     stats[0] = 1.0
-    absent = [None] * len(params)
-    keep = _masks(n, m, transposable)
-    rows = zip(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs or absent, steps, outs or absent, strict=True)
+
+    def keep(p: Tensor) -> Tensor:
+        """The mask of a weight."""
+        if not n:
+            return torch.ones_like(p, dtype=torch.bool)
+        return (transposable_mask if transposable else mask)(p, n, m)
+
+    rows = zip(params, *(tensors or [None] * len(params) for tensors in lists.values()), strict=True)
     for i, row in enumerate(rows):
         one = _One(*row)
         one.step.add_(1)
@@ -139,18 +141,16 @@ def masked_adamw_(
     return stats
 
 
-Masks = Callable[[Tensor], Tensor]
-
-
-def _masks(n: int, m: int, transposable: bool) -> Masks:
-    """The mask of a weight."""
-    if not n:
-        return lambda p: torch.ones_like(p, dtype=torch.bool)
-    return lambda p: transposable_mask(p, n, m) if transposable else mask(p, n, m)
-
-
 def _step(
-    one: _One, s: _Scalars, stats: Tensor, keep: Masks, frozen: bool, eps_inside: bool, sign: int, geometric: bool, scale: Tensor | None
+    one: _One,
+    s: _Scalars,
+    stats: Tensor,
+    keep: Masks,
+    frozen: bool,
+    eps_inside: bool,
+    sign: int,
+    geometric: bool,
+    scale: Tensor | None,
 ) -> Tensor:
     """Everything that happens to one parameter; returns its new mask."""
     p, old = one.p, one.p.to(s.b1.dtype)
@@ -197,26 +197,7 @@ def _moments(one: _One, g: Tensor, s: _Scalars, stats: Tensor, frozen: bool, geo
         one.top.copy_(torch.maximum(one.top, v))
 
 
-def _check(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    max_exp_avg_sqs: Sequence[Tensor],
-    steps: Sequence[Tensor],
-    outs: Sequence[Tensor],
-    hyper: Tensor,
-    n: int,
-    m: int,
-) -> None:
-    lists = {
-        "grads": grads,
-        "exp_avgs": exp_avgs,
-        "exp_avg_sqs": exp_avg_sqs,
-        "steps": steps,
-        "max_exp_avg_sqs": max_exp_avg_sqs,
-        "outs": outs,
-    }
+def _check(params: Sequence[Tensor], lists: dict[str, Sequence[Tensor]], hyper: Tensor, n: int, m: int) -> None:
     for p in params:
         check_float(OP, "a parameter", p)
         if n or m:
