@@ -1,27 +1,21 @@
 """The choice per GEMM: the fastest measured way to do each product of a layer, dense among them, so that sparse is never slower.
 
-A layer names its product (``Product``), asks ``choose`` for a candidate and hands that to ``call``. Candidates, by name:
-
-* ``"dense"``: torch's product of the dense layout; ``"expand"``: the same after decompressing, for a weight that has no dense layout;
-* ``"auto"``: the op, whose dispatcher takes the willing backend of highest priority;
-* ``"cpu rows"``, ``"cuda rows:mma.sp"`` and so on: one backend's kernel on one form of the operand.
-
-For fprop and dgrad all of them multiply the same W̃, so they differ by rounding only. In wgrad ĝ is the same estimate to the bit, written in
-dense layout for ``"dense"``, compressed for the others; its making is part of every candidate.
+A layer names its product (``Product``), asks ``choose`` for a candidate and hands that to ``call``. Candidates are ``"dense"``, torch's
+product of the dense layout; ``"expand"``, the same after decompressing, for a weight that has no dense layout; ``"auto"``, the op, whose
+dispatcher takes the willing backend of highest priority; and ``"cpu rows"``, ``"cuda rows:mma.sp"`` and so on, one backend's kernel on one
+form of the operand. For fprop and dgrad all of them multiply the same W̃, so they differ by rounding only. In wgrad ĝ is the same estimate
+to the bit, written in dense layout for ``"dense"``, compressed for the others; its making is part of every candidate.
 
 The answer comes from, in this order:
 
 1. ``NMKERNELS_CHOICE=dense`` or ``packed``, or a backend that ``NMKERNELS_BACKEND`` forces, which means ``"auto"``;
-2. the table of what ``nm.tune`` or an earlier process measured on this device, with these versions, for this role, dtype, pattern and
-   (out, in), and for as many tokens up to the next power of two. While torch compiles: the line with the most tokens, whatever their
-   number, so that no token count is compiled anew;
-3. measuring now, if the caller allows it (``measure=True``, or ``NMKERNELS_CHOICE=measured`` for all callers; ``table`` forbids it), and
-   only then: not while a CUDA graph is captured, torch compiles, or a mode or transform is active, and not for more than ``FIRST_USE_WORK``
-   multiplications. Kernels that would compile are left to ``nm.tune``;
+2. the table of what ``nm.tune`` or an earlier process measured on this device, with these versions, for this product, and for as many
+   tokens up to the next power of two. While torch compiles: the line with the most tokens, so that no token count is compiled anew;
+3. measuring now, if the caller allows it (``measure=True``, or ``NMKERNELS_CHOICE=measured`` for all callers; ``table`` forbids it),
+   nothing watches, and it is not for more than ``FIRST_USE_WORK`` multiplications. Kernels that would compile are left to ``nm.tune``;
 4. ``rule``: where a backend reckons that it is faster the packed form, else dense.
 
-The environment is read when a product is first seen; after a change, or after ``torch.set_num_threads``, call ``forget``. Two machines may
-choose differently: for the same bits everywhere set ``NMKERNELS_CHOICE=dense`` or ``packed``.
+The environment is read when a product is first seen; after a change, or after ``torch.set_num_threads``, call ``forget``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""GemmPlan: what each of a linear layer's three GEMMs does, as data; and which forms of the effective weight they therefore read.
-
-The methods of the field differ only in which of the GEMMs are sparse and by which rule, so that is a value and not a class per method.
-"""
+"""GemmPlan: what each of a linear layer's three GEMMs does, as data; and which forms of the effective weight they therefore read."""
 
 from __future__ import annotations
 

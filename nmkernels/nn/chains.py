@@ -1,7 +1,4 @@
-"""Chains of linear layers whose hidden channels may change places without changing what the model computes.
-
-What torch.fx can show of a model: graphs of the largest modules that it can trace, read as kinds of operations.
-"""
+"""Chains of linear layers whose hidden channels may change places without changing what the model computes, as torch.fx can prove it."""
 
 from __future__ import annotations
 
@@ -138,7 +135,7 @@ def trace(model: nn.Module) -> tuple[list[Trace], str]:
     places = Counter(id(child) for m in skeleton.modules() for child in m._modules.values())
     opaque: set[int] = set()
     found: dict[int, list[Trace]] = {}
-    for module in _children_first(skeleton):
+    for module in reversed(list(skeleton.modules())):  # children first
         if is_plain_linear(module) or isinstance(module, NO_CALL):
             continue
         if type(module) in BLOCKS and "forward" not in module.__dict__:
@@ -168,10 +165,6 @@ def _keeps_proxy(value: object, depth: int = 3) -> bool:
         value = list(value.values())
     inside = isinstance(value, (list, tuple, set)) and depth > 0 and any(_keeps_proxy(v, depth - 1) for v in value)
     return isinstance(value, fx.Proxy) or inside
-
-
-def _children_first(model: nn.Module) -> Iterator[nn.Module]:
-    return reversed(list(model.modules()))
 
 
 def _graphs(module: nn.Module, opaque: set[int]) -> Iterator[tuple[list[fx.Node], set[int]]]:

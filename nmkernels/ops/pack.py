@@ -1,9 +1,4 @@
-"""pack: the weight of a layer, compressed along its rows, its columns or both, in the dtype and order that its products read.
-
-Packed: a weight compressed along its rows, its columns or both; DeviceCompressed: one of them in a tensor core's order.
-
-relayout: a compressed matrix in the order in which tensor cores read its positions.
-"""
+"""A layer's weight compressed along its rows, its columns or both, in the dtype and order that its products read."""
 
 from __future__ import annotations
 

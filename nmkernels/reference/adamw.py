@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -130,7 +131,8 @@ def masked_adamw_(
             return torch.ones_like(p, dtype=torch.bool)
         return (transposable_mask if transposable else mask)(p, n, m)
 
-    rows = zip(params, *(tensors or [None] * len(params) for tensors in lists.values()), strict=True)
+    absent: list[Any] = [None] * len(params)
+    rows = zip(params, *(tensors or absent for tensors in lists.values()), strict=True)
     for i, row in enumerate(rows):
         one = _One(*row)
         one.step.add_(1)

@@ -119,51 +119,32 @@ class HostMeter:
             return min(self._once() for _ in range(self.count))
 
 
-class Clock(Protocol):
-    """What a device must do to be timed; ``Cuda`` is the real one."""
-
-    def synchronize(self) -> None:
-        """Wait until the device is idle."""
-        ...
-
-    def sleep(self, seconds: float) -> None:
-        """Queue idle time."""
-        ...
-
-    def mark(self) -> Any:
-        """Queue a moment in time."""
-        ...
-
-    def reached(self, mark: Any) -> bool:
-        """Whether the device has come there."""
-        ...
-
-    def between(self, start: Any, end: Any) -> float:
-        """Wait for ``end``; seconds of the device from ``start`` to it."""
-        ...
-
-
-class Cuda(Clock):
+class Cuda:
     """torch's events on the current stream of a CUDA device."""
 
     def __init__(self, device: str | torch.device = "cuda") -> None:
         self.device = torch.device(device)
 
     def synchronize(self) -> None:
+        """Wait until the device is idle."""
         torch.cuda.synchronize(self.device)
 
     def sleep(self, seconds: float) -> None:
+        """Queue idle time."""
         torch.cuda._sleep(int(seconds * CYCLES_PER_SECOND))
 
     def mark(self) -> Any:
+        """Queue a moment in time."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def reached(self, mark: Any) -> bool:
+        """Whether the device has come there."""
         return bool(mark.query())
 
     def between(self, start: Any, end: Any) -> float:
+        """Wait for ``end``; seconds of the device from ``start`` to it."""
         end.synchronize()
         return float(start.elapsed_time(end)) / 1e3
 
@@ -171,7 +152,7 @@ class Cuda(Clock):
 class DeviceMeter:
     """Times batches of calls by the device's clock."""
 
-    def __init__(self, calls: Sequence[Call], clock: Clock, batch: float = DEVICE_BATCH, under: Under = nullcontext) -> None:
+    def __init__(self, calls: Sequence[Call], clock: Cuda, batch: float = DEVICE_BATCH, under: Under = nullcontext) -> None:
         self.next, self.clock, self.batch, self.under = cycle(calls).__next__, clock, batch, under
         self.count, self.ahead, self.tries, self.cost = 1, 0.0, TRIES, 0.0
 
