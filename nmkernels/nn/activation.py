@@ -17,13 +17,8 @@ from .linear import NMWeight, autocast_dtype, castable
 class ActivationRule:
     """How ``SquaredReLU`` makes its activations sparse, and what that means for the gradients of the layers around it.
 
-    Args:
-        pattern: N:M along features.
-        grad: ``"chain"`` or ``"ste"``, see ``nmkernels.autograd.sparse_relu2``.
-        split: also take weight gradients from operands that are sparse along tokens, which only ``SquaredReLUMLP`` can do; None not to.
-
-    Raises:
-        NMError: ``grad`` is unknown.
+    ``pattern`` is N:M along features; ``grad`` is ``"chain"`` or ``"ste"``, see ``nmkernels.autograd.sparse_relu2``. With a ``split``
+    weight gradients are also taken from operands that are sparse along tokens, which only ``SquaredReLUMLP`` can do.
     """
 
     pattern: Pattern

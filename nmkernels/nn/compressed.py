@@ -14,7 +14,7 @@ from ..autograd import linear_compressed
 from ..autograd.gemms import AUTO, DENSE, Product, call, choose, form_of, forms
 from ..backends.cpu.linear import FEW_TOKENS
 from ..ops.compress import counts_writes
-from ..ops.define import unwatched
+from ..ops.define import kind_of
 from ..ops.linear import positions
 from ..pattern import DtypeError, Pattern, ShapeError
 from .adapter import adapter_of, add_adapter, set_adapter
@@ -141,7 +141,7 @@ class CompressedLinear(nn.Module):
         b = bias if bias is None or bias.dtype == x.dtype else bias.to(x.dtype)
         if name == DENSE:
             return F.linear(x, weight.layout("dense", ops.Compressed.dense), b)
-        if not unwatched(x, weight.values, bias):
+        if torch.is_grad_enabled() or kind_of("", (x, weight.values, bias)) is None:
             return linear_compressed(x, weight, bias)
         form = form_of(name, product)
         return call(name, product, x, {form: weight.layout(form, partial(_packed, form))}, bias=b)

@@ -193,11 +193,6 @@ def plainly(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         torch._C._set_grad_enabled(before)
 
 
-def unwatched(*tensors: Any) -> bool:
-    """Whether a call with these tensors may go the short way."""
-    return not torch.is_grad_enabled() and kind_of("", tensors) is not None
-
-
 def _vmap_rule(name: str, op: torch._ops.OpOverload, leading: tuple[str, ...], writes: bool) -> Callable[..., Any]:
     """The rule of ``op`` for ``torch.library.register_vmap``: one call if only ``leading`` tensors are batched, else one per element."""
     free = {i for i, a in enumerate(op._schema.arguments) if a.name in leading}

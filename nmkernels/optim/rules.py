@@ -53,10 +53,8 @@ PLAIN = UpdateRule()
 class Target:
     """One maskable parameter: its pattern, its orientation, and its penalty.
 
-    Args:
-        pattern: the N:M pattern of this layer.
-        transposed: the parameter is stored ``(in, out)``; its groups run along dimension 0.
-        penalty: returns the gradient of a regulariser, ``(out, in)``, or None.
+    ``transposed``: it is stored ``(in, out)``, its groups along dimension 0. ``penalty`` returns the gradient of a regulariser,
+    ``(out, in)``, or None.
     """
 
     pattern: Pattern

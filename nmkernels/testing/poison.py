@@ -20,11 +20,6 @@ def poison() -> Iterator[None]:
 
     That is NaN in every floating-point dtype, -1 or 255 in integers. Only calls by these names are seen: not those that
     torch makes internally, nor ones bound to another name before.
-
-    Example:
-        >>> with poison():
-        ...     torch.empty(2), torch.empty(1, dtype=torch.uint8)
-        (tensor([nan, nan]), tensor([255], dtype=torch.uint8))
     """
     with ExitStack() as stack:
         for owner, name in _MAKERS:
