@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nmkernels import Pattern, ShapeError, dispatch, reference, testing
 from nmkernels.backends.cuda import pack
-from python_tests.backends.cuda.packing import some_mask, some_mask_both_ways
+from python_tests.backends.packing import some_mask, some_mask_both_ways
 from python_tests.conformance import moved
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16

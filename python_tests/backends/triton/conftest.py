@@ -7,12 +7,13 @@ A test that takes ``device`` needs one of the two; without interpreter it is mar
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from nmkernels import capability
-from nmkernels.backends.triton import interpreted
+from nmkernels import capability, dispatch
+from nmkernels.backends.triton import NAME, interpreted
 
 HERE = Path(__file__).parent
 HOW = "TRITON_INTERPRET=1 python -m pytest python_tests/backends/triton"
@@ -46,3 +47,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def device() -> str:
     """The device on which the Triton backend runs here: "cpu" interpreted, else "cuda"."""
     return "cpu" if interpreted() else "cuda"
+
+
+@pytest.fixture(scope="session")
+def ours(device: str) -> Callable[[str], dispatch.Impl]:
+    """``ours("nm_mask")``: this backend's entry for an op."""
+    return lambda op: next(i for i in dispatch.implementations(op) if i.backend == NAME)

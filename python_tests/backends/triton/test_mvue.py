@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from nmkernels import Pattern, dispatch, reference, testing
+from nmkernels import Pattern, testing
 from nmkernels.backends.triton import mvue
 from nmkernels.backends.triton.launch import launch, next_power_of_2
 from nmkernels.reference.mvue import group_mvue, philox4x32
+from python_tests.backends.kernel_suites import MvueSuite
 from python_tests.ops.samples import seed
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 WORD = 0xFFFFFFFF
-OPS = ["nm_mvue", "nm_mvue_compress"]
-
-
-def run(op: str, *args: Any, out: Any = None) -> Any:
-    return next(i for i in dispatch.implementations(op) if i.backend == "triton").fn(*args, out=out)
-
-
-def expected(op: str, g: Tensor, n: int, m: int, dim: int, words: Tensor, method: str) -> Any:
-    return getattr(reference, op.removeprefix("nm_"))(g.cpu(), n, m, dim, words.cpu(), method)
 
 
 @triton.jit
@@ -101,63 +91,7 @@ def test_breakpoints(pattern: str, device: str) -> None:
         testing.assert_equal_bits(out, want)
 
 
-@pytest.mark.parametrize("pattern, method", [(q, "exact") for q in ("2:4", "1:4", "2:8", "1:2", "3:5", "2:16")] + [("2:4", "approx")])
-@pytest.mark.parametrize("op", OPS)
-def test_shapes(op: str, pattern: str, method: str, device: str) -> None:
-    """Tiles that cross rows, columns and the padded tail; a number of groups that no four divide."""
-    for shape, dim in [((13, 120), 1), ((203, 67), 0), ((144, 66), 0), ((2, 45, 9), 1), ((3, 2, 240), -1), ((70, 1), 0)]:
-        p, words = Pattern(pattern), seed(-3, 2**33)
-        if dim % len(shape) == len(shape) - 1 and shape[-1] % p.m:
-            shape = (*shape[:-1], 15 * p.m)
-        g = torch.randn(shape, dtype=BF16)
-        got = run(op, g.to(device), p.n, p.m, dim, words.to(device), method)
-        testing.assert_equal_bits(got, expected(op, g, p.n, p.m, dim, words, method))
-        testing.assert_equal_bits(run(op, g.to(device), p.n, p.m, dim, words.to(device), method), got, "second run")
-
-
-@pytest.mark.parametrize("pattern", ["128:256", "1:1", "7:64"])
-@pytest.mark.parametrize("op", OPS)
-def test_wide_groups(op: str, pattern: str, device: str) -> None:
-    for dim in [0, 1]:
-        p, words = Pattern(pattern), seed(9)
-        g = torch.randn((p.m + 3, 9) if dim == 0 else (3, 2 * p.m))
-        g *= torch.logspace(0, 9, g.shape[dim], base=2).unsqueeze(1 - dim)
-        got = run(op, g.to(device), p.n, p.m, dim, words.to(device), "exact")
-        testing.assert_equal_bits(got, expected(op, g, p.n, p.m, dim, words, "exact"))
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_unaligned_memory_and_out(op: str, device: str) -> None:
-    for dtype in [F32, F16]:
-        for dim in [0, 1]:
-            p, words = Pattern("2:4"), seed(1, 2)
-            memory = torch.randn(24 * 16 + 3).to(dtype)
-            for start in (1, 3):
-                g = memory.to(device)[start:][: 24 * 16].view(24, 16)
-                want = expected(op, g, p.n, p.m, dim, words, "exact")
-                wants = [want] if op == "nm_mvue" else want
-                rooms = [torch.zeros(x.numel() + 8, dtype=x.dtype, device=device) for x in wants]
-                outs = [room[5:][: x.numel()].view(x.shape) for room, x in zip(rooms, wants, strict=True)]
-                run(op, g, p.n, p.m, dim, words.to(device), "exact", out=outs[0] if op == "nm_mvue" else outs)
-                testing.assert_equal_bits(outs, list(wants))
-                assert not any(room[:5].any() or room[-3:].any() for room in rooms), "written beyond out"
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_strides(op: str, device: str) -> None:
-    for dim in [0, 1]:
-        p, words = Pattern("2:4"), seed(4, 4)
-        apart = torch.stack([words, words], -1)[:, 0]
-        for g in (torch.randn(24, 40).t(), torch.randn(30, 24).t(), torch.randn(30, 48)[:, ::2], torch.randn(8).expand(20, 8)):
-            if dim == 1 and g.shape[1] % 4:
-                continue
-            got = run(op, g.to(device), p.n, p.m, dim, apart.to(device), "exact")
-            testing.assert_equal_bits(got, expected(op, g, p.n, p.m, dim, words, "exact"))
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_empty(op: str, device: str) -> None:
-    for shape in [(0, 8), (8, 0), (2, 0, 8)]:
-        for dim in range(len(shape)):
-            got = run(op, torch.empty(shape, device=device), 2, 4, dim, seed().to(device), "exact")
-            testing.assert_equal_bits(got, expected(op, torch.empty(shape), 2, 4, dim, seed(), "exact"))
+class TestMvue(MvueSuite):
+    cases = [*((q, "exact") for q in ("2:4", "1:4", "2:8", "1:2", "3:5", "2:16")), ("2:4", "approx")]
+    shapes = [*MvueSuite.shapes, ((144, 66), 0)]
+    wide, lines = ["128:256", "1:1", "7:64"], 9

@@ -1,0 +1,290 @@
+"""What every backend for GPUs is asked of its kernels, beyond the generic suite: each class is subclassed by the tests of a backend.
+
+    class TestCompress(CompressSuite):
+        sizes = staticmethod(lambda m: [(9, 5 * m)])
+
+Modules that use one have the fixtures ``device`` and ``ours``: ``ours("nm_mask")`` is the backend's entry for an op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nmkernels import Pattern, ShapeError, dispatch, reference, testing
+from nmkernels.reference import pack_indices
+from python_tests.backends.packing import some_mask
+from python_tests.backends.tile_ties import ties_and_roundings
+from python_tests.ops.samples import seed
+
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+INF, NAN = float("inf"), float("nan")
+MVUE = ["nm_mvue", "nm_mvue_compress"]
+Ours = Callable[[str], dispatch.Impl]
+
+
+def to(device: str, *xs: Tensor | None) -> list[Any]:
+    return [None if x is None else x.to(device) for x in xs]
+
+
+def skewed(x: Tensor, by: int, device: str) -> Tensor:
+    """The same numbers ``by`` elements past the beginning of an allocation."""
+    memory = torch.full((x.numel() + 2 * by,), 77, device=device).to(x.dtype)
+    return memory[by : by + x.numel()].copy_(x.flatten()).view(x.shape)
+
+
+class CompressSuite:
+    """compress and decompress: every width of index, ragged rows, given masks, damaged indices."""
+
+    patterns: list[str]
+    dtypes = [F32, BF16, F16]
+    wide: int
+    """Elements of a row that no tile ends with."""
+    sizes: Callable[[int], list[tuple[int, int]]]
+    """Rows and columns for groups of M: that end inside a byte, and that need several tiles."""
+
+    def test_equals_the_reference(self, device: str, ours: Ours, poison: None) -> None:
+        for p in map(Pattern, self.patterns):
+            for dtype in self.dtypes:
+                for given in [False, True]:
+                    for rows, cols in self.sizes(p.m):
+                        w = torch.randn(rows, cols).to(dtype)
+                        w[0, : p.m] = w[0, 0]  # ties
+                        mask = some_mask(rows, cols, p) if given else None
+                        want = reference.compress(w, p.n, p.m, mask)
+                        dense = reference.decompress(*want, p.n, p.m, cols)
+                        x, m, values, indices = to(device, w, mask, *want)
+                        what = f"{p} {dtype} {rows} x {cols}"
+                        testing.assert_equal_bits(ours("nm_compress").fn(x, p.n, p.m, m), want, what)
+                        testing.assert_equal_bits(ours("nm_decompress").fn(values, indices, p.n, p.m, cols), dense, what)
+
+    def test_a_last_group_that_the_end_of_the_row_cuts(self, device: str, ours: Ours, poison: None) -> None:
+        for p in map(Pattern, ["2:4", "1:8", "2:8", "1:16", "3:5", "4:32"]):
+            for wide in (p.m, 8 * p.m, self.wide // p.m * p.m):
+                for missing in {1, p.m - 1}:
+                    values, indices = reference.compress(torch.randn(3, wide), p.n, p.m)
+                    want = reference.decompress(values, indices, p.n, p.m, wide - missing)
+                    got = ours("nm_decompress").fn(*to(device, values, indices), p.n, p.m, wide - missing)
+                    testing.assert_equal_bits(got, want, f"{p}, {wide} - {missing}")
+
+    def test_memory_that_is_not_aligned(self, device: str, ours: Ours) -> None:
+        for p in map(Pattern, ["2:4", "2:8", "3:5"]):
+            for given in [False, True]:
+                w = torch.randn(4, 40 * p.m).bfloat16()
+                mask = some_mask(4, 40 * p.m, p) if given else None
+                want = reference.compress(w, p.n, p.m, mask)
+                places = skewed(torch.zeros_like(want[0]), 1, device), skewed(torch.zeros_like(want[1]), 3, device)
+                there = None if mask is None else skewed(mask, 3, device)
+                got = ours("nm_compress").fn(skewed(w, 1, device), p.n, p.m, there, out=places)
+                assert all(a is b for a, b in zip(got, places, strict=True))
+                testing.assert_equal_bits(got, want, str(p))
+                dense = skewed(torch.zeros_like(w), 3, device)
+                assert ours("nm_decompress").fn(*places, p.n, p.m, w.shape[1], out=dense) is dense
+                testing.assert_equal_bits(dense, reference.decompress(*want, p.n, p.m, w.shape[1]), str(p))
+
+    def test_a_mask_that_keeps_too_many_is_refused(self, device: str, ours: Ours) -> None:
+        for p in map(Pattern, ["2:4", "1:8", "2:8", "3:5", "2:32"]):
+            for rows in [1, 640]:
+                w, mask = torch.randn(rows, 8 * p.m, device=device), torch.zeros(rows, 8 * p.m, dtype=torch.bool, device=device)
+                mask[:, p.m - p.n : p.m] = True
+                ours("nm_compress").fn(w, p.n, p.m, mask)
+                mask[rows - 1, 8 * p.m - p.n - 1 :] = True
+                with pytest.raises(ShapeError, match=f"keeps more than {p.n} elements in a group, but {p} stores {p.n}; prune it first"):
+                    ours("nm_compress").fn(w, p.n, p.m, mask)
+
+    def test_an_index_outside_its_group_writes_nothing(self, device: str, ours: Ours) -> None:
+        for pattern, bad in [("1:8", 15), ("2:8", 9), ("1:32", 255), ("2:5", 7), ("3:6", 9)]:
+            p = Pattern(pattern)
+            for groups in [2, 8]:
+                memory = torch.full((3, groups * p.m), 5.0, device=device)
+                places = torch.tensor([[*range(p.n - 1), bad] * groups]).to(torch.uint8)
+                packed = pack_indices(places, p.index_bits).to(device)
+                got = ours("nm_decompress").fn(torch.ones(1, groups * p.n, device=device), packed, p.n, p.m, groups * p.m, out=memory[1:2])
+                assert got.sum() == groups * (p.n - 1)
+                assert (memory[[0, 2]] == 5).all()
+
+    def test_nothing_to_do(self, device: str, ours: Ours) -> None:
+        for shape in [(0, 8), (3, 0), (0,)]:
+            values, indices = ours("nm_compress").fn(torch.randn(shape, device=device), 2, 4)
+            assert values.numel() == indices.numel() == 0
+            assert ours("nm_decompress").fn(values, indices, 2, 4, shape[-1]).shape == shape
+
+
+class ScaleSuite:
+    """soft_threshold_scale: sums over several blocks, their ragged ends, fp64, values that are not finite, out."""
+
+    patterns: list[str]
+    dtypes = [F32, BF16, F16]
+    chunk: int
+    """Elements of one partial sum of the usual patterns."""
+    chunks: list[tuple[int, int]]
+    """Numbers of chunks, and of groups beside them."""
+
+    def check(self, ours: Ours, device: str, w: Tensor, pattern: str) -> None:
+        p = Pattern(pattern)
+        got, want = ours("nm_soft_threshold_scale").fn(w.to(device), p.n, p.m), reference.soft_threshold_scale(w.resolve_neg(), p.n, p.m)
+        assert (got.shape, got.dtype, got.device.type) == ((), F32, device)
+        what = f"{tuple(w.shape)} {pattern} {w.dtype}"
+        torch.testing.assert_close(got.cpu(), want, rtol=1e-6, atol=0, equal_nan=True, msg=lambda m: f"{m}\n{what}")
+
+    def test_equals_the_reference(self, device: str, ours: Ours, poison: None) -> None:
+        for pattern in self.patterns:
+            m = Pattern(pattern).m
+            for dtype in self.dtypes:
+                for chunks, more in self.chunks:
+                    self.check(ours, device, torch.randn(max(1, chunks * self.chunk // m + more), m).to(dtype), pattern)
+
+    def test_float64_sums(self, device: str, ours: Ours) -> None:
+        """Many small products beside one large: float32 sums would lose them."""
+        w = torch.full((2, self.chunk), 1.0)
+        w[:, ::4], w[:, 1::4] = 0.999, 0.0
+        w[0, 0] = 3e4
+        self.check(ours, device, w, "2:4")
+
+    def test_nasty_inputs(self, device: str, ours: Ours) -> None:
+        for pattern in ["2:4", "3:5"]:
+            for case in testing.cases(pattern, F32):
+                self.check(ours, device, case.x, pattern)
+
+    def test_not_finite_and_zero(self, device: str, ours: Ours) -> None:
+        for values in [[NAN, 1, 2, 3], [INF, 1, 2, 3], [INF, INF, INF, 3], [0, 0, 0, 0], [1, 1, 1, 1]]:
+            w = torch.zeros(2700, 4)
+            w[2699] = torch.tensor(values)
+            self.check(ours, device, w, "2:4")
+            self.check(ours, device, w, "3:4")
+
+    def test_out_and_two_runs(self, device: str, ours: Ours) -> None:
+        w, out = torch.randn(1000, 24, device=device), torch.full((), 7.0, device=device)
+        scale = ours("nm_soft_threshold_scale").fn
+        assert scale(w, 2, 8, out=out) is out
+        testing.assert_equal_bits(out, scale(w, 2, 8))
+        scale(w[:0], 2, 8, out=out)
+        assert out == 0
+
+    def test_unaligned_and_strided(self, device: str, ours: Ours) -> None:
+        for w, pattern in (
+            (torch.randn(self.chunk * 3 // 12 * 12 + 13)[1:].view(-1, 12), "1:4"),
+            (torch.randn(24, 50).t(), "2:4"),
+            (torch._neg_view(torch.randn(10, 8)), "2:4"),
+        ):
+            self.check(ours, device, w, pattern)
+
+
+class TransposableSuite:
+    """transposable_mask: ties of every kind, ragged blocks, unaligned memory, what it declines."""
+
+    dtypes = [F32, BF16, F16]
+    shapes: list[tuple[int, ...]]
+
+    def check(self, ours: Ours, device: str, w: Tensor, out: Tensor | None = None) -> Tensor:
+        got = ours("nm_transposable_mask").fn(w.to(device), 2, 4, out=out)
+        want = reference.transposable_mask(w.resolve_neg(), 2, 4)
+        testing.assert_equal_bits(got.cpu(), want, f"{tuple(w.shape)} {w.dtype}")
+        return got
+
+    def test_ties_and_roundings(self, device: str, ours: Ours, poison: None) -> None:
+        """The first of the best, where many tie, some only after rounding, and where sums overflow or hold NaN and infinity."""
+        for dtype in [F32, BF16, F16]:
+            self.check(ours, device, ties_and_roundings(dtype))
+
+    def test_a_smaller_lower_half_may_come_first(self, device: str, ours: Ours) -> None:
+        """Two masks below one upper half differ by less than the rounding of the whole: the first is taken, not the larger."""
+        w = torch.zeros(4, 4)
+        w[0, :2] = w[1, 0] = w[1, 2] = 2.0**26
+        w[2, 3] = w[3, 3] = 1.0
+        w[3, 1] = 0.5  # rows 2 and 3 take columns (1, 3) and (2, 3), or, worth 0.5 more, (2, 3) and (1, 3)
+        want = torch.tensor([[1, 1, 0, 0], [1, 0, 1, 0], [0, 1, 0, 1], [0, 0, 1, 1]], dtype=torch.bool)
+        assert torch.equal(self.check(ours, device, w).cpu(), want)
+
+    def test_shapes(self, device: str, ours: Ours, poison: None) -> None:
+        for shape in self.shapes:
+            for dtype in self.dtypes:
+                self.check(ours, device, torch.randn(shape).to(dtype))
+
+    def test_unaligned_and_strided(self, device: str, ours: Ours) -> None:
+        for dtype in self.dtypes:
+            self.check(ours, device, torch.randn(24, 50).to(dtype).t()[:48].contiguous())
+            self.check(ours, device, torch.randn(24, 16).to(dtype).t())
+            self.check(ours, device, torch.randn(16, 48).to(dtype)[::2, ::2])
+            self.check(ours, device, torch.randn(4, 1, 8).to(dtype).expand(4, 4, 8))
+            self.check(ours, device, torch._neg_view(torch.randn(8, 8).to(dtype)))
+            for offset in (0, 1, 2, 3, 4, 8):
+                w, room = torch.randn(12 * 24 + offset).to(dtype)[offset:].view(12, 24), torch.ones(400, dtype=torch.bool, device=device)
+                out = room[offset : offset + 288].view(12, 24)
+                assert self.check(ours, device, w, out) is out
+                assert room[:offset].all() and room[offset + 288 :].all(), "written beyond out"
+
+    def test_other_patterns_are_declined(self, device: str, ours: Ours) -> None:
+        can, reason = ours("nm_transposable_mask").supports(torch.randn(8, 8, device=device), 1, 4)
+        assert not can and "1:4 is a matching problem" in reason
+
+
+class MvueSuite:
+    """mvue and mvue_compress: tiles with ragged edges, wide groups, memory anywhere."""
+
+    cases: list[tuple[str, str]]
+    """Patterns and methods."""
+    shapes = [((13, 120), 1), ((203, 67), 0), ((144, 64), 0), ((2, 45, 9), 1), ((3, 2, 240), -1), ((70, 1), 0)]
+    wide: list[str]
+    lines = 37
+    """Lines of wide groups."""
+    unaligned = ["2:4"]
+
+    def check(self, ours: Ours, g: Tensor, p: Pattern, dim: int, words: Tensor, method: str, device: str, what: str = "") -> None:
+        """Both ops, twice, against the reference."""
+        for op in MVUE:
+            want = getattr(reference, op.removeprefix("nm_"))(g, p.n, p.m, dim, words, method)
+            for run in ("first", "second"):
+                got = ours(op).fn(g.to(device), p.n, p.m, dim, words.to(device), method)
+                testing.assert_equal_bits(got, want, f"{op} {p} {what} {run} run")
+
+    def test_shapes(self, device: str, ours: Ours) -> None:
+        """Tiles that cross rows, columns and the padded tail; a number of groups that no four divide; several tiles."""
+        for pattern, method in self.cases:
+            p = Pattern(pattern)
+            for shape, dim in self.shapes:
+                along = dim % len(shape) == len(shape) - 1 and shape[-1] % p.m
+                g = torch.randn((*shape[:-1], 15 * p.m) if along else shape, dtype=BF16)
+                self.check(ours, g, p, dim, seed(-3, 2**33), method, device, f"{shape} {dim}")
+
+    def test_wide_groups(self, device: str, ours: Ours) -> None:
+        for p in map(Pattern, self.wide):
+            for dim in [0, 1]:
+                g = torch.randn((p.m + 3, self.lines) if dim == 0 else (self.lines - 2, 2 * p.m))
+                g *= torch.logspace(0, 9, g.shape[dim], base=2).unsqueeze(1 - dim)
+                g[:, 0] = NAN if dim == 0 else 0.0
+                self.check(ours, g, p, dim, seed(9), "exact", device)
+
+    def test_unaligned_memory_and_out(self, device: str, ours: Ours) -> None:
+        for p in map(Pattern, self.unaligned):
+            for op in MVUE:
+                for dim in [0, 1]:
+                    for dtype in [F32, F16]:
+                        words, shape = seed(1, 2), (24, 16) if p.m != 5 else (20, 15)
+                        for start in (1, 3, 8):
+                            g = skewed(torch.randn(shape).to(dtype), start, device)
+                            want = getattr(reference, op.removeprefix("nm_"))(g.cpu(), p.n, p.m, dim, words, "exact")
+                            wants = [want] if op == "nm_mvue" else list(want)
+                            rooms = [torch.zeros(x.numel() + 32, dtype=x.dtype, device=device) for x in wants]
+                            outs: list[Any] = [room[start + 8 :][: x.numel()].view(x.shape) for room, x in zip(rooms, wants, strict=True)]
+                            ours(op).fn(g, p.n, p.m, dim, words.to(device), "exact", out=outs[0] if op == "nm_mvue" else outs)
+                            testing.assert_equal_bits(outs, wants, f"{op} {p} {start}")
+                            for room, x in zip(rooms, wants, strict=True):
+                                assert not room[: start + 8].any() and not room[start + 8 + x.numel() :].any(), "written beyond out"
+
+    def test_strides(self, device: str, ours: Ours) -> None:
+        words = seed(4, 4)
+        apart = torch.stack([words, words], -1)[:, 0]
+        for dim in [0, 1]:
+            for g in (torch.randn(24, 40).t(), torch.randn(30, 24).t(), torch.randn(30, 48)[:, ::2], torch.randn(8).expand(20, 8)):
+                if dim == 0 or g.shape[1] % 4 == 0:
+                    self.check(ours, g, Pattern("2:4"), dim, apart, "exact", device)
+
+    def test_empty(self, device: str, ours: Ours) -> None:
+        for shape in [(0, 8), (8, 0), (2, 0, 8)]:
+            for dim in range(len(shape)):
+                self.check(ours, torch.empty(shape), Pattern("2:4"), dim, seed(), "exact", device)
