@@ -1,9 +1,9 @@
 """What every backend of MaskedAdamW for GPUs is asked: params and states equal the reference's to the bit, sums to rounding.
 
     class TestAgainstTheReference(AdamWSuite):
-        step = staticmethod(masked_adamw_)
+        step, module = staticmethod(masked_adamw_), adamw
 
-Modules that use it have a fixture ``device``.
+Modules that use it have the fixtures ``device`` and ``ours``.
 """
 
 from __future__ import annotations
@@ -15,21 +15,26 @@ import pytest
 import torch
 from torch import Tensor
 
+from nmkernels.backends import adamw_plan
+from nmkernels.pattern import BackendError
+from nmkernels.testing import assert_equal_bits
 from python_tests.backends.adamw_calls import LAYOUTS, copied, hyper, make, nasty, same_as_reference, seeded, shifted
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
 
 class AdamWSuite:
-    """Subclass with ``step``, the backend's function."""
+    """Subclass with ``step``, the backend's function, and ``module``."""
 
     step: Callable[..., Tensor]
+    module: Any
+    """The backend's module, which asks ``on_host`` of its numbers."""
 
     def compare(self, device: str, call: dict[str, Any], h: Tensor, n: int, m: int, **options: Any) -> Tensor:
         """Run both on copies; everything they write must agree. Returns the statistics."""
         return same_as_reference(self.step, copied(call, device), call, h, n, m, **options)
 
-    def run(self, call: dict[str, Any], h: Tensor, n: int, m: int) -> Tensor:
+    def run(self, call: dict[str, Any], h: Tensor, n: int = 2, m: int = 4) -> Tensor:
         return self.step(*call.values(), h, n, m, False, False, False, False, None, None)
 
     @pytest.mark.parametrize(
@@ -139,3 +144,57 @@ class AdamWSuite:
             ours["grads"] = copied(theirs, device)["grads"]
             kept += ours["grads"] if i % 2 else []  # so that addresses are met again, and new ones
             same_as_reference(self.step, ours, theirs, hyper(), 2, 4, found=torch.tensor([float(i % 5 == 4)]))
+
+    def test_every_kind_in_one_call(self, device):
+        """Aligned, unaligned, transposed and half-precision params."""
+        parts = [make(seeded(i), (8, 16), out=BF16, dtype=dtype) for i, dtype in enumerate((F32, F32, F32, BF16, F16))]
+        parts[2] = {k: [LAYOUTS["transposed"](x) if x.dim() else x for x in v] for k, v in parts[2].items()}
+        for step in (2.0, 5.0):  # counts of their own, though a table may be in another order
+            parts[2]["steps"][0].fill_(step)
+            ours = [shifted(copied(x, device), 1) if i == 1 else copied(x, device) for i, x in enumerate(parts)]
+            call, mixed = ({k: [x[k][0] for x in side for _ in x[k][:1]] for k in parts[0]} for side in (parts, ours))
+            same_as_reference(self.step, mixed, call, hyper(), 2, 4, geometric=True)
+
+    @pytest.mark.parametrize("steps", [(7.0, 7.0, 7.0), (7.0, 8.0, 0.0)])
+    def test_counts_and_numbers_on_the_host(self, device, steps, monkeypatch):
+        call = make(seeded(15), (8, 16), (3, 8), (4,), out=F32)
+        call["params"][0] = LAYOUTS["transposed"](call["params"][0])  # the last row of a table
+        call["steps"] = [torch.tensor(t) for t in steps]
+        monkeypatch.setattr(self.module, "on_host", lambda x, device: x.numel() == 9 or (x.is_cpu and x.dim() == 0))
+        for found in (None, torch.zeros(1), torch.ones(1)):
+            for frozen in (False, True):
+                ours = {**copied(call, device), "steps": copied(call)["steps"]}
+                same_as_reference(self.step, ours, call, hyper(lr=-0.1, v_step=3.0, clamp=0.5), 2, 4, found=found, frozen=frozen)
+        ours = {**copied(call, device), "steps": copied(call)["steps"]}
+        monkeypatch.setattr(adamw_plan, "capturing", lambda device: True)
+        with pytest.raises(BackendError, match="capturable=True"):
+            self.run(ours, hyper().to(device))
+        assert_equal_bits(ours, call)
+
+    @pytest.mark.gpu
+    def test_captured_steps_are_replayed(self):
+        call = make(seeded(16), (8, 16), (300, 40), out=BF16)
+        ours, theirs, h = copied(call, "cuda"), copied(call, "cuda"), hyper().to("cuda")
+        self.run(ours, h)  # compiles, or knows the addresses
+        ours.update({k: [x.copy_(y) for x, y in zip(ours[k], call[k], strict=True)] for k in call})
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            ours["grads"] = [g * 1.0 for g in ours["grads"]]
+            stats = self.run(ours, h)
+        for lr in (1e-2, 1e-2, 3e-2):
+            h[0] = lr  # read at each replay
+            graph.replay()
+            assert_equal_bits(stats, self.run(theirs, h))
+        ours.pop("grads"), theirs.pop("grads")
+        assert_equal_bits(ours, theirs)
+
+    def test_declines_float64(self, device, ours):
+        def ask(**kinds: torch.dtype) -> tuple[bool, str]:
+            x = {name: [torch.zeros(4, dtype=kinds.get(name, F32), device=device)] for name in ("params", "grads", "outs")}
+            state, options = [torch.zeros(4, device=device)], (hyper(), 2, 4, False, False, False, False, None, None)
+            return ours("nm_masked_adamw_").supports(x["params"], x["grads"], state, state, [], [torch.tensor(0.0)], x["outs"], *options)
+
+        assert ask()[0]
+        for name in ("params", "grads", "outs"):
+            can, why = ask(**{name: torch.float64})
+            assert not can and "float64" in why

@@ -10,15 +10,10 @@ from torch import Tensor
 
 from nmkernels import ops, reference
 from nmkernels.backends.cuda import adamw
-from nmkernels.backends.cuda import adamw as _adamw_plan
 from nmkernels.testing import assert_equal_bits
-from python_tests.backends.adamw_calls import COUNTS, LAYOUTS, copied, hyper, make, nasty, shifted
+from python_tests.backends.adamw_calls import COUNTS, LAYOUTS, copied, hyper, make, nasty, seeded, shifted
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
-
-
-def seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def buffers(call: dict[str, Any], rows: Any, columns: Any, layout: str) -> list[Tensor]:
@@ -122,7 +117,7 @@ def test_nasty_values(device, dtype):
 
 
 def test_blocks_of_several_params_and_new_buffers(device, monkeypatch):
-    monkeypatch.setattr(_adamw_plan, "BLOCKS", 3)
+    monkeypatch.setattr(adamw, "BLOCKS", 3)
     call = make(seeded(10), (64, 64), (4, 200), (0, 8), (140, 8), (36, 36), out=F32)
     for columns in (BF16, None):
         packs = buffers(call, BF16, columns, "canonical")
