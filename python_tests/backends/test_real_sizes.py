@@ -3,6 +3,7 @@ reference on some rows or columns. The emulator goes through the same tests with
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -135,13 +136,22 @@ def judged(y: Tensor, x: Tensor, dense: Tensor) -> None:
     testing.assert_no_worse(y, x @ dense, x.double() @ dense.double())
 
 
-@pytest.mark.parametrize("pattern", ["2:4", "1:8"])
-@pytest.mark.parametrize("tokens", [1, 3, 16, 1024, 1030])
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 @pytest.mark.parametrize("op", ["nm_linear", "nm_linear_dgrad", "nm_linear_wgrad"])
-def test_products(ours: Ours, op: str, dtype: torch.dtype, tokens: int, pattern: str) -> None:
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+def test_products(ours: Ours, dtype: torch.dtype, op: str) -> None:
     assert not torch.backends.cuda.matmul.allow_tf32
-    p, (rows, cols) = Pattern(pattern), WEIGHT
+    declined = []
+    for tokens, pattern in itertools.product([1, 3, 16, 1024, 1030], ["2:4", "1:8"]):
+        try:
+            one_product(ours, op, dtype, tokens, Pattern(pattern))
+        except pytest.skip.Exception as why:
+            declined.append(why)
+    if len(declined) == 10:
+        raise declined[0]
+
+
+def one_product(ours: Ours, op: str, dtype: torch.dtype, tokens: int, p: Pattern) -> None:
+    rows, cols = WEIGHT
     tokens -= 960 if DEVICE == "cpu" and tokens > 960 else 0
     x, g = torch.randn(tokens, cols, device=DEVICE).to(dtype), torch.randn(tokens, rows, device=DEVICE).to(dtype)
     if op == "nm_linear_wgrad":

@@ -18,6 +18,13 @@ class TestCompress(CompressSuite):
     # the long row ends inside a chunk and needs several blocks
     sizes = staticmethod(lambda m: [(9, 5 * m), (5, 8 * m), (1, (33000 if m < 20 else 5000) // m * m)])
 
+    def test_nasty_numbers(self, device: str, ours: Ours) -> None:
+        for p in map(Pattern, [*SMALL, "3:5", "4:32"]):
+            for dtype in DTYPES:
+                for case in testing.cases(p, dtype):
+                    got, want = ours("nm_compress").fn(case.x.to(device), p.n, p.m), reference.compress(case.x, p.n, p.m)
+                    testing.assert_equal_bits(got, want, f"{p} {case.id}")
+
 
 @pytest.mark.parametrize("pattern", [*SMALL, "3:5"])
 def test_nans_tie_whatever_their_bits(pattern: str, device: str, ours: Ours) -> None:
