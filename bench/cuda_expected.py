@@ -26,7 +26,7 @@ WIDTHS: dict[str, tuple[int, int]] = {
     r"adamw_around\.cu|threshold\.cu scale_kernel|probe\.cu": (0, 0),
     # a thread has 8 bytes of a row's indices, and four threads beside each other 32
     r"metadata\.cu metadata_kernel": (64, 128),
-    # adds up what the parts of a split product left, and rounds it to the dtype of the result
+    # adds up what the parts of a split GEMM left, and rounds it to the dtype of the result
     r"linear_parts\.cu finish_kernel": (32, 16),
     # writes results as wide as it reads operands
     r"mma_sp\.cu mma_sp_kernel": (128, 128),
@@ -52,11 +52,11 @@ LOCAL: dict[str, int] = {
 }
 """Bytes of local memory that a thread may have; the others have none."""
 
-PRODUCTS: dict[str, str] = {r"mma_sp\.cu ": "HMMA.SP", r"linear_mma\.cu |linear_expand\.cu ": "HMMA"}
+GEMMS: dict[str, str] = {r"mma_sp\.cu ": "HMMA.SP", r"linear_mma\.cu |linear_expand\.cu ": "HMMA"}
 """The one instruction of tensor cores by which a kernel multiplies."""
 
 LOOSE: dict[str, tuple[str, ...]] = {
-    # products of fp32 numbers are exact in fp64: one rounding either way
+    # GEMMs of fp32 numbers are exact in fp64: one rounding either way
     r"threshold\.cu .*scale_sums_kernel": ("fma.rn.f64",),
     # quotients are guessed, and a strip whose guess is near a whole number is done again by the definition; fma on small
     # integers is exact

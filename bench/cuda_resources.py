@@ -26,7 +26,7 @@ from pathlib import Path
 from nmkernels.capability import Probe, nvcc
 
 from . import kernel_rows
-from .cuda_expected import LOCAL, LOOSE, NARROW, PRODUCTS, RULE, WIDTHS, expected
+from .cuda_expected import GEMMS, LOCAL, LOOSE, NARROW, RULE, WIDTHS, expected
 from .rows import RESULTS
 from .triton_resources import inexact, opcodes_of
 
@@ -73,7 +73,7 @@ class Kernel:
     matrix: str
     """Instructions of the tensor cores, of ldmatrix (LDSM) and of cp.async (LDGSTS)."""
     inexact: str
-    """Floating-point instructions of the PTX that are not one operation rounded once; not listed for products."""
+    """Floating-point instructions of the PTX that are not one operation rounded once; not listed for GEMMs."""
     instructions: int
     nvcc: str
 
@@ -88,7 +88,7 @@ def sources() -> list[Path]:
     return sorted(SOURCES.rglob("*.cu"))
 
 
-def is_product(source: Path) -> bool:
+def is_gemm(source: Path) -> bool:
     """Whether a file's sums have no written order, so that they may be contracted."""
     return source.name.startswith("linear") or source.parent.name == "gemm"
 
@@ -135,9 +135,9 @@ def shortfalls(kernels: Iterable[Kernel]) -> list[str]:
         beside = sum(int(each.split(":")[1]) for each in k.narrow.split())
         if beside > expected(NARROW, k.source, k.kernel, 0):
             found.append(f"{name} writes word by word what lies beside each other: {k.narrow}; st_global of csrc/cuda/ptx.h is one store")
-        product = expected(PRODUCTS, k.source, k.kernel, "")
-        if product and {word for word in k.matrix.split()[::2] if "MMA" in word} != {product}:
-            found.append(f"{name} multiplies by {k.matrix or 'no tensor core'}, should by {product}")
+        gemm = expected(GEMMS, k.source, k.kernel, "")
+        if gemm and {word for word in k.matrix.split()[::2] if "MMA" in word} != {gemm}:
+            found.append(f"{name} multiplies by {k.matrix or 'no tensor core'}, should by {gemm}")
         loose = expected(LOOSE, k.source, k.kernel, ())
         wrong = [op for op in k.inexact.split()[::2] if not op.endswith(loose)]
         if wrong:
@@ -146,8 +146,8 @@ def shortfalls(kernels: Iterable[Kernel]) -> list[str]:
 
 
 def _flags(source: Path) -> list[str]:
-    """As ``cmake/cuda.cmake`` has them: only products may contract."""
-    return ["-std=c++17", "-O3", *([] if is_product(source) else ["-fmad=false"])]
+    """As ``cmake/cuda.cmake`` has them: only GEMMs may contract."""
+    return ["-std=c++17", "-O3", *([] if is_gemm(source) else ["-fmad=false"])]
 
 
 def _fingerprint(source: Path, arch: str) -> str:
@@ -175,11 +175,11 @@ def _compile(source: Path, arch: str) -> list[Kernel]:
         _run(compiler, *_flags(source), f"-arch={arch}", "-ptx", "-o", str(ptx), str(source))
         _run(compiler, "-O3", f"-arch={arch}", "-cubin", "-o", str(cubin), str(ptx))
         usage, sass = (_run(str(_tool("cuobjdump")), way, str(cubin)) for way in ("-res-usage", "-sass"))
-        return read_back(source.name, arch, not is_product(source), ptx.read_text(), usage, sass)
+        return read_back(source.name, arch, not is_gemm(source), ptx.read_text(), usage, sass)
 
 
 def read_back(source: str, arch: str, exact: bool, ptx: str, usage: str, sass: str) -> list[Kernel]:
-    """The kernels of a file, exact or of products, from its PTX and from what cuobjdump prints."""
+    """The kernels of a file, exact or of GEMMs, from its PTX and from what cuobjdump prints."""
     used = dict(re.findall(r"Function (\S+):\s*\n\s*(REG:.*)", usage))
     code = {part.split()[0]: part for part in sass.split("Function : ")[1:]}
     assert used.keys() == code.keys(), f"cuobjdump tells of other kernels than it shows: {used.keys() ^ code.keys()}"
@@ -213,7 +213,7 @@ def read_back(source: str, arch: str, exact: bool, ptx: str, usage: str, sass: s
 
 
 def _sparse_apart(op: str) -> str:
-    """``HMMA.SP`` for a product of tensor cores whose first operand is 2:4, else the name without what follows it."""
+    """``HMMA.SP`` for a GEMM of tensor cores whose first operand is 2:4, else the name without what follows it."""
     return ".".join(op.split(".")[: 2 if ".SP." in op else 1])
 
 
@@ -332,7 +332,7 @@ def read(path: Path = PATH) -> list[Kernel]:
 
 
 def main(argv: list[str] | None = None, path: Path = PATH) -> int:
-    """Compile, write or print, and name what falls short; 1 where something does."""
+    """Compile, write or print, and name what missed; 1 where something does."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("words", nargs="*", help="print only the kernels whose file and name contain one of these; write nothing")
     words = parser.parse_args(argv).words
@@ -350,7 +350,7 @@ def main(argv: list[str] | None = None, path: Path = PATH) -> int:
         kernel_rows.write(Kernel, rows, path)
         print(f"{len(rows)} kernels of {len(sources())} files, {path}")
     lacking = shortfalls(rows)
-    print("\n".join(lacking) or "nothing falls short")
+    print("\n".join(lacking) or "nothing missed")
     return 1 if lacking else 0
 
 

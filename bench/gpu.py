@@ -192,7 +192,7 @@ TOOLS = ("memcheck", "racecheck")
 FOUND = 9
 NO_SANITIZER = "compute-sanitizer is not installed: not on PATH and not in the CUDA toolkit (CUDA_HOME, /usr/local/cuda)"
 KERNELS = "kns=_kernel"
-"""Only kernels whose name contains this: all of this package, few of the vendor's matrix products, whose hazards are not ours."""
+"""Only kernels whose name contains this: all of this package, few of the vendor's GEMMs, whose hazards are not ours."""
 
 SANITIZED = ("python_tests/backends/cuda",)
 CHOSEN = "not graph and not captur and not replay"

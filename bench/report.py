@@ -31,7 +31,7 @@ which everybody took one turn. Shapes are out × in, tokens first.
   `us beyond a no-op` is the host's time of a call that nobody waits for, `us beyond torch's kernels` its share of replaying a CUDA graph.
 * `x dense`, `x eager`: times as fast as that. `time over ...`: share of its time.
 * `share of copy`, `share of clone`: bytes that must be moved over time, against torch's `copy_` or `clone` in the same round.
-* `share of matmul`: products that are not skipped over time, against torch's rate at 2048×2048×2048 (GPU: 8192) in the same run.
+* `share of matmul`: GEMMs that are not skipped over time, against torch's rate at 2048×2048×2048 (GPU: 8192) in the same run.
 * `packed bytes over cache`: below 1, the packed weight fits the last-level cache."""
 
 

@@ -57,7 +57,7 @@ def _linear(
     return Target(key, f"linear {what}, {pattern}", against, "x dense", bound, specs, stretch)
 
 
-def _products() -> list[Target]:
+def _gemms() -> list[Target]:
     found = [_linear(f"linear-1-{p}", "fp32, batch 1", bound, p, (1,)) for p, bound in (("2:4", 3), ("1:4", 4.5), ("1:8", 7), ("1:16", 10))]
     found += [_linear("linear-4", "fp32, batch 4", 3.5, "2:4", (4,)), _linear("linear-16", "fp32, batch 16", 2, "2:4", (16,))]
     for pattern, bound, stretch in (("2:4", 1.4, 1.8), ("1:4", 2.5, 3.4), ("1:8", 4.5, 6)):
@@ -102,7 +102,7 @@ def _choices() -> list[Target]:
         Target(
             f"choice-{role}",
             f"{role} through the dispatcher, any shape, 2:4",
-            "the dense product" if role != "wgrad" else "the same estimate, dense",
+            "the dense GEMM" if role != "wgrad" else "the same estimate, dense",
             "x dense",
             1.0,
             tuple(Spec(f"choice({role})", "2:4", dtype, *size, t) for dtype in BOTH for size in sizes for t in tokens),
@@ -112,7 +112,7 @@ def _choices() -> list[Target]:
     ]
 
 
-TARGETS: tuple[Target, ...] = (*_streams(), *_optimizer(), *_products(), *_models(), *_choices())
+TARGETS: tuple[Target, ...] = (*_streams(), *_optimizer(), *_gemms(), *_models(), *_choices())
 """Those of a CPU; a GPU's are in ``targets_cuda``."""
 
 LIMITS = (Spec("copy", "", "float32", *WEIGHT), Spec("matmul", "", "float32", 2048, 2048, 2048))

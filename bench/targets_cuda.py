@@ -1,8 +1,8 @@
 """What the kernels must reach on an NVIDIA GPU, stated for an H200: the rows of the design's table that CUDA kernels can serve.
 
-Triton's are the portable ones: asked of them is that expanding an operand for a vendor's product costs little, and a short call.
+Triton's are the portable ones: asked of them is that expanding an operand for a vendor's GEMM costs little, and a short call.
 
-2:4 products of many tokens on the sparse tensor cores are held to the fastest of what there is for them; ``wgmma.sp``, which Hopper wants,
+2:4 GEMMs of many tokens on the sparse tensor cores are held to the fastest of what there is for them; ``wgmma.sp``, which Hopper wants,
 is still to come.
 """
 
@@ -70,7 +70,7 @@ def _linear(by: str, key: str, what: str, bound: float, pattern: str, tokens: tu
     )
 
 
-def _products() -> list[Target]:
+def _gemms() -> list[Target]:
     found = []
     for pattern, large, square in (("2:4", 1.5, 1.3), ("1:4", 2.7, 1.8), ("1:8", 4, 2.3)):
         found += [
@@ -84,7 +84,7 @@ def _products() -> list[Target]:
 
 
 def _tensor_cores() -> list[Target]:
-    """2:4 products of 1024 tokens and more; on Hopper ``mma.sp`` is a fallback, so that there cuSPARSELt has to reach the bound."""
+    """2:4 GEMMs of 1024 tokens and more; on Hopper ``mma.sp`` is a fallback, so that there cuSPARSELt has to reach the bound."""
     cube = Spec("nm_linear(mma.sp)", "2:4", BF16, 8192, 8192, 8192)
     llama = tuple(Spec("nm_linear(mma.sp)", "2:4", BF16, *size, t) for t in (1024, 4096, 16384) for size in (LARGE, (4096, 14336), SQUARE))
     wgrad = tuple(Spec("nm_linear_wgrad(mma.sp)", "2:4", BF16, *size, t) for t in (4096, 16384) for size in (LARGE, SQUARE))
@@ -101,12 +101,12 @@ def _tensor_cores() -> list[Target]:
 
 
 def _blocks() -> list[Target]:
-    """A feed-forward block, forward and backward: as much of the gain of one product as the plan's three products leave; and no loss."""
+    """A feed-forward block, forward and backward: as much of the gain of one GEMM as the plan's three GEMMs leave; and no loss."""
     specs = tuple(Spec("ffn", "2:4", BF16, *size, t) for t in (4096, 16384) for size in (LARGE, (4096, 1024)))
-    whole, share = "forward+backward", "share of what one product allows"
+    whole, share = "forward+backward", "share of what one GEMM allows"
     found = []
     for name, words, bound in (("sste", "S-STE: 3/(1 + 2/r)", 0.97), ("fst", "FST: r", 0.95)):
-        what = f"FFN {whole}, bf16, 2:4, {words}, r the ratio of one product"
+        what = f"FFN {whole}, bf16, 2:4, {words}, r the ratio of one GEMM"
         found.append(Target(f"cuda-ffn-{name}", what, "r in the same run", share, bound, specs, provider=f"nmkernels {name}, {whole}"))
     for name in ("srste", "sste", "fst"):
         found.append(
@@ -151,5 +151,5 @@ def _host() -> list[Target]:
     return found
 
 
-TARGETS: tuple[Target, ...] = (*_streams(), *_products(), *_tensor_cores(), *_blocks(), *_host())
+TARGETS: tuple[Target, ...] = (*_streams(), *_gemms(), *_tensor_cores(), *_blocks(), *_host())
 LIMITS = (Spec("copy", "", BF16, *STREAM), Spec("matmul", "", BF16, 8192, 8192, 8192))

@@ -37,7 +37,7 @@ class Case:
     kernel: str = ""
     """The main one among several; the first where it is not said."""
     loose: tuple[str, ...] = ()
-    """How instructions may end that are not one operation rounded once: none in exact ops, all of them in products."""
+    """How instructions may end that are not one operation rounded once: none in exact ops, all of them in GEMMs."""
 
 
 def meta(*shape: int, dtype: torch.dtype = FP32) -> Tensor:
@@ -94,8 +94,8 @@ def mvue(op: str) -> Iterator[Case]:
                 g = meta(4096, p.m * 512, dtype=dtype) if dim else meta(p.m * 512, 4096, dtype=dtype)
                 args = (g, p.n, p.m, dim, meta(2, dtype=torch.int64), "exact")
                 # a column of an estimate that is to be packed leaves as a row, a group of it at once
-                turned = not dim and op == "nm_mvue_compress"
-                store = p.m * dtype.itemsize * 8 if turned else 128
+                transposed = not dim and op == "nm_mvue_compress"
+                store = p.m * dtype.itemsize * 8 if transposed else 128
                 yield Case(op, f"{text} {SHORT[dtype]}{where}", args, 128 * common, store * common, sampled=text != "3:5" and dtype == BF16)
         args = (meta(4096, 4096, dtype=BF16), 2, 4, dim, meta(2, dtype=torch.int64), "approx")
         yield Case(op, f"2:4 bf16 approx{where}", args)
@@ -134,23 +134,23 @@ def transposable() -> Iterator[Case]:
 
 
 def linear() -> Iterator[Case]:
-    """The products of a linear layer: few tokens, bound by the packed bytes, and more on the tensor cores, up to where the operand is
+    """The GEMMs of a linear layer: few tokens, bound by the packed bytes, and more on the tensor cores, up to where the operand is
     expanded to memory and torch multiplies."""
     for text in ("2:4", "1:4", "2:8", "1:8", "1:32"):
         p = Pattern(text)
         for dtype in (BF16, FP32) if text == "2:4" else (BF16,):
             for tokens in (1,) if dtype == FP32 else (1, 4, 16, 64, 384) if text == "2:4" else (1, 16, 384):
-                yield product("nm_linear", p, dtype, tokens)
+                yield gemm("nm_linear", p, dtype, tokens)
         if text in ("2:4", "1:8"):
             for op in ("nm_linear_dgrad", "nm_linear_wgrad"):
-                yield product(op, p, BF16, 384)
-            yield product("nm_linear_wgrad", p, BF16, 32)
-    yield product("nm_linear", Pattern("3:5"), BF16, 4)
-    yield product("nm_linear", Pattern("2:4"), BF16, 384, meta(4096, dtype=BF16), "gelu")
+                yield gemm(op, p, BF16, 384)
+            yield gemm("nm_linear_wgrad", p, BF16, 32)
+    yield gemm("nm_linear", Pattern("3:5"), BF16, 4)
+    yield gemm("nm_linear", Pattern("2:4"), BF16, 384, meta(4096, dtype=BF16), "gelu")
 
 
-def product(op: str, p: Pattern, dtype: torch.dtype, width: int, *more: Any) -> Case:
-    """A product of a compressed operand of 4096 rows with ``width`` tokens; of wgrad that operand is the gradient of 4096 tokens."""
+def gemm(op: str, p: Pattern, dtype: torch.dtype, width: int, *more: Any) -> Case:
+    """A GEMM of a compressed operand of 4096 rows with ``width`` tokens; of wgrad that operand is the gradient of 4096 tokens."""
     rows, cols = 4096, 4096 // p.m * p.m
     if op == "nm_linear_wgrad":
         args: tuple[Any, ...] = (*packed(p, dtype, rows, cols), p.n, p.m, cols, meta(cols, width, dtype=dtype))

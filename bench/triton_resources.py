@@ -56,7 +56,7 @@ class Kernel:
     overwrites: int
     """Machine instructions that may write a register while a wgmma still reads it."""
     inexact: str
-    """Floating-point instructions that are not one operation rounded once, with their number; not listed for products."""
+    """Floating-point instructions that are not one operation rounded once, with their number; not listed for GEMMs."""
     instructions: int
     triton: str
     ptxas: str
@@ -295,7 +295,7 @@ def read(path: Path = PATH) -> list[Kernel]:
 
 
 def main(argv: list[str] | None = None, path: Path = PATH) -> int:
-    """Compile, write or print, and name what falls short; 1 where something does."""
+    """Compile, write or print, and name what missed; 1 where something does."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("words", nargs="*", help="print only the cases whose op and name contain one of these; write nothing")
     words = parser.parse_args(argv).words
@@ -317,7 +317,7 @@ def main(argv: list[str] | None = None, path: Path = PATH) -> int:
     else:
         kernel_rows.write(Kernel, rows, path)
         print(f"{len(rows)} kernels of {len(chosen)} cases, {path}")
-    print("\n".join(lacking) or "nothing falls short")
+    print("\n".join(lacking) or "nothing missed")
     return 1 if lacking else 0
 
 

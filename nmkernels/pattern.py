@@ -1,6 +1,6 @@
 """The N:M pattern, the alignment rules that follow from it, and the package's error classes.
 
-Floor 0: pure standard library, so that every other module may import it.
+Layer 0: pure standard library, so that every other module may import it.
 """
 
 from __future__ import annotations

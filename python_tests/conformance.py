@@ -214,7 +214,7 @@ class Conformance:
             self.check_backend(sample, result, self.run(self.raw(), self.args(sample)), entry.backend)
 
     def check_backend(self, sample: Sample, result: Any, expected: Any, backend: str) -> None:
-        """Judge a backend's result by the reference's, both on the CPU; the reference is in force here."""
+        """Validator a backend's result by the reference's, both on the CPU; the reference is in force here."""
         if self.rtol is not None:
             torch.testing.assert_close(result, expected, rtol=self.rtol, atol=0, equal_nan=True)
         elif self.exact:

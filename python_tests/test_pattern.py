@@ -62,7 +62,7 @@ def test_check_divides() -> None:
 def test_is_a_value() -> None:
     p = Pattern("2:4")
     assert str(p) == "2:4" and repr(p) == 'Pattern("2:4")' and eval(repr(p)) == p and p.density == 0.5
-    for twin in (pickle.loads(pickle.dumps(p)), copy.deepcopy(p)):
-        assert twin == p
+    for baseline in (pickle.loads(pickle.dumps(p)), copy.deepcopy(p)):
+        assert baseline == p
     with pytest.raises(AttributeError):
         p.n = 3  # type: ignore[misc]

@@ -66,8 +66,8 @@ def _step(spec: Spec, device: str, count: int) -> Work:
     providers = [*ours, Provider(alone, fused.step, moved), Provider(together, by_hand.step)]
     if device.startswith("cuda"):
         source = torch.ones(4096, 11008, device=device)
-        twin = torch.empty_like(source)
-        copy = Provider("torch copy_", lambda: twin.copy_(source), 2 * twin.nbytes)
+        target = torch.empty_like(source)
+        copy = Provider("torch copy_", lambda: target.copy_(source), 2 * target.nbytes)
         providers.append(copy)
         ratios += [Ratio("share of copy", p.name, (copy.name,), "rate") for p in ours]
     return Work(providers, ratios)

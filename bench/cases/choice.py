@@ -1,4 +1,4 @@
-"""Products through the dispatcher, which takes the fastest measured way, beside dense ones: never below them."""
+"""GEMMs through the dispatcher, which takes the fastest measured way, beside dense ones: never below them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from nmkernels import CompressedLinear, ops, testing
 from nmkernels.autograd import gemms
-from nmkernels.autograd.gemms import DENSE, Product, operands
+from nmkernels.autograd.gemms import DENSE, Gemm, operands
 
 from ..registry import Grid, Provider, Ratio, Spec, Work, family
 
@@ -37,7 +37,7 @@ def fprop(spec: Spec, device: str) -> Work:
     dense.weight.copy_(c.dense())
     layer = CompressedLinear(c, dense.bias, keep_dense=True)
     x = torch.randn(spec.tokens, spec.cols, device=device, dtype=spec.torch_dtype)
-    (product,) = layer.products(spec.tokens)
+    (gemm,) = layer.gemms(spec.tokens)
 
     def through(module: nn.Module) -> Callable[[], Tensor]:
         @torch.no_grad()
@@ -49,50 +49,50 @@ def fprop(spec: Spec, device: str) -> Work:
     def exact(part: slice) -> Tensor:
         return nn.functional.linear(x[part].double(), dense.weight.double(), dense.bias.double())
 
-    return _work(spec, product, through(layer), through(dense), exact)
+    return _work(spec, gemm, through(layer), through(dense), exact)
 
 
 @family("choice(dgrad)", grids=_grids(TOKENS[2:]))
 def dgrad(spec: Spec, device: str) -> Work:
-    """``dx = g W`` with W at hand in dense layout and packed both ways, beside the dense product."""
+    """``dx = g W`` with W at hand in dense layout and packed both ways, beside the dense GEMM."""
     forms = gemms.forms(spec.rows, spec.cols, spec.n, spec.m, spec.torch_dtype, torch.device(device).type, columns=True)
-    return _plain(Product("dgrad", spec.tokens, spec.rows, spec.cols, spec.n, spec.m, spec.torch_dtype, torch.device(device), forms), spec)
+    return _plain(Gemm("dgrad", spec.tokens, spec.rows, spec.cols, spec.n, spec.m, spec.torch_dtype, torch.device(device), forms), spec)
 
 
 @family("choice(wgrad)", grids=_grids(TOKENS[3:]))
 def wgrad(spec: Spec, device: str) -> Work:
-    """``dW = ĝᵀ x`` from g, the estimate included, beside the product of the same estimate in dense layout."""
+    """``dW = ĝᵀ x`` from g, the estimate included, beside the GEMM of the same estimate in dense layout."""
     where = torch.device(device)
     forms = gemms.forms(spec.rows, spec.tokens, spec.n, spec.m, spec.torch_dtype, where.type)
-    return _plain(Product("wgrad", spec.tokens, spec.rows, spec.cols, spec.n, spec.m, spec.torch_dtype, where, forms, "exact"), spec)
+    return _plain(Gemm("wgrad", spec.tokens, spec.rows, spec.cols, spec.n, spec.m, spec.torch_dtype, where, forms, "exact"), spec)
 
 
-def _plain(product: Product, spec: Spec) -> Work:
-    other, operand, seed = operands(product)
-    dense = gemms.estimate(product, operand, seed) if product.role == "wgrad" else operand[DENSE]
+def _plain(gemm: Gemm, spec: Spec) -> Work:
+    other, operand, seed = operands(gemm)
+    dense = gemms.estimate(gemm, operand, seed) if gemm.role == "wgrad" else operand[DENSE]
 
     def ours() -> Tensor:
-        return gemms.call(gemms.choose(product), product, other, operand, seed=seed)
+        return gemms.call(gemms.choose(gemm), gemm, other, operand, seed=seed)
 
     def theirs() -> Tensor:
-        return gemms.call(DENSE, product, other, operand, seed=seed)
+        return gemms.call(DENSE, gemm, other, operand, seed=seed)
 
     def exact(part: slice) -> Tensor:
-        a, b = (dense, other) if product.role == "wgrad" else (other, dense)
+        a, b = (dense, other) if gemm.role == "wgrad" else (other, dense)
         return a[part].double() @ b.double()
 
-    return _work(spec, product, ours, theirs, exact)
+    return _work(spec, gemm, ours, theirs, exact)
 
 
-def _work(spec: Spec, product: Product, ours: Callable[[], Tensor], theirs: Callable[[], Tensor], exact: Callable[[slice], Tensor]) -> Work:
+def _work(spec: Spec, gemm: Gemm, ours: Callable[[], Tensor], theirs: Callable[[], Tensor], exact: Callable[[slice], Tensor]) -> Work:
     """Both ways, and how many times as fast the chosen candidate was when it was measured; 1 where that is dense."""
-    found = gemms.measure(product)
+    found = gemms.measure(gemm)
     part, full = slice(0, PART), 2.0 * spec.tokens * spec.rows * spec.cols
 
     def check() -> None:
-        with gemms.using(product, found.best):
+        with gemms.using(gemm, found.best):
             testing.assert_no_worse(ours()[part], theirs()[part], exact(part), spec.op)
 
-    mine = Provider(OURS, ours, check=check, under=lambda: gemms.using(product, found.best))
+    mine = Provider(OURS, ours, check=check, under=lambda: gemms.using(gemm, found.best))
     facts = {(OURS, "gain when measured"): found.gain or 1.0}
     return Work([mine, Provider(THEIRS, theirs, flops=full)], [Ratio("x dense", OURS, (THEIRS,))], facts)

@@ -1,4 +1,4 @@
-"""A feed-forward block in training, whole and by its pieces: dense, S-STE (two products sparse) and FST (all three)."""
+"""A feed-forward block in training, whole and by its pieces: dense, S-STE (two GEMMs sparse) and FST (all three)."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from . import _ours
 
 PIECES = ("forward", "forward+backward", "step")
 RECIPES: dict[str, dict[str, Any]] = {"srste": {}, "sste": {"seed": 0}, "fst": {"seed": 0, "end": None}}
-DENSE, PRODUCT = "torch dense", "one product"
+DENSE, GEMM = "torch dense", "one GEMM"
 
 
 def allowed(recipe: str, r: float) -> float:
-    """How many times as fast forward and backward can be where one sparse product is r times as fast as a dense one.
+    """How many times as fast forward and backward can be where one sparse GEMM is r times as fast as a dense one.
 
-    Of three equal products S-STE has two sparse ones, 3/(1 + 2/r), SR-STE one, 3/(2 + 1/r), and FST all, r. That is how it is on tensor
+    Of three equal GEMMs S-STE has two sparse ones, 3/(1 + 2/r), SR-STE one, 3/(2 + 1/r), and FST all, r. That is how it is on tensor
     cores; a CPU's kernel takes packed rows for the gradient of the input too, so that shares above 1 are to be expected there.
     """
     sparse = {"srste": 1, "sste": 2, "fst": 3}[recipe]
@@ -57,10 +57,10 @@ def ffn(spec: Spec, device: str) -> Work:
     weight, sample = up.weight.detach().to(spec.torch_dtype), x.to(spec.torch_dtype)
     packed = _packed(weight, spec)
     providers += [
-        Provider(f"{DENSE}, {PRODUCT}", lambda: nn.functional.linear(sample, weight)),
-        Provider(f"nmkernels, {PRODUCT}", lambda: nm.ops.linear(sample, packed)),
+        Provider(f"{DENSE}, {GEMM}", lambda: nn.functional.linear(sample, weight)),
+        Provider(f"nmkernels, {GEMM}", lambda: nm.ops.linear(sample, packed)),
     ]
-    ratios.append(Ratio("x dense", f"nmkernels, {PRODUCT}", (f"{DENSE}, {PRODUCT}",)))
+    ratios.append(Ratio("x dense", f"nmkernels, {GEMM}", (f"{DENSE}, {GEMM}",)))
     return Work(providers, ratios, derive=_shares)
 
 
@@ -73,14 +73,14 @@ def _packed(weight: Tensor, spec: Spec) -> nm.ops.Compressed | nm.ops.DeviceComp
 
 
 def _shares(timed: Timed) -> dict[tuple[str, str], list[float]]:
-    """What was gained over what could be, by the ratio of one product in the same round; above 1 where the other products gain more."""
+    """What was gained over what could be, by the ratio of one GEMM in the same round; above 1 where the other GEMMs gain more."""
     found = {}
     for name in RECIPES:
         whole = PIECES[1]
         mine, theirs = f"nmkernels {name}, {whole}", f"{DENSE}, {whole}"
-        one, dense_one = f"nmkernels, {PRODUCT}", f"{DENSE}, {PRODUCT}"
+        one, dense_one = f"nmkernels, {GEMM}", f"{DENSE}, {GEMM}"
         rounds = [r for r in timed.rounds if {mine, theirs, one, dense_one} <= r.keys()]
-        found[mine, "share of what one product allows"] = [
+        found[mine, "share of what one GEMM allows"] = [
             r[theirs] / r[mine] / allowed(name, max(1.0, r[dense_one] / r[one])) for r in rounds
         ]
     return found
@@ -120,14 +120,14 @@ class _Block:
         return call
 
     def check(self) -> None:
-        """The output is that of a dense block with the weights used."""
+        """The output is that of a dense block with the effective weights."""
         assert self.handle is not None
-        twin = nm.densify_(copy.deepcopy(self.block))
+        baseline = nm.densify_(copy.deepcopy(self.block))
         with torch.no_grad():
             for name, layer in self.handle.layers.items():
-                twin.get_submodule(name).weight.copy_(layer.effective_weight())  # type: ignore[operator]
+                baseline.get_submodule(name).weight.copy_(layer.effective_weight())  # type: ignore[operator]
             with self._cast():
-                mine, theirs = self.block(self.x), twin(self.x)
+                mine, theirs = self.block(self.x), baseline(self.x)
         eps = torch.finfo(self.spec.torch_dtype).eps
         error, bound = (mine - theirs).abs().max(), 64 * eps * theirs.abs().max()
         assert error <= bound, f"outputs differ by {float(error):.3g}, more than rounding ({float(bound):.3g})"

@@ -35,7 +35,7 @@ LAYERS = tuple(dict.fromkeys(matrix for model in ("llama3-8b", "vit-l") for matr
     grids=(Grid((CUBE,), dtypes=BF16, tokens=(CUBE_TOKENS,), on="cuda"), Grid(LAYERS, dtypes=BF16, tokens=TOKENS, on="cuda")),
 )
 def fprop(spec: Spec, device: str) -> Work:
-    """``y = x Wᵀ`` with W as MaskedAdamW packs it, and from the canonical form; both beside the dense product."""
+    """``y = x Wᵀ`` with W as MaskedAdamW packs it, and from the canonical form; both beside the dense GEMM."""
     c = ops.compress(_ours.normal(spec.rows, spec.cols, device=device, dtype=spec.torch_dtype), spec.pattern)
     dense, x = c.dense(), _ours.normal(spec.tokens, spec.cols, device=device, dtype=spec.torch_dtype, seed=1)
 
@@ -59,7 +59,7 @@ def fprop(spec: Spec, device: str) -> Work:
     grids=(Grid(("4096x4096", "14336x4096"), dtypes=BF16, tokens=(1024, 4096, 16384), on="cuda"),),
 )
 def wgrad(spec: Spec, device: str) -> Work:
-    """``dW = gᵀ x`` with gᵀ estimated along the tokens: the product alone, and with the estimate that every backward pass draws."""
+    """``dW = gᵀ x`` with gᵀ estimated along the tokens: the GEMM alone, and with the estimate that every backward pass draws."""
     g = _ours.normal(spec.tokens, spec.rows, device=device, dtype=spec.torch_dtype, seed=1)
     x = _ours.normal(spec.tokens, spec.cols, device=device, dtype=spec.torch_dtype, seed=2)
     gc = ops.mvue_compress(g, "2:4", dim=0, seed=0)
@@ -85,7 +85,7 @@ def _work(
     op: str,
     c: ops.Compressed,
     args: Callable[[Any], tuple[Any, ...]],
-    product: Callable[[Any], Tensor],
+    gemm: Callable[[Any], Tensor],
     check: Callable[[Any], None],
     dense: Tensor,
     theirs: Callable[[Tensor], Tensor],
@@ -101,7 +101,7 @@ def _work(
         turning = rotated(operand, packed, cache, _copy)
 
         def make(operand: Any = operand, how: str = how, turning: Callable[[], Any] = turning) -> Provider:
-            return Provider(how, lambda: product(turning()), packed + others, full / 2, check=lambda: check(operand))
+            return Provider(how, lambda: gemm(turning()), packed + others, full / 2, check=lambda: check(operand))
 
         for p in _ours.ours(op, args(operand), make):
             found += [p] if p.name != f"nmkernels cusparselt{how}" else cusparselt(op, args(operand), p, make())

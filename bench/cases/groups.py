@@ -71,7 +71,7 @@ def streaming(spec: Spec, device: str) -> Work:
     """``op(w, out=)`` and ``op(w)`` beside torch's formulation, ``copy_`` into memory that is there and ``clone`` into new memory."""
     w = _ours.normal(spec.rows, spec.cols, device=device, dtype=spec.torch_dtype)
     form = FORMS[spec.op](w, spec)
-    twin = torch.empty_like(w)
+    target = torch.empty_like(w)
 
     def check(run: Call, poison: bool) -> None:
         if poison:
@@ -83,7 +83,7 @@ def streaming(spec: Spec, device: str) -> Work:
 
     args = (w, spec.n, spec.m)
     mine = _ours.ours(spec.op, args, lambda: Provider("", form.reuse, form.bytes, check=lambda: check(form.reuse, True)))
-    copy = Provider("torch copy_", lambda: twin.copy_(w), 2 * w.nbytes)
+    copy = Provider("torch copy_", lambda: target.copy_(w), 2 * w.nbytes)
     ratios = [r for p in mine for r in (Ratio("share of copy", p.name, (copy.name,), "rate"), Ratio("x eager", p.name, ("torch eager",)))]
     others = [Provider("torch eager", form.eager)]
     if device.startswith("cuda"):  # where new memory comes from torch's cache and costs nothing
@@ -116,7 +116,7 @@ def hardware(spec: Spec, w: Tensor, device: str) -> list[Provider]:
 def decompress(spec: Spec, device: str) -> Work:
     """The dense matrix of a compressed one, beside a scatter in torch."""
     w = _ours.normal(spec.rows, spec.cols, device=device, dtype=spec.torch_dtype)
-    c, out, twin = ops.compress(w, spec.pattern), torch.empty_like(w), torch.empty_like(w)
+    c, out, target = ops.compress(w, spec.pattern), torch.empty_like(w), torch.empty_like(w)
     values = c.values.unflatten(-1, (-1, spec.n))
     kept = eager.mask(w, spec.n, spec.m).unflatten(-1, (-1, spec.m)).nonzero()[:, -1].view(values.shape)
 
@@ -129,7 +129,7 @@ def decompress(spec: Spec, device: str) -> Work:
 
     args = (c.values, c.indices, spec.n, spec.m, spec.cols)
     mine = _ours.ours(spec.op, args, lambda: Provider("", lambda: ops.decompress(c, out=out), c.nbytes + out.nbytes, check=check))
-    copy = Provider("torch copy_", lambda: twin.copy_(w), 2 * w.nbytes)
+    copy = Provider("torch copy_", lambda: target.copy_(w), 2 * w.nbytes)
     ratios = [r for p in mine for r in (Ratio("share of copy", p.name, (copy.name,), "rate"), Ratio("x eager", p.name, ("torch eager",)))]
     return Work([*mine, copy, Provider("torch eager", lambda: eager.decompress(values, kept, spec.m))], ratios)
 
@@ -145,7 +145,7 @@ def decompress(spec: Spec, device: str) -> Work:
 def transposable(spec: Spec, device: str) -> Work:
     """The best N:M mask along both dimensions, beside a copy; on a GPU torch has a greedy one, which packs both ways at once."""
     w = _ours.normal(spec.rows, spec.cols, device=device, dtype=spec.torch_dtype)
-    twin = torch.empty_like(w)
+    target = torch.empty_like(w)
 
     def check() -> None:
         got = ops.transposable_mask(w, spec.pattern)
@@ -160,7 +160,7 @@ def transposable(spec: Spec, device: str) -> Work:
     args = (w, spec.n, spec.m)
     moved = w.nbytes + w.numel()
     mine = _ours.ours(spec.op, args, lambda: Provider("", lambda: ops.transposable_mask(w, spec.pattern), moved, check=check))
-    copy = Provider("torch copy_", lambda: twin.copy_(w), 2 * w.nbytes)
+    copy = Provider("torch copy_", lambda: target.copy_(w), 2 * w.nbytes)
     ratios = [Ratio("share of copy", p.name, (copy.name,), "rate") for p in mine]
     peers = [q for q in hardware(spec, w, device) if q.name.endswith("tile")] if device.startswith("cuda") else []
     ratios += [Ratio(f"x {q.name}", p.name, (q.name,)) for p in mine for q in peers]

@@ -1,4 +1,4 @@
-"""The three products of a linear layer with one operand compressed, beside the dense products."""
+"""The three GEMMs of a linear layer with one operand compressed, beside the dense GEMMs."""
 
 from __future__ import annotations
 
@@ -138,10 +138,10 @@ def _against_dense(
     c: Compressed,
     dense: Tensor,
     mine: Provider,
-    product: Callable[[Tensor, Tensor], Tensor],
+    gemm: Callable[[Tensor, Tensor], Tensor],
     x: Tensor,
 ) -> Work:
-    """Our providers of ``mine`` beside ``product(dense, x)``, with what they read and compute counted."""
+    """Our providers of ``mine`` beside ``gemm(dense, x)``, with what they read and compute counted."""
     full = 2 * spec.tokens * spec.rows * spec.cols
     others = spec.tokens * (spec.rows + spec.cols) * x.element_size()
     cuda, cache = device.startswith("cuda"), last_level_cache(device)
@@ -153,10 +153,10 @@ def _against_dense(
     if spec.op == "nm_linear" and spec.tokens >= MANY and any(p.name == "nmkernels triton" for p in ours):
         ours += ways(spec, x, make)
     weight = rotated(dense, dense.nbytes, cache if cuda else 0, Tensor.clone)
-    providers = [*ours, Provider("torch dense", lambda: product(weight(), x), dense.nbytes + others, full)]
+    providers = [*ours, Provider("torch dense", lambda: gemm(weight(), x), dense.nbytes + others, full)]
     if spec.dtype != "float32" and not cuda:
         wide, wide_x = dense.float(), x.float()
-        providers.append(Provider("torch dense float32", lambda: product(wide, wide_x), wide.nbytes + 2 * others, full))
+        providers.append(Provider("torch dense float32", lambda: gemm(wide, wide_x), wide.nbytes + 2 * others, full))
     against = tuple(p.name for p in providers[len(ours) :])
     ratios = [Ratio("x dense", p.name, against) for p in ours]
     # on a GPU everybody rotates among copies as it is
@@ -174,19 +174,19 @@ def _against_dense(
 
 
 def ways(spec: Spec, x: Tensor, make: Callable[[], Provider]) -> list[Provider]:
-    """The ways in which Triton does products of many tokens, whichever of them it chooses by itself."""
+    """The ways in which Triton does GEMMs of many tokens, whichever of them it chooses by itself."""
     from nmkernels.backends.triton import launches
     from nmkernels.backends.triton.launch import capability as capability_of
 
     sizes = ("fprop", x.dtype, spec.rows, spec.cols, spec.tokens, spec.n, spec.m)
     capability = capability_of(x)
-    product = launches.Product(*sizes, x.device, capability)
+    gemm = launches.Gemm(*sizes, x.device, capability)
     expanding = [p for p in launches.candidates(*sizes, capability) if p.method == "gemm"]
     plans = {"scratch": launches.Plan("scratch"), **({"in kernel": expanding[0]} if expanding else {})}
 
     @contextmanager
     def using(plan: launches.Plan) -> Iterator[None]:
-        with _ours.forced("triton"), launches.using(product, plan):
+        with _ours.forced("triton"), launches.using(gemm, plan):
             yield
 
     found = []

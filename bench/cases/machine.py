@@ -13,7 +13,7 @@ from ..timing import median_seconds, on_cpu
 from . import _ours
 
 SIDE = 2048
-"""Rows and columns of the product whose rate counts as the machine's: large enough to reach it, small enough to measure in a second."""
+"""Rows and columns of the GEMM whose rate counts as the machine's: large enough to reach it, small enough to measure in a second."""
 
 SIDE_CUDA = 8192
 """The same on a GPU."""
@@ -36,7 +36,7 @@ def _bytes(text: str) -> int:
 
 @cache
 def matmul_rate(dtype: str, device: str) -> float:
-    """Floating-point operations per second of a square product in torch, the median of seven, measured once per run."""
+    """Floating-point operations per second of a square GEMM in torch, the median of seven, measured once per run."""
     cuda = device.startswith("cuda")
     side = SIDE_CUDA if cuda else SIDE
     a = torch.randn(side, side, device=device).to(DTYPES[dtype])

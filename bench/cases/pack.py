@@ -38,7 +38,7 @@ def device_layout(spec: Spec, device: str) -> Work:
 def _packing(spec: Spec, device: str, mask: str, columns: bool, layout: str = "canonical") -> Work:
     w = _ours.normal(spec.rows, spec.cols, device=device, dtype=spec.torch_dtype)
     scale = torch.tensor(1.25, device=device) if mask == "threshold" else None
-    twin = torch.empty_like(w)
+    baseline = torch.empty_like(w)
     args = (w, spec.n, spec.m, mask, None, scale, torch.bfloat16, True, columns, layout)
 
     def call() -> nm.ops.Packed:
@@ -57,7 +57,7 @@ def _packing(spec: Spec, device: str, mask: str, columns: bool, layout: str = "c
 
     moved = w.nbytes + sum(part.nbytes for part in torch.ops.nmkernels.nm_pack(*args))
     mine = _ours.ours("nm_pack", args, lambda: Provider("", call, moved, check=check))
-    copy = Provider("torch copy_", lambda: twin.copy_(w), 2 * w.nbytes)
+    copy = Provider("torch copy_", lambda: baseline.copy_(w), 2 * w.nbytes)
     peers = [q for q in hardware(spec, w, device) if columns == q.name.endswith("tile")] if device.startswith("cuda") else []
     ratios = [Ratio("share of copy", p.name, (copy.name,), "rate") for p in mine]
     ratios += [Ratio(f"x {q.name}", p.name, (q.name,)) for p in mine for q in peers]
@@ -82,7 +82,7 @@ def along_tokens(spec: Spec, device: str) -> Work:
 def _estimate(spec: Spec, device: str, dim: int) -> Work:
     g = _ours.normal(spec.rows, spec.cols, device=device, dtype=spec.torch_dtype)
     seed = torch.tensor([7, 0], device=device)
-    twin = torch.empty_like(g)
+    baseline = torch.empty_like(g)
     out = ops.mvue_compress(g, spec.pattern, dim=dim, seed=seed)
 
     def call() -> nm.Compressed:
@@ -100,5 +100,5 @@ def _estimate(spec: Spec, device: str, dim: int) -> Work:
 
     args = (g, spec.n, spec.m, dim, seed, "exact")
     mine = _ours.ours("nm_mvue_compress", args, lambda: Provider("", call, g.nbytes + out.nbytes, check=check))
-    copy = Provider("torch copy_", lambda: twin.copy_(g), 2 * g.nbytes)
+    copy = Provider("torch copy_", lambda: baseline.copy_(g), 2 * g.nbytes)
     return Work([*mine, copy], [Ratio("share of copy", p.name, (copy.name,), "rate") for p in mine])

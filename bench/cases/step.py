@@ -1,4 +1,4 @@
-"""Whole models: one training step of a recipe beside its dense twin's, and generation from a compressed model."""
+"""Whole models: one training step of a recipe beside its dense baseline's, and generation from a compressed model."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class _Training:
         return timed
 
     def gemm_time(self) -> dict[tuple[str, str], float]:
-        """Microseconds of one step that are spent in matrix products, outside the timed rounds."""
+        """Microseconds of one step that are spent in GEMMs, outside the timed rounds."""
         if self.x.is_cuda:
             return {}  # the host's time would be that of launching them
         with _GemmTime() as seen:
@@ -108,7 +108,7 @@ class _Training:
         """After a step, loss and weight gradients of one sequence are those of a dense model that holds the masked weights."""
         assert self.handle is not None
         self.step()
-        twin = nm.densify_(copy.deepcopy(self.model))
+        baseline = nm.densify_(copy.deepcopy(self.model))
         layers = self.handle.layers
         for name, layer in layers.items():
             used = layer.effective_weight()
@@ -117,10 +117,10 @@ class _Training:
                 part = _ours.ends(*used.shape)[0]
                 _ours.same_bits(used[part], _ours.reference("nm_prune")(layer.master.detach()[part], pattern.n, pattern.m), name)
             with torch.no_grad():
-                twin.get_submodule(name).weight.copy_(used)  # type: ignore[operator]
-        twin.zero_grad()
+                baseline.get_submodule(name).weight.copy_(used)  # type: ignore[operator]
+        baseline.zero_grad()
         self.optimizer.zero_grad()
-        losses = [model.loss(self.x[:1], self.y[:1]) for model in (self.model, twin)]  # type: ignore[operator]
+        losses = [model.loss(self.x[:1], self.y[:1]) for model in (self.model, baseline)]  # type: ignore[operator]
         torch.testing.assert_close(losses[0], losses[1], rtol=1e-4, atol=1e-4)
         plans = {name: layer.plan for name, layer in layers.items()}
         for layer in layers.values():
@@ -130,12 +130,12 @@ class _Training:
             loss.backward()
         for name, layer in layers.items():
             layer.plan = plans[name]
-            mine, theirs = (_gradient(model, name) for model in (self.model, twin))
+            mine, theirs = (_gradient(model, name) for model in (self.model, baseline))
             torch.testing.assert_close(mine, theirs, rtol=1e-2, atol=1e-3 * float(theirs.abs().max()))
 
 
 class _GemmTime(TorchDispatchMode):
-    """Adds up the time of matrix products. torch's profiler would do too, but writes lines of its own to the terminal."""
+    """Adds up the time of GEMMs. torch's profiler would do too, but writes lines of its own to the terminal."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What would make a layer faster, each with what the roofline says of it; and what the figures of an audit rest on, in sentences."""
+"""What would make a layer faster, each with what the roofline says of it; and what the numbers of an audit rest on, in sentences."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def notes(audit: Audit, case: Case, measured: bool) -> tuple[str, ...]:
     """Of the prediction, of the measurement, and of what is counted; ``case`` is one of the layers."""
     device, dtype = case.device, str(case.layer.dtype).removeprefix("torch.")
     rate, memory = device.rate(case.layer.dtype) / 1e12, device.bandwidth / 1e12
-    figures = f"dense {dtype} GEMMs at {rate:.3g} TFLOP/s, memory of {memory:.3g} TB/s"
+    numbers = f"dense {dtype} GEMMs at {rate:.3g} TFLOP/s, memory of {memory:.3g} TB/s"
     if device.power is not None:
         ratio = device.ratio["fprop"]
         said = (
-            f"Predicted by a roofline, not measured: {device.name}, {figures}, of which {100 * device.share:.0f} % are reached, and 2:4 "
+            f"Predicted by a roofline, not measured: {device.name}, {numbers}, of which {100 * device.share:.0f} % are reached, and 2:4 "
             f"GEMMs {ratio:g} times as fast as dense where arithmetic bounds them. That ratio is {device.low:g} to {device.high:g} "
             f"and not 2, because sparse GEMMs draw more of the {device.power:g} W and the clock falls; it differs from card to card."
         )
@@ -31,16 +31,16 @@ def notes(audit: Audit, case: Case, measured: bool) -> tuple[str, ...]:
         patterns = ", ".join(dict.fromkeys(layer.pattern for layer in audit.layers if layer.pattern)) or "N:M"
         ratios = ", ".join(f"{role} {value:.2f}" for role, value in device.ratio.items())
         said = (
-            f"Predicted by a roofline of {device.name}, as a short measurement found it: {figures}; sparse over dense GEMMs of "
+            f"Predicted by a roofline of {device.name}, as a short measurement found it: {numbers}; sparse over dense GEMMs of "
             f"{patterns}: {ratios}."
         )
     found = [said]
-    if device.turned and not compiled_core().ok:
+    if device.transposed and not compiled_core().ok:
         found.append(f"Without the compiled core, whose place the plain reference took: {compiled_core().reason}.")
     if measured:
         found.append(
             "Measured: medians, in turns, on random numbers; masking and packing as passes of their own. "
-            "nm.tune makes layers choose by such figures."
+            "nm.tune makes layers choose by such numbers."
         )
     if case.trains:
         passes = f", {audit.accumulate} passes per optimizer step" if audit.accumulate > 1 else ""
@@ -71,7 +71,7 @@ class Case:
     """One layer with all that its prediction rests on.
 
     Args:
-        kept: a dense weight is at hand in inference, so that a product is never expanded for it.
+        kept: a dense weight is at hand in inference, so that a GEMM is never expanded for it.
         fused: see ``rules.predict``.
     """
 
@@ -88,7 +88,7 @@ class Case:
 
     def step(self, cost: Cost | None = None) -> Pieces:
         """Pieces of a training step, at predicted costs unless given; none of a layer that is not trained."""
-        return step(cost or self.cost(), self.rules, self.device.turned, self.accumulate) if self.trains else ()
+        return step(cost or self.cost(), self.rules, self.device.transposed, self.accumulate) if self.trains else ()
 
     def inference(self, cost: Cost | None = None) -> Pieces:
         """The piece of inference, dense where the recipe leaves the layer so."""
@@ -128,7 +128,7 @@ def _training(case: Case) -> Iterator[Advice]:
     if rules.fprop and not rules.packed:
         text = 'training multiplies the weight in dense layout: packed="auto", where the recipe has that option'
         yield from _offer(case, text, case.but({"packed": True}))
-    if rules.fprop and not rules.dgrad and not case.device.turned:
+    if rules.fprop and not rules.dgrad and not case.device.transposed:
         text = "dgrad is dense, the mask being N:M along inputs alone: a transposable mask (FST) or a second one (SLoPe) makes it sparse"
         yield from _offer(case, text, case.but({"dgrad": True, "prepare": "transposable"}))
     if rules.fprop and rules.trains and rules.estimate is None:
@@ -190,7 +190,7 @@ def break_even(case: Case) -> int | None:
 def _deployed(case: Case) -> list[Advice]:
     pieces = case.inference()
     if case.rules.leaves and pieces and pieces[0].form == "expanded":
-        text = "the weight is expanded for a dense product at every call: nm.compress_(model, keep_dense=True), or fewer tokens at once"
+        text = "the weight is expanded for a dense GEMM at every call: nm.compress_(model, keep_dense=True), or fewer tokens at once"
         return [Advice(text, "inference", speedup(replace(case, kept=True).inference()))]
     if not case.rules.leaves:
         other = case.but({"leaves": True}).inference()

@@ -53,18 +53,18 @@ def audit(
 ) -> Audit:
     """Predict, and measure where the device is at hand, how much faster N:M makes each linear layer; nothing is changed or printed.
 
-    Two figures per layer, each a dense layer's time over this one's: of **inference**, y = x Wᵀ in the form that ``finish`` and
+    Two numbers per layer, each a dense layer's time over this one's: of **inference**, y = x Wᵀ in the form that ``finish`` and
     ``compress_`` leave; and of a training **step**::
 
         (fprop + dgrad + wgrad of a dense layer) / (fprop + dgrad + wgrad + estimate + weight / accumulate)
 
-    with each product in the faster of its sparse and its dense form, where the recipe's masks allow a sparse one; ``estimate`` is MVUE of
+    with each GEMM in the faster of its sparse and its dense form, where the recipe's masks allow a sparse one; ``estimate`` is MVUE of
     the output gradient; ``weight`` is masking and packing the weight, once per optimizer step. The optimizer's own update is in
     neither, a low-rank adapter only in inference.
 
     The **prediction** is a roofline (``nmkernels.audit.rules``) of a GPU of the table (``devices``, with its sources) or of this
-    machine as a short measurement finds it. It is no measurement: the GPUs' clocks fall under load, and a sparse product draws more
-    power, so that 2:4 is 1.2 to 1.4 times as fast as dense on an H100 or H200, not twice. The **measurement** times the very products
+    machine as a short measurement finds it. It is no measurement: the GPUs' clocks fall under load, and a sparse GEMM draws more
+    power, so that 2:4 is 1.2 to 1.4 times as fast as dense on an H100 or H200, not twice. The **measurement** times the very GEMMs
     of each distinct shape on random numbers, in turns, medians; masking is timed as a pass of its own.
 
     Args:
@@ -73,7 +73,7 @@ def audit(
         recipe: what a dense model would be trained with, ``"sste:2:4"`` if not given; a name gets ``packed="auto"`` and, where it has a
             schedule, 10,000 steps, unless it says otherwise. A sparse model has rules of its own, unless it is given.
         device: ``"A100"``, ``"H100"``, ``"H200"`` (there or not), ``"cpu"``, ``"cuda"``; by default the model's, this CPU for one on meta.
-        dtype: of the products, by default the weights'; for models whose fp32 weights are multiplied under autocast.
+        dtype: of the GEMMs, by default the weights'; for models whose fp32 weights are multiplied under autocast.
         filter_fn: as for ``sparsify_``.
         accumulate: forward and backward passes per optimizer step.
         optimizer: ``"fused"``: MaskedAdamW masks and packs in its own pass over the weight, where a recipe masks by magnitude;
@@ -101,7 +101,7 @@ def audit(
     target, spot = find(device, _home(model))
     given = _dtype(dtype)
     if dtype is not None and given not in DTYPES:
-        raise RecipeError(f"audit: dtype={dtype!r} is none that products have; choose bfloat16, float16, float32 or float64.")
+        raise RecipeError(f"audit: dtype={dtype!r} is none that GEMMs have; choose bfloat16, float16, float32 or float64.")
     parts = parts_of(model, recipe, report, filter_fn, tokens, rows or {}, given)
 
     @cache
@@ -124,7 +124,7 @@ def audit(
         for part in parts
     ]
     bench = Bench(spot, timer, budget) if measure and spot is not None else None
-    jobs = [Job(part.layer, part.rules, case.device.turned, part.trains) for part, case in zip(parts, cases, strict=True)]
+    jobs = [Job(part.layer, part.rules, case.device.transposed, part.trains) for part, case in zip(parts, cases, strict=True)]
     timed = (
         {}
         if bench is None

@@ -2,7 +2,7 @@
 
 Sources of the table: NVIDIA's data sheets for peaks, bandwidth and power (A100 80 GB SXM, H100 SXM, H200 SXM). What is reached:
 
-* dense 16-bit products on H100 and H200: about 650 to 800 of 989 TFLOP/s, as the clock falls under load; 700 is taken. On an A100 250 of
+* dense 16-bit GEMMs on H100 and H200: about 650 to 800 of 989 TFLOP/s, as the clock falls under load; 700 is taken. On an A100 250 of
   312.
 * 2:4 GEMMs against dense ones. The instruction has twice the rate, but power follows the multiplications that are done, so the
   clock falls further. H100: 1.20 to 1.22 at 8192³ with cuSPARSELt (NVIDIA/CUDALibrarySamples issue 203), about 1.2 with CUTLASS's example
@@ -33,15 +33,15 @@ class Device:
 
     Args:
         name: in words. power: watts that it may draw, None where that is not told.
-        bandwidth: of the memory, bytes per second. share, passes, estimate: the part of it that is reached by products,
+        bandwidth: of the memory, bytes per second. share, passes, estimate: the part of it that is reached by GEMMs,
             by passes over a weight, and by MVUE.
         dense: floating-point operations per second of dense GEMMs, by dtype.
-        ratio: how many times as fast as dense a product with a sparse operand is where arithmetic bounds it, by role.
+        ratio: how many times as fast as dense a GEMM with a sparse operand is where arithmetic bounds it, by role.
         low, high: what ``ratio`` may really be.
-        launch, call: seconds beside that, of a dense product and of one of this package's kernels.
+        launch, call: seconds beside that, of a dense GEMM and of one of this package's kernels.
         rows, cols: the sparse operand must be a multiple of these; 1 for any.
         few: up to so many tokens, by dtype, kernels read any N:M as it is stored; None: for any number of tokens, with ``ratio``.
-        turned: dgrad can multiply the weight packed along its rows; else it needs another mask along its columns, packed too.
+        transposed: dgrad can multiply the weight packed along its rows; else it needs another mask along its columns, packed too.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Device:
     rows: int = 1
     cols: int = 1
     few: Mapping[str, int] | None = field(default_factory=dict)
-    turned: bool = False
+    transposed: bool = False
 
     def rate(self, dtype: torch.dtype) -> float:
         """Of dense GEMMs, operations per second; the slowest known for a dtype that is not."""

@@ -34,9 +34,9 @@ def inventory(verb: str, model: nn.Module, recipe: Recipe, filter_fn: FilterFn |
         patterns = {name: m.pattern if isinstance(m, NMWeight) else m.weight.pattern for name, m in done.items()}
     else:
         weights = {c.name: c.module.get_parameter("weight").detach() for c in chosen}
-        turned = {c.name for c in chosen if not isinstance(c.module, nn.Linear)}  # Conv1D has its weight as (in, out)
+        transposed = {c.name for c in chosen if not isinstance(c.module, nn.Linear)}  # Conv1D has its weight as (in, out)
         choose = recipe.setup.patterns
-        own = choose({name: w.t() if name in turned else w for name, w in weights.items()}) if choose is not None else {}
+        own = choose({name: w.t() if name in transposed else w for name, w in weights.items()}) if choose is not None else {}
         patterns = {c.name: own.get(c.name, Pattern(recipe.pattern)) for c in chosen}
     entries = []
     for e in linear:
@@ -166,12 +166,12 @@ def flops(
     """Count the FLOPs of ``steps`` training steps under ``recipe``, and of inference with what it leaves; nothing is run or changed.
 
     The rule: a linear layer of shape ``(out, in)`` costs 2·in·out per token in each of fprop, dgrad and wgrad (inference: fprop alone).
-    The recipe's ``profile`` says which share of that each product of a sparse layer costs in which steps:
+    The recipe's ``profile`` says which share of that each GEMM of a sparse layer costs in which steps:
 
-    * fprop: N/M while the weight used is N:M, with the pattern of the moment (SdGf's frames); 1 in dense phases and while pruned weights
-      only fade (MdGf until D = 0). STEP counts as dense until T_max, unless ``switch_step`` says when it switched.
-    * dgrad: sums over ``out``, so it is N/M only where the weight used there is N:M along ``out`` too (transposable or double-pruned masks,
-      or one of its own); a mask by rows, as in SR-STE and S-STE, leaves it dense, as in the table of the S-STE paper.
+    * fprop: N/M while the effective weight is N:M, with the pattern of the moment (SdGf's frames); 1 in dense phases and while pruned
+      weights only fade (MdGf until D = 0). STEP counts as dense until T_max, unless ``switch_step`` says when it switched.
+    * dgrad: sums over ``out``, so it is N/M only where the effective weight there is N:M along ``out`` too (transposable or double-pruned
+      masks, or one of its own); a mask by rows, as in SR-STE and S-STE, leaves it dense, as in the table of the S-STE paper.
     * wgrad: N/M of the output gradient's estimate, 1/2 for MVUE at 2:4; else dense, though a method may then drop a part of it.
 
     This is the work that N:M structure takes off the hardware or a packed kernel, not measured time, which ``bench/`` tells.
@@ -188,7 +188,7 @@ def flops(
         filter_fn: as for ``sparsify_``.
         rows: how often a token passes through a layer where that is not once, by name or by the name of a module around it; for instance
             ``{"head": 1 / 65}`` for a classifier that sees one of 65 tokens.
-        other: forward FLOPs per token of everything else, counted dense and twice in backward. For attention's two score products that is
+        other: forward FLOPs per token of everything else, counted dense and twice in backward. For attention's two score GEMMs that is
             4·context·width a layer, or half of it where a causal kernel skips the upper triangle.
         switch_step: T₀ of a run whose recipe chooses it by itself, from ``handle.state["switch_step"]``.
 

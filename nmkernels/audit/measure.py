@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import ops
-from ..autograd.gemms import Product, measure
+from ..autograd.gemms import Gemm, measure
 from ..pattern import NMError, Pattern
 from ..tuning import Seconds, Task, Timer, device_name
 from .devices import DEVICES, Device, named, unknown
-from .rules import PRODUCTS, Cost, Layer, Pieces, Rules, packed_bytes, ways
+from .rules import GEMMS, Cost, Layer, Pieces, Rules, packed_bytes, ways
 
 LEAST = 3
 """Rounds in which every piece takes part at least."""
@@ -30,13 +30,13 @@ ORDERS = ("mma.sp", "wgmma.sp")
 """The orders of metadata that tensor cores read, see ``ops.relayout``."""
 
 CHECKED = 8
-"""So many times a product is done, about, to check and to time a candidate."""
+"""So many times a GEMM is done, about, to check and to time a candidate."""
 
 LITTLE = 0.5
 """Seconds that a layer may take though the budget is spent."""
 
 FEWEST = 256
-"""Tokens below which a product is not shortened to save time: fewer would be another regime."""
+"""Tokens below which a GEMM is not shortened to save time: fewer would be another regime."""
 
 CHUNK = 1 << 24
 """Numbers that are compared in float64 at once."""
@@ -48,7 +48,7 @@ COPY = 1 << 26
 """Bytes of the copied tensor; above any cache that it would have to itself."""
 
 PROBE = Layer((1024, 1024), 256, torch.float32, torch.float32)
-"""The layer whose products stand for all: large enough for the kernels' rate, measured in a second."""
+"""The layer whose GEMMs stand for all: large enough for the kernels' rate, measured in a second."""
 
 Progress = Callable[[int, int, str], None]
 
@@ -57,7 +57,7 @@ Progress = Callable[[int, int, str], None]
 class Measured:
     """Seconds of the pieces by name, empty where nothing was measured; ``note`` tells why, or on how many tokens.
 
-    ``kernels``: the candidate of ``autograd.gemms`` that was the fastest of the sparse ones, by product.
+    ``kernels``: the candidate of ``autograd.gemms`` that was the fastest of the sparse ones, by GEMM.
     """
 
     seconds: dict[str, float]
@@ -76,38 +76,38 @@ class Measured:
         return tuple(replace(p, form=self.kernels[p.name]) if p.form == "sparse" and p.name in self.kernels else p for p in pieces)
 
 
-def needed(rules: Rules | None, turned: bool, trains: bool) -> list[str]:
-    """The pieces that deciding about a layer takes, beside its products in sparse form; without rules, those of a dense layer."""
-    dense = [f"{role} dense" for role in PRODUCTS if role == "fprop" or trains]
+def needed(rules: Rules | None, transposed: bool, trains: bool) -> list[str]:
+    """The pieces that deciding about a layer takes, beside its GEMMs in sparse form; without rules, those of a dense layer."""
+    dense = [f"{role} dense" for role in GEMMS if role == "fprop" or trains]
     if rules is None:
         return dense
-    names = [name for name in dense if name.partition(" ")[0] not in products(rules, turned, trains) or name == "wgrad dense"]
+    names = [name for name in dense if name.partition(" ")[0] not in gemms(rules, transposed, trains) or name == "wgrad dense"]
     names += ["expand", "adapter"] if rules.rank else ["expand"]
-    for weight, _, _ in ways(rules, turned) if trains else ():
+    for weight, _, _ in ways(rules, transposed) if trains else ():
         names += ["weight rows", "weight dense"] if weight == "weight rows+dense" else [weight] if weight else []
     return list(dict.fromkeys(names))
 
 
-def products(rules: Rules, turned: bool, trains: bool) -> list[str]:
-    """The products that may have a sparse operand."""
+def gemms(rules: Rules, transposed: bool, trains: bool) -> list[str]:
+    """The GEMMs that may have a sparse operand."""
     found = ["fprop"]
-    if trains and any(dgrad for _, _, dgrad in ways(rules, turned)):
+    if trains and any(dgrad for _, _, dgrad in ways(rules, transposed)):
         found.append("dgrad")
     return [*found, "wgrad"] if trains and rules.trains and rules.estimate is not None else found
 
 
-def product_of(layer: Layer, rules: Rules, role: str, turned: bool, device: torch.device) -> Product:
+def gemm_of(layer: Layer, rules: Rules, role: str, transposed: bool, device: torch.device) -> Gemm:
     """What ``autograd.gemms`` measures for a role: the dense layout against every kernel for the forms of the operand that can be had."""
     pattern = rules.estimate if role == "wgrad" and rules.estimate is not None else rules.pattern
-    plain = "columns" if role == "dgrad" and not turned else "rows"
+    plain = "columns" if role == "dgrad" and not transposed else "rows"
     forms = ["dense", plain]
     if device.type == "cuda" and ops.tensor_core_pattern(pattern) and layer.dtype.itemsize == 2:
         forms += [f"{plain}:{order}" for order in ORDERS]
     rule = "exact" if role == "wgrad" else ""
-    return Product(role, layer.tokens, *layer.shape, pattern.n, pattern.m, layer.dtype, device, tuple(forms), rule)
+    return Gemm(role, layer.tokens, *layer.shape, pattern.n, pattern.m, layer.dtype, device, tuple(forms), rule)
 
 
-def tasks_of(layer: Layer, rules: Rules | None, device: torch.device, turned: bool, names: Sequence[str]) -> list[Task]:
+def tasks_of(layer: Layer, rules: Rules | None, device: torch.device, transposed: bool, names: Sequence[str]) -> list[Task]:
     """Calls for the named pieces, on random numbers of the layer's shape."""
     (out, cols), t, raw = layer.shape, layer.tokens, torch.ops.nmkernels
     wanted = {name.partition(" ")[0] for name in names}
@@ -126,7 +126,7 @@ def tasks_of(layer: Layer, rules: Rules | None, device: torch.device, turned: bo
     values, indices = raw.nm_compress(w, n, m, None)
     calls["fprop sparse"] = lambda: raw.nm_linear(x, values, indices, n, m, cols)
     calls["expand"] = lambda: raw.nm_decompress(values, indices, n, m, cols)
-    if turned:
+    if transposed:
         calls["dgrad sparse"] = lambda: raw.nm_linear_dgrad(g, values, indices, n, m, cols)
     elif "dgrad sparse" in names:
         values_t, indices_t = raw.nm_compress(w.t().contiguous(), n, m, None)
@@ -164,18 +164,18 @@ def _preparing(w: Tensor, dtype: torch.dtype, rules: Rules) -> dict[str, Callabl
 
 @dataclass(frozen=True)
 class Job:
-    """What is measured of equal layers; ``rules`` are None where they stay dense, ``turned`` and ``trains`` as for ``needed``."""
+    """What is measured of equal layers; ``rules`` are None where they stay dense, ``transposed`` and ``trains`` as for ``needed``."""
 
     layer: Layer
     rules: Rules | None
-    turned: bool
+    transposed: bool
     trains: bool
 
     def expected(self, guess: Cost) -> float:
         """Seconds that measuring takes, about, by the seconds of the pieces."""
-        names = needed(self.rules, self.turned, self.trains)
-        once = sum(guess(name) or 0.0 for name in names if name.partition(" ")[0] in PRODUCTS)
-        roles = [] if self.rules is None else products(self.rules, self.turned, self.trains)
+        names = needed(self.rules, self.transposed, self.trains)
+        once = sum(guess(name) or 0.0 for name in names if name.partition(" ")[0] in GEMMS)
+        roles = [] if self.rules is None else gemms(self.rules, self.transposed, self.trains)
         return (LEAST + 1) * once + CHECKED * 2 * sum(guess(f"{role} dense") or 0.0 for role in roles)
 
 
@@ -197,15 +197,15 @@ class Bench:
             share = max(LITTLE, (end - time.perf_counter()) / (len(expected) - done))
             try:
                 found[job] = self.measure(job, expected[job], share)
-            except (NMError, RuntimeError) as error:  # a layer that cannot be measured must not take the others' figures along
+            except (NMError, RuntimeError) as error:  # a layer that cannot be measured must not take the others' numbers along
                 found[job] = Measured({}, f"not measured: {str(error).splitlines()[0]}")
         return found
 
     def measure(self, job: Job, expected: float, share: float) -> Measured:
         """Seconds of the pieces within ``share`` seconds, of fewer tokens where all would take too long."""
-        layer, rules, turned = job.layer, job.rules, job.turned
-        names = needed(rules, turned, job.trains)
-        roles = [] if rules is None else products(rules, turned, job.trains)
+        layer, rules, transposed = job.layer, job.rules, job.transposed
+        names = needed(rules, transposed, job.trains)
+        roles = [] if rules is None else gemms(rules, transposed, job.trains)
         tokens = layer.tokens
         while expected * tokens / layer.tokens > share and tokens >= 2 * FEWEST:
             tokens //= 2
@@ -219,30 +219,30 @@ class Bench:
         if wanted > MEMORY * free:
             return Measured({}, f"not measured: it needs about {wanted / 1e9:.1f} GB of memory, {free / 1e9:.1f} are free")
         with torch.no_grad():
-            found = timed(tasks_of(small, rules, self.device, turned, names), self.device, self.timer, share / 4)
+            found = timed(tasks_of(small, rules, self.device, transposed, names), self.device, self.timer, share / 4)
         seconds = {name: median(samples) for name, samples in found.items()}
         kernels: dict[str, str] = {}
         for role in roles:
             assert rules is not None
-            self._choose(product_of(small, rules, role, turned, self.device), share / 4, seconds, kernels)
+            self._choose(gemm_of(small, rules, role, transposed, self.device), share / 4, seconds, kernels)
         grown = layer.tokens / tokens
-        scaled = {name: took * grown if name.partition(" ")[0] in PRODUCTS else took for name, took in seconds.items()}
+        scaled = {name: took * grown if name.partition(" ")[0] in GEMMS else took for name, took in seconds.items()}
         return Measured(scaled, "" if tokens == layer.tokens else f"measured on {tokens} tokens, scaled", kernels)
 
-    def _choose(self, product: Product, budget: float, seconds: dict[str, float], kernels: dict[str, str]) -> None:
-        """The dense product and the fastest sparse one, each checked before."""
-        timer, role = self.timer, f"{product.role} estimated" if product.rule else product.role
+    def _choose(self, gemm: Gemm, budget: float, seconds: dict[str, float], kernels: dict[str, str]) -> None:
+        """The dense GEMM and the fastest sparse one, each checked before."""
+        timer, role = self.timer, f"{gemm.role} estimated" if gemm.rule else gemm.role
         own = None if timer is None else lambda call: timer(Task(f"{role} {call.name}", call.run))
-        found = measure(product, timer=own, budget=budget).seconds
-        if product.role == "wgrad":  # each candidate makes the estimate, so what is no estimate is measured apart
+        found = measure(gemm, timer=own, budget=budget).seconds
+        if gemm.role == "wgrad":  # each candidate makes the estimate, so what is no estimate is measured apart
             best = min(found, key=found.__getitem__)
             seconds["wgrad estimated"], kernels["wgrad"] = found[best], best
             return
         sparse = {name: took for name, took in found.items() if name != "dense"}
-        seconds[f"{product.role} dense"] = found["dense"]
+        seconds[f"{gemm.role} dense"] = found["dense"]
         if sparse:
-            kernels[product.role] = min(sparse, key=sparse.__getitem__)
-            seconds[f"{product.role} sparse"] = sparse[kernels[product.role]]
+            kernels[gemm.role] = min(sparse, key=sparse.__getitem__)
+            seconds[f"{gemm.role} sparse"] = sparse[kernels[gemm.role]]
 
 
 def free_bytes(device: torch.device) -> float:
@@ -286,7 +286,7 @@ def find(spec: str | torch.device | None, default: torch.device) -> tuple[str | 
 
 
 def measured(name: str, device: torch.device, dtype: torch.dtype, pattern: Pattern, timer: Seconds | None = None) -> Device:
-    """``device`` by a short measurement: bandwidth of ``copy_``, dense products, those of this pattern, and what a small call costs."""
+    """``device`` by a short measurement: bandwidth of ``copy_``, dense GEMMs, those of this pattern, and what a small call costs."""
     if timer is not None:
         return _measure(name, device, dtype, pattern, timer)
     return _cached(name, device, dtype, pattern, torch.get_num_threads())
@@ -313,7 +313,7 @@ def _measure(name: str, device: torch.device, dtype: torch.dtype, pattern: Patte
         Task("copy", lambda: target.copy_(source)),
         Task("launch", lambda: F.linear(tiny, weight)),
         Task("call", lambda: torch.ops.nmkernels.nm_linear(tiny, values, indices, pattern.n, pattern.m, pattern.m)),
-        *tasks_of(probe, rules, device, turned=True, names=[*names, "estimate", "weight rows"]),
+        *tasks_of(probe, rules, device, transposed=True, names=[*names, "estimate", "weight rows"]),
     ]
     # what the device can do, whoever else is using it
     took = {name: min(samples) for name, samples in timed(tasks, device, timer, 1.5, least=7).items()}
@@ -335,5 +335,5 @@ def _measure(name: str, device: torch.device, dtype: torch.dtype, pattern: Patte
         launch=took["launch"],
         call=took["call"],
         few=None,
-        turned=True,
+        transposed=True,
     )

@@ -1,4 +1,4 @@
-"""What ``audit`` returns: figures per layer and in total, and the table of them."""
+"""What ``audit`` returns: numbers per layer and in total, and the table of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WIDTH = 140
 
 
 def table(audit: Audit) -> str:
-    """Layers, totals, what the figures rest on, and what would gain more."""
+    """Layers, totals, what the numbers rest on, and what would gain more."""
     advice = dict.fromkeys(each.text for layer in audit.layers for each in layer.advice)
     marks = {text: _mark(i) for i, text in enumerate(advice)}
     measured = any(layer.measured_inference for layer in audit.layers)
@@ -24,10 +24,10 @@ def table(audit: Audit) -> str:
     for layer in audit.layers:
         name = f"{layer.name or '(root)'} ×{len(layer.names)}" if len(layer.names) > 1 else layer.name or "(root)"
         shape = "(" + ",".join(map(str, layer.shape)) + ")" if layer.shape else ""
-        figures = [_times(getattr(layer, part)) for part in parts]
+        numbers = [_times(getattr(layer, part)) for part in parts]
         letters = "".join(marks[each.text] for each in layer.advice)
         why = "; ".join(word for word in (layer.why, layer.note) if word)
-        rows.append((name, shape, f"{100 * audit.share(layer):.1f} %", *figures, letters, why))
+        rows.append((name, shape, f"{100 * audit.share(layer):.1f} %", *numbers, letters, why))
     totals = [_of(audit.total(part)) for part in parts]
     rows.append(("all linear layers" + (" and the rest" if audit.other else ""), "", "", *totals, "", ""))
     lines = [*aligned(rows), *_summary(audit), *(_wrapped(note) for note in audit.notes)]
@@ -104,9 +104,9 @@ class LayerAudit:
 
     Args:
         name: theirs, with ``*`` for what differs. names: all of them. kind: their class.
-        shape: of the weight, ``(out, in)``. dtype: of the products. pattern: N:M, empty where they stay dense.
+        shape: of the weight, ``(out, in)``. dtype: of the GEMMs. pattern: N:M, empty where they stay dense.
         sparse: the recipe makes them sparse, or they are. why: as in ``handle.report``.
-        tokens: that pass through one of them in a step, ``rows`` of the model's. times: how often these products are done.
+        tokens: that pass through one of them in a step, ``rows`` of the model's. times: how often these GEMMs are done.
         inference, step: pieces of one forward pass in inference, and of a training step for each forward pass, predicted; empty where
             there is none, as for a step of a compressed layer.
         measured_inference, measured_step: the same, measured; empty where nothing was. note: on what, or why not.
@@ -155,7 +155,7 @@ class Audit:
         inference_range, step_range: the predicted totals where sparse GEMMs are as slow, and as fast, as they may be; empty on a
             device that was measured.
         other: predicted seconds of everything else in one forward pass, where the caller told its FLOPs.
-        notes: what the figures rest on, in sentences.
+        notes: what the numbers rest on, in sentences.
     """
 
     layers: tuple[LayerAudit, ...]

@@ -180,7 +180,7 @@ class Layer:
 
     Args:
         shape: of the weight, ``(out, in)``. tokens: rows of its input.
-        dtype: of the products. master: of the weight.
+        dtype: of the GEMMs. master: of the weight.
     """
 
     shape: tuple[int, int]
@@ -189,7 +189,7 @@ class Layer:
     master: torch.dtype
 
     def sizes(self, role: str) -> tuple[int, int, int]:
-        """``(rows, cols)`` of what is N:M in that product, groups along ``cols``, and how many columns it is multiplied with."""
+        """``(rows, cols)`` of what is N:M in that GEMM, groups along ``cols``, and how many columns it is multiplied with."""
         out, cols = self.shape
         return {"fprop": (out, cols, self.tokens), "dgrad": (cols, out, self.tokens), "wgrad": (out, self.tokens, cols)}[role]
 
@@ -204,7 +204,7 @@ def predict(device: Device, layer: Layer, rules: Rules, fused: bool = True) -> C
 
     def cost(piece: str) -> float | None:
         role, _, form = piece.partition(" ")
-        if form == "estimated":  # here product and estimate are two pieces
+        if form == "estimated":  # here GEMM and estimate are two pieces
             return None
         if role == "weight":
             return _prepare(device, layer, rules, form, fused and rules.prepare in ("mask", "transposable"))
@@ -219,25 +219,25 @@ def predict(device: Device, layer: Layer, rules: Rules, fused: bool = True) -> C
             return moved / (device.passes * device.bandwidth) + device.call
         pattern = None if form == "dense" else rules.estimate if role == "wgrad" else rules.pattern
         if form == "dense" or pattern is None or not refused(device, layer, role, pattern):
-            return product(device, layer, role, pattern)
+            return gemm(device, layer, role, pattern)
         return None
 
     return cost
 
 
 def refused(device: Device, layer: Layer, role: str, pattern: Pattern) -> str:
-    """Why no kernel profits from the N:M operand of that product; empty where one does."""
+    """Why no kernel profits from the N:M operand of that GEMM; empty where one does."""
     rows, cols, width = layer.sizes(role)
     # tokens are filled up with zeros; a dgrad from the weight packed along its rows has the rows of fprop
     if role == "wgrad":
         return device.refuses(rows, 0, layer.shape[1], layer.dtype, pattern)
-    if role == "dgrad" and device.turned:
+    if role == "dgrad" and device.transposed:
         rows, cols = cols, rows
     return device.refuses(rows, cols, width, layer.dtype, pattern)
 
 
-def product(device: Device, layer: Layer, role: str, pattern: Pattern | None = None) -> float:
-    """Seconds of one product, dense or with its N:M operand in packed form."""
+def gemm(device: Device, layer: Layer, role: str, pattern: Pattern | None = None) -> float:
+    """Seconds of one GEMM, dense or with its N:M operand in packed form."""
     rows, cols, width = layer.sizes(role)
     size, dtype = layer.dtype.itemsize, str(layer.dtype).removeprefix("torch.")
     each, ratio, launch = float(size), 1.0, device.launch
@@ -260,19 +260,19 @@ def _prepare(device: Device, layer: Layer, rules: Rules, form: str, fused: bool)
 
 def _adapter(device: Device, layer: Layer, rank: int) -> float:
     out, cols = layer.shape
-    return sum(product(device, replace(layer, shape=shape), "fprop") for shape in ((rank, cols), (out, rank)))
+    return sum(gemm(device, replace(layer, shape=shape), "fprop") for shape in ((rank, cols), (out, rank)))
 
 
 def at(device: Device, ratio: float) -> Device:
     return replace(device, ratio=dict.fromkeys(device.ratio, ratio))
 
 
-PRODUCTS = ("fprop", "dgrad", "wgrad")
+GEMMS = ("fprop", "dgrad", "wgrad")
 Pieces = tuple["Piece", ...]
 Cost = Callable[[str], float | None]
 """Seconds of a piece by its name, None where there is none: ``"fprop dense"``, ``"wgrad sparse"``, ``"estimate"``, ``"weight rows"``...
 
-``"wgrad estimated"`` is the product with the estimate in the best form, and the making of that, where the two were measured as one."""
+``"wgrad estimated"`` is the GEMM with the estimate in the best form, and the making of that, where the two were measured as one."""
 
 
 @dataclass(frozen=True)
@@ -281,13 +281,13 @@ class Rules:
 
     Args:
         pattern: of the weight.
-        fprop, dgrad: the weight of that product is N:M along what it sums over.
+        fprop, dgrad: the weight of that GEMM is N:M along what it sums over.
         estimate: N:M of the output gradient's estimate in wgrad; None for the dense gradient.
         prepare: how the weight comes about: ``"mask"``, ``"threshold"``, ``"transposable"``, or ``""`` where it is used as it is.
         trains: the weight has a gradient.
         steps: the share of a run's steps that are such; the others are dense.
         leaves: what is deployed is N:M.
-        packed: products of training may multiply the compressed weight.
+        packed: GEMMs of training may multiply the compressed weight.
         rank: of the low-rank adapter that is deployed beside the weight.
     """
 
@@ -318,31 +318,31 @@ class Piece:
         return self.dense / self.used if self.used else 1.0
 
 
-def ways(rules: Rules, turned: bool) -> Iterator[tuple[str, bool, bool]]:
+def ways(rules: Rules, transposed: bool) -> Iterator[tuple[str, bool, bool]]:
     """The ways to prepare the weight, and whether fprop and dgrad then read it packed; a dense dgrad needs the dense layout beside that."""
     yield ("weight dense" if rules.prepare else ""), False, False
     if not rules.fprop or not rules.prepare or not rules.packed:
         return
     yield "weight rows+dense", True, False
-    if turned:
+    if transposed:
         yield "weight rows", True, True
     if rules.dgrad:
         yield "weight both", True, True
 
 
-def step(cost: Cost, rules: Rules, turned: bool = False, accumulate: int = 1) -> tuple[Piece, ...]:
-    """The pieces of a training step with every choice made for the least time; empty where a product has no cost.
+def step(cost: Cost, rules: Rules, transposed: bool = False, accumulate: int = 1) -> tuple[Piece, ...]:
+    """The pieces of a training step with every choice made for the least time; empty where a GEMM has no cost.
 
     Args:
-        turned: see ``Device``.
+        transposed: see ``Device``.
         accumulate: forward passes per optimizer step, which share one preparation of the weight.
     """
-    dense = {p: cost(f"{p} dense") for p in PRODUCTS if p != "wgrad" or rules.trains}
+    dense = {p: cost(f"{p} dense") for p in GEMMS if p != "wgrad" or rules.trains}
     if any(d is None for d in dense.values()):
         return ()
     best: list[Piece] = []
-    for weight, *packed in ways(rules, turned):
-        pieces = [_product(p, cost, bool(sparse)) for p, sparse in zip(PRODUCTS, packed, strict=False)]
+    for weight, *packed in ways(rules, transposed):
+        pieces = [_gemm(p, cost, bool(sparse)) for p, sparse in zip(GEMMS, packed, strict=False)]
         took = cost(weight) if weight else 0.0
         if took is None or (any(packed) and all(p.form == "dense" for p in pieces)):
             continue
@@ -356,21 +356,21 @@ def step(cost: Cost, rules: Rules, turned: bool = False, accumulate: int = 1) ->
 
 
 def _wgrad(cost: Cost, rules: Rules) -> list[Piece]:
-    """The product with the gradient, or with its estimate, whatever that costs: it is what the method trains with."""
+    """The GEMM with the gradient, or with its estimate, whatever that costs: it is what the method trains with."""
     dense = cost("wgrad dense") or 0.0
     if rules.estimate is None:
         return [Piece("wgrad", dense, dense, "dense")]
     whole = cost("wgrad estimated")
     if whole is not None:
         return [Piece("wgrad", dense, whole, f"of mvue {rules.estimate}")]
-    return [_product("wgrad", cost, True), Piece("estimate", 0.0, cost("estimate") or 0.0, f"mvue {rules.estimate}")]
+    return [_gemm("wgrad", cost, True), Piece("estimate", 0.0, cost("estimate") or 0.0, f"mvue {rules.estimate}")]
 
 
 def inference(cost: Cost, kept: bool = True) -> tuple[Piece, ...]:
-    """The product of inference, and an adapter's two; without a dense weight beside the packed one, a dense product expands that."""
+    """The GEMM of inference, and an adapter's two; without a dense weight beside the packed one, a dense GEMM expands that."""
     if cost("fprop dense") is None:
         return ()
-    piece = _product("fprop", cost, True)
+    piece = _gemm("fprop", cost, True)
     expand = None if kept else cost("expand")
     if piece.form == "dense" and expand is not None:
         piece = Piece("fprop", piece.dense, piece.dense + expand, "expanded")
@@ -389,7 +389,7 @@ def speedup(pieces: tuple[Piece, ...]) -> float:
     return dense / used if used else 1.0
 
 
-def _product(role: str, cost: Cost, sparse: bool) -> Piece:
+def _gemm(role: str, cost: Cost, sparse: bool) -> Piece:
     dense = cost(f"{role} dense") or 0.0
     took = cost(f"{role} sparse") if sparse else None
     return Piece(role, dense, dense, "dense") if took is None or took >= dense else Piece(role, dense, took, "sparse")

@@ -1,8 +1,8 @@
-"""Floor 4: autograd. One linear Function driven by a GemmPlan, and the weight transforms in front of it."""
+"""Layer 4: autograd. One linear Function driven by a GemmPlan, and the weight transforms in front of it."""
 
 from .activation import SplitRule, sparse_relu2, split, split_linear
 from .linear import linear, linear_compressed
-from .plan import STRAIGHT_THROUGH, Form, GemmPlan, Operands, Reads, operands, packed_inference, products, reads
+from .plan import STRAIGHT_THROUGH, Form, GemmPlan, Operands, Reads, gemms_of, operands, packed_inference, reads
 from .transforms import CombinationMask, HardMask, Kind, Traits, WeightTransform, combination_count, masked
 
 __all__ = [
@@ -23,7 +23,7 @@ __all__ = [
     "masked",
     "operands",
     "packed_inference",
-    "products",
+    "gemms_of",
     "reads",
     "sparse_relu2",
     "split",

@@ -1,4 +1,4 @@
-"""Emulated FP8 products: operands rounded to the 8-bit grid of their present range, multiplied and summed in fp32.
+"""Emulated FP8 GEMMs: operands rounded to the 8-bit grid of their present range, multiplied and summed in fp32.
 
 Hu et al., "S-STE", NeurIPS 2024, train with it in simulation: per-tensor scale from the current largest magnitude, no margin. It runs
 on any device and saves no time; it shows what the roundings do to training.
@@ -35,7 +35,7 @@ def quantize(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
 
 
 def operands(scheme: str, role: str, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Both operands of one GEMM on their grids, and the number that the product of the two must be multiplied by."""
+    """Both operands of one GEMM on their grids, and the number that the GEMM of the two must be multiplied by."""
     kinds = SCHEMES[scheme][role]
     (p, step_p), (q, step_q) = quantize(a, kinds[0]), quantize(b, kinds[1])
     return p, q, step_p * step_q

@@ -1,7 +1,7 @@
-"""The choice per GEMM: the fastest measured way to do each product of a layer, dense among them, so that sparse is never slower.
+"""The choice per GEMM: the fastest measured way to do each GEMM of a layer, dense among them, so that sparse is never slower.
 
-A layer names its product (``Product``), asks ``choose`` for a candidate and hands that to ``call``. Candidates are ``"dense"``, torch's
-product of the dense layout; ``"expand"``, the same after decompressing, for a weight that has no dense layout; ``"auto"``, the op, whose
+A layer names its GEMM (``Gemm``), asks ``choose`` for a candidate and hands that to ``call``. Candidates are ``"dense"``, torch's
+GEMM of the dense layout; ``"expand"``, the same after decompressing, for a weight that has no dense layout; ``"auto"``, the op, whose
 dispatcher takes the willing backend of highest priority; and ``"cpu rows"``, ``"cuda rows:mma.sp"`` and so on, one backend's kernel on one
 form of the operand. For fprop and dgrad all of them multiply the same W̃, so they differ by rounding only. In wgrad ĝ is the same estimate
 to the bit, written in dense layout for ``"dense"``, compressed for the others; its making is part of every candidate.
@@ -9,13 +9,13 @@ to the bit, written in dense layout for ``"dense"``, compressed for the others; 
 The answer comes from, in this order:
 
 1. ``NMKERNELS_CHOICE=dense`` or ``packed``, or a backend that ``NMKERNELS_BACKEND`` forces, which means ``"auto"``;
-2. the table of what ``nm.tune`` or an earlier process measured on this device, with these versions, for this product, and for as many
+2. the table of what ``nm.tune`` or an earlier process measured on this device, with these versions, for this GEMM, and for as many
    tokens up to the next power of two. While torch compiles: the line with the most tokens, so that no token count is compiled anew;
 3. measuring now, if the caller allows it (``measure=True``, or ``NMKERNELS_CHOICE=measured`` for all callers; ``table`` forbids it),
    nothing watches, and it is not for more than ``FIRST_USE_WORK`` multiplications. Kernels that would compile are left to ``nm.tune``;
 4. ``rule``: where a backend reckons that it is faster the packed form, else dense.
 
-The environment is read when a product is first seen; after a change, or after ``torch.set_num_threads``, call ``forget``.
+The environment is read when a GEMM is first seen; after a change, or after ``torch.set_num_threads``, call ``forget``.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from ..tuning import BUDGET, TABLE, Candidate, Found, Seconds, Timer, Validator,
 ENV = "NMKERNELS_CHOICE"
 SETTINGS = ("", "dense", "packed", "table", "measured")
 FIRST_USE_WORK = {"cpu": 1 << 31, "cuda": 1 << 43}
-"""Multiplications of the largest product that is measured on first use: about 0.05 s on two cores of a CPU, 0.03 s on a GPU."""
+"""Multiplications of the largest GEMM that is measured on first use: about 0.05 s on two cores of a CPU, 0.03 s on a GPU."""
 
 FIRST_USE_BUDGET = 0.02
 """Seconds of timing on first use, unless the fewest rounds take longer."""
 
 REMEMBERED = 4096
-"""Products whose choice is remembered; then all are forgotten and looked up again."""
+"""GEMMs whose choice is remembered; then all are forgotten and looked up again."""
 
 MANY_TOKENS = 1 << 30
 TOKEN_CLASSES = tuple(1 << k for k in range(30, -1, -1))
@@ -62,7 +62,7 @@ DENSE, EXPAND, AUTO = "dense", "expand", "auto"
 Packed = tuple[Tensor, Tensor]
 """Values, and indices or metadata, of a compressed operand."""
 Forms = Mapping[str, "Tensor | Packed"]
-"""The sparse operand by the names of ``Product.forms``."""
+"""The sparse operand by the names of ``Gemm.forms``."""
 
 log = logging.getLogger("nmkernels.choice")
 log.addHandler(logging.NullHandler())
@@ -75,7 +75,7 @@ log.addHandler(logging.NullHandler())
 def forms(
     rows: int, cols: int, n: int, m: int, dtype: torch.dtype, kind: str, dense: bool = True, columns: bool = False
 ) -> tuple[str, ...]:
-    """The forms that a weight ``(rows, cols)`` can have on a device of that ``kind``, for ``Product.forms``.
+    """The forms that a weight ``(rows, cols)`` can have on a device of that ``kind``, for ``Gemm.forms``.
 
     ``dense``: with a dense layout at hand. ``columns``: Wᵀ packed, for a mask that is transposable; W otherwise.
     """
@@ -84,13 +84,13 @@ def forms(
     return (*(("dense",) if dense else ()), name, *((f"{name}:mma.sp",) if kind == "cuda" and tiles else ()))
 
 
-class Product(NamedTuple):
-    """One product of a layer ``y = x W̃ᵀ`` and the forms in which its sparse operand is at hand.
+class Gemm(NamedTuple):
+    """One GEMM of a layer ``y = x W̃ᵀ`` and the forms in which its sparse operand is at hand.
 
     role: ``"fprop"`` y = x W̃ᵀ, ``"dgrad"`` dx = g W̃, or ``"wgrad"`` dW = ĝᵀ x, with ĝ an N:M estimate of g along tokens.
     tokens: rows of x and g. rows, cols: (out, in) of the layer. n, m: the pattern of W̃, or of ĝᵀ.
-    forms: ``"dense"``: W̃ in dense layout, its zeros included; ``"rows"``: W̃ compressed; ``"columns"``: W̃ᵀ compressed, for the gradient of
-    the input from a mask that is transposable; ``"rows:mma.sp"`` and so on: the same in the order of tensor cores (``ops.relayout``). Of
+    forms: ``"dense"``: W̃ in dense layout, its zeros included; ``"rows"``: W̃ compressed; ``"columns"``: W̃ᵀ compressed, for the gradient
+    of the input from a mask that is transposable; ``"rows:mma.sp"`` and so on: the same in the order of tensor cores (``ops.relayout``). Of
     those that are no dense layout the preferred one first. In wgrad they say how ĝᵀ may be written, and every one can be made.
     rule: of wgrad: ``"exact"`` or ``"approx"``, as ``ops.mvue`` has them, or ``"magnitude"``.
     changing: W̃ is another one at every call, as in training; what a backend makes of it beside the operand is then part of its time.
@@ -109,7 +109,7 @@ class Product(NamedTuple):
     changing: bool = False
 
     def check(self) -> None:
-        """Raise NMError for what is no product."""
+        """Raise NMError for what is no GEMM."""
         if self.role not in ROLES:
             raise NMError(f"choice: role {self.role!r} is unknown; choose one of {', '.join(ROLES)}.")
         if not self.forms or any(form not in FORMS for form in self.forms):
@@ -122,9 +122,9 @@ class Product(NamedTuple):
         return f"{self.role} {self.rows}x{self.cols} {self.n}:{self.m} {_plain(self.dtype)}, {self.tokens} tokens"
 
 
-def key(product: Product) -> str:
+def key(gemm: Gemm) -> str:
     """Its line of the table."""
-    p = product
+    p = gemm
     what = " ".join(part for part in (p.role, p.rule) if part)
     how = f"{'+'.join(p.forms)}{' changing' if p.changing else ''}"
     return tuning.key("gemm", p.device, f"{what}|{_plain(p.dtype)}|{p.n}:{p.m}|{p.rows}x{p.cols}|{how}", p.tokens)
@@ -137,69 +137,69 @@ def _plain(dtype: torch.dtype) -> str:
 # ---- the candidates
 
 
-def names(product: Product) -> list[str]:
+def names(gemm: Gemm) -> list[str]:
     """Every candidate that might run, the baseline first; whether a backend takes the call shows when it is tried."""
-    found = [DENSE] if DENSE in product.forms else [AUTO]
-    if DENSE not in product.forms and any(form in ("rows", "columns") for form in product.forms):
+    found = [DENSE] if DENSE in gemm.forms else [AUTO]
+    if DENSE not in gemm.forms and any(form in ("rows", "columns") for form in gemm.forms):
         found.append(EXPAND)
-    for form in product.forms:
-        op = op_of(product, form)
+    for form in gemm.forms:
+        op = op_of(gemm, form)
         # the reference is the definition of right and not fast, and of negative priority are test instruments
         found += [f"{i.backend} {form}" for i in (implementations(op) if op else ()) if i.backend != REFERENCE and i.priority >= 0]
     return found
 
 
-def op_of(product: Product, form: str) -> str:
+def op_of(gemm: Gemm, form: str) -> str:
     """The raw op that multiplies this form of the operand; empty if none does."""
     kind, _, layout = form.partition(":")
-    if product.role == "fprop":
+    if gemm.role == "fprop":
         return "nm_linear" if kind == "rows" else ""
-    if product.role == "dgrad":
+    if gemm.role == "dgrad":
         return "nm_linear" if kind == "columns" else "nm_linear_dgrad" if kind == "rows" and not layout else ""
     return "nm_linear_wgrad" if kind == "rows" else ""
 
 
-def form_of(name: str, product: Product) -> str:
+def form_of(name: str, gemm: Gemm) -> str:
     """The form of the operand that candidate ``name`` reads: the only one that ``call`` must find."""
     if name == DENSE:
         return DENSE
     if name == EXPAND:
-        return next(form for form in product.forms if form in ("rows", "columns"))
-    return name.partition(" ")[2] or next(form for form in product.forms if op_of(product, form))
+        return next(form for form in gemm.forms if form in ("rows", "columns"))
+    return name.partition(" ")[2] or next(form for form in gemm.forms if op_of(gemm, form))
 
 
-def arguments(product: Product, form: str, packed: Packed, other: Tensor, bias: Tensor | None = None) -> tuple[Any, ...]:
-    """Those of ``op_of(product, form)``; ``other`` is x in fprop and wgrad, g in dgrad."""
+def arguments(gemm: Gemm, form: str, packed: Packed, other: Tensor, bias: Tensor | None = None) -> tuple[Any, ...]:
+    """Those of ``op_of(gemm, form)``; ``other`` is x in fprop and wgrad, g in dgrad."""
     values, indices = packed
-    pattern = (2, 4) if ":" in form else (product.n, product.m)  # the layouts of tensor cores are always 2:4
-    if product.role == "wgrad":
-        return values, indices, *pattern, product.tokens, other
-    if product.role == "dgrad":
-        return other, values, indices, *pattern, product.rows if form.startswith("columns") else product.cols
-    return other, values, indices, *pattern, product.cols, bias
+    pattern = (2, 4) if ":" in form else (gemm.n, gemm.m)  # the layouts of tensor cores are always 2:4
+    if gemm.role == "wgrad":
+        return values, indices, *pattern, gemm.tokens, other
+    if gemm.role == "dgrad":
+        return other, values, indices, *pattern, gemm.rows if form.startswith("columns") else gemm.cols
+    return other, values, indices, *pattern, gemm.cols, bias
 
 
 def call(
-    name: str, product: Product, other: Tensor, operand: Forms | Tensor, *, bias: Tensor | None = None, seed: Tensor | None = None,
+    name: str, gemm: Gemm, other: Tensor, operand: Forms | Tensor, *, bias: Tensor | None = None, seed: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Do ``product`` by candidate ``name``.
+    """Do ``gemm`` by candidate ``name``.
 
     Args:
         other: x ``(..., in)`` in fprop and wgrad (there a matrix), g ``(..., out)`` in dgrad.
         operand: W̃ by its forms; in wgrad g itself, ``(tokens, out)``, which is estimated here, with ``seed``.
         out: where the result goes; of compressed candidates.
     """
-    form = form_of(name, product)
+    form = form_of(name, gemm)
     if name == DENSE:
-        given: Any = estimate(product, operand, seed) if isinstance(operand, Tensor) else operand[DENSE]
-        return _deliver(_dense(product, other, given, bias), out)
-    packed: Any = pack_estimate(product, operand, seed, form) if isinstance(operand, Tensor) else operand[form]
+        given: Any = estimate(gemm, operand, seed) if isinstance(operand, Tensor) else operand[DENSE]
+        return _deliver(_dense(gemm, other, given, bias), out)
+    packed: Any = pack_estimate(gemm, operand, seed, form) if isinstance(operand, Tensor) else operand[form]
     if name == EXPAND:
-        cols = product.tokens if product.role == "wgrad" else product.cols if form == "rows" else product.rows
-        w = torch.ops.nmkernels.nm_decompress(*packed, product.n, product.m, cols)
-        return _deliver(_dense(product, other, w if form == "rows" else w.t(), bias), out)
-    op, args = op_of(product, form), arguments(product, form, packed, other, bias)
+        cols = gemm.tokens if gemm.role == "wgrad" else gemm.cols if form == "rows" else gemm.rows
+        w = torch.ops.nmkernels.nm_decompress(*packed, gemm.n, gemm.m, cols)
+        return _deliver(_dense(gemm, other, w if form == "rows" else w.t(), bias), out)
+    op, args = op_of(gemm, form), arguments(gemm, form, packed, other, bias)
     fn = None if name == AUTO else function(op, name.partition(" ")[0], args)
     if fn is None:  # its dispatcher knows another way
         return _deliver(getattr(torch.ops.nmkernels, op)(*args), out)
@@ -218,87 +218,87 @@ def _entry(op: str, backend: str) -> Impl | None:
     return next((entry for entry in implementations(op) if entry.backend == backend), None)
 
 
-def _dense(product: Product, other: Tensor, operand: Any, bias: Tensor | None) -> Tensor:
-    if product.role == "fprop":
+def _dense(gemm: Gemm, other: Tensor, operand: Any, bias: Tensor | None) -> Tensor:
+    if gemm.role == "fprop":
         return F.linear(other, operand, bias)
-    return other.matmul(operand) if product.role == "dgrad" else operand.matmul(other)
+    return other.matmul(operand) if gemm.role == "dgrad" else operand.matmul(other)
 
 
 def _deliver(result: Tensor, out: Tensor | None) -> Tensor:
     return result if out is None else out.copy_(result)
 
 
-def estimate(product: Product, g: Tensor, seed: Tensor | None) -> Tensor:
+def estimate(gemm: Gemm, g: Tensor, seed: Tensor | None) -> Tensor:
     """ĝᵀ ``(out, tokens)`` of wgrad, in dense layout."""
     raw = torch.ops.nmkernels
-    if product.rule in METHODS:
-        return raw.nm_mvue(g, product.n, product.m, 0, seed, product.rule).t()
-    return raw.nm_prune(_padded(product, g), product.n, product.m)[:, : product.tokens]
+    if gemm.rule in METHODS:
+        return raw.nm_mvue(g, gemm.n, gemm.m, 0, seed, gemm.rule).t()
+    return raw.nm_prune(_padded(gemm, g), gemm.n, gemm.m)[:, : gemm.tokens]
 
 
-def pack_estimate(product: Product, g: Tensor, seed: Tensor | None, form: str = "rows") -> Packed:
+def pack_estimate(gemm: Gemm, g: Tensor, seed: Tensor | None, form: str = "rows") -> Packed:
     """ĝᵀ ``(out, tokens)`` compressed along tokens, its positions in the order of ``form``."""
     raw = torch.ops.nmkernels
-    if product.rule in METHODS:
-        values, indices = raw.nm_mvue_compress(g, product.n, product.m, 0, seed, product.rule)
+    if gemm.rule in METHODS:
+        values, indices = raw.nm_mvue_compress(g, gemm.n, gemm.m, 0, seed, gemm.rule)
     else:
-        values, indices = raw.nm_compress(_padded(product, g), product.n, product.m, None)
+        values, indices = raw.nm_compress(_padded(gemm, g), gemm.n, gemm.m, None)
     layout = form.partition(":")[2]
-    return (values, raw.nm_metadata(indices, product.tokens, layout)) if layout else (values, indices)
+    return (values, raw.nm_metadata(indices, gemm.tokens, layout)) if layout else (values, indices)
 
 
-def _padded(product: Product, g: Tensor) -> Tensor:
-    return F.pad(g.t(), (0, -product.tokens % product.m)).contiguous()
+def _padded(gemm: Gemm, g: Tensor) -> Tensor:
+    return F.pad(g.t(), (0, -gemm.tokens % gemm.m)).contiguous()
 
 
 # ---- measuring them
 
 BLOCK = 1 << 18
-"""Random numbers are drawn so many at a time and repeated: making them must not take longer than the products."""
+"""Random numbers are drawn so many at a time and repeated: making them must not take longer than the GEMMs."""
 
 Operands = tuple[Tensor, Any, "Tensor | None"]
 """x or g, what ``call`` takes as the sparse operand, and the seed."""
 
 
-def measure(product: Product, *, timer: Seconds | None = None, budget: float = BUDGET, compiling: bool = True) -> Found:
-    """Check every candidate of ``product`` on random numbers, and time it for ``budget`` seconds in turns with the others.
+def measure(gemm: Gemm, *, timer: Seconds | None = None, budget: float = BUDGET, compiling: bool = True) -> Found:
+    """Check every candidate of ``gemm`` on random numbers, and time it for ``budget`` seconds in turns with the others.
 
     Nothing of the caller's is read or written, torch's generators neither. It synchronises with the device: not for graph capture.
     ``compiling``: with the backends that compile at their first call, and those prepared that have to search.
     """
-    product.check()
+    gemm.check()
     with torch.inference_mode(False), torch.no_grad(), torch._C._DisableAutocast():
-        given = operands(product)
+        given = operands(gemm)
         sets: list[Operands] = []  # made when all are checked, and for all that are right
-        taking_part = [name for name in names(product) if compiling or not _compiles(name, product)]
-        some = [_candidate(name, product, given, sets, compiling) for name in taking_part]
-        validator = Validator.of_product(*dense_pair(product, *given))
-        return tuning.measure(key(product), some, validator, Timer(product.device, timer), budget)
+        taking_part = [name for name in names(gemm) if compiling or not _compiles(name, gemm)]
+        some = [_candidate(name, gemm, given, sets, compiling) for name in taking_part]
+        validator = Validator.of_gemm(*dense_pair(gemm, *given))
+        return tuning.measure(key(gemm), some, validator, Timer(gemm.device, timer), budget)
 
 
-def _compiles(name: str, product: Product) -> bool:
+def _compiles(name: str, gemm: Gemm) -> bool:
     backend, _, form = name.partition(" ")
-    entry = _entry(op_of(product, form), backend) if form else None
+    entry = _entry(op_of(gemm, form), backend) if form else None
     return entry is not None and entry.tuning.compiles
 
 
-def _candidate(name: str, product: Product, given: Operands, sets: list[Operands], compiling: bool) -> Candidate:
+def _candidate(name: str, gemm: Gemm, given: Operands, sets: list[Operands], compiling: bool) -> Candidate:
     other, operand, seed = given
     backend, _, form = name.partition(" ")
-    entry = _entry(op_of(product, form), backend) if form else None
-    kept = entry is not None and entry.tuning.keeps and product.changing
+    entry = _entry(op_of(gemm, form), backend) if form else None
+    kept = entry is not None and entry.tuning.keeps and gemm.changing
 
     def declines() -> str:
         if entry is None:
             return ""
-        packed = operand[form] if isinstance(operand, dict) else pack_estimate(product, operand, seed, form)
+        packed = operand[form] if isinstance(operand, dict) else pack_estimate(gemm, operand, seed, form)
         if isinstance(packed, str):
             return packed
-        args = arguments(product, form, packed, other)
+        args = arguments(gemm, form, packed, other)
         can, reason = entry.supports(*args)
         if not can:
             return reason
-        if DENSE not in product.forms and dispatched(entry.op, *args) is entry:
+        if DENSE not in gemm.forms and dispatched(entry.op, *args) is entry:
             return "it is what auto takes"
         if compiling and entry.tuning.prepare is not None and not entry.tuning.compiles:
             entry.tuning.prepare(entry.op, *args)
@@ -307,7 +307,7 @@ def _candidate(name: str, product: Product, given: Operands, sets: list[Operands
     def run(x: Tensor, w: Any, words: Tensor | None, out: Tensor | None = None) -> Tensor:
         if kept and out is None and isinstance(w, dict):
             torch.autograd.graph.increment_version(w[form][0])
-        return call(name, product, x, w, seed=words, out=out)
+        return call(name, gemm, x, w, seed=words, out=out)
 
     def calls() -> list[Callable[[], Tensor]]:
         if not sets:
@@ -317,23 +317,23 @@ def _candidate(name: str, product: Product, given: Operands, sets: list[Operands
     return Candidate(name, lambda out: run(*given, out), calls, declines)
 
 
-def operands(product: Product) -> Operands:
+def operands(gemm: Gemm) -> Operands:
     """Random numbers, from a generator of their own; the weight is N:M, both ways where its columns are wanted."""
-    p, rows, cols = product, product.rows, product.cols
+    p, rows, cols = gemm, gemm.rows, gemm.cols
     draw = partial(_random, p.dtype, p.device)
     if p.role == "wgrad":
         return draw(p.tokens, cols), draw(p.tokens, rows), torch.tensor([1, 2], device=p.device)
     return draw(p.tokens, cols if p.role == "fprop" else rows), _weight(p, draw(rows, cols)), None
 
 
-def _weight(product: Product, w: Tensor) -> dict[str, Any]:
-    """W̃ in the forms of the product; for one that cannot be made the reason."""
-    pattern = Pattern(product.n, product.m)
-    transposable = any(form.startswith("columns") for form in product.forms)
+def _weight(gemm: Gemm, w: Tensor) -> dict[str, Any]:
+    """W̃ in the forms of the GEMM; for one that cannot be made the reason."""
+    pattern = Pattern(gemm.n, gemm.m)
+    transposable = any(form.startswith("columns") for form in gemm.forms)
     mask = ops.transposable_mask(w, pattern) if transposable else ops.mask(w, pattern)
     w = w * mask
     made: dict[str, Any] = {DENSE: w}
-    for form in product.forms:
+    for form in gemm.forms:
         kind, _, layout = form.partition(":")
         if kind == DENSE:
             continue
@@ -355,57 +355,57 @@ def _random(dtype: torch.dtype, device: torch.device, rows: int, cols: int) -> T
     return block.repeat(-(-count // block.numel()))[:count].view(rows, cols)
 
 
-def dense_pair(product: Product, other: Tensor, operand: Any, seed: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The matrices whose product it is."""
-    if product.role == "fprop":
+def dense_pair(gemm: Gemm, other: Tensor, operand: Any, seed: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The matrices whose GEMM it is."""
+    if gemm.role == "fprop":
         return other, operand[DENSE].t()
-    return (other, operand[DENSE]) if product.role == "dgrad" else (estimate(product, operand, seed), other)
+    return (other, operand[DENSE]) if gemm.role == "dgrad" else (estimate(gemm, operand, seed), other)
 
 
 # ---- the choice
 
-_known: dict[Product, str] = {}
-_ruled: dict[Product, str] = {}
+_known: dict[Gemm, str] = {}
+_ruled: dict[Gemm, str] = {}
 _measuring = threading.Lock()
 
 
-def choose(product: Product, measure: bool = False) -> str:
-    """The candidate that does ``product``: ``"dense"``, ``"auto"``, or the like of ``"cpu rows"``; give it to ``call``.
+def choose(gemm: Gemm, measure: bool = False) -> str:
+    """The candidate that does ``gemm``: ``"dense"``, ``"auto"``, or the like of ``"cpu rows"``; give it to ``call``.
 
-    Called again with an equal product, it is a lookup in a dict. ``measure``: whether an unknown product may be measured now.
+    Called again with an equal GEMM, it is a lookup in a dict. ``measure``: whether an unknown GEMM may be measured now.
     """
     if torch.compiler.is_compiling():
-        return _static(product.role, *product[2:])
-    found = _known.get(product)
+        return _static(gemm.role, *gemm[2:])
+    found = _known.get(gemm)
     if found is None and not measure:
-        found = _ruled.get(product)
-    return _find(product, measure) if found is None else found
+        found = _ruled.get(gemm)
+    return _find(gemm, measure) if found is None else found
 
 
 def _static(role: str, *rest: Any) -> str:
     """The choice for a graph that serves any number of tokens: that of the most tokens in the table, else the rule for many."""
-    product = Product(role, MANY_TOKENS, *rest)
-    product.check()
-    return _given(product) or next(filter(None, (_from_table(product._replace(tokens=t)) for t in TOKEN_CLASSES)), None) or rule(product)
+    gemm = Gemm(role, MANY_TOKENS, *rest)
+    gemm.check()
+    return _given(gemm) or next(filter(None, (_from_table(gemm._replace(tokens=t)) for t in TOKEN_CLASSES)), None) or rule(gemm)
 
 
 # what torch.compiler.assume_constant_result does, whose import of torch._dynamo takes a second: tracing calls it, and keeps the answer
 _static._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _find(product: Product, allowed: bool) -> str:
-    product.check()
+def _find(gemm: Gemm, allowed: bool) -> str:
+    gemm.check()
     for memo in (_known, _ruled):
         if len(memo) >= REMEMBERED:
             memo.clear()
-    found = _given(product) or _from_table(product)
-    if found is None and _may_measure(product, allowed):
+    found = _given(gemm) or _from_table(gemm)
+    if found is None and _may_measure(gemm, allowed):
         with _measuring:
-            found = _from_table(product) or _measure_now(product)  # another thread may have come first
+            found = _from_table(gemm) or _measure_now(gemm)  # another thread may have come first
     if found is not None:
-        _known[product] = found
+        _known[gemm] = found
         return found
-    found = _ruled[product] = rule(product)
+    found = _ruled[gemm] = rule(gemm)
     return found
 
 
@@ -417,28 +417,28 @@ def setting() -> str:
     return given
 
 
-def _given(product: Product) -> str | None:
+def _given(gemm: Gemm) -> str | None:
     """The candidate that the environment forces."""
     how = setting()
-    if product.forms == (DENSE,) or (DENSE in product.forms and how == "dense"):
+    if gemm.forms == (DENSE,) or (DENSE in gemm.forms and how == "dense"):
         return DENSE
     return AUTO if forced_backend() or how == "packed" else None
 
 
-def _from_table(product: Product) -> str | None:
-    if product.device.type not in FIRST_USE_WORK:
+def _from_table(gemm: Gemm) -> str | None:
+    if gemm.device.type not in FIRST_USE_WORK:
         return None
-    line = TABLE.get(key(product))
+    line = TABLE.get(key(gemm))
     found = None if line is None else line.get("choice")
-    return found if found in names(product) else None
+    return found if found in names(gemm) else None
 
 
-def _may_measure(product: Product, allowed: bool) -> bool:
+def _may_measure(gemm: Gemm, allowed: bool) -> bool:
     how = setting()
     if how == "table" or not (allowed or how == "measured"):
         return False
-    work = product.tokens * product.rows * product.cols
-    return 0 < work <= FIRST_USE_WORK.get(product.device.type, 0) and _undisturbed(product.device)
+    work = gemm.tokens * gemm.rows * gemm.cols
+    return 0 < work <= FIRST_USE_WORK.get(gemm.device.type, 0) and _undisturbed(gemm.device)
 
 
 def _undisturbed(device: torch.device) -> bool:
@@ -454,16 +454,16 @@ def _undisturbed(device: torch.device) -> bool:
     )
 
 
-def _measure_now(product: Product) -> str | None:
+def _measure_now(gemm: Gemm) -> str | None:
     try:
-        found = measure(product, budget=FIRST_USE_BUDGET, compiling=False)
+        found = measure(gemm, budget=FIRST_USE_BUDGET, compiling=False)
     except (RuntimeError, MemoryError) as error:  # out of memory, mostly: then it is no time for measuring
-        log.warning("%s: not measured: %s", product.words(), error)
+        log.warning("%s: not measured: %s", gemm.words(), error)
         return None
     record(found, "first use")
     if found.note:
-        log.warning("%s: the choice %s", product.words(), found.note)
-    log.info("%s: %s", product.words(), found.best)
+        log.warning("%s: the choice %s", gemm.words(), found.note)
+    log.info("%s: %s", gemm.words(), found.best)
     return found.best
 
 
@@ -474,9 +474,9 @@ def record(found: Found, by: str = "nm.tune") -> None:
     _ruled.clear()
 
 
-def rule(product: Product) -> str:
+def rule(gemm: Gemm) -> str:
     """What is done where nothing was measured: dense where there is a dense layout, unless a backend's heuristic says that it is faster."""
-    p = product
+    p = gemm
     if DENSE not in p.forms:
         return AUTO
     for op in (op_of(p, form) for form in p.forms):
@@ -488,13 +488,13 @@ def rule(product: Product) -> str:
 
 
 @contextmanager
-def using(product: Product, name: str) -> Iterator[None]:
-    """Inside, ``product`` is done by candidate ``name``; afterwards it is chosen anew."""
-    _known[product] = name
+def using(gemm: Gemm, name: str) -> Iterator[None]:
+    """Inside, ``gemm`` is done by candidate ``name``; afterwards it is chosen anew."""
+    _known[gemm] = name
     try:
         yield
     finally:
-        _known.pop(product, None)
+        _known.pop(gemm, None)
 
 
 def forget() -> None:
@@ -504,19 +504,19 @@ def forget() -> None:
     _ruled.clear()
 
 
-def explain(product: Product) -> str:
-    """What is known of a product, for a reader: the choice, where it comes from, and what was measured."""
-    product.check()
-    lines = [f"{product.words()}: {choose(product)}"]
-    line = TABLE.get(key(product)) if product.device.type in FIRST_USE_WORK else None
-    if product.forms == (DENSE,):
+def explain(gemm: Gemm) -> str:
+    """What is known of a GEMM, for a reader: the choice, where it comes from, and what was measured."""
+    gemm.check()
+    lines = [f"{gemm.words()}: {choose(gemm)}"]
+    line = TABLE.get(key(gemm)) if gemm.device.type in FIRST_USE_WORK else None
+    if gemm.forms == (DENSE,):
         lines.append("  there is nothing to choose")
-    elif _given(product):
+    elif _given(gemm):
         lines.append(f"  by {ENV} or NMKERNELS_BACKEND")
     elif line is None:
         lines.append("  by rule, nothing was measured: nm.tune(model, tokens=...)")
     else:
-        lines.append(f"  measured by {line.get('by', 'nm.tune')} on {tuning.device_name(product.device)}")
+        lines.append(f"  measured by {line.get('by', 'nm.tune')} on {tuning.device_name(gemm.device)}")
     for what, unit in (("us", " us"), ("refused", "")):
         given = line.get(what) if line else None
         if isinstance(given, dict):

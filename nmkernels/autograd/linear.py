@@ -21,7 +21,7 @@ from ..ops.mvue import nm_mvue_compress
 from ..pattern import NMError, Pattern
 from . import fp8
 from .gemms import call, choose, function
-from .plan import STRAIGHT_THROUGH, GemmPlan, Operands, packed_inference, wgrad_product
+from .plan import STRAIGHT_THROUGH, GemmPlan, Operands, packed_inference, wgrad_gemm
 from .transforms import WeightTransform
 
 TWICE = (
@@ -266,8 +266,8 @@ def _wgrad(plan: GemmPlan, g: Tensor, x: Tensor, seed: Tensor | None) -> Tensor:
             )
         words = torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=g.device) if seed is None else seed
     if plan.fprop == "auto":
-        product = wgrad_product(plan, tokens, g.shape[1], x.shape[1], x.dtype, x.device)
-        dw = call(choose(product, measure=True), product, x, g, seed=words)
+        gemm = wgrad_gemm(plan, tokens, g.shape[1], x.shape[1], x.dtype, x.device)
+        dw = call(choose(gemm, measure=True), gemm, x, g, seed=words)
     else:
         if plan.wgrad == "mvue":
             values, indices = nm_mvue_compress(g, plan.n, plan.m, 0, words, plan.method)
@@ -304,7 +304,7 @@ def linear(
 
     Args:
         weight: the master weight ``(out, in)``; it receives the gradient and is read only by a rule that is not straight through.
-        used: W̃ ``(out, in)`` in x's dtype and dense layout, or ``Operands`` where a product reads a packed form.
+        used: W̃ ``(out, in)`` in x's dtype and dense layout, or ``Operands`` where a GEMM reads a packed form.
         seed: int64 ``(2,)`` (seed, offset) for ``wgrad="mvue"``; backward advances the offset by one, in place, on the device. With None
             both are drawn from torch's generator.
         transform: what made ``used`` from ``weight``, with the ``extras`` that it read; see ``WeightTransform``.

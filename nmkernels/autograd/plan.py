@@ -14,7 +14,7 @@ from ..ops import METHODS, Compressed, DeviceCompressed, tensor_core_pattern
 from ..pattern import MAX_M, BackendError, NMError, Pattern
 from ..reference.layouts import COLUMNS, meta_shape
 from .fp8 import SCHEMES
-from .gemms import DENSE, Product, choose, forms
+from .gemms import DENSE, Gemm, choose, forms
 from .transforms import WeightTransform
 
 FPROP = ("dense", "packed", "auto")
@@ -80,14 +80,14 @@ class GemmPlan:
 
     @property
     def packs(self) -> bool:
-        """Whether a product may read a compressed form of the weight."""
+        """Whether a GEMM may read a compressed form of the weight."""
         return self.fprop != "dense"
 
     def check(self, transform: WeightTransform) -> None:
         """Raise ``NMError`` unless the weight that ``transform`` makes has what this plan multiplies."""
         if self.dgrad in ("packed", "columns") and transform.traits.own_dgrad:
             raise NMError(
-                f"GemmPlan: dgrad={self.dgrad!r}, and {type(transform).__name__} has another weight for that product, which is in dense "
+                f"GemmPlan: dgrad={self.dgrad!r}, and {type(transform).__name__} has another weight for that GEMM, which is in dense "
                 'layout. Use dgrad="dense".'
             )
         if self.dgrad == "columns" and not transform.traits.transposable:
@@ -167,11 +167,11 @@ def reads(plan: GemmPlan, transform: WeightTransform, weight: Tensor, dtype: tor
     columns = dgrad in ("columns", "device", "auto") and transform.traits.transposable
     layout = layout_for(weight, transform.pattern, dtype, columns)
     if fprop == "auto":
-        fprop, by = _chosen(_product("fprop", transform, weight, dtype, layout, columns, x.numel() // weight.shape[1]))
+        fprop, by = _chosen(_gemm("fprop", transform, weight, dtype, layout, columns, x.numel() // weight.shape[1]))
     if dgrad == "auto" and not torch.is_grad_enabled():
         dgrad, back_by = fprop, by  # nobody will ask for it
     elif dgrad == "auto":
-        dgrad, back_by = _chosen(_product("dgrad", transform, weight, dtype, layout, columns, x.numel() // weight.shape[1]))
+        dgrad, back_by = _chosen(_gemm("dgrad", transform, weight, dtype, layout, columns, x.numel() // weight.shape[1]))
     elif dgrad in ("packed", "device") and layout != CANONICAL:
         # tensor cores sum along the rows of what is packed, and dgrad sums along the columns of W̃
         dgrad = "columns" if columns else DENSE
@@ -180,18 +180,18 @@ def reads(plan: GemmPlan, transform: WeightTransform, weight: Tensor, dtype: tor
     return Reads(fprop, dgrad, layout, (by, back_by))
 
 
-def _chosen(product: Product) -> tuple[str, str]:
+def _chosen(gemm: Gemm) -> tuple[str, str]:
     """The rule of a GEMM by measurement, and the backend whose kernel it is (empty: the dispatcher's)."""
-    found = choose(product, measure=True)
+    found = choose(gemm, measure=True)
     if found == DENSE:
         return DENSE, ""
     backend, _, form = found.rpartition(" ")
     # a graph calls the op, whose dispatcher decides when it runs
     backend = "" if torch.compiler.is_compiling() else backend
-    return ("columns" if (form if backend else product.forms[1]).startswith("columns") else "packed"), backend
+    return ("columns" if (form if backend else gemm.forms[1]).startswith("columns") else "packed"), backend
 
 
-def _product(role: str, transform: WeightTransform, weight: Tensor, dtype: torch.dtype, layout: str, columns: bool, tokens: int) -> Product:
+def _gemm(role: str, transform: WeightTransform, weight: Tensor, dtype: torch.dtype, layout: str, columns: bool, tokens: int) -> Gemm:
     """fprop or dgrad as ``choose`` is asked about it, with the forms of W̃ that it may read."""
     (rows, cols), p = weight.shape, transform.pattern
     ending = "" if layout == CANONICAL else f":{layout}"
@@ -200,31 +200,31 @@ def _product(role: str, transform: WeightTransform, weight: Tensor, dtype: torch
         forms.append(f"rows{ending}")
     if role == "dgrad" and columns:
         forms.append(f"columns{ending}")
-    return Product(role, tokens, rows, cols, p.n, p.m, dtype, weight.device, tuple(forms), changing=True)
+    return Gemm(role, tokens, rows, cols, p.n, p.m, dtype, weight.device, tuple(forms), changing=True)
 
 
-def wgrad_product(plan: GemmPlan, tokens: int, rows: int, cols: int, dtype: torch.dtype, device: torch.device) -> Product:
+def wgrad_gemm(plan: GemmPlan, tokens: int, rows: int, cols: int, dtype: torch.dtype, device: torch.device) -> Gemm:
     """wgrad of a weight ``(rows, cols)``, whose other operand is estimated; on a GPU also as tensor cores read it."""
     rule = plan.method if plan.wgrad == "mvue" else plan.wgrad
     made: tuple[str, ...] = (DENSE, "rows")
     if device.type != "cpu" and (plan.n, plan.m) == (2, 4):
         known = forms.__wrapped__ if torch.compiler.is_compiling() else forms  # a graph would warn of the cache
         made = known(rows, tokens, plan.n, plan.m, dtype, device.type)
-    return Product("wgrad", tokens, rows, cols, plan.n, plan.m, dtype, device, made, rule)
+    return Gemm("wgrad", tokens, rows, cols, plan.n, plan.m, dtype, device, made, rule)
 
 
-def products(plan: GemmPlan, transform: WeightTransform, weight: Tensor, dtype: torch.dtype, tokens: int) -> tuple[Product, ...]:
+def gemms_of(plan: GemmPlan, transform: WeightTransform, weight: Tensor, dtype: torch.dtype, tokens: int) -> tuple[Gemm, ...]:
     """The GEMMs for which a layer with this plan asks ``choose``: those of "auto"; see ``reads``."""
     columns = transform.traits.transposable and plan.dgrad == "auto"
     layout = layout_for(weight, transform.pattern, dtype, columns)
     asked = [
-        _product(role, transform, weight, dtype, layout, columns, tokens)
+        _gemm(role, transform, weight, dtype, layout, columns, tokens)
         for role, rule in (("fprop", plan.fprop), ("dgrad", plan.dgrad))
         if rule == "auto"
     ]
     if plan.fprop == "auto" and plan.wgrad in ("mvue", "magnitude"):
-        asked.append(wgrad_product(plan, tokens, weight.shape[0], weight.shape[1], dtype, weight.device))
-    return tuple(product for product in asked if product.forms != (DENSE,))
+        asked.append(wgrad_gemm(plan, tokens, weight.shape[0], weight.shape[1], dtype, weight.device))
+    return tuple(gemm for gemm in asked if gemm.forms != (DENSE,))
 
 
 def layout_for(weight: Tensor, pattern: Pattern, dtype: torch.dtype, columns: bool) -> str:

@@ -135,7 +135,7 @@ class WeightTransform:
         return weight.clone(memory_format=torch.contiguous_format) if out is None else out.copy_(weight)
 
     def for_dgrad(self, used: Tensor, *extras: Tensor) -> Tensor:
-        """The weight of the product ∂L/∂x = g W̃, from ``used``, W̃ in x's dtype; by default W̃ itself."""
+        """The weight of the GEMM ∂L/∂x = g W̃, from ``used``, W̃ in x's dtype; by default W̃ itself."""
         return used
 
     def packed(

@@ -1,4 +1,4 @@
-"""Floor 2: backends. Importing this package registers all of them; each declines in its ``supports`` what it cannot run.
+"""Layer 2: backends. Importing this package registers all of them; each declines in its ``supports`` what it cannot run.
 
 A new backend is one module and one name in this list. Importing a module must be cheap and must work where
 the backend itself cannot run, so that ``explain`` can say why.

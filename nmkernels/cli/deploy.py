@@ -28,7 +28,7 @@ SAMPLE_TOKENS = 320
 
 
 def deploy(trainer: Trainer, out: Path) -> dict[str, Any]:
-    """Finish a trained model, write its files into ``out``, and return the figures of the result."""
+    """Finish a trained model, write its files into ``out``, and return the metrics of the result."""
     result: dict[str, Any] = {"val_loss": trainer.validate()}
     model, handle = trainer.model.eval(), trainer.handle
     if handle is not None:

@@ -1,4 +1,4 @@
-"""The linear layers of well-known models by name and shape, so that figures can be had of a model without having it."""
+"""The linear layers of well-known models by name and shape, so that numbers can be had of a model without having it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 5: modules. SparseLinear trains, CompressedLinear deploys."""
+"""Layer 5: modules. SparseLinear trains, CompressedLinear deploys."""
 
 from .activation import ActivationRule, SquaredReLU, SquaredReLUMLP
 from .adapter import ADAPTER, adapter_of, add_adapter, folded, set_adapter

@@ -58,5 +58,5 @@ def folded(weight: Tensor, left: Tensor, right: Tensor) -> Tensor:
         tensor([[3., 6.]])
     """
     with torch.no_grad():
-        wide = torch.promote_types(weight.dtype, torch.float32)  # a product of 16-bit numbers would be rounded twice
+        wide = torch.promote_types(weight.dtype, torch.float32)  # a GEMM of 16-bit numbers would be rounded twice
         return (weight.to(wide) + (left.to(wide) @ right.to(wide)).t() / left.shape[1]).to(weight.dtype)

@@ -53,7 +53,7 @@ BLOCKS: dict[type[nn.Module], tuple[str, str]] = {
 
 
 def is_plain_linear(module: nn.Module) -> bool:
-    """True for layers whose product is y = x Wᵀ + b and nothing else: ``nn.Linear`` itself, ``Conv1D`` itself, our sparse ones."""
+    """True for layers whose GEMM is y = x Wᵀ + b and nothing else: ``nn.Linear`` itself, ``Conv1D`` itself, our sparse ones."""
     return type(module) is nn.Linear or is_conv1d(module) or isinstance(module, NMWeight)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..autograd import linear_compressed
-from ..autograd.gemms import AUTO, DENSE, Product, call, choose, form_of, forms
+from ..autograd.gemms import AUTO, DENSE, Gemm, call, choose, form_of, forms
 from ..backends.cpu.linear import FEW_TOKENS
 from ..ops.compress import counts_writes
 from ..ops.define import kind_of
@@ -30,7 +30,7 @@ class CompressedLinear(nn.Module):
 
     Args:
         weight: the compressed weight of shape ``(out, in)``, a constant. bias: ``(out,)`` or None; a Parameter stays the same Parameter.
-        layout: how the dense module stores its weight: ``"linear"`` ``(out, in)`` or ``"conv1d"`` ``(in, out)``. The product is the same.
+        layout: how the dense module stores its weight: ``"linear"`` ``(out, in)`` or ``"conv1d"`` ``(in, out)``. The GEMM is the same.
         keep_dense: keep the dense weight too, made at the first call that wants it, and multiply it where that is faster than the
             compressed form: as ``nm.tune(model, tokens=...)`` has measured, else on a CPU for many tokens in 16 bits and patterns that keep
             more than about half, elsewhere always. The layer then needs ``1 + M/N`` times the memory of its values; the copy is not saved,
@@ -40,8 +40,8 @@ class CompressedLinear(nn.Module):
         adapter: (L ``(in, r)``, R ``(r, out)``) of a low-rank adapter, y += x L R / r, kept as the Parameters ``nm_left`` and ``nm_right``.
         columns: a permutation of the inputs, int ``(in,)``: y = x[..., columns] Wᵀ + b, for groups that are no neighbours among the inputs.
 
-    Without ``keep_dense`` such a product expands the weight at every call. An inf or NaN of x reaches those outputs whose stored
-    weights meet it; where the product is a dense one, it makes all of its row NaN or inf. Differentiable in all but the weight.
+    Without ``keep_dense`` such a GEMM expands the weight at every call. An inf or NaN of x reaches those outputs whose stored
+    weights meet it; where the GEMM is a dense one, it makes all of its row NaN or inf. Differentiable in all but the weight.
 
     Raises:
         ShapeError: the weight is not a matrix, the bias, the adapter or the columns do not fit, or the layout is unknown.
@@ -86,7 +86,7 @@ class CompressedLinear(nn.Module):
         if adapter is not None:
             set_adapter(self, *adapter, self.out_features, self.in_features)
         self._view: ops.Compressed | None = weight
-        self._asked: Product | None = None
+        self._asked: Gemm | None = None
         self._few = FEW_TOKENS * self.in_features
 
     @property
@@ -134,8 +134,8 @@ class CompressedLinear(nn.Module):
 
     def _chosen(self, x: Tensor, weight: ops.Compressed) -> Tensor:
         """y = x Wᵀ + b by the candidate that is chosen for it."""
-        product = self._product_of(x.numel() // (self.in_features or 1), x.dtype, x.device)
-        name, bias = choose(product), self._parameters["bias"]
+        gemm = self._gemm_of(x.numel() // (self.in_features or 1), x.dtype, x.device)
+        name, bias = choose(gemm), self._parameters["bias"]
         if name in ORDINARY:
             return linear_compressed(x, weight, bias)
         b = bias if bias is None or bias.dtype == x.dtype else bias.to(x.dtype)
@@ -143,8 +143,8 @@ class CompressedLinear(nn.Module):
             return F.linear(x, weight.layout("dense", ops.Compressed.dense), b)
         if torch.is_grad_enabled() or kind_of("", (x, weight.values, bias)) is None:
             return linear_compressed(x, weight, bias)
-        form = form_of(name, product)
-        return call(name, product, x, {form: weight.layout(form, partial(_packed, form))}, bias=b)
+        form = form_of(name, gemm)
+        return call(name, gemm, x, {form: weight.layout(form, partial(_packed, form))}, bias=b)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
@@ -158,18 +158,18 @@ class CompressedLinear(nn.Module):
         self._view = None  # made anew, also after writes that torch does not count
         return super().train(mode)
 
-    def products(self, tokens: int, dtype: torch.dtype | None = None) -> tuple[Product, ...]:
+    def gemms(self, tokens: int, dtype: torch.dtype | None = None) -> tuple[Gemm, ...]:
         """Its one GEMM, with so many rows of the input, for ``nm.tune``; ``dtype``: of the input under autocast, the weight's if None."""
-        return (self._product_of(tokens, dtype or self.values.dtype, self.values.device),)
+        return (self._gemm_of(tokens, dtype or self.values.dtype, self.values.device),)
 
-    def _product_of(self, tokens: int, dtype: torch.dtype, device: torch.device) -> Product:
+    def _gemm_of(self, tokens: int, dtype: torch.dtype, device: torch.device) -> Gemm:
         last = self._asked
         if last is not None and last.tokens == tokens and last.dtype == dtype and last.device == device:
             return last
         rows, cols, n, m = self.out_features, self.in_features, self.pattern.n, self.pattern.m
         at_hand = forms(rows, cols, n, m, dtype, device.type, self.keep_dense)
-        product = self._asked = Product("fprop", tokens, rows, cols, n, m, dtype, device, at_hand)
-        return product
+        gemm = self._asked = Gemm("fprop", tokens, rows, cols, n, m, dtype, device, at_hand)
+        return gemm
 
     def extra_repr(self) -> str:
         more = "" if self.order is None else ", inputs reordered"

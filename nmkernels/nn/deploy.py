@@ -31,7 +31,7 @@ def compress_(model: nn.Module, keep_dense: bool = False) -> nn.Module:
 
     Layers whose groups are no neighbours (``Complementary``) take their inputs in another order, or where ``find_chains`` proves that to
     be the same, the layers before them give their outputs in it: those change their rows, and the model its sums by rounding. Else the
-    products are unchanged; forward and backward hooks, bias, adapter and mode are carried over; the dense weights are freed once
+    GEMMs are unchanged; forward and backward hooks, bias, adapter and mode are carried over; the dense weights are freed once
     nothing else (an optimizer, the handle) holds them. Everything is checked before anything is replaced.
 
     Args:

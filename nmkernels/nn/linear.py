@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..autograd import STRAIGHT_THROUGH, GemmPlan, HardMask, WeightTransform, linear, products
-from ..autograd.gemms import Product
+from ..autograd import STRAIGHT_THROUGH, GemmPlan, HardMask, WeightTransform, gemms_of, linear
+from ..autograd.gemms import Gemm
 from ..ops import is_nm
 from ..pattern import NMError, Pattern, PatternLike
 from .adapter import ADAPTER, adapter_of, add_adapter, set_adapter
@@ -178,17 +178,18 @@ class NMWeight(nn.Module):
             return self.master.detach().to(dtype or self.weight.dtype)
         return self.effective.dense(self.master, self.transform, self._extras(self.transform), dtype or self.weight.dtype)
 
-    def products(self, tokens: int, dtype: torch.dtype | None = None) -> tuple[Product, ...]:
+    def gemms(self, tokens: int, dtype: torch.dtype | None = None) -> tuple[Gemm, ...]:
         """The GEMMs for which this layer asks ``autograd.gemms``, with so many rows of the input: those that its plan leaves open.
 
         ``dtype``: of the GEMMs, under autocast; the weight's if None.
         """
         if self.transform is None:
             return ()
-        return products(self.plan, self.transform, self.master, dtype or self.weight.dtype, tokens)
+        return gemms_of(self.plan, self.transform, self.master, dtype or self.weight.dtype, tokens)
 
     def forward(self, x: Tensor) -> Tensor:
-        """y = x W̃ᵀ + b, and the adapter's part; x ``(..., in)``. Under autocast x and W̃ are cast, the mask comes from the master weight."""
+        """y = x W̃ᵀ + b, and the adapter's part; x ``(..., in)``. Under autocast x and W̃ are cast, the mask comes from the master
+        weight."""
         self.ran = True
         weight, transform, given = self.weight, self.transform, x
         if self.transposed:

@@ -1,4 +1,4 @@
-"""tune: time the ways to do a model's products on the device at hand, and keep the fastest ones on disk."""
+"""tune: time the ways to do a model's GEMMs on the device at hand, and keep the fastest ones on disk."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..autograd import gemms
-from ..autograd.gemms import Product
+from ..autograd.gemms import Gemm
 from ..dispatch import ENV, choose, forced_backend, implementations
 from ..pattern import BackendError, NMError, Pattern
 from ..tuning import Found, Seconds
@@ -21,7 +21,7 @@ from .linear import NMWeight, autocast_dtype, castable
 
 __all__ = ["Progress", "TuneReport", "Tuned", "tune"]
 
-HEADER = ("layer", "product", "shape", "tokens", "default ms", "best ms", "gain", "choice")
+HEADER = ("layer", "gemm", "shape", "tokens", "default ms", "best ms", "gain", "choice")
 DEVICES = ("cpu", "cuda")
 
 Progress = Callable[[int, int, str], None]
@@ -32,10 +32,10 @@ log.addHandler(logging.NullHandler())
 
 @dataclass
 class Tuned:
-    """What was found for one product of some layers.
+    """What was found for one GEMM of some layers.
 
     Args:
-        kind: the layers' class. product: ``fprop``, ``dgrad``, ``wgrad``, or empty where the layer has none to tune.
+        kind: the layers' class. GEMM: ``fprop``, ``dgrad``, ``wgrad``, or empty where the layer has none to tune.
         shape: (out, in). pattern, dtype: of the compressed operand.
         default, best: seconds of what is done where nothing was measured (of a launch: by the heuristic; of a choice: dense, or by the
             backend of highest priority) and of the fastest right one; None where nothing was timed.
@@ -44,7 +44,7 @@ class Tuned:
 
     layers: list[str]
     kind: str
-    product: str = ""
+    gemm: str = ""
     shape: tuple[int, int] = (0, 0)
     tokens: int = 0
     pattern: str = ""
@@ -62,24 +62,24 @@ class Tuned:
     def cells(self) -> tuple[str, ...]:
         """Its row of the table."""
         kind = f"{self.kind} x{len(self.layers)}" if len(self.layers) > 1 else self.kind
-        product = " ".join(part for part in (self.product, self.pattern, self.dtype) if part)
+        gemm = " ".join(part for part in (self.gemm, self.pattern, self.dtype) if part)
         times = [f"{1e3 * t:.4f}" if t is not None else "" for t in (self.default, self.best)]
         gain = f"{self.gain:.2f}x" if self.gain is not None else ""
-        return kind, product, f"({self.shape[0]},{self.shape[1]})", str(self.tokens or ""), *times, gain, self.choice
+        return kind, gemm, f"({self.shape[0]},{self.shape[1]})", str(self.tokens or ""), *times, gain, self.choice
 
 
 @dataclass
 class TuneReport:
     """What ``tune`` found; ``str`` of it is a table.
 
-    ``choices`` has the way that each product of layers of one shape is done, such as ``dense`` or ``cpu rows``; ``entries`` how Triton's
+    ``choices`` has the way that each GEMM of layers of one shape is done, such as ``dense`` or ``cpu rows``; ``entries`` how Triton's
     kernels are launched, and layers that have nothing to tune. ``paths`` are the files that was written to; where there are none, ``note``
     says why.
 
     Example:
-        >>> print(TuneReport([Tuned(["fc"], "SparseLinear", shape=(8, 16), choice="its products are dense")]))
-        layer         product  shape   tokens  default ms  best ms  gain  choice
-        SparseLinear           (8,16)                                     its products are dense
+        >>> print(TuneReport([Tuned(["fc"], "SparseLinear", shape=(8, 16), choice="its GEMMs are dense")]))
+        layer         GEMM  shape   tokens  default ms  best ms  gain  choice
+        SparseLinear           (8,16)                                     its GEMMs are dense
         nothing to store
     """
 
@@ -95,7 +95,7 @@ class TuneReport:
 
     @property
     def changed(self) -> list[Tuned]:
-        """Launches that are no longer the heuristic's, and products that are no longer done as they are where nothing was measured."""
+        """Launches that are no longer the heuristic's, and GEMMs that are no longer done as they are where nothing was measured."""
         launches = [e for e in self.entries if e.best is not None and not e.choice.startswith("default")]
         return launches + [c for c in self.choices if c.best is not None and c.best != c.default]
 
@@ -104,23 +104,23 @@ class TuneReport:
         rows = [HEADER, *(e.cells() for e in every)]
         widths = [max(len(row[i]) for row in rows) for i in range(7)]
         lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row[:7], widths, strict=True)), row[7]]).rstrip() for row in rows]
-        lines += [f"refused, {e.product} {e.shape[0]}x{e.shape[1]}: {why}" for e in every for why in e.refused]
+        lines += [f"refused, {e.gemm} {e.shape[0]}x{e.shape[1]}: {why}" for e in every for why in e.refused]
         return "\n".join([*lines, f"stored in {self.path}" if self.paths else self.note])
 
 
 def tune(
     model: nn.Module, tokens: int | Sequence[int] = 8192, *, timer: Seconds | None = None, progress: Progress | None = None
 ) -> TuneReport:
-    """Time the ways in which the products of ``model`` can be done on its device, dense among them; later calls use the fastest.
+    """Time the ways in which the GEMMs of ``model`` can be done on its device, dense among them; later calls use the fastest.
 
-    First the launches of Triton's kernels, where those run; then, for every product whose layer leaves the choice open, the backends
-    against each other and against dense: y = x Wᵀ of ``CompressedLinear``, and in training the products of layers whose recipe has
-    ``packed="auto"``. So a sparse product is never slower than the dense one where there is a dense weight, which a
-    ``CompressedLinear`` has with ``keep_dense=True``. Under ``torch.autocast`` the products are those of its dtype.
+    First the launches of Triton's kernels, where those run; then, for every GEMM whose layer leaves the choice open, the backends
+    against each other and against dense: y = x Wᵀ of ``CompressedLinear``, and in training the GEMMs of layers whose recipe has
+    ``packed="auto"``. So a sparse GEMM is never slower than the dense one where there is a dense weight, which a
+    ``CompressedLinear`` has with ``keep_dense=True``. Under ``torch.autocast`` the GEMMs are those of its dtype.
 
     Each shape is timed once, on random numbers, in turns. What is not as good as torch's own result, judged against float64, is told in
     the report and never chosen. The choices are stored in ``NMKERNELS_CACHE`` or ``~/.cache/nmkernels``; they hold for this device, these
-    versions, these shapes, and token counts up to the next power of two. A product takes about a second, or some ten calls where those
+    versions, these shapes, and token counts up to the next power of two. A GEMM takes about a second, or some ten calls where those
     are slower: on a CPU give the tokens that you really use. ``NMKERNELS_CHOICE=dense`` or ``packed`` takes the choice away, and
     ``measured`` lets layers measure what is unknown when they meet it.
 
@@ -128,7 +128,7 @@ def tune(
         model: any module, on the device it will run on and in its dtype.
         tokens: rows of the layers' input, batch times sequence; several for a model that is called with several.
         timer: seconds of a call; the median of many on the device if None.
-        progress: called with (done, total, what) before each product. The same is logged to ``nmkernels.tune``.
+        progress: called with (done, total, what) before each GEMM. The same is logged to ``nmkernels.tune``.
 
     Returns:
         a ``TuneReport``. With ``NMKERNELS_BACKEND`` set there is nothing to choose, and only that backend's launches are timed.
@@ -140,31 +140,31 @@ def tune(
         >>> import torch
         >>> from nmkernels import CompressedLinear, ops
         >>> layer = CompressedLinear(ops.compress(torch.randn(4, 8), "2:4"))
-        >>> [entry.product for entry in tune(layer, tokens=4).choices]
+        >>> [entry.GEMM for entry in tune(layer, tokens=4).choices]
         ['fprop']
     """
     counts = (tokens,) if isinstance(tokens, int) else tuple(tokens)
     if not counts or any(t < 1 for t in counts):
         raise NMError(f"tune: tokens={tokens!r}; give the rows of the layers' input, at least 1, or several such numbers.")
     forced = forced_backend()
-    launches, products = _launches(model, counts), [] if forced else _products(model, counts)
-    covered = {name for _, entry in products for name in entry.layers}
-    report = TuneReport([e for product, e in launches if product or not covered.issuperset(e.layers)], [e for _, e in products])
+    launches, wanted = _launches(model, counts), [] if forced else _gemms(model, counts)
+    covered = {name for _, entry in wanted for name in entry.layers}
+    report = TuneReport([e for gemm, e in launches if gemm or not covered.issuperset(e.layers)], [e for _, e in wanted])
     if forced and not report.entries:
         report.note = f"nothing to choose: {ENV}={forced}"
-    work = [(product, entry, True) for product, entry in launches if product is not None]
-    work += [(product, entry, False) for product, entry in products]
-    for done, (product, entry, launch) in enumerate(work):
-        what = f"{entry.product} {entry.shape[0]}x{entry.shape[1]} {entry.pattern}, {entry.tokens} tokens"
+    work = [(gemm, entry, True) for gemm, entry in launches if gemm is not None]
+    work += [(gemm, entry, False) for gemm, entry in wanted]
+    for done, (gemm, entry, launch) in enumerate(work):
+        what = f"{entry.gemm} {entry.shape[0]}x{entry.shape[1]} {entry.pattern}, {entry.tokens} tokens"
         log.info("%d of %d: %s", done + 1, len(work), what)
         if progress is not None:
             progress(done, len(work), what)
         # stored one by one, so that a compiler that crashes takes nothing along that was found before
-        _measure(report, product, entry, partial(_prepared, product, timer) if launch else partial(_measured, product, timer), launch)
+        _measure(report, gemm, entry, partial(_prepared, gemm, timer) if launch else partial(_measured, gemm, timer), launch)
     return report
 
 
-def _measure(report: TuneReport, product: Product, entry: Tuned, measure: Callable[[], Found], launch: bool) -> None:
+def _measure(report: TuneReport, gemm: Gemm, entry: Tuned, measure: Callable[[], Found], launch: bool) -> None:
     """Fill in an entry, and where it was stored."""
     try:
         found = measure()
@@ -177,23 +177,23 @@ def _measure(report: TuneReport, product: Product, entry: Tuned, measure: Callab
         entry.choice = default if found.seconds else "no launch gave a right result"
     entry.refused = [f"{name}: {why}" for name, why in found.refused.items()]
     for why in entry.refused:
-        log.warning("%s: refused %s", product.words(), why)
+        log.warning("%s: refused %s", gemm.words(), why)
     if found.path is None:
         report.note = found.note
     elif found.path not in report.paths:
         report.paths.append(found.path)
 
 
-def _measured(product: Product, timer: Seconds | None) -> Found:
+def _measured(gemm: Gemm, timer: Seconds | None) -> Found:
     """The backends against each other and dense."""
-    found = gemms.measure(product, timer=timer)
+    found = gemms.measure(gemm, timer=timer)
     gemms.record(found)
     return found
 
 
-def _products(model: nn.Module, counts: Sequence[int]) -> list[tuple[Product, Tuned]]:
-    """Every product for which layers ask, under the autocast that is on, once, with the entry that names these layers."""
-    found: dict[tuple[str, Product], Tuned] = {}
+def _gemms(model: nn.Module, counts: Sequence[int]) -> list[tuple[Gemm, Tuned]]:
+    """Every GEMM for which layers ask, under the autocast that is on, once, with the entry that names these layers."""
+    found: dict[tuple[str, Gemm], Tuned] = {}
     for name, module in model.named_modules():
         if not isinstance(module, (CompressedLinear, NMWeight)):
             continue
@@ -201,35 +201,35 @@ def _products(model: nn.Module, counts: Sequence[int]) -> list[tuple[Product, Tu
         cast = autocast_dtype(weight)
         dtype: torch.dtype = cast if cast is not None and castable(weight.dtype) else weight.dtype
         kind = type(module).__name__
-        for product in (product for t in counts for product in module.products(t, dtype)):
-            if product.device.type in DEVICES:
-                found.setdefault((kind, product), _entry(kind, product)).layers.append(name or "(root)")
-    return [(product, entry) for (_, product), entry in found.items()]
+        for gemm in (gemm for t in counts for gemm in module.gemms(t, dtype)):
+            if gemm.device.type in DEVICES:
+                found.setdefault((kind, gemm), _entry(kind, gemm)).layers.append(name or "(root)")
+    return [(gemm, entry) for (_, gemm), entry in found.items()]
 
 
-def _entry(kind: str, product: Product) -> Tuned:
-    pattern, dtype = f"{product.n}:{product.m}", str(product.dtype).removeprefix("torch.")
-    return Tuned([], kind, product.role, (product.rows, product.cols), product.tokens, pattern, dtype)
+def _entry(kind: str, gemm: Gemm) -> Tuned:
+    pattern, dtype = f"{gemm.n}:{gemm.m}", str(gemm.dtype).removeprefix("torch.")
+    return Tuned([], kind, gemm.role, (gemm.rows, gemm.cols), gemm.tokens, pattern, dtype)
 
 
 # ---- how kernels that compile are launched
 
 
-def _launches(model: nn.Module, counts: Sequence[int]) -> list[tuple[Product | None, Tuned]]:
-    """Every product whose kernel has launches to choose among, once, and an entry without one per kind of layer that has none."""
-    found: dict[Any, tuple[Product | None, Tuned]] = {}
+def _launches(model: nn.Module, counts: Sequence[int]) -> list[tuple[Gemm | None, Tuned]]:
+    """Every GEMM whose kernel has launches to choose among, once, and an entry without one per kind of layer that has none."""
+    found: dict[Any, tuple[Gemm | None, Tuned]] = {}
     for name, module in model.named_modules():
         if not isinstance(module, (CompressedLinear, NMWeight)):
             continue
         kind, rows, cols = type(module).__name__, *(module.weight if isinstance(module, CompressedLinear) else module.master).shape
-        for product, reason in _of_layer(module, int(rows), int(cols), counts):
-            entry = Tuned([], kind, shape=(int(rows), int(cols)), choice=reason) if product is None else _entry(kind, product)
-            found.setdefault((kind, product or (entry.shape, reason)), (product, entry))[1].layers.append(name or "(root)")
+        for gemm, reason in _of_layer(module, int(rows), int(cols), counts):
+            entry = Tuned([], kind, shape=(int(rows), int(cols)), choice=reason) if gemm is None else _entry(kind, gemm)
+            found.setdefault((kind, gemm or (entry.shape, reason)), (gemm, entry))[1].layers.append(name or "(root)")
     return list(found.values())
 
 
-def _of_layer(module: CompressedLinear | NMWeight, rows: int, cols: int, counts: Sequence[int]) -> Iterator[tuple[Product | None, str]]:
-    """The products of a layer that such kernels run, or the reason why there are none."""
+def _of_layer(module: CompressedLinear | NMWeight, rows: int, cols: int, counts: Sequence[int]) -> Iterator[tuple[Gemm | None, str]]:
+    """The GEMMs of a layer that such kernels run, or the reason why there are none."""
     if isinstance(module, CompressedLinear):
         roles, pattern, weight = [("fprop", module.pattern)], module.pattern, module.values
     else:
@@ -237,12 +237,12 @@ def _of_layer(module: CompressedLinear | NMWeight, rows: int, cols: int, counts:
         roles = [("fprop", pattern), ("dgrad", pattern)] if plan.packs else []
         roles += [("wgrad", Pattern(plan.n, plan.m))] if plan.wgrad in ("mvue", "magnitude") else []
     if not roles:
-        yield None, "its products are dense until nm.compress_"
+        yield None, "its GEMMs are dense until nm.compress_"
     for role, p in roles:
         for t in counts:
             rule = "magnitude" if role == "wgrad" else ""
-            product = Product(role, t, rows, cols, p.n, p.m, weight.dtype, weight.device, ("rows",), rule)
-            op, args = _call(product)
+            gemm = Gemm(role, t, rows, cols, p.n, p.m, weight.dtype, weight.device, ("rows",), rule)
+            op, args = _call(gemm)
             entry = next(i for i in implementations(op) if i.tuning.compiles)
             can, reason = entry.supports(*args)
             try:
@@ -250,21 +250,21 @@ def _of_layer(module: CompressedLinear | NMWeight, rows: int, cols: int, counts:
                 reason = f"{entry.backend} declined: {reason}" if not can else "" if chosen is entry else f"runs on {chosen.backend}"
             except BackendError as error:
                 reason = str(error)
-            yield (None, reason) if reason else (product, "")
+            yield (None, reason) if reason else (gemm, "")
 
 
-def _call(product: Product) -> tuple[str, tuple[Any, ...]]:
-    """The raw op of a product and arguments of its shapes, in memory as it comes."""
-    p, pattern = product, Pattern(product.n, product.m)
+def _call(gemm: Gemm) -> tuple[str, tuple[Any, ...]]:
+    """The raw op of a GEMM and arguments of its shapes, in memory as it comes."""
+    p, pattern = gemm, Pattern(gemm.n, gemm.m)
     new = partial(torch.empty, dtype=p.dtype, device=p.device)
     cols = p.tokens if p.role == "wgrad" else p.cols
     packed = new((p.rows, pattern.kept(cols))), torch.empty((p.rows, pattern.index_bytes(cols)), dtype=torch.uint8, device=p.device)
     return gemms.op_of(p, "rows"), gemms.arguments(p, "rows", packed, new((p.tokens, p.rows if p.role == "dgrad" else p.cols)))
 
 
-def _prepared(product: Product, timer: Seconds | None) -> Found:
+def _prepared(gemm: Gemm, timer: Seconds | None) -> Found:
     """Of the launches the fastest."""
-    op, args = _call(product)
+    op, args = _call(gemm)
     prepare = choose(op, *args).tuning.prepare
     assert prepare is not None
     found: Found = prepare(op, *args, timer=timer)

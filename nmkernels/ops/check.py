@@ -59,8 +59,8 @@ def check_operand(op: str, values: Tensor, indices: Tensor, n: int, m: int, cols
 
 Kernel = Callable[..., Any]
 
-PRODUCT = (
-    "this raw product is not differentiable. Use nm.nn.CompressedLinear (inference, gradient to x) or nm.nn.SparseLinear (training); or "
+GEMM = (
+    "this raw GEMM is not differentiable. Use nm.nn.CompressedLinear (inference, gradient to x) or nm.nn.SparseLinear (training); or "
     "call it under torch.no_grad()."
 )
 
@@ -140,7 +140,7 @@ def require_no_grad(op: str, **tensors: Tensor | None) -> None:
         return
     for name, tensor in tensors.items():
         if tensor is not None and tensor.requires_grad:
-            raise NMError(f"{op}: {name} requires grad, and {PRODUCT}")
+            raise NMError(f"{op}: {name} requires grad, and {GEMM}")
 
 
 def has_tangent(x: Tensor) -> bool:
@@ -151,7 +151,7 @@ def has_tangent(x: Tensor) -> bool:
 def no_gradient(name: str, where: str = "") -> str:
     """The words in which op ``name`` refuses."""
     if name.startswith("nm_linear"):
-        return f"{name} has no gradient{where}: {PRODUCT}"
+        return f"{name} has no gradient{where}: {GEMM}"
     return (
         f"{name} has no gradient{where}: through a mask it depends on the training method. Train with nm.sparsify_ or nm.SparseLinear, "
         "which define it; or call the op on x.detach() if no gradient is wanted."

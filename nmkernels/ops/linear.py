@@ -1,4 +1,4 @@
-"""The three matrix products of a linear layer with one operand compressed: fprop nt, dgrad nn, wgrad tn."""
+"""The three GEMMs of a linear layer with one operand compressed: fprop nt, dgrad nn, wgrad tn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A layer's weight compressed along its rows, its columns or both, in the dtype and order that its products read."""
+"""A layer's weight compressed along its rows, its columns or both, in the dtype and order that its GEMMs read."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def pack(
         mask: ``"magnitude"``: the N largest of every group of the operand. ``"transposable"``: ``transposable_mask(w)``, for W and Wᵀ.
             ``"threshold"``: as magnitude, and the values are ``soft_threshold`` times ``scale`` (S-STE, Hu et al. 2024, arXiv 2409.09099).
             Or a bool tensor of w's shape; a group with fewer than N is filled up with zeros at its lowest unkept positions.
-        scale: of ``"threshold"``: one fp32 element (fp64 for fp64 weights) on w's device; the product is rounded to fp32, then ``dtype``.
+        scale: of ``"threshold"``: one fp32 element (fp64 for fp64 weights) on w's device; the GEMM is rounded to fp32, then ``dtype``.
         dtype: of the values, rounded once to nearest even; w's own if not given, whose bits stay.
         rows: pack W. columns: pack Wᵀ. Both at once need ``"transposable"`` or a mask.
         check: False: a bool mask is N:M for certain, so that the host need not wait for a GPU to say so. One that is not gives anything.
@@ -192,7 +192,7 @@ class DeviceCompressed:
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """What ``pack`` returns: a weight W ``(out, in)`` compressed for the products of a layer. A pytree of its two parts.
+    """What ``pack`` returns: a weight W ``(out, in)`` compressed for the GEMMs of a layer. A pytree of its two parts.
 
     Args:
         rows: W, of shape ``(out, in)``, groups along ``in``: the operand of the forward pass. None where not asked for.

@@ -1,4 +1,4 @@
-"""Floor 6: training recipes. Each method of the field is one file of ``methods`` with a frozen configuration, found by itself."""
+"""Layer 6: training recipes. Each method of the field is one file of ``methods`` with a frozen configuration, found by itself."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -221,7 +221,7 @@ class Attachment:
         return found
 
     def _since_applied(self, new: Tensor) -> Tensor:
-        """``new``, or where the step was skipped the figures of the last applied one, with no flips; decided on the device."""
+        """``new``, or where the step was skipped the metrics of the last applied one, with no flips; decided on the device."""
         if self._found_inf is None:
             return new
         if self.stats is None:

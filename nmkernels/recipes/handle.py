@@ -17,7 +17,7 @@ from ..nn import NMWeight, make_dense_, switch_fast_paths
 from ..pattern import CheckpointError, RecipeError
 from .attach import STATE_KEY, Attachment, group_of, inner, is_attached, masked_adamw, require_learned, require_optimizer, unwrapped
 from .base import Recipe, State
-from .metrics import figures
+from .metrics import metrics_of
 from .report import Report
 from .run import Run
 
@@ -153,7 +153,7 @@ class Handle:
         """
         if not self.run.state and not self.finished:
             self.run.gradients.warn("metrics", self.recipe, attached=False)
-        return figures(self.run, self._attachments)
+        return metrics_of(self.run, self._attachments)
 
     @contextmanager
     def calibrate(self) -> Iterator[None]:
@@ -203,7 +203,7 @@ class Handle:
                     layer.use(None, STRAIGHT_THROUGH)
             elif not self.run.stage.held_mask:
                 for name, transform in self.run.final_transforms().items():
-                    # emulated roundings and packed products belong to training; any other plan computes the same forward pass
+                    # emulated roundings and packed GEMMs belong to training; any other plan computes the same forward pass
                     plan = kept[name][1]
                     self.layers[name].use(transform, plan if plan.fp8 is None and plan.fprop == "dense" else STRAIGHT_THROUGH)
             yield

@@ -1,4 +1,4 @@
-"""The figures of ``handle.metrics()``, from the sums that the optimizers leave behind."""
+"""The metrics of ``handle.metrics()``, from the sums that the optimizers leave behind."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .base import State
 from .run import Run
 
 
-def figures(run: Run, attachments: Iterable[Attachment]) -> dict[str, Tensor]:
+def metrics_of(run: Run, attachments: Iterable[Attachment]) -> dict[str, Tensor]:
     """What ``Handle.metrics`` tells, as 0-d tensors; nothing here waits for the device. λ is the recipe's own figure ``decay``, if any."""
     layers, stage, state = run.layers, run.stage, run.state
     phase = torch.tensor(stage.phase)
@@ -45,7 +45,7 @@ def _kept_gain(state: State) -> dict[str, Tensor]:
 
 
 def _watched(layers: dict[str, NMWeight]) -> dict[str, Tensor]:
-    """The transforms' own figures, each the mean over all weights of the layers that have it."""
+    """The transforms' own metrics, each the mean over all weights of the layers that have it."""
     seen: dict[str, list[tuple[Tensor, int]]] = {}
     for layer in layers.values():
         for name, value in layer.watched().items():

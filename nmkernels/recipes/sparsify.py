@@ -38,7 +38,7 @@ NOT_LINEAR: tuple[tuple[tuple[type[nn.Module], ...], str], ...] = (
 """Torch's layers whose weight is none of a linear layer's."""
 
 TINY = 16
-"""Fewer features than this on either side: the mask costs more than the product."""
+"""Fewer features than this on either side: the mask costs more than the GEMM."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Candidate:
     module: nn.Module
     shape: tuple[int, ...]
     impossible: str = ""
-    unwise: str = ""
+    keep_dense: str = ""
     misshapen: bool = False
     linear: bool = True
 
@@ -81,7 +81,7 @@ def select(
                 f"sparsify_: the filter chose layer {c.name!r}, which cannot be made {pattern} sparse: {c.impossible}. "
                 "Leave it out of the filter."
             )
-        against = c.unwise or (plan(pattern, c.shape).keep_dense_reason if len(c.shape) == 2 else "")
+        against = c.keep_dense or (plan(pattern, c.shape).keep_dense_reason if len(c.shape) == 2 else "")
         reason = c.impossible or (against if filter_fn is None else "") or ("" if wanted else "not chosen by the filter")
         if not reason:
             chosen.append(c)
@@ -96,7 +96,7 @@ def _candidates(model: nn.Module, pattern: Pattern, plan: LayerFn) -> Iterator[C
     heads = _output_heads(model)
     for name, module in model.named_modules():
         if _looks_linear(module):
-            yield _judge(name, module, pattern, plan, uses, bypassed, heads)
+            yield _validator(name, module, pattern, plan, uses, bypassed, heads)
         elif isinstance(module, nn.MultiheadAttention):
             for key, p in module.named_parameters(recurse=False):
                 if p.dim() == 2:
@@ -161,7 +161,7 @@ def _join(name: str, key: str) -> str:
     return f"{name}.{key}" if name else key
 
 
-def _judge(
+def _validator(
     name: str, module: nn.Module, pattern: Pattern, plan: LayerFn, uses: Counter[int], bypassed: set[int], heads: set[int]
 ) -> Candidate:
     if isinstance(module, CompressedLinear):
@@ -182,12 +182,12 @@ def _judge(
             misshapen = f"in_features={shape[1]} is not a multiple of M={pattern.m}"
         else:
             misshapen = plan(pattern, (shape[0], shape[1])).unsupported_reason
-    unwise = ""
+    keep_dense = ""
     if id(module) in heads or name.rpartition(".")[2] in HEADS:
-        unwise = "output head"
+        keep_dense = "output head"
     elif shape and min(shape) < TINY:
-        unwise = f"tiny: fewer than {TINY} features on one side"
-    return Candidate(name, module, shape, impossible or misshapen, unwise, bool(misshapen))
+        keep_dense = f"tiny: fewer than {TINY} features on one side"
+    return Candidate(name, module, shape, impossible or misshapen, keep_dense, bool(misshapen))
 
 
 def _obstacle(module: nn.Module, weight: Tensor | None, uses: Counter[int], bypassed: set[int]) -> str:

@@ -81,8 +81,8 @@ def to_layout(indices: Tensor, cols: int, layout: str) -> Tensor:
     i, j, words = meta_shape(indices.shape[0], cols, layout)
     # tile, warp, half, row of eight, 64 columns, lane of four, byte
     split = indices.reshape(i, words // 32, 2, 8, j, 4, 2)
-    turned = split.permute(0, 4, 1, 3, 5, 2, 6).reshape(i, j, words * 4)
-    return turned.clone().view(torch.int32)  # nothing needs no copy, and may lie at an odd address
+    transposed = split.permute(0, 4, 1, 3, 5, 2, 6).reshape(i, j, words * 4)
+    return transposed.clone().view(torch.int32)  # nothing needs no copy, and may lie at an odd address
 
 
 def from_layout(meta: Tensor, layout: str) -> Tensor:

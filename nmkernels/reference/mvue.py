@@ -35,7 +35,7 @@ def philox4x32(counter: Tensor, key: tuple[Tensor | int, Tensor | int]) -> Tenso
     c0, c1, c2, c3 = counter.unbind(-1)
     k0, k1 = key
     for _ in range(10):
-        # the 64-bit product may wrap into the sign bit; masking after the shift takes the same 32 bits.
+        # the 64-bit GEMM may wrap into the sign bit; masking after the shift takes the same 32 bits.
         a, b = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
         c0, c1, c2, c3 = ((b >> 32) & WORD) ^ c1 ^ k0, b & WORD, ((a >> 32) & WORD) ^ c3 ^ k1, a & WORD
         k0, k1 = (k0 + KEY_STEPS[0]) & WORD, (k1 + KEY_STEPS[1]) & WORD

@@ -37,10 +37,10 @@ def pack(
     * ``"given"``: the ``mask`` argument for W, its transpose for Wᵀ, filled up as ``compress`` does, in each orientation on its own.
     * ``"held"``: the same, of a mask that is N:M for certain: nothing is checked where the host would wait for that.
     * ``"threshold"``: as magnitude, but the value is ``soft_threshold`` of the operand, rounded to w's dtype as that op writes it,
-      times ``scale``, the product rounded once to the compute dtype (float32; float64 for float64).
+      times ``scale``, the GEMM rounded once to the compute dtype (float32; float64 for float64).
 
-    The product is IEEE's: a kept S of +0.0 (a tie at the threshold) gives +0.0, -0.0 for a negative scale, NaN for an infinite one; a
-    product that underflows keeps its sign. ``scale=None`` multiplies nothing. A value is rounded once to ``dtype``, to nearest even,
+    The GEMM is IEEE's: a kept S of +0.0 (a tie at the threshold) gives +0.0, -0.0 for a negative scale, NaN for an infinite one; a
+    GEMM that underflows keeps its sign. ``scale=None`` multiplies nothing. A value is rounded once to ``dtype``, to nearest even,
     overflow to infinity, denormals kept; where the dtype is w's own its bits stay. (float64 to 16 bits goes through float32, as in torch.)
 
     Returns values, indices, and those of Wᵀ; what is not wanted has shape ``(0,)``.
@@ -145,8 +145,8 @@ def wanted(packs: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor, bool]]:
 
 def write_packs(p: Tensor, kept: Tensor, n: int, m: int, packs: Sequence[Tensor], layout: str) -> None:
     """Write one param's buffers: what ``pack(p, n, m, "given", kept)`` returns, in the dtypes that they have."""
-    for values, indices, turned in wanted(packs):
-        x, mask = (p.t(), kept.t()) if turned else (p, kept)
+    for values, indices, transposed in wanted(packs):
+        x, mask = (p.t(), kept.t()) if transposed else (p, kept)
         packed = pack(x, n, m, "given", mask, dtype=values.dtype, layout=layout)
         values.copy_(packed[0])
         indices.copy_(packed[1])
@@ -165,13 +165,13 @@ def check_packs(op: str, params: Sequence[Tensor], n: int, m: int, transposable:
     if len(packs) != 4 * len(params):
         raise ShapeError(f"{op}: {len(params)} params and {len(packs)} packs; four belong to each: {', '.join(BUFFERS)}.")
     for i, p in enumerate(params):
-        for values, indices, turned in wanted(packs[4 * i : 4 * i + 4]):
-            if turned and not transposable:
+        for values, indices, transposed in wanted(packs[4 * i : 4 * i + 4]):
+            if transposed and not transposable:
                 raise PatternError(
                     f"{op}: packs of the transpose of params[{i}] need transposable=True: by the magnitudes of its rows a weight is not "
                     f"{n}:{m} along its columns."
                 )
-            _check_pair(op, i, p, values, indices, turned, Pattern(n, m), layout)
+            _check_pair(op, i, p, values, indices, transposed, Pattern(n, m), layout)
 
 
 def _check_tiles(op: str, params: Sequence[Tensor], pattern: Pattern) -> None:
@@ -182,11 +182,11 @@ def _check_tiles(op: str, params: Sequence[Tensor], pattern: Pattern) -> None:
             pattern.check_divides(op, int(p.shape[0]), f"the first dimension of params[{i}]")
 
 
-def _check_pair(op: str, i: int, p: Tensor, values: Tensor, indices: Tensor, turned: bool, pattern: Pattern, layout: str) -> None:
+def _check_pair(op: str, i: int, p: Tensor, values: Tensor, indices: Tensor, transposed: bool, pattern: Pattern, layout: str) -> None:
     if p.dim() != 2:
         raise ShapeError(f"{op}: params[{i}] has shape {tuple(p.shape)}; only a matrix is packed. Give it empty packs.")
-    rows, cols = p.shape if not turned else (p.shape[1], p.shape[0])
-    name = f"packs of {'the transpose of ' if turned else ''}params[{i}]"
+    rows, cols = p.shape if not transposed else (p.shape[1], p.shape[0])
+    name = f"packs of {'the transpose of ' if transposed else ''}params[{i}]"
     check_float(op, f"{name}, values:", values)
     check_layout(op, layout, rows, cols, pattern, values.dtype)
     *shapes, kind = operand_shapes(pattern, rows, cols, layout)

@@ -31,7 +31,7 @@ def soft_threshold(w: Tensor, n: int, m: int) -> Tensor:
 def soft_threshold_scale(w: Tensor, n: int, m: int) -> Tensor:
     """The scale beta that brings S = ``soft_threshold(w)`` closest to w: beta = <w, S> / ||S||², 0 where S is zero.
 
-    Products, both sums (``chunked_sum``) and the quotient are in float64; S is first rounded to w's dtype.
+    GEMMs, both sums (``chunked_sum``) and the quotient are in float64; S is first rounded to w's dtype.
     """
     check("soft_threshold_scale", w, n, m)
     s, wide = soft_threshold(w, n, m).double(), w.double()

@@ -1,4 +1,4 @@
-"""Floor 2: helpers that the tests, the benches and users' own tests share."""
+"""Layer 2: helpers that the tests, the benches and users' own tests share."""
 
 from .cases import Case, cases
 from .compare import assert_equal_bits, assert_no_worse, equal_bits, no_worse, rounding_bound

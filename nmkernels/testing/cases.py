@@ -18,7 +18,7 @@ class Case(NamedTuple):
 
 
 def cases(pattern: PatternLike, dtype: torch.dtype = torch.float32, seed: int = 0, device: torch.device | str = "cpu") -> list[Case]:
-    """Nasty inputs for an op that groups the last dimension by ``pattern``; every last dimension divides.
+    """Edge cases for an op that groups the last dimension by ``pattern``; every last dimension divides.
 
     Ties, zeros, -0.0, infinities, NaN, denormals, one group, odd numbers of rows and groups, strided, expanded and empty
     tensors, one to three dimensions. ``cases(...)`` twice gives the same numbers.
@@ -54,7 +54,7 @@ def cases(pattern: PatternLike, dtype: torch.dtype = torch.float32, seed: int = 
 
 
 def _values(m: int, dtype: torch.dtype, gen: torch.Generator) -> dict[str, Tensor]:
-    """Matrices of 8 rows and 4 groups whose values are the nasty thing."""
+    """Matrices of 8 rows and 4 groups whose values are the edge-case thing."""
     shape, info = (8, 4 * m), torch.finfo(dtype)
     normal = torch.randn(shape, generator=gen).to(dtype)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..reference import distance
 
 WHOLE = 1 << 28
-"""Multiplications up to which all of a product is done again in float64."""
+"""Multiplications up to which all of a GEMM is done again in float64."""
 
 EDGE, INNER = 16, 48
 """Of a larger one, so many rows and columns at each end, where kernels go wrong, and in between."""
@@ -34,7 +34,7 @@ class Validator:
             self.bound = 2 * self.error(theirs) + 4 * torch.finfo(theirs.dtype).eps * top
 
     @classmethod
-    def of_product(cls, a: Tensor, b: Tensor) -> Validator:
+    def of_gemm(cls, a: Tensor, b: Tensor) -> Validator:
         """Of ``a @ b``, matrices ``(rows, k)`` and ``(k, columns)`` in dense layout; of a large one a part is done in float64."""
         some = a.shape[0] * b.shape[1] * a.shape[1] > WHOLE
         rows, cols = (_some(a.shape[0], a.device), _some(b.shape[1], a.device)) if some else (None, None)

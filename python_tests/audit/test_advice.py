@@ -30,7 +30,7 @@ def now(shapes=BIG, recipe=FULL, tokens=8192, **words):
     return nm.audit(shapes, tokens, recipe, **{"device": "H200", "dtype": "bfloat16", **words})
 
 
-def test_nothing_to_say_of_a_large_layer_with_three_sparse_products():
+def test_nothing_to_say_of_a_large_layer_with_three_sparse_gemms():
     assert told({"fc": (16384, 16384)}, tokens=65536) == {}
 
 
@@ -66,7 +66,7 @@ def test_a_recipe_that_does_not_pack():
     assert now(recipe="sste:2:4(fp8=paper)").step < now(recipe="sste:2:4").step, "emulated FP8 needs the dense layout"
 
 
-def test_a_product_that_is_dense():
+def test_a_gemm_that_is_dense():
     speed, _ = one(told(recipe="srste:2:4"), "dgrad is dense")
     assert speed > now(recipe="srste:2:4").step
     assert speed == pytest.approx(now(recipe="fst:2:4(mvue=None, end=None)").step)
@@ -93,7 +93,7 @@ def test_too_few_tokens():
         assert (now(shape, "fst:2:4(mvue=None, end=None)", tokens, optimizer="separate").step >= 1) == pays
     assert not [text for text in told(shape, tokens=least, optimizer="separate") if "too small" in text]
     case = Case(DEVICES["H200"], Layer((64, 64), 64, torch.bfloat16, torch.bfloat16), Rules(P, fprop=False))
-    assert break_even(case) is None, "a mask without a sparse product never pays"
+    assert break_even(case) is None, "a mask without a sparse GEMM never pays"
 
 
 def test_the_optimizers_own_pass_and_accumulation():
@@ -131,7 +131,7 @@ def clock(task):
 
 
 def test_16_bits_on_a_cpu_that_multiplies_them_fast():
-    slow = Device("slow", 1e10, {"bfloat16": 1e12}, dict.fromkeys(("fprop", "dgrad", "wgrad"), 0.5), 0.5, 0.5, few=None, turned=True)
+    slow = Device("slow", 1e10, {"bfloat16": 1e12}, dict.fromkeys(("fprop", "dgrad", "wgrad"), 0.5), 0.5, 0.5, few=None, transposed=True)
     case = Case(slow, Layer((1024, 1024), 512, torch.bfloat16, torch.bfloat16), Rules(P))
     assert "bfloat16 GEMMs of 2:4 are slower than dense ones here" in of_sparse(case)[0].text
     single = Case(slow, Layer((1024, 1024), 512, torch.float32, torch.float32), Rules(P))

@@ -164,11 +164,11 @@ def test_sparse_models_have_their_own_rules():
     dense = nm.audit(model, 4096, "fst:2:4(end=None)", **H200)
     handle = nm.sparsify_(model, "fst:2:4(end=None, packed=auto)")
     found, given = nm.audit(model, 4096, **H200), nm.audit(handle, 4096, **H200)
-    figures = [[(p.name, p.used) for p in layer.step] for layer in dense.layers]
-    assert [[(p.name, p.used) for p in layer.step] for layer in found.layers] == figures
+    numbers = [[(p.name, p.used) for p in layer.step] for layer in dense.layers]
+    assert [[(p.name, p.used) for p in layer.step] for layer in found.layers] == numbers
     assert (
         given.recipe == dense.recipe == "fst:2:4(end=None, packed='auto')"
-        and [[(p.name, p.used) for p in layer.step] for layer in given.layers] == figures
+        and [[(p.name, p.used) for p in layer.step] for layer in given.layers] == numbers
     )
     assert found.layers[0].sparse and found.layers[0].why == "2:4" and found.recipe == ""
     with pytest.raises(nm.RecipeError, match="sparse already"):
@@ -255,7 +255,7 @@ def test_a_model_without_layers_is_refused():
         nm.audit(nn.ReLU(), device="H200")
 
 
-def test_an_adapter_costs_its_two_products():
+def test_an_adapter_costs_its_two_gemms():
     layer = nm.audit({"fc": (4096, 4096)}, 8192, "slope:2:4(rank=64)", **H200).layers[0]
     fprop, adapter = layer.inference
     assert (

@@ -14,7 +14,7 @@ def used(pieces):
 
 
 @pytest.mark.parametrize(
-    ("rules", "turned", "want"),
+    ("rules", "transposed", "want"),
     [
         (Rules(P), False, {"fprop": (6.0, "sparse"), "dgrad": (11.0, "dense"), "weight": (1.25, "rows+dense"), "wgrad": (12.0, "dense")}),
         (Rules(P), True, {"fprop": (6.0, "sparse"), "dgrad": (7.0, "sparse"), "weight": (0.75, "rows"), "wgrad": (12.0, "dense")}),
@@ -33,8 +33,8 @@ def used(pieces):
         (Rules(P, trains=False), True, {"fprop": (6.0, "sparse"), "dgrad": (7.0, "sparse"), "weight": (0.75, "rows")}),
     ],
 )
-def test_the_cheapest_pieces(rules, turned, want):
-    pieces = step(COSTS.get, rules, turned)
+def test_the_cheapest_pieces(rules, transposed, want):
+    pieces = step(COSTS.get, rules, transposed)
     assert used(pieces) == want
     assert total(pieces) == (sum(COSTS[f"{r} dense"] for r in ("fprop", "dgrad", "wgrad") if r in want), sum(v for v, _ in want.values()))
 

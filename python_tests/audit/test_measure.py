@@ -8,7 +8,7 @@ import torch
 import nmkernels as nm
 from nmkernels import capability
 from nmkernels.audit import advice, measure
-from nmkernels.audit.measure import Bench, Job, needed, product_of, products, tasks_of
+from nmkernels.audit.measure import Bench, Job, gemm_of, gemms, needed, tasks_of
 from nmkernels.audit.rules import Layer, Rules, of_recipe, speedup
 from nmkernels.tuning import Task, timer
 from python_tests.audit.prices import COSTS
@@ -73,7 +73,7 @@ def test_this_machine_is_what_its_measurement_says():
     assert device.bandwidth == 2 * measure.COPY and device.dense == {"float32": 2.0 * 1024 * 1024 * 32 / 10}
     assert device.ratio == {"fprop": 10 / 6, "dgrad": 11 / 7, "wgrad": 12 / 8} and (device.low, device.high) == (1.5, 10 / 6)
     assert device.passes == pytest.approx(1024 * 1024 * 6.125 / 0.75 / device.bandwidth)
-    assert device.few is None and device.turned and device.rows == 1
+    assert device.few is None and device.transposed and device.rows == 1
     odd = measure.measured("here", CPU, torch.float32, nm.Pattern("1:3"), clock)
     assert odd.dense == {"float32": 2.0 * 1023 * 1023 * 30 / 10}
 
@@ -91,13 +91,13 @@ def test_the_real_clock_once_per_process(cold, monkeypatch):
 @pytest.mark.parametrize("recipe", ["srste:2:4", "sste:2:4", "fst:2:4(end=None)", "srste:1:8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_task_runs_what_its_name_says(recipe, dtype):
-    """On small layers the products of the tasks are those of the dense weight, masked or not."""
+    """On small layers the GEMMs of the tasks are those of the dense weight, masked or not."""
     rules = of_recipe(nm.recipes.get(recipe), nm.Pattern(recipe.split(":", 1)[1].split("(")[0]))
     layer = Layer((32, 64), 16, dtype, torch.float32)
-    for turned in (False, True):
+    for transposed in (False, True):
         probed = ["fprop sparse", "dgrad sparse", "fprop dense", "dgrad dense", *(["wgrad sparse", "estimate"] if rules.estimate else [])]
-        names = list(dict.fromkeys([*needed(rules, turned, True), *probed]))
-        tasks = {task.name: task for task in tasks_of(layer, rules, CPU, turned, names)}
+        names = list(dict.fromkeys([*needed(rules, transposed, True), *probed]))
+        tasks = {task.name: task for task in tasks_of(layer, rules, CPU, transposed, names)}
         assert list(tasks) == names
         shapes = {"fprop": (16, 32), "dgrad": (16, 64), "wgrad": (32, 64), "expand": (32, 64)}
         for name, task in tasks.items():
@@ -114,32 +114,32 @@ def test_every_task_runs_what_its_name_says(recipe, dtype):
 
 
 def test_only_what_decides_is_measured():
-    assert needed(Rules(P), True, False) == ["expand"] and products(Rules(P), True, False) == ["fprop"]
+    assert needed(Rules(P), True, False) == ["expand"] and gemms(Rules(P), True, False) == ["fprop"]
     assert needed(Rules(P), False, True) == ["dgrad dense", "wgrad dense", "expand", "weight dense", "weight rows"]
-    assert products(Rules(P), False, True) == ["fprop"] and products(Rules(P), True, True) == ["fprop", "dgrad"]
-    assert products(Rules(P, estimate=P), False, True) == ["fprop", "wgrad"]
-    assert products(Rules(P, estimate=P, trains=False), False, True) == ["fprop"]
+    assert gemms(Rules(P), False, True) == ["fprop"] and gemms(Rules(P), True, True) == ["fprop", "dgrad"]
+    assert gemms(Rules(P, estimate=P), False, True) == ["fprop", "wgrad"]
+    assert gemms(Rules(P, estimate=P, trains=False), False, True) == ["fprop"]
     assert needed(Rules(P, estimate=P), True, True) == ["wgrad dense", "expand", "weight dense", "weight rows"]
 
 
 def test_what_the_choice_is_among():
     layer, both = Layer((64, 128), 32, torch.bfloat16, torch.float32), Rules(P, dgrad=True, estimate=P)
     gpu = torch.device("cuda")
-    assert product_of(layer, both, "fprop", True, CPU)[1:6] == (32, 64, 128, 2, 4)
-    assert product_of(layer, both, "fprop", True, CPU).forms == ("dense", "rows") == product_of(layer, both, "dgrad", True, CPU).forms
-    assert product_of(layer, both, "dgrad", False, gpu).forms == ("dense", "columns", "columns:mma.sp", "columns:wgmma.sp")
-    assert product_of(layer, both, "wgrad", False, gpu).rule == "exact" and product_of(layer, both, "fprop", False, gpu).rule == ""
-    assert product_of(replace(layer, dtype=torch.float32), both, "fprop", False, gpu).forms == ("dense", "rows")
+    assert gemm_of(layer, both, "fprop", True, CPU)[1:6] == (32, 64, 128, 2, 4)
+    assert gemm_of(layer, both, "fprop", True, CPU).forms == ("dense", "rows") == gemm_of(layer, both, "dgrad", True, CPU).forms
+    assert gemm_of(layer, both, "dgrad", False, gpu).forms == ("dense", "columns", "columns:mma.sp", "columns:wgmma.sp")
+    assert gemm_of(layer, both, "wgrad", False, gpu).rule == "exact" and gemm_of(layer, both, "fprop", False, gpu).rule == ""
+    assert gemm_of(replace(layer, dtype=torch.float32), both, "fprop", False, gpu).forms == ("dense", "rows")
     wide = Rules(nm.Pattern("4:8"))
-    assert product_of(layer, wide, "fprop", False, gpu).forms == ("dense", "rows")
+    assert gemm_of(layer, wide, "fprop", False, gpu).forms == ("dense", "rows")
     for role in ("fprop", "dgrad", "wgrad"):
-        product_of(layer, both, role, False, gpu).check()
+        gemm_of(layer, both, role, False, gpu).check()
 
 
 def test_large_layers_are_shortened_or_left_out():
     job = Job(Layer((64, 64), 4096, torch.float32, torch.float32), Rules(P), True, False)
     expected = job.expected(lambda piece: 1.0)
-    assert expected == 16, "checked and timed as often as sixteen products take"
+    assert expected == 16, "checked and timed as often as sixteen GEMMs take"
 
     def run(share):
         return Bench(CPU, clock, 0.0).measure(job, expected, share)
@@ -151,7 +151,7 @@ def test_large_layers_are_shortened_or_left_out():
     assert run(0.6).note == "measured on 256 tokens, scaled"
     assert not run(0.4).seconds and run(0.4).note == "not measured: it would take about 1 s of the budget"
     alone = replace(job, rules=None, trains=True)
-    assert alone.expected(lambda piece: 1.0) == 12, "four rounds of three products"
+    assert alone.expected(lambda piece: 1.0) == 12, "four rounds of three GEMMs"
 
 
 def test_the_model_is_left_as_it_is():

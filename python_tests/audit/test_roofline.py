@@ -1,4 +1,4 @@
-"""Predicted times against figures computed by hand, the composition rule and the break-even points of the design's notes."""
+"""Predicted times against numbers computed by hand, the composition rule and the break-even points of the design's notes."""
 
 from dataclasses import replace
 
@@ -8,7 +8,7 @@ import torch
 import nmkernels as nm
 from nmkernels.audit.advice import Case, break_even
 from nmkernels.audit.devices import DEVICES
-from nmkernels.audit.rules import Layer, Rules, at, predict, product, refused, speedup
+from nmkernels.audit.rules import Layer, Rules, at, gemm, predict, refused, speedup
 
 P = nm.Pattern("2:4")
 BF16 = torch.bfloat16
@@ -28,26 +28,26 @@ def layer(out=4096, cols=4096, tokens=8192, dtype=BF16, master=None):
 
 def test_arithmetic_bounds_many_tokens():
     big = layer()
-    assert product(H200, big, "fprop") == pytest.approx(2 * 8192 * 4096**2 / 700e12 + 3e-6)
+    assert gemm(H200, big, "fprop") == pytest.approx(2 * 8192 * 4096**2 / 700e12 + 3e-6)
     for role in ("fprop", "dgrad", "wgrad"):
-        assert product(H200, big, role, P) == pytest.approx(2 * 8192 * 4096**2 / 875e12 + 3e-6)
-    assert product(A100, big, "fprop", P) == pytest.approx(2 * 8192 * 4096**2 / (1.4 * 250e12) + 3e-6)
+        assert gemm(H200, big, role, P) == pytest.approx(2 * 8192 * 4096**2 / 875e12 + 3e-6)
+    assert gemm(A100, big, "fprop", P) == pytest.approx(2 * 8192 * 4096**2 / (1.4 * 250e12) + 3e-6)
 
 
 def test_memory_bounds_few_tokens():
     one, rest = layer(tokens=1), 2 * 2 * 4096
-    assert product(H200, one, "fprop") == pytest.approx((4096**2 * 2 + rest) / (0.85 * 4.8e12) + 3e-6)
-    assert product(H200, one, "fprop", P) == pytest.approx((4096**2 * 1.125 + rest) / (0.85 * 4.8e12) + 3e-6)
-    assert product(H200, one, "fprop", nm.Pattern("1:8")) == pytest.approx((4096**2 * 0.3125 + rest) / (0.85 * 4.8e12) + 3e-6)
-    assert product(bare(H200), layer(16384, 16384, 1), "fprop") / product(bare(H200), layer(16384, 16384, 1), "fprop", P) == pytest.approx(
+    assert gemm(H200, one, "fprop") == pytest.approx((4096**2 * 2 + rest) / (0.85 * 4.8e12) + 3e-6)
+    assert gemm(H200, one, "fprop", P) == pytest.approx((4096**2 * 1.125 + rest) / (0.85 * 4.8e12) + 3e-6)
+    assert gemm(H200, one, "fprop", nm.Pattern("1:8")) == pytest.approx((4096**2 * 0.3125 + rest) / (0.85 * 4.8e12) + 3e-6)
+    assert gemm(bare(H200), layer(16384, 16384, 1), "fprop") / gemm(bare(H200), layer(16384, 16384, 1), "fprop", P) == pytest.approx(
         2 / 1.125, rel=1e-3
     )
 
 
 def test_sparser_patterns_are_stored_as_2_4_on_tensor_cores():
     some = layer(tokens=64)
-    assert product(H200, some, "fprop", nm.Pattern("1:8")) == product(H200, some, "fprop", P)
-    assert product(H200, some, "fprop", P) < product(H200, some, "fprop")
+    assert gemm(H200, some, "fprop", nm.Pattern("1:8")) == gemm(H200, some, "fprop", P)
+    assert gemm(H200, some, "fprop", P) < gemm(H200, some, "fprop")
 
 
 @pytest.mark.parametrize(
@@ -122,10 +122,10 @@ def test_break_even_of_the_estimate(ratio, inputs):
 def test_predictions_are_monotone():
     speeds = [Case(H200, layer(tokens=t), TWO_WAYS).speedup() for t in (256, 512, 1024, 4096, 16384, 65536)]
     assert speeds == sorted(speeds) and len(set(speeds)) == len(speeds)
-    times = [product(H200, layer(tokens=t), "fprop", P) for t in (1, 16, 64, 256, 1024)]
+    times = [gemm(H200, layer(tokens=t), "fprop", P) for t in (1, 16, 64, 256, 1024)]
     assert times == sorted(times)
     ratios = [Case(at(H200, r), layer(), TWO_WAYS).speedup() for r in (1.0, 1.1, 1.3, 1.6, 2.0)]
-    assert ratios == sorted(ratios) and ratios[0] < 1.001, "with no faster product nothing is gained"
+    assert ratios == sorted(ratios) and ratios[0] < 1.001, "with no faster GEMM nothing is gained"
     passes = [Case(H200, layer(tokens=1024), TWO_WAYS, accumulate=k).speedup() for k in (1, 2, 8)]
     assert passes == sorted(passes) and passes[0] < passes[-1]
 
@@ -148,7 +148,7 @@ def test_predictions_are_monotone():
         ("wgrad", {"tokens": 1001}, "2:4", ""),
     ],
 )
-def test_which_products_have_a_sparse_kernel(role, changed, pattern, want):
+def test_which_gemms_have_a_sparse_kernel(role, changed, pattern, want):
     assert refused(H200, layer(**changed), role, nm.Pattern(pattern)) == want
     cost = predict(H200, layer(**changed), Rules(nm.Pattern(pattern), estimate=nm.Pattern(pattern)))
     assert (cost(f"{role} sparse") is None) == bool(want)
@@ -157,7 +157,7 @@ def test_which_products_have_a_sparse_kernel(role, changed, pattern, want):
 
 
 def test_no_choice_is_slower_than_another():
-    """A step takes the faster form of each product, so more structure never costs more than its preparation."""
+    """A step takes the faster form of each GEMM, so more structure never costs more than its preparation."""
     for tokens in (64, 1024, 65536):
         case = Case(H200, layer(tokens=tokens), TWO_WAYS)
         dense = speedup(case.but({"fprop": False, "dgrad": False, "prepare": ""}).step())

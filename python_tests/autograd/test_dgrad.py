@@ -44,10 +44,10 @@ def test_the_backward_mask_is_inside_the_forward_one_and_nm_in_the_permuted_orde
     for rows in [40, 37]:
         p, _, used = weight_of(pattern, rows)
         order = torch.randperm(rows)
-        turned = BiMasked(p).for_dgrad(used, order)
-        same = turned == used
-        assert bool((same | (turned == 0)).all()) and at_most(turned[order] != 0, p.n, p.m)
-        assert turned.shape == used.shape and (p.n == p.m or int((turned != 0).sum()) < int((used != 0).sum()))
+        transposed = BiMasked(p).for_dgrad(used, order)
+        same = transposed == used
+        assert bool((same | (transposed == 0)).all()) and at_most(transposed[order] != 0, p.n, p.m)
+        assert transposed.shape == used.shape and (p.n == p.m or int((transposed != 0).sum()) < int((used != 0).sum()))
 
 
 def test_renew_takes_the_first_of_the_best_draws():
@@ -84,9 +84,9 @@ def test_only_the_gradient_of_x_sees_it():
         used = transform(w.detach(), *extras)
         y = linear(x, w, used, transform=transform, extras=extras)
         y.backward(g)
-        turned = transform.for_dgrad(used, *extras)
-        assert torch.equal(y, x @ used.t()) and not torch.equal(turned, used)
-        torch.testing.assert_close(x.grad, g @ turned)
+        transposed = transform.for_dgrad(used, *extras)
+        assert torch.equal(y, x @ used.t()) and not torch.equal(transposed, used)
+        torch.testing.assert_close(x.grad, g @ transposed)
         full = g.t() @ x.detach()
         torch.testing.assert_close(w.grad, full if isinstance(transform, BiMasked) else full * (w != 0))
 

@@ -31,7 +31,7 @@ def test_what_is_not_finite_is_not_hidden():
         assert not torch.isfinite((values * step)[1])
 
 
-def test_product_is_close_to_the_exact_one():
+def test_gemm_is_close_to_the_exact_one():
     for scheme in SCHEMES:
         for role in ["fprop", "dgrad", "wgrad"]:
             a, b = torch.randn(32, 64), torch.randn(64, 32)

@@ -1,4 +1,4 @@
-"""The choice per GEMM: every candidate is the same product, only what is right is timed, and what is taken comes from where it should."""
+"""The choice per GEMM: every candidate is the same GEMM, only what is right is timed, and what is taken comes from where it should."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch import Tensor
 import nmkernels as nm
 from nmkernels import dispatch
 from nmkernels.autograd import gemms
-from nmkernels.autograd.gemms import Product, choose, measure, operands
+from nmkernels.autograd.gemms import Gemm, choose, measure, operands
 from nmkernels.capability import compiled_core
 from nmkernels.testing import no_worse
 from nmkernels.tuning import TABLE, Task, device_name, table
@@ -27,7 +27,7 @@ from nmkernels.tuning import TABLE, Task, device_name, table
 pytestmark = pytest.mark.skipif(not compiled_core().ok, reason=compiled_core().reason)
 
 CPU = torch.device("cpu")
-FPROP = Product("fprop", 20, 16, 32, 2, 4, torch.float32, CPU)
+FPROP = Gemm("fprop", 20, 16, 32, 2, 4, torch.float32, CPU)
 ODD = FPROP._replace(n=7, m=8)
 """By rule dense."""
 
@@ -84,14 +84,14 @@ def _fails(*args: Any, **kwargs: Any) -> Any:
     raise AssertionError("not to be called")
 
 
-# ---- what a product is
+# ---- what a GEMM is
 
 
 @pytest.mark.parametrize(
     "change",
     [{"role": "fwd"}, {"forms": ()}, {"forms": ("dense", "tiles")}, {"rule": "exact"}, {"role": "wgrad"}, {"role": "wgrad", "rule": "x"}],
 )
-def test_what_is_no_product_raises(change: dict[str, Any]) -> None:
+def test_what_is_no_gemm_raises(change: dict[str, Any]) -> None:
     with pytest.raises(nm.NMError, match="choice: "):
         choose(FPROP._replace(**change))
 
@@ -117,8 +117,8 @@ def test_every_part_of_the_key_matters(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("forms", [("dense", "rows", "columns"), ("dense", "rows:mma.sp", "columns:mma.sp"), ("rows",), ("columns",)])
 @pytest.mark.parametrize("role", ["fprop", "dgrad"])
-def test_every_way_is_the_same_product(role: str, forms: tuple[str, ...]) -> None:
-    p = Product(role, 20, 64, 128, 2, 4, torch.bfloat16, CPU, forms)
+def test_every_way_is_the_same_gemm(role: str, forms: tuple[str, ...]) -> None:
+    p = Gemm(role, 20, 64, 128, 2, 4, torch.bfloat16, CPU, forms)
     other, operand, _ = operands(p)
     w = operand["dense"]
     assert nm.ops.is_nm(w, "2:4")
@@ -135,7 +135,7 @@ def test_every_way_is_the_same_product(role: str, forms: tuple[str, ...]) -> Non
 
 def test_sparser_patterns_are_2_4_on_tensor_cores() -> None:
     for pattern in ((1, 4), (2, 8), (1, 16)):
-        p = Product("fprop", 20, 64, 128, *pattern, torch.bfloat16, CPU, ("dense", "rows:mma.sp"))
+        p = Gemm("fprop", 20, 64, 128, *pattern, torch.bfloat16, CPU, ("dense", "rows:mma.sp"))
         x, operand, _ = operands(p)
         assert gemms.forms(64, 128, *pattern, torch.bfloat16, "cuda") == ("dense", "rows", "rows:mma.sp")
         torch.testing.assert_close(gemms.call("auto", p, x, operand), gemms.call("dense", p, x, operand))
@@ -152,7 +152,7 @@ def test_a_bias_is_added_by_every_way() -> None:
 @pytest.mark.parametrize("tokens", [20, 22])
 @pytest.mark.parametrize("rule", ["exact", "approx", "magnitude"])
 def test_every_way_of_wgrad_multiplies_the_same_estimate(rule: str, tokens: int) -> None:
-    p = Product("wgrad", tokens, 16, 32, 2, 4, torch.float32, CPU, ("dense", "rows"), rule)
+    p = Gemm("wgrad", tokens, 16, 32, 2, 4, torch.float32, CPU, ("dense", "rows"), rule)
     x, g, seed = operands(p)
     dense, packed = gemms.estimate(p, g, seed), gemms.pack_estimate(p, g, seed)
     assert dense.shape == (16, tokens)
@@ -166,7 +166,7 @@ def test_every_way_of_wgrad_multiplies_the_same_estimate(rule: str, tokens: int)
 
 
 def test_an_estimate_in_the_order_of_tensor_cores() -> None:
-    p = Product("wgrad", 64, 32, 48, 2, 4, torch.bfloat16, CPU, ("dense", "rows:mma.sp"), "exact")
+    p = Gemm("wgrad", 64, 32, 48, 2, 4, torch.bfloat16, CPU, ("dense", "rows:mma.sp"), "exact")
     x, g, seed = operands(p)
     assert gemms.pack_estimate(p, g, seed, "rows:mma.sp")[1].dtype == torch.int32
     torch.testing.assert_close(gemms.call("auto", p, x, g, seed=seed), gemms.call("dense", p, x, g, seed=seed), atol=0.1, rtol=0.02)
@@ -231,7 +231,7 @@ def test_without_a_dense_layout_the_dispatcher_is_the_baseline(mine: Callable[..
 
 
 def test_forms_that_cannot_be_made_are_told() -> None:
-    odd = Product("fprop", 20, 20, 32, 2, 4, torch.bfloat16, CPU, ("dense", "rows:mma.sp"))
+    odd = Gemm("fprop", 20, 20, 32, 2, 4, torch.bfloat16, CPU, ("dense", "rows:mma.sp"))
     assert "16" in measure(odd, timer=clock()).declined["cuda rows:mma.sp"]
 
 
@@ -257,10 +257,10 @@ def test_what_a_backend_keeps_of_a_changing_weight_is_made_anew(mine: Callable[.
     seen: list[int] = []
     before = gemms.call
 
-    def call(name: str, product: Product, other: Tensor, operand: Any, **more: Any) -> Tensor:
+    def call(name: str, gemm: Gemm, other: Tensor, operand: Any, **more: Any) -> Tensor:
         if name == "mine rows" and more["out"] is None:
             seen.append(operand["rows"][0]._version)
-        return before(name, product, other, operand, **more)
+        return before(name, gemm, other, operand, **more)
 
     monkeypatch.setattr(gemms, "call", call)
 
@@ -289,7 +289,7 @@ def test_a_backend_may_prepare_before_it_is_timed(mine: Callable[..., list[str]]
 # ---- where the answer comes from
 
 
-def test_unknown_products_follow_the_rule(mine: Callable[..., list[str]]) -> None:
+def test_unknown_gemms_follow_the_rule(mine: Callable[..., list[str]]) -> None:
     assert choose(FPROP._replace(tokens=1)) == "auto" and choose(FPROP._replace(tokens=1, dtype=torch.float64)) == "dense"
     assert choose(FPROP._replace(tokens=64, dtype=torch.bfloat16, n=7, m=8)) == "dense"
     assert choose(FPROP._replace(device=torch.device("meta"))) == "dense"
@@ -391,12 +391,12 @@ def test_a_forced_backend_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def timed(monkeypatch: pytest.MonkeyPatch) -> list[Product]:
+def timed(monkeypatch: pytest.MonkeyPatch) -> list[Gemm]:
     """Measures with a clock on which the CPU's kernel wins, and tells what was measured."""
-    seen: list[Product] = []
+    seen: list[Gemm] = []
     real = gemms.measure
 
-    def fake(p: Product, **options: Any) -> Any:
+    def fake(p: Gemm, **options: Any) -> Any:
         assert options == {"budget": gemms.FIRST_USE_BUDGET, "compiling": False}
         seen.append(p)
         time.sleep(0.02)  # so that others come in between
@@ -406,7 +406,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[Product]:
     return seen
 
 
-def test_first_use_measures_where_it_is_allowed(timed: list[Product], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_use_measures_where_it_is_allowed(timed: list[Gemm], monkeypatch: pytest.MonkeyPatch) -> None:
     odd = ODD
     assert choose(odd) == "dense" and not timed
     assert choose(odd, measure=True) == "cpu rows" and timed == [odd]
@@ -425,7 +425,7 @@ def test_first_use_leaves_out_what_compiles() -> None:
 @pytest.mark.parametrize(
     "what", ["capture", "compiling", "dispatch mode", "function mode", "transform", "profile", "too much", "nothing", "meta"]
 )
-def test_first_use_never_measures_then(what: str, timed: list[Product], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_use_never_measures_then(what: str, timed: list[Gemm], monkeypatch: pytest.MonkeyPatch) -> None:
     p = ODD
     if what == "capture":
         p = p._replace(device=torch.device("cuda", 0))
@@ -448,7 +448,7 @@ def test_first_use_never_measures_then(what: str, timed: list[Product], monkeypa
     assert choose(p, measure=True) == ("auto" if what == "nothing" else "dense") and not timed
 
 
-def test_what_was_ruled_during_a_capture_is_measured_later(timed: list[Product], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_ruled_during_a_capture_is_measured_later(timed: list[Gemm], monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as m:
         m.setattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
         assert choose(ODD, measure=True) == "dense"
@@ -463,7 +463,7 @@ def test_no_memory_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose(ODD, measure=True) == "dense"
 
 
-def test_a_table_that_cannot_be_written_is_no_error(timed: list[Product], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_that_cannot_be_written_is_no_error(timed: list[Gemm], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("NMKERNELS_CACHE", str(tmp_path / "file" / "below"))
     with pytest.warns(RuntimeWarning, match="cannot be read"):
@@ -471,7 +471,7 @@ def test_a_table_that_cannot_be_written_is_no_error(timed: list[Product], tmp_pa
     assert choose(ODD) == "cpu rows" and len(timed) == 1
 
 
-def test_threads_measure_once(timed: list[Product]) -> None:
+def test_threads_measure_once(timed: list[Gemm]) -> None:
     found: list[str] = []
     threads = [threading.Thread(target=lambda: found.append(choose(ODD, measure=True))) for _ in range(8)]
     for thread in threads:

@@ -1,4 +1,4 @@
-"""The linear Function: its three products, what it saves, and what it refuses."""
+"""The linear Function: its three GEMMs, what it saves, and what it refuses."""
 
 import sys
 from itertools import product

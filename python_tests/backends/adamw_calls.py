@@ -52,7 +52,7 @@ def hyper(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, wd=0.1, decay=2e-4, v_step=
     return torch.tensor([lr, beta1, beta2, eps, wd, decay, v_step, clamp, 0.0], dtype=torch.float64)
 
 
-def nasty(gen: torch.Generator, dtype: torch.dtype) -> dict[str, Any]:
+def edge(gen: torch.Generator, dtype: torch.dtype) -> dict[str, Any]:
     """A call with a third of its elements out of ``NASTY``."""
     call = make(gen, (60, 24), amsgrad=True, dtype=dtype, out=dtype)
     for name in ("params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"):

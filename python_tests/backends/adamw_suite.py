@@ -18,7 +18,7 @@ from torch import Tensor
 from nmkernels.backends import adamw_plan
 from nmkernels.pattern import BackendError
 from nmkernels.testing import assert_equal_bits
-from python_tests.backends.adamw_calls import LAYOUTS, copied, hyper, make, nasty, same_as_reference, seeded, shifted
+from python_tests.backends.adamw_calls import LAYOUTS, copied, edge, hyper, make, same_as_reference, seeded, shifted
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
@@ -69,9 +69,9 @@ class AdamWSuite:
             assert not stats.any()
 
     @pytest.mark.parametrize("flags", [{}, {"eps_inside": True}, {"frozen": True}, {"maximize": True}], ids=str)
-    def test_nasty_values(self, device, flags):
+    def test_edge_values(self, device, flags):
         for dtype in [F32, BF16, F16]:
-            call = nasty(seeded(5), dtype)
+            call = edge(seeded(5), dtype)
             for number in ({}, {"clamp": 1.0, "decay": 0.0}):
                 self.compare(device, call, hyper(**number), 2, 4, geometric=True, **flags)
             self.compare(device, call, hyper(), 0, 0, **flags)

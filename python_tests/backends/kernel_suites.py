@@ -139,13 +139,13 @@ class ScaleSuite:
                     self.check(ours, device, torch.randn(max(1, chunks * self.chunk // m + more), m).to(dtype), pattern)
 
     def test_float64_sums(self, device: str, ours: Ours) -> None:
-        """Many small products beside one large: float32 sums would lose them."""
+        """Many small GEMMs beside one large: float32 sums would lose them."""
         w = torch.full((2, self.chunk), 1.0)
         w[:, ::4], w[:, 1::4] = 0.999, 0.0
         w[0, 0] = 3e4
         self.check(ours, device, w, "2:4")
 
-    def test_nasty_inputs(self, device: str, ours: Ours) -> None:
+    def test_edge_inputs(self, device: str, ours: Ours) -> None:
         for pattern in ["2:4", "3:5"]:
             for case in testing.cases(pattern, F32):
                 self.check(ours, device, case.x, pattern)

@@ -1,4 +1,4 @@
-"""The compiled kernels of groups under every instruction set and on any number of threads: nasty inputs, patterns inside, across and
+"""The compiled kernels of groups under every instruction set and on any number of threads: edge cases, patterns inside, across and
 beyond 64-bit words, ragged sizes, unaligned memory; each equals the reference to the bit."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from nmkernels.dispatch import implementations
 from nmkernels.pattern import Pattern, ShapeError
 from nmkernels.reference.compress import pack_indices, unpack_indices
 from nmkernels.testing import assert_equal_bits, cases, fill_poison
-from python_tests.backends.product_calls import unaligned
+from python_tests.backends.gemm_calls import unaligned
 from python_tests.each import each
 
 TUNED = ["2:4", "1:4", "2:8", "1:8", "4:8", "1:16", "1:32"]
@@ -33,15 +33,16 @@ every_dtype = each("dtype", DTYPES)
 
 
 def inputs(text: str, dtype: torch.dtype) -> Iterator[Tensor]:
-    """The nasty cases as they are; then, unaligned, odd rows, one group, parts of words, several spans of plain and nasty numbers."""
+    """The edge-case cases as they are; then, unaligned, odd rows, one group, parts of words, several spans of plain and edge-case
+    numbers."""
     if text in CASED:
         yield from (case.x for case in cases(text, dtype))
     m, gen = Pattern(text).m, torch.Generator().manual_seed(1)
     for rows, groups in ((1, 1), (3, 1), (17, 3), (1, 64 // m + 1), (3, 200 // m + 1), (2, 5000 // m + 1)):
         shape = (rows, groups * m)
         normal = torch.randn(shape, generator=gen)
-        nasty = SPECIAL[torch.randint(len(SPECIAL), shape, generator=gen)]
-        for x in (normal, nasty, torch.where(torch.rand(shape, generator=gen) < 0.2, nasty, normal)):
+        edge = SPECIAL[torch.randint(len(SPECIAL), shape, generator=gen)]
+        for x in (normal, edge, torch.where(torch.rand(shape, generator=gen) < 0.2, edge, normal)):
             yield unaligned(x.to(dtype))
 
 
@@ -93,8 +94,8 @@ def test_decompress_takes_indices_in_any_order(cpu, text):
     p = Pattern(text)
     values, indices = reference.compress(torch.randn(6, 96 * 8), p.n, p.m)
     where = unpack_indices(indices, p.index_bits, values.shape[-1]).unflatten(-1, (-1, p.n)).flip(-1).flatten(-2)
-    turned = values.unflatten(-1, (-1, p.n)).flip(-1).flatten(-2).contiguous(), pack_indices(where, p.index_bits)
-    assert_equal_bits(cpu("nm_decompress")(*turned, p.n, p.m, 768), reference.decompress(values, indices, p.n, p.m, 768))
+    transposed = values.unflatten(-1, (-1, p.n)).flip(-1).flatten(-2).contiguous(), pack_indices(where, p.index_bits)
+    assert_equal_bits(cpu("nm_decompress")(*transposed, p.n, p.m, 768), reference.decompress(values, indices, p.n, p.m, 768))
 
 
 @each("text", ["1:2", "2:8", "4:8", "1:32", "1:64", "3:5", "7:12", "5:48"])
@@ -147,9 +148,9 @@ def test_outputs_larger_than_the_caches(cpu, offset):
 def test_transposable_2_4_equals_the_reference(cpu, dtype):
     gen = torch.Generator().manual_seed(2)
     tied = torch.randint(-2, 3, (4 * 300, 4), generator=gen).to(dtype)
-    nasty = torch.tensor([float("nan"), float("inf"), -0.0, 0.0, -1.0, 1.0], dtype=dtype)[torch.randint(6, (400, 8), generator=gen)]
+    edge = torch.tensor([float("nan"), float("inf"), -0.0, 0.0, -1.0, 1.0], dtype=dtype)[torch.randint(6, (400, 8), generator=gen)]
     stacked = torch.randn(2, 3, 8, 12, generator=gen).to(dtype)
-    for x in (tied, nasty, stacked, stacked.transpose(-1, -2), tied[:0], stacked[..., :0], torch.zeros(4, 4, dtype=dtype)):
+    for x in (tied, edge, stacked, stacked.transpose(-1, -2), tied[:0], stacked[..., :0], torch.zeros(4, 4, dtype=dtype)):
         assert_equal_bits(cpu("nm_transposable_mask")(x, 2, 4), reference.transposable_mask(x, 2, 4), str(tuple(x.shape)))
 
 

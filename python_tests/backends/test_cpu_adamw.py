@@ -13,7 +13,7 @@ from nmkernels import reference
 from nmkernels.capability import compiled_core
 from nmkernels.dispatch import implementations
 from nmkernels.testing import assert_equal_bits
-from python_tests.backends.adamw_calls import LAYOUTS, copied, hyper, make, nasty, same_as_reference, shifted
+from python_tests.backends.adamw_calls import LAYOUTS, copied, edge, hyper, make, same_as_reference, shifted
 from python_tests.each import each
 
 
@@ -62,13 +62,13 @@ def test_gradient_scaling_and_skipping(cpu):
 
 @each("dtype", [torch.float32, torch.bfloat16], ids=str)
 @each("flags", [{}, {"eps_inside": True}, {"frozen": True}], ids=str)
-def test_nasty_values(cpu, flags, dtype):
-    call = nasty(torch.Generator().manual_seed(5), dtype)
+def test_edge_values(cpu, flags, dtype):
+    call = edge(torch.Generator().manual_seed(5), dtype)
     for number in ({}, {"clamp": 1.0}):
         compare(cpu, call, hyper(**number), 2, 4, geometric=True, **flags)
 
 
-def test_finite_statistics_of_nasty_masks(cpu):
+def test_finite_statistics_of_edge_masks(cpu):
     """Sums that a NaN would hide are looked at without one."""
     call = make(torch.Generator().manual_seed(6), (40, 24))
     call["params"] = [torch.tensor([0.0, -0.0, 1e-40, 1.0, -1.0])[torch.randint(5, (40, 24))]]
@@ -121,7 +121,7 @@ def test_nothing_is_written_beside_a_parameter(cpu):
 
 
 def test_the_sum_of_logarithms_keeps_to_its_range(cpu):
-    """Changes from denormal to huge, and so many alike that a plain product of them would leave the doubles."""
+    """Changes from denormal to huge, and so many alike that a plain GEMM of them would leave the doubles."""
     for change in (0.0, 1e-30, 3e-5, 1.9999999, 1e19):
         call = make(torch.Generator().manual_seed(15), (3, 8192))
         call["exp_avg_sqs"] = [torch.zeros(3, 8192)]

@@ -1,4 +1,4 @@
-"""linear for few tokens from the compressed form, under every instruction set: shapes, dtypes, and what is nasty about them."""
+"""linear for few tokens from the compressed form, under every instruction set: shapes, dtypes, and what is edge-case about them."""
 
 import pytest
 import torch
@@ -6,8 +6,8 @@ import torch.nn.functional as F
 
 from nmkernels import Pattern, ShapeError, reference
 from nmkernels.testing import assert_equal_bits, assert_no_worse, fill_poison
-from python_tests.backends import product_calls
-from python_tests.backends.product_calls import inputs, unaligned
+from python_tests.backends import gemm_calls
+from python_tests.backends.gemm_calls import inputs, unaligned
 from python_tests.each import each
 
 TUNED = ("2:4", "1:4", "2:8", "1:8", "4:8", "1:16", "1:32")
@@ -17,7 +17,7 @@ every_dtype = each("dtype", [torch.float32, torch.bfloat16, torch.float16])
 
 def packed(text, rows, cols, dtype=torch.float32):
     """A compressed matrix, its last group cut off where the columns end, and the matrix."""
-    p, (values, indices, w) = Pattern(text), product_calls.packed(text, rows, cols, dtype)
+    p, (values, indices, w) = Pattern(text), gemm_calls.packed(text, rows, cols, dtype)
     return values[:, : p.kept(cols)].contiguous(), indices[:, : p.index_bytes(cols)].contiguous(), w
 
 

@@ -23,7 +23,7 @@ def gradients(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) ->
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def nasty(*shape: int, dtype: torch.dtype) -> Tensor:
+def edge(*shape: int, dtype: torch.dtype) -> Tensor:
     """Ordinary numbers, with a whole group of special ones every now and then."""
     info, gen = torch.finfo(dtype), torch.Generator().manual_seed(1)
     special = torch.tensor([0, 0, 0, -0.0, 1, -1, info.tiny, -info.tiny * info.eps, info.max, float("inf"), float("nan"), -float("nan")])
@@ -98,13 +98,13 @@ def test_large_outputs_of_lone_rows_and_of_any_alignment(cpu):
     [(text, "exact") for text in (["2:4", "1:4", "2:8", "1:8", "4:8", "1:16", "2:16", "1:32", "3:5", "4:4", "1:256", "7:256"])]
     + [(text, "approx") for text in ("2:2", "2:4", "2:5", "2:8", "2:16", "2:19")],
 )
-def test_nasty_inputs(cpu, text, dtype, method):
+def test_edge_inputs(cpu, text, dtype, method):
     p = Pattern(text)
     for case in cases(text, dtype):
         agrees(cpu, case.x, p, -1, method, case.id)
     if text == "2:16":
         for dim in (0, 1):
-            agrees(cpu, nasty(80, 304, dtype=dtype), p, dim, method)
+            agrees(cpu, edge(80, 304, dtype=dtype), p, dim, method)
 
 
 @each("text", ["2:4", "3:5", "1:16", "7:256"])
@@ -172,7 +172,7 @@ def test_any_alignment(cpu, dtype, method, dim):
 def test_special_values_and_tails_of_other_dimensions(cpu, text, dtype):
     p = Pattern(text)
     for shape in ((1, 3), (p.m + 1, 35), (5 * p.m - 1, 300), (133, 17), (3, 2 * p.m + 1, 9), (2, 3, 70), (6, p.m // 2, 1)):
-        g = nasty(*shape, dtype=dtype)
+        g = edge(*shape, dtype=dtype)
         for dim in range(-len(shape), -1):
             for method in ("exact", "approx") if p.n == 2 else ("exact",):
                 agrees(cpu, g, p, dim, method, str(shape))

@@ -125,20 +125,20 @@ def test_gradients(ours: Ours, dtype: torch.dtype, dim: int) -> None:
 
 def test_optimizer_step(ours: Ours) -> None:
     shapes = (WEIGHT, (WEIGHT[1],), (1024, 4096) if DEVICE == "cuda" else (8, 16), (3, 4))
-    args, twin = (built(lambda: adamw(shapes=shapes, outs=BF16), d) for d in ("cpu", DEVICE))
-    stats, expected = ours("nm_masked_adamw_", *twin), OPS.nm_masked_adamw_(*args)
+    args, baseline = (built(lambda: adamw(shapes=shapes, outs=BF16), d) for d in ("cpu", DEVICE))
+    stats, expected = ours("nm_masked_adamw_", *baseline), OPS.nm_masked_adamw_(*args)
     torch.testing.assert_close(stats.cpu(), expected, rtol=1e-6, atol=0)
-    testing.assert_equal_bits(tensors(twin), tensors(args))
+    testing.assert_equal_bits(tensors(baseline), tensors(args))
 
 
 def judged(y: Tensor, x: Tensor, dense: Tensor) -> None:
-    """``y`` is a product x · dense no worse than torch's own on the same device; float64 on the GPU judges."""
+    """``y`` is a GEMM x · dense no worse than torch's own on the same device; float64 on the GPU validators."""
     testing.assert_no_worse(y, x @ dense, x.double() @ dense.double())
 
 
 @pytest.mark.parametrize("op", ["nm_linear", "nm_linear_dgrad", "nm_linear_wgrad"])
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
-def test_products(ours: Ours, dtype: torch.dtype, op: str) -> None:
+def test_gemms(ours: Ours, dtype: torch.dtype, op: str) -> None:
     assert not torch.backends.cuda.matmul.allow_tf32
     declined = []
     for tokens, pattern in itertools.product([1, 3, 16, 1024, 1030], ["2:4", "1:8"]):
@@ -273,7 +273,7 @@ def test_optimizer_step_beyond_32_bits(ours: Ours) -> None:
 
 
 @pytest.mark.parametrize("wide", ["result", "operand"])
-def test_products_beyond_32_bits(ours: Ours, wide: str) -> None:
+def test_gemms_beyond_32_bits(ours: Ours, wide: str) -> None:
     need(24)
     tokens, cols = LARGE
     out, inner = (cols, 64) if wide == "result" else (64, cols)
@@ -292,7 +292,7 @@ def operand(ours: Ours) -> tuple[tuple[Tensor, Tensor], Tensor]:
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 16, 64])
-def test_weights_of_products_beyond_32_bits(ours: Ours, tokens: int) -> None:
+def test_weights_of_gemms_beyond_32_bits(ours: Ours, tokens: int) -> None:
     """The kernels for one token, for a few and for many."""
     need(24)
     packed, dense = operand(ours)

@@ -1,4 +1,4 @@
-"""Products of many tokens with a compressed operand: as good as dense ones, under every instruction set."""
+"""GEMMs of many tokens with a compressed operand: as good as dense ones, under every instruction set."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from nmkernels import reference
 from nmkernels.backends.cpu import linear as module
 from nmkernels.pattern import Pattern, ShapeError
 from nmkernels.testing import assert_equal_bits, assert_no_worse, fill_poison
-from python_tests.backends.product_calls import packed, unaligned
+from python_tests.backends.gemm_calls import packed, unaligned
 from python_tests.each import each
 
 PATTERNS = ["2:4", "1:4", "4:4", "2:8", "1:8", "4:8", "1:16", "3:5", "7:12", "1:32", "1:256", "7:256", "200:256"]
@@ -42,10 +42,10 @@ def check(cpu, text: str, dtype: torch.dtype, rows: int, cols: int, tokens: int)
     out = poisoned(x)
     assert cpu("nm_linear_dgrad")(g, *call, out=out) is out
     assert_no_worse(out, g @ w, g.double() @ w.double())
-    turned = unaligned(x.t().contiguous())  # [cols, tokens]: the columns are now the tokens that wgrad sums over
-    out = poisoned(turned.new_empty(rows, tokens))
-    assert cpu("nm_linear_wgrad")(*call, turned, out=out) is out
-    assert_no_worse(out, w @ turned, w.double() @ turned.double())
+    transposed = unaligned(x.t().contiguous())  # [cols, tokens]: the columns are now the tokens that wgrad sums over
+    out = poisoned(transposed.new_empty(rows, tokens))
+    assert cpu("nm_linear_wgrad")(*call, transposed, out=out) is out
+    assert_no_worse(out, w @ transposed, w.double() @ transposed.double())
 
 
 @every_pattern

@@ -37,7 +37,7 @@ def _check(source: Path, arch: str) -> None:
 
 @compiles
 def test_contraction_shows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The flag that keeps sums of products in two roundings is what the test sees."""
+    """The flag that keeps sums of GEMMs in two roundings is what the test sees."""
     source = tmp_path / "sum.cu"
     source.write_text("__global__ void sum_kernel(float4* x) { x->x = x->x * x->y + x->z; }")
     (exact,) = resources._compile(source, "sm_80")

@@ -45,8 +45,8 @@ def test_every_case_of_a_full_run_is_one() -> None:
 
 def test_words_name_ops() -> None:
     assert cases.matching(["linear", "nm_mask"]) == ("nm_linear", "nm_mask")
-    products = {"nm_linear", "nm_linear_dgrad", "nm_linear_wgrad"}
-    assert set(cases.matching(["linear*"])) == products | {"nm_linear(mma.sp)", "nm_linear_wgrad(mma.sp)"}
+    gemms = {"nm_linear", "nm_linear_dgrad", "nm_linear_wgrad"}
+    assert set(cases.matching(["linear*"])) == gemms | {"nm_linear(mma.sp)", "nm_linear_wgrad(mma.sp)"}
     with pytest.raises(NMError, match="no op to time is called 'linaer'"):
         cases.matching(["linaer"])
 

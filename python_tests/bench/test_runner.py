@@ -36,7 +36,7 @@ def test_wrong_result_is_not_timed(tmp_path: Path) -> None:
     assert said[0].startswith("nm_mask 2:4 float32 16x32: not timed, its result is wrong: nm_mask: 512 of 512 elements differ")
 
 
-def test_inexact_product_is_not_timed(tmp_path: Path) -> None:
+def test_inexact_gemm_is_not_timed(tmp_path: Path) -> None:
     def off(x: torch.Tensor, values: torch.Tensor, *rest: Any) -> torch.Tensor:
         return reference.linear(x, values, *rest) + 1e-3
 

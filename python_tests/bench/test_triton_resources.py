@@ -108,6 +108,6 @@ def test_what_a_case_allows() -> None:
     assert text == "mask_kernel is not exact: fma.rn.f64 rcp.approx.ftz.f64"
     other = replace(GOOD, kernel="table_kernel", widest_load=8)
     assert resources.shortfalls(replace(CASE, kernel="mask_kernel"), 90, [other, GOOD]) == []
-    products = replace(CASE, matrix=True)
-    assert resources.shortfalls(products, 80, [replace(GOOD, matrix_instructions="mma.sync 64")]) == []
-    assert "no tensor cores" in resources.shortfalls(products, 90, [GOOD])[0]
+    gemms = replace(CASE, matrix=True)
+    assert resources.shortfalls(gemms, 80, [replace(GOOD, matrix_instructions="mma.sync 64")]) == []
+    assert "no tensor cores" in resources.shortfalls(gemms, 90, [GOOD])[0]

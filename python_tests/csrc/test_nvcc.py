@@ -38,18 +38,18 @@ __global__ void calls(const uint4* from, float* to, int filled) {
     cp_async_wait<1>();
     cp_async_wait<0>();
     __syncthreads();
-    uint32_t one[1], two[2], four[4], one_turned[1], two_turned[2], four_turned[4];
+    uint32_t one[1], two[2], four[4], one_transposed[1], two_transposed[2], four_transposed[4];
     ldmatrix(one, &tile[lane]);
     ldmatrix(two, &tile[lane + 1]);
     ldmatrix(four, &tile[lane + 2]);
-    ldmatrix_trans(one_turned, &tile[lane + 3]);
-    ldmatrix_trans(two_turned, &tile[lane + 4]);
-    ldmatrix_trans(four_turned, &tile[lane + 5]);
+    ldmatrix_trans(one_transposed, &tile[lane + 3]);
+    ldmatrix_trans(two_transposed, &tile[lane + 4]);
+    ldmatrix_trans(four_transposed, &tile[lane + 5]);
     float d[4] = {};
     mma_m16n8k16<T>(d, four, two);
-    mma_m16n8k8<T>(d, two_turned, one);
-    mma_sp_m16n8k32<T, 0>(d, four, four_turned, one[0]);
-    mma_sp_m16n8k32<T, 1>(d, four_turned, four, one_turned[0]);
+    mma_m16n8k8<T>(d, two_transposed, one);
+    mma_sp_m16n8k32<T, 0>(d, four, four_transposed, one[0]);
+    mma_sp_m16n8k32<T, 1>(d, four_transposed, four, one_transposed[0]);
     for (int i = 0; i < 4; ++i) to[4 * lane + i] = d[i];
     auto* const out = reinterpret_cast<char*>(to + 128) + 32 * lane;
     st_global(out, make_uint4(four[0], four[1], four[2], four[3]));
@@ -80,7 +80,7 @@ PER_KERNEL = {
     "STG.E.U16": 1,
     "STG.E.U8": 1,
 }
-PRODUCTS = {"HMMA.16816.F32": 1, "HMMA.1688.F32": 1, "HMMA.SP.16832.F32": 2}
+GEMMS = {"HMMA.16816.F32": 1, "HMMA.1688.F32": 1, "HMMA.SP.16832.F32": 2}
 
 MAIN = """
 #include <cstdio>
@@ -119,7 +119,7 @@ def test_the_instructions_are_those_that_are_meant(tmp_path: Path, architecture:
     text = subprocess.run([str(CUOBJDUMP), "-sass", str(cubin)], capture_output=True, text=True, timeout=120, check=True).stdout
     found = Counter(re.findall(r"\b(?:LDGSTS|LDGDEPBAR|LDSM|HMMA|STG)[A-Z0-9.]*", text))
     expected = {name: 2 * count for name, count in PER_KERNEL.items()}
-    expected |= PRODUCTS | {f"{name}.BF16": count for name, count in PRODUCTS.items()}
+    expected |= GEMMS | {f"{name}.BF16": count for name, count in GEMMS.items()}
     assert dict(found) == expected
     assert "DEPBAR.LE SB0, 0x1" in text and "DEPBAR.LE SB0, 0x0" in text
     assert re.search(r"HMMA\.SP\.\S+ .*, 0x0 ;", text) and re.search(r"HMMA\.SP\.\S+ .*, 0x1 ;", text)

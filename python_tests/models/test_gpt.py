@@ -114,10 +114,10 @@ def test_squared_relu(activation):
     torch.manual_seed(0)
     model = GPT(replace(SMALL, activation=activation))
     torch.manual_seed(0)
-    twin = GPT(SMALL)
-    assert all(torch.equal(v, twin.state_dict()[k]) for k, v in model.state_dict().items()), "the same weights under the same names"
+    baseline = GPT(SMALL)
+    assert all(torch.equal(v, baseline.state_dict()[k]) for k, v in model.state_dict().items()), "the same weights under the same names"
     ids = torch.randint(0, 256, (2, 16))
-    assert not torch.equal(model(ids), twin(ids))
+    assert not torch.equal(model(ids), baseline(ids))
     hidden = model.blocks[0].mlp.act(torch.randn(100, 128)).reshape(-1, 4).ne(0).sum(1)
     assert hidden.max() == (2 if ":" in activation else 4)
 

@@ -106,9 +106,9 @@ def test_compiles_with_a_split():
     torch.compiler.reset()
     mlp, x = SquaredReLUMLP(16, 32), torch.randn(12, 16)
     mlp.act.rule = SPLIT
-    twin = copy.deepcopy(mlp)
+    baseline = copy.deepcopy(mlp)
     torch.compile(mlp, fullgraph=True, backend="aot_eager")(x).sum().backward()
-    twin(x).sum().backward()
-    for p, q in zip(mlp.parameters(), twin.parameters(), strict=True):
+    baseline(x).sum().backward()
+    for p, q in zip(mlp.parameters(), baseline.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad)
     torch.compiler.reset()

@@ -85,10 +85,10 @@ def test_shapes_that_do_not_fit():
 def test_a_copy_computes_the_same(how):
     layer, _ = layer_of()
     x = torch.randn(3, 32)
-    want, twin = layer(x), copied(layer, how)
+    want, baseline = layer(x), copied(layer, how)
     with torch.no_grad():
         layer.nm_right.zero_()
-    assert torch.equal(twin(x), want)
+    assert torch.equal(baseline(x), want)
 
 
 def test_moving_and_casting_take_the_adapter_along():

@@ -102,7 +102,7 @@ def test_obstacles_of_single_layers():
         (lambda m: setattr(m[1], "forward", lambda x: x), "1 (ReLU)"),
         (lambda m: nn.utils.parametrizations.weight_norm(m[0]), "0 (ParametrizedLinear)"),
         (lambda m: m.__setitem__(0, type("Odd", (nn.Linear,), {})(8, 8)), "0 (Odd)"),
-        (lambda m: setattr(m[1], "twin", m[0]), "several names"),
+        (lambda m: setattr(m[1], "baseline", m[0]), "several names"),
     ]:
         chains, reasons = spoilt(change)
         assert not any("2" in chain.consumers and "0" in chain.producers for chain in chains)

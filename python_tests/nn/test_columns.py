@@ -29,7 +29,7 @@ def dense_of(made):
     return dense
 
 
-def test_product():
+def test_gemm():
     for tokens in [1, 3, 70]:
         for keep_dense in [False, True]:
             made = layer(keep_dense=keep_dense)

@@ -116,9 +116,9 @@ def test_casting_the_module_casts_the_weight():
 @pytest.mark.parametrize("how", WAYS)
 def test_copies_share_no_memory(how):
     layer, w, _ = layer_of()
-    twin = copied(layer, how)
-    twin.values.zero_()
-    assert equal_bits(layer.weight.dense(), w) and not twin.weight.dense().any() and twin.weight.values is twin.values
+    baseline = copied(layer, how)
+    baseline.values.zero_()
+    assert equal_bits(layer.weight.dense(), w) and not baseline.weight.dense().any() and baseline.weight.values is baseline.values
 
 
 def test_compile_equals_eager():

@@ -1,4 +1,4 @@
-"""CompressedLinear does its product by the way that is chosen, and by the right one."""
+"""CompressedLinear does its GEMM by the way that is chosen, and by the right one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _layer(keep_dense: bool, dtype: torch.dtype = torch.float32) -> nm.Compresse
 
 
 def _chosen(layer: nm.CompressedLinear, name: str, tokens: int = 20) -> None:
-    TABLE.store({gemms.key(*layer.products(tokens)): {"choice": name, "us": {}}})
+    TABLE.store({gemms.key(*layer.gemms(tokens)): {"choice": name, "us": {}}})
     gemms.forget()
 
 
@@ -83,7 +83,7 @@ def test_without_a_dense_layout_it_may_expand(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_few_tokens_on_a_cpu_ask_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compressed, "choose", lambda product: pytest.fail("asked"))
+    monkeypatch.setattr(compressed, "choose", lambda gemm: pytest.fail("asked"))
     layer = _layer(False)
     with torch.no_grad():
         assert layer(torch.randn(16, 64)).shape == (16, 16) == layer(torch.randn(4, 4, 64)).flatten(0, 1).shape
@@ -111,7 +111,7 @@ def test_a_layout_of_tensor_cores_is_made_once(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_compiled_it_asks_nobody_and_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compressed, "choose", lambda product: pytest.fail("asked"))
+    monkeypatch.setattr(compressed, "choose", lambda gemm: pytest.fail("asked"))
     layer = _layer(True)
     torch._dynamo.utils.counters.clear()
     compiled = torch.compile(layer, backend="eager", fullgraph=True, dynamic=True)
@@ -124,8 +124,8 @@ def test_compiled_it_asks_nobody_and_is_compiled_once(monkeypatch: pytest.Monkey
 
 def test_what_it_asks_for_follows_the_input() -> None:
     layer = _layer(True)
-    assert layer.products(20) == layer.products(20) and layer.products(20)[0].forms == ("dense", "rows")
-    assert layer.products(21)[0].tokens == 21 and layer.products(21, torch.bfloat16)[0].dtype == torch.bfloat16
-    assert _layer(False).products(20)[0].forms == ("rows",)
+    assert layer.gemms(20) == layer.gemms(20) and layer.gemms(20)[0].forms == ("dense", "rows")
+    assert layer.gemms(21)[0].tokens == 21 and layer.gemms(21, torch.bfloat16)[0].dtype == torch.bfloat16
+    assert _layer(False).gemms(20)[0].forms == ("rows",)
     with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
         assert layer(torch.randn(20, 64)).dtype == torch.bfloat16

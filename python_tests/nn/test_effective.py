@@ -155,18 +155,18 @@ def test_functional_call_uses_the_weights_given(kind):
 def test_copies_share_nothing_and_do_not_go_stale(how):
     model, layer, opt = model_of(torch.optim.AdamW)
     buffer = layer.effective_weight()
-    twin = copied(model, how)
-    assert not twin[0].effective.attached and not twin[0].effective.kept and right(twin[0])
+    baseline = copied(model, how)
+    assert not baseline[0].effective.attached and not baseline[0].effective.kept and right(baseline[0])
     # an average of the weights, updated as such averages are
     with torch.no_grad():
-        twin(torch.randn(2, 32))
-        for a, b in zip(twin.parameters(), model.parameters(), strict=True):
+        baseline(torch.randn(2, 32))
+        for a, b in zip(baseline.parameters(), model.parameters(), strict=True):
             a.data.lerp_(b.data + 1.0, 0.5)
-        assert right(twin[0])
+        assert right(baseline[0])
     assert layer.effective_weight() is buffer
     model(torch.randn(4, 32)).sum().backward()
     opt.step()
-    assert right(layer) and right(twin[0])
+    assert right(layer) and right(baseline[0])
 
 
 def test_evaluation_before_training():

@@ -23,7 +23,7 @@ EMULATED = pytest.mark.skipif(not emulator_built(), reason="nmkernels._emulated 
 
 @pytest.fixture(params=[pytest.param("cpu", marks=EMULATED), pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request, monkeypatch):
-    """A GPU, or the CPU with everything in the emulator; "auto" takes packed products."""
+    """A GPU, or the CPU with everything in the emulator; "auto" takes packed GEMMs."""
     if request.param == "cpu":
         monkeypatch.setenv("NMKERNELS_BACKEND", "cuda-emulated")
     monkeypatch.setenv("NMKERNELS_CHOICE", "packed")
@@ -56,9 +56,9 @@ def what(plan, transform=None, rows=64, cols=64, dtype=BF16, tokens=5, device="c
 )
 def test_which_weights_lie_in_that_order(device, given, layout):
     found = what(PACKED, **given, device=device)
-    turned = isinstance(given.get("transform"), TransposableMask)
+    transposed = isinstance(given.get("transform"), TransposableMask)
     assert found.layout == layout and found.fprop == "packed"
-    assert found.dgrad == ("packed" if layout == "canonical" else "columns" if turned else "dense")
+    assert found.dgrad == ("packed" if layout == "canonical" else "columns" if transposed else "dense")
 
 
 def test_nowhere_else(monkeypatch):

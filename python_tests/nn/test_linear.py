@@ -149,8 +149,8 @@ def train(model, run, steps):
 
 def test_inductor_equals_eager():
     layer = nm.SparseLinear(32, 16)
-    twin = copy.deepcopy(layer)
-    torch.testing.assert_close(train(twin, torch.compile(twin, fullgraph=True), 1), train(layer, layer, 1), rtol=1e-5, atol=1e-6)
+    baseline = copy.deepcopy(layer)
+    torch.testing.assert_close(train(baseline, torch.compile(baseline, fullgraph=True), 1), train(layer, layer, 1), rtol=1e-5, atol=1e-6)
 
 
 def test_compile_under_autocast_equals_eager():

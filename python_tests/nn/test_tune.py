@@ -1,4 +1,4 @@
-"""tune on a CPU: every product is measured, the fastest right way is kept and followed. Launches are tested beside the Triton backend."""
+"""tune on a CPU: every GEMM is measured, the fastest right way is kept and followed. Launches are tested beside the Triton backend."""
 
 from __future__ import annotations
 
@@ -44,35 +44,35 @@ def _model() -> nn.Module:
     return nn.Sequential(_packed(), _packed(), _packed(16), nm.SparseLinear(8, 4), _packed(keep_dense=False))
 
 
-def test_every_product_is_measured_once(cache: Path) -> None:
+def test_every_gemm_is_measured_once(cache: Path) -> None:
     told: list[tuple[int, int, str]] = []
     report = nm.tune(_model(), tokens=20, timer=_clock(cpu_rows=0.25, expand=4.0), progress=lambda *what: told.append(what))
-    assert [(e.layers, e.kind, e.product, e.shape, e.tokens) for e in report.choices] == [
+    assert [(e.layers, e.kind, e.gemm, e.shape, e.tokens) for e in report.choices] == [
         (["0", "1"], "CompressedLinear", "fprop", (4, 8), 20),
         (["2"], "CompressedLinear", "fprop", (4, 16), 20),
         (["4"], "CompressedLinear", "fprop", (4, 8), 20),
     ]
     assert [(e.choice, e.default, e.best, e.gain) for e in report.choices] == [("cpu rows", 1.0, 0.25, 4.0)] * 2 + [("auto", 1.0, 1.0, 1.0)]
     assert told == [(i, 3, f"fprop 4x{cols} 2:4, 20 tokens") for i, cols in enumerate((8, 16, 8))]
-    # layers whose products are fixed are told why
-    assert [(e.layers, e.choice) for e in report.entries] == [(["3"], "its products are dense until nm.compress_")]
+    # layers whose GEMMs are fixed are told why
+    assert [(e.layers, e.choice) for e in report.entries] == [(["3"], "its GEMMs are dense until nm.compress_")]
     assert report.changed == report.choices[:2] and report.path == str(cache / "tuning.json")
     assert len(json.loads((cache / "tuning.json").read_text())["lines"]) == 3
 
 
 def test_the_report_is_a_table(cache: Path) -> None:
     text = str(nm.tune(_model(), tokens=20, timer=_clock(cpu_rows=0.25))).splitlines()
-    assert text[0].split() == ["layer", "product", "shape", "tokens", "default", "ms", "best", "ms", "gain", "choice"]
+    assert text[0].split() == ["layer", "gemm", "shape", "tokens", "default", "ms", "best", "ms", "gain", "choice"]
     assert " ".join(text[1].split()) == "CompressedLinear x2 fprop 2:4 float32 (4,8) 20 1000.0000 250.0000 4.00x cpu rows"
     assert text[-2].startswith("SparseLinear ") and text[-1] == f"stored in {cache / 'tuning.json'}" and len(text) == 6
 
 
 def test_the_layer_does_as_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, x = _packed(dtype=torch.bfloat16), torch.randn(20, 8, dtype=torch.bfloat16)
-    (product,) = layer.products(20)
-    assert gemms.choose(product) == "dense"  # by rule, in 16 bits
+    (gemm,) = layer.gemms(20)
+    assert gemms.choose(gemm) == "dense"  # by rule, in 16 bits
     nm.tune(layer, tokens=20, timer=_clock(cpu_rows=0.5))
-    assert gemms.choose(product) == "cpu rows"
+    assert gemms.choose(gemm) == "cpu rows"
     with torch.no_grad():
         layer(x)
         assert "dense" not in layer.weight._layouts
@@ -95,18 +95,18 @@ def test_layers_in_training_ask_for_what_their_plan_leaves_open(mask: str, dgrad
     layer.nm_mask = nm.ops.transposable_mask(layer.weight.detach(), "2:4")
     layer.use(transform, GemmPlan("auto", "auto", "mvue", 2, 4))
     report = nm.tune(layer, tokens=20, timer=_clock(cpu_rows=0.25))
-    assert [(e.product, e.tokens, e.shape, e.choice) for e in report.choices] == [(r, 20, (16, 8), "cpu rows") for r in gemms.ROLES]
-    assert [p.forms for p in layer.products(20)] == [("dense", "rows"), dgrad, ("dense", "rows")] and not report.entries
-    assert [p.changing for p in layer.products(20)] == [True, True, False]  # an estimate is made by its call in any case
+    assert [(e.gemm, e.tokens, e.shape, e.choice) for e in report.choices] == [(r, 20, (16, 8), "cpu rows") for r in gemms.ROLES]
+    assert [p.forms for p in layer.gemms(20)] == [("dense", "rows"), dgrad, ("dense", "rows")] and not report.entries
+    assert [p.changing for p in layer.gemms(20)] == [True, True, False]  # an estimate is made by its call in any case
     # and it asks for nothing else
-    known = {gemms.key(p) for p in layer.products(20)}
-    monkeypatch.setattr(gemms, "_measure_now", lambda product: pytest.fail(f"{product} is unknown"))
+    known = {gemms.key(p) for p in layer.gemms(20)}
+    monkeypatch.setattr(gemms, "_measure_now", lambda gemm: pytest.fail(f"{gemm} is unknown"))
     monkeypatch.setenv("NMKERNELS_CHOICE", "measured")
     gemms.forget()
     layer(torch.randn(20, 8, requires_grad=True)).sum().backward()
     assert {gemms.key(p) for p in gemms._known} == known
     layer.use(transform, GemmPlan("packed", "packed", "dense", 2, 4))
-    assert layer.products(20) == () and nm.SparseLinear(8, 16).products(20) == ()
+    assert layer.gemms(20) == () and nm.SparseLinear(8, 16).gemms(20) == ()
 
 
 def test_what_is_refused_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +120,7 @@ def _raises(*args: object) -> str:
     raise RuntimeError("no")
 
 
-def test_a_product_that_does_not_fit_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gemm_that_does_not_fit_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gemms, "measure", _raises_anyhow)
     (entry,) = nm.tune(_packed(), tokens=20).choices
     assert entry.choice == "not measured: no" and entry.gain is None
@@ -136,7 +136,7 @@ def test_choices_that_cannot_be_written_hold_all_the_same(tmp_path: Path, monkey
     layer = _packed(dtype=torch.bfloat16)
     report = nm.tune(layer, tokens=20, timer=_clock(cpu_rows=0.5))
     assert report.path is None and "for this process only" in str(report)
-    assert gemms.choose(*layer.products(20)) == "cpu rows"
+    assert gemms.choose(*layer.gemms(20)) == "cpu rows"
 
 
 def test_a_forced_backend_leaves_nothing_to_choose(monkeypatch: pytest.MonkeyPatch) -> None:

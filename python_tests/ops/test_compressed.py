@@ -30,13 +30,13 @@ def test_attributes(c: Compressed) -> None:
 def test_frozen_and_equal_by_identity(c: Compressed) -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         c.values = torch.zeros(1)  # type: ignore[misc]
-    twin = Compressed(c.values, c.indices, c.pattern, c.shape)
-    assert c == c and c != twin and len({c, twin}) == 2
+    again = Compressed(c.values, c.indices, c.pattern, c.shape)
+    assert c == c and c != again and len({c, again}) == 2
 
 
 def test_pattern_and_shape_are_converted(c: Compressed) -> None:
-    twin = Compressed(c.values, c.indices, "2:4", (6, 16))  # type: ignore[arg-type]
-    assert twin.pattern == Pattern("2:4") and isinstance(twin.shape, torch.Size)
+    again = Compressed(c.values, c.indices, "2:4", (6, 16))  # type: ignore[arg-type]
+    assert again.pattern == Pattern("2:4") and isinstance(again.shape, torch.Size)
 
 
 def test_dense_is_prune() -> None:
@@ -63,8 +63,8 @@ def test_pytree(c: Compressed) -> None:
     c.layout("x", lambda _: 1)
     leaves, spec = pytree.tree_flatten(c)
     assert leaves[0] is c.values and leaves[1] is c.indices and len(leaves) == 2
-    twin = pytree.tree_unflatten(leaves, spec)
-    assert type(twin) is Compressed and twin.shape == c.shape and twin.pattern == c.pattern and not twin._layouts
+    again = pytree.tree_unflatten(leaves, spec)
+    assert type(again) is Compressed and again.shape == c.shape and again.pattern == c.pattern and not again._layouts
     doubled = pytree.tree_map(lambda x: x * 2 if x.is_floating_point() else x, {"a": [c]})["a"][0]
     testing.assert_equal_bits(doubled.dense(), 2 * c.dense())
     assert [str(pytree.keystr(k)) for k, _ in pytree.tree_flatten_with_path(c)[0]] == [".values", ".indices"]
@@ -79,17 +79,17 @@ def test_copies_are_equal_and_without_layouts(c: Compressed, way: str) -> None:
     if way == "pickle":
         data = pickle.dumps(c)
         assert b"unique marker" not in data
-        twin = pickle.loads(data)
+        again = pickle.loads(data)
     elif way == "torch.save":
         buffer = io.BytesIO()
         torch.save(c, buffer)
         assert b"unique marker" not in buffer.getvalue()
-        twin = torch.load(io.BytesIO(buffer.getvalue()), weights_only=False)
+        again = torch.load(io.BytesIO(buffer.getvalue()), weights_only=False)
     else:
-        twin = getattr(copy, way)(c)
-    assert (twin.values is c.values) == (way == "copy")
-    assert twin.shape == c.shape and isinstance(twin.shape, torch.Size) and twin.pattern == c.pattern and twin._layouts == {}
-    testing.assert_equal_bits(twin, c)
+        again = getattr(copy, way)(c)
+    assert (again.values is c.values) == (way == "copy")
+    assert again.shape == c.shape and isinstance(again.shape, torch.Size) and again.pattern == c.pattern and again._layouts == {}
+    testing.assert_equal_bits(again, c)
 
 
 def test_layouts_are_built_once_and_follow_writes(c: Compressed) -> None:
@@ -125,11 +125,11 @@ def test_no_layout_is_kept_where_nothing_tells_of_writes(c: Compressed) -> None:
     c.values.requires_grad_()
     assert c.layout("sum", build).requires_grad  # and no constant that was kept
     torch.func.vmap(lambda x: x * ops.Compressed(c.values.detach(), c.indices, "2:4", (6, 16)).layout("sum", build))(torch.ones(2))
-    twin = ops.Compressed(c.values.detach(), c.indices, "2:4", (6, 16))
-    torch.func.grad(lambda x: (x * twin.layout("sum", build)).sum())(torch.ones(2))
+    again = ops.Compressed(c.values.detach(), c.indices, "2:4", (6, 16))
+    torch.func.grad(lambda x: (x * again.layout("sum", build)).sum())(torch.ones(2))
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
-        twin.layout("sum", build)
-    assert not twin._layouts
+        again.layout("sum", build)
+    assert not again._layouts
 
 
 @pytest.mark.filterwarnings("error")

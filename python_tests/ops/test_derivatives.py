@@ -151,7 +151,7 @@ class TestRefusal:
 
 
 @each("op", ["linear", "linear_dgrad", "linear_wgrad", "decompress", "relayout"])
-def test_public_products_and_forms(op: str, w: Tensor) -> None:
+def test_public_gemms_and_forms(op: str, w: Tensor) -> None:
     calls = {
         "linear": lambda w: ops.linear(w, C),
         "linear_dgrad": lambda w: ops.linear_dgrad(w, C),

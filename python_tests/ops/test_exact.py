@@ -1,4 +1,4 @@
-"""Exact ops on nasty inputs: every backend gives the bits of the reference."""
+"""Exact ops on edge cases: every backend gives the bits of the reference."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_sums_that_overshoot(pattern: str, op: str, device: str) -> None:
 @each("dtype", DTYPES, ids=str)
 @each("pattern", PATTERNS)
 def test_round_trip(pattern: str, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """decompress(compress(w)) is prune(w), on every nasty input, through the dispatcher."""
+    """decompress(compress(w)) is prune(w), on every edge case, through the dispatcher."""
     if INTERPRETED:
         if dtype == torch.float64:
             return  # Triton computes in float32

@@ -59,9 +59,9 @@ def test_device_forms_come_back_canonical() -> None:
         p = both(layout)
         testing.assert_equal_bits((p.rows.compressed(), p.columns.compressed()), (plain.rows, plain.columns))
         assert p.rows.compressed().values is p.rows.values and p.rows.pattern == Pattern("2:4")
-        twin = DeviceCompressed(p.rows.values, p.rows.meta, layout, "2:4", (64, 128))  # type: ignore[arg-type]
-        testing.assert_equal_bits(twin, p.rows)
-        assert twin != p.rows
+        baseline = DeviceCompressed(p.rows.values, p.rows.meta, layout, "2:4", (64, 128))  # type: ignore[arg-type]
+        testing.assert_equal_bits(baseline, p.rows)
+        assert baseline != p.rows
 
 
 def test_frozen() -> None:
@@ -79,9 +79,9 @@ def test_pytrees_and_copies(layout: str) -> None:
     testing.assert_equal_bits(pytree.tree_unflatten(leaves, spec), p)
     assert len(pytree.tree_leaves(ops.pack(W, "2:4"))) == 3  # None is a leaf of torch's
     assert pytree.treespec_loads(pytree.treespec_dumps(spec)) == spec
-    for twin in (copy.deepcopy(p), pickle.loads(pickle.dumps(p))):
-        testing.assert_equal_bits(twin, p)
-        assert twin.rows.values is not p.rows.values
+    for baseline in (copy.deepcopy(p), pickle.loads(pickle.dumps(p))):
+        testing.assert_equal_bits(baseline, p)
+        assert baseline.rows.values is not p.rows.values
 
 
 @each("layout", ["canonical", "mma.sp", "wgmma.sp"])

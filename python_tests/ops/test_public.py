@@ -69,8 +69,8 @@ def test_backward_raises_instead_of_losing_the_gradient(fn, backend: str, monkey
 
 @each("backend", ["reference", "cpu"])
 @each("tokens", [4, 20])
-def test_autocast_changes_no_product(backend: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The products are in their operands' dtype; what autocast wants is the layers' business."""
+def test_autocast_changes_no_gemm(backend: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GEMMs are in their operands' dtype; what autocast wants is the layers' business."""
     monkeypatch.setenv(dispatch.ENV, backend)
     x, g, c = torch.randn(tokens, 16), torch.randn(tokens, 8), ops.compress(W, "2:4")
     gc = ops.mvue_compress(g, "2:4", dim=0, seed=1)
@@ -129,7 +129,7 @@ def test_linear_refuses_gradients() -> None:
         testing.assert_equal_bits(ops.linear(x, c), ops.linear(x.detach(), c))
 
 
-def test_the_three_products() -> None:
+def test_the_three_gemms() -> None:
     c = ops.compress(W.double(), "2:4")
     w, x, g = c.dense(), torch.randn(2, 3, 16).double(), torch.randn(2, 3, 8).double()
     bias = torch.randn(8).double()

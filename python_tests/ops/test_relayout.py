@@ -1,4 +1,4 @@
-"""relayout, and products whose operand lies in the order of tensor cores."""
+"""relayout, and GEMMs whose operand lies in the order of tensor cores."""
 
 from __future__ import annotations
 

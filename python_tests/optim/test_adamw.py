@@ -192,22 +192,22 @@ def test_copies_train_on_alike(way):
     ps, optimizer = run(lambda ps: MaskedAdamW(ps, lr=0.05), steps=3)
     optimizer.targets, optimizer.rule = {ps[0]: Target(Pattern("2:4"))}, UpdateRule(masked=True)
     if way == "deepcopy":
-        twins, twin = copy.deepcopy((ps, optimizer))
+        baselines, baseline = copy.deepcopy((ps, optimizer))
     elif way == "pickle":
-        twins, twin = pickle.loads(pickle.dumps((ps, optimizer)))
+        baselines, baseline = pickle.loads(pickle.dumps((ps, optimizer)))
     else:
         file = io.BytesIO()
         torch.save((ps, optimizer), file)
         file.seek(0)
-        twins, twin = torch.load(file, weights_only=False)
+        baselines, baseline = torch.load(file, weights_only=False)
     # hooks and masks belong to the handle of the original
-    assert twin.targets == {} and twin.rule is PLAIN
+    assert baseline.targets == {} and baseline.rule is PLAIN
     for t in range(3):
         set_grads(ps, t)
-        set_grads(twins, t)
+        set_grads(baselines, t)
         optimizer.step()
-        twin.step()
-    assert all(torch.equal(a, b) for a, b in zip(ps, twins, strict=True))
+        baseline.step()
+    assert all(torch.equal(a, b) for a, b in zip(ps, baselines, strict=True))
 
 
 def test_merge_stats():

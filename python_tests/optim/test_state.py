@@ -122,11 +122,11 @@ def test_state_of_parameters_that_never_had_a_gradient():
     model.bias.requires_grad_(False)
     first = MaskedAdamW(model.parameters())
     train(model, first, 2)
-    twin = layer()
-    second = MaskedAdamW(twin.parameters())
+    baseline = layer()
+    second = MaskedAdamW(baseline.parameters())
     second.load_state_dict(first.state_dict())
-    train(twin, second, 1)
-    assert (int(second.state[twin.weight]["step"]), int(second.state[twin.bias]["step"])) == (3, 1)
+    train(baseline, second, 1)
+    assert (int(second.state[baseline.weight]["step"]), int(second.state[baseline.bias]["step"])) == (3, 1)
 
 
 def test_capturable_keeps_its_step_beside_the_parameter():

@@ -30,14 +30,14 @@ def _two(fn: Callable[[Any, Any], Any]) -> Rule:
 
 
 def _wide(t: Threads, ins: Instruction) -> Any:
-    """The whole product of two numbers."""
+    """The whole GEMM of two numbers."""
     a, b = (read(t, x, ins.types[-1]) for x in ins.operands[1:3])
     bits = SIZES[ins.types[-1]]
     to = (SIGNED if ins.types[-1][0] == "s" else UNSIGNED)[2 * bits] if bits < 64 else object
     return a.astype(to) * b.astype(to)
 
 
-def _product(t: Threads, ins: Instruction) -> Any:
+def _gemm(t: Threads, ins: Instruction) -> Any:
     type_ = ins.types[-1]
     if "wide" in ins.mods:
         return _wide(t, ins)
@@ -50,11 +50,11 @@ def _product(t: Threads, ins: Instruction) -> Any:
 
 
 def _mad(t: Threads, ins: Instruction) -> Any:
-    product = _product(t, ins)
+    gemm = _gemm(t, ins)
     type_ = ins.types[-1]
     if "wide" in ins.mods:
         type_ = f"{type_[0]}{2 * SIZES[type_]}"
-    return product + read(t, ins.operands[3], type_)
+    return gemm + read(t, ins.operands[3], type_)
 
 
 def _fma(t: Threads, ins: Instruction) -> Any:
@@ -221,7 +221,7 @@ def _bits(fn: Callable[[str], int]) -> Rule:
 
 
 PLAIN: dict[str, Rule] = {
-    "add": _two(lambda a, b: a + b), "sub": _two(lambda a, b: a - b), "mul": _product, "mad": _mad, "fma": _fma, "div": _two(_divided),
+    "add": _two(lambda a, b: a + b), "sub": _two(lambda a, b: a - b), "mul": _gemm, "mad": _mad, "fma": _fma, "div": _two(_divided),
     "rem": _two(lambda a, b: np.fmod(a, np.where(b == 0, 1, b))),
     "and": _two(np.bitwise_and), "or": _two(np.bitwise_or), "xor": _two(np.bitwise_xor), "not": _one(np.invert),
     "shl": _shift, "shr": _shift, "shf": _funnel, "bfe": _bfe, "prmt": _prmt, "lop3": _lop3, "setp": _setp, "selp": _selp,

@@ -1,4 +1,4 @@
-"""Matrix instructions: fragments in registers, tiles in shared memory, and products, as the PTX ISA manual draws them (9.7.14, 9.7.15)."""
+"""Matrix instructions: fragments in registers, tiles in shared memory, and GEMMs, as the PTX ISA manual draws them (9.7.14, 9.7.15)."""
 
 from __future__ import annotations
 
@@ -127,9 +127,9 @@ def _wgmma(t: Threads, ins: Instruction) -> None:
             t.groups[-1].update(a)
         else:
             left = _shared_tile(t, one(a), 64, bool(turns[0]), ins.types[1])
-        product = (left.astype(np.float64) @ right.astype(np.float64).T).astype(np.float32)
+        gemm = (left.astype(np.float64) @ right.astype(np.float64).T).astype(np.float32)
         # d[4 j + 2 r + e] of lane 4 g + c of warp w: row 16 w + g + 8 r, column 8 j + 2 c + e
-        mine = product.reshape(4, 2, 8, n // 8, 4, 2).transpose(0, 2, 4, 3, 1, 5).reshape(128, n // 2)
+        mine = gemm.reshape(4, 2, 8, n // 8, 4, 2).transpose(0, 2, 4, 3, 1, 5).reshape(128, n // 2)
         keep = np.broadcast_to(read(t, add, "pred"), (t.count,))[part]
         for i, register in enumerate(d):
             old = np.broadcast_to(read(t, register, "f32"), (t.count,)).copy()

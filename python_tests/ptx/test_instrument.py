@@ -96,11 +96,11 @@ def test_ldmatrix_gives_each_thread_its_part() -> None:
     fill += "or.b32 %r5, %r5, %r4; st.shared.b32 [%r2], %r5; bar.sync 0; and.b32 %r6, %r1, 7; shl.b32 %r6, %r6, 4;"
     plain = result(fill + "ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r9}, [%r6];")
     assert [x & 0xFFFF for x in plain] == [2 * i for i in range(32)]  # elements 2i and 2i + 1 of 64, row-major
-    turned = result(fill + "ldmatrix.sync.aligned.m8n8.x1.trans.shared.b16 {%r9}, [%r6];")
-    assert [x & 0xFFFF for x in turned] == [8 * (2 * (i % 4)) + i // 4 for i in range(32)]
+    transposed = result(fill + "ldmatrix.sync.aligned.m8n8.x1.trans.shared.b16 {%r9}, [%r6];")
+    assert [x & 0xFFFF for x in transposed] == [8 * (2 * (i % 4)) + i // 4 for i in range(32)]
 
 
-def test_mma_is_a_matrix_product() -> None:
+def test_mma_is_a_matrix_gemm() -> None:
     gen = torch.Generator().manual_seed(0)
     a, b, c = (torch.randint(-4, 5, shape, generator=gen) for shape in ((16, 16), (16, 8), (16, 8)))
     tables = []
@@ -115,10 +115,10 @@ def test_mma_is_a_matrix_product() -> None:
     loads = "mul.wide.u32 %rd2, %r1, 40; add.s64 %rd3, %rd1, %rd2;" + "".join(
         f"ld.global.b32 %r{10 + i}, [%rd3+{4 * i}];" for i in range(10)
     )
-    product = "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 { %r30, %r31, %r32, %r33 }, { %r10, %r11, %r12, %r13 }, "
-    product += "{ %r14, %r15 }, { %r16, %r17, %r18, %r19 };"
+    gemm = "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 { %r30, %r31, %r32, %r33 }, { %r10, %r11, %r12, %r13 }, "
+    gemm += "{ %r14, %r15 }, { %r16, %r17, %r18, %r19 };"
     stores = "".join(f"st.global.b32 [%rd3+{4 * i}], %r{30 + i};" for i in range(4))
-    run(loads + product + stores, memory)
+    run(loads + gemm + stores, memory)
     d, want = memory.view(32, 10)[:, :4].contiguous().view(torch.float32), (a @ b + c).float()
     for lane in range(32):
         g, t = lane // 4, lane % 4
@@ -152,7 +152,7 @@ def test_an_unknown_instruction_is_refused_by_name() -> None:
 
 
 def test_wgmma_reads_shared_memory_as_its_descriptor_says() -> None:
-    """One 64 x 8 x 16 product, A in registers, B without swizzle: two core matrices of 8 rows (n) of 16 bytes (k), 128 bytes apart."""
+    """One 64 x 8 x 16 GEMM, A in registers, B without swizzle: two core matrices of 8 rows (n) of 16 bytes (k), 128 bytes apart."""
     gen = torch.Generator().manual_seed(0)
     a, b = (torch.randint(-4, 5, shape, generator=gen) for shape in ((64, 16), (16, 8)))
     rows = []
@@ -179,11 +179,11 @@ def test_wgmma_reads_shared_memory_as_its_descriptor_says() -> None:
 
 def test_a_register_that_wgmma_may_still_read_stays_as_it_is() -> None:
     def overwritten(waits: str) -> list[int]:
-        product = "wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {%r30,%r31,%r32,%r33}, {%r10,%r11,%r12,%r13}, 524416, %p1, 1, 1, 0;"
-        other = product.replace("%r1", "%r2")
+        gemm = "wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {%r30,%r31,%r32,%r33}, {%r10,%r11,%r12,%r13}, 524416, %p1, 1, 1, 0;"
+        other = gemm.replace("%r1", "%r2")
         commit = "wgmma.commit_group.sync.aligned;"
         body = "".join(f"mov.b32 %r{i}, 0;" for i in (*range(10, 14), *range(20, 24))) + "setp.ne.b32 %p1, %r1, %r1;"
-        return result(f"{body} {product} {commit} {other} {commit} {waits} mov.b32 %r12, 5; mov.b32 %r9, %r12;", threads=128)
+        return result(f"{body} {gemm} {commit} {other} {commit} {waits} mov.b32 %r12, 5; mov.b32 %r9, %r12;", threads=128)
 
     assert overwritten("wgmma.wait_group.sync.aligned 1;") == [5] * 128
     for waits in ("", "wgmma.wait_group.sync.aligned 2;"):

@@ -10,10 +10,10 @@ from nmkernels.recipes.state import stream_key
 from python_tests.recipes.loop import SPARSE, Adam, top_n
 
 
-def forward_backward(params, batch, used, turned, adapters=None):
+def forward_backward(params, batch, used, transposed, adapters=None):
     """(∂L/∂W̃ of each layer, gradients of biases and adapters) of the three-layer net by hand.
 
-    ``used`` and ``turned`` (weight name -> weight) are what y = x W̃ᵀ and ∂L/∂x multiply; ``adapters`` (weight name -> (L, R)) add
+    ``used`` and ``transposed`` (weight name -> weight) are what y = x W̃ᵀ and ∂L/∂x multiply; ``adapters`` (weight name -> (L, R)) add
     x L R / r.
     """
     h, inputs, outs = batch[0], {}, {}
@@ -33,7 +33,7 @@ def forward_backward(params, batch, used, turned, adapters=None):
             y = outs[k].detach().requires_grad_()
             (g,) = torch.autograd.grad(F.gelu(y), y, g)
         weights[k], rest[f"{i}.bias"] = g.T @ inputs[k], g.sum(0)
-        back = g @ turned.get(k, params[k])
+        back = g @ transposed.get(k, params[k])
         if adapters and k in adapters:
             left, right = adapters[k]
             r = left.shape[1]
@@ -95,15 +95,15 @@ def bimask(params, data, n, m, decay, draws, refresh, seed, count=False):
     params, orders = {k: v.clone() for k, v in params.items()}, {}
     adam = AdamW(params)
     for t, batch in enumerate(data):
-        used, turned, masks = {}, {}, {}
+        used, transposed, masks = {}, {}, {}
         for k in SPARSE:
             masks[k] = top_n(params[k], n, m)
             used[k] = params[k] * masks[k]
             if t == 0 or (refresh and t % refresh == 0):
                 key = stream_key(seed, f"held/{t}/{k.removesuffix('.weight')}", 0) % 2**63
                 orders[k] = best_order(used[k], n, m, draws, torch.Generator().manual_seed(key), count)
-            turned[k] = used[k] * backward_mask(used[k], orders[k], n, m)
-        weights, rest = forward_backward(params, batch, used, turned)
+            transposed[k] = used[k] * backward_mask(used[k], orders[k], n, m)
+        weights, rest = forward_backward(params, batch, used, transposed)
         for k in SPARSE:
             weights[k] = weights[k] + decay * params[k] * ~masks[k]
         adam.step({**weights, **rest})

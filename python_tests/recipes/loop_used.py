@@ -1,4 +1,4 @@
-"""A second independent loop, for methods that differ in the weight used and in the rule of its gradient.
+"""A second independent loop, for methods that differ in the effective weight and in the rule of its gradient.
 
 Plain torch from the papers' equations; of the package only the reference's estimator, to replay random draws. Adam as in ``loop``.
 S-STE: Hu et al., NeurIPS 2024. MdGf and SdGf: Bambhaniya et al., arXiv 2402.04744.
@@ -27,15 +27,15 @@ def backprop(params, batch, used):
     return inputs, dict(zip(outputs, grads[:3], strict=True)), dict(zip(rest, grads[3:], strict=True))
 
 
-def train_used(params, data, use, rule=lambda k, w, g, t: g, product=lambda k, g, x, t: g.T @ x, adam=None):
-    """Adam on the gradient ``rule(k, w, ∂L/∂W̃, t)`` at W̃ = ``use(k, w, t)``; ``product`` makes ∂L/∂W̃ of a layer; t counts from 0."""
+def train_used(params, data, use, rule=lambda k, w, g, t: g, gemm=lambda k, g, x, t: g.T @ x, adam=None):
+    """Adam on the gradient ``rule(k, w, ∂L/∂W̃, t)`` at W̃ = ``use(k, w, t)``; ``gemm`` makes ∂L/∂W̃ of a layer; t counts from 0."""
     a, params = adam or Adam(), {k: v.clone() for k, v in params.items()}
     m = {k: torch.zeros_like(v) for k, v in params.items()}
     v = {k: torch.zeros_like(w) for k, w in params.items()}
     for t, batch in enumerate(data):
         inputs, outputs, grads = backprop(params, batch, {k: use(k, params[k], t) for k in SPARSE})
         for k, w in params.items():
-            g = rule(k, w, product(k, outputs[k], inputs[k], t), t) if k in SPARSE else grads[k]
+            g = rule(k, w, gemm(k, outputs[k], inputs[k], t), t) if k in SPARSE else grads[k]
             m[k] = a.beta1 * m[k] + (1 - a.beta1) * g
             v[k] = a.beta2 * v[k] + (1 - a.beta2) * g * g
             d = (v[k] / (1 - a.beta2 ** (t + 1))).sqrt() + a.eps
@@ -54,20 +54,20 @@ def soft(w, n, m):
 
 
 def sste(params, data, n, m, streams=None, method="exact"):
-    """S-STE with 2:4 estimates drawn from ``streams`` (weight name -> key), or the dense product without."""
+    """S-STE with 2:4 estimates drawn from ``streams`` (weight name -> key), or the dense GEMM without."""
     betas = {}
     for k in SPARSE:
         s = soft(params[k], n, m)
         betas[k] = (params[k] * s).sum() / (s * s).sum()
 
-    def product(k, g, x, t):
+    def gemm(k, g, x, t):
         if method == "magnitude":
             g = g * top_n(g.T, 2, 4).T
         elif streams is not None:
             g = reference.mvue(g, 2, 4, 0, torch.tensor([streams[k], t]), method)
         return g.T @ x
 
-    return train_used(params, data, lambda k, w, t: betas[k] * soft(w, n, m), product=product)
+    return train_used(params, data, lambda k, w, t: betas[k] * soft(w, n, m), gemm=gemm)
 
 
 # ---- MdGf and SdGf

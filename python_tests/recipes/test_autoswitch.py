@@ -66,7 +66,7 @@ def test_option_two_leaves_unchanged_weights_out():
     assert state["v_unchanged"].item() == 20
 
 
-def test_option_two_with_nothing_moving_is_zero_and_floors_the_smallest():
+def test_option_two_with_nothing_moving_is_zero_and_layers_the_smallest():
     state = switch_step(STEP(switch="geometric", t_min=5, t_max=None), [seen(1, [0.0] * NUMEL)])[1]
     assert state["z_bar"].item() == 0.0
     state = switch_step(STEP(switch="geometric", t_min=5, t_max=None), [seen(1, [1e-60] * NUMEL)])[1]

@@ -18,14 +18,14 @@ def orders(handle):
 
 def test_the_permutation_is_renewed_every_k_steps_and_the_masks_at_each():
     model, handle, optimizer = start(BiMask("2:4", draws=5, every=4, seed=1), F32)
-    seen, turned = [], []
+    seen, transposed = [], []
     for batch in DATA:
         seen.append(orders(handle)[1])
         layer = model[2]
-        turned.append(layer.transform.for_dgrad(layer.effective_weight(), layer.nm_order) != 0)
+        transposed.append(layer.transform.for_dgrad(layer.effective_weight(), layer.nm_order) != 0)
         step(model, optimizer, batch)
     assert [t for t in range(1, 12) if not torch.equal(seen[t], seen[t - 1])] == [4, 8]
-    assert any(not torch.equal(turned[t], turned[t - 1]) for t in (1, 2, 3)), "the mask follows the weight under a held permutation"
+    assert any(not torch.equal(transposed[t], transposed[t - 1]) for t in (1, 2, 3)), "the mask follows the weight under a held permutation"
 
 
 def test_once_only_and_none():

@@ -24,7 +24,7 @@ def gpt():
 
 
 def test_step_on_a_gpt_by_hand():
-    """501 steps (T_max = 500) at 3 dense products, 499 at 1/2 + 1 + 1; the head dense to the end."""
+    """501 steps (T_max = 500) at 3 dense GEMMs, 499 at 1/2 + 1 + 1; the head dense to the end."""
     cost = nm.flops(gpt(), "step:2:4", 1000, tokens=512)
     assert cost.dense_training == 512 * 1000 * 3 * 2 * (2 * BLOCK + HEAD)
     assert cost.training == 512 * 2 * (2 * BLOCK * (501 * 3 + 499 * 2.5) + HEAD * 1000 * 3)

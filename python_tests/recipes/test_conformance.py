@@ -140,9 +140,9 @@ def test_dense_checkpoint_loads_strictly_and_a_copied_model_computes_the_same(en
     for batch in DATA32[:9]:
         step(model, optimizer, batch)
     x = DATA32[0][0]
-    want, twins = model(x), [copied(model, how) for how in WAYS]
+    want, baselines = model(x), [copied(model, how) for how in WAYS]
     step(model, optimizer, DATA32[9])
-    assert all(torch.equal(twin(x), want) for twin in twins) and not torch.equal(model(x), want)
+    assert all(torch.equal(baseline(x), want) for baseline in baselines) and not torch.equal(model(x), want)
 
 
 # ---- the end
@@ -338,9 +338,9 @@ def test_no_weight_is_denser_than_its_flops_are_counted(entry):
             assert whole or used.count_nonzero() <= span.fprop * used.numel() + 1e-6, f"{name} in {span}"
             if span.dgrad < 1:
                 symmetric = layer.transform is None or not layer.transform.traits.own_dgrad
-                turned = used if symmetric else layer.transform.for_dgrad(used, *layer._extras(layer.transform))
-                assert turned.count_nonzero() <= span.dgrad * turned.numel() + 1e-6, f"{name} in {span}"
-                assert not symmetric or nm.ops.is_nm(turned.t(), layer.pattern), f"{name}: dgrad is cheaper only by N:M along out"
+                transposed = used if symmetric else layer.transform.for_dgrad(used, *layer._extras(layer.transform))
+                assert transposed.count_nonzero() <= span.dgrad * transposed.numel() + 1e-6, f"{name} in {span}"
+                assert not symmetric or nm.ops.is_nm(transposed.t(), layer.pattern), f"{name}: dgrad is cheaper only by N:M along out"
             assert span.wgrad == (layer.plan.n / layer.plan.m if layer.plan.wgrad in ("mvue", "magnitude") else layer.plan.wgrad != "none")
         step(model, optimizer, batch)
     handle.finish()

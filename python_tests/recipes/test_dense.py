@@ -1,4 +1,4 @@
-"""The dense twin: the same code path, the same numbers as no package at all."""
+"""The dense baseline: the same code path, the same numbers as no package at all."""
 
 import torch
 

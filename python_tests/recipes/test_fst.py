@@ -83,10 +83,10 @@ def test_decay_comes_after_unscaling_and_clipping_and_by_the_held_mask():
     torch.testing.assert_close(seen["g"], clipped + 1e-3 * ~held * before, rtol=0, atol=1e-9)
 
 
-# ---- packed products
+# ---- packed GEMMs
 
 
-def test_packed_products_are_those_of_the_dense_layout():
+def test_packed_gemms_are_those_of_the_dense_layout():
     ends = []
     for packed in (False, True):
         model, _, optimizer = start(FST(end=None, packed=packed, seed=0), F32)

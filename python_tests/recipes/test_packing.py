@@ -1,4 +1,4 @@
-"""The option ``packed``: which plans it makes, what it refuses, and that it changes how products are computed and nothing else."""
+"""The option ``packed``: which plans it makes, what it refuses, and that it changes how GEMMs are computed and nothing else."""
 
 import sys
 
@@ -44,7 +44,7 @@ def test_twenty_steps_are_those_of_the_dense_layout(make):
 
 
 @EACH
-def test_packed_products_are_what_runs(make):
+def test_packed_gemms_are_what_runs(make):
     model, handle, optimizer = start(make(packed=True), F32)
     for x, y in DATA[:9]:
         step(model, optimizer, (x.float(), y.float()))
@@ -52,13 +52,13 @@ def test_packed_products_are_what_runs(make):
     assert layer.plan.packs and handle.run.stage.transform is not None
     model(torch.randn(4, 16))
     (packed,) = layer.effective.kept
-    assert packed.rows.pattern == layer.mask_pattern and packed.columns is None, "on a CPU the rows serve both products"
+    assert packed.rows.pattern == layer.mask_pattern and packed.columns is None, "on a CPU the rows serve both GEMMs"
     assert torch.equal(packed.rows.dense(), layer.effective_weight())
 
 
 @pytest.fixture
 def chosen(request, monkeypatch):
-    """What ``NMKERNELS_CHOICE`` says, in whose products "auto" comes out."""
+    """What ``NMKERNELS_CHOICE`` says, in whose GEMMs "auto" comes out."""
     monkeypatch.setenv("NMKERNELS_CHOICE", request.param)
     gemms.forget()
     yield request.param
@@ -112,10 +112,10 @@ def test_auto_compiles_without_a_break(chosen):
         ("dense", "cpu rows", "dense"),
     ],
 )
-def test_each_product_is_done_by_the_candidate_chosen_for_it(fprop, dgrad, wgrad, monkeypatch):
+def test_each_gemm_is_done_by_the_candidate_chosen_for_it(fprop, dgrad, wgrad, monkeypatch):
     chosen, done = {"fprop": fprop, "dgrad": dgrad, "wgrad": wgrad}, []
     for module in (plan_module, linear_module):
-        monkeypatch.setattr(module, "choose", lambda product, **_: chosen[product.role])
+        monkeypatch.setattr(module, "choose", lambda gemm, **_: chosen[gemm.role])
 
     def watched(op, backend, args):
         done.append((op, backend))
@@ -137,14 +137,14 @@ def test_each_product_is_done_by_the_candidate_chosen_for_it(fprop, dgrad, wgrad
 def test_what_a_layer_is_tuned_for_is_what_it_asks(name, grad, monkeypatch):
     asked = []
     for module in (plan_module, linear_module):
-        monkeypatch.setattr(module, "choose", lambda product, **_: asked.append(product) or "dense")
+        monkeypatch.setattr(module, "choose", lambda gemm, **_: asked.append(gemm) or "dense")
     model, _, _ = start(MAKERS[name](packed="auto"), F32)
     layer, x = model[0], torch.randn(3, 4, 16, requires_grad=True)
     with torch.set_grad_enabled(grad):
         y = layer(x)
     if grad:
         y.sum().backward()
-    known = layer.products(12)
+    known = layer.gemms(12)
     assert len(asked) == (1 if not grad else 2 if name == "srste" else 3) and set(asked) <= set(known)
     assert len(known) == (2 if name == "srste" else 3)
 
@@ -179,7 +179,7 @@ def test_it_is_written_as_text_and_read_again(text):
 
 
 @pytest.mark.parametrize(("before", "after"), [(False, True), (True, "auto"), ("auto", False)])
-def test_a_run_may_go_on_with_other_products(before, after):
+def test_a_run_may_go_on_with_other_gemms(before, after):
     whole = run(MAKERS["fst"](packed=before))[0]
     model, _, optimizer = start(MAKERS["fst"](packed=before))
     for batch in DATA[:8]:

@@ -165,7 +165,7 @@ def rounded(x, kind):
 
 @pytest.mark.parametrize("scheme", ["paper", "hybrid"])
 @pytest.mark.parametrize("mvue", [None, "exact"])
-def test_fp8_products_by_hand(scheme, mvue):
+def test_fp8_gemms_by_hand(scheme, mvue):
     model, _, _ = start(SSTE(mvue=mvue, fp8=scheme, seed=1))
     layer, x, g = model[0], torch.randn(8, 16, dtype=F64, requires_grad=True), torch.randn(8, 32, dtype=F64)
     key, used = layer.seed[0].clone() if mvue else None, layer.effective_weight()

@@ -1,4 +1,4 @@
-"""What the tests of the reference share: nasty inputs and comparison of bits."""
+"""What the tests of the reference share: edge cases and comparison of bits."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def same_bits():
 
 
 @pytest.fixture
-def nasty():
+def edge():
     """Rows drawn from ties, both zeros, NaNs of both signs, infinities, denormals, extremes and ordinary numbers."""
 
     def make(rows, cols, dtype, seed=0):

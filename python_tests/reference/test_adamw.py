@@ -108,10 +108,10 @@ def test_bits_equal_a_loop_in_numpy(flags, n, m, dtype, same_bits):
 
 
 @each("dtype", DTYPES)
-def test_bits_on_nasty_weights_and_gradients(nasty, dtype, same_bits):
-    s, flags = State(nasty(40, 16, dtype), True, outs=[torch.float32, dtype][:1]), (False, False, False, 0)
+def test_bits_on_edge_weights_and_gradients(edge, dtype, same_bits):
+    s, flags = State(edge(40, 16, dtype), True, outs=[torch.float32, dtype][:1]), (False, False, False, 0)
     for seed in range(3):
-        g = nasty(40, 16, dtype, seed=seed + 5)
+        g = edge(40, 16, dtype, seed=seed + 5)
         h = hyper(decay=0.1, clamp=2.0)
         with np.errstate(all="ignore"):
             want, numbers = in_numpy(s, g, h, 2, 4, *flags)
@@ -252,9 +252,9 @@ def test_transposable_steps_and_what_they_pack(flags, n, m, to, dtype, same_bits
 
 @each("to", [torch.bfloat16, torch.float64])
 @each("dtype", DTYPES)
-def test_packs_of_rows_have_the_new_mask_and_one_rounding(to, nasty, dtype, same_bits):
-    s, packs = State(nasty(16, 16, dtype), outs=[to]), buffers((16, 16), 2, 4, to, (True, False))
-    s.apply(nasty(16, 16, dtype, seed=4), hyper(lr=0.5), 2, 4, packs=packs)
+def test_packs_of_rows_have_the_new_mask_and_one_rounding(to, edge, dtype, same_bits):
+    s, packs = State(edge(16, 16, dtype), outs=[to]), buffers((16, 16), 2, 4, to, (True, False))
+    s.apply(edge(16, 16, dtype, seed=4), hyper(lr=0.5), 2, 4, packs=packs)
     assert all(same_bits(a, b) for a, b in zip(packs, compress(s.p.to(to), 2, 4, mask(s.p, 2, 4)), strict=False))
     assert packs[2].numel() == packs[3].numel() == 0
 

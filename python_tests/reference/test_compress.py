@@ -29,8 +29,8 @@ def looped(w, n, m, keep):
 @each("n, m", PATTERNS)
 @each("given", ["none", "full", "short", "empty"])
 @each("dtype", DTYPES)
-def test_equals_a_loop(n, m, given, dtype, nasty, same_bits):
-    w = nasty(5, 3 * m, dtype, seed=m)
+def test_equals_a_loop(n, m, given, dtype, edge, same_bits):
+    w = edge(5, 3 * m, dtype, seed=m)
     keep = mask(w, n, m)
     if given == "short":
         keep &= torch.rand(w.shape, generator=torch.Generator().manual_seed(1)) < 0.5
@@ -77,8 +77,8 @@ def test_a_partial_last_group_drops_the_padding(cols):
 
 
 @each("dtype", DTYPES)
-def test_strides_leading_dimensions_and_empty(nasty, dtype, same_bits):
-    base = nasty(6, 24, dtype).view(2, 3, 24)
+def test_strides_leading_dimensions_and_empty(edge, dtype, same_bits):
+    base = edge(6, 24, dtype).view(2, 3, 24)
     w = base.transpose(0, 1)
     values, indices = compress(w, 2, 4)
     flat = compress(w.reshape(6, 24), 2, 4)

@@ -12,7 +12,7 @@ PATTERNS = [(2, 4), (1, 4), (2, 8), (1, 16), (3, 3), (1, 32)]
 
 
 def close(got, want):
-    """Within the rounding of one matrix product and one cast."""
+    """Within the rounding of one GEMM and one cast."""
     want = want.double()
     assert got.shape == want.shape
     eps = torch.finfo(got.dtype).eps

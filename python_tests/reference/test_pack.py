@@ -53,8 +53,8 @@ def absent(values, indices, dtype, kind=torch.uint8):
 @each("n, m", [(2, 4), (1, 4), (3, 5), (2, 8), (5, 32)])
 @each("to", [None, BF16, F16, F32], ids=str)
 @each("dtype", DTYPES)
-def test_magnitude_one_way_or_the_other(n, m, to, dtype, nasty, same_bits):
-    w, kind = nasty(2 * m, 3 * m, dtype, seed=n), to or dtype
+def test_magnitude_one_way_or_the_other(n, m, to, dtype, edge, same_bits):
+    w, kind = edge(2 * m, 3 * m, dtype, seed=n), to or dtype
     got = pack(w, n, m, dtype=to)
     check(got[:2], w, n, m, mask(w, n, m), kind, same_bits)
     assert absent(*got[2:], kind)
@@ -66,8 +66,8 @@ def test_magnitude_one_way_or_the_other(n, m, to, dtype, nasty, same_bits):
 @each("n, m", [(2, 4), (1, 3)])
 @each("ways", [(True, True), (True, False), (False, True)])
 @each("dtype", DTYPES)
-def test_one_transposable_mask_for_both(n, m, ways, dtype, nasty, same_bits):
-    w = nasty(4 * m, 5 * m, dtype)
+def test_one_transposable_mask_for_both(n, m, ways, dtype, edge, same_bits):
+    w = edge(4 * m, 5 * m, dtype)
     keep = transposable_mask(w, n, m)
     got = pack(w, n, m, "transposable", dtype=BF16, rows=ways[0], columns=ways[1])
     for wanted, result, x, k in ((ways[0], got[:2], w, keep), (ways[1], got[2:], w.T, keep.T)):
@@ -79,8 +79,8 @@ def test_one_transposable_mask_for_both(n, m, ways, dtype, nasty, same_bits):
 
 @each("density", [0.0, 0.3, 0.7, 1.0])
 @each("dtype", DTYPES)
-def test_a_given_mask_is_padded_in_each_orientation_on_its_own(density, dtype, nasty, same_bits):
-    w = nasty(12, 20, dtype)
+def test_a_given_mask_is_padded_in_each_orientation_on_its_own(density, dtype, edge, same_bits):
+    w = edge(12, 20, dtype)
     keep = transposable_mask(torch.randn(12, 20), 2, 4)
     keep &= torch.rand(12, 20, generator=torch.Generator().manual_seed(3)) < density
     got = pack(w, 2, 4, "given", keep, dtype=F16, columns=True)
@@ -91,9 +91,9 @@ def test_a_given_mask_is_padded_in_each_orientation_on_its_own(density, dtype, n
 @each("scale", [None, 1.37, -0.8, 0.0, -0.0, math.inf, math.nan, 1e-30])
 @each("ways", [(True, False), (False, True)])
 @each("dtype", DTYPES)
-def test_threshold_rounds_the_product_then_the_value(scale, ways, dtype, nasty, same_bits):
+def test_threshold_rounds_the_product_then_the_value(scale, ways, dtype, edge, same_bits):
     wide = torch.float64 if dtype == torch.float64 else F32
-    w = nasty(8, 24, dtype)
+    w = edge(8, 24, dtype)
     x = w if ways[0] else w.T
     s = soft_threshold(x, 2, 4).to(wide)
     if scale is not None:
@@ -154,8 +154,8 @@ def test_layouts_reorder_the_indices_only(layout, to):
     assert absent(*pack(w, 2, 4, dtype=to, layout=layout)[2:], to, torch.int32)
 
 
-def test_strides_and_empty(nasty, same_bits):
-    w = nasty(8, 12, F32)
+def test_strides_and_empty(edge, same_bits):
+    w = edge(8, 12, F32)
     for x in (w.T.contiguous().T, torch.stack((w, w), -1)[..., 0]):
         for a, b in zip(pack(x, 2, 4, "transposable", columns=True), pack(w, 2, 4, "transposable", columns=True), strict=True):
             assert same_bits(a, b)

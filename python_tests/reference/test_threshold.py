@@ -30,8 +30,8 @@ def looped(row, n, m, real):
 
 @each("n, m", PATTERNS)
 @each("dtype", DTYPES)
-def test_equals_a_loop(n, m, dtype, nasty, same_bits):
-    w = nasty(16, 2 * m, dtype, seed=n * m)
+def test_equals_a_loop(n, m, dtype, edge, same_bits):
+    w = edge(16, 2 * m, dtype, seed=n * m)
     real = np.float64 if dtype == torch.float64 else np.float32
     want = torch.tensor([looped(row, n, m, real) for row in w.tolist()], dtype=torch.float64).to(dtype)
     assert same_bits(soft_threshold(w, n, m), want)
@@ -59,8 +59,8 @@ def test_nan_and_infinity():
 
 
 @each("dtype", DTYPES)
-def test_strides_and_empty(nasty, dtype, same_bits):
-    w = nasty(16, 16, dtype)
+def test_strides_and_empty(edge, dtype, same_bits):
+    w = edge(16, 16, dtype)
     assert same_bits(soft_threshold(w.T, 2, 4), soft_threshold(w.T.contiguous(), 2, 4)) and soft_threshold(w.T, 2, 4).is_contiguous()
     assert same_bits(soft_threshold(w[:1].expand(3, 16), 2, 4)[2], soft_threshold(w[0], 2, 4))
     assert soft_threshold(torch.empty(0, 8), 2, 4).shape == (0, 8)

@@ -60,11 +60,11 @@ def test_the_ninety_patterns():
 
 
 @each("dtype", DTYPES)
-def test_two_of_four_is_the_first_best_score(dtype, nasty):
+def test_two_of_four_is_the_first_best_score(dtype, edge):
     real = np.float64 if dtype == torch.float64 else np.float32
     few = torch.randint(-2, 3, (40, 4)).to(dtype)  # ties everywhere
     close = 1 + torch.randint(8, (80, 4)) * torch.finfo(dtype).eps  # totals that differ by their rounding only
-    w = torch.cat([nasty(40, 4, dtype), few, close.to(dtype), torch.randn(40, 4).to(dtype), torch.zeros(4, 4, dtype=dtype)])
+    w = torch.cat([edge(40, 4, dtype), few, close.to(dtype), torch.randn(40, 4).to(dtype), torch.zeros(4, 4, dtype=dtype)])
     got = transposable_mask(w, 2, 4)
     a = w.abs().to(torch.float64).numpy().astype(real)
     a[np.isnan(a)] = np.inf

@@ -22,8 +22,8 @@ def operands(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 def test_how_much_is_done_again(operands: tuple[Tensor, Tensor]) -> None:
     a, b = operands
     sampled = validator.WHOLE == 1000
-    assert Validator.of_product(a, b).exact.shape == ((80, 80) if sampled else (ROWS, COLS))
-    assert Validator.of_product(a[:80], b).exact.shape == ((80, 80) if sampled else (80, COLS))
+    assert Validator.of_gemm(a, b).exact.shape == ((80, 80) if sampled else (ROWS, COLS))
+    assert Validator.of_gemm(a[:80], b).exact.shape == ((80, 80) if sampled else (80, COLS))
 
 
 def test_the_sample_has_every_part() -> None:
@@ -36,7 +36,7 @@ def test_the_sample_has_every_part() -> None:
 
 def test_what_is_right_passes(operands: tuple[Tensor, Tensor]) -> None:
     a, b = operands
-    valid = Validator.of_product(a, b)
+    valid = Validator.of_gemm(a, b)
     assert valid(lambda out: torch.mm(a, b, out=out)) == ""
     assert valid(lambda out: out.copy_(a.double() @ b.double())) == ""
     # another order of summation
@@ -46,7 +46,7 @@ def test_what_is_right_passes(operands: tuple[Tensor, Tensor]) -> None:
 @pytest.mark.parametrize("what", ["unwritten", "far", "half"])
 def test_what_is_wrong_in_one_place_is_refused(what: str, operands: tuple[Tensor, Tensor]) -> None:
     a, b = operands
-    valid = Validator.of_product(a, b)
+    valid = Validator.of_gemm(a, b)
     for where in ((0, 0), (-1, -1), (-1, 0), (74, 61), (73, 60), (33, 44)):
 
         def run(out: Tensor, where: tuple[int, int] = where) -> None:
@@ -58,7 +58,7 @@ def test_what_is_wrong_in_one_place_is_refused(what: str, operands: tuple[Tensor
 
 
 def test_nothing_written_is_refused_where_zeros_would_be_right() -> None:
-    valid = Validator.of_product(torch.zeros(ROWS, INNER), torch.randn(INNER, COLS))
+    valid = Validator.of_gemm(torch.zeros(ROWS, INNER), torch.randn(INNER, COLS))
     assert "max error nan" in valid(lambda out: None)
     assert valid(lambda out: out.zero_()) == ""
 
@@ -67,7 +67,7 @@ def test_a_sparse_weight_that_loses_values_is_refused(operands: tuple[Tensor, Te
     a, b = operands
     broken = b.clone()
     broken[3, 70:] = 0
-    assert "is above" in Validator.of_product(a, b)(lambda out: torch.mm(a, broken, out=out))
+    assert "is above" in Validator.of_gemm(a, b)(lambda out: torch.mm(a, broken, out=out))
 
 
 def test_what_differs_from_run_to_run_is_refused(operands: tuple[Tensor, Tensor]) -> None:
@@ -78,7 +78,7 @@ def test_what_differs_from_run_to_run_is_refused(operands: tuple[Tensor, Tensor]
         calls.append(0)
         out[-1, -1] *= 1 + 2e-7 * len(calls)
 
-    assert Validator.of_product(a, b)(run) == "two runs differ"
+    assert Validator.of_gemm(a, b)(run) == "two runs differ"
 
 
 def test_integers_are_right_or_wrong() -> None:
@@ -93,4 +93,4 @@ def test_integers_are_right_or_wrong() -> None:
 @pytest.mark.parametrize("shape", [(0, 4, 4), (4, 4, 0), (4, 0, 4), (1, 1, 1)])
 def test_small_and_empty(shape: tuple[int, int, int]) -> None:
     a, b = torch.randn(shape[0], shape[1]), torch.randn(shape[1], shape[2])
-    assert Validator.of_product(a, b)(lambda out: torch.mm(a, b, out=out)) == ""
+    assert Validator.of_gemm(a, b)(lambda out: torch.mm(a, b, out=out)) == ""

@@ -1,7 +1,7 @@
-"""The three products of a linear layer with one operand compressed: on the compressed form, or decompressed and multiplied densely.
+"""The three GEMMs of a linear layer with one operand compressed: on the compressed form, or decompressed and multiplied densely.
 
 The sparse kernels multiply what is stored and nothing else, so an inf or NaN of the other operand reaches a result only
-through a stored weight (a stored zero counts); where the dense product is chosen, it reaches every result.
+through a stored weight (a stored zero counts); where the dense GEMM is chosen, it reaches every result.
 
 The sparse kernels do N/M of the work at a rate of their own, so they win where N/M is small enough, whatever the size of the
 matrix; torch's own rate depends on the dtype.
@@ -38,13 +38,13 @@ DENSEST = {
 
 
 def sparse_wins(dtype: torch.dtype, n: int, m: int, dgrad: bool = False) -> bool:
-    """Whether a product with many tokens is faster from the compressed form than dense."""
+    """Whether a GEMM with many tokens is faster from the compressed form than dense."""
     wide, narrow, narrow_dgrad = DENSEST[core().isa()]
     return n / m <= (wide if dtype == torch.float32 else narrow_dgrad if dgrad else narrow)
 
 
 def packed_wins(role: str, dtype: torch.dtype, tokens: int, n: int, m: int, device: torch.device) -> bool:
-    """Whether one of a layer's products is done faster from the compressed weight as it is than from a dense one that is at hand.
+    """Whether one of a layer's GEMMs is done faster from the compressed weight as it is than from a dense one that is at hand.
 
     In 16 bits that is less often than ``sparse_wins`` says, which compares with expanding the weight first. Of wgrad, the dense operand
     is an estimate in dense layout.

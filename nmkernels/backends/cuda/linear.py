@@ -1,8 +1,8 @@
-"""Products of a linear layer with a compressed weight.
+"""GEMMs of a linear layer with a compressed weight.
 
 Up to 16 tokens, canonical indices: kernels for a batch so small that reading the weight is what takes the time. Indices are not checked,
 which would make the host wait; one outside its group reads nothing outside of x. On CUDA cores an inf or NaN of x reaches a result only
-through a stored value; dense tensor cores multiply an expanded tile, where it reaches every result of its token, as in the dense product.
+through a stored value; dense tensor cores multiply an expanded tile, where it reaches every result of its token, as in the dense GEMM.
 
 More tokens, operands in the order of tensor cores, and wgrad: 2:4 on sparse tensor cores. Metadata is not checked; an inf or NaN of the
 dense operand reaches a result only through a stored value.

@@ -1,8 +1,8 @@
-"""Which of the library's algorithms does a product: what a search has stored, else the first that was checked and is right.
+"""Which of the library's algorithms does a GEMM: what a search has stored, else the first that was checked and is right.
 
 Some of the library's algorithms are wrong, or not always right, so none is used unchecked (``tuning.Validator``). What a search stored was
-checked by it; anything else is checked at the first call of a product, outside of graph capture: the library's default, and where that is
-wrong the others in order. That costs a float64 product and two runs, once in a process for each product.
+checked by it; anything else is checked at the first call of a GEMM, outside of graph capture: the library's default, and where that is
+wrong the others in order. That costs a float64 GEMM and two runs, once in a process for each GEMM.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Trial:
         self.again(ready, out)
 
     def again(self, ready: Ready, out: Tensor) -> None:
-        """The product alone, to be timed."""
+        """The GEMM alone, to be timed."""
         self.here.run(ready, self.blob.address, self.dense, out, self.bias, self.residual, self.stream, 1.0)
 
     def candidate(self, algorithm: Algorithm) -> Candidate:
@@ -109,7 +109,7 @@ def _of_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def search(op: str, *args: Any, timer: Seconds | None = None) -> Found:
-    """Find the fastest right algorithm for the product of a raw op's call, and use it from now on; the arguments' numbers do not matter.
+    """Find the fastest right algorithm for the GEMM of a raw op's call, and use it from now on; the arguments' numbers do not matter.
 
     Every algorithm that the library has is checked on random operands before it is timed. For the fastest ones, splitting the sum is tried
     too. The choice is kept in the table, by the library's version, the GPU, dtypes, layout, epilogue and sizes, with widths up to the next
@@ -121,7 +121,7 @@ def search(op: str, *args: Any, timer: Seconds | None = None) -> Found:
         timer: seconds of a ``tuning.Task``; by the GPU's clock if None.
 
     Raises:
-        BackendError: there is no library, or a CUDA graph is captured, or the library does no such product at all.
+        BackendError: there is no library, or a CUDA graph is captured, or the library does no such GEMM at all.
 
     Example:
         >>> from nmkernels import BackendError
@@ -136,18 +136,18 @@ def search(op: str, *args: Any, timer: Seconds | None = None) -> Found:
 
     for problem in problem_of(op, *args):
         try:
-            return search_product(problem, next(a for a in args if isinstance(a, Tensor)), timer)
+            return search_gemm(problem, next(a for a in args if isinstance(a, Tensor)), timer)
         except BackendError as error:
             reasons.append(str(error))  # fused in another way, perhaps
     raise BackendError(reasons[-1])
 
 
-def search_product(problem: Problem, like: Tensor, timer: Seconds | None = None) -> Found:
+def search_gemm(problem: Problem, like: Tensor, timer: Seconds | None = None) -> Found:
     """``search`` of a ``Problem``, on the device of ``like``."""
     device, stream = place(like)
     if elsewhere(like, device):
         with torch.cuda.device(device):
-            return search_product(problem, like, timer)
+            return search_gemm(problem, like, timer)
     refuse_capture(like)
     at = here(device)
     try:
@@ -220,7 +220,7 @@ def chosen(problem: Problem, here: Here, like: Tensor, stream: int) -> Algorithm
         try:
             first = first_right(problem, here, like, stream, first or DEFAULT)
         except torch.OutOfMemoryError:
-            # later there may be room; until then this product is somebody else's
+            # later there may be room; until then this GEMM is somebody else's
             raise BackendError(f"cuSPARSELt: no memory to check {problem.text}x{problem.width} with") from None
         except BackendError as error:
             _settled[known] = str(error)
@@ -247,7 +247,7 @@ def first_right(problem: Problem, here: Here, like: Tensor, stream: int, first: 
 
 
 def limit(problem: Problem, here: Here, like: Tensor) -> int:
-    """Algorithms of a problem have ids below this; raises where the library does not do such a product at all."""
+    """Algorithms of a problem have ids below this; raises where the library does not do such a GEMM at all."""
     ready = here.plan(problem, DEFAULT, like)
     with failures():
         return int(here.context.limit(ready.number))

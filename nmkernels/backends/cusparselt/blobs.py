@@ -119,7 +119,7 @@ class Blob:
         data: uint8, 9/16 of the dense bytes in 16 bits, 5/8 in 8.
         rows, cols: of the sparse operand S, 2:4 along its columns.
         dtype: of its values.
-        layout: which product it was made for: ``"nt"``, ``"nn"`` or ``"tn"``, see ``compress``.
+        layout: which GEMM it was made for: ``"nt"``, ``"nn"`` or ``"tn"``, see ``compress``.
         stored: the layout of its plan; another one where the library reads 8 bits along the sum only.
     """
 

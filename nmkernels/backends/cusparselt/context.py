@@ -1,4 +1,4 @@
-"""What describes a product by cuSPARSELt, and a thread's way to the library: a handle per device, its plans and their workspaces.
+"""What describes a GEMM by cuSPARSELt, and a thread's way to the library: a handle per device, its plans and their workspaces.
 
 The library's handles and plans are not for several threads at once, and autograd runs backward in threads of its own, so each thread has
 its own; they end with it. A plan is a few kilobytes on the host, and making one takes the host 50 to 200 us.
@@ -80,7 +80,7 @@ class Here:
         self.routes.clear()
 
     def workspace(self, size: int, stream: int, like: Tensor) -> Tensor:
-        """Bytes that products on a stream share, one after the other; a captured graph has its own, as it may run beside other work."""
+        """Bytes that GEMMs on a stream share, one after the other; a captured graph has its own, as it may run beside other work."""
         if capturing(like):
             return like.new_empty(size, dtype=torch.uint8)
         found = self.workspaces.get(stream)
@@ -91,7 +91,7 @@ class Here:
     def run(
         self, ready: Ready, sparse: int, dense: Tensor, out: Tensor, bias: Tensor | None, residual: Tensor | None, stream: int, alpha: float
     ) -> None:
-        """One product; every operand contiguous, at an address that is a multiple of 16."""
+        """One GEMM; every operand contiguous, at an address that is a multiple of 16."""
         address = out.data_ptr()
         workspace = self.workspace(ready.workspace, stream, dense) if ready.workspace else None
         memory = 0 if workspace is None else workspace.data_ptr()
@@ -156,7 +156,7 @@ def refuse_capture(x: Tensor) -> None:
     """Raise while a graph is captured: nothing may be made, timed or checked then."""
     if capturing(x):
         raise BackendError(
-            "cuSPARSELt: a CUDA graph is being captured, and there is no plan for this product yet, which can only be made and checked "
+            "cuSPARSELt: a CUDA graph is being captured, and there is no plan for this GEMM yet, which can only be made and checked "
             "outside. Run it once before the capture, in the same thread."
         )
 
@@ -184,7 +184,7 @@ RESULTS = {
     torch.float8_e4m3fn: (torch.bfloat16, torch.float16, torch.float32),
     torch.float8_e5m2: (torch.bfloat16, torch.float16, torch.float32),
 }
-"""Dtypes of the operands, and those that their product may have, the usual one first."""
+"""Dtypes of the operands, and those that their GEMM may have, the usual one first."""
 
 ACTIVATIONS = {"": -1, "relu": 0, "gelu": 3}
 """Epilogues that the library knows, by its code of the attribute."""
@@ -234,7 +234,7 @@ class Problem(NamedTuple):
 
 
 class Algorithm(NamedTuple):
-    """One of the library's ways to do a product: its id, -1 for the library's default; into how many parts the sum is split, and how."""
+    """One of the library's ways to do a GEMM: its id, -1 for the library's default; into how many parts the sum is split, and how."""
 
     id: int = -1
     splits: int = 1

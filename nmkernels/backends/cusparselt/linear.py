@@ -1,8 +1,8 @@
 """nm_linear and nm_linear_wgrad by cuSPARSELt, from every packed form that is also a valid 2:4 one.
 
-What follows the product is done by the library where it is right there: a bias, ReLU, a residual where no activation comes between, and
+What follows the GEMM is done by the library where it is right there: a bias, ReLU, a residual where no activation comes between, and
 GELU if the library's is ours, Φ by the error function and not by tanh, which is looked at once. The rest is done by torch afterwards, on
-the rounded product. Each of these ways is a ``Route``, made at the first call of a product in a thread; later calls go it straight.
+the rounded GEMM. Each of these ways is a ``Route``, made at the first call of a GEMM in a thread; later calls go it straight.
 
 Which GELU the library computes: NVIDIA does not say, and the two that people use differ by up to 0.0005, as much as fp16 rounds at 1.
 """
@@ -77,11 +77,11 @@ class Route(NamedTuple):
     pad: int
     """Tokens that are added, since the library takes multiples of 8."""
     whole: bool
-    """Whether the product is the result."""
+    """Whether the GEMM is the result."""
 
 
 def problems(x: Tensor, rows: int, cols: int, tokens: int, bias: bool, activation: str, residual: bool, erf: bool) -> list[Problem]:
-    """The products that an fprop may be done by, the most fused one first."""
+    """The GEMMs that an fprop may be done by, the most fused one first."""
     step = width_step(x.dtype)
     width = (tokens + step - 1) // step * step
     theirs = {"relu2": "relu", "gelu": "gelu" if erf else ""}.get(activation, "")
@@ -145,7 +145,7 @@ def linear(
 def _finished(
     y: Tensor, route: Route, tokens: int, shape: tuple[int, ...], bias: Tensor | None, residual: Tensor | None, out: Tensor | None
 ) -> Tensor:
-    """What the library has not done, on the rounded product."""
+    """What the library has not done, on the rounded GEMM."""
     if route.pad:
         y = y[:tokens]
     y = y.view(shape)
@@ -227,11 +227,11 @@ def _ready_wgrad(values: Tensor, indices: Tensor, n: int, m: int, cols: int, x: 
 
 
 def _known(key: Any, x: Tensor, candidates: list[Problem]) -> Verdict:
-    """Whether this thread can do the product now."""
+    """Whether this thread can do the GEMM now."""
     at = existing(place(x)[0])
     if at is None or key not in at.routes:
         if capturing(x):
-            return False, "a CUDA graph is being captured, and it has no plan for this product yet: run it once before, in the same thread"
+            return False, "a CUDA graph is being captured, and it has no plan for this GEMM yet: run it once before, in the same thread"
         reasons = [refusal(problem, at) for problem in candidates] if at is not None else [""]
         if all(reasons):
             return False, reasons[-1]
@@ -245,7 +245,7 @@ def register() -> None:
 
 
 def problem_of(op: str, *args: Any) -> list[Problem]:
-    """The products by which a raw op's call may be done, the most fused one first."""
+    """The GEMMs by which a raw op's call may be done, the most fused one first."""
     if op == "nm_linear_wgrad":
         values, _, _, _, cols, x = args
         return [Problem("tn.packed", x.dtype, x.dtype, values.shape[0], cols, x.shape[1])]

@@ -84,7 +84,7 @@ instead: Callable[[Any, int, tuple[Any, ...]], None] | None = None
 def launch(kernel: Any, programs: int, args: tuple[Any, ...], warps: int = 4, stages: int = 3, **constexprs: Any) -> None:
     """Start ``programs`` programs of a kernel on the current stream of the first tensor's device; nothing if there are none.
 
-    Floating-point operations are never contracted; pass ``enable_fp_fusion=True`` among the constexprs of a matrix product.
+    Floating-point operations are never contracted; pass ``enable_fp_fusion=True`` among the constexprs of a GEMM.
     """
     if programs <= 0:
         return

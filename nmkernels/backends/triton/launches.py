@@ -1,9 +1,9 @@
-"""How a product with a compressed operand is done: which kernel, in which tiles.
+"""How a GEMM with a compressed operand is done: which kernel, in which tiles.
 
 ``choose`` takes the plan that ``nm.tune`` found to be the fastest on a device (``search``, kept in the table), else the heuristic's
-(``plan``), a pure function of the sizes whose numbers are reckoned from registers, shared memory and the bytes that cross memory. After the
-first call with the same sizes it is a lookup in a dict. A line of the table counts for its operation, dtype and pattern, for the exact rows
-and columns of the weight, and for token counts that round up to the same power of two.
+(``plan``), a pure function of the sizes whose numbers are heuristic from registers, shared memory and the bytes that cross memory. After
+the first call with the same sizes it is a lookup in a dict. A line of the table counts for its operation, dtype and pattern, for the
+exact rows and columns of the weight, and for token counts that round up to the same power of two.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FEW_TOKENS = 4
 """Up to so many tokens fprop is bound by reading the weight, and a kernel without tensor cores keeps up."""
 
 SCRATCH_WIDTH = 512
-"""From so many columns of the dense operand on, the compressed one is expanded to memory once and multiplied by the vendor's product.
+"""From so many columns of the dense operand on, the compressed one is expanded to memory once and multiplied by the vendor's GEMM.
 
 Counted, not measured: expanding 2:4 in bfloat16 takes as long as multiplying 230 (A100) to 380 (H100) columns, which leaves 0.57 to 0.69 of
 the dense speed at 512. Expanding in every tile leaves at most 0.52 on Hopper where a multiprocessor has one tile, as 4096 rows give at 512
@@ -50,9 +50,9 @@ MOST_WORD_M = 32
 
 
 class Plan(NamedTuple):
-    """One way to do a product.
+    """One way to do a GEMM.
 
-    method: "few" (fprop of a few tokens), "gemm" (expand in registers) or "scratch" (expand to memory, then a dense product).
+    method: "few" (fprop of a few tokens), "gemm" (expand in registers) or "scratch" (expand to memory, then a dense GEMM).
     rows: of the compressed operand in a tile (dgrad: in a step). width: columns of the dense operand in a tile (dgrad: its tokens).
     cols: of the compressed operand in a step (dgrad: in a tile); a whole number of groups. splits: parts that the columns are cut into.
     """
@@ -159,8 +159,8 @@ REMEMBERED = 4096
 KINDS = {"nm_linear": "fprop", "nm_linear_dgrad": "dgrad", "nm_linear_wgrad": "wgrad"}
 
 
-class Product(NamedTuple):
-    """A product with a compressed operand, as ``plan`` describes it, and where it runs."""
+class Gemm(NamedTuple):
+    """A GEMM with a compressed operand, as ``plan`` describes it, and where it runs."""
 
     kind: str
     dtype: torch.dtype
@@ -173,36 +173,36 @@ class Product(NamedTuple):
     capability: int
 
 
-_plans: dict[Product, Plan] = {}
+_plans: dict[Gemm, Plan] = {}
 
 
 def choose(
     kind: str, dtype: torch.dtype, rows: int, cols: int, width: int, n: int, m: int, device: torch.device, capability: int
 ) -> Plan:  # fmt: skip
-    """How this product is done on ``device``: as measured there, else as the heuristic has it."""
+    """How this GEMM is done on ``device``: as measured there, else as the heuristic has it."""
     sizes = (kind, dtype, rows, cols, width, n, m, device, capability)
-    found = _plans.get(sizes)  # type: ignore[call-overload]  # a Product is such a tuple
+    found = _plans.get(sizes)  # type: ignore[call-overload]  # a GEMM is such a tuple
     if found is None:
         if len(_plans) >= REMEMBERED:
             _plans.clear()
-        product = Product(*sizes)
-        found = _plans[product] = measured(product) or plan(*sizes[:-2], capability)
+        gemm = Gemm(*sizes)
+        found = _plans[gemm] = measured(gemm) or plan(*sizes[:-2], capability)
     return found
 
 
-def measured(product: Product) -> Plan | None:
+def measured(gemm: Gemm) -> Plan | None:
     """The table's plan; None where it has none, or one that is no plan."""
-    line = TABLE.get(name(product))
+    line = TABLE.get(name(gemm))
     found = None if line is None else as_plan(line.get("choice"))
-    few = product.kind == "fprop" and product.width <= FEW_TOKENS and product.cols > 0
+    few = gemm.kind == "fprop" and gemm.width <= FEW_TOKENS and gemm.cols > 0
     return None if found is None or (found.method == "few" and not few) else found
 
 
-def name(product: Product) -> str:
-    """The line of a product in the table; along the tokens, its size, the compressed operand of wgrad runs."""
-    kind, dtype, rows, cols, width, n, m = product[:7]
+def name(gemm: Gemm) -> str:
+    """The line of a GEMM in the table; along the tokens, its size, the compressed operand of wgrad runs."""
+    kind, dtype, rows, cols, width, n, m = gemm[:7]
     fixed, tokens = (width, cols) if kind == "wgrad" else (cols, width)
-    return key("triton", product.device, f"{kind}|{str(dtype).removeprefix('torch.')}|{n}:{m}|{rows}x{fixed}", tokens)
+    return key("triton", gemm.device, f"{kind}|{str(dtype).removeprefix('torch.')}|{n}:{m}|{rows}x{fixed}", tokens)
 
 
 def as_plan(given: Any) -> Plan | None:
@@ -220,13 +220,13 @@ def forget() -> None:
 
 
 @contextmanager
-def using(product: Product, given: Plan) -> Iterator[None]:
-    """Inside, this product is done as ``given`` says; afterwards it is chosen anew."""
-    _plans[product] = given
+def using(gemm: Gemm, given: Plan) -> Iterator[None]:
+    """Inside, this GEMM is done as ``given`` says; afterwards it is chosen anew."""
+    _plans[gemm] = given
     try:
         yield
     finally:
-        _plans.pop(product, None)
+        _plans.pop(gemm, None)
 
 
 def words(p: Plan) -> str:
@@ -243,11 +243,11 @@ def search(op: str, *args: Any, timer: Seconds | None = None) -> Found:
     width = other.shape[1] if kind == "wgrad" else other.numel() // other.shape[-1]
     sizes = (kind, other.dtype, values.shape[0], cols, width, n, m)
     capability = capability_of(other)
-    product, fn = Product(*sizes, other.device, capability), next(i.fn for i in implementations(op) if i.backend == NAME)
-    given, validator = _operands(product)
+    gemm, fn = Gemm(*sizes, other.device, capability), next(i.fn for i in implementations(op) if i.backend == NAME)
+    given, validator = _operands(gemm)
 
     def run(p: Plan, operands: tuple[Any, ...], out: Tensor | None = None) -> object:
-        _plans[product] = p
+        _plans[gemm] = p
         return fn(*operands, out=out)
 
     sets: list[tuple[Any, ...]] = []  # made when all are checked, and for all that are right
@@ -260,7 +260,7 @@ def search(op: str, *args: Any, timer: Seconds | None = None) -> Found:
     plans = {words(p): p for p in candidates(*sizes, capability)}
     some = [Candidate(text, lambda out, p=p: run(p, given, out), partial(calls, p)) for text, p in plans.items()]  # type: ignore[misc]
     try:
-        found = measure(name(product), some, validator, Timer(other.device, timer))
+        found = measure(name(gemm), some, validator, Timer(other.device, timer))
     finally:
         _plans.clear()
     kept = found.seconds and found.best != found.baseline
@@ -268,9 +268,9 @@ def search(op: str, *args: Any, timer: Seconds | None = None) -> Found:
     return found
 
 
-def _operands(product: Product) -> tuple[tuple[Any, ...], Validator]:
-    """Random arguments of a product's op, and what is right for them."""
-    kind, dtype, rows, cols, width, n, m, device, _ = product
+def _operands(gemm: Gemm) -> tuple[tuple[Any, ...], Validator]:
+    """Random arguments of a GEMM's op, and what is right for them."""
+    kind, dtype, rows, cols, width, n, m, device, _ = gemm
     pattern = Pattern(n, m)
     generator = torch.Generator(device).manual_seed(24)
 
@@ -283,9 +283,9 @@ def _operands(product: Product) -> tuple[tuple[Any, ...], Validator]:
     dense = torch.ops.nmkernels.nm_decompress(values, indices, n, m, cols)
     if kind == "wgrad":
         x = matrix(cols, width)
-        return (values, indices, n, m, cols, x), Validator.of_product(dense, x)
+        return (values, indices, n, m, cols, x), Validator.of_gemm(dense, x)
     if kind == "dgrad":
         g = matrix(width, rows)
-        return (g, values, indices, n, m, cols), Validator.of_product(g, dense)
+        return (g, values, indices, n, m, cols), Validator.of_gemm(g, dense)
     x = matrix(width, cols)
-    return (x, values, indices, n, m, cols, None), Validator.of_product(x, dense.t())
+    return (x, values, indices, n, m, cols, None), Validator.of_gemm(x, dense.t())

@@ -1,8 +1,8 @@
-"""The three products of a linear layer with one operand compressed: fprop nt, dgrad nn, wgrad tn.
+"""The three GEMMs of a linear layer with one operand compressed: fprop nt, dgrad nn, wgrad tn.
 
 ``launches`` chooses between a kernel for a few tokens, expanding in registers tile by tile, and
 expanding to memory. In all of them a dense tile is multiplied, so that an inf or NaN of the other operand reaches every result of its
-column, as in the dense product; but not in the kernel for a few tokens. Indices are not checked, which would make the host wait: a value
+column, as in the dense GEMM; but not in the kernel for a few tokens. Indices are not checked, which would make the host wait: a value
 whose index is outside its group is left out.
 """
 

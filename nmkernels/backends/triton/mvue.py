@@ -234,7 +234,7 @@ def store_columns(out, tile, column, first, length, inner, M: tl.constexpr, GROU
 
 
 @triton.jit
-def store_turned(out, tile, first, columns, per_line, M: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constexpr):
+def store_transposed(out, tile, first, columns, per_line, M: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constexpr):
     """A tile of ``load_columns`` as rows of ``per_line`` whole groups; of ``columns`` such rows from ``out`` on, the first COLUMNS."""
     i = tl.arange(0, GROUPS * COLUMNS)[:, None]
     group, column = first + i // COLUMNS, i % COLUMNS
@@ -284,13 +284,13 @@ def mvue_columns_kernel(
         u1 = u0
     tile = estimate(x, u0, u1, N, M, APPROX)
     if TURNED:
-        store_turned(out + line * per_line * M, tile, first, inner - column, per_line, M, GROUPS, COLUMNS)
+        store_transposed(out + line * per_line * M, tile, first, inner - column, per_line, M, GROUPS, COLUMNS)
     else:
         store_columns(out + outer * length * inner, tile, column, first, length, inner, M, GROUPS, COLUMNS)
 
 
-def _estimate(given: Around, n: int, m: int, seed: Tensor, method: str, out: Tensor, turned: bool) -> None:
-    """Start the kernel that writes the dense estimate: like g, or turned: ``(outer, inner, length in whole groups)``."""
+def _estimate(given: Around, n: int, m: int, seed: Tensor, method: str, out: Tensor, transposed: bool) -> None:
+    """Start the kernel that writes the dense estimate: like g, or transposed: ``(outer, inner, length in whole groups)``."""
     g, outer, length, inner = given
     padded = next_power_of_2(m)
     consts = {"N": n, "M": m, "APPROX": method == "approx", "PADDED": padded}
@@ -302,24 +302,24 @@ def _estimate(given: Around, n: int, m: int, seed: Tensor, method: str, out: Ten
     groups, per_line = max(1, COLUMN_BYTES // (padded * columns * g.element_size())), cdiv(length, m)
     blocks = cdiv(inner, columns), cdiv(per_line, groups)
     args = (g, seed, as_integers(out), length, inner, per_line, *blocks)
-    launch(mvue_columns_kernel, outer * blocks[0] * blocks[1], args, **consts, TURNED=turned, GROUPS=groups, COLUMNS=columns)
+    launch(mvue_columns_kernel, outer * blocks[0] * blocks[1], args, **consts, TURNED=transposed, GROUPS=groups, COLUMNS=columns)
 
 
 def mvue(g: Tensor, n: int, m: int, dim: int, seed: Tensor, method: str, out: Tensor | None = None) -> Tensor:
     result = g.new_empty(g.shape) if out is None else out
-    _estimate(around(g, dim), n, m, seed.contiguous(), method, result, turned=False)
+    _estimate(around(g, dim), n, m, seed.contiguous(), method, result, transposed=False)
     return result
 
 
 def mvue_compress(
     g: Tensor, n: int, m: int, dim: int, seed: Tensor, method: str, out: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """``nm_mvue_compress``: a dense estimate, turned, whose non-zeros are its N largest of each group."""
+    """``nm_mvue_compress``: a dense estimate, transposed, whose non-zeros are its N largest of each group."""
     p, lead, given = Pattern(n, m), g.movedim(dim, -1).shape[:-1], around(g, dim, turn=True)
     groups = p.groups(given.length)
     if out is None:
         out = g.new_empty(*lead, groups * n), g.new_empty(*lead, p.index_bytes(given.length), dtype=torch.uint8)
     dense = g.new_empty(given.outer * given.inner, groups * m)
-    _estimate(given, n, m, seed.contiguous(), method, dense, turned=True)
+    _estimate(given, n, m, seed.contiguous(), method, dense, transposed=True)
     compress(dense, n, m, out=out)
     return out

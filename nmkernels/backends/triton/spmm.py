@@ -1,10 +1,10 @@
-"""Device functions of products with a compressed operand E: E B, which is fprop and wgrad, G E, which is dgrad, and fprop of few tokens.
+"""Device functions of GEMMs with a compressed operand E: E B, which is fprop and wgrad, G E, which is dgrad, and fprop of few tokens.
 
 Only packed values and index bytes of E cross memory. ``spmm_kernel`` and ``spmm_transposed_kernel`` expand it, in 16 bits, tile by tile in
 registers and multiply on tensor cores; ``few_kernel`` takes the values one by one. All add in float32; bias and activation are applied
 to the sum, and the result is rounded once.
 
-The expanded tile is the right operand of every product. On Hopper, a wgmma that takes its left operand from registers reads them while
+The expanded tile is the right operand of every GEMM. On Hopper, a wgmma that takes its left operand from registers reads them while
 the thread goes on, and Triton leaves such wgmma in flight into the next step, which writes these registers again: a race.
 """
 

@@ -23,7 +23,7 @@ CRITERIA = ("magnitude", "count")
 
 @dataclass(frozen=True)
 class BiMasked(HardMask):
-    """Bi-Mask (Zhang et al., ICML 2023): W̃ = W ⊙ b_f forward and W ⊙ b_b in ∂L/∂x, both N:M along what their product sums over.
+    """Bi-Mask (Zhang et al., ICML 2023): W̃ = W ⊙ b_f forward and W ⊙ b_b in ∂L/∂x, both N:M along what their GEMM sums over.
 
     b_f is the mask M(W) by rows. b_b keeps, of W ⊙ b_f with its rows in the order ``nm_order``, the N largest magnitudes of every M
     consecutive rows of a column, so that b_b ⊆ b_f. The order, which decides how much of W ⊙ b_f is lost, is held: the best of
@@ -73,7 +73,7 @@ class BiMasked(HardMask):
 class BiMask(Recipe):
     """Bi-Mask (Zhang et al., "Bi-directional masks for efficient N:M sparse training", ICML 2023).
 
-    Two masks of the present weight, at every step: b_f, N:M along the inputs, and b_b, N:M along the outputs, so that both products that
+    Two masks of the present weight, at every step: b_f, N:M along the inputs, and b_b, N:M along the outputs, so that both GEMMs that
     multiply the weight are sparse::
 
         y = x (W ⊙ b_f)ᵀ        ∂L/∂x = g (W ⊙ b_b)        ∂L/∂W := gᵀ x + λ (1 − b_f) ⊙ W

@@ -41,7 +41,7 @@ class SdGf(ScheduledRecipe):
         start: the step, or share of ``total_steps``, until which training is dense.
         end: that at which the frames would end; the last one goes on to the end of the run.
         gradient: ``"ste"``, the paper's: g is passed to all of W; ``"chain"`` M_f ⊙ g, as in Google's AQT.
-        packed: as for ``STE``. The first frames keep too much of a weight for packed products to be faster, which ``"auto"`` knows.
+        packed: as for ``STE``. The first frames keep too much of a weight for packed GEMMs to be faster, which ``"auto"`` knows.
 
     Raises:
         RecipeError: ``total_steps`` is missing, a value is out of range, or there are more frames than steps for them.

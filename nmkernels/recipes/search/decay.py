@@ -92,7 +92,7 @@ def search_decay(
         progress: called with a line of text after every run, for instance ``print``.
 
     Raises:
-        RecipeError: an argument is out of range, the dense run flips nothing, or no λ is feasible; the message has all figures.
+        RecipeError: an argument is out of range, the dense run flips nothing, or no λ is feasible; the message has all numbers.
 
     Example:
         >>> from nmkernels.recipes import FST

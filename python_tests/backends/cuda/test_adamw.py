@@ -57,8 +57,8 @@ def test_ties_and_neighbours_of_every_pattern(device):
         call["params"] = [torch.randint(-2, 3, x.shape, generator=seeded(21)).float() * 0.5 for x in call["params"]]
         compare(device, call, hyper(lr=0.0), n, m)
         compare(device, call, hyper(lr=0.1), n, m, geometric=True)
-        turned = {k: [LAYOUTS["transposed"](x) if x.dim() else x for x in v] for k, v in call.items()}
-        compare(device, turned, hyper(lr=0.1), n, m)
+        transposed = {k: [LAYOUTS["transposed"](x) if x.dim() else x for x in v] for k, v in call.items()}
+        compare(device, transposed, hyper(lr=0.1), n, m)
 
 
 def test_one_pass_whatever_the_number_of_params(device, called):

@@ -11,7 +11,7 @@ from torch import Tensor
 from nmkernels import ops, reference
 from nmkernels.backends.cuda import adamw
 from nmkernels.testing import assert_equal_bits
-from python_tests.backends.adamw_calls import COUNTS, LAYOUTS, copied, hyper, make, nasty, seeded, shifted
+from python_tests.backends.adamw_calls import COUNTS, LAYOUTS, copied, edge, hyper, make, seeded, shifted
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
@@ -110,9 +110,9 @@ def test_addresses_that_are_not_multiples_of_16(device):
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
-def test_nasty_values(device, dtype):
+def test_edge_values(device, dtype):
     for transposable in [False, True]:
-        call = nasty(seeded(9), dtype)
+        call = edge(seeded(9), dtype)
         compare(device, call, transposable, buffers(call, BF16, F16 if transposable else None, "canonical"), geometric=True)
 
 

@@ -18,7 +18,7 @@ class TestCompress(CompressSuite):
     # the long row ends inside a chunk and needs several blocks
     sizes = staticmethod(lambda m: [(9, 5 * m), (5, 8 * m), (1, (33000 if m < 20 else 5000) // m * m)])
 
-    def test_nasty_numbers(self, device: str, ours: Ours) -> None:
+    def test_edge_numbers(self, device: str, ours: Ours) -> None:
         for p in map(Pattern, [*SMALL, "3:5", "4:32"]):
             for dtype in DTYPES:
                 for case in testing.cases(p, dtype):

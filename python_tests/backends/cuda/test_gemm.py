@@ -11,7 +11,7 @@ from nmkernels.backends.cuda import linear
 from nmkernels.backends.cuda import linear as gemm
 from nmkernels.testing import assert_equal_bits, assert_no_worse, fill_poison
 from python_tests.backends.cuda.test_linear import unaligned
-from python_tests.backends.product_calls import ACTIVATIONS, inputs, packed
+from python_tests.backends.gemm_calls import ACTIVATIONS, inputs, packed
 
 BF16, F16 = torch.bfloat16, torch.float16
 LARGE, MIDDLE, SMALL = 0, 1, 2
@@ -23,7 +23,7 @@ dtypes = pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 
 @pytest.fixture
 def use(monkeypatch):
-    """``use(tile, splits)``: what the next products are planned as."""
+    """``use(tile, splits)``: what the next GEMMs are planned as."""
 
     def plan(tile, splits=1):
         monkeypatch.setattr(gemm, "choose", lambda *_: (tile, splits))
@@ -222,7 +222,7 @@ def test_patterns_that_are_2_of_4(device, ours):
         assert_equal_bits(entry.fn(x[1, 3:4], *args), y[1, 3:4])
 
 
-def test_the_three_products_of_a_layer(device, ours):
+def test_the_three_gemms_of_a_layer(device, ours):
     """fprop, the gradient of the input from the packed transpose, and that of the weight from a packed gradient."""
     torch.manual_seed(0)
     w, x, g = torch.randn(64, 128, device=device), inputs(64, 128, BF16, device), inputs(64, 64, BF16, device, 5)

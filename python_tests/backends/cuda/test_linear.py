@@ -1,4 +1,4 @@
-"""y = f(x Wᵀ + b) for a small batch: every pattern, every way through the kernels, and what is nasty about memory and numbers."""
+"""y = f(x Wᵀ + b) for a small batch: every pattern, every way through the kernels, and what is edge-case about memory and numbers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from nmkernels import Pattern
 from nmkernels.backends.cuda import linear as cuda
 from nmkernels.testing import assert_equal_bits, assert_no_worse, fill_poison
-from python_tests.backends.product_calls import ACTIVATIONS, PATTERNS, every_dtype, inputs, packed, unaligned
+from python_tests.backends.gemm_calls import ACTIVATIONS, PATTERNS, every_dtype, inputs, packed, unaligned
 
 
 def run(x, values, indices, text, bias=None, activation=""):

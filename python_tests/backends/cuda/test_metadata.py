@@ -8,7 +8,7 @@ import torch
 from nmkernels import reference
 from nmkernels.backends.cuda.compress import metadata
 from nmkernels.testing import assert_equal_bits, fill_poison
-from python_tests.backends.product_calls import unaligned
+from python_tests.backends.gemm_calls import unaligned
 
 
 @pytest.mark.parametrize("layout", ["mma.sp", "wgmma.sp"])

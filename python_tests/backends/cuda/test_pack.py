@@ -39,7 +39,7 @@ def check(device: str, ours: Callable[[str], dispatch.Impl]) -> Check:
     return run
 
 
-def nasty(rows: int, cols: int, dtype: torch.dtype) -> Tensor:
+def edge(rows: int, cols: int, dtype: torch.dtype) -> Tensor:
     """Normal numbers, ties, zeros of both signs, infinities, NaN, denormals, and what rounds to them, in one matrix."""
     info = torch.finfo(dtype)
     some = [
@@ -70,7 +70,7 @@ def test_2_4(way: str, select: str, check: Check, poison: None) -> None:
         if way == "both" and select in ("magnitude", "threshold"):
             continue
         for rows, cols in ((32, 32), (128, 64), (160, 224), (4, 64), (64, 8), (20, 12), (36, 40), (256, 32)):
-            w = nasty(rows, cols, dtypes[0])
+            w = edge(rows, cols, dtypes[0])
             mask = some_mask_both_ways(rows, cols, Pattern("2:4")) if select == "given" else None
             scale = SCALE if select == "threshold" and cols != 64 else None
             check(w, "2:4", select, way, dtypes[1], mask, scale)
@@ -85,7 +85,7 @@ def test_other_small_patterns(select: str, pattern: str, check: Check, poison: N
             if way == "both" and select == "magnitude":
                 continue
             for rows, cols in ((16 * p.m, 64), (40 * p.m, 16 * 7), (3 * p.m, 32), (16 * p.m, 80)):
-                w = nasty(rows, cols, dtypes[0])
+                w = edge(rows, cols, dtypes[0])
                 mask = some_mask_both_ways(rows, cols, p) if select == "given" else None
                 check(w, pattern, select, way, dtypes[1], mask)
 
@@ -98,7 +98,7 @@ def test_any_pattern(select: str, pattern: str, check: Check, poison: None) -> N
         for way in ORIENTATIONS if select == "given" else ("rows", "columns"):
             for rows, cols in ((p.m, p.m), (40 // p.m * p.m + p.m, 70 // p.m * p.m + 2 * p.m)):
                 mask = some_mask_both_ways(rows, cols, p) if select == "given" else None
-                check(nasty(rows, cols, dtype), pattern, select, way, BF16, mask, SCALE if select == "threshold" else None)
+                check(edge(rows, cols, dtype), pattern, select, way, BF16, mask, SCALE if select == "threshold" else None)
 
 
 @pytest.mark.parametrize("select", ["magnitude", "given", "threshold", "transposable"])
@@ -108,7 +108,7 @@ def test_unusual_pairs_of_dtypes(select: str, check: Check) -> None:
             if way == "both" and select in ("magnitude", "threshold"):
                 continue
             for layout in ("canonical", "mma.sp") if dtypes[1] != F32 else ("canonical",):
-                w = nasty(64, 128, dtypes[0])
+                w = edge(64, 128, dtypes[0])
                 mask = some_mask_both_ways(64, 128, Pattern("2:4")) if select == "given" else None
                 check(w, "2:4", select, way, dtypes[1], mask, SCALE if select == "threshold" else None, layout)
 
@@ -126,7 +126,7 @@ def test_layouts_of_tensor_cores(layout: str, select: str, check: Check, poison:
             if way == "both" and select in ("magnitude", "threshold"):
                 continue
             for rows, cols in shapes:
-                w = nasty(rows, cols, dtypes[0])
+                w = edge(rows, cols, dtypes[0])
                 mask = some_mask_both_ways(rows, cols, Pattern("2:4")) if select == "given" else None
                 check(w, "2:4", select, way, dtypes[1], mask, SCALE if select == "threshold" else None, layout)
 
@@ -151,9 +151,9 @@ def test_strides_and_offsets(select: str, check: Check) -> None:
 
 def test_several_blocks(check: Check) -> None:
     for pattern in SMALL:
-        check(nasty(640, 320, BF16), pattern, "magnitude", "columns")
-        check(nasty(640, 320, F32), pattern, "magnitude", "rows", BF16)
-    check(nasty(640, 320, F32), "2:4", "transposable", "both", BF16)
+        check(edge(640, 320, BF16), pattern, "magnitude", "columns")
+        check(edge(640, 320, F32), pattern, "magnitude", "rows", BF16)
+    check(edge(640, 320, F32), "2:4", "transposable", "both", BF16)
 
 
 def test_nothing_to_do(check: Check) -> None:
@@ -193,10 +193,10 @@ def test_a_held_mask_is_packed_as_a_given_one_and_not_checked(
     pattern: str, device: str, ours: Callable[[str], dispatch.Impl], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The host would wait for the answer once per layer and step."""
-    for turned in [False, True]:
+    for transposed in [False, True]:
         p, w = Pattern(pattern), torch.randn(64, 64, device=device)
         mask = some_mask_both_ways(64, 64, p).to(device)
-        w, mask = (w.t(), mask.t()) if turned else (w, mask)
+        w, mask = (w.t(), mask.t()) if transposed else (w, mask)
         rest = None, BF16, True, True, "canonical"
         want = ours("nm_pack").fn(w, p.n, p.m, "given", mask, *rest)
         with monkeypatch.context() as patch:

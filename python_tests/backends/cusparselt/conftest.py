@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from nmkernels import capability, dispatch
-from nmkernels.backends.cusparselt import algorithms, blobs, context, linear, product
+from nmkernels.backends.cusparselt import algorithms, blobs, context, gemm, linear
 
 SOURCE = Path(__file__).resolve().parents[3] / "csrc" / "tests" / "cusparselt" / "fake.cpp"
 
@@ -98,7 +98,7 @@ def capture(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     """``capture(True)``: from now on a CUDA graph is being captured."""
 
     def set(on: bool) -> None:
-        for module in (context, blobs, linear, product):
+        for module in (context, blobs, linear, gemm):
             monkeypatch.setattr(module, "capturing", lambda _: on)
 
     return set

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nmkernels import BackendError, reference
-from nmkernels.backends.cusparselt import Algorithm, Problem, algorithms, context, search, search_product
+from nmkernels.backends.cusparselt import Algorithm, Problem, algorithms, context, search, search_gemm
 from nmkernels.backends.cusparselt.algorithms import Trial
 from nmkernels.tuning import Validator
 from python_tests.backends.cusparselt.conftest import forget, routes
@@ -28,7 +28,7 @@ def arguments(tokens=16, rows=32, cols=64, bias=False, activation="", seed=1):
 
 
 def used(**options):
-    """The algorithms that this thread's products are done by."""
+    """The algorithms that this thread's GEMMs are done by."""
     return [route.ready.algorithm for key, route in routes().items() if not isinstance(key, Problem)]
 
 
@@ -75,7 +75,7 @@ def test_a_default_that_is_wrong_is_not_used(fake, ours, fault, words) -> None:
     assert fake.calls("Matmul") == runs, "it is remembered"
 
 
-def test_a_product_is_checked_once_in_a_process(fake, ours) -> None:
+def test_a_gemm_is_checked_once_in_a_process(fake, ours) -> None:
     args = arguments()
     right(ours, args)
     assert fake.calls("Matmul") == 3, "two runs for the check, and the call"
@@ -118,15 +118,15 @@ def test_wrong_integers_are_noticed(fake) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn])
 def test_what_surrounds_the_first_call_does_not_change_the_bound(fake, dtype) -> None:
-    def judge() -> Validator:
+    def validator() -> Validator:
         return Trial(Problem("nt", dtype, torch.float16, 32, 64, 16), context.here(0), torch.empty(0), 0).validator
 
-    first = judge()
+    first = validator()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        second = judge()
+        second = validator()
     torch.set_default_dtype(torch.float64)
     try:
-        third = judge()
+        third = validator()
     finally:
         torch.set_default_dtype(torch.float32)
     for other in (second, third):
@@ -308,8 +308,8 @@ def test_what_is_known_of_biases_is_stored(fake, ours) -> None:
     right(ours, (*args[:6], torch.randn(32).bfloat16(), ""))
 
 
-def test_search_of_a_product_of_its_own(fake) -> None:
+def test_search_of_a_gemm_of_its_own(fake) -> None:
     problem = Problem("tn", torch.float16, torch.float16, 32, 64, 16, residual=True)
-    found = search_product(problem, torch.empty(0), timer=Clock(9, 9, 3, 9))
+    found = search_gemm(problem, torch.empty(0), timer=Clock(9, 9, 3, 9))
     assert found.best == "algorithm 1"
     assert algorithms.ready_for(problem, context.here(0), torch.empty(0), 0).algorithm == Algorithm(1)

@@ -18,7 +18,7 @@ each = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.op)
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Algorithm 2 is the fastest; no product of the machine's is timed."""
+    """Algorithm 2 is the fastest; no GEMM of the machine's is timed."""
     monkeypatch.setattr("bench.runner.matmul_rate", lambda dtype, device: 1e9)
     monkeypatch.setattr(
         Timer, "compare", lambda self, calls, seconds: ({name: 1.0 if name == "algorithm 2" else 2.0 for name in calls}, {})

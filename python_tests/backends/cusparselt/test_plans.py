@@ -1,4 +1,4 @@
-"""Plans are made once for each product, thread and device, and taken back; workspaces grow; a capture makes nothing."""
+"""Plans are made once for each GEMM, thread and device, and taken back; workspaces grow; a capture makes nothing."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def test_each_field_makes_another_plan_and_a_second_call_none(fake, ours) -> Non
     for i, change in enumerate(changes):
         close(call(ours, **change))
         assert fake.calls("MatmulPlanInit") == i + 1, change
-    products = fake.calls("Matmul")
+    gemms = fake.calls("Matmul")
     for change in changes:
         close(call(ours, **change))
     assert fake.calls("MatmulPlanInit") == len(changes)
     assert fake.calls("MatmulDescriptorInit") == len(changes)
     assert fake.calls("Init") == 1
-    assert fake.calls("Matmul") == products + len(changes), "a cached call is one product"
+    assert fake.calls("Matmul") == gemms + len(changes), "a cached call is one GEMM"
 
 
 def test_a_cached_call_asks_nothing_else_of_the_library(fake, ours) -> None:
@@ -100,7 +100,7 @@ def test_many_plans_are_dropped(fake, ours, monkeypatch) -> None:
 def test_threads(fake, ours) -> None:
     failures: list[BaseException] = []
     close(call(ours, bias=True))
-    start, inits, products = fake.get("live"), fake.calls("Init"), fake.calls("Matmul")
+    start, inits, gemms = fake.get("live"), fake.calls("Init"), fake.calls("Matmul")
     turns = 6
 
     def work(seed: int) -> None:
@@ -119,8 +119,8 @@ def test_threads(fake, ours) -> None:
     assert not failures, failures[0]
     assert fake.calls("Init") == inits + 4, "a handle for each thread"
     assert fake.get("live") == start, "what a thread made ends with it"
-    # three products are new to the process and are checked by two runs each, whichever thread comes first
-    assert fake.calls("Matmul") == products + 4 * turns + 3 * 2
+    # three GEMMs are new to the process and are checked by two runs each, whichever thread comes first
+    assert fake.calls("Matmul") == gemms + 4 * turns + 3 * 2
 
 
 def test_devices(fake, ours, monkeypatch) -> None:
@@ -164,7 +164,7 @@ def test_workspaces(fake, ours, monkeypatch, capture) -> None:
 
 
 @pytest.mark.parametrize("in_graph", [False, True])
-def test_a_workspace_lives_until_its_product_is_launched(fake, ours, monkeypatch, capture, in_graph) -> None:
+def test_a_workspace_lives_until_its_gemm_is_launched(fake, ours, monkeypatch, capture, in_graph) -> None:
     fake.set("workspace", 4096)
     close(call(ours))
     made: list[weakref.ref] = []
@@ -208,7 +208,7 @@ def test_a_capture_refuses_what_is_new(fake, ours, capture) -> None:
         for activation in ("", "gelu") if op == "nm_linear" else ("",):
             call = (*given, None, activation) if op == "nm_linear" else given
             can, reason = ours(op).supports(*call)
-            assert not can and "it has no plan for this product yet" in reason
+            assert not can and "it has no plan for this GEMM yet" in reason
             with pytest.raises(BackendError, match="a CUDA graph is being captured.*Run it once before the capture"):
                 ours(op).fn(*call)
     with pytest.raises(BackendError, match="a CUDA graph is being captured"):

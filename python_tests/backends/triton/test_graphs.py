@@ -68,12 +68,12 @@ def test_a_replayed_graph_is_the_call(suite: type[Conformance], monkeypatch: pyt
 @pytest.mark.parametrize("suite", SUITES, ids=lambda c: c.op)
 def test_inductor_gives_the_same(suite: type[Conformance]) -> None:
     name = next(iter(samples(suite)))
-    args, twin = arguments(suite, name, 0), arguments(suite, name, 0)
+    args, baseline = arguments(suite, name, 0), arguments(suite, name, 0)
     op = getattr(torch.ops.nmkernels, suite.op).default
     torch._dynamo.reset()
     result = torch.compile(lambda *a: op(*a), fullgraph=True)(*args)
-    testing.assert_equal_bits(result, op(*twin), "compiled")
-    testing.assert_equal_bits(tensors(args), tensors(twin), "arguments")
+    testing.assert_equal_bits(result, op(*baseline), "compiled")
+    testing.assert_equal_bits(tensors(args), tensors(baseline), "arguments")
 
 
 def test_reduce_overhead_on_new_data() -> None:
@@ -90,7 +90,7 @@ def test_reduce_overhead_on_new_data() -> None:
 
 
 def test_kernels_go_to_the_current_stream() -> None:
-    """What was queued on it before is seen: on any other, the kernel would overtake the product."""
+    """What was queued on it before is seen: on any other, the kernel would overtake the GEMM."""
     w = torch.randn(1024, 1024, device=DEVICE)
     expected = ops.prune(w * 2, "2:4")
     side = torch.cuda.Stream()

@@ -104,12 +104,12 @@ def name(x):
 
 def test_different_code_is_never_shared():
     """For every two kinds of an argument: one kernel if Triton's own rules say so, else two."""
-    judge = jit.native_specialize_impl
+    validator = jit.native_specialize_impl
     for a, b in itertools.combinations_with_replacement(ARGUMENTS, 2):
         kernel = Kernel()
         for x in (a, b, a, b):
             launching.launch(kernel, 1, (X, x, 7), TILE=64)
-        same = judge(CUDABackend, a, False, True, True) == judge(CUDABackend, b, False, True, True)
+        same = validator(CUDABackend, a, False, True, True) == validator(CUDABackend, b, False, True, True)
         assert len(kernel.compiled) == 2 - same, f"{name(a)} and {name(b)}"
 
 
@@ -126,9 +126,9 @@ def test_a_call_on_a_gpu_is_declined_where_nothing_can_be_launched(monkeypatch):
 
 def test_elsewhere_every_launch_goes_through_triton():
     """AMD's compiler addresses a storage of up to 2 GB with 32 bits, which is not in the key."""
-    judge = jit.native_specialize_impl
-    assert judge(CUDABackend, X, False, True, True) == judge(CUDABackend, HUGE, False, True, True)
-    assert judge(HIPBackend, X, False, True, True) != judge(HIPBackend, HUGE, False, True, True)
+    validator = jit.native_specialize_impl
+    assert validator(CUDABackend, X, False, True, True) == validator(CUDABackend, HUGE, False, True, True)
+    assert validator(HIPBackend, X, False, True, True) != validator(HIPBackend, HUGE, False, True, True)
     for target in (GPUTarget("hip", "gfx942", 64), GPUTarget("xpu", {}, 32)):
         kernel = Kernel(target=target)
         for x in (X, X, HUGE):

@@ -1,4 +1,4 @@
-"""Measured launches: found by tune, kept on disk, followed by the products; and never wrong ones."""
+"""Measured launches: found by tune, kept on disk, followed by the GEMMs; and never wrong ones."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     launches.forget()
 
 
-def _product(device: torch.device | str = "cpu", tokens: int = TOKENS, **other: Any) -> launches.Product:
-    return launches.Product(*SIZES[:4], tokens, 2, 4, torch.device(device), 90)._replace(**other)
+def _gemm(device: torch.device | str = "cpu", tokens: int = TOKENS, **other: Any) -> launches.Gemm:
+    return launches.Gemm(*SIZES[:4], tokens, 2, 4, torch.device(device), 90)._replace(**other)
 
 
 def _choose(**other: Any) -> Plan:
-    return launches.choose(*_product(**other))
+    return launches.choose(*_gemm(**other))
 
 
 def _line(plan: Plan) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def test_without_a_file_the_heuristic_is_followed(cache: Path) -> None:
 
 
 def test_what_is_stored_is_followed_and_found_again(cache: Path) -> None:
-    path = _store({launches.name(_product()): _line(OTHER)})
+    path = _store({launches.name(_gemm()): _line(OTHER)})
     assert path == cache / "tuning.json" and _choose() == OTHER
     launches.forget()
     assert _choose() == OTHER
@@ -74,19 +74,19 @@ def test_what_is_stored_is_followed_and_found_again(cache: Path) -> None:
     assert _choose(width=17) == _choose(width=32) == OTHER
     assert _choose(width=16) != OTHER and _choose(width=33) != OTHER
     for other in ({"rows": 33}, {"cols": 128}, {"dtype": torch.float16}, {"n": 1}, {"kind": "dgrad"}):
-        assert _choose(**other) == launches.plan(*_product(**other)[:-2], 90)
+        assert _choose(**other) == launches.plan(*_gemm(**other)[:-2], 90)
     assert [p.name for p in cache.iterdir()] == ["tuning.json"]
 
 
 def test_tokens_of_wgrad_are_its_columns() -> None:
-    product = _product(kind="wgrad", cols=20, width=96)
-    _store({launches.name(product): _line(OTHER)})
-    assert launches.choose(*product._replace(cols=32)) == OTHER
-    assert launches.choose(*product._replace(cols=36)) != OTHER and launches.choose(*product._replace(width=95)) != OTHER
+    gemm = _gemm(kind="wgrad", cols=20, width=96)
+    _store({launches.name(gemm): _line(OTHER)})
+    assert launches.choose(*gemm._replace(cols=32)) == OTHER
+    assert launches.choose(*gemm._replace(cols=36)) != OTHER and launches.choose(*gemm._replace(width=95)) != OTHER
 
 
 def test_another_device_or_triton_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
-    _store({launches.name(_product()): _line(OTHER)})
+    _store({launches.name(_gemm()): _line(OTHER)})
     monkeypatch.setattr(table, "device_name", lambda device: "another GPU")
     launches.forget()
     assert _choose() == DEFAULT
@@ -97,7 +97,7 @@ def test_another_device_or_triton_is_ignored(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_lines_are_merged_and_taken_out() -> None:
-    one, two = (launches.name(_product(tokens=t)) for t in (20, 200))
+    one, two = (launches.name(_gemm(tokens=t)) for t in (20, 200))
     _store({one: _line(OTHER)})
     _store({two: _line(OTHER)})
     assert set(TABLE.lines()) == {one, two}
@@ -110,7 +110,7 @@ def test_lines_are_merged_and_taken_out() -> None:
 )
 def test_a_line_that_is_no_plan_is_ignored(change: dict[str, Any] | None) -> None:
     line = {"choice": {**OTHER._asdict(), **change}} if change else {"choice": "gemm"}
-    _store({launches.name(_product()): line})
+    _store({launches.name(_gemm()): line})
     assert _choose() == DEFAULT
 
 
@@ -134,12 +134,12 @@ def test_remembered_plans_do_not_grow_without_end(monkeypatch: pytest.MonkeyPatc
 
 def test_a_plan_is_used_for_a_while() -> None:
     before = _choose()
-    with launches.using(_product(), OTHER):
+    with launches.using(_gemm(), OTHER):
         assert _choose() == OTHER
     assert _choose() is before
-    with launches.using(_product(width=7), OTHER):
+    with launches.using(_gemm(width=7), OTHER):
         pass
-    assert _product(width=7) not in launches._plans
+    assert _gemm(width=7) not in launches._plans
 
 
 # ---- tuning
@@ -264,13 +264,13 @@ def test_choices_that_cannot_be_written_hold_all_the_same(
     assert report.path is None and "for this process only: disk is full" in str(report) and _in_use(layer) == candidates[1]
 
 
-def test_a_layer_in_training_has_its_plans_products(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_in_training_has_its_plans_gemms(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = torch.nn.Sequential(nm.SparseLinear(16, 8), nm.SparseLinear(16, 8), nm.SparseLinear(16, 8)).to(device)
     model[0].plan = model[1].plan = GemmPlan(wgrad="mvue", n=2, m=4)  # type: ignore[union-attr]
     model[2].plan = GemmPlan("packed", "packed", "dense", 2, 4)  # type: ignore[union-attr]
     monkeypatch.setattr(launches, "candidates", lambda *sizes: [launches.plan(*sizes)])
     report = nm.tune(model, (6, 20), timer=lambda call: 1.0)  # 6 tokens are no whole groups
-    found = [(e.product, e.tokens, e.shape, e.layers) for e in report.entries]
+    found = [(e.gemm, e.tokens, e.shape, e.layers) for e in report.entries]
     wgrad = [("wgrad", t, (8, 16), ["0", "1"]) for t in (6, 20)]
     assert found == [*wgrad, *((kind, t, (8, 16), ["2"]) for kind in ("fprop", "dgrad") for t in (6, 20))]
     assert all(e.best == 1.0 and not e.refused for e in report.entries)
@@ -278,9 +278,9 @@ def test_a_layer_in_training_has_its_plans_products(device: str, monkeypatch: py
 
 def test_few_tokens_only_have_their_kernel() -> None:
     other = Plan("few", 16, 8, 4, 2, 2, 1)
-    _store({launches.name(_product(tokens=t)): _line(other) for t in (4, 8)})
+    _store({launches.name(_gemm(tokens=t)): _line(other) for t in (4, 8)})
     assert _choose(width=4) == _choose(width=3) == other
-    assert _choose(width=8) == launches.plan(*_product(tokens=8)[:-2], 90)
+    assert _choose(width=8) == launches.plan(*_gemm(tokens=8)[:-2], 90)
 
 
 # ---- the benchmarks, which time both ways beside each other

@@ -1,4 +1,4 @@
-"""Products with a compressed operand beyond the generic suite: patterns, ragged and strided operands, plans, splits, damaged indices."""
+"""GEMMs with a compressed operand beyond the generic suite: patterns, ragged and strided operands, plans, splits, damaged indices."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from nmkernels import Pattern, reference
 from nmkernels.backends.triton import linear as family
 from nmkernels.backends.triton.launches import SHARED_KB, Plan, by_words, candidates, plan, shared_bytes
 from nmkernels.testing import assert_equal_bits, assert_no_worse, poison
-from python_tests.backends.product_calls import ACTIVATIONS, PATTERNS, inputs, packed
+from python_tests.backends.gemm_calls import ACTIVATIONS, PATTERNS, inputs, packed
 
 BF16 = torch.bfloat16
 DTYPES = [torch.float32, BF16, torch.float16]
@@ -51,7 +51,7 @@ def planned(monkeypatch):
 
 
 @pytest.mark.parametrize("pattern", WORDS + OTHERS)
-def test_products(pattern, device):
+def test_gemms(pattern, device):
     for rows, cols, width, dtype in ((65, 130, 5, BF16), (20, 256, 17, BF16), (20, 130, 5, torch.float32), (20, 130, 9, torch.float16)):
         e = operand(pattern, rows, cols, dtype, device)
         x, g = (torch.randn(width, s).to(dtype).to(device) for s in (cols, rows))
@@ -108,7 +108,7 @@ def test_the_result_is_rounded_once(device):
         lambda x: torch.stack([x.unflatten(0, (-1, 3))] * 2, 1)[:, 0],
         lambda x: x.unflatten(0, (-1, 3)).transpose(0, 1),
     ],
-    ids=["transposed", "columns", "every_second", "expanded", "unaligned", "leading_dimension", "turned"],
+    ids=["transposed", "columns", "every_second", "expanded", "unaligned", "leading_dimension", "transposed"],
 )
 @pytest.mark.parametrize("op", KINDS)
 def test_any_strides(view, op, device):
@@ -213,7 +213,7 @@ def test_an_infinite_value_stays_in_its_place(device):
 
 
 def test_the_interpreters_precision_is_that_of_the_gpu(device):
-    """32-bit products are not rounded to tf32 unless torch is told so."""
+    """32-bit GEMMs are not rounded to tf32 unless torch is told so."""
     e = operand("2:4", 32, 256, torch.float32, device)
     judged("linear", torch.randn(20, 256, device=device), *e)
 

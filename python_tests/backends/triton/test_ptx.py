@@ -19,7 +19,7 @@ from nmkernels.backends.triton import linear as family
 from nmkernels.backends.triton.groups import ELEMENTS
 from nmkernels.backends.triton.launch import recording
 from nmkernels.backends.triton.launches import Plan, candidates
-from python_tests.backends.adamw_calls import copied, hyper, make, nasty, same_as_reference, shifted
+from python_tests.backends.adamw_calls import copied, edge, hyper, make, same_as_reference, shifted
 from python_tests.ops.samples import seed
 
 if interpreted():
@@ -49,7 +49,7 @@ def test_a_mask() -> None:
 @pytest.mark.parametrize("pattern", ["2:4", "3:5", "4:32"])
 @pytest.mark.parametrize("op", ["nm_mask", "nm_prune", "nm_soft_threshold", "nm_compress"])
 def test_groups(op: str, pattern: str) -> None:
-    """The nasty inputs, and one that ends inside its second tile."""
+    """The edge cases, and one that ends inside its second tile."""
     p = Pattern(pattern)
     for capability, dtype in CODE:
         inputs = [*(c.x for c in testing.cases(p, dtype)), torch.randn(1, (ELEMENTS // p.m + 3) * p.m).to(dtype)]
@@ -154,8 +154,8 @@ def test_adamw(n, m, dtype, grad, out, capability) -> None:
     [(F32, {}), (BF16, {"frozen": True}), (BF16, {"eps_inside": True, "maximize": True}), (F32, {"geometric": True})],
     ids=str,
 )
-def test_adamw_nasty_values_and_every_option(dtype, flags) -> None:
-    call = nasty(torch.Generator().manual_seed(5), dtype)
+def test_adamw_edge_values_and_every_option(dtype, flags) -> None:
+    call = edge(torch.Generator().manual_seed(5), dtype)
     step(90, call, hyper(clamp=1.0, v_step=7.0), 2, 4, scale=torch.tensor([3.0]), found=torch.zeros(1), **flags)
     assert not step(90, call, hyper(), 2, 4, found=torch.ones(1), **flags).any()
 
@@ -172,7 +172,7 @@ def test_adamw_numbers_on_the_host(monkeypatch) -> None:
 
 
 def check(op, capability, pattern, dtype, rows, cols, width, warps_apart=True, epilogue=()):
-    """A product's result against the reference, and the names of the kernels that ran."""
+    """A GEMM's result against the reference, and the names of the kernels that ran."""
     p = Pattern(pattern)
     w = torch.nn.functional.pad(torch.randn(rows, cols), (0, -cols % p.m)).to(dtype)
     e = (*reference.compress(w, p.n, p.m), p.n, p.m, cols)
@@ -190,7 +190,7 @@ def check(op, capability, pattern, dtype, rows, cols, width, warps_apart=True, e
 @pytest.mark.parametrize(
     ("pattern", "dtype", "capability"), [("2:4", BF16, 80), ("2:4", BF16, 90), ("1:8", F16, 90), ("2:4", F32, 80)], ids=str
 )
-def test_narrow_products(op, pattern, dtype, capability) -> None:
+def test_narrow_gemms(op, pattern, dtype, capability) -> None:
     check(op, capability, pattern, dtype, 66, 136, 6)
 
 

@@ -1,4 +1,4 @@
-"""compress and matmul: cuSPARSELt's products in every dtype and layout that it has, 8 bits too, which the ops have no room for."""
+"""compress and matmul: cuSPARSELt's GEMMs in every dtype and layout that it has, 8 bits too, which the ops have no room for."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TRANSPOSED = {"nt": False, "nn": True, "tn": True}
 
 
 def compress(dense: Tensor, layout: str = "nt", mask: Tensor | None = None) -> Blob:
-    """A 2:4 matrix in the library's own form, for one of the products of a linear layer.
+    """A 2:4 matrix in the library's own form, for one of the GEMMs of a linear layer.
 
     Args:
         dense: ``"nt"``: W ``(out, in)``, 2:4 along in. ``"nn"``: W ``(out, in)``, 2:4 along out, as a transposable mask leaves it.
@@ -57,7 +57,7 @@ def compress(dense: Tensor, layout: str = "nt", mask: Tensor | None = None) -> B
     kept = dense if mask is None else torch.where(mask, dense.view(torch.int8) if _float8(dense) else dense, 0).view(dense.dtype)
     _check_kept(kept, TRANSPOSED[layout])
     if dense.dtype.itemsize == 1:
-        # read along the sum only: what is given the other way is turned first
+        # read along the sum only: what is given the other way is transposed first
         return compress_as("nt", _transposed(kept) if TRANSPOSED[layout] else kept, here(device), stream, layout)
     return compress_as(layout, kept, here(device), stream)
 
@@ -81,7 +81,7 @@ def matmul(
     blob: Blob, dense: Tensor, bias: Tensor | None = None, activation: str = "", residual: Tensor | None = None, alpha: float = 1.0,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    """The product of a compressed matrix and a dense one, in the layout that the blob was made for.
+    """The GEMM of a compressed matrix and a dense one, in the layout that the blob was made for.
 
     ``"nt"``: y = f(α x Wᵀ + b) + ...; ``"nn"``: dx = f(α g W + b); ``"tn"``: dW = f(α gᵀ x + b); with a residual r and no f, + r
 
@@ -92,7 +92,7 @@ def matmul(
             with int8 operands.
         activation: f: ``""``, ``"relu"``, or ``"gelu"`` as the library has it.
         residual: of the result's shape and dtype; not together with an activation.
-        alpha: a factor, the product of both operands' scales in 8 bits.
+        alpha: a factor, the GEMM of both operands' scales in 8 bits.
         out_dtype: the operands' own in 16 bits; int32, int8, float16 or bfloat16 of int8; bfloat16, float16 or float32 of float8. The first
             is the default.
 
@@ -101,7 +101,7 @@ def matmul(
 
     Raises:
         ShapeError, DtypeError, OptionError: the operands do not fit.
-        BackendError: the library does not do this product, or none of its algorithms computes it right.
+        BackendError: the library does not do this GEMM, or none of its algorithms computes it right.
     """
     out_dtype = out_dtype or RESULTS[blob.dtype][0]
     by_token = blob.layout != "tn"
@@ -110,14 +110,14 @@ def matmul(
     if elsewhere(dense, device):
         with torch.cuda.device(device):
             return matmul(blob, dense, bias, activation, residual, alpha, out_dtype)
-    turned = not by_token and blob.stored == "nt"  # in 8 bits, as nt: dWᵀ = xᵀ g
-    b = _transposed(dense) if turned else dense
-    r = residual.t() if turned and residual is not None else residual
-    width = b.shape[0] if by_token or turned else b.shape[1]
+    transposed = not by_token and blob.stored == "nt"  # in 8 bits, as nt: dWᵀ = xᵀ g
+    b = _transposed(dense) if transposed else dense
+    r = residual.t() if transposed and residual is not None else residual
+    width = b.shape[0] if by_token or transposed else b.shape[1]
     pad = -width % max(width_step(blob.dtype), width_step(out_dtype))
     if pad:
-        b = _padded(b, by_token or turned, pad)
-        r = _padded(r, by_token or turned, pad) if r is not None else None
+        b = _padded(b, by_token or transposed, pad)
+        r = _padded(r, by_token or transposed, pad) if r is not None else None
     epilogue = bias is not None, activation, residual is not None
     problem = Problem(blob.stored, blob.dtype, out_dtype, blob.rows, blob.cols, width + pad, *epilogue)
     at = here(device)
@@ -127,7 +127,7 @@ def matmul(
     bias, r = (None if x is None else aligned(x) for x in (bias, r))
     at.run(ready, blob.address, aligned(b), out, bias, r, stream, alpha)
     y = out[:width] if problem.by_token else out[:, :width]
-    return (y.t() if turned else y).contiguous()
+    return (y.t() if transposed else y).contiguous()
 
 
 def _transposed(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Small products with a packed weight, as the tests of every backend call them."""
+"""Small GEMMs with a packed weight, as the tests of every backend call them."""
 
 from __future__ import annotations
 
