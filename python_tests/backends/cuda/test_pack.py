@@ -12,6 +12,7 @@ from nmkernels import Pattern, ShapeError, dispatch, reference, testing
 from nmkernels.backends.cuda import pack
 from python_tests.backends.packing import some_mask, some_mask_both_ways
 from python_tests.conformance import moved
+from python_tests.each import each
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 USUAL = [(F32, F32), (F32, BF16), (F32, F16), (BF16, BF16), (F16, F16)]
@@ -62,8 +63,8 @@ def edge(rows: int, cols: int, dtype: torch.dtype) -> Tensor:
     return torch.where(torch.rand(rows, cols) < 0.4, picked, torch.randn(rows, cols).to(dtype))
 
 
-@pytest.mark.parametrize("select", ["magnitude", "given", "threshold", "transposable"])
-@pytest.mark.parametrize("way", list(ORIENTATIONS))
+@each("select", ["magnitude", "given", "threshold", "transposable"])
+@each("way", list(ORIENTATIONS))
 def test_2_4(way: str, select: str, check: Check, poison: None) -> None:
     """One tile of a block and less, several, and ragged ones; sizes that the tile kernels leave to others."""
     for dtypes in USUAL:
@@ -76,8 +77,8 @@ def test_2_4(way: str, select: str, check: Check, poison: None) -> None:
             check(w, "2:4", select, way, dtypes[1], mask, scale)
 
 
-@pytest.mark.parametrize("pattern", SMALL[1:])
-@pytest.mark.parametrize("select", ["magnitude", "given"])
+@each("pattern", SMALL[1:])
+@each("select", ["magnitude", "given"])
 def test_other_small_patterns(select: str, pattern: str, check: Check, poison: None) -> None:
     for dtypes in USUAL:
         p = Pattern(pattern)
@@ -90,8 +91,8 @@ def test_other_small_patterns(select: str, pattern: str, check: Check, poison: N
                 check(w, pattern, select, way, dtypes[1], mask)
 
 
-@pytest.mark.parametrize("pattern", ["1:1", "3:4", "2:3", "5:16", "3:33", "100:256", "1:8"])
-@pytest.mark.parametrize("select", ["magnitude", "given", "threshold"])
+@each("pattern", ["1:1", "3:4", "2:3", "5:16", "3:33", "100:256", "1:8"])
+@each("select", ["magnitude", "given", "threshold"])
 def test_any_pattern(select: str, pattern: str, check: Check, poison: None) -> None:
     for dtype in [F32, BF16, F16]:
         p = Pattern(pattern)
@@ -101,7 +102,7 @@ def test_any_pattern(select: str, pattern: str, check: Check, poison: None) -> N
                 check(edge(rows, cols, dtype), pattern, select, way, BF16, mask, SCALE if select == "threshold" else None)
 
 
-@pytest.mark.parametrize("select", ["magnitude", "given", "threshold", "transposable"])
+@each("select", ["magnitude", "given", "threshold", "transposable"])
 def test_unusual_pairs_of_dtypes(select: str, check: Check) -> None:
     for way in list(ORIENTATIONS):
         for dtypes in [(BF16, F16), (F16, BF16), (BF16, F32), (F16, F32)]:
@@ -113,8 +114,8 @@ def test_unusual_pairs_of_dtypes(select: str, check: Check) -> None:
                 check(w, "2:4", select, way, dtypes[1], mask, SCALE if select == "threshold" else None, layout)
 
 
-@pytest.mark.parametrize("select", ["magnitude", "given", "threshold", "transposable"])
-@pytest.mark.parametrize("layout", ["mma.sp", "wgmma.sp"])
+@each("select", ["magnitude", "given", "threshold", "transposable"])
+@each("layout", ["mma.sp", "wgmma.sp"])
 def test_layouts_of_tensor_cores(layout: str, select: str, check: Check, poison: None) -> None:
     for dtypes in [d for d in USUAL if d[1] != F32]:
         small = 16 if layout == "mma.sp" else 64
@@ -131,7 +132,7 @@ def test_layouts_of_tensor_cores(layout: str, select: str, check: Check, poison:
                 check(w, "2:4", select, way, dtypes[1], mask, SCALE if select == "threshold" else None, layout)
 
 
-@pytest.mark.parametrize("select", ["magnitude", "given", "transposable"])
+@each("select", ["magnitude", "given", "transposable"])
 def test_strides_and_offsets(select: str, check: Check) -> None:
     for way in list(ORIENTATIONS):
         if way == "both" and select == "magnitude":
@@ -162,7 +163,7 @@ def test_nothing_to_do(check: Check) -> None:
             check(torch.randn(shape), "2:4", "transposable", way, BF16)
 
 
-@pytest.mark.parametrize("way", list(ORIENTATIONS))
+@each("way", list(ORIENTATIONS))
 def test_a_mask_that_keeps_too_many_is_refused(way: str, device: str, ours: Callable[[str], dispatch.Impl]) -> None:
     """In an orientation that is wanted, and only there."""
     for pattern in [*SMALL, "3:5"]:
@@ -188,7 +189,7 @@ def test_a_mask_that_keeps_too_many_is_refused(way: str, device: str, ours: Call
                 run(full)
 
 
-@pytest.mark.parametrize("pattern", ["2:4", "1:8"])
+@each("pattern", ["2:4", "1:8"])
 def test_a_held_mask_is_packed_as_a_given_one_and_not_checked(
     pattern: str, device: str, ours: Callable[[str], dispatch.Impl], monkeypatch: pytest.MonkeyPatch
 ) -> None:
