@@ -244,6 +244,7 @@ class TestCompressedLinear:
             torch.testing.assert_close(y[k], one(x).detach(), **EXACT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("side", ["input", "output", "relu2"])
 def test_sparse_activations(side):
     rule = SplitRule(Pattern("2:4"), dense=0.0, shuffle=False)
@@ -281,6 +282,7 @@ CALLS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("kind", ["sparse", "compressed"])
 def test_compiled_is_eager_or_an_error(kind, call):

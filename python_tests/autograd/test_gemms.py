@@ -314,6 +314,7 @@ def test_measurements_are_followed_and_found_again(cache: Path) -> None:
     assert choose(FPROP) == "dense"
 
 
+@pytest.mark.slow
 def test_another_process_follows_them(cache: Path) -> None:
     gemms.record(measure(ODD, timer=clock(cpu_rows=0.5)))
     code = (

@@ -46,6 +46,7 @@ def inputs(text: str, dtype: torch.dtype) -> Iterator[Tensor]:
             yield unaligned(x.to(dtype))
 
 
+@pytest.mark.quick(2, per="cpu")
 @every_dtype
 @every_pattern
 def test_elementwise_ops(cpu, text, dtype):
@@ -59,6 +60,7 @@ def test_elementwise_ops(cpu, text, dtype):
             assert_equal_bits(out, expected, f"{op} into unaligned memory")
 
 
+@pytest.mark.quick(2, per="cpu")
 @every_dtype
 @every_pattern
 def test_compressed_form(cpu, text, dtype):
@@ -129,6 +131,7 @@ def test_the_scale_has_the_same_bits_everywhere(cpu, dtype):
             assert_equal_bits(found, plain)
 
 
+@pytest.mark.quick(1)
 @each("offset", [0, 1])
 def test_outputs_larger_than_the_caches(cpu, offset):
     """From 16 MB on they are streamed."""
@@ -187,6 +190,7 @@ def _many_chunks(text: str, dtype: torch.dtype) -> list:
     return expected
 
 
+@pytest.mark.quick(1, per="cpu")
 @every_dtype
 @each("text", ["2:4", "3:5", "7:256"])
 def test_many_chunks_on_any_number_of_threads(cpu, text, dtype):

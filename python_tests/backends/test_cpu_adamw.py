@@ -97,6 +97,7 @@ def test_sums_that_only_doubles_hold(cpu, n, m):
     assert stats[1] > 1e40 and stats.isfinite().all() and (not m or stats[5] > 1e40)
 
 
+@pytest.mark.quick(2, per="cpu")
 @each("dtype", [torch.float32, torch.bfloat16], ids=str)
 @each("n, m", [(0, 0), (2, 4), (1, 8), (1, 32), (3, 5)])
 def test_sizes_around_a_strip_at_any_address(cpu, n, m, dtype):

@@ -3,6 +3,7 @@ uniforms on the ends of intervals, groups that saturate step by step, any alignm
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -64,6 +65,7 @@ def same_in_parts(cpu, g: Tensor, p: Pattern, dim: int, compressed: bool) -> Non
         assert_equal_bits(ours[row].reshape(-1, p.m), reference.group_mvue(groups, u, p.n), f"row {row}")
 
 
+@pytest.mark.quick(1)
 @each("compressed", [False, True])
 @each("dim", [0, 1])
 @each("dtype", [torch.float32, torch.bfloat16])
@@ -150,6 +152,7 @@ def test_groups_that_saturate_step_by_step(cpu, text, dtype):
             agrees(cpu, g.view(34, -1), p, dim, what=f"base {base}")
 
 
+@pytest.mark.quick(1, per="cpu")
 @every_dtype
 @every_method
 @each("dim", [0, 1])

@@ -18,7 +18,7 @@ from nmkernels.reference.mvue import group_mvue, uniforms24
 from python_tests.conformance import built, moved, tensors
 from python_tests.ops.samples import adamw, seed
 
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 DEVICE = "cuda"
 WEIGHT = (4096, 11008)

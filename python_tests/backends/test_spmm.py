@@ -55,6 +55,7 @@ def test_as_good_as_dense(cpu, text):
             check(cpu, text, dtype, 17, 768, tokens)
 
 
+@pytest.mark.quick(2, per="cpu")
 @every_pattern
 def test_odd_sizes(cpu, text):
     for rows in [1, 3, 65]:

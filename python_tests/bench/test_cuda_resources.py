@@ -11,6 +11,8 @@ import pytest
 from bench import cuda_expected
 from bench import cuda_resources as resources
 
+pytestmark = pytest.mark.slow
+
 GOOD = resources.Kernel(
     "a.cu", "groups_kernel<Mask, bf16, 2:4>", "sm_90a", 32, 0, 0, 1024, "128:4 16:8", "64:4 8:8", "", "", "", 429, "13.0.88"
 )

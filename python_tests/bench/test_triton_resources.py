@@ -11,6 +11,8 @@ from bench import kernel_rows
 from bench import triton_resources as resources
 from bench.triton_cases import Case
 
+pytestmark = pytest.mark.slow
+
 GOOD = resources.Kernel("mask_kernel", "nm_mask 2:4 bf16", "sm_90", 26, 0, 0, 0, 128, 128, "", 0, "", 156, "3.6.0", "12.9.86")
 CASE = Case("nm_mask", "2:4 bf16", (), load=128, store=128)
 

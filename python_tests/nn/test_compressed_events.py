@@ -196,6 +196,7 @@ def made(inference, **kwargs):
         return nm.CompressedLinear(fresh(), torch.randn(OUT), **kwargs)
 
 
+@pytest.mark.quick(1, per="event")
 @pytest.mark.parametrize("event", EVENTS, ids=lambda f: f.__name__)
 def test_an_event_between_any_two_calls(event, monkeypatch):
     for how in ["plain", "keep_dense", "columns"]:

@@ -130,6 +130,7 @@ def trained(recipe, device, seen=None):
     return model, losses
 
 
+@pytest.mark.quick(1, per="packed")
 @pytest.mark.parametrize("recipe", ["srste:2:4", "srste:1:4", "sste:2:4", "fst:2:4"])
 @pytest.mark.parametrize("packed", ["True", "auto"])
 def test_training_steps(device, recipe, packed):

@@ -147,6 +147,7 @@ def train(model, run, steps):
     return [*losses, *model.state_dict().values()]
 
 
+@pytest.mark.slow
 def test_inductor_equals_eager():
     layer = nm.SparseLinear(32, 16)
     baseline = copy.deepcopy(layer)

@@ -184,6 +184,7 @@ class TestSeeds:
         assert not testing.equal_bits(step(), step())
 
 
+@pytest.mark.quick(4, per="backend")
 class TestMaskedAdamW:
     def test_names(self) -> None:
         assert len(ops.STATS) == len(ops.HYPER) == 9 and len(set(ops.STATS + ops.HYPER)) == 18

@@ -8,6 +8,8 @@ import torch
 
 from python_tests.ptx import execute, parse
 
+pytestmark = pytest.mark.slow
+
 HEAD = """
 .version 8.7
 .target sm_90

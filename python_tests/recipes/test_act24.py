@@ -100,6 +100,7 @@ def test_split_training_equals_an_independent_loop(grad):
 # ---- models and errors
 
 
+@pytest.mark.slow
 def test_gpt():
     torch.manual_seed(0)
     model = GPT(GPTConfig(width=32, layers=2, heads=2, context=16, activation="relu2"))

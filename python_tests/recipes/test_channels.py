@@ -113,6 +113,7 @@ def test_inside_step():
     assert handle.metrics()["kept_gain"] > 0 and torch.equal(optimizer.state[model[2].weight]["exp_avg_sq"], want)
 
 
+@pytest.mark.slow
 def test_gpt():
     torch.manual_seed(0)
     model = GPT(GPTConfig(width=32, layers=2, heads=2, context=16)).double()

@@ -9,6 +9,8 @@ from nmkernels.recipes import ASP, SRSTE, STEP
 from python_tests.recipes.loop import batches, distance, mlp, snapshot
 from python_tests.recipes.running import step
 
+pytestmark = pytest.mark.slow
+
 F32 = torch.float32
 STEP_T0_3 = STEP(t_min=1, t_max=2, threshold=1e-30)
 RECIPES = [SRSTE(decay=0.1), STEP_T0_3, ASP(start=3)]

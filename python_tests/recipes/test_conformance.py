@@ -28,6 +28,7 @@ ENDING = pytest.mark.filterwarnings("ignore:finish. the recipe")
 # ---- the method
 
 
+@pytest.mark.quick(1, per="entry.recipe.name")
 @ENTRIES
 def test_trajectory(entry):
     model, handle, optimizer = start(entry.recipe)
@@ -39,6 +40,7 @@ def test_trajectory(entry):
     assert SWITCH.t_max < STEPS / 2, "the switch lies inside"
 
 
+@pytest.mark.quick(3)
 @KINDS
 def test_fp32_agrees_with_float64(entry):
     if entry.tied:
@@ -52,6 +54,7 @@ def test_fp32_agrees_with_float64(entry):
     assert distance(snapshot(model), snapshot(want)) < (2e-2 if entry.draws else 1e-4)
 
 
+@pytest.mark.quick(3)
 @KINDS
 def test_accumulation_is_the_whole_batch(entry):
     if entry.draws:
@@ -59,6 +62,7 @@ def test_accumulation_is_the_whole_batch(entry):
     assert distance(snapshot(run(entry.recipe, parts=4)[0]), snapshot(run(entry.recipe)[0])) < 1e-9
 
 
+@pytest.mark.quick(3)
 @KINDS
 def test_grad_scaler_changes_nothing(entry):
     adamw = [lambda params: torch.optim.AdamW(params, **Adam().keywords)] if entry.any_optimizer else []
@@ -81,6 +85,7 @@ def test_grad_scaler_changes_nothing(entry):
         assert results[0][1]["phase"] == results[1][1]["phase"]
 
 
+@pytest.mark.quick(3)
 @KINDS
 def test_a_skipped_step_changes_nothing(entry):
     model, handle, optimizer = start(entry.recipe, F32)
@@ -103,6 +108,7 @@ def test_a_skipped_step_changes_nothing(entry):
 # ---- checkpoints
 
 
+@pytest.mark.quick(1, per="entry.recipe.name")
 @ENTRIES
 def test_resume_is_bit_for_bit(entry):
     orders = ("attach_first", "optimizer_first", "model_last")

@@ -88,6 +88,7 @@ CASES = [
 ]
 
 
+@pytest.mark.quick(48)
 @each("flags", CASES, ids=lambda f: "+".join(k for k, v in f.items() if v) or "plain")
 @each("n, m", [(0, 0), (2, 4), (1, 8)])
 @each("dtype", DTYPES)
@@ -228,6 +229,7 @@ def buffers(shape, n, m, dtype, ways=(True, True), layout="canonical"):
     return [x.fill_(77) for x in made]
 
 
+@pytest.mark.quick(8)
 @each("flags", CASES[::5], ids=lambda f: "+".join(k for k, v in f.items() if v) or "plain")
 @each("n, m", [(2, 4), (1, 2)])
 @each("to", [torch.bfloat16, torch.float16, torch.float32])

@@ -149,6 +149,7 @@ def test_replay_offset_seed_and_chunks(monkeypatch, same_bits):
     assert same_bits(mvue(g, 2, 4, -1, SEED), x) and same_bits(mvue(g, 2, 4, -1, SEED, "approx"), approx)
 
 
+@pytest.mark.slow
 @each("method", ["exact", "approx"])
 def test_mean_over_offsets_and_independence_of_neighbours(method):
     """A z-test: the mean of 4000 draws is g; whether neighbouring groups keep their first element is uncorrelated."""

@@ -77,6 +77,7 @@ def test_both_orders_of_metadata(device, use):
             assert_equal_bits(multiply(values, reference.to_layout(indices, 192, layout), x), y)
 
 
+@pytest.mark.quick(1, per="tile")
 @tiles
 def test_tokens(device, tile, use):
     """Ragged columns of D, against rows that end inside a warp's tile and go on in another block."""
@@ -87,6 +88,7 @@ def test_tokens(device, tile, use):
             check(values, indices, w, inputs(tokens, cols, BF16, device))
 
 
+@pytest.mark.quick(1, per="tile")
 @dtypes
 @tiles
 def test_depths(device, tile, dtype, use):

@@ -63,6 +63,7 @@ def edge(rows: int, cols: int, dtype: torch.dtype) -> Tensor:
     return torch.where(torch.rand(rows, cols) < 0.4, picked, torch.randn(rows, cols).to(dtype))
 
 
+@pytest.mark.quick(1, per=("way", "select"))
 @each("select", ["magnitude", "given", "threshold", "transposable"])
 @each("way", list(ORIENTATIONS))
 def test_2_4(way: str, select: str, check: Check, poison: None) -> None:
@@ -91,6 +92,7 @@ def test_other_small_patterns(select: str, pattern: str, check: Check, poison: N
                 check(w, pattern, select, way, dtypes[1], mask)
 
 
+@pytest.mark.quick(1, per="select")
 @each("pattern", ["1:1", "3:4", "2:3", "5:16", "3:33", "100:256", "1:8"])
 @each("select", ["magnitude", "given", "threshold"])
 def test_any_pattern(select: str, pattern: str, check: Check, poison: None) -> None:

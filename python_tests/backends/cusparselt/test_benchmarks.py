@@ -36,6 +36,7 @@ def used(p: Provider) -> Algorithm:
         return next(found.ready.algorithm if hasattr(found, "ready") else found.algorithm for found in routes().values())
 
 
+@pytest.mark.slow
 @each
 def test_both_are_measured(fake, spec: Spec) -> None:
     found = {(r.provider, r.metric) for r in runner.measure(spec, "cpu", 0.0)}

@@ -27,6 +27,8 @@ if interpreted():
 
 from python_tests.ptx import emulated
 
+pytestmark = pytest.mark.slow
+
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 CODE = [(90, F32), (80, BF16), (90, F16)]
 """Compute capabilities and dtypes; sm_80 shares all but a few instructions with sm_90."""

@@ -11,6 +11,7 @@ from nmkernels.dispatch import _impls
 
 TOOLS = resources.tools()
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(interpreted(), reason="TRITON_INTERPRET=1 compiles nothing; run it without"),
     pytest.mark.skipif(not TOOLS.ok, reason=TOOLS.reason),
 ]
