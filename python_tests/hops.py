@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ def hops(call: Callable[[], object], warm: int = 3) -> tuple[int, list[str]]:
     """(Python calls inside the package, the files they are in) of ``call`` once it has run ``warm`` times; forward only, in this thread."""
     for _ in range(warm):
         call()
+    gc.collect()  # a step tells every layer that is alive; those of other tests are not this call's
     files: list[str] = []
 
     def seen(frame: FrameType, event: str, _: object) -> None:

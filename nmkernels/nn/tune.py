@@ -21,7 +21,7 @@ from .linear import NMWeight, autocast_dtype, castable
 
 __all__ = ["Progress", "TuneReport", "Tuned", "tune"]
 
-HEADER = ("layer", "gemm", "shape", "tokens", "default ms", "best ms", "gain", "choice")
+HEADER = ("layer", "GEMM", "shape", "tokens", "default ms", "best ms", "gain", "choice")
 DEVICES = ("cpu", "cuda")
 
 Progress = Callable[[int, int, str], None]
@@ -140,7 +140,7 @@ def tune(
         >>> import torch
         >>> from nmkernels import CompressedLinear, ops
         >>> layer = CompressedLinear(ops.compress(torch.randn(4, 8), "2:4"))
-        >>> [entry.GEMM for entry in tune(layer, tokens=4).choices]
+        >>> [entry.gemm for entry in tune(layer, tokens=4).choices]
         ['fprop']
     """
     counts = (tokens,) if isinstance(tokens, int) else tuple(tokens)

@@ -40,6 +40,7 @@ SMALL = (
     Spec("nm_linear(mma.sp)", "2:4", "bfloat16", 32, 64, 20),
     Spec("nm_linear_wgrad(mma.sp)", "2:4", "bfloat16", 16, 24, 128),
     Spec("CompressedLinear", "2:4", "float32", 16, 32, 3),
+    Spec("calls", "2:4", "float32", 16, 32, 3),
     Spec("effective_weight", "2:4", "float32", 16, 32, 3),
     Spec("effective_weight(step)", "2:4", "float32", 16, 32, 3),
     Spec("ffn", "2:4", "float32", 64, 32, 20),
