@@ -17,7 +17,7 @@ from . import _ours
 DENSE, ADAMW = "torch dense forward", "torch AdamW(fused) step"
 
 
-@family("calls", grids=(Grid(("64x64",), tokens=(8,), on="cpu"),))
+@family("calls", grids=(Grid(("64x64",), tokens=(8,)),))
 def calls(spec: Spec, device: str) -> Work:
     """Microseconds of each call; SR-STE with ``packed`` True and False, beside what torch takes for the dense layer and for AdamW."""
     x, w = (_ours.normal(n, spec.cols, device=device, dtype=spec.torch_dtype) for n in (spec.tokens, spec.rows))
@@ -41,6 +41,8 @@ def calls(spec: Spec, device: str) -> Work:
     plain = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     model(x).sum().backward()
     providers += [Provider(DENSE, forward(model[0])), Provider(ADAMW, plain.step)]
+    for provider in providers:
+        provider.host = True
     ratios = [Ratio("us beyond torch", p.name, (DENSE if "forward" in p.name else ADAMW,), "more") for p in providers[1:5]]
     return Work(providers, ratios)
 
