@@ -58,8 +58,7 @@ class Span:
     Args:
         steps: optimizer steps, at least 0.
         fprop: N/M where the forward weight is N:M along ``in``; 1 while it is dense or only fading.
-        dgrad: N/M where the effective weight in dgrad is N:M along ``out`` (transposable, double-pruned, or with a mask of its own); else
-        1.
+        dgrad: N/M where the weight of dgrad is N:M along ``out`` (transposable, double-pruned, or with a mask of its own); else 1.
         wgrad: N/M of the output gradient's estimate along tokens (1/2 for MVUE 2:4); 0 where no weight gradient is computed; else 1.
         rank: of a dense low-rank adapter beside the weight, which adds 2·rank·(in + out) to each GEMM; 0 for none. A number, or a share
             below 1 of the layer's smaller side, see ``rank_for``.
@@ -182,8 +181,7 @@ class Stage:
     not_ready: str = ""
 
     def span(self, steps: int, pattern: Pattern) -> Span:
-        """The FLOPs of ``steps`` steps in this stage: fprop at N/M where W̃ is N:M, dgrad where it has an N:M weight too, wgrad by the
-        plan.
+        """The FLOPs of ``steps`` steps: fprop at N/M where W̃ is N:M, dgrad where it has an N:M weight too, wgrad by the plan.
 
         Args:
             pattern: of a held mask.
