@@ -102,8 +102,10 @@ def machine(device: str = "cpu") -> str:
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
-        found = re.search(r"model name\s*:\s*(.+)", cpuinfo.read_text())
-        model = found[1].strip() if found else model
+        told = dict(re.findall(r"(.+?)\s*: (.+)", cpuinfo.read_text().split("\n\n")[0]))
+        model = told.get("model name", model).strip()
+        if not re.search(r"\d", model) and "cpu family" in told:  # virtual machines leave the number out
+            model += f" (family {told['cpu family']}, model {told['model']})"
     return f"{model}, {torch.get_num_threads()} threads"
 
 
