@@ -319,7 +319,7 @@ def test_another_process_follows_them(cache: Path) -> None:
     gemms.record(measure(ODD, timer=clock(cpu_rows=0.5)))
     code = (
         "import sys, torch; torch.set_num_threads(int(sys.argv[1]))\nfrom nmkernels.autograd.gemms import *\n"
-        "print(choose(Product('fprop', 31, 16, 32, 7, 8, torch.float32, torch.device('cpu'))))"
+        "print(choose(Gemm('fprop', 31, 16, 32, 7, 8, torch.float32, torch.device('cpu'))))"
     )
     command = [sys.executable, "-c", code, str(torch.get_num_threads())]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
