@@ -67,9 +67,10 @@ OPS: dict[str, tuple[str, Callable[[Tensor, Pattern], tuple[Any, ...] | None]]] 
 }
 
 
+@(pytest.mark.slow if INTERPRETED else lambda test: test)  # a minute each
 @pytest.mark.parametrize("device", DEVICES)
-@each("dtype", DTYPES[:3], ids=str)
-@each("name", OPS)
+@pytest.mark.parametrize("name", OPS)
+@each("dtype", DTYPES[:3])
 def test_backends_agree(name: str, dtype: torch.dtype, device: str, poison: None) -> None:
     op, make = OPS[name]
     reference = next(i for i in dispatch.implementations(op) if i.backend == "reference")
