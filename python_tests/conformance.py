@@ -32,6 +32,8 @@ from nmkernels.ops.define import CALLS
 Sample = Callable[[], tuple[Any, ...]]
 
 INTERPRETED = triton.interpreted()
+slow_interpreted = pytest.mark.slow if INTERPRETED else lambda test: test
+"""For a test that takes a minute in Triton's interpreter, and else a moment."""
 DEVICES = ["cpu"] if INTERPRETED else ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 """Where a test of kernels runs: its parameters for ``device``."""
 

@@ -19,6 +19,7 @@ from nmkernels import Pattern, ShapeError, dispatch, reference, testing
 from nmkernels.reference import pack_indices
 from python_tests.backends.packing import some_mask
 from python_tests.backends.tile_ties import ties_and_roundings
+from python_tests.conformance import slow_interpreted
 from python_tests.ops.samples import seed
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -47,6 +48,7 @@ class CompressSuite:
     sizes: Callable[[int], list[tuple[int, int]]]
     """Rows and columns for groups of M: that end inside a byte, and that need several tiles."""
 
+    @slow_interpreted
     def test_equals_the_reference(self, device: str, ours: Ours, poison: None) -> None:
         for p in map(Pattern, self.patterns):
             for dtype in self.dtypes:
@@ -242,6 +244,7 @@ class MvueSuite:
                 got = ours(op).fn(g.to(device), p.n, p.m, dim, words.to(device), method)
                 testing.assert_equal_bits(got, want, f"{op} {p} {what} {run} run")
 
+    @slow_interpreted
     def test_shapes(self, device: str, ours: Ours) -> None:
         """Tiles that cross rows, columns and the padded tail; a number of groups that no four divide; several tiles."""
         for pattern, method in self.cases:

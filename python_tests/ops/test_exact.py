@@ -12,7 +12,7 @@ from torch import Tensor
 from nmkernels import Pattern, dispatch, testing
 from nmkernels.backends import triton
 from nmkernels.capability import compiled_core
-from python_tests.conformance import DEVICES, INTERPRETED, compared, moved
+from python_tests.conformance import DEVICES, INTERPRETED, compared, moved, slow_interpreted
 from python_tests.each import each
 from python_tests.ops.samples import seed
 
@@ -67,7 +67,8 @@ OPS: dict[str, tuple[str, Callable[[Tensor, Pattern], tuple[Any, ...] | None]]] 
 }
 
 
-@(pytest.mark.slow if INTERPRETED else lambda test: test)  # a minute each
+@slow_interpreted
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", OPS)
 @each("dtype", DTYPES[:3])
@@ -114,6 +115,7 @@ def test_sums_that_overshoot(pattern: str, op: str, device: str) -> None:
             testing.assert_equal_bits(entry.fn(*here), expected, entry.backend)
 
 
+@slow_interpreted
 @pytest.mark.parametrize("device", DEVICES)
 @each("dtype", DTYPES, ids=str)
 @each("pattern", PATTERNS)

@@ -293,6 +293,7 @@ def test_two_models_at_once(entry):
     assert distance(snapshot(pairs[1][0]), snapshot(alone)) == 0.0 or (entry.draws and seed is None)
 
 
+@pytest.mark.quick(3)
 @KINDS
 def test_compiled_equals_eager(entry):
     torch.compiler.reset()

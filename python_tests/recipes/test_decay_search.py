@@ -64,6 +64,7 @@ def test_decay_lowers_the_flip_rate():
     assert rates[0] > 1.5 * rates[2] and rates[1] > rates[2]
 
 
+@pytest.mark.slow
 def test_the_middle_of_the_interval_is_chosen_and_only_lambda_changes():
     data = batches(60, F32)
     everything = search_decay(RECIPE, mlp(F32), make, step, data, grid=(0.0, 1e-3, 3e-2), feasible=ANY)
@@ -130,6 +131,7 @@ def test_no_feasible_decay_raises_with_all_figures(feasible, match):
     assert all(text in str(error.value) for text in ("dense", "0.1", "0.2", "feasible:"))
 
 
+@pytest.mark.slow
 def test_between_two_points_of_the_grid():
     found = search_decay(RECIPE, mlp(F32), make, step, batches(80, F32), grid=(0.0, 0.1), feasible=ANY)
     high, low = (t.ratio for t in found.trials)

@@ -235,6 +235,7 @@ def test_sdgf_leads_each_layer_to_its_own(schedule):
     assert all(nm.ops.is_nm(model[i].weight.detach(), p) for i, p in ((0, "6:8"), (2, "2:8"), (4, "1:8")))
 
 
+@pytest.mark.slow
 def test_inner_recipes_end_with_the_layers_patterns():
     for inner in ["ste", "srste", "asp", "asp(start=3)", "mdgf", "mdgf(start=3)", "sdgf", "sste", "maxq", "bimask"]:
         model, handle, optimizer = start(LayerWise("4:16", 20, inner=inner, choices="all"))

@@ -140,6 +140,7 @@ def test_a_given_prior_survives_attach():
 # ---- the result
 
 
+@pytest.mark.slow
 def test_it_finds_a_better_mask_than_magnitude():
     model = mlp(F32)
     data = batches(64, F32)

@@ -73,6 +73,7 @@ def test_the_flow_reaches_layers_of_any_dtype_in_full():
     assert model[0].nm_flow.dtype == F64 and "0.nm_flow" not in model.state_dict()
 
 
+@pytest.mark.slow
 def test_a_compiled_step_neither_freezes_nor_recompiles():
     torch.compiler.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")

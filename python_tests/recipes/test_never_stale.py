@@ -161,6 +161,7 @@ def test_the_next_forward_pass_multiplies_the_present_weight(spec):
         check(model, handle, before=writes(write, model, optimizer))
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("spec", [spec for spec in RECIPES if spec.startswith(("srste", "sste", "fst", "maskllm", "layerwise"))])
 def test_without_fingerprints_too_as_on_a_gpu(spec, monkeypatch):
     as_on_a_gpu(monkeypatch)

@@ -35,6 +35,7 @@ linear_module, plan_module = (sys.modules[f"nmkernels.autograd.{name}"] for name
 EACH = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS.keys())
 
 
+@pytest.mark.quick(3)
 @EACH
 def test_twenty_steps_are_those_of_the_dense_layout(make):
     for dtype, close in ((F64, 1e-10), (F32, 1e-4)):

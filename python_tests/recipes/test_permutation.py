@@ -45,6 +45,7 @@ def test_eight_columns_are_exact():
             assert share(w, found.order, pattern) == pytest.approx(found.after, abs=1e-12)
 
 
+@pytest.mark.slow
 def test_twelve_columns_come_close():
     assert len(list(groupings(list(range(12)), 4))) == 5775
     won, possible = 0.0, 0.0
@@ -81,6 +82,7 @@ def test_nothing_to_gain_leaves_the_order():
         assert torch.equal(found.order, torch.arange(w.shape[1])) and found.before == found.after
 
 
+@pytest.mark.slow
 def test_escapes_help_and_never_hurt():
     gains = []
     for seed in range(2):
@@ -107,6 +109,7 @@ def test_random_pairings_beyond_many_stripes(monkeypatch):
     assert found.after - found.before > 0.8 * (full.after - full.before)
 
 
+@pytest.mark.slow
 def test_small_chunks_change_nothing(monkeypatch):
     w = torch.randn(16, 48, generator=torch.Generator().manual_seed(0))
     want = search_permutation(w, escapes=1)

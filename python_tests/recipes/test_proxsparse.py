@@ -38,6 +38,7 @@ KINDS = ("small", "middle", "wide", "near", "one large", "two large", "coarse", 
 # ---- the operator
 
 
+@pytest.mark.slow
 def test_no_point_is_better_than_the_operators():
     for strength in [1.0, 0.25]:
         for kind in KINDS:

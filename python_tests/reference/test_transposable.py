@@ -97,6 +97,7 @@ def test_the_total_is_that_of_the_best_of_all(n, m, kind):
     assert (total >= best * (1 - 1e-12)).all()
 
 
+@pytest.mark.slow
 @each("n, m", [(2, 8), (4, 8), (7, 8), (3, 6), (1, 16), (8, 16), (4, 32), (16, 32), (20, 64)])
 @each("kind", ["normal", "ties", "ranked"])
 def test_no_cycle_of_exchanges_improves(n, m, kind):
@@ -126,6 +127,7 @@ def test_infinities_come_first_then_finite_numbers():
     assert is_regular(transposable_mask(torch.zeros(8, 8), 3, 8), 3, 8)
 
 
+@pytest.mark.slow
 @each("n, m", [(2, 4), (1, 4), (2, 8)])
 @each("dtype", DTYPES)
 def test_tiles_strides_batches_chunks_and_empty(n, m, dtype, monkeypatch):

@@ -195,6 +195,7 @@ for k in range(20):
 """
 
 
+@pytest.mark.slow
 def test_processes_lose_nothing(cache: Path) -> None:
     running = [subprocess.Popen([sys.executable, "-c", WRITER, name]) for name in "ab"]
     assert [process.wait(60) for process in running] == [0, 0]

@@ -110,6 +110,7 @@ def test_many_blocks(device, use):
     check(values, indices, w, inputs(64, 9 * 128 + 8, BF16, device), by_column=True)
 
 
+@pytest.mark.quick(1)
 @dtypes
 def test_epilogues(device, dtype, use):
     """Bias, activation and residual, each with and without the others; in parts too, which are finished elsewhere."""
