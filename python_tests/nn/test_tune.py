@@ -62,7 +62,7 @@ def test_every_gemm_is_measured_once(cache: Path) -> None:
 
 def test_the_report_is_a_table(cache: Path) -> None:
     text = str(nm.tune(_model(), tokens=20, timer=_clock(cpu_rows=0.25))).splitlines()
-    assert text[0].split() == ["layer", "gemm", "shape", "tokens", "default", "ms", "best", "ms", "gain", "choice"]
+    assert text[0].split() == ["layer", "GEMM", "shape", "tokens", "default", "ms", "best", "ms", "gain", "choice"]
     assert " ".join(text[1].split()) == "CompressedLinear x2 fprop 2:4 float32 (4,8) 20 1000.0000 250.0000 4.00x cpu rows"
     assert text[-2].startswith("SparseLinear ") and text[-1] == f"stored in {cache / 'tuning.json'}" and len(text) == 6
 
