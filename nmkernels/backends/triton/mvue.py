@@ -262,10 +262,10 @@ def mvue_rows_kernel(
 @triton.jit
 def mvue_columns_kernel(
     g, seed, out, length, inner, per_line, column_blocks, group_blocks,
-    N: tl.constexpr, M: tl.constexpr, APPROX: tl.constexpr, PADDED: tl.constexpr, TURNED: tl.constexpr, GROUPS: tl.constexpr,
+    N: tl.constexpr, M: tl.constexpr, APPROX: tl.constexpr, PADDED: tl.constexpr, TRANSPOSED: tl.constexpr, GROUPS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """out = mvue(g) along the middle of ``(outer, length, inner)``, TURNED ``(outer, inner, per_line * M)``.
+    """out = mvue(g) along the middle of ``(outer, length, inner)``, TRANSPOSED ``(outer, inner, per_line * M)``.
 
     Neighbouring programs take neighbouring columns. Group g of line l has the random number l * per_line + g.
     """
@@ -283,7 +283,7 @@ def mvue_columns_kernel(
         u0 = uniforms24(seed, j)
         u1 = u0
     tile = estimate(x, u0, u1, N, M, APPROX)
-    if TURNED:
+    if TRANSPOSED:
         store_transposed(out + line * per_line * M, tile, first, inner - column, per_line, M, GROUPS, COLUMNS)
     else:
         store_columns(out + outer * length * inner, tile, column, first, length, inner, M, GROUPS, COLUMNS)
@@ -302,7 +302,7 @@ def _estimate(given: Around, n: int, m: int, seed: Tensor, method: str, out: Ten
     groups, per_line = max(1, COLUMN_BYTES // (padded * columns * g.element_size())), cdiv(length, m)
     blocks = cdiv(inner, columns), cdiv(per_line, groups)
     args = (g, seed, as_integers(out), length, inner, per_line, *blocks)
-    launch(mvue_columns_kernel, outer * blocks[0] * blocks[1], args, **consts, TURNED=transposed, GROUPS=groups, COLUMNS=columns)
+    launch(mvue_columns_kernel, outer * blocks[0] * blocks[1], args, **consts, TRANSPOSED=transposed, GROUPS=groups, COLUMNS=columns)
 
 
 def mvue(g: Tensor, n: int, m: int, dim: int, seed: Tensor, method: str, out: Tensor | None = None) -> Tensor:
