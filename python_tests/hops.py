@@ -20,7 +20,7 @@ def hops(call: Callable[[], object], warm: int = 3) -> tuple[int, list[str]]:
 
     def seen(frame: FrameType, event: str, _: object) -> None:
         path = Path(frame.f_code.co_filename)
-        # every model that was ever attached is told of a step; those of other tests are not this call's
+        # every attached model is told of a step; those of other tests are not this call's
         if event == "call" and PACKAGE in path.parents and frame.f_code.co_name != "doubt":
             files.append(str(path.relative_to(PACKAGE)))
 

@@ -7,9 +7,9 @@ state dict; entries of a parameter group survive plain AdamW and distributed che
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from .. import ops
 from ..autograd.transforms import WEIGHT, masked
 from ..nn import NMWeight
+from ..nn.effective import EffectiveWeight
 from ..optim import MaskedAdamW, Target, merge_stats
 from ..pattern import RecipeError
 from .base import Observed, Recipe, State
@@ -53,15 +54,16 @@ class Attachment:
         self._removers = [
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
-            register_optimizer_step_post_hook(_doubting(layers)),
         ]
         if self.all:
             self._removers += [
                 optimizer.register_load_state_dict_pre_hook(self._before_load),
                 optimizer.register_load_state_dict_post_hook(self._after_load),
             ]
+        _watch_every_optimizer()
         for layer in layers.values():
             layer.effective.attached = True
+            _watched.add(layer.effective)
         if self.masked is not None:
             self.masked.targets = {
                 layer.weight: Target(layer.pattern, layer.transposed, partial(_penalty, layer)) for layer in layers.values()
@@ -97,6 +99,7 @@ class Attachment:
         for layer in self.layers.values():
             layer.effective.attached = False
             layer.effective.release()
+            _watched.discard(layer.effective)
         if self.masked is not None:
             self.masked.forget()
 
@@ -287,16 +290,21 @@ class Attachment:
         self.load(self.group0[STATE_KEY] if STATE_KEY in self.group0 else self.run.first_state(self.group))
 
 
-def _doubting(layers: dict[str, NMWeight]) -> Callable[..., None]:
-    """A hook for the steps of all optimizers: one that no handle knows may update these weights too."""
-    # it outlives an optimizer that is thrown away, and must not keep the model alive
-    used = weakref.WeakSet(layer.effective for layer in layers.values())
+_watched: weakref.WeakSet[EffectiveWeight] = weakref.WeakSet()
+
+
+@cache
+def _watch_every_optimizer() -> None:
+    """Doubt the copies of all attached layers after each step: an optimizer that no handle knows may update their weights too.
+
+    One hook for the process, never removed: a model that is thrown away leaves nothing in torch's global list.
+    """
 
     def stepped(*_: Any) -> None:
-        for one in used:
-            one.doubt()
+        for effective in _watched:
+            effective.doubt()
 
-    return stepped
+    register_optimizer_step_post_hook(stepped)
 
 
 def unwrapped(given: Any) -> torch.optim.Optimizer:

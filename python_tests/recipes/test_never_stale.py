@@ -3,6 +3,7 @@
 A table of writers × recipes × packed or not × ways of computing, against the transform of the present weight, computed anew.
 """
 
+import gc
 import itertools
 from contextlib import nullcontext
 
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import nmkernels as nm
 from nmkernels.nn.adapter import adapter_of, add_adapter
+from nmkernels.recipes import attach
 from python_tests.recipes.writers import UNSEEN, WRITERS, copy_to_data
 
 RECIPES = [
@@ -257,10 +259,14 @@ def test_a_swap_that_is_taken_back_before_backward_changes_no_gradient():
 
 
 def test_steps_of_other_optimizers_are_watched_only_while_attached():
-    hooks = optimizer._global_optimizer_post_hooks
-    before = len(hooks)
-    for ending in ("finish", "remove"):
-        _, handle, _ = begun("srste:2:4")
-        assert len(hooks) == before + 1
-        getattr(handle, ending)()
-        assert len(hooks) == before
+    watched = attach._watched
+    for ending in ("finish", "remove", None):
+        gc.collect()
+        before, hooks = len(watched), len(optimizer._global_optimizer_post_hooks)
+        model, handle, _ = begun("srste:2:4")
+        assert len(watched) == before + 2 and len(optimizer._global_optimizer_post_hooks) <= max(hooks, 1)
+        if ending is not None:
+            getattr(handle, ending)()
+        del model, handle, _  # thrown away as it is, it leaves nothing behind either
+        gc.collect()
+        assert len(watched) == before
