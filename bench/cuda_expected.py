@@ -36,7 +36,7 @@ RULE = 128, 32
 
 NARROW: dict[str, int] = {
     # a row that ends early or begins at any address: the two of a group go together, element by element
-    r"mvue\.cu mvue_rows_kernel<\w+, 2, ": 8,
+    r"mvue\.cu mvue_rows_kernel<": 8,
     # one thread of a block writes the two sums of the block
     r"threshold\.cu .*scale_sums_kernel": 2,
     # a thread for each param writes what the step needs of it
@@ -47,8 +47,6 @@ NARROW: dict[str, int] = {
 LOCAL: dict[str, int] = {
     # on sm_80, and the one of its kind: fp32 packed as fp32, both ways, by a given mask
     r"pack_tiles\.cu pack_tiles_kernel<float, float, 2:4, 2, true, true>": 8,
-    # an address, once for 32 elements, so that three blocks fit on a multiprocessor
-    r"mvue\.cu mvue_rows_kernel<float, 1, 16>": 8,
 }
 """Bytes of local memory that a thread may have; the others have none."""
 

@@ -1,4 +1,5 @@
-// mvue and mvue_compress of the usual patterns: a thread works on strips of consecutive elements, see mvue_strip.h.
+// mvue and mvue_compress of 2:4, the pattern of every method that samples gradients: a thread works on strips of consecutive
+// elements, see mvue_strip.h. Other patterns are mvue_any.cu's.
 #include "mvue.h"
 
 #include "../core/bitpack.h"
@@ -16,13 +17,13 @@ constexpr int kThreads = 256;
 constexpr int64_t kManyTiles = 1024;  // of 16 KB: some for each block that an H200 runs at once
 
 // Groups along memory. A thread takes a strip; a strip ends where its row does.
-template <class T, int N, int M>
+template <class T>
 __global__ void __launch_bounds__(kThreads) mvue_rows_kernel(Mvue call, bool wide) {
-    using S = Strip<T, N, M>;
+    using S = Strip<T>;
     const int64_t strips = (call.per_row + S::groups - 1) / S::groups, number = int64_t(blockIdx.x) * kThreads + threadIdx.x;
     if (number >= call.outer * strips) return;
     const int64_t row = call.outer == 1 ? 0 : number / strips, group = (number - row * strips) * S::groups;
-    const int64_t j = row * call.per_row + group, at = row * call.length + group * M, left = call.length - group * M;
+    const int64_t j = row * call.per_row + group, at = row * call.length + group * S::m, left = call.length - group * S::m;
     const T* g = static_cast<const T*>(call.g) + at;
     T x[S::elements];
     load_some<S::elements>(g, x, left, wide);
@@ -30,8 +31,8 @@ __global__ void __launch_bounds__(kThreads) mvue_rows_kernel(Mvue call, bool wid
     strip_words(uint64_t(call.seed[0]), uint64_t(call.seed[1]), j, words);
     memcpy(raw, x, sizeof x);
     S strip;
-    if (!estimate<T>(raw, words, strip)) {
-        estimate_exactly<T, N, M>(words, strip, [&](int i) { return i < left ? g[i] : T{}; });
+    if (!estimate(raw, words, strip)) {
+        estimate_exactly(words, strip, [&](int i) { return i < left ? g[i] : T{}; });
     }
     if (call.dense) {
         NM_UNROLL
@@ -41,13 +42,13 @@ __global__ void __launch_bounds__(kThreads) mvue_rows_kernel(Mvue call, bool wid
         }
         store_some<S::elements>(static_cast<T*>(call.dense) + at, x, left, wide);
     } else {
-        T v[S::groups * N];
+        T v[S::groups * S::n];
         uint8_t code[S::code_bytes];
         memcpy(v, strip.values, sizeof v);
         const uint32_t packed = strip.code & S::code_mask(call.per_row - group);
         memcpy(code, &packed, sizeof code);
-        const int64_t first_byte = group * N * S::bits / 8;
-        store_some<S::groups * N>(static_cast<T*>(call.values) + j * N, v, (call.per_row - group) * N, wide);
+        const int64_t first_byte = group * S::n * 2 / 8;
+        store_some<S::groups * S::n>(static_cast<T*>(call.values) + j * S::n, v, (call.per_row - group) * S::n, wide);
         store_some<S::code_bytes>(call.indices + row * call.row_bytes + first_byte, code, call.row_bytes - first_byte, wide);
     }
 }
@@ -55,9 +56,9 @@ __global__ void __launch_bounds__(kThreads) mvue_rows_kernel(Mvue call, bool wid
 // Groups down the columns of a matrix [length, inner], packed as rows. A block takes 8 strips of 128 bytes of columns: it
 // reads rows of 128 bytes into shared memory, each thread a strip of every column of one 4-byte word out of it, and the
 // packed rows leave through shared memory again, 8 strips at once. Neighbouring blocks take neighbouring columns.
-template <class T, int N, int M>
+template <class T>
 struct Columns {
-    using S = Strip<T, N, M>;
+    using S = Strip<T>;
     static constexpr int tokens = 128, strips = tokens / S::elements, lanes = 32, per_word = 4 / int(sizeof(T)), columns = lanes * per_word;
     static constexpr int threads = strips * lanes;
     static constexpr int unit = 16 / int(sizeof(T)), units = columns / unit, lines = threads / units;  // of 16 bytes
@@ -74,9 +75,9 @@ struct Columns {
 };
 
 // A thread's part of a tile in memory, [tokens][columns] with `pitch` elements a row: 16 bytes in every `lines`-th row.
-template <class T, int N, int M>
+template <class T>
 struct Corner {
-    using C = Columns<T, N, M>;
+    using C = Columns<T>;
     static NM_DEVICE int unit() { return int(threadIdx.x % C::units) * C::unit; }
     static NM_DEVICE int line() { return int(threadIdx.x / C::units); }
     static NM_DEVICE T* inside(typename C::Words& words, int t) { return reinterpret_cast<T*>(words[line() + t]) + unit(); }
@@ -115,10 +116,10 @@ struct Corner {
 
 // Packed rows leave: 16 bytes a thread, or what a strip has of a row. A thread stays at its place of the row and goes down
 // the columns.
-template <class T, int N, int M>
+template <class T>
 struct Packed {
-    using C = Columns<T, N, M>;
-    using S = Strip<T, N, M>;
+    using C = Columns<T>;
+    using S = Strip<T>;
     static constexpr int bytes = S::value_words * 4, piece = bytes < 16 ? bytes : 16, parts = bytes / piece, pieces = C::strips * parts;
     static constexpr int count = piece / int(sizeof(T)), slots = pieces * count, code = C::strips * S::code_bytes, step = C::threads / pieces;
     static_assert(C::threads % pieces == 0 && C::threads >= C::columns && step % (C::strips * C::per_word) == 0);
@@ -158,12 +159,12 @@ struct Packed {
 };
 
 // A block takes `rounds` tiles, one after the other along the tokens.
-template <class T, int N, int M>
-__global__ void __launch_bounds__(Columns<T, N, M>::threads, 2) mvue_columns_kernel(Mvue call, Divider across, Divider down, int rounds, bool wide, bool wide_out) {
-    using C = Columns<T, N, M>;
-    using S = Strip<T, N, M>;
-    using K = Corner<T, N, M>;
-    using P = Packed<T, N, M>;
+template <class T>
+__global__ void __launch_bounds__(Columns<T>::threads, 2) mvue_columns_kernel(Mvue call, Divider across, Divider down, int rounds, bool wide, bool wide_out) {
+    using C = Columns<T>;
+    using S = Strip<T>;
+    using K = Corner<T>;
+    using P = Packed<T>;
     NM_SHARED(typename C::Tile, tile);
     const uint32_t turn = across.quotient(blockIdx.x), plane = down.quotient(turn);
     const int64_t column = int64_t(blockIdx.x - turn * across.divisor) * C::columns, pitch = call.inner, columns_left = pitch - column;
@@ -176,7 +177,7 @@ __global__ void __launch_bounds__(Columns<T, N, M>::threads, 2) mvue_columns_ker
     K::start(static_cast<const T*>(call.g) + corner, pitch, call.length - first, columns, wide, tile.words[0]);
 #pragma unroll 1
     for (int round = 0; round < rounds; ++round) {
-        const int64_t past = int64_t(round) * C::tokens, left = call.length - first - past, group = (first + past) / M, groups_left = call.per_row - group;
+        const int64_t past = int64_t(round) * C::tokens, left = call.length - first - past, group = (first + past) / S::m, groups_left = call.per_row - group;
         if (left <= 0) break;
         cp_async_wait<0>();
         // after this barrier the tile is there, and what the last round left in the other and in the outputs has been read
@@ -205,7 +206,7 @@ __global__ void __launch_bounds__(Columns<T, N, M>::threads, 2) mvue_columns_ker
                 }
                 S found;
                 const auto element = [&](int i) { return reinterpret_cast<const T*>(now[strip * S::elements + i])[here]; };
-                if (!estimate<T>(raw, words, found)) estimate_exactly<T, N, M>(words, found, element);
+                if (!estimate(raw, words, found)) estimate_exactly(words, found, element);
                 if (call.dense) {
                     NM_UNROLL
                     for (int i = 0; i < S::elements; ++i) {
@@ -223,36 +224,36 @@ __global__ void __launch_bounds__(Columns<T, N, M>::threads, 2) mvue_columns_ker
         if (call.dense) {
             K::write(static_cast<T*>(call.dense) + corner + past * pitch, pitch, left, columns, wide, now);
         } else {
-            const int64_t value = ((row + P::first()) * call.per_row + group) * N + P::slot(), byte = group * N * S::bits / 8;
-            P::write_values(static_cast<T*>(call.values) + value, call.per_row * N, groups_left * N, columns, wide_out, tile);
+            const int64_t value = ((row + P::first()) * call.per_row + group) * S::n + P::slot(), byte = group * S::n * 2 / 8;
+            P::write_values(static_cast<T*>(call.values) + value, call.per_row * S::n, groups_left * S::n, columns, wide_out, tile);
             P::write_code(call.indices + (row + threadIdx.x) * call.row_bytes + byte, call.row_bytes - byte, columns, wide_out, tile);
         }
     }
 }
 
-template <class T, int N, int M>
+template <class T>
 void run(const Mvue& call, Queue queue) {
-    using S = Strip<T, N, M>;
+    using S = Strip<T>;
     const bool aligned = multiples_of_16(call.g, call.dense, call.values, call.indices);
-    const bool wide_rows = multiples_of_16(call.per_row * N * int64_t(sizeof(T)), call.row_bytes);
+    const bool wide_rows = multiples_of_16(call.per_row * S::n * int64_t(sizeof(T)), call.row_bytes);
     if (call.inner == 1) {
         Mvue flat = call;
-        const bool one = call.length % (S::groups * M) == 0;
+        const bool one = call.length % (S::groups * S::m) == 0;
         if (one) {
             for (int64_t* all : {&flat.length, &flat.per_row, &flat.row_bytes}) *all *= call.outer;
             flat.outer = 1;
         }
         const bool wide = aligned && (one || (wide_rows && call.length * int64_t(sizeof(T)) % 16 == 0));
         const int64_t strips = flat.outer * cdiv(flat.per_row, S::groups);
-        return launch("mvue_rows_kernel", mvue_rows_kernel<T, N, M>, {cdiv(strips, kThreads), kThreads}, queue, flat, wide);
+        return launch("mvue_rows_kernel", mvue_rows_kernel<T>, {cdiv(strips, kThreads), kThreads}, queue, flat, wide);
     }
-    using C = Columns<T, N, M>;
+    using C = Columns<T>;
     // some rounds for each block save it some arithmetic, where enough blocks remain
     const int64_t across = cdiv(call.inner, C::columns), tiles = cdiv(call.length, C::tokens), all = call.outer * across * tiles;
     const int64_t rounds = all >= 4 * kManyTiles ? 4 : all >= kManyTiles ? 2 : 1;
     const int64_t down = cdiv(tiles, rounds);
     const bool wide = multiples_of_16(call.g, call.dense, call.inner * int64_t(sizeof(T)));
-    launch("mvue_columns_kernel", mvue_columns_kernel<T, N, M>, {call.outer * across * down, C::threads}, queue, call, Divider(across), Divider(down),
+    launch("mvue_columns_kernel", mvue_columns_kernel<T>, {call.outer * across * down, C::threads}, queue, call, Divider(across), Divider(down),
            int(rounds), wide, aligned && wide_rows);
 }
 
@@ -261,15 +262,8 @@ void any_length(Mvue call, int dtype, int n, int m, bool approx, Queue queue) {
     call.per_row = (call.length + m - 1) / m;
     call.row_bytes = index_bytes(call.per_row * n, index_bits(m));
     if (call.outer * call.length * call.inner == 0) return;
-    if (approx) return mvue_any(call, dtype, n, m, true, queue);
-    by_dtype_and_pattern(dtype, n, m, [&](auto element, auto pattern) {
-        using P = decltype(pattern);
-        if constexpr (P::capacity == kMaxM) {
-            mvue_any(call, dtype, n, m, false, queue);
-        } else {
-            run<decltype(element), P::n, P::m>(call, queue);
-        }
-    });
+    if (approx || n != 2 || m != 4) return mvue_any(call, dtype, n, m, approx, queue);
+    by_dtype(dtype, [&](auto element) { run<decltype(element)>(call, queue); });
 }
 
 }  // namespace

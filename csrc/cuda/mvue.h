@@ -1,4 +1,4 @@
-// What mvue.cu (usual patterns) and mvue_any.cu (all others) share.
+// What mvue.cu (2:4) and mvue_any.cu (all other patterns) share.
 #pragma once
 
 #include "../core/types.h"

@@ -28,7 +28,7 @@ Shape shape_of(int n, int m, bool approx) {
     return s;
 }
 
-// Where the parts of a tile lie in the block's shared memory: T x[lines][stride], T values[lines][kept], uint8 places[lines][kept].
+// Where the parts of a tile lie in the block's shared memory: T x[lines][stride], T values[lines][kept], uint8 indices[lines][kept].
 struct Parts {
     int stride, kept;
     explicit NM_HD Parts(const Shape& s) : stride(s.groups * s.m + 1), kept(s.groups * s.n) {}
@@ -38,12 +38,12 @@ struct Parts {
 template <class T>
 struct Tile {
     T *x, *values;
-    uint8_t* places;
+    uint8_t* indices;
 };
 
-// The stored elements of a group, in order of index: what differs from zero and, up to n, zeros at the lowest places.
+// The stored elements of a group, in order of index: what differs from zero and, up to n, zeros at the lowest indices.
 template <class T>
-NM_DEVICE void pack(const Team& team, uint32_t inside, const T (&result)[kEach], int n, T* values, uint8_t* places) {
+NM_DEVICE void pack(const Team& team, uint32_t inside, const T (&result)[kEach], int n, T* values, uint8_t* indices) {
     uint32_t kept = 0;
     NM_UNROLL
     for (int i = 0; i < kEach; ++i) kept |= uint32_t(!is_zero(result[i])) << i;
@@ -56,7 +56,7 @@ NM_DEVICE void pack(const Team& team, uint32_t inside, const T (&result)[kEach],
         const bool keep = kept >> i & 1u, padding = (free >> i & 1u) && earlier_free < missing;
         if (keep || padding) {
             values[slot] = keep ? result[i] : T{};
-            places[slot] = uint8_t(team.lane() * kEach + i);
+            indices[slot] = uint8_t(team.lane() * kEach + i);
             ++slot;
         }
         earlier_free += free >> i & 1u;
@@ -100,7 +100,7 @@ NM_DEVICE void estimate_group(const Mvue& call, const Shape& s, const Tile<T>& t
         }
     } else {
         const int at = line * parts.kept + group * s.n;
-        pack(team, inside, result, j >= 0 ? s.n : 0, tile.values + at, tile.places + at);
+        pack(team, inside, result, j >= 0 ? s.n : 0, tile.values + at, tile.indices + at);
     }
 }
 
@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(kThreads) mvue_any_kernel(Mvue call, Shape s, 
     NM_DYNAMIC_SHARED(T, memory);
     const Parts parts(s);
     Tile<T> tile{memory, memory + s.lines * parts.stride, nullptr};
-    tile.places = reinterpret_cast<uint8_t*>(tile.values + s.lines * parts.kept);
+    tile.indices = reinterpret_cast<uint8_t*>(tile.values + s.lines * parts.kept);
     // lines are rows of memory (inner = 1, line = outer) or columns
     const bool along = call.inner == 1;
     const int64_t block = blockIdx.x, outer = along ? 0 : block / line_blocks / group_blocks;
@@ -152,7 +152,7 @@ __global__ void __launch_bounds__(kThreads) mvue_any_kernel(Mvue call, Shape s, 
     });
     sweep(lines, (kept + per_byte - 1) / per_byte, true, [&](int l, int b) {
         uint32_t byte = 0;
-        for (int k = 0; k < per_byte && b * per_byte + k < kept; ++k) byte |= uint32_t(tile.places[l * parts.kept + b * per_byte + k]) << (k * s.bits);
+        for (int k = 0; k < per_byte && b * per_byte + k < kept; ++k) byte |= uint32_t(tile.indices[l * parts.kept + b * per_byte + k]) << (k * s.bits);
         call.indices[(row + l) * call.row_bytes + group * s.n * s.bits / 8 + b] = uint8_t(byte);
     });
 }

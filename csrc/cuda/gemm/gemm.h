@@ -1,0 +1,56 @@
+// GEMMs on sparse tensor cores: D = A B with A 2:4 along k, in 16 bits, summed in fp32.
+//
+//   gemm.h       what a GEMM is, and which block computes which part of it
+//   tile.h       how a block cuts its part into stages, warps and instructions, and where bytes lie in shared memory
+//   plan.h       host: which tile, and how many parts k is cut into
+//   stages.h     global memory to shared memory, by cp.async
+//   fragments.h  shared memory to registers, by ldmatrix
+//   epilogue.h   sums to results: bias, activation, residual, the rounding, 16-byte stores
+//   mma_sp.cu    the kernel for mma.sp, from sm_80 on, and the host's functions
+//
+// A is the compressed operand: values (m, k/2), row-major, and metadata in one of the orders of reference/layouts.py. B is
+// dense, and lies in memory in one of two ways:
+//
+//   by depth     x [n, k]: fprop, where n counts tokens; so is the gradient of the input, from the packed transpose
+//   by column    x [k, n]: wgrad, where k counts tokens; m and n are the weight's sizes
+//
+// D is stored [n, m] in the first case, as y [tokens, out] is, and [m, n] in the second.
+//
+// A kernel for wgmma.sp takes the same Gemm, stages and epilogue: what it has of its own is the order of metadata, A and
+// B read by descriptors from shared memory in place of fragments.h, and a plan for tiles of 64 rows a warpgroup.
+#pragma once
+
+#include "../linear.h"
+
+namespace nm::cuda::gemm {
+
+// Where a block's part of a GEMM begins: the tile of D, and the range of slabs of k.
+struct Origin {
+    int64_t row, col;
+    int first, last;
+    int part;
+};
+
+template <class T>
+struct Gemm {
+    const T* values;
+    const uint32_t* metadata;
+    const T* dense;
+    Sums<T> sums;  // `rows` of it is the length of a stored row of D, `tokens` their number
+    int64_t m, n, k;
+    int row_tiles, col_tiles;
+    int part;   // slabs of a part
+    int warps;  // whose metadata lies together: 1 as mma.sp reads it, 4 as wgmma.sp does
+
+    // Blocks that run at the same time should share operands in L2: they go down the rows of kBand tiles of columns.
+    NM_DEVICE Origin origin(int rows, int cols, int depth) const {
+        constexpr int kBand = 8;
+        const unsigned down = unsigned(row_tiles), blocks = down * unsigned(col_tiles), block = blockIdx.x % blocks;
+        const int part_of = int(blockIdx.x / blocks), band = int(block / (kBand * down)), left = col_tiles - band * kBand;
+        const unsigned in_band = block % (kBand * down), wide = unsigned(left < kBand ? left : kBand);
+        const int slabs = int(k / depth), first = part_of * part, last = slabs - first < part ? slabs : first + part;
+        return {int64_t(in_band / wide) * rows, (int64_t(band) * kBand + in_band % wide) * cols, first, last, part_of};
+    }
+};
+
+}  // namespace nm::cuda::gemm
