@@ -132,7 +132,7 @@ void bind_products(py::module_& module) {
     product("linear_expand", nm::cuda::linear_expand);
 }
 
-// products on sparse tensor cores, and the metadata that they read
+// GEMMs on sparse tensor cores, and the metadata that they read
 void bind_gemm(py::module_& module) {
     // the GPU as `gpu` gives it
     module.def("gemm_plan", [](int64_t m, int64_t n, int64_t k, bool by_column, int capability, int processors, int shared, int clock,

@@ -107,8 +107,8 @@ NM_DEVICE void each_element(const AdamWCurrent& c, int64_t tile, int m, const F&
     int k = 0;
 NM_ONE_BY_ONE
     for (int e = int(threadIdx.x); e < groups * m; e += kThreads, ++k) {
-        const bool turned = c.param.across();  // neighbours are of neighbouring rows
-        const int group = turned ? e % groups : e / m, i = turned ? e / groups : e % m;
+        const bool transposed = c.param.across();  // neighbours are of neighbouring rows
+        const int group = transposed ? e % groups : e / m, i = transposed ? e / groups : e % m;
         Place place{0, 0, 1, false};
         locate(c.param, first + group, across, place.row, place.col);
         place.col = place.col * m + i;

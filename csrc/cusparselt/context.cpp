@@ -57,7 +57,7 @@ void Context::compress(const Form& form, const void* dense, void* compressed, vo
                     "SpMMACompress2");
 }
 
-int Context::plan(const Product& p, const void* bias) {
+int Context::plan(const Gemm& p, const void* bias) {
     const Entries& call = library_->call;
     const Form& form = p.sparse;
     auto entry = std::make_unique<Entry>(*library_);

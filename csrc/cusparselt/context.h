@@ -24,7 +24,7 @@ struct Form {
 
 // D (rows, width) = f(alpha A (rows, cols) B (cols, width) + beta C + bias), A sparse. All lie by rows; with `by_token`
 // B is stored (width, cols), C and D are stored (width, rows), as the inputs and outputs of a layer are.
-struct Product {
+struct Gemm {
     Form sparse;
     int64_t width;
     int out;
@@ -81,8 +81,8 @@ class Context {
     std::pair<size_t, size_t> compressed_size(const Form& form);
     void compress(const Form& form, const void* dense, void* compressed, void* buffer, Stream stream);
 
-    // Makes a plan and returns its number. Where the product has a bias, an address of one.
-    int plan(const Product& product, const void* bias);
+    // Makes a plan and returns its number. Where the GEMM has a bias, an address of one.
+    int plan(const Gemm& gemm, const void* bias);
     void drop(int plan);
     size_t workspace(int plan) const;
     // Algorithms have ids below this.

@@ -85,8 +85,8 @@ inline int size_of(int dtype) { return dtype == nm::kFloat32 ? 4 : 2; }
 
 constexpr int kDtypes[] = {nm::kFloat32, nm::kBFloat16, nm::kFloat16};
 
-// Random numbers with zeros of both signs, ties, denormals, infinities and NaNs among them when `nasty`.
-Buffer numbers(int64_t count, int dtype, uint64_t seed, bool nasty);
+// Random numbers with zeros of both signs, ties, denormals, infinities and NaNs among them when `edge_cases`.
+Buffer numbers(int64_t count, int dtype, uint64_t seed, bool edge_cases);
 
 double number(const Buffer& buffer, int dtype, int64_t index);
 
@@ -124,14 +124,14 @@ void each_isa(const F& f) {
     nm::use_isa(before);
 }
 
-// f(pattern, dtype, size, nasty)
+// f(pattern, dtype, size, edge_cases)
 template <class F>
 void each_case(const F& f) {
     for (NM p : patterns()) {
         for (int dtype : kDtypes) {
             for (Size size : sizes()) {
                 if (size.groups * p.m > 70000) continue;
-                for (bool nasty : {false, true}) f(p, dtype, size, nasty);
+                for (bool edge_cases : {false, true}) f(p, dtype, size, edge_cases);
             }
         }
     }

@@ -15,10 +15,10 @@ void report_failure(const char* file, int line, const char* condition, const std
 
 namespace {
 
-float draw(std::mt19937_64& random, bool nasty) {
+float draw(std::mt19937_64& random, bool edge_cases) {
     const uint64_t pick = random() % 64;
     const float plain = float(std::normal_distribution<double>()(random));
-    if (!nasty || pick > 40) return plain;
+    if (!edge_cases || pick > 40) return plain;
     constexpr float kInf = __builtin_inff();
     const float special[] = {0.0f, -0.0f, 1.0f, -1.0f, kInf, -kInf, __builtin_nanf(""), -__builtin_nanf("7"), 1e-41f, -1e-41f, 3.4e38f, -65504.0f};
     if (pick < 12) return special[pick];
@@ -27,13 +27,13 @@ float draw(std::mt19937_64& random, bool nasty) {
 
 }  // namespace
 
-Buffer numbers(int64_t count, int dtype, uint64_t seed, bool nasty) {
+Buffer numbers(int64_t count, int dtype, uint64_t seed, bool edge_cases) {
     std::mt19937_64 random(seed);
     Buffer buffer(count, size_of(dtype));
     nm::by_dtype(dtype, [&](auto tag) {
         using T = decltype(tag);
         for (int64_t i = 0; i < count; ++i) {
-            const T x = nm::from_float<T>(draw(random, nasty));
+            const T x = nm::from_float<T>(draw(random, edge_cases));
             std::memcpy(buffer.as<char>() + size_t(i) * sizeof(T), &x, sizeof(T));
         }
     });

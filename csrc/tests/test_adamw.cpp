@@ -10,7 +10,7 @@ namespace {
 enum Tensor { kP, kGrad, kAvg, kSq, kTop, kOut, kTensors };
 
 struct Options {
-    bool masks, frozen, eps_inside, maximize, geometric, amsgrad, turned;
+    bool masks, frozen, eps_inside, maximize, geometric, amsgrad, transposed;
 };
 
 int type_of(int tensor, int dtype) { return tensor == kP || tensor == kGrad || tensor == kOut ? dtype : nm::kFloat32; }
@@ -20,7 +20,7 @@ struct Result {
     std::array<double, 9> stats{};
 };
 
-Result one_step(NM p, int dtype, int64_t rows, int64_t cols, Options o, bool nasty, int threads) {
+Result one_step(NM p, int dtype, int64_t rows, int64_t cols, Options o, bool edge_cases, int threads) {
     const float scale = 2.0f, skip = 0.0f;
     const double hyper[9] = {0.01, 0.9, 0.999, 1e-8, 0.1, 2e-4, 5.0, 2.0, 0.0};
     Result result;
@@ -32,12 +32,12 @@ Result one_step(NM p, int dtype, int64_t rows, int64_t cols, Options o, bool nas
     nm::View* views[kTensors] = {&param.p, &param.grad, &param.avg, &param.sq, &param.top, &param.out};
     for (int i = 0; i < kTensors; ++i) {
         const int type = type_of(i, dtype);
-        result.tensors.push_back(numbers(rows * cols, type, uint64_t(40 + i), nasty && i < kAvg));
+        result.tensors.push_back(numbers(rows * cols, type, uint64_t(40 + i), edge_cases && i < kAvg));
         if (i == kSq || i == kTop) {
             for (int64_t k = 0; k < rows * cols; ++k) result.tensors.back().as<float>()[k] *= result.tensors.back().as<float>()[k];
         }
         if (i == kTop && !o.amsgrad) continue;
-        *views[i] = o.turned ? nm::View{result.tensors.back().data(), type, 1, rows} : nm::View{result.tensors.back().data(), type, cols, 1};
+        *views[i] = o.transposed ? nm::View{result.tensors.back().data(), type, 1, rows} : nm::View{result.tensors.back().data(), type, cols, 1};
     }
     const nm::AdamWCall call{hyper, o.masks ? p.n : 0, o.masks ? p.m : 0, o.frozen, o.eps_inside, o.maximize, o.geometric, &scale, &skip};
     nm::kernels().masked_adamw({param}, call, result.stats.data(), threads);

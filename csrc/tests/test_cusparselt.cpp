@@ -42,14 +42,14 @@ float multiply(Context& context, int plan, float weight, const void* bias) {
     return nm::to_float(y.memory[kWidth * kRows - 1]);
 }
 
-Product product(int algorithm) { return {{kRows, kCols, kBfloat16, false}, kWidth, kBfloat16, true, -1, algorithm, 1, 0}; }
+Gemm gemm(int algorithm) { return {{kRows, kCols, kBfloat16, false}, kWidth, kBfloat16, true, -1, algorithm, 1, 0}; }
 
 TEST(cusparselt_plans_are_made_used_and_dropped) {
     {
         Context context(library());
         Aligned<nm::bf16> bias(kRows), other(kRows);
         for (int64_t i = 0; i < kRows; ++i) other.memory[i] = nm::from_float<nm::bf16>(8);
-        const int first = context.plan(product(-1), nullptr), second = context.plan(product(1), bias.memory);
+        const int first = context.plan(gemm(-1), nullptr), second = context.plan(gemm(1), bias.memory);
         CHECK(first == 0 && second == 1 && context.limit(first) == 4 && context.workspace(first) == 0);
         CHECK(multiply(context, first, 2, nullptr) == 64);
         CHECK(multiply(context, second, 2, bias.memory) == 64);
@@ -62,7 +62,7 @@ TEST(cusparselt_plans_are_made_used_and_dropped) {
             caught = true;
         }
         CHECK(caught) << "a plan that was dropped";
-        CHECK(context.plan(product(2), nullptr) == first) << "its number is free again";
+        CHECK(context.plan(gemm(2), nullptr) == first) << "its number is free again";
         CHECK(multiply(context, second, 1, bias.memory) == 32);
     }
     CHECK(fake("live") == 0) << fake("live");
@@ -72,12 +72,12 @@ TEST(cusparselt_plans_are_made_used_and_dropped) {
 TEST(cusparselt_a_plan_that_fails_leaves_nothing) {
     {
         Context context(library());
-        const int plan = context.plan(product(0), nullptr);
+        const int plan = context.plan(gemm(0), nullptr);
         const long long before = fake("live");
         for (int algorithm : {4, 99}) {
             std::string said;
             try {
-                context.plan(product(algorithm), nullptr);
+                context.plan(gemm(algorithm), nullptr);
             } catch (const Failure& failure) {
                 said = failure.what();
             }
@@ -97,7 +97,7 @@ TEST(cusparselt_threads_have_their_own) {
         threads.emplace_back([&, t] {
             Context context(shared);
             for (int round = 0; round < 5; ++round) {
-                const int plan = context.plan(product(round % 4), nullptr);
+                const int plan = context.plan(gemm(round % 4), nullptr);
                 if (multiply(context, plan, float(t + 1), nullptr) != 32 * (t + 1)) ++wrong;
                 context.drop(plan);
             }

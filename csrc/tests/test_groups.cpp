@@ -23,9 +23,9 @@ void same_everywhere(NM p, int dtype, const F& run) {
 }
 
 TEST(group_kernels_agree) {
-    each_case([](NM p, int dtype, Size size, bool nasty) {
+    each_case([](NM p, int dtype, Size size, bool edge_cases) {
         const int64_t numel = size.rows * size.groups * p.m;
-        const Buffer w = numbers(numel, dtype, uint64_t(numel + p.n), nasty);
+        const Buffer w = numbers(numel, dtype, uint64_t(numel + p.n), edge_cases);
         same_everywhere(p, dtype, [&](int threads) {
             Outputs out;
             for (int bytes : {1, size_of(dtype), size_of(dtype), 4}) out.emplace_back(bytes == 4 && out.size() == 3 ? 1 : numel, bytes);
@@ -41,9 +41,9 @@ TEST(group_kernels_agree) {
 }
 
 TEST(compressed_forms_agree) {
-    each_case([](NM p, int dtype, Size size, bool nasty) {
+    each_case([](NM p, int dtype, Size size, bool edge_cases) {
         const int64_t cols = size.groups * p.m, kept = size.groups * p.n, bytes = nm::index_bytes(kept, nm::index_bits(p.m));
-        const Buffer w = numbers(size.rows * cols, dtype, uint64_t(cols), nasty);
+        const Buffer w = numbers(size.rows * cols, dtype, uint64_t(cols), edge_cases);
         // a mask that keeps the last of each group, and one more where n allows
         Buffer given(size.rows * cols, 1);
         for (int64_t i = 0; i < size.rows * cols; ++i) given.as<uint8_t>()[i] = i % p.m == p.m - 1 || (p.n > 1 && i % p.m == i / p.m % p.m);

@@ -14,8 +14,8 @@ struct Around {
     int64_t outer, length, inner;
 };
 
-void agree(NM p, int dtype, Around a, bool nasty, bool approx) {
-    const Buffer g = numbers(a.outer * a.length * a.inner, dtype, uint64_t(a.length), nasty);
+void agree(NM p, int dtype, Around a, bool edge_cases, bool approx) {
+    const Buffer g = numbers(a.outer * a.length * a.inner, dtype, uint64_t(a.length), edge_cases);
     const int64_t rows = a.outer * a.inner, kept = (a.length + p.m - 1) / p.m * p.n, bytes = nm::index_bytes(kept, nm::index_bits(p.m));
     const nm::MvueCall call{g.data(), a.outer, a.length, a.inner, 0x123456789abcdefull, 1ull << 33, approx};
     std::vector<Buffer> expected;
@@ -41,9 +41,9 @@ TEST(estimates_agree) {
         for (int dtype : kDtypes) {
             for (Around a : {Around{1, p.m, 1}, Around{3, 5 * p.m + 1, 1}, Around{17, 3 * p.m, 1}, Around{1, 33 * p.m, 1}, Around{1, 3 * p.m, 17},
                              Around{2, 2 * p.m + 1, 70}, Around{1, 1, 129}}) {
-                for (bool nasty : {false, true}) {
-                    agree(p, dtype, a, nasty, false);
-                    if (p.n == 2) agree(p, dtype, a, nasty, true);
+                for (bool edge_cases : {false, true}) {
+                    agree(p, dtype, a, edge_cases, false);
+                    if (p.n == 2) agree(p, dtype, a, edge_cases, true);
                 }
             }
         }

@@ -198,15 +198,15 @@ bool is_direct(const AdamWParam& param, int64_t m) {
 
 Cut cut(const AdamWParam& param, int64_t m, int64_t first) {
     const int64_t group = m > 0 ? m : 1;
-    const bool turned = param.rows > 1 && param.p.col_stride != 1;
+    const bool transposed = param.rows > 1 && param.p.col_stride != 1;
     Cut c{};
     c.first = first;
     c.direct = is_direct(param, m);
     if (param.rows == 0 || param.cols == 0) return c;
-    const int64_t widest = std::max<int64_t>((turned ? kLine : kBlock) / group * group, group);
+    const int64_t widest = std::max<int64_t>((transposed ? kLine : kBlock) / group * group, group);
     c.window_cols = int(std::min(param.cols, widest));
-    c.window_rows = std::clamp(kBlock / c.window_cols, 1, turned ? kLine : kBlock);
-    c.tile_cols = turned ? c.window_cols : std::min(param.cols, std::max(kTile / widest * widest, widest));
+    c.window_rows = std::clamp(kBlock / c.window_cols, 1, transposed ? kLine : kBlock);
+    c.tile_cols = transposed ? c.window_cols : std::min(param.cols, std::max(kTile / widest * widest, widest));
     c.tile_rows = std::max<int64_t>(1, kTile / c.tile_cols);
     c.across = (param.cols + c.tile_cols - 1) / c.tile_cols;
     c.tiles = (param.rows + c.tile_rows - 1) / c.tile_rows * c.across;

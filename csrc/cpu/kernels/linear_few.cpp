@@ -46,7 +46,7 @@ bool by_block([[maybe_unused]] int n, [[maybe_unused]] int m, const F& f) {
 
 // One call, its operands typed.
 template <class T>
-struct Product {
+struct Gemm {
     const float* x;  // [tokens, cols]
     const T *values, *bias;
     const uint8_t* indices;
@@ -59,7 +59,7 @@ struct Product {
 
 // Adds `blocks` blocks from the start of each of `Rows` rows. False: an index is not below m.
 template <class Block, int Rows, int Tokens, class T>
-bool add_blocks(const Product<T>& p, int64_t row, int64_t token, int64_t blocks, float (&total)[Rows][Tokens]) {
+bool add_blocks(const Gemm<T>& p, int64_t row, int64_t token, int64_t blocks, float (&total)[Rows][Tokens]) {
     constexpr bool kLone = Tokens == 1 && !Block::kShare;
     constexpr int kSums = kLone ? 2 : 1;  // by turns: a single one would wait for the adder
     const T* values = p.values + row * p.kept;
@@ -102,7 +102,7 @@ struct Chosen {
 // Groups from `group` on, as many as there is room for, to `chosen`; returns the group after them. Left out is what counts for
 // nothing, even NaN: padding, whose column is past the end, and what has a damaged index, which clears `valid`.
 template <int Bits, class T>
-int64_t choose(const Product<T>& p, int64_t row, int64_t group, Chosen& chosen, bool& valid) {
+int64_t choose(const Gemm<T>& p, int64_t row, int64_t group, Chosen& chosen, bool& valid) {
     const T* values = p.values + row * p.kept;
     const uint8_t* indices = p.indices + row * p.bytes;
     const int64_t first = group, end = std::min<int64_t>(group + Chosen::kRoom / p.n, p.kept / p.n);
@@ -140,7 +140,7 @@ void add_products(const Chosen& chosen, const float* x, int64_t cols, float (&to
 
 // Adds the groups of one row from `group` on, one stored value at a time. False: an index is not below m.
 template <int Tokens, class T>
-bool add_rest(const Product<T>& p, int64_t row, int64_t token, int64_t group, float (&total)[Tokens]) {
+bool add_rest(const Gemm<T>& p, int64_t row, int64_t token, int64_t group, float (&total)[Tokens]) {
     const int bits = index_bits(p.m);
     const auto some_groups = bits == 2 ? choose<2, T> : bits == 4 ? choose<4, T> : choose<8, T>;
     bool valid = true;
@@ -154,7 +154,7 @@ bool add_rest(const Product<T>& p, int64_t row, int64_t token, int64_t group, fl
 }
 
 template <class Block, int Rows, int Tokens, class T>
-bool some(const Product<T>& p, int64_t row, int64_t token) {
+bool some(const Gemm<T>& p, int64_t row, int64_t token) {
     float total[Rows][Tokens] = {};
     int64_t blocks = 0;
     bool valid = true;
@@ -173,7 +173,7 @@ bool some(const Product<T>& p, int64_t row, int64_t token) {
 }
 
 template <class Block, int Rows, class T>
-bool every_token(const Product<T>& p, int64_t row) {
+bool every_token(const Gemm<T>& p, int64_t row) {
     bool valid = true;
     int64_t token = 0;
     for (; token + kTokens <= p.tokens; token += kTokens) valid &= some<Block, Rows, kTokens>(p, row, token);
@@ -185,7 +185,7 @@ bool every_token(const Product<T>& p, int64_t row) {
 // One token of a pattern whose inputs fit few registers goes row by row, a single stream from memory: 2:4 of 11008 x 4096
 // in fp32 takes 1.32 ms (73 GB/s), in fours of rows 2.1 ms. Otherwise four rows share what they load (AMD EPYC, 2026-11-21).
 template <class Block, class T>
-bool every_row(const Product<T>& p, int threads) {
+bool every_row(const Gemm<T>& p, int threads) {
     std::atomic<bool> valid{true};
     const bool fours = Block::kShare || (p.tokens > 1 && !std::is_same_v<Block, NoBlock>);
     const int64_t work = (p.kept + p.cols / 4) * (p.tokens + 1) / 2 + 1;
@@ -222,7 +222,7 @@ bool linear(LinearCall call, int64_t tokens, int dtype, int n, int m, int thread
         using T = decltype(element);
         std::unique_ptr<float[]> copy;
         const float* x = in_fp32(static_cast<const T*>(call.x), tokens * call.cols, copy);
-        const Product<T> p{x, static_cast<const T*>(call.values), static_cast<const T*>(call.bias), call.indices, static_cast<T*>(call.y),
+        const Gemm<T> p{x, static_cast<const T*>(call.values), static_cast<const T*>(call.bias), call.indices, static_cast<T*>(call.y),
                            tokens, call.rows, call.cols, n, m};
         valid = by_block(n, m, [&](auto block) { return every_row<decltype(block)>(p, threads); });
     });

@@ -5,7 +5,7 @@
 
 #include "../memory.h"
 #include "../ptx.h"
-#include "product.h"
+#include "gemm.h"
 #include "tile.h"
 
 namespace nm::cuda::gemm {
@@ -28,7 +28,7 @@ NM_DEVICE void activate(float (&sums)[8]) {
 
 // Eight sums from `at` on of the result [sums.tokens, sums.rows], which begin at `row` of a stored row.
 template <class T, bool kPlain>
-NM_DEVICE void store_eight(const Product<T>& f, float (&sums)[8], const Eight& residual, int64_t at, int64_t row, int part) {
+NM_DEVICE void store_eight(const Gemm<T>& f, float (&sums)[8], const Eight& residual, int64_t at, int64_t row, int part) {
     if (f.sums.parts) return store_global<8>(f.sums.parts + part * f.sums.tokens * f.sums.rows + at, sums);
     if (!kPlain && f.sums.bias) {
         Eight bias;
@@ -61,7 +61,7 @@ NM_DEVICE int staged(int row, int col) {
 
 // After a barrier: nobody reads the stages any more.
 template <class T, class Tile, bool kByColumn>
-NM_DEVICE void store_sums(const Product<T>& f, const Origin& origin, const float (&sums)[Tile::kDown][Tile::kAcross][4], uint8_t* shared) {
+NM_DEVICE void store_sums(const Gemm<T>& f, const Origin& origin, const float (&sums)[Tile::kDown][Tile::kAcross][4], uint8_t* shared) {
     constexpr int kRows = Tile::kWarpRows, kCols = Tile::kWarpCols, kPieces = kRows * kCols / 8 / 32;
     const int lane = int(threadIdx.x) % 32, warp = int(threadIdx.x) / 32, g = lane / 4, t = lane % 4;
     float* const own = reinterpret_cast<float*>(shared) + warp * (kRows * kCols);

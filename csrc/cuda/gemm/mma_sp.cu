@@ -18,7 +18,7 @@ namespace {
 // After the last slab they meet once more, which the emulator would not miss: its warps keep step, those of a GPU need not,
 // and sums go where a slower warp still reads its operands.
 template <class T, class Tile, bool kByColumn>
-__global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks) mma_sp_kernel(Product<T> f) {
+__global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks) mma_sp_kernel(Gemm<T> f) {
     NM_DYNAMIC_SHARED(uint8_t, shared);
     const Origin origin = f.origin(Tile::kRows, Tile::kCols, kDepth);
     float sums[Tile::kDown][Tile::kAcross][4] = {};
@@ -62,7 +62,7 @@ void run(const GemmCall& call, Queue queue) {
     const Sums<T> sums{static_cast<T*>(call.out), static_cast<const T*>(call.bias), static_cast<const T*>(call.residual),
                        call.splits > 1 ? call.parts : nullptr, kByColumn ? call.n : call.m, kByColumn ? call.m : call.n, call.activation};
     if (rows * cols * call.splits > 0x7fffffff) throw std::invalid_argument("gemm: more blocks than a grid has");
-    const Product<T> f{static_cast<const T*>(call.values), call.metadata, static_cast<const T*>(call.dense), sums, call.m, call.n, call.k,
+    const Gemm<T> f{static_cast<const T*>(call.values), call.metadata, static_cast<const T*>(call.dense), sums, call.m, call.n, call.k,
                        int(rows), int(cols), part, call.warps};
     launch("mma_sp_kernel", mma_sp_kernel<T, Tile, kByColumn>, {rows * cols * call.splits, Tile::kThreads, Tile::kShared}, queue, f);
 }

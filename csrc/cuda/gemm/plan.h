@@ -1,4 +1,4 @@
-// Which tile a product takes, and how many parts its depth is cut into: the choice whose estimated time is least. The
+// Which tile a GEMM takes, and how many parts its depth is cut into: the choice whose estimated time is least. The
 // estimate counts cycles of a multiprocessor of the GPU that is asked; it is there to compare, not to predict.
 #pragma once
 
@@ -6,7 +6,7 @@
 
 #include "../kernels.h"
 #include "../launch.h"
-#include "product.h"
+#include "gemm.h"
 #include "tile.h"
 
 namespace nm::cuda::gemm {
@@ -20,7 +20,7 @@ void by_tile(int tile, const F& f) {
         case kLarge: return f(Large{});
         case kMiddle: return f(Middle{});
         case kSmall: return f(Small{});
-        default: throw std::invalid_argument("tile " + std::to_string(tile) + " of a product is not known");
+        default: throw std::invalid_argument("tile " + std::to_string(tile) + " of a GEMM is not known");
     }
 }
 
@@ -70,7 +70,7 @@ double slab_cycles(const Rates& rates) {
     return std::max(double(Tile::kRows) * Tile::kCols * kDepth / rates.multiplies, (reads + Tile::kStage) / kShared);
 }
 
-// Cycles of a product: those of its busiest multiprocessor, or those in which memory delivers the operands, which the others
+// Cycles of a GEMM: those of its busiest multiprocessor, or those in which memory delivers the operands, which the others
 // hide for the most part.
 template <class Tile>
 double estimated(int64_t m, int64_t n, int64_t k, int64_t part, int splits, int processors, const Rates& rates) {

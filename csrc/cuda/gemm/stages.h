@@ -9,7 +9,7 @@
 #pragma once
 
 #include "../ptx.h"
-#include "product.h"
+#include "gemm.h"
 #include "tile.h"
 
 namespace nm::cuda::gemm {
@@ -17,7 +17,7 @@ namespace nm::cuda::gemm {
 template <class T, class Tile, bool kByColumn>
 class Stages {
   public:
-    NM_DEVICE Stages(const Product<T>& f, const Origin& at, uint8_t* shared) : shared_(shared), slab_(at.first), end_(at.last) {
+    NM_DEVICE Stages(const Gemm<T>& f, const Origin& at, uint8_t* shared) : shared_(shared), slab_(at.first), end_(at.last) {
         const int thread = int(threadIdx.x);
         const int64_t slab = at.first, slabs = f.k / kDepth;
 

@@ -10,12 +10,12 @@ using namespace nm::cuda;
 
 namespace {
 
-// One call of one param, (rows, cols) in memory as it is or turned.
+// One call of one param, (rows, cols) in memory as it is or transposed.
 struct Call {
     NM p;
     int dtype, out_dtype;
     int64_t rows, cols;
-    bool wide, turned, squares, transposable;
+    bool wide, transposed, squares, transposable;
     int layout;
 };
 
@@ -33,25 +33,25 @@ struct Step {
         return placed(numbers(call.rows * call.cols, dtype, seed, dtype != nm::kFloat32 || seed == 1), call.wide, size_of(dtype));
     }
     int64_t index_bytes(int64_t lines, int64_t length) const { return call.layout ? lines * length / 8 : lines * ((length + 7) / 8); }
-    int64_t at(int64_t row, int64_t col) const { return call.turned ? col * call.rows + row : row * call.cols + col; }
+    int64_t at(int64_t row, int64_t col) const { return call.transposed ? col * call.rows + row : row * call.cols + col; }
 
     void emulated(float& count) {
         const Call& c = call;
         const AdamWCut cut = adamw_cut(c.p.n, c.p.m, c.squares);
-        const bool flat = cut.flat && !c.turned && c.wide && c.rows * c.cols % 4 == 0;
+        const bool flat = cut.flat && !c.transposed && c.wide && c.rows * c.cols % 4 == 0;
         AdamWParam param{};
         const Buffer* buffers[kTensors] = {&weight, &first, &second, nullptr, &out, nullptr};
         for (int i = 0; i < kGradient; ++i) param.address[i] = buffers[i] ? int64_t(buffers[i]->data()) : 0;
         param.step = int64_t(&count);
-        param.rows = c.turned || c.squares ? c.rows : 1;
-        param.cols = c.turned || c.squares ? c.cols : c.rows * c.cols;
+        param.rows = c.transposed || c.squares ? c.rows : 1;
+        param.cols = c.transposed || c.squares ? c.cols : c.rows * c.cols;
         const int64_t pieces = (param.rows + cut.rows - 1) / cut.rows * ((param.cols + cut.columns - 1) / cut.columns);
         param.tiles = (pieces + cut.pieces - 1) / cut.pieces;
         param.dtypes = c.dtype | c.dtype << 8 | c.out_dtype << 16;
-        param.walk = (c.wide && !c.turned && c.cols % 4 == 0) | c.turned << 1;
+        param.walk = (c.wide && !c.transposed && c.cols % 4 == 0) | c.transposed << 1;
         for (auto& stride : param.stride) {
-            stride[0] = c.turned ? 1 : param.cols;
-            stride[1] = c.turned ? c.rows : 1;
+            stride[0] = c.transposed ? 1 : param.cols;
+            stride[1] = c.transposed ? c.rows : 1;
         }
         const AdamWPack pack{int64_t(values.data()), int64_t(indices.data()), int64_t(values_t.data()), int64_t(indices_t.data()), nm::kBFloat16 * 257};
         const int64_t address = int64_t(gradient.data()), tiles = param.tiles, blocks = tiles < 3 ? tiles : 3;
@@ -156,7 +156,7 @@ void check(const Call& call) {
     got.emulated(count);
     expected.by_loops();
     const std::string what = " of " + std::to_string(call.rows) + " x " + std::to_string(call.cols) + (call.wide ? ", wide" : "") +
-                             (call.turned ? ", turned" : "") + (call.transposable ? ", transposable" : "") + ", layout " + std::to_string(call.layout);
+                             (call.transposed ? ", transposed" : "") + (call.transposable ? ", transposable" : "") + ", layout " + std::to_string(call.layout);
     const auto named = [&](const char* name) { return label(call.p, call.dtype, name) + what; };
     CHECK(same_numbers(got.weight, expected.weight, call.dtype)) << named("weight");
     CHECK(same_numbers(got.first, expected.first, nm::kFloat32)) << named("first moment");

@@ -198,7 +198,7 @@ TEST(six_nibbles_are_metadata) {
 }
 
 struct Loaded {
-    uint32_t one[kLanes][1], two[kLanes][2], four[kLanes][4], turned[kLanes][4];
+    uint32_t one[kLanes][1], two[kLanes][2], four[kLanes][4], transposed[kLanes][4];
 };
 
 // Rows of a tile, spread over shared memory: row j of matrix i lies at kPlace[8 i + j].
@@ -214,7 +214,7 @@ __global__ void ldmatrix_kernel(Loaded* out) {
     __syncthreads();
     const void* row = tile.half[place_of(lane)];
     nm::cuda::ldmatrix(out->four[lane], row);
-    nm::cuda::ldmatrix_trans(out->turned[lane], row);
+    nm::cuda::ldmatrix_trans(out->transposed[lane], row);
     nm::cuda::ldmatrix(out->one[lane], lane < 8 ? row : nullptr);
     nm::cuda::ldmatrix(out->two[lane], lane < 16 ? row : nullptr);
 }
@@ -227,9 +227,9 @@ TEST(ldmatrix_hands_out_rows) {
             const auto at = [&](int row, int col) { return uint32_t(100 * (8 * i + row) + col); };
             // "each thread receives a fragment of the row in a single register": thread 4 j holds elements 0, 1 of row j, ...
             const uint32_t straight = at(lane / 4, lane % 4 * 2) | at(lane / 4, lane % 4 * 2 + 1) << 16;
-            const uint32_t turned = at(lane % 4 * 2, lane / 4) | at(lane % 4 * 2 + 1, lane / 4) << 16;
+            const uint32_t transposed = at(lane % 4 * 2, lane / 4) | at(lane % 4 * 2 + 1, lane / 4) << 16;
             CHECK(out.four[lane][i] == straight) << lane << " " << i;
-            CHECK(out.turned[lane][i] == turned) << lane << " " << i;
+            CHECK(out.transposed[lane][i] == transposed) << lane << " " << i;
             if (i < 1) CHECK(out.one[lane][i] == straight) << lane;
             if (i < 2) CHECK(out.two[lane][i] == straight) << lane;
         }
