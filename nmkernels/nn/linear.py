@@ -89,8 +89,8 @@ class NMWeight(nn.Module):
             self.transform = transform
             self.effective.drop()
 
-    def freeze(self, *transforms: WeightTransform) -> None:
-        """Take from the present weight what ``transforms`` and ``final`` freeze or learn from, unless a checkpoint has restored it.
+    def begin(self, *transforms: WeightTransform) -> None:
+        """Take from the present weight what ``transforms`` and ``final`` start from, unless a checkpoint has restored it.
 
         A Parameter that is there already keeps its identity: an optimizer may have it.
         """
@@ -229,7 +229,7 @@ class NMWeight(nn.Module):
             # a dense checkpoint: what was frozen belonged to other weights
             missing_keys[:] = [key for key in missing_keys if key not in absent]
             try:
-                self.freeze()
+                self.begin()
             except NMError as error:
                 error_msgs.append(f"layer {prefix.rstrip('.')!r}: {error}")
 

@@ -1,7 +1,6 @@
-"""How a recipe lives inside an optimizer: step hooks, and its state in the optimizer's own state dict.
+"""How a recipe lives inside an optimizer: step hooks, and its state in ``param_groups[0]["nm_recipe"]``.
 
-The state lies in ``param_groups[0]["nm_recipe"]``. A top-level key would be dropped by trainers that rebuild the
-state dict; entries of a parameter group survive plain AdamW and distributed checkpoints.
+A top-level key of the state dict would be dropped by trainers that rebuild it; entries of a parameter group survive.
 """
 
 from __future__ import annotations
@@ -30,13 +29,11 @@ APPLIED, FLIPS, NONZEROS = (ops.STATS.index(name) for name in ("applied", "flips
 
 
 class Attachment:
-    """One optimizer of a run, with the swapped layers whose weights it updates.
+    """One optimizer of a run, with the swapped layers whose weights it updates; the last one to step, given the ``earlier`` ones, keeps the
+    schedule.
 
-    ``stats`` are the sums of its last step, with those of the last applied one where it was skipped; None before the first.
-    ``numel`` counts the weights behind them. ``observed`` are those that the schedule has not seen yet.
-
-    Args:
-        earlier: for the last one to step, which keeps the schedule: the others.
+    ``stats`` are the sums of its last step, or of the last applied one where it was skipped, over ``numel`` weights; ``observed`` those
+    that the schedule has not seen yet.
     """
 
     def __init__(
@@ -51,10 +48,7 @@ class Attachment:
         self._revision = 0
         self._masks: dict[str, Tensor] = {}
         self._pruned: tuple[Tensor, Tensor] | None = None
-        self._removers = [
-            optimizer.register_step_pre_hook(self._before),
-            optimizer.register_step_post_hook(self._after),
-        ]
+        self._removers = [optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)]
         if self.all:
             self._removers += [
                 optimizer.register_load_state_dict_pre_hook(self._before_load),
@@ -66,14 +60,9 @@ class Attachment:
             _watched.add(layer.effective)
         if self.masked is not None:
             self.masked.targets = {
-                layer.weight: Target(layer.pattern, layer.transposed, partial(_penalty, layer)) for layer in layers.values()
+                layer.weight: Target(layer.pattern, layer.transposed, lambda layer=layer: layer.penalties().get(WEIGHT))
+                for layer in layers.values()
             }
-
-    @property
-    def group0(self) -> dict[str, Any]:
-        """The parameter group that carries the recipe's state."""
-        group: dict[str, Any] = self.optimizer.param_groups[0]
-        return group
 
     @property
     def group(self) -> dict[str, Any]:
@@ -87,7 +76,7 @@ class Attachment:
         return None if outside else self.masked
 
     def load(self, state: State) -> None:
-        self.group0[STATE_KEY] = state
+        self.optimizer.param_groups[0][STATE_KEY] = state
         self.run.adopt(state)
 
     def detach(self) -> None:
@@ -171,7 +160,8 @@ class Attachment:
     def _after(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         own = self.own_pass
         if self.all:
-            self.group0[STATE_KEY] = self.run.state  # ZeRO puts the loaded groups in their place after the hooks of a load
+            # ZeRO puts the loaded groups in their place after the hooks of a load
+            optimizer.param_groups[0][STATE_KEY] = self.run.state
         self._settle()
         if own is not None:
             new, self.numel = own.stats, own.stats_numel
@@ -197,26 +187,19 @@ class Attachment:
                 part.observed = None
         if stats is None:
             return
-        step = next(iter(self._of_state("step")), None)
-        step = None if step is None else torch.as_tensor(step)
+        steps = self._of_state("step")
+        step = torch.as_tensor(steps[0]) if steps else None
         seen = Observed(stats=stats, numel=numel, second_moments=moments, step=step, calls=self.run.calls + 1, group=self.group)
-        flips = self.run.advance(seen, partial(self._applied, stats))
+        # the device is asked only where a scaler may have skipped the step
+        flips = self.run.advance(seen, lambda: self._found_inf is None or bool(stats[APPLIED].item() > 0))
         if flips is not None and self.stats is not None:
             self.stats = self.stats.clone()
             self.stats[FLIPS] += flips
 
-    def _applied(self, stats: Tensor) -> bool:
-        # the device is asked only where a scaler may have skipped the step
-        return self._found_inf is None or bool(stats[APPLIED].item() > 0)
-
     def _of_state(self, key: str) -> list[Any]:
         """What the optimizer keeps under ``key`` for the swapped weights, where it does."""
-        state, found = inner(self.optimizer).state, []
-        for layer in self.layers.values():
-            value = state.get(layer.weight, {}).get(key)
-            if value is not None:
-                found.append(value)
-        return found
+        states = [inner(self.optimizer).state.get(layer.weight, {}) for layer in self.layers.values()]
+        return [state[key] for state in states if state.get(key) is not None]
 
     @property
     def _found_inf(self) -> Tensor | None:
@@ -287,7 +270,8 @@ class Attachment:
 
     def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
         # from a state of plain AdamW the recipe starts from its beginning with the loaded moments
-        self.load(self.group0[STATE_KEY] if STATE_KEY in self.group0 else self.run.first_state(self.group))
+        saved = optimizer.param_groups[0].get(STATE_KEY)
+        self.load(self.run.first_state(self.group) if saved is None else saved)
 
 
 _watched: weakref.WeakSet[EffectiveWeight] = weakref.WeakSet()
@@ -295,10 +279,7 @@ _watched: weakref.WeakSet[EffectiveWeight] = weakref.WeakSet()
 
 @cache
 def _watch_every_optimizer() -> None:
-    """Doubt the copies of all attached layers after each step: an optimizer that no handle knows may update their weights too.
-
-    One hook for the process, never removed: a model that is thrown away leaves nothing in torch's global list.
-    """
+    """Doubt the copies of all attached layers after each step of any optimizer, by one hook for the process that is never removed."""
 
     def stepped(*_: Any) -> None:
         for effective in _watched:
@@ -308,10 +289,7 @@ def _watch_every_optimizer() -> None:
 
 
 def unwrapped(given: Any) -> torch.optim.Optimizer:
-    """The optimizer whose step hooks run: ``given``, or the one inside it where it is a wrapper of Accelerate's or Lightning's kind.
-
-    ZeRO stays: its hooks run once the ranks have the new weights, and its own ``step`` calls that of the optimizer inside.
-    """
+    """The optimizer whose step hooks run: ``given``, ZeRO too, or the one inside a wrapper of Accelerate's or Lightning's kind."""
     found = given
     while "_optimizer_step_pre_hooks" not in getattr(found, "__dict__", {}):
         # a learning rate scheduler has an optimizer as well, but nothing to step it by
@@ -356,17 +334,19 @@ def group_of(optimizer: torch.optim.Optimizer, layers: dict[str, NMWeight]) -> d
     return optimizer.param_groups[0]
 
 
-def require_optimizer(recipe: Recipe, optimizer: torch.optim.Optimizer) -> None:
-    """Raise ``RecipeError`` if ``recipe`` cannot run with ``optimizer``."""
-    wanted = recipe.setup.optimizer
-    if wanted is not None and not isinstance(optimizer, wanted):
+def check_optimizer(recipe: Recipe, optimizer: torch.optim.Optimizer) -> None:
+    """Raise ``RecipeError`` if ``recipe`` cannot run with ``optimizer``, or that has a recipe already."""
+    wanted, given = recipe.setup.optimizer, masked_adamw(optimizer) or optimizer
+    if wanted is not None and not isinstance(given, wanted):
         raise RecipeError(
-            f"{type(recipe).__name__} {recipe.setup.needs}, which {type(optimizer).__name__} cannot. Replace it in one line: optimizer = "
+            f"{type(recipe).__name__} {recipe.setup.needs}, which {type(given).__name__} cannot. Replace it in one line: optimizer = "
             f"handle.attach(nm.optim.{wanted.__name__}(model.parameters(), lr=...)). It takes AdamW's keywords and state."
         )
+    if any(isinstance(getattr(hook, "__self__", None), Attachment) for hook in optimizer._optimizer_step_pre_hooks.values()):
+        raise RecipeError("attach: the optimizer drives the recipe of another model already; give each model its own optimizer.")
 
 
-def require_learned(layers: dict[str, NMWeight], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+def check_learned(layers: dict[str, NMWeight], optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Raise ``RecipeError`` unless the optimizers train everything that the recipe learns beside the weights."""
     owned = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     missing = [f"{name}.{key}" for name, layer in layers.items() for key, p in layer.learned().items() if id(p) not in owned]
@@ -376,10 +356,6 @@ def require_learned(layers: dict[str, NMWeight], optimizers: Sequence[torch.opti
             f"attach: no optimizer has {names}, which the recipe learns beside the weights. Build it from model.parameters() after "
             "sparsify_, as recipe.optimizer(model.parameters()) does."
         )
-
-
-def is_attached(optimizer: torch.optim.Optimizer) -> bool:
-    return any(isinstance(getattr(hook, "__self__", None), Attachment) for hook in optimizer._optimizer_step_pre_hooks.values())
 
 
 def _magnitude(x: Tensor) -> Tensor:
@@ -392,7 +368,3 @@ def _add(g: Tensor, negated: bool, scale: Tensor | None, extra: Tensor) -> None:
     """Add ``extra`` to a gradient that the optimizer may still negate and unscale."""
     extra = -extra if negated else extra
     g.add_(extra if scale is None else extra * scale)
-
-
-def _penalty(layer: NMWeight) -> Tensor | None:
-    return layer.penalties().get(WEIGHT)

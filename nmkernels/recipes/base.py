@@ -32,14 +32,8 @@ def must_match(default: Any) -> Any:
 
 @dataclass(frozen=True)
 class About:
-    """What ``python -m nmkernels recipes`` tells of a method.
-
-    Args:
-        paper: authors, where published, and arXiv number.
-        patterns: the N:M that it takes.
-        extra_state: what it keeps beside the dense weights and the optimizer's moments.
-        cost: what it adds to, or saves from, a dense training step.
-    """
+    """What ``python -m nmkernels recipes`` tells of a method: its paper, the N:M that it takes, what it keeps beside the dense weights and
+    the optimizer's moments, and what it adds to, or saves from, a dense training step."""
 
     paper: str = ""
     patterns: str = "any N:M"
@@ -51,21 +45,16 @@ class About:
 class Span:
     """``steps`` consecutive optimizer steps and what the three GEMMs of a sparse layer cost in them, as shares of the dense ones.
 
-    A GEMM counts as cheaper where N:M structure lies along the dimension that it sums over, which is what sparse tensor cores and packed
-    kernels need: for fprop y = x W̃ᵀ groups of the weight along ``in``, for dgrad ∂L/∂x = g W̃ along ``out``, for wgrad gᵀ x groups of
-    gᵀ along tokens. A mask by rows alone therefore leaves dgrad dense, and zeros without structure count as numbers.
+    A GEMM counts as cheaper where N:M groups lie along the dimension that it sums over: for fprop y = x W̃ᵀ those of the weight along
+    ``in``, for dgrad ∂L/∂x = g W̃ along ``out``, for wgrad gᵀ x those of gᵀ along tokens. Zeros without structure count as numbers.
 
     Args:
         steps: optimizer steps, at least 0.
         fprop: N/M where the forward weight is N:M along ``in``; 1 while it is dense or only fading.
         dgrad: N/M where the weight of dgrad is N:M along ``out`` (transposable, double-pruned, or with a mask of its own); else 1.
         wgrad: N/M of the output gradient's estimate along tokens (1/2 for MVUE 2:4); 0 where no weight gradient is computed; else 1.
-        rank: of a dense low-rank adapter beside the weight, which adds 2·rank·(in + out) to each GEMM; 0 for none. A number, or a share
-            below 1 of the layer's smaller side, see ``rank_for``.
+        rank: of a dense low-rank adapter beside the weight, which adds 2·rank·(in + out) to each GEMM; see ``rank_for``.
         teacher: dense forward passes of the whole model beside each training step, for distillation.
-
-    Raises:
-        RecipeError: a value is negative or not finite.
 
     Example:
         >>> Span(100, fprop=0.5, wgrad=0.5)
@@ -98,12 +87,7 @@ def rank_for(rank: float | int, shape: tuple[int, ...]) -> int:
 
 
 def first(steps: int, spans: Iterable[Span]) -> list[Span]:
-    """The first ``steps`` steps of consecutive ``spans``: what comes later is cut off, and the last span goes on if they are too short.
-
-    Example:
-        >>> [(span.steps, span.fprop) for span in first(100, [Span(30), Span(0), Span(50, fprop=0.5)])]
-        [(30, 1.0), (70, 0.5)]
-    """
+    """The first ``steps`` steps of consecutive ``spans``: what comes later is cut off, and the last span goes on if they are too short."""
     *most, last = spans
     taken, left = [], steps
     for span in (*most, replace(last, steps=steps)):
@@ -119,15 +103,14 @@ class Setup:
     """What a handle prepares once for a recipe.
 
     Args:
-        optimizer: the only class of optimizer that it runs with, None for any; ``needs``: what for, to complete "<Recipe> …, which SGD
-            cannot".
+        optimizer: the only class of optimizer that it runs with; ``needs``: what for, to complete "<Recipe> …, which SGD cannot".
         mask_score: how a mask that is chosen once is scored, for recipes that hold one.
         channels: how channels are reordered before that mask is chosen, for recipes that do.
         freezes: whose gradients are off until the recipe ends: ``""`` nobody's, ``"weights"`` of its layers, ``"all"`` but what it learns.
         activation: what ``finish`` leaves the squared-ReLU activations at; None: they are none of the recipe's business.
         draws: it draws random numbers in training, by a seed that its state holds; ``seed``: that one, None for torch's initial seed.
-        patterns: N:M of each layer, from the present weights ``(out, in)`` by name; None: all have the recipe's own. Asked at
-            ``sparsify_``, at ``attach`` and at the end of a dense stage (``Stage.later``); a resumed run has those of its checkpoint.
+        patterns: N:M of each layer, from the present weights ``(out, in)`` by name; None: all have the recipe's own. A resumed run has
+            those of its checkpoint.
     """
 
     optimizer: type[torch.optim.Optimizer] | None = None
@@ -142,7 +125,6 @@ class Setup:
 
     @property
     def first_seed(self) -> int:
-        """``seed``, or torch's initial one."""
         return torch.initial_seed() if self.seed is None else self.seed
 
 
@@ -157,12 +139,11 @@ class Stage:
         plan: the rule of each of a layer's three GEMMs.
         held_mask: the mask was chosen once for good: gradients and weights are masked around each step.
         every: what the transform holds is chosen anew after every so many applied steps; 0 for only when the stage begins.
-        later: in a stage before the sparse ones, the transform that they will begin with: what it takes once from the weights, and the
-            patterns of the layers, are then taken from the weights at the end of this stage and not from those of ``sparsify_``.
-        rank: of the low-rank adapters that take part, as in ``Span``; 0 for none, even where ``LayerPlan.rank`` gives the layers some.
+        later: in a dense stage, the transform of the sparse ones: what that takes once from the weights, and the patterns of the layers,
+            come from the weights at the end of this stage and not from those of ``sparsify_``.
+        rank: of the low-rank adapters that take part, as in ``Span``; 0 for none.
         activation: the rule of the squared-ReLU activations, for a recipe with one in its ``Setup``; None for dense ones.
-        part: where it differs from that of the stage before, what both hold is renewed, and its steps are counted from there; otherwise it
-            goes on as it is.
+        part: what the transforms hold is renewed, and its steps counted anew, where a stage has another part than the one before.
         after: ``after(weight, lr)``, what becomes of a master weight ``(out, in)`` after an applied step, as a proximal method has it.
         not_ready: why it is too early to finish; empty where it is not.
     """
@@ -181,11 +162,8 @@ class Stage:
     not_ready: str = ""
 
     def span(self, steps: int, pattern: Pattern) -> Span:
-        """The FLOPs of ``steps`` steps: fprop at N/M where W̃ is N:M, dgrad where it has an N:M weight too, wgrad by the plan.
-
-        Args:
-            pattern: of a held mask.
-        """
+        """The FLOPs of ``steps`` steps: fprop at N/M where W̃ is N:M, dgrad where it has an N:M weight too, wgrad by the plan; ``pattern``
+        is that of a held mask."""
         transform, packed = self.transform, self.plan.n / max(self.plan.m, 1)
         traits = None if transform is None else transform.traits
         sparse = self.held_mask or (traits is not None and traits.is_nm)
@@ -220,10 +198,10 @@ class Recipe:
 
     Args:
         pattern: N:M of the layers, ``"2:4"`` or a ``Pattern``.
-        total_steps: optimizer steps of the whole run, for recipes with a schedule; None where there is none.
+        total_steps: optimizer steps of the whole run, for recipes with a schedule.
 
     Raises:
-        PatternError, RecipeError: a value is out of range. TypeError: an unknown keyword.
+        PatternError, RecipeError: a value is out of range.
     """
 
     pattern: PatternLike = "2:4"
@@ -243,11 +221,11 @@ class Recipe:
 
     @property
     def setup(self) -> Setup:
-        """What a handle prepares once; by default nothing."""
+        """What a handle prepares once."""
         return Setup()
 
     def optimizer(self, params: Iterable[Any], lr: float | Tensor = 1e-3, **kwargs: Any) -> torch.optim.Optimizer:
-        """The optimizer that serves this recipe best, with the keywords of ``torch.optim.AdamW``: ``MaskedAdamW``, or that of ``setup``."""
+        """The optimizer that serves this recipe best, with the keywords of ``torch.optim.AdamW``."""
         return (self.setup.optimizer or MaskedAdamW)(params, lr=lr, **kwargs)  # type: ignore[call-arg]
 
     def first_state(self, group: dict[str, Any]) -> State:
@@ -267,22 +245,16 @@ class Recipe:
         return {}
 
     def layer(self, pattern: Pattern, shape: tuple[int, int], transform: WeightTransform | None = None) -> LayerPlan:
-        """What becomes of a layer; by default every one gets ``transform`` with its own ``pattern``.
-
-        Args:
-            pattern: of the layer.
-            shape: of its weight, ``(out, in)``.
-            transform: of the present stage, or the final one.
-        """
+        """What becomes of a layer of that ``pattern`` and ``(out, in)``, given the transform of the present stage or the final one."""
         fits = transform is None or pattern == self.pattern
         return LayerPlan(transform if fits else replace(transform, pattern=pattern), note=str(pattern))  # type: ignore[type-var]
 
     def final_transform(self) -> WeightTransform:
-        """What ``finish`` applies to each weight unless ``final`` is ``"dense"``; by default the mask of the N largest magnitudes."""
+        """What ``finish`` applies to each weight unless ``final`` is ``"dense"``."""
         return HardMask(Pattern(self.pattern))
 
     def profile(self, steps: int) -> list[Span]:
-        """The FLOPs of the first ``steps`` steps, in consecutive spans, for ``nm.flops``; by default those of ``stage({})`` to the end."""
+        """The FLOPs of the first ``steps`` steps, in consecutive spans, for ``nm.flops``."""
         return [self.stage({}).span(steps, Pattern(self.pattern))]
 
     def not_ready_reason(self, state: State) -> str:

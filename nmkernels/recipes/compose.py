@@ -22,11 +22,7 @@ DELEGATED = ("setup", "optimizer", "first_state", "stage", "advance", "values", 
 
 @dataclass(frozen=True)
 class Composite(Recipe):
-    """A recipe that leaves to another one what it does not do itself.
-
-    Args:
-        inner: that recipe, or its text such as ``"mdgf"`` or ``"mdgf(end=0.8)"``, which need not repeat pattern and total_steps.
-    """
+    """A recipe that leaves to another one, ``inner``, what it does not do itself; as text it need not repeat pattern and total_steps."""
 
     inner: Recipe | str | None = field(default=None, kw_only=True)
 
@@ -66,11 +62,7 @@ for _name in DELEGATED:
 
 
 def as_inner(outer: Recipe, inner: Recipe | str) -> Recipe:
-    """``inner`` as a recipe with the pattern and, where it has one, the length of ``outer``.
-
-    Raises:
-        RecipeError: it has another pattern, or is no recipe.
-    """
+    """``inner`` as a recipe with the pattern and, where it has one, the length of ``outer``."""
     kind, total = type(outer).__name__, outer.total_steps
     if isinstance(inner, str):
         _, pattern, options = parse(inner)
@@ -90,11 +82,7 @@ def as_inner(outer: Recipe, inner: Recipe | str) -> Recipe:
 
 @functools.lru_cache(maxsize=256)
 def of_length(recipe: Recipe, total_steps: int) -> Recipe:
-    """``recipe`` over ``total_steps`` steps.
-
-    Raises:
-        RecipeError: its schedule does not fit into so few.
-    """
+    """``recipe`` over ``total_steps`` steps."""
     return recipe if recipe.total_steps == total_steps else replace(recipe, total_steps=total_steps)
 
 
@@ -128,9 +116,6 @@ def check_state(recipe: Recipe, state: Any, group: dict[str, Any]) -> None:
     """Raise ``CheckpointError`` unless a run of ``recipe`` can go on from ``state``, which a checkpoint holds.
 
     Pattern and recipe must be the same, and the settings that ``settled`` names; likewise those of an inner recipe that has begun.
-
-    Args:
-        group: the parameter group of the maskable weights, as for ``Recipe.first_state``.
     """
     theirs = state.get("spec") if isinstance(state, dict) else None
     mine = spec(recipe)
@@ -156,10 +141,8 @@ def check_state(recipe: Recipe, state: Any, group: dict[str, Any]) -> None:
 
 
 def settled(recipe: Recipe, state: State) -> list[str]:
-    """The settings that a run resumed from ``state`` must have as its checkpoint does.
-
-    Where a field says nothing, those of a ``ScheduledRecipe``, whose steps have been counted by them, and no others.
-    """
+    """The settings that a run resumed from ``state`` must have as its checkpoint does: those marked so, and where a field says nothing
+    those of a ``ScheduledRecipe``, whose steps have been counted by them."""
     default = "same" if isinstance(recipe, ScheduledRecipe) else "any"
     kinds = {f.name: f.metadata.get("resume", default) for f in fields(recipe)}
     return [name for name, kind in kinds.items() if kind == "same" or (kind == "until inner" and "inner" not in state)]

@@ -15,7 +15,7 @@ from .. import ops
 from ..autograd import STRAIGHT_THROUGH, WeightTransform
 from ..nn import NMWeight, make_dense_, switch_fast_paths
 from ..pattern import CheckpointError, RecipeError
-from .attach import STATE_KEY, Attachment, group_of, inner, is_attached, masked_adamw, require_learned, require_optimizer, unwrapped
+from .attach import STATE_KEY, Attachment, check_learned, check_optimizer, group_of, inner, unwrapped
 from .base import Recipe, State
 from .metrics import metrics_of
 from .report import Report
@@ -23,9 +23,7 @@ from .run import Run
 
 
 def densify_(model: nn.Module) -> nn.Module:
-    """Turn every sparse layer of ``model`` back into the dense layer that it was, in place, and return the model.
-
-    Module and Parameter objects, hooks and mode stay; the weights stay as they are: dense in training, N:M after ``finish``.
+    """Turn every sparse layer of ``model`` back into the dense layer that it was, in place, with the weight as it is; returns the model.
 
     Raises:
         RecipeError: an optimizer is attached; ``handle.remove()`` takes the recipe out of it and then does the same.
@@ -46,10 +44,9 @@ def densify_(model: nn.Module) -> nn.Module:
 
 
 class Handle:
-    """Drives one recipe on one model: ``attach`` an optimizer, train as always, ``finish``.
+    """Drives one recipe on one model: ``attach`` an optimizer, train as always, ``finish``. Made by ``sparsify_``.
 
-    Made by ``sparsify_``. It keeps the schedule's state in the optimizer's own state dict, so a trainer that saves only model and
-    optimizer resumes correctly. Attributes: ``model``, ``recipe``, ``layers`` (name -> layer), ``report``.
+    Attributes: ``model``, ``recipe``, ``layers`` (name -> layer), ``report``.
     """
 
     def __init__(self, model: nn.Module, recipe: Recipe, layers: dict[str, NMWeight], report: Report) -> None:
@@ -87,11 +84,8 @@ class Handle:
     def attach(self, *optimizers: torch.optim.Optimizer) -> Any:
         """Hook the recipe into one or several optimizers and return them as they came.
 
-        Accelerate's and Lightning's wrappers are looked into, and ``ZeroRedundancyOptimizer`` is one of torch's own.
-
         The hooks run inside ``optimizer.step()``, after unscaling, accumulation and clipping, also with a closure or a ``GradScaler``.
-        Give several optimizers in the order in which they step: the last one that owns a swapped weight keeps the schedule, which
-        advances when it has stepped.
+        Give several optimizers in the order in which they step: the last one that owns a swapped weight keeps the schedule.
 
         Raises:
             RecipeError: one is no optimizer, none of them updates a swapped weight, one has a recipe already, the recipe cannot run with
@@ -110,10 +104,8 @@ class Handle:
                 "given to sparsify_ (before a wrapper copies the parameters)."
             )
         for optimizer, _ in owners:
-            require_optimizer(self.recipe, masked_adamw(optimizer) or optimizer)
-            if is_attached(optimizer):
-                raise RecipeError("attach: the optimizer drives the recipe of another model already; give each model its own optimizer.")
-        require_learned(self.layers, stepped)
+            check_optimizer(self.recipe, optimizer)
+        check_learned(self.layers, stepped)
         last, owned = owners[-1]
         loaded: State | None = last.param_groups[0].get(STATE_KEY)
         if loaded is not None:
@@ -124,7 +116,7 @@ class Handle:
         self._attachments.append(Attachment(run, last, owned, self._attachments))
         try:
             if loaded is None:
-                run.freeze("attach")  # weights may have been initialised since sparsify_
+                run.begin("attach")  # weights may have been initialised since sparsify_
             self._attachments[-1].load(loaded or run.first_state(group_of(last, owned)))
         except Exception:
             self._detach()
@@ -136,7 +128,7 @@ class Handle:
         return optimizers[0] if len(optimizers) == 1 else optimizers
 
     def _owned(self, optimizer: torch.optim.Optimizer) -> dict[str, NMWeight]:
-        # frozen layers too: they may be unfrozen later, and without a gradient no optimizer touches them
+        # frozen layers too: they may be unfrozen later
         params = {id(p) for group in optimizer.param_groups for p in group["params"]}
         return {name: layer for name, layer in self.layers.items() if id(layer.weight) in params}
 
@@ -148,8 +140,7 @@ class Handle:
         ``flip_rate``: mask bits changed by the last step / maskable weights (a swap counts 2). ``density``: non-zeros of the weights
         used / maskable weights. ``phase``: see the recipe. ``decay_ratio``: λΣ|w| / Σ|g| over pruned weights. ``max_update``: the largest
         |m̂/D| before any clamp, where the optimizer tells. ``kept_gain``: what reordering channels before pruning has won, where ASP did.
-        Further ones are the recipe's own. Where no optimizer was ever attached, so that nothing was counted, ``flip_rate`` and
-        ``decay_ratio`` are NaN, and it is said in a warning once the layers get gradients.
+        Further ones are the recipe's own. Before an optimizer is attached ``flip_rate`` and ``decay_ratio`` are NaN.
         """
         if not self.run.state and not self.finished:
             self.run.gradients.warn("metrics", self.recipe, attached=False)
@@ -169,39 +160,30 @@ class Handle:
         if self.finished:
             yield self.model
             return
-        self._doubt()
         # with no optimizer attached, finish() is what prunes
         with self.run.masks.permuted(not self._attachments), self._previewed():
-            try:
-                yield self.model
-            finally:
-                self._doubt()
+            yield self.model
 
     def refresh(self) -> None:
         """Compute with the present weights from now on, whatever has written them.
 
-        On a CPU every write is noticed anyway. On a GPU one kind is not: through ``.data`` (as averages of weights are swapped in), in
-        training mode, between two forward passes of one optimizer step. Call this after it.
+        On a CPU every write is noticed anyway. On a GPU one kind is not: through ``.data``, in training mode, between two forward passes
+        of one optimizer step. Call this after it.
         """
         for layer in self.layers.values():
             layer.effective.release()
-
-    def _doubt(self) -> None:
-        for layer in self.layers.values():
-            layer.effective.doubt()
 
     @contextmanager
     def _previewed(self) -> Iterator[None]:
         kept = {name: (layer.transform, layer.plan, layer.adapts) for name, layer in self.layers.items()}
         try:
             self.run.activations.use(self.run.activations.final)
-            if self.recipe.final == "nm+adapter":
-                for layer in self.layers.values():
-                    layer.adapts = True
-            if self.recipe.final == "dense":
-                for layer in self.layers.values():
+            for layer in self.layers.values():
+                layer.effective.doubt()
+                layer.adapts |= self.recipe.final == "nm+adapter"
+                if self.recipe.final == "dense":
                     layer.use(None, STRAIGHT_THROUGH)
-            elif not self.run.stage.held_mask:
+            if self.recipe.final != "dense" and not self.run.stage.held_mask:
                 for name, transform in self.run.final_transforms().items():
                     # emulated roundings and packed GEMMs belong to training; any other plan computes the same forward pass
                     plan = kept[name][1]
@@ -209,15 +191,16 @@ class Handle:
             yield
         finally:
             for name, layer in self.layers.items():
-                transform_, plan, layer.adapts = kept[name]
-                layer.use(transform_, plan)
+                before, plan, layer.adapts = kept[name]
+                layer.use(before, plan)
+                layer.effective.doubt()
             self.run.activations.use(self.run.stage.activation)
 
     def finish(self, allow_unused: bool = False) -> nn.Module:
         """End the recipe and leave ``recipe.final``: every weight exactly N:M, asserted; the same with adapters; or the dense model back.
 
-        Hooks are removed. Layers stay SparseLinear with pruned weights, ready for ``compress_``, until ``remove()``. An adapter stays the
-        layer's Parameters ``nm_left`` and ``nm_right``. It warns if layers got gradients and the recipe saw no step of an optimizer.
+        Hooks are removed. Layers stay SparseLinear with pruned weights, ready for ``compress_``, until ``remove()``; adapters stay their
+        Parameters ``nm_left`` and ``nm_right``.
 
         Args:
             allow_unused: accept layers that never ran, for instance when a model pruned elsewhere is adopted without running it.
@@ -238,24 +221,22 @@ class Handle:
         early = self.recipe.not_ready_reason(self.state) if self._attachments else ""
         if early:
             self._warn_early(early)
-        if self.recipe.final != "dense":
+        if self.recipe.final == "dense":
+            self.remove()
+        else:
             if not self._attachments:
                 self.run.masks.permute_({})
             make_nm(self.layers, self.run.final_transforms())
-        self._detach()
-        self.run.end()
-        self.finished = True
-        if self.recipe.final == "dense":
-            self.remove()
+            self._end()
         self.run.activations.use(self.run.activations.final)
         return self.model
 
     def _warn_early(self, reason: str) -> None:
         recipe = self.recipe
-        form = "the weights become dense" if recipe.final == "dense" else f"the weights become {recipe.pattern}"
-        if recipe.setup.activation is not None:
-            form = f"the activations become {recipe.pattern}"
-        left = "the adapters add nothing" if recipe.final == "nm+adapter" else f"{form} without having been trained in that form"
+        what = "weights" if recipe.setup.activation is None else "activations"
+        form = "dense" if what == "weights" and recipe.final == "dense" else recipe.pattern
+        trained = f"the {what} become {form} without having been trained in that form"
+        left = "the adapters add nothing" if recipe.final == "nm+adapter" else trained
         warnings.warn(
             f"finish: the recipe {recipe.name} {reason}, so {left}; total_steps is probably larger than the number of steps taken.",
             stacklevel=3,
@@ -264,16 +245,17 @@ class Handle:
     def remove(self) -> nn.Module:
         """Give every layer back as the dense layer it was made from, with its weight as it is, and take every hook away.
 
-        A low-rank adapter that has learned something is folded into the weight, W + (L R)ᵀ / r: the layer computes with both as before,
-        but its weight is no longer N:M. To have the N:M weight alone, zero ``nm_right`` first.
-
-        The handle has no further use: ``sparsify_`` the model again to go on.
+        A low-rank adapter that has learned something is folded into the weight, W + (L R)ᵀ / r, which is then no longer N:M. To have the
+        N:M weight alone, zero ``nm_right`` first. The handle has no further use: ``sparsify_`` the model again to go on.
         """
+        self._end()
+        self.run.activations.restore()
+        return densify_(self.model)
+
+    def _end(self) -> None:
         self._detach()
         self.run.end()
         self.finished = True
-        self.run.activations.restore()
-        return densify_(self.model)
 
     def _detach(self) -> None:
         for attachment in self._attachments:
@@ -288,15 +270,13 @@ def make_nm(layers: dict[str, NMWeight], transforms: dict[str, WeightTransform])
     for name, layer in layers.items():
         if not bool(torch.isfinite(layer.weight).all()):
             raise RecipeError(f"finish: the weight of layer {name!r} has NaN or infinite values; training diverged before this point.")
-    pruned = {name: layers[name].transformed(transform) for name, transform in transforms.items()}
-    orders = {}
+    pruned, orders = {}, {}
     for name, transform in transforms.items():
-        columns = transform.traits.columns
-        orders[name] = None if columns is None else columns(layers[name].master.shape[1])
-    for name, weight in pruned.items():
-        order = orders[name]
+        columns, weight = transform.traits.columns, layers[name].transformed(transform)
+        order = None if columns is None else columns(weight.shape[1])
         if not ops.is_nm(weight if order is None else weight[:, order.to(weight.device)], layers[name].pattern):
             raise RecipeError(f"finish: layer {name!r} is not {layers[name].pattern} after pruning; please report this bug.")
+        pruned[name], orders[name] = weight, order
     for name, layer in layers.items():
         layer.master.copy_(pruned.pop(name))
         layer.use(None, STRAIGHT_THROUGH)

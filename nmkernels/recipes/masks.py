@@ -34,11 +34,9 @@ class HeldMask(WeightTransform):
 
 
 class HeldMasks:
-    """The held masks of one handle; ``masks`` (name -> bool ``(out, in)``) is empty until they are chosen.
+    """The held masks of one run; ``masks`` (name -> bool ``(out, in)``) is empty until they are chosen.
 
-    Args:
-        score: ``"magnitude"``, ``"wanda"`` or ``"existing"``; None for recipes that hold no mask.
-        channels: reorders channels just before the masks are chosen; None for recipes that leave them where they are.
+    ``score`` is one of ``SCORES``, None for recipes that hold no mask; ``channels`` reorders channels just before the masks are chosen.
     """
 
     def __init__(self, layers: dict[str, NMWeight], score: str | None, channels: Channels | None = None) -> None:
@@ -66,10 +64,15 @@ class HeldMasks:
         if "masks" not in state:
             self.permute_(state, optimizers)
             self.masks = {name: self._choose(name, layer) for name, layer in self.layers.items()}
-            state["masks"] = {name: self._pack(self.layers[name], mask) for name, mask in self.masks.items()}
+            packed = {name: ops.compress(mask.float(), self.layers[name].pattern, mask=mask) for name, mask in self.masks.items()}
+            state["masks"] = {name: form.indices for name, form in packed.items()}
         elif state["masks"] is not self._source:
             self.check(state)
-            self.masks = {name: self._unpack(layer, state["masks"][name]) for name, layer in self.layers.items()}
+            for name, layer in self.layers.items():
+                (rows, cols), indices = layer.master.shape, state["masks"][name]
+                ones = torch.ones(rows, layer.pattern.kept(cols), device=indices.device)
+                kept = ops.decompress(ops.Compressed(ones, indices, layer.pattern, (rows, cols)))
+                self.masks[name] = kept.bool().to(layer.weight.device)
             if self.channels is not None:
                 self.channels.resume(state.get("kept", {}))
         self._source = state["masks"]
@@ -128,41 +131,21 @@ class HeldMasks:
         return None
 
     def _choose(self, name: str, layer: NMWeight) -> Tensor:
-        w = layer.master.detach()
-        if self.score == "wanda":
-            self._require_inputs()
-            return ops.mask(self._wanda(name), layer.pattern)
-        if self.score == "existing" and not ops.is_nm(w, layer.pattern):
+        if self.score == "existing" and not ops.is_nm(layer.master.detach(), layer.pattern):
             raise RecipeError(
                 f'ASP(score="existing"): the weight of layer {name!r} is not {layer.pattern}, so there is no mask to adopt. '
                 'Use score="magnitude", another pattern, or leave the layer out with filter_fn.'
             )
-        return ops.mask(w, layer.pattern)
-
-    def _wanda(self, name: str) -> Tensor:
-        return (self.layers[name].master.detach().abs().double() * self._squares[name].sqrt()).float()
+        return ops.mask(self._scores()(name), layer.pattern)
 
     def _scores(self) -> Callable[[str], Tensor]:
         """What the mask ranks the elements of each layer by."""
         if self.score != "wanda":
             return lambda name: self.layers[name].master.detach()
-        self._require_inputs()
-        return self._wanda
-
-    def _require_inputs(self) -> None:
         missing = [name for name in self.layers if name not in self._squares]
         if missing:
             raise RecipeError(
                 f'ASP(score="wanda") ranks weights by their inputs and has seen none for {", ".join(missing)}. Run a few batches first: '
                 "with handle.calibrate(): model(batch). When resuming, load the optimizer's state dict before attach: it has the masks."
             )
-
-    @staticmethod
-    def _pack(layer: NMWeight, mask: Tensor) -> Tensor:
-        return ops.compress(mask.to(torch.float32), layer.pattern, mask=mask).indices
-
-    @staticmethod
-    def _unpack(layer: NMWeight, indices: Tensor) -> Tensor:
-        shape = tuple(layer.master.shape)
-        values = torch.ones(shape[0], layer.pattern.kept(shape[1]), device=indices.device)
-        return ops.decompress(ops.Compressed(values, indices, layer.pattern, shape)).bool().to(layer.weight.device)
+        return lambda name: (self.layers[name].master.detach().abs().double() * self._squares[name].sqrt()).float()

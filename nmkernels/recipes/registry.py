@@ -11,8 +11,6 @@ from typing import Any, TypeVar
 from ..pattern import Pattern, RecipeError
 from .base import Recipe
 
-FORM = "write it as name:N:M, or name:N:M(keyword=value, ...), for instance mdgf:1:8(end=0.75)"
-
 _recipes: dict[str, type[Recipe]] = {}
 R = TypeVar("R", bound=type[Recipe])
 
@@ -29,12 +27,7 @@ def recipe(name: str) -> Callable[[R], R]:
 
 
 def names() -> list[str]:
-    """Names of all recipes, sorted.
-
-    Example:
-        >>> "step" in names()
-        True
-    """
+    """Names of all recipes, sorted."""
     return sorted(_recipes)
 
 
@@ -57,10 +50,6 @@ def find(name: str) -> type[Recipe]:
 
     Raises:
         RecipeError: there is none; the message has the nearest name.
-
-    Example:
-        >>> find("SR-STE").__name__
-        'SRSTE'
     """
     plain = name.strip().lower().replace("-", "").replace("_", "")
     if plain not in _recipes:
@@ -113,9 +102,6 @@ def resolve(spec: Recipe | str) -> Recipe:
 def parse(spec: str) -> tuple[str, str | None, dict[str, Any]]:
     """(name, pattern or None, keywords) of a recipe's text; values are plain Python literals, and words may go without quotes.
 
-    Raises:
-        RecipeError: it is not of that form.
-
     Example:
         >>> parse("step:1:8(inner=mdgf(gradient=ste), t_max=0.5)")
         ('step', '1:8', {'inner': 'mdgf(gradient=ste)', 't_max': 0.5})
@@ -130,7 +116,9 @@ def parse(spec: str) -> tuple[str, str | None, dict[str, Any]]:
                 raise ValueError("keywords only")
             options = {str(keyword.arg): _value(keyword.value) for keyword in call.keywords}
         except (SyntaxError, ValueError) as error:
-            raise RecipeError(f"{spec!r} is not a recipe: {FORM}.") from error
+            raise RecipeError(
+                f"{spec!r} is not a recipe: write it as name:N:M, or name:N:M(keyword=value, ...), for instance mdgf:1:8(end=0.75)."
+            ) from error
     return name.strip(), pattern.strip() if colon else None, options
 
 
@@ -151,8 +139,8 @@ def text(recipe: Recipe) -> str:
         >>> text(get("srste:2:4", total_steps=10))
         'srste:2:4(total_steps=10)'
     """
-    own = {f.name: _plain(getattr(recipe, f.name)) for f in fields(recipe) if f.name != "pattern"}
-    inside = ", ".join(f"{f.name}={own[f.name]!r}" for f in fields(recipe) if f.name in own and own[f.name] != f.default)
+    own = spec(recipe)
+    inside = ", ".join(f"{f.name}={own[f.name]!r}" for f in fields(recipe) if f.name != "pattern" and own[f.name] != f.default)
     return f"{recipe.name}:{recipe.pattern}" + (f"({inside})" if inside else "")
 
 

@@ -27,9 +27,8 @@ class Entry:
 class Report:
     """Every layer of a model that has a weight, norms apart, with the decision about it; ``str`` of it is a table.
 
-    The table has one line for layers that differ in nothing but numbers in their names, and tells below it which share of the linear
-    layers' weights is sparse and for what reasons the rest is not. ``channels`` says of each sparse layer, by name, whether its input
-    channels are reordered before pruning, where the recipe searches.
+    The table has one line for layers that differ in nothing but numbers in their names. ``channels`` says of each sparse layer, by name,
+    whether its input channels are reordered before pruning, where the recipe searches.
 
     Example:
         >>> blocks = [Entry(f"fc.{i}", "Linear", (8, 16), True, "2:4") for i in range(3)]
@@ -61,14 +60,17 @@ class Report:
             rows.append((name, e.kind, shape, "yes" if e.sparse else "no", e.reason))
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
         lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row[:4], widths, strict=True)), row[4]]).rstrip() for row in rows]
-        lines += [*self._shares(), *self._not_linear()]
+        lines += self._shares()
+        others = [e for e in self.entries if not e.linear]
+        if others:
+            kinds = ", ".join(f"{kind} ×{n}" if n > 1 else kind for kind, n in Counter(e.kind for e in others).items())
+            lines.append(f"beside them {sum(map(_numel, others))} weights of other layers: {kinds}")
         if self.channels:
             width = max(map(len, self.channels))
             lines += ["input channels", *(f"{name.ljust(width)}  {said}" for name, said in self.channels.items())]
         return "\n".join(lines)
 
     def _shares(self) -> list[str]:
-        """How much of the linear layers is sparse, and how much is not for which reason."""
         linear = [e for e in self.entries if e.linear]
         total, masked = sum(map(_numel, linear)), sum(map(_numel, self.sparse))
         first = f"{len(self.sparse)} of {len(linear)} linear layers sparse, with {masked} of {total} weights"
@@ -81,11 +83,6 @@ class Report:
         shares = sorted(((sum(map(_numel, es)), reason, len(es)) for reason, es in left.items()), key=lambda share: -share[0])
         told = [f"{100 * w / total:6.1f} %  {reason} ({count} layer{'s' * (count > 1)})" for w, reason, count in shares]
         return [f"{first} ({100 * masked / total:.1f} %){'; left dense:' * bool(told)}", *told]
-
-    def _not_linear(self) -> list[str]:
-        others = [e for e in self.entries if not e.linear]
-        kinds = ", ".join(f"{kind} ×{n}" if n > 1 else kind for kind, n in Counter(e.kind for e in others).items())
-        return [f"beside them {sum(map(_numel, others))} weights of other layers: {kinds}"] if others else []
 
 
 def starred(name: str) -> str:
@@ -100,12 +97,11 @@ def _together(entries: list[Entry]) -> list[tuple[str, Entry]]:
         alike.setdefault(starred(e.name), []).append(e)
     rows = []
     for e in entries:
-        star = starred(e.name)
-        found = alike[star]
+        found = alike[starred(e.name)]
         if len(found) == 1 or len({replace(other, name="") for other in found}) > 1:
             rows.append((e.name or "(root)", e))
         elif e is found[0]:
-            rows.append((f"{star} ×{len(found)}", e))
+            rows.append((f"{starred(e.name)} ×{len(found)}", e))
     return rows
 
 

@@ -24,9 +24,8 @@ from .state import HeldTensors, LayerPatterns, Streams, generator_of, shape_of
 class Run:
     """A recipe on the layers of one model.
 
-    Attributes: ``state``, the schedule's, as it lies in the optimizer, empty before one is attached; ``stage``, what training does now;
-    ``revision``, how often that was set; ``calls``, how many steps can have been applied at most; ``optimizers``, all that update
-    the model.
+    ``state`` is the schedule's, as it lies in the optimizer, empty before one is attached; ``stage`` what training does now;
+    ``revision`` how often that was set; ``calls`` how many steps can have been applied at most; ``optimizers`` all that update the model.
     """
 
     def __init__(self, model: nn.Module, recipe: Recipe, layers: dict[str, NMWeight], report: Report) -> None:
@@ -44,26 +43,26 @@ class Run:
         self.streams = Streams(layers)
         self.activations = Activations(model, setup.activation)
         self.stage = recipe.stage({})
-        self.freeze("sparsify_")
+        self.begin("sparsify_")
         add_adapters(recipe, layers)
         self.apply(self.stage)
         self._feed()
         self.tensors.adopt({})
-        self.frozen = Frozen(model, layers, setup.freezes)
+        self.frozen = freeze(model, layers, setup.freezes)
         self.gradients = Gradients(layers)
 
-    def freeze(self, verb: str, anew: bool = False) -> None:
-        """Take from the present weights the layers' patterns and what transforms freeze; ``anew``: also what a checkpoint has restored."""
+    def begin(self, verb: str, anew: bool = False) -> None:
+        """Take from the present weights the layers' patterns and what transforms start from; ``anew``: even if a checkpoint had it."""
         self.patterns.choose()
-        self._freeze(verb, anew)
+        self._begin(verb, anew)
 
-    def _freeze(self, verb: str, anew: bool = False) -> None:
+    def _begin(self, verb: str, anew: bool = False) -> None:
         transform = self.stage.transform or self.stage.later
         for name, layer in self.layers.items():
             layer.final = self._fitted(self.recipe.final_transform(), layer)
             layer.restored &= not anew
             try:
-                layer.freeze(*() if transform is None else (self._fitted(transform, layer),))
+                layer.begin(*() if transform is None else (self._fitted(transform, layer),))
             except NMError as error:
                 raise RecipeError(f"{verb}: layer {name!r}: {error}") from error
 
@@ -89,17 +88,13 @@ class Run:
         """Continue from ``state``, which lies in the optimizer already."""
         self.state, self.calls = state, int(state.get("t", 0))
         if self.patterns.adopt(state):
-            self._freeze("resume")
+            self._begin("resume")
         self._restage()
 
     def advance(self, seen: Observed, applied: Callable[[], bool]) -> Tensor | None:
-        """Take one step of the attached optimizers into the schedule.
+        """Take one step of the attached optimizers into the schedule; returns how many mask bits a renewal of held masks has changed.
 
-        Args:
-            applied: whether the step was not skipped; asked only where something depends on it, as it may wait for the device.
-
-        Returns:
-            how many mask bits the renewal of held masks has changed; None where none was renewed.
+        ``applied()``, whether the step was not skipped, is asked only where something depends on it, as it may wait for the device.
         """
         self.gradients.end()
         self.calls += 1
@@ -110,7 +105,7 @@ class Run:
             stage = self.recipe.stage(state)
             if self.stage.later is not None and stage.later is None:
                 # the dense phase is over: what later stages take from the weights is taken from the present ones
-                self.freeze("the sparse phase", anew=True)
+                self.begin("the sparse phase", anew=True)
                 self.patterns.save(state)
             if "held" in state and stage.part != self.stage.part:
                 before = self._kept()
@@ -166,50 +161,35 @@ class Run:
     def final_transforms(self) -> dict[str, WeightTransform]:
         """What turns each weight into the N:M one that ``finish`` leaves."""
         if self.stage.later is not None:
-            self.freeze("a dense phase", anew=True)
+            self.begin("a dense phase", anew=True)
             self.tensors.preview()
         return {name: self.masks.preview(name) or layer.final for name, layer in self.layers.items()}
 
     def end(self) -> None:
         self.streams.forget()
-        self.frozen.end()
+        for p in self.frozen:
+            p.requires_grad_(True)
+        self.frozen = []
         self.gradients.end()
 
 
 # ---- what a run switches, adds and watches beside the weights
 
 
-class Frozen:
-    """The parameters whose gradients are switched off while a recipe runs.
-
-    Args:
-        freezes: ``"all"`` but what is learned, ``"weights"`` of the swapped layers, or ``""`` for none.
-    """
-
-    def __init__(self, model: nn.Module, layers: dict[str, NMWeight], freezes: str) -> None:
-        weights = {id(layer.weight) for layer in layers.values()}
-        learned = {id(p) for layer in layers.values() for p in layer.learned().values()}
-        self.params = [
-            p
-            for p in model.parameters()
-            if p.requires_grad and (id(p) in weights if freezes == "weights" else freezes == "all" and id(p) not in learned)
-        ]
-        for p in self.params:
-            p.requires_grad_(False)
-            p.grad = None  # zeros left by zero_grad(set_to_none=False) would still be decayed
-
-    def end(self) -> None:
-        for p in self.params:
-            p.requires_grad_(True)
-        self.params = []
+def freeze(model: nn.Module, layers: dict[str, NMWeight], which: str) -> list[nn.Parameter]:
+    """Switch the gradients off of what ``Setup.freezes`` says while the recipe runs; returns those that had some."""
+    weights = {id(layer.weight) for layer in layers.values()}
+    learned = {id(p) for layer in layers.values() for p in layer.learned().values()}
+    chosen = [p for p in model.parameters() if (id(p) in weights if which == "weights" else which == "all" and id(p) not in learned)]
+    frozen = [p for p in chosen if p.requires_grad]
+    for p in frozen:
+        p.requires_grad_(False)
+        p.grad = None  # zeros left by zero_grad(set_to_none=False) would still be decayed
+    return frozen
 
 
 def add_adapters(recipe: Recipe, layers: dict[str, NMWeight]) -> None:
-    """Give every layer for which ``recipe`` wants one an adapter: L drawn from N(0, 1), R = 0.
-
-    L is drawn on the CPU in float64, by the recipe's seed and the layer's name: the same on every
-    device, in every dtype and on every rank.
-    """
+    """Give every layer for which ``recipe`` wants one an adapter: L ~ N(0, 1), the same on every device and rank and in every dtype, R = 0."""
     for name, layer in layers.items():
         rank = recipe.layer(layer.pattern, shape_of(layer)).rank
         if rank:
@@ -218,11 +198,7 @@ def add_adapters(recipe: Recipe, layers: dict[str, NMWeight]) -> None:
 
 
 class Activations:
-    """The ``SquaredReLU`` modules that a recipe governs, and the rule that each had before.
-
-    Args:
-        final: the rule that the recipe leaves; None for recipes that leave activations alone, which then govern none.
-    """
+    """The ``SquaredReLU`` modules that a recipe governs, and the rule that each had before; none without a ``final`` rule to leave."""
 
     def __init__(self, model: nn.Module, final: ActivationRule | None) -> None:
         found = {} if final is None else {name: m for name, m in model.named_modules() if isinstance(m, SquaredReLU)}
@@ -254,8 +230,7 @@ class Activations:
 class Gradients:
     """Sees whether a swapped layer gets a gradient before any attached optimizer has stepped: then somebody trains without the recipe.
 
-    A pruned model that is only run, calibrated or adopted gets none. Hooks of the Parameters see it: a ``.grad`` may be older than the
-    recipe, and is often cleared after a step. A weight that is frozen at first, or replaced by ``load_state_dict(assign=True)``, has none.
+    Hooks of the Parameters see it: a ``.grad`` may be older than the recipe, and is often cleared after a step.
     """
 
     def __init__(self, layers: dict[str, NMWeight]) -> None:

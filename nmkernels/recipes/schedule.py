@@ -23,10 +23,7 @@ PACKED = (False, True, "auto")
 
 @dataclass(frozen=True)
 class ScheduledRecipe(Recipe):
-    """A recipe whose training is a list of stages, each of which begins after a number of applied steps.
-
-    A resumed run must have every setting of its checkpoint but those that ``may_change``.
-    """
+    """A recipe whose training is a list of stages, each of which begins after a number of applied steps."""
 
     @cached_property
     def stages(self) -> tuple[tuple[int, Stage], ...]:
@@ -50,7 +47,6 @@ class ScheduledRecipe(Recipe):
         return bool(state["stage"] != now)
 
     def profile(self, steps: int) -> list[Span]:
-        """Those of the stages, one after the other."""
         begins = [begin for begin, _ in self.stages]
         ends = [*begins[1:], begins[-1] + steps]
         pattern = Pattern(self.pattern)
@@ -58,20 +54,12 @@ class ScheduledRecipe(Recipe):
 
 
 def passed(t: int, stages: Sequence[tuple[int, Any]]) -> int:
-    """The place of the stage in which step ``t`` + 1 is taken: the last that begins at or before ``t``.
-
-    Example:
-        >>> [passed(t, ((0, "dense"), (10, "sparse"), (20, "fixed"))) for t in (0, 10, 19, 20)]
-        [0, 1, 1, 2]
-    """
+    """The place of the stage in which step ``t`` + 1 is taken: the last that begins at or before ``t``."""
     return bisect.bisect_right(stages, t, lo=1, key=lambda stage: stage[0]) - 1
 
 
 def resolve_step(recipe: str, name: str, value: float | int | None, total_steps: int | None) -> int | None:
     """A step count from an int (steps) or a float in [0, 1] (a share of ``total_steps``).
-
-    Raises:
-        RecipeError: a share without ``total_steps``, or a value out of range.
 
     Example:
         >>> resolve_step("STEP", "t_min", 0.1, 1000), resolve_step("STEP", "t_min", 250, None)
@@ -91,15 +79,7 @@ def resolve_step(recipe: str, name: str, value: float | int | None, total_steps:
 
 
 def phases(recipe: str, total_steps: int | None, start: float | int, end: float | int) -> tuple[int, int]:
-    """The steps of a run after which its progressive phase begins and ends, from counts or shares.
-
-    Raises:
-        RecipeError: ``total_steps`` is missing, a value is out of range, or no step is left between the two.
-
-    Example:
-        >>> phases("MdGf", 100, 0.1, 75)
-        (10, 75)
-    """
+    """The steps of a run after which its progressive phase begins and ends, from counts or shares."""
     if total_steps is None:
         raise RecipeError(f"{recipe}: total_steps is needed, the number of optimizer steps of the whole run, to size the schedule.")
     begins, ends = resolve_step(recipe, "start", start, total_steps) or 0, resolve_step(recipe, "end", end, total_steps) or 0
@@ -111,21 +91,13 @@ def phases(recipe: str, total_steps: int | None, start: float | int, end: float 
 
 
 def check_count(recipe: str, name: str, value: int | None, least: int = 0, none: str = "") -> None:
-    """Raise ``RecipeError`` unless ``value`` is a whole number of at least ``least``, or None where ``none`` says what that is for.
-
-    Example:
-        >>> check_count("BiMask", "draws", 100)
-    """
+    """Raise ``RecipeError`` unless ``value`` is a whole number of at least ``least``, or None where ``none`` says what that is for."""
     if not (none and value is None) and (isinstance(value, bool) or not isinstance(value, int) or value < least):
         raise RecipeError(f"{recipe}: {name}={value!r} must be a whole number of at least {least}{f', or None {none}' if none else ''}.")
 
 
 def check_number(recipe: str, name: str, value: float, above: bool = False) -> None:
-    """Raise ``RecipeError`` unless ``value`` is a finite number of at least 0, or ``above`` it.
-
-    Example:
-        >>> check_number("SRSTE", "decay", 2e-4)
-    """
+    """Raise ``RecipeError`` unless ``value`` is a finite number of at least 0, or ``above`` it."""
     # of a decay, infinity times a kept weight's zero would be NaN
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf or (above and value == 0):
         raise RecipeError(f"{recipe}: {name}={value!r} must be a finite number {'above' if above else 'of at least'} 0.")
@@ -150,13 +122,7 @@ def check_flag(recipe: str, name: str, value: object) -> None:
 
 
 def packing(recipe: str, packed: bool | str, pattern: PatternLike, plan: GemmPlan = STRAIGHT_THROUGH) -> GemmPlan:
-    """``plan``, a dense one, with the GEMMs of the weight by ``packed``.
-
-    Args:
-        pattern: of the weights; the estimate of ``plan`` keeps its own.
-
-    Raises:
-        RecipeError: ``packed`` is none of ``PACKED``. NMError: the plan has something that needs the dense layout.
+    """``plan``, a dense one, with the GEMMs of the weight by ``packed``; ``pattern`` is of the weights, an estimate keeps its own.
 
     Example:
         >>> plan = packing("STE", True, "2:4")

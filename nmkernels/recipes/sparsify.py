@@ -1,7 +1,4 @@
-"""Which layers of a model can be made N:M sparse, and the reason for each with a weight that cannot or should not.
-
-sparsify_: swap a model's linear layers for sparse ones in place, and get the handle that drives the recipe.
-"""
+"""Which layers of a model can be made N:M sparse, why the others cannot, and ``sparsify_``, which swaps them in place."""
 
 from __future__ import annotations
 
@@ -60,14 +57,7 @@ def select(
     filter_fn: FilterFn | None = None,
     plan: LayerFn = lambda pattern, shape: LayerPlan(None),
 ) -> tuple[list[Candidate], Report]:
-    """The layers to make sparse and the report on all of them; nothing is changed.
-
-    Args:
-        pattern: M must divide a layer's ``in_features``.
-        filter_fn: ``filter_fn(module, name) -> bool`` chooses among the linear layers, output heads and tiny ones included, and is asked
-            of nothing else; by default every layer is taken that nothing speaks against.
-        plan: ``Recipe.layer``: why a layer of a shape is unsupported, or had better stay dense, beside the general rules.
-    """
+    """The layers to make sparse and the report on all of them; nothing is changed. ``plan`` is ``Recipe.layer``."""
     chosen, report = [], Report()
     for c in _candidates(model, pattern, plan):
         kind = type(c.module).__name__
@@ -96,7 +86,7 @@ def _candidates(model: nn.Module, pattern: Pattern, plan: LayerFn) -> Iterator[C
     heads = _output_heads(model)
     for name, module in model.named_modules():
         if _looks_linear(module):
-            yield _validator(name, module, pattern, plan, uses, bypassed, heads)
+            yield _candidate(name, module, pattern, plan, uses, bypassed, heads)
         elif isinstance(module, nn.MultiheadAttention):
             for key, p in module.named_parameters(recurse=False):
                 if p.dim() == 2:
@@ -107,7 +97,6 @@ def _candidates(model: nn.Module, pattern: Pattern, plan: LayerFn) -> Iterator[C
 
 
 def _others(name: str, module: nn.Module) -> Iterator[Candidate]:
-    """What has a weight and is no layer that could be made sparse."""
     kind, weights = type(module).__name__, _weights(module)
     features = getattr(module, "out_features", None), getattr(module, "in_features", None)
     if ".quantized." in f"{type(module).__module__}.":
@@ -145,7 +134,6 @@ def _is_matrix(t: Tensor) -> bool:
 
 
 def _packed_by_torch(name: str, module: nn.Module) -> Iterator[Candidate]:
-    """A layer of ``torch.ao.nn.quantized``, which keeps its weight packed in an object of C++."""
     weight = getattr(module, "weight", None)
     if callable(weight) or hasattr(module, "_all_weight_values") or hasattr(module, "_packed_weight_ih"):
         shape = tuple(weight().shape) if callable(weight) else ()
@@ -161,7 +149,7 @@ def _join(name: str, key: str) -> str:
     return f"{name}.{key}" if name else key
 
 
-def _validator(
+def _candidate(
     name: str, module: nn.Module, pattern: Pattern, plan: LayerFn, uses: Counter[int], bypassed: set[int], heads: set[int]
 ) -> Candidate:
     if isinstance(module, CompressedLinear):
@@ -251,15 +239,13 @@ def sparsify_(model: nn.Module, recipe: Recipe | str, filter_fn: FilterFn | None
     Module and Parameter objects, hooks, dtype, device and mode are kept, and ``state_dict`` keys stay those of the dense model, so
     optimizers may be built before or after. Taken are ``nn.Linear`` and Hugging Face's ``Conv1D``; left dense are tied weights, output
     heads, layers that M does not divide, tiny ones, quantised ones, what a parent bypasses, and all that is no linear layer;
-    ``print(handle.report)`` shows every layer that has a weight and why.
-
-    A copy of the model (an EMA) keeps the phase it was copied in: to evaluate it, load its state dict into ``model``. Change weights
-    under ``torch.no_grad()``; what is written through ``weight.data`` is not seen before the next optimizer step.
+    ``print(handle.report)`` shows every layer that has a weight and why. A copy of the model (an EMA) keeps the phase it was copied in:
+    to evaluate it, load its state dict into ``model``.
 
     Args:
         model: any module; its own class is not changed.
         recipe: a recipe, or its name such as ``"srste:2:4"``.
-        filter_fn: ``filter_fn(module, name) -> bool`` chooses among the linear layers instead of the default rules.
+        filter_fn: ``filter_fn(module, name) -> bool`` chooses among the linear layers, output heads and tiny ones included.
 
     Raises:
         RecipeError: no layer can be made sparse, the model is sparse already, the filter chose an impossible layer, or a layer's

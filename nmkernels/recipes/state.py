@@ -7,6 +7,7 @@ and ``check(state)``, which raises ``CheckpointError`` where the state is of oth
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -43,8 +44,7 @@ def shape_of(layer: NMWeight) -> tuple[int, int]:
 
 def stream_key(seed: int, layer: str, rank: int) -> int:
     """The 64-bit key of one layer's stream, a signed number: a hash of the run's seed, the layer's name and the process's rank."""
-    digest = hashlib.blake2b(f"{seed}/{rank}/{layer}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True)
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{rank}/{layer}".encode(), digest_size=8).digest(), "little", signed=True)
 
 
 def generator_of(seed: int, what: str) -> torch.Generator:
@@ -55,8 +55,8 @@ def generator_of(seed: int, what: str) -> torch.Generator:
 class Streams:
     """The (seed, offset) words of the layers' gradient estimates; a recipe that draws them has ``seed`` in its state.
 
-    ``state["streams"]`` (name -> int64 ``(2,)``) holds the very tensors whose offsets the backward passes advance on the device, so that
-    the optimizer's state dict has them as they are. The keys are those of this process whatever rank wrote the checkpoint.
+    ``state["streams"]`` (name -> int64 ``(2,)``) holds the very tensors whose offsets the backward passes advance on the device. The keys
+    are those of this process whatever rank wrote the checkpoint.
     """
 
     def __init__(self, layers: dict[str, NMWeight]) -> None:
@@ -67,10 +67,12 @@ class Streams:
         if "seed" not in state:
             return
         streams = state.setdefault("streams", {})
+        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        rank = torch.distributed.get_rank() if distributed else 0
         for name, layer in self.layers.items():
             words = streams[name] if name in streams else torch.zeros(2, dtype=torch.int64)
             words = words.to(layer.weight.device)
-            words[0] = stream_key(state["seed"], name, _rank())
+            words[0] = stream_key(state["seed"], name, rank)
             streams[name] = layer.seed = words
 
     def check(self, state: State) -> None:
@@ -81,18 +83,13 @@ class Streams:
             layer.__dict__["seed"] = None
 
 
-def _rank() -> int:
-    return torch.distributed.get_rank() if torch.distributed.is_available() and torch.distributed.is_initialized() else 0
-
-
 # ---- patterns
 
 
 class LayerPatterns:
     """The pattern of each layer: that of the recipe, or the layer's own where the recipe shares a budget out.
 
-    ``state["patterns"]`` (name -> N:M) is there only for such recipes; a resumed run takes the patterns from there and never shares out
-    anew.
+    ``state["patterns"]`` (name -> N:M) is there only for such recipes; a resumed run takes the patterns from there.
     """
 
     def __init__(self, recipe: Recipe, layers: dict[str, NMWeight], report: Report) -> None:
@@ -145,8 +142,8 @@ class LayerPatterns:
 class HeldTensors:
     """What the layers' transforms hold between renewals: chosen when a stage begins and after every k-th applied step.
 
-    ``state["held"]`` (layer -> name -> tensor, masks as bits) makes a resumed run go on with the very same ones; ``state["held_steps"]``
-    counts the applied steps of the present stage. The layers keep them as buffers outside the model's state dict.
+    ``state["held"]`` (layer -> name -> tensor, masks as bits) has them, ``state["held_steps"]`` counts the applied steps of the present
+    stage. The layers keep them as buffers outside the model's state dict.
     """
 
     def __init__(self, layers: dict[str, NMWeight]) -> None:
@@ -188,20 +185,21 @@ class HeldTensors:
         """Choose anew, from the present weights, what every layer holds."""
         held = state.setdefault("held", {})
         for name, layer in self.layers.items():
-            if read_as("held", layer.transform):
-                assert layer.transform is not None
-                # what a layer still holds of another run was never chosen in this one
-                values = self._choose(name, layer, layer.transform, held.get(name, {}), state)
+            # what a layer still holds of another run was never chosen in this one
+            values = self._choose(name, layer.transform, held.get(name, {}), state)
+            if values:
                 held[name] = {key: packed(value) for key, value in values.items()}
 
     def preview(self) -> None:
         """Choose what every layer's last transform would hold of the present weights, before a stage that does; no state keeps it."""
         for name, layer in self.layers.items():
-            if read_as("held", layer.final):
-                self._choose(name, layer, layer.final, {}, {"held_steps": 0})
+            self._choose(name, layer.final, {}, {"held_steps": 0})
 
     @torch.no_grad()
-    def _choose(self, name: str, layer: NMWeight, transform: WeightTransform, known: Any, state: State) -> dict[str, Tensor]:
+    def _choose(self, name: str, transform: WeightTransform | None, known: Any, state: State) -> dict[str, Tensor]:
+        if transform is None or not read_as("held", transform):
+            return {}
+        layer = self.layers[name]
         generator = generator_of(state.get("seed", 0), f"held/{state['held_steps']}/{name}")
         extras = [None if kind == "held" and key not in known else getattr(layer, key, None) for key, kind in transform.reads.items()]
         values = transform.renew(layer.master.detach(), extras, generator)
@@ -218,16 +216,15 @@ def packed(value: Tensor) -> Any:
     """A bool tensor as bits, eight to a byte; any other as it is."""
     if value.dtype != torch.bool:
         return value
-    flat = value.flatten()
-    bytes_ = F.pad(flat, (0, -len(flat) % 8)).view(-1, 8).to(torch.uint8) * torch.tensor(BITS, dtype=torch.uint8, device=value.device)
-    return {"bits": bytes_.sum(1, dtype=torch.uint8), "shape": list(value.shape)}
+    places = torch.tensor(BITS, dtype=torch.uint8, device=value.device)
+    bits = F.pad(value.flatten(), (0, -value.numel() % 8)).view(-1, 8) * places
+    return {"bits": bits.sum(1, dtype=torch.uint8), "shape": list(value.shape)}
 
 
 def unpacked(value: Any) -> Tensor:
     """The inverse of ``packed``."""
     if isinstance(value, Tensor):
         return value.clone()
-    bits = value["bits"]
-    flat = (bits[:, None] & torch.tensor(BITS, dtype=torch.uint8, device=bits.device)).ne(0).flatten()
-    shape = tuple(value["shape"])
-    return flat[: torch.Size(shape).numel()].view(shape)
+    bits, shape = value["bits"], value["shape"]
+    places = torch.tensor(BITS, dtype=torch.uint8, device=bits.device)
+    return (bits[:, None] & places).ne(0).flatten()[: math.prod(shape)].view(shape)

@@ -40,7 +40,7 @@ def layer_of(name):
     layer = nm.SparseLinear(IN, OUT).double()
     layer.use(transform, plan)
     if transform is not None:
-        layer.freeze(transform)
+        layer.begin(transform)
         layer.hold(transform.renew(layer.weight.detach(), [None] * len(transform.reads), torch.Generator()))
     if name == "faded":
         layer.feed({"nm_flow": torch.tensor(0.25, dtype=torch.float64)})
@@ -159,7 +159,7 @@ def test_a_seed_is_not_advanced_by_torch_func():
 def test_what_is_learned_beside_the_weight():
     layer = nm.SparseLinear(IN, OUT).double()
     transform = GumbelMask(Pattern("2:4"))
-    layer.freeze(transform)
+    layer.begin(transform)
     layer.hold(transform.renew(layer.weight.detach(), [None] * len(transform.reads), torch.Generator().manual_seed(1)))
     layer.feed(
         {name: torch.tensor(value, dtype=torch.float64) for name, value in (("nm_tau", 0.7), ("nm_kappa", 9.0), ("nm_penalty", 0.0))}
