@@ -60,8 +60,7 @@ class Attachment:
             _watched.add(layer.effective)
         if self.masked is not None:
             self.masked.targets = {
-                layer.weight: Target(layer.pattern, layer.transposed, lambda layer=layer: layer.penalties().get(WEIGHT))
-                for layer in layers.values()
+                layer.weight: Target(layer.pattern, layer.transposed, partial(_penalty, layer)) for layer in layers.values()
             }
 
     @property
@@ -368,3 +367,7 @@ def _add(g: Tensor, negated: bool, scale: Tensor | None, extra: Tensor) -> None:
     """Add ``extra`` to a gradient that the optimizer may still negate and unscale."""
     extra = -extra if negated else extra
     g.add_(extra if scale is None else extra * scale)
+
+
+def _penalty(layer: NMWeight) -> Tensor | None:
+    return layer.penalties().get(WEIGHT)

@@ -189,7 +189,7 @@ def freeze(model: nn.Module, layers: dict[str, NMWeight], which: str) -> list[nn
 
 
 def add_adapters(recipe: Recipe, layers: dict[str, NMWeight]) -> None:
-    """Give every layer for which ``recipe`` wants one an adapter: L ~ N(0, 1), the same on every device and rank and in every dtype, R = 0."""
+    """Give every layer for which ``recipe`` wants one an adapter: R = 0, L ~ N(0, 1), the same on every device, rank and dtype."""
     for name, layer in layers.items():
         rank = recipe.layer(layer.pattern, shape_of(layer)).rank
         if rank:

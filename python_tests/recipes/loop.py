@@ -6,6 +6,7 @@ Loshchilov, Hutter, ICLR 2019.
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -49,15 +50,44 @@ def top_n(w, n, m):
     return torch.zeros_like(groups, dtype=torch.bool).scatter(1, best, True).reshape(w.shape)
 
 
+class Product(torch.autograd.Function):
+    """y = x wᵀ, with ∂L/∂w = ``estimate(g, x)`` and ∂L/∂x = g ``back``."""
+
+    @staticmethod
+    def forward(ctx, x, w, back, estimate):
+        ctx.save_for_backward(x, back)
+        ctx.estimate = estimate
+        return x @ w.T
+
+    @staticmethod
+    def backward(ctx, g):
+        x, back = ctx.saved_tensors
+        return g @ back, ctx.estimate(g, x), None, None
+
+
+def loss_at(at, batch, act=F.gelu, estimate=lambda k, g, x: g.T @ x, back=None, adapters=False):
+    """The loss of the three-layer net with the parameters ``at``; low-rank ones add x L R / r."""
+    h = batch[0]
+    for i in (0, 2, 4):
+        k = f"{i}.weight"
+        y = Product.apply(h, at[k], (back or {}).get(k, at[k]).detach(), partial(estimate, k)) + at[f"{i}.bias"]
+        if adapters and k in SPARSE:
+            left, right = at[f"{i}.nm_left"], at[f"{i}.nm_right"]
+            y = y + h @ left @ right / left.shape[1]
+        h = act(y) if i < 4 else y
+    return F.mse_loss(h, batch[1])
+
+
 def gradients(params, batch, masks):
     """Loss and gradients at the masked weights; ``masks`` is empty in a dense phase."""
     at = {k: (v * masks[k] if k in masks else v).detach().requires_grad_() for k, v in params.items()}
-    h = batch[0]
-    for i in (0, 2, 4):
-        h = F.linear(h, at[f"{i}.weight"], at[f"{i}.bias"])
-        h = F.gelu(h) if i < 4 else h
-    loss = F.mse_loss(h, batch[1])
+    loss = loss_at(at, batch)
     return loss.item(), dict(zip(at, torch.autograd.grad(loss, list(at.values())), strict=True))
+
+
+def through(w, value):
+    """``value``, whose gradient is that of ``w``."""
+    return w + (value - w).detach()
 
 
 @dataclass
@@ -87,45 +117,6 @@ class Step:
     clamp: float | None = None
 
 
-def train(params, data, n, m, decay=0.0, adam=None, step=None):
-    """30 lines of STE, SR-STE (``step`` None) or STEP; returns the parameters and one record per step."""
-    a, params, log = adam or Adam(), {k: v.clone() for k, v in params.items()}, []
-    m1 = {k: torch.zeros_like(v) for k, v in params.items()}
-    v2 = {k: torch.zeros_like(v) for k, v in params.items()}
-    watch, switched = Watch(step, a.beta2) if step else None, 0
-    for t, batch in enumerate(data, start=1):
-        learning = step is None or switched > 0
-        masks = {k: top_n(params[k], n, m) for k in SPARSE} if learning else {}
-        loss, grads = gradients(params, batch, masks)
-        before = {k: v2[k].clone() for k in SPARSE}
-        pruned_w = sum(params[k][~masks[k]].abs().sum() for k in masks)
-        pruned_g = sum(grads[k][~masks[k]].abs().sum() for k in masks)
-        largest = 0.0
-        for k, w in params.items():
-            g = grads[k]
-            if k in masks:
-                g = g + decay * w * ~masks[k]
-            m1[k] = a.beta1 * m1[k] + (1 - a.beta1) * g
-            frozen = switched and k in SPARSE
-            if not frozen:
-                v2[k] = a.beta2 * v2[k] + (1 - a.beta2) * g * g
-            correction = 1 - a.beta2 ** (switched if frozen else t)
-            if frozen and not step.bias_corrected:
-                correction = 1.0
-            inside = step is not None and step.inside and frozen
-            d = (v2[k] / correction + a.eps).sqrt() if inside else (v2[k] / correction).sqrt() + a.eps
-            u = m1[k] / (1 - a.beta1**t) / d
-            largest = max(largest, float(u.abs().max())) if k in SPARSE else largest
-            if frozen and step.clamp is not None:
-                u = u.clamp(-step.clamp, step.clamp)
-            params[k] = w * (1 - a.lr * a.weight_decay) - a.lr * u
-        flips = sum(int((top_n(params[k], n, m) ^ masks[k]).sum()) for k in masks)
-        log.append({"loss": loss, "flips": flips, "phase": int(learning), "pruned_w": pruned_w, "pruned_g": pruned_g, "largest": largest})
-        if watch and not switched and watch.fires(t, [before[k] for k in SPARSE], [v2[k] for k in SPARSE]):
-            switched = t
-    return params, log, switched
-
-
 class Watch:
     """The switching policies over plain python lists."""
 
@@ -153,6 +144,94 @@ class Watch:
             return len(self.values) > self.window and self.values[-1] / self.values[-1 - self.window] > s.threshold
         recent = self.values[-self.window :]
         return sum(recent) / len(recent) < s.threshold
+
+
+def optimize(
+    params,
+    data,
+    use=lambda k, p, t: p[k],
+    rule=lambda k, w, g, t: g,
+    *,
+    begin=lambda t, *tensors: None,
+    after=lambda t, params: None,
+    estimate=lambda k, g, x, t: g.T @ x,
+    back=lambda used, t: {},
+    adapters=lambda t: False,
+    extra=lambda used, t: 0.0,
+    act=lambda y, t: F.gelu(y),
+    multiplier=1.0,
+    adam=None,
+    step=None,
+    log=None,
+):
+    """AdamW on L(W̃) + ``extra``, W̃ = ``use(k, params, t)`` differentiated by autograd, with t from 0.
+
+    ``rule(k, w, g, t)`` adds to a gradient, or says None where the parameter stands still; ``estimate`` is ∂L/∂W̃, ``back`` what ∂L/∂x
+    multiplies instead of W̃. Before each step ``begin(t, params, m, v)`` may change them. With a ``step`` all this begins at STEP's switch,
+    from which t is then counted and v of the sparse weights is frozen; before it training is dense.
+    """
+    a, params = adam or Adam(), {k: w.clone() for k, w in params.items()}
+    m, v = ({k: torch.zeros_like(w) for k, w in params.items()} for _ in "mv")
+    count, switched, log = dict.fromkeys(params, 0), 0, [] if log is None else log
+    watch = Watch(step, a.beta2) if step else None
+    for now, batch in enumerate(data):
+        learning, t = watch is None or switched > 0, now - switched
+        if learning:
+            begin(t, params, m, v)
+        p = {k: w.clone().requires_grad_() for k, w in params.items()}
+        used = {k: use(k, p, t) for k in SPARSE} if learning else {}
+        parts = {"estimate": lambda k, g, x, t=t: estimate(k, g, x, t), "back": back(used, t), "adapters": adapters(t)} if learning else {}
+        loss = loss_at({**p, **used}, batch, lambda y, t=t: act(y, t), **parts) + (extra(used, t) if learning else 0.0)
+        grads = torch.autograd.grad(loss, list(p.values()), allow_unused=True)
+        log.append({"loss": loss.item(), "phase": int(learning), "largest": 0.0})
+        before = [v[k] for k in SPARSE]
+        for (k, w), g in zip(list(params.items()), grads, strict=True):
+            g = rule(k, w, g, t) if learning and g is not None else g
+            if g is None:
+                continue
+            count[k] += 1
+            frozen = switched > 0 and k in SPARSE
+            m[k] = a.beta1 * m[k] + (1 - a.beta1) * g
+            if not frozen:
+                v[k] = a.beta2 * v[k] + (1 - a.beta2) * g * g
+            correction = 1 - a.beta2 ** (switched if frozen else count[k])
+            if frozen and not step.bias_corrected:
+                correction = 1.0
+            d = (v[k] / correction + a.eps).sqrt() if frozen and step.inside else (v[k] / correction).sqrt() + a.eps
+            u = m[k] / (1 - a.beta1 ** count[k]) / d
+            if k in SPARSE:
+                log[-1]["largest"] = max(log[-1]["largest"], float(u.abs().max()))
+            if frozen and step.clamp is not None:
+                u = u.clamp(-step.clamp, step.clamp)
+            lr = a.lr * (multiplier if "nm_" in k else 1.0)
+            params[k] = w * (1 - lr * a.weight_decay) - lr * u
+        after(t, params)
+        if watch and not switched and watch.fires(now + 1, before, [v[k] for k in SPARSE]):
+            switched = now + 1
+            log[-1]["switched"] = switched
+    return params
+
+
+def train(params, data, n, m, decay=0.0, adam=None, step=None):
+    """STE, SR-STE (``step`` None) or STEP; returns the parameters, one record per step, and the step of the switch."""
+    log, masks = [], {}
+
+    def use(k, p, t):
+        masks[k] = top_n(p[k].detach(), n, m)
+        return through(p[k], p[k] * masks[k])
+
+    def rule(k, w, g, t):
+        if k not in SPARSE:
+            return g
+        for name, x in (("pruned_w", w), ("pruned_g", g)):
+            log[-1][name] = log[-1].get(name, 0.0) + x[~masks[k]].abs().sum()
+        return g + decay * w * ~masks[k]
+
+    def after(t, params):
+        log[-1]["flips"] = sum(int((top_n(params[k], n, m) ^ mask).sum()) for k, mask in masks.items())
+
+    end = optimize(params, data, use, rule, after=after, adam=adam, step=step, log=log)
+    return end, log, next((record["switched"] for record in log if "switched" in record), 0)
 
 
 def train_with(make_optimizers, params, data, n, m, decay=0.0):

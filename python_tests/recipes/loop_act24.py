@@ -1,9 +1,8 @@
 """Sparse squared-ReLU activations in plain torch, from the equations of Haziza et al., arXiv 2503.16672; nothing from the package."""
 
 import torch
-import torch.nn.functional as F
 
-from python_tests.recipes.loop import Adam
+from python_tests.recipes.loop import optimize
 
 
 def largest(y, n, m):
@@ -21,15 +20,4 @@ def activation(y, n, m, grad="chain"):
 
 def act24(params, data, n, m, dense, gradient="chain"):
     """The usual net with squared ReLU, dense for ``dense`` steps, then with sparse activations."""
-    leaves = {k: v.clone().requires_grad_() for k, v in params.items()}
-    optimizer = torch.optim.AdamW(leaves.values(), **Adam().keywords)
-    for t, (x, target) in enumerate(data):
-        h = x
-        for i in (0, 2, 4):
-            h = F.linear(h, leaves[f"{i}.weight"], leaves[f"{i}.bias"])
-            if i < 4:
-                h = activation(h, n, m, gradient) if t >= dense else h.relu() ** 2
-        optimizer.zero_grad()
-        F.mse_loss(h, target).backward()
-        optimizer.step()
-    return {k: p.detach() for k, p in leaves.items()}
+    return optimize(params, data, act=lambda y, t: activation(y, n, m, gradient) if t >= dense else y.relu() ** 2)

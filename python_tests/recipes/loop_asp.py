@@ -1,10 +1,8 @@
-"""ASP with a channel permutation by an independent loop in plain torch: Mishra et al. 2021; Pool and Yu, NeurIPS 2021."""
+"""ASP, with a channel permutation too, by an independent loop in plain torch: Mishra et al. 2021; Pool and Yu, NeurIPS 2021."""
 
 from itertools import combinations
 
-import torch
-
-from python_tests.recipes.loop import SPARSE, Adam, gradients, top_n
+from python_tests.recipes.loop import SPARSE, optimize, top_n
 
 
 def kept(w, columns, n=2):
@@ -31,24 +29,21 @@ def climb(w, m=4):
             return [column for stripe in sorted(sorted(stripe) for stripe in stripes) for column in stripe]
 
 
-def permuted(params, data, prune_at):
-    """Dense Adam; before step ``prune_at`` the channels between layers 0 and 2 are put in the order that suits layer 2, with their
-    moments, and both are pruned; then g ← g ⊙ M, step, W ← W ⊙ M. The channels between 2 and 4 stay: 4 is not pruned."""
-    a, params = Adam(), {k: v.clone() for k, v in params.items()}
-    m, v = ({k: torch.zeros_like(w) for k, w in params.items()} for _ in "mv")
+def asp(params, data, prune_at=0, permute=False, **how):
+    """g ← g ⊙ M and W ← W ⊙ M from step ``prune_at`` on, with the mask of that moment.
+
+    With ``permute`` the channels between layers 0 and 2 are first put in the order that suits layer 2, with their moments; those between
+    2 and 4 stay, as 4 is not pruned.
+    """
     masks = {}
-    for t, batch in enumerate(data):
+
+    def begin(t, *tensors):
+        if t == prune_at and permute:
+            order = climb(tensors[0]["2.weight"])
+            for part in tensors:
+                part.update({k: part[k][order] for k in ("0.weight", "0.bias")}, **{"2.weight": part["2.weight"][:, order]})
         if t == prune_at:
-            order = climb(params["2.weight"])
-            for tensors in (params, m, v):
-                tensors.update({k: tensors[k][order] for k in ("0.weight", "0.bias")}, **{"2.weight": tensors["2.weight"][:, order]})
-            masks = {k: top_n(params[k], 2, 4) for k in SPARSE}
-            params.update({k: params[k] * masks[k] for k in SPARSE})
-        _, grads = gradients(params, batch, masks)
-        for k, w in params.items():
-            g = grads[k] * masks.get(k, 1.0)
-            m[k] = a.beta1 * m[k] + (1 - a.beta1) * g
-            v[k] = a.beta2 * v[k] + (1 - a.beta2) * g * g
-            d = (v[k] / (1 - a.beta2 ** (t + 1))).sqrt() + a.eps
-            params[k] = (w * (1 - a.lr * a.weight_decay) - a.lr * m[k] / (1 - a.beta1 ** (t + 1)) / d) * masks.get(k, 1.0)
-    return params
+            masks.update({k: top_n(tensors[0][k], 2, 4).double() for k in SPARSE})
+
+    end = optimize(params, data, lambda k, p, t: p[k] * masks.get(k, 1.0), begin=begin, **how)
+    return {k: w * masks.get(k, 1.0) for k, w in end.items()}

@@ -2,7 +2,7 @@
 
 import torch
 
-from python_tests.recipes import loop_used as used
+from python_tests.recipes.loop import SPARSE, optimize, through
 
 
 def spaced(w, n, m, spacing=None):
@@ -21,8 +21,11 @@ def spaced(w, n, m, spacing=None):
 def complementary(params, data, n, m, spacing=None, decay=0.0, chain=False):
     """Adam on g + λ (1 − M) ⊙ W, or M ⊙ g + λ (1 − M) ⊙ W, at W̃ = M ⊙ W."""
 
-    def rule(k, w, g, t):
-        mask = spaced(w, n, m, spacing)
-        return (g * mask if chain else g) + decay * (1 - mask) * w
+    def use(k, p, t):
+        used = p[k] * spaced(p[k].detach(), n, m, spacing)
+        return used if chain else through(p[k], used)
 
-    return used.train_used(params, data, lambda k, w, t: w * spaced(w, n, m, spacing), rule)
+    def rule(k, w, g, t):
+        return g + decay * (1 - spaced(w, n, m, spacing)) * w if k in SPARSE else g
+
+    return optimize(params, data, use, rule)

@@ -6,7 +6,7 @@ import itertools
 import torch
 
 from nmkernels import reference
-from python_tests.recipes.loop_used import train_used
+from python_tests.recipes.loop import SPARSE, optimize, through
 
 
 @functools.lru_cache
@@ -30,20 +30,18 @@ def fst(params, data, n, m, refresh, decay, stop=None, streams=None, method="exa
     """Held masks, renewed after every ``refresh`` steps and not applied from step ``stop`` on; 2:4 estimates from ``streams``, or none."""
     masks = {}
 
-    def sparse(t):
-        return stop is None or t < stop
+    def begin(t, params, *moments):
+        if t == stop:
+            masks.clear()
+        elif t % refresh == 0 and (stop is None or t < stop):
+            masks.update({k: transposable(params[k], n, m).double() for k in SPARSE})
 
-    def use(k, w, t):
-        if sparse(t) and t % refresh == 0:
-            masks[k] = transposable(w, n, m).to(w.dtype)
-        return w * masks[k] if sparse(t) else w
-
-    def rule(k, w, g, t):
-        return g + decay * (1 - masks[k]) * w if sparse(t) else g
-
-    def product(k, g, x, t):
-        if sparse(t) and streams is not None:
+    def estimate(k, g, x, t):
+        if k in masks and streams is not None:
             g = reference.mvue(g, 2, 4, 0, torch.tensor([streams[k], t]), method)
         return g.T @ x
 
-    return train_used(params, data, use, rule, product)
+    def rule(k, w, g, t):
+        return g + decay * (1 - masks[k]) * w if k in masks else g
+
+    return optimize(params, data, lambda k, p, t: through(p[k], p[k] * masks.get(k, 1.0)), rule, begin=begin, estimate=estimate)

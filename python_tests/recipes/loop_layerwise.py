@@ -2,9 +2,7 @@
 
 import itertools
 
-from python_tests.recipes.loop import SPARSE, top_n
-from python_tests.recipes.loop_inner import step_then
-from python_tests.recipes.loop_used import train_used
+from python_tests.recipes.loop import SPARSE, optimize, through, top_n
 
 
 def cheapest(weights, loss, kept, m, budget, closest=False):
@@ -31,26 +29,15 @@ def magnitude(weights, kept, m, budget):
     return cheapest(weights, lambda k, w, n: w.abs()[~top_n(w, n, m)].sum().item(), kept, m, budget)
 
 
-def srste(params, data, share, kept, m, budget, decay):
-    """SR-STE with the patterns of the first weights."""
-    ns = share({k: params[k] for k in SPARSE}, kept, m, budget)
-    rule = lambda k, w, g, t: g + decay * w * ~top_n(w, ns[k], m)  # noqa: E731
-    return train_used(params, data, lambda k, w, t: w * top_n(w, ns[k], m), rule)
-
-
-def sdgf(params, data, share, kept, m, budget, frames, starts):
-    """Frames of n of m; no layer is sparser in one than it ends, and the last is its own."""
-    ns = share({k: params[k] for k in SPARSE}, kept, m, budget)
-
-    def use(k, w, t):
-        now = max(i for i, start in enumerate(starts) if start <= t)
-        return w * top_n(w, max(frames[now], ns[k]) if now < len(frames) - 1 else ns[k], m)
-
-    return train_used(params, data, use)
-
-
-def step_ste(params, data, at, share, kept, m, budget):
-    """STEP with the patterns of the weights of the switch."""
+def srste(params, data, share, kept, m, budget, decay, **how):
+    """SR-STE with the patterns that ``share`` gives the first weights."""
     ns = {}
-    begin = lambda params: ns.update(share({k: params[k] for k in SPARSE}, kept, m, budget))  # noqa: E731
-    return step_then(params, data, at, lambda k, w, u: w * top_n(w, ns[k], m), begin=begin)
+
+    def begin(t, params, *moments):
+        if t == 0:
+            ns.update(share({k: params[k] for k in SPARSE}, kept, m, budget))
+
+    def rule(k, w, g, t):
+        return g + decay * w * ~top_n(w, ns[k], m) if k in ns else g
+
+    return optimize(params, data, lambda k, p, t: through(p[k], p[k] * top_n(p[k].detach(), ns[k], m)), rule, begin=begin, **how)

@@ -12,40 +12,12 @@ import torch.nn.functional as F
 
 from nmkernels import reference
 from nmkernels.recipes.state import stream_key
-from python_tests.recipes.loop import SPARSE, Adam
+from python_tests.recipes.loop import SPARSE, optimize, through
 
 
 def table(n, m):
     """P: one row of 0 and 1 per combination, in lexicographic order."""
     return torch.tensor([[float(i in c) for i in range(m)] for c in itertools.combinations(range(m), n)], dtype=torch.float64)
-
-
-def loss_at(params, batch, used):
-    at = {**params, **used}
-    h = batch[0]
-    for i in (0, 2, 4):
-        h = F.linear(h, at[f"{i}.weight"], at[f"{i}.bias"])
-        h = F.gelu(h) if i < 4 else h
-    return F.mse_loss(h, batch[1])
-
-
-def train_learned(params, data, used_of, trains, after=lambda params, t: None, multiplier=1.0, extra=lambda used: 0.0):
-    """Adam on L(W̃) + ``extra``(W̃) with W̃ = ``used_of(leaves, t)``; ``trains(name, t)`` says which parameters have gradients."""
-    a, params = Adam(), {k: v.clone() for k, v in params.items()}
-    m, v = {k: torch.zeros_like(w) for k, w in params.items()}, {k: torch.zeros_like(w) for k, w in params.items()}
-    for t, batch in enumerate(data):
-        names = [k for k in params if trains(k, t)]
-        leaves = {k: w.detach().requires_grad_(k in names) for k, w in params.items()}
-        used = used_of(leaves, t)
-        grads = torch.autograd.grad(loss_at(leaves, batch, used) + extra(used), [leaves[k] for k in names])
-        for k, g in zip(names, grads, strict=True):
-            lr = a.lr * (multiplier if "nm_" in k else 1.0)
-            m[k] = a.beta1 * m[k] + (1 - a.beta1) * g
-            v[k] = a.beta2 * v[k] + (1 - a.beta2) * g * g
-            d = (v[k] / (1 - a.beta2 ** (t + 1))).sqrt() + a.eps
-            params[k] = params[k] * (1 - lr * a.weight_decay) - lr * m[k] / (1 - a.beta1 ** (t + 1)) / d
-        after(params, t + 1)
-    return params
 
 
 # ---- MaskLLM
@@ -63,28 +35,24 @@ def maskllm(params, data, recipe, total):
     """All of ``recipe``'s options; only the logits train, or everything but the swapped weights."""
     p, r = table(recipe.pattern.n, recipe.pattern.m), recipe
 
-    def used_of(leaves, t):
+    def use(k, leaves, t):
         tau = r.tau_start + (r.tau_end - r.tau_start) * t / total
         kappa = r.kappa_start + (r.kappa_end - r.kappa_start) * t / total
-        used = {}
-        for k in SPARSE:
-            name = k.removesuffix(".weight")
-            logits = leaves[f"{name}.nm_logits"]
-            y = ((kappa * logits + noise(r.seed, name, t, logits.shape)) / tau).softmax(1)
-            if r.hard:
-                y = y + (F.one_hot(y.argmax(1), y.shape[1]) - y).detach()
-            used[k] = leaves[k] * (y @ p).reshape(leaves[k].shape)
-        used_of.t = t
-        return used
+        name = k.removesuffix(".weight")
+        logits = leaves[f"{name}.nm_logits"]
+        y = ((kappa * logits + noise(r.seed, name, t, logits.shape)) / tau).softmax(1)
+        if r.hard:
+            y = y + (F.one_hot(y.argmax(1), y.shape[1]) - y).detach()
+        return leaves[k] * (y @ p).reshape(leaves[k].shape)
 
-    def extra(used):
-        scale = 1 - used_of.t / total if r.decay_schedule == "linear" else 1.0
-        return -r.decay * scale * sum(used[k].square().sum() for k in SPARSE)
+    def extra(used, t):
+        scale = 1 - t / total if r.decay_schedule == "linear" else 1.0
+        return -r.decay * scale * sum(w.square().sum() for w in used.values())
 
-    def trains(k, t):
-        return "nm_" in k or (r.others == "trained" and k not in SPARSE)
+    def rule(k, w, g, t):
+        return g if "nm_" in k or (r.others == "trained" and k not in SPARSE) else None
 
-    return train_learned(params, data, used_of, trains, multiplier=r.lr_multiplier, extra=extra)
+    return optimize(params, data, use, rule, extra=extra, multiplier=r.lr_multiplier)
 
 
 # ---- LBC
@@ -103,26 +71,23 @@ def lbc(params, data, recipe, t_i, t_f):
     def scores_of(k):
         return k.replace("weight", "nm_scores")
 
-    def remove(params, t):
+    def after(t, params):
         for k in SPARSE:
             for group, left in enumerate(alive[k]):
                 alpha = params[scores_of(k)][group].tolist()
-                while len(left) > remaining(t):
+                while len(left) > remaining(t + 1):
                     left.remove(min(left, key=lambda c: (alpha[c], -c)))
 
-    def used_of(leaves, t):
-        used = {}
-        for k in SPARSE:
-            w, alpha = leaves[k], leaves[scores_of(k)]
-            on = torch.tensor([[float(c in left) for c in range(len(p))] for left in alive[k]], dtype=torch.float64)
-            soft = (alpha * on) @ p
-            if recipe.forward == "union":
-                binary = (on @ p > 0).double()
-            else:
-                best = soft.detach().argsort(dim=1, descending=True, stable=True)[:, :n]
-                binary = torch.zeros_like(soft).scatter(1, best, 1.0).detach()
-            through = (binary + soft - soft.detach()).reshape(w.shape)
-            used[k] = w * through if recipe.gradient == "chain" else w.detach() * through + w - w.detach()
-        return used
+    def use(k, leaves, t):
+        w, alpha = leaves[k], leaves[scores_of(k)]
+        on = torch.tensor([[float(c in left) for c in range(len(p))] for left in alive[k]], dtype=torch.float64)
+        soft = (alpha * on) @ p
+        if recipe.forward == "union":
+            binary = (on @ p > 0).double()
+        else:
+            best = soft.detach().argsort(dim=1, descending=True, stable=True)[:, :n]
+            binary = torch.zeros_like(soft).scatter(1, best, 1.0).detach()
+        mask = through(soft, binary).reshape(w.shape)
+        return w * mask if recipe.gradient == "chain" else w.detach() * mask + w - w.detach()
 
-    return train_learned(params, data, used_of, lambda k, t: "nm_" not in k or remaining(t) > 1, remove)
+    return optimize(params, data, use, lambda k, w, g, t: g if "nm_" not in k or remaining(t) > 1 else None, after=after)

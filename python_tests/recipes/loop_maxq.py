@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from python_tests.recipes.loop_used import train_used
+from python_tests.recipes.loop import SPARSE, optimize, through
 
 
 def row_query(a, k, tau):
@@ -50,17 +50,12 @@ def share_at(t, start, stop, schedule, levels):
 
 def maxq(params, data, recipe, start, stop):
     """MaxQ with D falling between the steps ``start`` and ``stop``; of ``recipe`` only plain settings are read."""
-    n, m = recipe.pattern.n, recipe.pattern.m
+    n, m, seen = recipe.pattern.n, recipe.pattern.m, {}
 
-    def at(w, t):
-        return parts(w, n, m, share_at(t, start, stop, recipe.schedule, recipe.levels), recipe.tau, recipe.kernel)
+    def use(k, p, t):
+        share = share_at(t, start, stop, recipe.schedule, recipe.levels)
+        seen[k], factor = parts(p[k].detach(), n, m, share, recipe.tau, recipe.kernel)
+        used = p[k] * seen[k] * factor
+        return used if recipe.gradient == "chain" else through(p[k], used)
 
-    def use(k, w, t):
-        kept, factor = at(w, t)
-        return w * kept * factor
-
-    def rule(k, w, g, t):
-        kept, factor = at(w, t)
-        return (g * kept * factor if recipe.gradient == "chain" else g) + recipe.decay * (1 - kept) * w
-
-    return train_used(params, data, use, rule)
+    return optimize(params, data, use, lambda k, w, g, t: g + recipe.decay * (1 - seen[k]) * w if k in SPARSE else g)

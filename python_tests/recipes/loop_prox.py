@@ -4,8 +4,7 @@ import itertools
 
 import torch
 
-from python_tests.recipes.loop import SPARSE, Adam
-from python_tests.recipes.loop_used import backprop
+from python_tests.recipes.loop import SPARSE, optimize
 
 
 def objective(w, v, strength):
@@ -51,22 +50,18 @@ def brute(v, strength, starts=8, sweeps=60, seed=0):
     return best * v.sign()
 
 
-def proxsparse(params, data, strength, anchor=0.0, epsilon=0.1, adam=None):
+def proxsparse(params, data, strength, anchor=0.0, epsilon=0.1):
     """The regularised weights after AdamW and the proximal step, batch after batch."""
-    a, first, params = adam or Adam(), {k: v.clone() for k, v in params.items()}, {k: v.clone() for k, v in params.items()}
-    m, v = ({k: torch.zeros_like(w) for k, w in params.items()} for _ in range(2))
-    for t, batch in enumerate(data, start=1):
-        inputs, outputs, grads = backprop(params, batch, {})
-        for k, w in params.items():
-            g = outputs[k].T @ inputs[k] if k in SPARSE else grads[k]
-            if k in SPARSE and anchor:
-                at = w.clone().requires_grad_()
-                sign = torch.where(first[k] >= 0, 1.0, -1.0)
-                term = anchor * ((at / (first[k] + epsilon * sign)) * (at - first[k])).norm() ** 2
-                g = g + torch.autograd.grad(term, at)[0] if t > 1 else g  # the norm has no gradient at 0, its square's is 0
-            m[k] = a.beta1 * m[k] + (1 - a.beta1) * g
-            v[k] = a.beta2 * v[k] + (1 - a.beta2) * g * g
-            d = (v[k] / (1 - a.beta2**t)).sqrt() + a.eps
-            w = w * (1 - a.lr * a.weight_decay) - a.lr * m[k] / (1 - a.beta1**t) / d
-            params[k] = brute(w.reshape(-1, 4), strength).reshape(w.shape) if k in SPARSE else w
-    return params
+    first = {k: v.clone() for k, v in params.items()}
+
+    def rule(k, w, g, t):
+        if k not in SPARSE or not anchor or t == 0:  # the norm has no gradient at 0, its square's is 0
+            return g
+        at, sign = w.clone().requires_grad_(), torch.where(first[k] >= 0, 1.0, -1.0)
+        term = anchor * ((at / (first[k] + epsilon * sign)) * (at - first[k])).norm() ** 2
+        return g + torch.autograd.grad(term, at)[0]
+
+    def after(t, params):
+        params.update({k: brute(params[k].reshape(-1, 4), strength).reshape(params[k].shape) for k in SPARSE})
+
+    return optimize(params, data, rule=rule, after=after)

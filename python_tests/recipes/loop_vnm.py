@@ -4,8 +4,7 @@ import itertools
 
 import torch
 
-from python_tests.recipes.loop import top_n
-from python_tests.recipes.loop_used import train_used
+from python_tests.recipes.loop import SPARSE, optimize, through, top_n
 
 
 def retained(block, columns, n):
@@ -37,14 +36,13 @@ def columns_of(w, n, m, v, objective="retained"):
 
 
 def vnm(params, data, n, m, v, decay, refresh, objective="retained"):
-    held = {}
+    columns, kept = {}, {}
 
-    def use(k, w, t):
+    def use(k, p, t):
+        w = p[k].detach()
         if t == 0 or (refresh and t % refresh == 0):
-            held[k] = columns_of(w, n, m, v, objective)
-        return w * kept(k, w)
+            columns[k] = columns_of(w, n, m, v, objective)
+        kept[k] = columns[k] & top_n(w * columns[k], n, m)
+        return through(p[k], p[k] * kept[k])
 
-    def kept(k, w):
-        return held[k] & top_n(w * held[k], n, m)
-
-    return train_used(params, data, use, lambda k, w, g, t: g + decay * w * ~kept(k, w))
+    return optimize(params, data, use, lambda k, w, g, t: g + decay * w * ~kept[k] if k in SPARSE else g)

@@ -31,13 +31,13 @@ from nmkernels.recipes import (
     SdGf,
     SLoPe,
 )
-from python_tests.recipes import loop_dgrad, loop_inner
+from python_tests.recipes import loop_dgrad
 from python_tests.recipes import loop_layerwise as layerwise
 from python_tests.recipes import loop_learned as learned
 from python_tests.recipes import loop_used as used
 from python_tests.recipes.loop import SPARSE, Adam, Step, train
 from python_tests.recipes.loop_act24 import act24
-from python_tests.recipes.loop_asp import permuted
+from python_tests.recipes.loop_asp import asp
 from python_tests.recipes.loop_ast import ast
 from python_tests.recipes.loop_complementary import complementary
 from python_tests.recipes.loop_fst import fst
@@ -89,24 +89,7 @@ def hard(decay: float = 0.0, step: Step | None = None, n: int = 2) -> Any:
 
 def thawed(params: dict[str, Any], data: list[Any], streams: Any) -> dict[str, Any]:
     """Seven dense steps, then STE; Adam knows nothing of it."""
-    return used.train_used(params, data, lambda k, w, t: w * used.top_n(w, 2, 4) if t >= 7 else w)
-
-
-def asp(prune_at: int) -> Any:
-    """g ← g ⊙ M and W ← W ⊙ M from ``prune_at`` on, with the mask of that moment."""
-
-    def run(params: dict[str, Any], data: list[Any], streams: Any) -> dict[str, Any]:
-        masks: dict[str, Any] = {}
-
-        def use(k: str, w: Any, t: int) -> Any:
-            if t >= prune_at and k not in masks:
-                masks[k] = used.top_n(w, 2, 4).to(w.dtype)
-            return w * masks.get(k, 1.0)
-
-        end = used.train_used(params, data, use, lambda k, w, g, t: g * masks.get(k, 1.0))
-        return {k: w * masks[k] if k in masks else w for k, w in end.items()}
-
-    return run
+    return used.sdgf(params, data, [(2, 4)], [7])
 
 
 def mdgf(recipe: MdGf, dense: int, fine_tune: int) -> Entry:
@@ -140,7 +123,7 @@ AT = 6
 
 def stepped(pattern: str, inner: str, loop: Any) -> Entry:
     recipe = STEP(pattern, STEPS, switch="fixed", start=AT, inner=inner)
-    return Entry(recipe, lambda p, d, s: loop(p, d), (4, AT, 8, 12, 17))
+    return Entry(recipe, lambda p, d, s: loop(p, d, step=Step("fixed", start=AT, clamp=2.0)), (4, AT, 8, 12, 17))
 
 
 def slope(recipe: SLoPe, cuts: tuple[int, ...] = (7,)) -> Entry:
@@ -170,13 +153,13 @@ ROSTER = {
     "step": Entry(STEP("2:4", t_min=2, t_max=7, threshold=1e-30), hard(0.0, SWITCH), (5, 8, 12)),
     "step_thawed": Entry(STEP("2:4", STEPS, switch="fixed", start=7, freeze=False), thawed, (5, 8, 12)),
     "step_srste": Entry(STEP("2:4", t_min=2, t_max=7, threshold=1e-30, inner=SRSTE(decay=0.1)), hard(0.1, SWITCH), (5, 8, 12)),
-    "step_mdgf": stepped("1:8", "mdgf(end=10)", lambda p, d: loop_inner.step_mdgf(p, d, AT, 1, 8, 4)),
-    "step_sdgf": stepped("1:4", "sdgf", lambda p, d: loop_inner.step_sdgf(p, d, AT, [(3, 4), (2, 4), (1, 4)])),
-    "step_sste": stepped("2:4", "sste(mvue=None)", lambda p, d: loop_inner.step_sste(p, d, AT, 2, 4)),
+    "step_mdgf": stepped("1:8", "mdgf(end=10)", lambda p, d, step: used.mdgf(p, d, 1, 8, "exponential", 0, 4, 14, 2.5e-3, step=step)),
+    "step_sdgf": stepped("1:4", "sdgf", lambda p, d, step: used.sdgf(p, d, [(3, 4), (2, 4), (1, 4)], [0, 5, 9], step=step)),
+    "step_sste": stepped("2:4", "sste(mvue=None)", lambda p, d, step: used.sste(p, d, 2, 4, step=step)),
     "step_layerwise": stepped(
         "2:8",
         "layerwise(inner=ste, rule=magnitude)",
-        lambda p, d: layerwise.step_ste(p, d, AT, layerwise.magnitude, (1, 2, 4), 8, 0.25),
+        lambda p, d, step: layerwise.srste(p, d, layerwise.magnitude, (1, 2, 4), 8, 0.25, 0.0, step=step),
     ),
     "vnm": Entry(VNM("2:8", v=8, decay=0.1, every=1), lambda p, d, s: vnm(p, d, 2, 8, 8, 0.1, 1)),
     "vnm_greedy": Entry(VNM("2:16", decay=0, every=6), lambda p, d, s: vnm(p, d, 2, 16, 32, 0, 6), (6, 9)),
@@ -191,13 +174,15 @@ ROSTER = {
     ),
     "layerwise_sdgf": Entry(
         LayerWise("2:8", STEPS, inner="sdgf", rule="magnitude", choices="all"),
-        lambda p, d, s: layerwise.sdgf(p, d, layerwise.magnitude, range(1, 8), 8, 0.25, [7, 4, 2], [0, 7, 13]),
+        lambda p, d, s: used.sdgf(
+            p, d, [(7, 8), (4, 8), (2, 8)], [0, 7, 13], last=layerwise.magnitude({k: p[k] for k in SPARSE}, range(1, 8), 8, 0.25)
+        ),
         (3, 9, 15),
     ),
-    "step_asp": stepped("2:4", "asp", lambda p, d: loop_inner.step_asp(p, d, AT, 2, 4)),
-    "asp": Entry(ASP("2:4"), asp(0)),
-    "asp_permute": Entry(ASP("2:4", permute=True, escapes=0), lambda p, d, s: permuted(p, d, 0)),
-    "asp_permute_late": Entry(ASP("2:4", permute=True, escapes=0, start=6), lambda p, d, s: permuted(p, d, 6), (3, 6, 9)),
+    "step_asp": stepped("2:4", "asp", lambda p, d, step: asp(p, d, step=step)),
+    "asp": Entry(ASP("2:4"), lambda p, d, s: asp(p, d)),
+    "asp_permute": Entry(ASP("2:4", permute=True, escapes=0), lambda p, d, s: asp(p, d, permute=True)),
+    "asp_permute_late": Entry(ASP("2:4", permute=True, escapes=0, start=6), lambda p, d, s: asp(p, d, 6, permute=True), (3, 6, 9)),
     "sste_dense_wgrad": Entry(SSTE("2:4", mvue=None), lambda p, d, s: used.sste(p, d, 2, 4)),
     "sste": Entry(SSTE("2:4", seed=1), lambda p, d, s: used.sste(p, d, 2, 4, s)),
     "sste_approx": Entry(SSTE("1:4", mvue="approx", seed=1), lambda p, d, s: used.sste(p, d, 1, 4, s, "approx")),
@@ -250,5 +235,3 @@ ROSTER = {
     "act24": Entry(Activation24("2:4", STEPS, start=0.25), lambda p, d, s: act24(p, d, 2, 4, 5), (3, 5, 9)),
     "act24_ste": Entry(Activation24("1:4", STEPS, start=0, gradient="ste"), lambda p, d, s: act24(p, d, 1, 4, 0, "ste")),
 }
-
-assert SPARSE == ("0.weight", "2.weight")
