@@ -9,18 +9,23 @@ import torch
 from torch import nn
 
 import nmkernels as nm
-from nmkernels.recipes import ASP, SSTE, STE, STEP, LayerWise, MdGf, SdGf
+from nmkernels.recipes import LayerWise, MdGf, SdGf
 from nmkernels.recipes.methods import layerwise as module
 from nmkernels.recipes.methods.layerwise import allocate
+from python_tests.each import each
 from python_tests.recipes import loop_layerwise as layerwise
 from python_tests.recipes.loop import SPARSE, batches, distance, mlp, snapshot, top_n
-from python_tests.recipes.running import F32, start, step, through_a_file, train
+from python_tests.recipes.running import start, step, through_a_file, train
 
 DATA = batches(20)
 
 
+def counts(patterns):
+    return {name: pattern.n for name, pattern in patterns.items()}
+
+
 def kept(handle):
-    return {name: layer.pattern.n for name, layer in handle.layers.items()}
+    return counts({name: layer.pattern for name, layer in handle.layers.items()})
 
 
 def density(patterns, weights):
@@ -36,104 +41,65 @@ def net(seed, shapes=((24, 16), (32, 48), (16, 64), (48, 16))):
 # ---- the rules
 
 
-def test_magnitude_is_the_best_of_all_maps():
-    for choices in ["powers", "all"]:
-        for seed in range(4):
-            weights, options = net(seed), (1, 2, 4) if choices == "powers" else range(1, 8)
-            got = LayerWise("2:8", rule="magnitude", choices=choices).setup.patterns(weights)
-            want = layerwise.cheapest(weights, lambda k, w, n: w.abs()[~top_n(w, n, 8)].sum().item(), options, 8, 0.25)
-            assert {k: p.n for k, p in got.items()} == want
+@each("choices, options", [("powers", (1, 2, 4)), ("all", range(1, 8))])
+def test_magnitude_is_the_best_of_all_maps(choices, options):
+    for seed in range(4):
+        weights = net(seed)
+        got = LayerWise("2:8", rule="magnitude", choices=choices).setup.patterns(weights)
+        want = layerwise.cheapest(weights, lambda k, w, n: w.abs()[~top_n(w, n, 8)].sum().item(), options, 8, 0.25)
+        assert counts(got) == want
 
 
 def test_energy_does_not_see_the_layers_scales():
     weights = net(0)
-    recipe = LayerWise("4:16", rule="energy", choices="all")
-    want = recipe.setup.patterns(weights)
-    assert recipe.setup.patterns({k: w * 10**i for i, (k, w) in enumerate(weights.items())}) == want
+    scaled = {k: w * 10**i for i, (k, w) in enumerate(weights.items())}
+    patterns = LayerWise("4:16", rule="energy", choices="all").setup.patterns
     energy = lambda k, w, n: w.numel() * (w[~top_n(w, n, 16)].square().sum() / w.square().sum()).item()  # noqa: E731
-    assert {k: p.n for k, p in want.items()} == layerwise.cheapest(weights, energy, range(1, 16), 16, 0.25)
-    assert LayerWise("4:16", rule="magnitude").setup.patterns({k: w * 10**i for i, (k, w) in enumerate(weights.items())}) != want
+    assert counts(patterns(weights)) == layerwise.cheapest(weights, energy, range(1, 16), 16, 0.25)
+    assert patterns(scaled) == patterns(weights) != LayerWise("4:16", rule="magnitude").setup.patterns(scaled)
 
 
-@pytest.mark.parametrize("choices", ["powers", "all"])
-def test_erk_is_the_closest_to_the_shares_within_the_budget(choices):
+@each("choices, options", [("powers", (1, 2, 4, 8)), ("all", range(1, 16))])
+def test_erk_is_the_closest_to_the_shares_within_the_budget(choices, options):
+    weights, patterns = net(0), LayerWise("4:16", choices=choices).setup.patterns
+    got = patterns(weights)
+    assert counts(got) == layerwise.erk(weights, options, 16, 0.25) and density(got, weights) == 0.25
+    assert patterns({k: w.to("meta") for k, w in weights.items()}) == got
+    # the small layer's share would be 16 of 16; it is 15, and of the maps that keep a half, (8, 8) and (14, 7), the second is nearer
+    sizes = {"small": torch.empty(16, 16), "big": torch.empty(32, 48)}
+    assert list(counts(LayerWise("8:16", choices=choices).setup.patterns(sizes)).values()) == ([8, 8] if choices == "powers" else [14, 7])
+
+
+@each("rule", ["erk", "magnitude", "energy"])
+def test_budget_is_met_from_below(rule):
+    weights = net(3)
+    for pattern, choices in itertools.product(["3:8", "4:16", "7:8"], ("powers", "all")):
+        most = nm.Pattern(pattern).density
+        found = density(LayerWise(pattern, rule=rule, choices=choices).setup.patterns(weights), weights)
+        assert (most if choices == "all" else min(most, 0.5)) - 0.05 < found <= most
+
+
+def test_a_layer_that_sees_a_token_ten_times_costs_tenfold():
     weights = net(0)
-    got = LayerWise("4:16", choices=choices).setup.patterns(weights)
-    options = (1, 2, 4, 8) if choices == "powers" else range(1, 16)
-    assert {k: p.n for k, p in got.items()} == layerwise.erk(weights, options, 16, 0.25)
-    assert density(got, weights) == 0.25
-    assert LayerWise("4:16", choices=choices).setup.patterns({k: w.to("meta") for k, w in weights.items()}) == got
-
-
-def test_erk_bounds():
-    """The small layer's share would be 16 of 16; it is 15, and of the maps that keep a half, (8, 8) and (14, 7), the second is nearer."""
-    weights = {"small": torch.empty(16, 16), "big": torch.empty(32, 48)}
-    assert {k: p.n for k, p in LayerWise("8:16", choices="all").setup.patterns(weights).items()} == {"small": 14, "big": 7}
-    assert {k: p.n for k, p in LayerWise("8:16").setup.patterns(weights).items()} == {"small": 8, "big": 8}
-
-
-def test_budget_is_met_from_below():
-    for rule in ["erk", "magnitude", "energy"]:
-        for pattern in ["2:8", "3:8", "4:16", "5:16", "7:8"]:
-            weights = net(3)
-            for choices in ("powers", "all"):
-                got = LayerWise(pattern, rule=rule, choices=choices).setup.patterns(weights)
-                p = nm.Pattern(pattern)
-                most = p.density if choices == "all" else min(p.density, 0.5)
-                assert most - 0.05 < density(got, weights) <= p.density
-
-
-def test_a_budget_in_flops():
-    """The second layer sees a token ten times: what it costs counts tenfold."""
-    weights = net(0)
-    plain, often = (LayerWise("4:16", choices="all", rows=rows) for rows in (None, {"l1": 10}))
-    patterns = often.setup.patterns(weights)
+    plain, often = (LayerWise("4:16", choices="all", rows=rows).setup.patterns(weights) for rows in (None, {"l1": 10}))
     cost = {k: w.numel() * (10 if k == "l1" else 1) for k, w in weights.items()}
-    assert 0.2 < sum(cost[k] * p.density for k, p in patterns.items()) / sum(cost.values()) <= 0.25
-    assert patterns != plain.setup.patterns(weights)
+    assert 0.2 < sum(cost[k] * p.density for k, p in often.items()) / sum(cost.values()) <= 0.25 and often != plain
 
 
 # ---- given patterns
 
 
 def test_given_patterns_and_the_rest_of_the_budget():
-    weights = net(0)
-    recipe = LayerWise("4:16", given={"l0": "8:16", "l[12]": "2:16"})
-    got = recipe.setup.patterns(weights)
-    assert [str(got[f"l{i}"]) for i in (0, 1, 2)] == ["8:16", "2:16", "2:16"] and density(got, weights) <= 0.25
-    assert got["l3"].n == 8
-    assert LayerWise("4:16", given=json.dumps({"l0": "8:16", "l[12]": "2:16"})) == recipe
-
-
-def test_given_patterns_alone():
-    got = LayerWise("1:8", rule=None, given={"l0": "2:4", "l*": "4:16"}).setup.patterns(net(0))
-    assert [str(p) for p in got.values()] == ["2:4", "4:16", "4:16", "4:16"]
-    assert [str(p) for p in LayerWise("1:8", rule=None, given={"l0": "2:4"}).setup.patterns(net(0)).values()] == ["2:4"] + ["1:8"] * 3
-
-
-def test_given_patterns_train_finish_and_compress(tmp_path):
-    recipe = LayerWise("1:8", rule=None, given={"0": "2:4", "2": "3:16"}, inner="srste(decay=0.1)")
-    model, handle, optimizer = start(recipe, F32)
-    for x, y in DATA:
-        step(model, optimizer, (x.float(), y.float()))
-        for name, p in (("0", (2, 4)), ("2", (3, 16))):
-            w = handle.layers[name].weight.detach()
-            assert torch.equal(handle.layers[name].effective_weight(), w * top_n(w, *p))
-    assert handle.metrics()["density"].item() == pytest.approx((512 * 0.5 + 1024 * 3 / 16) / 1536)
-    handle.finish()
-    nm.compress_(model)
-    assert [str(model[i].weight.pattern) for i in (0, 2)] == ["2:4", "3:16"]
-    nm.save_compressed(model, tmp_path / "m.safetensors")
-    again = nm.load_compressed(mlp(torch.float32, 4), tmp_path / "m.safetensors")
-    assert torch.equal(again(DATA[0][0].float()), model(DATA[0][0].float())) and str(again[2].weight.pattern) == "3:16"
+    given = {"l0": "8:16", "l[12]": "2:16"}
+    recipe = LayerWise("4:16", given=given)
+    assert list(map(str, recipe.setup.patterns(net(0)).values())) == ["8:16", "2:16", "2:16", "8:16"]
+    assert LayerWise("4:16", given=json.dumps(given)) == recipe
+    for given, rest in (({"l0": "2:4", "l*": "4:16"}, "4:16"), ({"l0": "2:4"}, "1:8")):
+        alone = LayerWise("1:8", rule=None, given=given).setup.patterns(net(0))
+        assert list(map(str, alone.values())) == ["2:4", rest, rest, rest]
 
 
 # ---- in training
-
-
-def test_report_shows_each_layers_pattern():
-    _, handle, _ = start(LayerWise("4:16", choices="all"))
-    assert [e.reason for e in handle.report.sparse] == ["6:16", "3:16"] and "6:16" in str(handle.report)
 
 
 def test_patterns_follow_the_weights_until_attach_and_then_stay():
@@ -141,6 +107,7 @@ def test_patterns_follow_the_weights_until_attach_and_then_stay():
     model = mlp(torch.float64)
     handle = nm.sparsify_(model, recipe)
     before = kept(handle)
+    assert [e.reason for e in handle.report.sparse] == [f"{n}:8" for n in before.values()]
     with torch.no_grad():
         model[2].weight.mul_(5)
     optimizer = handle.attach(recipe.optimizer(model.parameters(), lr=1e-2))
@@ -153,11 +120,9 @@ def test_patterns_follow_the_weights_until_attach_and_then_stay():
     assert kept(handle) == after and handle.state["patterns"] == {name: f"{n}:8" for name, n in after.items()}
 
 
-@pytest.mark.parametrize("inner", ["srste", "sste(mvue=None)", "asp"])
-def test_a_resumed_run_has_the_patterns_of_its_checkpoint(inner):
-    recipe = LayerWise("2:8", rule="magnitude", choices="all", inner=inner)
+def test_a_resumed_run_has_the_patterns_of_its_checkpoint():
+    recipe = LayerWise("2:8", rule="magnitude", choices="all", inner="asp")
     model, handle, optimizer = start(recipe)
-    train(model, optimizer, DATA[:5])
     weights, state = through_a_file(model.state_dict(), optimizer.state_dict())
     other = mlp(seed=3)
     with torch.no_grad():
@@ -167,25 +132,8 @@ def test_a_resumed_run_has_the_patterns_of_its_checkpoint(inner):
     theirs.load_state_dict(state)
     other.load_state_dict(weights)
     assert kept(again) == kept(handle) and [e.reason for e in again.report.sparse] == [e.reason for e in handle.report.sparse]
-    for batch in DATA[5:]:
-        step(model, optimizer, batch)
-        step(other, theirs, batch)
-    assert distance(snapshot(other), snapshot(model)) == 0.0
-    again.finish()
+    again.finish(allow_unused=True)
     assert all(nm.ops.is_nm(layer.weight.detach(), layer.pattern) for layer in again.layers.values())
-
-
-def test_inside_step_the_patterns_are_those_of_the_switch():
-    recipe = STEP("2:8", 20, switch="fixed", start=6, inner="layerwise(rule=magnitude, choices=all)")
-    model, handle, optimizer = start(recipe)
-    for t, batch in enumerate(DATA):
-        if t == 6:
-            want = layerwise.magnitude({k: model.get_parameter(k).detach() for k in SPARSE}, range(1, 8), 8, 0.25)
-        step(model, optimizer, batch)
-        if t == 2:
-            with torch.no_grad():
-                model[2].weight.mul_(4)
-    assert {f"{name}.weight": n for name, n in kept(handle).items()} == want
 
 
 def test_another_inner_recipe_is_refused_on_resume_another_rule_is_not():
@@ -235,30 +183,20 @@ def test_sdgf_leads_each_layer_to_its_own(schedule):
     assert all(nm.ops.is_nm(model[i].weight.detach(), p) for i, p in ((0, "6:8"), (2, "2:8"), (4, "1:8")))
 
 
-@pytest.mark.slow
-def test_inner_recipes_end_with_the_layers_patterns():
-    for inner in ["ste", "srste", "asp", "asp(start=3)", "mdgf", "mdgf(start=3)", "sdgf", "sste", "maxq", "bimask"]:
-        model, handle, optimizer = start(LayerWise("4:16", 20, inner=inner, choices="all"))
-        train(model, optimizer, DATA)
-        handle.finish()
-        assert kept(handle) == {"0": 6, "2": 3}
-        for layer in handle.layers.values():
-            assert nm.ops.is_nm(layer.weight.detach(), layer.pattern)
-            assert layer.weight.count_nonzero() == layer.weight.numel() * layer.pattern.density
+INNER = ["ste", "srste", "asp", "asp(start=3)", "mdgf", "mdgf(start=3)", "sdgf", "sste", "maxq", "bimask", "maskllm", "lbc"]
 
 
-@pytest.mark.parametrize("inner", ["maskllm", "lbc"])
-def test_masks_that_are_learned(inner):
-    """What MaskLLM holds still, the weights, stays so inside."""
-    model, handle, optimizer = start(LayerWise("2:4", 20, rule=None, given={"0": "1:4"}, inner=inner))
+@each("inner", INNER)
+def test_inner_recipes_end_with_the_layers_patterns(inner):
+    model, handle, optimizer = start(LayerWise("2:4", 10, rule=None, given={"0": "1:4"}, inner=inner))
     before = snapshot(model)
-    train(model, optimizer, DATA)
-    assert (distance(snapshot(model), {k: before[k] for k in SPARSE}) == 0.0) == (inner == "maskllm")
+    train(model, optimizer, DATA[:10])
+    assert (distance(snapshot(model), {k: before[k] for k in SPARSE}) == 0.0) == (inner == "maskllm"), "it holds the weights still"
     handle.finish()
     assert kept(handle) == {"0": 1, "2": 2}
-    for key, layer in handle.layers.items():
-        w = layer.weight.detach()
-        assert nm.ops.is_nm(w, layer.pattern) and w.count_nonzero() == w.numel() * layer.pattern.density, key
+    for layer in handle.layers.values():
+        assert nm.ops.is_nm(layer.weight.detach(), layer.pattern)
+        assert layer.weight.count_nonzero() == layer.weight.numel() * layer.pattern.density
 
 
 def test_no_choice_is_said():
@@ -271,8 +209,6 @@ def test_values_are_plain_and_equal_ones_equal():
     recipe = LayerWise("2:8", 20, inner=MdGf("2:8", 7), given={"a": nm.Pattern("1:8")}, rows={"b": 2})
     assert recipe == LayerWise("2:8", 20, inner="mdgf", given='{"a": "1:8"}', rows='{"b": 2}') and hash(recipe)
     assert nm.recipes.get(nm.recipes.text(recipe)) == recipe
-    assert LayerWise("2:8", inner=STE("2:8")) != LayerWise("2:8") and LayerWise("2:8", inner=ASP("2:8")).setup.mask_score == "magnitude"
-    assert LayerWise("2:8", inner=SSTE("2:8")).final == "nm"
 
 
 # ---- sharing a budget out
@@ -301,25 +237,19 @@ def test_equals_trying_everything():
         assert cost == most and loss == pytest.approx(min(v for c, v in every if c == most))
 
 
-def test_the_unit_is_the_common_divisor(monkeypatch):
-    """Seven units of a million are seven sums, not seven million."""
-    monkeypatch.setattr(module, "SUMS", 8)
-    assert allocate([[10**6, 2 * 10**6, 4 * 10**6]] * 2, [[9, 3, 0], [9, 5, 0]], 7 * 10**6) == [1, 2]
-    assert allocate([[10**6, 2 * 10**6, 4 * 10**6]] * 2, [[9, 3, 0], [9, 5, 0]], 6 * 10**6 - 1) == [1, 1]
-
-
-@pytest.mark.parametrize("fill", [False, True])
-@pytest.mark.parametrize("seed", range(20))
-def test_with_fewer_sums_it_is_near(monkeypatch, seed, fill):
-    r = random.Random(seed)
+def test_large_budgets_are_shared_out_in_few_sums(monkeypatch):
+    """In units of the common divisor: seven of a million are seven sums, not seven million; where it is 1, nearly."""
+    r = random.Random(0)
     sizes = [r.randint(900, 1100) for _ in range(30)]
-    costs = [[s, 2 * s, 4 * s, 8 * s] for s in sizes]
-    losses = [[s / n for n in (1, 2, 4, 8)] for s in sizes]
-    budget = 3 * sum(sizes)
-    _, best = totals(costs, losses, allocate(costs, losses, budget, fill))
+    costs, losses = [[s, 2 * s, 4 * s, 8 * s] for s in sizes], [[s / n for n in (1, 2, 4, 8)] for s in sizes]
+    best = [totals(costs, losses, allocate(costs, losses, 3 * sum(sizes), fill))[1] for fill in (False, True)]
     monkeypatch.setattr(module, "SUMS", 256)
-    cost, loss = totals(costs, losses, allocate(costs, losses, budget, fill))
-    assert cost <= budget and cost > 0.97 * budget and loss < 1.02 * best
+    for fill in (False, True):
+        cost, loss = totals(costs, losses, allocate(costs, losses, 3 * sum(sizes), fill))
+        assert 0.97 * 3 * sum(sizes) < cost <= 3 * sum(sizes) and loss < 1.02 * best[fill]
+    monkeypatch.setattr(module, "SUMS", 8)
+    costs, losses = [[10**6, 2 * 10**6, 4 * 10**6]] * 2, [[9, 3, 0], [9, 5, 0]]
+    assert allocate(costs, losses, 7 * 10**6) == [1, 2] and allocate(costs, losses, 6 * 10**6 - 1) == [1, 1]
 
 
 def test_too_small_a_budget():
