@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-import nmkernels as nm
 from nmkernels.optim import MaskedAdamW
-from nmkernels.recipes import ASP, AST, FST, SRSTE, SSTE, STEP, MaxQ, ProxSparse
-from python_tests.recipes.loop import Adam, batches, loss_of, mlp
+from nmkernels.recipes import ASP, AST, FST, SRSTE, SSTE, STEP, MaxQ, ProxSparse, SLoPe
+from python_tests.recipes.loop import batches, mlp
+from python_tests.recipes.running import figures, run
 
 Conv1D = pytest.importorskip("transformers.pytorch_utils").Conv1D
 
@@ -30,6 +30,7 @@ RECIPES = [
     MaxQ(total_steps=10, end=6, decay=0.1),
     AST(decay=0.3, end=4, every=3),
     ProxSparse(decay=0.8, anchor=0.3),
+    SLoPe(total_steps=10, rank=2, start=4, every=3, seed=1),
     SRSTE(decay=0.1, packed=True),
     SSTE(mvue=None, packed=True),
     FST(every=3, decay=0.1, end=None, mvue=None, packed=True),
@@ -40,21 +41,15 @@ RECIPES = [
 @pytest.mark.parametrize("make", [MaskedAdamW, torch.optim.AdamW])
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.name)
 def test_equals_linear(recipe, make):
-    make = recipe.optimizer if recipe.name in ("step", "ast") else make
+    make = recipe.optimizer if recipe.setup.optimizer else make
     results = []
     for model in (mlp(), transposed()):
-        handle = nm.sparsify_(model, recipe)
-        optimizer = handle.attach(make(model.parameters(), **Adam().keywords))
-        for batch in batches(10):
-            optimizer.zero_grad()
-            loss_of(model, batch).backward()
-            optimizer.step()
-        figures = {k: v.item() for k, v in handle.metrics().items()}
+        _, handle, _ = run(recipe, data=batches(10), model=model, make=make)
+        results.append(figures(handle))
         handle.finish()
-        results.append((model, figures))
-    (a, figures), (b, others) = results
-    assert figures.keys() == others.keys()
-    assert all(figures[k] == pytest.approx(others[k], rel=1e-9) for k in figures)
+        results.append(model)
+    theirs, a, ours, b = results
+    assert ours == pytest.approx(theirs, rel=1e-9)
     for i in (0, 2):
         assert (a[i].weight - b[i].weight.t()).abs().max() < 1e-12
         assert torch.equal(a[i].weight != 0, b[i].weight.t() != 0)

@@ -1,5 +1,6 @@
 """The search for λ: its rates against masks counted by hand, what it leaves behind, what it chooses, and the way out when nothing fits."""
 
+import contextlib
 import copy
 
 import pytest
@@ -9,18 +10,21 @@ from torch import nn
 import nmkernels as nm
 from nmkernels.pattern import RecipeError
 from nmkernels.recipes import FST, SRSTE, STEP, Dense, search_decay
+from python_tests.each import each
 from python_tests.recipes.loop import SPARSE, Adam, batches, distance, loss_of, mlp, snapshot
 from python_tests.recipes.loop_fst import transposable
-from python_tests.recipes.running import step
+from python_tests.recipes.running import F32, start, step
 
-F32 = torch.float32
 DATA = batches(12, F32)
 RECIPE = FST("2:4", total_steps=600, mvue=None, every=3, decay=0.7)
-ANY = (0.0, 100.0)
 
 
 def make(params):
     return torch.optim.AdamW(params, **Adam().keywords)
+
+
+def search(recipe=RECIPE, model=None, make=make, step=step, data=DATA, grid=(0.1,), feasible=(0.0, 100.0), **config):
+    return search_decay(recipe, mlp(F32) if model is None else model, make, step, data, grid=grid, feasible=feasible, **config)
 
 
 def counted(model, optimizer, first, mask, stride=1):
@@ -39,41 +43,31 @@ def counted(model, optimizer, first, mask, stride=1):
 
 @pytest.mark.parametrize("stride", [1, 2])
 def test_rates_are_those_counted_by_hand(stride):
-    found = search_decay(RECIPE, mlp(F32), make, step, DATA, grid=(0.0, 0.5), feasible=ANY, stride=stride)
+    mask, lines = lambda w: transposable(w, 2, 4), []
+    found = search(grid=(0.0, 0.5), stride=stride, progress=lines.append)
     model = mlp(F32)
-    assert found.dense_rate == pytest.approx(counted(model, make(model.parameters()), 6, lambda w: transposable(w, 2, 4), stride))
+    assert found.dense_rate == pytest.approx(counted(model, make(model.parameters()), 6, mask, stride))
     for trial in found.trials:
-        model = mlp(F32)
-        handle = nm.sparsify_(model, FST(mvue=None, every=3, decay=trial.decay, end=None))
-        optimizer = handle.attach(make(model.parameters()))
-        assert trial.flip_rate == pytest.approx(counted(model, optimizer, 6, lambda w: transposable(w, 2, 4), stride))
+        model, _, optimizer = start(FST(mvue=None, every=3, decay=trial.decay, end=None), model=mlp(F32), make=torch.optim.AdamW)
+        assert trial.flip_rate == pytest.approx(counted(model, optimizer, 6, mask, stride))
         assert trial.ratio == trial.flip_rate / found.dense_rate
-
-
-def test_a_plain_mask_is_counted_for_a_plain_recipe():
-    found = search_decay(SRSTE("1:4"), mlp(F32), make, step, DATA, grid=(0.1,), feasible=ANY, measure=1.0)
-    model = mlp(F32)
-    assert found.dense_rate == pytest.approx(counted(model, make(model.parameters()), 0, lambda w: nm.ops.mask(w, "1:4")))
-    assert found.recipe == SRSTE("1:4", decay=0.1)
-
-
-def test_decay_lowers_the_flip_rate():
-    """The method's premise, on a run long enough to see it."""
-    found = search_decay(RECIPE, mlp(F32), make, step, batches(150, F32), grid=(0.0, 3e-3, 3e-2), feasible=ANY)
-    rates = [t.flip_rate for t in found.trials]
-    assert rates[0] > 1.5 * rates[2] and rates[1] > rates[2]
+    assert len(lines) == 3 and lines[0].startswith("dense: flip rate") and lines[2].startswith("decay=0.5: flip rate")
+    model, plain = mlp(F32), search(SRSTE("1:4"), measure=1.0)
+    assert plain.dense_rate == pytest.approx(counted(model, make(model.parameters()), 0, lambda w: nm.ops.mask(w, "1:4")))
+    assert plain.recipe == SRSTE("1:4", decay=0.1)
 
 
 @pytest.mark.slow
 def test_the_middle_of_the_interval_is_chosen_and_only_lambda_changes():
-    data = batches(60, F32)
-    everything = search_decay(RECIPE, mlp(F32), make, step, data, grid=(0.0, 1e-3, 3e-2), feasible=ANY)
-    middle = everything.trials[1].ratio
-    found = search_decay(RECIPE, mlp(F32), make, step, data, grid=(0.0, 1e-3, 3e-2), feasible=(middle - 0.01, middle + 0.01))
-    assert found.decay == 1e-3 and found.trials == everything.trials
+    data, grid = batches(60, F32), (0.0, 1e-3, 3e-2)
+    everything = search(data=data, grid=grid)
+    high, middle, low = (t.ratio for t in everything.trials)
+    found = search(data=data, grid=grid, feasible=(middle - 0.01, middle + 0.01))
+    assert high > middle > low and found.decay == 1e-3 and found.trials == everything.trials
     assert found.recipe == FST("2:4", total_steps=600, mvue=None, every=3, decay=1e-3)
-    text = str(found)
-    assert "chosen: decay=0.001" in text and len(text.splitlines()) == 7
+    assert "chosen: decay=0.001" in str(found) and len(str(found).splitlines()) == 7
+    with pytest.raises(RecipeError, match="Refine the grid"):
+        search(data=data, grid=grid, feasible=(middle + 0.4 * (high - middle), middle + 0.6 * (high - middle)))
 
 
 class Noisy(nn.Module):
@@ -91,10 +85,9 @@ class Noisy(nn.Module):
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_everything_is_afterwards_as_it_was(fails):
-    model = Noisy()
+    model, calls = Noisy(), []
     loss_of(model, DATA[0]).backward()
-    state, grads = copy.deepcopy(model.state_dict()), [p.grad for p in model.parameters()]
-    params, rng, calls = list(model.parameters()), torch.get_rng_state(), []
+    state, params, rng = copy.deepcopy(model.state_dict()), [(p, p.grad) for p in model.parameters()], torch.get_rng_state()
 
     def once(model, optimizer, batch):
         calls.append(model.training)
@@ -102,23 +95,13 @@ def test_everything_is_afterwards_as_it_was(fails):
             raise ValueError("the data broke")
         step(model, optimizer, batch)
 
-    if fails:
-        with pytest.raises(ValueError, match="the data broke"):
-            search_decay(RECIPE, model, make, once, DATA, grid=(0.1,), feasible=ANY)
-    else:
-        found = search_decay(RECIPE, model, make, once, DATA, grid=(0.1, 0.1), feasible=ANY)
-        assert found.trials[0] == found.trials[1], "every run sees the same random numbers"
+    with pytest.raises(ValueError, match="the data broke") if fails else contextlib.nullcontext():
+        first, second = search(model=model, step=once, grid=(0.1, 0.1)).trials
+        assert first == second, "every run sees the same random numbers"
     assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
-    assert all(p is q and p.grad is g for p, q, g in zip(model.parameters(), params, grads, strict=True))
-    assert torch.equal(torch.get_rng_state(), rng)
-    assert type(model.net[0]) is nn.Linear
+    assert all(p is q and p.grad is g for p, (q, g) in zip(model.parameters(), params, strict=True))
+    assert torch.equal(torch.get_rng_state(), rng) and type(model.net[0]) is nn.Linear
     nm.sparsify_(model, RECIPE)  # and it can be trained
-
-
-def test_progress_tells_every_run():
-    lines = []
-    search_decay(RECIPE, mlp(F32), make, step, DATA, grid=(0.1, 0.2), feasible=ANY, progress=lines.append)
-    assert len(lines) == 3 and lines[0].startswith("dense: flip rate") and lines[2].startswith("decay=0.2: flip rate")
 
 
 @pytest.mark.parametrize(
@@ -127,38 +110,27 @@ def test_progress_tells_every_run():
 )
 def test_no_feasible_decay_raises_with_all_figures(feasible, match):
     with pytest.raises(RecipeError, match=match) as error:
-        search_decay(RECIPE, mlp(F32), make, step, DATA, grid=(0.1, 0.2), feasible=feasible)
+        search(grid=(0.1, 0.2), feasible=feasible)
     assert all(text in str(error.value) for text in ("dense", "0.1", "0.2", "feasible:"))
-
-
-@pytest.mark.slow
-def test_between_two_points_of_the_grid():
-    found = search_decay(RECIPE, mlp(F32), make, step, batches(80, F32), grid=(0.0, 0.1), feasible=ANY)
-    high, low = (t.ratio for t in found.trials)
-    assert high > low
-    gap = (low + 0.4 * (high - low), low + 0.6 * (high - low))
-    with pytest.raises(RecipeError, match="Refine the grid"):
-        search_decay(RECIPE, mlp(F32), make, step, batches(80, F32), grid=(0.0, 0.1), feasible=gap)
 
 
 def test_a_diverged_run_is_not_feasible():
     def blow_up(model, optimizer, batch):
         step(model, optimizer, batch)
         if isinstance(model[0], nm.SparseLinear) and model[0].transform is not None:
-            with torch.no_grad():
-                model[0].weight.fill_(torch.nan)
+            nn.init.constant_(model[0].weight, torch.nan)
 
     with pytest.raises(RecipeError, match="nan"):
-        search_decay(RECIPE, mlp(F32), make, blow_up, DATA, grid=(0.1,), feasible=ANY)
+        search(step=blow_up)
 
 
 def test_nothing_to_compare_with():
     with pytest.raises(RecipeError, match=r"flip rate of the dense run is 0\.0"):
-        search_decay(RECIPE, mlp(F32), lambda p: torch.optim.SGD(p, lr=0.0), step, DATA, grid=(0.1,))
+        search(make=lambda p: torch.optim.SGD(p, lr=0.0))
 
 
-@pytest.mark.parametrize(
-    ("recipe", "config", "match"),
+@each(
+    "recipe, config, match",
     [
         (Dense(), {}, "Dense has no decay"),
         (STEP(t_min=1, t_max=2), {}, "begins with dense steps"),
@@ -173,5 +145,5 @@ def test_wrong_arguments(recipe, config, match):
     model = mlp(F32)
     before = snapshot(model)
     with pytest.raises(RecipeError, match=match):
-        search_decay(recipe, model, make, step, DATA, **config)
+        search(recipe, model, **config)
     assert distance(snapshot(model), before) == 0.0

@@ -8,10 +8,10 @@ from nmkernels.optim import MaskedAdamW
 from nmkernels.pattern import Pattern, RecipeError
 from nmkernels.recipes import ProxSparse, prox
 from nmkernels.recipes.methods.proxsparse import Anchored
-from python_tests.recipes.loop import Adam, batches, distance, loss_of, mlp, snapshot, top_n
+from python_tests.each import each
+from python_tests.recipes.loop import batches, loss_of, mlp, top_n
 from python_tests.recipes.loop_prox import brute, objective
-
-F32, F64 = torch.float32, torch.float64
+from python_tests.recipes.running import F32, F64, run, start
 
 
 def groups(kind, count=1500):
@@ -64,16 +64,11 @@ def test_the_mask_stays():
             assert torch.equal(top_n(prox(v, strength), 2, 4), top_n(v, 2, 4))
 
 
-def test_three_weights_by_hand():
-    # with w₄ = 0 and three equal ones w = z − λ w², that is λ = 1, z = 0.75: w = 0.5
-    w = prox(torch.tensor([[0.75, -0.75, 0.75, 0.0]], dtype=F64), 1.0)
-    torch.testing.assert_close(w, torch.tensor([[0.5, -0.5, 0.5, 0.0]], dtype=F64), rtol=1e-14, atol=0.0)
-
-
-def test_four_weights_by_hand():
-    # w = z − 3 λ w²; λ = 2, w = 0.1: z = 0.16
-    w = prox(torch.tensor([[0.16, -0.16, -0.16, 0.16]], dtype=F64), 2.0)
-    torch.testing.assert_close(w, torch.tensor([[0.1, -0.1, -0.1, 0.1]], dtype=F64), rtol=1e-14, atol=0.0)
+@each("z, strength, want", [((0.75, -0.75, 0.75, 0.0), 1.0, 0.5), ((0.16, -0.16, -0.16, 0.16), 2.0, 0.1)])
+def test_equal_weights_by_hand(z, strength, want):
+    """Three equal ones and a zero: z = w + λ w²; four: z = w + 3 λ w²."""
+    v = torch.tensor([z], dtype=F64)
+    torch.testing.assert_close(prox(v, strength), want * v.sign(), rtol=1e-14, atol=0.0)
 
 
 def test_what_is_2_4_already_keeps_its_bits():
@@ -82,16 +77,12 @@ def test_what_is_2_4_already_keeps_its_bits():
         assert torch.equal(prox(v, strength), v)
 
 
-def test_a_huge_strength_leaves_the_two_largest():
+def test_huge_and_vanishing_strengths():
+    v = groups("middle").float()
     for strength in [1e30, float("inf"), torch.tensor(1e30)]:
-        v = groups("middle").float()
         assert torch.equal(prox(v, strength), v * top_n(v, 2, 4))
         assert torch.equal(prox(torch.ones(1, 4), strength), torch.tensor([[1.0, 1.0, 0.0, 0.0]])), "ties keep the lower index"
-
-
-def test_a_vanishing_strength_changes_nothing():
     for strength in [0.0, torch.tensor(0.0), 1e-30, 1e-20]:
-        v = groups("middle").float()
         torch.testing.assert_close(prox(v, strength), v, rtol=3e-7, atol=0.0)
 
 
@@ -123,57 +114,9 @@ def test_penalty_is_the_gradient_of_its_term():
     assert not Anchored(Pattern("2:4"), 0.7).penalty(first, first)["weight"].any(), "nothing pulls at the initial weight"
 
 
-RECIPE = ProxSparse(decay=0.4, anchor=0.5)
-
-
-def train(make, data, closure=False, scale=None, recipe=RECIPE):
-    model = mlp(F32)
-    handle = nm.sparsify_(model, recipe)
-    optimizer = handle.attach(make(model.parameters()))
-    scaler = None if scale is None else torch.amp.GradScaler("cpu", init_scale=scale)
-    for batch in data:
-
-        def loss(batch=batch):
-            optimizer.zero_grad()
-            value = loss_of(model, batch)
-            (value if scaler is None else scaler.scale(value)).backward()
-            return value
-
-        if closure:
-            optimizer.step(loss)
-        else:
-            loss()
-            if scaler is None:
-                optimizer.step()
-            else:
-                scaler.step(optimizer)
-                scaler.update()
-    return model, handle, optimizer
-
-
-DATA = batches(6, F32)
-
-
-def adamw(params):
-    return torch.optim.AdamW(params, **Adam().keywords)
-
-
-def masked(params):
-    return MaskedAdamW(params, **Adam().keywords)
-
-
-def test_penalty_under_a_closure_a_scaler_and_other_optimizers():
-    want = snapshot(train(masked, DATA)[0])
-    for make in (masked, adamw):
-        assert distance(snapshot(train(make, DATA, closure=True)[0]), want) < 1e-6
-        assert distance(snapshot(train(make, DATA, scale=1024.0)[0]), want) < 1e-5
-
-
 def test_penalty_shrinks_the_distance_under_maximize_too():
-    def sgd(maximize):
-        model = mlp(F64)
-        handle = nm.sparsify_(model, ProxSparse(decay=0.0, anchor=0.5))
-        optimizer = handle.attach(torch.optim.SGD(model.parameters(), lr=1e-3, maximize=maximize))
+    def moved(maximize):
+        model, _, optimizer = start(ProxSparse(decay=0.0, anchor=0.5), model=mlp(), make=MaskedAdamW, maximize=maximize, weight_decay=0.0)
         with torch.no_grad():
             model[0].weight.mul_(0.8)
         before = model[0].weight.detach().clone()
@@ -181,52 +124,34 @@ def test_penalty_shrinks_the_distance_under_maximize_too():
         optimizer.step()
         return model[0].weight.detach() - before
 
-    assert torch.equal(sgd(True), sgd(False)) and (sgd(True) * mlp(F64)[0].weight.detach()).sum() > 0
+    assert torch.equal(moved(True), moved(False)) and (moved(True) * mlp()[0].weight.detach()).sum() > 0
 
 
 # ---- the recipe
 
 
-def test_finish_leaves_the_initial_weights_under_the_learned_mask():
-    for values in ("initial", "trained"):
-        model, handle, _ = train(masked, DATA, recipe=ProxSparse(decay=0.4, final_values=values))
-        w, first = model[0].weight.detach().clone(), mlp(F32)[0].weight.detach()
-        handle.finish()
-        assert torch.equal(model[0].weight.detach(), top_n(w, 2, 4) * (first if values == "initial" else w))
-
-
-def test_density_falls_to_one_half():
-    model, handle, _ = train(masked, batches(30, F32), recipe=ProxSparse(decay=30.0))
-    density = handle.metrics()["density"].item()
-    nonzeros, numel = (sum(f(model[i].weight) for i in (0, 2)) for f in (lambda w: int(w.count_nonzero()), torch.numel))
-    assert 0.5 <= density < 0.505 and density == nonzeros / numel
+@each("values", ["initial", "trained"])
+def test_finish_leaves_the_values_asked_for_under_the_learned_mask(values):
+    model, handle, _ = run(ProxSparse(decay=0.4, final_values=values), F32, batches(6, F32))
+    w, first = model[0].weight.detach().clone(), mlp(F32)[0].weight.detach()
+    handle.finish()
+    assert torch.equal(model[0].weight.detach(), top_n(w, 2, 4) * (first if values == "initial" else w))
 
 
 def test_the_anchor_is_the_weight_at_attach_and_travels_with_the_model():
-    model = mlp(F32)
-    handle = nm.sparsify_(model, RECIPE)
+    recipe, model, other = ProxSparse(decay=0.4, anchor=0.5), mlp(F32), mlp(F32, seed=3)
+    handle = nm.sparsify_(model, recipe)
     with torch.no_grad():
         model[0].weight.mul_(2.0)
-    handle.attach(masked(model.parameters()))
+    handle.attach(MaskedAdamW(model.parameters()))
     assert torch.equal(model[0].nm_initial, 2.0 * mlp(F32)[0].weight)
-    other = mlp(F32, seed=3)
-    nm.sparsify_(other, RECIPE)
+    nm.sparsify_(other, recipe)
     other.load_state_dict(model.state_dict())
     assert torch.equal(other[0].nm_initial, model[0].nm_initial)
     other.load_state_dict(mlp(F32, seed=4).state_dict())
     assert torch.equal(other[0].nm_initial, mlp(F32, seed=4)[0].weight), "a dense checkpoint is a new start"
 
 
-def test_scale_by_lr_follows_the_rate():
-    w = torch.tensor([[0.16, -0.16, -0.16, 0.16]], dtype=F64)
-    scaled, plain = ProxSparse(decay=20.0, scale_by_lr=True), ProxSparse(decay=2.0)
-    for lr in (0.1, torch.tensor(0.1, dtype=F64)):
-        torch.testing.assert_close(scaled.stage({}).after(w, lr), plain.stage({}).after(w, lr))
-    assert torch.equal(scaled.stage({}).after(w, 0.0), w)
-
-
 def test_a_layer_of_another_pattern_is_refused():
-    transform = RECIPE.final_transform()
-    assert RECIPE.layer(Pattern("2:4"), (8, 8), transform).transform is transform
     with pytest.raises(RecipeError, match="to be 1:4"):
-        RECIPE.layer(Pattern("1:4"), (8, 8), transform)
+        ProxSparse().layer(Pattern("1:4"), (8, 8), None)

@@ -5,41 +5,29 @@ from dataclasses import replace
 import pytest
 import torch
 
-import nmkernels as nm
-from nmkernels.optim import MaskedAdamW
 from nmkernels.recipes import STEP
-from python_tests.recipes.loop import SPARSE, Adam, Step, batches, distance, loss_of, mlp, snapshot, train
+from python_tests.recipes.loop import Adam, Step, batches, distance, loss_of, mlp, snapshot, train
+from python_tests.recipes.running import figures, run, start
+from python_tests.recipes.running import train as steps
 
 STEPS = 30
 FAST = Adam(beta2=0.9)  # a window of ten steps
 BASE = Step(t_min=4, t_max=14, threshold=1e-30)  # T_max decides
 
 
-def recipe_of(s, decay=0.0, pattern="2:4"):
-    return STEP(
-        pattern,
-        switch=s.switch,
-        t_min=s.t_min,
-        t_max=s.t_max,
-        start=s.start,
-        threshold=s.threshold,
-        bias_corrected=s.bias_corrected,
-        eps_mode="inside" if s.inside else "outside",
-        clamp=s.clamp,
-        decay=decay,
-    )
+def recipe_of(s, decay=0.0):
+    eps_mode = "inside" if s.inside else "outside"
+    same = ("switch", "t_min", "t_max", "start", "threshold", "bias_corrected", "clamp")
+    return STEP("2:4", **{name: getattr(s, name) for name in same}, eps_mode=eps_mode, decay=decay)
 
 
-def run(recipe, adam, dtype=torch.float64, watch=lambda handle: None, data=None):
-    model = mlp(dtype)
-    handle = nm.sparsify_(model, recipe)
-    optimizer = handle.attach(recipe.optimizer(model.parameters(), **adam.keywords))
-    for batch in data or batches(STEPS, dtype):
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        optimizer.step()
-        watch(handle)
-    return snapshot(model), handle
+def equals_the_loop(s, adam=FAST, decay=0.0, dtype=torch.float64):
+    """The step after which both have switched."""
+    _, handle, _ = run(recipe_of(s, decay), dtype, batches(STEPS, dtype), model=mlp(dtype), **adam.keywords)
+    want, _, switched = train(snapshot(mlp(dtype)), batches(STEPS, dtype), 2, 4, decay, adam, s)
+    assert handle.state["switch_step"] == switched
+    assert distance(snapshot(handle.model), want) < (1e-10 if dtype == torch.float64 else 1e-5)
+    return switched
 
 
 CASES = {
@@ -55,63 +43,31 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("case", CASES)
-def test_equals_independent_loop(case, dtype):
+def test_equals_independent_loop(case):
     step, adam, decay = CASES[case]
-    got, handle = run(recipe_of(step, decay), adam, dtype)
-    want, _, switched = train(snapshot(mlp(dtype)), batches(STEPS, dtype), 2, 4, decay, adam, step)
-    assert handle.state["switch_step"] == switched == (10 if step.switch == "fixed" else step.t_max + 1)
-    assert distance(got, want) < (1e-10 if dtype == torch.float64 else 1e-5)
-
-
-def test_every_case_tests_something():
-    for case in [c for c in CASES if c not in ("no_clamp", "default_adam", "fixed")]:
-        step, adam, decay = CASES[case]
-        plain, plain_adam = replace(step, bias_corrected=True, inside=False, clamp=None), replace(adam, weight_decay=0.01)
-        a, _, _ = train(snapshot(mlp()), batches(STEPS), 2, 4, decay, adam, step)
-        b, _, _ = train(snapshot(mlp()), batches(STEPS), 2, 4, 0.0, plain_adam, plain)
-        assert distance(a, b) > 1e-5
+    assert equals_the_loop(step, adam, decay) == (10 if step.switch == "fixed" else step.t_max + 1)
 
 
 POLICIES = {
-    "arithmetic": (Step("arithmetic", t_min=17, t_max=29), 1.2e-6),
-    "geometric": (Step("geometric", t_min=20, t_max=29), 4.6e-7),
-    "relative_norm": (Step("relative_norm", t_min=3, t_max=28), 0.05),
-    "staleness": (Step("staleness", t_min=3, t_max=28), 0.6),
+    "arithmetic": Step("arithmetic", t_min=17, t_max=29, threshold=1.2e-6),
+    "geometric": Step("geometric", t_min=20, t_max=29, threshold=4.6e-7),
+    "relative_norm": Step("relative_norm", t_min=3, t_max=28, threshold=0.05),
+    "staleness": Step("staleness", t_min=3, t_max=28, threshold=0.6),
 }
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("name", POLICIES)
 def test_policy_switches_at_the_step_of_the_independent_loop(name, dtype):
-    step, threshold = POLICIES[name]
-    step = replace(step, threshold=threshold)
-    got, handle = run(recipe_of(step), FAST, dtype)
-    want, _, switched = train(snapshot(mlp(dtype)), batches(STEPS, dtype), 2, 4, 0.0, FAST, step)
-    assert step.t_min + 1 < switched < step.t_max  # the policy itself decided
-    assert handle.state["switch_step"] == switched
-    assert distance(got, want) < (1e-10 if dtype == torch.float64 else 1e-5)
-
-
-def test_frozen_second_moment_and_unmasked_parameters():
-    seen = []
-
-    def watch(handle):
-        optimizer = handle._attachments[0].optimizer
-        seen.append([optimizer.state[p]["exp_avg_sq"].clone() for p in handle.model.parameters()])
-
-    _, handle = run(recipe_of(BASE), FAST, watch=watch)
-    switched = handle.state["switch_step"]
-    for i, name in enumerate(dict(handle.model.named_parameters())):
-        after = [torch.equal(seen[switched - 1][i], v[i]) for v in seen[switched:]]
-        assert all(after) if name in SPARSE else not any(after)
-        assert not torch.equal(seen[switched - 2][i], seen[switched - 1][i])
+    step = POLICIES[name]
+    assert step.t_min + 1 < equals_the_loop(step, dtype=dtype) < step.t_max  # the policy itself decided
 
 
 def test_phase_and_metrics_follow_the_switch():
     rows = []
-    run(recipe_of(BASE), FAST, watch=lambda h: rows.append({k: v.item() for k, v in h.metrics().items()}))
+    model, handle, optimizer = start(recipe_of(BASE), **FAST.keywords)
+    steps(model, optimizer, batches(STEPS), lambda t: rows.append(figures(handle)))
     _, log, switched = train(snapshot(mlp()), batches(STEPS), 2, 4, 0.0, FAST, BASE)
     # the phase is that of the next forward pass, the other figures are of the step just done
     assert [r["phase"] for r in rows] == [0] * (switched - 1) + [1] * (STEPS - switched + 1)
@@ -121,48 +77,29 @@ def test_phase_and_metrics_follow_the_switch():
     assert [r["max_update"] for r in rows] == pytest.approx([row["largest"] for row in log], rel=1e-8)
 
 
+def observed(threshold=1e-300, change=lambda x: x, factor=1.0, **options):
+    """Metrics after six steps that move no weight."""
+    model, handle, optimizer = start(STEP(t_max=None, threshold=threshold, **options), lr=0.0)
+    for x, y in batches(6):
+        optimizer.zero_grad()
+        (factor * loss_of(model, (change(x), y))).backward()
+        optimizer.step()
+    return figures(handle)
+
+
 @pytest.mark.parametrize("switch", ["arithmetic", "geometric"])
 def test_z_scales_with_the_square_of_the_loss(switch):
-    z = []
-    for c in (1.0, 8.0):
-        model = mlp()
-        recipe = STEP(switch=switch, t_min=None, t_max=None, threshold=1e-300)
-        handle = nm.sparsify_(model, recipe)
-        optimizer = handle.attach(recipe.optimizer(model.parameters(), lr=0.0))
-        for batch in batches(4):
-            optimizer.zero_grad()
-            (c * loss_of(model, batch)).backward()
-            optimizer.step()
-        z.append(handle.metrics()["z_bar"].item())
-    assert z[1] == pytest.approx(64 * z[0], rel=1e-9)
+    one, eight = (observed(switch=switch, t_min=None, factor=factor)["z_bar"] for factor in (1.0, 8.0))
+    assert eight == pytest.approx(64 * one, rel=1e-9)
 
 
 def test_dead_units_do_not_fire_option_two():
     """One weight in twelve never has a gradient; with its logarithm counted Z would be 1e-3 of the others' and fire."""
-
-    def metrics(dead, threshold):
-        model = mlp()
-        recipe = STEP(switch="geometric", t_min=1, t_max=None, threshold=threshold)
-        handle = nm.sparsify_(model, recipe)
-        optimizer = handle.attach(recipe.optimizer(model.parameters(), lr=0.0))
-        for x, y in batches(6):
-            optimizer.zero_grad()
-            loss_of(model, (x * (torch.arange(16) >= 4) if dead else x, y)).backward()
-            optimizer.step()
-        return {k: v.item() for k, v in handle.metrics().items()}
-
-    alive = metrics(dead=False, threshold=1e-300)
-    dead = metrics(dead=True, threshold=alive["z_bar"] / 5)
+    alive = observed(switch="geometric", t_min=1)
+    few = alive["z_bar"] / 5
+    dead = observed(few, lambda x: x * (torch.arange(16) >= 4), switch="geometric", t_min=1)
     assert alive["v_unchanged"] == 0 and dead["v_unchanged"] == 4 * 32
-    assert dead["switch_step"] == 0 and dead["z_bar"] > alive["z_bar"] / 5
-
-
-def test_any_other_optimizer_is_refused_with_the_replacement():
-    model = mlp()
-    handle = nm.sparsify_(model, STEP(total_steps=10))
-    with pytest.raises(nm.RecipeError, match=r"handle\.attach\(nm\.optim\.MaskedAdamW\(model\.parameters\(\), lr=\.\.\.\)\)"):
-        handle.attach(torch.optim.AdamW(model.parameters()))
-    handle.attach(MaskedAdamW(model.parameters()))
+    assert dead["switch_step"] == 0 and dead["z_bar"] > few
 
 
 def test_bounds():
