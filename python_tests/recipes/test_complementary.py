@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import nmkernels as nm
-from nmkernels.nn import CompressedLinear, find_chains
 from nmkernels.recipes import STEP, Complementary
 from nmkernels.recipes.methods.complementary import StrideMask
+from python_tests.each import each
 from python_tests.recipes.loop import mlp, snapshot
 from python_tests.recipes.loop_complementary import spaced
 from python_tests.recipes.running import DATA, DATA32, F32, run
@@ -22,67 +23,45 @@ def test_by_hand():
     assert StrideMask(nm.Pattern("1:4")).kept(w)[1].tolist() == [True, True, *[False] * 6], "ties keep the lower index"
 
 
-def test_every_group_keeps_its_largest():
+@each("spacing", [None, 1, 2])
+def test_every_group_keeps_its_largest(spacing):
     for pattern in ["1:2", "2:4", "1:4", "2:8"]:
-        for spacing in [None, 1, 2]:
-            p, w = nm.Pattern(pattern), torch.randn(6, 32, dtype=torch.float64)
-            transform = StrideMask(p, spacing)
-            assert torch.equal(transform.kept(w), spaced(w, p.n, p.m, spacing).bool())
-            order = transform.traits.columns(32)
-            if spacing == 1:
-                assert order is None and torch.equal(transform(w), nm.ops.prune(w, pattern))
-            else:
-                assert torch.equal(order.sort().values, torch.arange(32)) and nm.ops.is_nm(transform(w)[:, order], pattern)
-                assert torch.equal(transform(w)[:, order], nm.ops.prune(w[:, order], pattern))
-            out = torch.full_like(w, torch.nan)
-            assert transform(w, out=out) is out and torch.equal(out, transform(w))
-            g = torch.randn_like(w)
-            assert torch.equal(transform.gradient(g, w)[0], g)
-            assert torch.equal(StrideMask(p, spacing, chain=True).gradient(g, w)[0], g * transform.kept(w))
-
-
-def test_sizes_that_fit():
-    model = nn.Sequential(nn.Linear(24, 32), nn.ReLU(), nn.Linear(32, 16))
-    assert len(nm.sparsify_(model, Complementary("2:4", spacing=2)).layers) == 2
+        p, w = nm.Pattern(pattern), torch.randn(6, 32, dtype=torch.float64)
+        transform = StrideMask(p, spacing)
+        kept, order = spaced(w, p.n, p.m, spacing).bool(), transform.traits.columns(32)
+        assert torch.equal(transform.kept(w), kept) and torch.equal(transform(w), w * kept)
+        assert (order is None) == (spacing == 1)
+        together = slice(None) if order is None else order
+        assert torch.equal(transform(w)[:, together], nm.ops.prune(w[:, together], pattern))
+        out, g = torch.full_like(w, torch.nan), torch.randn_like(w)
+        assert transform(w, out=out) is out and torch.equal(out, transform(w))
+        assert torch.equal(transform.gradient(g, w)[0], g)
+        assert torch.equal(StrideMask(p, spacing, chain=True).gradient(g, w)[0], g * kept)
 
 
 def test_the_zeros_stay_where_they_were_trained():
     model, handle, _ = run(Complementary("1:4"))
-    want = {name: spaced(layer.weight.detach(), 1, 4) for name, layer in handle.layers.items()}
+    want = spaced(model[0].weight.detach(), 1, 4).bool()
     handle.finish()
-    for name, layer in handle.layers.items():
-        assert torch.equal((layer.weight != 0).double(), want[name])
-        assert not nm.ops.is_nm(layer.weight.detach(), "1:4") and nm.ops.is_nm(layer.grouped.detach(), "1:4")
+    assert torch.equal(model[0].weight != 0, want)
+    assert not nm.ops.is_nm(model[0].weight.detach(), "1:4") and nm.ops.is_nm(model[0].grouped.detach(), "1:4")
     handle.remove()
-    assert "columns" not in vars(model[0]) and torch.equal((model[0].weight != 0).double(), want["0"])
+    assert "columns" not in vars(model[0]) and torch.equal(model[0].weight != 0, want)
 
 
 def test_columns_are_folded_where_it_can_be_proved():
-    """The first layer has to reorder its input; the second gets it in order from the first."""
-    model, handle, _ = run(Complementary("2:4"))
-    handle.finish()
-    x, before = DATA[0][0], snapshot(model)
-    want, bias = model(x), model[0].bias
-    assert find_chains(model)[0][0].consumers == ("2",)
-    nm.compress_(model)
-    assert torch.allclose(model(x), want, atol=1e-14)
-    order = StrideMask(nm.Pattern("2:4")).traits.columns(32)
-    assert model[2].order is None and torch.equal(model[2].weight.dense(), before["2.weight"][:, order])
-    assert model[0].bias is bias and torch.equal(bias, before["0.bias"][order])
-    assert torch.equal(model[0].order.long(), StrideMask(nm.Pattern("2:4")).traits.columns(16))
-    assert torch.equal(model[0].dense(), before["0.weight"][order])
-
-
-def test_inside_step():
-    recipe = STEP("2:4", switch="fixed", start=3, inner=Complementary("2:4", decay=0.1))
-    model, handle, _ = run(recipe)
-    assert handle.metrics()["density"].item() == 0.5
-    x = DATA[0][0]
-    with handle.deployable(), torch.no_grad():
-        want = model(x)
-    handle.finish()
-    assert torch.equal(model(x), want) and model[2].columns is not None
-    assert torch.allclose(nm.compress_(model)(x), want, atol=1e-14)
+    """The first layer has to reorder its input; the second gets it in order from the first. Also under STEP."""
+    for recipe in (Complementary("2:4"), STEP("2:4", switch="fixed", start=3, inner=Complementary("2:4", decay=0.1))):
+        model, handle, _ = run(recipe)
+        handle.finish()
+        x, before = DATA[0][0], snapshot(model)
+        want, bias = model(x), model[0].bias
+        nm.compress_(model)
+        assert torch.allclose(model(x), want, atol=1e-14)
+        first, second = (StrideMask(nm.Pattern("2:4")).traits.columns(width) for width in (16, 32))
+        assert model[2].order is None and torch.equal(model[2].weight.dense(), before["2.weight"][:, second])
+        assert model[0].bias is bias and torch.equal(bias, before["0.bias"][second])
+        assert torch.equal(model[0].order.long(), first) and torch.equal(model[0].dense(), before["0.weight"][second])
 
 
 def test_two_readers_that_disagree_keep_their_own_order():
@@ -124,18 +103,13 @@ def test_a_weight_changed_after_finish_is_refused(tmp_path):
 def test_files(tmp_path):
     model, handle, _ = run(Complementary("2:4"), F32, DATA32)
     handle.finish()
-    x = DATA[0][0].float()
-    want = model(x)
-    nm.save_dense(model, tmp_path / "before")
-    nm.compress_(model)
-    nm.save_dense(model, tmp_path / "after")
-    nm.save_compressed(model, tmp_path / "packed")
-    from safetensors.torch import load_file
-
-    for name in ("before", "after"):
-        dense = mlp(torch.float32, seed=4)
+    x, want = DATA32[0][0], model(DATA32[0][0])
+    for name, change in (("before", lambda model: None), ("after", nm.compress_)):
+        change(model)
+        nm.save_dense(model, tmp_path / name)
+        dense = mlp(F32, seed=4)
         dense.load_state_dict(load_file(tmp_path / name))
         torch.testing.assert_close(dense(x), want)
-    again = nm.load_compressed(mlp(torch.float32, seed=4), tmp_path / "packed")
-    assert torch.equal(again(x), model(x)) and isinstance(again[0], CompressedLinear)
-    assert torch.equal(again[0].order, model[0].order) and again[2].order is None
+    nm.save_compressed(model, tmp_path / "packed")
+    again = nm.load_compressed(mlp(F32, seed=4), tmp_path / "packed")
+    assert torch.equal(again(x), model(x)) and torch.equal(again[0].order, model[0].order) and again[2].order is None
