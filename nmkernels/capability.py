@@ -1,7 +1,7 @@
 """What this machine and this build can do: each probe answers (ok, reason), and the reason reads on its own.
 
-Importing this module is cheap: a probe does its work when it is first asked. cuSPARSELt is neither linked nor bundled; it is opened when
-somebody first asks, from ``NMKERNELS_CUSPARSELT``, else from the pip wheel, else from the system.
+A probe does its work when it is first asked. cuSPARSELt is neither linked nor bundled; it is opened then, from ``NMKERNELS_CUSPARSELT``,
+else from the pip wheel, else from the system.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import os
 import shutil
 import struct
 import subprocess
+from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from importlib import import_module, metadata, util
 from pathlib import Path
@@ -40,29 +42,30 @@ def compiled_core() -> Probe:
     abi = getattr(core, "abi", None)
     if abi != CORE_ABI:
         return Probe(False, f"nmkernels._C has ABI {abi}, this package needs {CORE_ABI}; {remedy}")
-    return Probe(True, f"nmkernels._C, ABI {abi}, {_instruction_set(core)}, {_cuda_code(core)}")
+    try:
+        isa = f"instruction set {core.isa()} of {', '.join(core.isas())}"
+    except ValueError as error:  # an impossible NMKERNELS_ISA is told here and raised by the first kernel
+        isa = str(error)
+    return Probe(True, f"nmkernels._C, ABI {abi}, {isa}, {_cuda_code(core)}")
 
 
 def _remedy() -> str:
     """What the user runs to have the compiled core: in a source tree its own command, else pip's, for where the package came from."""
     if (Path(__file__).resolve().parents[1] / "csrc").is_dir():
         return "run `make build`, or `pip install -e .` in an environment of your own"
-    # pip keeps the wheel that it has built without a compiler, and asked for that package again takes it from its cache
-    flags = "--force-reinstall --no-deps --no-cache-dir --no-binary nmkernels"
-    return f"install a C++ compiler, then run `NMKERNELS_REQUIRE_CORE=1 pip install {flags} {_installed_from()}`"
-
-
-def _installed_from() -> str:
-    """What pip was given, where that was an address or a folder (PEP 610); else the package's name."""
-    try:
+    what = "nmkernels"
+    with suppress(metadata.PackageNotFoundError, ValueError, AttributeError):
+        # what pip was given, where that was an address or a folder (PEP 610)
         origin = json.loads(metadata.distribution("nmkernels").read_text("direct_url.json") or "{}")
         url, vcs = origin.get("url", ""), origin.get("vcs_info")
-    except (metadata.PackageNotFoundError, ValueError, AttributeError):
-        return "nmkernels"
-    if vcs:
-        revision = vcs.get("requested_revision")
-        return f"{vcs['vcs']}+{url}{f'@{revision}' if revision else ''}"
-    return "nmkernels" if not url or url.endswith(".whl") else url  # such a wheel is without the core however often it is installed
+        if vcs:
+            revision = vcs.get("requested_revision")
+            what = f"{vcs['vcs']}+{url}{f'@{revision}' if revision else ''}"
+        elif url and not url.endswith(".whl"):  # such a wheel is without the core however often it is installed
+            what = url
+    # pip keeps the wheel that it has built without a compiler, and asked for that package again takes it from its cache
+    flags = "--force-reinstall --no-deps --no-cache-dir --no-binary nmkernels"
+    return f"install a C++ compiler, then run `NMKERNELS_REQUIRE_CORE=1 pip install {flags} {what}`"
 
 
 def _cuda_code(core: Any) -> str:
@@ -74,14 +77,6 @@ def _cuda_code(core: Any) -> str:
 def instruction_set() -> str:
     """The instruction set that the core uses; ValueError where NMKERNELS_ISA names an impossible one."""
     return str(import_module("._C", __package__).isa()) if compiled_core().ok else "no core"
-
-
-def _instruction_set(core: Any) -> str:
-    """Which of the core's instruction sets is used; an impossible NMKERNELS_ISA is told here and raised by the first kernel."""
-    try:
-        return f"instruction set {core.isa()} of {', '.join(core.isas())}"
-    except ValueError as error:
-        return str(error)
 
 
 @cache
@@ -128,7 +123,8 @@ def cuda_kernels(device: int | None = None) -> Probe:
     gpu = f"{torch.cuda.get_device_name(index)}, compute capability {'.'.join(map(str, torch.cuda.get_device_capability(index)))}"
     core = import_module("._C", __package__)
     driver, runtime, error = core.cuda.probe(index)
-    versions = f"driver of CUDA {_cuda_version(driver)}, kernels of CUDA {_cuda_version(runtime)}"
+    # 13020 is 13.2
+    versions = ", ".join(f"{what} of CUDA {v // 1000}.{v % 1000 // 10}" for what, v in (("driver", driver), ("kernels", runtime)))
     if not error:
         return Probe(True, f"they run on {gpu}; {versions}")
     if not driver:
@@ -138,22 +134,17 @@ def cuda_kernels(device: int | None = None) -> Probe:
     return Probe(False, f"no kernel runs on {gpu} ({error}): {_cuda_code(core)}, {versions}; build nmkernels where this GPU is")
 
 
-def _cuda_version(number: int) -> str:
-    """As people write it: 13020 is 13.2."""
-    return f"{number // 1000}.{number % 1000 // 10}"
-
-
 @cache
 def triton() -> Probe:
-    """The Triton compiler: installed and, where there is a GPU, able to build the C code that starts its kernels.
-
-    It is imported only where there is a GPU.
-    """
+    """The Triton compiler: installed and, where there is a GPU, imported and able to build the C code that starts its kernels."""
     if util.find_spec("triton") is None:
         return Probe(False, "triton is not installed; `pip install triton` (CUDA builds of torch for Linux bring it)")
     import torch
 
-    version = _version_of("triton", "triton-nightly", "pytorch-triton")
+    version = "of unknown version"
+    for name in ("pytorch-triton", "triton-nightly", "triton"):
+        with suppress(metadata.PackageNotFoundError):
+            version = metadata.version(name)
     if torch.cuda.is_available() or torch.xpu.is_available():
         try:
             _build_as_triton()
@@ -165,11 +156,7 @@ def triton() -> Probe:
 
 
 def _build_as_triton() -> None:
-    """Build C code as Triton does before a launch: for its driver, and for every new kind of arguments.
-
-    What is in Triton's cache takes no compiler, and launches of new kinds would still fail. The module tried here is therefore in the
-    cache only under the compiler that would be used now: it is built once for each.
-    """
+    """Build C code as Triton does before a launch. Its cache has it only under the compiler that would be used now: once for each."""
     runtime, build = import_module("triton.runtime"), import_module("triton.runtime.build")
     _ = runtime.driver.active  # builds, or loads, what reaches the GPU's driver
     asked = os.environ.get("CC")
@@ -197,46 +184,32 @@ def nvcc() -> Probe:
     """The CUDA compiler, on PATH or under CUDA_HOME."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
     path = shutil.which("nvcc") or shutil.which("nvcc", path=str(Path(home) / "bin"))
-    if path is None:
-        return Probe(False, "nvcc is not on PATH nor under CUDA_HOME; only needed to build the CUDA kernels")
-    return _runs(path, last_line=True)
+    return _runs(path, -1) if path else Probe(False, "nvcc is not on PATH nor under CUDA_HOME; only needed to build the CUDA kernels")
 
 
 @cache
 def compiler() -> Probe:
     """The C++ compiler, from CXX or on PATH."""
     asked = os.environ.get("CXX")
-    for name in [asked] if asked else ["c++", "g++", "clang++"]:
-        path = shutil.which(name)
-        if path:
-            return _runs(path)
+    path = next(filter(None, map(shutil.which, [asked] if asked else ["c++", "g++", "clang++"])), None)
     what = f"CXX={asked} names no program" if asked else "none of c++, g++ and clang++ is on PATH"
-    return Probe(False, f"{what}; only needed to build the compiled core")
+    return _runs(path, 0) if path else Probe(False, f"{what}; only needed to build the compiled core")
 
 
-def probes() -> dict[str, Probe]:
-    """Every probe by name, in the order in which ``doctor`` shows them."""
-    every = (compiled_core, cuda_device, cuda_kernels, triton, cusparselt, compiler, nvcc)
-    return {probe.__name__: probe() for probe in every}
-
-
-def _version_of(*distributions: str) -> str:
-    for name in distributions:
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return "of unknown version"
-
-
-def _runs(path: str, last_line: bool = False) -> Probe:
+def _runs(path: str, line: int) -> Probe:
     """Whether ``path --version`` runs, and the line of its answer that names the version."""
     try:
         done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError) as error:
         return Probe(False, f"{path} does not run: {error}")
     lines = done.stdout.strip().splitlines() or ["no version told"]
-    return Probe(True, f"{path}: {lines[-1 if last_line else 0].strip()}")
+    return Probe(True, f"{path}: {lines[line].strip()}")
+
+
+def probes() -> dict[str, Probe]:
+    """Every probe by name, in the order in which ``doctor`` shows them."""
+    every = (compiled_core, cuda_device, cuda_kernels, triton, cusparselt, compiler, nvcc)
+    return {probe.__name__: probe() for probe in every}
 
 
 # ---- cuSPARSELt
@@ -249,16 +222,12 @@ SONAMES = ("libcusparseLt.so.0", "libcusparseLt.so")
 INSTALL = "`pip install -U nvidia-cusparselt-cu13` (-cu12 for CUDA 12)"
 
 
-def folders() -> list[Path]:
-    """The folders of NVIDIA's pip packages."""
-    spec = util.find_spec("nvidia")
-    return [] if spec is None or spec.submodule_search_locations is None else [Path(p) for p in spec.submodule_search_locations]
-
-
 def files() -> list[str]:
-    """Files to try, the first that fits is taken; the last are names that the system's loader looks for."""
+    """Files to try, those of NVIDIA's pip packages first; the last are names that the system's loader looks for."""
+    spec = util.find_spec("nvidia")
+    folders = (spec.submodule_search_locations or ()) if spec is not None else ()
     # of 0.8 the wheel's folder is cusparselt, of 0.10 cu13
-    wheels = [str(path) for base in folders() for path in sorted(base.glob("*/lib/libcusparseLt.so*"))]
+    wheels = [str(path) for base in folders for path in sorted(Path(base).glob("*/lib/libcusparseLt.so*"))]
     return [*wheels, *SONAMES]
 
 
@@ -279,28 +248,22 @@ def opened() -> tuple[Any, str]:
 def _opened(given: str) -> tuple[Any, str]:
     refused = []
     for path in [given] if given else files():
-        library, reason = _open(path)
-        if library is not None:
-            return library, reason
-        # that the loader knows no such name is no news
-        if given or path not in SONAMES or "cannot be opened" not in reason:
-            refused.append(reason)
+        try:
+            library = import_module("._C", __package__).cusparselt.Library(path)
+        except RuntimeError as error:
+            # that the loader knows no such name is no news
+            if given or path not in SONAMES or "cannot be opened" not in str(error):
+                refused.append(f"{path} is not usable: {error}")
+            continue
+        found = f"cuSPARSELt {version_text(library.version)}, {path}"
+        if library.version >= OLDEST:
+            return library, found
+        refused.append(f"{found}, is too old: {version_text(OLDEST)} or newer is needed")
     if given:
         return None, f"{refused[0]}. {ENV} names this file; unset it, or name another."
     if refused:
         return None, f"{refused[0]}; {INSTALL}, or name another file in {ENV}"
     return None, f"libcusparseLt is neither in a pip wheel nor on the system; {INSTALL}"
-
-
-def _open(path: str) -> tuple[Any, str]:
-    try:
-        library = import_module("._C", __package__).cusparselt.Library(path)
-    except RuntimeError as error:
-        return None, f"{path} is not usable: {error}"
-    text = version_text(library.version)
-    if library.version < OLDEST:
-        return None, f"cuSPARSELt {text}, {path}, is too old: {version_text(OLDEST)} or newer is needed"
-    return library, f"cuSPARSELt {text}, {path}"
 
 
 # ---- the GPUs that a compiled module has code for
@@ -322,18 +285,32 @@ SUFFIXES = {0x100000: "a", 0x200000: "f"}
 
 def architectures(path: str | Path) -> tuple[str, ...]:
     """What the module has code for, machine code first: ``("sm_80", "sm_90a", "compute_90")``; empty without device code."""
-    found = {one for container in containers(path) for one in container}
+    with open(path, "rb") as file:
+        if len(file.read(64)) < 64:
+            return ()
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as image:
+            found = set(_device_code(image))
     return tuple(sorted(found, key=lambda name: (name.startswith(PREFIXES[1]), len(name.rstrip("af")), name)))
 
 
-def containers(path: str | Path) -> list[tuple[str, ...]]:
-    """The architectures of each container, which is to say of each source file."""
-    with open(path, "rb") as file:
-        if len(file.read(64)) < 64:
-            return []
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as image:
-            place = sections(image).get(".nv_fatbin")
-            return [] if place is None else _containers(image, place.start, min(place.stop, len(image)))
+def _device_code(image: mmap.mmap) -> Iterator[str]:
+    """What each entry of each container is for."""
+    place = sections(image).get(".nv_fatbin", slice(0, 0))
+    at, end = place.start, min(place.stop, len(image))
+    while at + 16 <= end:
+        magic, _, header, size = struct.unpack_from("<IHHQ", image, at)
+        if magic != MAGIC:
+            at += 8  # the linker fills up to the next container's alignment
+            continue
+        entry, at = at + header, at + header + size
+        while entry + 48 <= min(at, end):
+            kind, _, header, size = struct.unpack_from("<HHIQ", image, entry)
+            (number,), (flags,) = struct.unpack_from("<I", image, entry + 28), struct.unpack_from("<Q", image, entry + 40)
+            if kind in PREFIXES:
+                yield f"{PREFIXES[kind]}{number}" + "".join(letter for flag, letter in SUFFIXES.items() if flags & flag)
+            if header < 48:
+                break
+            entry += header + size
 
 
 def sections(image: bytes | mmap.mmap) -> dict[str, slice]:
@@ -354,30 +331,4 @@ def sections(image: bytes | mmap.mmap) -> dict[str, slice]:
         (name,) = struct.unpack_from("<I", image, header)
         offset, length = struct.unpack_from("<2Q", image, header + 24)
         found[image[text + name : image.find(b"\0", text + name)].decode("ascii", "replace")] = slice(offset, offset + length)
-    return found
-
-
-def _containers(image: bytes | mmap.mmap, at: int, end: int) -> list[tuple[str, ...]]:
-    found = []
-    while at + 16 <= end:
-        magic, _, header, size = struct.unpack_from("<IHHQ", image, at)
-        if magic == MAGIC:
-            found.append(tuple(_entries(image, at + header, min(at + header + size, end))))
-            at += header + size
-        else:
-            # the linker fills up to the next container's alignment
-            at += 8
-    return found
-
-
-def _entries(image: bytes | mmap.mmap, at: int, end: int) -> list[str]:
-    found = []
-    while at + 48 <= end:
-        kind, _, header, size = struct.unpack_from("<HHIQ", image, at)
-        (number,), (flags,) = struct.unpack_from("<I", image, at + 28), struct.unpack_from("<Q", image, at + 40)
-        if kind in PREFIXES:
-            found.append(f"{PREFIXES[kind]}{number}" + "".join(letter for flag, letter in SUFFIXES.items() if flags & flag))
-        if header < 48:
-            break
-        at += header + size
     return found

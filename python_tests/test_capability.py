@@ -11,28 +11,24 @@ from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from nmkernels import capability
 from nmkernels.capability import Probe, probes
+from python_tests.each import each
 
 
 def test_all_answer() -> None:
     answers = probes()
     assert list(answers) == ["compiled_core", "cuda_device", "cuda_kernels", "triton", "cusparselt", "compiler", "nvcc"]
     for name, answer in answers.items():
-        assert isinstance(answer, Probe) and isinstance(answer.ok, bool) and answer.reason, name
-        assert "\n" not in answer.reason
-
-
-def test_no_gpu_says_why() -> None:
+        assert isinstance(answer, Probe) and isinstance(answer.ok, bool) and answer.reason and "\n" not in answer.reason, name
     can, reason = capability.cuda_device()
-    assert can == torch.cuda.is_available()
-    assert (capability.compute_capability() is None) == (not can)
-    if not can:
-        assert "CUDA" in reason
+    assert can == torch.cuda.is_available() == (capability.compute_capability() is not None)
+    assert can or "CUDA" in reason
 
 
 @pytest.fixture
@@ -54,35 +50,21 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Probe]:
     return ask
 
 
-def test_cuda_kernels_run(gpu: Callable[..., Probe]) -> None:
+def test_whether_cuda_kernels_run_and_why_not(gpu: Callable[..., Probe], monkeypatch: pytest.MonkeyPatch) -> None:
     found = Probe(True, "they run on GPU 1, compute capability 7.5; driver of CUDA 13.2, kernels of CUDA 13.0")
     assert gpu(13020, 13000, "") == gpu(13020, 13000, "", device=None) == found
-
-
-def test_a_driver_older_than_the_kernels_is_told(gpu: Callable[..., Probe]) -> None:
-    can, reason = gpu(12080, 13000, "probe: CUDA driver version is insufficient for CUDA runtime version (cudaErrorInsufficientDriver)")
-    assert not can and "driver of CUDA 12.8, kernels of CUDA 13.0" in reason
-    assert "cudaErrorInsufficientDriver" in reason and "update the driver to one of CUDA 13.0 or newer" in reason
-    # of one series any driver does
-    assert gpu(13000, 13010, "").ok
-
-
-def test_no_code_for_a_gpu_is_told(gpu: Callable[..., Probe]) -> None:
-    can, reason = gpu(13000, 13000, "probe: no kernel image is available for execution on the device (cudaErrorNoKernelImageForDevice)")
-    assert not can and "GPU 1, compute capability 7.5 (probe: no kernel image" in reason
-    assert "with CUDA for sm_80, sm_90a" in reason and "build nmkernels where this GPU is" in reason
-
-
-def test_no_driver_is_told(gpu: Callable[..., Probe]) -> None:
-    can, reason = gpu(0, 13000, "probe: no CUDA-capable device is detected (cudaErrorNoDevice)")
-    assert not can and "driver does not answer" in reason and "nvidia-smi" in reason
-
-
-def test_what_kernels_need_first_is_told_first(gpu: Callable[..., Probe], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capability, "cuda_device", lambda: Probe(False, "torch sees no NVIDIA GPU"))
-    assert gpu(13000, 13000, "") == Probe(False, "torch sees no NVIDIA GPU")
-    monkeypatch.setattr(capability, "cuda_core", lambda: Probe(False, "without CUDA kernels"))
-    assert gpu(13000, 13000, "") == Probe(False, "without CUDA kernels")
+    assert gpu(13000, 13010, "").ok, "of one series any driver does"
+    for driver, error, *words in (
+        (12080, "cudaErrorInsufficientDriver", "driver of CUDA 12.8, kernels of CUDA 13.0", "update the driver to one of CUDA 13.0"),
+        (13000, "cudaErrorNoKernelImageForDevice", "compute capability 7.5 (", "with CUDA for sm_80, sm_90a", "where this GPU is"),
+        (0, "cudaErrorNoDevice", "driver does not answer", "nvidia-smi"),
+    ):
+        can, reason = gpu(driver, 13000, f"probe: ({error})")
+        assert not can and all(word in reason for word in (error, *words)), reason
+    # what kernels need first is told first
+    for name, why in (("cuda_device", "torch sees no NVIDIA GPU"), ("cuda_core", "without CUDA kernels")):
+        monkeypatch.setattr(capability, name, lambda why=why: Probe(False, why))
+        assert gpu(13000, 13000, "") == Probe(False, why)
 
 
 def test_a_gpu_is_asked_once(monkeypatch: pytest.MonkeyPatch, gpu: Callable[..., Probe]) -> None:
@@ -103,22 +85,17 @@ def test_import_is_light() -> None:
     assert done.stdout.strip() == "['subprocess']"
 
 
-def test_core_of_another_abi(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_core_of_another_abi_or_that_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    probe = capability.compiled_core.__wrapped__
     monkeypatch.setattr(capability, "import_module", lambda *_: SimpleNamespace(abi=99))
-    ok, reason = capability.compiled_core.__wrapped__()
+    ok, reason = probe()
     assert not ok and "ABI 99" in reason and reason.endswith(capability._remedy())
-
-
-def test_core_that_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: object) -> None:
-        raise ImportError("undefined symbol: nm_mask")
-
-    monkeypatch.setattr(capability, "import_module", broken)
+    monkeypatch.setattr(capability, "import_module", Mock(side_effect=ImportError("undefined symbol: nm_mask")))
     monkeypatch.setattr(capability.util, "find_spec", lambda *_: object())
-    ok, reason = capability.compiled_core.__wrapped__()
+    ok, reason = probe()
     assert not ok and "does not load (undefined symbol: nm_mask)" in reason
     monkeypatch.setattr(capability.util, "find_spec", lambda *_: None)
-    assert "is not built" in capability.compiled_core.__wrapped__().reason
+    assert "is not built" in probe().reason
 
 
 def test_compilers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -140,42 +117,35 @@ def test_compilers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 PIP = "NMKERNELS_REQUIRE_CORE=1 pip install --force-reinstall --no-deps --no-cache-dir --no-binary nmkernels"
-ORIGINS = {
-    "an index": (None, "nmkernels"),
-    "a repository": ({"url": "https://x.org/n.git", "vcs_info": {"vcs": "git", "commit_id": "1" * 40}}, "git+https://x.org/n.git"),
-    "a tag": (
-        {"url": "https://x.org/n.git", "vcs_info": {"vcs": "git", "commit_id": "1" * 40, "requested_revision": "v1"}},
-        "git+https://x.org/n.git@v1",
-    ),
-    "a folder": ({"url": "file:///src/n", "dir_info": {}}, "file:///src/n"),
-    "an archive": ({"url": "file:///n-1.tar.gz", "archive_info": {}}, "file:///n-1.tar.gz"),
-    "a wheel": ({"url": "file:///n-1-py3-none-any.whl", "archive_info": {}}, "nmkernels"),
-}
+VCS = {"url": "https://x.org/n.git", "vcs_info": {"vcs": "git", "commit_id": "1" * 40}}
+TAG = {**VCS, "vcs_info": {**VCS["vcs_info"], "requested_revision": "v1"}}
 
 
-def _installed(folder: Path, origin: object) -> dict[str, str]:
-    """The package in ``folder`` as pip leaves it where no compiler is, and the environment to run it in."""
-    shutil.copytree(Path(capability.__file__).parent, folder / "nmkernels", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    info = folder / "nmkernels-0.1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: nmkernels\nVersion: 0.1\n")
-    if origin is not None:
-        (info / "direct_url.json").write_text(json.dumps(origin))
-    return {**os.environ, "PYTHONPATH": str(folder)}
-
-
-@pytest.mark.parametrize("origin", ORIGINS)
-def test_the_remedy_of_an_installed_package_is_pip_s(origin: str, tmp_path: Path) -> None:
-    record, what = ORIGINS[origin]
-    env = _installed(tmp_path, record)
-    code = f"import runpy; print(runpy.run_path({str(tmp_path / 'nmkernels' / 'capability.py')!r})['_remedy']())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env, cwd=tmp_path)
-    assert done.stdout.strip() == f"install a C++ compiler, then run `{PIP} {what}`"
+@each(
+    "origin, what",
+    [
+        (None, "nmkernels"),
+        (VCS, "git+https://x.org/n.git"),
+        (TAG, "git+https://x.org/n.git@v1"),
+        ({"url": "file:///src/n", "dir_info": {}}, "file:///src/n"),
+        ({"url": "file:///n-1.tar.gz", "archive_info": {}}, "file:///n-1.tar.gz"),
+        ({"url": "file:///n-1-py3-none-any.whl", "archive_info": {}}, "nmkernels"),
+    ],
+)
+def test_the_remedy_of_an_installed_package_is_pip_s(origin: object, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capability, "__file__", str(tmp_path / "nmkernels" / "capability.py"))
+    record = SimpleNamespace(read_text=lambda name: json.dumps(origin) if name == "direct_url.json" and origin else None)
+    monkeypatch.setattr(capability.metadata, "distribution", lambda name: record)
+    assert capability._remedy() == f"install a C++ compiler, then run `{PIP} {what}`"
 
 
 def test_an_install_without_the_core_says_so_at_the_first_slow_op(tmp_path: Path) -> None:
     """Not at import, once, with what to do; and ``doctor`` has it among its findings."""
-    env = _installed(tmp_path, None)
+    shutil.copytree(Path(capability.__file__).parent, tmp_path / "nmkernels", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    info = tmp_path / "nmkernels-0.1.dist-info"  # as pip leaves it where no compiler is
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: nmkernels\nVersion: 0.1\n")
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
     code = (
         "import torch, nmkernels as nm\n"
         "w = torch.randn(8, 8)\n"
@@ -207,7 +177,7 @@ def test_triton_needs_a_c_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     compilers = [path for path in (shutil.which("gcc"), shutil.which("clang")) if path]
     if compilers:
         for _again in range(2):
-            assert probe() == (True, f"triton {capability._version_of('triton', 'triton-nightly', 'pytorch-triton')}")
+            assert probe() == (True, f"triton {sys.modules['triton'].__version__}")
     built = list((tmp_path / "cache").rglob("nmkernels_probe*.so"))
     assert len(built) == len(compilers[:1])
 
@@ -228,12 +198,9 @@ def test_triton_needs_a_c_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 def test_triton_needs_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = pytest.importorskip("triton.runtime")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-
-    def missing() -> None:
-        raise AssertionError("libcuda.so cannot found!\nPlease run ldconfig")
-
     monkeypatch.setattr(runtime.driver, "_active", None)
     monkeypatch.setattr(runtime.driver, "_default", None)
+    missing = Mock(side_effect=AssertionError("libcuda.so cannot found!\nPlease run ldconfig"))
     monkeypatch.setattr(sys.modules["triton.runtime.driver"], "_create_driver", missing)
     ok, reason = capability.triton.__wrapped__()
     assert not ok and "libcuda.so cannot found! Please run ldconfig" in reason

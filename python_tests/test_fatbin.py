@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from nmkernels import capability
-from nmkernels.capability import architectures, containers
+from nmkernels.capability import architectures
+from python_tests.each import each
 
 PTX, CUBIN, LTO = 1, 2, 8
 ONLY, FAMILY = 0x100000, 0x200000
@@ -40,48 +41,36 @@ def elf(content: bytes, name: bytes = b".nv_fatbin") -> bytes:
     return header + content + names + b"".join(struct.pack("<IIQQQQIIQQ", n, 1, 0, 0, o, s, 0, 0, 8, 0) for n, o, s in rows)
 
 
-def written(path: Path, image: bytes) -> Path:
-    path.write_bytes(image)
-    return path
-
-
-def test_architectures_are_read_in_order(tmp_path: Path) -> None:
-    image = elf(container(entry(PTX, 90), entry(CUBIN, 100, FAMILY), entry(CUBIN, 90, ONLY), entry(CUBIN, 80)))
-    assert architectures(written(tmp_path / "m.so", image)) == ("sm_80", "sm_90a", "sm_100f", "compute_90")
-
-
-def test_every_container_is_read_and_gaps_are_skipped(tmp_path: Path) -> None:
-    image = elf(container(entry(CUBIN, 80)) + b"padding!" * 3 + container(entry(CUBIN, 90, ONLY, b""), entry(PTX, 90)) + bytes(8))
-    assert containers(written(tmp_path / "m.so", image)) == [("sm_80",), ("sm_90a", "compute_90")]
-
-
-def test_code_for_the_linker_runs_nowhere(tmp_path: Path) -> None:
-    assert architectures(written(tmp_path / "m.so", elf(container(entry(LTO, 80), entry(CUBIN, 90))))) == ("sm_90",)
-
-
-@pytest.mark.parametrize(
-    "image",
+@each(
+    "image, found",
     [
-        b"",
-        b"\x7fELF",
-        b"not a module at all" * 9,
-        elf(container(entry(CUBIN, 80)), b".text"),
-        b"\xcf\xfa\xed\xfe" + bytes(200),  # Mach-O
-        b"\x7fELF\x01" + elf(container(entry(CUBIN, 80)))[5:],  # 32 bits
+        # in order
+        (elf(container(entry(PTX, 90), entry(CUBIN, 100, FAMILY), entry(CUBIN, 90, ONLY), entry(CUBIN, 80))),
+         ("sm_80", "sm_90a", "sm_100f", "compute_90")),
+        # of every container; gaps are skipped, and what an entry without code is for counts
+        (elf(container(entry(CUBIN, 80)) + b"padding!" * 3 + container(entry(CUBIN, 90, ONLY, b""), entry(PTX, 90)) + bytes(8)),
+         ("sm_80", "sm_90a", "compute_90")),
+        # code for the linker runs nowhere
+        (elf(container(entry(LTO, 80), entry(CUBIN, 90))), ("sm_90",)),
+        # a container that promises more than its section holds
+        (elf(struct.pack("<IHHQ", capability.MAGIC, 1, 16, 1 << 40) + entry(CUBIN, 80)[:-4]), ("sm_80",)),
+        # files of another kind: empty, short, text, without device code, Mach-O, of 32 bits
+        *((image, ()) for image in (
+            b"", b"\x7fELF", b"not a module at all" * 9, elf(container(entry(CUBIN, 80)), b".text"), b"\xcf\xfa\xed\xfe" + bytes(200),
+            b"\x7fELF\x01" + elf(container(entry(CUBIN, 80)))[5:],
+        )),
     ],
-    ids=["empty", "short", "text", "no device code", "Mach-O", "32 bits"],
-)
-def test_other_files_have_no_device_code(tmp_path: Path, image: bytes) -> None:
-    assert architectures(written(tmp_path / "m.so", image)) == ()
+)  # fmt: skip
+def test_architectures(tmp_path: Path, image: bytes, found: tuple[str, ...]) -> None:
+    (tmp_path / "m.so").write_bytes(image)
+    assert architectures(tmp_path / "m.so") == found
 
 
 def test_a_cut_off_file_does_not_raise(tmp_path: Path) -> None:
     image = elf(container(entry(CUBIN, 80), entry(PTX, 90)))
     for length in range(len(image)):
-        assert architectures(written(tmp_path / "m.so", image[:length])) == ()
-    # the container promises more than its section holds
-    lying = struct.pack("<IHHQ", capability.MAGIC, 1, 16, 1 << 40) + entry(CUBIN, 80)[:-4]
-    assert architectures(written(tmp_path / "m.so", elf(lying))) == ("sm_80",)
+        (tmp_path / "m.so").write_bytes(image[:length])
+        assert architectures(tmp_path / "m.so") == ()
 
 
 def cuobjdump() -> str | None:
@@ -97,7 +86,7 @@ def test_what_nvcc_writes(tmp_path: Path) -> None:
     wanted = ["arch=compute_80,code=sm_80", "arch=compute_90a,code=sm_90a", "arch=compute_90,code=compute_90"]
     codes = [word for one in wanted for word in ("-gencode", one)]
     subprocess.run(["nvcc", "-c", *codes, source, "-o", module], check=True, capture_output=True, timeout=120)
-    assert containers(module) == [("sm_80", "sm_90a", "compute_90")]
+    assert architectures(module) == ("sm_80", "sm_90a", "compute_90")
     tool = cuobjdump()
     if tool is None:
         pytest.skip("no cuobjdump to compare with")

@@ -1,13 +1,12 @@
 """The one tuner: candidates that are checked, timed in turns and remembered on disk. It knows tensors and callables, no ops."""
 
-from .measure import BUDGET, LEAST_GAIN, Candidate, Found, measure
+from .measure import BUDGET, Candidate, Found, measure
 from .table import TABLE, device_name, key
 from .timer import Seconds, Task, Timer, cold
 from .validator import Validator
 
 __all__ = [
     "BUDGET",
-    "LEAST_GAIN",
     "TABLE",
     "Candidate",
     "Found",

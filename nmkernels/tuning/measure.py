@@ -18,7 +18,6 @@ LEAST_GAIN = 1.02
 BUDGET = 0.5
 """Seconds of timed calls for one problem."""
 
-
 Check = Callable[[Callable[[Tensor], object]], str]
 """A ``Validator``, or what asks one."""
 
@@ -57,9 +56,7 @@ class Found:
     @property
     def best(self) -> str:
         """The fastest; the baseline unless another gains more than noise."""
-        if not self.seconds:
-            return self.baseline
-        best = min(self.seconds, key=self.seconds.__getitem__)
+        best = min(self.seconds, key=self.seconds.__getitem__, default=self.baseline)
         base = self.seconds.get(self.baseline)
         return self.baseline if base is not None and base < LEAST_GAIN * self.seconds[best] else best
 
@@ -95,11 +92,13 @@ def measure(problem: str, candidates: Sequence[Candidate], validator: Check, tim
     found = Found(problem, candidates[0].name)
     right = []
     for candidate in candidates:
+        why = wrong = ""
         try:
             why = candidate.declines()
             wrong = "" if why else validator(candidate.run)
         except Exception as error:  # a kernel that does not fit the device, or one that checks its operands
-            why, wrong = "", reason(error)
+            text = str(error).partition("\n")[0]
+            wrong = text if isinstance(error, NMError) else f"{type(error).__name__}: {text}"
         if why:
             found.declined[candidate.name] = why
         elif wrong:
@@ -109,9 +108,3 @@ def measure(problem: str, candidates: Sequence[Candidate], validator: Check, tim
     found.seconds, failed = timer.compare({c.name: c.calls() for c in right}, budget)
     found.refused |= failed
     return found
-
-
-def reason(error: BaseException) -> str:
-    """An error in a line."""
-    text = (str(error).splitlines() or [""])[0]
-    return text if isinstance(error, NMError) else f"{type(error).__name__}: {text}"

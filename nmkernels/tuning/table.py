@@ -1,7 +1,7 @@
 """The table on disk of what was measured on a machine: lines keyed by text, read once, merged with what other processes wrote.
 
-Nothing is read at import. What cannot be read counts as empty, with a warning: the table only makes calls faster, so losing it costs time
-and never a result. Whoever asks for a line checks it, since somebody may have edited it.
+What cannot be read counts as empty, with a warning: losing the table costs time and never a result. Whoever asks for a line checks it,
+since somebody may have edited it.
 """
 
 from __future__ import annotations
@@ -77,7 +77,6 @@ class Table:
         self._lock = threading.Lock()
 
     def path(self) -> Path:
-        """The file."""
         return folder() / FILE
 
     def lines(self) -> Mapping[str, Line]:
@@ -85,42 +84,32 @@ class Table:
         found = self._lines
         if found is None:
             with self._lock:
-                if self._lines is None:
-                    self._lines = self._read()
-                found = self._lines
+                found = self._lines = self._read() if self._lines is None else self._lines
         return found
 
     def get(self, key: str) -> Line | None:
-        """One line, or None."""
         return self.lines().get(key)
 
     def _read(self, quiet: bool = False) -> dict[str, Line]:
         """The lines of the file as it is now; none, with a warning, where it cannot be read or is damaged."""
+        where = "the table"
         try:
             path = self.path()
+            where = str(path)
             size = regular_size(path)
             if size > LARGEST:
-                return self._refused(quiet, f"is no table: it has {size:,} bytes")
-            text = path.read_text(encoding="utf-8")
+                raise ValueError(f"it has {size:,} bytes, and no table is so large")
+            found = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(found, dict) or found.get("schema") != SCHEMA or not isinstance(found.get("lines"), dict):
+                raise ValueError(f"it is not a table of schema {SCHEMA}")
         except FileNotFoundError:
             return {}
-        except (OSError, UnicodeDecodeError) as error:
-            return self._refused(quiet, f"cannot be read ({error})")
-        try:
-            found = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            return self._refused(quiet, f"is damaged ({error})")
-        if not isinstance(found, dict) or found.get("schema") != SCHEMA or not isinstance(found.get("lines"), dict):
-            return self._refused(quiet, f"is not a table of schema {SCHEMA}")
+        except (OSError, ValueError, RecursionError) as error:
+            way_out = "nothing measured is followed. Delete it, or run nm.tune again, which replaces it."
+            if not quiet:
+                warnings.warn(f"nmkernels: {where} cannot be read ({error}); {way_out}", RuntimeWarning, stacklevel=3)
+            return {}
         return {key: line for key, line in found["lines"].items() if isinstance(line, dict) and _shallow(line)}
-
-    def _refused(self, quiet: bool, why: str) -> dict[str, Line]:
-        with suppress(OSError):
-            why = f"{self.path()} {why}"
-        text = f"nmkernels: {why}; nothing measured is followed. Delete it, or run nm.tune again, which replaces it."
-        if not quiet:
-            warnings.warn(text, RuntimeWarning, stacklevel=4)
-        return {}
 
     def store(self, lines: Mapping[str, Line | None]) -> Path:
         """Add lines to the file, or take out those that are None, at one stroke; from now on this process follows them.
@@ -133,10 +122,17 @@ class Table:
                 folder().mkdir(parents=True, exist_ok=True)
             with _alone():
                 both = {**self._read(quiet=True), **self._unwritten}  # what is damaged is replaced
-                self._lines = kept = {key: line for key, line in sorted(both.items()) if line is not None}
+                self._lines = {key: line for key, line in sorted(both.items()) if line is not None}
                 target = self.path()
                 target.parent.mkdir(parents=True, exist_ok=True)
-                _replace(target, {"schema": SCHEMA, "lines": kept})
+                handle, part = tempfile.mkstemp(prefix=target.name, dir=target.parent)
+                try:
+                    with os.fdopen(handle, "w", encoding="utf-8") as file:
+                        json.dump({"schema": SCHEMA, "lines": self._lines}, file, indent=1)
+                    os.replace(part, target)  # readers see the old file or the new one, and never a part
+                except BaseException:
+                    Path(part).unlink(missing_ok=True)
+                    raise
             self._unwritten.clear()
         return target
 
@@ -153,20 +149,13 @@ TABLE = Table()
 
 def key(space: str, device: torch.device, problem: str, size: int) -> str:
     """The line of a problem: who asks (``space``), what it runs on and with, and its size, tokens mostly, rounded up to a power of two."""
-    return f"{space}|{device_name(device)}|{versions(device.type)}|{problem}|{size_class(size)}"
-
-
-def size_class(size: int) -> int:
-    """The next power of two, at least 1."""
-    return 1 << max(0, size - 1).bit_length()
+    return f"{space}|{device_name(device)}|{versions(device.type)}|{problem}|{1 << max(0, size - 1).bit_length()}"
 
 
 def device_name(device: torch.device) -> str:
     """What measurements on this device hold for: the GPU's model, or the CPU's with its threads and the core's instruction set."""
-    if device.type == "cuda":
-        return str(torch.cuda.get_device_name(device))
-    if device.type == "xpu":
-        return str(torch.xpu.get_device_name(device))
+    if device.type in ("cuda", "xpu"):
+        return str(getattr(torch, device.type).get_device_name(device))
     if device.type != "cpu":
         return device.type
     try:
@@ -185,10 +174,9 @@ def _cpu_model() -> str:
 @cache
 def versions(kind: str) -> str:
     """What a speed depends on besides the device: this package, torch, and on a GPU Triton and cuSPARSELt."""
-    parts = [f"nmkernels {__version__}", f"torch {torch.__version__}"]
-    if kind != "cpu":
-        parts += [probe.reason.split(",")[0] for probe in (capability.triton(), capability.cusparselt()) if probe.ok]
-    return ", ".join(parts)
+    probes = [] if kind == "cpu" else [capability.triton(), capability.cusparselt()]
+    others = [probe.reason.split(",")[0] for probe in probes if probe.ok]
+    return ", ".join([f"nmkernels {__version__}", f"torch {torch.__version__}", *others])
 
 
 def _shallow(value: Any, levels: int = DEEPEST) -> bool:
@@ -197,40 +185,23 @@ def _shallow(value: Any, levels: int = DEEPEST) -> bool:
     return levels > 0 and all(_shallow(item, levels - 1) for item in inside)
 
 
-def _replace(target: Path, content: Any) -> None:
-    """Readers see the old file or the new one, and never a part."""
-    handle, part = tempfile.mkstemp(prefix=target.name, dir=target.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(content, file, indent=1)
-        os.replace(part, target)
-    except BaseException:
-        Path(part).unlink(missing_ok=True)
-        raise
-
-
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Inside, no other process stores into the folder; without a lock where the file system has none."""
-    handle = None
-    if fcntl is not None:
-        with suppress(OSError):
-            # of the folder itself: nothing is left lying about, and what is no folder is never opened
-            handle = os.open(folder(), os.O_RDONLY | os.O_DIRECTORY)
-            _wait(handle)
+    """Inside, no other process stores into the folder; without a lock where the file system has none, or another keeps it for too long."""
+    handle, end = None, time.monotonic() + LONGEST_WAIT
+    with suppress(OSError):
+        # of the folder itself: nothing is left lying about, and what is no folder is never opened
+        handle = os.open(folder(), os.O_RDONLY | os.O_DIRECTORY) if fcntl is not None else None
+        while handle is not None:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    break
+                time.sleep(0.01)
     try:
         yield
     finally:
         if handle is not None:
             os.close(handle)
-
-
-def _wait(handle: int) -> None:
-    end = time.monotonic() + LONGEST_WAIT
-    while True:
-        try:
-            return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > end:
-                return
-            time.sleep(0.01)

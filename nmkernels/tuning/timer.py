@@ -1,19 +1,16 @@
 """How long calls take: in turns, so that a machine that slows down slows all of them, and each call on other buffers than the one before.
 
-On a CPU a turn is calls that do not count, then some that do, of which the fastest counts: without the former the clock shows what
-another call has left behind, as torch's OpenMP threads spin for about 3 ms after a call on cores that another pool's threads need.
-
-On a GPU a turn is a batch of calls between two events of the device, after as many that do not count. A call returns before the device has
-begun, so the host's clock says nothing; and a device that waits for the host shows the host's time. So the device sleeps while a batch is
-queued, and a batch whose start was reached before its end was queued is timed again after a longer sleep.
+On a CPU a turn is calls that do not count, since torch's OpenMP threads spin for about 3 ms after another call, then some that do, of
+which the fastest counts. On a GPU it is a batch of calls between two events of the device, after as many that do not count. The device
+sleeps while a batch is queued, and a batch whose start was reached before its end was queued is timed again after a longer sleep.
 """
 
 from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import cycle
 from statistics import median
@@ -21,6 +18,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 Call = Callable[[], object]
 Under = Callable[[], AbstractContextManager[object]]
@@ -28,23 +26,19 @@ Under = Callable[[], AbstractContextManager[object]]
 
 SETTLE = 4e-3
 """Seconds of calls on a CPU before those that count; a call of 16 times that needs none."""
-
 HOST_BATCH, LEAST_IN_BATCH, MOST_IN_BATCH = 2e-3, 2, 5
 """Seconds and calls of a turn that count, on a CPU."""
 
 DEVICE_BATCH, MOST_ON_DEVICE = 2e-4, 50
 """Seconds of the device, and of the host that queues it, that a batch takes, about; CUDA's queue holds 1024 kernels."""
-
 TRIES = 4
 """So often a batch is timed when the device was faster than the host; calls that wait for the device always are."""
-
 LONGEST_SLEEP = 0.05
 CYCLES_PER_SECOND = 2e9
 """Of the fastest clock about; a device with a slower one sleeps longer, which changes nothing."""
 
 LEAST, MOST = 3, 31
 """Rounds in which every call takes part at least, and at most."""
-
 SLOW, LEAST_SLOW = 0.5, 5
 """A call of more seconds is content with so many rounds: a training step, mostly."""
 
@@ -78,11 +72,9 @@ class Meter(Protocol):
 
     def warm(self) -> float:
         """Calls that do not count, from which the meter learns how to time; the seconds of one."""
-        ...
 
     def turn(self) -> float:
         """Seconds of a call, timed once more."""
-        ...
 
 
 class HostMeter:
@@ -93,7 +85,6 @@ class HostMeter:
         self.count, self.cost = 1, 0.0
 
     def warm(self) -> float:
-        """One call of a slow one, else two."""
         with self.under():
             took = self._once()
             if self.settle and took >= 16 * self.settle:
@@ -111,7 +102,6 @@ class HostMeter:
         return time.perf_counter() - start
 
     def turn(self) -> float:
-        """Seconds of the fastest call that counts."""
         start = time.perf_counter()
         with self.under():
             while time.perf_counter() - start < self.settle:
@@ -126,21 +116,17 @@ class Cuda:
         self.device = torch.device(device)
 
     def synchronize(self) -> None:
-        """Wait until the device is idle."""
         torch.cuda.synchronize(self.device)
 
     def sleep(self, seconds: float) -> None:
-        """Queue idle time."""
         torch.cuda._sleep(int(seconds * CYCLES_PER_SECOND))
 
     def mark(self) -> Any:
-        """Queue a moment in time."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def reached(self, mark: Any) -> bool:
-        """Whether the device has come there."""
         return bool(mark.query())
 
     def between(self, start: Any, end: Any) -> float:
@@ -178,7 +164,6 @@ class DeviceMeter:
         self.ahead = min(LONGEST_SLEEP, max(self.ahead, 1.5 * (2 * self.count + 1) * queued))
 
     def turn(self) -> float:
-        """Seconds of a call, the mean of a batch."""
         for _ in range(self.tries):
             took, late = self._batch()
             if not late:
@@ -235,7 +220,9 @@ def take_turns(meters: Mapping[str, Meter], seconds: float, least: int = LEAST, 
             return float("nan")
 
     end = time.perf_counter() + seconds
-    with _no_garbage_collection():
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
         for name, meter in meters.items():
             took = guarded(name, meter.warm)
             share = most if hopeless else min(most, int(seconds / len(meters) / max(meter.cost, 1e-9)))
@@ -254,18 +241,10 @@ def take_turns(meters: Mapping[str, Meter], seconds: float, least: int = LEAST, 
             rounds.append({name: took for name, took in found.items() if name not in failed})
             for name, took in rounds[-1].items():
                 fastest[name] = min(took, fastest.get(name, took))
-    return Turns(rounds, failed)
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
     finally:
-        if was:
+        if collecting:
             gc.enable()
+    return Turns(rounds, failed)
 
 
 class Timer:
@@ -278,11 +257,11 @@ class Timer:
         """Time calls in turn, each on several sets of buffers, for about ``seconds``; see ``take_turns``."""
         if self.given is not None:
             return Turns([{name: self.given(Task(name, some[0])) for name, some in calls.items()}])
-        if self.device.type != "cuda":
-            return take_turns({name: HostMeter(some) for name, some in calls.items()}, seconds, least, hopeless=hopeless)
-        with torch.cuda.device(self.device):  # the events of a GPU are those of the current one
+        cuda = self.device.type == "cuda"
+        with torch.cuda.device(self.device) if cuda else nullcontext():  # the events of a GPU are those of the current one
             clock = Cuda(self.device)
-            return take_turns({name: DeviceMeter(some, clock) for name, some in calls.items()}, seconds, least, hopeless=hopeless)
+            meters = {name: DeviceMeter(some, clock) if cuda else HostMeter(some) for name, some in calls.items()}
+            return take_turns(meters, seconds, least, hopeless=hopeless)
 
     def compare(self, calls: Mapping[str, Sequence[Call]], seconds: float) -> tuple[dict[str, float], dict[str, str]]:
         """Seconds of each call, to find the fastest, and why those failed that did.
@@ -297,20 +276,6 @@ class Timer:
 
 def cold(given: Any) -> list[Any]:
     """Operands, tensors in tuples and dicts, and so many copies of them that together they exceed the caches."""
-    held = sum(t.nbytes for t in _tensors(given))
-    return [given, *(_copy(given) for _ in range(min(MOST_SETS, -(-COLD_BYTES // max(held, 1))) - 1))]
-
-
-def _tensors(given: Any) -> list[Tensor]:
-    if isinstance(given, Tensor):
-        return [given]
-    parts = given.values() if isinstance(given, dict) else given if isinstance(given, tuple) else ()
-    return [t for part in parts for t in _tensors(part)]
-
-
-def _copy(given: Any) -> Any:
-    if isinstance(given, Tensor):
-        return given.clone()
-    if isinstance(given, dict):
-        return {name: _copy(part) for name, part in given.items()}
-    return tuple(_copy(part) for part in given) if isinstance(given, tuple) else given
+    held = sum(leaf.nbytes for leaf in tree_leaves(given) if isinstance(leaf, Tensor))
+    sets = min(MOST_SETS, -(-COLD_BYTES // max(held, 1)))
+    return [given, *(tree_map_only(Tensor, Tensor.clone, given) for _ in range(sets - 1))]

@@ -336,7 +336,7 @@ def test_a_line_that_names_no_candidate_is_ignored() -> None:
 def test_a_damaged_table_is_told(cache: Path) -> None:
     cache.mkdir()
     (cache / "tuning.json").write_text("{")
-    with pytest.warns(RuntimeWarning, match=r"tuning\.json is damaged .*run nm\.tune again"):
+    with pytest.warns(RuntimeWarning, match=r"tuning\.json cannot be read .*run nm\.tune again"):
         assert choose(ODD) == "dense"
 
 

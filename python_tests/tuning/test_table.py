@@ -10,15 +10,18 @@ import sys
 import threading
 import time
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 import nmkernels as nm
 from nmkernels.tuning import table
-from nmkernels.tuning.table import Table, device_name, key, size_class, versions
+from nmkernels.tuning.table import Table, device_name, key, versions
+from python_tests.each import each
 
 CPU = torch.device("cpu")
 
@@ -36,19 +39,21 @@ def file(cache: Path) -> Path:
     return cache / "tuning.json"
 
 
-def test_nothing_is_there_before_something_is_stored(cache: Path) -> None:
-    assert Table().lines() == {} and Table().get("a") is None and not cache.exists()
-
-
 def test_the_folder_of_a_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("NMKERNELS_CACHE", "")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert Table().path() == tmp_path / ".cache" / "nmkernels" / "tuning.json"
     monkeypatch.setenv("NMKERNELS_CACHE", "~/elsewhere")
     assert Table().path() == tmp_path / "elsewhere" / "tuning.json"
+    monkeypatch.setenv("NMKERNELS_CACHE", "~nobody-of-that-name/cache")
+    with pytest.raises(OSError, match="set NMKERNELS_CACHE"):
+        Table().store({"a": {}})
+    with pytest.warns(RuntimeWarning, match="set NMKERNELS_CACHE"):
+        assert Table().lines() == {}
 
 
 def test_what_is_stored_is_found_by_others_and_read_once(cache: Path) -> None:
+    assert Table().lines() == {} and Table().get("a") is None and not cache.exists()
     one, two = Table(), Table()
     assert one.store({"b": {"x": 1}, "a": {"y": [2.5, "z"]}}) == cache / "tuning.json"
     assert one.get("b") == {"x": 1} and two.lines() == {"a": {"y": [2.5, "z"]}, "b": {"x": 1}}
@@ -72,23 +77,19 @@ def test_what_others_wrote_is_kept() -> None:
     assert two.lines() == Table().lines() == {"a": {"x": 1}, "c": {"x": 9}, "d": {}}
 
 
-DAMAGED = {
-    "empty": "",
-    "cut": "{",
-    "no object": "null",
-    "another schema": '{"schema": 1, "lines": {}}',
-    "no lines": '{"schema": 2, "lines": []}',
-    "no text": "\x00\xff",
-    "too deep": "[" * 100000,
-}
-
-
-@pytest.mark.parametrize("text", DAMAGED.values(), ids=DAMAGED)
-def test_a_damaged_file_is_told_once_and_replaced(file: Path, text: str) -> None:
-    file.write_text(text, encoding="latin-1")
+@each("text", ["", "{", "null", '{"schema": 1, "lines": {}}', '{"schema": 2, "lines": []}', "\x00\xff", "[" * 100000, None])
+def test_a_damaged_file_is_told_once_and_replaced(cache: Path, text: str | None) -> None:
+    cache.mkdir(exist_ok=True)
+    file = cache / "tuning.json"
+    file.write_text(text or "", encoding="latin-1")
+    if text is None:
+        os.truncate(file, 1 << 40)  # too large for a table: it is not read
     table = Table()
-    with pytest.warns(RuntimeWarning, match=r"tuning\.json .*; nothing measured is followed. Delete it, or run nm\.tune again, which"):
+    with pytest.warns(
+        RuntimeWarning, match=r"tuning\.json .*; nothing measured is followed. Delete it, or run nm\.tune again, which"
+    ) as said:
         assert table.lines() == {}
+    assert text is not None or "it has 1,099,511,627,776 bytes" in str(said[0].message)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert table.lines() == {}
@@ -96,15 +97,17 @@ def test_a_damaged_file_is_told_once_and_replaced(file: Path, text: str) -> None
         assert Table().lines() == {"a": {"x": 1}}
 
 
-@pytest.mark.parametrize("what", ["folder", "pipe", "link to a pipe", "device"])
+@pytest.mark.parametrize("what", ["folder", "pipe", "link to a pipe", "device", "link to nothing"])
 def test_what_is_no_file_is_told_and_not_waited_for(file: Path, pipe: Path, what: str) -> None:
     if what == "folder":
         file.mkdir()
     elif what == "pipe":
         pipe.rename(file)
     else:
-        file.symlink_to(pipe if what == "link to a pipe" else "/dev/null")  # as /dev/zero is, which never ends
-    with pytest.warns(RuntimeWarning, match=r"tuning\.json cannot be read"):
+        file.symlink_to(
+            {"link to a pipe": pipe, "device": "/dev/null"}.get(what, file.parent / "none")
+        )  # as /dev/zero is, which never ends
+    with nullcontext() if what == "link to nothing" else pytest.warns(RuntimeWarning, match=r"tuning\.json cannot be read"):
         assert Table().lines() == {}
     if what != "folder":
         Table().store({"a": {"x": 1}})
@@ -121,59 +124,30 @@ def test_a_pipe_is_no_folder(monkeypatch: pytest.MonkeyPatch, pipe: Path) -> Non
     assert table.lines() == {"a": {}}, "it holds here"
 
 
-def test_a_link_to_nothing_is_no_file(file: Path) -> None:
-    file.symlink_to(file.parent / "none")
-    assert Table().lines() == {}
-    Table().store({"a": {}})
-    assert Table().lines() == {"a": {}} and [p.name for p in file.parent.iterdir()] == ["tuning.json"]
-
-
-def test_a_file_too_large_for_a_table_is_not_read(file: Path) -> None:
-    file.touch()
-    os.truncate(file, 1 << 40)
-    with pytest.warns(RuntimeWarning, match=r"tuning\.json is no table: it has 1,099,511,627,776 bytes; nothing measured"):
-        assert Table().lines() == {}
-    Table().store({"a": {}})
-    assert Table().lines() == {"a": {}}
-
-
 def test_lines_that_are_none_or_cannot_be_written_are_left_out(file: Path) -> None:
     deep = f"{'[' * 900}{']' * 900}"
     file.write_text(f'{{"schema": 2, "lines": {{"a": 1, "b": {{"x": [[1]]}}, "c": null, "d": [], "e": {{"x": {deep}}}}}}}')
     assert Table().lines() == {"b": {"x": [[1]]}}
 
 
-def _fails(*args: Any) -> None:
-    raise OSError("disk is full")
-
-
 def test_a_failed_write_leaves_the_old_file_and_holds_here(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(lines: Any) -> None:
+        with monkeypatch.context() as m, pytest.raises(OSError, match="disk"):
+            m.setattr(os, "replace", Mock(side_effect=OSError("disk is full")))
+            table.store(lines)
+
     table = Table()
     before = table.store({"a": {"x": 1}}).read_bytes()
-    with monkeypatch.context() as m:
-        m.setattr(os, "replace", _fails)
-        with pytest.raises(OSError, match="disk"):
-            table.store({"b": {"x": 2}, "a": None})
+    refused({"b": {"x": 2}, "a": None})
     assert table.path().read_bytes() == before and len(list(cache.iterdir())) == 1
     assert table.lines() == {"b": {"x": 2}}
     # and is written with the next
     table.store({"c": {}})
     assert table.lines() == Table().lines() == {"b": {"x": 2}, "c": {}}
-    with monkeypatch.context() as m:
-        m.setattr(os, "replace", _fails)
-        with pytest.raises(OSError, match="disk"):
-            table.store({"d": {}})
+    refused({"d": {}})
     table.forget()
     table.store({"e": {}})
     assert table.lines() == {"b": {"x": 2}, "c": {}, "e": {}}
-
-
-def test_without_a_home_the_way_out_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NMKERNELS_CACHE", "~nobody-of-that-name/cache")
-    with pytest.raises(OSError, match="set NMKERNELS_CACHE"):
-        Table().store({"a": {}})
-    with pytest.warns(RuntimeWarning, match="set NMKERNELS_CACHE"):
-        assert Table().lines() == {}
 
 
 def test_threads_lose_nothing() -> None:
@@ -202,22 +176,17 @@ def test_processes_lose_nothing(cache: Path) -> None:
     assert len(Table().lines()) == 40 and [p.name for p in cache.iterdir()] == ["tuning.json"]
 
 
-def test_a_stopped_process_does_not_stop_others(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table, "LONGEST_WAIT", 0.05)
-    cache.mkdir()
-    handle = os.open(cache, os.O_RDONLY)
-    fcntl.flock(handle, fcntl.LOCK_EX)
-    try:
-        Table().store({"a": {}})
-    finally:
-        os.close(handle)
-    assert Table().lines() == {"a": {}}
-
-
-def test_one_waits_for_another(file: Path) -> None:
+@pytest.mark.parametrize("stopped", [False, True])
+def test_one_waits_for_another_but_not_for_ever(file: Path, monkeypatch: pytest.MonkeyPatch, stopped: bool) -> None:
     """Who holds the lock writes first: nothing of it is lost."""
     handle = os.open(file.parent, os.O_RDONLY)
     fcntl.flock(handle, fcntl.LOCK_SH)
+    if stopped:
+        monkeypatch.setattr(table, "LONGEST_WAIT", 0.05)
+        Table().store({"b": {}})
+        os.close(handle)
+        assert Table().lines() == {"b": {}}
+        return
     waiting = threading.Thread(target=lambda: Table().store({"b": {}}))
     waiting.start()
     time.sleep(0.05)
@@ -232,8 +201,8 @@ def test_one_waits_for_another(file: Path) -> None:
 
 def test_a_line_is_of_a_machine_and_its_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     name = device_name(CPU)
-    assert key("gemm", CPU, "fprop", 20) == f"gemm|{name}|{versions('cpu')}|fprop|32" == key("gemm", CPU, "fprop", 32)
-    assert [size_class(size) for size in (0, 1, 2, 3, 4, 5, 8193)] == [1, 1, 2, 4, 4, 8, 16384]
+    for size, next_power in zip((0, 1, 2, 3, 4, 5, 20, 8193), (1, 1, 2, 4, 4, 8, 32, 16384), strict=True):
+        assert key("gemm", CPU, "fprop", size) == f"gemm|{name}|{versions('cpu')}|fprop|{next_power}"
     assert f"nmkernels {nm.__version__}" in versions("cpu") and f"torch {torch.__version__}" in versions("cpu")
     assert "triton" not in versions("cpu") and f", {torch.get_num_threads()} threads, " in name
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
@@ -241,12 +210,6 @@ def test_a_line_is_of_a_machine_and_its_versions(monkeypatch: pytest.MonkeyPatch
     assert device_name(CPU).startswith("a CPU, 77 threads, ")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     assert device_name(torch.device("cuda")) == "a GPU" and device_name(torch.device("meta")) == "meta"
-
-
-def test_an_instruction_set_that_is_not_there_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    def isa() -> str:
-        raise ValueError("NMKERNELS_ISA=sve is unknown")
-
-    monkeypatch.setattr(table.capability, "instruction_set", isa)
+    monkeypatch.setattr(table.capability, "instruction_set", Mock(side_effect=ValueError("NMKERNELS_ISA=sve is unknown")))
     with pytest.raises(nm.BackendError, match="The CPU kernels cannot run as asked: NMKERNELS_ISA=sve is unknown"):
         device_name(CPU)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,9 +12,9 @@ import torch
 
 from nmkernels.tuning import Task, Timer, cold, timer
 from nmkernels.tuning.timer import DeviceMeter, HostMeter, take_turns
+from python_tests.each import each
 
 CPU = torch.device("cpu")
-SHORT = timer.DEVICE_BATCH
 
 
 class Simulated:
@@ -81,10 +82,18 @@ def compare(budget: float, **calls: Callable[[], object]) -> dict[str, float]:
 # ---- on a CPU
 
 
-def test_calls_take_turns(clock: Simulated) -> None:
+def test_calls_take_turns_until_the_budget_ends_but_not_before_the_fewest_rounds(clock: Simulated) -> None:
     found = compare(2.0, a=clock.call("a", 0.2), b=clock.call("b", 0.3))
     assert found == {"a": pytest.approx(0.2), "b": pytest.approx(0.3)}
     assert clock.log[:8] == ["a", "b"] * 4  # one warms up, then they alternate
+    for budget, least, most in ((0.5, 1 + timer.LEAST, 1 + timer.LEAST), (20.0, 8, 12)):
+        clock.log.clear()
+        compare(budget, a=clock.call("a", 1.0), b=clock.call("b", 1.0))
+        assert least <= clock.log.count("a") <= most
+    # alone there is nothing to compare
+    clock.log.clear()
+    assert compare(10.0, a=clock.call("a", 0.5)) == {"a": pytest.approx(0.5)} and len(clock.log) == 1 + timer.LEAST
+    assert compare(10.0) == {}
 
 
 def test_what_else_runs_on_a_cpu_does_not_count(clock: Simulated) -> None:
@@ -109,20 +118,6 @@ def test_the_hopeless_are_given_up(clock: Simulated) -> None:
     assert clock.log.count("b") == 1 + timer.LEAST and clock.log.count("c") == clock.log.count("a") == 1 + timer.MOST
 
 
-def test_the_budget_ends_it_but_not_before_the_fewest_rounds(clock: Simulated) -> None:
-    compare(0.5, a=clock.call("a", 1.0), b=clock.call("b", 1.0))
-    assert clock.log.count("a") == 1 + timer.LEAST
-    clock.log.clear()
-    compare(20.0, a=clock.call("a", 1.0), b=clock.call("b", 1.0))
-    assert 8 <= clock.log.count("a") <= 12
-
-
-def test_nothing_to_compare_is_timed_briefly(clock: Simulated) -> None:
-    assert compare(10.0, a=clock.call("a", 0.5)) == {"a": pytest.approx(0.5)}
-    assert len(clock.log) == 1 + timer.LEAST
-    assert compare(10.0) == {}
-
-
 def test_every_call_has_other_buffers(clock: Simulated) -> None:
     calls = {"a": [clock.call(str(i), 0.1) for i in range(3)], "b": [clock.call("b", 0.1)]}
     Timer(CPU).compare(calls, 5.0)
@@ -136,18 +131,16 @@ def test_of_different_things_the_slow_sit_rounds_out(clock: Simulated) -> None:
 
 
 def test_one_that_fails_costs_no_other(clock: Simulated) -> None:
-    calls = []
+    left = {"later": 2, "first": 0}
 
-    def later() -> None:
-        calls.append(0)
-        if len(calls) > 2:
-            raise RuntimeError("later")
+    def fails(name: str) -> None:
+        left[name] -= 1
+        if left[name] < 0:
+            raise RuntimeError(name)
 
-    def at_once() -> None:
-        raise RuntimeError("at once")
-
-    found, failed = Timer(CPU).compare({"a": [clock.call("a", 0.1)], "later": [later], "first": [at_once]}, 0.0)
-    assert found == {"a": pytest.approx(0.1)} and failed == {"later": "RuntimeError: later", "first": "RuntimeError: at once"}
+    calls = {"a": [clock.call("a", 0.1)], "later": [lambda: fails("later")], "first": [lambda: fails("first")]}
+    found, failed = Timer(CPU).compare(calls, 0.0)
+    assert found == {"a": pytest.approx(0.1)} and failed == {"later": "RuntimeError: later", "first": "RuntimeError: first"}
 
 
 def test_what_is_entered_around_calls_is(clock: Simulated) -> None:
@@ -185,27 +178,22 @@ def test_operands_exceed_the_caches(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- on a GPU
 
 
-@pytest.mark.parametrize("host", [1e-6, 20e-6, 300e-6, 5e-3])
-@pytest.mark.parametrize("runs", [3e-6, 50e-6, 1e-3, 30e-3])
+@each("host, runs", product([1e-6, 20e-6, 300e-6, 5e-3], [3e-6, 50e-6, 1e-3, 30e-3]))
 def test_the_devices_time_is_told_whatever_the_host_takes(clock: Simulated, host: float, runs: float) -> None:
-    meter = DeviceMeter([clock.queued(host, runs)], clock)
+    now = [host]
+    meter = DeviceMeter([lambda: clock.queued(now[0], runs)()], clock)
     meter.warm()
     assert meter.turn() == pytest.approx(runs, rel=0.01)
-    assert 1 <= meter.count <= timer.MOST_ON_DEVICE and meter.count * host <= max(host, SHORT)
+    assert 1 <= meter.count <= timer.MOST_ON_DEVICE and meter.count * host <= max(host, timer.DEVICE_BATCH)
+    if host == 1e-6 and runs > 1e-5:  # a host that becomes slower is noticed
+        now[0] = 60e-6
+        assert meter.turn() == pytest.approx(runs, rel=0.01)
 
 
 def test_the_first_call_does_not_count(clock: Simulated) -> None:
     calls = iter([clock.queued(2.0, 50e-6)])
     meter = DeviceMeter([lambda: next(calls, clock.queued(1e-6, 50e-6))()], clock)
     assert meter.warm() == pytest.approx(50e-6, rel=0.01) and meter.count == 4
-
-
-def test_a_host_that_becomes_slower_is_noticed(clock: Simulated) -> None:
-    host = [1e-6]
-    meter = DeviceMeter([lambda: clock.queued(host[0], 20e-6)()], clock)
-    meter.warm()
-    host[0] = 60e-6
-    assert meter.turn() == pytest.approx(20e-6, rel=0.01)
 
 
 def test_calls_that_wait_for_the_device_end(clock: Simulated) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -69,7 +70,7 @@ def test_a_missing_entry_is_named(fake, without, monkeypatch) -> None:
 
 def test_none_at_all(monkeypatch, tmp_path) -> None:
     monkeypatch.delenv(capability.ENV, raising=False)
-    monkeypatch.setattr(capability, "folders", lambda: [tmp_path])
+    monkeypatch.setattr(capability.util, "find_spec", lambda _: SimpleNamespace(submodule_search_locations=[str(tmp_path)]))
     monkeypatch.setattr(capability, "SONAMES", ("libcusparseLt-that-nobody-has.so.0",))
     capability._opened.cache_clear()
     library, reason = capability.opened()
@@ -81,7 +82,7 @@ def test_none_at_all(monkeypatch, tmp_path) -> None:
 @pytest.mark.parametrize("folder", ["cusparselt", "cu13"])
 def test_the_pip_wheel_is_looked_in_first(fake, monkeypatch, tmp_path, folder) -> None:
     monkeypatch.delenv(capability.ENV)
-    monkeypatch.setattr(capability, "folders", lambda: [tmp_path])
+    monkeypatch.setattr(capability.util, "find_spec", lambda _: SimpleNamespace(submodule_search_locations=[str(tmp_path)]))
     library = tmp_path / folder / "lib" / "libcusparseLt.so.0"
     library.parent.mkdir(parents=True)
     shutil.copy(fake.path, library)
