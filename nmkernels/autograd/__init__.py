@@ -2,8 +2,8 @@
 
 from .activation import SplitRule, sparse_relu2, split, split_linear
 from .linear import linear, linear_compressed
-from .plan import STRAIGHT_THROUGH, Form, GemmPlan, Operands, Reads, gemms_of, operands, packed_inference, reads
-from .transforms import CombinationMask, HardMask, Kind, Traits, WeightTransform, combination_count, masked
+from .plan import STRAIGHT_THROUGH, Form, GemmPlan, Operands, gemms_of, operands, reads
+from .transforms import CombinationMask, HardMask, WeightTransform, combination_count, masked
 
 __all__ = [
     "STRAIGHT_THROUGH",
@@ -11,18 +11,14 @@ __all__ = [
     "GemmPlan",
     "HardMask",
     "Operands",
-    "Reads",
     "SplitRule",
     "CombinationMask",
-    "Kind",
-    "Traits",
     "WeightTransform",
     "combination_count",
     "linear",
     "linear_compressed",
     "masked",
     "operands",
-    "packed_inference",
     "gemms_of",
     "reads",
     "sparse_relu2",

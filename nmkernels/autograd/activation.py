@@ -81,8 +81,6 @@ def _shuffled(tokens: int, device: torch.device) -> Tensor:
 
 
 class _SparseReLU2(torch.autograd.Function):
-    """a = relu(sp(y))² of the N largest values of every M features; ∂L/∂y by ``grad``."""
-
     @staticmethod
     def forward(y: Tensor, n: int, m: int, grad: str) -> tuple[Tensor, Tensor]:
         positive = y.relu()
@@ -110,8 +108,8 @@ class _FunctionalSparseReLU2(_SparseReLU2):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        _SparseReLU2.setup_context(ctx, inputs, output)
         ctx.save_for_backward(output[1], inputs[0])
-        ctx.mark_non_differentiable(output[1])
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -135,8 +133,6 @@ def sparse_relu2(y: Tensor, pattern: Pattern, grad: str = "chain") -> Tensor:
 
 
 class _SplitLinear(torch.autograd.Function):
-    """y = x Wᵀ + b; in ∂L/∂W = gᵀ x one operand is split, and with ``side="output"`` ∂L/∂x = sp(g) W."""
-
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None, rule: SplitRule, side: str) -> Tensor:
         return F.linear(x, weight, bias)
@@ -149,28 +145,21 @@ class _SplitLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        (x, weight), rule, output = ctx.saved_tensors, ctx.rule, ctx.side == "output"
+        dx = dw = db = None
         with torch.no_grad():
-            dx, dw, db = _SplitLinear.gradients(ctx, g, x, weight)
+            rows = g.reshape(-1, g.shape[-1])
+            if ctx.needs_input_grad[0]:
+                dx = (torch.ops.nmkernels.nm_prune(g, rule.pattern.n, rule.pattern.m) if output else g) @ weight
+            if ctx.needs_input_grad[1]:
+                inputs = x.reshape(-1, x.shape[-1])
+                dw = split(rows, rule).t() @ inputs if output else rows.t() @ split(inputs, rule)
+            if ctx.needs_input_grad[2]:
+                db = rows.sum(0)
         return once(dx, g, weight), once(dw, g, x), once(db, g), None, None
-
-    @staticmethod
-    def gradients(ctx: Any, g: Tensor, x: Any, weight: Any) -> tuple[Tensor | None, ...]:
-        """∂L/∂x, ∂L/∂W and ∂L/∂b, each where it is wanted."""
-        rows, output = g.reshape(-1, g.shape[-1]), ctx.side == "output"
-        dx = dw = None
-        if ctx.needs_input_grad[0]:
-            p = ctx.rule.pattern
-            dx = (torch.ops.nmkernels.nm_prune(g, p.n, p.m) if output else g) @ weight
-        if ctx.needs_input_grad[1]:
-            inputs = x.reshape(-1, x.shape[-1])
-            dw = split(rows, ctx.rule).t() @ inputs if output else rows.t() @ split(inputs, ctx.rule)
-        return dx, dw, rows.sum(0) if ctx.needs_input_grad[2] else None
 
 
 class _FunctionalSplitLinear(_SplitLinear):
-    """The same for ``torch.func``."""
-
     generate_vmap_rule = True
 
     @staticmethod

@@ -3,8 +3,7 @@
 A layer names its GEMM (``Gemm``), asks ``choose`` for a candidate and hands that to ``call``. Candidates are ``"dense"``, torch's
 GEMM of the dense layout; ``"expand"``, the same after decompressing, for a weight that has no dense layout; ``"auto"``, the op, whose
 dispatcher takes the willing backend of highest priority; and ``"cpu rows"``, ``"cuda rows:mma.sp"`` and so on, one backend's kernel on one
-form of the operand. For fprop and dgrad all of them multiply the same W̃, so they differ by rounding only. In wgrad ĝ is the same estimate
-to the bit, written in dense layout for ``"dense"``, compressed for the others; its making is part of every candidate.
+form of the operand. All multiply the same W̃, or in wgrad the same estimate ĝ to the bit, whose making is part of every candidate.
 
 The answer comes from, in this order:
 
@@ -35,8 +34,9 @@ from torch import Tensor
 from .. import ops, tuning
 from ..dispatch import REFERENCE, Impl, forced_backend, implementations
 from ..dispatch import choose as dispatched
+from ..ops.compress import nm_compress
 from ..ops.define import plainly
-from ..ops.mvue import METHODS
+from ..ops.mvue import METHODS, nm_mvue_compress
 from ..pattern import NMError, Pattern
 from ..tuning import BUDGET, TABLE, Candidate, Found, Seconds, Timer, Validator, cold
 
@@ -51,7 +51,6 @@ FIRST_USE_BUDGET = 0.02
 REMEMBERED = 4096
 """GEMMs whose choice is remembered; then all are forgotten and looked up again."""
 
-MANY_TOKENS = 1 << 30
 TOKEN_CLASSES = tuple(1 << k for k in range(30, -1, -1))
 
 ROLES = ("fprop", "dgrad", "wgrad")
@@ -61,8 +60,6 @@ DENSE, EXPAND, AUTO = "dense", "expand", "auto"
 
 Packed = tuple[Tensor, Tensor]
 """Values, and indices or metadata, of a compressed operand."""
-Forms = Mapping[str, "Tensor | Packed"]
-"""The sparse operand by the names of ``Gemm.forms``."""
 
 log = logging.getLogger("nmkernels.choice")
 log.addHandler(logging.NullHandler())
@@ -89,9 +86,9 @@ class Gemm(NamedTuple):
 
     role: ``"fprop"`` y = x W̃ᵀ, ``"dgrad"`` dx = g W̃, or ``"wgrad"`` dW = ĝᵀ x, with ĝ an N:M estimate of g along tokens.
     tokens: rows of x and g. rows, cols: (out, in) of the layer. n, m: the pattern of W̃, or of ĝᵀ.
-    forms: ``"dense"``: W̃ in dense layout, its zeros included; ``"rows"``: W̃ compressed; ``"columns"``: W̃ᵀ compressed, for the gradient
-    of the input from a mask that is transposable; ``"rows:mma.sp"`` and so on: the same in the order of tensor cores (``ops.relayout``). Of
-    those that are no dense layout the preferred one first. In wgrad they say how ĝᵀ may be written, and every one can be made.
+    forms: ``"dense"``: W̃ in dense layout; ``"rows"``: W̃ compressed; ``"columns"``: W̃ᵀ compressed, for dgrad from a transposable mask;
+    ``"rows:mma.sp"`` and so on: the same in the order of tensor cores (``ops.relayout``). Of the compressed ones the preferred first. In
+    wgrad they say how ĝᵀ may be written.
     rule: of wgrad: ``"exact"`` or ``"approx"``, as ``ops.mvue`` has them, or ``"magnitude"``.
     changing: W̃ is another one at every call, as in training; what a backend makes of it beside the operand is then part of its time.
     """
@@ -180,8 +177,8 @@ def arguments(gemm: Gemm, form: str, packed: Packed, other: Tensor, bias: Tensor
 
 
 def call(
-    name: str, gemm: Gemm, other: Tensor, operand: Forms | Tensor, *, bias: Tensor | None = None, seed: Tensor | None = None,
-    out: Tensor | None = None,
+    name: str, gemm: Gemm, other: Tensor, operand: Mapping[str, Tensor | Packed] | Tensor, *, bias: Tensor | None = None,
+    seed: Tensor | None = None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Do ``gemm`` by candidate ``name``.
 
@@ -210,12 +207,7 @@ def function(op: str, backend: str, args: tuple[Any, ...]) -> Callable[..., Tens
     """The backend's function for ``op(*args)``; None if it has none or declines, or if the tensors are not what they look like."""
     if torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack():
         return None
-    entry = _entry(op, backend)
-    return entry.fn if entry is not None and entry.supports(*args)[0] else None
-
-
-def _entry(op: str, backend: str) -> Impl | None:
-    return next((entry for entry in implementations(op) if entry.backend == backend), None)
+    return next((i.fn for i in implementations(op) if i.backend == backend and i.supports(*args)[0]), None)
 
 
 def _dense(gemm: Gemm, other: Tensor, operand: Any, bias: Tensor | None) -> Tensor:
@@ -238,16 +230,16 @@ def estimate(gemm: Gemm, g: Tensor, seed: Tensor | None) -> Tensor:
 
 def pack_estimate(gemm: Gemm, g: Tensor, seed: Tensor | None, form: str = "rows") -> Packed:
     """ĝᵀ ``(out, tokens)`` compressed along tokens, its positions in the order of ``form``."""
-    raw = torch.ops.nmkernels
     if gemm.rule in METHODS:
-        values, indices = raw.nm_mvue_compress(g, gemm.n, gemm.m, 0, seed, gemm.rule)
+        values, indices = nm_mvue_compress(g, gemm.n, gemm.m, 0, seed, gemm.rule)
     else:
-        values, indices = raw.nm_compress(_padded(gemm, g), gemm.n, gemm.m, None)
+        values, indices = nm_compress(_padded(gemm, g), gemm.n, gemm.m, None)
     layout = form.partition(":")[2]
-    return (values, raw.nm_metadata(indices, gemm.tokens, layout)) if layout else (values, indices)
+    return (values, torch.ops.nmkernels.nm_metadata(indices, gemm.tokens, layout)) if layout else (values, indices)
 
 
 def _padded(gemm: Gemm, g: Tensor) -> Tensor:
+    """gᵀ, its last group filled up with zeros."""
     return F.pad(g.t(), (0, -gemm.tokens % gemm.m)).contiguous()
 
 
@@ -263,29 +255,31 @@ Operands = tuple[Tensor, Any, "Tensor | None"]
 def measure(gemm: Gemm, *, timer: Seconds | None = None, budget: float = BUDGET, compiling: bool = True) -> Found:
     """Check every candidate of ``gemm`` on random numbers, and time it for ``budget`` seconds in turns with the others.
 
-    Nothing of the caller's is read or written, torch's generators neither. It synchronises with the device: not for graph capture.
-    ``compiling``: with the backends that compile at their first call, and those prepared that have to search.
+    Torch's generators are left alone. It synchronises with the device: not for graph capture. ``compiling``: with the backends that compile
+    at their first call, and those prepared that have to search.
     """
     gemm.check()
     with torch.inference_mode(False), torch.no_grad(), torch._C._DisableAutocast():
-        given = operands(gemm)
+        given = other, operand, seed = operands(gemm)
+        if gemm.role == "fprop":
+            pair = other, operand[DENSE].t()
+        else:
+            pair = (other, operand[DENSE]) if gemm.role == "dgrad" else (estimate(gemm, operand, seed), other)
         sets: list[Operands] = []  # made when all are checked, and for all that are right
-        taking_part = [name for name in names(gemm) if compiling or not _compiles(name, gemm)]
-        some = [_candidate(name, gemm, given, sets, compiling) for name in taking_part]
-        validator = Validator.of_gemm(*dense_pair(gemm, *given))
-        return tuning.measure(key(gemm), some, validator, Timer(gemm.device, timer), budget)
+        by = [(name, _entry(name, gemm)) for name in names(gemm)]
+        some = [_candidate(name, i, gemm, given, sets, compiling) for name, i in by if compiling or i is None or not i.tuning.compiles]
+        return tuning.measure(key(gemm), some, Validator.of_gemm(*pair), Timer(gemm.device, timer), budget)
 
 
-def _compiles(name: str, gemm: Gemm) -> bool:
+def _entry(name: str, gemm: Gemm) -> Impl | None:
+    """The implementation that candidate ``name`` is, if it is one."""
     backend, _, form = name.partition(" ")
-    entry = _entry(op_of(gemm, form), backend) if form else None
-    return entry is not None and entry.tuning.compiles
+    return next((i for i in implementations(op_of(gemm, form)) if i.backend == backend), None) if form else None
 
 
-def _candidate(name: str, gemm: Gemm, given: Operands, sets: list[Operands], compiling: bool) -> Candidate:
+def _candidate(name: str, entry: Impl | None, gemm: Gemm, given: Operands, sets: list[Operands], compiling: bool) -> Candidate:
     other, operand, seed = given
-    backend, _, form = name.partition(" ")
-    entry = _entry(op_of(gemm, form), backend) if form else None
+    form = name.partition(" ")[2]
     kept = entry is not None and entry.tuning.keeps and gemm.changing
 
     def declines() -> str:
@@ -350,16 +344,7 @@ def _random(dtype: torch.dtype, device: torch.device, rows: int, cols: int) -> T
     generator = torch.Generator(device=device).manual_seed(rows * 31 + cols)
     count = rows * cols
     block = torch.randn(min(count, BLOCK - 1), generator=generator, device=device).to(dtype)
-    if count <= block.numel():
-        return block.view(rows, cols)
-    return block.repeat(-(-count // block.numel()))[:count].view(rows, cols)
-
-
-def dense_pair(gemm: Gemm, other: Tensor, operand: Any, seed: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The matrices whose GEMM it is."""
-    if gemm.role == "fprop":
-        return other, operand[DENSE].t()
-    return (other, operand[DENSE]) if gemm.role == "dgrad" else (estimate(gemm, operand, seed), other)
+    return block.repeat(-(-count // max(block.numel(), 1)))[:count].view(rows, cols)
 
 
 # ---- the choice
@@ -384,7 +369,7 @@ def choose(gemm: Gemm, measure: bool = False) -> str:
 
 def _static(role: str, *rest: Any) -> str:
     """The choice for a graph that serves any number of tokens: that of the most tokens in the table, else the rule for many."""
-    gemm = Gemm(role, MANY_TOKENS, *rest)
+    gemm = Gemm(role, TOKEN_CLASSES[0], *rest)
     gemm.check()
     return _given(gemm) or next(filter(None, (_from_table(gemm._replace(tokens=t)) for t in TOKEN_CLASSES)), None) or rule(gemm)
 
@@ -402,10 +387,10 @@ def _find(gemm: Gemm, allowed: bool) -> str:
     if found is None and _may_measure(gemm, allowed):
         with _measuring:
             found = _from_table(gemm) or _measure_now(gemm)  # another thread may have come first
-    if found is not None:
+    if found is None:
+        found = _ruled[gemm] = rule(gemm)
+    else:
         _known[gemm] = found
-        return found
-    found = _ruled[gemm] = rule(gemm)
     return found
 
 
@@ -502,24 +487,3 @@ def forget() -> None:
     TABLE.forget()
     _known.clear()
     _ruled.clear()
-
-
-def explain(gemm: Gemm) -> str:
-    """What is known of a GEMM, for a reader: the choice, where it comes from, and what was measured."""
-    gemm.check()
-    lines = [f"{gemm.words()}: {choose(gemm)}"]
-    line = TABLE.get(key(gemm)) if gemm.device.type in FIRST_USE_WORK else None
-    if gemm.forms == (DENSE,):
-        lines.append("  there is nothing to choose")
-    elif _given(gemm):
-        lines.append(f"  by {ENV} or NMKERNELS_BACKEND")
-    elif line is None:
-        lines.append("  by rule, nothing was measured: nm.tune(model, tokens=...)")
-    else:
-        lines.append(f"  measured by {line.get('by', 'nm.tune')} on {tuning.device_name(gemm.device)}")
-    for what, unit in (("us", " us"), ("refused", "")):
-        given = line.get(what) if line else None
-        if isinstance(given, dict):
-            said = "" if what == "us" else "refused: "
-            lines += [f"  {name:<24} {said}{value}{unit}" for name, value in given.items()]
-    return "\n".join(lines)

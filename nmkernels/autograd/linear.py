@@ -14,14 +14,13 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .. import ops
-from ..ops.compress import counts_writes, nm_compress
+from ..ops.compress import counts_writes
 from ..ops.define import plainly
 from ..ops.linear import nm_linear, nm_linear_dgrad, nm_linear_wgrad
-from ..ops.mvue import nm_mvue_compress
 from ..pattern import NMError, Pattern
 from . import fp8
-from .gemms import call, choose, function
-from .plan import STRAIGHT_THROUGH, GemmPlan, Operands, packed_inference, wgrad_gemm
+from .gemms import call, choose, function, pack_estimate
+from .plan import STRAIGHT_THROUGH, GemmPlan, Operands, wgrad_gemm
 from .transforms import WeightTransform
 
 TWICE = (
@@ -36,8 +35,6 @@ USED, TENSORS, SETTINGS = 3, 7, 7
 
 
 class _Once(torch.autograd.Function):
-    """A gradient, which is the first and the last: a derivative of it by one of ``sources`` is refused."""
-
     generate_vmap_rule = True
 
     @staticmethod
@@ -71,8 +68,7 @@ def functional() -> bool:
 def once(gradient: Tensor | None, *sources: Tensor | None) -> Tensor | None:
     """``gradient``, made without autograd in a backward pass, whose derivative by any of ``sources`` is refused.
 
-    What ``torch.autograd.function.once_differentiable`` does, but for every source and not only for the gradient that came in, and under
-    ``torch.func``, which lets that one give zeros.
+    ``once_differentiable`` does so only for the gradient that came in, and gives zeros under ``torch.func``.
     """
     if gradient is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():  # graphs have no second derivative in any case
         return gradient
@@ -179,7 +175,6 @@ def _fprop(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, used: Tensor, indices: Tensor | None, back: Any, back_indices: Any,
     transposed: bool, pattern: Pattern | None, by: str, back_by: str, seed: Any, plan: GemmPlan, *rest: Any,
 ) -> Tensor:  # fmt: skip
-    """y = x W̃ᵀ + b ``(..., out)``, in x's dtype."""
     b = bias if bias is None or bias.dtype == x.dtype else bias.to(x.dtype)
     if indices is not None:
         assert pattern is not None
@@ -192,7 +187,7 @@ def _fprop(
 
 
 def _backward(ctx: Any, g: Tensor, saved: tuple[Any, ...], source: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The gradients of a call, from the tensors ``saved``; ``source``: the weight, by which their own derivatives are refused too."""
+    """The gradients of a call; ``source``: the weight, by which their own derivatives are refused too."""
     if source is None and ctx.needs_input_grad[USED]:
         raise NMError(f"linear_compressed has no gradient by {CONSTANT}: train a SparseLinear, or detach its values.")
     if not torch.is_grad_enabled():
@@ -210,7 +205,6 @@ def _backward(ctx: Any, g: Tensor, saved: tuple[Any, ...], source: Tensor | None
 def _gradients(
     ctx: Any, g: Tensor, x: Any, back: Any, indices: Tensor | None, weight: Any, *extras: Tensor
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, dict[str, Tensor | None]]:
-    """dx, dW, db and by name the gradients of what the transform learns, each where it is wanted."""
     extras, transform = extras[: len(ctx.reads)], ctx.transform
     dx = dw = db = None
     learned: dict[str, Tensor | None] = {}
@@ -229,7 +223,6 @@ def _gradients(
 
 
 def _dgrad(ctx: Any, g: Tensor, back: Tensor, indices: Tensor | None) -> Tensor:
-    """∂L/∂x = g W̃ ``(..., in)``, in g's dtype."""
     if indices is not None:
         n, m = ctx.pattern.n, ctx.pattern.m
         if ctx.transposed:
@@ -242,16 +235,13 @@ def _dgrad(ctx: Any, g: Tensor, back: Tensor, indices: Tensor | None) -> Tensor:
 
 
 def _by(backend: str, op: str, *args: Any) -> Tensor:
-    """``op(*args)`` by the kernel of ``backend``, or where it declines, or none is named, by whom the dispatcher takes."""
+    """``op(*args)`` by the kernel of ``backend``; where it declines, or none is named, by whom the dispatcher takes."""
     fn = function(op, backend, args) if backend else None
     return OPS[op](*args) if fn is None else plainly(fn, *args)
 
 
 def _wgrad(plan: GemmPlan, g: Tensor, x: Tensor, seed: Tensor | None) -> Tensor:
-    """∂L/∂W̃ = gᵀ x ``(out, in)`` of g ``(tokens, out)`` and x ``(tokens, in)``; gᵀ may first be replaced by an N:M tensor.
-
-    The estimate's ``seed`` (seed, offset) is advanced in place; None draws both from torch.
-    """
+    """∂L/∂W̃ = gᵀ x ``(out, in)`` of g ``(tokens, out)`` and x ``(tokens, in)``; gᵀ may first be replaced by an N:M tensor."""
     if plan.wgrad == "dense":
         if plan.fp8 is None:
             return g.t().matmul(x)
@@ -265,14 +255,11 @@ def _wgrad(plan: GemmPlan, g: Tensor, x: Tensor, seed: Tensor | None) -> Tensor:
                 "backward pass do. Set layer.seed = None for numbers from torch's generator, with randomness='different' under torch.vmap."
             )
         words = torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=g.device) if seed is None else seed
+    gemm = wgrad_gemm(plan, tokens, g.shape[1], x.shape[1], x.dtype, x.device)
     if plan.fprop == "auto":
-        gemm = wgrad_gemm(plan, tokens, g.shape[1], x.shape[1], x.dtype, x.device)
         dw = call(choose(gemm, measure=True), gemm, x, g, seed=words)
     else:
-        if plan.wgrad == "mvue":
-            values, indices = nm_mvue_compress(g, plan.n, plan.m, 0, words, plan.method)
-        else:  # the last group is filled up with zeros
-            values, indices = nm_compress(F.pad(g.t(), (0, -tokens % plan.m)).contiguous(), plan.n, plan.m, None)
+        values, indices = pack_estimate(gemm, g, words)
         if plan.fp8 is None:
             dw = nm_linear_wgrad(values, indices, plan.n, plan.m, tokens, x)
         else:  # the zeros that the estimate left out have no part in its largest magnitude
@@ -298,9 +285,8 @@ def linear(
     Forward multiplies ``used`` (W̃); backward gives ``∂L/∂x = g W̃`` and, straight through, ``∂L/∂weight = gᵀ x``, unmasked, in the
     dtype of ``weight`` (SR-STE, Zhou et al. 2021, eq. 5 without its decay, which belongs after clipping).
 
-    ``torch.func`` knows it: ``vmap``, ``grad`` and ``vmap(grad)`` (per-sample gradients, ensembles), and forward mode, the tangent
-    x' W̃ᵀ + x W'ᵀ + b', by the weight only where its gradient goes straight through. A second derivative raises ``NMError``. In a function
-    that ``torch.compile`` compiles together with ``torch.func`` it runs eagerly.
+    ``torch.func`` knows it, and forward mode by the weight where its gradient goes straight through. A second derivative raises
+    ``NMError``. In a function that ``torch.compile`` compiles together with ``torch.func`` it runs eagerly.
 
     Args:
         weight: the master weight ``(out, in)``; it receives the gradient and is read only by a rule that is not straight through.
@@ -322,6 +308,6 @@ def linear_compressed(x: Tensor, weight: ops.Compressed, bias: Tensor | None = N
         b = bias if bias is None or bias.dtype == x.dtype else bias.to(x.dtype)
         return nm_linear(x, weight.values, weight.indices, p.n, p.m, x.shape[-1], b)
     form = [t if counts_writes(t) else t.clone() for t in (weight.values, weight.indices)]
-    kind = _FunctionalLinear if functional() else _Linear
-    y: Tensor = kind.apply(x, None, bias, *form, None, None, False, p, "", "", None, packed_inference(p.n, p.m), None)
+    kind, plan = _FunctionalLinear if functional() else _Linear, GemmPlan("packed", "packed", "none", p.n, p.m)
+    y: Tensor = kind.apply(x, None, bias, *form, None, None, False, p, "", "", None, plan, None)
     return y

@@ -28,19 +28,17 @@ class GemmPlan:
 
     Roles, with x ``(tokens, in)``, W̃ ``(out, in)`` the effective weight and g = ∂L/∂y ``(tokens, out)``:
 
-    * ``fprop`` (nt) y = x W̃ᵀ: ``"dense"`` multiplies W̃ in dense layout (its zeros included), ``"packed"`` its compressed form,
-      ``"auto"`` at every call the one that was measured to be faster.
-    * ``dgrad`` (nn) ∂L/∂x = g W̃: ``"dense"``; ``"packed"``, the compressed form of W̃, which the kernel transposes (``nm_linear_dgrad``;
-      CPUs do it well); ``"columns"``, that of W̃ᵀ, by the kernel of fprop, for a mask that is N:M along ``out`` too; ``"device"``, where W̃
-      lies in a tensor core's order ``"columns"`` or, for another mask, ``"dense"``, elsewhere ``"packed"``; ``"auto"``, the fastest
-      measured.
-    * ``wgrad`` (tn) ∂L/∂W̃ = gᵀ x: ``"dense"``; ``"mvue"``, with the unbiased N:M estimate of gᵀ along tokens (Chmiel et al. 2023;
-      S-STE, FST); ``"magnitude"``, with the N largest of each group of gᵀ along tokens, which is biased: for comparison only, it is what
-      Chmiel et al. warn of; ``"none"``, no weight gradient. What it means for the master weight is the weight transform's matter.
+    * ``fprop`` (nt) y = x W̃ᵀ: ``"dense"`` multiplies W̃ in dense layout, ``"packed"`` its compressed form, ``"auto"`` at every call the
+      one that was measured to be faster.
+    * ``dgrad`` (nn) ∂L/∂x = g W̃: ``"dense"``; ``"packed"``, the compressed form of W̃, which the kernel transposes (``nm_linear_dgrad``);
+      ``"columns"``, that of W̃ᵀ, for a mask that is N:M along ``out`` too; ``"device"``, where W̃ lies in a tensor core's order ``"columns"``
+      or, for another mask, ``"dense"``, elsewhere ``"packed"``; ``"auto"``, the fastest measured.
+    * ``wgrad`` (tn) ∂L/∂W̃ = gᵀ x: ``"dense"``; ``"mvue"``, with the unbiased N:M estimate of gᵀ along tokens (Chmiel et al. 2023);
+      ``"magnitude"``, with the N largest of each group of gᵀ along tokens, which is biased: for comparison only; ``"none"``, no weight
+      gradient.
 
     Args:
-        n, m: the pattern of the estimate, and of a packed weight that no transform has made; one that a transform has made has the
-            transform's. 0 where nothing is packed.
+        n, m: the pattern of the estimate, and of a packed weight that no transform has made; 0 where nothing is packed.
         method: how the estimate is drawn, ``"exact"`` (least variance) or ``"approx"`` (two draws, n = 2).
         fp8: round the operands of all three to emulated FP8: ``"paper"`` or ``"hybrid"`` (see ``fp8.SCHEMES``); None not to.
 
@@ -100,12 +98,6 @@ class GemmPlan:
 STRAIGHT_THROUGH = GemmPlan()
 """STE, SR-STE and STEP: the masked weight in fprop and dgrad, the dense gradient to the master weight."""
 
-
-def packed_inference(n: int, m: int) -> GemmPlan:
-    """The plan of a deployed layer: compressed weight, gradients to the input only."""
-    return GemmPlan(fprop="packed", dgrad="packed", wgrad="none", n=n, m=m)
-
-
 # ---- which forms of the effective weight a call reads
 
 Form = Tensor | Compressed | DeviceCompressed
@@ -136,7 +128,7 @@ class Operands(NamedTuple):
 
 
 def operands(fprop: Form, dgrad: Form | None = None, transposed: bool = False, by: tuple[str, str] = ("", "")) -> Operands:
-    """The operands of two forms of the effective weight; ``dgrad``: None where it reads what fprop does. The others as in ``Operands``."""
+    """The operands of two forms of the effective weight; ``dgrad``: None where it reads what fprop does."""
     pattern: Pattern | None = None
     parts: list[Any] = []
     for form in (fprop, dgrad):

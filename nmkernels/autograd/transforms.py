@@ -36,8 +36,8 @@ INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 def masked(x: Tensor, mask: Tensor, out: Tensor | None = None) -> Tensor:
     """``x`` where ``mask`` is True, every bit as it is, and +0.0 elsewhere; contiguous, or in ``out``. Nothing is differentiated through.
 
-    On a CPU the bits are multiplied by the mask, as integers: torch's ``where`` and ``masked_fill`` take a branch for each element there,
-    which a mask of half the elements makes the processor guess wrong half of the time, and take nine times as long.
+    On a CPU the bits are multiplied by the mask, as integers: torch's ``where`` branches for each element there, and takes nine times as
+    long.
     """
     if torch.compiler.is_compiling() or not x.is_cpu or x.is_neg() or x.requires_grad or torch._C._are_functorch_transforms_active():
         zero = torch.zeros((), dtype=x.dtype, device=x.device)
@@ -60,7 +60,7 @@ class Traits:
     """What callers must know of a transform before they use it.
 
     Args:
-        own_gradient: ``gradient`` is not the identity, or something is learned, so that backward needs the weight.
+        own_gradient: ``gradient`` is not the identity, so that backward needs the weight.
         own_dgrad: ∂L/∂x multiplies another weight than W̃, that of ``for_dgrad``.
         own_mask: ``kept`` is not M(W), which the optimizer's own pass knows how to choose, or there is a ``penalty``.
         transposable: W̃ is N:M along ``out`` too, so that W̃ᵀ can be packed.
@@ -107,7 +107,7 @@ class WeightTransform:
         )
 
     def start(self, weight: Tensor) -> dict[str, Tensor]:
-        """What is taken once from the initial weight ``(out, in)`` and then frozen or learned, by name; by default nothing."""
+        """What is taken once from the initial weight ``(out, in)`` and then frozen or learned, by name."""
         return {}
 
     def renew(self, weight: Tensor, extras: Sequence[Tensor | None], generator: torch.Generator) -> dict[str, Tensor]:
@@ -192,7 +192,7 @@ class HardMask(WeightTransform):
     def packed(
         self, weight: Tensor, *extras: Tensor, dtype: torch.dtype, rows: bool = True, columns: bool = False, layout: str = "canonical"
     ) -> Packed:
-        """M(W) ⊙ W, in one read of the weight. Its transpose is not N:M: ``columns`` raises ``PatternError``."""
+        # its transpose is not N:M: columns raises PatternError
         pattern = laid_out(self.pattern, layout)
         kept = "magnitude" if pattern == self.pattern else _mask(weight, self.pattern)
         return pack(weight, pattern, kept, dtype=dtype, rows=rows, columns=columns, layout=layout, check=False)
@@ -202,7 +202,7 @@ class HardMask(WeightTransform):
 
 
 def combination_count(pattern: Pattern) -> int:
-    """C(M, N), the number of ways to keep N of M; ``PatternError`` where there are more than ``MAX_COMBINATIONS``."""
+    """C(M, N), the ways to keep N of M; ``PatternError`` where there are more than ``MAX_COMBINATIONS``."""
     count = math.comb(pattern.m, pattern.n)
     if count > MAX_COMBINATIONS:
         raise PatternError(

@@ -22,7 +22,7 @@ from nmkernels.autograd import gemms
 from nmkernels.autograd.gemms import Gemm, choose, measure, operands
 from nmkernels.capability import compiled_core
 from nmkernels.testing import no_worse
-from nmkernels.tuning import TABLE, Task, device_name, table
+from nmkernels.tuning import TABLE, Task, table
 
 pytestmark = pytest.mark.skipif(not compiled_core().ok, reason=compiled_core().reason)
 
@@ -508,21 +508,3 @@ def test_compiled_without_measurements_it_is_the_rule_for_many(monkeypatch: pyte
     assert choose(few) == "dense" and gemms.rule(few) == "auto"
     monkeypatch.setenv("NMKERNELS_CHOICE", "packed")
     assert choose(few) == "auto"
-
-
-# ---- told
-
-
-def test_what_is_told(mine: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert gemms.explain(ODD).splitlines() == [
-        "fprop 16x32 7:8 float32, 20 tokens: dense", "  by rule, nothing was measured: nm.tune(model, tokens=...)"
-    ]  # fmt: skip
-    mine()[0] = "raises"
-    gemms.record(measure(FPROP, timer=clock(cpu_rows=0.5)))
-    lines = gemms.explain(FPROP).splitlines()
-    assert lines[0].endswith(": cpu rows") and lines[1] == f"  measured by nm.tune on {device_name(CPU)}"
-    assert [line.split() for line in lines[2:4]] == [["dense", "1000000.0", "us"], ["cpu", "rows", "500000.0", "us"]]
-    assert lines[4].split() == ["mine", "rows", "refused:", "RuntimeError:", "no", "shared", "memory"]
-    monkeypatch.setenv("NMKERNELS_CHOICE", "dense")
-    gemms.forget()
-    assert "by NMKERNELS_CHOICE or NMKERNELS_BACKEND" in gemms.explain(FPROP)
