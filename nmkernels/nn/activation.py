@@ -34,8 +34,7 @@ class ActivationRule:
 class SquaredReLU(nn.Module):
     """a = relu(x)² (So et al., "Primer", 2021), or with a pattern a = relu(sp(x))², sp the N largest values of every M features.
 
-    Squared-ReLU activations of a trained model are mostly zero, so that keeping two of four drops few (Haziza et al., arXiv 2503.16672).
-    The pattern is a matter of the module, not of weights: it is in no state dict, so build the deployed model with the same one.
+    The pattern is in no state dict, so build the deployed model with the same one (Haziza et al., arXiv 2503.16672).
 
     Args:
         pattern: ``"N:M"`` or a ``Pattern``; None for the dense form.

@@ -7,7 +7,7 @@ import inspect
 import operator
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -71,10 +71,6 @@ class Trace:
     names: dict[str, str]
     modules: dict[str, nn.Module]
 
-    def name(self, node: fx.Node) -> str:
-        """The name in the model of the module that ``node`` calls."""
-        return self.names[str(node.target)]
-
     def kind(self, node: fx.Node) -> str:
         """``"linear"``, ``"elementwise"``, ``"harmless"`` (reads no values), or ``"other"``."""
         target = node.target
@@ -85,20 +81,16 @@ class Trace:
             single = isinstance(module, nn.PReLU) and module.num_parameters == 1
             touched = has_hooks(module) or "forward" in module.__dict__
             return "elementwise" if (type(module) in MODULES or single) and not touched else "other"
-        if node.op == "call_method":
-            return "harmless" if target in ("size", "dim") else "elementwise" if target in METHODS else "other"
-        if node.op == "call_function":
-            if target is getattr and node.args[1] in HARMLESS:
-                return "harmless"
-            return "elementwise" if target in FUNCTIONS else "other"
-        return "other"
+        if (target is getattr and node.args[1] in HARMLESS) or (node.op == "call_method" and target in ("size", "dim")):
+            return "harmless"
+        known = {"call_method": METHODS, "call_function": FUNCTIONS}.get(node.op, ())
+        return "elementwise" if target in known else "other"
 
     def describe(self, node: fx.Node) -> str:
-        """What ``node`` is, in words."""
         inside = self.where or "the model"
         if node.op == "call_module":
             module = self.modules[str(node.target)]
-            return f"{self.name(node)} ({type(module).__name__}{' with hooks' if has_hooks(module) else ''})"
+            return f"{self.names[str(node.target)]} ({type(module).__name__}{' with hooks' if has_hooks(module) else ''})"
         known = {"placeholder": f"the input of {inside}", "output": f"the output of {inside}", "get_attr": f"the tensor {node.target}"}
         return known.get(node.op) or f"{getattr(node.target, '__name__', node.target)} in {inside}"
 
@@ -168,7 +160,7 @@ def _keeps_proxy(value: object, depth: int = 3) -> bool:
 
 
 def _graphs(module: nn.Module, opaque: set[int]) -> Iterator[tuple[list[fx.Node], set[int]]]:
-    """The nodes of every way through ``module``, and the modules gone through: a branch not taken here would go unseen."""
+    """The nodes of every way through ``module``, and the modules gone through."""
     parameters = inspect.signature(module.forward).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
     was = {m: m.training for m in module.modules()}
@@ -209,23 +201,13 @@ class Chain:
     channels: int
 
 
-@dataclass
-class _Space:
-    """One set of channels: what writes it, what reads it, and what else touches it."""
-
-    producers: set[str] = field(default_factory=set)
-    consumers: set[str] = field(default_factory=set)
-    obstacles: list[str] = field(default_factory=list)
-
-
 def find_chains(model: nn.Module) -> tuple[list[Chain], dict[str, str]]:
     """Every chain that can be proved, and for each linear layer in none of them as a consumer the reason.
 
     Proved is what ``torch.fx`` shows of the largest modules that it can trace, in training and in eval mode, with optional arguments
     given and not: channels written only by plain linear layers, passed only through elementwise operations, read only by plain linear
-    layers. All else is an obstacle: norms, reshapes, attention, softmax, a sum with a tensor of another origin (a residual stream),
-    being stored by the forward pass, leaving the traced module, hooks, tied or computed or frozen weights, a module registered twice.
-    A module that cannot be traced is taken to call its children, and not to reach into them for grandchildren or weights.
+    layers. All else is an obstacle. A module that cannot be traced is taken to call its children, and not to reach into them for
+    grandchildren or weights.
 
     Example:
         >>> find_chains(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)))
@@ -233,30 +215,26 @@ def find_chains(model: nn.Module) -> tuple[list[Chain], dict[str, str]]:
     """
     linears = {name: m for name, m in model.named_modules() if is_plain_linear(m)}
     traces, why = trace(model)
-    spaces = _Channels(traces).spaces()
     unfit = _Fitness(model)
     chains: list[Chain] = []
     reasons: dict[str, str] = {}
-    for space in spaces:
-        members = sorted(space.producers | space.consumers)
-        obstacles = [*space.obstacles, *(f"{name} {said}" for name in members if (said := unfit(linears[name])))]
-        widths = {shape(linears[name])[0] for name in space.producers} | {shape(linears[name])[1] for name in space.consumers}
+    for producers, consumers, obstacles in _Channels(traces).spaces():
+        obstacles += [f"{name} {said}" for name in sorted({*producers, *consumers}) if (said := unfit(linears[name]))]
+        widths = {shape(linears[name])[0] for name in producers} | {shape(linears[name])[1] for name in consumers}
         if len(widths) > 1:
             obstacles.append(f"its layers differ in width: {sorted(widths)}")
-        if obstacles or not space.producers or not space.consumers:
-            reasons.update(dict.fromkeys(space.consumers, obstacles[0] if obstacles else "nothing produces its input"))
+        if obstacles or not producers or not consumers:
+            reasons.update(dict.fromkeys(consumers, obstacles[0] if obstacles else "nothing produces its input"))
         else:
-            chains.append(Chain(tuple(sorted(space.producers)), tuple(sorted(space.consumers)), widths.pop()))
+            chains.append(Chain(tuple(producers), tuple(consumers), widths.pop()))
     found = {name for chain in chains for name in chain.consumers}
     hidden = {name: why or "the module around it cannot be traced" for name in linears if name not in found | reasons.keys()}
     return sorted(chains, key=lambda c: c.consumers), {name: {**hidden, **reasons}[name] for name in linears if name not in found}
 
 
-def shape(linear: nn.Module) -> tuple[int, int]:
+def shape(linear: Any) -> tuple[int, int]:
     """``(out, in)`` of a linear layer, however it stores its weight."""
-    weight = linear.weight
-    assert isinstance(weight, Tensor)
-    rows, cols = weight.shape
+    rows, cols = linear.weight.shape
     return (cols, rows) if stored_transposed(linear) else (rows, cols)
 
 
@@ -265,19 +243,14 @@ def stored_transposed(linear: nn.Module) -> bool:
     return linear.transposed if isinstance(linear, NMWeight) else is_conv1d(linear)
 
 
-@torch.no_grad()
 def channel_parameters(model: nn.Module, chain: Chain) -> Iterator[tuple[nn.Parameter, int]]:
     """Every parameter that carries the channels of ``chain``, with the dimension they lie along."""
-    for name in chain.producers:
-        linear = model.get_submodule(name)
-        assert isinstance(linear.weight, nn.Parameter)
-        yield linear.weight, int(stored_transposed(linear))
-        if isinstance(linear.bias, nn.Parameter):
-            yield linear.bias, 0
-    for name in chain.consumers:
-        linear = model.get_submodule(name)
-        assert isinstance(linear.weight, nn.Parameter)
-        yield linear.weight, int(not stored_transposed(linear))
+    for names, writes in ((chain.producers, True), (chain.consumers, False)):
+        for name in names:
+            linear: Any = model.get_submodule(name)
+            yield linear.weight, int(stored_transposed(linear) == writes)
+            if writes and linear.bias is not None:
+                yield linear.bias, 0
 
 
 @torch.no_grad()
@@ -341,7 +314,7 @@ class _Channels:
             return
         inputs = [i for i in node.all_input_nodes if t.kind(i) != "harmless"]
         if kind == "linear":
-            name = t.name(node)
+            name = t.names[str(node.target)]
             self.linears.add(name)
             for i in inputs:
                 self._join(("in", name), self._key(t, i))
@@ -355,7 +328,7 @@ class _Channels:
 
     @staticmethod
     def _key(t: Trace, node: fx.Node) -> object:
-        return ("out", t.name(node)) if t.kind(node) == "linear" else node
+        return ("out", t.names[str(node.target)]) if t.kind(node) == "linear" else node
 
     def _find(self, key: object) -> object:
         while self.parent.setdefault(key, key) != key:
@@ -365,13 +338,13 @@ class _Channels:
     def _join(self, a: object, b: object) -> None:
         self.parent[self._find(a)] = self._find(b)
 
-    def spaces(self) -> list[_Space]:
-        """The sets of channels that a linear layer writes or reads."""
-        spaces: dict[object, _Space] = defaultdict(_Space)
+    def spaces(self) -> list[tuple[list[str], list[str], list[str]]]:
+        """The sets of channels that linear layers touch: who writes each, who reads it, both in order, and what else touches it."""
+        spaces: dict[object, tuple[list[str], list[str], list[str]]] = defaultdict(lambda: ([], [], []))
         for name in sorted(self.linears):
-            spaces[self._find(("out", name))].producers.add(name)
-            spaces[self._find(("in", name))].consumers.add(name)
+            spaces[self._find(("out", name))][0].append(name)
+            spaces[self._find(("in", name))][1].append(name)
         for key, said in self.obstacles:
             if (root := self._find(key)) in spaces:
-                spaces[root].obstacles.append(said)
+                spaces[root][2].append(said)
         return list(spaces.values())

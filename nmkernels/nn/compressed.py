@@ -31,17 +31,15 @@ class CompressedLinear(nn.Module):
     Args:
         weight: the compressed weight of shape ``(out, in)``, a constant. bias: ``(out,)`` or None; a Parameter stays the same Parameter.
         layout: how the dense module stores its weight: ``"linear"`` ``(out, in)`` or ``"conv1d"`` ``(in, out)``. The GEMM is the same.
-        keep_dense: keep the dense weight too, made at the first call that wants it, and multiply it where that is faster than the
-            compressed form: as ``nm.tune(model, tokens=...)`` has measured, else on a CPU for many tokens in 16 bits and patterns that keep
-            more than about half, elsewhere always. The layer then needs ``1 + M/N`` times the memory of its values; the copy is not saved,
-            and is made again after the weight moves or changes. Writes that torch does not count (through ``.data``, by a collective) are
-            seen after ``load_state_dict``, ``to``, ``train`` or ``eval``; of a weight that was made under ``torch.inference_mode`` none is
-            kept, so that every call makes it: load it outside.
+        keep_dense: keep the dense weight too, made at the first call that wants it, and multiply it where that is faster: as
+            ``nm.tune(model, tokens=...)`` has measured, else by rule. The layer then needs ``1 + M/N`` times the memory of its values; the
+            copy is not saved. Writes that torch does not count (through ``.data``, by a collective) are seen after ``load_state_dict``,
+            ``to``, ``train`` or ``eval``; a weight made under ``torch.inference_mode`` is expanded at every call: load it outside.
         adapter: (L ``(in, r)``, R ``(r, out)``) of a low-rank adapter, y += x L R / r, kept as the Parameters ``nm_left`` and ``nm_right``.
         columns: a permutation of the inputs, int ``(in,)``: y = x[..., columns] Wᵀ + b, for groups that are no neighbours among the inputs.
 
-    Without ``keep_dense`` such a GEMM expands the weight at every call. An inf or NaN of x reaches those outputs whose stored
-    weights meet it; where the GEMM is a dense one, it makes all of its row NaN or inf. Differentiable in all but the weight.
+    An inf or NaN of x reaches those outputs whose stored weights meet it; where the GEMM is a dense one, all of its row. Differentiable
+    in all but the weight.
 
     Raises:
         ShapeError: the weight is not a matrix, the bias, the adapter or the columns do not fit, or the layout is unknown.

@@ -13,16 +13,7 @@ from .compressed import CompressedLinear
 from .linear import NMWeight
 from .swap import replace_, switch_fast_paths
 
-HOOKS = (
-    "_backward_pre_hooks",
-    "_backward_hooks",
-    "_is_full_backward_hook",
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-)
+HOOKS = tuple(name for name in vars(nn.Module()) if name.startswith(("_forward_", "_backward_", "_is_full_backward_")))
 """What a deployed layer takes over. Hooks on state dicts are not: they speak of the dense layer's keys."""
 
 
@@ -30,9 +21,8 @@ def compress_(model: nn.Module, keep_dense: bool = False) -> nn.Module:
     """Replace every finished sparse layer of ``model`` by a CompressedLinear, in place, and return the model.
 
     Layers whose groups are no neighbours (``Complementary``) take their inputs in another order, or where ``find_chains`` proves that to
-    be the same, the layers before them give their outputs in it: those change their rows, and the model its sums by rounding. Else the
-    GEMMs are unchanged; forward and backward hooks, bias, adapter and mode are carried over; the dense weights are freed once
-    nothing else (an optimizer, the handle) holds them. Everything is checked before anything is replaced.
+    be the same, the layers before them give their outputs in it. Forward and backward hooks, bias, adapter and mode are carried over; the
+    dense weights are freed once nothing else holds them. Everything is checked before anything is replaced.
 
     Args:
         model: a model whose recipe has been finished (``handle.finish()``).

@@ -1,10 +1,9 @@
 """The effective weight of a layer: of each form that its GEMMs read at most one copy, which is never stale.
 
-A copy is of one Parameter, at one address, of one version. That does not tell of every write: fused optimizers and ``.data`` bump
-no version. So on a CPU a fingerprint of all that the copy was made of has to agree as well, at every use; where there is none, as
-without the compiled core, no copy is used again. A GPU's memory the host cannot read without waiting: there a copy is used again only
-within one training step, in grad mode, and until any optimizer has stepped, ``train()``, ``eval()``, ``deployable()`` or ``refresh()``
-was called (``doubt``).
+A copy is of one Parameter, at one address, of one version. Fused optimizers and ``.data`` bump no version: so on a CPU a fingerprint of
+all that the copy was made of has to agree as well, at every use; without the compiled core, which takes it, no copy is used again. A
+GPU's memory the host cannot read without waiting: there a copy is used again only within one training step, in grad mode, and until
+any optimizer has stepped, ``train()``, ``eval()``, ``deployable()`` or ``refresh()`` was called (``doubt``).
 """
 
 from __future__ import annotations
@@ -20,6 +19,9 @@ from torch import Tensor, nn
 from ..autograd import Form, GemmPlan, Operands, WeightTransform, operands, reads
 from ..backends.cpu.fingerprint import fingerprint
 from ..ops import Packed
+
+Source = tuple[Tensor, WeightTransform, Sequence[Tensor], torch.dtype]
+"""What an effective weight is made of: the weight, the transform, what that reads beside it, and the dtype of the GEMMs."""
 
 
 @dataclass(eq=False)
@@ -43,65 +45,55 @@ class EffectiveWeight:
         self.attached = False  # an optimizer's hook tells us of every step
         self._dense, self._packed = _Copy(), _Copy()
 
-    def read(
-        self, weight: Tensor, transform: WeightTransform, extras: Sequence[Tensor], dtype: torch.dtype, plan: GemmPlan, x: Tensor
-    ) -> Tensor | Operands:
-        """The effective weight as a call with the input ``x`` reads it by ``plan``; ``dtype``: of the GEMMs."""
+    def read(self, source: Source, plan: GemmPlan, x: Tensor) -> Tensor | Operands:
+        """The effective weight as a call with the input ``x`` reads it by ``plan``."""
         if plan.fprop == "dense":
-            return self.dense(weight, transform, extras, dtype)
-        fprop, dgrad, layout, by = reads(plan, transform, weight, dtype, x)
+            return self.dense(source)
+        fprop, dgrad, layout, by = reads(plan, source[1], source[0], source[3], x)
         if not (self.attached or torch.is_grad_enabled()):
             dgrad = fprop  # nobody will ask for the rest
         wanted = (fprop, dgrad)
         dense = packed = None
         if "dense" in wanted:
-            dense = self.dense(weight, transform, extras, dtype)
+            dense = self.dense(source)
         elif "auto" not in (plan.fprop, plan.dgrad) and self._dense.form is not None and not torch.compiler.is_compiling():
             self._dense = _Copy()  # all calls read the same: a dense copy beside them is an evaluation's
         if "packed" in wanted or "columns" in wanted:
-            packed = self.packed(weight, transform, extras, dtype, "packed" in wanted, "columns" in wanted, layout)
+            packed = self.packed(source, "packed" in wanted, "columns" in wanted, layout)
         rows, transposed = (None, None) if packed is None else (packed.rows, packed.columns)
         forms: dict[str, Form | None] = {"dense": dense, "packed": rows, "columns": transposed}
         first = forms[fprop]
         assert first is not None
         return operands(first, None if dgrad == fprop else forms[dgrad], dgrad == "columns", by)
 
-    def dense(self, weight: Tensor, transform: WeightTransform, extras: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    def dense(self, source: Source) -> Tensor:
         """W̃ ``(out, in)`` in dense layout, from the copy where that is still right."""
         if torch.compiler.is_compiling():
             # a graph can neither see a version counter nor a hook: it computes W̃ itself, every time
+            weight, transform, extras, dtype = source
             return transform(weight.detach(), *extras).to(dtype)
-        found: Tensor = self._current(self._dense, weight, transform, extras, dtype, ())
+        found: Tensor = self._current(self._dense, source, ())
         return found
 
-    def packed(
-        self,
-        weight: Tensor,
-        transform: WeightTransform,
-        extras: Sequence[Tensor],
-        dtype: torch.dtype,
-        rows: bool,
-        columns: bool,
-        layout: str,
-    ) -> Packed:
+    def packed(self, source: Source, rows: bool, columns: bool, layout: str) -> Packed:
         """W̃ packed, its transpose, or both, from the copies where those are still right and of that layout."""
         if torch.compiler.is_compiling():
+            weight, transform, extras, dtype = source
             return transform.packed(weight.detach(), *extras, dtype=dtype, rows=rows, columns=columns, layout=layout)
         copy = self._packed
-        if copy.form is not None and copy.transform is transform:
+        if copy.form is not None and copy.transform is source[1]:
             # calls that read different forms, of few tokens and of many, shall not pack in turns
             rows, columns = rows or copy.how[0], columns or copy.how[1]
-        found: Packed = self._current(copy, weight, transform, extras, dtype, (rows, columns, layout))
+        found: Packed = self._current(copy, source, (rows, columns, layout))
         return found
 
-    def _current(
-        self, copy: _Copy, weight: Tensor, transform: WeightTransform, extras: Sequence[Tensor], dtype: torch.dtype, how: tuple[Any, ...]
-    ) -> Any:
+    def _current(self, copy: _Copy, source: Source, how: tuple[Any, ...]) -> Any:
+        weight, transform, extras, dtype = source
         owner = weight if isinstance(weight, nn.Parameter) else weight._base
         # what functional_call or a replica puts in the place of the Parameter is none; inference tensors have no version counter
         if not self.attached or not isinstance(owner, nn.Parameter) or owner.is_inference():
             self.release()
-            return _made(None, weight, transform, extras, dtype, how)
+            return _made(None, source, how)
         mark, captured = fingerprint(weight, *extras), _capturing(weight)
         stamp = (weight._version, weight.data_ptr(), weight.device, dtype, mark)
         same = copy.form is not None and copy.transform is transform and copy.how == how
@@ -111,7 +103,7 @@ class EffectiveWeight:
             return copy.form
         # only a form that an optimizer's step put out of date may be overwritten: a backward pass may still need any other
         free = same and copy.stamp is None and not captured
-        form = _made(copy.form if free else None, weight, transform, extras, dtype, how)
+        form = _made(copy.form if free else None, source, how)
         if not captured and (mark is not None or torch.is_grad_enabled()):
             copy.form, copy.stamp, copy.owner, copy.transform = form, stamp, weakref.ref(owner), transform
             copy.how, copy.doubted = how, False
@@ -141,10 +133,9 @@ class EffectiveWeight:
         return EffectiveWeight, ()
 
 
-def _made(
-    old: Any, weight: Tensor, transform: WeightTransform, extras: Sequence[Tensor], dtype: torch.dtype, how: tuple[Any, ...]
-) -> Tensor | Packed:
+def _made(old: Any, source: Source, how: tuple[Any, ...]) -> Tensor | Packed:
     """The effective weight as new tensors, or in the memory of ``old`` where it fits."""
+    weight, transform, extras, dtype = source
     # an inference tensor could never be saved for a later backward
     with torch.inference_mode(False), torch.no_grad():
         w = weight.detach()

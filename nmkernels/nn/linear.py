@@ -39,10 +39,9 @@ class NMWeight(nn.Module):
 
     ``transform`` is W -> W̃, or None where the layer uses its weight as it is (a dense phase, or after ``finish``); ``final`` is the
     one that ``finish`` will apply. What they read beside the weight are tensors ``nm_*``: in the state dict where they are frozen
-    at the start or learned (a dense checkpoint, which has none, renews them), outside it where they are held or a schedule writes them.
-    ``columns`` is the order in which a finished weight is N:M where that is not its own (``WeightTransform.columns``), else None.
-    ``seed`` is int64 (seed, offset) of the estimates that ``plan`` draws. ``adapts``: a low-rank adapter (``nm_left``, ``nm_right``), where
-    the recipe has added one, takes part. ``train()`` and ``eval()`` never change which weight is used.
+    or learned (a dense checkpoint, which has none, renews them), outside it where they are held or a schedule writes them.
+    ``columns`` is the order in which a finished weight is N:M where that is not its own, else None. ``seed`` is int64 (seed, offset) of the
+    estimates that ``plan`` draws. ``adapts``: a low-rank adapter (``nm_left``, ``nm_right``), where there is one, takes part.
     """
 
     weight: Tensor
@@ -176,20 +175,16 @@ class NMWeight(nn.Module):
         """W̃ ``(out, in)``, the weight that the next forward pass multiplies, detached; in the weight's dtype unless told."""
         if self.transform is None:
             return self.master.detach().to(dtype or self.weight.dtype)
-        return self.effective.dense(self.master, self.transform, self._extras(self.transform), dtype or self.weight.dtype)
+        return self.effective.dense((self.master, self.transform, self._extras(self.transform), dtype or self.weight.dtype))
 
     def gemms(self, tokens: int, dtype: torch.dtype | None = None) -> tuple[Gemm, ...]:
-        """The GEMMs for which this layer asks ``autograd.gemms``, with so many rows of the input: those that its plan leaves open.
-
-        ``dtype``: of the GEMMs, under autocast; the weight's if None.
-        """
+        """The GEMMs that its plan leaves open, for so many rows of the input; ``dtype``: of the GEMMs, None for the weight's."""
         if self.transform is None:
             return ()
         return gemms_of(self.plan, self.transform, self.master, dtype or self.weight.dtype, tokens)
 
     def forward(self, x: Tensor) -> Tensor:
-        """y = x W̃ᵀ + b, and the adapter's part; x ``(..., in)``. Under autocast x and W̃ are cast, the mask comes from the master
-        weight."""
+        """y = x W̃ᵀ + b, and the adapter's part; x ``(..., in)``. Under autocast the mask comes from the master weight."""
         self.ran = True
         weight, transform, given = self.weight, self.transform, x
         if self.transposed:
@@ -203,23 +198,15 @@ class NMWeight(nn.Module):
                 x = x.to(cast) if castable(x.dtype) else x
             for name in transform.reads:  # a loop, since a comprehension is a call
                 extras.append(getattr(self, name))
-            used = self.effective.read(weight, transform, extras, dtype, self.plan, x)
+            used = self.effective.read((weight, transform, extras, dtype), self.plan, x)
             y = linear(x, weight, used, self.bias, self.plan, self.seed, transform, extras)
         adapter = adapter_of(self) if self.adapts else None
         return y if adapter is None else add_adapter(y, given, *adapter)
 
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        _, _, missing_keys, _, error_msgs = rest
         given = prefix + "weight" in state_dict  # a hook may take it out
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
         self.effective.drop()
         buffers = [name for name in self._buffers if name.startswith("nm_") and name not in self._non_persistent_buffers_set]
         frozen = [prefix + name for name in (*buffers, *self.learned())]
@@ -234,7 +221,6 @@ class NMWeight(nn.Module):
                 error_msgs.append(f"layer {prefix.rstrip('.')!r}: {error}")
 
     def train(self, mode: bool = True) -> NMWeight:
-        """As for any module; ``eval()`` warns where a finished weight is not N:M any more."""
         self.effective.doubt()  # weights are often exchanged around an evaluation
         if not mode:
             self._warn_if_changed()
@@ -284,8 +270,7 @@ class SparseLinear(NMWeight, nn.Linear):  # type: ignore[misc]  # torch types bi
         pattern: ``"N:M"`` or a ``Pattern``; M must divide ``in_features``.
 
     Raises:
-        PatternError: the pattern is not usable.
-        ShapeError: M does not divide ``in_features``.
+        PatternError: the pattern is not usable. ShapeError: M does not divide ``in_features``.
 
     Example:
         >>> layer = SparseLinear(8, 4, pattern="2:4")

@@ -1,9 +1,7 @@
 """Turning a dense layer into a sparse one and back, and the fused paths that would bypass it.
 
 A layer turns sparse by changing its class: the module object stays, and with it its Parameters, hooks, mode and everything that
-refers to it (aliases under other names, lists outside the module tree, hooks bound to the module).
-
-SparseConv1D: Hugging Face's Conv1D (GPT-2's linear layer, weight stored transposed) with an N:M weight.
+refers to it.
 """
 
 from __future__ import annotations
@@ -113,10 +111,7 @@ def put_(parent: nn.Module, key: str, new: nn.Module) -> None:
 
 
 def switch_fast_paths(model: nn.Module) -> None:
-    """Make encoder layers that hold a sparse or compressed layer call it also in eval, and let the others go their fused way again.
-
-    The fused path of ``nn.TransformerEncoderLayer`` reads the dense weights of linear1 and linear2 and never calls the layers.
-    """
+    """Make encoder layers that hold a sparse or compressed layer call it also in eval; their fused path would read dense weights."""
     for module in model.modules():
         for kind, name, off in FAST_PATHS:
             if not isinstance(module, kind):

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -18,8 +19,6 @@ from ..pattern import BackendError, NMError, Pattern
 from ..tuning import Found, Seconds
 from .compressed import CompressedLinear
 from .linear import NMWeight, autocast_dtype, castable
-
-__all__ = ["Progress", "TuneReport", "Tuned", "tune"]
 
 HEADER = ("layer", "GEMM", "shape", "tokens", "default ms", "best ms", "gain", "choice")
 DEVICES = ("cpu", "cuda")
@@ -37,8 +36,7 @@ class Tuned:
     Args:
         kind: the layers' class. GEMM: ``fprop``, ``dgrad``, ``wgrad``, or empty where the layer has none to tune.
         shape: (out, in). pattern, dtype: of the compressed operand.
-        default, best: seconds of what is done where nothing was measured (of a launch: by the heuristic; of a choice: dense, or by the
-            backend of highest priority) and of the fastest right one; None where nothing was timed.
+        default, best: seconds of what is done where nothing was measured, and of the fastest right one; None where nothing was timed.
         choice: that fastest one, or why nothing was tuned. refused: what was wrong or failed, with the reason; it is never chosen.
     """
 
@@ -73,8 +71,7 @@ class TuneReport:
     """What ``tune`` found; ``str`` of it is a table.
 
     ``choices`` has the way that each GEMM of layers of one shape is done, such as ``dense`` or ``cpu rows``; ``entries`` how Triton's
-    kernels are launched, and layers that have nothing to tune. ``paths`` are the files that was written to; where there are none, ``note``
-    says why.
+    kernels are launched, and layers that have nothing to tune. ``paths`` are the files written to; where there are none, ``note`` says why.
 
     Example:
         >>> print(TuneReport([Tuned(["fc"], "SparseLinear", shape=(8, 16), choice="its GEMMs are dense")]))
@@ -114,15 +111,13 @@ def tune(
     """Time the ways in which the GEMMs of ``model`` can be done on its device, dense among them; later calls use the fastest.
 
     First the launches of Triton's kernels, where those run; then, for every GEMM whose layer leaves the choice open, the backends
-    against each other and against dense: y = x Wᵀ of ``CompressedLinear``, and in training the GEMMs of layers whose recipe has
-    ``packed="auto"``. So a sparse GEMM is never slower than the dense one where there is a dense weight, which a
-    ``CompressedLinear`` has with ``keep_dense=True``. Under ``torch.autocast`` the GEMMs are those of its dtype.
+    against each other and against dense: y = x Wᵀ of ``CompressedLinear`` (dense with ``keep_dense=True``), and in training the GEMMs of
+    layers whose recipe has ``packed="auto"``. Under ``torch.autocast`` the GEMMs are those of its dtype.
 
     Each shape is timed once, on random numbers, in turns. What is not as good as torch's own result, judged against float64, is told in
     the report and never chosen. The choices are stored in ``NMKERNELS_CACHE`` or ``~/.cache/nmkernels``; they hold for this device, these
     versions, these shapes, and token counts up to the next power of two. A GEMM takes about a second, or some ten calls where those
-    are slower: on a CPU give the tokens that you really use. ``NMKERNELS_CHOICE=dense`` or ``packed`` takes the choice away, and
-    ``measured`` lets layers measure what is unknown when they meet it.
+    are slower: on a CPU give the tokens that you really use.
 
     Args:
         model: any module, on the device it will run on and in its dtype.
@@ -147,27 +142,33 @@ def tune(
     if not counts or any(t < 1 for t in counts):
         raise NMError(f"tune: tokens={tokens!r}; give the rows of the layers' input, at least 1, or several such numbers.")
     forced = forced_backend()
-    launches, wanted = _launches(model, counts), [] if forced else _gemms(model, counts)
+    launches, wanted = _collected(model, counts, _launches), [] if forced else _collected(model, counts, _choices)
     covered = {name for _, entry in wanted for name in entry.layers}
     report = TuneReport([e for gemm, e in launches if gemm or not covered.issuperset(e.layers)], [e for _, e in wanted])
     if forced and not report.entries:
         report.note = f"nothing to choose: {ENV}={forced}"
     work = [(gemm, entry, True) for gemm, entry in launches if gemm is not None]
-    work += [(gemm, entry, False) for gemm, entry in wanted]
+    work += [(gemm, entry, False) for gemm, entry in wanted if gemm is not None]
     for done, (gemm, entry, launch) in enumerate(work):
         what = f"{entry.gemm} {entry.shape[0]}x{entry.shape[1]} {entry.pattern}, {entry.tokens} tokens"
         log.info("%d of %d: %s", done + 1, len(work), what)
         if progress is not None:
             progress(done, len(work), what)
         # stored one by one, so that a compiler that crashes takes nothing along that was found before
-        _measure(report, gemm, entry, partial(_prepared, gemm, timer) if launch else partial(_measured, gemm, timer), launch)
+        _measure(report, gemm, entry, launch, timer)
     return report
 
 
-def _measure(report: TuneReport, gemm: Gemm, entry: Tuned, measure: Callable[[], Found], launch: bool) -> None:
-    """Fill in an entry, and where it was stored."""
+def _measure(report: TuneReport, gemm: Gemm, entry: Tuned, launch: bool, timer: Seconds | None) -> None:
+    """Find the fastest launch, or the fastest backend; fill in the entry, and where it was stored."""
     try:
-        found = measure()
+        if launch:
+            op, args = _call(gemm)
+            prepare: Any = choose(op, *args).tuning.prepare
+            found: Found = prepare(op, *args, timer=timer)
+        else:
+            found = gemms.measure(gemm, timer=timer)
+            gemms.record(found)
     except RuntimeError as error:  # out of memory, mostly
         entry.choice = f"not measured: {str(error).splitlines()[0]}"
         return
@@ -184,73 +185,59 @@ def _measure(report: TuneReport, gemm: Gemm, entry: Tuned, measure: Callable[[],
         report.paths.append(found.path)
 
 
-def _measured(gemm: Gemm, timer: Seconds | None) -> Found:
-    """The backends against each other and dense."""
-    found = gemms.measure(gemm, timer=timer)
-    gemms.record(found)
-    return found
+Layer = CompressedLinear | NMWeight
+OfLayer = Callable[[Layer, Sequence[int]], Iterator[tuple[Gemm | None, str]]]
 
 
-def _gemms(model: nn.Module, counts: Sequence[int]) -> list[tuple[Gemm, Tuned]]:
-    """Every GEMM for which layers ask, under the autocast that is on, once, with the entry that names these layers."""
-    found: dict[tuple[str, Gemm], Tuned] = {}
+def _collected(model: nn.Module, counts: Sequence[int], of_layer: OfLayer) -> list[tuple[Gemm | None, Tuned]]:
+    """What ``of_layer`` finds for so many tokens, GEMMs or the reason why there are none, each once with the layers that have it."""
+    found: dict[Any, tuple[Gemm | None, Tuned]] = {}
     for name, module in model.named_modules():
-        if not isinstance(module, (CompressedLinear, NMWeight)):
+        if not isinstance(module, Layer):
             continue
-        weight = module.values if isinstance(module, CompressedLinear) else module.weight
-        cast = autocast_dtype(weight)
-        dtype: torch.dtype = cast if cast is not None and castable(weight.dtype) else weight.dtype
-        kind = type(module).__name__
-        for gemm in (gemm for t in counts for gemm in module.gemms(t, dtype)):
-            if gemm.device.type in DEVICES:
-                found.setdefault((kind, gemm), _entry(kind, gemm)).layers.append(name or "(root)")
-    return [(gemm, entry) for (_, gemm), entry in found.items()]
+        kind, (rows, cols) = type(module).__name__, (module.weight if isinstance(module, CompressedLinear) else module.master).shape
+        for gemm, reason in of_layer(module, counts):
+            entry = Tuned([], kind, shape=(int(rows), int(cols)), choice=reason)
+            if gemm is not None:
+                pattern, dtype = f"{gemm.n}:{gemm.m}", str(gemm.dtype).removeprefix("torch.")
+                entry = Tuned([], kind, gemm.role, (gemm.rows, gemm.cols), gemm.tokens, pattern, dtype)
+            found.setdefault((kind, gemm or (entry.shape, reason)), (gemm, entry))[1].layers.append(name or "(root)")
+    return list(found.values())
 
 
-def _entry(kind: str, gemm: Gemm) -> Tuned:
-    pattern, dtype = f"{gemm.n}:{gemm.m}", str(gemm.dtype).removeprefix("torch.")
-    return Tuned([], kind, gemm.role, (gemm.rows, gemm.cols), gemm.tokens, pattern, dtype)
+def _choices(module: Layer, counts: Sequence[int]) -> Iterator[tuple[Gemm | None, str]]:
+    """The GEMMs for which a layer asks, under the autocast that is on."""
+    weight = module.values if isinstance(module, CompressedLinear) else module.weight
+    cast = autocast_dtype(weight)
+    dtype: torch.dtype = cast if cast is not None and castable(weight.dtype) else weight.dtype
+    return ((gemm, "") for tokens in counts for gemm in module.gemms(tokens, dtype) if gemm.device.type in DEVICES)
 
 
 # ---- how kernels that compile are launched
 
 
-def _launches(model: nn.Module, counts: Sequence[int]) -> list[tuple[Gemm | None, Tuned]]:
-    """Every GEMM whose kernel has launches to choose among, once, and an entry without one per kind of layer that has none."""
-    found: dict[Any, tuple[Gemm | None, Tuned]] = {}
-    for name, module in model.named_modules():
-        if not isinstance(module, (CompressedLinear, NMWeight)):
-            continue
-        kind, rows, cols = type(module).__name__, *(module.weight if isinstance(module, CompressedLinear) else module.master).shape
-        for gemm, reason in _of_layer(module, int(rows), int(cols), counts):
-            entry = Tuned([], kind, shape=(int(rows), int(cols)), choice=reason) if gemm is None else _entry(kind, gemm)
-            found.setdefault((kind, gemm or (entry.shape, reason)), (gemm, entry))[1].layers.append(name or "(root)")
-    return list(found.values())
-
-
-def _of_layer(module: CompressedLinear | NMWeight, rows: int, cols: int, counts: Sequence[int]) -> Iterator[tuple[Gemm | None, str]]:
-    """The GEMMs of a layer that such kernels run, or the reason why there are none."""
+def _launches(module: Layer, counts: Sequence[int]) -> Iterator[tuple[Gemm | None, str]]:
+    """The GEMMs of a layer whose kernel has launches to choose among, or the reason why there are none."""
     if isinstance(module, CompressedLinear):
-        roles, pattern, weight = [("fprop", module.pattern)], module.pattern, module.values
+        roles, weight, (rows, cols) = [("fprop", module.pattern)], module.values, module.weight.shape
     else:
-        plan, pattern, weight = module.plan, module.mask_pattern, module.weight
+        plan, pattern, weight, (rows, cols) = module.plan, module.mask_pattern, module.weight, module.master.shape
         roles = [("fprop", pattern), ("dgrad", pattern)] if plan.packs else []
         roles += [("wgrad", Pattern(plan.n, plan.m))] if plan.wgrad in ("mvue", "magnitude") else []
     if not roles:
         yield None, "its GEMMs are dense until nm.compress_"
-    for role, p in roles:
-        for t in counts:
-            rule = "magnitude" if role == "wgrad" else ""
-            gemm = Gemm(role, t, rows, cols, p.n, p.m, weight.dtype, weight.device, ("rows",), rule)
-            op, args = _call(gemm)
-            entry = next(i for i in implementations(op) if i.tuning.compiles)
-            can, reason = entry.supports(*args)
-            try:
-                chosen = choose(op, *args) if can else entry
-                reason = f"{entry.backend} declined: {reason}" if not can else "" if chosen is entry else f"runs on {chosen.backend}"
-            except BackendError as error:
-                reason = str(error)
-            yield (None, reason) if reason else (gemm, "")
+    for (role, p), tokens in product(roles, counts):
+        rule = "magnitude" if role == "wgrad" else ""
+        gemm = Gemm(role, tokens, int(rows), int(cols), p.n, p.m, weight.dtype, weight.device, ("rows",), rule)
+        op, args = _call(gemm)
+        entry = next(i for i in implementations(op) if i.tuning.compiles)
+        can, reason = entry.supports(*args)
+        try:
+            chosen = choose(op, *args) if can else entry
+            reason = f"{entry.backend} declined: {reason}" if not can else "" if chosen is entry else f"runs on {chosen.backend}"
+        except BackendError as error:
+            reason = str(error)
+        yield (None, reason) if reason else (gemm, "")
 
 
 def _call(gemm: Gemm) -> tuple[str, tuple[Any, ...]]:
@@ -260,12 +247,3 @@ def _call(gemm: Gemm) -> tuple[str, tuple[Any, ...]]:
     cols = p.tokens if p.role == "wgrad" else p.cols
     packed = new((p.rows, pattern.kept(cols))), torch.empty((p.rows, pattern.index_bytes(cols)), dtype=torch.uint8, device=p.device)
     return gemms.op_of(p, "rows"), gemms.arguments(p, "rows", packed, new((p.tokens, p.rows if p.role == "dgrad" else p.cols)))
-
-
-def _prepared(gemm: Gemm, timer: Seconds | None) -> Found:
-    """Of the launches the fastest."""
-    op, args = _call(gemm)
-    prepare = choose(op, *args).tuning.prepare
-    assert prepare is not None
-    found: Found = prepare(op, *args, timer=timer)
-    return found

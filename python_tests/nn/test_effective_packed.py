@@ -54,7 +54,7 @@ def fused(params, lr):
 
 
 def ask(layer, dtype=torch.float32, rows=True, columns=False):
-    return layer.effective.packed(layer.master, layer.transform, layer._extras(layer.transform), dtype, rows, columns, "canonical")
+    return layer.effective.packed((layer.master, layer.transform, layer._extras(layer.transform), dtype), rows, columns, "canonical")
 
 
 def right(layer, dtype=torch.float32):
