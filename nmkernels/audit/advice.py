@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 
 from ..capability import compiled_core
-from ..pattern import Pattern
-from .devices import HALVES, Device
+from .devices import HALVES, kind
 from .report import Advice, Audit
-from .rules import TWO_FOUR, Cost, Layer, Pieces, Rules, inference, predict, refused, speedup, step
+from .rules import TWO_FOUR, Case, speedup
+
+LEAST = 1.01  # advice that gains less than this is left out
+PREPARING = 0.03  # share of a step from which preparing the weight is worth a word
+MOST_TOKENS = 1 << 24
 
 
 def notes(audit: Audit, case: Case, measured: bool) -> tuple[str, ...]:
     """Of the prediction, of the measurement, and of what is counted; ``case`` is one of the layers."""
-    device, dtype = case.device, str(case.layer.dtype).removeprefix("torch.")
+    device, dtype = case.device, kind(case.layer.dtype)
     rate, memory = device.rate(case.layer.dtype) / 1e12, device.bandwidth / 1e12
     numbers = f"dense {dtype} GEMMs at {rate:.3g} TFLOP/s, memory of {memory:.3g} TB/s"
     if device.power is not None:
@@ -58,68 +60,16 @@ def notes(audit: Audit, case: Case, measured: bool) -> tuple[str, ...]:
     return tuple(found)
 
 
-LEAST = 1.01
-"""Advice that gains less than this is left out."""
-
-MOST_TOKENS = 1 << 24
-PREPARING = 0.03
-"""Share of a step from which preparing the weight is worth a word."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """One layer with all that its prediction rests on.
-
-    Args:
-        kept: a dense weight is at hand in inference, so that a GEMM is never expanded for it.
-        fused: see ``rules.predict``.
-    """
-
-    device: Device
-    layer: Layer
-    rules: Rules
-    trains: bool = True
-    kept: bool = True
-    accumulate: int = 1
-    fused: bool = True
-
-    def cost(self) -> Cost:
-        return predict(self.device, self.layer, self.rules, self.fused)
-
-    def step(self, cost: Cost | None = None) -> Pieces:
-        """Pieces of a training step, at predicted costs unless given; none of a layer that is not trained."""
-        return step(cost or self.cost(), self.rules, self.device.transposed, self.accumulate) if self.trains else ()
-
-    def inference(self, cost: Cost | None = None) -> Pieces:
-        """The piece of inference, dense where the recipe leaves the layer so."""
-        cost = cost or self.cost()
-        return inference(cost if self.rules.leaves else lambda piece: None if piece == "fprop sparse" else cost(piece), self.kept)
-
-    def but(self, rules: dict[str, Any] | None = None, layer: dict[str, Any] | None = None, **more: Any) -> Case:
-        return replace(self, rules=replace(self.rules, **rules or {}), layer=replace(self.layer, **layer or {}), **more)
-
-    def part(self) -> str:
-        """What a change is judged by."""
-        return "step" if self.trains else "inference"
-
-    def pieces(self) -> Pieces:
-        """Of a step, or of inference for a layer that is not trained."""
-        return self.step() if self.trains else self.inference()
-
-    def speedup(self) -> float:
-        return speedup(self.pieces())
-
-
 def of_sparse(case: Case) -> tuple[Advice, ...]:
     found = [*_operand(case), *(_training(case) if case.trains else ()), *_deployed(case)]
     if case.speedup() < 1 / LEAST and all((advice.speedup or 0.0) < 1 for advice in found):
-        found.append(Advice("it loses, whatever is changed above: leave it dense (filter_fn)", case.part(), 1.0))
+        found.append(Advice("it loses, whatever is changed above: leave it dense (filter_fn)", case.part, 1.0))
     return tuple(found)
 
 
 def _offer(case: Case, text: str, changed: Case, detail: str = "") -> list[Advice]:
     gained = changed.speedup()
-    return [Advice(text, case.part(), gained, detail)] if gained >= LEAST * max(case.speedup(), 1 / LEAST) else []
+    return [Advice(text, case.part, gained, detail)] if gained >= LEAST * max(case.speedup(), 1 / LEAST) else []
 
 
 def _training(case: Case) -> Iterator[Advice]:
@@ -160,14 +110,13 @@ def _estimate_pays(case: Case, width: int) -> bool:
 
 def _operand(case: Case) -> list[Advice]:
     """The dtype, the pattern and the shape that sparse GEMMs take."""
-    (out, cols), device, pattern = case.layer.shape, case.device, case.rules.pattern
-    kind = str(case.layer.dtype).removeprefix("torch.")
+    (out, cols), device, pattern, dtype = case.layer.shape, case.device, case.rules.pattern, kind(case.layer.dtype)
     if device.few is None:
-        slow = case.rules.fprop and kind in HALVES and device.ratio["fprop"] < 1
-        return [Advice(f"{kind} GEMMs of {pattern} are slower than dense ones here: float32, or another device")] if slow else []
-    why = refused(device, case.layer, "fprop", pattern)
-    if why in ("float32", kind):
-        text = f"{kind} does not reach the sparse tensor cores: bfloat16 (torch.autocast), where the gain is over dense bfloat16"
+        slow = case.rules.fprop and dtype in HALVES and device.ratio["fprop"] < 1
+        return [Advice(f"{dtype} GEMMs of {pattern} are slower than dense ones here: float32, or another device")] if slow else []
+    why = case.refused("fprop", pattern)
+    if why == dtype:
+        text = f"{dtype} does not reach the sparse tensor cores: bfloat16 (torch.autocast), where the gain is over dense bfloat16"
         return _offer(case, text, case.but(layer={"dtype": torch.bfloat16}))
     if why == "pattern":
         text = f"{pattern} is not a 2:4 pattern, which the sparse tensor cores need: take 2:4, or N <= 2 of 8, 16, ..."
@@ -177,7 +126,7 @@ def _operand(case: Case) -> list[Advice]:
         text = f"sparse tensor cores take multiples of {device.rows} outputs and {device.cols} inputs: pad the layer"
         wide = case.but(layer={"shape": padded})
         gained = sum(p.dense for p in case.pieces()) / sum(p.used for p in wide.pieces())
-        return [Advice(text, case.part(), gained, f"to ({padded[0]},{padded[1]})")] if gained >= LEAST * case.speedup() else []
+        return [Advice(text, case.part, gained, f"to ({padded[0]},{padded[1]})")] if gained >= LEAST * case.speedup() else []
     return []
 
 
@@ -216,14 +165,14 @@ def _round(value: int) -> int:
 
 
 WAYS_OUT = (
-    # part of the reason -> what to do
+    # a layer that stays dense: part of the reason, and what to do
     ("is not a multiple of M", "pad the features to whole groups, or take a pattern whose M divides them"),
     ("which a transposable mask needs", "pad the outputs to whole groups"),
     ("output head", "an output head stays dense by default; filter_fn can choose it, and whether the loss bears that is yours to measure"),
     ("tied to another module", "a tied weight stays dense: give the two modules a weight each, or leave it"),
     (
         "MultiheadAttention",
-        "write attention with nn.Linear projections and F.scaled_dot_product_attention in place of nn.MultiheadAttention",
+        "write attention with nn.Linear and F.scaled_dot_product_attention in place of nn.MultiheadAttention",
     ),
     ("3-D expert weights", "one nn.Linear per expert can be made sparse"),
     ("not chosen by the filter", "filter_fn leaves it dense"),
@@ -231,15 +180,11 @@ WAYS_OUT = (
     ("is a subclass of", "only nn.Linear itself is taken: put one in its place"),
     ("has kernels", "cast the weight to bfloat16 or float32"),
 )
-"""What helps a layer that stays dense, by words of the reason."""
 
 
-def of_dense(why: str, pattern: Pattern, case: Case) -> tuple[Advice, ...]:
-    """What would let a layer take part that stays dense, and what it would gain, where its shape allows to tell."""
+def of_dense(why: str, case: Case) -> tuple[Advice, ...]:
+    """What would let a layer take part that stays dense for that reason; ``case`` has the rules that it would follow."""
     text = next((way for word, way in WAYS_OUT if word in why), "")
-    if not text:
-        return ()
-    out, cols = case.layer.shape
-    fits = case.but(layer={"shape": (pattern.groups(out) * pattern.m, pattern.groups(cols) * pattern.m)})
-    gained = fits.speedup()
-    return (Advice(text, case.part(), gained),) if gained >= LEAST else ()
+    (out, cols), pattern = case.layer.shape, case.rules.pattern
+    gained = case.but(layer={"shape": (pattern.groups(out) * pattern.m, pattern.groups(cols) * pattern.m)}).speedup()
+    return (Advice(text, case.part, gained),) if text and gained >= LEAST else ()

@@ -4,34 +4,31 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..nn import CompressedLinear, NMWeight
+from ..nn import CompressedLinear, NMWeight, adapter_of
 from ..pattern import Pattern, RecipeError
-from ..recipes.base import Recipe
+from ..recipes.base import Recipe, rank_for
+from ..recipes.compose import deployed
 from ..recipes.handle import Handle
 from ..recipes.registry import text
 from ..recipes.report import Entry, starred
 from ..recipes.sparsify import DTYPES, FilterFn
 from ..tuning import Seconds
-from .advice import Case, notes, of_dense, of_sparse
-from .devices import Device
-from .flops import skeleton
-from .measure import Bench, Job, Measured, Progress, find, measured
+from .advice import notes, of_dense, of_sparse
+from .devices import Device, kind
+from .flops import check_number, inventory, passes, skeleton
+from .measure import Bench, Measured, Progress, find, measured
 from .report import Audit, LayerAudit
-from .rules import Layer, Part, Rules, at, by_name, of_recipe, parts_of
+from .rules import TWO_FOUR, Case, Layer, Rules, by_name, of_layer, of_recipe
 
 RECIPE = "sste:2:4"
 """What a dense model is audited for unless told."""
-
-NONE = Rules(Pattern("2:4"), fprop=False, prepare="", leaves=False)
-"""A layer that stays dense."""
 
 
 def audit(
@@ -58,26 +55,22 @@ def audit(
 
         (fprop + dgrad + wgrad of a dense layer) / (fprop + dgrad + wgrad + estimate + weight / accumulate)
 
-    with each GEMM in the faster of its sparse and its dense form, where the recipe's masks allow a sparse one; ``estimate`` is MVUE of
-    the output gradient; ``weight`` is masking and packing the weight, once per optimizer step. The optimizer's own update is in
-    neither, a low-rank adapter only in inference.
+    with each GEMM in the faster form that the recipe's masks allow; ``estimate`` is MVUE of the output gradient, ``weight`` masking and
+    packing the weight. The optimizer's own update is in neither, a low-rank adapter only in inference.
 
-    The **prediction** is a roofline (``nmkernels.audit.rules``) of a GPU of the table (``devices``, with its sources) or of this
-    machine as a short measurement finds it. It is no measurement: the GPUs' clocks fall under load, and a sparse GEMM draws more
-    power, so that 2:4 is 1.2 to 1.4 times as fast as dense on an H100 or H200, not twice. The **measurement** times the very GEMMs
-    of each distinct shape on random numbers, in turns, medians; masking is timed as a pass of its own.
+    The **prediction** is a roofline of a GPU of the table (``audit/devices.py``, with its sources) or of this machine as a short
+    measurement finds it. The **measurement** times the GEMMs of each distinct shape on random numbers, in turns, medians.
 
     Args:
         model: dense (also on the meta device), sparse (``sparsify_``) or compressed; a handle; or shapes ``{name: (out, in)}``.
         tokens: rows of the layers' input in one forward pass, batch times sequence.
-        recipe: what a dense model would be trained with, ``"sste:2:4"`` if not given; a name gets ``packed="auto"`` and, where it has a
-            schedule, 10,000 steps, unless it says otherwise. A sparse model has rules of its own, unless it is given.
+        recipe: of a dense model, ``"sste:2:4"`` if not given; a name gets ``packed="auto"`` and, where it has a schedule, 10,000
+            steps, unless it says otherwise. A sparse model has its own, unless it is given.
         device: ``"A100"``, ``"H100"``, ``"H200"`` (there or not), ``"cpu"``, ``"cuda"``; by default the model's, this CPU for one on meta.
         dtype: of the GEMMs, by default the weights'; for models whose fp32 weights are multiplied under autocast.
         filter_fn: as for ``sparsify_``.
         accumulate: forward and backward passes per optimizer step.
-        optimizer: ``"fused"``: MaskedAdamW masks and packs in its own pass over the weight, where a recipe masks by magnitude;
-            ``"separate"``: any other, with a pass for it. Only for the prediction.
+        optimizer: ``"fused"``: MaskedAdamW masks and packs in its own pass; ``"separate"``: any other. Only for the prediction.
         rows: how often a token passes through a layer where that is not once, by name; see ``flops``.
         other: forward FLOPs per token of everything else, counted at the dense rate, and twice in backward.
         measure: whether to measure, where the device is at hand.
@@ -96,58 +89,36 @@ def audit(
         >>> f"{found.inference:.2f} {found.step:.2f}"
         '1.25 1.22'
     """
-    _check(tokens, accumulate, optimizer, other, budget)
+    for name, value, least in (("tokens", tokens, 1), ("accumulate", accumulate, 1), ("other", other, 0), ("budget", budget, 0)):
+        check_number("audit", name, value, least)
+    if optimizer not in ("fused", "separate"):
+        raise RecipeError(f'audit: optimizer={optimizer!r} is unknown; choose "fused" for MaskedAdamW, or "separate".')
     model, recipe, report = _subject(model, recipe)
     target, spot = find(device, _home(model))
     given = _dtype(dtype)
     if dtype is not None and given not in DTYPES:
         raise RecipeError(f"audit: dtype={dtype!r} is none that GEMMs have; choose bfloat16, float16, float32 or float64.")
-    parts = parts_of(model, recipe, report, filter_fn, tokens, rows or {}, given)
 
-    @cache
     def device_for(dtype: torch.dtype, pattern: Pattern) -> Device:
         if isinstance(target, Device):
             return target
         assert spot is not None
-        return measured(target, spot, dtype, pattern, timer)
+        return measured(target, spot, dtype, pattern, timer, torch.get_num_threads())
 
-    cases = [
-        Case(
-            device_for(part.layer.dtype, part.pattern),
-            part.layer,
-            part.rules or replace(NONE, trains=part.learns),
-            part.trains,
-            part.kept,
-            accumulate,
-            optimizer == "fused",
-        )
-        for part in parts
-    ]
+    groups = _cases(model, recipe, report, filter_fn, tokens, rows or {}, given, device_for)
+    groups = [(entries, replace(case, accumulate=accumulate, fused=optimizer == "fused")) for entries, case in groups]
+    cases = [case for _, case in groups]
     bench = Bench(spot, timer, budget) if measure and spot is not None else None
-    jobs = [Job(part.layer, part.rules, case.device.transposed, part.trains) for part, case in zip(parts, cases, strict=True)]
-    timed = (
-        {}
-        if bench is None
-        else bench.run({job: case.cost() for job, case in zip(jobs, cases, strict=True) if _counts(job.layer)}, progress)
-    )
-    first = next((case for case, part in zip(cases, parts, strict=True) if part.rules is not None), cases[0])
+    timed = {} if bench is None else bench.run((case for case in cases if _counts(case.layer)), progress)
+    first = next((case for case in cases if case.sparse), cases[0])
     usual = of_recipe(recipe, Pattern(recipe.pattern)) if recipe is not None else first.rules
-    layers = [_layer(part, case, usual, timed.get(job, Measured({}))) for part, case, job in zip(parts, cases, jobs, strict=True)]
-    steps = next((part.rules.steps for part in parts if part.rules is not None), 0.0)
+    layers = [_layer(entries, case, usual, timed.get(case, Measured())) for entries, case in groups]
     words, rest = text(recipe) if recipe is not None else "", other * tokens / first.device.rate(first.layer.dtype)
+    steps = first.rules.steps if first.sparse else 0.0
     result = Audit(tuple(layers), first.device.name, words, tokens, accumulate, steps, other=rest)
     if isinstance(target, Device):
         result = replace(result, inference_range=_range(result, cases, "inference"), step_range=_range(result, cases, "step"))
     return replace(result, notes=notes(result, first, bench is not None))
-
-
-def _check(tokens: int, accumulate: int, optimizer: str, other: float, budget: float) -> None:
-    for name, value, least in (("tokens", tokens, 1), ("accumulate", accumulate, 1), ("other", other, 0), ("budget", budget, 0)):
-        if isinstance(value, bool) or not least <= value < math.inf or (least == 1 and value != int(value)):
-            what = "whole number of at least 1" if least else "finite number of at least 0"
-            raise RecipeError(f"audit: {name}={value!r} must be a {what}.")
-    if optimizer not in ("fused", "separate"):
-        raise RecipeError(f'audit: optimizer={optimizer!r} is unknown; choose "fused" for MaskedAdamW, or "separate".')
 
 
 def _subject(
@@ -176,38 +147,89 @@ def _home(model: nn.Module) -> torch.device:
     return found.most_common(1)[0][0] if found else torch.device("cpu")
 
 
-def _layer(part: Part, case: Case, usual: Rules, own: Measured) -> LayerAudit:
-    """One layer; ``usual`` are the rules that it would have, were it not dense."""
-    first, layer = part.entries[0], part.layer
-    names = tuple(e.name for e in part.entries)
-    experts = math.prod(first.shape[:-2])
+def _cases(
+    model: nn.Module,
+    recipe: Recipe | None,
+    report: list[Entry],
+    filter_fn: FilterFn | None,
+    tokens: int,
+    rows: Mapping[str, float],
+    dtype: torch.dtype | None,
+    device_for: Callable[[torch.dtype, Pattern], Device],
+) -> list[tuple[list[Entry], Case]]:
+    """Equal layers together, in the model's order."""
+    modules = dict(model.named_modules())
+    done = [m for m in modules.values() if isinstance(m, (NMWeight, CompressedLinear))]
+    usual = Counter(m.pattern for m in done).most_common(1)[0][0] if done else TWO_FOUR
+    # of a compressed model the dense layers are not trained either
+    compressed = bool(done) and all(isinstance(m, CompressedLinear) for m in done)
+    entries, patterns = inventory("audit", model, recipe or Recipe(usual), filter_fn)
+    said = {e.name: e.reason for e in report if not e.sparse}
+    standard = Pattern(recipe.pattern) if recipe is not None else usual
+    found: dict[object, tuple[list[Entry], Case]] = {}
+    for e, often in zip(entries, passes("audit", entries, rows), strict=True):
+        entry = e if e.sparse or e.name not in said else replace(e, reason=said[e.name])
+        module, pattern = modules.get(entry.name), patterns.get(entry.name)
+        weight, learns = _weight(model, module, entry.name)
+        master = weight if weight in DTYPES else torch.bfloat16
+        layer = Layer((entry.shape[-2:] or (0, 0)), round(tokens * often), dtype or master, master)  # type: ignore[arg-type]
+        if pattern is None:
+            rules = Rules(standard, fprop=False, prepare="", leaves=False, trains=learns)
+        else:
+            rules = _rules(module, recipe, pattern, layer.shape)
+            rules = rules if learns else replace(rules, trains=False, estimate=None)
+        trains = not compressed and not isinstance(module, CompressedLinear) and not getattr(module, "finished", False)
+        kept = not isinstance(module, CompressedLinear) or module.keep_dense
+        case = Case(device_for(layer.dtype, rules.pattern), layer, rules, pattern is not None, trains, kept)
+        found.setdefault((starred(entry.name), entry.kind, entry.shape, entry.reason, case), ([], case))[0].append(entry)
+    return list(found.values())
+
+
+def _rules(module: nn.Module | None, recipe: Recipe | None, pattern: Pattern, shape: tuple[int, int]) -> Rules:
+    if recipe is not None:
+        return replace(of_recipe(recipe, pattern), rank=rank_for(deployed(recipe).rank, shape))
+    adapter = adapter_of(module) if isinstance(module, (NMWeight, CompressedLinear)) else None
+    rules = of_layer(module) if isinstance(module, NMWeight) else Rules(pattern)
+    return rules if adapter is None else replace(rules, rank=int(adapter[0].shape[1]))
+
+
+def _weight(model: nn.Module, module: nn.Module | None, name: str) -> tuple[torch.dtype, bool]:
+    """The dtype of a layer's weight, and whether it has a gradient."""
+    if isinstance(module, CompressedLinear):
+        return module.values.dtype, False
+    try:
+        weight = model.get_parameter(f"{name}.weight" if module is not None and name else "weight" if module is not None else name)
+    except AttributeError:  # computed from other tensors
+        return torch.get_default_dtype(), True
+    return weight.dtype, weight.requires_grad
+
+
+def _layer(entries: list[Entry], case: Case, usual: Rules, own: Measured) -> LayerAudit:
+    """``usual`` are the rules that a dense layer would have, were it not dense."""
+    first, layer = entries[0], case.layer
     common = LayerAudit(
-        starred(first.name) if len(names) > 1 else first.name,
-        names,
+        starred(first.name) if len(entries) > 1 else first.name,
+        tuple(e.name for e in entries),
         first.kind,
         first.shape,
-        str(layer.dtype).removeprefix("torch."),
-        str(part.pattern) if part.rules is not None else "",
-        part.rules is not None,
+        kind(layer.dtype),
+        str(case.rules.pattern) if case.sparse else "",
+        case.sparse,
         first.reason,
         layer.tokens,
-        len(names) * experts,
+        len(entries) * math.prod(first.shape[:-2]),
     )
     if not _counts(layer):
         return replace(common, note="no token is known to pass through it; rows={...} tells how many do" if first.shape else "")
-    advice = (
-        of_sparse(case)
-        if part.rules is not None
-        else of_dense(first.reason, part.pattern, replace(case, rules=replace(usual, pattern=part.pattern), kept=True))
-    )
+    would = replace(case, rules=replace(usual, pattern=case.rules.pattern), kept=True)
     return replace(
         common,
         inference=case.inference(),
         step=case.step(),
-        measured_inference=own.named(case.inference(own.cost)) if own.seconds else (),
-        measured_step=own.named(case.step(own.cost)) if own.seconds else (),
+        measured_inference=own.named(case.inference(own.cost)),
+        measured_step=own.named(case.step(own.cost)),
         note=own.note,
-        advice=advice,
+        advice=of_sparse(case) if case.sparse else of_dense(first.reason, would),
     )
 
 
@@ -220,7 +242,7 @@ def _range(result: Audit, cases: list[Case], part: str) -> tuple[float, ...]:
     """The total where sparse GEMMs are as slow, and as fast, as they may be."""
     totals = []
     for bound in ("low", "high"):
-        moved = [replace(case, device=at(case.device, getattr(case.device, bound))) for case in cases]
+        moved = [replace(case, device=case.device.at(getattr(case.device, bound))) for case in cases]
         pieces = [getattr(case, part)() if layer.tokens else () for case, layer in zip(moved, result.layers, strict=True)]
         changed: list[dict[str, Any]] = [{part: found} for found in pieces]
         layers = [replace(layer, **change) for layer, change in zip(result.layers, changed, strict=True)]

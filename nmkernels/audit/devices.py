@@ -16,18 +16,21 @@ Sources of the table: NVIDIA's data sheets for peaks, bandwidth and power (A100 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from ..ops import tensor_core_pattern
-from ..pattern import Pattern, RecipeError
+from ..pattern import RecipeError
 from ..recipes.registry import suggestion
 
 HALVES = ("float16", "bfloat16")
 
 
-@dataclass(frozen=True)
+def kind(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True, eq=False)
 class Device:
     """What a prediction takes a device to do.
 
@@ -63,18 +66,11 @@ class Device:
 
     def rate(self, dtype: torch.dtype) -> float:
         """Of dense GEMMs, operations per second; the slowest known for a dtype that is not."""
-        return self.dense.get(str(dtype).removeprefix("torch."), min(self.dense.values()))
+        return self.dense.get(kind(dtype), min(self.dense.values()))
 
-    def refuses(self, out: int, cols: int, width: int, dtype: torch.dtype, pattern: Pattern) -> str:
-        """Why no kernel profits from an N:M operand ``(out, cols)`` times ``width`` others; empty where one does."""
-        kind = str(dtype).removeprefix("torch.")
-        if self.few is None or width <= self.few.get(kind, 0):
-            return ""
-        if kind not in HALVES:
-            return kind
-        if not tensor_core_pattern(pattern):
-            return "pattern"
-        return "shape" if out % self.rows or cols % self.cols else ""
+    def at(self, ratio: float) -> Device:
+        """The same with sparse GEMMs so many times as fast as dense ones."""
+        return replace(self, ratio=dict.fromkeys(self.ratio, ratio))
 
 
 def _gpu(name: str, bandwidth: float, half: float, single: float, ratio: tuple[float, float, float], power: float, rows: int) -> Device:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -46,11 +46,16 @@ def inventory(verb: str, model: nn.Module, recipe: Recipe, filter_fn: FilterFn |
     return entries, patterns
 
 
+def check_number(verb: str, name: str, value: float, least: int = 0) -> None:
+    """Numbers of at least 1 are whole."""
+    if isinstance(value, bool) or not least <= value < math.inf or (least and value != int(value)):
+        raise RecipeError(f"{verb}: {name}={value!r} must be a {'whole' if least else 'finite'} number of at least {least}.")
+
+
 def passes(verb: str, entries: list[Entry], given: Mapping[str, float]) -> list[float]:
     """How often a token passes through each layer: what ``given`` says of it or of the nearest module around it, else once."""
     for key, value in given.items():
-        if isinstance(value, bool) or not 0 <= value < math.inf:
-            raise RecipeError(f"{verb}: rows[{key!r}]={value!r} must be a finite number of at least 0.")
+        check_number(verb, f"rows[{key!r}]", value)
         if not any(_inside(e.name, key) for e in entries):
             names = [e.name for e in entries]
             raise RecipeError(f"{verb}: rows names {key!r}, and no linear layer is called that or lies in it{suggestion(key, names)}.")
@@ -78,6 +83,10 @@ def skeleton(shapes: Mapping[str, tuple[int, int]]) -> nn.Module:
             parent = parent.get_submodule(key)
         parent.add_module(last, nn.Linear(cols, rows, bias=False, device="meta"))
     return root
+
+
+def shape_text(shape: tuple[int, ...]) -> str:
+    return "(" + ",".join(map(str, shape)) + ")" if shape else ""
 
 
 def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
@@ -141,10 +150,9 @@ class Flops:
     def __str__(self) -> str:
         rows = [("layer", "shape", "rows", "training", "of dense", "inference", "of dense", "why")]
         for part in self.layers:
-            shape = "(" + ",".join(map(str, part.shape)) + ")" if part.shape else ""
             training = f"{part.training:.3g}", _ratio(part.training, part.dense_training)
             inference = f"{part.inference:.3g}", _ratio(part.inference, part.dense_inference)
-            rows.append((part.name, shape, f"{part.rows:g}", *training, *inference, part.why))
+            rows.append((part.name, shape_text(part.shape), f"{part.rows:g}", *training, *inference, part.why))
         lines = aligned(rows)
         ratios = _ratio(self.training, self.dense_training), _ratio(self.inference, self.dense_inference)
         lines.append(f"training {self.training:.4g} FLOPs, {ratios[0]} of dense, {self.steps} steps of {self.tokens} tokens")
@@ -165,25 +173,21 @@ def flops(
 ) -> Flops:
     """Count the FLOPs of ``steps`` training steps under ``recipe``, and of inference with what it leaves; nothing is run or changed.
 
-    The rule: a linear layer of shape ``(out, in)`` costs 2·in·out per token in each of fprop, dgrad and wgrad (inference: fprop alone).
-    The recipe's ``profile`` says which share of that each GEMM of a sparse layer costs in which steps:
+    The rule: a linear layer of shape ``(out, in)`` costs 2·in·out per token in each of fprop, dgrad and wgrad (inference: fprop alone),
+    of which a sparse layer costs a share, by the recipe's ``profile``:
 
-    * fprop: N/M while the effective weight is N:M, with the pattern of the moment (SdGf's frames); 1 in dense phases and while pruned
-      weights only fade (MdGf until D = 0). STEP counts as dense until T_max, unless ``switch_step`` says when it switched.
-    * dgrad: sums over ``out``, so it is N/M only where the effective weight there is N:M along ``out`` too (transposable or double-pruned
-      masks, or one of its own); a mask by rows, as in SR-STE and S-STE, leaves it dense, as in the table of the S-STE paper.
-    * wgrad: N/M of the output gradient's estimate, 1/2 for MVUE at 2:4; else dense, though a method may then drop a part of it.
+    * fprop: N/M while the effective weight is N:M; 1 in dense phases and while pruned weights only fade. STEP counts as dense until
+      T_max, unless ``switch_step`` says when it switched.
+    * dgrad: sums over ``out``, so it is N/M only where its weight is N:M along ``out`` too (transposable or double-pruned masks, or one
+      of its own); a mask by rows, as in SR-STE and S-STE, leaves it dense, as in the table of the S-STE paper.
+    * wgrad: N/M of the output gradient's estimate, 1/2 for MVUE at 2:4; else dense.
 
-    This is the work that N:M structure takes off the hardware or a packed kernel, not measured time, which ``bench/`` tells.
-    Output heads, embedding-like linears, attention's projections and other layers left dense are counted, dense. Not counted: what is
-    no linear layer (attention's scores, embeddings, norms, convolutions; see ``other``), masks, estimates, and the optimizer, whose work
-    does not grow with the tokens. 3-D expert weights count only where ``rows`` has them.
+    Layers left dense are counted, dense. Not counted: what is no linear layer (attention's scores, embeddings, norms, convolutions; see
+    ``other``), masks, estimates, and the optimizer. 3-D expert weights count only where ``rows`` has them.
 
     Args:
-        model: dense (also on the meta device), with the layers that ``sparsify_`` would take; or one that is sparse already, with those
-            that are; or the shapes ``{name: (out, in)}`` of its layers, under ``sparsify_``'s rules.
-        recipe: a recipe, or its name; a name gets ``total_steps=steps``. An instance keeps its own schedule, of which the first
-            ``steps`` steps are counted.
+        model: dense (also on the meta device), sparse already, or the shapes ``{name: (out, in)}`` of its layers.
+        recipe: a name gets ``total_steps=steps``; an instance keeps its schedule, of which the first ``steps`` steps are counted.
         tokens: tokens of one step (batch times sequence).
         filter_fn: as for ``sparsify_``.
         rows: how often a token passes through a layer where that is not once, by name or by the name of a module around it; for instance
@@ -202,14 +206,12 @@ def flops(
         (0.6666666666666666, 0.5)
     """
     for name, value, least in (("steps", steps, 1), ("tokens", tokens, 1), ("other", other, 0)):
-        if isinstance(value, bool) or not least <= value < math.inf:
-            raise RecipeError(f"flops: {name}={value!r} must be a finite number of at least {least}.")
+        check_number("flops", name, value, least)
     recipe = get(recipe, total_steps=steps) if isinstance(recipe, str) else resolve(recipe)
     if switch_step is not None:
-        switched_at: Callable[[int], Recipe] | None = getattr(recipe, "switched_at", None)
-        if switched_at is None:
+        if not hasattr(recipe, "switched_at"):
             raise RecipeError(f"{recipe.name} does not choose a switching step by itself, so switch_step has no meaning.")
-        recipe = switched_at(switch_step)
+        recipe = recipe.switched_at(switch_step)
     model = model if isinstance(model, nn.Module) else skeleton(model)
     seen, (entries, patterns) = steps * tokens, inventory("flops", model, recipe, filter_fn)
     kinds = {p: recipe if p == recipe.pattern else with_pattern(recipe, p) for p in patterns.values()}
@@ -235,12 +237,10 @@ def flops(
 def _layer(e: Entry, rows: float, spans: list[Span], deployed: Span, tokens: int, trained: bool) -> LayerFlops:
     product = 2.0 * math.prod(e.shape) * rows
     adapter = 2.0 * sum(e.shape[-2:]) * rows  # of one rank; dgrad and the two weight gradients of an adapter cost as much as fprop each
-    run = (
-        sum(s.steps * (product * (s.fprop + s.dgrad + s.wgrad * trained) + 3 * rank_for(s.rank, e.shape) * adapter) for s in spans) * tokens
-    )
-    dense_run = sum(s.steps for s in spans) * product * (2 + trained) * tokens
+    run = sum(s.steps * (product * (s.fprop + s.dgrad + s.wgrad * trained) + 3 * rank_for(s.rank, e.shape) * adapter) for s in spans)
+    dense = sum(s.steps for s in spans) * product * (2 + trained)
     inference = product * deployed.fprop + rank_for(deployed.rank, e.shape) * adapter
-    return LayerFlops(e.name, e.shape, e.sparse, e.reason, rows, run, inference, dense_run, product)
+    return LayerFlops(e.name, e.shape, e.sparse, e.reason, rows, run * tokens, inference, dense * tokens, product)
 
 
 def _ratio(part: float, whole: float) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from statistics import median
@@ -20,32 +20,17 @@ from .. import ops
 from ..autograd.gemms import Gemm, measure
 from ..pattern import NMError, Pattern
 from ..tuning import Seconds, Task, Timer, device_name
-from .devices import DEVICES, Device, named, unknown
-from .rules import GEMMS, Cost, Layer, Pieces, Rules, packed_bytes, ways
+from .devices import DEVICES, Device, kind, named, unknown
+from .rules import GEMMS, Case, Layer, Pieces, Rules, packed_bytes
 
-LEAST = 3
-"""Rounds in which every piece takes part at least."""
-
-ORDERS = ("mma.sp", "wgmma.sp")
-"""The orders of metadata that tensor cores read, see ``ops.relayout``."""
-
-CHECKED = 8
-"""So many times a GEMM is done, about, to check and to time a candidate."""
-
-LITTLE = 0.5
-"""Seconds that a layer may take though the budget is spent."""
-
-FEWEST = 256
-"""Tokens below which a GEMM is not shortened to save time: fewer would be another regime."""
-
-CHUNK = 1 << 24
-"""Numbers that are compared in float64 at once."""
-
-MEMORY = 0.5
-"""Share of the free memory that a measurement may take."""
-
-COPY = 1 << 26
-"""Bytes of the copied tensor; above any cache that it would have to itself."""
+LEAST = 3  # rounds in which every piece takes part at least
+CHECKED = 8  # so many times a GEMM is done, about, to check and to time a candidate
+LITTLE = 0.5  # seconds that a layer may take though the budget is spent
+FEWEST = 256  # tokens below which a GEMM is not shortened to save time: fewer would be another regime
+CHUNK = 1 << 24  # numbers that are compared in float64 at once
+MEMORY = 0.5  # share of the free memory that a measurement may take
+COPY = 1 << 26  # bytes of the copied tensor; above any cache that it would have to itself
+ORDERS = ("mma.sp", "wgmma.sp")  # of metadata that tensor cores read, see ops.relayout
 
 PROBE = Layer((1024, 1024), 256, torch.float32, torch.float32)
 """The layer whose GEMMs stand for all: large enough for the kernels' rate, measured in a second."""
@@ -60,15 +45,15 @@ class Measured:
     ``kernels``: the candidate of ``autograd.gemms`` that was the fastest of the sparse ones, by GEMM.
     """
 
-    seconds: dict[str, float]
+    seconds: dict[str, float] = field(default_factory=dict)
     note: str = ""
     kernels: dict[str, str] = field(default_factory=dict)
 
     def cost(self, piece: str) -> float | None:
         """Seconds of a piece; the two parts of ``"weight rows+dense"`` are made one after the other."""
         if piece == "weight rows+dense":
-            parts = [self.seconds.get(f"weight {form}") for form in ("rows", "dense")]
-            return None if None in parts else sum(p for p in parts if p is not None)
+            rows, dense = self.seconds.get("weight rows"), self.seconds.get("weight dense")
+            return None if rows is None or dense is None else rows + dense
         return self.seconds.get(piece)
 
     def named(self, pieces: Pieces) -> Pieces:
@@ -76,30 +61,33 @@ class Measured:
         return tuple(replace(p, form=self.kernels[p.name]) if p.form == "sparse" and p.name in self.kernels else p for p in pieces)
 
 
-def needed(rules: Rules | None, transposed: bool, trains: bool) -> list[str]:
-    """The pieces that deciding about a layer takes, beside its GEMMs in sparse form; without rules, those of a dense layer."""
-    dense = [f"{role} dense" for role in GEMMS if role == "fprop" or trains]
-    if rules is None:
+def gemms(case: Case) -> list[str]:
+    """The GEMMs that may have a sparse operand."""
+    rules = case.rules
+    if not case.sparse:
+        return []
+    dgrad = case.trains and any(packed for _, _, packed in rules.ways(case.device.transposed))
+    wgrad = case.trains and rules.trains and rules.estimate is not None
+    return ["fprop", *["dgrad"] * dgrad, *["wgrad"] * wgrad]
+
+
+def needed(case: Case) -> list[str]:
+    """The pieces that deciding about a layer takes, beside its GEMMs in sparse form; those of a dense layer where it stays so."""
+    dense = [f"{role} dense" for role in GEMMS if role == "fprop" or case.trains]
+    if not case.sparse:
         return dense
-    names = [name for name in dense if name.partition(" ")[0] not in gemms(rules, transposed, trains) or name == "wgrad dense"]
-    names += ["expand", "adapter"] if rules.rank else ["expand"]
-    for weight, _, _ in ways(rules, transposed) if trains else ():
+    names = [name for name in dense if name.partition(" ")[0] not in gemms(case) or name == "wgrad dense"]
+    names += ["expand", "adapter"] if case.rules.rank else ["expand"]
+    for weight, _, _ in case.rules.ways(case.device.transposed) if case.trains else ():
         names += ["weight rows", "weight dense"] if weight == "weight rows+dense" else [weight] if weight else []
     return list(dict.fromkeys(names))
 
 
-def gemms(rules: Rules, transposed: bool, trains: bool) -> list[str]:
-    """The GEMMs that may have a sparse operand."""
-    found = ["fprop"]
-    if trains and any(dgrad for _, _, dgrad in ways(rules, transposed)):
-        found.append("dgrad")
-    return [*found, "wgrad"] if trains and rules.trains and rules.estimate is not None else found
-
-
-def gemm_of(layer: Layer, rules: Rules, role: str, transposed: bool, device: torch.device) -> Gemm:
+def gemm_of(case: Case, role: str, device: torch.device) -> Gemm:
     """What ``autograd.gemms`` measures for a role: the dense layout against every kernel for the forms of the operand that can be had."""
+    layer, rules = case.layer, case.rules
     pattern = rules.estimate if role == "wgrad" and rules.estimate is not None else rules.pattern
-    plain = "columns" if role == "dgrad" and not transposed else "rows"
+    plain = "columns" if role == "dgrad" and not case.device.transposed else "rows"
     forms = ["dense", plain]
     if device.type == "cuda" and ops.tensor_core_pattern(pattern) and layer.dtype.itemsize == 2:
         forms += [f"{plain}:{order}" for order in ORDERS]
@@ -107,8 +95,8 @@ def gemm_of(layer: Layer, rules: Rules, role: str, transposed: bool, device: tor
     return Gemm(role, layer.tokens, *layer.shape, pattern.n, pattern.m, layer.dtype, device, tuple(forms), rule)
 
 
-def tasks_of(layer: Layer, rules: Rules | None, device: torch.device, transposed: bool, names: Sequence[str]) -> list[Task]:
-    """Calls for the named pieces, on random numbers of the layer's shape."""
+def tasks_of(layer: Layer, rules: Rules, device: torch.device, transposed: bool, names: Sequence[str]) -> list[Task]:
+    """Calls for the named pieces, on random numbers of the layer's shape; ``transposed`` as for ``Device``."""
     (out, cols), t, raw = layer.shape, layer.tokens, torch.ops.nmkernels
     wanted = {name.partition(" ")[0] for name in names}
     x, w = (torch.randn(size, dtype=layer.dtype, device=device) for size in ((t, cols), (out, cols)))
@@ -118,7 +106,7 @@ def tasks_of(layer: Layer, rules: Rules | None, device: torch.device, transposed
         "dgrad dense": lambda: g @ w,
         "wgrad dense": lambda: g.t() @ x,
     }
-    if rules is None:
+    if calls.keys() >= set(names):  # of a layer that stays dense, whose shape may not be one of whole groups
         return [Task(name, calls[name]) for name in names]
     left, right = (torch.randn(size, dtype=layer.dtype, device=device) for size in ((cols, rules.rank), (rules.rank, out)))
     calls["adapter"] = lambda: x @ left @ right
@@ -162,21 +150,10 @@ def _preparing(w: Tensor, dtype: torch.dtype, rules: Rules) -> dict[str, Callabl
     }
 
 
-@dataclass(frozen=True)
-class Job:
-    """What is measured of equal layers; ``rules`` are None where they stay dense, ``transposed`` and ``trains`` as for ``needed``."""
-
-    layer: Layer
-    rules: Rules | None
-    transposed: bool
-    trains: bool
-
-    def expected(self, guess: Cost) -> float:
-        """Seconds that measuring takes, about, by the seconds of the pieces."""
-        names = needed(self.rules, self.transposed, self.trains)
-        once = sum(guess(name) or 0.0 for name in names if name.partition(" ")[0] in GEMMS)
-        roles = [] if self.rules is None else gemms(self.rules, self.transposed, self.trains)
-        return (LEAST + 1) * once + CHECKED * 2 * sum(guess(f"{role} dense") or 0.0 for role in roles)
+def expected(case: Case) -> float:
+    """Seconds that measuring takes, about, by the predicted ones of the pieces."""
+    once = sum(case.predict(name) or 0.0 for name in needed(case) if name.partition(" ")[0] in GEMMS)
+    return (LEAST + 1) * once + CHECKED * 2 * sum(case.predict(f"{role} dense") or 0.0 for role in gemms(case))
 
 
 @dataclass(frozen=True)
@@ -187,44 +164,42 @@ class Bench:
     timer: Seconds | None
     budget: float
 
-    def run(self, guesses: Mapping[Job, Cost], progress: Progress | None = None) -> dict[Job, Measured]:
-        """Every job, the short ones first, so that the long ones have what those leave of their shares of the time."""
-        expected = {job: job.expected(guess) for job, guess in guesses.items()}
-        end, found = time.perf_counter() + self.budget, dict[Job, Measured]()
-        for done, job in enumerate(sorted(expected, key=expected.__getitem__)):
+    def run(self, cases: Iterable[Case], progress: Progress | None = None) -> dict[Case, Measured]:
+        """Every distinct case, the short ones first, so that the long ones have what those leave of their shares of the time."""
+        order = sorted(dict.fromkeys(cases), key=expected)
+        end, found = time.perf_counter() + self.budget, dict[Case, Measured]()
+        for done, case in enumerate(order):
+            layer = case.layer
             if progress is not None:
-                progress(done, len(expected), f"{job.layer.shape[0]}x{job.layer.shape[1]}, {job.layer.tokens} tokens")
-            share = max(LITTLE, (end - time.perf_counter()) / (len(expected) - done))
+                progress(done, len(order), f"{layer.shape[0]}x{layer.shape[1]}, {layer.tokens} tokens")
+            share = max(LITTLE, (end - time.perf_counter()) / (len(order) - done))
             try:
-                found[job] = self.measure(job, expected[job], share)
+                found[case] = self.measure(case, share)
             except (NMError, RuntimeError) as error:  # a layer that cannot be measured must not take the others' numbers along
-                found[job] = Measured({}, f"not measured: {str(error).splitlines()[0]}")
+                found[case] = Measured(note=f"not measured: {str(error).splitlines()[0]}")
         return found
 
-    def measure(self, job: Job, expected: float, share: float) -> Measured:
+    def measure(self, case: Case, share: float) -> Measured:
         """Seconds of the pieces within ``share`` seconds, of fewer tokens where all would take too long."""
-        layer, rules, transposed = job.layer, job.rules, job.transposed
-        names = needed(rules, transposed, job.trains)
-        roles = [] if rules is None else gemms(rules, transposed, job.trains)
-        tokens = layer.tokens
-        while expected * tokens / layer.tokens > share and tokens >= 2 * FEWEST:
+        layer, tokens, long = case.layer, case.layer.tokens, expected(case)
+        while long * tokens / layer.tokens > share and tokens >= 2 * FEWEST:
             tokens //= 2
-        if expected * tokens / layer.tokens > 2 * share:
-            return Measured({}, f"not measured: it would take about {expected * tokens / layer.tokens:.0f} s of the budget")
-        small = replace(layer, tokens=tokens)
+        if long * tokens / layer.tokens > 2 * share:
+            return Measured(note=f"not measured: it would take about {long * tokens / layer.tokens:.0f} s of the budget")
+        small = case.but(layer={"tokens": tokens})
         (out, cols), size = layer.shape, layer.dtype.itemsize
         # operands and their copies, results of the candidates, and a part of them in float64
         wanted = size * (4 * tokens * (cols + out) + 6 * out * cols) + layer.master.itemsize * out * cols + 4 * CHUNK * 8
         free = free_bytes(self.device)
         if wanted > MEMORY * free:
-            return Measured({}, f"not measured: it needs about {wanted / 1e9:.1f} GB of memory, {free / 1e9:.1f} are free")
+            return Measured(note=f"not measured: it needs about {wanted / 1e9:.1f} GB of memory, {free / 1e9:.1f} are free")
         with torch.no_grad():
-            found = timed(tasks_of(small, rules, self.device, transposed, names), self.device, self.timer, share / 4)
+            tasks = tasks_of(small.layer, case.rules, self.device, case.device.transposed, needed(case))
+            found = timed(tasks, self.device, self.timer, share / 4)
         seconds = {name: median(samples) for name, samples in found.items()}
         kernels: dict[str, str] = {}
-        for role in roles:
-            assert rules is not None
-            self._choose(gemm_of(small, rules, role, transposed, self.device), share / 4, seconds, kernels)
+        for role in gemms(case):
+            self._choose(gemm_of(small, role, self.device), share / 4, seconds, kernels)
         grown = layer.tokens / tokens
         scaled = {name: took * grown if name.partition(" ")[0] in GEMMS else took for name, took in seconds.items()}
         return Measured(scaled, "" if tokens == layer.tokens else f"measured on {tokens} tokens, scaled", kernels)
@@ -269,12 +244,9 @@ def timed(tasks: Sequence[Task], device: torch.device, timer: Seconds | None, se
 def find(spec: str | torch.device | None, default: torch.device) -> tuple[str | Device, torch.device | None]:
     """A device of the table, or the name of one to measure; and where it is at hand, the device to measure on."""
     target = default if spec is None else spec
-    if isinstance(target, str) and target.upper() in DEVICES:
-        found = DEVICES[target.upper()]
-        here = torch.cuda.is_available() and named(torch.cuda.get_device_name()) == found
+    if isinstance(target, str) and (found := DEVICES.get(target.upper()) or named(target)) is not None:
+        here = torch.cuda.is_available() and named(torch.cuda.get_device_name()) is found
         return found, torch.device("cuda") if here else None
-    if isinstance(target, str) and named(target) is not None:
-        return find(next(key for key, device in DEVICES.items() if device == named(target)), default)
     try:
         device = torch.device(target)
     except RuntimeError:
@@ -285,52 +257,42 @@ def find(spec: str | torch.device | None, default: torch.device) -> tuple[str | 
     return named(name) or name, device
 
 
-def measured(name: str, device: torch.device, dtype: torch.dtype, pattern: Pattern, timer: Seconds | None = None) -> Device:
-    """``device`` by a short measurement: bandwidth of ``copy_``, dense GEMMs, those of this pattern, and what a small call costs."""
-    if timer is not None:
-        return _measure(name, device, dtype, pattern, timer)
-    return _cached(name, device, dtype, pattern, torch.get_num_threads())
-
-
 @lru_cache(maxsize=64)
-def _cached(name: str, device: torch.device, dtype: torch.dtype, pattern: Pattern, threads: int) -> Device:
-    return _measure(name, device, dtype, pattern, None)
+def measured(name: str, device: torch.device, dtype: torch.dtype, pattern: Pattern, timer: Seconds | None, threads: int) -> Device:
+    """``device`` by a short measurement: bandwidth of ``copy_``, dense GEMMs, those of this pattern, and what a small call costs.
 
-
-def _measure(name: str, device: torch.device, dtype: torch.dtype, pattern: Pattern, timer: Seconds | None) -> Device:
-    probe = replace(PROBE, dtype=dtype, master=dtype)
+    Once per process and number of ``threads``.
+    """
     # groups of any M: the last dimension is cut to whole ones
-    cols = probe.shape[1] // pattern.m * pattern.m
-    probe = replace(probe, shape=(cols, cols), tokens=probe.tokens // pattern.m * pattern.m or pattern.m)
-    rules = Rules(pattern, estimate=pattern, prepare="mask")
+    cols = PROBE.shape[1] // pattern.m * pattern.m
+    probe = Layer((cols, cols), PROBE.tokens // pattern.m * pattern.m or pattern.m, dtype, dtype)
     source = torch.zeros(COPY, dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
     tiny = torch.randn((1, pattern.m), dtype=dtype, device=device)
     weight = torch.randn((pattern.m, pattern.m), dtype=dtype, device=device)
     values, indices = torch.ops.nmkernels.nm_compress(weight, pattern.n, pattern.m, None)
-    names = [f"{role} {form}" for role in ("fprop", "dgrad", "wgrad") for form in ("dense", "sparse")]
+    names = [f"{role} {form}" for role in GEMMS for form in ("dense", "sparse")]
     tasks = [
         Task("copy", lambda: target.copy_(source)),
         Task("launch", lambda: F.linear(tiny, weight)),
         Task("call", lambda: torch.ops.nmkernels.nm_linear(tiny, values, indices, pattern.n, pattern.m, pattern.m)),
-        *tasks_of(probe, rules, device, transposed=True, names=[*names, "estimate", "weight rows"]),
+        *tasks_of(probe, Rules(pattern, estimate=pattern), device, transposed=True, names=[*names, "estimate", "weight rows"]),
     ]
     # what the device can do, whoever else is using it
     took = {name: min(samples) for name, samples in timed(tasks, device, timer, 1.5, least=7).items()}
     bandwidth = 2 * COPY / took["copy"]
-    operations = 2.0 * probe.shape[0] * probe.shape[1] * probe.tokens
-    ratio = {role: took[f"{role} dense"] / took[f"{role} sparse"] for role in ("fprop", "dgrad", "wgrad")}
+    operations = 2.0 * cols * cols * probe.tokens
+    ratio = {role: took[f"{role} dense"] / took[f"{role} sparse"] for role in GEMMS}
     packed = dtype.itemsize + packed_bytes(pattern, dtype)
-    kind = str(dtype).removeprefix("torch.")
     return Device(
         name,
         bandwidth,
-        {kind: operations / took["fprop dense"]},
+        {kind(dtype): operations / took["fprop dense"]},
         ratio,
         min(ratio.values()),
         max(ratio.values()),
         share=1.0,
-        passes=min(1.0, probe.shape[0] * cols * packed / took["weight rows"] / bandwidth),
+        passes=min(1.0, cols * cols * packed / took["weight rows"] / bandwidth),
         estimate=min(1.0, probe.tokens * cols * packed / took["estimate"] / bandwidth),
         launch=took["launch"],
         call=took["call"],

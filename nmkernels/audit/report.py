@@ -3,55 +3,50 @@
 from __future__ import annotations
 
 import textwrap
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import count
 from string import ascii_lowercase
 from typing import Any
 
-from .flops import aligned
-from .rules import Piece, Pieces, speedup, total
+from .flops import aligned, shape_text
+from .rules import Pieces, speedup, total
 
 WIDTH = 140
+PARTS = ("inference", "step", "measured_inference", "measured_step")
 
 
 def table(audit: Audit) -> str:
     """Layers, totals, what the numbers rest on, and what would gain more."""
     advice = dict.fromkeys(each.text for layer in audit.layers for each in layer.advice)
-    marks = {text: _mark(i) for i, text in enumerate(advice)}
-    measured = any(layer.measured_inference for layer in audit.layers)
-    parts = PARTS if measured else PARTS[:2]
+    marks = dict(zip(advice, _marks(), strict=False))
+    parts = PARTS if any(layer.measured_inference for layer in audit.layers) else PARTS[:2]
     rows = [("", "", "", *(("predicted", "", "measured", "")[: len(parts)]), "", "")]
     rows.append(("layer", "shape", "of dense", *(("inference", "step") * 2)[: len(parts)], "more", "why"))
     for layer in audit.layers:
-        name = f"{layer.name or '(root)'} ×{len(layer.names)}" if len(layer.names) > 1 else layer.name or "(root)"
-        shape = "(" + ",".join(map(str, layer.shape)) + ")" if layer.shape else ""
-        numbers = [_times(getattr(layer, part)) for part in parts]
+        name = (layer.name or "(root)") + (f" ×{len(layer.names)}" if len(layer.names) > 1 else "")
+        numbers = [_times(layer.speedup(part)) for part in parts]
         letters = "".join(marks[each.text] for each in layer.advice)
         why = "; ".join(word for word in (layer.why, layer.note) if word)
-        rows.append((name, shape, f"{100 * audit.share(layer):.1f} %", *numbers, letters, why))
-    totals = [_of(audit.total(part)) for part in parts]
+        rows.append((name, shape_text(layer.shape), f"{100 * audit.share(layer):.1f} %", *numbers, letters, why))
+    totals = [_times(audit.total(part)) for part in parts]
     rows.append(("all linear layers" + (" and the rest" if audit.other else ""), "", "", *totals, "", ""))
-    lines = [*aligned(rows), *_summary(audit), *(_wrapped(note) for note in audit.notes)]
+    lines = [*aligned(rows), *(_wrapped(note) for note in (*_summary(audit), *audit.notes))]
     if advice:
         lines += ["what to change to gain more", *(_wrapped(text + _gains(audit, text), f"  {marks[text]}  ") for text in advice)]
     return "\n".join(lines)
 
 
-def _summary(audit: Audit) -> list[str]:
+def _summary(audit: Audit) -> Iterator[str]:
     share = audit.dense_share
     most = f": however fast the rest, all together could be {1 / share:.1f}x at most" if 0.005 < share < 1 else ""
-    lines = [_wrapped(f"{100 * share:.0f} % of the dense time is in what stays dense{most}.")]
+    yield f"{100 * share:.0f} % of the dense time is in what stays dense{most}."
     ranges = [(word, found) for word, found in (("inference", audit.inference_range), ("step", audit.step_range)) if found]
     if ranges:
-        lines.append(
-            _wrapped(
-                "With sparse GEMMs as slow, and as fast, as below: "
-                + ", ".join(f"{word} {low:.2f}x to {high:.2f}x" for word, (low, high) in ranges)
-                + "."
-            )
-        )
+        words = ", ".join(f"{word} {low:.2f}x to {high:.2f}x" for word, (low, high) in ranges)
+        yield f"With sparse GEMMs as slow, and as fast, as below: {words}."
     if audit.run is not None and audit.steps < 1:
-        lines.append(_wrapped(f"{100 * audit.steps:.0f} % of the recipe's steps are sparse; its whole run is {audit.run:.2f}x."))
-    return lines
+        yield f"{100 * audit.steps:.0f} % of the recipe's steps are sparse; its whole run is {audit.run:.2f}x."
 
 
 def _gains(audit: Audit, text: str) -> str:
@@ -60,23 +55,19 @@ def _gains(audit: Audit, text: str) -> str:
     for layer in audit.layers:
         for each in layer.advice:
             if each.text == text and (each.speedup is not None or each.detail):
-                gain = "" if each.speedup is None else f"{_times(getattr(layer, each.part))} to {each.speedup:.2f}x"
+                gain = "" if each.speedup is None else f"{_times(layer.speedup(each.part))} to {each.speedup:.2f}x"
                 words = (layer.name or "(root)", each.detail, gain)
                 found.setdefault(each.part, []).append(" ".join(word for word in words if word))
     return "".join(f"; {part}: " + ", ".join(lines) if part else "; " + ", ".join(lines) for part, lines in found.items())
 
 
-def _times(pieces: tuple[Piece, ...]) -> str:
-    return _of(speedup(pieces) if pieces else None)
-
-
-def _of(value: float | None) -> str:
+def _times(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}x"
 
 
-def _mark(index: int) -> str:
-    more, letter = divmod(index, len(ascii_lowercase))
-    return ascii_lowercase[letter] + (str(more + 1) if more else "")
+def _marks() -> Iterator[str]:
+    """a to z, then a2 to z2 and so on."""
+    return (letter + (str(i) if i > 1 else "") for i in count(1) for letter in ascii_lowercase)
 
 
 def _wrapped(text: str, start: str = "") -> str:
@@ -130,17 +121,16 @@ class LayerAudit:
     note: str = ""
     advice: tuple[Advice, ...] = ()
 
+    def speedup(self, part: str) -> float | None:
+        """Of ``inference``, ``step``, ``measured_inference`` or ``measured_step``; None where it has no pieces."""
+        pieces: Pieces = getattr(self, part)
+        return speedup(pieces) if pieces else None
+
     def as_dict(self) -> dict[str, Any]:
         """Plain values: seconds of each piece in a dense model and here, and the speed-ups."""
-        own = {key: value for key, value in vars(self).items() if key not in PARTS}
-        for part in PARTS:
-            pieces: Pieces = getattr(self, part)
-            own[part] = {"speedup": speedup(pieces), "pieces": [dict(vars(p)) for p in pieces]} if pieces else None
-        own["advice"] = [dict(vars(each)) for each in self.advice]
-        return {key: list(value) if isinstance(value, tuple) else value for key, value in own.items()}
-
-
-PARTS = ("inference", "step", "measured_inference", "measured_step")
+        own = asdict(self)
+        parts = {part: {"speedup": self.speedup(part), "pieces": list(own[part])} if own[part] else None for part in PARTS}
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in (own | parts).items()}
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ import torch
 import nmkernels as nm
 from nmkernels import capability
 from nmkernels.audit import advice, measure
-from nmkernels.audit.measure import Bench, Job, gemm_of, gemms, needed, tasks_of
-from nmkernels.audit.rules import Layer, Rules, of_recipe, speedup
+from nmkernels.audit.devices import DEVICES
+from nmkernels.audit.measure import Bench, expected, gemm_of, gemms, needed, tasks_of
+from nmkernels.audit.rules import Case, Layer, Rules, of_recipe, speedup
 from nmkernels.tuning import Task, timer
 from python_tests.audit.prices import COSTS
 
@@ -32,18 +33,19 @@ def clock(task):
     return SECONDS[task.name]
 
 
+def case(layer=None, transposed=True, rules=None, **words):
+    layer = layer or Layer((64, 64), 4096, torch.float32, torch.float32)
+    return Case(replace(DEVICES["H200"], transposed=transposed), layer, rules or Rules(P), **words)
+
+
 @pytest.fixture(autouse=True)
 def small_probe(monkeypatch):
     """Probing this machine costs a second; the numbers of a fake clock do not care."""
     monkeypatch.setattr(measure, "COPY", 1 << 23)
     monkeypatch.setattr(measure, "PROBE", Layer((1024, 1024), 32, torch.float32, torch.float32))
-
-
-@pytest.fixture
-def cold():
-    measure._cached.cache_clear()
+    measure.measured.cache_clear()
     yield
-    measure._cached.cache_clear()
+    measure.measured.cache_clear()
 
 
 def test_measured_columns_by_hand():
@@ -69,23 +71,21 @@ def test_a_gpu_that_is_not_here_is_not_measured():
 
 
 def test_this_machine_is_what_its_measurement_says():
-    device = measure.measured("here", CPU, torch.float32, P, clock)
+    device = measure.measured("here", CPU, torch.float32, P, clock, 1)
     assert device.bandwidth == 2 * measure.COPY and device.dense == {"float32": 2.0 * 1024 * 1024 * 32 / 10}
     assert device.ratio == {"fprop": 10 / 6, "dgrad": 11 / 7, "wgrad": 12 / 8} and (device.low, device.high) == (1.5, 10 / 6)
     assert device.passes == pytest.approx(1024 * 1024 * 6.125 / 0.75 / device.bandwidth)
     assert device.few is None and device.transposed and device.rows == 1
-    odd = measure.measured("here", CPU, torch.float32, nm.Pattern("1:3"), clock)
+    odd = measure.measured("here", CPU, torch.float32, nm.Pattern("1:3"), clock, 1)
     assert odd.dense == {"float32": 2.0 * 1023 * 1023 * 30 / 10}
 
 
-def test_the_real_clock_once_per_process(cold, monkeypatch):
+def test_the_real_clock_once_per_process(monkeypatch):
     monkeypatch.setattr(timer, "SETTLE", 0.0)
     found = nm.audit({"fc": (64, 128)}, 32, "fst:2:4(end=None)", device="cpu", budget=600)
     assert found.measured_step > 0 and found.measured_inference > 0 and found.layers[0].measured_step[0].dense > 0
-    runs = []
-    monkeypatch.setattr(measure, "_measure", lambda *args: runs.append(args))
-    nm.audit({"fc": (64, 128)}, 32, "fst:2:4(end=None)", device="cpu", measure=False)
-    assert not runs
+    monkeypatch.delattr(measure, "timed")
+    assert nm.audit({"fc": (64, 128)}, 32, "fst:2:4(end=None)", device="cpu", measure=False).device == found.device
 
 
 @pytest.mark.parametrize("recipe", ["srste:2:4", "sste:2:4", "fst:2:4(end=None)", "srste:1:8"])
@@ -96,7 +96,7 @@ def test_every_task_runs_what_its_name_says(recipe, dtype):
     layer = Layer((32, 64), 16, dtype, torch.float32)
     for transposed in (False, True):
         probed = ["fprop sparse", "dgrad sparse", "fprop dense", "dgrad dense", *(["wgrad sparse", "estimate"] if rules.estimate else [])]
-        names = list(dict.fromkeys([*needed(rules, transposed, True), *probed]))
+        names = list(dict.fromkeys([*needed(case(layer, transposed, rules)), *probed]))
         tasks = {task.name: task for task in tasks_of(layer, rules, CPU, transposed, names)}
         assert list(tasks) == names
         shapes = {"fprop": (16, 32), "dgrad": (16, 64), "wgrad": (32, 64), "expand": (32, 64)}
@@ -110,39 +110,40 @@ def test_every_task_runs_what_its_name_says(recipe, dtype):
                 assert int((result != 0).sum()) <= 32 * 64 * rules.pattern.density
             elif role == "weight":
                 assert result.rows.shape == (32, 64) and (result.columns is not None) == (name == "weight both")
-    assert needed(None, False, True) == ["fprop dense", "dgrad dense", "wgrad dense"] and needed(None, True, False) == ["fprop dense"]
 
 
 def test_only_what_decides_is_measured():
-    assert needed(Rules(P), True, False) == ["expand"] and gemms(Rules(P), True, False) == ["fprop"]
-    assert needed(Rules(P), False, True) == ["dgrad dense", "wgrad dense", "expand", "weight dense", "weight rows"]
-    assert gemms(Rules(P), False, True) == ["fprop"] and gemms(Rules(P), True, True) == ["fprop", "dgrad"]
-    assert gemms(Rules(P, estimate=P), False, True) == ["fprop", "wgrad"]
-    assert gemms(Rules(P, estimate=P, trains=False), False, True) == ["fprop"]
-    assert needed(Rules(P, estimate=P), True, True) == ["wgrad dense", "expand", "weight dense", "weight rows"]
+    assert needed(case(sparse=False)) == ["fprop dense", "dgrad dense", "wgrad dense"]
+    assert needed(case(sparse=False, trains=False)) == ["fprop dense"]
+    assert needed(case(trains=False)) == ["expand"] and gemms(case(trains=False)) == ["fprop"]
+    assert needed(case(transposed=False)) == ["dgrad dense", "wgrad dense", "expand", "weight dense", "weight rows"]
+    assert gemms(case(transposed=False)) == ["fprop"] and gemms(case()) == ["fprop", "dgrad"]
+    assert gemms(case(transposed=False, rules=Rules(P, estimate=P))) == ["fprop", "wgrad"]
+    assert gemms(case(transposed=False, rules=Rules(P, estimate=P, trains=False))) == ["fprop"]
+    assert needed(case(rules=Rules(P, estimate=P))) == ["wgrad dense", "expand", "weight dense", "weight rows"]
 
 
 def test_what_the_choice_is_among():
-    layer, both = Layer((64, 128), 32, torch.bfloat16, torch.float32), Rules(P, dgrad=True, estimate=P)
-    gpu = torch.device("cuda")
-    assert gemm_of(layer, both, "fprop", True, CPU)[1:6] == (32, 64, 128, 2, 4)
-    assert gemm_of(layer, both, "fprop", True, CPU).forms == ("dense", "rows") == gemm_of(layer, both, "dgrad", True, CPU).forms
-    assert gemm_of(layer, both, "dgrad", False, gpu).forms == ("dense", "columns", "columns:mma.sp", "columns:wgmma.sp")
-    assert gemm_of(layer, both, "wgrad", False, gpu).rule == "exact" and gemm_of(layer, both, "fprop", False, gpu).rule == ""
-    assert gemm_of(replace(layer, dtype=torch.float32), both, "fprop", False, gpu).forms == ("dense", "rows")
-    wide = Rules(nm.Pattern("4:8"))
-    assert gemm_of(layer, wide, "fprop", False, gpu).forms == ("dense", "rows")
+    layer, both, gpu = Layer((64, 128), 32, torch.bfloat16, torch.float32), Rules(P, dgrad=True, estimate=P), torch.device("cuda")
+    here, there = case(layer, rules=both), case(layer, transposed=False, rules=both)
+    assert gemm_of(here, "fprop", CPU)[1:6] == (32, 64, 128, 2, 4)
+    assert gemm_of(here, "fprop", CPU).forms == ("dense", "rows") == gemm_of(here, "dgrad", CPU).forms
+    assert gemm_of(there, "dgrad", gpu).forms == ("dense", "columns", "columns:mma.sp", "columns:wgmma.sp")
+    assert gemm_of(there, "wgrad", gpu).rule == "exact" and gemm_of(there, "fprop", gpu).rule == ""
+    assert gemm_of(there.but(layer={"dtype": torch.float32}), "fprop", gpu).forms == ("dense", "rows")
+    assert gemm_of(there.but({"pattern": nm.Pattern("4:8")}), "fprop", gpu).forms == ("dense", "rows")
     for role in ("fprop", "dgrad", "wgrad"):
-        gemm_of(layer, both, role, False, gpu).check()
+        gemm_of(there, role, gpu).check()
 
 
-def test_large_layers_are_shortened_or_left_out():
-    job = Job(Layer((64, 64), 4096, torch.float32, torch.float32), Rules(P), True, False)
-    expected = job.expected(lambda piece: 1.0)
-    assert expected == 16, "checked and timed as often as sixteen GEMMs take"
+def test_large_layers_are_shortened_or_left_out(monkeypatch):
+    monkeypatch.setattr(Case, "predict", lambda self, piece: 1.0)
+    large = case(trains=False)
+    assert expected(large) == 16, "checked and timed as often as sixteen GEMMs take"
+    assert expected(replace(large, sparse=False, trains=True)) == 12, "four rounds of three GEMMs"
 
     def run(share):
-        return Bench(CPU, clock, 0.0).measure(job, expected, share)
+        return Bench(CPU, clock, 0.0).measure(large, share)
 
     few = run(8.0)
     assert few.note == "measured on 2048 tokens, scaled" and few.seconds["fprop dense"] == 20 and few.seconds["expand"] == 2
@@ -150,15 +151,10 @@ def test_large_layers_are_shortened_or_left_out():
     assert run(16.0).note == "" and run(16.0).seconds["fprop sparse"] == 6.5
     assert run(0.6).note == "measured on 256 tokens, scaled"
     assert not run(0.4).seconds and run(0.4).note == "not measured: it would take about 1 s of the budget"
-    alone = replace(job, rules=None, trains=True)
-    assert alone.expected(lambda piece: 1.0) == 12, "four rounds of three GEMMs"
-
-
-def test_the_model_is_left_as_it_is():
-    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 128))
-    before = {k: v.clone() for k, v in model.state_dict().items()}
-    nm.audit(model, 16, device="cpu", timer=clock)
-    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items()) and type(model[0]) is torch.nn.Linear
+    monkeypatch.setattr(Case, "predict", lambda self, piece: 100.0)
+    assert Bench(CPU, clock, 0.0).run([large])[large].note == "not measured: it would take about 100 s of the budget"
+    monkeypatch.setattr(Case, "predict", lambda self, piece: 0.01)
+    assert Bench(CPU, clock, 0.0).run([large])[large].note == "", "what is short is measured though no time is left"
 
 
 def test_each_shape_once_and_the_short_ones_first():
@@ -168,11 +164,6 @@ def test_each_shape_once_and_the_short_ones_first():
     assert told == [(0, 3, "96x64, 16 tokens"), (1, 3, "64x64, 16 tokens"), (2, 3, "128x64, 16 tokens")], "the head has no candidates"
     up, gate = found.layers[:2]
     assert up.measured_step == gate.measured_step and up.measured_step and found.measured_step is not None
-    budget = Bench(CPU, clock, 0.0)
-    jobs = {Job(Layer((64, 64), 16, torch.float32, torch.float32), None, True, False): lambda piece: 0.1}
-    assert [m.note for m in budget.run(jobs).values()] == [""], "what is short is measured though no time is left"
-    jobs = dict.fromkeys(jobs, lambda piece: 100.0)
-    assert [m.note for m in budget.run(jobs).values()] == ["not measured: it would take about 400 s of the budget"]
 
 
 def test_memory_is_kept(monkeypatch):
@@ -193,20 +184,9 @@ def test_one_failure_costs_only_its_layer(monkeypatch):
     first, second = found.layers
     assert first.note == "not measured: out of luck" and first.step and not first.measured_step and second.measured_step
     assert found.measured_step is None, "a total of some would be no total"
-
-
-def test_a_piece_that_fails_while_it_is_timed_is_told(monkeypatch):
-    calls = []
-
-    def late():
-        calls.append(0)
-        if len(calls) > 2:
-            raise RuntimeError("out of luck")
-
-    samples = measure.timed([Task("a", lambda: None)], CPU, None, 0.0, least=5)
-    assert len(samples["a"]) == 5 and min(samples["a"]) >= 0
-    with pytest.raises(RuntimeError, match="out of luck"):
-        measure.timed([Task("a", late)], CPU, None, 0.0)
+    calls = iter([0, 0])
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        measure.timed([Task("a", lambda: next(calls))], CPU, None, 0.0)
 
 
 def test_a_missing_core_is_told(monkeypatch):
