@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 import torch
@@ -15,19 +15,10 @@ from ..nn import ActivationRule
 from ..optim import PLAIN, MaskedAdamW, UpdateRule
 from ..pattern import Pattern, PatternLike, RecipeError
 from .search.channels import Search
+from .settings import count
 
 State = dict[str, Any]
 """A recipe's schedule state: plain values and tensors, kept in the optimizer's ``param_groups[0]["nm_recipe"]``."""
-
-
-def may_change(default: Any) -> Any:
-    """A field of a recipe that a resumed run may have otherwise than its checkpoint."""
-    return field(default=default, metadata={"resume": "any"})
-
-
-def must_match(default: Any) -> Any:
-    """A field of a recipe that a resumed run must have as its checkpoint does."""
-    return field(default=default, metadata={"resume": "same"})
 
 
 @dataclass(frozen=True)
@@ -205,7 +196,7 @@ class Recipe:
     """
 
     pattern: PatternLike = "2:4"
-    total_steps: int | None = None
+    total_steps: int | None = count(None, least=1, none="where nothing depends on it")
 
     name: ClassVar[str] = ""
     about: ClassVar[About] = About()
@@ -215,9 +206,10 @@ class Recipe:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "pattern", Pattern(self.pattern))
-        total = self.total_steps
-        if total is not None and (not isinstance(total, int) or isinstance(total, bool) or total < 1):
-            raise RecipeError(f"{type(self).__name__}: total_steps={total!r} must be a whole number of at least 1.")
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if "fits" in f.metadata and not f.metadata["fits"](value):
+                raise RecipeError(f"{type(self).__name__}: {f.name}={value!r} {f.metadata['wanted']}.")
 
     @property
     def setup(self) -> Setup:

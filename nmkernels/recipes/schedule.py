@@ -1,9 +1,8 @@
-"""Schedules: recipes made of stages, steps given as a count or as a share of the run, and the checks that recipes share."""
+"""Schedules: recipes made of stages, and steps given as a count or as a share of the run."""
 
 from __future__ import annotations
 
 import bisect
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -24,6 +23,10 @@ PACKED = (False, True, "auto")
 @dataclass(frozen=True)
 class ScheduledRecipe(Recipe):
     """A recipe whose training is a list of stages, each of which begins after a number of applied steps."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.stages  # noqa: B018 refuses what no schedule can be made of
 
     @cached_property
     def stages(self) -> tuple[tuple[int, Stage], ...]:
@@ -90,46 +93,14 @@ def phases(recipe: str, total_steps: int | None, start: float | int, end: float 
     return begins, ends
 
 
-def check_count(recipe: str, name: str, value: int | None, least: int = 0, none: str = "") -> None:
-    """Raise ``RecipeError`` unless ``value`` is a whole number of at least ``least``, or None where ``none`` says what that is for."""
-    if not (none and value is None) and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-        raise RecipeError(f"{recipe}: {name}={value!r} must be a whole number of at least {least}{f', or None {none}' if none else ''}.")
-
-
-def check_number(recipe: str, name: str, value: float, above: bool = False) -> None:
-    """Raise ``RecipeError`` unless ``value`` is a finite number of at least 0, or ``above`` it."""
-    # of a decay, infinity times a kept weight's zero would be NaN
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf or (above and value == 0):
-        raise RecipeError(f"{recipe}: {name}={value!r} must be a finite number {'above' if above else 'of at least'} 0.")
-
-
-def check_seed(recipe: str, seed: int | None) -> None:
-    """Raise ``RecipeError`` unless ``seed`` is a whole number or None."""
-    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
-        raise RecipeError(f"{recipe}: seed={seed!r} must be a whole number, or None for torch's initial seed.")
-
-
-def check_choice(recipe: str, name: str, value: object, known: Sequence[object]) -> None:
-    """Raise ``RecipeError`` unless ``value`` is one of ``known``."""
-    if value not in known:
-        raise RecipeError(f"{recipe}: {name}={value!r} is unknown; choose one of {', '.join(map(str, known))}.")
-
-
-def check_flag(recipe: str, name: str, value: object) -> None:
-    """Raise ``RecipeError`` unless ``value`` is True or False, and not 1 or 0."""
-    if not isinstance(value, bool):
-        raise RecipeError(f"{recipe}: {name}={value!r} must be True or False.")
-
-
-def packing(recipe: str, packed: bool | str, pattern: PatternLike, plan: GemmPlan = STRAIGHT_THROUGH) -> GemmPlan:
+def packing(packed: bool | str, pattern: PatternLike, plan: GemmPlan = STRAIGHT_THROUGH) -> GemmPlan:
     """``plan``, a dense one, with the GEMMs of the weight by ``packed``; ``pattern`` is of the weights, an estimate keeps its own.
 
     Example:
-        >>> plan = packing("STE", True, "2:4")
+        >>> plan = packing(True, "2:4")
         >>> plan.fprop, plan.dgrad
         ('packed', 'device')
     """
-    check_choice(recipe, "packed", packed, PACKED)
     if not packed:
         return plan
     p = Pattern(pattern)

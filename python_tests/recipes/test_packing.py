@@ -152,9 +152,9 @@ def test_what_a_layer_is_tuned_for_is_what_it_asks(name, grad, monkeypatch):
 
 def test_plans():
     mvue = GemmPlan(wgrad="mvue", n=2, m=4)
-    assert packing("X", False, "1:4", mvue) is mvue
-    assert packing("X", True, "1:4", mvue) == GemmPlan("packed", "device", "mvue", 2, 4)
-    assert packing("X", "auto", "1:8") == GemmPlan("auto", "auto", n=1, m=8)
+    assert packing(False, "1:4", mvue) is mvue
+    assert packing(True, "1:4", mvue) == GemmPlan("packed", "device", "mvue", 2, 4)
+    assert packing("auto", "1:8") == GemmPlan("auto", "auto", n=1, m=8)
     assert FST("2:4", 60, packed=True).plan().wgrad == "mvue" and SSTE("1:4", packed="auto").plan().fprop == "auto"
     assert all(not recipe().stage({}).plan.packs for recipe in (STE, SRSTE, SSTE))
 

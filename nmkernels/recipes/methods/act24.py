@@ -10,7 +10,8 @@ from ...nn import ActivationRule
 from ...pattern import NMError, Pattern, RecipeError
 from ..base import About, Setup, Stage, State
 from ..registry import recipe
-from ..schedule import ScheduledRecipe, check_flag, phases, resolve_step
+from ..schedule import ScheduledRecipe, phases, resolve_step
+from ..settings import flag
 
 
 @recipe("act24")
@@ -18,32 +19,22 @@ from ..schedule import ScheduledRecipe, check_flag, phases, resolve_step
 class Activation24(ScheduledRecipe):
     """2:4 activations (Haziza et al., "Accelerating transformer inference and training with 2:4 activation sparsity", arXiv 2503.16672).
 
-    For feed-forward blocks y₁ = x W₁ᵀ, a = relu²(y₁), y₂ = a W₂ᵀ with squared ReLU, whose activations are mostly zero anyway. After a
-    dense warm-up, with sp the N largest values of every M features::
+    For feed-forward blocks y₁ = x W₁ᵀ, a = relu²(y₁), y₂ = a W₂ᵀ. After a dense warm-up, with sp the N largest values of every M features::
 
         a = relu²(sp(y₁))
 
-    Nothing else changes: weights are dense and stay so, and every linear layer trains as usual. The recipe acts on the
-    ``nm.nn.SquaredReLU`` modules of the model. ``finish`` gives the dense model back with these modules in N:M mode, which is what was
-    trained; that mode is no part of a state dict, so build the deployed model with ``SquaredReLU("2:4")`` (for ``models.GPT``
-    ``activation="relu2:2:4"``). ``remove`` gives the modules back as they were. Of ``handle.metrics()``, flips and density are those of
-    the weights: 0 and 1; ``nm.flops`` counts sparse weights and gradients only, and so none of this.
-
-    2:4 is the paper's. Works with any optimizer.
+    Weights are dense and stay so; the recipe acts on the ``nm.nn.SquaredReLU`` modules of the model. ``finish`` leaves these in N:M mode,
+    which no state dict holds: build the deployed model with ``SquaredReLU("2:4")`` (for ``models.GPT`` ``activation="relu2:2:4"``).
+    ``nm.flops`` counts sparse weights and gradients only, and so none of this. 2:4 is the paper's. Works with any optimizer.
 
     Args:
         start: the step, or share of ``total_steps``, after which the dense warm-up is over; a tenth is our choice.
-        gradient: ``"chain"`` ∂L/∂y₁ = 2 relu(sp(y₁)) ⊙ ∂L/∂a, the derivative; ``"ste"`` 2 relu(y₁) ⊙ ∂L/∂a, straight through what sp
-            dropped. Which of the two the authors take is not known.
-        split: also sparse weight gradients, in ``SquaredReLUMLP`` blocks::
-
-                ∂L/∂W₂ = (∂L/∂y₂)ᵀ S(a)      ∂L/∂W₁ = S(∂L/∂y₁)ᵀ x      ∂L/∂x = sp(∂L/∂y₁) W₁
-
-            S leaves the features with most non-zeros dense and keeps the N largest magnitudes of every M tokens of each other one.
+        gradient: ``"chain"`` ∂L/∂y₁ = 2 relu(sp(y₁)) ⊙ ∂L/∂a; ``"ste"`` 2 relu(y₁) ⊙ ∂L/∂a. Which of the two is the authors' is not known.
+        split: also sparse weight gradients, in ``SquaredReLUMLP`` blocks: ∂L/∂W₂ = (∂L/∂y₂)ᵀ S(a), ∂L/∂W₁ = S(∂L/∂y₁)ᵀ x and
+            ∂L/∂x = sp(∂L/∂y₁) W₁. S leaves the features with most non-zeros dense and keeps N of every M tokens of each other one.
         dense_features: share of the features that S leaves dense; 5 % in the paper.
-        multiple: their number is rounded up to a multiple of this; 128 in the paper, which does not tell in which direction.
-        shuffle: S takes the tokens in a pseudo-random order, so that neighbours fall into different groups; it is fixed by their number,
-            so that runs can be repeated and resumed.
+        multiple: their number is rounded up to a multiple of this; 128 in the paper.
+        shuffle: S takes the tokens in a pseudo-random order, which is fixed by their number.
 
     Raises:
         RecipeError: ``start`` is a share without ``total_steps`` or leaves no sparse step, or an option is out of range; at ``sparsify_``,
@@ -57,7 +48,7 @@ class Activation24(ScheduledRecipe):
 
     start: float | int = 0.1
     gradient: str = "chain"
-    split: bool = False
+    split: bool = flag(False)
     dense_features: float = 0.05
     multiple: int = 128
     shuffle: bool = True
@@ -71,17 +62,14 @@ class Activation24(ScheduledRecipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_flag("Activation24", "split", self.split)
-        try:
-            self._rule(split=True)
-        except NMError as error:
-            raise RecipeError(f"Activation24: {error}") from error
-        self.stages  # noqa: B018 checks the schedule
+        self._rule(split=True)
 
     def _rule(self, split: bool) -> ActivationRule:
         p = Pattern(self.pattern)
-        rule = SplitRule(p, self.dense_features, self.multiple, self.shuffle) if split else None
-        return ActivationRule(p, self.gradient, rule)
+        try:
+            return ActivationRule(p, self.gradient, SplitRule(p, self.dense_features, self.multiple, self.shuffle) if split else None)
+        except NMError as error:
+            raise RecipeError(f"Activation24: {error}") from error
 
     @property
     def setup(self) -> Setup:

@@ -6,35 +6,32 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ...pattern import RecipeError
-from ..base import About, Setup, Stage, may_change
+from ..base import About, Setup, Stage
 from ..masks import SCORES
 from ..registry import recipe
-from ..schedule import ScheduledRecipe, check_choice, check_count, resolve_step
+from ..schedule import ScheduledRecipe, resolve_step
 from ..search.channels import Search
+from ..settings import choice, count, setting
 
 
 @recipe("asp")
 @dataclass(frozen=True)
 class ASP(ScheduledRecipe):
-    """Automatic sparsity: dense → prune once → retrain with the mask held.
+    """Automatic sparsity (Mishra et al., "Accelerating sparse deep neural networks", arXiv 2104.08378): prune once, then retrain.
 
-    Source: Mishra et al., "Accelerating sparse deep neural networks", 2021, arXiv 2104.08378. After pruning,
-    around each step: g ← g ⊙ M, optimizer step, W ← W ⊙ M; momentum and weight decay cannot revive pruned weights. Works with any
-    optimizer.
+    Around each step the mask is held: g ← g ⊙ M, optimizer step, W ← W ⊙ M; momentum and weight decay revive no pruned weight. Works with
+    any optimizer.
 
     Args:
         score: ``"magnitude"`` |w|; ``"wanda"`` |w|·‖x‖₂ of its input feature (Sun et al., ICLR 2024, eq. 1), after ``handle.calibrate()``;
             ``"existing"`` adopts the zeros of a model pruned elsewhere, and refuses weights that are not N:M.
-        start: when, in steps or as a share of ``total_steps``; 0 prunes as the optimizer is attached.
-        permute: just before pruning, reorder hidden channels so that the mask keeps more: rows of the layers that write them and columns
-            of the layers that read them, in one order, so that the model's function stays what it is up to rounding. Only chains of
-            linear layers with nothing but elementwise operations between are touched (``nn.find_chains``); ``handle.report`` says what
-            each layer gained or why it was left alone. Gradients and the optimizers' moments move along. Source: Pool and Yu, "Channel
-            permutations for N:M sparsity", NeurIPS 2021; see ``search_permutation``. Scored as the mask is. On in NVIDIA's own ASP; off
-            here, because it changes weights beside those that are pruned.
+        start: when, in steps or as a share of ``total_steps``; 0 prunes as the optimizer is attached. With an optimizer, ``finish``
+            before it prunes without ``permute``.
+        permute: just before pruning, reorder hidden channels so that the mask keeps more of the score (Pool and Yu, NeurIPS 2021; see
+            ``search_permutation``): rows of the layers that write them and columns of those that read them, in one order, with gradients
+            and moments, so that the model's function is the same up to rounding. Only chains of linear layers with nothing but elementwise
+            operations between are touched (``nn.find_chains``); ``handle.report`` says what each gained. On in NVIDIA's own ASP.
         escapes, seed: of that search.
-
-    With an optimizer attached, ``finish`` before ``start`` prunes in the given order; with none, ``finish`` itself does the search.
 
     Raises:
         RecipeError: unknown score; ``start`` > 0 with a score other than magnitude, or a share without ``total_steps``; ``permute``
@@ -45,12 +42,12 @@ class ASP(ScheduledRecipe):
         [(0, 0), (50, 2)]
     """
 
-    total_steps: int | None = may_change(None)
-    score: str = may_change("magnitude")
-    start: float | int = may_change(0)
-    permute: bool = may_change(False)
-    escapes: int = may_change(100)
-    seed: int = may_change(0)
+    total_steps: int | None = count(None, least=1, none="where start is no share of it", resume="any")
+    score: str = choice(*SCORES, resume="any")
+    start: float | int = setting(0, resume="any")
+    permute: bool = setting(False, resume="any")
+    escapes: int = count(100, resume="any")
+    seed: int = setting(0, resume="any")
 
     about = About(
         paper="Mishra et al., 2021, arXiv 2104.08378",
@@ -60,12 +57,10 @@ class ASP(ScheduledRecipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("ASP", "score", self.score, SCORES)
         if self.stages[1][0] and self.score != "magnitude":
             raise RecipeError(f'ASP: score="{self.score}" prunes a model that is trained already; start={self.start} must be 0.')
         if self.permute and self.score == "existing":
             raise RecipeError('ASP: score="existing" adopts zeros where they are; permute=True would move them out of their groups.')
-        check_count("ASP", "escapes", self.escapes)
 
     @property
     def setup(self) -> Setup:

@@ -1,7 +1,4 @@
-"""AST: the decay of pruned weights is annealed and goes past the momentum.
-
-Distillation from a dense teacher, as recipes that retrain a pruned model use it.
-"""
+"""AST: the decay of pruned weights is annealed and goes past the momentum; and distillation from a dense teacher."""
 
 from __future__ import annotations
 
@@ -20,7 +17,8 @@ from ...optim import AnnealedAdamW, UpdateRule
 from ...pattern import Pattern, RecipeError, ShapeError
 from ..base import About, Setup, Stage, State
 from ..registry import recipe
-from ..schedule import ScheduledRecipe, check_choice, check_count, check_number, resolve_step
+from ..schedule import ScheduledRecipe, resolve_step
+from ..settings import choice, count, number
 
 IGNORED = -100
 """The label that ``cross_entropy`` leaves out."""
@@ -28,15 +26,7 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class AnnealedMask(WeightTransform):
-    """W̃ = M ⊙ W with M = M(W) as it was when last renewed, and λ (1 − M) ⊙ W as its penalty's gradient (AST, arXiv 2407.20584).
-
-    M is ``nm_mask``, held; λ is ``nm_decay``, a 0-d tensor that the schedule writes.
-
-    Example:
-        >>> mask, w = torch.tensor([[True, False]]), torch.tensor([[1.0, -2.0]])
-        >>> AnnealedMask(Pattern("1:2")).penalty(w, mask, torch.tensor(0.5))["weight"]
-        tensor([[ 0., -1.]])
-    """
+    """W̃ = M ⊙ W with M, ``nm_mask``, as last renewed; its penalty's gradient is λ (1 − M) ⊙ W, λ the schedule's ``nm_decay``."""
 
     reads: ClassVar[Mapping[str, Kind]] = {"nm_mask": "held", "nm_decay": "fed"}
 
@@ -57,13 +47,12 @@ class AnnealedMask(WeightTransform):
 def distill_loss(student_logits: Tensor, teacher_logits: Tensor, labels: Tensor, temperature: float = 2.0, weight: float = 2 / 3) -> Tensor:
     """(1 − weight) · CE(student, labels) + weight · T² · KL(softmax(teacher/T) ‖ softmax(student/T)), both as means over tokens.
 
-    T² keeps the size of the second term's gradient from falling with the temperature T (Hinton et al., 2015). ⅓ and ⅔ at T = 2 are
-    what the Adaptive Sparse Trainer's example run uses (Huang et al., AAAI 2025, arXiv 2407.20584); its code also takes in tokens
-    without a label, which here count in neither term. The teacher gets no gradient.
+    T² keeps the size of the second term's gradient (Hinton et al., 2015). ⅓ and ⅔ at T = 2 are those of the Adaptive Sparse Trainer's
+    example run (Huang et al., AAAI 2025, arXiv 2407.20584). The teacher gets no gradient.
 
     Args:
         student_logits, teacher_logits: ``(..., classes)``, of one shape.
-        labels: ``(...)``, whole numbers; −100 for tokens that do not count.
+        labels: ``(...)``, whole numbers; −100 for tokens that count in neither term.
         temperature: T > 0.
         weight: of the second term, 0 to 1.
 
@@ -72,8 +61,7 @@ def distill_loss(student_logits: Tensor, teacher_logits: Tensor, labels: Tensor,
 
     Example:
         >>> logits, labels = torch.tensor([[2.0, 0.0]]), torch.tensor([0])
-        >>> loss = distill_loss(logits, logits, labels)
-        >>> torch.allclose(loss, torch.nn.functional.cross_entropy(logits, labels) / 3)
+        >>> torch.allclose(distill_loss(logits, logits, labels), F.cross_entropy(logits, labels) / 3)
         True
     """
     if not 0 < temperature < float("inf") or not 0 <= weight <= 1:
@@ -105,19 +93,15 @@ class AST(ScheduledRecipe):
         λ_t = decay · min(t / T₀, 1),   t the applied steps so far
         u = m̂ + λ_t (1 − M) ⊙ W,   v of u²,   W ← W − lr (u / (√v̂ + ε) + wd · W)
 
-    The equations are those of the authors' GPT-2 code, with two departures: m̂ is squared and not m, and (1 − M) is that of the paper
-    where their code negates integers bitwise. The second moment of u is smaller than that of g, up to (1 + β₁)/(1 − β₁) times where
-    gradients are noise, so that masked layers take larger steps than under AdamW; ``second_moment="gradient"`` takes v of
-    (g + λ_t (1 − M) ⊙ W)² instead.
-
-    Needs ``AnnealedAdamW``, which ``recipe.optimizer`` builds. Distillation from the dense model, ⅓ cross entropy + ⅔ KL, is
-    ``nm.recipes.distill_loss``. The paper's low-rank boost (SLoRB) is not here.
+    The authors' GPT-2 code squares m instead of m̂, and negates M bitwise where the paper has (1 − M). Needs ``AnnealedAdamW``, which
+    ``recipe.optimizer`` builds. Distillation from the dense model is ``nm.recipes.distill_loss``; the paper's SLoRB is not here.
 
     Args:
         decay: λ at the end; 6e-5 by default in the code, 1e-4 in its example run.
         end: T₀, in steps or as a share of ``total_steps``; 10 000 of 40 000 in that run. 0 for λ from the start.
         every: steps between two renewals of the mask.
-        second_moment: ``"total"`` of u, as in the code, or ``"gradient"``.
+        second_moment: ``"total"`` takes v of u², as in the code: smaller than under AdamW, up to (1 + β₁)/(1 − β₁) times where gradients
+            are noise, so that masked layers take larger steps. ``"gradient"`` takes it of (g + λ_t (1 − M) ⊙ W)².
 
     Raises:
         RecipeError: a value is out of range, a share without ``total_steps``; or, at ``attach``, another optimizer.
@@ -128,10 +112,10 @@ class AST(ScheduledRecipe):
         [0.0, 1.2e-05, 6e-05, 6e-05]
     """
 
-    decay: float = 6e-5
+    decay: float = number(6e-5)
     end: float | int = 0.25
-    every: int = 10
-    second_moment: str = "total"
+    every: int = count(10, least=1)
+    second_moment: str = choice("total", "gradient")
 
     about = About(
         paper="Huang et al., AAAI 2025, arXiv 2407.20584",
@@ -141,9 +125,6 @@ class AST(ScheduledRecipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_number("AST", "decay", self.decay)
-        check_choice("AST", "second_moment", self.second_moment, ("total", "gradient"))
-        check_count("AST", "every", self.every, 1)
         self.rate(torch.zeros(()))
 
     def rate(self, t: Tensor) -> Tensor:
@@ -166,5 +147,4 @@ class AST(ScheduledRecipe):
         return super().stage(state) if state else Stage(phase=1, transform=HardMask(Pattern(self.pattern)))
 
     def values(self, state: State) -> dict[str, Tensor]:
-        """``decay``, λ_t."""
         return {"decay": self.rate(state["t"])} if state else {}

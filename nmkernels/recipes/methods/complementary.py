@@ -13,7 +13,7 @@ from ...optim import UpdateRule
 from ...pattern import NMError, Pattern
 from ..base import About, Recipe, Stage, State
 from ..registry import recipe
-from ..schedule import check_choice, check_count, check_number
+from ..settings import choice, count, number
 
 
 @dataclass(frozen=True)
@@ -24,13 +24,8 @@ class StrideMask(WeightTransform):
     the order ``traits.columns(in)``, the groups are neighbours and the weight is N:M.
 
     Args:
-        pattern: N:M.
-        spacing: columns between two weights of a group; 1 is the mask of ``HardMask``, None is in/M, groups across the whole row.
-        chain: the gradient is M(W) ⊙ g, by the chain rule with M taken as a constant, instead of g.
-
-    Example:
-        >>> StrideMask(Pattern("1:2"))(torch.tensor([[1.0, 2.0, 3.0, -1.0]]))
-        tensor([[0., 2., 3., 0.]])
+        spacing: 1 is the mask of ``HardMask``, None is in/M, groups across the whole row.
+        chain: as for ``HardMask``.
     """
 
     spacing: int | None = None
@@ -40,11 +35,7 @@ class StrideMask(WeightTransform):
         return replace(super()._traits(), columns=self._columns)
 
     def start(self, weight: Tensor) -> dict[str, Tensor]:
-        """Nothing.
-
-        Raises:
-            NMError: the columns of the weight are no whole number of blocks.
-        """
+        """Nothing; raises ``NMError`` where the columns are no whole number of blocks."""
         self._width(weight.shape[1])
         return {}
 
@@ -81,19 +72,16 @@ class StrideMask(WeightTransform):
 @recipe("complementary")
 @dataclass(frozen=True)
 class Complementary(Recipe):
-    """Complementary sparsity: of the weights spaced at the same distance in a row, keep the largest.
-
-    Source: Zhao et al., "Complementary sparsity: accelerating sparse CNNs with high accuracy on general-purpose computing platforms",
-    TMLR 2023.
+    """Complementary sparsity (Zhao et al., TMLR 2023): of the weights spaced at the same distance in a row, keep the largest.
 
     Forward with W̃ = M(W) ⊙ W, M recomputed at every step: of the M weights j, j + s, …, j + (M − 1) s of a block of s · M columns the N
-    largest magnitudes. The gradient is g = ∂L/∂W̃ itself, plus λ (1 − M) ⊙ W. The paper keeps one weight of each group (N = 1); other N
-    are the evident generalisation. Only its abstract could be read, so that its own training method for more than 75 % sparsity is not
-    here: the gradient is that of STE or SR-STE (Zhou et al., ICLR 2021), and λ is not the paper's. Works with any optimizer.
+    largest magnitudes. The gradient is g = ∂L/∂W̃ itself, plus λ (1 − M) ⊙ W. The paper keeps one weight of each group (N = 1); only its
+    abstract could be read, so the gradient is that of STE or SR-STE (Zhou et al., ICLR 2021) and not its own method for more than 75 %.
+    Works with any optimizer.
 
     The weight is N:M after a fixed order of its columns. ``finish`` leaves the zeros where they were trained; ``compress_`` puts groups
-    side by side, and lets the layer take its input in the same order, or where it can prove that this is the same (see
-    ``nn.find_chains``) the layers before it give their outputs in that order, which costs nothing at run time.
+    side by side and gives the layer its input in the same order, at no cost where the layers before it can write in that order (see
+    ``nn.find_chains``).
 
     Args:
         spacing: s, columns between neighbours of a group; None is in/M, groups across the whole row. 1 is ordinary N:M.
@@ -108,17 +96,11 @@ class Complementary(Recipe):
         StrideMask(pattern=Pattern("1:4"), spacing=None, chain=False)
     """
 
-    spacing: int | None = None
-    decay: float = 0.0
-    gradient: str = "ste"
+    spacing: int | None = count(None, least=1, none="for groups across the row")
+    decay: float = number(0.0)
+    gradient: str = choice("ste", "chain")
 
     about = About("Zhao et al., TMLR 2023", cost="a mask at every step, by a reordered copy of the weight")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_number("Complementary", "decay", self.decay)
-        check_choice("Complementary", "gradient", self.gradient, ("ste", "chain"))
-        check_count("Complementary", "spacing", self.spacing, 1, none="for groups across the row")
 
     def stage(self, state: State) -> Stage:
         return Stage(phase=1, transform=self.final_transform(), rule=UpdateRule(masked=True, decay=self.decay))

@@ -14,28 +14,17 @@ from ...autograd import GemmPlan, WeightTransform
 from ...autograd.transforms import Kind, Traits, laid_out, masked
 from ...ops import Packed, pack
 from ...optim import UpdateRule
-from ...pattern import NMError, Pattern, PatternLike, RecipeError
-from ..base import About, LayerPlan, Setup, Stage, may_change
+from ...pattern import Pattern, PatternLike
+from ..base import About, LayerPlan, Setup, Stage
 from ..registry import recipe
-from ..schedule import ScheduledRecipe, check_count, check_number, check_seed, packing, phases
+from ..schedule import PACKED, ScheduledRecipe, phases
+from ..settings import choice, count, number, optional_seed
+from .sste import estimating
 
 
 @dataclass(frozen=True)
 class TransposableMask(WeightTransform):
-    """W̃ = M ⊙ W with M N:M along both dimensions, so that W̃ is N:M in y = x W̃ᵀ and W̃ᵀ is in ∂L/∂x = g W̃ (FST; arXiv 2404.01847).
-
-    M is ``nm_mask``, bool ``(out, in)``: of every M×M tile the choice of largest total magnitude (``nm.ops.transposable_mask``) at the last
-    renewal, held in between while the weight moves on. The gradient is passed straight through.
-
-    Args:
-        pattern: N:M, along ``in`` and along ``out``.
-
-    Example:
-        >>> transform, w = TransposableMask(Pattern("1:2")), torch.tensor([[4.0, 3.0], [3.0, 1.0]])
-        >>> transform(w, transform.renew(w, [None], torch.Generator())["nm_mask"])
-        tensor([[0., 3.],
-                [3., 0.]])
-    """
+    """W̃ = M ⊙ W with M, the held ``nm_mask``, N:M along both dimensions, as ``FST`` has it; the gradient is passed straight through."""
 
     reads: ClassVar[Mapping[str, Kind]] = {"nm_mask": "held"}
 
@@ -69,28 +58,23 @@ class FST(ScheduledRecipe):
                    ∂L/∂W = S(gᵀ) x           S the unbiased estimate of the output gradient, groups along tokens
         decay      ∂L/∂W ← ∂L/∂W + λ (1 − M) ⊙ W    after unscaling, accumulation and clipping
 
-    M is the choice of largest total magnitude in every M×M tile (of the 90 for 2:4), taken from the master weight when training begins
-    and after every ``every``-th applied step, and held in between; the values follow the weight at every step. The last steps are
-    dense, and so is the model that ``finish`` then leaves. With ``end=None`` there are none, and it leaves M ⊙ W with the M that is held:
-    N:M as W and as Wᵀ. Works with any optimizer. The flips of a renewal count for the step after which it is made.
-
-    **Transposable SR-STE** (or STE, with ``decay=0``), to compare with plain masks:
-    ``FST(mvue=None, end=None, every=1, decay=...)`` against ``SRSTE(decay=...)``.
+    M is the choice of largest total magnitude in every M×M tile (``nm.ops.transposable_mask``), taken when training begins and after every
+    ``every``-th applied step, and held in between; its flips count for the step after which it is made. The last steps are dense, and so
+    is the model that ``finish`` leaves. With ``end=None`` there are none, and it leaves M ⊙ W: N:M as W and as Wᵀ. So **transposable
+    SR-STE** is ``FST(mvue=None, end=None, every=1, decay=...)``. Works with any optimizer.
 
     2:4 is the paper's; for other N:M the search of M is far slower, so keep ``every`` large there. The paper sparsifies the feed-forward
     linears only (``filter_fn``).
 
     Args:
         every: applied steps between two choices of M. The authors' README has 40 for GPT-2 and BERT, their DeiT code 10.
-        decay: λ. The README has 6e-5 to 2e-4 for GPT-2, 6e-6 for BERT, and contradicts the code; ``nm.recipes.search_decay`` measures it.
-            It does not carry over between models and learning rates.
+        decay: λ. The README has 6e-5 to 2e-4 for GPT-2, 6e-6 for BERT; it does not carry over between models and learning rates:
+            ``nm.recipes.search_decay`` measures it.
         end: the step, or share of ``total_steps``, after which training is dense; 5/6 in all the authors' runs. None: it never is.
         mvue: S, unbiased N:M along tokens (Chmiel et al., ICLR 2023): ``"exact"``, of least variance; ``"approx"``, the two-draw sampler
             that the authors ran; None for the dense GEMM.
         mvue_pattern: N:M of the estimate.
-        packed: multiply the compressed form of M ⊙ W, in ∂L/∂x too: on GPUs its transpose, packed along with it, on CPUs itself; "auto" in
-            every GEMM the faster by measurement (``nm.tune``). It is packed once per step, by one call of ``nm.ops.pack``. Results
-            differ from the dense layout's by rounding.
+        packed: as for ``SSTE``; in ∂L/∂x too, on GPUs by the transpose, packed along with the weight.
         seed: of the estimates; None takes torch's initial seed. See ``SSTE``.
 
     Raises:
@@ -100,17 +84,15 @@ class FST(ScheduledRecipe):
         >>> recipe = FST("2:4", total_steps=300_000)
         >>> recipe.final, [begin for begin, stage in recipe.stages]
         ('dense', [0, 250000])
-        >>> FST(mvue=None, end=None, every=1, decay=2e-4).final
-        'nm'
     """
 
-    every: int = 40
-    decay: float = 6e-5
+    every: int = count(40, least=1)
+    decay: float = number(6e-5)
     end: float | int | None = 5 / 6
-    mvue: str | None = "exact"
+    mvue: str | None = choice("exact", "approx", None)
     mvue_pattern: PatternLike = "2:4"
-    packed: bool | str = may_change(False)
-    seed: int | None = None
+    packed: bool | str = choice(*PACKED, resume="any")
+    seed: int | None = optional_seed()
 
     about = About(
         paper="Hu et al., ICML 2024, arXiv 2404.01847",
@@ -124,22 +106,10 @@ class FST(ScheduledRecipe):
         super().__post_init__()
         object.__setattr__(self, "final", "nm" if self.end is None else "dense")
         object.__setattr__(self, "mvue_pattern", Pattern(self.mvue_pattern))
-        check_count("FST", "every", self.every, 1)
-        check_number("FST", "decay", self.decay)
-        check_seed("FST", self.seed)
-        packing("FST", self.packed, self.pattern)
-        try:
-            self.plan()
-        except NMError as error:
-            options = f"mvue={self.mvue!r}, mvue_pattern={self.mvue_pattern}, packed={self.packed!r}"
-            raise RecipeError(f"FST: {options} do not go: {error}") from error
-        self.stages  # noqa: B018 checks the schedule
 
     def plan(self) -> GemmPlan:
         """The GEMMs of a sparse step."""
-        p = Pattern(self.mvue_pattern)
-        plan = GemmPlan() if self.mvue is None else GemmPlan(wgrad="mvue", n=p.n, m=p.m, method=self.mvue)
-        return packing("FST", self.packed, self.pattern, plan)
+        return estimating("FST", self.packed, self.pattern, self.mvue, self.mvue_pattern)
 
     @property
     def setup(self) -> Setup:
@@ -159,7 +129,6 @@ class FST(ScheduledRecipe):
         return TransposableMask(Pattern(self.pattern))
 
     def layer(self, pattern: Pattern, shape: tuple[int, int], transform: WeightTransform | None = None) -> LayerPlan:
-        """M must divide the outputs too."""
         plan, (rows, m) = super().layer(pattern, shape, transform), (shape[0], Pattern(self.pattern).m)
         said = f"out_features={rows} is not a multiple of M={m}, which a transposable mask needs" if rows % m else ""
         return replace(plan, unsupported_reason=said)

@@ -1,7 +1,4 @@
-"""Layer-wise N:M: every layer keeps an N of its own, and all of them together the given share.
-
-Sharing a budget out: which of several choices each item takes, so that the costs stay within it and the losses are least.
-"""
+"""Layer-wise N:M: every layer keeps an N of its own, and all of them together the given share."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from fractions import Fraction
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,16 +18,14 @@ from ...pattern import NMError, Pattern, PatternLike, RecipeError
 from ..base import About, Recipe, Setup
 from ..compose import Composite, first_stage
 from ..registry import recipe
-from ..schedule import check_choice
+from ..settings import choice
 from .step import STEP
 
 SUMS = 1 << 14
 """So many sums of costs are told apart."""
 
-Table = Sequence[Sequence[int]]
 
-
-def allocate(costs: Table, losses: Sequence[Sequence[float]], budget: int, fill: bool = False) -> list[int]:
+def allocate(costs: Sequence[Sequence[int]], losses: Sequence[Sequence[float]], budget: int, fill: bool = False) -> list[int]:
     """The choice of each item: Σ loss is least where Σ cost ≤ budget (the multiple-choice knapsack problem).
 
     Dynamic programming over the sums of costs, in units of their greatest common divisor: exact where the budget is at most ``SUMS``
@@ -39,7 +34,6 @@ def allocate(costs: Table, losses: Sequence[Sequence[float]], budget: int, fill:
 
     Args:
         costs, losses: of each choice of each item, by rising cost.
-        budget: the largest sum of costs.
         fill: take the largest possible sum of costs first, and the least loss among the choices that reach it.
 
     Raises:
@@ -60,45 +54,31 @@ def allocate(costs: Table, losses: Sequence[Sequence[float]], budget: int, fill:
     best[0] = 0.0
     trail = []
     for item, values in zip(whole, losses, strict=True):
-        best, taken = _with(item, values, best)
+        # the least loss at each sum with this item too, and which of its choices gives it, the first of equal ones
+        new, taken = torch.full_like(best, torch.inf), torch.zeros(limit + 1, dtype=torch.int16)
+        for place, (cost, loss) in enumerate(zip(item, values, strict=True)):
+            if cost > limit:
+                break
+            sums, here = best[: limit + 1 - cost] + loss, new[cost:]
+            less = sums < here
+            torch.where(less, sums, here, out=here)
+            taken[cost:].masked_fill_(less, place)
+        best = new
         trail.append(taken)
     at = int(best.isfinite().nonzero().max()) if fill else int(best.argmin())
-    choices = []
-    for taken, item in zip(reversed(trail), reversed(whole), strict=True):
-        choices.append(int(taken[at]))
-        at -= item[choices[-1]]
-    return _within(choices[::-1], costs, losses, budget)
+    chosen = [0] * len(costs)
+    for i in reversed(range(len(costs))):
+        chosen[i] = int(trail[i][at])
+        at -= whole[i][chosen[i]]
 
+    def rise(i: int) -> float:
+        c = chosen[i]
+        return (losses[i][c - 1] - losses[i][c]) / (costs[i][c] - costs[i][c - 1]) if c else math.inf
 
-def _with(costs: Sequence[int], losses: Sequence[float], best: Tensor) -> tuple[Tensor, Tensor]:
-    """The least loss at each sum with one item more, and the choice of that item; the first of equal ones."""
-    new, taken = torch.full_like(best, torch.inf), torch.zeros(len(best), dtype=torch.int16)
-    for choice, (cost, loss) in enumerate(zip(costs, losses, strict=True)):
-        if cost >= len(best):
-            break
-        sums, here, which = best[: len(best) - cost] + loss, new[cost:], taken[cost:]
-        less = sums < here
-        torch.where(less, sums, here, out=here)
-        which.masked_fill_(less, choice)
-    return new, taken
-
-
-def _within(choices: list[int], costs: Table, losses: Sequence[Sequence[float]], budget: int) -> list[int]:
-    over = sum(item[choice] for item, choice in zip(costs, choices, strict=True)) - budget
-    while over > 0:
-
-        def rise(i: int) -> float:
-            c = choices[i]
-            return (losses[i][c - 1] - losses[i][c]) / (costs[i][c] - costs[i][c - 1]) if c else math.inf
-
-        i = min(range(len(choices)), key=rise)
-        over -= costs[i][choices[i]] - costs[i][choices[i] - 1]
-        choices[i] -= 1
-    return choices
-
-
-RULES = ("erk", "magnitude", "energy")
-V = TypeVar("V")
+    # costs that were rounded can exceed the budget
+    while sum(item[c] for item, c in zip(costs, chosen, strict=True)) > budget:
+        chosen[min(range(len(chosen)), key=rise)] -= 1
+    return chosen
 
 
 @recipe("layerwise")
@@ -107,27 +87,25 @@ class LayerWise(Composite):
     """Layer-wise N:M: layer l keeps N_l of every M weights, Σ_l N_l/M · numel_l ≤ N/M · Σ_l numel_l, and trains as the inner recipe does.
 
     The patterns are chosen once: from the weights as they are when the optimizer is attached; inside STEP, ``STEP("2:16",
-    inner="layerwise")``, from those of the switch, which is what "layer-wise N" means in its paper. A resumed run has those of its
-    checkpoint. ``handle.report`` shows them, and each layer is trained, finished, compressed and exported with its own. The budget
-    goes to the N_l by dynamic programming, exactly; what it minimises is the rule's::
+    inner="layerwise")``, from those of the switch, which is what "layer-wise N" means in its paper. ``handle.report`` shows them, and each
+    layer is trained, finished, compressed and exported with its own. Dynamic programming gives the budget to the N_l exactly, so that
+    what the rule minimises is least::
 
         erk        Σ_l numel_l (N_l/M − d_l)²,  d_l ∝ (out_l + in_l)/(out_l · in_l), among the choices closest to the budget
         magnitude  Σ_l Σ |w| over what M_l(W) prunes: global magnitude pruning, by layers
         energy     Σ_l numel_l · Σ w² over what M_l(W) prunes / Σ w² over the layer: the same without the layers' scales
 
     erk is the Erdős–Rényi share of sparse training (Mocanu et al. 2018; Evci et al., "Rigging the lottery", ICML 2020, arXiv 1911.11134,
-    section 3), bounded by the smallest and largest N that may be chosen; it needs no trained weights. Where layers are much alike it often
-    gives N:M to all of them; ``choices="all"`` leaves it more room.
+    section 3), within the bounds of the choices; it needs no trained weights.
 
     Args:
         inner: the recipe that trains the layers, or its text: ``"srste(decay=1e-4)"``, ``MdGf("2:16", ...)``. Of ``pattern`` and
-            ``total_steps`` it has this one's. SdGf leads each layer to its own N (see ``SdGf.layer``).
-        rule: how N_l is chosen; None: by ``patterns`` alone.
-        patterns: N:M of some layers, by name or wildcard, ``{"*.attn.*": "4:16"}`` or the same as JSON; the first that fits counts. The
+            ``total_steps`` it has this one's. SdGf leads each layer to its own N.
+        rule: how N_l is chosen; None: by ``given`` alone.
+        given: N:M of some layers, by name or wildcard, ``{"*.attn.*": "4:16"}`` or the same as JSON; the first that fits counts. The
             other layers share out what is left of the budget; with ``rule=None`` they have the recipe's own pattern, whatever the sum.
         choices: which N may be chosen: ``"powers"`` of two below M, which hardware and kernels like, or ``"all"`` below M.
-        rows: how often a token passes through some layers, as in ``nm.flops``: the budget then is one of FLOPs. Without it parameters
-            and FLOPs are the same share, as every linear layer does two of these per weight and token.
+        rows: how often a token passes through some layers, as in ``nm.flops``: the budget then is one of FLOPs, not of weights.
 
     Raises:
         RecipeError: an option is unknown, the inner recipe cannot have other patterns, has a preconditioning phase (put this one inside
@@ -140,9 +118,9 @@ class LayerWise(Composite):
     """
 
     inner: Recipe | str = "srste"
-    rule: str | None = "erk"
+    rule: str | None = choice("erk", "magnitude", "energy", None)
     given: Mapping[str, PatternLike] | str | None = None
-    choices: str = "powers"
+    choices: str = choice("powers", "all")
     rows: Mapping[str, float] | str | None = None
 
     about = About(
@@ -154,18 +132,13 @@ class LayerWise(Composite):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.rule is not None:
-            check_choice("LayerWise", "rule", self.rule, RULES)
-        check_choice("LayerWise", "choices", self.choices, ("powers", "all"))
         given = {name: str(Pattern(p)) for name, p in _table("given", self.given, (str, Pattern)).items()}
         rows = _table("rows", self.rows, (int, float))
         if any(isinstance(r, bool) or not 0 < r < math.inf for r in rows.values()):
             raise RecipeError(f"LayerWise: rows={rows} must be finite numbers above 0.")
+        # as text, so that the recipe has a hash
         object.__setattr__(self, "given", json.dumps(given) if given else None)
         object.__setattr__(self, "rows", json.dumps(rows) if rows else None)
-        self._check_inner({*self._options(), *map(Pattern, given.values())})
-
-    def _check_inner(self, possible: set[Pattern]) -> None:
         inner = self.inner
         assert isinstance(inner, Recipe)
         kind = type(inner).__name__
@@ -179,14 +152,13 @@ class LayerWise(Composite):
             )
         if inner.final == "dense" and first_stage(inner).phase == 0:
             raise RecipeError(f"LayerWise: {kind} trains nothing sparse, so there is no budget to share out.")
-        for pattern in possible:
+        for pattern in {*self._options(), *map(Pattern, given.values())}:
             try:
                 replace(inner, pattern=pattern)
             except NMError as error:
                 raise RecipeError(f"LayerWise: {kind} cannot train a layer at {pattern}: {error}") from error
 
     def _options(self) -> list[Pattern]:
-        """The patterns that a rule may choose."""
         p = Pattern(self.pattern)
         if self.rule is None or p.n == p.m:
             return [p]
@@ -201,7 +173,7 @@ class LayerWise(Composite):
 
     def _patterns(self, weights: Mapping[str, Tensor]) -> dict[str, Pattern]:
         """N:M of each layer, from the present weights ``(out, in)`` by name; rules that read them give all the same on the meta device."""
-        given = _matched("given", {name: Pattern(p) for name, p in _read(self.given).items()}, weights)
+        given = {name: Pattern(p) for name, p in _matched("given", _table("given", self.given, (str,)), weights).items()}
         shared = [name for name in weights if name not in given]
         options, p = self._options(), Pattern(self.pattern)
         if len(options) == 1 or not shared:
@@ -219,7 +191,7 @@ class LayerWise(Composite):
         self, weights: Mapping[str, Tensor], given: dict[str, Pattern], shared: list[str], options: list[Pattern]
     ) -> dict[str, int]:
         """The place in ``options`` of each layer of ``shared``."""
-        rows = _matched("rows", _read(self.rows), weights)
+        rows = _matched("rows", _table("rows", self.rows, (int, float)), weights)
         size = {name: Fraction(rows.get(name, 1)).limit_denominator(10**6) * w.numel() for name, w in weights.items()}
         costs = {name: [size[name] * o.n / o.m for o in options] for name in shared}
         budget = Fraction(Pattern(self.pattern).n, Pattern(self.pattern).m) * sum(size.values())
@@ -256,17 +228,13 @@ def _table(key: str, given: Mapping[str, Any] | str | None, kinds: tuple[type, .
     return dict(given or {})
 
 
-def _read(table: Mapping[str, Any] | str | None) -> dict[str, Any]:
-    return json.loads(table) if isinstance(table, str) else dict(table or {})
-
-
-def _matched(key: str, table: dict[str, V], names: Iterable[str]) -> dict[str, V]:
+def _matched(key: str, table: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """The value of each name that a wildcard of ``table`` fits, the first counting."""
     for wildcard in table:
         if not any(fnmatchcase(name, wildcard) for name in names):
             raise RecipeError(f"LayerWise: {key} names {wildcard!r}, which fits no sparse layer; they are {', '.join(names)}.")
-    fits = {name: next((value for wildcard, value in table.items() if fnmatchcase(name, wildcard)), None) for name in names}
-    return {name: value for name, value in fits.items() if value is not None}
+    fits = {name: [value for wildcard, value in table.items() if fnmatchcase(name, wildcard)] for name in names}
+    return {name: values[0] for name, values in fits.items() if values}
 
 
 # ---- what the rules minimise

@@ -17,21 +17,16 @@ from ...optim import UpdateRule
 from ...pattern import Pattern, RecipeError
 from ..base import About, Stage, State
 from ..registry import recipe
-from ..schedule import ScheduledRecipe, check_choice, check_number, passed, resolve_step
+from ..schedule import ScheduledRecipe, passed, resolve_step
+from ..settings import choice, number
 
 
 @dataclass(frozen=True)
 class CandidateMask(CombinationMask):
-    """W̃ = W ⊙ B, B what the remaining candidate combinations of each group still have (LBC; Zhang et al. 2022, arXiv 2206.06662).
-
-    The scores α are ``nm_scores`` ``(groups, C)``, learned; which combinations remain is ``nm_alive``, bool of the same shape, held. The
-    soft mask is S = Σ_k α_k P_k over the remaining k; B is binary, and its gradient is passed straight to S.
+    """W̃ = W ⊙ B, B as ``LBC`` has it. The scores α are ``nm_scores`` ``(groups, C)``; ``nm_alive``, bool, is which of them remain.
 
     Args:
-        pattern: the N:M pattern.
-        forward: ``"union"``, B is 1 where any remaining combination has the weight; ``"top_n"``, at the N largest S.
-        chain: the weight's gradient is g ⊙ B, instead of g.
-        learning: the scores are trained.
+        forward, chain: ``LBC``'s ``forward``, and whether its ``gradient`` is ``"chain"``.
     """
 
     forward: str = "union"
@@ -43,14 +38,13 @@ class CandidateMask(CombinationMask):
         return replace(super()._traits(), is_nm=self.forward == "top_n")
 
     def start(self, weight: Tensor) -> dict[str, Tensor]:
-        """``nm_scores``, 1 / C(M−1, N−1) each, so that S is 1 everywhere."""
         shape = weight.numel() // self.pattern.m, combination_count(self.pattern)
         first = 1.0 / math.comb(self.pattern.m - 1, self.pattern.n - 1)
         dtype = torch.promote_types(weight.dtype, torch.float32)
         return {"nm_scores": torch.full(shape, first, dtype=dtype, device=weight.device)}
 
     def renew(self, weight: Tensor, extras: Sequence[Tensor | None], generator: torch.Generator) -> dict[str, Tensor]:
-        """``nm_alive``: of what remained, the ``nm_combinations`` largest scores of each group; of equal ones the first stay."""
+        """Of what remained, the ``nm_combinations`` largest scores of each group; of equal ones the first stay."""
         scores, alive, remaining = extras
         assert scores is not None
         if alive is None or remaining is None:
@@ -72,7 +66,6 @@ class CandidateMask(CombinationMask):
         return masked(weight, self.kept(weight, *extras), out)
 
     def gradient(self, g: Tensor, weight: Tensor, *extras: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """g ⊙ B, or without ``chain`` g; ∂L/∂α_k = ⟨g ⊙ W, P_k⟩ over the group where combination k remains, 0 where it does not."""
         dw = masked(g, self.kept(weight, *extras)) if self.chain else g
         if self.reads["nm_scores"] != "learned":
             return dw, {}
@@ -91,7 +84,6 @@ class BestCandidate(CandidateMask):
         return replace(super()._traits(), is_nm=True)
 
     def start(self, weight: Tensor) -> dict[str, Tensor]:
-        """Nothing: the scores are there already."""
         return {}
 
     def kept(self, weight: Tensor, *extras: Tensor) -> Tensor:
@@ -111,18 +103,15 @@ class LBC(ScheduledRecipe):
         ∂L/∂W = g ⊙ B,   ∂L/∂S := g ⊙ W  (straight through B),   ∂L/∂α_k = ⟨∂L/∂S, P_k⟩
         remaining(t) = 1 + ⌈(C − 1) (1 − (t − t_i)/(t_f − t_i))³⌉
 
-    So training begins dense, the weights thin out, and from t_f on the one combination left is a fixed mask and its scores rest.
-    ``finish`` leaves W ⊙ P_k, before t_f with the largest remaining score. α is the Parameter ``nm_scores`` ``(groups, C)`` of each layer.
-
-    B, gradients and schedule are those of the authors' public code, except that t counts steps and not epochs, what was removed stays
-    removed, and of equal scores the first combination stays. Works with any optimizer, for any N:M of at most 256 combinations.
+    So training begins dense, and from t_f on the one combination left is a fixed mask. ``finish`` leaves W ⊙ P_k, before t_f with the
+    largest remaining score. α is the Parameter ``nm_scores`` ``(groups, C)`` of each layer. In the authors' code t counts epochs and what
+    was removed may return. Works with any optimizer, for any N:M of at most 256 combinations.
 
     Args:
         start, end: t_i and t_f, in steps or as shares of ``total_steps``. The README's ResNet run has 0 and 60 of 120 epochs; its
             DeiT code ends at 200 of 300 with the exponent 4.
         exponent: of the schedule.
-        forward: ``"union"`` as above; ``"top_n"``: B is 1 at the N largest S of each group, so N:M from the first step on, when S is
-            still the same everywhere and the first N are taken (not the authors': their S / S keeps all).
+        forward: ``"union"`` as above; ``"top_n"``, not the authors': B is 1 at the N largest S of each group, N:M from the first step on.
         gradient: ``"chain"`` ∂L/∂W = g ⊙ B; ``"ste"`` g itself. Under ``"union"`` a weight that is out never returns, so there the two
             differ only in what clipping and the moments of dead weights see.
 
@@ -137,9 +126,9 @@ class LBC(ScheduledRecipe):
 
     start: float | int = 0
     end: float | int = 0.5
-    exponent: float = 3.0
-    forward: str = "union"
-    gradient: str = "chain"
+    exponent: float = number(3.0, above=True)
+    forward: str = choice("union", "top_n")
+    gradient: str = choice("chain", "ste")
 
     about = About(
         paper="Zhang et al., NeurIPS 2022, arXiv 2206.06662",
@@ -147,13 +136,6 @@ class LBC(ScheduledRecipe):
         extra_state="C(M, N) scores per group, their moments, and a bit each",
         cost="dense steps first; C(M, N) scores per group",
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choice("LBC", "forward", self.forward, ("union", "top_n"))
-        check_choice("LBC", "gradient", self.gradient, ("chain", "ste"))
-        check_number("LBC", "exponent", self.exponent, above=True)
-        self.stages  # noqa: B018 checks the schedule
 
     def remaining(self, t: int) -> int:
         """How many combinations of each group remain after ``t`` applied steps."""
@@ -180,7 +162,6 @@ class LBC(ScheduledRecipe):
         return tuple(zip(begins, [*stages, fixed if last else Stage(phase=1, transform=transform, rule=rule)], strict=True))
 
     def values(self, state: State) -> dict[str, Tensor]:
-        """``combinations``, how many may remain in each group."""
         return {"combinations": torch.tensor(float(len(self.stages) - state.get("stage", 0)))}
 
     def final_transform(self) -> WeightTransform:

@@ -18,7 +18,8 @@ from ...pattern import Pattern, RecipeError, ShapeError
 from ...reference import uniforms24
 from ..base import About, Setup, Stage, State
 from ..registry import recipe
-from ..schedule import ScheduledRecipe, check_choice, check_number, check_seed
+from ..schedule import ScheduledRecipe
+from ..settings import choice, number, optional_seed
 
 EARLY = 0.05
 """Share of the run still to come above which it counts as stopped on the way."""
@@ -26,16 +27,12 @@ EARLY = 0.05
 
 @dataclass(frozen=True)
 class GumbelMask(CombinationMask):
-    """W̃ = W ⊙ M̃, M̃ = Σ_k ỹ_k P_k, ỹ = softmax((κ π + G) / τ) with G standard Gumbel noise (MaskLLM; Fang et al. 2024, arXiv 2409.17481).
+    """W̃ = W ⊙ M̃, M̃ as ``MaskLLM`` has it. Learned are the logits π, ``nm_logits`` ``(groups, C)``; W is not trained.
 
-    The logits π are ``nm_logits`` ``(groups, C)``, learned; τ and κ are the schedule's ``nm_tau`` and ``nm_kappa``. The noise is a
-    function of ``nm_draw``, two held words, alone: forward, backward and a resumed run see the same. W is not trained.
+    The noise G is a function of ``nm_draw``, two held words, alone: forward, backward and a resumed run see the same.
 
     Args:
-        pattern: the N:M pattern.
-        hard: multiply the combination of the largest ỹ instead of the mixture; the gradient is that of the mixture.
-        prior: α, how strongly the mask of the N largest magnitudes is preferred at the start, see ``preferring``.
-        spread: standard deviation of the initial logits.
+        hard, prior, spread: ``MaskLLM``'s ``hard``, ``prior_strength`` and ``init_std``.
     """
 
     hard: bool = False
@@ -54,7 +51,6 @@ class GumbelMask(CombinationMask):
         return replace(super()._traits(), is_nm=self.hard)
 
     def start(self, weight: Tensor) -> dict[str, Tensor]:
-        """``nm_logits``: normal numbers from torch's generator, with the prior of the mask by magnitude."""
         kept = torch.ops.nmkernels.nm_mask(weight, self.pattern.n, self.pattern.m)
         return {"nm_logits": self.preferring(kept, weight)}
 
@@ -68,11 +64,9 @@ class GumbelMask(CombinationMask):
         return logits + logits.std(correction=0) * (overlap - self.pattern.n / 2) * self.prior
 
     def renew(self, weight: Tensor, extras: Sequence[Tensor | None], generator: torch.Generator) -> dict[str, Tensor]:
-        """``nm_draw``, the words from which the next noise follows."""
         return {"nm_draw": torch.randint(-(2**63), 2**63 - 1, (2,), generator=generator, dtype=torch.int64)}
 
     def kept(self, weight: Tensor, *extras: Tensor) -> Tensor:
-        """The combination of the largest logit: what would be deployed now."""
         return self.best(wide(extras[0]), weight)
 
     def choices(self, *extras: Tensor) -> Tensor:
@@ -94,7 +88,7 @@ class GumbelMask(CombinationMask):
         return None, {"nm_logits": self._to_logits(self.choices(*extras), self.grouped(g) * self.grouped(weight), *extras)}
 
     def penalty(self, weight: Tensor, *extras: Tensor) -> dict[str, Tensor]:
-        """The gradient of −λ ‖W ⊙ M̃‖², λ the schedule's ``nm_penalty``: it keeps large weights, and with them gradients, alive."""
+        """The gradient of −λ ‖W ⊙ M̃‖², λ the schedule's ``nm_penalty``."""
         choices, w = self.choices(*extras), self.grouped(weight)
         return {"nm_logits": self._to_logits(choices, -2.0 * extras[4] * w * w * self.mixture(choices), *extras)}
 
@@ -113,11 +107,6 @@ def gumbel(draw: Tensor, like: Tensor) -> Tensor:
     """Standard Gumbel noise −log(−log u) of the shape and dtype of ``like``, a function of ``draw`` alone (int64 ``(2,)``).
 
     u = (k + ½) / 2²⁴, k the 24-bit numbers of Philox in row-major order; computed in fp64, where u never rounds to 1.
-
-    Example:
-        >>> draw = torch.tensor([1, 2])
-        >>> bool((gumbel(draw, torch.zeros(3, 4)) == gumbel(draw, torch.zeros(3, 4))).all())
-        True
     """
     u = (uniforms24(draw, like.numel()).double() + 0.5) / 2**24
     return -(-u.log()).log().to(like.dtype).reshape(like.shape)
@@ -149,17 +138,16 @@ class MaskLLM(ScheduledRecipe):
         τ: 4 → 0.05,  κ: 100 → 500       linear over ``total_steps``
 
     ``finish`` leaves W ⊙ P_k, k the largest logit. π is the Parameter ``nm_logits`` ``(groups, C)`` of each layer, in the model's state
-    dict until then; a dense checkpoint loads strictly and starts it anew. The paper does 2:4 (its code also 1:4); any N:M with at most
-    256 combinations works here.
+    dict until then; a dense checkpoint loads strictly and starts it anew. The paper does 2:4; any N:M with at most 256 combinations works.
 
-    All microbatches of a step, and all data-parallel ranks, see one sample of the noise (the authors' code draws one per forward pass);
-    the gradient of the λ term is added once per step, after unscaling and clipping. The paper's settings: AdamW (0.9, 0.95), ε 1e-5,
-    weight decay 0.1 (on the logits too), lr 5e-5 → 5e-6 with the multiplier below, 2000 steps of 256 sequences.
+    All microbatches of a step, and all data-parallel ranks, see one sample of the noise; the gradient of the λ term is added once per
+    step, after unscaling and clipping. The paper's settings: AdamW (0.9, 0.95), ε 1e-5, weight decay 0.1 (on the logits too), lr 5e-5 →
+    5e-6 with the multiplier below, 2000 steps of 256 sequences.
 
     Args:
         tau_start, tau_end: temperature of the softmax.
         kappa_start, kappa_end: scale of the logits.
-        decay: λ.
+        decay: λ; the term keeps large weights, and with them gradients, alive.
         decay_schedule: ``"constant"``, the paper's equation; ``"linear"`` falls to 0 over the run, as in the authors' code.
         prior_strength: α, by which the logits prefer the mask of the N largest magnitudes at the start, π_k += σ(π) (⟨M₀, P_k⟩ − N/2) α;
             0 for no prior. Another mask is given with ``set_prior_``.
@@ -179,18 +167,18 @@ class MaskLLM(ScheduledRecipe):
         {'tau': 3.01, 'kappa': 200.0}
     """
 
-    tau_start: float = 4.0
-    tau_end: float = 0.05
-    kappa_start: float = 100.0
-    kappa_end: float = 500.0
-    decay: float = 1e-5
-    decay_schedule: str = "constant"
-    prior_strength: float = 3.0
-    init_std: float = 0.01
+    tau_start: float = number(4.0, above=True)
+    tau_end: float = number(0.05, above=True)
+    kappa_start: float = number(100.0, above=True)
+    kappa_end: float = number(500.0, above=True)
+    decay: float = number(1e-5)
+    decay_schedule: str = choice("constant", "linear")
+    prior_strength: float = number(3.0)
+    init_std: float = number(0.01)
     hard: bool = False
-    others: str = "frozen"
-    lr_multiplier: float = 10.0
-    seed: int | None = None
+    others: str = choice("frozen", "trained")
+    lr_multiplier: float = number(10.0, above=True)
+    seed: int | None = optional_seed()
 
     about = About(
         paper="Fang et al., NeurIPS 2024, arXiv 2409.17481",
@@ -204,13 +192,6 @@ class MaskLLM(ScheduledRecipe):
         combination_count(Pattern(self.pattern))
         if self.total_steps is None:
             raise RecipeError("MaskLLM: total_steps is needed, the number of optimizer steps over which temperature and scale change.")
-        check_choice("MaskLLM", "decay_schedule", self.decay_schedule, ("constant", "linear"))
-        check_choice("MaskLLM", "others", self.others, ("frozen", "trained"))
-        for name in ("tau_start", "tau_end", "kappa_start", "kappa_end", "lr_multiplier"):
-            check_number("MaskLLM", name, getattr(self, name), above=True)
-        for name in ("decay", "prior_strength", "init_std"):
-            check_number("MaskLLM", name, getattr(self, name))
-        check_seed("MaskLLM", self.seed)
 
     @property
     def setup(self) -> Setup:
@@ -254,7 +235,6 @@ class MaskLLM(ScheduledRecipe):
         return ((0, Stage(phase=1, transform=self._transform(), rule=UpdateRule(masked=True), every=1)),)
 
     def values(self, state: State) -> dict[str, Tensor]:
-        """``tau``, ``kappa`` and ``penalty``: τ, κ and λ; ``sharpness``, the mean over groups of max_k ỹ_k, is the layers' own."""
         assert self.total_steps is not None
         t = state["t"] if "t" in state else torch.zeros((), dtype=torch.float64)
         done = (t / self.total_steps).clamp(max=1.0)

@@ -17,7 +17,8 @@ from ...optim import UpdateRule
 from ...pattern import Pattern, RecipeError
 from ..base import About, Stage, State
 from ..registry import recipe
-from ..schedule import ScheduledRecipe, check_choice, check_count, check_number, phases
+from ..schedule import ScheduledRecipe, phases
+from ..settings import choice, count, number
 
 EARLY = 0.05
 """The share of dense groups above which a run counts as stopped on the way."""
@@ -28,13 +29,9 @@ CURVE = 1.5
 
 @dataclass(frozen=True)
 class SoftQuery(WeightTransform):
-    """W̃ = M(W) ⊙ (1 + Q(W)) ⊙ W: the N largest magnitudes of each group, those that are large in their row too up to doubled (MaxQ).
-
-    With k = cols N/M, a the magnitudes of a row and a₍ₖ₎ the k-th largest of them: Q = σ((a − θ)/τ), θ = (a₍ₖ₎ + a₍ₖ₊₁₎)/2, where
-    a ≥ a₍ₖ₎, and 0 elsewhere.
+    """W̃ = M(W) ⊙ (1 + Q(W)) ⊙ W, Q as ``MaxQ`` has it.
 
     Args:
-        pattern: the N:M pattern, N < M; groups along the last dimension.
         tau: τ, on the scale of the weights.
         whole: add a second query of the same form over the whole weight instead of its rows.
         chain: the gradient is g ⊙ M ⊙ (1 + Q), by the chain rule with both taken as constants, instead of g.
@@ -72,7 +69,7 @@ class SoftQuery(WeightTransform):
 class PartlyDense(SoftQuery):
     """The same while a share D of the groups is dense yet: M is all ones in the ⌊D · groups⌋ of the smallest Σ|w|, ties by position.
 
-    D is ``nm_dense_groups``, a 0-d tensor that the schedule lowers from 1 to 0.
+    D is the schedule's ``nm_dense_groups``.
     """
 
     reads: ClassVar[Mapping[str, Kind]] = {"nm_dense_groups": "fed"}
@@ -98,24 +95,21 @@ class MaxQ(ScheduledRecipe):
     groups, those of the smallest Σ|w|, stay dense. Q enlarges weights that matter in their row (the filter query): with k = cols N/M
     and a₍ₖ₎ the k-th largest magnitude of the row, Q = σ((|w| − θ)/τ), θ = (a₍ₖ₎ + a₍ₖ₊₁₎)/2, for |w| ≥ a₍ₖ₎, else 0. Both are taken
     anew at every step. The gradient is g = ∂L/∂W̃ itself, plus SR-STE's λ (1 − M) ⊙ W. ``finish`` leaves M ⊙ (1 + Q) ⊙ W.
-
     With u from 0 to 1 between ``start`` and ``end``, after which D = 0::
 
         linear 1 − u     cubic (1 − u)³     cos cos(π u/2)     exp 1 − (1 − e^(−c u)) / (1 − e^(−c)), c = 1.5
 
-    The equations are those of the authors' code, where a linear layer is a 1×1 convolution, for which it leaves the kernel query out;
-    ``kernel=True`` asks it all the same, over the whole weight. Equal magnitudes at a₍ₖ₎ all count as large. Kept weights start 1 to 2
-    times as large as W: without normalisation layers the model's scale changes. τ and λ are on the scale of the weights and gradients
-    and do not carry over between tasks. Works with any optimizer.
+    The equations are those of the authors' code. Kept weights start 1 to 2 times as large as W: without normalisation layers the model's
+    scale changes. τ and λ do not carry over between tasks. Works with any optimizer.
 
     Args:
         schedule: of D: ``"linear"`` (the code's default), ``"cubic"``, ``"cos"`` or ``"exp"``.
         start: the step, or share of ``total_steps``, until which all groups are dense (and enlarged).
         end: that from which on all are N:M; a quarter in the authors' runs (30 of 120 epochs).
         levels: hold D over each of so many equal parts, as the authors do by renewing it at each epoch; None changes it at every step.
-        tau: τ.
+        tau: τ, on the scale of the weights.
         decay: λ, at least 0.
-        kernel: the second query.
+        kernel: a second query, over the whole weight, which the authors leave out for 1×1 convolutions.
         gradient: ``"ste"`` g, as in all of the authors' scripts; ``"chain"`` g ⊙ M ⊙ (1 + Q), the code's hard variant.
 
     Raises:
@@ -127,14 +121,14 @@ class MaxQ(ScheduledRecipe):
         [1.0, 1.0, 0.5, 0.0]
     """
 
-    schedule: str = "linear"
+    schedule: str = choice("linear", "cubic", "cos", "exp")
     start: float | int = 0
     end: float | int = 0.25
-    levels: int | None = None
-    tau: float = 1e-2
-    decay: float = 2e-4
+    levels: int | None = count(None, least=1, none="for a smooth decay")
+    tau: float = number(1e-2, above=True)
+    decay: float = number(2e-4)
     kernel: bool = False
-    gradient: str = "ste"
+    gradient: str = choice("ste", "chain")
 
     about = About(
         paper="Xiang et al., CVPR 2024, arXiv 2312.07061",
@@ -143,14 +137,8 @@ class MaxQ(ScheduledRecipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("MaxQ", "schedule", self.schedule, ("linear", "cubic", "cos", "exp"))
-        check_choice("MaxQ", "gradient", self.gradient, ("ste", "chain"))
-        check_number("MaxQ", "decay", self.decay)
-        check_number("MaxQ", "tau", self.tau, above=True)
-        check_count("MaxQ", "levels", self.levels, 1, none="for a smooth decay")
         if Pattern(self.pattern).n == Pattern(self.pattern).m:
             raise RecipeError(f"MaxQ: {self.pattern} prunes nothing, so a row has no threshold; use Dense.")
-        self.stages  # noqa: B018 checks the schedule
 
     @cached_property
     def stages(self) -> tuple[tuple[int, Stage], ...]:
@@ -181,7 +169,6 @@ class MaxQ(ScheduledRecipe):
         return torch.where(t < stop, d, 0.0)
 
     def values(self, state: State) -> dict[str, Tensor]:
-        """``dense_groups``, D."""
         return {"dense_groups": self.share(state["t"])} if state else {}
 
     def _transform(self, kind: type[SoftQuery]) -> SoftQuery:

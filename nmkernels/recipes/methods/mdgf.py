@@ -14,10 +14,11 @@ from torch import Tensor
 from ...autograd import HardMask, WeightTransform
 from ...autograd.transforms import Kind, Traits
 from ...optim import UpdateRule
-from ...pattern import Pattern, RecipeError
+from ...pattern import Pattern
 from ..base import About, Span, Stage, State, first
 from ..registry import recipe
-from ..schedule import ScheduledRecipe, check_choice, check_count, check_number, phases
+from ..schedule import ScheduledRecipe, phases
+from ..settings import choice, count, number, setting
 
 EARLY = 0.05
 """The flow above which a run counts as stopped on the way."""
@@ -25,12 +26,9 @@ EARLY = 0.05
 
 @dataclass(frozen=True)
 class DecayedMask(WeightTransform):
-    """W̃ = W ⊙ (M(W) + D (1 − M(W))): pruned weights fade by the flow D, which the schedule lowers from 1 to 0 (MdGf, arXiv 2402.04744).
-
-    D is ``nm_flow``, a 0-d tensor, so that neither a compiled nor a captured step freezes it.
+    """W̃ = W ⊙ (M(W) + D (1 − M(W))), D the schedule's ``nm_flow``; kept weights have their bits.
 
     Args:
-        pattern: the N:M pattern; groups along the last dimension.
         chain: the gradient is g ⊙ (M + D (1 − M)), by the chain rule with M taken as a constant, instead of g.
 
     Example:
@@ -46,7 +44,6 @@ class DecayedMask(WeightTransform):
         return replace(super()._traits(), is_nm=False)
 
     def __call__(self, weight: Tensor, *extras: Tensor, out: Tensor | None = None) -> Tensor:
-        """The faded weight; kept elements keep their bits."""
         (flow,), kept = extras, self.kept(weight)
         if out is None:
             return torch.where(kept, weight, weight * flow).contiguous()
@@ -68,21 +65,17 @@ class MdGf(ScheduledRecipe):
         linear       D(t) = max(0, 1 − c t),   c = 1 / T
         t > T        D = 0
 
-    Two gradient rules are in use: ``gradient="chain"`` ∂L/∂W = g ⊙ (M + D (1 − M)), as in Google's
-    AQT (Kao et al. 2022, arXiv 2209.07617, some of the same authors), under which pruned weights really stop learning; ``"ste"`` g itself,
-    as in the paper's public code. Chain is the default because the flow of the title decays only there. Works with any optimizer.
+    Works with any optimizer.
 
     Args:
         schedule: ``"exponential"`` (best over all in the paper) or ``"linear"``.
         start: the step, or share of ``total_steps``, after which the mask fades in. 0 in the public configurations.
-        end: that after which the mask is binary. The public configurations have 1.0, the end of the run; then ``finish`` cuts off what D
-            still lets through.
-        gradient: ``"chain"`` or ``"ste"``.
-        residual: D at the end of the exponential decay, from which c follows. The public code's constant c = 1e-4 to 8e-4 fits its runs
-            only.
-        coefficient: c itself, per step, instead.
-        levels: hold D constant over each of so many equal parts of the decay, as Kao et al. do at their mask updates (16 there, linear;
-            they also renew M only then).
+        end: that after which the mask is binary; 1.0, the end of the run, in the public configurations.
+        gradient: ``"chain"`` ∂L/∂W = g ⊙ (M + D (1 − M)), as in Google's AQT (Kao et al. 2022, arXiv 2209.07617), under which pruned
+            weights really stop learning; ``"ste"`` g itself, as in the paper's public code.
+        residual: D at the end of the exponential decay, from which c follows.
+        coefficient: c itself, per step, instead; 1e-4 to 8e-4 in the public code, for its runs.
+        levels: hold D constant over each of so many equal parts of the decay, as Kao et al. do at their mask updates (16, linear).
 
     Raises:
         RecipeError: ``total_steps`` is missing, a value is out of range, or no step is left for the decay.
@@ -93,30 +86,19 @@ class MdGf(ScheduledRecipe):
         [1.0, 1.0, 0.5, 0.0]
     """
 
-    schedule: str = "exponential"
+    schedule: str = choice("exponential", "linear")
     start: float | int = 0
     end: float | int = 0.75
-    gradient: str = "chain"
-    residual: float = 2.5e-3
-    coefficient: float | None = None
-    levels: int | None = None
+    gradient: str = choice("chain", "ste")
+    residual: float = setting(2.5e-3, lambda x: 0 < x < 1, "must lie between 0 and 1")
+    coefficient: float | None = number(None, above=True, none="for that of residual")
+    levels: int | None = count(None, least=1, none="for a smooth decay")
 
     about = About(
         paper="Bambhaniya et al., 2024, arXiv 2402.04744",
         extra_state="a step count",
         cost="dense until the mask is binary; a mask search at every step",
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choice("MdGf", "schedule", self.schedule, ("exponential", "linear"))
-        check_choice("MdGf", "gradient", self.gradient, ("chain", "ste"))
-        if isinstance(self.residual, bool) or not 0 < self.residual < 1:
-            raise RecipeError(f"MdGf: residual={self.residual} must lie between 0 and 1.")
-        if self.coefficient is not None:
-            check_number("MdGf", "coefficient", self.coefficient, above=True)
-        check_count("MdGf", "levels", self.levels, 1, none="for a smooth decay")
-        self.stages  # noqa: B018 checks the schedule
 
     @cached_property
     def stages(self) -> tuple[tuple[int, Stage], ...]:
@@ -145,7 +127,6 @@ class MdGf(ScheduledRecipe):
         return torch.where(t < stop, d, 0.0)
 
     def values(self, state: State) -> dict[str, Tensor]:
-        """``flow``, D."""
         return {"flow": self.flow(state["t"])} if state else {}
 
     def profile(self, steps: int) -> list[Span]:

@@ -1,7 +1,4 @@
-"""ProxSparse: the mask is learned by a regulariser that is zero for 2:4 groups alone; the weights are left as they were.
-
-The proximal operator of ProxSparse's regulariser, for every group of four weights.
-"""
+"""ProxSparse: the mask is learned by a regulariser that is zero for 2:4 groups alone; and that regulariser's proximal operator."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from ...optim import UpdateRule
 from ...pattern import Pattern, RecipeError
 from ..base import About, LayerPlan, Recipe, Stage, State
 from ..registry import recipe
-from ..schedule import check_choice, check_flag, check_number
+from ..settings import choice, flag, number
 
 PATH = 16
 """Steps along the path of the dense minimum from no regulariser to the whole one."""
@@ -35,16 +32,7 @@ NEAR_1 = 0.999
 
 @dataclass(frozen=True)
 class Anchored(WeightTransform):
-    """W̃ = W, with the gradient of λ ‖W / (W₀ + ε sgn W₀) ⊙ (W − W₀)‖² added once per step (ProxSparse's frozen weight regulariser).
-
-    W₀ is ``nm_initial``, the weight as it was at the start, frozen. sgn 0 = 1. The term is zero where W is W₀ or 0, so that it pulls
-    every weight to one of the two.
-
-    Args:
-        pattern: the N:M pattern; groups along the last dimension.
-        strength: λ.
-        epsilon: ε, on the scale of the weights; keeps small W₀ from being held as if they could not move.
-    """
+    """W̃ = W, with ``ProxSparse``'s weight regulariser, λ₂ = ``strength``, as its penalty; W₀ is ``nm_initial``, the weight at the start."""
 
     strength: float = 0.0
     epsilon: float = 0.1
@@ -55,7 +43,7 @@ class Anchored(WeightTransform):
         return {"nm_initial": weight.clone(memory_format=torch.contiguous_format)}
 
     def penalty(self, weight: Tensor, *extras: Tensor) -> dict[str, Tensor]:
-        """2 λ W (W − W₀) (2W − W₀) / (W₀ + ε sgn W₀)²."""
+        """2 λ W (W − W₀) (2W − W₀) / (W₀ + ε sgn W₀)², with sgn 0 = 1."""
         (initial,) = extras
         scale = initial + torch.where(initial < 0, -self.epsilon, self.epsilon).to(initial.dtype)
         return {WEIGHT: 2 * self.strength * weight * (weight - initial) * (2 * weight - initial) / scale.square()}
@@ -63,12 +51,7 @@ class Anchored(WeightTransform):
 
 @dataclass(frozen=True)
 class AnchoredMask(WeightTransform):
-    """W̃ = M(W) ⊙ W₀: the mask of the present weight over the weight as it was at the start, ``nm_initial``.
-
-    Example:
-        >>> AnchoredMask(Pattern("1:2"))(torch.tensor([[1.0, 2.0]]), torch.tensor([[4.0, -3.0]]))
-        tensor([[ 0., -3.]])
-    """
+    """W̃ = M(W) ⊙ W₀: the mask of the present weight over the weight as it was at the start, ``nm_initial``, bit for bit."""
 
     reads: ClassVar[Mapping[str, Kind]] = {"nm_initial": "frozen"}
 
@@ -76,7 +59,6 @@ class AnchoredMask(WeightTransform):
         return {"nm_initial": weight.clone(memory_format=torch.contiguous_format)}
 
     def __call__(self, weight: Tensor, *extras: Tensor, out: Tensor | None = None) -> Tensor:
-        """The initial weights that are kept, bit for bit, the others +0."""
         return masked(extras[0], self.kept(weight), out)
 
 
@@ -90,11 +72,10 @@ def prox(weight: Tensor, decay: float | Tensor) -> Tensor:
     * 2-sparse: (z₁, z₂, 0, 0), bit for bit, without regulariser.
     * 3-sparse: w_i = z_i − λ w_j w_k. For a given w₃ the other two are linear, and what is left is one equation whose derivative is
       concave: Newton's method from where that derivative is largest cannot pass the minimum.
-    * dense: w_i = z_i − λ e₂(the other three). The objective's Hessian, I + λ (e₁ of the other two)_ij, is linear in w, so that the w
-      at which it is positive form a convex set, in which the objective is convex: there is at most one such minimum. It is followed
-      from λ = 0, where it is z, in the two unknowns w₁ + w₂ and w₃ + w₄.
+    * dense: w_i = z_i − λ e₂(the other three). Where the objective's Hessian is positive, a convex set, there is at most one minimum. It
+      is followed from λ = 0, where it is z, in the two unknowns w₁ + w₂ and w₃ + w₄.
 
-    The alternating minimisation from w = 0 that the authors run ends elsewhere in some groups of nearly equal magnitudes.
+    The authors' alternating minimisation from w = 0 ends elsewhere in some groups of nearly equal magnitudes.
 
     Args:
         weight: ``(..., cols)`` with cols a multiple of 4; 16-bit ones are computed in fp32.
@@ -179,22 +160,19 @@ class ProxSparse(Recipe):
     """ProxSparse (Liu et al., "ProxSparse: regularized learning of semi-structured sparsity masks for pretrained LLMs", ICML 2025).
 
     Dense forward passes. After each optimizer step every group of four becomes argmin ½‖w − W‖² + λ₁ Σ |w_i w_j w_k| over its four
-    triples: zero for any two non-zeros, and never a change of sign or order (``nmkernels.recipes.prox``). With ``anchor``, the gradient
-    of λ₂ ‖W / (W₀ + ε sgn W₀) ⊙ (W − W₀)‖² is added to the loss's, after unscaling, accumulation and clipping, once per step; the
-    authors put the term into the loss, before the clipping. ``finish`` leaves M(W) ⊙ W₀: training learns the mask and nothing else,
-    for which a few hundred steps on a trained model are meant.
+    triples (``nm.recipes.prox``), which is zero for any two non-zeros and changes no sign and no order. ``finish`` leaves M(W) ⊙ W₀, W₀ the
+    initial weights: training learns the mask and nothing else, for which a few hundred steps on a trained model are meant.
 
     2:4 only: the operator is known for no other pattern. W₀ is taken by ``sparsify_`` and again by ``attach``, and is the buffer
-    ``nm_initial`` of each layer in the model's state dict until ``finish`` or ``remove``; a state dict without it, a dense checkpoint,
-    loads strictly and renews it. λ₁ acts relative to 1/|w|² of the weights and does not carry over between models: watch ``density``
-    fall from 1 towards 1/2. The equations are those of the authors' code; of the paper only the opening was read. Works with any
-    optimizer.
+    ``nm_initial`` of each layer in the model's state dict until ``finish`` or ``remove``; a dense checkpoint loads strictly and renews it.
+    The equations are those of the authors' code; of the paper only the opening was read. Works with any optimizer.
 
     Args:
-        decay: λ₁; 0.25 for Llama-2-7B, 0.85 for Llama-3.1-8B in the authors' scripts, with AdamW at lr 1e-4 and 5e-5.
-        scale_by_lr: λ₁ · lr instead of λ₁ in each step, as a proximal gradient method would have it; the authors' code has λ₁ whatever
-            the rate's warm-up and decay do, which is the default.
-        anchor: λ₂; 1.0 for Llama-3.1-8B, 0 for most.
+        decay: λ₁; 0.25 for Llama-2-7B, 0.85 for Llama-3.1-8B in the authors' scripts, with AdamW at lr 1e-4 and 5e-5. It acts relative to
+            1/|w|² and does not carry over between models: watch ``density`` fall from 1 towards 1/2.
+        scale_by_lr: λ₁ · lr instead of λ₁ in each step, as a proximal gradient method would have it; not the authors'.
+        anchor: λ₂; adds the gradient of λ₂ ‖W / (W₀ + ε sgn W₀) ⊙ (W − W₀)‖², which pulls each weight to W₀ or 0, once per step, after
+            unscaling and clipping (the authors: before it). 1.0 for Llama-3.1-8B, 0 for most.
         epsilon: ε; 0.1 there.
         final_values: ``"initial"`` leaves M(W) ⊙ W₀ in the end, as the authors do; ``"trained"`` M(W) ⊙ W.
 
@@ -202,17 +180,16 @@ class ProxSparse(Recipe):
         RecipeError: a pattern other than 2:4, or a value out of range.
 
     Example:
-        >>> import torch
         >>> recipe = ProxSparse(decay=1.0)
         >>> recipe.stage({}).after(torch.tensor([[3.0, -0.1, 2.0, 0.2]]), lr=1e-3)
         tensor([[3., 0., 2., 0.]])
     """
 
-    decay: float = 0.25
-    scale_by_lr: bool = False
-    anchor: float = 0.0
-    epsilon: float = 0.1
-    final_values: str = "initial"
+    decay: float = number(0.25)
+    scale_by_lr: bool = flag(False)
+    anchor: float = number(0.0)
+    epsilon: float = number(0.1)
+    final_values: str = choice("initial", "trained")
 
     about = About(
         paper="Liu et al., ICML 2025, arXiv 2502.00258",
@@ -225,15 +202,10 @@ class ProxSparse(Recipe):
         super().__post_init__()
         if Pattern(self.pattern) != Pattern("2:4"):
             raise RecipeError(f"ProxSparse: its regulariser and proximal operator are for 2:4, not {self.pattern}; use another recipe.")
-        check_choice("ProxSparse", "final_values", self.final_values, ("initial", "trained"))
-        check_flag("ProxSparse", "scale_by_lr", self.scale_by_lr)
-        for name in ("decay", "anchor", "epsilon"):
-            check_number("ProxSparse", name, getattr(self, name))
         if self.anchor and not self.epsilon:
             raise RecipeError("ProxSparse: epsilon=0 divides by initial weights that are zero; give a positive one.")
 
     def stage(self, state: State) -> Stage:
-        """Always phase 1: dense, its mask only watched for flips."""
         p = Pattern(self.pattern)
         transform = Anchored(p, self.anchor, self.epsilon) if self.anchor else WeightTransform(p)
         return Stage(phase=1, transform=transform, rule=UpdateRule(masked=True), after=self._proximal)

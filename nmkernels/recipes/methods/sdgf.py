@@ -12,9 +12,10 @@ from torch import Tensor
 from ...autograd import HardMask, WeightTransform
 from ...optim import UpdateRule
 from ...pattern import MAX_M, Pattern, RecipeError
-from ..base import About, LayerPlan, Stage, State, may_change
+from ..base import About, LayerPlan, Stage, State
 from ..registry import recipe
-from ..schedule import ScheduledRecipe, check_choice, packing, phases
+from ..schedule import PACKED, ScheduledRecipe, packing, phases
+from ..settings import choice
 
 FINER = (8, 4, 2, 1)
 """Factors of the geometric frames."""
@@ -32,9 +33,8 @@ class SdGf(ScheduledRecipe):
         geometric  8N : 8M,  4N : 4M,  2N : 2M,  N : M            the same share kept, in ever smaller groups
         densify    N : 8M,   N : 4M,   N : 2M,   N : M            from too sparse to N:M (in the public code only)
 
-    Halves that are not whole are rounded up. A layer too narrow for the groups of a frame, or a frame with M above 256, takes the next
-    one that fits. Kao et al.'s structure decay (2022, arXiv 2209.07617) is ``stepwise`` with ``start`` > 0 and ``gradient="chain"``. Works
-    with any optimizer.
+    Halves are rounded up. A layer too narrow for a frame, or a frame with M above 256, takes the next one that fits. Kao et al.'s structure
+    decay (2022, arXiv 2209.07617) is ``stepwise`` with ``start`` > 0 and ``gradient="chain"``. Works with any optimizer.
 
     Args:
         schedule: ``"stepwise"``, ``"geometric"`` or ``"densify"``.
@@ -53,11 +53,11 @@ class SdGf(ScheduledRecipe):
         [0, 0, 25, 50, 75]
     """
 
-    schedule: str = "stepwise"
+    schedule: str = choice("stepwise", "geometric", "densify")
     start: float | int = 0
     end: float | int = 1.0
-    gradient: str = "ste"
-    packed: bool | str = may_change(False)
+    gradient: str = choice("ste", "chain")
+    packed: bool | str = choice(*PACKED, resume="any")
 
     about = About(
         paper="Bambhaniya et al., 2024, arXiv 2402.04744",
@@ -68,9 +68,6 @@ class SdGf(ScheduledRecipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("SdGf", "schedule", self.schedule, ("stepwise", "geometric", "densify"))
-        check_choice("SdGf", "gradient", self.gradient, ("ste", "chain"))
-        packing("SdGf", self.packed, self.pattern)
         begins = [begin for begin, _ in self.stages[1:]]
         if len(set(begins)) < len(begins):
             raise RecipeError(f"SdGf: {len(begins)} frames do not fit between start and end; give more steps.")
@@ -91,7 +88,7 @@ class SdGf(ScheduledRecipe):
     def stages(self) -> tuple[tuple[int, Stage], ...]:
         """Phase 0 dense, then phase 1 with the mask of each frame."""
         start, end = phases("SdGf", self.total_steps, self.start, self.end)
-        frames, rule, plan = self.frames(), UpdateRule(masked=True), packing("SdGf", self.packed, self.pattern)
+        frames, rule, plan = self.frames(), UpdateRule(masked=True), packing(self.packed, self.pattern)
         stages: list[tuple[int, Stage]] = [(0, Stage(phase=0))]
         for i, p in enumerate(frames):
             said = "" if p is frames[-1] else f"is still at {p}"

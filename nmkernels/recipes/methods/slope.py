@@ -15,16 +15,15 @@ from ...autograd.transforms import Kind, masked, pruned_along_out
 from ...pattern import Pattern, RecipeError
 from ..base import About, LayerPlan, Setup, Stage, State, rank_for
 from ..registry import recipe
-from ..schedule import ScheduledRecipe, check_count, check_seed, resolve_step
+from ..schedule import ScheduledRecipe, resolve_step
+from ..settings import count, optional_seed, setting, whole
 
 
 @dataclass(frozen=True)
 class DoublePruned(WeightTransform):
-    """SLoPe (Mozaffari et al., ICLR 2025): W̃ = W, which a held row mask keeps N:M, forward; W^{R,C} in ∂L/∂x; a masked ∂L/∂W.
+    """W̃ = W, which ``SLoPe``'s held row mask R keeps N:M, forward; W ⊙ C in ∂L/∂x; R ⊙ ∂L/∂W.
 
-    The row mask ``nm_rows`` is that of the weight when the stage began and never changes. The column mask ``nm_columns``, the N largest
-    magnitudes of every M consecutive rows of a column, is chosen anew now and then. For a random row mask it takes
-    Σ_{j>N} C(M,j) s^j (1−s)^{M−j} (j−N)/M of all weights more, s = N/M: 12.5 % at 1:2, 9.4 % at 2:4, 5.8 % at 2:8.
+    For a random R, C takes Σ_{j>N} C(M,j) s^j (1−s)^{M−j} (j−N)/M of all weights more, s = N/M: 12.5 % at 1:2, 9.4 % at 2:4, 5.8 % at 2:8.
     """
 
     reads: ClassVar[Mapping[str, Kind]] = {"nm_rows": "held", "nm_columns": "held"}
@@ -51,7 +50,7 @@ class DoublePruned(WeightTransform):
 @recipe("slope")
 @dataclass(frozen=True)
 class SLoPe(ScheduledRecipe):
-    """SLoPe (Mozaffari et al., "SLoPe: double-pruned sparse plus lazy low-rank adapter pretraining of LLMs", ICLR 2025).
+    """SLoPe (Mozaffari et al., "SLoPe: double-pruned sparse plus lazy low-rank adapter pretraining of LLMs", ICLR 2025, arXiv 2405.16325).
 
     The row mask R, N:M by magnitude along the inputs, is that of the weight as the optimizer is attached, and never changes. C, N:M by
     magnitude along the outputs of W^R = R ⊙ W, is chosen anew every ``every`` applied steps::
@@ -60,22 +59,19 @@ class SLoPe(ScheduledRecipe):
 
     so weights, gradients (also before clipping) and Adam's moments are zero outside R. In the last steps, after ``start``, each layer also
     has an adapter of rank r that trains with the weight, y = x (W^R)ᵀ + x L R' / r, with L ~ N(0, 1) and R' = 0 at first; its part of
-    ∂L/∂x is exact. Works with any optimizer. M need not divide the number of outputs: the last group of a column is then short and keeps N.
+    ∂L/∂x is exact. Works with any optimizer. Where M does not divide the outputs, the last group of a column is short and keeps N.
 
     L ``(in, r)`` and R' ``(r, out)`` are the Parameters ``nm_left`` and ``nm_right`` of each layer from ``sparsify_`` on, so build the
-    optimizer after it; they have no gradient before their phase (DistributedDataParallel needs ``find_unused_parameters=True``) and
-    count Adam's steps from its beginning. A layer whose weight does not train has an adapter that does not.
-
+    optimizer after it; they have no gradient before their phase (DistributedDataParallel needs ``find_unused_parameters=True``).
     ``finish`` leaves N:M weights and the adapters: ``compress_`` and the compressed file keep both, ``save_dense`` and ``remove`` fold them
-    into one dense weight W + (L R')ᵀ / r. With ``rank=0`` there are no adapters and plain N:M weights are left.
+    into one dense weight W + (L R')ᵀ / r. With ``rank=0`` there are no adapters.
 
     Args:
         rank: of the adapters: a whole number, or as a share of the smaller side of each layer, at least 1; 0 for none. The paper tries
             0, 0.39 %, 1.56 % and 6.25 % of the width.
         start: the step, or share of ``total_steps``, after which the adapters train; at least the last step is theirs.
-        every: applied steps between two choices of C; 0 chooses once. The authors' accuracy code chooses it at every step (1).
-        max_aspect: leave layers dense whose longer side is more than so many times the shorter one; None takes all. The authors' code
-            has 5.
+        every: applied steps between two choices of C; 0 chooses once. The authors' accuracy code has 1.
+        max_aspect: leave layers dense whose longer side is more than so many times the shorter one, 5 in the authors' code; None: no.
         seed: of L; None takes torch's initial seed.
 
     Raises:
@@ -84,15 +80,17 @@ class SLoPe(ScheduledRecipe):
     Example:
         >>> [begin for begin, stage in SLoPe("2:4", total_steps=1000, rank=0.0625).stages]
         [0, 990]
-        >>> SLoPe("2:4", rank=0).final
-        'nm'
     """
 
-    rank: float | int = 0.0156
+    rank: float | int = setting(
+        0.0156,
+        lambda x: (whole(x) and x >= 0) or (isinstance(x, float) and 0 <= x < 1),
+        "must be a whole number, or a share of the width from 0.0 to below 1.0; 0 for no adapters",
+    )
     start: float | int = 0.99
-    every: int = 100
-    max_aspect: float | None = None
-    seed: int | None = None
+    every: int = count(100)
+    max_aspect: float | None = setting(None, lambda x: x is None or x >= 1, "must be at least 1, or None for no limit")
+    seed: int | None = optional_seed()
 
     about = About(
         paper="Mozaffari et al., ICLR 2025, arXiv 2405.16325",
@@ -103,17 +101,7 @@ class SLoPe(ScheduledRecipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        rank = self.rank
-        if isinstance(rank, bool) or not 0 <= rank < (1 if isinstance(rank, float) else float("inf")):
-            raise RecipeError(
-                f"SLoPe: rank={rank!r} must be a whole number, or a share of the width from 0.0 to below 1.0; 0 for no adapters."
-            )
-        check_count("SLoPe", "every", self.every)
-        check_seed("SLoPe", self.seed)
-        if self.max_aspect is not None and not self.max_aspect >= 1:
-            raise RecipeError(f"SLoPe: max_aspect={self.max_aspect!r} must be at least 1, or None for no limit.")
-        object.__setattr__(self, "final", "nm+adapter" if rank else "nm")
-        self.stages  # noqa: B018 checks the schedule
+        object.__setattr__(self, "final", "nm+adapter" if self.rank else "nm")
 
     @property
     def setup(self) -> Setup:
@@ -138,7 +126,6 @@ class SLoPe(ScheduledRecipe):
         return super().stage(state) if state else Stage(phase=2, transform=HardMask(Pattern(self.pattern)))
 
     def layer(self, pattern: Pattern, shape: tuple[int, int], transform: WeightTransform | None = None) -> LayerPlan:
-        """With its adapter; better dense where one side is more than ``max_aspect`` times the other."""
         aspect = max(shape) / max(1, min(shape))
         said = f"its longer side is {aspect:.1f} times its shorter one" if aspect > (self.max_aspect or aspect) else ""
         return replace(super().layer(pattern, shape, transform), keep_dense_reason=said, rank=rank_for(self.rank, shape))

@@ -16,15 +16,13 @@ from ...optim import UpdateRule
 from ...pattern import NMError, Pattern, PatternLike, RecipeError
 from ..base import About, Recipe, Setup, Stage, State
 from ..registry import recipe
-from ..schedule import check_seed, packing
+from ..schedule import PACKED, packing
+from ..settings import choice, optional_seed
 
 
 @dataclass(frozen=True)
 class SoftThreshold(WeightTransform):
-    """W̃ = β · S(W), continuous in W (S-STE; Hu et al. 2024, arXiv 2409.09099): S shrinks every group by its (N+1)-th largest magnitude.
-
-    β is ``nm_scale``, one number per tensor, ⟨W, S(W)⟩ / ‖S(W)‖² of the initial weight, then frozen. The gradient is passed
-    straight through, without β and without a mask.
+    """W̃ = β · S(W), as ``SSTE`` has it; β is ``nm_scale``, a number per tensor. The gradient is passed straight through.
 
     Example:
         >>> w = torch.tensor([[0.3, -1.0, 0.5, 2.0]])
@@ -38,11 +36,7 @@ class SoftThreshold(WeightTransform):
         return replace(super()._traits(), threshold=True)
 
     def start(self, weight: Tensor) -> dict[str, Tensor]:
-        """``nm_scale``, β of the weight as it is now.
-
-        Raises:
-            NMError: β is 0 (S(W) is zero everywhere) or not finite.
-        """
+        """β of the weight as it is now; raises ``NMError`` where that is 0 (S(W) is zero everywhere) or not finite."""
         scale = torch.ops.nmkernels.nm_soft_threshold_scale(weight, self.pattern.n, self.pattern.m)
         if not scale.is_meta and not 0 < float(scale) < float("inf"):
             raise NMError(
@@ -52,7 +46,6 @@ class SoftThreshold(WeightTransform):
         return {"nm_scale": scale}
 
     def __call__(self, weight: Tensor, *extras: Tensor, out: Tensor | None = None) -> Tensor:
-        """β S(W): at most N non-zeros in a group, the others +0."""
         raw, (scale,) = torch.ops.nmkernels, extras
         if out is None:
             return raw.nm_soft_threshold(weight, self.pattern.n, self.pattern.m) * scale
@@ -69,34 +62,45 @@ class SoftThreshold(WeightTransform):
         return pack(weight, self.pattern, "threshold", scale=scale, dtype=dtype, rows=rows, columns=columns, layout=layout)
 
 
+def estimating(
+    recipe: str, packed: bool | str, pattern: PatternLike, mvue: str | None, mvue_pattern: PatternLike, fp8: str | None = None
+) -> GemmPlan:
+    """The GEMMs with the weight by ``packed`` and the output gradient of wgrad by ``mvue``; ``RecipeError`` where that does not go."""
+    p = Pattern(mvue_pattern)
+    try:
+        if mvue is None:
+            plan = GemmPlan(fp8=fp8)
+        elif mvue == "magnitude":
+            plan = GemmPlan(wgrad="magnitude", n=p.n, m=p.m, fp8=fp8)
+        else:
+            plan = GemmPlan(wgrad="mvue", n=p.n, m=p.m, method=mvue, fp8=fp8)
+        return packing(packed, pattern, plan)
+    except NMError as error:
+        raise RecipeError(f"{recipe}: mvue={mvue!r}, mvue_pattern={p}, {fp8=}, {packed=} do not go: {error}") from error
+
+
 @recipe("sste")
 @dataclass(frozen=True)
 class SSTE(Recipe):
-    """S-STE (Hu, Zhu, Chen, "S-STE: continuous pruning function for efficient 2:4 sparse pre-training", NeurIPS 2024).
+    """S-STE (Hu, Zhu, Chen, "S-STE: continuous pruning function for efficient 2:4 sparse pre-training", NeurIPS 2024, arXiv 2409.09099).
 
     Forward with W̃ = β S(W), where S(w)_i = sign(w_i) max(|w_i| − t, 0) and t is the (N+1)-th largest magnitude of the group:
     continuous in W, so that a weight enters and leaves the kept ones at 0. β = ⟨W, S(W)⟩ / ‖S(W)‖² of the initial weight, one
     number per tensor, then frozen (renewed at every step it drifts upward). The gradient ∂L/∂W := ∂L/∂W̃ has neither β nor a mask.
-    Sparse from the first step to the last; there is no decay and no dense fine-tuning. ``finish`` leaves β S(W), what training multiplied.
+    There is no decay and no dense phase. ``finish`` leaves β S(W), what training multiplied. Works with any optimizer.
 
     β is taken by ``sparsify_`` and again by ``attach``, after the model's own initialisation. It is the buffer ``nm_scale`` of each layer
-    in the model's state dict until ``finish`` or ``remove``; a state dict without it, a dense checkpoint, loads strictly and renews it.
-
+    in the model's state dict until ``finish`` or ``remove``; a dense checkpoint loads strictly and renews it.
     2:4 is the paper's; for other N:M, t and β are our extension. The paper sparsifies the feed-forward linears only (``filter_fn``).
-    Uniform weight decay rescales S(W) and does not move the mask. Works with any optimizer; under Adam β acts as a learning rate would.
 
     Args:
         mvue: the output gradient g is replaced in ∂L/∂W = gᵀ x by its unbiased N:M estimate along tokens (Chmiel et al., ICLR 2023):
-            ``"exact"``, of least variance; ``"approx"``, the two-draw sampler that the authors ran (its error is 1.0 to 2 times as
-            large); None, the dense GEMM. The authors' code uses ``"approx"``; exact costs no more here and is at least as good.
-            ``"magnitude"`` takes the N largest instead, which is biased: for comparison only.
-        mvue_pattern: N:M of the estimate. 2:4 whatever the weights' pattern is, as hardware wants it and the papers tried it.
+            ``"exact"``, of least variance; ``"approx"``, the two-draw sampler of the authors' code (its error is 1.0 to 2 times as
+            large); None, the dense GEMM. ``"magnitude"`` takes the N largest, which is biased: for comparison only.
+        mvue_pattern: N:M of the estimate; 2:4 whatever the weights' pattern is, as hardware wants it.
         fp8: also round the operands of all three GEMMs to emulated FP8 with the current largest magnitude as scale, on any device:
             ``"paper"`` e4m3 forward, e5m2 for both operands in backward, as in the authors' code; ``"hybrid"`` e5m2 for gradients only.
-            ``finish`` leaves weights that are not rounded. None for no emulation.
-        packed: multiply the compressed weight: False never; True forward, and for ∂L/∂x where a kernel reads it (on CPUs); "auto" at every
-            call and in every GEMM where that was measured to be faster than the dense layout (``nm.tune``). It is packed once per
-            step, by one call of ``nm.ops.pack``. Results differ from the dense layout's by rounding.
+        packed: as for ``STE``.
         seed: of the estimates; None takes torch's initial seed. Every layer and data-parallel rank has a stream of its own, advanced
             on the device by each backward pass and saved with the optimizer.
 
@@ -112,8 +116,8 @@ class SSTE(Recipe):
     mvue: str | None = "exact"
     mvue_pattern: PatternLike = "2:4"
     fp8: str | None = None
-    packed: bool | str = False
-    seed: int | None = None
+    packed: bool | str = choice(*PACKED)
+    seed: int | None = optional_seed()
 
     about = About(
         paper="Hu, Zhu, Chen, NeurIPS 2024, arXiv 2409.09099",
@@ -125,24 +129,11 @@ class SSTE(Recipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "mvue_pattern", Pattern(self.mvue_pattern))
-        check_seed("SSTE", self.seed)
-        packing("SSTE", self.packed, self.pattern)
-        try:
-            self.plan()
-        except NMError as error:
-            options = f"mvue={self.mvue!r}, mvue_pattern={self.mvue_pattern}, fp8={self.fp8!r}, packed={self.packed!r}"
-            raise RecipeError(f"SSTE: {options} do not go: {error}") from error
+        self.plan()
 
     def plan(self) -> GemmPlan:
         """β S(W) in fprop and dgrad, by ``packed`` in dense layout or compressed, and the weight gradient by ``mvue``."""
-        p = Pattern(self.mvue_pattern)
-        if self.mvue is None:
-            plan = GemmPlan(fp8=self.fp8)
-        elif self.mvue == "magnitude":
-            plan = GemmPlan(wgrad="magnitude", n=p.n, m=p.m, fp8=self.fp8)
-        else:
-            plan = GemmPlan(wgrad="mvue", n=p.n, m=p.m, method=self.mvue, fp8=self.fp8)
-        return packing("SSTE", self.packed, self.pattern, plan)
+        return estimating("SSTE", self.packed, self.pattern, self.mvue, self.mvue_pattern, self.fp8)
 
     @property
     def setup(self) -> Setup:
@@ -152,5 +143,4 @@ class SSTE(Recipe):
         return SoftThreshold(Pattern(self.pattern))
 
     def stage(self, state: State) -> Stage:
-        """Always phase 1; the mask is only watched for its flips."""
         return Stage(phase=1, transform=self.final_transform(), rule=UpdateRule(masked=True), plan=self.plan())

@@ -9,16 +9,17 @@ from ...optim import UpdateRule
 from ...pattern import Pattern
 from ..base import About, Recipe, Stage, State
 from ..registry import recipe
-from ..schedule import check_number, packing
+from ..schedule import PACKED, packing
+from ..settings import choice, number
 
 
 @recipe("ste")
 @dataclass(frozen=True)
 class STE(Recipe):
-    """Straight-through estimator: forward with M(W) ⊙ W, the gradient g = ∂L/∂W̃ passed to all of W.
+    """Straight-through estimator, the baseline of Zhou et al., ICLR 2021 (eq. 3–4): the gradient of W̃ = M(W) ⊙ W is passed to all of W.
 
     M is the mask of the N largest magnitudes of each group, recomputed at every step. Works with any optimizer.
-    Source: the baseline of Zhou et al., "Learning N:M fine-grained structured sparse neural networks from scratch", ICLR 2021, eq. 3–4.
+    Source: "Learning N:M fine-grained structured sparse neural networks from scratch", arXiv 2102.04010.
 
     Args:
         packed: multiply the compressed weight: False never; True forward, and for ∂L/∂x where a kernel reads it (on CPUs); "auto" at every
@@ -33,33 +34,28 @@ class STE(Recipe):
         HardMask(pattern=Pattern("1:4"), chain=False)
     """
 
-    packed: bool | str = False
+    packed: bool | str = choice(*PACKED)
 
     about = About(
         paper="the baseline of Zhou et al., ICLR 2021, arXiv 2102.04010",
         cost="a mask at every step, found in the optimizer's own pass; fprop at N/M",
     )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        packing("STE", self.packed, self.pattern)
-
     def stage(self, state: State) -> Stage:
-        plan = packing("STE", self.packed, self.pattern)
+        plan = packing(self.packed, self.pattern)
         return Stage(phase=1, transform=HardMask(Pattern(self.pattern)), rule=UpdateRule(masked=True), plan=plan)
 
 
 @recipe("srste")
 @dataclass(frozen=True)
 class SRSTE(Recipe):
-    """Sparse-refined STE: STE plus a decay of the pruned weights, g ← g + λ (1 − M(W)) ⊙ W.
+    """Sparse-refined STE (Zhou et al., ICLR 2021, eq. 8): STE plus a decay of the pruned weights, g ← g + λ (1 − M(W)) ⊙ W.
 
     The term is added after unscaling, accumulation and clipping, once per optimizer step, and goes through the optimizer's moments.
     λ only matters where λ|w| is comparable with |g|: watch ``decay_ratio`` in ``handle.metrics()``. Works with any optimizer.
-    Source: Zhou et al., ICLR 2021, eq. 8; λ = 2e-4 there, for SGD on ImageNet.
 
     Args:
-        decay: λ, at least 0. With 0 it is STE.
+        decay: λ, at least 0; 2e-4 in the paper, for SGD on ImageNet. With 0 it is STE.
         packed: as for ``STE``.
 
     Raises:
@@ -70,16 +66,11 @@ class SRSTE(Recipe):
         0.0001
     """
 
-    decay: float = 2e-4
-    packed: bool | str = False
+    decay: float = number(2e-4)
+    packed: bool | str = choice(*PACKED)
 
     about = About("Zhou et al., ICLR 2021, arXiv 2102.04010", cost="as ste; the decay is part of the same pass")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_number("SRSTE", "decay", self.decay)
-        packing("SRSTE", self.packed, self.pattern)
-
     def stage(self, state: State) -> Stage:
-        rule, plan = UpdateRule(masked=True, decay=self.decay), packing("SRSTE", self.packed, self.pattern)
+        rule, plan = UpdateRule(masked=True, decay=self.decay), packing(self.packed, self.pattern)
         return Stage(phase=1, transform=HardMask(Pattern(self.pattern)), rule=rule, plan=plan)

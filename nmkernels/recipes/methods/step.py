@@ -1,16 +1,9 @@
-"""STEP: learn Adam's second moment densely, freeze it, then learn the mask.
-
-When STEP's second moment is good enough to be frozen: AutoSwitch and the policies it was compared with.
-
-Every policy keeps its memory in the recipe's state as tensors and decides on the device; the host only asks between
-T_min and T_max. A step that was skipped (``applied`` = 0) leaves the memory untouched.
-"""
+"""STEP: learn Adam's second moment densely, freeze it when AutoSwitch or another policy says so, then learn the mask."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,7 +15,8 @@ from ...pattern import RecipeError
 from ..base import About, Observed, Recipe, Setup, Span, Stage, State, first
 from ..compose import Composite, first_stage, of_length
 from ..registry import recipe, spec
-from ..schedule import check_choice, check_number, packing, resolve_step
+from ..schedule import PACKED, resolve_step
+from ..settings import choice, number, setting
 from .ste import SRSTE
 
 APPLIED, CHANGE, LOG_CHANGE, UNCHANGED = (STATS.index(name) for name in ("applied", "v_change", "v_log_change", "v_unchanged"))
@@ -30,80 +24,49 @@ LOG_FLOOR = -149 * math.log(2)
 """What the optimizer counts as log|Δv| where v did not change: the logarithm of the smallest fp32 number."""
 
 
-def window(beta2: float) -> int:
-    """T_w = 1/(1 − β₂), rounded: in floating point the quotient may fall just below the whole number.
+SWITCHES = ("arithmetic", "geometric", "relative_norm", "staleness", "fixed")
+THRESHOLDS = {"relative_norm": 0.5, "staleness": 0.96}
 
-    Example:
-        >>> window(0.999), window(0.95)
-        (1000, 20)
-    """
+
+def window(beta2: float) -> int:
+    """T_w = 1/(1 − β₂), rounded: in floating point the quotient may fall just below the whole number."""
     return max(1, round(1 / (1 - beta2)))
 
 
+def figure(switch: str, seen: Observed) -> Tensor:
+    """What a policy remembers of each step: Z_t of AutoSwitch, or the rivals' norm of v_t."""
+    if switch == "arithmetic":
+        return seen.stats[CHANGE] / seen.numel
+    if switch == "geometric":
+        # counted at the floor, one dead weight in ten would shrink Z by e^-10; it says nothing of how settled the others are
+        moved = seen.numel - seen.stats[UNCHANGED]
+        return torch.where(moved > 0, ((seen.stats[LOG_CHANGE] - seen.stats[UNCHANGED] * LOG_FLOOR) / moved.clamp(min=1)).exp(), 0.0)
+    if switch == "relative_norm":
+        return torch.stack([v.double().square().sum() for v in seen.second_moments]).sum().sqrt()
+    return torch.stack([v.double().abs().sum() for v in seen.second_moments]).sum()
+
+
 def observe(state: State, switch: str, seen: Observed) -> None:
-    """Take the statistics of one step into ``state``: t, the ring of past values, and the figure ``z_bar`` that is tested."""
+    """Take one step into ``state``, on the device: t, the ring of past figures and ``z_bar``, which is tested; a skipped one adds none."""
     applied = seen.stats[APPLIED]
     for key in ("t", "z_bar", "ring"):
-        if key in state and state[key].device != applied.device:
+        if key in state:
             state[key] = state[key].to(applied.device)
+    t = state["t"]
     if switch != "fixed":
-        _POLICIES[switch](state, seen, applied)
-    state["t"] = state["t"] + applied
-
-
-def _push(state: State, value: Tensor, applied: Tensor) -> Tensor:
-    """Write ``value`` at the ring's next place and return what stood there; the ring holds its last len(ring) values."""
-    ring: Tensor = state["ring"]
-    place = (state["t"] % ring.numel()).long().reshape(1)
-    old = ring[place]
-    # a copy, so that a state dict taken before this step keeps its own numbers
-    state["ring"] = ring.scatter(0, place, torch.where(applied > 0, value.reshape(1), old))
-    return old.reshape(())
-
-
-def _auto(mean: Callable[[Observed], Tensor]) -> Callable[[State, Observed, Tensor], None]:
-    def policy(state: State, seen: Observed, applied: Tensor) -> None:
-        _push(state, mean(seen), applied)
-        filled = torch.clamp(state["t"] + applied, max=state["ring"].numel()).clamp(min=1)
-        state["z_bar"] = torch.where(applied > 0, state["ring"].sum() / filled, state["z_bar"])
-
-    return policy
-
-
-def _geometric(seen: Observed) -> Tensor:
-    """exp of the mean of log|Δv| over the weights whose v changed.
-
-    A dead unit's weights never change v. Counted at the floor, where the logarithm is -103, one dead weight in ten would shrink Z by
-    e^-10 and fire the switch; they say nothing about how settled the others are.
-    """
-    moved = seen.numel - seen.stats[UNCHANGED]
-    return torch.where(moved > 0, ((seen.stats[LOG_CHANGE] - seen.stats[UNCHANGED] * LOG_FLOOR) / moved.clamp(min=1)).exp(), 0.0)
-
-
-def _relative_norm(state: State, seen: Observed, applied: Tensor) -> None:
-    norm = torch.stack([v.double().square().sum() for v in seen.second_moments]).sum().sqrt()
-    before = _push(state, norm, applied)
-    change = torch.where(before > 0, (norm - before).abs() / before, torch.inf)
-    state["z_bar"] = torch.where(applied > 0, change, state["z_bar"])
-
-
-def _staleness(state: State, seen: Observed, applied: Tensor) -> None:
-    norm = torch.stack([v.double().abs().sum() for v in seen.second_moments]).sum()
-    lagged = _push(state, norm, applied)
-    ready = (state["t"] >= state["ring"].numel()) & (lagged > 0)
-    state["z_bar"] = torch.where(applied > 0, torch.where(ready, norm / lagged, 0.0), state["z_bar"])
-
-
-_POLICIES: dict[str, Callable[[State, Observed, Tensor], None]] = {
-    "arithmetic": _auto(lambda seen: seen.stats[CHANGE] / seen.numel),
-    "geometric": _auto(_geometric),
-    "relative_norm": _relative_norm,
-    "staleness": _staleness,
-}
-SWITCHES = ("fixed", *_POLICIES)
-
-
-THRESHOLDS = {"relative_norm": 0.5, "staleness": 0.96}
+        now, ring = figure(switch, seen), state["ring"]
+        place = (t % ring.numel()).long().reshape(1)
+        old = ring[place].reshape(())
+        # a copy, so that a state dict taken before this step keeps its own numbers
+        state["ring"] = ring.scatter(0, place, torch.where(applied > 0, now, old).reshape(1))
+        if switch == "relative_norm":
+            z = torch.where(old > 0, (now - old).abs() / old, torch.inf)
+        elif switch == "staleness":
+            z = torch.where((t >= ring.numel()) & (old > 0), now / old, 0.0)
+        else:
+            z = state["ring"].sum() / (t + applied).clamp(min=1, max=ring.numel())
+        state["z_bar"] = torch.where(applied > 0, z, state["z_bar"])
+    state["t"] = t + applied
 
 
 @recipe("step")
@@ -118,25 +81,22 @@ class STEP(Composite):
     1/(1−β₂) steps, T₀ is the first t with (Z̄_t < ε and t > T_min) or t > T_max.
 
     Args:
-        switch: ``"arithmetic"`` (option I), ``"geometric"`` (option II: Z_t is exp of the mean of log|Δv|, floored at the smallest
-            fp32 number; weights whose v did not change at all are left out, or a few dead units would fire it), ``"fixed"`` (at
-            ``start``), or the paper's rivals ``"relative_norm"`` (|‖v_t‖−‖v_{t−1}‖|/‖v_{t−1}‖ < 0.5) and ``"staleness"``
-            (‖v_t‖₁/‖v_{t−1/(1−β₂)}‖₁ > 0.96).
+        switch: ``"arithmetic"`` (option I), ``"geometric"`` (option II: Z_t is exp of the mean of log|Δv| over the weights whose v
+            changed), ``"fixed"`` (at ``start``), or the paper's rivals ``"relative_norm"`` (|‖v_t‖−‖v_{t−1}‖|/‖v_{t−1}‖ < 0.5) and
+            ``"staleness"`` (‖v_t‖₁/‖v_{t−1/(1−β₂)}‖₁ > 0.96).
         t_min, t_max: bounds on T₀: whole steps, or shares of ``total_steps`` as floats; None for no bound.
         start: T₀ for ``switch="fixed"``, in steps or as a share.
         threshold: of the policy's test; by default the optimizer's own ε, or the rivals' figure above.
         bias_corrected: freeze v̂* = v*/(1−β₂^T₀) (no jump of the step size at the switch); False keeps v* raw.
         eps_mode: ``"outside"`` √v̂* + ε, or ``"inside"`` √(v̂* + ε).
-        clamp: bound on |m̂/D| in phase 1; None for none. Where phase 0 has driven gradients to zero, v* is tiny and the first masked
-            gradients take huge steps; it matters at high sparsity (``bench/results/step_clamp.csv``).
-        freeze: False goes on with Adam's own second moment in phase 1. Not STEP any more: it tells what the dense phase does from what
-            the frozen moment does (``bench/accuracy``).
+        clamp: bound on |m̂/D| in phase 1, None for none: where phase 0 has driven gradients to zero, v* is tiny and the first masked
+            gradients take huge steps.
+        freeze: False goes on with Adam's own second moment in phase 1, which is not STEP any more.
         decay: λ of SR-STE in phase 1; 0 for plain STE. The same as ``inner=SRSTE(pattern, decay=...)``.
         packed: how phase 1 multiplies, as for ``STE``; of an inner recipe it is that one's option.
         inner: the recipe of phase 1 in its place, ``MdGf("1:8", ...)`` or its text ``"mdgf(end=0.8)"``; the paper reports SR-STE,
-            decaying masks and layer-wise N. It begins at the switch: its own schedule counts from there over the T − T₀ steps that are
-            left of ``total_steps`` (shares in it are shares of those, a ``total_steps`` of its own is overruled), what it takes once
-            from the weights (S-STE's β, layer-wise patterns) it takes from those of the switch, and all its updates have v frozen.
+            decaying masks and layer-wise N. It begins at the switch: its own schedule counts from there over the steps that are left of
+            ``total_steps``, what it takes once from the weights is taken from those of the switch, and all its updates have v frozen.
 
     Raises:
         RecipeError: shares without ``total_steps``, t_min > t_max, a value out of range; an inner recipe with a dense phase of its own
@@ -149,17 +109,17 @@ class STEP(Composite):
         600
     """
 
-    switch: str = field(default="arithmetic", metadata={"resume": "until inner"})
+    switch: str = choice(*SWITCHES, resume="until inner")
     t_min: float | int | None = 0.1
     t_max: float | int | None = 0.5
     start: float | int = 0.25
-    threshold: float | None = None
+    threshold: float | None = setting(None, lambda x: x is None or x > 0, "must be positive, or None for the policy's own")
     bias_corrected: bool = True
-    eps_mode: str = "outside"
-    clamp: float | None = 2.0
+    eps_mode: str = choice("outside", "inside")
+    clamp: float | None = setting(2.0, lambda x: x is None or x > 0, "must be positive, or None for no clamp")
     freeze: bool = True
-    decay: float = 0.0
-    packed: bool | str = False
+    decay: float = number(0.0)
+    packed: bool | str = choice(*PACKED)
 
     about = About(
         paper="Lu et al., ICML 2023, arXiv 2302.01172",
@@ -169,14 +129,6 @@ class STEP(Composite):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("STEP", "switch", self.switch, SWITCHES)
-        check_choice("STEP", "eps_mode", self.eps_mode, ("outside", "inside"))
-        if self.clamp is not None and not self.clamp > 0:
-            raise RecipeError(f"STEP: clamp={self.clamp} must be positive, or None for no clamp.")
-        check_number("STEP", "decay", self.decay)
-        packing("STEP", self.packed, self.pattern)
-        if self.threshold is not None and not self.threshold > 0:
-            raise RecipeError(f"STEP: threshold={self.threshold} must be positive, or None for the policy's own.")
         low, high = self.bounds()
         if low is not None and high is not None and low > high:
             raise RecipeError(f"STEP: t_min ({low} steps) is later than t_max ({high} steps).")
@@ -239,22 +191,14 @@ class STEP(Composite):
         )
 
     def profile(self, steps: int) -> list[Span]:
-        """Dense until T_max, the latest T₀, or to the end where there is no bound; then what the inner recipe costs.
-
-        Where T₀ of a run is known, ``switched_at`` makes the recipe whose profile is that run's.
-        """
+        """Dense until T_max, the latest T₀, or to the end where there is no bound; then what the inner recipe costs."""
         _, high = self.bounds()
         # T₀ is the first t > T_max, unless it is given
         late = steps if high is None else high + (self.switch != "fixed")
         return first(steps, [Span(late), *self.sparse(late).profile(max(steps - late, 1))])
 
     def switched_at(self, step: int) -> STEP:
-        """The same recipe with T₀ = ``step``, for counting the FLOPs of a run after it.
-
-        Example:
-            >>> [span.steps for span in STEP("2:4", total_steps=100).switched_at(20).profile(100)]
-            [20, 80]
-        """
+        """The same recipe with T₀ = ``step``, for counting the FLOPs of a run after it."""
         return replace(self, switch="fixed", start=step)
 
     @property
@@ -275,7 +219,6 @@ class STEP(Composite):
         return state
 
     def stage(self, state: State) -> Stage:
-        """Phase 0 until the switch, then the stages of the inner recipe with the second moment frozen."""
         if not state.get("switch_step"):
             return Stage(phase=0, rule=UpdateRule(geometric=self.switch == "geometric"), later=first_stage(self.sparse(0)).transform)
         stage = super().stage(state)
@@ -291,7 +234,6 @@ class STEP(Composite):
         return replace(stage, rule=rule)
 
     def advance(self, state: State, observed: Observed) -> bool:
-        """Watch the second moment; True at the step after which it is frozen, and when the stage of the inner recipe changes."""
         if state["switch_step"]:
             state["t"] = state["t"] + observed.stats[APPLIED].to(state["t"].device)
             return super().advance(state, replace(observed, calls=observed.calls - state["switch_step"]))
@@ -321,10 +263,7 @@ class STEP(Composite):
         return bool((due if high is None else due | (t > high)).item())
 
     def values(self, state: State) -> dict[str, Tensor]:
-        """``z_bar``, what AutoSwitch tests; ``switch_step``, T₀ or 0; for option II ``v_unchanged``, how many |Δv| were zero.
-
-        After the switch also those of the inner recipe.
-        """
+        """``z_bar``, what AutoSwitch tests; ``switch_step``, T₀ or 0; for option II ``v_unchanged``, how many |Δv| were zero."""
         if not state:
             return {}
         own = {"z_bar": state["z_bar"], "switch_step": torch.tensor(state["switch_step"])}

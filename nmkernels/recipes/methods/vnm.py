@@ -15,9 +15,9 @@ from ...autograd import WeightTransform
 from ...autograd.transforms import Kind
 from ...optim import UpdateRule
 from ...pattern import Pattern, RecipeError
-from ..base import About, LayerPlan, Recipe, Stage, State, must_match
+from ..base import About, LayerPlan, Recipe, Stage, State
 from ..registry import recipe
-from ..schedule import check_choice, check_count, check_number
+from ..settings import choice, count, number
 
 WIDTH = 4
 """Columns that a block keeps of every group: what 2:4 tensor cores multiply."""
@@ -25,26 +25,14 @@ WIDTH = 4
 EXACT_M = 8
 """Up to here all C(M, 4) sets of columns are tried, 70 at M = 8."""
 
-OBJECTIVES = ("retained", "sums")
-
 
 @dataclass(frozen=True)
 class BlockColumns(WeightTransform):
-    """W̃ = C ⊙ M_C(W) ⊙ W: C keeps 4 columns of every group for V rows together, M_C the N largest magnitudes of those 4 in each row.
-
-    V:N:M of VENOM (Castro et al., SC 2023, arXiv 2310.02065). C, which the transform holds, is chosen by ``best_columns``; M_C
-    follows the weight. The result is N:M. The gradient is passed straight through.
+    """W̃ = M_C(W) ⊙ C ⊙ W as ``VNM`` has it, C the held ``nm_columns``, bool ``(out / V, in)``; the gradient is passed straight through.
 
     Args:
-        pattern: N:M, with N ≤ 4 ≤ M; groups along the last dimension.
         v: rows of a block; must divide those of the weight.
         objective: see ``best_columns``.
-
-    Example:
-        >>> w = torch.tensor([[5.0, 1.0, 0.0, 3.0, 4.0, 0.0], [1.0, 2.0, 6.0, 0.0, 3.0, 4.0]])
-        >>> BlockColumns(Pattern("2:6"), v=2)(w, best_columns(w, 2, 6, v=2))
-        tensor([[5., 0., 0., 0., 4., 0.],
-                [0., 0., 6., 0., 0., 4.]])
     """
 
     v: int = 64
@@ -53,7 +41,6 @@ class BlockColumns(WeightTransform):
     reads: ClassVar[Mapping[str, Kind]] = {"nm_columns": "held"}
 
     def renew(self, weight: Tensor, extras: Sequence[Tensor | None], generator: torch.Generator) -> dict[str, Tensor]:
-        """``nm_columns``, C with one row for each block: bool ``(out / V, in)``."""
         return {"nm_columns": best_columns(weight, self.pattern.n, self.pattern.m, self.v, self.objective)}
 
     def _inside(self, weight: Tensor, columns: Tensor) -> Tensor:
@@ -147,11 +134,8 @@ class VNM(Recipe):
 
         y = x (M_C(W) ⊙ C ⊙ W)ᵀ        ∂L/∂W := gᵀ x + λ (1 − M_C ⊙ C) ⊙ W
 
-    C is chosen anew every ``every`` applied steps to keep the largest Σ|w| after N:4, and held in between, also by a checkpoint: exactly,
-    over all C(M, 4) sets of columns, where M ≤ 8, and greedily above, one column after the other. M_C follows the weight at every step.
-    λ = 0 is plain straight-through. ``finish`` leaves M_C ⊙ C ⊙ W, which is N:M and is compressed as any other; no kernel here makes
-    use of V yet.
-    Works with any optimizer.
+    C is held, also by a checkpoint, and chosen anew every ``every`` applied steps; M_C follows the weight at every step. ``finish`` leaves
+    M_C ⊙ C ⊙ W, which is N:M and is compressed as any other; no kernel here makes use of V yet. Works with any optimizer.
 
     Where V does not divide a layer's outputs, the greatest common divisor of the two is its V, and ``handle.report`` says so; for
     an odd number of outputs that is 1, ordinary N:M.
@@ -160,8 +144,8 @@ class VNM(Recipe):
         v: V, rows of a block: 64 in most of both papers' results.
         decay: λ of SR-STE, at least 0.
         every: applied steps between two choices of C; 0 chooses once, at the beginning.
-        objective: ``"retained"``, as above; ``"sums"``: the 4 columns of largest Σ|w| before N:4, which keeps a little
-            less and is far cheaper.
+        objective: ``"retained"`` chooses C to keep the largest Σ|w| after N:4: over all C(M, 4) sets of columns up to M = 8, then greedily;
+            ``"sums"``: the 4 columns of largest Σ|w| before N:4, which keeps a little less and is far cheaper.
 
     Raises:
         RecipeError: a value is out of range, or not N ≤ 4 ≤ M.
@@ -171,10 +155,10 @@ class VNM(Recipe):
         BlockColumns(pattern=Pattern("2:8"), v=16, objective='retained')
     """
 
-    v: int = must_match(64)
-    decay: float = 2e-4
-    every: int = 10
-    objective: str = "retained"
+    v: int = count(64, least=1, resume="same")
+    decay: float = number(2e-4)
+    every: int = count(10)
+    objective: str = choice("retained", "sums")
 
     about = About(
         paper="Castro et al., SC 2023, arXiv 2310.02065; arXiv 2410.16135",
@@ -188,10 +172,6 @@ class VNM(Recipe):
         p = Pattern(self.pattern)
         if not p.n <= 4 <= p.m:
             raise RecipeError(f"VNM: {p} keeps N of 4 columns out of M, so N ≤ 4 ≤ M must hold; 2:8 is the usual choice.")
-        check_count("VNM", "v", self.v, 1)
-        check_number("VNM", "decay", self.decay)
-        check_count("VNM", "every", self.every)
-        check_choice("VNM", "objective", self.objective, OBJECTIVES)
 
     def stage(self, state: State) -> Stage:
         rule = UpdateRule(masked=True, decay=self.decay)
@@ -201,7 +181,6 @@ class VNM(Recipe):
         return BlockColumns(Pattern(self.pattern), self.v, self.objective)
 
     def layer(self, pattern: Pattern, shape: tuple[int, int], transform: WeightTransform | None = None) -> LayerPlan:
-        """With a V that divides the outputs."""
         plan, v = super().layer(pattern, shape, transform), math.gcd(shape[0], self.v)
         if isinstance(plan.transform, BlockColumns):
             plan = replace(plan, transform=replace(plan.transform, v=v))
