@@ -67,12 +67,10 @@ class Streams:
         if "seed" not in state:
             return
         streams = state.setdefault("streams", {})
-        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        rank = torch.distributed.get_rank() if distributed else 0
         for name, layer in self.layers.items():
             words = streams[name] if name in streams else torch.zeros(2, dtype=torch.int64)
             words = words.to(layer.weight.device)
-            words[0] = stream_key(state["seed"], name, rank)
+            words[0] = stream_key(state["seed"], name, _rank())
             streams[name] = layer.seed = words
 
     def check(self, state: State) -> None:
@@ -81,6 +79,10 @@ class Streams:
     def forget(self) -> None:
         for layer in self.layers.values():
             layer.__dict__["seed"] = None
+
+
+def _rank() -> int:
+    return torch.distributed.get_rank() if torch.distributed.is_available() and torch.distributed.is_initialized() else 0
 
 
 # ---- patterns
