@@ -1,12 +1,10 @@
-"""What every recipe is: frozen values found by name, at most sixteen members, text that makes it again, and what a resumed run may change.
+"""What every recipe is: frozen values found by name, text that makes it again, and what a resumed run may change.
 
 What every recipe does is in ``test_conformance``.
 """
 
 import dataclasses
 import importlib.util
-import pkgutil
-import sys
 
 import pytest
 import torch
@@ -16,12 +14,8 @@ from nmkernels.cli.recipes import FINAL, describe
 from nmkernels.recipes import SRSTE, STEP, Recipe, Stage, get, methods, names, registry
 from nmkernels.recipes.compose import ADAMW, DELEGATED, Composite, check_state
 from nmkernels.recipes.registry import parse, resolve, spec
-from python_tests.recipes.loop import mlp
-
-MEMBERS = {
-    *("pattern", "total_steps", "name", "about", "final", "__post_init__"),
-    *("setup", "optimizer", "first_state", "stage", "advance", "values", "layer", "final_transform", "profile", "not_ready_reason"),
-}
+from python_tests.recipes.loop import batches, mlp
+from python_tests.recipes.running import start, train
 
 
 def default(name):
@@ -34,15 +28,10 @@ ALL = pytest.mark.parametrize("recipe", [default(name) for name in names()], ids
 # ---- the class
 
 
-def test_a_recipe_has_sixteen_members():
-    own = {name for name in vars(Recipe) if not name.startswith("_")} | {f.name for f in dataclasses.fields(Recipe)} | {"__post_init__"}
-    assert own == MEMBERS and len(own) == 16
-
-
 def test_a_composite_passes_on_all_that_a_recipe_does():
     fields = {f.name for f in dataclasses.fields(Recipe)}
-    assert set(DELEGATED) == MEMBERS - fields - {"name", "about", "final", "__post_init__"}
-    assert all(getattr(Composite, name) is not getattr(Recipe, name) for name in DELEGATED)
+    does = {name for name in vars(Recipe) if not name.startswith("_")} - fields - {"name", "about", "final"}
+    assert set(DELEGATED) == does and all(getattr(Composite, name) is not getattr(Recipe, name) for name in DELEGATED)
 
 
 @ALL
@@ -73,11 +62,7 @@ def test_text_and_plain_values_make_the_recipe_again(recipe):
 @ALL
 def test_what_the_command_line_tells(recipe):
     about = describe(type(recipe))
-    for key in ("summary", "paper", "patterns", "extra_state", "cost"):
-        text = about[key]
-        assert text and text == text.strip() and "\n" not in text and not text.endswith("."), f"{key} of {about['name']}: {text!r}"
-        assert len(text) <= 140
-    assert any(c.isdigit() for c in about["paper"]) or about["name"] == "dense", "a paper has a year or a number"
+    assert all(about[key] and "\n" not in about[key] for key in ("summary", "paper", "patterns", "extra_state", "cost"))
     assert about["final"] in FINAL and "Example:" in about["doc"]
 
 
@@ -172,15 +157,13 @@ def test_not_a_recipe():
 
 # ---- a new one
 
-TOY = '''"""Toy: the mask of the smallest magnitudes, after dense steps."""
-
+TOY = """
 from dataclasses import dataclass
-from functools import cached_property
 
 from ...autograd import HardMask
 from ...optim import UpdateRule
 from ...pattern import Pattern
-from ..base import About, Stage
+from ..base import Stage
 from ..registry import recipe
 from ..schedule import ScheduledRecipe, resolve_step
 
@@ -188,23 +171,13 @@ from ..schedule import ScheduledRecipe, resolve_step
 @recipe("toy")
 @dataclass(frozen=True)
 class Toy(ScheduledRecipe):
-    """Dense to ``start``, then STE."""
-
     start: float | int = 0.5
 
-    about = About("none, 2026", cost="none")
-
-    @cached_property
+    @property
     def stages(self):
         start = resolve_step("Toy", "start", self.start, self.total_steps)
         return (0, Stage(phase=0)), (start, Stage(1, HardMask(Pattern(self.pattern)), UpdateRule(masked=True)))
-'''
-
-
-def test_every_file_of_the_folder_is_imported():
-    assert {module.name for module in pkgutil.iter_modules(methods.__path__)} == {
-        name.rpartition(".")[2] for name in sys.modules if name.startswith(f"{methods.__name__}.")
-    }
+"""
 
 
 def test_a_new_recipe_is_one_file(tmp_path, monkeypatch):
@@ -215,15 +188,9 @@ def test_a_new_recipe_is_one_file(tmp_path, monkeypatch):
     found.loader.exec_module(importlib.util.module_from_spec(found))
     recipe = get("toy:1:4", total_steps=4)
     assert nm.recipes.text(recipe) == "toy:1:4(total_steps=4)" and [s.fprop for s in recipe.profile(4)] == [1.0, 0.25]
-    model = mlp(torch.float32)
-    handle = nm.sparsify_(model, recipe)
-    optimizer = handle.attach(recipe.optimizer(model.parameters()))
     phases = []
-    for _ in range(4):
-        optimizer.zero_grad()
-        model(torch.randn(3, 16)).sum().backward()
-        optimizer.step()
-        phases.append(handle.run.stage.phase)
+    model, handle, optimizer = start(recipe, torch.float32)
+    train(model, optimizer, batches(4, torch.float32), lambda t: phases.append(handle.run.stage.phase))
     assert phases == [0, 1, 1, 1] and handle.metrics()["density"].item() == 0.25
     handle.finish()
     assert nm.ops.is_nm(model[0].weight.detach(), "1:4")

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import nmkernels as nm
-from nmkernels.pattern import CheckpointError
 from nmkernels.recipes.masks import HeldMask, HeldMasks
 from python_tests.recipes.loop import mlp, top_n
 
@@ -35,27 +34,6 @@ def test_masks_survive_packing(pattern):
     again.adopt(state)
     assert all(torch.equal(again.masks[name], chosen.masks[name]) for name in chosen.masks)
     assert all(torch.equal(again.layers[name].weight, chosen.layers[name].weight) for name in chosen.masks)
-
-
-def test_ensure_is_idempotent_and_forget_forgets():
-    fixed, state = HeldMasks(layers(), "magnitude"), {}
-    fixed.adopt(state)
-    masks = fixed.masks
-    fixed.adopt(state)
-    assert fixed.masks is masks
-    fixed.forget()
-    assert fixed.masks == {} and fixed.preview("0") is None
-
-
-def test_masks_of_other_layers_are_refused():
-    state = {}
-    HeldMasks(layers(), "magnitude").adopt(state)
-    other = HeldMasks(dict(list(layers().items())[:1]), "magnitude")
-    with pytest.raises(CheckpointError, match="only one of them has 2"):
-        other.adopt(state)
-    wider = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.GELU(), torch.nn.Linear(32, 32))
-    with pytest.raises(CheckpointError, match=r"'0' is of another shape than its weight \(32, 32\)"):
-        HeldMasks(nm.sparsify_(wider, nm.recipes.Dense()).layers, "magnitude").adopt(state)
 
 
 def test_collecting_sums_over_batches_and_leaves_no_hook():

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import nmkernels as nm
 from nmkernels.optim import MaskedAdamW
 from nmkernels.recipes import ASP, SRSTE, STEP
-from python_tests.recipes.loop import Adam, batches, distance, loss_of, mlp, snapshot
+from python_tests.recipes.loop import Adam, batches, distance, mlp, snapshot
 from python_tests.recipes.running import same, train
 
 KEYWORDS = Adam(lr=1e-2).keywords
@@ -22,50 +22,48 @@ RECIPES = {
 KINDS = [(name, kind) for name in RECIPES for kind in (MaskedAdamW, torch.optim.AdamW) if (name, kind) != ("step", torch.optim.AdamW)]
 
 
-class LikeAccelerate(torch.optim.Optimizer):
+class Wrapper:
+    """What both wrappers pass on by hand."""
+
+    def state_dict(self):
+        return self.inside().state_dict()
+
+    def load_state_dict(self, state_dict):
+        self.inside().load_state_dict(state_dict)
+
+    def zero_grad(self, set_to_none=True):
+        self.inside().zero_grad(set_to_none)
+
+    def step(self, closure=None):
+        return self.inside().step(closure)
+
+
+class LikeAccelerate(Wrapper, torch.optim.Optimizer):
     """Is an ``Optimizer`` whose own state was never made, as ``accelerate.optimizer.AcceleratedOptimizer`` is."""
 
     def __init__(self, optimizer):
         self.optimizer = optimizer
 
+    def inside(self):
+        return self.optimizer
+
     state = property(lambda self: self.optimizer.state)
     param_groups = property(lambda self: self.optimizer.param_groups)
     defaults = property(lambda self: self.optimizer.defaults)
 
-    def state_dict(self):
-        return self.optimizer.state_dict()
 
-    def load_state_dict(self, state_dict):
-        self.optimizer.load_state_dict(state_dict)
-
-    def zero_grad(self, set_to_none=True):
-        self.optimizer.zero_grad(set_to_none)
-
-    def step(self, closure=None):
-        self.optimizer.step(closure)
-
-
-class LikeLightning:
+class LikeLightning(Wrapper):
     """Takes the class of what it holds and passes on what it has not, as ``lightning.pytorch.core.optimizer.LightningOptimizer`` does."""
 
     def __init__(self, optimizer):
         self._optimizer = optimizer
         self.__class__ = type("Lightning" + type(optimizer).__name__, (LikeLightning, type(optimizer)), {})
 
+    def inside(self):
+        return self._optimizer
+
     def __getattr__(self, name):
         return getattr(self._optimizer, name)
-
-    def state_dict(self):
-        return self._optimizer.state_dict()
-
-    def load_state_dict(self, state_dict):
-        self._optimizer.load_state_dict(state_dict)
-
-    def zero_grad(self, set_to_none=True):
-        self._optimizer.zero_grad(set_to_none)
-
-    def step(self, closure=None):
-        return self._optimizer.step(closure)
 
 
 @contextmanager
@@ -77,7 +75,7 @@ def one_process(folder):
         dist.destroy_process_group()
 
 
-@pytest.fixture(params=["accelerate", "lightning", "both", "zero", "accelerate itself"])
+@pytest.fixture(params=["accelerate", "lightning", "both", "zero"])
 def wrapped(request, tmp_path):
     """``make(params, kind)``: an optimizer in its wrapper, and ``saved(it)``: its state dict."""
     if request.param == "zero":
@@ -92,15 +90,11 @@ def wrapped(request, tmp_path):
         with one_process(tmp_path):
             yield lambda params, kind: ZeroRedundancyOptimizer(params, optimizer_class=kind, **KEYWORDS), saved
         return
-    if request.param == "accelerate itself":
-        accelerator = pytest.importorskip("accelerate").Accelerator(cpu=True)
-        wrap = accelerator.prepare_optimizer
-    else:
-        wrap = {
-            "accelerate": LikeAccelerate,
-            "lightning": LikeLightning,
-            "both": lambda optimizer: LikeAccelerate(LikeLightning(optimizer)),
-        }[request.param]
+    wrap = {
+        "accelerate": LikeAccelerate,
+        "lightning": LikeLightning,
+        "both": lambda optimizer: LikeAccelerate(LikeLightning(optimizer)),
+    }[request.param]
     yield lambda params, kind: wrap(kind(params, **KEYWORDS)), lambda optimizer: optimizer.state_dict()
 
 
@@ -189,41 +183,3 @@ def test_zero_that_updates_inside_backward_is_refused(tmp_path):
         zero = optim.ZeroRedundancyOptimizer(model.parameters(), optimizer_class=optim._FunctionalAdamW, overlap_with_ddp=True)
         with pytest.raises(nm.RecipeError, match="overlap_with_ddp"):
             nm.sparsify_(model, RECIPES["srste"]).attach(zero)
-
-
-def test_lightning_itself(tmp_path):
-    """Manual optimization hands out wrapped optimizers; the automatic one steps the attached one with a closure."""
-    lightning = pytest.importorskip("lightning")
-    recipe, data = RECIPES["srste"], batches(8)
-
-    class Module(lightning.LightningModule):
-        def __init__(self, automatic):
-            super().__init__()
-            self.net, self.automatic_optimization = mlp(), automatic
-            self.handle = nm.sparsify_(self.net, recipe)
-
-        def on_train_start(self):
-            wrapper = self.optimizers()
-            assert self.handle.attach(wrapper) is wrapper
-
-        def training_step(self, batch, _):
-            loss = loss_of(self.net, batch)
-            if not self.automatic_optimization:
-                optimizer = self.optimizers()
-                optimizer.zero_grad()
-                self.manual_backward(loss)
-                optimizer.step()
-            return loss
-
-        def configure_optimizers(self):
-            return torch.optim.AdamW(self.net.parameters(), **KEYWORDS)
-
-    want, plain, other = start(recipe, lambda params: torch.optim.AdamW(params, **KEYWORDS))
-    train(want, other, data)
-    for automatic in (True, False):
-        module = Module(automatic)
-        quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-        trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", default_root_dir=tmp_path, **quiet)
-        trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=None))
-        assert distance(snapshot(module.net), snapshot(want)) == 0.0
-        assert module.handle.metrics()["decay_ratio"].item() == plain.metrics()["decay_ratio"].item() > 0
