@@ -1,18 +1,17 @@
-"""AST: its annealing, its optimizer, its mask and the distillation loss. The trajectories are the roster's."""
-
-import itertools
+"""AST: its annealing, its optimizer and the distillation loss. The trajectories are the roster's."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import nmkernels as nm
-from nmkernels.optim import AnnealedAdamW, MaskedAdamW
+from nmkernels.optim import MaskedAdamW
 from nmkernels.pattern import RecipeError, ShapeError
-from nmkernels.recipes import AST, distill_loss
-from python_tests.recipes.loop import Adam, batches, distance, loss_of, mlp, snapshot, top_n
+from nmkernels.recipes import AST, STEP, distill_loss
+from python_tests.each import each
+from python_tests.recipes.loop import Adam, batches, distance, loss_of, mlp, snapshot
 from python_tests.recipes.loop_ast import ast
-from python_tests.recipes.running import F64, start, step
+from python_tests.recipes.running import F64, start, train
 
 
 def test_annealing_is_linear_and_then_constant():
@@ -22,50 +21,19 @@ def test_annealing_is_linear_and_then_constant():
     assert AST(end=0, decay=0.8).rate(torch.zeros((), dtype=F64)).item() == 0.8
 
 
-def test_the_first_step_has_no_decay_and_the_figures_tell_it():
+def test_the_figures_tell_the_decay():
     model, handle, optimizer = start(AST("2:4", total_steps=16, decay=0.5))
     seen = []
-    for batch in batches(6):
-        step(model, optimizer, batch)
-        got = handle.metrics()
-        seen.append(round(got["decay"].item(), 6))
-        assert got["decay_ratio"] > 0
-    assert seen == [0.125, 0.25, 0.375, 0.5, 0.5, 0.5]
-    plain = AST("2:4", decay=0.0, end=0)
-    first, with_decay = (start(r) for r in (plain, AST("2:4", total_steps=16, decay=0.5)))
-    for model, _, optimizer in (first, with_decay):
-        step(model, optimizer, batches(1)[0])
-    assert distance(snapshot(first[0]), snapshot(with_decay[0])) == 0.0
+    train(model, optimizer, batches(6), lambda t: seen.append(handle.metrics()["decay"].item()))
+    assert seen == pytest.approx([0.125, 0.25, 0.375, 0.5, 0.5, 0.5]) and handle.metrics()["decay_ratio"] > 0
 
 
-def test_the_mask_is_renewed_every_so_many_steps():
-    model, handle, optimizer = start(AST("2:4", decay=0.0, end=0, every=3), lr=0.1)
-    masks = [handle.layers["0"].kept().clone()]
-    for batch in batches(7):
-        used = handle.layers["0"].effective_weight()
-        assert torch.equal(used, model[0].weight.detach() * masks[-1])
-        step(model, optimizer, batch)
-        masks.append(handle.layers["0"].kept().clone())
-    changed = [not torch.equal(a, b) for a, b in itertools.pairwise(masks)]
-    assert changed == [False, False, True, False, False, True, False]
-    assert not torch.equal(masks[-1], top_n(model[0].weight.detach(), 2, 4)), "the weights have moved on"
-
-
-def test_the_decay_does_not_enter_the_momentum():
-    model, _, optimizer = start(AST("2:4", decay=1e3, end=0))
-    step(model, optimizer, batches(1)[0])
-    state, beta1 = optimizer.state[model[0].weight], Adam().beta1
-    torch.testing.assert_close(state["exp_avg"], (1 - beta1) * model[0].weight.grad)
-    assert state["exp_avg_sq"].max() > 1.0, "but v sees it"
-
-
-def test_other_optimizers_are_refused_with_the_way_out():
-    for make in (torch.optim.AdamW, MaskedAdamW, torch.optim.SGD):
-        model = mlp()
-        handle = nm.sparsify_(model, AST("2:4", total_steps=10))
-        with pytest.raises(RecipeError, match=r"nm.optim.AnnealedAdamW\(model.parameters"):
-            handle.attach(make(model.parameters(), lr=1e-3))
-    assert isinstance(start(AST("2:4", total_steps=10))[2], AnnealedAdamW)
+@each("recipe, way", [(AST(total_steps=10), "AnnealedAdamW"), (STEP(total_steps=10), "MaskedAdamW")])
+def test_other_optimizers_are_refused_with_the_way_out(recipe, way):
+    for make in (torch.optim.AdamW, torch.optim.SGD, *([MaskedAdamW] if way != "MaskedAdamW" else [])):
+        with pytest.raises(RecipeError, match=rf"handle.attach\(nm.optim.{way}\(model.parameters\(\), lr=\.\.\.\)\)"):
+            nm.sparsify_(model := mlp(), recipe).attach(make(model.parameters(), lr=1e-3))
+    assert type(start(recipe)[2]).__name__ == way
 
 
 def test_maximize_decays_all_the_same():
@@ -99,19 +67,20 @@ def test_distill_loss_has_a_gradient_for_the_student_alone():
     student, teacher = logits(4, 5).requires_grad_(), logits(4, 5, seed=1).requires_grad_()
     distill_loss(student, teacher, torch.arange(4)).backward()
     assert teacher.grad is None and student.grad.abs().max() > 0
-    same = logits(4, 5).requires_grad_()
-    distill_loss(same, same.detach().clone(), torch.arange(4), weight=1.0).backward()
-    assert same.grad.abs().max() < 1e-15, "the teacher is the minimum"
 
 
 def test_default_weights_are_a_third_and_two_thirds():
-    student, labels = logits(4, 5), torch.arange(4)
-    got = distill_loss(student, student, labels)
-    torch.testing.assert_close(got, F.cross_entropy(student, labels) / 3)
+    """To equal logits the divergence is 0, its least, and leaves a third of the cross-entropy."""
+    student = logits(4, 5).requires_grad_()
+    got = distill_loss(student, student.detach().clone(), torch.arange(4))
+    (grad,) = torch.autograd.grad(got, student)
+    want = F.cross_entropy(student, torch.arange(4)) / 3
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(grad, torch.autograd.grad(want, student)[0])
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "complaint"),
+@each(
+    "change, error, complaint",
     [
         ({"temperature": 0.0}, RecipeError, "temperature"),
         ({"weight": 1.5}, RecipeError, "weight"),

@@ -8,9 +8,7 @@ from torch import nn
 
 import nmkernels as nm
 from nmkernels.pattern import ShapeError
-from nmkernels.recipes import FST, STEP, Dense
-from nmkernels.recipes.base import Span
-from nmkernels.recipes.compose import deployed
+from nmkernels.recipes import FST, STEP
 from nmkernels.recipes.methods.fst import TransposableMask
 from python_tests.each import each
 from python_tests.nn.test_effective_packed import Calls
@@ -93,12 +91,6 @@ def test_outputs_that_m_does_not_divide_are_skipped_and_reported():
         handle.remove()
     with pytest.raises(ShapeError, match=r"layer '0'.*out_features=18"):
         nm.sparsify_(model, FST(end=None), filter_fn=lambda module, name: name == "0")
-
-
-def test_profile():
-    assert FST("2:4", 60).profile(60) == [Span(50, 0.5, 0.5, 0.5), Span(10)]
-    assert FST("1:4", end=None, mvue=None).profile(7) == [Span(7, 0.25, 0.25, 1.0)]
-    assert deployed(FST("2:4", 60)) == deployed(Dense())
 
 
 def test_inside_step():

@@ -9,6 +9,7 @@ import nmkernels as nm
 from nmkernels.pattern import Pattern
 from nmkernels.recipes import MaxQ
 from nmkernels.recipes.methods.maxq import PartlyDense, SoftQuery
+from python_tests.each import each
 from python_tests.recipes.loop import batches
 from python_tests.recipes.running import F64, start, step
 
@@ -39,9 +40,11 @@ def test_query_of_the_whole_weight_counts_once_more():
     assert got.tolist() == [[0.0, 4.0], [0.0, 120.0]], "large in its row: ×2; the 2 smallest of all 4 are not large in the whole"
 
 
-def test_equal_magnitudes_at_the_threshold_count_alike():
+def test_equal_magnitudes_at_the_threshold_count_alike_and_without_pruning_nothing_grows():
     factor = SoftQuery(Pattern("1:2"), tau=1.0).factor(torch.tensor([[1.0, -1.0, 1.0, 0.5]]))
     assert factor.tolist() == [[1.5, 1.5, 1.5, 1.0]]
+    w = torch.randn(4, 8)
+    assert torch.equal(SoftQuery(Pattern("4:4"))(w), w)
 
 
 def test_the_least_groups_stay_dense():
@@ -57,11 +60,6 @@ def test_the_least_groups_stay_dense():
 def test_groups_that_tie_stay_dense_in_order():
     kept = PartlyDense(Pattern("1:2"), tau=1.0).kept(torch.ones(2, 4), torch.tensor(0.5, dtype=F64))
     assert kept.int().tolist() == [[1, 1, 1, 1], [1, 0, 1, 0]]
-
-
-def test_a_layer_that_prunes_nothing_is_not_enlarged():
-    w = torch.randn(4, 8)
-    assert torch.equal(SoftQuery(Pattern("4:4"))(w), w)
 
 
 def test_gradient_rules():
@@ -81,17 +79,18 @@ def test_16_bit_weights_are_ranked_and_enlarged_in_fp32():
 # ---- the schedules
 
 
-def test_curves():
-    u = [0.0, 0.25, 0.5, 0.75]
-    shared = {"total_steps": 8, "start": 2, "end": 6}
-    want = {
-        "linear": [1 - x for x in u],
-        "cubic": [(1 - x) ** 3 for x in u],
-        "cos": [math.cos(math.pi * x / 2) for x in u],
-        "exp": [1 - (1 - math.exp(-1.5 * x)) / (1 - math.exp(-1.5)) for x in u],
-    }
-    for schedule, values in want.items():
-        assert curve(MaxQ("2:4", schedule=schedule, **shared)) == pytest.approx([1.0, 1.0, *values, 0.0, 0.0, 0.0], abs=1e-12)
+@each(
+    "schedule, share",
+    [
+        ("linear", lambda x: 1 - x),
+        ("cubic", lambda x: (1 - x) ** 3),
+        ("cos", lambda x: math.cos(math.pi * x / 2)),
+        ("exp", lambda x: 1 - (1 - math.exp(-1.5 * x)) / (1 - math.exp(-1.5))),
+    ],
+)
+def test_curves(schedule, share):
+    want = [1.0, 1.0, *(share(x) for x in (0.0, 0.25, 0.5, 0.75)), 0.0, 0.0, 0.0]
+    assert curve(MaxQ("2:4", 8, schedule=schedule, start=2, end=6)) == pytest.approx(want, abs=1e-12)
 
 
 def test_levels_hold_the_share():

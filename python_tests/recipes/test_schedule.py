@@ -5,7 +5,7 @@ import math
 import pytest
 
 import nmkernels as nm
-from nmkernels.recipes import ASP, SRSTE, SSTE, STE, STEP, Dense, MdGf, SdGf, Span
+from nmkernels.recipes import ASP, FST, SRSTE, SSTE, STE, STEP, BiMask, Dense, MdGf, SdGf, SLoPe, Span
 from nmkernels.recipes.base import first
 from nmkernels.recipes.compose import deployed
 from nmkernels.recipes.schedule import resolve_step
@@ -74,5 +74,15 @@ def test_sdgf_counts_each_frame_by_its_own_pattern():
     assert shares(SdGf("1:8", 100), 200)[-1] == (125, 1 / 8, 1, 1)
 
 
+def test_recipes_that_save_in_the_gradient_of_the_input():
+    assert shares(BiMask("2:8")) == [(100, 0.25, 0.25, 1)]
+    assert shares(FST("2:4", 60), 60) == [(50, 0.5, 0.5, 0.5), (10, 1, 1, 1)]
+    assert shares(FST("1:4", end=None, mvue=None)) == [(100, 0.25, 0.25, 1)]
+    plain, lazy = SLoPe("2:8", 100, rank=0.1, start=90).profile(100)
+    assert plain == Span(90, 0.25, 0.25, 1.0) and lazy == Span(10, 0.25, 0.25, 1.0, rank=0.1)
+
+
 def test_what_is_deployed():
+    assert deployed(BiMask("2:8")).fprop == 0.25 and deployed(SLoPe("2:8", 100, rank=0.1)).rank == 0.1
+    assert deployed(FST("2:4", 60)) == deployed(Dense())
     assert deployed(Dense("2:4")).fprop == 1 and deployed(SRSTE("1:16")).fprop == 1 / 16

@@ -12,7 +12,6 @@ from nmkernels.nn import adapter_of, folded
 from nmkernels.optim import MaskedAdamW
 from nmkernels.pattern import RecipeError
 from nmkernels.recipes import SLoPe
-from nmkernels.recipes.compose import deployed
 from python_tests.recipes.loop import batches, loss_of, mlp
 from python_tests.recipes.running import F32, run, start, step
 
@@ -153,12 +152,6 @@ def test_when_the_adapters_begin():
     assert SLoPe("2:4", 1000).stages[1][0] == 990 and SLoPe("2:4", 30).stages[1][0] == 29, "at least one step"
     assert SLoPe("2:4", 30, start=0).stages[1][0] == 0 and len(SLoPe("2:4", rank=0).stages) == 1
     assert SLoPe("2:4", rank=0).final == "nm" and SLoPe("2:4", 10).final == "nm+adapter"
-
-
-def test_its_cost():
-    plain, lazy = SLoPe("2:8", 100, rank=0.1, start=90).profile(100)
-    assert (plain.steps, plain.fprop, plain.dgrad, plain.wgrad, plain.rank) == (90, 0.25, 0.25, 1.0, 0)
-    assert (lazy.steps, lazy.rank) == (10, 0.1) and deployed(SLoPe("2:8", 100, rank=0.1)).rank == 0.1
 
 
 def test_wide_layers_may_be_left_out():

@@ -5,25 +5,24 @@ import torch
 
 import nmkernels as nm
 from nmkernels.optim import MaskedAdamW
-from python_tests.recipes.loop import SPARSE, Adam, batches, distance, loss_of, mlp, snapshot, top_n, train, train_with
+from nmkernels.recipes import SRSTE, STE
+from python_tests.recipes.loop import Adam, batches, distance, loss_of, mlp, snapshot, top_n, train, train_with
+from python_tests.recipes.running import figures, start, step
+from python_tests.recipes.running import train as train_steps
 
-STEPS = 30
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
+DATA = batches(30)
 
 
-def run(recipe, make_optimizers, dtype, steps=STEPS):
-    model, data = mlp(dtype), batches(steps, dtype)
-    handle = nm.sparsify_(model, recipe)
+def stepped(recipe, make_optimizers, data=DATA):
+    model = mlp()
     optimizers = make_optimizers(dict(model.named_parameters()))
-    handle.attach(*optimizers)
+    nm.sparsify_(model, recipe).attach(*optimizers)
     for batch in data:
-        loss = loss_of(model, batch)
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        loss.backward()
+        model.zero_grad()
+        loss_of(model, batch).backward()
         for optimizer in optimizers:
             optimizer.step()
-    return snapshot(model), handle
+    return snapshot(model)
 
 
 OPTIMIZERS = {
@@ -39,36 +38,37 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("decay", [0.0, 1e-2])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_any_optimizer_equals_independent_loop(name, dtype, decay):
-    recipe = nm.recipes.SRSTE("2:4", decay=decay)
-    got, _ = run(recipe, OPTIMIZERS[name], dtype)
+def test_any_optimizer_equals_independent_loop(name, decay):
     sign = -1.0 if name == "adamw_maximize" else 1.0  # the optimizer negates what it is given
-    want = train_with(OPTIMIZERS[name], snapshot(mlp(dtype)), batches(STEPS, dtype), 2, 4, sign * decay)
-    assert distance(got, want) < TOLERANCE[dtype]
+    want = train_with(OPTIMIZERS[name], snapshot(mlp()), DATA, 2, 4, sign * decay)
+    assert distance(stepped(SRSTE("2:4", decay=decay), OPTIMIZERS[name]), want) < 1e-10
+
+
+def test_dense_is_ordinary_training():
+    """The same code path, and the same numbers as no package at all."""
+    model = mlp()
+    train_steps(model, torch.optim.AdamW(model.parameters(), **Adam().keywords), DATA)
+    assert distance(stepped("dense", OPTIMIZERS["adamw"]), snapshot(model)) == 0.0
 
 
 def test_maximize_shrinks_pruned_weights_in_both_kinds_of_optimizer():
-    recipe, keywords = nm.recipes.SRSTE("2:4", decay=0.1), {"maximize": True, **Adam(lr=1e-3).keywords}
-    ours, _ = run(recipe, lambda p: [MaskedAdamW(p.values(), **keywords)], torch.float64)
-    plain, _ = run(recipe, lambda p: [torch.optim.AdamW(p.values(), **keywords)], torch.float64)
+    ours, plain = (
+        stepped(SRSTE("2:4", decay=0.1), lambda p, make=make: [make(p.values(), maximize=True, **Adam(lr=1e-3).keywords)])
+        for make in (MaskedAdamW, torch.optim.AdamW)
+    )
     assert distance(ours, plain) < 1e-10
 
 
 @pytest.mark.parametrize("make", [MaskedAdamW, torch.optim.AdamW])
 def test_metrics_equal_hand_computation(make):
-    model, data, decay = mlp(), batches(12), 1e-2
-    handle = nm.sparsify_(model, nm.recipes.SRSTE("2:4", decay=decay))
-    optimizer = handle.attach(make(model.parameters(), **Adam().keywords))
-    _, log, _ = train(snapshot(model), data, 2, 4, decay)
-    total = sum(dict(model.named_parameters())[k].numel() for k in SPARSE)
-    for batch, row in zip(data, log, strict=True):
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        optimizer.step()
-        got = {k: v.item() for k, v in handle.metrics().items()}
-        assert got["flip_rate"] == row["flips"] / total
+    decay = 1e-2
+    model, handle, optimizer = start(SRSTE("2:4", decay=decay), make=make)
+    _, log, _ = train(snapshot(model), DATA[:12], 2, 4, decay)
+    for batch, row in zip(DATA, log, strict=False):
+        step(model, optimizer, batch)
+        got = figures(handle)
+        assert got["flip_rate"] == row["flips"] / 1536
         assert got["density"] == 0.5 and got["phase"] == 1
         assert got["decay_ratio"] == pytest.approx(float(decay * row["pruned_w"] / row["pruned_g"]), rel=1e-9)
         if make is MaskedAdamW:
@@ -81,8 +81,7 @@ def test_a_swap_counts_as_two_flips():
     torch.nn.init.zeros_(model[0].weight)
     with torch.no_grad():
         model[0].weight[0, :4] = torch.tensor([4.0, 3.0, 2.9, 1.0])
-    handle = nm.sparsify_(model, nm.recipes.STE("2:4"))
-    optimizer = handle.attach(torch.optim.SGD(model.parameters(), lr=1.0))
+    _, handle, optimizer = start(STE("2:4"), model=model, make=torch.optim.AdamW, lr=1.0)
     model[0].weight.grad = torch.zeros(16, 16)
     model[0].weight.grad[0, 2] = -0.5  # element 2 overtakes element 1
     optimizer.step()
@@ -90,17 +89,13 @@ def test_a_swap_counts_as_two_flips():
 
 
 def test_gradients_of_autograd_carry_no_decay():
-    model, (x, y) = mlp(), batches(1)[0]
-    nm.sparsify_(model, nm.recipes.SRSTE("2:4", decay=0.5))
-    loss_of(model, (x, y)).backward()
-    with_decay = model[0].weight.grad.clone()
-    model.zero_grad()
-    dense = mlp()
+    model, dense = start(SRSTE("2:4", decay=0.5))[0], mlp()
     with torch.no_grad():
         for i in (0, 2):
             dense[i].weight.mul_(top_n(dense[i].weight, 2, 4))
-    loss_of(dense, (x, y)).backward()
-    assert torch.allclose(with_decay, dense[0].weight.grad, rtol=1e-12, atol=1e-14)
+    for net in (model, dense):
+        loss_of(net, DATA[0]).backward()
+    assert torch.allclose(model[0].weight.grad, dense[0].weight.grad, rtol=1e-12, atol=1e-14)
 
 
 def test_mask_from_master_weight():
