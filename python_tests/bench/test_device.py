@@ -7,25 +7,18 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from bench import device, runner, targets, targets_cuda
-from bench.device import QueueMeter, rotated
-from bench.registry import Provider, Spec
+from bench.device import rotated
+from bench.registry import Spec
 from nmkernels import reference
 from python_tests.bench.pretend import gpu
 from python_tests.bench.samples import broken
-
-
-def test_the_hosts_time_is_per_unit(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[int] = []
-    monkeypatch.setattr(device.time, "perf_counter", lambda: 50e-6 * len(calls))
-    meter = QueueMeter(Provider("a", lambda: calls.append(0), host=True, count=10), None)
-    assert [meter.warm(), meter.turn()] == pytest.approx([5e-6, 5e-6])
-    assert len(calls) == 3 * device.HOST_CALLS / 10  # three turns of a tenth of the calls
 
 
 def test_copies_take_turns() -> None:
@@ -68,13 +61,7 @@ def test_cases_of_a_gpu_are_built_and_timed(spec: Spec, monkeypatch: pytest.Monk
 
 
 def test_a_gpu_is_judged_by_its_own_targets() -> None:
-    row: dict[str, Any] = {
-        "op": "nm_compress",
-        "provider": "nmkernels cuda",
-        "pattern": "2:4",
-        "dtype": "bfloat16",
-        "shape": "8192x16384",
-    }
+    row = {"op": "nm_compress", "provider": "nmkernels cuda", "pattern": "2:4", "dtype": "bfloat16", "shape": "8192x16384"}
     found = targets.verdicts([{**row, "metric": "share of copy", "p50": "0.9"}], "cuda", {})
     assert [v.target.key for v in found if v.measured] == ["cuda-compress"] and found[0].state == "met"
 
@@ -83,50 +70,41 @@ def test_a_lost_device_ends_the_run_and_names_the_next_case(monkeypatch: pytest.
     def measure(spec: Spec, device: str, seconds: float) -> list[Any]:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    specs = [Spec("nm_mask", rows=16, cols=32), Spec("nm_prune", rows=16, cols=32)]
+    specs, said = [Spec("nm_mask", rows=16, cols=32), Spec("nm_prune", rows=16, cols=32)], []
     monkeypatch.setattr(runner, "measure", measure)
-    monkeypatch.setattr(runner, "lost", lambda device: "an illegal memory access")
-    said: list[str] = []
-    outcome = runner.run(specs, "cpu", tmp_path / "a.csv", 0.0, complain=said.append)
-    assert outcome.next == 1 and len(outcome.wrong) == 1 and "cannot use cpu any more" in said[-1]
-    monkeypatch.setattr(runner, "lost", lambda device: "")
-    assert runner.run(specs, "cpu", tmp_path / "a.csv", 0.0).next is None
+    for why, after, wrong in (("an illegal memory access", 1, 1), ("", None, 2)):
+        monkeypatch.setattr(runner, "lost", lambda device, why=why: why)
+        outcome = runner.run(specs, "cpu", tmp_path / "a.csv", 0.0, complain=said.append)
+        assert (outcome.next, len(outcome.wrong)) == (after, wrong) and ("cannot use cpu any more" in said[-1]) == bool(why)
 
 
-def test_a_capture_that_fails_costs_no_other_provider(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_a_capture_or_a_backend_that_fails_costs_no_other_provider(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     def other(w: torch.Tensor, n: int, m: int, out: Any = None) -> torch.Tensor:
         result = reference.mask(w, n, m)
         return result if out is None else out.copy_(result)
 
-    class Graph:
-        def replay(self) -> None:
-            pass
+    def breaks(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("no kernel image")
 
     @contextmanager
-    def captured(device: str) -> Iterator[Graph]:
+    def captured(device: str) -> Iterator[Any]:
         if os.environ.get("NMKERNELS_BACKEND") == "broken":
             raise RuntimeError("operation not permitted when stream is capturing")
-        yield Graph()
+        yield SimpleNamespace(replay=lambda: None)
 
-    spec = Spec("host(nm_mask)", "2:4", "bfloat16", 64, 64)
-    with broken("nm_mask", other, priority=1), gpu(monkeypatch):
-        monkeypatch.setattr("bench.cases.host.captured", captured)
-        outcome = runner.run([spec], "cuda", tmp_path / "a.csv", 0.0)
-    assert [why for _, why in outcome.wrong] == [
-        "timed without nmkernels broken, graph: RuntimeError: operation not permitted when stream is capturing"
-    ]
+    def run(does: Any, priority: int) -> runner.Outcome:
+        with broken("nm_mask", does, priority), gpu(monkeypatch):
+            monkeypatch.setattr("bench.cases.host.captured", captured)
+            return runner.run([Spec("host(nm_mask)", "2:4", "bfloat16", 64, 64)], "cuda", tmp_path / "a.csv", 0.0)
+
+    outcome = run(other, 1)
+    why = "timed without nmkernels broken, graph: RuntimeError: operation not permitted when stream is capturing"
+    assert [said for _, said in outcome.wrong] == [why]
     mine = next(r.provider for r in outcome.rows if r.provider.startswith("nmkernels") and "broken" not in r.provider).split(",")[0]
     found = {r.provider for r in outcome.rows if r.metric == "us"}
     assert found == {mine, f"{mine}, graph", "nmkernels broken", "torch no-op", "torch graph"}
     assert {r.provider for r in outcome.rows if r.metric == "us beyond torch's kernels"} == {f"{mine}, graph"}
-
-
-def test_a_backend_that_fails_costs_the_others_no_host_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    def breaks(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError("no kernel image")
-
-    with broken("nm_mask", breaks, priority=99), gpu(monkeypatch):
-        outcome = runner.run([Spec("host(nm_mask)", "2:4", "bfloat16", 64, 64)], "cuda", tmp_path / "a.csv", 0.0)
+    outcome = run(breaks, 99)
     assert "timed without nmkernels broken: RuntimeError: no kernel image" in outcome.wrong[0][1]
     assert "nmkernels cpu" in {r.provider for r in outcome.rows}
 
@@ -134,17 +112,14 @@ def test_a_backend_that_fails_costs_the_others_no_host_time(monkeypatch: pytest.
 def test_a_failed_capture_leaves_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = ["before"]
 
-    class Capture:
-        def __enter__(self) -> None:
-            stream[0] = "of the capture"
+    @contextmanager
+    def graph(graph: Any) -> Iterator[None]:
+        stream[0] = "of the capture"
+        yield
+        raise RuntimeError("operation failed due to a previous error during capture")
 
-        def __exit__(self, *error: object) -> None:
-            raise RuntimeError("operation failed due to a previous error during capture")
-
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
-    monkeypatch.setattr(torch.cuda, "graph", lambda graph: Capture())
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream[0])
+    for name, does in (("CUDAGraph", object), ("graph", graph), ("synchronize", id), ("current_stream", lambda device: stream[0])):
+        monkeypatch.setattr(torch.cuda, name, does)
     monkeypatch.setattr(torch.cuda, "set_stream", lambda new: stream.__setitem__(0, new))
     with pytest.raises(RuntimeError, match="during capture"), device.captured("cuda"):
         pass

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,68 +16,71 @@ from bench import cases, gpu, targets
 from bench.gpu import Visit
 from bench.jobs import Ended, Job, Pool
 from bench.outcomes import Outcome
-from nmkernels import capability as _capability
+from python_tests.each import each
 from python_tests.house.tree import ROOT
-
-Said = list[str]
 
 
 def ended(name: str, left: bool = False, **whats: str) -> Ended:
     """A job of which the items named passed, failed, ..."""
-    return Ended(
-        Job(name, ()), {item: Outcome(item, what, "" if what == "passed" else f"why {item}") for item, what in whats.items()}, left
-    )
+    found = {item: Outcome(item, what, "" if what == "passed" else f"why {item}") for item, what in whats.items()}
+    return Ended(Job(name, ()), found, left)
+
+
+FINE, LEFT, FAILED = ended("fine", a="passed"), ended("left", left=True), ended("file.py", a="passed", b="failed")
+MANY_LEFT = [ended(f"f{i}", left=True) for i in range(6)]
+ALL = ["build", "tests", "benchmarks", "curves", "report", "sanitizer"]
+"""Rows come before what takes longest."""
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, Said, Said]]:
-    """``main`` with steps that do nothing, or what ``run(tests=...)`` says; its status, its output, and the steps that ran."""
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """``main`` with steps that come to what ``run(tests=...)`` says, or raise it; its status, its summary, and the steps that ran."""
 
-    def call(*words: str, **does: Callable[[Visit, Pool], None]) -> tuple[int, Said, Said]:
-        ran: Said = []
+    def call(*words: str, **does: Any) -> tuple[int, list[str], list[str]]:
+        ran: list[str] = []
 
-        def step(name: str) -> Callable[[Visit, Pool], None]:
-            def run(visit: Visit, pool: Pool) -> None:
-                ran.append(name)
-                does.get(name, lambda visit, pool: pool.ended.append(ended(name, a="passed")))(visit, pool)
+        def step(name: str, visit: Visit, pool: Pool) -> None:
+            ran.append(name)
+            given = does.get(name, FINE)
+            if isinstance(given, BaseException):
+                raise given
+            if isinstance(given, str):
+                pool.note = given
+            else:
+                pool.ended += given if isinstance(given, list) else [given]
 
-            return run
-
-        monkeypatch.setattr(gpu, "STEPS", {name: step(name) for name in gpu.STEPS})
+        monkeypatch.setattr(gpu, "STEPS", {name: partial(step, name) for name in gpu.STEPS})
         monkeypatch.setattr(gpu, "fingerprint", lambda device: "the same")
         status = gpu.main(["--out", str(tmp_path), *words], lambda: "")
-        return status, capsys.readouterr().out.splitlines(), ran
+        lines = capsys.readouterr().out.splitlines()
+        return status, lines[lines.index("== summary") :], ran
 
     return call
 
 
-def adds(*results: Ended, note: str = "") -> Callable[[Visit, Pool], None]:
-    def step(visit: Visit, pool: Pool) -> None:
-        pool.ended += results
-        pool.note = note
+AGAIN = "the same command goes on with what is left$"
+CASES: dict[str, tuple[dict[str, Any], int, list[str], str]] = {
+    "passed": ({}, 0, ALL, "  build +0 s  ok +1 passed\n.*  all passed$"),
+    "failed": (
+        {"tests": FAILED},
+        1,
+        ALL,
+        "  tests +0 s  FAILED +1 passed; 1 failed\n.*what failed\n  tests: file.py, 1 failed\n    b: why b\n",
+    ),
+    "raised": ({"curves": ValueError("bad luck")}, 1, ALL, "  curves +0 s  FAILED .*    curves: ValueError: bad luck\n.*  FAILED$"),
+    "left": ({"tests": MANY_LEFT}, 3, ALL, f"left: f0, f1, f2, f3 and 2 more\n.*nothing failed so far; {AGAIN}"),
+    "left and failed": ({"tests": LEFT, "curves": FAILED}, 1, ALL, f"  FAILED; {AGAIN}"),
+    "half a build": ({"build": LEFT}, 3, ["build"], AGAIN),
+    "interrupted": ({"tests": KeyboardInterrupt()}, 130, ["build", "tests"], f"  interrupted; {AGAIN}"),
+    "a note": ({"sanitizer": gpu.NO_SANITIZER}, 0, ALL, "  sanitizer +0 s  skipped +compute-sanitizer is not installed"),
+}
 
-    return step
 
-
-def test_all_steps_pass_in_order(run) -> None:
-    status, lines, ran = run()
-    assert status == 0 and lines[-1].strip() == "all passed"
-    # rows come before what takes longest
-    assert ran == ["build", "tests", "benchmarks", "curves", "report", "sanitizer"]
-    assert re.match(r"  build +0 s  ok +1 passed$", lines[lines.index("== summary") + 1])
-
-
-def test_steps_that_fail_or_raise_do_not_hide_the_rest(run) -> None:
-    def raises(visit: Visit, pool: Pool) -> None:
-        raise RuntimeError("out of luck")
-
-    status, lines, ran = run(tests=adds(ended("file.py", **{"a": "passed", "b": "failed"})), benchmarks=raises)
-    assert status == 1 and len(ran) == len(gpu.STEPS)
-    summary = lines[lines.index("== summary") :]
-    assert [line.split()[0] for line in summary if "FAILED  " in line] == ["tests", "benchmarks"]
-    failed = summary[summary.index("-- what failed") :]
-    assert failed[1:3] == ["  tests: file.py, 1 failed", "    b: why b"] and failed[-1].strip() == "FAILED"
-    assert "    benchmarks: RuntimeError: out of luck" in failed
+@pytest.mark.parametrize("case", CASES)
+def test_what_steps_come_to(run, case: str) -> None:
+    does, status, ran, said = CASES[case]
+    got, lines, steps = run(**does)
+    assert (got, steps) == (status, ran) and re.search(said, "\n".join(lines), re.S)
 
 
 def test_steps_are_chosen_by_name(run, capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,88 +88,44 @@ def test_steps_are_chosen_by_name(run, capsys: pytest.CaptureFixture[str]) -> No
     with pytest.raises(SystemExit) as stopped:
         gpu.main(["test"])
     assert stopped.value.code == 2
-    assert "no step is called test; there are build, tests, benchmarks, curves, report, sanitizer" in capsys.readouterr().err
-
-
-def test_what_is_left_is_said(run) -> None:
-    names = [f"file{i}.py" for i in range(6)]
-    status, lines, ran = run(tests=adds(*(ended(name, left=True) for name in names)))
-    assert status == 3 and len(ran) == len(gpu.STEPS)
-    assert next(line for line in lines if "left:" in line).endswith("left: file0.py, file1.py, file2.py, file3.py and 2 more")
-    assert lines[-1].strip() == "nothing failed so far; the same command goes on with what is left"
-    # a failure counts more
-    status, lines, _ = run(tests=adds(ended("a", left=True)), curves=adds(ended("b", x="failed")))
-    assert status == 1 and lines[-1].strip() == "FAILED; the same command goes on with what is left"
-
-
-def test_nothing_runs_on_half_a_build(run) -> None:
-    status, _, ran = run(build=adds(ended("compile", left=True)))
-    assert status == 3 and ran == ["build"]
-
-
-def test_an_interrupt_ends_it_with_a_summary(run) -> None:
-    def stops(visit: Visit, pool: Pool) -> None:
-        pool.ended.append(ended("a", x="passed"))
-        raise KeyboardInterrupt
-
-    status, lines, ran = run(tests=stops)
-    assert status == 130 and ran == ["build", "tests"]
-    assert lines[-1].strip() == "interrupted; the same command goes on with what is left"
-
-
-def test_notes_are_told(run) -> None:
-    status, lines, _ = run(sanitizer=adds(note=gpu.NO_SANITIZER))
-    assert status == 0 and any(re.match(r"  sanitizer +0 s  skipped +compute-sanitizer is not installed", line) for line in lines)
+    assert f"no step is called test; there are {', '.join(ALL)}" in capsys.readouterr().err
 
 
 def test_the_summary_fits_a_terminal(run, tmp_path: Path) -> None:
-    many = [ended(f"python_tests/test_{i}.py", **{f"t{j}_{'x' * 300}": "failed" for j in range(60)}) for i in range(40)]
-    status, lines, _ = run(tests=adds(*many))
-    text = "\n".join(lines[lines.index("== summary") :])
-    assert status == 1 and len(text) < 12_000 and max(map(len, lines)) <= 400
+    many = [ended(f"test_{i}.py", **{f"t{j}_{'x' * 300}": "failed" for j in range(60)}) for i in range(40)]
+    text = "\n".join(run(tests=many)[1])
+    assert len(text) < 12_000 and max(map(len, text.splitlines())) <= 400
     # each file is named, whatever else is left out
-    assert all(f"tests: python_tests/test_{i}.py, 60 failed" in text for i in range(40)) and "    and 54 more" in text
-    full = (tmp_path / "failed.txt").read_text()
-    assert full.count("why t") == 40 * 60
+    assert all(f"tests: test_{i}.py, 60 failed" in text for i in range(40)) and "    and 54 more" in text
+    assert (tmp_path / "failed.txt").read_text().count("why t") == 40 * 60
 
 
-def test_without_gpu_nothing_runs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "STEPS", {})
+def test_without_gpu_nothing_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu.main([], lambda: "torch sees no NVIDIA GPU") == 2
     assert "torch sees no NVIDIA GPU" in capsys.readouterr().out
 
 
-def test_other_sources_are_done_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    visit = Visit(tmp_path, tmp_path, (), 1, dry=True)
-    marks = {name: tmp_path / name / "a.jsonl" for name in gpu.STEPS}
-
-    def left(text: str, names: list[str], again: bool) -> set[str]:
-        for mark in marks.values():
-            mark.parent.mkdir(exist_ok=True)
-            mark.touch()
-        monkeypatch.setattr(gpu, "fingerprint", lambda device: text)
-        gpu.prepare(visit, names, again)
-        return {name for name, mark in marks.items() if mark.exists()}
-
-    assert left("one", ["tests"], False) == left("one", ["tests"], False) == set(gpu.STEPS)
-    assert left("one", ["tests"], True) == set(gpu.STEPS) - {"tests"}
-    assert left("two", ["tests"], False) == set() and "is forgotten" in capsys.readouterr().out
+@each("sources, again, left", [("one", False, ALL), ("one", True, [name for name in ALL if name != "tests"]), ("two", False, [])])
+def test_other_sources_are_done_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sources: str, again: bool, left: list[str]) -> None:
+    (tmp_path / "sources.txt").write_text("one")
+    for name in ALL:
+        (tmp_path / name).mkdir(exist_ok=True)
+    monkeypatch.setattr(gpu, "fingerprint", lambda device: sources)
+    gpu.prepare(Visit(tmp_path, tmp_path, (), 1, dry=True), ["tests"], again)
+    assert [name for name in ALL if (tmp_path / name).exists()] == left
 
 
 def test_the_fingerprint_knows_sources_and_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "ROOT", tmp_path)
     seen = [gpu.fingerprint("cpu")]
-    for name in ("nmkernels/a.py", "csrc/cuda/a.cu", "cmake/a.cmake", "python_tests/a.py", "bench/a.py", "setup.py"):
-        path = tmp_path / name
-        path.parent.mkdir(exist_ok=True, parents=True)
-        path.write_text("1")
-        seen.append(gpu.fingerprint("cpu"))
-    for name in ("bench/results/a.txt", "nmkernels/_C.so", "README.md"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+    counted = ("nmkernels/a.py", "csrc/cuda/a.cu", "cmake/a.cmake", "python_tests/a.py", "bench/a.py", "setup.py")
+    for name in (*counted, "bench/results/a.txt", "nmkernels/_C.so", "README.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).write_text("1")
-        assert gpu.fingerprint("cpu") == seen[-1]
+        seen.append(gpu.fingerprint("cpu"))
+    assert len(set(seen)) == 1 + len(counted) and len(set(seen[len(counted) :])) == 1
     monkeypatch.setattr("bench.rows.machine", lambda device: "another")
-    assert len({*seen, gpu.fingerprint("cpu")}) == 8
+    assert gpu.fingerprint("cpu") not in seen
 
 
 def test_rows_and_logs_are_where_they_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -174,12 +133,14 @@ def test_rows_and_logs_are_where_they_are_told(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(gpu, "STEPS", {"tests": lambda visit, pool: found.append(visit)})
     monkeypatch.setattr(gpu, "prepare", lambda visit, *rest: visit.logs.mkdir(parents=True, exist_ok=True))
     monkeypatch.setattr(gpu, "ROOT", tmp_path)
-    for words in ([], ["--out", str(tmp_path / "here")], ["--dry-run"], ["--jobs", "3", "--tests", "a", "b"]):
+    for words, rows, logs in (
+        ([], "bench/results", "build/gpu"),
+        (["--out", str(tmp_path / "here"), "--jobs", "3", "--tests", "a", "b"], "here", "here"),
+        (["--dry-run"], "build/gpu-dry", "build/gpu-dry"),  # which leaves the measurements alone
+    ):
         assert gpu.main(words, lambda: "") == 0
-    where = [(visit.rows.relative_to(tmp_path), visit.logs.relative_to(tmp_path)) for visit in found]
-    assert where[:2] == [(Path("bench/results"), Path("build/gpu")), (Path("here"), Path("here"))]
-    assert where[2] == (Path("build/gpu-dry"),) * 2, "a dry run leaves the measurements alone"
-    assert found[0].tests == ("python_tests",) and (found[3].tests, found[3].workers) == (("a", "b"), 3)
+        assert (found[-1].rows, found[-1].logs) == (tmp_path / rows, tmp_path / logs)
+    assert found[0].tests == ("python_tests",) and (found[1].tests, found[1].workers) == (("a", "b"), 3)
     assert 1 <= found[0].workers <= gpu.MOST_WORKERS
 
 
@@ -214,17 +175,9 @@ def test_the_gpus_architecture_alone_is_built(asked, capability, built: str, mon
     monkeypatch.setattr("nmkernels.capability.compute_capability", lambda: capability)
     assert step("build", tmp_path).note == "its output"
     (compile,), (core,) = (jobs for jobs, _ in asked)
-    assert compile.words[1:] == ("setup.py", "build_ext", "--inplace") and core.words[1] == "-c"
+    assert compile.words[1:] == ("setup.py", "build_ext", "--inplace") and core.words[1:] == ("-c", gpu.CORE)
     assert compile.env["NMKERNELS_CUDA_ARCHITECTURES"] == built
-    listed = ROOT / "cmake" / "architectures.cmake"  # in a source checkout
-    assert not listed.exists() or built in re.findall(r"[0-9]+a?-[a-z]+", listed.read_text().split("set(")[1])
-
-
-@pytest.mark.slow
-def test_the_build_tells_what_it_built(tmp_path: Path) -> None:
-    words = [sys.executable, "-c", gpu.CORE]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout.strip() == _capability.compiled_core().reason and done.returncode == (not _capability.compiled_core().ok)
+    assert re.search(rf'[";]{built}[";]', (ROOT / "cmake" / "architectures.cmake").read_text())
 
 
 def test_many_tests_of_a_file_are_shared_out() -> None:
@@ -259,38 +212,22 @@ def test_tables_are_made_of_the_visits_rows(asked, tmp_path: Path) -> None:
     assert "writes no tables" in step("report", tmp_path, dry=True).note and not asked
 
 
-def test_the_sanitizer_runs_the_tests_under_each_tool(asked, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(gpu, "sanitizer_path", lambda: "/opt/compute-sanitizer")
+@pytest.mark.parametrize("part", ["bin", "compute-sanitizer"])
+def test_the_sanitizer_of_the_toolkit_runs_the_tests_under_each_tool(asked, part: str, monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setattr(gpu, "collected", lambda *args: [("a.py", 3, False), ("large.py", 2, True)])
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    if gpu.sanitizer_path() is None:  # none in /usr/local/cuda
+        assert step("sanitizer", tmp_path).note == gpu.NO_SANITIZER and not asked
+    tool = tmp_path / part / "compute-sanitizer"
+    tool.parent.mkdir()
+    tool.touch(0o755)
     step("sanitizer", tmp_path)
     assert [[job.name for job in found] for found, _ in asked] == [["memcheck a.py"], ["racecheck a.py"]]
     for (job,), _ in asked:
-        assert job.words[: job.words.index(sys.executable)] == gpu.sanitized("/opt/compute-sanitizer", job.name.split()[0])
+        assert job.words[: job.words.index(sys.executable)] == gpu.sanitized(str(tool), job.name.split()[0])
         assert job.words[-3:] == ("-k", gpu.CHOSEN, "a.py") and job.env["PYTORCH_NO_CUDA_MEMORY_CACHING"] == "1"
         assert job.refused == gpu.FINDING
-    asked.clear()
-    monkeypatch.setattr(gpu, "sanitizer_path", lambda: None)
-    assert step("sanitizer", tmp_path).note == gpu.NO_SANITIZER and not asked
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(_capability.cuda_device().ok, reason="there is a GPU here")
-@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
-def test_make_gpu_without_gpu_exits_2() -> None:
-    done = subprocess.run(["make", "--no-print-directory", "gpu", f"PYTHON={sys.executable}"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "no NVIDIA GPU to use here" in done.stdout
-
-
-@pytest.mark.parametrize("part", ["bin", "compute-sanitizer"])
-def test_it_is_found_in_the_toolkit(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tool = tmp_path / part / "compute-sanitizer"
-    tool.parent.mkdir()
-    tool.write_text("#!/bin/sh\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    assert gpu.sanitizer_path() == str(tool)
 
 
 QUIET = """========= COMPUTE-SANITIZER

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -61,7 +65,17 @@ def whats(ended: Ended) -> dict[str, str]:
 
 def ran(folder: Path, name: str) -> list[str]:
     """The items that a job's processes began, in order."""
-    return [line.split()[1] for line in (folder / f"{name}.log").read_text().splitlines() if line.startswith("runs")]
+    return re.findall(r"^runs (\S+)", (folder / f"{name}.log").read_text(), re.M)
+
+
+def eventually(found: Callable[[], Any]) -> Any:
+    """What ``found`` gives as soon as it is something."""
+    end = time.monotonic() + 30
+    while time.monotonic() < end:
+        if value := found():
+            return value
+        time.sleep(0.02)
+    raise AssertionError("it did not come to be")
 
 
 @pytest.mark.parametrize(
@@ -85,19 +99,16 @@ def test_what_goes_wrong_costs_one_item(tmp_path: Path, what: str, why: str) -> 
 
 
 def test_a_job_whose_items_all_crash_is_given_up(tmp_path: Path) -> None:
-    items = [f"{i}=crash" for i in range(jobs.LIVES + 3)]
-    (ended,) = pool(tmp_path).run([job("all", *items)])
+    (ended,) = pool(tmp_path).run([job("all", *(f"{i}=crash" for i in range(jobs.LIVES + 3)))])
     assert not ended.left and len(ran(tmp_path, "all")) == jobs.LIVES
     assert ended.outcomes["all"].why == f"given up after {jobs.LIVES} processes; what was left was not run"
 
 
 def test_when_time_is_up_another_call_goes_on(tmp_path: Path) -> None:
-    every = [job("a", "1", "2=fail"), job("b", "3", "4=hang", "5"), job("c", "6")]
-    here = pool(tmp_path)
+    every, here = [job("a", "1", "2=fail"), job("b", "3", "4=hang", "5"), job("c", "6")], pool(tmp_path)
 
     def time_is_up() -> None:
-        while outcomes.read(tmp_path / "b.jsonl")[1] != "4":
-            time.sleep(0.02)
+        eventually(lambda: outcomes.read(tmp_path / "b.jsonl")[1] == "4")
         here.deadline = 0.0
 
     threading.Thread(target=time_is_up, daemon=True).start()
@@ -118,73 +129,53 @@ CHILD = """
 import subprocess, sys
 print("child", subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid, flush=True)
 """
+HANGS = (sys.executable, "-c", f"{CHILD}\n{ITEMS}", "a=hang")
 
 
 def child(folder: Path, name: str) -> int:
     """The process that a job started beside itself, as soon as it tells."""
-    end = time.monotonic() + 30
-    while time.monotonic() < end:
-        words = (folder / f"{name}.log").read_text().split() if (folder / f"{name}.log").exists() else []
-        if "child" in words[:-1]:
-            return int(words[words.index("child") + 1])
-        time.sleep(0.02)
-    raise AssertionError(f"{name} has told of no child")
+    log = folder / f"{name}.log"
+    return int(eventually(lambda: log.exists() and re.search(r"^child (\d+)\n", log.read_text(), re.M))[1])
 
 
 def is_dead(pid: int) -> bool:
-    end = time.monotonic() + 30
-    while time.monotonic() < end:
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
-                return True
-        except OSError:
-            return True
-        time.sleep(0.02)
-    return False
+    path = Path(f"/proc/{pid}/stat")
+    try:
+        return path.read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except OSError:
+        return True
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes are looked up in /proc")
 def test_no_process_is_left_behind(tmp_path: Path) -> None:
-    hanging = Job("hangs", (sys.executable, "-c", f"{CHILD}\n{ITEMS}", "a=hang"), 1.0)
-    left, hangs = pool(tmp_path).run([python("left", CHILD), hanging])
+    left, hangs = pool(tmp_path).run([python("left", CHILD), Job("hangs", HANGS, 1.0)])
     assert left.count("passed") == 1 and hangs.count("failed") == 1
-    assert is_dead(child(tmp_path, "left")) and is_dead(child(tmp_path, "hangs"))
-
-
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes are looked up in /proc")
-def test_nor_when_it_is_told_to_end(tmp_path: Path) -> None:
     text = f"""
 import sys, time
 from pathlib import Path
 from bench.jobs import Job, Pool
-Pool(Path({str(tmp_path)!r}), time.monotonic() + 600).run([Job("a", (sys.executable, "-c", {CHILD + "import time; time.sleep(600)"!r}))])
+Pool(Path({str(tmp_path)!r}), time.monotonic() + 600).run([Job("ended", {HANGS!r})])
 """
     driver = subprocess.Popen([sys.executable, "-c", text], cwd=jobs.ROOT)
-    pid = child(tmp_path, "a")
+    child(tmp_path, "ended")
     driver.terminate()
-    assert driver.wait(30) == 143 and is_dead(pid)
-
-
-def _times(folder: Path, name: str) -> tuple[float, float]:
-    words = (folder / f"{name}.log").read_text().split()
-    return float(words[2]), float(words[-1])
+    assert driver.wait(30) == 143
+    assert all(eventually(partial(is_dead, child(tmp_path, name))) for name in ("left", "hangs", "ended"))
 
 
 @pytest.mark.slow
 def test_jobs_run_side_by_side_and_some_alone(tmp_path: Path) -> None:
-    every = [
-        job("alone", "1=slow", alone=True),
-        *(job(name, "1=slow", "2=slow", "3=slow") for name in "abc"),
-        job("too", "1=slow", alone=True),
-    ]
-    pool(tmp_path).run(every, workers=2)
-    spans = {e.name: _times(tmp_path, e.name) for e in every}
-    for name in ("alone", "too"):
-        start, end = spans[name]
-        assert all(other_end <= start or end <= other for key, (other, other_end) in spans.items() if key != name), spans
-    at_once = [sum(start <= moment < end for start, end in spans.values()) for moment in (span[0] for span in spans.values())]
-    assert max(at_once) == 2
-    assert min(spans["alone"][0], spans["too"][0]) >= max(spans[name][1] for name in "abc")
+    beside = [job(name, "1=slow", "2=slow") for name in "abc"]
+    pool(tmp_path).run([job("alone", "1=slow", alone=True), *beside, job("too", "1=slow", alone=True)], workers=2)
+
+    def span(name: str) -> tuple[float, float]:
+        times = re.findall(r"\d+\.\d+$", (tmp_path / f"{name}.log").read_text(), re.M)
+        return float(times[0]), float(times[-1])
+
+    spans = [span(name) for name in "abc"]
+    assert max(sum(start <= moment < end for start, end in spans) for moment, _ in spans) == 2
+    alone, too = sorted([span("alone"), span("too")])
+    assert max(end for _, end in spans) <= alone[0] and alone[1] <= too[0]
 
 
 @pytest.mark.parametrize(
@@ -206,16 +197,11 @@ def test_a_job_without_items_is_one(tmp_path: Path, text: str, why: str) -> None
     assert whats(good) == {"good": "passed"}
 
 
-def test_what_was_begun_by_another_process_is_not_blamed(tmp_path: Path) -> None:
-    outcomes.begin(tmp_path / "a.jsonl", "older")
-    (ended,) = pool(tmp_path).run([python("a", "import os; os.abort()")])
-    assert list(ended.outcomes) == ["a"]
-
-
-def test_a_line_cut_short_says_nothing(tmp_path: Path) -> None:
+def test_what_was_begun_by_another_process_is_not_blamed_and_a_line_cut_short_says_nothing(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     outcomes.end(path, outcomes.Outcome("1", "passed"))
-    outcomes.begin(path, "2")
-    path.write_bytes(path.read_bytes() + b'{"item": "2", "wha\n')
-    assert outcomes.read(path) == ({"1": outcomes.Outcome("1", "passed")}, "2")
-    assert outcomes.read(tmp_path / "none") == ({}, None)
+    outcomes.begin(path, "older")
+    path.write_bytes(path.read_bytes() + b'{"item": "older", "wha\n')
+    assert outcomes.read(path) == ({"1": outcomes.Outcome("1", "passed")}, "older")
+    (ended,) = pool(tmp_path).run([python("a", "import os; os.abort()")])
+    assert list(ended.outcomes) == ["1", "a"] and outcomes.read(tmp_path / "none") == ({}, None)

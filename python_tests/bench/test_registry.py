@@ -35,14 +35,11 @@ def test_samples_cover_the_registry() -> None:
 
 
 def test_every_case_of_a_full_run_is_one() -> None:
-    specs = cases.select(Ask())
-    assert len(set(specs)) == len(specs) > 100
+    specs, gpu = cases.select(Ask()), cases.select(Ask(), "cuda:1")
+    assert len(set(specs)) == len(specs) > 100 and len(set(gpu)) == len(gpu)
     # what the targets and the quick run measure is part of the whole
-    assert set(targets.specs()) <= set(specs)
-    assert {s.op for s in targets.quick("cpu")} <= {s.op for s in specs}
-    gpu = cases.select(Ask(), "cuda:1")
-    assert len(set(gpu)) == len(gpu) and set(targets.quick("cuda")) | set(specs) <= set(gpu)
-    assert not any(s.op.startswith("host") for s in specs)
+    assert set(targets.specs()) <= set(specs) and {s.op for s in targets.quick("cpu")} <= {s.op for s in specs}
+    assert set(targets.quick("cuda")) | set(specs) <= set(gpu) and not any(s.op.startswith("host") for s in specs)
 
 
 def test_words_name_ops() -> None:
@@ -54,15 +51,11 @@ def test_words_name_ops() -> None:
 
 
 def test_asking_replaces_a_grid() -> None:
-    family = registry.Family(
-        "nm_linear", lambda spec, device: registry.Work([]), (Grid(("8x16",), tokens=(1, 4)), Grid(("8x16",), ("1:8",)))
-    )
-    assert [str(s) for s in family.specs(Ask())] == [
-        "nm_linear 2:4 float32 1x8x16",
-        "nm_linear 2:4 float32 4x8x16",
-        "nm_linear 1:8 float32 8x16",
-    ]
-    asked = list(family.specs(Ask(matrices=("4x12", "4x24"), patterns=("1:8",), dtypes=("bfloat16",), tokens=(7,))))
+    grids = (Grid(("8x16",), tokens=(1, 4)), Grid(("8x16",), ("1:8",)))
+    family = registry.Family("nm_linear", lambda spec, device: registry.Work([]), grids)
+    specs = [str(s).removeprefix("nm_linear ") for s in family.specs(Ask())]
+    assert specs == ["2:4 float32 1x8x16", "2:4 float32 4x8x16", "1:8 float32 8x16"]
+    asked = family.specs(Ask(matrices=("4x12", "4x24"), patterns=("1:8",), dtypes=("bfloat16",), tokens=(7,)))
     # 12 columns are no whole groups of 8
     assert [str(s) for s in asked] == ["nm_linear 1:8 bfloat16 7x4x24", "nm_linear 1:8 bfloat16 4x24"]
 
@@ -82,12 +75,10 @@ def test_models_name_shapes() -> None:
 
 def test_torch_formulations_compute_the_same() -> None:
     w = torch.randn(8, 32)
-    assert torch.equal(eager.mask(w, 2, 4), reference.mask(w, 2, 4))
-    assert torch.equal(eager.prune(w, 2, 4), reference.prune(w, 2, 4))
-    assert torch.equal(eager.soft_threshold(w, 2, 4), reference.soft_threshold(w, 2, 4))
-    expected = reference.compress(w, 2, 4)
+    for name in ("mask", "prune", "soft_threshold"):
+        assert torch.equal(getattr(eager, name)(w, 2, 4), getattr(reference, name)(w, 2, 4))
     # two groups of one nibble each make a byte, the earlier group in the low half
-    assert all(map(torch.equal, eager.compress(w, 2, 4), expected))
+    assert all(map(torch.equal, eager.compress(w, 2, 4), reference.compress(w, 2, 4)))
     values, positions = eager.compress(w, 2, 8)
     groups = (values.unflatten(-1, (-1, 2)), positions.long().unflatten(-1, (-1, 2)))
     assert torch.equal(eager.decompress(*groups, 8), reference.prune(w, 2, 8))
@@ -97,6 +88,5 @@ def test_parts_of_a_step_make_up_the_step() -> None:
     work = cases.build(next(s for s in SMALL if s.op == "train_step"), "cpu")
     for p in work.providers:
         took = min(on_cpu(p.call) for _ in range(3))
-        parts = [sum(samples) for samples in zip(*p.parts.values(), strict=True)]
-        assert len(parts) == 3 and 0.5 * took < min(parts) <= took
+        assert 0.5 * took < min(sum(samples) for samples in zip(*p.parts.values(), strict=True)) <= took
     assert all(value > 0 for value in work.finish().values()) and len(work.finish()) == len(work.providers)

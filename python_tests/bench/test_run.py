@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from bench import run, runner, targets
-from nmkernels import reference
 from nmkernels.capability import compiled_core
 from python_tests.bench.samples import broken, read
+from python_tests.bench.test_runner import wrong_mask
 
 TINY = ["--device", "cpu", "--op", "mask", "linear", "--shapes", "16x32", "--pattern", "2:4", "--dtype", "fp32", "--seconds", "0.001"]
 
@@ -68,11 +68,7 @@ def test_rows_are_written_and_printed(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_json_is_one_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def wrong(w: torch.Tensor, n: int, m: int, out: Any = None) -> torch.Tensor:
-        result = ~reference.mask(w, n, m)
-        return result if out is None else out.copy_(result)
-
-    with broken("nm_mask", wrong, alone=True):
+    with broken("nm_mask", wrong_mask, alone=True):
         assert run.main([*TINY, "--out", str(tmp_path / "a.csv"), "--tokens", "2", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     keys = {"schema", "device", "machine", "versions", "commit", "out", "cases", "skipped", "interrupted", "wrong", "rows"}
@@ -92,15 +88,8 @@ def test_interrupt_has_its_own_status(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_another_process_goes_on_after_a_lost_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words: list[list[str]] = []
-
-    class Done:
-        returncode = 0
-
-    def lost(specs: Any, *args: Any, **kwargs: Any) -> runner.Outcome:
-        return runner.Outcome(wrong=[(specs[1], "broke")], next=2)
-
-    monkeypatch.setattr(runner, "run", lost)
-    monkeypatch.setattr(run.subprocess, "run", lambda command, cwd: words.append(command) or Done())
+    monkeypatch.setattr(runner, "run", lambda specs, *args, **kwargs: runner.Outcome(wrong=[(specs[1], "broke")], next=2))
+    monkeypatch.setattr(run.subprocess, "run", lambda command, cwd: words.append(command) or SimpleNamespace(returncode=0))
     out = tmp_path / "a.csv"
     assert run.main(["--quick", "--device", "cpu", "--dtype", "fp32", "--out", str(out), "--from", "3"]) == 1
     again = words[0][words[0].index("bench.run") + 1 :]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from functools import partial
 from itertools import groupby
@@ -27,58 +28,45 @@ def wrong_mask(w: torch.Tensor, n: int, m: int, out: Any = None) -> torch.Tensor
     return result if out is None else out.copy_(result)
 
 
-def test_wrong_result_is_not_timed(tmp_path: Path) -> None:
+def inexact(x: torch.Tensor, values: torch.Tensor, *rest: Any) -> torch.Tensor:
+    return reference.linear(x, values, *rest) + 1e-3
+
+
+def breaks(*args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError("out of luck")
+
+
+@pytest.mark.parametrize(
+    ("spec", "does", "why"),
+    [
+        (MASK, wrong_mask, "not timed, its result is wrong: nm_mask: 512 of 512 elements differ"),
+        (LINEAR, inexact, "not timed, its result is wrong: .*against float64"),
+        (MASK, breaks, "not timed, it failed: RuntimeError: out of luck"),
+    ],
+)
+def test_what_is_wrong_is_not_timed_and_costs_no_other(spec: Spec, does: Any, why: str, tmp_path: Path) -> None:
     said: list[str] = []
-    with broken("nm_mask", wrong_mask, alone=True):
-        outcome = runner.run([MASK, PRUNE], "cpu", tmp_path / "a.csv", 0.001, complain=said.append)
-    assert outcome.status == 1 and [spec for spec, _ in outcome.wrong] == [MASK]
-    assert {r["op"] for r in read(tmp_path / "a.csv")} == {"nm_prune"}
-    assert said[0].startswith("nm_mask 2:4 float32 16x32: not timed, its result is wrong: nm_mask: 512 of 512 elements differ")
+    with broken(spec.op, does, alone=True):
+        outcome = runner.run([spec, PRUNE], "cpu", tmp_path / "a.csv", 0.001, complain=said.append)
+    assert outcome.status == 1 and [wrong for wrong, _ in outcome.wrong] == [spec] and re.match(why, outcome.wrong[0][1])
+    assert said[0].startswith(f"{spec}: not timed") and {r["op"] for r in read(tmp_path / "a.csv")} == {"nm_prune"}
 
 
-def test_inexact_gemm_is_not_timed(tmp_path: Path) -> None:
-    def off(x: torch.Tensor, values: torch.Tensor, *rest: Any) -> torch.Tensor:
-        return reference.linear(x, values, *rest) + 1e-3
-
-    with broken("nm_linear", off, alone=True):
-        outcome = runner.run([LINEAR], "cpu", tmp_path / "a.csv", 0.001)
-    assert "against float64" in outcome.wrong[0][1] and not (tmp_path / "a.csv").exists()
-
-
-def test_unwritten_output_is_noticed(tmp_path: Path) -> None:
-    with broken("nm_prune", lambda w, n, m, out=None: reference.prune(w, n, m) if out is None else out):
-        assert runner.run([PRUNE], "cpu", tmp_path / "a.csv", 0.001).status == 1
-
-
-def test_case_that_breaks_costs_no_other(tmp_path: Path) -> None:
-    def breaks(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError("out of luck")
-
-    with broken("nm_mask", breaks, alone=True):
-        outcome = runner.run([MASK, PRUNE], "cpu", tmp_path / "a.csv", 0.001)
-    assert outcome.wrong == [(MASK, "not timed, it failed: RuntimeError: out of luck")]
-    assert outcome.status == 1 and {r.op for r in outcome.rows} == {"nm_prune"}
-
-
-def test_provider_that_is_wrong_costs_only_itself(tmp_path: Path) -> None:
+def test_provider_that_is_wrong_costs_only_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with broken("nm_mask", wrong_mask, priority=1):
         outcome = runner.run([MASK], "cpu", tmp_path / "a.csv", 0.001)
     why = "timed without nmkernels broken: its result is wrong: nm_mask: 512 of 512 elements differ"
     assert outcome.status == 1 and len(outcome.wrong) == 1 and outcome.wrong[0][1].startswith(why)
     names = {r["provider"] for r in read(tmp_path / "a.csv")}
     assert "torch copy_" in names and any(n.startswith("nmkernels") for n in names) and not any("broken" in n for n in names)
-
-
-def test_torch_that_fails_costs_only_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*args: Any) -> Any:
-        raise RuntimeError("no such thing here")
-
+    # an output that was not written is noticed
+    with broken("nm_prune", lambda w, n, m, out=None: reference.prune(w, n, m) if out is None else out):
+        assert runner.run([PRUNE], "cpu", tmp_path / "b.csv", 0.001).status == 1
     spec = Spec("nm_decompress", "2:4", "float32", 16, 32)
-    monkeypatch.setattr("bench.cases.eager.decompress", fails)
-    outcome = runner.run([spec], "cpu", tmp_path / "a.csv", 0.001)
-    assert outcome.wrong == [(spec, "timed without torch eager: RuntimeError: no such thing here")]
-    metrics = {r["metric"] for r in read(tmp_path / "a.csv")}
-    assert "share of copy" in metrics and "x eager" not in metrics
+    monkeypatch.setattr("bench.cases.eager.decompress", breaks)
+    outcome = runner.run([spec], "cpu", tmp_path / "c.csv", 0.001)
+    assert outcome.wrong == [(spec, "timed without torch eager: RuntimeError: out of luck")]
+    assert "share of copy" in (metrics := {r.metric for r in outcome.rows}) and "x eager" not in metrics
 
 
 def test_interrupt_keeps_what_was_done_and_resume_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,15 +92,12 @@ def test_interrupt_keeps_what_was_done_and_resume_goes_on(tmp_path: Path, monkey
 
 
 def test_what_becomes_of_each_case_is_told_and_not_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told, out = tmp_path / "told.jsonl", tmp_path / "folder" / "a.csv"
+    told, out, at_hand = tmp_path / "told.jsonl", tmp_path / "folder" / "a.csv", []
     monkeypatch.setenv(outcomes.ENV, str(told))
-    at_hand: list[str | None] = []
 
     def measure(spec: Spec, device: str, seconds: float) -> list[Any]:
         at_hand.append(outcomes.read(told)[1])
-        if spec is PRUNE:
-            raise RuntimeError("out of luck")
-        return []
+        return breaks() if spec is PRUNE else []
 
     monkeypatch.setattr(runner, "measure", measure)
     runner.run([MASK, PRUNE], "cpu", out, 0.0)
@@ -126,10 +111,7 @@ def test_what_becomes_of_each_case_is_told_and_not_done_again(tmp_path: Path, mo
 
 
 def test_every_backend_that_can_is_a_provider(tmp_path: Path) -> None:
-    asked: list[str] = []
-
     def other(w: torch.Tensor, n: int, m: int, out: Any = None) -> torch.Tensor:
-        asked.append("other")
         result = reference.prune(w, n, m)
         return result if out is None else out.copy_(result)
 
@@ -138,7 +120,7 @@ def test_every_backend_that_can_is_a_provider(tmp_path: Path) -> None:
         outcome = runner.run([PRUNE], "cpu", tmp_path / "a.csv", 0.001)
     ours = {r.provider for r in outcome.rows if r.metric == "us" and "torch" not in r.provider}
     assert ours == {f"nmkernels {name}{more}" for name in (chosen, "broken") for more in ("", ", new output")}
-    assert asked and os.environ.get(dispatch.ENV) is None
+    assert os.environ.get(dispatch.ENV) is None
 
 
 def test_other_instruction_sets_are_proved_and_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,17 +139,11 @@ def test_other_instruction_sets_are_proved_and_timed(monkeypatch: pytest.MonkeyP
 
 def test_providers_take_turns() -> None:
     order: list[str] = []
-    timed = take_turns(
-        [Provider("a", lambda: order.append("a")), Provider("b", lambda: order.append("b"))], "cpu", 0.0, least=4, settle=0.0
-    )
-    assert order == ["a", "a", "b", "b", *["a", "b"] * 4]
-    assert len(timed.of("a")) == len(timed.of("b")) == 4
-
-
-def test_slow_provider_sits_rounds_out() -> None:
+    timed = take_turns([Provider(name, partial(order.append, name)) for name in "ab"], "cpu", 0.0, least=4, settle=0.0)
+    assert order == ["a", "a", "b", "b", *["a", "b"] * 4] and len(timed.of("a")) == len(timed.of("b")) == 4
     fast, slow = Provider("fast", lambda: None), Provider("slow", lambda: time.sleep(0.01))
     timed = take_turns([fast, slow], "cpu", 0.05, least=3, settle=0.0)
-    assert 3 <= len(timed.of("slow")) < len(timed.of("fast")) == len(timed.rounds)
+    assert 3 <= len(timed.of("slow")) < len(timed.of("fast")) == len(timed.rounds), "a slow one sits rounds out"
     assert min(timed.of("slow")) >= 0.01
 
 
@@ -193,6 +169,3 @@ def test_ratios_are_taken_within_rounds() -> None:
     assert timed.ratio(Ratio("x", "ours", ("a",), "time"), sizes) == [0.25, 2 / 3, 5.0]
     assert timed.ratio(Ratio("x", "ours", ("a",), "rate"), sizes)[:2] == [2.0, 0.75]
     assert timed.ratio(Ratio("x", "ours", ("a", "b"), "more"), sizes) == [-1e6, -1e6]
-
-
-# ---- the machine, and progress
