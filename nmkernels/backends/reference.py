@@ -10,6 +10,12 @@ from torch import Tensor
 from .. import reference
 from ..dispatch import REFERENCE, impl
 
+OPS = {f"nm_{fn.__name__}": fn for fn in (
+    reference.mask, reference.prune, reference.transposable_mask, reference.compress, reference.decompress, reference.pack,
+    reference.linear, reference.linear_dgrad, reference.linear_wgrad, reference.soft_threshold, reference.soft_threshold_scale,
+    reference.mvue, reference.mvue_compress, reference.masked_adamw_,
+)} | {"nm_metadata": reference.to_layout}  # fmt: skip
+
 
 def _register(op: str, fn: Callable[..., Any]) -> None:
     """Register a floor-1 function; its result is made contiguous, or copied into ``out``."""
@@ -29,18 +35,5 @@ def _tuple(x: Any) -> tuple[Tensor, ...]:
     return (x,) if isinstance(x, Tensor) else tuple(x)
 
 
-_register("nm_mask", reference.mask)
-_register("nm_prune", reference.prune)
-_register("nm_transposable_mask", reference.transposable_mask)
-_register("nm_compress", reference.compress)
-_register("nm_decompress", reference.decompress)
-_register("nm_pack", reference.pack)
-_register("nm_metadata", reference.to_layout)
-_register("nm_linear", reference.linear)
-_register("nm_linear_dgrad", reference.linear_dgrad)
-_register("nm_linear_wgrad", reference.linear_wgrad)
-_register("nm_soft_threshold", reference.soft_threshold)
-_register("nm_soft_threshold_scale", reference.soft_threshold_scale)
-_register("nm_mvue", reference.mvue)
-_register("nm_mvue_compress", reference.mvue_compress)
-_register("nm_masked_adamw_", reference.masked_adamw_)
+for _op, _fn in OPS.items():
+    _register(_op, _fn)

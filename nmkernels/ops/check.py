@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
-from ..backends.tensors import tensors
+from ..backends.shared import tensors
 from ..pattern import NMError, Pattern, PatternLike, ShapeError
 from ..reference.common import check_device, check_float, check_matrix, check_packed
 from ..reference.layouts import check_layout, layout_of, meta_shape

@@ -20,7 +20,7 @@ from torch.nn import Parameter
 
 from .. import backends as _backends  # noqa: F401 - registers the implementations
 from .. import dispatch
-from ..backends.tensors import tensors
+from ..backends.shared import tensors
 from ..pattern import DtypeError, NMError, ShapeError
 from .check import no_gradient, with_autograd
 

@@ -1,7 +1,7 @@
 """What every backend of MaskedAdamW for GPUs is asked: params and states equal the reference's to the bit, sums to rounding.
 
     class TestAgainstTheReference(AdamWSuite):
-        step, module = staticmethod(masked_adamw_), adamw
+        step = staticmethod(masked_adamw_)
 
 Modules that use it have the fixtures ``device`` and ``ours``.
 """
@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nmkernels.backends import adamw_plan
+from nmkernels.backends import adamw as shared
 from nmkernels.pattern import BackendError
 from nmkernels.testing import assert_equal_bits
 from python_tests.backends.adamw_calls import LAYOUTS, copied, edge, hyper, make, same_as_reference, seeded, shifted
@@ -24,11 +24,9 @@ F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
 
 class AdamWSuite:
-    """Subclass with ``step``, the backend's function, and ``module``."""
+    """Subclass with ``step``, the backend's function."""
 
     step: Callable[..., Tensor]
-    module: Any
-    """The backend's module, which asks ``on_host`` of its numbers."""
 
     def compare(self, device: str, call: dict[str, Any], h: Tensor, n: int, m: int, **options: Any) -> Tensor:
         """Run both on copies; everything they write must agree. Returns the statistics."""
@@ -160,13 +158,13 @@ class AdamWSuite:
         call = make(seeded(15), (8, 16), (3, 8), (4,), out=F32)
         call["params"][0] = LAYOUTS["transposed"](call["params"][0])  # the last row of a table
         call["steps"] = [torch.tensor(t) for t in steps]
-        monkeypatch.setattr(self.module, "on_host", lambda x, device: x.numel() == 9 or (x.is_cpu and x.dim() == 0))
+        monkeypatch.setattr(shared, "on_host", lambda x, device: x.numel() == 9 or (x.is_cpu and x.dim() == 0))
         for found in (None, torch.zeros(1), torch.ones(1)):
             for frozen in (False, True):
                 ours = {**copied(call, device), "steps": copied(call)["steps"]}
                 same_as_reference(self.step, ours, call, hyper(lr=-0.1, v_step=3.0, clamp=0.5), 2, 4, found=found, frozen=frozen)
         ours = {**copied(call, device), "steps": copied(call)["steps"]}
-        monkeypatch.setattr(adamw_plan, "capturing", lambda device: True)
+        monkeypatch.setattr(shared, "capturing", lambda device: True)
         with pytest.raises(BackendError, match="capturable=True"):
             self.run(ours, hyper().to(device))
         assert_equal_bits(ours, call)

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from ...dispatch import Verdict
-from ..pack import write_rows
-from ..tensors import row_stride, tensors
-from .core import DTYPES, contiguous, core, register, runnable
+from ..shared import contiguous, row_stride, tensors, write_rows
+from .core import DTYPES, core, register, runnable
 from .groups import nm_pack
 
 

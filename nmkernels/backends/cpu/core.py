@@ -1,9 +1,9 @@
-"""The way into the compiled core: what it can run, the registration of an op, and plain memory for it."""
+"""The way into the compiled core: what it can run, and the registration of an op."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import cache, lru_cache
+from collections.abc import Callable, Iterable
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ...capability import compiled_core
 from ...dispatch import UNTUNED, Tuning, Verdict, impl
-from ...pattern import BackendError, Pattern
-from ..tensors import ORDERED, tensors
+from ...pattern import BackendError
+from ..shared import ORDERED, tensors
 
 NAME, PRIORITY = "cpu", 10
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
@@ -60,24 +60,6 @@ def register(
     return impl(op, backend=NAME, priority=PRIORITY, supports=supports, tuning=tuning)
 
 
-def contiguous(x: Tensor) -> Tensor:
-    """Contiguous, with a lazy negation carried out: what the pointer shows is what the tensor says."""
-    return x if x.is_contiguous() and not x.is_neg() else x.resolve_neg().contiguous()
-
-
 def row_count(x: Tensor, cols: int) -> int:
     """Rows of ``x`` seen as a matrix of so many columns."""
     return x.numel() // cols if cols else 0
-
-
-def packed(like: Tensor, lead: Sequence[int], cols: int, n: int, m: int) -> tuple[Tensor, Tensor]:
-    """Room for the compressed form of ``(*lead, cols)``."""
-    kept, size = packed_sizes(n, m, cols)
-    return like.new_empty((*lead, kept)), like.new_empty((*lead, size), dtype=torch.uint8)
-
-
-@lru_cache(maxsize=4096)
-def packed_sizes(n: int, m: int, cols: int) -> tuple[int, int]:
-    """Values and index bytes of a row."""
-    p = Pattern(n, m)
-    return p.kept(cols), p.index_bytes(cols)

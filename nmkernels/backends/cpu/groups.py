@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ...pattern import ShapeError
-from ..pack import Parts, pack
-from .core import DTYPES, contiguous, core, packed, register, row_count
+from ..shared import Parts, address, contiguous, overfull, pack, packed
+from .core import DTYPES, core, register, row_count
 
 LARGE = 16 << 20
 """Bytes of a fresh output from which huge pages are asked for."""
@@ -63,13 +63,12 @@ def compress(w: Tensor, n: int, m: int, mask: Tensor | None = None, out: tuple[T
     if out is None:
         _fresh(values)
     given = None if mask is None else mask.contiguous()
-    address = 0 if given is None else given.data_ptr()
     fits = core().compress(
-        w.data_ptr(), DTYPES[w.dtype], row_count(w, cols), cols, n, m, address, values.data_ptr(), indices.data_ptr(),
+        w.data_ptr(), DTYPES[w.dtype], row_count(w, cols), cols, n, m, address(given), values.data_ptr(), indices.data_ptr(),
         torch.get_num_threads(),
     )  # fmt: skip
     if not fits:
-        raise ShapeError(f"compress: the mask keeps more than {n} elements in a group, but {n}:{m} stores {n}; prune it first.")
+        raise overfull("compress", n, m)
     return values, indices
 
 

@@ -1,10 +1,8 @@
 """The three GEMMs of a linear layer with one operand compressed: on the compressed form, or decompressed and multiplied densely.
 
 The sparse kernels multiply what is stored and nothing else, so an inf or NaN of the other operand reaches a result only
-through a stored weight (a stored zero counts); where the dense GEMM is chosen, it reaches every result.
-
-The sparse kernels do N/M of the work at a rate of their own, so they win where N/M is small enough, whatever the size of the
-matrix; torch's own rate depends on the dtype.
+through a stored weight (a stored zero counts); where the dense GEMM is chosen, it reaches every result. They do N/M of the work at a
+rate of their own, so they win where N/M is small enough, whatever the size of the matrix.
 """
 
 from __future__ import annotations
@@ -18,7 +16,8 @@ from ...capability import compiled_core
 from ...dispatch import Tuning
 from ...reference.common import compute_dtype
 from ...reference.linear import activate
-from .core import DTYPES, contiguous, core, register
+from ..shared import address, contiguous
+from .core import DTYPES, core, register
 from .groups import check_indices, expand
 
 FEW_TOKENS = 16
@@ -89,10 +88,6 @@ def _deliver(result: Tensor, out: Tensor | None) -> Tensor:
     return result.contiguous() if out is None else out.copy_(result)
 
 
-def _address(x: Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()
-
-
 def _by_tokens(x: Tensor, cols: int) -> tuple[int, int, int]:
     """``(tokens, cols)`` as the core's matrix ``[cols, tokens]``: address and strides."""
     return x.data_ptr(), 1, cols
@@ -117,20 +112,13 @@ def _plain_linear(x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, co
     b = None if bias is None else contiguous(bias)
     y = x.new_empty(*x.shape[:-1], rows) if out is None else out
     if tokens <= FEW_TOKENS:
-        return _few(x, values, indices, n, m, b, y, tokens)
-    call = core().SpmmCall(
-        values.data_ptr(), indices.data_ptr(), rows, cols, tokens, *_by_tokens(x, cols), _address(b), *_by_tokens(y, rows)
-    )
-    valid = core().spmm(call, DTYPES[x.dtype], n, m, torch.get_num_threads())
-    check_indices("linear", valid, m)
-    return y
-
-
-def _few(x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, bias: Tensor | None, y: Tensor, tokens: int) -> Tensor:
-    """``y`` filled from contiguous operands that fit."""
-    rows, cols = values.shape[0], x.shape[-1]
-    addresses = (x.data_ptr(), values.data_ptr(), indices.data_ptr(), _address(bias), y.data_ptr())
-    valid = core().linear(*addresses, DTYPES[x.dtype], tokens, rows, cols, n, m, torch.get_num_threads())
+        addresses = (x.data_ptr(), values.data_ptr(), indices.data_ptr(), address(b), y.data_ptr())
+        valid = core().linear(*addresses, DTYPES[x.dtype], tokens, rows, cols, n, m, torch.get_num_threads())
+    else:
+        call = core().SpmmCall(
+            values.data_ptr(), indices.data_ptr(), rows, cols, tokens, *_by_tokens(x, cols), address(b), *_by_tokens(y, rows)
+        )
+        valid = core().spmm(call, DTYPES[x.dtype], n, m, torch.get_num_threads())
     check_indices("linear", valid, m)
     return y
 

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .core import DTYPES, contiguous, core, packed, register
+from ..shared import contiguous, packed
+from .core import DTYPES, core, register
 
 
 def _mvue_call(g: Tensor, dim: int, seed: Tensor, method: str) -> Any:

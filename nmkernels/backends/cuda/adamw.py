@@ -7,7 +7,8 @@ if the step counts are on the device (``capturable=True``).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, reduce
 from itertools import chain
@@ -19,41 +20,115 @@ from torch import Tensor
 
 from ...dispatch import Verdict
 from ...reference.layouts import LAYOUTS
-from ..adamw_plan import (
-    ACROSS,
-    FLAT,
-    GRAD,
-    OUT,
-    Cache,
-    Layout,
-    Lists,
-    P,
-    count,
-    layout_of,
-    of_one_kind,
-    on_host,
-    skipped,
-    strides_of,
-    written,
-)
-from ..pack import write_rows
-from .core import DTYPES, address, core, queue, register, runnable
+from ..adamw import STATS, capturing, count, of_one_kind, opened
+from ..shared import address, dense, row_stride, write_rows
+from .core import DTYPES, core, queue, register, runnable
 from .pack import pack
 
 BLOCKS = 8192
 """Blocks of one launch at most: eight waves of a large GPU, and partial statistics that nine blocks add up in microseconds."""
 
-
-STATS = 9
 SCALARS = 16
 """Words of 32 bits that the kernels keep of the numbers of a param."""
 
 HYPER = 8
 """Elements of ``hyper`` that are used."""
 
+P, _, _, TOP, OUT, GRAD = range(6)
+"""The lists of a call, in the order of the kernels' tables."""
+
+FLAT, ALONG, ACROSS = range(3)
+"""How a param lies: flat; strided with neighbours along a group, or across groups."""
+
+KEPT = 128
+"""Tables that a cache holds; a training step uses two per parameter group and per kind of parameter."""
+
+Lists = list[list[Tensor]]
 Cut = tuple[int, int, int, bool]
 Pack = tuple[int, ...]
 """Where the packed weight of a param goes: the addresses of its four buffers, 0 for none, and the dtypes of the values."""
+
+
+@dataclass
+class Layout:
+    """Per param its walk (``FLAT``, ``ALONG``, ``ACROSS``), and which tensors (list, param) must be copied because none fits them."""
+
+    key: Hashable
+    walks: list[int]
+    copies: list[tuple[int, int]]
+
+
+def _walk(one: list[Tensor], m: int, flat: bool) -> int:
+    """How the tensors of one param can be walked together."""
+    p = one[P]
+    if flat and all(x.is_contiguous() for x in one):
+        return FLAT
+    if not m and all(x.stride() == p.stride() for x in one) and dense(p):
+        return FLAT
+    step = row_stride(p)
+    return ACROSS if p.dim() > 1 and step is not None and p.stride(-1) > step > 0 else ALONG
+
+
+_layouts: dict[Hashable, Layout] = {}
+
+
+def layout_of(lists: Lists, n: int, m: int, flat: bool) -> Layout:
+    """The layout of a call's tensors; no address is looked at. ``flat``: whether the kernel walks contiguous ones of this M as one row."""
+    given = [xs for xs in lists if xs]
+    plain = all(map(Tensor.is_contiguous, chain(*given))) and not any(map(Tensor.is_neg, chain(*given)))
+    dtypes = tuple([tuple([x.dtype for x in lists[i]]) for i in (P, GRAD, OUT)])
+    strides = None if plain else tuple([(x.stride(), x.is_neg()) for x in chain(*given)])
+    key = (n, m, flat, bool(lists[TOP]), dtypes, tuple([x.shape for x in lists[P]]), strides)
+    found = _layouts.get(key)
+    if found is None:
+        if len(_layouts) >= 64:
+            _layouts.clear()
+        walks, copies = [], []
+        for i in range(len(lists[P])):
+            one = {which: xs[i] for which, xs in enumerate(lists) if xs}
+            walks.append(_walk([x for x in one.values() if not x.is_neg()], m, flat))
+            copies += [(which, i) for which, x in one.items() if x.is_neg() or (walks[-1] != FLAT and row_stride(x) is None)]
+        found = _layouts[key] = Layout(key, walks, copies)
+    return found
+
+
+def written(lists: Lists, layout: Layout) -> Iterator[tuple[Tensor, Tensor]]:
+    """Replaces the tensors that fit no walk by copies in ``lists``; yields (tensor, copy) of those that the step writes."""
+    for which, i in layout.copies:
+        original = lists[which][i]
+        lists[which] = [*lists[which][:i], original.resolve_neg().contiguous(), *lists[which][i + 1 :]]
+        if which != GRAD:
+            yield original, lists[which][i]
+
+
+class Cache:
+    """Things on a device by the words that they were made of; the ones used longest ago are dropped.
+
+    While a graph is captured nothing is added, because what is made then exists only in replays; and what is taken is never
+    dropped, because the graph reads its memory ever after.
+    """
+
+    def __init__(self) -> None:
+        self.entries: OrderedDict[Hashable, Any] = OrderedDict()
+        self.pinned: dict[Hashable, Any] = {}
+
+    def get(self, key: Hashable, device: torch.device) -> Any:
+        """What was made for ``key``, or None."""
+        found = self.entries.get(key)
+        if found is None:
+            return self.pinned.get(key)
+        self.entries.move_to_end(key)
+        if capturing(device):
+            self.pinned[key] = found
+        return found
+
+    def put(self, key: Hashable, value: Any, device: torch.device) -> Any:
+        """Keep ``value`` for the next call, unless this one is captured."""
+        if not capturing(device):
+            self.entries[key] = value
+            if len(self.entries) > KEPT:
+                self.entries.popitem(last=False)
+        return value
 
 
 @dataclass
@@ -137,7 +212,7 @@ def _row(lists: Lists, i: int, walk: int, fits: bool, how: Cut) -> tuple[tuple[i
         rows, cols = (1, p.numel()) if how[0] == 1 else (rows, cols)
         strides = [cols, 1] * len(lists)
     else:
-        strides = strides_of([xs[i] if xs else None for xs in lists])
+        strides = [s for xs in lists for s in ((row_stride(xs[i]) or 0, xs[i].stride(-1) if xs[i].dim() else 1) if xs else (0, 0))]
     wide = fits and all(strides[2 * k] % 4 == 0 and strides[2 * k + 1] == 1 for k, xs in enumerate(lists) if xs)
     codes = DTYPES[p.dtype] | DTYPES[lists[GRAD][i].dtype] << 8 | (DTYPES[lists[OUT][i].dtype] << 16 if lists[OUT] else 0)
     pieces = -(-rows // how[0]) * -(-cols // how[1])
@@ -180,14 +255,11 @@ def masked_adamw_(
     transposable: bool = False, packs: Sequence[Tensor] | None = None, layout: str = "canonical", out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """``nm_masked_adamw_``; packed weights of other patterns than 2:4 take launches of their own."""
+    device, scale, found, stats, numbers, held, skip = opened(params, steps, hyper, grad_scale, found_inf, out)
+    if skip:
+        return stats
     like = params[0] if params else hyper
-    device, kernels = like.device, core(like)
-    scale = None if grad_scale is None else grad_scale.to(device, non_blocking=True)
-    found = None if found_inf is None else found_inf.to(device, non_blocking=True)
-    stats = torch.empty(STATS, dtype=torch.float64, device=device) if out is None else out
-    held = [i for i, step in enumerate(steps) if on_host(step, device)]
-    if held and skipped(found_inf, device):
-        return stats.zero_()
+    kernels = core(like)
     lists: Lists = [list(xs) for xs in (params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, outs, grads)]
     apart = packs if (n, m) != (2, 4) else None
     packs = None if apart else packs
@@ -204,7 +276,7 @@ def masked_adamw_(
     counts = None if several is None else upload(several, like)
     scalars = torch.empty(len(steps), SCALARS, dtype=torch.int32, device=device)
     partials = torch.empty(STATS, plan.blocks, dtype=torch.float64, device=device)
-    numbers, given = (None, hyper.tolist()[:HYPER]) if on_host(hyper, device) else (hyper.contiguous(), [0.0] * HYPER)
+    given = hyper.tolist()[:HYPER] if numbers is None else [0.0] * HYPER
     kernels.masked_adamw(
         plan.table.data_ptr(), gradients.data_ptr(), plan.owners.data_ptr(), scalars.data_ptr(), partials.data_ptr(), stats.data_ptr(),
         len(steps), *plan.parts, address(numbers), given, address(counts), one, address(scale), address(found),

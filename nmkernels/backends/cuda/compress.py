@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
-from ...pattern import Pattern, ShapeError
 from ...reference.layouts import LAYOUTS, meta_shape
-from .core import DTYPES, address, contiguous, core, queue, register
+from ..shared import address, contiguous, overfull, packed
+from .core import DTYPES, core, queue, register
 
 SELECTS = {"magnitude": 0, "transposable": 1, "given": 2, "threshold": 3}
 """The kernels' codes of what decides which weights are kept."""
@@ -46,13 +44,7 @@ def check_flag(op: str, flag: Tensor | None, n: int, m: int) -> None:
     if flag is None or (flag.is_cuda and torch.cuda.is_current_stream_capturing()):
         return
     if flag.item():
-        raise ShapeError(f"{op}: the mask keeps more than {n} elements in a group, but {n}:{m} stores {n}; prune it first.")
-
-
-@lru_cache(maxsize=4096)
-def _sizes(n: int, m: int, cols: int) -> tuple[int, int]:
-    p = Pattern(n, m)
-    return p.kept(cols), p.index_bytes(cols)
+        raise overfull(op, n, m)
 
 
 @register("nm_compress")
@@ -62,13 +54,12 @@ def compress(w: Tensor, n: int, m: int, mask: Tensor | None = None, out: Operand
     w, shape, dtype = contiguous(w), w.shape, DTYPES[w.dtype]
     cols, numel = shape[-1], w.numel()
     if out is None:
-        kept, size = _sizes(n, m, cols)
-        out = w.new_empty((*shape[:-1], kept)), w.new_empty((*shape[:-1], size), dtype=torch.uint8)
+        out = packed(w, shape[:-1], cols, n, m)
     values, indices = out
     select, given, flag = (0, None, None) if mask is None else (SELECTS["given"], mask.contiguous(), flag_for(mask))
     core(w).pack(
-        w.data_ptr(), dtype, numel // cols if cols else 0, cols, n, m, select, 0 if given is None else given.data_ptr(), 0,
-        0 if flag is None else flag.data_ptr(), dtype, 0, values.data_ptr(), indices.data_ptr(), 0, 0, *queue(w),
+        w.data_ptr(), dtype, numel // cols if cols else 0, cols, n, m, select, address(given), 0,
+        address(flag), dtype, 0, values.data_ptr(), indices.data_ptr(), 0, 0, *queue(w),
     )  # fmt: skip
     if flag is not None:
         check_flag("compress", flag, n, m)

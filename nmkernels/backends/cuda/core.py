@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...capability import cuda_core, cuda_kernels
 from ...dispatch import Verdict, impl
-from ..tensors import tensors
+from ..shared import contiguous, tensors
 
 NAME, PRIORITY = "cuda", 10
 EMULATED, NEVER_CHOSEN = "cuda-emulated", -10
@@ -108,16 +108,6 @@ def register(
 @cache
 def emulator_built() -> bool:
     return util.find_spec("nmkernels._emulated") is not None
-
-
-def address(x: Tensor | None) -> int:
-    """Where a tensor lies; 0 for none."""
-    return 0 if x is None else x.data_ptr()
-
-
-def contiguous(x: Tensor) -> Tensor:
-    """Contiguous, with a lazy negation carried out: what the pointer shows is what the tensor says."""
-    return (x.resolve_neg() if x.is_neg() else x).contiguous()  # asking costs a sixth of resolving
 
 
 def aligned(x: Tensor) -> Tensor:

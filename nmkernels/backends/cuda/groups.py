@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...dispatch import Verdict
-from .core import DTYPES, contiguous, core, queue, register
+from ..shared import contiguous, only_2_4
+from .core import DTYPES, core, queue, register
 
 
 def _elementwise(op: str, name: str, dtype: torch.dtype | None = None) -> None:
@@ -33,13 +33,7 @@ def soft_threshold_scale(w: Tensor, n: int, m: int, out: Tensor | None = None) -
     return scale
 
 
-def supports_transposable(w: Tensor, n: int, m: int) -> Verdict:
-    if (n, m) != (2, 4):
-        return False, f"it tries the patterns of 2:4 only; {n}:{m} is a matching problem, which the reference and the CPU solve"
-    return True, ""
-
-
-@register("nm_transposable_mask", supports_transposable)
+@register("nm_transposable_mask", lambda w, n, m: only_2_4(n, m))
 def transposable_mask(w: Tensor, n: int, m: int, out: Tensor | None = None) -> Tensor:
     w, cols = contiguous(w), w.shape[-1]
     result = torch.empty_like(w, dtype=torch.bool) if out is None else out

@@ -5,11 +5,9 @@ Memory is seen as ``(outer, length, inner)`` around the grouped dimension. The s
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from ...pattern import Pattern
-from ..tensors import around
+from ..shared import around, packed
 from .core import DTYPES, core, queue, register
 
 
@@ -28,10 +26,8 @@ def mvue_compress(
     g: Tensor, n: int, m: int, dim: int, seed: Tensor, method: str, out: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
     if out is None:
-        p, length = Pattern(n, m), g.shape[dim]
-        lead = g.movedim(dim, -1).shape[:-1]
-        out = g.new_empty(*lead, p.kept(length)), g.new_empty(*lead, p.index_bytes(length), dtype=torch.uint8)
+        out = packed(g, g.movedim(dim, -1).shape[:-1], g.shape[dim], n, m)
     (g, *sizes), seed = around(g, dim, turn=True), seed.contiguous()
-    packed = out[0].data_ptr(), out[1].data_ptr()
-    core(g).mvue_compress(g.data_ptr(), DTYPES[g.dtype], *sizes, n, m, seed.data_ptr(), method == "approx", *packed, *queue(g))
+    addresses = out[0].data_ptr(), out[1].data_ptr()
+    core(g).mvue_compress(g.data_ptr(), DTYPES[g.dtype], *sizes, n, m, seed.data_ptr(), method == "approx", *addresses, *queue(g))
     return out

@@ -8,25 +8,22 @@ import torch
 from torch import Tensor
 
 from ...dispatch import Verdict
-from ...pattern import Pattern
 from ...reference.layouts import meta_shape, to_layout
+from ..shared import only_2_4, packed
 from .compress import Operand, check_flag, flag_for, start
 from .core import aligned, register
-from .groups import supports_transposable, transposable_mask
+from .groups import transposable_mask
 
 
 def supports_pack(w: Tensor, n: int, m: int, select: str, *rest: Any) -> Verdict:
     if rest[2] == torch.float64:
         return False, "it computes in float32, and this call packs float64"
-    return supports_transposable(w, n, m) if select == "transposable" else (True, "")
+    return only_2_4(n, m) if select == "transposable" else (True, "")
 
 
 def _operand(w: Tensor, rows: int, cols: int, n: int, m: int, dtype: torch.dtype, layout: str) -> Operand:
-    p = Pattern(n, m)
-    values = w.new_empty(rows, p.kept(cols), dtype=dtype)
-    if layout == "canonical":
-        return values, w.new_empty(rows, p.index_bytes(cols), dtype=torch.uint8)
-    return values, w.new_empty(meta_shape(rows, cols, layout), dtype=torch.int32)
+    values, indices = packed(w, (rows,), cols, n, m, dtype)
+    return values, indices if layout == "canonical" else w.new_empty(meta_shape(rows, cols, layout), dtype=torch.int32)
 
 
 @register("nm_pack", supports_pack)

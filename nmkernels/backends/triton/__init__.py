@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ...capability import triton as triton_probe
 from ...dispatch import Tuning, Verdict, impl
-from ..adamw_plan import of_one_kind
-from ..tensors import ORDERED, tensors
+from ..adamw import of_one_kind
+from ..shared import ORDERED, only_2_4, tensors
 
 NAME = "triton"
 PRIORITY = 5
@@ -76,9 +76,8 @@ def supports_adamw(params: Sequence[Tensor], grads: Sequence[Tensor], *rest: Any
 
 
 def supports_transposable(w: Tensor, n: int, m: int) -> Verdict:
-    if (n, m) != (2, 4):
-        return False, f"it tries the patterns of 2:4 only; {n}:{m} is a matching problem, which the reference and the CPU solve"
-    return supports(w)
+    found = only_2_4(n, m)
+    return supports(w) if found[0] else found
 
 
 def supports_pack(w: Tensor, n: int, m: int, select: str, *rest: Any) -> Verdict:
@@ -96,8 +95,7 @@ SUPPORTS: dict[str, Callable[..., Verdict]] = {
 FAMILIES = {
     "groups": ("nm_mask", "nm_prune", "nm_soft_threshold", "nm_soft_threshold_scale"),
     "transposable": ("nm_transposable_mask",),
-    "compress": ("nm_compress", "nm_decompress"),
-    "pack": ("nm_pack",),
+    "compress": ("nm_compress", "nm_decompress", "nm_pack"),
     "adamw": ("nm_masked_adamw_",),
     "mvue": ("nm_mvue", "nm_mvue_compress"),
     "linear": ("nm_linear", "nm_linear_dgrad", "nm_linear_wgrad"),

@@ -1,4 +1,4 @@
-"""MaskedAdamW: for each param a kernel for its scalars and one pass over its elements, then one that adds the statistics of all.
+"""MaskedAdamW: for each param a kernel for its scalars and one pass over its elements; torch adds the statistics of all.
 
 The host reads no number of the device. All of it may be captured in a CUDA graph if the step counts are on the device
 (``capturable=True``).
@@ -13,23 +13,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..adamw_plan import count, dense, on_host, skipped
-from ..pack import write_rows
+from ..adamw import STATS, count, opened
+from ..shared import dense, write_rows
+from .compress import pack
 from .groups import kept, narrow, widen
 from .launch import cdiv, launch, next_power_of_2
-from .pack import pack
 
 ELEMENTS = 1024
 """Elements of a tile: two 16-byte reads of each tensor a thread with 4 warps, and few enough registers for 8 blocks on an SM."""
 
 SCALARS = 12
-STATS = 9
-
-BLOCK = 2048
-"""Partials that the reduction adds at once, 8 a thread."""
-
-FEW, SLICES = 32768, 64
-"""Partials of a statistic up to which one program adds them; of more (33 million weights) it takes slices first."""
 
 
 @triton.jit
@@ -210,29 +203,6 @@ def adamw_kernel(
     tl.store(share + 8 * programs, largest.to(tl.float32, bitcast=True).to(tl.float64))
 
 
-@triton.jit(do_not_specialize=["programs", "slices"])
-def adamw_stats_kernel(partials, stats, found, programs: tl.int64, slices: tl.int64, ON: tl.constexpr, BLOCK: tl.constexpr):
-    """stats[k, j] = Σ (k = 8: the largest, or NaN) of slice j of row k of the partials, always in the same order; row 0: applied or not."""
-    k, j = tl.program_id(0) // slices, tl.program_id(0) % slices
-    applied = 1.0
-    if found is not None:
-        applied = tl.where(tl.load(found) != 0.0, 0.0, 1.0)
-    share = (programs + slices - 1) // slices
-    first, end = j * share, tl.minimum((j + 1) * share, programs)
-    end = tl.where((((ON >> k) & 1) == 1) & (applied != 0.0), end, 0)
-    at = tl.arange(0, BLOCK)
-    result = tl.zeros([BLOCK], tl.float64)
-    while first < end:
-        x = tl.load(partials + k * programs + first + at, mask=at < end - first, other=0.0)
-        # the bits of positive doubles, and of NaN above them, are in their order
-        high = tl.maximum(result.to(tl.int64, bitcast=True), x.to(tl.int64, bitcast=True)).to(tl.float64, bitcast=True)
-        result = tl.where(k == 8, high, result + x)
-        first += BLOCK
-    highest = tl.max(result.to(tl.int64, bitcast=True), 0).to(tl.float64, bitcast=True)
-    result = tl.where(k == 8, highest, tl.sum(result, 0))
-    tl.store(stats + k * slices + j, tl.where(k == 0, applied, result))
-
-
 def masked_adamw_(
     params: Sequence[Tensor], grads: Sequence[Tensor], exp_avgs: Sequence[Tensor], exp_avg_sqs: Sequence[Tensor],
     max_exp_avg_sqs: Sequence[Tensor], steps: Sequence[Tensor], outs: Sequence[Tensor], hyper: Tensor, n: int, m: int,
@@ -241,18 +211,15 @@ def masked_adamw_(
     transposable: bool = False, packs: Sequence[Tensor] | None = None, layout: str = "canonical", out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """``nm_masked_adamw_``; packed weights take launches of their own, tensors that are not contiguous are copied there and back."""
-    device = params[0].device if params else hyper.device
-    scale = None if grad_scale is None else grad_scale.to(device, non_blocking=True)
-    found = None if found_inf is None else found_inf.to(device, non_blocking=True)
-    stats = torch.empty(STATS, dtype=torch.float64, device=device) if out is None else out
-    held = [i for i, step in enumerate(steps) if on_host(step, device)]
-    if held and skipped(found_inf, device):
-        return stats.zero_()
-    scalars = _scalars(steps, held, hyper, found, frozen, device)
+    device, scale, found, stats, numbers, held, skip = opened(params, steps, hyper, grad_scale, found_inf, out)
+    if skip:
+        return stats
+    scalars = torch.empty(len(steps), SCALARS, dtype=torch.float32, device=device)
+    _scalars(steps, held, hyper, numbers, found, frozen, scalars)
     padded = next_power_of_2(m)
     groups = max(1, ELEMENTS // padded)
     tiles = [cdiv(p.numel(), groups * (m or 1)) for p in params]
-    partials = torch.empty(STATS, sum(tiles), dtype=torch.float64, device=device)
+    partials = torch.zeros(STATS, max(1, sum(tiles)), dtype=torch.float64, device=device)  # not all statistics are computed
     flags = {"FROZEN": frozen, "EPS_INSIDE": eps_inside, "MAXIMIZE": maximize, "GEOMETRIC": geometric}
     first = 0
     for i, p in enumerate(params):
@@ -265,7 +232,11 @@ def masked_adamw_(
             if target is not None and copy is not None and target is not copy:
                 target.copy_(copy)
         first += tiles[i]
-    add_partials(partials, stats, found, _computed(n, frozen, geometric))
+    stats.copy_(partials.sum(1))
+    stats[8] = partials[8].amax()
+    stats[0] = 1.0
+    if found is not None:
+        stats.copy_(torch.where(found.reshape(()) != 0, 0.0, stats))
     write_rows(pack, params, n, m, packs, layout, found)
     return stats
 
@@ -281,35 +252,14 @@ def _straight(given: list[Tensor | None], m: int) -> list[Tensor | None]:
     return [None if x is None else x.resolve_neg().contiguous() for x in given]
 
 
-def add_partials(partials: Tensor, stats: Tensor, found: Tensor | None, on: int, few: int = FEW) -> None:
-    """stats = the sums of the rows of ``partials`` whose bit is set in ``on``, the last row's maximum; two launches for many columns."""
-    programs = partials.shape[1]
-    if programs > few:
-        parts = torch.empty(STATS, SLICES, dtype=torch.float64, device=partials.device)
-        launch(adamw_stats_kernel, STATS * SLICES, (partials, parts, found, programs, SLICES), warps=8, ON=on, BLOCK=BLOCK)
-        partials, programs = parts, SLICES
-    launch(adamw_stats_kernel, STATS, (partials, stats, found, programs, 1), warps=8, ON=on, BLOCK=BLOCK)
-
-
-def _scalars(steps: Sequence[Tensor], held: list[int], hyper: Tensor, found: Tensor | None, frozen: bool, device: torch.device) -> Tensor:
-    """Counts every step and launches the computation of the numbers of each param, ``(params, 12)`` in fp32."""
+def _scalars(
+    steps: Sequence[Tensor], held: list[int], hyper: Tensor, numbers: Tensor | None, found: Tensor | None, frozen: bool, scalars: Tensor
+) -> None:
+    """Counts every step and launches the computation of the ``scalars`` of each param, ``(params, 12)`` in fp32."""
     one, several = count(steps, held)
-    numbers, words = (None, _bits(hyper)) if on_host(hyper, device) else (hyper.contiguous(), [0] * 8)
-    scalars = torch.empty(len(steps), SCALARS, dtype=torch.float32, device=device)
+    # what the host holds of hyper, as integers: an argument in floating point would be rounded to float32
+    words = hyper.contiguous().view(torch.int64).tolist()[:8] if numbers is None else [0] * 8
     on_the_host = set(held)
     for i, step in enumerate(steps):
         args = (None if i in on_the_host else step, scalars, found, numbers, i, several[i] if several else one, *words)
         launch(adamw_scalars_kernel, 1, args, warps=1, FROZEN=frozen)
-    return scalars
-
-
-def _bits(hyper: Tensor) -> list[int]:
-    """What the host holds of hyper, as integers: an argument in floating point would be rounded to float32."""
-    words: list[int] = hyper.contiguous().view(torch.int64).tolist()
-    return words[:8]
-
-
-def _computed(n: int, frozen: bool, geometric: bool) -> int:
-    """Bit k says that statistic k has partials."""
-    change = 0 if frozen else 0b1110 if geometric else 0b10
-    return change | (0b1110000 if n else 0) | 0b110000000

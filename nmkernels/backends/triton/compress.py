@@ -1,4 +1,4 @@
-"""compress and decompress: dense to the canonical N:M form and back, each byte read once and written once.
+"""compress, decompress and pack: dense to the canonical N:M form and back, each byte read once and written once.
 
 A tile starts at a group that is a multiple of its groups, and these are a multiple of 8 / bits, so that no byte of indices is shared by
 two tiles.
@@ -6,22 +6,24 @@ two tiles.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...pattern import Pattern, ShapeError
-from .groups import bits_of, kept, load_groups
+from ...pattern import Pattern
+from .. import shared
+from .groups import bits_of, kept, load_groups, mask, soft_threshold
 from .launch import cdiv, flagged, launch, next_power_of_2
+from .transposable import transposable_mask
 
 ELEMENTS = 2048
 """Dense elements of a tile: with 4 warps two or four 16-byte reads a thread."""
 
 ODD_ELEMENTS = 4096
-"""Elements of the largest intermediate tile where places are sorted into bytes or values by comparing with every target."""
+"""Elements of the largest intermediate tile where indices are sorted into bytes by comparing with every target."""
 
 
 class Rows(NamedTuple):
@@ -45,7 +47,7 @@ def rows_of(dense: int, cols: int, n: int, m: int) -> Rows:
 
 
 def tile_groups(n: int, m: int) -> int:
-    """Groups of a tile: ``ELEMENTS`` dense ones, fewer where compaction compares every element with every target."""
+    """Groups of a tile: ``ELEMENTS`` dense ones, fewer where indices do not fill bytes group by group."""
     padded, padded_n = next_power_of_2(m), next_power_of_2(n)
     tile = max(1, ELEMENTS // padded)
     if m <= 16 and n not in (1, 2, 4):
@@ -55,95 +57,55 @@ def tile_groups(n: int, m: int) -> int:
 
 @triton.jit
 def filled_up(keep, N: tl.constexpr, M: tl.constexpr):
-    """``keep``, and in groups that keep fewer than N the lowest unkept places besides."""
-    place = tl.arange(0, keep.shape[1])[None, :]
-    spare = (keep == 0) & (place < M)
+    """``keep``, and in groups that keep fewer than N the lowest unkept elements besides."""
+    spare = (keep == 0) & (tl.arange(0, keep.shape[1])[None, :] < M)
     missing = N - tl.sum(keep.to(tl.int32), 1, keep_dims=True)
     return keep | (spare & (tl.cumsum(spare.to(tl.int32), 1) <= missing))
 
 
 @triton.jit
-def _next_stored(bits, stored, after):
-    """Place and value of the first stored element of each group past the place ``after``: two vectors ``[groups]``."""
-    place = tl.arange(0, bits.shape[1])[None, :]
-    at = tl.min(tl.where(stored & (place > after), place, 256), 1)
-    # one element differs from zero at most, so that this sum is a copy
-    return at, tl.sum(tl.where(place == at[:, None], bits, 0), 1).to(bits.dtype)
-
-
-@triton.jit
 def compacted(bits, stored, N: tl.constexpr, PADDED_N: tl.constexpr):
-    """Values and places of the N stored elements of each group, in order of place: two tiles ``[groups, PADDED_N]`` of integers."""
-    place = tl.arange(0, bits.shape[1])[None, :]
-    if N == 2 and bits.shape[1] == 4:
-        even, odd = tl.split(tl.reshape(stored, [bits.shape[0], 2, 2]))
-        s0, s2 = tl.split(even)
-        s1, s3 = tl.split(odd)
-        even_bits, odd_bits = tl.split(tl.reshape(bits, [bits.shape[0], 2, 2]))
-        b0, b2 = tl.split(even_bits)
-        b1, b3 = tl.split(odd_bits)
-        values = tl.join(tl.where(s0, b0, tl.where(s1, b1, b2)), tl.where(s3, b3, tl.where(s2, b2, b1)))
-        places = tl.join(tl.where(s0, 0, tl.where(s1, 1, 2)), tl.where(s3, 3, tl.where(s2, 2, 1)))
-    elif N == 1:
-        at, v = _next_stored(bits, stored, -1)
-        values, places = v[:, None], at[:, None]
-    elif N == 2:
-        a0, v0 = _next_stored(bits, stored, -1)
-        a1, v1 = _next_stored(bits, stored, a0[:, None])
-        values, places = tl.join(v0, v1), tl.join(a0, a1)
-    elif N == 4:
-        a0, v0 = _next_stored(bits, stored, -1)
-        a1, v1 = _next_stored(bits, stored, a0[:, None])
-        a2, v2 = _next_stored(bits, stored, a1[:, None])
-        a3, v3 = _next_stored(bits, stored, a2[:, None])
-        values = tl.reshape(tl.join(tl.join(v0, v2), tl.join(v1, v3)), [bits.shape[0], 4])
-        places = tl.reshape(tl.join(tl.join(a0, a2), tl.join(a1, a3)), [bits.shape[0], 4])
-    else:
-        rank = tl.cumsum(stored.to(tl.int32), 1) - 1
-        here = stored[:, :, None] & (rank[:, :, None] == tl.arange(0, PADDED_N)[None, None, :])
-        values = tl.sum(tl.where(here, bits[:, :, None], 0), 1).to(bits.dtype)
-        places = tl.sum(tl.where(here, place[:, :, None], 0), 1)
-    return values, places
+    """Values and indices of the N stored elements of each group, in order of index: two tiles ``[groups, PADDED_N]`` of integers."""
+    index = tl.arange(0, bits.shape[1])[None, :]
+    slot = tl.arange(0, PADDED_N)[None, :]
+    values = tl.zeros([bits.shape[0], PADDED_N], bits.dtype)
+    indices = tl.zeros([bits.shape[0], PADDED_N], tl.int32)
+    at = tl.full([bits.shape[0], 1], -1, tl.int32)
+    for j in tl.static_range(N):
+        at = tl.min(tl.where(stored & (index > at), index, 256), 1, keep_dims=True)
+        # one element differs from zero at most, so that this sum is a copy
+        value = tl.sum(tl.where(index == at, bits, 0), 1, keep_dims=True).to(bits.dtype)
+        values = tl.where(slot == j, value, values)
+        indices = tl.where(slot == j, at, indices)
+    return values, indices
 
 
 @triton.jit
-def bytes_of(places, BITS: tl.constexpr):
-    """Consecutive places of BITS bits each as bytes, little end first: ``[8 / BITS * bytes]`` to ``[bytes]``."""
-    if BITS == 8:
-        return places.to(tl.uint8)
-    elif BITS == 4:
-        low, high = tl.split(tl.reshape(places, [places.shape[0] // 2, 2]))
-        return (low | (high << 4)).to(tl.uint8)
-    else:
-        even, odd = tl.split(tl.reshape(places, [places.shape[0] // 4, 2, 2]))
-        p0, p2 = tl.split(even)
-        p1, p3 = tl.split(odd)
-        return (p0 | (p1 << 2) | (p2 << 4) | (p3 << 6)).to(tl.uint8)
-
-
-@triton.jit
-def places_of(packed, BITS: tl.constexpr):
-    """The inverse of ``bytes_of``: ``[bytes]`` to ``[8 / BITS * bytes]``, int32."""
-    b = packed.to(tl.int32)
-    if BITS == 8:
-        return b
-    elif BITS == 4:
-        return tl.reshape(tl.join(b & 15, b >> 4), [packed.shape[0] * 2])
-    else:
-        pairs = tl.join(tl.join(b & 3, (b >> 4) & 3), tl.join((b >> 2) & 3, b >> 6))
-        return tl.reshape(pairs, [packed.shape[0] * 4])
-
-
-@triton.jit
-def _odd_bytes(places, N: tl.constexpr, BITS: tl.constexpr, PADDED_N: tl.constexpr):
-    """Bytes of places when N is no power of two: 8 / BITS groups fill N bytes, ``[groups / (8 / BITS), PADDED_N]``."""
+def bytes_of(indices, BITS: tl.constexpr):
+    """Consecutive indices of BITS bits each as bytes, little end first: ``[8 / BITS * bytes]`` to ``[bytes]``."""
     PER: tl.constexpr = 8 // BITS
-    units: tl.constexpr = places.shape[0] // PER
+    shift = (tl.arange(0, PER) * BITS)[None, :]
+    return tl.sum(tl.reshape(indices, [indices.shape[0] // PER, PER]) << shift, 1).to(tl.uint8)
+
+
+@triton.jit
+def indices_of(packed, BITS: tl.constexpr):
+    """The inverse of ``bytes_of``: ``[bytes]`` to ``[8 / BITS * bytes]``, int32."""
+    PER: tl.constexpr = 8 // BITS
+    shift = (tl.arange(0, PER) * BITS)[None, :]
+    return tl.reshape((packed.to(tl.int32)[:, None] >> shift) & ((1 << BITS) - 1), [packed.shape[0] * PER])
+
+
+@triton.jit
+def _odd_bytes(indices, N: tl.constexpr, BITS: tl.constexpr, PADDED_N: tl.constexpr):
+    """Bytes of indices when N is no power of two: 8 / BITS groups fill N bytes, ``[groups / (8 / BITS), PADDED_N]``."""
+    PER: tl.constexpr = 8 // BITS
+    units: tl.constexpr = indices.shape[0] // PER
     slot = tl.arange(0, PER * PADDED_N)
     index = slot % PADDED_N
     bit = ((slot // PADDED_N) * N + index) * BITS
     byte = tl.where(index < N, bit >> 3, PADDED_N)
-    shifted = tl.reshape(places, [units, PER * PADDED_N]) << (bit & 7)[None, :]
+    shifted = tl.reshape(indices, [units, PER * PADDED_N]) << (bit & 7)[None, :]
     here = byte[None, :, None] == tl.arange(0, PADDED_N)[None, None, :]
     return tl.sum(tl.where(here, shifted[:, :, None], 0), 1).to(tl.uint8)
 
@@ -163,23 +125,23 @@ def store_packed(
     left = per_row - first
     group = tl.arange(0, GROUPS)[:, None]
     if BITS == 8 and (N == 3 or N > 4):
-        # a byte an index and a place of its own for each: written where it belongs, without compaction
+        # a byte an index: each written where it belongs, without compaction
         exists = stored & (group < left)
         offset = group * N + tl.cumsum(stored.to(tl.int32), 1) - 1
         tl.store(values + offset, bits, mask=exists)
         tl.store(indices + offset, tl.broadcast_to(tl.arange(0, bits.shape[1])[None, :], bits.shape).to(tl.uint8), mask=exists)
     else:
-        v, places = compacted(bits, stored, N, PADDED_N)
-        places = tl.where(group < left, places, 0)
+        v, found = compacted(bits, stored, N, PADDED_N)
+        found = tl.where(group < left, found, 0)
         if PADDED_N == N:
             i = tl.arange(0, GROUPS * N)
             tl.store(values + i, tl.reshape(v, [GROUPS * N]), mask=i < left * N)
-            packed = bytes_of(tl.reshape(places, [GROUPS * N]), BITS)
+            packed = bytes_of(tl.reshape(found, [GROUPS * N]), BITS)
             i = tl.arange(0, GROUPS * N * BITS // 8)
         else:
             i = tl.arange(0, PADDED_N)[None, :]
             tl.store(values + group * N + i, v, mask=(group < left) & (i < N))
-            packed = _odd_bytes(places, N, BITS, PADDED_N)
+            packed = _odd_bytes(found, N, BITS, PADDED_N)
             unit = tl.arange(0, GROUPS * BITS // 8)[:, None]
             i = tl.where(i < N, unit * N + i, row_bytes)
         tl.store(indices + i, packed, mask=i < row_bytes - (first * N * BITS) // 8)
@@ -209,19 +171,16 @@ def compress_kernel(
 
 def compress(w: Tensor, n: int, m: int, mask: Tensor | None = None, out: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
     """``nm_compress``. A given mask is checked after the fact, for which the host waits; inside a graph's capture it is not checked."""
-    w, cols = w.resolve_neg().contiguous(), w.shape[-1]
-    p = Pattern(n, m)
-    if out is None:
-        out = w.new_empty(*w.shape[:-1], p.kept(cols)), w.new_empty(*w.shape[:-1], p.index_bytes(cols), dtype=torch.uint8)
-    values, indices = out
+    w, cols = shared.contiguous(w), w.shape[-1]
+    values, indices = shared.packed(w, w.shape[:-1], cols, n, m) if out is None else out
     walk = rows_of(w.numel(), cols, n, m)
     given = None if mask is None else mask.contiguous().view(torch.int8)
     overfull = None if given is None else torch.zeros(1, dtype=torch.int32, device=w.device)
     args = (w, given, as_integers(values), indices, overfull, *walk[1:3], walk.blocks)
-    consts = {"N": n, "M": m, "BITS": p.index_bits, "GIVEN": given is not None, "TILE": walk.tile}
+    consts = {"N": n, "M": m, "BITS": Pattern(n, m).index_bits, "GIVEN": given is not None, "TILE": walk.tile}
     launch(compress_kernel, walk.rows * walk.blocks, args, **consts, PADDED=next_power_of_2(m), PADDED_N=next_power_of_2(n))
     if overfull is not None and flagged(overfull):
-        raise ShapeError(f"compress: the mask keeps more than {n} elements in a group, but {p} stores {n}; prune it first.")
+        raise shared.overfull("compress", n, m)
     return values, indices
 
 
@@ -239,7 +198,7 @@ def decompress_kernel(
     program = tl.program_id(0)
     row = (program // blocks).to(tl.int64)
     first = (program % blocks).to(tl.int64) * TILE
-    place = tl.arange(0, PADDED)[None, :]
+    index = tl.arange(0, PADDED)[None, :]
     values += row * per_row * N + first * N
     indices += row * row_bytes + (first * N * BITS) // 8
     left = per_row - first
@@ -248,7 +207,8 @@ def decompress_kernel(
         v = tl.load(values + line, mask=line < left * N, other=0)
         line = tl.arange(0, TILE * N * BITS // 8)
         packed = tl.load(indices + line, mask=line < row_bytes - (first * N * BITS) // 8, other=0)
-        dense = _spread(v, places_of(packed, BITS), place, N, TILE)
+        here = tl.reshape(indices_of(packed, BITS), [TILE, N, 1]) == index[:, None, :]
+        dense = tl.sum(tl.where(here, tl.reshape(v, [TILE, N, 1]), 0), 1).to(v.dtype)
     else:
         group = tl.arange(0, TILE)
         dense = tl.zeros([TILE, PADDED], values.dtype.element_ty)
@@ -257,35 +217,18 @@ def decompress_kernel(
             v = tl.load(values + k, mask=group < left, other=0)
             byte = tl.load(indices + ((k * BITS) >> 3), mask=group < left, other=0).to(tl.int32)
             at = (byte >> ((k * BITS) & 7)) & ((1 << BITS) - 1)
-            dense = tl.where(place == at[:, None], v[:, None], dense)
+            dense = tl.where(index == at[:, None], v[:, None], dense)
     if PADDED == M:
         line = tl.arange(0, TILE * M)
         tl.store(out + row * cols + first * M + line, tl.reshape(dense, [TILE * M]), mask=line < cols - first * M)
     else:
-        column = first * M + tl.arange(0, TILE)[:, None] * M + place
-        tl.store(out + row * cols + column, dense, mask=(place < M) & (column < cols))
-
-
-@triton.jit
-def _spread(v, at, place, N: tl.constexpr, TILE: tl.constexpr):
-    """Values ``[TILE * N]`` and their places as dense groups ``[TILE, M]``; N is 1, 2 or 4."""
-    if N == 1:
-        return tl.where(place == at[:, None], v[:, None], 0).to(v.dtype)
-    elif N == 2:
-        v0, v1 = tl.split(tl.reshape(v, [TILE, 2]))
-        a0, a1 = tl.split(tl.reshape(at, [TILE, 2]))
-        rest = tl.where(place == a1[:, None], v1[:, None], 0).to(v.dtype)
-        return tl.where(place == a0[:, None], v0[:, None], rest)
-    else:
-        even, odd = tl.split(tl.reshape(v, [TILE, 2, 2]))
-        even_at, odd_at = tl.split(tl.reshape(at, [TILE, 2, 2]))
-        low = _spread(tl.reshape(even, [TILE * 2]), tl.reshape(even_at, [TILE * 2]), place, 2, TILE)
-        return low | _spread(tl.reshape(odd, [TILE * 2]), tl.reshape(odd_at, [TILE * 2]), place, 2, TILE)
+        column = first * M + tl.arange(0, TILE)[:, None] * M + index
+        tl.store(out + row * cols + column, dense, mask=(index < M) & (column < cols))
 
 
 def decompress(values: Tensor, indices: Tensor, n: int, m: int, cols: int, out: Tensor | None = None) -> Tensor:
     """``nm_decompress``. Indices are not checked, which would make the host wait: one outside its group writes nothing."""
-    values, indices = values.resolve_neg().contiguous(), indices.contiguous()
+    values, indices = shared.contiguous(values), indices.contiguous()
     dense = values.new_empty(*values.shape[:-1], cols) if out is None else out
     walk = rows_of(dense.numel(), cols, n, m)
     row = cols if walk.rows > 1 or cols % m else dense.numel()
@@ -293,3 +236,11 @@ def decompress(values: Tensor, indices: Tensor, n: int, m: int, cols: int, out: 
     consts = {"N": n, "M": m, "BITS": Pattern(n, m).index_bits, "TILE": walk.tile, "PADDED": next_power_of_2(m)}
     launch(decompress_kernel, walk.rows * walk.blocks, args, **consts)
     return dense
+
+
+def pack(*args: Any, out: None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``nm_pack``, made of the other kernels. A mask, also one that it makes itself, is checked, for which the host waits."""
+    return shared.pack(PARTS, *args)
+
+
+PARTS = shared.Parts(mask, soft_threshold, transposable_mask, compress)

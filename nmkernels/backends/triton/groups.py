@@ -3,9 +3,9 @@
 A tile holds one group per row; M is padded to a power of two, and padding never ranks above an element. One program takes a tile, each
 element is read once and written once.
 
-The scale is of two sums over a tensor in float64, in an order that only its size decides. The first kernel leaves two partial sums of each
-8192 elements, the second adds those and divides: no atomics, nothing for the host to wait for. The reference adds 4096 elements at a time
-and from left to right, so that the results agree to rounding in float64.
+The scale is of two sums over a tensor in float64, in an order that only its size decides: the kernel leaves two partial sums of each 8192
+elements, which torch adds. The reference adds 4096 elements at a time and from left to right, so that the results agree to rounding in
+float64.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..shared import contiguous
 from .launch import INTERPRETED as _INTERPRETED
 from .launch import cdiv, launch, next_power_of_2
 
@@ -28,9 +29,6 @@ PADDED_ELEMENTS = 1024
 
 TILES = 4
 """Tiles of one program: few enough that a weight of 4096 x 4096 still fills a GPU, and 1/4 of the partial sums to add."""
-
-BLOCK = 1024
-"""Partial sums that the second kernel adds at once."""
 
 
 @triton.jit
@@ -180,22 +178,6 @@ def store_groups(out, tile, first, count, M: tl.constexpr):
 
 
 @triton.jit
-def mask_kernel(w, out, groups, N: tl.constexpr, M: tl.constexpr, TILE: tl.constexpr, PADDED: tl.constexpr):
-    """out = mask(w), one byte an element."""
-    first = tl.program_id(0).to(tl.int64) * TILE
-    x = load_groups(w, first, groups, M, TILE, PADDED)
-    store_groups(out, kept(x, N, M).to(tl.int8), first, groups, M)
-
-
-@triton.jit
-def prune_kernel(w, out, groups, N: tl.constexpr, M: tl.constexpr, TILE: tl.constexpr, PADDED: tl.constexpr):
-    """out = w where mask(w), else +0.0."""
-    first = tl.program_id(0).to(tl.int64) * TILE
-    x = load_groups(w, first, groups, M, TILE, PADDED)
-    store_groups(out, tl.where(kept(x, N, M), x, 0.0), first, groups, M)
-
-
-@triton.jit
 def shrink(x, N: tl.constexpr, M: tl.constexpr):
     """sign(w)·max(|w| − t, 0) of a tile, rounded to its dtype; t is the magnitude of rank N + 1, 0 for N = M."""
     wide = widen(x)
@@ -207,10 +189,19 @@ def shrink(x, N: tl.constexpr, M: tl.constexpr):
 
 
 @triton.jit
-def soft_threshold_kernel(w, out, groups, N: tl.constexpr, M: tl.constexpr, TILE: tl.constexpr, PADDED: tl.constexpr):
+def groups_kernel(
+    w, out, groups, OP: tl.constexpr, N: tl.constexpr, M: tl.constexpr, TILE: tl.constexpr, PADDED: tl.constexpr
+):  # fmt: skip
+    """out = mask(w), one byte an element; prune(w), +0.0 outside the mask; or soft_threshold(w)."""
     first = tl.program_id(0).to(tl.int64) * TILE
     x = load_groups(w, first, groups, M, TILE, PADDED)
-    store_groups(out, shrink(x, N, M), first, groups, M)
+    if OP == "mask":
+        x = kept(x, N, M).to(tl.int8)
+    elif OP == "prune":
+        x = tl.where(kept(x, N, M), x, 0.0)
+    else:
+        x = shrink(x, N, M)
+    store_groups(out, x, first, groups, M)
 
 
 def _tiles(w: Tensor, m: int) -> tuple[int, int, int]:
@@ -219,26 +210,26 @@ def _tiles(w: Tensor, m: int) -> tuple[int, int, int]:
     return w.numel() // m, padded, max(1, (ELEMENTS if padded == m else PADDED_ELEMENTS) // padded)
 
 
-def _elementwise(kernel: object, w: Tensor, n: int, m: int, out: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _elementwise(op: str, w: Tensor, n: int, m: int, out: Tensor | None, dtype: torch.dtype) -> Tensor:
     """``(..., cols)`` to the same shape, group by group."""
-    w = w.resolve_neg().contiguous()
+    w = contiguous(w)
     result = torch.empty_like(w, dtype=dtype) if out is None else out
     groups, padded, tile = _tiles(w, m)
     memory = result.view(torch.int8) if dtype == torch.bool else result
-    launch(kernel, cdiv(groups, tile), (w, memory, groups), N=n, M=m, TILE=tile, PADDED=padded)
+    launch(groups_kernel, cdiv(groups, tile), (w, memory, groups), OP=op, N=n, M=m, TILE=tile, PADDED=padded)
     return result
 
 
 def mask(w: Tensor, n: int, m: int, out: Tensor | None = None) -> Tensor:
-    return _elementwise(mask_kernel, w, n, m, out, torch.bool)
+    return _elementwise("mask", w, n, m, out, torch.bool)
 
 
 def prune(w: Tensor, n: int, m: int, out: Tensor | None = None) -> Tensor:
-    return _elementwise(prune_kernel, w, n, m, out, w.dtype)
+    return _elementwise("prune", w, n, m, out, w.dtype)
 
 
 def soft_threshold(w: Tensor, n: int, m: int, out: Tensor | None = None) -> Tensor:
-    return _elementwise(soft_threshold_kernel, w, n, m, out, w.dtype)
+    return _elementwise("soft_threshold", w, n, m, out, w.dtype)
 
 
 @triton.jit
@@ -260,25 +251,12 @@ def scale_sums_kernel(
     tl.store(sums + programs + program, tl.sum(square, 0))
 
 
-@triton.jit
-def scale_kernel(sums, scale, programs, BLOCK: tl.constexpr):
-    """scale = Σ sums[0] / Σ sums[1], 0 where the latter is 0."""
-    dot = tl.zeros([BLOCK], tl.float64)
-    square = tl.zeros([BLOCK], tl.float64)
-    for first in range(0, programs, BLOCK):
-        program = first + tl.arange(0, BLOCK)
-        dot += tl.load(sums + program, mask=program < programs, other=0.0)
-        square += tl.load(sums + programs + program, mask=program < programs, other=0.0)
-    total = tl.sum(square, 0)
-    tl.store(scale, tl.where(total == 0, 0.0, tl.sum(dot, 0) / total).to(tl.float32))
-
-
 def soft_threshold_scale(w: Tensor, n: int, m: int, out: Tensor | None = None) -> Tensor:
-    w = w.resolve_neg().contiguous()
-    scale = w.new_empty((), dtype=torch.float32) if out is None else out
+    w = contiguous(w)
     groups, padded, tile = _tiles(w, m)
     programs = cdiv(groups, tile * TILES)
     sums = w.new_empty(2, programs, dtype=torch.float64)
     launch(scale_sums_kernel, programs, (w, sums, groups, programs), N=n, M=m, TILE=tile, PADDED=padded, TILES=TILES)
-    launch(scale_kernel, 1, (sums, scale, programs), BLOCK=BLOCK)
-    return scale
+    dot, square = sums.sum(1)
+    scale = torch.where(square == 0, 0.0, dot / square).float()
+    return scale if out is None else out.copy_(scale)

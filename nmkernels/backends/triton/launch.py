@@ -1,10 +1,6 @@
-"""How a kernel is started: compiled once per kind of arguments, then launched without asking Triton's binder again.
+"""How a kernel is started, and compiled for a GPU that is not there.
 
-A kernel takes its run-time arguments first and its constexprs last, in the order in which ``launch`` is given them. What makes two
-calls need different code is what Triton looks at. For NVIDIA GPUs that is dtypes, whether an address is a multiple of 16, whether an
-integer is 1, a multiple of 16, or too wide for 32 bits, and the constexprs; all of it is in the key of ``_started``. A kernel that declares
-``do_not_specialize`` declares it, and a type such as ``tl.int64``, for all of its integers: their values are in no key. For other GPUs
-Triton looks at more, on AMD's at the size of a tensor's storage, and every launch goes through Triton.
+A kernel takes its run-time arguments first and its constexprs last, in the order in which ``launch`` is given them.
 
 Without a GPU, what a call would launch is compiled for a named architecture and collected instead of run:
 
@@ -25,7 +21,6 @@ from importlib import import_module
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -69,14 +64,6 @@ if INTERPRETED:
     _let_tensors_count()
     _patch_language_once()
 
-_WIDE = 2**31
-_PLAIN = frozenset((type(None), bool, float))
-"""Arguments of which only the type makes a difference."""
-
-Start = Callable[[int, int, tuple[Any, ...]], None]
-"""Starts programs on a device with the run-time arguments."""
-
-_started: dict[tuple[Any, ...], Start] = {}
 instead: Callable[[Any, int, tuple[Any, ...]], None] | None = None
 """What ``compiling`` has done with a compiled kernel, its programs and its arguments instead of launching it; None while kernels run."""
 
@@ -92,64 +79,12 @@ def launch(kernel: Any, programs: int, args: tuple[Any, ...], warps: int = 4, st
         constexprs.pop("enable_fp_fusion", None)
         kernel[(programs,)](*args, **constexprs)
         return
+    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": False, **constexprs}
     if instead is not None:
-        instead(kernel.warmup(*args, grid=(programs,), **_options(warps, stages, constexprs)), programs, args)
+        instead(kernel.warmup(*args, grid=(programs,), **options), programs, args)
         return
-    first = args[0] if type(args[0]) is Tensor else next(x for x in args if isinstance(x, Tensor))
-    device = first.get_device()
-    if first.is_cuda and device != torch._C._cuda_getDevice():
-        with torch.cuda.device(device):
-            _start(kernel, programs, args, device, warps, stages, constexprs)
-    else:
-        _start(kernel, programs, args, device, warps, stages, constexprs)
-
-
-def _options(warps: int, stages: int, constexprs: dict[str, Any]) -> dict[str, Any]:
-    return {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": False, **constexprs}
-
-
-def _start(kernel: Any, programs: int, args: tuple[Any, ...], device: int, warps: int, stages: int, constexprs: dict[str, Any]) -> None:
-    key = [kernel.fn, device, warps, stages, *constexprs, *constexprs.values()]
-    typed = kernel.do_not_specialize
-    for x in args:
-        kind = type(x)
-        if kind is Tensor:
-            key.append(x.dtype)
-            key.append(x.data_ptr() & 15 == 0)
-        elif kind is int:
-            if typed:
-                key.append(0)
-            elif -_WIDE <= x < _WIDE:
-                key.append(-1 if x == 1 else x & 15 == 0)
-            else:
-                key.append((x & 15 == 0) + (4 if x >= _WIDE**2 * 2 else 2))
-        elif kind in _PLAIN:
-            key.append(kind)
-        else:  # a Parameter, or something else with memory
-            key += (x.dtype, x.data_ptr() & 15 == 0)
-    found = _started.get(tuple(key))
-    if found is not None:
-        found(programs, device, args)
-        return
-    compiled = kernel[(programs,)](*args, **_options(warps, stages, constexprs))
-    if compiled.metadata.target.backend != "cuda":
-        return  # its compiler looks at more than the key has
-    _started[tuple(key)] = _starter(compiled, tuple(v for k, v in constexprs.items() if k != "enable_fp_fusion"))
-
-
-def _starter(compiled: Any, constants: tuple[Any, ...]) -> Start:
-    """What ``compiled[(programs, 1, 1)](*args, *constants)`` does, looked up beforehand."""
-    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
-    stream_of, hooks = driver.active.get_current_stream, triton.knobs.runtime
-
-    def start(programs: int, device: int, args: tuple[Any, ...]) -> None:
-        # a profiler wants to be told; it adds itself to a chain, or puts a function in its place
-        if getattr(hooks.launch_enter_hook, "calls", True) or getattr(hooks.launch_exit_hook, "calls", True):
-            compiled[(programs, 1, 1)](*args, *constants)
-        else:
-            run(programs, 1, 1, stream_of(device), function, metadata, None, None, None, *args, *constants)
-
-    return start
+    with torch.cuda.device_of(next(x for x in args if isinstance(x, Tensor))):
+        kernel[(programs,)](*args, **options)
 
 
 def flagged(flag: Tensor) -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ...pattern import Pattern
 from ...reference.linear import activate
+from ..shared import contiguous
 from .compress import decompress
 from .launch import capability, cdiv, launch
 from .launches import Plan, by_words, choose
@@ -37,7 +38,7 @@ def matrix(x: Tensor) -> Tensor:
 
 def packed(values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
     """The compressed operand as the kernels read it: its rows next to each other."""
-    return (values.resolve_neg() if values.is_neg() else values).contiguous(), indices.contiguous()
+    return contiguous(values), indices.contiguous()
 
 
 def _expands(p: Plan, values: Tensor, indices: Tensor, n: int, m: int, cols: int) -> bool:
@@ -115,7 +116,7 @@ def linear(
         y = _deliver(activate("linear", y, activation), out)
     else:
         y = x.new_empty(*x.shape[:-1], rows) if out is None else out
-        b = None if bias is None else bias.resolve_neg().contiguous()
+        b = None if bias is None else contiguous(bias)
         if y.numel() and p.method == "few":
             few(flat.contiguous(), values, indices, n, m, cols, b, activation, y)
         elif y.numel():

@@ -1,20 +1,18 @@
 """mvue: the unbiased N:M estimate of least variance, along the last dimension or across it.
 
 Memory is seen as ``(outer, length, inner)`` around the grouped dimension. Along the last one (inner = 1) groups lie side by side; across
-it a program takes a tile of columns, GROUPS of M rows each, and its groups are counted down the columns. The arithmetic and its order are
+it they lie down the columns. The random number of group g of line l has the index l * groups of a line + g. Arithmetic and its order are
 those of ``reference/mvue.py`` and ``csrc/core/mvue.h``, where the method is explained; random words are Philox4x32-10 (Salmon et al., SC
 2011). The seed tensor, int64 (seed, offset), is read where it lies, so that a captured graph replays with whatever it then holds.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...pattern import Pattern
-from ..tensors import Around, around
+from ..shared import Around, around, packed
 from .compress import as_integers, compress
 from .groups import bits_of, kept, load_groups, narrow, store_groups, widen
 from .launch import cdiv, launch, next_power_of_2
@@ -23,7 +21,7 @@ ELEMENTS = 2048
 """Elements of a tile along the last dimension."""
 
 COLUMN_BYTES = 4096
-"""Bytes of a tile across it, where shared memory turns a tile of groups."""
+"""Bytes of a tile across it, which is transposed in shared memory."""
 
 ONE = tl.constexpr(1 << 24)
 """1 as a 24-bit fixed-point probability."""
@@ -124,7 +122,7 @@ def water_fill(a, N: tl.constexpr):
 @triton.jit
 def exact(a, u, N: tl.constexpr):
     """Water-filling, then systematic sampling with one uniform: kept, sampled ``[groups, M]`` and the sampled magnitude ``[groups, 1]``."""
-    place = tl.arange(0, a.shape[1])[None, :]
+    index = tl.arange(0, a.shape[1])[None, :]
     open, s, r = water_fill(a, N)
     saturated = (open == 0.0) & (a != 0.0)
     live = (open != 0.0) & (r > 0.0)
@@ -134,8 +132,8 @@ def exact(a, u, N: tl.constexpr):
         q, total = q.to(tl.int64), total.to(tl.int64)
     total = total << 24
     sums = tl.cumsum(q, 1)
-    last = tl.max(tl.where(live, place, -1), 1, keep_dims=True)
-    end = tl.where(place == last, total, tl.minimum(sums, total))
+    last = tl.max(tl.where(live, index, -1), 1, keep_dims=True)
+    end = tl.where(index == last, total, tl.minimum(sums, total))
     start = tl.minimum(sums - q, total)
     shift = ONE - u
     sampled = live & (((end + shift) >> 24) > ((start + shift) >> 24))
@@ -151,30 +149,30 @@ def exact(a, u, N: tl.constexpr):
 @triton.jit
 def _drawn(a, s, u):
     """Index of the element that u draws from magnitudes ``a`` of sum ``s``, each with probability a / s: ``[groups, 1]``."""
-    place = tl.arange(0, a.shape[1])[None, :]
+    index = tl.arange(0, a.shape[1])[None, :]
     sums = tl.minimum(tl.cumsum((tl.div_rn(a, s) * TWO_24).to(tl.int32), 1), ONE)
-    last = tl.max(tl.where(a != 0.0, place, 0), 1, keep_dims=True)
-    passed = (u >= sums) & (place < last)
+    last = tl.max(tl.where(a != 0.0, index, 0), 1, keep_dims=True)
+    passed = (u >= sums) & (index < last)
     return tl.sum(passed.to(tl.int32), 1, keep_dims=True)
 
 
 @triton.jit
 def approximate(a, s, u0, u1, M: tl.constexpr):
     """Two draws without replacement: which elements, and their magnitudes a / p, both ``[groups, M]``."""
-    place = tl.arange(0, a.shape[1])[None, :]
+    index = tl.arange(0, a.shape[1])[None, :]
     first = _drawn(a, s, u0)
-    others = tl.where(place == first, 0.0, a)
+    others = tl.where(index == first, 0.0, a)
     second = _drawn(others, tree(others), u1)
     t = tl.div_rn(a, s)
     p = t
     for j in range(M):
-        here = place == j
+        here = index == j
         rest = tree(tl.where(here, 0.0, a))
         # one element differs from zero: a copy
         t_j = tl.sum(tl.where(here, t, 0.0), 1, keep_dims=True)
         p = tl.where(here, p, p + tl.div_rn(a, rest) * t_j)
     p = tl.maximum(p, 1.0 / TWO_24)
-    return (place == first) | (place == second), tl.div_rn(a, p)
+    return (index == first) | (index == second), tl.div_rn(a, p)
 
 
 @triton.jit
@@ -205,104 +203,63 @@ def estimate(x, u0, u1, N: tl.constexpr, M: tl.constexpr, APPROX: tl.constexpr):
 
 
 @triton.jit
-def wide(x):
-    """A 64-bit integer, also of an argument that Triton has made a constant."""
-    return tl.full([], 0, tl.int64) + x
-
-
-@triton.jit
-def _column_places(column, first, length, inner, M: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constexpr, PADDED: tl.constexpr):
-    """Offsets of a tile ``[GROUPS, PADDED, COLUMNS]`` and where it is within the matrix."""
-    place = tl.arange(0, PADDED)[None, :, None]
-    columns = column + tl.arange(0, COLUMNS)[None, None, :]
-    row = (first + tl.arange(0, GROUPS)[:, None, None]) * M + place
-    return row * inner + columns, (place < M) & (row < length) & (columns < inner)
-
-
-@triton.jit
-def load_columns(g, column, first, length, inner, M: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constexpr, PADDED: tl.constexpr):
-    """Groups down a tile of columns, as ``[GROUPS * COLUMNS, PADDED]``."""
-    at, there = _column_places(column, first, length, inner, M, GROUPS, COLUMNS, PADDED)
-    tile = tl.load(g + at, mask=there, other=0.0)
-    return tl.reshape(tl.permute(tile, [0, 2, 1]), [GROUPS * COLUMNS, PADDED])
-
-
-@triton.jit
-def store_columns(out, tile, column, first, length, inner, M: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constexpr):
-    at, there = _column_places(column, first, length, inner, M, GROUPS, COLUMNS, tile.shape[1])
-    tl.store(out + at, tl.permute(tl.reshape(tile, [GROUPS, COLUMNS, tile.shape[1]]), [0, 2, 1]), mask=there)
-
-
-@triton.jit
-def store_transposed(out, tile, first, columns, per_line, M: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constexpr):
-    """A tile of ``load_columns`` as rows of ``per_line`` whole groups; of ``columns`` such rows from ``out`` on, the first COLUMNS."""
-    i = tl.arange(0, GROUPS * COLUMNS)[:, None]
-    group, column = first + i // COLUMNS, i % COLUMNS
-    place = tl.arange(0, tile.shape[1])[None, :]
-    there = (place < M) & (group < per_line) & (column < columns)
-    tl.store(out + (column * wide(per_line) + group) * M + place, tile, mask=there)
-
-
-@triton.jit
-def mvue_rows_kernel(
-    g, seed, out, groups,
-    N: tl.constexpr, M: tl.constexpr, APPROX: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """out = mvue(g) of groups that lie side by side; TILE is a multiple of 4."""
-    first = tl.program_id(0).to(tl.int64) * TILE
-    x = load_groups(g, first, groups, M, TILE, PADDED)
-    if APPROX:
-        u0, u1 = pairs24(seed, first + tl.arange(0, TILE))
-    else:
-        u0 = uniforms24_of_four(seed, first // 4 + tl.arange(0, TILE // 4))
-        u1 = u0
-    store_groups(out, estimate(x, u0, u1, N, M, APPROX), first, groups, M)
-
-
-@triton.jit
-def mvue_columns_kernel(
+def mvue_kernel(
     g, seed, out, length, inner, per_line, column_blocks, group_blocks,
     N: tl.constexpr, M: tl.constexpr, APPROX: tl.constexpr, PADDED: tl.constexpr, TRANSPOSED: tl.constexpr, GROUPS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """out = mvue(g) along the middle of ``(outer, length, inner)``, TRANSPOSED ``(outer, inner, per_line * M)``.
 
-    Neighbouring programs take neighbouring columns. Group g of line l has the random number l * per_line + g.
+    A program takes GROUPS groups of each of COLUMNS columns; its neighbour takes the next columns. With COLUMNS = 1 there is one column.
     """
     program = tl.program_id(0)
-    column = (program % column_blocks).to(tl.int64) * COLUMNS
     first = ((program // column_blocks) % group_blocks).to(tl.int64) * GROUPS
-    outer = (program // column_blocks // group_blocks).to(tl.int64)
-    line = outer * inner + column
-    x = load_columns(g + outer * length * inner, column, first, length, inner, M, GROUPS, COLUMNS, PADDED)
-    i = tl.arange(0, GROUPS * COLUMNS)
-    j = (line + i % COLUMNS) * per_line + first + i // COLUMNS
+    if COLUMNS == 1:
+        x = load_groups(g, first, per_line, M, GROUPS, PADDED)
+        j = first + tl.arange(0, GROUPS)
+    else:
+        outer = (program // column_blocks // group_blocks).to(tl.int64)
+        i = tl.arange(0, GROUPS * COLUMNS)
+        group, column = first + i // COLUMNS, (program % column_blocks).to(tl.int64) * COLUMNS + i % COLUMNS
+        index = tl.arange(0, PADDED)[None, :]
+        row = group[:, None] * M + index
+        at = (outer * length + row) * inner + column[:, None]
+        there = (index < M) & (row < length) & (column < inner)[:, None]
+        x = tl.load(g + at, mask=there, other=0.0)
+        j = (outer * inner + column) * per_line + group
     if APPROX:
         u0, u1 = pairs24(seed, j)
+    elif COLUMNS == 1:
+        u0 = uniforms24_of_four(seed, first // 4 + tl.arange(0, GROUPS // 4))
+        u1 = u0
     else:
         u0 = uniforms24(seed, j)
         u1 = u0
     tile = estimate(x, u0, u1, N, M, APPROX)
-    if TRANSPOSED:
-        store_transposed(out + line * per_line * M, tile, first, inner - column, per_line, M, GROUPS, COLUMNS)
+    if COLUMNS == 1:
+        store_groups(out, tile, first, per_line, M)
+    elif TRANSPOSED:
+        whole = (index < M) & ((group < per_line) & (column < inner))[:, None]
+        tl.store(out + j[:, None] * M + index, tile, mask=whole)
     else:
-        store_columns(out + outer * length * inner, tile, column, first, length, inner, M, GROUPS, COLUMNS)
+        tl.store(out + at, tile, mask=there)
 
 
 def _estimate(given: Around, n: int, m: int, seed: Tensor, method: str, out: Tensor, transposed: bool) -> None:
     """Start the kernel that writes the dense estimate: like g, or transposed: ``(outer, inner, length in whole groups)``."""
     g, outer, length, inner = given
     padded = next_power_of_2(m)
-    consts = {"N": n, "M": m, "APPROX": method == "approx", "PADDED": padded}
     if inner == 1 and length % m == 0:
-        count, tile = outer * length // m, max(4, ELEMENTS // padded)
-        launch(mvue_rows_kernel, cdiv(count, tile), (g, seed, as_integers(out), count), **consts, TILE=tile)
-        return
-    columns = 64 if padded <= 8 else 32 if padded == 16 else 16 if padded <= 128 else 8
-    groups, per_line = max(1, COLUMN_BYTES // (padded * columns * g.element_size())), cdiv(length, m)
+        outer, length = 1, outer * length
+        columns, groups = 1, max(4, ELEMENTS // padded)
+    else:
+        columns = 64 if padded <= 8 else 32 if padded == 16 else 16 if padded <= 128 else 8
+        groups = max(1, COLUMN_BYTES // (padded * columns * g.element_size()))
+    per_line = cdiv(length, m)
     blocks = cdiv(inner, columns), cdiv(per_line, groups)
+    consts = {"N": n, "M": m, "APPROX": method == "approx", "PADDED": padded, "TRANSPOSED": transposed}
     args = (g, seed, as_integers(out), length, inner, per_line, *blocks)
-    launch(mvue_columns_kernel, outer * blocks[0] * blocks[1], args, **consts, TRANSPOSED=transposed, GROUPS=groups, COLUMNS=columns)
+    launch(mvue_kernel, outer * blocks[0] * blocks[1], args, **consts, GROUPS=groups, COLUMNS=columns)
 
 
 def mvue(g: Tensor, n: int, m: int, dim: int, seed: Tensor, method: str, out: Tensor | None = None) -> Tensor:
@@ -315,10 +272,9 @@ def mvue_compress(
     g: Tensor, n: int, m: int, dim: int, seed: Tensor, method: str, out: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
     """``nm_mvue_compress``: a dense estimate, transposed, whose non-zeros are its N largest of each group."""
-    p, lead, given = Pattern(n, m), g.movedim(dim, -1).shape[:-1], around(g, dim, turn=True)
-    groups = p.groups(given.length)
+    given, groups = around(g, dim, turn=True), cdiv(g.shape[dim], m)
     if out is None:
-        out = g.new_empty(*lead, groups * n), g.new_empty(*lead, p.index_bytes(given.length), dtype=torch.uint8)
+        out = packed(g, g.movedim(dim, -1).shape[:-1], g.shape[dim], n, m)
     dense = g.new_empty(given.outer * given.inner, groups * m)
     _estimate(given, n, m, seed.contiguous(), method, dense, transposed=True)
     compress(dense, n, m, out=out)

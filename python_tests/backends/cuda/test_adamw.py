@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nmkernels.backends import adamw_plan as shared
+from nmkernels.backends import adamw as shared
 from nmkernels.backends.cuda import adamw
 from nmkernels.testing import assert_equal_bits
 from python_tests.backends.adamw_calls import LAYOUTS, copied, hyper, make, same_as_reference, seeded
@@ -47,7 +47,7 @@ def called(device, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 class TestAgainstTheReference(AdamWSuite):
-    step, module = staticmethod(adamw.masked_adamw_), adamw
+    step = staticmethod(adamw.masked_adamw_)
 
 
 def test_ties_and_neighbours_of_every_pattern(device):
@@ -92,7 +92,7 @@ def test_blocks_of_several_tiles_and_params(device, monkeypatch):
 def test_only_counts_that_differ_are_sent(device, monkeypatch, called):
     call = make(seeded(15), (8, 16), (3, 8), out=F32)
     call["steps"] = [torch.tensor(7.0), torch.tensor(8.0)]
-    monkeypatch.setattr(adamw, "on_host", lambda x, device: x.numel() == 9 or (x.is_cpu and x.dim() == 0))
+    monkeypatch.setattr(shared, "on_host", lambda x, device: x.numel() == 9 or (x.is_cpu and x.dim() == 0))
     for found in (None, torch.zeros(1)):
         ours = {**copied(call, device), "steps": copied(call)["steps"]}
         same_as_reference(adamw.masked_adamw_, ours, call, hyper(), 2, 4, found=found)
@@ -100,15 +100,15 @@ def test_only_counts_that_differ_are_sent(device, monkeypatch, called):
 
 
 def test_what_a_graph_reads_stays_and_what_it_makes_is_its_own(monkeypatch):
-    cache, where = shared.Cache(), torch.device("cpu")
+    cache, where = adamw.Cache(), torch.device("cpu")
     cache.put("eager", 1, where)
     cache.put("other", 2, where)
-    monkeypatch.setattr(shared, "capturing", lambda device: True)
+    monkeypatch.setattr(adamw, "capturing", lambda device: True)
     assert cache.put("captured", 3, where) == 3
     assert cache.get("captured", where) is None
     assert cache.get("eager", where) == 1
-    monkeypatch.setattr(shared, "capturing", lambda device: False)
-    for i in range(shared.KEPT):
+    monkeypatch.setattr(adamw, "capturing", lambda device: False)
+    for i in range(adamw.KEPT):
         cache.put(i, i, where)
     assert cache.get("eager", where) == 1
     assert cache.get("other", where) is None

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from nmkernels import Pattern, dispatch, reference, testing
+from nmkernels.backends import adamw as shared
 from nmkernels.backends.triton import adamw, interpreted
 from nmkernels.backends.triton import linear as family
 from nmkernels.backends.triton.groups import ELEMENTS
@@ -94,7 +95,7 @@ def test_soft_threshold_scale() -> None:
     w = torch.randn(4 * ELEMENTS // 4 + 1, 4).to(BF16)
     with testing.poison(), emulated(80) as ran:
         got = backend("nm_soft_threshold_scale", "triton")(w, 2, 4)
-    assert len(ran) == 2
+    assert len(ran) == 1
     torch.testing.assert_close(got, reference.soft_threshold_scale(w, 2, 4), rtol=1e-6, atol=0)
 
 
@@ -166,7 +167,7 @@ def test_adamw_edge_values_and_every_option(dtype, flags) -> None:
 def test_adamw_numbers_on_the_host(monkeypatch) -> None:
     """Arguments of 64 bits, large and negative, arrive as they are; memory at odd addresses."""
     call = make(torch.Generator().manual_seed(15), (8, 16), (3, 8), out=F32)
-    monkeypatch.setattr(adamw, "on_host", lambda x, device: x.numel() == 9 or x.dim() == 0)
+    monkeypatch.setattr(shared, "on_host", lambda x, device: x.numel() == 9 or x.dim() == 0)
     for steps in ((7.0, 7.0), (99_990.0, 2.0)):
         call["steps"] = [torch.tensor(t) for t in steps]
         ours = shifted(copied(call), 1) | {"steps": copied(call)["steps"]}

@@ -1,0 +1,155 @@
+"""What backends share: what they ask of tensors before they take their addresses, and nm_pack made of a backend's other ops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..dispatch import Verdict
+from ..pattern import Pattern, ShapeError
+from ..reference.layouts import to_layout
+
+ORDERED = False, "it reads canonical indices, and these are metadata in the order of a tensor core"
+"""What a backend answers that knows no device layout."""
+
+
+def tensors(args: Iterable[Any]) -> Iterator[Tensor]:
+    """Every tensor among arguments and lists of them."""
+    for arg in args:
+        if isinstance(arg, Tensor):
+            yield arg
+        elif isinstance(arg, (list, tuple)):
+            yield from tensors(arg)
+
+
+def address(x: Tensor | None) -> int:
+    """Where a tensor lies; 0 for none."""
+    return 0 if x is None else x.data_ptr()
+
+
+def contiguous(x: Tensor) -> Tensor:
+    """Contiguous, with a lazy negation carried out: what the pointer shows is what the tensor says."""
+    return x if x.is_contiguous() and not x.is_neg() else x.resolve_neg().contiguous()
+
+
+def packed(like: Tensor, lead: Sequence[int], cols: int, n: int, m: int, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+    """Room for the compressed form of ``(*lead, cols)``."""
+    kept, size = packed_sizes(n, m, cols)
+    return like.new_empty((*lead, kept), dtype=dtype), like.new_empty((*lead, size), dtype=torch.uint8)
+
+
+@lru_cache(maxsize=4096)
+def packed_sizes(n: int, m: int, cols: int) -> tuple[int, int]:
+    """Values and index bytes of a row."""
+    p = Pattern(n, m)
+    return p.kept(cols), p.index_bytes(cols)
+
+
+def overfull(op: str, n: int, m: int) -> ShapeError:
+    """What is raised where a given mask keeps too many."""
+    return ShapeError(f"{op}: the mask keeps more than {n} elements in a group, but {n}:{m} stores {n}; prune it first.")
+
+
+def only_2_4(n: int, m: int) -> Verdict:
+    """What a backend answers whose transposable masks are those of 2:4."""
+    if (n, m) != (2, 4):
+        return False, f"it tries the patterns of 2:4 only; {n}:{m} is a matching problem, which the reference and the CPU solve"
+    return True, ""
+
+
+class Around(NamedTuple):
+    """A contiguous tensor around its grouped dimension, as ``(outer, length, inner)``."""
+
+    g: Tensor
+    outer: int
+    length: int
+    inner: int
+
+
+def around(g: Tensor, dim: int, turn: bool = False) -> Around:
+    """``g`` around ``dim``; with ``turn`` a matrix may be taken as its transpose, of which the packed rows are the same."""
+    dim %= g.dim()
+    if turn and g.dim() == 2 and not g.is_contiguous() and g.t().is_contiguous():
+        g, dim = g.t(), 1 - dim
+    g, shape = contiguous(g), g.shape
+    return Around(g, shape[:dim].numel(), shape[dim], shape[dim + 1 :].numel())
+
+
+def row_stride(x: Tensor) -> int | None:
+    """The one stride between rows of ``x`` seen as ``(rows, last dimension)``; None where no single stride exists."""
+    step, reach = 0, None
+    for size, stride in zip(reversed(x.shape[:-1]), reversed(x.stride()[:-1]), strict=True):
+        if size == 1:
+            continue
+        if reach is None:
+            step = stride
+        elif stride != reach:
+            return None
+        reach = stride * size
+    return step
+
+
+def dense(x: Tensor) -> bool:
+    """Whether ``x`` fills its memory without gaps, in whatever order of dimensions."""
+    reach = 1
+    for stride, size in sorted((stride, size) for size, stride in zip(x.shape, x.stride(), strict=True) if size != 1):
+        if stride != reach:
+            return False
+        reach *= size
+    return True
+
+
+class Parts(NamedTuple):
+    """A backend's own functions, with the arguments of the raw ops."""
+
+    mask: Callable[..., Tensor]
+    soft_threshold: Callable[..., Tensor]
+    transposable_mask: Callable[..., Tensor]
+    compress: Callable[..., tuple[Tensor, Tensor]]
+
+
+def pack(
+    parts: Parts, w: Tensor, n: int, m: int, select: str, mask: Tensor | None, scale: Tensor | None,
+    dtype: torch.dtype | None, rows: bool, columns: bool, layout: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """``nm_pack`` of the parts: right for every call, for backends that have no kernel which does it in one read.
+
+    A weight whose transpose is contiguous is packed along its columns without a copy.
+    """
+    dtype = dtype or w.dtype
+
+    def one(wanted: bool, w: Tensor, kept: Tensor | None) -> tuple[Tensor, Tensor]:
+        if not wanted:
+            return w.new_empty(0, dtype=dtype), w.new_empty(0, dtype=torch.uint8 if layout == "canonical" else torch.int32)
+        source = w
+        if select == "threshold":
+            kept, source = parts.mask(w, n, m), parts.soft_threshold(w, n, m)
+            source = source if scale is None else source.float() * scale.reshape(())
+        # packed first and cast after, so that only what is kept is written twice
+        values, indices = parts.compress(source, n, m, kept)
+        return values.to(dtype), to_layout(indices, w.shape[1], layout)
+
+    kept = parts.transposable_mask(w, n, m) if select == "transposable" else mask
+    return *one(rows, w, kept), *one(columns, w.t(), None if kept is None else kept.t())
+
+
+def write_rows(
+    nm_pack: Callable[..., tuple[Tensor, ...]], params: Sequence[Tensor], n: int, m: int, packs: Sequence[Tensor] | None, layout: str,
+    found_inf: Tensor | None = None,
+) -> None:  # fmt: skip
+    """The packed weights of ``nm_masked_adamw_`` by row magnitudes, made by the backend's ``nm_pack``.
+
+    With ``found_inf`` set the buffers stay, and the host is not asked.
+    """
+    if not packs:
+        return
+    for i, p in enumerate(params):
+        values, indices = packs[4 * i : 4 * i + 2]
+        if values.numel():
+            packed = nm_pack(p, n, m, "magnitude", None, None, values.dtype, True, False, layout)
+            for target, new in zip((values, indices), packed, strict=False):
+                target.copy_(new if found_inf is None else torch.where(found_inf.reshape(()) != 0, target, new))
