@@ -7,10 +7,11 @@ every layout and dtype that it has; ``search`` finds and stores the fastest righ
 """
 
 from . import linear
-from .algorithms import search, search_gemm
+from .algorithms import search_gemm
 from .blobs import Blob
 from .context import Algorithm, Problem
 from .gemm import compress, matmul
+from .linear import search
 
 linear.register()
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -22,13 +22,11 @@ from ...tuning import TABLE, Candidate, Found, Seconds, Timer, Validator, key, m
 from .blobs import by_another, compress_as
 from .context import LAYOUTS, Algorithm, Here, Problem, Ready, elsewhere, failures, here, place, refuse_capture
 
-SEED = 24
 DEFAULT = Algorithm()
 
-SPLITS = tuple((splits, mode) for splits in (2, 4, 8) for mode in (1, 2))
-"""Ways to split the sum: into how many parts, in one kernel or two."""
+SPLITS = (*((splits, mode) for splits in (2, 4, 8) for mode in (1, 2)), (1, 6))
+"""Ways to split the sum: into how many parts, in one kernel or two; and stream-K."""
 
-STREAM_K = (1, 6)
 SPLIT_BEST = 3
 """Of so many algorithms, the fastest ones, the split is tried."""
 
@@ -38,16 +36,19 @@ class Trial:
 
     def __init__(self, problem: Problem, here: Here, like: Tensor, stream: int) -> None:
         self.problem, self.here, self.stream = problem, here, stream
-        generator = torch.Generator(like.device).manual_seed(SEED)
+        generator = torch.Generator(like.device).manual_seed(24)
 
         def normal(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator, device=like.device, dtype=torch.float32)
 
+        def matrix(rows: int) -> Tensor:
+            return normal(*((p.width, rows) if p.by_token else (rows, p.width)))
+
         p = problem
-        full, other = normal(p.rows, p.cols), normal(*((p.width, p.cols) if p.by_token else (p.cols, p.width)))
+        full, other = normal(p.rows, p.cols), matrix(p.cols)
         sparse, self.dense = _of_dtype(by_another("nm_prune", full, 2, 4), p.dtype), _of_dtype(other, p.dtype)
         self.bias = normal(p.rows).to(p.bias_dtype) if p.bias else None
-        self.residual = _of_dtype(normal(*((p.width, p.rows) if p.by_token else (p.rows, p.width))), p.out) if p.residual else None
+        self.residual = _of_dtype(matrix(p.rows), p.out) if p.residual else None
         self.blob = compress_as(p.layout, sparse.t() if LAYOUTS[p.layout][0] else sparse, here, stream)
         exact = self._result(sparse, torch.float64)
         if p.out.is_floating_point:
@@ -79,26 +80,20 @@ class Trial:
             library.replan = not wrong
         return wrong
 
-    def plan(self, algorithm: Algorithm) -> Ready:
-        return self.here.plan(self.problem, algorithm, self.dense)
-
-    def run(self, ready: Ready, out: Tensor) -> None:
-        """One run, whose bias lies elsewhere than before, where no number is any more."""
-        if self.bias is not None:
+    def run(self, ready: Ready, out: Tensor, moved: bool = True) -> None:
+        """The GEMM; unless it is timed, its bias lies elsewhere than before, where no number is any more."""
+        if self.bias is not None and moved:
             before, self.bias = self.bias, self.bias.clone()
             before.fill_(torch.nan)
-        self.again(ready, out)
-
-    def again(self, ready: Ready, out: Tensor) -> None:
-        """The GEMM alone, to be timed."""
         self.here.run(ready, self.blob.address, self.dense, out, self.bias, self.residual, self.stream, 1.0)
 
     def candidate(self, algorithm: Algorithm) -> Candidate:
-        def calls() -> list[Callable[[], None]]:
-            out, ready = torch.empty_like(self.validator.theirs), self.plan(algorithm)
-            return [lambda: self.again(ready, out)]
+        plan = partial(self.here.plan, self.problem, algorithm, self.dense)
 
-        return Candidate(str(algorithm), lambda out: self.run(self.plan(algorithm), out), calls)
+        def calls() -> list[Callable[[], None]]:
+            return [partial(self.run, plan(), torch.empty_like(self.validator.theirs), moved=False)]
+
+        return Candidate(str(algorithm), lambda out: self.run(plan(), out), calls)
 
 
 def _of_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -108,42 +103,8 @@ def _of_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
 # ---- the fastest
 
 
-def search(op: str, *args: Any, timer: Seconds | None = None) -> Found:
-    """Find the fastest right algorithm for the GEMM of a raw op's call, and use it from now on; the arguments' numbers do not matter.
-
-    Every algorithm that the library has is checked on random operands before it is timed. For the fastest ones, splitting the sum is tried
-    too. The choice is kept in the table, by the library's version, the GPU, dtypes, layout, epilogue and sizes, with widths up to the next
-    power of two as one.
-
-    Args:
-        op: ``"nm_linear"`` or ``"nm_linear_wgrad"``.
-        args: those of the raw op.
-        timer: seconds of a ``tuning.Task``; by the GPU's clock if None.
-
-    Raises:
-        BackendError: there is no library, or a CUDA graph is captured, or the library does no such GEMM at all.
-
-    Example:
-        >>> from nmkernels import BackendError
-        >>> try:
-        ...     search("nm_mask", torch.ones(4, 4), 2, 4)
-        ... except BackendError as error:
-        ...     print(error)
-        nm_mask: cuSPARSELt does nm_linear and nm_linear_wgrad.
-    """
-    reasons = []
-    from .linear import problem_of  # it routes by what is chosen here
-
-    for problem in problem_of(op, *args):
-        try:
-            return search_gemm(problem, next(a for a in args if isinstance(a, Tensor)), timer)
-        except BackendError as error:
-            reasons.append(str(error))  # fused in another way, perhaps
-    raise BackendError(reasons[-1])
-
-
 def search_gemm(problem: Problem, like: Tensor, timer: Seconds | None = None) -> Found:
-    """``search`` of a ``Problem``, on the device of ``like``."""
+    """Check and time every algorithm of a problem, on random operands on the device of ``like``; see ``search``."""
     device, stream = place(like)
     if elsewhere(like, device):
         with torch.cuda.device(device):
@@ -166,7 +127,7 @@ def _search(problem: Problem, at: Here, like: Tensor, stream: int, timer: Timer)
 
     found = timed(by_name.values())
     fastest = sorted(found.seconds, key=found.seconds.__getitem__)[:SPLIT_BEST]
-    split = {str(a): a for name in fastest for a in (Algorithm(by_name[name].id, *way) for way in (*SPLITS, STREAM_K))}
+    split = {str(a): a for name in fastest for a in (Algorithm(by_name[name].id, *way) for way in SPLITS)}
     if split:
         second = timed(split.values())
         found.seconds |= second.seconds
@@ -192,41 +153,43 @@ _lock = threading.RLock()
 
 
 def ready_for(problem: Problem, here: Here, like: Tensor, stream: int) -> Ready:
-    """The plan of a problem by its algorithm, in this thread."""
+    """The plan of a problem by its algorithm, which is checked now if it was not before, in this thread."""
     found: Ready | None = here.routes.get(problem)
     if found is None:
         refuse_capture(like)
         with torch.no_grad(), _lock:
-            algorithm = chosen(problem, here, like, stream)
+            algorithm = settled(problem, here)
+            if algorithm is None:
+                algorithm = _chosen(problem, here, like, stream)
+                _settled[here.library.version, here.device, problem] = algorithm
+        if isinstance(algorithm, str):
+            raise BackendError(algorithm)
         found = here.routes[problem] = here.plan(problem, algorithm, like)
     return found
 
 
-def refusal(problem: Problem, here: Here) -> str:
-    found = _settled.get(_in_process(problem, here))
-    return found if isinstance(found, str) else ""
+def settled(problem: Problem, here: Here) -> Algorithm | str | None:
+    """The algorithm of a problem, or why it is refused; None before it is checked."""
+    return _settled.get((here.library.version, here.device, problem))
 
 
-def chosen(problem: Problem, here: Here, like: Tensor, stream: int) -> Algorithm:
-    """The algorithm of a problem, checked now if it was not before."""
-    known = _in_process(problem, here)
-    found = _settled.get(known)
-    if isinstance(found, str):
-        raise BackendError(found)
-    if found is not None:
-        return found
+def remember(problem: Problem, here: Here, algorithm: Algorithm) -> None:
+    """From now on a problem is done by an algorithm that was checked."""
+    _settled[here.library.version, here.device, problem] = algorithm
+    here.routes.clear()
+
+
+def _chosen(problem: Problem, here: Here, like: Tensor, stream: int) -> Algorithm | str:
     first, exact = stored(problem, here, like)
-    if first is None or not exact:
-        try:
-            first = first_right(problem, here, like, stream, first or DEFAULT)
-        except torch.OutOfMemoryError:
-            # later there may be room; until then this GEMM is somebody else's
-            raise BackendError(f"cuSPARSELt: no memory to check {problem.text}x{problem.width} with") from None
-        except BackendError as error:
-            _settled[known] = str(error)
-            raise
-    _settled[known] = first
-    return first
+    if first is not None and exact:
+        return first
+    try:
+        return first_right(problem, here, like, stream, first or DEFAULT)
+    except torch.OutOfMemoryError:
+        # later there may be room; until then this GEMM is somebody else's
+        raise BackendError(f"cuSPARSELt: no memory to check {problem.text}x{problem.width} with") from None
+    except BackendError as error:
+        return str(error)
 
 
 def first_right(problem: Problem, here: Here, like: Tensor, stream: int, first: Algorithm) -> Algorithm:
@@ -235,11 +198,10 @@ def first_right(problem: Problem, here: Here, like: Tensor, stream: int, first: 
     trial, reasons = Trial(problem, here, like, stream), []
     for algorithm in dict.fromkeys([first, DEFAULT, *ids]):
         try:
-            ready = trial.plan(algorithm)
-            wrong = trial.wrong(lambda out, ready=ready: trial.run(ready, out))  # type: ignore[misc]
+            wrong = trial.wrong(trial.candidate(algorithm).run)
             if not wrong:
                 return algorithm
-            here.drop(ready)
+            here.drop(here.plan(problem, algorithm, like))
         except BackendError as error:
             wrong = str(error).removeprefix("cuSPARSELt: ")
         reasons.append(f"{algorithm}: {wrong}")
@@ -253,21 +215,6 @@ def limit(problem: Problem, here: Here, like: Tensor) -> int:
         return int(here.context.limit(ready.number))
 
 
-def remember(problem: Problem, here: Here, algorithm: Algorithm) -> None:
-    """From now on a problem is done by an algorithm that was checked."""
-    _settled[_in_process(problem, here)] = algorithm
-    here.routes.clear()
-
-
-def settled(problem: Problem, here: Here) -> Algorithm | None:
-    found = _settled.get(_in_process(problem, here))
-    return None if isinstance(found, str) else found
-
-
-def _in_process(problem: Problem, here: Here) -> tuple[int, int, Problem]:
-    return here.library.version, here.device, problem
-
-
 def _key(problem: Problem, here: Here, like: Tensor) -> str:
     return key("cusparselt", like.device, f"cuSPARSELt {version_text(here.library.version)}|{problem.text}", problem.width)
 
@@ -277,26 +224,23 @@ def stored(problem: Problem, here: Here, like: Tensor) -> tuple[Algorithm | None
     line = TABLE.get(_key(problem, here, like))
     if line is None:
         return None, False
-    choice = line.get("choice")
+    choice, end = line.get("choice"), limit(problem, here, like)
     given = choice if isinstance(choice, dict) else {}
     numbers = [value for name in ("id", "splits", "mode", "width") if type(value := given.get(name)) is int]
-    if len(numbers) != 4:
-        return None, _ignored(f"{choice} is no choice")
     algorithm = Algorithm(*numbers[:3])
-    if not -1 <= algorithm.id < limit(problem, here, like):
-        return None, _ignored(f"this library has no algorithm {algorithm.id}")
     try:
+        if len(numbers) != 4:
+            raise BackendError(f"{choice} is no choice")
+        if not -1 <= algorithm.id < end:
+            raise BackendError(f"this library has no algorithm {algorithm.id}")
         here.plan(problem, algorithm, like)
     except BackendError as error:
-        return None, _ignored(str(error))
+        text = f"nmkernels: a choice in {TABLE.path()} is ignored: {error}. Run nm.tune again."
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
+        return None, False
     if given.get("replan"):
         here.library.replan = True
     return algorithm, numbers[3] == problem.width
-
-
-def _ignored(why: str) -> bool:
-    warnings.warn(f"nmkernels: a choice in {TABLE.path()} is ignored: {why}. Run nm.tune again.", RuntimeWarning, stacklevel=3)
-    return False
 
 
 def forget() -> None:

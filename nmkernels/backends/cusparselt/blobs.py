@@ -1,17 +1,16 @@
 """Compression by the library's own entry point, and what comes of it: a blob whose order only the library knows.
 
-The blobs of packed weights, remembered as long as the packed tensors live and are not written.
-
-A blob takes 9/16 of the dense weight's bytes, beside the packed weight itself. A weight is compressed when it is first multiplied, and
-again after a change: the memory is by the identity, version counters and addresses of ``values`` and ``indices``. While a CUDA graph is
-captured, a remembered blob is used only if neither tensor was ever written in place. Otherwise compressing is recorded into the graph, so
-that a replay sees what an optimizer's step, replayed before it, has written.
+The blob of a packed weight, 9/16 of the dense weight's bytes beside it, is made when it is first multiplied, and again after a change: it
+is remembered by the identity, version counters and addresses of ``values`` and ``indices``. While a CUDA graph is captured, it is used only
+if neither tensor was ever written in place. Otherwise compressing is recorded into the graph, so that a replay sees what an optimizer's
+step, replayed before it, has written.
 """
 
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -29,14 +28,12 @@ Sizes = tuple[int, int, int]
 class _Entry:
     values: weakref.ref[Tensor]
     indices: weakref.ref[Tensor]
-    state: tuple[int, ...]
-    sizes: Sizes
+    state: tuple[Any, ...]
     blob: Blob
-    stream: int
     made: Any
     """The event after which the blob is there, for other streams; None on the CPU."""
-    streams: set[int] = field(default_factory=set)
-    """Other streams that have waited for it."""
+    streams: set[int]
+    """The stream that made it, and those that have waited for it."""
     captured: bool = False
     """Whether a graph reads the blob."""
     kept: Blob | None = None
@@ -55,26 +52,21 @@ def expanded(values: Tensor, indices: Tensor, sizes: Sizes) -> Tensor:
 def blob_of(values: Tensor, indices: Tensor, sizes: Sizes, here: Here, stream: int) -> Blob:
     """The blob of a packed weight for layout nt, remembered or made."""
     entry = _entries.get(id(values))
-    if (
-        entry is not None
-        and entry.values() is values
-        and entry.indices() is indices
-        and entry.state == (values._version, indices._version, values.data_ptr(), indices.data_ptr())
-        and entry.sizes == sizes
-        and entry.blob.dtype is values.dtype
-    ):
+    if entry is not None and entry.values() is not values:
+        entry = None
+    if entry is not None and entry.indices() is indices and entry.state == _state(values, indices, sizes):
         if not capturing(values):
-            if stream != entry.stream:
-                _await(entry, values, stream)
+            if stream not in entry.streams:
+                if values.is_cuda:
+                    current = torch.cuda.current_stream(values.device)
+                    current.wait_event(entry.made)
+                    entry.blob.data.record_stream(current)
+                entry.streams.add(stream)
             return entry.blob
         if entry.state[:2] == (0, 0):
             # no waiting for another stream: whoever captures has waited for all earlier work
             entry.captured = True
             return entry.blob
-    return _made(entry, values, indices, sizes, here, stream)
-
-
-def _made(entry: _Entry | None, values: Tensor, indices: Tensor, sizes: Sizes, here: Here, stream: int) -> Blob:
     blob = compress_as("nt", expanded(values, indices, sizes), here, stream)
     # what a graph records exists in its replays only; and tensors of inference mode do not tell when they are written
     if capturing(values) or values.is_inference() or indices.is_inference():
@@ -83,28 +75,21 @@ def _made(entry: _Entry | None, values: Tensor, indices: Tensor, sizes: Sizes, h
     if values.is_cuda:
         event = torch.cuda.Event()
         event.record()
+    kept = None if entry is None else entry.blob if entry.captured else entry.kept
     key = id(values)
-    state = values._version, indices._version, values.data_ptr(), indices.data_ptr()
-    same = entry is not None and entry.values() is values
-    kept = None if entry is None or not same else entry.blob if entry.captured else entry.kept
     reference = weakref.ref(values, lambda dead: _forget(key, dead))
-    _entries[key] = _Entry(reference, weakref.ref(indices), state, sizes, blob, stream, event, kept=kept)
+    _entries[key] = _Entry(reference, weakref.ref(indices), _state(values, indices, sizes), blob, event, {stream}, kept=kept)
     return blob
+
+
+def _state(values: Tensor, indices: Tensor, sizes: Sizes) -> tuple[Any, ...]:
+    return values._version, indices._version, values.data_ptr(), indices.data_ptr(), values.dtype, sizes
 
 
 def _forget(key: int, dead: weakref.ref[Tensor]) -> None:
     entry = _entries.get(key)
     if entry is not None and entry.values is dead:
         del _entries[key]
-
-
-def _await(entry: _Entry, values: Tensor, stream: int) -> None:
-    """Order this stream after the compression, and keep the blob's memory for it."""
-    if values.is_cuda and stream not in entry.streams:
-        current = torch.cuda.current_stream(values.device)
-        current.wait_event(entry.made)
-        entry.blob.data.record_stream(current)
-    entry.streams.add(stream)
 
 
 def forget() -> None:
@@ -129,11 +114,10 @@ class Blob:
     dtype: torch.dtype
     layout: str
     stored: str
-    address: int = 0
 
-    def __post_init__(self) -> None:
-        """The address is asked for at every call."""
-        object.__setattr__(self, "address", self.data.data_ptr())
+    @cached_property
+    def address(self) -> int:
+        return self.data.data_ptr()
 
 
 def aligned(x: Tensor) -> Tensor:

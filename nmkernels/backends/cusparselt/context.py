@@ -1,7 +1,7 @@
 """What describes a GEMM by cuSPARSELt, and a thread's way to the library: a handle per device, its plans and their workspaces.
 
 The library's handles and plans are not for several threads at once, and autograd runs backward in threads of its own, so each thread has
-its own; they end with it. A plan is a few kilobytes on the host, and making one takes the host 50 to 200 us.
+its own; they end with it. Making a plan takes the host 50 to 200 us.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Here:
             return found
         refuse_capture(like)
         if len(self.plans) >= KEPT:
-            self.clear()
+            self.forget()
         transposed, by_token = LAYOUTS[problem.layout]
         if problem.bias and (self.zero is None or self.zero.numel() < problem.rows):
             self.zero = torch.zeros(problem.rows, dtype=torch.float32, device=like.device)
@@ -69,14 +69,10 @@ class Here:
         self.plans.pop((ready.problem, ready.algorithm), None)
         self.context.drop(ready.number)
 
-    def forget(self, problem: Problem) -> None:
-        for ready in [ready for ready in self.plans.values() if ready.problem == problem]:
+    def forget(self, problem: Problem | None = None) -> None:
+        """Drop the plans of a problem, or all."""
+        for ready in [ready for ready in self.plans.values() if problem in (None, ready.problem)]:
             self.drop(ready)
-
-    def clear(self) -> None:
-        for ready in self.plans.values():
-            self.context.drop(ready.number)
-        self.plans.clear()
         self.routes.clear()
 
     def workspace(self, size: int, stream: int, like: Tensor) -> Tensor:
@@ -93,7 +89,7 @@ class Here:
     ) -> None:
         """One GEMM; every operand contiguous, at an address that is a multiple of 16."""
         address = out.data_ptr()
-        workspace = self.workspace(ready.workspace, stream, dense) if ready.workspace else None
+        workspace = self.workspace(ready.workspace, stream, dense) if ready.workspace else None  # alive until the launch
         memory = 0 if workspace is None else workspace.data_ptr()
         c, beta = (address, 0.0) if residual is None else (residual.data_ptr(), 1.0)
         b = 0 if bias is None else bias.data_ptr()
@@ -115,15 +111,11 @@ def here(device: int) -> Here:
     """What this thread has on a device; the handle is made at the first call."""
     found = _threads.here.get(device)
     if found is None:
+        library, reason = capability.opened()
+        if library is None:
+            raise BackendError(f"cuSPARSELt: {reason}")
         with failures():
-            found = _threads.here[device] = Here(library(), device)
-    return found
-
-
-def library() -> Any:
-    found, reason = capability.opened()
-    if found is None:
-        raise BackendError(f"cuSPARSELt: {reason}")
+            found = _threads.here[device] = Here(library, device)
     return found
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -11,10 +9,10 @@ from torch import Tensor
 from ...pattern import DtypeError, OptionError, ShapeError
 from .algorithms import ready_for
 from .blobs import Blob, aligned, compress_as
-from .context import ACTIVATIONS, RESULTS, Problem, capturing, elsewhere, here, misfit, place, width_step
+from .context import ACTIVATIONS, LAYOUTS, RESULTS, Problem, capturing, elsewhere, here, misfit, place, width_step
 
-TRANSPOSED = {"nt": False, "nn": True, "tn": True}
-"""Whether the operand is given transposed: kept 2:4 along its first dimension, not its last."""
+GIVEN = ("nt", "nn", "tn")
+"""The layouts that ``compress`` takes."""
 
 
 def compress(dense: Tensor, layout: str = "nt", mask: Tensor | None = None) -> Blob:
@@ -39,8 +37,8 @@ def compress(dense: Tensor, layout: str = "nt", mask: Tensor | None = None) -> B
         Traceback (most recent call last):
         nmkernels.pattern.OptionError: compress: layout 'tt' is unknown; it is one of 'nt', 'nn', 'tn'.
     """
-    if layout not in TRANSPOSED:
-        raise OptionError(f"compress: layout {layout!r} is unknown; it is one of {', '.join(map(repr, TRANSPOSED))}.")
+    if layout not in GIVEN:
+        raise OptionError(f"compress: layout {layout!r} is unknown; it is one of {', '.join(map(repr, GIVEN))}.")
     if dense.dtype not in RESULTS:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in RESULTS)
         raise DtypeError(f"compress: cuSPARSELt multiplies {names}, not {dense.dtype}.")
@@ -54,27 +52,22 @@ def compress(dense: Tensor, layout: str = "nt", mask: Tensor | None = None) -> B
     if elsewhere(dense, device):
         with torch.cuda.device(device):
             return compress(dense, layout, mask)
-    kept = dense if mask is None else torch.where(mask, dense.view(torch.int8) if _float8(dense) else dense, 0).view(dense.dtype)
-    _check_kept(kept, TRANSPOSED[layout])
-    if dense.dtype.itemsize == 1:
-        # read along the sum only: what is given the other way is transposed first
-        return compress_as("nt", _transposed(kept) if TRANSPOSED[layout] else kept, here(device), stream, layout)
-    return compress_as(layout, kept, here(device), stream)
+    kept = dense if mask is None else torch.where(mask, _bits(dense), 0).view(dense.dtype)
+    transposed, eight = LAYOUTS[layout][0], dense.dtype.itemsize == 1
+    if not capturing(dense):
+        nonzero = (kept.float() if eight else kept) != 0
+        groups = (nonzero.t() if transposed else nonzero).reshape(-1, 4)
+        if bool((groups.sum(-1, dtype=torch.int32) > 2).any()):
+            way = "first" if transposed else "last"
+            raise ShapeError(f"compress: a group of 4 along the {way} dimension keeps more than 2 values; prune it, or pass a mask.")
+    if eight and transposed:  # 8 bits are read along the sum only
+        kept = _bits(kept).t().contiguous().view(kept.dtype)
+    return compress_as("nt" if eight else layout, kept, here(device), stream, layout)
 
 
-def _float8(x: Tensor) -> bool:
-    return x.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
-
-
-def _check_kept(dense: Tensor, transposed: bool) -> None:
-    """Raise where a group has more than two values, which the library would silently lose."""
-    if capturing(dense):
-        return
-    nonzero = (dense.float() if _float8(dense) else dense) != 0
-    groups = (nonzero.t() if transposed else nonzero).reshape(-1, 4)
-    if bool((groups.sum(-1, dtype=torch.int32) > 2).any()):
-        way = "first" if transposed else "last"
-        raise ShapeError(f"compress: a group of 4 along the {way} dimension keeps more than 2 values; prune it, or pass a mask.")
+def _bits(x: Tensor) -> Tensor:
+    """What torch works on in 8 bits, of which it knows too little as floats."""
+    return x.view(torch.int8) if x.dtype.itemsize == 1 else x
 
 
 def matmul(
@@ -111,7 +104,7 @@ def matmul(
         with torch.cuda.device(device):
             return matmul(blob, dense, bias, activation, residual, alpha, out_dtype)
     transposed = not by_token and blob.stored == "nt"  # in 8 bits, as nt: dWᵀ = xᵀ g
-    b = _transposed(dense) if transposed else dense
+    b = _bits(dense).t().contiguous().view(dense.dtype) if transposed else dense
     r = residual.t() if transposed and residual is not None else residual
     width = b.shape[0] if by_token or transposed else b.shape[1]
     pad = -width % max(width_step(blob.dtype), width_step(out_dtype))
@@ -130,22 +123,17 @@ def matmul(
     return (y.t() if transposed else y).contiguous()
 
 
-def _transposed(x: Tensor) -> Tensor:
-    return x.view(torch.int8).t().contiguous().view(x.dtype)
-
-
 def _padded(x: Tensor, rows: bool, pad: int) -> Tensor:
     """With more rows, or columns, of zeros."""
-    bits = x.contiguous().view(torch.int8) if _float8(x) else x
-    return F.pad(bits, (0, 0, 0, pad) if rows else (0, pad)).view(x.dtype)
+    return F.pad(_bits(x.contiguous()), (0, 0, 0, pad) if rows else (0, pad)).view(x.dtype)
 
 
 def _check(blob: Blob, dense: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None, out_dtype: torch.dtype) -> None:
     by_token = blob.layout != "tn"
     tokens = dense.shape[0] if dense.dim() == 2 else 0
     if dense.dim() != 2 or not dense.numel() or dense.shape[1 if by_token else 0] != blob.cols:
-        shape = f"(tokens, {blob.cols})" if by_token else f"({blob.cols}, in)"
-        raise ShapeError(f"matmul: the dense operand has shape {tuple(dense.shape)}; {blob.layout} with this blob takes {shape}.")
+        wanted = f"(tokens, {blob.cols})" if by_token else f"({blob.cols}, in)"
+        raise ShapeError(f"matmul: the dense operand has shape {tuple(dense.shape)}; {blob.layout} with this blob takes {wanted}.")
     if dense.dtype != blob.dtype or dense.device != blob.data.device:
         raise DtypeError(f"matmul: the blob is {blob.dtype} on {blob.data.device}, the dense operand {dense.dtype} on {dense.device}.")
     if out_dtype not in RESULTS[blob.dtype]:
@@ -156,11 +144,9 @@ def _check(blob: Blob, dense: Tensor, bias: Tensor | None, activation: str, resi
         raise OptionError("matmul: the library adds a residual before the activation; add it afterwards.")
     if not out_dtype.is_floating_point and (bias is not None or activation == "gelu"):
         raise OptionError(f"matmul: a bias and GELU have fractions, and the result is {out_dtype}; pass out_dtype=torch.bfloat16.")
-    result = (tokens, blob.rows) if by_token else (blob.rows, dense.shape[1])
-    _check_fits("bias", bias, (blob.rows,), torch.float32 if blob.dtype == torch.int8 else out_dtype, dense.device)
-    _check_fits("residual", residual, result, out_dtype, dense.device)
-
-
-def _check_fits(what: str, x: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: Any) -> None:
-    if x is not None and (tuple(x.shape) != shape or x.dtype != dtype or x.device != device):
-        raise ShapeError(f"matmul: the {what} is {x.dtype} {tuple(x.shape)} on {x.device}; it must be {dtype} {shape} on {device}.")
+    result: tuple[int, ...] = (tokens, blob.rows) if by_token else (blob.rows, dense.shape[1])
+    bias_dtype = torch.float32 if blob.dtype == torch.int8 else out_dtype
+    for what, x, shape, dtype in (("bias", bias, (blob.rows,), bias_dtype), ("residual", residual, result, out_dtype)):
+        if x is not None and (tuple(x.shape) != shape or x.dtype != dtype or x.device != dense.device):
+            where = f"{x.dtype} {tuple(x.shape)} on {x.device}"
+            raise ShapeError(f"matmul: the {what} is {where}; it must be {dtype} {shape} on {dense.device}.")

@@ -10,6 +10,7 @@ Which GELU the library computes: NVIDIA does not say, and the two that people us
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,38 +22,35 @@ from ...capability import compute_capability
 from ...dispatch import Tuning, Verdict, impl
 from ...pattern import BackendError
 from ...reference.linear import activate
-from .algorithms import DEFAULT, ready_for, refusal, search
+from ...tuning import Found, Seconds
+from .algorithms import DEFAULT, ready_for, search_gemm, settled
 from .blobs import aligned, blob_of, compress_as, expanded
 from .context import Here, Problem, Ready, capturing, elsewhere, existing, here, misfit, place, width_step
-
-SIZE = 32
 
 _GELU: dict[tuple[int, int, torch.dtype], bool] = {}
 
 
 def by_erf(dtype: torch.dtype, at: Here, like: Tensor, stream: int) -> bool:
-    """Whether the library's GELU is y·Φ(y) to the last bits of a dtype; looked at once, outside of capture."""
-    key = at.library.version, at.device, dtype
-    found = _GELU.get(key)
-    if found is None and not capturing(like):
-        with torch.no_grad():
-            found = _GELU[key] = _look(dtype, at, like, stream)
-    return bool(found)
+    """Whether the library's GELU is y·Φ(y) to the last bits of a dtype; looked at once, outside of capture.
 
-
-def _look(dtype: torch.dtype, at: Here, like: Tensor, stream: int) -> bool:
-    """Multiply with the unit matrix. At -3 the two differ by a tenth of their value, while rounding errs by 1/256 at most."""
-    problem = Problem("nt", dtype, dtype, SIZE, SIZE, SIZE, activation="gelu")
-    y = torch.linspace(-3, 3, SIZE * SIZE, device=like.device).to(dtype).reshape(SIZE, SIZE)
-    out = torch.full_like(y, torch.nan)
-    try:
-        ready = at.plan(problem, DEFAULT, like)
-        blob = compress_as("nt", torch.eye(SIZE, dtype=dtype, device=like.device), at, stream)
-        at.run(ready, blob.address, y, out, None, None, stream, 1.0)
-    except BackendError:
-        return False
-    right = F.gelu(y.double())
-    return bool(((out.double() - right).abs() <= 2 * torch.finfo(dtype).eps * right.abs() + 1e-6).all())
+    It multiplies with the unit matrix: at -3 the two differ by a tenth of their value, while rounding errs by 1/256 at most.
+    """
+    key, size = (at.library.version, at.device, dtype), 32
+    if key in _GELU or capturing(like):
+        return _GELU.get(key, False)
+    problem = Problem("nt", dtype, dtype, size, size, size, activation="gelu")
+    with torch.no_grad():
+        y = torch.linspace(-3, 3, size * size, device=like.device).to(dtype).reshape(size, size)
+        out, right = torch.full_like(y, torch.nan), F.gelu(y.double())
+        try:
+            ready = at.plan(problem, DEFAULT, like)
+            blob = compress_as("nt", torch.eye(size, dtype=dtype, device=like.device), at, stream)
+            at.run(ready, blob.address, y, out, None, None, stream, 1.0)
+        except BackendError:
+            pass  # NaN is not right
+        near = (out.double() - right).abs() <= 2 * torch.finfo(dtype).eps * right.abs() + 1e-6
+        found = _GELU[key] = bool(near.all())
+    return found
 
 
 def forget() -> None:
@@ -80,20 +78,35 @@ class Route(NamedTuple):
     """Whether the GEMM is the result."""
 
 
-def problems(x: Tensor, rows: int, cols: int, tokens: int, bias: bool, activation: str, residual: bool, erf: bool) -> list[Problem]:
-    """The GEMMs that an fprop may be done by, the most fused one first."""
-    step = width_step(x.dtype)
-    width = (tokens + step - 1) // step * step
+def problem_of(op: str, *args: Any, erf: bool = True) -> list[Problem]:
+    """The GEMMs by which a raw op's call may be done, the most fused one first; ``erf``: the library's GELU is ours."""
+    if op == "nm_linear_wgrad":
+        values, _, _, _, cols, x = args
+        return [Problem("tn.packed", x.dtype, x.dtype, values.shape[0], cols, x.shape[1])]
+    if op != "nm_linear":
+        raise BackendError(f"{op}: cuSPARSELt does nm_linear and nm_linear_wgrad.")
+    options: tuple[Any, ...] = (None, "", None)
+    x, values, _, _, _, cols, bias, activation, residual = (*args, *options[len(args) - 6 :])
+    width, step = x.numel() // cols, width_step(x.dtype)
+    b, c = bias is not None, residual is not None and not activation
     theirs = {"relu2": "relu", "gelu": "gelu" if erf else ""}.get(activation, "")
-    c = residual and not activation
-    fused = dict.fromkeys([(bias, theirs, c), (bias, "", c), (bias, "", False), (False, "", False)])
-    return [Problem("nt", x.dtype, x.dtype, rows, cols, width, *also) for also in fused]
+    fused = dict.fromkeys([(b, theirs, c), (b, "", c), (b, "", False), (False, "", False)])
+    return [Problem("nt", x.dtype, x.dtype, values.shape[0], cols, width + -width % step, *also) for also in fused]
 
 
-def _route(at: Here, x: Tensor, rows: int, cols: int, tokens: int, bias: bool, activation: str, residual: bool, stream: int) -> Route:
+def _kind(
+    x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, bias: Tensor | None = None, activation: str = "",
+    residual: Tensor | None = None,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Calls of a kind go one route."""
+    return x.dtype, values.shape[0], cols, x.numel() // cols if cols else 0, bias is None, activation, residual is None
+
+
+def _route(at: Here, call: tuple[Any, ...], stream: int) -> Route:
     reasons: list[str] = []
+    x, cols, bias, activation, residual = call[0], *call[5:]
     erf = activation == "gelu" and by_erf(x.dtype, at, x, stream)
-    for problem in problems(x, rows, cols, tokens, bias, activation, residual, erf):
+    for problem in problem_of("nm_linear", *call, erf=erf):
         try:
             ready = ready_for(problem, at, x, stream)
         except BackendError as error:
@@ -102,73 +115,68 @@ def _route(at: Here, x: Tensor, rows: int, cols: int, tokens: int, bias: bool, a
             reasons.append(str(error))
             continue
         after = {"relu": "square", "gelu": ""}.get(problem.activation, activation)
-        pad = problem.width - tokens
-        whole = not pad and not after and (problem.bias, problem.residual) == (bias, residual)
+        pad = problem.width - x.numel() // cols
+        whole = not pad and not after and (problem.bias, problem.residual) == (bias is not None, residual is not None)
         return Route(ready, problem.bias, problem.residual, after, pad, whole)
     raise BackendError(reasons[-1])
+
+
+def _written(out: Tensor | None, like: Tensor, *shape: int) -> Tensor:
+    """Where the library writes: ``out`` if it can."""
+    return like.new_empty(shape) if out is None or not out.is_contiguous() or out.data_ptr() & 15 else out
 
 
 def linear(
     x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, bias: Tensor | None = None, activation: str = "",
     residual: Tensor | None = None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    rows, tokens = values.shape[0], x.numel() // cols
+    call = x, values, indices, n, m, cols, bias, activation, residual
+    rows, tokens, leading = values.shape[0], x.numel() // cols, x.shape[:-1]
     if not tokens:
-        return x.new_empty(*x.shape[:-1], rows) if out is None else out
+        return x.new_empty(*leading, rows) if out is None else out
     device, stream = place(x)
     if elsewhere(x, device):
         with torch.cuda.device(device):
-            return linear(x, values, indices, n, m, cols, bias, activation, residual, out)
+            return linear(*call, out)
     at = here(device)
-    key = x.dtype, rows, cols, tokens, bias is None, activation, residual is None
-    route: Route | None = at.routes.get(key)
+    kind = _kind(*call)
+    route: Route | None = at.routes.get(kind)
     if route is None:
-        route = at.routes[key] = _route(at, x, rows, cols, tokens, bias is not None, activation, residual is not None, stream)
+        route = at.routes[kind] = _route(at, call, stream)
     blob = blob_of(values, indices, (n, m, cols), at, stream)
-    leading = x.shape[:-1]
     x = aligned(x)
     if route.pad:
         x = F.pad(x.reshape(tokens, cols), (0, 0, 0, route.pad))
         y = x.new_empty(tokens + route.pad, rows)
     else:
-        y = x.new_empty(*leading, rows) if out is None or not out.is_contiguous() or out.data_ptr() & 15 else out
+        y = _written(out, x, *leading, rows)
     b = aligned(bias) if bias is not None and route.bias else None
     r = None
     if residual is not None and route.residual:
         r = aligned(F.pad(residual.reshape(tokens, rows), (0, 0, 0, route.pad)) if route.pad else residual)
     at.run(route.ready, blob.address, x, y, b, r, stream, 1.0)
-    if route.whole and (out is None or y is out):
-        return y
-    return _finished(y, route, tokens, (*leading, rows), bias, residual, out)
-
-
-def _finished(
-    y: Tensor, route: Route, tokens: int, shape: tuple[int, ...], bias: Tensor | None, residual: Tensor | None, out: Tensor | None
-) -> Tensor:
-    """What the library has not done, on the rounded GEMM."""
-    if route.pad:
-        y = y[:tokens]
-    y = y.view(shape)
-    if bias is not None and not route.bias:
-        y.add_(bias)
-    if route.after:
-        y = y.square() if route.after == "square" else activate("linear", y, route.after)
-    if residual is not None and not route.residual:
-        y.add_(residual)
+    if not route.whole:  # the rest, on the rounded GEMM
+        y = y[:tokens].view(*leading, rows) if route.pad else y
+        if bias is not None and not route.bias:
+            y.add_(bias)
+        if route.after:
+            y = y.square() if route.after == "square" else activate("linear", y, route.after)
+        if residual is not None and not route.residual:
+            y.add_(residual)
     return y if out is None or y is out else out.copy_(y)
 
 
 def linear_wgrad(values: Tensor, indices: Tensor, n: int, m: int, cols: int, x: Tensor, out: Tensor | None = None) -> Tensor:
     """``nm_linear_wgrad``. A gradient is multiplied once, so its blob is not remembered."""
-    rows, width = values.shape[0], x.shape[1]
     device, stream = place(x)
     if elsewhere(x, device):
         with torch.cuda.device(device):
             return linear_wgrad(values, indices, n, m, cols, x, out)
     at = here(device)
-    ready = ready_for(Problem("tn.packed", x.dtype, x.dtype, rows, cols, width), at, x, stream)
-    blob = compress_as("tn.packed", expanded(values, indices, (n, m, cols)), at, stream)
-    dw = x.new_empty(rows, width) if out is None or not out.is_contiguous() or out.data_ptr() & 15 else out
+    (problem,) = problem_of("nm_linear_wgrad", values, indices, n, m, cols, x)
+    ready = ready_for(problem, at, x, stream)
+    blob = compress_as(problem.layout, expanded(values, indices, (n, m, cols)), at, stream)
+    dw = _written(out, x, problem.rows, problem.width)
     at.run(ready, blob.address, aligned(x), dw, None, None, stream, 1.0)
     return dw if out is None or dw is out else out.copy_(dw)
 
@@ -176,7 +184,7 @@ def linear_wgrad(values: Tensor, indices: Tensor, n: int, m: int, cols: int, x: 
 # ---- what it takes
 
 
-def _runnable(x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, others: tuple[Tensor | None, ...]) -> Verdict:
+def _fits(x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, *others: Any) -> Verdict:
     if x.is_cpu and not os.environ.get(capability.ENV):
         return False, "it runs on GPUs, and one of these tensors is on cpu"
     library, reason = capability.opened()
@@ -188,7 +196,7 @@ def _runnable(x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: 
     found = compute_capability() if x.is_cuda else None
     if found is not None and found < OLDEST_GPU:
         return False, f"sparse tensor cores begin with compute capability 8.0, this GPU has {found[0]}.{found[1]}"
-    if any(t is not None and t.layout != torch.strided for t in (x, values, indices, *others)):
+    if any(isinstance(t, Tensor) and t.layout != torch.strided for t in (x, values, indices, *others)):
         return False, "it works on strided tensors; call .to_dense()"
     if x.dtype not in DTYPES:
         return False, f"it multiplies float16 and bfloat16, and this call is in {x.dtype}"
@@ -198,61 +206,59 @@ def _runnable(x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: 
     return (False, wrong) if wrong else (True, reason)
 
 
-def _fits(
-    x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, bias: Tensor | None = None, activation: str = "",
-    residual: Tensor | None = None,
-) -> Verdict:  # fmt: skip
-    return _runnable(x, values, indices, n, m, cols, (bias, residual))
-
-
 def _fits_wgrad(values: Tensor, indices: Tensor, n: int, m: int, cols: int, x: Tensor) -> Verdict:
-    found, width = _runnable(x, values, indices, n, m, cols, ()), x.shape[1]
+    found, width = _fits(x, values, indices, n, m, cols), x.shape[1]
     if found[0] and (not width or width % width_step(x.dtype)):
         return False, f"the columns of x must be a multiple of {width_step(x.dtype)}, not {width}"
     return found
 
 
-def _ready(
-    x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, bias: Tensor | None = None, activation: str = "",
-    residual: Tensor | None = None,
-) -> Verdict:  # fmt: skip
-    rows, tokens = values.shape[0], x.numel() // cols if cols else 0
-    key = x.dtype, rows, cols, tokens, bias is None, activation, residual is None
-    return _known(key, x, problems(x, rows, cols, tokens, bias is not None, activation, residual is not None, False))
-
-
-def _ready_wgrad(values: Tensor, indices: Tensor, n: int, m: int, cols: int, x: Tensor) -> Verdict:
-    problem = Problem("tn.packed", x.dtype, x.dtype, values.shape[0], cols, x.shape[1])
-    return _known(problem, x, [problem])
-
-
-def _known(key: Any, x: Tensor, candidates: list[Problem]) -> Verdict:
+def _ready(op: str, *args: Any) -> Verdict:
     """Whether this thread can do the GEMM now."""
+    x = args[0] if op == "nm_linear" else args[5]
     at = existing(place(x)[0])
-    if at is None or key not in at.routes:
+    if at is None or (_kind(*args) if op == "nm_linear" else problem_of(op, *args)[0]) not in at.routes:
         if capturing(x):
             return False, "a CUDA graph is being captured, and it has no plan for this GEMM yet: run it once before, in the same thread"
-        reasons = [refusal(problem, at) for problem in candidates] if at is not None else [""]
-        if all(reasons):
-            return False, reasons[-1]
+        known = [settled(problem, at) for problem in problem_of(op, *args, erf=False)] if at is not None else []
+        refused = [reason for reason in known if isinstance(reason, str)]
+        if refused and len(refused) == len(known):
+            return False, refused[-1]
     return True, capability.opened()[1]
 
 
+def search(op: str, *args: Any, timer: Seconds | None = None) -> Found:
+    """Find the fastest right algorithm for the GEMM of a raw op's call, and use it from now on; the arguments' numbers do not matter.
+
+    Every algorithm is checked on random operands before it is timed. The choice is kept in the table, by the library's version, the GPU,
+    dtypes, layout, epilogue and sizes, with widths up to the next power of two as one.
+
+    Args:
+        op: ``"nm_linear"`` or ``"nm_linear_wgrad"``.
+        args: those of the raw op.
+        timer: seconds of a ``tuning.Task``; by the GPU's clock if None.
+
+    Raises:
+        BackendError: there is no library, or a CUDA graph is captured, or the library does no such GEMM at all.
+
+    Example:
+        >>> from nmkernels import BackendError
+        >>> try:
+        ...     search("nm_mask", torch.ones(4, 4), 2, 4)
+        ... except BackendError as error:
+        ...     print(error)
+        nm_mask: cuSPARSELt does nm_linear and nm_linear_wgrad.
+    """
+    reasons = []
+    for problem in problem_of(op, *args):
+        try:
+            return search_gemm(problem, next(a for a in args if isinstance(a, Tensor)), timer)
+        except BackendError as error:
+            reasons.append(str(error))  # fused in another way, perhaps
+    raise BackendError(reasons[-1])
+
+
 def register() -> None:
-    tuning = Tuning(prepare=search, keeps=True)
-    impl("nm_linear", backend=NAME, priority=PRIORITY, supports=_fits, ready=_ready, tuning=tuning)(linear)
-    impl("nm_linear_wgrad", backend=NAME, priority=PRIORITY, supports=_fits_wgrad, ready=_ready_wgrad, tuning=tuning)(linear_wgrad)
-
-
-def problem_of(op: str, *args: Any) -> list[Problem]:
-    """The GEMMs by which a raw op's call may be done, the most fused one first."""
-    if op == "nm_linear_wgrad":
-        values, _, _, _, cols, x = args
-        return [Problem("tn.packed", x.dtype, x.dtype, values.shape[0], cols, x.shape[1])]
-    if op != "nm_linear":
-        raise BackendError(f"{op}: cuSPARSELt does nm_linear and nm_linear_wgrad.")
-    x, values, _, _, _, cols = args[:6]
-    options: dict[str, Any] = dict(zip(("bias", "activation", "residual"), args[6:], strict=False))
-    bias, activation, residual = options.get("bias"), options.get("activation") or "", options.get("residual")
-    erf = activation == "gelu"
-    return problems(x, values.shape[0], cols, x.numel() // cols, bias is not None, activation, residual is not None, erf)
+    for op, fn, fits in (("nm_linear", linear, _fits), ("nm_linear_wgrad", linear_wgrad, _fits_wgrad)):
+        tuning = Tuning(prepare=search, keeps=True)
+        impl(op, backend=NAME, priority=PRIORITY, supports=fits, ready=partial(_ready, op), tuning=tuning)(fn)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nmkernels import BackendError, reference
+from nmkernels import BackendError, capability, reference
 from nmkernels.backends.cusparselt import Algorithm, Problem, algorithms, context, search, search_gemm
 from nmkernels.backends.cusparselt.algorithms import Trial
 from nmkernels.tuning import Validator
@@ -303,7 +303,7 @@ def test_what_is_known_of_biases_is_stored(fake, ours) -> None:
     search("nm_linear", *args, timer=Clock(9, 2))
     assert all(line["choice"]["replan"] for line in stored().values())
     forget()
-    context.library().replan = False
+    capability.opened()[0].replan = False
     right(ours, args)
     right(ours, (*args[:6], torch.randn(32).bfloat16(), ""))
 

@@ -184,4 +184,4 @@ def test_another_stream(ours, compressions, monkeypatch) -> None:
     run(ours, values, indices)
     assert compressions() == 1
     (entry,) = blobs._entries.values()
-    assert entry.streams == {5}
+    assert entry.streams == {0, 5}
