@@ -4,7 +4,7 @@
         values, indices = triton_compress(w, 2, 4)      # w on the CPU; the code is that of sm_90
 
 ``parse`` reads a kernel, ``machine`` walks blocks of threads through it in numpy, ``instructions`` and ``exchange`` say what each
-instruction does, as the PTX ISA manual defines it, and ``memory`` knows which addresses exist. An address outside every tensor, or one
+instruction does, as the PTX ISA manual defines it, and ``operands`` knows registers and memory. An address outside every tensor, or one
 that is not a multiple of the access's width, is an error. Nothing is said about speed, and instructions that no kernel has used so far
 are refused by name.
 """
@@ -20,7 +20,7 @@ from torch import Tensor
 from nmkernels.backends.triton.launch import compiling
 
 from .machine import execute
-from .parse import Kernel, parse
+from .parse import parse
 
 
 @contextmanager
@@ -41,6 +41,3 @@ def emulated(capability: int, tensors: Sequence[Tensor] = (), warps_apart: bool 
 
     with compiling(capability, run):
         yield names
-
-
-__all__ = ["Kernel", "emulated", "execute", "parse"]

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .matrices import MATRICES
-from .memory import UNSIGNED
-from .operands import address, kind, lanes, read, write
+from .operands import UNSIGNED, address, kind, lanes, read, write
 from .parse import SIZES, Instruction
 
 if TYPE_CHECKING:
@@ -79,14 +78,6 @@ def _redux(t: Threads, ins: Instruction) -> None:
     write(t, ins.operands[0], np.repeat(whole, 32))
 
 
-def _vote(t: Threads, ins: Instruction) -> None:
-    p = lanes(t, ins.operands[1], "pred") & t.active.reshape(-1, 32)
-    if "ballot" in ins.mods:
-        write(t, ins.operands[0], np.repeat((p.astype(np.uint64) << np.arange(32, dtype=np.uint64)).sum(1).astype(np.uint32), 32))
-    else:
-        write(t, ins.operands[0], np.repeat(p.any(1) if "any" in ins.mods else p.all(1), 32))
-
-
 def _cp(t: Threads, ins: Instruction) -> None:
     """cp.async of 4, 8 or 16 bytes, at once: waiting for it changes nothing then. Bytes past the given source size are zeros."""
     if "global" not in ins.mods:
@@ -94,12 +85,8 @@ def _cp(t: Threads, ins: Instruction) -> None:
     size = int(str(ins.operands[2]), 0)
     to = address(t, str(ins.operands[0]), "shared")[t.active].astype(np.int64)
     of = address(t, str(ins.operands[1]), "global")[t.active]
-    take = (
-        np.full(t.count, size, np.int64)
-        if len(ins.operands) < 4
-        else np.broadcast_to(read(t, ins.operands[3], "u32"), (t.count,)).astype(np.int64)
-    )
-    take = take[t.active]
+    take = np.full(t.count, size) if len(ins.operands) < 4 else np.broadcast_to(read(t, ins.operands[3], "u32"), (t.count,))
+    take = take.astype(np.int64)[t.active]
     t.shared[to[:, None] + np.arange(size)] = 0
     for source in np.unique(take[take > 0]):
         some = take == source
@@ -111,5 +98,5 @@ def _cp(t: Threads, ins: Instruction) -> None:
 
 
 EXCHANGE: dict[str, Callable[[Threads, Instruction], None]] = {
-    "ld": _ld, "st": _st, "cp": _cp, "shfl": _shfl, "redux": _redux, "vote": _vote, "bar": lambda t, ins: None, **MATRICES,
+    "ld": _ld, "st": _st, "cp": _cp, "shfl": _shfl, "redux": _redux, "bar": lambda t, ins: None, **MATRICES,
 }  # fmt: skip

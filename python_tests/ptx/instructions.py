@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .memory import UNSIGNED
-from .operands import SIGNED, kind, read
+from .operands import SIGNED, UNSIGNED, kind, read
 from .parse import SIZES, Instruction
 
 if TYPE_CHECKING:
@@ -79,13 +78,6 @@ def _shift(t: Threads, ins: Instruction) -> Any:
     return np.where(n < bits, a << clamped, 0).astype(a.dtype)
 
 
-def _funnel(t: Threads, ins: Instruction) -> Any:
-    low, high, n = (read(t, x, "b32") for x in ins.operands[1:4])
-    both = low.astype(np.uint64) | (high.astype(np.uint64) << np.uint64(32))
-    n = (n & 31 if "wrap" in ins.mods else np.minimum(n, 32)).astype(np.uint64)
-    return (both >> n if ins.mods[0] == "r" else both >> (np.uint64(32) - n)).astype(np.uint32)
-
-
 def _bfe(t: Threads, ins: Instruction) -> Any:
     type_ = ins.types[-1]
     a = read(t, ins.operands[1], type_)
@@ -107,15 +99,6 @@ def _prmt(t: Threads, ins: Instruction) -> Any:
     return out.astype(np.uint32)
 
 
-def _lop3(t: Threads, ins: Instruction) -> Any:
-    a, b, c = (read(t, x, "b32") for x in ins.operands[1:4])
-    table, out = int(str(ins.operands[4]), 0), np.zeros((), np.uint32)
-    for i in range(8):
-        if table >> i & 1:
-            out = out | ((a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c))
-    return out
-
-
 COMPARE: dict[str, Callable[[Any, Any], Any]] = {
     "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
     "lo": np.less, "ls": np.less_equal, "hi": np.greater, "hs": np.greater_equal,
@@ -132,10 +115,7 @@ def _setp(t: Threads, ins: Instruction) -> Any:
         result = COMPARE[word[:-1]](a, b) | unordered  # ltu, neu, ...: true for NaN
     else:
         result = COMPARE[word](a, b) & ~unordered
-    for mod in ins.mods[1:]:
-        if mod in ("and", "or", "xor"):
-            other = read(t, str(ins.operands[3]).lstrip("!"), "pred") ^ str(ins.operands[3]).startswith("!")
-            result = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}[mod](result, other)
+    assert len(ins.operands) == 3, f"no rule for {ins.text}"
     return result
 
 
@@ -148,13 +128,12 @@ def _extreme(t: Threads, ins: Instruction) -> Any:
     """min and max: a number wins over NaN, unless .NaN is asked for."""
     type_ = ins.types[-1]
     a, b = (read(t, x, type_) for x in ins.operands[1:3])
+    plain = np.minimum if ins.name == "min" else np.maximum
     if type_ in ("s16x2", "u16x2"):
         halves = [np.ascontiguousarray(np.broadcast_to(x, (t.count,))).view(kind(type_[:3])) for x in (a, b)]
-        return (np.minimum if ins.name == "min" else np.maximum)(*halves).view(a.dtype)
-    if a.dtype.kind != "f":
-        return (np.minimum if ins.name == "min" else np.maximum)(a, b)
-    if "NaN" in ins.mods:
-        return (np.minimum if ins.name == "min" else np.maximum)(a, b)
+        return plain(*halves).view(a.dtype)
+    if a.dtype.kind != "f" or "NaN" in ins.mods:
+        return plain(a, b)
     return (np.fmin if ins.name == "min" else np.fmax)(a, b)
 
 
@@ -224,7 +203,7 @@ PLAIN: dict[str, Rule] = {
     "add": _two(lambda a, b: a + b), "sub": _two(lambda a, b: a - b), "mul": _gemm, "mad": _mad, "fma": _fma, "div": _two(_divided),
     "rem": _two(lambda a, b: np.fmod(a, np.where(b == 0, 1, b))),
     "and": _two(np.bitwise_and), "or": _two(np.bitwise_or), "xor": _two(np.bitwise_xor), "not": _one(np.invert),
-    "shl": _shift, "shr": _shift, "shf": _funnel, "bfe": _bfe, "prmt": _prmt, "lop3": _lop3, "setp": _setp, "selp": _selp,
+    "shl": _shift, "shr": _shift, "bfe": _bfe, "prmt": _prmt, "setp": _setp, "selp": _selp,
     "min": _extreme, "max": _extreme, "abs": _sign, "neg": _sign, "cvt": _cvt, "mov": _mov, "cvta": _mov,
     "popc": _bits(lambda s: s.count("1")), "clz": _bits(lambda s: len(s) - len(s.lstrip("0"))),
     "sqrt": _one(np.sqrt), "rcp": _one(lambda a: 1 / a), "rsqrt": _one(lambda a: 1 / np.sqrt(a)),

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from .exchange import EXCHANGE
 from .instructions import PLAIN, SPECIAL
-from .memory import Memory
-from .operands import read, write
+from .operands import Memory, read, write
 from .parse import Instruction, Kernel
 
 WARP = 32
@@ -33,8 +32,6 @@ class Threads:
         self.registers: dict[str, np.ndarray] = {}
         self.at = np.zeros(count, dtype=np.int64)
         self.active = np.ones(count, dtype=bool)
-        self.groups: list[set[str]] = [set()]
-        """Registers that the wgmma of each group in flight read, the last group not closed yet."""
 
     @property
     def done(self) -> bool:

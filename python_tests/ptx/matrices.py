@@ -54,16 +54,12 @@ def _fragment(t: Threads, operands: Any, type_: str) -> np.ndarray:
     return _half(np.ascontiguousarray(regs).view(np.uint16), type_).reshape(-1, 8, 4, len(operands), 2)
 
 
-def _rows_of_a(a: np.ndarray) -> np.ndarray:
-    """a[.., g, t, r, e] holds row g + 8 (r & 1), column 2 t + e + 8 (r >> 1) of 16 x 16."""
-    return a.reshape(-1, 8, 4, 2, 2, 2).transpose(0, 4, 1, 3, 2, 5).reshape(-1, 16, 16)
-
-
 def _mma(t: Threads, ins: Instruction) -> None:
     """mma.sync.m16n8k16 of 16-bit numbers with float32 accumulators; fragments as the manual draws them (9.7.14.5.8)."""
     assert "m16n8k16" in ins.mods and ins.types[0] == "f32" and ins.types[3] == "f32", f"no rule for {ins.text}"
     a, b = _fragment(t, ins.operands[1], ins.types[1]), _fragment(t, ins.operands[2], ins.types[2])
-    full_a = _rows_of_a(a)
+    # a[.., g, t, r, e]: row g + 8 (r & 1), column 2 t + e + 8 (r >> 1)
+    full_a = a.reshape(-1, 8, 4, 2, 2, 2).transpose(0, 4, 1, 3, 2, 5).reshape(-1, 16, 16)
     # b[.., g, t, r, e]: row 2 t + e + 8 r, column g
     full_b = b.transpose(0, 3, 2, 4, 1).reshape(-1, 16, 8)
     c = np.stack([np.broadcast_to(read(t, r, "f32"), (t.count,)) for r in ins.operands[3]], axis=-1).reshape(-1, 8, 4, 2, 2)
@@ -98,20 +94,13 @@ def _shared_tile(t: Threads, descriptor: int, size: int, transposed: bool, type_
 
 
 def _wgmma(t: Threads, ins: Instruction) -> None:
-    """wgmma.mma_async of 16-bit numbers into float32, done at once; commits and waits say for how long its registers must stay as they are.
-
-    That is the race which PTX can show. What ptxas makes of the registers is below it: ``bench.triton_resources`` counts that.
-    """
-    if ins.mods[0] == "commit_group":
-        t.groups.append(set())
-    elif ins.mods[0] == "wait_group":
-        t.groups = t.groups[-1 - int(str(ins.operands[0])) :]
+    """wgmma.mma_async of 16-bit numbers in shared memory into float32, done at once: commits and waits change nothing then."""
     if ins.mods[0] != "mma_async":
         return
     n = int(re.fullmatch(r"m64n(\d+)k16", next(m for m in ins.mods if m.startswith("m64")))[1])  # type: ignore[index]
     d, a, b, add, *flags = ins.operands
     turns = [int(str(x)) for x in flags[2:]]
-    assert ins.types[0] == "f32" and [int(str(x)) for x in flags[:2]] == [1, 1], f"no rule for {ins.text}"
+    assert ins.types[0] == "f32" and [int(str(x)) for x in flags[:2]] == [1, 1] and isinstance(a, str), f"no rule for {ins.text}"
     for group in range(t.count // 128):
         part = slice(128 * group, 128 * group + 128)
         assert t.active[part].all(), f"{ins.text}: some threads of the warpgroup are missing"
@@ -122,11 +111,7 @@ def _wgmma(t: Threads, ins: Instruction) -> None:
             return int(value[0])
 
         right = _shared_tile(t, one(b), n, bool(turns[-1]), ins.types[2])
-        if isinstance(a, tuple):
-            left = _rows_of_a(_fragment(t, a, ins.types[1])[4 * group : 4 * group + 4]).reshape(64, 16)
-            t.groups[-1].update(a)
-        else:
-            left = _shared_tile(t, one(a), 64, bool(turns[0]), ins.types[1])
+        left = _shared_tile(t, one(a), 64, bool(turns[0]), ins.types[1])
         gemm = (left.astype(np.float64) @ right.astype(np.float64).T).astype(np.float32)
         # d[4 j + 2 r + e] of lane 4 g + c of warp w: row 16 w + g + 8 r, column 8 j + 2 c + e
         mine = gemm.reshape(4, 2, 8, n // 8, 4, 2).transpose(0, 2, 4, 3, 1, 5).reshape(128, n // 2)

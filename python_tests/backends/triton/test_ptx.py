@@ -206,8 +206,8 @@ def test_wide_tiles_of_whole_blocks(op, capability, monkeypatch) -> None:
 
 
 @pytest.mark.slow
-def test_hopper_waits_for_what_reads_registers(monkeypatch) -> None:
-    """Several steps of each width of tile: the machine refuses to overwrite what a wgmma in flight reads."""
+def test_hopper_reads_no_registers(monkeypatch) -> None:
+    """Several steps of each width of tile: a wgmma in flight could read what a later step overwrites. The machine has no rule for such."""
     for op in ("linear", "linear_wgrad"):
         for width in (16, 64):
             monkeypatch.setattr(family, "choose", lambda *_args, width=width: Plan("gemm", 64, width, 64, 4, 3))
