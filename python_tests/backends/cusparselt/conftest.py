@@ -6,12 +6,15 @@ import ctypes
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
-from nmkernels import capability, dispatch
+from nmkernels import Pattern, capability, dispatch, reference, testing
 from nmkernels.backends.cusparselt import algorithms, blobs, context, gemm, linear
 
 SOURCE = Path(__file__).resolve().parents[3] / "csrc" / "tests" / "cusparselt" / "fake.cpp"
@@ -75,6 +78,7 @@ def fake(_built: Fake, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Itera
     monkeypatch.setenv(capability.ENV, str(_built.path))
     monkeypatch.setenv("NMKERNELS_CACHE", str(tmp_path))
     _built.reset()
+    capability._opened.cache_clear()
     library, reason = capability.opened()
     assert library is not None, reason
     library.replan = False
@@ -82,6 +86,7 @@ def fake(_built: Fake, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Itera
     before = _built.get("live")
     yield _built
     _built.set("device", 0)
+    capability._opened.cache_clear()
     forget()
     assert _built.get("live") == before
     assert _built.misused or _built.get("errors") == 0
@@ -107,3 +112,41 @@ def capture(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
 def routes(device: int = 0) -> dict[Any, Any]:
     """What this thread knows how to multiply."""
     return context.here(device).routes
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 2) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def packed(rows: int = 32, cols: int = 64, dtype: torch.dtype = torch.bfloat16, pattern: str = "2:4", seed: int = 1) -> tuple[Any, ...]:
+    """A weight as raw ops take it: values, indices, N, M and columns."""
+    p = Pattern(pattern)
+    return *reference.compress(normal(rows, cols, dtype=dtype, seed=seed), p.n, p.m), p.n, p.m, cols
+
+
+def check(ours: Callable[[str], dispatch.Impl], op: str, *args: Any, **options: Any) -> Tensor:
+    """Runs ours, and compares it with what torch computes from the dense operands, in its dtype and in float64."""
+    can, reason = ours(op).supports(*args)
+    assert can, reason
+    y = ours(op).fn(*args, **options)
+    theirs, exact = (_dense(op, dtype, *args) for dtype in (y.dtype, torch.float64))
+    testing.assert_no_worse(y, theirs, exact)
+    return y
+
+
+def _dense(op: str, dtype: torch.dtype, *args: Any) -> Tensor:
+    wide = [a.to(dtype) if isinstance(a, Tensor) and a.is_floating_point() else a for a in args]
+    run = reference.linear if op == "nm_linear" else reference.linear_wgrad
+    # the reference rounds once; torch's own way, one op after the other, is what is allowed twice
+    if dtype == torch.float64 or op != "nm_linear":
+        return run(*wide)
+    x, values, indices, n, m, cols, bias, activation, residual = (*wide, *(None, "", None)[len(wide) - 6 :])
+    y = reference.linear.__globals__["ACTIVATIONS"][activation](run(x, values, indices, n, m, cols, bias))
+    return y if residual is None else y + residual
+
+
+def in_threads(*works: Callable[[], object]) -> None:
+    """Runs each in a thread of its own, all at once, and raises what one of them has raised."""
+    with ThreadPoolExecutor(len(works)) as pool:
+        for done in [pool.submit(work) for work in works]:
+            done.result()

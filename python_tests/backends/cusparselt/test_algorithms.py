@@ -3,38 +3,43 @@
 from __future__ import annotations
 
 import json
-import threading
 import warnings
 from collections import Counter
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from nmkernels import BackendError, capability, reference
+from nmkernels import BackendError, capability
 from nmkernels.backends.cusparselt import Algorithm, Problem, algorithms, context, search, search_gemm
 from nmkernels.backends.cusparselt.algorithms import Trial
 from nmkernels.tuning import Validator
-from python_tests.backends.cusparselt.conftest import forget, routes
+from python_tests.backends.cusparselt.conftest import check, forget, in_threads, normal, packed, routes
+
+DEFAULT = Algorithm()
 
 
-def arguments(tokens=16, rows=32, cols=64, bias=False, activation="", seed=1):
-    gen = torch.Generator().manual_seed(seed)
-
-    def normal(*shape):
-        return torch.randn(shape, generator=gen).bfloat16()
-
-    return normal(tokens, cols), *reference.compress(normal(rows, cols), 2, 4), 2, 4, cols, normal(rows) if bias else None, activation
+def arguments(tokens=16, bias=False, activation=""):
+    return normal(tokens, 64), *packed(), normal(32, seed=3) if bias else None, activation
 
 
-def used(**options):
-    """The algorithms that this thread's GEMMs are done by."""
-    return [route.ready.algorithm for key, route in routes().items() if not isinstance(key, Problem)]
+def used():
+    """The algorithm that this thread's only fprop is done by."""
+    (found,) = {route.ready.algorithm for key, route in routes().items() if not isinstance(key, Problem)}
+    return found
 
 
-def right(ours, args):
-    y = ours("nm_linear").fn(*args)
-    torch.testing.assert_close(y, reference.linear(*args), rtol=0.03, atol=0.03)
+@pytest.fixture
+def right(ours):
+    """``right(*arguments())``: the call is right; returns the algorithm that did it."""
+
+    def right(*args) -> Algorithm:
+        routes().clear()
+        check(ours, "nm_linear", *args)
+        return used()
+
+    return right
 
 
 class Clock:
@@ -56,64 +61,47 @@ class Clock:
     ("fault", "words"),
     [("wrong", "max error .* against float64 is above"), ("random", "two runs differ"), ("unwritten", "max error nan")],
 )
-def test_a_default_that_is_wrong_is_not_used(fake, ours, fault, words) -> None:
+def test_a_default_that_is_wrong_is_not_used(fake, ours, right, fault, words) -> None:
     fake.set(f"{fault}:0")
-    args = arguments()
-    right(ours, args)
-    assert used() == [Algorithm(1)]
+    assert right(*arguments()) == Algorithm(1)
     assert [ready.algorithm for ready in context.here(0).plans.values()] == [Algorithm(1)], "what is wrong is not kept"
     for i in range(1, 4):
         fake.set(f"{fault}:{i}")
     forget()
     with pytest.raises(BackendError, match=f"none of its algorithms computes .* right: the default algorithm: {words}.*algorithm 3"):
-        ours("nm_linear").fn(*args)
+        ours("nm_linear").fn(*arguments())
     runs = fake.calls("Matmul")
-    can, reason = ours("nm_linear").supports(*args)
+    can, reason = ours("nm_linear").supports(*arguments())
     assert not can and "none of its algorithms" in reason
     with pytest.raises(BackendError, match="none of its algorithms"):
-        ours("nm_linear").fn(*args)
+        ours("nm_linear").fn(*arguments())
     assert fake.calls("Matmul") == runs, "it is remembered"
 
 
-def test_a_gemm_is_checked_once_in_a_process(fake, ours) -> None:
-    args = arguments()
-    right(ours, args)
+def test_a_gemm_is_checked_once_in_a_process(fake, right) -> None:
+    right(*arguments())
     assert fake.calls("Matmul") == 3, "two runs for the check, and the call"
-    thread = threading.Thread(target=right, args=(ours, args))
-    thread.start()
-    thread.join()
+    in_threads(lambda: right(*arguments()))
     assert fake.calls("Matmul") == 4
-    right(ours, arguments(tokens=24))
+    right(*arguments(tokens=24))
     assert fake.calls("Matmul") == 7
 
 
-def test_a_wrong_epilogue_is_left_to_torch(fake, ours) -> None:
-    fake.set("gelu", 1)  # by tanh: within the bounds of a rounded result, but not what is asked for
-    right(ours, arguments(activation="gelu"))
-    assert [key.activation for key in routes() if isinstance(key, Problem)] == [""]
-
-
-def test_no_memory_to_check_with_is_no_verdict(fake, ours, monkeypatch) -> None:
-    args = arguments()
-
-    def full(*_: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
+def test_no_memory_to_check_with_is_no_verdict(fake, ours, right, monkeypatch) -> None:
     with monkeypatch.context() as m:
-        m.setattr(algorithms, "Trial", full)
+        m.setattr(algorithms, "Trial", Mock(side_effect=torch.OutOfMemoryError))
         with pytest.raises(BackendError, match="no memory to check nt.bfloat16.bfloat16.plain.32x64x16 with"):
-            ours("nm_linear").fn(*args)
+            ours("nm_linear").fn(*arguments())
         with pytest.raises(BackendError, match="no memory to search nt.bfloat16.bfloat16.plain.32x64x16 in"):
-            search("nm_linear", *args)
-    right(ours, args)
+            search("nm_linear", *arguments())
+    right(*arguments())
 
 
 def test_wrong_integers_are_noticed(fake) -> None:
     fake.set("unwritten:0")
-    at = context.here(0)
     for out in (torch.int32, torch.int8):
         problem = Problem("nt", torch.int8, out, 32, 64, 16)
-        assert algorithms.ready_for(problem, at, torch.empty(0), 0).algorithm == Algorithm(1)
+        assert algorithms.ready_for(problem, context.here(0), torch.empty(0), 0).algorithm == Algorithm(1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn])
@@ -136,20 +124,20 @@ def test_what_surrounds_the_first_call_does_not_change_the_bound(fake, dtype) ->
 # ---- with one
 
 
-def test_search_takes_the_fastest_right_one(fake, ours) -> None:
+def test_search_takes_the_fastest_right_one(fake, right) -> None:
     fake.set("limit", 6)
     for fault in ("wrong:2", "random:3", "unwritten:4"):
         fake.set(fault)
-    args = arguments(bias=True)
+    assert right(*arguments(bias=True)) == DEFAULT
     clock = Clock(9, 8, 7, 5, 20)  # the default, 0, 1, 5; then the splits
-    found = search("nm_linear", *args, timer=clock)
+    found = search("nm_linear", *arguments(bias=True), timer=clock)
     assert (found.best, found.seconds["algorithm 5"], found.seconds[found.baseline]) == ("algorithm 5", 5, 9)
     reasons = found.refused
     assert "max error 99" in reasons["algorithm 2"] and reasons["algorithm 3"] == "two runs differ" and "nan" in reasons["algorithm 4"]
     assert sum("cusparseLtMatmulAlgSetAttribute failed" in reason for reason in reasons.values()) == 3, "mode 6 of the 3 fastest"
     assert clock.asked == 4 + 18
-    right(ours, args)
-    assert used() == [Algorithm(5)]
+    assert len(context.here(0).plans) == 0, "those of a search are taken back"
+    assert right(*arguments(bias=True)) == Algorithm(5)
     assert "|nt|bfloat16|bfloat16|bias|32x64|16: algorithm 5, 5000000.0 us, by default 9000000.0 us, 6 refused" in str(found)
 
 
@@ -167,12 +155,15 @@ def test_the_default_stays_unless_another_is_faster_by_more_than_noise(fake) -> 
     assert search("nm_linear", *arguments(), timer=Clock(1.0, 0.97)).best == "algorithm 0"
 
 
-def test_search_by_the_clock(fake) -> None:
-    found = search("nm_linear_wgrad", *arguments()[1:3], 2, 4, 64, torch.randn(64, 16).bfloat16())
+def test_searches_of_other_gemms(fake) -> None:
+    found = search("nm_linear_wgrad", *packed(), normal(64, 16))  # by the clock
     assert found.seconds[found.best] > 0 and "|tn.packed|" in found.problem
+    problem = Problem("tn", torch.float16, torch.float16, 32, 64, 16, residual=True)
+    assert search_gemm(problem, torch.empty(0), timer=Clock(9, 9, 3, 9)).best == "algorithm 1"
+    assert algorithms.ready_for(problem, context.here(0), torch.empty(0), 0).algorithm == Algorithm(1)
 
 
-def test_what_search_leaves_alone(fake, ours, capture) -> None:
+def test_what_search_leaves_alone(fake, capture) -> None:
     with pytest.raises(BackendError, match="nm_mask: cuSPARSELt does nm_linear and nm_linear_wgrad"):
         search("nm_mask", torch.ones(4, 4), 2, 4)
     fake.set("no bias")
@@ -195,121 +186,88 @@ def test_nothing_right(fake, tmp_path) -> None:
     assert not list(tmp_path.glob("*.json"))
 
 
-def test_plans_of_a_search_are_taken_back_and_calls_follow_it(fake, ours) -> None:
-    right(ours, arguments())
-    search("nm_linear", *arguments(), timer=Clock(1.0, 0.5))
-    assert len(context.here(0).plans) == 0
-    right(ours, arguments())
-    assert used() == [Algorithm(0)]
-
-
 # ---- on disk
 
 
-def stored() -> dict:
+def lines() -> dict:
     return json.loads(Path(algorithms.TABLE.path()).read_text())["lines"]
 
 
-def test_a_choice_is_stored_and_read_again(fake, ours) -> None:
+@pytest.fixture
+def third(fake):
+    """Algorithm 3 is stored for ``arguments()``, and this process knows nothing."""
+    search("nm_linear", *arguments(), timer=Clock(9, 9, 9, 9, 2))
+    forget()
+
+
+def test_a_choice_is_stored_and_read_again(fake, right) -> None:
     args = arguments(bias=True, activation="relu2")
     found = search("nm_linear", *args, timer=Clock(9, 9, 9, 2, 9))
     assert found.path == str(algorithms.TABLE.path())
-    ((key, line),) = stored().items()
+    ((key, line),) = lines().items()
     assert key.startswith("cusparselt|") and key.endswith("|cuSPARSELt 0.8.0|nt|bfloat16|bfloat16|bias+relu|32x64|16")
     assert line["choice"] == {"id": 2, "splits": 1, "mode": 0, "width": 16, "replan": False}
     assert line["us"]["algorithm 2"] == 2e6 and line["us"]["the default algorithm"] == 9e6
     forget()
     runs = fake.calls("Matmul")
-    right(ours, args)
-    assert used() == [Algorithm(2)]
+    assert right(*args) == Algorithm(2)
     assert fake.calls("Matmul") == runs + 1, "the search has checked it"
 
 
-def test_another_width_of_the_class_is_checked(fake, ours) -> None:
+def test_another_width_of_the_class_is_checked(fake, right) -> None:
     search("nm_linear", *arguments(tokens=32), timer=Clock(9, 9, 9, 2, 9))
     forget()
     runs = fake.calls("Matmul")
-    right(ours, arguments(tokens=24))
-    assert used() == [Algorithm(2)] and fake.calls("Matmul") == runs + 3
+    assert right(*arguments(tokens=24)) == Algorithm(2) and fake.calls("Matmul") == runs + 3
     forget()
     fake.set("wrong:2")
-    right(ours, arguments(tokens=24))
-    assert used() == [Algorithm()]
-    forget()
-    right(ours, arguments(tokens=64))
-    assert used() == [Algorithm()], "another class"
+    assert right(*arguments(tokens=24)) == DEFAULT
+    assert right(*arguments(tokens=64)) == DEFAULT, "another class"
 
 
-def test_a_stored_id_that_is_no_more(fake, ours) -> None:
-    args = arguments()
-    search("nm_linear", *args, timer=Clock(9, 9, 9, 9, 2))
-    forget()
+def test_a_stored_id_that_is_no_more(fake, right, third) -> None:
     fake.set("limit", 3)
     with pytest.warns(RuntimeWarning, match="is ignored: this library has no algorithm 3. Run nm.tune again"):
-        right(ours, args)
-    assert used() == [Algorithm()]
+        assert right(*arguments()) == DEFAULT
 
 
 @pytest.mark.parametrize(
     "line", [{}, "cpu rows", {"id": "2", "splits": 1, "mode": 0, "width": 16}, {"id": 2, "splits": 1, "mode": 5, "width": 16}]
 )
-def test_a_line_that_somebody_has_edited(fake, ours, line) -> None:
-    args = arguments()
-    search("nm_linear", *args, timer=Clock(9, 9, 9, 9, 2))
-    (key,) = stored()
+def test_a_line_that_somebody_has_edited(fake, right, third, line) -> None:
+    (key,) = lines()
     algorithms.TABLE.store({key: {"choice": line}})
     forget()
     with pytest.warns(RuntimeWarning, match="is ignored: "):
-        right(ours, args)
-    assert used() == [Algorithm()]
+        assert right(*arguments()) == DEFAULT
 
 
-def test_each_version_of_the_library_has_its_own(fake, ours) -> None:
-    from nmkernels import capability
-
-    args = arguments()
-    search("nm_linear", *args, timer=Clock(9, 9, 9, 9, 2))
-    fake.set("version", 1000)
-    capability._opened.cache_clear()
-    forget()
-    right(ours, args)
-    assert used() == [Algorithm()]
-    fake.set("version", 800)
-    capability._opened.cache_clear()
-    forget()
-    right(ours, args)
-    assert used() == [Algorithm(3)]
-    forget()
-    capability._opened.cache_clear()
+def test_each_version_of_the_library_has_its_own(fake, right, third) -> None:
+    for version, best in ((1000, DEFAULT), (800, Algorithm(3))):
+        fake.set("version", version)
+        capability._opened.cache_clear()
+        forget()
+        assert right(*arguments()) == best
 
 
-def test_a_folder_that_cannot_be_written(fake, ours, monkeypatch, tmp_path) -> None:
+def test_a_folder_that_cannot_be_written(fake, right, monkeypatch, tmp_path) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("NMKERNELS_CACHE", str(tmp_path / "file" / "folder"))
     algorithms.TABLE.forget()
-    args = arguments()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = search("nm_linear", *args, timer=Clock(9, 2))
+        found = search("nm_linear", *arguments(), timer=Clock(9, 2))
     assert found.path is None and "for this process only" in found.note
-    right(ours, args)
-    assert used() == [Algorithm(0)], "this process follows it all the same"
+    assert right(*arguments()) == Algorithm(0), "this process follows it all the same"
     algorithms.TABLE._unwritten.clear()
 
 
-def test_what_is_known_of_biases_is_stored(fake, ours) -> None:
+def test_what_is_known_of_biases_is_stored(fake, right) -> None:
     fake.set("frozen bias")
     args = arguments(bias=True)
     search("nm_linear", *args, timer=Clock(9, 2))
-    assert all(line["choice"]["replan"] for line in stored().values())
+    assert all(line["choice"]["replan"] for line in lines().values())
     forget()
     capability.opened()[0].replan = False
-    right(ours, args)
-    right(ours, (*args[:6], torch.randn(32).bfloat16(), ""))
-
-
-def test_search_of_a_gemm_of_its_own(fake) -> None:
-    problem = Problem("tn", torch.float16, torch.float16, 32, 64, 16, residual=True)
-    found = search_gemm(problem, torch.empty(0), timer=Clock(9, 9, 3, 9))
-    assert found.best == "algorithm 1"
-    assert algorithms.ready_for(problem, context.here(0), torch.empty(0), 0).algorithm == Algorithm(1)
+    right(*args)
+    right(*args[:6], normal(32, seed=5), "")

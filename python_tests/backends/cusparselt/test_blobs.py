@@ -8,180 +8,123 @@ import weakref
 import pytest
 import torch
 
-from nmkernels import reference
-from nmkernels.backends.cusparselt import blobs
-
-
-def weight(seed=1, rows=32, cols=64):
-    gen = torch.Generator().manual_seed(seed)
-    return reference.compress(torch.randn(rows, cols, generator=gen).bfloat16(), 2, 4)
-
-
-X = torch.randn(8, 64, generator=torch.Generator().manual_seed(2)).bfloat16()
-
-
-def run(ours, values, indices, x=X, n=2, m=4, cols=64):
-    y = ours("nm_linear").fn(x, values, indices, n, m, cols)
-    torch.testing.assert_close(y, reference.linear(x, values, indices, n, m, cols), rtol=0.03, atol=0.03)
-    return y
+from nmkernels.backends.cusparselt import blobs, context
+from python_tests.backends.cusparselt.conftest import check, normal, packed
 
 
 @pytest.fixture
-def compressions(fake, ours):
-    """How often something was compressed since the last asking; the check of the algorithm is over."""
-    run(ours, *weight(9))
+def run(fake, ours):
+    """``run(values, indices)`` multiplies, and says how often something was compressed for it."""
+
+    def run(values, indices, n=2, m=4, cols=64) -> int:
+        seen = fake.calls("SpMMACompress2")
+        check(ours, "nm_linear", normal(8, cols), values, indices, n, m, cols)
+        return fake.calls("SpMMACompress2") - seen
+
+    # the check of the algorithms is not counted
+    run(*packed(seed=9)[:2])
+    run(*packed(pattern="1:4", cols=128, seed=9))
     blobs.forget()
-    seen = fake.calls("SpMMACompress2")
-
-    def since() -> int:
-        nonlocal seen
-        before, seen = seen, fake.calls("SpMMACompress2")
-        return seen - before
-
-    return since
+    return run
 
 
-def test_once(ours, compressions) -> None:
-    values, indices = weight()
-    for _ in range(3):
-        run(ours, values, indices)
-    assert compressions() == 1
+@pytest.fixture
+def weight():
+    return packed()[:2]
 
 
-def test_changes_are_seen(ours, compressions) -> None:
-    values, indices = weight()
-    run(ours, values, indices)
+def remembered():
+    """The only blob."""
+    (entry,) = blobs._entries.values()
+    return weakref.ref(entry.blob)
+
+
+def test_once_and_again_after_every_change(run, weight) -> None:
+    values, indices = weight
+    assert [run(values, indices) for _ in range(3)] == [1, 0, 0]
     for change in (
         lambda: values.mul_(2),
-        lambda: indices.copy_(weight(3)[1]),
-        lambda: values.copy_(weight(4)[0]),
-        lambda: setattr(values, "data", weight(5)[0]),
-        lambda: setattr(indices, "data", weight(6)[1]),
+        lambda: indices.copy_(packed(seed=3)[1]),
+        lambda: values.copy_(packed(seed=4)[0]),
+        lambda: setattr(values, "data", packed(seed=5)[0]),
+        lambda: setattr(indices, "data", packed(seed=6)[1]),
     ):
-        assert compressions() <= 1
         change()
-        run(ours, values, indices)
-        run(ours, values, indices)
-        assert compressions() == 1
+        assert [run(values, indices), run(values, indices)] == [1, 0]
 
 
-def test_other_indices_or_another_reading(ours, compressions) -> None:
-    values, indices = weight()
-    run(ours, values, indices)
-    other = weight(3)[1]
-    run(ours, values, other)
-    assert compressions() == 2
+def test_other_indices_or_another_reading(run, weight) -> None:
+    values, indices = weight
+    other = packed(seed=3)[1]
     # 1:4 of 128 columns and 2:4 of 64 have as many values and indices
-    wide = torch.randn(8, 128).bfloat16()
-    run(ours, values, other, wide, 1, 4, 128)
-    assert compressions() >= 1
-    run(ours, values, other)
-    assert compressions() == 1
-
-
-def test_other_indices_at_the_same_address(ours, compressions) -> None:
-    values, indices = weight()
+    assert [run(values, indices), run(values, other), run(values, other, 1, 4, 128), run(values, other)] == [1] * 4
     memory = bytearray(indices.numpy().tobytes())
     for seed in (1, 3):
-        memory[:] = weight(seed)[1].numpy().tobytes()
-        # a tensor of its own, which no version tells from the one before
-        run(ours, values, torch.frombuffer(memory, dtype=torch.uint8).view(indices.shape))
-        assert compressions() == 1
+        memory[:] = packed(seed=seed)[1].numpy().tobytes()
+        # at the same address a tensor of its own, which no version tells from the one before
+        assert run(values, torch.frombuffer(memory, dtype=torch.uint8).view(indices.shape)) == 1
 
 
-def test_it_ends_with_the_weight(ours, compressions) -> None:
-    values, indices = weight()
-    run(ours, values, indices)
-    (entry,) = blobs._entries.values()
-    blob = weakref.ref(entry.blob)
-    del entry, values
-    gc.collect()
-    assert not blobs._entries and blob() is None
-
-
-def test_a_thousand_steps_leave_one(ours, compressions) -> None:
-    values, indices = weight()
+def test_one_is_left_after_many_steps_and_ends_with_the_weight(run) -> None:
+    values, indices = packed()[:2]
     seen = []
     for _ in range(20):
         values.mul_(1.01)
-        run(ours, values, indices)
-        (entry,) = blobs._entries.values()
-        seen.append(weakref.ref(entry.blob))
-    del entry
-    assert compressions() == 20
+        assert run(values, indices) == 1
+        seen.append(remembered())
     assert sum(blob() is not None for blob in seen) == 1
+    del values
+    gc.collect()
+    assert not blobs._entries and seen[-1]() is None
 
 
-def test_tensors_of_inference_mode_are_not_remembered(ours, compressions) -> None:
+def test_tensors_of_inference_mode_are_not_remembered(run, weight) -> None:
     with torch.inference_mode():
-        values, indices = (t.clone() for t in weight())
-        run(ours, values, indices)
+        values, indices = (t.clone() for t in weight)
+        assert run(values, indices) == 1
         values.mul_(2)  # which no counter tells
-        run(ours, values, indices)
-    assert compressions() == 2 and not blobs._entries
-    values, indices = weight()
-    with torch.inference_mode():
-        run(ours, values, indices)
-        run(ours, values, indices)
-    assert compressions() == 1
+        assert run(values, indices) == 1 and not blobs._entries
+        assert [run(*weight), run(*weight)] == [1, 0]
 
 
-def test_gradients_are_not_remembered(ours, compressions) -> None:
-    values, indices = weight()
-    ours("nm_linear_wgrad").fn(values, indices, 2, 4, 64, torch.randn(64, 16).bfloat16())
+def test_gradients_are_not_remembered(run, ours) -> None:
+    ours("nm_linear_wgrad").fn(*packed(), normal(64, 16))
     assert not blobs._entries
 
 
-def test_a_graph_takes_a_blob_of_a_weight_that_was_never_written(ours, compressions, capture) -> None:
-    values, indices = weight()
-    run(ours, values, indices)
-    assert compressions() == 1
+def test_a_graph_takes_a_blob_of_a_weight_that_was_never_written(run, capture) -> None:
+    values, indices = packed()[:2]
+    assert run(values, indices) == 1
     capture(True)
-    run(ours, values, indices)
-    assert compressions() == 0
-    (entry,) = blobs._entries.values()
-    blob = weakref.ref(entry.blob)
-    del entry
+    assert run(values, indices) == 0
+    blob = remembered()
     capture(False)
     for _ in range(3):
         values.mul_(2)
-        run(ours, values, indices)
+        run(values, indices)
     assert blob() is not None, "the graph reads it"
     del values
     assert blob() is None
 
 
-def test_a_graph_compresses_a_weight_that_is_written(ours, compressions, capture) -> None:
-    values, indices = weight()
+def test_a_graph_compresses_a_weight_that_is_written(run, weight, capture) -> None:
+    values, indices = weight
+    capture(True)
+    run(values, indices)
+    assert not blobs._entries, "what a graph compresses is not remembered"
+    capture(False)
     values.mul_(2)
-    run(ours, values, indices)
-    assert compressions() == 1
+    assert run(values, indices) == 1
     capture(True)
-    for _ in range(2):
-        run(ours, values, indices)
-    assert compressions() == 2, "at every call: the step between them may be replayed"
+    # at every call: the step between them may be replayed
+    assert [run(values, indices), run(values, indices)] == [1, 1]
     capture(False)
-    run(ours, values, indices)
-    assert compressions() == 0, "what was remembered before is still right"
+    assert run(values, indices) == 0, "what was remembered before is still right"
 
 
-def test_what_a_graph_compresses_is_not_remembered(ours, compressions, capture) -> None:
-    values, indices = weight()
-    capture(True)
-    run(ours, values, indices)
-    assert not blobs._entries
-    capture(False)
-    run(ours, values, indices)
-    assert compressions() == 2
-
-
-def test_another_stream(ours, compressions, monkeypatch) -> None:
-    from nmkernels.backends.cusparselt import context
-
-    values, indices = weight()
-    run(ours, values, indices)
+def test_another_stream_waits_for_it(run, weight, monkeypatch) -> None:
+    run(*weight)
     monkeypatch.setattr(context, "on_host", lambda: (0, 5))
-    run(ours, values, indices)
-    assert compressions() == 1
+    assert run(*weight) == 0
     (entry,) = blobs._entries.values()
     assert entry.streams == {0, 5}

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from nmkernels import DtypeError, ShapeError, ops, testing
 from nmkernels.backends.cusparselt import compress, context, matmul
 from nmkernels.pattern import OptionError
+from python_tests.each import each
 
 FLOATS = (torch.float16, torch.bfloat16)
 EIGHTS = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -48,24 +49,24 @@ def check(y, layout, w, x, f=lambda y: y):
         assert torch.equal(y.double(), exact.clamp(limits.min, limits.max))
 
 
+def operands(layout, dtype, width):
+    """A sparse and a dense operand of a GEMM of 32 rows and 64 columns."""
+    w = sparse(32, 64, dtype, dim=1) if layout == "nt" else sparse(64, 32, dtype, dim=0)
+    return w, normal(64, width, dtype=dtype) if layout == "tn" else normal(width, 64, dtype=dtype)
+
+
 @pytest.mark.parametrize("layout", ["nt", "nn", "tn"])
-def test_layouts_and_dtypes(fake, layout) -> None:
+def test_layouts_dtypes_and_padded_widths(fake, layout) -> None:
     for dtype, out in RESULTS:
-        w = sparse(32, 64, dtype, dim=1) if layout == "nt" else sparse(64, 32, dtype, dim=0)
+        w, x = operands(layout, dtype, 16)
         blob = compress(w, layout)
         assert (blob.rows, blob.cols, blob.layout) == (32, 64, layout)
-        x = normal(64, 16, dtype=dtype) if layout == "tn" else normal(16, 64, dtype=dtype)
         y = matmul(blob, x, out_dtype=out)
         assert y.dtype == out and y.is_contiguous(), (dtype, out)
         assert y.shape == ((32, 16) if layout == "tn" else (16, 32))
         check(y, layout, w, x)
-
-
-@pytest.mark.parametrize("layout", ["nt", "nn", "tn"])
-def test_the_width_is_padded(fake, layout) -> None:
     for dtype, width in product((torch.bfloat16, torch.int8), (1, 5, 17)):
-        w = sparse(32, 64, dtype, dim=1) if layout == "nt" else sparse(64, 32, dtype, dim=0)
-        x = normal(64, width, dtype=dtype) if layout == "tn" else normal(width, 64, dtype=dtype)
+        w, x = operands(layout, dtype, width)
         r = normal(*((32, width) if layout == "tn" else (width, 32)), seed=5)
         y = matmul(compress(w, layout), x, residual=r, out_dtype=torch.bfloat16)
         check(y, layout, w, x, lambda y, r=r: y + r.to(y.dtype))
@@ -82,12 +83,13 @@ def test_epilogues(fake, dtype, activation) -> None:
 
 
 def test_bias_of_the_other_layouts(fake) -> None:
-    w, bias = sparse(64, 32, torch.bfloat16, dim=0), normal(32, seed=3)
-    check(matmul(compress(w, "nn"), normal(16, 64), bias), "nn", w, normal(16, 64), lambda y: y + bias.to(y.dtype))
-    check(matmul(compress(w, "tn"), normal(64, 16), bias), "tn", w, normal(64, 16), lambda y: y + bias.to(y.dtype)[:, None])
+    bias = normal(32, seed=3)
+    for layout, b in (("nn", bias), ("tn", bias[:, None])):
+        w, x = operands(layout, torch.bfloat16, 16)
+        check(matmul(compress(w, layout), x, bias), layout, w, x, lambda y, b=b: y + b.to(y.dtype))
 
 
-@pytest.mark.parametrize("dtype", [*FLOATS, *EIGHTS], ids=str)
+@each("dtype", [*FLOATS, *EIGHTS])
 def test_from_a_mask(fake, dtype) -> None:
     w = normal(32, 64, dtype=dtype, seed=7)
     mask = ops.mask(w.float(), "2:4")
@@ -118,8 +120,8 @@ def test_a_capture_does_not_wait_for_the_check(fake, capture) -> None:
     assert torch.equal(matmul(compress(w), x), first)
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "words"),
+@each(
+    "change, error, words",
     [
         ({"dense": torch.ones(16, 16)}, DtypeError, "float16, bfloat16, int8, float8_e4m3fn, float8_e5m2, not torch.float32"),
         ({"dense": torch.ones(16, 24).half()}, ShapeError, r"multiples of 16, not \(16, 24\)"),
@@ -135,8 +137,8 @@ def test_what_compress_refuses(fake, change, error, words) -> None:
         compress(**{"dense": torch.zeros(16, 16).half(), **change})
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "words"),
+@each(
+    "change, error, words",
     [
         ({"dense": normal(16, 32)}, ShapeError, r"has shape \(16, 32\); nt with this blob takes \(tokens, 64\)"),
         ({"dense": normal(0, 64)}, ShapeError, "the dense operand has shape"),

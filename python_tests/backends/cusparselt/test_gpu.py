@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 
 from nmkernels import BackendError, capability, ops, reference, testing
 from nmkernels.backends.cusparselt import blobs, compress, matmul, search
+from python_tests.backends.cusparselt import conftest
 
 pytestmark = pytest.mark.gpu
 
@@ -21,8 +20,8 @@ def _library(monkeypatch, tmp_path):
     monkeypatch.setenv("NMKERNELS_CACHE", str(tmp_path))
 
 
-def normal(*shape, dtype=torch.bfloat16, seed=1):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).cuda()
+def normal(*shape, **options):
+    return conftest.normal(*shape, **{"seed": 1, **options}).cuda()
 
 
 def weight(rows=256, cols=512, dtype=torch.bfloat16, pattern="2:4"):
@@ -97,23 +96,14 @@ def test_a_graph_replays_what_was_captured_and_sees_written_weights(ours) -> Non
 
 def test_other_threads_and_streams(ours) -> None:
     c, x = weight(), normal(96, 512, seed=4)
-    failures = []
 
     def work() -> None:
-        try:
-            with torch.cuda.stream(torch.cuda.Stream()):
-                for _ in range(3):
-                    check(ours("nm_linear").fn(x, c.values, c.indices, 2, 4, 512), x, c.values, c.indices, 2, 4, 512)
-        except BaseException as error:
-            failures.append(error)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(3):
+                check(ours("nm_linear").fn(x, c.values, c.indices, 2, 4, 512), x, c.values, c.indices, 2, 4, 512)
 
     torch.cuda.synchronize()
-    threads = [threading.Thread(target=work) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures, failures[0]
+    conftest.in_threads(work, work, work)
     blobs.forget()
 
 

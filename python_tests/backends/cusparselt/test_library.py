@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from bench import cusparselt_abi
-from nmkernels import BackendError, capability, reference
+from nmkernels import BackendError, capability
 from nmkernels.backends import cusparselt
 from nmkernels.backends.cusparselt import context
+from python_tests.backends.cusparselt.conftest import normal, packed
+from python_tests.each import each
 
 needs_compiler = pytest.mark.skipif(
     shutil.which("c++") is None or not cusparselt_abi.REPORT.exists(), reason="the sources and a C++ compiler are needed"
@@ -20,30 +21,22 @@ needs_compiler = pytest.mark.skipif(
 
 
 def probe() -> capability.Probe:
+    capability._opened.cache_clear()
     return capability.cusparselt.__wrapped__()
 
 
-@pytest.mark.parametrize(("version", "text"), [(800, "0.8.0"), (801, "0.8.1"), (1000, "0.10.0"), (1_000_203, "1.2.3")])
-def test_versions_that_are_known(fake, version, text) -> None:
+@each(
+    "version, text", [(800, "0.8.0"), (801, "0.8.1"), (1000, "0.10.0"), (1_000_203, "1.2.3"), (700, "0.7.0"), (1, "0.0.1"), (602, "0.6.2")]
+)
+def test_versions(fake, version, text) -> None:
     fake.set("version", version)
-    capability._opened.cache_clear()
-    assert probe() == (True, f"cuSPARSELt {text}, {fake.path}")
-    capability._opened.cache_clear()
-
-
-@pytest.mark.parametrize(("version", "text"), [(700, "0.7.0"), (1, "0.0.1"), (602, "0.6.2")])
-def test_one_that_is_too_old(fake, version, text) -> None:
-    fake.set("version", version)
-    capability._opened.cache_clear()
     ok, reason = probe()
-    assert not ok
-    assert reason == (
-        f"cuSPARSELt {text}, {fake.path}, is too old: 0.8.0 or newer is needed. "
-        "NMKERNELS_CUSPARSELT names this file; unset it, or name another."
-    )
-    with pytest.raises(BackendError, match="is too old"):
-        cusparselt.compress(torch.ones(16, 16, dtype=torch.float16), mask=torch.zeros(16, 16, dtype=torch.bool))
-    capability._opened.cache_clear()
+    assert ok == (version >= 800) and reason.startswith(f"cuSPARSELt {text}, {fake.path}")
+    if not ok:
+        way_out = "NMKERNELS_CUSPARSELT names this file; unset it, or name another."
+        assert reason.endswith(f", is too old: 0.8.0 or newer is needed. {way_out}")
+        with pytest.raises(BackendError, match="is too old"):
+            cusparselt.compress(torch.ones(16, 16, dtype=torch.float16), mask=torch.zeros(16, 16, dtype=torch.bool))
 
 
 def test_a_file_that_is_missing_or_no_library(fake, monkeypatch, tmp_path) -> None:
@@ -68,38 +61,36 @@ def test_a_missing_entry_is_named(fake, without, monkeypatch) -> None:
     assert not ok and "is not usable: it has no cusparseLtDenseDescriptorInit." in reason
 
 
-def test_none_at_all(monkeypatch, tmp_path) -> None:
+@pytest.fixture
+def wheels(monkeypatch, tmp_path):
+    """The folder of NVIDIA's pip packages, which is the only place to look in."""
     monkeypatch.delenv(capability.ENV, raising=False)
     monkeypatch.setattr(capability.util, "find_spec", lambda _: SimpleNamespace(submodule_search_locations=[str(tmp_path)]))
+    # a CUDA build of torch has loaded the real one, which the loader then knows by this name whatever is in the wheel
     monkeypatch.setattr(capability, "SONAMES", ("libcusparseLt-that-nobody-has.so.0",))
+    yield tmp_path
     capability._opened.cache_clear()
-    library, reason = capability.opened()
-    assert library is None
-    assert reason.startswith("libcusparseLt is neither in a pip wheel nor on the system; `pip install -U nvidia-cusparselt-cu13`")
-    capability._opened.cache_clear()
+
+
+def test_none_at_all(wheels) -> None:
+    ok, reason = probe()
+    start = "libcusparseLt is neither in a pip wheel nor on the system; `pip install -U nvidia-cusparselt-cu13`"
+    assert not ok and reason.startswith(start)
 
 
 @pytest.mark.parametrize("folder", ["cusparselt", "cu13"])
-def test_the_pip_wheel_is_looked_in_first(fake, monkeypatch, tmp_path, folder) -> None:
-    monkeypatch.delenv(capability.ENV)
-    monkeypatch.setattr(capability.util, "find_spec", lambda _: SimpleNamespace(submodule_search_locations=[str(tmp_path)]))
-    library = tmp_path / folder / "lib" / "libcusparseLt.so.0"
+def test_the_pip_wheel_is_looked_in_first(fake, wheels, monkeypatch, folder) -> None:
+    library = wheels / folder / "lib" / "libcusparseLt.so.0"
     library.parent.mkdir(parents=True)
     shutil.copy(fake.path, library)
-    capability._opened.cache_clear()
     assert probe() == (True, f"cuSPARSELt 0.8.0, {library}")
     library = library.with_name("libcusparseLt.so.0.8")  # by another name: the loader knows the one that it has loaded
     library.write_text("damaged")
     library.with_name("libcusparseLt.so.0").unlink()
-    # a CUDA build of torch has loaded the real one, which the loader then knows by this name whatever is in the wheel
-    monkeypatch.setattr(capability, "SONAMES", ("libcusparseLt-that-nobody-has.so.0",))
-    capability._opened.cache_clear()
     ok, reason = probe()
     assert not ok and str(library) in reason and "pip install -U" in reason
     monkeypatch.setattr(capability, "SONAMES", (str(fake.path),))
-    capability._opened.cache_clear()
     assert probe() == (True, f"cuSPARSELt 0.8.0, {fake.path}")
-    capability._opened.cache_clear()
 
 
 def test_the_library_needs_the_core(monkeypatch) -> None:
@@ -114,8 +105,7 @@ def test_the_library_needs_the_core(monkeypatch) -> None:
 )  # fmt: skip
 def test_a_failing_entry_is_named_and_leaves_nothing_behind(fake, ours, entry) -> None:
     fake.set(f"fail:{entry}", 10)
-    values, indices = reference.compress(torch.randn(32, 64).bfloat16(), 2, 4)
-    args = torch.randn(8, 64).bfloat16(), values, indices, 2, 4, 64, torch.randn(32).bfloat16(), "relu2"
+    args = normal(8, 64), *packed(), normal(32), "relu2"
     # a bias and an activation can do without
     if entry == "MatmulDescSetAttribute":
         assert torch.isfinite(ours("nm_linear").fn(*args)).all()
@@ -169,9 +159,3 @@ def test_a_header_that_differs_is_told(tmp_path, capsys, monkeypatch) -> None:
 def test_a_library_that_lacks_a_call_is_told(fake, without) -> None:
     assert cusparselt_abi.missing_symbols(fake.path) == []
     assert cusparselt_abi.missing_symbols(without) == ["cusparseLtDenseDescriptorInit"]
-
-
-def test_the_fake_has_no_other_header() -> None:
-    """The library of the tests is compiled against the interface as we have it, like the core."""
-    source = (Path(__file__).resolve().parents[3] / "csrc" / "tests" / "cusparselt" / "fake.cpp").read_text()
-    assert '#include "../../cusparselt/abi.h"' in source and "<cusparseLt.h>" not in source
