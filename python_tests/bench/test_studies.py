@@ -12,7 +12,7 @@ from bench import studies
 from bench.studies import APART, FARTHEST, LATE, NUDGED, PACKED, REFERENCE
 from nmkernels.dispatch import forced_backend
 from python_tests.bench.samples import read
-from python_tests.nn.test_effective_packed import Calls
+from python_tests.nn.test_effective import Calls
 
 SIZES = ["--steps", "5", "--batch", "2", "--context", "16", "--width", "32", "--layers", "1", "--heads", "2", "--device", "cpu"]
 

@@ -1,4 +1,4 @@
-"""The life of the effective weight: made once per optimizer step. That it is never stale: recipes/test_never_stale.py."""
+"""The life of the effective weight, dense and packed: made once per optimizer step. That it is never stale: recipes/test_never_stale.py."""
 
 import gc
 import weakref
@@ -12,135 +12,178 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import nmkernels as nm
-from nmkernels.autograd import HardMask
+from nmkernels.autograd import GemmPlan, HardMask, reads
+from nmkernels.optim import MaskedAdamW
+from nmkernels.recipes.methods.bimask import BiMasked
 from python_tests import plain
 from python_tests.copies import WAYS, copied
 
+P24 = nm.Pattern("2:4")
+DENSE, PACKED, PACKED_SSTE = "srste:2:4", "srste:2:4(packed=True)", "sste:2:4(packed=True)"
+HELD = "fst:2:4(packed=True, end=None, every=2)"
+MIXED = GemmPlan(fprop="packed", dgrad="dense", n=2, m=4)
+BOTH_WAYS = GemmPlan(fprop="packed", dgrad="columns", n=2, m=4)
 
-class Prunes(TorchDispatchMode):
-    """Counts how often a weight is pruned."""
+
+class Calls(TorchDispatchMode):
+    """Counts calls of the package's operations by name."""
 
     def __init__(self):
         super().__init__()
-        self.count = 0
+        self.names = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func.name() in ("nmkernels::nm_prune", "nmkernels::nm_prune_out")
+        if func.name().startswith("nmkernels::nm_"):
+            self.names.append(func.name().removeprefix("nmkernels::nm_"))
         return func(*args, **(kwargs or {}))
 
+    @property
+    def packs(self):
+        return self.names.count("pack") + self.names.count("compress")
 
-def model_of(optimizer=None, recipe="ste:2:4", **config):
+    @property
+    def dense(self):
+        """Transformations into the dense layout."""
+        return sum(name.removesuffix("_out") in ("prune", "soft_threshold") for name in self.names)
+
+
+def model_of(make=torch.optim.AdamW, recipe=DENSE, plan=None):
     """A one-layer model, its layer, and the attached optimizer (None: not attached)."""
     model = nn.Sequential(nn.Linear(32, 16))
     handle = nm.sparsify_(model, recipe)
-    opt = handle.attach(optimizer(model.parameters(), lr=0.05, **config)) if optimizer else None
-    return model, model[0], opt
-
-
-def right(layer, dtype=torch.float32):
-    """Whether the layer would multiply the mask of the weight that it has now."""
-    return torch.equal(layer.effective_weight(dtype), plain.masked(layer.weight, 2, 4).to(dtype))
+    optimizer = handle.attach(make(model.parameters(), lr=0.05)) if make else None
+    if plan is not None:
+        model[0].use(model[0].transform, plan)
+    return model, model[0], optimizer
 
 
 def fused(params, lr):
     return torch.optim.AdamW(params, lr=lr, fused=True)
 
 
-OPTIMIZERS = [torch.optim.AdamW, fused, torch.optim.SGD, nm.optim.MaskedAdamW]
+def right(layer):
+    """Whether the layer would multiply the mask of the weight that it has now."""
+    return torch.equal(layer.effective_weight(), plain.masked(layer.weight, 2, 4))
 
 
-@pytest.mark.parametrize("make", OPTIMIZERS)
-def test_one_prune_per_optimizer_step_with_accumulation_and_checkpointing(make):
-    for autocast in [False, True]:
-        model, layer, opt = model_of(make)
-        x = torch.randn(4, 32, requires_grad=True)
-        counts = []
-        for _ in range(4):
-            with Prunes() as prunes:
-                with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
-                    for _ in range(3):
-                        checkpoint(model, x, use_reentrant=False).sum().backward()
-                    with torch.no_grad():
-                        model(x)
-                opt.step()
-                assert right(layer, torch.bfloat16 if autocast else torch.float32)
-            counts.append(prunes.count)
-        assert counts == [2, 1, 1, 1], "the first weight and then one per step"
+def step(model, optimizer):
+    optimizer.zero_grad()
+    model(torch.randn(4, 32)).square().sum().backward()
+    optimizer.step()
 
 
-def test_after_a_step_the_next_copy_takes_the_memory_of_the_last():
-    for make in OPTIMIZERS:
-        model, layer, opt = model_of(make)
-        buffer = layer.effective_weight()
-        for _ in range(3):
-            model(torch.randn(4, 32)).sum().backward()
-            opt.step()
-            assert layer.effective_weight() is buffer and right(layer)
-
-
-def test_but_not_where_a_backward_pass_may_still_need_it():
-    model, layer, _ = model_of(torch.optim.AdamW)
-    x = torch.randn(4, 32, requires_grad=True)
-    before = plain.masked(layer.weight, 2, 4).detach()
-    y = model(x)
-    mine = layer.weight.detach().clone()
-    for values in (torch.randn(16, 32), mine):  # an average is swapped in, evaluated, and swapped out
-        layer.weight.data.copy_(values)
-        assert right(layer)
-        model(x)
-    y.sum().backward()
-    torch.testing.assert_close(x.grad, before.sum(0).expand(4, 32))
-
-
-def test_nothing_is_kept_without_an_optimizer():
-    _, layer, _ = model_of()
-    x = torch.randn(4, 32)
-    with Prunes() as prunes:
-        layer(x)
+def every_kind_of_forward(model, x, autocast=False):
+    """Seven calls."""
+    with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
+        model(x).sum().backward()
+        for reentrant in (False, True):
+            checkpoint(model, x, use_reentrant=reentrant).sum().backward()
         with torch.no_grad():
-            layer(x), layer(x)
-    assert prunes.count == 3 and not layer.effective.kept
+            model(x)
+        model.eval()
+        with torch.inference_mode():
+            model(x)
+        model.train()
 
 
-def test_writes_that_bump_no_version_are_noticed_when_unattached():
-    for grad in [True, False]:
-        for unattached in [fused, torch.optim.AdamW, None]:
-            model, layer, _ = model_of()
-            opt = unattached(model.parameters(), lr=0.5) if unattached else None
-            with torch.set_grad_enabled(grad):
-                assert right(layer)
-            model(torch.randn(4, 32)).sum().backward()
-            with torch.no_grad():
-                model(torch.randn(4, 32))
-            if opt:
-                opt.step()
-            else:
-                layer.weight.data.copy_(torch.randn(16, 32))
-            with torch.set_grad_enabled(grad):
-                assert right(layer)
+@pytest.mark.parametrize(
+    ("recipe", "plan", "packs", "dense"),
+    [(DENSE, None, 0, 1), (PACKED, None, 1, 0), (PACKED_SSTE, None, 1, 0), (HELD, None, 1, 0), (PACKED, MIXED, 1, 1)],
+)
+def test_made_once_per_step_with_accumulation_checkpointing_and_evaluation(recipe, plan, packs, dense):
+    for autocast in [False, True]:
+        for make in [torch.optim.AdamW, fused, torch.optim.SGD, MaskedAdamW]:
+            model, layer, optimizer = model_of(make, recipe, plan)
+            x = torch.randn(4, 32, requires_grad=True)
+            for _ in range(4):
+                with Calls() as calls:
+                    every_kind_of_forward(model, x, autocast)
+                assert (calls.packs, calls.dense, calls.names.count("linear")) == (packs, dense, 7 * packs)
+                assert len(layer.effective.kept) == packs + dense
+                optimizer.step()
+
+
+@pytest.mark.parametrize(("recipe", "plan"), [(DENSE, None), (PACKED, None), (PACKED_SSTE, None), (HELD, BOTH_WAYS)])
+def test_after_a_step_the_next_copy_takes_the_memory_of_the_last(recipe, plan):
+    for make in [torch.optim.AdamW, fused, MaskedAdamW]:
+        model, layer, optimizer = model_of(make, recipe, plan)
+        addresses = set()
+        for _ in range(4):
+            step(model, optimizer)
+            model(torch.randn(1, 32))
+            (form,) = layer.effective.kept
+            addresses.add(tuple(t.data_ptr() for t in ([form] if plan is None and recipe == DENSE else form.buffers()) if t is not None))
+        assert len(addresses) == 1
+
+
+def test_both_orientations_come_of_one_call():
+    model, layer, optimizer = model_of(recipe=HELD, plan=BOTH_WAYS)
+    x = torch.randn(4, 32, requires_grad=True)
+    for _ in range(3):
+        with Calls() as calls:
+            every_kind_of_forward(model, x)
+        assert calls.packs == 1 and calls.names.count("linear") == 7 + 3 and "linear_dgrad" not in calls.names
+        x.grad = None
+        y = model(x)
+        y.backward(g := torch.randn_like(y))
+        torch.testing.assert_close(x.grad, g @ (layer.weight * layer.nm_mask))
+        optimizer.step()
+
+
+def test_calls_that_read_different_forms_do_not_pack_in_turns():
+    model, layer, optimizer = model_of(recipe=HELD)
+    source = layer.master, layer.transform, layer._extras(layer.transform), torch.float32
+    for k in range(3):
+        with Calls() as calls:
+            for _ in range(3):
+                assert layer.effective.packed(source, True, False, "canonical").rows is not None
+                assert layer.effective.packed(source, False, True, "canonical").columns is not None
+        assert calls.packs == (2 if k == 0 else 1)
+        layer.weight.grad = torch.randn_like(layer.weight)
+        optimizer.step()
+
+
+def test_a_transform_with_a_weight_of_its_own_for_dgrad_keeps_it_dense():
+    plan, w, x = GemmPlan("packed", "device", n=2, m=4), torch.randn(16, 32), torch.randn(4, 32, requires_grad=True)
+    assert reads(plan, HardMask(P24), w, w.dtype, x).dgrad == "packed" and reads(plan, BiMasked(P24), w, w.dtype, x).dgrad == "dense"
+    model, layer, _ = model_of(None, PACKED)
+    layer.use(BiMasked(P24, draws=0), plan)
+    layer.nm_order = torch.arange(16)
+    model(x).sum().backward()
+    used = plain.masked(layer.weight, 2, 4)
+    back = layer.transform.for_dgrad(used, layer.nm_order)
+    torch.testing.assert_close(x.grad, back.sum(0).expand(4, 32))
+    assert not torch.equal(back, used)
+
+
+def test_without_an_optimizer_nothing_is_kept_and_an_evaluation_makes_no_form_for_backward():
+    for recipe, plan, forward, evaluation in [
+        (DENSE, None, ["prune"], ["prune"]),
+        (PACKED, None, ["linear", "pack"], ["linear", "pack"]),
+        (PACKED, MIXED, ["linear", "pack", "prune"], ["linear", "pack"]),
+    ]:
+        model, layer, _ = model_of(None, recipe, plan)
+        for grad, names in ((True, forward), (False, evaluation), (True, forward)):
+            with Calls() as calls, torch.set_grad_enabled(grad):
+                y = model(torch.ones(1, 32))
+            assert sorted(calls.names) == names and not layer.effective.kept
+            torch.testing.assert_close(y, plain.masked(layer.weight, 2, 4).sum(1)[None] + layer.bias)
+            layer.weight.data.mul_(torch.rand(16, 32))  # bumps no version
 
 
 def test_optimizer_of_a_replaced_parameter_does_not_fill_the_copy_of_the_new_one():
-    _, layer, opt = model_of(nm.optim.MaskedAdamW)
+    _, layer, optimizer = model_of(MaskedAdamW)
     old = layer.weight
     layer.load_state_dict({"weight": torch.randn(16, 32), "bias": torch.zeros(16)}, assign=True)
-    layer.effective_weight()
-    old.grad = torch.ones_like(old)
     before = layer.effective_weight().clone()
-    opt.step()
+    old.grad = torch.ones_like(old)
+    optimizer.step()
     assert right(layer) and torch.equal(layer.effective_weight(), before)
-
-
-def test_casting_releases_the_copy():
-    _, layer, _ = model_of(torch.optim.AdamW)
-    layer.effective_weight()
-    layer.to(torch.float64)
-    assert not layer.effective.kept and layer.effective_weight().dtype == torch.float64
 
 
 @pytest.mark.parametrize("kind", [torch.Tensor, nn.Parameter])
 def test_functional_call_uses_the_weights_given(kind):
-    _, layer, _ = model_of(torch.optim.AdamW)
+    _, layer, _ = model_of()
     eye, bias = torch.eye(32), torch.zeros(16)
     layer(eye)
     for _ in range(20):  # short-lived weights have one address and one version
@@ -153,23 +196,22 @@ def test_functional_call_uses_the_weights_given(kind):
 
 @pytest.mark.parametrize("how", WAYS)
 def test_copies_share_nothing_and_do_not_go_stale(how):
-    model, layer, opt = model_of(torch.optim.AdamW)
+    model, layer, optimizer = model_of()
     buffer = layer.effective_weight()
-    baseline = copied(model, how)
-    assert not baseline[0].effective.attached and not baseline[0].effective.kept and right(baseline[0])
+    other = copied(model, how)
+    assert not other[0].effective.attached and not other[0].effective.kept and right(other[0])
     # an average of the weights, updated as such averages are
     with torch.no_grad():
-        baseline(torch.randn(2, 32))
-        for a, b in zip(baseline.parameters(), model.parameters(), strict=True):
+        other(torch.randn(2, 32))
+        for a, b in zip(other.parameters(), model.parameters(), strict=True):
             a.data.lerp_(b.data + 1.0, 0.5)
-        assert right(baseline[0])
+        assert right(other[0])
     assert layer.effective_weight() is buffer
-    model(torch.randn(4, 32)).sum().backward()
-    opt.step()
-    assert right(layer) and right(baseline[0])
+    step(model, optimizer)
+    assert right(layer) and right(other[0])
 
 
-def test_evaluation_before_training():
+def test_evaluation_before_training_and_models_built_in_inference_mode():
     for mode in [torch.inference_mode, torch.no_grad]:
         for make in [None, torch.optim.AdamW]:
             model, layer, _ = model_of(make)
@@ -178,38 +220,73 @@ def test_evaluation_before_training():
             y = model(torch.ones(1, 32))
             y.sum().backward()
             assert torch.equal(y, before) and not layer.effective_weight().is_inference()
-
-
-def test_model_built_in_inference_mode():
     with torch.inference_mode():
-        model, layer, _ = model_of()
+        model, layer, _ = model_of(None)
         assert right(layer)
         model(torch.ones(1, 32))
 
 
+@pytest.mark.parametrize("recipe", [DENSE, PACKED])
 @pytest.mark.parametrize("how", ["deployable", "transform"])
-def test_evaluation_of_another_form_leaves_the_backward_pass_intact(how):
+def test_evaluation_of_another_form_leaves_the_backward_pass_intact(how, recipe):
     model = nn.Sequential(nn.Linear(32, 16))
-    handle = nm.sparsify_(model, "ste:2:4")
-    handle.attach(torch.optim.AdamW(model.parameters()))
-    x = torch.randn(4, 32, requires_grad=True)
+    handle = nm.sparsify_(model, recipe)
+    optimizer = handle.attach(MaskedAdamW(model.parameters()))
+    x, layer = torch.randn(4, 32, requires_grad=True), model[0]
     y = model(x)
     with torch.no_grad():
         if how == "deployable":
             with handle.deployable():
-                assert torch.equal(model(x), y)
+                torch.testing.assert_close(model(x), y)
+                assert len(layer.effective.kept) == (1 if recipe == DENSE else 2)
         else:
-            model[0].transform = HardMask(nm.Pattern("1:4"))
+            transform, layer.transform = layer.transform, HardMask(nm.Pattern("1:4"))
             assert not torch.equal(model(x), y)
+            layer.transform = transform
     y.sum().backward()
-    torch.testing.assert_close(x.grad[0], plain.masked(model[0].weight, 2, 4).sum(0))
+    torch.testing.assert_close(x.grad[0], plain.masked(layer.weight, 2, 4).sum(0))
+    optimizer.step()
+    model(x)
+    assert len(layer.effective.kept) == 1, "a dense copy is not kept up for evaluations"
 
 
 def test_the_copy_does_not_keep_the_parameter_alive():
-    _, layer, opt = model_of(torch.optim.AdamW)
+    _, layer, optimizer = model_of()
     layer.effective_weight()
     gone = weakref.ref(layer.weight)
-    opt.param_groups.clear()
+    optimizer.param_groups.clear()
     layer.weight = nn.Parameter(torch.randn(16, 32))
     gc.collect()
     assert gone() is None
+
+
+@pytest.mark.parametrize(("make", "recipe"), [(torch.optim.AdamW, PACKED), (MaskedAdamW, PACKED_SSTE)])
+def test_a_captured_forward_makes_its_own(make, recipe, monkeypatch):
+    model, layer, optimizer = model_of(make, recipe)
+    x = torch.randn(4, 32, requires_grad=True)
+    step(model, optimizer)
+    model(x)
+    (before,) = layer.effective.kept
+    contents = before.rows.dense()
+    with monkeypatch.context() as patch, Calls() as calls:
+        patch.setattr("nmkernels.nn.effective._capturing", lambda weight: True)
+        losses = [model(x).sum() for _ in range(2)]
+    assert calls.packs == 2, "whatever is replayed, the packed weight is that of the weight then"
+    assert layer.effective.kept == (before,) and torch.equal(before.rows.dense(), contents), "and a replay does not write into a kept one"
+    for loss in losses:
+        loss.backward()  # the second forward pass has not overwritten what the first one saved
+
+
+def test_casting_and_a_dense_phase_give_the_memory_back():
+    _, layer, _ = model_of()
+    layer.effective_weight()
+    layer.to(torch.float64)
+    assert not layer.effective.kept and layer.effective_weight().dtype == torch.float64
+    model = nn.Sequential(nn.Linear(32, 16))
+    handle = nm.sparsify_(model, nm.recipes.FST("2:4", 6, end=3, packed=True))
+    optimizer = handle.attach(MaskedAdamW(model.parameters()))
+    kept = []
+    for _ in range(6):
+        step(model, optimizer)
+        kept.append(len(model[0].effective.kept))
+    assert kept == [1, 1, 0, 0, 0, 0] and handle.run.stage.phase == 0

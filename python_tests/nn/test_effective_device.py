@@ -12,7 +12,7 @@ from nmkernels.optim import MaskedAdamW
 from nmkernels.pattern import Pattern
 from nmkernels.recipes.methods.fst import TransposableMask
 from nmkernels.recipes.methods.sste import SoftThreshold
-from python_tests.nn.test_effective_packed import Calls
+from python_tests.nn.test_effective import Calls
 
 BF16 = torch.bfloat16
 PACKED, AUTO = GemmPlan("packed", "device", n=2, m=4), GemmPlan("auto", "auto", n=2, m=4)

@@ -12,7 +12,7 @@ from nmkernels.capability import compiled_core
 from nmkernels.pattern import RecipeError
 from nmkernels.recipes import FST, SRSTE, SSTE, STE, STEP, LayerWise, SdGf
 from nmkernels.recipes.schedule import packing
-from python_tests.nn.test_effective_packed import Calls
+from python_tests.nn.test_effective import Calls
 from python_tests.recipes.loop import distance, snapshot
 from python_tests.recipes.running import DATA, F32, F64, run, start, step, through_a_file
 
