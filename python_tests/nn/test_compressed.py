@@ -31,28 +31,24 @@ def finished(*layers):
     return model, handle
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_equals_the_dense_layer(dtype):
-    for bias in [True, False]:
-        for pattern in ["2:4", "1:4", "2:8", "1:16", "4:4"]:
+def test_equals_the_dense_layer():
+    for dtype in [torch.float32, torch.bfloat16, torch.float16, torch.float64]:
+        for pattern, bias in [("2:4", True), ("2:4", False), ("1:4", True), ("2:8", True), ("1:16", False), ("4:4", True)]:
             layer, w, b = layer_of(dtype, pattern, bias)
             x = torch.randn(5, 32).to(dtype)
             assert_no_worse(layer(x), F.linear(x, w, b), F.linear(x.double(), w.double(), None if b is None else b.double()))
 
 
-def test_input_shapes():
+def test_inputs_of_any_shape_and_stride():
+    layer, w, b = layer_of()
     for shape in [(32,), (1, 32), (0, 32), (2, 0, 32), (2, 3, 32)]:
-        layer, w, b = layer_of()
         x = torch.randn(shape, requires_grad=True)
+        layer.zero_grad()
         y = layer(x)
         y.square().sum().backward()
         torch.testing.assert_close(y, F.linear(x, w, b))
         torch.testing.assert_close(x.grad, 2 * y.detach() @ w, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(layer.bias.grad, 2 * y.detach().reshape(-1, 16).sum(0))
-
-
-def test_strided_and_expanded_input():
-    layer, w, b = layer_of()
     for x in (torch.randn(32, 6).t(), torch.randn(1, 32).expand(6, 32), torch.randn(6, 64)[:, ::2]):
         torch.testing.assert_close(layer(x), F.linear(x, w, b))
 
@@ -64,21 +60,16 @@ def test_constructor_arguments():
     assert (layer.in_features, layer.out_features) == (32, 16) and "pattern=2:4" in repr(layer) and "layout=conv1d" in repr(layer)
     other = nm.CompressedLinear(c, torch.zeros(16))
     assert isinstance(other.bias, nn.Parameter) and other.layout == "linear" and nm.CompressedLinear(c).bias is None
-    with pytest.raises(nm.ShapeError, match="layout 'rows'"):
-        nm.CompressedLinear(c, layout="rows")
-    with pytest.raises(nm.ShapeError, match=r"bias has shape \(4,\)"):
-        nm.CompressedLinear(c, torch.zeros(4))
-    with pytest.raises(nm.ShapeError, match="must be a matrix"):
-        nm.CompressedLinear(nm.ops.compress(torch.randn(2, 4, 8), "2:4"))
+    for arguments, said in [
+        ((c, None, "rows"), "layout 'rows'"),
+        ((c, torch.zeros(4)), r"bias has shape \(4,\)"),
+        ((nm.ops.compress(torch.randn(2, 4, 8), "2:4"),), "must be a matrix"),
+    ]:
+        with pytest.raises(nm.ShapeError, match=said):
+            nm.CompressedLinear(*arguments)
 
 
-def test_mismatched_dtype_names_both_and_the_way_out():
-    layer, _, _ = layer_of(torch.bfloat16)
-    with pytest.raises(nm.DtypeError, match=r"x is torch.float32.*torch.bfloat16.*autocast"):
-        layer(torch.randn(2, 32))
-
-
-def test_autocast():
+def test_dtypes_and_autocast():
     layer, w, b = layer_of()
     x = torch.randn(4, 32, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
@@ -89,16 +80,15 @@ def test_autocast():
     assert_no_worse(y, F.linear(*bf), F.linear(*(t.double() for t in bf)))
     y.sum().backward()
     assert x.grad.dtype == layer.bias.grad.dtype == torch.float32 and layer.values.dtype == torch.float32
-
-
-def test_autocast_leaves_float64_alone():
-    layer, w, b = layer_of(torch.float64)
+    with pytest.raises(nm.DtypeError, match=r"x is torch.bfloat16.*torch.float32.*autocast"):
+        layer(torch.randn(2, 32).bfloat16())
+    wide, w, b = layer_of(torch.float64)
     x = torch.randn(4, 32, dtype=torch.float64)
     with torch.autocast("cpu", torch.bfloat16):
-        torch.testing.assert_close(layer(x), F.linear(x, w, b))
+        torch.testing.assert_close(wide(x), F.linear(x, w, b))
         for wrong in (torch.ones(2, 32, dtype=torch.int64), torch.ones(2, 32)):
             with pytest.raises(nm.DtypeError):
-                layer(wrong)
+                wide(wrong)
 
 
 def test_casting_the_module_casts_the_weight():
@@ -135,21 +125,6 @@ def test_compile_equals_eager():
         assert equal_bits(*results)
 
 
-def test_compress_keeps_outputs_bias_mode_and_frees_the_weights():
-    model, handle = finished(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 16, bias=False))
-    model[0].bias.requires_grad_(False)
-    model[2].eval()
-    x, bias, weight = torch.randn(4, 32), model[0].bias, weakref.ref(model[0].weight)
-    before = model(x).detach()
-    assert nm.compress_(model) is model
-    torch.testing.assert_close(model(x), before)
-    assert type(model[0]) is type(model[2]) is nm.CompressedLinear and model[0].bias is bias and model[2].bias is None
-    assert not bias.requires_grad and model[0].training and not model[2].training
-    del handle
-    gc.collect()
-    assert weight() is None
-
-
 def test_keep_dense_gives_the_same_and_is_not_saved():
     for dtype in [torch.float32, torch.bfloat16]:
         c = nm.ops.compress(torch.randn(24, 64).to(dtype), "3:4")
@@ -166,8 +141,26 @@ def test_keep_dense_gives_the_same_and_is_not_saved():
         torch.testing.assert_close(x.grad, c.dense().sum(0).expand(40, 64), rtol=2e-2, atol=2e-2)
         assert kept.state_dict().keys() == plain.state_dict().keys()
         assert "keep_dense=True" in repr(kept) and "keep_dense" not in repr(plain)
-        kept.values.zero_()
-        assert_equal_bits(kept(x).detach(), bias.expand(40, 24))
+
+
+# ---- compress_
+
+
+def test_compress_keeps_outputs_bias_mode_and_frees_the_weights():
+    shared = nn.Linear(32, 32)
+    model, handle = finished(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32, bias=False), shared, shared)
+    model[0].bias.requires_grad_(False)
+    model[2].eval()
+    x, bias, weight = torch.randn(4, 32), model[0].bias, weakref.ref(model[0].weight)
+    before = model(x).detach()
+    assert nm.compress_(model) is model
+    torch.testing.assert_close(model(x), before)
+    assert type(model[0]) is type(model[2]) is type(model[3]) is nm.CompressedLinear
+    assert model[0].bias is bias and model[2].bias is None and model[3] is model[4]
+    assert not bias.requires_grad and model[0].training and not model[2].training
+    del handle
+    gc.collect()
+    assert weight() is None
 
 
 def test_compress_and_load_pass_keep_dense_on(tmp_path):
@@ -196,34 +189,21 @@ def test_compress_carries_hooks_over():
     assert len(seen) == 4
 
 
-def test_compress_reaches_every_name_of_a_shared_layer():
-    shared = nn.Linear(32, 32)
-    model, _ = finished(shared, nn.ReLU(), shared)
-    nm.compress_(model)
-    assert isinstance(model[0], nm.CompressedLinear) and model[0] is model[2]
-
-
-def test_compress_before_finish_raises_and_changes_nothing():
-    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 16))
-    nm.sparsify_(model, "ste:2:4")
-    with pytest.raises(nm.RecipeError, match=r"'0' is still in training.*finish"):
-        nm.compress_(model)
-    assert isinstance(model[0], nm.SparseLinear)
-
-
-def test_compress_of_a_weight_changed_after_finish_raises_and_changes_nothing():
-    model, _ = finished(nn.Linear(32, 32), nn.Linear(32, 16))
+def test_compress_refuses_and_changes_nothing():
+    training = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 16))
+    nm.sparsify_(training, "ste:2:4")
+    changed, _ = finished(nn.Linear(32, 32), nn.Linear(32, 16))
     with torch.no_grad():
-        model[1].weight.add_(1.0)
-    with pytest.raises(nm.RecipeError, match=r"'1'.*changed after finish"):
-        nm.compress_(model)
-    assert isinstance(model[0], nm.SparseLinear)
-
-
-def test_compress_of_a_dense_model_or_a_bare_layer_raises():
-    with pytest.raises(nm.RecipeError, match="no SparseLinear"):
-        nm.compress_(nn.Sequential(nn.Linear(32, 32)))
-    layer = nm.SparseLinear(32, 16)
-    layer.finished = True
-    with pytest.raises(nm.RecipeError, match="itself is one sparse layer"):
-        nm.compress_(layer)
+        changed[1].weight.add_(1.0)
+    bare = nm.SparseLinear(32, 16)
+    bare.finished = True
+    for model, said in [
+        (training, r"'0' is still in training.*finish"),
+        (changed, r"'1'.*changed after finish"),
+        (nn.Sequential(nn.Linear(32, 32)), "no SparseLinear"),
+        (bare, "itself is one sparse layer"),
+    ]:
+        kinds = [type(m) for m in model.modules()]
+        with pytest.raises(nm.RecipeError, match=said):
+            nm.compress_(model)
+        assert [type(m) for m in model.modules()] == kinds
