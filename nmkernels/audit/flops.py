@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -209,9 +209,10 @@ def flops(
         check_number("flops", name, value, least)
     recipe = get(recipe, total_steps=steps) if isinstance(recipe, str) else resolve(recipe)
     if switch_step is not None:
-        if not hasattr(recipe, "switched_at"):
+        switched_at: Callable[[int], Recipe] | None = getattr(recipe, "switched_at", None)
+        if switched_at is None:
             raise RecipeError(f"{recipe.name} does not choose a switching step by itself, so switch_step has no meaning.")
-        recipe = recipe.switched_at(switch_step)
+        recipe = switched_at(switch_step)
     model = model if isinstance(model, nn.Module) else skeleton(model)
     seen, (entries, patterns) = steps * tokens, inventory("flops", model, recipe, filter_fn)
     kinds = {p: recipe if p == recipe.pattern else with_pattern(recipe, p) for p in patterns.values()}

@@ -1,4 +1,4 @@
-"""Compressed files: what goes in comes out, bit for bit, and everything else is refused before the model is touched."""
+"""Compressed and dense files: what goes in comes out, bit for bit, and what cannot be saved is refused with the way out."""
 
 from __future__ import annotations
 
@@ -6,64 +6,80 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_model
 from torch import nn
 
 import nmkernels as nm
-from nmkernels.export import load_compressed, save_compressed
+from nmkernels.export import load_compressed, save_compressed, save_dense
 from nmkernels.pattern import CheckpointError, RecipeError
 from nmkernels.testing import equal_bits
 from python_tests.export.editing import parts
 
 
-def dense(dtype: torch.dtype = torch.float32, bias: bool = True) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(32, 16, bias=bias), nn.LayerNorm(16), nn.Linear(16, 8)).to(dtype)
+def dense(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(32, 16, bias=False), nn.LayerNorm(16), nn.Linear(16, 8)).to(dtype)
 
 
-def compressed(pattern: str = "2:4", dtype: torch.dtype = torch.float32, bias: bool = True) -> nn.Sequential:
+def compressed(pattern: str = "2:4", dtype: torch.dtype = torch.float32, rank: int = 0) -> nn.Sequential:
+    """The last layer with an adapter of that rank."""
     torch.manual_seed(0)
-    model = dense(dtype, bias)
+    model = dense(dtype)
     nn.init.normal_(model[1].weight)
+    adapter = (torch.randn(16, rank, dtype=dtype), torch.randn(rank, 8, dtype=dtype)) if rank else None
     for i in (0, 2):
-        model[i] = nm.nn.CompressedLinear(nm.ops.compress(model[i].weight.detach(), pattern), model[i].bias)
+        packed = nm.ops.compress(model[i].weight.detach(), pattern)
+        model[i] = nm.CompressedLinear(packed, model[i].bias, adapter=adapter if i else None)
     return model
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("pattern", ["2:4", "1:4", "3:8", "1:16"])
-def test_round_trip(tmp_path, pattern, dtype):
-    model = compressed(pattern, dtype)
-    save_compressed(model, tmp_path / "m.safetensors")
-    same = dense(dtype)
-    assert load_compressed(same, tmp_path / "m.safetensors") is same
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(
+    ("pattern", "dtype", "rank"),
+    [
+        ("2:4", torch.float32, 0),
+        ("1:4", torch.bfloat16, 2),
+        ("3:8", torch.float16, 0),
+        ("1:16", torch.float64, 0),
+        ("2:4", torch.float32, 2),
+    ],
+)
+def test_round_trip(tmp_path, pattern, dtype, rank, device):
+    path, model, same = tmp_path / "m.safetensors", compressed(pattern, dtype, rank), dense(dtype).to(device).eval()
+    bias = same[1].bias
+    save_compressed(model, path)
+    assert load_compressed(same, path) is same and not same[0].training
+    assert (same[1].bias is bias) == (device == "cpu") and str(same[0].pattern) == pattern
+    with path.open("r+b") as file:  # nothing of the model stays in it
+        file.write(bytes(path.stat().st_size))
     assert same.state_dict().keys() == model.state_dict().keys()
     for key, value in model.state_dict().items():
         assert equal_bits(same.state_dict()[key], value), key
     x = torch.randn(3, 32, dtype=dtype)
-    assert equal_bits(model(x), same(x))
-    assert str(same[0].pattern) == pattern
+    assert equal_bits(model(x), same(x)) and (same[2].adapter is None) == (not rank)
 
 
 def test_names_and_metadata_of_the_file(tmp_path):
-    save_compressed(compressed(bias=False), tmp_path / "m.safetensors")
-    tensors, about = parts(tmp_path / "m.safetensors")
-    names = ("0.weight.values", "0.weight.indices", "1.weight", "1.bias", "2.weight.values", "2.weight.indices", "2.bias")
-    assert set(tensors) == set(names) and tensors["0.weight.indices"].dtype == torch.uint8
+    path = tmp_path / "m.safetensors"
+    save_compressed(compressed(), path)
+    tensors, about = parts(path)
+    names = {"0.weight.values", "0.weight.indices", "1.weight", "1.bias", "2.weight.values", "2.weight.indices", "2.bias"}
+    assert tensors.keys() == names and tensors["0.weight.indices"].dtype == torch.uint8
     assert (about["format"], about["version"]) == ("nmkernels", "1")
-    assert json.loads(about["layers"])["0"] == {"pattern": "2:4", "shape": [16, 32], "dtype": "float32", "layout": "linear"}
+    entry = {"pattern": "2:4", "shape": [16, 32], "dtype": "float32", "layout": "linear"}
+    assert json.loads(about["layers"])["0"] == entry
+    before = path.read_bytes()
+    for again in (compressed(), load_compressed(dense(), path)):  # the same model gives the same bytes, onto its own file too
+        save_compressed(again, path)
+        assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+    save_compressed(compressed(rank=2), path)
+    tensors, about = parts(path)
+    assert tensors.keys() == names | {"2.nm_left", "2.nm_right"} and about["version"] == "2"
+    assert json.loads(about["layers"]) == {"0": entry, "2": {**entry, "shape": [8, 16], "rank": 2}}
 
 
 def test_the_file_is_at_most_60_percent_of_the_dense_weights(tmp_path):
-    torch.manual_seed(0)
-    model = nn.Sequential(nm.nn.CompressedLinear(nm.ops.compress(torch.randn(512, 512), "2:4")))
-    save_compressed(model, tmp_path / "m.safetensors")
-    assert (tmp_path / "m.safetensors").stat().st_size <= 0.54 * 512 * 512 * 4
-
-
-def test_the_same_model_gives_the_same_bytes(tmp_path):
-    files = [tmp_path / f"{i}.safetensors" for i in range(6)]
-    for file in files:
-        save_compressed(compressed(), file)
-    assert len({file.read_bytes() for file in files}) == 1 and set(tmp_path.iterdir()) == set(files)
+    save_compressed(nn.Sequential(nm.CompressedLinear(nm.ops.compress(torch.randn(512, 512), "2:4"))), tmp_path / "m")
+    assert (tmp_path / "m").stat().st_size <= 0.54 * 512 * 512 * 4
 
 
 def test_tied_tensors_are_stored_once_and_stay_tied(tmp_path):
@@ -71,94 +87,77 @@ def test_tied_tensors_are_stored_once_and_stay_tied(tmp_path):
         def __init__(self) -> None:
             super().__init__()
             self.embed = nn.Embedding(64, 16)
-            self.fc = nn.Linear(16, 16)
-            self.again = self.fc
+            self.fc = self.again = nn.Linear(16, 16)
             self.head = nn.Linear(16, 64, bias=False)
             self.head.weight = self.embed.weight
 
-    torch.manual_seed(0)
     model, fresh = Tied(), Tied()
-    packed = nm.nn.CompressedLinear(nm.ops.compress(model.fc.weight.detach(), "2:4"), model.fc.bias)
-    model.fc = model.again = packed
-    save_compressed(model, tmp_path / "m.safetensors")
-    tensors, metadata = parts(tmp_path / "m.safetensors")
+    model.fc = model.again = nm.CompressedLinear(nm.ops.compress(model.fc.weight.detach(), "2:4"), model.fc.bias)
+    save_compressed(model, tmp_path / "m")
+    tensors, metadata = parts(tmp_path / "m")
     assert len(tensors) == 4 and json.loads(metadata["aliases"])["head.weight"] == "embed.weight"
-    load_compressed(fresh, tmp_path / "m.safetensors")
-    assert fresh.fc is fresh.again
-    assert fresh.head.weight is fresh.embed.weight
-    assert equal_bits(fresh.fc.values, packed.values)
-    assert equal_bits(fresh.head.weight, model.head.weight)
+    load_compressed(fresh, tmp_path / "m")
+    assert fresh.fc is fresh.again and fresh.head.weight is fresh.embed.weight
+    assert equal_bits(fresh.fc.values, model.fc.values) and equal_bits(fresh.head.weight, model.head.weight)
 
 
 def test_a_hugging_face_gpt2_round_trips(tmp_path):
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=16, n_positions=8, vocab_size=32)
     torch.manual_seed(0)
-    model, fresh = transformers.GPT2LMHeadModel(config).eval(), transformers.GPT2LMHeadModel(config).eval()
+    model, fresh, plain = (transformers.GPT2LMHeadModel(config).eval() for _ in range(3))
     ids = torch.randint(32, (2, 8))
-    handle = nm.sparsify_(model, "ste:2:4")
-    model(ids)
-    handle.finish()
-    nm.compress_(model)
-    save_compressed(model, tmp_path / "m.safetensors")
-    load_compressed(fresh, tmp_path / "m.safetensors")
+    nm.sparsify_(model, "ste:2:4").finish(allow_unused=True)
+    masked = model(ids).logits
+    save_compressed(nm.compress_(model), tmp_path / "m")
+    load_compressed(fresh, tmp_path / "m")
     layer = fresh.transformer.h[0].mlp.c_fc
     assert (layer.layout, layer.in_features, layer.out_features) == ("conv1d", 16, 64)
-    assert equal_bits(model(ids).logits, fresh(ids).logits)
+    assert equal_bits(fresh(ids).logits, model(ids).logits)
+    save_dense(model, tmp_path / "dense")
+    load_model(plain, tmp_path / "dense")
+    assert torch.equal(plain(ids).logits, masked)
+    assert nm.ops.is_nm(plain.transformer.h[0].mlp.c_fc.weight.detach().t(), "2:4")
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_nothing_of_the_model_stays_in_the_file(tmp_path, device):
-    path, model = tmp_path / "m.safetensors", compressed()
-    save_compressed(model, path)
-    with torch.device(device):
-        fresh = dense()
-    load_compressed(fresh, path)
-    with path.open("r+b") as file:
-        file.write(bytes(path.stat().st_size))
-    for key, value in model.state_dict().items():
-        assert equal_bits(fresh.state_dict()[key], value), key
-
-
-def test_mode_and_bias_parameter_are_kept(tmp_path):
-    save_compressed(compressed(), tmp_path / "m.safetensors")
-    fresh = dense().eval()
-    bias = fresh[0].bias
-    load_compressed(fresh, tmp_path / "m.safetensors")
-    assert fresh[0].bias is bias
-    assert not fresh[0].training
-
-
-def test_saving_onto_the_file_a_model_was_loaded_from(tmp_path):
-    path = tmp_path / "m.safetensors"
-    save_compressed(compressed(), path)
-    before = path.read_bytes()
-    save_compressed(load_compressed(dense(), path), path)
-    assert path.read_bytes() == before
-
-
-def test_a_model_in_training_is_refused_with_the_way_out(tmp_path):
-    model = dense()
-    with pytest.raises(RecipeError, match="no CompressedLinear"):
-        save_compressed(model, tmp_path / "m")
-    handle = nm.sparsify_(model, "ste:2:4", lambda module, name: isinstance(module, nn.Linear))
-    with pytest.raises(RecipeError, match=r"layer '0' is not compressed; call handle.finish\(\)"):
-        save_compressed(model, tmp_path / "m")
-    model(torch.randn(2, 32))
-    handle.finish()
-    with pytest.raises(RecipeError, match="compress_"):
-        save_compressed(model, tmp_path / "m")
-    with pytest.raises(RecipeError, match="put it in an nn"):
-        save_compressed(compressed()[0], tmp_path / "m")
-    assert not list(tmp_path.iterdir())
-
-
-def test_state_that_is_not_a_tensor(tmp_path):
+def test_what_cannot_be_saved_is_refused_with_the_way_out(tmp_path):
     class Odd(nn.Module):
         def get_extra_state(self):
             return {"a": 1}
 
-    with pytest.raises(CheckpointError, match=r"_extra_state.*dict"):
-        save_compressed(compressed().append(Odd()), tmp_path / "m")
-    with pytest.raises(CheckpointError, match="meta device"):
-        save_compressed(compressed().append(nn.Linear(2, 2, device="meta")), tmp_path / "m")
+    def refused(save, model, error, message):
+        with pytest.raises(error, match=message):
+            save(model, tmp_path / "m")
+
+    model = dense()
+    refused(save_compressed, model, RecipeError, "no CompressedLinear")
+    handle = nm.sparsify_(model, "ste:2:4", lambda module, name: isinstance(module, nn.Linear))
+    model(torch.randn(2, 32))
+    refused(save_compressed, model, RecipeError, r"layer '0' is not compressed; call handle.finish\(\)")
+    refused(save_dense, model, RecipeError, r"layer '0' is not 2:4; call handle.finish\(\)")
+    handle.finish()
+    refused(save_compressed, model, RecipeError, "compress_")
+    refused(save_compressed, compressed()[0], RecipeError, "put it in an nn")
+    refused(save_compressed, compressed().append(Odd()), CheckpointError, r"_extra_state.*dict")
+    refused(save_compressed, compressed().append(nn.Linear(2, 2, device="meta")), CheckpointError, "meta device")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_dense_file_has_exact_zeros_before_and_after_compressing(tmp_path):
+    model, fresh = dense(), dense()
+    nm.sparsify_(model, "ste:2:4", lambda module, name: name == "0").finish(allow_unused=True)
+    save_dense(model, tmp_path / "a")
+    load_model(fresh, tmp_path / "a")
+    for key, value in model.state_dict().items():
+        assert equal_bits(fresh.state_dict()[key], value)
+    assert nm.ops.is_nm(fresh[0].weight.detach(), "2:4") and json.loads(parts(tmp_path / "a")[1]["nm"]) == {"0": "2:4"}
+    save_dense(nm.compress_(model), tmp_path / "b")
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def test_a_dense_file_holds_the_folded_weight_of_an_adapter(tmp_path):
+    model, fresh, x = compressed(rank=2), dense(), torch.randn(3, 32)
+    save_dense(model, tmp_path / "m")
+    assert json.loads(parts(tmp_path / "m")[1]["nm"]) == {"0": "2:4"}, "a folded weight is not N:M and not said to be"
+    load_model(fresh, tmp_path / "m")
+    torch.testing.assert_close(fresh(x), model(x))
