@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nmkernels import BackendError, ops
-from nmkernels.ops.linear import positions
+from nmkernels.ops.pack import positions
 
 from ..device import rotated
 from ..registry import Grid, Provider, Ratio, Spec, Work, family

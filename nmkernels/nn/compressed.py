@@ -15,7 +15,7 @@ from ..autograd.gemms import AUTO, DENSE, Gemm, call, choose, form_of, forms
 from ..backends.cpu.linear import FEW_TOKENS
 from ..ops.compress import counts_writes
 from ..ops.define import kind_of
-from ..ops.linear import positions
+from ..ops.pack import positions
 from ..pattern import DtypeError, Pattern, ShapeError
 from .adapter import adapter_of, add_adapter, set_adapter
 from .linear import autocast_dtype, castable

@@ -5,19 +5,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..pattern import DtypeError, OptionError, Pattern, PatternLike, ShapeError
-from ..reference.common import FLOATS, check_device, check_float, compute_dtype
-from ..reference.pack import BUFFERS, check_packs
-from .check import as_pattern
-from .compress import Compressed
+from ..pattern import DtypeError, OptionError, Pattern, PatternError, PatternLike, ShapeError
+from ..reference.common import compute_dtype
+from .check import as_pattern, check_device, check_float, check_layout
 from .define import Spec, define
-from .pack import Packed
+from .pack import DeviceCompressed, Packed, index_dtype, operand_shapes
 
 HYPER = ("lr", "beta1", "beta2", "eps", "weight_decay", "decay", "v_step", "clamp", "reserved")
 """The names of the elements of ``hyper``."""
 
 STATS = ("applied", "v_change", "v_log_change", "v_unchanged", "flips", "pruned_abs", "pruned_grad_abs", "nonzeros", "max_update")
 """The names of the elements that ``masked_adamw_`` returns."""
+
+BUFFERS = ("values", "indices", "values_t", "indices_t")
+"""What the raw op's ``packs`` have of every param, as ``nm_pack`` returns them; pairs of empty ones are not wanted."""
 
 Tensors = list[Tensor]
 
@@ -28,7 +29,7 @@ def _masked_adamw(
     grad_scale: Tensor | None, found_inf: Tensor | None,
     transposable: bool = False, packs: Tensors | None = None, layout: str = "canonical",
 ) -> tuple[Spec, ...]:  # fmt: skip
-    op = "nm_masked_adamw_"
+    op, pattern = "nm_masked_adamw_", Pattern(n, m) if n or m else None
     if hyper.dtype != torch.float64 or tuple(hyper.shape) != (len(HYPER),):
         raise ShapeError(
             f"{op}: hyper is {hyper.dtype} of shape {tuple(hyper.shape)}; it must be float64 ({len(HYPER)},): {', '.join(HYPER)}."
@@ -39,63 +40,85 @@ def _masked_adamw(
         if len(tensors) != len(params) and not (name in optional and not tensors):
             empty = ", or none" if name in optional else ""
             raise ShapeError(f"{op}: {len(params)} params and {len(tensors)} {name}; there must be one per param{empty}.")
-    for name in ("grad_scale", "found_inf"):
-        scalar = grad_scale if name == "grad_scale" else found_inf
+    for name, scalar in (("grad_scale", grad_scale), ("found_inf", found_inf)):
         if scalar is not None and (scalar.numel() != 1 or scalar.dtype != torch.float32):
             raise ShapeError(f"{op}: {name} is {scalar.dtype} of shape {tuple(scalar.shape)}; it must be one float32 element.")
-    given = [(name, tensors, "exp" in name) for name, tensors in lists.items() if tensors]
+    if pattern is None and (transposable or packs):
+        raise PatternError(f"{op}: without a pattern there are no transposable masks and no packed weights. Give one, e.g. '2:4'.")
     for i, param in enumerate(params):
-        _check_param(op, i, param, n, m)
-        shape, device, state = param.shape, param.device, compute_dtype(param.dtype)
-        for name, tensors, is_state in given:
-            tensor = tensors[i]
-            # one line that is true for what fits: a step of hundreds of small params must not be spent on checks
-            fits = tensor.shape == shape and tensor.device == device and tensor.dtype in ((state,) if is_state else FLOATS)
-            if not fits or (0 in tensor.stride() and name != "grads"):
-                _refuse(op, i, param, name, tensor, state if is_state else None)
+        _check_param(op, f"params[{i}]", param, pattern, transposable)
+        for name, tensors in lists.items():
+            if tensors:
+                _check_beside(op, f"params[{i}]", param, f"{name}[{i}]", tensors[i])
         if steps[i].dtype != torch.float32 or steps[i].numel() != 1:
             raise DtypeError(f"{op}: steps[{i}] is {steps[i].dtype} of shape {tuple(steps[i].shape)}; it must be one float32 element.")
-    if transposable or packs or layout != "canonical":
-        _check_packs(op, params, n, m, transposable, packs or [], layout)
+    check_layout(op, layout, 0, 0, Pattern(2, 4), torch.float16)  # is there one of that name?
+    if pattern is not None and packs:
+        _check_packs(op, params, pattern, transposable, packs, layout)
     return (((len(STATS),), torch.float64),)
 
 
-def _check_param(op: str, i: int, param: Tensor, n: int, m: int) -> None:
-    if param.dtype not in FLOATS:
-        check_float(op, f"params[{i}]", param)
-    if 0 in param.stride():
-        _check_written(op, f"params[{i}]", param)
-    if n or m:
-        p = Pattern(n, m)
-        if not param.dim():
-            raise ShapeError(f"{op}: params[{i}] is 0-dimensional; groups run along the last dimension. Step it without a pattern.")
-        if param.shape[-1] % m:
-            p.check_divides(op, int(param.shape[-1]), f"the last dimension of params[{i}]")
+def _check_param(op: str, name: str, param: Tensor, pattern: Pattern | None, transposable: bool) -> None:
+    check_float(op, name, param)
+    _check_written(op, name, param)
+    if pattern is None:
+        return
+    if not param.dim():
+        raise ShapeError(f"{op}: {name} is 0-dimensional; groups run along the last dimension. Step it without a pattern.")
+    pattern.check_divides(op, param.shape[-1], f"the last dimension of {name}")
+    if transposable:
+        if param.dim() != 2:
+            raise ShapeError(f"{op}: {name} has shape {tuple(param.shape)}; a transposable mask needs a matrix. Step it apart.")
+        pattern.check_divides(op, param.shape[0], f"the first dimension of {name}")
 
 
-def _check_packs(op: str, params: Tensors, n: int, m: int, transposable: bool, packs: Tensors, layout: str) -> None:
-    check_packs(op, params, n, m, transposable, packs, layout)
-    for i, buffer in enumerate(packs):
-        if buffer.numel():
-            name = f"packs[{i}] ({BUFFERS[i % 4]} of params[{i // 4}])"
-            check_device(op, **{f"params[{i // 4}]": params[i // 4], name: buffer})
-            _check_written(op, name, buffer)
+def _check_beside(op: str, param_name: str, param: Tensor, name: str, x: Tensor) -> None:
+    """The checks of a tensor that belongs to a param: its gradient, a part of its state, or where the masked weight goes."""
+    if x.shape != param.shape:
+        raise ShapeError(f"{op}: {name} has shape {tuple(x.shape)}, {param_name} has {tuple(param.shape)}; they must be the same.")
+    check_float(op, name, x)
+    state = compute_dtype(param.dtype)
+    if "exp_avg" in name and x.dtype != state:
+        raise DtypeError(f"{op}: {name} is {x.dtype}; the state of a {param.dtype} param is kept in {state}.")
+    check_device(op, **{param_name: param, name: x})
+    if not name.startswith("grads"):
+        _check_written(op, name, x)
 
 
-def _refuse(op: str, i: int, param: Tensor, name: str, tensor: Tensor, state: torch.dtype | None) -> None:
-    """Raise the error of a tensor that does not fit beside its param; an expanded one that is empty fits."""
-    if tensor.shape != param.shape:
-        raise ShapeError(f"{op}: {name}[{i}] has shape {tuple(tensor.shape)}, params[{i}] has {tuple(param.shape)}; they must be the same.")
-    check_float(op, f"{name}[{i}]", tensor)
-    if state is not None and tensor.dtype != state:
-        raise DtypeError(f"{op}: {name}[{i}] is {tensor.dtype}; the state of a {param.dtype} param is kept in {state}.")
-    check_device(op, **{f"params[{i}]": param, f"{name}[{i}]": tensor})
-    _check_written(op, f"{name}[{i}]", tensor)
+def _check_packs(op: str, params: Tensors, pattern: Pattern, transposable: bool, packs: Tensors, layout: str) -> None:
+    if len(packs) != len(BUFFERS) * len(params):
+        raise ShapeError(f"{op}: {len(params)} params and {len(packs)} packs; four belong to each: {', '.join(BUFFERS)}.")
+    for k in range(0, len(packs), 2):
+        (values, indices), i, transposed = packs[k : k + 2], k // 4, k % 4 == 2
+        if not (values.numel() or indices.numel()):
+            continue
+        p, name = params[i], f"packs of {'the transpose of ' if transposed else ''}params[{i}]"
+        if transposed and not transposable:
+            raise PatternError(
+                f"{op}: {name} need transposable=True: by the magnitudes of its rows a weight is not {pattern} along its columns."
+            )
+        if p.dim() != 2:
+            raise ShapeError(f"{op}: params[{i}] has shape {tuple(p.shape)}; only a matrix is packed. Give it empty packs.")
+        rows, cols = p.shape[::-1] if transposed else p.shape
+        check_float(op, f"{name}, values:", values)
+        check_layout(op, layout, rows, cols, pattern, values.dtype)
+        shapes, kind = operand_shapes(pattern, rows, cols, layout), index_dtype(layout)
+        if (tuple(values.shape), tuple(indices.shape)) != shapes:
+            raise ShapeError(
+                f"{op}: {name} have shapes {tuple(values.shape)} and {tuple(indices.shape)}; {pattern} of ({rows}, {cols}) in {layout!r} "
+                f"has {shapes[0]} and {shapes[1]}. Make them with nm.ops.empty_packed."
+            )
+        if indices.dtype != kind:
+            raise DtypeError(f"{op}: {name} have indices in {indices.dtype}; layout {layout!r} has them in {kind}.")
+        for j in (k, k + 1):
+            name = f"packs[{j}] ({BUFFERS[j % 4]} of params[{i}])"
+            check_device(op, **{f"params[{i}]": p, name: packs[j]})
+            _check_written(op, name, packs[j])
 
 
 def _check_written(op: str, name: str, x: Tensor) -> None:
     """Raise where elements of ``x`` share memory: a step of one would be a step of all."""
-    if x.numel() > 1 and any(size > 1 and not stride for size, stride in zip(x.shape, x.stride(), strict=True)):
+    if 0 in x.stride() and x.numel() > 1 and any(size > 1 and not stride for size, stride in zip(x.shape, x.stride(), strict=True)):
         raise ShapeError(f"{op}: {name} is expanded, so that several of its elements are one in memory. Call .contiguous() first.")
 
 
@@ -149,15 +172,14 @@ def masked_adamw_(
         steps: one-element fp32 tensors; the number of steps done so far, incremented here.
         hyper: fp64 ``(9,)``, named by ``HYPER``, on the CPU or the params' device; ``decay`` is λ, ``v_step`` the step whose bias
             correction a frozen v keeps (0: none).
-        pattern: ``"N:M"``, a ``Pattern``, or None: plain AdamW, no mask.
+        pattern: None: plain AdamW, no mask.
         max_exp_avg_sqs: the running maxima of amsgrad; its presence switches amsgrad on.
         outs: buffers, of any float dtype, that receive the masked weight.
         geometric: also compute the statistics of log |v_t - v_{t-1}|.
         grad_scale, found_inf: of a ``GradScaler``; with found_inf != 0 nothing changes and all statistics are 0.
         transposable: the masks, before and after, are ``transposable_mask``'s; params ``(out, in)``, both multiples of M.
-        packs: one per param, made by ``pack`` or ``empty_packed``, or None for a param that is not packed: buffers that receive the weight
-            after the step, under the mask after it, rounded once from the param's dtype to theirs. Those of columns need ``transposable``.
-            All have one layout.
+        packs: per param None, or what ``pack`` or ``empty_packed`` made, all of one layout: buffers that receive the weight after the step,
+            under the mask after it, rounded once to their dtype. Those of columns need ``transposable``.
 
     Returns:
         fp64 ``(9,)``, named by ``STATS``, summed over the params: 1 if applied; Σ|Δv|; Σ log|Δv|; elements with Δv = 0; mask bits flipped;
@@ -191,20 +213,16 @@ def _buffers(params: Tensors, packs: list[Packed | None], n: int, m: int) -> tup
     if len(packs) != len(params):
         raise ShapeError(f"{op}: {len(params)} params and {len(packs)} packs; there must be one per param, or none.")
     parts = [x for packed in packs if packed is not None for x in (packed.rows, packed.columns) if x is not None]
-    layouts = {"canonical" if isinstance(x, Compressed) else x.layout for x in parts} or {"canonical"}
+    layouts = {x.layout if isinstance(x, DeviceCompressed) else "canonical" for x in parts} or {"canonical"}
     if len(layouts) > 1:
         raise OptionError(f"{op}: packs have the layouts {', '.join(sorted(layouts))}; all of one call must have the same.")
-    wrong = [x.pattern for x in parts if (x.pattern.n, x.pattern.m) != (n, m)]
-    if wrong:
-        raise OptionError(
-            f"{op}: a pack is {wrong[0]}, and the step is {Pattern(n, m) if n else 'without a pattern'}; they must be the same."
-        )
-    none = [None] * 4
-    flat = [
-        p.new_empty(0) if x is None else x
-        for p, packed in zip(params, packs, strict=True)
-        for x in (none if packed is None else packed.buffers())
-    ]
+    for part in parts:
+        if (part.pattern.n, part.pattern.m) != (n, m):
+            step = Pattern(n, m) if n else "without a pattern"
+            raise OptionError(f"{op}: a pack is {part.pattern}, and the step is {step}; they must be the same.")
+    flat = []
+    for p, packed in zip(params, packs, strict=True):
+        flat += [p.new_empty(0) if x is None else x for x in (packed.buffers() if packed is not None else [None] * len(BUFFERS))]
     return flat, layouts.pop()
 
 

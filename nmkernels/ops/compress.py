@@ -1,7 +1,4 @@
-"""compress and decompress: dense to the canonical N:M form and back.
-
-Compressed: the canonical N:M form of a tensor, with a lazy cache of device layouts.
-"""
+"""``Compressed``, the canonical N:M form of a tensor; compress and decompress, dense to it and back."""
 
 from __future__ import annotations
 
@@ -14,9 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..pattern import Pattern, PatternLike, ShapeError
-from ..reference.common import check, check_device, check_packed
-from ..reference.compress import check_mask
-from .check import as_pattern
+from .check import as_pattern, check_dense, check_mask, check_packed
 from .define import Spec, define
 
 __all__ = ["Compressed", "counts_writes", "compress", "decompress"]
@@ -24,9 +19,9 @@ __all__ = ["Compressed", "counts_writes", "compress", "decompress"]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Compressed:
-    """An N:M sparse tensor: the N values of every group of M, and where in the group they sit.
+    """An N:M sparse tensor: the N values of every group of M, and where in the group they sit. The same on every device and on disk.
 
-    ``dense[..., g·M + index[..., g·N + k]] = values[..., g·N + k]``, zero elsewhere. The same bytes on every device and on disk.
+    ``dense[..., g·M + index[..., g·N + k]] = values[..., g·N + k]``, zero elsewhere.
     It is immutable, compares by identity, is a pytree of (values, indices), and can be pickled and deep-copied.
 
     Args:
@@ -148,12 +143,8 @@ def _state(values: Tensor, indices: Tensor) -> tuple[int, ...] | None:
     """What tells that both are as they were; None where nothing does, or the copy would belong to one derivative or transform only."""
     if values.requires_grad or not (counts_writes(values) and counts_writes(indices)):
         return None
-    if (
-        type(values) not in PLAIN
-        or type(indices) not in PLAIN
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._len_torch_dispatch_stack()
-    ):
+    plain = type(values) in PLAIN and type(indices) in PLAIN
+    if not plain or torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack():
         return None
     return values._version, values.data_ptr(), indices._version, indices.data_ptr()
 
@@ -163,10 +154,6 @@ Context = tuple[Pattern, tuple[int, ...]]
 
 def _flatten(c: Compressed) -> tuple[list[Any], Context]:
     return [c.values, c.indices], (c.pattern, tuple(c.shape))
-
-
-def _flatten_with_keys(c: Compressed) -> tuple[list[tuple[Any, Any]], Context]:
-    return [(pytree.GetAttrKey("values"), c.values), (pytree.GetAttrKey("indices"), c.indices)], (c.pattern, tuple(c.shape))
 
 
 def _unflatten(leaves: Any, context: Context) -> Compressed:
@@ -181,18 +168,16 @@ pytree.register_pytree_node(
     _flatten,
     _unflatten,
     serialized_type_name="nmkernels.Compressed",
-    flatten_with_keys_fn=_flatten_with_keys,
+    flatten_with_keys_fn=lambda c: ([(pytree.GetAttrKey(name), getattr(c, name)) for name in ("values", "indices")], _flatten(c)[1]),
     to_dumpable_context=lambda context: [str(context[0]), list(context[1])],
     from_dumpable_context=lambda dumped: (Pattern(dumped[0]), tuple(dumped[1])),
 )
 
 
 def _compress(w: Tensor, n: int, m: int, mask: Tensor | None = None) -> tuple[Spec, ...]:
-    op = "nm_compress"
-    p = check(op, w, n, m)
+    p = check_dense("nm_compress", w, n, m)
     if mask is not None:
-        check_mask(op, mask, w)
-        check_device(op, w=w, mask=mask)
+        check_mask("nm_compress", mask, w)
     cols, lead = w.shape[-1], tuple(w.shape[:-1])
     return ((*lead, cols // m * n), w.dtype), ((*lead, p.index_bytes(cols)), torch.uint8)
 
@@ -202,26 +187,32 @@ def _decompress(values: Tensor, indices: Tensor, n: int, m: int, cols: int) -> t
     return (((*values.shape[:-1], cols), values.dtype),)
 
 
-_SCHEMA = "(Tensor w, int n, int m, Tensor? mask=None)"
-_DECOMPRESS = "(Tensor values, Tensor indices, int n, int m, SymInt cols)"
-nm_compress = define("nm_compress", _SCHEMA + " -> (Tensor, Tensor)", _compress, outs=("out_values", "out_indices"), leading=("w", "mask"))
-nm_decompress = define("nm_decompress", _DECOMPRESS + " -> Tensor", _decompress, outs=("out",), leading=("values", "indices"))
+nm_compress = define(
+    "nm_compress",
+    "(Tensor w, int n, int m, Tensor? mask=None) -> (Tensor, Tensor)",
+    _compress,
+    outs=("out_values", "out_indices"),
+    leading=("w", "mask"),
+)
+nm_decompress = define(
+    "nm_decompress",
+    "(Tensor values, Tensor indices, int n, int m, SymInt cols) -> Tensor",
+    _decompress,
+    outs=("out",),
+    leading=("values", "indices"),
+)
 
 
 def compress(w: Tensor, pattern: PatternLike, mask: Tensor | None = None, out: Compressed | None = None) -> Compressed:
-    """The compressed form of ``w``: the N kept values of every group of M and their positions.
+    """The compressed form of ``w``: the N kept values of every group of M and their positions. It has no gradient: backward raises.
 
     ``values[..., g·N + k] = w[..., g·M + index[..., g·N + k]]``, in order of index; the bits of kept values stay.
 
     Args:
         w: weights ``(..., in)``, usually ``(out, in)``; any strides.
-        pattern: ``"N:M"`` or a ``Pattern``.
         mask: bool, the shape of ``w``: what to keep instead of the N largest magnitudes. A group with fewer than N is filled up
             with zeros at its lowest unkept positions.
         out: a ``Compressed`` of the same pattern, shape and dtype, whose buffers are written.
-
-    Returns:
-        ``Compressed`` of shape ``(..., in)``. It has no gradient: backward through it raises.
 
     Raises:
         ShapeError: ``in`` is not a multiple of M, the mask keeps more than N in a group, or ``out`` does not fit.
@@ -242,13 +233,7 @@ def compress(w: Tensor, pattern: PatternLike, mask: Tensor | None = None, out: C
 
 
 def decompress(c: Compressed, out: Tensor | None = None) -> Tensor:
-    """The dense tensor of a compressed one, zeros included: ``y[..., g·M + index] = value``, +0.0 elsewhere.
-
-    Args:
-        out: tensor of c's shape and dtype to write into.
-
-    Raises:
-        ShapeError, DtypeError: ``out`` does not fit.
+    """The dense tensor of a compressed one: ``y[..., g·M + index] = value``, +0.0 elsewhere; written into ``out``, which must fit.
 
     Example:
         >>> decompress(compress(torch.tensor([1.0, 0.5, -2.0, 3.0]), "1:4"))

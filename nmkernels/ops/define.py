@@ -22,7 +22,7 @@ from .. import backends as _backends  # noqa: F401 - registers the implementatio
 from .. import dispatch
 from ..backends.shared import tensors
 from ..pattern import DtypeError, NMError, ShapeError
-from .check import no_gradient, with_autograd
+from .derivatives import no_gradient, with_autograd
 
 NAMESPACE = "nmkernels"
 Spec = tuple[Any, torch.dtype]
@@ -50,7 +50,7 @@ def define(
 ) -> Callable[..., Any]:
     """Register ``torch.ops.nmkernels.<name>`` and return ``call(*args, out=None)``, the short way to it for the package's own use.
 
-    Its derivatives are refused (``check.with_autograd``), and ``torch.vmap`` knows it (``_vmap_rule``).
+    Its derivatives are refused (``derivatives.with_autograd``), and ``torch.vmap`` knows it (``_vmap_rule``).
 
     Args:
         name: the op's name, which is also its name in the dispatcher.

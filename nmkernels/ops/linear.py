@@ -5,22 +5,18 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..pattern import OptionError, ShapeError
-from ..reference.common import check_device, check_matrix, check_packed, check_same_dtype
 from ..reference.linear import ACTIVATIONS
-from .check import check_operand, require_no_grad
+from .check import check_device, check_matrix, check_operand, check_same_dtype
 from .compress import Compressed
 from .define import Spec, define
-from .pack import DeviceCompressed
-
-Operand = Compressed | DeviceCompressed
+from .derivatives import require_no_grad
+from .pack import Operand, positions
 
 
 def _operands(op: str, what: str, x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int) -> None:
-    (check_packed if op == "nm_linear_dgrad" else check_operand)(op, values, indices, n, m, cols)
-    check_matrix(op, "the compressed operand", values)
+    check_operand(op, values, indices, n, m, cols, ordered=op != "nm_linear_dgrad")
     check_same_dtype(op, what, x, "the compressed operand", values)
-    if x.device != values.device:
-        check_device(op, **{what: x, "the compressed operand": values})
+    check_device(op, **{what: x, "the compressed operand": values})
 
 
 def _rows_of(op: str, what: str, x: Tensor, size: int) -> None:
@@ -35,21 +31,17 @@ def _linear(
     op = "nm_linear"
     _operands(op, "x", x, values, indices, n, m, cols)
     _rows_of(op, "x", x, cols)
-    rows = values.shape[0]
-    if bias is not None:
-        if tuple(bias.shape) != (rows,):
-            raise ShapeError(f"{op}: bias has shape {tuple(bias.shape)}; it must be ({rows},), one per output of the weight.")
-        check_same_dtype(op, "x", x, "bias", bias)
-        check_device(op, x=x, bias=bias)
     if activation not in ACTIVATIONS:
         names = ", ".join(repr(name) for name in ACTIVATIONS if name)
         raise OptionError(f"{op}: activation {activation!r} is unknown; choose one of {names}, or None.")
+    rows = values.shape[0]
     shape = (*x.shape[:-1], rows)
-    if residual is not None:
-        if residual.shape != shape:
-            raise ShapeError(f"{op}: residual has shape {tuple(residual.shape)}; it must be {tuple(shape)}, that of the result.")
-        check_same_dtype(op, "x", x, "residual", residual)
-        check_device(op, x=x, residual=residual)
+    for what, extra, wanted in (("bias", bias, (rows,)), ("residual", residual, shape)):
+        if extra is not None:
+            if extra.shape != wanted:
+                raise ShapeError(f"{op}: {what} has shape {tuple(extra.shape)}; it must be {tuple(wanted)} to match the result.")
+            check_same_dtype(op, "x", x, what, extra)
+            check_device(op, **{"x": x, what: extra})
     return ((shape, x.dtype),)
 
 
@@ -83,7 +75,7 @@ nm_linear_wgrad = define("nm_linear_wgrad", f"({_PACKED}, Tensor x) -> Tensor", 
 def linear(x: Tensor, c: Operand, bias: Tensor | None = None, activation: str | None = None, residual: Tensor | None = None) -> Tensor:
     """A linear layer's output ``y = f(x Wᵀ + b) + r`` from a compressed weight (fprop, layout nt), its activation and a residual.
 
-    With the columns of a weight that is packed both ways (``pack``), ``linear(g, packed.columns)`` is the gradient g W of its input.
+    It is accumulated in fp32 (fp64 for fp64). ``linear(g, packed.columns)`` is the gradient g W of the input, see ``pack``.
 
     Args:
         x: ``(..., in)``.
@@ -92,9 +84,6 @@ def linear(x: Tensor, c: Operand, bias: Tensor | None = None, activation: str | 
         activation: f: None for none, ``"gelu"`` y·Φ(y), ``"silu"`` y/(1 + exp(−y)), ``"relu2"`` max(y, 0)². Kernels that have the sum
             in fp32 apply it there, before the only rounding; others round the sum first.
         residual: r ``(..., out)``, in x's dtype; added in the same way.
-
-    Returns:
-        ``(..., out)``, in x's dtype, accumulated in fp32 (fp64 for fp64).
 
     Raises:
         ShapeError, DtypeError: the operands do not fit. OptionError: the activation is unknown.
@@ -110,11 +99,6 @@ def linear(x: Tensor, c: Operand, bias: Tensor | None = None, activation: str | 
     require_no_grad("nm_linear", x=x, weight=c.values, bias=bias, residual=residual)
     p = c.pattern
     return nm_linear(x, c.values, positions(c), p.n, p.m, c.shape[-1], bias, activation or "", residual)
-
-
-def positions(c: Operand) -> Tensor:
-    """The tensor that says where the values lie: packed indices, or metadata."""
-    return c.indices if isinstance(c, Compressed) else c.meta
 
 
 def linear_dgrad(g: Tensor, c: Compressed) -> Tensor:

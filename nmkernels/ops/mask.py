@@ -9,15 +9,15 @@ from torch import Tensor
 
 from .. import reference
 from ..pattern import PatternLike, ShapeError
-from ..reference.common import check, compute_dtype
-from .check import as_pattern
+from ..reference.common import compute_dtype
+from .check import as_pattern, check_dense
 from .define import Spec, define
 
 __all__ = ["is_nm", "mask", "prune", "soft_threshold", "soft_threshold_scale", "transposable_mask"]
 
 
 def _like(op: str, dtype: torch.dtype | None, w: Tensor, n: int, m: int) -> tuple[Spec, ...]:
-    check(op, w, n, m)
+    check_dense(op, w, n, m)
     return ((w.shape, dtype or w.dtype),)
 
 
@@ -25,14 +25,12 @@ def _transposable_mask(w: Tensor, n: int, m: int) -> tuple[Spec, ...]:
     op = "nm_transposable_mask"
     if w.dim() < 2:
         raise ShapeError(f"{op}: the input has shape {tuple(w.shape)}; tiles need two dimensions. Reshape it to a matrix.")
-    p = check(op, w, n, m)
-    if w.shape[-2] % m:
-        p.check_divides(op, int(w.shape[-2]), "the second-to-last dimension of the input")
+    check_dense(op, w, n, m).check_divides(op, w.shape[-2], "the second-to-last dimension of the input")
     return ((w.shape, torch.bool),)
 
 
 def _soft_threshold_scale(w: Tensor, n: int, m: int) -> tuple[Spec, ...]:
-    check("nm_soft_threshold_scale", w, n, m)
+    check_dense("nm_soft_threshold_scale", w, n, m)
     return (((), compute_dtype(w.dtype)),)
 
 
@@ -52,11 +50,7 @@ def mask(w: Tensor, pattern: PatternLike, out: Tensor | None = None) -> Tensor:
 
     Args:
         w: weights ``(..., in)``, usually ``(out, in)``; any strides. Take the fp32 master weight, not a rounded copy.
-        pattern: ``"N:M"`` or a ``Pattern``.
         out: bool tensor of w's shape to write into.
-
-    Returns:
-        bool, the shape of ``w``, contiguous.
 
     Raises:
         ShapeError: ``in`` is not a multiple of M, or ``out`` has another shape.
@@ -76,11 +70,7 @@ def prune(w: Tensor, pattern: PatternLike, out: Tensor | None = None) -> Tensor:
     ``y = w ⊙ M(w)`` with M of ``mask``; kept elements keep their bits, the others become +0.0 (an infinite or
     NaN element that is pruned too). It has no gradient: backward through it raises.
 
-    Args:
-        w, pattern: as for ``mask``. out: tensor of w's shape and dtype to write into; ``out=w`` prunes in place.
-
-    Raises:
-        ShapeError, DtypeError: as ``mask``, or ``out`` has another dtype.
+    Arguments and errors are those of ``mask``, but ``out`` has w's dtype; ``out=w`` prunes in place.
 
     Example:
         >>> prune(torch.tensor([3.0, -4.0, 0.5, 3.0]), "1:2")
@@ -98,6 +88,7 @@ def is_nm(w: Tensor, pattern: PatternLike) -> bool:
         (True, False)
     """
     p = as_pattern(pattern)
+    check_dense("is_nm", w, p.n, p.m)
     return reference.is_nm(w, p.n, p.m)
 
 
@@ -108,11 +99,7 @@ def transposable_mask(w: Tensor, pattern: PatternLike, out: Tensor | None = None
     (Hubara et al. 2021, arXiv 2102.08124; FST, arXiv 2404.01847). 2:4 takes the best of the 90 patterns, the first in
     lexicographic order on a tie; other patterns reach the optimal total within 1e-6 relative.
 
-    Args:
-        w: weights ``(..., out, in)``, both multiples of M. pattern, out: as for ``mask``, and so is what is returned.
-
-    Raises:
-        ShapeError, DtypeError: as ``mask``; the last two dimensions must both be there, and multiples of M.
+    Arguments and errors are those of ``mask``, but w is ``(..., out, in)``, both multiples of M.
 
     Example:
         >>> transposable_mask(torch.eye(2), "1:2")

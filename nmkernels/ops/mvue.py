@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from ..pattern import DtypeError, OptionError, Pattern, PatternError, PatternLike, ShapeError
-from ..reference.common import check_device, check_float
-from .check import as_pattern
+from .check import as_pattern, check_device, check_float
 from .compress import Compressed, check_same_form
 from .define import Spec, define
 
@@ -19,8 +18,8 @@ def _checked(op: str, g: Tensor, n: int, m: int, dim: int, seed: Tensor, method:
     check_float(op, "g", g)
     if not -g.dim() <= dim < g.dim():
         raise ShapeError(f"{op}: dim={dim} does not exist in a tensor of shape {tuple(g.shape)}; it has {g.dim()} dimensions.")
-    if dim in (-1, g.dim() - 1) and g.shape[-1] % m:
-        p.check_divides(op, int(g.shape[-1]))
+    if dim in (-1, g.dim() - 1):
+        p.check_divides(op, g.shape[-1])
     if method not in METHODS:
         raise OptionError(f'{op}: method={method!r} is not known; it is "exact" (least variance) or "approx" (two draws, N = 2 only).')
     if method == "approx" and n != 2:
@@ -29,8 +28,7 @@ def _checked(op: str, g: Tensor, n: int, m: int, dim: int, seed: Tensor, method:
         raise DtypeError(f"{op}: the seed tensor has dtype {seed.dtype}; it must be int64 (seed, offset). Convert it with .long().")
     if tuple(seed.shape) != (2,):
         raise ShapeError(f"{op}: the seed tensor has shape {tuple(seed.shape)}; it must be (2,): seed and offset.")
-    if g.device != seed.device:
-        check_device(op, g=g, seed=seed)
+    check_device(op, g=g, seed=seed)
     return p
 
 
@@ -69,20 +67,16 @@ def mvue(
 
     Element i of a group is kept with probability ``p_i = min(1, c·|g_i|)``, ``Σ p_i = N``, and becomes ``g_i / p_i``
     (Chmiel et al. 2023, arXiv 2203.10991, for 1:2 and 2:4). A group with at most N non-zeros is copied; one that is not
-    finite becomes NaN at ``mask(g)``.
+    finite becomes NaN at ``mask(g)``. It has no gradient: backward through it raises.
 
     Args:
         g: ``(rows, cols)``, or any shape; usually the gradient of a layer's output ``(tokens, out)``.
-        pattern: ``"N:M"`` or a ``Pattern``.
         dim: the dimension that is grouped. The last one must be a multiple of M; any other is padded with zeros.
         seed: None draws from torch's generator of g's device; a 64-bit int, or an int64 tensor (seed, offset) on g's device,
             replays. The tensor form neither recompiles under ``torch.compile`` nor freezes in a CUDA graph.
         offset: second word of the random stream of an int seed, e.g. the step; 64 bits.
         method: ``"exact"``, or ``"approx"``: two draws, as FST and S-STE run it (N = 2 only).
         out: tensor of g's shape and dtype to write into.
-
-    Returns:
-        the shape and dtype of ``g``, contiguous. It has no gradient: backward through it raises.
 
     Raises:
         ShapeError: the last dimension does not divide, ``dim`` does not exist, or ``out`` or ``seed`` has another shape.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,32 +11,83 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .. import reference
-from ..pattern import DtypeError, Pattern, PatternError, PatternLike, ShapeError
-from ..reference.common import check_device, check_matrix
-from ..reference.layouts import check_indices, check_layout, meta_shape
-from ..reference.pack import check_operands, check_pack, operand_shapes
-from .check import as_pattern
+from ..pattern import DtypeError, OptionError, Pattern, PatternError, PatternLike, ShapeError
+from ..reference.common import compute_dtype
+from ..reference.layouts import meta_shape
+from ..reference.pack import SELECTS
+from .check import FLOATS, as_pattern, check_device, check_float, check_layout, check_mask, check_matrix, check_ordered
 from .compress import Compressed
 from .define import Spec, define
 
 __all__ = ["empty_packed", "pack", "DeviceCompressed", "Packed", "relayout", "tensor_core_pattern"]
 
 
+def operand_shapes(pattern: Pattern, rows: int, cols: int, layout: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shapes of the values and of the indices, or metadata, of a dense ``(rows, cols)``."""
+    indices = (rows, pattern.index_bytes(cols)) if layout == "canonical" else meta_shape(rows, cols, layout)
+    return (rows, cols // pattern.m * pattern.n), indices
+
+
+def index_dtype(layout: str) -> torch.dtype:
+    return torch.uint8 if layout == "canonical" else torch.int32
+
+
+def _specs(
+    op: str, shape: torch.Size, p: Pattern, dtype: torch.dtype, rows: bool, columns: bool, layout: str, tiled: bool = False
+) -> tuple[Spec, ...]:
+    """Values and indices of a packed matrix of that shape, and of its transpose; ``(0,)`` where they are not wanted.
+
+    Raises unless it can be packed so; ``tiled``: both dimensions have to divide, whatever is wanted.
+    """
+    if dtype not in FLOATS:
+        raise DtypeError(f"{op}: values cannot be packed in {dtype}; only float16, bfloat16, float32 and float64 are supported.")
+    if not (rows or columns):
+        raise OptionError(f"{op}: neither rows nor columns are wanted, so there is nothing to pack. Ask for one of them, or both.")
+    specs: list[Spec] = []
+    height, width = shape
+    for wanted, high, wide, what in ((rows, height, width, "columns"), (columns, width, height, "rows")):
+        if wanted or tiled:
+            p.check_divides(op, wide, f"the number of {what}")
+        if wanted:
+            check_layout(op, layout, high, wide, p, dtype)
+        values, indices = operand_shapes(p, high, wide, layout) if wanted else ((0,), (0,))
+        specs += [(values, dtype), (indices, index_dtype(layout))]
+    return tuple(specs)
+
+
 def _pack(
     w: Tensor, n: int, m: int, select: str, mask: Tensor | None, scale: Tensor | None,
     dtype: torch.dtype | None, rows: bool, columns: bool, layout: str,
 ) -> tuple[Spec, ...]:  # fmt: skip
-    p = check_pack("nm_pack", w, n, m, select, mask, scale, dtype, rows, columns, layout)
-    check_device("nm_pack", w=w, mask=mask, scale=scale)
-    height, width = w.shape
-    dtype = dtype or w.dtype
-    return *_operand(p, height, width, dtype, layout, rows), *_operand(p, width, height, dtype, layout, columns)
+    op, p = "nm_pack", Pattern(n, m)
+    check_float(op, "the weight", w)
+    check_matrix(op, "the weight", w)
+    if select not in SELECTS:
+        raise OptionError(f"{op}: select={select!r} is not known; it is one of {', '.join(map(repr, SELECTS))}.")
+    if (mask is not None) != (select in ("given", "held")):
+        missing = "without a mask" if mask is None else "beside a mask"
+        raise OptionError(f'{op}: select={select!r} {missing}; a mask belongs to select="given" or "held", and only there.')
+    if mask is not None:
+        check_mask(op, mask, w)
+    if scale is not None:
+        _check_scale(op, select, scale, w)
+    if rows and columns and select in ("magnitude", "threshold"):
+        raise PatternError(
+            f"{op}: select={select!r} cannot pack rows and columns at once: the largest magnitudes of each row's groups are not {p} "
+            'along the columns, so that W and Wᵀ would be two different weights. Take the transposable mask ("transposable"), or give one.'
+        )
+    return _specs(op, w.shape, p, dtype or w.dtype, rows, columns, layout, tiled=select == "transposable")
 
 
-def _operand(p: Pattern, rows: int, cols: int, dtype: torch.dtype, layout: str, wanted: bool) -> tuple[Spec, Spec]:
-    """The values and the indices, or metadata, of a dense ``(rows, cols)``; both ``(0,)`` where they are not wanted."""
-    values, indices, kind = operand_shapes(p, rows, cols, layout)
-    return (values if wanted else (0,), dtype), (indices if wanted else (0,), kind)
+def _check_scale(op: str, select: str, scale: Tensor, w: Tensor) -> None:
+    if select != "threshold":
+        raise OptionError(f'{op}: select={select!r} beside a scale, which multiplies the soft threshold only (select="threshold").')
+    if scale.numel() != 1 or scale.dtype != compute_dtype(w.dtype):
+        raise ShapeError(
+            f"{op}: scale is {scale.dtype} of shape {tuple(scale.shape)}; it must be one element of {compute_dtype(w.dtype)}, "
+            "as soft_threshold_scale returns it."
+        )
+    check_device(op, w=w, scale=scale)
 
 
 nm_pack = define(
@@ -58,24 +110,20 @@ def pack(
     layout: str = "canonical",
     check: bool = True,
 ) -> Packed:
-    """A weight packed for the forward pass, its transpose for the backward one, cast on the way; one read where there is a kernel for it.
+    """A weight packed for the forward pass, its transpose for the backward one, cast on the way. It has no gradient: backward raises.
 
     ``rows = compress(cast(W), M)`` and ``columns = compress(cast(Wᵀ), Mᵀ)``, the mask taken from w as it is, the fp32 master weight.
 
     Args:
         w: the weight ``(out, in)``; any strides.
-        pattern: ``"N:M"`` or a ``Pattern``.
         mask: ``"magnitude"``: the N largest of every group of the operand. ``"transposable"``: ``transposable_mask(w)``, for W and Wᵀ.
             ``"threshold"``: as magnitude, and the values are ``soft_threshold`` times ``scale`` (S-STE, Hu et al. 2024, arXiv 2409.09099).
             Or a bool tensor of w's shape; a group with fewer than N is filled up with zeros at its lowest unkept positions.
-        scale: of ``"threshold"``: one fp32 element (fp64 for fp64 weights) on w's device; the GEMM is rounded to fp32, then ``dtype``.
+        scale: of ``"threshold"``: one fp32 element (fp64 for fp64 weights) on w's device.
         dtype: of the values, rounded once to nearest even; w's own if not given, whose bits stay.
         rows: pack W. columns: pack Wᵀ. Both at once need ``"transposable"`` or a mask.
         check: False: a bool mask is N:M for certain, so that the host need not wait for a GPU to say so. One that is not gives anything.
         layout: ``"canonical"``; or ``"mma.sp"`` or ``"wgmma.sp"``: 2:4 and 16-bit values, in tiles of 16, or 64, rows and 64 columns.
-
-    Returns:
-        ``Packed``, its parts ``Compressed``, or ``DeviceCompressed`` in a device layout. It has no gradient: backward through it raises.
 
     Raises:
         ShapeError: ``w`` is no matrix, does not divide, or the mask keeps more than N in a group of an operand that is packed.
@@ -90,16 +138,18 @@ def pack(
     """
     p = as_pattern(pattern)
     select, given = ("given" if check else "held", mask) if isinstance(mask, Tensor) else (mask, None)
-    values, indices, values_t, indices_t = nm_pack(w, p.n, p.m, select, given, scale, dtype, rows, columns, layout)
-    height, width = w.shape
-    return Packed(
-        _form(values, indices, layout, p, (height, width)) if rows else None,
-        _form(values_t, indices_t, layout, p, (width, height)) if columns else None,
-    )
+    buffers = nm_pack(w, p.n, p.m, select, given, scale, dtype, rows, columns, layout)
+    return _packed(buffers, w.shape, p, rows, columns, layout)
 
 
-def _form(values: Tensor, indices: Tensor, layout: str, p: Pattern, shape: tuple[int, int]) -> Compressed | DeviceCompressed:
-    return Compressed(values, indices, p, shape) if layout == "canonical" else DeviceCompressed(values, indices, layout, p, shape)
+def _packed(buffers: Sequence[Tensor], shape: torch.Size, p: Pattern, rows: bool, columns: bool, layout: str) -> Packed:
+    def part(values: Tensor, indices: Tensor, shape: torch.Size) -> Operand:
+        if layout == "canonical":
+            return Compressed.trusted(values, indices, p, shape)
+        return DeviceCompressed.trusted(values, indices, layout, p, shape)
+
+    values, indices, values_t, indices_t = buffers
+    return Packed(part(values, indices, shape) if rows else None, part(values_t, indices_t, shape[::-1]) if columns else None)
 
 
 def empty_packed(
@@ -111,28 +161,16 @@ def empty_packed(
     columns: bool = False,
     layout: str = "canonical",
 ) -> Packed:
-    """Uninitialised buffers of the shape that ``pack`` would return, for ``masked_adamw_(..., packs=)`` to write.
-
-    Args:
-        w: the weight ``(out, in)``, of which only shape, dtype and device are looked at. The others as in ``pack``.
-
-    Raises:
-        ShapeError, PatternError, DtypeError, OptionError: as ``pack``.
+    """Uninitialised buffers of the shape that ``pack`` would return, for ``masked_adamw_(..., packs=)`` to write; errors as ``pack``.
 
     Example:
         >>> empty_packed(torch.ones(64, 128), "2:4", dtype=torch.float16, columns=True, layout="mma.sp").columns.meta.shape
         torch.Size([8, 1, 32])
     """
-    p, dtype = as_pattern(pattern), dtype or w.dtype
+    p = as_pattern(pattern)
     check_matrix("empty_packed", "the weight", w)
-    check_operands("empty_packed", w.shape, p, dtype, rows, columns, layout)
-
-    def part(height: int, width: int) -> Compressed | DeviceCompressed:
-        values, indices, kind = operand_shapes(p, height, width, layout)
-        return _form(w.new_empty(values, dtype=dtype), w.new_empty(indices, dtype=kind), layout, p, (height, width))
-
-    height, width = w.shape
-    return Packed(part(height, width) if rows else None, part(width, height) if columns else None)
+    specs = _specs("empty_packed", w.shape, p, dtype or w.dtype, rows, columns, layout)
+    return _packed([w.new_empty(shape, dtype=kind) for shape, kind in specs], w.shape, p, rows, columns, layout)
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,17 +207,17 @@ class DeviceCompressed:
             return  # the op that made the parts has checked them
         if len(self.shape) != 2 or self.layout == "canonical":
             raise ShapeError(f"DeviceCompressed: {self.layout!r} of shape {tuple(self.shape)}; it holds matrices in a device layout.")
-        rows, cols = self.shape
-        check_layout("DeviceCompressed", self.layout, rows, cols, self.pattern, self.values.dtype)
         if self.meta.dtype != torch.int32:
             raise DtypeError(f"DeviceCompressed: the metadata has dtype {self.meta.dtype}; it is int32. Make it with nm.ops.pack.")
-        expected = (rows, cols // 2), meta_shape(rows, cols, self.layout)
-        if (tuple(self.values.shape), tuple(self.meta.shape)) != expected:
-            raise ShapeError(
-                f"DeviceCompressed: values {tuple(self.values.shape)} and metadata {tuple(self.meta.shape)} are not {self.layout!r} of "
-                f"{tuple(self.shape)}, which has {expected[0]} and {expected[1]}. Make them with nm.ops.pack."
-            )
-        check_device("DeviceCompressed", values=self.values, meta=self.meta)
+        check_ordered("DeviceCompressed", self.values, self.meta, self.pattern, self.layout, *self.shape)
+
+    @classmethod
+    def trusted(cls, *fields: Any) -> DeviceCompressed:
+        """One of parts that an op has made, or that a ``tree_map`` put together from anything: nothing is checked or converted."""
+        d = object.__new__(cls)
+        for name, value in zip(("values", "meta", "layout", "pattern", "shape"), fields, strict=True):
+            object.__setattr__(d, name, value)
+        return d
 
     def compressed(self) -> Compressed:
         """The canonical form; the values are shared."""
@@ -188,6 +226,14 @@ class DeviceCompressed:
     def dense(self) -> Tensor:
         """The dense matrix, zeros included."""
         return self.compressed().dense()
+
+
+Operand = Compressed | DeviceCompressed
+
+
+def positions(c: Operand) -> Tensor:
+    """The tensor that says where the values lie: packed indices, or metadata."""
+    return c.indices if isinstance(c, Compressed) else c.meta
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,8 +251,8 @@ class Packed:
         True
     """
 
-    rows: Compressed | DeviceCompressed | None
-    columns: Compressed | DeviceCompressed | None
+    rows: Operand | None
+    columns: Operand | None
 
     @property
     def layout(self) -> str:
@@ -215,24 +261,14 @@ class Packed:
 
     def buffers(self) -> list[Tensor | None]:
         """values and indices (or metadata) of the rows, then of the columns; None for those of a part that is None."""
-        both = [
-            (None, None) if x is None else (x.values, x.indices if isinstance(x, Compressed) else x.meta) for x in (self.rows, self.columns)
-        ]
-        return [x for pair in both for x in pair]
-
-
-def _unflatten_device(leaves: Any, context: tuple[str, Pattern, tuple[int, ...]]) -> DeviceCompressed:
-    # leaves may be anything that a tree_map returned, so nothing is checked here
-    d = object.__new__(DeviceCompressed)
-    for name, value in zip(("values", "meta", "layout", "pattern", "shape"), (*leaves, *context), strict=True):
-        object.__setattr__(d, name, value)
-    return d
+        pairs = [(None, None) if part is None else (part.values, positions(part)) for part in (self.rows, self.columns)]
+        return [x for pair in pairs for x in pair]
 
 
 pytree.register_pytree_node(
     DeviceCompressed,
     lambda d: ([d.values, d.meta], (d.layout, d.pattern, torch.Size(d.shape))),
-    _unflatten_device,
+    lambda leaves, context: DeviceCompressed.trusted(*leaves, *context),
     serialized_type_name="nmkernels.DeviceCompressed",
     to_dumpable_context=lambda context: [context[0], str(context[1]), list(context[2])],
     from_dumpable_context=lambda dumped: (dumped[0], Pattern(dumped[1]), torch.Size(dumped[2])),
@@ -247,9 +283,13 @@ _HARDWARE = Pattern(2, 4)
 
 def _metadata(indices: Tensor, cols: int, layout: str) -> tuple[Spec, ...]:
     op = "nm_metadata"
-    check_indices(op, indices, cols, layout)
+    if indices.dtype != torch.uint8:
+        raise DtypeError(f"{op}: indices have dtype {indices.dtype}; packed indices are uint8. Make them with nm.ops.compress.")
+    if indices.dim() != 2 or indices.shape[1] * 8 != cols:
+        raise ShapeError(f"{op}: indices of shape {tuple(indices.shape)} are not those of {cols} columns at 2:4, (rows, {cols // 8}).")
     if layout == "canonical":
         raise ShapeError(f"{op}: canonical indices are in that order already; ask for 'mma.sp' or 'wgmma.sp'.")
+    check_layout(op, layout, indices.shape[0], cols, _HARDWARE, torch.float16)
     return ((meta_shape(indices.shape[0], cols, layout), torch.int32),)
 
 
@@ -289,11 +329,8 @@ def relayout(c: Compressed, layout: str) -> DeviceCompressed:
     op, p = "nm_metadata", c.pattern
     if not tensor_core_pattern(p):
         raise PatternError(f"{op}: {p} is not always 2:4, which tensor cores read; at most 2 of every M are, with M a multiple of 4.")
-    if len(c.shape) != 2:
-        raise ShapeError(f"{op}: the operand has shape {tuple(c.shape)}; it must be a matrix.")
-    rows, cols = c.shape
-    check_layout(op, layout, rows, cols, _HARDWARE, c.dtype)
+    check_matrix(op, "the operand", c.values)
     if p == _HARDWARE:
-        return DeviceCompressed(c.values, nm_metadata(c.indices, cols, layout), layout, p, c.shape)
+        return DeviceCompressed(c.values, nm_metadata(c.indices, c.shape[1], layout), layout, p, c.shape)
     values, meta, _, _ = nm_pack(c.dense(), 2, 4, "magnitude", None, None, None, True, False, layout)
     return DeviceCompressed(values, meta, layout, _HARDWARE, c.shape)

@@ -8,17 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..pattern import DtypeError, Pattern, PatternError, ShapeError
-from .common import check, check_packed, grouped
+from ..pattern import Pattern, ShapeError
+from .common import grouped
 from .mask import mask as nm_mask
-
-
-def _shifts(op: str, packed: Tensor, bits: int) -> Tensor:
-    if bits not in (2, 4, 8):
-        raise PatternError(f"{op}: {bits} bits per index; indices take 2, 4 or 8 (Pattern.index_bits).")
-    if packed.dtype != torch.uint8:
-        raise DtypeError(f"{op}: indices have dtype {packed.dtype}, but uint8 is required; cast them with .to(torch.uint8).")
-    return torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
 
 
 def pack_indices(idx: Tensor, bits: int) -> Tensor:
@@ -26,7 +18,7 @@ def pack_indices(idx: Tensor, bits: int) -> Tensor:
 
     Spare bits of the last byte are 0.
     """
-    shifts = _shifts("pack_indices", idx, bits)
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=idx.device)
     per_byte = shifts.numel()
     size = -(-idx.shape[-1] // per_byte)
     padded = torch.nn.functional.pad(idx, (0, size * per_byte - idx.shape[-1]))
@@ -35,10 +27,7 @@ def pack_indices(idx: Tensor, bits: int) -> Tensor:
 
 def unpack_indices(packed: Tensor, bits: int, count: int) -> Tensor:
     """The inverse of ``pack_indices``: the first ``count`` values of every row, uint8 ``(..., count)``."""
-    shifts = _shifts("unpack_indices", packed, bits)
-    need = -(-count * bits // 8)
-    if packed.shape[-1] < need:
-        raise ShapeError(f"unpack_indices: rows of {packed.shape[-1]} bytes cannot hold {count} indices of {bits} bits; {need} are needed.")
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
     return ((packed.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)).flatten(-2)[..., :count].contiguous()
 
 
@@ -47,32 +36,16 @@ def compress(w: Tensor, n: int, m: int, mask: Tensor | None = None) -> tuple[Ten
 
     A given mask may keep fewer than n in a group: the lowest unkept positions are then stored with value +0.0.
     """
-    pattern = check("compress", w, n, m)
-    kept = grouped(nm_mask(w, n, m) if mask is None else _checked(mask, w, pattern), m)
+    kept = grouped(nm_mask(w, n, m) if mask is None else mask, m)
     short = n - kept.sum(-1, keepdim=True)
+    if mask is not None and (short < 0).any():
+        most = n - int(short.min())
+        raise ShapeError(f"compress: the mask keeps {most} elements in a group, but {n}:{m} stores {n}; prune it first.")
     stored = kept | (~kept & ((~kept).cumsum(-1) <= short))
     shape = (*w.shape[:-1], w.shape[-1] // m * n)
     values = grouped(w, m).masked_fill(~kept, 0.0)[stored].reshape(shape)
     position = torch.arange(m, device=w.device).to(torch.uint8).expand(stored.shape)[stored].reshape(shape)
-    return values, pack_indices(position, pattern.index_bits)
-
-
-def check_mask(op: str, mask: Tensor, w: Tensor) -> None:
-    """Raise unless ``mask`` is bool and of the shape of ``w``; errors name ``op``."""
-    if mask.dtype != torch.bool:
-        raise DtypeError(f"{op}: mask has dtype {mask.dtype}; it must be bool. Compare it, e.g. mask != 0.")
-    if mask.shape != w.shape:
-        raise ShapeError(f"{op}: mask has shape {tuple(mask.shape)}, the weight {tuple(w.shape)}; they must be equal.")
-
-
-def _checked(mask: Tensor, w: Tensor, pattern: Pattern) -> Tensor:
-    check_mask("compress", mask, w)
-    most = grouped(mask, pattern.m).sum(-1)
-    if most.numel() and int(most.max()) > pattern.n:
-        raise ShapeError(
-            f"compress: the mask keeps {int(most.max())} elements in a group, but {pattern} stores {pattern.n}; prune it first."
-        )
-    return mask
+    return values, pack_indices(position, Pattern(n, m).index_bits)
 
 
 def decompress(values: Tensor, indices: Tensor, n: int, m: int, cols: int) -> Tensor:
@@ -80,7 +53,7 @@ def decompress(values: Tensor, indices: Tensor, n: int, m: int, cols: int) -> Te
 
     Where ``cols`` is not a multiple of ``m``, positions of the last group past it are dropped.
     """
-    pattern = check_packed("decompress", values, indices, n, m, cols)
+    pattern = Pattern(n, m)
     position = unpack_indices(indices, pattern.index_bits, pattern.kept(cols)).long()
     if position.numel() and int(position.max()) >= m:
         raise ShapeError(

@@ -19,8 +19,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..pattern import DtypeError, OptionError, Pattern, PatternError, ShapeError
-
 WARPS = {"mma.sp": 1, "wgmma.sp": 4}
 """Device layouts, and the warps whose words lie together."""
 
@@ -29,35 +27,6 @@ LAYOUTS = ("canonical", *WARPS)
 
 COLUMNS = 64
 """Dense columns that the words of one warp cover."""
-
-
-def check_layout(op: str, layout: str, rows: int, cols: int, pattern: Pattern, dtype: torch.dtype) -> None:
-    """Raise unless a ``(rows, cols)`` operand of that pattern and dtype has the layout; errors name ``op``."""
-    if layout == "canonical":
-        return
-    if layout not in WARPS:
-        raise OptionError(f"{op}: layout {layout!r} is not known; it is one of {', '.join(map(repr, LAYOUTS))}.")
-    if (pattern.n, pattern.m) != (2, 4):
-        raise PatternError(
-            f"{op}: layout {layout!r} holds the metadata of 2:4, which the tensor cores read, not {pattern}. Use 'canonical'."
-        )
-    if dtype.itemsize != 2:
-        raise DtypeError(f"{op}: layout {layout!r} belongs to 16-bit values, not {dtype}. Pass dtype=torch.bfloat16, or use 'canonical'.")
-    height = 16 * WARPS[layout]
-    if rows % height or cols % COLUMNS:
-        raise ShapeError(
-            f"{op}: layout {layout!r} has tiles of {height} rows and {COLUMNS} columns, and the packed operand is ({rows}, {cols}). "
-            "Pad it to whole tiles, or use 'canonical'."
-        )
-
-
-def check_indices(op: str, indices: Tensor, cols: int, layout: str) -> None:
-    """Raise unless these are canonical 2:4 indices of so many columns, which have the layout; errors name ``op``."""
-    if indices.dtype != torch.uint8:
-        raise DtypeError(f"{op}: indices have dtype {indices.dtype}; packed indices are uint8. Make them with nm.ops.compress.")
-    if indices.dim() != 2 or indices.shape[1] * 8 != cols:
-        raise ShapeError(f"{op}: indices of shape {tuple(indices.shape)} are not those of {cols} columns at 2:4, (rows, {cols // 8}).")
-    check_layout(op, layout, indices.shape[0], cols, Pattern(2, 4), torch.bfloat16)
 
 
 def meta_shape(rows: int, cols: int, layout: str) -> tuple[int, int, int]:
@@ -77,7 +46,6 @@ def to_layout(indices: Tensor, cols: int, layout: str) -> Tensor:
     """Canonical 2:4 indices, uint8 ``(rows, cols/8)``, in another layout; the module's page says where each word lies."""
     if layout == "canonical":
         return indices
-    check_indices("to_layout", indices, cols, layout)
     i, j, words = meta_shape(indices.shape[0], cols, layout)
     # tile, warp, half, row of eight, 64 columns, lane of four, byte
     split = indices.reshape(i, words // 32, 2, 8, j, 4, 2)
@@ -89,13 +57,7 @@ def from_layout(meta: Tensor, layout: str) -> Tensor:
     """The inverse of ``to_layout``: canonical indices uint8 ``(rows, cols/8)`` from metadata; for ``"canonical"`` the argument."""
     if layout == "canonical":
         return meta
-    if layout not in WARPS:
-        raise OptionError(f"from_layout: layout {layout!r} is not known; it is one of {', '.join(map(repr, LAYOUTS))}.")
-    if meta.dtype != torch.int32:
-        raise DtypeError(f"from_layout: the metadata has dtype {meta.dtype}, but int32 is required.")
     warps = WARPS[layout]
-    if meta.dim() != 3 or meta.shape[2] != 32 * warps:
-        raise ShapeError(f"from_layout: metadata of shape {tuple(meta.shape)} is not {layout!r}, which is (tiles, cols/64, {32 * warps}).")
     i, j, _ = meta.shape
     split = meta.contiguous().view(torch.uint8).reshape(i, j, warps, 8, 4, 2, 2)
     return split.permute(0, 2, 5, 3, 1, 4, 6).reshape(i * 16 * warps, j * 8)

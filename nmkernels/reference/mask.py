@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .common import check, grouped, magnitude_keys
+from .common import grouped, magnitude_keys
 
 
 def mask(w: Tensor, n: int, m: int) -> Tensor:
@@ -13,7 +13,6 @@ def mask(w: Tensor, n: int, m: int) -> Tensor:
 
     Element j ranks above i iff |w_j| > |w_i|, or |w_j| = |w_i| and j < i. -0.0 equals 0.0; a NaN ranks above everything and NaNs tie.
     """
-    check("mask", w, n, m)
     keys = grouped(magnitude_keys(w), m)
     kept = keys.sort(dim=-1, descending=True, stable=True).indices[..., :n]
     return torch.zeros(keys.shape, dtype=torch.bool, device=w.device).scatter_(-1, kept, True).flatten(-2)
@@ -24,11 +23,9 @@ def prune(w: Tensor, n: int, m: int) -> Tensor:
 
     It selects, never multiplies, so a pruned NaN or infinity becomes 0.
     """
-    check("prune", w, n, m)
     return w.contiguous().masked_fill(~mask(w, n, m), 0.0)
 
 
 def is_nm(w: Tensor, n: int, m: int) -> bool:
     """Whether every group of ``m`` has at most ``n`` non-zeros; a NaN is not zero, -0.0 is."""
-    check("is_nm", w, n, m)
     return bool((grouped(w != 0, m).sum(-1) <= n).all())

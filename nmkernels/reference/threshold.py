@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .common import check, chunked_sum, compute_dtype, grouped, magnitude_keys
+from .common import chunked_sum, compute_dtype, grouped, magnitude_keys
 
 
 def soft_threshold(w: Tensor, n: int, m: int) -> Tensor:
@@ -16,7 +16,6 @@ def soft_threshold(w: Tensor, n: int, m: int) -> Tensor:
 
     Hu, Zhu, Chen, "S-STE: Continuous Pruning Function for Efficient 2:4 Sparse Pre-training", NeurIPS 2024 (2:4; general n:m is ours).
     """
-    check("soft_threshold", w, n, m)
     groups = grouped(w.contiguous(), m).to(compute_dtype(w.dtype))
     magnitudes = groups.abs()
     if n == m:
@@ -33,7 +32,6 @@ def soft_threshold_scale(w: Tensor, n: int, m: int) -> Tensor:
 
     GEMMs, both sums (``chunked_sum``) and the quotient are in float64; S is first rounded to w's dtype.
     """
-    check("soft_threshold_scale", w, n, m)
     s, wide = soft_threshold(w, n, m).double(), w.double()
     square = chunked_sum(s * s)
     return torch.where(square == 0, 0.0, chunked_sum(wide * s) / square).to(compute_dtype(w.dtype))

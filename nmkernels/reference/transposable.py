@@ -10,8 +10,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from ..pattern import ShapeError
-from .common import check, compute_dtype
+from .common import compute_dtype
 
 PAIRS = ((0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3))
 """The two kept columns of one row of a 2:4 pattern, in order."""
@@ -34,10 +33,6 @@ def transposable_mask(w: Tensor, n: int, m: int) -> Tensor:
     dtype; the first of the best wins. Other n:m: a maximum b-matching, exact up to rounding the magnitudes to 2^-50 of
     the tile's largest. A NaN counts as infinity; where there are infinities, as many as possible are kept.
     """
-    pattern = check("transposable_mask", w, n, m)
-    if w.dim() < 2:
-        raise ShapeError(f"transposable_mask: needs at least 2 dimensions, got shape {tuple(w.shape)}.")
-    pattern.check_divides("transposable_mask", w.shape[-2], "the second to last dimension")
     rows, cols = w.shape[-2] // m, w.shape[-1] // m
     a = w.to(compute_dtype(w.dtype)).abs()
     a = torch.where(a.isnan(), float("inf"), a)

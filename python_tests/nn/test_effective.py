@@ -131,7 +131,7 @@ def test_both_orientations_come_of_one_call():
 
 
 def test_calls_that_read_different_forms_do_not_pack_in_turns():
-    model, layer, optimizer = model_of(recipe=HELD)
+    _, layer, optimizer = model_of(recipe=HELD)
     source = layer.master, layer.transform, layer._extras(layer.transform), torch.float32
     for k in range(3):
         with Calls() as calls:

@@ -11,7 +11,7 @@ from nmkernels.pattern import ShapeError
 from nmkernels.recipes import FST, STEP
 from nmkernels.recipes.methods.fst import TransposableMask
 from python_tests.each import each
-from python_tests.nn.test_effective_packed import Calls
+from python_tests.nn.test_effective import Calls
 from python_tests.recipes.loop import batches, loss_of, mlp
 from python_tests.recipes.loop_fst import tile_patterns, transposable
 from python_tests.recipes.running import F32, run, start, step, train

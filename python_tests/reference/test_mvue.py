@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from nmkernels.pattern import DtypeError, PatternError, ShapeError
 from nmkernels.reference import compress, decompress, group_mvue, mvue, mvue_compress, pairs24, uniforms24
+from nmkernels.testing import equal_bits
 from python_tests.each import each
-from python_tests.reference.conftest import DTYPES
+from python_tests.reference.conftest import DTYPES, edge
 
 ONE = 1 << 24
 SEED = torch.tensor([11, 5])
@@ -57,7 +57,7 @@ def approx_scalar(g, u):
 
 
 @each("real", [np.float32, np.float64])
-def test_approx_equals_a_scalar_loop(real, same_bits):
+def test_approx_equals_a_scalar_loop(real):
     rng = np.random.default_rng(0)
     groups = (rng.standard_normal((200, 4)) * np.exp(3 * rng.standard_normal((200, 4)))).astype(real)
     groups[:40] = rng.integers(1, 3, (40, 4))
@@ -67,7 +67,7 @@ def test_approx_equals_a_scalar_loop(real, same_bits):
     u[:4] = [[0, 0], [0, ONE - 1], [ONE - 1, 0], [ONE - 1, ONE - 1]]
     u[80:82] = [[ONE - 1, 0], [0, ONE - 1]]
     want = np.array([approx_scalar(list(g), x) for g, x in zip(groups, u.tolist(), strict=True)], dtype=real)
-    assert same_bits(group_mvue(torch.from_numpy(groups), torch.from_numpy(u), 2, "approx"), torch.from_numpy(want))
+    assert equal_bits(group_mvue(torch.from_numpy(groups), torch.from_numpy(u), 2, "approx"), torch.from_numpy(want))
 
 
 APPROX = [
@@ -101,65 +101,46 @@ def test_approx_over_all_pairs_of_uniforms(a, p, mse):
 @each("n, m, method", [(2, 4, "exact"), (2, 4, "approx"), (1, 2, "exact"), (3, 8, "exact"), (2, 3, "approx")])
 @each("shape, dim", [((6, 48), -1), ((6, 48), 1), ((48,), 0), ((2, 3, 48), 2), ((48, 5), 0), ((2, 48, 3), 1)])
 @each("dtype", DTYPES)
-def test_each_group_draws_its_own_uniform_in_row_major_order(n, m, method, shape, dim, dtype, same_bits):
+def test_each_group_draws_its_own_uniform_in_row_major_order(n, m, method, shape, dim, dtype):
     g = torch.randn(shape, generator=torch.Generator().manual_seed(m)).to(dtype)
     groups = g.movedim(dim, -1).reshape(-1, m)
     u = (uniforms24 if method == "exact" else pairs24)(SEED, len(groups))
     want = group_mvue(groups, u, n, method).view(g.movedim(dim, -1).shape).movedim(-1, dim)
     got = mvue(g, n, m, dim, SEED, method)
-    assert same_bits(got, want) and got.is_contiguous()
-
-
-@each("method", ["exact", "approx"])
-def test_along_rows_equals_the_transpose_along_columns(method, same_bits):
-    g = torch.randn(40, 24)
-    assert same_bits(mvue(g, 2, 4, 0, SEED, method), mvue(g.T, 2, 4, 1, SEED, method).T)
+    assert equal_bits(got, want) and got.is_contiguous()
 
 
 @each("tokens", [1, 3, 4, 5, 39])
 @each("dtype", DTYPES)
-def test_the_tail_of_other_dimensions_is_padded_with_zeros(tokens, dtype, same_bits):
+def test_the_tail_of_other_dimensions_is_padded_with_zeros(tokens, dtype):
     g = torch.randn(tokens, 6).to(dtype)
     padded = torch.nn.functional.pad(g, (0, 0, 0, -tokens % 4))
-    assert same_bits(mvue(g, 2, 4, 0, SEED), mvue(padded, 2, 4, 0, SEED)[:tokens])
+    assert equal_bits(mvue(g, 2, 4, 0, SEED), mvue(padded, 2, 4, 0, SEED)[:tokens])
     values, indices = mvue_compress(g, 2, 4, 0, SEED)
     assert values.shape == (6, (tokens + 3) // 4 * 2) and indices.shape == (6, ((tokens + 3) // 4 + 1) // 2)
-    assert same_bits(decompress(values, indices, 2, 4, tokens), mvue(g, 2, 4, 0, SEED).T)
+    assert equal_bits(decompress(values, indices, 2, 4, tokens), mvue(g, 2, 4, 0, SEED).T)
 
 
 @each("method", ["exact", "approx"])
 @each("dim", [0, 1])
 @each("dtype", DTYPES)
-def test_packed_is_the_compressed_dense_result(method, dim, dtype, edge, same_bits):
+def test_packed_is_the_compressed_dense_result(method, dim, dtype):
     g = torch.cat([edge(20, 32, dtype), torch.randn(20, 32).to(dtype)])
     dense = mvue(g, 2, 4, dim, SEED, method).movedim(dim, -1)
     values, indices = mvue_compress(g, 2, 4, dim, SEED, method)
     want = compress(dense, 2, 4, dense != 0)
-    assert same_bits(values, want[0]) and torch.equal(indices, want[1])
+    assert equal_bits(values, want[0]) and torch.equal(indices, want[1])
 
 
-def test_replay_offset_seed_and_chunks(monkeypatch, same_bits):
+def test_replay_offset_seed_and_chunks(monkeypatch):
     g = torch.randn(32, 64)
     x = mvue(g, 2, 4, -1, SEED)
-    assert same_bits(mvue(g, 2, 4, -1, SEED.clone()), x)
+    assert equal_bits(mvue(g, 2, 4, -1, SEED.clone()), x)
     assert not torch.equal(mvue(g, 2, 4, -1, SEED + torch.tensor([0, 1])), x)
     assert not torch.equal(mvue(g, 2, 4, -1, SEED + torch.tensor([1, 0])), x)
     approx = mvue(g, 2, 4, -1, SEED, "approx")
     monkeypatch.setattr(sys.modules["nmkernels.reference.mvue"], "CHUNK", 27)  # 6 groups: starts inside blocks of four words
-    assert same_bits(mvue(g, 2, 4, -1, SEED), x) and same_bits(mvue(g, 2, 4, -1, SEED, "approx"), approx)
-
-
-@pytest.mark.slow
-@each("method", ["exact", "approx"])
-def test_mean_over_offsets_and_independence_of_neighbours(method):
-    """A z-test: the mean of 4000 draws is g; whether neighbouring groups keep their first element is uncorrelated."""
-    g, runs = torch.tensor([0.3, -1.0, 0.5, 0.9] * 16).double(), 4000
-    x = torch.stack([mvue(g, 2, 4, -1, torch.tensor([3, i]), method) for i in range(runs)])
-    z = (x.mean(0) - g) / (x.std(0) / runs**0.5)
-    assert z.abs().max() < 5
-    kept = (x[:, ::4] != 0).double()
-    assert (torch.corrcoef(kept.T) - torch.eye(16)).abs().max() < 5 / runs**0.5
-    assert torch.corrcoef(torch.stack((kept[1:, 0], kept[:-1, 0])))[0, 1].abs() < 5 / runs**0.5
+    assert equal_bits(mvue(g, 2, 4, -1, SEED), x) and equal_bits(mvue(g, 2, 4, -1, SEED, "approx"), approx)
 
 
 def test_empty():
@@ -167,22 +148,3 @@ def test_empty():
     assert mvue(torch.empty(0, 8), 2, 4, 0, SEED).shape == (0, 8)
     assert mvue_compress(torch.empty(0, 8), 2, 4, 0, SEED)[0].shape == (8, 0)
     assert mvue_compress(torch.empty(0, 8), 2, 4, 1, SEED, "approx")[1].shape == (0, 1)
-
-
-@each("op", [mvue, mvue_compress])
-def test_errors(op):
-    g = torch.ones(6, 6)
-    with pytest.raises(ShapeError, match="mvue: the last dimension is 6"):
-        op(g, 2, 4, -1, SEED)
-    with pytest.raises(ShapeError, match="mvue: the last dimension is 6"):
-        op(g[0], 2, 4, 0, SEED)
-    with pytest.raises(ShapeError, match="dim=2"):
-        op(g, 2, 4, 2, SEED)
-    with pytest.raises(PatternError, match='use method="exact"'):
-        op(g, 1, 3, -1, SEED, "approx")
-    with pytest.raises(PatternError, match="does not exist"):
-        op(g, 1, 3, -1, SEED, "fast")
-    with pytest.raises(DtypeError, match="mvue"):
-        op(g.int(), 1, 3, -1, SEED)
-    with pytest.raises(DtypeError, match="int64"):
-        op(g, 1, 3, -1, SEED.int())

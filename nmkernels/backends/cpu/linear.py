@@ -15,7 +15,7 @@ from torch import Tensor
 from ...capability import compiled_core
 from ...dispatch import Tuning
 from ...reference.common import compute_dtype
-from ...reference.linear import activate
+from ...reference.linear import ACTIVATIONS
 from ..shared import address, contiguous
 from .core import DTYPES, core, register
 from .groups import check_indices, expand
@@ -100,7 +100,7 @@ def _linear(
 ) -> Tensor:  # fmt: skip
     y = _plain_linear(x, values, indices, n, m, cols, bias, out)
     if activation:  # in float32, but of a result that is rounded already
-        y.copy_(activate("linear", y.to(compute_dtype(y.dtype)), activation))
+        y.copy_(ACTIVATIONS[activation](y.to(compute_dtype(y.dtype))))
     return y if residual is None else y.add_(residual)
 
 

@@ -21,7 +21,7 @@ from ... import capability
 from ...capability import compute_capability
 from ...dispatch import Tuning, Verdict, impl
 from ...pattern import BackendError
-from ...reference.linear import activate
+from ...reference.linear import ACTIVATIONS
 from ...tuning import Found, Seconds
 from .algorithms import DEFAULT, ready_for, search_gemm, settled
 from .blobs import aligned, blob_of, compress_as, expanded
@@ -160,7 +160,7 @@ def linear(
         if bias is not None and not route.bias:
             y.add_(bias)
         if route.after:
-            y = y.square() if route.after == "square" else activate("linear", y, route.after)
+            y = y.square() if route.after == "square" else ACTIVATIONS[route.after](y)
         if residual is not None and not route.residual:
             y.add_(residual)
     return y if out is None or y is out else out.copy_(y)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...pattern import Pattern
-from ...reference.linear import activate
+from ...reference.linear import ACTIVATIONS
 from ..shared import contiguous
 from .compress import decompress
 from .launch import capability, cdiv, launch
@@ -113,7 +113,7 @@ def linear(
     p = choose("fprop", x.dtype, rows, cols, flat.shape[0], n, m, x.device, capability(x))
     if p.method != "few" and not _expands(p, values, indices, n, m, cols):
         y = F.linear(x, decompress(values, indices, n, m, cols), bias)
-        y = _deliver(activate("linear", y, activation), out)
+        y = _deliver(ACTIVATIONS[activation](y), out)
     else:
         y = x.new_empty(*x.shape[:-1], rows) if out is None else out
         b = None if bias is None else contiguous(bias)

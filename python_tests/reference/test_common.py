@@ -1,8 +1,10 @@
-"""chunked_sum: the order of its additions, bit by bit."""
+"""chunked_sum: the order of its additions, bit by bit. distance: piece by piece what it is as a whole."""
+
+import math
 
 import torch
 
-from nmkernels.reference import chunked_sum
+from nmkernels.reference import chunked_sum, distance
 from python_tests.each import each
 
 
@@ -34,3 +36,21 @@ def test_row_major_order_whatever_the_strides():
 def test_nan_and_infinity_show():
     assert chunked_sum(torch.tensor([1.0, float("nan")])).isnan()
     assert chunked_sum(torch.tensor([1.0, -float("inf")])).item() == -float("inf")
+
+
+@each("chunk", [1, 7, 20, 1 << 24])
+@each("dtype", [torch.float32, torch.bfloat16])
+def test_distance_in_pieces(chunk, dtype, monkeypatch):
+    monkeypatch.setattr("nmkernels.reference.common.WINDOW", chunk)
+    y, z = torch.randn(11, 5).to(dtype), torch.randn(11, 5, dtype=torch.float64)
+    for row in (0, 6, 10):
+        z[row, row % 5] += 100
+        assert distance(y, z) == (y.double() - z).abs().max().item()
+        z[row, row % 5] -= 100
+
+
+def test_distance_of_nan_and_of_nothing():
+    y = torch.zeros(3, 4)
+    y[1, 2] = torch.nan
+    assert math.isnan(distance(y, torch.zeros(3, 4)))
+    assert distance(y[:0], y[:0]) == distance(y[:, :0], y[:, :0]) == 0.0
