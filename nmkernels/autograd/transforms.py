@@ -30,6 +30,12 @@ Kind = Literal["frozen", "learned", "held", "fed"]
 WEIGHT = "weight"
 """The name of the master weight's own among a transform's penalties."""
 
+
+def reading(**kinds: Kind) -> Mapping[str, Kind]:
+    """``WeightTransform.reads`` of a subclass: the kind of each tensor, by name."""
+    return kinds
+
+
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

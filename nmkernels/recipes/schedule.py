@@ -16,6 +16,9 @@ from ..pattern import Pattern, PatternLike, RecipeError
 from .base import Observed, Recipe, Span, Stage, State, first
 
 APPLIED = STATS.index("applied")
+EARLY = 0.05
+"""The share of a schedule that may be missing at its end before a run counts as stopped on the way."""
+
 PACKED = (False, True, "auto")
 """Nowhere; in fprop, and in dgrad where the packed weight serves it; at every call where it was measured to be faster."""
 

@@ -19,8 +19,7 @@ from ..settings import choice, count, setting
 class ASP(ScheduledRecipe):
     """Automatic sparsity (Mishra et al., "Accelerating sparse deep neural networks", arXiv 2104.08378): prune once, then retrain.
 
-    Around each step the mask is held: g ← g ⊙ M, optimizer step, W ← W ⊙ M; momentum and weight decay revive no pruned weight. Works with
-    any optimizer.
+    Around each step the mask is held: g ← g ⊙ M, optimizer step, W ← W ⊙ M. Works with any optimizer.
 
     Args:
         score: ``"magnitude"`` |w|; ``"wanda"`` |w|·‖x‖₂ of its input feature (Sun et al., ICLR 2024, eq. 1), after ``handle.calibrate()``;
@@ -34,8 +33,7 @@ class ASP(ScheduledRecipe):
         escapes, seed: of that search.
 
     Raises:
-        RecipeError: unknown score; ``start`` > 0 with a score other than magnitude, or a share without ``total_steps``; ``permute``
-            with ``score="existing"``, whose zeros have their places already; negative ``escapes``.
+        RecipeError: ``start`` > 0 with a score other than magnitude, or a share without ``total_steps``; ``permute`` with existing zeros.
 
     Example:
         >>> [(begin, stage.phase) for begin, stage in ASP("2:4", total_steps=100, start=0.5).stages]

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...autograd import HardMask, WeightTransform
-from ...autograd.transforms import WEIGHT, Kind, masked
+from ...autograd.transforms import WEIGHT, HardMask, WeightTransform, masked, reading
 from ...optim import AnnealedAdamW, UpdateRule
 from ...pattern import Pattern, RecipeError, ShapeError
 from ..base import About, Setup, Stage, State
@@ -20,15 +18,12 @@ from ..registry import recipe
 from ..schedule import ScheduledRecipe, resolve_step
 from ..settings import choice, count, number
 
-IGNORED = -100
-"""The label that ``cross_entropy`` leaves out."""
-
 
 @dataclass(frozen=True)
 class AnnealedMask(WeightTransform):
     """W̃ = M ⊙ W with M, ``nm_mask``, as last renewed; its penalty's gradient is λ (1 − M) ⊙ W, λ the schedule's ``nm_decay``."""
 
-    reads: ClassVar[Mapping[str, Kind]] = {"nm_mask": "held", "nm_decay": "fed"}
+    reads = reading(nm_mask="held", nm_decay="fed")
 
     def renew(self, weight: Tensor, extras: Sequence[Tensor | None], generator: torch.Generator) -> dict[str, Tensor]:
         return {"nm_mask": super().kept(weight)}
@@ -53,8 +48,7 @@ def distill_loss(student_logits: Tensor, teacher_logits: Tensor, labels: Tensor,
     Args:
         student_logits, teacher_logits: ``(..., classes)``, of one shape.
         labels: ``(...)``, whole numbers; −100 for tokens that count in neither term.
-        temperature: T > 0.
-        weight: of the second term, 0 to 1.
+        temperature, weight: T > 0; that of the second term, 0 to 1.
 
     Raises:
         RecipeError: temperature or weight out of range. ShapeError: the shapes do not fit.
@@ -73,11 +67,11 @@ def distill_loss(student_logits: Tensor, teacher_logits: Tensor, labels: Tensor,
         )
     student, teacher = (x.reshape(-1, x.shape[-1]) for x in (student_logits, teacher_logits.detach()))
     labels = labels.reshape(-1)
-    entropy = F.cross_entropy(student, labels, ignore_index=IGNORED)
+    entropy = F.cross_entropy(student, labels, ignore_index=-100)
     divergence = F.kl_div(
         F.log_softmax(student / temperature, dim=-1), F.log_softmax(teacher / temperature, dim=-1), reduction="none", log_target=True
     ).sum(-1)
-    counted = labels != IGNORED
+    counted = labels != -100
     mean = torch.where(counted, divergence, 0.0).sum() / counted.sum()
     return (1 - weight) * entropy + weight * temperature**2 * mean
 
@@ -87,8 +81,8 @@ def distill_loss(student_logits: Tensor, teacher_logits: Tensor, labels: Tensor,
 class AST(ScheduledRecipe):
     """Adaptive Sparse Trainer (Huang et al., "Pruning large language models with semi-structural adaptive sparse training", AAAI 2025).
 
-    Annealed SR-STE, to retrain a dense model: forward with M ⊙ W, M the mask of the N largest magnitudes, renewed every ``every``
-    steps; the straight-through gradient g goes into the momentum alone, and the decay of pruned weights is added after it::
+    Annealed SR-STE, to retrain a dense model: forward with M ⊙ W, M the mask of the N largest magnitudes as last renewed; the
+    straight-through gradient g goes into the momentum alone, and the decay of pruned weights is added after it::
 
         λ_t = decay · min(t / T₀, 1),   t the applied steps so far
         u = m̂ + λ_t (1 − M) ⊙ W,   v of u²,   W ← W − lr (u / (√v̂ + ε) + wd · W)
@@ -102,9 +96,6 @@ class AST(ScheduledRecipe):
         every: steps between two renewals of the mask.
         second_moment: ``"total"`` takes v of u², as in the code: smaller than under AdamW, up to (1 + β₁)/(1 − β₁) times where gradients
             are noise, so that masked layers take larger steps. ``"gradient"`` takes it of (g + λ_t (1 − M) ⊙ W)².
-
-    Raises:
-        RecipeError: a value is out of range, a share without ``total_steps``; or, at ``attach``, another optimizer.
 
     Example:
         >>> recipe = AST("2:4", total_steps=100)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from ...autograd import HardMask
-from ...autograd.transforms import Kind, pruned_along_out
+from ...autograd.transforms import HardMask, pruned_along_out, reading
 from ...optim import UpdateRule
 from ...pattern import Pattern
 from ..base import About, Recipe, Setup, Stage, State
@@ -20,17 +18,12 @@ from ..settings import choice, count, number, optional_seed
 
 @dataclass(frozen=True)
 class BiMasked(HardMask):
-    """W̃ = W ⊙ b_f forward and W ⊙ b_b in ∂L/∂x, as ``BiMask`` has them, with the rows taken for b_b in the held order ``nm_order``.
-
-    Args:
-        draws: random permutations of which a renewal takes the best; 0 keeps the rows in their own order.
-        criterion: see ``CRITERIA``.
-    """
+    """W̃ = W ⊙ b_f forward and W ⊙ b_b in ∂L/∂x, as ``BiMask`` has them, with the rows taken for b_b in the held order ``nm_order``."""
 
     draws: int = 100
     criterion: str = "magnitude"
 
-    reads: ClassVar[Mapping[str, Kind]] = {"nm_order": "held"}
+    reads = reading(nm_order="held")
 
     def renew(self, weight: Tensor, extras: Sequence[Tensor | None], generator: torch.Generator) -> dict[str, Tensor]:
         rows = weight.shape[0]
@@ -63,19 +56,15 @@ class BiMask(Recipe):
         y = x (W ⊙ b_f)ᵀ        ∂L/∂x = g (W ⊙ b_b)        ∂L/∂W := gᵀ x + λ (1 − b_f) ⊙ W
 
     b_b ⊆ b_f keeps the N largest magnitudes of W ⊙ b_f in every M rows of a column, with the rows in a permuted order that is held between
-    two choices. A last group of fewer than M rows keeps N too. The decay is added as SR-STE's, where the authors' code adds it in each
-    backward pass. Works with any optimizer. ``finish`` leaves W ⊙ b_f.
+    two choices. A last group of fewer than M rows keeps N too. Works with any optimizer. ``finish`` leaves W ⊙ b_f.
 
     Args:
-        decay: λ, at least 0.
+        decay: λ, at least 0, added as SR-STE's; the authors' code adds it in each backward pass.
         draws: random permutations to choose from, a mask each; 0 takes the rows in their own order.
         every: applied steps between two choices; 0 chooses once, at the beginning.
         criterion: what the best permutation retains most of: ``"magnitude"`` Σ|W ⊙ b_b|; ``"count"`` the number of non-zeros of b_b, as in
             the authors' code.
         seed: of the permutations, the same on every data-parallel rank; None takes torch's initial seed.
-
-    Raises:
-        RecipeError: a value is out of range.
 
     Example:
         >>> stage = BiMask("2:4", draws=10).stage({"seed": 0})

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ...autograd import WeightTransform
-from ...autograd.transforms import Traits, masked
+from ...autograd.transforms import Traits, WeightTransform, masked
 from ...optim import UpdateRule
 from ...pattern import NMError, Pattern
 from ..base import About, Recipe, Stage, State
@@ -18,15 +17,7 @@ from ..settings import choice, count, number
 
 @dataclass(frozen=True)
 class StrideMask(WeightTransform):
-    """W̃ = M(W) ⊙ W with the N largest magnitudes kept of every M weights that lie ``spacing`` columns apart.
-
-    A row is cut into blocks of spacing · M columns; group j of a block is its columns j, j + spacing, …, j + (M − 1) spacing. Taken in
-    the order ``traits.columns(in)``, the groups are neighbours and the weight is N:M.
-
-    Args:
-        spacing: 1 is the mask of ``HardMask``, None is in/M, groups across the whole row.
-        chain: as for ``HardMask``.
-    """
+    """W̃ = M(W) ⊙ W with ``Complementary``'s M; taken in the order ``traits.columns(in)``, the groups are neighbours."""
 
     spacing: int | None = None
     chain: bool = False
@@ -76,8 +67,7 @@ class Complementary(Recipe):
 
     Forward with W̃ = M(W) ⊙ W, M recomputed at every step: of the M weights j, j + s, …, j + (M − 1) s of a block of s · M columns the N
     largest magnitudes. The gradient is g = ∂L/∂W̃ itself, plus λ (1 − M) ⊙ W. The paper keeps one weight of each group (N = 1); only its
-    abstract could be read, so the gradient is that of STE or SR-STE (Zhou et al., ICLR 2021) and not its own method for more than 75 %.
-    Works with any optimizer.
+    abstract could be read, so the gradient is that of STE or SR-STE (Zhou et al., ICLR 2021). Works with any optimizer.
 
     The weight is N:M after a fixed order of its columns. ``finish`` leaves the zeros where they were trained; ``compress_`` puts groups
     side by side and gives the layer its input in the same order, at no cost where the layers before it can write in that order (see

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ...autograd import GemmPlan, WeightTransform
-from ...autograd.transforms import Kind, Traits, laid_out, masked
+from ...autograd.transforms import Traits, laid_out, masked, reading
 from ...ops import Packed, pack
 from ...optim import UpdateRule
 from ...pattern import Pattern, PatternLike
@@ -26,7 +25,7 @@ from .sste import estimating
 class TransposableMask(WeightTransform):
     """W̃ = M ⊙ W with M, the held ``nm_mask``, N:M along both dimensions, as ``FST`` has it; the gradient is passed straight through."""
 
-    reads: ClassVar[Mapping[str, Kind]] = {"nm_mask": "held"}
+    reads = reading(nm_mask="held")
 
     def _traits(self) -> Traits:
         return replace(super()._traits(), transposable=True)
@@ -63,11 +62,9 @@ class FST(ScheduledRecipe):
     is the model that ``finish`` leaves. With ``end=None`` there are none, and it leaves M ⊙ W: N:M as W and as Wᵀ. So **transposable
     SR-STE** is ``FST(mvue=None, end=None, every=1, decay=...)``. Works with any optimizer.
 
-    2:4 is the paper's; for other N:M the search of M is far slower, so keep ``every`` large there. The paper sparsifies the feed-forward
-    linears only (``filter_fn``).
-
     Args:
-        every: applied steps between two choices of M. The authors' README has 40 for GPT-2 and BERT, their DeiT code 10.
+        every: applied steps between two choices of M. The authors' README has 40 for GPT-2 and BERT, their DeiT code 10. For other N:M
+            than the paper's 2:4 the search is far slower.
         decay: λ. The README has 6e-5 to 2e-4 for GPT-2, 6e-6 for BERT; it does not carry over between models and learning rates:
             ``nm.recipes.search_decay`` measures it.
         end: the step, or share of ``total_steps``, after which training is dense; 5/6 in all the authors' runs. None: it never is.

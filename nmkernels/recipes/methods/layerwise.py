@@ -36,9 +36,6 @@ def allocate(costs: Sequence[Sequence[int]], losses: Sequence[Sequence[float]], 
         costs, losses: of each choice of each item, by rising cost.
         fill: take the largest possible sum of costs first, and the least loss among the choices that reach it.
 
-    Raises:
-        RecipeError: even the cheapest choices cost more.
-
     Example:
         >>> allocate([[1, 2, 4], [2, 4, 8]], [[9, 3, 0], [9, 5, 0]], 8)
         [2, 1]
@@ -87,9 +84,8 @@ class LayerWise(Composite):
     """Layer-wise N:M: layer l keeps N_l of every M weights, Σ_l N_l/M · numel_l ≤ N/M · Σ_l numel_l, and trains as the inner recipe does.
 
     The patterns are chosen once: from the weights as they are when the optimizer is attached; inside STEP, ``STEP("2:16",
-    inner="layerwise")``, from those of the switch, which is what "layer-wise N" means in its paper. ``handle.report`` shows them, and each
-    layer is trained, finished, compressed and exported with its own. Dynamic programming gives the budget to the N_l exactly, so that
-    what the rule minimises is least::
+    inner="layerwise")``, from those of the switch, which is what "layer-wise N" means in its paper. ``handle.report`` shows them.
+    Dynamic programming gives the budget to the N_l exactly, so that what the rule minimises is least::
 
         erk        Σ_l numel_l (N_l/M − d_l)²,  d_l ∝ (out_l + in_l)/(out_l · in_l), among the choices closest to the budget
         magnitude  Σ_l Σ |w| over what M_l(W) prunes: global magnitude pruning, by layers
@@ -100,7 +96,7 @@ class LayerWise(Composite):
 
     Args:
         inner: the recipe that trains the layers, or its text: ``"srste(decay=1e-4)"``, ``MdGf("2:16", ...)``. Of ``pattern`` and
-            ``total_steps`` it has this one's. SdGf leads each layer to its own N.
+            ``total_steps`` it has this one's.
         rule: how N_l is chosen; None: by ``given`` alone.
         given: N:M of some layers, by name or wildcard, ``{"*.attn.*": "4:16"}`` or the same as JSON; the first that fits counts. The
             other layers share out what is left of the budget; with ``rule=None`` they have the recipe's own pattern, whatever the sum.
@@ -108,8 +104,8 @@ class LayerWise(Composite):
         rows: how often a token passes through some layers, as in ``nm.flops``: the budget then is one of FLOPs, not of weights.
 
     Raises:
-        RecipeError: an option is unknown, the inner recipe cannot have other patterns, has a preconditioning phase (put this one inside
-            STEP instead) or trains nothing sparse; at ``sparsify_``, a wildcard fits no layer or the given patterns exceed the budget.
+        RecipeError: the inner recipe cannot have other patterns, has a preconditioning phase (put this one inside STEP instead) or
+            trains nothing sparse; at ``sparsify_``, a wildcard fits no layer or the given patterns exceed the budget.
 
     Example:
         >>> recipe = LayerWise("4:16", choices="all")
@@ -165,8 +161,6 @@ class LayerWise(Composite):
         kept = range(1, p.m) if self.choices == "all" else [1 << i for i in range((p.m - 1).bit_length())]
         return [Pattern(n, p.m) for n in kept]
 
-    # ---- the patterns
-
     @property
     def setup(self) -> Setup:
         return replace(super().setup, patterns=self._patterns)
@@ -184,37 +178,27 @@ class LayerWise(Composite):
                 f'larger groups, as LayerWise("4:{4 * p.m}").',
                 stacklevel=2,
             )
-        chosen = self._share_out(weights, given, shared, options)
-        return {name: given[name] if name in given else options[chosen[name]] for name in weights}
-
-    def _share_out(
-        self, weights: Mapping[str, Tensor], given: dict[str, Pattern], shared: list[str], options: list[Pattern]
-    ) -> dict[str, int]:
-        """The place in ``options`` of each layer of ``shared``."""
         rows = _matched("rows", _table("rows", self.rows, (int, float)), weights)
         size = {name: Fraction(rows.get(name, 1)).limit_denominator(10**6) * w.numel() for name, w in weights.items()}
-        costs = {name: [size[name] * o.n / o.m for o in options] for name in shared}
-        budget = Fraction(Pattern(self.pattern).n, Pattern(self.pattern).m) * sum(size.values())
-        budget -= sum(size[name] * p.n / p.m for name, p in given.items())
-        least = sum(item[0] for item in costs.values())
+        costs = [[size[name] * o.n / o.m for o in options] for name in shared]
+        total = sum(size.values())
+        budget = Fraction(p.n, p.m) * total - sum(size[name] * q.n / q.m for name, q in given.items())
+        least = sum(item[0] for item in costs)
         if least > budget:
-            total = sum(size.values())
             raise RecipeError(
                 f"LayerWise: the given patterns leave {float(max(budget, Fraction(0)) / total):.2%} of the weights for the other layers, "
                 f"which keep at least {float(least / total):.2%} at {options[0]}. Give fewer, sparser ones, or a larger budget."
             )
-        unit = math.lcm(budget.denominator, *(c.denominator for item in costs.values() for c in item))
-        whole = [[int(c * unit) for c in costs[name]] for name in shared]
         if self.rule == "erk":
             losses = _erk({name: weights[name] for name in shared}, {name: float(size[name]) for name in shared}, options, float(budget))
         elif any(weights[name].is_meta for name in shared):
-            return dict.fromkeys(shared, options.index(Pattern(self.pattern)) if Pattern(self.pattern) in options else 0)
+            return {name: given.get(name, p if p in options else options[0]) for name in weights}
         else:
             losses = [_pruned(name, weights[name], options, self.rule == "energy", float(size[name])) for name in shared]
-        return dict(zip(shared, allocate(whole, losses, int(budget * unit), fill=self.rule == "erk"), strict=True))
-
-
-# ---- tables of layers
+        unit = math.lcm(budget.denominator, *(c.denominator for item in costs for c in item))
+        whole = [[int(c * unit) for c in item] for item in costs]
+        chosen = dict(zip(shared, allocate(whole, losses, int(budget * unit), fill=self.rule == "erk"), strict=True))
+        return {name: options[chosen[name]] if name in chosen else given[name] for name in weights}
 
 
 def _table(key: str, given: Mapping[str, Any] | str | None, kinds: tuple[type, ...]) -> dict[str, Any]:
@@ -235,9 +219,6 @@ def _matched(key: str, table: dict[str, Any], names: Iterable[str]) -> dict[str,
             raise RecipeError(f"LayerWise: {key} names {wildcard!r}, which fits no sparse layer; they are {', '.join(names)}.")
     fits = {name: [value for wildcard, value in table.items() if fnmatchcase(name, wildcard)] for name in names}
     return {name: values[0] for name, values in fits.items() if values}
-
-
-# ---- what the rules minimise
 
 
 def _erk(weights: Mapping[str, Tensor], size: Mapping[str, float], options: list[Pattern], budget: float) -> list[list[float]]:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from ...autograd import CombinationMask, WeightTransform, combination_count
-from ...autograd.transforms import Kind, Traits, masked, wide
+from ...autograd.transforms import CombinationMask, Traits, WeightTransform, combination_count, masked, reading, wide
 from ...optim import UpdateRule
 from ...pattern import Pattern, RecipeError
 from ..base import About, Stage, State
@@ -23,16 +21,12 @@ from ..settings import choice, number
 
 @dataclass(frozen=True)
 class CandidateMask(CombinationMask):
-    """W̃ = W ⊙ B, B as ``LBC`` has it. The scores α are ``nm_scores`` ``(groups, C)``; ``nm_alive``, bool, is which of them remain.
-
-    Args:
-        forward, chain: ``LBC``'s ``forward``, and whether its ``gradient`` is ``"chain"``.
-    """
+    """W̃ = W ⊙ B with ``LBC``'s B, and its options; ``nm_scores`` ``(groups, C)`` are α, ``nm_alive``, bool, which of them remain."""
 
     forward: str = "union"
     chain: bool = True
 
-    reads: ClassVar[Mapping[str, Kind]] = {"nm_scores": "learned", "nm_alive": "held", "nm_combinations": "fed"}
+    reads = reading(nm_scores="learned", nm_alive="held", nm_combinations="fed")
 
     def _traits(self) -> Traits:
         return replace(super()._traits(), is_nm=self.forward == "top_n")
@@ -78,7 +72,7 @@ class CandidateMask(CombinationMask):
 class BestCandidate(CandidateMask):
     """W̃ = W ⊙ P_k with k the largest score among the remaining candidates: what LBC deploys, and trains once only one remains."""
 
-    reads: ClassVar[Mapping[str, Kind]] = {**CandidateMask.reads, "nm_scores": "frozen"}
+    reads = reading(nm_scores="frozen", nm_alive="held", nm_combinations="fed")
 
     def _traits(self) -> Traits:
         return replace(super()._traits(), is_nm=True)

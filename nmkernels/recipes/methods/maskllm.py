@@ -5,47 +5,31 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...autograd import CombinationMask, WeightTransform, combination_count
-from ...autograd.transforms import Kind, Traits, masked, wide
+from ...autograd.transforms import CombinationMask, Traits, WeightTransform, combination_count, masked, reading, wide
 from ...nn import NMWeight
 from ...optim import UpdateRule
 from ...pattern import Pattern, RecipeError, ShapeError
 from ...reference import uniforms24
 from ..base import About, Setup, Stage, State
 from ..registry import recipe
-from ..schedule import ScheduledRecipe
+from ..schedule import EARLY, ScheduledRecipe
 from ..settings import choice, number, optional_seed
-
-EARLY = 0.05
-"""Share of the run still to come above which it counts as stopped on the way."""
 
 
 @dataclass(frozen=True)
 class GumbelMask(CombinationMask):
-    """W̃ = W ⊙ M̃, M̃ as ``MaskLLM`` has it. Learned are the logits π, ``nm_logits`` ``(groups, C)``; W is not trained.
-
-    The noise G is a function of ``nm_draw``, two held words, alone: forward, backward and a resumed run see the same.
-
-    Args:
-        hard, prior, spread: ``MaskLLM``'s ``hard``, ``prior_strength`` and ``init_std``.
-    """
+    """W̃ = W ⊙ M̃ with ``MaskLLM``'s M̃, π in ``nm_logits`` ``(groups, C)`` and the noise a function of the held ``nm_draw`` alone."""
 
     hard: bool = False
     prior: float = 3.0
     spread: float = 0.01
 
-    reads: ClassVar[Mapping[str, Kind]] = {
-        "nm_logits": "learned",
-        "nm_draw": "held",
-        "nm_tau": "fed",
-        "nm_kappa": "fed",
-        "nm_penalty": "fed",
-    }
+    reads = reading(nm_logits="learned", nm_draw="held", nm_tau="fed", nm_kappa="fed", nm_penalty="fed")
 
     def _traits(self) -> Traits:
         return replace(super()._traits(), is_nm=self.hard)
@@ -116,7 +100,7 @@ def gumbel(draw: Tensor, like: Tensor) -> Tensor:
 class LikeliestMask(CombinationMask):
     """W̃ = W ⊙ P_k with k the largest logit of each group: what MaskLLM deploys."""
 
-    reads: ClassVar[Mapping[str, Kind]] = {"nm_logits": "frozen"}
+    reads = reading(nm_logits="frozen")
 
     def kept(self, weight: Tensor, *extras: Tensor) -> Tensor:
         return self.best(wide(extras[0]), weight)
@@ -140,14 +124,13 @@ class MaskLLM(ScheduledRecipe):
     ``finish`` leaves W ⊙ P_k, k the largest logit. π is the Parameter ``nm_logits`` ``(groups, C)`` of each layer, in the model's state
     dict until then; a dense checkpoint loads strictly and starts it anew. The paper does 2:4; any N:M with at most 256 combinations works.
 
-    All microbatches of a step, and all data-parallel ranks, see one sample of the noise; the gradient of the λ term is added once per
-    step, after unscaling and clipping. The paper's settings: AdamW (0.9, 0.95), ε 1e-5, weight decay 0.1 (on the logits too), lr 5e-5 →
-    5e-6 with the multiplier below, 2000 steps of 256 sequences.
+    All microbatches of a step, and all data-parallel ranks, see one sample of the noise. The paper's settings: AdamW (0.9, 0.95), ε 1e-5,
+    weight decay 0.1 (on the logits too), lr 5e-5 → 5e-6 with the multiplier below, 2000 steps of 256 sequences.
 
     Args:
         tau_start, tau_end: temperature of the softmax.
         kappa_start, kappa_end: scale of the logits.
-        decay: λ; the term keeps large weights, and with them gradients, alive.
+        decay: λ, which keeps large weights and gradients alive; its gradient is added once per step, after clipping.
         decay_schedule: ``"constant"``, the paper's equation; ``"linear"`` falls to 0 over the run, as in the authors' code.
         prior_strength: α, by which the logits prefer the mask of the N largest magnitudes at the start, π_k += σ(π) (⟨M₀, P_k⟩ − N/2) α;
             0 for no prior. Another mask is given with ``set_prior_``.
@@ -198,7 +181,6 @@ class MaskLLM(ScheduledRecipe):
         return Setup(freezes="all" if self.others == "frozen" else "weights", draws=True, seed=self.seed)
 
     def optimizer(self, params: Iterable[Any], lr: float | Tensor = 1e-3, **kwargs: Any) -> torch.optim.Optimizer:
-        """``MaskedAdamW`` with the logits in groups of their own, at ``lr_multiplier`` times the learning rate."""
         return super().optimizer(learned_apart("MaskLLM", params, lr, self.lr_multiplier), lr, **kwargs)
 
     def set_prior_(self, layers: Mapping[str, NMWeight], masks: Mapping[str, Tensor]) -> None:
@@ -207,9 +189,6 @@ class MaskLLM(ScheduledRecipe):
         Args:
             layers: ``handle.layers``.
             masks: layer name -> bool ``(out, in)``, at most N in each group.
-
-        Raises:
-            RecipeError: there is no such layer. ShapeError: a mask is of another shape, or not N:M.
         """
         p = Pattern(self.pattern)
         for name, mask in masks.items():
@@ -254,15 +233,7 @@ class MaskLLM(ScheduledRecipe):
 
 
 def learned_apart(recipe: str, params: Iterable[Any], lr: float | Tensor, multiplier: float) -> list[dict[str, Any]]:
-    """Parameter groups in which what the recipe learns stands apart, with ``multiplier`` times its group's learning rate.
-
-    Args:
-        params: as for any optimizer: parameters, (name, parameter) pairs, or groups of either.
-        lr: of groups that have none of their own.
-
-    Raises:
-        RecipeError: nothing that ``sparsify_`` has added is among them.
-    """
+    """Parameter groups in which what the recipe learns stands apart, with ``multiplier`` times its group's learning rate, or ``lr``."""
     given = list(params)
     groups: list[dict[str, Any]] = given if given and isinstance(given[0], dict) else [{"params": given}]
     result: list[dict[str, Any]] = []

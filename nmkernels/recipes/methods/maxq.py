@@ -3,43 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from ...autograd import WeightTransform
-from ...autograd.transforms import Kind, Traits, masked
+from ...autograd.transforms import Traits, WeightTransform, masked, reading
 from ...optim import UpdateRule
 from ...pattern import Pattern, RecipeError
 from ..base import About, Stage, State
 from ..registry import recipe
-from ..schedule import ScheduledRecipe, phases
+from ..schedule import EARLY, ScheduledRecipe, phases
 from ..settings import choice, count, number
 
-EARLY = 0.05
-"""The share of dense groups above which a run counts as stopped on the way."""
-
-CURVE = 1.5
-"""c of the exponential schedule: 0.05 per epoch over the 30 epochs of the authors' runs."""
+CURVE = 1.5  # c of the exponential schedule: 0.05 per epoch over the 30 epochs of the authors' runs
 
 
 @dataclass(frozen=True)
 class SoftQuery(WeightTransform):
-    """W̃ = M(W) ⊙ (1 + Q(W)) ⊙ W, Q as ``MaxQ`` has it.
-
-    Args:
-        tau: τ, on the scale of the weights.
-        whole: add a second query of the same form over the whole weight instead of its rows.
-        chain: the gradient is g ⊙ M ⊙ (1 + Q), by the chain rule with both taken as constants, instead of g.
-
-    Example:
-        >>> SoftQuery(Pattern("1:2"), tau=1e-9)(torch.tensor([[1.0, 0.0, 3.0, -4.0]]))
-        tensor([[ 1.,  0.,  0., -8.]])
-    """
+    """W̃ = M(W) ⊙ (1 + Q(W)) ⊙ W with ``MaxQ``'s Q; ``whole`` is its ``kernel``, and ``chain`` its gradient g ⊙ M ⊙ (1 + Q)."""
 
     tau: float = 1e-2
     whole: bool = False
@@ -67,12 +50,9 @@ class SoftQuery(WeightTransform):
 
 @dataclass(frozen=True)
 class PartlyDense(SoftQuery):
-    """The same while a share D of the groups is dense yet: M is all ones in the ⌊D · groups⌋ of the smallest Σ|w|, ties by position.
+    """The same with M all ones in the ⌊D · groups⌋ of the smallest Σ|w|, ties by position; D is the schedule's ``nm_dense_groups``."""
 
-    D is the schedule's ``nm_dense_groups``.
-    """
-
-    reads: ClassVar[Mapping[str, Kind]] = {"nm_dense_groups": "fed"}
+    reads = reading(nm_dense_groups="fed")
 
     def _traits(self) -> Traits:
         return replace(super()._traits(), is_nm=False)

@@ -3,42 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from ...autograd import HardMask, WeightTransform
-from ...autograd.transforms import Kind, Traits
+from ...autograd.transforms import HardMask, Traits, WeightTransform, reading
 from ...optim import UpdateRule
 from ...pattern import Pattern
 from ..base import About, Span, Stage, State, first
 from ..registry import recipe
-from ..schedule import ScheduledRecipe, phases
+from ..schedule import EARLY, ScheduledRecipe, phases
 from ..settings import choice, count, number, setting
-
-EARLY = 0.05
-"""The flow above which a run counts as stopped on the way."""
 
 
 @dataclass(frozen=True)
 class DecayedMask(WeightTransform):
-    """W̃ = W ⊙ (M(W) + D (1 − M(W))), D the schedule's ``nm_flow``; kept weights have their bits.
-
-    Args:
-        chain: the gradient is g ⊙ (M + D (1 − M)), by the chain rule with M taken as a constant, instead of g.
-
-    Example:
-        >>> DecayedMask(Pattern("1:2"))(torch.tensor([[1.0, -2.0, 3.0, 2.0]]), torch.tensor(0.5))
-        tensor([[ 0.5000, -2.0000,  3.0000,  1.0000]])
-    """
+    """W̃ = W ⊙ (M(W) + D (1 − M(W))), D the schedule's ``nm_flow``; with ``chain`` the gradient is g ⊙ (M + D (1 − M))."""
 
     chain: bool = True
 
-    reads: ClassVar[Mapping[str, Kind]] = {"nm_flow": "fed"}
+    reads = reading(nm_flow="fed")
 
     def _traits(self) -> Traits:
         return replace(super()._traits(), is_nm=False)

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from ...autograd import HardMask, WeightTransform
-from ...autograd.transforms import WEIGHT, Kind, masked
+from ...autograd.transforms import WEIGHT, HardMask, WeightTransform, masked, reading
 from ...optim import UpdateRule
 from ...pattern import Pattern, RecipeError
 from ..base import About, LayerPlan, Recipe, Stage, State
 from ..registry import recipe
 from ..settings import choice, flag, number
 
-PATH = 16
-"""Steps along the path of the dense minimum from no regulariser to the whole one."""
-
-LAST = 8
-"""Newton's steps at its end, and of the search for the 3-sparse minimum."""
+PATH, LAST = 16, 8
+"""Steps along the path of the dense minimum from no regulariser to the whole one, and Newton's at its end and for the 3-sparse one."""
 
 BLOCK = 1 << 14
 """Groups computed together on a CPU, so that what lies between two operations stays in its cache."""
@@ -37,7 +31,7 @@ class Anchored(WeightTransform):
     strength: float = 0.0
     epsilon: float = 0.1
 
-    reads: ClassVar[Mapping[str, Kind]] = {"nm_initial": "frozen"}
+    reads = reading(nm_initial="frozen")
 
     def start(self, weight: Tensor) -> dict[str, Tensor]:
         return {"nm_initial": weight.clone(memory_format=torch.contiguous_format)}
@@ -53,7 +47,7 @@ class Anchored(WeightTransform):
 class AnchoredMask(WeightTransform):
     """W̃ = M(W) ⊙ W₀: the mask of the present weight over the weight as it was at the start, ``nm_initial``, bit for bit."""
 
-    reads: ClassVar[Mapping[str, Kind]] = {"nm_initial": "frozen"}
+    reads = reading(nm_initial="frozen")
 
     def start(self, weight: Tensor) -> dict[str, Tensor]:
         return {"nm_initial": weight.clone(memory_format=torch.contiguous_format)}
@@ -75,13 +69,12 @@ def prox(weight: Tensor, decay: float | Tensor) -> Tensor:
     * dense: w_i = z_i − λ e₂(the other three). Where the objective's Hessian is positive, a convex set, there is at most one minimum. It
       is followed from λ = 0, where it is z, in the two unknowns w₁ + w₂ and w₃ + w₄.
 
-    The authors' alternating minimisation from w = 0 ends elsewhere in some groups of nearly equal magnitudes.
-
     Args:
         weight: ``(..., cols)`` with cols a multiple of 4; 16-bit ones are computed in fp32.
         decay: λ ≥ 0, a number or a 0-d tensor; 0 gives the weight itself.
 
-    Source: the regulariser and the three candidates, Liu et al., ICML 2025, arXiv 2502.00258, and its code; how they are found, ours.
+    Source: the regulariser and the three candidates, Liu et al., ICML 2025, arXiv 2502.00258; how they are found, ours, as the authors'
+    alternating minimisation from w = 0 ends elsewhere in some groups of nearly equal magnitudes.
 
     Example:
         >>> prox(torch.tensor([[3.0, -0.1, 2.0, 0.2]]), 1.0)
@@ -113,17 +106,14 @@ def _prox(groups: Tensor, decay: float | Tensor) -> Tensor:
     return torch.where(w == 0, 0.0, w.copysign(groups))
 
 
-Four = tuple[Tensor, ...]
-
-
-def _objective(u: Four, y: Four) -> Tensor:
+def _objective(u: tuple[Tensor, ...], y: tuple[Tensor, ...]) -> Tensor:
     """(½‖u − y‖² + e₃(u)) / y₁², by quotients whose squares cannot vanish; NaN where y₁ is 0."""
     a, b, c, d = (v / y[0] for v in u)
     distance = sum((((p - q) / y[0]).square() for p, q in zip(u, y, strict=True)), torch.zeros_like(a))
     return distance / 2 + y[0] * (a * b * (c + d) + c * d * (a + b))
 
 
-def _three(y: Four) -> Four:
+def _three(y: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """The 3-sparse candidate; some other point that is no better where there is none."""
     s, d = y[0] + y[1], y[0] - y[1]
     ratio = (d / s).sqrt()
@@ -137,7 +127,7 @@ def _three(y: Four) -> Four:
     return tuple(v.clamp_min(0) for v in ((s + d) / 2, (s - d) / 2, t, torch.zeros_like(t)))
 
 
-def _four(y: Four) -> Four:
+def _four(y: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """The dense candidate; some other point that is no better where there is none."""
     a, b, c, d = y[0] + y[1], y[2] + y[3], (y[0] - y[1]).square(), (y[2] - y[3]).square()
     p = q = torch.zeros_like(a)
@@ -175,9 +165,6 @@ class ProxSparse(Recipe):
             unscaling and clipping (the authors: before it). 1.0 for Llama-3.1-8B, 0 for most.
         epsilon: ε; 0.1 there.
         final_values: ``"initial"`` leaves M(W) ⊙ W₀ in the end, as the authors do; ``"trained"`` M(W) ⊙ W.
-
-    Raises:
-        RecipeError: a pattern other than 2:4, or a value out of range.
 
     Example:
         >>> recipe = ProxSparse(decay=1.0)

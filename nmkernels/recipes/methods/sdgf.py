@@ -17,9 +17,6 @@ from ..registry import recipe
 from ..schedule import PACKED, ScheduledRecipe, packing, phases
 from ..settings import choice
 
-FINER = (8, 4, 2, 1)
-"""Factors of the geometric frames."""
-
 
 @recipe("sdgf")
 @dataclass(frozen=True)
@@ -81,7 +78,7 @@ class SdGf(ScheduledRecipe):
                 kept.append(next_one)
                 next_one = (next_one + 1) // 2
             return tuple(Pattern(n, p.m) for n in dict.fromkeys([*kept, p.n]))
-        sizes = [f for f in FINER if f * p.m <= MAX_M]
+        sizes = [f for f in (8, 4, 2, 1) if f * p.m <= MAX_M]
         return tuple(Pattern(p.n * (f if self.schedule == "geometric" else 1), p.m * f) for f in sizes)
 
     @cached_property

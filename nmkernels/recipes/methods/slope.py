@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from ...autograd import HardMask, WeightTransform
-from ...autograd.transforms import Kind, masked, pruned_along_out
+from ...autograd.transforms import HardMask, WeightTransform, masked, pruned_along_out, reading
 from ...pattern import Pattern, RecipeError
 from ..base import About, LayerPlan, Setup, Stage, State, rank_for
 from ..registry import recipe
@@ -26,7 +24,7 @@ class DoublePruned(WeightTransform):
     For a random R, C takes Σ_{j>N} C(M,j) s^j (1−s)^{M−j} (j−N)/M of all weights more, s = N/M: 12.5 % at 1:2, 9.4 % at 2:4, 5.8 % at 2:8.
     """
 
-    reads: ClassVar[Mapping[str, Kind]] = {"nm_rows": "held", "nm_columns": "held"}
+    reads = reading(nm_rows="held", nm_columns="held")
 
     def renew(self, weight: Tensor, extras: Sequence[Tensor | None], generator: torch.Generator) -> dict[str, Tensor]:
         """``nm_rows`` once and for all, and ``nm_columns`` of the present weight, both bool ``(out, in)``."""
@@ -64,7 +62,7 @@ class SLoPe(ScheduledRecipe):
     L ``(in, r)`` and R' ``(r, out)`` are the Parameters ``nm_left`` and ``nm_right`` of each layer from ``sparsify_`` on, so build the
     optimizer after it; they have no gradient before their phase (DistributedDataParallel needs ``find_unused_parameters=True``).
     ``finish`` leaves N:M weights and the adapters: ``compress_`` and the compressed file keep both, ``save_dense`` and ``remove`` fold them
-    into one dense weight W + (L R')ᵀ / r. With ``rank=0`` there are no adapters.
+    into one dense weight W + (L R')ᵀ / r.
 
     Args:
         rank: of the adapters: a whole number, or as a share of the smaller side of each layer, at least 1; 0 for none. The paper tries

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ...autograd import GemmPlan, WeightTransform
-from ...autograd.transforms import Kind, Traits, laid_out
+from ...autograd.transforms import Traits, laid_out, reading
 from ...ops import Packed, pack
 from ...optim import UpdateRule
 from ...pattern import NMError, Pattern, PatternLike, RecipeError
@@ -22,15 +20,9 @@ from ..settings import choice, optional_seed
 
 @dataclass(frozen=True)
 class SoftThreshold(WeightTransform):
-    """W̃ = β · S(W), as ``SSTE`` has it; β is ``nm_scale``, a number per tensor. The gradient is passed straight through.
+    """W̃ = β · S(W) with ``SSTE``'s S; β is ``nm_scale``, a number per tensor. The gradient is passed straight through."""
 
-    Example:
-        >>> w = torch.tensor([[0.3, -1.0, 0.5, 2.0]])
-        >>> SoftThreshold(Pattern("2:4"))(w, torch.tensor(2.0))
-        tensor([[ 0., -1.,  0.,  3.]])
-    """
-
-    reads: ClassVar[Mapping[str, Kind]] = {"nm_scale": "frozen"}
+    reads = reading(nm_scale="frozen")
 
     def _traits(self) -> Traits:
         return replace(super()._traits(), threshold=True)
@@ -91,7 +83,7 @@ class SSTE(Recipe):
 
     β is taken by ``sparsify_`` and again by ``attach``, after the model's own initialisation. It is the buffer ``nm_scale`` of each layer
     in the model's state dict until ``finish`` or ``remove``; a dense checkpoint loads strictly and renews it.
-    2:4 is the paper's; for other N:M, t and β are our extension. The paper sparsifies the feed-forward linears only (``filter_fn``).
+    The paper has 2:4, in the feed-forward linears only (``filter_fn``).
 
     Args:
         mvue: the output gradient g is replaced in ∂L/∂W = gᵀ x by its unbiased N:M estimate along tokens (Chmiel et al., ICLR 2023):

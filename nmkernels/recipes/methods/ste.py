@@ -26,9 +26,6 @@ class STE(Recipe):
             call and in every GEMM where that was measured to be faster than the dense layout (``nm.tune``). It is packed once per step.
             Results differ from the dense layout's by rounding.
 
-    Raises:
-        RecipeError: ``packed`` is unknown.
-
     Example:
         >>> STE("1:4").stage({}).transform
         HardMask(pattern=Pattern("1:4"), chain=False)
@@ -57,9 +54,6 @@ class SRSTE(Recipe):
     Args:
         decay: λ, at least 0; 2e-4 in the paper, for SGD on ImageNet. With 0 it is STE.
         packed: as for ``STE``.
-
-    Raises:
-        RecipeError: a value is out of range.
 
     Example:
         >>> SRSTE("2:4", decay=1e-4).stage({}).rule.decay

@@ -23,7 +23,6 @@ APPLIED, CHANGE, LOG_CHANGE, UNCHANGED = (STATS.index(name) for name in ("applie
 LOG_FLOOR = -149 * math.log(2)
 """What the optimizer counts as log|Δv| where v did not change: the logarithm of the smallest fp32 number."""
 
-
 SWITCHES = ("arithmetic", "geometric", "relative_norm", "staleness", "fixed")
 THRESHOLDS = {"relative_norm": 0.5, "staleness": 0.96}
 
@@ -99,8 +98,8 @@ class STEP(Composite):
             ``total_steps``, what it takes once from the weights is taken from those of the switch, and all its updates have v frozen.
 
     Raises:
-        RecipeError: shares without ``total_steps``, t_min > t_max, a value out of range; an inner recipe with a dense phase of its own
-            or that trains no weights; or, at ``attach``, an optimizer whose second moment cannot be frozen.
+        RecipeError: shares without ``total_steps``, t_min > t_max; an inner recipe with a dense phase of its own or that trains no
+            weights; or, at ``attach``, an optimizer whose second moment cannot be frozen.
 
     Example:
         >>> STEP("2:4", total_steps=1000).bounds()
@@ -147,17 +146,14 @@ class STEP(Composite):
         said = f"STEP: {type(inner).__name__} cannot be its inner recipe: "
         stage = first_stage(inner)
         if stage.phase == 0:
-            raise RecipeError(
-                f"{said}it begins with a dense phase, and STEP has that one itself. Leave out what makes it dense at first "
-                "(start=), or use the recipe without STEP."
-            )
+            raise RecipeError(f"{said}it begins with a dense phase, and STEP has that one itself. Leave out start=, or STEP.")
         if stage.plan.wgrad == "none" or (stage.transform is not None and "learned" in stage.transform.reads.values()):
             raise RecipeError(f"{said}it learns masks, from the first step on, which a dense phase cannot prepare. Use it without STEP.")
         if stage.rule.late:
             raise RecipeError(f"{said}its second moment is that of its own decay too, and cannot be frozen before. Use it without STEP.")
         if inner.setup.mask_score not in (None, "magnitude"):
             raise RecipeError(f'{said}its masks are of a model that is trained already. Use score="magnitude", or it without STEP.')
-        earliest = (self.bounds()[0] or 0) + (self.switch != "fixed")
+        earliest, _ = self._possible()
         for at in {earliest, self._latest() or earliest}:
             try:
                 self.sparse(at)
@@ -166,10 +162,8 @@ class STEP(Composite):
 
     def _latest(self) -> int | None:
         """The last step that can be T₀ and leaves one; None where the length of the run is not known."""
-        _, high = self.bounds()
         last = None if self.total_steps is None else self.total_steps - 1
-        late = None if high is None else high + (self.switch != "fixed")
-        return min((at for at in (last, late) if at is not None), default=None)
+        return min((at for at in (last, self._possible()[1]) if at is not None), default=None)
 
     def sparse(self, switch_step: int) -> Recipe:
         """The recipe of phase 1 after a switch at T₀ = ``switch_step``: the inner one over the steps that are left."""
@@ -190,11 +184,15 @@ class STEP(Composite):
             resolve_step("STEP", "t_max", self.t_max, self.total_steps),
         )
 
+    def _possible(self) -> tuple[int, int | None]:
+        """The first and the last step that can be T₀: one more than the bounds, unless it is given."""
+        low, high = self.bounds()
+        more = self.switch != "fixed"
+        return (low or 0) + more, None if high is None else high + more
+
     def profile(self, steps: int) -> list[Span]:
         """Dense until T_max, the latest T₀, or to the end where there is no bound; then what the inner recipe costs."""
-        _, high = self.bounds()
-        # T₀ is the first t > T_max, unless it is given
-        late = steps if high is None else high + (self.switch != "fixed")
+        late = self._possible()[1] or steps
         return first(steps, [Span(late), *self.sparse(late).profile(max(steps - late, 1))])
 
     def switched_at(self, step: int) -> STEP:
@@ -211,8 +209,8 @@ class STEP(Composite):
 
     def first_state(self, group: dict[str, Any]) -> State:
         threshold = self.threshold if self.threshold is not None else THRESHOLDS.get(self.switch, group["eps"])
-        state: State = {"switch_step": 0, "v_step": 0, "threshold": float(threshold)}
-        state |= {"t": torch.zeros((), dtype=torch.float64), "z_bar": torch.zeros((), dtype=torch.float64)}
+        zero = torch.zeros((), dtype=torch.float64)
+        state: State = {"switch_step": 0, "v_step": 0, "threshold": float(threshold), "t": zero, "z_bar": zero.clone()}
         if self.switch != "fixed":
             length = 1 if self.switch == "relative_norm" else window(float(group["betas"][1]))
             state["ring"] = torch.zeros(length, dtype=torch.float64)
@@ -251,16 +249,12 @@ class STEP(Composite):
         return True
 
     def _due(self, state: State, calls: int) -> bool:
-        low, high = self.bounds()
-        fixed = self.switch == "fixed"
-        # before T_min there is nothing to decide, and the host need not wait for the device
-        if calls < (low or 0) + (0 if fixed else 1):
+        earliest, latest = self._possible()
+        if calls < earliest:  # nothing to decide yet, and the host need not wait for the device
             return False
         t, z, threshold = state["t"], state["z_bar"], state["threshold"]
-        if fixed:
-            return bool((t >= (high or 0)).item())
-        due = (z > threshold if self.switch == "staleness" else z < threshold) & (t > (low or 0))
-        return bool((due if high is None else due | (t > high)).item())
+        due = (z > threshold if self.switch == "staleness" else z < threshold) & (t >= earliest)
+        return bool((due if latest is None else due | (t >= latest)).item())
 
     def values(self, state: State) -> dict[str, Tensor]:
         """``z_bar``, what AutoSwitch tests; ``switch_step``, T₀ or 0; for option II ``v_unchanged``, how many |Δv| were zero."""

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from ...autograd import WeightTransform
-from ...autograd.transforms import Kind
+from ...autograd.transforms import WeightTransform, masked, reading
 from ...optim import UpdateRule
 from ...pattern import Pattern, RecipeError
 from ..base import About, LayerPlan, Recipe, Stage, State
@@ -28,31 +26,23 @@ EXACT_M = 8
 
 @dataclass(frozen=True)
 class BlockColumns(WeightTransform):
-    """W̃ = M_C(W) ⊙ C ⊙ W as ``VNM`` has it, C the held ``nm_columns``, bool ``(out / V, in)``; the gradient is passed straight through.
-
-    Args:
-        v: rows of a block; must divide those of the weight.
-        objective: see ``best_columns``.
-    """
+    """W̃ = M_C(W) ⊙ C ⊙ W as ``VNM`` has it, C the held ``nm_columns``, bool ``(out / V, in)``; the gradient is passed straight through."""
 
     v: int = 64
     objective: str = "retained"
 
-    reads: ClassVar[Mapping[str, Kind]] = {"nm_columns": "held"}
+    reads = reading(nm_columns="held")
 
     def renew(self, weight: Tensor, extras: Sequence[Tensor | None], generator: torch.Generator) -> dict[str, Tensor]:
         return {"nm_columns": best_columns(weight, self.pattern.n, self.pattern.m, self.v, self.objective)}
 
-    def _inside(self, weight: Tensor, columns: Tensor) -> Tensor:
-        return torch.where(columns.repeat_interleave(self.v, 0), weight, torch.zeros((), dtype=weight.dtype, device=weight.device))
-
     def kept(self, weight: Tensor, *extras: Tensor) -> Tensor:
         """C ⊙ M_C; where a row of a group has fewer than N non-zeros in the kept columns, fewer than N are kept."""
-        inside = self._inside(weight, extras[0])
-        return torch.ops.nmkernels.nm_mask(inside, self.pattern.n, self.pattern.m) & extras[0].repeat_interleave(self.v, 0)
+        columns = extras[0].repeat_interleave(self.v, 0)
+        return torch.ops.nmkernels.nm_mask(masked(weight, columns), self.pattern.n, self.pattern.m) & columns
 
     def __call__(self, weight: Tensor, *extras: Tensor, out: Tensor | None = None) -> Tensor:
-        raw, inside = torch.ops.nmkernels, self._inside(weight, extras[0])
+        raw, inside = torch.ops.nmkernels, masked(weight, extras[0].repeat_interleave(self.v, 0))
         if out is None:
             return raw.nm_prune(inside, self.pattern.n, self.pattern.m)
         raw.nm_prune_out(inside, self.pattern.n, self.pattern.m, out=out)
@@ -62,11 +52,8 @@ class BlockColumns(WeightTransform):
 def best_columns(weight: Tensor, n: int, m: int, v: int, objective: str = "retained") -> Tensor:
     """Which 4 columns of every group each block of V rows keeps, bool ``(out / V, in)``; ties go to the lower columns.
 
-    Args:
-        weight: ``(out, in)``.
-        objective: ``"retained"``: the largest Σ|w| that is left after N:4 in each row; over all sets of columns where M ≤ 8, and above
-            greedily, one column after the other by what it adds. That sum is submodular in the set, so greedy reaches at least 1 − 1/e of
-            the best (Nemhauser et al. 1978). ``"sums"``: the 4 columns of largest Σ|w| before N:4, which is cheap.
+    The objective is ``VNM``'s. Σ|w| after N:4 is submodular in the set of columns, so that one column after the other, by what it adds,
+    reaches at least 1 − 1/e of the best (Nemhauser et al. 1978).
 
     Example:
         >>> w = torch.tensor([[5.0, 1.0, 0.0, 3.0, 4.0, 0.0], [1.0, 2.0, 6.0, 0.0, 3.0, 4.0]])
@@ -129,26 +116,21 @@ def _greedy(size: Tensor, n: int) -> Tensor:
 class VNM(Recipe):
     """V:N:M (VENOM: Castro et al., SC 2023, arXiv 2310.02065; trained in "Beyond 2:4", arXiv 2410.16135).
 
-    In each block of V rows, every group of M columns keeps 4 for all V rows, and each row N of those 4: N = 2 runs at density 2/M on the
-    2:4 tensor cores. With C the kept columns and M_C(W) the N largest magnitudes inside them::
+    In each block of V rows, every group of M ≥ 4 columns keeps 4 for all V rows, and each row N of those 4: N = 2 runs at density 2/M on
+    the 2:4 tensor cores. With C the kept columns and M_C(W) the N largest magnitudes inside them::
 
         y = x (M_C(W) ⊙ C ⊙ W)ᵀ        ∂L/∂W := gᵀ x + λ (1 − M_C ⊙ C) ⊙ W
 
-    C is held, also by a checkpoint, and chosen anew every ``every`` applied steps; M_C follows the weight at every step. ``finish`` leaves
-    M_C ⊙ C ⊙ W, which is N:M and is compressed as any other; no kernel here makes use of V yet. Works with any optimizer.
-
-    Where V does not divide a layer's outputs, the greatest common divisor of the two is its V, and ``handle.report`` says so; for
-    an odd number of outputs that is 1, ordinary N:M.
+    C is held and chosen anew every ``every`` applied steps; M_C follows the weight at every step. ``finish`` leaves M_C ⊙ C ⊙ W, which is
+    N:M and is compressed as any other; no kernel here makes use of V yet. Works with any optimizer.
 
     Args:
-        v: V, rows of a block: 64 in most of both papers' results.
+        v: V, rows of a block: 64 in most of both papers' results. Where it does not divide a layer's outputs, the greatest common divisor
+            of the two is the layer's V, and ``handle.report`` says so.
         decay: λ of SR-STE, at least 0.
         every: applied steps between two choices of C; 0 chooses once, at the beginning.
         objective: ``"retained"`` chooses C to keep the largest Σ|w| after N:4: over all C(M, 4) sets of columns up to M = 8, then greedily;
             ``"sums"``: the 4 columns of largest Σ|w| before N:4, which keeps a little less and is far cheaper.
-
-    Raises:
-        RecipeError: a value is out of range, or not N ≤ 4 ≤ M.
 
     Example:
         >>> VNM("2:8", v=16).stage({}).transform
