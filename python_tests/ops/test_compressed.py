@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import io
-import pickle
 
 import pytest
 import torch
@@ -30,19 +29,9 @@ def test_attributes(c: Compressed) -> None:
 def test_frozen_and_equal_by_identity(c: Compressed) -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         c.values = torch.zeros(1)  # type: ignore[misc]
-    again = Compressed(c.values, c.indices, c.pattern, c.shape)
-    assert c == c and c != again and len({c, again}) == 2
-
-
-def test_pattern_and_shape_are_converted(c: Compressed) -> None:
     again = Compressed(c.values, c.indices, "2:4", (6, 16))  # type: ignore[arg-type]
+    assert c == c and c != again and len({c, again}) == 2
     assert again.pattern == Pattern("2:4") and isinstance(again.shape, torch.Size)
-
-
-def test_dense_is_prune() -> None:
-    for pattern in ("2:4", "1:8", "3:5", "4:32"):
-        w = torch.randn(3, 5, 160)
-        testing.assert_equal_bits(ops.compress(w, pattern).dense(), ops.prune(w, pattern))
 
 
 def test_to(c: Compressed) -> None:
@@ -51,12 +40,7 @@ def test_to(c: Compressed) -> None:
     assert half.dtype == torch.bfloat16 and half.indices is c.indices
     testing.assert_equal_bits(half.dense(), c.dense().bfloat16())
     meta = c.to(device="meta", dtype=torch.float16, non_blocking=True)
-    assert (meta.values.device.type, meta.indices.device.type, meta.dtype, meta.indices.dtype) == (
-        "meta",
-        "meta",
-        torch.float16,
-        torch.uint8,
-    )
+    assert [(x.device.type, x.dtype) for x in (meta.values, meta.indices)] == [("meta", torch.float16), ("meta", torch.uint8)]
 
 
 def test_pytree(c: Compressed) -> None:
@@ -73,18 +57,15 @@ def test_pytree(c: Compressed) -> None:
     assert "nmkernels.Compressed" in text and pytree.treespec_loads(text) == spec
 
 
-@pytest.mark.parametrize("way", ["pickle", "torch.save", "deepcopy", "copy"])
+@pytest.mark.parametrize("way", ["torch.save", "deepcopy", "copy"])
 def test_copies_are_equal_and_without_layouts(c: Compressed, way: str) -> None:
     c.layout("secret", lambda _: "unique marker")
-    if way == "pickle":
-        data = pickle.dumps(c)
-        assert b"unique marker" not in data
-        again = pickle.loads(data)
-    elif way == "torch.save":
+    if way == "torch.save":
         buffer = io.BytesIO()
         torch.save(c, buffer)
         assert b"unique marker" not in buffer.getvalue()
-        again = torch.load(io.BytesIO(buffer.getvalue()), weights_only=False)
+        buffer.seek(0)
+        again = torch.load(buffer, weights_only=False)
     else:
         again = getattr(copy, way)(c)
     assert (again.values is c.values) == (way == "copy")

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.func import grad, jvp, vjp, vmap
 
-from nmkernels import NMError, ops
+from nmkernels import NMError, dispatch, ops
 from nmkernels.ops import Compressed
 from nmkernels.testing import assert_equal_bits
 from python_tests.each import each
@@ -83,9 +83,13 @@ def w() -> Tensor:
 class TestRefusal:
     """The gradient of a sum with another way to it: a zero there would be a wrong gradient that nobody sees."""
 
+    @pytest.mark.parametrize("backend", ["reference", "cpu"])
     @each("name", EVERY)
-    def test_backward(self, name: str) -> None:
+    def test_backward(self, name: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A backend in plain torch must not be differentiable where one in C++ is not."""
+        monkeypatch.setenv(dispatch.ENV, backend)
         w = weight()
+        EVERY[name](w)  # what is remembered of this call is not for the next
         w.requires_grad_()
         y = EVERY[name](w)
         assert y.requires_grad
@@ -98,6 +102,7 @@ class TestRefusal:
     @each("name", EVERY)
     def test_forward_mode(self, name: str) -> None:
         w = weight()
+        EVERY[name](w)
         for grad_mode in (True, False):
             with torch.set_grad_enabled(grad_mode), forward_ad.dual_level(), pytest.raises(NMError, match=WORDS):
                 EVERY[name](forward_ad.make_dual(w, w))
@@ -150,21 +155,27 @@ class TestRefusal:
                 torch.compile(transform, backend="aot_eager")(w)
 
 
-@each("op", ["linear", "linear_dgrad", "linear_wgrad", "decompress", "relayout"])
-def test_public_gemms_and_forms(op: str, w: Tensor) -> None:
-    calls = {
-        "linear": lambda w: ops.linear(w, C),
-        "linear_dgrad": lambda w: ops.linear_dgrad(w, C),
-        "linear_wgrad": lambda w: ops.linear_wgrad(C, w),
-        "decompress": lambda w: ops.decompress(held(w[:, :8])),
-        "relayout": lambda w: ops.relayout(Compressed(w.bfloat16().reshape(32, 8), B.indices, "1:8", (32, 64)), "mma.sp").values,
-    }
-    with pytest.raises(NMError, match="no gradient|requires grad"):
-        calls[op](w.clone().requires_grad_()).sum().backward()
-    with pytest.raises(NMError, match="no gradient|requires grad"):
-        grad(lambda w: calls[op](w).sum())(w)
+GEMMS: dict[str, tuple[Any, str]] = {
+    "linear": (lambda w: ops.linear(w, C), r"nm_linear: x requires grad.*CompressedLinear.*SparseLinear"),
+    "linear_bias": (lambda w: ops.linear(torch.ones(1, 16), C, w[0]), "bias requires grad"),
+    "linear_dgrad": (lambda w: ops.linear_dgrad(w, C), "nm_linear_dgrad: g requires grad"),
+    "linear_wgrad": (lambda w: ops.linear_wgrad(C, w), "nm_linear_wgrad: x requires grad"),
+    "decompress": (lambda w: ops.decompress(held(w[:, :8])), "nm_decompress has no gradient"),
+    "relayout": (
+        lambda w: ops.relayout(Compressed(w.bfloat16().reshape(32, 8), B.indices, "1:8", (32, 64)), "mma.sp").values,
+        "no gradient",
+    ),
+}
+
+
+@each("name", GEMMS)
+def test_public_gemms_and_forms(name: str, w: Tensor) -> None:
+    call, text = GEMMS[name]
+    for refused in (lambda: call(w.clone().requires_grad_()).sum().backward(), lambda: grad(lambda w: call(w).sum())(w)):
+        with pytest.raises(NMError, match=text):
+            refused()
     with torch.no_grad(), pytest.raises(NMError, match="no gradient in forward mode"):
-        jvp(calls[op], (w,), (w,))
+        jvp(call, (w,), (w,))
 
 
 def test_masks_have_no_derivative_to_refuse(w: Tensor) -> None:
@@ -185,7 +196,8 @@ def test_a_write_that_autograd_cannot_see_raises(op: str, w: Tensor) -> None:
         else:
             getattr(ops, op)(w, "2:4", out=torch.empty(16, 16))
 
-    w.requires_grad_()
+    write(w)
+    w = w.clone().requires_grad_()
     with pytest.raises(NMError, match=rf"nm_{op}.*requires grad.*no_grad"):
         write(w)
     with pytest.raises(NMError, match="requires grad"):
@@ -234,11 +246,7 @@ def batched_cases() -> dict[str, tuple[Any, tuple[Tensor, ...], tuple[int | None
         "compress_masks": (lambda w, m: raw.nm_compress(w, 2, 4, m), (w[0], ops.mask(w, "2:4")), (None, 0)),
         "decompress": (lambda v, i: raw.nm_decompress(v, i, 2, 4, 16), pair, (0, 0)),
         "decompress_values": (lambda v, i: raw.nm_decompress(v, i, 2, 4, 16), (many.values, C.indices), (0, None)),
-        "metadata": (
-            lambda i: raw.nm_metadata(i, 64, "mma.sp"),
-            (torch.stack([ops.compress(torch.randn(16, 64), "2:4").indices] * 2),),
-            (0,),
-        ),
+        "metadata": (lambda i: raw.nm_metadata(i, 64, "mma.sp"), (ops.compress(torch.randn(2, 16, 64), "2:4").indices,), (0,)),
         "mvue_seeds": (lambda g, s: raw.nm_mvue(g, 2, 4, 0, s, "exact"), (w[0], torch.randint(99, (5, 2))), (None, 0)),
         "linear_x": (linear, (x.movedim(0, 2), *one, bias[0], rest[:, 0]), (0, None, None, None, None)),
         "linear_residual": (linear, (torch.randn(3, 16), *one, bias[0], rest), (None, None, None, None, 1)),
@@ -257,11 +265,8 @@ def test_vmap_is_a_loop(name: str, capfd: pytest.CaptureFixture[str]) -> None:
     fn, args, dims = batched_cases()[name]
     expected = looped(fn, *args, dims=dims)
     torch.testing.assert_close(vmap(fn, dims)(*args), expected)
-    twice = [torch.stack([a, a]) for a in args]
-    inner = tuple(dims)
-    torch.testing.assert_close(
-        vmap(vmap(fn, inner), 0)(*twice), torch.utils._pytree.tree_map(lambda t: torch.stack([t, t]), expected)
-    )  # fmt: skip
+    twice = torch.utils._pytree.tree_map(lambda t: torch.stack([t, t]), expected)
+    torch.testing.assert_close(vmap(vmap(fn, tuple(dims)), 0)(*[torch.stack([a, a]) for a in args]), twice)
     assert "performance drop" not in capfd.readouterr().err
 
 

@@ -8,36 +8,28 @@ import pytest
 import torch
 
 from nmkernels import DtypeError, NMError, PatternError, ShapeError, ops
-from nmkernels.dispatch import ENV
 from nmkernels.ops import OptionError
 from python_tests.each import each
 from python_tests.ops.samples import adamw, packed, seed
 
+raw = torch.ops.nmkernels
 W = torch.arange(24.0).reshape(3, 8) + 1
 C = ops.compress(W, "2:4")
+ORDERED = ops.relayout(ops.compress(torch.ones(16, 64).half(), "2:4"), "mma.sp")
 D = torch.ones(16, 32).half(), torch.zeros(1, 1, 32, dtype=torch.int32)
-DENSE_OPS = [
-    ops.mask,
-    ops.prune,
-    ops.soft_threshold,
-    ops.soft_threshold_scale,
-    ops.transposable_mask,
-    ops.compress,
-    ops.pack,
-    ops.mvue,
-    ops.mvue_compress,
-]
+GROUPED = [ops.mask, ops.prune, ops.soft_threshold, ops.soft_threshold_scale, ops.transposable_mask, ops.compress]
+DENSE_OPS = [*GROUPED, ops.pack, ops.mvue, ops.mvue_compress]
 
 
-@each("op", DENSE_OPS, ids=lambda f: f.__name__)
-@each("dtype", [torch.int32, torch.bool, torch.complex64, torch.float8_e4m3fn], ids=str)
+@each("op", DENSE_OPS)
+@each("dtype", [torch.int32, torch.bool, torch.complex64, torch.float8_e4m3fn])
 def test_dtype(op: Callable, dtype: torch.dtype) -> None:
     with pytest.raises(DtypeError, match=rf"nm_{op.__name__}: .*{dtype}.*float32.*\.") as error:
         op(torch.ones(4, 8).to(dtype), "2:4")
     assert isinstance(error.value, TypeError)
 
 
-@each("op", DENSE_OPS, ids=lambda f: f.__name__)
+@each("op", DENSE_OPS)
 def test_indivisible(op: Callable) -> None:
     with pytest.raises(ShapeError, match=rf"nm_{op.__name__}: .*10.*multiple of M=4.*Pad it to 12"):
         op(torch.ones(4, 10), "2:4")
@@ -45,7 +37,7 @@ def test_indivisible(op: Callable) -> None:
         op(torch.tensor(1.0), "2:4")
 
 
-@each("op", DENSE_OPS, ids=lambda f: f.__name__)
+@each("op", DENSE_OPS)
 @each("pattern", ["4:2", "0:4", "x", "2:512", 2.4, None, ["2:4"], (2, 4)])
 def test_pattern(op: Callable, pattern: object) -> None:
     with pytest.raises(PatternError, match="N:M"):
@@ -55,7 +47,7 @@ def test_pattern(op: Callable, pattern: object) -> None:
 @each("n, m", [(3, 2), (0, 4), (1, 257), (-1, 4)])
 def test_raw_pattern(n: int, m: int) -> None:
     with pytest.raises(PatternError, match=f"{n}:{m}"):
-        torch.ops.nmkernels.nm_mask(W, n, m)
+        raw.nm_mask(W, n, m)
 
 
 WRONG = {
@@ -67,14 +59,13 @@ WRONG = {
     "mask_device": (lambda: ops.compress(W, "2:4", mask=torch.ones(3, 8, dtype=torch.bool, device="meta")), ShapeError, "cpu.*meta"),
     "out_shape": (lambda: ops.prune(W, "2:4", out=torch.empty(3, 4)), ShapeError, r"nm_prune: out has shape \(3, 4\).*\(3, 8\)"),
     "out_dtype": (lambda: ops.mask(W, "2:4", out=torch.empty(3, 8)), DtypeError, "nm_mask: out has dtype torch.float32.*torch.bool"),
-    "out_device": (lambda: ops.prune(W, "2:4", out=torch.empty(3, 8, device="meta")), ShapeError, "meta"),
     "out_compressed": (lambda: ops.compress(W, "1:4", out=C), ShapeError, "1:4 of shape"),
     "out_compressed_dtype": (lambda: ops.compress(W.half(), "2:4", out=C), DtypeError, "out_values"),
     "indices_size": (lambda: ops.Compressed(C.values, C.indices[:, :0], "2:4", (3, 8)), ShapeError, r"\(3, 0\).*need \(3, 1\)"),
     "indices_dtype": (lambda: ops.Compressed(C.values, C.indices.int(), "2:4", (3, 8)), DtypeError, "int32.*uint8"),
     "values_size": (lambda: ops.Compressed(C.values, C.indices, "1:4", (3, 8)), ShapeError, "1:4 store 2"),
     "rows": (lambda: ops.Compressed(C.values, C.indices, "2:4", (4, 8)), ShapeError, "all dimensions but the last"),
-    "negative_cols": (lambda: torch.ops.nmkernels.nm_decompress(C.values, C.indices, 2, 4, -8), ShapeError, "-8"),
+    "negative_cols": (lambda: raw.nm_decompress(C.values, C.indices, 2, 4, -8), ShapeError, "-8"),
     "activation": (
         lambda: ops.linear(torch.ones(2, 8), C, activation="tanh"),
         OptionError,
@@ -84,8 +75,6 @@ WRONG = {
     "pack_1d": (lambda: ops.pack(W[0], "2:4"), ShapeError, r"nm_pack: .*\(8,\).*matrix"),
     "pack_dtype": (lambda: ops.pack(W, "2:4", dtype=torch.int8), DtypeError, "nm_pack: .*int8.*bfloat16"),
     "pack_mask": (lambda: ops.pack(W, "2:4", "best"), OptionError, "nm_pack: .*'best'.*'transposable'"),
-    "pack_mask_dtype": (lambda: ops.pack(W, "2:4", torch.ones(3, 8)), DtypeError, "float32.*must be bool"),
-    "pack_mask_device": (lambda: ops.pack(W, "2:4", torch.ones(3, 8, dtype=torch.bool, device="meta")), ShapeError, "cpu.*meta"),
     "pack_mask_too_full": (lambda: ops.pack(W, "2:4", torch.ones(3, 8, dtype=torch.bool)), ShapeError, "2:4"),
     "pack_both": (lambda: ops.pack(W, "2:4", columns=True), PatternError, "nm_pack: .*rows and columns at once.*transposable mask"),
     "pack_neither": (lambda: ops.pack(W, "2:4", rows=False), OptionError, "nm_pack: neither"),
@@ -117,6 +106,27 @@ WRONG = {
     "seed_type": (lambda: ops.mvue(W, "2:4", seed=1.5), ops.OptionError, "1.5"),
     "seed_bool": (lambda: ops.mvue(W, "2:4", seed=True), ops.OptionError, "True"),
     "offset_with_tensor": (lambda: ops.mvue(W, "2:4", seed=seed(), offset=1), ops.OptionError, "offset=1"),
+    "relayout_pattern": (
+        lambda: ops.relayout(ops.compress(torch.ones(16, 64).bfloat16(), "3:8"), "mma.sp"),
+        PatternError,
+        "3:8.*at most 2 of every M",
+    ),
+    "relayout_dtype": (lambda: ops.relayout(ops.compress(torch.ones(16, 64), "2:4"), "mma.sp"), DtypeError, "16-bit"),
+    "relayout_layout": (lambda: ops.relayout(ops.compress(torch.ones(16, 64).half(), "2:4"), "coo"), ops.OptionError, "'coo'.*'mma.sp'"),
+    "relayout_batch": (lambda: ops.relayout(ops.compress(torch.ones(2, 16, 64).half(), "2:4"), "mma.sp"), ShapeError, "matrix"),
+    "relayout_dgrad": (lambda: ops.linear_dgrad(torch.ones(1, 16).half(), ORDERED), ops.OptionError, "packed.columns"),
+    "relayout_shape": (
+        lambda: raw.nm_linear(torch.ones(1, 128).half(), ORDERED.values, ORDERED.meta, 2, 4, 128),
+        ShapeError,
+        "128",
+    ),
+    "relayout_raw": (lambda: raw.nm_metadata(torch.zeros(16, 8).byte(), 64, "canonical"), ShapeError, "in that order already"),
+    "relayout_residual": (
+        lambda: ops.linear(torch.ones(2, 64).half(), ORDERED, residual=torch.ones(2, 8).half()),
+        ShapeError,
+        r"residual.*\(2, 16\)",
+    ),
+    "relayout_residual_dtype": (lambda: ops.linear(torch.ones(2, 64).half(), ORDERED, residual=torch.ones(2, 16)), DtypeError, "residual"),
     "offset_without_seed": (lambda: ops.mvue(W, "2:4", offset=1), ops.OptionError, "offset=1"),
 }
 
@@ -130,110 +140,61 @@ def test_wrong_call(name: str) -> None:
 
 
 def _adamw_with(**changes: object) -> None:
-    names = [
-        "params",
-        "grads",
-        "exp_avgs",
-        "exp_avg_sqs",
-        "max",
-        "steps",
-        "outs",
-        "hyper",
-        "n",
-        "m",
-        "f",
-        "e",
-        "x",
-        "g",
-        "grad_scale",
-        "found_inf",
-        "transposable",
-        "packs",
-        "layout",
-    ]
-    args = dict(zip(names, adamw(((2, 8),)), strict=True))
-    torch.ops.nmkernels.nm_masked_adamw_(*{**args, **changes}.values())
+    names = [argument.name for argument in raw.nm_masked_adamw_.default._schema.arguments]
+    raw.nm_masked_adamw_(*{**dict(zip(names, adamw(((2, 8),)), strict=True)), **changes}.values())
 
 
-def _packs(*changes: tuple[int, torch.Tensor]) -> list[torch.Tensor]:
+def _packs(*changes: tuple[int, torch.Tensor]) -> dict[str, list[torch.Tensor]]:
     """The buffers of a (2, 8) param whose rows are packed in bfloat16, some of them replaced."""
     good = [torch.zeros(2, 4).bfloat16(), torch.zeros(2, 1, dtype=torch.uint8), torch.zeros(0), torch.zeros(0)]
-    for i, x in changes:
-        good[i] = x
-    return good
+    return {"packs": [dict(changes).get(i, x) for i, x in enumerate(good)]}
 
 
+BATCH = {name: [torch.ones(2, 4, 8)] for name in ("params", "grads", "exp_avgs", "exp_avg_sqs")}
+EXPANDED = {
+    f"{name}_expanded_{dim}": ({name: [torch.ones(shape).expand(2, 8)]}, ShapeError, r"\[0\] is expanded")
+    for name in ("params", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "outs")
+    for dim, shape in enumerate(((1, 8), (2, 1)))
+}
 ADAMW = {
-    "grads": ([torch.ones(2, 4)], ShapeError, r"grads\[0\].*\(2, 4\).*\(2, 8\)"),
-    "exp_avgs": ([torch.ones(2, 8).double()], DtypeError, r"exp_avgs\[0\].*float64.*float32"),
-    "exp_avg_sqs": ([], ShapeError, "1 params and 0 exp_avg_sqs"),
-    "max": ([torch.ones(2, 8)] * 2, ShapeError, "1 params and 2 max_exp_avg_sqs; .* or none"),
-    "steps": ([torch.tensor(1)], DtypeError, r"steps\[0\].*int64"),
-    "outs": ([torch.ones(2, 8, dtype=torch.int8)], DtypeError, r"outs\[0\].*int8"),
-    "hyper": (torch.ones(9), ShapeError, "hyper.*float32.*lr, beta1"),
-    "m": (3, ShapeError, r"params\[0\] is 8.*M=3"),
-    "n": (5, PatternError, "5:4"),
-    "found_inf": (torch.ones(1).double(), ShapeError, "found_inf.*float64"),
-    "params": ([torch.ones(2, 8, dtype=torch.int64)], DtypeError, r"params\[0\].*int64"),
-    "transposable": (True, ShapeError, r"first dimension of params\[0\] is 2.*M=4"),
-    "packs": (_packs()[:3], ShapeError, "1 params and 3 packs.*values_t"),
-    "layout": ("csc", OptionError, "'csc'"),
+    "grads": ({"grads": [torch.ones(2, 4)]}, ShapeError, r"grads\[0\].*\(2, 4\).*\(2, 8\)"),
+    "exp_avgs": ({"exp_avgs": [torch.ones(2, 8).double()]}, DtypeError, r"exp_avgs\[0\].*float64.*float32"),
+    "exp_avg_sqs": ({"exp_avg_sqs": []}, ShapeError, "1 params and 0 exp_avg_sqs"),
+    "max": ({"max_exp_avg_sqs": [torch.ones(2, 8)] * 2}, ShapeError, "1 params and 2 max_exp_avg_sqs; .* or none"),
+    "steps": ({"steps": [torch.tensor(1)]}, DtypeError, r"steps\[0\].*int64"),
+    "outs": ({"outs": [torch.ones(2, 8, dtype=torch.int8)]}, DtypeError, r"outs\[0\].*int8"),
+    "hyper": ({"hyper": torch.ones(9)}, ShapeError, "hyper.*float32.*lr, beta1"),
+    "m": ({"m": 3}, ShapeError, r"params\[0\] is 8.*M=3"),
+    "n": ({"n": 5}, PatternError, "5:4"),
+    "found_inf": ({"found_inf": torch.ones(1).double()}, ShapeError, "found_inf.*float64"),
+    "params": ({"params": [torch.ones(2, 8, dtype=torch.int64)]}, DtypeError, r"params\[0\].*int64"),
+    "transposable": ({"transposable": True}, ShapeError, r"first dimension of params\[0\] is 2.*M=4"),
+    "transposable_dense": ({"n": 0, "m": 0, "transposable": True}, PatternError, "without a pattern"),
+    "transposable_batch": ({**BATCH, "transposable": True}, ShapeError, r"\(2, 4, 8\).*needs a matrix"),
+    "layout": ({"layout": "csc"}, OptionError, "'csc'"),
+    "packs": ({"packs": _packs()["packs"][:3]}, ShapeError, "1 params and 3 packs.*values_t"),
+    "packs_dense": ({"n": 0, "m": 0, **_packs()}, PatternError, "without a pattern"),
+    "packs_batch": ({**BATCH, **_packs()}, ShapeError, r"\(2, 4, 8\).*only a matrix"),
+    "packs_layout": ({**_packs((0, torch.zeros(2, 4))), "layout": "mma.sp"}, DtypeError, "16-bit"),
+    "values": (_packs((0, torch.zeros(2, 8))), ShapeError, r"packs of params\[0\].*\(2, 8\).*\(2, 4\) and \(2, 1\).*empty_packed"),
+    "values_dtype": (_packs((0, torch.zeros(2, 4).int())), DtypeError, "int32"),
+    "values_device": (_packs((0, torch.zeros(2, 4, device="meta"))), ShapeError, r"packs\[0\] \(values of params\[0\]\) is on meta"),
+    "values_expanded": (_packs((0, torch.zeros(1, 4).expand(2, 4))), ShapeError, r"packs\[0\].*expanded"),
+    "values_missing": (_packs((0, torch.zeros(0))), ShapeError, r"\(0,\) and \(2, 1\)"),
+    "indices": (_packs((1, torch.zeros(2, 2, dtype=torch.uint8))), ShapeError, r"\(2, 2\)"),
+    "indices_dtype": (_packs((1, torch.zeros(2, 1).int())), DtypeError, "indices in torch.int32.*torch.uint8"),
+    "columns": (_packs((2, torch.zeros(8, 1))), PatternError, r"transpose of params\[0\] need transposable=True"),
+    **EXPANDED,
 }
 
 
 @each("name", ADAMW)
-def test_wrong_adamw(name: str) -> None:
-    value, kind, text = ADAMW[name]
+def test_wrong_adamw_changes_nothing(name: str) -> None:
+    changes, kind, text = ADAMW[name]
+    given = {"params": [torch.ones(2, 8)], "steps": [torch.tensor(4.0)], **changes}
     with pytest.raises(kind, match=text):
-        _adamw_with(**{name: value})
-
-
-PACKS = {
-    "values": ((0, torch.zeros(2, 8)), ShapeError, r"packs of params\[0\].*\(2, 8\).*\(2, 4\) and \(2, 1\).*empty_packed"),
-    "values_dtype": ((0, torch.zeros(2, 4).int()), DtypeError, "int32"),
-    "values_device": ((0, torch.zeros(2, 4, device="meta")), ShapeError, r"packs\[0\] \(values of params\[0\]\) is on meta"),
-    "values_expanded": ((0, torch.zeros(1, 4).expand(2, 4)), ShapeError, r"packs\[0\].*expanded"),
-    "values_missing": ((0, torch.zeros(0)), ShapeError, r"\(0,\) and \(2, 1\)"),
-    "indices": ((1, torch.zeros(2, 2, dtype=torch.uint8)), ShapeError, r"\(2, 2\)"),
-    "indices_dtype": ((1, torch.zeros(2, 1).int()), DtypeError, "indices in torch.int32.*torch.uint8"),
-    "columns": ((2, torch.zeros(8, 1)), PatternError, r"transpose of params\[0\] need transposable=True"),
-}
-
-
-@each("backend", ["reference", "cpu"])
-@each("name", PACKS)
-def test_wrong_packs(name: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(ENV, backend)
-    change, kind, text = PACKS[name]
-    p, step = torch.ones(2, 8), torch.tensor(4.0)
-    with pytest.raises(kind, match=text):
-        _adamw_with(params=[p], steps=[step], packs=_packs(change))
-    assert step.item() == 4 and (p == 1).all()
-
-
-def test_wrong_packs_for_the_step() -> None:
-    with pytest.raises(PatternError, match="without a pattern"):
-        _adamw_with(n=0, m=0, packs=_packs())
-    with pytest.raises(PatternError, match="without a pattern"):
-        _adamw_with(n=0, m=0, transposable=True)
-    with pytest.raises(DtypeError, match="16-bit"):
-        _adamw_with(packs=_packs((0, torch.zeros(2, 4))), layout="mma.sp")
-    three = {name: [torch.ones(2, 4, 8)] for name in ("params", "grads", "exp_avgs", "exp_avg_sqs")}
-    with pytest.raises(ShapeError, match=r"\(2, 4, 8\).*only a matrix"):
-        _adamw_with(**three, packs=_packs())
-    with pytest.raises(ShapeError, match=r"\(2, 4, 8\).*needs a matrix"):
-        _adamw_with(**three, transposable=True)
-
-
-@each("backend", ["reference", "cpu"])
-@each("name", ["params", "exp_avgs", "exp_avg_sqs", "max", "outs"])
-def test_adamw_into_expanded_memory(name: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(ENV, backend)
-    for x in (torch.ones(1, 8).expand(2, 8), torch.ones(2, 1).expand(2, 8)):
-        step = torch.tensor(4.0)
-        with pytest.raises(ShapeError, match=r"\[0\] is expanded"):
-            _adamw_with(**{name: [x], "steps": [step]})
-        assert step.item() == 4 and (x == 1).all()
+        _adamw_with(**given)
+    assert (given["params"][0] == 1).all() and (name == "steps" or given["steps"][0] == 4)
 
 
 def test_adamw_takes_what_only_looks_expanded() -> None:
@@ -254,4 +215,4 @@ def test_errors_under_compile() -> None:
 def test_damaged_indices() -> None:
     values, indices = packed(4, 9, 2, 3)
     with pytest.raises(ShapeError, match="3"):
-        torch.ops.nmkernels.nm_decompress(values, torch.full_like(indices, 255), 2, 3, 9)
+        raw.nm_decompress(values, torch.full_like(indices, 255), 2, 3, 9)

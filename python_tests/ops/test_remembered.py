@@ -10,17 +10,15 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import nmkernels as nm
-from nmkernels import BackendError, NMError, ShapeError, dispatch, ops
-from nmkernels.capability import compiled_core
+from nmkernels import BackendError, ShapeError, dispatch, ops
 from nmkernels.ops import define
-from nmkernels.ops.define import CALLS, kind_of
+from nmkernels.ops.define import CALLS
 from nmkernels.testing import assert_equal_bits
+from python_tests.each import each
 from python_tests.ops.samples import adamw
 
 W = torch.randn(8, 16, generator=torch.Generator().manual_seed(5))
@@ -80,19 +78,6 @@ def test_whoever_watches_sees_the_op() -> None:
             assert_equal_bits(prune(W, 2, 4), expected)
 
 
-def test_gradients_are_refused_as_ever() -> None:
-    w = torch.nn.Parameter(W.clone())
-    with torch.no_grad():
-        prune(w, 2, 4), prune(w, 2, 4, out=torch.empty(8, 16))
-    with pytest.raises(NMError, match="nm_prune has no gradient"):
-        prune(w, 2, 4).sum().backward()
-    for tensors in ((w, torch.empty(8, 16)), (W, torch.empty(8, 16, requires_grad=True))):
-        with pytest.raises(NMError, match=r"nm_prune.*requires grad.*no_grad"):
-            prune(tensors[0], 2, 4, out=tensors[1])
-    with forward_ad.dual_level(), torch.no_grad(), pytest.raises(NMError, match="forward mode"):
-        prune(forward_ad.make_dual(W, W), 2, 4)
-
-
 def test_tensors_that_are_not_what_their_memory_holds() -> None:
     zeros, negated = torch._efficientzerotensor((8, 16)), torch._neg_view(W.clone())
     for _ in range(2):
@@ -114,28 +99,18 @@ def params(*shapes: tuple[int, ...], expanded: bool = False, lists: bool = False
     return tuple(args)
 
 
-Kind, Call = tuple[Any, ...], Callable[[], Any]
-
-
-def without(*classes: type) -> Callable[[Kind], Kind]:
-    return lambda kind: tuple(x for x in kind if type(x) not in classes)
-
-
-def without_lengths(kind: Kind) -> Kind:
-    return tuple(x for before, x in zip((None, *kind), kind, strict=False) if before is not list)
-
-
-PARTS: dict[str, tuple[Callable[[Kind], Kind], Call, Call]] = {
-    # a kind without this part; a call; another one, which would be run as the first was
-    "op": (lambda kind: kind[1:], lambda: CALLS["nm_mask"](W, 2, 4), lambda: prune(W, 2, 4)),
-    "shape": (without(torch.Size), lambda: prune(W, 2, 4), lambda: prune(W[:, :10].contiguous(), 2, 4)),
-    "dtype": (without(torch.dtype), lambda: prune(W, 2, 4), lambda: prune(W.double(), 2, 4)),
-    "device": (without(torch.device), lambda: scale(W[:0], 2, 4), lambda: scale(W[:0].to("meta"), 2, 4)),
-    "strides": (without(tuple), lambda: step(*params((2, 8))), lambda: step(*params((2, 8), expanded=True))),
-    "numbers": (without(int), lambda: prune(W, 2, 4), lambda: prune(W, 2, 5)),
-    "text": (without(str), lambda: linear("gelu"), lambda: linear("tanh")),
-    "lengths": (without_lengths, lambda: step(*params((), ())), lambda: step(*params((), (), lists=True))),
-    "out": (lambda kind: kind[:7], lambda: prune(W, 2, 4, out=W.clone()), lambda: prune(W, 2, 4, out=torch.empty(128))),
+Call = Callable[[], Any]
+PARTS: dict[str, tuple[Call, Call]] = {
+    # a call; and another one, of which no other part of the kind differs
+    "op": (lambda: CALLS["nm_mask"](W, 2, 4), lambda: prune(W, 2, 4)),
+    "shape": (lambda: prune(W, 2, 4), lambda: prune(W[:, :10].contiguous(), 2, 4)),
+    "dtype": (lambda: prune(W, 2, 4), lambda: prune(W.double(), 2, 4)),
+    "device": (lambda: scale(W[:0], 2, 4), lambda: scale(W[:0].to("meta"), 2, 4)),
+    "strides": (lambda: step(*params((2, 8))), lambda: step(*params((2, 8), expanded=True))),
+    "numbers": (lambda: prune(W, 2, 4), lambda: prune(W, 2, 5)),
+    "text": (lambda: linear("gelu"), lambda: linear("tanh")),
+    "lengths": (lambda: step(*params((), ())), lambda: step(*params((), (), lists=True))),
+    "out": (lambda: prune(W, 2, 4, out=W.clone()), lambda: prune(W, 2, 4, out=torch.empty(128))),
 }
 
 
@@ -153,17 +128,13 @@ def outcome(call: Call) -> Any:
         return type(error), str(error)
 
 
-@pytest.mark.skipif(not compiled_core().ok, reason="the compiled core is not built")
-@pytest.mark.parametrize("part", PARTS)
-def test_each_part_of_a_kind_is_needed(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    reduced, first, second = PARTS[part]
+@each("part", PARTS)
+def test_each_part_of_a_kind_is_needed(part: str) -> None:
+    first, second = PARTS[part]
     expected = outcome(second)
-    for needed in (True, False):
-        dispatch.forget()
-        if not needed:
-            monkeypatch.setattr(define, "kind_of", lambda *args: reduced(kind) if (kind := kind_of(*args)) else None)
-        first()
-        assert (outcome(second) == expected) == needed
+    dispatch.forget()
+    first()
+    assert outcome(second) == expected
 
 
 def test_what_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,20 +191,10 @@ def test_memory_that_inputs_use_is_not_written_early() -> None:
     assert_equal_bits(buffer[1:], expected)
 
 
-def test_a_layer_that_is_compressed() -> None:
-    layer = nm.CompressedLinear(ops.compress(torch.randn(6, 16), "2:4"), torch.randn(6))
-    c, x = layer.weight, torch.randn(1, 16)
-    with torch.no_grad():
-        for x in (torch.randn(16), torch.randn(1, 1, 16), torch.randn(16, 3).t(), torch.randn(0, 16), torch.randn(40, 16)):
-            for bias in (None, layer.bias):
-                expected = torch.ops.nmkernels.nm_linear(x, c.values, c.indices, 2, 4, 16, bias)
-                for _ in range(2):
-                    assert_equal_bits(nm.autograd.linear_compressed(x, c, bias), expected)
-        for x in (torch.randn(1, 12), torch.randn(1, 20), torch.tensor(1.0)):
-            with pytest.raises((ShapeError, IndexError)):
-                layer(x)
-        broken = ops.compress(torch.randn(6, 20), "3:5")
-        nm.autograd.linear_compressed(torch.randn(1, 20), broken)
-        broken.indices.fill_(255)
-        with pytest.raises(ShapeError, match="does not exist in a group of 5"):  # values are the kernel's business at every call
-            nm.autograd.linear_compressed(torch.randn(1, 20), broken)
+def test_damaged_indices_are_seen_at_every_call() -> None:
+    """What a tensor holds is the kernel's business, not of the kind of call."""
+    c, x = ops.compress(torch.randn(6, 20), "3:5"), torch.randn(1, 20)
+    ops.linear(x, c)
+    c.indices.fill_(255)
+    with nothing_decided(), pytest.raises(ShapeError, match="does not exist in a group of 5"):
+        ops.linear(x, c)
