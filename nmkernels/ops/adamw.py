@@ -224,6 +224,3 @@ def _buffers(params: Tensors, packs: list[Packed | None], n: int, m: int) -> tup
     for p, packed in zip(params, packs, strict=True):
         flat += [p.new_empty(0) if x is None else x for x in (packed.buffers() if packed is not None else [None] * len(BUFFERS))]
     return flat, layouts.pop()
-
-
-__all__ = ["HYPER", "STATS", "masked_adamw_"]

@@ -14,8 +14,6 @@ from ..pattern import Pattern, PatternLike, ShapeError
 from .check import as_pattern, check_dense, check_mask, check_packed
 from .define import Spec, define
 
-__all__ = ["Compressed", "counts_writes", "compress", "decompress"]
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Compressed:

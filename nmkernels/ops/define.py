@@ -53,7 +53,6 @@ def define(
     Its derivatives are refused (``derivatives.with_autograd``), and ``torch.vmap`` knows it (``_vmap_rule``).
 
     Args:
-        name: the op's name, which is also its name in the dispatcher.
         schema: ``"(Tensor w, int n, int m) -> Tensor"``.
         contract: see the module's docstring.
         mutates: positions of the arguments that are written in place.

@@ -69,8 +69,8 @@ def with_autograd(name: str, op: torch._ops.OpOverload, kernel: Kernel, writes: 
 
     def derived(keyset: Any, wanted: bool, *args: Any, **outs: Tensor) -> Any:
         transformed = forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
-        if transformed and any(map(has_tangent, tensors((*args, *outs.values())))):
-            raise NMError(no_gradient(name, " in forward mode"))
+        if transformed and any(torch._VF._unpack_dual(x, level=0)[1] is not None for x in tensors((*args, *outs.values()))):
+            raise NMError(no_gradient(name, " in forward mode"))  # one of them carries a tangent
 
         def call(*args: Any) -> Any:
             if keyset.raw_repr() in direct:
@@ -102,11 +102,6 @@ def require_no_grad(op: str, **tensors: Tensor | None) -> None:
     for name, tensor in tensors.items():
         if tensor is not None and tensor.requires_grad:
             raise NMError(f"{op}: {name} requires grad, and {GEMM}")
-
-
-def has_tangent(x: Tensor) -> bool:
-    """Whether ``x`` carries one of forward mode; a level must be open."""
-    return torch._VF._unpack_dual(x, level=0)[1] is not None
 
 
 def no_gradient(name: str, where: str = "") -> str:

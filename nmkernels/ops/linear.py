@@ -147,6 +147,3 @@ def linear_wgrad(gc: Operand, x: Tensor) -> Tensor:
     p = gc.pattern
     tokens = x.reshape(-1, x.shape[-1]) if x.dim() > 2 else x
     return nm_linear_wgrad(gc.values, positions(gc), p.n, p.m, gc.shape[-1], tokens)
-
-
-__all__ = ["linear", "linear_dgrad", "linear_wgrad"]

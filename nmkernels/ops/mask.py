@@ -13,8 +13,6 @@ from ..reference.common import compute_dtype
 from .check import as_pattern, check_dense
 from .define import Spec, define
 
-__all__ = ["is_nm", "mask", "prune", "soft_threshold", "soft_threshold_scale", "transposable_mask"]
-
 
 def _like(op: str, dtype: torch.dtype | None, w: Tensor, n: int, m: int) -> tuple[Spec, ...]:
     check_dense(op, w, n, m)

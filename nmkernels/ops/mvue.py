@@ -138,6 +138,3 @@ def _signed(op: str, name: str, value: int) -> int:
     if not -(2**63) <= value < 2**64:
         raise OptionError(f"{op}: {name}={value} does not fit in 64 bits. Reduce it modulo 2**64.")
     return value - 2**64 if value >= 2**63 else value
-
-
-__all__ = ["METHODS", "mvue", "mvue_compress"]

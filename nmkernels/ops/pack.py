@@ -19,8 +19,6 @@ from .check import FLOATS, as_pattern, check_device, check_float, check_layout, 
 from .compress import Compressed
 from .define import Spec, define
 
-__all__ = ["empty_packed", "pack", "DeviceCompressed", "Packed", "relayout", "tensor_core_pattern"]
-
 
 def operand_shapes(pattern: Pattern, rows: int, cols: int, layout: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The shapes of the values and of the indices, or metadata, of a dense ``(rows, cols)``."""
