@@ -31,13 +31,8 @@ def held(values: Tensor) -> Compressed:
 
 PUBLIC: dict[str, Any] = {
     "prune": lambda w: ops.prune(w, "2:4"),
-    "soft_threshold": lambda w: ops.soft_threshold(w, "2:4"),
-    "soft_threshold_scale": lambda w: ops.soft_threshold_scale(w, "2:4"),
     "mvue": lambda w: ops.mvue(w, "2:4", seed=seed()),
-    "mvue_compress": lambda w: ops.mvue_compress(w, "2:4", 0, seed=seed()).values,
-    "compress": lambda w: ops.compress(w, "2:4").values,
-    "compress_mask": lambda w: ops.compress(w, "2:4", torch.ones(16, 4).bool().repeat(1, 2).repeat(1, 2) & C.dense().bool()).values,
-    "pack": lambda w: ops.pack(w, "2:4").rows.values,
+    "compress_mask": lambda w: ops.compress(w, "2:4", C.dense().bool()).values,
     "pack_columns": lambda w: ops.pack(w, "2:4", "transposable", columns=True).columns.values,
 }
 """Functions of a weight ``(16, 16)`` whose result is floating-point."""

@@ -10,7 +10,7 @@ import torch
 from nmkernels import DtypeError, NMError, PatternError, ShapeError, ops
 from nmkernels.ops import OptionError
 from python_tests.each import each
-from python_tests.ops.samples import adamw, packed, seed
+from python_tests.ops.samples import adamw, seed
 
 raw = torch.ops.nmkernels
 W = torch.arange(24.0).reshape(3, 8) + 1
@@ -210,9 +210,3 @@ def test_errors_under_compile() -> None:
     compiled = torch.compile(lambda w: ops.prune(w, "2:4"), fullgraph=True, backend="aot_eager")
     with pytest.raises(Exception, match="multiple of M=4"):
         compiled(torch.ones(2, 10))
-
-
-def test_damaged_indices() -> None:
-    values, indices = packed(4, 9, 2, 3)
-    with pytest.raises(ShapeError, match="3"):
-        raw.nm_decompress(values, torch.full_like(indices, 255), 2, 3, 9)

@@ -1,4 +1,4 @@
-"""What the tests of the reference share: its dtypes and edge cases."""
+"""What the tests of the reference share: its dtypes and edge cases. Strides and empty tensors: ``ops/test_exact.py``."""
 
 import torch
 from torch import Tensor

@@ -102,11 +102,3 @@ def test_layouts_reorder_the_indices_only(layout, to):
     plain, other = (pack(w, 2, 4, "transposable", dtype=to, columns=True, layout=x) for x in ("canonical", layout))
     assert_equal_bits([other[0], from_layout(other[1], layout), other[2], from_layout(other[3], layout)], [*plain])
     assert_equal_bits(pack(w, 2, 4, dtype=to, layout=layout)[2:], nothing(to, torch.int32))
-
-
-def test_strides_and_empty():
-    w = edge(8, 12, F32)
-    for x in (w.T.contiguous().T, torch.stack((w, w), -1)[..., 0]):
-        assert_equal_bits(pack(x, 2, 4, "transposable", columns=True), pack(w, 2, 4, "transposable", columns=True))
-    shapes = [x.shape for x in pack(torch.randn(0, 8), 2, 4, "transposable", columns=True)]
-    assert shapes == [(0, 4), (0, 1), (8, 0), (8, 0)]

@@ -120,17 +120,13 @@ def test_infinities_come_first_then_finite_numbers():
     assert is_regular(transposable_mask(torch.zeros(8, 8), 3, 8), 3, 8)
 
 
-@pytest.mark.slow
 @each("n, m", [(2, 4), (1, 4), (2, 8)])
-@each("dtype", DTYPES)
-def test_tiles_strides_batches_chunks_and_empty(n, m, dtype, monkeypatch):
-    w = torch.randn(2, 3, 24, 32).to(dtype)
+def test_tiles_are_alone_in_batches_and_chunks(n, m, monkeypatch):
+    w = torch.randn(2, 3, 24, 32)
     got = transposable_mask(w, n, m)
     assert got.shape == w.shape and got.is_contiguous() and is_regular(got, n, m)
     tile = w[1, 2, m : 2 * m, 2 * m : 3 * m]
     assert torch.equal(got[1, 2, m : 2 * m, 2 * m : 3 * m], transposable_mask(tile.contiguous(), n, m))
-    assert torch.equal(transposable_mask(w.mT, n, m), transposable_mask(w.mT.contiguous(), n, m))
-    assert torch.equal(transposable_mask(w[0, 0, :, ::2][:, :8].expand(3, 24, 8), n, m)[1], transposable_mask(w[0, 0, :, :16:2], n, m))
     monkeypatch.setattr("nmkernels.reference.transposable.CHUNK", 3 * m * m)
     assert torch.equal(transposable_mask(w, n, m), got)
     for shape in ((0, m), (m, 0), (0, m, m)):
