@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from nmkernels import capability, dispatch, testing
+from nmkernels.autograd import gemms
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at the markers
@@ -69,6 +70,15 @@ def _nothing_measured(tmp_path_factory: pytest.TempPathFactory) -> None:
 def _seed() -> None:
     torch.manual_seed(0)
     dispatch.forget()  # tests exchange backends by hand, and each makes its first calls itself
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A table of measurements of the test's own, and the choices that follow it."""
+    monkeypatch.setenv("NMKERNELS_CACHE", str(tmp_path / "cache"))
+    gemms.forget()
+    yield tmp_path / "cache"
+    gemms.forget()
 
 
 @pytest.fixture

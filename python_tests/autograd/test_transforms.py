@@ -1,4 +1,4 @@
-"""The weight transforms: what they use, what they freeze, and the gradient that they pass on."""
+"""The weight transforms: what they use, and the gradient that they pass on. Training with each: recipes/test_conformance.py."""
 
 import itertools
 from dataclasses import replace
@@ -6,12 +6,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nmkernels import NMError, Pattern, PatternError, ShapeError, ops
+from nmkernels import Pattern, PatternError, ShapeError, ops
 from nmkernels.autograd import HardMask, WeightTransform, linear, masked
+from nmkernels.autograd.transforms import pruned_along_out
 from nmkernels.recipes.methods.complementary import StrideMask
 from nmkernels.recipes.methods.fst import TransposableMask
+from nmkernels.recipes.methods.maskllm import GumbelMask
 from nmkernels.recipes.methods.maxq import PartlyDense, SoftQuery
 from nmkernels.recipes.methods.mdgf import DecayedMask
+from nmkernels.recipes.methods.slope import DoublePruned
 from nmkernels.recipes.methods.sste import SoftThreshold
 from nmkernels.testing import assert_equal_bits, equal_bits
 from python_tests import plain
@@ -23,6 +26,19 @@ def test_pruned_nan_and_inf_leave_plus_zero():
     w = torch.tensor([[float("nan"), float("inf"), -1.0, -2.0], [float("-inf"), -3.0, 3.0, float("inf")]])
     kept = HardMask(Pattern("1:4"))(w)
     assert equal_bits(kept, torch.tensor([[float("nan"), 0.0, 0.0, 0.0], [float("-inf"), 0.0, 0.0, 0.0]]))
+
+
+def test_pruned_along_out():
+    for pattern, rows in itertools.product(["1:2", "2:4", "1:4", "2:8", "3:5", "4:4"], [40, 37, 1, 3]):
+        p, w = Pattern(pattern), torch.randn(rows, 80)
+        # a short last group keeps n of its rows
+        want = torch.cat([plain.masked(block.t().contiguous(), min(p.n, len(block)), len(block)).t() for block in w.split(p.m)])
+        assert torch.equal(pruned_along_out(w, p.n, p.m), want)
+
+
+def test_double_pruning_loses_no_place_to_a_pruned_weight():
+    held = DoublePruned(P).renew(torch.zeros(8, 8), [None, None], torch.Generator())
+    assert int((held["nm_columns"] & held["nm_rows"]).sum()) == int(held["nm_columns"].sum()) > 0, "what is zero now may still grow"
 
 
 # ---- the others
@@ -39,11 +55,12 @@ EVERY = {
     "partly_dense": (PartlyDense(P, 0.1), (torch.tensor(0.3, dtype=torch.float64),)),
     "decayed_straight": (DecayedMask(P, chain=False), (torch.tensor(0.25, dtype=torch.float64),)),
 }
+GUMBEL = GumbelMask(P), (torch.ones(48, 6), torch.tensor([1, 2]), *torch.tensor([0.5, 2.0, 0.0]))
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", [*EVERY, "gumbel"])
 def test_out_and_views_give_the_same_bits_contiguous(name):
-    transform, extras = EVERY[name]
+    transform, extras = EVERY.get(name, GUMBEL)
     for dtype in DTYPES:
         w = torch.randn(16, 12).to(dtype).t()
         got, out = transform(w, *extras), torch.full((12, 16), float("nan"), dtype=dtype)
@@ -52,21 +69,13 @@ def test_out_and_views_give_the_same_bits_contiguous(name):
     assert transform == replace(transform) and hash(transform) == hash(replace(transform))
 
 
-def test_soft_threshold_by_hand():
-    w = torch.tensor([[0.3, -1.0, 0.5, 2.0]])
-    start = SoftThreshold(P).start(w)
-    assert start.keys() == {"nm_scale"} == SoftThreshold.reads.keys() and start["nm_scale"].item() == pytest.approx(1.4)
-    torch.testing.assert_close(SoftThreshold(P)(w, start["nm_scale"]), torch.tensor([[0.0, -0.7, 0.0, 2.1]]))
-
-
 def packable(name, w):
     """A transform and what it reads beside the weight."""
-    p = Pattern("2:4")
     return {
-        "hard": (HardMask(p), ()),
-        "soft": (SoftThreshold(p), (torch.tensor(1.7, dtype=torch.float64 if w.dtype == torch.float64 else torch.float32),)),
-        "held": (TransposableMask(p), (ops.transposable_mask(w.flip(0), "2:4"),)),
-        "other": (StrideMask(p, spacing=1), ()),
+        "hard": (HardMask(P), ()),
+        "soft": (SoftThreshold(P), (torch.tensor(1.7, dtype=torch.float64 if w.dtype == torch.float64 else torch.float32),)),
+        "held": (TransposableMask(P), (ops.transposable_mask(w.flip(0), "2:4"),)),
+        "other": (StrideMask(P, spacing=1), ()),
     }[name]
 
 
@@ -83,28 +92,19 @@ def test_packed_is_the_dense_form_compressed(name):
             if name == "soft":  # rounded once, where the dense form is first rounded to the master weight's dtype
                 want = (ops.soft_threshold(w, "2:4").to(extras[0].dtype) * extras[0]).to(cast)
                 assert dtype == torch.bfloat16 or torch.equal(want, transform(w, *extras).to(cast))
-            assert torch.equal(packed.rows.dense(), want) and packed.rows.values.dtype == cast and packed.rows.pattern == Pattern("2:4")
+            assert torch.equal(packed.rows.dense(), want) and packed.rows.values.dtype == cast and packed.rows.pattern == P
             assert (packed.columns is not None) == transform.traits.transposable
             assert packed.columns is None or torch.equal(packed.columns.dense(), want.t())
 
 
-@pytest.mark.parametrize("name", ["hard", "soft", "other"])
-def test_a_transpose_that_is_not_nm_is_not_packed(name):
+def test_what_is_not_nm_is_not_packed():
     w = torch.randn(16, 16)
-    transform, extras = packable(name, w)
-    with pytest.raises((PatternError, ShapeError)):
-        transform.packed(w, *extras, dtype=w.dtype, columns=True)
-
-
-def test_a_weight_that_is_not_nm_is_not_packed():
+    for name in ("hard", "soft", "other"):
+        transform, extras = packable(name, w)
+        with pytest.raises((PatternError, ShapeError)):
+            transform.packed(w, *extras, dtype=w.dtype, columns=True)
     with pytest.raises(ShapeError, match="more than"):
-        DecayedMask(Pattern("2:4")).packed(torch.randn(4, 8), torch.tensor(0.5), dtype=torch.float32)
-
-
-@pytest.mark.parametrize("w", [torch.zeros(2, 4), torch.ones(2, 4), torch.tensor([[1.0, torch.nan, 2.0, 3.0]])])
-def test_soft_threshold_without_a_scale(w):
-    with pytest.raises(NMError, match="scale of its soft threshold is"):
-        SoftThreshold(P).start(w)
+        DecayedMask(P).packed(w, torch.tensor(0.5), dtype=torch.float32)
 
 
 @pytest.mark.parametrize("name", EVERY)

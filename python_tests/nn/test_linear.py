@@ -1,6 +1,5 @@
 """SparseLinear: an nn.Linear in everything but the weight that it multiplies."""
 
-import copy
 import warnings
 from itertools import pairwise
 
@@ -24,16 +23,20 @@ def reference(layer, x, n=2, m=4):
 
 
 def test_forward_and_straight_through_gradients():
-    for bias in [True, False]:
-        for pattern in ["2:4", "1:4", nm.Pattern("2:8"), "4:4"]:
-            layer = nm.SparseLinear(32, 16, bias=bias, pattern=pattern, dtype=torch.float64)
-            x = torch.randn(3, 5, 32, dtype=torch.float64, requires_grad=True)
-            p = nm.Pattern(pattern)
-            want, grads = reference(layer, x, p.n, p.m)
-            y = layer(x)
-            y.square().sum().backward()
-            got = [x.grad, layer.weight.grad] + ([layer.bias.grad] if bias else [])
-            torch.testing.assert_close([y, *got], [want, *grads], rtol=1e-12, atol=1e-12)
+    shapes = [(3, 5, 32), (32,), (0, 32), (2, 0, 32), (1, 32)]
+    inputs = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+    inputs += [inputs[0].transpose(0, 1), inputs[-1].expand(6, 32), torch.randn(6, 64, dtype=torch.float64)[:, ::2]]
+    cases = [(True, "2:4", x) for x in inputs] + [(bias, p, inputs[0]) for bias in (True, False) for p in ("1:4", nm.Pattern("2:8"), "4:4")]
+    for bias, pattern, given in cases:
+        layer, p = nm.SparseLinear(32, 16, bias=bias, pattern=pattern, dtype=torch.float64), nm.Pattern(pattern)
+        if not given.is_contiguous():
+            layer.weight = nn.Parameter(torch.randn(32, 16, dtype=torch.float64).t())
+        x = given.detach().requires_grad_()
+        want, grads = reference(layer, x, p.n, p.m)
+        y = layer(x)
+        y.square().sum().backward()
+        got = [x.grad, layer.weight.grad] + ([layer.bias.grad] if bias else [])
+        torch.testing.assert_close([y, *got], [want, *grads], rtol=1e-12, atol=1e-12)
 
 
 def test_every_constructor_argument():
@@ -52,39 +55,16 @@ def test_starts_as_nn_linear_does():
     assert isinstance(sparse, nn.Linear) and equal_bits(dict(sparse.state_dict()), dict(dense.state_dict()))
 
 
-def test_wrong_pattern():
-    for wrong in ["4:2", "0:4", "x", "2:4:8", "", "2:257", 24, None]:
-        with pytest.raises(nm.PatternError):
-            nm.SparseLinear(16, 8, pattern=wrong)
-
-
-def test_indivisible_size_names_size_and_way_out():
+def test_wrong_pattern_size_or_dtype():
+    with pytest.raises(nm.PatternError):
+        nm.SparseLinear(16, 8, pattern="4:2")
     with pytest.raises(nm.ShapeError, match=r"in_features is 18.*M=4.*Pad it to 20"):
         nm.SparseLinear(18, 8)
-
-
-def test_weights_that_are_not_real_floats_raise():
     for dtype in [torch.int32, torch.complex64]:
         layer = nm.SparseLinear(8, 4)
         layer.weight = nn.Parameter(torch.ones(4, 8).to(dtype), requires_grad=False)
         with pytest.raises(nm.DtypeError, match=str(dtype)):
             layer(torch.ones(1, 8))
-
-
-def test_input_shapes():
-    for shape in [(32,), (0, 32), (2, 0, 32), (1, 32), (2, 3, 4, 32)]:
-        layer = nm.SparseLinear(32, 16)
-        x = torch.randn(shape)
-        y = layer(x)
-        y.sum().backward()
-        assert torch.equal(y, F.linear(x, plain.masked(layer.weight, 2, 4), layer.bias)) and layer.weight.grad.shape == (16, 32)
-
-
-def test_strided_and_expanded_input_and_weight():
-    layer = nm.SparseLinear(32, 16)
-    layer.weight = nn.Parameter(torch.randn(32, 16).t())
-    for x in (torch.randn(32, 6).t(), torch.randn(1, 32).expand(6, 32), torch.randn(6, 64)[:, ::2]):
-        torch.testing.assert_close(layer(x), F.linear(x, plain.masked(layer.weight, 2, 4), layer.bias))
 
 
 def test_mask_from_master_weight():
@@ -135,30 +115,15 @@ def test_bf16_layer():
     assert torch.equal(y, F.linear(x, plain.masked(layer.weight, 2, 4), layer.bias))
 
 
-def train(model, run, steps):
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
-    torch.manual_seed(2)
-    for _ in range(steps):
-        loss = run(torch.randn(4, 32)).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
-    return [*losses, *model.state_dict().values()]
-
-
-@pytest.mark.slow
-def test_inductor_equals_eager():
-    layer = nm.SparseLinear(32, 16)
-    baseline = copy.deepcopy(layer)
-    torch.testing.assert_close(train(baseline, torch.compile(baseline, fullgraph=True), 1), train(layer, layer, 1), rtol=1e-5, atol=1e-6)
-
-
-def test_compile_under_autocast_equals_eager():
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_equals_eager(backend):
     layer, x = nm.SparseLinear(32, 16), torch.randn(4, 32)
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(layer, fullgraph=True, backend=backend)
+    for run in (compiled, layer):
+        run(x).square().mean().backward()
+    torch.testing.assert_close(layer.weight.grad / 2, reference(layer, x)[1][1] / 64, rtol=1e-5, atol=1e-6)
     with torch.autocast("cpu", torch.bfloat16):
-        assert equal_bits(compiled(x), layer(x))
+        assert backend == "inductor" or equal_bits(compiled(x), layer(x))
 
 
 def test_repr_tells_pattern_and_use():
@@ -172,20 +137,20 @@ def test_repr_tells_pattern_and_use():
     assert all(a != b for a, b in pairwise(texts)) and texts[2].endswith("uses=finished)")
 
 
-def finished(pattern="2:4", columns=None):
+def finished(columns=None):
     """A layer as ``handle.finish()`` leaves it."""
-    layer = nm.SparseLinear(32, 256, pattern=pattern)
+    layer = nm.SparseLinear(32, 256)
     layer.use(None, layer.plan)
-    weight = nm.ops.prune(layer.weight.detach(), pattern)
+    weight = nm.ops.prune(layer.weight.detach(), "2:4")
     with torch.no_grad():
         layer.weight.copy_(weight if columns is None else weight[:, columns.argsort()])
     layer.finished, layer.columns, layer.adapts = True, columns, True
     return layer
 
 
-def merge(layer, by=1.0):
+def merge(layer):
     """What ``merge_and_unload`` of PEFT does: no version is bumped, and no method of the layer called."""
-    layer.weight.data += by * (torch.randn(256, 4) @ torch.randn(4, 32))
+    layer.weight.data += torch.randn(256, 4) @ torch.randn(4, 32)
 
 
 def finds(layer, act):
@@ -196,16 +161,15 @@ def finds(layer, act):
     return [str(w.message) for w in found]
 
 
-@pytest.mark.parametrize("act", [nn.Module.eval, nn.Module.state_dict, nm.nn.make_dense_, lambda layer: nn.Sequential(layer).eval()])
-@pytest.mark.parametrize("columns", [None, torch.randperm(32, generator=torch.Generator().manual_seed(0))])
-def test_a_merged_lora_does_not_lose_the_pattern_in_silence(act, columns):
-    layer = finished(columns=columns)
-    assert finds(layer, act) == []
-    layer = finished(columns=columns)
-    merge(layer)
-    (told,) = finds(layer, act)
-    assert told.startswith("SparseLinear (256, 32) (out, in): the weight was 2:4 when the recipe finished and is not any more")
-    assert "nm.nn.set_adapter" in told and "densify_" in told
+def test_a_merged_lora_does_not_lose_the_pattern_in_silence():
+    for act in (nn.Module.eval, nn.Module.state_dict, nm.nn.make_dense_, lambda layer: nn.Sequential(layer).eval()):
+        for columns in (None, torch.randperm(32)):
+            assert finds(finished(columns=columns), act) == []
+            layer = finished(columns=columns)
+            merge(layer)
+            (told,) = finds(layer, act)
+            assert told.startswith("SparseLinear (256, 32) (out, in): the weight was 2:4 when the recipe finished and is not any more")
+            assert "nm.nn.set_adapter" in told and "densify_" in told
 
 
 def test_only_a_finished_layer_is_looked_at():
