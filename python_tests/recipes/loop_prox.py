@@ -62,6 +62,6 @@ def proxsparse(params, data, strength, anchor=0.0, epsilon=0.1):
         return g + torch.autograd.grad(term, at)[0]
 
     def after(t, params):
-        params.update({k: brute(params[k].reshape(-1, 4), strength).reshape(params[k].shape) for k in SPARSE})
+        params.update({k: brute(params[k].reshape(-1, 4), strength, starts=3, sweeps=25).reshape(params[k].shape) for k in SPARSE})
 
     return optimize(params, data, rule=rule, after=after)
