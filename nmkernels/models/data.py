@@ -79,11 +79,21 @@ def load_corpus(path: str | os.PathLike[str] | None = None) -> Corpus:
     Raises:
         DataError: there is no such path, or nothing in it can be used; the message says which, and what to do.
     """
-    if path is not None and not os.fspath(path):
-        raise DataError("--data is empty; give a file or a folder, or leave it out.")
     if path is None:
         return make_corpus(stdlib_texts(), "the Python standard library")
-    return make_corpus(_read(_files(Path(path)), Path(path), str(path)), str(path))
+    if not os.fspath(path):
+        raise DataError("--data is empty; give a file or a folder, or leave it out.")
+    root = Path(path)
+    try:
+        mode = root.stat().st_mode
+    except OSError as error:
+        raise DataError(f"{root}: {error.strerror or error}.") from error
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise DataError(f"{root}: neither a file nor a folder.")
+    files = [root] if stat.S_ISREG(mode) else list(_walk(root, frozenset()))
+    if not files:
+        raise DataError(f"{root}: the folder holds no files.")
+    return make_corpus(_read(files, root, str(path)), str(path))
 
 
 def stdlib_texts() -> dict[str, bytes]:
@@ -100,26 +110,9 @@ def make_corpus(texts: dict[str, bytes], source: str) -> Corpus:
     train, val = _split(texts)
     digest = hashlib.blake2b(train, digest_size=16)
     digest.update(val)
-    return Corpus(_tensor(train), _tensor(val), source, len(texts), f"{len(train)}-{digest.hexdigest()}")
-
-
-def _tensor(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-
-
-def _files(root: Path) -> list[Path]:
-    try:
-        mode = root.stat().st_mode
-    except OSError as error:
-        raise DataError(f"{root}: {error.strerror or error}.") from error
-    if stat.S_ISREG(mode):
-        return [root]
-    if not stat.S_ISDIR(mode):
-        raise DataError(f"{root}: neither a file nor a folder.")
-    files = list(_walk(root, frozenset()))
-    if not files:
-        raise DataError(f"{root}: the folder holds no files.")
-    return files
+    # torch refuses an empty buffer
+    parts = [torch.frombuffer(bytearray(part or b"\0"), dtype=torch.uint8)[: len(part)] for part in (train, val)]
+    return Corpus(parts[0], parts[1], source, len(texts), f"{len(train)}-{digest.hexdigest()}")
 
 
 def _walk(root: Path, skipped: frozenset[str]) -> Iterator[Path]:
@@ -158,11 +151,9 @@ def _read(files: list[Path], root: Path, source: str) -> dict[str, bytes]:
 
 def _split(texts: dict[str, bytes]) -> tuple[bytes, bytes]:
     """(training, validation) text, about nine to one."""
-    total = sum(map(len, texts.values()))
-    budget = int(total * VALIDATION_SHARE)
-    chosen: set[str] = set()
+    budget = int(sum(map(len, texts.values())) * VALIDATION_SHARE)
     if len(texts) >= FILES_TO_HASH:
-        size = 0
+        size, chosen = 0, set()
         for name in sorted(texts, key=lambda n: hashlib.blake2b(n.encode(), digest_size=8).digest()):
             if size + len(texts[name]) <= budget:
                 chosen.add(name)

@@ -22,11 +22,8 @@ class GPTConfig:
     """Sizes of a ``GPT``.
 
     Args:
-        vocab: number of token ids; 256 for bytes.
-        width: features of the residual stream, a multiple of ``heads``.
-        layers: transformer blocks.
-        heads: attention heads per block.
-        context: longest sequence, in tokens.
+        vocab: number of token ids; 256 for bytes. width: features of the residual stream, a multiple of ``heads``.
+        layers: transformer blocks. heads: of attention, per block. context: longest sequence, in tokens.
         activation: of the feed-forward blocks: ``"gelu"``; ``"relu2"``, squared ReLU; or ``"relu2:N:M"``, with at most N of every M
             activations non-zero (see ``nm.nn.SquaredReLU``).
 
@@ -85,14 +82,12 @@ class Attention(nn.Module):
         self.proj = nn.Linear(config.width, config.width)
 
     def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
-        """Attend within ``x`` ``[batch, tokens, width]`` and to what the cache holds."""
         batch, tokens, width = x.shape
         q, k, v = self.qkv(x).view(batch, tokens, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
-        past = 0
+        past, mask = 0, None
         if cache is not None:
             past = cache.length
             k, v = cache.extend(self.layer, k, v)
-        mask = None
         if past and tokens > 1:  # is_causal aligns to the first key, which is right only without a past
             mask = torch.ones(tokens, past + tokens, dtype=torch.bool, device=x.device).tril(past)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and tokens > 1)
@@ -109,7 +104,6 @@ class MLP(nn.Module):
         self.proj = nn.Linear(4 * config.width, config.width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the two layers to ``x`` ``[..., width]``."""
         out: Tensor = self.proj(F.gelu(self.fc(x)))
         return out
 
@@ -126,7 +120,6 @@ class Block(nn.Module):
         self.mlp = MLP(config) if name == "gelu" else SquaredReLUMLP(config.width, 4 * config.width, pattern=pattern)
 
     def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
-        """Map ``x`` ``[batch, tokens, width]`` to the same shape."""
         x = x + self.attn(self.norm1(x), cache)
         out: Tensor = x + self.mlp(self.norm2(x))
         return out
@@ -154,10 +147,8 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config, i) for i in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
         self.lm_head = nn.Linear(config.width, config.vocab, bias=False)
-        self._init()
 
-    def _init(self) -> None:
-        residual = 0.02 / math.sqrt(2 * self.config.layers)
+        residual = 0.02 / math.sqrt(2 * config.layers)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
                 nn.init.normal_(parameter, std=residual if name.endswith("proj.weight") else 0.02)
@@ -187,7 +178,6 @@ class GPT(nn.Module):
         return F.cross_entropy(self(x).flatten(0, 1), y.flatten())
 
     def parameter_count(self) -> int:
-        """Number of trainable numbers."""
         return sum(p.numel() for p in self.parameters())
 
 
@@ -223,13 +213,10 @@ def generate(model: GPT, prompt: bytes, count: int, *, temperature: float = 0.8,
             cache = KVCache(model.config, device=weight.device, dtype=weight.dtype)
             new = ids[-max(context // 2, 1) :]
         logits = model(torch.tensor([new], device=weight.device), cache)[0, -1]
-        new = [_pick(logits, temperature, rng)]
+        if temperature == 0:
+            new = [int(logits.argmax())]
+        else:
+            probabilities = torch.softmax(logits.float() / temperature, -1)
+            new = [int(torch.multinomial(probabilities.cpu(), 1, generator=rng))]
         ids += new
     return bytes(ids[len(prompt) :])
-
-
-def _pick(logits: Tensor, temperature: float, rng: torch.Generator) -> int:
-    if temperature == 0:
-        return int(logits.argmax())
-    probabilities = torch.softmax(logits.float() / temperature, -1)
-    return int(torch.multinomial(probabilities.cpu(), 1, generator=rng))

@@ -26,33 +26,33 @@ class ModelShapes:
         return {**inside, **self.outside}
 
 
-_ATTENTION = {f"attention.{name}": (1024, 1024) for name in ("self.query", "self.key", "self.value", "output.dense")}
-_LLAMA = {"q_proj": (4096, 4096), "k_proj": (1024, 4096), "v_proj": (1024, 4096), "o_proj": (4096, 4096)}
-_GATED = {"mlp.gate_proj": (14336, 4096), "mlp.up_proj": (14336, 4096), "mlp.down_proj": (4096, 14336)}
-
 MODELS = {
     # Radford et al. 2019, 124M
     "gpt2": ModelShapes(
-        "h",
-        12,
+        "h", 12,
         {"attn.c_attn": (2304, 768), "attn.c_proj": (768, 768), "mlp.c_fc": (3072, 768), "mlp.c_proj": (768, 3072)},
         {"lm_head": (50257, 768)},
     ),
     # Grattafiori et al. 2024: 8 heads of keys and values of 128
     "llama-3-8b": ModelShapes(
-        "layers", 32, {**{f"self_attn.{name}": shape for name, shape in _LLAMA.items()}, **_GATED}, {"lm_head": (128256, 4096)}
+        "layers", 32,
+        {"self_attn.q_proj": (4096, 4096), "self_attn.k_proj": (1024, 4096), "self_attn.v_proj": (1024, 4096),
+         "self_attn.o_proj": (4096, 4096), "mlp.gate_proj": (14336, 4096), "mlp.up_proj": (14336, 4096), "mlp.down_proj": (4096, 14336)},
+        {"lm_head": (128256, 4096)},
     ),
     # Dosovitskiy et al. 2021, ViT-L/16 at 224: 197 tokens an image
     "vit-l": ModelShapes(
-        "blocks",
-        24,
+        "blocks", 24,
         {"attn.qkv": (3072, 1024), "attn.proj": (1024, 1024), "mlp.fc1": (4096, 1024), "mlp.fc2": (1024, 4096)},
-        {"head": (1000, 1024)},
-        {"head": 1 / 197},
+        {"head": (1000, 1024)}, {"head": 1 / 197},
     ),
     # Devlin et al. 2019
-    "bert-large": ModelShapes("encoder.layer", 24, {**_ATTENTION, "intermediate.dense": (4096, 1024), "output.dense": (1024, 4096)}),
-}
+    "bert-large": ModelShapes(
+        "encoder.layer", 24,
+        {**{f"attention.{name}": (1024, 1024) for name in ("self.query", "self.key", "self.value", "output.dense")},
+         "intermediate.dense": (4096, 1024), "output.dense": (1024, 4096)},
+    ),
+}  # fmt: skip
 
 
 def model_shapes(name: str) -> ModelShapes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 
@@ -12,6 +11,12 @@ import torch
 from nmkernels.models import DataError, data, load_corpus
 
 TEXT = b"".join(b"line %06d of a text\n" % i for i in range(400))
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> data.Corpus:
+    (tmp_path / "a.txt").write_bytes(TEXT)
+    return load_corpus(tmp_path / "a.txt")
 
 
 @pytest.fixture
@@ -25,15 +30,11 @@ def whole(corpus: data.Corpus) -> bytes:
     return bytes(corpus.train.tolist()) + bytes(corpus.val.tolist())
 
 
-def test_one_file_is_split_at_nine_tenths(tmp_path):
-    (tmp_path / "a.txt").write_bytes(TEXT)
-    corpus = load_corpus(tmp_path / "a.txt")
-    assert whole(corpus) == TEXT
-    assert len(corpus.val) == len(TEXT) // 10
-    assert corpus.files == 1
+def test_one_file_is_split_at_nine_tenths(corpus):
+    assert whole(corpus) == TEXT and len(corpus.val) == len(TEXT) // 10 and corpus.files == 1
 
 
-def test_many_files_are_split_by_file_wherever_they_lie(folder, tmp_path_factory):
+def test_many_files_are_split_by_file_wherever_they_lie(folder, tmp_path_factory, monkeypatch):
     corpus = load_corpus(folder)
     train, val = bytes(corpus.train.tolist()), bytes(corpus.val.tolist())
     for i in range(40):
@@ -44,62 +45,53 @@ def test_many_files_are_split_by_file_wherever_they_lie(folder, tmp_path_factory
     assert load_corpus(other).digest == corpus.digest
     (other / "07.txt").write_bytes(b"xx " * 100)
     assert load_corpus(other).digest != corpus.digest
+    monkeypatch.setattr(data, "MAX_BYTES", 1000)
+    assert len(whole(load_corpus(folder))) <= 1000 + 3  # and a line feed between two files
 
 
 def test_folders_are_read_to_the_bottom_without_hidden_or_binary_files(tmp_path):
-    (tmp_path / "deep" / "er").mkdir(parents=True)
-    (tmp_path / ".git").mkdir()
-    (tmp_path / "deep" / "er" / "a.txt").write_bytes(TEXT)
-    (tmp_path / ".git" / "b").write_bytes(b"hidden")
-    (tmp_path / ".c").write_bytes(b"hidden")
-    (tmp_path / "d.bin").write_bytes(b"bin\0ary")
-    (tmp_path / "empty").write_bytes(b"")
+    for name, text in (("deep/er/a.txt", TEXT), (".git/b", b"hidden"), (".c", b"hidden"), ("d.bin", b"bin\0ary"), ("empty", b"")):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(text)
     corpus = load_corpus(tmp_path)
-    assert whole(corpus) == TEXT
-    assert corpus.files == 1
+    assert whole(corpus) == TEXT and corpus.files == 1
 
 
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
-def test_a_pipe_does_not_hang(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "a.txt").write_bytes(TEXT)
+def test_a_pipe_does_not_hang(corpus, tmp_path, pipe):
+    pipe.rename(tmp_path / "a pipe")
     assert whole(load_corpus(tmp_path)) == TEXT
     with pytest.raises(DataError, match="neither a file nor a folder"):
-        load_corpus(tmp_path / "pipe")
+        load_corpus(tmp_path / "a pipe")
 
 
-def test_the_default_is_the_standard_library():
+def test_the_default_is_the_standard_library(tmp_path, monkeypatch):
     corpus = load_corpus()
-    assert len(corpus.train) > 1_000_000
+    assert len(corpus.train) > 1_000_000 and corpus.source == "the Python standard library"
     assert corpus.digest == load_corpus().digest
     assert b"def " in bytes(corpus.val[:100_000].tolist())
-    assert corpus.source == "the Python standard library"
-
-
-def test_a_machine_without_the_source_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(data.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     with pytest.raises(DataError, match="give text with --data"):
         load_corpus()
 
 
 def test_unusable_files_and_folders(tmp_path):
+    def refused(path, message):
+        with pytest.raises(DataError, match=message):
+            load_corpus(path)
+
     for content, message in ((b"", "the file is empty"), (b"\x7fELF\0\0", "binary, not text")):
         (tmp_path / "f").write_bytes(content)
-        with pytest.raises(DataError, match=message):
-            load_corpus(tmp_path / "f")
+        refused(tmp_path / "f", message)
     (tmp_path / "f").unlink()
-    with pytest.raises(DataError, match="No such file"):
-        load_corpus(tmp_path / "missing")
-    with pytest.raises(DataError, match="holds no files"):
-        load_corpus(tmp_path)
+    refused(tmp_path / "missing", "No such file")
+    refused(tmp_path, "holds no files")
     for name in "ab":
         (tmp_path / name).write_bytes(b"\0")
-    with pytest.raises(DataError, match="none of the 2 files holds text"):
-        load_corpus(tmp_path)
+    refused(tmp_path, "none of the 2 files holds text")
+    refused("", "--data is empty")
 
 
-def test_unreadable_files_are_passed_over_or_named(tmp_path, monkeypatch):
-    (tmp_path / "a.txt").write_bytes(TEXT)
+def test_unreadable_files_are_passed_over_or_named(corpus, tmp_path, monkeypatch):
     (tmp_path / "locked.txt").write_bytes(TEXT)
     real = Path.open
 
@@ -114,11 +106,6 @@ def test_unreadable_files_are_passed_over_or_named(tmp_path, monkeypatch):
         load_corpus(tmp_path / "locked.txt")
 
 
-def test_reading_stops_at_the_limit(folder, monkeypatch):
-    monkeypatch.setattr(data, "MAX_BYTES", 1000)
-    assert len(whole(load_corpus(folder))) <= 1000 + 3  # and a line feed between two files
-
-
 def test_too_small_a_text_says_how_much_is_needed(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"x" * 400)
     corpus = load_corpus(tmp_path / "a.txt")
@@ -129,28 +116,21 @@ def test_too_small_a_text_says_how_much_is_needed(tmp_path):
         corpus.check(100)
 
 
-def test_batches_are_a_function_of_seed_and_step(tmp_path):
-    (tmp_path / "a.txt").write_bytes(TEXT)
-    corpus = load_corpus(tmp_path / "a.txt")
+def test_batches_are_a_function_of_seed_and_step(corpus):
     x, y = corpus.batch(seed=1, step=5, size=3, context=16)
-    again, _ = corpus.batch(seed=1, step=5, size=3, context=16)
-    assert torch.equal(x, again)
+    assert torch.equal(x, corpus.batch(seed=1, step=5, size=3, context=16)[0])
     assert x.shape == y.shape == (3, 16)
     assert torch.equal(x[:, 1:], y[:, :-1])
     for row in range(3):
         assert bytes([*x[row].tolist(), int(y[row, -1])]) in TEXT
-    assert not torch.equal(x, corpus.batch(seed=1, step=6, size=3, context=16)[0])
-    assert not torch.equal(x, corpus.batch(seed=2, step=5, size=3, context=16)[0])
+    for seed, step in ((1, 6), (2, 5)):
+        assert not torch.equal(x, corpus.batch(seed, step, size=3, context=16)[0])
 
 
-def test_batches_reach_both_ends_of_the_text():
-    corpus = data.Corpus(torch.arange(20, dtype=torch.uint8), torch.arange(9, dtype=torch.uint8), "a test", 1, "")
+def test_batches_reach_both_ends_and_validation_covers_the_text_once():
+    corpus = data.Corpus(torch.arange(20, dtype=torch.uint8), torch.arange(101, dtype=torch.uint8), "a test", 1, "")
     starts = torch.cat([corpus.batch(0, step, 50, 16)[0][:, 0] for step in range(5)])
     assert set(starts.tolist()) == {0, 1, 2, 3}
-
-
-def test_validation_windows_cover_the_text_once():
-    corpus = data.Corpus(torch.arange(20, dtype=torch.uint8), torch.arange(101, dtype=torch.uint8), "a test", 1, "")
     batches = list(corpus.val_batches(context=10, size=4, most=100))
     assert [len(x) for x, _ in batches] == [4, 4, 2]
     assert torch.cat([y for _, y in batches]).flatten().tolist() == list(range(1, 101))
