@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,15 +15,7 @@ from nmkernels.capability import compiled_core
 from nmkernels.nn import compressed
 from nmkernels.tuning import TABLE
 
-pytestmark = pytest.mark.skipif(not compiled_core().ok, reason=compiled_core().reason)
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("NMKERNELS_CACHE", str(tmp_path))
-    gemms.forget()
-    yield
-    gemms.forget()
+pytestmark = [pytest.mark.skipif(not compiled_core().ok, reason=compiled_core().reason), pytest.mark.usefixtures("cache")]
 
 
 def _layer(keep_dense: bool, dtype: torch.dtype = torch.float32) -> nm.CompressedLinear:
@@ -42,9 +32,8 @@ def _expected(layer: nm.CompressedLinear, x: Tensor) -> Tensor:
     return torch.nn.functional.linear(x, layer.dense(), layer.bias)
 
 
-@pytest.mark.parametrize("leading", [(20,), (4, 5)])
 @pytest.mark.parametrize("name", ["dense", "cpu rows", "mine rows"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "leading"), [(torch.float32, (4, 5)), (torch.bfloat16, (20,))])
 def test_it_runs_what_is_chosen(name: str, dtype: torch.dtype, leading: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[bool] = []
 
