@@ -83,7 +83,7 @@ class HeldMasks:
         """Reorder channels for the masks to be chosen, where the recipe wants it; ``state`` keeps what each layer gained."""
         if self.channels is not None:
             self._moved(self.channels.permute_(self._scores(), optimizers))
-            state["kept"] = self.channels.kept()
+            state["kept"] = self.channels.kept
 
     @contextmanager
     def permuted(self, wanted: bool) -> Iterator[None]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -30,52 +31,36 @@ class Search:
 
 
 class Channels:
-    """The channel permutations of one handle; long searches tell how far they are to the logger ``nmkernels.permutation``.
-
-    Args:
-        report: gets a line for every sparse layer, with the gain or why its channels stay where they are.
-    """
+    """The channel permutations of one handle: ``report`` has every layer's gain, or why its channels stay where they are."""
 
     def __init__(self, model: nn.Module, layers: dict[str, NMWeight], search: Search, report: Report) -> None:
         self.model, self.layers, self.search, self.report = model, layers, search, report
-        self.gains: dict[str, tuple[float, float]] = {}
+        self.kept: dict[str, list[float]] = {}
+        """For checkpoints: of each layer that was searched, the shares of the magnitude that the mask kept before and keeps after."""
         chains, reasons = find_chains(model)
         possible = {
-            name: f"to be reordered, with the outputs of {_and(c.producers)}, when the layer is pruned" for c, name in self._of(chains)
+            name: f"to be reordered, with the outputs of {', '.join(c.producers)}, when the layer is pruned"
+            for c in chains
+            for name in c.consumers
         }
         report.channels = {name: possible.get(name) or f"left alone: {reasons[name]}" for name in layers}
 
     def permute_(self, score: Callable[[str], Tensor], optimizers: Optimizers = ()) -> dict[str, Found]:
         """Reorder every chain that gains by it, in place: weights, biases, their gradients and what optimizers keep for them.
 
-        Args:
-            score: what the mask ranks the elements of a layer by, ``(out, in)``, by the layer's name.
-            optimizers: all that update the model; a chain with a parameter that none of them has is left alone.
-
-        Returns:
-            the permutation of each layer whose input channels were reordered.
+        ``score`` is what the mask ranks the elements of a layer by, from its name; ``optimizers`` are all that update the model: a chain
+        with a parameter that none of them has is left alone. Returns the permutation of each layer that was reordered.
         """
-        done: dict[str, Found] = {}
-        for chain, found in self._search(score, optimizers):
-            for p, dim in channel_parameters(self.model, chain):
-                for tensor in _everything_of(p, optimizers):
-                    reorder_(tensor, dim, found.order)
-            done.update({name: found for name in chain.consumers if name in self.layers})
-        self._drop()
-        return done
+        found = self._search(score, optimizers)
+        for chain, it in found:
+            self._reorder(chain, it.order, optimizers)
+        return self._by_layer(found)
 
     def resume(self, kept: dict[str, list[float]]) -> None:
         """Report what ``kept`` says that an earlier run did; its weights come in their new order."""
-        self.gains = {name: (before, after) for name, (before, after) in kept.items()}
-        told = {
-            name: f"{'reordered' if after > before else 'left alone'} earlier: {_kept(before, after)}"
-            for name, (before, after) in kept.items()
-        }
-        self.report.channels = {name: told.get(name, "left alone") for name in self.layers}
-
-    def kept(self) -> dict[str, list[float]]:
-        """For checkpoints: of each layer that was searched, the shares of the magnitude that the mask kept before and keeps after."""
-        return {name: list(gain) for name, gain in self.gains.items()}
+        self.report.channels = dict.fromkeys(self.layers, "left alone")
+        for name, (before, after) in kept.items():
+            self.report.channels[name] = f"{'reordered' if after > before else 'left alone'} earlier: {_told(before, after)}"
 
     @contextmanager
     def permuted(self, score: Callable[[str], Tensor]) -> Iterator[dict[str, Found]]:
@@ -83,21 +68,21 @@ class Channels:
         done: list[tuple[Chain, Found]] = []
         try:
             for chain, found in self._search(score, ()):
-                for p, dim in channel_parameters(self.model, chain):
-                    reorder_(p.detach(), dim, found.order)
+                self._reorder(chain, found.order)
                 done.append((chain, found))
-            self._drop()
-            yield {name: found for chain, found in done for name in chain.consumers if name in self.layers}
+            yield self._by_layer(done)
         finally:
             for chain, found in done:
-                for p, dim in channel_parameters(self.model, chain):
-                    reorder_(p.detach(), dim, found.order.argsort())
-            self._drop()
+                self._reorder(chain, found.order.argsort())
 
-    def _of(self, chains: Iterable[Chain]) -> Iterator[tuple[Chain, str]]:
-        return ((chain, name) for chain in chains for name in chain.consumers if name in self.layers)
+    def _by_layer(self, found: list[tuple[Chain, Found]]) -> dict[str, Found]:
+        return {name: it for chain, it in found for name in chain.consumers if name in self.layers}
 
-    def _drop(self) -> None:
+    def _reorder(self, chain: Chain, order: Tensor, optimizers: Optimizers = ()) -> None:
+        for p, dim in channel_parameters(self.model, chain):
+            moments = (value for _, value in _state_of(p, optimizers) if value.shape == p.shape)
+            for tensor in itertools.chain([p.detach()], [] if p.grad is None else [p.grad], moments):
+                reorder_(tensor, dim, order)
         for module in self.model.modules():
             if isinstance(module, NMWeight):
                 module.effective.drop()
@@ -106,7 +91,7 @@ class Channels:
         """Chains with orders that gain; hooks and ties may have come since ``sparsify_``, so they are looked for anew."""
         chains, reasons = find_chains(self.model)
         self.report.channels = {name: f"left alone: {reasons.get(name, '')}" for name in self.layers}
-        self.gains = {}
+        self.kept = {}
         if not all(bool(torch.isfinite(layer.weight).all()) for layer in self.layers.values()):
             self.report.channels = dict.fromkeys(self.layers, "left alone: a weight of the model is not finite")
             return []
@@ -115,24 +100,28 @@ class Channels:
             sparse = [name for name in chain.consumers if name in self.layers]
             said = self._obstacle(chain, sparse, optimizers) if sparse else ""
             if said:
-                self.report.channels.update({name: f"left alone: {said}" for name in sparse})
+                self.report.channels.update(dict.fromkeys(sparse, f"left alone: {said}"))
             elif sparse:
                 scores = torch.cat([score(name) for name in sparse])
-                tell = functools.partial(log.info, "%s: %s", _and(sparse))
+                tell = functools.partial(log.info, "%s: %s", ", ".join(sparse))
                 found = search_permutation(scores, self.layers[sparse[0]].pattern, self.search.escapes, self.search.seed, tell)
-                self.report.channels.update({name: _told(found, chain) for name in sparse})
-                self.gains.update({name: (found.before, found.after) for name in sparse})
+                self.kept.update({name: [found.before, found.after] for name in sparse})
                 if found.after > found.before:
                     todo.append((chain, found))
+                    way = f"{found.efficacy:.0%} of the way to {found.bound:.4f}, the best without groups"
+                    said = f"reordered with the outputs of {', '.join(chain.producers)}: {_told(found.before, found.after)} ({way})"
+                else:
+                    said = f"left alone: no order was found that keeps more than the present one, {found.before:.4f} of the magnitude"
+                self.report.channels.update(dict.fromkeys(sparse, said))
         return todo
 
     def _obstacle(self, chain: Chain, sparse: list[str], optimizers: Optimizers) -> str:
         if len({str(self.layers[name].pattern) for name in sparse}) > 1:
-            return f"{_and(sparse)} have different patterns"
+            return f"{', '.join(sparse)} have different patterns"
         known = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
         for p, _ in channel_parameters(self.model, chain):
             if optimizers and id(p) not in known:
-                return f"a parameter of {_and(chain.producers + chain.consumers)} belongs to no optimizer that attach was given"
+                return f"a parameter of {', '.join(chain.producers + chain.consumers)} belongs to no optimizer that attach was given"
             for key, value in _state_of(p, optimizers):
                 if value.numel() > 1 and value.shape != p.shape:
                     return f"the optimizer keeps {key!r} of another shape than its weight, which cannot be reordered with it"
@@ -145,24 +134,5 @@ def _state_of(p: nn.Parameter, optimizers: Optimizers) -> Iterator[tuple[str, Te
             yield from ((str(key), value) for key, value in optimizer.state[p].items() if isinstance(value, Tensor))
 
 
-def _everything_of(p: nn.Parameter, optimizers: Optimizers) -> Iterator[Tensor]:
-    """``p``, its gradient, and the moments that optimizers keep for it."""
-    yield p.detach()
-    if p.grad is not None:
-        yield p.grad
-    yield from (value for _, value in _state_of(p, optimizers) if value.shape == p.shape)
-
-
-def _told(found: Found, chain: Chain) -> str:
-    if found.after <= found.before:
-        return f"left alone: no order was found that keeps more than the present one, {found.before:.4f} of the magnitude"
-    way = f"{found.efficacy:.0%} of the way to {found.bound:.4f}, the best without groups"
-    return f"reordered with the outputs of {_and(chain.producers)}: {_kept(found.before, found.after)} ({way})"
-
-
-def _kept(before: float, after: float) -> str:
+def _told(before: float, after: float) -> str:
     return f"the mask keeps {after:.4f} of the magnitude instead of {before:.4f}"
-
-
-def _and(names: Sequence[str]) -> str:
-    return ", ".join(names)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -13,22 +13,16 @@ from torch import Tensor
 
 from ...pattern import Pattern, PatternLike, RecipeError, ShapeError
 
-EXHAUSTIVE_M = 4
-"""Up to this M every regrouping of two stripes is tried: 35 for M = 4; 6435 for M = 8 are too many, so that there only swaps are."""
+EXHAUSTIVE_M, ESCAPE = 4, 4
+"""Up to this M every regrouping of two stripes is tried, 35 for M = 4, and beyond only swaps, as 6435 are too many for M = 8. The stripes
+that an escape rotates a column through: an exchange between two never helps, the next look at that pair undoes it."""
 
-ESCAPE = 4
-"""Stripes that an escape rotates a column through; an exchange between two never helps, the next look at that pair undoes it."""
-
-ALL_PAIRS = 256
-"""Up to so many stripes every pair of them is tried; beyond, random pairings, because the number of pairs grows with its square."""
-
-ROUNDS, PATIENCE, STOP_GAIN = 400, 8, 1e-4
-"""Random pairings: at most so many rounds, and the end where the last ``PATIENCE`` of them brought less than this share."""
+ALL_PAIRS, ROUNDS, PATIENCE, STOP_GAIN = 256, 400, 8, 1e-4
+"""The most stripes of which every pair is tried; and of the random pairings beyond: the most rounds, and the share that the last
+``PATIENCE`` of them must bring."""
 
 CHUNK = 1 << 17
 """Numbers per operation of the search: small enough to stay in a core's cache."""
-
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -38,7 +32,7 @@ class Found:
     Args:
         order: int64 ``(cols,)``: column j of the permuted weight is column ``order[j]`` of the weight.
         before, after: shares of Σ|W| that the mask keeps, in the given and in the permuted order.
-        bound: the share that the best mask without groups keeps: in each row the largest N/M of its elements. No order can exceed it.
+        bound: the share that the largest N/M of each row would keep, which no order can exceed.
     """
 
     order: Tensor
@@ -53,22 +47,20 @@ class Found:
 
 
 def search_permutation(
-    weight: Tensor, pattern: PatternLike = "2:4", escapes: int = 100, seed: int = 0, progress: Progress | None = None
+    weight: Tensor, pattern: PatternLike = "2:4", escapes: int = 100, seed: int = 0, progress: Callable[[str], None] | None = None
 ) -> Found:
     """Order the columns of ``weight`` so that its N:M mask keeps more: maximise eff(P) = Σ |top-N of M of W[:, P]|.
 
     Pool and Yu, "Channel permutations for N:M sparsity", NeurIPS 2021; the default strategy of apex's ASP. A stripe is M consecutive
-    columns. Of every pair of stripes the best regrouping of its 2M columns is found (of 35 for M = 4; for M > 4 only exchanges of one
-    column for another are tried), those that gain are applied in falling order, each stripe at most once, and so on until no pair
-    gains. An escape then rotates one random column through each of four random stripes and repeats this; it is kept if it ends higher.
-    Beyond 256 stripes each round looks only at a random pairing of all stripes, and there are no escapes: the work then grows with the
-    number of columns, not its square.
+    columns. Of every pair of stripes the best regrouping of its 2M columns is found (for M > 4 only exchanges of one column for another
+    are tried), those that gain are applied in falling order, each stripe at most once, and so on until no pair gains. An escape then
+    rotates one random column through each of four random stripes and repeats this; it is kept if it ends higher.
+    Beyond 256 stripes each round looks only at a random pairing of all stripes, and there are no escapes.
 
     Args:
         weight: ``(rows, cols)``; only magnitudes count. Several weights that read the same channels are given as one, row upon row.
         pattern: N:M; M must divide the columns.
-        escapes: how many escapes are tried.
-        seed: of the escapes and pairings; the same seed gives the same order.
+        escapes, seed: how many are tried; of them and of the pairings.
         progress: called with a line of text about once every ten seconds.
 
     Raises:
@@ -94,24 +86,25 @@ def search_permutation(
 
 
 class _Search:
-    """The state of one search: which columns each stripe holds, and what every pair of stripes could gain."""
+    """Which columns each stripe holds, and what pairs of stripes could gain."""
 
-    def __init__(self, weight: Tensor, pattern: Pattern, seed: int, progress: Progress | None) -> None:
+    def __init__(self, weight: Tensor, pattern: Pattern, seed: int, progress: Callable[[str], None] | None) -> None:
         wide = weight.detach().abs().to(torch.float64 if weight.dtype == torch.float64 else torch.float32)
         self.columns = wide.t().contiguous()  # one channel per row: taking a column is then one copy
         self.pattern, self.device = pattern, weight.device
         self.stripes = torch.arange(weight.shape[1]).view(-1, pattern.m)
         self.generator = torch.Generator().manual_seed(seed)
-        self.subsets, self.regroupings = _regroupings(pattern.m)
+        self.halves = _halves(pattern.m)
         self.progress, self.told = progress, time.monotonic()
         self.total = float(self.columns.sum(dtype=torch.float64))
+        self.least = 1e-9 * self.total  # the smallest gain that is more than rounding
 
     def run(self, escapes: int) -> Found:
         count = len(self.stripes)
         before = self.kept()
         if self.total > 0 and self.pattern.n < self.pattern.m and count > 1:
             if count <= ALL_PAIRS:
-                self.climb_with_escapes(escapes if count > 2 else 0)
+                self.all_pairs(escapes if count > 2 else 0)
             else:
                 self.random_pairings()
         stripes = self.stripes.sort(1).values
@@ -134,70 +127,58 @@ class _Search:
         size = max(1, CHUNK // max(1, self.columns.shape[1]))
         for a, b in zip(first.split(size), second.split(size), strict=True):
             both = self.columns[torch.cat([self.stripes[a], self.stripes[b]], 1).to(self.device)]
-            kept = [_top(both[:, list(s)], self.pattern).sum(1, dtype=torch.float64) for s in self.subsets]
-            sums = torch.stack(kept, 1)
-            each = torch.stack([sums[:, i] + sums[:, j] for i, j in self.regroupings], 1)
+            kept = [_top(both[:, half], self.pattern).sum(1, dtype=torch.float64) for half in self.halves]
+            each = torch.stack(kept[::2], 1) + torch.stack(kept[1::2], 1)
             value, index = each.max(1)
             best.append((value - each[:, 0]).cpu())
             which.append(index.cpu())
         return torch.cat(best), torch.cat(which)
 
     def regroup(self, a: int, b: int, which: int) -> None:
-        """Give the columns of stripes ``a`` and ``b`` their new places."""
         both = torch.cat([self.stripes[a], self.stripes[b]])
-        i, j = self.regroupings[which]
-        self.stripes[a], self.stripes[b] = both[list(self.subsets[i])], both[list(self.subsets[j])]
+        self.stripes[a], self.stripes[b] = both[self.halves[2 * which]], both[self.halves[2 * which + 1]]
 
-    @property
-    def least(self) -> float:
-        """The smallest gain that is more than rounding."""
-        return 1e-9 * self.total
-
-    # ---- every pair of stripes
-
-    def climb_with_escapes(self, escapes: int) -> None:
+    def all_pairs(self, escapes: int) -> None:
         count = len(self.stripes)
-        first, second = torch.triu_indices(count, count, 1)
-        gain, which = self.gains(first, second)
-        gain, which = self.climb(first, second, gain, which)
+        self.pairs = torch.triu_indices(count, count, 1)
+        self.gain, self.which = self.gains(*self.pairs)
+        self.climb()
         height = self.kept()
         for escape in range(escapes):
-            old = self.stripes.clone(), gain.clone(), which.clone()
+            old = self.stripes.clone(), self.gain.clone(), self.which.clone()
             some = torch.randperm(count, generator=self.generator)[:ESCAPE]
             column = torch.randint(self.pattern.m, (len(some),), generator=self.generator)
             self.stripes[some, column] = self.stripes[some.roll(1), column.roll(1)]
-            gain, which = self.climb(first, second, *self.renewed(first, second, gain, which, some.tolist()))
+            self.renew(some)
+            self.climb()
             now = self.kept()
             if now > height + self.least:
                 height = now
             else:
-                self.stripes, gain, which = old
-            self.tell(f"escape {escape + 1} of {escapes}", height)
+                self.stripes, self.gain, self.which = old
+            self.tell(f"escape {escape + 1} of {escapes}")
 
-    def climb(self, first: Tensor, second: Tensor, gain: Tensor, which: Tensor) -> tuple[Tensor, Tensor]:
+    def climb(self) -> None:
         """Apply the best disjoint regroupings until no pair gains."""
         while True:
             changed: set[int] = set()
-            order = gain.argsort(descending=True, stable=True)
-            for pair in order[: int((gain > self.least).sum())].tolist():
-                a, b = int(first[pair]), int(second[pair])
+            order = self.gain.argsort(descending=True, stable=True)
+            for pair in order[: int((self.gain > self.least).sum())].tolist():
+                a, b = self.pairs[:, pair].tolist()
                 if a not in changed and b not in changed:
-                    self.regroup(a, b, int(which[pair]))
+                    self.regroup(a, b, int(self.which[pair]))
                     changed |= {a, b}
             if not changed:
-                return gain, which
-            gain, which = self.renewed(first, second, gain, which, changed)
-            self.tell(f"{len(changed)} stripes changed", None)
+                return
+            self.renew(torch.tensor(sorted(changed)))
+            self.tell(f"{len(changed)} stripes changed")
 
-    def renewed(self, first: Tensor, second: Tensor, gain: Tensor, which: Tensor, changed: Iterable[int]) -> tuple[Tensor, Tensor]:
-        """The gains with those of the pairs that have a changed member measured again."""
+    def renew(self, changed: Tensor) -> None:
+        """Measure the gains of the pairs that have a changed member again."""
         touched = torch.zeros(len(self.stripes), dtype=torch.bool)
-        touched[list(changed)] = True
-        stale = (touched[first] | touched[second]).nonzero().flatten()
-        gain[stale], which[stale] = self.gains(first[stale], second[stale])
-        return gain, which
-
-    # ---- random pairings
+        touched[changed] = True
+        stale = touched[self.pairs].any(0).nonzero().flatten()
+        self.gain[stale], self.which[stale] = self.gains(*self.pairs[:, stale])
 
     def random_pairings(self) -> None:
         recent: list[float] = []
@@ -211,13 +192,13 @@ class _Search:
             recent.append(float(gain.clamp_min(0).sum()))
             if len(recent) >= PATIENCE and sum(recent[-PATIENCE:]) < STOP_GAIN * self.total:
                 return
-            self.tell(f"round {turn + 1} of at most {ROUNDS}", None)
+            self.tell(f"round {turn + 1} of at most {ROUNDS}")
 
-    def tell(self, what: str, height: float | None) -> None:
+    def tell(self, what: str) -> None:
         """Report about once every ten seconds."""
         if self.progress is not None and time.monotonic() - self.told > 10:
             self.told = time.monotonic()
-            self.progress(f"{what}, {(self.kept() if height is None else height) / self.total:.4f} of the magnitude kept")
+            self.progress(f"{what}, {self.kept() / self.total:.4f} of the magnitude kept")
 
 
 def _top(values: Tensor, pattern: Pattern) -> Tensor:
@@ -236,12 +217,10 @@ def _top(values: Tensor, pattern: Pattern) -> Tensor:
 
 
 @cache
-def _regroupings(m: int) -> tuple[list[tuple[int, ...]], list[tuple[int, int]]]:
-    """Ways to make two groups of ``2 m`` columns: the groups that occur, and pairs of them; the first pair leaves all as it is."""
-    every = range(2 * m)
+def _halves(m: int) -> list[list[int]]:
+    """The ways to make two groups of ``2 m`` columns, one group after the other; the first way leaves all as it is."""
     if m <= EXHAUSTIVE_M:
-        halves = [(0, *rest) for rest in itertools.combinations(range(1, 2 * m), m - 1)]
+        ways = [[0, *rest] for rest in itertools.combinations(range(1, 2 * m), m - 1)]
     else:
-        halves = [tuple(range(m)), *[tuple(sorted({*range(m)} - {i} | {j})) for i in range(m) for j in range(m, 2 * m)]]
-    subsets = [half for h in halves for half in (h, tuple(i for i in every if i not in h))]
-    return subsets, [(2 * k, 2 * k + 1) for k in range(len(halves))]
+        ways = [list(range(m)), *[sorted({*range(m)} - {i} | {j}) for i in range(m) for j in range(m, 2 * m)]]
+    return [half for way in ways for half in (way, [i for i in range(2 * m) if i not in way])]
