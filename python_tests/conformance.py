@@ -22,7 +22,6 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from nmkernels import BackendError, dispatch, testing
@@ -150,6 +149,7 @@ class Conformance:
 
     @for_each_sample
     def test_opcheck(self, sample: Sample, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Of torch: fake results are as the real ones, nothing is written or shared that the schema does not say, graphs work."""
         torch.library.opcheck(self.raw(), self.args(sample))
 
     @for_each_sample
@@ -158,14 +158,6 @@ class Conformance:
         compiled = torch.compile(lambda *args: self.raw()(*args), fullgraph=True, backend="aot_eager")
         expected = self.run(self.raw(), self.args(sample))
         testing.assert_equal_bits(self.run(compiled, self.args(sample)), expected, "compiled")
-
-    @for_each_sample
-    def test_fake_tells_the_truth(self, sample: Sample, monkeypatch: pytest.MonkeyPatch) -> None:
-        with FakeTensorMode(allow_non_fake_inputs=False) as mode:
-            args = pytree.tree_map_only(Tensor, mode.from_tensor, self.args(sample))
-            fake = tensors(self.raw()(*args))
-        real = tensors(self.raw()(*self.args(sample)))
-        assert [(f.shape, f.dtype, f.stride(), f.device) for f in fake] == [(r.shape, r.dtype, r.stride(), r.device) for r in real]
 
     @for_each_sample
     def test_strided_inputs(self, sample: Sample, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,18 +171,6 @@ class Conformance:
         with testing.poison():
             result = self.run(self.raw(), self.args(sample))
         testing.assert_equal_bits(result, expected, "unwritten memory shows")
-
-    @for_each_sample
-    def test_inputs_are_untouched(self, sample: Sample, monkeypatch: pytest.MonkeyPatch) -> None:
-        args = self.args(sample)
-        versions = [x._version for x in tensors(args)]
-        results = tensors(self.raw()(*args))
-        if self.mutates:
-            return
-        testing.assert_equal_bits(tensors(args), tensors(self.args(sample)), "input")
-        assert versions == [x._version for x in tensors(args)]
-        inputs = {x.untyped_storage().data_ptr() for x in tensors(args)} - {0}
-        assert not inputs & {x.untyped_storage().data_ptr() for x in results}, "a result shares memory with an input"
 
     @for_each_sample
     def test_backend(self, sample: Sample, monkeypatch: pytest.MonkeyPatch) -> None:
