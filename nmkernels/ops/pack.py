@@ -68,24 +68,20 @@ def _pack(
     if mask is not None:
         check_mask(op, mask, w)
     if scale is not None:
-        _check_scale(op, select, scale, w)
+        if select != "threshold":
+            raise OptionError(f'{op}: select={select!r} beside a scale, which multiplies the soft threshold only (select="threshold").')
+        if scale.numel() != 1 or scale.dtype != compute_dtype(w.dtype):
+            raise ShapeError(
+                f"{op}: scale is {scale.dtype} of shape {tuple(scale.shape)}; it must be one element of {compute_dtype(w.dtype)}, "
+                "as soft_threshold_scale returns it."
+            )
+        check_device(op, w=w, scale=scale)
     if rows and columns and select in ("magnitude", "threshold"):
         raise PatternError(
             f"{op}: select={select!r} cannot pack rows and columns at once: the largest magnitudes of each row's groups are not {p} "
             'along the columns, so that W and Wᵀ would be two different weights. Take the transposable mask ("transposable"), or give one.'
         )
     return _specs(op, w.shape, p, dtype or w.dtype, rows, columns, layout, tiled=select == "transposable")
-
-
-def _check_scale(op: str, select: str, scale: Tensor, w: Tensor) -> None:
-    if select != "threshold":
-        raise OptionError(f'{op}: select={select!r} beside a scale, which multiplies the soft threshold only (select="threshold").')
-    if scale.numel() != 1 or scale.dtype != compute_dtype(w.dtype):
-        raise ShapeError(
-            f"{op}: scale is {scale.dtype} of shape {tuple(scale.shape)}; it must be one element of {compute_dtype(w.dtype)}, "
-            "as soft_threshold_scale returns it."
-        )
-    check_device(op, w=w, scale=scale)
 
 
 nm_pack = define(

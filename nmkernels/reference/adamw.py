@@ -71,26 +71,12 @@ def _sqrt(x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def masked_adamw_(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    max_exp_avg_sqs: Sequence[Tensor],
-    steps: Sequence[Tensor],
-    outs: Sequence[Tensor],
-    hyper: Tensor,
-    n: int,
-    m: int,
-    frozen: bool = False,
-    eps_inside: bool = False,
-    maximize: bool = False,
-    geometric: bool = False,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-    transposable: bool = False,
-    packs: Sequence[Tensor] | None = None,
-    layout: str = "canonical",
-) -> Tensor:
+    params: Sequence[Tensor], grads: Sequence[Tensor], exp_avgs: Sequence[Tensor], exp_avg_sqs: Sequence[Tensor],
+    max_exp_avg_sqs: Sequence[Tensor], steps: Sequence[Tensor], outs: Sequence[Tensor],
+    hyper: Tensor, n: int, m: int, frozen: bool = False, eps_inside: bool = False, maximize: bool = False, geometric: bool = False,
+    grad_scale: Tensor | None = None, found_inf: Tensor | None = None,
+    transposable: bool = False, packs: Sequence[Tensor] | None = None, layout: str = "canonical",
+) -> Tensor:  # fmt: skip
     """Apply one AdamW step in place, with N:M masks of the weights before and after it; the module's page has the equations.
 
     Arguments as ``nm.ops.masked_adamw_``, but: n = m = 0 means no masks, empty lists stand for what is not given, and ``packs`` are None

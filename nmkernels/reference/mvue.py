@@ -109,13 +109,11 @@ def _approximate(g: Tensor, a: Tensor, s: Tensor, u: Tensor) -> Tensor:
     """Draw i by |g_i|, then j among the others; each kept value is divided by its probability. u: int64 ``(G, 2)``."""
     m = a.shape[-1]
     t = a / s
-    ratio = torch.stack(
-        [a / _tree(a.index_fill(-1, torch.tensor(j, device=a.device), 0.0)) for j in range(m)], dim=-1
-    )  # [.., i, j]: a_i / R_j
     p = t.clone()
     for j in range(m):
         other = torch.arange(m, device=a.device) != j
-        p = torch.where(other, p + ratio[..., j] * t[..., j : j + 1], p)
+        ratio = a / _tree(torch.where(other, a, 0.0))
+        p = torch.where(other, p + ratio * t[..., j : j + 1], p)
     p = p.clamp_min(1.0 / ONE)
     first = (u[:, :1] >= _cumulative(_fixed(t), a != 0, ONE)).sum(-1, keepdim=True)
     b = a.scatter(-1, first, 0.0)

@@ -57,11 +57,8 @@ def _best_of_90(a: Tensor, _n: int) -> Tensor:
         better = score > best
         best = torch.where(better, score, best)
         choice.masked_fill_(better, number)
-    table = torch.zeros(len(PATTERNS), 4, 4, dtype=torch.bool)
-    for number, ids in enumerate(PATTERNS):
-        for row, pair in enumerate(ids):
-            table[number, row, list(PAIRS[pair])] = True
-    return table.to(a.device)[choice]
+    kept = torch.tensor([[[column in PAIRS[pair] for column in range(4)] for pair in ids] for ids in PATTERNS], device=a.device)
+    return kept[choice]
 
 
 def _integers(a: Tensor, n: int) -> Tensor:

@@ -50,7 +50,7 @@ class TestTransposableMask(Conformance):
 
 class TestCompress(Conformance):
     op, out = "nm_compress", ("out_values", "out_indices")
-    samples = {**DENSE, "with_mask": lambda: (torch.randn(6, 8), 2, 4, torch.rand(6, 2, 4).argsort(-1).flatten(1) < 2)}
+    samples = {"with_mask": lambda: (torch.randn(6, 8), 2, 4, torch.rand(6, 2, 4).argsort(-1).flatten(1) < 2), **DENSE}
 
 
 class TestDecompress(Conformance):
