@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..ops import STATS, masked_adamw_
-from ..pattern import DtypeError, Pattern
+from ..pattern import CheckpointError, DtypeError, Pattern
 from .rules import PLAIN, Target, UpdateRule
-from .state import MOMENTS, check_adam_state, restore_adam_state
+
+MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 
 class MaskedAdamW(torch.optim.AdamW):
@@ -21,21 +23,18 @@ class MaskedAdamW(torch.optim.AdamW):
     p −= lr · m̂/(√v̂ + ε) → new mask, counted. Without a recipe attached (no ``targets``) it is AdamW, to 1e-6.
 
     Args:
-        params, lr, betas, eps, weight_decay, amsgrad, foreach, maximize, capturable, differentiable, fused: as for
-            ``torch.optim.AdamW``. ``foreach`` and ``fused`` are accepted and change nothing: every step is fused.
+        params, lr, ...: as for ``torch.optim.AdamW``. ``foreach`` and ``fused`` change nothing: every step is fused.
 
     Attributes:
         stats: float64 sums of the last step over the maskable parameters, named by ``nmkernels.ops.STATS``; None if none took part.
         stats_numel: number of maskable weights that took part in it.
 
-    Differences from ``torch.optim.AdamW``: moments of bf16 and fp16 parameters are kept in fp32, also through
-    ``load_state_dict``; a ``GradScaler`` hands over its scale and ``found_inf``, and a skipped step changes nothing at all.
-    Its state dict loads into ``torch.optim.AdamW`` and the other way round.
+    Moments of bf16 and fp16 parameters are kept in fp32, also through ``load_state_dict``; a step that a ``GradScaler`` skips changes
+    nothing at all. Its state dict loads into ``torch.optim.AdamW`` and the other way round.
 
     Raises:
-        DtypeError: a parameter is complex or its gradient sparse.
-        CheckpointError: ``load_state_dict`` is given the state of another kind of optimizer or of another model.
-        ValueError: a hyper-parameter is out of range, as ``torch.optim.AdamW`` says it; or ``differentiable=True``.
+        DtypeError: a parameter is complex or its gradient sparse. ValueError: a hyper-parameter is out of range, or
+        ``differentiable=True``. CheckpointError: ``load_state_dict`` is given the state of another kind of optimizer or of another model.
 
     Example:
         >>> w = torch.nn.Parameter(torch.ones(2, 4))
@@ -153,14 +152,40 @@ class MaskedAdamW(torch.optim.AdamW):
             self.stats_numel += p.numel()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of MaskedAdamW or of plain AdamW; fp32 moments stay fp32 whatever the parameters' dtype is.
-
-        Raises:
-            CheckpointError: it is of another kind of optimizer or of another model; nothing has been changed then.
-        """
-        check_adam_state(self, state_dict)
+        pairs = self._checked(state_dict)
         super().load_state_dict(state_dict)
-        restore_adam_state(self, state_dict)
+        # torch has cast the moments to the parameter's dtype, and keeps the very tensors of the state dict
+        for saved, p in pairs:
+            state = self.state[p]
+            dtype = torch.float32 if p.dtype.itemsize == 2 else p.dtype
+            for name in MOMENTS:
+                if name in saved:
+                    state[name] = torch.empty_like(p, dtype=dtype, memory_format=torch.preserve_format).copy_(saved[name].detach())
+            # torch makes a step that was saved as a number a tensor of the default dtype; the kernel counts in fp32
+            state["step"] = state["step"].detach().to(torch.float32, copy=True)
+
+    def _checked(self, state_dict: dict[str, Any]) -> list[tuple[dict[str, Any], Tensor]]:
+        """The saved states with their parameters, matched by position; torch compares numbers of groups and parameters by itself."""
+        if not all("betas" in group and "eps" in group for group in state_dict["param_groups"]):
+            raise CheckpointError(
+                "MaskedAdamW: the state dict is of another kind of optimizer: its parameter groups have no betas and eps."
+            )
+        saved_ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        params = chain.from_iterable(group["params"] for group in self.param_groups)
+        pairs = [(state_dict["state"][i], p) for i, p in zip(saved_ids, params, strict=False) if state_dict["state"].get(i)]
+        for saved, p in pairs:
+            missing = [name for name in ("step", *MOMENTS[:2]) if name not in saved]
+            if missing:
+                raise CheckpointError(
+                    f"MaskedAdamW: the state dict is of another kind of optimizer: its state has no {', '.join(missing)}."
+                )
+            for name in MOMENTS:
+                if name in saved and saved[name].shape != p.shape:
+                    raise CheckpointError(
+                        f"MaskedAdamW: the state dict is of another model: {name} has shape {tuple(saved[name].shape)} "
+                        f"for a parameter of shape {tuple(p.shape)}."
+                    )
+        return pairs
 
 
 class _Bucket:
@@ -178,7 +203,7 @@ class _Bucket:
 def _hyper(group: dict[str, Any], rule: UpdateRule, device: torch.device) -> Tensor:
     """The scalars of one call as float64: on the CPU, from where a GPU gets them as arguments, or beside those that are tensors already.
 
-    Nothing is copied from the host's memory, which would wait for the device, or leave a captured graph reading memory that is gone.
+    Nothing is copied to the device, which would wait for it, or leave a captured graph reading memory that is gone.
     """
     lr, (beta1, beta2) = group["lr"], group["betas"]
     values = [lr, beta1, beta2, group["eps"], group["weight_decay"], rule.decay, rule.v_step, rule.clamp, 0.0]

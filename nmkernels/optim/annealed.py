@@ -23,12 +23,9 @@ class AnnealedAdamW(MaskedAdamW):
         v = β₂v + (1 − β₂)s²,  s = u (late="total") or g + r (late="gradient")
         w ← w (1 − lr·wd) − lr · u / (√v/√(1 − β₂ᵗ) + ε)
 
-    The momentum is bias-corrected before r is added, so that r needs no correction; v is corrected as ever. All other parameters, and
-    all of them under any other rule, are updated as by MaskedAdamW, which has the same arguments. The late update is in plain torch
-    operations, about 20 passes over memory for each masked parameter.
-
-    The state is AdamW's, and loads into it and from it. With a ``GradScaler`` a skipped step changes nothing; on a GPU the host then waits
-    for the device once per parameter, unless ``capturable`` keeps the step counts there.
+    All other parameters, and all of them under any other rule, are updated as by MaskedAdamW, which has the same arguments and state. The
+    late update is in plain torch operations, about 20 passes over memory. With a ``GradScaler`` on a GPU the host waits for the device
+    once per parameter, unless ``capturable`` keeps the step counts there.
 
     Example:
         >>> w = torch.nn.Parameter(torch.ones(2, 4))
@@ -69,20 +66,12 @@ class AnnealedAdamW(MaskedAdamW):
         step.add_(applied.to(step.device, step.dtype))
         return torch.where(applied, largest, 0.0).double()
 
-    def _block(
-        self,
-        group: dict[str, Any],
-        t: float | Tensor,
-        applied: Tensor,
-        w: Tensor,
-        g: Tensor,
-        r: Tensor,
-        m: Tensor,
-        v: Tensor,
-        *peak: Tensor,
-    ) -> Tensor:
-        (beta1, beta2), lr = group["betas"], group["lr"]
-        g, r = self._unscaled(group, g.to(m.dtype)), r.to(m.dtype)
+    def _block(self, group: dict[str, Any], t: float | Tensor, applied: Tensor, *tensors: Tensor) -> Tensor:
+        w, g, r, m, v, *peak = tensors
+        (beta1, beta2), lr, scale = group["betas"], group["lr"], getattr(self, "grad_scale", None)
+        g, r = g.to(m.dtype), r.to(m.dtype)
+        g = g if scale is None else g / scale.to(g.device)
+        g = -g if group["maximize"] else g
         new_m = m * beta1 + g * (1 - beta1)
         u = new_m / (1 - beta1**t) + r
         s = u if self.rule.late == "total" else g + r
@@ -93,8 +82,3 @@ class AnnealedAdamW(MaskedAdamW):
         for old, new in zip((m, v, w, *peak), (new_m, new_v, new_w, *new_peak), strict=True):
             old.copy_(torch.where(applied, new.to(old.dtype), old))
         return u.abs().max()
-
-    def _unscaled(self, group: dict[str, Any], g: Tensor) -> Tensor:
-        scale = getattr(self, "grad_scale", None)
-        g = g if scale is None else g / scale.to(g.device)
-        return -g if group["maximize"] else g

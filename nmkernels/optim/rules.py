@@ -24,8 +24,8 @@ class UpdateRule:
         eps_inside: denominator √(v̂ + ε) instead of √v̂ + ε.
         clamp: bound on |m̂/D|; 0 for none.
         geometric: also return Σ log|v_t − v_{t−1}| (AutoSwitch option II).
-        late: the gradient of the transform's penalty is left to the optimizer, an ``AnnealedAdamW``, which adds it after the momentum
-            and takes the second moment of ``"total"`` (m̂ + penalty) or of ``"gradient"`` (g + penalty); empty: it goes with the gradient.
+        late: the penalty's gradient is left to an ``AnnealedAdamW``, which adds it after the momentum and takes the second moment of
+            ``"total"`` (m̂ + penalty) or of ``"gradient"`` (g + penalty); empty: it goes with the gradient.
     """
 
     masked: bool = False

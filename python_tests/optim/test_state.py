@@ -74,9 +74,10 @@ def test_moments_saved_in_bf16_are_taken_as_they_are():
     assert int(ours.state[b.weight]["step"]) == 4
 
 
-def test_a_step_saved_as_a_number():
-    """Old checkpoints; torch makes it a tensor of the default dtype."""
+def test_a_step_saved_as_a_number_and_parameters_without_a_state():
+    """Old checkpoints have such steps; torch makes of them tensors of the default dtype. The bias has never had a gradient."""
     a, b = layer(), layer()
+    a.bias.requires_grad_(False)
     first, second = MaskedAdamW(a.parameters()), MaskedAdamW(b.parameters())
     train(a, first, 2)
     state = copy.deepcopy(first.state_dict())
@@ -89,7 +90,7 @@ def test_a_step_saved_as_a_number():
         torch.set_default_dtype(torch.float32)
     assert second.state[b.weight]["step"].dtype == torch.float32
     train(b, second, 1)
-    assert int(second.state[b.weight]["step"]) == 3
+    assert (int(second.state[b.weight]["step"]), int(second.state[b.bias]["step"])) == (3, 1)
 
 
 def test_foreign_states_are_refused_and_change_nothing():
@@ -115,24 +116,3 @@ def test_foreign_states_are_refused_and_change_nothing():
     assert optimizer.param_groups[0]["lr"] == 0.123
     for i, s in before["state"].items():
         assert same(optimizer.state_dict()["state"][i], s)
-
-
-def test_state_of_parameters_that_never_had_a_gradient():
-    model = layer()
-    model.bias.requires_grad_(False)
-    first = MaskedAdamW(model.parameters())
-    train(model, first, 2)
-    baseline = layer()
-    second = MaskedAdamW(baseline.parameters())
-    second.load_state_dict(first.state_dict())
-    train(baseline, second, 1)
-    assert (int(second.state[baseline.weight]["step"]), int(second.state[baseline.bias]["step"])) == (3, 1)
-
-
-def test_capturable_keeps_its_step_beside_the_parameter():
-    model = layer()
-    optimizer = MaskedAdamW(model.parameters(), capturable=True)
-    model.weight.grad = torch.ones_like(model.weight)
-    optimizer.step()
-    step = optimizer.state[model.weight]["step"]
-    assert step.device == model.weight.device and step.dtype == torch.float32 and step.dim() == 0
