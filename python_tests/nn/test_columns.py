@@ -52,8 +52,7 @@ def test_gradient_adapter_and_autocast():
 
 
 def test_life_of_the_layer():
-    made = layer()
-    x = torch.randn(3, 16)
+    made, x = layer(), torch.randn(3, 16)
     assert "inputs reordered" in repr(made) and "inputs reordered" not in repr(layer(None))
     other = layer(ORDER.flip(0))
     other.load_state_dict(made.state_dict())
@@ -61,8 +60,6 @@ def test_life_of_the_layer():
     double = copy.deepcopy(made).to(torch.float64)
     assert double.columns.dtype == torch.int32
     torch.testing.assert_close(double(x.double()).float(), made(x))
-    compiled = torch.compile(made, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(x), made(x))
 
 
 def test_what_is_no_order():

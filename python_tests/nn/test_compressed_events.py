@@ -1,15 +1,16 @@
 """CompressedLinear multiplies the present weight, with the right gradients, whatever happened before in whatever order."""
 
-import copy
 import itertools
 import random
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import nmkernels as nm
+from python_tests.copies import WAYS, copied
 
 OUT, IN, TOKENS = 16, 64, 40
 
@@ -112,7 +113,7 @@ def in_inference_mode(event):
 
 EVENTS = [
     nothing, copied_in_place, given_other_memory, given_other_memory_twice, swapped, loaded, assigned, loaded_by_a_hook, there_and_back,
-    by_meta, written_unseen, copy.deepcopy, *map(in_inference_mode, (copied_in_place, loaded, assigned, moved)),
+    by_meta, written_unseen, *map(in_inference_mode, (copied_in_place, loaded, assigned, moved)), *(partial(copied, how=w) for w in WAYS),
 ]  # fmt: skip
 
 
@@ -155,7 +156,7 @@ def made(inference, **kwargs):
         return nm.CompressedLinear(fresh(), torch.randn(OUT), **kwargs)
 
 
-@pytest.mark.parametrize("event", EVENTS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("event", EVENTS, ids=lambda f: getattr(f, "__name__", "copied"))
 def test_an_event_between_any_two_calls(event, monkeypatch):
     for how, inference in itertools.product(["plain", "keep_dense", "columns"], [False, True]):
         monkeypatch.setenv("NMKERNELS_CHOICE", "dense" if how == "keep_dense" else "")
