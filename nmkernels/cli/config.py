@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -16,7 +16,7 @@ from ..pattern import CheckpointError, Pattern, RecipeError
 from ..recipes import Recipe
 from ..recipes.registry import find, parse, suggestion
 
-BOOL = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+PLAIN = {"none": None, "true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 NOT_HERE = {"pattern": "it stands behind the recipe's name, --recipe NAME:N:M", "total_steps": "it is the length of the run, --steps"}
 WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text", "NoneType": "none"}
 
@@ -76,7 +76,7 @@ def settings(args: argparse.Namespace, saved: Mapping[str, Any] | None = None) -
         if inside:
             asked["options"] = inside
     if args.set:
-        asked["options"] = {**asked.get("options", {}), **options(cls, args.set)}
+        asked["options"] = {**asked.get("options", {}), **dict(option(cls, text) for text in args.set)}
     return asked
 
 
@@ -102,12 +102,8 @@ def resumed(asked: dict[str, Any], saved: dict[str, Any], path: object) -> Train
     return config
 
 
-def options(recipe: type[Recipe], texts: Sequence[str]) -> dict[str, Any]:
-    """The keywords that ``texts`` set for ``recipe``; of one given twice, the last counts."""
-    return dict(_option(recipe, text) for text in texts)
-
-
-def _option(recipe: type[Recipe], text: str) -> tuple[str, Any]:
+def option(recipe: type[Recipe], text: str) -> tuple[str, Any]:
+    """The keyword of ``recipe`` that a ``--set KEY=VALUE`` names, and its value, of the type of the field."""
     key, sign, value = text.partition("=")
     if not sign or not key.isidentifier():
         raise RecipeError(f"--set {text}: write it as KEY=VALUE, for instance --set decay=2e-4.")
@@ -136,24 +132,18 @@ def _members(hint: Any) -> list[Any]:
 
 
 def _value(text: str, allowed: list[Any]) -> Any:
-    word = text.strip().lower()
-    if word == "none" and type(None) in allowed:
-        return None
-    if word in BOOL and bool in allowed:
-        return BOOL[word]
-    for kind in (int, float, str):
-        if kind in allowed:
-            try:
-                return kind(text)
-            except ValueError:
-                continue
+    word = text.strip()
     try:
-        value = ast.literal_eval(text)  # a tuple or a table
-    except SyntaxError as error:
-        raise ValueError(text) from error
-    if not isinstance(value, tuple(kind for kind in allowed if isinstance(kind, type))):
-        raise ValueError(text)
-    return value
+        value = PLAIN[word.lower()] if word.lower() in PLAIN else ast.literal_eval(word)
+    except (SyntaxError, ValueError):
+        value = text
+    if type(value) in allowed:
+        return value
+    if type(value) is int and float in allowed:
+        return float(value)
+    if str in allowed:
+        return text
+    raise ValueError(text)
 
 
 def _number(kind: type[int] | type[float], name: str, holds: Callable[[float], bool], said: str) -> Callable[[str], Any]:

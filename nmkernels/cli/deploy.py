@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
 
 from ..export import atomic_write, load_compressed, save_compressed, save_dense
 from ..models import GPT, generate
@@ -42,30 +41,20 @@ def deploy(trainer: Trainer, out: Path) -> dict[str, Any]:
     save_compressed(model, out / FILE)
     reloaded = load_compressed(GPT(trainer.config.model).to(trainer.device).eval(), out / FILE)
     x, _ = next(trainer.corpus.val_batches(trainer.config.context, trainer.config.batch, trainer.config.batch))
-    result["reload"] = compare(model, reloaded, dense, x.to(trainer.device))
+    with torch.no_grad():
+        logits, again, masked = (each(x.to(trainer.device)) for each in (model, reloaded, dense))
+    result["reload"] = {"identical": torch.equal(logits, again), "max_difference_to_dense": (logits - masked).abs().max().item()}
     if not result["reload"]["identical"]:
         raise CheckpointError(f"{out / FILE}: the reloaded model's logits differ from the ones it was saved with; please report this.")
-    result["bytes"] = sizes(model, dense, out)
-    result["tokens_per_s"] = speeds({"dense": dense, "compressed": model})
-    return {**result, "sample": _sample(model, out)}
-
-
-@torch.no_grad()
-def compare(model: nn.Module, reloaded: nn.Module, dense: nn.Module, x: Tensor) -> dict[str, Any]:
-    """Whether ``reloaded`` gives the same logits as ``model`` to the last bit, and how far both are from the masked dense GEMMs."""
-    logits, again, want = model(x), reloaded(x), dense(x)
-    return {"identical": torch.equal(logits, again), "max_difference_to_dense": (logits - want).abs().max().item()}
-
-
-def sizes(model: nn.Module, dense: nn.Module, out: Path) -> dict[str, int]:
-    """Bytes of the sparsified layers' weights and of the two files, before and after."""
     layers = {name: m for name, m in model.named_modules() if isinstance(m, CompressedLinear)}
-    return {
+    result["bytes"] = {
         "layers_dense": sum(dense.get_parameter(f"{name}.weight").nbytes for name in layers),
         "layers_compressed": sum(m.weight.nbytes + sum(p.nbytes for p in m.adapter or ()) for m in layers.values()),
         "file_dense": (out / DENSE_FILE).stat().st_size,
         "file_compressed": (out / FILE).stat().st_size,
     }
+    result["tokens_per_s"] = speeds({"dense": dense, "compressed": model})
+    return {**result, "sample": _sample(model, out)}
 
 
 def speeds(models: dict[str, GPT], clock: Callable[[], float] = time.perf_counter) -> dict[str, float]:

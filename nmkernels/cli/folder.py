@@ -6,7 +6,6 @@ the folder is a run's. A folder without it is a run's where a log, a result or a
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -64,9 +63,7 @@ class Store:
 
     def paths(self) -> list[Path]:
         """All checkpoints, oldest step first."""
-        if not self.folder.is_dir():
-            return []
-        return sorted((p for p in self.folder.iterdir() if re.fullmatch(CHECKPOINT, p.name)), key=_step)
+        return sorted((p for p in self.folder.glob("step-*") if re.fullmatch(CHECKPOINT, p.name)), key=_step)
 
     def save(self, state: dict[str, Any]) -> Path:
         """Write ``state`` (it has a ``step``) atomically, then drop all but the last two."""
@@ -115,9 +112,9 @@ class Store:
 
     def _way_out(self, path: Path) -> str:
         earlier = [p for p in self.paths() if re.fullmatch(CHECKPOINT, path.name) and _step(p) < _step(path)]
-        return (
-            f"The one before it is there: --resume {earlier[-1]}" if earlier else "There is no earlier one; start again with --overwrite."
-        )
+        if earlier:
+            return f"The one before it is there: --resume {earlier[-1]}"
+        return "There is no earlier one; start again with --overwrite."
 
 
 def _step(path: Path) -> int:
@@ -143,8 +140,9 @@ class Folder:
 
     def check(self, *, resume: bool, overwrite: bool) -> None:
         """Lock a folder with a run, once it is clear that nothing in it would be harmed; a new or empty one is left as it is."""
-        names = self._names()
-        if self._is_run(names):
+        names, out = self._names(), self.path
+        signed = any(name in names and self._signed(name) == "signed" for name in (RESULT, LOG))
+        if LOCK in names or signed or any(FORMAT.encode() in _head(path) for path in Store(out / CHECKPOINTS).paths()):
             self.take()
             if overwrite and not resume:
                 self._spare()
@@ -152,7 +150,7 @@ class Folder:
                 self._protect()
         elif names:
             some = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-            raise NMError(f"--out {self.path} holds what no run of `nmkernels train` wrote ({some}); give a new or an empty folder.")
+            raise NMError(f"--out {out} holds what no run of `nmkernels train` wrote ({some}); give a new or an empty folder.")
 
     def _names(self) -> list[str]:
         out = self.path
@@ -164,11 +162,6 @@ class Folder:
             return sorted(name for name in os.listdir(out) if not _temporary(name)) if out.exists() else []
         except OSError as error:
             raise NMError(f"--out {out} cannot be used: {error.strerror or error}.") from error
-
-    def _is_run(self, names: list[str]) -> bool:
-        if LOCK in names or any(name in names and self._signed(name) == "signed" for name in (RESULT, LOG)):
-            return True
-        return any(FORMAT.encode() in _head(path) for path in Store(self.path / CHECKPOINTS).paths())
 
     def _signed(self, name: str) -> str:
         """What the file ``name`` of ``SIGNS`` is: "signed" by a run, "empty", or "" for anything else."""
@@ -207,7 +200,7 @@ class Folder:
         with writing(path):
             lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
             try:
-                self._claim(lock, path)
+                self._claim(lock)
             except BaseException:
                 os.close(lock)
                 raise
@@ -217,15 +210,21 @@ class Folder:
                 with suppress(OSError):
                     shutil.rmtree(left) if left.is_dir() else left.unlink()
 
-    def _claim(self, lock: int, path: Path) -> None:
+    def _claim(self, lock: int) -> None:
         """Lock the open lock file, and write into it who has it."""
-        locked, owner = _try_lock(lock), _owner(lock)
-        if locked is False or (locked is None and _alive(owner)):
-            who = (
-                "process {pid} on {host} has been writing in it since {since}".format(**owner) if owner else "another process writes in it"
-            )
-            stale = "" if locked is False else f", or delete {path} if that process is gone"
-            raise NMError(f"{self.path} is in use: {who}. Wait for it to end, or use another --out{stale}.")
+        owner = _owner(lock)
+        try:
+            import fcntl
+
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until the handle is closed or the process ends, however it does
+            taken, stale = False, ""
+        except (BlockingIOError, PermissionError):
+            taken, stale = True, ""
+        except (ImportError, OSError):  # there are no such locks here
+            taken, stale = _alive(owner), f", or delete {self.path / LOCK} if that process is gone"
+        if taken:
+            who = "process {pid} on {host} has been writing in it since {since}" if owner else "another process writes in it"
+            raise NMError(f"{self.path} is in use: {who.format(**owner or {})}. Wait for it to end, or use another --out{stale}.")
         mine = {"pid": os.getpid(), "host": socket.gethostname(), "since": datetime.now().astimezone().isoformat(" ", "seconds")}
         os.ftruncate(lock, 0)
         os.pwrite(lock, json.dumps(mine).encode() + b"\n", 0)
@@ -268,19 +267,6 @@ def _head(path: Path) -> bytes:
         return b""
     with path.open("rb") as file:
         return file.read(HEAD)
-
-
-def _try_lock(handle: int) -> bool | None:
-    """Lock a file until its handle is closed or the process ends, however it does; False if another has it, None without locks."""
-    try:
-        import fcntl
-    except ImportError:
-        return None
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return False if error.errno in (errno.EWOULDBLOCK, errno.EACCES) else None
-    return True
 
 
 def _owner(handle: int) -> dict[str, Any] | None:

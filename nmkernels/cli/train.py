@@ -43,10 +43,6 @@ EVALS = 10
 """Validations on the way, for the curves."""
 
 
-class DivergedError(NMError, RuntimeError):
-    """The loss is no longer a finite number."""
-
-
 class Interrupted(Exception):
     """The user asked to stop; the message says what was saved."""
 
@@ -95,7 +91,7 @@ class Trainer:
         loss = self.model.loss(x.to(self.device), y.to(self.device))
         value = loss.item()
         if not math.isfinite(value):
-            raise DivergedError(
+            raise NMError(
                 f"the loss is {value} at step {step}: training has diverged. Lower --lr (it is {self.config.lr:g}), "
                 "or resume from a checkpoint written before."
             )
@@ -238,12 +234,6 @@ class Run:
         # again, where it was only locked now: another run may have been here meanwhile
         folder.check(resume=self.resumes, overwrite=args.overwrite)
 
-    def resume_command(self) -> str:
-        words = [python_command(), "-m", "nmkernels", "train", "--out", str(self.out), "--resume"]
-        words += ["--data", str(self.args.data)] if self.args.data else []
-        words += ["--baseline"] if self.args.baseline else []
-        return shlex.join(words)
-
     def execute(self) -> None:
         """Train what is left to train, deploy, write ``result.json`` and show it."""
         if not self.resumes:
@@ -253,16 +243,28 @@ class Run:
         speed = self._train(self.trainer, self.out, self.config.recipe, self.start)
         baseline = self._baseline() if self.args.baseline else None
         print("checking, compressing and measuring the result", file=self.stream, flush=True)
-        handle = self.trainer.handle
+        out, corpus, handle = self.out, self.corpus, self.trainer.handle
         assert handle is not None
         switch_step = handle.state.get("switch_step", 0)
-        about = {**speed, "switch_step": switch_step, "layers": len(handle.layers), "flops": self.trainer.flops()}
-        result = self._result({**about, **deploy(self.trainer, self.out)}, baseline)
-        title = f"{self.config.recipe} on {self.corpus.source}"
-        if plot(self.out / CURVES, read_log(self.out / LOG), read_log(self.out / BASELINE / LOG), title, switch_step):
-            result["files"].append(CURVES)
+        sparse = {**speed, "switch_step": switch_step, "layers": len(handle.layers), "flops": self.trainer.flops()}
+        sparse.update(deploy(self.trainer, out))
+        files = [name for name in ABOUT if (out / name).exists() and name != CURVES] + [RESULT]
+        if plot(out / CURVES, read_log(out / LOG), read_log(out / BASELINE / LOG), f"{self.config.recipe} on {corpus.source}", switch_step):
+            files.append(CURVES)
+        result = {
+            "config": asdict(self.config),
+            "corpus": {"source": corpus.source, "files": corpus.files, "train_bytes": len(corpus.train), "val_bytes": len(corpus.val)},
+            "parameters": self.trainer.parameters,
+            "sparse": sparse,
+            "baseline": baseline,
+            "val_loss_ratio": sparse["val_loss"] / baseline["val_loss"] if baseline else None,
+            "versions": {"nmkernels": __version__, "torch": torch.__version__, "python": platform.python_version()},
+            "threads": torch.get_num_threads(),
+            "out": str(out),
+            "files": files,
+        }
         text = json.dumps(result, indent=2)
-        atomic_write(self.out / RESULT, lambda temporary: temporary.write_text(f"{text}\n"))
+        atomic_write(out / RESULT, lambda temporary: temporary.write_text(f"{text}\n"))
         print(text if self.args.json else f"\n{summary(result)}")
 
     def _train(self, trainer: Trainer, folder: Path, label: str, start: int) -> dict[str, float | None]:
@@ -288,27 +290,6 @@ class Run:
         start = trainer.load(store.load(), store.folder) if self.resumes and store.paths() else 0
         return {**self._train(trainer, folder, "dense baseline", start), "val_loss": trainer.validate()}
 
-    def _result(self, sparse: dict[str, Any], baseline: dict[str, Any] | None) -> dict[str, Any]:
-        corpus = self.corpus
-        return {
-            "config": asdict(self.config),
-            "corpus": {"source": corpus.source, "files": corpus.files, "train_bytes": len(corpus.train), "val_bytes": len(corpus.val)},
-            "parameters": self.trainer.parameters,
-            "sparse": sparse,
-            "baseline": baseline,
-            "val_loss_ratio": sparse["val_loss"] / baseline["val_loss"] if baseline else None,
-            "versions": {"nmkernels": __version__, "torch": torch.__version__, "python": platform.python_version()},
-            "threads": torch.get_num_threads(),
-            "out": str(self.out),
-            "files": [name for name in ABOUT if (self.out / name).exists() and name != CURVES] + [RESULT],
-        }
-
-
-def python_command() -> str:
-    """The running interpreter as a user would type it: a relative path where it lies below the present folder, as a venv does."""
-    path, here = Path(sys.executable), Path.cwd()
-    return str(path.relative_to(here)) if path.is_relative_to(here) else "python"
-
 
 def run(args: argparse.Namespace) -> int:
     """Train, deploy, report; 0 done, 1 failed on the way, 2 refused at the start, 130 interrupted with the way to resume."""
@@ -321,7 +302,10 @@ def run(args: argparse.Namespace) -> int:
         try:
             job.execute()
         except (Interrupted, KeyboardInterrupt) as stop:
-            print(f"\n{str(stop) or 'Stopped.'}\nTo go on: {job.resume_command()}", file=sys.stderr)
+            words = [sys.executable, "-m", "nmkernels", "train", "--out", str(job.out), "--resume"]
+            words += ["--data", str(args.data)] if args.data else []
+            words += ["--baseline"] if args.baseline else []
+            print(f"\n{str(stop) or 'Stopped.'}\nTo go on: {shlex.join(words)}", file=sys.stderr)
             return 130
         except OSError as error:
             if isinstance(error, BrokenPipeError):

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 from unittest import mock
-
-import torch
 
 from nmkernels import cli
 from nmkernels.cli import deploy
@@ -25,14 +22,3 @@ def train(text: Path, out: Path, *more: str, sizes: list[str] = SIZES) -> int:
     # the end of a run generates text to measure its speed, which takes longer than the training here
     with mock.patch.multiple(deploy, SPEED_TOKENS=4, SPEED_ROUNDS=1, SAMPLE_TOKENS=20):
         return cli.main(["train", "--data", str(text), "--out", str(out), *sizes, *more])
-
-
-def same(a: Any, b: Any) -> bool:
-    """Equal to the last bit, through dicts and lists."""
-    if isinstance(a, torch.Tensor):
-        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
-    return bool(a == b)

@@ -65,8 +65,10 @@ def test_wrong_words_are_told(words, match, capsys):
 
 def test_named_models_have_their_known_sizes():
     """Parameters of the linear layers, from the models' papers and code."""
-    count = {name: sum(out * cols for out, cols in model_shapes(name).shapes().values()) for name in MODELS}
-    assert count["gpt2"] == 12 * 12 * 768**2 + 50257 * 768
-    assert count["llama-3-8b"] == 32 * (2 * 4096**2 + 2 * 1024 * 4096 + 3 * 14336 * 4096) + 128256 * 4096
-    assert count["vit-l"] == 24 * 12 * 1024**2 + 1000 * 1024 and count["bert-large"] == 24 * 12 * 1024**2
+    assert {name: sum(out * cols for out, cols in model_shapes(name).shapes().values()) for name in MODELS} == {
+        "gpt2": 12 * 12 * 768**2 + 50257 * 768,
+        "llama-3-8b": 32 * (2 * 4096**2 + 2 * 1024 * 4096 + 3 * 14336 * 4096) + 128256 * 4096,
+        "vit-l": 24 * 12 * 1024**2 + 1000 * 1024,
+        "bert-large": 24 * 12 * 1024**2,
+    }
     assert model_shapes("LLAMA3_8B") is MODELS["llama-3-8b"]

@@ -7,7 +7,7 @@ from typing import Literal
 
 import pytest
 
-from nmkernels.cli.config import options
+from nmkernels.cli.config import option
 from nmkernels.pattern import PatternLike, RecipeError
 from nmkernels.recipes import STEP, Dense, Recipe, get, names
 from nmkernels.recipes.registry import find, spec
@@ -28,28 +28,12 @@ class Every(Recipe):
     inner: Recipe | str | None = None
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("flag=true", True),
-        ("flag=No", False),
-        ("count=12", 12),
-        ("share=3", 3),
-        ("share=0.3", 0.3),
-        ("rate=1", 1.0),
-        ("rate=2e-4", 2e-4),
-        ("rate=None", None),
-        ("word=none", None),
-        ("word=a=b", "a=b"),
-        ("choice=b", "b"),
-        ("other=1:4", "1:4"),
-        ("table={'fc': '1:4'}", {"fc": "1:4"}),
-        ("inner=srste:2:4", "srste:2:4"),
-    ],
-)
-def test_values_have_the_type_of_their_field(text, value):
-    (got,) = options(Every, [text]).values()
-    assert got == value and type(got) is type(value)
+def test_values_have_the_type_of_their_field():
+    values = {"flag=true": True, "flag=No": False, "count=12": 12, "share=3": 3, "share=0.3": 0.3, "rate=1": 1.0, "rate=2e-4": 2e-4}
+    values |= {"rate=None": None, "word=none": None, "word=a=b": "a=b", "choice=b": "b", "other=1:4": "1:4", "inner=srste:2:4": "srste:2:4"}
+    for text, value in {**values, "table={'fc': '1:4'}": {"fc": "1:4"}}.items():
+        _, got = option(Every, text)
+        assert got == value and type(got) is type(value), text
 
 
 @pytest.mark.parametrize(
@@ -70,16 +54,12 @@ def test_values_have_the_type_of_their_field(text, value):
 )
 def test_what_does_not_fit_is_told(recipe, text, message):
     with pytest.raises(RecipeError) as error:
-        options(recipe, [text])
+        option(recipe, text)
     assert message in str(error.value) and str(error.value).startswith(f"--set {text}: ")
 
 
 @pytest.mark.parametrize("name", names())
 def test_every_keyword_of_every_recipe_can_be_set_to_its_default(name):
-    cls = find(name)
-    plain = {key: value for key, value in spec(get(name, total_steps=1000)).items() if key not in ("recipe", "pattern", "total_steps")}
-    texts = [f"{key}={value}" for key, value in plain.items()]
-    assert options(cls, texts) == {
-        key: value if isinstance(value, (int, float, type(None))) else str(value) for key, value in plain.items()
-    }
-    assert get(name, total_steps=1000, **options(cls, texts)) == get(name, total_steps=1000)
+    default = get(name, total_steps=1000)
+    texts = [f"{key}={value}" for key, value in spec(default).items() if key not in ("recipe", "pattern", "total_steps")]
+    assert get(name, total_steps=1000, **dict(option(find(name), text) for text in texts)) == default

@@ -16,8 +16,9 @@ from nmkernels.cli import train as loop
 from nmkernels.cli.config import add_arguments, fresh, settings
 from nmkernels.models import GPT, GPTConfig, load_corpus
 from nmkernels.recipes.compose import deployed
+from nmkernels.testing import equal_bits
 
-from ._text import same, train
+from ._text import train
 
 MODEL = GPTConfig(width=32, layers=1, heads=2, context=16)
 
@@ -63,29 +64,23 @@ def test_the_result_is_true(finished, text):
 
 
 def test_the_log_follows_the_phases(finished):
-    with (finished / "log.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert int(rows[-1]["step"]) == 12
-    assert [int(r["step"]) for r in rows] == sorted({int(r["step"]) for r in rows})
+    rows, dense = ([*csv.DictReader((finished / name / "log.csv").open(newline=""))] for name in ("", "baseline"))
+    steps = [int(row["step"]) for row in rows]
+    assert steps[-1] == 12 and steps == sorted(set(steps))
     switch = json.loads((finished / "result.json").read_text())["sparse"]["switch_step"]
-    for row in rows:
-        sparse = int(row["step"]) > switch
-        assert row["phase"] == "1" if sparse else True
-        assert float(row["density"]) == (0.5 if sparse else 1.0)
+    for row, step in zip(rows, steps, strict=True):
+        assert row["phase"] == "1" or step <= switch
+        assert float(row["density"]) == (0.5 if step > switch else 1.0)
     assert any(row["val_loss"] for row in rows) and float(rows[-1]["loss"]) < float(rows[0]["loss"]) - 0.5
-    with (finished / "baseline" / "log.csv").open(newline="") as file:
-        assert all(not row["phase"] and float(row["loss"]) > 0 for row in csv.DictReader(file))
+    assert all(not row["phase"] and float(row["loss"]) > 0 for row in dense)
 
 
 def test_json_goes_to_standard_output_alone(text, tmp_path, capsys):
     assert train(text, tmp_path / "out", "--json", "--recipe", "srste:1:4", "--set", "decay=1e-3") == 0
     captured = capsys.readouterr()
     result = json.loads(captured.out)
-    assert result["config"]["recipe"] == "srste:1:4"
-    assert result["config"]["options"] == {"decay": 1e-3}
-    assert result["baseline"] is None
-    assert "step 12/12" in captured.err
-    assert result == json.loads((tmp_path / "out" / "result.json").read_text())
+    assert result == json.loads((tmp_path / "out" / "result.json").read_text()) and "step 12/12" in captured.err
+    assert (result["config"]["recipe"], result["config"]["options"], result["baseline"]) == ("srste:1:4", {"decay": 1e-3}, None)
 
 
 QUICK = ("step", "maskllm", "slope", "sste")
@@ -95,13 +90,12 @@ QUICK = ("step", "maskllm", "slope", "sste")
 def test_every_recipe_trains_to_a_checked_file(name, text, tmp_path, capsys):
     """At 1:8 where it can, else at its own pattern; to the file that ``final`` promises, in which each sparse layer is N:M."""
     try:
-        spec = f"{name}:{nm.recipes.get(f'{name}:1:8', total_steps=12).pattern}"
+        recipe = nm.recipes.get(f"{name}:1:8", total_steps=12)
     except nm.NMError:
-        spec = f"{name}:{nm.recipes.get(name, total_steps=12).pattern}"
-    out = tmp_path / "out"
+        recipe = nm.recipes.get(name, total_steps=12)
+    spec, out = f"{name}:{recipe.pattern}", tmp_path / "out"
     assert train(text, out, "--json", "--recipe", spec) == 0
     result = json.loads(capsys.readouterr().out)
-    recipe = nm.recipes.get(spec, total_steps=12)
     assert result["config"]["recipe"] == spec and 0 < result["sparse"]["val_loss"] < 6
     assert (out / "model-dense.safetensors").exists() and result["sparse"]["sample"]
     if recipe.final == "dense":
@@ -109,22 +103,18 @@ def test_every_recipe_trains_to_a_checked_file(name, text, tmp_path, capsys):
         return
     assert result["sparse"]["reload"]["identical"] and result["sparse"]["layers"] == 4
     model = nm.load_compressed(GPT(MODEL), out / "model.safetensors")
-    layers = [m for m in model.modules() if isinstance(m, nm.CompressedLinear)]
-    assert len(layers) == 4
-    for layer in layers:
+    for layer in (m for m in model.modules() if isinstance(m, nm.CompressedLinear)):
         weight = layer.weight.dense()
         assert weight.count_nonzero() <= deployed(recipe).fprop * weight.numel()
         assert (layer.adapter is not None) == (recipe.final == "nm+adapter")
 
 
-@pytest.mark.parametrize(
-    "options", [("--recipe", "step:1:4(inner=mdgf(gradient=ste))"), ("--recipe", "step:1:4", "--set", "inner=mdgf(gradient=ste)")]
-)
-def test_a_recipe_inside_another(options):
+def test_a_recipe_inside_another():
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    config = fresh(settings(parser.parse_args(options)))
-    assert config.recipe == "step:1:4" and config.options == {"inner": "mdgf(gradient=ste)"} and config.build_recipe().inner
+    for options in (["step:1:4(inner=mdgf(gradient=ste))"], ["step:1:4", "--set", "inner=mdgf(gradient=ste)"]):
+        config = fresh(settings(parser.parse_args(["--recipe", *options])))
+        assert config.recipe == "step:1:4" and config.options == {"inner": "mdgf(gradient=ste)"} and config.build_recipe().inner
 
 
 def test_the_dense_recipe_leaves_a_dense_file_and_agrees_with_the_baseline(text, tmp_path, capsys):
@@ -148,12 +138,12 @@ def test_optional_packages_may_be_missing(text, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_validating_on_the_way_changes_nothing(text, tmp_path, monkeypatch):
-    for name, evals in (("some", 10), ("one", 1)):
+    states = []
+    for evals in (10, 1):
         monkeypatch.setattr(loop, "EVALS", evals)
-        assert train(text, tmp_path / name) == 0
-    states = [torch.load(tmp_path / name / "checkpoints" / "step-00000012.pt") for name in ("some", "one")]
-    assert same(states[0]["model"], states[1]["model"])
-    assert same(states[0]["optimizer"], states[1]["optimizer"])
+        assert train(text, tmp_path / str(evals)) == 0
+        states.append(torch.load(tmp_path / str(evals) / "checkpoints" / "step-00000012.pt"))
+    assert all(equal_bits(states[0][key], states[1][key]) for key in ("model", "optimizer"))
 
 
 def test_a_file_that_does_not_reproduce_the_logits_fails(text, tmp_path, monkeypatch, capsys):

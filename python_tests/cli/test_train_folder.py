@@ -14,7 +14,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from nmkernels.cli import folder as _folder
 from nmkernels.cli.folder import LOCK, SIGNS, Folder
 from nmkernels.pattern import NMError
 
@@ -67,7 +66,7 @@ def test_a_folder_that_is_no_run_s_is_refused(text, tmp_path, capsys, option):
         assert not (out / LOCK).exists()
 
 
-def test_overwrite_removes_only_what_a_run_writes(text, run):
+def test_overwrite_removes_only_what_a_run_writes(text, one_run, run):
     mine = ["notes", "checkpoints/best.pt", "checkpoints/step-1.pt", "baseline/a", "tensorboard/b", "model.safetensors.bak", ".tmpab"]
     for name in mine:
         fill(run, name)
@@ -76,33 +75,23 @@ def test_overwrite_removes_only_what_a_run_writes(text, run):
     assert train(text, run, "--overwrite", sizes=SIZES) == 0
     after = contents(run)
     assert all(after[name] == b"mine" for name in mine)
-    gone = {name for name in before if name not in after}
-    assert {name for name in gone if "tfevents" not in name} == {
-        "checkpoints/step-00000001.pt.aside",
-        "baseline/log.csv",
-        "baseline/checkpoints/step-00000002.pt",
-        "baseline/checkpoints/step-00000003.pt",
-    }
-    assert len([name for name in gone if "tfevents" in name]) == 2
-    assert after["log.csv"] != before["log.csv"] or after["result.json"] != before["result.json"]
-    assert not (run / "baseline" / "checkpoints").exists()
+    assert after["result.json"] != before["result.json"] and not (run / "baseline" / "checkpoints").exists()
+    wanted = {name for name in contents(one_run) if not name.startswith(("baseline/", "tensorboard/"))}
+    assert after.keys() - mine == wanted, "of the old run nothing is left"
 
 
 def test_overwrite_stops_before_what_only_has_the_name_of_a_file(text, run, capsys):
     for name in SIGNS:
-        if name == "model.safetensors":
-            save_file({"weight": torch.ones(2)}, run / name, {"format": "pt"})
-        else:
-            fill(run, name)
-        assert f"{run / name} is not what a run wrote, and would be in its way" in refused(capsys, text, run, "--overwrite")
-        (run / name).unlink()
-        (run / name).mkdir()
-        assert f"{run / name} is not what" in refused(capsys, text, run, "--overwrite")
-        (run / name).rmdir()
-        (run / name).symlink_to(text)
-        assert f"{run / name} is not what" in refused(capsys, text, run, "--overwrite")
-        (run / name).unlink()
-        (run / name).touch()  # a run that was killed may leave an empty one
+        path = run / name
+        for make, remove in ((fill, Path.unlink), (Path.mkdir, Path.rmdir), (Path.symlink_to, Path.unlink)):
+            path.unlink(missing_ok=True)
+            make(*((run, name) if make is fill else (path, text) if make is Path.symlink_to else (path,)))
+            assert f"{path} is not what a run wrote, and would be in its way" in refused(capsys, text, run, "--overwrite")
+            remove(path)
+        path.touch()  # a run that was killed may leave an empty one
+    save_file({"weight": torch.ones(2)}, run / "model.safetensors", {"format": "pt"})
+    assert "model.safetensors is not what" in refused(capsys, text, run, "--overwrite")
+    (run / "model.safetensors").unlink()
     assert train(text, run, "--overwrite", sizes=SIZES) == 0
 
 
@@ -127,13 +116,6 @@ def test_overwrite_follows_no_link_to_a_folder(text, run, tmp_path, capsys):
     assert f"{run / 'checkpoints'} is not what a run wrote" in refused(capsys, text, run, "--overwrite")
     assert contents(tmp_path / "elsewhere") == before
     assert train(text, run, "--resume", sizes=SIZES) == 0  # on another disk, for instance
-
-
-def test_every_file_of_a_run_is_recognised(one_run):
-    for name, sign in SIGNS.items():
-        assert sign in _folder._head(one_run / name), name
-    files = {name for name in contents(one_run) if not _folder._known(name)}
-    assert files == set()
 
 
 @pytest.mark.parametrize("by", ["log.csv", "result.json", "checkpoints"])
@@ -169,17 +151,10 @@ def test_folders_that_cannot_be_used(text, tmp_path, capsys, monkeypatch):
     assert (tmp_path / "there" / "result.json").exists()
 
 
-@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_that_may_not_be_written(text, tmp_path, capsys):
-    (tmp_path / "out").mkdir(mode=0o500)
-    assert f"{LOCK} could not be written: Permission denied." in refused(capsys, text, tmp_path / "out")
-
-
 def test_a_refused_run_moves_no_checkpoint_aside(text, run, tmp_path, capsys):
-    earlier = run / "checkpoints" / "step-00000002.pt"
-    other = tmp_path / "b.txt"
-    other.write_bytes(b"something else entirely\n" * 200)
-    assert "the text to train on has changed" in refused(capsys, other, run, "--resume", str(earlier))
+    fill(tmp_path, "b.txt", b"something else entirely\n" * 200)
+    said = refused(capsys, tmp_path / "b.txt", run, "--resume", str(run / "checkpoints" / "step-00000002.pt"))
+    assert "the text to train on has changed" in said
 
 
 def test_a_named_checkpoint_may_go_on_in_another_folder_but_not_over_its_files(text, run, tmp_path, capsys):

@@ -1,85 +1,210 @@
-"""Whatever ends a run, at whatever moment: it goes on to the same end, nothing is left lying about, and the reason is a sentence."""
+"""Whatever ends a run, at whatever moment: it goes on to the same end, nothing is left lying about, and the reason is a sentence.
+
+Each scenario is a process of its own, ``python -m python_tests.cli.test_train_killed SCENARIO FOLDER``, which has imported everything
+before it forks, so that a run costs a tenth of a second.
+"""
 
 from __future__ import annotations
 
-import json
+import contextlib
+import io
+import itertools
 import os
 import re
+import resource
+import shutil
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+from ._text import train, write_text
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not hasattr(os, "fork"), reason="processes cannot be forked here")]
+SIZES = ["--batch", "8", "--context", "8", "--width", "16", "--layers", "1", "--heads", "1", "--recipe", "srste:2:4"]
+SHORT = [*SIZES, "--steps", "5", "--checkpoint-every", "2", "--log-every", "3"]
+LONG = [*SIZES, "--steps", "150", "--checkpoint-every", "3", "--log-every", "2"]
+WRITES = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate"}
+ERROR = "python -m nmkernels train: error: "
 
 
-def scenario(name: str, folder: Path) -> list[Any]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "python_tests.cli._killed", name, str(folder)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+class Child:
+    """``train`` in a forked process, which calls ``before`` first; its standard error comes through a pipe."""
+
+    def __init__(self, out: Path, *words: str, sizes: list[str] = SHORT, before: Callable[[], object] = lambda: None) -> None:
+        self._read, write = os.pipe()
+        self.pid = os.fork()
+        if self.pid:
+            os.close(write)
+            return
+        status = 99
+        try:
+            with os.fdopen(write, "w") as file, contextlib.redirect_stderr(file), contextlib.redirect_stdout(io.StringIO()):
+                before()
+                status = train(out.parent / "a.txt", out, *words, sizes=sizes)
+        finally:
+            os._exit(status)
+
+    def wait(self) -> tuple[int, str]:
+        """The exit status, or minus the signal; and what it printed on standard error."""
+        with os.fdopen(self._read) as file:
+            said = file.read()
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1]), said
 
 
-def same_end(whole: dict[str, Any], other: dict[str, Any]) -> None:
-    """The same rows but for their speed, the same weights, the same files and no more."""
-    assert other["rows"] == whole["rows"]
-    assert other["files"] == whole["files"]
-    assert other["model"] == whole["model"]
+def kill(path: Path | None) -> None:
+    """End this process, with ``path`` half written."""
+    if path is not None:
+        os.truncate(path, path.stat().st_size // 2)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_run_killed_at_any_change_to_its_folder_goes_on_to_the_same_end(tmp_path):
-    """A new run, and one that is resumed where the log has later rows, of which the last is torn."""
-    whole, *lines = scenario("kill", tmp_path)
-    assert [row[0] for row in whole["rows"]] == ["step", "1", "2", "3", "4", "5"]
-    new, (resumed,), later = lines[: whole["moments"]], lines[whole["moments"] :][:1], lines[whole["moments"] + 1 :]
-    assert len(new) > 40 and len(later) == resumed["moments"] > 25
-    for run in (*new, *later):
-        assert run["ends"] == [[-signal.SIGKILL, ""], [0, ""]]
-        same_end(whole, run)
-    assert all(run["kept"] for run in later)
+def fill(path: Path | None) -> None:
+    """Let the system refuse every write to a file from now on."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
 
 
-def test_a_disk_that_fills_up_at_any_change_ends_in_a_sentence(tmp_path):
-    whole, *lines = scenario("fill", tmp_path)
+def at(out: Path, moment: int, act: Callable[[Path | None], None]) -> None:
+    """Call ``act`` before this process changes the folder ``out`` for the ``moment``-th time; every ``torch.save`` is a moment too."""
+    seen = 0
+
+    def step(path: Path | None) -> None:
+        nonlocal seen
+        seen += 1
+        if seen == moment:
+            act(path)
+
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        if event in WRITES:
+            path = "" if isinstance(args[0], int) else os.fsdecode(args[0])
+            opened = event == "open" and not (isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR) and path)
+            if not opened and (not path.startswith("/") or path.startswith(str(out))):
+                step(None)
+
+    real = torch.save
+
+    def save(state: object, path: Path) -> None:
+        if act is fill:
+            step(path)
+        real(state, path)
+        if act is kill:
+            step(path)
+
+    torch.save = save
+    sys.addaudithook(hook)
+
+
+def outcome(out: Path) -> tuple[object, ...]:
+    """What must not depend on what happened to a run on its way: the rows but for their speed, the files, the weights."""
+    rows = [line.split(",") for line in (out / "log.csv").read_text().splitlines()]
+    speed = rows[0].index("tokens_per_s")
+    files = sorted(str(p.relative_to(out)) for p in out.rglob("*"))
+    return [row[:speed] + row[speed + 1 :] for row in rows], files, (out / "model.safetensors").read_bytes()
+
+
+def every_moment(folder: Path, act: Callable[[Path | None], None], stride: int = 1, base: Path | None = None) -> list[tuple[int, str]]:
+    """``act`` at every ``stride``-th change of a new run, or of ``base`` resumed, until one ends before; each then goes on to its end.
+
+    What the runs ended with. A run with rows after its checkpoint becomes ``folder``/base, with the last row torn.
+    """
+    ends, torn = list[tuple[int, str]](), folder / "base"
+    for moment in itertools.count(1, stride):
+        out = folder / f"out{moment}"
+        if base is not None:
+            shutil.copytree(base, out)
+        ends.append(Child(out, *(["--resume"] if base else []), before=lambda out=out, moment=moment: at(out, moment, act)).wait())
+        log = (out / "log.csv").read_bytes() if (out / "log.csv").exists() else b""
+        saved = list((out / "checkpoints").glob("step-*.pt"))
+        assert base is None or b"\n2," in log
+        if not torn.exists() and b"\n4," in log and len(saved) == 1:
+            shutil.copytree(out, torn)
+            (torn / "log.csv").write_bytes(log[:-5])
+        if ends[-1] != (0, ""):
+            assert Child(out, "--resume" if saved else "--overwrite").wait() == (0, "")
+        assert outcome(out) == outcome(folder / "whole"), (moment, ends[-1])
+        shutil.rmtree(out)
+        if ends[-1] == (0, ""):
+            return ends
+
+
+def killed(folder: Path) -> None:
+    """At any change to its folder: a new run, and one that is resumed where the log has later rows, of which the last is torn."""
+    for base, least in ((None, 40), (folder / "base", 25)):
+        *ends, _ = every_moment(folder, kill, 1, base)
+        assert len(ends) > least and set(ends) == {(-signal.SIGKILL, "")}
+
+
+def full(folder: Path) -> None:
+    """A disk that fills up at any change ends in a sentence."""
     refused = set()
-    for run in (line for line in lines if "ends" in line):
-        (status, said), end = run["ends"]
-        assert end == [0, ""]
-        same_end(whole, run)
-        if status == 0:  # all that was left to do was to rename a file
-            continue
-        found = re.fullmatch(
-            r"python -m nmkernels train: error: \S*/([^/]+) could not be written: File too large \(\S+ [kMG]B free in \S+\)\."
-            r"( \S*/step-\d+\.pt is whole: --resume goes on from there\.)?\n",
-            said,
-        )
-        assert found, said
-        assert status == (2 if found[1] == ".nmkernels-train" else 1)
-        refused.add(found[1])
+    for base in (None, folder / "base"):
+        for status, said in every_moment(folder, fill, 4, base)[:-1]:
+            found = re.fullmatch(
+                rf"{ERROR}\S*/([^/]+) could not be written: File too large \(\S+ [kMG]B free in \S+\)\."
+                r"( \S*/step-\d+\.pt is whole: --resume goes on from there\.)?\n",
+                said,
+            )
+            assert found and status == (2 if found[1] == ".nmkernels-train" else 1), said
+            refused.add(found[1])
     assert {"log.csv", "step-00000004.pt", "model-dense.safetensors", "result.json"} <= refused
 
 
-def test_a_disk_that_fills_up_under_tensorboard_too(tmp_path):
-    pytest.importorskip("tensorboard")
-    ((status, said),) = scenario("board", tmp_path)
-    assert status == 1
-    assert re.fullmatch(r"python -m nmkernels train: error: \S*/tensorboard could not be written: File too large \(.*\)\.\n", said), said
+def full_under_tensorboard(folder: Path) -> None:
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        if event == "open" and "tfevents" in str(args[0]):
+            fill(None)
+
+    status, said = Child(folder / "out", "--tensorboard", before=lambda: sys.addaudithook(hook)).wait()
+    assert status == 1 and re.fullmatch(rf"{ERROR}\S*/tensorboard could not be written: File too large \(.*\)\.\n", said), said
 
 
-def test_a_folder_has_one_run_at_a_time(tmp_path):
-    """Four at once, of which one runs; others while it runs; and no waiting once it was killed."""
-    ends, later = scenario("together", tmp_path)
-    assert sorted(status for status, _ in ends) == [0, 2, 2, 2]
+def together(folder: Path) -> None:
+    """Four into one new folder, of which one runs; then more while one is at it, which is killed; then that one goes on."""
     who = r"(process \d+ on \S+ has been writing in it since \d{4}-\S+ \S+|another process writes in it)"
     in_use = rf"\S+ is in use: {who}\. Wait for it to end, or use another --out\."
     through = r"\S+ holds (a finished run|a run that was stopped|the beginning of a run)\b.*"
+    ends = [child.wait() for child in [Child(folder / "out", sizes=LONG) for _ in range(4)]]
+    assert sorted(status for status, _ in ends) == [0, 2, 2, 2]
     for status, said in ends:
-        assert status == 0 or re.fullmatch(f"python -m nmkernels train: error: ({in_use}|{through})\n", said), said
-    for status, said in later["more"]:
-        assert status == 2 and f"/second is in use: process {later['pid']} on " in said, said
-    assert later["end"] == [0, ""] and later["same"]
+        assert status == 0 or re.fullmatch(f"{ERROR}({in_use}|{through})\n", said), said
+    out = folder / "second"
+    first = Child(out, sizes=LONG)
+    while not list(out.glob("checkpoints/step-*.pt")):
+        time.sleep(0.01)
+    for words in ([], ["--resume"], ["--overwrite"]):
+        status, said = Child(out, *words, sizes=LONG).wait()
+        assert status == 2 and f"/second is in use: process {first.pid} on " in said, said
+    os.kill(first.pid, signal.SIGKILL)
+    first.wait()
+    assert Child(out, "--resume", sizes=LONG).wait() == (0, "")
+    assert outcome(out) == outcome(folder / "out")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes cannot be forked here")
+@pytest.mark.parametrize("scenario", ["killed", "full", "full_under_tensorboard", "together"])
+def test_a_run_that_is_ended_goes_on_to_the_same_end(tmp_path: Path, scenario: str) -> None:
+    if scenario == "full_under_tensorboard":
+        pytest.importorskip("tensorboard")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "python_tests.cli.test_train_killed", scenario, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+
+
+def main(scenario: str, folder: Path) -> None:
+    write_text(folder / "a.txt")
+    sys.modules["matplotlib.figure"] = None  # drawing takes longer than the rest
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert train(folder / "a.txt", folder / "whole", sizes=SHORT) == 0
+    globals()[scenario](folder)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -17,8 +17,9 @@ import torch
 from nmkernels.cli import train as loop
 from nmkernels.cli.log import read_log
 from nmkernels.models import GPT
+from nmkernels.testing import equal_bits
 
-from ._text import SIZES, same, train
+from ._text import SIZES, train
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -33,10 +34,6 @@ def signal_at(monkeypatch: pytest.MonkeyPatch, at: int, number: signal.Signals =
         return real(self, n)
 
     monkeypatch.setattr(loop.Trainer, "step", step)
-
-
-def final(out: Path) -> dict:
-    return torch.load(out / "checkpoints" / "step-00000012.pt", weights_only=True)
 
 
 @pytest.mark.quick
@@ -59,12 +56,14 @@ def test_a_stopped_run_ends_with_the_same_bits(text, tmp_path, monkeypatch, caps
     assert f"--out {tmp_path / 'parts'} --resume --data {text}" in error
     torch.randn(7)  # another state of the global generator must not matter
     assert train(text, tmp_path / "parts", "--resume", sizes=["--log-every", "3"]) == 0
-    a, b = final(tmp_path / "whole"), final(tmp_path / "parts")
+    a, b = (torch.load(tmp_path / name / "checkpoints" / "step-00000012.pt", weights_only=True) for name in ("whole", "parts"))
     for key in ("model", "optimizer", "config", "step", "corpus"):
-        assert same(a[key], b[key]), key
+        assert equal_bits(a[key], b[key]), key
     assert (tmp_path / "whole" / "model.safetensors").read_bytes() == (tmp_path / "parts" / "model.safetensors").read_bytes()
-    logs = [(tmp_path / name / "log.csv").read_text().splitlines() for name in ("whole", "parts")]
-    assert [line.split(",")[0] for line in logs[0]] == [line.split(",")[0] for line in logs[1]]
+    logs = [read_log(tmp_path / name / "log.csv") for name in ("whole", "parts")]
+    for row in (*logs[0], *logs[1]):
+        assert row.pop("tokens_per_s") > 0
+    assert logs[0] == logs[1] and len(logs[0]) >= 4
 
 
 @pytest.mark.slow
@@ -77,8 +76,7 @@ def test_a_stop_in_the_baseline_resumes_the_baseline(text, tmp_path, monkeypatch
     assert (tmp_path / "parts" / "checkpoints" / "step-00000012.pt").stat().st_mtime_ns == before
     assert train(text, tmp_path / "whole", "--baseline") == 0
     results = [json.loads((tmp_path / name / "result.json").read_text()) for name in ("whole", "parts")]
-    assert results[0]["baseline"]["val_loss"] == results[1]["baseline"]["val_loss"]
-    assert results[0]["sparse"]["val_loss"] == results[1]["sparse"]["val_loss"]
+    assert len({(r["baseline"]["val_loss"], r["sparse"]["val_loss"]) for r in results}) == 1
 
 
 @pytest.mark.slow
@@ -94,8 +92,7 @@ def test_sigterm_ends_a_process_cleanly(text, tmp_path):
     finally:
         process.kill()
     assert process.returncode == 130
-    assert "To go on: " in error and "-m nmkernels train --out" in error
-    assert "Traceback" not in error
+    assert f"To go on: {sys.executable} -m nmkernels train --out" in error and "Traceback" not in error
     assert len(list((tmp_path / "out" / "checkpoints").iterdir())) == 1
 
 
@@ -127,13 +124,11 @@ def stopped(stopped_once: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(stopped_once, tmp_path / "out"))
 
 
-def test_the_last_two_checkpoints_are_kept(stopped):
-    assert sorted(p.name for p in (stopped / "checkpoints").iterdir()) == ["step-00000006.pt", "step-00000008.pt"]
-
-
-def test_a_folder_in_use_is_protected(stopped, text, capsys):
+def test_a_folder_with_a_run_is_protected(stopped, text, tmp_path, capsys):
     assert train(text, stopped) == 2
     assert "holds a run that was stopped. Continue it with --resume" in capsys.readouterr().err
+    assert train(tmp_path / "missing", stopped, "--overwrite") == 2  # which keeps the old run if the new one cannot start
+    assert sorted(p.name for p in (stopped / "checkpoints").iterdir()) == ["step-00000006.pt", "step-00000008.pt"]
     assert train(text, stopped, "--resume", sizes=[]) == 0
     (stopped / "notes.txt").write_text("mine")
     assert train(text, stopped) == 2
@@ -143,25 +138,16 @@ def test_a_folder_in_use_is_protected(stopped, text, capsys):
     assert (stopped / "notes.txt").read_text() == "mine"
 
 
-def test_overwrite_keeps_the_old_run_if_the_new_one_cannot_start(stopped, tmp_path):
-    assert train(tmp_path / "missing", stopped, "--overwrite") == 2
-    assert (stopped / "checkpoints" / "step-00000008.pt").exists()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_another_run_s_checkpoint_is_refused(stopped, text, capsys):
+    for options, message in (
         (["--recipe", "srste:2:4"], "recipe is step:2:4 there and srste:2:4 here"),
         (["--width", "64", "--seed", "1"], "width is 32 there and 64 here; seed is 0 there and 1 here"),
         (["--set", "clamp=None"], "options is {} there and {'clamp': None} here"),
         (["--demo"], "steps is 12 there and 800 here"),
-    ],
-)
-def test_another_run_s_checkpoint_is_refused(stopped, text, capsys, options, message):
-    assert train(text, stopped, "--resume", *options, sizes=[]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert len(error.splitlines()) == 1
+    ):
+        assert train(text, stopped, "--resume", *options, sizes=[]) == 2
+        error = capsys.readouterr().err
+        assert message in error and len(error.splitlines()) == 1
 
 
 @pytest.mark.slow
@@ -178,36 +164,18 @@ def test_a_run_goes_on_whatever_became_of_its_log(stopped, text, log):
     assert json.loads((stopped / "result.json").read_text())["sparse"]["train_loss"] == (pytest.approx(5, abs=1) if log == "half" else None)
 
 
-@pytest.mark.slow
-def test_rows_are_the_same_where_checkpoints_fall_between_them(text, tmp_path, monkeypatch):
-    monkeypatch.setattr(loop, "EVALS", 2)  # a row after every fifth step then
-    sizes = [*SIZES[:-1], "5"]
-    assert train(text, tmp_path / "whole", sizes=sizes) == 0
-    with monkeypatch.context() as patch:
-        signal_at(patch, 8)
-        assert train(text, tmp_path / "parts", sizes=sizes) == 130
-    assert train(text, tmp_path / "parts", "--resume", sizes=sizes[-2:]) == 0
-    logs = [read_log(tmp_path / name / "log.csv") for name in ("whole", "parts")]
-    for row in (*logs[0], *logs[1]):
-        assert row.pop("tokens_per_s") > 0
-    assert logs[0] == logs[1] and len(logs[0]) == 4
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("keep", [0, 100, -1])
+@pytest.mark.parametrize("keep", [0, -1])
 def test_a_truncated_checkpoint_names_the_one_before(stopped, text, capsys, keep):
     newest, earlier = stopped / "checkpoints" / "step-00000008.pt", stopped / "checkpoints" / "step-00000006.pt"
     newest.write_bytes(newest.read_bytes()[:keep])
     assert train(text, stopped, "--resume", sizes=[]) == 2
     error = capsys.readouterr().err
-    assert f"{newest} is damaged" in error
-    assert f"--resume {earlier}" in error
-    assert len(error.splitlines()) == 1
+    assert f"{newest} is damaged" in error and f"--resume {earlier}" in error and len(error.splitlines()) == 1
     assert train(text, stopped, "--resume", str(earlier), sizes=["--checkpoint-every", "1"]) == 0
     assert sorted(p.name for p in (stopped / "checkpoints").iterdir())[:2] == ["step-00000008.pt.aside", "step-00000011.pt"]
 
 
-def test_checkpoints_that_are_not_ours(stopped, text, capsys):
+def test_checkpoints_that_are_not_ours(stopped, text, tmp_path, capsys):
     store = stopped / "checkpoints"
     (store / "step-00000006.pt").unlink()
     torch.save({"step": 8}, store / "step-00000008.pt")
@@ -216,9 +184,6 @@ def test_checkpoints_that_are_not_ours(stopped, text, capsys):
     torch.save(GPT, store / "step-00000008.pt")  # arbitrary code is never loaded
     assert train(text, stopped, "--resume", sizes=[]) == 2
     assert "There is no earlier one; start again with --overwrite" in capsys.readouterr().err
-
-
-def test_nothing_to_resume(text, tmp_path, capsys):
     assert train(text, tmp_path / "none", "--resume") == 2
     assert "there is no checkpoint in" in capsys.readouterr().err
     assert train(text, tmp_path / "none", "--resume", str(tmp_path / "x.pt")) == 2
