@@ -1,8 +1,7 @@
-"""What loading a compressed file would change in a model, all of it checked before anything is changed."""
+"""Loads what a compressed file holds into a model, all of it checked before anything is changed."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -19,85 +18,70 @@ from .tensors import Contents, place, plain_modules, plain_names, quote, shorten
 SHOWN = 5
 
 
+PARTS = ("weight.values", "weight.indices", "weight.columns", *ADAPTER)
+"""What a file holds of a layer, the first two of every one."""
+
+
 class LayerPlan(NamedTuple):
-    """What one compressed layer is made of."""
+    """What one compressed layer is made of; ``parts`` are those of ``PARTS`` that the file holds."""
 
-    weight: Compressed
+    pattern: Pattern
+    shape: tuple[int, int]
     layout: str
-    adapter: tuple[Tensor, Tensor] | None
-    columns: Tensor | None
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        """All that the file holds of it."""
-        return (self.weight.values, self.weight.indices, *(self.adapter or ()), *(() if self.columns is None else (self.columns,)))
+    parts: dict[str, Tensor]
 
     def equals(self, other: LayerPlan) -> bool:
-        own, its = self.tensors(), other.tensors()
-        return self.weight.pattern == other.weight.pattern and len(own) == len(its) and all(map(_same, own, its))
+        own, its = self.parts, other.parts
+        return self.pattern == other.pattern and own.keys() == its.keys() and all(_same(own[part], its[part]) for part in own)
 
     def to(self, device: torch.device) -> LayerPlan:
         """The same on ``device``, on the CPU instead of the meta device, in memory of its own instead of the mapped file."""
         on = "cpu" if device.type == "meta" else device
-        values, indices, *more = (tensor.to(on, copy=True) for tensor in self.tensors())
-        adapter = None if self.adapter is None else (more[0], more[1])
-        weight = Compressed(values, indices, self.weight.pattern, self.weight.shape)
-        return LayerPlan(weight, self.layout, adapter, None if self.columns is None else more[-1])
+        return self._replace(parts={part: tensor.to(on, copy=True) for part, tensor in self.parts.items()})
 
-
-@dataclass
-class LoadPlan:
-    """Layers to swap and tensors to copy, by their names in the model."""
-
-    layers: dict[str, LayerPlan] = field(default_factory=dict)
-    others: dict[str, Tensor] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
-
-    def apply(self, model: nn.Module, keep_dense: bool = False) -> None:
-        """Copy the tensors and swap the layers; a module that the model holds twice stays one module."""
-        # what may fail, for want of memory, comes first
-        dense: dict[str, Any] = {name: model.get_submodule(name) for name in self.layers}
-        moved: dict[int, LayerPlan] = {}
-        for name, old in dense.items():
-            if id(old) not in moved:
-                moved[id(old)] = self.layers[name].to(old.weight.device)
-        meta = any(t.is_meta for t in model.state_dict().values() if isinstance(t, Tensor))
-        model.load_state_dict(self.others, strict=False, assign=meta)
-        made: dict[int, CompressedLinear] = {}
-        for name, old in dense.items():
-            if id(old) not in made:
-                layer = moved[id(old)]
-                made[id(old)] = deployed(old, layer.weight, layer.layout, keep_dense, layer.adapter, layer.columns)
-            parent, _, child = name.rpartition(".")
-            put_(model.get_submodule(parent), child, made[id(old)])
-        switch_fast_paths(model)
+    def layer(self, dense: nn.Module, keep_dense: bool) -> CompressedLinear:
+        values, indices, columns, left, right = (self.parts.get(part) for part in PARTS)
+        assert values is not None and indices is not None
+        adapter = None if left is None or right is None else (left, right)
+        return deployed(dense, Compressed(values, indices, self.pattern, self.shape), self.layout, keep_dense, adapter, columns)
 
 
 class _Unfit(Exception):
     """Why a layer of the file is damaged or does not fit the model's."""
 
 
-def plan_load(model: nn.Module, contents: Contents, layers: dict[str, Any]) -> LoadPlan:
-    """The plan for loading ``contents`` into ``model``; ``layers`` is the table of compressed ones."""
-    plan = LoadPlan()
+def load(model: nn.Module, contents: Contents, table: dict[str, Any], keep_dense: bool = False) -> None:
+    """Copy tensors and swap layers, those of ``table``, once all of it fits; a module that the model holds twice stays one module."""
+    layers: dict[str, LayerPlan] = {}
+    problems: list[str] = []
     rest = dict(contents.tensors)
     modules = plain_modules(model)
     planned: dict[int, str] = {}
-    for name, about in layers.items():
-        parts = [rest.pop(f"{name}.{part}", None) for part in ("weight.values", "weight.indices", "weight.columns", *ADAPTER)]
+    for name, about in table.items():
+        parts = {part: rest.pop(f"{name}.{part}") for part in PARTS if f"{name}.{part}" in rest}
         given, module = modules.get(name, (name, None))
         try:
-            plan.layers[given] = layer = _layer(name, about, parts, module)
+            layers[given] = layer = _layer(name, about, parts, module)
             first = planned.setdefault(id(module), given)
-            if not layer.equals(plan.layers[first]):
+            if not layer.equals(layers[first]):
                 raise _Unfit(f"the model has it under the name {first!r} too, where the file holds another weight")
         except _Unfit as error:
-            plan.problems.append(f"layer {quote(name)}: {error}")
-    _match_others(plan, rest, model)
-    if plan.problems:
-        shown = "\n  ".join(plan.problems[:SHOWN])
-        more = f"\n  and {len(plan.problems) - SHOWN} more" if len(plan.problems) > SHOWN else ""
+            problems.append(f"layer {quote(name)}: {error}")
+    others = _match_others(layers, rest, model, problems)
+    if problems:
+        shown = "\n  ".join(problems[:SHOWN])
+        more = f"\n  and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
         raise CheckpointError(f"{contents.path} does not fit the model, which was left as it was:\n  {shown}{more}")
-    return plan
+    # what may fail, for want of memory, comes first
+    dense: dict[str, Any] = {name: model.get_submodule(name) for name in layers}
+    moved = {id(old): layers[name].to(old.weight.device) for name, old in dense.items()}
+    meta = any(t.is_meta for t in model.state_dict().values() if isinstance(t, Tensor))
+    model.load_state_dict(others, strict=False, assign=meta)
+    made = {id(old): moved[id(old)].layer(old, keep_dense) for old in dense.values()}
+    for name, old in dense.items():
+        parent, _, child = name.rpartition(".")
+        put_(model.get_submodule(parent), child, made[id(old)])
+    switch_fast_paths(model)
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
@@ -106,9 +90,9 @@ def _same(one: Tensor, other: Tensor) -> bool:
     return one.data_ptr() == other.data_ptr() or torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 
-def _layer(name: str, about: Any, parts: list[Tensor | None], module: Any) -> LayerPlan:
+def _layer(name: str, about: Any, parts: dict[str, Tensor], module: Any) -> LayerPlan:
     pattern, layout, dtype, (rows, cols) = _entry(about)
-    values, indices, columns, left, right = parts
+    values, indices, columns, left, right = (parts.get(part) for part in PARTS)
     if values is None or indices is None:
         raise _Unfit(f"the file lacks its {'values' if values is None else 'indices'}")
     _check_module(name, module, layout, (rows, cols), values.dtype)
@@ -121,15 +105,13 @@ def _layer(name: str, about: Any, parts: list[Tensor | None], module: Any) -> La
             f"of a {pattern} weight ({rows}, {cols}), which are {want[0]} and {want[1]}"
         )
     _check_indices(indices, pattern, cols)
-    adapter = _adapter(about.get("rank"), left, right, values)
-    if adapter is not None and (adapter[0].shape[0], adapter[1].shape[1]) != (cols, rows):
-        raise _Unfit(f"its adapter does not fit a weight ({rows}, {cols}) (out, in)")
+    _check_adapter(about.get("rank"), left, right, values.dtype, (rows, cols))
     if about.get("columns", False) is not (columns is not None):
         lacks = "its entry in the metadata does not announce" if columns is not None else "the file lacks"
         raise _Unfit(f"{lacks} the order of its inputs")
     if columns is not None and not is_order(columns, cols):
         raise _Unfit(f"the order of its inputs is not a permutation of {cols}; the file is damaged")
-    return LayerPlan(Compressed(values, indices, pattern, (rows, cols)), layout, adapter, columns)
+    return LayerPlan(pattern, (rows, cols), layout, parts)
 
 
 def _entry(about: Any) -> tuple[Pattern, str, str, tuple[int, int]]:
@@ -145,20 +127,21 @@ def _entry(about: Any) -> tuple[Pattern, str, str, tuple[int, int]]:
         raise _Unfit(f"its entry in the metadata is damaged ({type(error).__name__}: {shortened(error)})") from error
 
 
-def _adapter(rank: Any, left: Tensor | None, right: Tensor | None, values: Tensor) -> tuple[Tensor, Tensor] | None:
-    """(L, R) of a layer whose entry announces ``rank``; None where it announces no adapter and the file has none."""
+def _check_adapter(rank: Any, left: Tensor | None, right: Tensor | None, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    """L (in, rank) and R (rank, out), where the entry announces a rank; none of it where it does not."""
     if rank is None and left is None and right is None:
-        return None
+        return
     if rank is None or left is None or right is None:
         lacks = "its entry in the metadata does not announce" if rank is None else "the file lacks"
         raise _Unfit(f"{lacks} its adapter, or a part of it")
-    matrices = left.dim() == right.dim() == 2 and {left.dtype, right.dtype} == {values.dtype}
+    matrices = left.dim() == right.dim() == 2 and {left.dtype, right.dtype} == {dtype}
     if not matrices or type(rank) is not int or not left.shape[1] == right.shape[0] == rank >= 1:
         raise _Unfit(
-            f"an adapter of rank {shortened(rank)} in {values.dtype} was announced, "
+            f"an adapter of rank {shortened(rank)} in {dtype} was announced, "
             f"L is {tuple(left.shape)} in {left.dtype} and R {tuple(right.shape)} in {right.dtype}"
         )
-    return left, right
+    if (right.shape[1], left.shape[0]) != shape:
+        raise _Unfit(f"its adapter does not fit a weight {shape} (out, in)")
 
 
 def _check_module(name: str, module: Any, layout: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
@@ -190,29 +173,32 @@ def _check_indices(indices: Tensor, pattern: Pattern, cols: int) -> None:
         raise _Unfit("the spare bits of a row's last index byte are not 0; the file is damaged")
 
 
-def _match_others(plan: LoadPlan, rest: dict[str, Tensor], model: nn.Module) -> None:
-    """Every tensor that is not a compressed weight: same names on both sides, same shapes, same dtypes."""
+def _match_others(layers: dict[str, LayerPlan], rest: dict[str, Tensor], model: nn.Module, problems: list[str]) -> dict[str, Tensor]:
+    """Every tensor that is not a compressed weight, by its name in the model: same names on both sides, same shapes, same dtypes."""
     plain = plain_names(model)
-    swapped = {f"{plain(name)}.weight" for name in plan.layers}
-    state = {given: value for given, value in model.state_dict().items() if plain(given) not in swapped}
-    failed = any(plan.problems)
+    swapped = {f"{plain(name)}.weight" for name in layers}
+    failed = any(problems)
+    others: dict[str, Tensor] = {}
     tied: dict[tuple[object, ...], str] = {}
-    for given, value in state.items():
+    for given, value in model.state_dict().items():
         key = plain(given)
+        if key in swapped:
+            continue
         tensor = rest.pop(key, None)
         if tensor is None:
             if not (failed and key.endswith(".weight")):  # a layer that failed above is named there already
-                plan.problems.append(f"the file lacks {quote(key)}")
+                problems.append(f"the file lacks {quote(key)}")
         elif not isinstance(value, Tensor) or tensor.shape != value.shape:
             have = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            plan.problems.append(f"{quote(key)} has shape {tuple(tensor.shape)} in the file, {have} in the model")
+            problems.append(f"{quote(key)} has shape {tuple(tensor.shape)} in the file, {have} in the model")
         elif tensor.dtype != value.dtype:
-            plan.problems.append(f"{quote(key)} is {tensor.dtype} in the file, {value.dtype} in the model; use model.to({tensor.dtype})")
+            problems.append(f"{quote(key)} is {tensor.dtype} in the file, {value.dtype} in the model; use model.to({tensor.dtype})")
         else:
             # on the meta device the model takes the tensor itself, which must not stay a part of the mapped file
-            plan.others[given] = tensor.clone() if value.is_meta else tensor
+            others[given] = tensor.clone() if value.is_meta else tensor
             known = type(value) is Tensor and value.numel() and not value.is_meta
             first = tied.setdefault(place(value), given) if known else given
-            if not _same(plan.others[first], tensor):
-                plan.problems.append(f"{quote(key)} is tied to {first!r} in the model, and the file holds another tensor for it")
-    plan.problems += [f"the model has no {quote(key)}" for key in rest]
+            if not _same(others[first], tensor):
+                problems.append(f"{quote(key)} is tied to {first!r} in the model, and the file holds another tensor for it")
+    problems += [f"the model has no {quote(key)}" for key in rest]
+    return others

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from .. import ops
 from ..nn import ADAPTER, CompressedLinear, NMWeight, adapter_of, folded
 from ..pattern import CheckpointError, RecipeError
-from .plan import plan_load
+from .plan import load
 from .tensors import PARALLEL, Contents, compressed_layers, other_tensors, plain_modules, quote, read, unwrapped, without_aliases, write
 
 FORMAT = "nmkernels"
@@ -88,9 +88,9 @@ def _about(layer: CompressedLinear) -> dict[str, Any]:
 def save_dense(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Write a finished model to an ordinary safetensors file, under the dense model's names and shapes, atomically.
 
-    Pruned weights are exact zeros; the metadata entry ``nm`` is a JSON table of the sparse layers' patterns. A layer with a low-rank
-    adapter is written as the one dense weight W + (L R)ᵀ / r, which computes the same but has no zeros, and is not in that table. The
-    file loads with ``safetensors.torch.load_model`` into the dense model. Tied tensors are stored once, as that function expects.
+    It loads with ``safetensors.torch.load_model`` into the dense model. Pruned weights are exact zeros; the metadata entry ``nm`` is a
+    JSON table of the sparse layers' patterns. A layer with a low-rank adapter is written as the one dense weight W + (L R)ᵀ / r, which
+    computes the same but has no zeros, and is not in that table.
 
     Args:
         model: finished (``handle.finish()``), compressed (``nm.compress_``), or plain dense.
@@ -99,11 +99,9 @@ def save_dense(model: nn.Module, path: str | os.PathLike[str]) -> None:
     Raises:
         RecipeError: a layer is still in training, or its weight is not N:M. CheckpointError: the file cannot be written.
     """
-    weights: dict[int, Tensor] = {}
     sparse = {name: layer for name, (_, layer) in plain_modules(model).items() if isinstance(layer, (NMWeight, CompressedLinear))}
-    for name, layer in sparse.items():
-        if id(layer) not in weights:
-            weights[id(layer)] = _dense_weight(name, layer)
+    # one tensor of a layer under two names
+    weights = {id(layer): _dense_weight(name, layer) for name, layer in sparse.items()}
     tensors = other_tensors(model, compressed_layers(model))
     patterns: dict[str, str] = {}
     for name, layer in sparse.items():
@@ -137,13 +135,12 @@ def _dense_weight(name: str, layer: NMWeight | CompressedLinear) -> Tensor:
 def load_compressed(model: nn.Module, path: str | os.PathLike[str], keep_dense: bool = False) -> nn.Module:
     """Load a compressed file into a freshly built dense model, in place, and return the model.
 
-    The layers named in the file become CompressedLinear (``nn.Linear`` and Hugging Face's ``Conv1D`` are swapped), with the file's
-    adapters; every other tensor is copied. Names, shapes, dtypes and indices are all checked before the model is touched, and a file
-    from a stranger can do no more than be refused.
+    The layers named in the file become CompressedLinear, with the file's adapters; every other tensor is copied. Names, shapes, dtypes
+    and indices are all checked before the model is touched, and a file from a stranger can do no more than be refused.
 
     Args:
-        model: the dense architecture that was trained, on any device; on the meta device it takes the file's tensors as they are. It and
-            the model that was saved may each be inside ``torch.compile``, ``DistributedDataParallel`` or an activation checkpoint.
+        model: the dense architecture that was trained, on any device, also the meta device. It and the model that was saved may each be
+            inside ``torch.compile``, ``DistributedDataParallel`` or an activation checkpoint.
         path: a file that ``save_compressed`` wrote.
         keep_dense: see ``CompressedLinear``.
 
@@ -154,21 +151,17 @@ def load_compressed(model: nn.Module, path: str | os.PathLike[str], keep_dense: 
     contents = read(path)
     _check_ours(contents)
     _add_aliases(contents)
-    plan_load(model, contents, _without_wrappers(contents, model)).apply(model, keep_dense)
+    load(model, contents, _without_wrappers(contents, model), keep_dense)
     return model
 
 
 def _add_aliases(contents: Contents) -> None:
     stored = dict(contents.tensors)
     for alias, name in contents.json("aliases").items():
-        if not isinstance(name, str) or name not in stored:
-            raise CheckpointError(
-                f"{contents.path}: tensor {quote(alias)} is said to be the same as {quote(name)}, which the file does not hold."
-            )
-        if alias in stored:
-            raise CheckpointError(
-                f"{contents.path}: tensor {quote(alias)} is said to be the same as {quote(name)}, but the file holds it itself."
-            )
+        lacks = not isinstance(name, str) or name not in stored
+        if lacks or alias in stored:
+            but = "which the file does not hold" if lacks else "but the file holds it itself"
+            raise CheckpointError(f"{contents.path}: tensor {quote(alias)} is said to be the same as {quote(name)}, {but}.")
         contents.tensors[alias] = stored[name]
 
 

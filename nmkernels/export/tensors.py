@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,16 +20,6 @@ from ..nn import CompressedLinear
 from ..pattern import CheckpointError
 from ..tuning.table import regular_size
 from .files import atomic_write
-
-
-def library() -> Any:
-    """The safetensors package; imported late, because training does not need it."""
-    try:
-        import safetensors.torch
-    except ImportError as error:
-        raise CheckpointError("reading and writing these files needs the safetensors package: pip install safetensors.") from error
-    return safetensors
-
 
 WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 """Names under which ``torch.compile``, activation checkpointing and FSDP hold the module that they wrap."""
@@ -86,6 +77,8 @@ def other_tensors(model: nn.Module, layers: dict[str, CompressedLinear]) -> dict
 
 def write(path: str | os.PathLike[str], tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
     """Write ``tensors`` and ``metadata`` as one safetensors file, atomically."""
+    import safetensors.torch  # here and below, because training does not need it
+
     ready = {}
     for name, tensor in tensors.items():
         if tensor.is_meta:
@@ -94,14 +87,14 @@ def write(path: str | os.PathLike[str], tensors: dict[str, Tensor], metadata: di
         ready[name] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
     def fill(temporary: Path) -> None:
-        library().torch.save_file(ready, temporary, metadata)
+        safetensors.torch.save_file(ready, temporary, metadata)
         _sort_metadata(temporary)
 
     try:
         atomic_write(path, fill)
+    except CheckpointError:
+        raise
     except (KeyError, ValueError, RuntimeError) as error:
-        if isinstance(error, CheckpointError):
-            raise
         raise CheckpointError(f"{path}: safetensors refuses to write this model: {error}.") from error
 
 
@@ -123,12 +116,11 @@ def without_aliases(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict
     kept: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     for name, tensor in tensors.items():
-        at = place(tensor)
-        if tensor.numel() and not tensor.is_meta and at in seen:
-            aliases[name] = seen[at]
-        else:
-            seen[at] = name
+        first = seen.setdefault(place(tensor), name) if tensor.numel() and not tensor.is_meta else name
+        if first == name:
             kept[name] = tensor
+        else:
+            aliases[name] = first
     return kept, aliases
 
 
@@ -139,8 +131,7 @@ def place(tensor: Tensor) -> tuple[object, ...]:
 
 HEADER_LENGTH = 8
 LARGEST_HEADER = 100_000_000
-LONGEST_WORD = 200
-"""Characters of a file's own words that a message repeats."""
+LONGEST_WORD = 200  # characters of a file's own words that a message repeats
 
 quoted = Repr()
 quoted.maxstring = quoted.maxlong = quoted.maxother = LONGEST_WORD
@@ -169,8 +160,7 @@ def parse(text: str | bytes) -> Any:
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table = dict(pairs)
     if len(table) < len(pairs):
-        seen: set[str] = set()
-        name = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
         raise ValueError(f"it has the name {quote(name)} twice")
     return table
 
@@ -200,11 +190,12 @@ class Contents:
 
 def read(path: str | os.PathLike[str]) -> Contents:
     """Open ``path`` and find out what it holds."""
+    import safetensors
+
     path = Path(path)
     _check_frame(path)
-    lib = library()
     try:
-        with lib.safe_open(path, framework="pt") as file:
+        with safetensors.safe_open(path, framework="pt") as file:
             return Contents(path, {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata() or {}))  # noqa: SIM118
     except Exception as error:  # of the library and of torch below it, each in words of its own
         raise CheckpointError(f"{path} is not a sound safetensors file: {shortened(error)}.") from error
