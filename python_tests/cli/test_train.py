@@ -16,7 +16,6 @@ from nmkernels.cli import train as loop
 from nmkernels.cli.config import add_arguments, fresh, settings
 from nmkernels.models import GPT, GPTConfig, load_corpus
 from nmkernels.recipes.compose import deployed
-from nmkernels.testing import equal_bits
 
 from ._text import train
 
@@ -134,16 +133,6 @@ def test_optional_packages_may_be_missing(text, tmp_path, monkeypatch, capsys):
     assert train(text, tmp_path / "out", "--tensorboard", "--overwrite") == 2
     assert "pip install tensorboard" in capsys.readouterr().err
     assert (tmp_path / "out" / "model.safetensors").exists()
-
-
-@pytest.mark.slow
-def test_validating_on_the_way_changes_nothing(text, tmp_path, monkeypatch):
-    states = []
-    for evals in (10, 1):
-        monkeypatch.setattr(loop, "EVALS", evals)
-        assert train(text, tmp_path / str(evals)) == 0
-        states.append(torch.load(tmp_path / str(evals) / "checkpoints" / "step-00000012.pt"))
-    assert all(equal_bits(states[0][key], states[1][key]) for key in ("model", "optimizer"))
 
 
 def test_a_file_that_does_not_reproduce_the_logits_fails(text, tmp_path, monkeypatch, capsys):

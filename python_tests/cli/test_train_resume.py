@@ -150,20 +150,6 @@ def test_another_run_s_checkpoint_is_refused(stopped, text, capsys):
         assert message in error and len(error.splitlines()) == 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("log", ["missing", "empty", "half"])
-def test_a_run_goes_on_whatever_became_of_its_log(stopped, text, log):
-    whole = (stopped / "log.csv").read_bytes()
-    for left in (True, False):  # the second time there is nothing left to train
-        (stopped / "log.csv").write_bytes(whole[: len(whole) // 2] if log == "half" else b"")
-        if log == "missing":
-            (stopped / "log.csv").unlink()
-        assert train(text, stopped, "--resume", sizes=[]) == 0
-        lines = (stopped / "log.csv").read_text().splitlines()
-        assert lines[0].startswith("step,loss") and (len(lines) > 1) is (left or log == "half")
-    assert json.loads((stopped / "result.json").read_text())["sparse"]["train_loss"] == (pytest.approx(5, abs=1) if log == "half" else None)
-
-
 @pytest.mark.parametrize("keep", [0, -1])
 def test_a_truncated_checkpoint_names_the_one_before(stopped, text, capsys, keep):
     newest, earlier = stopped / "checkpoints" / "step-00000008.pt", stopped / "checkpoints" / "step-00000006.pt"
