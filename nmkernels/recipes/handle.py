@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .. import ops
-from ..autograd import STRAIGHT_THROUGH, WeightTransform
+from ..autograd import STRAIGHT_THROUGH, HardMask, WeightTransform
 from ..nn import NMWeight, make_dense_, switch_fast_paths
+from ..optim import merge_stats
 from ..pattern import CheckpointError, RecipeError
 from .attach import STATE_KEY, Attachment, check_learned, check_optimizer, group_of, inner, unwrapped
 from .base import Recipe, State
-from .metrics import metrics_of
 from .report import Report
 from .run import Run
 
@@ -146,11 +147,9 @@ class Handle:
             self.run.gradients.warn("metrics", self.recipe, attached=False)
         return metrics_of(self.run, self._attachments)
 
-    @contextmanager
-    def calibrate(self) -> Iterator[None]:
+    def calibrate(self) -> AbstractContextManager[None]:
         """Run the model inside to collect the input norms that ``ASP(score="wanda")`` ranks weights by."""
-        with self.run.masks.collecting():
-            yield
+        return self.run.masks.collecting()
 
     # ---- the end
 
@@ -284,3 +283,41 @@ def make_nm(layers: dict[str, NMWeight], transforms: dict[str, WeightTransform])
         layer.forget(adapter=False)
         layer.adapts = True
         layer.effective.release()
+
+
+def metrics_of(run: Run, attachments: list[Attachment]) -> dict[str, Tensor]:
+    """What ``Handle.metrics`` tells; nothing here waits for the device. λ is the recipe's own figure ``decay``, if any."""
+    layers, stage, state = run.layers, run.stage, run.state
+    phase = torch.tensor(stage.phase)
+    parts = [a for a in attachments if a.stats is not None]
+    if not parts:
+        # without a state no optimizer was ever attached, and nobody counts
+        nothing = torch.full((), 0.0 if state else torch.nan, dtype=torch.float64)
+        return {"flip_rate": nothing, "density": _density(layers), "phase": phase, "decay_ratio": nothing.clone()}
+    numel = sum(a.numel for a in parts)
+    total: Tensor = functools.reduce(merge_stats, [a.stats for a in parts if a.stats is not None])
+    s = dict(zip(ops.STATS, total, strict=True))
+    grads = s["pruned_grad_abs"]
+    own = {**run.recipe.values(state), **_watched(layers)}
+    ratio = torch.where(grads > 0, own.get("decay", stage.rule.decay) * s["pruned_abs"] / grads, 0.0)
+    # the optimizer counts what M(W) ⊙ W would leave; any other transform has to be asked
+    density = s["nonzeros"] / numel if stage.transform is None or isinstance(stage.transform, HardMask) else _density(layers)
+    common = {"flip_rate": s["flips"] / numel, "density": density, "phase": phase, "decay_ratio": ratio}
+    told = any(a.masked is not None for a in parts)
+    gains = [after / before - 1 for before, after in state.get("kept", {}).values() if before]
+    gain = {"kept_gain": torch.tensor(sum(gains) / len(gains), dtype=torch.float64)} if gains else {}
+    return {**common, **own, **gain, **({"max_update": s["max_update"]} if told else {})}
+
+
+def _watched(layers: dict[str, NMWeight]) -> dict[str, Tensor]:
+    """The transforms' own metrics, each the mean over all weights of the layers that have it."""
+    seen: dict[str, list[tuple[Tensor, int]]] = {}
+    for layer in layers.values():
+        for name, value in layer.watched().items():
+            seen.setdefault(name, []).append((value.double(), layer.weight.numel()))
+    return {name: torch.stack([v * n for v, n in parts]).sum() / sum(n for _, n in parts) for name, parts in seen.items()}
+
+
+def _density(layers: dict[str, NMWeight]) -> Tensor:
+    used = [layer.effective_weight() for layer in layers.values()]
+    return torch.stack([u.count_nonzero() for u in used]).sum().double() / sum(u.numel() for u in used)

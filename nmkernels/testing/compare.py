@@ -50,18 +50,14 @@ def _difference(a: Any, b: Any) -> str | None:
     if a.shape != b.shape or a.dtype != b.dtype:
         return f"{a.dtype} {tuple(a.shape)} is not {b.dtype} {tuple(b.shape)}"
     a, b = a.detach().cpu(), b.detach().cpu()
-    wrong = _bits(a) != _bits(b)
+    # fresh contiguous copies first: views of another dtype need strides that fit
+    wrong = torch.ne(*(x.contiguous().clone().view(_INTS[x.element_size()]) for x in (a, b)))
     if a.is_floating_point():
         wrong &= ~(a.isnan() & b.isnan())
     if not wrong.any():
         return None
     where = tuple(wrong.nonzero()[0].tolist())
     return f"{int(wrong.sum())} of {a.numel()} elements differ, first at {where}: {a[where].item()!r} is not {b[where].item()!r}"
-
-
-def _bits(x: Tensor) -> Tensor:
-    # a fresh contiguous copy first: views of another dtype need strides that fit
-    return x.contiguous().clone().view(_INTS[x.element_size()])
 
 
 def rounding_bound(theirs: Tensor, exact: Tensor) -> float:

@@ -42,8 +42,8 @@ def test_first_cuts_and_prolongs():
 
 
 def test_recipes_without_a_schedule():
-    assert shares(Dense("1:8")) == [(100, 1, 1, 1)]
-    assert shares(STE("1:8")) == [(100, 1 / 8, 1, 1)]
+    assert shares(Dense("1:8")) == [(100, 1, 1, 1)] and deployed(Dense("2:4")).fprop == 1
+    assert shares(STE("1:8")) == [(100, 1 / 8, 1, 1)] and deployed(SRSTE("1:16")).fprop == 1 / 16
     assert shares(SRSTE("2:4")) == shares(ASP("2:4")) == [(100, 1 / 2, 1, 1)]
     # by its paper's table: forward sparse, dgrad dense, wgrad sparse by MVUE, whose pattern is not that of the weights
     assert shares(SSTE("1:8")) == [(100, 1 / 8, 1, 1 / 2)]
