@@ -1,9 +1,9 @@
-"""What every backend of MaskedAdamW for GPUs is asked: params and states equal the reference's to the bit, sums to rounding.
+"""What every compiled backend of MaskedAdamW is asked: params and states equal the reference's to the bit, sums to rounding.
 
-    class TestAgainstTheReference(AdamWSuite):
+    class TestAgainstTheReference(GpuAdamWSuite):
         step = staticmethod(masked_adamw_)
 
-Modules that use it have the fixtures ``device`` and ``ours``.
+Modules that use it have the fixtures ``device`` and, for GPUs, ``ours``.
 """
 
 from __future__ import annotations
@@ -152,6 +152,10 @@ class AdamWSuite:
             ours = [shifted(copied(x, device), 1) if i == 1 else copied(x, device) for i, x in enumerate(parts)]
             call, mixed = ({k: [x[k][0] for x in side for _ in x[k][:1]] for k in parts[0]} for side in (parts, ours))
             same_as_reference(self.step, mixed, call, hyper(), 2, 4, geometric=True)
+
+
+class GpuAdamWSuite(AdamWSuite):
+    """And what the host counts, graphs, and what is declined."""
 
     @pytest.mark.parametrize("steps", [(7.0, 7.0, 7.0), (7.0, 8.0, 0.0)])
     def test_counts_and_numbers_on_the_host(self, device, steps, monkeypatch):

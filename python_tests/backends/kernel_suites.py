@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nmkernels import Pattern, ShapeError, dispatch, reference, testing
 from nmkernels.reference import pack_indices
-from python_tests.backends.packing import some_mask
-from python_tests.backends.tile_ties import ties_and_roundings
+from python_tests.backends.gemm_calls import ACTIVATIONS, PATTERNS, inputs, packed
 from python_tests.conformance import slow_interpreted
 from python_tests.ops.samples import seed
 
@@ -36,6 +36,45 @@ def skewed(x: Tensor, by: int, device: str) -> Tensor:
     """The same numbers ``by`` elements past the beginning of an allocation."""
     memory = torch.full((x.numel() + 2 * by,), 77, device=device).to(x.dtype)
     return memory[by : by + x.numel()].copy_(x.flatten()).view(x.shape)
+
+
+def some_mask(rows: int, cols: int, p: Pattern) -> Tensor:
+    """Any number of elements up to N kept in each group, at random places."""
+    groups = torch.rand(rows, cols // p.m, p.m)
+    most = torch.randint(0, p.n + 1, (*groups.shape[:-1], 1))
+    return (groups.argsort(-1).argsort(-1) < most).flatten(-2)
+
+
+def some_mask_both_ways(rows: int, cols: int, p: Pattern) -> Tensor:
+    """At most N of M along rows and along columns: circulant tiles with their rows shuffled, some elements left out."""
+    circle = (torch.arange(p.m)[:, None] - torch.arange(p.m)) % p.m < p.n
+    tiles = [[circle[torch.randperm(p.m)] for _ in range(cols // p.m)] for _ in range(rows // p.m)]
+    whole = torch.cat([torch.cat(row, 1) for row in tiles]) if rows and cols else torch.zeros(rows, cols, dtype=torch.bool)
+    return whole & (torch.rand(rows, cols) < 0.8)
+
+
+def picked(options: list[float], dtype: torch.dtype) -> Tensor:
+    """256 tiles of these magnitudes, in both signs."""
+    signed = torch.tensor([*options, *(-x for x in options)], dtype=torch.float64).to(dtype)
+    return signed[torch.randint(len(signed), (8, 512))]
+
+
+def ties_and_roundings(dtype: torch.dtype) -> Tensor:
+    """Tiles where many masks tie, some only after rounding, and where sums overflow or hold NaN and infinity."""
+    info = torch.finfo(dtype)
+    options: list[list[float]] = [
+        [0, 1],
+        [1, 2, 3],
+        [1, 1 + info.eps, 0.5, 3],
+        [1, 2**-12, 2**-24, 2**-23, 2**12],
+        [0, info.smallest_normal / 4, info.smallest_normal * 3 / 4, info.smallest_normal],
+        [info.max, info.max / 2, info.max / 4, 0, 1],
+        [info.max, 1, INF, NAN],
+        [INF, 1, 2],
+        [NAN, 1, 2],
+        [NAN, INF, 0],
+    ]
+    return torch.cat([picked(each, dtype) for each in options])
 
 
 class CompressSuite:
@@ -146,11 +185,6 @@ class ScaleSuite:
         w[:, ::4], w[:, 1::4] = 0.999, 0.0
         w[0, 0] = 3e4
         self.check(ours, device, w, "2:4")
-
-    def test_edge_inputs(self, device: str, ours: Ours) -> None:
-        for pattern in ["2:4", "3:5"]:
-            for case in testing.cases(pattern, F32):
-                self.check(ours, device, case.x, pattern)
 
     def test_not_finite_and_zero(self, device: str, ours: Ours) -> None:
         for values in [[NAN, 1, 2, 3], [INF, 1, 2, 3], [INF, INF, INF, 3], [0, 0, 0, 0], [1, 1, 1, 1]]:
@@ -291,3 +325,77 @@ class MvueSuite:
         for shape in [(0, 8), (8, 0), (2, 0, 8)]:
             for dim in range(len(shape)):
                 self.check(ours, torch.empty(shape), Pattern("2:4"), dim, seed(), "exact", device)
+
+
+class FewTokensSuite:
+    """linear of 1 to 4 tokens: every pattern and epilogue, every column, and what an inf or a NaN reaches."""
+
+    def run(
+        self, ours: Ours, x: Tensor, values: Tensor, indices: Tensor, text: str, bias: Tensor | None = None, activation: str = ""
+    ) -> Tensor:
+        y, p = testing.fill_poison(x.new_empty(*x.shape[:-1], values.shape[0])), Pattern(text)
+        return ours("nm_linear").fn(x, values, indices, p.n, p.m, x.shape[-1], bias, activation, out=y)
+
+    def check(
+        self, ours: Ours, x: Tensor, values: Tensor, indices: Tensor, w: Tensor, text: str, bias: Tensor | None = None,
+        activation: str = "",
+    ) -> Tensor:  # fmt: skip
+        """As good as dense in the same dtype, and twice the same bits; the result."""
+        f = ACTIVATIONS[activation]
+        exact = f(F.linear(*(None if t is None else t.double() for t in (x, w, bias))))
+        y = self.run(ours, x, values, indices, text, bias, activation)
+        what = f"{text} {x.dtype} {tuple(x.shape)} x {values.shape[0]} {activation}"
+        testing.assert_no_worse(y, f(F.linear(x, w, bias)), exact, what)
+        testing.assert_equal_bits(self.run(ours, x, values, indices, text, bias, activation), y, what)
+        return y
+
+    @pytest.mark.parametrize("text", PATTERNS)
+    def test_every_dtype(self, text: str, device: str, ours: Ours) -> None:
+        """Columns that end inside a group and inside the last step."""
+        m = Pattern(text).m
+        for dtype in [F32, BF16, F16]:
+            for tokens, rows, cols in ((1, 37, 24 * m), (2, 1, 8 * m), (3, 9, max(16, 160 // m) * m), (4, 16, 9 * m - 1), (2, 131, 16 * m)):
+                values, indices, w = packed(text, rows, cols, dtype, device)
+                b, activation = (inputs(1, rows, dtype, device)[0], ("", "silu", "relu2", "gelu")[tokens - 1]) if rows > 1 else (None, "")
+                self.check(ours, inputs(tokens, cols, dtype, device), values, indices, w, text, b, activation)
+
+    def test_every_column_is_found(self, device: str, ours: Ours) -> None:
+        """One-hot inputs return the weight to the bit, so that every thread's choice shows."""
+        for text in PATTERNS:
+            cols = 3 * Pattern(text).m * 8
+            for dtype in [F32, BF16]:
+                values, indices, w = packed(text, 11, cols, dtype, device)
+                eye = torch.eye(cols, dtype=dtype, device=device)
+                for tokens in (1, 4):
+                    for first in (0, cols // 2, cols - tokens):
+                        y = self.run(ours, eye[first : first + tokens], values, indices, text)
+                        testing.assert_equal_bits(y + 0.0, w[:, first : first + tokens].t().contiguous() + 0.0, text)
+
+    def test_inf_and_nan_reach_only_what_they_meet(self, device: str, ours: Ours) -> None:
+        for text in PATTERNS:
+            cols = 16 * Pattern(text).m
+            values, indices, w = packed(text, 8, cols, device=device)
+            x, met = inputs(3, cols, device=device), torch.zeros(3, 8, dtype=torch.bool, device=device)
+            for token, (bad, column) in enumerate(((INF, 0), (NAN, cols // 2), (-INF, cols - 1))):
+                x[token, column] = bad
+                met[token] = w[:, column] != 0
+            testing.assert_equal_bits(~self.run(ours, x, values, indices, text).isfinite(), met)
+            values[3, 7] = NAN
+            only = torch.arange(8, device=device).eq(3).expand(3, 8)
+            testing.assert_equal_bits(self.run(ours, inputs(3, cols, device=device), values, indices, text).isnan(), only)
+
+    def test_activations_keep_nan_and_zero(self, device: str, ours: Ours) -> None:
+        values, indices, _ = packed("2:4", 4, 8, device=device)
+        bias = torch.tensor([NAN, 1e30, -1e30, -0.0], device=device)
+        for activation in ["gelu", "silu", "relu2"]:
+            y = self.run(ours, torch.zeros(1, 8, device=device), values, indices, "2:4", bias, activation)[0]
+            testing.assert_equal_bits(y.isnan(), bias.isnan())
+            assert y[1] >= 1e30 and y[2].abs() == 0 and y[3] == 0
+
+    def test_empty(self, device: str, ours: Ours) -> None:
+        values, indices, _ = packed("2:4", 5, 8, device=device)
+        assert self.run(ours, torch.empty(0, 8, device=device), values, indices, "2:4").shape == (0, 5)
+        assert self.run(ours, torch.empty(2, 8, device=device), values[:0], indices[:0], "2:4").shape == (2, 0)
+        bias = inputs(1, 5, device=device)[0]
+        none = self.run(ours, torch.empty(2, 0, device=device), values[:, :0], indices[:, :0], "2:4", bias)
+        testing.assert_equal_bits(none, bias.expand(2, 5).contiguous())

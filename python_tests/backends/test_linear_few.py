@@ -1,5 +1,7 @@
 """linear for few tokens from the compressed form, under every instruction set: shapes, dtypes, and what is edge-case about them."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,11 +10,22 @@ from nmkernels import Pattern, ShapeError, reference
 from nmkernels.testing import assert_equal_bits, assert_no_worse, fill_poison
 from python_tests.backends import gemm_calls
 from python_tests.backends.gemm_calls import inputs, unaligned
+from python_tests.backends.kernel_suites import FewTokensSuite
 from python_tests.each import each
 
 TUNED = ("2:4", "1:4", "2:8", "1:8", "4:8", "1:16", "1:32")
 OTHERS = ("1:1", "1:2", "3:5", "4:4", "5:16", "2:32", "7:64", "200:256")
 every_dtype = each("dtype", [torch.float32, torch.bfloat16, torch.float16])
+
+
+class TestFewTokens(FewTokensSuite):
+    @pytest.fixture
+    def device(self):
+        return "cpu"
+
+    @pytest.fixture
+    def ours(self, cpu):
+        return lambda op: SimpleNamespace(fn=cpu(op))
 
 
 def packed(text, rows, cols, dtype=torch.float32):
@@ -89,25 +102,6 @@ def test_a_damaged_index_anywhere_raises(cpu, text, tokens):
             cpu("nm_linear")(x, values, broken, p.n, p.m, cols)
 
 
-@each("text", TUNED)
-def test_inf_and_nan_reach_only_what_they_multiply(cpu, text):
-    """An input that no stored element meets does not show, one that is met does; the same for stored elements."""
-    p = Pattern(text)
-    cols = 3 * 16 * p.m // p.n
-    values, indices, w = packed(text, 8, cols)
-    for bad in (float("inf"), float("-inf"), float("nan")):
-        for column in (0, 5, cols // 2, cols - 1):
-            x = inputs(5, cols)
-            x[2, column] = bad
-            y = cpu("nm_linear")(x, values, indices, p.n, p.m, cols)
-            met = torch.zeros(5, 8, dtype=torch.bool)
-            met[2] = w[:, column] != 0
-            assert_equal_bits(~y.isfinite(), met, f"{bad} at {column}")
-            assert_equal_bits(y.isnan(), met & (bad != bad))
-    values[3, 7] = float("nan")
-    assert_equal_bits(cpu("nm_linear")(inputs(5, cols), values, indices, p.n, p.m, cols).isnan(), torch.arange(8).eq(3).expand(5, 8))
-
-
 def test_denormals_and_zeros(cpu):
     values, indices, w = packed("2:4", 4, 128)
     for scale in (1e-38, 0.0, -0.0):
@@ -133,14 +127,3 @@ def test_linear_uses_damaged_padding_for_nothing(cpu, tokens, junk):
     values, indices = reference.compress(torch.tensor([[1.0, 0.0, 2.0, 7.0, 0.0, 9.0, 0.0, junk]]), 2, 4)
     y = cpu("nm_linear")(torch.ones(tokens, 6), values, indices, 2, 4, 6, None)
     assert_equal_bits(y, reference.linear(torch.ones(tokens, 6), values, indices, 2, 4, 6))
-
-
-def test_linear_has_the_same_bits_on_any_number_of_threads(cpu):
-    before, packed = torch.get_num_threads(), reference.compress(torch.randn(300, 512), 2, 4)
-    x, results = torch.randn(5, 512), []
-    for count in (1, 2, 3):
-        torch.set_num_threads(count)
-        results.append(cpu("nm_linear")(x, *packed, 2, 4, 512, None))
-    torch.set_num_threads(before)
-    assert_equal_bits(results[0], results[1])
-    assert_equal_bits(results[0], results[2])

@@ -78,49 +78,21 @@ def large(dtype: torch.dtype = BF16) -> Tensor:
     return torch.empty(LARGE, dtype=dtype, device=DEVICE).normal_()
 
 
-GROUPED = ["nm_mask", "nm_prune", "nm_soft_threshold", "nm_compress"]
-
-
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-@pytest.mark.parametrize("pattern", ["2:4", "1:8", "4:32"])
-def test_weights(ours: Ours, pattern: str, dtype: torch.dtype) -> None:
-    p = Pattern(pattern)
-    w = torch.randn(WEIGHT).to(dtype)
-    for op in GROUPED:
-        expected = getattr(OPS, op)(w, p.n, p.m)
-        testing.assert_equal_bits(ours(op, w.to(DEVICE), p.n, p.m), expected, op)
-        if op == "nm_compress":
-            dense = OPS.nm_decompress(*expected, p.n, p.m, WEIGHT[1])
-            testing.assert_equal_bits(ours("nm_decompress", *moved(expected, DEVICE), p.n, p.m, WEIGHT[1]), dense, "decompress")
-    torch.testing.assert_close(
-        ours("nm_soft_threshold_scale", w.to(DEVICE), p.n, p.m).cpu(), OPS.nm_soft_threshold_scale(w, p.n, p.m), rtol=1e-6, atol=0
-    )
-
-
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-def test_transposable(ours: Ours, dtype: torch.dtype) -> None:
-    w = torch.randn(WEIGHT).to(dtype)
-    testing.assert_equal_bits(ours("nm_transposable_mask", w.to(DEVICE), 2, 4), OPS.nm_transposable_mask(w, 2, 4))
-
-
-PACKS = [("magnitude", FP32, "canonical", True), ("transposable", FP32, "canonical", True), ("transposable", BF16, "mma.sp", True)]
-
-
-@pytest.mark.parametrize(("select", "dtype", "layout", "rows"), PACKS, ids=lambda value: str(value))
-def test_packs(ours: Ours, select: str, dtype: torch.dtype, layout: str, rows: bool) -> None:
-    w = torch.randn(WEIGHT).to(dtype)
-    args = (2, 4, select, None, None, BF16, rows, select == "transposable", layout)
-    testing.assert_equal_bits(ours("nm_pack", w.to(DEVICE), *args), OPS.nm_pack(w, *args))
-
-
-@pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-def test_gradients(ours: Ours, dtype: torch.dtype, dim: int) -> None:
-    g = torch.randn(WEIGHT).to(dtype)
+def test_weights(ours: Ours, dtype: torch.dtype) -> None:
+    w, key = torch.randn(WEIGHT).to(dtype), seed(5, 2**33)
+    calls: list[tuple[Any, ...]] = [("nm_transposable_mask", w, 2, 4)]
+    for n, m in ((2, 4), (1, 8), (4, 32)):
+        calls += [(op, w, n, m) for op in ("nm_mask", "nm_prune", "nm_soft_threshold", "nm_compress")]
+        calls += [("nm_decompress", *OPS.nm_compress(w, n, m, None), n, m, WEIGHT[1])]
+        scale = ours("nm_soft_threshold_scale", w.to(DEVICE), n, m).cpu()
+        torch.testing.assert_close(scale, OPS.nm_soft_threshold_scale(w, n, m), rtol=1e-6, atol=0)
     for op in ("nm_mvue", "nm_mvue_compress"):
-        for method in ("exact", "approx"):
-            args = (g, 2, 4, dim, seed(5, 2**33), method)
-            testing.assert_equal_bits(ours(op, *moved(args, DEVICE)), getattr(OPS, op)(*args), f"{op} {method}")
+        calls += [(op, w, 2, 4, dim, key, method) for dim in (0, 1) for method in ("exact", "approx")]
+    for select, layout in (("magnitude", "canonical"), ("transposable", "canonical"), ("transposable", "mma.sp")):
+        calls += [("nm_pack", w, 2, 4, select, None, None, BF16, True, select == "transposable", layout)]
+    for op, *args in calls:
+        testing.assert_equal_bits(ours(op, *moved(args, DEVICE)), getattr(OPS, op)(*args), f"{op} {args[1:]}")
 
 
 def test_optimizer_step(ours: Ours) -> None:
@@ -167,7 +139,7 @@ def one_product(ours: Ours, op: str, dtype: torch.dtype, tokens: int, p: Pattern
 # ---- beyond 2^31 elements, in bfloat16: numbers of elements and offsets in bytes outgrow 32 bits
 
 
-@pytest.mark.parametrize("op", ["nm_mask", "nm_prune", "nm_soft_threshold"])
+@pytest.mark.parametrize("op", ["nm_mask", "nm_prune", "nm_soft_threshold", "nm_transposable_mask"])
 def test_groups_beyond_32_bits(ours: Ours, op: str) -> None:
     need(12)
     w = large()
@@ -199,14 +171,6 @@ def test_scale_beyond_32_bits(ours: Ours) -> None:
         soft = ours("nm_soft_threshold", part, 2, 4).double()
         ws, ss = ws + float((part * soft).sum()), ss + float((soft * soft).sum())
     assert float(ours("nm_soft_threshold_scale", w, 2, 4)) == pytest.approx(ws / ss, rel=1e-6)
-
-
-def test_transposable_beyond_32_bits(ours: Ours) -> None:
-    need(12)
-    w = large()
-    result = ours("nm_transposable_mask", w, 2, 4)
-    for part in parts_of(LARGE[0]):
-        testing.assert_equal_bits(result[part], reference.transposable_mask(w[part].cpu(), 2, 4), f"{part}")
 
 
 @pytest.mark.parametrize("layout", ["canonical", "mma.sp"])
@@ -285,28 +249,16 @@ def test_gemms_beyond_32_bits(ours: Ours, wide: str) -> None:
         judged(y[part], x[part], dense)
 
 
-def operand(ours: Ours) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """A weight beyond 2^31 elements, packed, and as it is multiplied."""
-    w = large()
-    return ours("nm_compress", w, 2, 4, None), ours("nm_prune", w, 2, 4)
-
-
 @pytest.mark.parametrize("tokens", [1, 4, 16, 64])
 def test_weights_of_gemms_beyond_32_bits(ours: Ours, tokens: int) -> None:
-    """The kernels for one token, for a few and for many."""
+    """The kernels for one token, for a few and for many; and of dgrad."""
     need(24)
-    packed, dense = operand(ours)
-    x = torch.randn(tokens, LARGE[1], device=DEVICE).to(BF16)
+    w = large()
+    packed, dense = ours("nm_compress", w, 2, 4, None), ours("nm_prune", w, 2, 4)
+    x, g = (torch.randn(tokens, size, device=DEVICE).to(BF16) for size in LARGE[::-1])
     y = ours("nm_linear", x, *packed, 2, 4, LARGE[1], None)
     for part in parts_of(LARGE[0]):
         judged(y[:, part], x, dense[part].T)
-
-
-@pytest.mark.parametrize("tokens", [1, 16, 64])
-def test_weights_of_dgrad_beyond_32_bits(ours: Ours, tokens: int) -> None:
-    need(24)
-    packed, dense = operand(ours)
-    g = torch.randn(tokens, LARGE[0], device=DEVICE).to(BF16)
     dx = ours("nm_linear_dgrad", g, *packed, 2, 4, LARGE[1])
     for part in parts_of(LARGE[1]):
         judged(dx[:, part], g, dense[:, part])

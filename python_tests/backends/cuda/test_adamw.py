@@ -13,7 +13,7 @@ from nmkernels.backends import adamw as shared
 from nmkernels.backends.cuda import adamw
 from nmkernels.testing import assert_equal_bits
 from python_tests.backends.adamw_calls import LAYOUTS, copied, hyper, make, same_as_reference, seeded
-from python_tests.backends.adamw_suite import AdamWSuite
+from python_tests.backends.adamw_suite import GpuAdamWSuite
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
@@ -46,7 +46,7 @@ def called(device, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return kernels.called
 
 
-class TestAgainstTheReference(AdamWSuite):
+class TestAgainstTheReference(GpuAdamWSuite):
     step = staticmethod(adamw.masked_adamw_)
 
 

@@ -1,4 +1,4 @@
-"""compress and decompress in CUDA."""
+"""compress and decompress in CUDA, and canonical indices in the orders of tensor cores."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from nmkernels import Pattern, reference, testing
+from nmkernels.backends.cuda.compress import metadata
+from python_tests.backends.gemm_calls import unaligned
 from python_tests.backends.kernel_suites import CompressSuite, Ours
 
 SMALL = ["2:4", "1:4", "1:8", "2:8", "1:16"]
@@ -17,13 +19,6 @@ class TestCompress(CompressSuite):
     patterns, wide = SMALL + ANY, 5000
     # the long row ends inside a chunk and needs several blocks
     sizes = staticmethod(lambda m: [(9, 5 * m), (5, 8 * m), (1, (33000 if m < 20 else 5000) // m * m)])
-
-    def test_edge_numbers(self, device: str, ours: Ours) -> None:
-        for p in map(Pattern, [*SMALL, "3:5", "4:32"]):
-            for dtype in DTYPES:
-                for case in testing.cases(p, dtype):
-                    got, want = ours("nm_compress").fn(case.x.to(device), p.n, p.m), reference.compress(case.x, p.n, p.m)
-                    testing.assert_equal_bits(got, want, f"{p} {case.id}")
 
 
 @pytest.mark.parametrize("pattern", [*SMALL, "3:5"])
@@ -52,3 +47,17 @@ def test_captured_in_a_graph(device: str, ours: Ours) -> None:
     w.copy_(torch.randn(64, 512))
     graph.replay()
     testing.assert_equal_bits(got, reference.compress(w.cpu(), 2, 4))
+
+
+@pytest.mark.parametrize("layout", ["mma.sp", "wgmma.sp"])
+def test_every_word(device, layout):
+    """Any bytes: a permutation looks at none of them."""
+    for rows, cols in [(64, 64), (192, 320), (128, 64 * 9), (0, 64), (64, 0), *([(16, 128), (80, 128)] if layout == "mma.sp" else [])]:
+        indices = torch.randint(256, (rows, cols // 8), dtype=torch.uint8).to(device)
+        expected = reference.to_layout(indices, cols, layout)
+        testing.assert_equal_bits(metadata(indices, cols, layout), expected)
+        testing.assert_equal_bits(metadata(unaligned(indices), cols, layout), expected)
+        testing.assert_equal_bits(metadata(torch.stack([indices, indices], -1)[..., 0], cols, layout), expected)
+        out = testing.fill_poison(torch.empty_like(expected))
+        assert metadata(indices, cols, layout, out=out) is out
+        testing.assert_equal_bits(out, expected)

@@ -7,11 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from nmkernels import ops, reference
-from nmkernels.backends.cuda import linear
 from nmkernels.backends.cuda import linear as gemm
 from nmkernels.testing import assert_equal_bits, assert_no_worse, fill_poison
-from python_tests.backends.cuda.test_linear import unaligned
-from python_tests.backends.gemm_calls import ACTIVATIONS, inputs, packed
+from python_tests.backends.gemm_calls import ACTIVATIONS, inputs, packed, unaligned
 
 BF16, F16 = torch.bfloat16, torch.float16
 LARGE, MIDDLE, SMALL = 0, 1, 2
@@ -78,36 +76,32 @@ def test_both_orders_of_metadata(device, use):
 
 
 @pytest.mark.quick(1, per="tile")
+@dtypes
 @tiles
-def test_tokens(device, tile, use):
-    """Ragged columns of D, against rows that end inside a warp's tile and go on in another block."""
-    for tokens in [1, 7, 8, 9, 63, 65, 130]:
-        use(tile)
-        for rows, cols in ((16, 64), (48, 128), (272, 64)):
-            values, indices, w = packed("2:4", rows, cols, BF16, device)
-            check(values, indices, w, inputs(tokens, cols, BF16, device))
+def test_sizes(device, tile, dtype, use):
+    """Ragged columns of D, rows that end inside a warp's tile and go on in another block, fewer slabs than stages and more, parts of k."""
+    deep = [(32, 64 * slabs, 5, 1) for slabs in (1, 2, 3, STAGES[tile], STAGES[tile] + 1, 2 * STAGES[tile] + 1)]
+    ragged = [(rows, cols, tokens, 1) for tokens in (1, 7, 8, 9, 63, 65, 130) for rows, cols in ((16, 64), (48, 128), (272, 64))]
+    parts = [(48, 64 * 9, 70, splits) for splits in (2, 3, 5, 9)]
+    bands = [(208, 64, 9 * 64 + 3, 1)] if tile == SMALL else []
+    for rows, cols, tokens, splits in (*deep, *(ragged if dtype == BF16 else []), *parts, *bands):
+        use(tile, splits)
+        values, indices, w = packed("2:4", rows, cols, dtype, device)
+        bias, activation = (inputs(1, rows, dtype, device)[0], "silu") if splits > 1 else (None, "")
+        check(values, indices, w, inputs(tokens, cols, dtype, device), bias, activation)
 
 
 @pytest.mark.quick(1, per="tile")
 @dtypes
-@tiles
-def test_depths(device, tile, dtype, use):
-    """Fewer slabs than stages, as many, one more, and round them twice."""
-    use(tile)
-    for slabs in (1, 2, 3, STAGES[tile], STAGES[tile] + 1, 2 * STAGES[tile] + 1):
-        values, indices, w = packed("2:4", 32, 64 * slabs, dtype, device)
-        check(values, indices, w, inputs(5, 64 * slabs, dtype, device))
-        if tile != SMALL:
-            check(values, indices, w, inputs(64 * slabs, 24, dtype, device), by_column=True)
-
-
-def test_many_blocks(device, use):
-    """More tiles of columns than a band has, so that blocks are numbered in two bands."""
-    use(SMALL)
-    values, indices, w = packed("2:4", 208, 64, BF16, device)
-    check(values, indices, w, inputs(9 * 64 + 3, 64, BF16, device))
-    use(MIDDLE)
-    check(values, indices, w, inputs(64, 9 * 128 + 8, BF16, device), by_column=True)
+@wide_tiles
+def test_by_column(device, dtype, tile, use):
+    """wgrad: the dense operand as it lies, its rows ragged in whole pieces; more tiles of columns than a band has; parts of k."""
+    deep = [(32, 24, 64 * slabs, 1) for slabs in (STAGES[tile], 2 * STAGES[tile] + 1)]
+    sizes = [(16, 8, 64, 1), (80, 136, 128, 1), (272, 72, 192, 1), (64, 128, 320, 1), (64, 9 * 128 + 8, 64, 1), (48, 40, 64 * 9, 3)]
+    for rows, cols, k, splits in deep + sizes:
+        use(tile, splits)
+        values, indices, w = packed("2:4", rows, k, dtype, device)
+        check(values, indices, w, inputs(k, cols, dtype, device), by_column=True)
 
 
 @pytest.mark.quick(1)
@@ -128,28 +122,6 @@ def test_activation_comes_before_the_residual(device, use):
     values, indices, _ = packed("2:4", 16, 64, BF16, device)
     x, r = torch.zeros(17, 64, dtype=BF16, device=device), inputs(17, 16, BF16, device)
     assert_equal_bits(multiply(values, indices, x, residual=r, activation="relu2"), r)
-
-
-@wide_tiles
-@dtypes
-def test_by_column(device, dtype, tile, use):
-    """wgrad: the dense operand as it lies, its rows ragged in whole pieces."""
-    use(tile)
-    for rows, cols, k in ((16, 8, 64), (80, 136, 128), (272, 72, 192), (64, 128, 320)):
-        values, indices, w = packed("2:4", rows, k, dtype, device)
-        check(values, indices, w, inputs(k, cols, dtype, device), by_column=True)
-
-
-def test_parts(device, use):
-    """Parts of equal length and a shorter one; as good as without, and twice the same."""
-    for tile, splits in [(LARGE, 2), (MIDDLE, 3), (SMALL, 5), (SMALL, 9)]:
-        cols = 64 * 9
-        values, indices, w = packed("2:4", 48, cols, BF16, device)
-        x, bias = inputs(70, cols, BF16, device), inputs(1, 48, BF16, device)[0]
-        use(tile, splits)
-        check(values, indices, w, x, bias, "silu")
-        if tile != SMALL:
-            check(values, indices, w, inputs(cols, 40, BF16, device), by_column=True)
 
 
 @dtypes
@@ -192,19 +164,9 @@ def test_inf_and_nan_reach_only_what_they_meet(device, tile, use):
     assert_equal_bits(multiply(values, indices, inputs(18, 128, BF16, device)).isnan(), only)
 
 
-def test_activations_keep_nan_and_zero(device, use):
-    for activation in ["gelu", "silu", "relu2"]:
-        use(SMALL)
-        values, indices, _ = packed("2:4", 16, 64, BF16, device)
-        bias = torch.tensor([float("nan"), 1e30, -1e30, -0.0] * 4, dtype=BF16, device=device)
-        y = multiply(values, indices, torch.zeros(1, 64, dtype=BF16, device=device), False, bias, activation)[0]
-        assert_equal_bits(y.isnan(), bias.isnan())
-        assert y[1] >= 1e30 and y[2].abs() == 0 and y[3] == 0
-
-
 def test_empty(device):
     values, indices, _ = packed("2:4", 16, 64, BF16, device)
-    assert linear.linear(inputs(0, 64, BF16, device), values, reference.to_layout(indices, 64, "mma.sp"), 2, 4, 64).shape == (0, 16)
+    assert gemm.linear(inputs(0, 64, BF16, device), values, reference.to_layout(indices, 64, "mma.sp"), 2, 4, 64).shape == (0, 16)
     assert gemm.linear_wgrad(values, indices, 2, 4, 64, inputs(64, 0, BF16, device)).shape == (16, 0)
     bias = inputs(1, 16, BF16, device)[0]
     none = multiply(values[:, :0], indices[:, :0], inputs(18, 0, BF16, device), False, bias)
@@ -225,30 +187,13 @@ def test_patterns_that_are_2_of_4(device, ours):
         assert_equal_bits(entry.fn(x[1, 3:4], *args), y[1, 3:4])
 
 
-def test_the_three_gemms_of_a_layer(device, ours):
-    """fprop, the gradient of the input from the packed transpose, and that of the weight from a packed gradient."""
-    torch.manual_seed(0)
-    w, x, g = torch.randn(64, 128, device=device), inputs(64, 128, BF16, device), inputs(64, 64, BF16, device, 5)
-    both = ops.pack(w, "2:4", "transposable", dtype=BF16, columns=True, layout="mma.sp")
-    dense = both.rows.dense()
-    forward = ours("nm_linear").fn
-    y = forward(x, both.rows.values, both.rows.meta, 2, 4, 128)
-    assert_no_worse(y, x @ dense.t(), x.double() @ dense.double().t())
-    dx = forward(g, both.columns.values, both.columns.meta, 2, 4, 64)
-    assert_no_worse(dx, g @ dense, g.double() @ dense.double())
-    gc = ops.mvue_compress(g, "2:4", dim=0, seed=3)
-    dw = ours("nm_linear_wgrad").fn(gc.values, gc.indices, 2, 4, 64, x)
-    sparse = gc.dense()
-    assert_no_worse(dw, sparse @ x, sparse.double() @ x.double())
-
-
 def test_small_batches_stay_where_they_were(device, monkeypatch):
     """Canonical indices of up to 16 tokens are not turned into metadata; with a residual they round once."""
     monkeypatch.setattr(gemm, "multiply", lambda *_: pytest.fail("not for these"))
     for tokens in (1, 4, 16):
         values, indices, w = packed("2:4", 32, 128, BF16, device)
         x, r = inputs(tokens, 128, BF16, device), inputs(tokens, 32, BF16, device, 3)
-        y = linear.linear(x, values, indices, 2, 4, 128, None, "gelu", r)
+        y = gemm.linear(x, values, indices, 2, 4, 128, None, "gelu", r)
         exact = F.gelu(x.double() @ w.double().t()) + r.double()
         assert_no_worse(y, exact.to(BF16), exact)
 

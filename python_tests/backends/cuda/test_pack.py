@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nmkernels import Pattern, ShapeError, dispatch, reference, testing
 from nmkernels.backends.cuda import pack
-from python_tests.backends.packing import some_mask, some_mask_both_ways
+from python_tests.backends.kernel_suites import some_mask, some_mask_both_ways
 from python_tests.conformance import moved
 from python_tests.each import each
 
@@ -18,7 +18,10 @@ F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 USUAL = [(F32, F32), (F32, BF16), (F32, F16), (BF16, BF16), (F16, F16)]
 SMALL = ["2:4", "1:4", "1:8", "2:8", "1:16"]
 ORIENTATIONS = {"rows": (True, False), "columns": (False, True), "both": (True, True)}
+UNUSUAL = [(BF16, F16), (F16, BF16), (BF16, F32), (F16, F32)]
+SELECTS = ["magnitude", "given", "threshold", "transposable"]
 SCALE = torch.tensor(-1.37)
+INF, NAN = float("inf"), float("nan")
 Check = Callable[..., None]
 
 
@@ -43,95 +46,55 @@ def check(device: str, ours: Callable[[str], dispatch.Impl]) -> Check:
 def edge(rows: int, cols: int, dtype: torch.dtype) -> Tensor:
     """Normal numbers, ties, zeros of both signs, infinities, NaN, denormals, and what rounds to them, in one matrix."""
     info = torch.finfo(dtype)
-    some = [
-        0.0,
-        -0.0,
-        1.0,
-        -1.0,
-        2.0,
-        float("inf"),
-        -float("inf"),
-        float("nan"),
-        info.tiny,
-        -info.tiny / 4,
-        info.max,
-        -info.max,
-        65519.0,
-        1e-7,
-    ]
+    some = [0.0, -0.0, 1.0, -1.0, 2.0, INF, -INF, NAN, info.tiny, -info.tiny / 4, info.max, -info.max, 65519.0, 1e-7]
     picked = torch.tensor(some, dtype=torch.float64)[torch.randint(len(some), (rows, cols))].to(dtype)
     return torch.where(torch.rand(rows, cols) < 0.4, picked, torch.randn(rows, cols).to(dtype))
 
 
+def check_all(
+    check: Check, pattern: str, select: str, way: str, shapes: list[tuple[int, int]], dtypes: list[tuple[torch.dtype, torch.dtype]],
+    layout: str = "canonical",
+) -> None:  # fmt: skip
+    """Edge numbers of these shapes and dtypes, with a mask and a scale where the way to select takes them."""
+    if way == "both" and select in ("magnitude", "threshold"):
+        return
+    for source, to in dtypes:
+        for rows, cols in shapes:
+            mask = some_mask_both_ways(rows, cols, Pattern(pattern)) if select == "given" else None
+            scale = SCALE if select == "threshold" and cols != 64 else None
+            check(edge(rows, cols, source), pattern, select, way, to, mask, scale, layout)
+
+
 @pytest.mark.quick(1, per=("way", "select"))
-@each("select", ["magnitude", "given", "threshold", "transposable"])
+@each("select", SELECTS)
 @each("way", list(ORIENTATIONS))
 def test_2_4(way: str, select: str, check: Check, poison: None) -> None:
-    """One tile of a block and less, several, and ragged ones; sizes that the tile kernels leave to others."""
-    for dtypes in USUAL:
-        if way == "both" and select in ("magnitude", "threshold"):
-            continue
-        for rows, cols in ((32, 32), (128, 64), (160, 224), (4, 64), (64, 8), (20, 12), (36, 40), (256, 32)):
-            w = edge(rows, cols, dtypes[0])
-            mask = some_mask_both_ways(rows, cols, Pattern("2:4")) if select == "given" else None
-            scale = SCALE if select == "threshold" and cols != 64 else None
-            check(w, "2:4", select, way, dtypes[1], mask, scale)
-
-
-@each("pattern", SMALL[1:])
-@each("select", ["magnitude", "given"])
-def test_other_small_patterns(select: str, pattern: str, check: Check, poison: None) -> None:
-    for dtypes in USUAL:
-        p = Pattern(pattern)
-        for way in ("rows", "columns", "both"):
-            if way == "both" and select == "magnitude":
-                continue
-            for rows, cols in ((16 * p.m, 64), (40 * p.m, 16 * 7), (3 * p.m, 32), (16 * p.m, 80)):
-                w = edge(rows, cols, dtypes[0])
-                mask = some_mask_both_ways(rows, cols, p) if select == "given" else None
-                check(w, pattern, select, way, dtypes[1], mask)
+    """One tile of a block and less, several, and ragged ones; sizes that the tile kernels leave to others; unusual pairs of dtypes."""
+    shapes = [(32, 32), (128, 64), (160, 224), (4, 64), (64, 8), (20, 12), (36, 40), (256, 32)]
+    check_all(check, "2:4", select, way, shapes, USUAL)
+    check_all(check, "2:4", select, way, [(64, 128)], UNUSUAL)
+    check_all(check, "2:4", select, way, [(64, 128)], UNUSUAL[:2], "mma.sp")
 
 
 @pytest.mark.quick(1, per="select")
-@each("pattern", ["1:1", "3:4", "2:3", "5:16", "3:33", "100:256", "1:8"])
+@each("pattern", [*SMALL[1:], "1:1", "3:4", "2:3", "5:16", "3:33", "100:256"])
 @each("select", ["magnitude", "given", "threshold"])
-def test_any_pattern(select: str, pattern: str, check: Check, poison: None) -> None:
-    for dtype in [F32, BF16, F16]:
-        p = Pattern(pattern)
-        for way in ORIENTATIONS if select == "given" else ("rows", "columns"):
-            for rows, cols in ((p.m, p.m), (40 // p.m * p.m + p.m, 70 // p.m * p.m + 2 * p.m)):
-                mask = some_mask_both_ways(rows, cols, p) if select == "given" else None
-                check(edge(rows, cols, dtype), pattern, select, way, BF16, mask, SCALE if select == "threshold" else None)
+def test_other_patterns(select: str, pattern: str, check: Check, poison: None) -> None:
+    m = Pattern(pattern).m
+    for way in ORIENTATIONS:
+        if pattern in SMALL and select != "threshold":
+            check_all(check, pattern, select, way, [(16 * m, 64), (40 * m, 16 * 7), (3 * m, 32), (16 * m, 80)], USUAL)
+        else:
+            shapes = [(m, m), (40 // m * m + m, 70 // m * m + 2 * m)]
+            check_all(check, pattern, select, way, shapes, [(dtype, BF16) for dtype in (F32, BF16, F16)])
 
 
-@each("select", ["magnitude", "given", "threshold", "transposable"])
-def test_unusual_pairs_of_dtypes(select: str, check: Check) -> None:
-    for way in list(ORIENTATIONS):
-        for dtypes in [(BF16, F16), (F16, BF16), (BF16, F32), (F16, F32)]:
-            if way == "both" and select in ("magnitude", "threshold"):
-                continue
-            for layout in ("canonical", "mma.sp") if dtypes[1] != F32 else ("canonical",):
-                w = edge(64, 128, dtypes[0])
-                mask = some_mask_both_ways(64, 128, Pattern("2:4")) if select == "given" else None
-                check(w, "2:4", select, way, dtypes[1], mask, SCALE if select == "threshold" else None, layout)
-
-
-@each("select", ["magnitude", "given", "threshold", "transposable"])
-@each("layout", ["mma.sp", "wgmma.sp"])
-def test_layouts_of_tensor_cores(layout: str, select: str, check: Check, poison: None) -> None:
-    for dtypes in [d for d in USUAL if d[1] != F32]:
-        small = 16 if layout == "mma.sp" else 64
-        for way, shapes in (
-            ("rows", [(small, 64), (3 * small, 192)]),
-            ("columns", [(64, small), (192, 3 * small)]),
-            ("both", [(64, 64), (192, 320)]),
-        ):
-            if way == "both" and select in ("magnitude", "threshold"):
-                continue
-            for rows, cols in shapes:
-                w = edge(rows, cols, dtypes[0])
-                mask = some_mask_both_ways(rows, cols, Pattern("2:4")) if select == "given" else None
-                check(w, "2:4", select, way, dtypes[1], mask, SCALE if select == "threshold" else None, layout)
+@each("select", SELECTS)
+@each("layout, small", [("mma.sp", 16), ("wgmma.sp", 64)])
+def test_layouts_of_tensor_cores(layout: str, small: int, select: str, check: Check, poison: None) -> None:
+    shapes = {"rows": [(small, 64), (3 * small, 192)], "columns": [(64, small), (192, 3 * small)], "both": [(64, 64), (192, 320)]}
+    for way in ORIENTATIONS:
+        check_all(check, "2:4", select, way, shapes[way], [d for d in USUAL if d[1] != F32], layout)
 
 
 @each("select", ["magnitude", "given", "transposable"])
@@ -157,12 +120,6 @@ def test_several_blocks(check: Check) -> None:
         check(edge(640, 320, BF16), pattern, "magnitude", "columns")
         check(edge(640, 320, F32), pattern, "magnitude", "rows", BF16)
     check(edge(640, 320, F32), "2:4", "transposable", "both", BF16)
-
-
-def test_nothing_to_do(check: Check) -> None:
-    for way in list(ORIENTATIONS):
-        for shape in [(0, 8), (8, 0), (0, 0)]:
-            check(torch.randn(shape), "2:4", "transposable", way, BF16)
 
 
 @each("way", list(ORIENTATIONS))
@@ -206,12 +163,6 @@ def test_a_held_mask_is_packed_as_a_given_one_and_not_checked(
             patch.setattr(pack, "check_flag", lambda *_: pytest.fail("it waits"))
             testing.assert_equal_bits(ours("nm_pack").fn(w, p.n, p.m, "held", mask, *rest), want)
             ours("nm_pack").fn(w, p.n, p.m, "held", torch.ones_like(mask), *rest)  # anything, and nothing outside of the buffers
-
-
-def test_two_runs_are_equal(device: str, ours: Callable[[str], dispatch.Impl]) -> None:
-    w = torch.randn(128, 256, device=device)
-    first, second = (ours("nm_pack").fn(w, 2, 4, "transposable", None, None, BF16, True, True, "mma.sp") for _ in range(2))
-    testing.assert_equal_bits(first, second)
 
 
 def test_what_it_declines(device: str, ours: Callable[[str], dispatch.Impl]) -> None:

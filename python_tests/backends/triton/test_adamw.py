@@ -7,13 +7,13 @@ import torch
 from nmkernels.dispatch import implementations
 from nmkernels.testing import assert_equal_bits
 from python_tests.backends.adamw_calls import copied, hyper, make, same_as_reference, seeded
-from python_tests.backends.adamw_suite import AdamWSuite
+from python_tests.backends.adamw_suite import GpuAdamWSuite
 
 TRITON = next(i for i in implementations("nm_masked_adamw_") if i.backend == "triton")
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
 
-class TestAgainstTheReference(AdamWSuite):
+class TestAgainstTheReference(GpuAdamWSuite):
     step = staticmethod(TRITON.fn)
 
 

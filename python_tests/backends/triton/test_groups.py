@@ -1,4 +1,4 @@
-"""mask, prune and soft_threshold in Triton, beyond the conformance suite: every way to rank, ragged tiles, strides, other memory, out."""
+"""mask, prune, soft_threshold, its scale and transposable_mask in Triton, beyond the conformance suite."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from nmkernels import Pattern, dispatch, reference, testing
+from nmkernels.backends.triton.groups import ELEMENTS, TILES
+from python_tests.backends.kernel_suites import ScaleSuite, TransposableSuite
 
 OPS = ["mask", "prune", "soft_threshold"]
-TILE = 2048
-"""Elements of a tile, as in the kernels."""
 
 
 def run(op: str, w: Tensor, p: Pattern, out: Tensor | None = None) -> Tensor:
@@ -44,69 +44,34 @@ def test_every_way_to_rank(m: int, device: str, poison: None) -> None:
 def test_ragged_tiles(pattern: str, device: str) -> None:
     for op in OPS:
         p = Pattern(pattern)
-        for groups in (TILE // p.m - 1, TILE // p.m + 1, 3 * TILE // p.m + 5):
+        for groups in (ELEMENTS // p.m - 1, ELEMENTS // p.m + 1, 3 * ELEMENTS // p.m + 5):
             w = torch.randn(groups, p.m, dtype=torch.bfloat16)
             testing.assert_equal_bits(run(op, w.to(device), p), expected(op, w, p), f"{groups} groups")
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_unaligned_memory(op: str, device: str) -> None:
-    for dtype in [torch.float32, torch.float16]:
-        p, memory = Pattern("2:4"), torch.randn(24 * 16 + 3).to(dtype)
-        for start in (1, 3):
-            w = memory.to(device)[start:][: 24 * 16].view(24, 16)
-            room = torch.zeros(24 * 16 + 8, dtype=torch.bool if op == "mask" else dtype, device=device)
-            out = room[5:][: 24 * 16].view(24, 16)
-            assert run(op, w, p, out) is out
-            testing.assert_equal_bits(out, expected(op, w, p))
-            assert not room[:5].any() and not room[-3:].any(), "written beyond out"
-
-
-def test_many_rows_of_one_group(device: str) -> None:
-    """Every strided row is read where it is; two runs give the same."""
-    for op in OPS:
-        p = Pattern("2:8")
-        w = torch.randn(8, 700).to(device).t()
-        first = run(op, w, p)
-        testing.assert_equal_bits(first, expected(op, w, p))
-        testing.assert_equal_bits(run(op, w, p), first)
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_strides_and_negated_views(op: str, device: str) -> None:
-    for pattern in ["1:4", "3:5"]:
-        p = Pattern(pattern)
-        w = torch.randn(6, 8 * p.m).to(device)
-        views = {
-            "every second column": w[:, ::2],
-            "columns from the middle": w[:, p.m : 3 * p.m],
-            "rows of rows": w.view(2, 3, 8 * p.m).transpose(0, 1),
-            "one row for all": w[:1].expand(5, 8 * p.m),
-            "one column for all": w[:, :1].expand(6, 2 * p.m),
-            "negated": torch._neg_view(w),
-        }
-        for name, x in views.items():
-            got = run(op, x, p)
-            assert got.is_contiguous() and not got.is_neg()
-            testing.assert_equal_bits(got.cpu(), expected(op, x.resolve_neg(), p), name)
-
-
-@pytest.mark.parametrize("op", OPS)
 def test_out_is_written_whole_and_nothing_else(op: str, device: str) -> None:
-    """One element past a tile, between rows that must stay as they are."""
+    """One element past a tile, at any address, negated."""
     for pattern in ["2:4", "3:5"]:
         p = Pattern(pattern)
-        groups = TILE // p.m + 1
-        w = torch.randn(groups, p.m)
-        room = torch.ones(3, groups, p.m, dtype=torch.bool) if op == "mask" else testing.fill_poison(torch.empty(3, groups, p.m))
-        room = room.to(device)
-        before = room.clone()
-        assert run(op, w.to(device), p, room[1]).data_ptr() == room[1].data_ptr()
-        testing.assert_equal_bits(room[1].cpu(), expected(op, w, p))
-        testing.assert_equal_bits(room[::2], before[::2], "rows beside out")
+        for dtype in (torch.float32, torch.float16):
+            for start in (0, 1, 3):
+                size = (ELEMENTS // p.m + 1) * p.m
+                w = torch._neg_view(torch.randn(size + start).to(dtype).to(device)[start:].view(-1, p.m))
+                room = torch.zeros(size + 8, dtype=torch.bool if op == "mask" else dtype, device=device)
+                out = room[start + 2 :][:size].view(w.shape)
+                assert run(op, w, p, out) is out
+                testing.assert_equal_bits(out.cpu(), expected(op, w.resolve_neg(), p))
+                assert not room[: start + 2].any() and not room[start + 2 + size :].any(), "written beyond out"
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_nothing_to_do(op: str, device: str) -> None:
-    for shape in [(0,), (0, 8), (3, 0), (2, 0, 4)]:
-        assert run(op, torch.zeros(shape, device=device), Pattern("2:4")).shape == shape
+class TestScale(ScaleSuite):
+    patterns = ["2:4", "1:1", "1:8", "3:5", "4:32", "255:256", "256:256"]
+    dtypes = [torch.float32, torch.bfloat16]
+    chunk, chunks = ELEMENTS * TILES, [(0, 1), (1, 1)]
+
+
+class TestTransposableMask(TransposableSuite):
+    # programs of 128 and 256 tiles: one less, one more, tall ones, and none
+    shapes = [shape for tiles in (512, 1024) for shape in ((4, tiles - 4), (8, tiles + 4), (tiles + 4, 4), (3, tiles // 8, 20))]
+    shapes += [(2, 44, 64), (2, 76, 64), (0, 8), (4, 0), (0, 4, 4), (3, 0, 8)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,7 +12,8 @@ from nmkernels import Pattern, reference
 from nmkernels.backends.triton import linear as family
 from nmkernels.backends.triton.launches import SHARED_KB, Plan, by_words, candidates, plan, shared_bytes
 from nmkernels.testing import assert_equal_bits, assert_no_worse, poison
-from python_tests.backends.gemm_calls import ACTIVATIONS, PATTERNS, inputs, packed
+from python_tests.backends.gemm_calls import inputs, packed
+from python_tests.backends.kernel_suites import FewTokensSuite
 
 BF16 = torch.bfloat16
 DTYPES = [torch.float32, BF16, torch.float16]
@@ -27,10 +30,10 @@ def operand(pattern, rows, cols, dtype, device="cpu"):
     return *(x.to(device) for x in reference.compress(padded, p.n, p.m)), p.n, p.m, cols
 
 
-def judged(op, *args, fn=None):
+def judged(op, *args):
     """The Triton result of an op, no worse than the reference's; every byte of it written."""
     with poison():
-        result = (fn or getattr(family, op))(*args)
+        result = getattr(family, op)(*args)
 
     def reference_of(convert):
         host = [a.cpu() if isinstance(a, torch.Tensor) else a for a in args]
@@ -137,51 +140,27 @@ def test_unaligned_memory(op, device):
 
 
 @pytest.mark.parametrize("op", KINDS)
-def test_rows_of_the_operand_with_gaps(op, device):
-    values, indices, *rest = operand("2:4", 96, 64, torch.float32, device)
-    x = torch.randn(8, 48 if op == "linear_dgrad" else 64).to(device)
-    e = (values[::2], indices[::2], *rest)
-    judged(op, *((*e, x.t()) if op == "linear_wgrad" else (x, *e)))
-
-
-@pytest.mark.parametrize("op", KINDS)
-def test_by_expanding_to_memory(op, device, planned):
-    for given in [False, True]:
-        planned(Plan("scratch"))
-        e = operand("2:4", 48, 66, BF16, device)
-        x = torch.randn(2, 5, 48 if op == "linear_dgrad" else 66).bfloat16().to(device)
-        if op == "linear_wgrad":
-            args = (*e, x.flatten(0, 1).t().contiguous())
-        else:
-            args = (x, *e, torch.randn(48).bfloat16().to(device), "silu") if op == "linear" else (x, *e)
-        result = judged(op, *args)
-        if given:
-            out = torch.full_like(result, float("nan"))
-            assert getattr(family, op)(*args, out=out) is out
-            assert_equal_bits(out, result)
-
-
-@pytest.mark.parametrize("op", KINDS)
-def test_into_given_memory(op, device):
-    e = operand("1:8", 48, 64, torch.float32, device)
-    x = torch.randn(8, 48 if op == "linear_dgrad" else 64).to(device)
-    args = (*e, x.t()) if op == "linear_wgrad" else (x, *e)
-    expected = getattr(family, op)(*args)
-    out = torch.full_like(expected, float("nan"))
+@pytest.mark.parametrize("method", ["gemm", "scratch"])
+def test_into_given_memory(method, op, device, planned):
+    planned(Plan(method))
+    e = operand("2:4", 48, 66, BF16, device)
+    x = torch.randn(2, 5, 48 if op == "linear_dgrad" else 66).bfloat16().to(device)
+    if op == "linear_wgrad":
+        args = (*e, x.flatten(0, 1).t().contiguous())
+    else:
+        args = (x, *e, torch.randn(48).bfloat16().to(device), "silu") if op == "linear" else (x, *e)
+    result = judged(op, *args)
+    out = torch.full_like(result, float("nan"))
     assert getattr(family, op)(*args, out=out) is out
-    assert_equal_bits(out, expected)
+    assert_equal_bits(out, result)
 
 
 def test_sizes_of_nothing(device):
-    e = operand("2:4", 6, 8, torch.float32, device)
-    assert family.linear(torch.randn(0, 8, device=device), *e).shape == (0, 6)
+    e, no_rows, no_tokens = (operand("2:4", rows, cols, torch.float32, device) for rows, cols in ((6, 8), (0, 8), (6, 0)))
     assert family.linear(torch.randn(3, 0, 8, device=device), *e).shape == (3, 0, 6)
-    assert family.linear_dgrad(torch.randn(0, 6, device=device), *e).shape == (0, 8)
-    assert_equal_bits(family.linear(torch.randn(8, device=device), *e).shape, torch.Size([6]))
-    no_rows = operand("2:4", 0, 8, torch.float32, device)
+    assert family.linear(torch.randn(8, device=device), *e).shape == (6,)
     assert family.linear(torch.randn(5, 8, device=device), *no_rows).shape == (5, 0)
     assert_equal_bits(family.linear_dgrad(torch.randn(5, 0, device=device), *no_rows), torch.zeros(5, 8))
-    no_tokens = operand("2:4", 6, 0, torch.float32, device)
     assert_equal_bits(family.linear_wgrad(*no_tokens, torch.randn(0, 5, device=device)), torch.zeros(6, 5))
     bias = torch.randn(6, device=device)
     for tokens in (2, 5):
@@ -213,91 +192,37 @@ def test_an_infinite_value_stays_in_its_place(device):
         assert y[:, [0, 1, 2, 4, 5]].isfinite().all()
 
 
-def test_the_interpreters_precision_is_that_of_the_gpu(device):
-    """32-bit GEMMs are not rounded to tf32 unless torch is told so."""
-    e = operand("2:4", 32, 256, torch.float32, device)
-    judged("linear", torch.randn(20, 256, device=device), *e)
+SIZES = [(4096, 4096, 1), (4096, 4096, 16), (4096, 14336, 100), (11008, 4096, 700), (10, 30, 40), (4096, 4096, 8192)]
 
 
 @pytest.mark.parametrize("kind", ["fprop", "dgrad", "wgrad"])
 def test_plans_fit_the_kernels(kind):
-    for dtype in DTYPES:
-        for capability in [90, 89, 0]:
-            for pattern in (*WORDS, *OTHERS):
-                p = Pattern(pattern)
-                for rows, cols, width in (
-                    (4096, 4096, 1),
-                    (4096, 4096, 16),
-                    (4096, 14336, 100),
-                    (11008, 4096, 700),
-                    (10, 30, 40),
-                    (4096, 4096, 8192),
-                ):
-                    first = plan(kind, dtype, rows, cols, width, p.n, p.m, capability)
-                    options = candidates(kind, dtype, rows, cols, width, p.n, p.m, capability)
-                    assert options[0] == first
-                    assert len(set(options)) == len(options)
-                    assert Plan("scratch") in options
-                    for option in options:
-                        assert option.method in ("few", "gemm", "scratch")
-                        assert option.method != "few" or (kind == "fprop" and width <= 4)
-                        if option.method == "gemm":
-                            assert option.cols >= 32
-                            assert shared_bytes(option, kind, dtype, p.n, p.m) <= SHARED_KB.get(capability, 64) << 10
-                            assert option.splits == 1 or kind != "dgrad"
-                            assert by_words(dtype, p.n, p.m, cols) and option.cols * p.n // p.m * p.index_bits % 32 == 0
+    for dtype, capability, pattern, (rows, cols, width) in product(DTYPES, [90, 89, 0], map(Pattern, (*WORDS, *OTHERS)), SIZES):
+        n, m = pattern.n, pattern.m
+        options = candidates(kind, dtype, rows, cols, width, n, m, capability)
+        assert options[0] == plan(kind, dtype, rows, cols, width, n, m, capability)
+        assert len(set(options)) == len(options) and Plan("scratch") in options
+        for option in options:
+            assert option.method in ("few", "gemm", "scratch")
+            assert option.method != "few" or (kind == "fprop" and width <= 4)
+            if option.method == "gemm":
+                assert option.cols >= 32
+                assert shared_bytes(option, kind, dtype, n, m) <= SHARED_KB.get(capability, 64) << 10
+                assert option.splits == 1 or kind != "dgrad"
+                assert by_words(dtype, n, m, cols) and option.cols * n // m * pattern.index_bits % 32 == 0
 
 
-def test_many_columns_are_expanded_once():
-    assert plan("fprop", BF16, 4096, 4096, 8192, 2, 4).method == "scratch"
-    assert plan("fprop", BF16, 4096, 4096, 16, 2, 4).splits > 1
-    assert plan("fprop", BF16, 4096, 4096, 384, 2, 4).splits == 1
-    assert plan("fprop", BF16, 4096, 4096, 511, 2, 4).method == "gemm"
-    assert plan("fprop", BF16, 4096, 4096, 512, 2, 4).method == "scratch"
-    assert plan("fprop", BF16, 4096, 4096, 2, 2, 4).method == "few"
-    assert plan("fprop", BF16, 4096, 4096, 2, 3, 5).method == "few"
-    assert plan("fprop", BF16, 4096, 4096, 16, 3, 5).method == "scratch"
+def test_what_the_heuristic_does():
+    def method(width, n=2, m=4):
+        return plan("fprop", BF16, 4096, 4096, width, n, m).method
+
+    assert [method(width) for width in (2, 16, 511, 512, 8192)] == ["few", "gemm", "gemm", "scratch", "scratch"]
+    assert [method(width, 3, 5) for width in (2, 16)] == ["few", "scratch"]
+    assert plan("fprop", BF16, 4096, 4096, 16, 2, 4).splits > 1 == plan("fprop", BF16, 4096, 4096, 384, 2, 4).splits
 
 
-@pytest.mark.parametrize("text", PATTERNS)
-def test_few_tokens(device, text):
-    """1 to 4 tokens, every dtype; columns that end inside a group and inside the last step."""
-    m = Pattern(text).m
-    for dtype in DTYPES:
-        for tokens, rows, cols in ((1, 37, 24 * m), (2, 1, 8 * m), (3, 9, max(16, 160 // m) * m), (4, 16, 9 * m - 1)):
-            values, indices, w = packed(text, rows, cols, dtype, device)
-            x, bias = inputs(tokens, cols, dtype, device), inputs(1, rows, dtype, device)[0]
-            b, activation = (bias, ("", "silu", "relu2", "gelu")[tokens - 1]) if rows > 1 else (None, "")
-            f, p = ACTIVATIONS[activation], Pattern(text)
-            exact = f(F.linear(*(None if t is None else t.double() for t in (x, w, b))))
-            with poison():
-                y = family.linear(x, values, indices, p.n, p.m, cols, b, activation)
-            assert_no_worse(y, f(F.linear(x, w, b)), exact, f"{dtype}, {tokens} tokens, {rows} x {cols}, {activation}")
-
-
-def test_few_tokens_find_every_column(device):
-    """One-hot inputs return the weight to the bit, so that every thread's choice shows."""
-    for text in PATTERNS:
-        p, cols = Pattern(text), 3 * Pattern(text).m * 8
-        values, indices, w = packed(text, 11, cols, BF16, device)
-        eye = torch.eye(cols, dtype=BF16, device=device)
-        for first in (0, cols // 2, cols - 4):
-            y = family.linear(eye[first : first + 4], values, indices, p.n, p.m, cols)
-            assert_equal_bits(y + 0.0, w[:, first : first + 4].t().contiguous() + 0.0, text)
-
-
-@pytest.mark.parametrize("text", ["2:4", "1:8", "3:5"])
-def test_few_tokens_inf_and_nan_reach_only_what_they_meet(device, text):
-    p, cols = Pattern(text), 16 * Pattern(text).m
-    values, indices, w = packed(text, 8, cols, device=device)
-    x, met = inputs(3, cols, device=device), torch.zeros(3, 8, dtype=torch.bool, device=device)
-    for token, (bad, column) in enumerate(((float("inf"), 0), (float("nan"), cols // 2), (float("-inf"), cols - 1))):
-        x[token, column] = bad
-        met[token] = w[:, column] != 0
-    assert_equal_bits(~family.linear(x, values, indices, p.n, p.m, cols).isfinite(), met)
-    values[3, 7] = float("nan")
-    only = torch.arange(8, device=device).eq(3).expand(3, 8)
-    assert_equal_bits(family.linear(inputs(3, cols, device=device), values, indices, p.n, p.m, cols).isnan(), only)
+class TestFewTokens(FewTokensSuite):
+    pass
 
 
 @pytest.mark.parametrize("text", ["1:2", "2:8", "3:5", "5:12"])

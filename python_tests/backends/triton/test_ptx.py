@@ -39,16 +39,6 @@ def backend(op: str, name: str) -> Callable[..., Any]:
     return next(i.fn for i in dispatch.implementations(op) if i.backend == name)
 
 
-def test_a_mask() -> None:
-    """The quick one of this file."""
-    w = torch.randn(4, 64)
-    with testing.poison(), emulated(90) as ran:
-        got = backend("nm_mask", "triton")(w, 2, 4)
-    assert len(ran) == 1
-    testing.assert_equal_bits(got, reference.mask(w, 2, 4))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("pattern", ["2:4", "3:5", "4:32"])
 @pytest.mark.parametrize("op", ["nm_mask", "nm_prune", "nm_soft_threshold", "nm_compress"])
 def test_groups(op: str, pattern: str) -> None:
@@ -63,7 +53,6 @@ def test_groups(op: str, pattern: str) -> None:
             testing.assert_equal_bits(got, backend(op, "reference")(x, p.n, p.m), f"{op} {pattern} {dtype} sm_{capability}")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("pattern", ["2:4", "1:8", "4:8", "3:5", "8:256"])
 def test_compressed_form(pattern: str) -> None:
     p = Pattern(pattern)
@@ -79,7 +68,6 @@ def test_compressed_form(pattern: str) -> None:
             testing.assert_equal_bits(dense, torch.where(mask, w, 0), f"decompress {pattern} sm_{capability}")
 
 
-@pytest.mark.slow
 def test_transposable_mask() -> None:
     for capability, dtype in CODE[:2]:
         options = torch.tensor([0.0, 1.0, 2.0, -3.0, float("nan"), float("inf")], dtype=dtype)
@@ -89,7 +77,6 @@ def test_transposable_mask() -> None:
             testing.assert_equal_bits(got, reference.transposable_mask(w, 2, 4), f"sm_{capability}")
 
 
-@pytest.mark.slow
 def test_soft_threshold_scale() -> None:
     """Over two programs, the second of one group."""
     w = torch.randn(4 * ELEMENTS // 4 + 1, 4).to(BF16)
@@ -99,7 +86,6 @@ def test_soft_threshold_scale() -> None:
     torch.testing.assert_close(got, reference.soft_threshold_scale(w, 2, 4), rtol=1e-6, atol=0)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("op", "pattern", "method", "capability", "dtype"),
     [
@@ -131,7 +117,6 @@ def step(capability: int, call: dict[str, Any], h: Tensor, n: int, m: int, ours:
         return same_as_reference(adamw.masked_adamw_, ours, call, h, n, m, **options)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("n", "m", "dtype", "grad", "out", "capability"),
     [
@@ -151,7 +136,6 @@ def test_adamw(n, m, dtype, grad, out, capability) -> None:
     testing.assert_equal_bits(step(capability, call, hyper(lr=0.3), n, m, apart=False), first)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "flags"),
     [(F32, {}), (BF16, {"frozen": True}), (BF16, {"eps_inside": True, "maximize": True}), (F32, {"geometric": True})],
@@ -163,7 +147,6 @@ def test_adamw_edge_values_and_every_option(dtype, flags) -> None:
     assert not step(90, call, hyper(), 2, 4, found=torch.ones(1), **flags).any()
 
 
-@pytest.mark.slow
 def test_adamw_numbers_on_the_host(monkeypatch) -> None:
     """Arguments of 64 bits, large and negative, arrive as they are; memory at odd addresses."""
     call = make(torch.Generator().manual_seed(15), (8, 16), (3, 8), out=F32)
@@ -188,7 +171,6 @@ def check(op, capability, pattern, dtype, rows, cols, width, warps_apart=True, e
     return ran
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("op", ["linear", "linear_dgrad", "linear_wgrad"])
 @pytest.mark.parametrize(
     ("pattern", "dtype", "capability"), [("2:4", BF16, 80), ("2:4", BF16, 90), ("1:8", F16, 90), ("2:4", F32, 80)], ids=str
@@ -197,7 +179,6 @@ def test_narrow_gemms(op, pattern, dtype, capability) -> None:
     check(op, capability, pattern, dtype, 66, 136, 6)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("op", ["linear", "linear_dgrad", "linear_wgrad"])
 def test_wide_tiles_of_whole_blocks(op, capability, monkeypatch) -> None:
@@ -214,7 +195,6 @@ def test_hopper_reads_no_registers(monkeypatch) -> None:
             check(op, 90, "2:4", BF16, 64, 256, width)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fprop", "wgrad"])
 def test_no_plan_leaves_wgmma_in_flight_that_reads_registers(kind, monkeypatch) -> None:
     """As compiled for sizes of models, where the compiler chooses otherwise than for small ones: nothing of a step outlives it."""
@@ -231,7 +211,6 @@ def test_no_plan_leaves_wgmma_in_flight_that_reads_registers(kind, monkeypatch) 
         assert waits <= {0} or not re.search(r"wgmma\.mma_async\S+ *\{[^}]*\}, *\{", ptx), p
 
 
-@pytest.mark.slow
 def test_epilogues_and_splits(monkeypatch) -> None:
     for activation in ("", "gelu", "relu2"):
         check("linear", 90, "1:4", F16, 20, 64, 7, epilogue=(torch.randn(20, dtype=F16), activation))
@@ -243,7 +222,6 @@ def test_epilogues_and_splits(monkeypatch) -> None:
     assert ran == ["spmm_kernel", "combine_kernel"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("pattern", "dtype", "tokens"), [("2:4", BF16, 1), ("2:4", F32, 4), ("1:8", F16, 3), ("3:5", BF16, 2)], ids=str)
 def test_few_tokens(pattern, dtype, tokens) -> None:
     m = Pattern(pattern).m

@@ -1,10 +1,10 @@
-"""soft_threshold_scale in CUDA: the shared suite, and every element and partial sum alone."""
+"""soft_threshold_scale and transposable_mask in CUDA: the shared suites, and every element and partial sum of the scale alone."""
 
 from __future__ import annotations
 
 import torch
 
-from python_tests.backends.kernel_suites import Ours, ScaleSuite
+from python_tests.backends.kernel_suites import Ours, ScaleSuite, TransposableSuite
 
 
 class TestScale(ScaleSuite):
@@ -27,3 +27,8 @@ class TestScale(ScaleSuite):
             x.view(-1)[at] = 3.0
             x.view(-1)[at // 4 * 4 + (at + 1) % 4] = 1.0
             self.check(ours, device, x, "1:4")
+
+
+class TestTransposableMask(TransposableSuite):
+    # blocks that are wide, tall, and ragged at both ends; rows whose length is no multiple of 16 bytes
+    shapes = [(4, 4), (8, 12), (2, 12, 8), (4, 1024), (4, 1028), (260, 8), (1024, 4), (36, 2052), (0, 8), (3, 4, 0)]
