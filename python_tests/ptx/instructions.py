@@ -13,7 +13,7 @@ from .parse import SIZES, Instruction
 if TYPE_CHECKING:
     from .machine import Threads
 
-SPECIAL = {"fence", "nanosleep", "griddepcontrol", "prefetch", "pragma"}
+SPECIAL = {"fence"}
 """Instructions that change nothing here."""
 
 Rule = Callable[["Threads", Instruction], Any]
@@ -29,14 +29,14 @@ def _two(fn: Callable[[Any, Any], Any]) -> Rule:
 
 
 def _wide(t: Threads, ins: Instruction) -> Any:
-    """The whole GEMM of two numbers."""
+    """The whole product of two numbers."""
     a, b = (read(t, x, ins.types[-1]) for x in ins.operands[1:3])
     bits = SIZES[ins.types[-1]]
     to = (SIGNED if ins.types[-1][0] == "s" else UNSIGNED)[2 * bits] if bits < 64 else object
     return a.astype(to) * b.astype(to)
 
 
-def _gemm(t: Threads, ins: Instruction) -> Any:
+def _product(t: Threads, ins: Instruction) -> Any:
     type_ = ins.types[-1]
     if "wide" in ins.mods:
         return _wide(t, ins)
@@ -49,11 +49,11 @@ def _gemm(t: Threads, ins: Instruction) -> Any:
 
 
 def _mad(t: Threads, ins: Instruction) -> Any:
-    gemm = _gemm(t, ins)
+    product = _product(t, ins)
     type_ = ins.types[-1]
     if "wide" in ins.mods:
         type_ = f"{type_[0]}{2 * SIZES[type_]}"
-    return gemm + read(t, ins.operands[3], type_)
+    return product + read(t, ins.operands[3], type_)
 
 
 def _fma(t: Threads, ins: Instruction) -> Any:
@@ -107,16 +107,14 @@ COMPARE: dict[str, Callable[[Any, Any], Any]] = {
 
 def _setp(t: Threads, ins: Instruction) -> Any:
     type_, word = ins.types[-1], ins.mods[0]
+    assert len(ins.operands) == 3, f"no rule for {ins.text}"
     a, b = (read(t, x, type_) for x in ins.operands[1:3])
     unordered = np.isnan(a) | np.isnan(b) if a.dtype.kind == "f" else np.zeros((), bool)
     if word in ("nan", "num"):
-        result = unordered if word == "nan" else ~unordered
-    elif word not in COMPARE:
-        result = COMPARE[word[:-1]](a, b) | unordered  # ltu, neu, ...: true for NaN
-    else:
-        result = COMPARE[word](a, b) & ~unordered
-    assert len(ins.operands) == 3, f"no rule for {ins.text}"
-    return result
+        return unordered if word == "nan" else ~unordered
+    if word not in COMPARE:
+        return COMPARE[word[:-1]](a, b) | unordered  # ltu, neu, ...: true for NaN
+    return COMPARE[word](a, b) & ~unordered
 
 
 def _selp(t: Threads, ins: Instruction) -> Any:
@@ -125,16 +123,14 @@ def _selp(t: Threads, ins: Instruction) -> Any:
 
 
 def _extreme(t: Threads, ins: Instruction) -> Any:
-    """min and max: a number wins over NaN, unless .NaN is asked for."""
+    """min and max: a number wins over NaN."""
     type_ = ins.types[-1]
-    a, b = (read(t, x, type_) for x in ins.operands[1:3])
-    plain = np.minimum if ins.name == "min" else np.maximum
-    if type_ in ("s16x2", "u16x2"):
-        halves = [np.ascontiguousarray(np.broadcast_to(x, (t.count,))).view(kind(type_[:3])) for x in (a, b)]
-        return plain(*halves).view(a.dtype)
-    if a.dtype.kind != "f" or "NaN" in ins.mods:
-        return plain(a, b)
-    return (np.fmin if ins.name == "min" else np.fmax)(a, b)
+    assert "NaN" not in ins.mods, f"no rule for {ins.text}"
+    a, b = (np.broadcast_to(read(t, x, type_), (t.count,)) for x in ins.operands[1:3])
+    if type_ == "u16x2":
+        a, b = (np.ascontiguousarray(x).view(np.uint16) for x in (a, b))
+    found = (np.fmin if ins.name == "min" else np.fmax)(a, b)
+    return found.view(np.uint32) if type_ == "u16x2" else found
 
 
 def _sign(t: Threads, ins: Instruction) -> Any:
@@ -168,9 +164,9 @@ def _cvt(t: Threads, ins: Instruction) -> Any:
     if to == "bf16":
         return to_bf16(a)
     if a.dtype.kind == "f" and kind(to)().dtype.kind != "f":
-        a = {"rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil, "rni": np.rint}[next(m for m in ins.mods if m.endswith("i"))](a)
+        assert "rzi" in ins.mods, f"no rule for {ins.text}"
         limits = np.iinfo(kind(to))
-        return np.clip(np.nan_to_num(a.astype(np.longdouble)), limits.min, limits.max).astype(kind(to))
+        return np.clip(np.nan_to_num(np.trunc(a).astype(np.longdouble)), limits.min, limits.max).astype(kind(to))
     return a.astype(kind(to))
 
 
@@ -188,24 +184,11 @@ def _one(fn: Callable[[Any], Any]) -> Rule:
     return rule
 
 
-def _bits(fn: Callable[[str], int]) -> Rule:
-    """A count over the binary digits of each number."""
-
-    def rule(t: Threads, ins: Instruction) -> Any:
-        bits = SIZES[ins.types[-1]]
-        a = np.atleast_1d(read(t, ins.operands[1], f"b{bits}"))
-        return np.array([fn(f"{int(x):0{bits}b}") for x in a], np.uint32)
-
-    return rule
-
-
 PLAIN: dict[str, Rule] = {
-    "add": _two(lambda a, b: a + b), "sub": _two(lambda a, b: a - b), "mul": _gemm, "mad": _mad, "fma": _fma, "div": _two(_divided),
+    "add": _two(lambda a, b: a + b), "sub": _two(lambda a, b: a - b), "mul": _product, "mad": _mad, "fma": _fma, "div": _two(_divided),
     "rem": _two(lambda a, b: np.fmod(a, np.where(b == 0, 1, b))),
     "and": _two(np.bitwise_and), "or": _two(np.bitwise_or), "xor": _two(np.bitwise_xor), "not": _one(np.invert),
-    "shl": _shift, "shr": _shift, "bfe": _bfe, "prmt": _prmt, "setp": _setp, "selp": _selp,
-    "min": _extreme, "max": _extreme, "abs": _sign, "neg": _sign, "cvt": _cvt, "mov": _mov, "cvta": _mov,
-    "popc": _bits(lambda s: s.count("1")), "clz": _bits(lambda s: len(s) - len(s.lstrip("0"))),
-    "sqrt": _one(np.sqrt), "rcp": _one(lambda a: 1 / a), "rsqrt": _one(lambda a: 1 / np.sqrt(a)),
-    "ex2": _one(np.exp2), "lg2": _one(np.log2), "tanh": _one(np.tanh),
+    "shl": _shift, "shr": _shift, "bfe": _bfe, "prmt": _prmt, "setp": _setp, "selp": _selp, "popc": _one(np.bitwise_count),
+    "min": _extreme, "max": _extreme, "abs": _sign, "neg": _sign, "cvt": _cvt, "mov": _mov,
+    "sqrt": _one(np.sqrt), "rcp": _one(lambda a: 1 / a), "ex2": _one(np.exp2),
 }  # fmt: skip

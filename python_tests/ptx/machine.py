@@ -25,8 +25,8 @@ SHARED = 232448
 class Threads:
     """Threads that run together: their registers and where each of them is."""
 
-    def __init__(self, kernel: Kernel, first: int, count: int, block: int, shared: np.ndarray, memory: Memory, params: dict[str, int]):
-        self.kernel, self.shared, self.memory, self.params = kernel, shared, memory, params
+    def __init__(self, kernel: Kernel, first: int, count: int, block: int, spaces: dict[str, Memory], params: dict[str, int]):
+        self.kernel, self.spaces, self.params, self.shared = kernel, spaces, params, spaces["shared"].bytes[0]
         self.count, self.block = count, block
         self.tid = np.arange(first, first + count, dtype=np.uint32)
         self.registers: dict[str, np.ndarray] = {}
@@ -60,14 +60,13 @@ class Threads:
     def _step(self, ins: Instruction) -> None:
         if ins.name == "bra":
             self.at[self.active] = self.kernel.labels[str(ins.operands[0])]
-        elif ins.name in ("ret", "exit"):
+        elif ins.name == "ret":
             self.at[self.active] = len(self.kernel.code)
         elif ins.name in SPECIAL:
             self.at[self.active] += 1
         else:
-            rule = PLAIN.get(ins.name)
-            if rule is not None:
-                write(self, ins.operands[0], rule(self, ins))
+            if ins.name in PLAIN:
+                write(self, ins.operands[0], PLAIN[ins.name](self, ins))
             elif ins.name in EXCHANGE:
                 EXCHANGE[ins.name](self, ins)
             else:
@@ -81,7 +80,7 @@ def execute(kernel: Kernel, blocks: Iterable[int], args: Sequence[Any], tensors:
     Args:
         tensors: further memory that the kernel may touch, for addresses that it reads from a table.
     """
-    memory = Memory([a for a in args if isinstance(a, Tensor)] + list(tensors))
+    memory = Memory.of([a for a in args if isinstance(a, Tensor)] + list(tensors))
     values = [a.data_ptr() if isinstance(a, Tensor) else int(a) for a in args]
     values += [0] * (len(kernel.params) - len(values))  # scratch memory, which no kernel here asks for
     assert len(values) == len(kernel.params), f"{kernel.name} takes {len(kernel.params)} arguments, {len(values)} given"
@@ -90,8 +89,8 @@ def execute(kernel: Kernel, blocks: Iterable[int], args: Sequence[Any], tensors:
     step = together if warps_apart else kernel.threads
     with np.errstate(all="ignore"):
         for block in blocks:
-            shared = np.full(SHARED, 0xCD, dtype=np.uint8)
-            parts = [Threads(kernel, i, step, block, shared, memory, params) for i in reversed(range(0, kernel.threads, step))]
+            spaces = {"global": memory, "shared": Memory({0: np.full(SHARED, 0xCD, dtype=np.uint8)})}
+            parts = [Threads(kernel, i, step, block, spaces, params) for i in reversed(range(0, kernel.threads, step))]
             while not all(p.done for p in parts):
                 for p in parts:
                     p.run()

@@ -113,12 +113,17 @@ def lanes(t: Threads, operand: Any, type_: str) -> np.ndarray:
 
 
 class Memory:
-    """The storages of some CPU tensors at their own addresses, and nothing else; what is read and written is checked against them."""
+    """Bytes by the address where they begin, and nothing else: what is read and written is checked against them."""
 
-    def __init__(self, tensors: list[Tensor]) -> None:
+    def __init__(self, regions: dict[int, np.ndarray]) -> None:
+        self.starts = sorted(regions)
+        self.bytes = [regions[start] for start in self.starts]
+
+    @classmethod
+    def of(cls, tensors: list[Tensor]) -> Memory:
+        """The storages of CPU tensors at their own addresses."""
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors if t.numel()}
-        self.starts = sorted(storages)
-        self.bytes = [torch.empty(0, dtype=torch.uint8).set_(storages[s]).numpy() for s in self.starts]  # type: ignore[call-overload]
+        return cls({start: torch.empty(0, dtype=torch.uint8).set_(s).numpy() for start, s in storages.items()})  # type: ignore[call-overload]
 
     def _locate(self, address: np.ndarray, bits: int, count: int, text: str) -> tuple[np.ndarray, np.ndarray]:
         """The array that holds the addresses, as items of so many bits, and the index of each item."""

@@ -1,10 +1,9 @@
 """nm_linear and nm_linear_wgrad by cuSPARSELt, from every packed form that is also a valid 2:4 one.
 
 What follows the GEMM is done by the library where it is right there: a bias, ReLU, a residual where no activation comes between, and
-GELU if the library's is ours, Φ by the error function and not by tanh, which is looked at once. The rest is done by torch afterwards, on
-the rounded GEMM. Each of these ways is a ``Route``, made at the first call of a GEMM in a thread; later calls go it straight.
-
-Which GELU the library computes: NVIDIA does not say, and the two that people use differ by up to 0.0005, as much as fp16 rounds at 1.
+GELU if the library's is ours, Φ by the error function and not by tanh. NVIDIA does not say, so that is looked at once: the two differ by
+up to 0.0005, as much as fp16 rounds at 1. The rest is done by torch afterwards, on the rounded GEMM. Each of these ways is a ``Route``,
+made at the first call of a GEMM in a thread.
 """
 
 from __future__ import annotations
@@ -65,17 +64,12 @@ DTYPES = (torch.float16, torch.bfloat16)
 
 
 class Route(NamedTuple):
-    """How an fprop is done: the plan, whether its bias and residual are the library's, and what comes after it."""
+    """How an fprop is done: the plan, the activation that torch does afterwards, tokens that are added, whether the GEMM is the result."""
 
     ready: Ready
-    bias: bool
-    residual: bool
     after: str
-    """What torch does afterwards."""
     pad: int
-    """Tokens that are added, since the library takes multiples of 8."""
     whole: bool
-    """Whether the GEMM is the result."""
 
 
 def problem_of(op: str, *args: Any, erf: bool = True) -> list[Problem]:
@@ -117,7 +111,7 @@ def _route(at: Here, call: tuple[Any, ...], stream: int) -> Route:
         after = {"relu": "square", "gelu": ""}.get(problem.activation, activation)
         pad = problem.width - x.numel() // cols
         whole = not pad and not after and (problem.bias, problem.residual) == (bias is not None, residual is not None)
-        return Route(ready, problem.bias, problem.residual, after, pad, whole)
+        return Route(ready, after, pad, whole)
     raise BackendError(reasons[-1])
 
 
@@ -150,18 +144,19 @@ def linear(
         y = x.new_empty(tokens + route.pad, rows)
     else:
         y = _written(out, x, *leading, rows)
-    b = aligned(bias) if bias is not None and route.bias else None
+    problem = route.ready.problem
+    b = aligned(bias) if bias is not None and problem.bias else None
     r = None
-    if residual is not None and route.residual:
+    if residual is not None and problem.residual:
         r = aligned(F.pad(residual.reshape(tokens, rows), (0, 0, 0, route.pad)) if route.pad else residual)
     at.run(route.ready, blob.address, x, y, b, r, stream, 1.0)
     if not route.whole:  # the rest, on the rounded GEMM
         y = y[:tokens].view(*leading, rows) if route.pad else y
-        if bias is not None and not route.bias:
+        if bias is not None and not problem.bias:
             y.add_(bias)
         if route.after:
             y = y.square() if route.after == "square" else ACTIVATIONS[route.after](y)
-        if residual is not None and not route.residual:
+        if residual is not None and not problem.residual:
             y.add_(residual)
     return y if out is None or y is out else out.copy_(y)
 

@@ -31,8 +31,8 @@ def test_epilogues(fake, ours, dtype, activation) -> None:
         residual = normal(16, 32, dtype=dtype, seed=4) if with_residual else None
         check(ours, "nm_linear", normal(16, 64, dtype=dtype), *packed(dtype=dtype), bias, activation, residual)
         route, fused = the_route(), {"gelu": "gelu", "relu2": "relu"}.get(activation, "")
-        assert (route.bias, route.residual) == (with_bias, with_residual and not activation)
-        assert route.ready.problem.activation == fused
+        problem = route.ready.problem
+        assert (problem.bias, problem.residual, problem.activation) == (with_bias, with_residual and not activation, fused)
 
 
 @pytest.mark.parametrize("refusal", [("gelu", 1), ("gelu", 2), ("no bias", 1)], ids=["gelu by tanh", "no gelu", "no bias"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import weakref
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 
 from nmkernels import BackendError
 from nmkernels.backends.cusparselt import Algorithm, Problem, compress, context, matmul
-from python_tests.backends.cusparselt.conftest import check, forget, in_threads, normal, packed
+from python_tests.backends.cusparselt.conftest import check, in_threads, normal, packed
 
 MAKING = ("Init", "MatmulPlanInit", "MatmulDescriptorInit", "DenseDescriptorInit", "StructuredDescriptorInit")
 ASKING = ("MatmulDescSetAttribute", "MatmulGetWorkspace", "SpMMACompress2")
@@ -48,33 +47,6 @@ def test_a_cached_call_makes_and_asks_nothing(fake, ours, capture, captured) -> 
     ours("nm_linear_wgrad").fn(*wgrad)
     before["SpMMACompress2"] += 1  # the gradient
     assert {entry: fake.calls(entry) for entry in MAKING + ASKING} == before
-
-
-def test_layouts_results_algorithms_and_splits_make_other_plans(fake) -> None:
-    at, like = context.here(0), torch.empty(0)
-    base = Problem("nt", torch.int8, torch.int32, 32, 64, 16)
-    floats = Problem("nt", torch.float16, torch.float16, 32, 64, 16)
-    made = [
-        at.plan(problem, algorithm, like)
-        for problem, algorithm in (
-            *((base, Algorithm(*a)) for a in ((-1,), (0,), (1,), (1, 2), (1, 2, 1), (1, 2, 2), (1, 4, 2))),
-            (base._replace(out=torch.float16), Algorithm()),
-            *((floats._replace(layout=layout), Algorithm()) for layout in ("nt", "nn", "tn", "tn.packed")),
-        )
-    ]
-    assert len({ready.number for ready in made}) == len(made) == fake.calls("MatmulPlanInit")
-    for ready in made:
-        assert at.plan(ready.problem, ready.algorithm, like) is ready
-
-
-def test_another_library_has_its_own(fake, ours, monkeypatch, tmp_path) -> None:
-    call(ours)
-    monkeypatch.setenv("NMKERNELS_CUSPARSELT", str(shutil.copy(fake.path, tmp_path / "other.so")))
-    forget()
-    plans = fake.calls("MatmulPlanInit")
-    call(ours)
-    assert fake.calls("MatmulPlanInit") == plans
-    forget()
 
 
 def test_many_plans_are_dropped(fake, ours, monkeypatch) -> None:
