@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -35,20 +36,14 @@ def shard(step: int, rank: int) -> torch.Tensor:
     return torch.randn(8, 32, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-def optimizer_of(recipe: nm.recipes.Recipe, params, zero: bool) -> torch.optim.Optimizer:
-    """The recipe's optimizer, or MaskedAdamW with its moments shared out among the ranks, ZeRO-1."""
-    if zero:
-        return ZeroRedundancyOptimizer(params, optimizer_class=nm.optim.MaskedAdamW, lr=1e-2)
-    return recipe.optimizer(params, lr=1e-2)
-
-
 def train(recipe: nm.recipes.Recipe, wrap, batch, zero: bool = False) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """``STEPS`` steps of ``recipe``; the model, finished, and its last metrics."""
+    """``STEPS`` steps of ``recipe``, with ``zero`` its moments shared out among the ranks; the model, finished, and its last metrics."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
     handle = nm.sparsify_(model, recipe)
     wrapped = wrap(model)
-    optimizer = handle.attach(optimizer_of(recipe, wrapped.parameters(), zero))
+    make = partial(ZeroRedundancyOptimizer, optimizer_class=nm.optim.MaskedAdamW) if zero else recipe.optimizer
+    optimizer = handle.attach(make(wrapped.parameters(), lr=1e-2))
     for step in range(STEPS):
         x = batch(step)
         optimizer.zero_grad()
@@ -69,8 +64,7 @@ def worker(rank: int, folder: str) -> None:
     gc.collect()  # reducers hold the group, and lie in cycles with their models
     dist.barrier()
     dist.destroy_process_group()
-    # gloo's threads may still be there when the interpreter takes itself down, and then end the process with an abort: seen once in CI
-    # ("terminate called without an active exception", torch 2.13.0, 2026-11), after everything above was done
+    # gloo's threads may abort an interpreter that takes itself down ("terminate called without an active exception", torch 2.13.0, 2026-11)
     sys.stdout.flush()
     os._exit(0)
 

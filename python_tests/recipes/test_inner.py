@@ -5,7 +5,7 @@ import torch
 
 import nmkernels as nm
 from nmkernels.recipes import SRSTE, STEP, MdGf, SdGf
-from python_tests.recipes.loop import SPARSE, batches, distance, snapshot
+from python_tests.recipes.loop import batches
 from python_tests.recipes.loop_used import soft
 from python_tests.recipes.running import run, start, step
 
@@ -55,26 +55,7 @@ def test_too_few_steps_after_the_latest_switch(t_max, fits):
             STEP("1:4", 100, t_max=t_max, inner="sdgf")
 
 
-def test_decay_is_the_short_form_of_srste():
-    a = run(STEP("2:4", 20, switch="fixed", start=5, decay=0.1))[0]
-    b = run(STEP("2:4", 20, switch="fixed", start=5, inner=SRSTE("2:4", decay=0.1)))[0]
-    c = run(STEP("2:4", 20, switch="fixed", start=5))[0]
-    assert distance(snapshot(a), snapshot(b)) == 0.0 < distance(snapshot(a), snapshot(c))
-
-
 # ---- in training
-
-
-def test_scale_of_sste_is_that_of_the_switch():
-    recipe = fixed("sste(mvue=None)", "2:4", 20, 6)
-    model, handle, optimizer = start(recipe)
-    for t, batch in enumerate(DATA):
-        if t == 6:
-            at = snapshot(model)
-        step(model, optimizer, batch)
-    for key in SPARSE:
-        s = soft(at[key], 2, 4)
-        assert handle.layers[key[0]].nm_scale.item() == pytest.approx(((at[key] * s).sum() / s.square().sum()).item(), rel=1e-12)
 
 
 def test_in_phase_0_the_preview_is_of_the_present_weights():
@@ -88,21 +69,15 @@ def test_in_phase_0_the_preview_is_of_the_present_weights():
     assert torch.equal(model[0].effective_weight(), w)
 
 
-def test_estimates_are_drawn_after_the_switch():
-    recipe = fixed("sste(seed=3)", "2:4", 20, 6)
-    model, handle, optimizer = start(recipe)
-    for t, batch in enumerate(DATA):
-        assert (handle.layers["0"].seed is None) == (t < 6)
-        step(model, optimizer, batch)
-    assert handle.layers["0"].seed[1] == 14
-
-
-def test_metrics_are_of_both():
-    model, handle, optimizer = start(fixed("mdgf", "1:8", 20, 6))
-    for t, batch in enumerate(DATA):
-        step(model, optimizer, batch)
-        got = handle.metrics()
-        assert ("flow" in got) == (t >= 5) and got["switch_step"].item() == (6 if t >= 5 else 0)
+def test_estimates_and_metrics_are_of_the_inner_recipe_after_the_switch():
+    for inner, pattern in (("sste(seed=3)", "2:4"), ("mdgf", "1:8")):
+        model, handle, optimizer = start(fixed(inner, pattern, 20, 6))
+        for t, batch in enumerate(DATA):
+            assert inner == "mdgf" or (handle.layers["0"].seed is None) == (t < 6)
+            step(model, optimizer, batch)
+            got = handle.metrics()
+            assert ("flow" in got) == (inner == "mdgf" and t >= 5) and got["switch_step"].item() == (6 if t >= 5 else 0)
+        assert inner == "mdgf" or handle.layers["0"].seed[1] == 14
 
 
 def test_another_inner_recipe_is_refused_after_the_switch_only():

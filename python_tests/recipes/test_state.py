@@ -1,10 +1,6 @@
-"""What transforms may hold, on toy recipes; and how the package's modules hang together."""
+"""What transforms may hold, on toy recipes."""
 
-import ast
-import copy
 from dataclasses import dataclass, replace
-from graphlib import TopologicalSorter
-from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -16,10 +12,9 @@ from nmkernels.optim import UpdateRule
 from nmkernels.pattern import CheckpointError, Pattern
 from nmkernels.recipes import Recipe, Stage
 from nmkernels.recipes.state import packed, unpacked
-from python_tests.recipes.loop import batches, mlp
-from python_tests.recipes.running import step
+from python_tests.recipes.running import DATA32, F32, start, step
 
-DATA = batches(12, torch.float32)
+DATA = DATA32[:12]
 
 
 @dataclass(frozen=True)
@@ -48,13 +43,6 @@ class Toy(Recipe):
         return Stage(phase=1, transform=Kept(Pattern(self.pattern)), rule=UpdateRule(masked=True), every=self.renew)
 
 
-def started(recipe, dtype=torch.float32, lr=1e-2, kind=None):
-    model = mlp(dtype)
-    handle = nm.sparsify_(model, recipe)
-    optimizer = handle.attach((kind or recipe.optimizer)(model.parameters(), lr=lr))
-    return model, handle, optimizer
-
-
 @pytest.mark.parametrize("shape", [(3, 5), (1, 8), (0, 4), (7,)])
 def test_masks_are_saved_as_bits(shape):
     mask = torch.rand(shape, generator=torch.Generator().manual_seed(0)) > 0.5
@@ -66,7 +54,7 @@ def test_masks_are_saved_as_bits(shape):
 
 @pytest.mark.parametrize("kind", [None, torch.optim.AdamW], ids=["own", "adamw"])
 def test_held_masks_change_only_when_renewed(kind):
-    model, handle, optimizer = started(Toy(renew=4), lr=0.3, kind=kind)
+    model, handle, optimizer = start(Toy(renew=4), F32, make=kind, lr=0.3)
     layer, seen, flips = model[0], [], []
     for batch in DATA:
         seen.append(layer.nm_mask.clone())
@@ -95,7 +83,7 @@ class Parted(Toy):
 
 
 def test_held_tensors_are_renewed_where_a_part_begins_and_counted_from_there():
-    model, handle, optimizer = started(Parted(renew=2))
+    model, handle, optimizer = start(Parted(renew=2), F32)
     numbers = [model[0].nm_number.item()]
     for batch in DATA[:8]:
         step(model, optimizer, batch)
@@ -104,22 +92,8 @@ def test_held_tensors_are_renewed_where_a_part_begins_and_counted_from_there():
 
 
 def test_the_state_of_layers_that_are_not_there_is_refused():
-    _, handle, _ = started(Toy(renew=4))
-    bad = copy.deepcopy(handle.state_dict())
+    _, handle, _ = start(Toy(renew=4), F32)
+    bad = handle.state_dict()
     bad["nm_recipe"]["held"]["elsewhere"] = {}
     with pytest.raises(CheckpointError, match="elsewhere"):
         handle.load_state_dict(bad)
-
-
-def test_modules_do_not_import_each_other_in_a_circle():
-    root = Path(nm.recipes.__file__).parent
-    graph = {}
-    for path in root.rglob("*.py"):
-        inside = path.relative_to(root.parent).with_suffix("").parts
-        if inside[-1] == "__init__":
-            continue
-        froms = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom) and node.level]
-        targets = {(*inside[: -node.level], *(node.module or "").split(".")) for node in froms}
-        graph[inside] = {target for target in targets if target[0] == "recipes"}
-    assert {target for targets in graph.values() for target in targets} <= graph.keys() and len(graph) > 20
-    TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
