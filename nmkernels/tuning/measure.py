@@ -41,8 +41,7 @@ class Found:
 
     Args:
         problem: its line in the table. baseline: what is done where nothing is measured, which a faster one replaces.
-        refused: whose result was wrong, or that failed. declined: that cannot do it here.
-        path: the file that it was written to; where it is None, ``note`` says why.
+        refused: wrong, or failed. declined: cannot do it here. path: the file written to, else ``note`` says why there is none.
     """
 
     problem: str

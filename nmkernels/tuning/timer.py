@@ -143,7 +143,7 @@ class DeviceMeter:
         self.count, self.ahead, self.tries, self.cost = 1, 0.0, TRIES, 0.0
 
     def warm(self) -> float:
-        """Compile and allocate in a first call, learn from a second how long it takes to queue, from a batch how long it runs."""
+        # compile and allocate in a first call, learn from a second how long it takes to queue, from a batch how long it runs
         with self.under():
             self.next()()
             self.clock.synchronize()
@@ -164,28 +164,26 @@ class DeviceMeter:
         self.ahead = min(LONGEST_SLEEP, max(self.ahead, 1.5 * (2 * self.count + 1) * queued))
 
     def turn(self) -> float:
+        clock = self.clock
         for _ in range(self.tries):
-            took, late = self._batch()
+            with self.under():
+                clock.synchronize()
+                clock.sleep(self.ahead)
+                self._batch()
+                start = clock.mark()
+                self._batch()
+                end = clock.mark()
+                late = clock.reached(start)
+            took = clock.between(start, end) / self.count
             if not late:
                 return took
             self.ahead = min(LONGEST_SLEEP, 4 * self.ahead + 1e-5)
         self.tries = 1  # it waits for the device by itself: its time is the host's, and that is what it costs
         return took
 
-    def _batch(self) -> tuple[float, bool]:
-        """The mean of a batch, and whether the device had to wait for the host."""
-        clock = self.clock
-        with self.under():
-            clock.synchronize()
-            clock.sleep(self.ahead)
-            for _ in range(self.count):
-                self.next()()
-            start = clock.mark()
-            for _ in range(self.count):
-                self.next()()
-            end = clock.mark()
-            late = clock.reached(start)
-        return clock.between(start, end) / self.count, late
+    def _batch(self) -> None:
+        for _ in range(self.count):
+            self.next()()
 
 
 @dataclass(frozen=True)
@@ -208,9 +206,9 @@ def take_turns(meters: Mapping[str, Meter], seconds: float, least: int = LEAST, 
     until one so many times slower than the fastest is left out; and it ends with the time, or when nothing is left to compare.
     """
     wanted: dict[str, int] = {}
+    fastest: dict[str, float] = {}
     failed: dict[str, str] = {}
     rounds: list[dict[str, float]] = []
-    fastest: dict[str, float] = {}
 
     def guarded(name: str, step: Call) -> float:
         try:
@@ -237,10 +235,9 @@ def take_turns(meters: Mapping[str, Meter], seconds: float, least: int = LEAST, 
                     break
             turn = [name for name in left if i % (total // wanted[name]) == 0]
             found = {name: guarded(name, meters[name].turn) for name in turn}
-            left = [name for name in left if name not in failed]
             rounds.append({name: took for name, took in found.items() if name not in failed})
-            for name, took in rounds[-1].items():
-                fastest[name] = min(took, fastest.get(name, took))
+            left = [name for name in left if name not in failed]
+            fastest |= {name: min(took, fastest.get(name, took)) for name, took in rounds[-1].items()}
     finally:
         if collecting:
             gc.enable()
