@@ -29,7 +29,7 @@ class CandidateMask(CombinationMask):
     reads = reading(nm_scores="learned", nm_alive="held", nm_combinations="fed")
 
     def _traits(self) -> Traits:
-        return replace(super()._traits(), is_nm=self.forward == "top_n")
+        return replace(super()._traits(), is_nm=self.forward == "top_n" or self.reads["nm_scores"] == "frozen")
 
     def start(self, weight: Tensor) -> dict[str, Tensor]:
         shape = weight.numel() // self.pattern.m, combination_count(self.pattern)
@@ -73,9 +73,6 @@ class BestCandidate(CandidateMask):
     """W̃ = W ⊙ P_k with k the largest score among the remaining candidates: what LBC deploys, and trains once only one remains."""
 
     reads = reading(nm_scores="frozen", nm_alive="held", nm_combinations="fed")
-
-    def _traits(self) -> Traits:
-        return replace(super()._traits(), is_nm=True)
 
     def start(self, weight: Tensor) -> dict[str, Tensor]:
         return {}

@@ -44,14 +44,12 @@ class DecayedMask(WeightTransform):
 class MdGf(ScheduledRecipe):
     """Mask decay gradient flow (Bambhaniya et al., "Progressive gradient flow for robust N:M sparsity training", arXiv 2402.04744).
 
-    Forward with W̃ = W ⊙ (M + D(t) (1 − M)), M the mask of the N largest magnitudes, recomputed at every step. With t counted in
-    applied steps from ``start``, until which training is dense, and T = end − start::
+    Forward with W̃ = W ⊙ (M + D(t) (1 − M)), M the mask of the N largest magnitudes, recomputed at every step. Works with any optimizer.
+    With t counted in applied steps from ``start``, until which training is dense, and T = end − start::
 
         exponential  D(t) = exp(−c t),         c = ln(1/residual) / T
         linear       D(t) = max(0, 1 − c t),   c = 1 / T
         t > T        D = 0
-
-    Works with any optimizer.
 
     Args:
         schedule: ``"exponential"`` (best over all in the paper) or ``"linear"``.

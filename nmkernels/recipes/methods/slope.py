@@ -67,13 +67,10 @@ class SLoPe(ScheduledRecipe):
     Args:
         rank: of the adapters: a whole number, or as a share of the smaller side of each layer, at least 1; 0 for none. The paper tries
             0, 0.39 %, 1.56 % and 6.25 % of the width.
-        start: the step, or share of ``total_steps``, after which the adapters train; at least the last step is theirs.
+        start: the step, or share of ``total_steps``, which must be given, after which the adapters train; the last step is theirs always.
         every: applied steps between two choices of C; 0 chooses once. The authors' accuracy code has 1.
         max_aspect: leave layers dense whose longer side is more than so many times the shorter one, 5 in the authors' code; None: no.
         seed: of L; None takes torch's initial seed.
-
-    Raises:
-        RecipeError: adapters without ``total_steps``, or a value out of range.
 
     Example:
         >>> [begin for begin, stage in SLoPe("2:4", total_steps=1000, rank=0.0625).stages]

@@ -82,8 +82,7 @@ class SSTE(Recipe):
     There is no decay and no dense phase. ``finish`` leaves β S(W), what training multiplied. Works with any optimizer.
 
     β is taken by ``sparsify_`` and again by ``attach``, after the model's own initialisation. It is the buffer ``nm_scale`` of each layer
-    in the model's state dict until ``finish`` or ``remove``; a dense checkpoint loads strictly and renews it.
-    The paper has 2:4, in the feed-forward linears only (``filter_fn``).
+    in the model's state dict until ``finish`` or ``remove``; a dense checkpoint loads strictly and renews it. The paper has 2:4.
 
     Args:
         mvue: the output gradient g is replaced in ∂L/∂W = gᵀ x by its unbiased N:M estimate along tokens (Chmiel et al., ICLR 2023):

@@ -260,9 +260,8 @@ class STEP(Composite):
         """``z_bar``, what AutoSwitch tests; ``switch_step``, T₀ or 0; for option II ``v_unchanged``, how many |Δv| were zero."""
         if not state:
             return {}
-        own = {"z_bar": state["z_bar"], "switch_step": torch.tensor(state["switch_step"])}
-        if "v_unchanged" in state:
-            own["v_unchanged"] = state["v_unchanged"]
+        own: dict[str, Tensor] = {name: state[name] for name in ("z_bar", "v_unchanged") if name in state}
+        own["switch_step"] = torch.tensor(state["switch_step"])
         return {**own, **super().values(state)} if state["switch_step"] else own
 
     def not_ready_reason(self, state: State) -> str:

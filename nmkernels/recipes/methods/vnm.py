@@ -17,11 +17,8 @@ from ..base import About, LayerPlan, Recipe, Stage, State
 from ..registry import recipe
 from ..settings import choice, count, number
 
-WIDTH = 4
-"""Columns that a block keeps of every group: what 2:4 tensor cores multiply."""
-
-EXACT_M = 8
-"""Up to here all C(M, 4) sets of columns are tried, 70 at M = 8."""
+WIDTH, EXACT_M = 4, 8
+"""Columns that a block keeps of every group, what 2:4 tensor cores multiply; the largest M where all C(M, 4) sets of them are tried."""
 
 
 @dataclass(frozen=True)
