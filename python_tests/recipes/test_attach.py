@@ -3,6 +3,7 @@
 import copy
 import math
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -11,28 +12,17 @@ import nmkernels as nm
 from nmkernels import dispatch
 from nmkernels.optim import MaskedAdamW
 from nmkernels.recipes import ASP, SRSTE, STE, STEP
+from python_tests.recipes import running
 from python_tests.recipes.loop import Adam, batches, distance, loss_of, mlp, snapshot, top_n
-from python_tests.recipes.running import same, step, train
+from python_tests.recipes.running import run, same, step
 
 F32 = torch.float32
-KEYWORDS = Adam(lr=1e-2).keywords
-MAKERS = {
-    "masked_adamw": lambda p: MaskedAdamW(p, **KEYWORDS),
-    "adamw": lambda p: torch.optim.AdamW(p, **KEYWORDS),
-    "fused_adamw": lambda p: torch.optim.AdamW(p, fused=True, **KEYWORDS),
-}
+KEYWORDS = Adam().keywords
+MAKERS = {"masked_adamw": MaskedAdamW, "adamw": torch.optim.AdamW, "fused_adamw": partial(torch.optim.AdamW, fused=True)}
 
 
-def start(recipe, maker, dtype=F32):
-    model = mlp(dtype)
-    handle = nm.sparsify_(model, recipe)
-    return model, handle, handle.attach(MAKERS[maker](model.parameters()))
-
-
-def plain_loop(recipe, maker, data, dtype=F32):
-    model, handle, optimizer = start(recipe, maker, dtype)
-    train(model, optimizer, data)
-    return model, handle
+def start(recipe, maker):
+    return running.start(recipe, F32, make=MAKERS[maker])
 
 
 @pytest.mark.parametrize("unscale", [False, True])
@@ -64,9 +54,9 @@ def test_the_decay_is_that_of_unscaled_gradients_and_skipped_steps_do_not_count(
     assert len(sizes) == (10 if maker == "adamw" else 20)  # unfused, torch does not call step at all
     # the hooks of a fused step do see scaled gradients
     assert (min(size for size in sizes if math.isfinite(size)) > 2) == (maker != "adamw" and not unscale)
-    want, other = plain_loop(recipe, maker, data[1::2])
+    want, other, _ = run(recipe, F32, data[1::2], make=MAKERS[maker])
     assert distance(snapshot(model), snapshot(want)) < 1e-5
-    assert distance(snapshot(model), snapshot(plain_loop(STE(), maker, data[1::2])[0])) > 1e-2
+    assert distance(snapshot(model), snapshot(run(STE(), F32, data[1::2], make=MAKERS[maker])[0])) > 1e-2
     assert handle.metrics()["decay_ratio"].item() == pytest.approx(other.metrics()["decay_ratio"].item(), rel=1e-3)
     assert not step_runs or handle.state["switch_step"] == other.state["switch_step"] == 5
 
@@ -105,7 +95,7 @@ def test_lightning_closure(maker, recipe, keyword):
             return loss
 
         losses.append(optimizer.step(closure=closure) if keyword else optimizer.step(closure))
-    want, _ = plain_loop(recipe, maker, batches(10, F32))
+    want, _, _ = run(recipe, F32, batches(10, F32), make=MAKERS[maker])
     assert all(torch.is_tensor(loss) for loss in losses)
     assert distance(snapshot(model), snapshot(want)) == 0.0
 
@@ -121,7 +111,7 @@ def test_two_masked_optimizers_switch_together():
         loss_of(model, batch).backward()
         first.step()
         second.step()
-    want, other = plain_loop(recipe, "masked_adamw", data, torch.float64)
+    want, other, _ = run(recipe, data=data)
     assert handle.state["switch_step"] == other.state["switch_step"] == 7
     assert distance(snapshot(model), snapshot(want)) == 0.0
     got, expected = handle.metrics(), other.metrics()
@@ -136,8 +126,7 @@ def test_frozen_layers(maker):
     """A frozen layer stays as it is, is used masked, does not count, and joins in when it is unfrozen."""
     model = mlp()
     model[0].weight.requires_grad_(False)
-    handle = nm.sparsify_(model, SRSTE(decay=0.1))
-    optimizer = handle.attach(MAKERS[maker](model.parameters()))
+    model, handle, optimizer = running.start(SRSTE(decay=0.1), model=model, make=MAKERS[maker])
     frozen = model[0].weight.detach().clone()
     for t, batch in enumerate(batches(6)):
         if t == 3:

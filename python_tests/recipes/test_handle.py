@@ -12,14 +12,7 @@ import nmkernels as nm
 from nmkernels.optim import MaskedAdamW
 from nmkernels.recipes import ASP, SRSTE, STE, STEP, MaskLLM
 from python_tests.recipes.loop import batches, distance, loss_of, mlp, snapshot
-from python_tests.recipes.running import train
-
-
-def start(recipe, make=MaskedAdamW):
-    model = mlp()
-    handle = nm.sparsify_(model, recipe)
-    return model, handle, handle.attach(make(model.parameters(), lr=1e-2))
-
+from python_tests.recipes.running import start, train
 
 # ---- attach
 
@@ -141,7 +134,7 @@ def test_nothing_watches_gradients_longer_than_needed(end):
 @pytest.mark.parametrize("make", [MaskedAdamW, torch.optim.AdamW])
 @pytest.mark.parametrize("recipe", [SRSTE(decay=0.1), ASP()], ids=["srste", "asp"])
 def test_metrics_do_not_wait_for_the_device(monkeypatch, recipe, make):
-    model, handle, optimizer = start(recipe, make)
+    model, handle, optimizer = start(recipe, make=make)
     train(model, optimizer, batches(2))
 
     def refuse(self, *args):
@@ -201,7 +194,7 @@ def test_finish_refuses_weights_that_are_not_finite():
 @pytest.mark.parametrize("recipe", [SRSTE(decay=0.1), STEP(t_min=2, t_max=4, threshold=1e-30), ASP(), ASP(start=6)], ids=repr)
 def test_after_remove_the_optimizer_is_an_ordinary_one(recipe, make):
     make = MaskedAdamW if recipe.name == "step" else make
-    model, handle, optimizer = start(recipe, make)
+    model, handle, optimizer = start(recipe, make=make)
     train(model, optimizer, batches(3))
     handle.remove()
     assert not any(hooks for key, hooks in vars(optimizer).items() if key.endswith("_hooks")) and not getattr(optimizer, "targets", {})
