@@ -44,39 +44,39 @@ def generator(seed, what):
     return torch.Generator().manual_seed(stream_key(seed, what, 0) % 2**63)
 
 
-def bimask(params, data, n, m, decay, draws, refresh, seed, count=False):
-    orders, masks = {}, {}
+def bimask(params, data, recipe):
+    n, m, count, orders, masks = recipe.pattern.n, recipe.pattern.m, recipe.criterion == "count", {}, {}
 
     def use(k, p, t):
         masks[k] = top_n(p[k].detach(), n, m)
         used = p[k] * masks[k]
-        if t == 0 or (refresh and t % refresh == 0):
-            random = generator(seed, f"held/{t}/{k.removesuffix('.weight')}")
-            orders[k] = best_order(used.detach(), n, m, draws, random, count)
+        if t == 0 or (recipe.every and t % recipe.every == 0):
+            random = generator(recipe.seed, f"held/{t}/{k.removesuffix('.weight')}")
+            orders[k] = best_order(used.detach(), n, m, recipe.draws, random, count)
         return through(p[k], used)
 
     def back(used, t):
         return {k: w * backward_mask(w.detach(), orders[k], n, m) for k, w in used.items()}
 
-    return optimize(params, data, use, lambda k, w, g, t: g + decay * w * ~masks[k] if k in SPARSE else g, back=back)
+    return optimize(params, data, use, lambda k, w, g, t: g + recipe.decay * w * ~masks[k] if k in SPARSE else g, back=back)
 
 
 # ---- SLoPe
 
 
-def slope(params, data, n, m, refresh, first=None, rank=0, seed=0):
-    """Masks of the initial weight; ``columns`` of it anew every ``refresh`` steps; adapters of ``rank`` from step ``first`` on."""
-    params, rows, cols = dict(params), {}, {}
+def slope(params, data, recipe, first=None):
+    """Masks of the initial weight; ``columns`` of it anew every so many steps; adapters from step ``first`` on."""
+    n, m, rank, params, rows, cols = recipe.pattern.n, recipe.pattern.m, recipe.rank, dict(params), {}, {}
     for k in SPARSE:
         rows[k], layer = top_n(params[k], n, m), k.removesuffix(".weight")
         params[k] = params[k] * rows[k]
         if rank:
-            random = generator(seed, f"adapter/{layer}")
+            random = generator(recipe.seed, f"adapter/{layer}")
             params[f"{layer}.nm_left"] = torch.randn(params[k].shape[1], rank, generator=random, dtype=torch.float64)
             params[f"{layer}.nm_right"] = torch.zeros(rank, len(params[k]), dtype=torch.float64)
 
     def begin(t, params, *moments):
-        if t == 0 or (refresh and t % refresh == 0):
+        if t == 0 or (recipe.every and t % recipe.every == 0):
             cols.update({k: columns(params[k], n, m) for k in SPARSE})
 
     def back(used, t):

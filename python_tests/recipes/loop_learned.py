@@ -31,9 +31,9 @@ def noise(seed, name, t, shape):
     return -(-((words.double() + 0.5) / 2.0**24).log()).log()
 
 
-def maskllm(params, data, recipe, total):
+def maskllm(params, data, recipe):
     """All of ``recipe``'s options; only the logits train, or everything but the swapped weights."""
-    p, r = table(recipe.pattern.n, recipe.pattern.m), recipe
+    p, r, total = table(recipe.pattern.n, recipe.pattern.m), recipe, len(data)
 
     def use(k, leaves, t):
         tau = r.tau_start + (r.tau_end - r.tau_start) * t / total

@@ -92,30 +92,19 @@ def thawed(params: dict[str, Any], data: list[Any], streams: Any) -> dict[str, A
     return used.sdgf(params, data, [(2, 4)], [7])
 
 
+def by(recipe: Recipe, loop: Any, *args: Any, cuts: tuple[int, ...] = (7,), tied: bool = False) -> Entry:
+    """A loop that reads the recipe's plain settings."""
+    return Entry(recipe, lambda p, d, s: loop(p, d, recipe, *args), cuts, tied)
+
+
 def mdgf(recipe: MdGf, dense: int, fine_tune: int) -> Entry:
     n, m, chain = recipe.pattern.n, recipe.pattern.m, recipe.gradient == "chain"
-
-    def run(params: dict[str, Any], data: list[Any], streams: Any) -> dict[str, Any]:
-        return used.mdgf(params, data, n, m, recipe.schedule, dense, fine_tune, STEPS, recipe.residual, chain, recipe.levels)
-
-    return Entry(recipe, run, (2, 4, 9, 17))
+    args = n, m, recipe.schedule, dense, fine_tune, STEPS, recipe.residual, chain, recipe.levels
+    return Entry(recipe, lambda p, d, s: used.mdgf(p, d, *args), (2, 4, 9, 17))
 
 
 def sdgf(recipe: SdGf, frames: list[tuple[int, int]], starts: list[int]) -> Entry:
     return Entry(recipe, lambda p, d, s: used.sdgf(p, d, frames, starts, recipe.gradient == "chain"), (2, 4, 9, 17))
-
-
-def max_query(recipe: MaxQ, start: int, stop: int, cuts: tuple[int, ...]) -> Entry:
-    return Entry(recipe, lambda p, d, s: maxq(p, d, recipe, start, stop), cuts)
-
-
-def bimask(recipe: BiMask) -> Entry:
-    n, m, count = recipe.pattern.n, recipe.pattern.m, recipe.criterion == "count"
-
-    def run(params: dict[str, Any], data: list[Any], streams: Any) -> dict[str, Any]:
-        return loop_dgrad.bimask(params, data, n, m, recipe.decay, recipe.draws, recipe.every, recipe.seed, count)
-
-    return Entry(recipe, run, (6, 7, 9))
 
 
 AT = 6
@@ -126,24 +115,14 @@ def stepped(pattern: str, inner: str, loop: Any) -> Entry:
     return Entry(recipe, lambda p, d, s: loop(p, d, step=Step("fixed", start=AT, clamp=2.0)), (4, AT, 8, 12, 17))
 
 
-def slope(recipe: SLoPe, cuts: tuple[int, ...] = (7,)) -> Entry:
-    n, m, rank = recipe.pattern.n, recipe.pattern.m, int(recipe.rank)
-
-    def run(params: dict[str, Any], data: list[Any], streams: Any) -> dict[str, Any]:
-        return loop_dgrad.slope(params, data, n, m, recipe.every, recipe.stages[-1][0] if rank else None, rank, recipe.seed)
-
-    return Entry(recipe, run, cuts)
-
-
-def maskllm(total: int = STEPS, **options: Any) -> Entry:
+def maskllm(pattern: str = "2:4", **options: Any) -> Entry:
     # a low temperature makes of a rounding another mask, so most runs here stop where the masks are still mixtures
-    recipe = MaskLLM(options.pop("pattern", "2:4"), total, lr_multiplier=1.0, seed=3, **options)
-    return Entry(recipe, lambda p, d, s: learned.maskllm(p, d, recipe, total))
+    return by(MaskLLM(pattern, STEPS, lr_multiplier=1.0, seed=3, **options), learned.maskllm)
 
 
-def lbc(pattern: str = "2:4", begin: int = 2, end: int = 14, **options: Any) -> Entry:
-    recipe = LBC(pattern, STEPS, start=begin, end=end, **options)
-    return Entry(recipe, lambda p, d, s: learned.lbc(p, d, recipe, begin, end), (3, 7, 17), tied=recipe.forward == "top_n")
+def lbc(pattern: str = "2:4", **options: Any) -> Entry:
+    recipe = LBC(pattern, STEPS, start=2, end=14, **options)
+    return by(recipe, learned.lbc, 2, 14, cuts=(3, 7, 17), tied=recipe.forward == "top_n")
 
 
 ROSTER = {
@@ -194,15 +173,15 @@ ROSTER = {
     "sdgf": sdgf(SdGf("1:8", STEPS), [(7, 8), (4, 8), (2, 8), (1, 8)], [0, 5, 10, 15]),
     "sdgf_chain": sdgf(SdGf("1:4", STEPS, start=4, end=16, gradient="chain"), [(3, 4), (2, 4), (1, 4)], [4, 8, 12]),
     "sdgf_geometric": sdgf(SdGf("1:2", STEPS, schedule="geometric"), [(8, 16), (4, 8), (2, 4), (1, 2)], [0, 5, 10, 15]),
-    "bimask": bimask(BiMask("2:4", decay=0.1, draws=20, every=7, seed=1)),
-    "bimask_count": bimask(BiMask("1:8", draws=5, every=3, criterion="count", seed=2)),
-    "bimask_once": bimask(BiMask("1:4", draws=0, every=0, seed=0)),
-    "slope": slope(SLoPe("2:4", STEPS, rank=2, start=0.7, every=6, seed=1), (6, 13, 14, 17)),
-    "slope_adapters": slope(SLoPe("1:4", STEPS, rank=3, start=0.0, every=0, seed=2)),
-    "slope_plain": slope(SLoPe("1:8", rank=0, every=1)),
+    "bimask": by(BiMask("2:4", decay=0.1, draws=20, every=7, seed=1), loop_dgrad.bimask, cuts=(6, 7, 9)),
+    "bimask_count": by(BiMask("1:8", draws=5, every=3, criterion="count", seed=2), loop_dgrad.bimask, cuts=(6, 7, 9)),
+    "bimask_once": by(BiMask("1:4", draws=0, every=0, seed=0), loop_dgrad.bimask, cuts=(6, 7, 9)),
+    "slope": by(SLoPe("2:4", STEPS, rank=2, start=0.7, every=6, seed=1), loop_dgrad.slope, 14, cuts=(6, 13, 14, 17)),
+    "slope_adapters": by(SLoPe("1:4", STEPS, rank=3, start=0.0, every=0, seed=2), loop_dgrad.slope, 0),
+    "slope_plain": by(SLoPe("1:8", rank=0, every=1), loop_dgrad.slope),
     "maskllm": maskllm(tau_end=1.0),
-    "maskllm_others": maskllm(pattern="1:4", others="trained", tau_end=1.0, decay=1e-3, decay_schedule="linear"),
-    "maskllm_hard": maskllm(pattern="1:8", hard=True, tau_end=2.0, prior_strength=0.0, others="trained"),
+    "maskllm_others": maskllm("1:4", others="trained", tau_end=1.0, decay=1e-3, decay_schedule="linear"),
+    "maskllm_hard": maskllm("1:8", hard=True, tau_end=2.0, prior_strength=0.0, others="trained"),
     "lbc": lbc(),
     "lbc_top_n": lbc("1:4", forward="top_n", gradient="ste", exponent=4),
     "sdgf_densify": sdgf(SdGf("1:2", STEPS, schedule="densify", start=0.2), [(1, 16), (1, 8), (1, 4), (1, 2)], [4, 8, 12, 16]),
@@ -215,10 +194,10 @@ ROSTER = {
     "complementary_blocks": Entry(
         Complementary("2:8", spacing=2, gradient="chain"), lambda p, d, s: complementary(p, d, 2, 8, 2, chain=True)
     ),
-    "maxq": max_query(MaxQ("2:4", STEPS, end=15, decay=0.1), 0, 15, (7, 15)),
-    "maxq_cubic": max_query(MaxQ("1:4", STEPS, schedule="cubic", start=4, end=0.8, tau=0.1, kernel=True), 4, 16, (2, 9)),
-    "maxq_cos": max_query(MaxQ("1:8", STEPS, schedule="cos", end=16, levels=3, gradient="chain"), 0, 16, (9,)),
-    "maxq_exp": max_query(MaxQ("2:8", STEPS, schedule="exp", start=2, end=1.0), 2, 20, (7,)),
+    "maxq": by(MaxQ("2:4", STEPS, end=15, decay=0.1), maxq, 0, 15, cuts=(7, 15)),
+    "maxq_cubic": by(MaxQ("1:4", STEPS, schedule="cubic", start=4, end=0.8, tau=0.1, kernel=True), maxq, 4, 16, cuts=(2, 9)),
+    "maxq_cos": by(MaxQ("1:8", STEPS, schedule="cos", end=16, levels=3, gradient="chain"), maxq, 0, 16, cuts=(9,)),
+    "maxq_exp": by(MaxQ("2:8", STEPS, schedule="exp", start=2, end=1.0), maxq, 2, 20, cuts=(7,)),
     "proxsparse": Entry(ProxSparse(decay=0.8), lambda p, d, s: proxsparse(p, d, 0.8)),
     "proxsparse_anchor": Entry(
         ProxSparse(decay=60.0, scale_by_lr=True, anchor=0.5, final_values="trained"), lambda p, d, s: proxsparse(p, d, 0.6, 0.5)
