@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bench import cuda_expected
 from bench import cuda_resources as resources
+from python_tests.each import each
 
 pytestmark = pytest.mark.slow
 
@@ -21,14 +23,9 @@ compiles = pytest.mark.skipif(not HERE.ok, reason=HERE.reason)
 
 
 @compiles
-@pytest.mark.slow
+@pytest.mark.parametrize("arch", resources.ARCHITECTURES)
 @pytest.mark.parametrize("source", resources.sources(), ids=lambda path: path.name)
-def test_compiled(source: Path) -> None:
-    for arch in resources.ARCHITECTURES:
-        _check(source, arch)
-
-
-def _check(source: Path, arch: str) -> None:
+def test_compiled(source: Path, arch: str) -> None:
     kernels = resources.compiled(source, arch)
     assert resources.shortfalls(kernels) == []
     known = [k for k in resources.read() if (k.source, k.arch) == (source.name, arch)]
@@ -48,23 +45,15 @@ def test_contraction_shows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     assert (exact.kernel, exact.inexact, fused.inexact) == ("sum_kernel", "", "fma.rn.f32 1")
 
 
-def test_the_table_has_every_file() -> None:
-    """Also where nothing can be compiled."""
-    listed = {(k.source, k.arch) for k in resources.read()}
+def test_the_table_has_every_file_and_nothing_falls_short() -> None:
+    """Also where nothing can be compiled; and every exception is of use."""
+    listed = resources.read()
     files = [path.name for path in resources.sources() if "__global__" in path.read_text()]
     wanted = {(name, arch) for name in files for arch in resources.ARCHITECTURES}
-    assert listed == wanted, f"rewrite {resources.PATH.name}: {resources.REWRITE}"
-
-
-def test_no_committed_kernel_falls_short() -> None:
-    assert resources.shortfalls(resources.read()) == []
-
-
-def test_every_exception_is_of_use() -> None:
-    names = [f"{k.source} {k.kernel}" for k in resources.read()]
-    for table in (cuda_expected.WIDTHS, cuda_expected.NARROW, cuda_expected.LOCAL, cuda_expected.LOOSE):
-        for pattern in table:
-            assert any(re.search(pattern, name) for name in names), f"bench/cuda_expected.py excuses no kernel by {pattern}"
+    assert {(k.source, k.arch) for k in listed} == wanted, f"rewrite {resources.PATH.name}: {resources.REWRITE}"
+    assert resources.shortfalls(listed) == []
+    for pattern in [*cuda_expected.WIDTHS, *cuda_expected.NARROW, *cuda_expected.LOCAL, *cuda_expected.LOOSE]:
+        assert any(re.search(pattern, f"{k.source} {k.kernel}") for k in listed), f"bench/cuda_expected.py excuses no kernel by {pattern}"
 
 
 def test_architectures_and_flags_are_those_of_the_build() -> None:
@@ -77,33 +66,14 @@ def test_architectures_and_flags_are_those_of_the_build() -> None:
     assert "-fmad=false" not in resources._flags(Path("gemm/mma_sp.cu"))
 
 
-def machine_code(*lines: str) -> str:
-    """Lines as cuobjdump prints them, from address 0x7310 on."""
-    return "".join(f"        /*{0x7310 + 16 * i:04x}*/ {line:>40} ;   /* 0x0000000000007947 */\n" for i, line in enumerate(lines))
-
-
-CUT = [
-    "@!P0 BRA 0x7390",
-    "STG.E.U16 desc[UR8][R12.64+0xc], R11",
-    "BRA 0x7390",
-    "STG.E desc[UR8][R12.64], R8",
-    "STG.E desc[UR8][R12.64+0x4], R9",
-    "LOP3.LUT R20, R20, 0xffff, RZ, 0xc0, !PT",
-    "STG.E desc[UR8][R12.64+0x8], R10",
-    "STG.E desc[UR8][R12.64+0xc], R11",
-    "BSYNC B1",
-]
-"""One value of 16 bytes in four stores: mvue_columns_kernel of bf16 at 2:4, where the store was written in C++."""
-WHOLE = [*CUT[:3], "LEA R12, P0, R2, UR10, 0x1", "LEA.HI.X R13, R2, UR11, R11, 0x1, P0", "STG.E.128 desc[UR8][R12.64], R8", "BSYNC B1"]
-"""The same kernel with st_global."""
-
-
-def test_narrow_stores_beside_each_other() -> None:
-    for lines, narrow in [
-        (CUT, "32:4"),
-        (WHOLE, ""),
-        ([line.replace("desc[UR8]", "") for line in CUT], "32:4"),  # as for sm_80
-        ([line.replace("STG.E ", "STG.E.64 ").replace("0x4]", "0x20]") for line in CUT], "64:2"),
+@each(
+    "lines, narrow",
+    [
+        # one value of 16 bytes in four stores, and in one
+        (["STG.E [R2.64], R8", "STG.E [R2.64+0x4], R9", "LEA R4, R6", "STG.E [R2.64+0x8], R10", "STG.E [R2.64+0xc], R11"], "32:4"),
+        (["STG.E desc[UR8][R2.64], R8", "STG.E desc[UR8][R2.64+0x4], R9"], "32:2"),  # as for sm_90a
+        (["LEA R12, P0, R2, UR10, 0x1", "STG.E.128 [R2.64], R8", "BSYNC B1"], ""),
+        (["STG.E.64 [R2.64], R8", "STG.E.64 [R2.64+0x8], R10", "STG.E.64 [R2.64+0x20], R4"], "64:2"),
         (["ST.E.U8 [R2.64+0x6], R1", "ST.E.U8 [R2.64+0x7], R4", "ST.E.U8 [R2.64+0x8], R5"], "8:2"),
         (["@P1 STG.E [R2.64+-0x8], R1", "@P1 STG.E [R2.64+-0x4], R4"], "32:2"),
         # a ragged end, each element under its own condition
@@ -118,12 +88,23 @@ def test_narrow_stores_beside_each_other() -> None:
         (["STG.E [R2.64+0x4], R9", "STG.E [R2.64+0x8], R4", "STG.E [R4.64+0xc], R4", "STG.E.U16 [R2.64], R4"], ""),
         (["STS [R2], R9", "STS [R2+0x4], R4", "STL [R1], R9", "STL [R1+0x4], R4", "LDG.E R4, [R2.64]", "LDG.E R5, [R2.64+0x4]"], ""),
         (["STG.E.128 [R2.64], R8", "STG.E.128 [R2.64+0x10], R4"], ""),
-    ]:
-        assert resources.narrow(machine_code(*lines)) == narrow
+    ],
+)
+def test_narrow_stores_beside_each_other(lines: list[str], narrow: str) -> None:
+    # as cuobjdump prints them
+    code = "".join(f"        /*{0x7310 + 16 * i:04x}*/ {line:>40} ;   /* 0x0000000000007947 */\n" for i, line in enumerate(lines))
+    assert resources.narrow(code) == narrow
 
 
-def test_falling_short() -> None:
-    for changes, word in [
+SPARSE = {"source": "mma_sp.cu", "kernel": "mma_sp_kernel<bf16>", "stores": "128:1"}
+SUMS = {"source": "threshold.cu", "kernel": "scale_sums_kernel<bf16, 2:4>"}
+ANY = {"source": "threshold.cu", "kernel": "any_scale_sums_kernel<bf16>"}
+
+
+@each(
+    "changes, word",
+    [
+        ({}, ""),
         ({"spills": 1}, "local memory"),
         ({"stack_bytes": 8}, "local memory"),
         ({"loads": "64:8"}, "reads 64"),
@@ -131,20 +112,17 @@ def test_falling_short() -> None:
         ({"stores": "16:8 8:3"}, "writes 16"),
         ({"narrow": "32:4"}, "word by word what lies beside each other: 32:4"),
         ({"inexact": "fma.rn.f32 2"}, "not exact: fma.rn.f32"),
-        ({"source": "mma_sp.cu", "kernel": "mma_sp_kernel<bf16>", "stores": "128:1", "matrix": "HMMA 64 LDSM 32"}, "should by HMMA.SP"),
-        ({"source": "mma_sp.cu", "kernel": "mma_sp_kernel<bf16>", "stores": "128:1", "matrix": "LDSM 32"}, "should by HMMA.SP"),
+        ({**SPARSE, "matrix": "HMMA 64 LDSM 32"}, "should by HMMA.SP"),
+        ({**SPARSE, "matrix": "LDSM 32"}, "should by HMMA.SP"),
         ({"source": "linear_mma.cu", "kernel": "mma_kernel<bf16>", "matrix": "HMMA.SP 4 LDSM 32"}, "should by HMMA"),
         ({"source": "groups.cu", "kernel": "groups_kernel<Prune, bf16, 2:4>"}, "writes 64"),
-    ]:
-        assert resources.shortfalls([GOOD]) == []
-        (text,) = resources.shortfalls([replace(GOOD, **changes)])
-        assert word in text and "sm_90a" in text
-
-
-def test_exceptions_have_an_end() -> None:
-    k = replace(GOOD, source="threshold.cu", kernel="scale_sums_kernel<bf16, 2:4>", inexact="fma.rn.f64 4")
-    assert resources.shortfalls([k]) == []
-    assert "fma.rn.f32" in resources.shortfalls([replace(k, inexact="fma.rn.f32 1 fma.rn.f64 4")])[0]
-    assert resources.shortfalls([replace(k, narrow="64:2")]) == []
-    assert "32:2 16:2" in resources.shortfalls([replace(k, narrow="32:2 16:2")])[0]
-    assert resources.shortfalls([replace(k, kernel="any_scale_sums_kernel<bf16>", loads="16:3", stores="8:1")]) == []
+        # exceptions, and their end
+        ({**SUMS, "inexact": "fma.rn.f64 4", "narrow": "64:2"}, ""),
+        ({**SUMS, "inexact": "fma.rn.f32 1 fma.rn.f64 4"}, "fma.rn.f32"),
+        ({**SUMS, "narrow": "32:2 16:2"}, "32:2 16:2"),
+        ({**ANY, "loads": "16:3", "stores": "8:1"}, ""),
+    ],
+)
+def test_falling_short(changes: dict[str, Any], word: str) -> None:
+    found = resources.shortfalls([replace(GOOD, **changes)])
+    assert len(found) == bool(word) and all(word in text and "sm_90a" in text for text in found)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from bench.device import rotated
 from bench.registry import Spec
 from nmkernels import reference
 from python_tests.bench.pretend import gpu
-from python_tests.bench.samples import broken
+from python_tests.bench.samples import broken, small
 
 
 def test_copies_take_turns() -> None:
@@ -38,14 +37,8 @@ def test_copies_take_turns() -> None:
 # ---- the cases of a GPU, on one that is not there
 
 
-def _small(spec: Spec) -> Spec:
-    if spec.op == "matmul":
-        return dataclasses.replace(spec, rows=16, cols=32, tokens=16)
-    return dataclasses.replace(spec, rows=16, cols=64, tokens=min(spec.tokens, 128)) if spec.rows else spec
-
-
 @pytest.mark.quick(8)
-@pytest.mark.parametrize("spec", dict.fromkeys(_small(s) for s in targets.quick("cuda")), ids=str)
+@pytest.mark.parametrize("spec", dict.fromkeys(small(s) for s in targets.quick("cuda")), ids=str)
 def test_cases_of_a_gpu_are_built_and_timed(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
     with gpu(monkeypatch):
         rows = runner.measure(spec, "cuda", 0.0)
@@ -53,7 +46,7 @@ def test_cases_of_a_gpu_are_built_and_timed(spec: Spec, monkeypatch: pytest.Monk
     found = {(r.provider, r.metric) for r in rows}
     for target in targets_cuda.TARGETS:
         # of Triton and of cuSPARSELt, which are not here
-        if spec in map(_small, target.specs) and not target.provider.endswith(("scratch", "searched")):
+        if spec in map(small, target.specs) and not target.provider.endswith(("scratch", "searched")):
             # the CPU's backend in the place of a GPU's; transposable steps and the order of tensor cores are the reference's there
             ordered = "mma.sp" in target.key or target.key.startswith("cuda-gemm-mma")
             ours = "reference" if target.provider.endswith("packs both") or ordered else "cpu"

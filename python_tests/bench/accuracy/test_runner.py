@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
+from dataclasses import replace
+
 import pytest
 
-from bench.accuracy import methods, rows, runner, traces
+from bench.accuracy import rows, runner, traces
 from bench.accuracy.__main__ import main
 from bench.accuracy.plan import best_rates, pending, plan
 from bench.accuracy.spec import RunSpec
@@ -13,19 +17,10 @@ from bench.accuracy.worker import attempt
 SPECS = [RunSpec("tiny", method, "2:4", seed, 1e-2, 50) for seed in (0, 1) for method in ("ste", "srste")]
 
 
-def quiet(_: str) -> None:
-    pass
+def run(specs, folder, inline):
+    return runner.run_all(specs, folder, workers=1, tell=lambda text: None, pool=inline)
 
 
-def test_rows_and_traces_are_kept_and_finished_runs_skipped(tiny, inline, tmp_path):
-    assert runner.run_all(SPECS[:3], tmp_path, tell=quiet, pool=inline) == []
-    done = rows.load(tmp_path)
-    assert {r.spec.key for r in done} == {s.key for s in SPECS[:3]}
-    assert {line["run"] for line in traces.load(tmp_path, "tiny")} == {s.key for s in SPECS[:3]}
-    assert pending(SPECS, done) == SPECS[3:]
-
-
-@pytest.mark.slow
 def test_an_interrupted_run_is_redone(tiny, inline, tmp_path, monkeypatch):
     calls = []
 
@@ -37,12 +32,13 @@ def test_an_interrupted_run_is_redone(tiny, inline, tmp_path, monkeypatch):
 
     monkeypatch.setattr(runner, "attempt", stop_at_third)
     with pytest.raises(KeyboardInterrupt):
-        runner.run_all(SPECS, tmp_path, workers=1, tell=quiet, pool=inline)
+        run(SPECS, tmp_path, inline)
     monkeypatch.setattr(runner, "attempt", attempt)
     left = pending(SPECS, rows.load(tmp_path))
     assert calls[2] in left and len(left) < len(SPECS)
-    runner.run_all(left, tmp_path, tell=quiet, pool=inline)
+    run(left, tmp_path, inline)
     assert pending(SPECS, rows.load(tmp_path)) == []
+    assert {line["run"] for line in traces.load(tmp_path, "tiny")} == {s.key for s in SPECS}
 
 
 def test_failed_runs_are_reported_and_tried_again(tiny, inline, tmp_path):
@@ -56,70 +52,41 @@ def test_failed_runs_are_reported_and_tried_again(tiny, inline, tmp_path):
 @pytest.mark.slow
 def test_every_case_is_tuned_alike_and_the_best_rate_found(tiny, inline, tmp_path):
     specs = plan("tune", "tiny", only=["ste", "dense"], patterns=["2:4", "1:8"])
-    counts = {(s.method, s.pattern): sum((t.method, t.pattern) == (s.method, s.pattern) for t in specs) for s in specs}
-    assert counts == {("ste", "2:4"): 6, ("ste", "1:8"): 6, ("dense", "dense"): 6}
-    runner.run_all(specs[:-1], tmp_path, tell=quiet, pool=inline)
+    assert Counter((s.method, s.pattern) for s in specs) == {("ste", "2:4"): 6, ("ste", "1:8"): 6, ("dense", "dense"): 6}
+    run(specs[:-1], tmp_path, inline)
     assert len(best_rates(rows.load(tmp_path), "tiny")) == 2  # one search is not finished
-    runner.run_all(specs[-1:], tmp_path, tell=quiet, pool=inline)
+    run(specs[-1:], tmp_path, inline)
     done = rows.load(tmp_path)
     best = best_rates(done, "tiny")["ste", "2:4"]
     means = {lr: sum(r.val_loss for r in done if (r.method, r.pattern, r.lr) == ("ste", "2:4", lr)) for lr in tiny.settings.lrs}
     assert best == min(means, key=means.__getitem__)
     tuned = plan("tuned", "tiny", done, ["ste"], ["2:4"])
     assert [(s.lr, s.seed) for s in tuned] == [(best, s) for s in range(5)]
-
-
-@pytest.mark.slow
-def test_a_rate_that_diverges_is_not_chosen(tiny, inline, tmp_path):
-    runner.run_all(plan("tune", "tiny", only=["ste"], patterns=["2:4"]), tmp_path, tell=quiet, pool=inline)
-    done = rows.load(tmp_path)
-    best = best_rates(done, "tiny")["ste", "2:4"]
-    done = [r if r.lr != best else rows.RunRow(**{**r.__dict__, "val_loss": float("nan"), "status": "diverged"}) for r in done]
-    assert best_rates(done, "tiny")["ste", "2:4"] != best
+    diverged = [r if r.lr != best else replace(r, val_loss=math.nan, status="diverged") for r in done]
+    assert best_rates(diverged, "tiny")["ste", "2:4"] != best
 
 
 def test_command_line_runs_resumes_and_reports(tiny, tmp_path, capsys):
-    words = [
-        "--stages",
-        "shared",
-        "--tasks",
-        "tiny",
-        "--methods",
-        "ste",
-        "dense",
-        "--patterns",
-        "2:4",
-        "--seeds",
-        "2",
-        "--out",
-        str(tmp_path),
-    ]
+    words = f"--stages shared --tasks tiny --methods ste dense --patterns 2:4 --seeds 2 --out {tmp_path}".split()
     assert main(["run", *words, "--workers", "1", "--limit", "3"]) == 0
     assert len(rows.load(tmp_path)) == 3
     capsys.readouterr()
     assert main(["status", *words]) == 0
     assert "tiny shared: 3 of 4 runs done" in capsys.readouterr().out
     assert main(["run", *words, "--workers", "1"]) == 0
-    assert "1 runs to do" in capsys.readouterr().err
-    assert len(rows.load(tmp_path)) == 4
+    assert "1 runs to do" in capsys.readouterr().err and len(rows.load(tmp_path)) == 4
 
 
-@pytest.mark.parametrize(("option", "near"), [("--tasks", "'gpt'"), ("--methods", "'step'"), ("--stages", "'shared'")])
-def test_command_line_refuses_unknown_names(option, near, tmp_path, capsys):
-    wrong = {"--tasks": "gpd", "--methods": "stepp", "--stages": "share"}[option]
-    assert main(["run", option, wrong, "--out", str(tmp_path)]) == 2
-    assert f"did you mean {near}" in capsys.readouterr().err
+@pytest.mark.parametrize(("option", "wrong", "near"), [("tasks", "gpd", "gpt"), ("methods", "stepp", "step"), ("stages", "shar", "shared")])
+def test_command_line_refuses_unknown_names(option, wrong, near, tmp_path, capsys):
+    assert main(["run", f"--{option}", wrong, "--out", str(tmp_path)]) == 2
+    assert f"did you mean '{near}'" in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_folders_are_merged(tiny, inline, tmp_path, capsys):
+def test_folders_are_merged(tiny, inline, tmp_path):
     for i in (0, 1):
-        runner.run_all(SPECS[2 * i : 2 * i + 2], tmp_path / str(i), tell=quiet, pool=inline)
+        run(SPECS[2 * i : 2 * i + 2], tmp_path / str(i), inline)
     assert main(["merge", str(tmp_path / "0"), str(tmp_path / "1"), "--out", str(tmp_path / "all")]) == 0
     assert pending(SPECS, rows.load(tmp_path / "all")) == []
     assert {line["run"] for line in traces.load(tmp_path / "all", "tiny")} == {s.key for s in SPECS}
-
-
-@pytest.mark.parametrize("name", sorted(methods.VARIANTS))
-def test_every_variant_can_be_built(name):
-    methods.get(name).build("1:8", 1000)

@@ -16,33 +16,25 @@ def spec(method: str, pattern: str = "2:4", **more) -> RunSpec:
     return RunSpec(**{"task": "tiny", "method": method, "pattern": pattern, "seed": 3, "lr": 1e-2, "steps": 50} | more)
 
 
-def test_methods_share_data_order_and_first_weights(tiny):
+def test_methods_share_data_order_and_first_weights_and_repeat_bit_for_bit(tiny):
     worker.run(spec("dense", "dense"))
-    worker.run(spec("sste"))
-    assert torch.equal(torch.stack(tiny.seen[:50]), torch.stack(tiny.seen[50:]))
-    assert torch.equal(*tiny.first)
+    first, again = (worker.run(spec("sste")).row for _ in range(2))
+    assert torch.equal(torch.stack(tiny.seen[:50]), torch.stack(tiny.seen[50:100]))
+    assert torch.equal(tiny.first[0], tiny.first[1]) and first.val_loss == again.val_loss
 
 
 def test_the_deployable_weights_are_evaluated(tiny, monkeypatch):
-    seen = []
-    evaluate = tiny.evaluate
+    seen, evaluate = [], tiny.evaluate
 
     def spy(self, model):
-        seen.append([layer.effective_weight().detach().clone() for layer in model if isinstance(layer, nm.SparseLinear)])
+        seen.extend(layer.effective_weight().detach().clone() for layer in model if isinstance(layer, nm.SparseLinear))
         return evaluate(self, model)
 
     monkeypatch.setattr(tiny, "evaluate", spy)
     # mask decay without fine-tuning still lets something through at the end, which finish() cuts off
     monkeypatch.setitem(methods.METHODS, "leaky", methods.Method("mdgf", {"end": 1.0, "residual": 0.5}))
     worker.run(spec("leaky"))
-    assert len(seen) == 1 and len(seen[0]) == 2
-    assert all(nm.ops.is_nm(w, "2:4") for w in seen[0])
-
-
-@pytest.mark.slow
-def test_a_run_repeats_bit_for_bit(tiny):
-    first, again = (worker.run(spec("sste", "2:4")).row for _ in range(2))
-    assert first is not None and again is not None and first.val_loss == again.val_loss
+    assert len(seen) == 2 and all(nm.ops.is_nm(w, "2:4") for w in seen)
 
 
 def test_a_diverging_run_is_recorded(tiny, monkeypatch):
@@ -75,7 +67,7 @@ def test_traces_tell_switch_and_flips(tiny):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", sorted(methods.CORE))
-def test_every_core_method_runs(tiny, method):
+@pytest.mark.parametrize("method", sorted(methods.CORE | methods.VARIANTS))
+def test_every_method_runs(tiny, method):
     row = worker.run(spec(method, "dense" if method == "dense" else "1:8")).row
     assert row is not None and row.status == "ok" and math.isfinite(row.val_loss) and row.done == 50
