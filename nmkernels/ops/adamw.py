@@ -129,7 +129,6 @@ nm_masked_adamw_ = define(
     # a list of tensors may have no default but None
     'Tensor? grad_scale, Tensor? found_inf, bool transposable=False, Tensor(g!)[]? packs=None, str layout="canonical") -> Tensor',
     _masked_adamw,
-    mutates=(0, 2, 3, 4, 5, 6, 17),
 )
 
 
@@ -186,8 +185,7 @@ def masked_adamw_(
         Σ|w| and Σ|g| over pruned weights (before the decay); non-zeros of the masked weights; max |u| (before the clamp).
 
     Raises:
-        ShapeError, DtypeError: lists of different lengths, shapes or dtypes that do not fit.
-        PatternError: masks or packed weights without a pattern, columns without ``transposable``. OptionError: packs of several layouts.
+        ShapeError, DtypeError, PatternError, OptionError: tensors, pattern and packs do not fit each other; nothing is changed then.
 
     Example:
         >>> from nmkernels import ops

@@ -30,8 +30,7 @@ class Compressed:
         shape: the dense shape ``(..., cols)``; ``cols`` need not be a multiple of M (the last group is then partial).
 
     Raises:
-        ShapeError: values, indices and shape do not belong together.
-        DtypeError: values are not floating-point, or indices not uint8.
+        ShapeError, DtypeError: values, indices, pattern and shape do not belong together.
 
     Example:
         >>> from nmkernels import ops
@@ -99,8 +98,8 @@ class Compressed:
     def layout(self, name: str, build: Callable[[Compressed], Any]) -> Any:
         """``build(self)``, remembered under ``name``, for backends that want the data in another order.
 
-        It is built again after values or indices were written in place (``out=``) or given other memory, and never copied or saved. Nothing
-        is kept of tensors made in inference mode, which do not count writes: there it is built at every call.
+        It is built again after values or indices were written or given other memory, and at every call where they were made in inference
+        mode, which counts no writes. It is never copied or saved.
         """
         known = self._layouts.get(name)
         if known is not None and known[0] == _state(self.values, self.indices):

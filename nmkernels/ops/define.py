@@ -43,7 +43,6 @@ def define(
     name: str,
     schema: str,
     contract: Contract,
-    mutates: tuple[int, ...] = (),
     outs: tuple[str, ...] = (),
     leading: tuple[str, ...] = (),
     floats: bool = True,
@@ -53,9 +52,7 @@ def define(
     Its derivatives are refused (``derivatives.with_autograd``), and ``torch.vmap`` knows it (``_vmap_rule``).
 
     Args:
-        schema: ``"(Tensor w, int n, int m) -> Tensor"``.
-        contract: see the module's docstring.
-        mutates: positions of the arguments that are written in place.
+        schema: ``"(Tensor w, int n, int m) -> Tensor"``. contract: see the module's docstring.
         outs: one name per result, if there is to be ``<name>_out``, which writes into tensors of the caller, its keyword-only arguments.
             ``call`` takes them as ``out``: a tensor, or a tuple of several, which it returns.
         leading: the tensors that may have any number of leading dimensions, the same for all of them.
@@ -64,6 +61,7 @@ def define(
     op = _register(name, schema)
     defaults = tuple(a.default_value for a in op._schema.arguments if a.has_default_value())
     total, single = len(op._schema.arguments), len(op._schema.returns) == 1
+    mutates = [i for i, a in enumerate(op._schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
 
     def checked(args: tuple[Any, ...], named: dict[str, Tensor]) -> tuple[tuple[Any, ...], tuple[Tensor, ...], tuple[Spec, ...]]:
         """The arguments with their defaults, the tensors that are written into instead of new ones, and the shapes of the results."""

@@ -120,9 +120,8 @@ def pack(
         layout: ``"canonical"``; or ``"mma.sp"`` or ``"wgmma.sp"``: 2:4 and 16-bit values, in tiles of 16, or 64, rows and 64 columns.
 
     Raises:
-        ShapeError: ``w`` is no matrix, does not divide, or the mask keeps more than N in a group of an operand that is packed.
+        ShapeError, DtypeError: ``w``, ``mask``, ``scale`` or ``dtype`` does not fit; the mask keeps more than N in a group that is packed.
         PatternError: rows and columns by magnitudes, which are two different weights; a device layout of another pattern than 2:4.
-        DtypeError: ``w`` or ``dtype`` is not floating-point, ``mask`` not bool; a device layout of values that have not 16 bits.
         OptionError: ``mask`` or ``layout`` is not known, ``scale`` stands beside another mask, or neither rows nor columns are wanted.
 
     Example:
@@ -310,8 +309,7 @@ def relayout(c: Compressed, layout: str) -> DeviceCompressed:
         c: ``(rows, cols)`` in 16 bits, rows a multiple of 16 (wgmma.sp: 64), cols of 64. layout: see ``DeviceCompressed``.
 
     Raises:
-        OptionError: there is no such layout. PatternError: a pattern that tensor cores cannot read. ShapeError: no matrix of whole tiles.
-        DtypeError: the values have not 16 bits.
+        OptionError: there is no such layout. PatternError, ShapeError, DtypeError: tensor cores cannot read it so.
 
     Example:
         >>> from nmkernels import ops
