@@ -103,19 +103,19 @@ def define(
         results = tuple(torch.empty(shape, dtype=dtype, device=_device(args)) for shape, dtype in specs)
         return results[0] if single else results
 
-    def install(variant: str, op: torch._ops.OpOverload, writes: bool) -> None:
+    def install(variant: str, op: torch._ops.OpOverload) -> None:
         _lib.impl(variant, kernel, "CompositeExplicitAutograd")
         torch.library.register_fake(f"{NAMESPACE}::{variant}", fake, lib=_lib)
         if floats:
-            _lib.impl(variant, with_autograd(name, op, kernel, writes), "Autograd", with_keyset=True)
+            _lib.impl(variant, with_autograd(name, op, kernel), "Autograd", with_keyset=True)
 
-    install(name, op, bool(mutates))
-    torch.library.register_vmap(f"{NAMESPACE}::{name}", _vmap_rule(name, op, leading, bool(mutates)), lib=_lib)
+    install(name, op)
+    torch.library.register_vmap(f"{NAMESPACE}::{name}", _vmap_rule(name, op, leading), lib=_lib)
     op_out = None
     if outs:
         keywords = ", ".join(f"Tensor({chr(ord('a') + i)}!) {out}" for i, out in enumerate(outs))
         op_out = _register(f"{name}_out", f"{schema.split(') ->')[0]}, *, {keywords}) -> ()")
-        install(f"{name}_out", op_out, True)
+        install(f"{name}_out", op_out)
 
     def call(*args: Any, out: Any = None) -> Any:
         if len(args) < total:
@@ -190,9 +190,9 @@ def plainly(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         torch._C._set_grad_enabled(before)
 
 
-def _vmap_rule(name: str, op: torch._ops.OpOverload, leading: tuple[str, ...], writes: bool) -> Callable[..., Any]:
+def _vmap_rule(name: str, op: torch._ops.OpOverload, leading: tuple[str, ...]) -> Callable[..., Any]:
     """The rule of ``op`` for ``torch.library.register_vmap``: one call if only ``leading`` tensors are batched, else one per element."""
-    free = {i for i, a in enumerate(op._schema.arguments) if a.name in leading}
+    free, writes = {i for i, a in enumerate(op._schema.arguments) if a.name in leading}, op._schema.is_mutable
 
     def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any, **outs: Any) -> tuple[Any, Any]:
         if writes:

@@ -48,12 +48,8 @@ class _Refused(_SingleLevelFunction):
         return None, None, *[refuse(g, *source, ctx.name) if source and wants else None for source, wants in wanted]
 
 
-def with_autograd(name: str, op: torch._ops.OpOverload, kernel: Kernel, writes: bool) -> Kernel:
-    """The kernel of the Autograd key of ``op``: what ``kernel`` does, and no derivative of it.
-
-    Args:
-        writes: ``op`` changes some of its arguments.
-    """
+def with_autograd(name: str, op: torch._ops.OpOverload, kernel: Kernel) -> Kernel:
+    """The kernel of the Autograd key of ``op``: what ``kernel`` does, and no derivative of it."""
     direct, others = set[int](), set[int]()  # dispatch keys of calls that after autograd only a device's kernel sees, and of the rest
     only = len([a for a in op._schema.arguments if "Tensor" in str(a.type)]) == 1
 
@@ -80,7 +76,7 @@ def with_autograd(name: str, op: torch._ops.OpOverload, kernel: Kernel, writes: 
 
         if not wanted:
             return call(*args)
-        if writes:
+        if op._schema.is_mutable:
             raise NMError(
                 f"{name}: an argument requires grad, and the op writes where autograd does not see it. Call it under torch.no_grad(), "
                 "or on detached tensors."
