@@ -146,14 +146,7 @@ def _state(values: Tensor, indices: Tensor) -> tuple[int, ...] | None:
     return values._version, values.data_ptr(), indices._version, indices.data_ptr()
 
 
-Context = tuple[Pattern, tuple[int, ...]]
-
-
-def _flatten(c: Compressed) -> tuple[list[Any], Context]:
-    return [c.values, c.indices], (c.pattern, tuple(c.shape))
-
-
-def _unflatten(leaves: Any, context: Context) -> Compressed:
+def _unflatten(leaves: Any, context: tuple[Pattern, tuple[int, ...]]) -> Compressed:
     shape = torch.Size(context[1])
     if isinstance(leaves[0], Tensor) and leaves[0].dim() > len(shape):  # torch.vmap has put a dimension in front
         shape = leaves[0].shape[:-1] + shape[-1:]
@@ -162,10 +155,13 @@ def _unflatten(leaves: Any, context: Context) -> Compressed:
 
 pytree.register_pytree_node(
     Compressed,
-    _flatten,
+    lambda c: ([c.values, c.indices], (c.pattern, tuple(c.shape))),
     _unflatten,
     serialized_type_name="nmkernels.Compressed",
-    flatten_with_keys_fn=lambda c: ([(pytree.GetAttrKey(name), getattr(c, name)) for name in ("values", "indices")], _flatten(c)[1]),
+    flatten_with_keys_fn=lambda c: (
+        [(pytree.GetAttrKey("values"), c.values), (pytree.GetAttrKey("indices"), c.indices)],
+        (c.pattern, tuple(c.shape)),
+    ),
     to_dumpable_context=lambda context: [str(context[0]), list(context[1])],
     from_dumpable_context=lambda dumped: (Pattern(dumped[0]), tuple(dumped[1])),
 )
