@@ -190,17 +190,20 @@ def call(
     form = form_of(name, gemm)
     if name == DENSE:
         given: Any = estimate(gemm, operand, seed) if isinstance(operand, Tensor) else operand[DENSE]
-        return _deliver(_dense(gemm, other, given, bias), out)
-    packed: Any = pack_estimate(gemm, operand, seed, form) if isinstance(operand, Tensor) else operand[form]
-    if name == EXPAND:
-        cols = gemm.tokens if gemm.role == "wgrad" else gemm.cols if form == "rows" else gemm.rows
-        w = torch.ops.nmkernels.nm_decompress(*packed, gemm.n, gemm.m, cols)
-        return _deliver(_dense(gemm, other, w if form == "rows" else w.t(), bias), out)
-    op, args = op_of(gemm, form), arguments(gemm, form, packed, other, bias)
-    fn = None if name == AUTO else function(op, name.partition(" ")[0], args)
-    if fn is None:  # its dispatcher knows another way
-        return _deliver(getattr(torch.ops.nmkernels, op)(*args), out)
-    return plainly(fn, *args) if out is None else plainly(fn, *args, out=out)
+        y = _dense(gemm, other, given, bias)
+    else:
+        packed: Any = pack_estimate(gemm, operand, seed, form) if isinstance(operand, Tensor) else operand[form]
+        if name == EXPAND:
+            cols = gemm.tokens if gemm.role == "wgrad" else gemm.cols if form == "rows" else gemm.rows
+            w = torch.ops.nmkernels.nm_decompress(*packed, gemm.n, gemm.m, cols)
+            y = _dense(gemm, other, w if form == "rows" else w.t(), bias)
+        else:
+            op, args = op_of(gemm, form), arguments(gemm, form, packed, other, bias)
+            fn = None if name == AUTO else function(op, name.partition(" ")[0], args)
+            if fn is not None:
+                return plainly(fn, *args) if out is None else plainly(fn, *args, out=out)
+            y = getattr(torch.ops.nmkernels, op)(*args)  # its dispatcher knows another way
+    return y if out is None else out.copy_(y)
 
 
 def function(op: str, backend: str, args: tuple[Any, ...]) -> Callable[..., Tensor] | None:
@@ -214,10 +217,6 @@ def _dense(gemm: Gemm, other: Tensor, operand: Any, bias: Tensor | None) -> Tens
     if gemm.role == "fprop":
         return F.linear(other, operand, bias)
     return other.matmul(operand) if gemm.role == "dgrad" else operand.matmul(other)
-
-
-def _deliver(result: Tensor, out: Tensor | None) -> Tensor:
-    return result if out is None else out.copy_(result)
 
 
 def estimate(gemm: Gemm, g: Tensor, seed: Tensor | None) -> Tensor:

@@ -308,6 +308,6 @@ def linear_compressed(x: Tensor, weight: ops.Compressed, bias: Tensor | None = N
         b = bias if bias is None or bias.dtype == x.dtype else bias.to(x.dtype)
         return nm_linear(x, weight.values, weight.indices, p.n, p.m, x.shape[-1], b)
     form = [t if counts_writes(t) else t.clone() for t in (weight.values, weight.indices)]
-    kind, plan = _FunctionalLinear if functional() else _Linear, GemmPlan("packed", "packed", "none", p.n, p.m)
-    y: Tensor = kind.apply(x, None, bias, *form, None, None, False, p, "", "", None, plan, None)
+    kind = _FunctionalLinear if functional() else _Linear
+    y: Tensor = kind.apply(x, None, bias, *form, None, None, False, p, "", "", None, STRAIGHT_THROUGH, None)
     return y

@@ -59,9 +59,10 @@ class GemmPlan:
     fp8: str | None = None
 
     def __post_init__(self) -> None:
-        for role, given, known in (("fprop", self.fprop, FPROP), ("dgrad", self.dgrad, DGRAD), ("wgrad", self.wgrad, WGRAD)):
-            if given not in known:
-                raise NMError(f"GemmPlan: {role}={given!r} is not a rule of that GEMM; choose one of {', '.join(known)}.")
+        rules = ("fprop", FPROP), ("dgrad", DGRAD), ("wgrad", WGRAD), ("method", METHODS)
+        for name, known in rules:
+            if getattr(self, name) not in known:
+                raise NMError(f"GemmPlan: {name}={getattr(self, name)!r} is unknown; choose one of {', '.join(known)}.")
         if self.fprop == "dense" != self.dgrad:
             raise NMError(
                 f'GemmPlan: fprop="dense" beside dgrad={self.dgrad!r}; they read the same weight, so one that is packed for dgrad serves '
@@ -69,8 +70,6 @@ class GemmPlan:
             )
         if (self.fprop != "dense" or self.wgrad in ("mvue", "magnitude")) and not 1 <= self.n <= self.m <= MAX_M:
             raise NMError(f"GemmPlan: a packed operand needs a pattern, 1 <= n <= m <= {MAX_M}; got n={self.n}, m={self.m}.")
-        if self.method not in METHODS:
-            raise NMError(f"GemmPlan: method={self.method!r} is unknown; choose one of {', '.join(METHODS)}.")
         if self.wgrad == "mvue" and self.method == "approx" and self.n != 2:
             raise NMError(f'GemmPlan: method="approx" draws exactly two elements, so it needs n = 2, not {self.n}:{self.m}; use "exact".')
         if self.fp8 is not None and (self.fp8 not in SCHEMES or self.packs):

@@ -69,26 +69,22 @@ def test_what_is_no_order():
             layer(columns)
 
 
-def announce(about, value):
+def announce(about):
     layers = json.loads(about["layers"])
-    layers["0"].pop("columns", None)
-    about["layers"] = json.dumps({"0": {**layers["0"], **value}})
+    del layers["0"]["columns"]
+    about["layers"] = json.dumps(layers)
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
+def test_damaged_files(tmp_path):
+    for change, said in [
         (lambda t, m: t.pop("0.weight.columns"), "the file lacks the order of its inputs"),
-        (lambda t, m: announce(m, {}), "does not announce the order of its inputs"),
+        (lambda t, m: announce(m), "does not announce the order of its inputs"),
         (lambda t, m: t["0.weight.columns"].zero_(), "not a permutation of 16; the file is damaged"),
         (lambda t, m: t.update({"0.weight.columns": torch.arange(8)}), "not a permutation of 16"),
-    ],
-)
-def test_damaged_files(tmp_path, change, said):
-    path = tmp_path / "m.safetensors"
-    nm.save_compressed(nn.Sequential(layer()), path)
-    with pytest.raises(nm.CheckpointError, match=said):
-        nm.load_compressed(nn.Sequential(nn.Linear(16, 8)), edited(path, change))
+    ]:
+        nm.save_compressed(nn.Sequential(layer()), tmp_path / "m.safetensors")
+        with pytest.raises(nm.CheckpointError, match=said):
+            nm.load_compressed(nn.Sequential(nn.Linear(16, 8)), edited(tmp_path / "m.safetensors", change))
 
 
 def test_files(tmp_path):
