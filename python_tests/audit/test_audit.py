@@ -12,6 +12,7 @@ from nmkernels.audit import measure
 from nmkernels.audit.rules import speedup
 from nmkernels.models import GPT, GPTConfig
 from nmkernels.recipes.registry import find
+from python_tests.audit.given import Zoo
 
 H200 = {"device": "H200", "dtype": "bfloat16"}
 
@@ -19,39 +20,6 @@ H200 = {"device": "H200", "dtype": "bfloat16"}
 def gpt(device="cpu", **sizes):
     with torch.device(device):
         return GPT(GPTConfig(**{"width": 64, "layers": 2, "heads": 2, "context": 32, **sizes}))
-
-
-class Conv1D(nn.Module):
-    """Stands for transformers', which is told by its name."""
-
-    def __init__(self, nf, nx):
-        super().__init__()
-        self.nf, self.nx = nf, nx
-        self.weight, self.bias = nn.Parameter(torch.randn(nx, nf)), nn.Parameter(torch.zeros(nf))
-
-    def forward(self, x):
-        return x @ self.weight + self.bias
-
-
-Conv1D.__module__ = "transformers.pytorch_utils"
-
-
-class Zoo(nn.Module):
-    """One layer of each kind."""
-
-    def __init__(self):
-        super().__init__()
-        self.taken = nn.Linear(64, 128)
-        self.conv = Conv1D(192, 64)
-        self.odd = nn.Linear(66, 64)
-        self.small = nn.Linear(64, 8)
-        self.attention = nn.MultiheadAttention(64, 2)
-        self.embedding = nn.Embedding(256, 64)
-        self.tied = nn.Linear(64, 256, bias=False)
-        self.tied.weight = self.embedding.weight
-        self.experts = nn.Module()
-        self.experts.up = nn.Parameter(torch.randn(4, 64, 32))
-        self.lm_head = nn.Linear(64, 100)
 
 
 WHY = {
@@ -63,6 +31,7 @@ WHY = {
     "attention.out_proj": "nn.MultiheadAttention reads out_proj's weight and never calls the layer",
     "tied": "its weight is tied to another module",
     "experts.up": "3-D expert weights are not supported; only matrices are",
+    "own": "Own is a subclass of nn.Linear with behaviour of its own",
     "lm_head": "output head",
 }
 

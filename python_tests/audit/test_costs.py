@@ -8,7 +8,7 @@ import torch
 import nmkernels as nm
 from nmkernels.audit.devices import DEVICES
 from nmkernels.audit.rules import GEMMS, Case, Layer, Piece, Rules, speedup, total
-from python_tests.audit.prices import COSTS
+from python_tests.audit.given import COSTS
 
 P = nm.Pattern("2:4")
 PACKED = {"fprop": (6.0, "sparse"), "dgrad": (7.0, "sparse"), "weight": (0.75, "rows")}

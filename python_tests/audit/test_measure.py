@@ -12,7 +12,7 @@ from nmkernels.audit.devices import DEVICES
 from nmkernels.audit.measure import Bench, expected, gemm_of, gemms, needed, tasks_of
 from nmkernels.audit.rules import Case, Layer, Rules, of_recipe, speedup
 from nmkernels.tuning import Task, timer
-from python_tests.audit.prices import COSTS
+from python_tests.audit.given import COSTS
 
 P = nm.Pattern("2:4")
 CPU = torch.device("cpu")
