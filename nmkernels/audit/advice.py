@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -23,11 +24,11 @@ def notes(audit: Audit, case: Case, measured: bool) -> tuple[str, ...]:
     rate, memory = device.rate(case.layer.dtype) / 1e12, device.bandwidth / 1e12
     numbers = f"dense {dtype} GEMMs at {rate:.3g} TFLOP/s, memory of {memory:.3g} TB/s"
     if device.power is not None:
-        ratio = device.ratio["fprop"]
         said = (
-            f"Predicted by a roofline, not measured: {device.name}, {numbers}, of which {100 * device.share:.0f} % are reached, and 2:4 "
-            f"GEMMs {ratio:g} times as fast as dense where arithmetic bounds them. That ratio is {device.low:g} to {device.high:g} "
-            f"and not 2, because sparse GEMMs draw more of the {device.power:g} W and the clock falls; it differs from card to card."
+            f"Predicted by a roofline, not measured: {device.name}, {numbers}, of which {100 * device.share:.0f} % are reached, and "
+            f"2:4 GEMMs {device.ratio['fprop']:g} times as fast as dense where arithmetic bounds them. That ratio is {device.low:g} to "
+            f"{device.high:g} and not 2, because sparse GEMMs draw more of the {device.power:g} W and the clock falls; it differs from "
+            "card to card."
         )
     else:
         patterns = ", ".join(dict.fromkeys(layer.pattern for layer in audit.layers if layer.pattern)) or "N:M"
@@ -99,7 +100,7 @@ def _training(case: Case) -> Iterator[Advice]:
         yield from _offer(case, text, replace(case, fused=True))
     used = sum(piece.used for piece in pieces.values())
     if "weight" in pieces and pieces["weight"].used > PREPARING * used and case.accumulate < 8:
-        text = f"preparing the weight is {100 * PREPARING:.0f} % of a step or more: accumulate gradients over {8} passes"
+        text = f"preparing the weight is {100 * PREPARING:.0f} % of a step or more: accumulate gradients over 8 passes"
         yield from _offer(case, text, replace(case, accumulate=8))
 
 
@@ -149,13 +150,8 @@ def _deployed(case: Case) -> list[Advice]:
 
 
 def _least(holds: Callable[[int], bool], low: int, high: int) -> int | None:
-    """The least number in [low, high] that holds, found by halves; None where none does."""
-    if not holds(high):
-        return None
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if holds(middle) else (middle + 1, high)
-    return low
+    """The least number in [low, high] that holds, as all above it do; None where none does."""
+    return low + bisect_left(range(low, high), True, key=holds) if holds(high) else None
 
 
 def _round(value: int) -> int:

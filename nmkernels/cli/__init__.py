@@ -43,9 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     module = importlib.import_module(f".{verb}", __package__)
     parser = argparse.ArgumentParser(prog=f"{PROG} {verb}", description=VERBS[verb])
-    module.add_arguments(parser)
-    args = parser.parse_args(words[1:])
     try:
+        module.add_arguments(parser)
+        args = parser.parse_args(words[1:])
         status = int(module.run(args) or 0)
         sys.stdout.flush()
         return status

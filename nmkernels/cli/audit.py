@@ -36,6 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Audit the model and print the table; 0, or 1 through ``NMError``."""
+
+    def tell(done: int, total: int, what: str) -> None:
+        print(f"{done + 1} of {total}: {what}", file=sys.stderr)
+
     model, rows = _model(args)
     device = args.device or ("cuda" if capability.cuda_device().ok else "cpu")
     recipe = args.recipe
@@ -54,14 +58,10 @@ def run(args: argparse.Namespace) -> int:
         rows=rows,
         measure=not args.no_measure,
         budget=args.budget,
-        progress=None if args.json or not sys.stderr.isatty() else _tell,
+        progress=None if args.json or not sys.stderr.isatty() else tell,
     )
     print(json.dumps(found.as_dict(), indent=2, ensure_ascii=False) if args.json else found)
     return 0
-
-
-def _tell(done: int, total: int, what: str) -> None:
-    print(f"{done + 1} of {total}: {what}", file=sys.stderr)
 
 
 def _model(args: argparse.Namespace) -> tuple[Any, Mapping[str, float]]:

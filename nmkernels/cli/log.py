@@ -42,9 +42,7 @@ def summary(result: dict[str, Any]) -> str:
     )
     if sparse.get("switch_step"):
         head += f" Dense until step {sparse['switch_step']}, sparse from there."
-    have = [name for name in ABOUT if name in result["files"]]
-    width = max(map(len, have))
-    files = "\n".join([f"Files in {result['out']}/", *(f"  {name.ljust(width)}  {ABOUT[name]}" for name in have)])
+    files = "\n".join([f"Files in {result['out']}/", *(f"  {name:<23}  {ABOUT[name]}" for name in ABOUT if name in result["files"])])
     return "\n\n".join([head, _table(sparse, baseline), _remarks(sparse, baseline), _sample(sparse["sample"]), files])
 
 
@@ -133,19 +131,14 @@ def _column(rows: Rows, name: str, scale: float = 1.0) -> tuple[list[float], lis
 
 def read_log(path: Path) -> Rows:
     """The rows of a CSV log, empty cells left out; a torn or damaged line is no row, and a missing file has none."""
-    if not path.is_file():
-        return []
-    lines = path.read_text("ascii", "replace").splitlines(keepends=True)
-    names = tuple(lines[0].rstrip().split(",")) if lines else ()
-    if "step" not in names:
-        names = COLUMNS
-    return [row for line in lines if line.endswith("\n") and (row := _row(line, names))]
+    lines = path.read_text("ascii", "replace").splitlines(keepends=True) if path.is_file() else []
+    return [row for line in lines if line.endswith("\n") and (row := _row(line))]
 
 
-def _row(line: str, names: tuple[str, ...]) -> dict[str, float]:
+def _row(line: str) -> dict[str, float]:
     """One line as numbers by name; empty if it is not a row."""
     try:
-        row = {name: float(cell) for name, cell in zip(names, line.rstrip().split(","), strict=True) if cell}
+        row = {name: float(cell) for name, cell in zip(COLUMNS, line.rstrip().split(","), strict=True) if cell}
     except ValueError:
         return {}
     return row if row.get("step", 0.5).is_integer() else {}

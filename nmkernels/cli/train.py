@@ -37,10 +37,8 @@ from .log import ABOUT, LOG, Log, board_writer, plot, quiet_threads, read_log, s
 __all__ = ["add_arguments", "run"]
 
 PROG = "python -m nmkernels train"
-VAL_WINDOWS = 256
-"""Validation sequences at the end of a run; a quarter of them on the way."""
-EVALS = 10
-"""Validations on the way, for the curves."""
+VAL_WINDOWS = 256  # validation sequences at the end of a run; a quarter of them on the way
+EVALS = 10  # validations on the way, for the curves
 
 
 class Interrupted(Exception):
@@ -60,7 +58,7 @@ class Trainer:
     """A GPT with its optimizer, sparse under ``recipe``, or the dense baseline on plain PyTorch where ``recipe`` is None.
 
     Both start from the same weights and see the same batches. ``seconds`` is the time spent in steps, resumed runs included;
-    ``losses`` are those since the last row of the log, when ``seconds`` was ``mark``; ``parameters`` counts the model's own.
+    ``losses`` are those since the last row of the log, when ``seconds`` was ``mark``.
     """
 
     def __init__(self, config: TrainConfig, corpus: Corpus, recipe: Recipe | None, device: str = "cpu") -> None:
@@ -148,9 +146,9 @@ class Trainer:
         try:
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
+        except CheckpointError:
+            raise
         except (RuntimeError, ValueError, KeyError) as error:
-            if isinstance(error, CheckpointError):
-                raise
             raise CheckpointError(f"{path} does not fit this run: {str(error).splitlines()[0]}") from error
         torch.set_rng_state(state["rng"])
         self.seconds = float(state["seconds"])
@@ -178,8 +176,8 @@ def stop_request() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def train(trainer: Trainer, store: Store, log: Log, start: int, *, checkpoint_every: int, log_every: int) -> None:
-    """Run steps ``start`` + 1 to the end, with a checkpoint every ``checkpoint_every`` steps and after the last."""
+def train(trainer: Trainer, store: Store, log: Log, start: int, args: argparse.Namespace) -> None:
+    """Run steps ``start`` + 1 to the end, with a checkpoint every ``args.checkpoint_every`` steps and after the last."""
     config = trainer.config
     eval_every = max(1, config.steps // EVALS)
     with stop_request() as stop:
@@ -188,7 +186,7 @@ def train(trainer: Trainer, store: Store, log: Log, start: int, *, checkpoint_ev
             trainer.losses.append(trainer.step(step))
             trainer.seconds += time.perf_counter() - begin
             evaluated = step % eval_every == 0
-            if evaluated or step % log_every == 0 or step == config.steps:
+            if evaluated or step % args.log_every == 0 or step == config.steps:
                 losses = trainer.losses
                 speed = len(losses) * config.batch * config.context / max(trainer.seconds - trainer.mark, 1e-9)
                 row: dict[str, Any] = {"step": step, "loss": sum(losses) / len(losses), "lr": learning_rate(config, step)}
@@ -197,7 +195,7 @@ def train(trainer: Trainer, store: Store, log: Log, start: int, *, checkpoint_ev
                 log.row({**row, "tokens_per_s": speed, **trainer.metrics()})
                 trainer.losses, trainer.mark = [], trainer.seconds
             log.tick()
-            if step % checkpoint_every == 0 or step == config.steps or stop:
+            if step % args.checkpoint_every == 0 or step == config.steps or stop:
                 path = store.save(trainer.state(step))
             if stop:
                 raise Interrupted(f"Stopped after step {step}; saved in {path}.")
@@ -241,7 +239,12 @@ class Run:
         elif self.args.resume:
             self.store.set_aside(self.start)
         speed = self._train(self.trainer, self.out, self.config.recipe, self.start)
-        baseline = self._baseline() if self.args.baseline else None
+        baseline: dict[str, Any] | None = None
+        if self.args.baseline:
+            dense = Trainer(self.config, self.corpus, None, self.args.device)
+            store = Store(self.out / BASELINE / CHECKPOINTS)
+            start = dense.load(store.load(), store.folder) if self.resumes and store.paths() else 0
+            baseline = {**self._train(dense, self.out / BASELINE, "dense baseline", start), "val_loss": dense.validate()}
         print("checking, compressing and measuring the result", file=self.stream, flush=True)
         out, corpus, handle = self.out, self.corpus, self.trainer.handle
         assert handle is not None
@@ -269,26 +272,18 @@ class Run:
 
     def _train(self, trainer: Trainer, folder: Path, label: str, start: int) -> dict[str, float | None]:
         """Train to the end; the last loss, and how fast it went."""
-        args, store = self.args, Store(folder / CHECKPOINTS)
+        store = Store(folder / CHECKPOINTS)
         store.drop()  # where a kill came between saving and this
-        with quiet_threads(), Log(folder, label, start, self.config.steps, self.stream, args.tensorboard) as log:
+        with quiet_threads(), Log(folder, label, start, self.config.steps, self.stream, self.args.tensorboard) as log:
             if start:
                 log.say(f"{label}: resumed after step {start} of {self.config.steps}")
-            train(trainer, store, log, start, checkpoint_every=args.checkpoint_every, log_every=args.log_every)
+            train(trainer, store, log, start, self.args)
         rows = read_log(folder / LOG)
         return {
             "train_loss": rows[-1].get("loss") if rows else None,  # a run that was resumed at its end may have lost its log
             "train_tokens_per_s": self.config.tokens / max(trainer.seconds, 1e-9),
             "seconds": trainer.seconds,
         }
-
-    def _baseline(self) -> dict[str, Any]:
-        """Train the dense baseline, from its own checkpoint where a resumed run has one."""
-        trainer = Trainer(self.config, self.corpus, None, self.args.device)
-        folder = self.out / BASELINE
-        store = Store(folder / CHECKPOINTS)
-        start = trainer.load(store.load(), store.folder) if self.resumes and store.paths() else 0
-        return {**self._train(trainer, folder, "dense baseline", start), "val_loss": trainer.validate()}
 
 
 def run(args: argparse.Namespace) -> int:
