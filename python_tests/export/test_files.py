@@ -6,7 +6,6 @@ import os
 import resource
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,16 +18,8 @@ from nmkernels.pattern import CheckpointError
 SMALL = 20_000
 
 
-def save_torch(path: Path) -> None:
-    torch.save({"a": torch.ones(9000), "b": torch.ones(9000)}, path)
-
-
-def save_safetensors(path: Path) -> None:
-    save_file({"a": torch.ones(9000), "b": torch.ones(9000)}, path)
-
-
-def save_bytes(path: Path) -> None:
-    path.write_bytes(bytes(2 * SMALL))
+TENSORS = {"a": torch.ones(9000), "b": torch.ones(9000)}
+SAVES = [lambda path: torch.save(TENSORS, path), lambda path: save_file(TENSORS, path), lambda path: path.write_bytes(bytes(2 * SMALL))]
 
 
 @pytest.fixture
@@ -40,7 +31,7 @@ def small_files():
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.parametrize("save", [save_torch, save_safetensors, save_bytes])
+@pytest.mark.parametrize("save", SAVES, ids=["torch", "safetensors", "bytes"])
 def test_a_disk_that_is_full_is_named_and_the_old_file_stays(tmp_path, small_files, save):
     path = tmp_path / "a.pt"
     path.write_bytes(b"old")
@@ -75,16 +66,16 @@ def test_what_is_not_the_system_s_doing_is_raised_as_it_is(tmp_path, error):
 
 def test_only_a_regular_file_is_replaced(tmp_path):
     with pytest.raises(CheckpointError, match="is a folder; give the name of a file in it"):
-        atomic_write(tmp_path, save_bytes)
+        atomic_write(tmp_path, SAVES[2])
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(CheckpointError, match="pipe is not a regular file, and would be replaced by one"):
-        atomic_write(tmp_path / "pipe", save_bytes)
+        atomic_write(tmp_path / "pipe", SAVES[2])
     with pytest.raises(CheckpointError, match="/dev/null is not a regular file"):
-        atomic_write("/dev/null", save_bytes)
+        atomic_write("/dev/null", SAVES[2])
     with pytest.raises(CheckpointError, match="the folder .*nowhere does not exist"):
-        atomic_write(tmp_path / "nowhere" / "a", save_bytes)
+        atomic_write(tmp_path / "nowhere" / "a", SAVES[2])
     with pytest.raises(CheckpointError, match="could not be written: File name too long."):
-        atomic_write(tmp_path / ("a" * 254), save_bytes)
+        atomic_write(tmp_path / ("a" * 254), SAVES[2])
 
 
 @pytest.mark.slow

@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import nmkernels as nm
 from nmkernels.pattern import CheckpointError
 from nmkernels.testing import equal_bits
+from python_tests.export.editing import Net, saved
 
 DTYPES = ["BOOL", "U8", "I8", "F8_E4M3", "F8_E8M0", "F4", "F6_E2M3", "I16", "BF16", "F16", "F32", "F64", "C64", "U64", "F128", "f32"]
 SHAPES = [[0], [0, 2**62], [2**63, 0], [2**64, 0], [2**32, 2**32, 0], [0] * 5000, [], [1] * 200, [12], [24], [6, 24], [2**61], [-1]]
@@ -50,35 +51,6 @@ ODD: list[Any] = [
 
 
 Mutation = Callable[[bytes, random.Random], bytes]
-
-
-class Net(nn.Module):
-    """Every kind of entry that a file has: compressed layers, an adapter, an order of columns, a layer and a weight under two names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(6, 24)
-        self.norm = nn.LayerNorm(24)
-        self.a = nn.Linear(24, 12)
-        self.b = nn.Linear(12, 24, bias=False)
-        self.again = self.a
-        self.c = nn.Linear(24, 4)
-        self.head = nn.Linear(24, 6, bias=False)
-        self.head.weight = self.embed.weight
-
-
-def saved(path: Path) -> bytes:
-    generator = torch.Generator().manual_seed(0)
-    net = Net()
-    for p in net.parameters():
-        nn.init.normal_(p, generator=generator)
-    adapter = torch.randn(24, 2, generator=generator), torch.randn(2, 12, generator=generator)
-    net.a = net.again = nm.CompressedLinear(nm.ops.compress(net.a.weight.detach(), "2:3"), net.a.bias, adapter=adapter)
-    net.b = nm.CompressedLinear(nm.ops.compress(net.b.weight.detach(), "2:4"))
-    columns = torch.randperm(24, generator=generator)
-    net.c = nm.CompressedLinear(nm.ops.compress(net.c.weight.detach(), "1:8"), net.c.bias, columns=columns)
-    nm.save_compressed(net, path)
-    return path.read_bytes()
 
 
 # ---- a file as a tree, and the tree as a file

@@ -77,32 +77,22 @@ def names(path: Path) -> set[str]:
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("kind", WRAPS)
 def test_a_file_has_the_plain_names_whatever_wraps_the_model(tmp_path: Path, kind: str) -> None:
-    x, model = torch.randn(3, 16), WRAPS[kind](finished())
+    x, model, plain = torch.randn(3, 16), WRAPS[kind](finished()), build()
     want = model(x)
     nm.save_dense(model, tmp_path / "dense")
     nm.compress_(model)
-    nm.save_compressed(model, tmp_path / "compressed")
+    nm.save_compressed(model, tmp_path / "m")
     assert names(tmp_path / "dense") == {"0", "0.weight", "0.bias", "1.1", "1.1.weight"}
-    assert names(tmp_path / "compressed") == {
-        "0",
-        "0.bias",
-        "1.1",
-        *(f"{name}.weight.{part}" for name in LAYERS for part in ("values", "indices")),
-    }
-    plain, again = build(), build()
-    assert equal_bits(nm.load_compressed(plain, tmp_path / "compressed")(x), nm.compress_(finished())(x))
-    load_model(again, tmp_path / "dense")
-    torch.testing.assert_close(again(x), want)
+    packed = {f"{name}.weight.{part}" for name in LAYERS for part in ("values", "indices")}
+    assert names(tmp_path / "m") == {"0", "0.bias", "1.1", *packed}
+    load_model(plain, tmp_path / "dense")
+    torch.testing.assert_close(plain(x), want)
     torch.testing.assert_close(model(x), want)
-
-
-@pytest.mark.parametrize("kind", WRAPS)
-def test_a_wrapped_model_takes_a_file_and_computes_with_it(tmp_path: Path, kind: str) -> None:
-    nm.save_compressed(nm.compress_(finished()), tmp_path / "m")
-    x, model = torch.randn(3, 16), WRAPS[kind](build())
+    assert equal_bits(nm.load_compressed(build(), tmp_path / "m")(x), nm.compress_(finished())(x))
+    model = WRAPS[kind](build())
     model(x)  # what is compiled is compiled by now
     assert nm.load_compressed(model, tmp_path / "m") is model
-    torch.testing.assert_close(model(x), finished()(x))
+    torch.testing.assert_close(model(x), want)
     for module in model.modules():
         if isinstance(module, nm.CompressedLinear):
             module.values.zero_()
