@@ -88,6 +88,12 @@ def _bfe(t: Threads, ins: Instruction) -> Any:
     return np.where(length == 0, 0, (a << up) >> down).astype(a.dtype)
 
 
+def _bfi(t: Threads, ins: Instruction) -> Any:
+    a, b, pos, length = (read(t, x, "b32").astype(np.uint64) for x in ins.operands[1:5])
+    field = ((np.uint64(1) << np.minimum(length, 32)) - np.uint64(1)) << pos
+    return ((b & ~field) | ((a << pos) & field)).astype(np.uint32)
+
+
 def _prmt(t: Threads, ins: Instruction) -> Any:
     a, b, control = (read(t, x, "b32").astype(np.uint64) for x in ins.operands[1:4])
     both, out = a | (b << np.uint64(32)), np.zeros((), np.uint64)
@@ -188,7 +194,7 @@ PLAIN: dict[str, Rule] = {
     "add": _two(lambda a, b: a + b), "sub": _two(lambda a, b: a - b), "mul": _product, "mad": _mad, "fma": _fma, "div": _two(_divided),
     "rem": _two(lambda a, b: np.fmod(a, np.where(b == 0, 1, b))),
     "and": _two(np.bitwise_and), "or": _two(np.bitwise_or), "xor": _two(np.bitwise_xor), "not": _one(np.invert),
-    "shl": _shift, "shr": _shift, "bfe": _bfe, "prmt": _prmt, "setp": _setp, "selp": _selp, "popc": _one(np.bitwise_count),
+    "shl": _shift, "shr": _shift, "bfe": _bfe, "bfi": _bfi, "prmt": _prmt, "setp": _setp, "selp": _selp, "popc": _one(np.bitwise_count),
     "min": _extreme, "max": _extreme, "abs": _sign, "neg": _sign, "cvt": _cvt, "mov": _mov,
     "sqrt": _one(np.sqrt), "rcp": _one(lambda a: 1 / a), "ex2": _one(np.exp2),
 }  # fmt: skip

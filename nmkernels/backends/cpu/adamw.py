@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...dispatch import Verdict
-from ..shared import contiguous, row_stride, tensors, write_rows
+from ..shared import address, contiguous, row_stride, tensors, write_rows
 from .core import DTYPES, core, register, runnable
 from .groups import nm_pack
 
@@ -20,9 +20,6 @@ def _supports(params: Sequence[Tensor], *args: Any) -> Verdict:
     if any(args[15:16]):
         return False, "it masks by the magnitudes of rows, and transposable masks are asked for, which the reference takes"
     return runnable(tensors((params, *args)))
-
-
-_ABSENT = (0, 0, 0, 0)
 
 
 def _view(x: Tensor, copies: list[tuple[Tensor, Tensor]]) -> tuple[int, int, int, int]:
@@ -51,14 +48,13 @@ def _masked_adamw(
         words += (p.numel() // cols if cols else 0, cols, steps[i].data_ptr())
         for xs, copies in lists:
             if not xs:
-                words += _ABSENT
+                words += (0, 0, 0, 0)
             elif xs[i].is_contiguous() and not xs[i].is_neg():
                 words += (xs[i].data_ptr(), DTYPES[xs[i].dtype], cols, 1)
             else:
                 words += _view(xs[i], copies)
-    scale = 0 if grad_scale is None else grad_scale.data_ptr()
-    skip = 0 if found_inf is None else found_inf.data_ptr()
-    stats = core().masked_adamw(words, hyper.tolist(), n, m, frozen, eps_inside, maximize, geometric, scale, skip, torch.get_num_threads())
+    flags = frozen, eps_inside, maximize, geometric, address(grad_scale), address(found_inf)
+    stats = core().masked_adamw(words, hyper.tolist(), n, m, *flags, torch.get_num_threads())
     for target, copy in written:
         target.copy_(copy)
     if packs and stats[0]:  # not skipped

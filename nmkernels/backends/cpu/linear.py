@@ -20,11 +20,8 @@ from ..shared import address, contiguous
 from .core import DTYPES, core, register
 from .groups import check_indices, expand
 
-FEW_TOKENS = 16
-"""Up to so many tokens ``linear`` reads every stored weight once for all of them; above, tiles of tokens."""
-
-FEW_TOKENS_16_BIT = 1
-"""The same, in 16 bits, next to a dense weight at hand."""
+FEW_TOKENS, FEW_TOKENS_16_BIT = 16, 1
+"""Up to so many tokens ``linear`` reads every stored weight once for all of them; and in 16 bits next to a dense weight at hand."""
 
 DENSEST = {
     # instruction set -> largest N/M that beats dense: float32; 16-bit numbers in fprop and wgrad; in dgrad,

@@ -111,13 +111,11 @@ MOST_TOKENS = 16
 """Up to so many tokens they keep up on dense tensor cores, for canonical indices."""
 
 TENSOR_CORES_FROM = {4: 3}
-"""Where tensor cores take fewer tokens too, by M. Counted in machine code for sm_90a, a stored value of 2:4 costs 5.9 instructions there
-for up to 8 tokens, one of 1:4 8.0, and on CUDA cores 6.2, 8.9 and 13.2 for 1, 2 and 4; an H200 has 15. With larger M they cost alike."""
+"""Where tensor cores take fewer tokens too, by M: there a stored value of 2:4 costs 5.9 instructions for up to 8 tokens, and on CUDA cores
+6.2, 8.9 and 13.2 for 1, 2 and 4 (counted for sm_90a)."""
 
 EMULATED_PROCESSORS = 2
 """Multiprocessors that the emulator plans for: so few that blocks take several rounds."""
-
-_RUNS = True, "a small batch"
 
 
 @cache
@@ -153,7 +151,7 @@ def _supports(x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: 
         return found
     if tokens > FEW_TOKENS and x.dtype == torch.float32:
         return False, f"more than {FEW_TOKENS} tokens are multiplied by tensor cores, in 16 bits, and this call has {tokens} in float32"
-    return _RUNS
+    return True, "a small batch"
 
 
 def _for_gemm(indices: Tensor, tokens: int) -> bool:

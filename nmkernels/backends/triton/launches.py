@@ -1,9 +1,8 @@
 """How a GEMM with a compressed operand is done: which kernel, in which tiles.
 
 ``choose`` takes the plan that ``nm.tune`` found to be the fastest on a device (``search``, kept in the table), else the heuristic's
-(``plan``), a pure function of the sizes whose numbers are heuristic from registers, shared memory and the bytes that cross memory. After
-the first call with the same sizes it is a lookup in a dict. A line of the table counts for its operation, dtype and pattern, for the
-exact rows and columns of the weight, and for token counts that round up to the same power of two.
+(``plan``), which counts registers, shared memory and the bytes that cross memory. A line of the table counts for its operation, dtype and
+pattern, for the exact rows and columns of the weight, and for token counts that round up to the same power of two.
 """
 
 from __future__ import annotations
@@ -29,9 +28,8 @@ FEW_TOKENS = 4
 SCRATCH_WIDTH = 512
 """From so many columns of the dense operand on, the compressed one is expanded to memory once and multiplied by the vendor's GEMM.
 
-Counted, not measured: expanding 2:4 in bfloat16 takes as long as multiplying 230 (A100) to 380 (H100) columns, which leaves 0.57 to 0.69 of
-the dense speed at 512. Expanding in every tile leaves at most 0.52 on Hopper where a multiprocessor has one tile, as 4096 rows give at 512
-columns: of a step, 8 warps issue 233 instructions each, 466 clocks, and then wait for wgmma, 512 clocks."""
+Counted: expanding 2:4 in bfloat16 takes as long as multiplying 230 (A100) to 380 (H100) columns, which leaves 0.57 to 0.69 of the dense
+speed at 512. Expanding in every tile leaves at most 0.52 on Hopper."""
 
 PROCESSORS = {80: 108, 86: 84, 89: 128, 90: 132, 100: 148}
 """Multiprocessors by compute capability, for how many programs fill the GPU; others count as 108."""
@@ -45,8 +43,6 @@ RESIDENT = 4
 MOST_SPLITS = 16
 FEWEST_BLOCKS = 4
 """A part of the columns is at least so many steps, or filling the pipeline takes longer than the steps."""
-
-MOST_WORD_M = 32
 
 
 class Plan(NamedTuple):
@@ -68,7 +64,7 @@ class Plan(NamedTuple):
 
 def by_words(dtype: torch.dtype, n: int, m: int, cols: int) -> bool:
     """Whether the operand can be expanded in registers: in 16 bits, the values and the indices of whole groups read at once."""
-    return dtype.itemsize == 2 and n in (1, 2, 4) and m in (4, 8, 16, MOST_WORD_M) and Pattern(n, m).index_bytes(cols) % 4 == 0
+    return dtype.itemsize == 2 and n in (1, 2, 4) and m in (4, 8, 16, 32) and Pattern(n, m).index_bytes(cols) % 4 == 0
 
 
 def shared_bytes(p: Plan, kind: str, dtype: torch.dtype, n: int, m: int) -> int:
@@ -94,12 +90,9 @@ def word_cols(n: int, m: int) -> int:
 
 @lru_cache(maxsize=4096)
 def plan(kind: str, dtype: torch.dtype, rows: int, cols: int, width: int, n: int, m: int, capability: int = 90) -> Plan:
-    """The heuristic.
+    """The heuristic, for a compressed operand ``(rows, cols)`` and one of ``width`` columns: tokens, in wgrad the layer's inputs.
 
-    Args:
-        kind: "fprop", "dgrad" or "wgrad". dtype: of the operands.
-        rows, cols: of the compressed operand. width: columns of the other one: tokens, in wgrad the layer's inputs.
-        n, m: the pattern. capability: 80, 90, ... of an NVIDIA GPU; 0 for other devices.
+    capability: 80, 90, ... of an NVIDIA GPU; 0 for other devices.
     """
     if kind == "fprop" and width <= FEW_TOKENS and cols:
         return Plan("few")
@@ -147,8 +140,6 @@ def candidates(kind: str, dtype: torch.dtype, rows: int, cols: int, width: int, 
     return [p for p in dict.fromkeys(made) if p.method != "gemm" or shared_bytes(p, kind, dtype, n, m) <= most]
 
 
-# ---- what was measured
-
 METHODS = ("few", "gemm", "scratch")
 MOST = {"rows": 1024, "width": 1024, "cols": 1024, "warps": 16, "stages": 8, "splits": 64}
 """Bounds of the numbers of a plan, so that a file that somebody has edited cannot ask for the impossible."""
@@ -192,10 +183,13 @@ def choose(
 
 def measured(gemm: Gemm) -> Plan | None:
     """The table's plan; None where it has none, or one that is no plan."""
-    line = TABLE.get(name(gemm))
-    found = None if line is None else as_plan(line.get("choice"))
+    given = (TABLE.get(name(gemm)) or {}).get("choice")
+    if not isinstance(given, dict) or set(given) != set(Plan._fields) or given["method"] not in METHODS:
+        return None
+    if not all(type(given[k]) is int and 1 <= given[k] <= most for k, most in MOST.items()):
+        return None
     few = gemm.kind == "fprop" and gemm.width <= FEW_TOKENS and gemm.cols > 0
-    return None if found is None or (found.method == "few" and not few) else found
+    return Plan(**given) if few or given["method"] != "few" else None
 
 
 def name(gemm: Gemm) -> str:
@@ -203,14 +197,6 @@ def name(gemm: Gemm) -> str:
     kind, dtype, rows, cols, width, n, m = gemm[:7]
     fixed, tokens = (width, cols) if kind == "wgrad" else (cols, width)
     return key("triton", gemm.device, f"{kind}|{str(dtype).removeprefix('torch.')}|{n}:{m}|{rows}x{fixed}", tokens)
-
-
-def as_plan(given: Any) -> Plan | None:
-    """The plan that a table's line tells; None unless it is one."""
-    if not isinstance(given, dict) or set(given) != set(Plan._fields) or given["method"] not in METHODS:
-        return None
-    good = all(type(given[k]) is int and 1 <= given[k] <= most for k, most in MOST.items())
-    return Plan(**given) if good else None
 
 
 def forget() -> None:
