@@ -154,7 +154,7 @@ _lock = threading.RLock()
 
 def ready_for(problem: Problem, here: Here, like: Tensor, stream: int) -> Ready:
     """The plan of a problem by its algorithm, which is checked now if it was not before, in this thread."""
-    found: Ready | None = here.routes.get(problem)
+    found = here.routes.get(problem)
     if found is None:
         refuse_capture(like)
         with torch.no_grad(), _lock:

@@ -39,7 +39,8 @@ class Here:
         self.context = _core().Context(library)
         self._run = self.context.run
         self.plans: dict[tuple[Problem, Algorithm], Ready] = {}
-        self.routes: dict[Any, Any] = {}
+        self.routes: dict[Any, Ready] = {}
+        """The plan of each problem whose algorithm is right, and of each kind of call."""
         self.workspaces: dict[int, Tensor] = {}
         self.zero: Tensor | None = None
 

@@ -2,15 +2,14 @@
 
 What follows the GEMM is done by the library where it is right there: a bias, ReLU, a residual where no activation comes between, and
 GELU if the library's is ours, Φ by the error function and not by tanh. NVIDIA does not say, so that is looked at once: the two differ by
-up to 0.0005, as much as fp16 rounds at 1. The rest is done by torch afterwards, on the rounded GEMM. Each of these ways is a ``Route``,
-made at the first call of a GEMM in a thread.
+up to 0.0005, as much as fp16 rounds at 1. The rest is done by torch afterwards, on the rounded GEMM.
 """
 
 from __future__ import annotations
 
 import os
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -63,13 +62,8 @@ OLDEST_GPU = (8, 0)
 DTYPES = (torch.float16, torch.bfloat16)
 
 
-class Route(NamedTuple):
-    """How an fprop is done: the plan, the activation that torch does afterwards, tokens that are added, whether the GEMM is the result."""
-
-    ready: Ready
-    after: str
-    pad: int
-    whole: bool
+AFTER = {"relu": "square", "gelu": ""}
+"""What is left to do of an activation, by what the library does of it."""
 
 
 def problem_of(op: str, *args: Any, erf: bool = True) -> list[Problem]:
@@ -92,26 +86,22 @@ def _kind(
     x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, bias: Tensor | None = None, activation: str = "",
     residual: Tensor | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """Calls of a kind go one route."""
+    """Calls of a kind are done by one plan."""
     return x.dtype, values.shape[0], cols, x.numel() // cols if cols else 0, bias is None, activation, residual is None
 
 
-def _route(at: Here, call: tuple[Any, ...], stream: int) -> Route:
+def _most_fused(at: Here, call: tuple[Any, ...], stream: int) -> Ready:
+    """The plan for a call of nm_linear that leaves the least to torch."""
     reasons: list[str] = []
-    x, cols, bias, activation, residual = call[0], *call[5:]
+    x, activation = call[0], call[7]
     erf = activation == "gelu" and by_erf(x.dtype, at, x, stream)
     for problem in problem_of("nm_linear", *call, erf=erf):
         try:
-            ready = ready_for(problem, at, x, stream)
+            return ready_for(problem, at, x, stream)
         except BackendError as error:
             if capturing(x):
                 raise
             reasons.append(str(error))
-            continue
-        after = {"relu": "square", "gelu": ""}.get(problem.activation, activation)
-        pad = problem.width - x.numel() // cols
-        whole = not pad and not after and (problem.bias, problem.residual) == (bias is not None, residual is not None)
-        return Route(ready, after, pad, whole)
     raise BackendError(reasons[-1])
 
 
@@ -134,30 +124,31 @@ def linear(
             return linear(*call, out)
     at = here(device)
     kind = _kind(*call)
-    route: Route | None = at.routes.get(kind)
-    if route is None:
-        route = at.routes[kind] = _route(at, call, stream)
+    ready = at.routes.get(kind)
+    if ready is None:
+        ready = at.routes[kind] = _most_fused(at, call, stream)
+    problem, pad = ready.problem, ready.problem.width - tokens
     blob = blob_of(values, indices, (n, m, cols), at, stream)
     x = aligned(x)
-    if route.pad:
-        x = F.pad(x.reshape(tokens, cols), (0, 0, 0, route.pad))
-        y = x.new_empty(tokens + route.pad, rows)
+    if pad:
+        x = F.pad(x.reshape(tokens, cols), (0, 0, 0, pad))
+        y = x.new_empty(tokens + pad, rows)
     else:
         y = _written(out, x, *leading, rows)
-    problem = route.ready.problem
     b = aligned(bias) if bias is not None and problem.bias else None
     r = None
     if residual is not None and problem.residual:
-        r = aligned(F.pad(residual.reshape(tokens, rows), (0, 0, 0, route.pad)) if route.pad else residual)
-    at.run(route.ready, blob.address, x, y, b, r, stream, 1.0)
-    if not route.whole:  # the rest, on the rounded GEMM
-        y = y[:tokens].view(*leading, rows) if route.pad else y
-        if bias is not None and not problem.bias:
-            y.add_(bias)
-        if route.after:
-            y = y.square() if route.after == "square" else ACTIVATIONS[route.after](y)
-        if residual is not None and not problem.residual:
-            y.add_(residual)
+        r = aligned(F.pad(residual.reshape(tokens, rows), (0, 0, 0, pad)) if pad else residual)
+    at.run(ready, blob.address, x, y, b, r, stream, 1.0)
+    if pad:
+        y = y[:tokens].view(*leading, rows)
+    if bias is not None and not problem.bias:
+        y.add_(bias)
+    after = AFTER.get(problem.activation, activation)
+    if after:
+        y = y.square() if after == "square" else ACTIVATIONS[after](y)
+    if residual is not None and not problem.residual:
+        y.add_(residual)
     return y if out is None or y is out else out.copy_(y)
 
 

@@ -26,7 +26,7 @@ def arguments(tokens=16, bias=False, activation=""):
 
 def used():
     """The algorithm that this thread's only fprop is done by."""
-    (found,) = {route.ready.algorithm for key, route in routes().items() if not isinstance(key, Problem)}
+    (found,) = {ready.algorithm for key, ready in routes().items() if not isinstance(key, Problem)}
     return found
 
 

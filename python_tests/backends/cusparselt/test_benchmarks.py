@@ -33,7 +33,7 @@ def used(p: Provider) -> Algorithm:
     """The algorithm that a call of a provider is done by."""
     with p.under():
         p.call()
-        return next(found.ready.algorithm if hasattr(found, "ready") else found.algorithm for found in routes().values())
+        return next(ready.algorithm for ready in routes().values())
 
 
 @pytest.mark.slow
