@@ -128,9 +128,9 @@ class Attachment:
             if not layer.takes_part():
                 continue
             self.numel += layer.weight.numel()
-            penalties = {} if stage.rule.late and not layer.learned() else layer.penalties()
-            extra = penalties.pop(WEIGHT, None)
             learned = layer.learned()
+            penalties = {} if stage.rule.late and not learned else layer.penalties()
+            extra = penalties.pop(WEIGHT, None)
             for key, value in penalties.items():
                 grad = learned[key].grad
                 if grad is not None:
@@ -202,19 +202,15 @@ class Attachment:
 
     @property
     def _found_inf(self) -> Tensor | None:
-        found: Tensor | None = getattr(self.optimizer, "found_inf", None)
-        return found
+        return getattr(self.optimizer, "found_inf", None)
 
     def _since_applied(self, new: Tensor) -> Tensor:
         """``new``, or where the step was skipped the metrics of the last applied one, with no flips; decided on the device."""
         if self._found_inf is None:
             return new
+        old = torch.zeros_like(new) if self.stats is None else self.stats.clone()
         if self.stats is None:
-            old = torch.zeros_like(new)
-            used = [layer.effective_weight().count_nonzero() for layer in self.layers.values() if layer.takes_part()]
-            old[NONZEROS] = torch.stack(used).sum()
-        else:
-            old = self.stats.clone()
+            old[NONZEROS] = sum(layer.effective_weight().count_nonzero() for layer in self.layers.values() if layer.takes_part())
         old[FLIPS] = 0.0
         return torch.where(new[APPLIED] > 0, new, old)
 
@@ -246,10 +242,9 @@ class Attachment:
         return torch.stack([values[key].to(device=device, dtype=torch.float64) for key in ops.STATS])
 
     def _settle(self) -> None:
-        after = self.run.stage.after
+        after, skipped = self.run.stage.after, self._found_inf
         if after is None:
             return
-        skipped = self._found_inf
         rates = {id(p): group["lr"] for group in self.optimizer.param_groups for p in group["params"]}
         for layer in self.layers.values():
             # load_state_dict(assign=True) gives the layer another Parameter than the one that this optimizer updates
@@ -326,11 +321,8 @@ def masked_adamw(optimizer: torch.optim.Optimizer) -> MaskedAdamW | None:
 def group_of(optimizer: torch.optim.Optimizer, layers: dict[str, NMWeight]) -> dict[str, Any]:
     """The parameter group that updates the first of ``layers``; the first one where a load has replaced that layer's Parameter."""
     first = next(iter(layers.values())).weight
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            if p is first:
-                return group
-    return optimizer.param_groups[0]
+    owners = [group for group in optimizer.param_groups if any(p is first for p in group["params"])]
+    return (owners or optimizer.param_groups)[0]
 
 
 def check_optimizer(recipe: Recipe, optimizer: torch.optim.Optimizer) -> None:

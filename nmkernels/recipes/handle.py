@@ -64,7 +64,7 @@ class Handle:
         return self.run.state
 
     def state_dict(self) -> dict[str, Any]:
-        """A copy of the schedule's state; the optimizer's state dict holds the same, so saving that one is enough."""
+        """A copy of the schedule's state, which the optimizer's state dict holds too."""
         return {STATE_KEY: copy.deepcopy(self.state)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

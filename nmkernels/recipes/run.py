@@ -201,12 +201,11 @@ class Activations:
     """The ``SquaredReLU`` modules that a recipe governs, and the rule that each had before; none without a ``final`` rule to leave."""
 
     def __init__(self, model: nn.Module, final: ActivationRule | None) -> None:
-        found = {} if final is None else {name: m for name, m in model.named_modules() if isinstance(m, SquaredReLU)}
-        self.before = [(module, module.rule) for module in found.values()]
         self.final = final
+        self.before = [] if final is None else [(m, m.rule) for m in model.modules() if isinstance(m, SquaredReLU)]
         if final is None:
             return
-        if not found:
+        if not self.before:
             raise RecipeError(
                 "sparsify_: the recipe makes squared-ReLU activations sparse, and the model has no nm.nn.SquaredReLU. Put one, or a "
                 'SquaredReLUMLP, in place of its activation and train it so from the beginning; GPT takes activation="relu2", and the '

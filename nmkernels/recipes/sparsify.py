@@ -52,10 +52,7 @@ class Candidate:
 
 
 def select(
-    model: nn.Module,
-    pattern: Pattern,
-    filter_fn: FilterFn | None = None,
-    plan: LayerFn = lambda pattern, shape: LayerPlan(None),
+    model: nn.Module, pattern: Pattern, filter_fn: FilterFn | None = None, plan: LayerFn = lambda pattern, shape: LayerPlan(None)
 ) -> tuple[list[Candidate], Report]:
     """The layers to make sparse and the report on all of them; nothing is changed. ``plan`` is ``Recipe.layer``."""
     chosen, report = [], Report()
@@ -66,13 +63,9 @@ def select(
             continue
         wanted = filter_fn is None or bool(filter_fn(c.module, c.name))
         if filter_fn is not None and wanted and c.impossible:
-            error = ShapeError if c.misshapen else RecipeError
-            raise error(
-                f"sparsify_: the filter chose layer {c.name!r}, which cannot be made {pattern} sparse: {c.impossible}. "
-                "Leave it out of the filter."
-            )
-        against = c.keep_dense or (plan(pattern, c.shape).keep_dense_reason if len(c.shape) == 2 else "")
-        reason = c.impossible or (against if filter_fn is None else "") or ("" if wanted else "not chosen by the filter")
+            said = f"sparsify_: the filter chose layer {c.name!r}, which cannot be made {pattern} sparse: {c.impossible}."
+            raise (ShapeError if c.misshapen else RecipeError)(f"{said} Leave it out of the filter.")
+        reason = c.impossible or (c.keep_dense if filter_fn is None else "") or ("" if wanted else "not chosen by the filter")
         if not reason:
             chosen.append(c)
         report.entries.append(Entry(c.name, kind, c.shape, not reason, reason or str(pattern)))
@@ -100,7 +93,12 @@ def _others(name: str, module: nn.Module) -> Iterator[Candidate]:
     kind, weights = type(module).__name__, _weights(module)
     features = getattr(module, "out_features", None), getattr(module, "in_features", None)
     if ".quantized." in f"{type(module).__module__}.":
-        yield from _packed_by_torch(name, module)
+        # a layer of torch.ao keeps its weight packed in an object of C++
+        weight = getattr(module, "weight", None)
+        if callable(weight) or hasattr(module, "_all_weight_values") or hasattr(module, "_packed_weight_ih"):
+            shape = tuple(weight().shape) if callable(weight) else ()
+            reason = "quantised by torch.ao; make the model sparse first and quantise it afterwards"
+            yield Candidate(name, module, shape, reason, linear=hasattr(module, "in_features"))
         return
     if weights and all(isinstance(f, int) for f in features):
         dtypes = {str(w.dtype) for w in weights.values() if not w.is_floating_point()}
@@ -133,14 +131,6 @@ def _is_matrix(t: Tensor) -> bool:
     return t.dim() > 1 and t.shape[0] > 1 and sum(size > 1 for size in t.shape) > 1
 
 
-def _packed_by_torch(name: str, module: nn.Module) -> Iterator[Candidate]:
-    weight = getattr(module, "weight", None)
-    if callable(weight) or hasattr(module, "_all_weight_values") or hasattr(module, "_packed_weight_ih"):
-        shape = tuple(weight().shape) if callable(weight) else ()
-        reason = "quantised by torch.ao; make the model sparse first and quantise it afterwards"
-        yield Candidate(name, module, shape, reason, linear=hasattr(module, "in_features"))
-
-
 def _looks_linear(module: nn.Module) -> bool:
     return isinstance(module, (nn.Linear, NMWeight, CompressedLinear)) or any(map(is_conv1d_type, type(module).__mro__))
 
@@ -164,13 +154,11 @@ def _candidate(
     else:
         shape = () if weight is None else tuple(weight.shape[::-1])
     impossible = _obstacle(module, weight, uses, bypassed)
-    misshapen = ""
-    if not impossible:
-        if shape[1] % pattern.m:
-            misshapen = f"in_features={shape[1]} is not a multiple of M={pattern.m}"
-        else:
-            misshapen = plan(pattern, (shape[0], shape[1])).unsupported_reason
-    keep_dense = ""
+    planned = LayerPlan(None) if impossible else plan(pattern, (shape[0], shape[1]))
+    misshapen = planned.unsupported_reason
+    if not impossible and shape[1] % pattern.m:
+        misshapen = f"in_features={shape[1]} is not a multiple of M={pattern.m}"
+    keep_dense = planned.keep_dense_reason
     if id(module) in heads or name.rpartition(".")[2] in HEADS:
         keep_dense = "output head"
     elif shape and min(shape) < TINY:
