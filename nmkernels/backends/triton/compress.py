@@ -67,25 +67,38 @@ def filled_up(keep, N: tl.constexpr, M: tl.constexpr):
 def compacted(bits, stored, N: tl.constexpr, PADDED_N: tl.constexpr):
     """Values and indices of the N stored elements of each group, in order of index: two tiles ``[groups, PADDED_N]`` of integers."""
     index = tl.arange(0, bits.shape[1])[None, :]
-    slot = tl.arange(0, PADDED_N)[None, :]
-    values = tl.zeros([bits.shape[0], PADDED_N], bits.dtype)
-    indices = tl.zeros([bits.shape[0], PADDED_N], tl.int32)
-    at = tl.full([bits.shape[0], 1], -1, tl.int32)
-    for j in tl.static_range(N):
-        at = tl.min(tl.where(stored & (index > at), index, 256), 1, keep_dims=True)
-        # one element differs from zero at most, so that this sum is a copy
-        value = tl.sum(tl.where(index == at, bits, 0), 1, keep_dims=True).to(bits.dtype)
-        values = tl.where(slot == j, value, values)
-        indices = tl.where(slot == j, at, indices)
+    if PADDED_N == N:
+        slot = tl.arange(0, N)[None, :]
+        values = tl.zeros([bits.shape[0], N], bits.dtype)
+        indices = tl.zeros([bits.shape[0], N], tl.int32)
+        at = tl.full([bits.shape[0], 1], -1, tl.int32)
+        for j in tl.static_range(N):
+            at = tl.min(tl.where(stored & (index > at), index, 256), 1, keep_dims=True)
+            # one element differs from zero at most, so that this sum is a copy
+            value = tl.sum(tl.where(index == at, bits, 0), 1, keep_dims=True).to(bits.dtype)
+            values = tl.where(slot == j, value, values)
+            indices = tl.where(slot == j, at, indices)
+    else:
+        rank = tl.cumsum(stored.to(tl.int32), 1) - 1
+        here = stored[:, :, None] & (rank[:, :, None] == tl.arange(0, PADDED_N)[None, None, :])
+        values = tl.sum(tl.where(here, bits[:, :, None], 0), 1).to(bits.dtype)
+        indices = tl.sum(tl.where(here, index[:, :, None], 0), 1)
     return values, indices
 
 
 @triton.jit
 def bytes_of(indices, BITS: tl.constexpr):
     """Consecutive indices of BITS bits each as bytes, little end first: ``[8 / BITS * bytes]`` to ``[bytes]``."""
-    PER: tl.constexpr = 8 // BITS
-    shift = (tl.arange(0, PER) * BITS)[None, :]
-    return tl.sum(tl.reshape(indices, [indices.shape[0] // PER, PER]) << shift, 1).to(tl.uint8)
+    # by splitting: Triton 3.6 adds up the wrong lanes where a reshaped tile is reduced that several lanes hold
+    if BITS == 8:
+        return indices.to(tl.uint8)
+    else:
+        even, odd = tl.split(tl.reshape(indices, [indices.shape[0] // 2, 2]))
+        pairs = even | (odd << BITS)
+        if BITS == 2:
+            even, odd = tl.split(tl.reshape(pairs, [pairs.shape[0] // 2, 2]))
+            pairs = even | (odd << 4)
+        return pairs.to(tl.uint8)
 
 
 @triton.jit
@@ -207,8 +220,7 @@ def decompress_kernel(
         v = tl.load(values + line, mask=line < left * N, other=0)
         line = tl.arange(0, TILE * N * BITS // 8)
         packed = tl.load(indices + line, mask=line < row_bytes - (first * N * BITS) // 8, other=0)
-        here = tl.reshape(indices_of(packed, BITS), [TILE, N, 1]) == index[:, None, :]
-        dense = tl.sum(tl.where(here, tl.reshape(v, [TILE, N, 1]), 0), 1).to(v.dtype)
+        dense = _spread(v, indices_of(packed, BITS), index, N, TILE)
     else:
         group = tl.arange(0, TILE)
         dense = tl.zeros([TILE, PADDED], values.dtype.element_ty)
@@ -224,6 +236,18 @@ def decompress_kernel(
     else:
         column = first * M + tl.arange(0, TILE)[:, None] * M + index
         tl.store(out + row * cols + column, dense, mask=(index < M) & (column < cols))
+
+
+@triton.jit
+def _spread(v, at, index, N: tl.constexpr, TILE: tl.constexpr):
+    """Values ``[TILE * N]`` and their indices as dense groups ``[TILE, M]``; N is 1, 2 or 4."""
+    if N == 1:
+        return tl.where(index == at[:, None], v[:, None], 0).to(v.dtype)
+    else:
+        even, odd = tl.split(tl.reshape(v, [TILE, N // 2, 2]))
+        even_at, odd_at = tl.split(tl.reshape(at, [TILE, N // 2, 2]))
+        low = _spread(tl.reshape(even, [TILE * N // 2]), tl.reshape(even_at, [TILE * N // 2]), index, N // 2, TILE)
+        return low | _spread(tl.reshape(odd, [TILE * N // 2]), tl.reshape(odd_at, [TILE * N // 2]), index, N // 2, TILE)
 
 
 def decompress(values: Tensor, indices: Tensor, n: int, m: int, cols: int, out: Tensor | None = None) -> Tensor:
