@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -65,17 +65,6 @@ def test_whether_cuda_kernels_run_and_why_not(gpu: Callable[..., Probe], monkeyp
     for name, why in (("cuda_device", "torch sees no NVIDIA GPU"), ("cuda_core", "without CUDA kernels")):
         monkeypatch.setattr(capability, name, lambda why=why: Probe(False, why))
         assert gpu(13000, 13000, "") == Probe(False, why)
-
-
-def test_a_gpu_is_asked_once(monkeypatch: pytest.MonkeyPatch, gpu: Callable[..., Probe]) -> None:
-    asked = []
-    core = SimpleNamespace(cuda=SimpleNamespace(probe=lambda device: asked.append(device) or (13000, 13000, "")))
-    monkeypatch.setattr(capability, "import_module", lambda *_: core)
-    before = capability.cuda_kernels
-    monkeypatch.setattr(capability, "cuda_kernels", cache(before.__wrapped__))
-    for device in (1, 0, 1, 0):
-        assert capability.cuda_kernels(device).ok
-    assert asked == [1, 0]
 
 
 def test_import_is_light() -> None:

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from .operands import SIGNED, UNSIGNED, kind, read
+from .operands import SIGNED, UNSIGNED, Threads, kind, read
 from .parse import SIZES, Instruction
 
-if TYPE_CHECKING:
-    from .machine import Threads
-
-SPECIAL = {"fence"}
-"""Instructions that change nothing here."""
-
-Rule = Callable[["Threads", Instruction], Any]
+Rule = Callable[[Threads, Instruction], Any]
 
 
 def _two(fn: Callable[[Any, Any], Any]) -> Rule:

@@ -13,65 +13,45 @@ import numpy as np
 from torch import Tensor
 
 from .exchange import EXCHANGE
-from .instructions import PLAIN, SPECIAL
-from .operands import Memory, read, write
-from .parse import Instruction, Kernel
+from .instructions import PLAIN
+from .operands import Memory, Threads, read, write
+from .parse import Kernel
 
 WARP = 32
 SHARED = 232448
 """Bytes of shared memory a block has; filled with a pattern before each block, so that reading what nobody wrote shows."""
 
 
-class Threads:
-    """Threads that run together: their registers and where each of them is."""
-
-    def __init__(self, kernel: Kernel, first: int, count: int, block: int, spaces: dict[str, Memory], params: dict[str, int]):
-        self.kernel, self.spaces, self.params, self.shared = kernel, spaces, params, spaces["shared"].bytes[0]
-        self.count, self.block = count, block
-        self.tid = np.arange(first, first + count, dtype=np.uint32)
-        self.registers: dict[str, np.ndarray] = {}
-        self.at = np.zeros(count, dtype=np.int64)
-        self.active = np.ones(count, dtype=bool)
-
-    @property
-    def done(self) -> bool:
-        """Whether every thread has returned."""
-        return bool((self.at >= len(self.kernel.code)).all())
-
-    def run(self) -> None:
-        """Up to the next barrier, which every thread must reach, or to the end."""
-        code = self.kernel.code
-        while not self.done:
-            here = int(self.at.min())
-            ins = code[here]
-            self.active = self.at == here
-            if ins.name in ("bar", "barrier") and ins.mods[0] != "warp":
-                assert self.active.all() and not ins.guard, f"{ins.text}: some threads do not reach the barrier"
-                self.at += 1
-                return
-            if ins.guard:
-                guard = read(self, ins.guard.lstrip("!"), "pred") ^ ins.guard.startswith("!")
-                self.at[self.active & ~guard] += 1
-                self.active &= guard
-                if not self.active.any():
-                    continue
-            self._step(ins)
-
-    def _step(self, ins: Instruction) -> None:
+def _run(t: Threads) -> None:
+    """Up to the next barrier, which every thread must reach, or to the end."""
+    code = t.kernel.code
+    while not t.done:
+        here = int(t.at.min())
+        ins = code[here]
+        t.active = t.at == here
+        if ins.name in ("bar", "barrier") and ins.mods[0] != "warp":
+            assert t.active.all() and not ins.guard, f"{ins.text}: some threads do not reach the barrier"
+            t.at += 1
+            return
+        if ins.guard:
+            guard = read(t, ins.guard.lstrip("!"), "pred") ^ ins.guard.startswith("!")
+            t.at[t.active & ~guard] += 1
+            t.active &= guard
+            if not t.active.any():
+                continue
         if ins.name == "bra":
-            self.at[self.active] = self.kernel.labels[str(ins.operands[0])]
-        elif ins.name == "ret":
-            self.at[self.active] = len(self.kernel.code)
-        elif ins.name in SPECIAL:
-            self.at[self.active] += 1
+            t.at[t.active] = t.kernel.labels[str(ins.operands[0])]
+            continue
+        if ins.name == "ret":
+            t.at[t.active] = len(code)
+            continue
+        if ins.name in PLAIN:
+            write(t, ins.operands[0], PLAIN[ins.name](t, ins))
+        elif ins.name in EXCHANGE:
+            EXCHANGE[ins.name](t, ins)
         else:
-            if ins.name in PLAIN:
-                write(self, ins.operands[0], PLAIN[ins.name](self, ins))
-            elif ins.name in EXCHANGE:
-                EXCHANGE[ins.name](self, ins)
-            else:
-                raise NotImplementedError(f"no rule for {ins.text}")
-            self.at[self.active] += 1
+            raise NotImplementedError(f"no rule for {ins.text}")
+        t.at[t.active] += 1
 
 
 def execute(kernel: Kernel, blocks: Iterable[int], args: Sequence[Any], tensors: Sequence[Tensor] = (), warps_apart: bool = False) -> None:
@@ -93,4 +73,4 @@ def execute(kernel: Kernel, blocks: Iterable[int], args: Sequence[Any], tensors:
             parts = [Threads(kernel, i, step, block, spaces, params) for i in reversed(range(0, kernel.threads, step))]
             while not all(p.done for p in parts):
                 for p in parts:
-                    p.run()
+                    _run(p)

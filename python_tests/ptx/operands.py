@@ -3,20 +3,74 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from .parse import SIZES
-
-if TYPE_CHECKING:
-    from .machine import Threads
+from .parse import SIZES, Kernel
 
 UNSIGNED = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 SIGNED = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
 FLOATS = {16: np.float16, 32: np.float32, 64: np.float64}
+
+
+class Memory:
+    """Bytes by the address where they begin, and nothing else: what is read and written is checked against them."""
+
+    def __init__(self, regions: dict[int, np.ndarray]) -> None:
+        self.starts = sorted(regions)
+        self.bytes = [regions[start] for start in self.starts]
+
+    @classmethod
+    def of(cls, tensors: list[Tensor]) -> Memory:
+        """The storages of CPU tensors at their own addresses."""
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors if t.numel()}
+        return cls({start: torch.empty(0, dtype=torch.uint8).set_(s).numpy() for start, s in storages.items()})  # type: ignore[call-overload]
+
+    def _locate(self, address: np.ndarray, bits: int, count: int, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """The array that holds the addresses, as items of so many bits, and the index of each item."""
+        size = bits // 8
+        wrong = address % np.uint64(size * count) != 0
+        assert not wrong.any(), f"{text}: address {address[wrong][0]:#x} is no multiple of {size * count}"
+        region = int(np.searchsorted(np.array(self.starts, np.uint64), address[0], side="right")) - 1
+        assert region >= 0, f"{text}: address {address[0]:#x} is below every tensor"
+        start, data = self.starts[region], self.bytes[region]
+        offset = address - np.uint64(start)
+        outside = offset + np.uint64(size * count) > data.size
+        assert not outside.any(), f"{text}: offset {int(offset[outside][0])} of a tensor of {data.size} bytes"
+        items = data[: data.size // size * size].view(UNSIGNED[bits])
+        return items, (offset // np.uint64(size)).astype(np.int64)
+
+    def load(self, address: np.ndarray, bits: int, count: int, text: str) -> list[np.ndarray]:
+        """``count`` consecutive items of ``bits`` at each address."""
+        items, index = self._locate(address, bits, count, text)
+        return [items[index + i] for i in range(count)]
+
+    def store(self, address: np.ndarray, bits: int, values: list[np.ndarray], text: str) -> None:
+        """The inverse of ``load``; different values for one address in one instruction are an error."""
+        items, index = self._locate(address, bits, len(values), text)
+        for i, value in enumerate(values):
+            items[index + i] = value
+            assert (items[index + i] == value).all(), f"{text}: two threads write different values to one address"
+
+
+class Threads:
+    """Threads that run together: their registers and where each of them is."""
+
+    def __init__(self, kernel: Kernel, first: int, count: int, block: int, spaces: dict[str, Memory], params: dict[str, int]):
+        self.kernel, self.spaces, self.params, self.shared = kernel, spaces, params, spaces["shared"].bytes[0]
+        self.count, self.block = count, block
+        self.tid = np.arange(first, first + count, dtype=np.uint32)
+        self.registers: dict[str, np.ndarray] = {}
+        self.at = np.zeros(count, dtype=np.int64)
+        self.active = np.ones(count, dtype=bool)
+
+    @property
+    def done(self) -> bool:
+        """Whether every thread has returned."""
+        return bool((self.at >= len(self.kernel.code)).all())
 
 
 def kind(name: str) -> Any:
@@ -110,43 +164,3 @@ def address(t: Threads, operand: str, space: str) -> np.ndarray:
 def lanes(t: Threads, operand: Any, type_: str) -> np.ndarray:
     """An operand as ``[warps, 32]``."""
     return np.broadcast_to(read(t, operand, type_), (t.count,)).reshape(-1, 32)
-
-
-class Memory:
-    """Bytes by the address where they begin, and nothing else: what is read and written is checked against them."""
-
-    def __init__(self, regions: dict[int, np.ndarray]) -> None:
-        self.starts = sorted(regions)
-        self.bytes = [regions[start] for start in self.starts]
-
-    @classmethod
-    def of(cls, tensors: list[Tensor]) -> Memory:
-        """The storages of CPU tensors at their own addresses."""
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors if t.numel()}
-        return cls({start: torch.empty(0, dtype=torch.uint8).set_(s).numpy() for start, s in storages.items()})  # type: ignore[call-overload]
-
-    def _locate(self, address: np.ndarray, bits: int, count: int, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """The array that holds the addresses, as items of so many bits, and the index of each item."""
-        size = bits // 8
-        wrong = address % np.uint64(size * count) != 0
-        assert not wrong.any(), f"{text}: address {address[wrong][0]:#x} is no multiple of {size * count}"
-        region = int(np.searchsorted(np.array(self.starts, np.uint64), address[0], side="right")) - 1
-        assert region >= 0, f"{text}: address {address[0]:#x} is below every tensor"
-        start, data = self.starts[region], self.bytes[region]
-        offset = address - np.uint64(start)
-        outside = offset + np.uint64(size * count) > data.size
-        assert not outside.any(), f"{text}: offset {int(offset[outside][0])} of a tensor of {data.size} bytes"
-        items = data[: data.size // size * size].view(UNSIGNED[bits])
-        return items, (offset // np.uint64(size)).astype(np.int64)
-
-    def load(self, address: np.ndarray, bits: int, count: int, text: str) -> list[np.ndarray]:
-        """``count`` consecutive items of ``bits`` at each address."""
-        items, index = self._locate(address, bits, count, text)
-        return [items[index + i] for i in range(count)]
-
-    def store(self, address: np.ndarray, bits: int, values: list[np.ndarray], text: str) -> None:
-        """The inverse of ``load``; different values for one address in one instruction are an error."""
-        items, index = self._locate(address, bits, len(values), text)
-        for i, value in enumerate(values):
-            items[index + i] = value
-            assert (items[index + i] == value).all(), f"{text}: two threads write different values to one address"
