@@ -9,11 +9,10 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TypeVar
 
 import torch
-
-from nmkernels.tuning import timer
 
 from .registry import Provider
 
@@ -34,7 +33,7 @@ class QueueMeter:
 
     def __init__(self, p: Provider, device: str | None) -> None:
         self.p, self.cost, self.calls = p, 0.0, max(1, HOST_CALLS // p.count)
-        self.wait: Callable[[], None] = timer.Cuda(device).synchronize if device else _nothing
+        self.wait: Callable[[], None] = partial(torch.cuda.synchronize, device) if device else _nothing
 
     def warm(self) -> float:
         """Two turns that do not count."""

@@ -56,7 +56,7 @@ def meter_of(p: Provider, device: str, settle: float = SETTLE) -> Meter:
     if p.host:
         return gpu.QueueMeter(p, device if cuda else None)
     if cuda:
-        return DeviceMeter([p.call], timer.Cuda(device), gpu.BATCH, p.under)
+        return DeviceMeter([p.call], device, gpu.BATCH, p.under)
     return _InParts(p, settle) if p.parts else HostMeter([p.call], settle, batch=0.0, under=p.under)
 
 
@@ -90,6 +90,6 @@ def on_cpu(call: Call) -> float:
 
 def median_seconds(call: Callable[[], object], device: str, rounds: int = 7) -> float:
     """The median of single timings of a call on a CUDA device."""
-    meter = DeviceMeter([call], timer.Cuda(device), gpu.BATCH)
+    meter = DeviceMeter([call], device, gpu.BATCH)
     meter.warm()
     return sorted(meter.turn() for _ in range(rounds))[rounds // 2]

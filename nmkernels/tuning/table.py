@@ -49,10 +49,9 @@ Line = dict[str, Any]
 def regular_size(path: Path) -> int:
     """The size of a file in bytes; OSError for a folder, a pipe or a device: reading those fails late, waits for ever, or never ends."""
     about = path.stat()
-    if stat.S_ISDIR(about.st_mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not stat.S_ISREG(about.st_mode):
-        raise OSError(errno.EINVAL, "Not a regular file", str(path))
+        code, why = (errno.EISDIR, "Is a directory") if stat.S_ISDIR(about.st_mode) else (errno.EINVAL, "Not a regular file")
+        raise OSError(code, why, str(path))
     return about.st_size
 
 

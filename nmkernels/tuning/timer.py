@@ -109,48 +109,22 @@ class HostMeter:
             return min(self._once() for _ in range(self.count))
 
 
-class Cuda:
-    """torch's events on the current stream of a CUDA device."""
-
-    def __init__(self, device: str | torch.device = "cuda") -> None:
-        self.device = torch.device(device)
-
-    def synchronize(self) -> None:
-        torch.cuda.synchronize(self.device)
-
-    def sleep(self, seconds: float) -> None:
-        torch.cuda._sleep(int(seconds * CYCLES_PER_SECOND))
-
-    def mark(self) -> Any:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def reached(self, mark: Any) -> bool:
-        return bool(mark.query())
-
-    def between(self, start: Any, end: Any) -> float:
-        """Wait for ``end``; seconds of the device from ``start`` to it."""
-        end.synchronize()
-        return float(start.elapsed_time(end)) / 1e3
-
-
 class DeviceMeter:
-    """Times batches of calls by the device's clock."""
+    """Times batches of calls on the current stream of a CUDA device by its events."""
 
-    def __init__(self, calls: Sequence[Call], clock: Cuda, batch: float = DEVICE_BATCH, under: Under = nullcontext) -> None:
-        self.next, self.clock, self.batch, self.under = cycle(calls).__next__, clock, batch, under
+    def __init__(self, calls: Sequence[Call], device: Any, batch: float = DEVICE_BATCH, under: Under = nullcontext) -> None:
+        self.next, self.device, self.batch, self.under = cycle(calls).__next__, device, batch, under
         self.count, self.ahead, self.tries, self.cost = 1, 0.0, TRIES, 0.0
 
     def warm(self) -> float:
         # compile and allocate in a first call, learn from a second how long it takes to queue, from a batch how long it runs
         with self.under():
             self.next()()
-            self.clock.synchronize()
+            torch.cuda.synchronize(self.device)
             start = time.perf_counter()
             self.next()()
             queued = time.perf_counter() - start
-            self.clock.synchronize()
+            torch.cuda.synchronize(self.device)
             whole = time.perf_counter() - start
         self._size(whole, queued)
         took = self.turn()
@@ -164,17 +138,18 @@ class DeviceMeter:
         self.ahead = min(LONGEST_SLEEP, max(self.ahead, 1.5 * (2 * self.count + 1) * queued))
 
     def turn(self) -> float:
-        clock = self.clock
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         for _ in range(self.tries):
             with self.under():
-                clock.synchronize()
-                clock.sleep(self.ahead)
+                torch.cuda.synchronize(self.device)
+                torch.cuda._sleep(int(self.ahead * CYCLES_PER_SECOND))
                 self._batch()
-                start = clock.mark()
+                start.record()
                 self._batch()
-                end = clock.mark()
-                late = clock.reached(start)
-            took = clock.between(start, end) / self.count
+                end.record()
+                late = start.query()
+            end.synchronize()
+            took = float(start.elapsed_time(end)) / 1e3 / self.count
             if not late:
                 return took
             self.ahead = min(LONGEST_SLEEP, 4 * self.ahead + 1e-5)
@@ -256,8 +231,7 @@ class Timer:
             return Turns([{name: self.given(Task(name, some[0])) for name, some in calls.items()}])
         cuda = self.device.type == "cuda"
         with torch.cuda.device(self.device) if cuda else nullcontext():  # the events of a GPU are those of the current one
-            clock = Cuda(self.device)
-            meters = {name: DeviceMeter(some, clock) if cuda else HostMeter(some) for name, some in calls.items()}
+            meters = {name: DeviceMeter(some, self.device) if cuda else HostMeter(some) for name, some in calls.items()}
             return take_turns(meters, seconds, least, hopeless=hopeless)
 
     def compare(self, calls: Mapping[str, Sequence[Call]], seconds: float) -> tuple[dict[str, float], dict[str, str]]:

@@ -12,7 +12,6 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from bench.cases import _ours
-from nmkernels.tuning import timer
 
 NAME = "NVIDIA H200"
 
@@ -27,26 +26,23 @@ class OnTheCpu(TorchFunctionMode):
         return func(*args, **given)
 
 
-class HostClock:
-    """A device that works while it is called."""
+class HostEvent:
+    """Of a device that works while it is called."""
 
-    def __init__(self, device: str = "cuda") -> None:
-        pass
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+    def query(self) -> bool:
+        return False
 
     def synchronize(self) -> None:
         pass
 
-    def sleep(self, seconds: float) -> None:
-        pass
-
-    def mark(self) -> float:
-        return time.perf_counter()
-
-    def reached(self, mark: float) -> bool:
-        return False
-
-    def between(self, start: float, end: float) -> float:
-        return end - start
+    def elapsed_time(self, end: HostEvent) -> float:
+        return 1e3 * (end.at - self.at)
 
 
 class _Graph:
@@ -64,7 +60,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch, cache: int = 1 << 12) -> Iterator[None]
     """Inside, ``cuda`` names a GPU with an L2 of ``cache`` bytes."""
     normal: Callable[..., torch.Tensor] = _ours.normal
     monkeypatch.setattr(_ours, "normal", lambda *shape, device, **more: normal(*shape, device="cpu", **more))
-    monkeypatch.setattr(timer, "Cuda", HostClock)
+    monkeypatch.setattr(torch.cuda, "Event", HostEvent)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
     monkeypatch.setattr("bench.cases.host.captured", _captured)
     monkeypatch.setattr("bench.runner.matmul_rate", lambda dtype, device: 1e9)
     monkeypatch.setattr("bench.runner.lost", lambda device: "")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import product
 from typing import Any
 
@@ -46,30 +46,45 @@ class Simulated:
 
         return run
 
-    def synchronize(self) -> None:
+    def synchronize(self, device: object = None) -> None:
         self.now = max(self.now, self.busy_until)
 
-    def sleep(self, seconds: float) -> None:
+    def sleep(self, cycles: int) -> None:
+        seconds = cycles / timer.CYCLES_PER_SECOND
         self.slept.append(seconds)
         self.busy_until = max(self.busy_until, self.now) + seconds
 
-    def mark(self) -> float:
-        self.now += 1e-6
-        self.busy_until = max(self.busy_until, self.now)
-        return self.busy_until
 
-    def reached(self, mark: float) -> bool:
-        return mark <= self.now
+class Event:
+    """Of the simulated device."""
 
-    def between(self, start: float, end: float) -> float:
-        self.now = max(self.now, end)
-        return end - start
+    clock: Simulated
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.clock.now += 1e-6
+        self.clock.busy_until = self.at = max(self.clock.busy_until, self.clock.now)
+
+    def query(self) -> bool:
+        return self.at <= self.clock.now
+
+    def synchronize(self) -> None:
+        self.clock.now = max(self.clock.now, self.at)
+
+    def elapsed_time(self, end: Event) -> float:
+        assert end.at <= self.clock.now
+        return 1e3 * (end.at - self.at)
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Simulated:
-    simulated = Simulated()
+    simulated = Event.clock = Simulated()
     monkeypatch.setattr(timer.time, "perf_counter", lambda: simulated.now)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", simulated.synchronize)
+    monkeypatch.setattr(torch.cuda, "_sleep", simulated.sleep)
     return simulated
 
 
@@ -181,7 +196,7 @@ def test_operands_exceed_the_caches(monkeypatch: pytest.MonkeyPatch) -> None:
 @each("host, runs", product([1e-6, 20e-6, 300e-6, 5e-3], [3e-6, 50e-6, 1e-3, 30e-3]))
 def test_the_devices_time_is_told_whatever_the_host_takes(clock: Simulated, host: float, runs: float) -> None:
     now = [host]
-    meter = DeviceMeter([lambda: clock.queued(now[0], runs)()], clock)
+    meter = DeviceMeter([lambda: clock.queued(now[0], runs)()], "cuda")
     meter.warm()
     assert meter.turn() == pytest.approx(runs, rel=0.01)
     assert 1 <= meter.count <= timer.MOST_ON_DEVICE and meter.count * host <= max(host, timer.DEVICE_BATCH)
@@ -192,12 +207,12 @@ def test_the_devices_time_is_told_whatever_the_host_takes(clock: Simulated, host
 
 def test_the_first_call_does_not_count(clock: Simulated) -> None:
     calls = iter([clock.queued(2.0, 50e-6)])
-    meter = DeviceMeter([lambda: next(calls, clock.queued(1e-6, 50e-6))()], clock)
+    meter = DeviceMeter([lambda: next(calls, clock.queued(1e-6, 50e-6))()], "cuda")
     assert meter.warm() == pytest.approx(50e-6, rel=0.01) and meter.count == 4
 
 
 def test_calls_that_wait_for_the_device_end(clock: Simulated) -> None:
-    meter = DeviceMeter([clock.queued(10e-6, 50e-6, waits=True)], clock)
+    meter = DeviceMeter([clock.queued(10e-6, 50e-6, waits=True)], "cuda")
     meter.warm()
     assert meter.turn() == pytest.approx(60e-6, rel=0.05)
     assert max(clock.slept) <= timer.LONGEST_SLEEP
@@ -209,31 +224,12 @@ def test_calls_that_wait_for_the_device_end(clock: Simulated) -> None:
 
 def test_a_batch_follows_calls_of_its_own(clock: Simulated) -> None:
     order: list[str] = []
-    meters = {n: DeviceMeter([lambda n=n: (order.append(n), clock.queued(1e-6, 9e-5)())], clock) for n in "ab"}
+    meters = {n: DeviceMeter([lambda n=n: (order.append(n), clock.queued(1e-6, 9e-5)())], "cuda") for n in "ab"}
     take_turns(meters, 0.0, least=1)
     assert [meter.count for meter in meters.values()] == [2, 2] and order[-8:] == ["a"] * 4 + ["b"] * 4
 
 
 def test_a_gpu_is_timed_by_its_events(monkeypatch: pytest.MonkeyPatch, clock: Simulated) -> None:
-    class Event:
-        def __init__(self, enable_timing: bool) -> None:
-            assert enable_timing
-
-        def record(self) -> None:
-            self.at = clock.mark()
-
-        def query(self) -> bool:
-            return clock.reached(self.at)
-
-        def synchronize(self) -> None:
-            clock.synchronize()
-
-        def elapsed_time(self, other: Any) -> float:
-            return 1e3 * clock.between(self.at, other.at)
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: clock.synchronize())
-    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: clock.sleep(cycles / timer.CYCLES_PER_SECOND))
-    monkeypatch.setattr(torch.cuda, "device", lambda device: pytest.MonkeyPatch.context())
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     found, _ = Timer(torch.device("cuda")).compare({"a": [clock.queued(1e-5, 1e-5)], "b": [clock.queued(1e-5, 1e-3)]}, 0.0)
     assert found == {"a": pytest.approx(1e-5, rel=0.1), "b": pytest.approx(1e-3, rel=0.1)}
