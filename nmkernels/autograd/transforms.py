@@ -175,6 +175,14 @@ def read_as(kind: Kind, transform: WeightTransform | None) -> list[str]:
 
 
 @dataclass(frozen=True)
+class KeptMask(WeightTransform):
+    """Base of the transforms that use the weights they keep, bit for bit, and +0 for the others."""
+
+    def __call__(self, weight: Tensor, *extras: Tensor, out: Tensor | None = None) -> Tensor:
+        return masked(weight, self.kept(weight, *extras), out)
+
+
+@dataclass(frozen=True)
 class HardMask(WeightTransform):
     """W̃ = M(W) ⊙ W, the N largest magnitudes of each group kept (STE, SR-STE, STEP's second phase; Zhou et al. 2021, eq. 3).
 
@@ -219,7 +227,7 @@ def combination_count(pattern: Pattern) -> int:
 
 
 @dataclass(frozen=True)
-class CombinationMask(WeightTransform):
+class CombinationMask(KeptMask):
     """Base of the transforms that choose among combinations; groups along the last dimension."""
 
     def table(self, like: Tensor) -> Tensor:

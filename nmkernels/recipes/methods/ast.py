@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...autograd.transforms import WEIGHT, HardMask, WeightTransform, masked, reading
+from ...autograd.transforms import WEIGHT, HardMask, KeptMask, masked, reading
 from ...optim import AnnealedAdamW, UpdateRule
 from ...pattern import Pattern, RecipeError, ShapeError
 from ..base import About, Setup, Stage, State
@@ -20,7 +20,7 @@ from ..settings import choice, count, number
 
 
 @dataclass(frozen=True)
-class AnnealedMask(WeightTransform):
+class AnnealedMask(KeptMask):
     """W̃ = M ⊙ W with M, ``nm_mask``, as last renewed; its penalty's gradient is λ (1 − M) ⊙ W, λ the schedule's ``nm_decay``."""
 
     reads = reading(nm_mask="held", nm_decay="fed")
@@ -34,9 +34,6 @@ class AnnealedMask(WeightTransform):
     def penalty(self, weight: Tensor, *extras: Tensor) -> dict[str, Tensor]:
         mask, decay = extras
         return {WEIGHT: masked(weight, ~mask) * decay}
-
-    def __call__(self, weight: Tensor, *extras: Tensor, out: Tensor | None = None) -> Tensor:
-        return masked(weight, extras[0], out)
 
 
 def distill_loss(student_logits: Tensor, teacher_logits: Tensor, labels: Tensor, temperature: float = 2.0, weight: float = 2 / 3) -> Tensor:

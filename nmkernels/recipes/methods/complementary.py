@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ...autograd.transforms import Traits, WeightTransform, masked
+from ...autograd.transforms import KeptMask, Traits, WeightTransform, masked
 from ...optim import UpdateRule
 from ...pattern import NMError, Pattern
 from ..base import About, Recipe, Stage, State
@@ -16,7 +16,7 @@ from ..settings import choice, count, number
 
 
 @dataclass(frozen=True)
-class StrideMask(WeightTransform):
+class StrideMask(KeptMask):
     """W̃ = M(W) ⊙ W with ``Complementary``'s M; taken in the order ``traits.columns(in)``, the groups are neighbours."""
 
     spacing: int | None = None
@@ -52,9 +52,6 @@ class StrideMask(WeightTransform):
         grouped = weight.reshape(rows, -1, p.m, spacing).transpose(2, 3).reshape(rows, cols)
         mask = torch.ops.nmkernels.nm_mask(grouped, p.n, p.m)
         return mask.view(rows, -1, spacing, p.m).transpose(2, 3).reshape(rows, cols)
-
-    def __call__(self, weight: Tensor, *extras: Tensor, out: Tensor | None = None) -> Tensor:
-        return masked(weight, self.kept(weight), out)
 
     def gradient(self, g: Tensor, weight: Tensor, *extras: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
         return masked(g, self.kept(weight)) if self.chain else g, {}

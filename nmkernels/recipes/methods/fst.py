@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...autograd import GemmPlan, WeightTransform
-from ...autograd.transforms import Traits, laid_out, masked, reading
+from ...autograd.transforms import KeptMask, Traits, laid_out, reading
 from ...ops import Packed, pack
 from ...optim import UpdateRule
 from ...pattern import Pattern, PatternLike
@@ -22,7 +22,7 @@ from .sste import estimating
 
 
 @dataclass(frozen=True)
-class TransposableMask(WeightTransform):
+class TransposableMask(KeptMask):
     """W̃ = M ⊙ W with M, the held ``nm_mask``, N:M along both dimensions, as ``FST`` has it; the gradient is passed straight through."""
 
     reads = reading(nm_mask="held")
@@ -35,9 +35,6 @@ class TransposableMask(WeightTransform):
 
     def kept(self, weight: Tensor, *extras: Tensor) -> Tensor:
         return extras[0]
-
-    def __call__(self, weight: Tensor, *extras: Tensor, out: Tensor | None = None) -> Tensor:
-        return masked(weight, extras[0], out)
 
     def packed(
         self, weight: Tensor, *extras: Tensor, dtype: torch.dtype, rows: bool = True, columns: bool = False, layout: str = "canonical"

@@ -56,9 +56,6 @@ class CandidateMask(CombinationMask):
         raised = soft - soft.amin(1, keepdim=True)
         return torch.ops.nmkernels.nm_mask(raised, self.pattern.n, self.pattern.m).reshape(weight.shape)
 
-    def __call__(self, weight: Tensor, *extras: Tensor, out: Tensor | None = None) -> Tensor:
-        return masked(weight, self.kept(weight, *extras), out)
-
     def gradient(self, g: Tensor, weight: Tensor, *extras: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
         dw = masked(g, self.kept(weight, *extras)) if self.chain else g
         if self.reads["nm_scores"] != "learned":

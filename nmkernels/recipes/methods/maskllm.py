@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...autograd.transforms import CombinationMask, Traits, WeightTransform, combination_count, masked, reading, wide
+from ...autograd.transforms import CombinationMask, Traits, WeightTransform, combination_count, reading, wide
 from ...nn import NMWeight
 from ...optim import UpdateRule
 from ...pattern import Pattern, RecipeError, ShapeError
@@ -104,9 +104,6 @@ class LikeliestMask(CombinationMask):
 
     def kept(self, weight: Tensor, *extras: Tensor) -> Tensor:
         return self.best(wide(extras[0]), weight)
-
-    def __call__(self, weight: Tensor, *extras: Tensor, out: Tensor | None = None) -> Tensor:
-        return masked(weight, self.kept(weight, *extras), out)
 
 
 @recipe("maskllm")
