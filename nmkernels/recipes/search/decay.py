@@ -109,12 +109,10 @@ def search_decay(
     compared = range(len(batches) - round(measure * len(batches)), len(batches) + 1, stride)
     if len(compared) < 2:
         raise RecipeError(f"search_decay: {len(batches)} batches are too few to compare two masks {stride} steps apart; give more.")
-    probes = []
-    for decay in grid:
-        settings: dict[str, Any] = {"decay": decay, **({"end": None} if recipe.final == "dense" else {})}
-        probes.append(replace(recipe, **settings))
-        if probes[-1].stage({}).phase == 0:
-            raise RecipeError(f"search_decay: {type(recipe).__name__} begins with dense steps, in which λ has no effect.")
+    endless: dict[str, Any] = {"end": None} if recipe.final == "dense" else {}
+    probes = [replace(recipe, decay=decay, **endless) for decay in grid]  # type: ignore[call-arg]
+    if probes[0].stage({}).phase == 0:
+        raise RecipeError(f"search_decay: {type(recipe).__name__} begins with dense steps, in which λ has no effect.")
 
     def run(probe: Recipe, dense: bool) -> float:
         with _restored(model):
