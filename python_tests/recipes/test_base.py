@@ -11,7 +11,7 @@ import torch
 
 import nmkernels as nm
 from nmkernels.cli.recipes import FINAL, describe
-from nmkernels.recipes import SRSTE, STEP, Recipe, Stage, get, methods, names, registry
+from nmkernels.recipes import SRSTE, STEP, Recipe, get, methods, names, registry
 from nmkernels.recipes.compose import ADAMW, DELEGATED, Composite, check_state
 from nmkernels.recipes.registry import parse, resolve, spec
 from python_tests.recipes.loop import batches, mlp
@@ -66,15 +66,9 @@ def test_what_the_command_line_tells(recipe):
     assert about["final"] in FINAL and "Example:" in about["doc"]
 
 
-def test_final():
-    assert {default(name).final for name in ("dense", "act24", "fst")} == {"dense"} and default("slope").final == "nm+adapter"
-    assert {default(name).final for name in set(names()) - {"dense", "act24", "fst", "slope"}} == {"nm"}
-
-
 def test_a_recipe_without_stages_says_so():
     with pytest.raises(nm.RecipeError, match="Recipe defines no stage"):
         nm.sparsify_(mlp(), Recipe("2:4"))
-    assert Stage(phase=1).rule is nm.optim.PLAIN
 
 
 # ---- resuming
