@@ -16,9 +16,6 @@ from .schedule import ScheduledRecipe
 ADAMW = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 """A parameter group, to ask a recipe for its first stage before there is an optimizer."""
 
-DELEGATED = ("setup", "optimizer", "first_state", "stage", "advance", "values", "layer", "final_transform", "profile", "not_ready_reason")
-"""Everything that a recipe does."""
-
 
 @dataclass(frozen=True)
 class Composite(Recipe):
@@ -39,8 +36,7 @@ class Composite(Recipe):
         return self.inner, state
 
 
-def _delegate(name: str) -> Any:
-    member = vars(Recipe)[name]
+def _delegate(name: str, member: Any) -> Any:
     if isinstance(member, property):
         return property(lambda self: getattr(self.active({})[0], name), doc=member.__doc__)
 
@@ -57,8 +53,9 @@ def _delegate(name: str) -> Any:
     return passed_on
 
 
-for _name in DELEGATED:
-    setattr(Composite, _name, _delegate(_name))
+for _name, _member in vars(Recipe).items():
+    if (callable(_member) or isinstance(_member, property)) and not _name.startswith("_"):
+        setattr(Composite, _name, _delegate(_name, _member))
 
 
 def as_inner(outer: Recipe, inner: Recipe | str) -> Recipe:

@@ -12,7 +12,7 @@ import torch
 import nmkernels as nm
 from nmkernels.cli.recipes import FINAL, describe
 from nmkernels.recipes import SRSTE, STEP, Recipe, get, methods, names, registry
-from nmkernels.recipes.compose import ADAMW, DELEGATED, Composite, check_state
+from nmkernels.recipes.compose import ADAMW, check_state
 from nmkernels.recipes.registry import parse, resolve, spec
 from python_tests.recipes.loop import batches, mlp
 from python_tests.recipes.running import start, train
@@ -26,12 +26,6 @@ ALL = pytest.mark.parametrize("recipe", [default(name) for name in names()], ids
 
 
 # ---- the class
-
-
-def test_a_composite_passes_on_all_that_a_recipe_does():
-    fields = {f.name for f in dataclasses.fields(Recipe)}
-    does = {name for name in vars(Recipe) if not name.startswith("_")} - fields - {"name", "about", "final"}
-    assert set(DELEGATED) == does and all(getattr(Composite, name) is not getattr(Recipe, name) for name in DELEGATED)
 
 
 @ALL
