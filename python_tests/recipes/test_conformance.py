@@ -34,8 +34,7 @@ def test_trajectory(entry):
     model, handle, optimizer = start(entry.recipe)
     params = {**snapshot(mlp()), **running.learned_part(model)}
     streams = {f"{name}.weight": int(layer.seed[0]) for name, layer in handle.layers.items()} if entry.draws else None
-    for batch in DATA:
-        step(model, optimizer, batch)
+    running.train(model, optimizer, DATA)
     assert distance(snapshot(model), entry.loop(params, DATA, streams)) < 1e-10
     assert SWITCH.t_max < STEPS / 2, "the switch lies inside"
 

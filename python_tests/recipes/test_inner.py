@@ -59,9 +59,7 @@ def test_too_few_steps_after_the_latest_switch(t_max, fits):
 
 
 def test_in_phase_0_the_preview_is_of_the_present_weights():
-    model, handle, optimizer = start(fixed("sste(mvue=None)", "2:4", 20, 15))
-    for batch in DATA[:9]:
-        step(model, optimizer, batch)
+    model, handle, _ = run(fixed("sste(mvue=None)", "2:4", 20, 15), data=DATA[:9])
     w = model[0].weight.detach()
     s = soft(w, 2, 4)
     with handle.deployable():

@@ -14,7 +14,7 @@ from nmkernels.recipes import FST, SRSTE, SSTE, STE, STEP, LayerWise, SdGf
 from nmkernels.recipes.schedule import packing
 from python_tests.nn.test_effective import Calls
 from python_tests.recipes.loop import distance, snapshot
-from python_tests.recipes.running import DATA, F32, F64, run, start, step, through_a_file
+from python_tests.recipes.running import DATA, DATA32, F32, F64, run, start, step, through_a_file, train
 
 MAKERS = {
     "ste": lambda **k: STE("2:4", **k),
@@ -38,17 +38,14 @@ EACH = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS.keys())
 @pytest.mark.quick(3)
 @EACH
 def test_twenty_steps_are_those_of_the_dense_layout(make):
-    for dtype, close in ((F64, 1e-10), (F32, 1e-4)):
-        data = [(x.to(dtype), y.to(dtype)) for x, y in DATA]
+    for dtype, data, close in ((F64, DATA, 1e-10), (F32, DATA32, 1e-4)):
         want, *others = (snapshot(run(make(packed=value), dtype, data)[0]) for value in (False, True, "auto"))
         assert all(distance(got, want) < close for got in others)
 
 
 @EACH
 def test_packed_gemms_are_what_runs(make):
-    model, handle, optimizer = start(make(packed=True), F32)
-    for x, y in DATA[:9]:
-        step(model, optimizer, (x.float(), y.float()))
+    model, handle, _ = run(make(packed=True), F32, DATA32[:9])
     layer = model[2]
     assert layer.plan.packs and handle.run.stage.transform is not None
     model(torch.randn(4, 16))
@@ -69,12 +66,9 @@ def chosen(request, monkeypatch):
 @pytest.mark.parametrize("chosen", ["dense", "packed"], indirect=True)
 @pytest.mark.parametrize("name", ["srste", "sste", "sste_1_4", "fst", "fst_1_4"])
 def test_auto_does_what_was_chosen(name, chosen):
-    data = [(x.float(), y.float()) for x, y in DATA[:6]]
-    want = run(MAKERS[name](packed=False), F32, data)[0]
-    model, _, optimizer = start(MAKERS[name](packed="auto"), F32)
+    want = run(MAKERS[name](packed=False), F32, DATA32[:6])[0]
     with Calls() as calls:
-        for batch in data:
-            step(model, optimizer, batch)
+        model = run(MAKERS[name](packed="auto"), F32, DATA32[:6])[0]
     assert distance(snapshot(model), snapshot(want)) < 1e-5
     estimated = {"dense": "mvue", "packed": "mvue_compress"}[chosen]
     assert {"linear", "linear_dgrad", "pack"} & set(calls.names) == (set() if chosen == "dense" else {"linear", "linear_dgrad", "pack"})
@@ -86,7 +80,6 @@ def test_auto_does_what_was_chosen(name, chosen):
 @pytest.mark.parametrize("chosen", ["dense", "packed"], indirect=True)
 def test_auto_compiles_without_a_break(chosen):
     torch.compiler.reset()
-    data = [(x.float(), y.float()) for x, y in DATA[:4]]
     model, _, optimizer = start(MAKERS["sste"](packed="auto"), F32)
     graphs = []
 
@@ -95,11 +88,10 @@ def test_auto_compiles_without_a_break(chosen):
         return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
 
     forward = torch.compile(model, fullgraph=True, backend=backend)
-    for batch in data:
+    for batch in DATA32[:4]:
         step(forward, optimizer, batch)
     assert len(graphs) == 1 and all((op in graphs[0]) == (chosen == "packed") for op in ("nm_linear.", "nm_linear_dgrad", "nm_pack"))
-    want = run(MAKERS["sste"](packed=False), F32, data)[0]
-    assert distance(snapshot(model), snapshot(want)) < 1e-5
+    assert distance(snapshot(model), snapshot(run(MAKERS["sste"](packed=False), F32, DATA32[:4])[0])) < 1e-5
     torch.compiler.reset()
 
 
@@ -123,9 +115,8 @@ def test_each_gemm_is_done_by_the_candidate_chosen_for_it(fprop, dgrad, wgrad, m
         return function(op, backend, args)
 
     monkeypatch.setattr(linear_module, "function", watched)
-    data = [(x.float(), y.float()) for x, y in DATA[:4]]
-    got, _, _ = run(MAKERS["fst"](packed="auto"), F32, data)
-    assert distance(snapshot(got), snapshot(run(MAKERS["fst"](packed=False), F32, data)[0])) < 1e-5
+    got, _, _ = run(MAKERS["fst"](packed="auto"), F32, DATA32[:4])
+    assert distance(snapshot(got), snapshot(run(MAKERS["fst"](packed=False), F32, DATA32[:4])[0])) < 1e-5
     # two layers and four steps; the first layer's input wants no gradient
     assert done.count(("nm_linear", "cpu")) == 8 * (fprop == "cpu rows") + 4 * (dgrad == "cpu columns")
     assert done.count(("nm_linear_dgrad", "cpu")) == 4 * (dgrad == "cpu rows")
@@ -172,14 +163,11 @@ def test_other_values_are_refused(name):
 
 @pytest.mark.parametrize(("before", "after"), [(False, True), (True, "auto"), ("auto", False)])
 def test_a_run_may_go_on_with_other_gemms(before, after):
-    whole = run(MAKERS["fst"](packed=before))[0]
-    model, _, optimizer = start(MAKERS["fst"](packed=before))
-    for batch in DATA[:8]:
-        step(model, optimizer, batch)
+    model, _, optimizer = run(MAKERS["fst"](packed=before), data=DATA[:8])
     weights, state = through_a_file(model.state_dict(), optimizer.state_dict())
     other, _, theirs = start(MAKERS["fst"](packed=after), seed=5)
     other.load_state_dict(weights)
     theirs.load_state_dict(state)
-    for batch in DATA[8:]:
-        step(other, theirs, batch)
-    assert distance(snapshot(other), snapshot(whole)) < 1e-10
+    for each, its in ((model, optimizer), (other, theirs)):
+        train(each, its, DATA[8:])
+    assert distance(snapshot(other), snapshot(model)) < 1e-10

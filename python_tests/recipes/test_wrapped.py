@@ -22,20 +22,14 @@ RECIPES = {
 KINDS = [(name, kind) for name in RECIPES for kind in (MaskedAdamW, torch.optim.AdamW) if (name, kind) != ("step", torch.optim.AdamW)]
 
 
+def passed_on(name):
+    return lambda self, *args: getattr(self.inside(), name)(*args)
+
+
 class Wrapper:
     """What both wrappers pass on by hand."""
 
-    def state_dict(self):
-        return self.inside().state_dict()
-
-    def load_state_dict(self, state_dict):
-        self.inside().load_state_dict(state_dict)
-
-    def zero_grad(self, set_to_none=True):
-        self.inside().zero_grad(set_to_none)
-
-    def step(self, closure=None):
-        return self.inside().step(closure)
+    state_dict, load_state_dict, zero_grad, step = map(passed_on, ("state_dict", "load_state_dict", "zero_grad", "step"))
 
 
 class LikeAccelerate(Wrapper, torch.optim.Optimizer):
