@@ -144,14 +144,17 @@ class AdamWSuite:
             same_as_reference(self.step, ours, theirs, hyper(), 2, 4, found=torch.tensor([float(i % 5 == 4)]))
 
     def test_every_kind_in_one_call(self, device):
-        """Aligned, unaligned, transposed and half-precision params."""
+        """Aligned, unaligned, transposed and half-precision params, twice."""
         parts = [make(seeded(i), (8, 16), out=BF16, dtype=dtype) for i, dtype in enumerate((F32, F32, F32, BF16, F16))]
         parts[2] = {k: [LAYOUTS["transposed"](x) if x.dim() else x for x in v] for k, v in parts[2].items()}
         for step in (2.0, 5.0):  # counts of their own, though a table may be in another order
             parts[2]["steps"][0].fill_(step)
             ours = [shifted(copied(x, device), 1) if i == 1 else copied(x, device) for i, x in enumerate(parts)]
             call, mixed = ({k: [x[k][0] for x in side for _ in x[k][:1]] for k in parts[0]} for side in (parts, ours))
-            same_as_reference(self.step, mixed, call, hyper(), 2, 4, geometric=True)
+            again = copied(mixed)
+            stats = same_as_reference(self.step, mixed, call, hyper(), 2, 4, geometric=True)
+            assert_equal_bits(self.step(*again.values(), hyper().to(device), 2, 4, False, False, False, True, None, None).cpu(), stats)
+            assert_equal_bits(again, mixed)
 
 
 class GpuAdamWSuite(AdamWSuite):

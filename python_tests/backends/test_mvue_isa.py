@@ -3,6 +3,8 @@ uniforms on the ends of intervals, groups that saturate step by step, any alignm
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,6 +12,7 @@ from torch import Tensor
 from nmkernels import reference
 from nmkernels.pattern import Pattern
 from nmkernels.testing import assert_equal_bits, cases, fill_poison
+from python_tests.backends.kernel_suites import MvueSuite
 from python_tests.each import each
 
 SEED = torch.tensor([2**40 + 11, -5])
@@ -110,13 +113,6 @@ def test_edge_inputs(cpu, text, dtype, method):
             agrees(cpu, edge(80, 304, dtype=dtype), p, dim, method)
 
 
-@each("text", ["2:4", "3:5", "1:16", "7:256"])
-@each("shape", [(7, 5), (70, 67), (9, 4, 6), (5, 0), (0, 5), (33, 1), (131, 33)])
-def test_other_dimensions_have_a_padded_tail(cpu, text, shape):
-    for dim in range(-len(shape), -1):
-        agrees(cpu, gradients(*shape), Pattern(text), dim)
-
-
 @each("text", ["1:2", "1:4", "2:4", "2:8", "4:8", "1:16", "2:16", "1:32", "3:5", "5:48"])
 @each("backward", [False, True])
 def test_uniforms_on_both_sides_of_the_end_of_an_interval(cpu, text, backward):
@@ -153,24 +149,6 @@ def test_groups_that_saturate_step_by_step(cpu, text, dtype):
             agrees(cpu, g.view(34, -1), p, dim, what=f"base {base}")
 
 
-@pytest.mark.quick(1, per="cpu")
-@every_dtype
-@every_method
-@each("dim", [0, 1])
-def test_any_alignment(cpu, dtype, method, dim):
-    for shape in ((36, 72), (131, 68), (64, 512)):
-        for skip in (1, 3, 5):
-            g = gradients(skip + shape[0] * shape[1], dtype=dtype)[skip:].view(shape)
-            args = (g, 2, 4, dim, SEED, method)
-            for op, clean in (("nm_mvue", (reference.mvue(*args),)), ("nm_mvue_compress", reference.mvue_compress(*args))):
-                memory = [torch.full((skip + x.numel() + 8,), 77, dtype=x.dtype) for x in clean]
-                out = tuple(x[skip:-8].view(y.shape) for x, y in zip(memory, clean, strict=True))
-                cpu(op)(*args, out=out if len(out) > 1 else out[0])
-                for x, y, around in zip(out, clean, memory, strict=True):
-                    assert_equal_bits(x, y, f"{op} {shape} from element {skip}")
-                    assert (around[:skip] == 77).all() and (around[-8:] == 77).all()
-
-
 @each("dtype", LOW)
 @each("text", ["2:4", "1:8", "2:16", "1:32", "3:5"])
 def test_special_values_and_tails_of_other_dimensions(cpu, text, dtype):
@@ -180,3 +158,17 @@ def test_special_values_and_tails_of_other_dimensions(cpu, text, dtype):
         for dim in range(-len(shape), -1):
             for method in ("exact", "approx") if p.n == 2 else ("exact",):
                 agrees(cpu, g, p, dim, method, str(shape))
+
+
+class TestMvue(MvueSuite):
+    cases = [(text, "exact") for text in ("2:4", "3:5", "1:16", "7:256")] + [("2:4", "approx"), ("2:7", "approx")]
+    shapes = [*MvueSuite.shapes, ((7, 5), 0), ((9, 4, 6), 1), ((5, 0), 0), ((33, 1), 0), ((131, 33), 0)]
+    wide, unaligned = ["128:256", "1:1", "7:64", "5:100"], ["2:4", "1:8", "3:5"]
+
+    @pytest.fixture
+    def device(self):
+        return "cpu"
+
+    @pytest.fixture
+    def ours(self, cpu):
+        return lambda op: SimpleNamespace(fn=cpu(op))

@@ -102,12 +102,14 @@ def test_a_column_named_too_often_raises(cpu):
         cpu("nm_linear_dgrad")(torch.ones(20, 2000), values, indices, 2, 4, 4)
 
 
-def test_what_is_stored_past_the_end_counts_for_nothing(cpu):
+@each("few, tokens", [(0, 20), (16, 1), (16, 4), (16, 9)])
+@each("junk", [9.0, float("inf"), float("nan")])
+def test_what_is_stored_past_the_end_counts_for_nothing(cpu, monkeypatch, few, tokens, junk):
+    monkeypatch.setattr(module, "FEW_TOKENS", few)
     for dtype in DTYPES:
-        nan = float("nan")
-        values, indices = reference.compress(torch.tensor([[1.0, 0.0, 2.0, 7.0, 0.0, 9.0, 0.0, nan]], dtype=dtype), 2, 4)
+        values, indices = reference.compress(torch.tensor([[1.0, 0.0, 2.0, 7.0, 0.0, 9.0, 0.0, junk]], dtype=dtype), 2, 4)
         w = torch.tensor([[0.0, 0.0, 2.0, 7.0, 0.0, 9.0]], dtype=dtype)
-        x = torch.ones(20, 6, dtype=dtype)
+        x = torch.ones(tokens, 6, dtype=dtype)
         assert_equal_bits(cpu("nm_linear")(x, values, indices, 2, 4, 6), x @ w.t())
         assert_equal_bits(cpu("nm_linear_dgrad")(x[:, :1], values, indices, 2, 4, 6), x[:, :1] @ w)
         assert_equal_bits(cpu("nm_linear_wgrad")(values, indices, 2, 4, 6, x.t()), w @ x.t())

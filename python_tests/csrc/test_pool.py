@@ -20,12 +20,6 @@ def total(chunks: int) -> int:
     return chunks * (chunks + 1) // 2
 
 
-def run_mask(w: torch.Tensor) -> torch.Tensor:
-    """The compiled mask on two threads."""
-    torch.set_num_threads(2)
-    return next(i.fn for i in implementations("nm_mask") if i.backend == "cpu")(w, 2, 4)
-
-
 @pytest.mark.parametrize("threads", [0, 1, 2, 3, 8])
 def test_every_chunk_runs_once(core, threads):
     for chunks in (0, 1, 2, 3, 1000):
@@ -54,15 +48,6 @@ def test_concurrent_python_threads(core):
 
     with ThreadPoolExecutor(6) as executor:
         assert all(executor.map(hammer, range(6)))
-
-
-def test_concurrent_kernels_give_right_results(core):
-    weights = [torch.randn(64, 1024, generator=torch.Generator().manual_seed(i)) for i in range(4)]
-    expected = [run_mask(w) for w in weights]
-    with ThreadPoolExecutor(4) as executor:
-        for _ in range(10):
-            for mask, right in zip(executor.map(run_mask, weights), expected, strict=True):
-                assert torch.equal(mask, right)
 
 
 def test_the_interpreter_lock_is_released(core):
