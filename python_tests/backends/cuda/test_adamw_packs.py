@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -87,26 +88,19 @@ def test_layouts_of_tensor_cores(device, layout, step):
             compare(device, call, False, buffers(call, F16, None, layout), layout, lr=0.1)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_strided_weights(device, layout):
-    for transposable in [False, True]:
-        change = LAYOUTS[layout]
+def test_strides_and_addresses(device):
+    for change, transposable in product(LAYOUTS.values(), (False, True)):
         call = make(seeded(7), (20, 72), (64, 64), amsgrad=True, out=BF16)
         packs = buffers(call, BF16, BF16 if transposable else None, "canonical")
         for names in (tuple(call), ("params",), ("grads", "outs")):
             mixed = {k: [change(x) for x in v] if k in names and k != "steps" else v for k, v in call.items()}
             compare(device, mixed, transposable, packs)
-
-
-def test_addresses_that_are_not_multiples_of_16(device):
-    for by in [1, 4]:
-        call = make(seeded(8), (20, 28), dtype=BF16, out=BF16)
-        packs = buffers(call, BF16, BF16, "canonical")
-
+    call = make(seeded(8), (20, 28), dtype=BF16, out=BF16)
+    packs = buffers(call, BF16, BF16, "canonical")
+    for by in [1, 4]:  # no multiples of 16
         apart = [torch.cat([x.new_ones(by), x.reshape(-1)]).to(device)[by:].view(x.shape) for x in packs]
         compare(device, call, True, packs, mine=shifted(copied(call, device), by), ours=apart)
-        across = [x.t().contiguous().t().to(device) for x in packs]
-        compare(device, call, True, packs, ours=across)
+    compare(device, call, True, packs, ours=[x.t().contiguous().t().to(device) for x in packs])
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
