@@ -54,6 +54,8 @@ def elf(content: bytes, name: bytes = b".nv_fatbin") -> bytes:
         (elf(container(entry(LTO, 80), entry(CUBIN, 90))), ("sm_90",)),
         # a container that promises more than its section holds
         (elf(struct.pack("<IHHQ", capability.MAGIC, 1, 16, 1 << 40) + entry(CUBIN, 80)[:-4]), ("sm_80",)),
+        # an entry that is nothing but zeros, which leads nowhere
+        (elf(container(entry(CUBIN, 80) + bytes(64))), ("sm_80",)),
         # files of another kind: empty, short, text, without device code, Mach-O, of 32 bits
         *((image, ()) for image in (
             b"", b"\x7fELF", b"not a module at all" * 9, elf(container(entry(CUBIN, 80)), b".text"), b"\xcf\xfa\xed\xfe" + bytes(200),

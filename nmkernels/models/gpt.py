@@ -91,8 +91,7 @@ class Attention(nn.Module):
         if past and tokens > 1:  # is_causal aligns to the first key, which is right only without a past
             mask = torch.ones(tokens, past + tokens, dtype=torch.bool, device=x.device).tril(past)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and tokens > 1)
-        out: Tensor = self.proj(y.transpose(1, 2).reshape(batch, tokens, width))
-        return out
+        return self.proj(y.transpose(1, 2).reshape(batch, tokens, width))
 
 
 class MLP(nn.Module):
@@ -104,8 +103,7 @@ class MLP(nn.Module):
         self.proj = nn.Linear(4 * config.width, config.width)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.proj(F.gelu(self.fc(x)))
-        return out
+        return self.proj(F.gelu(self.fc(x)))
 
 
 class Block(nn.Module):
@@ -121,8 +119,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
         x = x + self.attn(self.norm1(x), cache)
-        out: Tensor = x + self.mlp(self.norm2(x))
-        return out
+        return x + self.mlp(self.norm2(x))
 
 
 class GPT(nn.Module):
@@ -170,8 +167,7 @@ class GPT(nn.Module):
             x = block(x, cache)
         if cache is not None:
             cache.length = end
-        logits: Tensor = self.lm_head(self.norm(x))
-        return logits
+        return self.lm_head(self.norm(x))
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         """Mean cross-entropy of ``y`` ``[batch, tokens]`` given ``x``, in nats per token."""

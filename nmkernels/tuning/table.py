@@ -154,7 +154,7 @@ def key(space: str, device: torch.device, problem: str, size: int) -> str:
 def device_name(device: torch.device) -> str:
     """What measurements on this device hold for: the GPU's model, or the CPU's with its threads and the core's instruction set."""
     if device.type in ("cuda", "xpu"):
-        return str(getattr(torch, device.type).get_device_name(device))
+        return getattr(torch, device.type).get_device_name(device)
     if device.type != "cpu":
         return device.type
     try:

@@ -130,8 +130,7 @@ def aligned(x: Tensor) -> Tensor:
 
 def by_another(op: str, *args: Any) -> Tensor:
     """An op that the library does not have, by the first backend that runs it; whoever forced this one did not mean that op."""
-    found: Tensor = next(entry for entry in implementations(op) if entry.supports(*args)[0]).fn(*args)
-    return found
+    return next(entry for entry in implementations(op) if entry.supports(*args)[0]).fn(*args)
 
 
 def compress_as(stored: str, dense: Tensor, here: Here, stream: int, layout: str = "") -> Blob:
