@@ -76,20 +76,6 @@ def _statement(kernel: Kernel, text: str) -> None:
         guard, text = found[1], found[2]
     op, _, rest = " ".join(text.split()).partition(" ")
     name, *mods = op.split(".")
-    operands = tuple(_operand(part) for part in _split(rest))
+    parts = re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,\s][^,]*", rest)
+    operands = tuple(tuple(x.strip() for x in part[1:-1].split(",")) if part[0] == "{" else part.strip() for part in parts)
     kernel.code.append(Instruction(name, tuple(mods), tuple(m for m in mods if m in SIZES), operands, guard, text))
-
-
-def _split(text: str) -> list[str]:
-    """The operands: commas inside braces and brackets do not part them."""
-    parts, depth, start = [], 0, 0
-    for i, c in enumerate(text):
-        depth += (c in "{[") - (c in "}]")
-        if c == "," and not depth:
-            parts.append(text[start:i].strip())
-            start = i + 1
-    return [*parts, text[start:].strip()] if text.strip() else []
-
-
-def _operand(text: str) -> str | tuple[str, ...]:
-    return tuple(x.strip() for x in text[1:-1].split(",")) if text.startswith("{") else text
