@@ -170,16 +170,15 @@ def _warn_without_core(reason: str) -> None:
 
 
 def _forced(op: str, backend: str, args: Sequence[Any]) -> Impl:
-    for entry in implementations(op):
-        if entry.backend == backend:
-            can, reason = entry.supports(*args)
-            if can:
-                return entry
-            raise BackendError(
-                f"{op}: backend {backend!r} was asked for by {ENV} and cannot run this call: {reason}. Unset {ENV} to fall back."
-            )
-    known = sorted({i.backend for i in implementations(op)})
-    raise BackendError(f"{op}: {ENV}={backend!r} names no backend of this op; it has {', '.join(known)}.")
+    known = {entry.backend: entry for entry in implementations(op)}
+    if backend not in known:
+        raise BackendError(f"{op}: {ENV}={backend!r} names no backend of this op; it has {', '.join(sorted(known))}.")
+    can, reason = known[backend].supports(*args)
+    if not can:
+        raise BackendError(
+            f"{op}: backend {backend!r} was asked for by {ENV} and cannot run this call: {reason}. Unset {ENV} to fall back."
+        )
+    return known[backend]
 
 
 def explain(op: str, *args: Any) -> str:

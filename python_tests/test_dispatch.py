@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -112,11 +113,11 @@ def test_environment_forces_real_ops(backend: str, monkeypatch: pytest.MonkeyPat
     ran: list[str] = []
 
     def spy(entry: dispatch.Impl) -> dispatch.Impl:
-        def fn(*args: Any, out: Any = None) -> Any:
+        def fn(*args: Any, **options: Any) -> Any:
             ran.append(entry.backend)
-            return entry.fn(*args) if out is None else entry.fn(*args, out=out)
+            return entry.fn(*args, **options)
 
-        return dispatch.Impl(entry.op, entry.backend, fn, entry.supports, entry.priority)
+        return replace(entry, fn=fn)
 
     monkeypatch.setattr(dispatch, "_impls", {op: [spy(i) for i in entries] for op, entries in dispatch._impls.items()})
     monkeypatch.setenv(ENV, backend)

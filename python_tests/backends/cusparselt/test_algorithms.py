@@ -97,13 +97,6 @@ def test_no_memory_to_check_with_is_no_verdict(fake, ours, right, monkeypatch) -
     right(*arguments())
 
 
-def test_wrong_integers_are_noticed(fake) -> None:
-    fake.set("unwritten:0")
-    for out in (torch.int32, torch.int8):
-        problem = Problem("nt", torch.int8, out, 32, 64, 16)
-        assert algorithms.ready_for(problem, context.here(0), torch.empty(0), 0).algorithm == Algorithm(1)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn])
 def test_what_surrounds_the_first_call_does_not_change_the_bound(fake, dtype) -> None:
     def validator() -> Validator:
@@ -240,14 +233,6 @@ def test_a_line_that_somebody_has_edited(fake, right, third, line) -> None:
     forget()
     with pytest.warns(RuntimeWarning, match="is ignored: "):
         assert right(*arguments()) == DEFAULT
-
-
-def test_each_version_of_the_library_has_its_own(fake, right, third) -> None:
-    for version, best in ((1000, DEFAULT), (800, Algorithm(3))):
-        fake.set("version", version)
-        capability._opened.cache_clear()
-        forget()
-        assert right(*arguments()) == best
 
 
 def test_a_folder_that_cannot_be_written(fake, right, monkeypatch, tmp_path) -> None:
