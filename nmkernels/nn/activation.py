@@ -72,7 +72,7 @@ class SquaredReLUMLP(nn.Module):
         ∂L/∂W₁ = S(∂L/∂y₁)ᵀ x        ∂L/∂x = sp(∂L/∂y₁) W₁
 
     where S leaves the few features with most non-zeros as they are and keeps N of every M tokens of each other one
-    (``nmkernels.autograd.split``). The GEMMs run in dense layout; their operands are the ones that sparse kernels would take.
+    (``nmkernels.autograd.split``). The GEMMs run in dense layout.
 
     Args:
         features, hidden: sizes of the input and of the activations. out_features: of the output; None for ``features``.

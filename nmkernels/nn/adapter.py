@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
 from ..pattern import ShapeError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 ADAPTER = ("nm_left", "nm_right")
 """Names under which a layer keeps L ``(in, r)`` and R ``(r, out)``, also in state dicts and files."""

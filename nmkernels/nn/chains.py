@@ -7,7 +7,7 @@ import inspect
 import operator
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -45,10 +45,7 @@ HARMLESS = frozenset({"shape", "dtype", "device", "ndim"})
 """Attributes that do not depend on the order of channels."""
 
 NO_CALL = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-BLOCKS: dict[type[nn.Module], tuple[str, str]] = {
-    nn.TransformerEncoderLayer: ("linear1", "linear2"),
-    nn.TransformerDecoderLayer: ("linear1", "linear2"),
-}
+BLOCKS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 """torch's own blocks, which fx cannot trace: linear2(dropout(activation(linear1(x))))."""
 
 
@@ -177,13 +174,12 @@ def _graphs(module: nn.Module, opaque: set[int]) -> Iterator[tuple[list[fx.Node]
 
 def _block(module: nn.Module, names: dict[int, str]) -> Trace:
     """The feed-forward part of one of torch's transformer blocks, as a graph."""
-    first, last = BLOCKS[type(module)]
     graph = fx.Graph()
     activation: Any = module.activation
     modules = {**dict(module.named_modules()), "activation": activation}
-    hidden = graph.call_module(first, (graph.placeholder("x"),))
+    hidden = graph.call_module("linear1", (graph.placeholder("x"),))
     hidden = graph.call_module("activation", (hidden,)) if isinstance(activation, nn.Module) else graph.call_function(activation, (hidden,))
-    graph.output(graph.call_module(last, (graph.call_module("dropout", (hidden,)),)))
+    graph.output(graph.call_module("linear2", (graph.call_module("dropout", (hidden,)),)))
     own = {path: names.get(id(m), path) for path, m in modules.items()}
     return Trace(list(graph.nodes), names[id(module)], own, modules)
 
@@ -220,27 +216,17 @@ def find_chains(model: nn.Module) -> tuple[list[Chain], dict[str, str]]:
     reasons: dict[str, str] = {}
     for producers, consumers, obstacles in _Channels(traces).spaces():
         obstacles += [f"{name} {said}" for name in sorted({*producers, *consumers}) if (said := unfit(linears[name]))]
-        widths = {shape(linears[name])[0] for name in producers} | {shape(linears[name])[1] for name in consumers}
+        chain = Chain(tuple(producers), tuple(consumers), 0)
+        widths = set() if obstacles else {p.shape[dim] for p, dim in channel_parameters(model, chain)}
         if len(widths) > 1:
             obstacles.append(f"its layers differ in width: {sorted(widths)}")
         if obstacles or not producers or not consumers:
             reasons.update(dict.fromkeys(consumers, obstacles[0] if obstacles else "nothing produces its input"))
         else:
-            chains.append(Chain(tuple(producers), tuple(consumers), widths.pop()))
+            chains.append(replace(chain, channels=widths.pop()))
     found = {name for chain in chains for name in chain.consumers}
     hidden = {name: why or "the module around it cannot be traced" for name in linears if name not in found | reasons.keys()}
     return sorted(chains, key=lambda c: c.consumers), {name: {**hidden, **reasons}[name] for name in linears if name not in found}
-
-
-def shape(linear: Any) -> tuple[int, int]:
-    """``(out, in)`` of a linear layer, however it stores its weight."""
-    rows, cols = linear.weight.shape
-    return (cols, rows) if stored_transposed(linear) else (rows, cols)
-
-
-def stored_transposed(linear: nn.Module) -> bool:
-    """True where the parameter is ``(in, out)``."""
-    return linear.transposed if isinstance(linear, NMWeight) else is_conv1d(linear)
 
 
 def channel_parameters(model: nn.Module, chain: Chain) -> Iterator[tuple[nn.Parameter, int]]:
@@ -248,7 +234,8 @@ def channel_parameters(model: nn.Module, chain: Chain) -> Iterator[tuple[nn.Para
     for names, writes in ((chain.producers, True), (chain.consumers, False)):
         for name in names:
             linear: Any = model.get_submodule(name)
-            yield linear.weight, int(stored_transposed(linear) == writes)
+            transposed = linear.transposed if isinstance(linear, NMWeight) else is_conv1d(linear)
+            yield linear.weight, int(transposed == writes)
             if writes and linear.bias is not None:
                 yield linear.bias, 0
 

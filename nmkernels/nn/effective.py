@@ -160,5 +160,4 @@ def _capturing(weight: Tensor) -> bool:
 
 
 def _readable(weight: Tensor) -> bool:
-    """Whether the host can read the weight without waiting for a device."""
-    return weight.is_cpu
+    return weight.is_cpu  # by the host, without waiting for a device
