@@ -71,7 +71,7 @@ def test_moments_saved_in_bf16_are_taken_as_they_are():
     ours.load_state_dict(plain.state_dict())
     train(b, ours, 1)
     assert ours.state[b.weight]["exp_avg"].dtype == torch.float32
-    assert int(ours.state[b.weight]["step"]) == 4
+    assert int(ours.state[b.weight]["step"]) == 4 and int(plain.state[a.weight]["step"]) == 3, "two optimizers count apart"
 
 
 def test_a_step_saved_as_a_number_and_parameters_without_a_state():
