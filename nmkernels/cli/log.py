@@ -9,7 +9,6 @@ import textwrap
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from io import FileIO
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TextIO
@@ -168,17 +167,14 @@ class Log:
         self.path, board = folder / LOG, folder / "tensorboard"
         with writing(self.path):
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = self._open(start)
+            # written anew beside the old one where that has a torn line or later rows
+            text = (",".join(COLUMNS) + "\r\n").encode() + _text([row for row in read_log(self.path) if row["step"] <= start])
+            if not self.path.is_file() or self.path.read_bytes() != text:
+                atomic_write(self.path, lambda temporary: temporary.write_bytes(text))
+            self._file = self.path.open("ab", buffering=0)
         with writing(board):
             self._board = board_writer()(str(board), purge_step=start + 1) if tensorboard else None
         self._bar = _bar(label, start, steps, stream)
-
-    def _open(self, start: int) -> FileIO:
-        """The file, ready to be appended to; written anew beside the old one where that has a torn line or later rows."""
-        text = (",".join(COLUMNS) + "\r\n").encode() + _text([row for row in read_log(self.path) if row["step"] <= start])
-        if not self.path.is_file() or self.path.read_bytes() != text:
-            atomic_write(self.path, lambda temporary: temporary.write_bytes(text))
-        return self.path.open("ab", buffering=0)
 
     def __enter__(self) -> Log:
         return self

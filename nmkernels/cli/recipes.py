@@ -10,6 +10,9 @@ import textwrap
 from dataclasses import MISSING, Field, asdict, fields
 from typing import Any
 
+from ..recipes import names
+from ..recipes.registry import find
+
 COLUMNS = 112
 WIDTH = 11
 """Columns in front of each line for what it tells."""
@@ -24,16 +27,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the list, or one recipe; 0, or 1 through ``RecipeError`` where no recipe has that name."""
-    from ..recipes import names
-    from ..recipes.registry import find
-
-    if args.name:
-        # the pattern is welcome, as it is written elsewhere
-        one = describe(find(args.name.partition(":")[0]))
-        print(json.dumps(one, indent=2, ensure_ascii=False) if args.json else details(one))
+    # of NAME:N:M too, as it is written elsewhere
+    found = describe(find(args.name.partition(":")[0])) if args.name else [describe(find(name)) for name in names()]
+    if args.json:
+        print(json.dumps(found, indent=2, ensure_ascii=False))
+    elif isinstance(found, dict):
+        print(details(found))
     else:
-        every = [describe(find(name)) for name in names()]
-        print(json.dumps(every, indent=2, ensure_ascii=False) if args.json else listing(every))
+        print("\n\n".join("\n".join(_head(each)) for each in found))
+        print("\npython -m nmkernels recipes NAME tells more; python -m nmkernels train --recipe NAME:N:M trains with one.")
     return 0
 
 
@@ -41,23 +43,10 @@ def describe(cls: type[Any]) -> dict[str, Any]:
     """What is known of a recipe, as plain values; ``keywords`` have name, type and default."""
     about = {"name": cls.name, **asdict(cls.about), "final": cls(total_steps=1000).final}  # it may follow from the keywords
     keywords = [{"name": f.name, "type": _type(f), "default": _default(f)} for f in fields(cls) if f.init]
-    return {"name": about.pop("name"), "summary": summary(cls), **about, "keywords": keywords, "doc": inspect.getdoc(cls) or ""}
-
-
-def summary(cls: type[Any]) -> str:
-    """One line: the first of the module's docstring, or of the class's where the module has several recipes."""
-    from ..recipes import names
-    from ..recipes.registry import find
-
+    # the first line of the module's docstring, or of the class's where the module has several recipes
     alone = sum(find(name).__module__ == cls.__module__ for name in names()) == 1
-    line = (inspect.getdoc(sys.modules[cls.__module__] if alone else cls) or "").partition("\n")[0]
-    return line.rstrip(".")
-
-
-def listing(recipes: list[dict[str, Any]]) -> str:
-    blocks = ["\n".join(_head(r)) for r in recipes]
-    end = "python -m nmkernels recipes NAME tells more; python -m nmkernels train --recipe NAME:N:M trains with one."
-    return "\n\n".join([*blocks, end])
+    summary = (inspect.getdoc(sys.modules[cls.__module__] if alone else cls) or "").partition("\n")[0].rstrip(".")
+    return {"name": about.pop("name"), "summary": summary, **about, "keywords": keywords, "doc": inspect.getdoc(cls) or ""}
 
 
 def details(r: dict[str, Any]) -> str:
@@ -88,5 +77,5 @@ def _type(field: Field[Any]) -> str:
 
 
 def _default(field: Field[Any]) -> Any:
-    value = field.default_factory() if field.default_factory is not MISSING else field.default
-    return None if value is MISSING else value if isinstance(value, (bool, int, float, str, type(None))) else str(value)
+    value = None if field.default is MISSING else field.default
+    return value if isinstance(value, (int, float, str, type(None))) else str(value)

@@ -1,4 +1,4 @@
-"""Costs and choices: predicted times against numbers computed by hand, the composition rule and the break-even points of the design's notes."""
+"""Predicted times and the choice of pieces by hand, the composition rule and the break-even points of the design's notes."""
 
 from dataclasses import replace
 

@@ -34,10 +34,10 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize(
-    ("stream", "words"),
-    [(io.StringIO(), "a  step  2/10  loss 1.500  phase 1  flips 1.00%  2.0k tok/s\n"), (Terminal(), "loss 2.000  val 3.000")],
-)
+LINE = "a  step  2/10  loss 1.500  phase 1  flips 1.00%  2.0k tok/s\n"
+
+
+@pytest.mark.parametrize(("stream", "words"), [(io.StringIO(), LINE), (Terminal(), "loss 2.000  val 3.000")], ids=["file", "terminal"])
 def test_a_log_that_is_resumed_drops_what_came_after(tmp_path, stream, words):
     row = {"loss": 1.5, "lr": 0.1, "tokens_per_s": 2000.0, "phase": 1, "flip_rate": 0.01, "density": 0.5, "decay_ratio": 0.0, "extra": 3}
     with Log(tmp_path, "a", 0, 10, stream) as log:
