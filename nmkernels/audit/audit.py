@@ -23,7 +23,7 @@ from ..tuning import Seconds
 from .advice import notes, of_dense, of_sparse
 from .devices import Device, kind
 from .flops import check_number, inventory, passes, skeleton
-from .measure import Bench, Measured, Progress, find, measured
+from .measure import Measured, Progress, find, measure_all, measured
 from .report import Audit, LayerAudit
 from .rules import TWO_FOUR, Case, Layer, Rules, by_name, of_layer, of_recipe
 
@@ -108,17 +108,17 @@ def audit(
     groups = _cases(model, recipe, report, filter_fn, tokens, rows or {}, given, device_for)
     groups = [(entries, replace(case, accumulate=accumulate, fused=optimizer == "fused")) for entries, case in groups]
     cases = [case for _, case in groups]
-    bench = Bench(spot, timer, budget) if measure and spot is not None else None
-    timed = {} if bench is None else bench.run((case for case in cases if _counts(case.layer)), progress)
+    counted = (case for case in cases if _counts(case.layer))
+    timed = measure_all(counted, spot, timer, budget, progress) if measure and spot is not None else None
     first = next((case for case in cases if case.sparse), cases[0])
     usual = of_recipe(recipe, Pattern(recipe.pattern)) if recipe is not None else first.rules
-    layers = [_layer(entries, case, usual, timed.get(case, Measured())) for entries, case in groups]
+    layers = [_layer(entries, case, usual, (timed or {}).get(case, Measured())) for entries, case in groups]
     words, rest = text(recipe) if recipe is not None else "", other * tokens / first.device.rate(first.layer.dtype)
     steps = first.rules.steps if first.sparse else 0.0
     result = Audit(tuple(layers), first.device.name, words, tokens, accumulate, steps, other=rest)
     if isinstance(target, Device):
         result = replace(result, inference_range=_range(result, cases, "inference"), step_range=_range(result, cases, "step"))
-    return replace(result, notes=notes(result, first, bench is not None))
+    return replace(result, notes=notes(result, first, timed is not None))
 
 
 def _subject(
@@ -143,8 +143,7 @@ def _dtype(word: str | torch.dtype | None) -> torch.dtype | None:
 
 def _home(model: nn.Module) -> torch.device:
     """Where the model's weights are; the CPU for those without memory."""
-    found = Counter(t.device for t in (*model.parameters(), *model.buffers()) if t.device.type != "meta")
-    return found.most_common(1)[0][0] if found else torch.device("cpu")
+    return next((t.device for t in (*model.parameters(), *model.buffers()) if not t.is_meta), torch.device("cpu"))
 
 
 def _cases(

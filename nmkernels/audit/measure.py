@@ -156,68 +156,61 @@ def expected(case: Case) -> float:
     return (LEAST + 1) * once + CHECKED * 2 * sum(case.predict(f"{role} dense") or 0.0 for role in gemms(case))
 
 
-@dataclass(frozen=True)
-class Bench:
-    """Measures layers within a budget of seconds, by the device's clock unless there is a ``timer`` of a ``Task``."""
+def measure_all(
+    cases: Iterable[Case], device: torch.device, timer: Seconds | None, budget: float, progress: Progress | None = None
+) -> dict[Case, Measured]:
+    """Every distinct case within a budget of seconds, the short ones first: the long ones have what those leave of their shares."""
+    order = sorted(dict.fromkeys(cases), key=expected)
+    end, found = time.perf_counter() + budget, dict[Case, Measured]()
+    for done, case in enumerate(order):
+        layer = case.layer
+        if progress is not None:
+            progress(done, len(order), f"{layer.shape[0]}x{layer.shape[1]}, {layer.tokens} tokens")
+        share = max(LITTLE, (end - time.perf_counter()) / (len(order) - done))
+        try:
+            found[case] = measure_one(case, device, timer, share)
+        except (NMError, RuntimeError) as error:  # a layer that cannot be measured must not take the others' numbers along
+            found[case] = Measured(note=f"not measured: {str(error).splitlines()[0]}")
+    return found
 
-    device: torch.device
-    timer: Seconds | None
-    budget: float
 
-    def run(self, cases: Iterable[Case], progress: Progress | None = None) -> dict[Case, Measured]:
-        """Every distinct case, the short ones first, so that the long ones have what those leave of their shares of the time."""
-        order = sorted(dict.fromkeys(cases), key=expected)
-        end, found = time.perf_counter() + self.budget, dict[Case, Measured]()
-        for done, case in enumerate(order):
-            layer = case.layer
-            if progress is not None:
-                progress(done, len(order), f"{layer.shape[0]}x{layer.shape[1]}, {layer.tokens} tokens")
-            share = max(LITTLE, (end - time.perf_counter()) / (len(order) - done))
-            try:
-                found[case] = self.measure(case, share)
-            except (NMError, RuntimeError) as error:  # a layer that cannot be measured must not take the others' numbers along
-                found[case] = Measured(note=f"not measured: {str(error).splitlines()[0]}")
-        return found
-
-    def measure(self, case: Case, share: float) -> Measured:
-        """Seconds of the pieces within ``share`` seconds, of fewer tokens where all would take too long."""
-        layer, tokens, long = case.layer, case.layer.tokens, expected(case)
-        while long * tokens / layer.tokens > share and tokens >= 2 * FEWEST:
-            tokens //= 2
-        if long * tokens / layer.tokens > 2 * share:
-            return Measured(note=f"not measured: it would take about {long * tokens / layer.tokens:.0f} s of the budget")
-        small = case.but(layer={"tokens": tokens})
-        (out, cols), size = layer.shape, layer.dtype.itemsize
-        # operands and their copies, results of the candidates, and a part of them in float64
-        wanted = size * (4 * tokens * (cols + out) + 6 * out * cols) + layer.master.itemsize * out * cols + 4 * CHUNK * 8
-        free = free_bytes(self.device)
-        if wanted > MEMORY * free:
-            return Measured(note=f"not measured: it needs about {wanted / 1e9:.1f} GB of memory, {free / 1e9:.1f} are free")
-        with torch.no_grad():
-            tasks = tasks_of(small.layer, case.rules, self.device, case.device.transposed, needed(case))
-            found = timed(tasks, self.device, self.timer, share / 4)
-        seconds = {name: median(samples) for name, samples in found.items()}
-        kernels: dict[str, str] = {}
-        for role in gemms(case):
-            self._choose(gemm_of(small, role, self.device), share / 4, seconds, kernels)
-        grown = layer.tokens / tokens
-        scaled = {name: took * grown if name.partition(" ")[0] in GEMMS else took for name, took in seconds.items()}
-        return Measured(scaled, "" if tokens == layer.tokens else f"measured on {tokens} tokens, scaled", kernels)
-
-    def _choose(self, gemm: Gemm, budget: float, seconds: dict[str, float], kernels: dict[str, str]) -> None:
-        """The dense GEMM and the fastest sparse one, each checked before."""
-        timer, role = self.timer, f"{gemm.role} estimated" if gemm.rule else gemm.role
-        own = None if timer is None else lambda call: timer(Task(f"{role} {call.name}", call.run))
-        found = measure(gemm, timer=own, budget=budget).seconds
-        if gemm.role == "wgrad":  # each candidate makes the estimate, so what is no estimate is measured apart
-            best = min(found, key=found.__getitem__)
-            seconds["wgrad estimated"], kernels["wgrad"] = found[best], best
-            return
-        sparse = {name: took for name, took in found.items() if name != "dense"}
-        seconds[f"{gemm.role} dense"] = found["dense"]
+def measure_one(case: Case, device: torch.device, timer: Seconds | None, share: float) -> Measured:
+    """Seconds of the pieces within ``share`` seconds, of fewer tokens where all would take too long."""
+    layer, tokens, long = case.layer, case.layer.tokens, expected(case)
+    while long * tokens / layer.tokens > share and tokens >= 2 * FEWEST:
+        tokens //= 2
+    if long * tokens / layer.tokens > 2 * share:
+        return Measured(note=f"not measured: it would take about {long * tokens / layer.tokens:.0f} s of the budget")
+    small = case.but(layer={"tokens": tokens})
+    (out, cols), size = layer.shape, layer.dtype.itemsize
+    # operands and their copies, results of the candidates, and a part of them in float64
+    wanted = size * (4 * tokens * (cols + out) + 6 * out * cols) + layer.master.itemsize * out * cols + 4 * CHUNK * 8
+    free = free_bytes(device)
+    if wanted > MEMORY * free:
+        return Measured(note=f"not measured: it needs about {wanted / 1e9:.1f} GB of memory, {free / 1e9:.1f} are free")
+    with torch.no_grad():
+        found = timed(tasks_of(small.layer, case.rules, device, case.device.transposed, needed(case)), device, timer, share / 4)
+    seconds = {name: median(samples) for name, samples in found.items()}
+    kernels: dict[str, str] = {}
+    for role in gemms(case):
+        best = _choose(gemm_of(small, role, device), timer, share / 4)
+        # each candidate of wgrad makes the estimate, so what is no estimate is measured apart
+        sparse = best if role == "wgrad" else {name: took for name, took in best.items() if name != "dense"}
+        if role != "wgrad":
+            seconds[f"{role} dense"] = best["dense"]
         if sparse:
-            kernels[gemm.role] = min(sparse, key=sparse.__getitem__)
-            seconds[f"{gemm.role} sparse"] = sparse[kernels[gemm.role]]
+            kernels[role] = min(sparse, key=sparse.__getitem__)
+            seconds["wgrad estimated" if role == "wgrad" else f"{role} sparse"] = sparse[kernels[role]]
+    grown = layer.tokens / tokens
+    scaled = {name: took * grown if name.partition(" ")[0] in GEMMS else took for name, took in seconds.items()}
+    return Measured(scaled, "" if tokens == layer.tokens else f"measured on {tokens} tokens, scaled", kernels)
+
+
+def _choose(gemm: Gemm, timer: Seconds | None, budget: float) -> dict[str, float]:
+    """Seconds of the dense GEMM and of the sparse ones, each checked before."""
+    role = f"{gemm.role} estimated" if gemm.rule else gemm.role
+    own = None if timer is None else lambda call: timer(Task(f"{role} {call.name}", call.run))
+    return measure(gemm, timer=own, budget=budget).seconds
 
 
 def free_bytes(device: torch.device) -> float:

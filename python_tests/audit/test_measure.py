@@ -9,7 +9,7 @@ import nmkernels as nm
 from nmkernels import capability
 from nmkernels.audit import advice, measure
 from nmkernels.audit.devices import DEVICES
-from nmkernels.audit.measure import Bench, expected, gemm_of, gemms, needed, tasks_of
+from nmkernels.audit.measure import expected, gemm_of, gemms, measure_all, measure_one, needed, tasks_of
 from nmkernels.audit.rules import Case, Layer, Rules, of_recipe, speedup
 from nmkernels.tuning import Task, timer
 from python_tests.audit.given import COSTS
@@ -143,7 +143,7 @@ def test_large_layers_are_shortened_or_left_out(monkeypatch):
     assert expected(replace(large, sparse=False, trains=True)) == 12, "four rounds of three GEMMs"
 
     def run(share):
-        return Bench(CPU, clock, 0.0).measure(large, share)
+        return measure_one(large, CPU, clock, share)
 
     few = run(8.0)
     assert few.note == "measured on 2048 tokens, scaled" and few.seconds["fprop dense"] == 20 and few.seconds["expand"] == 2
@@ -152,9 +152,9 @@ def test_large_layers_are_shortened_or_left_out(monkeypatch):
     assert run(0.6).note == "measured on 256 tokens, scaled"
     assert not run(0.4).seconds and run(0.4).note == "not measured: it would take about 1 s of the budget"
     monkeypatch.setattr(Case, "predict", lambda self, piece: 100.0)
-    assert Bench(CPU, clock, 0.0).run([large])[large].note == "not measured: it would take about 100 s of the budget"
+    assert measure_all([large], CPU, clock, 0.0)[large].note == "not measured: it would take about 100 s of the budget"
     monkeypatch.setattr(Case, "predict", lambda self, piece: 0.01)
-    assert Bench(CPU, clock, 0.0).run([large])[large].note == "", "what is short is measured though no time is left"
+    assert measure_all([large], CPU, clock, 0.0)[large].note == "", "what is short is measured though no time is left"
 
 
 def test_each_shape_once_and_the_short_ones_first():
