@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import pytest
 
@@ -34,14 +35,6 @@ def test_what_is_written(tmp_path, monkeypatch, capsys):
 
 def test_the_measured_table_is_stamped(monkeypatch):
     monkeypatch.setattr(audit_page, "CPU_TOKENS", 16)
-    monkeypatch.setattr(audit_page, "model_shapes", lambda name: Small)
+    monkeypatch.setattr(audit_page, "model_shapes", lambda name: SimpleNamespace(shapes=lambda: {"fc": (64, 64)}))
     text = audit_page.measured(lambda task: 1e-3, 600.0)
     assert "--tokens 16 --device cpu` on **" in text and "fc " in text and "Measured: medians" in text
-
-
-class Small:
-    """A model of one small layer."""
-
-    @staticmethod
-    def shapes():
-        return {"fc": (64, 64)}

@@ -27,16 +27,10 @@ def test_same_case_replaces_and_others_stay(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_commit_says_whether_sources_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("changes", "want"), [(" M csrc/x.cpp", "abc1234-dirty"), ("", "abc1234")])
+def test_commit_says_whether_sources_differ(changes: str, want: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, ...]] = []
-
-    def git(*words: str) -> str:
-        asked.append(words)
-        return "abc1234" if words[0] == "rev-parse" else " M csrc/x.cpp"
-
-    monkeypatch.setattr(rows, "_git", git)
-    assert rows.commit.__wrapped__() == "abc1234-dirty"
+    monkeypatch.setattr(rows, "_git", lambda *words: asked.append(words) or ("abc1234" if words[0] == "rev-parse" else changes))
+    assert rows.commit.__wrapped__() == want
     # what a run writes itself does not count
     assert {":(top,exclude)bench/results", ":(top,exclude)docs/audit.md"} <= set(asked[1])
-    monkeypatch.setattr(rows, "_git", lambda *words: "abc1234" if words[0] == "rev-parse" else "")
-    assert rows.commit.__wrapped__() == "abc1234"

@@ -7,24 +7,17 @@ from pathlib import Path
 import pytest
 
 from bench import tables, targets
-from bench.registry import FAMILIES, Target
+from bench.cases import FAMILIES
 from bench.targets import TARGETS
-
-
-def _row(target: Target, value: float, index: int = 0) -> dict[str, str]:
-    spec = target.specs[index]
-    keys = {"op": spec.op, "provider": target.provider, "pattern": spec.pattern, "dtype": spec.dtype, "shape": spec.shape}
-    return {**keys, "metric": target.metric, "p20": str(value), "p50": str(value), "p80": str(value)}
-
-
-def _target(key: str) -> Target:
-    return next(t for t in TARGETS if t.key == key)
+from python_tests.each import each
 
 
 def _verdict(key: str, *values: float, reasons: dict[str, str] | None = None) -> targets.Verdict:
-    target = _target(key)
-    found = targets.verdicts([_row(target, v, i) for i, v in enumerate(values)], reasons=reasons or {})
-    return next(v for v in found if v.target is target)
+    t = next(t for t in TARGETS if t.key == key)
+    names = ("op", "pattern", "dtype", "shape")
+    cases = [{name: getattr(spec, name) for name in names} for spec in t.specs]
+    rows = [{**case, "provider": t.provider, "metric": t.metric, "p50": str(v)} for case, v in zip(cases, values, strict=False)]
+    return next(v for v in targets.verdicts(rows, reasons=reasons or {}) if v.target is t)
 
 
 def test_targets_are_sound() -> None:
@@ -34,15 +27,21 @@ def test_targets_are_sound() -> None:
         assert t.stretch is None or (t.stretch > t.bound) == t.higher
 
 
-def test_states() -> None:
-    assert _verdict("mask").state == "unmeasured"
-    assert _verdict("mask", 0.8).state == "unmeasured"
-    assert _verdict("mask", 0.8, 0.7).state == "met"
-    assert _verdict("mask", 0.95, 0.9).state == "stretch"
-    assert _verdict("mask", 0.95, 0.69).state == "missed"
-    # one case that is missed is enough, measured or not the others
-    assert _verdict("mask", 0.5).state == "missed"
-    assert _verdict("adamw", 1.04).state == "stretch" and _verdict("adamw", 1.26).state == "missed"
+@each(
+    "key, values, state",
+    [
+        ("mask", (), "unmeasured"),
+        ("mask", (0.8,), "unmeasured"),
+        ("mask", (0.8, 0.7), "met"),
+        ("mask", (0.95, 0.9), "stretch"),
+        ("mask", (0.95, 0.69), "missed"),
+        ("mask", (0.5,), "missed"),  # one case that is missed is enough, measured or not the others
+        ("adamw", (1.04,), "stretch"),
+        ("adamw", (1.26,), "missed"),
+    ],
+)
+def test_states(key: str, values: tuple[float, ...], state: str) -> None:
+    assert _verdict(key, *values).state == state
 
 
 def test_markdown_tells_every_case_and_the_reason() -> None:
@@ -57,6 +56,7 @@ def test_markdown_tells_every_case_and_the_reason() -> None:
 
 
 def test_reasons_are_read(tmp_path: Path) -> None:
+    targets.load_reasons()  # the committed ones name targets
     path = tmp_path / "shortfalls.txt"
     assert targets.load_reasons(path) == {}
     path.write_text("# why\n\nlinear-1-2:4: DRAM: 68 GB/s are read\n")
@@ -65,7 +65,3 @@ def test_reasons_are_read(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(ValueError, match="line 1: write 'key: reason'"):
             targets.load_reasons(path)
-
-
-def test_committed_reasons_name_targets() -> None:
-    targets.load_reasons()

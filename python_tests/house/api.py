@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 FROZEN = Path(__file__).with_name("public_api.txt")
 MODULES = tuple(f"nmkernels{name}" for name in ("", ".ops", ".nn", ".optim", ".recipes", ".export", ".audit"))
@@ -20,11 +18,11 @@ OPEN = ("nmkernels.recipes.Handle", "nmkernels.recipes.Recipe", "nmkernels.autog
 """The classes whose members are listed, one by one."""
 
 
-def public_api(instead: Mapping[str, Mapping[str, Any]] | None = None) -> list[str]:
-    """Every public name with parameters and defaults; ``instead``: other values of some names, by module."""
+def public_api() -> list[str]:
+    """Every public name with parameters and defaults."""
     lines = []
     for module in MODULES:
-        names = vars(importlib.import_module(module)) | dict((instead or {}).get(module, {}))
+        names = vars(importlib.import_module(module))
         lines += [_described(f"{module}.{name}", names[name]) for name in names["__all__"]]
     for full in OPEN:
         module, _, name = full.rpartition(".")

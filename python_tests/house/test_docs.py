@@ -38,8 +38,3 @@ def test_code_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     blocks = re.findall(r"^```python\n(.*?)^```", path.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     for number, block in enumerate(blocks, 1):
         exec(compile(block, f"{path.name}, python block {number}", "exec"), names)
-
-
-def test_an_invented_target_is_noticed() -> None:
-    text = "make nosuch\npython -m nmkernels nosuch2\n`bench/nosuch3.py` [a](nosuch4.md) [b](https://a.org/x) `make test`"
-    assert unknown(text, ROOT) == {"nosuch", "nosuch2", "bench/nosuch3.py", "nosuch4.md"}

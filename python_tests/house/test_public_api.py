@@ -16,10 +16,3 @@ def test_public_api_is_the_frozen_one() -> None:
         f"the public API changed:\n{changes}\nIf that is meant: run `python -m python_tests.house.api`, and tell of it in CHANGELOG.md."
     )
     assert len(present) <= MOST
-
-
-def test_changed_default_is_a_change() -> None:
-    def later(w, pattern, n=2, *, out=None): ...
-
-    api = public_api({"nmkernels.ops": {"mask": later}})
-    assert "nmkernels.ops.mask(w, pattern, n=2, *, out=None)" in api and "nmkernels.ops.mask(w, pattern, out=None)" not in api

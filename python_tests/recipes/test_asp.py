@@ -8,6 +8,7 @@ import torch
 import nmkernels as nm
 from nmkernels.optim import MaskedAdamW
 from nmkernels.recipes import ASP
+from python_tests.each import each
 from python_tests.recipes.loop import SPARSE, Adam, batches, distance, gradients, loss_of, mlp, snapshot, top_n
 from python_tests.recipes.running import train
 
@@ -82,14 +83,9 @@ def test_the_host_asks_only_when_pruning_can_be_due(monkeypatch):
     assert 2 * ours == len(asked)  # the reference backend reads its step counters, and only that
 
 
-def wanda_model():
-    model = torch.nn.Sequential(torch.nn.Linear(16, 16, bias=False, dtype=torch.float64))
-    x = torch.linspace(0.1, 3.0, 16, dtype=torch.float64).flip(0) * torch.randn(40, 16, dtype=torch.float64)
-    return model, x
-
-
 def test_wanda_scores_by_hand():
-    model, x = wanda_model()
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16, bias=False, dtype=torch.float64))
+    x = torch.linspace(3.0, 0.1, 16, dtype=torch.float64) * torch.randn(40, 16, dtype=torch.float64)
     w = model[0].weight.detach().clone()
     handle = nm.sparsify_(model, ASP("1:4", score="wanda"))
     with handle.calibrate():
@@ -97,21 +93,18 @@ def test_wanda_scores_by_hand():
         model(x[10:])
     model(100 * x.flip(1))  # outside calibrate: not counted
     handle.attach(torch.optim.SGD(model.parameters(), lr=0.1))
-    norms = [sum(float(v) ** 2 for v in x[:, j]) ** 0.5 for j in range(16)]
-    mask = top_n(w * torch.tensor(norms, dtype=torch.float64), 1, 4)
-    assert torch.equal(model[0].weight.detach(), w * mask)
-    assert not torch.equal(mask, top_n(w, 1, 4))
+    mask = top_n(w * x.square().sum(0).sqrt(), 1, 4)
+    assert torch.equal(model[0].weight.detach(), w * mask) and not torch.equal(mask, top_n(w, 1, 4))
 
 
-def test_wanda_without_calibration_raises_everywhere():
-    model, _ = wanda_model()
-    handle = nm.sparsify_(model, ASP("1:4", score="wanda"))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    before = snapshot(model)
+@each("score, said", [("wanda", r"seen none for 0.*calibrate"), ("existing", r"'0' is not 2:4")])
+def test_without_calibration_or_zeros_it_raises_everywhere(score, said):
+    model = mlp()
+    handle, optimizer = nm.sparsify_(model, ASP("2:4", score=score)), MAKERS["sgd"](model.parameters())
     for action in (lambda: handle.attach(optimizer), lambda: handle.finish(allow_unused=True), handle.deployable().__enter__):
-        with pytest.raises(nm.RecipeError, match=r"seen none for 0.*calibrate"):
+        with pytest.raises(nm.RecipeError, match=said):
             action()
-    assert distance(snapshot(model), before) == 0.0
+    assert distance(snapshot(model), snapshot(mlp())) == 0.0
     assert "nm_recipe" not in optimizer.param_groups[0] and not optimizer._optimizer_step_pre_hooks
 
 
@@ -130,15 +123,6 @@ def test_existing_adopts_the_zeros():
     want = untrained(x)
     nm.sparsify_(untrained, ASP("2:4", score="existing")).finish(allow_unused=True)
     assert torch.allclose(nm.compress_(untrained)(x), want, rtol=1e-12)
-
-
-def test_existing_refuses_what_is_not_nm():
-    model = mlp()
-    handle = nm.sparsify_(model, ASP("2:4", score="existing"))
-    for action in (lambda: handle.attach(MAKERS["sgd"](model.parameters())), lambda: handle.finish(allow_unused=True)):
-        with pytest.raises(nm.RecipeError, match=r"'0' is not 2:4"):
-            action()
-    assert distance(snapshot(model), snapshot(mlp())) == 0.0
 
 
 def test_state_stores_packed_indices():

@@ -173,14 +173,6 @@ def test_a_weight_that_is_not_finite():
     assert torch.equal(model[0].bias, before) and "not finite" in handle.report.channels["2"]
 
 
-def test_nothing_moves_without_a_sparse_consumer():
-    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)).double()
-    handle = nm.sparsify_(model, ASP("2:4", permute=True, escapes=FEW))
-    before = model[0].bias.clone()
-    handle.attach(MAKERS["sgd"](model.parameters()))
-    assert torch.equal(model[0].bias, before) and "2" not in handle.report.channels
-
-
 def test_long_searches_log(caplog, monkeypatch):
     clock = iter(range(0, 10**6, 11))
     monkeypatch.setattr(permutation.time, "monotonic", lambda: next(clock))

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch._dynamo.testing
 
 import nmkernels as nm
 from nmkernels.optim import MaskedAdamW

@@ -12,7 +12,7 @@ from nmkernels.recipes import FST, STEP
 from nmkernels.recipes.methods.fst import TransposableMask
 from python_tests.each import each
 from python_tests.nn.test_effective import Calls
-from python_tests.recipes.loop import batches, loss_of, mlp
+from python_tests.recipes.loop import batches, mlp
 from python_tests.recipes.loop_fst import tile_patterns, transposable
 from python_tests.recipes.running import F32, run, start, step, train
 
@@ -45,23 +45,6 @@ def test_the_mask_follows_weights_initialised_after_sparsify():
     handle.attach(torch.optim.AdamW(model.parameters()))
     assert torch.equal(model[0].nm_mask, transposable(model[0].weight.detach(), 2, 4))
     assert not any("nm_" in key for key in model.state_dict()), "masks are no part of the model's state"
-
-
-def test_decay_comes_after_unscaling_and_clipping_and_by_the_held_mask():
-    model, _, optimizer = start(FST(end=None, mvue=None, decay=1e-3), F32, make=torch.optim.AdamW)
-    train(model, optimizer, batches(15, F32))
-    layer, seen = model[0], {}
-    held, before = layer.nm_mask.clone(), layer.weight.detach().clone()
-    assert not torch.equal(held, transposable(before, 2, 4)), "the weight has moved on"
-    optimizer.zero_grad()
-    (8.0 * loss_of(model, batches(1, F32)[0])).backward()
-    for p in model.parameters():
-        p.grad /= 8.0
-    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-    clipped = layer.weight.grad.clone()
-    optimizer.register_step_pre_hook(lambda o, *_: seen.update(g=layer.weight.grad.clone()))
-    optimizer.step()
-    torch.testing.assert_close(seen["g"], clipped + 1e-3 * ~held * before, rtol=0, atol=1e-9)
 
 
 # ---- the end

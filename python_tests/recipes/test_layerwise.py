@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import nmkernels as nm
-from nmkernels.recipes import LayerWise, MdGf, SdGf
+from nmkernels.recipes import LayerWise, SdGf
 from nmkernels.recipes.methods import layerwise as module
 from nmkernels.recipes.methods.layerwise import allocate
 from python_tests.each import each
@@ -203,12 +203,6 @@ def test_no_choice_is_said():
     with pytest.warns(UserWarning, match=r'groups of 8 keep at least 1, .* LayerWise\("4:32"\)'):
         _, handle, _ = start(LayerWise("1:8"))
     assert kept(handle) == {"0": 1, "2": 1}
-
-
-def test_values_are_plain_and_equal_ones_equal():
-    recipe = LayerWise("2:8", 20, inner=MdGf("2:8", 7), given={"a": nm.Pattern("1:8")}, rows={"b": 2})
-    assert recipe == LayerWise("2:8", 20, inner="mdgf", given='{"a": "1:8"}', rows='{"b": 2}') and hash(recipe)
-    assert nm.recipes.get(nm.recipes.text(recipe)) == recipe
 
 
 # ---- sharing a budget out

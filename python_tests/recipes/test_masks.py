@@ -1,16 +1,12 @@
-"""Masks that are held: packing, adopting, refusing."""
+"""Masks that are held: the bits that they write and the models that they fit; test_asp.py and the conformance suite train with them."""
 
 import pytest
 import torch
 
 import nmkernels as nm
+from nmkernels.pattern import CheckpointError
 from nmkernels.recipes.masks import HeldMask, HeldMasks
-from python_tests.recipes.loop import mlp, top_n
-
-
-def layers(pattern="2:4", seed=0):
-    model = mlp(torch.float32, seed)
-    return nm.sparsify_(model, nm.recipes.Dense(pattern)).layers
+from python_tests.recipes.loop import mlp
 
 
 def test_held_mask_keeps_bits_and_writes_positive_zeros():
@@ -22,26 +18,19 @@ def test_held_mask_keeps_bits_and_writes_positive_zeros():
 
 
 @pytest.mark.parametrize("pattern", ["2:4", "1:16", "3:8"])
-def test_masks_survive_packing(pattern):
-    chosen = HeldMasks(layers(pattern), "magnitude")
-    state = {}
+def test_masks_survive_packing_and_are_refused_by_other_layers(pattern):
+    def masks(*sizes):
+        model = mlp(torch.float32) if not sizes else torch.nn.Sequential(*(torch.nn.Linear(32, size) for size in sizes))
+        return HeldMasks(nm.sparsify_(model, nm.recipes.Dense(pattern)).layers, "magnitude")
+
+    chosen, again, state = masks(), masks(), {}
     chosen.adopt(state)
-    n, m = map(int, pattern.split(":"))
-    for name, layer in chosen.layers.items():
-        assert torch.equal(chosen.masks[name], layer.weight != 0)
-        assert torch.equal(chosen.masks[name], top_n(layers(pattern)[name].weight.detach(), n, m))
-    again = HeldMasks(layers(pattern), "magnitude")
     again.adopt(state)
-    assert all(torch.equal(again.masks[name], chosen.masks[name]) for name in chosen.masks)
-    assert all(torch.equal(again.layers[name].weight, chosen.layers[name].weight) for name in chosen.masks)
-
-
-def test_collecting_sums_over_batches_and_leaves_no_hook():
-    fixed = HeldMasks(layers(), "wanda")
-    x = torch.randn(6, 16)
-    with fixed.collecting():
-        for part in (x[:2], x[2:].reshape(2, 2, 16)):
-            fixed.layers["0"](part)
-    fixed.layers["0"](x)
-    assert torch.allclose(fixed._squares["0"], x.double().square().sum(0))
-    assert not fixed.layers["0"]._forward_pre_hooks
+    for name, mask in chosen.masks.items():
+        assert torch.equal(again.masks[name], mask) and torch.equal(mask, again.layers[name].weight != 0)
+        assert torch.equal(mask, nm.ops.mask(mlp(torch.float32).get_submodule(name).weight.detach(), pattern))
+    with pytest.raises(CheckpointError, match="only one of them has 2"):
+        masks(32).adopt(state)
+    del state["masks"]["2"]
+    with pytest.raises(CheckpointError, match=r"'0' is of another shape than its weight \(64, 32\)"):
+        masks(64).adopt(state)

@@ -93,14 +93,6 @@ def test_random_pairings_beyond_many_stripes(monkeypatch):
     assert found.after - found.before > 0.8 * (full.after - full.before)
 
 
-def test_progress_of_long_searches(monkeypatch):
-    clock = iter(range(0, 10**6, 11))
-    monkeypatch.setattr(permutation.time, "monotonic", lambda: next(clock))
-    lines = []
-    search_permutation(torch.randn(8, 32), escapes=3, progress=lines.append)
-    assert any("escape 3 of 3" in line and "of the magnitude kept" in line for line in lines)
-
-
 @each(
     "w, options, error, match",
     [
