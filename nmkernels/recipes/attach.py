@@ -197,8 +197,9 @@ class Attachment:
 
     def _of_state(self, key: str) -> list[Any]:
         """What the optimizer keeps under ``key`` for the swapped weights, where it does."""
-        states = [inner(self.optimizer).state.get(layer.weight, {}) for layer in self.layers.values()]
-        return [state[key] for state in states if state.get(key) is not None]
+        state = inner(self.optimizer).state
+        found = [state.get(layer.weight, {}).get(key) for layer in self.layers.values()]
+        return [value for value in found if value is not None]
 
     @property
     def _found_inf(self) -> Tensor | None:
