@@ -18,17 +18,10 @@ INJECTED = {
         @pytest.mark.gpu
         def test_on_a_gpu(): raise AssertionError("not in a dry run")
     """,
-    "test_crash.py": """
-        def test_before(): pass
-        def test_crash(): os.kill(os.getpid(), signal.SIGSEGV)
-        def test_after(): pass
-    """,
-    "test_hang.py": """
-        def test_hang(): time.sleep(600)
-        def test_after(): pass
-    """,
-    "test_plain.py": """
+    "test_bad.py": """
         def test_plain(): assert 1 == 2, "one is not two"
+        def test_crash(): os.kill(os.getpid(), signal.SIGSEGV)
+        def test_hang(): time.sleep(600)
         def test_after(): pass
     """,
     "test_lost.py": """
@@ -43,7 +36,7 @@ INJECTED = {
             raise RuntimeError("CUDA error")
         def test_after(): assert "torch" not in sys.modules
     """,
-    "test_import.py": "        import no_such_module",
+    "test_import.py": "import no_such_module",
     "test_alone.py": """
         @pytest.mark.alone
         def test_large(): pass
@@ -69,13 +62,13 @@ def test_a_dry_run_gets_over_every_kind_of_failure(
     assert gpu.main(words) == 1
     lines = capsys.readouterr().out.splitlines()
     summary = lines[lines.index("== summary") :]
-    assert "9 passed; 6 failed; 1 skipped; skipped: 1 no 60 GiB here" in summary[1]
+    assert "6 passed; 6 failed; 1 skipped; skipped: 1 no 60 GiB here" in summary[1]
     text = "\n".join(summary)
     for failed in (
         "test_import.py: ModuleNotFoundError: No module named 'no_such_module'",
         "test_crash: its process was ended by SIGSEGV",
         "test_hang: took more than 1 s and was ended",
-        "test_plain: test_plain.py:4: AssertionError: one is not two",
+        "test_plain: test_bad.py:4: AssertionError: one is not two",
         "test_fixture: test_lost.py:5: RuntimeError: no such thing",
         "test_loses_the_device: test_lost.py:12: RuntimeError: CUDA error",
     ):
@@ -83,11 +76,11 @@ def test_a_dry_run_gets_over_every_kind_of_failure(
     assert lines.index("== tests") < lines.index("== sanitizer") < lines.index("== summary")
     # alone comes last, after the two that run side by side
     done = [Path(line.split()[3].rstrip(":")).name for line in lines[1 : lines.index("== sanitizer")] if " s  " in line]
-    assert done[0] == "collect" and done[-1] == "test_alone.py" and len(done) == 7
+    assert done[0] == "collect" and done[-1] == "test_alone.py" and len(done) == 5
     # what is finished is not done again, until the sources change
     assert gpu.main(words) == 1
     again = capsys.readouterr().out
-    assert "6 of 6 were finished by an earlier call" in again and "9 passed; 6 failed" in again
+    assert "4 of 4 were finished by an earlier call" in again and "6 passed; 6 failed" in again
     logs = list((tmp_path / "out" / "tests").glob("*good*.log"))
     assert len(logs) == 1 and logs[0].read_text().count("passed") == 1
 

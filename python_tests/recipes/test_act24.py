@@ -13,24 +13,11 @@ from nmkernels.recipes import Activation24
 from python_tests.each import each
 from python_tests.recipes.loop import Adam, batches, distance, snapshot
 from python_tests.recipes.loop_act24 import activation
-from python_tests.recipes.running import F32, F64, net, start, step, train
+from python_tests.recipes.running import F32, F64, net, start, train
 
 
 def rules(model):
     return {m.rule for m in model.modules() if isinstance(m, SquaredReLU)}
-
-
-def test_the_modules_follow_the_schedule():
-    model, handle, optimizer = start(Activation24("2:4", 12, start=0.25), F32)
-    sparse = []
-    for batch in batches(12, F32):
-        sparse.append(rules(model) != {None})
-        assert handle.metrics()["phase"].item() == sparse[-1]
-        step(model, optimizer, batch)
-    assert sparse == [False] * 3 + [True] * 9
-    assert handle.metrics()["density"].item() == 1.0 and handle.metrics()["flip_rate"].item() == 0.0
-    x = model[1](torch.randn(7, 32))
-    assert x.reshape(-1, 4).ne(0).sum(1).max() == 2
 
 
 def test_rules_inside_the_preview_and_after_the_end():

@@ -73,16 +73,6 @@ def test_prune_at(maker):
         assert torch.equal(trail[3][1][k], w * mask) and not trail[-1][1][k][~mask].any()
 
 
-def test_the_host_asks_only_when_pruning_can_be_due(monkeypatch):
-    model, dense, asked, item = mlp(), mlp(), [], torch.Tensor.item
-    optimizer = nm.sparsify_(model, ASP(start=4)).attach(MaskedAdamW(model.parameters()))
-    monkeypatch.setattr(torch.Tensor, "item", lambda self: asked.append(1) or item(self))
-    train(model, optimizer, batches(3))
-    ours = len(asked)
-    train(dense, MaskedAdamW(dense.parameters()), batches(3))
-    assert 2 * ours == len(asked)  # the reference backend reads its step counters, and only that
-
-
 def test_wanda_scores_by_hand():
     model = torch.nn.Sequential(torch.nn.Linear(16, 16, bias=False, dtype=torch.float64))
     x = torch.linspace(3.0, 0.1, 16, dtype=torch.float64) * torch.randn(40, 16, dtype=torch.float64)
@@ -123,15 +113,3 @@ def test_existing_adopts_the_zeros():
     want = untrained(x)
     nm.sparsify_(untrained, ASP("2:4", score="existing")).finish(allow_unused=True)
     assert torch.allclose(nm.compress_(untrained)(x), want, rtol=1e-12)
-
-
-def test_state_stores_packed_indices():
-    model = mlp()
-    handle = nm.sparsify_(model, ASP("2:4"))
-    optimizer = handle.attach(MAKERS["adamw"](model.parameters()))
-    masks = optimizer.state_dict()["param_groups"][0]["nm_recipe"]["masks"]
-    assert set(masks) == {"0", "2"}
-    for name, packed in masks.items():
-        w = model.get_parameter(f"{name}.weight").detach()
-        assert packed.dtype == torch.uint8 and packed.numel() * 8 == w.numel()  # half of the weights, two bits each
-        assert torch.equal(packed, nm.ops.compress(w, "2:4").indices)

@@ -163,16 +163,6 @@ def test_parameters_of_an_unknown_optimizer():
     assert torch.equal(model[0].bias, mlp()[0].bias)
 
 
-def test_a_weight_that_is_not_finite():
-    model = mlp()
-    nn.init.constant_(model[0].weight, torch.nan)
-    before = model[0].bias.clone()
-    handle = nm.sparsify_(model, ASP("2:4", permute=True, escapes=FEW))
-    with pytest.raises(nm.RecipeError, match="NaN"):
-        handle.finish(allow_unused=True)
-    assert torch.equal(model[0].bias, before) and "not finite" in handle.report.channels["2"]
-
-
 def test_long_searches_log(caplog, monkeypatch):
     clock = iter(range(0, 10**6, 11))
     monkeypatch.setattr(permutation.time, "monotonic", lambda: next(clock))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nmkernels.recipes import STEP
-from python_tests.recipes.loop import Adam, Step, batches, distance, loss_of, mlp, snapshot, train
+from python_tests.recipes.loop import Adam, Step, batches, distance, mlp, snapshot, train
 from python_tests.recipes.running import figures, run, start
 from python_tests.recipes.running import train as steps
 
@@ -75,31 +75,6 @@ def test_phase_and_metrics_follow_the_switch():
     assert [r["switch_step"] for r in rows] == [0] * (switched - 1) + [switched] * (STEPS - switched + 1)
     assert [r["flip_rate"] * 1536 for r in rows] == pytest.approx([row["flips"] for row in log])
     assert [r["max_update"] for r in rows] == pytest.approx([row["largest"] for row in log], rel=1e-8)
-
-
-def observed(threshold=1e-300, change=lambda x: x, factor=1.0, **options):
-    """Metrics after six steps that move no weight."""
-    model, handle, optimizer = start(STEP(t_max=None, threshold=threshold, **options), lr=0.0)
-    for x, y in batches(6):
-        optimizer.zero_grad()
-        (factor * loss_of(model, (change(x), y))).backward()
-        optimizer.step()
-    return figures(handle)
-
-
-@pytest.mark.parametrize("switch", ["arithmetic", "geometric"])
-def test_z_scales_with_the_square_of_the_loss(switch):
-    one, eight = (observed(switch=switch, t_min=None, factor=factor)["z_bar"] for factor in (1.0, 8.0))
-    assert eight == pytest.approx(64 * one, rel=1e-9)
-
-
-def test_dead_units_do_not_fire_option_two():
-    """One weight in twelve never has a gradient; with its logarithm counted Z would be 1e-3 of the others' and fire."""
-    alive = observed(switch="geometric", t_min=1)
-    few = alive["z_bar"] / 5
-    dead = observed(few, lambda x: x * (torch.arange(16) >= 4), switch="geometric", t_min=1)
-    assert alive["v_unchanged"] == 0 and dead["v_unchanged"] == 4 * 32
-    assert dead["switch_step"] == 0 and dead["z_bar"] > few
 
 
 def test_bounds():
