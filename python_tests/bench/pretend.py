@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,14 +46,9 @@ class HostEvent:
         return 1e3 * (end.at - self.at)
 
 
-class _Graph:
-    def replay(self) -> None:
-        pass
-
-
 @contextmanager
-def _captured(device: str) -> Iterator[_Graph]:
-    yield _Graph()
+def _captured(device: str) -> Iterator[Any]:
+    yield SimpleNamespace(replay=lambda: None)
 
 
 @contextmanager

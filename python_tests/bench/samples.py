@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from bench import cases
 from bench.registry import Ask, Spec
 from nmkernels import dispatch
@@ -43,6 +45,16 @@ def broken(op: str, wrong: Callable[..., Any], priority: int = 99, alone: bool =
     finally:
         dispatch._impls.clear()
         dispatch._impls.update(before)
+
+
+def instead(function: Callable[..., Tensor], change: Callable[[Tensor], Tensor] = Tensor.clone) -> Callable[..., Tensor]:
+    """``function`` of the reference, its result changed, for ``broken``."""
+
+    def run(*args: Any, out: Tensor | None = None) -> Tensor:
+        result = change(function(*args))
+        return result if out is None else out.copy_(result)
+
+    return run
 
 
 def read(path: Path) -> list[dict[str, str]]:

@@ -8,11 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from bench import run, runner, targets
+from nmkernels import reference
 from nmkernels.capability import compiled_core
-from python_tests.bench.samples import broken, read
-from python_tests.bench.test_runner import wrong_mask
+from python_tests.bench.samples import broken, instead, read
 
 TINY = ["--device", "cpu", "--op", "mask", "linear", "--shapes", "16x32", "--pattern", "2:4", "--dtype", "fp32", "--seconds", "0.001"]
 
@@ -68,7 +69,7 @@ def test_rows_are_written_and_printed(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_json_is_one_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with broken("nm_mask", wrong_mask, alone=True):
+    with broken("nm_mask", instead(reference.mask, torch.logical_not), alone=True):
         assert run.main([*TINY, "--out", str(tmp_path / "a.csv"), "--tokens", "2", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     keys = {"schema", "device", "machine", "versions", "commit", "out", "cases", "skipped", "interrupted", "wrong", "rows"}

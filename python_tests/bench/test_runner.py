@@ -17,19 +17,16 @@ from bench import cases, outcomes, runner
 from bench.registry import Provider, Ratio, Spec
 from bench.timing import Timed, take_turns
 from nmkernels import dispatch, reference
-from python_tests.bench.samples import broken, read
+from python_tests.bench.samples import broken, instead, read
 
 MASK, PRUNE = Spec("nm_mask", "2:4", "float32", 16, 32), Spec("nm_prune", "2:4", "float32", 16, 32)
 LINEAR = Spec("nm_linear", "2:4", "float32", 16, 32, 2)
 
 
-def wrong_mask(w: torch.Tensor, n: int, m: int, out: Any = None) -> torch.Tensor:
-    result = ~reference.mask(w, n, m)
-    return result if out is None else out.copy_(result)
+WRONG_MASK = instead(reference.mask, torch.logical_not)
 
 
-def inexact(x: torch.Tensor, values: torch.Tensor, *rest: Any) -> torch.Tensor:
-    return reference.linear(x, values, *rest) + 1e-3
+INEXACT = instead(reference.linear, lambda y: y + 1e-3)
 
 
 def breaks(*args: Any, **kwargs: Any) -> Any:
@@ -39,8 +36,8 @@ def breaks(*args: Any, **kwargs: Any) -> Any:
 @pytest.mark.parametrize(
     ("spec", "does", "why"),
     [
-        (MASK, wrong_mask, "not timed, its result is wrong: nm_mask: 512 of 512 elements differ"),
-        (LINEAR, inexact, "not timed, its result is wrong: .*against float64"),
+        (MASK, WRONG_MASK, "not timed, its result is wrong: nm_mask: 512 of 512 elements differ"),
+        (LINEAR, INEXACT, "not timed, its result is wrong: .*against float64"),
         (MASK, breaks, "not timed, it failed: RuntimeError: out of luck"),
     ],
 )
@@ -53,7 +50,7 @@ def test_what_is_wrong_is_not_timed_and_costs_no_other(spec: Spec, does: Any, wh
 
 
 def test_provider_that_is_wrong_costs_only_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with broken("nm_mask", wrong_mask, priority=1):
+    with broken("nm_mask", WRONG_MASK, priority=1):
         outcome = runner.run([MASK], "cpu", tmp_path / "a.csv", 0.001)
     why = "timed without nmkernels broken: its result is wrong: nm_mask: 512 of 512 elements differ"
     assert outcome.status == 1 and len(outcome.wrong) == 1 and outcome.wrong[0][1].startswith(why)
@@ -111,12 +108,8 @@ def test_what_becomes_of_each_case_is_told_and_not_done_again(tmp_path: Path, mo
 
 
 def test_every_backend_that_can_is_a_provider(tmp_path: Path) -> None:
-    def other(w: torch.Tensor, n: int, m: int, out: Any = None) -> torch.Tensor:
-        result = reference.prune(w, n, m)
-        return result if out is None else out.copy_(result)
-
     chosen = dispatch.choose("nm_prune", torch.zeros(4), 2, 4).backend
-    with broken("nm_prune", other, priority=1):
+    with broken("nm_prune", instead(reference.prune), priority=1):
         outcome = runner.run([PRUNE], "cpu", tmp_path / "a.csv", 0.001)
     ours = {r.provider for r in outcome.rows if r.metric == "us" and "torch" not in r.provider}
     assert ours == {f"nmkernels {name}{more}" for name in (chosen, "broken") for more in ("", ", new output")}

@@ -1,8 +1,5 @@
-"""MaxQ: its mask on small numbers, its schedules, and what it refuses. The trajectories are the roster's."""
+"""MaxQ: its mask on small numbers, and its share of dense groups. The trajectories are the roster's."""
 
-import math
-
-import pytest
 import torch
 
 import nmkernels as nm
@@ -11,16 +8,7 @@ from nmkernels.recipes import MaxQ
 from nmkernels.recipes.methods.maxq import PartlyDense, SoftQuery
 from python_tests.each import each
 from python_tests.recipes.loop import batches
-from python_tests.recipes.running import F64, start, step
-
-
-def curve(recipe):
-    return [recipe.share(torch.tensor(float(t), dtype=F64)).item() for t in range(recipe.total_steps + 1)]
-
-
-def sigmoid(x):
-    return 1 / (1 + math.exp(-x))
-
+from python_tests.recipes.running import F64, figures, start, step
 
 # ---- the mask
 
@@ -28,10 +16,9 @@ def sigmoid(x):
 def test_one_row_by_hand():
     w = torch.tensor([[0.1, -0.4, 0.3, 0.2, 5.0, -6.0, 7.0, 8.0]], dtype=F64)
     # four of eight are large in the row: 5 to 8, with the threshold halfway to 0.4; of each group two are kept
-    q = [sigmoid((a - 2.7) / 2.0) for a in (7.0, 8.0)]
-    got = SoftQuery(Pattern("2:4"), tau=2.0)(w)
+    q = ((torch.tensor([7.0, 8.0], dtype=F64) - 2.7) / 2.0).sigmoid().tolist()
     want = torch.tensor([[0, -0.4, 0.3, 0, 0, 0, 7.0 * (1 + q[0]), 8.0 * (1 + q[1])]], dtype=F64)
-    torch.testing.assert_close(got, want, rtol=1e-14, atol=0.0)
+    torch.testing.assert_close(SoftQuery(Pattern("2:4"), tau=2.0)(w), want, rtol=1e-14, atol=0.0)
 
 
 def test_query_of_the_whole_weight_counts_once_more():
@@ -62,13 +49,6 @@ def test_groups_that_tie_stay_dense_in_order():
     assert kept.int().tolist() == [[1, 1, 1, 1], [1, 0, 1, 0]]
 
 
-def test_gradient_rules():
-    w, g, share = torch.randn(4, 8, dtype=F64), torch.randn(4, 8, dtype=F64), torch.tensor(0.25, dtype=F64)
-    straight, chain = PartlyDense(Pattern("2:4")), PartlyDense(Pattern("2:4"), chain=True)
-    assert not straight.traits.own_gradient and torch.equal(straight.gradient(g, w, share)[0], g)
-    torch.testing.assert_close(chain.gradient(g, w, share)[0] * w, chain(w, share) * g)
-
-
 def test_16_bit_weights_are_ranked_and_enlarged_in_fp32():
     w = torch.randn(8, 16).bfloat16()
     got, want = SoftQuery(Pattern("2:4"))(w), SoftQuery(Pattern("2:4"))(w.float())
@@ -79,32 +59,14 @@ def test_16_bit_weights_are_ranked_and_enlarged_in_fp32():
 # ---- the schedules
 
 
-@each(
-    "schedule, share",
-    [
-        ("linear", lambda x: 1 - x),
-        ("cubic", lambda x: (1 - x) ** 3),
-        ("cos", lambda x: math.cos(math.pi * x / 2)),
-        ("exp", lambda x: 1 - (1 - math.exp(-1.5 * x)) / (1 - math.exp(-1.5))),
-    ],
-)
-def test_curves(schedule, share):
-    want = [1.0, 1.0, *(share(x) for x in (0.0, 0.25, 0.5, 0.75)), 0.0, 0.0, 0.0]
-    assert curve(MaxQ("2:4", 8, schedule=schedule, start=2, end=6)) == pytest.approx(want, abs=1e-12)
-
-
-def test_levels_hold_the_share():
-    assert curve(MaxQ("2:4", 8, end=6, levels=3)) == pytest.approx([1, 1, 2 / 3, 2 / 3, 1 / 3, 1 / 3, 0, 0, 0])
-
-
-def test_phases_and_metrics():
-    recipe = MaxQ("2:4", 8, start=2, end=6)
+@each("levels, shares", [(None, [1, 1, 0.75, 0.5, 0.25, 0, 0, 0]), (2, [1, 1, 1, 0.5, 0.5, 0, 0, 0])])
+def test_phases_and_metrics(levels, shares):
+    recipe = MaxQ("2:4", 8, start=2, end=6, levels=levels)
     model, handle, optimizer = start(recipe)
     seen = []
     for batch in batches(8):
         step(model, optimizer, batch)
-        got = handle.metrics()
-        seen.append((handle.run.stage.phase, got["dense_groups"].item(), got["density"].item()))
-    shares = [1, 1, 0.75, 0.5, 0.25, 0, 0, 0]
+        got = figures(handle)
+        seen.append((got["phase"], got["dense_groups"], got["density"]))
     assert seen == [(int(t >= 2), d, 0.5 + d / 2) for t, d in enumerate(shares, start=1)]
     assert recipe.profile(8) == [nm.recipes.Span(2), nm.recipes.Span(4), nm.recipes.Span(2, fprop=0.5)]
