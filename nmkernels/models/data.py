@@ -57,16 +57,19 @@ class Corpus:
         """Inputs and targets ``[size, context]`` (int64) of one training step; the same (seed, step) gives the same batch."""
         rng = torch.Generator().manual_seed((seed * 0x9E3779B97F4A7C15 + step) & (2**63 - 1))
         starts = torch.randint(len(self.train) - context, (size, 1), generator=rng)
-        window = self.train[starts + torch.arange(context + 1)].long()
-        return window[:, :-1], window[:, 1:]
+        return _windows(self.train, starts, context)
 
     def val_batches(self, context: int, size: int, most: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Batches of up to ``most`` validation windows that do not overlap, spread evenly over the text."""
         count = (len(self.val) - 1) // context
         windows = torch.arange(count) if count <= most else torch.arange(most) * count // most
         for part in windows.split(size):
-            window = self.val[part[:, None] * context + torch.arange(context + 1)].long()
-            yield window[:, :-1], window[:, 1:]
+            yield _windows(self.val, part[:, None] * context, context)
+
+
+def _windows(text: Tensor, starts: Tensor, context: int) -> tuple[Tensor, Tensor]:
+    window = text[starts + torch.arange(context + 1)].long()
+    return window[:, :-1], window[:, 1:]
 
 
 def load_corpus(path: str | os.PathLike[str] | None = None) -> Corpus:

@@ -85,7 +85,7 @@ def matmul(
             with int8 operands.
         activation: f: ``""``, ``"relu"``, or ``"gelu"`` as the library has it.
         residual: of the result's shape and dtype; not together with an activation.
-        alpha: a factor, the GEMM of both operands' scales in 8 bits.
+        alpha: a factor, the product of both operands' scales in 8 bits.
         out_dtype: the operands' own in 16 bits; int32, int8, float16 or bfloat16 of int8; bfloat16, float16 or float32 of float8. The first
             is the default.
 

@@ -49,10 +49,10 @@ def check(y, layout, w, x, f=lambda y: y):
         assert torch.equal(y.double(), exact.clamp(limits.min, limits.max))
 
 
-def operands(layout, dtype, width):
-    """A sparse and a dense operand of a GEMM of 32 rows and 64 columns."""
-    w = sparse(32, 64, dtype, dim=1) if layout == "nt" else sparse(64, 32, dtype, dim=0)
-    return w, normal(64, width, dtype=dtype) if layout == "tn" else normal(width, 64, dtype=dtype)
+def operands(layout, dtype, width, rows=32, cols=64):
+    """A sparse and a dense operand."""
+    w = sparse(rows, cols, dtype, dim=1) if layout == "nt" else sparse(cols, rows, dtype, dim=0)
+    return w, normal(cols, width, dtype=dtype) if layout == "tn" else normal(width, cols, dtype=dtype)
 
 
 @pytest.mark.parametrize("layout", ["nt", "nn", "tn"])

@@ -7,7 +7,7 @@ import torch
 
 from nmkernels import BackendError, capability, ops, reference, testing
 from nmkernels.backends.cusparselt import blobs, compress, matmul, search
-from python_tests.backends.cusparselt import conftest
+from python_tests.backends.cusparselt import conftest, test_gemm
 
 pytestmark = pytest.mark.gpu
 
@@ -58,20 +58,12 @@ def test_wgrad(ours) -> None:
 @pytest.mark.parametrize("layout", ["nt", "nn", "tn"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8, torch.float8_e4m3fn], ids=str)
 def test_layouts(layout, dtype) -> None:
-    w = ops.prune(normal(256, 512, dtype=torch.float32), "2:4")
-    w = (w * 3).round().to(dtype) if dtype == torch.int8 else w.to(dtype)
-    bits = w.view(torch.int8) if dtype.itemsize == 1 else w
-    blob = compress(w if layout == "nt" else bits.t().contiguous().view(dtype), layout)
-    x = normal(96, 512, dtype=torch.float32, seed=2)
-    x = (x * 3).round().to(dtype) if dtype == torch.int8 else x.to(dtype)
-    given = (x.view(torch.int8) if dtype.itemsize == 1 else x).t().contiguous().view(dtype) if layout == "tn" else x
+    w, x = (t.cuda() for t in test_gemm.operands(layout, dtype, 96, 256, 512))
     try:
-        y = matmul(blob, given, out_dtype=torch.bfloat16)
+        y = matmul(compress(w, layout), x, out_dtype=torch.bfloat16)
     except BackendError as error:
         pytest.skip(f"this GPU or version does not do it: {error}")
-    exact = x.double().cpu() @ w.double().cpu().t()
-    exact = exact.t() if layout == "tn" else exact
-    testing.assert_no_worse(y.cpu(), exact.to(torch.bfloat16), exact)
+    test_gemm.check(y.cpu(), layout, w.cpu(), x.cpu())
 
 
 def test_a_graph_replays_what_was_captured_and_sees_written_weights(ours) -> None:
