@@ -6,7 +6,7 @@ from torch import nn
 
 import nmkernels as nm
 from nmkernels.autograd import GemmPlan, HardMask, gemms, reads
-from nmkernels.backends.cuda import pack
+from nmkernels.backends.cuda import compress
 from nmkernels.backends.cuda.core import emulator_built
 from nmkernels.optim import MaskedAdamW
 from nmkernels.pattern import Pattern
@@ -29,7 +29,7 @@ def device(request, monkeypatch):
     monkeypatch.setenv("NMKERNELS_CHOICE", "packed")
     gemms.forget()
     # a training step never waits for the device to say that a mask of our own is N:M
-    monkeypatch.setattr(pack, "check_flag", lambda op, flag, *_: pytest.fail("the host waits") if flag is not None else None)
+    monkeypatch.setattr(compress, "check_flag", lambda op, flag, *_: pytest.fail("the host waits") if flag is not None else None)
     yield request.param
     gemms.forget()
 

@@ -22,8 +22,8 @@ from ...dispatch import Verdict
 from ...reference.layouts import LAYOUTS
 from ..adamw import STATS, capturing, count, of_one_kind, opened
 from ..shared import address, dense, row_stride, write_rows
+from .compress import pack
 from .core import DTYPES, core, queue, register, runnable
-from .pack import pack
 
 BLOCKS = 8192
 """Blocks of one launch at most: eight waves of a large GPU, and partial statistics that nine blocks add up in microseconds."""
@@ -51,7 +51,7 @@ Pack = tuple[int, ...]
 
 @dataclass
 class Layout:
-    """Per param its walk (``FLAT``, ``ALONG``, ``ACROSS``), and which tensors (list, param) must be copied because none fits them."""
+    """Per param its walk, and which tensors (list, param) must be copied because no walk fits them."""
 
     key: Hashable
     walks: list[int]

@@ -1,13 +1,17 @@
-"""compress and decompress: dense to the canonical N:M form and back; canonical 2:4 indices in the order of tensor cores."""
+"""compress, decompress and pack: the canonical N:M form and back, along rows, columns or both; the orders of tensor cores."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...reference.layouts import LAYOUTS, meta_shape
-from ..shared import address, contiguous, overfull, packed
-from .core import DTYPES, core, queue, register
+from ...dispatch import Verdict
+from ...reference.layouts import LAYOUTS, meta_shape, to_layout
+from ..shared import address, contiguous, only_2_4, overfull, packed
+from .core import DTYPES, aligned, core, queue, register
+from .groups import transposable_mask
 
 SELECTS = {"magnitude": 0, "transposable": 1, "given": 2, "threshold": 3}
 """The kernels' codes of what decides which weights are kept."""
@@ -16,26 +20,8 @@ Operand = tuple[Tensor, Tensor]
 """Values and indices."""
 
 
-def start(
-    w: Tensor, n: int, m: int, select: str, mask: Tensor | None, scale: Tensor | None, rows: Operand | None, columns: Operand | None,
-    layout: str = "canonical", overfull: Tensor | None = None,
-) -> bool:  # fmt: skip
-    """Start the kernels that write the operands of a contiguous ``w (..., cols)``; False if there are none that do it at once.
-
-    ``overfull``: int32, set to 1 where a given mask keeps more than n in a group of an operand.
-    """
-    cols = w.shape[-1]
-    operands = (*(rows or (None, None)), *(columns or (None, None)))
-    dtype = next(x.dtype for x in operands if x is not None)
-    addresses = [address(x) for x in (mask, scale, overfull, *operands)]
-    return core(w).pack(
-        w.data_ptr(), DTYPES[w.dtype], w.numel() // cols if cols else 0, cols, n, m, SELECTS[select], *addresses[:3],
-        DTYPES[dtype], LAYOUTS.index(layout), *addresses[3:], *queue(w),
-    )  # fmt: skip
-
-
 def flag_for(mask: Tensor | None) -> Tensor | None:
-    """What ``start`` sets where a mask keeps too many."""
+    """What the kernels set where a mask keeps too many: one int32, of any operand."""
     return None if mask is None else torch.zeros(1, dtype=torch.int32, device=mask.device)
 
 
@@ -50,7 +36,6 @@ def check_flag(op: str, flag: Tensor | None, n: int, m: int) -> None:
 @register("nm_compress")
 def compress(w: Tensor, n: int, m: int, mask: Tensor | None = None, out: Operand | None = None) -> Operand:
     """``nm_compress``. A given mask is checked after the fact."""
-    # not by way of start: the host's time counts in an op as short as this
     w, shape, dtype = contiguous(w), w.shape, DTYPES[w.dtype]
     cols, numel = shape[-1], w.numel()
     if out is None:
@@ -83,3 +68,59 @@ def metadata(indices: Tensor, cols: int, layout: str, out: Tensor | None = None)
     meta = indices.new_empty(meta_shape(rows, cols, layout), dtype=torch.int32) if out is None else out
     core(indices).metadata(indices.data_ptr(), rows, cols, LAYOUTS.index(layout), meta.data_ptr(), *queue(indices))
     return meta
+
+
+def supports_pack(w: Tensor, n: int, m: int, select: str, *rest: Any) -> Verdict:
+    if rest[2] == torch.float64:
+        return False, "it computes in float32, and this call packs float64"
+    return only_2_4(n, m) if select == "transposable" else (True, "")
+
+
+def _operand(w: Tensor, rows: int, cols: int, n: int, m: int, dtype: torch.dtype, layout: str) -> Operand:
+    if layout == "canonical":
+        return packed(w, (rows,), cols, n, m, dtype)
+    return w.new_empty(rows, cols // m * n, dtype=dtype), w.new_empty(meta_shape(rows, cols, layout), dtype=torch.int32)
+
+
+@register("nm_pack", supports_pack)
+def pack(
+    w: Tensor, n: int, m: int, select: str, mask: Tensor | None, scale: Tensor | None,
+    dtype: torch.dtype | None, rows: bool, columns: bool, layout: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """``nm_pack``. One kernel and one read of the weight for the usual patterns; both ways at once is for 2:4.
+
+    Two launches: both ways by a given mask of another pattern. A transposable mask goes through memory first where rows or columns are
+    no multiples of 32. Any pattern, shape and pair of dtypes is done, if by slower kernels: the usual ones are those of
+    ``core/dispatch.h`` and fp32 to fp32, bf16 or fp16, or 16 bits as they are. A given mask is checked after the fact, for which the host
+    waits; inside a graph's capture it is not checked, and one that is held never.
+    """
+    if not w.is_contiguous() and w.t().is_contiguous():  # its columns are the rows in memory
+        swapped = pack(w.t(), n, m, select, None if mask is None else mask.t(), scale, dtype, columns, rows, layout)
+        return *swapped[2:], *swapped[:2]
+    (height, width), kept = w.shape, dtype or w.dtype
+    w, mask = aligned(w), None if mask is None else aligned(mask)
+    flag, checked = flag_for(mask), select != "held"
+    select = select if checked else "given"
+
+    def run(select: str, mask: Tensor | None, layout: str) -> tuple[bool, list[Operand | None]]:
+        """Whether there are kernels that do it at once, and what they wrote."""
+        along = _operand(w, height, width, n, m, kept, layout) if rows else None
+        down = _operand(w, width, height, n, m, kept, layout) if columns else None
+        addresses = [address(x) for x in (mask, scale, flag, *(along or (None, None)), *(down or (None, None)))]
+        done = core(w).pack(
+            w.data_ptr(), DTYPES[w.dtype], height if width else 0, width, n, m, SELECTS[select], *addresses[:3],
+            DTYPES[kept], LAYOUTS.index(layout), *addresses[3:], *queue(w),
+        )  # fmt: skip
+        return done, [along, down]
+
+    done, operands = run(select, mask, layout)
+    if not done and select == "transposable":
+        select, mask = "given", transposable_mask(w, n, m)
+        done, operands = run(select, mask, layout)
+    if not done:
+        _, operands = run(select, mask, "canonical")
+        operands = [o and (o[0], to_layout(o[1], size, layout)) for o, size in zip(operands, (width, height), strict=True)]
+    if checked:
+        check_flag("pack", flag, n, m)
+    nothing = w.new_empty(0, dtype=kept), w.new_empty(0, dtype=torch.uint8 if layout == "canonical" else torch.int32)
+    return *(operands[0] or nothing), *(operands[1] or nothing)

@@ -23,18 +23,13 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 
 
 
 @cache
-def _compiled() -> Any:
-    return import_module("..._C", __package__).cuda
-
-
-@cache
-def _emulated() -> Any:
-    return import_module("..._emulated", __package__)
+def _module(emulated: bool) -> Any:
+    return import_module("..._emulated", __package__) if emulated else import_module("..._C", __package__).cuda
 
 
 def core(x: Tensor) -> Any:
     """The module of kernels for a tensor: compiled ones on a GPU, emulated ones on the CPU."""
-    return _emulated() if x.is_cpu else _compiled()
+    return _module(x.is_cpu)
 
 
 def queue(x: Tensor) -> tuple[int, int]:

@@ -31,9 +31,6 @@ EMULATED = (80, 2, 163 << 10, 1410000, 1593000, 5120)
 """The GPU that the emulator plans for, an A100 with so few multiprocessors that blocks take several rounds; numbers as ``gpu`` of the
 core gives them."""
 
-TOGETHER = 8
-"""Elements of 16 bits that are copied at once: the rows of a dense operand by column are whole multiples."""
-
 
 @lru_cache(maxsize=4096)
 def choose(module: Any, m: int, n: int, k: int, by_column: bool, device: int) -> tuple[int, int]:
@@ -93,8 +90,8 @@ def multiply(
 
 
 def _takes_wgrad(values: Tensor, indices: Tensor, n: int, m: int, cols: int, x: Tensor) -> Verdict:
-    if x.shape[1] % TOGETHER:
-        return False, f"it copies {TOGETHER} columns of x at once, and this one has {x.shape[1]}"
+    if x.shape[1] % 8:  # 16 bytes
+        return False, f"it copies 8 columns of x at once, and this one has {x.shape[1]}"
     return takes(values, indices, n, m, cols)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nmkernels import Pattern, ShapeError, dispatch, reference, testing
-from nmkernels.backends.cuda import pack
+from nmkernels.backends.cuda import compress
 from python_tests.backends.kernel_suites import some_mask, some_mask_both_ways
 from python_tests.conformance import moved
 from python_tests.each import each
@@ -160,7 +160,7 @@ def test_a_held_mask_is_packed_as_a_given_one_and_not_checked(
         rest = None, BF16, True, True, "canonical"
         want = ours("nm_pack").fn(w, p.n, p.m, "given", mask, *rest)
         with monkeypatch.context() as patch:
-            patch.setattr(pack, "check_flag", lambda *_: pytest.fail("it waits"))
+            patch.setattr(compress, "check_flag", lambda *_: pytest.fail("it waits"))
             testing.assert_equal_bits(ours("nm_pack").fn(w, p.n, p.m, "held", mask, *rest), want)
             ours("nm_pack").fn(w, p.n, p.m, "held", torch.ones_like(mask), *rest)  # anything, and nothing outside of the buffers
 
