@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nmkernels import BackendError, capability, ops, reference, testing
+from nmkernels import BackendError, capability, ops
 from nmkernels.backends.cusparselt import blobs, compress, matmul, search
 from python_tests.backends.cusparselt import conftest, test_gemm
+from python_tests.backends.cusparselt.conftest import check, compare
 
 pytestmark = pytest.mark.gpu
 
@@ -24,35 +25,24 @@ def normal(*shape, **options):
     return conftest.normal(*shape, **{"seed": 1, **options}).cuda()
 
 
-def weight(rows=256, cols=512, dtype=torch.bfloat16, pattern="2:4"):
-    return ops.compress(ops.prune(normal(rows, cols, dtype=dtype), pattern), pattern)
-
-
-def check(y, *args):
-    cpu = [a.cpu() if isinstance(a, torch.Tensor) else a for a in args]
-    wide = [a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in cpu]
-    testing.assert_no_worse(y.cpu(), reference.linear(*cpu), reference.linear(*wide))
+def weight(rows=256, cols=512, dtype=torch.bfloat16):
+    """As raw ops take it: values, indices, N, M and columns."""
+    c = ops.compress(ops.prune(normal(rows, cols, dtype=dtype), "2:4"), "2:4")
+    return c.values, c.indices, 2, 4, cols
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("activation", ["", "gelu", "silu", "relu2"])
 @pytest.mark.parametrize("extras", [False, True])
 def test_linear(ours, dtype, activation, extras) -> None:
-    c = weight(dtype=dtype)
-    extra = (normal(256, dtype=dtype, seed=2), activation, normal(96, 256, dtype=dtype, seed=3)) if extras else (None, activation, None)
-    args = normal(96, 512, dtype=dtype, seed=4), c.values, c.indices, 2, 4, 512, *extra
-    can, reason = ours("nm_linear").supports(*args)
-    assert can, reason
-    check(ours("nm_linear").fn(*args), *args)
-    check(ours("nm_linear").fn(args[0][:13], *args[1:8], None), args[0][:13], *args[1:8], None)
+    bias, residual = (normal(256, dtype=dtype, seed=2), normal(96, 256, dtype=dtype, seed=3)) if extras else (None, None)
+    x, w = normal(96, 512, dtype=dtype, seed=4), weight(dtype=dtype)
+    check(ours, "nm_linear", x, *w, bias, activation, residual)
+    check(ours, "nm_linear", x[:13], *w, bias, activation, None)
 
 
 def test_wgrad(ours) -> None:
-    g, x = normal(512, 256), normal(512, 384, seed=2)
-    c = ops.compress(ops.prune(g.t().contiguous(), "2:4"), "2:4")
-    y = ours("nm_linear_wgrad").fn(c.values, c.indices, 2, 4, 512, x)
-    dense, x = c.dense().cpu(), x.cpu()
-    testing.assert_no_worse(y.cpu(), dense @ x, dense.double() @ x.double())
+    check(ours, "nm_linear_wgrad", *weight(), normal(512, 384, seed=2))
 
 
 @pytest.mark.parametrize("layout", ["nt", "nn", "tn"])
@@ -67,32 +57,30 @@ def test_layouts(layout, dtype) -> None:
 
 
 def test_a_graph_replays_what_was_captured_and_sees_written_weights(ours) -> None:
-    c, x = weight(), normal(96, 512, seed=4)
-    values, indices = c.values.clone(), c.indices.clone()
+    never, (values, indices, *sizes), x = weight(), weight(), normal(96, 512, seed=4)
     values.mul_(1)  # written: the compression belongs into the graph
     run = ours("nm_linear").fn
-    for _ in range(2):
-        run(x, values, indices, 2, 4, 512)
+    for w in ((values, indices, *sizes), never):
+        run(x, *w)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y = run(x, values, indices, 2, 4, 512)
-        fixed = run(x, c.values, c.indices, 2, 4, 512) if c.values._version == 0 else y
+        y, fixed = run(x, values, indices, *sizes), run(x, *never)
     graph.replay()
-    check(y, x, values, indices, 2, 4, 512)
-    check(fixed, x, c.values, c.indices, 2, 4, 512)
+    compare(y, "nm_linear", x, values, indices, *sizes)
+    compare(fixed, "nm_linear", x, *never)
     values.mul_(2)
     x.copy_(normal(96, 512, seed=5))
     graph.replay()
-    check(y, x, values, indices, 2, 4, 512)
+    compare(y, "nm_linear", x, values, indices, *sizes)
 
 
 def test_other_threads_and_streams(ours) -> None:
-    c, x = weight(), normal(96, 512, seed=4)
+    w, x = weight(), normal(96, 512, seed=4)
 
     def work() -> None:
         with torch.cuda.stream(torch.cuda.Stream()):
             for _ in range(3):
-                check(ours("nm_linear").fn(x, c.values, c.indices, 2, 4, 512), x, c.values, c.indices, 2, 4, 512)
+                check(ours, "nm_linear", x, *w)
 
     torch.cuda.synchronize()
     conftest.in_threads(work, work, work)
@@ -100,7 +88,7 @@ def test_other_threads_and_streams(ours) -> None:
 
 
 def test_search(ours) -> None:
-    c, x = weight(), normal(96, 512, seed=4)
-    found = search("nm_linear", x, c.values, c.indices, 2, 4, 512)
+    w, x = weight(), normal(96, 512, seed=4)
+    found = search("nm_linear", x, *w)
     assert found.seconds[found.best] > 0 and found.path is not None
-    check(ours("nm_linear").fn(x, c.values, c.indices, 2, 4, 512), x, c.values, c.indices, 2, 4, 512)
+    check(ours, "nm_linear", x, *w)
