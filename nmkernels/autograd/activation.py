@@ -51,10 +51,9 @@ class SplitRule:
 
 
 def split(z: Tensor, rule: SplitRule) -> Tensor:
-    """``z`` ``(tokens, features)`` with the entries left out that the split drops, in dense layout.
+    """``z`` ``(tokens, features)`` in dense layout, of each sparse feature only the N largest magnitudes of every M tokens.
 
-    Of each sparse feature the N largest magnitudes of every M tokens are kept; a tail of tokens counts as padded with zeros. Features tie
-    towards the lower index.
+    A tail of tokens counts as padded with zeros. Features tie towards the lower index.
     """
     tokens, features = z.shape
     dense, m = rule.dense_features(features), rule.pattern.m

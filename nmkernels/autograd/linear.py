@@ -79,10 +79,7 @@ def once(gradient: Tensor | None, *sources: Tensor | None) -> Tensor | None:
 
 
 class _Linear(torch.autograd.Function):
-    """y = x W̃ᵀ + b forward; dx = g W̃, dW = rule(gᵀ x), db = Σ g backward, each by its plan and transform.
-
-    The arguments are those of ``_remember``. ``weight`` only receives the gradient; what is multiplied are the ``Operands`` after it.
-    """
+    """y = x W̃ᵀ + b forward; dx = g W̃, dW = rule(gᵀ x), db = Σ g backward, each by its plan and transform. Arguments as of ``_remember``."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:

@@ -68,11 +68,11 @@ class Traits:
     Args:
         own_gradient: ``gradient`` is not the identity, so that backward needs the weight.
         own_dgrad: ∂L/∂x multiplies another weight than W̃, that of ``for_dgrad``.
-        own_mask: ``kept`` is not M(W), which the optimizer's own pass knows how to choose, or there is a ``penalty``.
+        own_mask: ``kept`` is not M(W), which the optimizer's own pass chooses, or there is a ``penalty``.
         transposable: W̃ is N:M along ``out`` too, so that W̃ᵀ can be packed.
         is_nm: W̃ is N:M, so that fprop counts as N/M of the dense GEMM.
-        threshold: W̃ is made by the soft threshold instead of a mask, which costs otherwise.
-        columns: ``columns(cols)`` is the order, int64 ``(cols,)``, of the columns in which W̃ is N:M; None for the one that they have.
+        threshold: W̃ is made by the soft threshold instead of a mask.
+        columns: the order, int64 ``(cols,)``, of so many columns in which W̃ is N:M; None for the one that they have.
     """
 
     own_gradient: bool = False
@@ -130,10 +130,7 @@ class WeightTransform:
         return _mask(weight, self.pattern)
 
     def penalty(self, weight: Tensor, *extras: Tensor) -> dict[str, Tensor]:
-        """Gradients of the method's own loss term, added to the loss's once per step, after clipping; by default none.
-
-        That of the master weight ``(out, in)`` is called ``WEIGHT``, the others as what is learned.
-        """
+        """Gradients of the method's own loss term, by name (``WEIGHT``), added once per step, after clipping; by default none."""
         return {}
 
     def __call__(self, weight: Tensor, *extras: Tensor, out: Tensor | None = None) -> Tensor:
@@ -158,10 +155,7 @@ class WeightTransform:
         return pack(used, pattern, used != 0, dtype=dtype, rows=rows, columns=columns, layout=layout)
 
     def gradient(self, g: Tensor, weight: Tensor, *extras: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """The gradient of the master weight from g = ∂L/∂W̃, None if it is not trained, and those of what is learned, by name.
-
-        By default g itself (straight through), and none.
-        """
+        """The master weight's gradient from g = ∂L/∂W̃, by default g, None if it is not trained; and those of what is learned, by name."""
         return g, {}
 
     def watch(self, weight: Tensor, *extras: Tensor) -> dict[str, Tensor]:
@@ -251,10 +245,7 @@ def wide(tensor: Tensor) -> Tensor:
 
 
 def pruned_along_out(weight: Tensor, n: int, m: int) -> Tensor:
-    """``weight`` ``(out, in)`` with at most N non-zeros in every group of M consecutive rows of a column.
-
-    Where M does not divide ``out`` the last group is short: N of its fewer rows are kept.
-    """
+    """``weight`` ``(out, in)`` with at most N non-zeros in every M consecutive rows of a column; N also of a short last group."""
     rows = weight.shape[0]
     return torch.ops.nmkernels.nm_prune(F.pad(weight.t(), (0, -rows % m)), n, m)[:, :rows].t()
 

@@ -80,7 +80,7 @@ class NMWeight(nn.Module):
         return self.pattern if self.transform is None else self.transform.pattern
 
     def use(self, transform: WeightTransform | None, plan: GemmPlan) -> None:
-        """From now on multiply W̃ = ``transform(W)``, or W where it is None, by the rules of ``plan``."""
+        """From now on multiply W̃ = ``transform(W)``, or W where it is None, by ``plan``."""
         if transform is not None:
             plan.check(transform)
         self.plan = plan

@@ -117,7 +117,8 @@ def tune(
     Each shape is timed once, on random numbers, in turns. What is not as good as torch's own result, judged against float64, is told in
     the report and never chosen. The choices are stored in ``NMKERNELS_CACHE`` or ``~/.cache/nmkernels``; they hold for this device, these
     versions, these shapes, and token counts up to the next power of two. A GEMM takes about a second, or some ten calls where those
-    are slower: on a CPU give the tokens that you really use.
+    are slower: on a CPU give the tokens that you really use. ``NMKERNELS_CHOICE=dense`` or ``packed`` takes the choice away, and
+    ``measured`` lets layers measure what is unknown when they meet it.
 
     Args:
         model: any module, on the device it will run on and in its dtype.

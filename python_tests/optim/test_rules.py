@@ -8,20 +8,15 @@ import torch
 from nmkernels.ops import STATS, masked_adamw_
 from nmkernels.optim import PLAIN, MaskedAdamW, Target, UpdateRule, adamw
 from nmkernels.pattern import NMError, Pattern
+from python_tests import plain
 from python_tests.each import each
 
 LR, B1, B2, EPS, WD = 0.05, 0.9, 0.95, 1e-3, 0.1
 
 
-def mask_of(w, n=2, m=4):
-    g = w.abs().reshape(-1, m)
-    best = g.argsort(dim=1, descending=True, stable=True)[:, :n]
-    return torch.zeros_like(g, dtype=torch.bool).scatter(1, best, True).reshape(w.shape)
-
-
 def one_step(rule, w, g, m, v, t):
     """The update of one tensor in float64, from the equations."""
-    kept = mask_of(w)
+    kept = plain.mask(w, 2, 4)
     g = g + rule.decay * w * ~kept if rule.masked else g
     m = B1 * m + (1 - B1) * g
     v_new = v if rule.frozen else B2 * v + (1 - B2) * g * g
@@ -59,13 +54,13 @@ def test_update(case, transposed):
         optimizer.rule = now
         g = torch.randn(8, 16, generator=gen, dtype=torch.float64)
         p.grad = g.t().clone() if transposed else g.clone()
-        before = mask_of(w)
+        before = plain.mask(w, 2, 4)
         w, m, v = one_step(now, w, g, m, v, t)
         optimizer.step()
         got = p.detach().t() if transposed else p.detach()
         assert torch.allclose(got, w, rtol=1e-12, atol=1e-14)
         stats = dict(zip(STATS, optimizer.stats.tolist(), strict=True))
-        assert stats["flips"] == (int((mask_of(w) ^ before).sum()) if rule.masked else 0)
+        assert stats["flips"] == (int((plain.mask(w, 2, 4) ^ before).sum()) if rule.masked else 0)
 
 
 def test_one_call_for_each_group_and_pattern(monkeypatch):
