@@ -105,23 +105,23 @@ def resumed(asked: dict[str, Any], saved: dict[str, Any], path: object) -> Train
 def option(recipe: type[Recipe], text: str) -> tuple[str, Any]:
     """The keyword of ``recipe`` that a ``--set KEY=VALUE`` names, and its value, of the type of the field."""
     key, sign, value = text.partition("=")
-    if not sign or not key.isidentifier():
-        raise RecipeError(f"--set {text}: write it as KEY=VALUE, for instance --set decay=2e-4.")
-    if key in NOT_HERE:
-        raise RecipeError(f"--set {text}: {key} is not set here; {NOT_HERE[key]}.")
     known = [f.name for f in fields(recipe) if f.name not in NOT_HERE]
-    if key not in known:
-        near = suggestion(key, known) or "."
+    if not sign or not key.isidentifier():
+        why = "write it as KEY=VALUE, for instance --set decay=2e-4"
+    elif key in NOT_HERE:
+        why = f"{key} is not set here; {NOT_HERE[key]}"
+    elif key not in known:
         takes = f"It takes {', '.join(known)}" if known else "It takes none"
-        raise RecipeError(
-            f"--set {text}: {recipe.name} has no keyword {key!r}{near} {takes}; see `python -m nmkernels recipes {recipe.name}`."
-        )
-    allowed = _members(get_type_hints(recipe)[key])
-    try:
-        return key, _value(value, allowed)
-    except ValueError as error:
-        kinds = " or ".join(WORDS.get(kind.__name__, kind.__name__) for kind in allowed)
-        raise RecipeError(f"--set {text}: {key} of {recipe.name} is {kinds}, and {value!r} is not.") from error
+        near = suggestion(key, known) or "."
+        why = f"{recipe.name} has no keyword {key!r}{near} {takes}; see `python -m nmkernels recipes {recipe.name}`"
+    else:
+        allowed = _members(get_type_hints(recipe)[key])
+        try:
+            return key, _value(value, allowed)
+        except ValueError:
+            kinds = " or ".join(WORDS.get(kind.__name__, kind.__name__) for kind in allowed)
+            why = f"{key} of {recipe.name} is {kinds}, and {value!r} is not"
+    raise RecipeError(f"--set {text}: {why}.")
 
 
 def _members(hint: Any) -> list[Any]:
