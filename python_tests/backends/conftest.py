@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import Any
 
 import pytest
+import torch
 
 import nmkernels  # noqa: F401 - registers the backends
 from nmkernels.capability import compiled_core
@@ -36,3 +37,20 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
 def cpu(isa: str) -> Callable[[str], Run]:
     """``cpu("nm_mask")`` is the compiled implementation of that op."""
     return lambda op: next(i.fn for i in implementations(op) if i.backend == "cpu")
+
+
+@pytest.fixture
+def on_threads() -> Callable[[Run], list[Any]]:
+    """What a call gives on 1, 2 and 3 threads."""
+
+    def run(call: Run) -> list[Any]:
+        before, results = torch.get_num_threads(), []
+        try:
+            for count in (1, 2, 3):
+                torch.set_num_threads(count)
+                results.append(call())
+        finally:
+            torch.set_num_threads(before)
+        return results
+
+    return run

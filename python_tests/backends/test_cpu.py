@@ -184,15 +184,10 @@ def _many_chunks(text: str, dtype: torch.dtype) -> list:
 @pytest.mark.quick(1, per="cpu")
 @every_dtype
 @each("text", ["2:4", "3:5", "7:256"])
-def test_many_chunks_on_any_number_of_threads(cpu, text, dtype):
-    before = torch.get_num_threads()
+def test_many_chunks_on_any_number_of_threads(cpu, on_threads, text, dtype):
     for op, args, expected in _many_chunks(text, dtype):
-        try:
-            for count in (1, 2, 3):
-                torch.set_num_threads(count)
-                assert_equal_bits(cpu(op)(*args), expected, f"{op}, {count} threads")
-        finally:
-            torch.set_num_threads(before)
+        for found in on_threads(lambda op=op, args=args: cpu(op)(*args)):
+            assert_equal_bits(found, expected, op)
 
 
 def test_a_lazily_negated_tensor_is_read_as_what_it_says(cpu):

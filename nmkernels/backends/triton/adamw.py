@@ -147,9 +147,9 @@ def adamw_kernel(
     if PADDED == M:
         valid = line < left
     else:
-        place = line % PADDED
-        line = line // PADDED * M + place
-        valid = (place < M) & (line < left)
+        index = line % PADDED
+        line = line // PADDED * M + index
+        valid = (index < M) & (line < left)
     at = start + line
     old_p = tl.load(p + at, mask=valid, other=0.0)
     g = tl.load(g + at, mask=valid, other=0.0)

@@ -89,15 +89,15 @@ def ranked_keys(x, M: tl.constexpr):
 
     key · 256 + (255 - index): 23 bits in int32 for 16-bit numbers, 39 in int64 for float32.
     """
-    place = tl.arange(0, x.shape[1])[None, :]
+    index = tl.arange(0, x.shape[1])[None, :]
     key = magnitude_keys(x)
     if x.dtype == tl.float32:
         key = key.to(tl.int64)
-    ranked = (key << 8) | (255 - place)
+    ranked = (key << 8) | (255 - index)
     if x.shape[1] == M:
         return ranked
     else:
-        return tl.where(place < M, ranked, -1)
+        return tl.where(index < M, ranked, -1)
 
 
 @triton.jit
@@ -162,8 +162,8 @@ def load_groups(x, first, count, M: tl.constexpr, TILE: tl.constexpr, PADDED: tl
         return tl.reshape(flat, [TILE, M])
     else:
         group = tl.arange(0, TILE)[:, None]
-        place = tl.arange(0, PADDED)[None, :]
-        return tl.load(x + first * M + group * M + place, mask=(group < count - first) & (place < M), other=0.0)
+        index = tl.arange(0, PADDED)[None, :]
+        return tl.load(x + first * M + group * M + index, mask=(group < count - first) & (index < M), other=0.0)
 
 
 @triton.jit
@@ -173,8 +173,8 @@ def store_groups(out, tile, first, count, M: tl.constexpr):
         tl.store(out + first * M + line, tl.reshape(tile, [tile.shape[0] * M]), mask=line < (count - first) * M)
     else:
         group = tl.arange(0, tile.shape[0])[:, None]
-        place = tl.arange(0, tile.shape[1])[None, :]
-        tl.store(out + first * M + group * M + place, tile, mask=(group < count - first) & (place < M))
+        index = tl.arange(0, tile.shape[1])[None, :]
+        tl.store(out + first * M + group * M + index, tile, mask=(group < count - first) & (index < M))
 
 
 @triton.jit

@@ -69,9 +69,9 @@ def few_kernel(
         v = tl.load(values + own[None, :] * kept + k, mask=k < kept, other=0.0)
         p = tl.load(indices + own[None, :] * index_row + b, mask=b < index_row, other=0)
         shifted = p.to(tl.int32)[:, None, :] >> (tl.arange(0, PER) * BITS)[None, :, None]
-        place = tl.reshape(shifted, [WIDTH, ROWS]) & ((1 << BITS) - 1)
-        column = k // N * M + place
-        there = (k < kept) & (place < M) & (column < cols)
+        index = tl.reshape(shifted, [WIDTH, ROWS]) & ((1 << BITS) - 1)
+        column = k // N * M + index
+        there = (k < kept) & (index < M) & (column < cols)
         found = tl.load(x + token * cols + column[None, :, :], mask=there[None, :, :] & (token < TOKENS), other=0.0)
         sums += tl.where(there[None, :, :], widen(found) * widen(v)[None, :, :], 0.0)
     result = tl.sum(sums, 1)

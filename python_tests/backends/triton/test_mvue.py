@@ -50,10 +50,10 @@ def test_philox_of_large_counters(device: str) -> None:
 
 @triton.jit
 def groups_kernel(x, u, out, M: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr, PADDED: tl.constexpr):
-    group, place = tl.arange(0, TILE)[:, None], tl.arange(0, PADDED)[None, :]
-    tile = tl.load(x + group * M + place, mask=place < M, other=0.0)
+    group, index = tl.arange(0, TILE)[:, None], tl.arange(0, PADDED)[None, :]
+    tile = tl.load(x + group * M + index, mask=index < M, other=0.0)
     draws = tl.load(u + tl.arange(0, TILE))
-    tl.store(out + group * M + place, mvue.estimate(tile, draws, draws, N, M, False), mask=place < M)
+    tl.store(out + group * M + index, mvue.estimate(tile, draws, draws, N, M, False), mask=index < M)
 
 
 def breakpoints(a: Tensor, n: int) -> Tensor:
