@@ -133,7 +133,7 @@ def test_which_forms_there_are() -> None:
     )
 
 
-@pytest.mark.parametrize("tokens", [20, 22, 64])
+@pytest.mark.parametrize("tokens", [20, 21, 64])
 @pytest.mark.parametrize("rule", ["exact", "approx", "magnitude"])
 def test_every_way_of_wgrad_multiplies_the_same_estimate(rule: str, tokens: int) -> None:
     cores = tokens == 64

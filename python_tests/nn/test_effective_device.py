@@ -131,7 +131,7 @@ def test_training_steps(device, recipe, packed):
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", ["srste:2:4(packed=True)", "sste:2:4(packed=True, seed=1)"])
 def test_a_captured_step_trains_as_an_eager_one(recipe):
-    x, replays = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).cuda(), 5
+    x, replays = torch.randn(64, 64).cuda(), 5
 
     def step(model, optimizer):
         optimizer.zero_grad(set_to_none=True)

@@ -186,15 +186,12 @@ def test_densify_of_layers_that_were_built_sparse():
 def test_densify_refuses_while_an_optimizer_is_attached():
     _, model = swapped()
     handle = nm.sparsify_(model, "srste:2:4")
-    optimizer = handle.attach(nm.optim.MaskedAdamW(model.parameters(), lr=0.1))
+    handle.attach(nm.optim.MaskedAdamW(model.parameters(), lr=0.1))
     with pytest.raises(nm.RecipeError, match=r"handle.remove\(\)"):
         nm.densify_(model)
     assert isinstance(model[0], nm.SparseLinear)
-    handle.remove()
-    handle.remove()
-    model(torch.randn(2, 32)).sum().backward()
-    optimizer.step()
-    assert type(model[0]) is nn.Linear
+    for _ in range(2):
+        assert type(handle.remove()[0]) is nn.Linear
 
 
 def test_make_sparse_refuses_what_it_does_not_know():

@@ -78,6 +78,9 @@ def test_several_token_counts_and_autocast() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         report = nm.tune(_packed(), tokens=(1, 300), timer=_clock())
     assert [(e.tokens, e.dtype) for e in report.choices] == [(1, "bfloat16"), (300, "bfloat16")]
+    for tokens in (0, -1, (), (8, 0)):
+        with pytest.raises(nm.NMError, match="at least 1"):
+            nm.tune(nn.Linear(3, 3), tokens=tokens)
 
 
 @pytest.mark.parametrize(("mask", "dgrad"), [("magnitude", ("dense", "rows")), ("transposable", ("dense", "rows", "columns"))])
@@ -137,12 +140,6 @@ def test_a_model_without_such_layers_is_fine(cache: Path) -> None:
     report = nm.tune(nn.Linear(3, 3))
     assert not report.entries and not report.choices and str(report).endswith("nothing to store") and not cache.exists()
     assert not nm.tune(_packed().to("meta"), tokens=4).choices
-
-
-def test_tokens_must_be_counts() -> None:
-    for tokens in (0, -1, (), (8, 0)):
-        with pytest.raises(nm.NMError, match="at least 1"):
-            nm.tune(nn.Linear(3, 3), tokens=tokens)
 
 
 def test_with_the_real_clock() -> None:
