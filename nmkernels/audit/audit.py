@@ -27,8 +27,7 @@ from .measure import Measured, Progress, find, measure_all, measured
 from .report import Audit, LayerAudit
 from .rules import TWO_FOUR, Case, Layer, Rules, by_name, of_layer, of_recipe
 
-RECIPE = "sste:2:4"
-"""What a dense model is audited for unless told."""
+RECIPE = "sste:2:4"  # what a dense model is audited for unless told
 
 
 def audit(

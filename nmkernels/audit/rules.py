@@ -29,8 +29,7 @@ from .devices import HALVES, Device, kind
 
 TWO_FOUR = Pattern("2:4")
 GEMMS = ("fprop", "dgrad", "wgrad")
-STEPS = 10_000
-"""Steps of the run whose sparse steps are looked for, for recipes that do not say how long they are."""
+STEPS = 10_000  # of the run whose sparse steps are looked for, for recipes that do not say how long they are
 
 Pieces = tuple["Piece", ...]
 Cost = Callable[[str], float | None]

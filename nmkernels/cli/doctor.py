@@ -27,10 +27,8 @@ from ..dispatch import choose, implementations
 from ..testing.compare import assert_equal_bits, assert_no_worse
 
 ROWS, COLS, TOKENS, N, M = 32, 64, 8, 2, 4
-ROUNDED = {"nm_linear", "nm_linear_dgrad", "nm_linear_wgrad"}
-"""Ops whose backends may round differently: compared with float64 instead of bit by bit."""
-SUMS = {"nm_soft_threshold_scale", "nm_masked_adamw_"}
-"""Ops that return sums over a tensor, which agree to 1e-6 across devices; what they update in place agrees to the bit."""
+ROUNDED = {"nm_linear", "nm_linear_dgrad", "nm_linear_wgrad"}  # compared with float64, as backends may round differently
+SUMS = {"nm_soft_threshold_scale", "nm_masked_adamw_"}  # return sums that agree to 1e-6; what they update agrees to the bit
 PACKAGES = ("numpy", "safetensors", "triton", "transformers", "accelerate", "lightning", "tqdm", "matplotlib", "tensorboard")
 
 
@@ -99,11 +97,9 @@ def samples() -> dict[str, tuple[Any, ...]]:
 def check(op: str, args: tuple[Any, ...], device: str = "cpu") -> dict[str, Any]:
     """One op: ``backend``, ``ok``, ``problem`` (empty when ok), ``declined`` (backend: reason)."""
     args = tree_map_only(Tensor, lambda x: x.to(device), args)
-    found: dict[str, Any] = {"backend": None, "ok": False, "problem": "", "declined": {}}
-    for entry in implementations(op):
-        can, reason = entry.supports(*args)
-        if not can:
-            found["declined"][entry.backend] = reason
+    found: dict[str, Any] = {"backend": None, "ok": False, "problem": ""}
+    answers = {entry.backend: entry.supports(*args) for entry in implementations(op)}
+    found["declined"] = {backend: reason for backend, (can, reason) in answers.items() if not can}
     # whatever a backend does wrong is a finding here, never a crash of the doctor
     try:
         chosen = choose(op, *args)

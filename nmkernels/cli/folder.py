@@ -43,15 +43,10 @@ SIGNS = {
 }
 """Files of a run, by their path in its folder, and what stands in their first bytes, unless they are empty."""
 
-FOLDERS = (f"{BASELINE}/{CHECKPOINTS}", f"{BASELINE}/{BOARD}", BASELINE, CHECKPOINTS, BOARD)
-"""Folders of a run, the inner ones first."""
-
+FOLDERS = (f"{BASELINE}/{CHECKPOINTS}", f"{BASELINE}/{BOARD}", BASELINE, CHECKPOINTS, BOARD)  # of a run, the inner ones first
+# the files of a run that have no fixed name
 MANY = re.compile(rf"({BASELINE}/)?({CHECKPOINTS}/{CHECKPOINT}(\.aside)?|{BOARD}/events\.out\.tfevents\..+)")
-"""The files of a run that have no fixed name."""
-
-TEMPORARY = re.compile(r"\.(.+)\.\w+\.tmp")
-"""What ``atomic_write`` leaves where it is killed; the group is the name of the file that was to be written."""
-
+TEMPORARY = re.compile(r"\.(.+)\.\w+\.tmp")  # what atomic_write leaves where it is killed; the group is the name of the file
 HEAD = 1 << 16
 
 

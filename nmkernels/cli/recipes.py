@@ -14,9 +14,7 @@ from ..recipes import names
 from ..recipes.registry import find
 
 COLUMNS = 112
-WIDTH = 11
-"""Columns in front of each line for what it tells."""
-
+WIDTH = 11  # columns in front of each line for what it tells
 FINAL = {"nm": "N:M weights, ready to compress", "dense": "dense weights", "nm+adapter": "N:M weights and a low-rank adapter"}
 
 
