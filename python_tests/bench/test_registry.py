@@ -60,12 +60,11 @@ def test_models_name_shapes() -> None:
     assert shapes.parse(["gpt2:fc", "8x16"]) == ("3072x768", "8x16")
     assert set(shapes.parse(["GPT2"])) == set(shapes.MODELS["gpt2"].values())
     assert "llama3-8b q" in shapes.names("4096x4096") and shapes.names("3x4") == []
-    with pytest.raises(NMError, match="no shape is called 'gtp2'"):
-        shapes.parse(["gtp2"])
-    with pytest.raises(NMError, match="has no layer 'x'; it has qkv"):
-        shapes.parse(["gpt2:x"])
+    for word, said in [("gtp2", "no shape is called 'gtp2'"), ("gpt2:x", "has no layer 'x'; it has qkv")]:
+        with pytest.raises(NMError, match=said):
+            shapes.parse([word])
     for text in ("4x", "x4", "4", "0x4", "-4x4"):
-        with pytest.raises(NMError):
+        with pytest.raises(NMError, match="is no matrix"):
             registry.sizes(text)
 
 

@@ -12,7 +12,7 @@ from nmkernels.recipes import FST, STEP
 from nmkernels.recipes.methods.fst import TransposableMask
 from python_tests.each import each
 from python_tests.nn.test_effective import Calls
-from python_tests.recipes.loop import batches, mlp
+from python_tests.recipes.loop import batches
 from python_tests.recipes.loop_fst import tile_patterns, transposable
 from python_tests.recipes.running import F32, run, start, step, train
 
@@ -36,15 +36,6 @@ def test_the_mask_is_searched_every_k_applied_steps_and_held_in_between():
         searches.append(seen.names.count("transposable_mask"))
     assert searches == [0, 0, 0, 2, 0, 0, 0, 2, 0], "one search per layer"
     assert [not torch.equal(a, b) for a, b in itertools.pairwise(held)] == [r > 0 for r in rates] == [n > 0 for n in searches]
-
-
-def test_the_mask_follows_weights_initialised_after_sparsify():
-    model = mlp()
-    handle = nm.sparsify_(model, FST(end=None))
-    nn.init.normal_(model[0].weight)
-    handle.attach(torch.optim.AdamW(model.parameters()))
-    assert torch.equal(model[0].nm_mask, transposable(model[0].weight.detach(), 2, 4))
-    assert not any("nm_" in key for key in model.state_dict()), "masks are no part of the model's state"
 
 
 # ---- the end

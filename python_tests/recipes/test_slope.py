@@ -9,8 +9,6 @@ from torch import nn
 
 import nmkernels as nm
 from nmkernels.nn import adapter_of, folded
-from nmkernels.optim import MaskedAdamW
-from nmkernels.pattern import RecipeError
 from nmkernels.recipes import SLoPe
 from python_tests.recipes.loop import batches, loss_of, mlp
 from python_tests.recipes.running import F32, run, start, step
@@ -71,14 +69,6 @@ def test_rank_as_a_number_or_a_share_of_the_smaller_side():
         model, handle, _ = start(SLoPe("2:4", 20, rank=rank), model=nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 8)))
         assert [p.shape for p in adapter_of(model[0])] == [(64, want), (want, 32)]
         assert handle.recipe.layer(nm.Pattern("2:4"), (32, 64)).rank == want
-
-
-def test_an_optimizer_without_the_adapters_is_refused():
-    model = mlp(F32)
-    early = MaskedAdamW(model.parameters())
-    handle = nm.sparsify_(model, RECIPE)
-    with pytest.raises(RecipeError, match=r"no optimizer has 0.nm_left, 0.nm_right, 2.nm_left and more.*after sparsify_"):
-        handle.attach(early)
 
 
 def test_a_frozen_layer_has_a_frozen_adapter():

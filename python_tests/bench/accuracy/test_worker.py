@@ -50,12 +50,6 @@ def test_an_error_becomes_an_outcome(tiny):
     assert outcome.row is None and "Error" in outcome.error
 
 
-@pytest.mark.parametrize(("more", "near"), [({"task": "tinny"}, "'tiny'"), ({"method": "srst"}, "'srste'")])
-def test_unknown_names_suggest_the_nearest(tiny, more, near):
-    with pytest.raises(ValueError, match=f"did you mean {near}"):
-        worker.run(spec(**{"method": "ste"} | more))
-
-
 def test_traces_tell_switch_and_flips(tiny):
     outcome = worker.run(spec("step-25"))
     assert outcome.trace is not None and outcome.row is not None
