@@ -127,8 +127,7 @@ def sparse_relu2(y: Tensor, pattern: Pattern, grad: str = "chain") -> Tensor:
     """
     if grad not in GRADS:
         raise NMError(f"sparse_relu2: grad={grad!r} is unknown; choose one of {', '.join(GRADS)}.")
-    out: Tensor = (_FunctionalSparseReLU2 if functional() else _SparseReLU2).apply(y, pattern.n, pattern.m, grad)[0]
-    return out
+    return (_FunctionalSparseReLU2 if functional() else _SparseReLU2).apply(y, pattern.n, pattern.m, grad)[0]
 
 
 class _SplitLinear(torch.autograd.Function):
@@ -178,5 +177,4 @@ def split_linear(x: Tensor, weight: Tensor, bias: Tensor | None, rule: SplitRule
         raise NMError(f"split_linear: side={side!r} is unknown; choose one of {', '.join(SIDES)}.")
     if side == "output":
         rule.pattern.check_divides("split_linear", weight.shape[0], "out_features")
-    out: Tensor = (_FunctionalSplitLinear if functional() else _SplitLinear).apply(x, weight, bias, rule, side)
-    return out
+    return (_FunctionalSplitLinear if functional() else _SplitLinear).apply(x, weight, bias, rule, side)

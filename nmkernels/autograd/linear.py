@@ -140,8 +140,7 @@ class _FunctionalLinear(torch.autograd.Function):
                 terms.append(F.linear(x, w_t.to(x.dtype)))
             if b_t is not None:
                 terms.append(b_t.to(x.dtype).expand(*x.shape[:-1], -1))
-            y_t: Tensor = sum(terms[1:], terms[0])
-            return y_t
+            return sum(terms[1:], terms[0])
 
 
 def _remember(
@@ -294,8 +293,7 @@ def linear(
     """
     packed = (used, None, None, None, False, None, "", "") if isinstance(used, Tensor) else used
     kind = _FunctionalLinear if functional() else _Linear
-    y: Tensor = kind.apply(x, weight, bias, *packed, seed, plan, transform, *extras)
-    return y
+    return kind.apply(x, weight, bias, *packed, seed, plan, transform, *extras)
 
 
 def linear_compressed(x: Tensor, weight: ops.Compressed, bias: Tensor | None = None) -> Tensor:
@@ -306,5 +304,4 @@ def linear_compressed(x: Tensor, weight: ops.Compressed, bias: Tensor | None = N
         return nm_linear(x, weight.values, weight.indices, p.n, p.m, x.shape[-1], b)
     form = [t if counts_writes(t) else t.clone() for t in (weight.values, weight.indices)]
     kind = _FunctionalLinear if functional() else _Linear
-    y: Tensor = kind.apply(x, None, bias, *form, None, None, False, p, "", "", None, STRAIGHT_THROUGH, None)
-    return y
+    return kind.apply(x, None, bias, *form, None, None, False, p, "", "", None, STRAIGHT_THROUGH, None)

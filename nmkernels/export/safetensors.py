@@ -20,7 +20,7 @@ from .. import ops
 from ..nn import ADAPTER, CompressedLinear, NMWeight, adapter_of, folded
 from ..pattern import CheckpointError, RecipeError
 from .plan import load
-from .tensors import PARALLEL, Contents, compressed_layers, other_tensors, plain_modules, quote, read, unwrapped, without_aliases, write
+from .tensors import Contents, compressed_layers, other_tensors, plain_modules, quote, read, without_aliases, write
 
 FORMAT = "nmkernels"
 VERSION = 3
@@ -151,7 +151,7 @@ def load_compressed(model: nn.Module, path: str | os.PathLike[str], keep_dense: 
     contents = read(path)
     _check_ours(contents)
     _add_aliases(contents)
-    load(model, contents, _without_wrappers(contents, model), keep_dense)
+    load(model, contents, contents.json("layers"), keep_dense)
     return model
 
 
@@ -163,25 +163,6 @@ def _add_aliases(contents: Contents) -> None:
             but = "which the file does not hold" if lacks else "but the file holds it itself"
             raise CheckpointError(f"{contents.path}: tensor {quote(alias)} is said to be the same as {quote(name)}, {but}.")
         contents.tensors[alias] = stored[name]
-
-
-def _without_wrappers(contents: Contents, model: nn.Module) -> dict[str, Any]:
-    """The table of layers; here and in ``contents.tensors`` without the names of wrappers, which earlier versions wrote."""
-    layers, tensors = contents.json("layers"), contents.tensors
-    have, prefix = plain_modules(model), f"{PARALLEL}."
-    # not where the model has a child of that name itself
-    whole = all(unwrapped(name).startswith(prefix) for name in (*layers, *tensors)) and not any(unwrapped(name) in have for name in layers)
-
-    def plain(name: str) -> str:
-        return unwrapped(name).removeprefix(prefix if whole else "")
-
-    renamed = {plain(name): about for name, about in layers.items()}
-    contents.tensors = {plain(name): tensor for name, tensor in tensors.items()}
-    if (len(renamed), len(contents.tensors)) != (len(layers), len(tensors)):
-        raise CheckpointError(
-            f"{contents.path} holds one tensor twice, with and without the name of a wrapper (torch.compile or the like)."
-        )
-    return renamed
 
 
 def _check_ours(contents: Contents) -> None:

@@ -108,8 +108,7 @@ class SquaredReLUMLP(nn.Module):
         """
         rule = self.act.rule
         if rule is None or rule.split is None or not torch.is_grad_enabled():
-            out: Tensor = self.proj(self.act(self.fc(x)))
-            return out
+            return self.proj(self.act(self.fc(x)))
         y = _split(self.fc, x, rule.split, "output")
         return _split(self.proj, self.act(y), rule.split, "input")
 

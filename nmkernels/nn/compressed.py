@@ -188,8 +188,7 @@ def _cast(weight: ops.Compressed, dtype: torch.dtype) -> ops.Compressed:
     if weight.dtype == dtype or torch.compiler.is_compiling():
         return weight.to(dtype)
     # cast once, with the layouts that a backend then builds for it, and not at every call
-    cast: ops.Compressed = weight.layout(str(dtype), lambda c: c.to(dtype))
-    return cast
+    return weight.layout(str(dtype), lambda c: c.to(dtype))
 
 
 def _packed(form: str, weight: ops.Compressed) -> tuple[Tensor, Tensor]:

@@ -72,8 +72,7 @@ class EffectiveWeight:
             # a graph can neither see a version counter nor a hook: it computes W̃ itself, every time
             weight, transform, extras, dtype = source
             return transform(weight.detach(), *extras).to(dtype)
-        found: Tensor = self._current(self._dense, source, ())
-        return found
+        return self._current(self._dense, source, ())
 
     def packed(self, source: Source, rows: bool, columns: bool, layout: str) -> Packed:
         """W̃ packed, its transpose, or both, from the copies where those are still right and of that layout."""
@@ -84,8 +83,7 @@ class EffectiveWeight:
         if copy.form is not None and copy.transform is source[1]:
             # calls that read different forms, of few tokens and of many, shall not pack in turns
             rows, columns = rows or copy.how[0], columns or copy.how[1]
-        found: Packed = self._current(copy, source, (rows, columns, layout))
-        return found
+        return self._current(copy, source, (rows, columns, layout))
 
     def _current(self, copy: _Copy, source: Source, how: tuple[Any, ...]) -> Any:
         weight, transform, extras, dtype = source

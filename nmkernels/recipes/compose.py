@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -49,8 +48,7 @@ def _delegate(name: str, member: Any) -> Any:
     def stateless(self: Composite, *args: Any, **kwargs: Any) -> Any:
         return getattr(self.active({})[0], name)(*args, **kwargs)
 
-    passed_on: Callable[..., Any] = of_state if "state" in inspect.signature(member).parameters else stateless
-    return passed_on
+    return of_state if "state" in inspect.signature(member).parameters else stateless
 
 
 for _name, _member in vars(Recipe).items():

@@ -9,15 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_model, save_file
+from safetensors.torch import load_model
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.parallel import DistributedDataParallel
 
 import nmkernels as nm
-from nmkernels.pattern import CheckpointError
 from nmkernels.testing import equal_bits
-from python_tests.export.editing import edited, parts
+from python_tests.export.editing import parts
 
 LAYERS = ("0", "1.1")
 
@@ -99,34 +98,6 @@ def test_a_file_has_the_plain_names_whatever_wraps_the_model(tmp_path: Path, kin
     assert not model(x).any(), "the wrapper still calls the dense layer"
 
 
-def as_earlier_versions_wrote(path: Path, rename: Callable[[str], str]) -> None:
-    tensors, metadata = parts(path)
-    tensors = {rename(name): tensor for name, tensor in tensors.items()}
-    layers = {rename(name): about for name, about in json.loads(metadata["layers"]).items()}
-    aliases = {rename(name): rename(kept) for name, kept in json.loads(metadata.get("aliases", "{}")).items()}
-    save_file(tensors, path, {**metadata, "layers": json.dumps(layers), "aliases": json.dumps(aliases)})
-
-
-RENAMES: dict[str, Callable[[str], str]] = {
-    "compile": lambda name: f"_orig_mod.{name}",
-    "DDP": lambda name: f"module.{name}",
-    "compile of DDP": lambda name: f"_orig_mod.module.{name}",
-    "DDP of compile": lambda name: f"module._orig_mod.{name}",
-    "a compiled layer": lambda name: name.replace("1.1.", "1.1._orig_mod.") if "1.1." in name else name.replace("1.1", "1.1._orig_mod"),
-}
-
-
-@pytest.mark.parametrize("kind", RENAMES)
-@pytest.mark.parametrize("into", ["plain", "compile", "DDP"])
-def test_files_that_hold_the_names_of_wrappers_load(tmp_path: Path, kind: str, into: str) -> None:
-    nm.save_compressed(nm.compress_(finished()), tmp_path / "m")
-    as_earlier_versions_wrote(tmp_path / "m", RENAMES[kind])
-    assert any("_orig_mod" in name or "module" in name for name in names(tmp_path / "m"))
-    model = WRAPS.get(into, lambda model: model)(build())
-    x = torch.randn(3, 16)
-    assert equal_bits(nm.load_compressed(model, tmp_path / "m")(x), nm.compress_(finished())(x))
-
-
 def test_a_child_that_is_called_module_keeps_its_name(tmp_path: Path) -> None:
     """Only DDP's own name is dropped: a class of the user's may say ``self.module``."""
     outer, fresh = nn.Module(), nn.Module()
@@ -135,14 +106,3 @@ def test_a_child_that_is_called_module_keeps_its_name(tmp_path: Path) -> None:
     assert all(name.startswith("module.") for name in names(tmp_path / "m"))
     nm.load_compressed(fresh, tmp_path / "m")
     assert equal_bits(fresh.module[0].values, outer.module[0].values)
-    as_earlier_versions_wrote(tmp_path / "m", RENAMES["DDP"])
-    fresh.module = build()
-    nm.load_compressed(fresh, tmp_path / "m")
-    assert equal_bits(fresh.module[0].values, outer.module[0].values)
-
-
-def test_one_tensor_under_both_names_is_refused(tmp_path: Path) -> None:
-    nm.save_compressed(nm.compress_(finished()), tmp_path / "m")
-    edited(tmp_path / "m", lambda tensors, metadata: tensors.update({"_orig_mod.0.bias": torch.ones(8)}))
-    with pytest.raises(CheckpointError, match="holds one tensor twice, with and without the name of a wrapper"):
-        nm.load_compressed(build(), tmp_path / "m")
