@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -59,22 +60,16 @@ def test_a_gpu_is_judged_by_its_own_targets() -> None:
     assert [v.target.key for v in found if v.measured] == ["cuda-compress"] and found[0].state == "met"
 
 
-def test_a_lost_device_ends_the_run_and_names_the_next_case(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    def measure(spec: Spec, device: str, seconds: float) -> list[Any]:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
+@pytest.mark.parametrize(("why", "after", "wrong"), [("an illegal memory access", 1, 1), ("", None, 2)])
+def test_a_lost_device_ends_the_run_and_names_the_next_case(monkeypatch, tmp_path: Any, why: str, after: int | None, wrong: int) -> None:
+    monkeypatch.setattr(runner, "measure", Mock(side_effect=RuntimeError("CUDA error: an illegal memory access was encountered")))
+    monkeypatch.setattr(runner, "lost", lambda device: why)
     specs, said = [Spec("nm_mask", rows=16, cols=32), Spec("nm_prune", rows=16, cols=32)], []
-    monkeypatch.setattr(runner, "measure", measure)
-    for why, after, wrong in (("an illegal memory access", 1, 1), ("", None, 2)):
-        monkeypatch.setattr(runner, "lost", lambda device, why=why: why)
-        outcome = runner.run(specs, "cpu", tmp_path / "a.csv", 0.0, complain=said.append)
-        assert (outcome.next, len(outcome.wrong)) == (after, wrong) and ("cannot use cpu any more" in said[-1]) == bool(why)
+    outcome = runner.run(specs, "cpu", tmp_path / "a.csv", 0.0, complain=said.append)
+    assert (outcome.next, len(outcome.wrong)) == (after, wrong) and ("cannot use cpu any more" in said[-1]) == bool(why)
 
 
 def test_a_capture_or_a_backend_that_fails_costs_no_other_provider(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    def breaks(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError("no kernel image")
-
     @contextmanager
     def captured(device: str) -> Iterator[Any]:
         if os.environ.get("NMKERNELS_BACKEND") == "broken":
@@ -93,7 +88,7 @@ def test_a_capture_or_a_backend_that_fails_costs_no_other_provider(monkeypatch: 
     found = {r.provider for r in outcome.rows if r.metric == "us"}
     assert found == {mine, f"{mine}, graph", "nmkernels broken", "torch no-op", "torch graph"}
     assert {r.provider for r in outcome.rows if r.metric == "us beyond torch's kernels"} == {f"{mine}, graph"}
-    outcome = run(breaks, 99)
+    outcome = run(Mock(side_effect=RuntimeError("no kernel image")), 99)
     assert "timed without nmkernels broken: RuntimeError: no kernel image" in outcome.wrong[0][1]
     assert "nmkernels cpu" in {r.provider for r in outcome.rows}
 

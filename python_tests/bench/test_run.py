@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -79,10 +79,7 @@ def test_json_is_one_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_interrupt_has_its_own_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def stops(*args: Any) -> Any:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(runner, "measure", stops)
+    monkeypatch.setattr(runner, "measure", Mock(side_effect=KeyboardInterrupt))
     assert run.main([*TINY, "--out", str(tmp_path / "a.csv")]) == 130
     assert "--resume goes on where this stopped" in capsys.readouterr().out
 

@@ -9,6 +9,7 @@ from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,15 +23,9 @@ from python_tests.bench.samples import broken, instead, read
 MASK, PRUNE = Spec("nm_mask", "2:4", "float32", 16, 32), Spec("nm_prune", "2:4", "float32", 16, 32)
 LINEAR = Spec("nm_linear", "2:4", "float32", 16, 32, 2)
 
-
 WRONG_MASK = instead(reference.mask, torch.logical_not)
-
-
 INEXACT = instead(reference.linear, lambda y: y + 1e-3)
-
-
-def breaks(*args: Any, **kwargs: Any) -> Any:
-    raise RuntimeError("out of luck")
+BREAKS = Mock(side_effect=RuntimeError("out of luck"))
 
 
 @pytest.mark.parametrize(
@@ -38,7 +33,7 @@ def breaks(*args: Any, **kwargs: Any) -> Any:
     [
         (MASK, WRONG_MASK, "not timed, its result is wrong: nm_mask: 512 of 512 elements differ"),
         (LINEAR, INEXACT, "not timed, its result is wrong: .*against float64"),
-        (MASK, breaks, "not timed, it failed: RuntimeError: out of luck"),
+        (MASK, BREAKS, "not timed, it failed: RuntimeError: out of luck"),
     ],
 )
 def test_what_is_wrong_is_not_timed_and_costs_no_other(spec: Spec, does: Any, why: str, tmp_path: Path) -> None:
@@ -60,7 +55,7 @@ def test_provider_that_is_wrong_costs_only_itself(tmp_path: Path, monkeypatch: p
     with broken("nm_prune", lambda w, n, m, out=None: reference.prune(w, n, m) if out is None else out):
         assert runner.run([PRUNE], "cpu", tmp_path / "b.csv", 0.001).status == 1
     spec = Spec("nm_decompress", "2:4", "float32", 16, 32)
-    monkeypatch.setattr("bench.cases.eager.decompress", breaks)
+    monkeypatch.setattr("bench.cases.eager.decompress", BREAKS)
     outcome = runner.run([spec], "cpu", tmp_path / "c.csv", 0.001)
     assert outcome.wrong == [(spec, "timed without torch eager: RuntimeError: out of luck")]
     assert "share of copy" in (metrics := {r.metric for r in outcome.rows}) and "x eager" not in metrics
@@ -94,7 +89,7 @@ def test_what_becomes_of_each_case_is_told_and_not_done_again(tmp_path: Path, mo
 
     def measure(spec: Spec, device: str, seconds: float) -> list[Any]:
         at_hand.append(outcomes.read(told)[1])
-        return breaks() if spec is PRUNE else []
+        return BREAKS() if spec is PRUNE else []
 
     monkeypatch.setattr(runner, "measure", measure)
     runner.run([MASK, PRUNE], "cpu", out, 0.0)
