@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,6 +38,17 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
 def cpu(isa: str) -> Callable[[str], Run]:
     """``cpu("nm_mask")`` is the compiled implementation of that op."""
     return lambda op: next(i.fn for i in implementations(op) if i.backend == "cpu")
+
+
+@pytest.fixture
+def device() -> str:
+    """Where the suites that all backends share run here; the folders of GPUs have their own, and their own ``ours``."""
+    return "cpu"
+
+
+@pytest.fixture
+def ours(cpu: Callable[[str], Run]) -> Callable[[str], Any]:
+    return lambda op: SimpleNamespace(fn=cpu(op))
 
 
 @pytest.fixture

@@ -17,11 +17,6 @@ from python_tests.backends.adamw_suite import AdamWSuite
 from python_tests.each import each
 
 
-@pytest.fixture
-def device() -> str:
-    return "cpu"
-
-
 class TestAgainstTheReference(AdamWSuite):
     @pytest.fixture(autouse=True)
     def compiled(self, cpu):

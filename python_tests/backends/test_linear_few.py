@@ -1,7 +1,5 @@
 """linear for few tokens from the compressed form, under every instruction set: shapes, dtypes, and what is edge-case about them."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,13 +17,7 @@ every_dtype = each("dtype", [torch.float32, torch.bfloat16, torch.float16])
 
 
 class TestFewTokens(FewTokensSuite):
-    @pytest.fixture
-    def device(self):
-        return "cpu"
-
-    @pytest.fixture
-    def ours(self, cpu):
-        return lambda op: SimpleNamespace(fn=cpu(op))
+    pass
 
 
 def packed(text, rows, cols, dtype=torch.float32):

@@ -3,8 +3,6 @@ uniforms on the ends of intervals, groups that saturate step by step, any alignm
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import Tensor
@@ -164,11 +162,3 @@ class TestMvue(MvueSuite):
     cases = [(text, "exact") for text in ("2:4", "3:5", "1:16", "7:256")] + [("2:4", "approx"), ("2:7", "approx")]
     shapes = [*MvueSuite.shapes, ((7, 5), 0), ((9, 4, 6), 1), ((5, 0), 0), ((33, 1), 0), ((131, 33), 0)]
     wide, unaligned = ["128:256", "1:1", "7:64", "5:100"], ["2:4", "1:8", "3:5"]
-
-    @pytest.fixture
-    def device(self):
-        return "cpu"
-
-    @pytest.fixture
-    def ours(self, cpu):
-        return lambda op: SimpleNamespace(fn=cpu(op))
