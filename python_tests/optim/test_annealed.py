@@ -96,12 +96,19 @@ def test_moments_of_16_bit_parameters_are_fp32(dtype):
         torch.testing.assert_close(a.double(), b, rtol=0.0, atol=0.05)
 
 
-def test_tensors_as_hyper_parameters_and_the_largest_update():
+def test_a_tensor_as_lr_a_scaler_s_numbers_and_the_largest_update():
     grads, params = gradients(1), weights()
     want = by_hand(params, grads)
     opt = annealed(params)
     opt.param_groups[0]["lr"] = torch.tensor(HYPER["lr"], dtype=F64)
-    for got, expected in zip(run(opt, params, grads), want, strict=True):
+    opt.grad_scale, opt.found_inf = torch.tensor(8.0), torch.tensor(0.0)
+    scaled = [[8 * g for g in step] for step in grads]
+    for got, expected in zip(run(opt, params, scaled), want, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-7, atol=1e-8)
     # after one step u / √v̂ is ±1, up to ε
     assert opt.stats[-1] == pytest.approx(1.0, abs=1e-4)
+    opt.found_inf = torch.tensor(1.0)
+    tensors = [*params, *(v for s in opt.state.values() for v in s.values())]
+    before = [t.detach().clone() for t in tensors]
+    run(opt, params, scaled)
+    assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True)) and not opt.stats.any()
