@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,20 +14,12 @@ from nmkernels.autograd import GemmPlan, HardMask, gemms
 from nmkernels.backends.triton import interpreted
 from nmkernels.capability import compiled_core
 from nmkernels.recipes.methods.fst import TransposableMask
-from nmkernels.tuning import Task
+from python_tests.autograd.test_gemms import clock
 
 pytestmark = [
     pytest.mark.skipif(interpreted() or not compiled_core().ok, reason="the CPU's kernels are what is chosen here"),
     pytest.mark.usefixtures("cache"),
 ]
-
-
-def _clock(**seconds: float) -> Callable[[Task], float]:
-    def timer(call: Task) -> float:
-        call()
-        return seconds.get(call.name.replace(" ", "_"), 1.0)
-
-    return timer
 
 
 def _packed(cols: int = 8, keep_dense: bool = True, dtype: torch.dtype = torch.float32) -> nm.CompressedLinear:
@@ -41,7 +32,7 @@ def _model() -> nn.Module:
 
 def test_every_gemm_is_measured_once(cache: Path) -> None:
     told: list[tuple[int, int, str]] = []
-    report = nm.tune(_model(), tokens=20, timer=_clock(cpu_rows=0.25, expand=4.0), progress=lambda *what: told.append(what))
+    report = nm.tune(_model(), tokens=20, timer=clock(cpu_rows=0.25, expand=4.0), progress=lambda *what: told.append(what))
     assert [(e.layers, e.kind, e.gemm, e.shape, e.tokens) for e in report.choices] == [
         (["0", "1"], "CompressedLinear", "fprop", (4, 8), 20),
         (["2"], "CompressedLinear", "fprop", (4, 16), 20),
@@ -63,20 +54,20 @@ def test_the_layer_does_as_was_measured() -> None:
     layer, x = _packed(dtype=torch.bfloat16), torch.randn(20, 8, dtype=torch.bfloat16)
     (gemm,) = layer.gemms(20)
     assert gemms.choose(gemm) == "dense"  # by rule, in 16 bits
-    nm.tune(layer, tokens=20, timer=_clock(cpu_rows=0.5))
+    nm.tune(layer, tokens=20, timer=clock(cpu_rows=0.5))
     assert gemms.choose(gemm) == "cpu rows"
     with torch.no_grad():
         layer(x)
         assert "dense" not in layer.weight._layouts
         torch.testing.assert_close(layer(x), x @ layer.dense().t())
-    nm.tune(layer, tokens=20, timer=_clock(cpu_rows=2.0))
+    nm.tune(layer, tokens=20, timer=clock(cpu_rows=2.0))
     with torch.no_grad():
         assert torch.equal(layer(x), nn.functional.linear(x, layer.dense())) and "dense" in layer.weight._layouts
 
 
 def test_several_token_counts_and_autocast() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        report = nm.tune(_packed(), tokens=(1, 300), timer=_clock())
+        report = nm.tune(_packed(), tokens=(1, 300), timer=clock())
     assert [(e.tokens, e.dtype) for e in report.choices] == [(1, "bfloat16"), (300, "bfloat16")]
     for tokens in (0, -1, (), (8, 0)):
         with pytest.raises(nm.NMError, match="at least 1"):
@@ -89,7 +80,7 @@ def test_layers_in_training_ask_for_what_their_plan_leaves_open(mask: str, dgrad
     transform = HardMask(layer.pattern) if mask == "magnitude" else TransposableMask(layer.pattern)
     layer.nm_mask = nm.ops.transposable_mask(layer.weight.detach(), "2:4")
     layer.use(transform, GemmPlan("auto", "auto", "mvue", 2, 4))
-    report = nm.tune(layer, tokens=20, timer=_clock(cpu_rows=0.25))
+    report = nm.tune(layer, tokens=20, timer=clock(cpu_rows=0.25))
     assert [(e.gemm, e.tokens, e.shape, e.choice) for e in report.choices] == [(r, 20, (16, 8), "cpu rows") for r in gemms.ROLES]
     assert [p.forms for p in layer.gemms(20)] == [("dense", "rows"), dgrad, ("dense", "rows")] and not report.entries
     assert [p.changing for p in layer.gemms(20)] == [True, True, False]  # an estimate is made by its call in any case
@@ -110,7 +101,7 @@ def _raises(*args: object, **kwargs: object) -> str:
 
 def test_what_is_refused_or_does_not_fit_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gemms, "function", _raises)
-    report = nm.tune(_packed(), tokens=20, timer=_clock())
+    report = nm.tune(_packed(), tokens=20, timer=clock())
     assert report.choices[0].choice == "dense" and "cpu rows: OutOfMemoryError: no" in report.choices[0].refused
     assert "refused, fprop 4x8: cpu rows: OutOfMemoryError: no" in str(report)
     monkeypatch.setattr(gemms, "measure", _raises)
@@ -122,7 +113,7 @@ def test_choices_that_cannot_be_written_hold_all_the_same(tmp_path: Path, monkey
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("NMKERNELS_CACHE", str(tmp_path / "file" / "below"))
     layer = _packed(dtype=torch.bfloat16)
-    report = nm.tune(layer, tokens=20, timer=_clock(cpu_rows=0.5))
+    report = nm.tune(layer, tokens=20, timer=clock(cpu_rows=0.5))
     assert report.path is None and "for this process only" in str(report)
     assert gemms.choose(*layer.gemms(20)) == "cpu rows"
 
@@ -130,7 +121,7 @@ def test_choices_that_cannot_be_written_hold_all_the_same(tmp_path: Path, monkey
 def test_a_forced_backend_leaves_nothing_to_choose(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = _packed()
     monkeypatch.setenv("NMKERNELS_BACKEND", "cpu")
-    report = nm.tune(layer, tokens=20, timer=_clock())
+    report = nm.tune(layer, tokens=20, timer=clock())
     assert not report.choices and report.path is None and "declined" in report.entries[0].choice
     monkeypatch.setenv("NMKERNELS_BACKEND", "nosuch")
     assert "declined" in nm.tune(layer).entries[0].choice
@@ -142,6 +133,6 @@ def test_a_model_without_such_layers_is_fine(cache: Path) -> None:
     assert not nm.tune(_packed().to("meta"), tokens=4).choices
 
 
-def test_with_the_real_clock() -> None:
+def test_with_the_realclock() -> None:
     (entry,) = nm.tune(_packed(64), tokens=3).choices
     assert entry.choice in ("dense", "cpu rows") and not entry.refused and entry.best is not None and entry.best > 0
