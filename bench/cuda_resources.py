@@ -119,7 +119,7 @@ def compiled(source: Path, arch: str) -> list[Kernel]:
     return rows
 
 
-def shortfalls(kernels: Iterable[Kernel]) -> list[str]:
+def missed(kernels: Iterable[Kernel]) -> list[str]:
     """What kernels lack, in words; nothing when they are as the design wants them."""
     found = []
     for k in kernels:
@@ -332,7 +332,7 @@ def read(path: Path = PATH) -> list[Kernel]:
 
 
 def main(argv: list[str] | None = None, path: Path = PATH) -> int:
-    """Compile, write or print, and name what missed; 1 where something does."""
+    """Compile, write or print, and name what is missed; 1 where something is."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("words", nargs="*", help="print only the kernels whose file and name contain one of these; write nothing")
     words = parser.parse_args(argv).words
@@ -349,7 +349,7 @@ def main(argv: list[str] | None = None, path: Path = PATH) -> int:
     else:
         kernel_rows.write(Kernel, rows, path)
         print(f"{len(rows)} kernels of {len(sources())} files, {path}")
-    lacking = shortfalls(rows)
+    lacking = missed(rows)
     print("\n".join(lacking) or "nothing missed")
     return 1 if lacking else 0
 

@@ -206,7 +206,7 @@ class Target:
     """One bound on one metric over some cases.
 
     Args:
-        key: names it in ``shortfalls.txt``.
+        key: names it in ``missed.txt``.
         what, against: the words of the table.
         metric, provider: of the rows that are compared with the bound.
         bound: at least this, or with ``higher=False`` at most.

@@ -1,7 +1,7 @@
 """What the kernels must reach, as data: the speed tables of the design, and whether the measured rows meet them.
 
 Every target is a ratio taken in one run against what a user would otherwise run. ``python -m bench.run --targets`` measures exactly these
-cases. Why a target is missed is written by hand into ``bench/results/shortfalls.txt``, one line ``key: reason`` each.
+cases. Why a target is missed is written by hand into ``bench/results/missed.txt``, one line ``key: reason`` each.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from . import targets_cuda
 from .registry import CPU, Spec, Target, Verdict
 from .rows import RESULTS
 
-REASONS = RESULTS / "shortfalls.txt"
+REASONS = RESULTS / "missed.txt"
 
 
 WEIGHT = (4096, 11008)

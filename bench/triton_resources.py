@@ -82,7 +82,7 @@ def compiled(case: Case, arch: int) -> list[Kernel]:
     return rows
 
 
-def shortfalls(case: Case, arch: int, kernels: list[Kernel]) -> list[str]:
+def missed(case: Case, arch: int, kernels: list[Kernel]) -> list[str]:
     """What the kernels of a case lack, in words; nothing when they are as the design wants them."""
     found = []
     for k in kernels:
@@ -295,7 +295,7 @@ def read(path: Path = PATH) -> list[Kernel]:
 
 
 def main(argv: list[str] | None = None, path: Path = PATH) -> int:
-    """Compile, write or print, and name what missed; 1 where something does."""
+    """Compile, write or print, and name what is missed; 1 where something is."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("words", nargs="*", help="print only the cases whose op and name contain one of these; write nothing")
     words = parser.parse_args(argv).words
@@ -306,7 +306,7 @@ def main(argv: list[str] | None = None, path: Path = PATH) -> int:
         for arch in ARCHITECTURES:
             try:
                 kernels = compiled(case, arch)
-                found = shortfalls(case, arch, kernels)
+                found = missed(case, arch, kernels)
             except Exception as error:  # of any kind: the compiler's passes fail in many ways, and the other cases are wanted
                 kernels, found = [], [f"does not compile: {type(error).__name__}: {error}"]
             rows += kernels

@@ -27,7 +27,7 @@ compiles = pytest.mark.skipif(not HERE.ok, reason=HERE.reason)
 @pytest.mark.parametrize("source", resources.sources(), ids=lambda path: path.name)
 def test_compiled(source: Path, arch: str) -> None:
     kernels = resources.compiled(source, arch)
-    assert resources.shortfalls(kernels) == []
+    assert resources.missed(kernels) == []
     known = [k for k in resources.read() if (k.source, k.arch) == (source.name, arch)]
     if {k.nvcc for k in known} <= {k.nvcc for k in kernels}:
         differ = sorted({k.kernel for k in {*known} ^ {*kernels}})
@@ -51,7 +51,7 @@ def test_the_table_has_every_file_and_nothing_falls_short() -> None:
     files = [path.name for path in resources.sources() if "__global__" in path.read_text()]
     wanted = {(name, arch) for name in files for arch in resources.ARCHITECTURES}
     assert {(k.source, k.arch) for k in listed} == wanted, f"rewrite {resources.PATH.name}: {resources.REWRITE}"
-    assert resources.shortfalls(listed) == []
+    assert resources.missed(listed) == []
     for pattern in [*cuda_expected.WIDTHS, *cuda_expected.NARROW, *cuda_expected.LOCAL, *cuda_expected.LOOSE]:
         assert any(re.search(pattern, f"{k.source} {k.kernel}") for k in listed), f"bench/cuda_expected.py excuses no kernel by {pattern}"
 
@@ -124,5 +124,5 @@ ANY = {"source": "threshold.cu", "kernel": "any_scale_sums_kernel<bf16>"}
     ],
 )
 def test_falling_short(changes: dict[str, Any], word: str) -> None:
-    found = resources.shortfalls([replace(GOOD, **changes)])
+    found = resources.missed([replace(GOOD, **changes)])
     assert len(found) == bool(word) and all(word in text and "sm_90a" in text for text in found)

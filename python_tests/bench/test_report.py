@@ -26,7 +26,7 @@ def results(tmp_path: Path) -> Path:
         f"train,dense baseline,2:4,float32,byte GPT,loss,1,2,3,{STAMP}",
     ]
     (folder / "amd.csv").write_text(HEAD + "".join(rows))
-    (folder / "shortfalls.txt").write_text("mask: because\n")
+    (folder / "missed.txt").write_text("mask: because\n")
     return folder
 
 

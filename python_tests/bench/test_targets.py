@@ -57,7 +57,7 @@ def test_markdown_tells_every_case_and_the_reason() -> None:
 
 def test_reasons_are_read(tmp_path: Path) -> None:
     targets.load_reasons()  # the committed ones name targets
-    path = tmp_path / "shortfalls.txt"
+    path = tmp_path / "missed.txt"
     assert targets.load_reasons(path) == {}
     path.write_text("# why\n\nlinear-1-2:4: DRAM: 68 GB/s are read\n")
     assert targets.load_reasons(path) == {"linear-1-2:4": "DRAM: 68 GB/s are read"}

@@ -1,4 +1,4 @@
-"""The reading of compiled kernels: widths, instructions, the table, what counts as falling short."""
+"""The reading of compiled kernels: widths, instructions, the table, what counts as missed."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_inexact(ptx: str, found: str) -> None:
 )
 def test_falling_short(case: dict[str, Any], changes: dict[str, Any], word: str) -> None:
     table = replace(GOOD, kernel="table_kernel", widest_load=8)  # of several kernels, widths are the main one's
-    found = resources.shortfalls(replace(CASE, **case), 90, [table, replace(GOOD, **changes)])
+    found = resources.missed(replace(CASE, **case), 90, [table, replace(GOOD, **changes)])
     assert len(found) == bool(word) and all(word in text for text in found)
 
 

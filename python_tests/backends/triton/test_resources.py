@@ -35,7 +35,7 @@ def test_one_is_compiled() -> None:
 
 def _check(case: Case, arch: int) -> None:
     kernels = resources.compiled(case, arch)
-    assert resources.shortfalls(case, arch, kernels) == []
+    assert resources.missed(case, arch, kernels) == []
     known = {k.key: k for k in resources.read()}
     for k in kernels:
         assert k.key in known, f"{k.key} is not in {resources.PATH.name}; write it: {resources.REWRITE}"
@@ -60,4 +60,4 @@ def test_no_committed_kernel_falls_short() -> None:
     for case in CASES:
         for arch in resources.ARCHITECTURES:
             kernels = [k for k in rows if (k.case, k.arch) == (f"{case.op} {case.name}", f"sm_{arch}")]
-            assert resources.shortfalls(case, arch, kernels) == [], f"{case.op} {case.name}"
+            assert resources.missed(case, arch, kernels) == [], f"{case.op} {case.name}"
