@@ -69,7 +69,7 @@ class Kernel:
 
 def compiled(case: Case, arch: int) -> list[Kernel]:
     """The kernels that a call would launch on an architecture, in that order."""
-    from nmkernels.backends.triton.launch import recording
+    from bench.triton_compiling import recording
     from nmkernels.dispatch import implementations
 
     run = next(i.fn for i in implementations(case.op) if i.backend == "triton")

@@ -36,6 +36,12 @@ def contiguous(x: Tensor) -> Tensor:
     return x if x.is_contiguous() and not x.is_neg() else x.resolve_neg().contiguous()
 
 
+def aligned(x: Tensor) -> Tensor:
+    """Contiguous, and beginning where 16 bytes may be read at once."""
+    x = contiguous(x)
+    return x.clone() if x.data_ptr() & 15 else x
+
+
 def packed(like: Tensor, lead: Sequence[int], cols: int, n: int, m: int, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
     """Room for the compressed form of ``(*lead, cols)``."""
     kept, size = packed_sizes(n, m, cols)
@@ -52,6 +58,19 @@ def packed_sizes(n: int, m: int, cols: int) -> tuple[int, int]:
 def overfull(op: str, n: int, m: int) -> ShapeError:
     """What is raised where a given mask keeps too many."""
     return ShapeError(f"{op}: the mask keeps more than {n} elements in a group, but {n}:{m} stores {n}; prune it first.")
+
+
+def flag_for(mask: Tensor | None) -> Tensor | None:
+    """What kernels set where a mask keeps too many: one int32, of any operand."""
+    return None if mask is None else torch.zeros(1, dtype=torch.int32, device=mask.device)
+
+
+def check_flag(op: str, flag: Tensor | None, n: int, m: int) -> None:
+    """Raise where it is set, for which the host waits; not looked at while a graph is captured, nor where nothing runs."""
+    if flag is None or flag.is_meta or (flag.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return
+    if flag.item():
+        raise overfull(op, n, m)
 
 
 def only_2_4(n: int, m: int) -> Verdict:

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from nmkernels.backends.triton.launch import compiling
+from bench.triton_compiling import compiling
 
 from .machine import execute
 from .parse import parse

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ...dispatch import Verdict
 from ...reference.layouts import LAYOUTS, meta_shape, to_layout
-from ..shared import address, contiguous, only_2_4, overfull, packed
-from .core import DTYPES, aligned, core, queue, register
+from ..shared import address, aligned, check_flag, contiguous, flag_for, only_2_4, packed
+from .core import DTYPES, core, queue, register
 from .groups import transposable_mask
 
 SELECTS = {"magnitude": 0, "transposable": 1, "given": 2, "threshold": 3}
@@ -18,19 +18,6 @@ SELECTS = {"magnitude": 0, "transposable": 1, "given": 2, "threshold": 3}
 
 Operand = tuple[Tensor, Tensor]
 """Values and indices."""
-
-
-def flag_for(mask: Tensor | None) -> Tensor | None:
-    """What the kernels set where a mask keeps too many: one int32, of any operand."""
-    return None if mask is None else torch.zeros(1, dtype=torch.int32, device=mask.device)
-
-
-def check_flag(op: str, flag: Tensor | None, n: int, m: int) -> None:
-    """Raise where it is set, for which the host waits; inside a graph's capture it is not looked at."""
-    if flag is None or (flag.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return
-    if flag.item():
-        raise overfull(op, n, m)
 
 
 @register("nm_compress")
@@ -46,8 +33,7 @@ def compress(w: Tensor, n: int, m: int, mask: Tensor | None = None, out: Operand
         w.data_ptr(), dtype, numel // cols if cols else 0, cols, n, m, select, address(given), 0,
         address(flag), dtype, 0, values.data_ptr(), indices.data_ptr(), 0, 0, *queue(w),
     )  # fmt: skip
-    if flag is not None:
-        check_flag("compress", flag, n, m)
+    check_flag("compress", flag, n, m)
     return out
 
 

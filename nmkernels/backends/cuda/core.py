@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...capability import cuda_core, cuda_kernels
 from ...dispatch import Verdict, impl
-from ..shared import contiguous, tensors
+from ..shared import tensors
 
 NAME, PRIORITY = "cuda", 10
 EMULATED, NEVER_CHOSEN = "cuda-emulated", -10
@@ -103,9 +103,3 @@ def register(
 @cache
 def emulator_built() -> bool:
     return util.find_spec("nmkernels._emulated") is not None
-
-
-def aligned(x: Tensor) -> Tensor:
-    """Contiguous, and beginning where a kernel may read 16 bytes at once."""
-    x = contiguous(x)
-    return x.clone() if x.data_ptr() & 15 else x

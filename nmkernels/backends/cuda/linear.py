@@ -20,9 +20,9 @@ from torch import Tensor
 
 from ...dispatch import Verdict
 from ...reference.layouts import COLUMNS
-from ..shared import address, contiguous
+from ..shared import address, aligned, contiguous
 from .compress import metadata
-from .core import DTYPES, aligned, core, queue, register
+from .core import DTYPES, core, queue, register
 
 ACTIVATIONS = {"": 0, "gelu": 1, "silu": 2, "relu2": 3}
 """The kernels' code of each activation."""

@@ -6,13 +6,10 @@ every layout and dtype that it has; ``search`` finds and stores the fastest righ
 ``NMKERNELS_CUSPARSELT`` names the library's file, if not the one of the pip wheel or of the system.
 """
 
-from . import linear
 from .algorithms import search_gemm
 from .blobs import Blob
 from .context import Algorithm, Problem
 from .gemm import compress, matmul
 from .linear import search
-
-linear.register()
 
 __all__ = ["Algorithm", "Blob", "Problem", "compress", "matmul", "search", "search_gemm"]

@@ -241,8 +241,3 @@ def stored(problem: Problem, here: Here, like: Tensor) -> tuple[Algorithm | None
     if given.get("replan"):
         here.library.replan = True
     return algorithm, numbers[3] == problem.width
-
-
-def forget() -> None:
-    _settled.clear()
-    TABLE.forget()

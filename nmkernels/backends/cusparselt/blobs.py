@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ...dispatch import implementations
 from ...reference.layouts import from_layout, layout_of
+from ..shared import aligned
 from .context import CODES, LAYOUTS, Here, capturing, failures
 
 Sizes = tuple[int, int, int]
@@ -92,10 +93,6 @@ def _forget(key: int, dead: weakref.ref[Tensor]) -> None:
         del _entries[key]
 
 
-def forget() -> None:
-    _entries.clear()
-
-
 @dataclass(frozen=True, eq=False)
 class Blob:
     """A 2:4 matrix as cuSPARSELt keeps it: for this version of the library and this kind of GPU, never for a file.
@@ -118,14 +115,6 @@ class Blob:
     @cached_property
     def address(self) -> int:
         return self.data.data_ptr()
-
-
-def aligned(x: Tensor) -> Tensor:
-    """Contiguous, a lazy negation carried out, at an address that is a multiple of 16: as the library takes operands."""
-    if x.is_contiguous() and not x.data_ptr() & 15 and not x.is_neg():
-        return x
-    x = (x.resolve_neg() if x.is_neg() else x).contiguous()
-    return x.clone() if x.data_ptr() & 15 else x
 
 
 def by_another(op: str, *args: Any) -> Tensor:

@@ -7,8 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...pattern import DtypeError, OptionError, ShapeError
+from ..shared import aligned
 from .algorithms import ready_for
-from .blobs import Blob, aligned, compress_as
+from .blobs import Blob, compress_as
 from .context import ACTIVATIONS, LAYOUTS, RESULTS, Problem, capturing, elsewhere, here, misfit, place, width_step
 
 GIVEN = ("nt", "nn", "tn")

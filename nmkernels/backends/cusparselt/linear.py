@@ -21,8 +21,9 @@ from ...dispatch import Tuning, Verdict, impl
 from ...pattern import BackendError
 from ...reference.linear import ACTIVATIONS
 from ...tuning import Found, Seconds
+from ..shared import aligned
 from .algorithms import DEFAULT, ready_for, search_gemm, settled
-from .blobs import aligned, blob_of, compress_as, expanded
+from .blobs import blob_of, compress_as, expanded
 from .context import Here, Problem, Ready, capturing, elsewhere, existing, here, misfit, place, width_step
 
 _GELU: dict[tuple[int, int, torch.dtype], bool] = {}
@@ -49,10 +50,6 @@ def by_erf(dtype: torch.dtype, at: Here, like: Tensor, stream: int) -> bool:
         near = (out.double() - right).abs() <= 2 * torch.finfo(dtype).eps * right.abs() + 1e-6
         found = _GELU[key] = bool(near.all())
     return found
-
-
-def forget() -> None:
-    _GELU.clear()
 
 
 NAME, PRIORITY = "cusparselt", 3
@@ -244,7 +241,5 @@ def search(op: str, *args: Any, timer: Seconds | None = None) -> Found:
     raise BackendError(reasons[-1])
 
 
-def register() -> None:
-    for op, fn, fits in (("nm_linear", linear, _fits), ("nm_linear_wgrad", linear_wgrad, _fits_wgrad)):
-        tuning = Tuning(prepare=search, keeps=True)
-        impl(op, backend=NAME, priority=PRIORITY, supports=fits, ready=partial(_ready, op), tuning=tuning)(fn)
+for _op, _fn, _can in (("nm_linear", linear, _fits), ("nm_linear_wgrad", linear_wgrad, _fits_wgrad)):
+    impl(_op, backend=NAME, priority=PRIORITY, supports=_can, ready=partial(_ready, _op), tuning=Tuning(prepare=search, keeps=True))(_fn)

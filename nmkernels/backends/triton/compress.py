@@ -16,7 +16,7 @@ from torch import Tensor
 from ...pattern import Pattern
 from .. import shared
 from .groups import bits_of, kept, load_groups, mask, soft_threshold
-from .launch import cdiv, flagged, launch, next_power_of_2
+from .launch import cdiv, launch, next_power_of_2
 from .transposable import transposable_mask
 
 ELEMENTS = 2048
@@ -188,12 +188,11 @@ def compress(w: Tensor, n: int, m: int, mask: Tensor | None = None, out: tuple[T
     values, indices = shared.packed(w, w.shape[:-1], cols, n, m) if out is None else out
     walk = rows_of(w.numel(), cols, n, m)
     given = None if mask is None else mask.contiguous().view(torch.int8)
-    overfull = None if given is None else torch.zeros(1, dtype=torch.int32, device=w.device)
+    overfull = shared.flag_for(given)
     args = (w, given, as_integers(values), indices, overfull, *walk[1:3], walk.blocks)
     consts = {"N": n, "M": m, "BITS": Pattern(n, m).index_bits, "GIVEN": given is not None, "TILE": walk.tile}
     launch(compress_kernel, walk.rows * walk.blocks, args, **consts, PADDED=next_power_of_2(m), PADDED_N=next_power_of_2(n))
-    if overfull is not None and flagged(overfull):
-        raise shared.overfull("compress", n, m)
+    shared.check_flag("compress", overfull, n, m)
     return values, indices
 
 

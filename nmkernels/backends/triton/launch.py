@@ -1,28 +1,14 @@
-"""How a kernel is started, and compiled for a GPU that is not there.
-
-A kernel takes its run-time arguments first and its constexprs last, in the order in which ``launch`` is given them.
-
-Without a GPU, what a call would launch is compiled for a named architecture and collected instead of run:
-
-    with recording(90) as kernels:
-        mask(torch.empty(4096, 4096, device="meta"), 2, 4)
-    kernels[0].asm["ptx"]
-
-The kernels, their constexprs and the divisibility of their arguments are those of the real call: a tensor on the meta device counts as
-one whose address is a multiple of 16.
-"""
+"""How a kernel is started: it takes its run-time arguments first and its constexprs last, in the order in which ``launch`` has them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
-from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from . import interpreted
@@ -65,7 +51,7 @@ if INTERPRETED:
     _patch_language_once()
 
 instead: Callable[[Any, int, tuple[Any, ...]], None] | None = None
-"""What ``compiling`` has done with a compiled kernel, its programs and its arguments instead of launching it; None while kernels run."""
+"""What is done with a compiled kernel, its programs and its arguments instead of launching it; None while kernels run."""
 
 
 def launch(kernel: Any, programs: int, args: tuple[Any, ...], warps: int = 4, stages: int = 3, **constexprs: Any) -> None:
@@ -85,13 +71,6 @@ def launch(kernel: Any, programs: int, args: tuple[Any, ...], warps: int = 4, st
         return
     with torch.cuda.device_of(next(x for x in args if isinstance(x, Tensor))):
         kernel[(programs,)](*args, **options)
-
-
-def flagged(flag: Tensor) -> bool:
-    """Whether a kernel has set the one element of ``flag``; the host waits for it. False where nothing runs or a graph is captured."""
-    if flag.is_meta or (flag.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return False
-    return bool(flag)
 
 
 def next_power_of_2(x: int) -> int:
@@ -115,50 +94,3 @@ def capability(x: Tensor) -> int:
     if instead is not None:
         return int(driver.active.get_current_target().arch)
     return _capability_of(x.device)
-
-
-class _NoDevice:
-    """As much of a driver as compiling asks for."""
-
-    def __init__(self, capability: int) -> None:
-        self.target = GPUTarget("cuda", capability, 32)
-
-    def get_current_target(self) -> GPUTarget:
-        return self.target
-
-    def get_current_device(self) -> int:
-        return self.target.arch  # kernels are cached per device: each architecture is one of its own
-
-    def get_current_stream(self, _device: int) -> int:
-        return 0
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("meta")
-
-
-@contextmanager
-def compiling(capability: int, use: Callable[[Any, int, tuple[Any, ...]], None]) -> Iterator[None]:
-    """Inside, ``launch`` compiles for compute capability 80, 90, ... and calls ``use(compiled, programs, arguments)``.
-
-    Raises:
-        RuntimeError: the kernels were decorated for the interpreter (TRITON_INTERPRET=1), which compiles nothing.
-    """
-    global instead
-    if INTERPRETED:
-        raise RuntimeError("TRITON_INTERPRET=1 interprets kernels; unset it to compile them.")
-    before, active = instead, driver._active
-    instead = use
-    driver.set_active(_NoDevice(capability))
-    try:
-        yield
-    finally:
-        instead = before
-        driver._active = active
-
-
-@contextmanager
-def recording(capability: int) -> Iterator[list[Any]]:
-    """``compiling``, with the compiled kernels collected in a list."""
-    kernels: list[Any] = []
-    with compiling(capability, lambda compiled, _programs, _args: kernels.append(compiled)):
-        yield kernels

@@ -7,8 +7,7 @@ pattern, for the exact rows and columns of the weight, and for token counts that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -197,22 +196,6 @@ def name(gemm: Gemm) -> str:
     kind, dtype, rows, cols, width, n, m = gemm[:7]
     fixed, tokens = (width, cols) if kind == "wgrad" else (cols, width)
     return key("triton", gemm.device, f"{kind}|{str(dtype).removeprefix('torch.')}|{n}:{m}|{rows}x{fixed}", tokens)
-
-
-def forget() -> None:
-    """Read the file anew at the next call."""
-    TABLE.forget()
-    _plans.clear()
-
-
-@contextmanager
-def using(gemm: Gemm, given: Plan) -> Iterator[None]:
-    """Inside, this GEMM is done as ``given`` says; afterwards it is chosen anew."""
-    _plans[gemm] = given
-    try:
-        yield
-    finally:
-        _plans.pop(gemm, None)
 
 
 def words(p: Plan) -> str:

@@ -68,8 +68,9 @@ def _built(build: Callable[..., Path]) -> Fake:
 def forget() -> None:
     """As if nothing had been multiplied in this process."""
     context._threads.here.clear()
-    for module in (blobs, algorithms, linear):
-        module.forget()
+    for remembered in (blobs._entries, algorithms._settled, linear._GELU):
+        remembered.clear()
+    algorithms.TABLE.forget()
 
 
 @pytest.fixture

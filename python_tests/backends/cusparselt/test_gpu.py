@@ -84,7 +84,7 @@ def test_other_threads_and_streams(ours) -> None:
 
     torch.cuda.synchronize()
     conftest.in_threads(work, work, work)
-    blobs.forget()
+    blobs._entries.clear()
 
 
 def test_search(ours) -> None:

@@ -25,14 +25,20 @@ DTYPE = torch.bfloat16
 SIZES = ("fprop", DTYPE, ROWS, COLS, TOKENS, 2, 4)
 
 
+def _forget() -> None:
+    """As in a new process."""
+    TABLE.forget()
+    launches._plans.clear()
+
+
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("NMKERNELS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("NMKERNELS_BACKEND", "triton")
     monkeypatch.setattr(table, "device_name", lambda device: "a GPU")
-    launches.forget()
+    _forget()
     yield tmp_path / "cache"
-    launches.forget()
+    _forget()
 
 
 def _gemm(device: torch.device | str = "cpu", tokens: int = TOKENS, **other: Any) -> launches.Gemm:
@@ -61,7 +67,7 @@ def test_what_is_stored_is_followed_and_found_again(cache: Path) -> None:
     assert _choose() == DEFAULT and not cache.exists()
     _store({launches.name(_gemm()): _line(OTHER)})
     assert _choose() == OTHER
-    launches.forget()
+    _forget()
     # as many tokens as round up to the same power of two, and nothing else
     assert _choose() == _choose(width=17) == _choose(width=32) == OTHER
     assert _choose(width=16) != OTHER and _choose(width=33) != OTHER
@@ -137,7 +143,7 @@ def test_the_fastest_is_chosen_and_kept(layer: nm.CompressedLinear, candidates: 
     assert entry.choice.startswith("gemm ") and "splits=2" in entry.choice and report.changed == [entry]
     assert told == [(0, 1, f"fprop {ROWS}x{COLS} 2:4, {TOKENS} tokens")]
     assert report.path == str(cache / "tuning.json") and "4.00x" in str(report) and str(report).endswith(f"stored in {report.path}")
-    launches.forget()
+    _forget()
     assert _in_use(layer) == candidates[2]
     (line,) = json.loads((cache / "tuning.json").read_text())["lines"].values()
     assert line["choice"] == candidates[2]._asdict() and line["us"][launches.words(candidates[2])] == 0.25e6

@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench.triton_compiling import recording
 from nmkernels import Pattern, dispatch, reference, testing
 from nmkernels.backends import adamw as shared
 from nmkernels.backends.triton import adamw, interpreted
 from nmkernels.backends.triton import linear as family
 from nmkernels.backends.triton.groups import ELEMENTS
-from nmkernels.backends.triton.launch import recording
 from nmkernels.backends.triton.launches import Plan, candidates
 from python_tests.backends.adamw_calls import copied, edge, hyper, make, same_as_reference, shifted
 from python_tests.ops.samples import seed
