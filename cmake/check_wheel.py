@@ -88,7 +88,7 @@ def module_complaints(module: Path, cuda: str = "any") -> list[str]:
 def needed(module: Path) -> list[str]:
     """The libraries that the loader will look for: DT_NEEDED entries (tag 1) of the dynamic section."""
     image = module.read_bytes()
-    place = FATBIN["sections"](image)
+    place = sections(image)
     entries = struct.iter_unpack("<QQ", image[place[".dynamic"]])
     return [_text(image, place[".dynstr"], value) for tag, value in entries if tag == 1]
 
@@ -96,10 +96,31 @@ def needed(module: Path) -> list[str]:
 def symbols(module: Path) -> dict[str, bool]:
     """The names that the loader will see, and whether the module defines them (else it asks for them)."""
     image = module.read_bytes()
-    place = FATBIN["sections"](image)
+    place = sections(image)
     # name, type and binding, visibility, section (0: undefined), value, size
     entries = list(struct.iter_unpack("<IBBHQQ", image[place[".dynsym"]]))[1:]
     return {_text(image, place[".dynstr"], name): section != 0 for name, _, _, section, _, _ in entries}
+
+
+def sections(image: bytes) -> dict[str, slice]:
+    """Where each section of a 64-bit little-endian ELF file lies, by name; nothing for any other file.
+
+    The file header has at byte 40 a uint64 offset of the section headers, at 58 three uint16: their size, number, which holds names. A
+    section header has a uint32 offset of its name, and at byte 24 two uint64: offset and size of its content.
+    """
+    if image[:6] != b"\x7fELF\x02\x01":
+        return {}
+    (start,) = struct.unpack_from("<Q", image, 40)
+    size, number, names = struct.unpack_from("<3H", image, 58)
+    if start + size * number > len(image) or names >= number:
+        return {}
+    (text,) = struct.unpack_from("<Q", image, start + names * size + 24)
+    found = {}
+    for header in range(start, start + size * number, size):
+        (name,) = struct.unpack_from("<I", image, header)
+        offset, length = struct.unpack_from("<2Q", image, header + 24)
+        found[image[text + name : image.find(b"\0", text + name)].decode("ascii", "replace")] = slice(offset, offset + length)
+    return found
 
 
 def _text(image: bytes, strings: slice, offset: int) -> str:

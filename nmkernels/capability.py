@@ -70,7 +70,7 @@ def _remedy() -> str:
 
 def _cuda_code(core: Any) -> str:
     """The GPUs that the core's file has code for, read from it: what was built, not what was meant."""
-    found = architectures(core.__file__)
+    found = architectures(core.__file__) if hasattr(core, "cuda") else ()
     return f"with CUDA for {', '.join(found).replace('compute_', 'PTX compute_')}" if found else "without CUDA"
 
 
@@ -268,15 +268,16 @@ def _opened(given: str) -> tuple[Any, str]:
 
 # ---- the GPUs that a compiled module has code for
 #
-# Read from its ELF section ``.nv_fatbin``, which is what the CUDA driver chooses from: one container for each compiled .cu file, of one
-# entry for each architecture. NVIDIA does not document the headers; the offsets are those that nvcc 13.0 writes, and the tests compare
-# them with what cuobjdump says where there is one. Code may be compressed, headers never are.
+# Read from what the CUDA driver chooses from: one container for each compiled .cu file, of one entry for each architecture. NVIDIA does
+# not document the headers; the offsets are those that nvcc 13.0 writes, and the tests compare them with what cuobjdump says where there
+# is one. Code may be compressed, headers never are.
 #
 #   container: uint32 magic, uint16 version, uint16 size of this header, uint64 size of the entries
 #   entry:     uint16 kind, uint16 version, uint32 size of this header, uint64 size of the code, ...
 #              at byte 28: uint32 architecture (80, 90, ...); at byte 40: uint64 flags
 
-MAGIC = 0xBA55ED50
+CONTAINER = struct.pack("<IHH", 0xBA55ED50, 1, 16)
+"""How a container begins: 8 bytes that nothing else in a module has."""
 PREFIXES = {1: "compute_", 2: "sm_"}
 """Kinds of entries: 1 is PTX, which the driver compiles for its GPU; 2 is machine code. Others (link-time code) run nowhere."""
 SUFFIXES = {0x100000: "a", 0x200000: "f"}
@@ -285,25 +286,20 @@ SUFFIXES = {0x100000: "a", 0x200000: "f"}
 
 def architectures(path: str | Path) -> tuple[str, ...]:
     """What the module has code for, machine code first: ``("sm_80", "sm_90a", "compute_90")``; empty without device code."""
-    with open(path, "rb") as file:
-        if len(file.read(64)) < 64:
-            return ()
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as image:
-            found = set(_device_code(image))
+    if not Path(path).stat().st_size:
+        return ()
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as image:
+        found = set(_device_code(image))
     return tuple(sorted(found, key=lambda name: (name.startswith(PREFIXES[1]), len(name.rstrip("af")), name)))
 
 
 def _device_code(image: mmap.mmap) -> Iterator[str]:
     """What each entry of each container is for."""
-    place = sections(image).get(".nv_fatbin", slice(0, 0))
-    at, end = place.start, min(place.stop, len(image))
-    while at + 16 <= end:
-        magic, _, header, size = struct.unpack_from("<IHHQ", image, at)
-        if magic != MAGIC:
-            at += 8  # the linker fills up to the next container's alignment
-            continue
-        entry, at = at + header, at + header + size
-        while entry + 48 <= min(at, end):
+    at = image.find(CONTAINER)
+    while 0 <= at <= len(image) - 16:
+        entry = at + 16
+        at = entry + struct.unpack_from("<Q", image, at + 8)[0]
+        while entry + 48 <= min(at, len(image)):
             kind, _, header, size = struct.unpack_from("<HHIQ", image, entry)
             (number,), (flags,) = struct.unpack_from("<I", image, entry + 28), struct.unpack_from("<Q", image, entry + 40)
             if kind in PREFIXES:
@@ -311,24 +307,4 @@ def _device_code(image: mmap.mmap) -> Iterator[str]:
             if header < 48:
                 break
             entry += header + size
-
-
-def sections(image: bytes | mmap.mmap) -> dict[str, slice]:
-    """Where each section of a 64-bit little-endian ELF file lies, by name; nothing for any other file.
-
-    The file header has at byte 40 a uint64 offset of the section headers, at 58 three uint16: their size, number, which holds names. A
-    section header has a uint32 offset of its name, and at byte 24 two uint64: offset and size of its content.
-    """
-    if image[:6] != b"\x7fELF\x02\x01":
-        return {}
-    (start,) = struct.unpack_from("<Q", image, 40)
-    size, number, names = struct.unpack_from("<3H", image, 58)
-    if start + size * number > len(image) or names >= number:
-        return {}
-    (text,) = struct.unpack_from("<Q", image, start + names * size + 24)
-    found = {}
-    for header in range(start, start + size * number, size):
-        (name,) = struct.unpack_from("<I", image, header)
-        offset, length = struct.unpack_from("<2Q", image, header + 24)
-        found[image[text + name : image.find(b"\0", text + name)].decode("ascii", "replace")] = slice(offset, offset + length)
-    return found
+        at = image.find(CONTAINER, min(at, len(image)))

@@ -28,39 +28,26 @@ def entry(kind: int, number: int, flags: int = 0, code: bytes = b"code" * 4) -> 
 
 def container(*entries: bytes) -> bytes:
     body = b"".join(entries)
-    return struct.pack("<IHHQ", capability.MAGIC, 1, 16, len(body)) + body
-
-
-def elf(content: bytes, name: bytes = b".nv_fatbin") -> bytes:
-    """The least of an ELF file that has sections: none, one of the name, and the names."""
-    names = b"\0" + name + b"\0.shstrtab\0"
-    at, table = 64, 64 + len(content) + len(names)
-    ident = b"\x7fELF\x02\x01\x01" + bytes(9)
-    header = ident + struct.pack("<HHIQQQIHHHHHH", 3, 62, 1, 0, 0, table, 0, 64, 0, 0, 64, 3, 2)
-    rows = [(0, 0, 0), (1, at, len(content)), (2 + len(name), at + len(content), len(names))]
-    return header + content + names + b"".join(struct.pack("<IIQQQQIIQQ", n, 1, 0, 0, o, s, 0, 0, 8, 0) for n, o, s in rows)
+    return capability.CONTAINER + struct.pack("<Q", len(body)) + body
 
 
 @each(
     "image, found",
     [
         # in order
-        (elf(container(entry(PTX, 90), entry(CUBIN, 100, FAMILY), entry(CUBIN, 90, ONLY), entry(CUBIN, 80))),
+        (b"code" + container(entry(PTX, 90), entry(CUBIN, 100, FAMILY), entry(CUBIN, 90, ONLY), entry(CUBIN, 80)),
          ("sm_80", "sm_90a", "sm_100f", "compute_90")),
         # of every container; gaps are skipped, and what an entry without code is for counts
-        (elf(container(entry(CUBIN, 80)) + b"padding!" * 3 + container(entry(CUBIN, 90, ONLY, b""), entry(PTX, 90)) + bytes(8)),
+        (container(entry(CUBIN, 80)) + b"padding!" * 3 + container(entry(CUBIN, 90, ONLY, b""), entry(PTX, 90)) + bytes(8),
          ("sm_80", "sm_90a", "compute_90")),
         # code for the linker runs nowhere
-        (elf(container(entry(LTO, 80), entry(CUBIN, 90))), ("sm_90",)),
-        # a container that promises more than its section holds
-        (elf(struct.pack("<IHHQ", capability.MAGIC, 1, 16, 1 << 40) + entry(CUBIN, 80)[:-4]), ("sm_80",)),
+        (container(entry(LTO, 80), entry(CUBIN, 90)), ("sm_90",)),
+        # a container that promises more than the file holds
+        (capability.CONTAINER + struct.pack("<Q", 1 << 40) + entry(CUBIN, 80)[:-4], ("sm_80",)),
         # an entry that is nothing but zeros, which leads nowhere
-        (elf(container(entry(CUBIN, 80) + bytes(64))), ("sm_80",)),
-        # files of another kind: empty, short, text, without device code, Mach-O, of 32 bits
-        *((image, ()) for image in (
-            b"", b"\x7fELF", b"not a module at all" * 9, elf(container(entry(CUBIN, 80)), b".text"), b"\xcf\xfa\xed\xfe" + bytes(200),
-            b"\x7fELF\x01" + elf(container(entry(CUBIN, 80)))[5:],
-        )),
+        (container(entry(CUBIN, 80) + bytes(64)), ("sm_80",)),
+        # files of another kind: empty, short, text, without device code
+        *((image, ()) for image in (b"", b"\x7fELF", b"not a module at all" * 9, b"\x7fELF" + bytes(200))),
     ],
 )  # fmt: skip
 def test_architectures(tmp_path: Path, image: bytes, found: tuple[str, ...]) -> None:
@@ -69,10 +56,10 @@ def test_architectures(tmp_path: Path, image: bytes, found: tuple[str, ...]) -> 
 
 
 def test_a_cut_off_file_does_not_raise(tmp_path: Path) -> None:
-    image = elf(container(entry(CUBIN, 80), entry(PTX, 90)))
+    image = container(entry(CUBIN, 80), entry(PTX, 90))
     for length in range(len(image)):
         (tmp_path / "m.so").write_bytes(image[:length])
-        assert architectures(tmp_path / "m.so") == ()
+        assert set(architectures(tmp_path / "m.so")) <= {"sm_80", "compute_90"}
 
 
 def cuobjdump() -> str | None:
