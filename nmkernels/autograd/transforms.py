@@ -2,7 +2,7 @@
 
 A transform is a frozen value. What it needs beside the weight it names in ``reads``, tensors ``nm_*`` of the layer, each with its kind:
 
-* frozen: given once by ``start`` (S-STE's scale);
+* fixed: given once by ``start`` (S-STE's scale);
 * learned: the same, but a Parameter that trains with the model (MaskLLM's logits);
 * held: chosen by ``renew`` now and then and kept in between (FST's mask);
 * fed: numbers that the recipe's schedule writes before each step (the flow of mask decay).
@@ -26,7 +26,7 @@ from torch import Tensor
 from ..ops import Packed, pack
 from ..pattern import Pattern, PatternError
 
-Kind = Literal["frozen", "learned", "held", "fed"]
+Kind = Literal["fixed", "learned", "held", "fed"]
 WEIGHT = "weight"
 """The name of the master weight's own among a transform's penalties."""
 
@@ -113,7 +113,7 @@ class WeightTransform:
         )
 
     def start(self, weight: Tensor) -> dict[str, Tensor]:
-        """What is taken once from the initial weight ``(out, in)`` and then frozen or learned, by name."""
+        """What is taken once from the initial weight ``(out, in)`` fixed or learned from then on, by name."""
         return {}
 
     def renew(self, weight: Tensor, extras: Sequence[Tensor | None], generator: torch.Generator) -> dict[str, Tensor]:

@@ -38,7 +38,7 @@ class NMWeight(nn.Module):
     """What every layer with an N:M weight shares: pattern, transform, plan, and the kept W̃.
 
     ``transform`` is W -> W̃, or None where the layer uses its weight as it is (a dense phase, or after ``finish``); ``final`` is the
-    one that ``finish`` will apply. What they read beside the weight are tensors ``nm_*``: in the state dict where they are frozen
+    one that ``finish`` will apply. What they read beside the weight are tensors ``nm_*``: in the state dict where they are fixed
     or learned (a dense checkpoint, which has none, renews them), outside it where they are held or a schedule writes them.
     ``columns`` is the order in which a finished weight is N:M where that is not its own, else None. ``seed`` is int64 (seed, offset) of the
     estimates that ``plan`` draws. ``adapts``: a low-rank adapter (``nm_left``, ``nm_right``), where there is one, takes part.
@@ -209,11 +209,11 @@ class NMWeight(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *rest)
         self.effective.drop()
         buffers = [name for name in self._buffers if name.startswith("nm_") and name not in self._non_persistent_buffers_set]
-        frozen = [prefix + name for name in (*buffers, *self.learned())]
-        absent = [key for key in frozen if key not in state_dict]
-        self.restored = bool(frozen) and not absent
+        saved = [prefix + name for name in (*buffers, *self.learned())]
+        absent = [key for key in saved if key not in state_dict]
+        self.restored = bool(saved) and not absent
         if absent and given:
-            # a dense checkpoint: what was frozen belonged to other weights
+            # a dense checkpoint: they belonged to other weights
             missing_keys[:] = [key for key in missing_keys if key not in absent]
             try:
                 self.begin()

@@ -126,7 +126,7 @@ def soft_threshold(w: Tensor, pattern: PatternLike, out: Tensor | None = None) -
 def soft_threshold_scale(w: Tensor, pattern: PatternLike) -> Tensor:
     """S-STE's β, which makes β·S(w) the closest to w in the least-squares sense; arguments and errors as ``mask``.
 
-    ``β = ⟨w, S(w)⟩ / ‖S(w)‖²``, 0 where S(w) is zero (S-STE, Hu et al. 2024, arXiv 2409.09099); taken once per tensor and then frozen.
+    ``β = ⟨w, S(w)⟩ / ‖S(w)‖²``, 0 where S(w) is zero (S-STE, Hu et al. 2024, arXiv 2409.09099); taken once per tensor.
     It is 0-d, fp32 (fp64 for fp64 weights), on w's device; nothing is synchronised.
 
     Example:

@@ -29,7 +29,7 @@ class CandidateMask(CombinationMask):
     reads = reading(nm_scores="learned", nm_alive="held", nm_combinations="fed")
 
     def _traits(self) -> Traits:
-        return replace(super()._traits(), is_nm=self.forward == "top_n" or self.reads["nm_scores"] == "frozen")
+        return replace(super()._traits(), is_nm=self.forward == "top_n" or self.reads["nm_scores"] == "fixed")
 
     def start(self, weight: Tensor) -> dict[str, Tensor]:
         shape = weight.numel() // self.pattern.m, combination_count(self.pattern)
@@ -69,7 +69,7 @@ class CandidateMask(CombinationMask):
 class BestCandidate(CandidateMask):
     """W̃ = W ⊙ P_k with k the largest score among the remaining candidates: what LBC deploys, and trains once only one remains."""
 
-    reads = reading(nm_scores="frozen", nm_alive="held", nm_combinations="fed")
+    reads = reading(nm_scores="fixed", nm_alive="held", nm_combinations="fed")
 
     def start(self, weight: Tensor) -> dict[str, Tensor]:
         return {}

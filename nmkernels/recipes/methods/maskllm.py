@@ -100,7 +100,7 @@ def gumbel(draw: Tensor, like: Tensor) -> Tensor:
 class LikeliestMask(CombinationMask):
     """W̃ = W ⊙ P_k with k the largest logit of each group: what MaskLLM deploys."""
 
-    reads = reading(nm_logits="frozen")
+    reads = reading(nm_logits="fixed")
 
     def kept(self, weight: Tensor, *extras: Tensor) -> Tensor:
         return self.best(wide(extras[0]), weight)

@@ -31,7 +31,7 @@ class Anchored(WeightTransform):
     strength: float = 0.0
     epsilon: float = 0.1
 
-    reads = reading(nm_initial="frozen")
+    reads = reading(nm_initial="fixed")
 
     def start(self, weight: Tensor) -> dict[str, Tensor]:
         return {"nm_initial": weight.clone(memory_format=torch.contiguous_format)}
@@ -47,7 +47,7 @@ class Anchored(WeightTransform):
 class AnchoredMask(WeightTransform):
     """W̃ = M(W) ⊙ W₀: the mask of the present weight over the weight as it was at the start, ``nm_initial``, bit for bit."""
 
-    reads = reading(nm_initial="frozen")
+    reads = reading(nm_initial="fixed")
 
     def start(self, weight: Tensor) -> dict[str, Tensor]:
         return {"nm_initial": weight.clone(memory_format=torch.contiguous_format)}

@@ -22,7 +22,7 @@ from ..settings import choice, optional_seed
 class SoftThreshold(WeightTransform):
     """W̃ = β · S(W) with ``SSTE``'s S; β is ``nm_scale``, a number per tensor. The gradient is passed straight through."""
 
-    reads = reading(nm_scale="frozen")
+    reads = reading(nm_scale="fixed")
 
     def _traits(self) -> Traits:
         return replace(super()._traits(), threshold=True)
@@ -78,7 +78,7 @@ class SSTE(Recipe):
 
     Forward with W̃ = β S(W), where S(w)_i = sign(w_i) max(|w_i| − t, 0) and t is the (N+1)-th largest magnitude of the group:
     continuous in W, so that a weight enters and leaves the kept ones at 0. β = ⟨W, S(W)⟩ / ‖S(W)‖² of the initial weight, one
-    number per tensor, then frozen (renewed at every step it drifts upward). The gradient ∂L/∂W := ∂L/∂W̃ has neither β nor a mask.
+    number per tensor, fixed from then on (renewed at every step it drifts upward). The gradient ∂L/∂W := ∂L/∂W̃ has neither β nor a mask.
     There is no decay and no dense phase. ``finish`` leaves β S(W), what training multiplied. Works with any optimizer.
 
     β is taken by ``sparsify_`` and again by ``attach``, after the model's own initialisation. It is the buffer ``nm_scale`` of each layer
@@ -113,7 +113,7 @@ class SSTE(Recipe):
     about = About(
         paper="Hu, Zhu, Chen, NeurIPS 2024, arXiv 2409.09099",
         patterns="any N:M; 2:4 in the paper",
-        extra_state="one frozen scale per layer, and a random stream for the estimates",
+        extra_state="one fixed scale per layer, and a random stream for the estimates",
         cost="fprop at N/M, wgrad at that of mvue_pattern; a threshold at every step, an estimate of g in every backward",
     )
 
