@@ -36,11 +36,9 @@ class About:
 class Span:
     """``steps`` consecutive optimizer steps and what the three GEMMs of a sparse layer cost in them, as shares of the dense ones.
 
-    A GEMM counts as cheaper where N:M groups lie along the dimension that it sums over: for fprop y = x W̃ᵀ those of the weight along
-    ``in``, for dgrad ∂L/∂x = g W̃ along ``out``, for wgrad gᵀ x those of gᵀ along tokens. Zeros without structure count as numbers.
+    A GEMM counts as cheaper where N:M groups lie along the dimension that it sums over. Zeros without structure count as numbers.
 
     Args:
-        steps: optimizer steps, at least 0.
         fprop: N/M where the forward weight is N:M along ``in``; 1 while it is dense or only fading.
         dgrad: N/M where the weight of dgrad is N:M along ``out`` (transposable, double-pruned, or with a mask of its own); else 1.
         wgrad: N/M of the output gradient's estimate along tokens (1/2 for MVUE 2:4); 0 where no weight gradient is computed; else 1.
@@ -185,7 +183,7 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Base of every recipe: frozen, validates itself, holds no state.
+    """Base of every recipe: frozen, holds no state, and works with any optimizer unless ``setup`` names one.
 
     Args:
         pattern: N:M of the layers, ``"2:4"`` or a ``Pattern``.

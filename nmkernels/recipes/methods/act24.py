@@ -23,17 +23,15 @@ class Activation24(ScheduledRecipe):
 
         a = relu²(sp(y₁))
 
-    Weights are dense and stay so; the recipe acts on the ``nm.nn.SquaredReLU`` modules of the model. ``finish`` leaves these in N:M mode,
-    which no state dict holds: build the deployed model with ``SquaredReLU("2:4")`` (for ``models.GPT`` ``activation="relu2:2:4"``).
-    ``nm.flops`` counts sparse weights and gradients only, and so none of this. 2:4 is the paper's. Works with any optimizer.
+    Weights stay dense; the recipe acts on the model's ``nm.nn.SquaredReLU`` modules. ``finish`` leaves these in N:M mode, which no state
+    dict holds: build the deployed model with ``SquaredReLU("2:4")``.
 
     Args:
         start: the step, or share of ``total_steps``, after which the dense warm-up is over; a tenth is our choice.
-        gradient: ``"chain"`` ∂L/∂y₁ = 2 relu(sp(y₁)) ⊙ ∂L/∂a; ``"ste"`` 2 relu(y₁) ⊙ ∂L/∂a. Which of the two is the authors' is not known.
+        gradient: ``"chain"`` ∂L/∂y₁ = 2 relu(sp(y₁)) ⊙ ∂L/∂a; ``"ste"`` 2 relu(y₁) ⊙ ∂L/∂a.
         split: also sparse weight gradients, in ``SquaredReLUMLP`` blocks: ∂L/∂W₂ = (∂L/∂y₂)ᵀ S(a), ∂L/∂W₁ = S(∂L/∂y₁)ᵀ x and
             ∂L/∂x = sp(∂L/∂y₁) W₁. S leaves the features with most non-zeros dense and keeps N of every M tokens of each other one.
-        dense_features: share of the features that S leaves dense; 5 % in the paper.
-        multiple: their number is rounded up to a multiple of this; 128 in the paper.
+        dense_features, multiple: the share of the features that S leaves dense; their number is rounded up to such a multiple.
         shuffle: S takes the tokens in a pseudo-random order, which is fixed by their number.
 
     Raises:

@@ -19,17 +19,16 @@ from ..settings import choice, count, setting
 class ASP(ScheduledRecipe):
     """Automatic sparsity (Mishra et al., "Accelerating sparse deep neural networks", arXiv 2104.08378): prune once, then retrain.
 
-    Around each step the mask is held: g ← g ⊙ M, optimizer step, W ← W ⊙ M. Works with any optimizer.
+    Around each step the mask is held: g ← g ⊙ M, optimizer step, W ← W ⊙ M.
 
     Args:
         score: ``"magnitude"`` |w|; ``"wanda"`` |w|·‖x‖₂ of its input feature (Sun et al., ICLR 2024, eq. 1), after ``handle.calibrate()``;
             ``"existing"`` adopts the zeros of a model pruned elsewhere, and refuses weights that are not N:M.
         start: when, in steps or as a share of ``total_steps``; 0 prunes as the optimizer is attached. With an optimizer, ``finish``
             before it prunes without ``permute``.
-        permute: just before pruning, reorder hidden channels so that the mask keeps more of the score (Pool and Yu, NeurIPS 2021; see
-            ``search_permutation``): rows of the layers that write them and columns of those that read them, in one order, with gradients
-            and moments, so that the model's function is the same up to rounding. Only chains of linear layers with nothing but elementwise
-            operations between are touched (``nn.find_chains``); ``handle.report`` says what each gained. On in NVIDIA's own ASP.
+        permute: just before pruning, reorder hidden channels so that the mask keeps more of the score (``search_permutation``), with
+            gradients and moments; the model's function is the same up to rounding. Only chains of linear layers with nothing but
+            elementwise operations between are touched (``nn.find_chains``); ``handle.report`` says what each gained.
         escapes, seed: of that search.
 
     Raises:

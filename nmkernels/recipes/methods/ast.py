@@ -39,8 +39,7 @@ class AnnealedMask(KeptMask):
 def distill_loss(student_logits: Tensor, teacher_logits: Tensor, labels: Tensor, temperature: float = 2.0, weight: float = 2 / 3) -> Tensor:
     """(1 − weight) · CE(student, labels) + weight · T² · KL(softmax(teacher/T) ‖ softmax(student/T)), both as means over tokens.
 
-    T² keeps the size of the second term's gradient (Hinton et al., 2015). ⅓ and ⅔ at T = 2 are those of the Adaptive Sparse Trainer's
-    example run (Huang et al., AAAI 2025, arXiv 2407.20584). The teacher gets no gradient.
+    As in Hinton et al., 2015; the defaults are those of AST's example run (arXiv 2407.20584). The teacher gets no gradient.
 
     Args:
         student_logits, teacher_logits: ``(..., classes)``, of one shape.
@@ -84,15 +83,14 @@ class AST(ScheduledRecipe):
         λ_t = decay · min(t / T₀, 1),   t the applied steps so far
         u = m̂ + λ_t (1 − M) ⊙ W,   v of u²,   W ← W − lr (u / (√v̂ + ε) + wd · W)
 
-    The authors' GPT-2 code squares m instead of m̂, and negates M bitwise where the paper has (1 − M). Needs ``AnnealedAdamW``, which
-    ``recipe.optimizer`` builds. Distillation from the dense model is ``nm.recipes.distill_loss``; the paper's SLoRB is not here.
+    Needs ``AnnealedAdamW``, which ``recipe.optimizer`` builds. Distillation from the dense model is ``nm.recipes.distill_loss``; the
+    paper's SLoRB is not here.
 
     Args:
-        decay: λ at the end; 6e-5 by default in the code, 1e-4 in its example run.
-        end: T₀, in steps or as a share of ``total_steps``; 10 000 of 40 000 in that run. 0 for λ from the start.
+        decay: λ at the end.
+        end: T₀, in steps or as a share of ``total_steps``; 0 for λ from the start.
         every: steps between two renewals of the mask.
-        second_moment: ``"total"`` takes v of u², as in the code: smaller than under AdamW, up to (1 + β₁)/(1 − β₁) times where gradients
-            are noise, so that masked layers take larger steps. ``"gradient"`` takes it of (g + λ_t (1 − M) ⊙ W)².
+        second_moment: ``"total"`` takes v of u², as in the authors' code; ``"gradient"`` of (g + λ_t (1 − M) ⊙ W)².
 
     Example:
         >>> recipe = AST("2:4", total_steps=100)

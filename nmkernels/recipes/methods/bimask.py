@@ -56,14 +56,13 @@ class BiMask(Recipe):
         y = x (W ⊙ b_f)ᵀ        ∂L/∂x = g (W ⊙ b_b)        ∂L/∂W := gᵀ x + λ (1 − b_f) ⊙ W
 
     b_b ⊆ b_f keeps the N largest magnitudes of W ⊙ b_f in every M rows of a column, with the rows in a permuted order that is held between
-    two choices. A last group of fewer than M rows keeps N too. Works with any optimizer. ``finish`` leaves W ⊙ b_f.
+    two choices. A last group of fewer than M rows keeps N too. ``finish`` leaves W ⊙ b_f.
 
     Args:
-        decay: λ, at least 0, added as SR-STE's; the authors' code adds it in each backward pass.
-        draws: random permutations to choose from, a mask each; 0 takes the rows in their own order.
+        decay: λ, at least 0, added as SR-STE's.
+        draws: random permutations to choose from; 0 takes the rows in their own order.
         every: applied steps between two choices; 0 chooses once, at the beginning.
-        criterion: what the best permutation retains most of: ``"magnitude"`` Σ|W ⊙ b_b|; ``"count"`` the number of non-zeros of b_b, as in
-            the authors' code.
+        criterion: what the best permutation retains most of: ``"magnitude"`` Σ|W ⊙ b_b|; ``"count"``, the authors', non-zeros of b_b.
         seed: of the permutations, the same on every data-parallel rank; None takes torch's initial seed.
 
     Example:

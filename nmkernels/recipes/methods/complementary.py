@@ -63,12 +63,9 @@ class Complementary(Recipe):
     """Complementary sparsity (Zhao et al., TMLR 2023): of the weights spaced at the same distance in a row, keep the largest.
 
     Forward with W̃ = M(W) ⊙ W, M recomputed at every step: of the M weights j, j + s, …, j + (M − 1) s of a block of s · M columns the N
-    largest magnitudes. The gradient is g = ∂L/∂W̃ itself, plus λ (1 − M) ⊙ W. The paper keeps one weight of each group (N = 1); only its
-    abstract could be read, so the gradient is that of STE or SR-STE (Zhou et al., ICLR 2021). Works with any optimizer.
-
-    The weight is N:M after a fixed order of its columns. ``finish`` leaves the zeros where they were trained; ``compress_`` puts groups
-    side by side and gives the layer its input in the same order, at no cost where the layers before it can write in that order (see
-    ``nn.find_chains``).
+    largest magnitudes. The gradient is g = ∂L/∂W̃ itself, plus λ (1 − M) ⊙ W, as of STE or SR-STE: only the paper's abstract, which has
+    N = 1, could be read. ``finish`` leaves the zeros where they were trained; ``compress_`` puts groups side by side and gives the layer
+    its input in the same order.
 
     Args:
         spacing: s, columns between neighbours of a group; None is in/M, groups across the whole row. 1 is ordinary N:M.

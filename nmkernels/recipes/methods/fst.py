@@ -57,19 +57,17 @@ class FST(ScheduledRecipe):
     M is the choice of largest total magnitude in every M×M tile (``nm.ops.transposable_mask``), taken when training begins and after every
     ``every``-th applied step, and held in between; its flips count for the step after which it is made. The last steps are dense, and so
     is the model that ``finish`` leaves. With ``end=None`` there are none, and it leaves M ⊙ W: N:M as W and as Wᵀ. So **transposable
-    SR-STE** is ``FST(mvue=None, end=None, every=1, decay=...)``. Works with any optimizer.
+    SR-STE** is ``FST(mvue=None, end=None, every=1, decay=...)``.
 
     Args:
-        every: applied steps between two choices of M. The authors' README has 40 for GPT-2 and BERT, their DeiT code 10. For other N:M
-            than the paper's 2:4 the search is far slower.
-        decay: λ. The README has 6e-5 to 2e-4 for GPT-2, 6e-6 for BERT; it does not carry over between models and learning rates:
-            ``nm.recipes.search_decay`` measures it.
-        end: the step, or share of ``total_steps``, after which training is dense; 5/6 in all the authors' runs. None: it never is.
+        every: applied steps between two choices of M.
+        decay: λ; it does not carry over between models and learning rates: ``nm.recipes.search_decay`` measures it.
+        end: the step, or share of ``total_steps``, after which training is dense; None: it never is.
         mvue: S, unbiased N:M along tokens (Chmiel et al., ICLR 2023): ``"exact"``, of least variance; ``"approx"``, the two-draw sampler
             that the authors ran; None for the dense GEMM.
         mvue_pattern: N:M of the estimate.
         packed: as for ``SSTE``; in ∂L/∂x too, on GPUs by the transpose, packed along with the weight.
-        seed: of the estimates; None takes torch's initial seed. See ``SSTE``.
+        seed: of the estimates, as for ``SSTE``.
 
     Raises:
         RecipeError: ``end`` is a share without ``total_steps`` or leaves no sparse step, or an option is out of range.

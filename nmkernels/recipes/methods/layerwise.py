@@ -83,16 +83,15 @@ def allocate(costs: Sequence[Sequence[int]], losses: Sequence[Sequence[float]], 
 class LayerWise(Composite):
     """Layer-wise N:M: layer l keeps N_l of every M weights, Σ_l N_l/M · numel_l ≤ N/M · Σ_l numel_l, and trains as the inner recipe does.
 
-    The patterns are chosen once: from the weights as they are when the optimizer is attached; inside STEP, ``STEP("2:16",
-    inner="layerwise")``, from those of the switch, which is what "layer-wise N" means in its paper. ``handle.report`` shows them.
-    Dynamic programming gives the budget to the N_l exactly, so that what the rule minimises is least::
+    The patterns are chosen once: from the weights as they are when the optimizer is attached; inside STEP from those of the switch.
+    ``handle.report`` shows them. Dynamic programming gives the budget to the N_l exactly, so that what the rule minimises is least::
 
         erk        Σ_l numel_l (N_l/M − d_l)²,  d_l ∝ (out_l + in_l)/(out_l · in_l), among the choices closest to the budget
         magnitude  Σ_l Σ |w| over what M_l(W) prunes: global magnitude pruning, by layers
         energy     Σ_l numel_l · Σ w² over what M_l(W) prunes / Σ w² over the layer: the same without the layers' scales
 
-    erk is the Erdős–Rényi share of sparse training (Mocanu et al. 2018; Evci et al., "Rigging the lottery", ICML 2020, arXiv 1911.11134,
-    section 3), within the bounds of the choices; it needs no trained weights.
+    erk is the Erdős–Rényi share (Evci et al., "Rigging the lottery", ICML 2020, arXiv 1911.11134, section 3) within the bounds of the
+    choices; it needs no trained weights.
 
     Args:
         inner: the recipe that trains the layers, or its text: ``"srste(decay=1e-4)"``, ``MdGf("2:16", ...)``. Of ``pattern`` and
@@ -100,7 +99,7 @@ class LayerWise(Composite):
         rule: how N_l is chosen; None: by ``given`` alone.
         given: N:M of some layers, by name or wildcard, ``{"*.attn.*": "4:16"}`` or the same as JSON; the first that fits counts. The
             other layers share out what is left of the budget; with ``rule=None`` they have the recipe's own pattern, whatever the sum.
-        choices: which N may be chosen: ``"powers"`` of two below M, which hardware and kernels like, or ``"all"`` below M.
+        choices: which N may be chosen: ``"powers"`` of two below M, or ``"all"`` below M.
         rows: how often a token passes through some layers, as in ``nm.flops``: the budget then is one of FLOPs, not of weights.
 
     Raises:

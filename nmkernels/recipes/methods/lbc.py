@@ -92,16 +92,12 @@ class LBC(ScheduledRecipe):
         remaining(t) = 1 + ⌈(C − 1) (1 − (t − t_i)/(t_f − t_i))³⌉
 
     So training begins dense, and from t_f on the one combination left is a fixed mask. ``finish`` leaves W ⊙ P_k, before t_f with the
-    largest remaining score. α is the Parameter ``nm_scores`` ``(groups, C)`` of each layer. In the authors' code t counts epochs and what
-    was removed may return. Works with any optimizer, for any N:M of at most 256 combinations.
+    largest remaining score. α is the Parameter ``nm_scores`` ``(groups, C)`` of each layer.
 
     Args:
-        start, end: t_i and t_f, in steps or as shares of ``total_steps``. The README's ResNet run has 0 and 60 of 120 epochs; its
-            DeiT code ends at 200 of 300 with the exponent 4.
-        exponent: of the schedule.
+        start, end: t_i and t_f, in steps or as shares of ``total_steps``. exponent: of the schedule.
         forward: ``"union"`` as above; ``"top_n"``, not the authors': B is 1 at the N largest S of each group, N:M from the first step on.
-        gradient: ``"chain"`` ∂L/∂W = g ⊙ B; ``"ste"`` g itself. Under ``"union"`` a weight that is out never returns, so there the two
-            differ only in what clipping and the moments of dead weights see.
+        gradient: ``"chain"`` ∂L/∂W = g ⊙ B; ``"ste"`` g itself.
 
     Raises:
         PatternError: more than 256 combinations. RecipeError: shares without ``total_steps``, or a value out of range.

@@ -119,24 +119,20 @@ class MaskLLM(ScheduledRecipe):
         τ: 4 → 0.05,  κ: 100 → 500       linear over ``total_steps``
 
     ``finish`` leaves W ⊙ P_k, k the largest logit. π is the Parameter ``nm_logits`` ``(groups, C)`` of each layer, in the model's state
-    dict until then; a dense checkpoint loads strictly and starts it anew. The paper does 2:4; any N:M with at most 256 combinations works.
-
-    All microbatches of a step, and all data-parallel ranks, see one sample of the noise. The paper's settings: AdamW (0.9, 0.95), ε 1e-5,
-    weight decay 0.1 (on the logits too), lr 5e-5 → 5e-6 with the multiplier below, 2000 steps of 256 sequences.
+    dict until then; a dense checkpoint loads strictly and starts it anew. All microbatches of a step, and all data-parallel ranks, see
+    one sample of the noise.
 
     Args:
-        tau_start, tau_end: temperature of the softmax.
-        kappa_start, kappa_end: scale of the logits.
+        tau_start, tau_end, kappa_start, kappa_end: τ and κ at both ends of the run.
         decay: λ, which keeps large weights and gradients alive; its gradient is added once per step, after clipping.
         decay_schedule: ``"constant"``, the paper's equation; ``"linear"`` falls to 0 over the run, as in the authors' code.
         prior_strength: α, by which the logits prefer the mask of the N largest magnitudes at the start, π_k += σ(π) (⟨M₀, P_k⟩ − N/2) α;
             0 for no prior. Another mask is given with ``set_prior_``.
         init_std: of the initial logits, drawn from torch's generator.
-        hard: multiply the combination of the largest ỹ instead of M̃ (the gradient is that of M̃); the authors found it worse.
+        hard: multiply the combination of the largest ỹ instead of M̃; the gradient is that of M̃.
         others: ``"frozen"``, the paper's: no other parameter of the model trains either; ``"trained"``: biases, norms, embeddings and
             layers left dense do. Frozen parameters have ``requires_grad`` off until ``finish`` or ``remove``.
-        lr_multiplier: of the logits, in ``optimizer``.
-        seed: of the noise; None takes torch's initial seed.
+        lr_multiplier, seed: of the logits, in ``optimizer``; of the noise, None for torch's initial seed.
 
     Raises:
         PatternError: more than 256 combinations. RecipeError: ``total_steps`` is missing or a value is out of range.

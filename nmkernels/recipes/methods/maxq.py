@@ -80,17 +80,15 @@ class MaxQ(ScheduledRecipe):
         linear 1 − u     cubic (1 − u)³     cos cos(π u/2)     exp 1 − (1 − e^(−c u)) / (1 − e^(−c)), c = 1.5
 
     The equations are those of the authors' code. Kept weights start 1 to 2 times as large as W: without normalisation layers the model's
-    scale changes. τ and λ do not carry over between tasks. Works with any optimizer.
+    scale changes.
 
     Args:
-        schedule: of D: ``"linear"`` (the code's default), ``"cubic"``, ``"cos"`` or ``"exp"``.
-        start: the step, or share of ``total_steps``, until which all groups are dense (and enlarged).
-        end: that from which on all are N:M; a quarter in the authors' runs (30 of 120 epochs).
-        levels: hold D over each of so many equal parts, as the authors do by renewing it at each epoch; None changes it at every step.
-        tau: τ, on the scale of the weights.
-        decay: λ, at least 0.
+        schedule: of D.
+        start, end: the steps, or shares of ``total_steps``, until which all groups are dense (and enlarged), and from which on N:M.
+        levels: hold D over each of so many equal parts; None changes it at every step.
+        tau, decay: τ, on the scale of the weights; λ, at least 0.
         kernel: a second query, over the whole weight, which the authors leave out for 1×1 convolutions.
-        gradient: ``"ste"`` g, as in all of the authors' scripts; ``"chain"`` g ⊙ M ⊙ (1 + Q), the code's hard variant.
+        gradient: ``"ste"`` g, as in the authors' scripts; ``"chain"`` g ⊙ M ⊙ (1 + Q).
 
     Raises:
         RecipeError: ``total_steps`` is missing, a value is out of range, N = M, or no step is left between the phases.

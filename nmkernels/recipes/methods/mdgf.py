@@ -44,7 +44,7 @@ class DecayedMask(WeightTransform):
 class MdGf(ScheduledRecipe):
     """Mask decay gradient flow (Bambhaniya et al., "Progressive gradient flow for robust N:M sparsity training", arXiv 2402.04744).
 
-    Forward with W̃ = W ⊙ (M + D(t) (1 − M)), M the mask of the N largest magnitudes, recomputed at every step. Works with any optimizer.
+    Forward with W̃ = W ⊙ (M + D(t) (1 − M)), M the mask of the N largest magnitudes, recomputed at every step.
     With t counted in applied steps from ``start``, until which training is dense, and T = end − start::
 
         exponential  D(t) = exp(−c t),         c = ln(1/residual) / T
@@ -53,13 +53,11 @@ class MdGf(ScheduledRecipe):
 
     Args:
         schedule: ``"exponential"`` (best over all in the paper) or ``"linear"``.
-        start: the step, or share of ``total_steps``, after which the mask fades in. 0 in the public configurations.
-        end: that after which the mask is binary; 1.0, the end of the run, in the public configurations.
-        gradient: ``"chain"`` ∂L/∂W = g ⊙ (M + D (1 − M)), as in Google's AQT (Kao et al. 2022, arXiv 2209.07617), under which pruned
-            weights really stop learning; ``"ste"`` g itself, as in the paper's public code.
-        residual: D at the end of the exponential decay, from which c follows.
-        coefficient: c itself, per step, instead; 1e-4 to 8e-4 in the public code, for its runs.
-        levels: hold D constant over each of so many equal parts of the decay, as Kao et al. do at their mask updates (16, linear).
+        start, end: the steps, or shares of ``total_steps``, after which the mask fades in and is binary.
+        gradient: ``"chain"`` ∂L/∂W = g ⊙ (M + D (1 − M)), as in Google's AQT (Kao et al. 2022, arXiv 2209.07617); ``"ste"`` g itself, as
+            in the paper's public code.
+        residual: D at the end of the exponential decay, from which c follows; ``coefficient``: c itself, per step, instead.
+        levels: hold D constant over each of so many equal parts of the decay.
 
     Raises:
         RecipeError: ``total_steps`` is missing, a value is out of range, or no step is left for the decay.
@@ -114,7 +112,7 @@ class MdGf(ScheduledRecipe):
         return {"flow": self.flow(state["t"])} if state else {}
 
     def profile(self, steps: int) -> list[Span]:
-        """Dense until D is 0, since faded weights are multiplied too; then fprop at N/M."""
+        # faded weights are multiplied too
         fading = int((self.flow(torch.arange(steps, dtype=torch.float64)) > 0).sum())
         return first(steps, [Span(fading), Span(steps - fading, fprop=Pattern(self.pattern).density)])
 

@@ -155,15 +155,12 @@ class ProxSparse(Recipe):
 
     2:4 only: the operator is known for no other pattern. W₀ is taken by ``sparsify_`` and again by ``attach``, and is the buffer
     ``nm_initial`` of each layer in the model's state dict until ``finish`` or ``remove``; a dense checkpoint loads strictly and renews it.
-    The equations are those of the authors' code; of the paper only the opening was read. Works with any optimizer.
 
     Args:
-        decay: λ₁; 0.25 for Llama-2-7B, 0.85 for Llama-3.1-8B in the authors' scripts, with AdamW at lr 1e-4 and 5e-5. It acts relative to
-            1/|w|² and does not carry over between models: watch ``density`` fall from 1 towards 1/2.
+        decay: λ₁. It acts relative to 1/|w|² and does not carry over between models: watch ``density`` fall from 1 towards 1/2.
         scale_by_lr: λ₁ · lr instead of λ₁ in each step, as a proximal gradient method would have it; not the authors'.
-        anchor: λ₂; adds the gradient of λ₂ ‖W / (W₀ + ε sgn W₀) ⊙ (W − W₀)‖², which pulls each weight to W₀ or 0, once per step, after
-            unscaling and clipping (the authors: before it). 1.0 for Llama-3.1-8B, 0 for most.
-        epsilon: ε; 0.1 there.
+        anchor, epsilon: λ₂ and ε; adds the gradient of λ₂ ‖W / (W₀ + ε sgn W₀) ⊙ (W − W₀)‖², which pulls each weight to W₀ or 0, once
+            per step, after unscaling and clipping (the authors: before it).
         final_values: ``"initial"`` leaves M(W) ⊙ W₀ in the end, as the authors do; ``"trained"`` M(W) ⊙ W.
 
     Example:

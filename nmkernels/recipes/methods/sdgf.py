@@ -23,22 +23,20 @@ from ..settings import choice
 class SdGf(ScheduledRecipe):
     """Structure decay gradient flow (Bambhaniya et al., "Progressive gradient flow for robust N:M sparsity training", arXiv 2402.04744).
 
-    Forward with M_f(W) ⊙ W, M_f the mask of frame f, recomputed at every step; frames are of equal length between
-    ``start`` and ``end``, and the last one is N:M::
+    Forward with M_f(W) ⊙ W, M_f the mask of frame f, recomputed at every step; frames are of equal length::
 
         stepwise   M−1 : M,  M/2 : M,  M/4 : M,  ...,  N : M      log₂(M/N) + 1 frames; 1:8 goes 7, 4, 2, 1 of 8
         geometric  8N : 8M,  4N : 4M,  2N : 2M,  N : M            the same share kept, in ever smaller groups
         densify    N : 8M,   N : 4M,   N : 2M,   N : M            from too sparse to N:M (in the public code only)
 
     Halves are rounded up. A layer too narrow for a frame, or a frame with M above 256, takes the next one that fits. Kao et al.'s structure
-    decay (2022, arXiv 2209.07617) is ``stepwise`` with ``start`` > 0 and ``gradient="chain"``. Works with any optimizer.
+    decay (2022, arXiv 2209.07617) is ``stepwise`` with ``start`` > 0 and ``gradient="chain"``.
 
     Args:
         schedule: ``"stepwise"``, ``"geometric"`` or ``"densify"``.
-        start: the step, or share of ``total_steps``, until which training is dense.
-        end: that at which the frames would end; the last one goes on to the end of the run.
+        start, end: the steps, or shares of ``total_steps``, after which frames begin and would end; the last one goes on.
         gradient: ``"ste"``, the paper's: g is passed to all of W; ``"chain"`` M_f ⊙ g, as in Google's AQT.
-        packed: as for ``STE``. The first frames keep too much of a weight for packed GEMMs to be faster, which ``"auto"`` knows.
+        packed: as for ``STE``.
 
     Raises:
         RecipeError: ``total_steps`` is missing, a value is out of range, or there are more frames than steps for them.

@@ -57,7 +57,7 @@ class SLoPe(ScheduledRecipe):
 
     so weights, gradients (also before clipping) and Adam's moments are zero outside R. In the last steps, after ``start``, each layer also
     has an adapter of rank r that trains with the weight, y = x (W^R)ᵀ + x L R' / r, with L ~ N(0, 1) and R' = 0 at first; its part of
-    ∂L/∂x is exact. Works with any optimizer. Where M does not divide the outputs, the last group of a column is short and keeps N.
+    ∂L/∂x is exact. Where M does not divide the outputs, the last group of a column is short and keeps N.
 
     L ``(in, r)`` and R' ``(r, out)`` are the Parameters ``nm_left`` and ``nm_right`` of each layer from ``sparsify_`` on, so build the
     optimizer after it; they have no gradient before their phase (DistributedDataParallel needs ``find_unused_parameters=True``).
@@ -65,10 +65,9 @@ class SLoPe(ScheduledRecipe):
     into one dense weight W + (L R')ᵀ / r.
 
     Args:
-        rank: of the adapters: a whole number, or as a share of the smaller side of each layer, at least 1; 0 for none. The paper tries
-            0, 0.39 %, 1.56 % and 6.25 % of the width.
+        rank: of the adapters: a whole number, or as a share of the smaller side of each layer, at least 1; 0 for none.
         start: the step, or share of ``total_steps``, which must be given, after which the adapters train; the last step is theirs always.
-        every: applied steps between two choices of C; 0 chooses once. The authors' accuracy code has 1.
+        every: applied steps between two choices of C; 0 chooses once.
         max_aspect: leave layers dense whose longer side is more than so many times the shorter one, 5 in the authors' code; None: no.
         seed: of L; None takes torch's initial seed.
 

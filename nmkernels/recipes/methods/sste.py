@@ -79,18 +79,18 @@ class SSTE(Recipe):
     Forward with W̃ = β S(W), where S(w)_i = sign(w_i) max(|w_i| − t, 0) and t is the (N+1)-th largest magnitude of the group:
     continuous in W, so that a weight enters and leaves the kept ones at 0. β = ⟨W, S(W)⟩ / ‖S(W)‖² of the initial weight, one
     number per tensor, fixed from then on (renewed at every step it drifts upward). The gradient ∂L/∂W := ∂L/∂W̃ has neither β nor a mask.
-    There is no decay and no dense phase. ``finish`` leaves β S(W), what training multiplied. Works with any optimizer.
+    There is no decay and no dense phase. ``finish`` leaves β S(W), what training multiplied.
 
     β is taken by ``sparsify_`` and again by ``attach``, after the model's own initialisation. It is the buffer ``nm_scale`` of each layer
-    in the model's state dict until ``finish`` or ``remove``; a dense checkpoint loads strictly and renews it. The paper has 2:4.
+    in the model's state dict until ``finish`` or ``remove``; a dense checkpoint loads strictly and renews it.
 
     Args:
         mvue: the output gradient g is replaced in ∂L/∂W = gᵀ x by its unbiased N:M estimate along tokens (Chmiel et al., ICLR 2023):
-            ``"exact"``, of least variance; ``"approx"``, the two-draw sampler of the authors' code (its error is 1.0 to 2 times as
-            large); None, the dense GEMM. ``"magnitude"`` takes the N largest, which is biased: for comparison only.
-        mvue_pattern: N:M of the estimate; 2:4 whatever the weights' pattern is, as hardware wants it.
+            ``"exact"``, of least variance; ``"approx"``, the two-draw sampler of the authors' code; None, the dense GEMM.
+            ``"magnitude"`` takes the N largest, which is biased: for comparison only.
+        mvue_pattern: N:M of the estimate, whatever the weights' pattern is.
         fp8: also round the operands of all three GEMMs to emulated FP8 with the current largest magnitude as scale, on any device:
-            ``"paper"`` e4m3 forward, e5m2 for both operands in backward, as in the authors' code; ``"hybrid"`` e5m2 for gradients only.
+            ``"paper"`` e4m3 forward, e5m2 for both operands in backward; ``"hybrid"`` e5m2 for gradients only.
         packed: as for ``STE``.
         seed: of the estimates; None takes torch's initial seed. Every layer and data-parallel rank has a stream of its own, advanced
             on the device by each backward pass and saved with the optimizer.

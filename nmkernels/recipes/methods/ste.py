@@ -18,13 +18,11 @@ from ..settings import choice, number
 class STE(Recipe):
     """Straight-through estimator, the baseline of Zhou et al., ICLR 2021 (eq. 3–4): the gradient of W̃ = M(W) ⊙ W is passed to all of W.
 
-    M is the mask of the N largest magnitudes of each group, recomputed at every step. Works with any optimizer.
-    Source: "Learning N:M fine-grained structured sparse neural networks from scratch", arXiv 2102.04010.
+    M is the mask of the N largest magnitudes of each group, recomputed at every step.
 
     Args:
         packed: multiply the compressed weight: False never; True forward, and for ∂L/∂x where a kernel reads it (on CPUs); "auto" at every
-            call and in every GEMM where that was measured to be faster than the dense layout (``nm.tune``). It is packed once per step.
-            Results differ from the dense layout's by rounding.
+            call and in every GEMM where that was measured to be faster (``nm.tune``). Results differ by rounding.
 
     Example:
         >>> STE("1:4").stage({}).transform
@@ -49,7 +47,7 @@ class SRSTE(Recipe):
     """Sparse-refined STE (Zhou et al., ICLR 2021, eq. 8): STE plus a decay of the pruned weights, g ← g + λ (1 − M(W)) ⊙ W.
 
     The term is added after unscaling, accumulation and clipping, once per optimizer step, and goes through the optimizer's moments.
-    λ only matters where λ|w| is comparable with |g|: watch ``decay_ratio`` in ``handle.metrics()``. Works with any optimizer.
+    λ only matters where λ|w| is comparable with |g|: watch ``decay_ratio`` in ``handle.metrics()``.
 
     Args:
         decay: λ, at least 0; 2e-4 in the paper, for SGD on ImageNet. With 0 it is STE.

@@ -88,14 +88,11 @@ class STEP(Composite):
         threshold: of the policy's test; by default the optimizer's own ε, or the rivals' figure above.
         bias_corrected: freeze v̂* = v*/(1−β₂^T₀) (no jump of the step size at the switch); False keeps v* raw.
         eps_mode: ``"outside"`` √v̂* + ε, or ``"inside"`` √(v̂* + ε).
-        clamp: bound on |m̂/D| in phase 1, None for none: where phase 0 has driven gradients to zero, v* is tiny and the first masked
-            gradients take huge steps.
+        clamp: bound on |m̂/D| in phase 1, None for none: v* may be tiny where phase 0 has driven gradients to zero.
         freeze: False goes on with Adam's own second moment in phase 1, which is not STEP any more.
-        decay: λ of SR-STE in phase 1; 0 for plain STE. The same as ``inner=SRSTE(pattern, decay=...)``.
-        packed: how phase 1 multiplies, as for ``STE``; of an inner recipe it is that one's option.
-        inner: the recipe of phase 1 in its place, ``MdGf("1:8", ...)`` or its text ``"mdgf(end=0.8)"``; the paper reports SR-STE,
-            decaying masks and layer-wise N. It begins at the switch: its own schedule counts from there over the steps that are left of
-            ``total_steps``, what it takes once from the weights is taken from those of the switch, and all its updates have v frozen.
+        decay, packed: λ of SR-STE in phase 1, 0 for plain STE; how it multiplies, as for ``STE``.
+        inner: the recipe of phase 1 in its place, ``MdGf("1:8", ...)`` or its text ``"mdgf(end=0.8)"``. Its own schedule counts from the
+            switch over the steps that are left of ``total_steps``, and all its updates have v frozen.
 
     Raises:
         RecipeError: shares without ``total_steps``, t_min > t_max; an inner recipe with a dense phase of its own or that trains no
@@ -179,10 +176,8 @@ class STEP(Composite):
         if self.switch == "fixed":
             at = resolve_step("STEP", "start", self.start, self.total_steps)
             return at, at
-        return (
-            resolve_step("STEP", "t_min", self.t_min, self.total_steps),
-            resolve_step("STEP", "t_max", self.t_max, self.total_steps),
-        )
+        low = resolve_step("STEP", "t_min", self.t_min, self.total_steps)
+        return low, resolve_step("STEP", "t_max", self.t_max, self.total_steps)
 
     def _possible(self) -> tuple[int, int | None]:
         """The first and the last step that can be T₀: one more than the bounds, unless it is given."""

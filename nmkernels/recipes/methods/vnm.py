@@ -113,17 +113,16 @@ def _greedy(size: Tensor, n: int) -> Tensor:
 class VNM(Recipe):
     """V:N:M (VENOM: Castro et al., SC 2023, arXiv 2310.02065; trained in "Beyond 2:4", arXiv 2410.16135).
 
-    In each block of V rows, every group of M ≥ 4 columns keeps 4 for all V rows, and each row N of those 4: N = 2 runs at density 2/M on
-    the 2:4 tensor cores. With C the kept columns and M_C(W) the N largest magnitudes inside them::
+    In each block of V rows, every group of M ≥ 4 columns keeps 4 for all V rows, and each row N of those 4. With C the kept columns and
+    M_C(W) the N largest magnitudes inside them::
 
         y = x (M_C(W) ⊙ C ⊙ W)ᵀ        ∂L/∂W := gᵀ x + λ (1 − M_C ⊙ C) ⊙ W
 
-    C is held and chosen anew every ``every`` applied steps; M_C follows the weight at every step. ``finish`` leaves M_C ⊙ C ⊙ W, which is
-    N:M and is compressed as any other; no kernel here makes use of V yet. Works with any optimizer.
+    M_C follows the weight at every step. ``finish`` leaves M_C ⊙ C ⊙ W, which is N:M and is compressed as any other; no kernel here makes
+    use of V yet.
 
     Args:
-        v: V, rows of a block: 64 in most of both papers' results. Where it does not divide a layer's outputs, the greatest common divisor
-            of the two is the layer's V, and ``handle.report`` says so.
+        v: V, rows of a block. Where it does not divide a layer's outputs, the greatest common divisor of the two is the layer's V.
         decay: λ of SR-STE, at least 0.
         every: applied steps between two choices of C; 0 chooses once, at the beginning.
         objective: ``"retained"`` chooses C to keep the largest Σ|w| after N:4: over all C(M, 4) sets of columns up to M = 8, then greedily;
