@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import ast
-import types
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from .. import recipes
 from ..models import GPTConfig
@@ -18,7 +17,6 @@ from ..recipes.registry import find, parse, suggestion
 
 PLAIN = {"none": None, "true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 NOT_HERE = {"pattern": "it stands behind the recipe's name, --recipe NAME:N:M", "total_steps": "it is the length of the run, --steps"}
-WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text", "NoneType": "none"}
 
 
 @dataclass(frozen=True)
@@ -68,14 +66,22 @@ def settings(args: argparse.Namespace, saved: Mapping[str, Any] | None = None) -
     asked = dict(DEMO) if args.demo else {}
     names = {f.name for f in fields(TrainConfig)} - {"options"}
     asked.update({name: value for name, value in vars(args).items() if name in names and value is not None})
-    name, pattern, inside = parse(str(asked.get("recipe", (saved or {}).get("recipe", TrainConfig.recipe))))
+    name, pattern, options = parse(str(asked.get("recipe", (saved or {}).get("recipe", TrainConfig.recipe))))
     cls = find(name)
     if "recipe" in asked:
         asked["recipe"] = f"{cls.name}:{Pattern(cls.pattern if pattern is None else pattern)}"
-        if inside:
-            asked["options"] = inside
-    if args.set:
-        asked["options"] = {**asked.get("options", {}), **dict(option(cls, text) for text in args.set)}
+    options.update(option(text) for text in args.set or ())
+    known = {f.name: f.type for f in fields(cls) if f.name not in NOT_HERE}
+    for key, value in options.items():
+        if key in NOT_HERE:
+            raise RecipeError(f"{key} is no keyword here: {NOT_HERE[key]}.")
+        if key not in known:
+            near, takes = suggestion(key, known) or ".", ", ".join(known) or "none"
+            raise RecipeError(f"{cls.name} has no keyword {key!r}{near} It takes {takes}; see `python -m nmkernels recipes {cls.name}`.")
+        if not _fits(value, get_type_hints(cls)[key]):
+            raise RecipeError(f"{key} of {cls.name} is {known[key]}, and {value!r} is not.")
+    if options:
+        asked["options"] = options
     return asked
 
 
@@ -101,48 +107,22 @@ def resumed(asked: dict[str, Any], saved: dict[str, Any], path: object) -> Train
     return config
 
 
-def option(recipe: type[Recipe], text: str) -> tuple[str, Any]:
-    """The keyword of ``recipe`` that a ``--set KEY=VALUE`` names, and its value, of the type of the field."""
+def option(text: str) -> tuple[str, Any]:
+    """The keyword and the value of a ``--set KEY=VALUE``; a value that is no Python literal is a text."""
     key, sign, value = text.partition("=")
-    known = [f.name for f in fields(recipe) if f.name not in NOT_HERE]
     if not sign or not key.isidentifier():
-        why = "write it as KEY=VALUE, for instance --set decay=2e-4"
-    elif key in NOT_HERE:
-        why = f"{key} is not set here; {NOT_HERE[key]}"
-    elif key not in known:
-        takes = f"It takes {', '.join(known)}" if known else "It takes none"
-        near = suggestion(key, known) or "."
-        why = f"{recipe.name} has no keyword {key!r}{near} {takes}; see `python -m nmkernels recipes {recipe.name}`"
-    else:
-        allowed = _members(get_type_hints(recipe)[key])
-        try:
-            return key, _value(value, allowed)
-        except ValueError:
-            kinds = " or ".join(WORDS.get(kind.__name__, kind.__name__) for kind in allowed)
-            why = f"{key} of {recipe.name} is {kinds}, and {value!r} is not"
-    raise RecipeError(f"--set {text}: {why}.")
-
-
-def _members(hint: Any) -> list[Any]:
-    """The plain types of an annotation such as ``float | int | None``."""
-    if get_origin(hint) in (Union, types.UnionType):
-        return [kind for part in get_args(hint) for kind in _members(part)]
-    return [str if get_origin(hint) is Literal else get_origin(hint) or hint]
-
-
-def _value(text: str, allowed: list[Any]) -> Any:
-    word = text.strip()
+        raise RecipeError(f"--set {text}: write it as KEY=VALUE, for instance --set decay=2e-4.")
+    word = value.strip()
     try:
-        value = PLAIN[word.lower()] if word.lower() in PLAIN else ast.literal_eval(word)
+        return key, PLAIN[word.lower()] if word.lower() in PLAIN else ast.literal_eval(word)
     except (SyntaxError, ValueError):
-        value = text
-    if type(value) in allowed:
-        return value
-    if type(value) is int and float in allowed:
-        return float(value)
-    if str in allowed:
-        return text
-    raise ValueError(text)
+        return key, value
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value is of an annotation such as ``float | int | None``, where True is no number."""
+    kinds = [get_origin(kind) or kind for kind in get_args(hint) or (hint,)]
+    return bool in kinds if isinstance(value, bool) else isinstance(value, (*kinds, *[int] * (float in kinds)))
 
 
 def _number(kind: type[int] | type[float], name: str, holds: Callable[[float], bool], said: str) -> Callable[[str], Any]:
@@ -171,7 +151,6 @@ def path(text: str) -> Path:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of ``train``."""
     what = parser.add_argument_group("what to train")
     what.add_argument("--recipe", metavar="NAME:N:M", help="training recipe, default step:2:4; `python -m nmkernels recipes` lists them")
     said = "keyword of the recipe, e.g. --set decay=2e-4; may be repeated; `python -m nmkernels recipes NAME` lists them"

@@ -1,72 +1,67 @@
-"""The options of ``train``: ``--set KEY=VALUE`` typed by the recipe's fields, and errors that tell the way out."""
+"""The options of ``train``: ``--set KEY=VALUE`` that fits the recipe's fields, and errors that tell the way out."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import argparse
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import pytest
 
 from nmkernels import cli
-from nmkernels.cli.config import option
-from nmkernels.pattern import PatternLike, RecipeError
-from nmkernels.recipes import STEP, Dense, Recipe, get, names
-from nmkernels.recipes.registry import find, spec
+from nmkernels.cli.config import add_arguments, settings
+from nmkernels.pattern import RecipeError
+from nmkernels.recipes import get, names
+from nmkernels.recipes.registry import spec
 
 from ._text import train
 
 
-@dataclass(frozen=True)
-class Every(Recipe):
-    """One keyword of each kind."""
-
-    flag: bool = False
-    count: int = 1
-    share: float | int = 0.5
-    rate: float | None = None
-    word: str | None = None
-    choice: Literal["a", "b"] = "a"
-    other: PatternLike = "2:4"
-    table: dict[str, str] | None = None
-    inner: Recipe | str | None = None
+def asked(recipe: str, *texts: str) -> dict[str, Any]:
+    """What the settings of a run keep of its ``--set``."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return settings(parser.parse_args(["--recipe", recipe, *(word for text in texts for word in ("--set", text))])).get("options", {})
 
 
-def test_values_have_the_type_of_their_field():
-    values = {"flag=true": True, "flag=No": False, "count=12": 12, "share=3": 3, "share=0.3": 0.3, "rate=1": 1.0, "rate=2e-4": 2e-4}
-    values |= {"rate=None": None, "word=none": None, "word=a=b": "a=b", "choice=b": "b", "other=1:4": "1:4", "inner=srste:2:4": "srste:2:4"}
-    for text, value in {**values, "table={'fc': '1:4'}": {"fc": "1:4"}}.items():
-        _, got = option(Every, text)
+def test_values_are_literals_or_words():
+    values = {"packed=true": True, "freeze=No": False, "clamp=3": 3, "clamp=0.3": 0.3, "decay=2e-4": 2e-4, "clamp=None": None}
+    for text, value in {**values, "t_min=none": None, "switch=fixed": "fixed", "inner=srste:2:4": "srste:2:4"}.items():
+        (got,) = asked("step", text).values()
         assert got == value and type(got) is type(value), text
+    assert asked("layerwise", "given={'fc': '1:4'}") == {"given": {"fc": "1:4"}}
+    assert asked("step:2:4(clamp=1, decay=2)", "clamp=3") == {"clamp": 3, "decay": 2}
 
 
 @pytest.mark.parametrize(
     ("recipe", "text", "message"),
     [
-        (STEP, "decay", "write it as KEY=VALUE"),
-        (STEP, "two words=1", "write it as KEY=VALUE"),
-        (STEP, "decai=1", "step has no keyword 'decai'; did you mean 'decay'? It takes inner, switch, "),
-        (Dense, "decay=1", "dense has no keyword 'decay'. It takes none; see `python -m nmkernels recipes dense`."),
-        (STEP, "decay=much", "decay of step is a number, and 'much' is not."),
-        (STEP, "clamp=much", "clamp of step is a number or none, and 'much' is not."),
-        (STEP, "bias_corrected=1.5", "bias_corrected of step is true or false"),
-        (Every, "count=1.5", "count of  is a whole number, and '1.5'"),
-        (Every, "table=3", "table of  is dict or none, and '3' is not."),
-        (STEP, "pattern=1:4", "--recipe NAME:N:M"),
-        (STEP, "total_steps=10", "the length of the run, --steps"),
+        ("step", "decay", "write it as KEY=VALUE"),
+        ("step", "two words=1", "write it as KEY=VALUE"),
+        ("step", "decai=1", "step has no keyword 'decai'; did you mean 'decay'? It takes inner, switch, "),
+        ("step:2:4(decai=1)", "decay=1", "step has no keyword 'decai'; did you mean 'decay'?"),
+        ("dense", "decay=1", "dense has no keyword 'decay'. It takes none; see `python -m nmkernels recipes dense`."),
+        ("step", "decay=much", "decay of step is float, and 'much' is not."),
+        ("step", "decay=true", "decay of step is float, and True is not."),
+        ("step", "clamp=much", "clamp of step is float | None, and 'much' is not."),
+        ("step", "bias_corrected=1", "bias_corrected of step is bool, and 1 is not."),
+        ("ast", "every=1.5", "every of ast is int, and 1.5 is not."),
+        ("layerwise", "given=3", "given of layerwise is Mapping"),
+        ("step", "pattern=1:4", "--recipe NAME:N:M"),
+        ("step", "total_steps=10", "the length of the run, --steps"),
     ],
 )
 def test_what_does_not_fit_is_told(recipe, text, message):
     with pytest.raises(RecipeError) as error:
-        option(recipe, text)
-    assert message in str(error.value) and str(error.value).startswith(f"--set {text}: ")
+        asked(recipe, text)
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize("name", names())
 def test_every_keyword_of_every_recipe_can_be_set_to_its_default(name):
     default = get(name, total_steps=1000)
     texts = [f"{key}={value}" for key, value in spec(default).items() if key not in ("recipe", "pattern", "total_steps")]
-    assert get(name, total_steps=1000, **dict(option(find(name), text) for text in texts)) == default
+    assert get(name, total_steps=1000, **asked(name, *texts)) == default
 
 
 # ---- the other options of train: refused before anything is trained or written, exit status 2, one line, no traceback
