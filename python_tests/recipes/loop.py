@@ -212,6 +212,18 @@ def optimize(
     return params
 
 
+def masked(params, data, mask_of, decay=0.0, chain=False, **how):
+    """W̃ = M ⊙ W with M = ``mask_of(k, w, t)``, straight through unless ``chain``, and λ (1 − M) ⊙ W added to the gradient."""
+    masks = {}
+
+    def use(k, p, t):
+        masks[k] = mask_of(k, p[k].detach(), t).to(p[k].dtype)
+        used = p[k] * masks[k]
+        return used if chain else through(p[k], used)
+
+    return optimize(params, data, use, lambda k, w, g, t: g + decay * (1 - masks[k]) * w if k in SPARSE else g, **how)
+
+
 def train(params, data, n, m, decay=0.0, adam=None, step=None):
     """STE, SR-STE (``step`` None) or STEP; returns the parameters, one record per step, and the step of the switch."""
     log, masks = [], {}

@@ -6,7 +6,7 @@ Plain torch from the papers' equations; of the package only the keys of its rand
 import torch
 
 from nmkernels.recipes.state import stream_key
-from python_tests.recipes.loop import SPARSE, optimize, through, top_n
+from python_tests.recipes.loop import SPARSE, masked, optimize, top_n
 
 
 def columns(w, n, m):
@@ -45,20 +45,16 @@ def generator(seed, what):
 
 
 def bimask(params, data, recipe):
-    n, m, count, orders, masks = recipe.pattern.n, recipe.pattern.m, recipe.criterion == "count", {}, {}
-
-    def use(k, p, t):
-        masks[k] = top_n(p[k].detach(), n, m)
-        used = p[k] * masks[k]
-        if t == 0 or (recipe.every and t % recipe.every == 0):
-            random = generator(recipe.seed, f"held/{t}/{k.removesuffix('.weight')}")
-            orders[k] = best_order(used.detach(), n, m, recipe.draws, random, count)
-        return through(p[k], used)
+    n, m, orders = recipe.pattern.n, recipe.pattern.m, {}
 
     def back(used, t):
+        for k, w in used.items():
+            if t == 0 or (recipe.every and t % recipe.every == 0):
+                random = generator(recipe.seed, f"held/{t}/{k.removesuffix('.weight')}")
+                orders[k] = best_order(w.detach(), n, m, recipe.draws, random, recipe.criterion == "count")
         return {k: w * backward_mask(w.detach(), orders[k], n, m) for k, w in used.items()}
 
-    return optimize(params, data, use, lambda k, w, g, t: g + recipe.decay * w * ~masks[k] if k in SPARSE else g, back=back)
+    return masked(params, data, lambda k, w, t: top_n(w, n, m), recipe.decay, back=back)
 
 
 # ---- SLoPe

@@ -6,7 +6,7 @@ import itertools
 import torch
 
 from nmkernels import reference
-from python_tests.recipes.loop import SPARSE, optimize, through
+from python_tests.recipes.loop import SPARSE, masked
 
 
 @functools.lru_cache
@@ -41,7 +41,7 @@ def fst(params, data, n, m, refresh, decay, stop=None, streams=None, method="exa
             g = reference.mvue(g, 2, 4, 0, torch.tensor([streams[k], t]), method)
         return g.T @ x
 
-    def rule(k, w, g, t):
-        return g + decay * (1 - masks[k]) * w if k in masks else g
+    def mask_of(k, w, t):
+        return masks.get(k, torch.ones_like(w))
 
-    return optimize(params, data, lambda k, p, t: through(p[k], p[k] * masks.get(k, 1.0)), rule, begin=begin, estimate=estimate)
+    return masked(params, data, mask_of, decay, begin=begin, estimate=estimate)

@@ -2,7 +2,7 @@
 
 import itertools
 
-from python_tests.recipes.loop import SPARSE, optimize, through, top_n
+from python_tests.recipes.loop import SPARSE, masked, top_n
 
 
 def cheapest(weights, loss, kept, m, budget, closest=False):
@@ -37,7 +37,4 @@ def srste(params, data, share, kept, m, budget, decay, **how):
         if t == 0:
             ns.update(share({k: params[k] for k in SPARSE}, kept, m, budget))
 
-    def rule(k, w, g, t):
-        return g + decay * w * ~top_n(w, ns[k], m) if k in ns else g
-
-    return optimize(params, data, lambda k, p, t: through(p[k], p[k] * top_n(p[k].detach(), ns[k], m)), rule, begin=begin, **how)
+    return masked(params, data, lambda k, w, t: top_n(w, ns[k], m), decay, begin=begin, **how)

@@ -1,12 +1,15 @@
-"""Independent loops of methods that differ in the effective weight: S-STE (Hu et al., NeurIPS 2024), MdGf and SdGf (Bambhaniya et al.,
-arXiv 2402.04744); of the package only the reference's estimator, to replay random draws. ``how`` goes to ``optimize``."""
+"""Independent loops of methods that differ in the effective weight; ``how`` goes to ``optimize``.
+
+S-STE: Hu et al., NeurIPS 2024. MdGf and SdGf: Bambhaniya et al., arXiv 2402.04744. Complementary sparsity.
+Of the package only the reference's estimator, to replay random draws.
+"""
 
 import math
 
 import torch
 
 from nmkernels import reference
-from python_tests.recipes.loop import SPARSE, optimize, through, top_n
+from python_tests.recipes.loop import SPARSE, masked, optimize, through, top_n
 
 
 def soft(w, n, m):
@@ -49,12 +52,7 @@ def mdgf(params, data, n, m, schedule, dense, fine_tune, total, residual=None, c
             u = math.floor(u * levels / length) * length / levels
         return 1.0 - u / length if schedule == "linear" else math.exp(math.log(residual) * u / length)
 
-    def use(k, p, t):
-        kept = top_n(p[k].detach(), n, m).to(p[k].dtype)
-        used = p[k] * (kept + flow(t) * (1 - kept))
-        return used if chain else through(p[k], used)
-
-    return optimize(params, data, use, **how)
+    return masked(params, data, lambda k, w, t: flow(t) + (1 - flow(t)) * top_n(w, n, m).to(w.dtype), chain=chain, **how)
 
 
 def sdgf(params, data, frames, starts, chain=False, last=None, **how):
@@ -63,14 +61,30 @@ def sdgf(params, data, frames, starts, chain=False, last=None, **how):
     ``last`` (name -> n): no layer is sparser in a frame than it ends, and the last frame is its own.
     """
 
-    def use(k, p, t):
+    def mask_of(k, w, t):
         now = max((i for i, start in enumerate(starts) if start <= t), default=None)
         if now is None:
-            return p[k]
+            return torch.ones_like(w)
         n, m = frames[now]
         if last is not None:
             n = max(n, last[k]) if now < len(frames) - 1 else last[k]
-        used = p[k] * top_n(p[k].detach(), n, m)
-        return used if chain else through(p[k], used)
+        return top_n(w, n, m)
 
-    return optimize(params, data, use, **how)
+    return masked(params, data, mask_of, chain=chain, **how)
+
+
+def spaced(w, n, m, spacing=None):
+    """1 at the n largest magnitudes of every m weights of a row that lie ``spacing`` apart; ties keep the first."""
+    s = spacing or w.shape[1] // m
+    mask = torch.zeros_like(w)
+    for block in range(0, w.shape[1], s * m):
+        for j in range(block, block + s):
+            group = list(range(j, j + s * m, s))
+            for i, row in enumerate(w.abs()):
+                best = sorted(group, key=lambda k: (-float(row[k]), k))[:n]
+                mask[i, best] = 1.0
+    return mask
+
+
+def complementary(params, data, n, m, spacing=None, decay=0.0, chain=False):
+    return masked(params, data, lambda k, w, t: spaced(w, n, m, spacing), decay, chain)

@@ -4,7 +4,7 @@ import itertools
 
 import torch
 
-from python_tests.recipes.loop import SPARSE, optimize, through, top_n
+from python_tests.recipes.loop import masked, top_n
 
 
 def retained(block, columns, n):
@@ -36,13 +36,11 @@ def columns_of(w, n, m, v, objective="retained"):
 
 
 def vnm(params, data, n, m, v, decay, refresh, objective="retained"):
-    columns, kept = {}, {}
+    columns = {}
 
-    def use(k, p, t):
-        w = p[k].detach()
+    def mask_of(k, w, t):
         if t == 0 or (refresh and t % refresh == 0):
             columns[k] = columns_of(w, n, m, v, objective)
-        kept[k] = columns[k] & top_n(w * columns[k], n, m)
-        return through(p[k], p[k] * kept[k])
+        return columns[k] & top_n(w * columns[k], n, m)
 
-    return optimize(params, data, use, lambda k, w, g, t: g + decay * w * ~kept[k] if k in SPARSE else g)
+    return masked(params, data, mask_of, decay)

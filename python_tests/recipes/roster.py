@@ -39,7 +39,6 @@ from python_tests.recipes.loop import SPARSE, Adam, Step, train
 from python_tests.recipes.loop_act24 import act24
 from python_tests.recipes.loop_asp import asp
 from python_tests.recipes.loop_ast import ast
-from python_tests.recipes.loop_complementary import complementary
 from python_tests.recipes.loop_fst import fst
 from python_tests.recipes.loop_maxq import maxq
 from python_tests.recipes.loop_prox import proxsparse
@@ -189,10 +188,10 @@ ROSTER = {
     "ast_gradient": Entry(
         AST("1:8", decay=0.2, end=0, every=7, second_moment="gradient"), lambda p, d, s: ast(p, d, 1, 8, 0.2, 0, 7, total=False)
     ),
-    "complementary": Entry(Complementary("1:4"), lambda p, d, s: complementary(p, d, 1, 4)),
-    "complementary_decay": Entry(Complementary("2:4", decay=0.1), lambda p, d, s: complementary(p, d, 2, 4, decay=0.1)),
+    "complementary": Entry(Complementary("1:4"), lambda p, d, s: used.complementary(p, d, 1, 4)),
+    "complementary_decay": Entry(Complementary("2:4", decay=0.1), lambda p, d, s: used.complementary(p, d, 2, 4, decay=0.1)),
     "complementary_blocks": Entry(
-        Complementary("2:8", spacing=2, gradient="chain"), lambda p, d, s: complementary(p, d, 2, 8, 2, chain=True)
+        Complementary("2:8", spacing=2, gradient="chain"), lambda p, d, s: used.complementary(p, d, 2, 8, 2, chain=True)
     ),
     "maxq": by(MaxQ("2:4", STEPS, end=15, decay=0.1), maxq, 0, 15, cuts=(7, 15)),
     "maxq_cubic": by(MaxQ("1:4", STEPS, schedule="cubic", start=4, end=0.8, tau=0.1, kernel=True), maxq, 4, 16, cuts=(2, 9)),

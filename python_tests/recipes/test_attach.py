@@ -1,7 +1,5 @@
 """How recipes live in real optimizers: scalers, closures, accumulation, schedulers, several optimizers."""
 
-import copy
-import math
 from collections import Counter
 from functools import partial
 
@@ -11,10 +9,10 @@ import torch
 import nmkernels as nm
 from nmkernels import dispatch
 from nmkernels.optim import MaskedAdamW
-from nmkernels.recipes import ASP, SRSTE, STE, STEP
+from nmkernels.recipes import ASP, SRSTE, STEP
 from python_tests.recipes import running
 from python_tests.recipes.loop import Adam, batches, distance, loss_of, mlp, snapshot, top_n
-from python_tests.recipes.running import run, same, step
+from python_tests.recipes.running import run, step
 
 F32 = torch.float32
 KEYWORDS = Adam().keywords
@@ -23,42 +21,6 @@ MAKERS = {"masked_adamw": MaskedAdamW, "adamw": torch.optim.AdamW, "fused_adamw"
 
 def start(recipe, maker):
     return running.start(recipe, F32, make=MAKERS[maker])
-
-
-@pytest.mark.parametrize("unscale", [False, True])
-@pytest.mark.parametrize("maker", MAKERS)
-def test_the_decay_is_that_of_unscaled_gradients_and_skipped_steps_do_not_count(maker, unscale):
-    """Whoever unscales them and when; a step whose gradients are not finite leaves weights, state and schedule as they were."""
-    step_runs = maker == "masked_adamw" and not unscale
-    recipe = STEP(t_min=2, t_max=4, threshold=1e-30, decay=0.1) if step_runs else SRSTE(decay=0.1)
-    model, handle, optimizer = start(recipe, maker)
-    scaler, sizes, data = (
-        torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000, backoff_factor=1 - 1e-9),
-        [],
-        batches(20, F32),
-    )
-    optimizer.register_step_pre_hook(lambda *_: sizes.append(model[4].bias.grad.abs().max().item()))
-    for t, (x, y) in enumerate(data):
-        before = copy.deepcopy((optimizer.state_dict(), snapshot(model), handle.metrics()))
-        optimizer.zero_grad()
-        scaler.scale(loss_of(model, (x * torch.inf if t % 2 == 0 else x, y))).backward()
-        if unscale:
-            scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-        if t % 2 == 0:
-            assert t == 0 or same(before[0], optimizer.state_dict())
-            assert distance(snapshot(model), before[1]) == 0.0
-            assert handle.metrics()["density"].item() == before[2]["density"].item()
-            assert handle.metrics()["flip_rate"].item() == 0.0 or maker == "adamw"
-    assert len(sizes) == (10 if maker == "adamw" else 20)  # unfused, torch does not call step at all
-    # the hooks of a fused step do see scaled gradients
-    assert (min(size for size in sizes if math.isfinite(size)) > 2) == (maker != "adamw" and not unscale)
-    want, other, _ = run(recipe, F32, data[1::2], make=MAKERS[maker])
-    assert distance(snapshot(model), snapshot(want)) < 1e-5
-    assert distance(snapshot(model), snapshot(run(STE(), F32, data[1::2], make=MAKERS[maker])[0])) > 1e-2
-    assert handle.metrics()["decay_ratio"].item() == pytest.approx(other.metrics()["decay_ratio"].item(), rel=1e-3)
-    assert not step_runs or handle.state["switch_step"] == other.state["switch_step"] == 5
 
 
 @pytest.mark.parametrize("maker", MAKERS)
@@ -98,27 +60,6 @@ def test_lightning_closure(maker, recipe, keyword):
     want, _, _ = run(recipe, F32, batches(10, F32), make=MAKERS[maker])
     assert all(torch.is_tensor(loss) for loss in losses)
     assert distance(snapshot(model), snapshot(want)) == 0.0
-
-
-def test_two_masked_optimizers_switch_together():
-    """Option I over the weights of both, and no step of one in another phase than that of the other."""
-    recipe, data = STEP(t_min=2, t_max=6, threshold=1e-30), batches(12)
-    model = mlp()
-    handle = nm.sparsify_(model, recipe)
-    first, second = handle.attach(MaskedAdamW(model[:2].parameters(), **KEYWORDS), MaskedAdamW(model[2:].parameters(), **KEYWORDS))
-    for batch in data:
-        model.zero_grad()
-        loss_of(model, batch).backward()
-        first.step()
-        second.step()
-    want, other, _ = run(recipe, data=data)
-    assert handle.state["switch_step"] == other.state["switch_step"] == 7
-    assert distance(snapshot(model), snapshot(want)) == 0.0
-    got, expected = handle.metrics(), other.metrics()
-    assert got.keys() == expected.keys()
-    for key in got:
-        assert got[key].item() == pytest.approx(expected[key].item(), rel=1e-12)
-    assert "nm_recipe" not in first.param_groups[0] and "nm_recipe" in second.param_groups[0]
 
 
 @pytest.mark.parametrize("maker", MAKERS)

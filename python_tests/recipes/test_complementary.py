@@ -10,7 +10,7 @@ from nmkernels.recipes import STEP, Complementary
 from nmkernels.recipes.methods.complementary import StrideMask
 from python_tests.each import each
 from python_tests.recipes.loop import mlp, snapshot
-from python_tests.recipes.loop_complementary import spaced
+from python_tests.recipes.loop_used import spaced
 from python_tests.recipes.running import DATA, DATA32, F32, run
 
 

@@ -35,17 +35,6 @@ def test_attach_refuses():
             handle.attach(optimizer)
 
 
-def test_one_optimizer_of_two_models_is_refused():
-    a, b = mlp(), mlp(seed=1)
-    optimizer = torch.optim.AdamW([*a.parameters(), *b.parameters()])
-    first, second = nm.sparsify_(a, STE("2:4")), nm.sparsify_(b, STE("1:4"))
-    first.attach(optimizer)
-    state = copy.deepcopy(optimizer.param_groups[0]["nm_recipe"])
-    with pytest.raises(nm.RecipeError, match="another model"):
-        second.attach(optimizer)
-    assert optimizer.param_groups[0]["nm_recipe"] == state and len(optimizer._optimizer_step_pre_hooks) == 1
-
-
 def test_before_attach():
     model = mlp()
     handle = nm.sparsify_(model, STE())

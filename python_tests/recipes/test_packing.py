@@ -14,7 +14,7 @@ from nmkernels.recipes import FST, SRSTE, SSTE, STE, STEP, LayerWise, SdGf
 from nmkernels.recipes.schedule import packing
 from python_tests.nn.test_effective import Calls
 from python_tests.recipes.loop import distance, snapshot
-from python_tests.recipes.running import DATA, DATA32, F32, F64, run, start, step, through_a_file, train
+from python_tests.recipes.running import DATA, DATA32, F32, F64, run, start, step
 
 MAKERS = {
     "ste": lambda **k: STE("2:4", **k),
@@ -159,15 +159,3 @@ def test_other_values_are_refused(name):
         SSTE(fp8="paper", packed=True)
     with pytest.raises(RecipeError, match="there is an inner recipe; give it to that one"):
         STEP("2:4", 20, packed=True, inner="srste")
-
-
-@pytest.mark.parametrize(("before", "after"), [(False, True), (True, "auto"), ("auto", False)])
-def test_a_run_may_go_on_with_other_gemms(before, after):
-    model, _, optimizer = run(MAKERS["fst"](packed=before), data=DATA[:8])
-    weights, state = through_a_file(model.state_dict(), optimizer.state_dict())
-    other, _, theirs = start(MAKERS["fst"](packed=after), seed=5)
-    other.load_state_dict(weights)
-    theirs.load_state_dict(state)
-    for each, its in ((model, optimizer), (other, theirs)):
-        train(each, its, DATA[8:])
-    assert distance(snapshot(other), snapshot(model)) < 1e-10

@@ -132,10 +132,13 @@ def test_a_wrapper_s_optimizer_is_attached_once():
     handle = nm.sparsify_(model, RECIPES["srste"])
     optimizer = torch.optim.AdamW(model.parameters())
     handle.attach(LikeAccelerate(optimizer))
-    other = nm.sparsify_(mlp(), RECIPES["srste"])
+    state = copy.deepcopy(optimizer.param_groups[0]["nm_recipe"])
+    other = nm.sparsify_(mlp(), RECIPES["asp"])
     optimizer.add_param_group({"params": list(other.model.parameters())})
-    with pytest.raises(nm.RecipeError, match="another model"):
-        other.attach(LikeLightning(optimizer))
+    for given in (optimizer, LikeLightning(optimizer)):
+        with pytest.raises(nm.RecipeError, match="another model"):
+            other.attach(given)
+    assert optimizer.param_groups[0]["nm_recipe"] == state and len(optimizer._optimizer_step_pre_hooks) == 1
 
 
 class NotEnough(torch.optim.Optimizer):
