@@ -119,23 +119,6 @@ def test_bits_on_edge_weights_and_gradients(dtype):
         assert stats.tolist() == pytest.approx(numbers.tolist(), rel=1e-12, nan_ok=True) and stats[8].isnan()
 
 
-@each("amsgrad", [False, True])
-@each("maximize", [False, True])
-@each("real, tolerance", [(torch.float32, 1e-6), (torch.float64, 1e-12)])
-def test_without_masks_it_is_torch_adamw(amsgrad, maximize, real, tolerance):
-    p = torch.nn.Parameter(torch.randn(31, 17, dtype=real))
-    s = State(p.detach(), amsgrad)
-    theirs = torch.optim.AdamW([p], lr=1e-2, weight_decay=0.3, amsgrad=amsgrad, maximize=maximize, foreach=False)
-    for _ in range(25):
-        p.grad = torch.randn(31, 17, dtype=real) * 0.1
-        theirs.step()
-        s.apply(p.grad, hyper(weight_decay=0.3), maximize=maximize)
-    state = theirs.state[p]
-    for ours, other in ((s.p, p.detach()), (s.m, state["exp_avg"]), (s.v, state["exp_avg_sq"])):
-        assert (ours - other).abs().max() <= tolerance * other.abs().max()
-    assert s.step == state["step"] == 25
-
-
 def test_strided_tensors_are_updated_in_place_and_statistics_add_up():
     plain = [State(torch.randn(8, 12), True, [torch.bfloat16]), State(torch.randn(4, 8), True, [torch.bfloat16], step=3)]
     # (in, out) layouts: the same numbers in buffers of transposed strides, handed over as views
@@ -148,14 +131,6 @@ def test_strided_tensors_are_updated_in_place_and_statistics_add_up():
     assert_equal_bits(views, [s.tensors() for s in plain])
     assert stats[1:8].tolist() == pytest.approx(alone.sum(0)[1:8].tolist(), rel=1e-12)
     assert stats[0] == 1 and stats[8] == alone[:, 8].max() and alone[0, 8] != alone[1, 8]
-
-
-def test_decay_pulls_pruned_weights_only():
-    p = torch.tensor([4.0, 0.5, -0.25, 3.0])
-    s = State(p)
-    stats = s.apply(torch.zeros(4), hyper(decay=0.1), 2, 4)
-    assert torch.equal(s.m != 0, torch.tensor([False, True, True, False])) and (s.p.abs() <= p.abs()).all()
-    assert stats[5] == 0.75 and stats[6] == 0
 
 
 def test_the_root_is_correctly_rounded():

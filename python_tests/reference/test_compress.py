@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nmkernels.pattern import Pattern, ShapeError
-from nmkernels.reference import compress, decompress, mask, prune
+from nmkernels.reference import compress, decompress, mask
 from nmkernels.testing import equal_bits
 from python_tests.each import each
 from python_tests.reference.conftest import DTYPES, edge
@@ -41,31 +41,6 @@ def test_equals_a_loop(n, m, given, dtype):
     assert indices.dtype == torch.uint8 and indices.tolist() == [r[1] for r in rows]
     assert indices.shape[-1] == Pattern(n, m).index_bytes(3 * m)
     assert equal_bits(decompress(values, indices, n, m, 3 * m), torch.where(keep, w, torch.zeros_like(w)))
-
-
-def test_two_of_four_is_one_nibble_a_group_and_rows_start_on_bytes():
-    w = torch.tensor([[0.0, 5.0, 0.0, 6.0] * 3, [7.0, 0.0, 8.0, 0.0] * 3])
-    values, indices = compress(w, 2, 4)
-    assert values.tolist() == [[5.0, 6.0] * 3, [7.0, 8.0] * 3]
-    assert indices.tolist() == [[0xDD, 0x0D], [0x88, 0x08]]
-
-
-def test_kept_elements_keep_their_bits():
-    bits = torch.tensor([0x7FC12345, -(1 << 31), -1, 1], dtype=torch.int32)  # a NaN with payload, -0.0, a negative NaN, a denormal
-    values, _ = compress(bits.view(torch.float32), 4, 4)
-    assert torch.equal(values.view(torch.int32), bits)
-
-
-@each("cols", [1, 3, 4, 5, 6, 7])
-def test_a_partial_last_group_drops_the_padding(cols):
-    w = torch.randn(3, 8)
-    w[:, cols:] = 0
-    values, indices = compress(w, 2, 4)
-    groups = Pattern("2:4").groups(cols)
-    values, indices = values[:, : groups * 2], indices[:, : Pattern("2:4").index_bytes(cols)]
-    if groups == 1:
-        indices = indices & 0x0F
-    assert torch.equal(decompress(values, indices, 2, 4, cols), prune(w, 2, 4)[:, :cols])
 
 
 def test_damaged_indices_and_masks_that_are_too_full():

@@ -4,7 +4,6 @@ import itertools
 import math
 
 import numpy as np
-import pytest
 import torch
 
 from nmkernels.reference import group_mvue
@@ -117,30 +116,6 @@ def test_unbiased_optimal_and_of_fixed_size_over_all_uniforms(n, m, kind):
         for _ in range(10):  # any other feasible design is no better
             q = torch.from_numpy(np.minimum(1, n * rng.dirichlet(np.ones(m))))
             assert (g.square() / q).sum() - g.square().sum() >= best - 1e-9 * g.square().sum()
-
-
-VECTORS = [
-    ((1, 2, 3, 4), 2, (0.2, 0.4, 0.6, 0.8), 20.0),
-    ((1, 1, 2, 3), 2, (2 / 7, 2 / 7, 4 / 7, 6 / 7), 9.5),
-    ((1, 1, 1, 1), 2, (0.5,) * 4, 4.0),
-    ((0.1, 1, 1.2, 2), 2, (0.2 / 4.3, 2 / 4.3, 2.4 / 4.3, 4 / 4.3), 2.795),
-    ((0, 1, 1, 1), 2, (0, 2 / 3, 2 / 3, 2 / 3), 1.5),
-    ((0.1, 0.2, 0.3, 2), 2, (1 / 6, 1 / 3, 0.5, 1), 0.22),
-    ((0, 0, 1, 3), 2, (0, 0, 1, 1), 0.0),
-    ((0.1, 0.2, 0.3, 0.4, 1, 2, 5, 10), 3, (0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 1), 10.7),
-    (range(1, 9), 4, [i / 9 for i in range(1, 9)], 120.0),
-    ((3, 5), 1, (3 / 8, 5 / 8), 30.0),
-]
-
-
-@each("a, n, p, mse", VECTORS)
-@each("order", [1, -1])
-def test_worked_examples(a, n, p, mse, order):
-    g = torch.tensor([x * (-1.0) ** i for i, x in enumerate(a)][::order], dtype=torch.float64)
-    outcome, chance = distribution(g, n)
-    assert torch.allclose(chance @ (outcome != 0).double(), torch.tensor(list(p)[::order], dtype=torch.float64), atol=1e-6)
-    assert torch.allclose(chance @ outcome, g, atol=1e-5)
-    assert (chance @ (outcome - g).square().sum(1)).item() == pytest.approx(mse, rel=1e-5, abs=1e-12)
 
 
 @each("dtype", DTYPES)

@@ -50,10 +50,3 @@ def test_there_and_back(layout, shape):
     assert torch.equal(from_layout(meta, layout), indices) and from_layout(meta, layout).is_contiguous()
     assert torch.equal(to_layout(from_layout(meta, layout), shape[1], layout), meta)
     assert meta.nbytes == indices.nbytes
-
-
-def test_strided_in_both_directions():
-    indices = torch.randint(256, (64, 32), dtype=torch.uint8)[:, ::2]
-    meta = to_layout(indices, 128, "wgmma.sp")
-    assert torch.equal(meta, to_layout(indices.contiguous(), 128, "wgmma.sp"))
-    assert torch.equal(from_layout(torch.stack((meta, meta), -1)[..., 0], "wgmma.sp"), indices)

@@ -48,14 +48,6 @@ def test_low_precision_is_rounded_once():
     assert y.item() == 258
 
 
-def test_empty_batches():
-    packed = compress(torch.randn(6, 8), 2, 4)
-    assert linear(torch.randn(0, 8), *packed, 2, 4, 8).shape == (0, 6)
-    assert linear_dgrad(torch.randn(0, 6), *packed, 2, 4, 8).shape == (0, 8)
-    empty = linear_wgrad(*compress(torch.randn(6, 0), 2, 4), 2, 4, 0, torch.randn(0, 3))
-    assert torch.equal(empty, torch.zeros(6, 3))
-
-
 def test_a_rounded_sum_would_show():
     """squared ReLU of 1 + 2⁻⁸ in bfloat16: 1 from the rounded sum, 1 + 2⁻⁷ from the exact one."""
     w = torch.tensor([[1.0, 2.0**-8, 0.0, 0.0]], dtype=torch.bfloat16)

@@ -141,10 +141,3 @@ def test_replay_offset_seed_and_chunks(monkeypatch):
     approx = mvue(g, 2, 4, -1, SEED, "approx")
     monkeypatch.setattr(sys.modules["nmkernels.reference.mvue"], "CHUNK", 27)  # 6 groups: starts inside blocks of four words
     assert equal_bits(mvue(g, 2, 4, -1, SEED), x) and equal_bits(mvue(g, 2, 4, -1, SEED, "approx"), approx)
-
-
-def test_empty():
-    assert mvue(torch.empty(0, 8), 2, 4, -1, SEED).shape == (0, 8)
-    assert mvue(torch.empty(0, 8), 2, 4, 0, SEED).shape == (0, 8)
-    assert mvue_compress(torch.empty(0, 8), 2, 4, 0, SEED)[0].shape == (8, 0)
-    assert mvue_compress(torch.empty(0, 8), 2, 4, 1, SEED, "approx")[1].shape == (0, 1)

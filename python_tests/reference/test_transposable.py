@@ -8,11 +8,8 @@ import pytest
 import torch
 
 from nmkernels.reference import transposable_mask
-from nmkernels.reference.transposable import PATTERNS
 from python_tests.each import each
 from python_tests.reference.conftest import DTYPES, edge
-
-PAIRS = list(itertools.combinations(range(4), 2))
 
 
 def every(n, m):
@@ -48,13 +45,6 @@ def can_improve(a, mask):
     for k in range(m):
         loss = torch.minimum(loss, loss[:, k : k + 1] + loss[k : k + 1, :])
     return bool((loss.diagonal() < -1e-9 * a.max()).any())
-
-
-def test_the_ninety_patterns():
-    everything = every(2, 4)
-    assert len(PATTERNS) == len(everything) == 90 and list(PATTERNS) == sorted(PATTERNS)
-    for ids, matrix in zip(PATTERNS, everything.tolist(), strict=True):
-        assert [[float(c in PAIRS[i]) for c in range(4)] for i in ids] == matrix
 
 
 @each("dtype", DTYPES)
