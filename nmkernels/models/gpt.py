@@ -206,7 +206,7 @@ def generate(model: GPT, prompt: bytes, count: int, *, temperature: float = 0.8,
     cache = KVCache(model.config, device=weight.device, dtype=weight.dtype)
     for _ in range(count):
         if cache.length + len(new) > context:
-            cache = KVCache(model.config, device=weight.device, dtype=weight.dtype)
+            cache.length = 0
             new = ids[-max(context // 2, 1) :]
         logits = model(torch.tensor([new], device=weight.device), cache)[0, -1]
         if temperature == 0:

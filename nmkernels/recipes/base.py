@@ -14,7 +14,6 @@ from ..autograd import STRAIGHT_THROUGH, GemmPlan, HardMask, WeightTransform
 from ..nn import ActivationRule
 from ..optim import PLAIN, MaskedAdamW, UpdateRule
 from ..pattern import Pattern, PatternLike, RecipeError
-from .search.channels import Search
 from .settings import count
 
 State = dict[str, Any]
@@ -94,7 +93,7 @@ class Setup:
     Args:
         optimizer: the only class of optimizer that it runs with; ``needs``: what for, to complete "<Recipe> …, which SGD cannot".
         mask_score: how a mask that is chosen once is scored, for recipes that hold one.
-        channels: how channels are reordered before that mask is chosen, for recipes that do.
+        channels: the keywords of ``search_permutation``, for recipes that reorder channels before that mask is chosen.
         freezes: whose gradients are off until the recipe ends: ``""`` nobody's, ``"weights"`` of its layers, ``"all"`` but what it learns.
         activation: what ``finish`` leaves the squared-ReLU activations at; None: they are none of the recipe's business.
         draws: it draws random numbers in training, by a seed that its state holds; ``seed``: that one, None for torch's initial seed.
@@ -105,7 +104,7 @@ class Setup:
     optimizer: type[torch.optim.Optimizer] | None = None
     needs: str = ""
     mask_score: str | None = None
-    channels: Search | None = None
+    channels: Mapping[str, int] | None = None
     freezes: str = ""
     activation: ActivationRule | None = None
     draws: bool = False

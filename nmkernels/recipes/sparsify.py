@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -78,7 +79,7 @@ def _candidates(model: nn.Module, pattern: Pattern, plan: LayerFn) -> Iterator[C
     bypassed = {id(m.out_proj) for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
     heads = _output_heads(model)
     for name, module in model.named_modules():
-        if _looks_linear(module):
+        if isinstance(module, (nn.Linear, NMWeight, CompressedLinear)) or any(map(is_conv1d_type, type(module).__mro__)):
             yield _candidate(name, module, pattern, plan, uses, bypassed, heads)
         elif isinstance(module, nn.MultiheadAttention):
             for key, p in module.named_parameters(recurse=False):
@@ -123,16 +124,8 @@ def _weights(module: nn.Module) -> dict[str, Tensor]:
     for key, made in module._modules.get("parametrizations", nn.ModuleDict()).items():  # type: ignore[union-attr, operator]
         tensors[key] = max(made.parameters(recurse=False), key=Tensor.numel)
     known = any(isinstance(module, kinds) for kinds, _ in NOT_LINEAR)
-    return {key: t for key, t in tensors.items() if is_lazy(t) or known or _is_matrix(t)}
-
-
-def _is_matrix(t: Tensor) -> bool:
     # position embeddings and class tokens have a first size of 1
-    return t.dim() > 1 and t.shape[0] > 1 and sum(size > 1 for size in t.shape) > 1
-
-
-def _looks_linear(module: nn.Module) -> bool:
-    return isinstance(module, (nn.Linear, NMWeight, CompressedLinear)) or any(map(is_conv1d_type, type(module).__mro__))
+    return {k: t for k, t in tensors.items() if is_lazy(t) or known or (sum(size > 1 for size in t.shape) > 1 and t.shape[0] > 1)}
 
 
 def _join(name: str, key: str) -> str:
@@ -212,12 +205,9 @@ def _output_heads(model: nn.Module) -> set[int]:
     heads = set()
     for module in model.modules():
         getter = getattr(module, "get_output_embeddings", None)
-        if not callable(getter):
-            continue
-        try:
-            heads.add(id(getter()))
-        except (NotImplementedError, AttributeError):
-            continue  # Hugging Face's way to say that there is none
+        with suppress(NotImplementedError, AttributeError):  # Hugging Face's way to say that there is none
+            if callable(getter):
+                heads.add(id(getter()))
     return heads
 
 
@@ -225,10 +215,9 @@ def sparsify_(model: nn.Module, recipe: Recipe | str, filter_fn: FilterFn | None
     """Turn the linear layers of ``model`` into sparse ones, in place, and return the handle that drives the recipe.
 
     Module and Parameter objects, hooks, dtype, device and mode are kept, and ``state_dict`` keys stay those of the dense model, so
-    optimizers may be built before or after. Taken are ``nn.Linear`` and Hugging Face's ``Conv1D``; left dense are tied weights, output
-    heads, layers that M does not divide, tiny ones, quantised ones, what a parent bypasses, and all that is no linear layer;
-    ``print(handle.report)`` shows every layer that has a weight and why. A copy of the model (an EMA) keeps the phase it was copied in:
-    to evaluate it, load its state dict into ``model``.
+    optimizers may be built before or after. Taken are ``nn.Linear`` and Hugging Face's ``Conv1D``; ``print(handle.report)`` shows which
+    layers were left dense and why. A copy of the model (an EMA) keeps the phase it was copied in: to evaluate it, load its state dict
+    into ``model``.
 
     Args:
         model: any module; its own class is not changed.

@@ -10,7 +10,6 @@ from ..base import About, Setup, Stage
 from ..masks import SCORES
 from ..registry import recipe
 from ..schedule import ScheduledRecipe, resolve_step
-from ..search.channels import Search
 from ..settings import choice, count, setting
 
 
@@ -61,7 +60,8 @@ class ASP(ScheduledRecipe):
 
     @property
     def setup(self) -> Setup:
-        return Setup(mask_score=self.score, channels=Search(self.escapes, self.seed) if self.permute else None)
+        search = {"escapes": self.escapes, "seed": self.seed} if self.permute else None
+        return Setup(mask_score=self.score, channels=search)
 
     @cached_property
     def stages(self) -> tuple[tuple[int, Stage], ...]:

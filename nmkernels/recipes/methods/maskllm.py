@@ -22,7 +22,17 @@ from ..settings import choice, number, optional_seed
 
 
 @dataclass(frozen=True)
-class GumbelMask(CombinationMask):
+class LikeliestMask(CombinationMask):
+    """W̃ = W ⊙ P_k with k the largest logit of each group: what MaskLLM deploys."""
+
+    reads = reading(nm_logits="fixed")
+
+    def kept(self, weight: Tensor, *extras: Tensor) -> Tensor:
+        return self.best(wide(extras[0]), weight)
+
+
+@dataclass(frozen=True)
+class GumbelMask(LikeliestMask):
     """W̃ = W ⊙ M̃ with ``MaskLLM``'s M̃, π in ``nm_logits`` ``(groups, C)`` and the noise a function of the held ``nm_draw`` alone."""
 
     hard: bool = False
@@ -49,9 +59,6 @@ class GumbelMask(CombinationMask):
 
     def renew(self, weight: Tensor, extras: Sequence[Tensor | None], generator: torch.Generator) -> dict[str, Tensor]:
         return {"nm_draw": torch.randint(-(2**63), 2**63 - 1, (2,), generator=generator, dtype=torch.int64)}
-
-    def kept(self, weight: Tensor, *extras: Tensor) -> Tensor:
-        return self.best(wide(extras[0]), weight)
 
     def choices(self, *extras: Tensor) -> Tensor:
         """ỹ ``(groups, C)``."""
@@ -94,16 +101,6 @@ def gumbel(draw: Tensor, like: Tensor) -> Tensor:
     """
     u = (uniforms24(draw, like.numel()).double() + 0.5) / 2**24
     return -(-u.log()).log().to(like.dtype).reshape(like.shape)
-
-
-@dataclass(frozen=True)
-class LikeliestMask(CombinationMask):
-    """W̃ = W ⊙ P_k with k the largest logit of each group: what MaskLLM deploys."""
-
-    reads = reading(nm_logits="fixed")
-
-    def kept(self, weight: Tensor, *extras: Tensor) -> Tensor:
-        return self.best(wide(extras[0]), weight)
 
 
 @recipe("maskllm")

@@ -64,17 +64,15 @@ def prox(weight: Tensor, decay: float | Tensor) -> Tensor:
     is taken; where none beats it strictly, the first:
 
     * 2-sparse: (z₁, z₂, 0, 0), bit for bit, without regulariser.
-    * 3-sparse: w_i = z_i − λ w_j w_k. For a given w₃ the other two are linear, and what is left is one equation whose derivative is
-      concave: Newton's method from where that derivative is largest cannot pass the minimum.
-    * dense: w_i = z_i − λ e₂(the other three). Where the objective's Hessian is positive, a convex set, there is at most one minimum. It
-      is followed from λ = 0, where it is z, in the two unknowns w₁ + w₂ and w₃ + w₄.
+    * 3-sparse: w_i = z_i − λ w_j w_k. For a given w₃ the other two are linear, and Newton's method from the largest derivative of what
+      is left cannot pass the minimum.
+    * dense: w_i = z_i − λ e₂(the other three); the one minimum is followed from λ = 0, where it is z, in w₁ + w₂ and w₃ + w₄.
 
     Args:
         weight: ``(..., cols)`` with cols a multiple of 4; 16-bit ones are computed in fp32.
         decay: λ ≥ 0, a number or a 0-d tensor; 0 gives the weight itself.
 
-    Source: the regulariser and the three candidates, Liu et al., ICML 2025, arXiv 2502.00258; how they are found, ours, as the authors'
-    alternating minimisation from w = 0 ends elsewhere in some groups of nearly equal magnitudes.
+    Source: Liu et al., ICML 2025, arXiv 2502.00258; how the candidates are found, ours.
 
     Example:
         >>> prox(torch.tensor([[3.0, -0.1, 2.0, 0.2]]), 1.0)

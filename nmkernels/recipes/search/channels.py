@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -22,18 +21,13 @@ log.addHandler(logging.NullHandler())
 Optimizers = Sequence[torch.optim.Optimizer]
 
 
-@dataclass(frozen=True)
-class Search:
-    """How a recipe wants the channel orders searched; see ``search_permutation``."""
-
-    escapes: int = 100
-    seed: int = 0
-
-
 class Channels:
-    """The channel permutations of one handle: ``report`` has every layer's gain, or why its channels stay where they are."""
+    """The channel permutations of one handle: ``report`` has every layer's gain, or why its channels stay where they are.
 
-    def __init__(self, model: nn.Module, layers: dict[str, NMWeight], search: Search, report: Report) -> None:
+    ``search`` are keywords of ``search_permutation``.
+    """
+
+    def __init__(self, model: nn.Module, layers: dict[str, NMWeight], search: Mapping[str, int], report: Report) -> None:
         self.model, self.layers, self.search, self.report = model, layers, search, report
         self.kept: dict[str, list[float]] = {}
         """For checkpoints: of each layer that was searched, the shares of the magnitude that the mask kept before and keeps after."""
@@ -104,7 +98,7 @@ class Channels:
             elif sparse:
                 scores = torch.cat([score(name) for name in sparse])
                 tell = functools.partial(log.info, "%s: %s", ", ".join(sparse))
-                found = search_permutation(scores, self.layers[sparse[0]].pattern, self.search.escapes, self.search.seed, tell)
+                found = search_permutation(scores, self.layers[sparse[0]].pattern, **self.search, progress=tell)
                 self.kept.update({name: [found.before, found.after] for name in sparse})
                 if found.after > found.before:
                     todo.append((chain, found))

@@ -68,8 +68,8 @@ def search_decay(
     random state and see the same batches; model, gradients and random state are afterwards as they were.
 
     r is Σ|M_j − M_{j−1}| / number of weights, averaged over the last part of a run, M_j the mask that step j·stride would choose from the
-    master weights. It depends on the stride and the learning rate: give that of the real run's warm-up. The interval could **not be
-    verified** in the paper's text; taking the middle is our choice.
+    master weights. It depends on the learning rate: give that of the real run's warm-up. The interval could **not be verified** in the
+    paper's text; taking the middle is our choice.
 
     Args:
         recipe: any with a ``decay`` that is sparse from its first step (``FST``, ``SRSTE``, ...); a dense end is left out of the runs.
@@ -77,7 +77,7 @@ def search_decay(
         optimizer: makes the optimizer from parameters, for instance ``lambda p: recipe.optimizer(p, lr=1e-3)``.
         step: ``step(model, optimizer, batch)`` does one optimizer step, with the clipping of the real run.
         batches: one per step of each run; a hundred or more, for rates that mean something.
-        grid, feasible: the λ to try, by default those of the authors' public runs in steps of about √10; lowest and highest μ.
+        grid, feasible: the λ to try; lowest and highest μ.
         measure, stride: the share of a run, at its end, over which flips are averaged; steps between two masks that are compared.
         filter_fn, progress: as for ``sparsify_``; called with a line of text after every run, for instance ``print``.
 
