@@ -200,6 +200,8 @@ class Recipe:
     final: ClassVar[str] = "nm"
     """What ``finish()`` leaves: ``"nm"``, ``"dense"``, or ``"nm+adapter"``, N:M weights with a low-rank adapter beside each; an instance
     whose settings change that has its own."""
+    _resume: ClassVar[str] = "any"
+    """``setting``'s ``resume`` of the settings that do not say it."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "pattern", Pattern(self.pattern))

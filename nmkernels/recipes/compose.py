@@ -10,7 +10,6 @@ from typing import Any
 from ..pattern import CheckpointError, NMError, Pattern, RecipeError
 from .base import Recipe, Span, Stage, State
 from .registry import get, parse, spec
-from .schedule import ScheduledRecipe
 
 ADAMW = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 """A parameter group, to ask a recipe for its first stage before there is an optimizer."""
@@ -136,10 +135,8 @@ def check_state(recipe: Recipe, state: Any, group: dict[str, Any]) -> None:
 
 
 def settled(recipe: Recipe, state: State) -> list[str]:
-    """The settings that a run resumed from ``state`` must have as its checkpoint does: those marked so, and where a field says nothing
-    those of a ``ScheduledRecipe``, whose steps have been counted by them."""
-    default = "same" if isinstance(recipe, ScheduledRecipe) else "any"
-    kinds = {f.name: f.metadata.get("resume", default) for f in fields(recipe)}
+    """The settings that a run resumed from ``state`` must have as its checkpoint does."""
+    kinds = {f.name: f.metadata.get("resume", recipe._resume) for f in fields(recipe)}
     return [name for name, kind in kinds.items() if kind == "same" or (kind == "until inner" and "inner" not in state)]
 
 

@@ -128,7 +128,6 @@ class Run:
         self.apply(stage)
         self._feed()
         if before is not None and self.tensors.begin(self.state):
-            self.tensors.renew(self.state)
             return before
         self.tensors.adopt(self.state)
         return None
@@ -166,7 +165,6 @@ class Run:
         return {name: self.masks.preview(name) or layer.final for name, layer in self.layers.items()}
 
     def end(self) -> None:
-        self.streams.forget()
         for p in self.frozen:
             p.requires_grad_(True)
         self.frozen = []

@@ -25,7 +25,13 @@ PACKED = (False, True, "auto")
 
 @dataclass(frozen=True)
 class ScheduledRecipe(Recipe):
-    """A recipe whose training is a list of stages, each of which begins after a number of applied steps."""
+    """A recipe whose training is a list of stages, each of which begins after a number of applied steps.
+
+    Raises:
+        RecipeError: ``total_steps`` is missing and a share of it is given, or a stage has no step left.
+    """
+
+    _resume = "same"  # the steps of the checkpoint have been counted by the settings
 
     def __post_init__(self) -> None:
         super().__post_init__()

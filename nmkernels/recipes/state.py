@@ -172,10 +172,11 @@ class HeldTensors:
             state.pop("held_steps", None)
 
     def begin(self, state: State) -> bool:
-        """Count the steps of a new stage from 0; True if what the last one held goes on in it and is to be renewed."""
+        """Renew what the last stage held if it goes on in the new one, whose steps count from 0; True if it does."""
         same = self._complete(state, self._wanted())
         if same:
             state["held_steps"] = 0
+            self.renew(state)
         return same
 
     def due(self, state: State, every: int) -> bool:

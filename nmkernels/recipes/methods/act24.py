@@ -35,8 +35,7 @@ class Activation24(ScheduledRecipe):
         shuffle: S takes the tokens in a pseudo-random order, which is fixed by their number.
 
     Raises:
-        RecipeError: ``start`` is a share without ``total_steps`` or leaves no sparse step, or an option is out of range; at ``sparsify_``,
-            the model has no ``SquaredReLU``.
+        RecipeError: at ``sparsify_``, the model has no ``SquaredReLU``.
 
     Example:
         >>> recipe = Activation24("2:4", total_steps=1000)

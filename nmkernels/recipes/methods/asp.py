@@ -10,7 +10,7 @@ from ..base import About, Setup, Stage
 from ..masks import SCORES
 from ..registry import recipe
 from ..schedule import ScheduledRecipe, resolve_step
-from ..settings import choice, count, setting
+from ..settings import choice, count
 
 
 @recipe("asp")
@@ -38,18 +38,18 @@ class ASP(ScheduledRecipe):
         [(0, 0), (50, 2)]
     """
 
-    total_steps: int | None = count(None, least=1, none="where start is no share of it", resume="any")
-    score: str = choice(*SCORES, resume="any")
-    start: float | int = setting(0, resume="any")
-    permute: bool = setting(False, resume="any")
-    escapes: int = count(100, resume="any")
-    seed: int = setting(0, resume="any")
+    score: str = choice(*SCORES)
+    start: float | int = 0
+    permute: bool = False
+    escapes: int = count(100)
+    seed: int = 0
 
     about = About(
         paper="Mishra et al., 2021, arXiv 2104.08378",
         extra_state="a packed mask per layer, chosen once",
         cost="gradients and weights are masked around each step; fprop at N/M once pruned",
     )
+    _resume = "any"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -69,9 +69,6 @@ class FST(ScheduledRecipe):
         packed: as for ``SSTE``; in ∂L/∂x too, on GPUs by the transpose, packed along with the weight.
         seed: of the estimates, as for ``SSTE``.
 
-    Raises:
-        RecipeError: ``end`` is a share without ``total_steps`` or leaves no sparse step, or an option is out of range.
-
     Example:
         >>> recipe = FST("2:4", total_steps=300_000)
         >>> recipe.final, [begin for begin, stage in recipe.stages]

@@ -100,7 +100,7 @@ class LBC(ScheduledRecipe):
         gradient: ``"chain"`` ∂L/∂W = g ⊙ B; ``"ste"`` g itself.
 
     Raises:
-        PatternError: more than 256 combinations. RecipeError: shares without ``total_steps``, or a value out of range.
+        PatternError: more than 256 combinations.
 
     Example:
         >>> recipe = LBC("2:4", total_steps=100)

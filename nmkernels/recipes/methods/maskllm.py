@@ -132,7 +132,7 @@ class MaskLLM(ScheduledRecipe):
         lr_multiplier, seed: of the logits, in ``optimizer``; of the noise, None for torch's initial seed.
 
     Raises:
-        PatternError: more than 256 combinations. RecipeError: ``total_steps`` is missing or a value is out of range.
+        PatternError: more than 256 combinations.
 
     Example:
         >>> recipe = MaskLLM("2:4", total_steps=2000)

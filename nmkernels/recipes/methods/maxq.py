@@ -91,7 +91,7 @@ class MaxQ(ScheduledRecipe):
         gradient: ``"ste"`` g, as in the authors' scripts; ``"chain"`` g ⊙ M ⊙ (1 + Q).
 
     Raises:
-        RecipeError: ``total_steps`` is missing, a value is out of range, N = M, or no step is left between the phases.
+        RecipeError: N = M.
 
     Example:
         >>> recipe = MaxQ("2:4", total_steps=100, start=10, end=50)

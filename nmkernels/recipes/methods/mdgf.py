@@ -59,9 +59,6 @@ class MdGf(ScheduledRecipe):
         residual: D at the end of the exponential decay, from which c follows; ``coefficient``: c itself, per step, instead.
         levels: hold D constant over each of so many equal parts of the decay.
 
-    Raises:
-        RecipeError: ``total_steps`` is missing, a value is out of range, or no step is left for the decay.
-
     Example:
         >>> recipe = MdGf("1:8", total_steps=100, schedule="linear", start=10, end=90)
         >>> [recipe.flow(torch.tensor(float(t))).item() for t in (0, 10, 50, 90)]

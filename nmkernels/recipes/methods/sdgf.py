@@ -39,7 +39,7 @@ class SdGf(ScheduledRecipe):
         packed: as for ``STE``.
 
     Raises:
-        RecipeError: ``total_steps`` is missing, a value is out of range, or there are more frames than steps for them.
+        RecipeError: there are more frames than steps for them.
 
     Example:
         >>> [str(p) for p in SdGf("1:8", total_steps=100).frames()]
