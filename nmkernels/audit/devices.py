@@ -20,9 +20,6 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from ..pattern import RecipeError
-from ..recipes.registry import suggestion
-
 HALVES = ("float16", "bfloat16")
 
 
@@ -104,11 +101,3 @@ def named(name: str) -> Device | None:
     # the PCIe cards of the same names have other clocks and memories
     found = [device for key, device in DEVICES.items() if key in words and "PCIE" not in words]
     return found[0] if found else None
-
-
-def unknown(name: str) -> RecipeError:
-    near = suggestion(name, [*DEVICES, "cpu", "cuda"]) or "."
-    return RecipeError(
-        f"audit: no device is called {name!r}{near} Known are {', '.join(DEVICES)}, which need not be there, "
-        'and "cpu" or "cuda" of this machine.'
-    )

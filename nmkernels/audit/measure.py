@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from statistics import median
@@ -18,9 +19,10 @@ from torch import Tensor
 
 from .. import ops
 from ..autograd.gemms import Gemm, measure
-from ..pattern import NMError, Pattern
+from ..pattern import NMError, Pattern, RecipeError
+from ..recipes.registry import suggestion
 from ..tuning import Seconds, Task, Timer, device_name
-from .devices import DEVICES, Device, kind, named, unknown
+from .devices import DEVICES, Device, kind, named
 from .rules import GEMMS, Case, Layer, Pieces, Rules, packed_bytes
 
 LEAST = 3  # rounds in which every piece takes part at least
@@ -95,8 +97,8 @@ def gemm_of(case: Case, role: str, device: torch.device) -> Gemm:
     return Gemm(role, layer.tokens, *layer.shape, pattern.n, pattern.m, layer.dtype, device, tuple(forms), rule)
 
 
-def tasks_of(layer: Layer, rules: Rules, device: torch.device, transposed: bool, names: Sequence[str]) -> list[Task]:
-    """Calls for the named pieces, on random numbers of the layer's shape; ``transposed`` as for ``Device``."""
+def tasks_of(layer: Layer, rules: Rules, device: torch.device, names: Sequence[str]) -> list[Task]:
+    """Calls for the named pieces, on random numbers of the layer's shape."""
     (out, cols), t, raw = layer.shape, layer.tokens, torch.ops.nmkernels
     wanted = {name.partition(" ")[0] for name in names}
     x, w = (torch.randn(size, dtype=layer.dtype, device=device) for size in ((t, cols), (out, cols)))
@@ -114,11 +116,7 @@ def tasks_of(layer: Layer, rules: Rules, device: torch.device, transposed: bool,
     values, indices = raw.nm_compress(w, n, m, None)
     calls["fprop sparse"] = lambda: raw.nm_linear(x, values, indices, n, m, cols)
     calls["expand"] = lambda: raw.nm_decompress(values, indices, n, m, cols)
-    if transposed:
-        calls["dgrad sparse"] = lambda: raw.nm_linear_dgrad(g, values, indices, n, m, cols)
-    elif "dgrad sparse" in names:
-        values_t, indices_t = raw.nm_compress(w.t().contiguous(), n, m, None)
-        calls["dgrad sparse"] = lambda: raw.nm_linear(g, values_t, indices_t, n, m, out)
+    calls["dgrad sparse"] = lambda: raw.nm_linear_dgrad(g, values, indices, n, m, cols)
     if rules.estimate is not None and "estimate" in wanted:
         p, seed = rules.estimate, torch.zeros(2, dtype=torch.int64, device=device)
         gv, gi = raw.nm_mvue_compress(g, p.n, p.m, 0, seed, "exact")
@@ -189,7 +187,7 @@ def measure_one(case: Case, device: torch.device, timer: Seconds | None, share: 
     if wanted > MEMORY * free:
         return Measured(note=f"not measured: it needs about {wanted / 1e9:.1f} GB of memory, {free / 1e9:.1f} are free")
     with torch.no_grad():
-        found = timed(tasks_of(small.layer, case.rules, device, case.device.transposed, needed(case)), device, timer, share / 4)
+        found = timed(tasks_of(small.layer, case.rules, device, needed(case)), device, timer, share / 4)
     seconds = {name: median(samples) for name, samples in found.items()}
     kernels: dict[str, str] = {}
     for role in gemms(case):
@@ -240,12 +238,15 @@ def find(spec: str | torch.device | None, default: torch.device) -> tuple[str | 
     if isinstance(target, str) and (found := DEVICES.get(target.upper()) or named(target)) is not None:
         here = torch.cuda.is_available() and named(torch.cuda.get_device_name()) is found
         return found, torch.device("cuda") if here else None
-    try:
+    device = None
+    with suppress(RuntimeError):
         device = torch.device(target)
-    except RuntimeError:
-        raise unknown(str(target)) from None
-    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
-        raise unknown(str(target))
+    if device is None or device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
+        near = suggestion(str(target), [*DEVICES, "cpu", "cuda"]) or "."
+        raise RecipeError(
+            f"audit: no device is called {str(target)!r}{near} Known are {', '.join(DEVICES)}, which need not be there, "
+            'and "cpu" or "cuda" of this machine.'
+        )
     name = device_name(device)
     return named(name) or name, device
 
@@ -269,7 +270,7 @@ def measured(name: str, device: torch.device, dtype: torch.dtype, pattern: Patte
         Task("copy", lambda: target.copy_(source)),
         Task("launch", lambda: F.linear(tiny, weight)),
         Task("call", lambda: torch.ops.nmkernels.nm_linear(tiny, values, indices, pattern.n, pattern.m, pattern.m)),
-        *tasks_of(probe, Rules(pattern, estimate=pattern), device, transposed=True, names=[*names, "estimate", "weight rows"]),
+        *tasks_of(probe, Rules(pattern, estimate=pattern), device, [*names, "estimate", "weight rows"]),
     ]
     # what the device can do, whoever else is using it
     took = {name: min(samples) for name, samples in timed(tasks, device, timer, 1.5, least=7).items()}

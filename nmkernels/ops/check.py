@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..pattern import DtypeError, OptionError, Pattern, PatternError, PatternLike, ShapeError
-from ..reference.layouts import COLUMNS, LAYOUTS, WARPS, layout_of, meta_shape
+from ..reference.layouts import COLUMNS, LAYOUTS, WARPS, meta_shape
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -129,12 +129,3 @@ def check_ordered(op: str, values: Tensor, meta: Tensor, pattern: Pattern, layou
             f"which has {expected[0]} and {expected[1]}. Make them with nm.ops.pack."
         )
     check_device(op, values=values, meta=meta)
-
-
-def check_operand(op: str, values: Tensor, indices: Tensor, n: int, m: int, cols: int, ordered: bool = True) -> None:
-    """The checks of a compressed matrix, which with ``ordered`` may lie in the order of tensor cores: its indices are int32 then."""
-    check_matrix(op, "the compressed operand", values)
-    if ordered and indices.dtype == torch.int32:
-        check_ordered(op, values, indices, Pattern(n, m), layout_of(indices), values.shape[0], cols)
-    else:
-        check_packed(op, values, indices, n, m, cols)

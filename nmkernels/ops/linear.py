@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from ..pattern import OptionError, ShapeError
+from ..pattern import OptionError, Pattern, ShapeError
+from ..reference.layouts import layout_of
 from ..reference.linear import ACTIVATIONS
-from .check import check_device, check_matrix, check_operand, check_same_dtype
+from .check import check_device, check_matrix, check_ordered, check_packed, check_same_dtype
 from .compress import Compressed
 from .define import Spec, define
 from .derivatives import require_no_grad
@@ -14,7 +16,11 @@ from .pack import Operand, positions
 
 
 def _operands(op: str, what: str, x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int) -> None:
-    check_operand(op, values, indices, n, m, cols, ordered=op != "nm_linear_dgrad")
+    check_matrix(op, "the compressed operand", values)
+    if indices.dtype == torch.int32 and op != "nm_linear_dgrad":  # metadata, in the order of tensor cores
+        check_ordered(op, values, indices, Pattern(n, m), layout_of(indices), values.shape[0], cols)
+    else:
+        check_packed(op, values, indices, n, m, cols)
     check_same_dtype(op, what, x, "the compressed operand", values)
     check_device(op, **{what: x, "the compressed operand": values})
 
@@ -90,7 +96,6 @@ def linear(x: Tensor, c: Operand, bias: Tensor | None = None, activation: str | 
         NMError: an operand requires grad: the derivative lives in ``nm.nn.CompressedLinear`` and ``nm.nn.SparseLinear``.
 
     Example:
-        >>> import torch
         >>> from nmkernels import ops
         >>> w = ops.compress(torch.tensor([[1.0, 0.0, -2.0, 3.0]]), "2:4")
         >>> linear(torch.tensor([[0.0, 0.0, -1.0, 0.0]]), w, activation="relu2")
@@ -111,7 +116,6 @@ def linear_dgrad(g: Tensor, c: Compressed) -> Tensor:
         ShapeError, DtypeError, NMError: as ``linear``. OptionError: the weight is in a device layout.
 
     Example:
-        >>> import torch
         >>> from nmkernels import ops
         >>> linear_dgrad(torch.ones(1, 1), ops.compress(torch.tensor([[1.0, 0.0, -2.0, 3.0]]), "2:4"))
         tensor([[ 0.,  0., -2.,  3.]])
@@ -137,7 +141,6 @@ def linear_wgrad(gc: Operand, x: Tensor) -> Tensor:
         ShapeError, DtypeError, NMError: as ``linear``.
 
     Example:
-        >>> import torch
         >>> from nmkernels import ops
         >>> g, x = torch.tensor([[0.0], [2.0], [0.0], [1.0]]), torch.ones(4, 3)
         >>> linear_wgrad(ops.mvue_compress(g, "2:4", dim=0), x)
