@@ -16,12 +16,13 @@ import torch
 
 from nmkernels import capability, dispatch, testing
 from nmkernels.autograd import gemms
+from nmkernels.backends.triton import interpreted
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at the markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     gpu = [item for item in items if item.get_closest_marker("gpu")]
-    if gpu and not capability.cuda_device().ok:
+    if gpu and (interpreted() or not capability.cuda_device().ok):  # Triton interprets on the CPU
         config.hook.pytest_deselected(items=gpu)
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
     mark_slow(items)

@@ -1,10 +1,9 @@
-"""mvue in CUDA, beyond the conformance suite: groups next to every breakpoint, tiles with ragged edges, words of large counters."""
+"""mvue in CUDA: the shared suite, numbers at the ends of their ranges, blocks of two tiles, and seeds of 64 bits."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
 from nmkernels import Pattern, dispatch, reference, testing
 from nmkernels.reference.mvue import uniforms24
@@ -16,35 +15,6 @@ check = MvueSuite().check
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 SMALL = ["2:4", "1:4", "2:8", "1:8", "1:16"]
 ANY = ["1:2", "3:4", "2:5", "3:5", "4:8", "2:16", "4:32"]
-
-
-def weights(groups: Tensor, n: int) -> Tensor:
-    """p_i = min(1, |g_i| / h), sum n, in float64; n is 1 or 2."""
-    a = groups.double().abs()
-    s = a.sum(-1, keepdim=True)
-    h = s if n == 1 else torch.minimum(s / 2, s - a.amax(-1, keepdim=True))
-    return (a / h).clamp(max=1)
-
-
-def at_breakpoints(p: Pattern, dtype: torch.dtype, u: Tensor) -> Tensor:
-    """For each 24-bit number a group with a running sum of probabilities next to it (modulo 1): the nearest of many."""
-    pool = torch.randn(60_000, p.m) * torch.logspace(0, -3, p.m, base=2)
-    pool[::3] *= torch.randn(20_000, p.m).exp()
-    pool = pool.to(dtype)
-    sums = weights(pool, p.n).cumsum(-1)[:, :-1].remainder(1)
-    order = sums.flatten().argsort()
-    at = torch.searchsorted(sums.flatten()[order], u.double() / 2**24).clamp(max=len(order) - 1)
-    return pool[order[at] // (p.m - 1)]
-
-
-@pytest.mark.parametrize("pattern", SMALL)
-def test_breakpoints(pattern: str, device: str, ours: Ours) -> None:
-    """What is decided by rough arithmetic is decided rightly, and what is too near is left to the definition."""
-    for dtype in [F32, BF16, F16]:
-        p, words, count = Pattern(pattern), seed(21, 5), 2048
-        g = at_breakpoints(p, dtype, uniforms24(words, count)).flatten()
-        check(ours, g, p, -1, words, "exact", device, "along memory")
-        check(ours, g.view(8, -1).t().contiguous(), p, 0, words, "exact", device, "across it")
 
 
 @pytest.mark.parametrize("pattern", SMALL)
@@ -92,6 +62,7 @@ def test_the_first_of_all_uniforms_and_seeds_of_64_bits(device: str, ours: Ours)
 
 
 class TestMvue(MvueSuite):
+    breakpoints = SMALL
     cases = [(q, "exact") for q in SMALL + ANY] + [("2:4", "approx"), ("2:7", "approx"), ("2:16", "approx")]
     shapes = [*MvueSuite.shapes, ((601, 8), 0)]
     wide = ["128:256", "255:256", "1:1", "1:3", "7:64", "5:100"]
