@@ -157,7 +157,7 @@ ROSTER = {
         ),
         (3, 9, 15),
     ),
-    "step_asp": stepped("2:4", "asp", lambda p, d, step: asp(p, d, step=step)),
+    "step_asp": stepped("2:4", "asp(permute=True, escapes=0)", lambda p, d, step: asp(p, d, permute=True, step=step)),
     "asp": Entry(ASP("2:4"), lambda p, d, s: asp(p, d)),
     "asp_permute": Entry(ASP("2:4", permute=True, escapes=0), lambda p, d, s: asp(p, d, permute=True)),
     "asp_permute_late": Entry(ASP("2:4", permute=True, escapes=0, start=6), lambda p, d, s: asp(p, d, 6, permute=True), (3, 6, 9)),

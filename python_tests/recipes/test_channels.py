@@ -9,9 +9,9 @@ from torch import nn
 
 import nmkernels as nm
 from nmkernels.optim import MaskedAdamW
-from nmkernels.recipes import ASP, STEP, search_permutation
+from nmkernels.recipes import ASP, search_permutation
 from nmkernels.recipes.search import permutation
-from python_tests.recipes.loop import Adam, batches, distance, mlp, snapshot
+from python_tests.recipes.loop import batches, distance, mlp, snapshot
 from python_tests.recipes.running import F32, start, through_a_file, train
 
 DATA = batches(20)
@@ -81,18 +81,6 @@ def test_the_mask_keeps_more_and_says_so():
     assert f"the mask keeps {kept:.4f} of the magnitude instead of {plain:.4f}" in handle.report.channels["2"]
     train(model, optimizer, DATA[:1])
     assert handle.metrics()["kept_gain"].item() == pytest.approx((kept / plain - 1).item(), rel=1e-6)
-
-
-def test_inside_step():
-    """STEP asks its inner recipe; the frozen second moments move along."""
-    recipe, dense = STEP("2:4", switch="fixed", start=4, inner=ASP("2:4", permute=True, escapes=FEW)), mlp()
-    model, handle, optimizer = start(recipe)
-    theirs = MaskedAdamW(dense.parameters(), **Adam().keywords)
-    train(dense, theirs, DATA[:4])
-    want = theirs.state[dense[2].weight]["exp_avg_sq"][:, search_permutation(dense[2].weight.detach(), escapes=FEW).order]
-    train(model, optimizer, DATA[:6])
-    assert "reordered with the outputs of 0" in handle.report.channels["2"] and handle.metrics()["kept_gain"] > 0
-    assert torch.equal(optimizer.state[model[2].weight]["exp_avg_sq"], want)
 
 
 @pytest.mark.parametrize("late", [0, 6])

@@ -180,7 +180,15 @@ def test_remove_gives_the_dense_model_back(entry):
     assert "nm_recipe" not in optimizer.param_groups[0] and not optimizer._optimizer_step_pre_hooks
     assert all(p.requires_grad for p in params)
     assert not any(hooks for key, hooks in vars(optimizer).items() if key.endswith("_hooks")) and not getattr(optimizer, "targets", {})
+    (state,) = through_a_file(optimizer.state_dict())
     step(model, optimizer, DATA32[9])
+    if sum(len(group["params"]) for group in optimizer.param_groups) == len(params):
+        dense = net(entry.recipe, F32)
+        dense.load_state_dict(before)
+        ordinary = optimizer_of(entry.recipe, dense.parameters())
+        ordinary.load_state_dict(state)
+        step(dense, ordinary, DATA32[9])
+        assert distance(snapshot(dense), snapshot(model)) == 0.0
 
 
 # ---- the surroundings

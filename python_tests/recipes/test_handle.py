@@ -11,7 +11,7 @@ import torch
 import nmkernels as nm
 from nmkernels.optim import MaskedAdamW
 from nmkernels.recipes import ASP, SRSTE, STE, STEP, MaskLLM
-from python_tests.recipes.loop import batches, distance, loss_of, mlp, snapshot
+from python_tests.recipes.loop import batches, loss_of, mlp
 from python_tests.recipes.running import start, train
 
 # ---- attach
@@ -177,20 +177,3 @@ def test_finish_refuses_weights_that_are_not_finite():
         with pytest.raises(nm.RecipeError, match="'2' has NaN or infinite values"):
             handle.finish()
         assert torch.equal(model[0].weight, before) and not handle.finished
-
-
-@pytest.mark.parametrize("make", [MaskedAdamW, torch.optim.AdamW])
-@pytest.mark.parametrize("recipe", [SRSTE(decay=0.1), STEP(t_min=2, t_max=4, threshold=1e-30), ASP(), ASP(start=6)], ids=repr)
-def test_after_remove_the_optimizer_is_an_ordinary_one(recipe, make):
-    make = MaskedAdamW if recipe.name == "step" else make
-    model, handle, optimizer = start(recipe, make=make)
-    train(model, optimizer, batches(3))
-    handle.remove()
-    assert not any(hooks for key, hooks in vars(optimizer).items() if key.endswith("_hooks")) and not getattr(optimizer, "targets", {})
-    plain = mlp()
-    plain.load_state_dict(model.state_dict())
-    ordinary = make(plain.parameters(), lr=1e-2)
-    ordinary.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # torch keeps the very tensors that it loads
-    train(model, optimizer, batches(3))
-    train(plain, ordinary, batches(3))
-    assert distance(snapshot(model), snapshot(plain)) == 0.0

@@ -1,6 +1,7 @@
 """The option ``packed``: which plans it makes, what it refuses, and that it changes how GEMMs are computed and nothing else."""
 
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,42 +11,52 @@ from nmkernels.autograd import GemmPlan, gemms
 from nmkernels.autograd.gemms import function
 from nmkernels.capability import compiled_core
 from nmkernels.pattern import RecipeError
-from nmkernels.recipes import FST, SRSTE, SSTE, STE, STEP, LayerWise, SdGf
+from nmkernels.recipes import FST, SRSTE, SSTE, STE, STEP
 from nmkernels.recipes.schedule import packing
 from python_tests.nn.test_effective import Calls
 from python_tests.recipes.loop import distance, snapshot
+from python_tests.recipes.roster import ROSTER
 from python_tests.recipes.running import DATA, DATA32, F32, F64, run, start, step
 
-MAKERS = {
-    "ste": lambda **k: STE("2:4", **k),
-    "srste": lambda **k: SRSTE("2:4", decay=0.1, **k),
-    "step": lambda **k: STEP("2:4", t_min=2, t_max=7, threshold=1e-30, decay=0.1, **k),
-    "step_sste": lambda **k: STEP("2:4", 20, switch="fixed", start=6, inner=SSTE(seed=1, **k)),
-    "sste": lambda **k: SSTE("2:4", seed=1, **k),
-    "sste_1_4": lambda **k: SSTE("1:4", seed=1, **k),
-    "sste_dense_wgrad": lambda **k: SSTE("2:4", mvue=None, **k),
-    "fst": lambda **k: FST("2:4", 20, every=3, decay=0.1, seed=1, **k),
-    "fst_other_estimate": lambda **k: FST("1:4", every=3, decay=0.1, end=None, seed=1, **k),
-    "fst_1_4": lambda **k: FST("1:4", every=3, decay=0.1, end=None, mvue=None, **k),
-    "sdgf": lambda **k: SdGf("1:8", 20, start=2, gradient="chain", **k),
-    "layerwise": lambda **k: LayerWise("2:8", inner=SRSTE("2:8", decay=0.1, **k), rule="magnitude", choices="all"),
-}
+KEYS = (
+    "ste",
+    "srste",
+    "step",
+    "step_sste",
+    "sste",
+    "sste_approx",
+    "sste_dense_wgrad",
+    "fst",
+    "fst_packed",
+    "fst_nm",
+    "sdgf_chain",
+    "layerwise",
+)
+
+
+def made(key, packed):
+    """A recipe of the roster, its GEMMs packed or not; where it has an inner one, that one's."""
+    recipe = ROSTER[key].recipe
+    inner = getattr(recipe, "inner", None)
+    return replace(recipe, packed=packed) if inner is None else replace(recipe, inner=replace(inner, packed=packed))
+
+
 # the function stands in the place of its module
 linear_module, plan_module = (sys.modules[f"nmkernels.autograd.{name}"] for name in ("linear", "plan"))
-EACH = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS.keys())
+EACH = pytest.mark.parametrize("key", KEYS)
 
 
 @pytest.mark.quick(3)
 @EACH
-def test_twenty_steps_are_those_of_the_dense_layout(make):
+def test_twenty_steps_are_those_of_the_dense_layout(key):
     for dtype, data, close in ((F64, DATA, 1e-10), (F32, DATA32, 1e-4)):
-        want, *others = (snapshot(run(make(packed=value), dtype, data)[0]) for value in (False, True, "auto"))
+        want, *others = (snapshot(run(made(key, packed=value), dtype, data)[0]) for value in (False, True, "auto"))
         assert all(distance(got, want) < close for got in others)
 
 
 @EACH
-def test_packed_gemms_are_what_runs(make):
-    model, handle, _ = run(make(packed=True), F32, DATA32[:9])
+def test_packed_gemms_are_what_runs(key):
+    model, handle, _ = run(made(key, packed=True), F32, DATA32[:9])
     layer = model[2]
     assert layer.plan.packs and handle.run.stage.transform is not None
     model(torch.randn(4, 16))
@@ -64,15 +75,15 @@ def chosen(request, monkeypatch):
 
 
 @pytest.mark.parametrize("chosen", ["dense", "packed"], indirect=True)
-@pytest.mark.parametrize("name", ["srste", "sste", "sste_1_4", "fst", "fst_1_4"])
+@pytest.mark.parametrize("name", ["srste", "sste", "sste_approx", "fst", "fst_nm"])
 def test_auto_does_what_was_chosen(name, chosen):
-    want = run(MAKERS[name](packed=False), F32, DATA32[:6])[0]
+    want = run(made(name, packed=False), F32, DATA32[:6])[0]
     with Calls() as calls:
-        model = run(MAKERS[name](packed="auto"), F32, DATA32[:6])[0]
+        model = run(made(name, packed="auto"), F32, DATA32[:6])[0]
     assert distance(snapshot(model), snapshot(want)) < 1e-5
     estimated = {"dense": "mvue", "packed": "mvue_compress"}[chosen]
     assert {"linear", "linear_dgrad", "pack"} & set(calls.names) == (set() if chosen == "dense" else {"linear", "linear_dgrad", "pack"})
-    draws = name in ("sste", "sste_1_4", "fst")
+    draws = name in ("sste", "sste_approx", "fst")
     assert calls.names.count(estimated) == (12 if draws else 0)
     assert calls.names.count("linear_wgrad") == (12 if draws and chosen == "packed" else 0)
 
@@ -80,7 +91,7 @@ def test_auto_does_what_was_chosen(name, chosen):
 @pytest.mark.parametrize("chosen", ["dense", "packed"], indirect=True)
 def test_auto_compiles_without_a_break(chosen):
     torch.compiler.reset()
-    model, _, optimizer = start(MAKERS["sste"](packed="auto"), F32)
+    model, _, optimizer = start(made("sste", packed="auto"), F32)
     graphs = []
 
     def backend(graph, inputs):
@@ -91,7 +102,7 @@ def test_auto_compiles_without_a_break(chosen):
     for batch in DATA32[:4]:
         step(forward, optimizer, batch)
     assert len(graphs) == 1 and all((op in graphs[0]) == (chosen == "packed") for op in ("nm_linear.", "nm_linear_dgrad", "nm_pack"))
-    assert distance(snapshot(model), snapshot(run(MAKERS["sste"](packed=False), F32, DATA32[:4])[0])) < 1e-5
+    assert distance(snapshot(model), snapshot(run(made("sste", packed=False), F32, DATA32[:4])[0])) < 1e-5
     torch.compiler.reset()
 
 
@@ -115,8 +126,8 @@ def test_each_gemm_is_done_by_the_candidate_chosen_for_it(fprop, dgrad, wgrad, m
         return function(op, backend, args)
 
     monkeypatch.setattr(linear_module, "function", watched)
-    got, _, _ = run(MAKERS["fst"](packed="auto"), F32, DATA32[:4])
-    assert distance(snapshot(got), snapshot(run(MAKERS["fst"](packed=False), F32, DATA32[:4])[0])) < 1e-5
+    got, _, _ = run(made("fst", packed="auto"), F32, DATA32[:4])
+    assert distance(snapshot(got), snapshot(run(made("fst", packed=False), F32, DATA32[:4])[0])) < 1e-5
     # two layers and four steps; the first layer's input wants no gradient
     assert done.count(("nm_linear", "cpu")) == 8 * (fprop == "cpu rows") + 4 * (dgrad == "cpu columns")
     assert done.count(("nm_linear_dgrad", "cpu")) == 4 * (dgrad == "cpu rows")
@@ -124,13 +135,13 @@ def test_each_gemm_is_done_by_the_candidate_chosen_for_it(fprop, dgrad, wgrad, m
     assert (packed.rows is not None) == ("cpu rows" in (fprop, dgrad)) and (packed.columns is not None) == (dgrad == "cpu columns")
 
 
-@pytest.mark.parametrize("name", ["srste", "sste", "sste_1_4", "fst"])
+@pytest.mark.parametrize("name", ["srste", "sste", "sste_approx", "fst"])
 @pytest.mark.parametrize("grad", [True, False])
 def test_what_a_layer_is_tuned_for_is_what_it_asks(name, grad, monkeypatch):
     asked = []
     for module in (plan_module, linear_module):
         monkeypatch.setattr(module, "choose", lambda gemm, **_: asked.append(gemm) or "dense")
-    model, _, _ = start(MAKERS[name](packed="auto"), F32)
+    model, _, _ = start(made(name, packed="auto"), F32)
     layer, x = model[0], torch.randn(3, 4, 16, requires_grad=True)
     with torch.set_grad_enabled(grad):
         y = layer(x)
@@ -150,11 +161,11 @@ def test_plans():
     assert all(not recipe().stage({}).plan.packs for recipe in (STE, SRSTE, SSTE))
 
 
-@pytest.mark.parametrize("name", ["ste", "srste", "sste", "step", "fst", "sdgf"])
+@pytest.mark.parametrize("name", ["ste", "srste", "sste", "step", "fst", "sdgf_chain"])
 def test_other_values_are_refused(name):
     for value in ("always", None, 2):
         with pytest.raises(RecipeError, match=f"packed={value!r} is unknown; choose one of False, True, auto"):
-            MAKERS[name](packed=value)
+            made(name, packed=value)
     with pytest.raises(RecipeError, match="fp8='paper', packed=True do not go: .*the weight in dense layout"):
         SSTE(fp8="paper", packed=True)
     with pytest.raises(RecipeError, match="there is an inner recipe; give it to that one"):
