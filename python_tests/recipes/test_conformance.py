@@ -261,11 +261,14 @@ def test_two_models_at_once(entry):
 @pytest.mark.quick(3)
 @KINDS
 def test_compiled_equals_eager(entry):
+    """Also what is deployed; with it in between, a graph for each step would meet torch's limit of them."""
     torch.compiler.reset()
-    model, _, optimizer = start(entry.recipe, F32)
+    model, handle, optimizer = start(entry.recipe, F32)
     forward = torch.compile(model, fullgraph=True, backend="aot_eager")
     for batch in DATA32:
         step(forward, optimizer, batch)
+        with handle.deployable(), torch.no_grad():
+            torch.testing.assert_close(forward(batch[0]), model(batch[0]), atol=1e-5, rtol=1e-5)
     assert distance(snapshot(model), snapshot(run(entry.recipe, F32, DATA32)[0])) < 1e-5
     torch.compiler.reset()
 
