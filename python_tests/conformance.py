@@ -85,6 +85,11 @@ def like(results: Any, make: Callable[[Tensor], Tensor]) -> Any:
     return pytree.tree_map_only(Tensor, lambda x: testing.fill_poison(make(x)), results)
 
 
+def compiled(op: Callable[..., Any]) -> Callable[..., Any]:
+    torch._dynamo.reset()
+    return torch.compile(lambda *args, **keywords: op(*args, **keywords), fullgraph=True, backend="aot_eager")
+
+
 QUICK = 2
 """Samples that are looked at by tests that are not slow."""
 
@@ -154,10 +159,12 @@ class Conformance:
 
     @for_each_sample
     def test_compiled_equals_eager(self, sample: Sample, monkeypatch: pytest.MonkeyPatch) -> None:
-        torch._dynamo.reset()
-        compiled = torch.compile(lambda *args: self.raw()(*args), fullgraph=True, backend="aot_eager")
         expected = self.run(self.raw(), self.args(sample))
-        testing.assert_equal_bits(self.run(compiled, self.args(sample)), expected, "compiled")
+        testing.assert_equal_bits(self.run(compiled(self.raw()), self.args(sample)), expected, "compiled")
+        if self.out:
+            outs = [torch.zeros_like(x) for x in tensors(expected)]
+            compiled(self.raw("_out"))(*self.args(sample), **dict(zip(self.out, outs, strict=True)))
+            testing.assert_equal_bits(outs, tensors(expected), "compiled out=")
 
     @for_each_sample
     def test_strided_inputs(self, sample: Sample, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,14 +242,3 @@ class Conformance:
             assert self.raw("_out")(*self.args(sample), **keywords) is None
             testing.assert_equal_bits(outs, expected, f"out= ({layout.__name__})")
             assert all(x._version > v for x, v in zip(outs, versions, strict=True)), "a write was not counted"
-
-    @for_each_sample
-    def test_out_compiles(self, sample: Sample, monkeypatch: pytest.MonkeyPatch) -> None:
-        if not self.out:
-            return
-        torch._dynamo.reset()
-        compiled = torch.compile(lambda *args, **kw: self.raw("_out")(*args, **kw), fullgraph=True, backend="aot_eager")
-        expected = tensors(self.raw()(*self.args(sample)))
-        outs = [torch.zeros_like(x) for x in expected]
-        compiled(*self.args(sample), **dict(zip(self.out, outs, strict=True)))
-        testing.assert_equal_bits(outs, expected, "compiled out=")

@@ -1,4 +1,4 @@
-"""The same job on every device: training agrees with the CPU, and files move across."""
+"""The same job on a GPU: training agrees with the CPU, and files move across."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import torch
 from torch import nn
 
 import nmkernels as nm
-
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def model() -> nn.Module:
@@ -34,19 +32,17 @@ def trained(device: str, capturable: bool) -> nn.Module:
     return handle.finish()
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.gpu
 @pytest.mark.parametrize("capturable", [False, True])
-def test_training_agrees_and_the_file_moves_across(device: str, capturable: bool, tmp_path) -> None:
-    if capturable and device == "cpu":
-        pytest.skip("torch has capturable optimizers on accelerators only")
-    sparse = trained(device, capturable)
+def test_training_agrees_and_the_file_moves_across(capturable: bool, tmp_path) -> None:
+    sparse = trained("cuda", capturable)
     want = trained("cpu", False)
     for a, b in zip(sparse.parameters(), want.parameters(), strict=True):
         torch.testing.assert_close(a.detach().cpu(), b.detach(), atol=1e-4, rtol=1e-4)
     x = torch.randn(4, 32)
-    dense = copy.deepcopy(sparse)(x.to(device))
+    dense = copy.deepcopy(sparse)(x.cuda())
     nm.compress_(sparse)
-    torch.testing.assert_close(sparse(x.to(device)), dense, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(sparse(x.cuda()), dense, atol=1e-5, rtol=1e-4)
     nm.save_compressed(sparse, tmp_path / "m.safetensors")
     again = nm.load_compressed(model(), tmp_path / "m.safetensors")
     torch.testing.assert_close(again(x), dense.cpu(), atol=1e-5, rtol=1e-4)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import struct
 import warnings
-from collections.abc import Callable, Iterator
-from copy import deepcopy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,36 +24,43 @@ from python_tests.export.editing import Net, saved
 DTYPES = ["BOOL", "U8", "I8", "F8_E4M3", "F8_E8M0", "F4", "F6_E2M3", "I16", "BF16", "F16", "F32", "F64", "C64", "U64", "F128", "f32"]
 SHAPES = [[0], [0, 2**62], [2**63, 0], [2**64, 0], [2**32, 2**32, 0], [0] * 5000, [], [1] * 200, [12], [24], [6, 24], [2**61], [-1]]
 
-
-class Raw(str):
-    """JSON text as it stands."""
-
-
-class Key(str):
-    """A key that equals only itself, so that an object can hold one name twice."""
-
-    __slots__ = ()
-    __hash__ = object.__hash__
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-
-ODD: list[Any] = [
-    *(None, True, False, 0, 1, -1, 2, 3, 24, 255, 2**31, 2**32, 2**63 - 1, 2**63, 2**64, 10**30, -(2**63), 0.5, 24.0, 2.5),
-    *(Raw("NaN"), Raw("Infinity"), Raw("-Infinity"), Raw("1e999"), Raw("9" * 5000), Raw('"\\ud800"'), Raw("-0"), Raw("01"), Raw("")),
-    *("", "9" * 5000, "\u0662:\u0664", "\u00e9\u202e\n", "a" * 50_000, "\0"),
-    *("x", "2:4", "1:2", "2:3", "0:0", "2:999", "F32", "U8", "F8_E4M3", "BOOL", "float32", "__class__", "linear", "conv1d"),
-    *("0.weight.values", "1", "head", "torch", "int32", "values", "24"),
-    *([], {}, [1], [[]], {"a": 1}, [0, 0], [24, 12], ["24", "12"], [12.0, 24.0], [0, 2**62], [2**32, 2**32], [True, 4], [-12, -24]),
-    *(Raw(f"{start * n}1{end * n}") for n in (100, 50_000) for start, end in (("[", "]"), ('{"a":', "}"))),
+ODD = [
+    *[
+        "null",
+        "true",
+        "false",
+        "0",
+        "1",
+        "-1",
+        "2",
+        "3",
+        "24",
+        "255",
+        "0.5",
+        "24.0",
+        "2.5",
+        "-0",
+        "01",
+        "1e999",
+        "NaN",
+        "Infinity",
+        "-Infinity",
+    ],
+    *(str(sign * 2**bits + more) for bits in (31, 32, 63, 64, 100) for sign in (1, -1) for more in (0, -1)),
+    *('""', '"\\ud800"', '"__class__"', '"\\u0662:\\u0664"', '"\\u0000"', f'"{"9" * 5000}"', f'"{"a" * 50_000}"', "9" * 5000, ""),
+    *(f'"{word}"' for word in ("x", "2:4", "1:2", "2:3", "0:0", "2:999", "F32", "U8", "F8_E4M3", "BOOL", "float32", "linear", "conv1d")),
+    *(f'"{word}"' for word in ("0.weight.values", "1", "head", "torch", "int32", "values", "24", "norm", "__metadata__", "3.0")),
+    *("[]", "{}", "[1]", "[[]]", '{"a": 1}', "[0, 0]", "[24, 12]", '["24", "12"]', "[12.0, 24.0]", "[0, 4611686018427387904]", "[true, 4]"),
+    *(f"{start * n}1{end * n}" for n in (100, 50_000) for start, end in (("[", "]"), ('{"a":', "}"))),
 ]
+"""JSON text, or none at all."""
 
+STRING = r'"(?:[^"\\]|\\.)*"'
+VALUE = rf"(?:{STRING}|-?\d+|\[[^\[\]]*\]|\{{[^{{}}]*\}})"
+PIECES = [rf"(?<=: ){VALUE}", rf"(?<=: ){VALUE}", VALUE, STRING, rf"{STRING}: {VALUE}(?:, )?", ".*"]
+"""What is exchanged in a header: values, names, whole members, and all there is."""
 
 Mutation = Callable[[bytes, random.Random], bytes]
-
-
-# ---- a file as a tree, and the tree as a file
 
 
 def split(data: bytes) -> tuple[dict[str, Any], bytes]:
@@ -61,84 +68,34 @@ def split(data: bytes) -> tuple[dict[str, Any], bytes]:
     return json.loads(data[8 : 8 + length]), data[8 + length :]
 
 
-def text(value: Any) -> str:
-    """JSON that may say a name twice, or be none at all."""
-    if isinstance(value, Raw):
-        return str(value)
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{json.dumps(str(key))}:{text(item)}" for key, item in value.items()) + "}"
-    return "[" + ",".join(map(text, value)) + "]" if isinstance(value, list) else json.dumps(value)
-
-
-def joined(header: Any, body: bytes) -> bytes:
-    head = text(header).encode("utf-8", "surrogatepass")
+def joined(header: str, body: bytes) -> bytes:
+    head = header.encode()
     head = head.ljust(-(-len(head) // 8) * 8)
     return struct.pack("<Q", len(head)) + head + body
 
 
-def places(tree: Any) -> Iterator[tuple[Any, Any]]:
-    """Every (container, key) of ``tree``."""
-    for key in list(tree if isinstance(tree, dict) else range(len(tree))):
-        yield tree, key
-        if isinstance(tree[key], (dict, list)):
-            yield from places(tree[key])
-
-
-def disturb(tree: Any, rng: random.Random) -> None:
-    """One structural change: a value is replaced, removed, doubled or moved, a name changed."""
-    at = list(places(tree))
-    (container, key), (other, its) = rng.choice(at), rng.choice(at)
-    kind = rng.choice(["replace", "replace", "remove", "swap", "rename", "twice", "nudge"])
-    if kind == "remove":
-        del container[key]
-    elif kind == "swap":
-        container[key], other[its] = deepcopy(other[its]), deepcopy(container[key])
-    elif kind in ("rename", "twice") and isinstance(container, dict):
-        value = rng.choice([container[key], container[key], rng.choice(ODD)])
-        name = key if kind == "twice" else rng.choice([its, "", "a.weight", "\ud800", "norm", "__metadata__"])
-        if kind == "rename":
-            del container[key]
-        container[Key(name)] = deepcopy(value)
-    elif kind == "nudge" and type(container[key]) is int:
-        container[key] += rng.choice([-8, -4, -1, 1, 4, 8, 2**32, -(2**40)])
-    else:
-        container[key] = rng.choice([*ODD, [container[key]], text(container[key])])
-
-
-# ---- the kinds of mutations
-
-
 def flipped(data: bytes, rng: random.Random) -> bytes:
-    """Some bytes of the header, or of the tensors."""
+    """Some bytes of the header, or of the tensors, are others, missing, or more; or all from one on are missing."""
     changed, border = bytearray(data), len(data) - len(split(data)[1])
     area = rng.choice([range(border), range(border), range(border, len(data))])
     for _ in range(rng.choice([1, 1, 2, 4, 16])):
-        changed[rng.choice(area)] = rng.choice([rng.randrange(256), *b'"{}[],:0129-eN\\'])
-    return bytes(changed)
-
-
-def framed(data: bytes, rng: random.Random) -> bytes:
-    """Cut off, longer, with another length of the header, or with a byte more or less inside."""
-    at = rng.randrange(8, len(data))
-    length = rng.choice([0, 1, 7, 8, len(data), 10**8, 10**8 + 1, 2**31, 2**63 - 1, 2**63, 2**64 - 1, rng.randrange(2 * len(data))])
-    changes = [data[: rng.randrange(len(data))], data + bytes(at), struct.pack("<Q", length) + data[8:]]
-    return rng.choice([*changes, data[:at] + b" " + data[at:], data[:at] + data[at + 1 :]])
+        at = rng.choice(area)
+        changed[at : at + rng.choice([0, 1, 1, 1, 1, 2])] = [rng.choice([rng.randrange(256), *b'"{}[],:0129-eN\\'])]
+    return bytes(changed[: rng.choice([len(data), rng.choice(area)]) if rng.random() < 0.1 else None])
 
 
 def disturbed(data: bytes, rng: random.Random) -> bytes:
-    """The header, or one of the tables in its metadata."""
+    """The text of the header, or of one of the tables in its metadata: pieces are replaced, removed, doubled or moved."""
     header, body = split(data)
-    which = rng.choice(["header", "layers", "layers", "aliases"])
     about = header["__metadata__"]
-    tree = header if which == "header" else json.loads(about[which])
+    which = rng.choice(["header", "header", "layers", "layers", "aliases", "version"])
+    text = json.dumps(header) if which == "header" else about[which]
     for _ in range(rng.choice([1, 1, 1, 2, 4])):
-        disturb(tree, rng)
-    if which == "header":
-        return joined(tree, body)
-    if rng.random() < 0.1:
-        about["version"] = rng.choice(["0", "1", "3", "4", "", "x", "\u0663", "9" * 5000, "-1", "3.0"])
-    table = rng.choice(ODD) if rng.random() < 0.05 else tree
-    return joined({**header, "__metadata__": {**about, which: text(table).encode("utf-8", "replace").decode()}}, body)
+        pieces = [*re.finditer(rng.choice(PIECES), text)] or [*re.finditer(".*", text)]
+        one, other = rng.choice(pieces), rng.choice(pieces)
+        new = rng.choice([*rng.choices(ODD, k=4), other[0], f"[{one[0]}]", one[0] * 2, ""])
+        text = text[: one.start()] + new + text[one.end() :]
+    return joined(text if which == "header" else json.dumps({**header, "__metadata__": {**about, which: text}}), body)
 
 
 def odd_tensors(data: bytes, rng: random.Random) -> bytes:
@@ -149,10 +106,7 @@ def odd_tensors(data: bytes, rng: random.Random) -> bytes:
     at = rng.choice([[start, start], [end, end], [start, end], [0, 0], [len(body)] * 2, [end, start], [start, end + 1]])
     name = rng.choice([*names, "x", "", "a.nm_left", "norm.weight.values", "c.weight", "again.weight.columns", "\u00e9" * 9999])
     header[name] = {"dtype": rng.choice(DTYPES), "shape": rng.choice(SHAPES), "data_offsets": at}
-    return joined(header, body)
-
-
-# ---- what must hold
+    return joined(json.dumps(header), body)
 
 
 def contents(data: bytes) -> dict[str, Tensor]:
@@ -192,7 +146,7 @@ def check(path: Path, data: bytes) -> bool:
 
 
 @pytest.mark.parametrize("count", [30, pytest.param(1500, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("mutation", [flipped, framed, disturbed, odd_tensors])
+@pytest.mark.parametrize("mutation", [flipped, disturbed, odd_tensors])
 def test_a_mutated_file_loads_what_it_says_or_is_refused(tmp_path: Path, mutation: Mutation, count: int) -> None:
     data = saved(tmp_path / "m")
     assert check(tmp_path / "m", data), "the untouched file loads"

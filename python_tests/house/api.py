@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 from pathlib import Path
 
 FROZEN = Path(__file__).with_name("public_api.txt")
@@ -52,23 +53,8 @@ def _signature(value: object) -> str:
         signature = inspect.signature(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         return "(...)"
-    bare = [p.replace(annotation=p.empty, default=_default(p)) for p in signature.parameters.values()]
-    return str(signature.replace(parameters=bare, return_annotation=signature.empty))
-
-
-class _Shown:
-    def __init__(self, text: str) -> None:
-        self.text = text
-
-    def __repr__(self) -> str:
-        return self.text
-
-
-def _default(parameter: inspect.Parameter) -> object:
-    if parameter.default is parameter.empty:
-        return parameter.empty
-    text = repr(parameter.default)
-    return _Shown("..." if " at 0x" in text or text == "<factory>" else text)
+    bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+    return re.sub(r"<.* at 0x\w+>|<factory>", "...", str(signature.replace(parameters=bare, return_annotation=signature.empty)))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,123 @@
-"""Imports and includes only go down the layers."""
+"""The layers of the package and of csrc: imports and includes only go down, and sideways only inside one folder."""
 
 from __future__ import annotations
 
-from python_tests.house.layers import import_violations, include_violations
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
 from python_tests.house.tree import CSRC, PACKAGE
+
+TOP = 11
+LAYERS = {
+    "pattern": 0,
+    "dispatch": 0,
+    "capability": 0,
+    "_version": 0,
+    "_C": 0,
+    "reference": 1,
+    "tuning": 2,
+    "backends": 3,
+    "testing": 3,
+    "ops": 4,
+    "autograd": 5,
+    "nn": 6,
+    "optim": 6,
+    "recipes": 7,
+    "audit": 8,
+    "export": 8,
+    "distributed": 8,
+    "integrations": 9,
+    "models": 9,
+    "cli": 10,
+    "__init__": TOP,
+    "__main__": TOP,
+}
+"""The layer of each file and folder at the package's top level; ``_C`` is the compiled core."""
+
+CSRC_LAYERS = {"core": 0, "cpu": 1, "cuda": 1, "cusparselt": 1, "emulator": 1, "tests": 2, "bindings": 2}
+CSRC_MAY_SHARE = {("cuda", "emulator"), ("cusparselt", "cuda")}
+"""Who may include whom beside it: device code speaks the emulator's language, cuSPARSELt shares launch helpers."""
+
+SOURCES = {".h", ".hpp", ".cpp", ".cu", ".cuh"}
+
+
+def import_violations(package: Path) -> list[str]:
+    """Every import of ``package`` that goes up, goes sideways between folders, or is not relative; one line each."""
+    found = []
+    for path in sorted(package.rglob("*.py")):
+        where = path.relative_to(package)
+        own = where.parts[0] if len(where.parts) > 1 else where.stem
+        for line, target in _imports(path, package):
+            if complaint := _complaint(own, target):
+                found.append(f"{where}:{line}: {complaint}")
+    return found
+
+
+def _complaint(own: str, target: str) -> str:
+    for name in (own, target):
+        if name and name not in LAYERS:
+            return f"{name!r} has no layer; give it one in {Path(__file__).name}"
+    if not target:
+        return "imports the package by its absolute name; write a relative import"
+    mine, theirs = LAYERS[own], LAYERS[target]
+    if theirs < mine or own == target or (mine == theirs and mine in (0, TOP)):
+        return ""
+    return f"{own} (layer {mine}) imports {'up' if theirs > mine else 'sideways'} from {target} (layer {theirs})"
+
+
+def _imports(path: Path, package: Path) -> Iterator[tuple[int, str]]:
+    """(line, top-level name of the package) of every import, inside functions too; the name of an absolute import is empty."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        absolute = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and node.level == 0:
+            absolute = [node.module or ""]
+        elif isinstance(node, ast.ImportFrom):
+            folder = path.parents[node.level - 1].relative_to(package).parts
+            parts = (*folder, *(node.module or "").split(".")) if node.module else folder
+            yield from ((node.lineno, name) for name in ([parts[0]] if parts else [_home(a.name, package) for a in node.names]))
+        yield from ((node.lineno, "") for name in absolute if name.split(".")[0] == package.name)
+
+
+def _home(name: str, package: Path) -> str:
+    """Where ``from . import name`` at the top level comes from: a name that is no file or folder is the package's own."""
+    return name if name in LAYERS or (package / name).is_dir() or (package / f"{name}.py").exists() else "__init__"
+
+
+def include_violations(csrc: Path) -> list[str]:
+    """Every ``#include`` under ``csrc`` that goes up or sideways or is of torch, and CUDA headers in core; one line each."""
+    found = []
+    for path in sorted(p for p in csrc.rglob("*") if p.suffix in SOURCES):
+        where = path.relative_to(csrc)
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            match = re.match(r'\s*#\s*include\s*([<"])([^>"]+)[>"]', line)
+            if match and (complaint := _include_complaint(where, match[2], match[1] == '"', csrc)):
+                found.append(f"{where}:{number}: includes {match[2]}: {complaint}")
+    return found
+
+
+def _include_complaint(where: Path, header: str, quoted: bool, csrc: Path) -> str:
+    own = _csrc_folder(where)
+    if header.startswith(("torch/", "ATen/", "c10/")):
+        return "no torch header anywhere in csrc"
+    if own == "core" and re.match(r"cuda|cub/|thrust/|nv", header) and where.name != "types.h":
+        return "CUDA headers of core belong in core/types.h"
+    if not quoted:
+        return ""
+    near = (csrc / where).parent / header
+    path = near if near.exists() else csrc / header
+    if not path.exists():
+        return "it is neither beside the file nor under csrc"
+    target = _csrc_folder(path.resolve().relative_to(csrc.resolve()))
+    if own == target or (own, target) in CSRC_MAY_SHARE or CSRC_LAYERS.get(target, 99) < CSRC_LAYERS.get(own, -1):
+        return ""
+    return f"{own} (layer {CSRC_LAYERS.get(own)}) may not include {target} (layer {CSRC_LAYERS.get(target)})"
+
+
+def _csrc_folder(where: Path) -> str:
+    """The folder of a source; the files beside the folders are all bindings: bindings.cpp, bindings_cuda.cpp, ..."""
+    return re.split(r"[._]", where.name)[0] if len(where.parts) == 1 else where.parts[0]
 
 
 def test_imports_and_includes_go_down() -> None:
