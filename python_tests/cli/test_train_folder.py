@@ -9,11 +9,13 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from nmkernels.cli import log
 from nmkernels.cli.folder import LOCK, SIGNS, Folder
 from nmkernels.pattern import NMError
 
@@ -204,3 +206,9 @@ def test_without_locks_of_the_system_the_file_tells(text, tmp_path, capsys, monk
                 continue
             with pytest.raises(NMError, match="process .* on elsewhere has been writing in it since"):
                 folder.take()
+
+
+def test_events_that_cannot_be_written_are_told_in_words(text, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(log, "board_writer", lambda: mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    assert train(text, tmp_path / "out", "--tensorboard", sizes=SIZES) == 1
+    assert f"{tmp_path / 'out' / 'tensorboard'} could not be written: No space left on device (" in capsys.readouterr().err

@@ -27,18 +27,10 @@ def test_learning_rate_rises_then_falls_along_a_cosine():
     assert learning_rate(TrainConfig(steps=1, lr=1.0), 1) == 1.0
 
 
-class Terminal(io.StringIO):
-    """A stream that claims to be a terminal."""
-
-    def isatty(self) -> bool:
-        return True
-
-
-LINE = "a  step  2/10  loss 1.500  phase 1  flips 1.00%  2.0k tok/s\n"
-
-
-@pytest.mark.parametrize(("stream", "words"), [(io.StringIO(), LINE), (Terminal(), "loss 2.000  val 3.000")], ids=["file", "terminal"])
-def test_a_log_that_is_resumed_drops_what_came_after(tmp_path, stream, words):
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_log_that_is_resumed_drops_what_came_after(tmp_path, terminal):
+    stream = io.StringIO()
+    stream.isatty = lambda: terminal
     row = {"loss": 1.5, "lr": 0.1, "tokens_per_s": 2000.0, "phase": 1, "flip_rate": 0.01, "density": 0.5, "decay_ratio": 0.0, "extra": 3}
     with Log(tmp_path, "a", 0, 10, stream) as log:
         for step in (2, 4, 6):
@@ -50,7 +42,8 @@ def test_a_log_that_is_resumed_drops_what_came_after(tmp_path, stream, words):
     assert [r["step"] for r in read_log(tmp_path / "log.csv")] == [2, 4, 5]
     assert read_log(tmp_path / "log.csv")[0] == {"step": 2, **{k: v for k, v in row.items() if k != "extra"}}
     said = stream.getvalue()
-    assert "done" in said and words in said and ("\r" in said) == stream.isatty()
+    assert "done" in said and ("\r" in said) == terminal
+    assert ("loss 2.000  val 3.000" if terminal else "a  step  2/10  loss 1.500  phase 1  flips 1.00%  2.0k tok/s\n") in said
 
 
 def rows(*steps):
