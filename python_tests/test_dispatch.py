@@ -148,11 +148,6 @@ def _said_by(*calls: Any) -> list[str]:
     return [str(w.message) for w in said]
 
 
-def test_a_missing_core_is_told_once_at_the_first_op_that_misses_it(coreless: None) -> None:
-    (told,) = _said_by(lambda: ops.mask(W, "2:4"), lambda: ops.mask(W, "2:4"), lambda: ops.compress(W.bfloat16(), "2:4"))
-    assert told.startswith("nmkernels runs without its compiled core, ") and told.endswith("slow: it is not built; build it.")
-
-
 @each("case", ["float64", "meta", "sparse", "explain", "forced"])
 def test_what_the_core_would_not_run_is_no_reason_to_warn(coreless: None, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if case == "forced":

@@ -17,8 +17,8 @@ W = torch.arange(24.0).reshape(3, 8) + 1
 C = ops.compress(W, "2:4")
 ORDERED = ops.relayout(ops.compress(torch.ones(16, 64).half(), "2:4"), "mma.sp")
 D = torch.ones(16, 32).half(), torch.zeros(1, 1, 32, dtype=torch.int32)
-GROUPED = [ops.mask, ops.prune, ops.soft_threshold, ops.soft_threshold_scale, ops.transposable_mask, ops.compress]
-DENSE_OPS = [*GROUPED, ops.pack, ops.mvue, ops.mvue_compress]
+DENSE_OPS = [ops.mask, ops.prune, ops.soft_threshold, ops.soft_threshold_scale, ops.transposable_mask, ops.compress]
+DENSE_OPS += [ops.pack, ops.mvue, ops.mvue_compress]
 
 
 @each("op", DENSE_OPS)
@@ -83,6 +83,11 @@ WRONG = {
     "pack_layout": (lambda: ops.pack(W, "2:4", layout="coo"), OptionError, "nm_pack: layout 'coo'"),
     "pack_layout_tile": (lambda: ops.pack(W.half(), "2:4", layout="mma.sp"), ShapeError, r"nm_pack: .*16 rows.*\(3, 8\)"),
     "pack_layout_dtype": (lambda: ops.pack(torch.ones(16, 64), "2:4", layout="mma.sp"), DtypeError, "nm_pack: .*16-bit"),
+    "empty_packed_1d": (lambda: ops.empty_packed(W[0], "2:4"), ShapeError, "empty_packed"),
+    "empty_packed_cols": (lambda: ops.empty_packed(W, "3:5"), ShapeError, "empty_packed"),
+    "empty_packed_dtype": (lambda: ops.empty_packed(W, "2:4", dtype=torch.int8), DtypeError, "empty_packed"),
+    "empty_packed_layout": (lambda: ops.empty_packed(torch.ones(16, 64), "2:4", layout="mma.sp"), DtypeError, "empty_packed"),
+    "empty_packed_neither": (lambda: ops.empty_packed(W, "2:4", rows=False), OptionError, "empty_packed"),
     "device_layout": (lambda: ops.DeviceCompressed(*D, "canonical", "2:4", (16, 64)), ShapeError, "device layout"),
     "device_shape": (lambda: ops.DeviceCompressed(*D, "mma.sp", "2:4", (32, 64)), ShapeError, r"\(16, 32\).*\(32, 32\)"),
     "device_meta": (lambda: ops.DeviceCompressed(D[0], D[1].long(), "mma.sp", "2:4", (16, 64)), DtypeError, "int64.*int32"),

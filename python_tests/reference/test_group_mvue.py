@@ -113,9 +113,6 @@ def test_unbiased_optimal_and_of_fixed_size_over_all_uniforms(n, m, kind):
         assert abs(mse - best) <= m * m * top.square() * 2**-22
         sizes = (outcome != 0).sum(1)
         assert (sizes <= n).all() and chance[sizes < n].sum() <= m / ONE
-        for _ in range(10):  # any other feasible design is no better
-            q = torch.from_numpy(np.minimum(1, n * rng.dirichlet(np.ones(m))))
-            assert (g.square() / q).sum() - g.square().sum() >= best - 1e-9 * g.square().sum()
 
 
 @each("dtype", DTYPES)

@@ -4,7 +4,7 @@ import itertools
 
 import torch
 
-from nmkernels.reference import LAYOUTS, from_layout, to_layout
+from nmkernels.reference import to_layout
 from python_tests.each import each
 
 ORDERED = {0x4, 0x8, 0xC, 0x9, 0xD, 0xE}
@@ -40,13 +40,3 @@ def test_words_lane_by_lane(layout, warps):
     for i, j, warp, lane in itertools.product(range(128 // height), range(2), range(warps), range(32)):
         expected = signed(word(nibbles, height * i + 16 * warp, 64 * j, lane))
         assert meta[i, j, 32 * warp + lane] == expected, (i, j, warp, lane)
-
-
-@each("layout", LAYOUTS)
-@each("shape", [(64, 64), (192, 64), (64, 256), (0, 64), (64, 0)])
-def test_there_and_back(layout, shape):
-    indices = torch.randint(256, (shape[0], shape[1] // 8), dtype=torch.uint8)
-    meta = to_layout(indices, shape[1], layout)
-    assert torch.equal(from_layout(meta, layout), indices) and from_layout(meta, layout).is_contiguous()
-    assert torch.equal(to_layout(from_layout(meta, layout), shape[1], layout), meta)
-    assert meta.nbytes == indices.nbytes

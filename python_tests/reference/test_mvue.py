@@ -70,18 +70,8 @@ def test_approx_equals_a_scalar_loop(real):
     assert equal_bits(group_mvue(torch.from_numpy(groups), torch.from_numpy(u), 2, "approx"), torch.from_numpy(want))
 
 
-APPROX = [
-    ((1, 2, 3, 4), (0.2345, 0.4413, 0.6083, 0.7159), 20.4736),
-    ((1, 1, 2, 3), (0.331, 0.331, 0.5952, 0.7429), 9.8786),
-    ((1, 1, 1, 1), (0.5, 0.5, 0.5, 0.5), 4.0),
-    ((0.1, 1, 1.2, 2), (0.0595, 0.5303, 0.6130, 0.7972), 2.9705),
-    ((0, 1, 1, 1), (0, 2 / 3, 2 / 3, 2 / 3), 1.5),
-    ((0.1, 0.2, 0.3, 2), (0.1749, 0.3464, 0.5142, 0.9644), 0.3552),
-]
-
-
-@each("a, p, mse", APPROX)
-def test_approx_over_all_pairs_of_uniforms(a, p, mse):
+@each("a", [(1, 2, 3, 4), (0, 1, 1, 1), (0.1, 0.2, 0.3, 2)])
+def test_approx_is_unbiased_over_all_pairs_of_uniforms(a):
     g = torch.tensor(a, dtype=torch.float64) * torch.tensor([1, -1, 1, -1])
     first, second, _ = approx_design([x.numpy()[()] for x in g])
     us, chance = [], []
@@ -94,8 +84,6 @@ def test_approx_over_all_pairs_of_uniforms(a, p, mse):
     assert chance.sum().item() == pytest.approx(1, abs=1e-12)
     assert ((outcome != 0).sum(1) == 2).all()
     assert torch.allclose(chance @ outcome, g, atol=1e-6)
-    assert torch.allclose(chance @ (outcome != 0).double(), torch.tensor(p, dtype=torch.float64), atol=6e-5)
-    assert (chance @ (outcome - g).square().sum(1)).item() == pytest.approx(mse, abs=6e-5)
 
 
 @each("n, m, method", [(2, 4, "exact"), (2, 4, "approx"), (1, 2, "exact"), (3, 8, "exact"), (2, 3, "approx")])

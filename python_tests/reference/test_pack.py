@@ -1,7 +1,6 @@
 """pack is compress of the operand that was cast, under the mask of the one that was not; and what that means in numbers."""
 
 import math
-import struct
 
 import torch
 
@@ -11,15 +10,6 @@ from python_tests.each import each
 from python_tests.reference.conftest import DTYPES, edge
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
-
-
-def bfloat16(x):
-    """The nearest bfloat16 of a float32 number, ties to even, on the bits."""
-    if math.isnan(x):
-        return x
-    bits = struct.unpack("<I", struct.pack("<f", x))[0]
-    bits = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000
-    return struct.unpack("<f", struct.pack("<I", bits))[0]
 
 
 def nothing(dtype, kind=torch.uint8):
@@ -64,29 +54,6 @@ def test_threshold_rounds_the_scaled_value_then_to_the_dtype(scale, rows, dtype)
         s = torch.tensor([[float(a) * beta.item() for a in row] for row in s.tolist()], dtype=torch.float64).to(wide)
     got = pack(w, 2, 4, "threshold", scale=beta, dtype=BF16, rows=rows, columns=not rows)
     assert_equal_bits(got[:2] if rows else got[2:], compress(s.to(BF16), 2, 4, mask(x, 2, 4)))
-
-
-def test_a_threshold_of_low_precision_is_rounded_before_it_is_scaled():
-    w = torch.tensor([[1.0, 3.0078125, 0.0, 0.00390625]], dtype=BF16)
-    s = soft_threshold(w, 2, 4)
-    values = pack(w, 2, 4, "threshold", scale=torch.tensor(1.01), dtype=F32)[0]
-    assert torch.equal(values, (s.float() * 1.01)[:, :2]) and not torch.equal(s.float(), soft_threshold(w.float(), 2, 4))
-
-
-def test_ties_and_negative_scales_at_the_threshold():
-    w = torch.tensor([[2.0, -2.0, 2.0, 1.0], [3.0, -2.0, 2.0, 1.0]])
-    values, indices, *_ = pack(w, 2, 4, "threshold", scale=torch.tensor(-2.0))
-    assert values.tolist() == [[0.0, 0.0], [-2.0, 0.0]] and indices.flatten().tolist() == [0x4, 0x4]
-    assert values.signbit().all()
-
-
-def test_the_master_weight_decides_and_the_cast_is_one_rounding():
-    """In bfloat16 these tie and the lower index would stay; in float32 the last two are larger."""
-    row = [1.0, 1.0 + 2**-12, 1.0 + 2**-10, 1.0 + 2**-9]
-    values, indices, *_ = pack(torch.tensor([row]), 2, 4, dtype=BF16)
-    assert indices.item() == 0xE and values.tolist() == [[1.0, 1.0]]
-    w = torch.randn(64, 64) * 10.0 ** torch.randint(-30, 30, (64, 64))
-    assert pack(w, 4, 4, dtype=BF16)[0].flatten().tolist() == [bfloat16(x) for x in w.flatten().tolist()]
 
 
 def test_kept_bits_stay_where_the_dtype_does():
