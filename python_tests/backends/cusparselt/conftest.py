@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -152,6 +153,12 @@ def _dense(op: str, dtype: torch.dtype, *args: Any) -> Tensor:
 
 def in_threads(*works: Callable[[], object]) -> None:
     """Runs each in a thread of its own, all at once, and raises what one of them has raised."""
+    all_there = Barrier(len(works))  # or a quick thread would take the next work too
+
+    def run(work: Callable[[], object]) -> None:
+        all_there.wait()
+        work()
+
     with ThreadPoolExecutor(len(works)) as pool:
-        for done in [pool.submit(work) for work in works]:
+        for done in [pool.submit(run, work) for work in works]:
             done.result()
