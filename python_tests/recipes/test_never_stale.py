@@ -267,13 +267,14 @@ def test_a_swap_that_is_taken_back_before_backward_changes_no_gradient():
 
 def test_steps_of_other_optimizers_are_watched_only_while_attached():
     watched = attach._watched
+    gc.collect()
+    before, hooks = len(watched), len(optimizer._global_optimizer_post_hooks)
     for ending in ("finish", "remove", None):
-        gc.collect()
-        before, hooks = len(watched), len(optimizer._global_optimizer_post_hooks)
         model, handle, _ = begun("srste")
         assert len(watched) == before + 2 and len(optimizer._global_optimizer_post_hooks) <= max(hooks, 1)
         if ending is not None:
             getattr(handle, ending)()
-        del model, handle, _  # thrown away as it is, it leaves nothing behind either
-        gc.collect()
-        assert len(watched) == before
+            assert len(watched) == before
+    del model, handle, _  # thrown away as it is, it leaves nothing behind either
+    gc.collect()
+    assert len(watched) == before
