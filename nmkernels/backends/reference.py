@@ -22,17 +22,14 @@ def _register(op: str, fn: Callable[..., Any]) -> None:
 
     def run(*args: Any, out: Any = None) -> Any:
         result = fn(*args)
-        if out is not None:
-            for target, source in zip(_tuple(out), _tuple(result), strict=True):
-                target.copy_(source)
-            return out
-        return result.contiguous() if isinstance(result, Tensor) else tuple(r.contiguous() for r in result)
+        one = isinstance(result, Tensor)
+        if out is None:
+            return result.contiguous() if one else tuple(r.contiguous() for r in result)
+        for target, source in zip((out,) if one else out, (result,) if one else result, strict=True):
+            target.copy_(source)
+        return out
 
     impl(op, backend=REFERENCE, priority=0)(run)
-
-
-def _tuple(x: Any) -> tuple[Tensor, ...]:
-    return (x,) if isinstance(x, Tensor) else tuple(x)
 
 
 for _op, _fn in OPS.items():

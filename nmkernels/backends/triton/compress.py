@@ -42,17 +42,12 @@ def rows_of(dense: int, cols: int, n: int, m: int) -> Rows:
     rows, per_row, row_bytes = (dense // cols if cols else 0), p.groups(cols), p.index_bytes(cols)
     if cols % m == 0 and per_row * n * p.index_bits % 8 == 0:
         rows, per_row, row_bytes = 1, rows * per_row, rows * row_bytes
-    tile = tile_groups(n, m)
-    return Rows(rows, per_row, row_bytes, tile, cdiv(per_row, tile))
-
-
-def tile_groups(n: int, m: int) -> int:
-    """Groups of a tile: ``ELEMENTS`` dense ones, fewer where indices do not fill bytes group by group."""
-    padded, padded_n = next_power_of_2(m), next_power_of_2(n)
+    padded = next_power_of_2(m)
     tile = max(1, ELEMENTS // padded)
-    if m <= 16 and n not in (1, 2, 4):
-        tile = min(tile, ODD_ELEMENTS // (padded * padded_n))
-    return max(tile, 8)
+    if m <= 16 and n not in (1, 2, 4):  # indices do not fill bytes group by group
+        tile = min(tile, ODD_ELEMENTS // (padded * next_power_of_2(n)))
+    tile = max(tile, 8)
+    return Rows(rows, per_row, row_bytes, tile, cdiv(per_row, tile))
 
 
 @triton.jit
@@ -124,43 +119,6 @@ def _odd_bytes(indices, N: tl.constexpr, BITS: tl.constexpr, PADDED_N: tl.conste
 
 
 @triton.jit
-def store_packed(
-    values, indices, bits, stored, row, first, per_row, row_bytes,
-    N: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr, PADDED_N: tl.constexpr,
-):  # fmt: skip
-    """Write the stored elements of a tile: of row ``row`` the groups ``first`` to ``first + GROUPS``.
-
-    ``row`` and ``first`` are int64; a row has ``per_row`` groups and ``row_bytes`` bytes of indices. ``bits`` are elements as integers;
-    ``stored`` marks exactly N of each group that exists. ``values`` is a pointer to integers of that size.
-    """
-    values += row * per_row * N + first * N
-    indices += row * row_bytes + (first * N * BITS) // 8
-    left = per_row - first
-    group = tl.arange(0, GROUPS)[:, None]
-    if BITS == 8 and (N == 3 or N > 4):
-        # a byte an index: each written where it belongs, without compaction
-        exists = stored & (group < left)
-        offset = group * N + tl.cumsum(stored.to(tl.int32), 1) - 1
-        tl.store(values + offset, bits, mask=exists)
-        tl.store(indices + offset, tl.broadcast_to(tl.arange(0, bits.shape[1])[None, :], bits.shape).to(tl.uint8), mask=exists)
-    else:
-        v, found = compacted(bits, stored, N, PADDED_N)
-        found = tl.where(group < left, found, 0)
-        if PADDED_N == N:
-            i = tl.arange(0, GROUPS * N)
-            tl.store(values + i, tl.reshape(v, [GROUPS * N]), mask=i < left * N)
-            packed = bytes_of(tl.reshape(found, [GROUPS * N]), BITS)
-            i = tl.arange(0, GROUPS * N * BITS // 8)
-        else:
-            i = tl.arange(0, PADDED_N)[None, :]
-            tl.store(values + group * N + i, v, mask=(group < left) & (i < N))
-            packed = _odd_bytes(found, N, BITS, PADDED_N)
-            unit = tl.arange(0, GROUPS * BITS // 8)[:, None]
-            i = tl.where(i < N, unit * N + i, row_bytes)
-        tl.store(indices + i, packed, mask=i < row_bytes - (first * N * BITS) // 8)
-
-
-@triton.jit
 def compress_kernel(
     w, mask, values, indices, overfull, per_row, row_bytes, blocks,
     N: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr, GIVEN: tl.constexpr, TILE: tl.constexpr, PADDED: tl.constexpr,
@@ -179,7 +137,31 @@ def compress_kernel(
         stored = filled_up(keep, N, M)
     else:
         stored = kept(x, N, M)
-    store_packed(values, indices, bits, stored, row, first, per_row, row_bytes, N, BITS, TILE, PADDED_N)
+    values += row * per_row * N + first * N
+    indices += row * row_bytes + (first * N * BITS) // 8
+    left = per_row - first
+    group = tl.arange(0, TILE)[:, None]
+    if BITS == 8 and (N == 3 or N > 4):
+        # a byte an index: each written where it belongs, without compaction
+        exists = stored & (group < left)
+        offset = group * N + tl.cumsum(stored.to(tl.int32), 1) - 1
+        tl.store(values + offset, bits, mask=exists)
+        tl.store(indices + offset, tl.broadcast_to(tl.arange(0, bits.shape[1])[None, :], bits.shape).to(tl.uint8), mask=exists)
+    else:
+        v, found = compacted(bits, stored, N, PADDED_N)
+        found = tl.where(group < left, found, 0)
+        if PADDED_N == N:
+            i = tl.arange(0, TILE * N)
+            tl.store(values + i, tl.reshape(v, [TILE * N]), mask=i < left * N)
+            packed = bytes_of(tl.reshape(found, [TILE * N]), BITS)
+            i = tl.arange(0, TILE * N * BITS // 8)
+        else:
+            i = tl.arange(0, PADDED_N)[None, :]
+            tl.store(values + group * N + i, v, mask=(group < left) & (i < N))
+            packed = _odd_bytes(found, N, BITS, PADDED_N)
+            unit = tl.arange(0, TILE * BITS // 8)[:, None]
+            i = tl.where(i < N, unit * N + i, row_bytes)
+        tl.store(indices + i, packed, mask=i < row_bytes - (first * N * BITS) // 8)
 
 
 def compress(w: Tensor, n: int, m: int, mask: Tensor | None = None, out: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
