@@ -139,9 +139,10 @@ class Handle:
         """Figures of the last optimizer step as 0-d tensors; reading them is what synchronises, asking does not.
 
         ``flip_rate``: mask bits changed by the last step / maskable weights (a swap counts 2). ``density``: non-zeros of the weights
-        used / maskable weights. ``phase``: see the recipe. ``decay_ratio``: λΣ|w| / Σ|g| over pruned weights. ``max_update``: the largest
-        |m̂/D| before any clamp, where the optimizer tells. ``kept_gain``: what reordering channels before pruning has won, where ASP did.
-        Further ones are the recipe's own. Before an optimizer is attached ``flip_rate`` and ``decay_ratio`` are NaN.
+        used / maskable weights. ``phase``: 0 dense, 1 mask learning, 2 fixed mask. ``decay_ratio``: λΣ|w| / Σ|g| over pruned weights.
+        ``max_update``: the largest |m̂/D| before any clamp, where the optimizer tells. ``kept_gain``: what reordering channels before
+        pruning has won, where ASP did. Further ones are the recipe's own. Before an optimizer is attached ``flip_rate`` and
+        ``decay_ratio`` are NaN.
         """
         if not self.run.state and not self.finished:
             self.run.gradients.warn("metrics", self.recipe, attached=False)

@@ -96,16 +96,12 @@ class SdGf(ScheduledRecipe):
         return {"frame": torch.tensor(state["stage"])} if state else {}
 
     def layer(self, pattern: Pattern, shape: tuple[int, int], transform: WeightTransform | None = None) -> LayerPlan:
-        """The frame's mask, or that of the next frame whose groups divide the inputs of the layer.
-
-        A layer with a pattern of its own goes through the frames without becoming sparser than it will be, and takes its own with
-        the last one; in ever smaller groups it goes through the frames of its own.
-        """
         if transform is None:
             return super().layer(pattern, shape)
         frames = self.frames()
         left = len(frames) - frames.index(transform.pattern)
         if pattern != self.pattern:
+            # stepwise it does not become sparser than it will be
             if self.schedule == "stepwise":
                 kept = [max(pattern.n, math.ceil(f.density * pattern.m)) for f in frames[:-1]]
                 frames = (*(Pattern(n, pattern.m) for n in kept), pattern)

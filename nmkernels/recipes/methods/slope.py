@@ -19,15 +19,11 @@ from ..settings import count, optional_seed, setting, whole
 
 @dataclass(frozen=True)
 class DoublePruned(WeightTransform):
-    """W̃ = W, which ``SLoPe``'s held row mask R keeps N:M, forward; W ⊙ C in ∂L/∂x; R ⊙ ∂L/∂W.
-
-    For a random R, C takes Σ_{j>N} C(M,j) s^j (1−s)^{M−j} (j−N)/M of all weights more, s = N/M: 12.5 % at 1:2, 9.4 % at 2:4, 5.8 % at 2:8.
-    """
+    """W̃ = W, which ``SLoPe``'s held row mask R keeps N:M, forward; W ⊙ C in ∂L/∂x; R ⊙ ∂L/∂W."""
 
     reads = reading(nm_rows="held", nm_columns="held")
 
     def renew(self, weight: Tensor, extras: Sequence[Tensor | None], generator: torch.Generator) -> dict[str, Tensor]:
-        """``nm_rows`` once and for all, and ``nm_columns`` of the present weight, both bool ``(out, in)``."""
         n, m, rows = self.pattern.n, self.pattern.m, extras[0]
         if rows is None:
             rows = torch.ops.nmkernels.nm_mask(weight, n, m)

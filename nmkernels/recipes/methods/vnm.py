@@ -49,8 +49,7 @@ class BlockColumns(WeightTransform):
 def best_columns(weight: Tensor, n: int, m: int, v: int, objective: str = "retained") -> Tensor:
     """Which 4 columns of every group each block of V rows keeps, bool ``(out / V, in)``; ties go to the lower columns.
 
-    The objective is ``VNM``'s. Σ|w| after N:4 is submodular in the set of columns, so that one column after the other, by what it adds,
-    reaches at least 1 − 1/e of the best (Nemhauser et al. 1978).
+    The objective is ``VNM``'s; greedily it reaches at least 1 − 1/e of the best (Nemhauser et al. 1978).
 
     Example:
         >>> w = torch.tensor([[5.0, 1.0, 0.0, 3.0, 4.0, 0.0], [1.0, 2.0, 6.0, 0.0, 3.0, 4.0]])
