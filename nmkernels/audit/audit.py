@@ -241,8 +241,7 @@ def _range(result: Audit, cases: list[Case], part: str) -> tuple[float, ...]:
     totals = []
     for bound in ("low", "high"):
         moved = [replace(case, device=case.device.at(getattr(case.device, bound))) for case in cases]
-        pieces = [getattr(case, part)() if layer.tokens else () for case, layer in zip(moved, result.layers, strict=True)]
-        changed: list[dict[str, Any]] = [{part: found} for found in pieces]
-        layers = [replace(layer, **change) for layer, change in zip(result.layers, changed, strict=True)]
+        pieces: list[Any] = [getattr(case, part)() if layer.tokens else () for case, layer in zip(moved, result.layers, strict=True)]
+        layers = [replace(layer, **{part: found}) for layer, found in zip(result.layers, pieces, strict=True)]
         totals.append(replace(result, layers=tuple(layers)).total(part))
     return tuple(t for t in totals if t is not None)

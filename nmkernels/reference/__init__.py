@@ -3,17 +3,15 @@
 from .adamw import masked_adamw_
 from .common import chunked_sum, distance
 from .compress import compress, decompress, pack_indices, unpack_indices
-from .layouts import LAYOUTS, from_layout, layout_of, to_layout
+from .layouts import LAYOUTS, from_layout, to_layout
 from .linear import linear, linear_dgrad, linear_wgrad
-from .mask import is_nm, mask, prune
+from .mask import is_nm, mask, prune, soft_threshold, soft_threshold_scale
 from .mvue import group_mvue, mvue, mvue_compress, pairs24, philox4x32, uniforms24
-from .pack import SELECTS, pack
-from .threshold import soft_threshold, soft_threshold_scale
+from .pack import pack
 from .transposable import transposable_mask
 
 __all__ = [
     "LAYOUTS",
-    "SELECTS",
     "chunked_sum",
     "compress",
     "decompress",
@@ -21,7 +19,6 @@ __all__ = [
     "from_layout",
     "group_mvue",
     "is_nm",
-    "layout_of",
     "linear",
     "linear_dgrad",
     "linear_wgrad",

@@ -11,7 +11,7 @@ from .common import compute_dtype
 from .compress import compress
 from .layouts import to_layout
 from .mask import mask as nm_mask
-from .threshold import soft_threshold
+from .mask import soft_threshold
 from .transposable import transposable_mask
 
 SELECTS = ("magnitude", "transposable", "given", "held", "threshold")

@@ -1,7 +1,7 @@
 """Layer 2: helpers that the tests, the benches and users' own tests share."""
 
 from .cases import Case, cases
-from .compare import assert_equal_bits, assert_no_worse, equal_bits, no_worse, rounding_bound
+from .compare import assert_equal_bits, assert_no_worse, equal_bits
 from .poison import fill_poison, poison
 
-__all__ = ["Case", "assert_equal_bits", "assert_no_worse", "cases", "equal_bits", "fill_poison", "no_worse", "poison", "rounding_bound"]
+__all__ = ["Case", "assert_equal_bits", "assert_no_worse", "cases", "equal_bits", "fill_poison", "poison"]

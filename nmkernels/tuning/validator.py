@@ -22,7 +22,7 @@ FURTHER = 4.0
 class Validator:
     """Says what is wrong with a matrix that a call writes: unwritten elements, too far from float64, or not the same twice.
 
-    The error may be at most twice torch's own in the same dtype plus 4·eps·max|y|, as everywhere (``testing.no_worse``); 0 of integers.
+    The error may be at most twice torch's own in the same dtype plus 4·eps·max|y|, as in ``testing.assert_no_worse``; 0 of integers.
     ``exact`` is float64, of the given ``rows`` and ``cols`` only; ``theirs`` is torch's own result.
     """
 

@@ -18,7 +18,7 @@ from nmkernels import dispatch
 from nmkernels.autograd import gemms
 from nmkernels.autograd.gemms import Gemm, choose, measure, operands
 from nmkernels.capability import compiled_core
-from nmkernels.testing import no_worse
+from nmkernels.testing import assert_no_worse
 from nmkernels.tuning import TABLE, Task, table
 
 pytestmark = pytest.mark.skipif(not compiled_core().ok, reason=compiled_core().reason)
@@ -119,7 +119,7 @@ def test_every_way_is_the_same_gemm(role: str, n: int, m: int, forms: tuple[str,
     for name in (name for name in gemms.names(p) if " " not in name or name.startswith("cpu")):
         y = gemms.call(name, p, other, operand, bias=bias)
         assert y.dtype == torch.bfloat16
-        no_worse(y, theirs, exact)
+        assert_no_worse(y, theirs, exact)
         out = torch.full_like(y, torch.nan)
         assert gemms.call(name, p, other, operand, bias=bias, out=out).equal(y) and out.equal(y)
 
