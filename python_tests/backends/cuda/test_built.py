@@ -23,7 +23,7 @@ def test_the_emulator_is_built() -> None:
     assert core.emulator_built()
 
 
-@pytest.mark.skipif(not core.emulator_built(), reason="the emulator is not built; NMKERNELS_EMULATOR=1 builds it")
+@emulated
 def test_it_runs_where_it_is_asked_for_and_is_never_chosen_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     w = torch.randn(4, 8)
     assert dispatch.implementations("nm_mask")[-1].backend == core.EMULATED

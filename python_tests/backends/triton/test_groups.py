@@ -40,29 +40,19 @@ def test_every_way_to_rank(m: int, device: str, poison: None) -> None:
         testing.assert_equal_bits(mask.cpu(), expected("mask", w.bfloat16(), Pattern(n, m)), f"mask {n}:{m} bf16")
 
 
-@pytest.mark.parametrize("pattern", ["2:4", "3:4", "1:8", "5:7", "9:24", "255:256"])
-def test_ragged_tiles(pattern: str, device: str) -> None:
-    for op in OPS:
-        p = Pattern(pattern)
-        for groups in (ELEMENTS // p.m - 1, ELEMENTS // p.m + 1, 3 * ELEMENTS // p.m + 5):
-            w = torch.randn(groups, p.m, dtype=torch.bfloat16)
-            testing.assert_equal_bits(run(op, w.to(device), p), expected(op, w, p), f"{groups} groups")
-
-
 @pytest.mark.parametrize("op", OPS)
 def test_out_is_written_whole_and_nothing_else(op: str, device: str) -> None:
-    """One element past a tile, at any address, negated."""
-    for pattern in ["2:4", "3:5"]:
-        p = Pattern(pattern)
-        for dtype in (torch.float32, torch.float16):
-            for start in (0, 1, 3):
-                size = (ELEMENTS // p.m + 1) * p.m
-                w = torch._neg_view(torch.randn(size + start).to(dtype).to(device)[start:].view(-1, p.m))
-                room = torch.zeros(size + 8, dtype=torch.bool if op == "mask" else dtype, device=device)
-                out = room[start + 2 :][:size].view(w.shape)
-                assert run(op, w, p, out) is out
-                testing.assert_equal_bits(out.cpu(), expected(op, w.resolve_neg(), p))
-                assert not room[: start + 2].any() and not room[start + 2 + size :].any(), "written beyond out"
+    """Tiles whole and ragged, at any address, negated."""
+    for p in map(Pattern, ["2:4", "3:5", "1:8", "5:7", "9:24", "255:256"]):
+        tiles, f32, bf16 = ELEMENTS // p.m, torch.float32, torch.bfloat16
+        for start, groups, dtype in ((0, tiles + 1, f32), (1, tiles - 1, bf16), (3, 3 * tiles + 5, bf16)):
+            size = groups * p.m
+            w = torch._neg_view(torch.randn(size + start).to(dtype).to(device)[start:].view(-1, p.m))
+            room = torch.zeros(size + 8, dtype=torch.bool if op == "mask" else dtype, device=device)
+            out = room[start + 2 :][:size].view(w.shape)
+            assert run(op, w, p, out) is out
+            testing.assert_equal_bits(out.cpu(), expected(op, w.resolve_neg(), p), f"{p}, {groups} groups")
+            assert not room[: start + 2].any() and not room[start + 2 + size :].any(), "written beyond out"
 
 
 class TestScale(ScaleSuite):
