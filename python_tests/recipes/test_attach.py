@@ -9,10 +9,10 @@ import torch
 import nmkernels as nm
 from nmkernels import dispatch
 from nmkernels.optim import MaskedAdamW
-from nmkernels.recipes import ASP, SRSTE, STEP
+from nmkernels.recipes import SRSTE
 from python_tests.recipes import running
-from python_tests.recipes.loop import Adam, batches, distance, loss_of, mlp, snapshot, top_n
-from python_tests.recipes.running import run, step
+from python_tests.recipes.loop import Adam, batches, loss_of, mlp, top_n
+from python_tests.recipes.running import step
 
 F32 = torch.float32
 KEYWORDS = Adam().keywords
@@ -36,30 +36,6 @@ def test_decay_comes_after_clipping(maker):
     scaler.step(optimizer)
     want = 0.1 * (clipped + 0.5 * w * ~top_n(w, 2, 4))
     assert torch.allclose(optimizer.state[model[0].weight]["exp_avg"], want, rtol=1e-5, atol=1e-8)
-
-
-CLOSURES = [(maker, recipe) for maker in MAKERS for recipe in (SRSTE(decay=0.1), ASP(start=3))]
-CLOSURES.append(("masked_adamw", STEP(t_min=2, t_max=4)))
-
-
-@pytest.mark.parametrize(("maker", "recipe"), CLOSURES, ids=lambda x: getattr(x, "name", x))
-@pytest.mark.parametrize("keyword", [True, False])
-def test_lightning_closure(maker, recipe, keyword):
-    """zero_grad and backward run inside the closure, after the pre-hooks."""
-    model, _, optimizer = start(recipe, maker)
-    losses = []
-    for batch in batches(10, F32):
-
-        def closure(batch=batch):
-            optimizer.zero_grad()
-            loss = loss_of(model, batch)
-            loss.backward()
-            return loss
-
-        losses.append(optimizer.step(closure=closure) if keyword else optimizer.step(closure))
-    want, _, _ = run(recipe, F32, batches(10, F32), make=MAKERS[maker])
-    assert all(torch.is_tensor(loss) for loss in losses)
-    assert distance(snapshot(model), snapshot(want)) == 0.0
 
 
 @pytest.mark.parametrize("maker", MAKERS)

@@ -4,18 +4,15 @@ What every recipe does is in ``test_conformance``.
 """
 
 import dataclasses
-import importlib.util
 
 import pytest
-import torch
 
 import nmkernels as nm
 from nmkernels.cli.recipes import FINAL, describe
-from nmkernels.recipes import SRSTE, STEP, Recipe, get, methods, names, registry
+from nmkernels.recipes import SRSTE, STEP, Recipe, get, names
 from nmkernels.recipes.compose import ADAMW, check_state
 from nmkernels.recipes.registry import parse, resolve, spec
-from python_tests.recipes.loop import batches, mlp
-from python_tests.recipes.running import start, train
+from python_tests.recipes.loop import mlp
 
 
 def default(name):
@@ -141,44 +138,3 @@ def test_not_a_recipe():
     for text in ["mdgf(", "mdgf(0.5)", "mdgf(a=b=c)", "mdgf(**x)", "mdgf(a=1) + 2", "mdgf(a=[x for x in y])", "mdgf(a=1"]:
         with pytest.raises(nm.RecipeError, match="write it as name:N:M"):
             parse(text)
-
-
-# ---- a new one
-
-TOY = """
-from dataclasses import dataclass
-
-from ...autograd import HardMask
-from ...optim import UpdateRule
-from ...pattern import Pattern
-from ..base import Stage
-from ..registry import recipe
-from ..schedule import ScheduledRecipe, resolve_step
-
-
-@recipe("toy")
-@dataclass(frozen=True)
-class Toy(ScheduledRecipe):
-    start: float | int = 0.5
-
-    @property
-    def stages(self):
-        start = resolve_step("Toy", "start", self.start, self.total_steps)
-        return (0, Stage(phase=0)), (start, Stage(1, HardMask(Pattern(self.pattern)), UpdateRule(masked=True)))
-"""
-
-
-def test_a_new_recipe_is_one_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(registry, "_recipes", dict(registry._recipes))
-    file = tmp_path / "toy.py"
-    file.write_text(TOY)
-    found = importlib.util.spec_from_file_location(f"{methods.__name__}.toy", file)
-    found.loader.exec_module(importlib.util.module_from_spec(found))
-    recipe = get("toy:1:4", total_steps=4)
-    assert nm.recipes.text(recipe) == "toy:1:4(total_steps=4)" and [s.fprop for s in recipe.profile(4)] == [1.0, 0.25]
-    phases = []
-    model, handle, optimizer = start(recipe, torch.float32)
-    train(model, optimizer, batches(4, torch.float32), lambda t: phases.append(handle.run.stage.phase))
-    assert phases == [0, 1, 1, 1] and handle.metrics()["density"].item() == 0.25
-    handle.finish()
-    assert nm.ops.is_nm(model[0].weight.detach(), "1:4")

@@ -87,6 +87,23 @@ def test_a_scaler_changes_nothing_and_a_step_that_it_skips_neither(entry):
         assert distance(snapshot(model), want) < 1e-5 and figures(handle) == pytest.approx(said, rel=1e-3, abs=1e-6)
 
 
+@KINDS
+def test_a_closure_in_which_backward_runs_changes_nothing(entry):
+    """As Lightning steps: zero_grad and backward come after the hooks that precede a step."""
+    for make, keyword in itertools.product([entry.recipe.optimizer, *([FUSED] if entry.any_optimizer else ())], (True, False)):
+        model, _, optimizer = start(entry.recipe, F32, make=make)
+        for batch in DATA32[:10]:
+
+            def closure(model=model, optimizer=optimizer, batch=batch):
+                optimizer.zero_grad()
+                loss = loss_of(model, batch)
+                loss.backward()
+                return loss
+
+            assert torch.is_tensor(optimizer.step(closure=closure) if keyword else optimizer.step(closure))
+        assert distance(snapshot(model), snapshot(run(entry.recipe, F32, DATA32[:10], make=make)[0])) == 0.0
+
+
 # ---- checkpoints
 
 

@@ -23,24 +23,18 @@ def fixed(inner, pattern="1:8", total=100, at=40, **keywords):
 # ---- text, pattern and length
 
 
-@pytest.mark.parametrize("recipe", [fixed(SdGf("1:8", 60), clamp=None), fixed("mdgf(schedule=linear)")])
-def test_text_is_read_back(recipe):
-    assert nm.recipes.get(nm.recipes.text(recipe)) == recipe
-
-
-def test_a_name_takes_pattern_and_length_of_step():
+def test_text_is_read_back_and_a_name_takes_pattern_and_length_of_step():
+    for recipe in (fixed(SdGf("1:8", 60), clamp=None), fixed("mdgf(schedule=linear)")):
+        assert nm.recipes.get(nm.recipes.text(recipe)) == recipe
     assert fixed("mdgf").inner == MdGf("1:8", 100) and fixed("srste(decay=0.1)").inner == SRSTE("1:8", 100, decay=0.1)
     assert nm.recipes.get("step:1:8", total_steps=100, inner="mdgf") == STEP("1:8", 100, inner=MdGf("1:8", 55))
 
 
-def test_the_schedule_covers_the_steps_that_are_left():
+def test_the_schedule_covers_the_steps_that_are_left_and_without_a_length_the_inner_keeps_its_own():
     recipe = STEP("1:8", 1000, inner=MdGf("1:8", 1000, end=0.9))
     assert begins(recipe.sparse(101)) == [0, 0, round(899 * 0.9)] and begins(recipe.sparse(501)) == [0, 0, 449]
     assert recipe.sparse(501) is recipe.sparse(501)
     assert begins(STEP("1:8", 1000, inner=MdGf("1:8", 101, end=100)).sparse(400)) == [0, 0, 100]
-
-
-def test_without_a_length_the_inner_keeps_its_own():
     recipe = STEP("1:8", t_min=3, t_max=9, inner=MdGf("1:8", 50))
     assert begins(recipe.sparse(4)) == begins(recipe.sparse(10)) == begins(MdGf("1:8", 50))
 

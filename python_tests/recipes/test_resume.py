@@ -12,7 +12,7 @@ from nmkernels.pattern import CheckpointError
 from nmkernels.recipes import ASP, SRSTE, STE, STEP
 from nmkernels.recipes.registry import spec
 from python_tests.recipes.loop import SPARSE, batches, distance, mlp, snapshot
-from python_tests.recipes.running import same, through_a_file, train
+from python_tests.recipes.running import figures, same, through_a_file, train
 
 F32 = torch.float32
 DATA = batches(14, F32)
@@ -67,14 +67,14 @@ def checkpoint(recipe, make, steps):
     train(model, optimizer, DATA[:steps])
     parts = through_a_file(model.state_dict(), optimizer.state_dict(), handle.state_dict())
     train(model, optimizer, DATA[steps:])
-    return parts, snapshot(model), copy.deepcopy(handle.state), {k: v.item() for k, v in handle.metrics().items()}
+    return parts, snapshot(model), copy.deepcopy(handle.state), figures(handle)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_resume(case):
     """From model and optimizer; also where a trainer knows only torch's own keys of a group and saves the handle's state beside them."""
     recipe, make, steps = CASES[case]
-    (weights, state, mine), want, end, figures = checkpoint(recipe, make, steps)
+    (weights, state, mine), want, end, told = checkpoint(recipe, make, steps)
     for beside in [False] if case == "asp_wanda" else [False, True]:
         model, handle, optimizer = start(recipe, make, seed=5)
         model.load_state_dict(weights)
@@ -89,7 +89,7 @@ def test_resume(case):
             handle.attach(optimizer)
         train(model, optimizer, DATA[steps:])
         assert distance(snapshot(model), want) == 0.0
-        assert {k: v.item() for k, v in handle.metrics().items()} == figures
+        assert figures(handle) == told
         if recipe.name == "step":
             assert handle.state["switch_step"] == end["switch_step"] > 0
 

@@ -11,6 +11,7 @@ from torch.nn.utils import parametrizations, prune
 
 import nmkernels as nm
 from nmkernels.recipes.sparsify import select
+from python_tests.recipes.test_wrapped import one_process
 
 
 def model_of():
@@ -326,10 +327,7 @@ def test_a_sharded_weight_is_refused(tmp_path):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import distribute_tensor
 
-    torch.distributed.init_process_group("gloo", store=torch.distributed.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    try:
+    with one_process(tmp_path):
         model = nn.ModuleDict({"good": nn.Linear(32, 32), "odd": nn.Linear(32, 32)})
         model["odd"].weight = nn.Parameter(distribute_tensor(model["odd"].weight.detach(), init_device_mesh("cpu", (1,))))
         assert reasons(model) == {"good": "", "odd": "its weight is a DTensor, sharded over devices; sparsify_ takes whole weights"}
-    finally:
-        torch.distributed.destroy_process_group()
