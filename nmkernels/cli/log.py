@@ -212,13 +212,6 @@ class Log:
         else:
             print(f"{self.label}  step {row['step']:>{len(str(self.steps))}}/{self.steps}  {text}", file=self.stream, flush=True)
 
-    def say(self, text: str) -> None:
-        """A line of its own, above the bar."""
-        if self._bar is not None:
-            self._bar.write(text, file=self.stream)
-        else:
-            print(text, file=self.stream, flush=True)
-
 
 @contextmanager
 def quiet_threads() -> Iterator[None]:

@@ -274,9 +274,9 @@ class Run:
         """Train to the end; the last loss, and how fast it went."""
         store = Store(folder / CHECKPOINTS)
         store.drop()  # where a kill came between saving and this
+        if start:
+            print(f"{label}: resumed after step {start} of {self.config.steps}", file=self.stream, flush=True)
         with quiet_threads(), Log(folder, label, start, self.config.steps, self.stream, self.args.tensorboard) as log:
-            if start:
-                log.say(f"{label}: resumed after step {start} of {self.config.steps}")
             train(trainer, store, log, start, self.args)
         rows = read_log(folder / LOG)
         return {

@@ -1,11 +1,7 @@
 """One AdamW step that also decays pruned weights, renews their masks and writes the weight for the next forward pass.
 
 The equations are those of ``nm.ops.masked_adamw_``, every operation rounded once in the compute dtype (float32; float64 for float64), in
-this order; M is the mask of the weights before the step, M' after it, t the step counted from 1, β^t by squaring in float64::
-
-    D = (√v / √(1-β2^t)) + ε   or, eps_inside,   D = √((v / (1-β2^t)) + ε)  (amsgrad: the running maximum of v)
-    u = (m (1/(1-β1^t))) / D;  u = min(max(u, -clamp), clamp)             (clamp = 0: skipped)
-    p = (p (1 - lr wd)) - (lr u);  out = p where M' else +0.0;  packs = pack(p, M')
+the order of the code; β^t by squaring in float64.
 
 Of the statistics, over all tensors of a call, a logarithm is that of max(|v_t - v_{t-1}|, 2^-149); those of v are 0 when frozen, the
 logarithms and the unchanged elements unless geometric, the flips and sums over pruned elements without masks.
