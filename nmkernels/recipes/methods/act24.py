@@ -8,10 +8,9 @@ from functools import cached_property
 from ...autograd import SplitRule
 from ...nn import ActivationRule
 from ...pattern import NMError, Pattern, RecipeError
-from ..base import About, Setup, Stage, State
+from ..base import About, Setup, Stage, State, flag
 from ..registry import recipe
 from ..schedule import ScheduledRecipe, phases, resolve_step
-from ..settings import flag
 
 
 @recipe("act24")

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ...pattern import RecipeError
-from ..base import About, Setup, Stage
+from ..base import About, Setup, Stage, choice, count
 from ..masks import SCORES
 from ..registry import recipe
 from ..schedule import ScheduledRecipe, resolve_step
-from ..settings import choice, count
 
 
 @recipe("asp")

@@ -13,10 +13,9 @@ from torch import Tensor
 from ...autograd.transforms import WEIGHT, HardMask, KeptMask, masked, reading
 from ...optim import AnnealedAdamW, UpdateRule
 from ...pattern import Pattern, RecipeError, ShapeError
-from ..base import About, Setup, Stage, State
+from ..base import About, Setup, Stage, State, choice, count, number
 from ..registry import recipe
 from ..schedule import ScheduledRecipe, resolve_step
-from ..settings import choice, count, number
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,8 @@ from torch import Tensor
 from ...autograd.transforms import HardMask, pruned_along_out, reading
 from ...optim import UpdateRule
 from ...pattern import Pattern
-from ..base import About, Recipe, Setup, Stage, State
+from ..base import About, Recipe, Setup, Stage, State, choice, count, number, optional_seed
 from ..registry import recipe
-from ..settings import choice, count, number, optional_seed
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,8 @@ from torch import Tensor
 from ...autograd.transforms import KeptMask, Traits, WeightTransform, masked
 from ...optim import UpdateRule
 from ...pattern import NMError, Pattern
-from ..base import About, Recipe, Stage, State
+from ..base import About, Recipe, Stage, State, choice, count, number
 from ..registry import recipe
-from ..settings import choice, count, number
 
 
 @dataclass(frozen=True)

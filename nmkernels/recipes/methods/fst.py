@@ -14,10 +14,9 @@ from ...autograd.transforms import KeptMask, Traits, laid_out, reading
 from ...ops import Packed, pack
 from ...optim import UpdateRule
 from ...pattern import Pattern, PatternLike
-from ..base import About, LayerPlan, Setup, Stage
+from ..base import About, LayerPlan, Setup, Stage, choice, count, number, optional_seed
 from ..registry import recipe
 from ..schedule import PACKED, ScheduledRecipe, phases
-from ..settings import choice, count, number, optional_seed
 from .sste import estimating
 
 

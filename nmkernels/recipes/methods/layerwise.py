@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from ...pattern import NMError, Pattern, PatternLike, RecipeError
-from ..base import About, Recipe, Setup
+from ..base import About, Recipe, Setup, choice
 from ..compose import Composite, first_stage
 from ..registry import recipe
-from ..settings import choice
 from .step import STEP
 
 SUMS = 1 << 14

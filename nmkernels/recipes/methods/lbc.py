@@ -13,10 +13,9 @@ from torch import Tensor
 from ...autograd.transforms import CombinationMask, Traits, WeightTransform, combination_count, masked, reading, wide
 from ...optim import UpdateRule
 from ...pattern import Pattern, RecipeError
-from ..base import About, Stage, State
+from ..base import About, Stage, State, choice, number
 from ..registry import recipe
 from ..schedule import ScheduledRecipe, passed, resolve_step
-from ..settings import choice, number
 
 
 @dataclass(frozen=True)

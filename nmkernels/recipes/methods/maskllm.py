@@ -15,10 +15,9 @@ from ...nn import NMWeight
 from ...optim import UpdateRule
 from ...pattern import Pattern, RecipeError, ShapeError
 from ...reference import uniforms24
-from ..base import About, Setup, Stage, State
+from ..base import About, Setup, Stage, State, choice, number, optional_seed
 from ..registry import recipe
 from ..schedule import EARLY, ScheduledRecipe
-from ..settings import choice, number, optional_seed
 
 
 @dataclass(frozen=True)

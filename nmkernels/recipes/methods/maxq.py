@@ -12,10 +12,9 @@ from torch import Tensor
 from ...autograd.transforms import Traits, WeightTransform, masked, reading
 from ...optim import UpdateRule
 from ...pattern import Pattern, RecipeError
-from ..base import About, Stage, State
+from ..base import About, Stage, State, choice, count, number
 from ..registry import recipe
 from ..schedule import EARLY, ScheduledRecipe, phases
-from ..settings import choice, count, number
 
 CURVE = 1.5  # c of the exponential schedule: 0.05 per epoch over the 30 epochs of the authors' runs
 

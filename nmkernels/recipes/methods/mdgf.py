@@ -12,10 +12,9 @@ from torch import Tensor
 from ...autograd.transforms import HardMask, Traits, WeightTransform, reading
 from ...optim import UpdateRule
 from ...pattern import Pattern
-from ..base import About, Span, Stage, State, first
+from ..base import About, Span, Stage, State, choice, count, first, number, setting
 from ..registry import recipe
 from ..schedule import EARLY, ScheduledRecipe, phases
-from ..settings import choice, count, number, setting
 
 
 @dataclass(frozen=True)

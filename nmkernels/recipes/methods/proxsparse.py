@@ -10,9 +10,8 @@ from torch import Tensor
 from ...autograd.transforms import WEIGHT, HardMask, WeightTransform, masked, reading
 from ...optim import UpdateRule
 from ...pattern import Pattern, RecipeError
-from ..base import About, LayerPlan, Recipe, Stage, State
+from ..base import About, LayerPlan, Recipe, Stage, State, choice, flag, number
 from ..registry import recipe
-from ..settings import choice, flag, number
 
 PATH, LAST = 16, 8
 """Steps along the path of the dense minimum from no regulariser to the whole one, and Newton's at its end and for the 3-sparse one."""

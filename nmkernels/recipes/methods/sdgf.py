@@ -12,10 +12,9 @@ from torch import Tensor
 from ...autograd import HardMask, WeightTransform
 from ...optim import UpdateRule
 from ...pattern import MAX_M, Pattern, RecipeError
-from ..base import About, LayerPlan, Stage, State
+from ..base import About, LayerPlan, Stage, State, choice
 from ..registry import recipe
 from ..schedule import PACKED, ScheduledRecipe, packing, phases
-from ..settings import choice
 
 
 @recipe("sdgf")

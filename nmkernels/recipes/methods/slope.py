@@ -11,10 +11,9 @@ from torch import Tensor
 
 from ...autograd.transforms import HardMask, WeightTransform, masked, pruned_along_out, reading
 from ...pattern import Pattern, RecipeError
-from ..base import About, LayerPlan, Setup, Stage, State, rank_for
+from ..base import About, LayerPlan, Setup, Stage, State, count, optional_seed, rank_for, setting, whole
 from ..registry import recipe
 from ..schedule import ScheduledRecipe, resolve_step
-from ..settings import count, optional_seed, setting, whole
 
 
 @dataclass(frozen=True)

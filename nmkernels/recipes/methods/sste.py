@@ -12,10 +12,9 @@ from ...autograd.transforms import Traits, laid_out, reading
 from ...ops import Packed, pack
 from ...optim import UpdateRule
 from ...pattern import NMError, Pattern, PatternLike, RecipeError
-from ..base import About, Recipe, Setup, Stage, State
+from ..base import About, Recipe, Setup, Stage, State, choice, optional_seed
 from ..registry import recipe
 from ..schedule import PACKED, packing
-from ..settings import choice, optional_seed
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from ...autograd import HardMask
 from ...optim import UpdateRule
 from ...pattern import Pattern
-from ..base import About, Recipe, Stage, State
+from ..base import About, Recipe, Stage, State, choice, number
 from ..registry import recipe
 from ..schedule import PACKED, packing
-from ..settings import choice, number
 
 
 @recipe("ste")

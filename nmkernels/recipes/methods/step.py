@@ -12,11 +12,10 @@ from torch import Tensor
 from ...ops import STATS
 from ...optim import MaskedAdamW, UpdateRule
 from ...pattern import RecipeError
-from ..base import About, Observed, Recipe, Setup, Span, Stage, State, first
+from ..base import About, Observed, Recipe, Setup, Span, Stage, State, choice, first, number, setting
 from ..compose import Composite, first_stage, of_length
 from ..registry import recipe, spec
 from ..schedule import PACKED, resolve_step
-from ..settings import choice, number, setting
 from .ste import SRSTE
 
 APPLIED, CHANGE, LOG_CHANGE, UNCHANGED = (STATS.index(name) for name in ("applied", "v_change", "v_log_change", "v_unchanged"))

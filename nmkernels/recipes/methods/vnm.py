@@ -13,9 +13,8 @@ from torch import Tensor
 from ...autograd.transforms import WeightTransform, masked, reading
 from ...optim import UpdateRule
 from ...pattern import Pattern, RecipeError
-from ..base import About, LayerPlan, Recipe, Stage, State
+from ..base import About, LayerPlan, Recipe, Stage, State, choice, count, number
 from ..registry import recipe
-from ..settings import choice, count, number
 
 WIDTH, EXACT_M = 4, 8
 """Columns that a block keeps of every group, what 2:4 tensor cores multiply; the largest M where all C(M, 4) sets of them are tried."""
