@@ -32,8 +32,8 @@ class AdamWSuite:
         """Run both on copies; everything they write must agree. Returns the statistics."""
         return same_as_reference(self.step, copied(call, device), call, h, n, m, **options)
 
-    def run(self, call: dict[str, Any], h: Tensor, n: int = 2, m: int = 4) -> Tensor:
-        return self.step(*call.values(), h, n, m, False, False, False, False, None, None)
+    def run(self, call: dict[str, Any], h: Tensor, n: int = 2, m: int = 4, geometric: bool = False) -> Tensor:
+        return self.step(*call.values(), h, n, m, False, False, False, geometric, None, None)
 
     @pytest.mark.parametrize(
         ("dtype", "grad", "out"),
@@ -153,7 +153,7 @@ class AdamWSuite:
             call, mixed = ({k: [x[k][0] for x in side for _ in x[k][:1]] for k in parts[0]} for side in (parts, ours))
             again = copied(mixed)
             stats = same_as_reference(self.step, mixed, call, hyper(), 2, 4, geometric=True)
-            assert_equal_bits(self.step(*again.values(), hyper().to(device), 2, 4, False, False, False, True, None, None).cpu(), stats)
+            assert_equal_bits(self.run(again, hyper().to(device), geometric=True).cpu(), stats)
             assert_equal_bits(again, mixed)
 
 

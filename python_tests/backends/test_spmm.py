@@ -87,13 +87,14 @@ def test_damaged_indices_raise(cpu):
         p = Pattern(text)
         values, indices = reference.compress(torch.randn(9, 4 * p.m), p.n, p.m)
         indices[7, -1] = 255
-        call = values, indices, p.n, p.m, 4 * p.m
-        with pytest.raises(ShapeError, match=f"does not exist in a group of {p.m}"):
-            cpu("nm_linear")(torch.randn(20, 4 * p.m), *call)
-        with pytest.raises(ShapeError, match=f"does not exist in a group of {p.m}"):
-            cpu("nm_linear_wgrad")(*call, torch.randn(4 * p.m, 20))
-        with pytest.raises(ShapeError, match=f"does not exist in a group of {p.m}"):
-            cpu("nm_linear_dgrad")(torch.randn(20, 9), *call)
+        call, cols = (values, indices, p.n, p.m, 4 * p.m), 4 * p.m
+        for op, args in (
+            ("nm_linear", (torch.randn(20, cols), *call)),
+            ("nm_linear_wgrad", (*call, torch.randn(cols, 20))),
+            ("nm_linear_dgrad", (torch.randn(20, 9), *call)),
+        ):
+            with pytest.raises(ShapeError, match=f"does not exist in a group of {p.m}"):
+                cpu(op)(*args)
 
 
 def test_a_column_named_too_often_raises(cpu):

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from nmkernels.backends import adamw as shared
 from nmkernels.backends.cuda import adamw
@@ -16,15 +15,6 @@ from python_tests.backends.adamw_calls import LAYOUTS, copied, hyper, make, same
 from python_tests.backends.adamw_suite import GpuAdamWSuite
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
-
-
-def compare(device: str, call: dict[str, Any], h: Tensor, n: int, m: int, **options: Any) -> Tensor:
-    """Run both on copies; everything they write must agree. Returns the statistics."""
-    return same_as_reference(adamw.masked_adamw_, copied(call, device), call, h, n, m, **options)
-
-
-def run(call: dict[str, Any], h: Tensor, n: int = 2, m: int = 4, geometric: bool = False, found: Tensor | None = None) -> Tensor:
-    return adamw.masked_adamw_(*call.values(), h, n, m, False, False, False, geometric, None, found)
 
 
 class Kernels:
@@ -48,6 +38,9 @@ def called(device, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 class TestAgainstTheReference(GpuAdamWSuite):
     step = staticmethod(adamw.masked_adamw_)
+
+
+compare, run = TestAgainstTheReference().compare, TestAgainstTheReference().run
 
 
 def test_ties_and_neighbours_of_every_pattern(device):

@@ -186,15 +186,6 @@ def test_wide_tiles_of_whole_blocks(op, capability, monkeypatch) -> None:
     check(op, capability, "2:4", BF16, 128, 256, 130, warps_apart=False)
 
 
-@pytest.mark.slow
-def test_hopper_reads_no_registers(monkeypatch) -> None:
-    """Several steps of each width of tile: a wgmma in flight could read what a later step overwrites. The machine has no rule for such."""
-    for op in ("linear", "linear_wgrad"):
-        for width in (16, 64):
-            monkeypatch.setattr(family, "choose", lambda *_args, width=width: Plan("gemm", 64, width, 64, 4, 3))
-            check(op, 90, "2:4", BF16, 64, 256, width)
-
-
 @pytest.mark.parametrize("kind", ["fprop", "wgrad"])
 def test_no_plan_leaves_wgmma_in_flight_that_reads_registers(kind, monkeypatch) -> None:
     """As compiled for sizes of models, where the compiler chooses otherwise than for small ones: nothing of a step outlives it."""
