@@ -4,8 +4,6 @@ import nmkernels as nm
 from nmkernels.audit.report import Advice, Audit, LayerAudit
 from nmkernels.audit.rules import Piece
 
-SHAPES = {f"h.{i}.{name}": shape for i in range(2) for name, shape in {"up": (16384, 4096), "down": (4096, 16384)}.items()}
-
 WANTED = """\
                                        predicted
 layer              shape     of dense  inference   step  more  why
@@ -47,7 +45,7 @@ def test_measured_columns_appear_where_something_was_measured():
 
 
 def test_the_words_of_a_prediction():
-    text = " ".join(str(nm.audit(SHAPES, 8192, device="H200", dtype="bfloat16")).split())
+    text = " ".join(str(nm.audit({"fc": (4096, 4096)}, 8192, device="H200", dtype="bfloat16")).split())
     for words in (
         "Predicted by a roofline, not measured: H200 SXM, dense bfloat16 GEMMs at 700 TFLOP/s, memory of 4.8 TB/s",
         "1.2 to 1.4 and not 2, because sparse GEMMs draw more of the 700 W and the clock falls",
@@ -55,5 +53,5 @@ def test_the_words_of_a_prediction():
         "no attention scores, norms, embeddings",
     ):
         assert words in text
-    passes = str(nm.audit(SHAPES, 512, "srste:1:8", device="A100", dtype="bfloat16", accumulate=4))
+    passes = str(nm.audit({"fc": (4096, 4096)}, 512, "srste:1:8", device="A100", dtype="bfloat16", accumulate=4))
     assert "512 tokens, 4 passes per optimizer step" in passes and "400 W" in passes

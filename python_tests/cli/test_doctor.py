@@ -14,17 +14,15 @@ from nmkernels.cli import doctor, main
 
 
 @pytest.fixture
-def broken() -> Any:
+def broken(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Registers a backend that is preferred to all others, until the end of the test."""
-    before = {op: list(entries) for op, entries in dispatch._impls.items()}
+    monkeypatch.setattr(dispatch, "_impls", dict(dispatch._impls))
 
     def register(op: str, fn: Callable[..., Any], **words: Any) -> dict[str, Any]:
         dispatch.impl(op, backend="broken", priority=99, **words)(fn)
         return doctor.check(op, doctor.samples()[op])
 
-    yield register
-    dispatch._impls.clear()
-    dispatch._impls.update(before)
+    return register
 
 
 def _report(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, Any]:

@@ -14,7 +14,7 @@ from nmkernels.pattern import RecipeError
 from nmkernels.recipes import get, names
 from nmkernels.recipes.registry import spec
 
-from ._text import train
+from .conftest import train
 
 
 def asked(recipe: str, *texts: str) -> dict[str, Any]:

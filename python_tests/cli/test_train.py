@@ -17,7 +17,7 @@ from nmkernels.cli.config import add_arguments, fresh, settings
 from nmkernels.models import GPT, GPTConfig, load_corpus
 from nmkernels.recipes.compose import deployed
 
-from ._text import train
+from .conftest import train
 
 MODEL = GPTConfig(width=32, layers=1, heads=2, context=16)
 

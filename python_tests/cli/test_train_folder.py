@@ -19,7 +19,7 @@ from nmkernels.cli import log
 from nmkernels.cli.folder import LOCK, SIGNS, Folder
 from nmkernels.pattern import NMError
 
-from ._text import train
+from .conftest import train
 
 SIZES = ["--steps", "3", "--batch", "8", "--context", "8", "--width", "16", "--layers", "1", "--heads", "1", "--checkpoint-every", "1"]
 OPTIONS = pytest.mark.parametrize("option", [[], ["--overwrite"], ["--resume"]], ids=["plain", "overwrite", "resume"])

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 import torch
 
-from ._text import train, write_text
+from .conftest import train, write_text
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = ["--batch", "8", "--context", "8", "--width", "16", "--layers", "1", "--heads", "1", "--recipe", "srste:2:4"]

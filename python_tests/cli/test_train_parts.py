@@ -28,17 +28,14 @@ def test_learning_rate_rises_then_falls_along_a_cosine():
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_a_log_that_is_resumed_drops_what_came_after(tmp_path, terminal):
+def test_a_log_prints_a_bar_on_a_terminal_and_else_lines(tmp_path, terminal):
     stream = io.StringIO()
     stream.isatty = lambda: terminal
     row = {"loss": 1.5, "lr": 0.1, "tokens_per_s": 2000.0, "phase": 1, "flip_rate": 0.01, "density": 0.5, "decay_ratio": 0.0, "extra": 3}
     with Log(tmp_path, "a", 0, 10, stream) as log:
-        for step in (2, 4, 6):
-            log.row({"step": step, **row})
-            log.tick()
-    with Log(tmp_path, "a", 4, 10, stream) as log:
+        log.row({"step": 2, **row})
+        log.tick()
         log.row({"step": 5, "loss": 2.0, "lr": 0.1, "tokens_per_s": 1.0, "val_loss": 3.0})
-    assert [r["step"] for r in read_log(tmp_path / "log.csv")] == [2, 4, 5]
     assert read_log(tmp_path / "log.csv")[0] == {"step": 2, **{k: v for k, v in row.items() if k != "extra"}}
     said = stream.getvalue()
     assert ("\r" in said) == terminal
