@@ -42,16 +42,6 @@ def capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def skipped(found_inf: Tensor | None, device: torch.device) -> bool:
-    """Whether the step that the host is about to count is skipped; this waits for the device."""
-    if capturing(device):
-        raise BackendError(
-            "nm_masked_adamw_: a CUDA graph is captured and the step counts are on the CPU, so that replays would not count; "
-            "make the optimizer with capturable=True."
-        )
-    return found_inf is not None and bool(found_inf != 0)
-
-
 class Opened(NamedTuple):
     """A call's device, with what the kernels read there, and room for the statistics.
 
@@ -76,7 +66,12 @@ def opened(
     scale, found = (None if x is None else x.to(device, non_blocking=True) for x in (grad_scale, found_inf))
     stats = torch.empty(STATS, dtype=torch.float64, device=device) if out is None else out
     held = [i for i, step in enumerate(steps) if on_host(step, device)]
-    skip = bool(held) and skipped(found_inf, device)
+    if held and capturing(device):
+        raise BackendError(
+            "nm_masked_adamw_: a CUDA graph is captured and the step counts are on the CPU, so that replays would not count; "
+            "make the optimizer with capturable=True."
+        )
+    skip = bool(held) and found_inf is not None and bool(found_inf != 0)  # waits for the device
     numbers = None if on_host(hyper, device) else hyper.contiguous()
     return Opened(device, scale, found, stats.zero_() if skip else stats, numbers, held, skip)
 

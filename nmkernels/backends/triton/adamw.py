@@ -215,7 +215,13 @@ def masked_adamw_(
     if skip:
         return stats
     scalars = torch.empty(len(steps), SCALARS, dtype=torch.float32, device=device)
-    _scalars(steps, held, hyper, numbers, found, frozen, scalars)
+    one, several = count(steps, held)
+    # what the host holds of hyper, as integers: an argument in floating point would be rounded to float32
+    words = hyper.contiguous().view(torch.int64).tolist()[:8] if numbers is None else [0] * 8
+    on_the_host = set(held)
+    for i, step in enumerate(steps):
+        args = (None if i in on_the_host else step, scalars, found, numbers, i, several[i] if several else one, *words)
+        launch(adamw_scalars_kernel, 1, args, warps=1, FROZEN=frozen)
     padded = next_power_of_2(m)
     groups = max(1, ELEMENTS // padded)
     tiles = [cdiv(p.numel(), groups * (m or 1)) for p in params]
@@ -226,8 +232,7 @@ def masked_adamw_(
         given = [xs[i] if xs else None for xs in (params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, outs, grads)]
         tensors = _straight(given, m)
         even = {"EVEN": p.numel() % 8 == 0, "N": n, "M": m or 1, "TILE": groups * padded, "PADDED": padded}
-        args = (*tensors, scalars, partials, i, first, partials.shape[1], p.numel(), scale, found)
-        launch(adamw_kernel, tiles[i], args, **even, **flags)
+        launch(adamw_kernel, tiles[i], (*tensors, scalars, partials, i, first, partials.shape[1], p.numel(), scale, found), **even, **flags)
         for target, copy in zip(given[:5], tensors[:5], strict=True):
             if target is not None and copy is not None and target is not copy:
                 target.copy_(copy)
@@ -250,16 +255,3 @@ def _straight(given: list[Tensor | None], m: int) -> list[Tensor | None]:
         if not m and dense(there[0]) and all(x.stride() == there[0].stride() for x in there):
             return given
     return [None if x is None else x.resolve_neg().contiguous() for x in given]
-
-
-def _scalars(
-    steps: Sequence[Tensor], held: list[int], hyper: Tensor, numbers: Tensor | None, found: Tensor | None, frozen: bool, scalars: Tensor
-) -> None:
-    """Counts every step and launches the computation of the ``scalars`` of each param, ``(params, 12)`` in fp32."""
-    one, several = count(steps, held)
-    # what the host holds of hyper, as integers: an argument in floating point would be rounded to float32
-    words = hyper.contiguous().view(torch.int64).tolist()[:8] if numbers is None else [0] * 8
-    on_the_host = set(held)
-    for i, step in enumerate(steps):
-        args = (None if i in on_the_host else step, scalars, found, numbers, i, several[i] if several else one, *words)
-        launch(adamw_scalars_kernel, 1, args, warps=1, FROZEN=frozen)

@@ -92,14 +92,6 @@ def _spmm(
         launch(combine_kernel, cdiv(count, COMBINE), (sums, bias, c, count, rows), **consts)
 
 
-def few(x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, bias: Tensor | None, activation: str, y: Tensor) -> None:
-    """Fill y ``[tokens, rows]`` with activation(x Wᵀ + bias), x ``[tokens, cols]`` of 1 to 4 tokens; all of them contiguous."""
-    p, rows = Pattern(n, m), values.shape[0]
-    args = (x, values, indices, bias, y, rows, cols, p.kept(cols), p.index_bytes(cols))
-    consts: dict[str, Any] = {"N": n, "M": m, "BITS": p.index_bits, "TOKENS": y.numel() // rows, "ROWS": FEW_ROWS, "WIDTH": FEW_WIDTH}
-    launch(few_kernel, cdiv(rows, FEW_ROWS), args, **consts, ACTIVATION=activation, enable_fp_fusion=True)
-
-
 def _deliver(result: Tensor, out: Tensor | None) -> Tensor:
     return result if out is None else out.copy_(result)
 
@@ -118,7 +110,10 @@ def linear(
         y = x.new_empty(*x.shape[:-1], rows) if out is None else out
         b = None if bias is None else contiguous(bias)
         if y.numel() and p.method == "few":
-            few(flat.contiguous(), values, indices, n, m, cols, b, activation, y)
+            pattern = Pattern(n, m)
+            args = (flat.contiguous(), values, indices, b, y, rows, cols, pattern.kept(cols), pattern.index_bytes(cols))
+            consts: dict[str, Any] = {"N": n, "M": m, "BITS": pattern.index_bits, "TOKENS": y.numel() // rows, "ACTIVATION": activation}
+            launch(few_kernel, cdiv(rows, FEW_ROWS), args, **consts, ROWS=FEW_ROWS, WIDTH=FEW_WIDTH, enable_fp_fusion=True)
         elif y.numel():
             _spmm(p, values, indices, n, m, cols, flat, (flat.stride(1), flat.stride(0)), b, activation, y, (1, rows))
     return y if residual is None else y.add_(residual)
