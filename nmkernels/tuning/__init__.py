@@ -5,17 +5,4 @@ from .table import TABLE, device_name, key
 from .timer import Seconds, Task, Timer, cold
 from .validator import Validator
 
-__all__ = [
-    "BUDGET",
-    "TABLE",
-    "Candidate",
-    "Found",
-    "Seconds",
-    "Task",
-    "Timer",
-    "Validator",
-    "cold",
-    "device_name",
-    "key",
-    "measure",
-]
+__all__ = ["BUDGET", "TABLE", "Candidate", "Found", "Seconds", "Task", "Timer", "Validator", "cold", "device_name", "key", "measure"]
