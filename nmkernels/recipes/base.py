@@ -182,14 +182,18 @@ class LayerPlan:
 # ---- settings: fields that say what values fit, which Recipe checks, and whether a resumed run may have another
 
 
-def setting(default: Any, fits: Callable[[Any], bool] = lambda value: True, wanted: str = "", resume: str = "") -> Any:
+def setting(default: Any, fits: Callable[[Any], bool], wanted: str, none: str = "", resume: str = "") -> Any:
     """A field whose value ``fits``; of another one the error says ``name=value`` and what is ``wanted``.
 
     Args:
+        none: what None is for, where it fits too.
         resume: ``"any"``: a resumed run may have it otherwise than its checkpoint; ``"same"``: it may not. By default it may not in a
             ``ScheduledRecipe``, whose steps have been counted by it.
     """
-    return field(default=default, metadata={"fits": fits, "wanted": wanted, **({"resume": resume} if resume else {})})
+    metadata = {"fits": fits, "wanted": wanted}
+    if none:
+        metadata = {"fits": lambda x: x is None or fits(x), "wanted": f"{wanted}, or None {none}"}
+    return field(default=default, metadata={**metadata, **({"resume": resume} if resume else {})})
 
 
 def number(default: float | None, above: bool = False, none: str = "") -> Any:
@@ -198,18 +202,18 @@ def number(default: float | None, above: bool = False, none: str = "") -> Any:
     def fits(x: Any) -> bool:
         return (isinstance(x, float) or whole(x)) and 0 <= x < math.inf and not (above and x == 0)
 
-    return _or_none(default, fits, f"must be a finite number {'above' if above else 'of at least'} 0", none)
+    return setting(default, fits, f"must be a finite number {'above' if above else 'of at least'} 0", none)
 
 
 def count(default: int | None, least: int = 0, none: str = "", resume: str = "") -> Any:
     """A whole number of at least ``least``, or None where ``none`` says what that is for."""
-    return _or_none(default, lambda x: whole(x) and x >= least, f"must be a whole number of at least {least}", none, resume)
+    return setting(default, lambda x: whole(x) and x >= least, f"must be a whole number of at least {least}", none, resume)
 
 
 def choice(default: Any, *others: Any, resume: str = "") -> Any:
     """One of the given values, the first one by default."""
     known = (default, *others)
-    return setting(default, lambda x: x in known, f"is unknown; choose one of {', '.join(map(str, known))}", resume)
+    return setting(default, lambda x: x in known, f"is unknown; choose one of {', '.join(map(str, known))}", resume=resume)
 
 
 def flag(default: bool) -> Any:
@@ -219,18 +223,12 @@ def flag(default: bool) -> Any:
 
 def optional_seed() -> Any:
     """A whole number, or None for torch's initial seed."""
-    return _or_none(None, whole, "must be a whole number", "for torch's initial seed")
+    return setting(None, whole, "must be a whole number", "for torch's initial seed")
 
 
 def whole(x: object) -> bool:
     """Whether ``x`` is a whole number, which True and False are not."""
     return isinstance(x, int) and not isinstance(x, bool)
-
-
-def _or_none(default: Any, fits: Callable[[Any], bool], wanted: str, none: str, resume: str = "") -> Any:
-    if not none:
-        return setting(default, fits, wanted, resume)
-    return setting(default, lambda x: x is None or fits(x), f"{wanted}, or None {none}", resume)
 
 
 # ---- recipes

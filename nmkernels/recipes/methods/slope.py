@@ -78,7 +78,7 @@ class SLoPe(ScheduledRecipe):
     )
     start: float | int = 0.99
     every: int = count(100)
-    max_aspect: float | None = setting(None, lambda x: x is None or x >= 1, "must be at least 1, or None for no limit")
+    max_aspect: float | None = setting(None, lambda x: x >= 1, "must be at least 1", none="for no limit")
     seed: int | None = optional_seed()
 
     about = About(

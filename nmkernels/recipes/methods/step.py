@@ -108,10 +108,10 @@ class STEP(Composite):
     t_min: float | int | None = 0.1
     t_max: float | int | None = 0.5
     start: float | int = 0.25
-    threshold: float | None = setting(None, lambda x: x is None or x > 0, "must be positive, or None for the policy's own")
+    threshold: float | None = setting(None, lambda x: x > 0, "must be positive", none="for the policy's own")
     bias_corrected: bool = True
     eps_mode: str = choice("outside", "inside")
-    clamp: float | None = setting(2.0, lambda x: x is None or x > 0, "must be positive, or None for no clamp")
+    clamp: float | None = setting(2.0, lambda x: x > 0, "must be positive", none="for no clamp")
     freeze: bool = True
     decay: float = number(0.0)
     packed: bool | str = choice(*PACKED)
