@@ -57,8 +57,7 @@ def audit(
     with each GEMM in the faster form that the recipe's masks allow; ``estimate`` is MVUE of the output gradient, ``weight`` masking and
     packing the weight. The optimizer's own update is in neither, a low-rank adapter only in inference.
 
-    The **prediction** is a roofline of a GPU of the table (``audit/devices.py``, with its sources) or of this machine as a short
-    measurement finds it. The **measurement** times the GEMMs of each distinct shape on random numbers, in turns, medians.
+    It is predicted by a roofline of a GPU of the table in ``audit/devices.py``, or of this machine as a short measurement finds it.
 
     Args:
         model: dense (also on the meta device), sparse (``sparsify_``) or compressed; a handle; or shapes ``{name: (out, in)}``.

@@ -17,7 +17,6 @@ from .tensors import Contents, place, plain_modules, plain_names, quote, shorten
 
 SHOWN = 5
 
-
 PARTS = ("weight.values", "weight.indices", "weight.columns", *ADAPTER)
 """What a file holds of a layer, the first two of every one."""
 
