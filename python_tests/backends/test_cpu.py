@@ -18,6 +18,7 @@ from nmkernels.pattern import Pattern, ShapeError
 from nmkernels.reference.compress import pack_indices, unpack_indices
 from nmkernels.testing import assert_equal_bits, cases, fill_poison
 from python_tests.backends.gemm_calls import unaligned
+from python_tests.backends.kernel_suites import TransposableSuite
 from python_tests.each import each
 
 TUNED = ["2:4", "1:4", "2:8", "1:8", "4:8", "1:16", "1:32"]
@@ -138,14 +139,8 @@ def test_outputs_larger_than_the_caches(cpu, offset):
     assert_equal_bits(cpu("nm_mask")(wide.expand(2, *wide.shape), 2, 4)[1], reference.mask(w, 2, 4).repeat(4, 1))
 
 
-@every_dtype
-def test_transposable_2_4_equals_the_reference(cpu, dtype):
-    gen = torch.Generator().manual_seed(2)
-    tied = torch.randint(-2, 3, (4 * 300, 4), generator=gen).to(dtype)
-    edge = torch.tensor([float("nan"), float("inf"), -0.0, 0.0, -1.0, 1.0], dtype=dtype)[torch.randint(6, (400, 8), generator=gen)]
-    stacked = torch.randn(2, 3, 8, 12, generator=gen).to(dtype)
-    for x in (tied, edge, stacked, stacked.transpose(-1, -2), tied[:0], stacked[..., :0], torch.zeros(4, 4, dtype=dtype)):
-        assert_equal_bits(cpu("nm_transposable_mask")(x, 2, 4), reference.transposable_mask(x, 2, 4), str(tuple(x.shape)))
+class TestTransposableMask(TransposableSuite):
+    shapes = [(4, 4), (1200, 4), (4, 1028), (2, 3, 8, 12), (0, 4), (2, 3, 8, 0)]
 
 
 @each("text", ["1:4", "3:4", "4:4", "2:8", "5:8", "3:5", "2:16", "12:16", "5:32"])

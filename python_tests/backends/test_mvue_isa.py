@@ -23,14 +23,6 @@ def gradients(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) ->
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def edge(*shape: int, dtype: torch.dtype) -> Tensor:
-    """Ordinary numbers, with a whole group of special ones every now and then."""
-    info, gen = torch.finfo(dtype), torch.Generator().manual_seed(1)
-    special = torch.tensor([0, 0, 0, -0.0, 1, -1, info.tiny, -info.tiny * info.eps, info.max, float("inf"), float("nan"), -float("nan")])
-    picks = special[torch.randint(len(special), shape, generator=gen)].to(dtype)
-    return torch.where(torch.rand(shape, generator=gen) < 0.15, picks, gradients(*shape, dtype=dtype))
-
-
 def agrees(cpu, g: Tensor, p: Pattern, dim: int, method: str = "exact", what: str = "") -> None:
     """Both ops into unclean memory against the reference."""
     args = (g, p.n, p.m, dim, SEED, method)
@@ -103,10 +95,8 @@ def test_large_outputs_of_lone_rows_and_of_any_alignment(cpu):
 def test_edge_inputs(cpu, text, dtype, method):
     p = Pattern(text)
     for case in cases(text, dtype):
-        agrees(cpu, case.x, p, -1, method, case.id)
-    if text == "2:16":
-        for dim in (0, 1):
-            agrees(cpu, edge(80, 304, dtype=dtype), p, dim, method)
+        for dim in range(-case.x.dim() if text in ("2:4", "1:8", "2:16", "3:5") and dtype in LOW else -1, 0):
+            agrees(cpu, case.x, p, dim, method, case.id)
 
 
 @every_dtype
@@ -119,17 +109,6 @@ def test_groups_that_saturate_step_by_step(cpu, text, dtype):
         g = (torch.pow(base, steps.clamp(max=24 if dtype == torch.float16 else 60)) * 2.0**-14 * gradients(34, 9, p.m).sign()).to(dtype)
         for dim in (0, 1):
             agrees(cpu, g.view(34, -1), p, dim, what=f"base {base}")
-
-
-@each("dtype", LOW)
-@each("text", ["2:4", "1:8", "2:16", "1:32", "3:5"])
-def test_special_values_and_tails_of_other_dimensions(cpu, text, dtype):
-    p = Pattern(text)
-    for shape in ((1, 3), (p.m + 1, 35), (5 * p.m - 1, 300), (133, 17), (3, 2 * p.m + 1, 9), (2, 3, 70), (6, p.m // 2, 1)):
-        g = edge(*shape, dtype=dtype)
-        for dim in range(-len(shape), -1):
-            for method in ("exact", "approx") if p.n == 2 else ("exact",):
-                agrees(cpu, g, p, dim, method, str(shape))
 
 
 class TestMvue(MvueSuite):

@@ -24,8 +24,6 @@ from nmkernels.tuning.table import Table, device_name, key, versions
 from python_tests.each import each
 
 CPU = torch.device("cpu")
-
-
 pytestmark = pytest.mark.usefixtures("cache")
 
 

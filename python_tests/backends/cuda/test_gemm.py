@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -244,19 +246,8 @@ def test_plan(device, sizes, by_column, gpu, tile, parts):
 
 def test_the_plan_is_of_the_tensors_gpu():
     """Not of device 0, nor of the one that was planned for before."""
-    asked = []
-
-    class Core:
-        """In place of the compiled one: it plans by the GPU alone."""
-
-        @staticmethod
-        def gpu(device):
-            asked.append(device)
-            return (A100, H200)[device]
-
-        @staticmethod
-        def gemm_plan(m, n, k, by_column, *gpu):
-            return gpu[:2]
-
-    assert [gemm.choose(Core, 16, 1, 64, False, device) for device in (1, 0, -1)] == [H200[:2], A100[:2], gemm.EMULATED[:2]]
-    assert asked == [1, 0]
+    core = Mock()
+    core.gpu.side_effect = lambda device: (A100, H200)[device]
+    core.gemm_plan.side_effect = lambda m, n, k, by_column, *gpu: gpu[:2]
+    assert [gemm.choose(core, 16, 1, 64, False, device) for device in (1, 0, -1)] == [H200[:2], A100[:2], gemm.EMULATED[:2]]
+    assert [asked.args for asked in core.gpu.call_args_list] == [(1,), (0,)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import MagicMock
+
 import pytest
 import torch
 
@@ -27,26 +29,17 @@ def test_a_call_on_a_gpu_is_declined_where_nothing_can_be_launched(monkeypatch):
     assert choose("nm_mask", w, 2, 4).backend == "reference"
 
 
-class Kernel:
-    """As much of a JITFunction as a launch needs; notes each of them."""
-
-    def __init__(self):
-        self.started = []
-
-    def __getitem__(self, grid):
-        return lambda *args, **options: self.started.append((grid, args, options))
-
-
 def test_what_triton_is_told(monkeypatch):
     """On the device of the first tensor; contraction is off unless asked for, and no programs are nothing."""
     monkeypatch.setattr(launching, "INTERPRETED", False)
-    kernel, x, asked = Kernel(), torch.zeros(256), []
+    kernel, started, x, asked = MagicMock(), [], torch.zeros(256), []
+    kernel.__getitem__.side_effect = lambda grid: lambda *args, **options: started.append((grid, args, options))
     real = torch.cuda.device_of
     monkeypatch.setattr(torch.cuda, "device_of", lambda x: asked.append(x) or real(x))
     launching.launch(kernel, 5, (None, x, 7), warps=2, stages=1, N=2, enable_fp_fusion=True)
     launching.launch(kernel, 6, (x,), TILE=64)
     launching.launch(kernel, 0, (x,), TILE=64)
-    assert kernel.started == [
+    assert started == [
         ((5,), (None, x, 7), {"num_warps": 2, "num_stages": 1, "enable_fp_fusion": True, "N": 2}),
         ((6,), (x,), {"num_warps": 4, "num_stages": 3, "enable_fp_fusion": False, "TILE": 64}),
     ]
