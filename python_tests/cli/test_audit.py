@@ -18,9 +18,6 @@ def run(capsys, *words):
 
 def test_a_model_by_name(capsys):
     text = run(capsys)
-    assert (
-        "h.*.mlp.c_fc ×12" in text and "bfloat16" in text and "A step of sste:2:4(packed='auto'): 8192" in text and "Measured" not in text
-    )
     shapes = model_shapes("gpt2").shapes()
     assert text == str(nm.audit(shapes, device="H200", dtype="bfloat16")) + "\n"
     assert "layers.*.mlp.gate_proj ×32" in run(capsys, "--model", "Llama-3-8B", "--tokens", "64")
