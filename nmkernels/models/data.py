@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import stat
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -88,12 +87,12 @@ def load_corpus(path: str | os.PathLike[str] | None = None) -> Corpus:
         raise DataError("--data is empty; give a file or a folder, or leave it out.")
     root = Path(path)
     try:
-        mode = root.stat().st_mode
+        root.stat()
     except OSError as error:
         raise DataError(f"{root}: {error.strerror or error}.") from error
-    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+    if not root.is_file() and not root.is_dir():
         raise DataError(f"{root}: neither a file nor a folder.")
-    files = [root] if stat.S_ISREG(mode) else list(_walk(root, frozenset()))
+    files = [root] if root.is_file() else list(_walk(root, frozenset()))
     if not files:
         raise DataError(f"{root}: the folder holds no files.")
     return make_corpus(_read(files, root, str(path)), str(path))

@@ -51,12 +51,11 @@ class Run:
         self.frozen = freeze(model, layers, setup.freezes)
         self.gradients = Gradients(layers)
 
-    def begin(self, verb: str, anew: bool = False) -> None:
-        """Take from the present weights the layers' patterns and what transforms start from; ``anew``: even if a checkpoint had it."""
-        self.patterns.choose()
-        self._begin(verb, anew)
-
-    def _begin(self, verb: str, anew: bool = False) -> None:
+    def begin(self, verb: str, anew: bool = False, patterns: bool = True) -> None:
+        """Take from the present weights the layers' patterns, if wanted, and what transforms start from; ``anew``: even if a checkpoint
+        had it."""
+        if patterns:
+            self.patterns.choose()
         transform = self.stage.transform or self.stage.later
         for name, layer in self.layers.items():
             layer.final = self._fitted(self.recipe.final_transform(), layer)
@@ -88,7 +87,7 @@ class Run:
         """Continue from ``state``, which lies in the optimizer already."""
         self.state, self.calls = state, int(state.get("t", 0))
         if self.patterns.adopt(state):
-            self._begin("resume")
+            self.begin("resume", patterns=False)
         self._restage()
 
     def advance(self, seen: Observed, applied: Callable[[], bool]) -> Tensor | None:
