@@ -1,4 +1,4 @@
-"""What publishes a release says what is so: Pythons, scripts, the image's toolkit, the workflows, the sdist."""
+"""What publishes a release says what is so: Pythons, extras, scripts, the image's toolkit, the workflows, the sdist."""
 
 from __future__ import annotations
 
@@ -31,6 +31,12 @@ def test_the_same_pythons_are_named_everywhere(config: dict[str, Any]) -> None:
     assert named == built == ["3.10", "3.11", "3.12", "3.13"]
     assert config["project"]["requires-python"] == f">={named[0]}"
     assert " ".join(f"python{one}" for one in named) in (ROOT / "Makefile").read_text(encoding="utf-8")
+
+
+def test_a_wheel_requires_little_and_cusparselt_only_when_asked(config: dict[str, Any]) -> None:
+    assert [re.split(r"[<>=;\s]", one)[0] for one in config["project"]["dependencies"]] == ["torch", "safetensors", "numpy"]
+    (cusparselt,) = config["project"]["optional-dependencies"]["cuda"]
+    assert cusparselt.startswith("nvidia-cusparselt-cu13>=")
 
 
 def test_the_image_runs_scripts_that_exist(config: dict[str, Any]) -> None:
