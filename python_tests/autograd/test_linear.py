@@ -105,13 +105,6 @@ def test_mvue_without_seed_draws_from_torch():
     assert torch.equal(first, gradient()) and not torch.equal(first, second)
 
 
-def test_compressed_gradcheck():
-    x, w, b, _ = tensors(batch=(2, 3))
-    c = ops.compress(w.detach(), "2:4")
-    assert torch.autograd.gradcheck(lambda x, b: linear_compressed(x, c, b), (x, b))
-    assert torch.autograd.gradcheck(lambda x: linear_compressed(x, c), (x,))
-
-
 def test_refusals():
     x, w, b, used = tensors()
     c = ops.compress(w.detach(), "2:4")

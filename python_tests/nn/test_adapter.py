@@ -22,13 +22,16 @@ def layer_of(dtype=torch.float32, rank=3, **keywords):
     return layer, c.dense().double() + (left.double() @ right.double()).t() / rank
 
 
-def test_the_layer_adds_its_adapter():
+def test_the_layer_adds_its_adapter_and_folded_is_the_weight_that_computes_the_same():
     for keep_dense in [False, True]:
         for dtype in [torch.float32, torch.bfloat16, torch.float64]:
             layer, weight = layer_of(dtype, keep_dense=keep_dense)
             x = torch.randn(2, 5, 32).to(dtype)
             dense = F.linear(x, layer.weight.dense(), layer.bias) + (x @ layer.nm_left) @ layer.nm_right / 3
             assert_no_worse(layer(x), dense, F.linear(x.double(), weight, layer.bias.double()))
+            got = folded(layer.weight.dense(), layer.nm_left, layer.nm_right)
+            assert not got.requires_grad
+            torch.testing.assert_close(got, weight.to(dtype), rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)
     layer, weight = layer_of()
     x = torch.randn(5, 32)
     with torch.autocast("cpu", torch.bfloat16):
@@ -81,11 +84,3 @@ def test_copies_casts_and_compiled_forms_compute_the_same():
     with torch.no_grad():
         layer.nm_right.zero_()
     assert all(torch.equal(other(x), want) for other in others)
-
-
-def test_folded_is_the_weight_that_computes_the_same():
-    for dtype in [torch.float32, torch.bfloat16, torch.float64]:
-        layer, weight = layer_of(dtype)
-        got = folded(layer.weight.dense(), layer.nm_left, layer.nm_right)
-        assert got.dtype == dtype and not got.requires_grad
-        torch.testing.assert_close(got, weight.to(dtype), rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)

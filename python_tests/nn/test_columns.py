@@ -38,17 +38,8 @@ def test_gemm():
             torch.testing.assert_close(made(x), x @ dense_of(made).t() + made.bias)
             assert torch.equal(made(x), layer(None)(x[..., ORDER])), "the very same as reordering by hand"
             assert torch.equal(layer(None).dense(), layer(None).weight.dense())
-
-
-def test_gradient_adapter_and_autocast():
     left, right = torch.randn(16, 2), torch.randn(2, 8)
-    made, plain = layer(adapter=(left, right)), layer()
-    x = torch.randn(3, 16, requires_grad=True)
-    plain(x).backward(g := torch.randn(3, 8))
-    torch.testing.assert_close(x.grad, g @ dense_of(plain))
-    torch.testing.assert_close(made(x), plain(x) + x @ left @ right / 2)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert made(x).dtype == torch.bfloat16
+    torch.testing.assert_close(layer(adapter=(left, right))(x), made(x) + x @ left @ right / 2)
 
 
 def test_life_of_the_layer():

@@ -109,12 +109,3 @@ def test_compiled_it_asks_nobody_and_is_compiled_once(monkeypatch: pytest.Monkey
             x = torch.randn(tokens, 64)
             torch.testing.assert_close(compiled(x), _expected(layer, x))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-
-
-def test_what_it_asks_for_follows_the_input() -> None:
-    layer = _layer(True)
-    assert layer.gemms(20) == layer.gemms(20) and layer.gemms(20)[0].forms == ("dense", "rows")
-    assert layer.gemms(21)[0].tokens == 21 and layer.gemms(21, torch.bfloat16)[0].dtype == torch.bfloat16
-    assert _layer(False).gemms(20)[0].forms == ("rows",)
-    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
-        assert layer(torch.randn(20, 64)).dtype == torch.bfloat16

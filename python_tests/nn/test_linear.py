@@ -45,14 +45,11 @@ def test_every_constructor_argument():
     assert layer.pattern == nm.Pattern("1:4") and layer.weight.device.type == "meta" and layer.weight.dtype == torch.bfloat16
     assert nm.SparseLinear(8, 4).pattern == nm.Pattern("2:4") and nm.SparseLinear(8, 4).bias.shape == (4,)
     assert layer(torch.empty(3, 8, device="meta", dtype=torch.bfloat16)).shape == (3, 4)
-
-
-def test_starts_as_nn_linear_does():
-    torch.manual_seed(1)
-    dense = nn.Linear(16, 8)
-    torch.manual_seed(1)
-    sparse = nm.SparseLinear(16, 8)
-    assert isinstance(sparse, nn.Linear) and equal_bits(dict(sparse.state_dict()), dict(dense.state_dict()))
+    layers = []
+    for kind in (nm.SparseLinear, nn.Linear):
+        torch.manual_seed(1)
+        layers.append(kind(16, 8))
+    assert isinstance(layers[0], nn.Linear) and equal_bits(*(dict(layer.state_dict()) for layer in layers)), "it starts as nn.Linear does"
 
 
 def test_wrong_pattern_size_or_dtype():
@@ -79,7 +76,7 @@ def test_mask_from_master_weight():
     assert torch.equal(y.flatten() != 0, torch.tensor([False, False, True, True] * 4)) and y.dtype == torch.bfloat16
 
 
-def test_autocast_returns_its_dtype_and_fp32_gradients():
+def test_autocast_returns_its_dtype_and_fp32_gradients_and_narrow_layers_need_none():
     for dtype in [torch.bfloat16, torch.float16]:
         layer, x = nm.SparseLinear(32, 16), torch.randn(4, 32, requires_grad=True)
         dense = nn.Linear(32, 16)
@@ -93,6 +90,8 @@ def test_autocast_returns_its_dtype_and_fp32_gradients():
         for a, b in ((x, x2), (layer.weight, dense.weight), (layer.bias, dense.bias)):
             assert a.grad.dtype == torch.float32
             torch.testing.assert_close(a.grad, b.grad, rtol=2e-2, atol=2e-2)
+        narrow, x = layer.to(dtype), x.detach().to(dtype)
+        assert torch.equal(narrow(x), F.linear(x, plain.masked(narrow.weight, 2, 4), narrow.bias))
 
 
 def test_autocast_leaves_float64_and_disabled_regions_alone():
@@ -105,14 +104,6 @@ def test_autocast_leaves_float64_and_disabled_regions_alone():
         for wrong in (x, torch.ones(4, 32, dtype=torch.int64)):
             with pytest.raises(RuntimeError):  # as nn.Linear does: autocast casts neither of them
                 layer(wrong)
-
-
-def test_bf16_layer():
-    layer, x = nm.SparseLinear(32, 16, dtype=torch.bfloat16), torch.randn(4, 32).bfloat16()
-    y = layer(x)
-    y.sum().backward()
-    assert y.dtype == torch.bfloat16 == layer.weight.grad.dtype
-    assert torch.equal(y, F.linear(x, plain.masked(layer.weight, 2, 4), layer.bias))
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
