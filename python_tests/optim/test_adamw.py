@@ -102,13 +102,20 @@ def test_groups_and_parameters_without_gradients():
 @each("dtype", [torch.bfloat16, torch.float16])
 def test_16_bit_parameters_have_fp32_moments(dtype):
     ps, optimizer = run(lambda ps: MaskedAdamW(ps, lr=0.05), dtype=dtype)
-    square = [torch.zeros(p.shape) for p in ps]
+    exact = params(dtype)
+    masters = [torch.nn.Parameter(p.detach().float()) for p in exact]
+    theirs = torch.optim.AdamW(masters, lr=0.05)
     for t in range(20):
-        set_grads(ps, t)
-        square = [0.999 * v + (1 - 0.999) * p.grad.float() ** 2 for v, p in zip(square, ps, strict=True)]
-    for p, v in zip(ps, square, strict=True):
-        assert p.dtype == dtype and optimizer.state[p]["exp_avg"].dtype == torch.float32
-        torch.testing.assert_close(optimizer.state[p]["exp_avg_sq"], v, rtol=1e-6, atol=0)
+        set_grads(exact, t)
+        for m, p in zip(masters, exact, strict=True):
+            m.grad = p.grad.float()
+        theirs.step()
+        for m in masters:
+            m.data.copy_(m.detach().to(dtype))  # the parameter is rounded after every step, the moments never
+    for p, m in zip(ps, masters, strict=True):
+        assert optimizer.state[p]["exp_avg"].dtype == optimizer.state[p]["exp_avg_sq"].dtype == torch.float32
+        assert (p.float() - m).abs().max() <= 2 * torch.finfo(dtype).eps * m.abs().max()
+        assert torch.allclose(optimizer.state[p]["exp_avg_sq"], theirs.state[m]["exp_avg_sq"], rtol=1e-6)
 
 
 def test_refusals():
