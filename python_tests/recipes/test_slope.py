@@ -80,15 +80,7 @@ def test_a_frozen_layer_has_a_frozen_adapter():
     assert not model[0].nm_right.any() and model[2].nm_right.any()
 
 
-def test_a_dense_checkpoint_starts_the_adapters_anew():
-    model, handle, _ = run(RECIPE, F32, DATA)
-    left = model[0].nm_left.detach().clone()
-    model.load_state_dict(mlp(F32, seed=3).state_dict())
-    assert not model[0].nm_right.any() and torch.equal(model[0].nm_left, left)
-    assert all(p.requires_grad for layer in handle.layers.values() for p in adapter_of(layer))
-
-
-def test_a_model_that_holds_a_runs_weights_is_previewed_with_its_adapters():
+def test_a_runs_weights_are_previewed_with_their_adapters_and_a_dense_checkpoint_starts_these_anew():
     model, handle, _ = run(RECIPE, F32, DATA)
     other = mlp(F32, seed=5)
     fresh = nm.sparsify_(other, RECIPE)
@@ -96,6 +88,10 @@ def test_a_model_that_holds_a_runs_weights_is_previewed_with_its_adapters():
     with handle.deployable(), fresh.deployable(), torch.no_grad():
         assert torch.equal(other(DATA[0][0]), model(DATA[0][0]))
     assert not other[0].adapts
+    left = model[0].nm_left.detach().clone()
+    model.load_state_dict(mlp(F32, seed=3).state_dict())
+    assert not model[0].nm_right.any() and torch.equal(model[0].nm_left, left)
+    assert all(p.requires_grad for layer in handle.layers.values() for p in adapter_of(layer))
 
 
 # ---- the end
