@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 
 import nmkernels as nm
 from nmkernels.autograd import WeightTransform
+from nmkernels.optim import MaskedAdamW
 from nmkernels.pattern import Pattern, RecipeError
 from nmkernels.recipes import Recipe, Stage
 from nmkernels.recipes.base import Setup
@@ -85,8 +87,10 @@ def test_the_loss_term_is_added_once_per_step_and_not_clipped_scaled_or_negated(
     g = model[0].nm_gain.grad.item()
     optimizer.step()
     assert model[0].nm_gain.item() == pytest.approx(1 - g + 6)
-    model, _, optimizer = started(sgd)
-    assert change(model, optimizer, scaler=torch.amp.GradScaler("cpu", init_scale=256.0)) == pytest.approx(6 - g)
+    for make in (sgd, partial(MaskedAdamW, lr=1.0, eps=1.0)):
+        scalers = (torch.amp.GradScaler("cpu", init_scale=scale) for scale in (1.0, 256.0))
+        plain, scaled = (change(*started(make)[::2], scaler) for scaler in scalers)
+        assert scaled == pytest.approx(plain, rel=1e-6)
     model, _, optimizer = started(sgd)
     assert change(model, optimizer, clip=1e-12) == pytest.approx(6, abs=1e-9)
     model, _, optimizer = started(lambda p: sgd(p, maximize=True))
