@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -70,8 +71,7 @@ def clock(**seconds: float) -> Callable[[Task], float]:
     return timer
 
 
-def _fails(*args: Any, **kwargs: Any) -> Any:
-    raise AssertionError("not to be called")
+never = Mock(side_effect=AssertionError("not to be called"))
 
 
 # ---- what a GEMM is
@@ -297,20 +297,13 @@ def test_a_line_that_names_no_candidate_is_ignored() -> None:
         assert choose(ODD) == "dense", choice
 
 
-def test_a_damaged_table_is_told(cache: Path) -> None:
-    cache.mkdir()
-    (cache / "tuning.json").write_text("{")
-    with pytest.warns(RuntimeWarning, match=r"tuning\.json cannot be read .*run nm\.tune again"):
-        assert choose(ODD) == "dense"
-
-
 def test_after_the_first_time_it_is_a_lookup_that_does_not_grow_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     other = FPROP._replace(cols=64)
     found = choose(FPROP)
     gemms.record(measure(other, timer=clock(cpu_rows=0.5)))
     assert choose(other) == "cpu rows" and choose(FPROP) == found
     with monkeypatch.context() as m:
-        m.setattr(gemms, "_find", _fails)
+        m.setattr(gemms, "_find", never)
         assert choose(other, measure=True) == "cpu rows" and choose(FPROP) == found
     with gemms.using(ODD, "cpu rows"):
         assert choose(ODD) == choose(ODD, measure=False) == "cpu rows"
@@ -322,7 +315,7 @@ def test_after_the_first_time_it_is_a_lookup_that_does_not_grow_without_end(monk
 
 
 def test_the_environment_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gemms, "measure", _fails)
+    monkeypatch.setattr(gemms, "measure", never)
     bf16 = FPROP._replace(dtype=torch.bfloat16)
     for setting, few, many, packed in [("dense", "dense", "dense", "auto"), ("packed", *["auto"] * 3), ("table", "auto", "dense", "auto")]:
         monkeypatch.setenv("NMKERNELS_CHOICE", setting)
@@ -396,10 +389,7 @@ def test_first_use_never_measures_then(
 
 
 def test_no_memory_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*args: Any, **kwargs: Any) -> Any:
-        raise torch.OutOfMemoryError("full")
-
-    monkeypatch.setattr(gemms, "measure", fails)
+    monkeypatch.setattr(gemms, "measure", Mock(side_effect=torch.OutOfMemoryError))
     assert choose(ODD, measure=True) == "dense"
 
 

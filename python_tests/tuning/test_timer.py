@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from nmkernels.tuning import Task, Timer, cold, timer
+from nmkernels.tuning import Timer, cold, timer
 from nmkernels.tuning.timer import DeviceMeter, HostMeter, take_turns
 from python_tests.each import each
 
@@ -167,17 +167,6 @@ def test_what_is_entered_around_calls_is(clock: Simulated) -> None:
 
     meter = HostMeter([clock.call("a", 0.2)], under=under)
     assert [meter.warm(), meter.turn()] == pytest.approx([0.2, 0.2]) and clock.log == ["under", "a"] * 2
-
-
-def test_a_timer_that_is_given_is_asked_once_for_each() -> None:
-    asked: list[Task] = []
-
-    def given(task: Task) -> float:
-        asked.append(task)
-        return 2.0 if task() == "b" else 1.0
-
-    found = Timer(CPU, given).compare({"a": [lambda: "a", lambda: "c"], "b": [lambda: "b"]}, 1.0)
-    assert found == ({"a": 1.0, "b": 2.0}, {}) and [task.name for task in asked] == ["a", "b"]
 
 
 def test_operands_exceed_the_caches(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections import Counter
 from pathlib import Path
 from unittest.mock import Mock
@@ -61,7 +60,7 @@ class Clock:
     ("fault", "words"),
     [("wrong", "max error .* against float64 is above"), ("random", "two runs differ"), ("unwritten", "max error nan")],
 )
-def test_a_default_that_is_wrong_is_not_used(fake, ours, right, fault, words) -> None:
+def test_a_default_that_is_wrong_is_not_used(fake, ours, right, tmp_path, fault, words) -> None:
     fake.set(f"{fault}:0")
     assert right(*arguments()) == Algorithm(1)
     assert [ready.algorithm for ready in context.here(0).plans.values()] == [Algorithm(1)], "what is wrong is not kept"
@@ -76,6 +75,9 @@ def test_a_default_that_is_wrong_is_not_used(fake, ours, right, fault, words) ->
     with pytest.raises(BackendError, match="none of its algorithms"):
         ours("nm_linear").fn(*arguments())
     assert fake.calls("Matmul") == runs, "it is remembered"
+    found = search("nm_linear", *arguments())
+    assert not found.seconds and len(found.refused) == 5 and found.path is None
+    assert "none of its candidates is right, 5 refused (nothing to store)" in str(found) and not list(tmp_path.glob("*.json"))
 
 
 def test_a_gemm_is_checked_once_in_a_process(fake, right) -> None:
@@ -103,15 +105,13 @@ def test_what_surrounds_the_first_call_does_not_change_the_bound(fake, dtype) ->
         return Trial(Problem("nt", dtype, torch.float16, 32, 64, 16), context.here(0), torch.empty(0), 0).validator
 
     first = validator()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        second = validator()
-    torch.set_default_dtype(torch.float64)
     try:
-        third = validator()
+        torch.set_default_dtype(torch.float64)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            second = validator()
     finally:
         torch.set_default_dtype(torch.float32)
-    for other in (second, third):
-        assert other.bound == first.bound and torch.equal(other.exact, first.exact)
+    assert second.bound == first.bound and torch.equal(second.exact, first.exact)
 
 
 # ---- with one
@@ -143,11 +143,6 @@ def test_splits_of_the_sum_are_searched_and_checked(fake) -> None:
     assert found.best == "algorithm 2, sum split in 4 in two kernels"
 
 
-def test_the_default_stays_unless_another_is_faster_by_more_than_noise(fake) -> None:
-    assert search("nm_linear", *arguments(), timer=Clock(1.0, 0.99)).best == "the default algorithm"
-    assert search("nm_linear", *arguments(), timer=Clock(1.0, 0.97)).best == "algorithm 0"
-
-
 def test_searches_of_other_gemms(fake) -> None:
     found = search("nm_linear_wgrad", *packed(), normal(64, 16))  # by the clock
     assert found.seconds[found.best] > 0 and "|tn.packed|" in found.problem
@@ -168,15 +163,6 @@ def test_what_search_leaves_alone(fake, capture) -> None:
     capture(True)
     with pytest.raises(BackendError, match="a CUDA graph is being captured"):
         search("nm_linear", *arguments())
-
-
-def test_nothing_right(fake, tmp_path) -> None:
-    for i in range(4):
-        fake.set(f"wrong:{i}")
-    found = search("nm_linear", *arguments())
-    assert not found.seconds and len(found.refused) == 5 and found.path is None
-    assert "none of its candidates is right, 5 refused (nothing to store)" in str(found)
-    assert not list(tmp_path.glob("*.json"))
 
 
 # ---- on disk
@@ -233,18 +219,6 @@ def test_a_line_that_somebody_has_edited(fake, right, third, line) -> None:
     forget()
     with pytest.warns(RuntimeWarning, match="is ignored: "):
         assert right(*arguments()) == DEFAULT
-
-
-def test_a_folder_that_cannot_be_written(fake, right, monkeypatch, tmp_path) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("NMKERNELS_CACHE", str(tmp_path / "file" / "folder"))
-    algorithms.TABLE.forget()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        found = search("nm_linear", *arguments(), timer=Clock(9, 2))
-    assert found.path is None and "for this process only" in found.note
-    assert right(*arguments()) == Algorithm(0), "this process follows it all the same"
-    algorithms.TABLE._unwritten.clear()
 
 
 def test_what_is_known_of_biases_is_stored(fake, right) -> None:

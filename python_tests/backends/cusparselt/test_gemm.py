@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from nmkernels import DtypeError, ShapeError, ops, testing
-from nmkernels.backends.cusparselt import compress, context, matmul
+from nmkernels.backends.cusparselt import compress, matmul
 from nmkernels.pattern import OptionError
 from python_tests.each import each
 
@@ -158,11 +158,3 @@ def test_what_matmul_refuses(fake, change, error, words) -> None:
     eight = compress(sparse(32, 64, torch.int8, dim=1))
     with pytest.raises(OptionError, match="a bias and GELU have fractions"):
         matmul(eight, normal(16, 64, dtype=torch.int8), bias=normal(32, dtype=torch.float32))
-
-
-def test_a_product_that_the_library_does_not_do(fake) -> None:
-    fake.set("fail:MatmulDescriptorInit", 10)
-    blob = compress(sparse(32, 64, torch.bfloat16, dim=1))
-    with pytest.raises(Exception, match="cusparseLtMatmulDescriptorInit failed: CUSPARSE_STATUS_NOT_SUPPORTED"):
-        matmul(blob, normal(16, 64))
-    assert context.here(0).plans == {}

@@ -162,29 +162,24 @@ def test_what_no_longer_wins_is_taken_back_and_noise_changes_nothing(layer: nm.C
     assert TABLE.lines() == {} and _in_use(layer) == candidates[0]
 
 
-@pytest.mark.parametrize("how", ["wrong", "fails", "all fail"])
-def test_wrong_launches_are_refused(how: str, layer: nm.CompressedLinear, candidates: list[Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_launches_are_refused(layer: nm.CompressedLinear, candidates: list[Plan], monkeypatch: pytest.MonkeyPatch) -> None:
     right, *others = sorted(dispatch.implementations("nm_linear"), key=lambda i: i.backend != "triton")
+    wrong = {5}
 
     def sometimes(*args: Any, out: torch.Tensor | None = None) -> Any:
-        good = out is None or _in_use(layer).stages != 5
-        if how == "all fail" or (how == "fails" and not good):
-            raise RuntimeError("out of resource: shared memory\nmore")
         result = right.fn(*args, out=out)
-        if not good:
+        if out is not None and _in_use(layer).stages in wrong:
             result.view(-1)[-1] += 1
         return result
 
     monkeypatch.setitem(dispatch._impls, "nm_linear", [dataclasses.replace(right, fn=sometimes), *others])
     report = nm.tune(layer, TOKENS, timer=_timer({candidates[1]: 0.01, candidates[2]: 0.5}, layer))
-    (entry,) = report.entries
-    if how == "all fail":
-        assert entry.choice == "no launch gave a right result" and len(entry.refused) == len(candidates) and TABLE.lines() == {}
-        return
-    assert len(entry.refused) == 1 and "stages=5" in entry.refused[0] and entry.best == 0.5
-    said = {"wrong": "against float64", "fails": "shared memory"}
-    assert said[how] in entry.refused[0] and "more" not in entry.refused[0] and entry.refused[0] in str(report)
-    assert _in_use(layer) == candidates[2]
+    ((refused,), best) = report.entries[0].refused, report.entries[0].best
+    assert "stages=5" in refused and "against float64" in refused and refused in str(report)
+    assert best == 0.5 and _in_use(layer) == candidates[2]
+    wrong.update(plan.stages for plan in candidates)
+    (entry,) = nm.tune(layer, TOKENS, timer=_timer({}, layer)).entries
+    assert entry.choice == "no launch gave a right result" and len(entry.refused) == len(candidates) and TABLE.lines() == {}
 
 
 def test_a_layer_in_training_has_its_plans_gemms(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
