@@ -33,17 +33,19 @@ SETTINGS = {
 }
 
 
+FED = {"faded": {"nm_flow": 0.25}, "learned": {"nm_tau": 0.7, "nm_kappa": 9.0, "nm_penalty": 0.0}}
+
+
 def layer_of(name):
     """A SparseLinear that is in the middle of that method, in fp64."""
     torch.manual_seed(0)
-    transform, plan = SETTINGS[name]
+    transform, plan = (GumbelMask(Pattern("2:4")), GemmPlan()) if name == "learned" else SETTINGS[name]
     layer = nm.SparseLinear(IN, OUT).double()
     layer.use(transform, plan)
     if transform is not None:
         layer.begin(transform)
         layer.hold(transform.renew(layer.weight.detach(), [None] * len(transform.reads), torch.Generator()))
-    if name == "faded":
-        layer.feed({"nm_flow": torch.tensor(0.25, dtype=torch.float64)})
+    layer.feed({name: torch.tensor(value, dtype=torch.float64) for name, value in FED.get(name, {}).items()})
     return layer
 
 
@@ -157,14 +159,7 @@ def test_a_seed_is_not_advanced_by_torch_func():
 
 
 def test_what_is_learned_beside_the_weight():
-    layer = nm.SparseLinear(IN, OUT).double()
-    transform = GumbelMask(Pattern("2:4"))
-    layer.begin(transform)
-    layer.hold(transform.renew(layer.weight.detach(), [None] * len(transform.reads), torch.Generator().manual_seed(1)))
-    layer.feed(
-        {name: torch.tensor(value, dtype=torch.float64) for name, value in (("nm_tau", 0.7), ("nm_kappa", 9.0), ("nm_penalty", 0.0))}
-    )
-    layer.use(transform, GemmPlan())
+    layer = layer_of("learned")
     x, p = torch.randn(SAMPLES, TOKENS, IN, dtype=torch.float64), parameters(layer)
     got = vmap(grad(loss_of(layer)), (None, 0))(p, x)
     for k in range(SAMPLES):

@@ -5,11 +5,10 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import subprocess
-import sys
 import threading
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -147,28 +146,9 @@ def test_a_failed_write_leaves_the_old_file_and_holds_here(cache: Path, monkeypa
 
 def test_threads_lose_nothing() -> None:
     table = Table()
-    threads = [threading.Thread(target=lambda i=i: [table.store({f"{i} {k}": {}}) for k in range(10)]) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda i: [table.store({f"{i} {k}": {}}) for k in range(10)], range(4)))
     assert len(table.lines()) == len(Table().lines()) == 40
-
-
-WRITER = """
-import sys
-from nmkernels.tuning.table import Table
-table = Table()
-for k in range(20):
-    table.store({f"{sys.argv[1]} {k}": {}})
-"""
-
-
-@pytest.mark.slow
-def test_processes_lose_nothing(cache: Path) -> None:
-    running = [subprocess.Popen([sys.executable, "-c", WRITER, name]) for name in "ab"]
-    assert [process.wait(60) for process in running] == [0, 0]
-    assert len(Table().lines()) == 40 and [p.name for p in cache.iterdir()] == ["tuning.json"]
 
 
 @pytest.mark.parametrize("stopped", [False, True])

@@ -154,11 +154,5 @@ def _dense(op: str, dtype: torch.dtype, *args: Any) -> Tensor:
 def in_threads(*works: Callable[[], object]) -> None:
     """Runs each in a thread of its own, all at once, and raises what one of them has raised."""
     all_there = Barrier(len(works))  # or a quick thread would take the next work too
-
-    def run(work: Callable[[], object]) -> None:
-        all_there.wait()
-        work()
-
     with ThreadPoolExecutor(len(works)) as pool:
-        for done in [pool.submit(run, work) for work in works]:
-            done.result()
+        list(pool.map(lambda work: (all_there.wait(), work()), works))

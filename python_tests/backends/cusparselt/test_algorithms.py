@@ -41,16 +41,15 @@ def right(ours):
     return right
 
 
-class Clock:
+def clock(*seconds: float):
     """A timer whose calls take the seconds it was given, in order; then so many as the last."""
+    left = list(seconds)
 
-    def __init__(self, *seconds: float) -> None:
-        self.seconds, self.asked = list(seconds), 0
-
-    def __call__(self, call) -> float:
+    def timer(call) -> float:
         call()
-        self.asked += 1
-        return self.seconds.pop(0) if len(self.seconds) > 1 else self.seconds[0]
+        return left.pop(0) if len(left) > 1 else left[0]
+
+    return timer
 
 
 # ---- without a search
@@ -122,13 +121,13 @@ def test_search_takes_the_fastest_right_one(fake, right) -> None:
     for fault in ("wrong:2", "random:3", "unwritten:4"):
         fake.set(fault)
     assert right(*arguments(bias=True)) == DEFAULT
-    clock = Clock(9, 8, 7, 5, 20)  # the default, 0, 1, 5; then the splits
-    found = search("nm_linear", *arguments(bias=True), timer=clock)
+    # the default, 0, 1, 5; then the splits
+    found = search("nm_linear", *arguments(bias=True), timer=clock(9, 8, 7, 5, 20))
     assert (found.best, found.seconds["algorithm 5"], found.seconds[found.baseline]) == ("algorithm 5", 5, 9)
     reasons = found.refused
     assert "max error 99" in reasons["algorithm 2"] and reasons["algorithm 3"] == "two runs differ" and "nan" in reasons["algorithm 4"]
     assert sum("cusparseLtMatmulAlgSetAttribute failed" in reason for reason in reasons.values()) == 3, "mode 6 of the 3 fastest"
-    assert clock.asked == 4 + 18
+    assert len(found.seconds) == 4 + 18
     assert len(context.here(0).plans) == 0, "those of a search are taken back"
     assert right(*arguments(bias=True)) == Algorithm(5)
     assert "|nt|bfloat16|bfloat16|bias|32x64|16: algorithm 5, 5000000.0 us, by default 9000000.0 us, 6 refused" in str(found)
@@ -137,7 +136,7 @@ def test_search_takes_the_fastest_right_one(fake, right) -> None:
 def test_splits_of_the_sum_are_searched_and_checked(fake) -> None:
     fake.set("split wrong:1")
     # default, 0 .. 3: algorithm 1 is the fastest, but not when the sum is split
-    found = search("nm_linear", *arguments(), timer=Clock(9, 9, 1, 3, 4, *[0.9] * 3, 0.5, 0.8))
+    found = search("nm_linear", *arguments(), timer=clock(9, 9, 1, 3, 4, *[0.9] * 3, 0.5, 0.8))
     wrong = Counter(name.split(",")[0] for name, why in found.refused.items() if "max error" in why)
     assert wrong == {"algorithm 1": 6}
     assert found.best == "algorithm 2, sum split in 4 in two kernels"
@@ -147,7 +146,7 @@ def test_searches_of_other_gemms(fake) -> None:
     found = search("nm_linear_wgrad", *packed(), normal(64, 16))  # by the clock
     assert found.seconds[found.best] > 0 and "|tn.packed|" in found.problem
     problem = Problem("tn", torch.float16, torch.float16, 32, 64, 16, residual=True)
-    assert search_gemm(problem, torch.empty(0), timer=Clock(9, 9, 3, 9)).best == "algorithm 1"
+    assert search_gemm(problem, torch.empty(0), timer=clock(9, 9, 3, 9)).best == "algorithm 1"
     assert algorithms.ready_for(problem, context.here(0), torch.empty(0), 0).algorithm == Algorithm(1)
 
 
@@ -155,7 +154,7 @@ def test_what_search_leaves_alone(fake, capture) -> None:
     with pytest.raises(BackendError, match="nm_mask: cuSPARSELt does nm_linear and nm_linear_wgrad"):
         search("nm_mask", torch.ones(4, 4), 2, 4)
     fake.set("no bias")
-    found = search("nm_linear", *arguments(bias=True), timer=Clock(1.0))
+    found = search("nm_linear", *arguments(bias=True), timer=clock(1.0))
     assert "|plain|" in found.problem, "fused as far as the library goes"
     fake.set("fail:MatmulDescriptorInit", 10)
     with pytest.raises(BackendError, match="cusparseLtMatmulDescriptorInit failed"):
@@ -175,13 +174,13 @@ def lines() -> dict:
 @pytest.fixture
 def third(fake):
     """Algorithm 3 is stored for ``arguments()``, and this process knows nothing."""
-    search("nm_linear", *arguments(), timer=Clock(9, 9, 9, 9, 2))
+    search("nm_linear", *arguments(), timer=clock(9, 9, 9, 9, 2))
     forget()
 
 
 def test_a_choice_is_stored_and_read_again(fake, right) -> None:
     args = arguments(bias=True, activation="relu2")
-    found = search("nm_linear", *args, timer=Clock(9, 9, 9, 2, 9))
+    found = search("nm_linear", *args, timer=clock(9, 9, 9, 2, 9))
     assert found.path == str(algorithms.TABLE.path())
     ((key, line),) = lines().items()
     assert key.startswith("cusparselt|") and key.endswith("|cuSPARSELt 0.8.0|nt|bfloat16|bfloat16|bias+relu|32x64|16")
@@ -194,7 +193,7 @@ def test_a_choice_is_stored_and_read_again(fake, right) -> None:
 
 
 def test_another_width_of_the_class_is_checked(fake, right) -> None:
-    search("nm_linear", *arguments(tokens=32), timer=Clock(9, 9, 9, 2, 9))
+    search("nm_linear", *arguments(tokens=32), timer=clock(9, 9, 9, 2, 9))
     forget()
     runs = fake.calls("Matmul")
     assert right(*arguments(tokens=24)) == Algorithm(2) and fake.calls("Matmul") == runs + 3
@@ -224,7 +223,7 @@ def test_a_line_that_somebody_has_edited(fake, right, third, line) -> None:
 def test_what_is_known_of_biases_is_stored(fake, right) -> None:
     fake.set("frozen bias")
     args = arguments(bias=True)
-    search("nm_linear", *args, timer=Clock(9, 2))
+    search("nm_linear", *args, timer=clock(9, 2))
     assert all(line["choice"]["replan"] for line in lines().values())
     forget()
     capability.opened()[0].replan = False

@@ -87,11 +87,6 @@ def test_tensors_of_inference_mode_are_not_remembered(run, weight) -> None:
         assert [run(*weight), run(*weight)] == [1, 0]
 
 
-def test_gradients_are_not_remembered(run, ours) -> None:
-    ours("nm_linear_wgrad").fn(*packed(), normal(64, 16))
-    assert not blobs._entries
-
-
 def test_a_graph_takes_a_blob_of_a_weight_that_was_never_written(run, capture) -> None:
     values, indices = packed()[:2]
     assert run(values, indices) == 1

@@ -12,7 +12,7 @@ from nmkernels.backends.cusparselt import Algorithm, Problem, compress, context,
 from python_tests.backends.cusparselt.conftest import check, in_threads, normal, packed
 
 MAKING = ("Init", "MatmulPlanInit", "MatmulDescriptorInit", "DenseDescriptorInit", "StructuredDescriptorInit")
-ASKING = ("MatmulDescSetAttribute", "MatmulGetWorkspace", "SpMMACompress2")
+ASKING = ("MatmulDescSetAttribute", "MatmulGetWorkspace", "SpMMACompress2", "Matmul")
 
 
 def call(ours, dtype=torch.bfloat16, rows=32, cols=64, tokens=8, bias=False, activation="", residual=False):
@@ -21,18 +21,13 @@ def call(ours, dtype=torch.bfloat16, rows=32, cols=64, tokens=8, bias=False, act
     return check(ours, "nm_linear", normal(tokens, cols, dtype=dtype), *packed(rows, cols, dtype), *more)
 
 
-def test_each_field_makes_another_plan_and_a_second_call_none(fake, ours) -> None:
+def test_each_field_makes_another_plan(fake, ours) -> None:
     sizes = [{}, {"rows": 48}, {"cols": 80}, {"tokens": 16}]
     changes = [*sizes, {"dtype": torch.float16}, {"bias": True}, {"activation": "relu2"}, {"residual": True}]
     for i, change in enumerate(changes):
         call(ours, **change)
-        assert fake.calls("MatmulPlanInit") == i + 1, change
-    gemms = fake.calls("Matmul")
-    for change in changes:
-        call(ours, **change)
-    assert fake.calls("MatmulPlanInit") == fake.calls("MatmulDescriptorInit") == len(changes)
+        assert fake.calls("MatmulPlanInit") == fake.calls("MatmulDescriptorInit") == i + 1, change
     assert fake.calls("Init") == 1
-    assert fake.calls("Matmul") == gemms + len(changes), "a cached call is one GEMM"
 
 
 @pytest.mark.parametrize("captured", [False, True])
@@ -46,6 +41,7 @@ def test_a_cached_call_makes_and_asks_nothing(fake, ours, capture, captured) -> 
     ours("nm_linear").fn(*fprop)
     ours("nm_linear_wgrad").fn(*wgrad)
     before["SpMMACompress2"] += 1  # the gradient
+    before["Matmul"] += 2
     assert {entry: fake.calls(entry) for entry in MAKING + ASKING} == before
 
 
