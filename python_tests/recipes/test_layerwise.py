@@ -43,10 +43,10 @@ def net(seed, shapes=((24, 16), (32, 48), (16, 64), (48, 16))):
 
 @each("choices, options", [("powers", (1, 2, 4)), ("all", range(1, 8))])
 def test_magnitude_is_the_best_of_all_maps(choices, options):
-    for seed in range(4):
+    for seed, n in enumerate((2, 3, 7)):
         weights = net(seed)
-        got = LayerWise("2:8", rule="magnitude", choices=choices).setup.patterns(weights)
-        want = layerwise.cheapest(weights, lambda k, w, n: w.abs()[~top_n(w, n, 8)].sum().item(), options, 8, 0.25)
+        got = LayerWise(f"{n}:8", rule="magnitude", choices=choices).setup.patterns(weights)
+        want = layerwise.cheapest(weights, lambda k, w, n: w.abs()[~top_n(w, n, 8)].sum().item(), options, 8, n / 8)
         assert counts(got) == want
 
 
@@ -68,15 +68,6 @@ def test_erk_is_the_closest_to_the_shares_within_the_budget(choices, options):
     # the small layer's share would be 16 of 16; it is 15, and of the maps that keep a half, (8, 8) and (14, 7), the second is nearer
     sizes = {"small": torch.empty(16, 16), "big": torch.empty(32, 48)}
     assert list(counts(LayerWise("8:16", choices=choices).setup.patterns(sizes)).values()) == ([8, 8] if choices == "powers" else [14, 7])
-
-
-@each("rule", ["erk", "magnitude", "energy"])
-def test_budget_is_met_from_below(rule):
-    weights = net(3)
-    for pattern, choices in itertools.product(["3:8", "4:16", "7:8"], ("powers", "all")):
-        most = nm.Pattern(pattern).density
-        found = density(LayerWise(pattern, rule=rule, choices=choices).setup.patterns(weights), weights)
-        assert (most if choices == "all" else min(most, 0.5)) - 0.05 < found <= most
 
 
 def test_a_layer_that_sees_a_token_ten_times_costs_tenfold():
