@@ -2,7 +2,6 @@
 
 import copy
 import math
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -10,8 +9,7 @@ from torch import nn
 
 import nmkernels as nm
 from nmkernels.models import GPT, GPTConfig
-from nmkernels.recipes import SRSTE, STEP, MdGf, Recipe, Span
-from nmkernels.recipes.base import Setup
+from nmkernels.recipes import SRSTE, STEP, LayerWise, MdGf, Recipe, Span
 from nmkernels.recipes.compose import with_pattern
 from nmkernels.testing import equal_bits
 
@@ -81,21 +79,13 @@ def test_rows_and_other():
 
 
 def test_layers_with_patterns_of_their_own():
-    @dataclass(frozen=True)
-    class Own(SRSTE):
-        @property
-        def setup(self):
-            return Setup(patterns=self.own)
-
-        def own(self, weights):
-            return {name: nm.Pattern("1:4" if w.shape[0] == 64 else "3:4") for name, w in weights.items()}
-
+    own = LayerWise("2:4", rule=None, given={"0": "1:4", "1": "3:4"})
     model = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32), nn.Linear(32, 8))
-    cost = nm.flops(model, Own("2:4"), 1)
+    cost = nm.flops(model, own, 1)
     assert [(p.why[:4], p.inference) for p in cost.layers] == [("1:4", 64 * 32 / 2), ("3:4", 64 * 32 * 1.5), ("tiny", 2 * 32 * 8)]
     assert [p.training for p in cost.layers] == [2 * 64 * 32 * 2.25, 2 * 64 * 32 * 2.75, 2 * 32 * 8 * 3]
-    nm.sparsify_(model, Own("2:4"))
-    assert nm.flops(model, Own("2:4"), 1) == cost
+    nm.sparsify_(model, own)
+    assert nm.flops(model, own, 1) == cost
     inner = with_pattern(STEP("2:4", total_steps=100, switch="fixed", inner=SRSTE("2:4")), nm.Pattern("1:8"))
     assert inner.pattern == inner.inner.pattern == nm.Pattern("1:8")
 
