@@ -51,14 +51,9 @@ def small_probe(monkeypatch):
 def test_measured_columns_by_hand():
     found = nm.audit({"fc": (64, 128), "lm_head": (64, 128)}, 32, "sste:2:4", device="cpu", timer=clock)
     fc, head = found.layers
-    assert {p.name: p.used for p in fc.measured_step} == {"fprop": 6.5, "dgrad": 7.5, "weight": 0.75, "wgrad": 9}
+    want = {"fprop": (6.5, "cpu rows"), "dgrad": (7.5, "cpu rows"), "weight": (0.75, "rows"), "wgrad": (9, "of mvue 2:4")}
+    assert {p.name: (p.used, p.form) for p in fc.measured_step} == want
     assert {p.name: p.used for p in fc.measured_inference} == {"fprop": 6.5}
-    assert {p.name: p.form for p in fc.measured_step} == {
-        "fprop": "cpu rows",
-        "dgrad": "cpu rows",
-        "weight": "rows",
-        "wgrad": "of mvue 2:4",
-    }
     assert speedup(head.measured_step) == 1.0 and {p.name: p.used for p in head.measured_step} == {"fprop": 10, "dgrad": 11, "wgrad": 12}
     assert found.measured_step == pytest.approx(66 / (33 + 23.75)) and found.measured_inference == pytest.approx(20 / 16.5)
     assert fc.note == "" and "Measured: medians" in str(found)
