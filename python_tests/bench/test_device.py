@@ -22,17 +22,11 @@ from python_tests.bench.samples import broken, instead, small
 
 
 def test_copies_take_turns() -> None:
-    copies: list[int] = []
-
-    def copy(first: int) -> int:
-        copies.append(first)
-        return len(copies)
-
+    copy = Mock(side_effect=range(1, 7))
     turn = rotated(0, 30, 50, copy)
     # 7 of 30 bytes are the first to make up four times 50
     assert [turn() for _ in range(8)] == [0, 1, 2, 3, 4, 5, 6, 0]
-    assert rotated(0, 400, 50, copy)() == 0 and len(copies) == 6
-    assert rotated(0, 30, 0, copy)() == 0 and len(copies) == 6
+    assert rotated(0, 400, 50, copy)() == rotated(0, 30, 0, copy)() == 0 and copy.call_count == 6
 
 
 # ---- the cases of a GPU, on one that is not there

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bench import cases, gpu, targets
+from bench import gpu, targets
 from bench.gpu import Visit
 from bench.jobs import Ended, Job, Pool
 from bench.outcomes import Outcome
@@ -27,7 +26,6 @@ def ended(name: str, left: bool = False, **whats: str) -> Ended:
 
 
 FINE, LEFT, FAILED = ended("fine", a="passed"), ended("left", left=True), ended("file.py", a="passed", b="failed")
-MANY_LEFT = [ended(f"f{i}", left=True) for i in range(6)]
 ALL = ["build", "tests", "benchmarks", "curves", "report", "sanitizer"]
 """Rows come before what takes longest."""
 
@@ -68,7 +66,7 @@ CASES: dict[str, tuple[dict[str, Any], int, list[str], str]] = {
         "  tests +0 s  FAILED +1 passed; 1 failed\n.*what failed\n  tests: file.py, 1 failed\n    b: why b\n",
     ),
     "raised": ({"curves": ValueError("bad luck")}, 1, ALL, "  curves +0 s  FAILED .*    curves: ValueError: bad luck\n.*  FAILED$"),
-    "left": ({"tests": MANY_LEFT}, 3, ALL, f"left: f0, f1, f2, f3 and 2 more\n.*nothing failed so far; {AGAIN}"),
+    "left": ({"tests": LEFT}, 3, ALL, f"left: left\n.*nothing failed so far; {AGAIN}"),
     "left and failed": ({"tests": LEFT, "curves": FAILED}, 1, ALL, f"  FAILED; {AGAIN}"),
     "half a build": ({"build": LEFT}, 3, ["build"], AGAIN),
     "interrupted": ({"tests": KeyboardInterrupt()}, 130, ["build", "tests"], f"  interrupted; {AGAIN}"),
@@ -119,20 +117,15 @@ def test_the_fingerprint_knows_sources_and_machine(tmp_path: Path, monkeypatch: 
     assert gpu.fingerprint("cpu") not in seen
 
 
-def test_rows_and_logs_are_where_they_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_rows_are_where_they_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     found: list[Visit] = []
     monkeypatch.setattr(gpu, "STEPS", {"tests": lambda visit, pool: found.append(visit)})
     monkeypatch.setattr(gpu, "prepare", lambda visit, *rest: visit.logs.mkdir(parents=True, exist_ok=True))
     monkeypatch.setattr(gpu, "ROOT", tmp_path)
-    for words, rows, logs in (
-        ([], "bench/results", "build/gpu"),
-        (["--out", str(tmp_path / "here"), "--jobs", "3", "--tests", "a", "b"], "here", "here"),
-        (["--dry-run"], "build/gpu-dry", "build/gpu-dry"),  # which leaves the measurements alone
-    ):
+    # a dry run leaves the measurements alone
+    for words, rows in ([], "bench/results"), (["--out", str(tmp_path / "here")], "here"), (["--dry-run"], "build/gpu-dry"):
         assert gpu.main(words, lambda: "") == 0
-        assert (found[-1].rows, found[-1].logs) == (tmp_path / rows, tmp_path / logs)
-    assert found[0].tests == ("python_tests",) and (found[1].tests, found[1].workers) == (("a", "b"), 3)
-    assert 1 <= found[0].workers <= gpu.MOST_WORKERS
+        assert found[-1].rows == tmp_path / rows
 
 
 # ---- the steps
@@ -172,14 +165,9 @@ def test_the_gpus_architecture_alone_is_built(asked, capability, built: str, mon
 def test_many_tests_of_a_file_are_shared_out() -> None:
     files = [("few.py", 3, False), ("many.py", 2 * gpu.SHARE + 1, False), ("large.py", 500, True)]
     found = gpu.test_jobs(files, "gpu", 9.0)
-    assert [(job.name, job.env["NMKERNELS_SHARE"], job.alone) for job in found] == [
-        ("large.py", "1/1", True),
-        ("many.py [1 of 3]", "1/3", False),
-        ("many.py [2 of 3]", "2/3", False),
-        ("many.py [3 of 3]", "3/3", False),
-        ("few.py", "1/1", False),
-    ]
-    assert all(job.limit == 9.0 and job.words[-1] == job.name.split()[0] and job.fine == (0, 5) for job in found)
+    shares = [(job.words[-1], job.env["NMKERNELS_SHARE"]) for job in found]
+    assert shares == [("large.py", "1/1"), *(("many.py", f"{i}/3") for i in (1, 2, 3)), ("few.py", "1/1")]
+    assert [job.alone for job in found] == [True] + 4 * [False] and {job.limit for job in found} == {9.0}
 
 
 def test_families_of_benchmarks_are_apart(asked, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -189,7 +177,6 @@ def test_families_of_benchmarks_are_apart(asked, monkeypatch: pytest.MonkeyPatch
     assert workers == 1, "clocks are not shared"
     ops = [word for job in found for word in job.words[job.words.index("--op") + 1 :]]
     assert sorted(ops) == sorted({spec.op for spec in targets.quick("cuda")}) and len(found) > 8
-    assert all(cases.matching([op]) == (op,) for op in ops)
     assert all(job.words[job.words.index("--out") + 1] == str(tmp_path / "nvidia-h200.csv") for job in found)
     assert "targets met" in pool.note
 
@@ -200,22 +187,18 @@ def test_tables_are_made_of_the_visits_rows(asked, tmp_path: Path) -> None:
     assert asked[0][0][0].words[1:] == ("-m", "bench.report", "--add", str(tmp_path))
 
 
-@pytest.mark.parametrize("part", ["bin", "compute-sanitizer"])
-def test_the_sanitizer_of_the_toolkit_runs_the_tests_under_each_tool(asked, part: str, monkeypatch, tmp_path: Path) -> None:
+def test_the_sanitizer_of_the_toolkit_runs_the_tests_under_each_tool(asked, monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setattr(gpu, "collected", lambda *args: [("a.py", 3, False), ("large.py", 2, True)])
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    if gpu.sanitizer_path() is None:  # none in /usr/local/cuda
-        assert step("sanitizer", tmp_path).note == gpu.NO_SANITIZER and not asked
-    tool = tmp_path / part / "compute-sanitizer"
+    tool = tmp_path / "bin" / "compute-sanitizer"
     tool.parent.mkdir()
     tool.touch(0o755)
     step("sanitizer", tmp_path)
     assert [[job.name for job in found] for found, _ in asked] == [["memcheck a.py"], ["racecheck a.py"]]
     for (job,), _ in asked:
-        assert job.words[: job.words.index(sys.executable)] == gpu.sanitized(str(tool), job.name.split()[0])
-        assert job.words[-3:] == ("-k", gpu.CHOSEN, "a.py") and job.env["PYTORCH_NO_CUDA_MEMORY_CACHING"] == "1"
-        assert job.refused == gpu.FINDING
+        assert job.words[0] == str(tool) and job.words[-1] == "a.py" and job.refused == gpu.FINDING
+        assert job.env["PYTORCH_NO_CUDA_MEMORY_CACHING"] == "1"
 
 
 QUIET = """========= COMPUTE-SANITIZER
@@ -226,13 +209,11 @@ QUIET = """========= COMPUTE-SANITIZER
 """
 
 
-@each(
-    "line",
-    [
+def test_findings_are_told_from_the_rest() -> None:
+    found = [
         "========= Invalid __global__ write of size 4 bytes",
+        "========= Error: Race reported between Write access at compress_kernel and Read access",
         "========= ERROR SUMMARY: 3 errors",
         "========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)",
-    ],
-)
-def test_findings_are_told_from_the_rest(line: str) -> None:
-    assert re.findall(gpu.FINDING, QUIET + line, re.M) == [line]
+    ]
+    assert re.findall(gpu.FINDING, QUIET + "\n".join(found), re.M) == found

