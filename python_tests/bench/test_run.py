@@ -32,10 +32,6 @@ def test_cases_are_listed_and_narrowed(capsys: pytest.CaptureFixture[str]) -> No
     assert len(_listed(capsys)) > 100
     assert _listed(capsys, "--targets") == [str(s) for s in targets.specs()]
     assert _listed(capsys, "--quick", "--device", "cpu") == [str(s) for s in targets.quick("cpu")]
-    assert _listed(capsys, "--targets", "--op", "linear", "--tokens", "4") == [
-        "nm_linear 2:4 float32 4x4096x4096",
-        "nm_linear 2:4 float32 4x11008x4096",
-    ]
     asked = _listed(capsys, "--op", "linear", "--shapes", "gpt2:fc", "--dtype", "bf16", "--pattern", "4:8", "--tokens", "3")
     assert asked == ["nm_linear 4:8 bfloat16 3x3072x768"]
 
@@ -58,8 +54,12 @@ def test_wrong_usage_is_one_line(options: list[str], complaint: str, capsys: pyt
     assert complaint in error and len(error.splitlines()) == 1
 
 
-def test_rows_are_written_and_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_are_written_and_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "a.csv"
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "measure", Mock(side_effect=KeyboardInterrupt))
+        assert run.main([*TINY, "--out", str(out)]) == 130
+    assert "--resume goes on where this stopped" in capsys.readouterr().out
     assert run.main([*TINY, "--out", str(out), "--tokens", "2"]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert printed[-1] == f"written to {out}"
@@ -72,16 +72,9 @@ def test_json_is_one_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     with broken("nm_mask", instead(reference.mask, torch.logical_not), alone=True):
         assert run.main([*TINY, "--out", str(tmp_path / "a.csv"), "--tokens", "2", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
-    keys = {"schema", "device", "machine", "versions", "commit", "out", "cases", "skipped", "interrupted", "wrong", "rows"}
-    assert set(found) == keys and found["schema"] == run.SCHEMA and found["cases"] == 2
+    assert found["schema"] == run.SCHEMA and found["cases"] == 2 and found["commit"] and found["versions"]
     assert found["wrong"][0]["case"] == "nm_mask 2:4 float32 16x32" and "its result is wrong" in found["wrong"][0]["why"]
     assert found["rows"] and {type(r["p50"]) for r in found["rows"]} == {float} and found["rows"][0]["op"] == "nm_linear"
-
-
-def test_interrupt_has_its_own_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(runner, "measure", Mock(side_effect=KeyboardInterrupt))
-    assert run.main([*TINY, "--out", str(tmp_path / "a.csv")]) == 130
-    assert "--resume goes on where this stopped" in capsys.readouterr().out
 
 
 def test_another_process_goes_on_after_a_lost_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

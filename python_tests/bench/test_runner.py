@@ -133,10 +133,11 @@ def test_providers_take_turns() -> None:
 
 
 def test_a_turn_begins_with_calls_that_do_not_count() -> None:
-    samples, calls = [], []
-    providers = [Provider("a", lambda: samples.append(calls.append(time.sleep(0.002))), parts={"whole": samples}), Provider("b", int)]
+    samples: list[float] = []
+    call = Mock(side_effect=lambda: samples.append(1.0) or time.sleep(0.002))
+    providers = [Provider("a", call, parts={"whole": samples}), Provider("b", lambda: None)]
     timed = take_turns(providers, "cpu", 0.0, least=3, settle=0.005)
-    assert len(samples) == len(timed.of("a")) == 3 and len(calls) >= 2 * 3
+    assert len(samples) == len(timed.of("a")) == 3 and call.call_count >= 2 * 3
 
 
 def test_ratios_are_taken_within_rounds() -> None:

@@ -44,13 +44,10 @@ def test_states(key: str, values: tuple[float, ...], state: str) -> None:
 
 def test_markdown_tells_every_case_and_the_reason() -> None:
     text = tables.targets_markdown([_verdict("mask", 0.956, 0.5, reasons={"mask": "it computes"})])
-    assert text.splitlines()[-1] == (
-        "| mask, `out=`, 4096×11008 | bandwidth of `copy_` | ≥ 0.7 (0.9) | fp32 0.96, bf16 **0.50** | **missed**: it computes |"
-    )
-    line = tables.targets_markdown([_verdict("layer", *[1.0 + i / 100 for i in range(16)])]).splitlines()[-1]
-    assert "| ≤ 1.2 (1) | 1.00 to 1.15; worst bf16 4096×4096 2048 tokens 1.15 | met |" in line
-    assert tables.targets_markdown([_verdict("step", 1.01)]).splitlines()[-1].endswith("| ≤ 1.05 | 1.01 | met |")
-    assert tables.targets_markdown([_verdict("step")]).splitlines()[-1].endswith("| ≤ 1.05 |  | unmeasured |")
+    assert "| ≥ 0.7 (0.9) | fp32 0.96, bf16 **0.50** | **missed**: it computes |" in text
+    text = tables.targets_markdown([_verdict("layer", *[1.0 + i / 100 for i in range(16)])])
+    assert "| ≤ 1.2 (1) | 1.00 to 1.15; worst bf16 4096×4096 2048 tokens 1.15 | met |" in text
+    assert "| ≤ 1.05 |  | unmeasured |" in tables.targets_markdown([_verdict("step")])
 
 
 def test_reasons_are_read(tmp_path: Path) -> None:
