@@ -56,8 +56,8 @@ def python(name: str, text: str, **options: object) -> Job:
     return Job(name, (sys.executable, "-c", text), **options)  # type: ignore[arg-type]
 
 
-def pool(folder: Path, seconds: float = 60.0) -> Pool:
-    return Pool(folder, time.monotonic() + seconds, lambda text: None)
+def pool(folder: Path) -> Pool:
+    return Pool(folder, time.monotonic() + 60, lambda text: None)
 
 
 def whats(ended: Ended) -> dict[str, str]:

@@ -7,7 +7,7 @@ import torch
 
 from bench import cases, registry, runner, shapes, targets
 from bench.cases import eager
-from bench.registry import Ask, Grid, Spec
+from bench.registry import Ask, Spec
 from bench.timing import on_cpu
 from nmkernels import NMError, reference
 from python_tests.bench.samples import SMALL
@@ -44,16 +44,6 @@ def test_words_name_ops() -> None:
     assert set(cases.matching(["linear*"])) == gemms | {"nm_linear(mma.sp)", "nm_linear_wgrad(mma.sp)"}
     with pytest.raises(NMError, match="no op to time is called 'linaer'"):
         cases.matching(["linaer"])
-
-
-def test_asking_replaces_a_grid() -> None:
-    grids = (Grid(("8x16",), tokens=(1, 4)), Grid(("8x16",), ("1:8",)))
-    family = registry.Family("nm_linear", lambda spec, device: registry.Work([]), grids)
-    specs = [str(s).removeprefix("nm_linear ") for s in family.specs(Ask())]
-    assert specs == ["2:4 float32 1x8x16", "2:4 float32 4x8x16", "1:8 float32 8x16"]
-    asked = family.specs(Ask(matrices=("4x12", "4x24"), patterns=("1:8",), dtypes=("bfloat16",), tokens=(7,)))
-    # 12 columns are no whole groups of 8
-    assert [str(s) for s in asked] == ["nm_linear 1:8 bfloat16 7x4x24", "nm_linear 1:8 bfloat16 4x24"]
 
 
 def test_models_name_shapes() -> None:
