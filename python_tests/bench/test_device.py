@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
@@ -88,17 +88,11 @@ def test_a_capture_or_a_backend_that_fails_costs_no_other_provider(monkeypatch: 
 
 
 def test_a_failed_capture_leaves_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = ["before"]
-
-    @contextmanager
-    def graph(graph: Any) -> Iterator[None]:
-        stream[0] = "of the capture"
-        yield
-        raise RuntimeError("operation failed due to a previous error during capture")
-
-    for name, does in (("CUDAGraph", object), ("graph", graph), ("synchronize", id), ("current_stream", lambda device: stream[0])):
-        monkeypatch.setattr(torch.cuda, name, does)
-    monkeypatch.setattr(torch.cuda, "set_stream", lambda new: stream.__setitem__(0, new))
+    cuda = MagicMock()
+    cuda.graph.return_value.__exit__.side_effect = RuntimeError("operation failed due to a previous error during capture")
+    monkeypatch.setattr(torch, "cuda", cuda)
     with pytest.raises(RuntimeError, match="during capture"), device.captured("cuda"):
         pass
-    assert stream == ["before"]
+    called = [name for name, *_ in cuda.mock_calls]
+    assert called.index("current_stream") < called.index("graph")
+    cuda.set_stream.assert_called_once_with(cuda.current_stream.return_value)

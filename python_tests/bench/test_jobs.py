@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import re
+import shutil
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -123,41 +123,31 @@ def test_when_time_is_up_another_call_goes_on(tmp_path: Path) -> None:
     assert whats(again) == {"1": "passed", "2": "passed"}
 
 
-CHILD = """
-import subprocess, sys
-print("child", subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid, flush=True)
-"""
-HANGS = (sys.executable, "-c", f"{CHILD}\n{ITEMS}", "a=hang")
-
-
-def child(folder: Path, name: str) -> int:
-    """The process that a job started beside itself, as soon as it tells."""
-    log = folder / f"{name}.log"
-    return int(eventually(lambda: log.exists() and re.search(r"^child (\d+)\n", log.read_text(), re.M))[1])
-
-
-def is_dead(pid: int) -> bool:
-    path = Path(f"/proc/{pid}/stat")
-    try:
-        return path.read_text().rsplit(")", 1)[1].split()[0] == "Z"
-    except OSError:
-        return True
-
-
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes are looked up in /proc")
+@pytest.mark.skipif(not shutil.which("flock"), reason="flock is not installed")
 def test_no_process_is_left_behind(tmp_path: Path) -> None:
-    pool(tmp_path).run([python("left", CHILD), Job("hangs", HANGS, 1.0)])
+    lock = tmp_path / "lock"
+    # whoever inherits the open file holds the lock as long as it lives
+    child = f"""
+import fcntl, os, subprocess
+file = open({str(lock)!r}, "w")
+fcntl.flock(file, fcntl.LOCK_SH)
+os.set_inheritable(file.fileno(), True)
+subprocess.Popen(["sleep", "600"], close_fds=False)
+"""
+    free, hangs = ["flock", "--wait", "30", str(lock), "true"], (sys.executable, "-c", f"{child}\n{ITEMS}", "a=hang")
+    pool(tmp_path).run([python("left", child), Job("hangs", hangs, 1.0)])
+    subprocess.run(free, check=True)
     text = f"""
 import sys, time
 from pathlib import Path
 from bench.jobs import Job, Pool
-Pool(Path({str(tmp_path)!r}), time.monotonic() + 600).run([Job("ended", {HANGS!r})])
+Pool(Path({str(tmp_path)!r}), time.monotonic() + 600).run([Job("ended", {hangs!r})])
 """
     driver = subprocess.Popen([sys.executable, "-c", text], cwd=jobs.ROOT)
-    child(tmp_path, "ended")
+    eventually(lambda: outcomes.read(tmp_path / "ended.jsonl")[1] == "a")
     driver.terminate()
     assert driver.wait(30) == 143
-    assert all(eventually(partial(is_dead, child(tmp_path, name))) for name in ("left", "hangs", "ended"))
+    subprocess.run(free, check=True)
 
 
 @pytest.mark.slow

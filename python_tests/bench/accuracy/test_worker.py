@@ -45,11 +45,6 @@ def test_a_diverging_run_is_recorded(tiny, monkeypatch):
     assert (outcome.row.status, outcome.row.done, math.isnan(outcome.row.val_loss)) == ("diverged", 20, True)
 
 
-def test_an_error_becomes_an_outcome(tiny):
-    outcome = worker.attempt(spec("step", "3:5"))
-    assert outcome.row is None and "Error" in outcome.error
-
-
 def test_traces_tell_switch_and_flips(tiny):
     outcome = worker.run(spec("step-25"))
     assert outcome.trace is not None and outcome.row is not None
