@@ -1,4 +1,4 @@
-# make demo   train a small sparse GPT, compress it, check it      make test      lint, type check, what each thing does, in minutes
+# make demo   train a small sparse GPT, compress it, check it      make test      lint, type check, the quick tests: five minutes
 # make build  compile the C++ core in place                        make test-all  every test, also the slow ones
 # make gpu    build, test, measure on an NVIDIA GPU
 # Everything lives in $(VENV); a second run reuses it. Another Python: make PYTHON=python3.12 VENV=.venv312 test
