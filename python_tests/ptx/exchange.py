@@ -54,7 +54,7 @@ def _shfl(t: Threads, ins: Instruction) -> None:
 
 
 def _redux(t: Threads, ins: Instruction) -> None:
-    type_, fold = ins.types[-1], {"add": np.add, "max": np.maximum}
+    type_, fold = ins.types[-1], {"add": np.add, "max": np.maximum, "min": np.minimum}
     a = lanes(t, ins.operands[1], type_)
     whole = fold[next(m for m in ins.mods if m in fold)].reduce(a, axis=1, dtype=a.dtype)
     write(t, ins.operands[0], np.repeat(whole, 32))
