@@ -11,7 +11,7 @@ from torch import Tensor
 from nmkernels import reference
 from nmkernels.testing import assert_equal_bits
 
-NASTY = [0.0, -0.0, 1e-40, -1e-42, 1.0, -1.0, 65504.0, 3e38, float("inf"), -float("inf"), float("nan")]
+EDGE_CASES = [0.0, -0.0, 1e-40, -1e-42, 1.0, -1.0, 65504.0, 3e38, float("inf"), -float("inf"), float("nan")]
 COUNTS = (0, 3, 4, 7)  # statistics that are counts, exact in any order
 FLAGS = ("frozen", "eps_inside", "maximize", "geometric")
 
@@ -53,11 +53,11 @@ def hyper(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, wd=0.1, decay=2e-4, v_step=
 
 
 def edge(gen: torch.Generator, dtype: torch.dtype) -> dict[str, Any]:
-    """A call with a third of its elements out of ``NASTY``."""
+    """A call with a third of its elements out of ``EDGE_CASES``."""
     call = make(gen, (60, 24), amsgrad=True, dtype=dtype, out=dtype)
     for name in ("params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"):
         x = call[name][0]
-        chosen = torch.tensor(NASTY).to(x.dtype)[torch.randint(len(NASTY), x.shape, generator=gen)]
+        chosen = torch.tensor(EDGE_CASES).to(x.dtype)[torch.randint(len(EDGE_CASES), x.shape, generator=gen)]
         call[name] = [torch.where(torch.rand(x.shape, generator=gen) < 0.3, chosen, x)]
     return call
 

@@ -93,8 +93,8 @@ def test_decompress_of_part_of_a_group_in_any_order_and_of_damaged_indices(cpu, 
     cols = 20 * p.m
     values, indices = reference.compress(torch.randn(6, cols, generator=gen), p.n, p.m)
     where = unpack_indices(indices, p.index_bits, values.shape[-1]).unflatten(-1, (-1, p.n)).flip(-1).flatten(-2)
-    turned = values.unflatten(-1, (-1, p.n)).flip(-1).flatten(-2).contiguous(), pack_indices(where, p.index_bits)
-    assert_equal_bits(cpu("nm_decompress")(*turned, p.n, p.m, cols), reference.decompress(values, indices, p.n, p.m, cols))
+    reversed_groups = values.unflatten(-1, (-1, p.n)).flip(-1).flatten(-2).contiguous(), pack_indices(where, p.index_bits)
+    assert_equal_bits(cpu("nm_decompress")(*reversed_groups, p.n, p.m, cols), reference.decompress(values, indices, p.n, p.m, cols))
     if 1 << p.index_bits > p.m:  # else every index exists
         for at in (0, indices.numel() // 2, indices.numel() - 1):
             damaged = indices.clone()
