@@ -89,10 +89,10 @@ class Around(NamedTuple):
     inner: int
 
 
-def around(g: Tensor, dim: int, turn: bool = False) -> Around:
-    """``g`` around ``dim``; with ``turn`` a matrix may be taken as its transpose, of which the packed rows are the same."""
+def around(g: Tensor, dim: int, transposed: bool = False) -> Around:
+    """``g`` around ``dim``; with ``transposed`` a matrix may be taken as its transpose, of which the packed rows are the same."""
     dim %= g.dim()
-    if turn and g.dim() == 2 and not g.is_contiguous() and g.t().is_contiguous():
+    if transposed and g.dim() == 2 and not g.is_contiguous() and g.t().is_contiguous():
         g, dim = g.t(), 1 - dim
     g, shape = contiguous(g), g.shape
     return Around(g, shape[:dim].numel(), shape[dim], shape[dim + 1 :].numel())

@@ -219,8 +219,8 @@ def packed(value: Tensor) -> Any:
     """A bool tensor as bits, eight to a byte; any other as it is."""
     if value.dtype != torch.bool:
         return value
-    places = torch.tensor(BITS, dtype=torch.uint8, device=value.device)
-    bits = F.pad(value.flatten(), (0, -value.numel() % 8)).view(-1, 8) * places
+    weights = torch.tensor(BITS, dtype=torch.uint8, device=value.device)
+    bits = F.pad(value.flatten(), (0, -value.numel() % 8)).view(-1, 8) * weights
     return {"bits": bits.sum(1, dtype=torch.uint8), "shape": list(value.shape)}
 
 
@@ -229,5 +229,5 @@ def unpacked(value: Any) -> Tensor:
     if isinstance(value, Tensor):
         return value.clone()
     bits, shape = value["bits"], value["shape"]
-    places = torch.tensor(BITS, dtype=torch.uint8, device=bits.device)
-    return (bits[:, None] & places).ne(0).flatten()[: math.prod(shape)].view(shape)
+    weights = torch.tensor(BITS, dtype=torch.uint8, device=bits.device)
+    return (bits[:, None] & weights).ne(0).flatten()[: math.prod(shape)].view(shape)

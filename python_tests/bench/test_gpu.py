@@ -89,6 +89,15 @@ def test_steps_are_chosen_by_name(run, capsys: pytest.CaptureFixture[str]) -> No
     assert f"no step is called test; there are {', '.join(ALL)}" in capsys.readouterr().err
 
 
+def test_the_summary_fits_a_terminal(run, tmp_path: Path) -> None:
+    many = [ended(f"test_{i}.py", **{f"t{j}_{'x' * 300}": "failed" for j in range(60)}) for i in range(40)]
+    text = "\n".join(run(tests=many)[1])
+    assert len(text) < 12_000 and max(map(len, text.splitlines())) <= 400
+    # each file is named, whatever else is left out
+    assert all(f"tests: test_{i}.py, 60 failed" in text for i in range(40)) and "    and 54 more" in text
+    assert (tmp_path / "failed.txt").read_text().count("why t") == 40 * 60
+
+
 def test_without_gpu_nothing_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu.main([], lambda: "torch sees no NVIDIA GPU") == 2
     assert "torch sees no NVIDIA GPU" in capsys.readouterr().out

@@ -17,3 +17,11 @@ def test_cases_are_collected_for_pytest_benchmark() -> None:
     words = [sys.executable, "-m", "pytest", "bench", "--collect-only", "-q", "-p", "no:cacheprovider"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.count("bench/test_cases.py::test_case[") == 2 * len(targets.quick(test_cases.DEVICE)), done.stdout + done.stderr
+
+
+def test_unknown_suite_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NMKERNELS_BENCH", "nosuch")
+    with pytest.raises(pytest.UsageError, match="it is quick, targets or all"):
+        test_cases.chosen()
+    monkeypatch.setenv("NMKERNELS_BENCH", "targets")
+    assert len(test_cases.chosen()) > 50

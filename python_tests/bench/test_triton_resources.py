@@ -24,6 +24,7 @@ FED = "HGMMA.64x16x16.F32.BF16 R24, R{0}, gdesc[UR16], R24, gsb0"
     "code, found",
     [
         ([FED.format(32), "MOV R35, R1"], ["MOV R35, R1"]),
+        ([FED.format(32).replace(", gsb0", ""), "MOV R32, R1"], ["MOV R32, R1"]),
         ([FED.format(32), "WARPGROUP.DEPBAR.LE gsb0, 0x0", "MOV R35, R1"], []),
         ([FED.format(32), FED.format(40), "WARPGROUP.DEPBAR.LE gsb0, 0x1", "MOV R35, R1", "MOV R43, R1"], ["MOV R43, R1"]),
         # what an instruction writes: several registers, none

@@ -1,4 +1,4 @@
-"""MaskedAdamW without a recipe is AdamW; its flags, dtypes and groups. Scalers and closures: recipes/test_conformance.py."""
+"""MaskedAdamW without a recipe is AdamW; its flags, dtypes, groups and scalers. Closures: recipes/test_conformance.py."""
 
 import pytest
 import torch
@@ -116,6 +116,35 @@ def test_16_bit_parameters_have_fp32_moments(dtype):
         assert optimizer.state[p]["exp_avg"].dtype == optimizer.state[p]["exp_avg_sq"].dtype == torch.float32
         assert (p.float() - m).abs().max() <= 2 * torch.finfo(dtype).eps * m.abs().max()
         assert torch.allclose(optimizer.state[p]["exp_avg_sq"], theirs.state[m]["exp_avg_sq"], rtol=1e-6)
+
+
+@each("unscale, clip", [(False, False), (True, False), (True, True)])
+def test_a_scaler_changes_nothing_but_skips_what_is_not_finite(unscale, clip):
+    def train(optimizer, ps, scaler):
+        for t in range(8):
+            scaler.scale(torch.ones(()))
+            set_grads(ps, t, scaler.get_scale())
+            if unscale:
+                scaler.unscale_(optimizer)
+            if clip:
+                torch.nn.utils.clip_grad_norm_(ps, 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+
+    mine, theirs = params(), params()
+    optimizer, scaler = MaskedAdamW(mine, lr=0.05), torch.amp.GradScaler("cpu", init_scale=512.0)
+    optimizer.targets, optimizer.rule = {mine[0]: Target(Pattern("2:4"))}, UpdateRule(masked=True)
+    train(optimizer, mine, scaler)
+    train(torch.optim.AdamW(theirs, lr=0.05), theirs, torch.amp.GradScaler("cpu", init_scale=1.0))
+    assert_same(mine, theirs, torch.float32)
+    assert not hasattr(optimizer, "grad_scale") and not hasattr(optimizer, "found_inf")
+    tensors = [*mine, *(v for s in optimizer.state.values() for v in s.values())]
+    before = [t.detach().clone() for t in tensors]
+    mine[0].grad[0, 0] = torch.inf
+    if unscale:
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True)) and not optimizer.stats.any()
 
 
 def test_refusals():

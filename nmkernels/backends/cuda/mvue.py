@@ -27,7 +27,7 @@ def mvue_compress(
 ) -> tuple[Tensor, Tensor]:
     if out is None:
         out = packed(g, g.movedim(dim, -1).shape[:-1], g.shape[dim], n, m)
-    (g, *sizes), seed = around(g, dim, turn=True), seed.contiguous()
+    (g, *sizes), seed = around(g, dim, transposed=True), seed.contiguous()
     addresses = out[0].data_ptr(), out[1].data_ptr()
     core(g).mvue_compress(g.data_ptr(), DTYPES[g.dtype], *sizes, n, m, seed.data_ptr(), method == "approx", *addresses, *queue(g))
     return out

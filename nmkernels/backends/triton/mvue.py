@@ -272,7 +272,7 @@ def mvue_compress(
     g: Tensor, n: int, m: int, dim: int, seed: Tensor, method: str, out: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
     """``nm_mvue_compress``: a dense estimate, transposed, whose non-zeros are its N largest of each group."""
-    given, groups = around(g, dim, turn=True), cdiv(g.shape[dim], m)
+    given, groups = around(g, dim, transposed=True), cdiv(g.shape[dim], m)
     if out is None:
         out = packed(g, g.movedim(dim, -1).shape[:-1], g.shape[dim], n, m)
     dense = g.new_empty(given.outer * given.inner, groups * m)
