@@ -8,13 +8,14 @@
 #include "core/philox.h"
 #include "cpu/isa.h"
 #include "cpu/pages.h"
+#include "cpu/pool.h"
 
 namespace py = pybind11;
 
 namespace {
 
 // Raised whenever a signature or the meaning of an argument below changes; nmkernels/backends checks it.
-constexpr int kAbi = 7;
+constexpr int kAbi = 8;
 
 // Parameters of a step as the caller lists them, kWords integers each: rows, columns, the address of the step count;
 // then of p, gradient, m, v, the maximum of v and the output: address (0: absent), dtype, row stride, column stride.
@@ -68,8 +69,8 @@ std::array<uint32_t, 4> philox(const std::array<uint32_t, 4>& counter, uint32_t 
     return {w.w[0], w.w[1], w.w[2], w.w[3]};
 }
 
-// Sums a tensor's chunks under any thread count and fails in one chunk if asked, for the tests of the pool.
-int64_t pool_probe(int64_t chunks, int threads, int64_t fail_at) {
+// Sums a tensor's chunks under any thread count and fails in one chunk if asked, for the tests of parallel_for.
+int64_t parallel_probe(int64_t chunks, int threads, int64_t fail_at) {
     std::vector<int64_t> seen(static_cast<size_t>(chunks), 0);
     nm::parallel_for(chunks, threads, [&](int64_t i) {
         if (i == fail_at) throw std::runtime_error("chunk " + std::to_string(i) + " failed, as asked");
@@ -152,7 +153,8 @@ PYBIND11_MODULE(_C, module) {
 
     module.def("round_trip", &round_trip, Unlocked());
     module.def("philox", &philox);
-    module.def("pool_probe", &pool_probe, Unlocked());
+    module.def("parallel_probe", &parallel_probe, Unlocked());
+    module.def("threads_in_use", &nm::threads_in_use);
     module.def("pool_workers", &nm::pool_workers);
     module.def("want_huge_pages", [](Address memory, int64_t bytes) { nm::want_huge_pages(at(memory), bytes); });
 }

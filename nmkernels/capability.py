@@ -19,7 +19,7 @@ from importlib import import_module, metadata, util
 from pathlib import Path
 from typing import Any, NamedTuple
 
-CORE_ABI = 7
+CORE_ABI = 8
 """The value of ``_C.abi`` that this Python code was written against."""
 
 

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "../core/dispatch.h"
-#include "pool.h"
+#include "parallel.h"
 
 namespace nm {
 

@@ -2,44 +2,17 @@
 
 #include <pthread.h>
 #include <signal.h>
-#if defined(__linux__)
-#include <sched.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
 
 #include <atomic>
-#include <cfenv>
 #include <condition_variable>
-#include <exception>
 #include <mutex>
 #include <system_error>
 #include <thread>
-#include <vector>
 
 namespace nm {
 namespace {
 
 constexpr int kMaxWorkers = 1023;
-
-struct Job {
-    const std::function<void(int64_t)>& fn;
-    int64_t chunks;
-    std::atomic<int64_t> next{0};
-    std::atomic<bool> failed{false};
-    std::exception_ptr error;  // written once, by whoever sets `failed`; read after every thread has left
-    std::fenv_t environment;
-
-    Job(const std::function<void(int64_t)>& f, int64_t count) : fn(f), chunks(count) { std::fegetenv(&environment); }
-
-    void work() {
-        try {
-            for (int64_t i; !failed.load(std::memory_order_relaxed) && (i = next.fetch_add(1)) < chunks;) fn(i);
-        } catch (...) {
-            if (!failed.exchange(true)) error = std::current_exception();
-        }
-    }
-};
 
 // Signals belong to Python's main thread: a worker is started with all of them blocked.
 class SignalsBlocked {
@@ -55,53 +28,24 @@ class SignalsBlocked {
     sigset_t before_;
 };
 
-// Keeps workers off the core of the thread that calls them.
-//
-// The system likes to wake a thread on the core of whoever wakes it. Elsewhere that is soon mended, but not while every
-// other core is busy spinning, as OpenMP's threads do for milliseconds after each parallel region of torch: the caller
-// goes on to compute on its core, and the worker does not run before the job is over (linear 1x1024x4096 after a torch
-// call, 2 threads: 2.1 ms, with workers kept off 1.2; AMD EPYC, 2026-11-21). Other cores' schedulers share fairly.
-class Placement {
-  public:
-#if defined(__linux__)
-    void add_this_thread() { threads_.push_back(pid_t(syscall(SYS_gettid))); }
-
-    // Workers may run where this thread may, but for where it is now; everywhere it may if that is the only place.
-    void around_this_thread() {
-        const int core = sched_getcpu();
-        cpu_set_t allowed;
-        if (core < 0 || sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;  // more cores than the set has room for
-        if (CPU_ISSET(core, &allowed) && CPU_COUNT(&allowed) > 1) CPU_CLR(core, &allowed);
-        if (placed_ == threads_.size() && CPU_EQUAL(&allowed, &now_)) return;
-        for (const pid_t thread : threads_) sched_setaffinity(thread, sizeof allowed, &allowed);
-        placed_ = threads_.size();
-        now_ = allowed;
-    }
-
-  private:
-    std::vector<pid_t> threads_;
-    size_t placed_ = 0;  // how many of them `now_` holds for
-    cpu_set_t now_{};
-#else
-    void add_this_thread() {}
-    void around_this_thread() {}
-#endif
+struct Job {
+    void (*work)(void*);
+    void* data;
 };
 
 class Pool {
   public:
     // False when another job has the pool; the caller then works alone.
-    bool run(Job& job, int helpers) {
+    bool run(const Job& job, int helpers) {
         if (busy_.exchange(true, std::memory_order_acquire)) return false;
         grow(helpers);
         {
             std::lock_guard<std::mutex> lock(mutex_);
-            placement_.around_this_thread();
             job_ = &job;
             open_ = helpers < workers_ ? helpers : workers_.load();
         }
         wake_.notify_all();
-        job.work();
+        job.work(job.data);
         {
             // no chunk is left: late sleepers must not join, those inside are waited for
             std::unique_lock<std::mutex> lock(mutex_);
@@ -129,15 +73,13 @@ class Pool {
 
     [[noreturn]] void serve() {
         std::unique_lock<std::mutex> lock(mutex_);
-        placement_.add_this_thread();
         for (;;) {
             wake_.wait(lock, [this] { return open_ > 0; });
             --open_;
             ++inside_;
-            Job* job = job_;
+            const Job* job = job_;
             lock.unlock();
-            std::fesetenv(&job->environment);
-            job->work();
+            job->work(job->data);
             lock.lock();
             if (--inside_ == 0) idle_.notify_one();
         }
@@ -146,9 +88,8 @@ class Pool {
     std::atomic<bool> busy_{false};
     std::mutex mutex_;
     std::condition_variable wake_, idle_;
-    Placement placement_;  // under the mutex
-    Job* job_ = nullptr;
-    int open_ = 0;    // places left in the current job
+    const Job* job_ = nullptr;
+    int open_ = 0;    // how many workers may still join the current job
     int inside_ = 0;  // workers in it
     std::atomic<int> workers_{0};
 };
@@ -171,17 +112,9 @@ Pool& pool() {
 
 }  // namespace
 
-void parallel_for(int64_t chunks, int threads, const std::function<void(int64_t)>& fn) {
-    if (chunks <= 0) return;
-    const int64_t helpers = (threads < chunks ? threads : chunks) - 1;
-    if (helpers > 0) {
-        Job job(fn, chunks);
-        if (pool().run(job, static_cast<int>(helpers))) {
-            if (job.error) std::rethrow_exception(job.error);
-            return;
-        }
-    }
-    for (int64_t i = 0; i < chunks; ++i) fn(i);
+void pool_run(void (*work)(void*), void* data, int threads) {
+    const Job job{work, data};
+    if (threads < 2 || !pool().run(job, threads - 1)) work(data);
 }
 
 int pool_workers() {

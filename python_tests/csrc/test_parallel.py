@@ -1,4 +1,4 @@
-"""The thread pool: every chunk once, errors come back, and it survives forks, Python threads and the end of the process."""
+"""parallel_for: every chunk once, errors come back; on torch's threads, on its own in a forked child and where torch is not loaded."""
 
 from __future__ import annotations
 
@@ -23,28 +23,42 @@ def total(chunks: int) -> int:
 @pytest.mark.parametrize("threads", [0, 1, 2, 3, 8])
 def test_every_chunk_runs_once(core, threads):
     for chunks in (0, 1, 2, 3, 1000):
-        assert core.pool_probe(chunks, threads, -1) == total(chunks)
+        assert core.parallel_probe(chunks, threads, -1) == total(chunks)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 4])
-def test_an_exception_reaches_the_caller_and_the_pool_goes_on(core, threads):
+def test_an_exception_reaches_the_caller_and_the_threads_go_on(core, threads):
     for at in 20 * (0, 57, 99):
         with pytest.raises(RuntimeError, match=f"chunk {at} failed"):
-            core.pool_probe(100, threads, at)
-        assert core.pool_probe(100, threads, -1) == total(100)
+            core.parallel_probe(100, threads, at)
+        assert core.parallel_probe(100, threads, -1) == total(100)
 
 
-def test_workers_are_kept_and_few(core):
-    core.pool_probe(100, 3, -1)
-    started = core.pool_workers()
-    for _ in range(50):
-        core.pool_probe(100, 3, -1)
-    assert 2 <= core.pool_workers() == started
+def threads_here() -> set[str]:
+    return set(os.listdir("/proc/self/task"))
+
+
+def test_the_threads_are_those_of_torch(core):
+    """None of its own is started, and none that torch's next op would not use."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        x = torch.randn(1 << 20)
+        x.add(1)
+        started = threads_here()
+        for _ in range(50):
+            core.parallel_probe(100, 3, -1)
+            x.add(1)
+        assert threads_here() == started
+    finally:
+        torch.set_num_threads(before)
+    assert core.pool_workers() == 0
+    assert "torch's OpenMP threads" in core.threads_in_use()
 
 
 def test_concurrent_python_threads(core):
     def hammer(_: int) -> bool:
-        return all(core.pool_probe(200, 3, -1) == total(200) for _ in range(100))
+        return all(core.parallel_probe(200, 3, -1) == total(200) for _ in range(100))
 
     with ThreadPoolExecutor(6) as executor:
         assert all(executor.map(hammer, range(6)))
@@ -92,12 +106,12 @@ def wait_for(pid: int, seconds: float = 60) -> int:
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("busy", [False, True], ids=["", "while another thread is in a kernel"])
 def test_a_forked_child_has_a_pool_of_its_own(core, busy):
-    core.pool_probe(100, 3, -1)
+    core.parallel_probe(100, 3, -1)
     stop = threading.Event()
 
     def hammer() -> None:
         while not stop.is_set():
-            core.pool_probe(300, 3, -1)
+            core.parallel_probe(300, 3, -1)
 
     thread = threading.Thread(target=hammer if busy else lambda: None)
     thread.start()
@@ -105,13 +119,13 @@ def test_a_forked_child_has_a_pool_of_its_own(core, busy):
         for _ in range(10):
             pid = os.fork()
             if pid == 0:
-                fresh = core.pool_workers() == 0
-                os._exit(0 if fresh and core.pool_probe(500, 3, -1) == total(500) and core.pool_workers() == 2 else 1)
+                right = all(core.parallel_probe(500, 3, -1) == total(500) for _ in range(20))
+                os._exit(0 if right and core.pool_workers() == 2 else 1)
             assert wait_for(pid) == 0
     finally:
         stop.set()
         thread.join()
-    assert core.pool_probe(100, 3, -1) == total(100)
+    assert core.parallel_probe(100, 3, -1) == total(100)
 
 
 ENDINGS = {
@@ -131,8 +145,8 @@ sys.path.insert(0, {str(Path(core.__file__).parent)!r})
 import _C
 def busy():
     while True:
-        _C.pool_probe(1000, 3, -1)
-assert _C.pool_probe(1000, 3, -1) == {total(1000)}
+        _C.parallel_probe(1000, 3, -1)
+assert _C.parallel_probe(1000, 3, -1) == {total(1000)} and _C.pool_workers() == 2, _C.threads_in_use()
 {ENDINGS[ending]}
 """
     for _ in range(3):

@@ -1,11 +1,16 @@
-// The thread pool: every chunk once, exceptions, nested and simultaneous callers, forked children.
+// parallel_for: every chunk once, exceptions, nested and simultaneous callers, forked children; and another library's
+// OpenMP threads, found by name.
+#include <dlfcn.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
+#include <mutex>
+#include <set>
 #include <stdexcept>
 #include <thread>
 
+#include "../cpu/openmp.h"
 #include "check.h"
 
 namespace {
@@ -61,5 +66,34 @@ TEST(a_forked_child_has_its_own_pool) {
     CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0) << status;
 }
 #endif
+
+struct Seen {
+    std::mutex mutex;
+    std::set<std::thread::id> threads;
+};
+
+void note(void* data) {
+    Seen& seen = *static_cast<Seen*>(data);
+    std::lock_guard<std::mutex> lock(seen.mutex);
+    seen.threads.insert(std::this_thread::get_id());
+}
+
+TEST(openmp_threads_of_a_loaded_library) {
+    for (const char* library : {NM_FAKE_GOMP, NM_FAKE_KMPC}) {
+        CHECK(!nm::team_of(library)) << library << " is not loaded yet";
+        void* handle = dlopen(library, RTLD_NOW);
+        CHECK(handle != nullptr) << dlerror();
+        const nm::Team team = nm::team_of(library);
+        CHECK(bool(team)) << library;
+        for (int threads : {3, 1, 2}) {
+            Seen seen;
+            team(note, &seen, threads);
+            CHECK(int(seen.threads.size()) == threads) << library << " used " << seen.threads.size();
+            CHECK(seen.threads.count(std::this_thread::get_id()) == 1) << "without the caller";
+        }
+        dlclose(handle);
+    }
+    CHECK(nm::threads_in_use() == "its own threads") << nm::threads_in_use();
+}
 
 }  // namespace
