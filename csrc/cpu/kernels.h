@@ -44,7 +44,7 @@ struct LinearCall {
     int64_t rows, cols;
 };
 
-// y = x Wᵀ + bias; meant for few tokens. False: an index is not below m.
+// y = x Wᵀ + bias; by whatever way is fast for so many tokens. False: an index is not below m.
 using LinearFn = bool(LinearCall call, int64_t tokens, int dtype, int n, int m, int threads);
 
 // C [rows, tokens] = A B (+ bias of each row), A compressed [rows, cols], B [cols, tokens]. Element (k, t) of B is

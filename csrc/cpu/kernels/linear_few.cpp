@@ -1,8 +1,8 @@
 // y = x Wᵀ + b for few tokens, straight from the compressed form: what is stored is all that is read, once, and the inputs
-// it chooses are permuted in registers. Blocks of 16 stored values take the way of simd/gemv_*.h where the pattern has
-// one; the rest of a row, and every other pattern, is done one stored value at a time.
+// it chooses are permuted in registers: eight rows side by side (simd/rows_avx2.h) or blocks of 16 stored values of a row
+// (simd/gemv_*.h) where the pattern has that; the rest of a row, and every other pattern, one stored value at a time.
 //
-// Inputs are in fp32, and so are the sums. Nothing that a row computes depends on which rows share its loop.
+// Inputs are in fp32, and so are the sums. Nothing that a row computes depends on the number of threads.
 #include <algorithm>
 #include <atomic>
 #include <memory>
@@ -10,10 +10,11 @@
 
 #include "../../core/bitpack.h"
 #include "../kernels.h"
+#include "patterns.h"
 #if defined(__AVX512F__)
 #include "simd/gemv_avx512.h"
 #else
-#include "simd/gemv_avx2.h"
+#include "simd/rows_avx2.h"
 #endif
 
 namespace nm {
@@ -22,6 +23,7 @@ namespace {
 constexpr int kRows = 4;         // rows that share the inputs they load
 constexpr int kTokens = 4;       // tokens that share the indices they decode
 constexpr int kAhead = 8192;     // bytes: how far a lone row's values are asked for before they are needed
+constexpr int kGrain = 8;        // rows: what a range has whole numbers of
 constexpr int kRanges = 8;       // per thread; long ones, so that each thread reads memory in one long stream
 constexpr int64_t kWork = 1 << 17;  // elements that are worth waking a thread for: 5 us
 
@@ -29,19 +31,27 @@ struct NoBlock {
     static constexpr bool kShare = false;
 };
 
-// f(Block<N, M>) where this instruction set has one, else f(NoBlock).
+// f(Block<N, M>, EightRows<N, M>) where this instruction set has them, else f with NoBlock in their place.
 template <class F>
 bool by_block([[maybe_unused]] int n, [[maybe_unused]] int m, const F& f) {
-#if defined(__AVX2__)
-    if (n == 2 && m == 4) return f(Block<2, 4>{});
-    if (n == 1 && m == 4) return f(Block<1, 4>{});
-    if (n == 2 && m == 8) return f(Block<2, 8>{});
-    if (n == 1 && m == 8) return f(Block<1, 8>{});
-    if (n == 4 && m == 8) return f(Block<4, 8>{});
-    if (n == 1 && m == 16) return f(Block<1, 16>{});
-    if (n == 1 && m == 32) return f(Block<1, 32>{});
+#if defined(__AVX512F__)
+    if (n == 2 && m == 4) return f(Block<2, 4>{}, NoBlock{});
+    if (n == 1 && m == 4) return f(Block<1, 4>{}, NoBlock{});
+    if (n == 2 && m == 8) return f(Block<2, 8>{}, NoBlock{});
+    if (n == 1 && m == 8) return f(Block<1, 8>{}, NoBlock{});
+    if (n == 4 && m == 8) return f(Block<4, 8>{}, NoBlock{});
+    if (n == 1 && m == 16) return f(Block<1, 16>{}, NoBlock{});
+    if (n == 1 && m == 32) return f(Block<1, 32>{}, NoBlock{});
+#elif defined(__AVX2__)
+    if (n == 2 && m == 4) return f(Block<2, 4>{}, EightRows<2, 4>{});
+    if (n == 1 && m == 4) return f(Block<1, 4>{}, EightRows<1, 4>{});
+    if (n == 2 && m == 8) return f(Block<2, 8>{}, EightRows<2, 8>{});
+    if (n == 1 && m == 8) return f(Block<1, 8>{}, EightRows<1, 8>{});
+    if (n == 4 && m == 8) return f(Block<4, 8>{}, EightRows<4, 8>{});
+    if (n == 1 && m == 16) return f(Block<1, 16>{}, EightRows<1, 16>{});
+    if (n == 1 && m == 32) return f(Block<1, 32>{}, NoBlock{});
 #endif
-    return f(NoBlock{});
+    return f(NoBlock{}, NoBlock{});
 }
 
 // One call, its operands typed.
@@ -153,6 +163,15 @@ bool add_rest(const Gemm<T>& p, int64_t row, int64_t token, int64_t group, float
     return valid;
 }
 
+// A row's part of the outputs of some tokens.
+template <int Tokens, class T>
+void put(const Gemm<T>& p, int64_t row, int64_t token, const float (&total)[Tokens]) {
+    for (int t = 0; t < Tokens; ++t) {
+        const float y = p.bias ? total[t] + to_float(p.bias[row]) : total[t];
+        p.y[(token + t) * p.rows + row] = from_float<T>(y);
+    }
+}
+
 template <class Block, int Rows, int Tokens, class T>
 bool some(const Gemm<T>& p, int64_t row, int64_t token) {
     float total[Rows][Tokens] = {};
@@ -164,41 +183,75 @@ bool some(const Gemm<T>& p, int64_t row, int64_t token) {
     }
     for (int r = 0; r < Rows; ++r) {
         if (blocks * 16 < p.kept) valid &= add_rest(p, row + r, token, blocks * 16 / p.n, total[r]);
-        for (int t = 0; t < Tokens; ++t) {
-            const float y = p.bias ? total[r][t] + to_float(p.bias[row + r]) : total[r][t];
-            p.y[(token + t) * p.rows + row + r] = from_float<T>(y);
-        }
+        put(p, row + r, token, total[r]);
     }
+    return valid;
+}
+
+// Rows side by side: the blocks of each in its lane, then the rest of each.
+template <class Side, int Tokens, class T>
+bool side_by_side(const Gemm<T>& p, int64_t row, int64_t token) {
+    const int64_t blocks = p.whole * p.m / Side::kInputs;
+    float sums[Tokens][Side::kRows];
+    bool valid = Side::sums(p.values + row * p.kept, p.kept, p.indices + row * p.bytes, p.bytes, p.x + token * p.cols, p.cols, blocks, sums);
+    for (int r = 0; r < Side::kRows; ++r) {
+        float total[Tokens];
+        for (int t = 0; t < Tokens; ++t) total[t] = sums[t][r];
+        if (blocks * Side::kEntries < p.kept) valid &= add_rest(p, row + r, token, blocks * Side::kEntries / p.n, total);
+        put(p, row + r, token, total);
+    }
+    return valid;
+}
+
+// f(Int<count>, token) for as many tokens at a time as go together, at most `Most`.
+template <int Most, class F>
+bool by_tokens(int64_t tokens, const F& f) {
+    bool valid = true;
+    int64_t token = 0;
+    if constexpr (Most >= 8) {
+        for (; token + 8 <= tokens; token += 8) valid &= f(Int<8>(), token);
+    }
+    for (; token + 4 <= tokens; token += 4) valid &= f(Int<4>(), token);
+    for (; token + 2 <= tokens; token += 2) valid &= f(Int<2>(), token);
+    if (token < tokens) valid &= f(Int<1>(), token);
     return valid;
 }
 
 template <class Block, int Rows, class T>
 bool every_token(const Gemm<T>& p, int64_t row) {
-    bool valid = true;
-    int64_t token = 0;
-    for (; token + kTokens <= p.tokens; token += kTokens) valid &= some<Block, Rows, kTokens>(p, row, token);
-    for (; token + 2 <= p.tokens; token += 2) valid &= some<Block, Rows, 2>(p, row, token);
-    if (token < p.tokens) valid &= some<Block, Rows, 1>(p, row, token);
-    return valid;
+    return by_tokens<kTokens>(p.tokens, [&](auto count, int64_t token) { return some<Block, Rows, count>(p, row, token); });
 }
 
-// One token of a pattern whose inputs fit few registers goes row by row, a single stream from memory: 2:4 of 11008 x 4096
-// in fp32 takes 1.32 ms (73 GB/s), in fours of rows 2.1 ms. Otherwise four rows share what they load (AMD EPYC, 2026-11-21).
-template <class Block, class T>
+// Rows in lanes where the instruction set has that, but for one token of a pattern whose inputs fit few registers: that
+// goes row by row, a single stream from memory. 2:4 of 11008 x 4096 in fp32 takes 1.32 ms (73 GB/s) so, in fours of rows
+// 2.1 ms (AMD EPYC with AVX-512). Other tokens and patterns take four rows at a time, which share the inputs they load.
+template <class Block, class Side, class T>
 bool every_row(const Gemm<T>& p, int threads) {
     std::atomic<bool> valid{true};
-    const bool fours = Block::kShare || (p.tokens > 1 && !std::is_same_v<Block, NoBlock>);
+    constexpr bool kBlocks = !std::is_same_v<Block, NoBlock>, kSide = !std::is_same_v<Side, NoBlock>;
+    const bool lone = p.tokens == 1 && p.m <= 2 * p.n, fours = kBlocks && (Block::kShare || p.tokens > 1);
     const int64_t work = (p.kept + p.cols / 4) * (p.tokens + 1) / 2 + 1;
-    const int64_t step = std::max(kWork / work, p.rows / (kRanges * threads)) / kRows * kRows + kRows;
+    const int64_t step = std::max(kWork / work, p.rows / (kRanges * threads)) / kGrain * kGrain + kGrain;
     parallel_for((p.rows + step - 1) / step, threads, [&](int64_t range) {
         const int64_t end = std::min((range + 1) * step, p.rows);
         int64_t row = range * step;
         bool good = true;
+        if constexpr (kSide) {
+            for (; !lone && row + Side::kRows <= end; row += Side::kRows) {
+                good &= by_tokens<8>(p.tokens, [&](auto count, int64_t token) { return side_by_side<Side, count>(p, row, token); });
+            }
+        }
         for (; fours && row + kRows <= end; row += kRows) good &= every_token<Block, kRows>(p, row);
         for (; row < end; ++row) good &= every_token<Block, 1>(p, row);
         if (!good) valid = false;
     });
     return valid;
+}
+
+// Up to how many tokens this is faster than spmm.cpp, which does a vector of them in the time of one: more than one where
+// rows go side by side, or where a block takes few permutes.
+inline int few_tokens(int n, int m) {
+    return by_block(n, m, [m](auto block, auto) { return !std::is_same_v<decltype(block), NoBlock> && m <= 16; }) ? 8 : 1;
 }
 
 // x in fp32: the tensor itself, or a converted copy that `copy` owns.
@@ -217,14 +270,18 @@ namespace NM_ISA {
 
 bool linear(LinearCall call, int64_t tokens, int dtype, int n, int m, int threads) {
     check_pattern(n, m);
+    if (tokens > few_tokens(n, m)) {
+        const SpmmCall many{call.values, call.indices, call.x, 1, call.cols, call.bias, call.y, 1, call.rows, call.rows, call.cols, tokens};
+        return spmm(many, dtype, n, m, threads);
+    }
     bool valid = true;
     by_dtype(dtype, [&](auto element) {
         using T = decltype(element);
         std::unique_ptr<float[]> copy;
         const float* x = in_fp32(static_cast<const T*>(call.x), tokens * call.cols, copy);
         const Gemm<T> p{x, static_cast<const T*>(call.values), static_cast<const T*>(call.bias), call.indices, static_cast<T*>(call.y),
-                           tokens, call.rows, call.cols, n, m};
-        valid = by_block(n, m, [&](auto block) { return every_row<decltype(block)>(p, threads); });
+                        tokens, call.rows, call.cols, n, m};
+        valid = by_block(n, m, [&](auto block, auto side) { return every_row<decltype(block), decltype(side)>(p, threads); });
     });
     return valid;
 }

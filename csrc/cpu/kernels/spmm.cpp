@@ -3,80 +3,119 @@
 #include "spmm.h"
 
 #include <atomic>
+#include <numeric>
 #include <vector>
 
 namespace nm {
 namespace {
 
-constexpr int kMaxEntries = 1024;  // of a row in one block of columns
 
 // The compressed operand, and how its columns are cut into blocks.
-template <class T, class P>
+template <class T>
 struct Stored {
     const T* values;
-    const uint8_t* indices;
-    P p;
-    int64_t cols, kept, bytes, groups_each;
+    const uint8_t *indices, *end;
+    int n, m, bits;
+    int64_t cols, groups, kept, bytes, groups_each;
 
-    Stored(const SpmmCall& call, P pattern, int64_t row_bytes)
-        : values(static_cast<const T*>(call.values)), indices(call.indices), p(pattern), cols(call.cols) {
-        kept = (cols + p.m - 1) / p.m * p.n;
-        bytes = index_bytes(kept, index_bits(p.m));
-        // blocks begin at a whole byte of indices: at every fourth group
-        const int64_t fit = std::min<int64_t>(kPanelBytes / row_bytes / p.m, kMaxEntries / p.n);
-        groups_each = p.m > 16 ? std::max<int64_t>(fit, 1) : std::max<int64_t>(fit / 4 * 4, 4);
+    Stored(const SpmmCall& call, int n, int m, int64_t row_bytes)
+        : values(static_cast<const T*>(call.values)), indices(call.indices), n(n), m(m), bits(index_bits(m)), cols(call.cols) {
+        groups = (cols + m - 1) / m;
+        kept = groups * n;
+        bytes = index_bytes(kept, bits);
+        end = indices + call.rows * bytes;
+        groups_each = std::max<int64_t>(std::min<int64_t>(panel_bytes() / row_bytes / m, kMaxEntries / n), 1);
+        // a block begins at a whole byte of indices, and where there is room for that at a whole line of fp32 values
+        const int64_t line = 16 / std::gcd(n, 16), byte = 8 / std::gcd(n * bits, 8);
+        groups_each = groups_each >= line ? groups_each / line * line : (groups_each + byte - 1) / byte * byte;
     }
 };
 
-// The value of what is stored past the last column is padding and counts for nothing, even NaN.
-inline void drop_padding(Entries& e, uint32_t end, float* values, uint32_t* offsets) {
-    int left = 0;
-    for (int k = 0; k < e.count; ++k) {
-        if (e.offsets[k] >= end) continue;
-        values[left] = e.values[k];
-        offsets[left++] = e.offsets[k];
+// What is stored past the last column is padding and counts for nothing, even NaN: it is 0 now, and so is its row of B.
+inline void drop_padding(const float*& values, int count, const uint32_t* offsets, uint32_t end, float* room) {
+    for (int k = 0; k < count; ++k) room[k] = offsets[k] < end ? values[k] : 0.0f;
+    values = room;
+}
+
+template <class T>
+void prefetch(const T* values, int count, const uint8_t* indices, int bits) {
+    const char* from = reinterpret_cast<const char*>(values);
+    for (int64_t i = 0; i < count * int64_t(sizeof(T)); i += 64) __builtin_prefetch(from + i);
+    for (int i = 0; i < count * bits / 8; i += 64) __builtin_prefetch(indices + i);
+}
+
+// Some rows of one block of columns, decoded.
+struct Decoded {
+    static constexpr int kRows = 8;
+    alignas(64) uint32_t offsets[kRows][kMaxEntries + kLanes];
+    alignas(64) float floats[kRows][kMaxEntries + kLanes];
+    Entries entries[kRows];
+    Lanes most = none();  // of all indices so far
+};
+
+// Which entries of a row one block of columns has, and how many of its columns there are: fewer than entries speak of where
+// the last group is padded.
+struct Block {
+    int64_t begin;
+    int count;
+    int64_t columns;
+    bool padded;
+};
+
+// Decodes rows [row, row + rows) of a block.
+template <int Bits, class T>
+void decode_rows(const Stored<T>& a, const Block& block, int64_t row, int rows, const uint32_t* first, uint32_t row_bytes, Decoded& to) {
+    for (int i = 0; i < rows; ++i) {
+        const T* values = a.values + (row + i) * a.kept + block.begin;
+        const uint8_t* indices = a.indices + (row + i) * a.bytes + block.begin * Bits / 8;
+        // a row of a block is short and the next one far away: no processor fetches it by itself. Past the end does no harm
+        prefetch(values + Decoded::kRows * a.kept, block.count, indices + Decoded::kRows * a.bytes, Bits);
+        to.most = decode<Bits>(indices, a.end - indices, block.count, a.m, first, row_bytes, to.offsets[i], to.most);
+        const float* floats = as_floats(values, block.count, to.floats[i]);
+        if (block.padded) drop_padding(floats, block.count, to.offsets[i], uint32_t(block.columns) * row_bytes, to.floats[i]);
+        to.entries[i] = {floats, to.offsets[i]};
     }
-    e = {values, offsets, left};
 }
 
 // One tile of C: rows [row, row + rows), all columns.
-template <int V, class T, class P>
-bool tile_sums(const Stored<T, P>& a, const uint32_t* first, const float* b, int64_t row, int64_t rows, float* c) {
+template <int V, class T>
+bool tile_sums(const Stored<T>& a, const uint32_t* first, const float* b, int64_t row, int64_t rows, float* c) {
     constexpr int64_t kWidth = V * kLanes;
-    constexpr uint32_t kRowBytes = kWidth * sizeof(float);
-    alignas(64) uint32_t offsets[kMaxEntries];
-    alignas(64) float floats[kMaxEntries];
-    const P p = a.p;
-    const int bits = index_bits(p.m);
-    int largest = 0;
-    for (int64_t g = 0; g * p.m < a.cols; g += a.groups_each) {
-        const int64_t k = g * p.n;
-        const int count = int(std::min(a.groups_each * p.n, a.kept - k));
-        const int64_t columns_left = a.cols - g * p.m;
-        const bool ragged = columns_left < a.groups_each * p.m && columns_left % p.m != 0;
-        for (int64_t r = 0; r < rows; ++r) {
-            const T* values = a.values + (row + r) * a.kept + k;
-            const uint8_t* indices = a.indices + (row + r) * a.bytes + k * bits / 8;
-            largest = std::max(largest, decode(bits, indices, count, p.m, first, kRowBytes, offsets));
-            Entries e{as_floats(values, count, floats), offsets, count};
-            if (ragged) drop_padding(e, uint32_t(columns_left) * kRowBytes, floats, offsets);
-            add_row<V>(e, b + g * p.m * kWidth, c + r * kWidth, g == 0);
+    constexpr int kTogether = rows_at_once(V);
+    static thread_local Decoded room;
+    Decoded& decoded = room;
+    decoded.most = none();
+    for (int64_t g = 0; g < a.groups; g += a.groups_each) {
+        const int count = int(std::min(a.groups_each, a.groups - g)) * a.n;
+        const int64_t columns = a.cols - g * a.m;
+        const Block block{g * a.n, count, columns, columns < count / a.n * a.m};
+        const float* panel = b + g * a.m * kWidth;
+        for (int64_t r = 0; r < rows; r += Decoded::kRows) {
+            const int some = int(std::min<int64_t>(Decoded::kRows, rows - r));
+            by_bits(a.bits, [&](auto bits) {
+                decode_rows<decltype(bits)::value>(a, block, row + r, some, first, kWidth * sizeof(float), decoded);
+            });
+            float* sums = c + r * kWidth;
+            int i = 0;
+            for (; i + kTogether <= some; i += kTogether) add_rows<V, kTogether>(decoded.entries + i, count, panel, sums + i * kWidth, g == 0);
+            for (; i < some; ++i) add_rows<V, 1>(decoded.entries + i, count, panel, sums + i * kWidth, g == 0);
         }
     }
-    return largest < p.m;
+    return largest(decoded.most) < a.m;
 }
 
-template <class T, class P>
-bool some_tokens(const Stored<T, P>& a, const Operands<T>& op, const Tiles& tiles, int threads) {
-    const float* packed = pack_all(op, tiles, threads);
-    std::vector<uint32_t> first(size_t(a.groups_each * a.p.n));
-    for (size_t k = 0; k < first.size(); ++k) first[k] = uint32_t(k / size_t(a.p.n) * size_t(a.p.m * tiles.width)) * uint32_t(sizeof(float));
+template <class T>
+bool some_tokens(const Stored<T>& a, const Operands<T>& op, const Tiles& tiles, int threads) {
+    const int64_t depth = a.groups * a.m;
+    const float* packed = pack_all(op, depth, tiles, threads);
+    std::vector<uint32_t> first(size_t(a.groups_each * a.n + kLanes), 0);
+    for (int64_t k = 0; k < a.groups_each * a.n; ++k) first[size_t(k)] = uint32_t(k / a.n * a.m * tiles.width * int64_t(sizeof(float)));
     const int64_t block = row_block(op.rows, tiles, threads), blocks = (op.rows + block - 1) / block;
     std::atomic<bool> valid{true};
     parallel_for(blocks * tiles.count, threads, [&](int64_t i) {
-        const int64_t tile = i / blocks, row = i % blocks * block, rows = std::min(block, op.rows - row);
+        const int64_t tile = i % tiles.count, row = i / tiles.count * block, rows = std::min(block, op.rows - row);
         float* c = tile_room(block * tiles.width);
-        const float* b = packed + tile * op.cols * tiles.width;
+        const float* b = packed + tile * depth * tiles.width;
         if (op.cols == 0) std::fill(c, c + rows * tiles.width, 0.0f);
         by_vectors(tiles.vectors, [&](auto v) {
             if (!tile_sums<decltype(v)::value>(a, first.data(), b, row, rows, c)) valid = false;
@@ -91,11 +130,12 @@ bool some_tokens(const Stored<T, P>& a, const Operands<T>& op, const Tiles& tile
 namespace NM_ISA {
 
 bool spmm(const SpmmCall& call, int dtype, int n, int m, int threads) {
+    check_pattern(n, m);
     bool valid = true;
-    by_dtype_and_pattern(dtype, n, m, [&](auto element, auto p) {
+    by_dtype(dtype, [&](auto element) {
         using T = decltype(element);
         by_chunks(operands<T>(call, call.rows, call.cols), [&](const Operands<T>& op, const Tiles& tiles) {
-            const Stored<T, decltype(p)> a(call, p, tiles.width * int64_t(sizeof(float)));
+            const Stored<T> a(call, n, m, tiles.width * int64_t(sizeof(float)));
             valid = some_tokens(a, op, tiles, threads) && valid;
         });
     });

@@ -11,20 +11,27 @@
 #include <utility>
 
 #include "../../core/bitpack.h"
+#include "../caches.h"
 #include "../kernels.h"
 #include "simd/spmm_convert.h"
+#include "simd/spmm_decode.h"
 #include "simd/spmm_transpose.h"
 #include "simd/spmm_vector.h"
 
 namespace nm {
 namespace {
 
-// Measured on AMD Zen 5 (48 KB and 1 MB of first- and second-level cache per core), 2026-11-21; smaller caches lose little.
-constexpr int kMaxVectors = 8;             // of a tile: 8 sums in registers, 8 loads for one broadcast
-constexpr int64_t kPanelBytes = 40 << 10;  // rows of B that stay in the first-level cache
-constexpr int64_t kTileBytes = 256 << 10;  // a tile of C
-constexpr int64_t kPackedBytes = 16 << 20; // B packed, or as many of its tokens as fit
-constexpr int kStage = 64;                 // numbers of a row converted or transposed at a time
+// Vectors in a row of a tile: as many sums in registers, as many loads for one broadcast weight. AVX2 has 16 registers and
+// its loads bind, AVX-512 gains nothing beyond 8.
+constexpr int kMaxVectors = kLanes == 8 ? 12 : 8;
+constexpr int64_t kPackedBytes = 16 << 20;  // B packed, or as many of its tokens as fit
+constexpr int kStage = 64;                  // numbers of a row converted or transposed at a time
+
+// Rows of B that stay in the first-level cache, beside what A and C move through it.
+inline int64_t panel_bytes() { return caches().first * 3 / 4; }
+
+// A tile of C, which stays in the second-level cache.
+inline int64_t tile_bytes() { return caches().second / 2; }
 
 // Memory that a thread keeps for its next product: fresh pages cost more than filling them.
 class Scratch {
@@ -93,7 +100,7 @@ void by_chunks(const Operands<T>& all, const F& f) {
 
 // Rows of C in one task: at most a tile's worth, and about four tasks for each thread.
 inline int64_t row_block(int64_t rows, const Tiles& tiles, int threads) {
-    const int64_t most = kTileBytes / int64_t(sizeof(float)) / tiles.width;
+    const int64_t most = tile_bytes() / int64_t(sizeof(float)) / tiles.width;
     const int64_t blocks = std::max((rows + most - 1) / most, (4 * threads + tiles.count - 1) / tiles.count);
     return std::max<int64_t>(64, (rows + blocks - 1) / blocks);
 }
@@ -127,16 +134,19 @@ void pack(const Operands<T>& op, int64_t token, int64_t width, int64_t begin, in
     }
 }
 
-// All of B's tiles, one after the other, in memory of the calling thread.
+// All of B's tiles, one after the other, `depth` rows in each, in memory of the calling thread; zeros after B's last row.
 template <class T>
-const float* pack_all(const Operands<T>& op, const Tiles& tiles, int threads) {
+const float* pack_all(const Operands<T>& op, int64_t depth, const Tiles& tiles, int threads) {
     static thread_local Scratch room;
-    float* to = room.at_least(tiles.count * tiles.width * op.cols);
+    float* to = room.at_least(tiles.count * tiles.width * depth);
     constexpr int64_t kRows = 256;
-    const int64_t pieces = (op.cols + kRows - 1) / kRows;
+    const int64_t pieces = (depth + kRows - 1) / kRows;
     parallel_for(tiles.count * pieces, threads, [&](int64_t i) {
-        const int64_t tile = i / pieces, begin = i % pieces * kRows, end = std::min(begin + kRows, op.cols);
-        pack(op, tile * tiles.width, tiles.width, begin, end, to + (tile * op.cols + begin) * tiles.width);
+        const int64_t tile = i / pieces, begin = i % pieces * kRows, end = std::min(begin + kRows, depth), there = std::min(end, op.cols);
+        float* piece = to + (tile * depth + begin) * tiles.width;
+        if (begin < there) pack(op, tile * tiles.width, tiles.width, begin, there, piece);
+        const int64_t filled = std::max<int64_t>(there - begin, 0);
+        std::fill(piece + filled * tiles.width, piece + (end - begin) * tiles.width, 0.0f);
     });
     return to;
 }
@@ -177,32 +187,36 @@ void deliver(const Operands<T>& op, const float* tile, int64_t row, int64_t rows
     }
 }
 
-// offsets[k] = first[k] + (index k) * row_bytes, first being where the group of entry k begins. Returns the largest
-// index; one that is not below m counts as m - 1.
+constexpr int kMaxEntries = 1024;  // that are decoded at a time
+
+// offsets[k] = first[k] + (index k) * row_bytes, first being where the group of entry k begins; both have room for whole
+// vectors. Returns the larger of `so_far` and the indices, lane by lane; one that is not below m counts as m - 1. Whole
+// vectors are read where that many bytes are `readable`: what comes after a row are other rows' indices.
 template <int Bits>
-int decode(const uint8_t* indices, int count, int m, const uint32_t* first, uint32_t row_bytes, uint32_t* offsets) {
-    constexpr int kEach = 32 / Bits;
-    constexpr uint32_t kMask = (1u << Bits) - 1;
-    uint32_t largest = 0, last = uint32_t(m - 1);
-    const auto some = [&](int k, int now, int bytes) {
-        uint32_t word = 0;
-        std::memcpy(&word, indices + k * Bits / 8, size_t(bytes));
-        for (int j = 0; j < now; ++j) {
-            const uint32_t index = (word >> (j * Bits)) & kMask;
-            largest = std::max(largest, index);
-            offsets[k + j] = first[k + j] + std::min(index, last) * row_bytes;
-        }
-    };
-    int k = 0;
-    for (; k + kEach <= count; k += kEach) some(k, kEach, 4);
-    if (k < count) some(k, count - k, ((count - k) * Bits + 7) / 8);
-    return int(largest);
+inline Lanes decode(const uint8_t* indices, int64_t readable, int count, int m, const uint32_t* first, uint32_t row_bytes,
+                    uint32_t* offsets, Lanes so_far) {
+    constexpr int kBytes = kLanes * Bits / 8;
+    const int vectors = (count + kLanes - 1) / kLanes;
+    uint8_t copy[kMaxEntries * Bits / 8 + kBytes];
+    if (readable < vectors * kBytes) {
+        std::memset(copy, 0, size_t(vectors * kBytes));
+        std::memcpy(copy, indices, size_t(readable));
+        indices = copy;
+    }
+    for (int i = 0; i < vectors; ++i) {
+        const Lanes p = positions<Bits>(indices + i * kBytes);
+        so_far = larger(so_far, p);
+        put_offsets(p, uint32_t(m - 1), row_bytes, first + i * kLanes, offsets + i * kLanes);
+    }
+    return so_far;
 }
 
-inline int decode(int bits, const uint8_t* indices, int count, int m, const uint32_t* first, uint32_t row_bytes, uint32_t* offsets) {
-    if (bits == 2) return decode<2>(indices, count, m, first, row_bytes, offsets);
-    if (bits == 4) return decode<4>(indices, count, m, first, row_bytes, offsets);
-    return decode<8>(indices, count, m, first, row_bytes, offsets);
+// f(std::integral_constant<int, Bits>) for indices of so many bits.
+template <class F>
+void by_bits(int bits, const F& f) {
+    if (bits == 2) return f(std::integral_constant<int, 2>{});
+    if (bits == 4) return f(std::integral_constant<int, 4>{});
+    return f(std::integral_constant<int, 8>{});
 }
 
 // Values in fp32: where they are, or converted into `room`.
@@ -224,30 +238,46 @@ inline __attribute__((always_inline)) void each(const F& f) {
     each(f, std::make_integer_sequence<int, Count>{});
 }
 
-// Stored weights and where their rows of B begin, in bytes from the panel's first.
+// Stored weights of one row, and where their rows of B begin, in bytes from the panel's first.
 struct Entries {
     const float* values;
     const uint32_t* offsets;
-    int count;
 };
 
-// sum = sum of values[k] * row of B; added to c, or c itself when `fresh`. One block's sum is formed apart from the
-// total, so that rounding errors do not grow with the length. Narrow tiles sum every second (fourth, eighth) weight
-// apart, because a multiply-add waits four cycles for the one before.
+// For each of R rows the sum of values[k] * row of B over `count` entries; added to c, or c itself when `fresh`. One
+// block's sum is formed apart from the total, so that rounding errors do not grow with the length.
+template <int V, int R>
+void add_rows(const Entries* rows, int count, const float* panel, float* c, bool fresh) {
+    const char* first = reinterpret_cast<const char*>(panel);
+    Vec sum[R * V];
+    each<R * V>([&](auto i) { sum[i] = vec_all(0.0f); });
+#pragma GCC unroll 4
+    for (int k = 0; k < count; ++k) {
+        each<R>([&](auto r) {
+            const Vec weight = vec_all(rows[r].values[k]);
+            const float* row = reinterpret_cast<const float*>(first + rows[r].offsets[k]);
+            each<V>([&](auto v) { sum[r * V + v] = vec_fma(weight, vec_load(row + v * kLanes), sum[r * V + v]); });
+        });
+    }
+    if (fresh) each<R * V>([&](auto i) { vec_store(c + i * kLanes, sum[i]); });
+    else each<R * V>([&](auto i) { vec_store(c + i * kLanes, vec_add(vec_load(c + i * kLanes), sum[i])); });
+}
+
+// The same of a single row. Narrow tiles sum every second (fourth, eighth) weight apart.
 template <int V>
-void add_row(const Entries& e, const float* panel, float* c, bool fresh) {
-    constexpr int kChains = V == 8 ? 1 : V > 2 ? 2 : V == 2 ? 4 : 8;
-    const char* rows = reinterpret_cast<const char*>(panel);
+void add_row(const Entries& row, int count, const float* panel, float* c, bool fresh) {
+    constexpr int kChains = V > 6 ? 1 : V > 2 ? 2 : V == 2 ? 4 : 8;
+    const char* first = reinterpret_cast<const char*>(panel);
     Vec sum[kChains * V];
     each<kChains * V>([&](auto i) { sum[i] = vec_all(0.0f); });
     const auto multiply = [&](int k, auto chain) {
-        const Vec weight = vec_all(e.values[k]);
-        const float* row = reinterpret_cast<const float*>(rows + e.offsets[k]);
-        each<V>([&](auto v) { sum[chain * V + v] = vec_fma(weight, vec_load(row + v * kLanes), sum[chain * V + v]); });
+        const Vec weight = vec_all(row.values[k]);
+        const float* b = reinterpret_cast<const float*>(first + row.offsets[k]);
+        each<V>([&](auto v) { sum[chain * V + v] = vec_fma(weight, vec_load(b + v * kLanes), sum[chain * V + v]); });
     };
     int k = 0;
-    for (; k + kChains <= e.count; k += kChains) each<kChains>([&](auto i) { multiply(k + i, i); });
-    for (; k < e.count; ++k) multiply(k, std::integral_constant<int, 0>{});
+    for (; k + kChains <= count; k += kChains) each<kChains>([&](auto i) { multiply(k + i, i); });
+    for (; k < count; ++k) multiply(k, std::integral_constant<int, 0>{});
     each<V>([&](auto v) {
         each<kChains - 1>([&](auto i) { sum[v] = vec_add(sum[v], sum[(i + 1) * V + v]); });
     });
@@ -255,19 +285,15 @@ void add_row(const Entries& e, const float* panel, float* c, bool fresh) {
     else each<V>([&](auto v) { vec_store(c + v * kLanes, vec_add(vec_load(c + v * kLanes), sum[v])); });
 }
 
+// Rows that are summed side by side: a multiply-add waits four cycles for the one before, and two begin in each.
+constexpr int rows_at_once(int vectors) { return vectors > 6 ? 1 : vectors > 2 ? 2 : vectors > 1 ? 4 : 8; }
+
 // f(std::integral_constant<int, V>) for a width of V vectors.
 template <class F>
 void by_vectors(int vectors, const F& f) {
-    switch (vectors) {
-        case 1: return f(std::integral_constant<int, 1>{});
-        case 2: return f(std::integral_constant<int, 2>{});
-        case 3: return f(std::integral_constant<int, 3>{});
-        case 4: return f(std::integral_constant<int, 4>{});
-        case 5: return f(std::integral_constant<int, 5>{});
-        case 6: return f(std::integral_constant<int, 6>{});
-        case 7: return f(std::integral_constant<int, 7>{});
-        default: return f(std::integral_constant<int, 8>{});
-    }
+    each<kMaxVectors>([&](auto i) {
+        if (vectors == i + 1) f(std::integral_constant<int, i + 1>{});
+    });
 }
 
 }  // namespace

@@ -23,41 +23,43 @@ struct Sorted {
     Sorted(int64_t columns, int64_t rows)
         : room(rows), values(size_t(columns * rows)), offsets(size_t(columns * rows)), count(size_t(columns)) {}
 
-    Entries column(int64_t c) const { return {values.data() + c * room, offsets.data() + c * room, count[size_t(c)]}; }
+    Entries column(int64_t c) const { return {values.data() + c * room, offsets.data() + c * room}; }
 };
 
-template <class T, class P>
+template <class T>
 struct Source {
     const T* values;
     const uint8_t* indices;
-    P p;
+    int n, m, bits;
     int64_t rows, cols, kept, bytes;
     int64_t columns;  // of a block: whole groups that begin at a whole byte of indices
     std::vector<uint32_t> first;
 
-    Source(const SpmmCall& call, P pattern)
-        : values(static_cast<const T*>(call.values)), indices(call.indices), p(pattern), rows(call.rows), cols(call.cols) {
-        kept = (cols + p.m - 1) / p.m * p.n;
-        bytes = index_bytes(kept, index_bits(p.m));
-        const int64_t whole = p.m > 16 ? p.m : 4 * p.m;
+    Source(const SpmmCall& call, int n, int m)
+        : values(static_cast<const T*>(call.values)), indices(call.indices), n(n), m(m), bits(index_bits(m)), rows(call.rows), cols(call.cols) {
+        kept = (cols + m - 1) / m * n;
+        bytes = index_bytes(kept, bits);
+        const int64_t whole = m > 16 ? m : 4 * m;
         columns = std::max(kColumns / whole, int64_t(1)) * whole;
-        first.resize(size_t(columns / p.m * p.n));
-        for (size_t k = 0; k < first.size(); ++k) first[k] = uint32_t(k / size_t(p.n) * size_t(p.m));
+        first.resize(size_t(columns / m * n + kLanes));
+        for (int64_t k = 0; k < columns / m * n; ++k) first[size_t(k)] = uint32_t(k / n * m);
     }
 
     // Sorts columns [column, column + columns) of rows [begin, end). False: an index is not below m, or a group names a
     // column twice so often that there is no room for it.
     bool sort(int64_t column, int64_t begin, int64_t end, uint32_t row_bytes, Sorted& to) const {
-        constexpr int kMost = 512;
-        uint32_t at[kMost];
-        alignas(64) float floats[kMost];
-        const int bits = index_bits(p.m);
-        const int64_t k = column / p.m * p.n, there = std::min(columns, cols - column);
-        const int count = int(std::min<int64_t>(int64_t(first.size()), kept - k));
+                uint32_t at[kMaxEntries + kLanes];
+        alignas(64) float floats[kMaxEntries];
+        const int64_t k = column / m * n, there = std::min(columns, cols - column);
+        const int count = int(std::min<int64_t>(columns / m * n, kept - k));
+        Lanes most = none();
         bool valid = true;
         std::fill(to.count.begin(), to.count.end(), 0);
         for (int64_t row = begin; row < end; ++row) {
-            valid = decode(bits, indices + row * bytes + k * bits / 8, count, p.m, first.data(), 1, at) < p.m && valid;
+            const uint8_t* packed = indices + row * bytes + k * bits / 8;
+            by_bits(bits, [&](auto b) {
+                most = decode<decltype(b)::value>(packed, indices + rows * bytes - packed, count, m, first.data(), 1, at, most);
+            });
             const float* stored = as_floats(values + row * kept + k, count, floats);
             const uint32_t offset = uint32_t(row - begin) * row_bytes;
             for (int i = 0; i < count; ++i) {
@@ -72,14 +74,15 @@ struct Source {
                 ++used;
             }
         }
-        return valid;
+        return valid && largest(most) < m;
     }
 };
 
 // Tiles [tile, tile + count) of C's rows [column, column + rows) into c, one tile after the other.
-template <int V, class T, class P>
-bool block_sums(const Source<T, P>& a, const float* packed, int64_t tile, int64_t count, int64_t column, int64_t rows, float* c) {
-    constexpr int64_t kWidth = V * kLanes, kRowBytes = kWidth * int64_t(sizeof(float)), kRows = kPanelBytes / kRowBytes;
+template <int V, class T>
+bool block_sums(const Source<T>& a, const float* packed, int64_t tile, int64_t count, int64_t column, int64_t rows, float* c) {
+    constexpr int64_t kWidth = V * kLanes, kRowBytes = kWidth * int64_t(sizeof(float));
+    const int64_t kRows = panel_bytes() / kRowBytes;
     static thread_local Sorted sorted(0, 0);
     if (sorted.room != kRows || int64_t(sorted.count.size()) < a.columns) sorted = Sorted(a.columns, kRows);
     bool valid = true;
@@ -87,15 +90,15 @@ bool block_sums(const Source<T, P>& a, const float* packed, int64_t tile, int64_
         valid = a.sort(column, k, std::min(k + kRows, a.rows), kRowBytes, sorted) && valid;
         for (int64_t t = 0; t < count; ++t) {
             const float* panel = packed + ((tile + t) * a.rows + k) * kWidth;
-            for (int64_t r = 0; r < rows; ++r) add_row<V>(sorted.column(r), panel, c + (t * rows + r) * kWidth, k == 0);
+            for (int64_t r = 0; r < rows; ++r) add_row<V>(sorted.column(r), sorted.count[size_t(r)], panel, c + (t * rows + r) * kWidth, k == 0);
         }
     }
     return valid;
 }
 
-template <class T, class P>
-bool some_tokens(const Source<T, P>& a, const Operands<T>& op, const Tiles& tiles, int threads) {
-    const float* packed = pack_all(op, tiles, threads);
+template <class T>
+bool some_tokens(const Source<T>& a, const Operands<T>& op, const Tiles& tiles, int threads) {
+    const float* packed = pack_all(op, a.rows, tiles, threads);
     const int64_t blocks = (a.cols + a.columns - 1) / a.columns, sets = (tiles.count + kTilesAtOnce - 1) / kTilesAtOnce;
     std::atomic<bool> valid{true};
     parallel_for(blocks * sets, threads, [&](int64_t i) {
@@ -116,10 +119,11 @@ bool some_tokens(const Source<T, P>& a, const Operands<T>& op, const Tiles& tile
 namespace NM_ISA {
 
 bool spmm_transposed(const SpmmCall& call, int dtype, int n, int m, int threads) {
+    check_pattern(n, m);
     bool valid = true;
-    by_dtype_and_pattern(dtype, n, m, [&](auto element, auto p) {
+    by_dtype(dtype, [&](auto element) {
         using T = decltype(element);
-        const Source<T, decltype(p)> a(call, p);
+        const Source<T> a(call, n, m);
         by_chunks(operands<T>(call, call.cols, call.rows), [&](const Operands<T>& op, const Tiles& tiles) {
             valid = some_tokens(a, op, tiles, threads) && valid;
         });

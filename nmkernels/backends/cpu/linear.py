@@ -108,14 +108,8 @@ def _plain_linear(x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, co
     x, values, indices = contiguous(x), contiguous(values), indices.contiguous()
     b = None if bias is None else contiguous(bias)
     y = x.new_empty(*x.shape[:-1], rows) if out is None else out
-    if tokens <= FEW_TOKENS:
-        addresses = (x.data_ptr(), values.data_ptr(), indices.data_ptr(), address(b), y.data_ptr())
-        valid = core().linear(*addresses, DTYPES[x.dtype], tokens, rows, cols, n, m, torch.get_num_threads())
-    else:
-        call = core().SpmmCall(
-            values.data_ptr(), indices.data_ptr(), rows, cols, tokens, *_by_tokens(x, cols), address(b), *_by_tokens(y, rows)
-        )
-        valid = core().spmm(call, DTYPES[x.dtype], n, m, torch.get_num_threads())
+    addresses = (x.data_ptr(), values.data_ptr(), indices.data_ptr(), address(b), y.data_ptr())
+    valid = core().linear(*addresses, DTYPES[x.dtype], tokens, rows, cols, n, m, torch.get_num_threads())
     check_indices("linear", valid, m)
     return y
 

@@ -1,0 +1,15 @@
+// The first two levels of data cache of one core, by which blocks of the GEMMs are cut.
+#pragma once
+
+#include <cstdint>
+
+namespace nm {
+
+struct Caches {
+    int64_t first, second;  // bytes
+};
+
+// As the system reports them; where it does not, 32 KB and 512 KB, which few processors fall short of.
+const Caches& caches();
+
+}  // namespace nm
