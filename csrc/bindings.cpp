@@ -119,6 +119,13 @@ void bind_compressed(py::module_& module) {
     module.def("spmm_transposed", [](const nm::SpmmCall& call, int dtype, int n, int m, int threads) {
         return nm::kernels().spmm_transposed(call, dtype, n, m, threads);
     }, Unlocked());
+    module.def("bf16_spmm", [](const nm::SpmmCall& call, int n, int m, int threads) {
+        return nm::kernels().bf16_spmm(call, n, m, threads);
+    }, Unlocked());
+    module.def("bf16_spmm_transposed", [](const nm::SpmmCall& call, int n, int m, int threads) {
+        return nm::kernels().bf16_spmm_transposed(call, n, m, threads);
+    }, Unlocked());
+    module.def("bf16_dots", [] { return nm::kernels().bf16_dots; });
     module.def("mvue", [](const nm::MvueCall& call, int dtype, int n, int m, Address out, int threads) {
         nm::kernels().mvue(call, dtype, n, m, at(out), threads);
     }, Unlocked());

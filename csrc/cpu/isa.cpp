@@ -4,6 +4,11 @@
 #include <cstdlib>
 #include <stdexcept>
 
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace nm {
 
 namespace portable {
@@ -17,6 +22,9 @@ namespace avx512 {
 extern const Kernels kernels;
 }
 namespace avx512_bf16 {
+extern const Kernels kernels;
+}
+namespace amx {
 extern const Kernels kernels;
 }
 #endif
@@ -47,6 +55,21 @@ bool has_bf16() {
     return has_v4() && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2") && __builtin_cpu_supports("avx512vnni") &&
            __builtin_cpu_supports("avx512bf16");
 }
+
+// The tiles are 8 KB of state that a process has to ask for, once for all of its threads.
+bool may_use_tiles() {
+#if defined(__linux__) && defined(SYS_arch_prctl)
+    constexpr int kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    return syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+#else
+    return false;
+#endif
+}
+
+bool has_amx() {
+    static const bool found = has_bf16() && __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") && may_use_tiles();
+    return found;
+}
 #endif
 
 // the best last
@@ -56,6 +79,7 @@ const Isa kIsas[] = {
     {"avx2", &avx2::kernels, has_v3},
     {"avx512", &avx512::kernels, has_v4},
     {"avx512_bf16", &avx512_bf16::kernels, has_bf16},
+    {"amx", &amx::kernels, has_amx},
 #endif
 };
 

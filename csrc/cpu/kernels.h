@@ -66,6 +66,11 @@ using SpmmFn = bool(const SpmmCall& call, int dtype, int n, int m, int threads);
 // C [cols, tokens] = Aᵀ B, B [rows, tokens], without bias: dgrad.
 using SpmmTransposedFn = SpmmFn;
 
+// The same two products in bf16, from dense tiles that are expanded block by block inside the cache, and made for AMX and AVX512-BF16;
+// other sets compute the same without them. Zeros are multiplied too, so an inf or NaN of B reaches all results of its token.
+// Numbers below 2^-126 may count as zero. The second is without bias.
+using Bf16SpmmFn = bool(const SpmmCall& call, int n, int m, int threads);
+
 // g [outer, length, inner] with groups along `length`, zero-padded to whole groups.
 struct MvueCall {
     const void* g;
@@ -121,15 +126,21 @@ struct Kernels {
     LinearFn* linear;
     SpmmFn* spmm;
     SpmmTransposedFn* spmm_transposed;
+    Bf16SpmmFn *bf16_spmm, *bf16_spmm_transposed;
+    bool bf16_dots;  // whether the processor multiplies bf16, so that these two are the fast ones
     MvueFn* mvue;
     MvueCompressFn* mvue_compress;
     MaskedAdamWFn* masked_adamw;
     FingerprintFn* fingerprint;
 };
 
-// NM_ISA is the name of the set that this file is being compiled for; files that are compiled once do not have it.
+// NM_ISA is the name of the set that this file is being compiled for; files that are compiled once do not have it. A set that has only some
+// kernels of its own takes the others from NM_BASE_ISA.
 #if defined(NM_ISA)
-namespace NM_ISA {
+#if !defined(NM_BASE_ISA)
+#define NM_BASE_ISA NM_ISA
+#endif
+namespace NM_BASE_ISA {
 MaskFn mask;
 PruneFn prune;
 SoftThresholdFn soft_threshold;
@@ -144,6 +155,10 @@ MvueFn mvue;
 MvueCompressFn mvue_compress;
 MaskedAdamWFn masked_adamw;
 FingerprintFn fingerprint;
+}  // namespace NM_BASE_ISA
+namespace NM_ISA {
+using namespace NM_BASE_ISA;
+Bf16SpmmFn bf16_spmm, bf16_spmm_transposed;
 }  // namespace NM_ISA
 #endif
 

@@ -118,6 +118,8 @@ def test_what_is_stored_past_the_end_counts_for_nothing(cpu, monkeypatch, few, t
 
 def test_only_stored_weights_meet_what_is_not_finite(cpu):
     for dtype in DTYPES:
+        if module.in_tiles(dtype):
+            continue  # zeros are multiplied too: test_cpu_bf16.py
         for bad in [float("nan"), float("inf"), -float("inf")]:
             w = torch.tensor([[1.0, 2.0, 0.0, 0.0], [0.0, 0.0, 3.0, 4.0], [0.0, 5.0, 6.0, 0.0]], dtype=dtype)
             call = (*reference.compress(w, 2, 4), 2, 4, 4)

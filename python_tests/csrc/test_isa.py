@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-ORDER = ["portable", "avx2", "avx512", "avx512_bf16"]
+ORDER = ["portable", "avx2", "avx512", "avx512_bf16", "amx"]
 """From the smallest to the largest; each includes the ones before it."""
 
 
@@ -37,7 +37,18 @@ def test_what_the_processor_has_is_found(core):
     v3 = {"avx2", "fma", "f16c", "bmi1", "bmi2", "abm"} <= flags
     v4 = v3 and {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"} <= flags
     bf16 = v4 and {"avx512vbmi", "avx512_vbmi2", "avx512_vnni", "avx512_bf16"} <= flags
-    assert core.isas() == ORDER[: 1 + v3 + v4 + bf16]
+    amx = bf16 and {"amx_tile", "amx_bf16"} <= flags and "amx" in core.isas()  # a system may refuse the state of the tiles
+    assert core.isas() == ORDER[: 1 + v3 + v4 + bf16 + amx]
+
+
+def test_products_of_bf16_are_said_to_be_fast_where_instructions_make_them_so(core):
+    before = core.isa()
+    try:
+        for name in core.isas():
+            core.use_isa(name)
+            assert core.bf16_dots() is (name in ("avx512_bf16", "amx"))
+    finally:
+        core.use_isa(before)
 
 
 def test_another_is_used_from_then_on(core):
