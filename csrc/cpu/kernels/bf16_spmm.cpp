@@ -2,11 +2,13 @@
 // wgrad (C = A B), dgrad (C = Aᵀ B).
 //
 // A block of the compressed matrix, some outputs by some of their depth, is expanded into tiles that stay in the second-level
-// cache, and is multiplied with all tokens of a task. Its sums stay there too, until the depth is done. With few tokens the tiles would wait for
-// the expansion and the expansion for memory: there the next block is expanded between the steps of this one's product.
-#include "bf16.h"
-
+// cache, and is multiplied with all tokens of a task. Its sums stay there too, until the depth is done. With few tokens the
+// tiles would wait for the expansion and the expansion for memory: there the next block is expanded between the steps of
+// this one's product. With many that takes a little off too; in between the reads, spread over many rows, cost more.
 #include <atomic>
+
+#include "bf16.h"
+#include "bf16_rows.h"
 
 namespace nm {
 namespace {
@@ -21,7 +23,7 @@ constexpr int64_t kPackedBytes = 16 << 20;  // of B, or as many of its tokens as
 struct Cut {
     int64_t range, tokens;   // outputs and tokens of a task
     int64_t outputs, depth;  // of a block
-    bool ahead;              // the next block is expanded during the product of this one
+    bool ahead, few;         // the next block is expanded during the product of this one; few tokens
 };
 
 Cut cut(const Bf16Gemm& gemm, int64_t tokens, bool transposed, int threads) {
@@ -31,13 +33,13 @@ Cut cut(const Bf16Gemm& gemm, int64_t tokens, bool transposed, int threads) {
         const int64_t deepest = kL2Bytes / 4 / (kPair * int64_t(sizeof(bf16))) / kPiece * kPiece;
         const int64_t depth = tokens <= kPair ? kPiece : std::min(round_up(gemm.depth, kPiece), deepest);
         const int64_t tasks = std::min<int64_t>(least, 4 * threads);
-        return {round_up(ceil_div(gemm.outputs, tasks), kPair), tokens, kPair, std::max(depth, kPiece), true};
+        return {round_up(ceil_div(gemm.outputs, tasks), kPair), tokens, kPair, std::max(depth, kPiece), true, true};
     }
     // sums take a quarter of the second-level cache, an expanded block an eighth, or two of them a quarter
     const int64_t most = 256, wide = kL2Bytes / 4 / most / int64_t(sizeof(float));
     const int64_t chunks = ceil_div(tokens, wide), tasks = std::min<int64_t>(least, ceil_div(2 * threads, chunks));
     const int64_t outputs = std::min(most, round_up(ceil_div(gemm.outputs, tasks), kPair));
-    return {outputs, wide, outputs, kPiece, tokens >= wide};
+    return {outputs, wide, outputs, kPiece, tokens >= wide, false};
 }
 
 // A block: where it begins, its size, and the pieces it is expanded in.
@@ -126,7 +128,7 @@ bool multiply(const Bf16Gemm& gemm, const PackedBf16& packed, const Cut& cut, P 
         By::count_pieces(block);
         return block;
     };
-    BlockProduct product(packed.width);
+    BlockProduct product(packed.width, cut.few ? Streamed::kNeither : By::kStreamed);
     bool valid = true;
     Block next = block_at(0);
     int64_t expanded = 0;
@@ -156,11 +158,11 @@ bool multiply(const Bf16Gemm& gemm, const PackedBf16& packed, const Cut& cut, P 
                 };
                 const bool two = tile + 1 < last;
                 if constexpr (By::kTransposed) {
-                    if (two) product.template add<2, 2, By::kStreamed>(inputs, weights, now.steps, block, fresh, between);
-                    else product.template add<1, 2, By::kStreamed>(inputs, weights, now.steps, block, fresh, between);
+                    if (two) product.template add<2, 2>(inputs, weights, now.steps, block, fresh, between);
+                    else product.template add<1, 2>(inputs, weights, now.steps, block, fresh, between);
                 } else {
-                    if (two) product.template add<2, 2, By::kStreamed>(weights, inputs, now.steps, block, fresh, between);
-                    else product.template add<2, 1, By::kStreamed>(weights, inputs, now.steps, block, fresh, between);
+                    if (two) product.template add<2, 2>(weights, inputs, now.steps, block, fresh, between);
+                    else product.template add<2, 1>(weights, inputs, now.steps, block, fresh, between);
                 }
                 if (!done) continue;
                 const int64_t token = tile * kTileSide, there = std::min(kPair, tokens - token), o = now.output + output;
@@ -197,26 +199,37 @@ bool every_token(const Bf16Gemm& gemm, P p, int threads) {
     return valid;
 }
 
-template <class By>
-bool product(const SpmmCall& call, int n, int m, int threads) {
-    const Bf16Gemm gemm(call, n, m, By::kTransposed);
-    bool valid = true;
-    by_expansion(n, m, [&](auto p) { valid = every_token<By>(gemm, p, threads); });
-    return valid;
-}
-
 }  // namespace
 
 namespace NM_ISA {
 
 bool bf16_spmm(const SpmmCall& call, int n, int m, int threads) {
-    check_pattern(n, m);
-    return product<ByRows>(call, n, m, threads);
+    const Bf16Gemm gemm(call, n, m, ByRows::kTransposed);
+    bool valid = true;
+    by_expansion(n, m, [&](auto p) {
+#if defined(__AVX512BF16__)
+        // one token and few stored values: what is stored is multiplied, with fp32 inputs permuted to it
+        if (call.tokens == 1 && (!kExpands<decltype(p)> || 8 * n <= m) && call.b_row == 1 && call.c_row == 1) {
+            valid = linear({call.b, call.values, call.indices, call.bias, call.c, call.rows, call.cols}, 1, kBFloat16, n, m, threads);
+            return;
+        }
+        if constexpr (kExpands<decltype(p)>) {
+            if (call.tokens >= 1 && call.tokens <= kRowTokens) {
+                valid = few_row_products(gemm, p, threads);
+                return;
+            }
+        }
+#endif
+        valid = every_token<ByRows>(gemm, p, threads);
+    });
+    return valid;
 }
 
 bool bf16_spmm_transposed(const SpmmCall& call, int n, int m, int threads) {
-    check_pattern(n, m);
-    return product<ByColumns>(call, n, m, threads);
+    const Bf16Gemm gemm(call, n, m, ByColumns::kTransposed);
+    bool valid = true;
+    by_expansion(n, m, [&](auto p) { valid = every_token<ByColumns>(gemm, p, threads); });
+    return valid;
 }
 
 }  // namespace NM_ISA

@@ -22,16 +22,16 @@ struct Side {
     int64_t step, second;
 };
 
-enum class Streamed { kLeft, kRight };  // the side that is read once; the other one stays in the first-level cache
+enum class Streamed { kNeither, kLeft, kRight };  // the side that takes no place in the first-level cache from the other one
 
 #if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
 
 // A tile of sums is sixteen registers; a row of the right side is loaded once for all of them, pairs of the left are broadcast.
 class BlockProduct {
   public:
-    explicit BlockProduct(int width) : width_(width), lanes_(__mmask16((1u << width) - 1)) {}
+    BlockProduct(int width, Streamed) : width_(width), lanes_(__mmask16((1u << width) - 1)) {}
 
-    template <int Left, int Right, Streamed, class Between>
+    template <int Left, int Right, class Between>
     void add(Side left, Side right, int64_t steps, float* sums, bool fresh, const Between& between) const {
         for (int i = 0; i < Left; ++i) {
             for (int j = 0; j < Right; ++j) {
@@ -68,11 +68,11 @@ class BlockProduct {
 
 class BlockProduct {
   public:
-    explicit BlockProduct(int width) : row_(4 * width), tiles_(width) {}
+    BlockProduct(int width, Streamed streamed) : row_(4 * width), streamed_(streamed), tiles_(width) {}
 
-    // `Left` and `Right` are how many tiles there are on each side, 1 or 2; `between()` is called once for every step. Sums are added to unless
-    // `fresh`.
-    template <int Left, int Right, Streamed Once, class Between>
+    // `Left` and `Right` are how many tiles there are on each side, 1 or 2. The sums are added to, or set if `fresh`; between() is
+    // called once in every step.
+    template <int Left, int Right, class Between>
     void add(Side left, Side right, int64_t steps, float* sums, bool fresh, const Between& between) {
         if (fresh) {
             tiles_.zero<0>();
@@ -86,15 +86,15 @@ class BlockProduct {
             if (Left == 2 && Right == 2) tiles_.load<3>(sums + 3 * kTileSums, kSumsRow);
         }
         for (int64_t step = 0; step < steps; ++step) {
-            load<4, Once == Streamed::kLeft>(left.tile, 64);
-            load<6, Once == Streamed::kRight>(right.tile, row_);
+            load<4>(left.tile, 64, streamed_ == Streamed::kLeft);
+            load<6>(right.tile, row_, streamed_ == Streamed::kRight);
             tiles_.dot<0, 4, 6>();
             if (Left == 2) {
-                load<5, Once == Streamed::kLeft>(left.tile + left.second, 64);
+                load<5>(left.tile + left.second, 64, streamed_ == Streamed::kLeft);
                 tiles_.dot<2, 5, 6>();
             }
             if (Right == 2) {
-                load<7, Once == Streamed::kRight>(right.tile + right.second, row_);
+                load<7>(right.tile + right.second, row_, streamed_ == Streamed::kRight);
                 tiles_.dot<1, 4, 7>();
                 if (Left == 2) tiles_.dot<3, 5, 7>();
             }
@@ -111,13 +111,14 @@ class BlockProduct {
   private:
     static constexpr int64_t kSumsRow = 64;
 
-    template <int I, bool Once>
-    void load(const void* from, int64_t stride) {
-        if (Once) tiles_.stream_load<I>(from, stride);
+    template <int I>
+    void load(const void* from, int64_t stride, bool streamed) {
+        if (streamed) tiles_.stream_load<I>(from, stride);
         else tiles_.load<I>(from, stride);
     }
 
     int64_t row_;
+    Streamed streamed_;
     Tiles tiles_;
 };
 
