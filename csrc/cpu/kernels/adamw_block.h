@@ -65,13 +65,13 @@ struct TwoOfFour {
 template <int N, int M>
 struct Fixed {
     static constexpr bool masked = true;
-    NM_INLINE Chosen operator()(const Strip&, const float* from) const { return Chosen::of(keep64<float, N, M>(from)); }
+    NM_INLINE Chosen operator()(const Strip&, const float* from) const { return Chosen::of(keep64<float, N, M>(from).bits()); }
 };
 
 struct AnyPattern {
     static constexpr bool masked = true;
     int n, m;
-    KeepFn<float> keep;
+    KeepFn<float>* keep;
     NM_INLINE Chosen operator()(const Strip&, const float* from) const { return Chosen::of(keep(from, n, m)); }
 };
 
@@ -103,7 +103,7 @@ void with_masks(int n, int m, const F& f) {
     if (n == 4 && m == 8) return f(Fixed<4, 8>{});
     if (n == 1 && m == 16) return f(Fixed<1, 16>{});
     if (n == 1 && m == 32) return f(Fixed<1, 32>{});
-    if (const KeepFn<float> keep = keep_fn<float>(n, m)) return f(AnyPattern{n, m, keep});
+    if (const KeepFn<float>* keep = keep_fn<float>(n, m)) return f(AnyPattern{n, m, keep});
     f(ByGroup{n, m});
 }
 

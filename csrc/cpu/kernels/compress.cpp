@@ -7,6 +7,7 @@
 #include "../kernels.h"
 #include "../stream.h"
 #include "pack.h"
+#include "patterns.h"
 #include "positions.h"
 #include "spans.h"
 
@@ -46,17 +47,41 @@ struct Sizes {
     }
 };
 
+// The packed form of whole words whose groups keep N of M each.
+template <class T>
+using PackFn = void(const T* w, const uint64_t* bits, int64_t words, T* values, uint8_t* packed);
+
+template <class T, int N, int M>
+void pack_words(const T* w, const uint64_t* bits, int64_t words, T* values, uint8_t* packed) {
+    static constexpr Codes<N, M> codes;
+    for (int64_t i = 0; i < words; ++i) {
+        gather_bytes<8 / M * N>(w + 64 * i, bits[i], values + 64 / M * N * i);
+        packed = codes.pack(bits[i], packed);
+    }
+}
+
+// Null where positions are packed one by one.
+template <class T>
+PackFn<T>* pack_fn(int n, int m) {
+    const auto fixed = [](auto N, auto M) -> PackFn<T>* {
+        if constexpr (kGatherBytes && Codes<N, M>::kWhole) return pack_words<T, N, M>;
+        return nullptr;
+    };
+    return for_pattern<PackFn<T>>(n, m, fixed, [](auto) -> PackFn<T>* { return nullptr; }, nullptr);
+}
+
 // The packed form of one span, built in the cache.
 template <class T>
 struct Packer {
     const Sizes& sizes;
     const Ring& ring;
     SelectFn<T>* const select;
+    PackFn<T>* const pack_all;
     uint64_t kept[kMaxSpan / 64], stored[kMaxSpan / 64];
     T values[kMaxSpan + kSlack];
     uint8_t positions[kMaxSpan + kSlack], packed[kMaxSpan];
 
-    Packer(const Sizes& s, const Ring& r) : sizes(s), ring(r), select(NM_ISA::select_fn<T>(s.n, s.m)) {}
+    Packer(const Sizes& s, const Ring& r) : sizes(s), ring(r), select(NM_ISA::select_fn<T>(s.n, s.m)), pack_all(pack_fn<T>(s.n, s.m)) {}
 
     // False if the mask keeps too many.
     bool choose(const T* w, const uint8_t* given, int64_t count) {
@@ -69,6 +94,7 @@ struct Packer {
     }
 
     void pack(const T* w, int64_t count, bool given) {
+        if (pack_all && !given && count % 64 == 0) return pack_all(w, stored, count / 64, values, packed);
         T *value = values, rest[64];
         uint8_t* position = positions;
         int phase = 0;

@@ -30,6 +30,36 @@ class Ring {
     uint8_t position_[kMaxM + 64];
 };
 
+// The packed positions that eight bits stand for, of groups that divide them, by the byte that these are.
+template <int N, int M>
+struct Codes {
+    static constexpr int kBits = 8 / M * N * (M <= 4 ? 2 : 4);  // of packed positions
+    static constexpr bool kWhole = 8 % M == 0 && (kBits == 4 || kBits % 8 == 0) && kBits <= 16;
+
+    uint16_t of[256];
+
+    constexpr Codes() : of() {
+        for (int byte = 0; byte < 256; ++byte) {
+            int at = 0;
+            for (int i = 0; i < 8; ++i) {
+                if ((byte >> i & 1) == 0 || at >= kBits) continue;  // too many are never kept
+                of[byte] = uint16_t(of[byte] | (i % M) << at);
+                at += M <= 4 ? 2 : 4;
+            }
+        }
+    }
+
+    // Those of 64 bits; returns where the next go.
+    uint8_t* pack(uint64_t bits, uint8_t* out) const {
+        for (int i = 0; i < 64; i += 16) {
+            const uint32_t low = of[bits >> i & 0xff], high = of[bits >> (i + 8) & 0xff], both = low | high << kBits;
+            std::memcpy(out, &both, kBits / 4);
+            out += kBits / 4;
+        }
+        return out;
+    }
+};
+
 // The bits of `count` bools; those past the end are 0.
 inline void bits_of_mask(const uint8_t* flags, int64_t count, uint64_t* bits) {
     const int64_t words = count / 64, rest = count % 64;

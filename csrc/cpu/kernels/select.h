@@ -8,6 +8,7 @@
 #pragma once
 
 #include "../../core/rank.h"
+#include "patterns.h"
 
 #if defined(__AVX512F__)
 #include "simd/select_avx512.h"
@@ -110,18 +111,29 @@ uint64_t keep_some(const T* w, int n) {
     return keep_by_group<M>(w, n);
 }
 
+// The same for a pattern that the compiler knows. What is not below the N-th largest key is kept, if no tie makes that more
+// than N; where one does the ranks decide. Among numbers of 16 bits ties are frequent.
 template <class T, int N, int M>
-uint64_t keep64(const T* w) {
+inline __attribute__((always_inline)) Kept64<T> keep64(const T* w) {
     static_assert(64 % M == 0 && N >= 1 && N <= M, "whole groups in 64 elements");
-    return keep_some<M>(w, N);
+    using Keys = Keys64<T>;
+    constexpr bool two_of_four = N == 2 && M == 4 && Keys::kLanes >= M;
+    if constexpr (two_of_four && (Keys::kExact || sizeof(T) == 2)) return Keys::of(w).two_of_four();
+    if constexpr (N < M && Keys::kLanes >= M) {
+        const Keys keys = Keys::of(w);
+        const Kept64<T> kept = keys.template not_below<M, N>();
+        if (__builtin_expect(__builtin_popcountll(kept.bits()) == 64 / M * N, true)) return kept;
+        if constexpr (two_of_four) return keys.two_of_four();
+    }
+    return Kept64<T>::of(keep_some<M>(w, N));
 }
 
 template <class T>
-using KeepFn = uint64_t (*)(const T* w, int n, int m);
+using KeepFn = uint64_t(const T* w, int n, int m);
 
 template <class T, int N, int M>
 uint64_t keep_fixed(const T* w, int, int) {
-    return keep64<T, N, M>(w);
+    return keep64<T, N, M>(w).bits();
 }
 
 template <class T, int M>
@@ -131,24 +143,9 @@ uint64_t keep_any(const T* w, int n, int) {
 
 // The function for a pattern, the common ones specialised; null where M does not divide 64.
 template <class T>
-KeepFn<T> keep_fn(int n, int m) {
-    if (n == 2 && m == 4) return keep_fixed<T, 2, 4>;
-    if (n == 1 && m == 4) return keep_fixed<T, 1, 4>;
-    if (n == 2 && m == 8) return keep_fixed<T, 2, 8>;
-    if (n == 1 && m == 8) return keep_fixed<T, 1, 8>;
-    if (n == 4 && m == 8) return keep_fixed<T, 4, 8>;
-    if (n == 1 && m == 16) return keep_fixed<T, 1, 16>;
-    if (n == 1 && m == 32) return keep_fixed<T, 1, 32>;
-    switch (m) {
-        case 1: return keep_any<T, 1>;
-        case 2: return keep_any<T, 2>;
-        case 4: return keep_any<T, 4>;
-        case 8: return keep_any<T, 8>;
-        case 16: return keep_any<T, 16>;
-        case 32: return keep_any<T, 32>;
-        case 64: return keep_any<T, 64>;
-        default: return nullptr;
-    }
+KeepFn<T>* keep_fn(int n, int m) {
+    return for_pattern<KeepFn<T>>(
+        n, m, [](auto N, auto M) -> KeepFn<T>* { return keep_fixed<T, N, M>; }, [](auto M) -> KeepFn<T>* { return keep_any<T, M>; }, nullptr);
 }
 
 }  // namespace

@@ -25,7 +25,7 @@ void select_words(const T* w, int64_t count, const Keep& keep, uint64_t* bits) {
 
 template <class T, int N, int M>
 void select_fixed(const T* w, int64_t count, int, int, uint64_t* bits) {
-    select_words(w, count, keep64<T, N, M>, bits);
+    select_words(w, count, [](const T* from) { return keep64<T, N, M>(from).bits(); }, bits);
 }
 
 template <class T, int M>

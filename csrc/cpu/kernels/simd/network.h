@@ -54,5 +54,24 @@ V nth_of_group(V keys) {
     return nth_of_blocks<L, M, Rank, 1>(single);
 }
 
+// The same for four registers at once, group by group in their lanes. Transposed, four lanes of a group are four
+// registers: they are sorted without an exchange, and no lane repeats the work of its neighbours.
+// Of the result, lane i of every four belongs to register i.
+template <class L, int M, int Rank, class V>
+V nth_of_quad(const V* keys) {
+    V column[4];
+    L::transpose(keys, column);
+    const V a[2] = {L::max(column[0], column[1]), L::min(column[0], column[1])};
+    const V b[2] = {L::max(column[2], column[3]), L::min(column[2], column[3])};
+    if constexpr (M == 4) {
+        return nth_of_two<L, Rank>(a, b);
+    } else {
+        constexpr int have = Rank < 4 ? Rank : 4;
+        V merged[have];
+        merge_lists<L>(a, b, merged, std::make_integer_sequence<int, have>());
+        return nth_of_blocks<L, M, Rank, 4>(merged);
+    }
+}
+
 }  // namespace
 }  // namespace nm

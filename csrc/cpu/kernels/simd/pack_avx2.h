@@ -37,6 +37,18 @@ inline __m128i byte_pairs(__m128i from) {
     return _mm_unpacklo_epi8(even, _mm_add_epi8(even, _mm_set1_epi8(1)));
 }
 
+// The same as bytes of 16-bit elements: one load for four instructions.
+struct PairTable {
+    alignas(16) uint8_t set[256][16];
+    constexpr PairTable() : set() {
+        for (int byte = 0; byte < 256; ++byte) {
+            for (int i = 0; i < 16; ++i) set[byte][i] = uint8_t(2 * kBytes.set[byte][i / 2] + i % 2);
+        }
+    }
+};
+
+constexpr PairTable kPairs;
+
 template <class T>
 void shuffle8(const T* w, __m128i from, T* out) {  // bf16 and fp16
     static_assert(sizeof(T) == 2);
@@ -105,6 +117,23 @@ T* gather64(const T* w, uint64_t bits, T* out) {
         out += _mm_popcnt_u32(byte);
     }
     return out;
+}
+
+// The same where every eight bits have Count set.
+constexpr bool kGatherBytes = true;  // faster than gather64 and pack_positions
+
+template <int Count>
+void gather_bytes(const float* w, uint64_t bits, float* out) {
+    for (int i = 0; i < 8; ++i) shuffle8(w + 8 * i, load64(kBytes.set[bits >> (8 * i) & 0xff]), out + Count * i);
+}
+
+template <int Count, class T>
+void gather_bytes(const T* w, uint64_t bits, T* out) {
+    for (int i = 0; i < 8; ++i) {
+        const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(w + 8 * i));
+        const __m128i from = _mm_load_si128(reinterpret_cast<const __m128i*>(kPairs.set[bits >> (8 * i) & 0xff]));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(out + Count * i), _mm_shuffle_epi8(x, from));
+    }
 }
 
 // The inverse: out[i] = the next value where bit i is set, +0.0 elsewhere. Returns the value after them.

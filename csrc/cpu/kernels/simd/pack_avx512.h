@@ -143,6 +143,14 @@ const T* scatter64(const T* values, uint64_t bits, T* out) {
 
 #endif
 
+// The same where every eight bits have Count set.
+constexpr bool kGatherBytes = false;  // faster than gather64 and pack_positions
+
+template <int, class T>
+void gather_bytes(const T* w, uint64_t bits, T* out) {
+    gather64(w, bits, out);
+}
+
 }  // namespace
 }  // namespace nm
 

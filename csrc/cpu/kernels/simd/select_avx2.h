@@ -17,7 +17,7 @@ __m256i exchange(__m256i v) {
     if constexpr (Bytes == 2) return _mm256_or_si256(_mm256_slli_epi32(v, 16), _mm256_srli_epi32(v, 16));
     if constexpr (Bytes == 4) return _mm256_shuffle_epi32(v, 0xb1);
     if constexpr (Bytes == 8) return _mm256_shuffle_epi32(v, 0x4e);
-    if constexpr (Bytes == 16) return _mm256_permute4x64_epi64(v, 0x4e);
+    if constexpr (Bytes == 16) return _mm256_permute2x128_si256(v, v, 0x01);
 }
 
 // One number per lane, computed by the compiler.
@@ -30,7 +30,28 @@ struct alignas(32) Table {
     __m256i load() const { return _mm256_load_si256(reinterpret_cast<const __m256i*>(lane)); }
 };
 
+// What follows works on 64 truth values, each as all bits of a lane.
+//
+// Packed to signed bytes, pairs of registers come out interleaved by halves; `order` puts the quarters in order.
+inline __m256i bytes_of(__m256i a, __m256i b) {  // 32 lanes of 16 bits
+    return _mm256_permute4x64_epi64(_mm256_packs_epi16(a, b), 0xd8);
+}
+inline __m256i bytes_of(__m256i a, __m256i b, __m256i c, __m256i d) {  // 32 lanes of 32 bits
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    return _mm256_permutevar8x32_epi32(_mm256_packs_epi16(_mm256_packs_epi32(a, b), _mm256_packs_epi32(c, d)), order);
+}
+
 inline __m256i load256(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+
+template <class T>
+struct Lanes;
+
+// Bit i: lane i of 64 is set.
+template <class T>
+uint64_t lane_bits(const __m256i* v) {
+    const uint32_t low = uint32_t(_mm256_movemask_epi8(Lanes<T>::bytes(v, 0))), high = uint32_t(_mm256_movemask_epi8(Lanes<T>::bytes(v, 1)));
+    return uint64_t(high) << 32 | low;
+}
 
 template <class T>
 struct Lanes {  // bf16 and fp16
@@ -47,13 +68,29 @@ struct Lanes {  // bf16 and fp16
         return exchange<2 * Size>(v);
     }
     static __m256i plus(__m256i a, __m256i b) { return _mm256_add_epi16(a, b); }
-    static uint64_t bits(const __m256i* v) {
-        uint64_t found = 0;
-        for (int i = 0; i < 2; ++i) {
-            const __m256i bytes = _mm256_permute4x64_epi64(_mm256_packs_epi16(v[2 * i], v[2 * i + 1]), 0xd8);
-            found |= uint64_t(uint32_t(_mm256_movemask_epi8(bytes))) << (32 * i);
-        }
-        return found;
+    static __m256i bytes(const __m256i* v, int half) { return bytes_of(v[2 * half], v[2 * half + 1]); }
+    template <int M>
+    static constexpr bool kQuads = M >= 8;
+    // Of four registers: lanes 0 .. 3 of the first hold the first lane of each, lanes 4 .. 7 the second, and so on in
+    // every 16 bytes.
+    static void transpose(const __m256i* v, __m256i* to) {
+        const __m256i a = _mm256_unpacklo_epi16(v[0], v[1]), b = _mm256_unpackhi_epi16(v[0], v[1]);
+        const __m256i c = _mm256_unpacklo_epi16(v[2], v[3]), d = _mm256_unpackhi_epi16(v[2], v[3]);
+        to[0] = _mm256_unpacklo_epi32(a, c);
+        to[1] = _mm256_unpackhi_epi32(a, c);
+        to[2] = _mm256_unpacklo_epi32(b, d);
+        to[3] = _mm256_unpackhi_epi32(b, d);
+    }
+    // Lane I of 16 bytes in all of them.
+    template <int I>
+    static __m256i broadcast(__m256i v) {
+        return _mm256_shuffle_epi8(v, _mm256_set1_epi16(0x0100 + 0x0202 * I));
+    }
+    // Pairs of neighbours exchanged within groups of four: 1, 2 or 3 = both.
+    template <int By>
+    static __m256i crossed(__m256i v) {
+        constexpr int order = By == 1 ? 0xb1 : By == 2 ? 0x4e : 0x1b;
+        return _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(v, order), order);
     }
     static __m256i spread(uint64_t bits) {  // all ones in lane i where bit i is set
         const __m256i one = _mm256_setr_epi16(1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, int16_t(0x8000));
@@ -76,10 +113,24 @@ struct Lanes<float> {
         return exchange<4 * Size>(v);
     }
     static __m256i plus(__m256i a, __m256i b) { return _mm256_add_epi32(a, b); }
-    static uint64_t bits(const __m256i* v) {
-        uint64_t found = 0;
-        for (int i = 0; i < 8; ++i) found |= uint64_t(uint32_t(_mm256_movemask_ps(_mm256_castsi256_ps(v[i])))) << (8 * i);
-        return found;
+    template <int M>
+    static constexpr bool kQuads = M >= 4;
+    static void transpose(const __m256i* v, __m256i* to) {
+        const __m256i a = _mm256_unpacklo_epi32(v[0], v[1]), b = _mm256_unpackhi_epi32(v[0], v[1]);
+        const __m256i c = _mm256_unpacklo_epi32(v[2], v[3]), d = _mm256_unpackhi_epi32(v[2], v[3]);
+        to[0] = _mm256_unpacklo_epi64(a, c);
+        to[1] = _mm256_unpackhi_epi64(a, c);
+        to[2] = _mm256_unpacklo_epi64(b, d);
+        to[3] = _mm256_unpackhi_epi64(b, d);
+    }
+    template <int I>
+    static __m256i broadcast(__m256i v) {
+        return _mm256_shuffle_epi32(v, 0x55 * I);
+    }
+    static __m256i bytes(const __m256i* v, int half) { return bytes_of(v[4 * half], v[4 * half + 1], v[4 * half + 2], v[4 * half + 3]); }
+    template <int By>
+    static __m256i crossed(__m256i v) {
+        return _mm256_shuffle_epi32(v, By == 1 ? 0xb1 : By == 2 ? 0x4e : 0x1b);
     }
     static __m256i spread(uint64_t bits) {
         const __m256i one = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
@@ -87,10 +138,43 @@ struct Lanes<float> {
     }
 };
 
+// Which of 64 elements are kept: no bit of a lane; all bits where it is dropped.
+template <class T>
+struct Kept64 {
+    static constexpr int kLanes = 32 / sizeof(T), kVectors = 2 * sizeof(T);
+    using L = Lanes<T>;
+
+    __m256i dropped[kVectors];
+
+    static Kept64 of(uint64_t bits) {
+        Kept64 k;
+        for (int i = 0; i < kVectors; ++i) k.dropped[i] = L::spread(~bits >> (i * kLanes));
+        return k;
+    }
+
+    uint64_t bits() const { return ~lane_bits<T>(dropped); }
+
+    // out[i] = whether i is kept.
+    void flags(uint8_t* out) const {
+        for (int i = 0; i < 2; ++i) {
+            const __m256i one = _mm256_andnot_si256(L::bytes(dropped, i), _mm256_set1_epi8(1));
+            _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + 32 * i), one);
+        }
+    }
+
+    // out[i] = w[i] where it is kept, +0.0 elsewhere.
+    void pick(const T* w, T* out) const {
+        for (int i = 0; i < kVectors; ++i) {
+            _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i * kLanes), _mm256_andnot_si256(dropped[i], load256(w + i * kLanes)));
+        }
+    }
+};
+
 template <class T>
 struct Keys64 {
     static constexpr int kLanes = 32 / sizeof(T), kVectors = 2 * sizeof(T);
     static constexpr int kRankable = 8;  // the largest group that `beaten` serves
+    static constexpr bool kExact = false;   // two_of_four() is faster than nth()
     using L = Lanes<T>;
 
     __m256i v[kVectors];
@@ -108,7 +192,31 @@ struct Keys64 {
         static constexpr Table<typename L::Lane, decltype(tie)> handicap(tie);
         __m256i found[kVectors];
         for (int i = 0; i < kVectors; ++i) found[i] = L::above(rotated<M, By>(v[i]), L::plus(v[i], handicap.load()));
-        return L::bits(found);
+        return lane_bits<T>(found);
+    }
+
+    // The two largest of every four, ties to the lower index. The larger of its pair is dropped if the smaller of the other
+    // pair is larger still, the smaller of its pair if the larger of the other is. Handicaps decide ties.
+    Kept64<T> two_of_four() const {
+        static constexpr auto odd = [](int i) { return i % 2 ? -1 : 0; };  // the other has the lower index: it wins ties
+        static constexpr auto late = [](int i) { return i % 4 > 1 ? -1 : 0; };
+        static constexpr Table<typename L::Lane, decltype(odd)> if_odd(odd);
+        static constexpr Table<typename L::Lane, decltype(late)> if_late(late);
+        Kept64<T> kept;
+        for (int i = 0; i < kVectors; ++i) {
+            const __m256i other = L::template crossed<1>(v[i]), smaller = L::above(other, L::plus(v[i], if_odd.load()));
+            const __m256i low = L::template crossed<2>(L::min(v[i], other)), high = L::template crossed<2>(L::max(v[i], other));
+            kept.dropped[i] = L::above(_mm256_blendv_epi8(low, high, smaller), L::plus(v[i], if_late.load()));
+        }
+        return kept;
+    }
+
+    // Those that are not below the Rank-th largest of their group: Rank of them, or more where there are ties.
+    template <int M, int Rank>
+    Kept64<T> not_below() const {
+        Kept64<T> kept;
+        each_nth<M, Rank>([&](int i, __m256i least) { kept.dropped[i] = L::above(least, v[i]); });
+        return kept;
     }
 
     // The largest key of each group, in all its lanes.
@@ -123,14 +231,14 @@ struct Keys64 {
     template <int M, int Rank>
     Keys64 nth() const {
         Keys64 k;
-        for (int i = 0; i < kVectors; ++i) k.v[i] = nth_of_group<L, M, Rank>(v[i]);
+        each_nth<M, Rank>([&](int i, __m256i nth) { k.v[i] = nth; });
         return k;
     }
 
     uint64_t equal(const Keys64& other) const {
         __m256i found[kVectors];
         for (int i = 0; i < kVectors; ++i) found[i] = L::equal(v[i], other.v[i]);
-        return L::bits(found);
+        return lane_bits<T>(found);
     }
 
     // These elements rank below all others from now on.
@@ -139,6 +247,22 @@ struct Keys64 {
     }
 
   private:
+    // f(i, the Rank-th largest of each group in the i-th register)
+    template <int M, int Rank, class F>
+    void each_nth(const F& f) const {
+        if constexpr (L::template kQuads<M>) {
+            for (int i = 0; i < kVectors; i += 4) {
+                const __m256i found = nth_of_quad<L, M, Rank>(v + i);
+                f(i, L::template broadcast<0>(found));
+                f(i + 1, L::template broadcast<1>(found));
+                f(i + 2, L::template broadcast<2>(found));
+                f(i + 3, L::template broadcast<3>(found));
+            }
+        } else {
+            for (int i = 0; i < kVectors; ++i) f(i, nth_of_group<L, M, Rank>(v[i]));
+        }
+    }
+
     template <int M, int By>
     static __m256i rotated(__m256i v) {
         if constexpr (M * sizeof(T) == 16) {

@@ -7,6 +7,7 @@
 
 #include "../../../core/types.h"
 #include "network.h"
+#include "pack_avx512.h"
 
 namespace nm {
 namespace {
@@ -46,7 +47,16 @@ struct Lanes {  // bf16 and fp16
     static __m512i across(__m512i v) {
         return exchange<2 * Size>(v);
     }
+    static uint64_t at_least(__m512i a, __m512i b) { return _mm512_cmpge_epi16_mask(a, b); }
     static __m512i plus(__m512i a, __m512i b) { return _mm512_add_epi16(a, b); }
+    static __m512i minus(__m512i a, __m512i b) { return _mm512_sub_epi16(a, b); }
+    static uint64_t signs(__m512i v) { return _mm512_movepi16_mask(v); }
+    // Pairs of neighbours exchanged within groups of four: 1, 2 or 3 = both.
+    template <int By>
+    static __m512i crossed(__m512i v) {
+        constexpr int order = By == 1 ? 0xb1 : By == 2 ? 0x4e : 0x1b;
+        return _mm512_shufflehi_epi16(_mm512_shufflelo_epi16(v, order), order);
+    }
     static __m512i without(__m512i v, uint64_t lanes) { return _mm512_mask_set1_epi16(v, __mmask32(lanes), -1); }
     static __m512i permute(__m512i v, __m512i from) { return _mm512_permutexvar_epi16(from, v); }
 };
@@ -58,6 +68,15 @@ struct Lanes<float> {
         const __m512i magnitude = _mm512_and_si512(_mm512_loadu_si512(w), _mm512_set1_epi32(0x7fffffff));
         return _mm512_min_epi32(magnitude, _mm512_set1_epi32(int32_t(Key<float>::nan)));
     }
+    // Of four registers: the first holds the first of every four lanes, of all four of them, and so on.
+    static void transpose(const __m512i* v, __m512i* to) {
+        const __m512i a = _mm512_unpacklo_epi32(v[0], v[1]), b = _mm512_unpackhi_epi32(v[0], v[1]);
+        const __m512i c = _mm512_unpacklo_epi32(v[2], v[3]), d = _mm512_unpackhi_epi32(v[2], v[3]);
+        to[0] = _mm512_unpacklo_epi64(a, c);
+        to[1] = _mm512_unpackhi_epi64(a, c);
+        to[2] = _mm512_unpacklo_epi64(b, d);
+        to[3] = _mm512_unpackhi_epi64(b, d);
+    }
     static uint64_t above(__m512i a, __m512i b) { return _mm512_cmpgt_epi32_mask(a, b); }
     static uint64_t equal(__m512i a, __m512i b) { return _mm512_cmpeq_epi32_mask(a, b); }
     static __m512i max(__m512i a, __m512i b) { return _mm512_max_epi32(a, b); }
@@ -66,15 +85,34 @@ struct Lanes<float> {
     static __m512i across(__m512i v) {
         return exchange<4 * Size>(v);
     }
+    static uint64_t at_least(__m512i a, __m512i b) { return _mm512_cmpge_epi32_mask(a, b); }
     static __m512i plus(__m512i a, __m512i b) { return _mm512_add_epi32(a, b); }
+    static __m512i minus(__m512i a, __m512i b) { return _mm512_sub_epi32(a, b); }
+    static uint64_t signs(__m512i v) { return _mm512_movepi32_mask(v); }
+    template <int By>
+    static __m512i crossed(__m512i v) {
+        return _mm512_shuffle_epi32(v, _MM_PERM_ENUM(By == 1 ? 0xb1 : By == 2 ? 0x4e : 0x1b));
+    }
     static __m512i without(__m512i v, uint64_t lanes) { return _mm512_mask_set1_epi32(v, __mmask16(lanes), -1); }
     static __m512i permute(__m512i v, __m512i from) { return _mm512_permutexvar_epi32(from, v); }
+};
+
+// Which of 64 elements are kept.
+template <class T>
+struct Kept64 {
+    uint64_t word;
+
+    static Kept64 of(uint64_t bits) { return {bits}; }
+    uint64_t bits() const { return word; }
+    void flags(uint8_t* out) const { flags_of(word, out); }
+    void pick(const T* w, T* out) const { pick64(w, word, out); }
 };
 
 template <class T>
 struct Keys64 {
     static constexpr int kLanes = 64 / sizeof(T), kVectors = sizeof(T);
     static constexpr int kRankable = kLanes;  // the largest group that `beaten` serves
+    static constexpr bool kExact = true;   // two_of_four() is faster than nth()
     using L = Lanes<T>;
 
     __m512i v[kVectors];
@@ -105,6 +143,32 @@ struct Keys64 {
         return bits;
     }
 
+    // The two largest of every four, ties to the lower index: those that at most one of the other three beats. Where the
+    // other has the lower index it wins ties, this one is handicapped by 1; the sign of a difference says who wins.
+    Kept64<T> two_of_four() const {
+        static constexpr auto odd = [](int i) { return i % 2 ? -1 : 0; };
+        static constexpr auto late = [](int i) { return i % 4 > 1 ? -1 : 0; };
+        static constexpr Table<typename L::Lane, decltype(odd)> if_odd(odd);
+        static constexpr Table<typename L::Lane, decltype(late)> if_late(late);
+        uint64_t bits = 0;
+        for (int i = 0; i < kVectors; ++i) {
+            const __m512i later = L::plus(v[i], if_late.load());
+            const __m512i one = L::minus(L::plus(v[i], if_odd.load()), L::template crossed<1>(v[i]));
+            const __m512i two = L::minus(later, L::template crossed<2>(v[i])), three = L::minus(later, L::template crossed<3>(v[i]));
+            bits |= L::signs(_mm512_ternarylogic_epi32(one, two, three, 0x17)) << (i * kLanes);
+        }
+        return {bits};
+    }
+
+    // Those that are not below the Rank-th largest of their group: Rank of them, or more where there are ties.
+    template <int M, int Rank>
+    Kept64<T> not_below() const {
+        const Keys64 least = nth<M, Rank>();
+        uint64_t bits = 0;
+        for (int i = 0; i < kVectors; ++i) bits |= L::at_least(v[i], least.v[i]) << (i * kLanes);
+        return {bits};
+    }
+
     // The largest key of each group, in all its lanes.
     template <int M>
     Keys64 largest() const {
@@ -117,7 +181,15 @@ struct Keys64 {
     template <int M, int Rank>
     Keys64 nth() const {
         Keys64 k;
-        for (int i = 0; i < kVectors; ++i) k.v[i] = nth_of_group<L, M, Rank>(v[i]);
+        if constexpr (kVectors == 4) {
+            const __m512i found = nth_of_quad<L, M, Rank>(v);
+            k.v[0] = _mm512_shuffle_epi32(found, _MM_PERM_AAAA);
+            k.v[1] = _mm512_shuffle_epi32(found, _MM_PERM_BBBB);
+            k.v[2] = _mm512_shuffle_epi32(found, _MM_PERM_CCCC);
+            k.v[3] = _mm512_shuffle_epi32(found, _MM_PERM_DDDD);
+        } else {
+            for (int i = 0; i < kVectors; ++i) k.v[i] = nth_of_group<L, M, Rank>(v[i]);
+        }
         return k;
     }
 

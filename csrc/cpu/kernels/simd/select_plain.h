@@ -2,14 +2,27 @@
 #pragma once
 
 #include "../../../core/types.h"
+#include "pack_plain.h"
 
 namespace nm {
 namespace {
+
+// Which of 64 elements are kept.
+template <class T>
+struct Kept64 {
+    uint64_t word;
+
+    static Kept64 of(uint64_t bits) { return {bits}; }
+    uint64_t bits() const { return word; }
+    void flags(uint8_t* out) const { flags_of(word, out); }
+    void pick(const T* w, T* out) const { pick64(w, word, out); }
+};
 
 template <class T>
 struct Keys64 {
     static constexpr int kLanes = 1;     // the largest group that `nth` serves
     static constexpr int kRankable = 8;  // the largest group that `beaten` serves
+    static constexpr bool kExact = false;   // two_of_four() is faster than nth()
 
     int32_t v[64];
 
