@@ -8,11 +8,15 @@ from typing import Any
 
 from nmkernels import Pattern
 
+from .registry import SHORT
 from .rows import device_of
-from .tables import SHORT, Rows
+from .tables import Rows
 
 DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
 """What is drawn: the numbers that people multiply on such a device."""
+
+AGAINST = {"cpu": "x fastest dense", "cuda": "x dense"}
+"""Its speed-up over what torch has."""
 
 MARKERS = "os^Dvph"
 LIMITS = (("copy", "GB/s"), ("matmul", "GFLOP/s"))
@@ -80,8 +84,9 @@ def speedup(rows: Rows, axes: Any) -> bool:
     lines: dict[str, list[tuple[float, float]]] = {}
     patterns: dict[float, str] = {}
     dtype = _dtype(rows)
+    metric = AGAINST[device_of(rows[0]["machine"])] if rows else ""
     for r in rows:
-        if r["op"] == "nm_linear" and r["dtype"] == dtype and _mine(r) and r["metric"] == "x dense":
+        if r["op"] == "nm_linear" and r["dtype"] == dtype and _mine(r) and r["metric"] == metric:
             lines.setdefault(r["shape"], []).append((1 / Pattern(r["pattern"]).density, float(r["p50"])))
             patterns.setdefault(1 / Pattern(r["pattern"]).density, r["pattern"])
     lines = {shape: sorted(found) for shape, found in lines.items() if len(found) > 1}

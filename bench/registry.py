@@ -23,6 +23,13 @@ Call = Callable[[], object]
 
 CPU = "nmkernels cpu"
 
+SHARE, ALLOWED = "share of roofline", "x roofline allows"
+"""Metrics of a GEMM: the share that it reaches of what bytes and FMAs allow, and how many times as fast as dense they allow it to be."""
+
+AMX = "has AMX"
+"""1 or 0, a fact beside rows whose bounds depend on it."""
+
+SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -112,8 +119,6 @@ class Work:
     """A case with its memory allocated: who takes turns, what is derived from it, and plain figures by (provider, metric).
 
     ``finish`` gives more of those, after the timing; ``derive`` figures of each round, for what no ``Ratio`` says.
-    ``alternating`` are ratios of calls that come straight after another provider's, with its data in the cache and its threads still
-    spinning: they are timed once more for these.
     """
 
     providers: list[Provider]
@@ -121,7 +126,6 @@ class Work:
     facts: dict[tuple[str, str], float] = field(default_factory=dict)
     finish: Callable[[], dict[tuple[str, str], float]] = dict
     derive: Callable[[Any], dict[tuple[str, str], list[float]]] = lambda timed: {}
-    alternating: list[Ratio] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -202,6 +206,16 @@ def sizes(matrix: str) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
+class Instead:
+    """Another bound where the cases' own rows of ``provider`` have at least so much of ``metric``: more is asked of a better machine."""
+
+    bound: float
+    provider: str
+    metric: str
+    least: float
+
+
+@dataclass(frozen=True)
 class Target:
     """One bound on one metric over some cases.
 
@@ -212,6 +226,7 @@ class Target:
         bound: at least this, or with ``higher=False`` at most.
         stretch: the same for the goal beyond; None where there is none.
         specs: the cases; all must meet the bound.
+        instead: the bound in its place, where the rows of every case say so.
     """
 
     key: str
@@ -223,6 +238,7 @@ class Target:
     stretch: float | None = None
     higher: bool = True
     provider: str = CPU
+    instead: Instead | None = None
 
     def meets(self, value: float, bound: float | None = None) -> bool:
         """Whether a measured ratio, to two decimals as it is shown, meets the bound (or another one)."""
@@ -230,13 +246,27 @@ class Target:
         return round(value, 2) >= limit if self.higher else round(value, 2) <= limit
 
 
+NOISE = 1.03
+"""A ratio may exceed what is allowed by so much before it says something: medians of two runs differ by as much."""
+
+
 @dataclass(frozen=True)
 class Verdict:
-    """A target with what was measured: the ratio of each case that has a row, and why it is missed where it is."""
+    """A target with what was measured: the ratio of each case that has a row, and why it is missed where it is.
+
+    ``roofline`` is the share that ours reaches of what bytes and FMAs allow, ``allowed`` how many times as fast as dense they allow
+    ours to be, of the cases that have such rows.
+    """
 
     target: Target
     measured: dict[Spec, float]
     reason: str
+    roofline: dict[Spec, float] = field(default_factory=dict)
+    allowed: dict[Spec, float] = field(default_factory=dict)
+
+    def slow_opponent(self, spec: Spec) -> bool:
+        """Whether a speed-up is more than bytes and FMAs allow: then the dense opponent is further from the roofline than ours."""
+        return spec in self.allowed and self.measured[spec] > NOISE * self.allowed[spec]
 
     @property
     def state(self) -> str:

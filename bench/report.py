@@ -23,14 +23,20 @@ Written by `python -m bench.report` from the CSV files of this folder; measured 
 result with the reference. Medians with the 20th and 80th percentile; a ratio is the median of the ratios of single rounds, in each of
 which everybody took one turn. Shapes are out × in, tokens first.
 
-* A turn begins with calls that do not count: each provider is timed as if it were called again and again. `x dense, alternating` is the
-  ratio of calls that follow one another, the other's weights in the cache and torch's threads still spinning: so it goes in a model
-  larger than the cache.
+* On a CPU a call is timed as a model makes it: straight after an elementwise op of torch's, in turn with the other providers, whose data
+  are in the caches. Older rows, of GEMMs with `x dense` and of layers with `time over dense`, repeated a call for 6 ms before the one
+  that counts, and MKL was their only opponent; no target reads them.
 * On a GPU a turn is a batch of calls after as many that do not count, timed by the device's own events while the host is ahead of it, so
   that no figure has launching in it; the last-level cache is four times too small for the data, or for the copies of it that take turns.
   `us beyond a no-op` is the host's time of a call that nobody waits for, `us beyond torch's kernels` its share of replaying a CUDA graph.
-* `x dense`, `x eager`: times as fast as that. `time over ...`: share of its time.
-* `share of copy`, `share of clone`: bytes that must be moved over time, against torch's `copy_` or `clone` in the same round.
+* `x fastest dense`: times as fast as the fastest of torch's dense GEMMs, by MKL or oneDNN, for 16-bit weights in float32 too, `x packed
+  dense` as the fastest with its weight packed once, as in a frozen graph. `x dense`, `x eager`: times as fast as that. `time over ...`:
+  share of its time.
+* `share of roofline`: the time that bytes over bandwidth or FLOPs over the rate of FMAs allow, whichever is longer, over the time taken.
+  The bandwidth is that of torch reading as many bytes in the same rounds, the rate that of torch's fastest large GEMM in the same run.
+  `x roofline allows`: how many times as fast as dense ours may be; a *slow opponent* is one that ours beat by more.
+* `share of copy`, `share of clone`: bytes that must be moved over time, against torch's `copy_` or `clone` in the same round; for ops that
+  stream it is the share of the roofline.
 * `share of matmul`: GEMMs that are not skipped over time, against torch's rate at 2048×2048×2048 (GPU: 8192) in the same run.
 * `packed bytes over cache`: below 1, the packed weight fits the last-level cache."""
 
@@ -40,7 +46,7 @@ def load(folder: Path) -> Rows:
     return [r for path in sorted(folder.glob("*.csv")) if path.name not in LEFT_OUT for r in load_csv(path)]
 
 
-def page(rows: Rows, drawn: list[str], reasons: dict[str, str]) -> str:
+def page(rows: Rows, drawn: list[str], reasons: Path) -> str:
     """``bench/results/README.md``: the trained models, then per machine its targets, its figures (those in ``drawn``) and every case."""
     speeds = tables.by_machine(r for r in rows if r["op"] != "train")
     trained = tables.by_machine(r for r in rows if r["op"] == "train")
@@ -49,7 +55,7 @@ def page(rows: Rows, drawn: list[str], reasons: dict[str, str]) -> str:
         parts += ["## Trained models", *(f"{tables.stamp(mine)}\n\n{tables.plain(mine)}" for mine in trained.values())]
     for machine, mine in speeds.items():
         parts += [f"## {machine}", tables.stamp(mine)]
-        verdicts = targets.verdicts(mine, device_of(machine), reasons)
+        verdicts = targets.verdicts(mine, device_of(machine), targets.load_reasons(reasons, machine))
         if any(v.measured for v in verdicts):
             parts.append(tables.targets_markdown(verdicts))
         for name, title in figures.TITLES.items():
@@ -72,7 +78,7 @@ def main(argv: list[str] | None = None, results: Path = RESULTS) -> int:
         for machine, mine in tables.by_machine(rows).items():
             figures.draw(mine, results / "figures", slug(machine))
     drawn = [path.name for path in (results / "figures").glob("*.svg")]
-    path, new = results / "README.md", page(rows, drawn, targets.load_reasons(results / targets.REASONS.name))
+    path, new = results / "README.md", page(rows, drawn, results / targets.REASONS.name)
     stale = not path.exists() or path.read_text(encoding="utf-8") != new
     if args.check:
         if stale:

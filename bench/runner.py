@@ -131,9 +131,6 @@ def measure(spec: Spec, device: str, seconds: float) -> list[Row]:
             raise RuntimeError("; ".join(failed.values()))
         work.facts.update(work.finish())
         found = rows_of(spec, device, work, timed)
-        if work.alternating:
-            again = take_turns(work.providers, device, seconds / 2, settle=0.0)
-            found += _ratios(spec, device, work.alternating, work, again)
         if failed:
             raise Partly(found, "; ".join(f"timed without {name}: {why}" for name, why in failed.items()))
         return found
@@ -204,7 +201,7 @@ def _rates(spec: Spec, device: str, p: Provider, seconds: list[float]) -> list[t
         found.append(("GB/s", [1e-9 * p.bytes / s for s in seconds]))
     if p.flops:
         found.append(("GFLOP/s", [1e-9 * p.flops / s for s in seconds]))
-        if spec.op not in LIMITS:
+        if spec.op not in LIMITS and device.startswith("cuda"):
             found.append(("share of matmul", [p.flops / s / matmul_rate(spec.dtype, device) for s in seconds]))
     if p.tokens:
         found.append(("tokens/s", [p.tokens / s for s in seconds]))

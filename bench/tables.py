@@ -6,11 +6,13 @@ from collections.abc import Iterable
 from itertools import groupby
 
 from . import shapes
-from .registry import Spec, Verdict
+from .registry import SHORT, Spec, Verdict
 
 Rows = list[dict[str, str]]
 OURS = "nmkernels"
-SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+SLOW = "slow opponent"
+"""What is said of a speed-up that is more than bytes and FMAs allow: the dense GEMM is further from the roofline than ours."""
+
 LISTED = 4
 """So many cases of a target are listed one by one; more are told by their range and the worst."""
 
@@ -34,9 +36,10 @@ def by_machine(rows: Iterable[dict[str, str]]) -> dict[str, Rows]:
 
 def targets_markdown(verdicts: Iterable[Verdict]) -> str:
     """The table of the speed targets, those missed in bold with their reason."""
-    lines = ["| what | against | target | measured | |", "| --- | --- | --- | --- | --- |"]
+    lines = ["| what | against | target | measured | share of roofline | |", f"|{' --- |' * 6}"]
     for v in verdicts:
-        lines.append(f"| {v.target.what} | {v.target.against} | {_goal(v)} | {_measured(v, '**')} | {_state(v, '**')} |")
+        cells = (v.target.what, v.target.against, _goal(v), _measured(v, "**"), _roofline(v), _state(v, "**"))
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -62,13 +65,22 @@ def _measured(v: Verdict, mark: str) -> str:
     def cell(spec: Spec) -> str:
         value = v.measured[spec]
         number = f"{value:.2f}" if v.target.meets(value) else f"{mark}{value:.2f}{mark}"
-        return f"{label[spec]} {number}".strip()
+        slow = f" ({SLOW}, {v.allowed[spec]:.2f} is allowed)" if v.slow_opponent(spec) else ""
+        return f"{label[spec]} {number}{slow}".strip()
 
     if len(v.measured) <= LISTED:
         return ", ".join(cell(spec) for spec in v.measured)
     worst = (min if v.target.higher else max)(v.measured, key=lambda spec: v.measured[spec])
     values = v.measured.values()
     return f"{min(values):.2f} to {max(values):.2f}; worst {cell(worst)}"
+
+
+def _roofline(v: Verdict) -> str:
+    """The share of the roofline of each case, or their range."""
+    shares = [v.roofline[spec] for spec in v.measured if spec in v.roofline]
+    if len(shares) > 2:
+        return f"{min(shares):.2f} to {max(shares):.2f}"
+    return ", ".join(f"{share:.2f}" for share in shares)
 
 
 def _labels(specs: tuple[Spec, ...]) -> dict[Spec, str]:

@@ -132,7 +132,7 @@ def _host() -> list[Target]:
             "cuda-layer",
             "CompressedLinear(keep_dense), 117 MB, 2:4",
             "time of `nn.Linear`",
-            "time over dense",
+            "time over nn.Linear",
             1.0,
             layers,
             None,

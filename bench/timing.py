@@ -1,7 +1,7 @@
-"""Interleaved timing of a case's providers by the package's own timer (``nmkernels.tuning.timer``), and the figures of each round.
+"""Interleaved timing of a case's providers, and the figures of each round.
 
-On a CPU each provider is timed as if it were called again and again. What a call costs straight after another provider's is a figure of
-its own (``Work.alternating``), and it is told beside the first.
+On a CPU a call is timed as a model makes it: once, straight after an elementwise torch op, when torch's threads wait for the next call
+and the caches hold what the others left. Turns are taken, and a GPU is timed, by the package's own ``nmkernels.tuning.timer``.
 """
 
 from __future__ import annotations
@@ -9,18 +9,24 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Sequence
+from functools import cache
+
+import torch
 
 from nmkernels.tuning import timer
-from nmkernels.tuning.timer import DeviceMeter, HostMeter, Meter, Turns
+from nmkernels.tuning.timer import DeviceMeter, Meter, Turns
 
 from . import device as gpu
 from .registry import Call, Provider, Ratio
 
-SETTLE = 6e-3
-"""Seconds of calls before the one that counts."""
-
-LEAST, MOST = 7, 101
+LEAST, MOST = 5, 101
 """Rounds that every provider takes part in at least, and at most."""
+
+ACTIVATIONS = 1 << 16
+"""Elements of the op between two calls: as many as all of torch's threads share, few enough to leave the caches to the calls."""
+
+QUICK = 0.05
+"""A call that takes longer is warm after one that does not count."""
 
 
 class Timed(Turns):
@@ -43,42 +49,53 @@ class Timed(Turns):
         return found
 
 
-def take_turns(providers: Sequence[Provider], device: str, seconds: float, least: int = LEAST, settle: float = SETTLE) -> Timed:
+def take_turns(providers: Sequence[Provider], device: str, seconds: float, least: int = LEAST) -> Timed:
     """Time the calls in turn for about ``seconds``, after some of each that do not count; see ``tuning.timer.take_turns``."""
     gc.collect()
-    found = timer.take_turns({p.name: meter_of(p, device, settle) for p in providers}, seconds, least, MOST)
+    found = timer.take_turns({p.name: meter_of(p, device) for p in providers}, seconds, least, MOST)
     return Timed(found.rounds, found.failed)
 
 
-def meter_of(p: Provider, device: str, settle: float = SETTLE) -> Meter:
+def meter_of(p: Provider, device: str) -> Meter:
     """How ``p`` is timed on this device."""
     cuda = device.startswith("cuda")
     if p.host:
         return gpu.QueueMeter(p, device if cuda else None)
-    if cuda:
-        return DeviceMeter([p.call], device, gpu.BATCH, p.under)
-    return _InParts(p, settle) if p.parts else HostMeter([p.call], settle, batch=0.0, under=p.under)
+    return DeviceMeter([p.call], device, gpu.BATCH, p.under) if cuda else Alternating(p)
 
 
-class _InParts(HostMeter):
-    """Times calls that tell the seconds of their pieces, and keeps those of the call that counts."""
+class Alternating:
+    """Times single calls by the host's clock, each after a torch op; pieces that a call tells the seconds of are kept if it counts."""
 
-    def __init__(self, p: Provider, settle: float) -> None:
-        super().__init__([p.call], settle, batch=0.0, under=p.under)
-        self.parts = p.parts.values()
+    def __init__(self, p: Provider) -> None:
+        self.p, self.cost = p, 0.0
 
     def warm(self) -> float:
-        took = super().warm()
-        for samples in self.parts:
+        """A call that does not count, two of quick ones; the seconds of the last."""
+        took = self.turn()
+        if took < QUICK:
+            took = self.turn()
+        for samples in self.p.parts.values():
             samples.clear()
+        self.cost = took + between()
         return took
 
     def turn(self) -> float:
-        counted = [len(samples) for samples in self.parts]
-        took = super().turn()
-        for count, samples in zip(counted, self.parts, strict=True):
-            del samples[count:-1]
-        return took
+        """Seconds of one call."""
+        with self.p.under():
+            between()
+            return on_cpu(self.p.call)
+
+
+def between() -> float:
+    """An elementwise op on activations, by all of torch's threads; the seconds that it took."""
+    x, y = _activations()
+    return on_cpu(lambda: torch.add(x, 1.0, out=y))
+
+
+@cache
+def _activations() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.zeros(ACTIVATIONS), torch.zeros(ACTIVATIONS)
 
 
 def on_cpu(call: Call) -> float:

@@ -15,10 +15,11 @@ import nmkernels as nm
 from ..registry import Grid, Provider, Ratio, Spec, Work, family
 from ..timing import Timed
 from . import _ours
+from .step import GEMM, one_gemm
 
 PIECES = ("forward", "forward+backward", "step")
 RECIPES: dict[str, dict[str, Any]] = {"srste": {}, "sste": {"seed": 0}, "fst": {"seed": 0, "end": None}}
-DENSE, GEMM = "torch dense", "one GEMM"
+DENSE = "torch dense"
 
 
 def allowed(recipe: str, r: float) -> float:
@@ -39,7 +40,7 @@ def allowed(recipe: str, r: float) -> float:
     ),
 )
 def ffn(spec: Spec, device: str) -> Work:
-    """Two linear layers with GELU between them, fp32 weights, autocast where the case is in 16 bits; ``packed="auto"``, tuned first."""
+    """Two linear layers with GELU between them, fp32 weights, autocast where the case is in 16 bits; ``defaults, on a GPU tuned first."""
     torch.manual_seed(0)
     up = nn.Linear(spec.cols, spec.rows, device=device)
     block = nn.Sequential(up, nn.GELU(), nn.Linear(spec.rows, spec.cols, device=device))
@@ -54,22 +55,12 @@ def ffn(spec: Spec, device: str) -> Work:
             ours = Provider(f"nmkernels {name}, {piece}", mine.piece(i), check=mine.check)
             providers.append(ours)
             ratios.append(Ratio("x dense", ours.name, (theirs.name,)))
-    weight, sample = up.weight.detach().to(spec.torch_dtype), x.to(spec.torch_dtype)
-    packed = _packed(weight, spec)
-    providers += [
-        Provider(f"{DENSE}, {GEMM}", lambda: nn.functional.linear(sample, weight)),
-        Provider(f"nmkernels, {GEMM}", lambda: nm.ops.linear(sample, packed)),
-    ]
-    ratios.append(Ratio("x dense", f"nmkernels, {GEMM}", (f"{DENSE}, {GEMM}",)))
+            if piece == "step":
+                ratios.append(Ratio("time over dense", ours.name, (theirs.name,), "time"))
+    gemms = one_gemm(spec.rows, spec.cols, spec.tokens, spec, device)
+    providers += gemms
+    ratios.append(Ratio("x dense", gemms[0].name, (gemms[1].name,)))
     return Work(providers, ratios, derive=_shares)
-
-
-def _packed(weight: Tensor, spec: Spec) -> nm.ops.Compressed | nm.ops.DeviceCompressed:
-    """The weight as the block's layers have it."""
-    layout = "mma.sp" if weight.is_cuda and spec.dtype != "float32" else "canonical"
-    rows = nm.ops.pack(weight, spec.pattern, layout=layout).rows
-    assert rows is not None
-    return rows
 
 
 def _shares(timed: Timed) -> dict[tuple[str, str], list[float]]:
@@ -95,10 +86,11 @@ class _Block:
             self.handle = None
             self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(block.parameters(), lr=1e-4, fused=True)
             return
-        chosen = nm.recipes.get(f"{recipe}:{spec.pattern}", total_steps=1000, packed="auto", **RECIPES[recipe])
+        chosen = nm.recipes.get(f"{recipe}:{spec.pattern}", total_steps=1000, **RECIPES[recipe])
         self.handle = nm.sparsify_(block, chosen, filter_fn=lambda module, name: isinstance(module, nn.Linear))
         self.optimizer = self.handle.attach(chosen.optimizer(block.parameters(), lr=1e-4))
-        nm.tune(block, tokens=spec.tokens)
+        if x.is_cuda:
+            nm.tune(block, tokens=spec.tokens)
 
     def _cast(self) -> AbstractContextManager[object]:
         mixed = self.spec.dtype != "float32"

@@ -1,21 +1,26 @@
-"""The deployed layer against the dense one, over few and many tokens: it may never cost much more."""
+"""The deployed layer and the one in training against the dense one, over few and many tokens: they may never cost much more."""
 
 from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
+import nmkernels as nm
 from nmkernels import CompressedLinear, ops, testing
 
 from ..device import rotated
 from ..registry import Grid, Provider, Ratio, Spec, Work, family
-from . import _ours
+from . import _ours, roofline
 from .machine import last_level_cache
 
 SIZES = ("1024x1024", "3072x768", "4096x4096")
+SMALL = "128x128"
+TIME = "time over nn.Linear"
+LINEAR = "torch nn.Linear"
 KEEPS_DENSE = "keep_dense" in inspect.signature(CompressedLinear.__init__).parameters
 
 
@@ -23,6 +28,7 @@ KEEPS_DENSE = "keep_dense" in inspect.signature(CompressedLinear.__init__).param
     "CompressedLinear",
     grids=(
         Grid(SIZES, ("2:4",), tokens=(1, 16, 256, 2048)),
+        Grid((SMALL,), ("2:4",), tokens=(1, 16)),
         Grid(SIZES[-1:], ("1:8",), tokens=(16, 2048)),
         Grid((SIZES[0], SIZES[-1]), ("2:4",), ("bfloat16",), tokens=(1, 16, 256, 2048)),
         Grid(("14336x4096",), ("2:4",), ("bfloat16",), tokens=(1, 16, 256, 4096), on="cuda"),
@@ -53,10 +59,48 @@ def layer(spec: Spec, device: str) -> Work:
             with torch.no_grad():
                 testing.assert_no_worse(module(x)[part], dense(x[part]), exact, name)
 
-        return Provider(
-            name, call, flops=full * spec.n / spec.m if name != "torch dense" else full, check=check if module is not dense else None
-        )
+        others = spec.tokens * (spec.rows + spec.cols) * x.element_size()
+        if module is dense:
+            return Provider(name, call, dense.weight.nbytes + others, full)
+        return Provider(name, call, c.nbytes + others, full * spec.n / spec.m, check=check)
 
-    ours = [provider(name, module) for name, module in layers.items()]
-    ratios = [Ratio("time over dense", p.name, ("torch dense",), "time") for p in ours]
-    return Work([*ours, provider("torch dense", dense)], ratios)
+    ours, theirs = [provider(name, module) for name, module in layers.items()], provider(LINEAR, dense)
+    ratios = [Ratio(TIME, p.name, (LINEAR,), "time") for p in ours]
+    if device.startswith("cuda"):
+        return Work([*ours, theirs], ratios)
+    read = roofline.reader(ours[0].bytes)
+    return Work([*ours, theirs, read], ratios, derive=roofline.shares(spec, ours, [theirs], read))
+
+
+@family(
+    "SparseLinear",
+    grids=(
+        Grid((SIZES[0], SIZES[-1]), ("2:4",), tokens=(16, 256, 2048)),
+        Grid((SIZES[0], SIZES[-1]), ("2:4",), ("bfloat16",), tokens=(16, 256)),
+    ),
+)
+def trained(spec: Spec, device: str) -> Work:
+    """Forward and backward of a layer under SR-STE with its defaults, a microbatch of an accumulated step, beside ``nn.Linear``."""
+    dense = nn.Linear(spec.cols, spec.rows, device=device, dtype=spec.torch_dtype)
+    model = nn.Sequential(copy.deepcopy(dense))
+    recipe = nm.recipes.SRSTE(spec.pattern)
+    handle = nm.sparsify_(model, recipe)
+    handle.attach(recipe.optimizer(model.parameters(), lr=1e-5))
+    x = _ours.normal(spec.tokens, spec.cols, device=device, dtype=spec.torch_dtype).requires_grad_()
+    g = _ours.normal(spec.tokens, spec.rows, device=device, dtype=spec.torch_dtype, seed=1)
+
+    def provider(name: str, module: nn.Module, check: Callable[[], None] | None = None) -> Provider:
+        def call() -> None:
+            x.grad = None
+            module(x).backward(g)
+
+        return Provider(name, call, flops=6 * spec.tokens * spec.rows * spec.cols, check=check)
+
+    def check() -> None:
+        part = slice(0, min(spec.tokens, 16))
+        weight, bias = ops.prune(dense.weight.detach(), spec.pattern), dense.bias.detach()
+        exact = nn.functional.linear(x[part].double(), weight.double(), bias.double()).detach()
+        testing.assert_no_worse(model(x)[part].detach(), nn.functional.linear(x[part], weight, bias).detach(), exact, "SparseLinear")
+
+    ours = provider("nmkernels SparseLinear", model[0], check)
+    return Work([ours, provider(LINEAR, dense)], [Ratio(TIME, ours.name, (LINEAR,), "time")])

@@ -14,14 +14,19 @@ from torch import Tensor
 from nmkernels import Compressed, ops, testing
 
 from ..device import CACHES, rotated
-from ..registry import Call, Grid, Provider, Ratio, Spec, Work, family
+from ..registry import AMX, Call, Grid, Provider, Ratio, Spec, Work, family
 from ..shapes import MODELS
-from . import _ours
-from .machine import last_level_cache
+from . import _ours, roofline
+from .dense import LINEAR
+from .dense import ways as torch_ways
+from .machine import has_amx, last_level_cache
 
 DESIGN = tuple(MODELS["design"].values())
 FEW = 16
-"""Up to so many tokens the packed weight is most of what is moved, and its rate is set against a copy's."""
+"""Up to so many tokens the packed weight is most of what is moved, and on a GPU its rate is set against a copy's."""
+
+FASTEST = "x fastest dense"
+"""Times as fast as the fastest of torch's ways with the weight as it is."""
 
 GATE_TOKENS = 16
 MANY = 1024
@@ -38,11 +43,11 @@ def _layers(*models: str) -> tuple[str, ...]:
 @family(
     "nm_linear",
     grids=(
-        Grid(DESIGN, ("2:4", "1:4", "1:8", "1:16"), tokens=(1,)),
-        Grid(DESIGN, ("2:4",), tokens=(4, 16)),
-        Grid(DESIGN, ("2:4", "1:4", "1:8"), tokens=(64, 256)),
-        Grid(DESIGN, ("2:4", "1:8"), ("bfloat16",), tokens=(1,)),
-        Grid(DESIGN[:1], ("2:4", "1:8"), ("bfloat16",), tokens=(16, 256)),
+        Grid(DESIGN[:1], ("2:4", "1:4", "1:8"), ("float32", "bfloat16"), tokens=(1, 16, 64, 256, 2048)),
+        Grid(DESIGN[:1], ("2:4",), ("float16",), tokens=(1, 16, 256)),
+        Grid(DESIGN[:1], ("2:4",), tokens=(4,)),
+        Grid(DESIGN[1:], ("2:4", "1:8"), tokens=(1, 16, 256)),
+        Grid(DESIGN[:1], ("1:16",), tokens=(1, 256)),
         Grid(_layers("gpt2", "llama3-8b", "vit-l", "bert-large"), ("2:4",), tokens=(1, 256)),
         Grid(DESIGN[:1], ("4:8", "2:8", "1:32"), tokens=(1, 256)),
         Grid(ON_CUDA, ("2:4", "1:4", "1:8"), ("bfloat16",), tokens=(1, 4), on="cuda"),
@@ -52,7 +57,7 @@ def _layers(*models: str) -> tuple[str, ...]:
     ),
 )
 def fprop(spec: Spec, device: str) -> Work:
-    """``y = x Wᵀ`` from the compressed form and dense; bf16 on a CPU beside the faster of dense bf16 and fp32."""
+    """``y = x Wᵀ`` from the compressed form and dense."""
     c, dense = _weight(spec, device)
     x = _ours.normal(spec.tokens, spec.cols, device=device, dtype=spec.torch_dtype, seed=1)
 
@@ -64,7 +69,7 @@ def fprop(spec: Spec, device: str) -> Work:
     args = (x, c.values, c.indices, spec.n, spec.m, spec.cols, None)
     weight = _turning(c, device)
     mine = Provider("", lambda: ops.linear(x, weight()), check=check)
-    return _against_dense(spec, device, args, c, dense, mine, lambda w, v: F.linear(v, w), x)
+    return _against_dense(spec, device, args, c, dense, mine, lambda w, v: F.linear(v, w), x, (x, dense))
 
 
 @family(
@@ -84,7 +89,7 @@ def dgrad(spec: Spec, device: str) -> Work:
     args = (g, c.values, c.indices, spec.n, spec.m, spec.cols)
     weight = _turning(c, device)
     mine = Provider("", lambda: ops.linear_dgrad(g, weight()), check=check)
-    return _against_dense(spec, device, args, c, dense, mine, lambda w, v: v @ w, g)
+    return _against_dense(spec, device, args, c, dense, mine, lambda w, v: v @ w, g, (g, dense.t()))
 
 
 @family(
@@ -106,7 +111,7 @@ def wgrad(spec: Spec, device: str) -> Work:
     args = (gc.values, gc.indices, spec.n, spec.m, spec.tokens, x)
     weight = _turning(gc, device)
     mine = Provider("", lambda: ops.linear_wgrad(weight(), x), check=check)
-    return _against_dense(spec, device, args, gc, g, mine, lambda w, v: w.t() @ v, x)
+    return _against_dense(spec, device, args, gc, g, mine, lambda w, v: w.t() @ v, x, (g.t(), x.t()))
 
 
 def _weight(spec: Spec, device: str) -> tuple[Compressed, Tensor]:
@@ -140,8 +145,12 @@ def _against_dense(
     mine: Provider,
     gemm: Callable[[Tensor, Tensor], Tensor],
     x: Tensor,
+    as_linear: tuple[Tensor, Tensor],
 ) -> Work:
-    """Our providers of ``mine`` beside ``gemm(dense, x)``, with what they read and compute counted."""
+    """Our providers of ``mine`` beside ``gemm(dense, x)``, with what they read and compute counted.
+
+    ``as_linear`` are the operands, or views of them, of which ``F.linear`` makes the same.
+    """
     full = 2 * spec.tokens * spec.rows * spec.cols
     others = spec.tokens * (spec.rows + spec.cols) * x.element_size()
     cuda, cache = device.startswith("cuda"), last_level_cache(device)
@@ -150,30 +159,33 @@ def _against_dense(
         return Provider(mine.name, mine.call, c.nbytes + others, full * spec.n / spec.m, check=mine.check)
 
     ours = _ours.ours(spec.op, args, make)
+    facts = {(p.name, "packed bytes over cache"): c.nbytes / cache for p in ours} if cache else {}
+    if not cuda:
+        theirs, read = torch_ways(*as_linear, dense.nbytes + others, full), roofline.reader(c.nbytes + others)
+        ratios = [Ratio(FASTEST, p.name, tuple(q.name for q in theirs.plain)) for p in ours]
+        ratios += [Ratio("x packed dense", p.name, tuple(q.name for q in theirs.packed)) for p in ours if theirs.packed]
+        if spec.dtype != "float32":
+            facts[LINEAR, AMX] = has_amx()
+        derive = roofline.shares(spec, ours, theirs.plain, read)
+        return Work([*ours, *theirs.providers, read], ratios, {**facts, **theirs.facts}, derive=derive)
     if spec.op == "nm_linear" and spec.tokens >= MANY and any(p.name == "nmkernels triton" for p in ours):
-        ours += ways(spec, x, make)
-    weight = rotated(dense, dense.nbytes, cache if cuda else 0, Tensor.clone)
-    providers = [*ours, Provider("torch dense", lambda: gemm(weight(), x), dense.nbytes + others, full)]
-    if spec.dtype != "float32" and not cuda:
-        wide, wide_x = dense.float(), x.float()
-        providers.append(Provider("torch dense float32", lambda: gemm(wide, wide_x), wide.nbytes + 2 * others, full))
-    against = tuple(p.name for p in providers[len(ours) :])
-    ratios = [Ratio("x dense", p.name, against) for p in ours]
-    # on a GPU everybody rotates among copies as it is
-    alternating = [Ratio("x dense, alternating", p.name, against) for p in ours if not cuda]
+        ours += triton_ways(spec, x, make)
+    weight = rotated(dense, dense.nbytes, cache, Tensor.clone)
+    cublas = Provider(LINEAR, lambda: gemm(weight(), x), dense.nbytes + others, full)
+    providers = [*ours, cublas]
+    ratios = [Ratio("x dense", p.name, (cublas.name,)) for p in ours]
     if spec.op == "nm_linear" and spec.tokens <= FEW:
-        a = torch.ones(max(c.nbytes, CACHES * cache if cuda else 0), dtype=torch.uint8, device=device)
+        a = torch.ones(max(c.nbytes, CACHES * cache), dtype=torch.uint8, device=device)
         b = torch.zeros_like(a)
         providers.append(Provider("torch copy_", lambda: b.copy_(a), 2 * a.nbytes))
         ratios += [Ratio("share of copy", p.name, ("torch copy_",), "rate") for p in ours]
     if semi := semi_structured(spec, device, dense, x):
         providers.append(Provider("torch semi-structured", semi, flops=full / 2))
         ratios += [Ratio("x semi-structured", p.name, ("torch semi-structured",)) for p in ours]
-    facts = {(p.name, "packed bytes over cache"): c.nbytes / cache for p in ours} if cache else {}
-    return Work(providers, ratios, facts, alternating=alternating)
+    return Work(providers, ratios, facts)
 
 
-def ways(spec: Spec, x: Tensor, make: Callable[[], Provider]) -> list[Provider]:
+def triton_ways(spec: Spec, x: Tensor, make: Callable[[], Provider]) -> list[Provider]:
     """The ways in which Triton does GEMMs of many tokens, whichever of them it chooses by itself."""
     from nmkernels.backends.triton import launches
     from nmkernels.backends.triton.launch import capability as capability_of

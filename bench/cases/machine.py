@@ -7,10 +7,12 @@ from pathlib import Path
 from statistics import median
 
 import torch
+import torch.nn.functional as F
 
 from ..registry import DTYPES, Grid, Provider, Spec, Work, family
 from ..timing import median_seconds, on_cpu
 from . import _ours
+from .dense import HOPELESS, onednn
 
 SIDE = 2048
 """Rows and columns of the GEMM whose rate counts as the machine's: large enough to reach it, small enough to measure in a second."""
@@ -34,6 +36,12 @@ def _bytes(text: str) -> int:
     return int(text.rstrip("KMG")) * unit
 
 
+def has_amx() -> float:
+    """1 where the CPU multiplies bf16 tiles (AMX) and torch may use them, else 0: a fact beside the rows that bounds depend on."""
+    known = getattr(torch.cpu, "_is_amx_tile_supported", None)
+    return float(bool(known and known()))
+
+
 @cache
 def matmul_rate(dtype: str, device: str) -> float:
     """Floating-point operations per second of a square GEMM in torch, the median of seven, measured once per run."""
@@ -44,6 +52,29 @@ def matmul_rate(dtype: str, device: str) -> float:
         a @ a
     took = median_seconds(lambda: a @ a, device) if cuda else median(on_cpu(lambda: a @ a) for _ in range(7))
     return 2 * side**3 / took
+
+
+FMA_SIDES = (1024, 1536)
+"""Sides of the square GEMMs of which the fastest counts as what the CPU's FMAs can do."""
+
+
+@cache
+def fma_rate(dtype: str) -> float:
+    """FLOP/s of torch's fastest large GEMM on the CPU, by MKL or oneDNN; in 16 bits float32's where that is faster; once per run.
+
+    A dense GEMM that is well written reaches 75 to 90 % of the FMAs' peak, so that a share of this rate may exceed 1 by as much.
+    """
+    best = fma_rate("float32") if dtype != "float32" else 0.0
+    for side in FMA_SIDES:
+        a = torch.randn(side, side).to(DTYPES[dtype])
+        for call in (lambda a=a: F.linear(a, a), lambda a=a: onednn(a, a)):
+            if not _ours.works(call, "cpu"):
+                continue
+            took = on_cpu(call)
+            if took < HOPELESS * 2 * side**3 / max(best, 1.0):
+                took = median(on_cpu(call) for _ in range(5))
+            best = max(best, 2 * side**3 / took)
+    return best
 
 
 @family(

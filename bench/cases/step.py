@@ -23,8 +23,10 @@ SIZES = {"GPT 1024x2": GPTConfig(width=1024, layers=2, heads=16, context=512), "
 SIZES["GPT 64x1"] = GPTConfig(width=64, layers=1, heads=2, context=32)
 """Models by name, width x layers; the last one is for tests of this file's own code."""
 
-RECIPES = ("srste", "step", "sste")
-"""Those of these that this version has are timed."""
+RECIPES = ("srste", "sste", "fst")
+"""With their defaults."""
+
+GEMM = "one GEMM"
 
 GEMMS = ("aten::addmm", "aten::mm", "aten::bmm", "nmkernels::nm_linear", "nmkernels::nm_linear_dgrad", "nmkernels::nm_linear_wgrad")
 
@@ -37,19 +39,29 @@ def train_step(spec: Spec, device: str) -> Work:
     model = GPT(config).to(device=device, dtype=spec.torch_dtype)
     ids = torch.randint(config.vocab, (max(1, spec.tokens // config.context), min(spec.tokens, config.context) + 1), device=device)
     dense = _Training("torch dense", copy.deepcopy(model), ids, lambda ps: torch.optim.AdamW(ps, lr=1e-4, fused=True))
-    runs = [dense] + [
-        _Training(f"nmkernels {r}", copy.deepcopy(model), ids, recipe=_recipe(r, spec)) for r in RECIPES if r in nm.recipes.names()
-    ]
+    runs = [dense]
+    for name in RECIPES:
+        recipe = nm.recipes.get(f"{name}:{spec.pattern}", total_steps=1000)
+        runs.append(_Training(f"nmkernels {name}", copy.deepcopy(model), ids, recipe=recipe))
     ratios = [Ratio("time over dense", run.provider.name, ("torch dense",), "time") for run in runs[1:]]
+    gemms = one_gemm(config.width * 4, config.width, ids[:, 1:].numel(), spec, device)
+    ratios.append(Ratio("x dense", gemms[0].name, (gemms[1].name,)))
     return Work(
-        [run.provider for run in runs], ratios, finish=lambda: {key: value for run in runs for key, value in run.gemm_time().items()}
+        [*(run.provider for run in runs), *gemms],
+        ratios,
+        finish=lambda: {key: value for run in runs for key, value in run.gemm_time().items()},
     )
 
 
-def _recipe(name: str, spec: Spec) -> nm.recipes.Recipe:
-    # STEP's second phase, in which it masks, from the second step on
-    more: dict[str, Any] = {"switch": "fixed", "start": 1} if name == "step" else {}
-    return nm.recipes.get(f"{name}:{spec.pattern}", total_steps=1000, **more)
+def one_gemm(rows: int, cols: int, tokens: int, spec: Spec, device: str) -> tuple[Provider, Provider]:
+    """The forward GEMM of the largest layer, compressed and dense: what a step gains depends on it."""
+    weight = _ours.normal(rows, cols, device=device, dtype=spec.torch_dtype)
+    x = _ours.normal(tokens, cols, device=device, dtype=spec.torch_dtype, seed=1)
+    layout = "mma.sp" if weight.is_cuda and spec.dtype != "float32" else "canonical"
+    packed = nm.ops.pack(weight, spec.pattern, layout=layout).rows
+    assert packed is not None
+    ours = Provider(f"nmkernels, {GEMM}", lambda: nm.ops.linear(x, packed))
+    return ours, Provider(f"torch dense, {GEMM}", lambda: nn.functional.linear(x, weight))
 
 
 class _Training:

@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from bench import cases, outcomes, runner
+from bench import cases, outcomes, runner, timing
 from bench.registry import Provider, Ratio, Spec
 from bench.timing import Timed, take_turns
 from nmkernels import dispatch, reference
@@ -122,22 +122,24 @@ def test_other_instruction_sets_are_proved_and_timed(monkeypatch: pytest.MonkeyP
 # ---- timing
 
 
-def test_providers_take_turns() -> None:
+def test_providers_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
-    timed = take_turns([Provider(name, partial(order.append, name)) for name in "ab"], "cpu", 0.0, least=4, settle=0.0)
-    assert order == ["a", "a", "b", "b", *["a", "b"] * 4] and len(timed.of("a")) == len(timed.of("b")) == 4
+    monkeypatch.setattr(timing, "between", lambda: order.append(".") or 0.0)
+    timed = take_turns([Provider(name, partial(order.append, name)) for name in "ab"], "cpu", 0.0, least=4)
+    # two of each do not count; an op of torch's is straight before every call
+    assert "".join(order[:8]) == ".a.a..b.b"[:8] and len(timed.of("a")) == len(timed.of("b")) == 4
+    assert "".join(order).replace("..", ".")[-16:] == ".a.b" * 4
     fast, slow = Provider("fast", lambda: None), Provider("slow", lambda: time.sleep(0.01))
-    timed = take_turns([fast, slow], "cpu", 0.05, least=3, settle=0.0)
+    timed = take_turns([fast, slow], "cpu", 0.05, least=3)
     assert 3 <= len(timed.of("slow")) < len(timed.of("fast")) == len(timed.rounds), "a slow one sits rounds out"
     assert min(timed.of("slow")) >= 0.01
 
 
-def test_a_turn_begins_with_calls_that_do_not_count() -> None:
+def test_pieces_are_those_of_calls_that_count() -> None:
     samples: list[float] = []
-    call = Mock(side_effect=lambda: samples.append(1.0) or time.sleep(0.002))
-    providers = [Provider("a", call, parts={"whole": samples}), Provider("b", lambda: None)]
-    timed = take_turns(providers, "cpu", 0.0, least=3, settle=0.005)
-    assert len(samples) == len(timed.of("a")) == 3 and call.call_count >= 2 * 3
+    call = Mock(side_effect=lambda: samples.append(float(call.call_count)))
+    timed = take_turns([Provider("a", call, parts={"whole": samples}), Provider("b", lambda: None)], "cpu", 0.0, least=3)
+    assert samples == [3.0, 4.0, 5.0] and len(timed.of("a")) == 3, "after two that warm it up"
 
 
 def test_ratios_are_taken_within_rounds() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from bench import tables, targets
 from bench.cases import FAMILIES
+from bench.registry import Spec
 from bench.targets import TARGETS
 from python_tests.each import each
 
@@ -25,6 +26,7 @@ def test_targets_are_sound() -> None:
     for t in TARGETS:
         assert t.specs and all(spec.op in FAMILIES for spec in t.specs)
         assert t.stretch is None or (t.stretch > t.bound) == t.higher
+        assert t.instead is None or (t.instead.bound > t.bound) == t.higher
 
 
 @each(
@@ -44,10 +46,41 @@ def test_states(key: str, values: tuple[float, ...], state: str) -> None:
 
 def test_markdown_tells_every_case_and_the_reason() -> None:
     text = tables.targets_markdown([_verdict("mask", 0.956, 0.5, reasons={"mask": "it computes"})])
-    assert "| ≥ 0.7 (0.9) | fp32 0.96, bf16 **0.50** | **missed**: it computes |" in text
-    text = tables.targets_markdown([_verdict("layer", *[1.0 + i / 100 for i in range(16)])])
-    assert "| ≤ 1.2 (1) | 1.00 to 1.15; worst bf16 4096×4096 2048 tokens 1.15 | met |" in text
-    assert "| ≤ 1.05 |  | unmeasured |" in tables.targets_markdown([_verdict("step")])
+    assert "| ≥ 0.7 (0.9) | fp32 0.96, bf16 **0.50** | 0.96, 0.50 | **missed**: it computes |" in text
+    text = tables.targets_markdown([_verdict("layer", *[0.9 + i / 100 for i in range(16)])])
+    assert "| ≤ 1.05 | 0.90 to 1.05; worst bf16 4096×4096 2048 tokens 1.05 |  | met |" in text
+    assert "| ≤ 1 |  |  | unmeasured |" in tables.targets_markdown([_verdict("step-srste")])
+
+
+def _row(spec: Spec, provider: str, metric: str, value: float) -> dict[str, str]:
+    names = ("op", "pattern", "dtype", "shape")
+    return {**{name: getattr(spec, name) for name in names}, "provider": provider, "metric": metric, "p50": str(value)}
+
+
+@each(
+    "key, provider, metric, value, bound",
+    [
+        ("linear-bf16-16-2:4", "torch dense", "has AMX", 0.0, 1.0),
+        ("linear-bf16-16-2:4", "torch dense", "has AMX", 1.0, 1.5),
+        ("step-fst", "nmkernels, one GEMM", "x dense", 1.49, 1.1),
+        ("ffn-sste", "nmkernels, one GEMM", "x dense", 1.5, 0.85),
+        ("ffn-srste", "nmkernels, one GEMM", "x dense", 1.5, 1.0),
+    ],
+)
+def test_more_is_asked_where_the_same_rows_say_so(key: str, provider: str, metric: str, value: float, bound: float) -> None:
+    (spec,) = next(t for t in TARGETS if t.key == key).specs
+    found = next(v for v in targets.verdicts([_row(spec, provider, metric, value)], reasons={}) if v.target.key == key)
+    assert found.target.bound == bound
+
+
+def test_slow_opponents_are_flagged() -> None:
+    (spec,) = next(t for t in TARGETS if t.key == "linear-16-2:4").specs
+    for speed, flagged in ((2.0, False), (2.2, True)):
+        figures = {"x fastest dense": speed, "x roofline allows": 2.0, "share of roofline": 0.4}
+        rows = [_row(spec, "nmkernels cpu", metric, value) for metric, value in figures.items()]
+        found = next(v for v in targets.verdicts(rows, reasons={}) if v.target.key == "linear-16-2:4")
+        text = tables.targets_markdown([found])
+        assert ("slow opponent, 2.00 is allowed" in text) == flagged == found.slow_opponent(spec) and "| 0.40 | met |" in text
 
 
 def test_reasons_are_read(tmp_path: Path) -> None:
@@ -56,6 +89,9 @@ def test_reasons_are_read(tmp_path: Path) -> None:
     assert targets.load_reasons(path) == {}
     path.write_text("# why\n\nlinear-1-2:4: DRAM: 68 GB/s are read\n")
     assert targets.load_reasons(path) == {"linear-1-2:4": "DRAM: 68 GB/s are read"}
+    path.write_text("mask: always\n[AMD]\nprune: slow there\n[Intel]\nmask: as slow here\n")
+    assert targets.load_reasons(path, "AMD EPYC, 2 threads") == {"mask": "always", "prune": "slow there"}
+    assert targets.load_reasons(path, "Intel Xeon, 2 threads") == {"mask": "as slow here"}
     for text in ("nosuch: why", "mask", "mask: "):
         path.write_text(text)
         with pytest.raises(ValueError, match="line 1: write 'key: reason'"):
