@@ -1,0 +1,123 @@
+"""The table of measurements in ``README.md``, from committed rows: ``python -m bench.front_page``; ``--check`` compares only.
+
+A column for every CPU whose rows are timed as a model runs: those have the ratio to the fastest dense GEMM.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import tables
+from .audit_page import between
+from .report import load
+from .rows import RESULTS, device_of
+from .tables import Rows
+
+README = Path(__file__).parents[1] / "README.md"
+BEGIN, END = "<!-- measured: written by python -m bench.front_page -->", "<!-- measured: end -->"
+
+Key = tuple[str, str, str, str, str, str]
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of the table: what is measured, against what, the row, and how its median is written."""
+
+    what: str
+    against: str
+    row: Key
+    form: str = "{:.2f} ×"
+
+
+def _linear(what: str, pattern: str, dtype: str, tokens: int) -> Line:
+    key = ("nm_linear", "nmkernels cpu", pattern, dtype, f"{tokens}x4096x4096", "x fastest dense")
+    return Line(f"`nm.ops.linear`, 4096×4096, {what}", "torch's fastest dense GEMM", key)
+
+
+DENSE = "dense, `AdamW(fused=True)`"
+STREAM = ("2:4", "float32", "4096x11008")
+LINES = (
+    _linear("1 token", "2:4", "float32", 1),
+    _linear("16 tokens", "2:4", "float32", 16),
+    _linear("256 tokens", "2:4", "float32", 256),
+    _linear("16 tokens, 1:8", "1:8", "float32", 16),
+    _linear("1 token, bf16", "2:4", "bfloat16", 1),
+    Line(
+        "training step of an FFN 1024-4096-1024 under S-STE, 2048 tokens",
+        DENSE,
+        ("ffn", "nmkernels sste, step", "2:4", "float32", "2048x4096x1024", "x dense"),
+    ),
+    Line("the same under FST", DENSE, ("ffn", "nmkernels fst, step", "2:4", "float32", "2048x4096x1024", "x dense")),
+    Line(
+        "generating text at batch 1, GPT of width 1024",
+        "dense",
+        ("generate", "nmkernels CompressedLinear", "2:4", "float32", "16 tokens, GPT 1024x4", "x dense"),
+    ),
+    Line(
+        "`MaskedAdamW` step with SR-STE decay and new mask, 4096×11008",
+        "`AdamW(fused=True)`, eager mask and decay",
+        ("nm_masked_adamw_", "nmkernels cpu", *STREAM, "x AdamW + eager mask"),
+        "{:.0f} ×",
+    ),
+    Line(
+        "`nm.ops.compress` of 4096×11008, `out=`",
+        "bandwidth of `copy_`",
+        ("nm_compress", "nmkernels cpu", *STREAM, "share of copy"),
+        "{:.2f} of it",
+    ),
+)
+
+LOSS, BYTES = "validation loss over the dense baseline's", "compressed bytes over dense, sparse layers"
+
+
+def page(rows: Rows) -> str:
+    """The table, and a sentence on the demo where it has rows."""
+    columns: dict[str, dict[Key, str]] = {}
+    dates: dict[str, str] = {}
+    for machine, mine in tables.by_machine(r for r in rows if r["op"] != "train").items():
+        if device_of(machine) == "cpu" and any(r["metric"] == "x fastest dense" for r in mine):
+            columns[machine] = _medians(mine)
+            dates[machine] = max(r["date"] for r in mine)
+    heads = [f"{machine} ({dates[machine]})" for machine in columns]
+    lines = [f"| what, 2:4 and float32 unless said | against | {' | '.join(heads)} |", f"|{' --- |' * (2 + len(heads))}"]
+    for line in LINES:
+        cells = [line.form.format(float(mine[line.row])) if line.row in mine else "" for mine in columns.values()]
+        if any(cells):
+            lines.append(f"| {line.what} | {line.against} | {' | '.join(cells)} |")
+    parts = ["\n".join(lines)] if len(lines) > 2 else []
+    return "\n\n".join([*parts, *_demo([r for r in rows if r["op"] == "train" and r["provider"] == "step"])])
+
+
+def _medians(rows: Rows) -> dict[Key, str]:
+    return {(r["op"], r["provider"], r["pattern"], r["dtype"], r["shape"], r["metric"]): r["p50"] for r in rows}
+
+
+def _demo(rows: Rows) -> list[str]:
+    found: Mapping[str, dict[str, str]] = {r["metric"]: r for r in rows}
+    if not {LOSS, BYTES} <= found.keys():
+        return []
+    loss, size = (float(found[metric]["p50"]) for metric in (LOSS, BYTES))
+    where = f"{found[LOSS]['machine']}, {found[LOSS]['date']}"
+    return [f"The demo, STEP on a byte-level GPT, ends at {loss:.3f} × its dense baseline's loss with {size:.2f} × the bytes ({where})."]
+
+
+def main(argv: list[str] | None = None, results: Path = RESULTS, readme: Path = README) -> int:
+    """Write the table between its markers; with ``--check`` write nothing and return 1 when it is not up to date."""
+    parser = argparse.ArgumentParser(prog="python -m bench.front_page", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing, exit 1 when the table is not up to date")
+    args = parser.parse_args(argv)
+    old = readme.read_text(encoding="utf-8")
+    new = between(old, BEGIN, END, page(load(results)))
+    if args.check:
+        if new != old:
+            print(f"{readme.name} does not show the rows of {results.name}/; run: python -m bench.front_page")
+        return int(new != old)
+    readme.write_text(new, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
