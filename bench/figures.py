@@ -8,14 +8,14 @@ from typing import Any
 
 from nmkernels import Pattern
 
-from .registry import SHORT
+from .registry import FASTEST, SHORT
 from .rows import device_of
 from .tables import Rows
 
 DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
 """What is drawn: the numbers that people multiply on such a device."""
 
-AGAINST = {"cpu": "x fastest dense", "cuda": "x dense"}
+AGAINST = {"cpu": FASTEST, "cuda": "x dense"}
 """Its speed-up over what torch has."""
 
 MARKERS = "os^Dvph"

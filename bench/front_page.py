@@ -12,6 +12,7 @@ from pathlib import Path
 
 from . import tables
 from .audit_page import between
+from .registry import FASTEST
 from .report import load
 from .rows import RESULTS, device_of
 from .tables import Rows
@@ -33,7 +34,7 @@ class Line:
 
 
 def _linear(what: str, pattern: str, dtype: str, tokens: int) -> Line:
-    key = ("nm_linear", "nmkernels cpu", pattern, dtype, f"{tokens}x4096x4096", "x fastest dense")
+    key = ("nm_linear", "nmkernels cpu", pattern, dtype, f"{tokens}x4096x4096", FASTEST)
     return Line(f"`nm.ops.linear`, 4096×4096, {what}", "torch's fastest dense GEMM", key)
 
 
@@ -78,7 +79,7 @@ def page(rows: Rows) -> str:
     columns: dict[str, dict[Key, str]] = {}
     dates: dict[str, str] = {}
     for machine, mine in tables.by_machine(r for r in rows if r["op"] != "train").items():
-        if device_of(machine) == "cpu" and any(r["metric"] == "x fastest dense" for r in mine):
+        if device_of(machine) == "cpu" and any(r["metric"] == FASTEST for r in mine):
             columns[machine] = _medians(mine)
             dates[machine] = max(r["date"] for r in mine)
     heads = [f"{machine} ({dates[machine]})" for machine in columns]

@@ -26,6 +26,9 @@ CPU = "nmkernels cpu"
 SHARE, ALLOWED = "share of roofline", "x roofline allows"
 """Metrics of a GEMM: the share that it reaches of what bytes and FMAs allow, and how many times as fast as dense they allow it to be."""
 
+FASTEST = "x fastest dense"
+"""Times as fast as the fastest of torch's ways on a CPU with the weight as it is."""
+
 AMX = "has AMX"
 """1 or 0, a fact beside rows whose bounds depend on it."""
 

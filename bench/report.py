@@ -33,7 +33,8 @@ which everybody took one turn. Shapes are out × in, tokens first.
   dense` as the fastest with its weight packed once, as in a frozen graph. `x dense`, `x eager`: times as fast as that. `time over ...`:
   share of its time.
 * `share of roofline`: the time that bytes over bandwidth or FLOPs over the rate of FMAs allow, whichever is longer, over the time taken.
-  The bandwidth is that of torch reading as many bytes in the same rounds, the rate that of torch's fastest large GEMM in the same run.
+  The bandwidth is the best of the same rounds, where torch also only reads as many bytes; the rate that of torch's fastest large GEMM in
+  the same run.
   `x roofline allows`: how many times as fast as dense ours may be; a *slow opponent* is one that ours beat by more.
 * `share of copy`, `share of clone`: bytes that must be moved over time, against torch's `copy_` or `clone` in the same round; for ops that
   stream it is the share of the roofline.

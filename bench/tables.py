@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from itertools import groupby
 
 from . import shapes
-from .registry import SHORT, Spec, Verdict
+from .registry import ALLOWED, FASTEST, NOISE, SHORT, Spec, Verdict
 
 Rows = list[dict[str, str]]
 OURS = "nmkernels"
@@ -134,6 +134,8 @@ def _table(rows: Rows) -> str:
         time = found.get((case, provider, "us"))
         cells = [_title(case), provider, spread(time) if time else ""]
         cells += [_value(found.get((case, provider, metric))) for metric in metrics]
+        if FASTEST in metrics and slow(found.get((case, provider, FASTEST)), found.get((case, provider, ALLOWED))):
+            cells[3 + metrics.index(FASTEST)] += f" ({SLOW})"
         cells += [_value(found.get((case, name, "us"))) for name in others]
         lines.append(f"| {' | '.join(cells)} |")
     # the parts of a step are of interest for the dense baseline too
@@ -141,6 +143,11 @@ def _table(rows: Rows) -> str:
         cells = [_title(case), provider, _value(found.get((case, provider, "us")))]
         lines.append(f"| {' | '.join(cells + [_value(found.get((case, provider, metric))) for metric in metrics] + [''] * len(others))} |")
     return "\n".join(lines)
+
+
+def slow(speed: dict[str, str] | None, allowed: dict[str, str] | None) -> bool:
+    """Whether a speed-up is more than the roofline allows."""
+    return bool(speed and allowed and float(speed["p50"]) > NOISE * float(allowed["p50"]))
 
 
 def _case(row: dict[str, str]) -> tuple[str, str, str]:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from . import targets_cuda
-from .registry import ALLOWED, AMX, CPU, SHARE, SHORT, Instead, Spec, Target, Verdict
+from .registry import ALLOWED, AMX, CPU, FASTEST, SHARE, SHORT, Instead, Spec, Target, Verdict
 from .rows import RESULTS
 
 REASONS = RESULTS / "missed.txt"
@@ -75,7 +75,7 @@ def _gemms() -> list[Target]:
             key = f"linear-{'bf16-' if dtype == 'bfloat16' else ''}{tokens}-{pattern}"
             what = f"linear {SHORT[dtype]}, {pattern}, 4096×4096, {tokens} token{'s' if tokens > 1 else ''}"
             specs = (Spec("nm_linear", pattern, dtype, *SQUARE, tokens),)
-            found.append(Target(key, what, "the fastest dense GEMM of torch", "x fastest dense", bound, specs, goal, instead=instead))
+            found.append(Target(key, what, "the fastest dense GEMM of torch", FASTEST, bound, specs, goal, instead=instead))
     return found
 
 
@@ -161,7 +161,7 @@ def verdicts(rows: Iterable[dict[str, str]], device: str = "cpu", reasons: dict[
                 t = replace(t, bound=t.instead.bound)
         measured = values(t, t.provider, t.metric)
         roofline, allowed = values(t, t.provider, SHARE, "share of copy"), values(t, t.provider, ALLOWED)
-        result.append(Verdict(t, measured, why.get(t.key, ""), roofline, allowed if t.metric == "x fastest dense" else {}))
+        result.append(Verdict(t, measured, why.get(t.key, ""), roofline, allowed if t.metric == FASTEST else {}))
     return result
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from nmkernels import Compressed, ops, testing
 
 from ..device import CACHES, rotated
-from ..registry import AMX, Call, Grid, Provider, Ratio, Spec, Work, family
+from ..registry import AMX, FASTEST, Call, Grid, Provider, Ratio, Spec, Work, family
 from ..shapes import MODELS
 from . import _ours, roofline
 from .dense import LINEAR
@@ -24,9 +24,6 @@ from .machine import has_amx, last_level_cache
 DESIGN = tuple(MODELS["design"].values())
 FEW = 16
 """Up to so many tokens the packed weight is most of what is moved, and on a GPU its rate is set against a copy's."""
-
-FASTEST = "x fastest dense"
-"""Times as fast as the fastest of torch's ways with the weight as it is."""
 
 GATE_TOKENS = 16
 MANY = 1024

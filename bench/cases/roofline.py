@@ -1,7 +1,7 @@
 """What the machine allows a GEMM at most: bytes over the bandwidth, or FMAs over their rate, whichever takes longer.
 
-The bandwidth is that of reading as many bytes by torch in the same rounds, from wherever the caches left them. The rate of FMAs is that
-of the fastest large GEMM of torch's in the same run.
+The bandwidth is the best of the same rounds, from wherever the caches left the bytes: torch's that only reads as many as ours, or that of
+a GEMM, which a large weight may give more. The rate of FMAs is that of the fastest large GEMM of torch's in the same run.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ def shares(spec: Spec, ours: list[Provider], dense: list[Provider], read: Provid
     def derive(timed: Timed) -> Figures:
         if not timed.of(read.name):
             return {}
-        bandwidth, rate = read.bytes / median(timed.of(read.name)), fma_rate(spec.dtype)
-        least = {p.name: max(p.bytes / bandwidth, p.flops / rate) for p in (*ours, *dense)}
+        everybody = (*ours, *dense)
+        bandwidth = max(p.bytes / median(timed.of(p.name)) for p in (*everybody, read) if timed.of(p.name))
+        rate = fma_rate(spec.dtype)
+        least = {p.name: max(p.bytes / bandwidth, p.flops / rate) for p in everybody}
         found = {(name, SHARE): [seconds / took for took in timed.of(name)] for name, seconds in least.items()}
         return {**found, **{(p.name, ALLOWED): [least[dense[0].name] / least[p.name]] for p in ours if timed.of(p.name)}}
 

@@ -39,6 +39,20 @@ def test_the_page_has_targets_trained_models_and_every_case(results: Path) -> No
     assert "| 2:4 fp32 4096x11008 | nmkernels cpu | 10 (9 to 11) | 0.751 | 8 |" in text
 
 
+def test_slow_opponents_are_named(results: Path) -> None:
+    rows = [
+        LINEAR.format("nmkernels cpu", "2:4", f"{tokens}x64x64", metric, f"1,{value},9,")
+        for tokens, speed in ((1, 1.8), (16, 2.5))
+        for metric, value in (("x fastest dense", speed), ("x roofline allows", 2))
+    ]
+    with (results / "amd.csv").open("a") as csv:
+        csv.writelines(rows)
+    report.main([], results)
+    text = (results / "README.md").read_text()
+    assert "| 2:4 fp32 1x64x64 | nmkernels cpu |  | 1.8 | 2 |" in text
+    assert "| 2:4 fp32 16x64x64 | nmkernels cpu |  | 2.5 (slow opponent) | 2 |" in text
+
+
 def test_check_notices_a_stale_page_and_writes_nothing(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = results / "README.md"
     assert report.main(["--check"], results) == 1 and not page.exists()
