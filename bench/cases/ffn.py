@@ -15,7 +15,7 @@ import nmkernels as nm
 from ..registry import Grid, Provider, Ratio, Spec, Work, family
 from ..timing import Timed
 from . import _ours
-from .step import GEMM, one_gemm
+from .step import GEMM, one_gemm, settle
 
 PIECES = ("forward", "forward+backward", "step")
 RECIPES: dict[str, dict[str, Any]] = {"srste": {}, "sste": {"seed": 0}, "fst": {"seed": 0, "end": None}}
@@ -81,7 +81,7 @@ class _Block:
     """One block in training."""
 
     def __init__(self, block: nn.Module, x: Tensor, spec: Spec, recipe: str | None) -> None:
-        self.block, self.x, self.spec = block, x, spec
+        self.block, self.x, self.spec, self.settled = block, x, spec, False
         if recipe is None:
             self.handle = None
             self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(block.parameters(), lr=1e-4, fused=True)
@@ -112,8 +112,12 @@ class _Block:
         return call
 
     def check(self) -> None:
-        """The output is that of a dense block with the effective weights."""
+        """After some steps, the output is that of a dense block with the effective weights."""
         assert self.handle is not None
+        if not self.settled:
+            step, self.settled = self.piece(2), True
+            step()
+            settle(self.handle, step)
         baseline = nm.densify_(copy.deepcopy(self.block))
         with torch.no_grad():
             for name, layer in self.handle.layers.items():

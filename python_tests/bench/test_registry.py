@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from bench import cases, registry, runner, shapes, targets
 from bench.cases import eager
+from bench.cases.step import MOST_TRIED, settle
 from bench.registry import Ask, Spec
 from bench.timing import on_cpu
 from nmkernels import NMError, reference
@@ -78,3 +81,21 @@ def test_parts_of_a_step_make_up_the_step() -> None:
         took = min(on_cpu(p.call) for _ in range(3))
         assert 0.5 * took < min(sum(samples) for samples in zip(*p.parts.values(), strict=True)) <= took
     assert all(value > 0 for value in work.finish().values()) and len(work.finish()) == len(steps) == 4
+
+
+def test_steps_are_timed_when_a_run_has_settled_how_it_multiplies() -> None:
+    taken: list[int] = []
+    trial = SimpleNamespace(done=False)
+
+    def step() -> None:
+        taken.append(1)
+        trial.done = len(taken) == 5
+
+    settle(SimpleNamespace(run=SimpleNamespace(trial=trial)), step)
+    assert len(taken) == 5 and trial.done
+    settle(SimpleNamespace(run=SimpleNamespace(trial=None)), step)
+    settle(SimpleNamespace(run=SimpleNamespace()), step)
+    assert len(taken) == 5
+    endless = SimpleNamespace(run=SimpleNamespace(trial=SimpleNamespace(done=False)))
+    settle(endless, lambda: taken.append(1))
+    assert len(taken) == 5 + MOST_TRIED
