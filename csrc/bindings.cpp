@@ -53,6 +53,9 @@ nm::SpmmCall spmm_call(Address values, Address indices, int64_t rows, int64_t co
     return {at(values), at<uint8_t>(indices), at(b), b_row, b_col, at(bias), at(c), c_row, c_col, rows, cols, tokens};
 }
 
+// Whether GEMMs of this dtype are for the kernels that multiply bf16.
+bool bf16_dots(int dtype) { return dtype == nm::kBFloat16 && nm::kernels().bf16_dots; }
+
 // fp32 -> 16 bits -> fp32 by core/types.h, for the tests of its arithmetic.
 void round_trip(Address x, int dtype, int64_t count, Address bits, Address back) {
     nm::by_dtype(dtype, [&](auto tag) {
@@ -110,13 +113,17 @@ void bind_compressed(py::module_& module) {
     }, Unlocked());
     module.def("linear", [](Address x, Address values, Address indices, Address bias, Address y, int dtype, int64_t tokens, int64_t rows,
                             int64_t cols, int n, int m, int threads) {
+        if (bf16_dots(dtype)) {
+            return nm::kernels().bf16_spmm(spmm_call(values, indices, rows, cols, tokens, x, 1, cols, bias, y, 1, rows), n, m, threads);
+        }
         return nm::kernels().linear({at(x), at(values), at<uint8_t>(indices), at(bias), at(y), rows, cols}, tokens, dtype, n, m, threads);
     }, Unlocked());
     py::class_<nm::SpmmCall>(module, "SpmmCall").def(py::init(&spmm_call));
     module.def("spmm", [](const nm::SpmmCall& call, int dtype, int n, int m, int threads) {
-        return nm::kernels().spmm(call, dtype, n, m, threads);
+        return bf16_dots(dtype) ? nm::kernels().bf16_spmm(call, n, m, threads) : nm::kernels().spmm(call, dtype, n, m, threads);
     }, Unlocked());
     module.def("spmm_transposed", [](const nm::SpmmCall& call, int dtype, int n, int m, int threads) {
+        if (bf16_dots(dtype)) return nm::kernels().bf16_spmm_transposed(call, n, m, threads);
         return nm::kernels().spmm_transposed(call, dtype, n, m, threads);
     }, Unlocked());
     module.def("bf16_spmm", [](const nm::SpmmCall& call, int n, int m, int threads) {
