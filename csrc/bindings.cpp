@@ -18,9 +18,10 @@ namespace {
 constexpr int kAbi = 8;
 
 // Parameters of a step as the caller lists them, kWords integers each: rows, columns, the address of the step count;
-// then of p, gradient, m, v, the maximum of v and the output: address (0: absent), dtype, row stride, column stride.
+// then of p, gradient, m, v, the maximum of v and the output: address (0: absent), dtype, row stride, column stride;
+// then of the compressed weight: address of the values (0: absent), dtype, address of the indices.
 std::vector<nm::AdamWParam> adamw_params(const std::vector<int64_t>& words) {
-    constexpr size_t kWords = 3 + 6 * 4;
+    constexpr size_t kWords = 3 + 6 * 4 + 3;
     std::vector<nm::AdamWParam> params(words.size() / kWords);
     const int64_t* next = words.data();
     for (nm::AdamWParam& one : params) {
@@ -32,6 +33,8 @@ std::vector<nm::AdamWParam> adamw_params(const std::vector<int64_t>& words) {
             *view = {at(Address(next[0])), int(next[1]), next[2], next[3]};
             next += 4;
         }
+        one.packed = {at(Address(next[0])), int(next[1]), at<uint8_t>(Address(next[2]))};
+        next += 3;
     }
     return params;
 }

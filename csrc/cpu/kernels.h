@@ -94,10 +94,20 @@ struct View {
     explicit operator bool() const { return data != nullptr; }
 };
 
-// One parameter and what belongs to it, all rows x cols. `top` (amsgrad's maximum) and `out` may be absent.
+// Where the compressed weight goes: canonical, rows one after another.
+struct PackedView {
+    void* values = nullptr;
+    int dtype = kFloat32;
+    uint8_t* indices = nullptr;
+
+    explicit operator bool() const { return values != nullptr; }
+};
+
+// One parameter and what belongs to it, all rows x cols. `top` (amsgrad's maximum), `out` and `packed` may be absent.
 struct AdamWParam {
     int64_t rows = 0, cols = 0;
     View p, grad, avg, sq, top, out;
+    PackedView packed;
     float* step = nullptr;
 };
 

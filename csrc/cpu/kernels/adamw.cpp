@@ -4,9 +4,12 @@
 // is fp32, one after another and whole strips of 64 (then a tile at once, if masks can), else in buffers.
 #include <algorithm>
 #include <cmath>
+#include <optional>
 
 #include "../kernels.h"
 #include "adamw_block.h"
+#include "packer.h"
+#include "simd/spmm_convert.h"
 
 namespace nm {
 namespace {
@@ -21,20 +24,6 @@ struct Window {
     int count() const { return int(rows * cols); }
 };
 
-// Visits f(offset in memory, place in the buffer), along the memory where rows are its neighbours.
-template <class F>
-void each_element(const View& view, const Window& w, const F& f) {
-    if (view.col_stride == 1) {
-        for (int64_t r = 0; r < w.rows; ++r) {
-            for (int64_t c = 0; c < w.cols; ++c) f(r * view.row_stride + c, r * w.cols + c);
-        }
-    } else {
-        for (int64_t c = 0; c < w.cols; ++c) {
-            for (int64_t r = 0; r < w.rows; ++r) f(r * view.row_stride + c * view.col_stride, r * w.cols + c);
-        }
-    }
-}
-
 // f(pointer to the window's first element)
 template <class F>
 void with_type(const View& view, const Window& w, const F& f) {
@@ -43,24 +32,66 @@ void with_type(const View& view, const Window& w, const F& f) {
     by_dtype(view.dtype, [&](auto tag) { f(static_cast<decltype(tag)*>(view.data) + offset); });
 }
 
-float narrow(double x) { return float(x); }
-template <class T>
-float narrow(T x) {
-    return to_float(x);
+inline void to_floats(const double* from, int64_t count, float* to) { std::copy(from, from + count, to); }
+inline void from_floats(const float* from, int64_t count, double* to) { std::copy(from, from + count, to); }
+
+// Copies between memory and a buffer, run(of `there` elements in memory, at `here` of the buffer, `stride` apart) for each
+// run of neighbours: rows of the window, or columns where these lie along the memory.
+template <class Run>
+void each_run(const View& view, const Window& w, const Run& run) {
+    if (view.col_stride == 1) {
+        for (int64_t r = 0; r < w.rows; ++r) run(r * view.row_stride, r * w.cols, w.cols, int64_t(1));
+    } else {
+        for (int64_t c = 0; c < w.cols; ++c) run(c * view.col_stride, c, w.rows, w.cols);
+    }
 }
 
-void widen(float x, double& to) { to = double(x); }
 template <class T>
-void widen(float x, T& to) {
-    to = from_float<T>(x);
+void load_run(const T* from, int64_t step, int64_t count, int64_t stride, float* to) {
+    if (stride == 1) {
+        to_floats(from, count, to);
+        return;
+    }
+    T line[kLine];
+    float floats[kLine];
+    for (int64_t first = 0; first < count; first += kLine) {
+        const int64_t some = std::min<int64_t>(kLine, count - first);
+        for (int64_t i = 0; i < some; ++i) line[i] = from[(first + i) * step];
+        to_floats(line, some, floats);
+        for (int64_t i = 0; i < some; ++i) to[(first + i) * stride] = floats[i];
+    }
+}
+
+template <class T>
+void store_run(const float* from, int64_t stride, int64_t count, int64_t step, T* to) {
+    if (stride == 1) {
+        from_floats(from, count, to);
+        return;
+    }
+    T line[kLine];
+    float floats[kLine];
+    for (int64_t first = 0; first < count; first += kLine) {
+        const int64_t some = std::min<int64_t>(kLine, count - first);
+        for (int64_t i = 0; i < some; ++i) floats[i] = from[(first + i) * stride];
+        from_floats(floats, some, line);
+        for (int64_t i = 0; i < some; ++i) to[(first + i) * step] = line[i];
+    }
 }
 
 void load(const View& view, const Window& w, float* to) {
-    with_type(view, w, [&](auto* from) { each_element(view, w, [&](int64_t offset, int64_t i) { to[i] = narrow(from[offset]); }); });
+    with_type(view, w, [&](auto* from) {
+        each_run(view, w, [&](int64_t there, int64_t here, int64_t count, int64_t stride) {
+            load_run(from + there, view.row_stride, count, stride, to + here);
+        });
+    });
 }
 
 void store(const View& view, const Window& w, const float* from) {
-    with_type(view, w, [&](auto* to) { each_element(view, w, [&](int64_t offset, int64_t i) { widen(from[i], to[offset]); }); });
+    with_type(view, w, [&](auto* to) {
+        each_run(view, w, [&](int64_t there, int64_t here, int64_t count, int64_t stride) {
+            store_run(from + here, stride, count, view.row_stride, to + there);
+        });
+    });
 }
 
 // The elements of one view in a block: where they lie, or in a buffer.
@@ -96,6 +127,30 @@ class Column {
     alignas(64) float buffer_[kBlock];
 };
 
+// Packs weights that have just been stepped, from the cache.
+class PackedRows {
+  public:
+    PackedRows(int n, int m) : ring_(m), packer_(n, m, ring_) {}
+
+    // w: the window's elements, rows one after another.
+    void write(const PackedView& to, int64_t cols, const Window& window, const float* w) {
+        const int n = packer_.n, m = packer_.m, bits = packer_.bits;
+        const int64_t kept = cols / m * n, bytes = index_bytes(kept, bits), before = window.col / m * n;
+        for (int64_t r = 0; r < window.rows; ++r, w += window.cols) {
+            packer_.choose(w, nullptr, window.cols);
+            const int64_t stored = packer_.pack(w, window.cols, false), row = window.row + r;
+            by_dtype(to.dtype, [&](auto tag) {
+                from_floats(packer_.values, stored, static_cast<decltype(tag)*>(to.values) + (row * kept + before));
+            });
+            std::memcpy(to.indices + (row * bytes + before * bits / 8), packer_.packed, size_t(index_bytes(stored, bits)));
+        }
+    }
+
+  private:
+    Ring ring_;
+    Packer<float> packer_;
+};
+
 template <class Masks>
 class Block {
   public:
@@ -112,6 +167,10 @@ class Block {
         e.top = !s.frozen && param.top ? top_.open(param.top, w) : nullptr;
         e.out = param.out ? out_.room(param.out, w) : nullptr;
         step_any(s, call_, e, masks_, tally);
+        if (param.packed) {
+            if (!packed_) packed_.emplace(call_.n, call_.m);
+            packed_->write(param.packed, param.cols, w, e.p);
+        }
         p_.close(param.p, w, e.p);
         m_.close(param.avg, w, e.m);
         if (!s.frozen) v_.close(param.sq, w, e.v);
@@ -123,6 +182,7 @@ class Block {
     const AdamWCall& call_;
     const Masks& masks_;
     Column p_, g_, m_, v_, top_, out_;
+    std::optional<PackedRows> packed_;
 };
 
 enum Stat { kApplied, kChange, kLogChange, kUnchanged, kFlips, kPrunedWeight, kPrunedGrad, kNonZeros, kLargest, kStats };
@@ -179,8 +239,16 @@ bool is_flat(const View& view, const AdamWParam& param) {
     return !view || (view.col_stride == 1 && (param.rows <= 1 || view.row_stride == param.cols));
 }
 
-// A parameter that lies flat in memory, as everything that belongs to it, is one long row.
-AdamWParam flattened(AdamWParam param) {
+// How many groups end on a byte of packed positions.
+int64_t groups_in_bytes(int n, int m) {
+    int64_t groups = 1;
+    while (groups * n * index_bits(m) % 8) groups *= 2;
+    return groups;
+}
+
+// A parameter that lies flat in memory, as everything that belongs to it, is one long row, if its rows packed are one too.
+AdamWParam flattened(AdamWParam param, int n, int m) {
+    if (m > 0 && param.cols / m % groups_in_bytes(n, m)) return param;
     for (const View* view : {&param.p, &param.grad, &param.avg, &param.sq, &param.top, &param.out}) {
         if (!is_flat(*view, param)) return param;
     }
@@ -196,8 +264,8 @@ bool is_direct(const AdamWParam& param, int64_t m) {
     return param.cols >= kBlock && (m == 0 || kStrip % m == 0);
 }
 
-Cut cut(const AdamWParam& param, int64_t m, int64_t first) {
-    const int64_t group = m > 0 ? m : 1;
+Cut cut(const AdamWParam& param, int n, int m, int64_t first) {
+    const int64_t group = m > 0 ? m * groups_in_bytes(n, m) : 1;  // windows begin on a byte of packed positions
     const bool transposed = param.rows > 1 && param.p.col_stride != 1;
     Cut c{};
     c.first = first;
@@ -260,10 +328,10 @@ void masked_adamw(const std::vector<AdamWParam>& given, const AdamWCall& call, d
     std::vector<Item> items;
     int64_t tiles = 0;
     for (const AdamWParam& one : given) {
-        const AdamWParam param = flattened(one);
+        const AdamWParam param = flattened(one, call.n, call.m);
         *one.step += 1.0f;
         const AdamW scalars = adamw_scalars(call.hyper, int64_t(*one.step), call.frozen, call.eps_inside, call.maximize);
-        items.push_back({param, scalars, cut(param, call.m, tiles)});
+        items.push_back({param, scalars, cut(param, call.n, call.m, tiles)});
         tiles += items.back().cut.tiles;
     }
     std::vector<Partial> partial{size_t(tiles)};

@@ -6,15 +6,10 @@
 #include "../../core/bitpack.h"
 #include "../kernels.h"
 #include "../stream.h"
-#include "pack.h"
-#include "patterns.h"
-#include "positions.h"
-#include "spans.h"
+#include "packer.h"
 
 namespace nm {
 namespace {
-
-constexpr int64_t kSlack = 64;  // elements that whole-word steps may touch past the end of a buffer
 
 // A matrix and its packed form. Where packed rows need no spare bits, all rows are one long row.
 struct Sizes {
@@ -44,76 +39,6 @@ struct Sizes {
             }
             stream_fence();
         });
-    }
-};
-
-// The packed form of whole words whose groups keep N of M each.
-template <class T>
-using PackFn = void(const T* w, const uint64_t* bits, int64_t words, T* values, uint8_t* packed);
-
-template <class T, int N, int M>
-void pack_words(const T* w, const uint64_t* bits, int64_t words, T* values, uint8_t* packed) {
-    static constexpr Codes<N, M> codes;
-    for (int64_t i = 0; i < words; ++i) {
-        gather_bytes<8 / M * N>(w + 64 * i, bits[i], values + 64 / M * N * i);
-        packed = codes.pack(bits[i], packed);
-    }
-}
-
-// Null where positions are packed one by one.
-template <class T>
-PackFn<T>* pack_fn(int n, int m) {
-    const auto fixed = [](auto N, auto M) -> PackFn<T>* {
-        if constexpr (kGatherBytes && Codes<N, M>::kWhole) return pack_words<T, N, M>;
-        return nullptr;
-    };
-    return for_pattern<PackFn<T>>(n, m, fixed, [](auto) -> PackFn<T>* { return nullptr; }, nullptr);
-}
-
-// The packed form of one span, built in the cache.
-template <class T>
-struct Packer {
-    const Sizes& sizes;
-    const Ring& ring;
-    SelectFn<T>* const select;
-    PackFn<T>* const pack_all;
-    uint64_t kept[kMaxSpan / 64], stored[kMaxSpan / 64];
-    T values[kMaxSpan + kSlack];
-    uint8_t positions[kMaxSpan + kSlack], packed[kMaxSpan];
-
-    Packer(const Sizes& s, const Ring& r) : sizes(s), ring(r), select(NM_ISA::select_fn<T>(s.n, s.m)), pack_all(pack_fn<T>(s.n, s.m)) {}
-
-    // False if the mask keeps too many.
-    bool choose(const T* w, const uint8_t* given, int64_t count) {
-        if (given) {
-            bits_of_mask(given, count, kept);
-            return fill_groups(kept, count, sizes.n, sizes.m, stored);
-        }
-        select(w, count, sizes.n, sizes.m, stored);
-        return true;
-    }
-
-    void pack(const T* w, int64_t count, bool given) {
-        if (pack_all && !given && count % 64 == 0) return pack_all(w, stored, count / 64, values, packed);
-        T *value = values, rest[64];
-        uint8_t* position = positions;
-        int phase = 0;
-        for (int64_t i = 0; 64 * i < count; ++i, phase = ring.next(phase)) {
-            const T* from = w + 64 * i;
-            if (count - 64 * i < 64) {
-                std::memset(static_cast<void*>(rest), 0, sizeof rest);
-                std::memcpy(static_cast<void*>(rest), from, size_t(count - 64 * i) * sizeof(T));
-                from = rest;
-            }
-            if (given && kept[i] != stored[i]) {
-                pick64(from, kept[i], rest);
-                from = rest;
-            }
-            value = gather64(from, stored[i], value);
-            position = gather64(ring.from(phase), stored[i], position);
-        }
-        std::memset(position, 0, 8);  // the spare bits
-        pack_positions(positions, position - positions, sizes.bits, packed);
     }
 };
 
@@ -170,14 +95,13 @@ bool compress(const void* w, int dtype, int64_t rows, int64_t cols, int n, int m
         using T = decltype(element);
         const bool streamed = sizes.rows * sizes.kept * int64_t(sizeof(T)) >= kStreamBytes;
         sizes.each(threads, [&] {
-            return [&, packer = Packer<T>(sizes, ring)](int64_t at, int64_t count, int64_t value, int64_t byte) mutable {
+            return [&, packer = Packer<T>(n, m, ring)](int64_t at, int64_t count, int64_t value, int64_t byte) mutable {
                 const T* from = static_cast<const T*>(w) + at;
                 if (!packer.choose(from, given ? given + at : nullptr, count)) {
                     fits = false;
                     return;
                 }
-                packer.pack(from, count, given != nullptr);
-                const int64_t stored = count / m * n;
+                const int64_t stored = packer.pack(from, count, given != nullptr);
                 put(static_cast<T*>(values) + value, packer.values, stored * int64_t(sizeof(T)), streamed);
                 put(indices + byte, packer.packed, index_bytes(stored, sizes.bits), streamed);
             };

@@ -32,6 +32,15 @@ def _view(x: Tensor, copies: list[tuple[Tensor, Tensor]]) -> tuple[int, int, int
     return x.data_ptr(), DTYPES[x.dtype], step, x.stride(-1) if x.dim() else 1
 
 
+ABSENT = 0, 0, 0
+
+
+def _packed_view(values: Tensor, indices: Tensor, layout: str) -> tuple[int, int, int]:
+    """Address and dtype of the values and address of the indices; ``ABSENT`` of what is not wanted or the kernel cannot write."""
+    writable = layout == "canonical" and values.dtype != torch.float64 and values.is_contiguous() and indices.is_contiguous()
+    return (values.data_ptr(), DTYPES[values.dtype], indices.data_ptr()) if writable and values.numel() else ABSENT
+
+
 @register("nm_masked_adamw_", _supports)
 def _masked_adamw(
     params: Sequence[Tensor], grads: Sequence[Tensor], exp_avgs: Sequence[Tensor], exp_avg_sqs: Sequence[Tensor],
@@ -53,11 +62,14 @@ def _masked_adamw(
                 words += (xs[i].data_ptr(), DTYPES[xs[i].dtype], cols, 1)
             else:
                 words += _view(xs[i], copies)
+        words += _packed_view(packs[4 * i], packs[4 * i + 1], layout) if packs else ABSENT
     flags = frozen, eps_inside, maximize, geometric, address(grad_scale), address(found_inf)
     stats = core().masked_adamw(words, hyper.tolist(), n, m, *flags, torch.get_num_threads())
     for target, copy in written:
         target.copy_(copy)
     if packs and stats[0]:  # not skipped
-        write_rows(nm_pack, params, n, m, packs, layout)
+        for i, p in enumerate(params):
+            if _packed_view(packs[4 * i], packs[4 * i + 1], layout) == ABSENT:
+                write_rows(nm_pack, [p], n, m, packs[4 * i : 4 * i + 4], layout)
     result = torch.tensor(stats, dtype=torch.float64)
     return result if out is None else out.copy_(result)
