@@ -39,16 +39,18 @@ class Tuning:
     """What choosing by speed must know of a backend's GEMM.
 
     Args:
-        heuristic: ``heuristic(role, dtype, tokens, n, m, device)``: whether it beats dense there, unmeasured.
+        heuristic: ``heuristic(role, dtype, tokens, rows, cols, n, m, device)``: whether it beats dense there, unmeasured.
         prepare: ``prepare(op, *args, timer=None)``: finds, checks and stores its fastest own way to do such calls; a ``tuning.Found``.
         compiles: its first call compiles for seconds; on first use it is not measured.
         keeps: it keeps something of its own beside the sparse operand, by its version.
+        kernel: ``kernel(*args, out=None)``: multiplies the compressed form itself, where the op may do otherwise.
     """
 
     heuristic: Callable[..., bool] | None = None
     prepare: Callable[..., Any] | None = None
     compiles: bool = False
     keeps: bool = False
+    kernel: Callable[..., Any] | None = None
 
 
 UNTUNED = Tuning()

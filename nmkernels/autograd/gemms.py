@@ -11,16 +11,17 @@ The answer comes from, in this order:
 2. the table of what ``nm.tune`` or an earlier process measured on this device, with these versions, for this GEMM, and for as many
    tokens up to the next power of two. While torch compiles: the line with the most tokens, so that no token count is compiled anew;
 3. measuring now, if the caller allows it (``measure=True``, or ``NMKERNELS_CHOICE=measured`` for all callers; ``table`` forbids it),
-   nothing watches, and it is not for more than ``FIRST_USE_WORK`` multiplications. Kernels that would compile are left to ``nm.tune``;
-4. ``rule``: where a backend reckons that it is faster the packed form, else dense.
+   nothing watches, and it is done in well under a second: of very many tokens some are timed, and what is still too much is not.
+   Kernels that would compile are left to ``nm.tune``;
+4. ``rule``: where a backend's heuristic says that it is faster the packed form, else dense.
 
-The environment is read when a GEMM is first seen; after a change, or after ``torch.set_num_threads``, call ``forget``.
+``torch.use_deterministic_algorithms(True)`` takes the choice away: dense where there is a dense layout. The environment is read when a GEMM
+is first seen; after a change, or after ``torch.set_num_threads``, call ``forget``.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -39,14 +40,19 @@ from ..ops.define import plainly
 from ..ops.mvue import METHODS, nm_mvue_compress
 from ..pattern import NMError, Pattern
 from ..tuning import BUDGET, TABLE, Candidate, Found, Seconds, Timer, Validator, cold
+from ..tuning.setting import reproducible, setting, undisturbed
 
-ENV = "NMKERNELS_CHOICE"
-SETTINGS = ("", "dense", "packed", "table", "measured")
-FIRST_USE_WORK = {"cpu": 1 << 31, "cuda": 1 << 43}
-"""Multiplications of the largest GEMM that is measured on first use: about 0.05 s on two cores of a CPU, 0.03 s on a GPU."""
+ENOUGH, FIRST_USE_WORK = {"cpu": 1 << 32, "cuda": 1 << 43}, {"cpu": 1 << 34, "cuda": 1 << 43}
+"""Multiplications, about 0.05 s of a dense GEMM on two cores of a CPU, 0.03 s on a GPU, above which first use takes fewer tokens, though no
+fewer than ``MANY``; and those above which it measures nothing."""
+MANY = 256
+"""Tokens from which on the ratio of two ways hardly changes with their number."""
 
 FIRST_USE_BUDGET = 0.02
-"""Seconds of timing on first use, unless the fewest rounds take longer."""
+"""Seconds of timing on first use, unless a few rounds take longer."""
+
+CHECKED = 1 << 28
+"""Multiplications up to which first use checks all of a result; of larger ones so many tokens."""
 
 REMEMBERED = 4096
 """GEMMs whose choice is remembered; then all are forgotten and looked up again."""
@@ -90,7 +96,8 @@ class Gemm(NamedTuple):
     ``"rows:mma.sp"`` and so on: the same in the order of tensor cores (``ops.relayout``). Of the compressed ones the preferred first. In
     wgrad they say how ĝᵀ may be written.
     rule: of wgrad: ``"exact"`` or ``"approx"``, as ``ops.mvue`` has them, or ``"magnitude"``.
-    changing: W̃ is another one at every call, as in training; what a backend makes of it beside the operand is then part of its time.
+    changing: W̃ is another one at every call, as in training; masking or packing it, and what a backend makes of it beside that, is then
+    part of the time.
     """
 
     role: str
@@ -207,10 +214,10 @@ def call(
 
 
 def function(op: str, backend: str, args: tuple[Any, ...]) -> Callable[..., Tensor] | None:
-    """The backend's function for ``op(*args)``; None if it has none or declines, or if the tensors are not what they look like."""
+    """The backend's kernel for ``op(*args)``; None if it has none or declines, or if the tensors are not what they look like."""
     if torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack():
         return None
-    return next((i.fn for i in implementations(op) if i.backend == backend and i.supports(*args)[0]), None)
+    return next((i.tuning.kernel or i.fn for i in implementations(op) if i.backend == backend and i.supports(*args)[0]), None)
 
 
 def _dense(gemm: Gemm, other: Tensor, operand: Any, bias: Tensor | None) -> Tensor:
@@ -259,15 +266,28 @@ def measure(gemm: Gemm, *, timer: Seconds | None = None, budget: float = BUDGET,
     """
     gemm.check()
     with torch.inference_mode(False), torch.no_grad(), torch._C._DisableAutocast():
-        given = other, operand, seed = operands(gemm)
+        given = operands(gemm)
+        checked = gemm if compiling else gemm._replace(tokens=max(1, min(gemm.tokens, CHECKED // (gemm.rows * gemm.cols))))
+        part = _part(checked, given)
+        other, operand, seed = part
         if gemm.role == "fprop":
             pair = other, operand[DENSE].t()
         else:
-            pair = (other, operand[DENSE]) if gemm.role == "dgrad" else (estimate(gemm, operand, seed), other)
+            pair = (other, operand[DENSE]) if gemm.role == "dgrad" else (estimate(checked, operand, seed), other)
         sets: list[Operands] = []  # made when all are checked, and for all that are right
         by = [(name, _entry(name, gemm)) for name in names(gemm)]
-        some = [_candidate(name, i, gemm, given, sets, compiling) for name, i in by if compiling or i is None or not i.tuning.compiles]
+        some = [
+            _candidate(name, i, (gemm, given), (checked, part), sets, compiling, timer)
+            for name, i in by
+            if compiling or i is None or not i.tuning.compiles
+        ]
         return tuning.measure(key(gemm), some, Validator.of_gemm(*pair), Timer(gemm.device, timer), budget)
+
+
+def _part(gemm: Gemm, given: Operands) -> Operands:
+    """The first tokens of the operands, as many as ``gemm`` has."""
+    other, operand, seed = given
+    return other[: gemm.tokens], operand[: gemm.tokens] if isinstance(operand, Tensor) else operand, seed
 
 
 def _entry(name: str, gemm: Gemm) -> Impl | None:
@@ -276,10 +296,16 @@ def _entry(name: str, gemm: Gemm) -> Impl | None:
     return next((i for i in implementations(op_of(gemm, form)) if i.backend == backend), None) if form else None
 
 
-def _candidate(name: str, entry: Impl | None, gemm: Gemm, given: Operands, sets: list[Operands], compiling: bool) -> Candidate:
+def _candidate(
+    name: str, entry: Impl | None, timed: tuple[Gemm, Operands], checked: tuple[Gemm, Operands], sets: list[Operands], compiling: bool,
+    timer: Seconds | None,
+) -> Candidate:  # fmt: skip
+    gemm, given = timed
     other, operand, seed = given
     form = name.partition(" ")[2]
     kept = entry is not None and entry.tuning.keeps and gemm.changing
+    # in training the first call of a step makes what it reads; on a GPU an optimizer's pass does
+    made = gemm.changing and gemm.role == "fprop" and gemm.device.type == "cpu"
 
     def declines() -> str:
         if entry is None:
@@ -291,23 +317,29 @@ def _candidate(name: str, entry: Impl | None, gemm: Gemm, given: Operands, sets:
         can, reason = entry.supports(*args)
         if not can:
             return reason
-        if DENSE not in gemm.forms and dispatched(entry.op, *args) is entry:
-            return "it is what auto takes"
-        if compiling and entry.tuning.prepare is not None and not entry.tuning.compiles:
-            entry.tuning.prepare(entry.op, *args)
-        return ""
+        taken = DENSE not in gemm.forms and dispatched(entry.op, *args) is entry
+        if compiling and entry.tuning.prepare is not None and not entry.tuning.compiles and (taken or entry.tuning.kernel is None):
+            entry.tuning.prepare(entry.op, *args, timer=timer)
+        return "it is what auto takes" if taken else ""
 
-    def run(x: Tensor, w: Any, words: Tensor | None, out: Tensor | None = None) -> Tensor:
-        if kept and out is None and isinstance(w, dict):
+    def run(x: Tensor, w: Any, words: Tensor | None) -> Tensor:
+        if made:
+            raw, pattern = torch.ops.nmkernels, (gemm.n, gemm.m)
+            w = {DENSE: raw.nm_prune(w[DENSE], *pattern)} if name == DENSE else {form: raw.nm_compress(w[DENSE], *pattern, None)}
+        elif kept and isinstance(w, dict):
             torch.autograd.graph.increment_version(w[form][0])
-        return call(name, gemm, x, w, seed=words, out=out)
+        return call(name, gemm, x, w, seed=words)
+
+    def check(out: Tensor) -> Tensor:
+        small, (x, w, words) = checked
+        return call(name, small, x, w, seed=words, out=out)
 
     def calls() -> list[Callable[[], Tensor]]:
         if not sets:
             sets.extend(cold(given))
         return [partial(run, *some) for some in sets]
 
-    return Candidate(name, lambda out: run(*given, out), calls, declines)
+    return Candidate(name, check, calls, declines)
 
 
 def operands(gemm: Gemm) -> Operands:
@@ -360,6 +392,8 @@ def choose(gemm: Gemm, measure: bool = False) -> str:
     """
     if torch.compiler.is_compiling():
         return _static(gemm.role, *gemm[2:])
+    if torch._C._get_deterministic_algorithms():
+        return DENSE if DENSE in gemm.forms else AUTO
     found = _known.get(gemm)
     if found is None and not measure:
         found = _ruled.get(gemm)
@@ -393,18 +427,10 @@ def _find(gemm: Gemm, allowed: bool) -> str:
     return found
 
 
-def setting() -> str:
-    """What ``NMKERNELS_CHOICE`` says."""
-    given = os.environ.get(ENV, "")
-    if given not in SETTINGS:
-        raise NMError(f"{ENV}={given!r} is unknown; set one of {', '.join(SETTINGS[1:])}, or unset it.")
-    return given
-
-
 def _given(gemm: Gemm) -> str | None:
     """The candidate that the environment forces."""
     how = setting()
-    if gemm.forms == (DENSE,) or (DENSE in gemm.forms and how == "dense"):
+    if gemm.forms == (DENSE,) or (DENSE in gemm.forms and (how == "dense" or reproducible())):
         return DENSE
     return AUTO if forced_backend() or how == "packed" else None
 
@@ -421,26 +447,20 @@ def _may_measure(gemm: Gemm, allowed: bool) -> bool:
     how = setting()
     if how == "table" or not (allowed or how == "measured"):
         return False
-    work = gemm.tokens * gemm.rows * gemm.cols
-    return 0 < work <= FIRST_USE_WORK.get(gemm.device.type, 0) and _undisturbed(gemm.device)
+    work = _fewer(gemm).tokens * gemm.rows * gemm.cols
+    return 0 < work <= FIRST_USE_WORK.get(gemm.device.type, 0) and undisturbed(gemm.device)
 
 
-def _undisturbed(device: torch.device) -> bool:
-    """Whether calls made now are run now, and seen by nobody."""
-    return not (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._get_tracing_state() is not None
-        or torch.autograd.profiler._is_profiler_enabled
-        or (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
-    )
+def _fewer(gemm: Gemm) -> Gemm:
+    """``gemm`` with as many of its tokens as first use measures."""
+    most = ENOUGH.get(gemm.device.type, 0) // max(1, gemm.rows * gemm.cols)
+    return gemm._replace(tokens=min(gemm.tokens, max(MANY, 1 << max(0, most.bit_length() - 1))))
 
 
 def _measure_now(gemm: Gemm) -> str | None:
     try:
-        found = measure(gemm, budget=FIRST_USE_BUDGET, compiling=False)
+        found = measure(_fewer(gemm), budget=FIRST_USE_BUDGET, compiling=False)
+        found.problem = key(gemm)
     except (RuntimeError, MemoryError) as error:  # out of memory, mostly: then it is no time for measuring
         log.warning("%s: not measured: %s", gemm.words(), error)
         return None
@@ -466,7 +486,7 @@ def rule(gemm: Gemm) -> str:
     for op in (op_of(p, form) for form in p.forms):
         for entry in implementations(op) if op else ():
             heuristic = entry.tuning.heuristic
-            if heuristic is not None and heuristic(p.role, p.dtype, p.tokens, p.n, p.m, p.device):
+            if heuristic is not None and heuristic(p.role, p.dtype, p.tokens, p.rows, p.cols, p.n, p.m, p.device):
                 return AUTO
     return DENSE
 

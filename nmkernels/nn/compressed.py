@@ -12,17 +12,32 @@ from torch import Tensor, nn
 from .. import ops
 from ..autograd import linear_compressed
 from ..autograd.gemms import AUTO, DENSE, Gemm, call, choose, form_of, forms
-from ..backends.cpu.linear import FEW_TOKENS
 from ..ops.compress import counts_writes
 from ..ops.define import kind_of
 from ..ops.pack import positions
 from ..pattern import DtypeError, Pattern, ShapeError
+from ..tuning import TABLE
 from .adapter import adapter_of, add_adapter, set_adapter
 from .linear import autocast_dtype, castable
 
 LAYOUTS = ("linear", "conv1d")
 ORDINARY = (AUTO, "cpu rows")
 """Candidates that ``linear_compressed`` takes by itself, and by a shorter way."""
+
+SMALL_BYTES = 1 << 19
+"""The largest dense weight on a CPU of which a layer keeps a copy unasked: where a call takes microseconds, nothing beats ``F.linear``."""
+
+
+MOST_PLANS = 256
+"""Sizes of inputs that a layer remembers; then it forgets all of them."""
+
+
+class _Plans(dict[int, tuple[Any, ...]]):
+    """For each size of the input values, indices, the dense weight that multiplies it, and what tells that all are as they were; never
+    copied or saved."""
+
+    def __reduce__(self) -> tuple[type[_Plans], tuple[()]]:
+        return _Plans, ()
 
 
 class CompressedLinear(nn.Module):
@@ -31,10 +46,11 @@ class CompressedLinear(nn.Module):
     Args:
         weight: the compressed weight of shape ``(out, in)``, a constant. bias: ``(out,)`` or None; a Parameter stays the same Parameter.
         layout: how the dense module stores its weight: ``"linear"`` ``(out, in)`` or ``"conv1d"`` ``(in, out)``. The GEMM is the same.
-        keep_dense: keep the dense weight too, made at the first call that wants it, and multiply it where that is faster: as
-            ``nm.tune(model, tokens=...)`` has measured, else by rule. The layer then needs ``1 + M/N`` times the memory of its values; the
-            copy is not saved. Writes that torch does not count (through ``.data``, by a collective) are seen after ``load_state_dict``,
-            ``to``, ``train`` or ``eval``; a weight made under ``torch.inference_mode`` is expanded at every call: load it outside.
+        keep_dense: keep the dense weight too, made at the first call that wants it, and multiply it where that is faster, as measured by
+            ``nm.tune(model, tokens=...)`` or at the first call, else by rule. The layer then needs ``1 + M/N`` times the memory of its
+            values; the copy is not saved. On a CPU a layer with a dense weight of at most 512 KiB does so in any case. Writes that torch
+            does not count (through ``.data``, by a collective) are seen after ``load_state_dict``, ``to``, ``train`` or ``eval``; a weight
+            made under ``torch.inference_mode`` is expanded at every call: load it outside.
         adapter: (L ``(in, r)``, R ``(r, out)``) of a low-rank adapter, y += x L R / r, kept as the Parameters ``nm_left`` and ``nm_right``.
         columns: a permutation of the inputs, int ``(in,)``: y = x[..., columns] Wᵀ + b, for groups that are no neighbours among the inputs.
 
@@ -85,7 +101,7 @@ class CompressedLinear(nn.Module):
             set_adapter(self, *adapter, self.out_features, self.in_features)
         self._view: ops.Compressed | None = weight
         self._asked: Gemm | None = None
-        self._few = FEW_TOKENS * self.in_features
+        self._plans = _Plans()
 
     @property
     def adapter(self) -> tuple[nn.Parameter, nn.Parameter] | None:
@@ -115,6 +131,17 @@ class CompressedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """y = x Wᵀ + b, and the adapter's part; x ``(..., in)`` in the weight's dtype, or any floating dtype under autocast."""
+        if not torch.compiler.is_compiling():
+            plan, buffers = self._plans.get(x.numel()), self._buffers
+            if plan is not None and not torch._C._is_any_autocast_enabled():
+                values, indices, dense, *state = plan
+                if values is buffers["values"] and indices is buffers["indices"] and not values.requires_grad:
+                    now = [values._version, indices._version, values.data_ptr(), indices.data_ptr(), TABLE.revision, len(self._parameters)]
+                    if state == now:
+                        try:
+                            return F.linear(x, dense, self._parameters["bias"])
+                        except RuntimeError:  # the long way says what is wrong
+                            pass
         weight, dtype = self.weight, autocast_dtype(x)
         if dtype is not None and castable(weight.dtype):
             x = x.to(dtype) if castable(x.dtype) else x
@@ -124,36 +151,56 @@ class CompressedLinear(nn.Module):
         inputs, order = x, self.order
         if order is not None:
             x = x.index_select(-1, order if counts_writes(order) else order.clone())
-        # few tokens on a CPU by the shortest way, and a graph may not ask for their number
-        many = not torch.compiler.is_compiling() and (self.keep_dense or x.numel() > self._few or not x.is_cpu)
-        y = self._chosen(x, weight) if many else linear_compressed(x, weight, self.bias)
+        # a graph may not ask for the number of tokens
+        y = linear_compressed(x, weight, self.bias) if torch.compiler.is_compiling() else self._chosen(x, weight)
         adapter = self.adapter
         return y if adapter is None else add_adapter(y, inputs, *adapter)
 
     def _chosen(self, x: Tensor, weight: ops.Compressed) -> Tensor:
         """y = x Wᵀ + b by the candidate that is chosen for it."""
+        if x.shape[-1:] != (self.in_features,):
+            return linear_compressed(x, weight, self.bias)  # which says what is wrong
         gemm = self._gemm_of(x.numel() // (self.in_features or 1), x.dtype, x.device)
-        name, bias = choose(gemm), self._parameters["bias"]
+        name, bias = choose(gemm, measure=DENSE in gemm.forms), self._parameters["bias"]
         if name in ORDINARY:
             return linear_compressed(x, weight, bias)
         b = bias if bias is None or bias.dtype == x.dtype else bias.to(x.dtype)
         if name == DENSE:
-            return F.linear(x, weight.layout("dense", ops.Compressed.dense), b)
+            dense = weight.layout("dense", ops.Compressed.dense)
+            if b is bias:
+                self._plan(x, weight, dense)
+            return F.linear(x, dense, b)
         if torch.is_grad_enabled() or kind_of("", (x, weight.values, bias)) is None:
             return linear_compressed(x, weight, bias)
         form = form_of(name, gemm)
         return call(name, gemm, x, {form: weight.layout(form, partial(_packed, form))}, bias=b)
 
+    def _plan(self, x: Tensor, weight: ops.Compressed, dense: Tensor) -> None:
+        """From now on multiply inputs of this size by ``dense`` at once."""
+        kept = weight._layouts.get("dense")
+        if kept is None or kept[1] is not dense or weight is not self._view or self.order is not None or self.adapter is not None:
+            return
+        if len(self._plans) >= MOST_PLANS:
+            self._plans.clear()
+        values, indices = weight.values, weight.indices
+        state = (values._version, indices._version, values.data_ptr(), indices.data_ptr(), TABLE.revision, len(self._parameters))
+        self._plans[x.numel()] = (values, indices, dense, *state)
+
+    def _forget(self) -> None:
+        """Make everything anew, also after writes that torch does not count."""
+        self._view = None
+        self._plans.clear()
+
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
-        self._view = None  # a hook may have written where torch does not count it
+        self._forget()  # a hook may have written
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        self._view = None  # nor keep what lies where the module was
+        self._forget()  # nor keep what lies where the module was
         return super()._apply(*args, **kwargs)
 
     def train(self, mode: bool = True) -> CompressedLinear:
-        self._view = None  # made anew, also after writes that torch does not count
+        self._forget()
         return super().train(mode)
 
     def gemms(self, tokens: int, dtype: torch.dtype | None = None) -> tuple[Gemm, ...]:
@@ -165,7 +212,8 @@ class CompressedLinear(nn.Module):
         if last is not None and last.tokens == tokens and last.dtype == dtype and last.device == device:
             return last
         rows, cols, n, m = self.out_features, self.in_features, self.pattern.n, self.pattern.m
-        at_hand = forms(rows, cols, n, m, dtype, device.type, self.keep_dense)
+        dense = self.keep_dense or (device.type == "cpu" and rows * cols * dtype.itemsize <= SMALL_BYTES)
+        at_hand = forms(rows, cols, n, m, dtype, device.type, dense)
         gemm = self._asked = Gemm("fprop", tokens, rows, cols, n, m, dtype, device, at_hand)
         return gemm
 

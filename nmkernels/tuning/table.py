@@ -67,10 +67,12 @@ def folder() -> Path:
 class Table:
     """Lines, each a JSON object under a text, in one file: ``{"schema": 2, "lines": {"text": {...}}}``.
 
-    Safe to use from several threads, and from several processes: ``store`` keeps what the others stored.
+    Safe to use from several threads, and from several processes: ``store`` keeps what the others stored. ``revision`` counts what may have
+    changed an answer: who remembers answers compares it.
     """
 
     def __init__(self) -> None:
+        self.revision = 0
         self._lines: dict[str, Line] | None = None
         self._unwritten: dict[str, Line | None] = {}
         self._lock = threading.Lock()
@@ -122,6 +124,7 @@ class Table:
             with _alone():
                 both = {**self._read(quiet=True), **self._unwritten}  # what is damaged is replaced
                 self._lines = {key: line for key, line in sorted(both.items()) if line is not None}
+                self.revision += 1
                 target = self.path()
                 target.parent.mkdir(parents=True, exist_ok=True)
                 handle, part = tempfile.mkstemp(prefix=target.name, dir=target.parent)
@@ -139,6 +142,7 @@ class Table:
         """Read the file anew at the next call; what could not be written is lost."""
         with self._lock:
             self._lines = None
+            self.revision += 1
             self._unwritten.clear()
 
 

@@ -1,8 +1,9 @@
 """How long calls take: in turns, so that a machine that slows down slows all of them, and each call on other buffers than the one before.
 
-On a CPU a turn is calls that do not count, since torch's OpenMP threads spin for about 3 ms after another call, then some that do, of
-which the fastest counts. On a GPU it is a batch of calls between two events of the device, after as many that do not count. The device
-sleeps while a batch is queued, and a batch whose start was reached before its end was queued is timed again after a longer sleep.
+On a CPU an operation of torch comes before each call, as in a model: so waking threads counts, and what the operation left in the caches.
+A turn is a few such calls, of which the median counts. On a GPU it is a batch of calls between two events of the device, after as many
+that do not count. The device sleeps while a batch is queued, and a batch whose start was reached before its end was queued is timed again
+after a longer sleep.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import cycle
 from statistics import median
 from typing import Any, Protocol
@@ -24,10 +26,12 @@ Call = Callable[[], object]
 Under = Callable[[], AbstractContextManager[object]]
 """What is entered around calls, outside the clock."""
 
-SETTLE = 4e-3
-"""Seconds of calls on a CPU before those that count; a call of 16 times that needs none."""
-HOST_BATCH, LEAST_IN_BATCH, MOST_IN_BATCH = 2e-3, 2, 5
-"""Seconds and calls of a turn that count, on a CPU."""
+HOST_BATCH, MOST_IN_BATCH = 2e-3, 5
+"""Seconds and calls of a turn, on a CPU."""
+LONG = 6e-2
+"""A call of more seconds is warmed up once."""
+BETWEEN = 1 << 17
+"""Numbers of the operation between two calls: torch gives each of up to four threads a part."""
 
 DEVICE_BATCH, MOST_ON_DEVICE = 2e-4, 50
 """Seconds of the device, and of the host that queues it, that a batch takes, about; CUDA's queue holds 1024 kernels."""
@@ -42,8 +46,11 @@ LEAST, MOST = 3, 31
 SLOW, LEAST_SLOW = 0.5, 5
 """A call of more seconds is content with so many rounds: a training step, mostly."""
 
-HOPELESS = 2.0
-"""Of calls that are compared, one that is so many times slower than the fastest after the fewest rounds is timed no longer."""
+HOPELESS, FAR = 2.0, 4.0
+"""Of calls that are compared, one that is so many times slower than the fastest after the fewest rounds, or while warming up, is timed no
+longer."""
+STRETCH = 15
+"""So many times the budget the fewest rounds may take; of longer calls there are fewer."""
 
 COLD_BYTES, MOST_SETS = 64 << 20, 16
 """Sets of buffers together exceed this much cache: a model comes back to a layer when others have been there."""
@@ -78,25 +85,30 @@ class Meter(Protocol):
 
 
 class HostMeter:
-    """Times single calls by the host's clock: the fastest within ``batch`` seconds (0: of one), after ``settle`` seconds of others."""
+    """Times single calls by the host's clock, each after a ``between`` that does not count: the median of those that fit into ``batch``
+    seconds (0: one). ``settle``: seconds of calls before, none of which counts, in place of ``between``."""
 
-    def __init__(self, calls: Sequence[Call], settle: float = SETTLE, batch: float = HOST_BATCH, under: Under = nullcontext) -> None:
-        self.calls, self.settle, self.batch, self.under = cycle(calls), settle, batch, under
+    def __init__(
+        self, calls: Sequence[Call], settle: float = 0.0, batch: float = HOST_BATCH, under: Under = nullcontext, between: Call | None = None
+    ) -> None:
+        self.calls, self.settle, self.batch, self.under, self.between = cycle(calls), settle, batch, under, between
         self.count, self.cost = 1, 0.0
 
     def warm(self) -> float:
         with self.under():
             took = self._once()
-            if self.settle and took >= 16 * self.settle:
+            if took >= LONG:
                 self.settle = 0.0
             else:
                 took = self._once()
                 if self.batch:
-                    self.count = max(LEAST_IN_BATCH, min(MOST_IN_BATCH, int(self.batch / max(took, 1e-9))))
+                    self.count = max(1, min(MOST_IN_BATCH, int(self.batch / max(took, 1e-9))))
         self.cost = self.count * took + (max(took, self.settle) if self.settle else 0.0)
         return took
 
     def _once(self) -> float:
+        if self.between is not None:
+            self.between()
         call, start = next(self.calls), time.perf_counter()
         call()
         return time.perf_counter() - start
@@ -106,7 +118,7 @@ class HostMeter:
         with self.under():
             while time.perf_counter() - start < self.settle:
                 next(self.calls)()
-            return min(self._once() for _ in range(self.count))
+            return median([self._once() for _ in range(self.count)])
 
 
 class DeviceMeter:
@@ -178,7 +190,8 @@ def take_turns(meters: Mapping[str, Meter], seconds: float, least: int = LEAST, 
 
     Each has an equal share of the time; one too slow for its share sits rounds out, ``least`` excepted, evenly spread. One that raises is
     left out from then on, and costs the others nothing. With ``hopeless``, where only the fastest matters, all take part in every round,
-    until one so many times slower than the fastest is left out; and it ends with the time, or when nothing is left to compare.
+    until one so many times slower than the fastest is left out; and it ends with the time, or when nothing is left to compare. The fewest
+    rounds are fewer then where they would take ``STRETCH`` times as long.
     """
     wanted: dict[str, int] = {}
     fastest: dict[str, float] = {}
@@ -196,11 +209,18 @@ def take_turns(meters: Mapping[str, Meter], seconds: float, least: int = LEAST, 
     collecting = gc.isenabled()
     gc.disable()
     try:
+        warm: dict[str, float] = {}
         for name, meter in meters.items():
-            took = guarded(name, meter.warm)
+            took = warm[name] = guarded(name, meter.warm)
             share = most if hopeless else min(most, int(seconds / len(meters) / max(meter.cost, 1e-9)))
             wanted[name] = max(min(least, LEAST_SLOW) if took > SLOW else least, share)
         left = [name for name in meters if name not in failed]
+        if hopeless and left:
+            best = min(warm[name] for name in left)
+            for name in [name for name in left if warm[name] > FAR * best]:
+                rounds.append({name: warm[name]})
+                left.remove(name)
+            least = max(1, min(least, int(STRETCH * seconds / max(sum(meters[name].cost for name in left), 1e-9))))
         total = max((wanted[name] for name in left), default=0)
         for i in range(total):
             if hopeless and i >= least:
@@ -231,14 +251,16 @@ class Timer:
             return Turns([{name: self.given(Task(name, some[0])) for name, some in calls.items()}])
         cuda = self.device.type == "cuda"
         with torch.cuda.device(self.device) if cuda else nullcontext():  # the events of a GPU are those of the current one
-            meters = {name: DeviceMeter(some, self.device) if cuda else HostMeter(some) for name, some in calls.items()}
+            other = torch.zeros(0 if cuda else BETWEEN)
+            between = partial(other.mul_, 1.0)
+            meters = {name: DeviceMeter(some, self.device) if cuda else HostMeter(some, between=between) for name, some in calls.items()}
             return take_turns(meters, seconds, least, hopeless=hopeless)
 
     def compare(self, calls: Mapping[str, Sequence[Call]], seconds: float) -> tuple[dict[str, float], dict[str, str]]:
         """Seconds of each call, to find the fastest, and why those failed that did.
 
         On a CPU the lower quartile of the turns: what else runs there can only add, up to 40 times where it takes a core from threads that
-        wait for each other. On a GPU the median.
+        wait for each other. On a GPU the median. One that was given up while warming up has the time of that.
         """
         found = self.turns(calls, seconds, hopeless=HOPELESS)
         samples = {name: sorted(found.of(name)) for name in calls if name not in found.failed}

@@ -28,6 +28,8 @@ CPU = torch.device("cpu")
 FPROP = Gemm("fprop", 20, 16, 32, 2, 4, torch.float32, CPU)
 ODD = FPROP._replace(n=7, m=8)
 """By rule dense."""
+FEW = FPROP._replace(tokens=1, rows=4096, cols=4096)
+"""By rule the packed form, which has fewer bytes."""
 
 
 @pytest.fixture(autouse=True)
@@ -230,8 +232,8 @@ def test_what_a_backend_keeps_of_a_changing_weight_is_made_anew(mine: Callable[.
     before = gemms.call
 
     def call(name: str, gemm: Gemm, other: Tensor, operand: Any, **more: Any) -> Tensor:
-        if name == "mine rows" and more["out"] is None:
-            seen.append(operand["rows"][0]._version)
+        if name == "mine columns" and "out" not in more:
+            seen.append(operand["columns"][0]._version)
         return before(name, gemm, other, operand, **more)
 
     monkeypatch.setattr(gemms, "call", call)
@@ -239,40 +241,43 @@ def test_what_a_backend_keeps_of_a_changing_weight_is_made_anew(mine: Callable[.
     def thrice(task: Task) -> float:
         return float(sum(task() is None for _ in range(3)))
 
-    measure(FPROP, timer=thrice)
-    measure(FPROP._replace(changing=True), timer=thrice)
+    dgrad = FPROP._replace(role="dgrad", forms=("dense", "columns"))
+    measure(dgrad, timer=thrice)
+    measure(dgrad._replace(changing=True), timer=thrice)
     with torch.inference_mode():
-        measure(FPROP._replace(changing=True), timer=thrice)
+        measure(dgrad._replace(changing=True), timer=thrice)
     assert seen == [0, 0, 0, 1, 2, 3, 1, 2, 3]
 
 
 def test_a_backend_may_prepare_before_it_is_timed(mine: Callable[..., list[str]]) -> None:
     prepared: list[str] = []
-    how = mine(dispatch.Tuning(prepare=lambda op, *args: prepared.append(f"{op} {args[3]}:{args[4]}")))
+    how = mine(dispatch.Tuning(prepare=lambda op, *args, timer: prepared.append(f"{op} {args[3]}:{args[4]}")))
     assert measure(FPROP, timer=clock(mine_rows=0.5)).best == "mine rows" and prepared == ["nm_linear 2:4"]
     measure(FPROP, timer=clock(), compiling=False)
     how[0] = "declines"
     measure(FPROP, timer=clock())
     assert len(prepared) == 1
-    mine(dispatch.Tuning(prepare=lambda *args: [][0]))[0] = "right"
+    mine(dispatch.Tuning(prepare=lambda *args, timer: [][0]))[0] = "right"
     assert "IndexError" in measure(FPROP, timer=clock(mine_rows=0.5)).refused["mine rows"]
 
 
 # ---- where the answer comes from
 
 
-def test_unknown_gemms_follow_the_rule(mine: Callable[..., list[str]]) -> None:
+def test_unknown_gemms_follow_the_rule(mine: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     meta = torch.device("meta")
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_tile": True})
     for change, want in [
-        ({"tokens": 1}, "auto"),
-        ({"tokens": 1, "dtype": torch.float64}, "dense"),
-        ({"tokens": 64, "dtype": torch.bfloat16, "n": 7, "m": 8}, "dense"),
+        ({}, "auto"),
+        ({"rows": 16, "cols": 32}, "dense"),  # nothing gains so much as another call takes
+        ({"dtype": torch.float64}, "dense"),
+        ({"tokens": 2048, "dtype": torch.bfloat16, "n": 7, "m": 8}, "dense"),
         ({"device": meta}, "dense"),
         ({"forms": ("rows",), "dtype": torch.float64}, "auto"),
         ({"forms": ("dense",)}, "dense"),
     ]:
-        assert choose(FPROP._replace(**change)) == want, change
-    mine(dispatch.Tuning(heuristic=lambda role, dtype, tokens, n, m, device: (role, n, m, device.type) == ("fprop", 7, 8, "meta")))
+        assert choose(FEW._replace(**change)) == want, change
+    mine(dispatch.Tuning(heuristic=lambda role, dtype, tokens, rows, cols, n, m, device: (n, rows, device.type) == (7, 16, "meta")))
     assert choose(ODD._replace(device=meta)) == "auto" and choose(ODD) == "dense"
 
 
@@ -315,12 +320,11 @@ def test_after_the_first_time_it_is_a_lookup_that_does_not_grow_without_end(monk
 
 def test_the_environment_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gemms, "measure", never)
-    bf16 = FPROP._replace(dtype=torch.bfloat16)
     for setting, few, many, packed in [("dense", "dense", "dense", "auto"), ("packed", *["auto"] * 3), ("table", "auto", "dense", "auto")]:
         monkeypatch.setenv("NMKERNELS_CHOICE", setting)
         gemms.forget()
-        assert choose(bf16._replace(tokens=1), measure=True) == few and choose(bf16, measure=True) == many
-        assert choose(bf16._replace(forms=("rows",))) == packed and choose(bf16._replace(forms=("dense",))) == "dense"
+        assert choose(FEW, measure=True) == few and choose(ODD, measure=True) == many
+        assert choose(ODD._replace(forms=("rows",))) == packed and choose(FEW._replace(forms=("dense",))) == "dense"
     monkeypatch.setenv("NMKERNELS_BACKEND", "reference")
     gemms.forget()
     assert choose(ODD) == "auto" == choose(ODD._replace(dtype=torch.float64), measure=True)
@@ -362,6 +366,40 @@ def test_first_use_measures_where_it_is_allowed(timed: list[Gemm], monkeypatch: 
     assert choose(ODD._replace(cols=64)) == "cpu rows" and len(timed) == 2
 
 
+def test_masking_and_packing_are_part_of_the_time_of_a_weight_that_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = torch.ops.nmkernels
+    spies = {op: Mock(side_effect=getattr(raw, op)) for op in ("nm_prune", "nm_compress")}
+
+    def thrice(task: Task) -> float:
+        for op, spy in spies.items():
+            monkeypatch.setattr(raw, op, spy, raising=False)
+        return float(sum(task() is None for _ in range(3)))
+
+    for changing, want in ((False, 0), (True, 3)):
+        for spy in spies.values():
+            spy.reset_mock()
+        measure(FPROP._replace(changing=changing), timer=thrice)
+        assert spies["nm_prune"].call_count == spies["nm_compress"].call_count == want
+
+
+def test_first_use_times_some_of_many_tokens(timed: list[Gemm], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gemms, "ENOUGH", {"cpu": 1 << 20})
+    large = ODD._replace(tokens=1 << 10, rows=32, cols=64)
+    assert choose(large, measure=True) == "cpu rows" and timed == [large._replace(tokens=1 << 9)]
+    assert list(TABLE.lines()) == [gemms.key(large)]
+    assert gemms._fewer(large._replace(rows=1 << 14, cols=1 << 13)).tokens == gemms.MANY
+
+
+def test_deterministic_algorithms_are_not_chosen_by_the_clock(timed: list[Gemm]) -> None:
+    assert choose(ODD, measure=True) == "cpu rows"
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert choose(ODD, measure=True) == "dense" and choose(ODD._replace(forms=("rows",)), measure=True) == "auto"
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert choose(ODD) == "cpu rows" and len(timed) == 1
+
+
 @pytest.mark.parametrize(
     ("change", "where", "name", "value"),
     [
@@ -372,7 +410,7 @@ def test_first_use_measures_where_it_is_allowed(timed: list[Gemm], monkeypatch: 
         ({}, torch.autograd.profiler, "_is_profiler_enabled", True),
         ({"device": torch.device("cuda", 0)}, torch.cuda, "is_current_stream_capturing", lambda: True),
         ({"device": torch.device("meta")}, table, "device_name", lambda device: "none"),
-        ({"tokens": 1 << 20, "cols": 1 << 10}, table, "device_name", lambda device: "too much"),
+        ({"tokens": 1 << 20, "rows": 1 << 14, "cols": 1 << 14}, table, "device_name", lambda device: "too much"),
         ({"tokens": 0}, table, "device_name", lambda device: "nothing"),
     ],
 )
@@ -382,7 +420,7 @@ def test_first_use_never_measures_then(
     with monkeypatch.context() as m:
         m.setattr(table, "device_name", lambda device: "a GPU")
         m.setattr(where, name, value)
-        assert choose(ODD._replace(**change), measure=True) == ("auto" if change == {"tokens": 0} else "dense") and not timed
+        assert choose(ODD._replace(**change), measure=True) == "dense" and not timed
     if not change:
         assert choose(ODD, measure=True) == "cpu rows", "but afterwards it does"
 
@@ -420,7 +458,6 @@ def test_compiled_it_is_one_answer_for_all_tokens() -> None:
 
 def test_compiled_without_measurements_it_is_the_rule_for_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    few = FPROP._replace(tokens=1, dtype=torch.bfloat16)
-    assert choose(few) == "dense" and gemms.rule(few) == "auto"
+    assert choose(FEW) == "dense" and gemms.rule(FEW) == "auto"
     monkeypatch.setenv("NMKERNELS_CHOICE", "packed")
-    assert choose(few) == "auto"
+    assert choose(FEW) == "auto"

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from nmkernels import Pattern, ShapeError
+from nmkernels.backends.cpu import ways
 from nmkernels.testing import assert_equal_bits, assert_no_worse, fill_poison
 from python_tests.backends import gemm_calls
 from python_tests.backends.gemm_calls import inputs, unaligned
@@ -14,6 +15,12 @@ from python_tests.each import each
 TUNED = ("2:4", "1:4", "2:8", "1:8", "4:8", "1:16", "1:32")
 OTHERS = ("1:1", "1:2", "3:5", "4:4", "5:16", "2:32", "7:64", "200:256")
 every_dtype = each("dtype", [torch.float32, torch.bfloat16, torch.float16])
+
+
+@pytest.fixture(autouse=True)
+def _always_sparse(monkeypatch):
+    """The kernels themselves are tested here, also where they would not be chosen."""
+    monkeypatch.setattr(ways, "way", lambda *args: "sparse")
 
 
 class TestFewTokens(FewTokensSuite):

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from nmkernels import reference
 from nmkernels.backends.cpu import linear as module
+from nmkernels.backends.cpu import ways
 from nmkernels.pattern import Pattern, ShapeError
 from nmkernels.testing import assert_equal_bits, assert_no_worse, fill_poison
 from python_tests.backends.gemm_calls import packed, unaligned
@@ -20,8 +21,8 @@ every_pattern = each("text", PATTERNS)
 
 @pytest.fixture(autouse=True)
 def _always_sparse(monkeypatch):
-    """The kernels themselves are tested here, also where the policy would not choose them."""
-    monkeypatch.setattr(module, "sparse_wins", lambda *args, **kwargs: True)
+    """The kernels themselves are tested here, also where they would not be chosen."""
+    monkeypatch.setattr(ways, "way", lambda *args: "sparse")
     monkeypatch.setattr(module, "FEW_TOKENS", 0)
 
 
@@ -150,7 +151,7 @@ def test_same_bits_on_any_number_of_threads(cpu, on_threads, monkeypatch, text, 
 
 @each("dtype", DTYPES)
 def test_expanded_weights_share_memory_and_not_results(cpu, monkeypatch, dtype):
-    monkeypatch.setattr(module, "sparse_wins", lambda *args, **kwargs: False)
+    monkeypatch.setattr(ways, "way", lambda *args: "expand")
     gen = torch.Generator().manual_seed(9)
     first, second = (packed("2:4", rows, 64, dtype, gen=gen) for rows in (24, 16))
     x = torch.randn(20, 64, generator=gen).to(dtype)
@@ -159,3 +160,10 @@ def test_expanded_weights_share_memory_and_not_results(cpu, monkeypatch, dtype):
     check(cpu, "2:4", dtype, 17, 64, 20)
     monkeypatch.setattr(module, "ROOM_BYTES", 0)
     check(cpu, "2:4", dtype, 17, 64, 20)
+
+
+@each("dtype", DTYPES[1:])
+def test_16_bit_operands_may_be_multiplied_in_float32(cpu, monkeypatch, dtype):
+    monkeypatch.setattr(ways, "way", lambda *args: "expand to float32")
+    for tokens in (1, 20):
+        check(cpu, "2:4", dtype, 17, 64, tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import pytest
@@ -62,6 +63,7 @@ def _add(monkeypatch: pytest.MonkeyPatch, fn: Any) -> None:
 
 
 def test_without_a_dense_layout_it_may_expand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compressed, "SMALL_BYTES", 0)
     layer, x = _layer(False), torch.randn(20, 64)
     _chosen(layer, "expand")
     called: list[str] = []
@@ -71,13 +73,62 @@ def test_without_a_dense_layout_it_may_expand(monkeypatch: pytest.MonkeyPatch) -
     assert called == ["expand"] and "dense" not in layer.weight._layouts
 
 
-def test_few_tokens_on_a_cpu_ask_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compressed, "choose", lambda gemm: pytest.fail("asked"))
-    layer = _layer(False)
-    with torch.no_grad():
-        assert layer(torch.randn(16, 64)).shape == (16, 16) == layer(torch.randn(4, 4, 64)).flatten(0, 1).shape
-    with pytest.raises(pytest.fail.Exception):
-        layer(torch.randn(17, 64))
+def test_a_small_layer_on_a_cpu_keeps_a_dense_copy_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [layer.gemms(1)[0].forms for layer in (_layer(False), _layer(True))] == [("dense", "rows")] * 2
+    monkeypatch.setattr(compressed, "SMALL_BYTES", 16 * 64 * 4 - 1)
+    assert [layer.gemms(1)[0].forms for layer in (_layer(False), _layer(True))] == [("rows",), ("dense", "rows")]
+    monkeypatch.setattr(compressed, "SMALL_BYTES", 16 * 64 * 4)
+    layer, x = _layer(False), torch.randn(3, 64)
+    _chosen(layer, "dense", 3)
+    for _ in range(3):
+        assert torch.equal(layer(x), _expected(layer, x))
+    assert list(layer.state_dict()) == ["bias", "values", "indices"]
+    small, large = io.BytesIO(), io.BytesIO()
+    torch.save(layer, small)
+    torch.save(_layer(False), large)
+    assert abs(small.tell() - large.tell()) < 16 * 64 * 4, "the copy is not saved"
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> tuple[nm.CompressedLinear, Tensor]:
+    """A layer that has multiplied its dense copy, and whose next call of the kind asks nobody."""
+    layer, x = _layer(False), torch.randn(20, 64)
+    _chosen(layer, "dense")
+    layer(x)
+    monkeypatch.setattr(compressed, "choose", lambda *args, **kwargs: pytest.fail("asked"))
+    return layer, x
+
+
+def test_a_second_call_asks_nobody(planned: tuple[nm.CompressedLinear, Tensor]) -> None:
+    layer, x = planned
+    assert torch.equal(layer(x), _expected(layer, x)) and torch.equal(layer(x.view(4, 5, 64)).view(20, 16), layer(x))
+    y = layer(x.requires_grad_())
+    y.sum().backward()
+    torch.testing.assert_close(x.grad, layer.dense().sum(0).expand_as(x))
+    for wrong, error in ((x.double(), nm.DtypeError), (x.view(40, 32), nm.ShapeError), (x[:19], pytest.fail.Exception)):
+        with pytest.raises(error):
+            layer(wrong)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer: layer.values.mul_(2),
+        lambda layer: layer.to(torch.float64).float(),
+        lambda layer: layer.train(),
+        lambda layer: layer.load_state_dict(layer.state_dict()),
+        lambda layer: setattr(layer, "values", layer.values * 3),
+        lambda layer: setattr(layer.values, "data", layer.values * 3),
+        lambda layer: nm.nn.set_adapter(layer, torch.ones(64, 1), torch.ones(1, 16), 16, 64),
+        lambda layer: layer.values.requires_grad_(),
+        lambda layer: gemms.forget(),
+    ],
+)
+def test_a_layer_that_has_changed_asks_again(change: Any, planned: tuple[nm.CompressedLinear, Tensor]) -> None:
+    layer, x = planned
+    change(layer)
+    with pytest.raises(pytest.fail.Exception, match="asked"):
+        layer(x)
 
 
 def test_a_layout_of_tensor_cores_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +151,7 @@ def test_a_layout_of_tensor_cores_is_made_once(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_compiled_it_asks_nobody_and_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compressed, "choose", lambda gemm: pytest.fail("asked"))
+    monkeypatch.setattr(compressed, "choose", lambda *args, **kwargs: pytest.fail("asked"))
     layer = _layer(True)
     torch._dynamo.utils.counters.clear()
     compiled = torch.compile(layer, backend="eager", fullgraph=True, dynamic=True)

@@ -1,15 +1,16 @@
 """The three GEMMs of a linear layer with one operand compressed: on the compressed form, or decompressed and multiplied densely.
 
 The sparse kernels multiply what is stored and nothing else, so an inf or NaN of the other operand reaches a result only
-through a stored weight (a stored zero counts); where the dense GEMM is chosen, it reaches every result. They do N/M of the work at a
-rate of their own, so they win where N/M is small enough, whatever the size of the matrix.
+through a stored weight (a stored zero counts); where the dense GEMM is chosen (``ways``), it reaches every result.
 """
 
 from __future__ import annotations
 
 import threading
+from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...capability import compiled_core
@@ -19,41 +20,26 @@ from ...reference.linear import ACTIVATIONS
 from ..shared import address, contiguous
 from .core import DTYPES, core, register
 from .groups import check_indices, expand
+from .ways import DENSE, SPARSE, Gemm, Problem, prepare, seconds
 
-FEW_TOKENS, FEW_TOKENS_16_BIT = 16, 1
-"""Up to so many tokens ``linear`` reads every stored weight once for all of them; and in 16 bits next to a dense weight at hand."""
-
-DENSEST = {
-    # instruction set -> largest N/M that beats dense: float32; 16-bit numbers in fprop and wgrad; in dgrad,
-    # which sorts first (or in fprop next to a dense weight at hand)
-    "avx512_bf16": (3 / 4, 1 / 8, 1 / 16),
-    "avx512": (3 / 4, 1 / 8, 1 / 16),
-    "avx2": (1 / 2, 1 / 16, 1 / 16),
-    "portable": (1 / 4, 1 / 32, 1 / 32),
-}
+FEW_TOKENS = 16
+"""Up to so many tokens ``linear`` reads every stored weight once for all of them."""
 
 
-def sparse_wins(dtype: torch.dtype, n: int, m: int, dgrad: bool = False) -> bool:
-    """Whether a GEMM with many tokens is faster from the compressed form than dense."""
-    wide, narrow, narrow_dgrad = DENSEST[core().isa()]
-    return n / m <= (wide if dtype == torch.float32 else narrow_dgrad if dgrad else narrow)
+CLEAR = 1.25
+"""A predicted gain over dense below that is not relied on."""
 
 
-def packed_wins(role: str, dtype: torch.dtype, tokens: int, n: int, m: int, device: torch.device) -> bool:
-    """Whether one of a layer's GEMMs is done faster from the compressed weight as it is than from a dense one that is at hand.
+def packed_wins(role: str, dtype: torch.dtype, tokens: int, rows: int, cols: int, n: int, m: int, device: torch.device) -> bool:
+    """Whether the sparse kernel does one of a layer's GEMMs clearly faster than torch from a dense weight that is at hand, by a roofline.
 
-    In 16 bits that is less often than ``sparse_wins`` says, which compares with expanding the weight first. Of wgrad, the dense operand
-    is an estimate in dense layout.
+    Of wgrad, the dense operand is an estimate in dense layout.
     """
     if device.type != "cpu" or dtype == torch.float64 or not compiled_core().ok:
         return False
-    wide = dtype == torch.float32
-    if role == "fprop" and tokens <= (FEW_TOKENS if wide else FEW_TOKENS_16_BIT):
-        return True
-    return sparse_wins(dtype, n, m, dgrad=True)
+    problem = Problem(role, dtype, rows, tokens, cols, n, m) if role == "wgrad" else Problem(role, dtype, rows, cols, tokens, n, m)
+    return CLEAR * seconds(SPARSE, problem) < seconds(DENSE, problem)
 
-
-TUNING = Tuning(heuristic=packed_wins)
 
 ROOM_BYTES = 256 << 20
 """The largest dense weight whose memory a thread keeps for the next one; fresh pages cost more than expanding into them."""
@@ -77,12 +63,9 @@ class _Room(threading.local):
 _room = _Room()
 
 
-def _expanded(op: str, values: Tensor, indices: Tensor, n: int, m: int, cols: int) -> Tensor:
+def _expanded(op: str, dtype: torch.dtype, values: Tensor, indices: Tensor, n: int, m: int, cols: int) -> Tensor:
+    values = values.to(dtype)
     return expand(op, values, indices, n, m, cols, _room.like(values, values.shape[0], cols))
-
-
-def _deliver(result: Tensor, out: Tensor | None) -> Tensor:
-    return result.contiguous() if out is None else out.copy_(result)
 
 
 def _by_tokens(x: Tensor, cols: int) -> tuple[int, int, int]:
@@ -90,21 +73,13 @@ def _by_tokens(x: Tensor, cols: int) -> tuple[int, int, int]:
     return x.data_ptr(), 1, cols
 
 
-@register("nm_linear", tuning=TUNING)
-def _linear(
-    x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, bias: Tensor | None = None, activation: str = "",
-    residual: Tensor | None = None, out: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    y = _plain_linear(x, values, indices, n, m, cols, bias, out)
-    if activation:  # in float32, but of a result that is rounded already
-        y.copy_(ACTIVATIONS[activation](y.to(compute_dtype(y.dtype))))
-    return y if residual is None else y.add_(residual)
+# ---- on the compressed form
 
 
-def _plain_linear(x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, bias: Tensor | None, out: Tensor | None) -> Tensor:
+def _sparse_linear(
+    x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, bias: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
     rows, tokens = values.shape[0], x.shape[:-1].numel()
-    if tokens > FEW_TOKENS and not sparse_wins(x.dtype, n, m):
-        return _deliver(torch.nn.functional.linear(x, _expanded("linear", values, indices, n, m, cols), bias), out)
     x, values, indices = contiguous(x), contiguous(values), indices.contiguous()
     b = None if bias is None else contiguous(bias)
     y = x.new_empty(*x.shape[:-1], rows) if out is None else out
@@ -114,11 +89,8 @@ def _plain_linear(x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, co
     return y
 
 
-@register("nm_linear_dgrad", tuning=TUNING)
-def _linear_dgrad(g: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, out: Tensor | None = None) -> Tensor:
+def _sparse_dgrad(g: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, out: Tensor | None = None) -> Tensor:
     rows, tokens = values.shape[0], g.shape[:-1].numel()
-    if not sparse_wins(g.dtype, n, m, dgrad=True):
-        return _deliver(g @ _expanded("linear_dgrad", values, indices, n, m, cols), out)
     g, values, indices = contiguous(g), contiguous(values), indices.contiguous()
     dx = g.new_empty(*g.shape[:-1], cols) if out is None else out
     operands = (values.data_ptr(), indices.data_ptr(), rows, cols, tokens, *_by_tokens(g, rows), 0, *_by_tokens(dx, cols))
@@ -127,14 +99,74 @@ def _linear_dgrad(g: Tensor, values: Tensor, indices: Tensor, n: int, m: int, co
     return dx
 
 
-@register("nm_linear_wgrad", tuning=TUNING)
-def _linear_wgrad(values: Tensor, indices: Tensor, n: int, m: int, cols: int, x: Tensor, out: Tensor | None = None) -> Tensor:
+def _sparse_wgrad(values: Tensor, indices: Tensor, n: int, m: int, cols: int, x: Tensor, out: Tensor | None = None) -> Tensor:
     rows, width = values.shape[0], x.shape[1]
-    if not sparse_wins(x.dtype, n, m):
-        return _deliver(_expanded("linear_wgrad", values, indices, n, m, cols) @ x, out)
     x, values, indices = contiguous(x), contiguous(values), indices.contiguous()
     dw = x.new_empty(rows, width) if out is None else out
     operands = (values.data_ptr(), indices.data_ptr(), rows, cols, width, x.data_ptr(), width, 1, 0, dw.data_ptr(), width, 1)
     valid = core().spmm(core().SpmmCall(*operands), DTYPES[x.dtype], n, m, torch.get_num_threads())
     check_indices("linear_wgrad", valid, m)
     return dw
+
+
+# ---- decompressed, and multiplied in ``dtype``
+
+
+def _expanded_linear(
+    dtype: torch.dtype, x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, bias: Tensor | None = None
+) -> Tensor:
+    w = _expanded("linear", dtype, values, indices, n, m, cols)
+    return F.linear(x.to(dtype), w, None if bias is None else bias.to(dtype)).to(x.dtype)
+
+
+def _expanded_dgrad(dtype: torch.dtype, g: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int) -> Tensor:
+    return (g.to(dtype) @ _expanded("linear_dgrad", dtype, values, indices, n, m, cols)).to(g.dtype)
+
+
+def _expanded_wgrad(dtype: torch.dtype, values: Tensor, indices: Tensor, n: int, m: int, cols: int, x: Tensor) -> Tensor:
+    return (_expanded("linear_wgrad", dtype, values, indices, n, m, cols) @ x.to(dtype)).to(x.dtype)
+
+
+# ---- the ops
+
+
+def _of_linear(x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, *bias: Tensor | None) -> Problem:
+    return Problem("fprop", x.dtype, values.shape[0], cols, x.shape[:-1].numel(), n, m)
+
+
+def _of_dgrad(g: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int) -> Problem:
+    return Problem("dgrad", g.dtype, values.shape[0], cols, g.shape[:-1].numel(), n, m)
+
+
+def _of_wgrad(values: Tensor, indices: Tensor, n: int, m: int, cols: int, x: Tensor) -> Problem:
+    return Problem("wgrad", x.dtype, values.shape[0], cols, x.shape[1], n, m)
+
+
+FPROP = Gemm(_sparse_linear, _expanded_linear, _of_linear)
+DGRAD = Gemm(_sparse_dgrad, _expanded_dgrad, _of_dgrad)
+WGRAD = Gemm(_sparse_wgrad, _expanded_wgrad, _of_wgrad)
+
+
+def _tuning(gemm: Gemm) -> Tuning:
+    return Tuning(packed_wins, prepare=partial(prepare, gemm), kernel=gemm.sparse)
+
+
+@register("nm_linear", tuning=_tuning(FPROP))
+def _linear(
+    x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, bias: Tensor | None = None, activation: str = "",
+    residual: Tensor | None = None, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    y = FPROP(x, values, indices, n, m, cols, bias, out=out)
+    if activation:  # in float32, but of a result that is rounded already
+        y.copy_(ACTIVATIONS[activation](y.to(compute_dtype(y.dtype))))
+    return y if residual is None else y.add_(residual)
+
+
+@register("nm_linear_dgrad", tuning=_tuning(DGRAD))
+def _linear_dgrad(g: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, out: Tensor | None = None) -> Tensor:
+    return DGRAD(g, values, indices, n, m, cols, out=out)
+
+
+@register("nm_linear_wgrad", tuning=_tuning(WGRAD))
+def _linear_wgrad(values: Tensor, indices: Tensor, n: int, m: int, cols: int, x: Tensor, out: Tensor | None = None) -> Tensor:
+    return WGRAD(values, indices, n, m, cols, x, out=out)
