@@ -12,8 +12,11 @@ from torch import Tensor, nn
 from .. import ops
 from ..autograd import linear_compressed
 from ..autograd.gemms import AUTO, DENSE, Gemm, call, choose, form_of, forms
+from ..backends.cpu.linear import fprop_way, sparse_linear
+from ..backends.cpu.ways import SPARSE
+from ..dispatch import forced_backend
 from ..ops.compress import counts_writes
-from ..ops.define import kind_of
+from ..ops.define import kind_of, unwatched
 from ..ops.pack import positions
 from ..pattern import DtypeError, Pattern, ShapeError
 from ..tuning import TABLE
@@ -24,7 +27,7 @@ LAYOUTS = ("linear", "conv1d")
 ORDINARY = (AUTO, "cpu rows")
 """Candidates that ``linear_compressed`` takes by itself, and by a shorter way."""
 
-SMALL_BYTES = 1 << 19
+SMALL_BYTES = 1 << 20
 """The largest dense weight on a CPU of which a layer keeps a copy unasked: where a call takes microseconds, nothing beats ``F.linear``."""
 
 
@@ -32,9 +35,9 @@ MOST_PLANS = 256
 """Sizes of inputs that a layer remembers; then it forgets all of them."""
 
 
-class _Plans(dict[int, tuple[Any, ...]]):
-    """For each size of the input values, indices, the dense weight that multiplies it, and what tells that all are as they were; never
-    copied or saved."""
+class _Plans(dict[int, Any]):
+    """For each size of the input values, indices, the dense weight that multiplies it or None, and what tells that all are as they were;
+    never copied or saved."""
 
     def __reduce__(self) -> tuple[type[_Plans], tuple[()]]:
         return _Plans, ()
@@ -48,7 +51,7 @@ class CompressedLinear(nn.Module):
         layout: how the dense module stores its weight: ``"linear"`` ``(out, in)`` or ``"conv1d"`` ``(in, out)``. The GEMM is the same.
         keep_dense: keep the dense weight too, made at the first call that wants it, and multiply it where that is faster, as measured by
             ``nm.tune(model, tokens=...)`` or at the first call, else by rule. The layer then needs ``1 + M/N`` times the memory of its
-            values; the copy is not saved. On a CPU a layer with a dense weight of at most 512 KiB does so in any case. Writes that torch
+            values; the copy is not saved. On a CPU a layer with a dense weight of at most 1 MiB does so in any case. Writes that torch
             does not count (through ``.data``, by a collective) are seen after ``load_state_dict``, ``to``, ``train`` or ``eval``; a weight
             made under ``torch.inference_mode`` is expanded at every call: load it outside.
         adapter: (L ``(in, r)``, R ``(r, out)``) of a low-rank adapter, y += x L R / r, kept as the Parameters ``nm_left`` and ``nm_right``.
@@ -133,15 +136,19 @@ class CompressedLinear(nn.Module):
         """y = x Wᵀ + b, and the adapter's part; x ``(..., in)`` in the weight's dtype, or any floating dtype under autocast."""
         if not torch.compiler.is_compiling():
             plan, buffers = self._plans.get(x.numel()), self._buffers
+            values: Tensor
             if plan is not None and not torch._C._is_any_autocast_enabled():
                 values, indices, dense, *state = plan
-                if values is buffers["values"] and indices is buffers["indices"] and not values.requires_grad:
-                    now = [values._version, indices._version, values.data_ptr(), indices.data_ptr(), TABLE.revision, len(self._parameters)]
-                    if state == now:
-                        try:
-                            return F.linear(x, dense, self._parameters["bias"])
-                        except RuntimeError:  # the long way says what is wrong
-                            pass
+                now = [values._version, indices._version, values.data_ptr(), indices.data_ptr(), TABLE.revision, len(self._parameters)]
+                same = values is buffers["values"] and indices is buffers["indices"] and not values.requires_grad and state == now
+                if same and dense is not None:
+                    try:
+                        return F.linear(x, dense, self._parameters["bias"])
+                    except RuntimeError:  # the long way says what is wrong
+                        pass
+                elif same and x.is_cpu and x.dtype == values.dtype and x.shape[-1] == self.in_features and unwatched(x):
+                    p = self.pattern
+                    return sparse_linear(x, values, indices, p.n, p.m, self.in_features, self._parameters["bias"])
         weight, dtype = self.weight, autocast_dtype(x)
         if dtype is not None and castable(weight.dtype):
             x = x.to(dtype) if castable(x.dtype) else x
@@ -162,12 +169,17 @@ class CompressedLinear(nn.Module):
             return linear_compressed(x, weight, self.bias)  # which says what is wrong
         gemm = self._gemm_of(x.numel() // (self.in_features or 1), x.dtype, x.device)
         name, bias = choose(gemm, measure=DENSE in gemm.forms), self._parameters["bias"]
-        if name in ORDINARY:
-            return linear_compressed(x, weight, bias)
         b = bias if bias is None or bias.dtype == x.dtype else bias.to(x.dtype)
+        if name in ORDINARY:
+            if b is bias and x.is_cpu and x.dtype != torch.float64 and unwatched(x) and not forced_backend():
+                args = x, weight.values, weight.indices, self.pattern.n, self.pattern.m, self.in_features, bias
+                if name != AUTO or fprop_way(*args) == SPARSE:
+                    self._plan(x, weight, None)
+            return linear_compressed(x, weight, bias)
         if name == DENSE:
             dense = weight.layout("dense", ops.Compressed.dense)
-            if b is bias:
+            kept = weight._layouts.get("dense")
+            if b is bias and kept is not None and kept[1] is dense:
                 self._plan(x, weight, dense)
             return F.linear(x, dense, b)
         if torch.is_grad_enabled() or kind_of("", (x, weight.values, bias)) is None:
@@ -175,10 +187,9 @@ class CompressedLinear(nn.Module):
         form = form_of(name, gemm)
         return call(name, gemm, x, {form: weight.layout(form, partial(_packed, form))}, bias=b)
 
-    def _plan(self, x: Tensor, weight: ops.Compressed, dense: Tensor) -> None:
-        """From now on multiply inputs of this size by ``dense`` at once."""
-        kept = weight._layouts.get("dense")
-        if kept is None or kept[1] is not dense or weight is not self._view or self.order is not None or self.adapter is not None:
+    def _plan(self, x: Tensor, weight: ops.Compressed, dense: Tensor | None) -> None:
+        """From now on multiply inputs of this size at once: by ``dense``, or without it, where no gradient is wanted, by the kernel."""
+        if weight is not self._view or self.order is not None or self.adapter is not None or not counts_writes(weight.values):
             return
         if len(self._plans) >= MOST_PLANS:
             self._plans.clear()

@@ -174,6 +174,22 @@ def kind_of(name: str, args: Sequence[Any], given: Sequence[Tensor] = ()) -> tup
     return tuple(kind)
 
 
+def unwatched(x: Tensor) -> bool:
+    """Whether a call with this input may go to a kernel at once: a plain tensor, no gradient recorded, and nobody watches."""
+    return not (
+        torch.is_grad_enabled()
+        or type(x) is not Tensor
+        or x.layout is not torch.strided
+        or x._is_zerotensor()
+        or forward_ad._current_level >= 0
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._get_tracing_state() is not None
+        or torch.autograd.profiler._is_profiler_enabled
+    )
+
+
 def plainly(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call ``fn`` with grad mode and autocast off, so that a backend in plain torch does what one in C++ does.
 

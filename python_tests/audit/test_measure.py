@@ -11,7 +11,7 @@ from nmkernels.audit import advice, measure
 from nmkernels.audit.devices import DEVICES
 from nmkernels.audit.measure import expected, gemm_of, gemms, measure_all, measure_one, needed, tasks_of
 from nmkernels.audit.rules import Case, Layer, Rules, of_recipe, speedup
-from nmkernels.tuning import Task, timer
+from nmkernels.tuning import Task
 from python_tests.audit.given import COSTS
 
 P = nm.Pattern("2:4")
@@ -76,7 +76,6 @@ def test_this_machine_is_what_its_measurement_says():
 
 
 def test_the_real_clock_once_per_process(monkeypatch):
-    monkeypatch.setattr(timer, "SETTLE", 0.0)
     found = nm.audit({"fc": (64, 128)}, 32, "fst:2:4(end=None)", device="cpu", budget=600)
     assert found.measured_step > 0 and found.measured_inference > 0 and found.layers[0].measured_step[0].dense > 0
     monkeypatch.delattr(measure, "timed")

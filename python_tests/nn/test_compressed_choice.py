@@ -110,6 +110,27 @@ def test_a_second_call_asks_nobody(planned: tuple[nm.CompressedLinear, Tensor]) 
             layer(wrong)
 
 
+def test_a_second_call_of_the_kernel_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x = _layer(False), torch.randn(20, 64)
+    _chosen(layer, "cpu rows")
+    with torch.no_grad():
+        y = layer(x)
+        with monkeypatch.context() as m:
+            for name in ("choose", "linear_compressed"):
+                m.setattr(compressed, name, lambda *args, **kwargs: pytest.fail("asked"))
+            assert torch.equal(layer(x), y) and torch.equal(layer(x.view(4, 5, 64)).view(20, 16), y)
+            for other in (x[:19], x.view(40, 32), x.requires_grad_()):
+                with torch.set_grad_enabled(other is x), pytest.raises(pytest.fail.Exception):
+                    layer(other)
+            with pytest.raises(nm.DtypeError):
+                layer(x.double())
+        with torch.profiler.profile() as profiler:
+            layer(x)
+        assert "nmkernels::nm_linear" in {event.key for event in profiler.key_averages()}
+    layer(x).sum().backward()
+    assert x.grad is not None
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,7 @@ from ...reference.linear import ACTIVATIONS
 from ..shared import address, contiguous
 from .core import DTYPES, core, register
 from .groups import check_indices, expand
-from .ways import DENSE, SPARSE, Gemm, Problem, prepare, seconds
+from .ways import DENSE, SPARSE, Gemm, Problem, prepare, seconds, way
 
 FEW_TOKENS = 16
 """Up to so many tokens ``linear`` reads every stored weight once for all of them."""
@@ -76,7 +77,7 @@ def _by_tokens(x: Tensor, cols: int) -> tuple[int, int, int]:
 # ---- on the compressed form
 
 
-def _sparse_linear(
+def sparse_linear(
     x: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
     rows, tokens = values.shape[0], x.shape[:-1].numel()
@@ -142,9 +143,14 @@ def _of_wgrad(values: Tensor, indices: Tensor, n: int, m: int, cols: int, x: Ten
     return Problem("wgrad", x.dtype, values.shape[0], cols, x.shape[1], n, m)
 
 
-FPROP = Gemm(_sparse_linear, _expanded_linear, _of_linear)
+FPROP = Gemm(sparse_linear, _expanded_linear, _of_linear)
 DGRAD = Gemm(_sparse_dgrad, _expanded_dgrad, _of_dgrad)
 WGRAD = Gemm(_sparse_wgrad, _expanded_wgrad, _of_wgrad)
+
+
+def fprop_way(*args: Any) -> str:
+    """How ``nm_linear(*args)`` does its GEMM."""
+    return way(FPROP.problem(*args), FPROP, args)
 
 
 def _tuning(gemm: Gemm) -> Tuning:
