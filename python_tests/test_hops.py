@@ -41,7 +41,7 @@ def model_of(recipe):
     return model, handle.attach(recipe.optimizer(model.parameters(), lr=1e-3))
 
 
-@pytest.mark.parametrize(("packed", "calls", "files"), [(True, 35, 10), (False, 15, 10)])
+@pytest.mark.parametrize(("packed", "calls", "files"), [(True, 35, 10), (False, 15, 10), ("auto", 15, 10)])
 def test_forward_of_a_layer(packed, calls, files):
     model, _ = model_of(nm.recipes.SRSTE("2:4", packed=packed))
     x = torch.randn(8, 64)

@@ -96,7 +96,7 @@ def of_recipe(recipe: Recipe, pattern: Pattern) -> Rules:
         best.wgrad > 0,
         sum(span.steps for span in spans if _work(span) < 3) / steps,
         leaves,
-        bool(getattr(inner, "packed", False)),
+        bool(getattr(inner, "packed", False)) and getattr(inner, "fp8", None) is None,
     )
 
 
@@ -118,18 +118,13 @@ def _prepare_rule(transform: WeightTransform, columns: bool) -> str:
 
 
 def by_name(spec: str) -> Recipe:
-    """The recipe of a text, with ``packed="auto"`` and as long as a schedule needs to be seen, unless the text says otherwise."""
+    """The recipe of a text, as long as a schedule needs to be seen, unless the text says otherwise."""
     name, _, given = parse(spec)
     free = {f.name for f in fields(find(name)) if f.init} - set(given)
     steps = {"total_steps": STEPS} if "total_steps" in free else {}
-    auto: dict[str, Any] = {"packed": "auto"} if "packed" in free and "inner" not in given else {}
+    long = get(spec, **steps)
     try:
-        long = get(spec, **steps, **auto)
-    except RecipeError:  # emulated FP8 needs the dense layout, for instance
-        auto = {}
-        long = get(spec, **steps)
-    try:
-        short = get(spec, **auto)
+        short = get(spec)
     except RecipeError:
         return long
     return short if short.profile(STEPS) == long.profile(STEPS) else long

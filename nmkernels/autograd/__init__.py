@@ -2,7 +2,7 @@
 
 from .activation import SplitRule, sparse_relu2, split, split_linear
 from .linear import linear, linear_compressed
-from .plan import STRAIGHT_THROUGH, Form, GemmPlan, Operands, gemms_of, operands, reads
+from .plan import STRAIGHT_THROUGH, Form, GemmPlan, Operands, Reads, gemms_of, operands, reads
 from .transforms import CombinationMask, HardMask, WeightTransform, combination_count, masked
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "GemmPlan",
     "HardMask",
     "Operands",
+    "Reads",
     "SplitRule",
     "CombinationMask",
     "WeightTransform",

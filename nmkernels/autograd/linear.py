@@ -19,7 +19,7 @@ from ..ops.define import plainly
 from ..ops.linear import nm_linear, nm_linear_dgrad, nm_linear_wgrad
 from ..pattern import NMError, Pattern
 from . import fp8
-from .gemms import call, choose, function, pack_estimate
+from .gemms import DENSE, call, choose, function, pack_estimate
 from .plan import STRAIGHT_THROUGH, GemmPlan, Operands, wgrad_gemm
 from .transforms import WeightTransform
 
@@ -252,8 +252,10 @@ def _wgrad(plan: GemmPlan, g: Tensor, x: Tensor, seed: Tensor | None) -> Tensor:
             )
         words = torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=g.device) if seed is None else seed
     gemm = wgrad_gemm(plan, tokens, g.shape[1], x.shape[1], x.dtype, x.device)
-    if plan.fprop == "auto":
-        dw = call(choose(gemm, measure=True), gemm, x, g, seed=words)
+    # on a CPU how the op of the packed estimate is done may be measured, and a plan in dense layout is reproducible
+    how = choose(gemm, measure=True) if plan.fprop == "auto" else DENSE if plan.fprop == "dense" and x.is_cpu and plan.fp8 is None else ""
+    if how:
+        dw = call(how, gemm, x, g, seed=words)
     else:
         values, indices = pack_estimate(gemm, g, words)
         if plan.fp8 is None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -79,6 +79,11 @@ class GemmPlan:
     def packs(self) -> bool:
         """Whether a GEMM may read a compressed form of the weight."""
         return self.fprop != "dense"
+
+    @cached_property
+    def dense_layout(self) -> GemmPlan:
+        """The same with every GEMM in dense layout, which is bit for bit reproducible."""
+        return replace(self, fprop="dense", dgrad="dense") if self.packs else self
 
     def check(self, transform: WeightTransform) -> None:
         """Raise ``NMError`` unless the weight that ``transform`` makes has what this plan multiplies."""

@@ -16,12 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..autograd import Form, GemmPlan, Operands, WeightTransform, operands, reads
+from .. import dispatch
+from ..autograd import Form, GemmPlan, Operands, Reads, WeightTransform, operands, reads
 from ..backends.cpu.fingerprint import fingerprint
 from ..ops import Packed
+from ..tuning import TABLE
 
 Source = tuple[Tensor, WeightTransform, Sequence[Tensor], torch.dtype]
 """What an effective weight is made of: the weight, the transform, what that reads beside it, and the dtype of the GEMMs."""
+
+
+MOST_ASKED = 256
+"""Kinds of calls of which a layer remembers what they read; then it forgets all."""
 
 
 @dataclass(eq=False)
@@ -43,13 +49,18 @@ class EffectiveWeight:
 
     def __init__(self) -> None:
         self.attached = False  # an optimizer's hook tells us of every step
+        self.dense_layout = False  # the plan's "auto" means that for now: see recipes.trial
+        self.asked: dict[tuple[int, torch.dtype, bool, Any], Reads] = {}
+        self._basis: tuple[Any, ...] = ()
         self._dense, self._packed = _Copy(), _Copy()
 
     def read(self, source: Source, plan: GemmPlan, x: Tensor) -> Tensor | Operands:
         """The effective weight as a call with the input ``x`` reads it by ``plan``."""
         if plan.fprop == "dense":
             return self.dense(source)
-        fprop, dgrad, layout, by = reads(plan, source[1], source[0], source[3], x)
+        fprop, dgrad, layout, by = self._reads(source, plan, x)
+        if fprop == dgrad == "dense":
+            return self.dense(source)
         if not (self.attached or torch.is_grad_enabled()):
             dgrad = fprop  # nobody will ask for the rest
         wanted = (fprop, dgrad)
@@ -65,6 +76,21 @@ class EffectiveWeight:
         first = forms[fprop]
         assert first is not None
         return operands(first, None if dgrad == fprop else forms[dgrad], dgrad == "columns", by)
+
+    def _reads(self, source: Source, plan: GemmPlan, x: Tensor) -> Reads:
+        """What a call reads, remembered for those like it in ``asked``: by size and dtype of the GEMM, grad mode, and forced backend."""
+        weight, transform, _, dtype = source
+        if torch.compiler.is_compiling():
+            return reads(plan, transform, weight, dtype, x)
+        basis = plan, transform, weight.shape, weight.device, TABLE.revision
+        if basis != self._basis or len(self.asked) >= MOST_ASKED:
+            self._basis, self.asked = basis, {}
+        asked = x.numel(), dtype, torch.is_grad_enabled(), dispatch.environment.get(dispatch.ENV_KEY)
+        found = self.asked.get(asked)
+        if found is None:
+            found = reads(plan, transform, weight, dtype, x)
+            self._basis, self.asked[asked] = (*basis[:4], TABLE.revision), found  # which may have been measured just now
+        return found
 
     def dense(self, source: Source) -> Tensor:
         """W̃ ``(out, in)`` in dense layout, from the copy where that is still right."""

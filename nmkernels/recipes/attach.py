@@ -184,6 +184,9 @@ class Attachment:
                 numel += part.numel
                 moments += part._of_state("exp_avg_sq")
                 part.observed = None
+        trial = self.run.trial
+        if trial is not None and not trial.done:
+            trial.stepped()
         if stats is None:
             return
         steps = self._of_state("step")

@@ -73,7 +73,7 @@ def get(spec: str, **config: Any) -> Recipe:
 
     Example:
         >>> get("srste:2:8", decay=1e-4)
-        SRSTE(pattern=Pattern("2:8"), total_steps=None, decay=0.0001, packed=False)
+        SRSTE(pattern=Pattern("2:8"), total_steps=None, decay=0.0001, packed='auto')
     """
     name, pattern, options = parse(spec)
     cls = find(name)

@@ -19,6 +19,7 @@ from .registry import spec
 from .report import Report
 from .search.channels import Channels
 from .state import HeldTensors, LayerPatterns, Streams, generator_of, shape_of
+from .trial import Trial
 
 
 class Run:
@@ -34,6 +35,7 @@ class Run:
         self.optimizers: tuple[torch.optim.Optimizer, ...] = ()
         self.revision = 0
         self.calls = 0
+        self.trial: Trial | None = None
         self._transforms: dict[WeightTransform, WeightTransform] = {}
         setup = recipe.setup
         channels = None if setup.channels is None else Channels(model, layers, setup.channels, report)
@@ -133,6 +135,11 @@ class Run:
 
     def apply(self, stage: Stage) -> None:
         """Set what every layer does from now on; optimizers see ``revision`` at their next step."""
+        if self.trial is None or (stage.transform, stage.plan) != (self.stage.transform, self.stage.plan):
+            auto = stage.transform is not None and stage.plan.fprop == "auto"
+            self.trial = Trial(self.layers) if auto else None
+            for layer in self.layers.values():
+                layer.effective.dense_layout = False
         self.stage = stage
         self.revision += 1
         for layer in self.layers.values():

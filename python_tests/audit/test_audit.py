@@ -84,7 +84,7 @@ def test_totals_are_amdahls():
 
 def test_a_recipe_with_dense_steps():
     found = nm.audit({"fc": (4096, 4096)}, 8192, "fst:2:4(total_steps=600)", **H200)
-    assert found.steps == pytest.approx(5 / 6) and found.recipe == "fst:2:4(total_steps=600, packed='auto')"
+    assert found.steps == pytest.approx(5 / 6) and found.recipe == "fst:2:4(total_steps=600)"
     assert found.run == pytest.approx(1 / (5 / 6 / found.step + 1 / 6))
     assert found.inference == 1.0, "it leaves a dense model"
     assert "83 % of the recipe's steps are sparse" in str(found)
@@ -97,7 +97,7 @@ def test_every_recipe_is_understood(name):
     dense = {"dense", "act24", "maskllm", "proxsparse"}
     assert (found.step == 1.0) == (name in dense) == (found.steps == 0)
     assert ("no step is predicted to gain" in str(found)) == (name in dense)
-    packs = "packed" in {f.name for f in fields(find(name))}
+    packs = name == "layerwise" or "packed" in {f.name for f in fields(find(name))}
     assert (found.step > 1) == packs and (packs or not found.layers[0].sparse or found.step <= 1)
     assert (found.inference > 1.2) == (name not in {"dense", "act24", "fst", "slope"}), "slope leaves an adapter"
 
@@ -116,7 +116,7 @@ def test_sparse_models_have_their_own_rules():
     found, given = nm.audit(model, 4096, **H200), nm.audit(handle, 4096, **H200)
     steps = [[layer.step for layer in each.layers] for each in (dense, found, given)]
     assert steps[0] == steps[1] == steps[2]
-    assert given.recipe == dense.recipe == "fst:2:4(end=None, packed='auto')" and found.recipe == ""
+    assert given.recipe == dense.recipe == "fst:2:4(end=None)" and found.recipe == ""
     assert found.layers[0].sparse and found.layers[0].why == "2:4"
     with pytest.raises(nm.RecipeError, match="sparse already"):
         nm.audit(model, filter_fn=lambda module, name: True, **H200)
@@ -149,7 +149,7 @@ def test_frozen_weights_have_no_wgrad():
 def test_json_has_everything():
     found = nm.audit(gpt(), 64, "srste:2:4", timer=lambda task: 1e-3, device="cpu")
     read = json.loads(json.dumps(found.as_dict()))
-    assert read["tokens"] == 64 and read["recipe"] == "srste:2:4(packed='auto')" and len(read["layers"]) == 5
+    assert read["tokens"] == 64 and read["recipe"] == "srste:2:4" and len(read["layers"]) == 5
     fprop = read["layers"][0]["measured_step"]["pieces"][0]
     assert fprop == {"name": "fprop", "dense": 1e-3, "used": 1e-3, "form": "dense"}
     assert read["measured_step"] == found.measured_step and read["layers"][0]["advice"] == []

@@ -46,6 +46,6 @@ def test_measured_columns_appear_where_something_was_measured():
 
 def test_the_words_of_a_prediction():
     text = str(nm.audit({"fc": (4096, 4096)}, 8192, device="H200", dtype="bfloat16"))
-    assert "Predicted by a roofline, not measured: H200 SXM" in text and "A step of sste:2:4(packed='auto'): 8192 tokens;" in text
+    assert "Predicted by a roofline, not measured: H200 SXM" in text and "A step of sste:2:4: 8192 tokens;" in text
     passes = str(nm.audit({"fc": (4096, 4096)}, 512, "srste:1:8", device="A100", dtype="bfloat16", accumulate=4))
     assert "512 tokens, 4 passes per optimizer step" in passes and "400 W" in passes

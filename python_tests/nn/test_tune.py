@@ -28,7 +28,9 @@ def _packed(cols: int = 8, keep_dense: bool = True, dtype: torch.dtype = torch.f
 
 
 def _model() -> nn.Module:
-    return nn.Sequential(_packed(), _packed(), _packed(16), nm.SparseLinear(8, 4), _packed(keep_dense=False))
+    trained = nm.SparseLinear(8, 4)
+    trained.plan = trained.plan.dense_layout
+    return nn.Sequential(_packed(), _packed(), _packed(16), trained, _packed(keep_dense=False))
 
 
 def test_every_gemm_is_measured_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +96,7 @@ def test_layers_in_training_ask_for_what_their_plan_leaves_open(mask: str, dgrad
     layer(torch.randn(20, 8, requires_grad=True)).sum().backward()
     assert {gemms.key(p) for p in gemms._known} == known
     layer.use(transform, GemmPlan("packed", "packed", "dense", 2, 4))
-    assert layer.gemms(20) == () and nm.SparseLinear(8, 16).gemms(20) == ()
+    assert layer.gemms(20) == () and len(nm.SparseLinear(8, 16).gemms(20)) == 2
 
 
 def _raises(*args: object, **kwargs: object) -> str:

@@ -145,13 +145,16 @@ def test_plans():
     assert packing(True, "1:4", mvue) == GemmPlan("packed", "device", "mvue", 2, 4)
     assert packing("auto", "1:8") == GemmPlan("auto", "auto", n=1, m=8)
     assert FST("2:4", 60, packed=True).plan().wgrad == "mvue" and SSTE("1:4", packed="auto").plan().fprop == "auto"
-    assert all(not recipe().stage({}).plan.packs for recipe in (STE, SRSTE, SSTE))
+    assert all(recipe().stage({}).plan.fprop == "auto" for recipe in (STE, SRSTE, SSTE)), "by default"
+    assert not SSTE(fp8="paper").plan().packs, "emulated FP8 needs the dense layout"
+    plan = FST("2:4", 60).plan()
+    assert plan.dense_layout == FST("2:4", 60, packed=False).plan() == plan.dense_layout.dense_layout
 
 
 @pytest.mark.parametrize("name", ["ste", "srste", "sste", "step", "fst", "sdgf_chain"])
 def test_other_values_are_refused(name):
     for value in ("always", None, 2):
-        with pytest.raises(RecipeError, match=f"packed={value!r} is unknown; choose one of False, True, auto"):
+        with pytest.raises(RecipeError, match=f"packed={value!r} is unknown; choose one of auto, True, False"):
             made(name, packed=value)
     with pytest.raises(RecipeError, match="fp8='paper', packed=True do not go: .*the weight in dense layout"):
         SSTE(fp8="paper", packed=True)

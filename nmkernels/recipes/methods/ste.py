@@ -20,8 +20,10 @@ class STE(Recipe):
     M is the mask of the N largest magnitudes of each group, recomputed at every step.
 
     Args:
-        packed: multiply the compressed weight: False never; True forward, and for ∂L/∂x where a kernel reads it (on CPUs); "auto" at every
-            call and in every GEMM where that was measured to be faster (``nm.tune``). Results differ by rounding.
+        packed: multiply the compressed weight: "auto" in every GEMM where that was measured to be faster, by ``nm.tune`` or in the first
+            step, and only if some dozen steps of training, in turns with the dense layout, were faster as a whole; True forward, and for
+            ∂L/∂x where a kernel reads it (on CPUs); False never. Results differ by rounding; False, and "auto" under
+            ``torch.use_deterministic_algorithms(True)``, are bit for bit reproducible.
 
     Example:
         >>> STE("1:4").stage({}).transform

@@ -130,8 +130,8 @@ class STEP(Composite):
         if self.switch == "fixed" and high == 0:
             raise RecipeError("STEP: start is step 0, before any second moment exists; use SRSTE, or switch later.")
         if self.inner is not None:
-            for name, what in (("decay", "SR-STE"), ("packed", "phase 1")):
-                if getattr(self, name):
+            for name, what, default in (("decay", "SR-STE", 0.0), ("packed", "phase 1", "auto")):
+                if getattr(self, name) != default:
                     raise RecipeError(
                         f"STEP: {name}={getattr(self, name)!r} is of {what} and there is an inner recipe; give it to that one."
                     )
