@@ -23,10 +23,6 @@ from .core import DTYPES, core, register
 from .groups import check_indices, expand
 from .ways import DENSE, SPARSE, Gemm, Problem, prepare, seconds, way
 
-FEW_TOKENS = 16
-"""Up to so many tokens ``linear`` reads every stored weight once for all of them."""
-
-
 CLEAR = 1.25
 """A predicted gain over dense below that is not relied on."""
 
