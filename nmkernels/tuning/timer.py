@@ -86,24 +86,19 @@ class Meter(Protocol):
 
 class HostMeter:
     """Times single calls by the host's clock, each after a ``between`` that does not count: the median of those that fit into ``batch``
-    seconds (0: one). ``settle``: seconds of calls before, none of which counts, in place of ``between``."""
+    seconds (0: one)."""
 
-    def __init__(
-        self, calls: Sequence[Call], settle: float = 0.0, batch: float = HOST_BATCH, under: Under = nullcontext, between: Call | None = None
-    ) -> None:
-        self.calls, self.settle, self.batch, self.under, self.between = cycle(calls), settle, batch, under, between
+    def __init__(self, calls: Sequence[Call], batch: float = HOST_BATCH, under: Under = nullcontext, between: Call | None = None) -> None:
+        self.calls, self.batch, self.under, self.between = cycle(calls), batch, under, between
         self.count, self.cost = 1, 0.0
 
     def warm(self) -> float:
         with self.under():
             took = self._once()
-            if took >= LONG:
-                self.settle = 0.0
-            else:
+            if took < LONG:
                 took = self._once()
-                if self.batch:
-                    self.count = max(1, min(MOST_IN_BATCH, int(self.batch / max(took, 1e-9))))
-        self.cost = self.count * took + (max(took, self.settle) if self.settle else 0.0)
+                self.count = max(1, min(MOST_IN_BATCH, int(self.batch / max(took, 1e-9))))
+        self.cost = self.count * took
         return took
 
     def _once(self) -> float:
@@ -114,10 +109,7 @@ class HostMeter:
         return time.perf_counter() - start
 
     def turn(self) -> float:
-        start = time.perf_counter()
         with self.under():
-            while time.perf_counter() - start < self.settle:
-                next(self.calls)()
             return median([self._once() for _ in range(self.count)])
 
 

@@ -133,12 +133,6 @@ def test_before_each_call_comes_another_that_does_not_count(clock: Simulated) ->
     assert clock.log == ["torch", "a"] * 4
 
 
-def test_calls_settle_where_that_is_wanted(clock: Simulated) -> None:
-    meter = HostMeter([clock.call("a", 5e-3)], settle=12e-3, batch=0.0)
-    meter.warm()
-    assert meter.turn() == pytest.approx(5e-3) and len(clock.log) == 2 + 3 + 1
-
-
 def test_of_long_calls_there_are_fewer_rounds(clock: Simulated) -> None:
     found = compare(0.02, a=clock.call("a", 0.1), b=clock.call("b", 0.15), c=clock.call("c", 9.0))
     assert found == {"a": pytest.approx(0.1), "b": pytest.approx(0.15), "c": pytest.approx(9.0)}

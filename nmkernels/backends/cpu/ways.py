@@ -70,6 +70,9 @@ CALL = 5e-6
 NATIVE_16_BIT, EMULATED_16_BIT = {"amx_tile": 6.0, "avx512_bf16": 1.0}, 0.2
 """torch's GEMM in 16 bits relative to float32: with instructions for it, and without (0.12 in bfloat16, 0.3 in float16 on a Zen 3)."""
 
+NATIVE_KERNELS = ("avx512_bf16", "amx")
+"""Instruction sets whose bfloat16 kernels expand the operand inside the cache: they save bytes, and no arithmetic."""
+
 
 def seconds(way: str, p: Problem) -> float:
     """What ``p`` takes one thread, ``way`` being ``DENSE`` too: the longer of its arithmetic and its memory traffic."""
@@ -77,15 +80,19 @@ def seconds(way: str, p: Problem) -> float:
     dense, packed = p.rows * p.cols * size, p.rows * p.cols * p.n / p.m * (size + index)
     others, flops = p.width * (p.rows + p.cols) * size, 2.0 * p.rows * p.cols * p.width
     theirs = FLOPS["avx512" if torch.backends.cpu.get_cpu_capability().startswith("AVX512") else "avx2"]
+    in_16_bits = next((rate for name, rate in NATIVE_16_BIT.items() if torch.cpu.get_capabilities().get(name)), EMULATED_16_BIT)
     if way == SPARSE:
-        rate = SPARSE_SHARE * FLOPS.get(capability.instruction_set().partition("_")[0], theirs)
-        return CALL + max(flops * p.n / p.m / rate, (packed + others) / BANDWIDTH)
+        isa = capability.instruction_set()
+        work, rate = flops * p.n / p.m, SPARSE_SHARE * FLOPS.get(isa.partition("_")[0], theirs)
+        if p.dtype == torch.bfloat16 and isa in NATIVE_KERNELS:
+            work, rate = flops, theirs * in_16_bits
+        return CALL + max(work / rate, (packed + others) / BANDWIDTH)
     prepared = 0.0 if way == DENSE else CALL + (packed + dense) / BANDWIDTH
     if way == FLOAT32:
         dense, others, size = 2 * dense, 2 * others, 4
         prepared += (dense + others) / BANDWIDTH
     elif size == 2:
-        theirs *= next((rate for name, rate in NATIVE_16_BIT.items() if torch.cpu.get_capabilities().get(name)), EMULATED_16_BIT)
+        theirs *= in_16_bits
     return prepared + max(flops / theirs, (dense + others) / BANDWIDTH)
 
 
