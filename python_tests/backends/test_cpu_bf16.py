@@ -11,6 +11,8 @@ from torch import Tensor
 
 from nmkernels import reference
 from nmkernels.backends.cpu import linear as module
+from nmkernels.backends.cpu import ways
+from nmkernels.backends.cpu.core import core
 from nmkernels.pattern import Pattern, ShapeError
 from nmkernels.testing import assert_equal_bits, assert_no_worse, fill_poison
 from python_tests.backends.gemm_calls import packed, unaligned
@@ -20,10 +22,31 @@ BF16 = torch.bfloat16
 PATTERNS = ["2:4", "1:4", "4:4", "2:8", "1:8", "4:8", "1:16", "3:5", "7:12", "1:32", "1:256", "200:256"]
 
 
+class Dots:
+    """The core, whose GEMMs are those that processors take which multiply bf16."""
+
+    def __init__(self) -> None:
+        self.core = core()
+
+    def __getattr__(self, name):
+        return getattr(self.core, name)
+
+    def linear(self, x, values, indices, bias, y, dtype, tokens, rows, cols, n, m, threads):
+        call = self.core.SpmmCall(values, indices, rows, cols, tokens, x, 1, cols, bias, y, 1, rows)
+        return self.core.bf16_spmm(call, n, m, threads)
+
+    def spmm(self, call, dtype, n, m, threads):
+        return self.core.bf16_spmm(call, n, m, threads)
+
+    def spmm_transposed(self, call, dtype, n, m, threads):
+        return self.core.bf16_spmm_transposed(call, n, m, threads)
+
+
 @pytest.fixture(autouse=True)
 def _in_tiles(monkeypatch):
-    """Under every instruction set, also where the fp32 kernels would be taken."""
-    monkeypatch.setattr(module, "in_tiles", lambda dtype: dtype == BF16)
+    """Under every instruction set, also where the fp32 kernels, or a dense GEMM, would be taken."""
+    monkeypatch.setattr(module, "core", Dots)
+    monkeypatch.setattr(ways, "way", lambda *args: "sparse")
 
 
 def poisoned(*shape: int) -> Tensor:
