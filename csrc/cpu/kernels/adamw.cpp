@@ -10,6 +10,7 @@
 #include "adamw_block.h"
 #include "packer.h"
 #include "simd/spmm_convert.h"
+#include "simd/spmm_transpose.h"
 
 namespace nm {
 namespace {
@@ -35,62 +36,70 @@ void with_type(const View& view, const Window& w, const F& f) {
 inline void to_floats(const double* from, int64_t count, float* to) { std::copy(from, from + count, to); }
 inline void from_floats(const float* from, int64_t count, double* to) { std::copy(from, from + count, to); }
 
-// Copies between memory and a buffer, run(of `there` elements in memory, at `here` of the buffer, `stride` apart) for each
-// run of neighbours: rows of the window, or columns where these lie along the memory.
-template <class Run>
-void each_run(const View& view, const Window& w, const Run& run) {
-    if (view.col_stride == 1) {
-        for (int64_t r = 0; r < w.rows; ++r) run(r * view.row_stride, r * w.cols, w.cols, int64_t(1));
-    } else {
-        for (int64_t c = 0; c < w.cols; ++c) run(c * view.col_stride, c, w.rows, w.cols);
+// Rows, or columns where these lie along the memory: then a tile of up to kLine of each is transposed in registers.
+struct Tile {
+    alignas(64) float at[kBlock][kLine];  // columns of a window, each a line
+};
+
+// to[r * cols + c] = line c, place r; `rows` of kLine are filled.
+void turn_tile(const Tile& tile, int64_t rows, int64_t cols, float* to) {
+    int64_t c = 0;
+    if (rows == kLine) {
+        for (; c + kLanes <= cols; c += kLanes) {
+            for (int r = 0; r < kLine; r += kLanes) turn(&tile.at[c][r], kLine, to + r * cols + c, cols);
+        }
+    }
+    for (; c < cols; ++c) {
+        for (int64_t r = 0; r < rows; ++r) to[r * cols + c] = tile.at[c][r];
     }
 }
 
-template <class T>
-void load_run(const T* from, int64_t step, int64_t count, int64_t stride, float* to) {
-    if (stride == 1) {
-        to_floats(from, count, to);
-        return;
+void turn_back(const float* from, int64_t rows, int64_t cols, Tile& tile) {
+    int64_t c = 0;
+    if (rows == kLine) {
+        for (; c + kLanes <= cols; c += kLanes) {
+            for (int r = 0; r < kLine; r += kLanes) turn(from + r * cols + c, cols, &tile.at[c][r], kLine);
+        }
     }
-    T line[kLine];
-    float floats[kLine];
-    for (int64_t first = 0; first < count; first += kLine) {
-        const int64_t some = std::min<int64_t>(kLine, count - first);
-        for (int64_t i = 0; i < some; ++i) line[i] = from[(first + i) * step];
-        to_floats(line, some, floats);
-        for (int64_t i = 0; i < some; ++i) to[(first + i) * stride] = floats[i];
+    for (; c < cols; ++c) {
+        for (int64_t r = 0; r < rows; ++r) tile.at[c][r] = from[r * cols + c];
     }
 }
 
-template <class T>
-void store_run(const float* from, int64_t stride, int64_t count, int64_t step, T* to) {
-    if (stride == 1) {
-        from_floats(from, count, to);
-        return;
-    }
-    T line[kLine];
-    float floats[kLine];
-    for (int64_t first = 0; first < count; first += kLine) {
-        const int64_t some = std::min<int64_t>(kLine, count - first);
-        for (int64_t i = 0; i < some; ++i) floats[i] = from[(first + i) * stride];
-        from_floats(floats, some, line);
-        for (int64_t i = 0; i < some; ++i) to[(first + i) * step] = line[i];
-    }
-}
+bool along_columns(const View& view, const Window& w) { return view.row_stride == 1 && view.col_stride != 1 && w.rows <= kLine && w.cols <= kBlock; }
 
 void load(const View& view, const Window& w, float* to) {
     with_type(view, w, [&](auto* from) {
-        each_run(view, w, [&](int64_t there, int64_t here, int64_t count, int64_t stride) {
-            load_run(from + there, view.row_stride, count, stride, to + here);
-        });
+        if (view.col_stride == 1) {
+            for (int64_t r = 0; r < w.rows; ++r) to_floats(from + r * view.row_stride, w.cols, to + r * w.cols);
+        } else if (along_columns(view, w)) {
+            Tile tile;
+            for (int64_t c = 0; c < w.cols; ++c) {
+                __builtin_prefetch(from + c * view.col_stride + 2 * kLine);  // for the window after the next
+                to_floats(from + c * view.col_stride, w.rows, tile.at[c]);
+            }
+            turn_tile(tile, w.rows, w.cols, to);
+        } else {
+            for (int64_t r = 0; r < w.rows; ++r) {
+                for (int64_t c = 0; c < w.cols; ++c) to_floats(from + r * view.row_stride + c * view.col_stride, 1, to + r * w.cols + c);
+            }
+        }
     });
 }
 
 void store(const View& view, const Window& w, const float* from) {
     with_type(view, w, [&](auto* to) {
-        each_run(view, w, [&](int64_t there, int64_t here, int64_t count, int64_t stride) {
-            store_run(from + here, stride, count, view.row_stride, to + there);
-        });
+        if (view.col_stride == 1) {
+            for (int64_t r = 0; r < w.rows; ++r) from_floats(from + r * w.cols, w.cols, to + r * view.row_stride);
+        } else if (along_columns(view, w)) {
+            Tile tile;
+            turn_back(from, w.rows, w.cols, tile);
+            for (int64_t c = 0; c < w.cols; ++c) from_floats(tile.at[c], w.rows, to + c * view.col_stride);
+        } else {
+            for (int64_t r = 0; r < w.rows; ++r) {
+                for (int64_t c = 0; c < w.cols; ++c) from_floats(from + r * w.cols + c, 1, to + r * view.row_stride + c * view.col_stride);
+            }
+        }
     });
 }
 

@@ -47,6 +47,11 @@ struct Chosen {
         for (int i = 0; i < kVectors; ++i) c.at[i] = Flags::of(bits >> (i * Floats::width));
         return c;
     }
+    NM_INLINE static Chosen of(const Kept64<float>& kept) {
+        Chosen c;
+        for (int i = 0; i < kVectors; ++i) c.at[i] = Flags::of(kept, i);
+        return c;
+    }
 };
 
 // The masks of a call: called with a strip in registers and where it lies.
@@ -66,7 +71,7 @@ struct TwoOfFour {
 template <int N, int M>
 struct Fixed {
     static constexpr bool masked = true;
-    NM_INLINE Chosen operator()(const Strip&, const float* from) const { return Chosen::of(keep64<float, N, M>(from).bits()); }
+    NM_INLINE Chosen operator()(const Strip&, const float* from) const { return Chosen::of(keep64<float, N, M>(from)); }
 };
 
 struct AnyPattern {

@@ -47,6 +47,7 @@ struct Flags {
         const __m256i bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
         return {_mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(int32_t(bits)), bit), bit)};
     }
+    static Flags of(const Kept64<float>& kept, int i) { return {_mm256_xor_si256(kept.dropped[i], _mm256_set1_epi32(-1))}; }
 };
 
 inline Flags operator~(Flags a) { return {_mm256_xor_si256(a.x, _mm256_set1_epi32(-1))}; }
@@ -57,16 +58,16 @@ inline Flags unequal(Floats a, Floats b) { return {_mm256_castps_si256(_mm256_cm
 inline Floats choose(Flags lanes, Floats yes, Floats no) { return _mm256_blendv_ps(no.x, yes.x, _mm256_castsi256_ps(lanes.x)); }
 inline Floats kept(Flags lanes, Floats a) { return _mm256_and_ps(a.x, _mm256_castsi256_ps(lanes.x)); }
 
-// Flags of lanes beaten at least twice, inverted: see adamw_avx512.h.
+// As Keys64::two_of_four of select_avx2.h: the larger of a pair is kept if it beats the smaller of the other pair, the
+// smaller if it beats the larger. The lower index wins ties: there this one is the higher by 1.
 inline Flags two_of_four(Floats w) {
     const __m256i nan = _mm256_set1_epi32(int32_t(Key<float>::nan));
     const __m256i key = _mm256_min_epi32(_mm256_castps_si256(magnitude(w).x), nan);
-    const __m256i odd = _mm256_add_epi32(key, _mm256_set1_epi64x(-(int64_t(1) << 32)));
-    const __m256i late = _mm256_add_epi32(key, _mm256_setr_epi32(0, 0, -1, -1, 0, 0, -1, -1));
-    const __m256i one = _mm256_cmpgt_epi32(_mm256_shuffle_epi32(key, 0xb1), odd);
-    const __m256i two = _mm256_cmpgt_epi32(_mm256_shuffle_epi32(key, 0x4e), late);
-    const __m256i three = _mm256_cmpgt_epi32(_mm256_shuffle_epi32(key, 0x1b), late);
-    return ~Flags{_mm256_or_si256(_mm256_and_si256(one, two), _mm256_and_si256(three, _mm256_or_si256(one, two)))};
+    const __m256i other = _mm256_shuffle_epi32(key, 0xb1);
+    const __m256i larger = _mm256_cmpgt_epi32(_mm256_add_epi32(key, _mm256_set1_epi64x(1)), other);
+    const __m256i low = _mm256_shuffle_epi32(_mm256_min_epi32(key, other), 0x4e), high = _mm256_shuffle_epi32(_mm256_max_epi32(key, other), 0x4e);
+    const __m256i rival = _mm256_blendv_epi8(high, low, larger);
+    return {_mm256_cmpgt_epi32(_mm256_add_epi32(key, _mm256_setr_epi32(1, 1, 0, 0, 1, 1, 0, 0)), rival)};
 }
 
 // How many flags were set, in each lane.

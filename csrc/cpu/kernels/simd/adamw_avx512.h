@@ -45,6 +45,7 @@ struct Flags {
     __mmask16 k;
 
     static Flags of(uint64_t bits) { return {__mmask16(bits)}; }  // lane i: bit i
+    static Flags of(const Kept64<float>& kept, int i) { return of(kept.word >> (16 * i)); }
 };
 
 inline Flags operator~(Flags a) { return {_knot_mask16(a.k)}; }

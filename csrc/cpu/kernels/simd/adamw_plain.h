@@ -84,6 +84,7 @@ struct Flags {
         const Bits bit = {1, 2, 4, 8}, first = {low, low, low, low}, second = {high, high, high, high};
         return {{(first & bit) == bit, (second & bit) == bit}};
     }
+    static Flags of(const Kept64<float>& kept, int i) { return of(kept.word >> (Floats::width * i)); }
 };
 
 inline Flags operator~(const Flags& a) { return {{~a.x[0], ~a.x[1]}}; }
