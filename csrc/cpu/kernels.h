@@ -66,9 +66,9 @@ using SpmmFn = bool(const SpmmCall& call, int dtype, int n, int m, int threads);
 // C [cols, tokens] = Aᵀ B, B [rows, tokens], without bias: dgrad.
 using SpmmTransposedFn = SpmmFn;
 
-// The same two products in bf16, from dense tiles that are expanded block by block inside the cache, and made for AMX and AVX512-BF16;
-// other sets compute the same without them. Zeros are multiplied too, so an inf or NaN of B reaches all results of its token.
-// Numbers below 2^-126 may count as zero. The second is without bias.
+// The same two products in bf16, from dense tiles that are expanded block by block inside the cache, made for AMX and
+// AVX512-BF16; other sets compute the same without them. Zeros are multiplied too, so an inf or NaN of B may reach all results
+// of its token. Numbers below 2^-126 may count as zero. The second product is without bias.
 using Bf16SpmmFn = bool(const SpmmCall& call, int n, int m, int threads);
 
 // g [outer, length, inner] with groups along `length`, zero-padded to whole groups.
@@ -144,8 +144,8 @@ struct Kernels {
     FingerprintFn* fingerprint;
 };
 
-// NM_ISA is the name of the set that this file is being compiled for; files that are compiled once do not have it. A set that has only some
-// kernels of its own takes the others from NM_BASE_ISA.
+// NM_ISA is the name of the set that this file is being compiled for; files that are compiled once do not have it. A set that
+// has only some kernels of its own takes the others from NM_BASE_ISA.
 #if defined(NM_ISA)
 #if !defined(NM_BASE_ISA)
 #define NM_BASE_ISA NM_ISA

@@ -45,14 +45,16 @@ bool agree(int64_t outputs, int64_t depth, int64_t tokens, const W& w, const B& 
 
 void every_gemm(NM p, int64_t rows, int64_t cols, int64_t tokens, int threads) {
     const Weight w = compressed(p, rows, cols);
-    const Buffer x = numbers(tokens * cols, kBf16, 9, false), g = numbers(tokens * rows, kBf16, 10, false), bias = numbers(rows, kBf16, 11, false);
+    const Buffer x = numbers(tokens * cols, kBf16, 9, false), g = numbers(tokens * rows, kBf16, 10, false);
+    const Buffer bias = numbers(rows, kBf16, 11, false);
     const auto weight = [&](int64_t r, int64_t c) { return number(w.dense, kBf16, r * cols + c); };
     const std::string where = label(p, kBf16, nm::isa()) + " " + std::to_string(rows) + "x" + std::to_string(cols) + "x" + std::to_string(tokens);
     const auto indices = w.indices.as<uint8_t>();
     for (const bool by_token : {true, false}) {  // whether a token's numbers are neighbours, or the tokens' of one number
-        const auto strides = [&](int64_t size) { return by_token ? std::pair<int64_t, int64_t>{1, size} : std::pair<int64_t, int64_t>{tokens, 1}; };
+        using Strides = std::pair<int64_t, int64_t>;
+        const auto strides = [&](int64_t size) { return by_token ? Strides{1, size} : Strides{tokens, 1}; };
         const auto in = strides(cols), out = strides(rows);
-        const auto at = [&](const Buffer& of, std::pair<int64_t, int64_t> stride) {
+        const auto at = [&](const Buffer& of, Strides stride) {
             return [&of, stride](int64_t i, int64_t t) { return number(of, kBf16, i * stride.first + t * stride.second); };
         };
         for (const bool biased : {false, true}) {
@@ -64,9 +66,11 @@ void every_gemm(NM p, int64_t rows, int64_t cols, int64_t tokens, int threads) {
             CHECK(agree(rows, cols, tokens, weight, at(x, in), bias, biased, at(y, out))) << where << (by_token ? " fprop" : " wgrad");
         }
         Buffer dx(tokens * cols, 2);
-        const nm::SpmmCall call{w.values.data(), indices, g.data(), out.first, out.second, nullptr, dx.data(), in.first, in.second, rows, cols, tokens};
+        const nm::SpmmCall call{w.values.data(), indices, g.data(), out.first, out.second, nullptr,
+                                dx.data(), in.first, in.second, rows, cols, tokens};
         CHECK(nm::kernels().bf16_spmm_transposed(call, p.n, p.m, threads)) << where;
-        CHECK(agree(cols, rows, tokens, [&](int64_t c, int64_t r) { return weight(r, c); }, at(g, out), bias, false, at(dx, in))) << where << " dgrad";
+        const auto transposed = [&](int64_t c, int64_t r) { return weight(r, c); };
+        CHECK(agree(cols, rows, tokens, transposed, at(g, out), bias, false, at(dx, in))) << where << " dgrad";
     }
 }
 
@@ -97,9 +101,10 @@ TEST(bf16_gemms_of_damaged_indices) {
                 const Weight w = compressed(p, rows, cols);
                 w.indices.as<uint8_t>()[w.indices.bytes() - 1] = 0xff;
                 Buffer x = numbers(tokens * cols, kBf16, 9, false), y(tokens * rows, 2);
-                const nm::SpmmCall call{w.values.data(), w.indices.as<uint8_t>(), x.data(), 1, cols, nullptr, y.data(), 1, rows, rows, cols, tokens};
+                const auto indices = w.indices.as<uint8_t>();
+                const nm::SpmmCall call{w.values.data(), indices, x.data(), 1, cols, nullptr, y.data(), 1, rows, rows, cols, tokens};
                 CHECK(!nm::kernels().bf16_spmm(call, p.n, p.m, 1)) << label(p, kBf16, nm::isa());
-                const nm::SpmmCall turned{w.values.data(), w.indices.as<uint8_t>(), y.data(), 1, rows, nullptr, x.data(), 1, cols, rows, cols, tokens};
+                const nm::SpmmCall turned{w.values.data(), indices, y.data(), 1, rows, nullptr, x.data(), 1, cols, rows, cols, tokens};
                 CHECK(!nm::kernels().bf16_spmm_transposed(turned, p.n, p.m, 1)) << label(p, kBf16, nm::isa());
             }
         }

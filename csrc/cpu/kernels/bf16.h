@@ -41,7 +41,8 @@ class Room {
     size_t bytes_ = 0;
 };
 
-// C [outputs, tokens] = W B: W is the compressed matrix, or its transpose. Element (k, t) of B is b[k * b_row + t * b_col], C likewise.
+// C [outputs, tokens] = W B: W is the compressed matrix, or its transpose. Element (k, t) of B is b[k * b_row + t * b_col], C
+// likewise.
 struct Bf16Gemm {
     StoredBf16 a;
     const bf16* b;
@@ -68,29 +69,47 @@ struct PackedBf16 {
     Side side(int64_t first, int64_t step) const { return {at + first * tile + step * kTileDepth * width, kTileDepth * width, tile}; }
 };
 
+// `count` of at most `Most` numbers, zeros after them.
+template <int64_t Most>
+inline void copy_padded(const bf16* from, int64_t count, void* to) {
+    if (count == Most) {
+        std::memcpy(to, from, Most * sizeof(bf16));
+    } else {
+        std::memset(to, 0, Most * sizeof(bf16));
+        if (count > 0) std::memcpy(to, from, size_t(count) * sizeof(bf16));
+    }
+}
+
 // One step of a tile of tokens, `there` of them and `depths` deep, where a token's numbers are neighbours.
 inline void pack_rows(const bf16* b, int64_t b_col, int64_t there, int64_t depths, int width, bool pairs, bf16* to) {
-    alignas(64) float from[kTileSide * 16], turned[kTileSide * 16];  // two numbers each
-    std::memset(from, 0, sizeof from);
-    for (int64_t t = 0; t < there; ++t) std::memcpy(from + t * 16, b + t * b_col, size_t(depths) * sizeof(bf16));
+    const auto copy = [&](int64_t t, void* row) { copy_padded<kTileDepth>(b + std::min(t, there) * b_col, t < there ? depths : 0, row); };
     if (!pairs) {
-        std::memcpy(static_cast<void*>(to), from, sizeof from);
+        for (int64_t t = 0; t < kTileSide; ++t) copy(t, to + t * kTileDepth);
         return;
     }
+    alignas(64) float from[kTileSide * 16], turned[kTileSide * 16];  // two numbers each
+    for (int64_t t = 0; t < kTileSide; ++t) copy(t, from + t * 16);
     for (int i = 0; i < 16; i += kLanes) {
         for (int j = 0; j < width; j += kLanes) turn(from + j * 16 + i, 16, turned + i * 16 + j, 16);
     }
-    for (int pair = 0; pair < 16; ++pair) std::memcpy(static_cast<void*>(to + pair * 2 * width), turned + pair * 16, size_t(width) * sizeof(float));
+    for (int pair = 0; pair < 16; ++pair) {
+        std::memcpy(static_cast<void*>(to + pair * 2 * width), turned + pair * 16, size_t(width) * sizeof(float));
+    }
 }
 
 // The same where numbers of one depth are neighbours.
 inline void pack_columns(const bf16* b, int64_t b_row, int64_t there, int64_t depths, int width, bool pairs, bf16* to) {
-    std::memset(static_cast<void*>(to), 0, size_t(kTileDepth * width) * sizeof(bf16));
-    for (int64_t k = 0; k < depths; ++k) {
-        const bf16* from = b + k * b_row;
-        bf16* first = pairs ? to + (k / 2 * 2 * width) + k % 2 : to + k;
-        const int64_t stride = pairs ? 2 : kTileDepth;
-        for (int64_t t = 0; t < there; ++t) first[t * stride] = from[t];
+    for (int64_t k = 0; k < kTileDepth; k += 2) {
+        uint16_t first[kTileSide], second[kTileSide];
+        uint32_t both[kTileSide];
+        copy_padded<kTileSide>(b + std::min(k, depths) * b_row, k < depths ? there : 0, first);
+        copy_padded<kTileSide>(b + std::min(k + 1, depths) * b_row, k + 1 < depths ? there : 0, second);
+        for (int64_t t = 0; t < kTileSide; ++t) both[t] = first[t] | uint32_t(second[t]) << 16;
+        if (pairs) {
+            std::memcpy(static_cast<void*>(to + k * width), both, size_t(width) * sizeof(uint32_t));
+        } else {
+            for (int64_t t = 0; t < kTileSide; ++t) std::memcpy(static_cast<void*>(to + t * kTileDepth + k), both + t, sizeof(uint32_t));
+        }
     }
 }
 
@@ -133,7 +152,8 @@ inline void write_line(const float* low, const float* high, int64_t count, bf16*
 #endif
 }
 
-// A block of sums, `rows` x `columns` of it, to `to` at the given strides, one of which is 1. A bias belongs to the rows, whose stride is 1 then.
+// A block of sums, `rows` x `columns` of it, to `to` at the given strides, one of which is 1. A bias belongs to the rows, whose
+// stride is 1 then.
 inline void deliver(const float* sums, int64_t rows, int64_t columns, bf16* to, int64_t row_stride, int64_t column_stride, const bf16* bias,
                     bool streamed) {
     alignas(64) float turned[kBlockSums];

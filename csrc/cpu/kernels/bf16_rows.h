@@ -40,7 +40,8 @@ bool row_product(const Bf16Gemm& gemm, P p, const bf16* x, int64_t stride, int64
         __builtin_prefetch(indices);
         values += kValueBytes;
         indices += kValueBytes * index_bits(P::m) / 16;
-        valid &= expand_lines(a, p, row, begin, std::min(begin + kPiece, a.cols), [&](auto i, int64_t line, __m512i w) __attribute__((always_inline)) {
+        const int64_t end = std::min(begin + kPiece, a.cols);
+        valid &= expand_lines(a, p, row, begin, end, [&](auto i, int64_t line, __m512i w) __attribute__((always_inline)) {
             const bf16* inputs = x + begin + line * kLine;
 #pragma GCC unroll 8
             for (int t = 0; t < T; ++t) {

@@ -63,7 +63,8 @@ struct ByRows {
     static bool expand(const StoredBf16& a, P p, const Block& block, int64_t piece) {
         const int64_t row = piece / block.pieces_each, first = piece % block.pieces_each * kPiece, begin = block.depth + first;
         const int64_t end = std::min({begin + kPiece, block.depth + block.steps * kTileDepth, a.cols});
-        bf16* to = block.tiles + ((row / kPair * block.steps + first / kTileDepth) * 2 + row % kPair / kTileSide) * kTile + row % kTileSide * kLine;
+        const int64_t tile = (row / kPair * block.steps + first / kTileDepth) * 2 + row % kPair / kTileSide;
+        bf16* to = block.tiles + tile * kTile + row % kTileSide * kLine;
         if (row < block.outputs) {
             return expand_lines(a, p, block.output + row, begin, end, [&](auto, int64_t i, const Line& line) __attribute__((always_inline)) {
                 store_line(to + i * 2 * kTile, line);

@@ -103,7 +103,8 @@ struct ColumnBits<2, 4> {
         const __m512i even = _mm512_shuffle_epi8(table, _mm512_and_si512(packed, low));
         const __m512i odd = _mm512_shuffle_epi8(table, _mm512_and_si512(_mm512_srli_epi16(packed, 4), low));
         _mm512_store_si512(bits, _mm512_or_si512(even, _mm512_slli_epi16(odd, 4)));
-        return ((_mm512_testn_epi8_mask(even, even) & low_bits((groups + 1) / 2)) | (_mm512_testn_epi8_mask(odd, odd) & low_bits(groups / 2))) == 0;
+        const uint64_t bad_even = _mm512_testn_epi8_mask(even, even) & low_bits((groups + 1) / 2);
+        return (bad_even | (_mm512_testn_epi8_mask(odd, odd) & low_bits(groups / 2))) == 0;
     }
 };
 
@@ -163,7 +164,8 @@ struct ColumnBits<4, 8> {
             const __m512i packed = _mm512_maskz_loadu_epi8(low_bits(bytes), indices + 64 * half);
             uint64_t bad;
             const __m512i two = two_bits(packed, bad), four = _mm512_or_si512(two, _mm512_srli_epi16(two, 8));
-            const __m512i second = _mm512_and_si512(_mm512_srli_epi16(packed, 4), low), third = _mm512_and_si512(_mm512_srli_epi16(packed, 8), low);
+            const __m512i second = _mm512_and_si512(_mm512_srli_epi16(packed, 4), low);
+            const __m512i third = _mm512_and_si512(_mm512_srli_epi16(packed, 8), low);
             _mm256_store_si256(reinterpret_cast<__m256i*>(bits + 8 * half), _mm512_cvtepi16_epi8(four));
             good &= (bad & low_bits(bytes)) == 0 && (_mm512_cmpge_epu16_mask(second, third) & low_bits(bytes / 2)) == 0;
         }
@@ -182,10 +184,14 @@ __m512i stored_of_line(const bf16* values) {
 template <class P>
 constexpr bool kExpands = P::capacity != kMaxM;
 
+// Four lines from the first-th on.
 template <class P, class Emit, int... I>
-inline __attribute__((always_inline)) void expand_piece(const bf16* values, const uint32_t* bits, const Emit& emit, std::integer_sequence<int, I...>) {
+inline __attribute__((always_inline)) void four_lines(const bf16* values, const uint32_t* bits, int64_t first, const Emit& emit,
+                                                      std::integer_sequence<int, I...>) {
     constexpr int kStored = kLine * P::n / P::m;
-    (emit(std::integral_constant<int, I>(), I, _mm512_maskz_expand_epi16(bits[I], stored_of_line<kStored>(values + I * kStored))), ...);
+    (emit(std::integral_constant<int, I>(), first + I,
+          _mm512_maskz_expand_epi16(bits[first + I], stored_of_line<kStored>(values + (first + I) * kStored))),
+     ...);
 }
 
 #else
@@ -195,8 +201,8 @@ constexpr bool kExpands = false;
 
 #endif
 
-// emit(i, i, line i) for the lines of columns [begin, end) of a row, `begin` a multiple of kLine and at most kPiece columns; the first
-// argument is a constant where all the lines are there, else 0. False: an index is not below m.
+// emit(i % 4, i, line i) for the lines of columns [begin, end) of a row, `begin` a multiple of kLine and at most kPiece columns; the
+// first argument is a constant, and 0 where there are fewer. False: an index is not below m.
 template <class P, class Emit>
 inline __attribute__((always_inline)) bool expand_lines(const StoredBf16& a, P, int64_t row, int64_t begin, int64_t end, const Emit& emit) {
     constexpr std::integral_constant<int, 0> kFirst{};
@@ -208,11 +214,13 @@ inline __attribute__((always_inline)) bool expand_lines(const StoredBf16& a, P, 
         const uint8_t* indices = a.indices + row * a.bytes + begin / P::m * P::n * index_bits(P::m) / 8;
         if (__builtin_expect(ColumnBits<P::n, P::m>::get(indices, end - begin, bits), true)) {
             const int64_t lines = (end - begin) / kLine, rest = (end - begin) % kLine;
-            if (end - begin == kPiece) {
-                expand_piece<P>(values, bits, emit, std::make_integer_sequence<int, kPiece / kLine>{});
-                return true;
-            }
-            for (int64_t i = 0; i < lines; ++i) emit(kFirst, i, _mm512_maskz_expand_epi16(bits[i], stored_of_line<kStored>(values + i * kStored)));
+            // through memory: words of a register come out by the port that vpexpandw needs
+            asm volatile("" : "+m"(bits));
+            int64_t i = 0;
+#pragma GCC unroll 1
+            for (; i + 4 <= lines; i += 4) four_lines<P>(values, bits, i, emit, std::make_integer_sequence<int, 4>{});
+#pragma GCC unroll 1
+            for (; i < lines; ++i) emit(kFirst, i, _mm512_maskz_expand_epi16(bits[i], stored_of_line<kStored>(values + i * kStored)));
             if (rest == 0) return true;
             const int64_t left = (rest + P::m - 1) / P::m * P::n;
             const __m256i last = _mm256_maskz_loadu_epi16(__mmask16(low_bits(left)), values + lines * kStored);
@@ -223,6 +231,7 @@ inline __attribute__((always_inline)) bool expand_lines(const StoredBf16& a, P, 
 #endif
     alignas(64) bf16 dense[kPiece];
     const bool valid = expand_each(a, row, begin, end, dense);
+#pragma GCC unroll 1
     for (int64_t i = 0; i * kLine < end - begin; ++i) emit(kFirst, i, load_line(dense + i * kLine));
     return valid;
 }
