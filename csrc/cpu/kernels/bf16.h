@@ -3,10 +3,11 @@
 #pragma once
 
 #include <algorithm>
-#include <memory>
 
+#include "../caches.h"
 #include "../kernels.h"
 #include "../stream.h"
+#include "scratch.h"
 #include "simd/bf16_expand.h"
 #include "simd/bf16_product.h"
 #include "simd/spmm_convert.h"
@@ -15,31 +16,8 @@
 namespace nm {
 namespace {
 
-constexpr int64_t kL2Bytes = int64_t(2) << 20;  // of one core
-
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 inline int64_t round_up(int64_t a, int64_t to) { return ceil_div(a, to) * to; }
-
-// Memory that a thread keeps for its next product: fresh pages cost more than filling them.
-class Room {
-  public:
-    template <class T>
-    T* at_least(int64_t count) {
-        const size_t bytes = size_t(count) * sizeof(T);
-        if (bytes > bytes_) {
-            memory_.reset(::operator new(bytes, std::align_val_t{64}));
-            bytes_ = bytes;
-        }
-        return static_cast<T*>(memory_.get());
-    }
-
-  private:
-    struct Delete {
-        void operator()(void* p) const { ::operator delete(p, std::align_val_t{64}); }
-    };
-    std::unique_ptr<void, Delete> memory_;
-    size_t bytes_ = 0;
-};
 
 // C [outputs, tokens] = W B: W is the compressed matrix, or its transpose. Element (k, t) of B is b[k * b_row + t * b_col], C
 // likewise.
@@ -115,7 +93,7 @@ inline void pack_columns(const bf16* b, int64_t b_row, int64_t there, int64_t de
 
 // Tokens [first, first + tokens) of B, in memory of the calling thread.
 inline PackedBf16 pack(const Bf16Gemm& gemm, int64_t first, int64_t tokens, bool pairs, int threads) {
-    static thread_local Room room;
+    static thread_local Scratch room;
     PackedBf16 packed;
     packed.width = pairs ? int(std::min(tokens, kTileSide)) : int(kTileSide);
     packed.tiles = ceil_div(tokens, kTileSide);

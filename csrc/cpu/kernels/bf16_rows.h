@@ -63,7 +63,7 @@ bool row_product(const Bf16Gemm& gemm, P p, const bf16* x, int64_t stride, int64
 
 template <int T, class P>
 bool row_products(const Bf16Gemm& gemm, P p, int threads) {
-    static thread_local Room room;
+    static thread_local Scratch room;
     const int64_t stride = round_up(gemm.depth, kLine);
     bf16* x = room.at_least<bf16>(T * stride);
     std::memset(static_cast<void*>(x), 0, size_t(T * stride) * sizeof(bf16));

@@ -30,13 +30,13 @@ Cut cut(const Bf16Gemm& gemm, int64_t tokens, bool transposed, int threads) {
     const int64_t least = std::max<int64_t>(1, gemm.outputs * gemm.depth / kChunk);  // tasks that are worth handing out
     if (tokens <= kFewTokens && !transposed) {
         // two passes over the tokens share a block, so that it is better as deep as the cache allows
-        const int64_t deepest = kL2Bytes / 4 / (kPair * int64_t(sizeof(bf16))) / kPiece * kPiece;
+        const int64_t deepest = caches().second / 4 / (kPair * int64_t(sizeof(bf16))) / kPiece * kPiece;
         const int64_t depth = tokens <= kPair ? kPiece : std::min(round_up(gemm.depth, kPiece), deepest);
         const int64_t tasks = std::min<int64_t>(least, 4 * threads);
         return {round_up(ceil_div(gemm.outputs, tasks), kPair), tokens, kPair, std::max(depth, kPiece), true, true};
     }
     // sums take a quarter of the second-level cache, an expanded block an eighth, or two of them a quarter
-    const int64_t most = 256, wide = kL2Bytes / 4 / most / int64_t(sizeof(float));
+    const int64_t most = 256, wide = std::max(caches().second / 4 / most / int64_t(sizeof(float)) / kPair, int64_t(1)) * kPair;
     const int64_t chunks = ceil_div(tokens, wide), tasks = std::min<int64_t>(least, ceil_div(2 * threads, chunks));
     const int64_t outputs = std::min(most, round_up(ceil_div(gemm.outputs, tasks), kPair));
     return {outputs, wide, outputs, kPiece, tokens >= wide, false};
@@ -113,7 +113,7 @@ struct ByColumns {
 template <class By, class P>
 bool multiply(const Bf16Gemm& gemm, const PackedBf16& packed, const Cut& cut, P p, int64_t begin, int64_t end, int64_t first, int64_t last,
               int64_t tokens, bf16* c, bool streamed) {
-    static thread_local Room block_room, sums_room;
+    static thread_local Scratch block_room, sums_room;
     const int64_t pairs = cut.outputs / kPair, room = pairs * cut.depth / kTileDepth * 2 * kTile;
     bf16* tiles = block_room.at_least<bf16>((cut.ahead ? 2 : 1) * room);
     float* sums = sums_room.at_least<float>(pairs * ceil_div(last - first, 2) * kBlockSums);
@@ -182,7 +182,7 @@ bool multiply(const Bf16Gemm& gemm, const PackedBf16& packed, const Cut& cut, P 
 template <class By, class P>
 bool every_token(const Bf16Gemm& gemm, P p, int threads) {
     const int64_t fit = kPackedBytes / int64_t(sizeof(bf16)) / std::max<int64_t>(gemm.depth, 1), chunk = std::max<int64_t>(fit / 512, 1) * 512;
-    const bool streamed = gemm.outputs * gemm.tokens * int64_t(sizeof(bf16)) >= kL2Bytes;
+    const bool streamed = gemm.outputs * gemm.tokens * int64_t(sizeof(bf16)) >= caches().second;
     std::atomic<bool> valid{true};
     for (int64_t done = 0; gemm.outputs > 0 && done < gemm.tokens; done += chunk) {
         const int64_t tokens = std::min(chunk, gemm.tokens - done);

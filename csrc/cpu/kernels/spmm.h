@@ -13,6 +13,7 @@
 #include "../../core/bitpack.h"
 #include "../caches.h"
 #include "../kernels.h"
+#include "scratch.h"
 #include "simd/spmm_convert.h"
 #include "simd/spmm_decode.h"
 #include "simd/spmm_transpose.h"
@@ -32,25 +33,6 @@ inline int64_t panel_bytes() { return caches().first * 3 / 4; }
 
 // A tile of C, which stays in the second-level cache.
 inline int64_t tile_bytes() { return caches().second / 2; }
-
-// Memory that a thread keeps for its next product: fresh pages cost more than filling them.
-class Scratch {
-  public:
-    float* at_least(int64_t count) {
-        if (count > size_) {
-            memory_.reset(static_cast<float*>(::operator new(size_t(count) * sizeof(float), std::align_val_t{64})));
-            size_ = count;
-        }
-        return memory_.get();
-    }
-
-  private:
-    struct Delete {
-        void operator()(float* p) const { ::operator delete(p, std::align_val_t{64}); }
-    };
-    std::unique_ptr<float, Delete> memory_;
-    int64_t size_ = 0;
-};
 
 // B and C of one call: element (k, t) of B is b[k * b_row + t * b_col]; one of the strides is 1. C likewise; with a bias
 // c_row is.
@@ -98,11 +80,12 @@ void by_chunks(const Operands<T>& all, const F& f) {
     }
 }
 
-// Rows of C in one task: at most a tile's worth, and about four tasks for each thread.
+// Rows of C in one task: at most a tile's worth, and about four tasks for each thread. Whole eights, so that which rows are
+// summed together, and with it their bits, does not depend on the number of threads.
 inline int64_t row_block(int64_t rows, const Tiles& tiles, int threads) {
     const int64_t most = tile_bytes() / int64_t(sizeof(float)) / tiles.width;
     const int64_t blocks = std::max((rows + most - 1) / most, (4 * threads + tiles.count - 1) / tiles.count);
-    return std::max<int64_t>(64, (rows + blocks - 1) / blocks);
+    return std::max<int64_t>(64, ((rows + blocks - 1) / blocks + 7) / 8 * 8);
 }
 
 // Rows [begin, end) of B at tokens [token, token + width), packed; zeros after the last token.
@@ -138,7 +121,7 @@ void pack(const Operands<T>& op, int64_t token, int64_t width, int64_t begin, in
 template <class T>
 const float* pack_all(const Operands<T>& op, int64_t depth, const Tiles& tiles, int threads) {
     static thread_local Scratch room;
-    float* to = room.at_least(tiles.count * tiles.width * depth);
+    float* to = room.at_least<float>(tiles.count * tiles.width * depth);
     constexpr int64_t kRows = 256;
     const int64_t pieces = (depth + kRows - 1) / kRows;
     parallel_for(tiles.count * pieces, threads, [&](int64_t i) {
@@ -154,7 +137,7 @@ const float* pack_all(const Operands<T>& op, int64_t depth, const Tiles& tiles, 
 // Where the calling thread forms the sums of its task.
 inline float* tile_room(int64_t count) {
     static thread_local Scratch room;
-    return room.at_least(count);
+    return room.at_least<float>(count);
 }
 
 // Writes a tile of C, `rows` rows from `row` on, with the bias.
@@ -244,49 +227,42 @@ struct Entries {
     const uint32_t* offsets;
 };
 
-// For each of R rows the sum of values[k] * row of B over `count` entries; added to c, or c itself when `fresh`. One
-// block's sum is formed apart from the total, so that rounding errors do not grow with the length.
+// So many products are summed at a time; such sums are added to the total, so that rounding errors do not grow with the length.
+constexpr int kChain = 64;
+
+// For each of R rows the sum of values[k] * row of B over `count` entries; added to c, or c itself when `fresh`. Few and
+// narrow rows sum every second (fourth, eighth) weight apart, because a multiply-add waits four cycles for the one before.
 template <int V, int R>
 void add_rows(const Entries* rows, int count, const float* panel, float* c, bool fresh) {
+    constexpr int kApart = V * R > 4 ? 1 : V * R > 2 ? 2 : V * R == 2 ? 4 : 8;
     const char* first = reinterpret_cast<const char*>(panel);
-    Vec sum[R * V];
-    each<R * V>([&](auto i) { sum[i] = vec_all(0.0f); });
+    for (int begin = 0; begin < count || fresh; begin += kChain, fresh = false) {
+        const int end = std::min(begin + kChain, count);
+        Vec sum[kApart * R * V];
+        each<kApart * R * V>([&](auto i) { sum[i] = vec_all(0.0f); });
+        const auto multiply = [&](int k, auto apart) {
+            each<R>([&](auto r) {
+                const Vec weight = vec_all(rows[r].values[k]);
+                const float* row = reinterpret_cast<const float*>(first + rows[r].offsets[k]);
+                each<V>([&](auto v) {
+                    Vec& its = sum[(apart * R + r) * V + v];
+                    its = vec_fma(weight, vec_load(row + v * kLanes), its);
+                });
+            });
+        };
+        int k = begin;
 #pragma GCC unroll 4
-    for (int k = 0; k < count; ++k) {
-        each<R>([&](auto r) {
-            const Vec weight = vec_all(rows[r].values[k]);
-            const float* row = reinterpret_cast<const float*>(first + rows[r].offsets[k]);
-            each<V>([&](auto v) { sum[r * V + v] = vec_fma(weight, vec_load(row + v * kLanes), sum[r * V + v]); });
+        for (; k + kApart <= end; k += kApart) each<kApart>([&](auto i) { multiply(k + i, i); });
+        for (; kApart > 1 && k < end; ++k) multiply(k, std::integral_constant<int, 0>{});
+        each<R * V>([&](auto i) {
+            each<kApart - 1>([&](auto j) { sum[i] = vec_add(sum[i], sum[(j + 1) * R * V + i]); });
+            vec_store(c + i * kLanes, fresh ? sum[i] : vec_add(vec_load(c + i * kLanes), sum[i]));
         });
     }
-    if (fresh) each<R * V>([&](auto i) { vec_store(c + i * kLanes, sum[i]); });
-    else each<R * V>([&](auto i) { vec_store(c + i * kLanes, vec_add(vec_load(c + i * kLanes), sum[i])); });
-}
-
-// The same of a single row. Narrow tiles sum every second (fourth, eighth) weight apart.
-template <int V>
-void add_row(const Entries& row, int count, const float* panel, float* c, bool fresh) {
-    constexpr int kChains = V > 6 ? 1 : V > 2 ? 2 : V == 2 ? 4 : 8;
-    const char* first = reinterpret_cast<const char*>(panel);
-    Vec sum[kChains * V];
-    each<kChains * V>([&](auto i) { sum[i] = vec_all(0.0f); });
-    const auto multiply = [&](int k, auto chain) {
-        const Vec weight = vec_all(row.values[k]);
-        const float* b = reinterpret_cast<const float*>(first + row.offsets[k]);
-        each<V>([&](auto v) { sum[chain * V + v] = vec_fma(weight, vec_load(b + v * kLanes), sum[chain * V + v]); });
-    };
-    int k = 0;
-    for (; k + kChains <= count; k += kChains) each<kChains>([&](auto i) { multiply(k + i, i); });
-    for (; k < count; ++k) multiply(k, std::integral_constant<int, 0>{});
-    each<V>([&](auto v) {
-        each<kChains - 1>([&](auto i) { sum[v] = vec_add(sum[v], sum[(i + 1) * V + v]); });
-    });
-    if (fresh) each<V>([&](auto v) { vec_store(c + v * kLanes, sum[v]); });
-    else each<V>([&](auto v) { vec_store(c + v * kLanes, vec_add(vec_load(c + v * kLanes), sum[v])); });
 }
 
 // Rows that are summed side by side: a multiply-add waits four cycles for the one before, and two begin in each.
-constexpr int rows_at_once(int vectors) { return vectors > 6 ? 1 : vectors > 2 ? 2 : vectors > 1 ? 4 : 8; }
+constexpr int rows_at_once(int vectors) { return vectors > 6 ? 1 : vectors > 2 ? 2 : 4; }
 
 // f(std::integral_constant<int, V>) for a width of V vectors.
 template <class F>

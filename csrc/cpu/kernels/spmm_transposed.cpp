@@ -90,7 +90,10 @@ bool block_sums(const Source<T>& a, const float* packed, int64_t tile, int64_t c
         valid = a.sort(column, k, std::min(k + kRows, a.rows), kRowBytes, sorted) && valid;
         for (int64_t t = 0; t < count; ++t) {
             const float* panel = packed + ((tile + t) * a.rows + k) * kWidth;
-            for (int64_t r = 0; r < rows; ++r) add_row<V>(sorted.column(r), sorted.count[size_t(r)], panel, c + (t * rows + r) * kWidth, k == 0);
+            for (int64_t r = 0; r < rows; ++r) {
+                const Entries entries = sorted.column(r);
+                add_rows<V, 1>(&entries, sorted.count[size_t(r)], panel, c + (t * rows + r) * kWidth, k == 0);
+            }
         }
     }
     return valid;

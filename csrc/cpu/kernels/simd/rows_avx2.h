@@ -52,10 +52,19 @@ struct EightRows {
     static bool sums(const T* values, int64_t kept, const uint8_t* indices, int64_t bytes, const float* x, int64_t cols, int64_t blocks,
                      float (&total)[Tokens][kRows]) {
         constexpr int kAhead = 512;  // bytes, of each row
-        __m256 sum[Tokens];
+        // sums of sums, so that rounding errors do not grow with the length of the row
+        constexpr int kChain = 128 / kEntries;
+        __m256 all[Tokens], sum[Tokens];
+        for (__m256& s : all) s = _mm256_setzero_ps();
         for (__m256& s : sum) s = _mm256_setzero_ps();
         __m256i damage = _mm256_setzero_si256();
         for (int64_t b = 0; b < blocks; ++b) {
+            if (b % kChain == kChain - 1) {
+                for (int t = 0; t < Tokens; ++t) {
+                    all[t] = _mm256_add_ps(all[t], sum[t]);
+                    sum[t] = _mm256_setzero_ps();
+                }
+            }
             const uint8_t* at = indices + b * 4;
             __m256i words = _mm256_setr_epi32(
                 word<0>(at, bytes), word<1>(at, bytes), word<2>(at, bytes), word<3>(at, bytes), word<4>(at, bytes), word<5>(at, bytes),
@@ -80,7 +89,7 @@ struct EightRows {
                 }
             }
         }
-        for (int t = 0; t < Tokens; ++t) _mm256_storeu_ps(total[t], sum[t]);
+        for (int t = 0; t < Tokens; ++t) _mm256_storeu_ps(total[t], _mm256_add_ps(all[t], sum[t]));
         return M != 8 || _mm256_testz_si256(damage, _mm256_set1_epi32(int(0x88888888u)));
     }
 
