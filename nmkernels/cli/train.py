@@ -30,7 +30,7 @@ from ..models import GPT, Corpus, load_corpus
 from ..pattern import CheckpointError, NMError
 from ..recipes import Recipe, sparsify_
 from .config import TrainConfig, add_arguments, fresh, resumed, settings
-from .deploy import deploy
+from .deploy import block_gains, deploy
 from .folder import BASELINE, CHECKPOINTS, CURVES, RESULT, Folder, Store
 from .log import ABOUT, LOG, Log, board_writer, plot, quiet_threads, read_log, summary
 
@@ -266,6 +266,9 @@ class Run:
             "out": str(out),
             "files": files,
         }
+        if self.args.demo:
+            print("measuring where 2:4 pays on this machine", file=self.stream, flush=True)
+            result["gpt2_block"] = block_gains(self.args.device)
         text = json.dumps(result, indent=2)
         atomic_write(out / RESULT, lambda temporary: temporary.write_text(f"{text}\n"))
         print(text if self.args.json else f"\n{summary(result)}")

@@ -115,6 +115,17 @@ def test_the_summary_explains_a_slower_model_and_hides_control_characters():
     assert "\x1b" not in text
     sparse["tokens_per_s"]["compressed"] = 150.0
     assert "saves memory" not in summary(result)
+    assert "GPT-2" not in text
+    result["gpt2_block"] = [{"tokens": 1, "inference": 1.5, "step": 0.5}, {"tokens": 256, "inference": None, "step": 0.97}]
+    *_, one, step, more = summary(result).splitlines()
+    assert one.split() == ["compressed,", "1", "token", "1.50"] and step.endswith("256 tokens  0.97") and "audit" in more
+
+
+@pytest.mark.slow
+def test_a_block_of_gpt2_is_measured():
+    one, many = deploy.block_gains("cpu")
+    assert (one["tokens"], many["tokens"]) == deploy.BLOCK_TOKENS
+    assert one["inference"] and many["inference"] and many["step"]
 
 
 def test_settings_of_another_version_are_refused():
