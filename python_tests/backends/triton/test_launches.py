@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import nmkernels as nm
-from bench.cases.linear import ways
+from bench.cases.linear import triton_ways
 from bench.registry import Provider, Spec
 from nmkernels import dispatch
 from nmkernels.autograd import GemmPlan
@@ -202,7 +202,7 @@ def test_both_ways_of_many_tokens_are_providers(layer: nm.CompressedLinear) -> N
         used.append(_in_use(layer))
         return nm.ops.linear(x, layer.weight)
 
-    for p in ways(spec, x, lambda: Provider("", call)):
+    for p in triton_ways(spec, x, lambda: Provider("", call)):
         with p.under():
             torch.testing.assert_close(p.call(), x @ layer.weight.dense().t())
     assert [plan.method for plan in used] == ["scratch", "gemm"] and _in_use(layer) == DEFAULT
