@@ -72,7 +72,8 @@ class Uniforms {
 
 // The estimates of `groups` groups of every lane, into x itself or, packed, to `slots`.
 template <bool Approx, bool Pack, class P>
-void estimate(P p, Uniforms& uniforms, int64_t groups, float* x, Slots& slots) {
+void estimate(P p, Uniforms& uniforms, int64_t groups, float* x, Slots& to) {
+    Slots slots = to;  // whatever is stored might be a part of `to`, as far as the compiler knows
     for (int64_t group = 0; group < groups; ++group, x += p.m * kLanes) {
         Lanes<P> work;
         F result[P::capacity];
@@ -94,6 +95,7 @@ void estimate(P p, Uniforms& uniforms, int64_t groups, float* x, Slots& slots) {
             NM_UNROLL_8 for (int i = 0; i < p.m; ++i) store(x + i * kLanes, result[i]);
         }
     }
+    to = slots;
 }
 
 using Estimate = void (*)(int n, int m, bool approx, bool packed, Uniforms& uniforms, int64_t groups, float* x, Slots& slots);

@@ -63,7 +63,7 @@ struct Lanes {
         const F infinity = splat(bits_float(0x7f800000u));
         settled = lost = none();
         const B finite = below(sum, infinity);
-        if (p.n == p.m || !all(both(finite, nonzero(least)))) settle(p, finite);
+        if (p.n == p.m || !all(both(finite, below(F{}, least)))) settle(p, finite);
     }
 
     NM_INLINE void settle(P p, B finite) {
@@ -88,8 +88,8 @@ struct Lanes {
         const F each = left;
         NM_UNROLL_8 for (int i = 0; i < p.m; ++i) {
             const B full = at_least(open[i] * each, sum);
-            open[i] = choose(full, F{}, open[i]);
-            left = choose(full, left - splat(1.0f), left);
+            open[i] = only_where_not(full, open[i]);
+            left = left - only_where(full, splat(1.0f));
         }
         sum = choose(below(left, each), tree(open, p), sum);
     }
@@ -101,7 +101,7 @@ struct Lanes {
         for (;;) {
             F largest = open[0];
             NM_UNROLL_8 for (int i = 1; i < p.m; ++i) largest = larger_magnitude(largest, open[i]);
-            if (!any(at_least(largest * left, sum))) return;
+            if (__builtin_expect(!any(at_least(largest * left, sum)), 1)) return;
             saturate_once(p);
         }
     }
@@ -113,18 +113,18 @@ struct Lanes {
         find_later(p, open, later);
         const U total = truncated(left) << 24;
         const U shift = kOne - (word >> 8), end = total + shift;
-        const F value = sum / left;
-        U cumulative = U{}, before = shift;
+        const F value = p.n <= 2 ? sum * inverse_power_of_two(left) : sum / left;
+        U cumulative = U{}, before = shift >> 24;
         NM_UNROLL_8 for (int i = 0; i < p.m; ++i) {
             U after = end;
             if (i + 1 < p.m) {
                 cumulative = smaller(cumulative + truncated(((open[i] * left) / sum) * splat(kTwo24)), total);
-                after = choose(nonzero(later[i]), cumulative + shift, end);
+                after = choose(zero(later[i]), end, cumulative + shift);
             }
-            const B drawn = nonzero((after ^ before) & 0xff000000u);
+            const U whole = after >> 24;
             const F there = load(g + i * kLanes);
-            x[i] = choose(drawn, with_sign(value, there), only_where(zero(open[i]), there + splat(0.0f)));
-            before = after;
+            x[i] = choose(equal(whole, before), only_where(zero(open[i]), there + splat(0.0f)), with_sign(value, there));
+            before = whole;
         }
     }
 

@@ -13,6 +13,7 @@
 
 #define NM_INLINE inline __attribute__((always_inline))
 #define NM_UNROLL_8 _Pragma("GCC unroll 8")
+#define NM_UNROLL_16 _Pragma("GCC unroll 16")
 
 namespace nm {
 namespace {
@@ -45,6 +46,7 @@ NM_INLINE F load(const float* from) {
 NM_INLINE void store(float* to, F x) { std::memcpy(to, &x, sizeof x); }
 
 NM_INLINE F magnitude(F x) { return float_of(bits_of(x) & 0x7fffffffu); }
+NM_INLINE F inverse_power_of_two(F x) { return float_of(0x7f000000u - bits_of(x)); }
 NM_INLINE F with_sign(F magnitude, F sign) { return float_of(bits_of(magnitude) | (bits_of(sign) & 0x80000000u)); }
 
 #if defined(NM_MASK_REGISTERS)
@@ -54,6 +56,7 @@ using B = __mmask16;
 NM_INLINE B nonzero(U x) { return _mm512_test_epi32_mask(__m512i(x), __m512i(x)); }
 NM_INLINE B common(U a, U b) { return _mm512_test_epi32_mask(__m512i(a), __m512i(b)); }
 NM_INLINE B zero(U x) { return _mm512_testn_epi32_mask(__m512i(x), __m512i(x)); }
+NM_INLINE B equal(U a, U b) { return _mm512_cmpeq_epi32_mask(__m512i(a), __m512i(b)); }
 NM_INLINE B at_least(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ); }
 NM_INLINE B below(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
 NM_INLINE B below(U a, U b) { return _mm512_cmplt_epu32_mask(__m512i(a), __m512i(b)); }
@@ -67,6 +70,7 @@ NM_INLINE unsigned lanes_of(B b) { return b; }
 NM_INLINE F choose(B b, F yes, F no) { return _mm512_mask_blend_ps(b, no, yes); }
 NM_INLINE U choose(B b, U yes, U no) { return U(_mm512_mask_blend_epi32(b, __m512i(no), __m512i(yes))); }
 NM_INLINE F only_where(B b, F x) { return _mm512_maskz_mov_ps(b, x); }
+NM_INLINE F only_where_not(B b, F x) { return _mm512_maskz_mov_ps(_knot_mask16(b), x); }
 NM_INLINE U smaller(U a, U b) { return U(_mm512_min_epu32(__m512i(a), __m512i(b))); }
 NM_INLINE F smaller_magnitude(F a, F b) { return float_of(smaller(bits_of(a), bits_of(b))); }
 NM_INLINE F larger_magnitude(F a, F b) { return float_of(U(_mm512_max_epu32(__m512i(bits_of(a)), __m512i(bits_of(b))))); }
@@ -79,6 +83,7 @@ typedef int32_t B __attribute__((vector_size(4 * kLanes)));
 NM_INLINE B nonzero(U x) { return x != 0; }
 NM_INLINE B common(U a, U b) { return (a & b) != 0; }
 NM_INLINE B zero(U x) { return x == 0; }
+NM_INLINE B equal(U a, U b) { return a == b; }
 NM_INLINE B at_least(F a, F b) { return a >= b; }
 NM_INLINE B below(F a, F b) { return a < b; }
 NM_INLINE B below(U a, U b) { return a < b; }
@@ -99,13 +104,22 @@ NM_INLINE unsigned lanes_of(B b) {
 }
 NM_INLINE bool any(B b) { return lanes_of(b) != 0; }
 NM_INLINE bool all(B b) { return lanes_of(b) == kAllLanes; }
+NM_INLINE F only_where(B b, F x) { return float_of(bits_of(x) & reinterpret_cast<U>(b)); }
+NM_INLINE F only_where_not(B b, F x) { return float_of(bits_of(x) & ~reinterpret_cast<U>(b)); }
+#if defined(__AVX2__)
+NM_INLINE F choose(B b, F yes, F no) { return _mm256_blendv_ps(no, yes, reinterpret_cast<__m256>(b)); }
+NM_INLINE U choose(B b, U yes, U no) { return bits_of(choose(b, float_of(yes), float_of(no))); }
+NM_INLINE U smaller(U a, U b) { return U(_mm256_min_epu32(__m256i(a), __m256i(b))); }
+NM_INLINE F smaller_magnitude(F a, F b) { return float_of(smaller(bits_of(a), bits_of(b))); }
+NM_INLINE F larger_magnitude(F a, F b) { return float_of(U(_mm256_max_epu32(__m256i(bits_of(a)), __m256i(bits_of(b))))); }
+#else
 NM_INLINE U choose(B b, U yes, U no) { return (yes & reinterpret_cast<U>(b)) | (no & ~reinterpret_cast<U>(b)); }
 NM_INLINE F choose(B b, F yes, F no) { return float_of(choose(b, bits_of(yes), bits_of(no))); }
-NM_INLINE F only_where(B b, F x) { return float_of(bits_of(x) & reinterpret_cast<U>(b)); }
 NM_INLINE U smaller(U a, U b) { return choose(below(a, b), a, b); }
 // magnitudes are positive as signed integers, whose comparison SSE2 has
 NM_INLINE F smaller_magnitude(F a, F b) { return choose(reinterpret_cast<B>(a) < reinterpret_cast<B>(b), a, b); }
 NM_INLINE F larger_magnitude(F a, F b) { return choose(reinterpret_cast<B>(a) < reinterpret_cast<B>(b), b, a); }
+#endif
 NM_INLINE U truncated(F x) { return reinterpret_cast<U>(__builtin_convertvector(x, B)); }
 
 #endif

@@ -29,9 +29,28 @@ NM_INLINE void pad(B* stored) {
     }
 }
 
-// What is stored moves in from the end. False: fewer than N are stored somewhere.
+// The first and, where N is 2, the last of what is stored. False: fewer than N are stored somewhere.
+template <int N, int M>
+NM_INLINE bool first_and_last(const B* stored, const F* x, F* value, U* position) {
+    constexpr uint32_t empty = 0x100;
+    value[0] = value[N - 1] = F{};
+    position[0] = position[N - 1] = splat(empty);
+    NM_UNROLL_8 for (int i = M - 1; i >= 0; --i) {
+        value[0] = choose(stored[i], x[i], value[0]);
+        position[0] = choose(stored[i], splat(uint32_t(i)), position[0]);
+    }
+    if constexpr (N == 1) return !any(common(position[0], splat(empty)));
+    NM_UNROLL_8 for (int i = 0; i < M; ++i) {
+        value[1] = choose(stored[i], x[i], value[1]);
+        position[1] = choose(stored[i], splat(uint32_t(i)), position[1]);
+    }
+    return !any(equal(position[0], position[1]));
+}
+
+// The same for any N: what is stored moves in from the end.
 template <int N, int M>
 NM_INLINE bool shift_in(const B* stored, const F* x, F* value, U* position) {
+    if constexpr (N <= 2) return first_and_last<N, M>(stored, x, value, position);
     constexpr uint32_t empty = 0x100;
     for (int s = 0; s < N; ++s) value[s] = F{}, position[s] = splat(empty);
     NM_UNROLL_8 for (int i = 0; i < M; ++i) {

@@ -161,7 +161,7 @@ NM_INLINE void store_rows(const W& word, int64_t bytes, char* to, int64_t stride
         const int64_t there = std::min<int64_t>(bytes - done, 4 * kLanes);
         U r[kLanes];
         if (there == 4 * kLanes) {
-            for (int i = 0; i < kLanes; ++i) r[i] = word(done / 4 + i);
+            NM_UNROLL_16 for (int i = 0; i < kLanes; ++i) r[i] = word(done / 4 + i);
         } else {
             for (int i = 0; i < kLanes; ++i) r[i] = 4 * i < there ? word(done / 4 + i) : U{};
         }
@@ -214,6 +214,11 @@ NM_INLINE void store_widened(U word, float* x, fp16) {
 #if defined(NM_MASK_REGISTERS)
     store(x, _mm512_cvtph_ps(_mm512_cvtepi32_epi16(__m512i(word))));
     store(x + kLanes, _mm512_cvtph_ps(_mm512_cvtepi32_epi16(__m512i(word >> 16))));
+#elif defined(__AVX2__)
+    // in each half four lower elements, then four upper ones
+    const __m256i h = _mm256_packus_epi32(__m256i(word & 0xffffu), __m256i(word >> 16)), both = _mm256_permute4x64_epi64(h, 0xd8);
+    store(x, _mm256_cvtph_ps(_mm256_castsi256_si128(both)));
+    store(x + kLanes, _mm256_cvtph_ps(_mm256_extracti128_si256(both, 1)));
 #else
     fp16 h[2 * kLanes], low[kLanes], high[kLanes];
     std::memcpy(h, &word, sizeof word);
@@ -223,7 +228,15 @@ NM_INLINE void store_widened(U word, float* x, fp16) {
 #endif
 }
 
-// As many elements as fit a vector, zeros past the first `there`.
+// As many elements as fit a vector. Straight into memory the compiler copies halves, and reading them whole stalls.
+template <class T>
+NM_INLINE U whole_words(const T* from) {
+    U words;
+    std::memcpy(&words, from, sizeof words);
+    return words;
+}
+
+// The same, zeros past the first `there`.
 template <class T>
 NM_INLINE U row_words(const T* from, int64_t there) {
     constexpr int64_t each = int64_t(sizeof(U) / sizeof(T));
@@ -240,12 +253,12 @@ NM_INLINE void load_elements(const T* from, int64_t stride, int lanes, int64_t c
     for (int64_t done = 0; done < count; done += each) {
         U r[kLanes];
         if (lanes == kLanes && there - done >= each) {
-            for (int l = 0; l < kLanes; ++l) std::memcpy(&r[l], from + l * stride + done, sizeof r[l]);
+            NM_UNROLL_16 for (int l = 0; l < kLanes; ++l) r[l] = whole_words(from + l * stride + done);
         } else {
             for (int l = 0; l < kLanes; ++l) r[l] = l < lanes ? row_words(from + l * stride + done, there - done) : U{};
         }
         transpose(r);
-        for (int i = 0; i < kLanes; ++i) store_widened(r[i], x + (done + i * per) * kLanes, T{});
+        NM_UNROLL_16 for (int i = 0; i < kLanes; ++i) store_widened(r[i], x + (done + i * per) * kLanes, T{});
     }
 }
 
