@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from importlib import import_module
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from nmkernels import ops
 from nmkernels.capability import compiled_core
 from nmkernels.dispatch import implementations
 from nmkernels.testing import assert_equal_bits
-from python_tests.backends.adamw_calls import copied, hyper, make, same_as_reference, shifted
+from python_tests.backends.adamw_calls import LAYOUTS, copied, hyper, make, same_as_reference, shifted
 from python_tests.backends.adamw_suite import AdamWSuite
 from python_tests.each import each
 
@@ -87,6 +89,21 @@ def test_statistics_have_the_same_bits_under_every_instruction_set():
     core.use_isa(before)
     for other in results[1:]:
         assert_equal_bits(other, results[0])
+
+
+@each("n, m", [(2, 4), (1, 4), (1, 2), (2, 8), (1, 16), (3, 5), (7, 12), (5, 100)])
+def test_packs_are_those_of_the_new_weight(cpu, n, m):
+    """Whatever the dtypes of weight and pack, where the weight is transposed, and in rows that end on no byte of positions."""
+    for rows, groups in ((1, 1), (3, 5), (17, 8), (40, 33)):
+        for dtype, to in product((torch.float32, torch.bfloat16, torch.float16), repeat=2):
+            for place in (Tensor.clone, LAYOUTS["transposed"]):
+                call = make(torch.Generator().manual_seed(18), (rows, groups * m), dtype=dtype)
+                call = {k: v if k == "steps" else [place(x) for x in v] for k, v in call.items()}
+                w = call["params"][0]
+                buffers = [w.new_empty(0) if x is None else x for x in ops.pack(w, f"{n}:{m}", dtype=to).buffers()]
+                cpu("nm_masked_adamw_")(*call.values(), hyper(lr=0.3), n, m, False, False, False, False, None, None, False, buffers)
+                expected = [w.new_empty(0) if x is None else x for x in ops.pack(w.contiguous(), f"{n}:{m}", dtype=to).buffers()]
+                assert_equal_bits(buffers, expected, f"{rows}x{groups * m} {dtype} to {to}")
 
 
 def test_same_bits_on_any_number_of_threads(cpu, on_threads):
