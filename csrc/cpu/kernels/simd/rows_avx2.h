@@ -51,7 +51,8 @@ struct EightRows {
     template <int Tokens, class T>
     static bool sums(const T* values, int64_t kept, const uint8_t* indices, int64_t bytes, const float* x, int64_t cols, int64_t blocks,
                      float (&total)[Tokens][kRows]) {
-        constexpr int kAhead = 512;  // bytes, of each row
+        // eight rows are eight streams: a little ahead in each, or if rows are short the same of the next eight
+        const int64_t row = kept * int64_t(sizeof(T)), ahead = row > 2048 ? 512 : 8 * row;
         // sums of sums, so that rounding errors do not grow with the length of the row
         constexpr int kChain = 128 / kEntries;
         __m256 all[Tokens], sum[Tokens];
@@ -76,7 +77,7 @@ struct EightRows {
                 __m256 v[8];
                 for (int r = 0; r < 8; ++r) {
                     v[r] = load8(from + r * kept);
-                    __builtin_prefetch(reinterpret_cast<const char*>(from + r * kept) + kAhead);
+                    __builtin_prefetch(reinterpret_cast<const char*>(from + r * kept) + ahead);
                 }
                 transpose8(v);
 #pragma GCC unroll 8
