@@ -9,7 +9,7 @@ struct Caches {
     int64_t first, second;  // bytes
 };
 
-// As the system reports them; where it does not, 32 KB and 512 KB, which few processors fall short of.
+// As the system reports them; where it does not, 32 KB and 512 KB, which nearly every processor has.
 const Caches& caches();
 
 }  // namespace nm

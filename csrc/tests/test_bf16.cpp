@@ -104,8 +104,8 @@ TEST(bf16_gemms_of_damaged_indices) {
                 const auto indices = w.indices.as<uint8_t>();
                 const nm::SpmmCall call{w.values.data(), indices, x.data(), 1, cols, nullptr, y.data(), 1, rows, rows, cols, tokens};
                 CHECK(!nm::kernels().bf16_spmm(call, p.n, p.m, 1)) << label(p, kBf16, nm::isa());
-                const nm::SpmmCall turned{w.values.data(), indices, y.data(), 1, rows, nullptr, x.data(), 1, cols, rows, cols, tokens};
-                CHECK(!nm::kernels().bf16_spmm_transposed(turned, p.n, p.m, 1)) << label(p, kBf16, nm::isa());
+                const nm::SpmmCall transposed{w.values.data(), indices, y.data(), 1, rows, nullptr, x.data(), 1, cols, rows, cols, tokens};
+                CHECK(!nm::kernels().bf16_spmm_transposed(transposed, p.n, p.m, 1)) << label(p, kBf16, nm::isa());
             }
         }
     });

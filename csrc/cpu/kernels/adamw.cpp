@@ -46,7 +46,7 @@ void turn_tile(const Tile& tile, int64_t rows, int64_t cols, float* to) {
     int64_t c = 0;
     if (rows == kLine) {
         for (; c + kLanes <= cols; c += kLanes) {
-            for (int r = 0; r < kLine; r += kLanes) turn(&tile.at[c][r], kLine, to + r * cols + c, cols);
+            for (int r = 0; r < kLine; r += kLanes) transpose(&tile.at[c][r], kLine, to + r * cols + c, cols);
         }
     }
     for (; c < cols; ++c) {
@@ -58,7 +58,7 @@ void turn_back(const float* from, int64_t rows, int64_t cols, Tile& tile) {
     int64_t c = 0;
     if (rows == kLine) {
         for (; c + kLanes <= cols; c += kLanes) {
-            for (int r = 0; r < kLine; r += kLanes) turn(from + r * cols + c, cols, &tile.at[c][r], kLine);
+            for (int r = 0; r < kLine; r += kLanes) transpose(from + r * cols + c, cols, &tile.at[c][r], kLine);
         }
     }
     for (; c < cols; ++c) {

@@ -65,13 +65,13 @@ inline void pack_rows(const bf16* b, int64_t b_col, int64_t there, int64_t depth
         for (int64_t t = 0; t < kTileSide; ++t) copy(t, to + t * kTileDepth);
         return;
     }
-    alignas(64) float from[kTileSide * 16], turned[kTileSide * 16];  // two numbers each
+    alignas(64) float from[kTileSide * 16], transposed[kTileSide * 16];  // two numbers each
     for (int64_t t = 0; t < kTileSide; ++t) copy(t, from + t * 16);
     for (int i = 0; i < 16; i += kLanes) {
-        for (int j = 0; j < width; j += kLanes) turn(from + j * 16 + i, 16, turned + i * 16 + j, 16);
+        for (int j = 0; j < width; j += kLanes) transpose(from + j * 16 + i, 16, transposed + i * 16 + j, 16);
     }
     for (int pair = 0; pair < 16; ++pair) {
-        std::memcpy(static_cast<void*>(to + pair * 2 * width), turned + pair * 16, size_t(width) * sizeof(float));
+        std::memcpy(static_cast<void*>(to + pair * 2 * width), transposed + pair * 16, size_t(width) * sizeof(float));
     }
 }
 
@@ -134,18 +134,18 @@ inline void write_line(const float* low, const float* high, int64_t count, bf16*
 // stride is 1 then.
 inline void deliver(const float* sums, int64_t rows, int64_t columns, bf16* to, int64_t row_stride, int64_t column_stride, const bf16* bias,
                     bool streamed) {
-    alignas(64) float turned[kBlockSums];
+    alignas(64) float transposed[kBlockSums];
     if (bias || column_stride != 1) {
         for (int64_t i = 0; i * kTileSide < rows; ++i) {
             for (int64_t j = 0; j * kTileSide < columns; ++j) {
                 const float* from = sums + (2 * i + j) * kTileSums;
-                float* tile = turned + (2 * j + i) * kTileSums;
+                float* tile = transposed + (2 * j + i) * kTileSums;
                 for (int a = 0; a < 16; a += kLanes) {
-                    for (int b = 0; b < 16; b += kLanes) turn(from + a * 16 + b, 16, tile + b * 16 + a, 16);
+                    for (int b = 0; b < 16; b += kLanes) transpose(from + a * 16 + b, 16, tile + b * 16 + a, 16);
                 }
             }
         }
-        sums = turned;
+        sums = transposed;
         std::swap(rows, columns);
         row_stride = column_stride;
     }

@@ -109,7 +109,7 @@ void pack(const Operands<T>& op, int64_t token, int64_t width, int64_t begin, in
             }
             float* block = to + (k - begin) * width + t;
             int64_t j = 0;
-            for (; j + kLanes <= now; j += kLanes) turn(stage + j, kStage, block + j * width, width);
+            for (; j + kLanes <= now; j += kLanes) transpose(stage + j, kStage, block + j * width, width);
             for (; j < now; ++j) {
                 for (int i = 0; i < kLanes; ++i) block[j * width + i] = stage[i * kStage + j];
             }
@@ -155,7 +155,7 @@ void deliver(const Operands<T>& op, const float* tile, int64_t row, int64_t rows
         for (int64_t t = 0; t < there; t += kLanes) {
             const float* block = tile + r * width + t;
             int64_t j = 0;
-            for (; j + kLanes <= now; j += kLanes) turn(block + j * width, width, stage + j, kStage);
+            for (; j + kLanes <= now; j += kLanes) transpose(block + j * width, width, stage + j, kStage);
             for (; j < now; ++j) {
                 for (int i = 0; i < kLanes; ++i) stage[i * kStage + j] = block[j * width + i];
             }

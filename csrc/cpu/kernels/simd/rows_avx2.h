@@ -9,25 +9,10 @@
 #include <immintrin.h>
 
 #include "gemv_avx2.h"
+#include "spmm_transpose.h"
 
 namespace nm {
 namespace {
-
-inline void transpose8(__m256 (&r)[8]) {
-    __m256 s[8];
-    for (int q = 0; q < 8; q += 4) {
-        const __m256 a = _mm256_unpacklo_ps(r[q], r[q + 1]), b = _mm256_unpackhi_ps(r[q], r[q + 1]);
-        const __m256 c = _mm256_unpacklo_ps(r[q + 2], r[q + 3]), d = _mm256_unpackhi_ps(r[q + 2], r[q + 3]);
-        s[q] = _mm256_shuffle_ps(a, c, 0x44);
-        s[q + 1] = _mm256_shuffle_ps(a, c, 0xee);
-        s[q + 2] = _mm256_shuffle_ps(b, d, 0x44);
-        s[q + 3] = _mm256_shuffle_ps(b, d, 0xee);
-    }
-    for (int j = 0; j < 4; ++j) {
-        r[j] = _mm256_permute2f128_ps(s[j], s[4 + j], 0x20);
-        r[4 + j] = _mm256_permute2f128_ps(s[j], s[4 + j], 0x31);
-    }
-}
 
 template <int N, int M>
 struct EightRows {
