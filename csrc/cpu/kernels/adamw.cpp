@@ -139,7 +139,7 @@ class Column {
 // Packs weights that have just been stepped, from the cache.
 class PackedRows {
   public:
-    PackedRows(int n, int m) : ring_(m), packer_(n, m, ring_) {}
+    PackedRows(int n, int m) : ring_(m), packer_(n, m, NM_ISA::select_fn<float>(n, m), ring_) {}
 
     // w: the window's elements, rows one after another.
     void write(const PackedView& to, int64_t cols, const Window& window, const float* w) {

@@ -95,7 +95,7 @@ bool compress(const void* w, int dtype, int64_t rows, int64_t cols, int n, int m
         using T = decltype(element);
         const bool streamed = sizes.rows * sizes.kept * int64_t(sizeof(T)) >= kStreamBytes;
         sizes.each(threads, [&] {
-            return [&, packer = Packer<T>(n, m, ring)](int64_t at, int64_t count, int64_t value, int64_t byte) mutable {
+            return [&, packer = Packer<T>(n, m, select_fn<T>(n, m), ring)](int64_t at, int64_t count, int64_t value, int64_t byte) mutable {
                 const T* from = static_cast<const T*>(w) + at;
                 if (!packer.choose(from, given ? given + at : nullptr, count)) {
                     fits = false;

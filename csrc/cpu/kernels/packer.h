@@ -46,8 +46,8 @@ struct Packer {
     T values[kMaxSpan + kSlack];
     uint8_t positions[kMaxSpan + kSlack], packed[kMaxSpan];
 
-    Packer(int n_, int m_, const Ring& r)
-        : n(n_), m(m_), bits(index_bits(m_)), ring(r), select(NM_ISA::select_fn<T>(n, m)), pack_all(pack_fn<T>(n, m)) {}
+    Packer(int n_, int m_, SelectFn<T>* s, const Ring& r)
+        : n(n_), m(m_), bits(index_bits(m_)), ring(r), select(s), pack_all(pack_fn<T>(n, m)) {}
 
     // False if the mask keeps too many.
     bool choose(const T* w, const uint8_t* given, int64_t count) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../../../core/adamw.h"
+#include "../select.h"
 
 namespace nm {
 namespace {
