@@ -35,7 +35,7 @@ MOST_PLANS = 256
 """Sizes of inputs that a layer remembers; then it forgets all of them."""
 
 
-class _Plans(dict[int, Any]):
+class _Plans(dict[int, tuple[Tensor, Tensor, Tensor | None, int, int, int, int, int]]):
     """For each size of the input values, indices, the dense weight that multiplies it or None, and what tells that all are as they were;
     never copied or saved."""
 
@@ -136,17 +136,25 @@ class CompressedLinear(nn.Module):
         """y = x Wᵀ + b, and the adapter's part; x ``(..., in)`` in the weight's dtype, or any floating dtype under autocast."""
         if not torch.compiler.is_compiling():
             plan, buffers = self._plans.get(x.numel()), self._buffers
-            values: Tensor
-            if plan is not None and not torch._C._is_any_autocast_enabled():
-                values, indices, dense, *state = plan
-                now = [values._version, indices._version, values.data_ptr(), indices.data_ptr(), TABLE.revision, len(self._parameters)]
-                same = values is buffers["values"] and indices is buffers["indices"] and not values.requires_grad and state == now
+            if plan is not None:
+                # each check costs a microsecond where layers are many and small, and a list of them three
+                values, indices, dense, written, indices_written, address, indices_address, revision = plan
+                same = (
+                    values is buffers["values"]
+                    and indices is buffers["indices"]
+                    and values._version == written
+                    and indices._version == indices_written
+                    and values.data_ptr() == address
+                    and indices.data_ptr() == indices_address
+                    and TABLE.revision == revision
+                    and not values.requires_grad
+                )
                 if same and dense is not None:
                     try:
                         return F.linear(x, dense, self._parameters["bias"])
                     except RuntimeError:  # the long way says what is wrong
                         pass
-                elif same and x.is_cpu and x.dtype == values.dtype and x.shape[-1] == self.in_features and unwatched(x):
+                elif same and self._at_once(x):
                     p = self.pattern
                     return sparse_linear(x, values, indices, p.n, p.m, self.in_features, self._parameters["bias"])
         weight, dtype = self.weight, autocast_dtype(x)
@@ -162,6 +170,11 @@ class CompressedLinear(nn.Module):
         y = linear_compressed(x, weight, self.bias) if torch.compiler.is_compiling() else self._chosen(x, weight)
         adapter = self.adapter
         return y if adapter is None else add_adapter(y, inputs, *adapter)
+
+    def _at_once(self, x: Tensor) -> bool:
+        """Whether the kernel may have this input as it is."""
+        fits = x.is_cpu and x.dtype == self.values.dtype and x.shape[-1] == self.in_features
+        return fits and unwatched(x) and not torch._C._is_any_autocast_enabled()
 
     def _chosen(self, x: Tensor, weight: ops.Compressed) -> Tensor:
         """y = x Wᵀ + b by the candidate that is chosen for it."""
@@ -194,13 +207,17 @@ class CompressedLinear(nn.Module):
         if len(self._plans) >= MOST_PLANS:
             self._plans.clear()
         values, indices = weight.values, weight.indices
-        state = (values._version, indices._version, values.data_ptr(), indices.data_ptr(), TABLE.revision, len(self._parameters))
+        state = values._version, indices._version, values.data_ptr(), indices.data_ptr(), TABLE.revision
         self._plans[x.numel()] = (values, indices, dense, *state)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        super().register_parameter(name, param)
+        self._forget()  # it may be an adapter's
 
     def _forget(self) -> None:
         """Make everything anew, also after writes that torch does not count."""
         self._view = None
-        self._plans.clear()
+        self._plans = _Plans()
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
