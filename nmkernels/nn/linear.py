@@ -16,8 +16,11 @@ from ..autograd import GemmPlan, HardMask, WeightTransform, gemms_of, linear
 from ..autograd.gemms import Gemm
 from ..ops import is_nm
 from ..pattern import NMError, Pattern, PatternLike
+from ..shards import is_sharded, local, whole
 from .adapter import ADAPTER, adapter_of, add_adapter, set_adapter
 from .effective import EffectiveWeight
+from .gather import Gather, gathered
+from .parallel import tensor_parallel
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
@@ -63,11 +66,24 @@ class NMWeight(nn.Module):
         self.finished = False
         self.ran = False
         self.effective = EffectiveWeight()
+        self.gather: Gather | None = None
+
+    @property
+    def parameter(self) -> Tensor:
+        """The Parameter that an optimizer has; ``weight`` is another one while FSDP2 has it unsharded."""
+        return self.weight if self.gather is None else self.gather.parameter
 
     @property
     def master(self) -> Tensor:
-        """The dense master weight as ``(out, in)``: the parameter itself, or its transposed view."""
-        return self.weight.t() if self.transposed else self.weight
+        """The dense master weight as ``(out, in)``, the parameter itself or its transposed view; of a sharded one this rank's shard."""
+        weight = local(self.parameter)
+        return weight.t() if self.transposed else weight
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``(out, in)`` of the weight, whole where it is sharded."""
+        rows, cols = self.parameter.shape[::-1] if self.transposed else self.parameter.shape
+        return int(rows), int(cols)
 
     @property
     def grouped(self) -> Tensor:
@@ -86,7 +102,24 @@ class NMWeight(nn.Module):
         self.plan = plan
         if transform is not self.transform:
             self.transform = transform
-            self.effective.drop()
+            self.drop()
+
+    def drop(self) -> None:
+        """The weight, or what its transform reads, has changed: W̃ is made anew before it is multiplied again."""
+        self.effective.drop()
+        if self.gather is not None:
+            self.gather.fresh = False
+
+    def adopt_shard(self) -> None:
+        """Where the weight is sharded, have W̃ made from the shard as it is gathered."""
+        weight = self._parameters["weight"]
+        if weight is None or not is_sharded(weight):
+            return  # FSDP2 may have it unsharded
+        if self.gather is None:
+            self.gather = Gather(self, weight)
+        else:
+            self.gather.parameter = weight
+            self.gather.install()
 
     def begin(self, *transforms: WeightTransform) -> None:
         """Take from the present weight what ``transforms`` and ``final`` start from, unless a checkpoint has restored it.
@@ -97,7 +130,11 @@ class NMWeight(nn.Module):
         if self.restored:
             return
         for transform in dict.fromkeys((*self.starts, self.final)):
-            for name, value in transform.start(self.master.detach()).items():
+            weight = self.master.detach()
+            if type(transform).start is not WeightTransform.start:
+                found = whole(self.parameter.detach())
+                weight = found.t() if self.transposed else found
+            for name, value in transform.start(weight).items():
                 if transform.reads.get(name) != "learned":
                     self.register_buffer(name, value)
                 elif name in self._parameters:
@@ -111,7 +148,7 @@ class NMWeight(nn.Module):
         if adapter is not None:
             with torch.no_grad():
                 adapter[1].zero_()
-        self.effective.drop()
+        self.drop()
 
     def add_adapter(self, left: Tensor) -> None:
         """Add a low-rank adapter, L = ``left`` ``(in, r)`` and R = 0, which trains where the weight does."""
@@ -123,8 +160,8 @@ class NMWeight(nn.Module):
     def hold(self, values: dict[str, Tensor]) -> None:
         """Keep what the transform holds until it is renewed."""
         for name, value in values.items():
-            self.register_buffer(name, value.to(self.weight.device), persistent=False)
-        self.effective.drop()
+            self.register_buffer(name, value.to(self.master.device), persistent=False)
+        self.drop()
 
     def learned(self) -> dict[str, nn.Parameter]:
         """The Parameters that the recipe has added to the layer, by name."""
@@ -132,7 +169,7 @@ class NMWeight(nn.Module):
 
     def takes_part(self) -> bool:
         """True if the last backward passes gave the weight, or what is learned beside it, a gradient."""
-        return self.weight.grad is not None or any(p.grad is not None for p in self.learned().values())
+        return self.parameter.grad is not None or any(p.grad is not None for p in self.learned().values())
 
     def watched(self) -> dict[str, Tensor]:
         """Figures of the present transform, by name."""
@@ -154,8 +191,8 @@ class NMWeight(nn.Module):
             if name in self._buffers:
                 getattr(self, name).copy_(value)
             else:
-                self.register_buffer(name, value.to(self.weight.device, copy=True), persistent=False)
-        self.effective.drop()
+                self.register_buffer(name, value.to(self.master.device, copy=True), persistent=False)
+        self.drop()
 
     def forget(self, adapter: bool = True) -> None:
         """Remove every tensor that a transform reads, as before the recipe, and the adapter unless told to leave it."""
@@ -174,8 +211,8 @@ class NMWeight(nn.Module):
     def effective_weight(self, dtype: torch.dtype | None = None) -> Tensor:
         """W̃ ``(out, in)``, the weight that the next forward pass multiplies, detached; in the weight's dtype unless told."""
         if self.transform is None:
-            return self.master.detach().to(dtype or self.weight.dtype)
-        return self.effective.dense((self.master, self.transform, self._extras(self.transform), dtype or self.weight.dtype))
+            return self.master.detach().to(dtype or self.master.dtype)
+        return self.effective.dense((self.master, self.transform, self._extras(self.transform), dtype or self.master.dtype))
 
     def gemms(self, tokens: int, dtype: torch.dtype | None = None) -> tuple[Gemm, ...]:
         """The GEMMs that its plan leaves open, for so many rows of the input; ``dtype``: of the GEMMs, None for the weight's."""
@@ -186,30 +223,41 @@ class NMWeight(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """y = x W̃ᵀ + b, and the adapter's part; x ``(..., in)``. Under autocast the mask comes from the master weight."""
         self.ran = True
-        weight, transform, plan, given = self.weight, self.transform, self.plan, x
-        if self.transposed:
-            weight = weight.t()
-        if transform is None:
-            y = F.linear(x, weight, self.bias)
+        if self.gather is None:
+            y = self._multiply(x, self.weight, None, self.bias, self.plan)
+        elif is_sharded(self.weight):
+            return tensor_parallel(self, x)
         else:
-            dtype, cast, extras = weight.dtype, autocast_dtype(x), []
-            if cast is not None:
-                dtype = cast if castable(dtype) else dtype
-                x = x.to(cast) if castable(x.dtype) else x
-            for name in transform.reads:  # a loop, since a comprehension is a call
-                extras.append(getattr(self, name))
-            if plan.fprop == "auto" and (self.effective.dense_layout or torch.are_deterministic_algorithms_enabled()):
-                plan = plan.dense_layout
-            used = self.effective.read((weight, transform, extras, dtype), plan, x)
-            y = linear(x, weight, used, self.bias, plan, self.seed, transform, extras)
+            y = self._multiply(x, *gathered(self.weight, self.gather), self.bias, self.plan.dense_layout)
         adapter = adapter_of(self) if self.adapts else None
-        return y if adapter is None else add_adapter(y, given, *adapter)
+        return y if adapter is None else add_adapter(y, x, *adapter)
+
+    def _multiply(self, x: Tensor, weight: Tensor, used: Tensor | None, bias: Tensor | None, plan: GemmPlan) -> Tensor:
+        """y = x W̃ᵀ + b of a plain ``weight``, as the Parameter is stored; ``used``: W̃, stored likewise, where that is known."""
+        transform = self.transform
+        if self.transposed:
+            weight, used = weight.t(), None if used is None else used.t()
+        if transform is None:
+            return F.linear(x, weight, bias)
+        dtype, cast, extras = weight.dtype, autocast_dtype(x), []
+        if cast is not None:
+            dtype = cast if castable(dtype) else dtype
+            x = x.to(cast) if castable(x.dtype) else x
+        elif self.gather is not None:
+            dtype = x.dtype  # of FSDP2's mixed precision
+        for name in transform.reads:  # a loop, since a comprehension is a call
+            extras.append(getattr(self, name))
+        if plan.fprop == "auto" and (self.effective.dense_layout or torch.are_deterministic_algorithms_enabled()):
+            plan = plan.dense_layout
+        read = self.effective.read((weight, transform, extras, dtype), plan, x) if used is None else used.to(dtype)
+        return linear(x, weight, read, bias, plan, self.seed, transform, extras)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         _, _, missing_keys, _, error_msgs = rest
         given = prefix + "weight" in state_dict  # a hook may take it out
         super()._load_from_state_dict(state_dict, prefix, *rest)
-        self.effective.drop()
+        self.drop()
+        self.adopt_shard()  # loaded by assignment it is another Parameter
         buffers = [name for name in self._buffers if name.startswith("nm_") and name not in self._non_persistent_buffers_set]
         saved = [prefix + name for name in (*buffers, *self.learned())]
         absent = [key for key in saved if key not in state_dict]
@@ -253,7 +301,9 @@ class NMWeight(nn.Module):
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         # two moves may bring the weight back to its old address with other contents and the same version
         self.effective.release()
-        return super()._apply(*args, **kwargs)
+        moved = super()._apply(*args, **kwargs)
+        self.adopt_shard()
+        return moved
 
     def extra_repr(self) -> str:
         use = "finished" if self.finished else "dense" if self.transform is None else type(self.transform).__name__
@@ -297,6 +347,6 @@ class SparseLinear(NMWeight, nn.Linear):  # type: ignore[misc]  # torch types bi
 
 
 OWN_ATTRIBUTES = frozenset(
-    {"pattern", "final", "transform", "plan", "seed", "starts", "adapts", "columns", "restored", "finished", "ran", "effective"}
+    {"pattern", "final", "transform", "plan", "seed", "starts", "adapts", "columns", "restored", "finished", "ran", "effective", "gather"}
 )
 """What ``NMWeight._start`` adds to a module, and what ``make_dense_`` takes away again."""

@@ -17,7 +17,7 @@ from .linear import OWN_ATTRIBUTES, NMWeight, SparseLinear
 
 def is_conv1d(module: nn.Module) -> bool:
     """True for ``transformers.pytorch_utils.Conv1D`` itself, told by name so that transformers is never imported."""
-    return is_conv1d_type(type(module))
+    return is_conv1d_type(class_of(module))
 
 
 def is_conv1d_type(kind: type) -> bool:
@@ -56,6 +56,20 @@ KEPT = "_nm_fast_path"
 """The attribute under which a module keeps what it was before its fused path was switched off."""
 
 
+def class_of(module: nn.Module) -> type[nn.Module]:
+    """The class of ``module``; where FSDP2's ``fully_shard`` has put its own in front of it, the one behind."""
+    kind = type(module)
+    return kind.__mro__[2] if kind.__mro__[1].__name__ == "FSDPModule" else kind
+
+
+def change_class_(module: nn.Module, kind: type[nn.Module]) -> None:
+    """Make ``module`` one of ``kind``, and FSDP2's as before where it was that."""
+    old = type(module)
+    if class_of(module) is not old:
+        kind = type(f"FSDP{kind.__name__}", (old.__mro__[1], kind), {k: v for k, v in vars(old).items() if k == "__deepcopy__"})
+    module.__class__ = kind
+
+
 def make_sparse_(layer: nn.Module, pattern: PatternLike) -> NMWeight:
     """Turn ``layer``, an ``nn.Linear`` or a Hugging Face ``Conv1D``, into its sparse form in place, and return it.
 
@@ -63,15 +77,16 @@ def make_sparse_(layer: nn.Module, pattern: PatternLike) -> NMWeight:
         ShapeError: M does not divide ``in_features``. RecipeError: it is of another class.
     """
     p = Pattern(pattern)
-    if type(layer) is nn.Linear:
-        p.check_divides("sparsify_", layer.in_features, "in_features")
-        layer.__class__ = SparseLinear
-    elif is_conv1d(layer):
+    kind = class_of(layer)
+    if kind is nn.Linear:
+        p.check_divides("sparsify_", int(layer.in_features), "in_features")  # type: ignore[arg-type]
+        change_class_(layer, SparseLinear)
+    elif is_conv1d_type(kind):
         p.check_divides("sparsify_", int(layer.weight.shape[0]), "in_features")  # type: ignore[index]
-        layer.__dict__["dense_type"] = type(layer)
-        layer.__class__ = SparseConv1D
+        layer.__dict__["dense_type"] = kind
+        change_class_(layer, SparseConv1D)
     else:
-        raise RecipeError(f"make_sparse_: {type(layer).__name__} has no sparse form; nn.Linear and Hugging Face's Conv1D have one.")
+        raise RecipeError(f"make_sparse_: {kind.__name__} has no sparse form; nn.Linear and Hugging Face's Conv1D have one.")
     assert isinstance(layer, NMWeight)
     layer._start(p)
     return layer
@@ -91,7 +106,7 @@ def make_dense_(layer: NMWeight) -> nn.Module:
     layer.forget()
     for name in OWN_ATTRIBUTES:
         layer.__dict__.pop(name, None)
-    layer.__class__ = kind
+    change_class_(layer, kind)
     return layer
 
 

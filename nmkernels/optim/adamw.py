@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..ops import STATS, masked_adamw_
 from ..pattern import CheckpointError, DtypeError, Pattern
+from ..shards import Groups, align_gradient, groups_of, is_sharded, local, reduced
 from .rules import PLAIN, Target, UpdateRule
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
@@ -26,7 +27,8 @@ class MaskedAdamW(torch.optim.AdamW):
         params, lr, ...: as for ``torch.optim.AdamW``. ``foreach`` and ``fused`` change nothing: every step is fused.
 
     Attributes:
-        stats: float64 sums of the last step over the maskable parameters, named by ``nmkernels.ops.STATS``; None if none took part.
+        stats: float64 sums of the last step over the maskable parameters, named by ``nmkernels.ops.STATS``, over all ranks where they are
+            sharded (DTensor); None if none took part.
         stats_numel: number of maskable weights that took part in it.
 
     Moments of bf16 and fp16 parameters are kept in fp32, also through ``load_state_dict``; a step that a ``GradScaler`` skips changes
@@ -79,17 +81,24 @@ class MaskedAdamW(torch.optim.AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.stats, self.stats_numel = None, 0
+        self.stats_numel = 0
+        parts: dict[Groups, Tensor] = {}
         for group in self.param_groups:
             for bucket in self._buckets(group):
-                self._run(group, bucket)
+                stats = self._run(group, bucket)
+                if bucket.maskable:
+                    ranks = bucket.ranks
+                    parts[ranks] = merge_stats(parts[ranks], stats) if ranks in parts else stats
+                    self.stats_numel += bucket.numel
+        self.stats = reduced(parts, merge_stats) if parts else None
         return loss
 
     def _buckets(self, group: dict[str, Any]) -> Iterable[_Bucket]:
         """Parameters of one group that one kernel call can take together."""
         buckets: dict[Any, _Bucket] = {}
         for p in group["params"]:
-            grad = p.grad
+            sharded = is_sharded(p)
+            grad = align_gradient(p) if sharded else p.grad
             if grad is None:
                 continue
             if grad.is_sparse:
@@ -99,18 +108,22 @@ class MaskedAdamW(torch.optim.AdamW):
                 self._start(group, p, state)
             target = self.targets.get(p)
             pattern = target.pattern if target is not None else None
-            key = (target is not None, pattern, p.dtype, p.device)
+            ranks = groups_of(p) if sharded and target is not None else ()
+            key = (target is not None, pattern, p.dtype, p.device, ranks)
             bucket = buckets.get(key)
             if bucket is None:
-                bucket = buckets[key] = _Bucket(target is not None, pattern)
+                bucket = buckets[key] = _Bucket(target is not None, pattern, ranks)
             stored_in_out = target is not None and target.transposed
+            bucket.numel += p.numel()
             bucket.targets.append(target)
             bucket.steps.append(state["step"])
-            bucket.params.append(p.t() if stored_in_out else p)
+            shard, grad = (local(p), local(grad)) if sharded else (p, grad)
+            bucket.params.append(shard.t() if stored_in_out else shard)
             bucket.grads.append(grad.t() if stored_in_out else grad)
             for name in MOMENTS:
                 moment = state.get(name)
                 if moment is not None:
+                    moment = local(moment) if sharded else moment
                     bucket.moments[name].append(moment.t() if stored_in_out else moment)
         return buckets.values()
 
@@ -125,9 +138,9 @@ class MaskedAdamW(torch.optim.AdamW):
             if name not in state:
                 state[name] = torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format)
 
-    def _run(self, group: dict[str, Any], b: _Bucket) -> None:
+    def _run(self, group: dict[str, Any], b: _Bucket) -> Tensor:
         rule = self.rule if b.maskable else PLAIN
-        stats = masked_adamw_(
+        return masked_adamw_(
             b.params,
             b.grads,
             b.moments["exp_avg"],
@@ -143,13 +156,6 @@ class MaskedAdamW(torch.optim.AdamW):
             grad_scale=getattr(self, "grad_scale", None),
             found_inf=getattr(self, "found_inf", None),
         )
-        if b.maskable:
-            self._count(stats, b)
-
-    def _count(self, stats: Tensor, b: _Bucket) -> None:
-        self.stats = stats if self.stats is None else merge_stats(self.stats, stats)
-        for p in b.params:
-            self.stats_numel += p.numel()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         pairs = self._checked(state_dict)
@@ -191,8 +197,8 @@ class MaskedAdamW(torch.optim.AdamW):
 class _Bucket:
     """The argument lists of one kernel call."""
 
-    def __init__(self, maskable: bool, pattern: Pattern | None) -> None:
-        self.maskable, self.pattern = maskable, pattern
+    def __init__(self, maskable: bool, pattern: Pattern | None, ranks: Groups) -> None:
+        self.maskable, self.pattern, self.ranks, self.numel = maskable, pattern, ranks, 0
         self.params: list[Tensor] = []
         self.grads: list[Tensor] = []
         self.steps: list[Tensor] = []

@@ -36,15 +36,14 @@ class AnnealedAdamW(MaskedAdamW):
         0.9
     """
 
-    def _run(self, group: dict[str, Any], b: _Bucket) -> None:
+    def _run(self, group: dict[str, Any], b: _Bucket) -> Tensor:
         if not b.maskable or not self.rule.late:
-            super()._run(group, b)
-            return
+            return super()._run(group, b)
         largest = torch.stack([self._late(group, b, i) for i in range(len(b.params))]).max()
         stats = torch.zeros(len(STATS), dtype=torch.float64, device=largest.device)
         stats[STATS.index("max_update")] = largest
         stats[STATS.index("applied")] = self._applied(largest.device).double()
-        self._count(stats, b)
+        return stats
 
     def _applied(self, device: torch.device) -> Tensor:
         found_inf = getattr(self, "found_inf", None)

@@ -6,7 +6,7 @@ A top-level key of the state dict would be dropped by trainers that rebuild it; 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -20,12 +20,15 @@ from ..autograd.transforms import WEIGHT, masked
 from ..nn import NMWeight
 from ..nn.effective import EffectiveWeight
 from ..optim import MaskedAdamW, Target, merge_stats
-from ..pattern import RecipeError
+from ..pattern import RecipeError, ShapeError
+from ..shards import Groups, align_gradient, groups_of, is_sharded, local, reduced
 from .base import Observed, Recipe, State
 from .run import Run
 
 STATE_KEY = "nm_recipe"
 APPLIED, FLIPS, NONZEROS = (ops.STATS.index(name) for name in ("applied", "flips", "nonzeros"))
+COUNTED = ("pruned_abs", "pruned_grad_abs", "flips", "nonzeros")
+"""What is counted here where the optimizer does not."""
 
 
 class Attachment:
@@ -47,7 +50,7 @@ class Attachment:
         self.numel = 0
         self._revision = 0
         self._masks: dict[str, Tensor] = {}
-        self._pruned: tuple[Tensor, Tensor] | None = None
+        self._pruned: dict[str, tuple[Tensor, Tensor]] = {}
         self._removers = [optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)]
         if self.all:
             self._removers += [
@@ -60,7 +63,7 @@ class Attachment:
             _watched.add(layer.effective)
         if self.masked is not None:
             self.masked.targets = {
-                layer.weight: Target(layer.pattern, layer.transposed, partial(_penalty, layer)) for layer in layers.values()
+                layer.parameter: Target(layer.pattern, layer.transposed, partial(_penalty, layer)) for layer in layers.values()
             }
 
     @property
@@ -87,6 +90,9 @@ class Attachment:
         for layer in self.layers.values():
             layer.effective.attached = False
             layer.effective.release()
+            if layer.gather is not None:
+                layer.gather.remove()
+                layer.gather = None
             _watched.discard(layer.effective)
         if self.masked is not None:
             self.masked.forget()
@@ -99,8 +105,8 @@ class Attachment:
             self._revision, rule = self.run.revision, self.run.stage.rule
             self.masked.rule = rule if own is not None else replace(rule, masked=False, decay=0.0)
             for layer in self.layers.values():
-                if layer.weight in self.masked.targets:
-                    self.masked.targets[layer.weight].pattern = layer.mask_pattern
+                if layer.parameter in self.masked.targets:
+                    self.masked.targets[layer.parameter].pattern = layer.mask_pattern
         if own is not None:
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -120,14 +126,13 @@ class Attachment:
     def _on_gradients(self) -> None:
         """Mask or decay the gradients: unscaled ones, or scaled ones times the scale where a fused optimizer unscales later."""
         stage, scale = self.run.stage, getattr(self.optimizer, "grad_scale", None)
-        pruned_w = pruned_g = torch.zeros((), dtype=torch.float64)
         # with maximize the optimizer negates the gradient later; the decay must shrink the weight all the same
         negated = {id(p) for group in self.optimizer.param_groups if group.get("maximize") for p in group["params"]}
-        self._masks, self.numel = {}, 0
+        self._masks, self._pruned, self.numel = {}, {}, 0
         for name, layer in self.layers.items():
             if not layer.takes_part():
                 continue
-            self.numel += layer.weight.numel()
+            self.numel += layer.parameter.numel()
             learned = layer.learned()
             penalties = {} if stage.rule.late and not learned else layer.penalties()
             extra = penalties.pop(WEIGHT, None)
@@ -137,23 +142,22 @@ class Attachment:
                     _add(grad, id(learned[key]) in negated, scale, value)
             if stage.rule.masked and not stage.held_mask:
                 self._masks[name] = layer.kept()
-            if layer.weight.grad is None:
+            grad = align_gradient(layer.parameter)
+            if grad is None:
                 continue
-            w, g = layer.master.detach(), layer.weight.grad.t() if layer.transposed else layer.weight.grad
-            add = partial(_add, g, id(layer.weight) in negated, scale)
+            w, g = layer.master.detach(), local(grad).t() if layer.transposed else local(grad)
+            add = partial(_add, g, id(layer.parameter) in negated, scale)
             if stage.held_mask:
                 g.masked_fill_(~self.run.masks.masks[name], 0.0)
             elif stage.rule.masked:
                 kept = self._masks[name]
                 pruned = masked(w, ~kept)
                 size = _magnitude(masked(g, ~kept))
-                pruned_w = pruned_w + _magnitude(pruned)
-                pruned_g = pruned_g + (size if scale is None else size / scale.double())
+                self._pruned[name] = _magnitude(pruned), size if scale is None else size / scale.double()
                 if stage.rule.decay:
                     add(pruned * stage.rule.decay)
             if extra is not None and not stage.rule.late:
                 add(extra)
-        self._pruned = pruned_w, pruned_g
 
     @torch.no_grad()
     def _after(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -167,7 +171,7 @@ class Attachment:
         else:
             new = self._own_stats() if self.numel else None
         for layer in self.layers.values():
-            layer.effective.drop()
+            layer.drop()
         self.observed = new
         if new is not None:
             self.stats = self._since_applied(new)
@@ -197,11 +201,13 @@ class Attachment:
         if flips is not None and self.stats is not None:
             self.stats = self.stats.clone()
             self.stats[FLIPS] += flips
+        if self.run.sharded:
+            self.run.told = self.run.tell()
 
     def _of_state(self, key: str) -> list[Any]:
         """What the optimizer keeps under ``key`` for the swapped weights, where it does."""
         state = inner(self.optimizer).state
-        found = [state.get(layer.weight, {}).get(key) for layer in self.layers.values()]
+        found = [state.get(layer.parameter, {}).get(key) for layer in self.layers.values()]
         return [value for value in found if value is not None]
 
     @property
@@ -214,35 +220,41 @@ class Attachment:
             return new
         old = torch.zeros_like(new) if self.stats is None else self.stats.clone()
         if self.stats is None:
-            old[NONZEROS] = sum(layer.effective_weight().count_nonzero() for layer in self.layers.values() if layer.takes_part())
+            old[NONZEROS] = nonzeros([layer for layer in self.layers.values() if layer.takes_part()])
         old[FLIPS] = 0.0
         return torch.where(new[APPLIED] > 0, new, old)
 
     def _own_stats(self) -> Tensor:
         """The sums that MaskedAdamW gives for free, for any other optimizer and for held masks, which it does not know."""
         found_inf = self._found_inf
-        values = dict.fromkeys(ops.STATS, torch.zeros((), dtype=torch.float64))
+        device = next(iter(self.layers.values())).master.device
+        nothing = torch.zeros((), dtype=torch.float64)
+        values = dict.fromkeys(ops.STATS, nothing)
         if self.masked is not None and self.masked.stats is not None:
             values.update(zip(ops.STATS, self.masked.stats, strict=True))
         values["applied"] = torch.ones((), dtype=torch.float64) if found_inf is None else (found_inf == 0).double().reshape(())
-        if self._pruned is not None:
-            values["pruned_abs"], values["pruned_grad_abs"] = self._pruned
-        values["nonzeros"] = torch.zeros((), dtype=torch.float64)
+        parts: dict[Groups, Tensor] = {}
         for name, layer in self.layers.items():
             if not layer.takes_part():
                 continue
             w = layer.master.detach()
             if self.run.stage.held_mask:
                 self.run.masks.apply(name)
+            seen = dict.fromkeys(COUNTED, nothing)
+            seen["pruned_abs"], seen["pruned_grad_abs"] = self._pruned.get(name, (nothing, nothing))
             if name in self._masks:
                 now = layer.kept()
                 if now is not self._masks[name]:  # a held mask is the same tensor until it is renewed
-                    values["flips"] = values["flips"] + (now ^ self._masks[name]).count_nonzero()
-                values["nonzeros"] = values["nonzeros"] + (w.ne(0) & now).count_nonzero()
+                    seen["flips"] = (now ^ self._masks[name]).count_nonzero()
+                seen["nonzeros"] = (w.ne(0) & now).count_nonzero()
             else:
-                values["nonzeros"] = values["nonzeros"] + w.count_nonzero()
-        self._masks, self._pruned = {}, None
-        device = next(iter(self.layers.values())).weight.device
+                seen["nonzeros"] = w.count_nonzero()
+            row = torch.stack([seen[key].to(device=device, dtype=torch.float64) for key in COUNTED])
+            groups = groups_of(layer.parameter)
+            parts[groups] = parts[groups] + row if groups in parts else row
+        self._masks, self._pruned = {}, {}
+        if parts:
+            values.update(zip(COUNTED, reduced(parts), strict=True))
         return torch.stack([values[key].to(device=device, dtype=torch.float64) for key in ops.STATS])
 
     def _settle(self) -> None:
@@ -252,12 +264,12 @@ class Attachment:
         rates = {id(p): group["lr"] for group in self.optimizer.param_groups for p in group["params"]}
         for layer in self.layers.values():
             # load_state_dict(assign=True) gives the layer another Parameter than the one that this optimizer updates
-            if layer.weight.grad is None or id(layer.weight) not in rates:
+            if layer.parameter.grad is None or id(layer.parameter) not in rates:
                 continue
-            w, lr = layer.master, rates[id(layer.weight)]
+            w, lr = layer.master, rates[id(layer.parameter)]
             new = after(w.detach(), lr)
             w.copy_(new if skipped is None else torch.where(skipped.reshape(()).to(w.device) == 0, new, w))
-            layer.effective.drop()
+            layer.drop()
 
     # ---- around a load
 
@@ -324,7 +336,7 @@ def masked_adamw(optimizer: torch.optim.Optimizer) -> MaskedAdamW | None:
 
 def group_of(optimizer: torch.optim.Optimizer, layers: dict[str, NMWeight]) -> dict[str, Any]:
     """The parameter group that updates the first of ``layers``; the first one where a load has replaced that layer's Parameter."""
-    first = next(iter(layers.values())).weight
+    first = next(iter(layers.values())).parameter
     owners = [group for group in optimizer.param_groups if any(p is first for p in group["params"])]
     return (owners or optimizer.param_groups)[0]
 
@@ -341,6 +353,33 @@ def check_optimizer(recipe: Recipe, optimizer: torch.optim.Optimizer) -> None:
         raise RecipeError("attach: the optimizer drives the recipe of another model already; give each model its own optimizer.")
 
 
+def check_shards(recipe: Recipe, layers: dict[str, NMWeight]) -> None:
+    """Raise ``RecipeError`` or ``ShapeError`` where ``recipe`` cannot run with weights sharded as those of ``layers`` are."""
+    for name, layer in layers.items():
+        weight: Any = layer.parameter
+        if not is_sharded(weight):
+            continue
+        setup, transform = recipe.setup, layer.final
+        learned = ", ".join(sorted(layer.learned()))
+        why = setup.needs_whole or (f"learns {learned} beside the weights, which are not sharded with them" if learned else "")
+        if why:
+            raise RecipeError(
+                f"attach: {type(recipe).__name__} {why}, and the weight of layer {name!r} is sharded. Train it with "
+                "DistributedDataParallel; or take SR-STE, STEP, S-STE, MdGf, SdGf, FST or ASP by magnitude, which run on shards."
+            )
+        for dim, placement in enumerate(weight.placements):
+            if placement.is_replicate():
+                continue
+            ways, along = weight.device_mesh.size(dim), placement.dim
+            size, groups = weight.shape[along], along == (0 if layer.transposed else 1)
+            if (groups or transform.traits.transposable) and size % (ways * layer.pattern.m):
+                raise ShapeError(
+                    f"attach: layer {name!r} is sharded {ways} ways along {'in' if groups else 'out'}={size}, which cuts groups of "
+                    f"M={layer.pattern.m}: a multiple of {ways * layer.pattern.m} is needed. Shard the other dimension, on fewer ranks, "
+                    "or leave the layer out with filter_fn."
+                )
+
+
 def check_learned(layers: dict[str, NMWeight], optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Raise ``RecipeError`` unless the optimizers train everything that the recipe learns beside the weights."""
     owned = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
@@ -351,6 +390,15 @@ def check_learned(layers: dict[str, NMWeight], optimizers: Sequence[torch.optim.
             f"attach: no optimizer has {names}, which the recipe learns beside the weights. Build it from model.parameters() after "
             "sparsify_, as recipe.optimizer(model.parameters()) does."
         )
+
+
+def nonzeros(layers: Iterable[NMWeight]) -> Tensor:
+    """How many of the effective weights are not zero, over all ranks."""
+    parts: dict[Groups, Tensor] = {}
+    for layer in layers:
+        groups, count = groups_of(layer.parameter), layer.effective_weight().count_nonzero().double()
+        parts[groups] = parts[groups] + count if groups in parts else count
+    return reduced(parts).reshape(())
 
 
 def _magnitude(x: Tensor) -> Tensor:

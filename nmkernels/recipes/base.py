@@ -96,6 +96,7 @@ class Setup:
         freezes: whose gradients are off until the recipe ends: ``""`` nobody's, ``"weights"`` of its layers, ``"all"`` but what it learns.
         activation: what ``finish`` leaves the squared-ReLU activations at; None: they are none of the recipe's business.
         draws: it draws random numbers in training, by a seed that its state holds; ``seed``: that one, None for torch's initial seed.
+        needs_whole: why it cannot run with sharded weights, to complete "<Recipe> …"; empty where it can.
         patterns: N:M of each layer, from the present weights ``(out, in)`` by name; None: all have the recipe's own. A resumed run has
             those of its checkpoint.
     """
@@ -108,6 +109,7 @@ class Setup:
     activation: ActivationRule | None = None
     draws: bool = False
     seed: int | None = None
+    needs_whole: str = ""
     patterns: Callable[[Mapping[str, Tensor]], dict[str, Pattern]] | None = None
 
     @property
@@ -315,7 +317,7 @@ class Observed:
     Args:
         stats: float64 sums, named by ``nmkernels.ops.STATS``.
         numel: number of maskable weights that took part.
-        second_moments: their raw ``exp_avg_sq`` where the optimizer keeps one.
+        second_moments: their raw ``exp_avg_sq`` where the optimizer keeps one, sharded as the weights are.
         step: the optimizer's own step count of these parameters, None where it has none; reading it may wait for the device.
         calls: how many steps can have been applied at most; known to the host, which cannot see whether a step was skipped.
         group: the parameter group of the maskable weights, as for ``Recipe.first_state``.

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from ..autograd import STRAIGHT_THROUGH, HardMask, WeightTransform
+from ..autograd import STRAIGHT_THROUGH, WeightTransform
 from ..nn import NMWeight, make_dense_, switch_fast_paths
+from ..nn.gather import connect, reshard
 from ..optim import merge_stats
 from ..pattern import CheckpointError, RecipeError
-from .attach import STATE_KEY, Attachment, check_learned, check_optimizer, group_of, inner, unwrapped
+from .attach import STATE_KEY, Attachment, check_learned, check_optimizer, check_shards, group_of, inner, unwrapped
 from .base import Recipe, State
 from .report import Report
 from .run import Run
@@ -97,6 +98,7 @@ class Handle:
             raise RecipeError("attach: the recipe is finished; sparsify_ the model again to train on.")
         if self._attachments:
             raise RecipeError("attach: this handle has its optimizers already; give all of them in one call, attach(opt1, opt2).")
+        self._take_shards()
         stepped = tuple(map(unwrapped, optimizers))
         owners = [(optimizer, owned) for optimizer in stepped if (owned := self._owned(optimizer))]
         if not owners:
@@ -128,10 +130,15 @@ class Handle:
             raise
         return optimizers[0] if len(optimizers) == 1 else optimizers
 
+    def _take_shards(self) -> None:
+        """Have sharded layers make W̃ from this rank's shard, and every rank hold no more than that."""
+        connect(self.model, list(self.layers.values()))
+        check_shards(self.recipe, self.layers)
+
     def _owned(self, optimizer: torch.optim.Optimizer) -> dict[str, NMWeight]:
         # frozen layers too: they may be unfrozen later
         params = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        return {name: layer for name, layer in self.layers.items() if id(layer.weight) in params}
+        return {name: layer for name, layer in self.layers.items() if id(layer.parameter) in params}
 
     # ---- watching
 
@@ -170,11 +177,14 @@ class Handle:
         On a CPU every write is noticed anyway. On a GPU one kind is not: through ``.data``, in training mode, between two forward passes
         of one optimizer step. Call this after it.
         """
+        reshard(self.model)
         for layer in self.layers.values():
             layer.effective.release()
+            layer.adopt_shard()
 
     @contextmanager
     def _previewed(self) -> Iterator[None]:
+        reshard(self.model)
         kept = {name: (layer.transform, layer.plan, layer.adapts) for name, layer in self.layers.items()}
         try:
             self.run.activations.use(self.run.activations.final)
@@ -190,6 +200,7 @@ class Handle:
                     self.layers[name].use(transform, plan if plan.fp8 is None and plan.fprop == "dense" else STRAIGHT_THROUGH)
             yield
         finally:
+            reshard(self.model)
             for name, layer in self.layers.items():
                 before, plan, layer.adapts = kept[name]
                 layer.use(before, plan)
@@ -210,6 +221,7 @@ class Handle:
         """
         if self.finished:
             return self.model
+        reshard(self.model)  # what FSDP2 left unsharded is a copy
         idle = [name for name, layer in self.layers.items() if not layer.ran and not allow_unused]
         if idle:
             raise RecipeError(
@@ -248,6 +260,7 @@ class Handle:
         A low-rank adapter that has learned something is folded into the weight, W + (L R)ᵀ / r, which is then no longer N:M. To have the
         N:M weight alone, zero ``nm_right`` first. The handle has no further use: ``sparsify_`` the model again to go on.
         """
+        reshard(self.model)
         self._end()
         self.run.activations.restore()
         return densify_(self.model)
@@ -268,7 +281,7 @@ class Handle:
 def make_nm(layers: dict[str, NMWeight], transforms: dict[str, WeightTransform]) -> None:
     """Replace every layer's weight by what its transform makes of it, and take from the layer what only training needed."""
     for name, layer in layers.items():
-        if not bool(torch.isfinite(layer.weight).all()):
+        if not bool(torch.isfinite(layer.master).all()):
             raise RecipeError(f"finish: the weight of layer {name!r} has NaN or infinite values; training diverged before this point.")
     pruned, orders = {}, {}
     for name, transform in transforms.items():
@@ -288,37 +301,23 @@ def make_nm(layers: dict[str, NMWeight], transforms: dict[str, WeightTransform])
 
 def metrics_of(run: Run, attachments: list[Attachment]) -> dict[str, Tensor]:
     """What ``Handle.metrics`` tells; nothing here waits for the device. λ is the recipe's own figure ``decay``, if any."""
-    layers, stage, state = run.layers, run.stage, run.state
+    stage, state = run.stage, run.state
     phase = torch.tensor(stage.phase)
     parts = [a for a in attachments if a.stats is not None]
+    # users ask on one rank only, where a collective would wait for ever: what sharded layers tell is from the last step
+    told = run.told if run.sharded else run.tell(density=not parts)
     if not parts:
         # without a state no optimizer was ever attached, and nobody counts
         nothing = torch.full((), 0.0 if state else torch.nan, dtype=torch.float64)
-        return {"flip_rate": nothing, "density": _density(layers), "phase": phase, "decay_ratio": nothing.clone()}
+        return {"flip_rate": nothing, "density": told.get("density", nothing), "phase": phase, "decay_ratio": nothing.clone()}
     numel = sum(a.numel for a in parts)
     total: Tensor = functools.reduce(merge_stats, [a.stats for a in parts if a.stats is not None])
     s = dict(zip(ops.STATS, total, strict=True))
     grads = s["pruned_grad_abs"]
-    own = {**run.recipe.values(state), **_watched(layers)}
+    own = {**run.recipe.values(state), **told}
     ratio = torch.where(grads > 0, own.get("decay", stage.rule.decay) * s["pruned_abs"] / grads, 0.0)
-    # the optimizer counts what M(W) ⊙ W would leave; any other transform has to be asked
-    density = s["nonzeros"] / numel if stage.transform is None or isinstance(stage.transform, HardMask) else _density(layers)
-    common = {"flip_rate": s["flips"] / numel, "density": density, "phase": phase, "decay_ratio": ratio}
-    told = any(a.masked is not None for a in parts)
+    common = {"flip_rate": s["flips"] / numel, "density": s["nonzeros"] / numel, "phase": phase, "decay_ratio": ratio}
+    updates = any(a.masked is not None for a in parts)
     gains = [after / before - 1 for before, after in state.get("kept", {}).values() if before]
     gain = {"kept_gain": torch.tensor(sum(gains) / len(gains), dtype=torch.float64)} if gains else {}
-    return {**common, **own, **gain, **({"max_update": s["max_update"]} if told else {})}
-
-
-def _watched(layers: dict[str, NMWeight]) -> dict[str, Tensor]:
-    """The transforms' own metrics, each the mean over all weights of the layers that have it."""
-    seen: dict[str, list[tuple[Tensor, int]]] = {}
-    for layer in layers.values():
-        for name, value in layer.watched().items():
-            seen.setdefault(name, []).append((value.double(), layer.weight.numel()))
-    return {name: torch.stack([v * n for v, n in parts]).sum() / sum(n for _, n in parts) for name, parts in seen.items()}
-
-
-def _density(layers: dict[str, NMWeight]) -> Tensor:
-    used = [layer.effective_weight() for layer in layers.values()]
-    return torch.stack([u.count_nonzero() for u in used]).sum().double() / sum(u.numel() for u in used)
+    return {**common, **own, **gain, **({"max_update": s["max_update"]} if updates else {})}

@@ -72,7 +72,7 @@ class HeldMasks:
                 (rows, cols), indices = layer.master.shape, state["masks"][name]
                 ones = torch.ones(rows, layer.pattern.kept(cols), device=indices.device)
                 kept = ops.decompress(ops.Compressed(ones, indices, layer.pattern, (rows, cols)))
-                self.masks[name] = kept.bool().to(layer.weight.device)
+                self.masks[name] = kept.bool().to(layer.master.device)
             if self.channels is not None:
                 self.channels.resume(state.get("kept", {}))
         self._source = state["masks"]

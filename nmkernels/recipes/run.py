@@ -9,16 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..autograd import WeightTransform
+from ..autograd import HardMask, WeightTransform
 from ..nn import ActivationRule, NMWeight, SquaredReLU, SquaredReLUMLP
 from ..pattern import NMError, RecipeError
+from ..shards import Groups, groups_of, is_sharded, reduced
 from .base import Observed, Recipe, Stage, State
 from .compose import check_state
 from .masks import HeldMasks
 from .registry import spec
 from .report import Report
 from .search.channels import Channels
-from .state import HeldTensors, LayerPatterns, Streams, generator_of, shape_of
+from .state import HeldTensors, LayerPatterns, Streams, generator_of
 from .trial import Trial
 
 
@@ -26,7 +27,8 @@ class Run:
     """A recipe on the layers of one model.
 
     ``state`` is the schedule's, as it lies in the optimizer, empty before one is attached; ``stage`` what training does now;
-    ``revision`` how often that was set; ``calls`` how many steps can have been applied at most; ``optimizers`` all that update the model.
+    ``revision`` how often that was set; ``told`` what sharded layers told of themselves at the last step; ``calls`` how many steps can have
+    been applied at most; ``optimizers`` all that update the model.
     """
 
     def __init__(self, model: nn.Module, recipe: Recipe, layers: dict[str, NMWeight], report: Report) -> None:
@@ -35,6 +37,7 @@ class Run:
         self.optimizers: tuple[torch.optim.Optimizer, ...] = ()
         self.revision = 0
         self.calls = 0
+        self.told: dict[str, Tensor] = {}
         self.trial: Trial | None = None
         self._transforms: dict[WeightTransform, WeightTransform] = {}
         setup = recipe.setup
@@ -68,7 +71,7 @@ class Run:
                 raise RecipeError(f"{verb}: layer {name!r}: {error}") from error
 
     def _fitted(self, transform: WeightTransform, layer: NMWeight) -> WeightTransform:
-        fitted = self.recipe.layer(layer.pattern, shape_of(layer), transform).transform
+        fitted = self.recipe.layer(layer.pattern, layer.shape, transform).transform
         assert fitted is not None
         # one object of each kind for the whole run: a compiled model guards on its identity
         return self._transforms.setdefault(fitted, fitted)
@@ -116,7 +119,13 @@ class Run:
         if due and "held" in state and before is None:
             before = self._kept()
             self.tensors.renew(state)
-        return None if before is None else torch.stack([(now ^ before[name]).sum() for name, now in self._kept().items()]).sum()
+        if before is None:
+            return None
+        parts: dict[Groups, Tensor] = {}
+        for name, now in self._kept().items():
+            groups, flips = groups_of(self.layers[name].parameter), (now ^ before[name]).sum()
+            parts[groups] = parts[groups] + flips if groups in parts else flips
+        return reduced(parts).reshape(())
 
     def _restage(self, before: dict[str, Tensor] | None = None) -> dict[str, Tensor] | None:
         """Bring the layers in line with the state; ``before``, masks of another part of the schedule, comes back if they were renewed."""
@@ -148,7 +157,7 @@ class Run:
             if stage.transform is None:
                 layer.effective.release()  # a dense phase needs the memory more
             else:
-                layer.effective.drop()
+                layer.drop()
         self.activations.use(stage.activation)
 
     def _feed(self) -> None:
@@ -162,6 +171,34 @@ class Run:
 
     def _kept(self) -> dict[str, Tensor]:
         return {name: layer.kept() for name, layer in self.layers.items()}
+
+    @property
+    def sharded(self) -> bool:
+        """Whether ranks share the weights."""
+        return any(is_sharded(layer.parameter) for layer in self.layers.values())
+
+    @torch.no_grad()
+    def tell(self, density: bool = False) -> dict[str, Tensor]:
+        """The transforms' own metrics, each the mean over all weights of the layers that have it, whichever rank holds them.
+
+        With ``density``, or where the optimizer's count is not that of the transform, that too: non-zeros of W̃ / weights.
+        """
+        density = density or not (self.stage.transform is None or isinstance(self.stage.transform, HardMask))
+        parts: dict[Groups, dict[str, Tensor]] = {}
+        for layer in self.layers.values():
+            size, part = layer.master.numel(), parts.setdefault(groups_of(layer.parameter), {})
+            sums = {name: value.double() * size for name, value in layer.watched().items()}
+            if density:
+                sums["density"] = layer.effective_weight().count_nonzero().double()
+            for name, value in sums.items():
+                pair = torch.stack([value, torch.full_like(value, size)])
+                part[name] = part[name] + pair if name in part else pair
+        names = sorted({name for part in parts.values() for name in part})
+        if not names:
+            return {}
+        nothing = next(pair for part in parts.values() for pair in part.values()).new_zeros(2)
+        rows = {groups: torch.cat([part.get(name, nothing) for name in names]) for groups, part in parts.items()}
+        return {name: total / size for name, (total, size) in zip(names, reduced(rows).view(-1, 2), strict=True)}
 
     def final_transforms(self) -> dict[str, WeightTransform]:
         """What turns each weight into the N:M one that ``finish`` leaves."""
@@ -182,7 +219,7 @@ class Run:
 
 def freeze(model: nn.Module, layers: dict[str, NMWeight], which: str) -> list[nn.Parameter]:
     """Switch the gradients off of what ``Setup.freezes`` says while the recipe runs; returns those that had some."""
-    weights = {id(layer.weight) for layer in layers.values()}
+    weights = {id(layer.parameter) for layer in layers.values()}
     learned = {id(p) for layer in layers.values() for p in layer.learned().values()}
     chosen = [p for p in model.parameters() if (id(p) in weights if which == "weights" else which == "all" and id(p) not in learned)]
     frozen = [p for p in chosen if p.requires_grad]
@@ -195,10 +232,10 @@ def freeze(model: nn.Module, layers: dict[str, NMWeight], which: str) -> list[nn
 def add_adapters(recipe: Recipe, layers: dict[str, NMWeight]) -> None:
     """Give every layer for which ``recipe`` wants one an adapter: R = 0, L ~ N(0, 1), the same on every device, rank and dtype."""
     for name, layer in layers.items():
-        rank = recipe.layer(layer.pattern, shape_of(layer)).rank
+        rank = recipe.layer(layer.pattern, layer.shape).rank
         if rank:
             generator = generator_of(recipe.setup.first_seed, f"adapter/{name}")
-            layer.add_adapter(torch.randn(layer.master.shape[1], rank, generator=generator, dtype=torch.float64))
+            layer.add_adapter(torch.randn(layer.shape[1], rank, generator=generator, dtype=torch.float64))
 
 
 class Activations:
@@ -239,7 +276,7 @@ class Gradients:
     def __init__(self, layers: dict[str, NMWeight]) -> None:
         self.seen = False
         self.warned: set[str] = set()
-        trained = [p for layer in layers.values() for p in (layer.weight, *layer.learned().values()) if p.requires_grad]
+        trained = [p for layer in layers.values() for p in (layer.parameter, *layer.learned().values()) if p.requires_grad]
         self._removers = [p.register_post_accumulate_grad_hook(self._see) for p in trained]
 
     def _see(self, p: Tensor) -> None:

@@ -16,7 +16,9 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from ..nn import CompressedLinear, NMWeight, is_conv1d, is_conv1d_type, make_sparse_, switch_fast_paths
+from ..nn.swap import class_of
 from ..pattern import Pattern, RecipeError, ShapeError
+from ..shards import is_sharded
 from .base import LayerPlan, Recipe
 from .handle import Handle, densify_
 from .registry import resolve
@@ -172,7 +174,7 @@ def _obstacle(module: nn.Module, weight: Tensor | None, uses: Counter[int], bypa
     computed = "its weight is computed from other tensors (weight_norm, spectral_norm or torch's pruning); make it a plain Parameter first"
     if is_parametrized(module, "weight"):
         return computed
-    if type(module) is not nn.Linear and not is_conv1d(module):
+    if class_of(module) is not nn.Linear and not is_conv1d(module):
         return f"{kind} is a subclass of {'nn.Linear' if isinstance(module, nn.Linear) else 'Conv1D'} with behaviour of its own"
     if "forward" in module.__dict__:
         return "its forward was replaced on the instance (a hook of accelerate, for instance), which bypasses the layer's own"
@@ -181,16 +183,17 @@ def _obstacle(module: nn.Module, weight: Tensor | None, uses: Counter[int], bypa
     if uses[id(weight)] > 1:
         return "its weight is tied to another module"
     if weight.dim() != 2:
-        return f"its weight has {weight.dim()} dimensions and not two: it is flattened or sharded; call sparsify_ before the wrapper"
+        return (
+            f"its weight has {weight.dim()} dimensions and not two: it was flattened, as FullyShardedDataParallel (FSDP1) does; use "
+            "torch.distributed.fsdp.fully_shard"
+        )
     return ""
 
 
 def _form(weight: Tensor) -> str:
     """Why kernels cannot read such a weight; empty if they can."""
     kind = type(weight)
-    if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ and not isinstance(weight, FakeTensor):
-        if kind.__name__ == "DTensor":
-            return "its weight is a DTensor, sharded over devices; sparsify_ takes whole weights"
+    if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ and not isinstance(weight, FakeTensor) and not is_sharded(weight):
         return f"its weight is a {kind.__module__}.{kind.__name__}, a quantised or wrapped tensor; make the layer sparse before that"
     if weight.layout != torch.strided:
         return f"its weight is {weight.layout}; only strided ones have kernels"

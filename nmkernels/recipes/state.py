@@ -33,12 +33,6 @@ def check_layers(what: str, given: Iterable[str], layers: dict[str, NMWeight]) -
         raise CheckpointError(f"the checkpoint's {what} are of other layers than this model's; only one of them has {', '.join(odd)}.")
 
 
-def shape_of(layer: NMWeight) -> tuple[int, int]:
-    """``(out, in)`` of a layer's weight."""
-    rows, cols = layer.master.shape
-    return int(rows), int(cols)
-
-
 # ---- random streams
 
 
@@ -69,7 +63,7 @@ class Streams:
         streams = state.setdefault("streams", {})
         for name, layer in self.layers.items():
             words = streams[name] if name in streams else torch.zeros(2, dtype=torch.int64)
-            words = words.to(layer.weight.device)
+            words = words.to(layer.master.device)
             words[0] = stream_key(state["seed"], name, _rank())
             streams[name] = layer.seed = words
 
@@ -104,7 +98,7 @@ class LayerPatterns:
         self.own = {} if choose is None else choose({name: layer.master.detach() for name, layer in self.layers.items()})
         for name, pattern in self.own.items():
             try:
-                pattern.check_divides("sparsify_", self.layers[name].master.shape[1], "in_features")
+                pattern.check_divides("sparsify_", self.layers[name].shape[1], "in_features")
             except ShapeError as error:
                 raise ShapeError(f"layer {name!r}: {error}") from error
         self._give()
@@ -125,7 +119,7 @@ class LayerPatterns:
         for i, entry in enumerate(self.report.entries):
             if entry.sparse and entry.name in self.layers:
                 layer = self.layers[entry.name]
-                self.report.entries[i] = replace(entry, reason=self.recipe.layer(layer.pattern, shape_of(layer)).note)
+                self.report.entries[i] = replace(entry, reason=self.recipe.layer(layer.pattern, layer.shape).note)
 
     def check(self, state: State) -> None:
         patterns = state.get("patterns", {})
@@ -133,7 +127,7 @@ class LayerPatterns:
             check_layers("patterns", patterns, self.layers)
         for name, text in patterns.items():
             try:
-                Pattern(text).check_divides("resume", self.layers[name].master.shape[1], "in_features")
+                Pattern(text).check_divides("resume", self.layers[name].shape[1], "in_features")
             except NMError as error:
                 raise CheckpointError(f"the checkpoint's pattern of layer {name!r} does not fit: {error}") from error
 

@@ -14,6 +14,7 @@ LAYERS = {
     "pattern": 0,
     "dispatch": 0,
     "capability": 0,
+    "shards": 0,
     "_version": 0,
     "_C": 0,
     "reference": 1,

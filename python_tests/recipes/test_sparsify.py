@@ -226,7 +226,7 @@ LINEAR = {
     "integer": (lambda: linear(torch.ones(32, 32, dtype=torch.int8)), {"": (SQUARE, "torch.int8")}),
     "complex": (lambda: nn.Linear(32, 32, dtype=torch.complex64), {"": (SQUARE, "torch.complex64")}),
     "float8": (lambda: linear(torch.ones(32, 32).to(torch.float8_e4m3fn)), {"": (SQUARE, "torch.float8_e4m3fn")}),
-    "flattened": (lambda: linear(torch.empty(0)), {"": (SQUARE, "flattened or sharded")}),
+    "flattened": (lambda: linear(torch.empty(0)), {"": (SQUARE, "fully_shard")}),
     "2:4 of torch": (lambda: linear(torch.randn(32, 32).to_sparse_csr()), {"": (SQUARE, "sparse_csr")}),
     "wrapped": (lambda: linear(Wrapped(torch.zeros(32, 32, dtype=torch.int8))), {"": (SQUARE, "Wrapped, a quantised")}),
     "bitsandbytes": (lambda: linear(torch.zeros(512, 1, dtype=torch.uint8), Linear4bit), {"": (SQUARE, "torch.uint8 (quantised")}),
@@ -323,11 +323,11 @@ def test_the_report_does_not_compute_weights():
 
 
 @pytest.mark.skipif(not torch.distributed.is_available() or not torch.distributed.is_gloo_available(), reason="torch is built without gloo")
-def test_a_sharded_weight_is_refused(tmp_path):
+def test_a_sharded_weight_is_taken(tmp_path):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import distribute_tensor
 
     with one_process(tmp_path):
         model = nn.ModuleDict({"good": nn.Linear(32, 32), "odd": nn.Linear(32, 32)})
         model["odd"].weight = nn.Parameter(distribute_tensor(model["odd"].weight.detach(), init_device_mesh("cpu", (1,))))
-        assert reasons(model) == {"good": "", "odd": "its weight is a DTensor, sharded over devices; sparsify_ takes whole weights"}
+        assert reasons(model) == {"good": "", "odd": ""}

@@ -12,6 +12,7 @@ from torch import Tensor
 from ...ops import STATS
 from ...optim import MaskedAdamW, UpdateRule
 from ...pattern import RecipeError
+from ...shards import total
 from ..base import About, Observed, Recipe, Setup, Span, Stage, State, choice, first, number, setting
 from ..compose import Composite, first_stage, of_length
 from ..registry import recipe, spec
@@ -40,8 +41,8 @@ def figure(switch: str, seen: Observed) -> Tensor:
         moved = seen.numel - seen.stats[UNCHANGED]
         return torch.where(moved > 0, ((seen.stats[LOG_CHANGE] - seen.stats[UNCHANGED] * LOG_FLOOR) / moved.clamp(min=1)).exp(), 0.0)
     if switch == "relative_norm":
-        return torch.stack([v.double().square().sum() for v in seen.second_moments]).sum().sqrt()
-    return torch.stack([v.double().abs().sum() for v in seen.second_moments]).sum()
+        return total(lambda v: v.double().square().sum(), seen.second_moments).sqrt()
+    return total(lambda v: v.double().abs().sum(), seen.second_moments)
 
 
 def observe(state: State, switch: str, seen: Observed) -> None:

@@ -1,0 +1,206 @@
+"""What FSDP2 (``torch.distributed.fsdp.fully_shard``) gathers of a sharded layer's weight: W̃, made from the shard.
+
+The transform runs on this rank's shard, inside FSDP2's all-gather, and the layer multiplies what it is handed. So no rank has an unsharded
+W, a kept W̃ or a mask beyond its shard, and the wire carries W̃, packed where that is N:M. FSDP2 looks for ``fsdp_pre_all_gather`` and
+``fsdp_post_all_gather`` on the local tensor of the sharded Parameter, so they are two attributes there.
+
+A transform whose gradient is not passed straight through needs W itself. Then W is gathered, in its own dtype, since masks come from the
+master weight, and transformed at every forward pass.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ..ops import Compressed, decompress
+from ..pattern import NMError, Pattern
+from ..shards import is_sharded, local
+
+if TYPE_CHECKING:
+    from .linear import NMWeight
+
+HOOKS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
+Form = tuple[Pattern | None, torch.dtype, bool]
+"""What a gather carries: the pattern of a packed W̃, its dtype, and whether it is W̃."""
+
+
+class Gather:
+    """The all-gather of one layer's weight.
+
+    Attributes:
+        parameter: the sharded Parameter; ``layer.weight`` is another one while FSDP2 has the weight unsharded.
+        fresh: W̃ was gathered since the weight or its transform changed. FSDP2 gathers the dense W without an error where the two
+            attributes were lost, and nothing anew where it was told to keep weights unsharded: this is what notices.
+        effective: what was gathered is W̃; else it is W.
+    """
+
+    def __init__(self, layer: NMWeight, parameter: nn.Parameter) -> None:
+        self.layer, self.parameter = layer, parameter
+        self.fresh = self.effective = False
+        self.master: Tensor | None = None
+        self.param: Any = None
+        self._form: Form | None = None
+        self.install()
+
+    def install(self) -> None:
+        """Put the two attributes where FSDP2 looks for them; loading by assignment and moving give the Parameter other memory."""
+        self.fresh = False
+        shard = local(self.parameter)
+        for name in HOOKS:
+            setattr(shard, name, getattr(self, name))
+
+    def remove(self) -> None:
+        """Let FSDP2 gather the weight as it is."""
+        shard = local(self.parameter)
+        for name in HOOKS:
+            shard.__dict__.pop(name, None)
+        self._forget_buffers()
+
+    def check(self) -> None:
+        """Raise ``NMError`` unless what the layer is about to multiply was gathered anew."""
+        if not self.fresh:
+            raise NMError(
+                "SparseLinear: the sharded weight was not gathered anew since it changed. Either FSDP2 keeps weights unsharded between "
+                "steps (set_reshard_after_backward(False), unshard()), which shows the weights of the step before; or the model was "
+                "moved or loaded behind the layer's back, and handle.refresh() puts it right."
+            )
+
+    # ---- FSDP2's side
+
+    @torch.no_grad()
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], Any]:
+        layer, shard = self.layer, local(self.parameter)
+        transform, dtype = layer.transform, mp_policy.param_dtype or shard.dtype
+        straight = transform is None or not transform.traits.own_gradient
+        ways = mesh.size(-1)  # the last dimension of an HSDP mesh is the one that shards
+        packs = transform is not None and straight and transform.traits.is_nm and self._packs(outer_size, ways)
+        form = (transform.pattern if packs and transform is not None else None, dtype if straight else shard.dtype, straight)
+        if form != self._form:
+            self._forget_buffers()
+            self._form = form
+        extras = [] if transform is None else layer._extras(transform)
+        if packs:
+            assert transform is not None
+            rows = transform.packed(shard, *extras, dtype=dtype).rows
+            assert isinstance(rows, Compressed)
+            return (rows.values, rows.indices), (form, outer_size)
+        if transform is None or not straight:
+            used = shard
+        else:
+            used = transform(shard.t(), *extras).t().contiguous() if layer.transposed else transform(shard, *extras)
+        return (_padded(used.to(form[1]), outer_size, ways),), (form, outer_size)
+
+    def fsdp_post_all_gather(self, outs: tuple[Tensor, ...], meta: Any, dtype: torch.dtype, *, out: Tensor | None = None) -> Any:
+        (pattern, _, self.effective), size = meta
+        self.fresh = True
+        self.master = None if self.effective else outs[0][: size[0]]
+        if pattern is None and outs[0].dtype == dtype:
+            return None if out is not None else (outs[0], ())
+        if out is not None:
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):  # type: ignore[attr-defined]
+                self._write(local(out), outs, pattern)
+            return None
+        weight = outs[0].new_empty(size, dtype=dtype)
+        self._write(weight, outs, pattern)
+        return weight, (weight,)
+
+    def _write(self, weight: Tensor, outs: tuple[Tensor, ...], pattern: Pattern | None) -> None:
+        if pattern is None:
+            weight.copy_(outs[0][: weight.shape[0]])
+        else:
+            rows, cols = weight.shape
+            decompress(Compressed(outs[0], outs[1], pattern, (rows, cols)), out=weight)
+
+    def _packs(self, size: torch.Size, ways: int) -> bool:
+        """Alike on every rank: whether the rows, whole on each, are gathered packed."""
+        return self.layer.plan.packs and not self.layer.transposed and size[0] % ways == 0 and local(self.parameter).shape[1] == size[1]
+
+    def _forget_buffers(self) -> None:
+        """Let FSDP2 allocate anew: it sizes what it gathers into once, for the form of the first gather, and notes then what it found."""
+        self.fresh = False
+        param = self.param
+        if param is None:
+            return
+        param.all_gather_outputs = []
+        if hasattr(param, "_unsharded_param"):
+            del param._unsharded_param
+        param._init_extensions()
+
+
+def _padded(weight: Tensor, size: torch.Size, ways: int) -> Tensor:
+    """``weight`` with zero rows up to those of the largest shard, as FSDP2 wants them."""
+    missing = -(-size[0] // ways) - weight.shape[0]
+    return weight if missing <= 0 or weight.shape[1:] != size[1:] else torch.cat([weight, weight.new_zeros(missing, *weight.shape[1:])])
+
+
+# ---- FSDP2's modules
+
+
+def fsdp_modules(model: nn.Module) -> list[Any]:
+    """The modules that ``fully_shard`` was called on."""
+    return [module for module in model.modules() if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)]
+
+
+def reshard(model: nn.Module) -> None:
+    """Have every rank hold its shard only: after an evaluation FSDP2 leaves the root's weights unsharded, as copies."""
+    for module in fsdp_modules(model):
+        module.reshard()
+
+
+def connect(model: nn.Module, layers: list[NMWeight]) -> None:
+    """Have FSDP2 gather W̃ of the ``layers`` of ``model`` whose weights are sharded.
+
+    Raises:
+        NMError: FSDP2 is to reshard to a smaller mesh after forward, which it cannot with gathers that a tensor shapes.
+    """
+    reshard(model)
+    found: dict[nn.Module, Any] = {}
+    for module in fsdp_modules(model):
+        state = module._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None) or [g for g in (state._fsdp_param_group,) if g is not None]
+        for param in (param for group in groups for param in group.fsdp_params):
+            info = param._module_info
+            if info.param_name == "weight":
+                found[info.module] = param
+    for layer in layers:
+        layer.adopt_shard()
+        if layer.gather is None:
+            continue
+        layer.gather.param = param = found.get(layer)
+        if param is None:
+            continue
+        if param.post_forward_mesh_info is not None and param.post_forward_mesh_info is not param.mesh_info:
+            raise NMError(
+                "attach: fully_shard(reshard_after_forward=<number>) shards to a smaller mesh after forward, which FSDP2 cannot do with a "
+                "weight that is transformed as it is gathered. Say reshard_after_forward=True or False."
+            )
+        layer.gather._forget_buffers()
+
+
+def gathered(weight: Tensor, gather: Gather) -> tuple[Tensor, Tensor | None]:
+    """The weight that gets the gradient, and W̃ where that is what was gathered."""
+    gather.check()
+    weight = weight.to_local() if is_sharded(weight) else weight  # type: ignore[attr-defined]
+    if gather.effective:
+        return weight, weight.detach()
+    master = gather.master
+    assert master is not None
+    return (weight if master.dtype == weight.dtype else _Instead.apply(weight, master)), None
+
+
+class _Instead(torch.autograd.Function):
+    """The second of two tensors in the place of the first, which gets its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, master: Tensor) -> Tensor:
+        ctx.dtype = weight.dtype
+        return master.view_as(master)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        return g.to(ctx.dtype), None
