@@ -353,26 +353,26 @@ def check_optimizer(recipe: Recipe, optimizer: torch.optim.Optimizer) -> None:
         raise RecipeError("attach: the optimizer drives the recipe of another model already; give each model its own optimizer.")
 
 
-def check_shards(recipe: Recipe, layers: dict[str, NMWeight]) -> None:
-    """Raise ``RecipeError`` or ``ShapeError`` where ``recipe`` cannot run with weights sharded as those of ``layers`` are."""
+def check_whole(recipe: Recipe, layers: dict[str, NMWeight]) -> None:
+    """Raise ``RecipeError`` where ``recipe`` needs weights whole and those of ``layers`` are sharded."""
+    why, name = recipe.setup.needs_whole, next((name for name, layer in layers.items() if is_sharded(layer.parameter)), None)
+    if why and name is not None:
+        raise RecipeError(
+            f"{type(recipe).__name__} {why}, and the weight of layer {name!r} is sharded. Train it with DistributedDataParallel; or take a "
+            "recipe that runs on shards, such as SR-STE, STEP, S-STE, MdGf, SdGf, FST, or ASP by magnitude."
+        )
+
+
+def check_shards(layers: dict[str, NMWeight]) -> None:
+    """Raise ``ShapeError`` where shards cut the groups of a mask."""
     for name, layer in layers.items():
         weight: Any = layer.parameter
-        if not is_sharded(weight):
-            continue
-        setup, transform = recipe.setup, layer.final
-        learned = ", ".join(sorted(layer.learned()))
-        why = setup.needs_whole or (f"learns {learned} beside the weights, which are not sharded with them" if learned else "")
-        if why:
-            raise RecipeError(
-                f"attach: {type(recipe).__name__} {why}, and the weight of layer {name!r} is sharded. Train it with "
-                "DistributedDataParallel; or take SR-STE, STEP, S-STE, MdGf, SdGf, FST or ASP by magnitude, which run on shards."
-            )
-        for dim, placement in enumerate(weight.placements):
+        for dim, placement in enumerate(weight.placements if is_sharded(weight) else ()):
             if placement.is_replicate():
                 continue
             ways, along = weight.device_mesh.size(dim), placement.dim
             size, groups = weight.shape[along], along == (0 if layer.transposed else 1)
-            if (groups or transform.traits.transposable) and size % (ways * layer.pattern.m):
+            if (groups or layer.final.traits.transposable) and size % (ways * layer.pattern.m):
                 raise ShapeError(
                     f"attach: layer {name!r} is sharded {ways} ways along {'in' if groups else 'out'}={size}, which cuts groups of "
                     f"M={layer.pattern.m}: a multiple of {ways * layer.pattern.m} is needed. Shard the other dimension, on fewer ranks, "

@@ -18,7 +18,7 @@ from ..nn import NMWeight, make_dense_, switch_fast_paths
 from ..nn.gather import connect, reshard
 from ..optim import merge_stats
 from ..pattern import CheckpointError, RecipeError
-from .attach import STATE_KEY, Attachment, check_learned, check_optimizer, check_shards, group_of, inner, unwrapped
+from .attach import STATE_KEY, Attachment, check_learned, check_optimizer, check_shards, check_whole, group_of, inner, unwrapped
 from .base import Recipe, State
 from .report import Report
 from .run import Run
@@ -53,6 +53,7 @@ class Handle:
 
     def __init__(self, model: nn.Module, recipe: Recipe, layers: dict[str, NMWeight], report: Report) -> None:
         self.model, self.recipe, self.layers, self.report = model, recipe, layers, report
+        check_whole(recipe, layers)
         self.run = Run(model, recipe, layers, report)
         self.finished = False
         self._attachments: list[Attachment] = []
@@ -133,7 +134,8 @@ class Handle:
     def _take_shards(self) -> None:
         """Have sharded layers make W̃ from this rank's shard, and every rank hold no more than that."""
         connect(self.model, list(self.layers.values()))
-        check_shards(self.recipe, self.layers)
+        check_whole(self.recipe, self.layers)
+        check_shards(self.layers)
 
     def _owned(self, optimizer: torch.optim.Optimizer) -> dict[str, NMWeight]:
         # frozen layers too: they may be unfrozen later

@@ -60,7 +60,10 @@ class ASP(ScheduledRecipe):
     @property
     def setup(self) -> Setup:
         search = {"escapes": self.escapes, "seed": self.seed} if self.permute else None
-        return Setup(mask_score=self.score, channels=search)
+        whole = "reorders the channels of whole weights" if self.permute else ""
+        if self.score == "wanda":
+            whole = "ranks weights by all inputs that their layers have seen"
+        return Setup(mask_score=self.score, channels=search, needs_whole=whole)
 
     @cached_property
     def stages(self) -> tuple[tuple[int, Stage], ...]:

@@ -84,7 +84,7 @@ class BiMask(Recipe):
 
     @property
     def setup(self) -> Setup:
-        return Setup(draws=True, seed=self.seed)
+        return Setup(draws=True, seed=self.seed, needs_whole="orders the rows of each whole weight")
 
     def stage(self, state: State) -> Stage:
         """Before an optimizer is attached no permutation is looked for."""

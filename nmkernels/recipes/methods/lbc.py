@@ -13,7 +13,7 @@ from torch import Tensor
 from ...autograd.transforms import CombinationMask, Traits, WeightTransform, combination_count, masked, reading, wide
 from ...optim import UpdateRule
 from ...pattern import Pattern, RecipeError
-from ..base import About, Stage, State, choice, number
+from ..base import About, Setup, Stage, State, choice, number
 from ..registry import recipe
 from ..schedule import ScheduledRecipe, passed, resolve_step
 
@@ -123,6 +123,10 @@ class LBC(ScheduledRecipe):
     def remaining(self, t: int) -> int:
         """How many combinations of each group remain after ``t`` applied steps."""
         return len(self.stages) - passed(t, self.stages)
+
+    @property
+    def setup(self) -> Setup:
+        return Setup(needs_whole="learns scores beside each whole weight")
 
     @cached_property
     def stages(self) -> tuple[tuple[int, Stage], ...]:

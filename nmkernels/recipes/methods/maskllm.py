@@ -15,6 +15,7 @@ from ...nn import NMWeight
 from ...optim import UpdateRule
 from ...pattern import Pattern, RecipeError, ShapeError
 from ...reference import uniforms24
+from ...shards import is_sharded
 from ..base import About, Setup, Stage, State, choice, number, optional_seed
 from ..registry import recipe
 from ..schedule import EARLY, ScheduledRecipe
@@ -167,7 +168,8 @@ class MaskLLM(ScheduledRecipe):
 
     @property
     def setup(self) -> Setup:
-        return Setup(freezes="all" if self.others == "frozen" else "weights", draws=True, seed=self.seed)
+        freezes = "all" if self.others == "frozen" else "weights"
+        return Setup(freezes=freezes, draws=True, seed=self.seed, needs_whole="learns logits beside each whole weight")
 
     def optimizer(self, params: Iterable[Any], lr: float | Tensor = 1e-3, **kwargs: Any) -> torch.optim.Optimizer:
         return super().optimizer(learned_apart("MaskLLM", params, lr, self.lr_multiplier), lr, **kwargs)
@@ -233,6 +235,8 @@ def learned_apart(recipe: str, params: Iterable[Any], lr: float | Tensor, multip
         result += [{**group, "params": rest}] if rest else []
         result += [{**group, "params": apart, "lr": group.get("lr", lr) * multiplier}] if apart else []
     if not any(_is_learned(entry) for group in result for entry in group["params"]):
+        if any(is_sharded(entry[1] if isinstance(entry, tuple) else entry) for group in result for entry in group["params"]):
+            raise RecipeError(f"{recipe} learns numbers beside each whole weight, and the parameters are sharded. Do not shard the model.")
         raise RecipeError(
             f"{recipe}: the parameters hold nothing that the recipe learns. Call sparsify_ first, then "
             "recipe.optimizer(model.parameters()); for a copied or wrapped model give model.named_parameters()."

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...autograd.transforms import Traits, WeightTransform, masked, reading
 from ...optim import UpdateRule
 from ...pattern import Pattern, RecipeError
-from ..base import About, Stage, State, choice, count, number
+from ..base import About, Setup, Stage, State, choice, count, number
 from ..registry import recipe
 from ..schedule import EARLY, ScheduledRecipe, phases
 
@@ -116,6 +116,10 @@ class MaxQ(ScheduledRecipe):
         super().__post_init__()
         if Pattern(self.pattern).n == Pattern(self.pattern).m:
             raise RecipeError(f"MaxQ: {self.pattern} prunes nothing, so a row has no threshold; use Dense.")
+
+    @property
+    def setup(self) -> Setup:
+        return Setup(needs_whole="compares groups over each whole weight")
 
     @cached_property
     def stages(self) -> tuple[tuple[int, Stage], ...]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from ...autograd.transforms import WEIGHT, HardMask, WeightTransform, masked, reading
 from ...optim import UpdateRule
 from ...pattern import Pattern, RecipeError
-from ..base import About, LayerPlan, Recipe, Stage, State, choice, flag, number
+from ..base import About, LayerPlan, Recipe, Setup, Stage, State, choice, flag, number
 from ..registry import recipe
 
 PATH, LAST = 16, 8
@@ -185,6 +185,10 @@ class ProxSparse(Recipe):
             raise RecipeError(f"ProxSparse: its regulariser and proximal operator are for 2:4, not {self.pattern}; use another recipe.")
         if self.anchor and not self.epsilon:
             raise RecipeError("ProxSparse: epsilon=0 divides by initial weights that are zero; give a positive one.")
+
+    @property
+    def setup(self) -> Setup:
+        return Setup(needs_whole="keeps the initial weights, whole")
 
     def stage(self, state: State) -> Stage:
         p = Pattern(self.pattern)

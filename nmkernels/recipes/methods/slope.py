@@ -94,7 +94,7 @@ class SLoPe(ScheduledRecipe):
 
     @property
     def setup(self) -> Setup:
-        return Setup(mask_score="magnitude", seed=self.seed)
+        return Setup(mask_score="magnitude", seed=self.seed, needs_whole="prunes the columns of each whole weight too")
 
     @cached_property
     def stages(self) -> tuple[tuple[int, Stage], ...]:

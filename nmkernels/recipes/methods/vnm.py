@@ -13,7 +13,7 @@ from torch import Tensor
 from ...autograd.transforms import WeightTransform, masked, reading
 from ...optim import UpdateRule
 from ...pattern import Pattern, RecipeError
-from ..base import About, LayerPlan, Recipe, Stage, State, choice, count, number
+from ..base import About, LayerPlan, Recipe, Setup, Stage, State, choice, count, number
 from ..registry import recipe
 
 WIDTH, EXACT_M = 4, 8
@@ -148,6 +148,10 @@ class VNM(Recipe):
         p = Pattern(self.pattern)
         if not p.n <= 4 <= p.m:
             raise RecipeError(f"VNM: {p} keeps N of 4 columns out of M, so N ≤ 4 ≤ M must hold; 2:8 is the usual choice.")
+
+    @property
+    def setup(self) -> Setup:
+        return Setup(needs_whole="chooses columns for blocks of rows of each whole weight")
 
     def stage(self, state: State) -> Stage:
         rule = UpdateRule(masked=True, decay=self.decay)
