@@ -58,7 +58,7 @@ class EffectiveWeight:
         """The effective weight as a call with the input ``x`` reads it by ``plan``."""
         if plan.fprop == "dense":
             return self.dense(source)
-        fprop, dgrad, layout, by = self._reads(source, plan, x)
+        fprop, dgrad, layout, by = self.reads(source, plan, x)
         if fprop == dgrad == "dense":
             return self.dense(source)
         if not (self.attached or torch.is_grad_enabled()):
@@ -77,7 +77,7 @@ class EffectiveWeight:
         assert first is not None
         return operands(first, None if dgrad == fprop else forms[dgrad], dgrad == "columns", by)
 
-    def _reads(self, source: Source, plan: GemmPlan, x: Tensor) -> Reads:
+    def reads(self, source: Source, plan: GemmPlan, x: Tensor) -> Reads:
         """What a call reads, remembered for those like it in ``asked``: by size and dtype of the GEMM, grad mode, and forced backend."""
         weight, transform, _, dtype = source
         if torch.compiler.is_compiling():

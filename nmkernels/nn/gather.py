@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ..autograd import operands
+from ..autograd.plan import CANONICAL, Operands
 from ..ops import Compressed, decompress
-from ..pattern import NMError, Pattern
+from ..pattern import DtypeError, NMError, Pattern
 from ..shards import is_sharded, local
 
 if TYPE_CHECKING:
@@ -35,12 +37,15 @@ class Gather:
         fresh: W̃ was gathered since the weight or its transform changed. FSDP2 gathers the dense W without an error where the two
             attributes were lost, and nothing anew where it was told to keep weights unsharded: this is what notices.
         effective: what was gathered is W̃; else it is W.
+        packed: W̃ as it was gathered packed, until FSDP2 frees it; None where it was gathered in dense layout.
+        hollow: the GEMMs read that, so that the dense W̃ need not be made: the unsharded Parameter has no memory and only gets the gradient.
     """
 
     def __init__(self, layer: NMWeight, parameter: nn.Parameter) -> None:
         self.layer, self.parameter = layer, parameter
-        self.fresh = self.effective = False
+        self.fresh = self.effective = self.hollow = False
         self.master: Tensor | None = None
+        self.packed: Compressed | None = None
         self.param: Any = None
         self._form: Form | None = None
         self.install()
@@ -76,6 +81,12 @@ class Gather:
     ) -> tuple[tuple[Tensor, ...], Any]:
         layer, shard = self.layer, local(self.parameter)
         transform, dtype = layer.transform, mp_policy.param_dtype or shard.dtype
+        if self.param is not None and shard.dtype != self.param.orig_dtype:
+            # among gathers of several dtypes, which go as bytes, FSDP2 does not notice
+            raise DtypeError(
+                f"SparseLinear: the sharded model was cast to {shard.dtype} after its first forward pass, and FSDP2 still gathers "
+                f"{self.param.orig_dtype}. Cast it before fully_shard, or set MixedPrecisionPolicy(param_dtype=...)."
+            )
         straight = transform is None or not transform.traits.own_gradient
         ways = mesh.size(-1)  # the last dimension of an HSDP mesh is the one that shards
         packs = transform is not None and straight and transform.traits.is_nm and self._packs(outer_size, ways)
@@ -99,22 +110,19 @@ class Gather:
         (pattern, _, self.effective), size = meta
         self.fresh = True
         self.master = None if self.effective else outs[0][: size[0]]
+        # its layouts are kept by versions, which FSDP2 does not change: a new one for each gather
+        self.packed = None if pattern is None else Compressed(outs[0], outs[1], pattern, (size[0], size[1]))
         if pattern is None and outs[0].dtype == dtype:
             return None if out is not None else (outs[0], ())
-        if out is not None:
-            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):  # type: ignore[attr-defined]
-                self._write(local(out), outs, pattern)
-            return None
-        weight = outs[0].new_empty(size, dtype=dtype)
-        self._write(weight, outs, pattern)
-        return weight, (weight,)
-
-    def _write(self, weight: Tensor, outs: tuple[Tensor, ...], pattern: Pattern | None) -> None:
-        if pattern is None:
-            weight.copy_(outs[0][: weight.shape[0]])
-        else:
-            rows, cols = weight.shape
-            decompress(Compressed(outs[0], outs[1], pattern, (rows, cols)), out=weight)
+        weight = outs[0].new_empty(size, dtype=dtype) if out is None else local(out)
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(weight if out is None else out):  # type: ignore[attr-defined]
+            if self.packed is None:
+                weight.copy_(outs[0][: size[0]])
+            elif self.hollow:
+                weight.untyped_storage().resize_(0)
+            else:
+                decompress(self.packed, out=weight)
+        return (weight, (weight,)) if out is None else None
 
     def _packs(self, size: torch.Size, ways: int) -> bool:
         """Alike on every rank: whether the rows, whole on each, are gathered packed."""
@@ -182,15 +190,27 @@ def connect(model: nn.Module, layers: list[NMWeight]) -> None:
         layer.gather._forget_buffers()
 
 
-def gathered(weight: Tensor, gather: Gather) -> tuple[Tensor, Tensor | None]:
-    """The weight that gets the gradient, and W̃ where that is what was gathered."""
+def gathered(layer: NMWeight, x: Tensor) -> tuple[Tensor, Tensor | Operands | None]:
+    """The weight of ``layer`` that gets the gradient of a call with the input ``x``; and W̃ as it reads it, None where W was gathered."""
+    weight, gather = layer.weight, layer.gather
+    assert gather is not None
     gather.check()
     weight = weight.to_local() if is_sharded(weight) else weight  # type: ignore[attr-defined]
-    if gather.effective:
+    if not gather.effective:
+        master = gather.master
+        assert master is not None
+        return (weight if master.dtype == weight.dtype else _Instead.apply(weight, master)), None
+    c, hollow = gather.packed, gather.hollow
+    if c is None or layer.transform is None:
         return weight, weight.detach()
-    master = gather.master
-    assert master is not None
-    return (weight if master.dtype == weight.dtype else _Instead.apply(weight, master)), None
+    # every rank gathers the same; what it then multiplies is its own business, and the next gather follows this call
+    gather.hollow = False
+    if x.dtype == c.dtype and not (layer.effective.dense_layout or torch.are_deterministic_algorithms_enabled()):
+        reads = layer.effective.reads((weight, layer.transform, (), c.dtype), layer.plan, x)
+        if reads.fprop == reads.dgrad == "packed" and reads.layout == CANONICAL:
+            gather.hollow = True
+            return weight, operands(c, by=reads.by)
+    return weight, c.dense() if hollow else weight.detach()
 
 
 class _Instead(torch.autograd.Function):

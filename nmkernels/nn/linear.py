@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..autograd import GemmPlan, HardMask, WeightTransform, gemms_of, linear
+from ..autograd import GemmPlan, HardMask, Operands, WeightTransform, gemms_of, linear
 from ..autograd.gemms import Gemm
 from ..ops import is_nm
 from ..pattern import NMError, Pattern, PatternLike
@@ -228,15 +228,15 @@ class NMWeight(nn.Module):
         elif is_sharded(self.weight):
             return tensor_parallel(self, x)
         else:
-            y = self._multiply(x, *gathered(self.weight, self.gather), self.bias, self.plan.dense_layout)
+            y = self._multiply(x, *gathered(self, x), self.bias, self.plan.dense_layout)
         adapter = adapter_of(self) if self.adapts else None
         return y if adapter is None else add_adapter(y, x, *adapter)
 
-    def _multiply(self, x: Tensor, weight: Tensor, used: Tensor | None, bias: Tensor | None, plan: GemmPlan) -> Tensor:
+    def _multiply(self, x: Tensor, weight: Tensor, used: Tensor | Operands | None, bias: Tensor | None, plan: GemmPlan) -> Tensor:
         """y = x W̃ᵀ + b of a plain ``weight``, as the Parameter is stored; ``used``: W̃, stored likewise, where that is known."""
         transform = self.transform
         if self.transposed:
-            weight, used = weight.t(), None if used is None else used.t()
+            weight, used = weight.t(), used.t() if isinstance(used, Tensor) else used
         if transform is None:
             return F.linear(x, weight, bias)
         dtype, cast, extras = weight.dtype, autocast_dtype(x), []
@@ -249,8 +249,11 @@ class NMWeight(nn.Module):
             extras.append(getattr(self, name))
         if plan.fprop == "auto" and (self.effective.dense_layout or torch.are_deterministic_algorithms_enabled()):
             plan = plan.dense_layout
-        read = self.effective.read((weight, transform, extras, dtype), plan, x) if used is None else used.to(dtype)
-        return linear(x, weight, read, bias, plan, self.seed, transform, extras)
+        if used is None:
+            used = self.effective.read((weight, transform, extras, dtype), plan, x)
+        elif isinstance(used, Tensor):
+            used = used.to(dtype)
+        return linear(x, weight, used, bias, plan, self.seed, transform, extras)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         _, _, missing_keys, _, error_msgs = rest

@@ -26,7 +26,6 @@ def tensor_parallel(layer: NMWeight, x: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
     weight: Any = layer.weight
-    gather: Any = layer.gather
     if not isinstance(x, DTensor):
         raise ShapeError(
             "SparseLinear: its weight is sharded, and the input is a plain tensor. Call the whole model, whose hooks gather the weight "
@@ -41,7 +40,7 @@ def tensor_parallel(layer: NMWeight, x: Tensor) -> Tensor:
     x = x.redistribute(mesh, [wanted])
     # column parallel: each rank has a part of the sum that is ∂L/∂x
     inner: Tensor = x.to_local(grad_placements=[wanted if row or whole else Partial()])
-    pair: tuple[Tensor, Tensor | None] = (weight.to_local(), None) if weight is gather.parameter else gathered(weight, gather)
+    pair: tuple[Tensor, Any] = (weight.to_local(), None) if layer.parameter is layer.weight else gathered(layer, inner)
     y = DTensor.from_local(
         layer._multiply(inner, *pair, None, layer.plan.dense_layout),
         mesh,
