@@ -258,12 +258,14 @@ class NMWeight(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         _, _, missing_keys, _, error_msgs = rest
         given = prefix + "weight" in state_dict  # a hook may take it out
+        # set_model_state_dict(full_state_dict=True) gives back as they are the buffers that a checkpoint does not have
+        own = {prefix + name for name, value in self._buffers.items() if value is not None and state_dict.get(prefix + name) is value}
         super()._load_from_state_dict(state_dict, prefix, *rest)
         self.drop()
         self.adopt_shard()  # loaded by assignment it is another Parameter
         buffers = [name for name in self._buffers if name.startswith("nm_") and name not in self._non_persistent_buffers_set]
         saved = [prefix + name for name in (*buffers, *self.learned())]
-        absent = [key for key in saved if key not in state_dict]
+        absent = [key for key in saved if key not in state_dict or key in own]
         self.restored = bool(saved) and not absent
         if absent and given:
             # a dense checkpoint: they belonged to other weights

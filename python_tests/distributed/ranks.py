@@ -1,0 +1,59 @@
+"""Runs a function on several gloo processes, and gives back what each returned."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+needs_gloo = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch is built without gloo")
+
+
+def on_ranks(count: int, fn: Callable[..., Any], folder: Path, *args: Any) -> list[Any]:
+    """``fn(*args)`` on ``count`` ranks of a process group; what each returned, in their order. An error on one of them is raised here."""
+    mp.spawn(_worker, (count, fn, str(folder), *args), count)
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(count)]
+
+
+def _worker(rank: int, count: int, fn: Callable[..., Any], folder: str, *args: Any) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    rendezvous = f"file://{folder}/rendezvous-{fn.__name__}"
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=count, timeout=timedelta(seconds=120))
+    try:
+        torch.save(fn(*args), Path(folder, f"{rank}.pt"))
+    except Exception:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    gc.collect()
+    dist.barrier()
+    dist.destroy_process_group()
+    # gloo's threads may abort an interpreter that takes itself down ("terminate called without an active exception", torch 2.13.0, 2026-11)
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def whole(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """A state dict with every shard gathered."""
+    return {key: value.full_tensor() if hasattr(value, "full_tensor") else value for key, value in state.items()}
+
+
+def raised(fn: Callable[[], Any]) -> str:
+    """What ``fn`` says when it fails; empty where it does not."""
+    try:
+        fn()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
