@@ -101,6 +101,11 @@ class Attachment:
 
     def _before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         own = self.own_pass
+        if self.stats is None and any(layer.gather is None and is_sharded(layer.weight) for layer in self.layers.values()):
+            raise RecipeError(
+                "step: the model was sharded after handle.attach. Call fully_shard or parallelize_module (accelerator.prepare) first, then "
+                "build the optimizer and attach it."
+            )
         if self.masked is not None and self._revision != self.run.revision:
             self._revision, rule = self.run.revision, self.run.stage.rule
             self.masked.rule = rule if own is not None else replace(rule, masked=False, decay=0.0)

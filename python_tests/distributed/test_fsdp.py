@@ -324,6 +324,14 @@ def refused(recipe: str, after: bool) -> str:
     return raised(attach)
 
 
+def sharded_after_attach() -> str:
+    model = Net()
+    optimizer = nm.sparsify_(model, R.SRSTE("2:4")).attach(torch.optim.SGD(model.parameters()))
+    shard(model)
+    model(torch.randn(4, DIM)).sum().backward()
+    return raised(optimizer.step)
+
+
 def smaller_mesh() -> str:
     """With two ranks there is none: FSDP2 is told that there is."""
     model = Net()
@@ -350,6 +358,7 @@ def behaviour() -> dict[str, Any]:
         "cast": cast(),
         "loaded": [loaded(assign) for assign in (False, True)],
         "refused": {(name, after): refused(name, after) for name in NEED_WHOLE for after in (False, True)},
+        "sharded after attach": sharded_after_attach(),
         "smaller mesh": smaller_mesh(),
     }
 
@@ -370,4 +379,5 @@ def test_what_is_gathered_and_what_is_refused(tmp_path: Path) -> None:
         assert max(found["loaded"]) < 0.1
         for (name, after), said in found["refused"].items():
             assert said.startswith("RecipeError") and "whole" in said, (name, after, said)
+        assert "sharded after handle.attach" in found["sharded after attach"]
         assert "reshard_after_forward" in found["smaller mesh"]
