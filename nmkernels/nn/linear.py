@@ -91,6 +91,15 @@ class NMWeight(nn.Module):
         return self.master if self.columns is None else self.master.index_select(1, self.columns.to(self.weight.device))
 
     @property
+    def multiplied(self) -> Tensor:
+        """A tensor like the weight ``(out, in)`` that this rank's GEMMs multiply, which FSDP2 gathers whole; not its contents."""
+        gather = self.gather
+        if gather is None or gather.param is None:
+            return self.master
+        size = gather.param._orig_size
+        return self.master.new_empty(1, 1).expand(*(size[::-1] if self.transposed else size))
+
+    @property
     def mask_pattern(self) -> Pattern:
         """The pattern of the mask that is in use; a schedule may go through others before the layer's own."""
         return self.pattern if self.transform is None else self.transform.pattern
@@ -218,7 +227,7 @@ class NMWeight(nn.Module):
         """The GEMMs that its plan leaves open, for so many rows of the input; ``dtype``: of the GEMMs, None for the weight's."""
         if self.transform is None:
             return ()
-        return gemms_of(self.plan, self.transform, self.master, dtype or self.weight.dtype, tokens)
+        return gemms_of(self.plan, self.transform, self.multiplied, dtype or self.weight.dtype, tokens)
 
     def forward(self, x: Tensor) -> Tensor:
         """y = x W̃ᵀ + b, and the adapter's part; x ``(..., in)``. Under autocast the mask comes from the master weight."""

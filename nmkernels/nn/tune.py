@@ -196,7 +196,7 @@ def _collected(model: nn.Module, counts: Sequence[int], of_layer: OfLayer) -> li
     for name, module in model.named_modules():
         if not isinstance(module, Layer):
             continue
-        kind, (rows, cols) = type(module).__name__, (module.weight if isinstance(module, CompressedLinear) else module.master).shape
+        kind, (rows, cols) = type(module).__name__, (module.weight if isinstance(module, CompressedLinear) else module.multiplied).shape
         for gemm, reason in of_layer(module, counts):
             entry = Tuned([], kind, shape=(int(rows), int(cols)), choice=reason)
             if gemm is not None:
@@ -222,7 +222,7 @@ def _launches(module: Layer, counts: Sequence[int]) -> Iterator[tuple[Gemm | Non
     if isinstance(module, CompressedLinear):
         roles, weight, (rows, cols) = [("fprop", module.pattern)], module.values, module.weight.shape
     else:
-        plan, pattern, weight, (rows, cols) = module.plan, module.mask_pattern, module.weight, module.master.shape
+        plan, pattern, weight, (rows, cols) = module.plan, module.mask_pattern, module.master, module.multiplied.shape
         roles = [("fprop", pattern), ("dgrad", pattern)] if plan.packs else []
         roles += [("wgrad", Pattern(plan.n, plan.m))] if plan.wgrad in ("mvue", "magnitude") else []
     if not roles:

@@ -97,6 +97,7 @@ class Setup:
         activation: what ``finish`` leaves the squared-ReLU activations at; None: they are none of the recipe's business.
         draws: it draws random numbers in training, by a seed that its state holds; ``seed``: that one, None for torch's initial seed.
         needs_whole: why it cannot run with sharded weights, to complete "<Recipe> …"; empty where it can.
+        follows_weights: its schedule follows sums over all weights, so that all ranks that share them have to add theirs up.
         patterns: N:M of each layer, from the present weights ``(out, in)`` by name; None: all have the recipe's own. A resumed run has
             those of its checkpoint.
     """
@@ -110,6 +111,7 @@ class Setup:
     draws: bool = False
     seed: int | None = None
     needs_whole: str = ""
+    follows_weights: bool = False
     patterns: Callable[[Mapping[str, Tensor]], dict[str, Pattern]] | None = None
 
     @property

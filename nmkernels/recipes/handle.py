@@ -18,7 +18,18 @@ from ..nn import NMWeight, make_dense_, switch_fast_paths
 from ..nn.gather import connect, reshard
 from ..optim import merge_stats
 from ..pattern import CheckpointError, RecipeError
-from .attach import STATE_KEY, Attachment, check_learned, check_optimizer, check_shards, check_whole, group_of, inner, unwrapped
+from .attach import (
+    STATE_KEY,
+    Attachment,
+    check_learned,
+    check_optimizer,
+    check_shards,
+    check_stages,
+    check_whole,
+    group_of,
+    inner,
+    unwrapped,
+)
 from .base import Recipe, State
 from .report import Report
 from .run import Run
@@ -135,6 +146,7 @@ class Handle:
         """Have sharded layers make W̃ from this rank's shard, and every rank hold no more than that."""
         connect(self.model, list(self.layers.values()))
         check_whole(self.recipe, self.layers)
+        check_stages(self.recipe, self.layers)
         check_shards(self.layers)
 
     def _owned(self, optimizer: torch.optim.Optimizer) -> dict[str, NMWeight]:

@@ -332,6 +332,27 @@ def sharded_after_attach() -> str:
     return raised(optimizer.step)
 
 
+def staged() -> list[str]:
+    """Two stages of a pipeline on a rank each: STEP that watches, and STEP that was told."""
+    mesh = init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=("pp", "dp"))
+    said = []
+    for recipe in (R.STEP("2:4", t_min=2, t_max=8), R.STEP("2:4", switch="fixed", start=2)):
+        model = Net()
+        handle = nm.sparsify_(model, recipe)
+        fully_shard(model, mesh=mesh["dp"])
+        said.append(raised(lambda h=handle, r=recipe, m=model: h.attach(r.optimizer(m.parameters()))))
+    return said
+
+
+def tuned() -> list[tuple[int, int]]:
+    """The sizes for which ``nm.tune`` would measure."""
+    model = Net()
+    handle = nm.sparsify_(model, R.SRSTE("2:4"))
+    shard(model)
+    handle.attach(torch.optim.SGD(model.parameters()))
+    return [(gemm.rows, gemm.cols) for layer in handle.layers.values() for gemm in layer.gemms(8)]
+
+
 def smaller_mesh() -> str:
     """With two ranks there is none: FSDP2 is told that there is."""
     model = Net()
@@ -359,6 +380,8 @@ def behaviour() -> dict[str, Any]:
         "loaded": [loaded(assign) for assign in (False, True)],
         "refused": {(name, after): refused(name, after) for name in NEED_WHOLE for after in (False, True)},
         "sharded after attach": sharded_after_attach(),
+        "stages of a pipeline": staged(),
+        "tuned": tuned(),
         "smaller mesh": smaller_mesh(),
     }
 
@@ -380,4 +403,7 @@ def test_what_is_gathered_and_what_is_refused(tmp_path: Path) -> None:
         for (name, after), said in found["refused"].items():
             assert said.startswith("RecipeError") and "whole" in said, (name, after, said)
         assert "sharded after handle.attach" in found["sharded after attach"]
+        watching, told = found["stages of a pipeline"]
+        assert "pipeline" in watching and not told
+        assert set(found["tuned"]) == {(64, DIM), (DIM, 64)}
         assert "reshard_after_forward" in found["smaller mesh"]

@@ -196,7 +196,7 @@ class STEP(Composite):
 
     @property
     def setup(self) -> Setup:
-        return replace(super().setup, optimizer=MaskedAdamW, needs="freezes the second moment")
+        return replace(super().setup, optimizer=MaskedAdamW, needs="freezes the second moment", follows_weights=self.switch != "fixed")
 
     def active(self, state: State) -> tuple[Recipe, State]:
         """The recipe of phase 1; its own state is empty until it begins."""
