@@ -48,19 +48,28 @@ class Gather:
         self.packed: Compressed | None = None
         self.param: Any = None
         self._form: Form | None = None
+        self._moved: Tensor | None = None
         self.install()
 
     def install(self) -> None:
         """Put the two attributes where FSDP2 looks for them; loading by assignment and moving give the Parameter other memory."""
         self.fresh = False
         shard = local(self.parameter)
-        for name in HOOKS:
+        for name in HOOKS if self.param is None or not self.param.offload_to_cpu else (*HOOKS, "to"):
             setattr(shard, name, getattr(self, name))
+
+    def to(self, *args: Any, **kwargs: Any) -> Tensor:
+        """What ``shard.to`` gives with CPU offload, where FSDP2 moves the shard and then looks for the attributes on what came."""
+        moved = Tensor.to(local(self.parameter), *args, **kwargs)
+        for name in HOOKS:
+            setattr(moved, name, getattr(self, name))
+        self._moved = moved
+        return moved
 
     def remove(self) -> None:
         """Let FSDP2 gather the weight as it is."""
         shard = local(self.parameter)
-        for name in HOOKS:
+        for name in (*HOOKS, "to"):
             shard.__dict__.pop(name, None)
         self._forget_buffers()
 
@@ -79,7 +88,8 @@ class Gather:
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
-        layer, shard = self.layer, local(self.parameter)
+        layer, shard = self.layer, local(self.parameter) if self._moved is None else self._moved
+        self._moved = None
         transform, dtype = layer.transform, mp_policy.param_dtype or shard.dtype
         if self.param is not None and shard.dtype != self.param.orig_dtype:
             # among gathers of several dtypes, which go as bytes, FSDP2 does not notice
@@ -94,7 +104,7 @@ class Gather:
         if form != self._form:
             self._forget_buffers()
             self._form = form
-        extras = [] if transform is None else layer._extras(transform)
+        extras = [] if transform is None else [extra.to(shard.device) for extra in layer._extras(transform)]
         if packs:
             assert transform is not None
             rows = transform.packed(shard, *extras, dtype=dtype).rows
@@ -188,6 +198,7 @@ def connect(model: nn.Module, layers: list[NMWeight]) -> None:
                 "weight that is transformed as it is gathered. Say reshard_after_forward=True or False."
             )
         layer.gather._forget_buffers()
+        layer.gather.install()
 
 
 def gathered(layer: NMWeight, x: Tensor) -> tuple[Tensor, Tensor | Operands | None]:
@@ -203,6 +214,8 @@ def gathered(layer: NMWeight, x: Tensor) -> tuple[Tensor, Tensor | Operands | No
     c, hollow = gather.packed, gather.hollow
     if c is None or layer.transform is None:
         return weight, weight.detach()
+    if torch.compiler.is_compiling():
+        return weight, weight.detach() if not hollow else c.dense()
     # every rank gathers the same; what it then multiplies is its own business, and the next gather follows this call
     gather.hollow = False
     if x.dtype == c.dtype and not (layer.effective.dense_layout or torch.are_deterministic_algorithms_enabled()):

@@ -57,6 +57,7 @@ CASES: dict[str, dict[str, Any]] = {
     "evaluated": {"evaluate": True},
     "moved": {"move": True},
     "from the meta device": {"meta": True},
+    "compiled": {"compiled": True},
     "AdamW": {"optimizer": torch.optim.AdamW},
 }
 
@@ -101,6 +102,7 @@ def train(
     evaluate: bool = False,
     move: bool = False,
     meta: bool = False,
+    compiled: bool = False,
     optimizer: Any = None,
 ) -> tuple[dict[str, Tensor], list[dict[str, float]]]:
     """``STEPS`` steps in float64; the finished weights and the metrics of each step. ``wrap``: "", "ddp" or "fsdp"."""
@@ -116,6 +118,9 @@ def train(
     handle = nm.sparsify_(model, recipe)
     if wrap == "fsdp" and not after:
         shard(model, blocks, **keywords)
+    if compiled and wrap:
+        for layer in handle.layers.values():
+            layer.compile(backend="aot_eager")
     if meta and wrap:
         from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
