@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -58,14 +59,22 @@ CASES: dict[str, dict[str, Any]] = {
     "moved": {"move": True},
     "from the meta device": {"meta": True},
     "compiled": {"compiled": True},
+    **({"Conv1D": {"conv1d": True}} if find_spec("transformers") else {}),
     "AdamW": {"optimizer": torch.optim.AdamW},
 }
 
 
+def conv1d_of(features: int, outputs: int) -> nn.Module:
+    from transformers.pytorch_utils import Conv1D
+
+    return Conv1D(outputs, features)
+
+
 class Net(nn.Module):
-    def __init__(self, hidden: int = 64, recompute: bool = False) -> None:
+    def __init__(self, hidden: int = 64, recompute: bool = False, conv1d: bool = False) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(DIM, hidden), nn.GELU(), nn.Linear(hidden, DIM)) for _ in range(2))
+        linear = conv1d_of if conv1d else nn.Linear
+        self.blocks = nn.ModuleList(nn.Sequential(linear(DIM, hidden), nn.GELU(), linear(hidden, DIM)) for _ in range(2))
         self.recompute = recompute
 
     def forward(self, x: Tensor) -> Tensor:
@@ -103,11 +112,12 @@ def train(
     move: bool = False,
     meta: bool = False,
     compiled: bool = False,
+    conv1d: bool = False,
     optimizer: Any = None,
 ) -> tuple[dict[str, Tensor], list[dict[str, float]]]:
     """``STEPS`` steps in float64; the finished weights and the metrics of each step. ``wrap``: "", "ddp" or "fsdp"."""
     torch.manual_seed(0)
-    model, keywords = Net(hidden, recompute).double(), dict(keywords or {})
+    model, keywords = Net(hidden, recompute, conv1d).double(), dict(keywords or {})
     if offload and wrap:
         keywords["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
     dense = model.state_dict()
