@@ -120,10 +120,8 @@ inline __attribute__((always_inline)) Kept64<T> keep64(const T* w) {
     constexpr bool two_of_four = N == 2 && M == 4 && Keys::kLanes >= M;
     if constexpr (two_of_four && (Keys::kExact || sizeof(T) == 2)) return Keys::of(w).two_of_four();
     if constexpr (N < M && Keys::kLanes >= M) {
-        const Keys keys = Keys::of(w);
-        const Kept64<T> kept = keys.template not_below<M, N>();
-        if (__builtin_expect(__builtin_popcountll(kept.bits()) == 64 / M * N, true)) return kept;
-        if constexpr (two_of_four) return keys.two_of_four();
+        const Kept64<T> kept = Keys::of(w).template not_below<M, N>();
+        if (__builtin_expect(kept.count() == 64 / M * N, true)) return kept;
     }
     return Kept64<T>::of(keep_some<M>(w, N));
 }

@@ -32,25 +32,24 @@ struct alignas(32) Table {
 
 // What follows works on 64 truth values, each as all bits of a lane.
 //
-// Packed to signed bytes, pairs of registers come out interleaved by halves; `order` puts the quarters in order.
-inline __m256i bytes_of(__m256i a, __m256i b) {  // 32 lanes of 16 bits
-    return _mm256_permute4x64_epi64(_mm256_packs_epi16(a, b), 0xd8);
-}
-inline __m256i bytes_of(__m256i a, __m256i b, __m256i c, __m256i d) {  // 32 lanes of 32 bits
-    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-    return _mm256_permutevar8x32_epi32(_mm256_packs_epi16(_mm256_packs_epi32(a, b), _mm256_packs_epi32(c, d)), order);
-}
+// Packed to signed bytes, pairs of registers come out interleaved by halves.
+inline __m256i packed(__m256i a, __m256i b) { return _mm256_packs_epi16(a, b); }
+inline __m256i packed(__m256i a, __m256i b, __m256i c, __m256i d) { return _mm256_packs_epi16(_mm256_packs_epi32(a, b), _mm256_packs_epi32(c, d)); }
 
 inline __m256i load256(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
 
 template <class T>
 struct Lanes;
 
+inline uint64_t byte_bits(__m256i low, __m256i high) {
+    return uint64_t(uint32_t(_mm256_movemask_epi8(high))) << 32 | uint32_t(_mm256_movemask_epi8(low));
+}
+
 // Bit i: lane i of 64 is set.
 template <class T>
 uint64_t lane_bits(const __m256i* v) {
-    const uint32_t low = uint32_t(_mm256_movemask_epi8(Lanes<T>::bytes(v, 0))), high = uint32_t(_mm256_movemask_epi8(Lanes<T>::bytes(v, 1)));
-    return uint64_t(high) << 32 | low;
+    using L = Lanes<T>;
+    return byte_bits(L::in_order(L::bytes(v, 0)), L::in_order(L::bytes(v, 1)));
 }
 
 template <class T>
@@ -68,7 +67,8 @@ struct Lanes {  // bf16 and fp16
         return exchange<2 * Size>(v);
     }
     static __m256i plus(__m256i a, __m256i b) { return _mm256_add_epi16(a, b); }
-    static __m256i bytes(const __m256i* v, int half) { return bytes_of(v[2 * half], v[2 * half + 1]); }
+    static __m256i bytes(const __m256i* v, int half) { return packed(v[2 * half], v[2 * half + 1]); }
+    static __m256i in_order(__m256i bytes) { return _mm256_permute4x64_epi64(bytes, 0xd8); }
     template <int M>
     static constexpr bool kQuads = M >= 8;
     // Of four registers: lanes 0 .. 3 of the first hold the first lane of each, lanes 4 .. 7 the second, and so on in
@@ -127,7 +127,10 @@ struct Lanes<float> {
     static __m256i broadcast(__m256i v) {
         return _mm256_shuffle_epi32(v, 0x55 * I);
     }
-    static __m256i bytes(const __m256i* v, int half) { return bytes_of(v[4 * half], v[4 * half + 1], v[4 * half + 2], v[4 * half + 3]); }
+    static __m256i bytes(const __m256i* v, int half) { return packed(v[4 * half], v[4 * half + 1], v[4 * half + 2], v[4 * half + 3]); }
+    static __m256i in_order(__m256i bytes) {
+        return _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+    }
     template <int By>
     static __m256i crossed(__m256i v) {
         return _mm256_shuffle_epi32(v, By == 1 ? 0xb1 : By == 2 ? 0x4e : 0x1b);
@@ -153,11 +156,12 @@ struct Kept64 {
     }
 
     uint64_t bits() const { return ~lane_bits<T>(dropped); }
+    int count() const { return 64 - __builtin_popcountll(byte_bits(L::bytes(dropped, 0), L::bytes(dropped, 1))); }
 
     // out[i] = whether i is kept.
     void flags(uint8_t* out) const {
         for (int i = 0; i < 2; ++i) {
-            const __m256i one = _mm256_andnot_si256(L::bytes(dropped, i), _mm256_set1_epi8(1));
+            const __m256i one = _mm256_andnot_si256(L::in_order(L::bytes(dropped, i)), _mm256_set1_epi8(1));
             _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + 32 * i), one);
         }
     }
@@ -251,6 +255,7 @@ struct Keys64 {
     template <int M, int Rank, class F>
     void each_nth(const F& f) const {
         if constexpr (L::template kQuads<M>) {
+#pragma GCC unroll 8
             for (int i = 0; i < kVectors; i += 4) {
                 const __m256i found = nth_of_quad<L, M, Rank>(v + i);
                 f(i, L::template broadcast<0>(found));
@@ -259,6 +264,7 @@ struct Keys64 {
                 f(i + 3, L::template broadcast<3>(found));
             }
         } else {
+#pragma GCC unroll 8
             for (int i = 0; i < kVectors; ++i) f(i, nth_of_group<L, M, Rank>(v[i]));
         }
     }

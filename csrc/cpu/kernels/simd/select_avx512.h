@@ -104,6 +104,7 @@ struct Kept64 {
 
     static Kept64 of(uint64_t bits) { return {bits}; }
     uint64_t bits() const { return word; }
+    int count() const { return __builtin_popcountll(word); }
     void flags(uint8_t* out) const { flags_of(word, out); }
     void pick(const T* w, T* out) const { pick64(w, word, out); }
 };
