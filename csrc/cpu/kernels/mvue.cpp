@@ -75,19 +75,12 @@ template <bool Approx, bool Pack, class P>
 void estimate(P p, Uniforms& uniforms, int64_t groups, float* x, Slots& to) {
     Slots slots = to;  // whatever is stored might be a part of `to`, as far as the compiler knows
     for (int64_t group = 0; group < groups; ++group, x += p.m * kLanes) {
-        Lanes<P> work;
         F result[P::capacity];
         if constexpr (Approx) {
             const LaneWords words = uniforms.two();
-            work.approx(p, x, words.w[0], words.w[1], result);
+            approx(p, x, words.w[0], words.w[1], result);
         } else {
-            work.exact(p, x, uniforms.one(), result);
-        }
-        if (any(work.lost)) {
-            float t[P::capacity * kLanes];
-            for (int i = 0; i < p.m; ++i) store(t + i * kLanes, result[i]);
-            poison(p, x, lanes_of(work.lost), t);
-            for (int i = 0; i < p.m; ++i) result[i] = load(t + i * kLanes);
+            exact(p, x, uniforms.one(), result);
         }
         if constexpr (Pack) {
             pack(p, result, slots);
@@ -235,8 +228,8 @@ class Walk {
         }
         if (out_.dense) return;
         store_elements(values, slots.k, static_cast<T*>(out_.values) + slot, slot_step, s.lanes, stream_);
-        const auto word = [&](int64_t i) { return bits_of(load(reinterpret_cast<const float*>(words) + i * kLanes)); };
-        store_rows<false>(word, index_bytes(slots.k, bits_), reinterpret_cast<char*>(out_.indices) + byte, byte_step, s.lanes);
+        const RowWords<float> codes{reinterpret_cast<const float*>(words), used};
+        store_rows<false>(codes, index_bytes(slots.k, bits_), reinterpret_cast<char*>(out_.indices) + byte, byte_step, s.lanes);
     }
 
     // Elements [first, first + count) of every lane, zeros past the end of the row.

@@ -15,6 +15,7 @@ namespace nm {
 namespace {
 
 constexpr uint32_t kOne = 1u << 24;
+constexpr float kScalable = 0x1p100f;  // times 2^25 it is still finite
 
 // The balanced tree of tree_sum: the largest power of two below Count on the left.
 template <int Count>
@@ -188,6 +189,93 @@ __attribute__((noinline, cold)) void poison(P p, const float* g, unsigned lanes,
         one.settle(p.n, p.m, sum);
         for (int i = 0; i < p.m; ++i) x[i * kLanes + l] = one.result(i, g[i * kLanes + l]);
     }
+}
+
+template <class P>
+NM_INLINE void poison_lost(P p, const float* g, const Lanes<P>& work, F* x) {
+    if (!any(work.lost)) return;
+    float t[P::capacity * kLanes];
+    for (int i = 0; i < p.m; ++i) store(t + i * kLanes, x[i]);
+    poison(p, g, lanes_of(work.lost), t);
+    for (int i = 0; i < p.m; ++i) x[i] = load(t + i * kLanes);
+}
+
+template <class P>
+NM_INLINE void approx(P p, const float* g, U word0, U word1, F* x) {
+    Lanes<P> work;
+    work.approx(p, g, word0, word1, x);
+    poison_lost(p, g, work, x);
+}
+
+template <class P>
+__attribute__((noinline)) void exact_of_any(P p, const float* g, U word, F* x) {
+    Lanes<P> work;
+    work.exact(p, g, word, x);
+    poison_lost(p, g, work, x);
+}
+
+// The exact estimates of groups that are `plain` in every lane: no zeros, a sum that scaling cannot make infinite, and no
+// element that rounding alone saturates. What is kept is then known as masks from the start, and where left is a power of
+// two it scales before the division as well as after. False, and x undefined, where a lane is not plain.
+template <int N, int M>
+NM_INLINE bool plain(Fixed<N, M> p, const float* g, U word, F* x) {
+    F open[M];
+    NM_UNROLL_8 for (int i = 0; i < M; ++i) open[i] = magnitude(load(g + i * kLanes));
+    F least = open[0], sum = tree(open, p);
+    NM_UNROLL_8 for (int i = 1; i < M; ++i) least = smaller_magnitude(least, open[i]);
+    if (__builtin_expect(!all(both(below(sum, splat(kScalable)), below(F{}, least))), 0)) return false;
+
+    B full[M];
+    NM_UNROLL_8 for (int i = 0; i < M; ++i) full[i] = none();
+    U count = splat(uint32_t(N));
+    F left = splat(float(N));
+    for (int round = 1; round < N; ++round) {
+        const F each = left;
+        NM_UNROLL_8 for (int i = 0; i < M; ++i) {
+            const B now = at_least(open[i] * each, sum);
+            open[i] = only_where_not(now, open[i]);
+            count = one_less(now, count);
+            full[i] = round == 1 ? now : either(full[i], now);
+        }
+        left = counted(count);
+        sum = tree(open, p);  // the same where nothing was taken away
+    }
+    F largest = open[0];
+    NM_UNROLL_8 for (int i = 1; i < M; ++i) largest = larger_magnitude(largest, open[i]);
+    if (__builtin_expect(any(at_least(largest * left, sum)), 0)) return false;
+
+    B after_full[M];  // all that follow are full
+    if constexpr (N > 1) {
+        after_full[M - 2] = full[M - 1];
+        NM_UNROLL_8 for (int i = M - 3; i >= 0; --i) after_full[i] = both(full[i + 1], after_full[i + 1]);
+    }
+    const U total = count << 24, shift = kOne - (word >> 8), end = total + shift;
+    const F value = N <= 2 ? sum * inverse_power_of_two(left) : sum / left, scale = left * splat(kTwo24);
+    U cumulative = U{}, before = shift >> 24;
+    NM_UNROLL_8 for (int i = 0; i < M; ++i) {
+        U after = end;
+        if (i + 1 < M) {
+            const F share = N <= 2 ? (open[i] * scale) / sum : ((open[i] * left) / sum) * splat(kTwo24);
+            cumulative = smaller(i ? cumulative + truncated(share) : truncated(share), total);
+            after = cumulative + shift;
+            if constexpr (N > 1) after = choose(after_full[i], end, after);
+        }
+        const U whole = after >> 24;
+        const F there = load(g + i * kLanes);
+        x[i] = choose(equal(whole, before), N > 1 ? only_where(full[i], there) : F{}, with_sign(value, there));
+        before = whole;
+    }
+    return true;
+}
+
+NM_INLINE bool plain(Any, const float*, U, F*) { return false; }
+
+template <class P>
+NM_INLINE void exact(P p, const float* g, U word, F* x) {
+    if (plain(p, g, word, x)) return;
+    F result[P::capacity];  // not x: what a call writes to stays in memory
+    exact_of_any(p, g, word, result);
+    NM_UNROLL_8 for (int i = 0; i < p.m; ++i) x[i] = result[i];
 }
 
 }  // namespace

@@ -75,6 +75,7 @@ NM_INLINE U smaller(U a, U b) { return U(_mm512_min_epu32(__m512i(a), __m512i(b)
 NM_INLINE F smaller_magnitude(F a, F b) { return float_of(smaller(bits_of(a), bits_of(b))); }
 NM_INLINE F larger_magnitude(F a, F b) { return float_of(U(_mm512_max_epu32(__m512i(bits_of(a)), __m512i(bits_of(b))))); }
 NM_INLINE U truncated(F x) { return U(_mm512_cvttps_epi32(x)); }
+NM_INLINE U one_less(B b, U x) { return U(_mm512_mask_sub_epi32(__m512i(x), b, __m512i(x), _mm512_set1_epi32(1))); }
 
 #else
 
@@ -121,8 +122,15 @@ NM_INLINE F smaller_magnitude(F a, F b) { return choose(reinterpret_cast<B>(a) <
 NM_INLINE F larger_magnitude(F a, F b) { return choose(reinterpret_cast<B>(a) < reinterpret_cast<B>(b), b, a); }
 #endif
 NM_INLINE U truncated(F x) { return reinterpret_cast<U>(__builtin_convertvector(x, B)); }
+NM_INLINE U one_less(B b, U x) { return x + reinterpret_cast<U>(b); }
 
 #endif
+
+// x as floats; below 2^31
+NM_INLINE F counted(U x) {
+    typedef int32_t I __attribute__((vector_size(4 * kLanes)));
+    return __builtin_convertvector(reinterpret_cast<I>(x), F);
+}
 
 // of magnitudes: -0.0 counts as something
 NM_INLINE B nonzero(F x) { return nonzero(bits_of(x)); }

@@ -91,6 +91,18 @@ NM_INLINE void store_narrowed(T* to, F x) {
     }
 }
 
+#if defined(__AVX2__) && !defined(NM_MASK_REGISTERS)
+// r[i] lane j <-> r[j] lane i of four registers, in each half.
+NM_INLINE void transpose_halves(U* r) {
+    const __m256i a = _mm256_unpacklo_epi32(__m256i(r[0]), __m256i(r[1])), b = _mm256_unpackhi_epi32(__m256i(r[0]), __m256i(r[1]));
+    const __m256i c = _mm256_unpacklo_epi32(__m256i(r[2]), __m256i(r[3])), d = _mm256_unpackhi_epi32(__m256i(r[2]), __m256i(r[3]));
+    r[0] = U(_mm256_unpacklo_epi64(a, c));
+    r[1] = U(_mm256_unpackhi_epi64(a, c));
+    r[2] = U(_mm256_unpacklo_epi64(b, d));
+    r[3] = U(_mm256_unpackhi_epi64(b, d));
+}
+#endif
+
 // r[i] lane j <-> r[j] lane i
 NM_INLINE void transpose(U* r) {
 #if defined(NM_MASK_REGISTERS)
@@ -114,21 +126,13 @@ NM_INLINE void transpose(U* r) {
         r[k + 12] = U(_mm512_shuffle_i32x4(high01, high23, 0xdd));
     }
 #elif defined(__AVX2__)
-    __m256i a[8], b[8];
-    for (int i = 0; i < 8; i += 2) {
-        a[i] = _mm256_unpacklo_epi32(__m256i(r[i]), __m256i(r[i + 1]));
-        a[i + 1] = _mm256_unpackhi_epi32(__m256i(r[i]), __m256i(r[i + 1]));
-    }
-    for (int i = 0; i < 8; i += 4) {
-        b[i] = _mm256_unpacklo_epi64(a[i], a[i + 2]);
-        b[i + 1] = _mm256_unpackhi_epi64(a[i], a[i + 2]);
-        b[i + 2] = _mm256_unpacklo_epi64(a[i + 1], a[i + 3]);
-        b[i + 3] = _mm256_unpackhi_epi64(a[i + 1], a[i + 3]);
-    }
     for (int k = 0; k < 4; ++k) {
-        r[k] = U(_mm256_permute2x128_si256(b[k], b[k + 4], 0x20));
-        r[k + 4] = U(_mm256_permute2x128_si256(b[k], b[k + 4], 0x31));
+        const __m256i low = __m256i(r[k]), high = __m256i(r[k + 4]);
+        r[k] = U(_mm256_permute2x128_si256(low, high, 0x20));
+        r[k + 4] = U(_mm256_permute2x128_si256(low, high, 0x31));
     }
+    transpose_halves(r);
+    transpose_halves(r + 4);
 #else
     uint32_t t[kLanes][kLanes], in[kLanes][kLanes];
     std::memcpy(in, r, sizeof in);
@@ -136,6 +140,25 @@ NM_INLINE void transpose(U* r) {
         for (int j = 0; j < kLanes; ++j) t[i][j] = in[j][i];
     }
     std::memcpy(r, t, sizeof t);
+#endif
+}
+
+// r[i] lane j = word i of row j, rows `stride` bytes apart. A half loaded to where it belongs costs less than an exchange.
+NM_INLINE void load_transposed(const char* rows, int64_t stride, U* r) {
+#if defined(__AVX2__) && !defined(NM_MASK_REGISTERS)
+    const auto half = [&](int row, int i) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows + row * stride) + i); };
+    for (int i = 0; i < 2; ++i) {
+        for (int k = 0; k < 4; ++k) r[4 * i + k] = U(_mm256_inserti128_si256(_mm256_castsi128_si256(half(k, i)), half(k + 4, i), 1));
+        transpose_halves(r + 4 * i);
+    }
+#else
+    // straight into memory the compiler copies halves, and reading them whole stalls
+    NM_UNROLL_16 for (int l = 0; l < kLanes; ++l) {
+        U words;
+        std::memcpy(&words, rows + l * stride, sizeof words);
+        r[l] = words;
+    }
+    transpose(r);
 #endif
 }
 
@@ -154,25 +177,23 @@ NM_INLINE void store_words(char* to, U words) {
     std::memcpy(to, &words, sizeof words);
 }
 
-// `bytes` bytes to each of `lanes` rows, `stride` bytes apart: 32-bit word i of row l is lane l of word(i).
+// `bytes` bytes to each of `lanes` rows, `stride` bytes apart: 32-bit word i of row l is lane l of words(i), and
+// words.transposed(i, r) has words i .. i + kLanes of row l in r[l].
 template <bool Stream, class W>
-NM_INLINE void store_rows(const W& word, int64_t bytes, char* to, int64_t stride, int lanes) {
+NM_INLINE void store_rows(const W& words, int64_t bytes, char* to, int64_t stride, int lanes) {
     for (int64_t done = 0; done < bytes; done += 4 * kLanes) {
         const int64_t there = std::min<int64_t>(bytes - done, 4 * kLanes);
         U r[kLanes];
         if (there == 4 * kLanes) {
-            NM_UNROLL_16 for (int i = 0; i < kLanes; ++i) r[i] = word(done / 4 + i);
+            words.transposed(done / 4, r);
         } else {
-            for (int i = 0; i < kLanes; ++i) r[i] = 4 * i < there ? word(done / 4 + i) : U{};
+            for (int i = 0; i < kLanes; ++i) r[i] = 4 * i < there ? words(done / 4 + i) : U{};
+            transpose(r);
         }
-        transpose(r);
-        for (int l = 0; l < std::min(lanes, kLanes); ++l) {
-            char* row = to + l * stride + done;
-            if (there == 4 * kLanes) {
-                store_words<Stream>(row, r[l]);
-            } else {
-                std::memcpy(row, &r[l], size_t(there));
-            }
+        if (there == 4 * kLanes && lanes == kLanes) {
+            NM_UNROLL_16 for (int l = 0; l < kLanes; ++l) store_words<Stream>(to + l * stride + done, r[l]);
+        } else {
+            for (int l = 0; l < std::min(lanes, kLanes); ++l) std::memcpy(to + l * stride + done, &r[l], size_t(there));
         }
     }
 }
@@ -188,6 +209,15 @@ struct RowWords {
         const int64_t k = 2 * i;
         const U low = narrowed<T>(load(x + k * kLanes));
         return k + 1 < count ? low | narrowed<T>(load(x + (k + 1) * kLanes)) << 16 : low;
+    }
+
+    NM_INLINE void transposed(int64_t first, U* r) const {
+        if constexpr (sizeof(T) == 4) {
+            load_transposed(reinterpret_cast<const char*>(x + first * kLanes), sizeof(U), r);
+        } else {
+            NM_UNROLL_16 for (int i = 0; i < kLanes; ++i) r[i] = (*this)(first + i);
+            transpose(r);
+        }
     }
 };
 
@@ -228,15 +258,7 @@ NM_INLINE void store_widened(U word, float* x, fp16) {
 #endif
 }
 
-// As many elements as fit a vector. Straight into memory the compiler copies halves, and reading them whole stalls.
-template <class T>
-NM_INLINE U whole_words(const T* from) {
-    U words;
-    std::memcpy(&words, from, sizeof words);
-    return words;
-}
-
-// The same, zeros past the first `there`.
+// As many elements as fit a vector, zeros past the first `there`.
 template <class T>
 NM_INLINE U row_words(const T* from, int64_t there) {
     constexpr int64_t each = int64_t(sizeof(U) / sizeof(T));
@@ -253,11 +275,11 @@ NM_INLINE void load_elements(const T* from, int64_t stride, int lanes, int64_t c
     for (int64_t done = 0; done < count; done += each) {
         U r[kLanes];
         if (lanes == kLanes && there - done >= each) {
-            NM_UNROLL_16 for (int l = 0; l < kLanes; ++l) r[l] = whole_words(from + l * stride + done);
+            load_transposed(reinterpret_cast<const char*>(from + done), stride * int64_t(sizeof(T)), r);
         } else {
             for (int l = 0; l < kLanes; ++l) r[l] = l < lanes ? row_words(from + l * stride + done, there - done) : U{};
+            transpose(r);
         }
-        transpose(r);
         NM_UNROLL_16 for (int i = 0; i < kLanes; ++i) store_widened(r[i], x + (done + i * per) * kLanes, T{});
     }
 }
