@@ -19,10 +19,8 @@ using PackFn = void(const T* w, const uint64_t* bits, int64_t words, T* values, 
 template <class T, int N, int M>
 void pack_words(const T* w, const uint64_t* bits, int64_t words, T* values, uint8_t* packed) {
     static constexpr Codes<N, M> codes;
-    for (int64_t i = 0; i < words; ++i) {
-        gather_bytes<8 / M * N>(w + 64 * i, bits[i], values + 64 / M * N * i);
-        packed = codes.pack(bits[i], packed);
-    }
+    for (int64_t i = 0; i < words; ++i) gather_bytes<8 / M * N>(w + 64 * i, bits[i], values + 64 / M * N * i);
+    codes.pack(bits, words, packed);
 }
 
 // Null where positions are packed one by one.

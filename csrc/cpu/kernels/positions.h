@@ -30,33 +30,73 @@ class Ring {
     uint8_t position_[kMaxM + 64];
 };
 
-// The packed positions that eight bits stand for, of groups that divide them, by the byte that these are.
+// The packed positions that eight bits stand for, of groups that divide them. Each half of a byte adds its own: as a group
+// keeps N, those of the upper half end where the positions of their group end.
 template <int N, int M>
 struct Codes {
     static constexpr int kBits = 8 / M * N * (M <= 4 ? 2 : 4);  // of packed positions
     static constexpr bool kWhole = 8 % M == 0 && (kBits == 4 || kBits % 8 == 0) && kBits <= 16;
 
-    uint16_t of[256];
+    // of the half that is lower in the byte, of the other one; their lower and upper eight bits
+    alignas(16) uint8_t of[2][2][16];
 
     constexpr Codes() : of() {
-        for (int byte = 0; byte < 256; ++byte) {
-            int at = 0;
-            for (int i = 0; i < 8; ++i) {
-                if ((byte >> i & 1) == 0 || at >= kBits) continue;  // too many are never kept
-                of[byte] = uint16_t(of[byte] | (i % M) << at);
-                at += M <= 4 ? 2 : 4;
+        constexpr int each = M <= 4 ? 2 : 4;
+        for (int half = 0; half < 16; ++half) {
+            uint32_t low = 0, high = 0;
+            int set = 0;
+            for (int i = 0; i < 4; ++i) set += half >> i & 1;
+            if (each * set > kBits) continue;  // so many are never kept
+            for (int i = 0, at = 0; i < 4; ++i) {
+                if ((half >> i & 1) == 0) continue;
+                low |= uint32_t(i % M) << at;
+                high |= uint32_t((i + 4) % M) << (kBits - each * set + at);
+                at += each;
             }
+            of[0][0][half] = uint8_t(low);
+            of[0][1][half] = uint8_t(low >> 8);
+            of[1][0][half] = uint8_t(high);
+            of[1][1][half] = uint8_t(high >> 8);
         }
     }
 
-    // Those of 64 bits; returns where the next go.
-    uint8_t* pack(uint64_t bits, uint8_t* out) const {
-        for (int i = 0; i < 64; i += 16) {
-            const uint32_t low = of[bits >> i & 0xff], high = of[bits >> (i + 8) & 0xff], both = low | high << kBits;
-            std::memcpy(out, &both, kBits / 4);
-            out += kBits / 4;
+    // Those of `words` words of 64 bits. Works on four words at a time: reads and writes as if their number were rounded up.
+    void pack(const uint64_t* bits, int64_t words, uint8_t* out) const {
+#if defined(__AVX2__)
+        const auto table = [&](int half, int byte) {
+            return _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(of[half][byte])));
+        };
+        const __m256i fifteen = _mm256_set1_epi8(15);
+        for (int64_t i = 0; i < words; i += 4, out += 4 * kBits) {
+            const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(bits + i));
+            const __m256i low = _mm256_and_si256(x, fifteen), high = _mm256_and_si256(_mm256_srli_epi16(x, 4), fifteen);
+            const auto code = [&](int byte) {
+                return _mm256_or_si256(_mm256_shuffle_epi8(table(0, byte), low), _mm256_shuffle_epi8(table(1, byte), high));
+            };
+            if constexpr (kBits == 8) {
+                _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), code(0));
+            } else if constexpr (kBits == 4) {  // of two bytes each, the second four bits up
+                const __m256i pairs = _mm256_maddubs_epi16(code(0), _mm256_set1_epi16(0x1001));
+                const __m256i both = _mm256_permute4x64_epi64(_mm256_packus_epi16(pairs, pairs), 0x08);
+                _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm256_castsi256_si128(both));
+            } else {
+                const __m256i a = _mm256_unpacklo_epi8(code(0), code(1)), b = _mm256_unpackhi_epi8(code(0), code(1));
+                _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), _mm256_permute2x128_si256(a, b, 0x20));
+                _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + 32), _mm256_permute2x128_si256(a, b, 0x31));
+            }
         }
-        return out;
+#else
+        for (int64_t i = 0; i < words; ++i) {
+            for (int at = 0; at < 64; at += 16, out += kBits / 4) {
+                uint32_t both = 0;
+                for (int byte = 0; byte < 2; ++byte) {
+                    const unsigned x = bits[i] >> (at + 8 * byte) & 0xff, low = x & 15, high = x >> 4;
+                    both |= uint32_t((of[0][0][low] | of[1][0][high]) | (of[0][1][low] | of[1][1][high]) << 8) << (kBits * byte);
+                }
+                std::memcpy(out, &both, kBits / 4);
+            }
+        }
+#endif
     }
 };
 
