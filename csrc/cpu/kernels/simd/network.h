@@ -72,16 +72,14 @@ V nth_of_neighbours(const V (&a)[Have]) {
 // Every lane holds the largest of its block of Size lanes, in falling order.
 template <class L, int M, int Rank, int Size, class V, int Have>
 V nth_of_blocks(const V (&a)[Have]) {
-    if constexpr (2 * Size == M && Rank == 2) {
-        V b[Have];
-        for (int i = 0; i < Have; ++i) b[i] = L::template across<Size>(a[i]);
-        return nth_of_two<L, Rank>(a, b);
-    } else if constexpr (2 * Size == M) {
-        return nth_of_neighbours<L, Rank, Size>(a);
+    if constexpr (2 * Size == M && Rank != 2) return nth_of_neighbours<L, Rank, Size>(a);
+    V b[Have];
+    for (int i = 0; i < Have; ++i) b[i] = L::template across<Size>(a[i]);
+    if constexpr (2 * Size == M) {
+        return nth_of_two<L, Rank>(a, b);  // for the second, two exchanges side by side beat two in turn
     } else {
         constexpr int next = 2 * Have < Rank ? 2 * Have : Rank;
-        V b[Have], merged[next];
-        for (int i = 0; i < Have; ++i) b[i] = L::template across<Size>(a[i]);
+        V merged[next];
         merge_lists<L>(a, b, merged, std::make_integer_sequence<int, next>());
         return nth_of_blocks<L, M, Rank, 2 * Size>(merged);
     }

@@ -14,9 +14,10 @@ namespace {
 inline __m256 positive(__m256 d) { return _mm256_max_ps(_mm256_setzero_ps(), d); }
 
 // Keys are magnitudes, so their difference needs no sign; it comes from the weight, but zeros are +0.0. inf - inf is a
-// negative NaN in this arithmetic.
-inline void shrink64(const float* w, const Keys64<float>& keys, const Keys64<float>& t, float* out) {
+// negative NaN in this arithmetic. Inlined, or keys and thresholds would pass through memory.
+inline __attribute__((always_inline)) void shrink64(const float* w, const Keys64<float>& keys, const Keys64<float>& t, float* out) {
     const __m256 sign = _mm256_set1_ps(-0.0f);
+#pragma GCC unroll 8
     for (int i = 0; i < 8; ++i) {
         const __m256 d = positive(_mm256_sub_ps(_mm256_castsi256_ps(keys.v[i]), _mm256_castsi256_ps(t.v[i])));
         const __m256 signed_d = _mm256_or_ps(_mm256_andnot_ps(sign, d), _mm256_and_ps(sign, _mm256_loadu_ps(w + 8 * i)));
@@ -54,8 +55,9 @@ inline __m256i difference<fp16>(__m256i keys, __m256i t) {
 }
 
 template <class T>
-void shrink64(const T* w, const Keys64<T>& keys, const Keys64<T>& t, T* out) {
+inline __attribute__((always_inline)) void shrink64(const T* w, const Keys64<T>& keys, const Keys64<T>& t, T* out) {
     const __m256i sign = _mm256_set1_epi16(INT16_MIN), zero = _mm256_setzero_si256();
+#pragma GCC unroll 8
     for (int i = 0; i < 4; ++i) {
         const __m256i d = difference<T>(keys.v[i], t.v[i]), x = load256(w + 16 * i);
         const __m256i signed_d = _mm256_or_si256(_mm256_andnot_si256(sign, d), _mm256_and_si256(sign, x));
