@@ -34,7 +34,9 @@ struct alignas(32) Table {
 //
 // Packed to signed bytes, pairs of registers come out interleaved by halves.
 inline __m256i packed(__m256i a, __m256i b) { return _mm256_packs_epi16(a, b); }
-inline __m256i packed(__m256i a, __m256i b, __m256i c, __m256i d) { return _mm256_packs_epi16(_mm256_packs_epi32(a, b), _mm256_packs_epi32(c, d)); }
+inline __m256i packed(__m256i a, __m256i b, __m256i c, __m256i d) {
+    return _mm256_packs_epi16(_mm256_packs_epi32(a, b), _mm256_packs_epi32(c, d));
+}
 
 inline __m256i load256(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
 
