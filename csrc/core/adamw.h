@@ -68,31 +68,41 @@ NM_HD AdamW adamw_scalars(const double* hyper, int64_t t, bool frozen, bool eps_
     return s;
 }
 
-// F is float, or a register of them (cpu/kernels/simd/adamw_*.h) with these operators and functions.
-template <class F>
-NM_HD F adamw_first(const AdamW& s, F m, F g) {
+// F is float, or registers of them (cpu/kernels/simd/adamw_*.h) with these operators and functions; S is AdamW, or has the
+// same numbers in a form that F is made of.
+template <class F, class S>
+NM_HD F adamw_first(const S& s, F m, F g) {
     return (F(s.b1) * m) + (F(s.omb1) * g);
 }
 
-template <class F>
-NM_HD F adamw_second(const AdamW& s, F v, F g) {
+template <class F, class S>
+NM_HD F adamw_second(const S& s, F v, F g) {
     return (F(s.b2) * v) + (F(s.omb2) * (g * g));
 }
 
 // The larger, or a NaN of either.
 NM_HD float larger(float a, float b) { return a > b || is_nan(a) ? a : b; }
 
-template <class F>
-NM_HD F adamw_update(const AdamW& s, F m, F v) {
-    const F denominator = s.eps_inside ? root((v / F(s.bc2)) + F(s.eps)) : (root(v) / F(s.sbc2)) + F(s.eps);
+template <class F, class S>
+NM_HD F adamw_denominator(const S& s, F v) {
+    return s.eps_inside ? root((v / F(s.bc2)) + F(s.eps)) : (root(v) / F(s.sbc2)) + F(s.eps);
+}
+
+template <class F, class S>
+NM_HD F adamw_quotient(const S& s, F m, F denominator) {
     return (m * F(s.ibc1)) / denominator;
+}
+
+template <class F, class S>
+NM_HD F adamw_update(const S& s, F m, F v) {
+    return adamw_quotient(s, m, adamw_denominator(s, v));
 }
 
 // min(max(u, -bound), bound); NaN stays
 NM_HD float clamped(float u, float bound) { return u < -bound ? -bound : u > bound ? bound : u; }
 
-template <class F>
-NM_HD F adamw_apply(const AdamW& s, F p, F u) {
+template <class F, class S>
+NM_HD F adamw_apply(const S& s, F p, F u) {
     return (p * F(s.wdf)) - (F(s.lr) * u);
 }
 

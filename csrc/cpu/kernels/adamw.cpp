@@ -220,12 +220,12 @@ Partial partial_of(const Tally& t, bool geometric) {
     t.highest.store(highest);
     uint32_t largest = 0;
     for (float x : highest) largest = std::max(largest, float_bits(x));
-    part.value[kChange] = total(t.change);
+    part.value[kChange] = total(t.change) / kScale;
     part.value[kLogChange] = geometric ? sum_of_logarithms(t) : 0.0;
     part.value[kUnchanged] = double(t.unchanged.total());
     part.value[kFlips] = double(t.flips.total());
-    part.value[kPrunedWeight] = total(t.pruned_weight);
-    part.value[kPrunedGrad] = total(t.pruned_grad);
+    part.value[kPrunedWeight] = total(t.pruned_weight) / kScale;
+    part.value[kPrunedGrad] = total(t.pruned_grad) / kScale;
     part.value[kNonZeros] = double(t.non_zeros.total());
     part.value[kLargest] = double(bits_float(largest));
     return part;

@@ -1,5 +1,5 @@
 // MaskedAdamW on a block: up to kBlock elements that lie one after another in memory, in whole strips of 64 (the last
-// filled up with zeros, which take no part). Everything about a strip happens while it is in registers:
+// filled up with zeros, which take no part). All of it happens to a strip while it is in the first-level cache:
 //
 //   mask before   step: the equations of core/adamw.h and their sums   mask after   settle: flips, non-zeros, masked weight
 //
@@ -32,11 +32,13 @@ constexpr int kBlock = 256;  // also the largest group
 // time of the bare memory traffic without, 1.07 with 256 or 512, 1.10 with 1024.
 constexpr int kStepAhead = 512;
 
+// A strip's sums add up in fp32, each term times kScale in the same rounding: so many of the largest do not overflow.
+constexpr float kScale = 0x1p-8f;
+
 // The parts of a strip's work are pieces of one loop: only inlined do their numbers stay in registers.
 #define NM_INLINE inline __attribute__((always_inline))
 
 constexpr int kVectors = kStrip / Floats::width;
-using Strip = Floats[kVectors];
 
 // Which elements of a strip.
 struct Chosen {
@@ -54,31 +56,36 @@ struct Chosen {
     }
 };
 
-// The masks of a call: called with a strip in registers and where it lies.
+// The masks of a call: `of` is called with where a strip lies, `at` with what that gave and the i-th part of the strip.
 struct Unmasked {
     static constexpr bool masked = false;
+    struct Kept {};
+    NM_INLINE Kept of(const float*) const { return {}; }
+    NM_INLINE Flags at(const Kept&, int, const Floats&) const { return Flags::of(~uint64_t(0)); }
 };
 
 struct TwoOfFour {
     static constexpr bool masked = true;
-    NM_INLINE Chosen operator()(const Strip& w, const float*) const {
-        Chosen c;
-        for (int i = 0; i < kVectors; ++i) c.at[i] = two_of_four(w[i]);
-        return c;
-    }
+    struct Kept {};
+    NM_INLINE Kept of(const float*) const { return {}; }
+    NM_INLINE Flags at(const Kept&, int, const Floats& w) const { return two_of_four(w); }
 };
 
 template <int N, int M>
 struct Fixed {
     static constexpr bool masked = true;
-    NM_INLINE Chosen operator()(const Strip&, const float* from) const { return Chosen::of(keep64<float, N, M>(from)); }
+    using Kept = Chosen;
+    NM_INLINE Kept of(const float* from) const { return Chosen::of(keep64<float, N, M>(from)); }
+    NM_INLINE Flags at(const Kept& kept, int i, const Floats&) const { return kept.at[i]; }
 };
 
 struct AnyPattern {
     static constexpr bool masked = true;
+    using Kept = Chosen;
     int n, m;
     KeepFn<float>* keep;
-    NM_INLINE Chosen operator()(const Strip&, const float* from) const { return Chosen::of(keep(from, n, m)); }
+    NM_INLINE Kept of(const float* from) const { return Chosen::of(keep(from, n, m)); }
+    NM_INLINE Flags at(const Kept& kept, int i, const Floats&) const { return kept.at[i]; }
 };
 
 // Groups that strips cut through: the bits of a block's strips.
@@ -120,16 +127,23 @@ struct Elements {
     const float* g;
 
     bool whole(int strip) const { return count - strip * kStrip >= kStrip; }
-    NM_INLINE Chosen valid(int strip) const { return Chosen::of(whole(strip) ? ~uint64_t(0) : (uint64_t(1) << (count - strip * kStrip)) - 1); }
+    NM_INLINE Chosen valid(int strip) const {
+        return Chosen::of(whole(strip) ? ~uint64_t(0) : (uint64_t(1) << (count - strip * kStrip)) - 1);
+    }
 };
 
-// Running statistics of a tile. Eight fp64 lanes each, which `total` adds up in a fixed order.
+// Running statistics of a tile. Eight fp64 lanes each, which `total` adds up in a fixed order; sums are times kScale.
 struct Tally {
     Doubles change, pruned_weight, pruned_grad;
     Product log_change;
     Floats highest{0.0f};
     Count unchanged, flips, non_zeros;
     int64_t factors = 0;  // in log_change, all lanes together
+};
+
+// The same of a strip's sums.
+struct Sums {
+    Floats change{0.0f}, pruned_weight{0.0f}, pruned_grad{0.0f};
 };
 
 inline double total(const double* lane) { return ((lane[0] + lane[1]) + (lane[2] + lane[3])) + ((lane[4] + lane[5]) + (lane[6] + lane[7])); }
@@ -140,43 +154,19 @@ inline double total(const Doubles& sum) {
     return total(lane);
 }
 
-// A strip's terms, none negative, are added in fp32 eight to one; where that overflows, each in fp64.
-__attribute__((noinline, cold)) inline Doubles sum_exactly(const Strip& x) {
-    Doubles sum;
-    for (const Floats& one : x) by_eight(one, [&](const Doubles& terms) { add(sum, terms); });
-    return sum;
-}
-
-NM_INLINE void sum(Doubles& to, const Strip& x) {
-    const auto eight = folded(x);
-    if (__builtin_expect(finite(eight), true)) return add(to, widened(eight));
-    Strip copy;
-    for (int i = 0; i < kVectors; ++i) copy[i] = x[i];
-    add(to, sum_exactly(copy));
-}
-
-inline void sum_logarithms(Tally& t, const Strip& change, const Chosen& valid) {
+inline void times_logarithm(Tally& t, const Floats& change, const Flags& valid) {
     constexpr double smallest = 0x1p-149;  // the smallest fp32 denormal
-    for (int i = 0; i < kVectors; ++i) {
-        by_eight(choose(valid.at[i], change[i], Floats(1.0f)), [&](const Doubles& eight) { t.log_change.times(eight, smallest); });
-    }
-    t.factors += kStrip;
-}
-
-NM_INLINE void load_strip(const float* from, Strip& to) {
-    for (int i = 0; i < kVectors; ++i) to[i] = Floats::load(from + i * Floats::width);
+    by_eight(choose(valid, change, Floats(1.0f)), [&](const Doubles& eight) { t.log_change.times(eight, smallest); });
+    t.factors += Floats::width;
 }
 
 // `count` is kStrip: known to the compiler, it would warn of a remainder that there is none of.
-inline __attribute__((noinline, noclone)) void round_strip(int dtype, int64_t count, Strip& w) {
-    float x[kStrip];
-    for (int i = 0; i < kVectors; ++i) w[i].store(x + i * Floats::width);
+inline __attribute__((noinline, noclone)) void round_strip(int dtype, int64_t count, float* x) {
     by_dtype(dtype, [&](auto tag) {
         decltype(tag) narrow[kStrip];
         from_floats(x, count, narrow);
         to_floats(narrow, count, x);
     });
-    load_strip(x, w);
 }
 
 NM_INLINE void prefetch_strip(const Elements& e, int at) {
@@ -195,139 +185,189 @@ inline bool is_usual(const AdamW& s, const AdamWCall& call, const Elements& e) {
     return plain && !call.grad_scale && !call.geometric && !e.top && e.count % kStrip == 0;
 }
 
-// The gradient as the step takes it; sums over pruned weights.
+// The numbers of a step as every lane takes them, and its options.
+struct Scalars {
+    Same b1, omb1, b2, omb2, ibc1, bc2, sbc2, eps, wdf, lr, decay, clamp;
+    bool frozen, eps_inside, maximize, decays, clamps, geometric;
+    const float* grad_scale;
+
+    Scalars(const AdamW& s, const AdamWCall& call)
+        : b1(s.b1), omb1(s.omb1), b2(s.b2), omb2(s.omb2), ibc1(s.ibc1), bc2(s.bc2), sbc2(s.sbc2), eps(s.eps), wdf(s.wdf), lr(s.lr),
+          decay(s.decay), clamp(s.clamp), frozen(s.frozen), eps_inside(s.eps_inside), maximize(s.maximize), decays(s.decay != 0.0f),
+          clamps(s.clamp != 0.0f), geometric(call.geometric), grad_scale(call.grad_scale) {}
+};
+
+NM_INLINE void include(Floats& sum, const Floats& terms) { sum = add_scaled(sum, kScale, terms); }
+
+// The gradient as the step takes it; `keep` is the mask of the weights before it.
 template <bool kUsual, bool kMasked>
-NM_INLINE void take_gradient(const AdamW& s, const AdamWCall& call, const Strip& p, const Chosen& keep, const Chosen& valid, Strip& g, Tally& t) {
-    if (!kUsual && call.grad_scale) {
-        for (Floats& one : g) one = one / Floats(*call.grad_scale);
-    }
-    if (!kUsual && s.maximize) {
-        for (Floats& one : g) one = -one;
-    }
+NM_INLINE Floats take_gradient(const Scalars& s, const Elements& e, int at, const Flags& keep, const Flags& valid, Sums& sums) {
+    const Floats p = Floats::load(e.p + at);
+    Floats g = Floats::load(e.g + at);
+    if (!kUsual && s.grad_scale) g = g / Floats(*s.grad_scale);
+    if (!kUsual && s.maximize) g = -g;
     if constexpr (kMasked) {
-        Strip weight, grad;
-        for (int i = 0; i < kVectors; ++i) {
-            const Flags pruned = kUsual ? ~keep.at[i] : ~keep.at[i] & valid.at[i];
-            weight[i] = kept(pruned, magnitude(p[i]));
-            grad[i] = kept(pruned, magnitude(g[i]));
-        }
-        sum(t.pruned_weight, weight);
-        sum(t.pruned_grad, grad);
-        if (s.decay == 0.0f) return;
-        for (int i = 0; i < kVectors; ++i) g[i] = choose(keep.at[i], g[i], g[i] + (Floats(s.decay) * p[i]));
+        const Floats size = magnitude(g);
+        include(sums.pruned_weight, dropped(keep, magnitude(p)));
+        include(sums.pruned_grad, dropped(keep, kUsual ? size : kept(valid, size)));
+        if (s.decays) g = choose(keep, g, g + (Floats(s.decay) * p));
     }
+    return g;
 }
 
-// v <- its new value, what the update divides by
+// v, and the largest that it was.
 template <bool kUsual>
-NM_INLINE void second_moment(const AdamW& s, const AdamWCall& call, const Elements& e, int at, const Strip& g, const Chosen& valid, Strip& v, Tally& t) {
-    load_strip(e.v + at, v);
+NM_INLINE void second_moment(const Scalars& s, const Elements& e, int at, const Floats& g, const Flags& valid, Sums& sums,
+                             Tally& t) {
     if (!kUsual && s.frozen) return;
-    Strip change;
-    for (int i = 0; i < kVectors; ++i) {
-        const Floats old = v[i];
-        v[i] = adamw_second(s, old, g[i]);
-        v[i].store(e.v + at + i * Floats::width);
-        change[i] = magnitude(v[i] - old);
-        if constexpr (!kUsual) {
-            change[i] = kept(valid.at[i], change[i]);
-            if (call.geometric) t.unchanged.add(equal(v[i], old) & valid.at[i]);
+    const Floats old = Floats::load(e.v + at), v = adamw_second(s, old, g);
+    v.store(e.v + at);
+    Floats change = magnitude(v - old);
+    if constexpr (!kUsual) {
+        change = kept(valid, change);
+        if (s.geometric) {
+            t.unchanged.add(equal(v, old) & valid);
+            times_logarithm(t, change, valid);
         }
+        if (e.top) larger(Floats::load(e.top + at), v).store(e.top + at);
     }
-    sum(t.change, change);
-    if (!kUsual && call.geometric) sum_logarithms(t, change, valid);
-    if (!kUsual && e.top) {
-        for (int i = 0; i < kVectors; ++i) {
-            float* top = e.top + at + i * Floats::width;
-            v[i] = larger(Floats::load(top), v[i]);
-            v[i].store(top);
-        }
-    }
+    include(sums.change, change);
 }
 
-// p <- the weights after the step, where they are stored too
 template <bool kUsual, bool kMasked>
-NM_INLINE void step_strip(const AdamW& s, const AdamWCall& call, const Elements& e, int at, const Chosen& keep, Strip& p, Tally& t) {
-    const Chosen valid = kUsual ? Chosen{} : e.valid(at / kStrip);
-    Strip g, v;
-    load_strip(e.g + at, g);
-    take_gradient<kUsual, kMasked>(s, call, p, keep, valid, g, t);
-    second_moment<kUsual>(s, call, e, at, g, valid, v, t);
-    for (int i = 0; i < kVectors; ++i) {
-        float* first = e.m + at + i * Floats::width;
-        const Floats m = adamw_first(s, Floats::load(first), g[i]);
-        m.store(first);
-        Floats u = adamw_update(s, m, v[i]);
-        if (!kUsual) u = kept(valid.at[i], u);
-        t.highest = higher(t.highest, magnitude(u));
-        if (!kUsual && s.clamp != 0.0f) u = clamped(u, Floats(s.clamp));
-        p[i] = adamw_apply(s, Floats::load(e.p + at + i * Floats::width), u);  // from memory: registers are short
-    }
-    if (e.dtype != kFloat32) {
-        Strip rounded;  // only this copy has an address: p stays in registers
-        for (int i = 0; i < kVectors; ++i) rounded[i] = p[i];
-        round_strip(e.dtype, kStrip, rounded);
-        for (int i = 0; i < kVectors; ++i) p[i] = rounded[i];
-    }
-    for (int i = 0; i < kVectors; ++i) p[i].store(e.p + at + i * Floats::width);
+NM_INLINE void step_moments(const Scalars& s, const Elements& e, int at, const Flags& keep, const Flags& valid, Sums& sums,
+                            Tally& t) {
+    const Floats g = take_gradient<kUsual, kMasked>(s, e, at, keep, valid, sums);
+    second_moment<kUsual>(s, e, at, g, valid, sums, t);
+    adamw_first(s, Floats::load(e.m + at), g).store(e.m + at);
 }
 
-// The statistics that depend on the new mask, and w = the weight where that keeps it, +0.0 elsewhere.
+template <bool kUsual>
+NM_INLINE Floats denominator(const Scalars& s, const Elements& e, int at) {
+    return adamw_denominator(s, Floats::load((kUsual || !e.top ? e.v : e.top) + at));
+}
+
+template <bool kUsual>
+NM_INLINE void step_weights(const Scalars& s, const Elements& e, int at, const Floats& denominator, const Flags& valid, Tally& t) {
+    Floats u = adamw_quotient(s, Floats::load(e.m + at), denominator);
+    if (!kUsual) u = kept(valid, u);
+    t.highest = higher(t.highest, magnitude(u));
+    if (!kUsual && s.clamps) u = clamped(u, Floats(s.clamp));
+    adamw_apply(s, Floats::load(e.p + at), u).store(e.p + at);
+}
+
+// The statistics that depend on the new mask, and the masked weight: w where that keeps it, +0.0 elsewhere.
 template <bool kUsual, bool kMasked>
-NM_INLINE void settle_strip(const Elements& e, int at, const Chosen& before, const Chosen& now, const Strip& w, Tally& t) {
-    const Chosen valid = kUsual ? Chosen{} : e.valid(at / kStrip);
-    for (int i = 0; i < kVectors; ++i) {
-        if constexpr (kMasked) {
-            const Flags flips = before.at[i] ^ now.at[i];
-            t.flips.add(kUsual ? flips : flips & valid.at[i]);
-        }
-        Flags found = unequal(w[i], Floats(0.0f));
-        if (kMasked) found = found & now.at[i];
-        t.non_zeros.add(kUsual ? found : found & valid.at[i]);
+NM_INLINE void settle(const Elements& e, int at, const Floats& w, const Flags& before, const Flags& now, const Flags& valid, Tally& t) {
+    if constexpr (kMasked) {
+        const Flags flips = before ^ now;
+        t.flips.add(kUsual ? flips : flips & valid);
     }
-    if (!e.out) return;
-    for (int i = 0; i < kVectors; ++i) (kMasked ? kept(now.at[i], w[i]) : w[i]).store(e.out + at + i * Floats::width);
+    Flags full = unequal(w, Floats(0.0f));
+    if (kMasked) full = full & now;
+    t.non_zeros.add(kUsual ? full : full & valid);
+    if (e.out) (kMasked ? kept(now, w) : w).store(e.out + at);
 }
 
-// A strip is settled after the next one's step: its chain of roots and divisions is long, and this waits for its end.
-// AMD EPYC (Zen 5), AVX-512, in L2, one thread, 2026-11-21: 0.38 ns a weight with 2:4 masks; 0.43 settled at once.
+NM_INLINE void add(Tally& t, const Sums& sums) {
+    add(t.change, folded(sums.change));
+    add(t.pruned_weight, folded(sums.pruned_weight));
+    add(t.pruned_grad, folded(sums.pruned_grad));
+}
+
+// What is known of a strip: its mask before the step, and which of it are elements.
+struct Known {
+    Chosen before, valid;
+};
+
+// The part of a strip that is settled: the new mask of it is taken here where that needs no other part.
+template <bool kUsual, class Masks>
+NM_INLINE void settle_part(const Elements& e, int strip, int i, const Masks& masks, const typename Masks::Kept& now, const Known& known,
+                           Tally& t) {
+    const int at = strip + i * Floats::width;
+    const Floats w = Floats::load(e.p + at);
+    settle<kUsual, Masks::masked>(e, at, w, known.before.at[i], masks.at(now, i, w), known.valid.at[i], t);
+}
+
+// From the first mask of some elements through root and divisions to their last is a long way, and a processor looks ahead
+// not even that far. So each part of a strip takes its steps in the company of others that wait for nothing: its moments
+// beside the denominator of the part before, the weights of that before it, and the new mask of a part of the last strip.
+template <bool kUsual, bool kSteps, bool kSettles, class Masks>
+NM_INLINE void step_strip(const Scalars& s, const Elements& e, int strip, const Masks& masks, Known& mine, const Known& last,
+                          float* denominators, Tally& t) {
+    constexpr int kWidth = Floats::width;
+    const int settled = strip - kStrip;
+    typename Masks::Kept old, now;
+    Sums sums;
+    if constexpr (kSteps) old = masks.of(e.p + strip);
+    if constexpr (kSteps && !kUsual) mine.valid = e.valid(strip / kStrip);
+#pragma GCC unroll 8
+    for (int i = 0; i < kVectors; ++i) {
+        const int at = strip + i * kWidth, one = (i + kVectors - 1) % kVectors, two = (i + kVectors - 2) % kVectors;
+        if constexpr (kSteps) {
+            const Flags keep = masks.at(old, i, Floats::load(e.p + at));
+            if constexpr (Masks::masked) mine.before.at[i] = keep;
+            step_moments<kUsual, Masks::masked>(s, e, at, keep, mine.valid.at[i], sums, t);
+        }
+        if (i >= 1 ? kSteps : kSettles) denominator<kUsual>(s, e, at - kWidth).store(denominators + one * kWidth);
+        if (i >= 2 ? kSteps : kSettles) {
+            const Floats by = Floats::load(denominators + two * kWidth);
+            step_weights<kUsual>(s, e, at - 2 * kWidth, by, (i >= 2 ? mine : last).valid.at[two], t);
+        }
+        if constexpr (kSettles) {
+            if (i == 1) {  // the last strip has all its weights
+                if (e.dtype != kFloat32) round_strip(e.dtype, kStrip, e.p + settled);
+                now = masks.of(e.p + settled);
+            }
+            if (i >= 1) settle_part<kUsual>(e, settled, i - 1, masks, now, last, t);
+            if (i == kVectors - 1) settle_part<kUsual>(e, settled, i, masks, now, last, t);
+        }
+    }
+    if constexpr (kSteps) add(t, sums);
+}
+
 template <bool kUsual, class Masks>
 void step_block(const AdamW& scalars, const AdamWCall& call, const Elements& on, const Masks& masks, Tally& tally) {
-    const AdamW s = scalars;  // copies, which no store can change
+    Scalars s(scalars, call);  // copies, which no store can change
+    if (kUsual) s.eps_inside = false;
     const Elements e = on;
     Tally t = tally;
-    Chosen last{};
-    for (int at = 0; at < e.count + kStrip; at += kStrip) {
-        Chosen before{}, now{};
-        Strip w;
-        if (at < e.count) {
-            prefetch_strip(e, at);
-            load_strip(e.p + at, w);
-            if constexpr (Masks::masked) before = masks(w, e.p + at);
-            step_strip<kUsual, Masks::masked>(s, call, e, at, before, w, t);
-        }
-        if (at > 0) {
-            load_strip(e.p + at - kStrip, w);
-            if constexpr (Masks::masked) now = masks(w, e.p + at - kStrip);
-            settle_strip<kUsual, Masks::masked>(e, at - kStrip, last, now, w, t);
-        }
-        last = before;
+    Known known[2];
+    alignas(64) float denominators[kStrip];
+    prefetch_strip(e, 0);
+    step_strip<kUsual, true, false>(s, e, 0, masks, known[0], known[1], denominators, t);
+    int at = kStrip, turn = 1;
+    for (; at < e.count; at += kStrip, turn ^= 1) {
+        prefetch_strip(e, at);
+        step_strip<kUsual, true, true>(s, e, at, masks, known[turn], known[turn ^ 1], denominators, t);
     }
+    step_strip<kUsual, false, true>(s, e, at, masks, known[turn], known[turn ^ 1], denominators, t);
     tally = t;
 }
 
-inline void step_block(const AdamW& s, const AdamWCall& call, const Elements& e, const ByGroup& masks, Tally& t) {
+inline void step_block(const AdamW& scalars, const AdamWCall& call, const Elements& e, const ByGroup& masks, Tally& t) {
+    const Scalars s(scalars, call);
     uint64_t before[kBlock / kStrip], now[kBlock / kStrip];
-    Strip p;
     masks(e.p, e.count, before);
-    for (int at = 0; at < e.count; at += kStrip) {
-        load_strip(e.p + at, p);
-        step_strip<false, true>(s, call, e, at, Chosen::of(before[at / kStrip]), p, t);
+    for (int strip = 0; strip < e.count; strip += kStrip) {
+        const Chosen keep = Chosen::of(before[strip / kStrip]), valid = e.valid(strip / kStrip);
+        Sums sums;
+        for (int i = 0; i < kVectors; ++i) {
+            const int at = strip + i * Floats::width;
+            step_moments<false, true>(s, e, at, keep.at[i], valid.at[i], sums, t);
+            step_weights<false>(s, e, at, denominator<false>(s, e, at), valid.at[i], t);
+        }
+        add(t, sums);
+        if (e.dtype != kFloat32) round_strip(e.dtype, kStrip, e.p + strip);
     }
     masks(e.p, e.count, now);
-    for (int at = 0; at < e.count; at += kStrip) {
-        load_strip(e.p + at, p);
-        settle_strip<false, true>(e, at, Chosen::of(before[at / kStrip]), Chosen::of(now[at / kStrip]), p, t);
+    for (int strip = 0; strip < e.count; strip += kStrip) {
+        const Chosen old = Chosen::of(before[strip / kStrip]), keep = Chosen::of(now[strip / kStrip]);
+        const Chosen valid = e.valid(strip / kStrip);
+        for (int i = 0; i < kVectors; ++i) {
+            const int at = strip + i * Floats::width;
+            settle<false, true>(e, at, Floats::load(e.p + at), old.at[i], keep.at[i], valid.at[i], t);
+        }
     }
 }
 

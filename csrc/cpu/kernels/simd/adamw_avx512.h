@@ -10,12 +10,20 @@
 namespace nm {
 namespace {
 
+// A number for every lane.
+struct Same {
+    __m512 x;
+
+    explicit Same(float v) : x(_mm512_set1_ps(v)) {}
+};
+
 struct Floats {
     static constexpr int width = 16;
     __m512 x;
 
     Floats() = default;
     Floats(__m512 v) : x(v) {}
+    explicit Floats(Same v) : x(v.x) {}
     explicit Floats(float v) : x(_mm512_set1_ps(v)) {}
     static Floats load(const float* from) { return _mm512_loadu_ps(from); }
     void store(float* to) const { _mm512_storeu_ps(to, x); }
@@ -40,6 +48,9 @@ inline Floats higher(Floats a, Floats b) {
     return _mm512_castsi512_ps(_mm512_max_epi32(_mm512_castps_si512(a.x), _mm512_castps_si512(b.x)));
 }
 
+// sum + scale a, rounded once
+inline Floats add_scaled(Floats sum, float scale, Floats a) { return _mm512_fmadd_ps(a.x, _mm512_set1_ps(scale), sum.x); }
+
 // One truth value per lane.
 struct Flags {
     __mmask16 k;
@@ -55,6 +66,7 @@ inline Flags equal(Floats a, Floats b) { return {_mm512_cmp_ps_mask(a.x, b.x, _C
 inline Flags unequal(Floats a, Floats b) { return {_mm512_cmp_ps_mask(a.x, b.x, _CMP_NEQ_UQ)}; }
 inline Floats choose(Flags lanes, Floats yes, Floats no) { return _mm512_mask_mov_ps(no.x, lanes.k, yes.x); }
 inline Floats kept(Flags lanes, Floats a) { return _mm512_maskz_mov_ps(lanes.k, a.x); }
+inline Floats dropped(Flags lanes, Floats a) { return kept(~lanes, a); }
 
 // Which two of four neighbours are kept, by the order of core/rank.h: those that two of the other three do not beat. Where
 // the other one has the lower index it wins ties, this one is handicapped by 1. Keys are below 2^31, so that the sign of
@@ -91,16 +103,10 @@ void by_eight(Floats a, const F& f) {
     f(Doubles{_mm512_cvtps_pd(_mm512_extractf32x8_ps(a.x, 1))});
 }
 
-// Element i of the strip's sums: those of elements i, i + 8, i + 16, ... as (((0 + 16) + (32 + 48)) + ((8 + 24) + (40 + 56))).
-inline __m256 folded(const Floats (&x)[4]) {
-    const __m512 sum = _mm512_add_ps(_mm512_add_ps(x[0].x, x[1].x), _mm512_add_ps(x[2].x, x[3].x));
-    return _mm256_add_ps(_mm512_castps512_ps256(sum), _mm512_extractf32x8_ps(sum, 1));
+// Lane i: elements i and i + 8, added in fp32.
+inline Doubles folded(Floats a) {
+    return {_mm512_cvtps_pd(_mm256_add_ps(_mm512_castps512_ps256(a.x), _mm512_extractf32x8_ps(a.x, 1)))};
 }
-inline bool finite(__m256 a) {
-    const __mmask8 below = _mm256_cmp_ps_mask(a, _mm256_set1_ps(__builtin_inff()), _CMP_LT_OQ);
-    return _kortestc_mask8_u8(below, below);
-}
-inline Doubles widened(__m256 a) { return {_mm512_cvtps_pd(a)}; }
 
 inline void add(Doubles& sum, Doubles a) { sum.x = _mm512_add_pd(sum.x, a.x); }
 

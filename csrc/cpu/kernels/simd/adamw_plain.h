@@ -1,4 +1,4 @@
-// Eight floats as the compiler's own vectors, which it cuts to what the processor has: see adamw_avx512.h.
+// Sixteen floats as the compiler's own vectors, which it cuts to what the processor has: see adamw_avx512.h.
 #pragma once
 
 #include "../../../core/adamw.h"
@@ -7,14 +7,24 @@
 namespace nm {
 namespace {
 
+// A number for every lane.
+struct Same {
+    float x;
+
+    explicit Same(float v) : x(v) {}
+};
+
 struct Floats {
     using Four = float __attribute__((vector_size(16)));
     using Bits = int32_t __attribute__((vector_size(16)));
-    static constexpr int width = 8;
-    Four x[2];
+    static constexpr int width = 16, quarters = 4;
+    Four x[quarters];
 
     Floats() = default;
-    explicit Floats(float v) : x{{v, v, v, v}, {v, v, v, v}} {}
+    explicit Floats(Same v) : Floats(v.x) {}
+    explicit Floats(float v) {
+        for (Four& four : x) four = Four{v, v, v, v};
+    }
     static Floats load(const float* from) {
         Floats r;
         memcpy(&r, from, sizeof r);
@@ -23,12 +33,11 @@ struct Floats {
     void store(float* to) const { memcpy(to, this, sizeof *this); }
 };
 
-// f of each half
+// f of each quarter
 template <class F>
 Floats by_four(const F& f) {
     Floats r;
-    r.x[0] = f(0);
-    r.x[1] = f(1);
+    for (int i = 0; i < Floats::quarters; ++i) r.x[i] = f(i);
     return r;
 }
 
@@ -78,21 +87,43 @@ inline Floats higher(const Floats& a, const Floats& b) {
 // One truth value per lane, all bits of it.
 struct Flags {
     using Bits = Floats::Bits;
-    Bits x[2];
+    Bits x[Floats::quarters];
 
     static Flags of(uint64_t bits) {
-        const int32_t low = int32_t(bits), high = int32_t(bits >> 4);
-        const Bits bit = {1, 2, 4, 8}, first = {low, low, low, low}, second = {high, high, high, high};
-        return {{(first & bit) == bit, (second & bit) == bit}};
+        const Bits bit = {1, 2, 4, 8};
+        Flags r;
+        for (int i = 0; i < Floats::quarters; ++i) {
+            const int32_t four = int32_t(bits >> (4 * i));
+            r.x[i] = (Bits{four, four, four, four} & bit) == bit;
+        }
+        return r;
     }
     static Flags of(const Kept64<float>& kept, int i) { return of(kept.word >> (Floats::width * i)); }
 };
 
-inline Flags operator~(const Flags& a) { return {{~a.x[0], ~a.x[1]}}; }
-inline Flags operator&(const Flags& a, const Flags& b) { return {{a.x[0] & b.x[0], a.x[1] & b.x[1]}}; }
-inline Flags operator^(const Flags& a, const Flags& b) { return {{a.x[0] ^ b.x[0], a.x[1] ^ b.x[1]}}; }
-inline Flags equal(const Floats& a, const Floats& b) { return {{a.x[0] == b.x[0], a.x[1] == b.x[1]}}; }
-inline Flags unequal(const Floats& a, const Floats& b) { return {{a.x[0] != b.x[0], a.x[1] != b.x[1]}}; }
+// f of each quarter
+template <class F>
+Flags flags_by_four(const F& f) {
+    Flags r;
+    for (int i = 0; i < Floats::quarters; ++i) r.x[i] = f(i);
+    return r;
+}
+
+inline Flags operator~(const Flags& a) {
+    return flags_by_four([&](int i) { return ~a.x[i]; });
+}
+inline Flags operator&(const Flags& a, const Flags& b) {
+    return flags_by_four([&](int i) { return a.x[i] & b.x[i]; });
+}
+inline Flags operator^(const Flags& a, const Flags& b) {
+    return flags_by_four([&](int i) { return a.x[i] ^ b.x[i]; });
+}
+inline Flags equal(const Floats& a, const Floats& b) {
+    return flags_by_four([&](int i) { return a.x[i] == b.x[i]; });
+}
+inline Flags unequal(const Floats& a, const Floats& b) {
+    return flags_by_four([&](int i) { return a.x[i] != b.x[i]; });
+}
 
 inline Floats choose(const Flags& lanes, const Floats& yes, const Floats& no) {
     return by_four([&](int i) { return select(lanes.x[i], yes.x[i], no.x[i]); });
@@ -100,6 +131,7 @@ inline Floats choose(const Flags& lanes, const Floats& yes, const Floats& no) {
 inline Floats kept(const Flags& lanes, const Floats& a) {
     return by_four([&](int i) { return Floats::Four(Floats::Bits(a.x[i]) & lanes.x[i]); });
 }
+inline Floats dropped(const Flags& lanes, const Floats& a) { return kept(~lanes, a); }
 
 // Flags of lanes beaten at least twice, inverted: see adamw_avx512.h.
 inline Flags::Bits two_of_four(Floats::Four w) {
@@ -113,13 +145,15 @@ inline Flags::Bits two_of_four(Floats::Four w) {
     const Bits three = Bits{key[3], key[2], key[1], key[0]} > late;
     return ~((one & two) | (three & (one | two)));
 }
-inline Flags two_of_four(const Floats& w) { return {{two_of_four(w.x[0]), two_of_four(w.x[1])}}; }
+inline Flags two_of_four(const Floats& w) {
+    return flags_by_four([&](int i) { return two_of_four(w.x[i]); });
+}
 
 // How many flags were set, in each lane.
 struct Count {
     Floats::Bits x = {};
 
-    void add(const Flags& a) { x -= a.x[0] + a.x[1]; }
+    void add(const Flags& a) { x -= (a.x[0] + a.x[1]) + (a.x[2] + a.x[3]); }
     int64_t total() const { return int64_t(x[0]) + x[1] + x[2] + x[3]; }
 };
 
@@ -130,27 +164,26 @@ struct Doubles {
     void store(double* to) const { memcpy(to, this, sizeof *this); }
 };
 
-template <class F>
-void by_eight(const Floats& a, const F& f) {
-    Doubles d;
-    for (int i = 0; i < 4; ++i) d.x[i] = Doubles::Two{double(a.x[i / 2][i % 2 * 2]), double(a.x[i / 2][i % 2 * 2 + 1])};
-    f(d);
+inline Doubles widened(const Floats::Four& low, const Floats::Four& high) {
+    using Two = Doubles::Two;
+    return {{Two{low[0], low[1]}, Two{low[2], low[3]}, Two{high[0], high[1]}, Two{high[2], high[3]}}};
 }
 
-inline Floats folded(const Floats (&x)[8]) {
-    const Floats even = (x[0] + x[2]) + (x[4] + x[6]), odd = (x[1] + x[3]) + (x[5] + x[7]);
-    return even + odd;
+template <class F>
+void by_eight(const Floats& a, const F& f) {
+    f(widened(a.x[0], a.x[1]));
+    f(widened(a.x[2], a.x[3]));
 }
-inline bool finite(const Floats& a) {
-    const float inf = __builtin_inff();
-    const Floats::Four bound = {inf, inf, inf, inf};
-    const Floats::Bits below = (a.x[0] < bound) & (a.x[1] < bound);
-    return (below[0] & below[1] & below[2] & below[3]) != 0;
-}
-inline Doubles widened(const Floats& a) {
-    Doubles d;
-    by_eight(a, [&](const Doubles& eight) { d = eight; });
-    return d;
+
+inline Doubles folded(const Floats& a) { return widened(a.x[0] + a.x[2], a.x[1] + a.x[3]); }
+
+// sum + scale a, rounded once where scale is a power of two: fp64 has more than twice the bits, its own rounding changes nothing.
+inline Floats add_scaled(const Floats& sum, float scale, const Floats& a) {
+    return by_four([&](int i) {
+        Floats::Four r;
+        for (int k = 0; k < 4; ++k) r[k] = float(double(sum.x[i][k]) + double(scale) * double(a.x[i][k]));
+        return r;
+    });
 }
 
 inline void add(Doubles& sum, const Doubles& a) {
