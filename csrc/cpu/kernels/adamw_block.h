@@ -305,8 +305,8 @@ NM_INLINE void step_strip(const Scalars& s, const Elements& e, int strip, const 
     for (int i = 0; i < kVectors; ++i) {
         const int at = strip + i * kWidth, one = (i + kVectors - 1) % kVectors, two = (i + kVectors - 2) % kVectors;
         if constexpr (kSteps) {
-            const Flags keep = masks.at(old, i, Floats::load(e.p + at));
-            if constexpr (Masks::masked) mine.before.at[i] = keep;
+            Flags& keep = mine.before.at[i];  // in place: g++ 12 copies flags by halves
+            if constexpr (Masks::masked) keep = masks.at(old, i, Floats::load(e.p + at));
             step_moments<kUsual, Masks::masked>(s, e, at, keep, mine.valid.at[i], sums, t);
         }
         if (i >= 1 ? kSteps : kSettles) denominator<kUsual>(s, e, at - kWidth).store(denominators + one * kWidth);
