@@ -125,7 +125,8 @@ class Gather:
         if pattern is None and outs[0].dtype == dtype:
             return None if out is not None else (outs[0], ())
         weight = outs[0].new_empty(size, dtype=dtype) if out is None else local(out)
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(weight if out is None else out):  # type: ignore[attr-defined]
+        # beside tensor parallelism out is a DTensor, and what autograd has saved is its local tensor
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(weight):  # type: ignore[attr-defined]
             if self.packed is None:
                 weight.copy_(outs[0][: size[0]])
             elif self.hollow:
