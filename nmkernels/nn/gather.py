@@ -202,6 +202,13 @@ def connect(model: nn.Module, layers: list[NMWeight]) -> None:
         layer.gather.install()
 
 
+def data_dims(layer: NMWeight) -> int:
+    """Over how many dimensions of its mesh, the first ones, FSDP2 shares out or copies the weight of ``layer``; tensor parallelism has the
+    others."""
+    param = None if layer.gather is None else layer.gather.param
+    return 0 if param is None else int(param.mesh_info.mesh.ndim)
+
+
 def gathered(layer: NMWeight, x: Tensor) -> tuple[Tensor, Tensor | Operands | None]:
     """The weight of ``layer`` that gets the gradient of a call with the input ``x``; and W̃ as it reads it, None where W was gathered."""
     weight, gather = layer.weight, layer.gather

@@ -121,6 +121,7 @@ class NMWeight(nn.Module):
 
     def adopt_shard(self) -> None:
         """Where the weight is sharded, have W̃ made from the shard as it is gathered."""
+        self.take_buffers()
         weight = self._parameters["weight"]
         if weight is None or not is_sharded(weight):
             return  # FSDP2 may have it unsharded
@@ -129,6 +130,16 @@ class NMWeight(nn.Module):
         else:
             self.gather.parameter = weight
             self.gather.install()
+
+    def take_buffers(self) -> None:
+        """Have plain buffers, of which ``parallelize_module`` makes replicated DTensors; a mask is split as the weight is."""
+        weight: Any = self._parameters["weight"]
+        for name, buffer in self._buffers.items():
+            if is_sharded(buffer):
+                part: Any = buffer
+                if is_sharded(weight) and part.shape == weight.shape and part.device_mesh == weight.device_mesh:
+                    part = part.redistribute(weight.device_mesh, weight.placements)
+                self._buffers[name] = local(part)
 
     def begin(self, *transforms: WeightTransform) -> None:
         """Take from the present weight what ``transforms`` and ``final`` start from, unless a checkpoint has restored it.
@@ -232,10 +243,11 @@ class NMWeight(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """y = x W̃ᵀ + b, and the adapter's part; x ``(..., in)``. Under autocast the mask comes from the master weight."""
         self.ran = True
-        if self.gather is None:
+        gather = self.gather
+        if (gather is not None or type(x) is not Tensor) and is_sharded(self.weight):
+            y = tensor_parallel(self, x)
+        elif gather is None:
             y = self._multiply(x, self.weight, None, self.bias, self.plan)
-        elif is_sharded(self.weight):
-            return tensor_parallel(self, x)
         else:
             y = self._multiply(x, *gathered(self, x), self.bias, self.plan.dense_layout)
         adapter = adapter_of(self) if self.adapts else None
@@ -267,6 +279,7 @@ class NMWeight(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         _, _, missing_keys, _, error_msgs = rest
         given = prefix + "weight" in state_dict  # a hook may take it out
+        self.take_buffers()
         # set_model_state_dict(full_state_dict=True) gives back as they are the buffers that a checkpoint does not have
         own = {prefix + name for name, value in self._buffers.items() if value is not None and state_dict.get(prefix + name) is value}
         super()._load_from_state_dict(state_dict, prefix, *rest)
@@ -292,6 +305,7 @@ class NMWeight(nn.Module):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         self._warn_if_changed()
+        self.take_buffers()
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _warn_if_changed(self) -> None:

@@ -1,50 +1,74 @@
-"""A sparse layer whose weight tensor parallelism splits (``ColwiseParallel``, ``RowwiseParallel``): each rank multiplies its shard's W̃.
+"""Layers whose weight tensor parallelism splits (``ColwiseParallel``, ``RowwiseParallel``): each rank multiplies its part of W̃.
 
-Groups lie along ``in``. Column parallel splits ``out``, row parallel ``in`` between groups; W̃ of a shard is then that part of the whole W̃.
+Groups lie along ``in``. Column parallel splits ``out``, row parallel ``in`` between groups; W̃ of a part is then that part of the whole W̃.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from ..pattern import ShapeError
+from ..shards import is_sharded
 from .gather import gathered
 
 if TYPE_CHECKING:
     from .linear import NMWeight
 
+OUT, IN, NOTHING = "out", "in", ""
 
-def splits_in(layer: NMWeight, weight: Any) -> bool:
-    """Whether the weight is split along ``in`` (row parallel)."""
-    return any(placement.is_shard(0 if layer.transposed else 1) for placement in weight.placements)
+
+def split_along(name: str, weight: Any, transposed: bool) -> str:
+    """What tensor parallelism splits of the DTensor ``weight``: ``"out"`` (column parallel), ``"in"`` (row parallel), ``""`` neither."""
+    if weight.device_mesh.ndim != 1:
+        raise ShapeError(
+            f"{name}: tensor parallelism has its weight on {weight.device_mesh}, a mesh of {weight.device_mesh.ndim} dimensions. Give "
+            'parallelize_module a mesh of one, mesh["tp"]; fully_shard takes the others.'
+        )
+    (placement,) = weight.placements
+    if placement.is_replicate():
+        return NOTHING
+    return IN if placement.is_shard(0 if transposed else 1) else OUT
+
+
+def split_linear(x: Any, mesh: Any, along: str, out: int, bias: Tensor | None, multiply: Callable[[Tensor], Tensor]) -> Tensor:
+    """y = x Wᵀ + b as a DTensor on ``mesh``, of the DTensor x ``(..., in)`` and a weight ``(out, in)`` that is split ``along`` a dimension.
+
+    Column parallel takes the whole x and gives a split y; row parallel takes a split x and gives y as a sum over the ranks (``Partial``).
+    ``multiply`` is x Wᵀ for what this rank has of both.
+    """
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+    last = Shard(x.dim() - 1)
+    wanted = last if along == IN else Replicate()
+    x = x.redistribute(mesh, [wanted])
+    # column parallel: each rank has a part of the sum that is ∂L/∂x
+    y = multiply(x.to_local(grad_placements=[Partial() if along == OUT else wanted]))
+    shape = torch.Size((*x.shape[:-1], out))
+    stride = torch.empty(shape, device="meta").stride()  # told, since parts may be of unequal sizes
+    given = {OUT: last, IN: Partial(), NOTHING: Replicate()}[along]
+    result: Tensor = DTensor.from_local(y.contiguous(), mesh, [given], run_check=False, shape=shape, stride=stride)
+    return result if bias is None else result + bias.to(result.dtype)  # after: a sum over ranks would count it several times
 
 
 def tensor_parallel(layer: NMWeight, x: Tensor) -> Tensor:
     """y = x W̃ᵀ + b as a DTensor, of the DTensor x and a weight that lies on a one-dimensional mesh."""
-    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-
     weight: Any = layer.weight
-    if not isinstance(x, DTensor):
+    name = type(layer).__name__
+    if not is_sharded(x):
         raise ShapeError(
-            "SparseLinear: its weight is sharded, and the input is a plain tensor. Call the whole model, whose hooks gather the weight "
-            "(fully_shard) or shard the input (parallelize_module), and not the layer."
+            f"{name}: its weight is sharded, and the input is a plain tensor. Call the whole model, whose hooks gather the weight "
+            "(fully_shard) or make a DTensor of the input (parallelize_module), and not the layer."
         )
-    mesh = weight.device_mesh
-    if mesh.ndim != 1:
-        raise ShapeError(f"SparseLinear: tensor parallelism over the {mesh.ndim} dimensions of {mesh} is not supported; use one.")
-    last, row = x.dim() - 1, splits_in(layer, weight)
-    whole = weight.placements[0].is_replicate()
-    wanted = Shard(last) if row else Replicate()
-    x = x.redistribute(mesh, [wanted])
-    # column parallel: each rank has a part of the sum that is ∂L/∂x
-    inner: Tensor = x.to_local(grad_placements=[wanted if row or whole else Partial()])
-    pair: tuple[Tensor, Any] = (weight.to_local(), None) if layer.parameter is layer.weight else gathered(layer, inner)
-    y = DTensor.from_local(
-        layer._multiply(inner, *pair, None, layer.plan.dense_layout),
-        mesh,
-        [Partial() if row else Replicate() if whole else Shard(last)],
-        run_check=False,
-    )
-    return y if layer.bias is None else y + layer.bias  # after: a sum over ranks would count it several times
+    along = split_along(name, weight, layer.transposed)
+    layer.take_buffers()
+
+    def multiply(inner: Tensor) -> Tensor:
+        if layer.parameter is layer.weight:
+            return layer._multiply(inner, weight.to_local(), None, None, layer.plan)
+        return layer._multiply(inner, *gathered(layer, inner), None, layer.plan.dense_layout)
+
+    return split_linear(x, weight.device_mesh, along, layer.shape[0], layer.bias, multiply)

@@ -387,16 +387,24 @@ def check_shards(layers: dict[str, NMWeight]) -> None:
     """Raise ``ShapeError`` where shards cut the groups of a mask."""
     for name, layer in layers.items():
         weight: Any = layer.parameter
-        for dim, placement in enumerate(weight.placements if is_sharded(weight) else ()):
-            if placement.is_replicate():
-                continue
-            ways, along = weight.device_mesh.size(dim), placement.dim
-            size, groups = weight.shape[along], along == (0 if layer.transposed else 1)
-            if (groups or layer.final.traits.transposable) and size % (ways * layer.pattern.m):
+        if not is_sharded(weight):
+            continue
+        ways = {"out": 1, "in": 1}  # in how many parts, over all dimensions of the mesh
+        for dim, placement in enumerate(weight.placements):
+            if not placement.is_replicate():
+                ways["in" if placement.dim == (0 if layer.transposed else 1) else "out"] *= weight.device_mesh.size(dim)
+        traits = layer.final.traits
+        if traits.columns is not None and ways["in"] > 1:
+            raise ShapeError(
+                f"attach: layer {name!r} is split along in, between weights that are one group: those of the recipe are no neighbours. "
+                "Split out (fully_shard, ColwiseParallel), or leave the layer out with filter_fn."
+            )
+        for (which, parts), size in zip(ways.items(), layer.shape, strict=True):
+            if (which == "in" or traits.transposable) and parts > 1 and size % (parts * layer.pattern.m):
                 raise ShapeError(
-                    f"attach: layer {name!r} is sharded {ways} ways along {'in' if groups else 'out'}={size}, which cuts groups of "
-                    f"M={layer.pattern.m}: a multiple of {ways * layer.pattern.m} is needed. Shard the other dimension, on fewer ranks, "
-                    "or leave the layer out with filter_fn."
+                    f"attach: layer {name!r} is sharded {parts} ways along {which}={size}, which cuts groups of M={layer.pattern.m}: a "
+                    f"multiple of {parts * layer.pattern.m} is needed. Shard the other dimension, on fewer ranks, or leave the layer out "
+                    "with filter_fn."
                 )
 
 

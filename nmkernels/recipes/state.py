@@ -19,7 +19,9 @@ from torch import Tensor
 from ..autograd import WeightTransform
 from ..autograd.transforms import read_as
 from ..nn import NMWeight
+from ..nn.gather import data_dims
 from ..pattern import CheckpointError, NMError, Pattern, ShapeError
+from ..shards import is_sharded
 from .base import Recipe, State
 from .report import Report
 
@@ -50,7 +52,11 @@ class Streams:
     """The (seed, offset) words of the layers' gradient estimates; a recipe that draws them has ``seed`` in its state.
 
     ``state["streams"]`` (name -> int64 ``(2,)``) holds the very tensors whose offsets the backward passes advance on the device. The keys
-    are those of this process whatever rank wrote the checkpoint.
+    are those of this process whatever rank wrote the checkpoint, and however many there were.
+
+    Ranks that see different data draw different numbers: those of DistributedDataParallel, FSDP2 and HSDP, replicas too. Those that
+    tensor parallelism gives the same output gradient (row parallel, or a replicated weight) draw the same, as one process would, or
+    replicas would part. In column parallel each has other columns of the gradient and a key of its own.
     """
 
     def __init__(self, layers: dict[str, NMWeight]) -> None:
@@ -64,7 +70,7 @@ class Streams:
         for name, layer in self.layers.items():
             words = streams[name] if name in streams else torch.zeros(2, dtype=torch.int64)
             words = words.to(layer.master.device)
-            words[0] = stream_key(state["seed"], name, _rank())
+            words[0] = stream_key(state["seed"], name, stream_rank(layer))
             streams[name] = layer.seed = words
 
     def check(self, state: State) -> None:
@@ -73,6 +79,19 @@ class Streams:
     def forget(self) -> None:
         for layer in self.layers.values():
             layer.__dict__["seed"] = None
+
+
+def stream_rank(layer: NMWeight) -> int:
+    """The rank by which this process draws for ``layer``: the first of those that see the same gradient of the layer's output."""
+    weight: Any = layer.parameter
+    if not is_sharded(weight):
+        return _rank()
+    mesh = weight.device_mesh
+    place = list(mesh.get_coordinate())
+    for dim, placement in enumerate(weight.placements):
+        if dim >= data_dims(layer) and not placement.is_shard(1 if layer.transposed else 0):
+            place[dim] = 0
+    return int(mesh.mesh[tuple(place)])
 
 
 def _rank() -> int:
