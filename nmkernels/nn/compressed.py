@@ -19,9 +19,11 @@ from ..ops.compress import counts_writes
 from ..ops.define import kind_of, unwatched
 from ..ops.pack import positions
 from ..pattern import DtypeError, Pattern, ShapeError
+from ..shards import local
 from ..tuning import TABLE
 from .adapter import adapter_of, add_adapter, set_adapter
 from .linear import autocast_dtype, castable
+from .parallel import IN, NOTHING, OUT, check_input, check_mesh, split_along, split_linear
 
 LAYOUTS = ("linear", "conv1d")
 ORDINARY = (AUTO, "cpu rows")
@@ -157,31 +159,35 @@ class CompressedLinear(nn.Module):
                 elif same and self._at_once(x):
                     p = self.pattern
                     return sparse_linear(x, values, indices, p.n, p.m, self.in_features, self._parameters["bias"])
+        y = self._multiply(x, self.bias)
+        adapter = self.adapter
+        return y if adapter is None else add_adapter(y, x.to(y.dtype), *adapter)
+
+    def _multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """y = x Wᵀ + ``bias``."""
         weight, dtype = self.weight, autocast_dtype(x)
         if dtype is not None and castable(weight.dtype):
             x = x.to(dtype) if castable(x.dtype) else x
             weight = _cast(weight, dtype)
         if x.dtype != weight.values.dtype:
             raise DtypeError(f"CompressedLinear: x is {x.dtype}, the weight {weight.dtype}; cast one of them, or use torch.autocast.")
-        inputs, order = x, self.order
+        order = self.order
         if order is not None:
             x = x.index_select(-1, order if counts_writes(order) else order.clone())
         # a graph may not ask for the number of tokens
-        y = linear_compressed(x, weight, self.bias) if torch.compiler.is_compiling() else self._chosen(x, weight)
-        adapter = self.adapter
-        return y if adapter is None else add_adapter(y, inputs, *adapter)
+        return linear_compressed(x, weight, bias) if torch.compiler.is_compiling() else self._chosen(x, weight, bias)
 
     def _at_once(self, x: Tensor) -> bool:
         """Whether the kernel may have this input as it is."""
         fits = x.is_cpu and x.dtype == self.values.dtype and x.shape[-1] == self.in_features
         return fits and unwatched(x) and not torch._C._is_any_autocast_enabled()
 
-    def _chosen(self, x: Tensor, weight: ops.Compressed) -> Tensor:
+    def _chosen(self, x: Tensor, weight: ops.Compressed, bias: Tensor | None) -> Tensor:
         """y = x Wᵀ + b by the candidate that is chosen for it."""
         if x.shape[-1:] != (self.in_features,):
-            return linear_compressed(x, weight, self.bias)  # which says what is wrong
+            return linear_compressed(x, weight, bias)  # which says what is wrong
         gemm = self._gemm_of(x.numel() // (self.in_features or 1), x.dtype, x.device)
-        name, bias = choose(gemm, measure=DENSE in gemm.forms), self._parameters["bias"]
+        name = choose(gemm, measure=DENSE in gemm.forms)
         b = bias if bias is None or bias.dtype == x.dtype else bias.to(x.dtype)
         if name in ORDINARY:
             if b is bias and x.is_cpu and x.dtype != torch.float64 and unwatched(x) and not forced_backend():
@@ -252,6 +258,61 @@ class CompressedLinear(nn.Module):
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
             f"pattern={self.pattern}, dtype={self.values.dtype}, layout={self.layout}{', keep_dense=True' if self.keep_dense else ''}{more}"
         )
+
+
+class CompressedPart(CompressedLinear):
+    """This rank's part of a CompressedLinear, where tensor parallelism has split the dense layer; it takes and gives DTensors as that did.
+
+    ``bias`` and ``adapter`` stay the DTensors that they were, and values and indices are DTensors in the state dict. ``in_features`` and
+    ``out_features`` are those of the part.
+
+    Args:
+        weight: the part. dense: the dense layer's weight, a DTensor on a mesh of one dimension. The others: of ``CompressedLinear``.
+    """
+
+    def __init__(
+        self,
+        weight: ops.Compressed,
+        dense: Tensor,
+        bias: nn.Parameter | None,
+        layout: str,
+        keep_dense: bool = False,
+        adapter: tuple[Tensor, Tensor] | None = None,
+        columns: Tensor | None = None,
+    ) -> None:
+        check_mesh("CompressedLinear", dense)
+        super().__init__(weight, None, layout, keep_dense, columns=columns)
+        self.mesh: Any = dense.device_mesh  # type: ignore[attr-defined]
+        self.split = split_along(dense, layout == "conv1d")
+        self.out, cols = dense.shape[::-1] if layout == "conv1d" else dense.shape
+        self.register_parameter("bias", bias)
+        if adapter is not None:
+            set_adapter(self, *adapter, self.out, cols)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """y = x Wᵀ + b, and the adapter's part; x ``(..., in)``, a DTensor as y is."""
+        check_input(self, x)
+        y = split_linear(x, self.mesh, self.split, self.out, self.bias, self._part)
+        adapter = self.adapter
+        return y if adapter is None else add_adapter(y, x.to(y.dtype), *adapter)
+
+    def _part(self, x: Tensor) -> Tensor:
+        return self._multiply(x, None)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        placement = {OUT: Shard(0), IN: Shard(1), NOTHING: Replicate()}[self.split]
+        for name in ("values", "indices"):
+            part = destination[prefix + name]
+            shape = torch.Size((self.out, part.shape[1] * (self.mesh.size() if self.split == IN else 1)))
+            stride = (shape[1], 1)
+            destination[prefix + name] = DTensor.from_local(part, self.mesh, [placement], run_check=False, shape=shape, stride=stride)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        parts = {prefix + name: local(state_dict[prefix + name]) for name in ("values", "indices") if prefix + name in state_dict}
+        super()._load_from_state_dict({**state_dict, **parts}, prefix, *rest)
 
 
 def is_order(columns: Tensor, count: int) -> bool:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from .. import ops
-from ..pattern import RecipeError
+from ..pattern import RecipeError, ShapeError
+from ..shards import is_sharded
 from .adapter import adapter_of
 from .chains import channel_parameters, find_chains, reorder_
-from .compressed import CompressedLinear
+from .compressed import CompressedLinear, CompressedPart
+from .gather import fsdp_modules
 from .linear import NMWeight
+from .parallel import IN, check_mesh, split_along
 from .swap import replace_, switch_fast_paths
 
 HOOKS = tuple(name for name in vars(nn.Module()) if name.startswith(("_forward_", "_backward_", "_is_full_backward_")))
@@ -24,12 +29,15 @@ def compress_(model: nn.Module, keep_dense: bool = False) -> nn.Module:
     be the same, the layers before them give their outputs in it. Forward and backward hooks, bias, adapter and mode are carried over; the
     dense weights are freed once nothing else holds them. Everything is checked before anything is replaced.
 
+    Under tensor parallelism (``parallelize_module``) every rank compresses its part, and the layers take and give DTensors as before.
+
     Args:
         model: a model whose recipe has been finished (``handle.finish()``).
         keep_dense: see ``CompressedLinear``: dense weights are kept beside the compressed ones, for where they are faster.
 
     Raises:
-        RecipeError: a layer is not finished, its weight is not N:M, or the model has no sparse layer.
+        RecipeError: a layer is not finished, its weight is not N:M or sharded by ``fully_shard``, or there is none. ShapeError: a rank's
+        part does not have whole bytes of indices.
 
     Example:
         >>> import nmkernels as nm
@@ -44,6 +52,11 @@ def compress_(model: nn.Module, keep_dense: bool = False) -> nn.Module:
         raise RecipeError(
             "compress_: the model has no SparseLinear. Train it with sparsify_ and call handle.finish() first; "
             'a model pruned elsewhere is adopted by sparsify_(model, ASP(pattern, score="existing")) and handle.finish().'
+        )
+    if fsdp_modules(model) and any(is_sharded(layer.parameter) for layer in layers.values()):
+        raise RecipeError(
+            "compress_: fully_shard has sharded the weights, and gathers dense ones. Load the finished weights into a model without it, "
+            "for instance by get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)), and compress that."
         )
     for name, layer in layers.items():
         _check(name, layer)
@@ -72,6 +85,27 @@ def _check(name: str, layer: NMWeight) -> None:
             f"compress_: the weight of layer {name!r} was changed after finish() and is not {layer.pattern} any more. "
             "Turn the model dense with densify_, sparsify_ it again and finish that."
         )
+    if is_sharded(layer.weight):
+        _check_part(name, layer)
+
+
+def _check_part(name: str, layer: NMWeight) -> None:
+    """Raise ``NMError`` unless the layer's part of a weight that ranks share can be compressed by itself."""
+    weight: Any = layer.weight
+    check_mesh(f"compress_: layer {name!r}", weight)
+    if split_along(weight, layer.transposed) != IN:
+        return
+    p, cols, ways = layer.pattern, layer.shape[1], weight.device_mesh.size()
+    step = p.m
+    while p.kept(step) * p.index_bits % 8:
+        step += p.m
+    if layer.columns is not None:
+        raise RecipeError(f"compress_: layer {name!r} takes its inputs in another order, and tensor parallelism has split them.")
+    if cols % (ways * step):
+        raise ShapeError(
+            f"compress_: layer {name!r} is split {ways} ways along in={cols}, which cuts the bytes of packed indices at {p}: a multiple of "
+            f"{ways * step} is needed."
+        )
 
 
 def _fold_columns(model: nn.Module, layers: dict[str, NMWeight]) -> None:
@@ -97,9 +131,15 @@ def deployed(
     adapter: tuple[Tensor, Tensor] | None = None,
     columns: Tensor | None = None,
 ) -> CompressedLinear:
-    """The CompressedLinear that takes the place of ``dense``: its bias, mode, and forward and backward hooks, with ``weight``."""
-    bias = dense.bias
-    assert bias is None or isinstance(bias, nn.Parameter)
-    new = CompressedLinear(weight, bias, layout, keep_dense, adapter, columns)
+    """The CompressedLinear that takes the place of ``dense``: its bias, mode, and forward and backward hooks, with ``weight``.
+
+    Where the weight of ``dense`` is split by tensor parallelism, ``weight`` is this rank's part of it.
+    """
+    bias, old = dense.bias, dense.weight
+    assert (bias is None or isinstance(bias, nn.Parameter)) and isinstance(old, Tensor)
+    if is_sharded(old):
+        new: CompressedLinear = CompressedPart(weight, old, bias, layout, keep_dense, adapter, columns)
+    else:
+        new = CompressedLinear(weight, bias, layout, keep_dense, adapter, columns)
     new.__dict__.update({name: dense.__dict__[name] for name in HOOKS})
     return new.train(dense.training)

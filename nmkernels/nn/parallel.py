@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..pattern import ShapeError
 from ..shards import is_sharded
@@ -21,13 +21,27 @@ if TYPE_CHECKING:
 OUT, IN, NOTHING = "out", "in", ""
 
 
-def split_along(name: str, weight: Any, transposed: bool) -> str:
-    """What tensor parallelism splits of the DTensor ``weight``: ``"out"`` (column parallel), ``"in"`` (row parallel), ``""`` neither."""
-    if weight.device_mesh.ndim != 1:
+def check_mesh(where: str, weight: Any, data: int = 0) -> None:
+    """Raise ``ShapeError`` where tensor parallelism has the DTensor ``weight`` on several dimensions of a mesh, beside ``data`` others."""
+    mesh = weight.device_mesh
+    if mesh.ndim - data > 1:
         raise ShapeError(
-            f"{name}: tensor parallelism has its weight on {weight.device_mesh}, a mesh of {weight.device_mesh.ndim} dimensions. Give "
-            'parallelize_module a mesh of one, mesh["tp"]; fully_shard takes the others.'
+            f"{where}: tensor parallelism has the weight on {mesh.ndim - data} dimensions of {mesh}. Give parallelize_module a mesh "
+            'of one, mesh["tp"]; fully_shard takes the others.'
         )
+
+
+def check_input(layer: nn.Module, x: Tensor) -> None:
+    """Raise ``ShapeError`` unless ``x`` is a DTensor."""
+    if not is_sharded(x):
+        raise ShapeError(
+            f"{type(layer).__name__}: its weight is sharded, and the input is a plain tensor. Call the whole model, whose hooks gather the "
+            "weight (fully_shard) or make a DTensor of the input (parallelize_module), and not the layer."
+        )
+
+
+def split_along(weight: Any, transposed: bool) -> str:
+    """What tensor parallelism splits of the DTensor ``weight``: ``"out"`` (column parallel), ``"in"`` (row parallel), ``""`` neither."""
     (placement,) = weight.placements
     if placement.is_replicate():
         return NOTHING
@@ -57,13 +71,9 @@ def split_linear(x: Any, mesh: Any, along: str, out: int, bias: Tensor | None, m
 def tensor_parallel(layer: NMWeight, x: Tensor) -> Tensor:
     """y = x W̃ᵀ + b as a DTensor, of the DTensor x and a weight that lies on a one-dimensional mesh."""
     weight: Any = layer.weight
-    name = type(layer).__name__
-    if not is_sharded(x):
-        raise ShapeError(
-            f"{name}: its weight is sharded, and the input is a plain tensor. Call the whole model, whose hooks gather the weight "
-            "(fully_shard) or make a DTensor of the input (parallelize_module), and not the layer."
-        )
-    along = split_along(name, weight, layer.transposed)
+    check_input(layer, x)
+    check_mesh(type(layer).__name__, weight)
+    along = split_along(weight, layer.transposed)
     layer.take_buffers()
 
     def multiply(inner: Tensor) -> Tensor:

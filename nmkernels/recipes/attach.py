@@ -19,6 +19,8 @@ from .. import ops
 from ..autograd.transforms import WEIGHT, masked
 from ..nn import NMWeight
 from ..nn.effective import EffectiveWeight
+from ..nn.gather import data_dims
+from ..nn.parallel import check_mesh
 from ..optim import MaskedAdamW, Target, merge_stats
 from ..pattern import RecipeError, ShapeError
 from ..shards import Groups, align_gradient, groups_of, is_sharded, local, reduced
@@ -389,6 +391,7 @@ def check_shards(layers: dict[str, NMWeight]) -> None:
         weight: Any = layer.parameter
         if not is_sharded(weight):
             continue
+        check_mesh(f"attach: layer {name!r}", weight, data_dims(layer))
         ways = {"out": 1, "in": 1}  # in how many parts, over all dimensions of the mesh
         for dim, placement in enumerate(weight.placements):
             if not placement.is_replicate():
