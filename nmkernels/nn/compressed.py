@@ -292,12 +292,9 @@ class CompressedPart(CompressedLinear):
     def forward(self, x: Tensor) -> Tensor:
         """y = x Wᵀ + b, and the adapter's part; x ``(..., in)``, a DTensor as y is."""
         check_input(self, x)
-        y = split_linear(x, self.mesh, self.split, self.out, self.bias, self._part)
+        y = split_linear(x, self.mesh, self.split, self.out, self.bias, self._multiply)
         adapter = self.adapter
         return y if adapter is None else add_adapter(y, x.to(y.dtype), *adapter)
-
-    def _part(self, x: Tensor) -> Tensor:
-        return self._multiply(x, None)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -48,24 +48,29 @@ def split_along(weight: Any, transposed: bool) -> str:
     return IN if placement.is_shard(0 if transposed else 1) else OUT
 
 
-def split_linear(x: Any, mesh: Any, along: str, out: int, bias: Tensor | None, multiply: Callable[[Tensor], Tensor]) -> Tensor:
-    """y = x Wᵀ + b as a DTensor on ``mesh``, of the DTensor x ``(..., in)`` and a weight ``(out, in)`` that is split ``along`` a dimension.
+def split_linear(x: Any, mesh: Any, along: str, out: int, bias: Any, multiply: Callable[[Tensor, Tensor | None], Tensor]) -> Tensor:
+    """y = x Wᵀ + b as a DTensor on ``mesh``, of DTensors x ``(..., in)`` and b, and a weight ``(out, in)`` that is split ``along`` a side.
 
     Column parallel takes the whole x and gives a split y; row parallel takes a split x and gives y as a sum over the ranks (``Partial``).
-    ``multiply`` is x Wᵀ for what this rank has of both.
+    ``multiply`` is x Wᵀ + b for what this rank has of each.
     """
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
     last = Shard(x.dim() - 1)
     wanted = last if along == IN else Replicate()
-    x = x.redistribute(mesh, [wanted])
+    if x.placements != (wanted,):  # where nothing is to do, the backward of it would reduce ∂L/∂x whole, not scattered
+        x = x.redistribute(mesh, [wanted])
+    if bias is not None:
+        bias = bias.redistribute(mesh, [Shard(0) if along == OUT else Replicate()]).to_local()
+        if along == IN and mesh.get_local_rank() != 0:
+            bias = bias - bias.detach()  # one of the terms of a sum has it, and all have its gradient
     # column parallel: each rank has a part of the sum that is ∂L/∂x
-    y = multiply(x.to_local(grad_placements=[Partial() if along == OUT else wanted]))
+    y = multiply(x.to_local(grad_placements=[Partial() if along == OUT else wanted]), bias)
     shape = torch.Size((*x.shape[:-1], out))
     stride = torch.empty(shape, device="meta").stride()  # told, since parts may be of unequal sizes
     given = {OUT: last, IN: Partial(), NOTHING: Replicate()}[along]
     result: Tensor = DTensor.from_local(y.contiguous(), mesh, [given], run_check=False, shape=shape, stride=stride)
-    return result if bias is None else result + bias.to(result.dtype)  # after: a sum over ranks would count it several times
+    return result
 
 
 def tensor_parallel(layer: NMWeight, x: Tensor) -> Tensor:
@@ -76,9 +81,9 @@ def tensor_parallel(layer: NMWeight, x: Tensor) -> Tensor:
     along = split_along(weight, layer.transposed)
     layer.take_buffers()
 
-    def multiply(inner: Tensor) -> Tensor:
+    def multiply(inner: Tensor, bias: Tensor | None) -> Tensor:
         if layer.parameter is layer.weight:
-            return layer._multiply(inner, weight.to_local(), None, None, layer.plan)
-        return layer._multiply(inner, *gathered(layer, inner), None, layer.plan.dense_layout)
+            return layer._multiply(inner, weight.to_local(), None, bias, layer.plan)
+        return layer._multiply(inner, *gathered(layer, inner), bias, layer.plan.dense_layout)
 
     return split_linear(x, weight.device_mesh, along, layer.shape[0], layer.bias, multiply)

@@ -1,0 +1,452 @@
+"""Tensor parallelism (parallelize_module) over gloo: every recipe equals one process; compressed layers, streams, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import nmkernels as nm
+from python_tests.distributed.ranks import needs_gloo, on_ranks, raised, whole
+
+if dist.is_available():
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+    from torch.distributed.tensor.debug import CommDebugMode
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        PrepareModuleOutput,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+pytestmark = needs_gloo
+RANKS, STEPS, DIM, TOKENS = 2, 12, 32, 4
+R = nm.recipes
+
+RECIPES: dict[str, Callable[[], nm.recipes.Recipe]] = {
+    "srste": lambda: R.SRSTE("2:4", decay=1e-2),
+    "step": lambda: R.STEP("2:4", t_min=2, t_max=8),
+    "step by staleness": lambda: R.STEP("2:4", switch="staleness", t_min=2, t_max=8),
+    "sste": lambda: R.SSTE("2:4", mvue=None),
+    "mdgf": lambda: R.get("mdgf:2:4", total_steps=STEPS),
+    "sdgf": lambda: R.get("sdgf:1:4", total_steps=STEPS),
+    "asp": lambda: R.ASP("2:4", start=4),
+    "fst": lambda: R.FST("2:4", total_steps=16, mvue=None),
+    "ast": lambda: R.get("ast", total_steps=STEPS),
+    "layerwise": lambda: R.get("layerwise", total_steps=STEPS),
+    "dense": lambda: R.get("dense"),
+}
+CASES: dict[str, dict[str, Any]] = {
+    "sparsified before": {},
+    "sparsified after": {"after": True},
+    "sequence parallel": {"sequence": True},
+    "sequence parallel, AdamW": {"sequence": True, "optimizer": torch.optim.AdamW},
+    "sequence parallel, MaskedAdamW": {"sequence": True, "optimizer": nm.optim.MaskedAdamW},
+    "attached after a forward pass": {"late": True},
+    "accumulated": {"passes": 3},
+    "clipped": {"clip": True},
+    "evaluated": {"evaluate": True},
+    "loaded": {"load": True},
+}
+
+
+class Block(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(DIM), nn.Linear(DIM, hidden), nn.Linear(hidden, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+def build(hidden: int = 64) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Block(hidden), Block(hidden)).double()
+
+
+def batch(step: int, rank: int = 0) -> Tensor:
+    return torch.randn(4, TOKENS, DIM, generator=torch.Generator().manual_seed(100 * step + rank), dtype=torch.float64)
+
+
+def mesh_of(size: int = RANKS) -> DeviceMesh:
+    return init_device_mesh("cpu", (size,))
+
+
+def split(model: nn.Sequential, mesh: DeviceMesh, sequence: bool = False) -> None:
+    """Column and row parallel, the rest replicated; with ``sequence`` the tokens between the blocks are split."""
+    for block in model:
+        plan: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        if sequence:
+            tokens = Shard(1)
+            plan = {
+                "norm": SequenceParallel(),
+                "up": ColwiseParallel(input_layouts=tokens),
+                "down": RowwiseParallel(output_layouts=tokens),
+            }
+        parallelize_module(block, mesh, plan)
+    if sequence:
+        first = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1), use_local_output=True)
+        last = PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate())
+        parallelize_module(model, mesh, {"0": first, "1": last})
+
+
+def train(
+    recipe: nm.recipes.Recipe,
+    wrap: Callable[..., None] | None,
+    shares: int = 1,
+    *,
+    share: int = 0,
+    after: bool = False,
+    late: bool = False,
+    passes: int = 1,
+    clip: bool = False,
+    evaluate: bool = False,
+    load: bool = False,
+    optimizer: Any = None,
+    **keywords: Any,
+) -> tuple[dict[str, Tensor], list[dict[str, float]]]:
+    """``STEPS`` steps in float64; the finished weights and the metrics of each step. ``wrap``: splits the model, which sees the
+    ``share``-th of ``shares`` parts of each batch then; None: one process, which sees all of them."""
+    model = build()
+    if wrap and after:
+        wrap(model, **keywords)
+    handle = nm.sparsify_(model, recipe)
+    if wrap and not after:
+        wrap(model, **keywords)
+    if late:
+        model(batch(0))
+    if load:
+        model.load_state_dict({key: value * 0.5 for key, value in model.state_dict().items()})
+    steps = handle.attach((optimizer or recipe.optimizer)(model.parameters(), lr=1e-2))
+    told = []
+    for step in range(STEPS):
+        steps.zero_grad()
+        for i in range(passes):
+            parts = [batch(step * passes + i, j) for j in range(shares)]
+            x = parts[share] if wrap else torch.cat(parts)
+            (nn.functional.mse_loss(model(x), x.roll(1, -1)) / passes).backward()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        steps.step()
+        told.append({name: float(value) for name, value in handle.metrics().items()})
+        if evaluate and step % 4 == 3:
+            model.eval()
+            with torch.no_grad():
+                model(x)
+                with handle.deployable():
+                    model(x)
+            model.train()
+    handle.finish()
+    return whole(model.state_dict()), told
+
+
+def check_equal(what: str, got: Any, want: Any) -> None:
+    for key, value in want[0].items():
+        assert (got[0][key] - value).abs().max() < 1e-10, (what, key)
+    for step, (mine, theirs) in enumerate(zip(got[1], want[1], strict=True)):
+        assert mine.keys() == theirs.keys(), what
+        for name, value in theirs.items():
+            assert mine[name] == pytest.approx(value, rel=1e-9, abs=1e-12, nan_ok=True), (what, step, name)
+
+
+def trained(recipes: tuple[str, ...], cases: tuple[str, ...]) -> dict[str, Any]:
+    mesh = mesh_of()
+    return {f"{r}/{case}": train(RECIPES[r](), lambda m, **k: split(m, mesh, **k), **CASES[case]) for r in recipes for case in cases}
+
+
+def check(results: list[dict[str, Any]]) -> None:
+    for what in results[0]:
+        recipe, _, case = what.partition("/")
+        keywords = {key: value for key, value in CASES[case].items() if key not in ("sequence", "after")}
+        want = train(RECIPES[recipe](), None, **keywords)
+        for result in results:
+            check_equal(what, result[what], want)
+
+
+def of_every_recipe() -> dict[str, Any]:
+    return trained(tuple(RECIPES), ("sequence parallel",))
+
+
+def of_every_case() -> dict[str, Any]:
+    return trained(("srste", "sste", "fst"), tuple(CASES))
+
+
+def test_every_recipe_equals_one_process(tmp_path: Path) -> None:
+    check(on_ranks(RANKS, of_every_recipe, tmp_path))
+
+
+@pytest.mark.slow
+def test_every_way_to_train_equals_one_process(tmp_path: Path) -> None:
+    check(on_ranks(RANKS, of_every_case, tmp_path))
+
+
+# ---- one layer
+
+
+def on_mesh(layer: nn.Module, mesh: DeviceMesh, weight: Any, bias: Any, x: Any, y: Any) -> nn.Module:
+    """``layer`` with these placements, for those that the styles of ``parallelize_module`` do not know."""
+
+    def partition(_: str, module: nn.Module, mesh: DeviceMesh) -> None:
+        module.register_parameter("weight", nn.Parameter(distribute_tensor(module.weight, mesh, [weight])))
+        if module.bias is not None:
+            module.register_parameter("bias", nn.Parameter(distribute_tensor(module.bias, mesh, [bias])))
+
+    def given(_: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+        return DTensor.from_local(inputs[0], mesh, [Replicate()]).redistribute(placements=[x])
+
+    def taken(_: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
+        return output.redistribute(placements=[y]).to_local()
+
+    return distribute_module(layer, mesh, partition, given, taken)
+
+
+def layers() -> dict[str, float]:
+    """The largest error of a step of one layer against one process, for the ways to split it that ``parallelize_module`` has not."""
+    mesh, found = mesh_of(), {}
+    torch.manual_seed(0)
+    whole_, rows, columns = Replicate(), Shard(0), Shard(1)
+    ways: dict[str, tuple[Any, ...]] = {
+        "replicated": (nn.Linear(24, 16), whole_, whole_, whole_),
+        "uneven columns": (nn.Linear(24, 33), rows, rows, whole_),
+        "no bias": (nn.Linear(24, 33, bias=False), rows, rows, whole_),
+        "rows": (nn.Linear(24, 17), columns, whole_, Shard(2)),
+    }
+    try:
+        from transformers.pytorch_utils import Conv1D
+    except ImportError:
+        pass
+    else:
+        ways["Conv1D, columns"] = (Conv1D(17, 24), columns, rows, whole_)
+        ways["Conv1D, rows"] = (Conv1D(17, 24), rows, whole_, Shard(2))
+    x = torch.randn(3, 5, 24, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for name, (layer, weight, bias, given) in ways.items():
+        results = []
+        start = {key: value.double() for key, value in layer.state_dict().items()}
+        for parallel in (False, True):
+            model = nn.Sequential(
+                layer.__class__(*((17, 24) if "Conv" in name else (24, layer.out_features, layer.bias is not None)))
+            ).double()
+            model[0].load_state_dict(start)
+            handle = nm.sparsify_(model, R.SRSTE("2:4", decay=1e-2), filter_fn=lambda *_: True)
+            if parallel:
+                on_mesh(model[0], mesh, weight, bias, given, whole_)
+            optimizer = handle.attach(nm.optim.MaskedAdamW(model.parameters(), lr=1e-2))
+            z = x.clone().requires_grad_()
+            for _ in range(2):
+                y = model(z)
+                y.square().sum().backward()
+                optimizer.step()
+            handle.finish()
+            last = model(z)
+            results.append([y, last, z.grad, *whole(model.state_dict()).values()])
+        found[name] = max(float((a - b).abs().max()) for a, b in zip(*results, strict=True))
+    return found
+
+
+def collectives(sparse: bool) -> dict[str, int]:
+    """What one forward and backward pass of a split model sends."""
+    model = build()
+    handle = nm.sparsify_(model, R.STE("2:4")) if sparse else None
+    split(model, mesh_of(), sequence=True)
+    if handle is not None:
+        handle.attach(torch.optim.SGD(model.parameters()))
+    with CommDebugMode() as counted:
+        model(batch(0)).sum().backward()
+    return {str(op): count for op, count in counted.get_comm_counts().items()}
+
+
+def packed_is_dense() -> bool:
+    losses = []
+    for packed in (False, True):
+        model = build().float()
+        handle = nm.sparsify_(model, R.SRSTE("2:4", packed=packed))
+        split(model, mesh_of())
+        optimizer = handle.attach(R.SRSTE("2:4").optimizer(model.parameters(), lr=1e-2))
+        for step in range(3):
+            loss = model(batch(step).float()).square().sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses[0] == losses[1]
+
+
+def autocast() -> list[Any]:
+    """dtype and largest difference of an output in bf16, against a model in one process."""
+    outputs = []
+    for parallel in (False, True):
+        model = build().float()
+        nm.sparsify_(model, R.STE("2:4"))
+        if parallel:
+            split(model, mesh_of())
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs.append(model[0].up(batch(0).float()))
+    whole_, mine = outputs
+    return [mine.dtype == whole_.dtype, torch.equal(mine, whole_.chunk(RANKS, -1)[dist.get_rank()])]
+
+
+# ---- MVUE
+
+
+def drawn() -> dict[str, Any]:
+    """Row-parallel layers draw one estimate; the keys of a layer in each way to split it."""
+    found: dict[str, Any] = {}
+    mesh = mesh_of()
+    for parallel in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)).double()
+        recipe = R.SSTE("2:4", seed=3)
+        handle = nm.sparsify_(model, recipe)
+        if parallel:
+            parallelize_module(
+                model, mesh, {"0": RowwiseParallel(input_layouts=Replicate()), "1": ColwiseParallel(output_layouts=Replicate())}
+            )
+        optimizer = handle.attach(recipe.optimizer(model.parameters(), lr=1e-2))
+        found[f"keys {parallel}"] = [int(layer.seed[0]) for layer in handle.layers.values()]
+        grads = []
+        for step in range(2):
+            optimizer.zero_grad()
+            model(batch(step)).square().sum().backward()
+            grads.append(whole({"": model[0].weight.grad})[""])
+            break
+        found[f"gradient {parallel}"] = grads[0]
+    return found
+
+
+# ---- compressed
+
+
+def compressed() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    model = build()
+    handle = nm.sparsify_(model, R.STE("2:4"))
+    split(model, mesh_of(), sequence=True)
+    optimizer = handle.attach(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    model(batch(0)).square().sum().backward()
+    optimizer.step()
+    handle.finish()
+    model.eval()
+    one = build().eval()
+    finished = nm.sparsify_(one, R.STE("2:4"))
+    one.load_state_dict(whole(model.state_dict()))
+    finished.finish(allow_unused=True)
+    nm.compress_(one)
+    nm.compress_(model)
+    outputs, gradients = [], []
+    for net in (one, model):
+        x = batch(1).requires_grad_()
+        net(x).square().sum().backward()
+        outputs.append(net(x).detach())
+        gradients.append(x.grad)
+    found["output"] = float((outputs[0] - outputs[1]).abs().max())
+    found["gradient"] = float((gradients[0] - gradients[1]).abs().max())
+    found["bytes"] = sum(layer.weight.nbytes for layer in model.modules() if isinstance(layer, nm.CompressedLinear))
+    found["whole bytes"] = sum(layer.weight.nbytes for layer in one.modules() if isinstance(layer, nm.CompressedLinear))
+    state, want = model.state_dict(), one.state_dict()
+    found["state"] = state.keys() == want.keys() and all(torch.equal(value, want[key]) for key, value in whole(state).items())
+    model.load_state_dict({key: value * 2 if key.endswith("values") else value for key, value in state.items()})
+    one.load_state_dict({key: value * 2 if key.endswith("values") else value for key, value in want.items()})
+    with torch.no_grad():
+        found["loaded"] = float((model(batch(2)) - one(batch(2))).abs().max())
+    return found
+
+
+# ---- refusals
+
+
+def refused(hidden: int, recipe: nm.recipes.Recipe, *names: str) -> str:
+    model = build(hidden)
+    handle = nm.sparsify_(model, recipe)
+    for block in model:
+        styles = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(block, mesh_of(), {name: styles[name] for name in names})
+    return raised(lambda: handle.attach(torch.optim.AdamW(model.parameters())))
+
+
+def plain_input(finish: bool = False) -> str:
+    model = nn.Sequential(nn.Linear(DIM, 64), nn.GELU())
+    handle = nm.sparsify_(model, R.STE("2:4"))
+    model[0].register_parameter("weight", nn.Parameter(distribute_tensor(model[0].weight.detach(), mesh_of(), [Shard(0)])))
+    handle.attach(torch.optim.AdamW(model.parameters()))
+    if finish:
+        handle.finish(allow_unused=True)
+        nm.compress_(model)
+    return raised(lambda: model(torch.randn(2, DIM)))
+
+
+def on_two_dimensions() -> str:
+    model = nn.Sequential(nn.Linear(DIM, 64), nn.GELU())
+    handle = nm.sparsify_(model, R.STE("2:4"))
+    mesh = init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=("a", "b"))
+    model[0].register_parameter("weight", nn.Parameter(distribute_tensor(model[0].weight.detach(), mesh, [Shard(0), Shard(1)])))
+    return raised(lambda: handle.attach(torch.optim.AdamW(model.parameters())))
+
+
+def half_bytes() -> str:
+    model = build(24)
+    handle = nm.sparsify_(model, R.STE("2:4"))
+    split(model, mesh_of())
+    handle.finish(allow_unused=True)
+    return raised(lambda: nm.compress_(model))
+
+
+def behaviour() -> dict[str, Any]:
+    return {
+        "layers": layers(),
+        "collectives": [collectives(sparse) for sparse in (False, True)],
+        "packed is dense": packed_is_dense(),
+        "autocast": autocast(),
+        "drawn": drawn(),
+        "compressed": compressed(),
+        "refused": {
+            "row, cut": refused(80, R.SRSTE("8:16"), "down"),
+            "row, whole": refused(64, R.SRSTE("8:16"), "down"),
+            "tiles cut": refused(36, R.FST("2:4", total_steps=16), "up"),
+            "tiles whole": refused(40, R.FST("2:4", total_steps=16), "up"),
+            "no neighbours": refused(64, R.get("complementary:2:4"), "down"),
+            "no neighbours, column": refused(64, R.get("complementary:2:4"), "up"),
+            "learned": refused(64, R.get("slope:2:4", total_steps=STEPS), "up"),
+            "plain input": plain_input(),
+            "plain input, compressed": plain_input(finish=True),
+            "two dimensions": on_two_dimensions(),
+            "half bytes": half_bytes(),
+        },
+    }
+
+
+def test_layers_streams_compressed_and_refusals(tmp_path: Path) -> None:
+    results = on_ranks(RANKS, behaviour, tmp_path)
+    for found in results:
+        assert max(found["layers"].values()) < 1e-12, found["layers"]
+        dense, sparse = found["collectives"]
+        assert sparse == dense
+        assert found["packed is dense"]
+        assert found["autocast"] == [True, True]
+        assert found["compressed"].pop("state")
+        assert found["compressed"].pop("bytes") == found["compressed"].pop("whole bytes") // RANKS
+        assert max(found["compressed"].values()) < 1e-12
+        said = found["refused"]
+        fine = ("row, whole", "tiles whole", "no neighbours, column")
+        assert not any(said[name] for name in fine), said
+        for name, words in {
+            "row, cut": "cuts groups of M=16",
+            "tiles cut": "cuts groups of M=4",
+            "no neighbours": "no neighbours",
+            "learned": "whole",
+            "plain input": "plain tensor",
+            "plain input, compressed": "plain tensor",
+            "two dimensions": "a mesh of one",
+            "half bytes": "bytes of packed indices",
+        }.items():
+            assert said[name].startswith(("ShapeError", "RecipeError")) and words in said[name], (name, said[name])
+    row, column = zip(*(found["drawn"]["keys True"] for found in results), strict=True)
+    assert len(set(row)) == 1 and len(set(column)) == RANKS, "peers of a row-parallel layer draw alike"
+    torch.testing.assert_close(results[0]["drawn"]["gradient True"], results[1]["drawn"]["gradient True"], rtol=0, atol=0)
