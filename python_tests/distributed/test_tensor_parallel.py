@@ -52,7 +52,7 @@ CASES: dict[str, dict[str, Any]] = {
     "sequence parallel, MaskedAdamW": {"sequence": True, "optimizer": nm.optim.MaskedAdamW},
     "attached after a forward pass": {"late": True},
     "accumulated": {"passes": 3},
-    "clipped": {"clip": True},
+    "clipped": {"clip": True, "sequence": True},  # torch takes no norm of plain tensors and DTensors
     "evaluated": {"evaluate": True},
     "loaded": {"load": True},
 }
