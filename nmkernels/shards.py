@@ -35,14 +35,14 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def like(tensor: Tensor, part: Tensor) -> Tensor:
-    """``part``, which has this rank's rows of ``tensor``, as a tensor that is sharded as ``tensor`` is."""
+    """``part``, of the shape of this rank's part of ``tensor``, as a tensor that is sharded as ``tensor`` is."""
     if not is_sharded(tensor):
         return part
     from torch.distributed.tensor import DTensor
 
-    shape = (tensor.shape[0], *part.shape[1:])
+    mesh, placements, shape = tensor.device_mesh, tensor.placements, tensor.shape  # type: ignore[attr-defined]
     stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(part, tensor.device_mesh, tensor.placements, run_check=False, shape=torch.Size(shape), stride=stride)  # type: ignore[attr-defined]
+    return DTensor.from_local(part.contiguous(), mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def groups_of(tensor: Tensor) -> Groups:

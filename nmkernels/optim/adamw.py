@@ -178,7 +178,9 @@ class MaskedAdamW(torch.optim.AdamW):
             )
         saved_ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         params = chain.from_iterable(group["params"] for group in self.param_groups)
-        pairs = [(state_dict["state"][i], p) for i, p in zip(saved_ids, params, strict=False) if state_dict["state"].get(i)]
+        states = ((state_dict["state"].get(i) or {}, p) for i, p in zip(saved_ids, params, strict=False))
+        # a recipe's own entry says nothing of the optimizer
+        pairs = [(state, p) for state, p in states if any(not name.startswith("nm_") for name in state)]
         for saved, p in pairs:
             missing = [name for name in ("step", *MOMENTS[:2]) if name not in saved]
             if missing:

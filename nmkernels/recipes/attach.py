@@ -1,6 +1,7 @@
 """How a recipe lives inside an optimizer: step hooks, and its state in ``param_groups[0]["nm_recipe"]``.
 
-A top-level key of the state dict would be dropped by trainers that rebuild it; entries of a parameter group survive.
+A top-level key of the state dict would be dropped by trainers that rebuild it; entries of a parameter group survive. State dicts have it as
+``saved.py`` says.
 """
 
 from __future__ import annotations
@@ -21,14 +22,17 @@ from ..nn import NMWeight
 from ..nn.effective import EffectiveWeight
 from ..nn.gather import data_dims
 from ..nn.parallel import check_mesh
-from ..optim import MaskedAdamW, Target, merge_stats
+from ..optim import PLAIN, MaskedAdamW, Target, merge_stats
 from ..pattern import RecipeError, ShapeError
-from ..shards import Groups, align_gradient, groups_of, is_sharded, local, reduced
+from ..shards import Groups, align_gradient, groups_of, is_sharded, local, reduced, total
 from .base import Observed, Recipe, State
 from .run import Run
+from .saved import HELD, restored, written
 
 STATE_KEY = "nm_recipe"
 APPLIED, FLIPS, NONZEROS = (ops.STATS.index(name) for name in ("applied", "flips", "nonzeros"))
+FIRST = {"step": 0, "mu_product": 1}
+"""What an optimizer counts in the state of a parameter, and where it begins."""
 COUNTED = ("pruned_abs", "pruned_grad_abs", "flips", "nonzeros")
 """What is counted here where the optimizer does not."""
 
@@ -53,12 +57,17 @@ class Attachment:
         self._revision = 0
         self._masks: dict[str, Tensor] = {}
         self._pruned: dict[str, tuple[Tensor, Tensor]] = {}
-        self._removers = [optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)]
-        if self.all:
-            self._removers += [
-                optimizer.register_load_state_dict_pre_hook(self._before_load),
-                optimizer.register_load_state_dict_post_hook(self._after_load),
-            ]
+        self.updating = inner(optimizer)
+        self._starts = self._rehearsed = False
+        self._beside: dict[str, Tensor] = {}
+        self._loaded: State | None = None
+        self._removers = [
+            optimizer.register_step_pre_hook(self._before),
+            optimizer.register_step_post_hook(self._after),
+            optimizer.register_state_dict_post_hook(self._after_state_dict),
+            optimizer.register_load_state_dict_pre_hook(self._before_load),
+            optimizer.register_load_state_dict_post_hook(self._after_load),
+        ]
         _watch_every_optimizer()
         for layer in layers.values():
             layer.effective.attached = True
@@ -79,16 +88,41 @@ class Attachment:
         outside = stage.held_mask or (stage.transform is not None and stage.transform.traits.own_mask)
         return None if outside else self.masked
 
+    @property
+    def beside(self) -> dict[str, NMWeight]:
+        """The layers whose masks lie in the state of their weights: trained ones, and none where that state is shared out (ZeRO)."""
+        if not self.run.holds or self.updating is not self.optimizer:
+            return {}
+        return {name: layer for name, layer in self.layers.items() if layer.parameter.requires_grad}
+
     def load(self, state: State) -> None:
         self.optimizer.param_groups[0][STATE_KEY] = state
         self.run.adopt(state)
+        for part in self.all:
+            part.announce()
+
+    def announce(self) -> None:
+        """Say in the optimizer's state of each weight that its state dict has masks too: some loaders take only what they find there.
+
+        Not in an empty one, which the optimizer is yet to fill.
+        """
+        state, beside = self.optimizer.state, self.beside
+        for name, layer in self.layers.items():
+            own = state.get(layer.parameter, {})
+            own.pop(HELD, None)  # loaded before the optimizer was attached
+            if own and name in beside:
+                own[HELD] = torch.zeros((), dtype=torch.uint8)
+            elif not own:
+                state.pop(layer.parameter, None)
 
     def detach(self) -> None:
         for remover in self._removers:
             remover.remove()
-        for optimizer in (self.optimizer, inner(self.optimizer)):  # ZeRO copies what stands in the groups of the one to the other
+        for optimizer in (self.optimizer, self.updating):  # ZeRO copies what stands in the groups of the one to the other
             for group in optimizer.param_groups[:1]:
                 group.pop(STATE_KEY, None)
+            for layer in self.layers.values():
+                optimizer.state.get(layer.parameter, {}).pop(HELD, None)
         for layer in self.layers.values():
             layer.effective.attached = False
             layer.effective.release()
@@ -102,6 +136,12 @@ class Attachment:
     # ---- around a step
 
     def _before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._starts = not self.updating.state
+        if self._starts and self._rehearses():
+            self._rehearsed = True
+            if self.masked is not None:
+                self._revision, self.masked.rule = 0, PLAIN
+            return None
         own = self.own_pass
         if self.stats is None and any(layer.gather is None and is_sharded(layer.weight) for layer in self.layers.values()):
             raise RecipeError(
@@ -128,6 +168,18 @@ class Attachment:
             return loss
 
         return ((args[0], wrapped, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": wrapped})
+
+    def _rehearses(self) -> bool:
+        """Whether the step to come is none: ``torch.distributed.checkpoint`` finds out what state a fresh optimizer will have by one with
+        zero gradients at learning rate 0."""
+        groups = self.optimizer.param_groups
+        if any(float(group.get("lr", 1.0)) != 0.0 for group in groups):
+            return False
+        grads = [p.grad for group in groups for p in group["params"] if p.grad is not None]
+        sharded = [grad for grad in grads if is_sharded(grad)]
+        if not grads or any(bool(grad.any()) for grad in grads if not is_sharded(grad)):
+            return False
+        return not sharded or total(lambda grad: grad.count_nonzero(), sharded).item() == 0
 
     @torch.no_grad()
     def _on_gradients(self) -> None:
@@ -168,6 +220,15 @@ class Attachment:
 
     @torch.no_grad()
     def _after(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._starts:
+            self.announce()
+        if self._rehearsed:
+            self._rehearsed = False
+            for state in self.updating.state.values():
+                for key in FIRST.keys() & state.keys():
+                    count = state[key]
+                    state[key] = torch.full_like(count, FIRST[key]) if isinstance(count, Tensor) else type(count)(FIRST[key])
+            return
         own = self.own_pass
         if self.all:
             # ZeRO puts the loaded groups in their place after the hooks of a load
@@ -213,7 +274,7 @@ class Attachment:
 
     def _of_state(self, key: str) -> list[Any]:
         """What the optimizer keeps under ``key`` for the swapped weights, where it does."""
-        state = inner(self.optimizer).state
+        state = self.updating.state
         found = [state.get(layer.parameter, {}).get(key) for layer in self.layers.values()]
         return [value for value in found if value is not None]
 
@@ -278,17 +339,51 @@ class Attachment:
             w.copy_(new if skipped is None else torch.where(skipped.reshape(()).to(w.device) == 0, new, w))
             layer.drop()
 
-    # ---- around a load
+    # ---- around saving and loading
+
+    def _after_state_dict(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        run, own = self.run, self.beside
+        if self.all:
+            beside = {name: layer for part in self.all for name, layer in part.beside.items()}
+            state_dict["param_groups"][0][STATE_KEY], masks = written({**run.state, **run.held()}, run.layers, beside)
+        else:
+            _, masks = written({**run.state, **run.held()}, run.layers, own)
+        keys = _keys(optimizer, state_dict)
+        for name, layer in own.items():
+            key = keys[layer.parameter]
+            state_dict["state"][key] = {**state_dict["state"].get(key, {}), HELD: masks[name]}
 
     def _before_load(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        keys, state = _keys(optimizer, state_dict), dict(state_dict["state"])
+        self._beside, self._loaded = {}, None
+        for name, layer in self.layers.items():
+            own = state.get(keys.get(layer.parameter))
+            if own and HELD in own:
+                # torch would cast them to the weight's dtype
+                self._beside[name] = own[HELD]
+                state[keys[layer.parameter]] = {key: value for key, value in own.items() if key != HELD}
+        state_dict["state"] = {key: own for key, own in state.items() if own != {}}
         saved = state_dict["param_groups"][0].get(STATE_KEY)
-        if saved is not None:
-            self.run.check(saved, self.group)
+        if self.all and saved is not None:
+            beside = {name: bits for part in self.all for name, bits in part._beside.items()}
+            self._loaded = restored(saved, self.run.layers, beside)
+            self.run.check(self._loaded, self.group)
 
     def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
+        if not self.all:
+            self.announce()
+            return
         # from a state of plain AdamW the recipe starts from its beginning with the loaded moments
-        saved = optimizer.param_groups[0].get(STATE_KEY)
-        self.load(self.run.first_state(self.group) if saved is None else saved)
+        self.load(self.run.first_state(self.group) if self._loaded is None else self._loaded)
+        self._loaded = None
+        for part in self.all:
+            part._beside = {}
+
+
+def _keys(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[Tensor, Any]:
+    """What ``state_dict`` calls the parameters; they are matched by position."""
+    groups = zip(optimizer.param_groups, state_dict["param_groups"], strict=False)
+    return {p: key for own, theirs in groups for p, key in zip(own["params"], theirs["params"], strict=False)}
 
 
 _watched: weakref.WeakSet[EffectiveWeight] = weakref.WeakSet()
@@ -339,6 +434,12 @@ def masked_adamw(optimizer: torch.optim.Optimizer) -> MaskedAdamW | None:
     found = inner(optimizer)
     alone = found is optimizer or optimizer.world_size == 1  # type: ignore[attr-defined]
     return found if alone and isinstance(found, MaskedAdamW) else None
+
+
+def loaded_beside(optimizer: torch.optim.Optimizer, layers: dict[str, NMWeight]) -> dict[str, Tensor]:
+    """The masks that ``optimizer``, not attached yet, has loaded beside the moments of the weights."""
+    states = {name: optimizer.state.get(layer.parameter) or {} for name, layer in layers.items()}
+    return {name: state[HELD] for name, state in states.items() if HELD in state}
 
 
 def group_of(optimizer: torch.optim.Optimizer, layers: dict[str, NMWeight]) -> dict[str, Any]:

@@ -28,11 +28,13 @@ from .attach import (
     check_whole,
     group_of,
     inner,
+    loaded_beside,
     unwrapped,
 )
 from .base import Recipe, State
 from .report import Report
 from .run import Run
+from .saved import restored
 
 
 def densify_(model: nn.Module) -> nn.Module:
@@ -77,8 +79,11 @@ class Handle:
         return self.run.state
 
     def state_dict(self) -> dict[str, Any]:
-        """A copy of the schedule's state, which the optimizer's state dict holds too."""
-        return {STATE_KEY: copy.deepcopy(self.state)}
+        """A copy of the schedule's state and of the masks that are held, of sharded weights this rank's part.
+
+        The optimizer's state dict has all of it too, and in a form that other numbers of ranks can load.
+        """
+        return {STATE_KEY: copy.deepcopy({**self.state, **self.run.held()})}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from what ``state_dict`` returned.
@@ -122,8 +127,10 @@ class Handle:
             check_optimizer(self.recipe, optimizer)
         check_learned(self.layers, stepped)
         last, owned = owners[-1]
-        loaded: State | None = last.param_groups[0].get(STATE_KEY)
-        if loaded is not None:
+        found, loaded = last.param_groups[0].get(STATE_KEY), None
+        if found is not None:
+            beside = {name: bits for optimizer, layers in owners for name, bits in loaded_beside(optimizer, layers).items()}
+            loaded = restored(found, self.layers, beside)
             self.run.check(loaded, group_of(last, owned))
         run = self.run
         run.optimizers = tuple(map(inner, stepped))
@@ -135,8 +142,8 @@ class Handle:
             self._attachments[-1].load(loaded or run.first_state(group_of(last, owned)))
         except Exception:
             self._detach()
-            if loaded is not None:
-                last.param_groups[0][STATE_KEY] = loaded
+            if found is not None:
+                last.param_groups[0][STATE_KEY] = found
             run.state = {}
             run.apply(self.recipe.stage({}))
             raise

@@ -1,4 +1,4 @@
-"""Masks that are chosen once and held: scoring, applying, and keeping them as packed indices in the recipe's state."""
+"""Masks that are chosen once and held: scoring, choosing, applying."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +13,11 @@ from torch import Tensor, nn
 from .. import ops
 from ..autograd import WeightTransform, masked
 from ..nn import NMWeight
-from ..pattern import CheckpointError, Pattern, RecipeError
+from ..pattern import CheckpointError, RecipeError
 from .base import State
 from .search.channels import Channels
 from .search.permutation import Found
-from .state import check_layers
+from .state import MASK, check_layers
 
 SCORES = ("magnitude", "wanda", "existing")
 
@@ -43,7 +42,6 @@ class HeldMasks:
         self.layers, self.score, self.channels = layers, score, channels
         self.masks: dict[str, Tensor] = {}
         self._squares: dict[str, Tensor] = {}
-        self._source: Any = None
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
@@ -59,24 +57,20 @@ class HeldMasks:
         x = args[0].detach()
         self._squares[name] = self._squares.get(name, 0) + x.reshape(-1, x.shape[-1]).double().square().sum(0)
 
+    def load(self, held: dict[str, dict[str, Tensor]], state: State) -> None:
+        """Hold the masks that a checkpoint has, and no others."""
+        found = {name: values[MASK] for name, values in held.items() if MASK in values}
+        self.masks = {name: mask.to(self.layers[name].master.device, torch.bool) for name, mask in found.items()}
+        if found and self.channels is not None:
+            self.channels.resume(state.get("kept", {}))
+
     def adopt(self, state: State, optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:
-        """Hold the masks that ``state`` carries, or choose them; weights outside become +0. ``optimizers``: all that update the model."""
-        if "masks" not in state:
+        """Hold the masks that are held already, or choose them; weights outside become +0. ``optimizers``: all that update the model."""
+        if not self.masks:
             self.permute_(state, optimizers)
-            self.masks = {name: self._choose(name, layer) for name, layer in self.layers.items()}
-            packed = {name: ops.compress(mask.float(), self.layers[name].pattern, mask=mask) for name, mask in self.masks.items()}
-            state["masks"] = {name: form.indices for name, form in packed.items()}
-        elif state["masks"] is not self._source:
-            self.check(state)
-            for name, layer in self.layers.items():
-                (rows, cols), indices = layer.master.shape, state["masks"][name]
-                ones = torch.ones(rows, layer.pattern.kept(cols), device=indices.device)
-                kept = ops.decompress(ops.Compressed(ones, indices, layer.pattern, (rows, cols)))
-                self.masks[name] = kept.bool().to(layer.master.device)
-            if self.channels is not None:
-                self.channels.resume(state.get("kept", {}))
-        self._source = state["masks"]
-        for name in self.layers:
+        for name, layer in self.layers.items():
+            if name not in self.masks:  # or a checkpoint has left out the mask of a frozen weight
+                self.masks[name] = self._choose(name, layer)
             self.apply(name)
 
     def permute_(self, state: State, optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:
@@ -104,18 +98,17 @@ class HeldMasks:
         self._squares.update({name: self._squares[name][f.order] for name, f in found.items() if name in self._squares})
 
     def check(self, state: State) -> None:
-        masks, patterns = state.get("masks"), state.get("patterns", {})
-        if masks is None:
-            return
-        check_layers("masks", masks, self.layers)
-        for name, layer in self.layers.items():
-            rows, cols = layer.master.shape
-            pattern = Pattern(patterns[name]) if name in patterns else layer.pattern
-            if tuple(masks[name].shape) != (rows, pattern.index_bytes(cols)):
-                raise CheckpointError(f"the checkpoint's mask of layer {name!r} is of another shape than its weight ({rows}, {cols}).")
+        masks = {name: values[MASK] for name, values in state.get("held", {}).items() if MASK in values}
+        trained = {name: layer for name, layer in self.layers.items() if name in masks or layer.parameter.requires_grad}
+        if masks:
+            check_layers("masks", masks, trained)
+        for name, mask in masks.items():
+            if mask.shape != self.layers[name].master.shape:
+                shape = self.layers[name].shape
+                raise CheckpointError(f"the checkpoint's mask of layer {name!r} is of another shape than its weight {shape}.")
 
     def forget(self) -> None:
-        self.masks, self._source = {}, None
+        self.masks = {}
 
     @torch.no_grad()
     def apply(self, name: str) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..autograd import HardMask, WeightTransform
+from ..autograd.transforms import read_as
 from ..nn import ActivationRule, NMWeight, SquaredReLU, SquaredReLUMLP
 from ..pattern import NMError, RecipeError
 from ..shards import Groups, groups_of, is_sharded, reduced
@@ -19,7 +20,7 @@ from .masks import HeldMasks
 from .registry import spec
 from .report import Report
 from .search.channels import Channels
-from .state import HeldTensors, LayerPatterns, Streams, generator_of
+from .state import MASK, HeldTensors, LayerPatterns, Streams, generator_of
 from .trial import Trial
 
 
@@ -28,7 +29,7 @@ class Run:
 
     ``state`` is the schedule's, as it lies in the optimizer, empty before one is attached; ``stage`` what training does now;
     ``revision`` how often that was set; ``told`` what sharded layers told of themselves at the last step; ``calls`` how many steps can have
-    been applied at most; ``optimizers`` all that update the model.
+    been applied at most; ``optimizers`` all that update the model; ``holds`` whether layers hold masks at some time of the run.
     """
 
     def __init__(self, model: nn.Module, recipe: Recipe, layers: dict[str, NMWeight], report: Report) -> None:
@@ -49,6 +50,8 @@ class Run:
         self.activations = Activations(model, setup.activation)
         self.stage = recipe.stage({})
         self.begin("sparsify_")
+        transforms = {self.stage.transform, self.stage.later, *(layer.final for layer in layers.values())}
+        self.holds = setup.mask_score is not None or any(read_as("held", transform) for transform in transforms)
         add_adapters(recipe, layers)
         self.apply(self.stage)
         self._feed()
@@ -90,10 +93,20 @@ class Run:
 
     def adopt(self, state: State) -> None:
         """Continue from ``state``, which lies in the optimizer already."""
+        held = state.pop("held", {})
         self.state, self.calls = state, int(state.get("t", 0))
         if self.patterns.adopt(state):
             self.begin("resume", patterns=False)
+        self.masks.load(held, state)
+        self.tensors.load(held)
         self._restage()
+
+    def held(self) -> State:
+        """What a checkpoint has beside ``state``: the masks and other tensors that layers hold; of sharded ones what this rank holds."""
+        held = self.tensors.values()
+        for name, mask in self.masks.masks.items():
+            held.setdefault(name, {})[MASK] = mask
+        return {"held": held} if held else {}
 
     def advance(self, seen: Observed, applied: Callable[[], bool]) -> Tensor | None:
         """Take one step of the attached optimizers into the schedule; returns how many mask bits a renewal of held masks has changed.
@@ -104,19 +117,19 @@ class Run:
         self.calls += 1
         state = self.state
         before = None
-        due = "held" in state and applied() and self.tensors.due(state, self.stage.every)
+        due = "held_steps" in state and applied() and self.tensors.due(state, self.stage.every)
         if self.recipe.advance(state, seen):
             stage = self.recipe.stage(state)
             if self.stage.later is not None and stage.later is None:
                 # the dense phase is over: what later stages take from the weights is taken from the present ones
                 self.begin("the sparse phase", anew=True)
                 self.patterns.save(state)
-            if "held" in state and stage.part != self.stage.part:
+            if "held_steps" in state and stage.part != self.stage.part:
                 before = self._kept()
             before = self._restage(before)
         else:
             self._feed()
-        if due and "held" in state and before is None:
+        if due and "held_steps" in state and before is None:
             before = self._kept()
             self.tensors.renew(state)
         if before is None:

@@ -1,19 +1,18 @@
 """What a run keeps in the recipe's state, so that a resumed one goes on alike: layers' patterns, held tensors, random streams.
 
-Held masks are in masks.py. Each component has ``adopt(state)``, which gives the layers what the state carries and puts there what it lacks,
-and ``check(state)``, which raises ``CheckpointError`` where the state is of other layers.
+Masks that are chosen once are in masks.py. Each component has ``adopt(state)``, which gives the layers what the state carries and puts
+there what it lacks, and ``check(state)``, which raises ``CheckpointError`` where the state is of other layers. What layers hold of the
+size of their weights is no part of the state while a run lasts: checkpoints have it as ``state["held"]`` (layer -> name -> tensor).
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..autograd import WeightTransform
@@ -25,7 +24,8 @@ from ..shards import is_sharded
 from .base import Recipe, State
 from .report import Report
 
-BITS = (1, 2, 4, 8, 16, 32, 64, 128)
+MASK = "mask"
+"""The name of a mask that is chosen once among what a layer holds; transforms' own begin with ``nm_``."""
 
 
 def check_layers(what: str, given: Iterable[str], layers: dict[str, NMWeight]) -> None:
@@ -157,40 +157,56 @@ class LayerPatterns:
 class HeldTensors:
     """What the layers' transforms hold between renewals: chosen when a stage begins and after every k-th applied step.
 
-    ``state["held"]`` (layer -> name -> tensor, masks as bits) has them, ``state["held_steps"]`` counts the applied steps of the present
-    stage. The layers keep them as buffers outside the model's state dict.
+    The layers keep them as buffers outside the model's state dict, ``names`` says which; ``state["held_steps"]`` counts the applied steps
+    of the present stage.
     """
 
     def __init__(self, layers: dict[str, NMWeight]) -> None:
         self.layers = layers
+        self.names: dict[str, set[str]] = {}
 
-    def _wanted(self) -> dict[str, set[str]]:
-        return {name: set(read_as("held", layer.transform)) for name, layer in self.layers.items()}
+    def values(self) -> dict[str, dict[str, Tensor]]:
+        """What is held, by layer and name."""
+        return {name: {key: getattr(self.layers[name], key) for key in sorted(keys)} for name, keys in self.names.items() if keys}
 
-    def _complete(self, state: State, wanted: dict[str, set[str]]) -> bool:
-        held = state.get("held", {})
-        return any(wanted.values()) and all(set(held.get(name, {})) == names for name, names in wanted.items())
+    def load(self, held: dict[str, dict[str, Tensor]]) -> None:
+        """Hold what a checkpoint has, and nothing else."""
+        self.names = {}
+        for name, values in held.items():
+            self._hold(name, {key: value for key, value in values.items() if key != MASK})
+
+    def _hold(self, name: str, values: dict[str, Tensor]) -> None:
+        if values:
+            self.layers[name].hold(values)
+            self.names[name] = set(values)
+
+    def _wanting(self) -> dict[str, bool]:
+        """The layers whose present transform holds something, and whether they hold it."""
+        wanted = {name: set(read_as("held", layer.transform)) for name, layer in self.layers.items()}
+        return {name: self.names.get(name) == keys for name, keys in wanted.items() if keys}
 
     def adopt(self, state: State) -> None:
-        """Give every layer what its present transform holds: what ``state`` carries, or what is chosen now."""
-        wanted = self._wanted()
-        if self._complete(state, wanted):
-            for name, values in state["held"].items():
-                self.layers[name].hold({key: unpacked(value) for key, value in values.items()})
-        elif any(wanted.values()):
+        """Give every layer what its present transform holds: what it holds already, or what is chosen now."""
+        wanting = self._wanting()
+        if not wanting:
+            self.names = {}
+            state.pop("held_steps", None)
+        elif "held_steps" not in state or not any(wanting.values()):
             state["held_steps"] = 0
             self.renew(state)
         else:
-            state.pop("held", None)
-            state.pop("held_steps", None)
+            # of frozen weights, which trainers' checkpoints leave out
+            for name in (name for name, held in wanting.items() if not held):
+                self._hold(name, self._choose(name, self.layers[name].transform, set(), state))
 
     def begin(self, state: State) -> bool:
         """Renew what the last stage held if it goes on in the new one, whose steps count from 0; True if it does."""
-        same = self._complete(state, self._wanted())
-        if same:
-            state["held_steps"] = 0
-            self.renew(state)
-        return same
+        wanting = self._wanting()
+        if not wanting or not all(wanting.values()):
+            return False
+        state["held_steps"] = 0
+        self.renew(state)
+        return True
 
     def due(self, state: State, every: int) -> bool:
         """Count one applied step; True if it was the ``every``-th since the last renewal, 0 for none."""
@@ -199,48 +215,25 @@ class HeldTensors:
 
     def renew(self, state: State) -> None:
         """Choose anew, from the present weights, what every layer holds."""
-        held = state.setdefault("held", {})
         for name, layer in self.layers.items():
             # what a layer still holds of another run was never chosen in this one
-            values = self._choose(name, layer.transform, held.get(name, {}), state)
-            if values:
-                held[name] = {key: packed(value) for key, value in values.items()}
+            self._hold(name, self._choose(name, layer.transform, self.names.get(name, set()), state))
 
     def preview(self) -> None:
         """Choose what every layer's last transform would hold of the present weights, before a stage that does; no state keeps it."""
         for name, layer in self.layers.items():
-            self._choose(name, layer.final, {}, {"held_steps": 0})
+            layer.hold(self._choose(name, layer.final, set(), {"held_steps": 0}))
 
     @torch.no_grad()
-    def _choose(self, name: str, transform: WeightTransform | None, known: Any, state: State) -> dict[str, Tensor]:
+    def _choose(self, name: str, transform: WeightTransform | None, known: set[str], state: State) -> dict[str, Tensor]:
         if transform is None or not read_as("held", transform):
             return {}
         layer = self.layers[name]
         generator = generator_of(state.get("seed", 0), f"held/{state['held_steps']}/{name}")
         extras = [None if kind == "held" and key not in known else getattr(layer, key, None) for key, kind in transform.reads.items()]
-        values = transform.renew(layer.master.detach(), extras, generator)
-        layer.hold(values)
-        return values
+        return transform.renew(layer.master.detach(), extras, generator)
 
     def check(self, state: State) -> None:
         odd = sorted(set(state.get("held", {})) - set(self.layers))
         if odd:
             raise CheckpointError(f"the checkpoint holds masks of layers that this model does not have: {', '.join(odd)}.")
-
-
-def packed(value: Tensor) -> Any:
-    """A bool tensor as bits, eight to a byte; any other as it is."""
-    if value.dtype != torch.bool:
-        return value
-    weights = torch.tensor(BITS, dtype=torch.uint8, device=value.device)
-    bits = F.pad(value.flatten(), (0, -value.numel() % 8)).view(-1, 8) * weights
-    return {"bits": bits.sum(1, dtype=torch.uint8), "shape": list(value.shape)}
-
-
-def unpacked(value: Any) -> Tensor:
-    """The inverse of ``packed``."""
-    if isinstance(value, Tensor):
-        return value.clone()
-    bits, shape = value["bits"], value["shape"]
-    weights = torch.tensor(BITS, dtype=torch.uint8, device=bits.device)
-    return (bits[:, None] & weights).ne(0).flatten()[: math.prod(shape)].view(shape)

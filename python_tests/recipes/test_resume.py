@@ -203,20 +203,28 @@ def test_after_the_switch_the_policy_no_longer_matters():
 
 
 def test_masks_of_another_model():
-    """Of other layers, or of other shapes."""
-    (_, state, _), _, _, _ = checkpoint(ASP(), sgd, 2)
+    """Of other layers, of other shapes, or not there at all; in a handle's state, and beside the moments in an optimizer's."""
+    (_, state, mine), _, _, _ = checkpoint(ASP(), sgd, 2)
     model, handle, optimizer = start(ASP(), sgd)
     handle.attach(optimizer)
     train(model, optimizer, DATA[:1])
-    before, masks = copy.deepcopy(optimizer.state_dict()), state["param_groups"][0]["nm_recipe"]["masks"]
-    for bad, said in (
-        ({"0": masks["0"]}, "only one of them has 2"),
-        ({**masks, "0": masks["2"]}, "'0' is of another shape than its weight"),
-    ):
-        state["param_groups"][0]["nm_recipe"]["masks"] = bad
+    before, held = copy.deepcopy(optimizer.state_dict()), mine["nm_recipe"]["held"]
+    for bad, said in (({"0": held["0"]}, "only one of them has 2"), ({**held, "0": held["2"]}, "'0' is of another shape than its weight")):
         with pytest.raises(CheckpointError, match=said):
-            optimizer.load_state_dict(state)
-        assert same(before, optimizer.state_dict())
+            handle.load_state_dict({"nm_recipe": {**mine["nm_recipe"], "held": bad}})
+    for change, said in (
+        (lambda own: own[0].pop("nm_held"), "masks of layer '0' are missing"),
+        (lambda own: own[0].update(nm_held=own[2]["nm_held"][:4]), "'0' is of another shape than its weight"),
+    ):
+        bad = copy.deepcopy(state)
+        change(bad["state"])
+        with pytest.raises(CheckpointError, match=said):
+            optimizer.load_state_dict(bad)
+        _, again, theirs = start(ASP(), sgd)
+        theirs.load_state_dict(bad)
+        with pytest.raises(CheckpointError, match=said):
+            again.attach(theirs)
+    assert same(before, optimizer.state_dict())
 
 
 def test_a_failed_attach_keeps_what_was_loaded():

@@ -11,7 +11,6 @@ from nmkernels.autograd import WeightTransform
 from nmkernels.optim import UpdateRule
 from nmkernels.pattern import CheckpointError, Pattern
 from nmkernels.recipes import Recipe, Stage
-from nmkernels.recipes.state import packed, unpacked
 from python_tests.recipes.running import DATA32, F32, start, step
 
 DATA = DATA32[:12]
@@ -41,15 +40,6 @@ class Toy(Recipe):
 
     def stage(self, state):
         return Stage(phase=1, transform=Kept(Pattern(self.pattern)), rule=UpdateRule(masked=True), every=self.renew)
-
-
-@pytest.mark.parametrize("shape", [(3, 5), (1, 8), (0, 4), (7,)])
-def test_masks_are_saved_as_bits(shape):
-    mask = torch.rand(shape, generator=torch.Generator().manual_seed(0)) > 0.5
-    saved = packed(mask)
-    assert saved["bits"].numel() == -(-mask.numel() // 8) and torch.equal(unpacked(saved), mask)
-    other = torch.arange(3)
-    assert torch.equal(unpacked(packed(other)), other)
 
 
 @pytest.mark.parametrize("kind", [None, torch.optim.AdamW], ids=["own", "adamw"])

@@ -1,6 +1,7 @@
 """Optimizers inside the wrappers of Accelerate, Lightning and ZeRO: the same training, the same resume, and words for what is none."""
 
 import copy
+import json
 from contextlib import contextmanager
 
 import pytest
@@ -111,7 +112,7 @@ def test_training_and_resuming_through_a_wrapper_is_that_without(wrapped, name, 
     for part in (data[:4], data[4:8], data[8:]):
         train(model, optimizer, part)
         state = copy.deepcopy(saved(optimizer))
-        assert same(state["param_groups"][0]["nm_recipe"], handle.state)
+        assert json.loads(state["param_groups"][0]["nm_recipe"])["spec"] == handle.state["spec"]
         weights, metrics = snapshot(model), handle.metrics()
         model, handle, optimizer = start(recipe, lambda params: make(params, kind))
         model.load_state_dict(weights)
