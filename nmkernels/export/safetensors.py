@@ -14,13 +14,17 @@ import json
 import os
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .. import ops
 from ..nn import ADAPTER, CompressedLinear, NMWeight, adapter_of, folded
+from ..nn.gather import reshard
 from ..pattern import CheckpointError, RecipeError
+from ..shards import is_sharded, whole
 from .plan import load
-from .tensors import Contents, compressed_layers, other_tensors, plain_modules, quote, read, without_aliases, write
+from .ranks import Ranks
+from .tensors import Contents, other_tensors, quote, read, sparse_layers
 
 FORMAT = "nmkernels"
 VERSION = 3
@@ -31,12 +35,15 @@ its inputs, 2 where one has an adapter, else 1."""
 def save_compressed(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Write a model that ``compress_`` has compressed to one safetensors file, atomically.
 
+    A model whose weights are sharded (FSDP2) need only be finished. Then all ranks call this: each compresses its shards, one layer after
+    the other is gathered packed, and the first rank writes; no rank ever has a dense model, nor any but the first a packed one.
+
     Args:
-        model: holds at least one CompressedLinear, and no layer still in training.
+        model: holds at least one CompressedLinear, or sharded finished layers, and no layer still in training.
         path: file to write; its folder must exist.
 
     Raises:
-        RecipeError: the model is not compressed yet. CheckpointError: the file cannot be written.
+        RecipeError: the model is not compressed yet. CheckpointError: the file cannot be written. Of a sharded model on every rank.
 
     Example:
         >>> import tempfile, os, torch, nmkernels as nm
@@ -48,41 +55,55 @@ def save_compressed(model: nn.Module, path: str | os.PathLike[str]) -> None:
         >>> torch.equal(model[0].values, same[0].values)
         True
     """
-    for name, module in model.named_modules():
-        if isinstance(module, NMWeight):
+    reshard(model)
+    layers = sparse_layers(model)
+    for name, layer in layers.items():
+        if isinstance(layer, NMWeight) and not (layer.finished and is_sharded(layer.parameter)):
             raise RecipeError(f"save_compressed: layer {name!r} is not compressed; call handle.finish() and nm.compress_(model) first.")
-    layers = compressed_layers(model)
     if not layers:
         raise RecipeError("save_compressed: the model has no CompressedLinear; call nm.compress_(model) first, or use nm.save_dense.")
     if "" in layers:
         raise RecipeError(
             "save_compressed: the model itself is one CompressedLinear, which loading cannot swap in; put it in an nn.Sequential."
         )
+    ranks = Ranks(model)
+    ranks.agree(_not_nm("save_compressed", layers))
     tensors = other_tensors(model, layers)
+    about: dict[str, dict[str, Any]] = {}
+    packed: dict[int, ops.Compressed] = {}  # a layer may have several names
     for name, layer in layers.items():
-        tensors[f"{name}.weight.values"] = layer.values
-        tensors[f"{name}.weight.indices"] = layer.indices
-        if layer.order is not None:
-            tensors[f"{name}.weight.columns"] = layer.order
-    tensors, aliases = without_aliases(tensors)
-    about = {name: _about(layer) for name, layer in layers.items()}
+        if id(layer) not in packed:
+            packed[id(layer)] = ranks.packed(layer)
+        weight, order = packed[id(layer)], layer.order if isinstance(layer, CompressedLinear) else layer.columns
+        about[name] = _about(layer, weight)
+        tensors[f"{name}.weight.values"] = weight.values
+        tensors[f"{name}.weight.indices"] = weight.indices
+        if order is not None:
+            about[name]["columns"] = True
+            tensors[f"{name}.weight.columns"] = order.to(torch.int32)
     version = max(3 if "columns" in entry else 2 if "rank" in entry else 1 for entry in about.values())
     metadata = {"format": FORMAT, "version": str(version), "layers": json.dumps(about)}
-    if aliases:
-        metadata["aliases"] = json.dumps(aliases)
-    write(path, tensors, metadata)
+    ranks.write(path, tensors, metadata, lambda aliases: {"aliases": json.dumps(aliases)})
 
 
-def _about(layer: CompressedLinear) -> dict[str, Any]:
-    about: dict[str, Any] = {
+def _about(layer: NMWeight | CompressedLinear, weight: ops.Compressed) -> dict[str, Any]:
+    layout = layer.layout if isinstance(layer, CompressedLinear) else "conv1d" if layer.transposed else "linear"
+    about = {
         "pattern": str(layer.pattern),
-        "shape": [layer.out_features, layer.in_features],
-        "dtype": str(layer.values.dtype).removeprefix("torch."),
-        "layout": layer.layout,
+        "shape": list(weight.shape),
+        "dtype": str(weight.dtype).removeprefix("torch."),
+        "layout": layout,
     }
-    if layer.adapter is not None:
-        about["rank"] = int(layer.adapter[0].shape[1])
-    return about if layer.order is None else {**about, "columns": True}
+    adapter = adapter_of(layer)
+    return about if adapter is None else {**about, "rank": int(adapter[0].shape[1])}
+
+
+def _not_nm(verb: str, layers: dict[str, NMWeight | CompressedLinear]) -> str:
+    """What to say of the first layer whose weight, or this rank's part of it, is not N:M; empty where all are."""
+    for name, layer in layers.items():
+        if isinstance(layer, NMWeight) and not (layer.finished and ops.is_nm(layer.grouped.detach(), layer.pattern)):
+            return f"{verb}: the weight of layer {name!r} is not {layer.pattern}; call handle.finish() first."
+    return ""
 
 
 def save_dense(model: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -93,16 +114,19 @@ def save_dense(model: nn.Module, path: str | os.PathLike[str]) -> None:
     computes the same but has no zeros, and is not in that table.
 
     Args:
-        model: finished (``handle.finish()``), compressed (``nm.compress_``), or plain dense.
+        model: finished (``handle.finish()``), compressed (``nm.compress_``), or plain dense; of a sharded one all ranks call this, and
+            the first gathers and writes it.
         path: file to write; its folder must exist.
 
     Raises:
         RecipeError: a layer is still in training, or its weight is not N:M. CheckpointError: the file cannot be written.
     """
-    sparse = {name: layer for name, (_, layer) in plain_modules(model).items() if isinstance(layer, (NMWeight, CompressedLinear))}
+    reshard(model)
+    sparse, ranks = sparse_layers(model), Ranks(model)
+    ranks.agree(_not_nm("save_dense", sparse))
     # one tensor of a layer under two names
-    weights = {id(layer): _dense_weight(name, layer) for name, layer in sparse.items()}
-    tensors = other_tensors(model, compressed_layers(model))
+    weights = {id(layer): _dense_weight(layer, ranks) for layer in {id(layer): layer for layer in sparse.values()}.values()}
+    tensors = other_tensors(model, {name: layer for name, layer in sparse.items() if isinstance(layer, CompressedLinear)})
     patterns: dict[str, str] = {}
     for name, layer in sparse.items():
         prefix = f"{name}." if name else ""
@@ -112,23 +136,23 @@ def save_dense(model: nn.Module, path: str | os.PathLike[str]) -> None:
         else:
             for part in ADAPTER:
                 del tensors[prefix + part]
-    tensors, aliases = without_aliases(tensors)
     # the library's own convention for tied weights: dropped name -> kept name, as metadata entries
-    write(path, tensors, {"format": "pt", "nm": json.dumps(patterns), **aliases})
+    ranks.write(path, tensors, {"format": "pt", "nm": json.dumps(patterns)}, lambda aliases: aliases)
 
 
-def _dense_weight(name: str, layer: NMWeight | CompressedLinear) -> Tensor:
+def _dense_weight(layer: NMWeight | CompressedLinear, ranks: Ranks) -> Tensor:
     """The weight as the dense model stores it, a finished layer's own tensor where that is enough."""
     adapter = adapter_of(layer)
     if isinstance(layer, NMWeight):
-        if not layer.finished or not ops.is_nm(layer.grouped.detach(), layer.pattern):
-            raise RecipeError(f"save_dense: the weight of layer {name!r} is not {layer.pattern}; call handle.finish() first.")
         if adapter is None:
-            return layer.weight.detach()
-        weight, transposed = layer.master.detach(), layer.transposed
+            return layer.parameter.detach()
+        weight, transposed = whole(layer.parameter.detach()), layer.transposed
+        weight = weight.t() if transposed else weight
     else:
-        weight, transposed = layer.dense(), layer.layout == "conv1d"
-    weight = weight if adapter is None else folded(weight, *adapter)
+        weight, transposed = ranks.dense(layer), layer.layout == "conv1d"
+    if adapter is not None:
+        left, right = (whole(part.detach()) for part in adapter)
+        weight = folded(weight, left, right)
     return weight.t() if transposed else weight
 
 
@@ -146,8 +170,13 @@ def load_compressed(model: nn.Module, path: str | os.PathLike[str], keep_dense: 
 
     Raises:
         CheckpointError: the file is missing, no regular file, truncated, damaged, foreign, newer than this version, or does not fit the
-            model, which is then as it was.
+            model, or that is sharded; it is then as it was.
     """
+    if any(isinstance(value, Tensor) and is_sharded(value) for value in model.state_dict().values()):
+        raise CheckpointError(
+            "load_compressed: the model is sharded, and fully_shard shards Parameters only, which packed weights are not. Load into a "
+            "plain model on each rank, before fully_shard or parallelize_module; what stays dense can be sharded afterwards."
+        )
     contents = read(path)
     _check_ours(contents)
     _add_aliases(contents)

@@ -6,7 +6,7 @@ import json
 import os
 import struct
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from reprlib import Repr
@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..nn import CompressedLinear
+from ..nn import CompressedLinear, NMWeight
 from ..pattern import CheckpointError
+from ..shards import local
 from ..tuning.table import regular_size
 from .files import atomic_write
 
@@ -55,14 +56,14 @@ def plain_modules(model: nn.Module) -> dict[str, tuple[str, nn.Module]]:
     return {plain(name): (name, module) for name, module in model.named_modules(remove_duplicate=False)}
 
 
-def compressed_layers(model: nn.Module) -> dict[str, CompressedLinear]:
-    """Every CompressedLinear of ``model`` by its name in the model without wrappers; a shared one appears under each of its names."""
-    return {name: m for name, (_, m) in plain_modules(model).items() if isinstance(m, CompressedLinear)}
+def sparse_layers(model: nn.Module) -> dict[str, NMWeight | CompressedLinear]:
+    """Every sparse layer of ``model`` by its name in the model without wrappers; a shared one appears under each of its names."""
+    return {name: m for name, (_, m) in plain_modules(model).items() if isinstance(m, (NMWeight, CompressedLinear))}
 
 
-def other_tensors(model: nn.Module, layers: dict[str, CompressedLinear]) -> dict[str, Tensor]:
-    """The state dict without the compressed weights, under the names of the dense model without wrappers."""
-    own = {f"{name}.{part}" for name in layers for part in ("values", "indices", "columns")}
+def other_tensors(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+    """The state dict without the weights of ``layers``, under the names of the dense model without wrappers."""
+    own = {f"{name}.{part}" for name in layers for part in ("weight", "values", "indices", "columns")}
     plain = plain_names(model)
     tensors: dict[str, Tensor] = {}
     for given, value in model.state_dict().items():
@@ -126,7 +127,7 @@ def without_aliases(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict
 
 def place(tensor: Tensor) -> tuple[object, ...]:
     """What two tensors share that are one in memory, unless they are empty or on the meta device."""
-    return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+    return tensor.device, local(tensor).data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
 HEADER_LENGTH = 8

@@ -13,7 +13,7 @@ from ..shards import is_sharded
 from .adapter import adapter_of
 from .chains import channel_parameters, find_chains, reorder_
 from .compressed import CompressedLinear, CompressedPart
-from .gather import fsdp_modules
+from .gather import fsdp_modules, reshard
 from .linear import NMWeight
 from .parallel import IN, check_mesh, split_along
 from .swap import replace_, switch_fast_paths
@@ -53,10 +53,11 @@ def compress_(model: nn.Module, keep_dense: bool = False) -> nn.Module:
             "compress_: the model has no SparseLinear. Train it with sparsify_ and call handle.finish() first; "
             'a model pruned elsewhere is adopted by sparsify_(model, ASP(pattern, score="existing")) and handle.finish().'
         )
+    reshard(model)  # after an evaluation FSDP2 leaves copies
     if fsdp_modules(model) and any(is_sharded(layer.parameter) for layer in layers.values()):
         raise RecipeError(
-            "compress_: fully_shard has sharded the weights, and gathers dense ones. Load the finished weights into a model without it, "
-            "for instance by get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)), and compress that."
+            "compress_: fully_shard has sharded the weights, and it shards Parameters only, which packed ones are not. Call "
+            "nm.save_compressed(model, path) on every rank, which compresses shard by shard, and nm.load_compressed(plain_model, path)."
         )
     for name, layer in layers.items():
         _check(name, layer)

@@ -1,7 +1,8 @@
-"""torch.distributed.checkpoint: a run goes on alike on another number of ranks, in every phase of a recipe; and what a dense one loads into."""
+"""Sharded runs (FSDP2): saved, resumed on another number of ranks, begun from a dense checkpoint, finished, written to files."""
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import nmkernels as nm
-from python_tests.distributed.ranks import needs_gloo, on_ranks, whole
+from python_tests.distributed.ranks import needs_gloo, on_ranks, raised, whole
 
 if dist.is_available():
     import torch.distributed.checkpoint as dcp
@@ -21,7 +22,10 @@ if dist.is_available():
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-pytestmark = needs_gloo
+pytestmark = [
+    needs_gloo,
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+]
 STEPS, DIM = 10, 32
 R = nm.recipes
 Make = Callable[[], nm.recipes.Recipe]
@@ -52,7 +56,9 @@ CASES: dict[str, tuple[Make, int, dict[str, Any]]] = {
 class Run:
     """A small model under ``recipe``, sharded by FSDP2 where there are ranks."""
 
-    def __init__(self, recipe: nm.recipes.Recipe | None, seed: int = 0, optimizer: Any = None, hidden: int = 64, flat: bool = False) -> None:
+    def __init__(
+        self, recipe: nm.recipes.Recipe | None, seed: int = 0, optimizer: Any = None, hidden: int = 64, flat: bool = False
+    ) -> None:
         torch.manual_seed(seed)
         self.model = nn.Sequential(nn.Linear(DIM, hidden), nn.GELU(), nn.Linear(hidden, DIM)).double()
         self.handle = None if recipe is None else nm.sparsify_(self.model, recipe)
@@ -107,49 +113,315 @@ def assert_equal(what: str, got: Any, want: Any) -> None:
     assert got[1] == pytest.approx(want[1], rel=1e-9, abs=1e-12, nan_ok=True), what
 
 
-def resumed(path: Path) -> dict[str, Any]:
-    """Every case, from the checkpoints under ``path``."""
+ALL = tuple(CASES)
+QUICK = ("step, before its switch", "step with fst, after", "sste", "asp, flattened", "fst, at its dense end")
+
+
+def start(name: str, seed: int = 0) -> Run:
+    make, _, how = CASES[name]
+    return Run(make(), seed, **how).attach()
+
+
+def resumed(names: tuple[str, ...], path: Path) -> dict[str, Any]:
+    return {name: start(name, seed=5).load(path / name).train(CASES[name][1], STEPS).end() for name in names}
+
+
+def save_all(names: tuple[str, ...], path: Path) -> None:
+    for name in names:
+        start(name).train(0, CASES[name][1]).save(path / name)
+
+
+def uninterrupted(names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: start(name).train(0, STEPS).end() for name in names}
+
+
+def there_and_back(names: tuple[str, ...], folder: Path) -> dict[str, Any]:
+    save_all(names, folder / "from 2")
+    return {way: resumed(names, folder / way) for way in ("from 1", "from 2")}
+
+
+def check_all(names: tuple[str, ...], folder: Path, on_both: list[dict[str, Any]]) -> None:
+    want = uninterrupted(names)
+    for way in ("from 1", "from 2"):
+        for where, results in (*enumerate(on_both), ("one process", {way: resumed(names, folder / way)})):
+            for name in names:
+                assert_equal(f"{name}, {way} on {where}", results[way][name], want[name])
+
+
+# ---- asked before the first step
+
+
+ASKED: dict[str, tuple[Make, Any]] = {
+    "masked": (lambda: R.SRSTE("2:4", decay=1e-2), None),
+    "adamw": (lambda: R.FST("2:4", total_steps=STEPS, every=2, mvue=None), torch.optim.AdamW),
+    "momentum": (lambda: R.ASP("2:4", start=2), momentum),
+}
+
+
+def asked() -> dict[str, Any]:
+    """Four steps of each, without having asked for the state and after it."""
     results = {}
-    for name, (make, at, how) in CASES.items():
-        results[name] = Run(make(), seed=5, **how).attach().load(path / name).train(at, STEPS).end()
+    for name, (make, optimizer) in ASKED.items():
+        runs = [Run(make(), optimizer=optimizer).attach() for _ in range(2)]
+        get_state_dict(runs[1].model, runs[1].optimizer)
+        results[name] = [run.train(0, 4).end() for run in runs]
     return results
 
 
-def save_all(path: Path) -> None:
-    for name, (make, at, how) in CASES.items():
-        Run(make(), **how).attach().train(0, at).save(path / name)
+# ---- a dense checkpoint
 
 
-def on_two(folder: Path) -> dict[str, Any]:
-    save_all(folder / "from 2")
-    return {"from 2 on 2": resumed(folder / "from 2"), "from 1 on 2": resumed(folder / "from 1")}
+def save_dense_run(path: Path) -> None:
+    Run(None).train(0, 3).save(path)
+
+
+def sparsified(path: Path, make: Make, first: bool) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """A run that goes on sparse from the dense checkpoint; its optimizer is attached ``first``, or once all is loaded."""
+    run = Run(make(), seed=5)
+    if first:
+        run.attach().load(path, partial=True)
+    else:
+        run.load(path).attach()
+    return run.train(3, STEPS).end()
+
+
+DENSE: dict[str, tuple[Make, bool]] = {
+    "srste, attached first": (lambda: R.SRSTE("2:4", decay=1e-2), True),
+    "step, attached first": (lambda: R.STEP("2:4", t_min=2, t_max=3), True),
+    "asp, attached first": (lambda: R.ASP("2:4", start=2), True),
+    "srste": (lambda: R.SRSTE("2:4", decay=1e-2), False),
+    "step": (lambda: R.STEP("2:4", t_min=2, t_max=3), False),
+    "asp": (lambda: R.ASP("2:4"), False),
+    "fst": (lambda: R.FST("2:4", total_steps=STEPS, every=3, end=None, mvue=None), False),
+}
+
+
+def from_dense(path: Path) -> dict[str, Any]:
+    return {name: sparsified(path, make, first) for name, (make, first) in DENSE.items()}
+
+
+# ---- finished, and written to files
+
+
+class Conv1D(nn.Module):
+    """As Hugging Face's: the weight is stored (in, out)."""
+
+    def __init__(self, nf: int, nx: int) -> None:
+        super().__init__()
+        self.nf, self.nx = nf, nx
+        self.weight, self.bias = nn.Parameter(torch.randn(nx, nf) / 8), nn.Parameter(torch.zeros(nf))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight + self.bias
+
+
+Conv1D.__module__ = "transformers.pytorch_utils"
+
+
+def mixed(seed: int = 0) -> nn.Sequential:
+    """Rows that split unevenly, a Conv1D whose groups a rank has a part of, tied weights, and one that stays dense."""
+    torch.manual_seed(seed)
+    first, tied = nn.Linear(DIM, 63), nn.Linear(DIM, DIM, bias=False)
+    model = nn.Sequential(first, nn.GELU(), nn.Linear(63, DIM), Conv1D(24, DIM), nn.Linear(24, DIM), tied, nn.GELU(), tied)
+    return model.double()
+
+
+def finished(sharded: bool = True) -> tuple[nn.Sequential, nm.recipes.Handle, dict[str, Tensor]]:
+    """The model after four steps, an evaluation, and ``finish``; what a preview of that computed."""
+    model = mixed()
+    handle = nm.sparsify_(model, R.SRSTE("2:4", decay=1e-2))
+    if sharded:
+        shard_each(model)
+    optimizer = handle.attach(nm.optim.MaskedAdamW(model.parameters(), lr=1e-2))
+    ranks = dist.get_world_size() if sharded else 1
+    for step in range(4):
+        x = torch.randn(16, DIM, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        x = x.chunk(ranks)[dist.get_rank() if sharded else 0]
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), x).backward()
+        optimizer.step()
+    probe = torch.linspace(-1, 1, 4 * DIM, dtype=torch.float64).view(4, DIM)
+    with torch.no_grad():
+        training = model(probe)  # FSDP2 leaves the root's weights unsharded
+        with handle.deployable():
+            preview = model(probe)
+        again = model(probe)
+        handle.finish()
+        seen = {"training": training, "preview": preview, "again": again, "finished": model(probe)}
+    return model, handle, seen
+
+
+def shard_each(model: nn.Sequential) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for module in model[:4]:
+        if any(True for _ in module.parameters()):
+            fully_shard(module, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def endings(folder: Path) -> dict[str, Any]:
+    from torch.distributed.tensor import DTensor
+
+    model, _, seen = finished()
+    results: dict[str, Any] = {"seen": seen, "refused": raised(lambda: nm.compress_(model))}
+    sizes, gather = [], DTensor.full_tensor
+
+    def counted(tensor: Any, **keywords: Any) -> Tensor:
+        sizes.append(tuple(tensor.shape))
+        return gather(tensor, **keywords)  # type: ignore[no-any-return]
+
+    DTensor.full_tensor = counted  # type: ignore[method-assign, assignment]
+    try:
+        nm.save_compressed(model, folder / "sharded.safetensors")
+    finally:
+        DTensor.full_tensor = gather  # type: ignore[method-assign]
+    nm.save_dense(model, folder / "dense.safetensors")
+    results["gathered"] = sizes
+    results["no folder"] = raised(lambda: nm.save_compressed(model, folder / "nowhere" / "m.safetensors"))
+    results["load"] = raised(lambda: nm.load_compressed(model, folder / "sharded.safetensors"))
+    results["state"] = whole(model.state_dict())
+    probe = torch.linspace(-1, 1, 4 * DIM, dtype=torch.float64).view(4, DIM)
+    plain = nm.load_compressed(mixed(seed=3), folder / "sharded.safetensors")
+    fully_shard(plain, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    with torch.no_grad():
+        results["loaded"] = plain(probe)
+    if dist.get_rank() == 1:
+        model[0].weight.detach().to_local()[0] = 1.0  # one rank's part alone
+    saves = (nm.save_compressed, nm.save_dense)
+    results["not N:M"] = [raised(functools.partial(save, model, folder / "m.safetensors")) for save in saves]
+    return results
+
+
+def removed() -> dict[str, Tensor]:
+    """Training goes on dense once the recipe is removed."""
+    run = start("srste").train(0, 3)
+    with torch.no_grad():
+        run.model(torch.zeros(1, DIM, dtype=torch.float64))
+    assert run.handle is not None
+    run.handle.remove()
+    return whole(run.train(3, 6).model.state_dict())
+
+
+def refreshed() -> list[Tensor]:
+    """Weights written behind the layers' back, before and after ``refresh``."""
+    run, probe = start("srste"), torch.ones(1, DIM, dtype=torch.float64)
+    assert run.handle is not None
+    seen = [run.model(probe).detach()]
+    with torch.no_grad():
+        for p in run.model.parameters():
+            (p.to_local() if hasattr(p, "to_local") else p).mul_(2.0)
+    run.handle.refresh()
+    return [*seen, run.model(probe).detach()]
+
+
+# ---- the tests
+
+
+def everything(folder: Path) -> dict[str, Any]:
+    save_dense_run(folder / "dense from 2")
+    return {
+        "resumed": there_and_back(QUICK, folder),
+        "asked": asked(),
+        "dense": [from_dense(folder / way) for way in ("dense from 1", "dense from 2")],
+        "endings": endings(folder),
+        "removed": removed(),
+        "refreshed": refreshed(),
+    }
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("checkpoints")
-    save_all(folder / "from 1")
-    return folder, on_ranks(2, on_two, folder, folder)
+    save_all(QUICK, folder / "from 1")
+    save_dense_run(folder / "dense from 1")
+    return folder, on_ranks(2, everything, folder, folder)
 
 
-@pytest.fixture(scope="module")
-def uninterrupted() -> dict[str, Any]:
-    return {name: Run(make(), **how).attach().train(0, STEPS).end() for name, (make, _, how) in CASES.items()}
+Ranks = tuple[Path, list[dict[str, Any]]]
 
 
-def test_another_number_of_ranks_goes_on_alike(checkpoints: tuple[Path, list[Any]], uninterrupted: dict[str, Any]) -> None:
-    folder, on_both = checkpoints
-    for name, want in uninterrupted.items():
-        for rank, results in enumerate(on_both):
-            for way, got in results.items():
-                assert_equal(f"{name}, {way}, rank {rank}", got[name], want)
-    for way in ("from 2", "from 1"):
-        for name, got in resumed(folder / way).items():
-            assert_equal(f"{name}, {way} on 1", got, uninterrupted[name])
+def test_another_number_of_ranks_goes_on_alike(ranks: Ranks) -> None:
+    check_all(QUICK, ranks[0], [results["resumed"] for results in ranks[1]])
+
+
+def test_asking_for_the_state_changes_nothing(ranks: Ranks) -> None:
+    for where, results in (*enumerate(results["asked"] for results in ranks[1]), ("one process", asked())):
+        for name, (without, after) in results.items():
+            assert_equal(f"{name} on {where}", after, without)
+
+
+def test_a_dense_checkpoint_begins_a_sparse_run(ranks: Ranks) -> None:
+    """With the moments of the dense steps; attached before it is loaded or after."""
+    folder, on_both = ranks
+    want = from_dense(folder / "dense from 1")
+    for name in ("srste", "step"):
+        assert_equal(name, want[f"{name}, attached first"], want[name])
+    for results in on_both:
+        for got in results["dense"]:
+            for name in want:
+                assert_equal(name, got[name], want[name])
+
+
+def test_finishing_after_an_evaluation(ranks: Ranks) -> None:
+    """Preview and finished model are those of one process; what is finished is the shards."""
+    model, _, seen = finished(sharded=False)
+    for results in (results["endings"] for results in ranks[1]):
+        for name, want in seen.items():
+            torch.testing.assert_close(results["seen"][name], want, atol=1e-10, rtol=0)
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(results["state"][name], value, atol=1e-10, rtol=0)
+        for name in ("0.weight", "4.weight", "5.weight"):
+            assert nm.ops.is_nm(results["state"][name], "2:4"), name
+        assert nm.ops.is_nm(results["state"]["3.weight"].t().contiguous(), "2:4")
+
+
+def test_files_of_shards(ranks: Ranks) -> None:
+    """The packed form alone is gathered, and the file is what one process writes, byte for byte; so is the dense one."""
+    folder, on_both = ranks
+    state = on_both[0]["endings"]["state"]
+    plain = mixed(seed=3)
+    handle = nm.sparsify_(plain, "srste:2:4")
+    plain.load_state_dict(state)
+    handle.finish(allow_unused=True)
+    nm.save_dense(plain, folder / "want_dense.safetensors")
+    nm.save_compressed(nm.compress_(plain), folder / "want.safetensors")
+    for got, want in (("sharded", "want"), ("dense", "want_dense")):
+        assert (folder / f"{got}.safetensors").read_bytes() == (folder / f"{want}.safetensors").read_bytes()
+    probe = torch.linspace(-1, 1, 4 * DIM, dtype=torch.float64).view(4, DIM)
+    for results in (results["endings"] for results in on_both):
+        weights = {tuple(value.shape) for name, value in state.items() if name.endswith("weight")} - {(DIM, 63)}
+        assert results["gathered"] and not weights & set(results["gathered"]), results["gathered"]
+        torch.testing.assert_close(results["loaded"], plain(probe), atol=1e-10, rtol=0)
+
+
+def test_what_sharded_models_refuse_they_refuse_on_every_rank(ranks: Ranks) -> None:
+    for results in (results["endings"] for results in ranks[1]):
+        assert "fully_shard" in results["refused"] and "compress_" in results["refused"]
+        assert results["no folder"].startswith("CheckpointError") and "nowhere does not exist" in results["no folder"]
+        assert results["load"].startswith("CheckpointError") and "plain model on each rank" in results["load"]
+        for said in results["not N:M"]:
+            assert said.startswith("RecipeError") and "layer '0' is not 2:4" in said
+
+
+def test_removed_and_refreshed(ranks: Ranks) -> None:
+    want, (before, after) = removed(), refreshed()
+    for results in ranks[1]:
+        for name, value in want.items():
+            torch.testing.assert_close(results["removed"][name], value, atol=1e-10, rtol=0)
+        torch.testing.assert_close(results["refreshed"][0], before)
+        torch.testing.assert_close(results["refreshed"][1], after)
 
 
 @pytest.mark.slow
-def test_four_ranks(checkpoints: tuple[Path, list[Any]], uninterrupted: dict[str, Any], tmp_path: Path) -> None:
-    for rank, results in enumerate(on_ranks(4, resumed, tmp_path, checkpoints[0] / "from 2")):
-        for name, got in results.items():
-            assert_equal(f"{name}, from 2 on 4, rank {rank}", got, uninterrupted[name])
+def test_every_case_on_two_ranks(tmp_path: Path) -> None:
+    save_all(ALL, tmp_path / "from 1")
+    check_all(ALL, tmp_path, on_ranks(2, there_and_back, tmp_path, ALL, tmp_path))
+
+
+@pytest.mark.slow
+def test_four_ranks(tmp_path: Path) -> None:
+    save_all(ALL, tmp_path / "from 1")
+    want = uninterrupted(ALL)
+    for rank, results in enumerate(on_ranks(4, resumed, tmp_path, ALL, tmp_path / "from 1")):
+        for name in ALL:
+            assert_equal(f"{name} on rank {rank} of 4", results[name], want[name])
