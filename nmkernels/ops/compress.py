@@ -202,7 +202,8 @@ def compress(w: Tensor, pattern: PatternLike, mask: Tensor | None = None, out: C
     ``values[..., g·N + k] = w[..., g·M + index[..., g·N + k]]``, in order of index; the bits of kept values stay.
 
     Args:
-        w: weights ``(..., in)``, usually ``(out, in)``; any strides.
+        w: weights ``(..., in)``, usually ``(out, in)``; any strides. Of a DTensor values and indices are DTensors, sharded as its leading
+            dimensions are.
         mask: bool, the shape of ``w``: what to keep instead of the N largest magnitudes. A group with fewer than N is filled up
             with zeros at its lowest unkept positions.
         out: a ``Compressed`` of the same pattern, shape and dtype, whose buffers are written.

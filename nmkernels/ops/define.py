@@ -22,6 +22,7 @@ from .. import backends as _backends  # noqa: F401 - registers the implementatio
 from .. import dispatch
 from ..backends.shared import tensors
 from ..pattern import DtypeError, NMError, ShapeError
+from ..shards import is_sharded
 from .derivatives import no_gradient, with_autograd
 
 NAMESPACE = "nmkernels"
@@ -124,6 +125,10 @@ def define(
         kind = kind_of(name, args, given)
         fn = None if kind is None else dispatch.plans.get(kind)
         if fn is None:
+            if any(map(is_sharded, args)):
+                from . import sharded  # which tells DTensor what it may do with our ops
+
+                sharded.check(name, out)
             if op_out is None or out is None:
                 return op(*args)
             op_out(*args, **dict(zip(outs, given, strict=True)))

@@ -10,6 +10,7 @@ from torch import Tensor
 from .. import reference
 from ..pattern import PatternLike, ShapeError
 from ..reference.common import compute_dtype
+from ..shards import is_sharded
 from .check import as_pattern, check_dense
 from .define import Spec, define
 
@@ -47,7 +48,8 @@ def mask(w: Tensor, pattern: PatternLike, out: Tensor | None = None) -> Tensor:
     above everything; exactly N of every group are True, also in a group of zeros.
 
     Args:
-        w: weights ``(..., in)``, usually ``(out, in)``; any strides. Take the fp32 master weight, not a rounded copy.
+        w: weights ``(..., in)``, usually ``(out, in)``; any strides. Take the fp32 master weight, not a rounded copy. Of a DTensor the
+            result is one too: shards of leading dimensions stay, others are redistributed. This goes for all ops of this file.
         out: bool tensor of w's shape to write into.
 
     Raises:
@@ -81,12 +83,18 @@ def prune(w: Tensor, pattern: PatternLike, out: Tensor | None = None) -> Tensor:
 def is_nm(w: Tensor, pattern: PatternLike) -> bool:
     """Whether every group of M has at most N non-zeros; -0.0 is zero, NaN is not. Waits for the device. Errors as ``mask``.
 
+    Of a DTensor it tells the same on every rank, all of which have to ask.
+
     Example:
         >>> is_nm(torch.tensor([3.0, 0.0, 0.0, -4.0]), "2:4"), is_nm(torch.ones(4), "2:4")
         (True, False)
     """
     p = as_pattern(pattern)
     check_dense("is_nm", w, p.n, p.m)
+    if is_sharded(w):
+        from . import sharded
+
+        return sharded.is_nm(w, p.n, p.m)
     return reference.is_nm(w, p.n, p.m)
 
 

@@ -19,7 +19,7 @@ if dist.is_available():
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-pytestmark = [needs_gloo, pytest.mark.slow]
+pytestmark = [needs_gloo, pytest.mark.slow, pytest.mark.filterwarnings("ignore:finish. the recipe fst")]
 RANKS = 4
 R = nm.recipes
 

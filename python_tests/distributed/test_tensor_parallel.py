@@ -27,7 +27,7 @@ if dist.is_available():
         parallelize_module,
     )
 
-pytestmark = needs_gloo
+pytestmark = [needs_gloo, pytest.mark.filterwarnings("ignore:finish. the recipe fst")]
 RANKS, STEPS, DIM, TOKENS = 2, 12, 32, 4
 R = nm.recipes
 
@@ -171,21 +171,18 @@ def check(results: list[dict[str, Any]]) -> None:
             check_equal(what, result[what], want)
 
 
-def of_every_recipe() -> dict[str, Any]:
-    return trained(tuple(RECIPES), ("sequence parallel",))
+def test_recipes_equal_one_process(tmp_path: Path) -> None:
+    check(on_ranks(RANKS, trained, tmp_path, ("srste", "step", "sste", "mdgf", "fst", "asp"), ("sequence parallel",)))
 
 
-def of_every_case() -> dict[str, Any]:
-    return trained(("srste", "sste", "fst"), tuple(CASES))
-
-
+@pytest.mark.slow
 def test_every_recipe_equals_one_process(tmp_path: Path) -> None:
-    check(on_ranks(RANKS, of_every_recipe, tmp_path))
+    check(on_ranks(RANKS, trained, tmp_path, tuple(RECIPES), ("sparsified before", "sequence parallel")))
 
 
 @pytest.mark.slow
 def test_every_way_to_train_equals_one_process(tmp_path: Path) -> None:
-    check(on_ranks(RANKS, of_every_case, tmp_path))
+    check(on_ranks(RANKS, trained, tmp_path, ("srste", "sste", "fst"), tuple(CASES)))
 
 
 # ---- one layer
@@ -398,6 +395,38 @@ def half_bytes() -> str:
     return raised(lambda: nm.compress_(model))
 
 
+# ---- the public ops on DTensors
+
+
+def ops_of_dtensors() -> dict[str, Any]:
+    """Whether each op equals that of the whole tensor, where the result lies, and what is refused."""
+    mesh, ops = mesh_of(), nm.ops
+    w = torch.randn(2, 20, 32, generator=torch.Generator().manual_seed(0))
+    found: dict[str, Any] = {"equal": [], "lies": {}}
+    for dim in (0, 1, 2, None):
+        where = Replicate() if dim is None else Shard(dim)
+        parameter = nn.Parameter(distribute_tensor(w, mesh, [where]))  # whose autograd kernel comes first
+        shared = parameter.detach()
+        for op in (ops.mask, ops.prune, ops.soft_threshold, ops.soft_threshold_scale, ops.transposable_mask):
+            result = op(parameter if op is ops.mask else shared, "2:4")
+            found["equal"].append((dim, op.__name__, torch.equal(result.full_tensor(), op(w, "2:4"))))
+            found["lies"][dim, op.__name__] = str(result.placements[0])
+        packed, want = ops.compress(shared, "2:4", mask=ops.mask(shared, "1:4")), ops.compress(w, "2:4", mask=ops.mask(w, "1:4"))
+        same = [torch.equal(a.full_tensor(), b) for a, b in ((packed.values, want.values), (packed.indices, want.indices))]
+        found["equal"].append((dim, "compress", all(same)))
+        found["equal"].append((dim, "decompress", torch.equal(packed.dense().full_tensor(), want.dense())))
+        one_wrong = ops.prune(w, "2:4")
+        one_wrong[0, 0, :4] = 1.0  # on one rank only
+        nm_of = [ops.is_nm(distribute_tensor(x, mesh, [where]), "2:4") for x in (one_wrong, ops.prune(w, "2:4"))]
+        found["equal"].append((dim, "is_nm", nm_of == [False, True]))
+    found["out"] = raised(lambda: ops.prune(shared, "2:4", out=shared))
+    found["mvue"] = raised(lambda: ops.mvue(shared, "2:4"))
+    return found
+
+
+# ---- all of it by one start of the ranks
+
+
 def behaviour() -> dict[str, Any]:
     return {
         "layers": layers(),
@@ -406,6 +435,7 @@ def behaviour() -> dict[str, Any]:
         "autocast": autocast(),
         "drawn": drawn(),
         "compressed": compressed(),
+        "ops": ops_of_dtensors(),
         "refused": {
             "row, cut": refused(80, R.SRSTE("8:16"), "down"),
             "row, whole": refused(64, R.SRSTE("8:16"), "down"),
@@ -433,6 +463,7 @@ def test_layers_streams_compressed_and_refusals(tmp_path: Path) -> None:
         assert found["compressed"].pop("state")
         assert found["compressed"].pop("bytes") == found["compressed"].pop("whole bytes") // RANKS
         assert max(found["compressed"].values()) < 1e-12
+        check_ops(found["ops"])
         said = found["refused"]
         fine = ("row, whole", "tiles whole", "no neighbours, column")
         assert not any(said[name] for name in fine), said
@@ -450,3 +481,14 @@ def test_layers_streams_compressed_and_refusals(tmp_path: Path) -> None:
     row, column = zip(*(found["drawn"]["keys True"] for found in results), strict=True)
     assert len(set(row)) == 1 and len(set(column)) == RANKS, "peers of a row-parallel layer draw alike"
     torch.testing.assert_close(results[0]["drawn"]["gradient True"], results[1]["drawn"]["gradient True"], rtol=0, atol=0)
+
+
+def check_ops(found: dict[str, Any]) -> None:
+    assert not [case for case in found["equal"] if not case[-1]]
+    lies = found["lies"]
+    for name in ("mask", "prune", "soft_threshold"):
+        assert (lies[0, name], lies[1, name], lies[2, name]) == ("S(0)", "S(1)", "R"), name
+    assert (lies[0, "transposable_mask"], lies[1, "transposable_mask"]) == ("S(0)", "R")
+    assert lies[0, "soft_threshold_scale"] == "R"
+    assert found["out"].startswith("NMError") and "out=" in found["out"]
+    assert found["mvue"].startswith("NMError") and "to_local" in found["mvue"]

@@ -1,0 +1,62 @@
+"""The ops on DTensors: which shards they take as they are. Imported once an op is given a DTensor.
+
+Groups lie along the last dimension, tiles along the last two. Shards of the dimensions before them stay; others are redistributed, by
+whatever torch finds the cheapest. In training nothing passes here: layers and optimizers work on what each rank holds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.experimental import register_sharding
+
+from .. import reference
+from ..pattern import NMError
+from ..shards import groups_of, local, reduced
+
+GROUPED = {
+    "nm_mask": 1,
+    "nm_prune": 1,
+    "nm_soft_threshold": 1,
+    "nm_soft_threshold_scale": -1,
+    "nm_transposable_mask": 2,
+    "nm_compress": 1,
+    "nm_decompress": 1,
+}
+"""How many of the last dimensions each op has to see whole; -1 for all."""
+
+
+def _register(name: str, whole: int) -> None:
+    op = getattr(torch.ops.nmkernels, name).default
+    results = len(op._schema.returns)
+
+    def rule(*args: Any) -> list[tuple[list[Any], list[Any]]]:
+        free = args[0].ndim - whole if whole > 0 else 0
+        ways = (Replicate(), *(Shard(dim) for dim in range(free)))
+        return [([way] * results, [way if hasattr(arg, "ndim") else None for arg in args]) for way in ways]
+
+    register_sharding(op)(rule)
+
+
+for _name, _whole in GROUPED.items():
+    _register(_name, _whole)
+
+
+def check(name: str, out: Any) -> None:
+    """Raise ``NMError`` where the op ``name`` takes no DTensors."""
+    if name not in GROUPED:
+        raise NMError(f"{name}: it takes no DTensors. Give it x.to_local(), what this rank holds, or x.full_tensor(), all of it.")
+    if out is not None:
+        raise NMError(f"{name}: with DTensors there is no out=. Leave it out, and copy the result.")
+
+
+def is_nm(w: Any, n: int, m: int) -> bool:
+    """Whether every group of the DTensor ``w`` is N:M, alike on every rank; all have to call it."""
+    kept = [p if p.is_replicate() or getattr(p, "dim", w.ndim) < w.ndim - 1 else Replicate() for p in w.placements]
+    w = w.redistribute(placements=kept)
+    part: Tensor = local(w)
+    wrong = torch.tensor([float(not reference.is_nm(part, n, m))], device=part.device)
+    return float(reduced({groups_of(w): wrong})) == 0
