@@ -38,12 +38,13 @@ class Gather:
             attributes were lost, and nothing anew where it was told to keep weights unsharded: this is what notices.
         effective: what was gathered is W̃; else it is W.
         packed: W̃ as it was gathered packed, until FSDP2 frees it; None where it was gathered in dense layout.
+        idle: FSDP2 does not gather this weight, which tensor parallelism alone splits: no attributes, which a copy of the model would copy.
         hollow: the GEMMs read that, so that the dense W̃ need not be made: the unsharded Parameter has no memory and only gets the gradient.
     """
 
     def __init__(self, layer: NMWeight, parameter: nn.Parameter) -> None:
         self.layer, self.parameter = layer, parameter
-        self.fresh = self.effective = self.hollow = False
+        self.fresh = self.effective = self.hollow = self.idle = False
         self.master: Tensor | None = None
         self.packed: Compressed | None = None
         self.param: Any = None
@@ -54,6 +55,8 @@ class Gather:
     def install(self) -> None:
         """Put the two attributes where FSDP2 looks for them; loading by assignment and moving give the Parameter other memory."""
         self.fresh = False
+        if self.idle:
+            return
         shard = local(self.parameter)
         for name in HOOKS if self.param is None or not self.param.offload_to_cpu else (*HOOKS, "to"):
             setattr(shard, name, getattr(self, name))
@@ -191,7 +194,9 @@ def connect(model: nn.Module, layers: list[NMWeight]) -> None:
         if layer.gather is None:
             continue
         layer.gather.param = param = found.get(layer)
+        layer.gather.idle = param is None
         if param is None:
+            layer.gather.remove()
             continue
         if param.post_forward_mesh_info is not None and param.post_forward_mesh_info is not param.mesh_info:
             raise NMError(
