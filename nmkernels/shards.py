@@ -45,6 +45,16 @@ def like(tensor: Tensor, part: Tensor) -> Tensor:
     return DTensor.from_local(part.contiguous(), mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
+def part_of(tensor: Tensor, full: Tensor) -> Tensor:
+    """This rank's part of ``full``, which every rank has, where it is sharded as ``tensor`` is."""
+    if not is_sharded(tensor):
+        return full
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
+    return local(distribute_tensor(full, mesh, placements, src_data_rank=None))
+
+
 def groups_of(tensor: Tensor) -> Groups:
     """The groups over which ``tensor`` is sharded."""
     if not is_sharded(tensor):

@@ -93,7 +93,9 @@ class Attachment:
         """The layers whose masks lie in the state of their weights: trained ones, and none where that state is shared out (ZeRO)."""
         if not self.run.holds or self.updating is not self.optimizer:
             return {}
-        return {name: layer for name, layer in self.layers.items() if layer.parameter.requires_grad}
+        # load_state_dict(assign=True) gives a layer another Parameter than the one that this optimizer updates
+        own = {id(p) for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad}
+        return {name: layer for name, layer in self.layers.items() if id(layer.parameter) in own}
 
     def load(self, state: State) -> None:
         self.optimizer.param_groups[0][STATE_KEY] = state

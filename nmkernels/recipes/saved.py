@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..nn import NMWeight
 from ..pattern import CheckpointError
-from ..shards import is_sharded, like, local
+from ..shards import is_sharded, like, local, part_of
 from .base import State
 
 HELD = "nm_held"
@@ -80,8 +80,14 @@ def _held(name: str, values: dict[str, Any], layers: Mapping[str, NMWeight], bes
     found = {key: value for key, value in values.items() if isinstance(value, Tensor)}
     places = {key: value for key, value in values.items() if key not in found}
     layer, bits = layers.get(name), beside.get(name)
-    if layer is None or not places:
+    if layer is None:
         return found  # whether the layers are those of this run is checked later
+    for key, value in found.items():
+        if value.dtype == torch.bool and value.shape == layer.shape and is_sharded(layer.parameter):
+            part = part_of(layer.parameter, value.t() if layer.transposed else value)
+            found[key] = part.t() if layer.transposed else part
+    if not places:
+        return found
     if bits is None:
         if layer.parameter.requires_grad:
             raise CheckpointError(

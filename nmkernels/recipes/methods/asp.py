@@ -45,7 +45,7 @@ class ASP(ScheduledRecipe):
 
     about = About(
         paper="Mishra et al., 2021, arXiv 2104.08378",
-        extra_state="a packed mask per layer, chosen once",
+        extra_state="a mask per layer, chosen once",
         cost="gradients and weights are masked around each step; fprop at N/M once pruned",
     )
     _resume = "any"
