@@ -26,6 +26,7 @@ from .flops import check_number, inventory, passes, skeleton
 from .measure import Measured, Progress, find, measure_all, measured
 from .report import Audit, LayerAudit
 from .rules import TWO_FOUR, Case, Layer, Rules, by_name, of_layer, of_recipe
+from .world import World, predict
 
 RECIPE = "sste:2:4"  # what a dense model is audited for unless told
 
@@ -42,6 +43,7 @@ def audit(
     optimizer: str = "fused",
     rows: Mapping[str, float] | None = None,
     other: float = 0.0,
+    world: World | int | None = None,
     measure: bool = True,
     budget: float = 60.0,
     timer: Seconds | None = None,
@@ -71,6 +73,9 @@ def audit(
         optimizer: ``"fused"``: MaskedAdamW masks and packs in its own pass; ``"separate"``: any other. Only for the prediction.
         rows: how often a token passes through a layer where that is not once, by name; see ``flops``.
         other: forward FLOPs per token of everything else, counted at the dense rate, and twice in backward.
+        world: the GPUs of a run with FSDP2, a number of them or a ``World``: predicts what each of them moves, holds and waits for in a
+            step of ``tokens`` tokens of its own, the model dense, and the recipe's with weights gathered packed. Parameters
+            that are no linear layers count where the model has them, shapes do not.
         measure: whether to measure, where the device is at hand.
         budget: seconds that measuring may take, about. Large shapes are then measured on fewer tokens and scaled, or left out.
         timer: seconds of one call of a ``Task``; by default the device's clock.
@@ -80,7 +85,8 @@ def audit(
         an ``Audit``; ``str`` of it is a table, ``as_dict()`` is for JSON.
 
     Raises:
-        RecipeError: the device is unknown, a number is out of range, or the model has no linear layer.
+        RecipeError: the device is unknown, or its network is where a ``world`` is given; a number is out of range; the model has no
+            linear layer; or the recipe needs weights whole that the ``world`` shards.
 
     Example:
         >>> found = audit({"up": (16384, 4096), "down": (4096, 16384)}, 8192, "fst:2:4(end=None)", device="H200", dtype="bfloat16")
@@ -92,7 +98,12 @@ def audit(
     if optimizer not in ("fused", "separate"):
         raise RecipeError(f'audit: optimizer={optimizer!r} is unknown; choose "fused" for MaskedAdamW, or "separate".')
     model, recipe, report = _subject(model, recipe)
+    world = World(world) if isinstance(world, int) else world
+    if world is not None and recipe is not None and recipe.setup.needs_whole:
+        raise RecipeError(f"audit: {type(recipe).__name__} {recipe.setup.needs_whole}, so there is no world=... to shard them over.")
     target, spot = find(device, _home(model))
+    if world is not None and (not isinstance(target, Device) or target.links is None):
+        raise RecipeError("audit: world=... needs a GPU between which the network is known; say device='H100' or device='H200'.")
     given = _dtype(dtype)
     if dtype is not None and given not in DTYPES:
         raise RecipeError(f"audit: dtype={dtype!r} is none that GEMMs have; choose bfloat16, float16, float32 or float64.")
@@ -116,6 +127,8 @@ def audit(
     result = Audit(tuple(layers), first.device.name, words, tokens, accumulate, steps, other=rest)
     if isinstance(target, Device):
         result = replace(result, inference_range=_range(result, cases, "inference"), step_range=_range(result, cases, "step"))
+    if world is not None:
+        result = replace(result, world=predict(model, groups, world, first.device, accumulate, rest))
     return replace(result, notes=notes(result, first, timed is not None))
 
 

@@ -11,6 +11,8 @@ from typing import Any
 
 from .flops import aligned, shape_text
 from .rules import Pieces, speedup, total
+from .world import WorldAudit
+from .world import text as world_text
 
 WIDTH = 140
 PARTS = ("inference", "step", "measured_inference", "measured_step")
@@ -32,6 +34,8 @@ def table(audit: Audit) -> str:
     totals = [_times(audit.total(part)) for part in parts]
     rows.append(("all linear layers" + (" and the rest" if audit.other else ""), "", "", *totals, "", ""))
     lines = [*aligned(rows), *(_wrapped(note) for note in (*_summary(audit), *audit.notes))]
+    if audit.world is not None:
+        lines.append(world_text(audit.world, WIDTH))
     if advice:
         lines += ["what to change to gain more", *(_wrapped(text + _gains(audit, text), f"  {marks[text]}  ") for text in advice)]
     return "\n".join(lines)
@@ -146,6 +150,7 @@ class Audit:
             device that was measured.
         other: predicted seconds of everything else in one forward pass, where the caller told its FLOPs.
         notes: what the numbers rest on, in sentences.
+        world: a step on many GPUs, predicted; None where it was not asked for.
     """
 
     layers: tuple[LayerAudit, ...]
@@ -158,6 +163,7 @@ class Audit:
     step_range: tuple[float, ...] = ()
     other: float = 0.0
     notes: tuple[str, ...] = ()
+    world: WorldAudit | None = None
 
     @property
     def inference(self) -> float | None:
@@ -215,7 +221,7 @@ class Audit:
         """Plain values, for JSON: the totals, and every layer with its pieces."""
         own = {key: list(value) if isinstance(value, tuple) else value for key, value in vars(self).items() if key != "layers"}
         totals = {part: self.total(part) for part in PARTS}
-        more = {"run": self.run, "dense_share": self.dense_share}
+        more = {"run": self.run, "dense_share": self.dense_share, "world": None if self.world is None else self.world.as_dict()}
         return {**own, **totals, **more, "layers": [{**layer.as_dict(), "share": self.share(layer)} for layer in self.layers]}
 
     def __str__(self) -> str:

@@ -51,6 +51,7 @@ class Rules:
         steps: the share of a run's steps that are such; the others are dense.
         leaves: what is deployed is N:M.
         packed: GEMMs of training may multiply the compressed weight.
+        straight: the gradient is passed straight through the mask, so that no GEMM reads the master weight.
         rank: of the low-rank adapter that is deployed beside the weight.
     """
 
@@ -63,6 +64,7 @@ class Rules:
     steps: float = 1.0
     leaves: bool = True
     packed: bool = True
+    straight: bool = True
     rank: int = 0
 
     def ways(self, transposed: bool) -> Iterator[tuple[str, bool, bool]]:
@@ -85,8 +87,9 @@ def of_recipe(recipe: Recipe, pattern: Pattern) -> Rules:
     inner = innermost(recipe)
     spans = [span for span in own.profile(steps) if span.steps]
     best, leaves = min(spans, key=_work), deployed(own).fprop < 1
+    stages = getattr(inner, "stages", ((0, inner.stage({})),))
     if _work(best) == 3:
-        return Rules(pattern, fprop=False, prepare="", steps=0.0, leaves=leaves)
+        return Rules(pattern, fprop=False, prepare="", steps=0.0, leaves=leaves, packed=False)
     return Rules(
         pattern,
         best.fprop < 1,
@@ -97,6 +100,7 @@ def of_recipe(recipe: Recipe, pattern: Pattern) -> Rules:
         sum(span.steps for span in spans if _work(span) < 3) / steps,
         leaves,
         bool(getattr(inner, "packed", False)) and getattr(inner, "fp8", None) is None,
+        not (stages[-1][1].transform or own.final_transform()).traits.own_gradient,
     )
 
 
@@ -105,7 +109,8 @@ def of_layer(layer: NMWeight) -> Rules:
     transform, plan = layer.transform or layer.final, layer.plan
     columns = transform.traits.transposable or transform.traits.own_dgrad
     estimate = Pattern(plan.n, plan.m) if plan.wgrad in ("mvue", "magnitude") else None
-    return Rules(layer.pattern, True, columns, estimate, _prepare_rule(transform, columns), plan.wgrad != "none", packed=plan.packs)
+    prepare, straight = _prepare_rule(transform, columns), not transform.traits.own_gradient
+    return Rules(layer.pattern, True, columns, estimate, prepare, plan.wgrad != "none", packed=plan.packs, straight=straight)
 
 
 def _work(span: Span) -> float:

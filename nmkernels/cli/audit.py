@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .. import capability
-from ..audit import audit
+from ..audit import World, audit
 from ..models import GPT, MODELS, GPTConfig, model_shapes
 from ..pattern import NMError
 from .config import positive
@@ -29,6 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", metavar="D", help="bfloat16, float16, float32; default bfloat16 on GPUs, float32 on a CPU")
     parser.add_argument("--accumulate", type=positive, default=1, metavar="K", help="forward passes per optimizer step, default 1")
     parser.add_argument("--separate", action="store_true", help="masks and packing by a pass of their own, not by MaskedAdamW")
+    said = "predict a step of FSDP2 on G GPUs, or with S shards on each replica (HSDP); --tokens: of one GPU; --device: H100 or H200"
+    parser.add_argument("--world", metavar="G[/S]", help=said)
     parser.add_argument("--no-measure", action="store_true", help="predict only; the CPU itself is measured in any case, for a second")
     parser.add_argument("--budget", type=float, default=60.0, metavar="S", help="seconds that measuring may take, about; default 60")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
@@ -56,6 +58,7 @@ def run(args: argparse.Namespace) -> int:
         accumulate=args.accumulate,
         optimizer="separate" if args.separate else "fused",
         rows=rows,
+        world=None if args.world is None else _world(args.world),
         measure=not args.no_measure,
         budget=args.budget,
         progress=None if args.json or not sys.stderr.isatty() else tell,
@@ -76,7 +79,14 @@ def _model(args: argparse.Namespace) -> tuple[Any, Mapping[str, float]]:
         found = model_shapes(args.model)
     except NMError as error:
         raise NMError(f"{error} Or write WIDTHxBLOCKS of models.GPT, or give --shapes.") from None
-    return found.shapes(), found.rows
+    return found.module(), found.rows
+
+
+def _world(word: str) -> World:
+    gpus, _, shards = word.partition("/")
+    if not gpus.isdecimal() or not (shards or "1").isdecimal():
+        raise NMError(f"audit: --world {word!r} is no number of GPUs; write 64, or 64/8 for 8 replicas of 8 shards.")
+    return World(int(gpus), int(shards) if shards else None)
 
 
 def _sizes(word: str) -> tuple[int, int]:

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import torch
+from torch import nn
+
+from ..audit.flops import skeleton
 from ..pattern import NMError
 
 Shapes = Mapping[str, tuple[int, int]]
@@ -12,18 +16,31 @@ Shapes = Mapping[str, tuple[int, int]]
 
 @dataclass(frozen=True)
 class ModelShapes:
-    """Linear layers ``(out, in)`` of one block and how many blocks, those outside, and how often a token passes through some."""
+    """Linear layers ``(out, in)`` of one block and how many blocks, those outside, and how often a token passes through some.
+
+    ``embeddings``: the tables ``(tokens, width)`` that no output layer shares.
+    """
 
     block: str
     blocks: int
     layers: Shapes
     outside: Shapes = field(default_factory=dict)
     rows: Mapping[str, float] = field(default_factory=dict)
+    embeddings: Shapes = field(default_factory=dict)
 
     def shapes(self) -> dict[str, tuple[int, int]]:
         """Every linear layer of the model, by its name there."""
         inside = {f"{self.block}.{i}.{name}": shape for i in range(self.blocks) for name, shape in self.layers.items()}
         return {**inside, **self.outside}
+
+    def module(self) -> nn.Module:
+        """A model without memory that has these linear layers and embeddings."""
+        root = skeleton(self.shapes())
+        with torch.device("meta"):
+            for name, (tokens, width) in self.embeddings.items():
+                parent, _, last = name.rpartition(".")
+                root.get_submodule(parent).add_module(last, nn.Embedding(tokens, width))
+        return root
 
 
 MODELS = {
@@ -38,7 +55,13 @@ MODELS = {
         "layers", 32,
         {"self_attn.q_proj": (4096, 4096), "self_attn.k_proj": (1024, 4096), "self_attn.v_proj": (1024, 4096),
          "self_attn.o_proj": (4096, 4096), "mlp.gate_proj": (14336, 4096), "mlp.up_proj": (14336, 4096), "mlp.down_proj": (4096, 14336)},
-        {"lm_head": (128256, 4096)},
+        {"lm_head": (128256, 4096)}, embeddings={"embed_tokens": (128256, 4096)},
+    ),
+    "llama-3-70b": ModelShapes(
+        "layers", 80,
+        {"self_attn.q_proj": (8192, 8192), "self_attn.k_proj": (1024, 8192), "self_attn.v_proj": (1024, 8192),
+         "self_attn.o_proj": (8192, 8192), "mlp.gate_proj": (28672, 8192), "mlp.up_proj": (28672, 8192), "mlp.down_proj": (8192, 28672)},
+        {"lm_head": (128256, 8192)}, embeddings={"embed_tokens": (128256, 8192)},
     ),
     # Dosovitskiy et al. 2021, ViT-L/16 at 224: 197 tokens an image
     "vit-l": ModelShapes(

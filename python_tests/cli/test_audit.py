@@ -34,6 +34,13 @@ def test_options_reach_the_audit(capsys):
     assert found["layers"][0]["dtype"] == "float16" and found["accumulate"] == 2
 
 
+def test_a_world(capsys):
+    text = run(capsys, "--model", "llama-3-8b", "--world", "64")
+    assert "one of 64 GPUs, predicted" in text and "predicted and not measured: H200 SXM, sharded 64 ways" in text
+    found = json.loads(run(capsys, "--model", "llama-3-8b", "--world", "64/8", "--json"))["world"]
+    assert found["predicted"] is True and found["world"]["shards"] == 8 and found["packed"]["gathered"] < found["dense"]["gathered"]
+
+
 @pytest.mark.slow
 def test_a_model_of_the_zoo_and_this_cpu(capsys):
     assert "blocks.*.attn.qkv ×3" in run(capsys, "--model", "64x3", "--no-measure")
@@ -52,6 +59,9 @@ def test_a_model_of_the_zoo_and_this_cpu(capsys):
         (["--shapes", "40x"], "'40x' is no shape"),
         (["--device", "H20"], "no device is called 'H20'; did you mean 'H200'?"),
         (["--recipe", "fst:2:4", "--pattern", "2:4"], "the pattern is given twice"),
+        (["--world", "8x2"], "'8x2' is no number of GPUs"),
+        (["--world", "8/3"], "gpus=8 is no multiple of shards=3"),
+        (["--world", "8", "--device", "A100"], "say device='H100'"),
     ],
 )
 def test_wrong_words_are_told(words, match, capsys):
@@ -65,7 +75,12 @@ def test_named_models_have_their_known_sizes():
     assert {name: sum(out * cols for out, cols in model_shapes(name).shapes().values()) for name in MODELS} == {
         "gpt2": 12 * 12 * 768**2 + 50257 * 768,
         "llama-3-8b": 32 * (2 * 4096**2 + 2 * 1024 * 4096 + 3 * 14336 * 4096) + 128256 * 4096,
+        "llama-3-70b": 80 * (2 * 8192**2 + 2 * 1024 * 8192 + 3 * 28672 * 8192) + 128256 * 8192,
         "vit-l": 24 * 12 * 1024**2 + 1000 * 1024,
         "bert-large": 24 * 12 * 1024**2,
     }
     assert model_shapes("LLAMA3_8B") is MODELS["llama-3-8b"]
+    # with the norms, 8,030,261,248 and 70,553,706,496
+    norms = {"llama-3-8b": 65 * 4096, "llama-3-70b": 161 * 8192}
+    found = {name: sum(p.numel() for p in MODELS[name].module().parameters()) + more for name, more in norms.items()}
+    assert found == {"llama-3-8b": 8_030_261_248, "llama-3-70b": 70_553_706_496}
