@@ -45,6 +45,7 @@ class NMWeight(nn.Module):
     or learned (a dense checkpoint, which has none, renews them), outside it where they are held or a schedule writes them.
     ``columns`` is the order in which a finished weight is N:M where that is not its own, else None. ``seed`` is int64 (seed, offset) of the
     estimates that ``plan`` draws. ``adapts``: a low-rank adapter (``nm_left``, ``nm_right``), where there is one, takes part.
+    ``governed``: a handle drives the layer, or did.
     """
 
     weight: Tensor
@@ -63,6 +64,7 @@ class NMWeight(nn.Module):
         self.adapts = False
         self.columns: Tensor | None = None
         self.restored = False
+        self.governed = False
         self.finished = False
         self.ran = False
         self.effective = EffectiveWeight()
@@ -375,6 +377,21 @@ class SparseLinear(NMWeight, nn.Linear):  # type: ignore[misc]  # torch types bi
 
 
 OWN_ATTRIBUTES = frozenset(
-    {"pattern", "final", "transform", "plan", "seed", "starts", "adapts", "columns", "restored", "finished", "ran", "effective", "gather"}
+    {
+        "pattern",
+        "final",
+        "transform",
+        "plan",
+        "seed",
+        "starts",
+        "adapts",
+        "columns",
+        "restored",
+        "governed",
+        "finished",
+        "ran",
+        "effective",
+        "gather",
+    }
 )
 """What ``NMWeight._start`` adds to a module, and what ``make_dense_`` takes away again."""

@@ -15,12 +15,12 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
-from ..nn import CompressedLinear, NMWeight, is_conv1d, is_conv1d_type, make_sparse_, switch_fast_paths
+from ..nn import CompressedLinear, NMWeight, is_conv1d, is_conv1d_type, make_dense_, make_sparse_, switch_fast_paths
 from ..nn.swap import class_of
 from ..pattern import Pattern, RecipeError, ShapeError
 from ..shards import is_sharded
 from .base import LayerPlan, Recipe
-from .handle import Handle, densify_
+from .handle import Handle
 from .registry import resolve
 from .report import Entry, Report
 
@@ -148,24 +148,28 @@ def _candidate(
         shape = tuple(module.weight.shape) if plain else (module.out_features, module.in_features)
     else:
         shape = () if weight is None else tuple(weight.shape[::-1])
-    impossible = _obstacle(module, weight, uses, bypassed)
+    impossible = _obstacle(module, weight, uses, bypassed, pattern)
     planned = LayerPlan(None) if impossible else plan(pattern, (shape[0], shape[1]))
     misshapen = planned.unsupported_reason
     if not impossible and shape[1] % pattern.m:
         misshapen = f"in_features={shape[1]} is not a multiple of M={pattern.m}"
     keep_dense = planned.keep_dense_reason
-    if id(module) in heads or name.rpartition(".")[2] in HEADS:
+    if isinstance(module, NMWeight):
+        keep_dense = ""  # whoever made it sparse has decided
+    elif id(module) in heads or name.rpartition(".")[2] in HEADS:
         keep_dense = "output head"
     elif shape and min(shape) < TINY:
         keep_dense = f"tiny: fewer than {TINY} features on one side"
     return Candidate(name, module, shape, impossible or misshapen, keep_dense, bool(misshapen))
 
 
-def _obstacle(module: nn.Module, weight: Tensor | None, uses: Counter[int], bypassed: set[int]) -> str:
+def _obstacle(module: nn.Module, weight: Tensor | None, uses: Counter[int], bypassed: set[int], pattern: Pattern) -> str:
     """Why a linear layer cannot be made sparse whatever the pattern is; empty if it can."""
     kind = type(module).__name__
     if isinstance(module, NMWeight):
-        return "it is sparse already; give the dense model back with handle.remove() or densify_ first"
+        if module.governed:
+            return "it is sparse already; give the dense model back with handle.remove() or densify_ first"
+        return "" if module.pattern == pattern else f"it is {module.pattern} already; take a recipe of that pattern"
     if id(module) in bypassed:
         return "nn.MultiheadAttention reads out_proj's weight and never calls the layer"
     form = "" if weight is None else _form(weight)
@@ -218,8 +222,9 @@ def sparsify_(model: nn.Module, recipe: Recipe | str, filter_fn: FilterFn | None
     """Turn the linear layers of ``model`` into sparse ones, in place, and return the handle that drives the recipe.
 
     Module and Parameter objects, hooks, dtype, device and mode are kept, and ``state_dict`` keys stay those of the dense model, so
-    optimizers may be built before or after. Taken are ``nn.Linear`` and Hugging Face's ``Conv1D``; ``print(handle.report)`` shows which
-    layers were left dense and why. A copy of the model (an EMA) keeps the phase it was copied in: to evaluate it, load its state dict
+    optimizers may be built before or after. Taken are ``nn.Linear`` and Hugging Face's ``Conv1D``, and layers that were built as
+    ``SparseLinear`` of the recipe's pattern and never had a handle; ``print(handle.report)`` shows which layers were left dense and why.
+    A copy of the model (an EMA) keeps the phase it was copied in: to evaluate it, load its state dict
     into ``model``.
 
     Args:
@@ -240,17 +245,27 @@ def sparsify_(model: nn.Module, recipe: Recipe | str, filter_fn: FilterFn | None
     """
     recipe = resolve(recipe)
     pattern = Pattern(recipe.pattern)
-    if any(isinstance(m, NMWeight) for m in model.modules()):
+    if any(isinstance(m, NMWeight) and m.governed for m in model.modules()):
         raise RecipeError(
             "sparsify_: the model has sparse layers already; handle.remove() or densify_(model) gives the dense model back first."
         )
     chosen, report = select(model, pattern, filter_fn, recipe.layer)
     if not chosen:
         raise RecipeError(f"sparsify_: no layer of the model can be made {pattern} sparse:\n{report}")
-    layers: dict[str, NMWeight] = {c.name: make_sparse_(c.module, pattern) for c in chosen}
+    built = {c.name: c.module for c in chosen if isinstance(c.module, NMWeight)}
+    layers: dict[str, NMWeight] = {c.name: built.get(c.name) or make_sparse_(c.module, pattern) for c in chosen}
     switch_fast_paths(model)
     try:
-        return Handle(model, recipe, layers, report)
+        handle = Handle(model, recipe, layers, report)
     except Exception:
-        densify_(model)
+        for name, layer in layers.items():
+            layer.forget()
+            if name in built:
+                layer._start(pattern)
+            else:
+                make_dense_(layer)
+        switch_fast_paths(model)
         raise
+    for layer in layers.values():
+        layer.governed = True
+    return handle

@@ -231,7 +231,7 @@ LINEAR = {
     "wrapped": (lambda: linear(Wrapped(torch.zeros(32, 32, dtype=torch.int8))), {"": (SQUARE, "Wrapped, a quantised")}),
     "bitsandbytes": (lambda: linear(torch.zeros(512, 1, dtype=torch.uint8), Linear4bit), {"": (SQUARE, "torch.uint8 (quantised")}),
     "indivisible": (lambda: nn.Linear(30, 32), {"": ((32, 30), "in_features=30 is not a multiple of M=4")}),
-    "sparse": (lambda: nm.SparseLinear(32, 32), {"": (SQUARE, "sparse already")}),
+    "sparse": (lambda: nm.SparseLinear(32, 32, pattern="1:4"), {"": (SQUARE, "it is 1:4 already")}),
     "compressed": (lambda: nm.CompressedLinear(nm.ops.compress(torch.randn(32, 32), P)), {"": (SQUARE, "compressed already")}),
     "MultiheadAttention": (
         lambda: nn.MultiheadAttention(32, 2, kdim=16, vdim=8, add_bias_kv=True),

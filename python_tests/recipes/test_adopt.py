@@ -1,0 +1,94 @@
+"""sparsify_ takes layers over that were built as SparseLinear and never had a handle."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import nmkernels as nm
+
+R = nm.recipes
+
+
+def build(sparse: bool, pattern: str = "2:4") -> nn.Sequential:
+    torch.manual_seed(0)
+    first = nm.SparseLinear(32, 64, pattern=pattern) if sparse else nn.Linear(32, 64)
+    return nn.Sequential(first, nn.GELU(), nn.Linear(64, 32))
+
+
+def train(model: nn.Module, recipe: R.Recipe) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
+    handle = nm.sparsify_(model, recipe)
+    optimizer, told = handle.attach(recipe.optimizer(model.parameters(), lr=1e-2)), []
+    for step in range(8):
+        x = torch.randn(8, 32, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), x).backward()
+        optimizer.step()
+        told.append({name: float(value) for name, value in handle.metrics().items()})
+    handle.finish()
+    return model.state_dict(), told
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [R.SRSTE("2:4", decay=1e-2), R.STEP("2:4", t_min=2, t_max=4), R.SSTE("2:4", mvue=None), R.ASP("2:4", start=4), R.get("dense")],
+    ids=lambda recipe: recipe.name,
+)
+def test_it_trains_as_if_it_had_been_dense(recipe: R.Recipe) -> None:
+    (want, figures), (got, told) = train(build(False), recipe), train(build(True), recipe)
+    assert got.keys() == want.keys() and all(torch.equal(got[key], want[key]) for key in want)
+    assert str(told) == str(figures)
+
+
+def test_the_report_says_so_and_remove_gives_dense_layers() -> None:
+    model = build(True)
+    handle = nm.sparsify_(model, "srste:2:4")
+    assert list(handle.layers) == ["0", "2"] and all(entry.sparse for entry in handle.report.entries if entry.linear)
+    handle.remove()
+    assert [type(layer) for layer in model] == [nn.Linear, nn.GELU, nn.Linear]
+
+
+def test_small_ones_and_heads_too() -> None:
+    model = nn.ModuleDict({"lm_head": nm.SparseLinear(8, 4), "classifier": nn.Linear(32, 32)})
+    assert list(nm.sparsify_(model, "srste:2:4").layers) == ["lm_head"]
+
+
+def test_the_filter_may_leave_them_out() -> None:
+    model = build(True)
+    handle = nm.sparsify_(model, "srste:2:4", lambda module, name: name == "2")
+    assert list(handle.layers) == ["2"] and not model[0].governed and model[0].transform is not None
+
+
+def test_not_those_of_another_pattern() -> None:
+    model = build(True, "1:4")
+    handle = nm.sparsify_(model, "srste:2:4")
+    assert list(handle.layers) == ["2"] and "it is 1:4 already" in str(handle.report)
+
+
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("finished", [False, True])
+def test_not_those_that_have_a_handle(copied: bool, finished: bool) -> None:
+    model = build(True)
+    handle = nm.sparsify_(model, "srste:2:4")
+    model(torch.randn(2, 32))
+    if finished:
+        handle.finish()
+    model = copy.deepcopy(model) if copied else model
+    with pytest.raises(nm.RecipeError, match="has sparse layers already"):
+        nm.sparsify_(model, "srste:2:4")
+
+
+def test_a_failure_leaves_the_model_as_it_was() -> None:
+    model = build(True)
+    with torch.no_grad():
+        model[2].weight.zero_()  # S-STE has no scale for it
+    with pytest.raises(nm.RecipeError):
+        nm.sparsify_(model, "sste:2:4")
+    assert [type(layer) for layer in model] == [nm.SparseLinear, nn.GELU, nn.Linear]
+    assert not model[0].governed and not dict(model.named_buffers()) and type(model[0].transform).__name__ == "HardMask"
+    with torch.no_grad():
+        model[2].weight.normal_()
+    assert len(nm.sparsify_(model, "sste:2:4").layers) == 2
