@@ -139,8 +139,9 @@ class Gather:
         return (weight, (weight,)) if out is None else None
 
     def _packs(self, size: torch.Size, ways: int) -> bool:
-        """Alike on every rank: whether the rows, whole on each, are gathered packed."""
-        return self.layer.plan.packs and not self.layer.transposed and size[0] % ways == 0 and local(self.parameter).shape[1] == size[1]
+        """Alike on every rank: whether the rows, whole on each, are gathered packed; of a single rank FSDP2 takes one tensor only."""
+        even = size[0] % ways == 0 and local(self.parameter).shape[1] == size[1]
+        return ways > 1 and even and self.layer.plan.packs and not self.layer.transposed
 
     def _forget_buffers(self) -> None:
         """Let FSDP2 allocate anew: it sizes what it gathers into once, for the form of the first gather, and notes then what it found."""
