@@ -14,6 +14,7 @@ from ..models import GPTConfig
 from ..pattern import CheckpointError, Pattern, RecipeError
 from ..recipes import Recipe
 from ..recipes.registry import find, parse, suggestion
+from .world import PARALLEL
 
 PLAIN = {"none": None, "true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 NOT_HERE = {"pattern": "it stands behind the recipe's name, --recipe NAME:N:M", "total_steps": "it is the length of the run, --steps"}
@@ -178,5 +179,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--log-every", metavar="STEPS", type=positive, default=20, help="default 20")
     run.add_argument("--tensorboard", action="store_true", help="also write event files into --out")
     run.add_argument("--threads", type=positive, help="threads of PyTorch; default: its own choice")
-    run.add_argument("--device", default="cpu", help="default cpu")
+    run.add_argument("--device", default="cpu", help="default cpu; with --parallel, cuda is a GPU for each process")
+    said = "how the processes that torchrun started share the work: ddp, fsdp, hsdp or tp; default none, one process"
+    run.add_argument("--parallel", choices=PARALLEL, default="none", help=said)
+    said = "with hsdp, over how many processes the model is sharded; default: those of a node"
+    run.add_argument("--shard-ways", metavar="N", type=positive, help=said)
     run.add_argument("--json", action="store_true", help="print the result as JSON on standard output, everything else on standard error")

@@ -23,14 +23,18 @@ from ..export.files import atomic_write, writing
 from ..pattern import CheckpointError, NMError
 from .deploy import DENSE_FILE, FILE, PROMPT, SAMPLE_FILE
 from .log import COLUMNS, LOG
+from .sharded import FILES, RUN, write_shards
+from .world import World
 
 LOCK, RESULT, CURVES = ".nmkernels-train", "result.json", "curves.png"
 BASELINE, CHECKPOINTS, BOARD = "baseline", "checkpoints", "tensorboard"
 
 FORMAT = "nmkernels-train-1"
 KEPT = 2
-CHECKPOINT = r"step-\d{8,}\.pt"
-REQUIRED = {"format", "step", "config", "corpus", "model", "optimizer", "rng", "seconds", "unlogged"}
+WHOLE, SHARDED = ".pt", ".dcp"
+CHECKPOINT = rf"step-\d{{8,}}({WHOLE}|{SHARDED})"
+REQUIRED = {"format", "step", "config", "corpus", "rng", "seconds", "unlogged"}
+TENSORS = {"model", "optimizer"}
 
 SIGNS = {
     RESULT: b'"nmkernels"',
@@ -45,16 +49,20 @@ SIGNS = {
 
 FOLDERS = (f"{BASELINE}/{CHECKPOINTS}", f"{BASELINE}/{BOARD}", BASELINE, CHECKPOINTS, BOARD)  # of a run, the inner ones first
 # the files of a run that have no fixed name
-MANY = re.compile(rf"({BASELINE}/)?({CHECKPOINTS}/{CHECKPOINT}(\.aside)?|{BOARD}/events\.out\.tfevents\..+)")
+MANY = re.compile(rf"({BASELINE}/)?({CHECKPOINTS}/{CHECKPOINT}(\.aside)?(/{FILES})?|{BOARD}/events\.out\.tfevents\..+)")
 TEMPORARY = re.compile(r"\.(.+)\.\w+\.tmp")  # what atomic_write leaves where it is killed; the group is the name of the file
 HEAD = 1 << 16
 
 
 class Store:
-    """The checkpoints ``step-00000100.pt`` in one folder: written whole or not at all, the last two kept, damage answered in words."""
+    """The checkpoints in one folder: written whole or not at all, the last two kept, damage answered in words.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    ``step-00000100.pt`` is one file, ``step-00000100.dcp`` a folder in which each rank of a sharded run wrote its part; a run of either
+    kind goes on from both. All ranks of ``world`` call ``save`` and ``load``.
+    """
+
+    def __init__(self, folder: Path, world: World | None = None) -> None:
+        self.folder, self.world = folder, world or World()
 
     def paths(self) -> list[Path]:
         """All checkpoints, oldest step first."""
@@ -62,25 +70,43 @@ class Store:
 
     def save(self, state: dict[str, Any]) -> Path:
         """Write ``state`` (it has a ``step``) atomically, then drop all but the last two."""
-        path = self.folder / f"step-{state['step']:08}.pt"
+        sharded = self.world.sharded
+        path = self.folder / f"step-{state['step']:08}{SHARDED if sharded else WHOLE}"
         try:
-            with writing(path):
-                self.folder.mkdir(parents=True, exist_ok=True)
-                atomic_write(path, lambda temporary: torch.save({"format": FORMAT, **state}, temporary))
-                self.drop()
+            if sharded:
+                temporary = path.with_name(f".{path.name}.shards.tmp")
+                write_shards({name: state[name] for name in TENSORS}, temporary)
+                rest = {name: value for name, value in state.items() if name not in TENSORS}
+                self.world.lead(lambda: self._seal(rest, temporary, path))
+            else:
+                self.world.lead(lambda: self._write(state, path))
         except CheckpointError as error:
             if last := self.paths()[-1:]:
                 raise CheckpointError(f"{error} {last[0]} is whole: --resume goes on from there.") from error
             raise
         return path
 
+    def _write(self, state: dict[str, Any], path: Path) -> None:
+        with writing(path):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            atomic_write(path, lambda temporary: torch.save({"format": FORMAT, **state}, temporary))
+            self.drop()
+
+    def _seal(self, rest: dict[str, Any], temporary: Path, path: Path) -> None:
+        """Make a checkpoint of a folder in which every rank has written."""
+        with writing(path):
+            atomic_write(temporary / RUN, lambda file: torch.save({"format": FORMAT, **rest}, file))
+            _remove(path)
+            temporary.replace(path)
+            self.drop()
+
     def drop(self) -> None:
         """Remove all but the last two."""
         for old in self.paths()[:-KEPT]:
-            old.unlink()
+            _remove(old)
 
     def load(self, path: Path | None = None) -> dict[str, Any]:
-        """The checkpoint at ``path``, or the newest one."""
+        """The checkpoint at ``path``, or the newest one; of a sharded one what is no tensor, and the folder as ``shards``."""
         if path is None:
             if not self.paths():
                 raise CheckpointError(
@@ -89,21 +115,24 @@ class Store:
                 )
             path = self.paths()[-1]
         try:
-            state = torch.load(path, map_location="cpu", weights_only=True)
+            state = torch.load(_described(path), map_location="cpu", weights_only=True)
         except FileNotFoundError as error:
             raise CheckpointError(f"there is no checkpoint {path}.") from error
         except Exception as error:  # torch.load raises whatever the damage leads to: EOFError, RuntimeError, UnpicklingError, KeyError
             said = ": ".join([type(error).__name__, *(line[:120] for line in str(error).strip().splitlines()[:1])])
             raise CheckpointError(f"{path} is damaged or not a checkpoint ({said}). {self._way_out(path)}") from error
-        if not isinstance(state, dict) or state.get("format") != FORMAT or not state.keys() >= REQUIRED:
+        needs = REQUIRED if path.is_dir() else REQUIRED | TENSORS
+        if not isinstance(state, dict) or state.get("format") != FORMAT or not state.keys() >= needs:
             raise CheckpointError(f"{path} was not written by this version of `nmkernels train`. {self._way_out(path)}")
-        return state
+        return {**state, "shards": path} if path.is_dir() else state
 
     def set_aside(self, after: int) -> None:
         """Rename checkpoints later than step ``after``: a run that resumes before them would otherwise mistake them for its own."""
         for path in self.paths():
             if _step(path) > after:
-                path.replace(path.with_suffix(".pt.aside"))
+                aside = path.with_name(f"{path.name}.aside")
+                _remove(aside)
+                path.replace(aside)
 
     def _way_out(self, path: Path) -> str:
         earlier = [p for p in self.paths() if re.fullmatch(CHECKPOINT, path.name) and _step(p) < _step(path)]
@@ -114,6 +143,21 @@ class Store:
 
 def _step(path: Path) -> int:
     return int(path.stem.removeprefix("step-"))
+
+
+def _described(path: Path) -> Path:
+    """The file of a checkpoint that says what it is."""
+    return path / RUN if path.is_dir() else path
+
+
+def _remove(path: Path) -> None:
+    """Remove a checkpoint, a sharded one without leaving half of it under its name."""
+    if path.is_dir():
+        gone = path.with_name(f".{path.name}.old.tmp")
+        path.replace(gone)
+        shutil.rmtree(gone)
+    else:
+        path.unlink(missing_ok=True)
 
 
 class Folder:
@@ -137,7 +181,7 @@ class Folder:
         """Lock a folder with a run, once it is clear that nothing in it would be harmed; a new or empty one is left as it is."""
         names, out = self._names(), self.path
         signed = any(name in names and self._signed(name) == "signed" for name in (RESULT, LOG))
-        if LOCK in names or signed or any(FORMAT.encode() in _head(path) for path in Store(out / CHECKPOINTS).paths()):
+        if LOCK in names or signed or any(FORMAT.encode() in _head(_described(path)) for path in Store(out / CHECKPOINTS).paths()):
             self.take()
             if overwrite and not resume:
                 self._spare()
@@ -230,13 +274,20 @@ class Folder:
             for name, path in self._entries():
                 if _known(name) and path.is_file() and not path.is_symlink():
                     path.unlink()
-        for name in FOLDERS:
+        for name in list(self._folders()):
             with suppress(OSError):  # a user's file is in it, or it was never made
                 (self.path / name).rmdir()
 
+    def _folders(self) -> Iterator[str]:
+        """The folders of a run, the inner ones first; those of sharded checkpoints have no fixed names."""
+        for outer in (f"{BASELINE}/{CHECKPOINTS}", CHECKPOINTS):
+            names = (f"{outer}/{path.name}" for path in (self.path / outer).glob(f"step-*{SHARDED}*") if path.is_dir())
+            yield from sorted(filter(_known, names))
+        yield from FOLDERS
+
     def _entries(self) -> Iterator[tuple[str, Path]]:
         """What lies in the folders of a run, links not followed, the result first: without it the run counts as stopped."""
-        for folder in ("", *FOLDERS):
+        for folder in ("", *self._folders()):
             place = self.path / folder
             if not place.is_dir() or (folder and place.is_symlink()):
                 continue

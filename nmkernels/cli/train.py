@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import platform
 import shlex
 import signal
@@ -33,6 +34,8 @@ from .config import TrainConfig, add_arguments, fresh, resumed, settings
 from .deploy import block_gains, deploy
 from .folder import BASELINE, CHECKPOINTS, CURVES, RESULT, Folder, Store
 from .log import ABOUT, LOG, Log, board_writer, plot, quiet_threads, read_log, summary
+from .sharded import load_shards, shards_of
+from .world import World
 
 __all__ = ["add_arguments", "run"]
 
@@ -57,12 +60,14 @@ def learning_rate(config: TrainConfig, step: int) -> float:
 class Trainer:
     """A GPT with its optimizer, sparse under ``recipe``, or the dense baseline on plain PyTorch where ``recipe`` is None.
 
-    Both start from the same weights and see the same batches. ``seconds`` is the time spent in steps, resumed runs included;
-    ``losses`` are those since the last row of the log, when ``seconds`` was ``mark``.
+    Both start from the same weights and see the same batches, of which each rank of ``world`` reads its share. ``seconds`` is the time
+    spent in steps, resumed runs included; ``losses`` are those since the last row of the log, when ``seconds`` was ``mark``.
     """
 
-    def __init__(self, config: TrainConfig, corpus: Corpus, recipe: Recipe | None, device: str = "cpu") -> None:
-        self.config, self.corpus, self.device = config, corpus, device
+    def __init__(self, config: TrainConfig, corpus: Corpus, recipe: Recipe | None, world: World | None = None) -> None:
+        self.config, self.corpus = config, corpus
+        self.world = world or World()
+        self.device = device = self.world.device
         self.seconds = self.mark = 0.0
         self.losses: list[float] = []
         torch.manual_seed(config.seed)
@@ -70,6 +75,7 @@ class Trainer:
         self.parameters = self.model.parameter_count()
         # first, because a recipe may add parameters
         self.handle = None if recipe is None else sparsify_(self.model, recipe)
+        self.loss = self.world.spread(self.model)
         matrices = [p for p in self.model.parameters() if p.dim() == 2]
         vectors = [p for p in self.model.parameters() if p.dim() != 2]
         groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
@@ -82,11 +88,12 @@ class Trainer:
         self.multiples = [group["lr"] / config.lr for group in self.optimizer.param_groups]
 
     def step(self, step: int) -> float:
-        """One optimizer step, counted from 1; returns the training loss in nats per byte."""
+        """One optimizer step, counted from 1; returns the training loss in nats per byte, of this rank's share of the batch."""
         for group, multiple in zip(self.optimizer.param_groups, self.multiples, strict=True):
             group["lr"] = learning_rate(self.config, step) * multiple
         x, y = self.corpus.batch(self.config.seed, step, self.config.batch, self.config.context)
-        loss = self.model.loss(x.to(self.device), y.to(self.device))
+        x, y = self.world.share(x), self.world.share(y)
+        loss = self.loss(x.to(self.device), y.to(self.device))
         value = loss.item()
         if not math.isfinite(value):
             raise NMError(
@@ -105,11 +112,14 @@ class Trainer:
         total, count = 0.0, 0
         self.model.eval()
         with self.handle.deployable() if self.handle is not None else nullcontext():
-            for x, y in self.corpus.val_batches(self.config.context, self.config.batch, windows):
-                total += self.model.loss(x.to(self.device), y.to(self.device)).item() * len(x)
+            for batch in self.corpus.val_batches(self.config.context, self.config.batch, windows):
+                x, y = (self.world.share(part).to(self.device) for part in batch)
+                loss = self.loss(x, y).item()  # of no rows too: sharded layers are gathered by all ranks or none
+                total += loss * len(x) if len(x) else 0.0
                 count += len(x)
         self.model.train()
-        return total / count
+        sums = self.world.sum(total, count)
+        return sums[0] / sums[1]
 
     def metrics(self) -> dict[str, float]:
         """The recipe's metrics after the last step; none of the baseline."""
@@ -132,20 +142,27 @@ class Trainer:
             "step": step,
             "config": asdict(self.config),
             "corpus": self.corpus.digest,
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            **self._tensors(),
             "rng": torch.get_rng_state(),
             "seconds": self.seconds,
             "unlogged": {"losses": self.losses, "mark": self.mark},
         }
+
+    def _tensors(self) -> dict[str, Any]:
+        if self.world.sharded:
+            return shards_of(self.model, self.optimizer)
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def load(self, state: dict[str, Any], path: object) -> int:
         """Continue from ``state``; returns the step it was written after."""
         if state["corpus"] != self.corpus.digest:
             raise CheckpointError(f"{path}: the text to train on has changed since ({self.corpus.source}); give the same with --data.")
         try:
-            self.model.load_state_dict(state["model"])
-            self.optimizer.load_state_dict(state["optimizer"])
+            if self.world.sharded or "shards" in state:
+                load_shards(self.model, self.optimizer, state)
+            else:
+                self.model.load_state_dict(state["model"])
+                self.optimizer.load_state_dict(state["optimizer"])
         except CheckpointError:
             raise
         except (RuntimeError, ValueError, KeyError) as error:
@@ -176,26 +193,33 @@ def stop_request() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def train(trainer: Trainer, store: Store, log: Log, start: int, args: argparse.Namespace) -> None:
-    """Run steps ``start`` + 1 to the end, with a checkpoint every ``args.checkpoint_every`` steps and after the last."""
-    config = trainer.config
+def train(trainer: Trainer, store: Store, log: Log | None, start: int, args: argparse.Namespace) -> None:
+    """Run steps ``start`` + 1 to the end, with a checkpoint every ``args.checkpoint_every`` steps and after the last.
+
+    ``log``: None on the ranks that say nothing.
+    """
+    config, world = trainer.config, trainer.world
     eval_every = max(1, config.steps // EVALS)
-    with stop_request() as stop:
+    with stop_request() as asked:
         for step in range(start + 1, config.steps + 1):
             begin = time.perf_counter()
             trainer.losses.append(trainer.step(step))
             trainer.seconds += time.perf_counter() - begin
             evaluated = step % eval_every == 0
             if evaluated or step % args.log_every == 0 or step == config.steps:
-                losses = trainer.losses
+                losses = world.mean(*trainer.losses)
                 speed = len(losses) * config.batch * config.context / max(trainer.seconds - trainer.mark, 1e-9)
                 row: dict[str, Any] = {"step": step, "loss": sum(losses) / len(losses), "lr": learning_rate(config, step)}
                 if evaluated:
                     row["val_loss"] = trainer.validate(VAL_WINDOWS // 4)
-                log.row({**row, "tokens_per_s": speed, **trainer.metrics()})
+                if log is not None:
+                    log.row({**row, "tokens_per_s": speed, **trainer.metrics()})
                 trainer.losses, trainer.mark = [], trainer.seconds
-            log.tick()
+            if log is not None:
+                log.tick()
+            stop = any(world.sum(len(asked)))  # ranks are asked at different steps
             if step % args.checkpoint_every == 0 or step == config.steps or stop:
+                trainer.losses = world.mean(*trainer.losses)
                 path = store.save(trainer.state(step))
             if stop:
                 raise Interrupted(f"Stopped after step {step}; saved in {path}.")
@@ -204,47 +228,57 @@ def train(trainer: Trainer, store: Store, log: Log, start: int, args: argparse.N
 class Run:
     """One run of ``train``; building it checks everything that can be checked before training, and locks the folder."""
 
-    def __init__(self, args: argparse.Namespace, folder: Folder) -> None:
-        self.args, self.folder, self.out = args, folder, folder.path
+    def __init__(self, args: argparse.Namespace, folder: Folder, world: World) -> None:
+        self.args, self.folder, self.out, self.world = args, folder, folder.path, world
         self.stream = sys.stderr if args.json else sys.stdout
         if args.threads:
             torch.set_num_threads(args.threads)
         try:
-            torch.zeros(1, device=args.device).item()  # the meta device makes tensors and cannot read them
+            torch.zeros(1, device=world.device).item()  # the meta device makes tensors and cannot read them
         except (RuntimeError, AssertionError) as error:
             raise NMError(f"--device {args.device} cannot be used here: {str(error).splitlines()[0]}") from error
         if args.tensorboard:
             board_writer()
         self.resumes = args.resume is not None
-        folder.check(resume=self.resumes, overwrite=args.overwrite)
-        self.store = Store(self.out / CHECKPOINTS)
+        world.lead(lambda: folder.check(resume=self.resumes, overwrite=args.overwrite))
+        self.store = Store(self.out / CHECKPOINTS, world)
         state = self.store.load(args.resume or None) if self.resumes else None
         if state is None:
             self.config = fresh(settings(args))
         else:
             self.config = resumed(settings(args, state["config"]), state["config"], args.resume or self.store.paths()[-1])
         recipe = self.config.build_recipe()
+        world.check(self.config.batch)
         self.corpus = load_corpus(args.data)
         self.corpus.check(self.config.context)
-        self.trainer = Trainer(self.config, self.corpus, recipe, args.device)
+        self.trainer = Trainer(self.config, self.corpus, recipe, world)
         self.start = self.trainer.load(state, self.store.folder) if state is not None else 0
-        folder.take()
+        world.lead(folder.take)
         # again, where it was only locked now: another run may have been here meanwhile
-        folder.check(resume=self.resumes, overwrite=args.overwrite)
+        world.lead(lambda: folder.check(resume=self.resumes, overwrite=args.overwrite))
 
     def execute(self) -> None:
         """Train what is left to train, deploy, write ``result.json`` and show it."""
+        world = self.world
         if not self.resumes:
-            self.folder.clear()
+            world.lead(self.folder.clear)
         elif self.args.resume:
-            self.store.set_aside(self.start)
+            world.lead(lambda: self.store.set_aside(self.start))
         speed = self._train(self.trainer, self.out, self.config.recipe, self.start)
         baseline: dict[str, Any] | None = None
         if self.args.baseline:
-            dense = Trainer(self.config, self.corpus, None, self.args.device)
-            store = Store(self.out / BASELINE / CHECKPOINTS)
+            dense = Trainer(self.config, self.corpus, None, world)
+            store = Store(self.out / BASELINE / CHECKPOINTS, world)
             start = dense.load(store.load(), store.folder) if self.resumes and store.paths() else 0
             baseline = {**self._train(dense, self.out / BASELINE, "dense baseline", start), "val_loss": dense.validate()}
+        if world.meets:
+            # the rest is for one process, which takes the whole model from the last checkpoint
+            world.part()
+            if not world.leads:
+                return
+            recipe = self.config.build_recipe()
+            self.trainer = Trainer(self.config, self.corpus, recipe, world.alone())
+            self.trainer.load(self.store.load(), self.store.folder)
         print("checking, compressing and measuring the result", file=self.stream, flush=True)
         out, corpus, handle = self.out, self.corpus, self.trainer.handle
         assert handle is not None
@@ -263,20 +297,24 @@ class Run:
             "val_loss_ratio": sparse["val_loss"] / baseline["val_loss"] if baseline else None,
             "versions": {"nmkernels": __version__, "torch": torch.__version__, "python": platform.python_version()},
             "threads": torch.get_num_threads(),
+            "parallel": {"kind": world.parallel, "ranks": world.ranks, "shard_ways": world.ways},
             "out": str(out),
             "files": files,
         }
         if self.args.demo:
             print("measuring where 2:4 pays on this machine", file=self.stream, flush=True)
-            result["gpt2_block"] = block_gains(self.args.device)
+            result["gpt2_block"] = block_gains(world.device)
         text = json.dumps(result, indent=2)
         atomic_write(out / RESULT, lambda temporary: temporary.write_text(f"{text}\n"))
         print(text if self.args.json else f"\n{summary(result)}")
 
     def _train(self, trainer: Trainer, folder: Path, label: str, start: int) -> dict[str, float | None]:
         """Train to the end; the last loss, and how fast it went."""
-        store = Store(folder / CHECKPOINTS)
-        store.drop()  # where a kill came between saving and this
+        store = Store(folder / CHECKPOINTS, self.world)
+        self.world.lead(store.drop)  # where a kill came between saving and this
+        if not self.world.leads:
+            train(trainer, store, None, start, self.args)
+            return {}
         if start:
             print(f"{label}: resumed after step {start} of {self.config.steps}", file=self.stream, flush=True)
         with quiet_threads(), Log(folder, label, start, self.config.steps, self.stream, self.args.tensorboard) as log:
@@ -291,23 +329,32 @@ class Run:
 
 def run(args: argparse.Namespace) -> int:
     """Train, deploy, report; 0 done, 1 failed on the way, 2 refused at the start, 130 interrupted with the way to resume."""
-    with Folder(args.out or Path("demo_out" if args.demo else "runs/train")) as folder:
-        try:
-            job = Run(args, folder)
-        except (NMError, OSError) as error:
+    try:
+        world = World.launched(args.parallel, args.shard_ways, args.device)
+    except NMError as error:
+        if not int(os.environ.get("RANK", 0)):  # every process says the same
             print(f"{PROG}: error: {error}", file=sys.stderr)
-            return 2
+        return 2
+    with world, Folder(args.out or Path("demo_out" if args.demo else "runs/train")) as folder:
+        try:
+            job = Run(args, folder, world)
+        except (NMError, OSError) as error:
+            return world.fail(f"{PROG}: error: {error}", 2)
         try:
             job.execute()
         except (Interrupted, KeyboardInterrupt) as stop:
-            words = [sys.executable, "-m", "nmkernels", "train", "--out", str(job.out), "--resume"]
+            words = [*world.command, "--out", str(job.out), "--resume"]
             words += ["--data", str(args.data)] if args.data else []
             words += ["--baseline"] if args.baseline else []
-            print(f"\n{str(stop) or 'Stopped.'}\nTo go on: {shlex.join(words)}", file=sys.stderr)
-            return 130
+            return world.fail(f"\n{str(stop) or 'Stopped.'}\nTo go on: {shlex.join(words)}", 130)
+        except NMError as error:
+            return world.fail(f"{PROG}: error: {error}", 1)
+        except RuntimeError as error:
+            if (said := world.explain(error)) is None:
+                raise
+            return world.fail(f"{PROG}: error: {said}", 1)
         except OSError as error:
             if isinstance(error, BrokenPipeError):
                 raise
-            print(f"{PROG}: error: {error.filename or 'output'} could not be written: {error.strerror or error}.", file=sys.stderr)
-            return 1
+            return world.fail(f"{PROG}: error: {error.filename or 'output'} could not be written: {error.strerror or error}.", 1)
     return 0
