@@ -26,6 +26,7 @@ from torchtitan.models.llama3 import model_registry
 from torchtitan.protocols.module import Module
 
 from nmkernels.integrations.torchtitan import NMConverter, NMLinear, NMOptimizersContainer, drive
+from python_tests.distributed.ranks import needs_gloo, on_ranks, whole
 
 R = nm.recipes
 RECIPES = {
@@ -244,3 +245,71 @@ def test_a_dense_run_loads() -> None:
 def test_nmkernels_does_not_import_it() -> None:
     code = "import sys, nmkernels, nmkernels.integrations; assert not any(name.startswith('torchtitan') for name in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# ---- sharded
+
+
+def sharded(recipe: Any, weights: dict[str, Tensor]) -> tuple[Any, NMOptimizersContainer]:
+    """Sharded by torchtitan's own function, then as its trainer goes on. Both ranks see the same data: the mean is each one's gradient."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import distribute_tensor
+    from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
+
+    given = spec(recipe)
+    with torch.device("meta"):
+        model = given.model.build()
+    apply_fsdp_to_decoder(model, init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",)), torch.float32, torch.float32, False)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):  # torchtitan divides by itself; gloo has no scaled sums
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(2.0)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        model.init_weights(buffer_device=None)
+        for name, p in model.named_parameters():
+            p.copy_(distribute_tensor(weights[name], p.device_mesh, p.placements))
+    steps = optimizers(model.train())
+    drive(recipe)(steps, [model], None)
+    return model, steps
+
+
+def on_two_ranks(folder: str) -> dict[str, Any]:
+    found = {}
+    weights = {name: p.detach() for name, p in build(spec(sparse=False).model).named_parameters()}
+    for name in ("srste", "step", "sste"):
+        model, steps = sharded(RECIPES[name], weights)
+        for step in range(4):
+            step_once(model, steps, step)
+            if step == 1:
+                dcp.save({"model": model.state_dict(), "optimizer": steps.state_dict()}, checkpoint_id=f"{folder}/{name}")
+        again, new = sharded(RECIPES[name], weights)
+        state = {"model": again.state_dict(), "optimizer": new.state_dict()}
+        dcp.load(state, checkpoint_id=f"{folder}/{name}")
+        again.load_state_dict(state["model"])
+        new.load_state_dict(state["optimizer"])
+        for step in range(2, 4):
+            step_once(again, new, step)
+        found[name] = [
+            (whole(each.state_dict()), {key: float(value) for key, value in own.handles[0].metrics().items()})
+            for each, own in ((model, steps), (again, new))
+        ]
+    return found
+
+
+@pytest.mark.slow
+@needs_gloo
+def test_sharded_by_torchtitan_and_resumed(tmp_path: Path) -> None:
+    results = on_ranks(2, on_two_ranks, tmp_path, str(tmp_path))
+    for name in ("srste", "step", "sste"):
+        model, steps = start(RECIPES[name])
+        for step in range(4):
+            step_once(model, steps, step)
+        want = model.state_dict()
+        (handle,) = steps.handles
+        for rank in results:
+            (weights, told), (resumed, figures) = rank[name]
+            assert str(told) == str(figures) and all(torch.equal(resumed[key], weights[key]) for key in weights), name
+            assert max((weights[key].float() - want[key].float()).abs().max().item() for key in want) < 1e-3, name
+            assert told["density"] == pytest.approx(float(handle.metrics()["density"]), abs=1e-4)
