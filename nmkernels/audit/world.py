@@ -213,7 +213,7 @@ def _padded(shape: Iterable[int], ways: int) -> int:
 def _packs(entry: Entry, case: Case, world: World) -> bool:
     """Whether the weight is gathered packed: as ``nn.gather`` decides."""
     matrix = len(entry.shape) == 2 and not entry.kind.endswith("Conv1D")
-    return matrix and case.rules.packed and case.rules.straight and entry.shape[0] % world.ways == 0
+    return matrix and world.ways > 1 and case.rules.packed and case.rules.straight and entry.shape[0] % world.ways == 0
 
 
 def _compute(group: _Group, entry: Entry, case: Case, world: World, sparse: bool) -> None:

@@ -223,6 +223,35 @@ def test_a_resumed_run_is_the_uninterrupted_one(name: str, after: int, tmp_path:
     assert str(metrics[0]) == str(metrics[1])
 
 
+@pytest.mark.parametrize("name", ["step", "asp"])
+def test_asking_for_the_state_before_the_first_step_is_no_step(name: str) -> None:
+    (model, steps), (asked, others) = start(RECIPES[name]), start(RECIPES[name])
+    assert others.state_dict() and int(others.handles[0].state["t"]) == 0
+    for step in range(4):
+        step_once(model, steps, step)
+        step_once(asked, others, step)
+    want, got = model.state_dict(), asked.state_dict()
+    assert all(torch.equal(want[key], got[key]) for key in want)
+
+
+def test_in_a_trainers_config() -> None:
+    """What torchtitan does with a config before it builds anything: the command line is read into it, and it is logged."""
+    import tyro
+    from torchtitan.config.manager import custom_registry
+    from torchtitan.models.llama3.config_registry import llama3_debugmodel
+
+    config = llama3_debugmodel()
+    config.model_spec = model_registry("debugmodel", converters=[NMConverter.Config(recipe=RECIPES["step"])])
+    config.model_spec.post_optimizer_build_fn = drive(RECIPES["step"])
+    groups = [ParamGroupConfig(pattern=".*", optimizer_name="MaskedAdamW", optimizer_kwargs=dict(KEYWORDS))]
+    config.optimizer = NMOptimizersContainer.Config(param_groups=groups)
+    found = tyro.cli(type(config), args=["--training.steps", "7"], default=config, registry=custom_registry)
+    assert found.training.steps == 7 and type(found.optimizer) is NMOptimizersContainer.Config
+    assert found.model_spec.post_optimizer_build_fn is config.model_spec.post_optimizer_build_fn
+    assert type(found.model_spec.model.layers[0].feed_forward.w2) is NMLinear.Config
+    assert "MaskedAdamW" in str(found.to_dict()["optimizer"])
+
+
 def test_a_dense_run_loads() -> None:
     dense = build(spec(sparse=False).model)
     groups = default_adamw(**KEYWORDS).param_groups
