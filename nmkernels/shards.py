@@ -45,14 +45,13 @@ def like(tensor: Tensor, part: Tensor) -> Tensor:
     return DTensor.from_local(part.contiguous(), mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
-def part_of(tensor: Tensor, full: Tensor) -> Tensor:
-    """This rank's part of ``full``, which every rank has, where it is sharded as ``tensor`` is."""
+def spread(tensor: Tensor, full: Tensor) -> Tensor:
+    """``full``, which every rank has, sharded as ``tensor`` is."""
     if not is_sharded(tensor):
         return full
     from torch.distributed.tensor import distribute_tensor
 
-    mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
-    return local(distribute_tensor(full, mesh, placements, src_data_rank=None))
+    return distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None)  # type: ignore[attr-defined]
 
 
 def groups_of(tensor: Tensor) -> Groups:

@@ -13,6 +13,7 @@ from ..nn.swap import put_
 from ..ops import Compressed
 from ..pattern import CheckpointError, NMError, Pattern
 from ..reference import unpack_indices
+from ..shards import is_sharded, local, spread
 from .tensors import Contents, place, plain_modules, plain_names, quote, shortened
 
 SHOWN = 5
@@ -42,7 +43,21 @@ class LayerPlan(NamedTuple):
         values, indices, columns, left, right = (self.parts.get(part) for part in PARTS)
         assert values is not None and indices is not None
         adapter = None if left is None or right is None else (left, right)
-        return deployed(dense, Compressed(values, indices, self.pattern, self.shape), self.layout, keep_dense, adapter, columns)
+        weight: Any = dense.weight
+        shape = self.shape
+        if is_sharded(weight):
+            values, indices = self._part(values, weight), self._part(indices, weight)
+            rows, cols = self._stored(local(weight)).shape
+            shape = (rows, cols)
+        return deployed(dense, Compressed(values, indices, self.pattern, shape), self.layout, keep_dense, adapter, columns)
+
+    def _stored(self, tensor: Tensor) -> Tensor:
+        """From (out, in) to how the dense layer stores it, or back."""
+        return tensor.t() if self.layout == "conv1d" else tensor
+
+    def _part(self, tensor: Tensor, weight: Tensor) -> Tensor:
+        """What this rank multiplies of ``tensor``, rows of which belong to rows of ``weight``."""
+        return self._stored(local(spread(weight, self._stored(tensor)))).clone(memory_format=torch.contiguous_format)
 
 
 class _Unfit(Exception):
@@ -75,7 +90,8 @@ def load(model: nn.Module, contents: Contents, table: dict[str, Any], keep_dense
     dense: dict[str, Any] = {name: model.get_submodule(name) for name in layers}
     moved = {id(old): layers[name].to(old.weight.device) for name, old in dense.items()}
     meta = any(t.is_meta for t in model.state_dict().values() if isinstance(t, Tensor))
-    model.load_state_dict(others, strict=False, assign=meta)
+    present = model.state_dict()
+    model.load_state_dict({name: spread(present[name], tensor) for name, tensor in others.items()}, strict=False, assign=meta)
     made = {id(old): moved[id(old)].layer(old, keep_dense) for old in dense.values()}
     for name, old in dense.items():
         parent, _, child = name.rpartition(".")
@@ -110,7 +126,29 @@ def _layer(name: str, about: Any, parts: dict[str, Tensor], module: Any) -> Laye
         raise _Unfit(f"{lacks} the order of its inputs")
     if columns is not None and not is_order(columns, cols):
         raise _Unfit(f"the order of its inputs is not a permutation of {cols}; the file is damaged")
-    return LayerPlan(pattern, (rows, cols), layout, parts)
+    plan = LayerPlan(pattern, (rows, cols), layout, parts)
+    if module is not None and is_sharded(module.weight):
+        _check_split(plan, module.weight)
+    return plan
+
+
+def _check_split(plan: LayerPlan, weight: Any) -> None:
+    """What tensor parallelism can have: whole bytes of indices for each rank, and no adapter."""
+    if weight.is_meta:
+        raise _Unfit("it is sharded on the meta device; load before parallelize_module, or move the model first")
+    if plan.parts.keys() & set(ADAPTER):
+        raise _Unfit("it is sharded, and the file has an adapter beside it; load into a plain model")
+    p, ways = plan.pattern, 1
+    for dim, placement in enumerate(weight.placements):
+        if placement.is_shard(0 if plan.layout == "conv1d" else 1):
+            ways *= weight.device_mesh.size(dim)
+    if ways == 1:
+        return
+    if "weight.columns" in plan.parts:
+        raise _Unfit("it takes its inputs in another order, and tensor parallelism has split them; load into a plain model")
+    cols = plan.shape[1]
+    if cols % (ways * p.m) or p.kept(cols // ways) * p.index_bits % 8:
+        raise _Unfit(f"it is split {ways} ways along in={cols}, which cuts the bytes of packed indices at {p}; load into a plain model")
 
 
 def _entry(about: Any) -> tuple[Pattern, str, str, tuple[int, int]]:

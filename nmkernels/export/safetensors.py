@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..nn import ADAPTER, CompressedLinear, NMWeight, adapter_of, folded
-from ..nn.gather import reshard
+from ..nn.gather import fsdp_modules, reshard
 from ..pattern import CheckpointError, RecipeError
 from ..shards import is_sharded, whole
 from .plan import load
@@ -160,7 +160,8 @@ def load_compressed(model: nn.Module, path: str | os.PathLike[str], keep_dense: 
     """Load a compressed file into a freshly built dense model, in place, and return the model.
 
     The layers named in the file become CompressedLinear, with the file's adapters; every other tensor is copied. Names, shapes, dtypes
-    and indices are all checked before the model is touched, and a file from a stranger can do no more than be refused.
+    and indices are all checked before the model is touched, and a file from a stranger can do no more than be refused. Where tensor
+    parallelism (``parallelize_module``) has split the model, every rank reads the file and keeps its part.
 
     Args:
         model: the dense architecture that was trained, on any device, also the meta device. It and the model that was saved may each be
@@ -170,12 +171,12 @@ def load_compressed(model: nn.Module, path: str | os.PathLike[str], keep_dense: 
 
     Raises:
         CheckpointError: the file is missing, no regular file, truncated, damaged, foreign, newer than this version, or does not fit the
-            model, or that is sharded; it is then as it was.
+            model, or that is sharded by ``fully_shard``; it is then as it was.
     """
-    if any(isinstance(value, Tensor) and is_sharded(value) for value in model.state_dict().values()):
+    if fsdp_modules(model):
         raise CheckpointError(
-            "load_compressed: the model is sharded, and fully_shard shards Parameters only, which packed weights are not. Load into a "
-            "plain model on each rank, before fully_shard or parallelize_module; what stays dense can be sharded afterwards."
+            "load_compressed: fully_shard has sharded the model, and it shards Parameters only, which packed weights are not. Load into a "
+            "plain model on each rank; what stays dense can be sharded afterwards."
         )
     contents = read(path)
     _check_ours(contents)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..nn import NMWeight
 from ..pattern import CheckpointError
-from ..shards import is_sharded, like, local, part_of
+from ..shards import is_sharded, like, local, spread
 from .base import State
 
 HELD = "nm_held"
@@ -84,7 +84,7 @@ def _held(name: str, values: dict[str, Any], layers: Mapping[str, NMWeight], bes
         return found  # whether the layers are those of this run is checked later
     for key, value in found.items():
         if value.dtype == torch.bool and value.shape == layer.shape and is_sharded(layer.parameter):
-            part = part_of(layer.parameter, value.t() if layer.transposed else value)
+            part = local(spread(layer.parameter, value.t() if layer.transposed else value))
             found[key] = part.t() if layer.transposed else part
     if not places:
         return found

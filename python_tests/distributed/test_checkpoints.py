@@ -55,6 +55,8 @@ CASES: dict[str, tuple[Make, int, dict[str, Any]]] = {
     "asp, in one file": (lambda: R.ASP("2:4", start=3), 5, {"full": True}),
     "asp of a Conv1D": (lambda: R.ASP("2:4", start=3), 5, {"conv": True}),
     "asp with a frozen layer": (lambda: R.ASP("2:4", start=3), 5, {"frozen": True}),
+    "asp of parts": (lambda: R.ASP("2:4", start=3), 5, {"parts": True}),
+    "fst of parts": (lambda: R.FST("2:4", total_steps=STEPS, every=3, end=8, mvue=None), 4, {"parts": True}),
     "asp with replicas": (lambda: R.ASP("2:4", start=3), 5, {"replicas": True}),
     "fst with a frozen layer": (lambda: R.FST("2:4", total_steps=STEPS, every=3, end=None, mvue=None), 5, {"frozen": True}),
     "asp by momentum": (lambda: R.ASP("2:4", start=3), 5, {"optimizer": momentum}),
@@ -93,6 +95,7 @@ class Run:
         conv: bool = False,
         frozen: bool = False,
         replicas: bool = False,
+        parts: bool = False,
     ) -> None:
         torch.manual_seed(seed)
         first = Conv1D(hidden, DIM) if conv else nn.Linear(DIM, hidden)
@@ -100,7 +103,10 @@ class Run:
         self.model[0].weight.requires_grad_(not frozen)
         self.handle = None if recipe is None else nm.sparsify_(self.model, recipe)
         self.ranks, self.rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-        if dist.is_initialized():
+        self.shares = 1 if parts else self.ranks
+        if dist.is_initialized() and parts:
+            split(self.model)
+        elif dist.is_initialized():
             both = replicas and self.ranks > 2
             sizes, names = ((2, self.ranks // 2), ("replicas", "shards")) if both else ((self.ranks,), ("shards",))
             mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
@@ -120,9 +126,10 @@ class Run:
 
     def train(self, first: int, last: int) -> Run:
         for step in range(first, last):
-            data = torch.randn(16, DIM, generator=torch.Generator().manual_seed(step), dtype=torch.float64).chunk(self.ranks)
+            data = torch.randn(16, DIM, generator=torch.Generator().manual_seed(step), dtype=torch.float64).chunk(self.shares)
+            x = data[self.rank % self.shares]
             self.optimizer.zero_grad()
-            nn.functional.mse_loss(self.model(data[self.rank]), data[self.rank]).backward()
+            nn.functional.mse_loss(self.model(x), x).backward()
             self.optimizer.step()
         return self
 
@@ -328,6 +335,38 @@ def endings(folder: Path) -> dict[str, Any]:
     return results
 
 
+def split(model: nn.Module) -> None:
+    """Tensor parallelism: the first layer by its outputs, the second by its inputs."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    parallelize_module(model, init_device_mesh("cpu", (dist.get_world_size(),)), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+
+def of_parts(folder: Path) -> dict[str, Any]:
+    """A finished model that tensor parallelism has split: written from dense parts and packed ones, and loaded into such a model."""
+    probe = torch.linspace(-1, 1, 4 * DIM, dtype=torch.float64).view(4, DIM)
+    model = two_layers(0)
+    split(model)
+    handle = nm.sparsify_(model, "srste:2:4")
+    handle.finish(allow_unused=True)
+    nm.save_compressed(model, folder / "parts.safetensors")
+    nm.save_dense(model, folder / "dense parts.safetensors")
+    nm.save_compressed(nm.compress_(model), folder / "packed parts.safetensors")
+    nm.save_dense(model, folder / "dense of packed.safetensors")
+    other, odd = two_layers(5), two_layers(5, inside=40)
+    split(other)
+    split(odd)
+    nm.load_compressed(other, folder / "parts.safetensors")
+    files = [(folder / f"{name}.safetensors").read_bytes() for name in ("parts", "packed parts", "dense parts", "dense of packed")]
+    refused = raised(lambda: nm.load_compressed(odd, folder / "odd.safetensors"))
+    return {"files": files, "loaded": other(probe), "packed": model(probe), "bias": whole(other.state_dict())["2.bias"], "refused": refused}
+
+
+def two_layers(seed: int, inside: int = 48) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(DIM, inside), nn.GELU(), nn.Linear(inside, DIM)).double()
+
+
 def removed() -> dict[str, Tensor]:
     """Training goes on dense once the recipe is removed."""
     run = start("srste").train(0, 3)
@@ -360,6 +399,7 @@ def everything(folder: Path) -> dict[str, Any]:
         "asked": asked(),
         "dense": from_dense(folder / "dense from 2"),
         "endings": endings(folder),
+        "of parts": of_parts(folder),
         "removed": removed(),
         "refreshed": refreshed(),
     }
@@ -370,6 +410,9 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str
     folder = tmp_path_factory.mktemp("checkpoints")
     save_all(QUICK, folder / "from 1")
     save_dense_run(folder / "dense from 1")
+    odd = two_layers(0, inside=40)  # two ranks would share a byte of indices
+    nm.sparsify_(odd, "srste:1:4").finish(allow_unused=True)
+    nm.save_compressed(nm.compress_(odd), folder / "odd.safetensors")
     return folder, on_ranks(2, everything, folder, folder)
 
 
@@ -427,6 +470,24 @@ def test_files_of_shards(ranks: Ranks) -> None:
         weights = {tuple(value.shape) for name, value in state.items() if name.endswith("weight")} - {(DIM, 63)}
         assert results["gathered"] and not weights & set(results["gathered"]), results["gathered"]
         torch.testing.assert_close(results["loaded"], plain(probe), atol=1e-10, rtol=0)
+
+
+def test_files_of_parts(ranks: Ranks) -> None:
+    """Under tensor parallelism; again byte for byte those of one process."""
+    folder, on_both = ranks
+    model = two_layers(0)
+    nm.sparsify_(model, "srste:2:4").finish(allow_unused=True)
+    nm.save_dense(model, folder / "want.safetensors")
+    dense = (folder / "want.safetensors").read_bytes()
+    nm.save_compressed(nm.compress_(model), folder / "want.safetensors")
+    packed = (folder / "want.safetensors").read_bytes()
+    probe = torch.linspace(-1, 1, 4 * DIM, dtype=torch.float64).view(4, DIM)
+    for results in (results["of parts"] for results in on_both):
+        assert results["files"] == [packed, packed, dense, dense]
+        for name in ("loaded", "packed"):
+            torch.testing.assert_close(results[name], model(probe), atol=1e-12, rtol=0)
+        assert torch.equal(results["bias"], model[2].bias)
+        assert "layer '2': it is split 2 ways along in=40, which cuts the bytes" in results["refused"]
 
 
 def test_what_sharded_models_refuse_they_refuse_on_every_rank(ranks: Ranks) -> None:
