@@ -88,6 +88,11 @@ def total(fn: Callable[[Tensor], Tensor], tensors: Iterable[Tensor]) -> Tensor:
     return reduced(parts).reshape(())
 
 
+def anywhere(tensor: Tensor, flag: bool) -> bool:
+    """Whether ``flag`` is true on any rank over which ``tensor`` is sharded: an error on one alone would leave the others waiting."""
+    return bool(reduced({groups_of(tensor): torch.tensor([float(flag)], device=local(tensor).device)}).item())
+
+
 def align_gradient(parameter: Tensor) -> Tensor | None:
     """The gradient of ``parameter``, laid out as that is: under sequence parallel a replicated weight's is a part of a sum on each rank."""
     grad = parameter.grad

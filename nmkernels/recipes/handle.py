@@ -18,6 +18,7 @@ from ..nn import NMWeight, make_dense_, switch_fast_paths
 from ..nn.gather import connect, reshard
 from ..optim import merge_stats
 from ..pattern import CheckpointError, RecipeError
+from ..shards import anywhere
 from .attach import (
     STATE_KEY,
     Attachment,
@@ -302,13 +303,14 @@ class Handle:
 def make_nm(layers: dict[str, NMWeight], transforms: dict[str, WeightTransform]) -> None:
     """Replace every layer's weight by what its transform makes of it, and take from the layer what only training needed."""
     for name, layer in layers.items():
-        if not bool(torch.isfinite(layer.master).all()):
+        if anywhere(layer.parameter, not bool(torch.isfinite(layer.master).all())):
             raise RecipeError(f"finish: the weight of layer {name!r} has NaN or infinite values; training diverged before this point.")
     pruned, orders = {}, {}
     for name, transform in transforms.items():
         columns, weight = transform.traits.columns, layers[name].transformed(transform)
         order = None if columns is None else columns(weight.shape[1])
-        if not ops.is_nm(weight if order is None else weight[:, order.to(weight.device)], layers[name].pattern):
+        used = weight if order is None else weight[:, order.to(weight.device)]
+        if anywhere(layers[name].parameter, not ops.is_nm(used, layers[name].pattern)):
             raise RecipeError(f"finish: layer {name!r} is not {layers[name].pattern} after pruning; please report this bug.")
         pruned[name], orders[name] = weight, order
     for name, layer in layers.items():

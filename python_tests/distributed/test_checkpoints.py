@@ -30,7 +30,7 @@ if dist.is_available():
 
 pytestmark = [
     needs_gloo,
-    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:finish"),
 ]
 STEPS, DIM = 10, 32
 R = nm.recipes
@@ -270,9 +270,9 @@ def mixed(seed: int = 0) -> nn.Sequential:
 
 
 def finished(sharded: bool = True) -> tuple[nn.Sequential, nm.recipes.Handle, dict[str, Tensor]]:
-    """The model after four steps, an evaluation, and ``finish``; what a preview of that computed."""
+    """The model after four steps, an evaluation, and ``finish``, which changes the weights used; what a preview of that computed."""
     model = mixed()
-    handle = nm.sparsify_(model, R.SRSTE("2:4", decay=1e-2))
+    handle = nm.sparsify_(model, R.get("mdgf:2:4", total_steps=STEPS))
     if sharded:
         shard_each(model)
     optimizer = handle.attach(nm.optim.MaskedAdamW(model.parameters(), lr=1e-2))
@@ -332,6 +332,11 @@ def endings(folder: Path) -> dict[str, Any]:
         model[0].weight.detach().to_local()[0] = 1.0  # one rank's part alone
     saves = (nm.save_compressed, nm.save_dense)
     results["not N:M"] = [raised(functools.partial(save, model, folder / "m.safetensors")) for save in saves]
+    diverged = start("srste")
+    assert diverged.handle is not None
+    if dist.get_rank() == 1:
+        diverged.model[0].weight.detach().to_local()[0] = torch.nan
+    results["not finite"] = raised(functools.partial(diverged.handle.finish, allow_unused=True))
     return results
 
 
@@ -495,6 +500,7 @@ def test_what_sharded_models_refuse_they_refuse_on_every_rank(ranks: Ranks) -> N
         assert "fully_shard" in results["refused"] and "compress_" in results["refused"]
         assert results["no folder"].startswith("CheckpointError") and "nowhere does not exist" in results["no folder"]
         assert results["load"].startswith("CheckpointError") and "plain model on each rank" in results["load"]
+        assert "layer '0' has NaN or infinite values" in results["not finite"]
         for said in results["not N:M"]:
             assert said.startswith("RecipeError") and "layer '0' is not 2:4" in said
 
