@@ -349,7 +349,7 @@ def drawn() -> dict[str, Any]:
 # ---- compressed
 
 
-def compressed() -> dict[str, Any]:
+def compressed(folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     model = build()
     handle = nm.sparsify_(model, R.STE("2:4"))
@@ -376,6 +376,10 @@ def compressed() -> dict[str, Any]:
     found["bytes"] = sum(layer.weight.nbytes for layer in model.modules() if isinstance(layer, nm.CompressedLinear))
     found["whole bytes"] = sum(layer.weight.nbytes for layer in one.modules() if isinstance(layer, nm.CompressedLinear))
     state, want = model.state_dict(), one.state_dict()
+    nm.save_compressed(model, f"{folder}/parts.safetensors")  # all ranks call it, the first writes
+    if dist.get_rank() == 0:
+        nm.save_compressed(one, f"{folder}/one.safetensors")
+        found["file"] = Path(folder, "parts.safetensors").read_bytes() == Path(folder, "one.safetensors").read_bytes()
     found["state"] = state.keys() == want.keys() and all(torch.equal(value, want[key]) for key, value in whole(state).items())
     model.load_state_dict({key: value * 2 if key.endswith("values") else value for key, value in state.items()})
     one.load_state_dict({key: value * 2 if key.endswith("values") else value for key, value in want.items()})
@@ -455,7 +459,7 @@ def ops_of_dtensors() -> dict[str, Any]:
 # ---- all of it by one start of the ranks
 
 
-def behaviour() -> dict[str, Any]:
+def behaviour(folder: str) -> dict[str, Any]:
     return {
         "layers": layers(),
         "collectives": [collectives(sparse) for sparse in (False, True)],
@@ -463,7 +467,7 @@ def behaviour() -> dict[str, Any]:
         "autocast": autocast(),
         "copied": copied(),
         "drawn": drawn(),
-        "compressed": compressed(),
+        "compressed": compressed(folder),
         "ops": ops_of_dtensors(),
         "refused": {
             "row, cut": refused(80, R.SRSTE("8:16"), "down"),
@@ -482,7 +486,7 @@ def behaviour() -> dict[str, Any]:
 
 
 def test_layers_streams_compressed_and_refusals(tmp_path: Path) -> None:
-    results = on_ranks(RANKS, behaviour, tmp_path)
+    results = on_ranks(RANKS, behaviour, tmp_path, str(tmp_path))
     for found in results:
         assert max(found["layers"].values()) < 1e-12, found["layers"]
         dense, sparse = found["collectives"]
@@ -490,7 +494,7 @@ def test_layers_streams_compressed_and_refusals(tmp_path: Path) -> None:
         assert found["packed is dense"]
         assert found["autocast"] == [True, True]
         assert found["copied"] == 0
-        assert found["compressed"].pop("state")
+        assert found["compressed"].pop("state") and found["compressed"].pop("file", True)
         assert found["compressed"].pop("bytes") == found["compressed"].pop("whole bytes") // RANKS
         assert max(found["compressed"].values()) < 1e-12
         check_ops(found["ops"])
