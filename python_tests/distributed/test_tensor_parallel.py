@@ -388,6 +388,31 @@ def compressed(folder: str) -> dict[str, Any]:
     return found
 
 
+def split_later() -> dict[str, float]:
+    """What splitting and then compressing changes in the output of a finished model."""
+    found = {}
+    styles: dict[str, Callable[[], dict[str, Any]]] = {
+        "slope:2:4": lambda: {"0": ColwiseParallel(), "2": RowwiseParallel()},  # with adapters
+        "complementary:2:4": lambda: {"0": ColwiseParallel(output_layouts=Replicate()), "2": ColwiseParallel(output_layouts=Replicate())},
+    }
+    for name, style in styles.items():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(DIM, 64), nn.GELU(), nn.Linear(64, DIM)).double()
+        recipe = R.get(name, **({"total_steps": 3} if name.startswith("slope") else {}))
+        handle = nm.sparsify_(model, recipe)
+        optimizer = handle.attach(recipe.optimizer(model.parameters(), lr=1e-2))
+        for step in range(3):
+            model(batch(step)).square().sum().backward()
+            optimizer.step()
+        handle.finish()
+        with torch.no_grad():
+            want = model(batch(5))
+            parallelize_module(model, mesh_of(), style())
+            outputs = [model(batch(5)), nm.compress_(model)(batch(5))]
+        found[name] = max(float((y - want).abs().max()) for y in outputs)
+    return found
+
+
 # ---- refusals
 
 
@@ -469,6 +494,7 @@ def behaviour(folder: str) -> dict[str, Any]:
         "drawn": drawn(),
         "compressed": compressed(folder),
         "ops": ops_of_dtensors(),
+        "split later": split_later(),
         "refused": {
             "row, cut": refused(80, R.SRSTE("8:16"), "down"),
             "row, whole": refused(64, R.SRSTE("8:16"), "down"),
@@ -497,6 +523,7 @@ def test_layers_streams_compressed_and_refusals(tmp_path: Path) -> None:
         assert found["compressed"].pop("state") and found["compressed"].pop("file", True)
         assert found["compressed"].pop("bytes") == found["compressed"].pop("whole bytes") // RANKS
         assert max(found["compressed"].values()) < 1e-12
+        assert max(found["split later"].values()) < 1e-12
         check_ops(found["ops"])
         said = found["refused"]
         fine = ("row, whole", "tiles whole", "no neighbours, column")
