@@ -111,6 +111,21 @@ def test_replicas_of_a_split_model_equal_one_process(tmp_path: Path) -> None:
     check(on_ranks(RANKS, of_replicas_and_tensor_parallel, tmp_path), FSDP_TP, 2)
 
 
+def resumed_on_other_meshes(folder: str) -> Any:
+    mesh = meshes()
+
+    def both(model: nn.Sequential) -> None:
+        tp.split(model, mesh["tp"])
+        shard(model, mesh["dp"])
+
+    ways = {"fsdp, tp": both, "hsdp": lambda model: shard(model, mesh), "one": None}
+    return tp.resumed(("srste", "step", "fst", "asp"), folder, ways)
+
+
+def test_saved_on_two_dimensions_and_resumed_on_others(tmp_path: Path) -> None:
+    tp.check_resumed(on_ranks(RANKS, resumed_on_other_meshes, tmp_path, str(tmp_path)))
+
+
 # ---- streams, packed gathers, refusals
 
 

@@ -200,6 +200,72 @@ def test_every_way_to_train_equals_one_process(tmp_path: Path) -> None:
     check(on_ranks(RANKS, trained, tmp_path, ("srste", "sste", "fst"), tuple(CASES)))
 
 
+# ---- checkpoints
+
+
+Wrap = Callable[[nn.Sequential], None] | None
+
+
+def resumed(names: tuple[str, ...], folder: str, ways: dict[str, Wrap]) -> dict[tuple[str, str], Any]:
+    """Runs saved in their midst as the first of ``ways`` has it and resumed as each has it: finished weights and metrics by (recipe, way),
+    "" for the run that was not interrupted. Every rank sees all data."""
+    from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    def made(name: str, wrap: Wrap) -> tuple[nn.Sequential, nm.recipes.Handle, Any]:
+        model, recipe = build(), RECIPES[name]()
+        handle = nm.sparsify_(model, recipe)
+        if wrap:
+            wrap(model)
+        return model, handle, handle.attach(recipe.optimizer(model.parameters(), lr=1e-2))
+
+    def go(model: nn.Module, handle: nm.recipes.Handle, optimizer: Any, first: int, last: int) -> list[dict[str, float]]:
+        told = []
+        for step in range(first, last):
+            x = batch(step)
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), x.roll(1, -1)).backward()
+            optimizer.step()
+            told.append({key: float(value) for key, value in handle.metrics().items()})
+        return told
+
+    def end(run: tuple[nn.Sequential, nm.recipes.Handle, Any]) -> Any:
+        told = go(*run, STEPS // 2, STEPS)
+        return whole(run[1].finish().state_dict()), told
+
+    found = {}
+    for name in names:
+        run = made(name, next(iter(ways.values())))
+        go(*run, 0, STEPS // 2)
+        model, optimizer = get_state_dict(run[0], run[2])
+        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=f"{folder}/{name}")
+        found[name, ""] = end(run)
+        for way, wrap in ways.items():
+            run = made(name, wrap)
+            model, optimizer = get_state_dict(run[0], run[2])
+            dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=f"{folder}/{name}")
+            set_state_dict(run[0], run[2], model_state_dict=model, optim_state_dict=optimizer)
+            found[name, way] = end(run)
+    return found
+
+
+def check_resumed(results: list[Any]) -> None:
+    for result in results:
+        for (name, way), got in result.items():
+            check_equal(f"{name}, resumed {way}", got, result[name, ""])
+
+
+def resumed_split_or_whole(folder: str) -> Any:
+    mesh = mesh_of()
+    names = ("srste", "step", "sste", "fst", "asp")
+    return resumed(names, folder, {"split": lambda model: split(model, mesh, sequence=True), "whole": None})
+
+
+@pytest.mark.slow
+def test_saved_split_and_resumed_split_or_whole(tmp_path: Path) -> None:
+    check_resumed(on_ranks(RANKS, resumed_split_or_whole, tmp_path, str(tmp_path)))
+
+
 # ---- one layer
 
 
