@@ -66,7 +66,8 @@ class Store:
 
     def paths(self) -> list[Path]:
         """All checkpoints, oldest step first."""
-        return sorted((p for p in self.folder.glob("step-*") if re.fullmatch(CHECKPOINT, p.name)), key=_step)
+        found = (p for p in self.folder.glob("step-*") if re.fullmatch(CHECKPOINT, p.name))
+        return sorted((p for p in found if p.suffix == WHOLE or (p / RUN).is_file()), key=_step)
 
     def save(self, state: dict[str, Any]) -> Path:
         """Write ``state`` (it has a ``step``) atomically, then drop all but the last two."""
@@ -75,7 +76,7 @@ class Store:
         try:
             if sharded:
                 temporary = path.with_name(f".{path.name}.shards.tmp")
-                write_shards({name: state[name] for name in TENSORS}, temporary)
+                write_shards({name: state[name] for name in TENSORS}, temporary, path)
                 rest = {name: value for name, value in state.items() if name not in TENSORS}
                 self.world.lead(lambda: self._seal(rest, temporary, path))
             else:
@@ -96,7 +97,8 @@ class Store:
         """Make a checkpoint of a folder in which every rank has written."""
         with writing(path):
             atomic_write(temporary / RUN, lambda file: torch.save({"format": FORMAT, **rest}, file))
-            _remove(path)
+            if path in self.paths():  # a folder with anything else stays, and refuses
+                _remove(path)
             temporary.replace(path)
             self.drop()
 

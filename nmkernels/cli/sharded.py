@@ -30,12 +30,12 @@ def shards_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, A
     return {"model": weights, "optimizer": moments}
 
 
-def write_shards(state: dict[str, Any], folder: Path) -> None:
-    """Write this rank's shards of ``state`` into ``folder``, as every rank does at the same time."""
+def write_shards(state: dict[str, Any], folder: Path, path: Path) -> None:
+    """Write this rank's shards of ``state`` into ``folder``, which is to become ``path``, as every rank does at the same time."""
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    with _told(folder):
+    with _told(path):
         save(state, storage_writer=FileSystemWriter(folder, overwrite=True))
 
 
@@ -70,7 +70,7 @@ def _named(saved: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optim
 
 
 @contextmanager
-def _told(folder: Path) -> Iterator[None]:
+def _told(path: Path) -> Iterator[None]:
     """Turn what a rank met on the way into words; torch's own exception is none of ``Exception``'s kind."""
     from torch.distributed.checkpoint.api import CheckpointException
 
@@ -79,6 +79,6 @@ def _told(folder: Path) -> Iterator[None]:
     except CheckpointException as error:
         first = next(failure for failure, _ in error.failures.values())
         if isinstance(first, OSError):
-            raise write_error(folder, first.strerror or str(first)) from error
+            raise write_error(path, first.strerror or str(first)) from error
         said = next(iter(str(first).strip().splitlines()), "")[:200]
-        raise CheckpointError(f"{folder}: {type(first).__name__}: {said}") from error
+        raise CheckpointError(f"{path}: {type(first).__name__}: {said}") from error

@@ -81,7 +81,8 @@ class Trainer:
         groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
         keywords: dict[str, Any] = {"lr": config.lr, "betas": (config.beta1, config.beta2), "weight_decay": config.weight_decay}
         if recipe is None or self.handle is None:
-            self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, fused=True, **keywords)
+            one_by_one = self.world.parallel == "tp"  # sharded and plain tensors do not go together
+            self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, fused=not one_by_one, foreach=False, **keywords)
         else:
             self.optimizer = self.handle.attach(recipe.optimizer(groups, **keywords))
         # a recipe may also give some groups a multiple of the rate
@@ -102,7 +103,7 @@ class Trainer:
             )
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
+        self.world.clip(self.model, self.config.clip)
         self.optimizer.step()
         return value
 
@@ -166,6 +167,8 @@ class Trainer:
         except CheckpointError:
             raise
         except (RuntimeError, ValueError, KeyError) as error:
+            if self.world.explain(error) is not None:
+                raise
             raise CheckpointError(f"{path} does not fit this run: {str(error).splitlines()[0]}") from error
         torch.set_rng_state(state["rng"])
         self.seconds = float(state["seconds"])
@@ -251,6 +254,8 @@ class Run:
         world.check(self.config.batch)
         self.corpus = load_corpus(args.data)
         self.corpus.check(self.config.context)
+        if world.lead(lambda: self.corpus.digest) != self.corpus.digest:
+            raise NMError(f"process {world.rank} reads another text than process 0 ({self.corpus.source}); give all the same with --data.")
         self.trainer = Trainer(self.config, self.corpus, recipe, world)
         self.start = self.trainer.load(state, self.store.folder) if state is not None else 0
         world.lead(folder.take)
@@ -337,24 +342,29 @@ def run(args: argparse.Namespace) -> int:
         return 2
     with world, Folder(args.out or Path("demo_out" if args.demo else "runs/train")) as folder:
         try:
-            job = Run(args, folder, world)
-        except (NMError, OSError) as error:
-            return world.fail(f"{PROG}: error: {error}", 2)
-        try:
-            job.execute()
-        except (Interrupted, KeyboardInterrupt) as stop:
-            words = [*world.command, "--out", str(job.out), "--resume"]
-            words += ["--data", str(args.data)] if args.data else []
-            words += ["--baseline"] if args.baseline else []
-            return world.fail(f"\n{str(stop) or 'Stopped.'}\nTo go on: {shlex.join(words)}", 130)
-        except NMError as error:
-            return world.fail(f"{PROG}: error: {error}", 1)
+            return _run(args, folder, world)
         except RuntimeError as error:
             if (said := world.explain(error)) is None:
                 raise
             return world.fail(f"{PROG}: error: {said}", 1)
-        except OSError as error:
-            if isinstance(error, BrokenPipeError):
-                raise
-            return world.fail(f"{PROG}: error: {error.filename or 'output'} could not be written: {error.strerror or error}.", 1)
+
+
+def _run(args: argparse.Namespace, folder: Folder, world: World) -> int:
+    try:
+        job = Run(args, folder, world)
+    except (NMError, OSError) as error:
+        return world.fail(f"{PROG}: error: {error}", 2)
+    try:
+        job.execute()
+    except (Interrupted, KeyboardInterrupt) as stop:
+        words = [*world.command, "--out", str(job.out), "--resume"]
+        words += ["--data", str(args.data)] if args.data else []
+        words += ["--baseline"] if args.baseline else []
+        return world.fail(f"\n{str(stop) or 'Stopped.'}\nTo go on: {shlex.join(words)}", 130)
+    except NMError as error:
+        return world.fail(f"{PROG}: error: {error}", 1)
+    except OSError as error:
+        if isinstance(error, BrokenPipeError):
+            raise
+        return world.fail(f"{PROG}: error: {error.filename or 'output'} could not be written: {error.strerror or error}.", 1)
     return 0

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..models import GPT
 from ..pattern import NMError
+from ..shards import is_sharded, local, whole
 
 T = TypeVar("T")
 PARALLEL = {
@@ -47,6 +48,7 @@ class World:
         self.readers = 1 if parallel == "tp" else ranks
         self.reader = rank % self.readers
         self._store: Any = None
+        self._parted: Any = None
 
     @classmethod
     def launched(cls, parallel: str, shard_ways: int | None, device: str) -> World:
@@ -115,6 +117,9 @@ class World:
         if self.meets:
             self._store = None
             torch.distributed.barrier()
+            # kept: DistributedDataParallel's reducer, were it the last to let go of the group, would wait for the group's thread and hold
+            # Python's lock, for which that thread waits (gloo, torch 2.13.0, 2026-11)
+            self._parted = torch.distributed.group.WORLD
             torch.distributed.destroy_process_group()
 
     # ---- the model and the text
@@ -138,7 +143,35 @@ class World:
             for block in model.blocks:
                 fully_shard(block, mesh=mesh)
             fully_shard(model, mesh=mesh)
+        if self.parallel == "tp":
+            from torch.distributed.device_mesh import init_device_mesh
+            from torch.distributed.tensor import Replicate
+            from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+            mesh = init_device_mesh(torch.device(self.device).type, (self.ranks,))
+            plan = {
+                # q, k and v are one matrix, whose parts are not those of heads: each rank attends with all of them
+                "attn.qkv": ColwiseParallel(output_layouts=Replicate()),
+                "attn.proj": RowwiseParallel(input_layouts=Replicate()),
+                "mlp.fc": ColwiseParallel(),
+                "mlp.proj": RowwiseParallel(),
+            }
+            for block in model.blocks:
+                parallelize_module(block, mesh, plan)
         return model.loss
+
+    def clip(self, model: GPT, most: float) -> None:
+        """Scale the gradients so that their norm is at most ``most``."""
+        if self.parallel != "tp":
+            torch.nn.utils.clip_grad_norm_(model.parameters(), most)
+            return
+        # torch's takes either sharded tensors or plain ones, and here are both
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        parts = [part for kind in (True, False) if (part := [g for g in grads if is_sharded(g) is kind])]
+        norm = torch.stack([whole(torch.nn.utils.get_total_norm(part)) for part in parts]).norm()
+        factor = (most / (norm + 1e-6)).clamp(max=1.0)
+        for g in grads:
+            local(g).mul_(factor)
 
     def check(self, batch: int) -> None:
         """Raise ``NMError`` unless the ranks can share a batch of so many sequences evenly."""
@@ -184,18 +217,17 @@ class World:
         """Say why the run ends, once where several ranks meet the same, and wait for nobody any more; ``status`` as it is."""
         first, store, self._store = self.leads, self._store, None
         if store is not None:
-            first = True
-            with suppress(RuntimeError):  # it went with rank 0
+            with suppress(RuntimeError):  # it may have gone with rank 0
                 first = store.add(f"nmkernels/{text}", 1) == 1
         if first:
             print(text, file=sys.stderr, flush=True)
         return status
 
-    def explain(self, error: RuntimeError) -> str | None:
+    def explain(self, error: Exception) -> str | None:
         """A sentence for what torch raises where another rank is gone; None for any other error."""
-        if not self.meets or not (isinstance(error, torch.distributed.DistError) or LOST.search(str(error))):
-            return None
-        return "another process of this run has ended or does not answer; what it says for itself is the reason"
+        lost = isinstance(error, RuntimeError) and (isinstance(error, torch.distributed.DistError) or LOST.search(str(error)))
+        said = "another process of this run has ended or does not answer; what it says for itself is the reason"
+        return said if self.meets and lost else None
 
 
 def _shard_ways(given: int | None, ranks: int) -> int:
