@@ -16,7 +16,8 @@ sparse in the config, and the recipe comes last, by the hook for what is to be d
         return config
 
 ``trainer.optimizers.handles`` are the recipe's handles, one for each part of the model: ``handle.metrics()``, ``handle.finish()``.
-Written for torchtitan 0.3.0.
+Written for torchtitan 0.3.0. To shard a model with torch 2.13, a dense one too, set ``parallelism.spmd_backend="partial_dtensor"``: the
+default, ``"spmd_types"``, wants a later torch.
 """
 
 # mypy: disable-error-code="import-not-found"
@@ -146,12 +147,17 @@ def drive(recipe: Recipe | str, filter_fn: FilterFn | None = None) -> Callable[.
         recipe: of the pattern that the converter gave the layers.
         filter_fn: as for ``sparsify_``, where some of them shall not take part.
 
-    The hook raises ``RecipeError`` as ``sparsify_`` and ``handle.attach`` do: a recipe that learns more than the weights has to come before
-    the optimizers, and cannot be driven so.
+    The hook raises ``RecipeError`` as ``sparsify_`` and ``handle.attach`` do (a recipe that learns more than the weights has to come before
+    the optimizers, and cannot be driven so), and for tensor parallelism with torchtitan's ``spmd_types``.
     """
     resolved = resolve(recipe)
 
     def attach(optimizers: OptimizersContainer, model_parts: list[nn.Module], parallel_dims: Any) -> None:
+        if parallel_dims is not None and parallel_dims.tp_enabled and parallel_dims.spmd_backend == "spmd_types":
+            raise RecipeError(
+                "drive: under tensor parallelism with spmd_types a weight is a plain tensor that does not tell of its other parts, so that "
+                'scales and switches would differ from rank to rank; set parallelism.spmd_backend="partial_dtensor".'
+            )
         handles = []
         for part in model_parts:
             if not any(isinstance(module, SparseLinear) for module in part.modules()):

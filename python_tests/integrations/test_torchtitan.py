@@ -9,6 +9,7 @@ import copy
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,8 +45,9 @@ class Attention(ScaledDotProductAttention):
     class Config(ScaledDotProductAttention.Config):
         __slots__ = ()
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, attention_masks: Any = None, **keywords: Any) -> Tensor:
-        return super().forward(q, k, v, **keywords)
+    # torchtitan shards the arguments by these names
+    def forward(self, q_BLNH: Tensor, k_BLNH: Tensor, v_BLNH: Tensor, *, attention_masks: Any = None, **keywords: Any) -> Tensor:
+        return super().forward(q_BLNH, k_BLNH, v_BLNH, **keywords)
 
 
 def spec(recipe: Any = "srste:2:4", sparse: bool = True, **keywords: Any) -> Any:
@@ -83,6 +85,7 @@ def step_once(model: nn.Module, steps: Any, step: int) -> float:
     positions = torch.arange(32).expand(2, 32)
     steps.zero_grad()
     logits = model(ids[:, :-1], positions=positions)
+    logits = logits.full_tensor() if hasattr(logits, "full_tensor") else logits
     loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
     loss.backward()
     steps.step()
@@ -279,48 +282,67 @@ def test_nmkernels_does_not_import_it() -> None:
 # ---- sharded
 
 
-def sharded(recipe: Any, weights: dict[str, Tensor]) -> tuple[Any, NMOptimizersContainer]:
-    """Sharded by torchtitan's own function, then as its trainer goes on. Both ranks see the same data: the mean is each one's gradient."""
-    from torch.distributed.device_mesh import init_device_mesh
+def sharded(recipe: Any, tensor_parallel: int) -> tuple[Any, NMOptimizersContainer]:
+    """By torchtitan's own function, on two ranks that see the same data, so that the mean of gradients is each one's."""
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import distribute_tensor
-    from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
+    from torchtitan.distributed import ParallelDims, parallel_dims
+    from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
-    given = spec(recipe)
+    parallel_dims.device_type = "cpu"  # without a GPU torchtitan takes CUDA for granted
+    config, given = llama3_debugmodel(), spec(recipe)
+    config.parallelism.tensor_parallel_degree, config.parallelism.spmd_backend = tensor_parallel, "partial_dtensor"
+    config.training.mixed_precision_param = "float32"
+    config.model_spec = given
+    shards = 2 // tensor_parallel
+    dims = ParallelDims(1, shards, cp=1, tp=tensor_parallel, pp=1, ep=1, world_size=2, spmd_backend="partial_dtensor")
+    given.model.update_from_config(config=config)
     with torch.device("meta"):
         model = given.model.build()
-    apply_fsdp_to_decoder(model, init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",)), torch.float32, torch.float32, False)
+    model = given.parallelize_fn(
+        model,
+        parallel_dims=dims,
+        training=config.training,
+        parallelism=config.parallelism,
+        compile_config=config.compile,
+        ac_config=None,
+        dump_folder="",
+    )
     for module in model.modules():
         if isinstance(module, FSDPModule):  # torchtitan divides by itself; gloo has no scaled sums
             module.set_force_sum_reduction_for_comms(True)
-            module.set_gradient_divide_factor(2.0)
+            module.set_gradient_divide_factor(float(shards))
     model.to_empty(device="cpu")
+    weights = dict(build(spec(sparse=False).model).named_parameters())
     with torch.no_grad():
         model.init_weights(buffer_device=None)
         for name, p in model.named_parameters():
-            p.copy_(distribute_tensor(weights[name], p.device_mesh, p.placements))
+            p.copy_(distribute_tensor(weights[name].detach(), p.device_mesh, p.placements))
     steps = optimizers(model.train())
-    drive(recipe)(steps, [model], None)
+    drive(recipe)(steps, [model], dims)
     return model, steps
 
 
-def on_two_ranks(folder: str) -> dict[str, Any]:
+SHARDED = [(name, tensor_parallel) for tensor_parallel in (1, 2) for name in ("srste", "step", "sste")]
+
+
+def on_two_ranks(folder: str) -> dict[Any, Any]:
     found = {}
-    weights = {name: p.detach() for name, p in build(spec(sparse=False).model).named_parameters()}
-    for name in ("srste", "step", "sste"):
-        model, steps = sharded(RECIPES[name], weights)
+    for name, tensor_parallel in SHARDED:
+        place = f"{folder}/{name}{tensor_parallel}"
+        model, steps = sharded(RECIPES[name], tensor_parallel)
         for step in range(4):
             step_once(model, steps, step)
             if step == 1:
-                dcp.save({"model": model.state_dict(), "optimizer": steps.state_dict()}, checkpoint_id=f"{folder}/{name}")
-        again, new = sharded(RECIPES[name], weights)
+                dcp.save({"model": model.state_dict(), "optimizer": steps.state_dict()}, checkpoint_id=place)
+        again, new = sharded(RECIPES[name], tensor_parallel)
         state = {"model": again.state_dict(), "optimizer": new.state_dict()}
-        dcp.load(state, checkpoint_id=f"{folder}/{name}")
+        dcp.load(state, checkpoint_id=place)
         again.load_state_dict(state["model"])
         new.load_state_dict(state["optimizer"])
         for step in range(2, 4):
             step_once(again, new, step)
-        found[name] = [
+        found[name, tensor_parallel] = [
             (whole(each.state_dict()), {key: float(value) for key, value in own.handles[0].metrics().items()})
             for each, own in ((model, steps), (again, new))
         ]
@@ -331,14 +353,23 @@ def on_two_ranks(folder: str) -> dict[str, Any]:
 @needs_gloo
 def test_sharded_by_torchtitan_and_resumed(tmp_path: Path) -> None:
     results = on_ranks(2, on_two_ranks, tmp_path, str(tmp_path))
-    for name in ("srste", "step", "sste"):
+    for name, tensor_parallel in SHARDED:
         model, steps = start(RECIPES[name])
         for step in range(4):
             step_once(model, steps, step)
-        want = model.state_dict()
-        (handle,) = steps.handles
+        want, what = model.state_dict(), (name, tensor_parallel)
+        figures = {key: float(value) for key, value in steps.handles[0].metrics().items()}
         for rank in results:
-            (weights, told), (resumed, figures) = rank[name]
-            assert str(told) == str(figures) and all(torch.equal(resumed[key], weights[key]) for key in weights), name
-            assert max((weights[key].float() - want[key].float()).abs().max().item() for key in want) < 1e-3, name
-            assert told["density"] == pytest.approx(float(handle.metrics()["density"]), abs=1e-4)
+            (weights, told), (resumed, later) = rank[what]
+            assert str(told) == str(later) and all(torch.equal(resumed[key], weights[key]) for key in weights), what
+            # STEP's first sparse updates are divided by second moments of a few steps
+            most = 0.05 if name == "step" else 1e-3
+            assert max((weights[key].float() - want[key].float()).abs().max().item() for key in want) < most, what
+            assert told == pytest.approx(figures, rel=1e-3), what
+
+
+def test_parts_that_do_not_tell_of_each_other_are_refused() -> None:
+    dims = SimpleNamespace(tp_enabled=True, spmd_backend="spmd_types")
+    model = build(spec().model)
+    with pytest.raises(nm.RecipeError, match="partial_dtensor"):
+        drive("srste:2:4")(optimizers(model), [model], dims)
