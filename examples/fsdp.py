@@ -56,7 +56,7 @@ for step in range(start + 1, args.steps + 1):
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     if rank == 0 and step % 10 == 0:  # metrics() waits for no other rank
-        print(f"step {step}  loss {loss.item():.3f}  phase {handle.metrics()['phase'].item():.0f}", flush=True)  # noqa: T201
+        print(f"step {step}  loss {loss.item():.3f}  phase {handle.metrics()['phase'].item():.0f}", flush=True)
     if step % args.save_every == 0 or step == args.steps:
         weights, moments = get_state_dict(model, optimizer)
         dcp.save({"model": weights, "optimizer": moments, "step": step}, checkpoint_id=args.out / f"step-{step:06}")
