@@ -20,7 +20,6 @@ Written for torchtitan 0.3.0. To shard a model with torch 2.13, a dense one too,
 default, ``"spmd_types"``, wants a later torch.
 """
 
-
 from __future__ import annotations
 
 from collections.abc import Callable

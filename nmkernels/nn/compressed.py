@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 from .. import ops
 from ..autograd import linear_compressed
@@ -136,7 +137,7 @@ class CompressedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """y = x Wᵀ + b, and the adapter's part; x ``(..., in)`` in the weight's dtype, or any floating dtype under autocast."""
-        if not torch.compiler.is_compiling():
+        if type(x) is Tensor and not is_dynamo_compiling():
             plan, buffers = self._plans.get(x.numel()), self._buffers
             if plan is not None:
                 # each check costs a microsecond where layers are many and small, and a list of them three

@@ -463,6 +463,17 @@ def check_optimizer(recipe: Recipe, optimizer: torch.optim.Optimizer) -> None:
         raise RecipeError("attach: the optimizer drives the recipe of another model already; give each model its own optimizer.")
 
 
+def check_flat(layers: dict[str, NMWeight]) -> None:
+    """Raise ``RecipeError`` where weights were made one flat tensor."""
+    for name, layer in layers.items():
+        weight = layer._parameters.get("weight")
+        if weight is None or weight.dim() != 2:
+            raise RecipeError(
+                f"attach: the weight of layer {name!r} was flattened, as FullyShardedDataParallel (FSDP1) does. Use "
+                "torch.distributed.fsdp.fully_shard, which keeps Parameters apart."
+            )
+
+
 def check_whole(recipe: Recipe, layers: dict[str, NMWeight]) -> None:
     """Raise ``RecipeError`` where ``recipe`` needs weights whole and those of ``layers`` are sharded."""
     why, name = recipe.setup.needs_whole, next((name for name, layer in layers.items() if is_sharded(layer.parameter)), None)

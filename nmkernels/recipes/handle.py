@@ -22,6 +22,7 @@ from ..shards import anywhere
 from .attach import (
     STATE_KEY,
     Attachment,
+    check_flat,
     check_learned,
     check_optimizer,
     check_shards,
@@ -152,6 +153,7 @@ class Handle:
 
     def _take_shards(self) -> None:
         """Have sharded layers make W̃ from this rank's shard, and every rank hold no more than that."""
+        check_flat(self.layers)
         connect(self.model, list(self.layers.values()))
         check_whole(self.recipe, self.layers)
         check_stages(self.recipe, self.layers)

@@ -249,6 +249,11 @@ def sparsify_(model: nn.Module, recipe: Recipe | str, filter_fn: FilterFn | None
         raise RecipeError(
             "sparsify_: the model has sparse layers already; handle.remove() or densify_(model) gives the dense model back first."
         )
+    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+        raise RecipeError(
+            "sparsify_: FullyShardedDataParallel (FSDP1) flattens weights. Use torch.distributed.fsdp.fully_shard, which keeps "
+            "Parameters apart."
+        )
     chosen, report = select(model, pattern, filter_fn, recipe.layer)
     if not chosen:
         raise RecipeError(f"sparsify_: no layer of the model can be made {pattern} sparse:\n{report}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from python_tests.distributed.ranks import needs_gloo, on_ranks, raised, whole
 
 if dist.is_available():
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 
 pytestmark = needs_gloo
 RANKS, STEPS, DIM = 2, 12, 32
@@ -368,6 +369,19 @@ def tuned() -> list[tuple[int, int]]:
     return [(gemm.rows, gemm.cols) for layer in handle.layers.values() for gemm in layer.gemms(8)]
 
 
+def flattened() -> list[str]:
+    """FSDP1 before and after sparsify_."""
+    said = []
+    for keep in (False, True):
+        wrap = partial(FullyShardedDataParallel, use_orig_params=keep, device_id=torch.device("cpu"))
+        said.append(raised(lambda wrap=wrap: nm.sparsify_(wrap(Net()), R.SRSTE("2:4"))))
+        model = Net()
+        handle = nm.sparsify_(model, R.SRSTE("2:4"))
+        wrapped = wrap(model)
+        said.append(raised(lambda h=handle, w=wrapped: h.attach(torch.optim.SGD(w.parameters()))))
+    return said
+
+
 def smaller_mesh() -> str:
     """With two ranks there is none: FSDP2 is told that there is."""
     model = Net()
@@ -395,6 +409,7 @@ def behaviour() -> dict[str, Any]:
         "loaded": [loaded(assign) for assign in (False, True)],
         "refused": {(name, after): refused(name, after) for name in NEED_WHOLE for after in (False, True)},
         "sharded after attach": sharded_after_attach(),
+        "flattened": flattened(),
         "stages of a pipeline": staged(),
         "tuned": tuned(),
         "smaller mesh": smaller_mesh(),
@@ -418,6 +433,7 @@ def test_what_is_gathered_and_what_is_refused(tmp_path: Path) -> None:
         for (name, after), said in found["refused"].items():
             assert said.startswith("RecipeError") and "whole" in said, (name, after, said)
         assert "sharded after handle.attach" in found["sharded after attach"]
+        assert all(said.startswith("RecipeError") and "fully_shard" in said for said in found["flattened"]), found["flattened"]
         watching, told = found["stages of a pipeline"]
         assert "pipeline" in watching and not told
         assert set(found["tuned"]) == {(64, DIM), (DIM, 64)}
