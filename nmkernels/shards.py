@@ -79,12 +79,17 @@ def reduced(parts: dict[Groups, Tensor], merge: Callable[[Tensor, Tensor], Tenso
     return functools.reduce(merge, rows)
 
 
+def add(parts: dict[Groups, Tensor], tensor: Tensor, value: Tensor) -> None:
+    """Add ``value``, which is of this rank's part of ``tensor``, to those of tensors that the same ranks share; for ``reduced``."""
+    groups = groups_of(tensor)
+    parts[groups] = parts[groups] + value if groups in parts else value
+
+
 def total(fn: Callable[[Tensor], Tensor], tensors: Iterable[Tensor]) -> Tensor:
     """Σ of ``fn``, a 0-d sum over the elements that it is given, over all of ``tensors``, whichever rank holds them."""
     parts: dict[Groups, Tensor] = {}
     for tensor in tensors:
-        groups, value = groups_of(tensor), fn(local(tensor)).reshape(1)
-        parts[groups] = parts[groups] + value if groups in parts else value
+        add(parts, tensor, fn(local(tensor)).reshape(1))
     return reduced(parts).reshape(())
 
 

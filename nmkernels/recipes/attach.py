@@ -24,7 +24,7 @@ from ..nn.gather import data_dims
 from ..nn.parallel import check_mesh
 from ..optim import PLAIN, MaskedAdamW, Target, merge_stats
 from ..pattern import RecipeError, ShapeError
-from ..shards import Groups, align_gradient, groups_of, is_sharded, local, reduced, total
+from ..shards import Groups, add, align_gradient, is_sharded, local, reduced, total
 from .base import Observed, Recipe, State
 from .run import Run
 from .saved import HELD, restored, written
@@ -207,7 +207,7 @@ class Attachment:
             if grad is None:
                 continue
             w, g = layer.master.detach(), local(grad).t() if layer.transposed else local(grad)
-            add = partial(_add, g, id(layer.parameter) in negated, scale)
+            put = partial(_add, g, id(layer.parameter) in negated, scale)
             if stage.held_mask:
                 g.masked_fill_(~self.run.masks.masks[name], 0.0)
             elif stage.rule.masked:
@@ -216,9 +216,9 @@ class Attachment:
                 size = _magnitude(masked(g, ~kept))
                 self._pruned[name] = _magnitude(pruned), size if scale is None else size / scale.double()
                 if stage.rule.decay:
-                    add(pruned * stage.rule.decay)
+                    put(pruned * stage.rule.decay)
             if extra is not None and not stage.rule.late:
-                add(extra)
+                put(extra)
 
     @torch.no_grad()
     def _after(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -320,8 +320,7 @@ class Attachment:
             else:
                 seen["nonzeros"] = w.count_nonzero()
             row = torch.stack([seen[key].to(device=device, dtype=torch.float64) for key in COUNTED])
-            groups = groups_of(layer.parameter)
-            parts[groups] = parts[groups] + row if groups in parts else row
+            add(parts, layer.parameter, row)
         self._masks, self._pruned = {}, {}
         if parts:
             values.update(zip(COUNTED, reduced(parts), strict=True))
@@ -541,8 +540,7 @@ def nonzeros(layers: Iterable[NMWeight]) -> Tensor:
     """How many of the effective weights are not zero, over all ranks."""
     parts: dict[Groups, Tensor] = {}
     for layer in layers:
-        groups, count = groups_of(layer.parameter), layer.effective_weight().count_nonzero().double()
-        parts[groups] = parts[groups] + count if groups in parts else count
+        add(parts, layer.parameter, layer.effective_weight().count_nonzero().double())
     return reduced(parts).reshape(())
 
 

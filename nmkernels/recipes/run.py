@@ -13,7 +13,7 @@ from ..autograd import HardMask, WeightTransform
 from ..autograd.transforms import read_as
 from ..nn import ActivationRule, NMWeight, SquaredReLU, SquaredReLUMLP
 from ..pattern import NMError, RecipeError
-from ..shards import Groups, groups_of, is_sharded, reduced
+from ..shards import Groups, add, groups_of, is_sharded, reduced
 from .base import Observed, Recipe, Stage, State
 from .compose import check_state
 from .masks import HeldMasks
@@ -136,8 +136,7 @@ class Run:
             return None
         parts: dict[Groups, Tensor] = {}
         for name, now in self._kept().items():
-            groups, flips = groups_of(self.layers[name].parameter), (now ^ before[name]).sum()
-            parts[groups] = parts[groups] + flips if groups in parts else flips
+            add(parts, self.layers[name].parameter, (now ^ before[name]).sum())
         return reduced(parts).reshape(())
 
     def _restage(self, before: dict[str, Tensor] | None = None) -> dict[str, Tensor] | None:

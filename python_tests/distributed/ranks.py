@@ -57,3 +57,13 @@ def raised(fn: Callable[[], Any]) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def assert_equal(what: str, got: Any, want: Any) -> None:
+    """The weights, and the metrics of each step, of ``got`` are those of ``want``."""
+    for key, value in want[0].items():
+        assert (got[0][key] - value).abs().max() < 1e-10, (what, key)
+    for step, (mine, theirs) in enumerate(zip(got[1], want[1], strict=True)):
+        assert mine.keys() == theirs.keys(), what
+        for name, value in theirs.items():
+            assert mine[name] == pytest.approx(value, rel=1e-9, abs=1e-12, nan_ok=True), (what, step, name)

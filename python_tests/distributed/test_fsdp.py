@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import nmkernels as nm
-from python_tests.distributed.ranks import needs_gloo, on_ranks, raised, whole
+from python_tests.distributed.ranks import assert_equal, needs_gloo, on_ranks, raised, whole
 
 if dist.is_available():
     from torch.distributed.device_mesh import init_device_mesh
@@ -168,15 +168,6 @@ def train(
             net(x)
     handle.finish()
     return whole(model.state_dict()), told
-
-
-def assert_equal(what: str, got: Any, want: Any) -> None:
-    for key, value in want[0].items():
-        assert (got[0][key] - value).abs().max() < 1e-10, (what, key)
-    for step, (mine, theirs) in enumerate(zip(got[1], want[1], strict=True)):
-        assert mine.keys() == theirs.keys(), what
-        for name, value in theirs.items():
-            assert mine[name] == pytest.approx(value, rel=1e-9, abs=1e-12, nan_ok=True), (what, step, name)
 
 
 def trained(recipes: tuple[str, ...], cases: tuple[str, ...]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import nmkernels as nm
 from nmkernels.shards import local
-from python_tests.distributed.ranks import needs_gloo, on_ranks, raised, whole
+from python_tests.distributed.ranks import assert_equal, needs_gloo, on_ranks, raised, whole
 
 if dist.is_available():
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -163,15 +163,6 @@ def train(
     return whole(model.state_dict()), told
 
 
-def check_equal(what: str, got: Any, want: Any) -> None:
-    for key, value in want[0].items():
-        assert (got[0][key] - value).abs().max() < 1e-10, (what, key)
-    for step, (mine, theirs) in enumerate(zip(got[1], want[1], strict=True)):
-        assert mine.keys() == theirs.keys(), what
-        for name, value in theirs.items():
-            assert mine[name] == pytest.approx(value, rel=1e-9, abs=1e-12, nan_ok=True), (what, step, name)
-
-
 def trained(recipes: tuple[str, ...], cases: tuple[str, ...]) -> dict[str, Any]:
     mesh = mesh_of()
     return {f"{r}/{case}": train(RECIPES[r](), lambda m, **k: split(m, mesh, **k), **CASES[case]) for r in recipes for case in cases}
@@ -183,7 +174,7 @@ def check(results: list[dict[str, Any]]) -> None:
         keywords = {key: value for key, value in CASES[case].items() if key not in ("sequence", "after")}
         want = train(RECIPES[recipe](), None, **keywords)
         for result in results:
-            check_equal(what, result[what], want)
+            assert_equal(what, result[what], want)
 
 
 def test_recipes_equal_one_process(tmp_path: Path) -> None:
@@ -252,7 +243,7 @@ def resumed(names: tuple[str, ...], folder: str, ways: dict[str, Wrap]) -> dict[
 def check_resumed(results: list[Any]) -> None:
     for result in results:
         for (name, way), got in result.items():
-            check_equal(f"{name}, resumed {way}", got, result[name, ""])
+            assert_equal(f"{name}, resumed {way}", got, result[name, ""])
 
 
 def resumed_split_or_whole(folder: str) -> Any:
