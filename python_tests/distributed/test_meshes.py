@@ -12,7 +12,7 @@ from torch import nn
 
 import nmkernels as nm
 from python_tests.distributed import test_tensor_parallel as tp
-from python_tests.distributed.ranks import needs_gloo, on_ranks, raised
+from python_tests.distributed.ranks import assert_equal, needs_gloo, on_ranks, raised
 
 if dist.is_available():
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -96,7 +96,7 @@ def check(results: list[dict[str, Any]], cases: dict[str, dict[str, Any]], share
         keywords = {key: value for key, value in cases[case].items() if key not in ("sequence", "after")}
         want = tp.train(RECIPES[recipe](), None, shares, **keywords)
         for result in results:
-            tp.check_equal(what, result[what], want)
+            assert_equal(what, result[what], want)
 
 
 def test_hsdp_equals_one_process(tmp_path: Path) -> None:
