@@ -38,8 +38,8 @@ MOST_PLANS = 256
 """Sizes of inputs that a layer remembers; then it forgets all of them."""
 
 
-class _Plans(dict[int, tuple[Tensor, Tensor, Tensor | None, int, int, int, int, int]]):
-    """For each size of the input values, indices, the dense weight that multiplies it or None, and what tells that all are as they were;
+class _Plans(dict[int, tuple[Tensor, Tensor | None, int, int, int]]):
+    """For each size of the input the values, the dense weight that multiplies it or None, and what tells that both are as they were;
     never copied or saved."""
 
     def __reduce__(self) -> tuple[type[_Plans], tuple[()]]:
@@ -137,20 +137,16 @@ class CompressedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """y = x Wᵀ + b, and the adapter's part; x ``(..., in)`` in the weight's dtype, or any floating dtype under autocast."""
-        if type(x) is Tensor and not is_dynamo_compiling():
-            plan, buffers = self._plans.get(x.numel()), self._buffers
+        if not is_dynamo_compiling():
+            plan = self._plans.get(x.numel())
             if plan is not None:
-                # each check costs a microsecond where layers are many and small, and a list of them three
-                values, indices, dense, written, indices_written, address, indices_address, revision = plan
+                # beside a small GEMM each check counts: who writes indices writes values, and F.linear sees what is wrong with x
+                values, dense, written, address, revision = plan
                 same = (
-                    values is buffers["values"]
-                    and indices is buffers["indices"]
+                    values is self._buffers["values"]
                     and values._version == written
-                    and indices._version == indices_written
                     and values.data_ptr() == address
-                    and indices.data_ptr() == indices_address
                     and TABLE.revision == revision
-                    and not values.requires_grad
                 )
                 if same and dense is not None:
                     try:
@@ -159,7 +155,7 @@ class CompressedLinear(nn.Module):
                         pass
                 elif same and self._at_once(x):
                     p = self.pattern
-                    return sparse_linear(x, values, indices, p.n, p.m, self.in_features, self._parameters["bias"])
+                    return sparse_linear(x, values, self.indices, p.n, p.m, self.in_features, self._parameters["bias"])
         y = self._multiply(x, self.bias)
         adapter = self.adapter
         return y if adapter is None else add_adapter(y, x.to(y.dtype), *adapter)
@@ -180,7 +176,7 @@ class CompressedLinear(nn.Module):
 
     def _at_once(self, x: Tensor) -> bool:
         """Whether the kernel may have this input as it is."""
-        fits = x.is_cpu and x.dtype == self.values.dtype and x.shape[-1] == self.in_features
+        fits = type(x) is Tensor and x.is_cpu and x.dtype == self.values.dtype and x.shape[-1] == self.in_features
         return fits and unwatched(x) and not torch._C._is_any_autocast_enabled()
 
     def _chosen(self, x: Tensor, weight: ops.Compressed, bias: Tensor | None) -> Tensor:
@@ -209,13 +205,13 @@ class CompressedLinear(nn.Module):
 
     def _plan(self, x: Tensor, weight: ops.Compressed, dense: Tensor | None) -> None:
         """From now on multiply inputs of this size at once: by ``dense``, or without it, where no gradient is wanted, by the kernel."""
-        if weight is not self._view or self.order is not None or self.adapter is not None or not counts_writes(weight.values):
+        values = weight.values
+        plain = weight is self._view and self.order is None and self.adapter is None
+        if not plain or values.requires_grad or not counts_writes(values):
             return
         if len(self._plans) >= MOST_PLANS:
             self._plans.clear()
-        values, indices = weight.values, weight.indices
-        state = values._version, indices._version, values.data_ptr(), indices.data_ptr(), TABLE.revision
-        self._plans[x.numel()] = (values, indices, dense, *state)
+        self._plans[x.numel()] = values, dense, values._version, values.data_ptr(), TABLE.revision
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         super().register_parameter(name, param)
