@@ -13,7 +13,7 @@ In a training script:
     nm.save_compressed(model, "model.safetensors")
 """
 
-from . import autograd, nn, ops, optim, recipes
+from . import autograd, integrations, nn, ops, optim, recipes
 from ._version import __version__
 from .audit import audit, flops
 from .dispatch import explain
@@ -51,6 +51,7 @@ __all__ = [
     "densify_",
     "explain",
     "flops",
+    "integrations",
     "load_compressed",
     "nn",
     "ops",
@@ -61,3 +62,5 @@ __all__ = [
     "sparsify_",
     "tune",
 ]
+
+integrations.register()
