@@ -214,8 +214,8 @@ def call(
 
 
 def function(op: str, backend: str, args: tuple[Any, ...]) -> Callable[..., Tensor] | None:
-    """The backend's kernel for ``op(*args)``; None if it has none or declines, or if the tensors are not what they look like."""
-    if torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack():
+    """The backend's kernel for ``op(*args)``; None if it has none or declines, or in a graph or where tensors are not what they seem."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack():
         return None
     return next((i.tuning.kernel or i.fn for i in implementations(op) if i.backend == backend and i.supports(*args)[0]), None)
 

@@ -75,6 +75,7 @@ class MaskedAdamW(torch.optim.AdamW):
         return {"defaults": self.defaults, "state": self.state, "param_groups": self.param_groups}
 
     @torch.no_grad()
+    @torch._disable_dynamo  # one kernel call: a graph could make it no faster, and would be compiled anew for every learning rate
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of every parameter that has a gradient; returns the closure's loss."""
         loss = None

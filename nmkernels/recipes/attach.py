@@ -6,8 +6,9 @@ A top-level key of the state dict would be dropped by trainers that rebuild it; 
 
 from __future__ import annotations
 
+import inspect
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -62,8 +63,8 @@ class Attachment:
         self._beside: dict[str, Tensor] = {}
         self._loaded: State | None = None
         self._removers = [
-            optimizer.register_step_pre_hook(self._before),
-            optimizer.register_step_post_hook(self._after),
+            optimizer.register_step_pre_hook(eager(self._before)),
+            optimizer.register_step_post_hook(eager(self._after)),
             optimizer.register_state_dict_post_hook(self._after_state_dict),
             optimizer.register_load_state_dict_pre_hook(self._before_load),
             optimizer.register_load_state_dict_post_hook(self._after_load),
@@ -398,7 +399,13 @@ def _watch_every_optimizer() -> None:
         for effective in _watched:
             effective.doubt()
 
-    register_optimizer_step_post_hook(stepped)
+    register_optimizer_step_post_hook(eager(stepped))
+
+
+def eager(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """``hook`` as ``torch.compile(optimizer.step)`` calls it: untraced. A graph would keep the schedule's numbers as they were when it was
+    made; torch then compiles the optimizer's own step as it does without a recipe."""
+    return torch.compiler.disable(hook)
 
 
 def unwrapped(given: Any) -> torch.optim.Optimizer:
@@ -458,7 +465,8 @@ def check_optimizer(recipe: Recipe, optimizer: torch.optim.Optimizer) -> None:
             f"{type(recipe).__name__} {recipe.setup.needs}, which {type(given).__name__} cannot. Replace it in one line: optimizer = "
             f"handle.attach(nm.optim.{wanted.__name__}(model.parameters(), lr=...)). It takes AdamW's keywords and state."
         )
-    if any(isinstance(getattr(hook, "__self__", None), Attachment) for hook in optimizer._optimizer_step_pre_hooks.values()):
+    hooks = map(inspect.unwrap, optimizer._optimizer_step_pre_hooks.values())
+    if any(isinstance(getattr(hook, "__self__", None), Attachment) for hook in hooks):
         raise RecipeError("attach: the optimizer drives the recipe of another model already; give each model its own optimizer.")
 
 
