@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .layouts import LINEAR, ordered
+
 Groups = tuple[Any, ...]
 """The process groups over which a tensor is sharded, outermost first; empty for one that this rank holds whole."""
 
@@ -98,9 +100,15 @@ def anywhere(tensor: Tensor, flag: bool) -> bool:
     return bool(reduced({groups_of(tensor): torch.tensor([float(flag)], device=local(tensor).device)}).item())
 
 
-def align_gradient(parameter: Tensor) -> Tensor | None:
-    """The gradient of ``parameter``, laid out as that is: under sequence parallel a replicated weight's is a part of a sum on each rank."""
+def align_gradient(parameter: Tensor, layout: str = LINEAR) -> Tensor | None:
+    """The gradient of ``parameter``, laid out as that is: under sequence parallel a replicated weight's is a part of a sum on each rank,
+    and somebody may have set one whose memory is not in the order of ``layout``."""
     grad = parameter.grad
-    if is_sharded(grad) and grad.placements != parameter.placements:  # type: ignore[union-attr, attr-defined]
-        parameter.grad = grad = grad.redistribute(parameter.device_mesh, parameter.placements)  # type: ignore[union-attr, attr-defined]
+    if grad is None:
+        return None
+    if is_sharded(grad):
+        if grad.placements != parameter.placements:  # type: ignore[attr-defined]
+            parameter.grad = grad = grad.redistribute(parameter.device_mesh, parameter.placements)  # type: ignore[attr-defined]
+    elif layout != LINEAR and (right := ordered(grad, layout)) is not grad:
+        parameter.grad = grad = right
     return grad

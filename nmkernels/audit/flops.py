@@ -26,22 +26,22 @@ def inventory(verb: str, model: nn.Module, recipe: Recipe, filter_fn: FilterFn |
     done = {name: m for name, m in model.named_modules() if isinstance(m, (NMWeight, CompressedLinear))}
     if done and filter_fn is not None:
         raise RecipeError(f"{verb}: the model is sparse already, so filter_fn has nothing to choose; leave it out.")
-    chosen, report = select(model, Pattern(recipe.pattern), filter_fn, recipe.layer)
+    chosen, report = select(model, Pattern(recipe.pattern), filter_fn, recipe)
     linear = [e for e in report.entries if e.linear]
     if not linear:
         raise RecipeError(f"{verb}: the model has no linear layer to count.")
     if done:
         patterns = {name: m.pattern if isinstance(m, NMWeight) else m.weight.pattern for name, m in done.items()}
     else:
-        weights = {c.name: c.module.get_parameter("weight").detach() for c in chosen}
-        transposed = {c.name for c in chosen if not isinstance(c.module, nn.Linear)}  # Conv1D has its weight as (in, out)
         choose = recipe.setup.patterns
-        own = choose({name: w.t() if name in transposed else w for name, w in weights.items()}) if choose is not None else {}
+        own = {} if choose is None else choose({c.name: c.matrix for c in chosen})
         patterns = {c.name: own.get(c.name, Pattern(recipe.pattern)) for c in chosen}
+    shapes = {c.name: c.matrix_shape for c in chosen} | {name: m.shape for name, m in done.items() if isinstance(m, NMWeight)}
     entries = []
     for e in linear:
         pattern = patterns.get(e.name)
-        reason = recipe.layer(pattern, e.shape[:2]).note if pattern else "left dense" if e.sparse else e.reason  # type: ignore[arg-type]
+        shape = shapes.get(e.name, (*e.shape[:1], math.prod(e.shape[1:])))
+        reason = recipe.layer(pattern, shape).note if pattern else "left dense" if e.sparse else e.reason
         entries.append(replace(e, sparse=pattern is not None, reason=reason))
     return entries, patterns
 

@@ -3,6 +3,7 @@
 from .activation import SplitRule, sparse_relu2, split, split_linear
 from .linear import linear, linear_compressed
 from .plan import STRAIGHT_THROUGH, Form, GemmPlan, Operands, Reads, gemms_of, operands, reads
+from .transformed import transformed
 from .transforms import CombinationMask, HardMask, WeightTransform, combination_count, masked
 
 __all__ = [
@@ -25,4 +26,5 @@ __all__ = [
     "sparse_relu2",
     "split",
     "split_linear",
+    "transformed",
 ]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
+from ..layouts import CONV1D
 from ..nn import CompressedLinear, NMWeight
 from ..pattern import CheckpointError, RecipeError
 from ..reference.compress import pack_indices, unpack_indices
@@ -110,14 +111,14 @@ def _gathered(layer: NMWeight) -> ops.Compressed:
 
     (rows, cols), p = layer.shape, layer.pattern
     # where shards split the columns, their bytes of indices may not meet
-    splits = any(placement.is_shard(0 if layer.transposed else 1) for placement in weight.placements)
+    splits = any(placement.is_shard(layer.reduced) for placement in weight.placements)
     parts = [mine.values, unpack_indices(mine.indices, p.index_bits, mine.values.shape[1]) if splits else mine.indices]
     found = []
     for part, width in zip(parts, (p.kept(cols), p.kept(cols) if splits else p.index_bytes(cols)), strict=True):
-        stored, shape = (part.t(), (width, rows)) if layer.transposed else (part, (rows, width))
+        stored, shape = (part.t(), (width, rows)) if layer.layout == CONV1D else (part, (rows, width))
         sent = DTensor.from_local(
             stored.contiguous(), weight.device_mesh, weight.placements, run_check=False, shape=torch.Size(shape), stride=(shape[1], 1)
         )
-        found.append(local(sent.full_tensor().t() if layer.transposed else sent.full_tensor()).contiguous())
+        found.append(local(sent.full_tensor().t() if layer.layout == CONV1D else sent.full_tensor()).contiguous())
     values, indices = found
     return ops.Compressed(values, pack_indices(indices, p.index_bits) if splits else indices, p, (rows, cols))

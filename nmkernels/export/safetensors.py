@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
+from ..layouts import CONV1D
 from ..nn import ADAPTER, CompressedLinear, NMWeight, adapter_of, folded
 from ..nn.gather import fsdp_modules, reshard
 from ..pattern import CheckpointError, RecipeError
@@ -87,12 +88,11 @@ def save_compressed(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
 
 def _about(layer: NMWeight | CompressedLinear, weight: ops.Compressed) -> dict[str, Any]:
-    layout = layer.layout if isinstance(layer, CompressedLinear) else "conv1d" if layer.transposed else "linear"
     about = {
         "pattern": str(layer.pattern),
         "shape": list(weight.shape),
         "dtype": str(weight.dtype).removeprefix("torch."),
-        "layout": layout,
+        "layout": layer.layout,
     }
     adapter = adapter_of(layer)
     return about if adapter is None else {**about, "rank": int(adapter[0].shape[1])}
@@ -146,14 +146,13 @@ def _dense_weight(layer: NMWeight | CompressedLinear, ranks: Ranks) -> Tensor:
     if isinstance(layer, NMWeight):
         if adapter is None:
             return layer.parameter.detach()
-        weight, transposed = whole(layer.parameter.detach()), layer.transposed
-        weight = weight.t() if transposed else weight
+        weight = layer.matrix(whole(layer.parameter.detach()))
     else:
-        weight, transposed = ranks.dense(layer), layer.layout == "conv1d"
+        weight = ranks.dense(layer)
     if adapter is not None:
         left, right = (whole(part.detach()) for part in adapter)
         weight = folded(weight, left, right)
-    return weight.t() if transposed else weight
+    return weight.t() if layer.layout == CONV1D else weight
 
 
 def load_compressed(model: nn.Module, path: str | os.PathLike[str], keep_dense: bool = False) -> nn.Module:

@@ -4,6 +4,7 @@ from .activation import ActivationRule, SquaredReLU, SquaredReLUMLP
 from .adapter import ADAPTER, adapter_of, add_adapter, folded, set_adapter
 from .chains import Chain, channel_parameters, find_chains, reorder_
 from .compressed import CompressedLinear, is_order
+from .conv import SparseConv2d
 from .deploy import compress_, deployed
 from .linear import NMWeight, SparseLinear
 from .swap import SparseConv1D, is_conv1d, is_conv1d_type, make_dense_, make_sparse_, replace_, switch_fast_paths
@@ -18,6 +19,7 @@ __all__ = [
     "CompressedLinear",
     "NMWeight",
     "SparseConv1D",
+    "SparseConv2d",
     "SparseLinear",
     "TuneReport",
     "Tuned",

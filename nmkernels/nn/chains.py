@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from ..layouts import CONV1D
 from .linear import NMWeight
 from .swap import is_conv1d
 
@@ -234,7 +235,7 @@ def channel_parameters(model: nn.Module, chain: Chain) -> Iterator[tuple[nn.Para
     for names, writes in ((chain.producers, True), (chain.consumers, False)):
         for name in names:
             linear: Any = model.get_submodule(name)
-            transposed = linear.transposed if isinstance(linear, NMWeight) else is_conv1d(linear)
+            transposed = linear.layout == CONV1D if isinstance(linear, NMWeight) else is_conv1d(linear)
             yield linear.weight, int(transposed == writes)
             if writes and linear.bias is not None:
                 yield linear.bias, 0

@@ -16,6 +16,7 @@ from ..autograd.gemms import AUTO, DENSE, Gemm, call, choose, form_of, forms
 from ..backends.cpu.linear import fprop_way, sparse_linear
 from ..backends.cpu.ways import SPARSE
 from ..dispatch import forced_backend
+from ..layouts import CONV1D, LINEAR, REDUCED, matrix_shape
 from ..ops.compress import counts_writes
 from ..ops.define import kind_of, unwatched
 from ..ops.pack import positions
@@ -26,7 +27,7 @@ from .adapter import adapter_of, add_adapter, set_adapter
 from .linear import autocast_dtype, castable
 from .parallel import IN, NOTHING, OUT, check_input, check_mesh, split_along, split_linear
 
-LAYOUTS = ("linear", "conv1d")
+LAYOUTS = (LINEAR, CONV1D)
 ORDINARY = (AUTO, "cpu rows")
 """Candidates that ``linear_compressed`` takes by itself, and by a shorter way."""
 
@@ -80,7 +81,7 @@ class CompressedLinear(nn.Module):
         self,
         weight: ops.Compressed,
         bias: Tensor | None = None,
-        layout: str = "linear",
+        layout: str = LINEAR,
         keep_dense: bool = False,
         adapter: tuple[Tensor, Tensor] | None = None,
         columns: Tensor | None = None,
@@ -280,8 +281,8 @@ class CompressedPart(CompressedLinear):
         check_mesh("CompressedLinear", dense)
         super().__init__(weight, None, layout, keep_dense, columns=columns)
         self.mesh: Any = dense.device_mesh  # type: ignore[attr-defined]
-        self.split = split_along(dense, layout == "conv1d")
-        self.out, cols = dense.shape[::-1] if layout == "conv1d" else dense.shape
+        self.split = split_along(dense, REDUCED[layout])
+        self.out, cols = matrix_shape(dense.shape, layout)
         self.register_parameter("bias", bias)
         if adapter is not None:
             set_adapter(self, *adapter, self.out, cols)

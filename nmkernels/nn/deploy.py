@@ -65,8 +65,7 @@ def compress_(model: nn.Module, keep_dense: bool = False) -> nn.Module:
     for layer in layers.values():
         with torch.no_grad():
             packed = ops.compress(layer.grouped.detach(), layer.pattern)
-        layout = "conv1d" if layer.transposed else "linear"
-        replace_(model, layer, deployed(layer, packed, layout, keep_dense, adapter_of(layer), layer.columns))
+        replace_(model, layer, deployed(layer, packed, layer.layout, keep_dense, adapter_of(layer), layer.columns))
     switch_fast_paths(model)
     return model
 
@@ -94,7 +93,7 @@ def _check_part(name: str, layer: NMWeight) -> None:
     """Raise ``NMError`` unless the layer's part of a weight that ranks share can be compressed by itself."""
     weight: Any = layer.weight
     check_mesh(f"compress_: layer {name!r}", weight)
-    if split_along(weight, layer.transposed) != IN:
+    if split_along(weight, layer.reduced) != IN:
         return
     p, cols, ways = layer.pattern, layer.shape[1], weight.device_mesh.size()
     step = p.m

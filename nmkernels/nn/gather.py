@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ..autograd import operands
 from ..autograd.plan import CANONICAL, Operands
+from ..layouts import CONV1D, LINEAR
 from ..ops import Compressed, decompress
 from ..pattern import DtypeError, NMError, Pattern
 from ..shards import is_sharded, local
@@ -116,7 +117,7 @@ class Gather:
         if transform is None or not straight:
             used = shard
         else:
-            used = transform(shard.t(), *extras).t().contiguous() if layer.transposed else transform(shard, *extras)
+            used = transform(shard.t(), *extras).t().contiguous() if layer.layout == CONV1D else transform(shard, *extras)
         return (_padded(used.to(form[1]), outer_size, ways),), (form, outer_size)
 
     def fsdp_post_all_gather(self, outs: tuple[Tensor, ...], meta: Any, dtype: torch.dtype, *, out: Tensor | None = None) -> Any:
@@ -141,7 +142,7 @@ class Gather:
     def _packs(self, size: torch.Size, ways: int) -> bool:
         """Alike on every rank: whether the rows, whole on each, are gathered packed; of a single rank FSDP2 takes one tensor only."""
         even = size[0] % ways == 0 and local(self.parameter).shape[1] == size[1]
-        return ways > 1 and even and self.layer.plan.packs and not self.layer.transposed
+        return ways > 1 and even and self.layer.plan.packs and self.layer.layout == LINEAR
 
     def _forget_buffers(self) -> None:
         """Let FSDP2 allocate anew: it sizes what it gathers into once, for the form of the first gather, and notes then what it found."""

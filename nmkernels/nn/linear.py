@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..autograd import GemmPlan, HardMask, Operands, WeightTransform, gemms_of, linear
+from ..autograd import GemmPlan, HardMask, Operands, WeightTransform, gemms_of, linear, transformed
 from ..autograd.gemms import Gemm
+from ..layouts import CONV1D, LINEAR, MATRICES, ORDERS, REDUCED, as_matrix, as_stored, matrix_shape, ordered
 from ..ops import is_nm
 from ..pattern import NMError, Pattern, PatternLike
 from ..shards import is_sharded, local, whole
@@ -51,8 +52,12 @@ class NMWeight(nn.Module):
     weight: Tensor
     bias: Tensor | None
     pattern: Pattern
-    transposed = False
-    """True where the parameter is stored ``(in, out)``, as Hugging Face's Conv1D does."""
+    layout = LINEAR
+    """How the Parameter stores the matrix ``(out, in)``; one of ``nmkernels.layouts``."""
+    dense_type: type[nn.Module] = nn.Linear
+    """What the layer was made from, and becomes again."""
+    own_gemms = True
+    """False where torch multiplies W̃ by itself (a convolution): then what a recipe does to the GEMMs is none of the layer's."""
 
     def _start(self, pattern: Pattern) -> None:
         self.pattern = pattern
@@ -69,6 +74,7 @@ class NMWeight(nn.Module):
         self.ran = False
         self.effective = EffectiveWeight()
         self.gather: Gather | None = None
+        self.put_in_order()
 
     @property
     def parameter(self) -> Tensor:
@@ -77,15 +83,18 @@ class NMWeight(nn.Module):
 
     @property
     def master(self) -> Tensor:
-        """The dense master weight as ``(out, in)``, the parameter itself or its transposed view; of a sharded one this rank's shard."""
+        """The dense master weight as ``(out, in)``, the parameter itself or a view of it; of a sharded one this rank's shard."""
         weight = local(self.parameter)
-        return weight.t() if self.transposed else weight
+        return weight if self.layout == LINEAR else as_matrix(weight, self.layout)
+
+    def matrix(self, tensor: Tensor) -> Tensor:
+        """``tensor``, stored as the Parameter is, as ``(out, in)``: the same memory; see ``nmkernels.layouts``."""
+        return as_matrix(tensor, self.layout)
 
     @property
     def shape(self) -> tuple[int, int]:
         """``(out, in)`` of the weight, whole where it is sharded."""
-        rows, cols = self.parameter.shape[::-1] if self.transposed else self.parameter.shape
-        return int(rows), int(cols)
+        return matrix_shape(self.parameter.shape, self.layout)
 
     @property
     def grouped(self) -> Tensor:
@@ -99,18 +108,33 @@ class NMWeight(nn.Module):
         if gather is None or gather.param is None:
             return self.master
         size = gather.param._orig_size
-        return self.master.new_empty(1, 1).expand(*(size[::-1] if self.transposed else size))
+        return self.master.new_empty(1, 1).expand(*matrix_shape(size, self.layout))
 
     @property
     def mask_pattern(self) -> Pattern:
         """The pattern of the mask that is in use; a schedule may go through others before the layer's own."""
         return self.pattern if self.transform is None else self.transform.pattern
 
+    @property
+    def reduced(self) -> int:
+        """The dimension of the Parameter along which groups run."""
+        return REDUCED[self.layout]
+
+    def put_in_order(self) -> None:
+        """Have the Parameter's memory in the order of its matrix, where loading by assignment or moving has changed that; it stays the
+        same Parameter."""
+        if self.layout in MATRICES or is_sharded(self.parameter):
+            return
+        data = self.parameter.data
+        right = ordered(data, self.layout)
+        if right is not data:
+            self.parameter.data = right
+
     def use(self, transform: WeightTransform | None, plan: GemmPlan) -> None:
         """From now on multiply W̃ = ``transform(W)``, or W where it is None, by ``plan``."""
         if transform is not None:
             plan.check(transform)
-        self.plan = plan
+        self.plan = plan if self.own_gemms else plan.dense_layout
         if transform is not self.transform:
             self.transform = transform
             self.drop()
@@ -155,7 +179,7 @@ class NMWeight(nn.Module):
             weight = self.master.detach()
             if type(transform).start is not WeightTransform.start:
                 found = whole(self.parameter.detach())
-                weight = found.t() if self.transposed else found
+                weight = self.matrix(found)
             for name, value in transform.start(weight).items():
                 if transform.reads.get(name) != "learned":
                     self.register_buffer(name, value)
@@ -236,9 +260,23 @@ class NMWeight(nn.Module):
             return self.master.detach().to(dtype or self.master.dtype)
         return self.effective.dense((self.master, self.transform, self._extras(self.transform), dtype or self.master.dtype))
 
+    def differentiable_weight(self, x: Tensor) -> Tensor:
+        """W̃ as the Parameter stores it, for torch to multiply by x: its gradient goes to the Parameter. Under autocast in that dtype."""
+        transform, weight, layout, extras = self.transform, self.weight, self.layout, []
+        if transform is None:
+            return weight
+        dtype, cast = weight.dtype, autocast_dtype(x)
+        if cast is not None and castable(dtype):
+            dtype = cast
+        for name in transform.reads:
+            extras.append(getattr(self, name))
+        # what functional_call puts in the place of the Parameter may be in any order, and only has to be read
+        used = self.effective.dense((as_matrix(ordered(weight, layout), layout), transform, extras, dtype))
+        return transformed(weight, as_stored(used, layout, weight.shape), transform, extras, layout)
+
     def gemms(self, tokens: int, dtype: torch.dtype | None = None) -> tuple[Gemm, ...]:
         """The GEMMs that its plan leaves open, for so many rows of the input; ``dtype``: of the GEMMs, None for the weight's."""
-        if self.transform is None:
+        if self.transform is None or not self.own_gemms:
             return ()
         return gemms_of(self.plan, self.transform, self.multiplied, dtype or self.weight.dtype, tokens)
 
@@ -258,7 +296,7 @@ class NMWeight(nn.Module):
     def _multiply(self, x: Tensor, weight: Tensor, used: Tensor | Operands | None, bias: Tensor | None, plan: GemmPlan) -> Tensor:
         """y = x W̃ᵀ + b of a plain ``weight``, as the Parameter is stored; ``used``: W̃, stored likewise, where that is known."""
         transform = self.transform
-        if self.transposed:
+        if self.layout == CONV1D:
             weight, used = weight.t(), used.t() if isinstance(used, Tensor) else used
         if transform is None:
             return F.linear(x, weight, bias)
@@ -285,6 +323,7 @@ class NMWeight(nn.Module):
         # set_model_state_dict(full_state_dict=True) gives back as they are the buffers that a checkpoint does not have
         own = {prefix + name for name, value in self._buffers.items() if value is not None and state_dict.get(prefix + name) is value}
         super()._load_from_state_dict(state_dict, prefix, *rest)
+        self.put_in_order()
         self.drop()
         self.adopt_shard()  # loaded by assignment it is another Parameter
         buffers = [name for name in self._buffers if name.startswith("nm_") and name not in self._non_persistent_buffers_set]
@@ -316,7 +355,8 @@ class NMWeight(nn.Module):
         Such a merge touches every row, and 64 of them are looked at: this is called wherever a model is saved or evaluated.
         """
         # a shard or a fake tensor cannot tell
-        if not self.finished or self.weight.is_meta or self.weight.dim() != 2 or type(self.weight.data) is not Tensor:
+        dims = len(ORDERS[self.layout])
+        if not self.finished or self.weight.is_meta or self.weight.dim() != dims or type(self.weight.data) is not Tensor:
             return
         rows = self.master.detach()[:: -(-self.master.shape[0] // 64) or 1]
         if not is_nm(rows if self.columns is None else rows.index_select(1, self.columns.to(rows.device)), self.pattern):
@@ -332,13 +372,17 @@ class NMWeight(nn.Module):
         # two moves may bring the weight back to its old address with other contents and the same version
         self.effective.release()
         moved = super()._apply(*args, **kwargs)
+        self.put_in_order()
         self.adopt_shard()
         return moved
 
     def extra_repr(self) -> str:
-        use = "finished" if self.finished else "dense" if self.transform is None else type(self.transform).__name__
         sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
-        return f"{sizes}, pattern={self.pattern}, uses={use}"
+        return f"{sizes}, {self._uses()}"
+
+    def _uses(self) -> str:
+        use = "finished" if self.finished else "dense" if self.transform is None else type(self.transform).__name__
+        return f"pattern={self.pattern}, uses={use}"
 
 
 class SparseLinear(NMWeight, nn.Linear):  # type: ignore[misc]  # torch types bias as always there

@@ -40,12 +40,12 @@ def check_input(layer: nn.Module, x: Tensor) -> None:
         )
 
 
-def split_along(weight: Any, transposed: bool) -> str:
+def split_along(weight: Any, reduced: int) -> str:
     """What tensor parallelism splits of the DTensor ``weight``: ``"out"`` (column parallel), ``"in"`` (row parallel), ``""`` neither."""
     (placement,) = weight.placements
     if placement.is_replicate():
         return NOTHING
-    return IN if placement.is_shard(0 if transposed else 1) else OUT
+    return IN if placement.is_shard(reduced) else OUT
 
 
 def split_linear(x: Any, mesh: Any, along: str, out: int, bias: Any, multiply: Callable[[Tensor, Tensor | None], Tensor]) -> Tensor:
@@ -78,7 +78,7 @@ def tensor_parallel(layer: NMWeight, x: Tensor) -> Tensor:
     weight: Any = layer.weight
     check_input(layer, x)
     check_mesh(type(layer).__name__, weight)
-    along = split_along(weight, layer.transposed)
+    along = split_along(weight, layer.reduced)
     layer.take_buffers()
 
     def multiply(inner: Tensor, bias: Tensor | None) -> Tensor:

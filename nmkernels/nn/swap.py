@@ -9,9 +9,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from ..layouts import CONV1D
 from ..pattern import Pattern, PatternLike, RecipeError
 from .adapter import adapter_of, folded
 from .compressed import CompressedLinear
+from .conv import SparseConv2d, check_groups
 from .linear import OWN_ATTRIBUTES, NMWeight, SparseLinear
 
 
@@ -31,10 +33,9 @@ class SparseConv1D(NMWeight):
     A model's own Conv1D becomes one by ``sparsify_``, never directly, and turns back on ``remove``.
     """
 
-    transposed = True
+    layout = CONV1D
     nf: int
     nx: int
-    dense_type: type[nn.Module]
 
     @property
     def in_features(self) -> int:
@@ -71,10 +72,10 @@ def change_class_(module: nn.Module, kind: type[nn.Module]) -> None:
 
 
 def make_sparse_(layer: nn.Module, pattern: PatternLike) -> NMWeight:
-    """Turn ``layer``, an ``nn.Linear`` or a Hugging Face ``Conv1D``, into its sparse form in place, and return it.
+    """Turn ``layer``, an ``nn.Linear``, ``nn.Conv2d`` or Hugging Face's ``Conv1D``, into its sparse form in place, and return it.
 
     Raises:
-        ShapeError: M does not divide ``in_features``. RecipeError: it is of another class.
+        ShapeError: M does not divide ``in_features`` or ``in_channels``. RecipeError: it is of another class.
     """
     p = Pattern(pattern)
     kind = class_of(layer)
@@ -85,8 +86,11 @@ def make_sparse_(layer: nn.Module, pattern: PatternLike) -> NMWeight:
         p.check_divides("sparsify_", int(layer.weight.shape[0]), "in_features")  # type: ignore[index]
         layer.__dict__["dense_type"] = kind
         change_class_(layer, SparseConv1D)
+    elif kind is nn.Conv2d:
+        check_groups("sparsify_", p, int(layer.in_channels), int(layer.groups))  # type: ignore[arg-type]
+        change_class_(layer, SparseConv2d)
     else:
-        raise RecipeError(f"make_sparse_: {kind.__name__} has no sparse form; nn.Linear and Hugging Face's Conv1D have one.")
+        raise RecipeError(f"make_sparse_: {kind.__name__} has no sparse form; nn.Linear, nn.Conv2d and Hugging Face's Conv1D have one.")
     assert isinstance(layer, NMWeight)
     layer._start(p)
     return layer
@@ -102,7 +106,8 @@ def make_dense_(layer: NMWeight) -> nn.Module:
     if adapter is not None and not adapter[1].is_meta and bool(adapter[1].any()):
         with torch.no_grad():
             layer.master.copy_(folded(layer.master.detach(), *adapter))
-    kind = layer.__dict__.pop("dense_type", nn.Linear)
+    kind = layer.dense_type
+    layer.__dict__.pop("dense_type", None)
     layer.forget()
     for name in OWN_ATTRIBUTES:
         layer.__dict__.pop(name, None)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..layouts import LINEAR, as_matrix, ordered
 from ..ops import STATS, masked_adamw_
 from ..pattern import CheckpointError, DtypeError, Pattern
 from ..shards import Groups, align_gradient, groups_of, is_sharded, local, reduced
@@ -98,8 +99,9 @@ class MaskedAdamW(torch.optim.AdamW):
         """Parameters of one group that one kernel call can take together."""
         buckets: dict[Any, _Bucket] = {}
         for p in group["params"]:
-            sharded = is_sharded(p)
-            grad = align_gradient(p) if sharded else p.grad
+            sharded, target = is_sharded(p), self.targets.get(p)
+            layout = LINEAR if target is None else target.layout
+            grad = align_gradient(p, layout) if sharded or layout != LINEAR else p.grad
             if grad is None:
                 continue
             if grad.is_sparse:
@@ -107,25 +109,28 @@ class MaskedAdamW(torch.optim.AdamW):
             state = self.state[p]
             if "exp_avg_sq" not in state or (group["amsgrad"] and "max_exp_avg_sq" not in state):
                 self._start(group, p, state)
-            target = self.targets.get(p)
             pattern = target.pattern if target is not None else None
             ranks = groups_of(p) if sharded and target is not None else ()
             key = (target is not None, pattern, p.dtype, p.device, ranks)
             bucket = buckets.get(key)
             if bucket is None:
                 bucket = buckets[key] = _Bucket(target is not None, pattern, ranks)
-            stored_in_out = target is not None and target.transposed
             bucket.numel += p.numel()
             bucket.targets.append(target)
             bucket.steps.append(state["step"])
             shard, grad = (local(p), local(grad)) if sharded else (p, grad)
-            bucket.params.append(shard.t() if stored_in_out else shard)
-            bucket.grads.append(grad.t() if stored_in_out else grad)
+            bucket.params.append(shard if layout == LINEAR else as_matrix(shard, layout))
+            bucket.grads.append(grad if layout == LINEAR else as_matrix(grad, layout))
             for name in MOMENTS:
                 moment = state.get(name)
                 if moment is not None:
                     moment = local(moment) if sharded else moment
-                    bucket.moments[name].append(moment.t() if stored_in_out else moment)
+                    if layout != LINEAR:
+                        right = ordered(moment, layout)
+                        if right is not moment:  # from a time before the weight was put in order
+                            state[name] = right
+                        moment = as_matrix(right, layout)
+                    bucket.moments[name].append(moment)
         return buckets.values()
 
     def _start(self, group: dict[str, Any], p: Tensor, state: dict[str, Tensor]) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from ..layouts import LINEAR
 from ..pattern import NMError, Pattern
 
 LATE = ("", "total", "gradient")
@@ -51,12 +52,11 @@ PLAIN = UpdateRule()
 
 @dataclass
 class Target:
-    """One maskable parameter: its pattern, its orientation, and its penalty.
+    """One maskable parameter: its pattern, how it stores its matrix ``(rows, in)``, and its penalty.
 
-    ``transposed``: it is stored ``(in, out)``, its groups along dimension 0. ``penalty`` returns the gradient of a regulariser,
-    ``(out, in)``, or None.
+    ``layout``: one of ``nmkernels.layouts``. ``penalty`` returns the gradient of a regulariser, ``(rows, in)``, or None.
     """
 
     pattern: Pattern
-    transposed: bool = False
+    layout: str = LINEAR
     penalty: Callable[[], Tensor | None] = lambda: None

@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .. import ops
 from ..autograd.transforms import WEIGHT, masked
+from ..layouts import MATRICES, ORDERS
 from ..nn import NMWeight
 from ..nn.effective import EffectiveWeight
 from ..nn.gather import data_dims
@@ -75,7 +76,7 @@ class Attachment:
             _watched.add(layer.effective)
         if self.masked is not None:
             self.masked.targets = {
-                layer.parameter: Target(layer.pattern, layer.transposed, partial(_penalty, layer)) for layer in layers.values()
+                layer.parameter: Target(layer.pattern, layer.layout, partial(_penalty, layer)) for layer in layers.values()
             }
 
     @property
@@ -204,10 +205,10 @@ class Attachment:
                     _add(grad, id(learned[key]) in negated, scale, value)
             if stage.rule.masked and not stage.held_mask:
                 self._masks[name] = layer.kept()
-            grad = align_gradient(layer.parameter)
+            grad = align_gradient(layer.parameter, layer.layout)
             if grad is None:
                 continue
-            w, g = layer.master.detach(), local(grad).t() if layer.transposed else local(grad)
+            w, g = layer.master.detach(), layer.matrix(local(grad))
             put = partial(_add, g, id(layer.parameter) in negated, scale)
             if stage.held_mask:
                 g.masked_fill_(~self.run.masks.masks[name], 0.0)
@@ -473,8 +474,8 @@ def check_optimizer(recipe: Recipe, optimizer: torch.optim.Optimizer) -> None:
 def check_flat(layers: dict[str, NMWeight]) -> None:
     """Raise ``RecipeError`` where weights were made one flat tensor."""
     for name, layer in layers.items():
-        weight = layer._parameters.get("weight")
-        if weight is None or weight.dim() != 2:
+        weight = layer.parameter
+        if weight is None or weight.dim() != len(ORDERS[layer.layout]):
             raise RecipeError(
                 f"attach: the weight of layer {name!r} was flattened, as FullyShardedDataParallel (FSDP1) does. Use "
                 "torch.distributed.fsdp.fully_shard, which keeps Parameters apart."
@@ -507,16 +508,21 @@ def check_stages(recipe: Recipe, layers: dict[str, NMWeight]) -> None:
 
 
 def check_shards(layers: dict[str, NMWeight]) -> None:
-    """Raise ``ShapeError`` where shards cut the groups of a mask."""
+    """Raise ``ShapeError`` where shards cut the groups of a mask, ``RecipeError`` where a layer cannot be sharded."""
     for name, layer in layers.items():
         weight: Any = layer.parameter
         if not is_sharded(weight):
             continue
+        if layer.layout not in MATRICES:
+            raise RecipeError(
+                f"attach: the weight of layer {name!r}, a {type(layer).__name__}, is sharded; only those of linear layers can be. Train "
+                "it with DistributedDataParallel, leave it out of fully_shard, or out of sparsify_ with filter_fn."
+            )
         check_mesh(f"attach: layer {name!r}", weight, data_dims(layer))
         ways = {"out": 1, "in": 1}  # in how many parts, over all dimensions of the mesh
         for dim, placement in enumerate(weight.placements):
             if not placement.is_replicate():
-                ways["in" if placement.dim == (0 if layer.transposed else 1) else "out"] *= weight.device_mesh.size(dim)
+                ways["in" if placement.dim == layer.reduced else "out"] *= weight.device_mesh.size(dim)
         traits = layer.final.traits
         if traits.columns is not None and ways["in"] > 1:
             raise ShapeError(

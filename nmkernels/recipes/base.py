@@ -97,6 +97,8 @@ class Setup:
         activation: what ``finish`` leaves the squared-ReLU activations at; None: they are none of the recipe's business.
         draws: it draws random numbers in training, by a seed that its state holds; ``seed``: that one, None for torch's initial seed.
         needs_whole: why it cannot run with sharded weights, to complete "<Recipe> …"; empty where it can.
+        linear_only: why it cannot take layers that torch multiplies by itself (convolutions, stacked experts), to complete "<Recipe> …";
+            empty where all that it does to a layer is its W̃ and its update.
         follows_weights: its schedule follows sums over all weights, so that all ranks that share them have to add theirs up.
         patterns: N:M of each layer, from the present weights ``(out, in)`` by name; None: all have the recipe's own. A resumed run has
             those of its checkpoint.
@@ -111,6 +113,7 @@ class Setup:
     draws: bool = False
     seed: int | None = None
     needs_whole: str = ""
+    linear_only: str = ""
     follows_weights: bool = False
     patterns: Callable[[Mapping[str, Tensor]], dict[str, Pattern]] | None = None
 

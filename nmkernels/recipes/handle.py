@@ -204,6 +204,7 @@ class Handle:
         reshard(self.model)
         for layer in self.layers.values():
             layer.effective.release()
+            layer.put_in_order()
             layer.adopt_shard()
 
     @contextmanager

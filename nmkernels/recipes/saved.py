@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..layouts import as_stored, ordered
 from ..nn import NMWeight
 from ..pattern import CheckpointError
 from ..shards import is_sharded, like, local, spread
@@ -45,7 +46,7 @@ def written(state: State, layers: Mapping[str, NMWeight], beside: Mapping[str, N
             elif name in bits:
                 every = rows // (value.shape[0] or 1) or 1
                 mask = value.repeat_interleave(every, 0) if every > 1 else value
-                bits[name] |= (mask.t() if layer.transposed else mask).to(torch.uint8) * BITS[used]
+                layer.matrix(bits[name]).bitwise_or_(mask.to(torch.uint8) * BITS[used])
                 own[key] = {"bit": used, "every": every}
                 used += 1
             elif not is_sharded(layer.parameter):
@@ -84,8 +85,7 @@ def _held(name: str, values: dict[str, Any], layers: Mapping[str, NMWeight], bes
         return found  # whether the layers are those of this run is checked later
     for key, value in found.items():
         if value.dtype == torch.bool and value.shape == layer.shape and is_sharded(layer.parameter):
-            part = local(spread(layer.parameter, value.t() if layer.transposed else value))
-            found[key] = part.t() if layer.transposed else part
+            found[key] = layer.matrix(local(spread(layer.parameter, as_stored(value, layer.layout, layer.parameter.shape))))
     if not places:
         return found
     if bits is None:
@@ -97,8 +97,7 @@ def _held(name: str, values: dict[str, Any], layers: Mapping[str, NMWeight], bes
         return found  # loaders leave out what belongs to a frozen weight
     if bits.shape != layer.parameter.shape or local(bits).shape != local(layer.parameter).shape:
         raise CheckpointError(f"the checkpoint's mask of layer {name!r} is of another shape than its weight {layer.shape}.")
-    own = local(bits).to(torch.uint8)
-    own = own.t() if layer.transposed else own
+    own = layer.matrix(ordered(local(bits).to(torch.uint8), layer.layout))
     for key, place in places.items():
         found[key] = (own & BITS[place["bit"]]).ne(0)[:: place["every"]].contiguous()
     return found

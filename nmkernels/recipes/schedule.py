@@ -23,6 +23,11 @@ PACKED = ("auto", True, False)
 """Where it was measured to be faster; in fprop, and in dgrad where the packed weight serves it; nowhere."""
 
 
+def packed_only(packed: bool | str) -> str:
+    """``Setup.linear_only`` of a recipe that is told to multiply packed weights; empty where it may do without."""
+    return "multiplies packed weights in linear layers (with packed='auto' it takes this one too)" if packed is True else ""
+
+
 @dataclass(frozen=True)
 class ScheduledRecipe(Recipe):
     """A recipe whose training is a list of stages, each of which begins after a number of applied steps.

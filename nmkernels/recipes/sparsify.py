@@ -15,6 +15,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
+from ..layouts import CONV1D, CONV2D, LINEAR, MATRICES, ORDERS, as_matrix, matrix_shape, ordered
 from ..nn import CompressedLinear, NMWeight, is_conv1d, is_conv1d_type, make_dense_, make_sparse_, switch_fast_paths
 from ..nn.swap import class_of
 from ..pattern import Pattern, RecipeError, ShapeError
@@ -25,12 +26,11 @@ from .registry import resolve
 from .report import Entry, Report
 
 FilterFn = Callable[[nn.Module, str], bool]
-LayerFn = Callable[[Pattern, tuple[int, int]], LayerPlan]
 DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 HEADS = frozenset({"lm_head", "head", "classifier"})
 NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
 NOT_LINEAR: tuple[tuple[tuple[type[nn.Module], ...], str], ...] = (
-    ((_ConvNd,), "a convolution; only linear layers can be made sparse"),
+    ((_ConvNd,), "a convolution of another kind than nn.Conv2d, which alone has a sparse form"),
     ((nn.Embedding, nn.EmbeddingBag), "an embedding looks rows up and multiplies nothing"),
     ((nn.RNNBase, nn.RNNCellBase), "a recurrent layer, whose weights torch multiplies by kernels of its own"),
     ((nn.Bilinear,), "a bilinear form of two inputs, not a matrix for one"),
@@ -43,7 +43,11 @@ TINY = 16
 
 @dataclass(frozen=True)
 class Candidate:
-    """A module, or a Parameter of one, that has a weight, with what stands against making it sparse; ``linear`` as in ``Entry``."""
+    """A module, or a Parameter of one, that has a weight, with what stands against making it sparse.
+
+    ``shape``: of a linear layer ``(out, in)``, else as it is stored; ``layout``: how that is, one of ``nmkernels.layouts``; ``linear``
+    as in ``Entry``.
+    """
 
     name: str
     module: nn.Module
@@ -52,14 +56,25 @@ class Candidate:
     keep_dense: str = ""
     misshapen: bool = False
     linear: bool = True
+    layout: str = LINEAR
+
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        """``(out, in)`` of the matrix that is masked."""
+        return matrix_shape(self.shape, LINEAR if self.layout in MATRICES else self.layout)
+
+    @property
+    def matrix(self) -> Tensor:
+        """The present weight as that matrix, detached; a copy where the memory is not in its order yet."""
+        return as_matrix(ordered(self.module.get_parameter("weight").detach(), self.layout), self.layout)
 
 
 def select(
-    model: nn.Module, pattern: Pattern, filter_fn: FilterFn | None = None, plan: LayerFn = lambda pattern, shape: LayerPlan(None)
+    model: nn.Module, pattern: Pattern, filter_fn: FilterFn | None = None, recipe: Recipe | None = None
 ) -> tuple[list[Candidate], Report]:
-    """The layers to make sparse and the report on all of them; nothing is changed. ``plan`` is ``Recipe.layer``."""
+    """The layers to make ``pattern`` sparse and the report on all of them, as ``recipe`` takes them; nothing is changed."""
     chosen, report = [], Report()
-    for c in _candidates(model, pattern, plan):
+    for c in _candidates(model, pattern, recipe):
         kind = type(c.module).__name__
         if not c.linear:
             report.entries.append(Entry(c.name, kind, c.shape, False, c.impossible, linear=False))
@@ -75,24 +90,35 @@ def select(
     return chosen, report
 
 
-def _candidates(model: nn.Module, pattern: Pattern, plan: LayerFn) -> Iterator[Candidate]:
+def _candidates(model: nn.Module, pattern: Pattern, recipe: Recipe | None) -> Iterator[Candidate]:
     # a module may stand under several names; only a parameter of several modules is tied
     uses = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
     bypassed = {id(m.out_proj) for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
     heads = _output_heads(model)
     for name, module in model.named_modules():
-        if isinstance(module, (nn.Linear, NMWeight, CompressedLinear)) or any(map(is_conv1d_type, type(module).__mro__)):
-            yield _candidate(name, module, pattern, plan, uses, bypassed, heads)
+        conv = isinstance(module, nn.Conv2d) and not _channels(module, pattern)
+        if conv or isinstance(module, (nn.Linear, NMWeight, CompressedLinear)) or any(map(is_conv1d_type, type(module).__mro__)):
+            yield _candidate(name, module, pattern, recipe, uses, bypassed, heads)
         elif isinstance(module, nn.MultiheadAttention):
             for key, p in module.named_parameters(recurse=False):
                 if p.dim() == 2:
                     yield Candidate(_join(name, key), module, tuple(p.shape), "nn.MultiheadAttention multiplies it itself")
         # what a parametrization is of stands under the name of its module
         elif not isinstance(module, (*NORMS, ParametrizationList)):
-            yield from _others(name, module)
+            yield from _others(name, module, pattern)
 
 
-def _others(name: str, module: nn.Module) -> Iterator[Candidate]:
+def _channels(conv: nn.Conv2d, pattern: Pattern) -> str:
+    """Why the input channels of ``conv`` have no groups of ``pattern``; empty where they have."""
+    if is_lazy(conv._parameters.get("weight")):  # type: ignore[arg-type]  # asking for the attribute may compute it
+        return "a convolution whose parameters are not initialised yet; run the model once first"
+    if conv.groups != 1:
+        own = conv.in_channels // conv.groups
+        return f"a convolution with groups={conv.groups}, whose outputs each sum over {own} of {conv.in_channels} input channels"
+    return f"a convolution whose in_channels={conv.in_channels} is not a multiple of M={pattern.m}" if conv.in_channels % pattern.m else ""
+
+
+def _others(name: str, module: nn.Module, pattern: Pattern) -> Iterator[Candidate]:
     kind, weights = type(module).__name__, _weights(module)
     features = getattr(module, "out_features", None), getattr(module, "in_features", None)
     if ".quantized." in f"{type(module).__module__}.":
@@ -109,6 +135,8 @@ def _others(name: str, module: nn.Module) -> Iterator[Candidate]:
         yield Candidate(name, module, features, f"{kind} {why}; only nn.Linear and Hugging Face's Conv1D are taken")  # type: ignore[arg-type]
         return
     known = next((reason for kinds, reason in NOT_LINEAR if isinstance(module, kinds)), "")
+    if isinstance(module, nn.Conv2d):
+        known = _channels(module, pattern)
     for key, w in weights.items():
         shape = () if is_lazy(w) else tuple(w.shape)
         if known:
@@ -135,21 +163,27 @@ def _join(name: str, key: str) -> str:
 
 
 def _candidate(
-    name: str, module: nn.Module, pattern: Pattern, plan: LayerFn, uses: Counter[int], bypassed: set[int], heads: set[int]
+    name: str, module: nn.Module, pattern: Pattern, recipe: Recipe | None, uses: Counter[int], bypassed: set[int], heads: set[int]
 ) -> Candidate:
     if isinstance(module, CompressedLinear):
         return Candidate(name, module, module.weight.shape, "it is compressed already")
     weight: Tensor | None = module._parameters.get("weight")  # asking for the attribute may compute it, and spectral_norm changes by that
     if isinstance(weight, nn.parameter.UninitializedParameter):
         return Candidate(name, module, (), "its parameters are not initialised yet; run the model once first")
+    layout = LINEAR
     if isinstance(module, nn.Linear):
         # a quantised weight may have any shape, and a computed one is not there
         plain = weight is not None and weight.dim() == 2 and weight.dtype in DTYPES
         shape = tuple(module.weight.shape) if plain else (module.out_features, module.in_features)
+    elif isinstance(module, nn.Conv2d):
+        shape, layout = (module.out_channels, module.in_channels, *module.kernel_size), CONV2D
     else:
-        shape = () if weight is None else tuple(weight.shape[::-1])
-    impossible = _obstacle(module, weight, uses, bypassed, pattern)
-    planned = LayerPlan(None) if impossible else plan(pattern, (shape[0], shape[1]))
+        shape, layout = () if weight is None else tuple(weight.shape[::-1]), CONV1D
+    impossible = _obstacle(module, weight, layout, uses, bypassed, pattern)
+    if not impossible and recipe is not None and layout not in MATRICES and recipe.setup.linear_only:
+        impossible = f"{type(recipe).__name__} {recipe.setup.linear_only}"
+    own = layout if layout not in MATRICES else LINEAR
+    planned = LayerPlan(None) if impossible or recipe is None else recipe.layer(pattern, matrix_shape(shape, own))
     misshapen = planned.unsupported_reason
     if not impossible and shape[1] % pattern.m:
         misshapen = f"in_features={shape[1]} is not a multiple of M={pattern.m}"
@@ -158,13 +192,13 @@ def _candidate(
         keep_dense = ""  # whoever made it sparse has decided
     elif id(module) in heads or name.rpartition(".")[2] in HEADS:
         keep_dense = "output head"
-    elif shape and min(shape) < TINY:
-        keep_dense = f"tiny: fewer than {TINY} features on one side"
-    return Candidate(name, module, shape, impossible or misshapen, keep_dense, bool(misshapen))
+    elif shape and min(shape[:2]) < TINY:
+        keep_dense = f"tiny: fewer than {TINY} {'channels' if layout == CONV2D else 'features'} on one side"
+    return Candidate(name, module, shape, impossible or misshapen, keep_dense, bool(misshapen), layout=layout)
 
 
-def _obstacle(module: nn.Module, weight: Tensor | None, uses: Counter[int], bypassed: set[int], pattern: Pattern) -> str:
-    """Why a linear layer cannot be made sparse whatever the pattern is; empty if it can."""
+def _obstacle(module: nn.Module, weight: Tensor | None, layout: str, uses: Counter[int], bypassed: set[int], pattern: Pattern) -> str:
+    """Why a layer cannot be made sparse whatever the pattern is; empty if it can."""
     kind = type(module).__name__
     if isinstance(module, NMWeight):
         if module.governed:
@@ -178,17 +212,19 @@ def _obstacle(module: nn.Module, weight: Tensor | None, uses: Counter[int], bypa
     computed = "its weight is computed from other tensors (weight_norm, spectral_norm or torch's pruning); make it a plain Parameter first"
     if is_parametrized(module, "weight"):
         return computed
-    if class_of(module) is not nn.Linear and not is_conv1d(module):
-        return f"{kind} is a subclass of {'nn.Linear' if isinstance(module, nn.Linear) else 'Conv1D'} with behaviour of its own"
+    if class_of(module) not in (nn.Linear, nn.Conv2d) and not is_conv1d(module):
+        base = {LINEAR: "nn.Linear", CONV2D: "nn.Conv2d"}.get(layout, "Conv1D")
+        return f"{kind} is a subclass of {base} with behaviour of its own"
     if "forward" in module.__dict__:
         return "its forward was replaced on the instance (a hook of accelerate, for instance), which bypasses the layer's own"
     if weight is None:
         return computed
     if uses[id(weight)] > 1:
         return "its weight is tied to another module"
-    if weight.dim() != 2:
+    dims = len(ORDERS[layout])
+    if weight.dim() != dims:
         return (
-            f"its weight has {weight.dim()} dimensions and not two: it was flattened, as FullyShardedDataParallel (FSDP1) does; use "
+            f"its weight has {weight.dim()} dimensions and not {dims}: it was flattened, as FullyShardedDataParallel (FSDP1) does; use "
             "torch.distributed.fsdp.fully_shard"
         )
     return ""
@@ -219,18 +255,19 @@ def _output_heads(model: nn.Module) -> set[int]:
 
 
 def sparsify_(model: nn.Module, recipe: Recipe | str, filter_fn: FilterFn | None = None) -> Handle:
-    """Turn the linear layers of ``model`` into sparse ones, in place, and return the handle that drives the recipe.
+    """Turn the linear layers and convolutions of ``model`` into sparse ones, in place, and return the handle that drives the recipe.
 
     Module and Parameter objects, hooks, dtype, device and mode are kept, and ``state_dict`` keys stay those of the dense model, so
-    optimizers may be built before or after. Taken are ``nn.Linear`` and Hugging Face's ``Conv1D``, and layers that were built as
-    ``SparseLinear`` of the recipe's pattern and never had a handle; ``print(handle.report)`` shows which layers were left dense and why.
+    optimizers may be built before or after. Taken are ``nn.Linear``, Hugging Face's ``Conv1D``, ``nn.Conv2d`` where the recipe does no more
+    than transform weights, and layers that were built as ``SparseLinear`` or ``SparseConv2d`` of the recipe's pattern and never had a
+    handle; ``print(handle.report)`` shows which layers were left dense and why.
     A copy of the model (an EMA) keeps the phase it was copied in: to evaluate it, load its state dict
     into ``model``.
 
     Args:
         model: any module; its own class is not changed.
         recipe: a recipe, or its name such as ``"srste:2:4"``.
-        filter_fn: ``filter_fn(module, name) -> bool`` chooses among the linear layers, output heads and tiny ones included.
+        filter_fn: ``filter_fn(module, name) -> bool`` chooses among these layers, output heads and tiny ones included.
 
     Raises:
         RecipeError: no layer can be made sparse, the model is sparse already, the filter chose an impossible layer, or a layer's
@@ -254,7 +291,7 @@ def sparsify_(model: nn.Module, recipe: Recipe | str, filter_fn: FilterFn | None
             "sparsify_: FullyShardedDataParallel (FSDP1) flattens weights. Use torch.distributed.fsdp.fully_shard, which keeps "
             "Parameters apart."
         )
-    chosen, report = select(model, pattern, filter_fn, recipe.layer)
+    chosen, report = select(model, pattern, filter_fn, recipe)
     if not chosen:
         raise RecipeError(f"sparsify_: no layer of the model can be made {pattern} sparse:\n{report}")
     built = {c.name: c.module for c in chosen if isinstance(c.module, NMWeight)}

@@ -89,7 +89,7 @@ def stream_rank(layer: NMWeight) -> int:
     mesh = weight.device_mesh
     place = list(mesh.get_coordinate())
     for dim, placement in enumerate(weight.placements):
-        if dim >= data_dims(layer) and not placement.is_shard(1 if layer.transposed else 0):
+        if dim >= data_dims(layer) and not placement.is_shard(1 - layer.reduced):
             place[dim] = 0
     return int(mesh.mesh[tuple(place)])
 

@@ -15,6 +15,7 @@ LAYERS = {
     "dispatch": 0,
     "capability": 0,
     "shards": 0,
+    "layouts": 0,
     "_version": 0,
     "_C": 0,
     "reference": 1,

@@ -5,9 +5,10 @@ import dataclasses
 import pytest
 import torch
 
+from nmkernels.layouts import as_matrix, ordered
 from nmkernels.ops import STATS, masked_adamw_
 from nmkernels.optim import PLAIN, MaskedAdamW, Target, UpdateRule, adamw
-from nmkernels.pattern import NMError, Pattern
+from nmkernels.pattern import NMError, Pattern, ShapeError
 from python_tests import plain
 from python_tests.each import each
 
@@ -48,7 +49,7 @@ def test_update(case, transposed):
     m = v = torch.zeros_like(w)
     p = torch.nn.Parameter(w.t().clone() if transposed else w.clone())
     optimizer = MaskedAdamW([p], lr=LR, betas=(B1, B2), eps=EPS, weight_decay=WD)
-    optimizer.targets = {p: Target(Pattern("2:4"), transposed)}
+    optimizer.targets = {p: Target(Pattern("2:4"), "conv1d" if transposed else "linear")}
     for t in range(1, 7):
         now = rule if t > 3 else dataclasses.replace(rule, frozen=False)  # a second moment, before it is frozen
         optimizer.rule = now
@@ -61,6 +62,37 @@ def test_update(case, transposed):
         assert torch.allclose(got, w, rtol=1e-12, atol=1e-14)
         stats = dict(zip(STATS, optimizer.stats.tolist(), strict=True))
         assert stats["flips"] == (int((plain.mask(w, 2, 4) ^ before).sum()) if rule.masked else 0)
+
+
+STORED = {"conv2d": (4, 8, 3, 2), "experts": (3, 4, 8), "experts_t": (3, 8, 4)}
+
+
+@each("layout", list(STORED))
+def test_update_of_weights_that_are_no_matrices(layout):
+    """Equal to the update of the matrix as a Parameter of its own, also where gradients and loaded moments are in another order."""
+    torch.manual_seed(0)
+    p = torch.nn.Parameter(ordered(torch.randn(STORED[layout]), layout))
+    same = torch.nn.Parameter(as_matrix(p.detach(), layout).clone())
+    ours, plain_one = MaskedAdamW([p], lr=LR, amsgrad=True), MaskedAdamW([same], lr=LR, amsgrad=True)
+    ours.targets, plain_one.targets = {p: Target(Pattern("2:4"), layout)}, {same: Target(Pattern("2:4"))}
+    ours.rule = plain_one.rule = RULES["decay"]
+    for step in range(3):
+        p.grad = torch.randn(p.shape)  # in the order of its dimensions
+        same.grad = as_matrix(ordered(p.grad, layout), layout).clone()
+        ours.step()
+        plain_one.step()
+        assert torch.equal(as_matrix(p.detach(), layout), same) and torch.equal(ours.stats, plain_one.stats), step
+        assert torch.equal(as_matrix(p.grad, layout), same.grad)
+        for name, moment in ours.state[p].items():
+            if moment.dim():
+                assert torch.equal(as_matrix(moment, layout), plain_one.state[same][name])
+                ours.state[p][name] = moment.clone(memory_format=torch.contiguous_format)  # as before the weight was put in order
+    if layout != "experts":
+        p.data = p.data.contiguous()
+        before = p.detach().clone()
+        with pytest.raises(ShapeError, match="lost its order in memory"):
+            ours.step()
+        assert torch.equal(p, before)
 
 
 def test_one_call_for_each_group_and_pattern(monkeypatch):

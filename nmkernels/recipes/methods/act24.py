@@ -69,7 +69,7 @@ class Activation24(ScheduledRecipe):
 
     @property
     def setup(self) -> Setup:
-        return Setup(activation=self._rule(split=False))
+        return Setup(activation=self._rule(split=False), linear_only="makes activations between linear layers sparse")
 
     @cached_property
     def stages(self) -> tuple[tuple[int, Stage], ...]:

@@ -63,7 +63,10 @@ class ASP(ScheduledRecipe):
         whole = "reorders the channels of whole weights" if self.permute else ""
         if self.score == "wanda":
             whole = "ranks weights by all inputs that their layers have seen"
-        return Setup(mask_score=self.score, channels=search, needs_whole=whole)
+        only = "reorders the channels of linear layers" if self.permute else ""
+        if self.score == "wanda":
+            only = "ranks weights by what linear layers have seen"
+        return Setup(mask_score=self.score, channels=search, needs_whole=whole, linear_only=only)
 
     @cached_property
     def stages(self) -> tuple[tuple[int, Stage], ...]:

@@ -44,6 +44,9 @@ class BiMasked(HardMask):
         return result
 
 
+ONLY = "gives the gradient of a linear layer's input another mask than its output"
+
+
 @recipe("bimask")
 @dataclass(frozen=True)
 class BiMask(Recipe):
@@ -84,7 +87,7 @@ class BiMask(Recipe):
 
     @property
     def setup(self) -> Setup:
-        return Setup(draws=True, seed=self.seed, needs_whole="orders the rows of each whole weight")
+        return Setup(draws=True, seed=self.seed, needs_whole="orders the rows of each whole weight", linear_only=ONLY)
 
     def stage(self, state: State) -> Stage:
         """Before an optimizer is attached no permutation is looked for."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from ...autograd.transforms import KeptMask, Traits, WeightTransform, masked
 from ...optim import UpdateRule
 from ...pattern import NMError, Pattern
-from ..base import About, Recipe, Stage, State, choice, count, number
+from ..base import About, Recipe, Setup, Stage, State, choice, count, number
 from ..registry import recipe
 
 
@@ -84,6 +84,10 @@ class Complementary(Recipe):
     gradient: str = choice("ste", "chain")
 
     about = About("Zhao et al., TMLR 2023", cost="a mask at every step, by a reordered copy of the weight")
+
+    @property
+    def setup(self) -> Setup:
+        return Setup(linear_only="groups the inputs of linear layers that are no neighbours")
 
     def stage(self, state: State) -> Stage:
         return Stage(phase=1, transform=self.final_transform(), rule=UpdateRule(masked=True, decay=self.decay))

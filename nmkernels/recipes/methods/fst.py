@@ -101,7 +101,7 @@ class FST(ScheduledRecipe):
 
     @property
     def setup(self) -> Setup:
-        return Setup(draws=self.mvue is not None, seed=self.seed)
+        return Setup(draws=self.mvue is not None, seed=self.seed, linear_only="makes all three GEMMs of linear layers sparse")
 
     @cached_property
     def stages(self) -> tuple[tuple[int, Stage], ...]:

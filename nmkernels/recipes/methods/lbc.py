@@ -126,7 +126,7 @@ class LBC(ScheduledRecipe):
 
     @property
     def setup(self) -> Setup:
-        return Setup(needs_whole="learns scores beside each whole weight")
+        return Setup(needs_whole="learns scores beside each whole weight", linear_only="learns scores beside the weights of linear layers")
 
     @cached_property
     def stages(self) -> tuple[tuple[int, Stage], ...]:

@@ -169,7 +169,8 @@ class MaskLLM(ScheduledRecipe):
     @property
     def setup(self) -> Setup:
         freezes = "all" if self.others == "frozen" else "weights"
-        return Setup(freezes=freezes, draws=True, seed=self.seed, needs_whole="learns logits beside each whole weight")
+        whole, only = "learns logits beside each whole weight", "learns logits beside the weights of linear layers"
+        return Setup(freezes=freezes, draws=True, seed=self.seed, needs_whole=whole, linear_only=only)
 
     def optimizer(self, params: Iterable[Any], lr: float | Tensor = 1e-3, **kwargs: Any) -> torch.optim.Optimizer:
         return super().optimizer(learned_apart("MaskLLM", params, lr, self.lr_multiplier), lr, **kwargs)

@@ -188,7 +188,7 @@ class ProxSparse(Recipe):
 
     @property
     def setup(self) -> Setup:
-        return Setup(needs_whole="keeps the initial weights, whole")
+        return Setup(needs_whole="keeps the initial weights, whole", linear_only="keeps the initial weights of linear layers")
 
     def stage(self, state: State) -> Stage:
         p = Pattern(self.pattern)

@@ -12,9 +12,9 @@ from torch import Tensor
 from ...autograd import HardMask, WeightTransform
 from ...optim import UpdateRule
 from ...pattern import MAX_M, Pattern, RecipeError
-from ..base import About, LayerPlan, Stage, State, choice
+from ..base import About, LayerPlan, Setup, Stage, State, choice
 from ..registry import recipe
-from ..schedule import PACKED, ScheduledRecipe, packing, phases
+from ..schedule import PACKED, ScheduledRecipe, packed_only, packing, phases
 
 
 @recipe("sdgf")
@@ -89,6 +89,10 @@ class SdGf(ScheduledRecipe):
             stage = Stage(phase=1, transform=HardMask(p, chain=self.gradient == "chain"), rule=rule, plan=plan, not_ready=said)
             stages.append((start + round(i * (end - start) / len(frames)), stage))
         return tuple(stages)
+
+    @property
+    def setup(self) -> Setup:
+        return Setup(linear_only=packed_only(self.packed))
 
     def values(self, state: State) -> dict[str, Tensor]:
         """``frame``: 0 in the dense phase, then 1, 2, ..."""

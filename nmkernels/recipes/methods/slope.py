@@ -94,7 +94,9 @@ class SLoPe(ScheduledRecipe):
 
     @property
     def setup(self) -> Setup:
-        return Setup(mask_score="magnitude", seed=self.seed, needs_whole="prunes the columns of each whole weight too")
+        only = "prunes linear layers once more for the gradient of their inputs, and adds adapters"
+        whole = "prunes the columns of each whole weight too"
+        return Setup(mask_score="magnitude", seed=self.seed, needs_whole=whole, linear_only=only)
 
     @cached_property
     def stages(self) -> tuple[tuple[int, Stage], ...]:

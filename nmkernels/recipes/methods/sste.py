@@ -14,7 +14,7 @@ from ...optim import UpdateRule
 from ...pattern import NMError, Pattern, PatternLike, RecipeError
 from ..base import About, Recipe, Setup, Stage, State, choice, optional_seed
 from ..registry import recipe
-from ..schedule import PACKED, packing
+from ..schedule import PACKED, packed_only, packing
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,12 @@ class SSTE(Recipe):
 
     @property
     def setup(self) -> Setup:
-        return Setup(draws=self.mvue is not None, seed=self.seed)
+        only = packed_only(self.packed)
+        if self.mvue is not None:
+            only = "estimates the output gradients of linear layers (with mvue=None it takes this one too)"
+        elif self.fp8 is not None:
+            only = "rounds what linear layers multiply (with fp8=None it takes this one too)"
+        return Setup(draws=self.mvue is not None, seed=self.seed, linear_only=only)
 
     def final_transform(self) -> WeightTransform:
         return SoftThreshold(Pattern(self.pattern))

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from ...autograd import HardMask
 from ...optim import UpdateRule
 from ...pattern import Pattern
-from ..base import About, Recipe, Stage, State, choice, number
+from ..base import About, Recipe, Setup, Stage, State, choice, number
 from ..registry import recipe
-from ..schedule import PACKED, packing
+from ..schedule import PACKED, packed_only, packing
 
 
 @recipe("ste")
@@ -37,6 +37,10 @@ class STE(Recipe):
         cost="a mask at every step, found in the optimizer's own pass; fprop at N/M",
     )
 
+    @property
+    def setup(self) -> Setup:
+        return Setup(linear_only=packed_only(self.packed))
+
     def stage(self, state: State) -> Stage:
         plan = packing(self.packed, self.pattern)
         return Stage(phase=1, transform=HardMask(Pattern(self.pattern)), rule=UpdateRule(masked=True), plan=plan)
@@ -63,6 +67,10 @@ class SRSTE(Recipe):
     packed: bool | str = choice(*PACKED)
 
     about = About("Zhou et al., ICLR 2021, arXiv 2102.04010", cost="as ste; the decay is part of the same pass")
+
+    @property
+    def setup(self) -> Setup:
+        return Setup(linear_only=packed_only(self.packed))
 
     def stage(self, state: State) -> Stage:
         rule, plan = UpdateRule(masked=True, decay=self.decay), packing(self.packed, self.pattern)

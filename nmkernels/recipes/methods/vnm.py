@@ -151,7 +151,8 @@ class VNM(Recipe):
 
     @property
     def setup(self) -> Setup:
-        return Setup(needs_whole="chooses columns for blocks of rows of each whole weight")
+        whole = "chooses columns for blocks of rows of each whole weight"
+        return Setup(needs_whole=whole, linear_only="chooses columns for blocks of a linear layer's outputs")
 
     def stage(self, state: State) -> Stage:
         rule = UpdateRule(masked=True, decay=self.decay)

@@ -1,0 +1,114 @@
+"""W̃ as a tensor of the autograd graph, for layers whose multiplication is torch's own: convolutions, stacked experts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..layouts import LINEAR, as_matrix, as_stored, ordered
+from ..pattern import NMError
+from .linear import functional, once
+from .transforms import WeightTransform
+
+
+class _Transformed(torch.autograd.Function):
+    """W̃ forward; the rule of its transform backward. Arguments: weight, W̃, layout, transform, and what that reads."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, used: Tensor, *rest: Any) -> Tensor:
+        ctx.save_for_backward(*_remember(ctx, weight, used, *rest))
+        ctx.weight = weight  # not saved: an optimizer may step between forward and backward
+        return used.view_as(used)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        return _backward(ctx, g, ctx.saved_tensors, ctx.weight)
+
+
+class _FunctionalTransformed(torch.autograd.Function):
+    """The same for ``torch.func`` and forward mode, where the tangent of W goes straight through; slower, as ``linear``'s is."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(weight: Tensor, used: Tensor, *rest: Any) -> Tensor:
+        return used.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _remember(ctx, *inputs)
+        ctx.used_dtype = output.dtype
+        ctx.save_for_backward(inputs[0], *inputs[4:])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor | None) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        return (None,) * len(ctx.needs_input_grad) if g is None else _backward(ctx, g, saved, saved[0])
+
+    @staticmethod
+    def jvp(ctx: Any, w_t: Tensor | None, *others: Any) -> Tensor | None:
+        if not ctx.straight or any(isinstance(t, Tensor) for t in others):
+            raise NMError(
+                "an effective weight has a derivative in forward mode by its weight, where the gradient of that goes straight through: not "
+                "by a weight whose gradient follows another rule, or by what such a rule reads. Give that no tangent, or differentiate "
+                "backward."
+            )
+        return None if w_t is None else w_t.to(ctx.used_dtype, copy=True)
+
+
+def _remember(ctx: Any, weight: Tensor, used: Tensor, layout: str, transform: WeightTransform, *extras: Tensor) -> tuple[Tensor, ...]:
+    """Note what backward has to know; returned are the tensors that it needs."""
+    ctx.layout, ctx.transform, ctx.reads = layout, transform, tuple(transform.reads)
+    ctx.straight, ctx.weight_dtype = not transform.traits.own_gradient, weight.dtype
+    return () if ctx.straight else (weight, *extras)
+
+
+def _backward(ctx: Any, g: Tensor, saved: tuple[Tensor, ...], source: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradients of a call; ``source``: the weight, by which their own derivatives are refused too."""
+    with torch.no_grad():
+        dw, learned = _gradients(ctx, g, *saved)
+    if torch.is_grad_enabled():
+        extras = saved[1:]
+        dw = once(dw, g, source, *extras)
+        learned = {name: once(d, g, source, *extras) for name, d in learned.items()}
+    return dw, None, None, None, *map(learned.get, ctx.reads)
+
+
+def _gradients(ctx: Any, g: Tensor, weight: Tensor | None = None, *extras: Tensor) -> tuple[Tensor | None, dict[str, Tensor | None]]:
+    g = g.to(ctx.weight_dtype)
+    if ctx.straight:
+        return g, {}
+    assert weight is not None
+    matrices = [as_matrix(ordered(t, ctx.layout), ctx.layout) for t in (g, weight)]
+    found, learned = ctx.transform.gradient(*matrices, *extras)
+    dw = None if found is None or not ctx.needs_input_grad[0] else as_stored(found, ctx.layout, g.shape)
+    return dw, dict(learned)
+
+
+def transformed(weight: Tensor, used: Tensor, transform: WeightTransform, extras: Sequence[Tensor] = (), layout: str = LINEAR) -> Tensor:
+    """W̃, whose gradient goes to the master weight by the transform's rule, without one of its own straight through.
+
+    Forward it is ``used``, not a copy. ``torch.func`` knows it, and forward mode where the gradient goes straight through; a second
+    derivative raises ``NMError``.
+
+    Args:
+        weight: the master weight, stored as ``layout`` says; it receives the gradient, in its own dtype.
+        used: W̃, stored likewise, in the dtype that is multiplied.
+        transform: what made ``used`` from ``weight``, with the ``extras`` that it read; see ``WeightTransform``.
+        layout: one of ``nmkernels.layouts``.
+
+    Example:
+        >>> from nmkernels import Pattern
+        >>> from nmkernels.autograd import HardMask
+        >>> rule, w = HardMask(Pattern("1:2"), chain=True), torch.tensor([[1.0, -2.0]], requires_grad=True)
+        >>> transformed(w, rule(w.detach()), rule).sum().backward()
+        >>> w.grad
+        tensor([[0., 1.]])
+    """
+    kind = _FunctionalTransformed if functional() else _Transformed
+    result: Tensor = kind.apply(weight, used, layout, transform, *extras)
+    return result
