@@ -1,0 +1,382 @@
+"""Hugging Face's Trainer under a recipe: as by hand, resumed to the bit, logged, the best sparse model at the end; and what it refuses."""
+
+from __future__ import annotations
+
+import gc
+import importlib.machinery
+import json
+import sys
+import types
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import nmkernels as nm
+from nmkernels.optim import AnnealedAdamW, MaskedAdamW
+from python_tests.recipes.loop import distance, snapshot
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("accelerate", reason="accelerate is not installed")
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers.utils import logging
+
+from nmkernels.integrations.trainer import Drive, prepare
+
+R = nm.recipes
+STEPS = 8
+RECIPES = {
+    "step": R.STEP("2:4", t_min=2, t_max=6, threshold=1e-30),
+    "asp": R.ASP("2:4", start=3),
+    "srste": R.SRSTE("2:4", decay=1e-3),
+    "sste": R.SSTE("2:4"),
+    "slope": R.SLoPe("2:4", total_steps=STEPS, rank=2, start=5),
+    "mdgf": R.MdGf("2:4", total_steps=STEPS),
+    "maskllm": R.MaskLLM("2:4", total_steps=STEPS),
+    "ast": R.AST("2:4", total_steps=STEPS),
+}
+STARTS = torch.randint(0, 64, (40, 1), generator=torch.Generator().manual_seed(1))
+DATA = [{"input_ids": x, "labels": x} for x in (STARTS + torch.arange(12)) % 64]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick():
+    """``train()`` begins with a garbage collection, which looks at every object of every library."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    before = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    yield
+    if before:
+        logging.enable_progress_bar()
+
+
+def llama(**given: Any) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 1}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=64, max_position_embeddings=32, **config, **given))
+
+
+def settings(folder: Path, **given: Any) -> TrainingArguments:
+    fixed = {"max_steps": STEPS, "learning_rate": 1e-2, "per_device_train_batch_size": 4, "weight_decay": 0.1, "adam_beta2": 0.95}
+    quiet = {"save_strategy": "no", "logging_steps": 1, "disable_tqdm": True, "report_to": [], "use_cpu": True}
+    return TrainingArguments(output_dir=str(folder), **{**fixed, **quiet, **given})
+
+
+def trainer_of(folder: Path, model: nn.Module | None = None, more: dict[str, Any] | None = None, **given: Any) -> Trainer:
+    return Trainer(
+        model=llama() if model is None else model,
+        args=settings(folder, **given),
+        train_dataset=DATA,
+        eval_dataset=DATA[:8],
+        **(more or {}),
+    )
+
+
+def is_pruned(model: nn.Module, pattern: str = "2:4") -> bool:
+    layers = [m for m in model.modules() if isinstance(m, nm.SparseLinear)]
+    return len(layers) == 7 and all(nm.ops.is_nm(m.weight, pattern) for m in layers)
+
+
+# ---- training
+
+
+def test_train_is_what_one_would_do_by_hand(tmp_path):
+    model, recipe = llama(), RECIPES["step"]
+    handle = nm.sparsify_(model, recipe)
+    by_hand = trainer_of(tmp_path, model)
+    decayed = set(by_hand.get_decay_parameter_names(model))
+    groups = [
+        {"params": [p for name, p in model.named_parameters() if (name in decayed) is flag], "weight_decay": 0.1 * flag}
+        for flag in (True, False)
+    ]
+    by_hand.optimizer = handle.attach(MaskedAdamW(groups, lr=1e-2, betas=(0.9, 0.95)))
+    by_hand.train()
+    assert handle.metrics()["phase"] == 1.0
+    handle.finish()
+
+    trainer = trainer_of(tmp_path)
+    assert prepare(trainer, recipe).recipe is recipe
+    trainer.train()
+    assert distance(snapshot(trainer.model), snapshot(model)) == 0.0 and is_pruned(trainer.model)
+
+
+@pytest.mark.quick(4)
+@pytest.mark.parametrize("name", RECIPES)
+def test_resuming_is_training_uninterrupted(tmp_path, name):
+    """With accumulation, and with evaluation in only one of the two runs."""
+
+    def run(**given):
+        trainer = trainer_of(
+            tmp_path, gradient_accumulation_steps=2, **{"save_strategy": "steps", "save_steps": 4, "eval_steps": 1, **given}
+        )
+        return trainer, prepare(trainer, RECIPES[name], finish=False)
+
+    whole, handle = run()
+    whole.train()
+    resumed, other = run(eval_strategy="steps", save_strategy="no")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert [log["step"] for log in resumed.state.log_history if "eval_loss" in log] == [5, 6, 7, 8]
+    assert distance(snapshot(resumed.model), snapshot(whole.model)) == 0.0
+    before, after = whole.state.log_history[-2], resumed.state.log_history[-3]
+    assert before["step"] == after["step"] == STEPS
+    for key in before.keys() - {"grad_norm"}:
+        assert before[key] == after[key], key
+    for done in (handle, other):
+        assert not done.finished
+        done.finish()
+    assert distance(snapshot(resumed.model), snapshot(whole.model)) == 0.0 and is_pruned(resumed.model)
+
+
+class Stop(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step == 4
+
+
+def test_training_in_parts(tmp_path):
+    whole = trainer_of(tmp_path / "whole")
+    prepare(whole, "srste:2:4")
+    whole.train()
+    trainer = trainer_of(tmp_path, save_strategy="steps", save_steps=4)
+    stop = Stop()
+    trainer.add_callback(stop)
+    handle = prepare(trainer, "srste:2:4", finish=False)
+    trainer.train()
+    assert trainer.state.global_step == 4 and not handle.finished
+    trainer.remove_callback(stop)
+    trainer.train(resume_from_checkpoint=True)
+    handle.finish()
+    assert distance(snapshot(trainer.model), snapshot(whole.model)) == 0.0
+    handle = prepare(other := trainer_of(tmp_path), "srste:2:4")
+    other.train()
+    assert handle.finished and other.evaluate()["eval_loss"] > 0
+    with pytest.raises(nm.RecipeError, match="finish=False"):
+        other.train()
+
+
+# ---- the end
+
+
+def test_the_best_model_is_the_best_sparse_one(tmp_path):
+    """The models of the dense phase are better than those after it, but not once they are pruned."""
+    best = {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 1, "save_steps": 1}
+    trainer = trainer_of(tmp_path, llama(initializer_range=0.3), **best, max_steps=6)
+    dense = trainer.evaluation_loop
+    handle = prepare(trainer, "asp:1:16(start=4)")
+    seen = []
+
+    class Before(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            seen.append(dense(trainer.get_eval_dataloader(), "dense").metrics["eval_loss"])
+
+    trainer.add_callback(Before())
+    trainer.train()
+    assert handle.finished and is_pruned(trainer.model, "1:16")
+    told = [log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log]
+    assert min(told) == trainer.state.best_metric and min(seen) < min(told) - 0.5
+    assert seen[3:] == told[3:] and all(pruned > whole for pruned, whole in zip(told[:3], seen, strict=False))
+    assert trainer.state.best_global_step > 4
+    # the figure by which it was chosen is that of the model that is left
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(trainer.state.best_metric, abs=1e-6)
+
+
+def test_a_saved_model_is_pruned(tmp_path):
+    trainer = trainer_of(tmp_path)
+    handle = prepare(trainer, "srste:2:4", filter_fn=lambda module, name: name.endswith("down_proj"))
+    trainer.train()
+    trainer.save_model(str(tmp_path / "out"))
+    dense = LlamaForCausalLM.from_pretrained(tmp_path / "out")
+    assert list(handle.layers) == ["model.layers.0.mlp.down_proj"]
+    assert nm.ops.is_nm(dense.model.layers[0].mlp.down_proj.weight, "2:4")
+    assert not nm.ops.is_nm(dense.model.layers[0].mlp.up_proj.weight, "2:4")
+
+
+# ---- metrics
+
+
+class Wandb(types.ModuleType):
+    """As much of ``wandb`` as transformers calls; it keeps what is logged."""
+
+    def __init__(self):
+        super().__init__("wandb")
+        self.__spec__ = importlib.machinery.ModuleSpec("wandb", None)
+        self.__path__ = []
+        self.run, self.config, self.logged = None, {}, []
+
+    def init(self, **keywords):
+        self.run = types.SimpleNamespace(summary={}, _label=lambda **keywords: None)
+
+    def log(self, values):
+        self.logged.append(values)
+
+
+def test_metrics_are_logged_as_plain_numbers(tmp_path, monkeypatch):
+    wandb, errors = Wandb(), types.ModuleType("wandb.sdk.lib.config_util")
+    errors.ConfigError = ValueError
+    wandb.config = type("Config", (dict,), {"update": lambda self, values, **keywords: None})()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setitem(sys.modules, "wandb.sdk", types.ModuleType("wandb.sdk"))
+    monkeypatch.setitem(sys.modules, "wandb.sdk.lib", types.ModuleType("wandb.sdk.lib"))
+    monkeypatch.setitem(sys.modules, "wandb.sdk.lib.config_util", errors)
+    given = {"logging_steps": 2, "eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 6, "max_steps": 6}
+    trainer = trainer_of(tmp_path, report_to=["wandb"], **given)
+    handle = prepare(trainer, R.STEP("2:4", t_min=2, t_max=3, threshold=1e-30), finish=False)
+    assert isinstance(trainer.callback_handler.callbacks[0], Drive), "before those that write the log"
+    trainer.train()
+    want = {f"nm/{name}": value.item() for name, value in handle.metrics().items()}
+    history = [log for log in trainer.state.log_history if "loss" in log]
+    assert [log["nm/phase"] for log in history] == [0.0, 1.0, 1.0]
+    assert {key: history[-1][key] for key in want} == want
+    assert not any(key.startswith("nm/") for log in trainer.state.log_history if "loss" not in log for key in log)
+    written = [log for log in wandb.logged if "train/loss" in log]
+    assert [log["train/global_step"] for log in written] == [2, 4, 6]
+    for log, told in zip(written, history, strict=True):
+        assert {f"train/{key}": told[key] for key in want}.items() <= log.items()
+        assert all(type(log[f"train/{key}"]) is float for key in want)
+    saved = json.loads((tmp_path / "checkpoint-6" / "trainer_state.json").read_text())
+    assert saved["log_history"][2 + 1]["nm/phase"] == 1.0
+
+
+@pytest.mark.slow  # TensorBoard's reader
+def test_metrics_are_in_tensorboard(tmp_path):
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator", reason="tensorboard is not installed")
+    trainer = trainer_of(tmp_path, report_to=["tensorboard"])
+    handle = prepare(trainer, "srste:2:4", finish=False)
+    trainer.train()
+    (folder,) = (tmp_path / "runs").iterdir()
+    read = events.EventAccumulator(str(folder))
+    read.Reload()
+    for name, value in handle.metrics().items():
+        found = read.Scalars(f"train/nm/{name}")
+        assert [point.step for point in found] == list(range(1, STEPS + 1))
+        assert found[-1].value == pytest.approx(value.item(), rel=1e-6)
+
+
+# ---- steps, optimizers, refusals
+
+
+@pytest.mark.parametrize(
+    ("given", "steps"),
+    [
+        ({"max_steps": 5}, 5),
+        ({"max_steps": -1, "num_train_epochs": 3}, 30),
+        ({"max_steps": -1, "num_train_epochs": 1.5, "gradient_accumulation_steps": 4}, 5),
+        ({"max_steps": -1, "num_train_epochs": 2, "per_device_train_batch_size": 16}, 6),
+        ({"max_steps": -1, "num_train_epochs": 2, "per_device_train_batch_size": 16, "dataloader_drop_last": True}, 4),
+    ],
+)
+def test_steps_are_counted_as_the_trainer_does(tmp_path, given, steps):
+    trainer = trainer_of(tmp_path, **given)
+    state = torch.get_rng_state()
+    handle = prepare(trainer, "mdgf:2:4(end=0.5)")
+    assert handle.recipe.total_steps == steps and handle.recipe.stages[-1][0] == round(0.5 * steps)
+    assert torch.equal(torch.get_rng_state(), state), "the data come in the order in which they would come without a recipe"
+    assert prepare(trainer_of(tmp_path, **given), "mdgf:2:4(total_steps=77)").recipe.total_steps == 77
+    assert prepare(trainer_of(tmp_path, **given), "srste:2:4").recipe.total_steps is None, "another number may resume it"
+    if steps == 6:
+        trainer.train()
+        assert trainer.state.global_step == 6 and is_pruned(trainer.model)
+        return
+    trainer.args.max_steps = steps + 1
+    with pytest.raises(nm.RecipeError, match=f"counted {steps} steps, and now there are {steps + 1}"):
+        trainer.train()
+
+
+def test_the_optimizer_is_the_recipe_s(tmp_path):
+    dense = trainer_of(tmp_path)
+    dense.create_optimizer()
+
+    def groups(trainer):
+        found = [{**group, "params": len(group["params"])} for group in trainer.optimizer.param_groups]
+        return [{key: value for key, value in group.items() if key not in ("fused", "nm_recipe")} for group in found]
+
+    for recipe, kind in (("srste:2:4", MaskedAdamW), ("ast:2:4", AnnealedAdamW)):
+        trainer = trainer_of(tmp_path)
+        prepare(trainer, recipe)
+        trainer.create_optimizer()
+        assert type(trainer.optimizer) is kind and groups(trainer) == groups(dense)
+    # its own learning rate for the logits, and the frozen weights, by which attach finds the layers
+    trainer = trainer_of(tmp_path)
+    prepare(trainer, "maskllm:2:4(lr_multiplier=3.0)")
+    trainer.create_optimizer()
+    assert [(group["lr"], len(group["params"])) for group in trainer.optimizer.param_groups] == [(0.03, 7), (0.01, 7)]
+    assert not any(p.requires_grad for p in trainer.optimizer.param_groups[1]["params"])
+
+
+@pytest.mark.parametrize("how", ["optim", "optimizer_cls_and_kwargs"])
+def test_another_optimizer_stays(tmp_path, how):
+    by_name = how == "optim"
+    more = {} if by_name else {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.1})}
+    given = {"max_steps": 2, **({"optim": "sgd"} if by_name else {})}
+    trainer = trainer_of(tmp_path, more=more, **given)
+    prepare(trainer, "srste:2:4")
+    trainer.train()
+    assert type(trainer.optimizer.optimizer) is torch.optim.SGD and is_pruned(trainer.model)
+    trainer = trainer_of(tmp_path, more=more, **given)
+    with pytest.raises(nm.RecipeError, match="STEP freezes the second moment, which .*SGD|sgd.* cannot: (set optim|leave optimizer_cls)"):
+        prepare(trainer, "step:2:4")
+    assert not any(isinstance(m, nm.SparseLinear) for m in trainer.model.modules())
+    if not by_name:
+        trainer = trainer_of(tmp_path, more={how: (MaskedAdamW, {"lr": 0.1})})
+        prepare(trainer, "step:2:4")
+        trainer.create_optimizer()
+        assert type(trainer.optimizer) is MaskedAdamW and trainer.optimizer.param_groups[0]["lr"] == 0.1
+
+
+def edited(trainer, **values):
+    for name, value in values.items():
+        setattr(trainer, name, value)
+    return trainer
+
+
+def test_what_cannot_work_is_refused(tmp_path, monkeypatch):
+    def refused(match, trainer, recipe="srste:2:4"):
+        model, kept = trainer.model, getattr(trainer, "optimizer_cls_and_kwargs", None)
+        with pytest.raises(nm.RecipeError, match=match):
+            prepare(trainer, recipe)
+        assert not any(isinstance(m, nm.SparseLinear) for m in model.modules())
+        if isinstance(trainer, Trainer):
+            assert trainer.optimizer_cls_and_kwargs is kept
+            assert not any(isinstance(callback, Drive) for callback in trainer.callback_handler.callbacks)
+
+    model = llama()
+    given = {"optimizers": (torch.optim.AdamW(model.parameters()), None)}
+    refused("has an optimizer already.*optimizer_cls_and_kwargs", trainer_of(tmp_path, model, given))
+    trained = trainer_of(tmp_path, max_steps=1)
+    trained.train()
+    refused("has trained already", trained)
+    anew = Trainer(model_init=lambda: llama(), args=settings(tmp_path), train_dataset=DATA)
+    refused("model_init.*model=", anew)
+    refused("DeepSpeed.*FSDP2", edited(trainer_of(tmp_path), is_deepspeed_enabled=True))
+    flat = trainer_of(tmp_path)
+    monkeypatch.setitem(flat.accelerator.state._shared_state, "fsdp_plugin", types.SimpleNamespace(fsdp_version=1))
+    refused("FSDP1.*'version': 2", edited(flat, is_fsdp_enabled=True))
+    several = trainer_of(tmp_path)
+    several.args._n_gpu = 4
+    refused("4 GPUs.*torchrun", several)
+    refused("backward pass", trainer_of(tmp_path, optim="lomo"))
+    refused("auto_find_batch_size", trainer_of(tmp_path, max_steps=-1, auto_find_batch_size=True), "mdgf:2:4")
+    refused("no train_dataset", edited(trainer_of(tmp_path, max_steps=-1), train_dataset=None), "mdgf:2:4")
+    refused("no recipe is called 'srst'", trainer_of(tmp_path), "srst:2:4")
+    refused("MaskLLM makes parameter groups of its own.*adamw_torch", trainer_of(tmp_path, optim="sgd"), "maskllm:2:4")
+    refused("a transformers.Trainer is wanted; got SimpleNamespace", types.SimpleNamespace(model=model))
+    twice = trainer_of(tmp_path)
+    prepare(twice, "srste:2:4")
+    with pytest.raises(nm.RecipeError, match="has a recipe already"):
+        prepare(twice, "srste:2:4")
+
+
+def test_a_run_that_ends_in_its_dense_phase_says_so(tmp_path):
+    trainer = trainer_of(tmp_path, max_steps=2)
+    prepare(trainer, R.ASP("2:4", start=5))
+    with pytest.warns(UserWarning, match="still in its dense phase"), warnings.catch_warnings():
+        trainer.train()
+    assert is_pruned(trainer.model)
