@@ -116,6 +116,12 @@ class NMWeight(nn.Module):
         return self.pattern if self.transform is None else self.transform.pattern
 
     @property
+    def flattened(self) -> bool:
+        """Whether the weight is a part of a flat tensor, as FullyShardedDataParallel (FSDP1) makes it one."""
+        weight = self._parameters.get("weight")
+        return weight is None or weight.dim() != len(ORDERS[self.layout])
+
+    @property
     def reduced(self) -> int:
         """The dimension of the Parameter along which groups run."""
         return REDUCED[self.layout]

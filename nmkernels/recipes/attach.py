@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .. import ops
 from ..autograd.transforms import WEIGHT, masked
-from ..layouts import MATRICES, ORDERS
+from ..layouts import MATRICES
 from ..nn import NMWeight
 from ..nn.effective import EffectiveWeight
 from ..nn.gather import data_dims
@@ -474,8 +474,7 @@ def check_optimizer(recipe: Recipe, optimizer: torch.optim.Optimizer) -> None:
 def check_flat(layers: dict[str, NMWeight]) -> None:
     """Raise ``RecipeError`` where weights were made one flat tensor."""
     for name, layer in layers.items():
-        weight = layer.parameter
-        if weight is None or weight.dim() != len(ORDERS[layer.layout]):
+        if layer.flattened:
             raise RecipeError(
                 f"attach: the weight of layer {name!r} was flattened, as FullyShardedDataParallel (FSDP1) does. Use "
                 "torch.distributed.fsdp.fully_shard, which keeps Parameters apart."
