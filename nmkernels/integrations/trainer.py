@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from ..pattern import RecipeError
-from ..recipes import Handle, Recipe, get, sparsify_
+from ..recipes import Handle, Recipe, sparsify_
 from ..recipes.attach import unwrapped
-from ..recipes.registry import find, parse, resolve
+from ..recipes.registry import parse, resolve
 from ..recipes.sparsify import FilterFn
 
 ADAMW = ("adamw_torch", "adamw_torch_fused")
@@ -56,13 +56,14 @@ def prepare(trainer: Any, recipe: Recipe | str, filter_fn: FilterFn | None = Non
         nm.compress_(model)
     """
     _check(trainer)
-    recipe, total = _with_steps(trainer, recipe)
+    said = not isinstance(recipe, str) or "total_steps" in parse(recipe)[2]
+    recipe = resolve(recipe, lambda: _steps(trainer))
     keywords = _own_optimizer(trainer, recipe)
     handle = sparsify_(trainer.model, recipe, filter_fn)
     if keywords is not None:
         trainer.optimizer_cls_and_kwargs = (_optimizer_class(handle), keywords)
     # before those that write the log, and before those that upload the model at the end
-    trainer.callback_handler.callbacks.insert(0, _callback_class()(handle, total, finish))
+    trainer.callback_handler.callbacks.insert(0, _callback_class()(handle, None if said else recipe.total_steps, finish))
     trainer.evaluation_loop = _deployed(handle, trainer.evaluation_loop)
     return handle
 
@@ -155,21 +156,6 @@ def _check(trainer: Any) -> None:
 
 def _optim(args: Any) -> str:
     return str(getattr(args.optim, "value", args.optim))
-
-
-def _with_steps(trainer: Any, recipe: Recipe | str) -> tuple[Recipe, int | None]:
-    """The recipe, and the steps of the trainer where it needs them and has not said how many."""
-    if not isinstance(recipe, str):
-        return resolve(recipe), None
-    name, _, options = parse(recipe)
-    find(name)
-    if "total_steps" not in options:
-        try:
-            return get(recipe), None
-        except RecipeError:
-            total = _steps(trainer)
-            return get(recipe, total_steps=total), total
-    return get(recipe), None
 
 
 def _steps(trainer: Any) -> int:

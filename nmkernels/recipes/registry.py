@@ -90,12 +90,19 @@ def get(spec: str, **config: Any) -> Recipe:
     return cls(**options, **config)
 
 
-def resolve(spec: Recipe | str) -> Recipe:
-    """A recipe given as such or by name."""
+def resolve(spec: Recipe | str, steps: Callable[[], int] | None = None) -> Recipe:
+    """A recipe given as such or by name; one that needs ``total_steps``, and whose text does not say them, has ``steps()``."""
     if isinstance(spec, Recipe):
         return spec
     if isinstance(spec, str):
-        return get(spec)
+        name, _, options = parse(spec)
+        if steps is None or "total_steps" in options:
+            return get(spec)
+        find(name)
+        try:
+            return get(spec)
+        except RecipeError:
+            return get(spec, total_steps=steps())
     raise RecipeError(f"a recipe is wanted, or its name such as 'srste:2:4'; got {type(spec).__name__}.")
 
 

@@ -1,0 +1,230 @@
+"""Lightning's Trainer with the callback ``Sparsity``: as a plain loop, resumed to the bit, logged, evaluated as it would be deployed."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import nmkernels as nm
+from nmkernels.optim import MaskedAdamW
+from python_tests.recipes.loop import Adam, batches, distance, loss_of, mlp, snapshot
+from python_tests.recipes.running import train
+
+pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
+import lightning.pytorch as L
+from lightning.pytorch.loggers import CSVLogger, Logger
+
+from nmkernels.integrations.lightning import Sparsity
+
+R = nm.recipes
+STEPS = 8
+RECIPES = {
+    "step": R.STEP("2:4", t_min=2, t_max=6, threshold=1e-30),
+    "asp": R.ASP("2:4", start=3),
+    "srste": R.SRSTE("2:4", decay=1e-2),
+    "sste": R.SSTE("2:4"),
+    "slope": R.SLoPe("2:4", total_steps=STEPS, rank=2, start=5),
+}
+KEYWORDS = Adam(lr=1e-2).keywords
+DATA = batches(STEPS // 2, torch.float32)
+"""An epoch: a plain loader does not go on in the middle of one."""
+
+
+class Net(L.LightningModule):
+    """Makes its optimizer and logs its loss, as people write it; ``late`` ones make their layers and data only in the hooks."""
+
+    def __init__(self, kind: type[torch.optim.Optimizer] = MaskedAdamW, late: bool = False) -> None:
+        super().__init__()
+        self.kind, self.late, self.seen = kind, late, []
+        self.inner = nn.ModuleList() if late else mlp(torch.float32)
+        self.data = None
+
+    def setup(self, stage: str) -> None:
+        self.data = DATA
+
+    def configure_model(self) -> None:
+        if self.late and not len(self.inner):
+            self.inner = mlp(torch.float32)
+        self.configured = [type(module) for module in self.inner]
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        loss = loss_of(self.inner, batch)
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.seen.append((self.inner[2].effective_weight() != 0).double().mean().item())
+        self.log("val", loss_of(self.inner, batch))
+
+    test_step = validation_step
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.kind(self.parameters(), **KEYWORDS)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.data, batch_size=None)
+
+    val_dataloader = test_dataloader = train_dataloader
+
+
+class Kept(Logger):
+    """Keeps what is logged."""
+
+    name = version = "kept"
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, dict[str, float]]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.rows.append((step, dict(metrics)))
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing of that."""
+
+
+def trainer_of(folder: Path, *callbacks: Any, **given: Any) -> Any:
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
+    fixed = {"accelerator": "cpu", "devices": 1, "max_steps": STEPS, "limit_val_batches": 0, "enable_checkpointing": False}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return L.Trainer(default_root_dir=folder, callbacks=list(callbacks), **{**fixed, **quiet, **given})
+
+
+def fit(trainer: Any, net: Net, **given: Any) -> Net:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(net, **given)
+    return net
+
+
+def is_pruned(net: Net) -> bool:
+    return all(isinstance(net.inner[i], nm.SparseLinear) and nm.ops.is_nm(net.inner[i].weight, "2:4") for i in (0, 2))
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("kind", [MaskedAdamW, torch.optim.AdamW])
+@pytest.mark.parametrize("name", RECIPES)
+def test_fitting_and_resuming_is_a_plain_loop(tmp_path, name, kind):
+    """Its optimizers step by a closure, in which the backward pass is."""
+    recipe = RECIPES[name]
+    if recipe.setup.optimizer is not None and kind is torch.optim.AdamW:
+        with pytest.raises(nm.RecipeError, match="freezes the second moment, which AdamW cannot.*nm.optim.MaskedAdamW"):
+            fit(trainer_of(tmp_path, Sparsity(recipe)), Net(kind))
+        return
+    want = Net(kind)
+    handle = nm.sparsify_(want, recipe)
+    train(want.inner, handle.attach(kind(want.parameters(), **KEYWORDS)), DATA * 2)
+    expected = handle.metrics()
+
+    saver = L.callbacks.ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=4, save_top_k=-1)
+    first = Sparsity(recipe, finish=False)
+    net = fit(trainer_of(tmp_path, saver, first, enable_checkpointing=True), Net(kind))
+    assert not first.handle.finished and distance(snapshot(net), snapshot(want)) == 0.0
+    for key, value in first.handle.metrics().items():
+        assert value.item() == expected[key].item(), key
+    second, other = Sparsity(recipe), Net(kind)
+    fit(trainer_of(tmp_path, second), other, ckpt_path=str(tmp_path / "step=4.ckpt"))
+    assert second.handle.finished and is_pruned(other)
+    first.handle.finish()
+    handle.finish()
+    for done in (net, other):
+        assert distance(snapshot(done), snapshot(want)) == 0.0
+
+
+def test_metrics_are_logged(tmp_path):
+    kept, sparsity = Kept(), Sparsity("mdgf:2:4(end=0.75)", finish=False)
+    trainer = trainer_of(tmp_path, sparsity, logger=kept, log_every_n_steps=4)
+    fit(trainer, Net())
+    assert sparsity.handle.recipe.total_steps == STEPS
+    want = {f"nm/{name}": pytest.approx(value.item(), rel=1e-6) for name, value in sparsity.handle.metrics().items()}
+    assert [step for step, _ in kept.rows] == [3, 7] and want["nm/density"] == 0.5
+    assert {key: kept.rows[-1][1][key] for key in want} == want and kept.rows[0][1]["nm/density"] == 1.0
+    assert {key: trainer.callback_metrics[key].item() for key in want} == want
+
+
+def test_evaluation_is_of_what_finish_would_leave(tmp_path):
+    sparsity, net = Sparsity("asp:2:4(start=7)", finish=False), Net()
+    trainer = trainer_of(tmp_path, sparsity, limit_val_batches=1, limit_test_batches=1, val_check_interval=2, num_sanity_val_steps=1)
+    fit(trainer, net)
+    assert net.seen == [0.5] * 5, "before the first step, and in the dense phase"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        net.seen.clear()
+        trainer.test(net, verbose=False)
+    assert net.seen == [0.5]
+    # without the callback, evaluation changes nothing of the training
+    other = Sparsity("asp:2:4(start=7)", finish=False)
+    assert distance(snapshot(fit(trainer_of(tmp_path, other), Net())), snapshot(net)) == 0.0
+    assert sparsity.handle.metrics()["phase"] == 2.0
+
+
+def test_an_evaluation_that_breaks_off_leaves_training_as_it_was(tmp_path):
+    class Broken(Net):
+        def validation_step(self, batch: Any, index: int) -> None:
+            super().validation_step(batch, index)
+            raise KeyError("of the user")
+
+    sparsity, net = Sparsity("asp:2:4(start=7)"), Broken()
+    with pytest.raises(KeyError, match="of the user"):
+        fit(trainer_of(tmp_path, sparsity, limit_val_batches=1, val_check_interval=2), net)
+    assert net.seen == [0.5] and not sparsity.handle.finished
+    assert (net.inner[2].effective_weight() != 0).all()
+
+
+def test_the_best_checkpoint_is_finished_by_hand(tmp_path):
+    saver = L.callbacks.ModelCheckpoint(tmp_path, monitor="val", every_n_train_steps=0, every_n_epochs=1)
+    sparsity, net = Sparsity("srste:2:4", finish=False), Net()
+    given = {"max_steps": -1, "max_epochs": 3, "limit_train_batches": 2, "limit_val_batches": 2, "enable_checkpointing": True}
+    trainer = trainer_of(tmp_path, saver, sparsity, **given)
+    fit(trainer, net)
+    saved = torch.load(saver.best_model_path, weights_only=False)
+    assert not nm.ops.is_nm(saved["state_dict"]["inner.2.weight"], "2:4"), "training goes on from there"
+    net.load_state_dict(saved["state_dict"])
+    sparsity.handle.finish()
+    assert is_pruned(net)
+    with torch.no_grad():
+        loss = sum(loss_of(net.inner, batch) for batch in DATA[:2]) / 2
+    assert loss.item() == pytest.approx(saver.best_model_score.item(), rel=1e-6)
+    assert trainer.global_step == 6
+
+
+def test_layers_are_swapped_once_they_are_there(tmp_path):
+    """After configure_model where that makes them, else before it, as it may shard them."""
+    net = fit(trainer_of(tmp_path, Sparsity("srste:2:4")), Net())
+    assert net.configured == [nm.SparseLinear, nn.GELU, nm.SparseLinear, nn.GELU, nn.Linear]
+    sparsity, net = Sparsity("srste:2:4", filter_fn=lambda module, name: name == "inner.2"), Net(late=True)
+    fit(trainer_of(tmp_path, sparsity), net)
+    assert "configure_model" not in vars(net) and list(sparsity.handle.layers) == ["inner.2"]
+    assert net.configured == [nn.Linear, nn.GELU, nn.Linear, nn.GELU, nn.Linear]
+    assert nm.ops.is_nm(net.inner[2].weight, "2:4") and not nm.ops.is_nm(net.inner[0].weight, "2:4")
+
+
+def test_what_cannot_work_is_refused(tmp_path):
+    sparsity, net = Sparsity("srste:2:4"), Net()
+    fit(trainer_of(tmp_path, sparsity), net)
+    with pytest.raises(nm.RecipeError, match="been through a fit.*ckpt_path"):
+        fit(trainer_of(tmp_path, sparsity), Net())
+    for name, way in (("FSDPStrategy", "ModelParallelStrategy"), ("DeepSpeedStrategy", "flat copies")):
+        trainer = SimpleNamespace(strategy=type(name, (), {})())
+        with pytest.raises(nm.RecipeError, match=f"fit: {name} .*{way}"):
+            Sparsity("srste:2:4").setup(trainer, Net(), "fit")
+    endless = trainer_of(tmp_path, Sparsity("mdgf:2:4"), max_steps=-1, max_epochs=-1)
+    with pytest.raises(nm.RecipeError, match="neither max_steps nor a length"):
+        fit(endless, Net())
+    with pytest.raises(nm.RecipeError, match="no recipe is called 'srst'"):
+        fit(trainer_of(tmp_path, Sparsity("srst:2:4")), Net())
+
+
+@pytest.mark.slow
+def test_metrics_are_in_the_csv_file(tmp_path):
+    logger = CSVLogger(tmp_path, flush_logs_every_n_steps=1)
+    fit(trainer_of(tmp_path, Sparsity("srste:2:4"), logger=logger, log_every_n_steps=1), Net())
+    head, *rows = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()
+    assert {"loss", "nm/density", "nm/flip_rate", "nm/phase", "nm/decay_ratio"} <= set(head.split(",")) and len(rows) == STEPS
