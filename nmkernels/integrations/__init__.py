@@ -1,6 +1,6 @@
 """Other libraries' ways in. Each file needs its library; none is loaded by ``import nmkernels``, but by whoever uses it.
 
-``nm.integrations.torchtitan`` and its like are loaded when they are asked for. Where a library has to know nmkernels' classes, it is told
+``nm.integrations.peft`` and its like are loaded when they are asked for. Where a library has to know nmkernels' classes, it is told
 of them as soon as it is imported, before nmkernels or after it: see ``register``.
 """
 
@@ -14,7 +14,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-FILES = ("torchtitan",)
+FILES = ("peft", "torchtitan")
 """What ``nm.integrations`` loads when it is asked for it."""
 
 
@@ -26,6 +26,13 @@ def __getattr__(name: str) -> ModuleType:
 
 def register() -> None:
     """Make nmkernels known to the libraries that are imported, and to the others once they are."""
+    when_imported("peft", _peft)
+
+
+def _peft() -> None:
+    from .peft import install
+
+    install()
 
 
 def when_imported(name: str, then: Callable[[], None]) -> None:

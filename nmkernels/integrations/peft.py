@@ -1,0 +1,821 @@
+"""PEFT: LoRA beside N:M weights, on finished layers and on compressed ones, and ways to merge it that keep N:M.
+
+Once nmkernels and peft are both imported, in either order, peft's own functions take these layers, also where an adapter is loaded::
+
+    import nmkernels as nm
+    from peft import LoraConfig, get_peft_model
+
+    nm.load_compressed(model, "model.safetensors")
+    model = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear"))
+    ...                                                      # train
+    model.save_pretrained("adapter")                         # elsewhere: PeftModel.from_pretrained(model, "adapter")
+    model = nm.integrations.peft.absorb(model)               # the adapter becomes the layers' own: same logits, nothing lost
+
+W + s B A is dense, so a merge would lose either the pattern or, pruned again, most of the update. ``merge_adapter`` and
+``merge_and_unload`` therefore refuse, and say how much. What keeps both: ``absorb``; or training with ``MaskedLoraConfig``, whose update
+has the zeros of the weight. What keeps the pattern only: ``merge_and_prune``; the update only: ``absorb``, then ``nm.save_dense``.
+
+Written for peft 0.21.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import re
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from peft import config as peft_config
+from peft.tuners import tuners_utils
+from peft.tuners.ia3.layer import IA3Layer
+from peft.tuners.lora import model as lora_model
+from peft.tuners.lora.config import LoraConfig
+from peft.tuners.lora.layer import Linear, LoraVariant
+from peft.tuners.lora.variants import ALoraLinearVariant, DoraLinearVariant
+from peft.tuners.mixed.model import MixedModel
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, check_adapters_to_merge
+from peft.utils import SAFETENSORS_WEIGHTS_NAME, transformers_weight_conversion
+from torch import Tensor, nn
+
+from .. import ops
+from ..nn import CompressedLinear, NMWeight, SparseConv1D, SparseLinear, adapter_of, set_adapter
+from ..nn.compressed import LAYOUTS, CompressedPart
+from ..pattern import OptionError, RecipeError, ShapeError
+from ..shards import is_sharded
+
+__all__ = ["MaskedLoraConfig", "absorb", "export_adapter", "lost_by_merging", "merge_and_prune", "targets"]
+
+WEIGHT_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Values of ``init_lora_weights`` that take a part of the weight into the adapter, and leave a dense rest."""
+
+VARIANTS = ("use_dora", "alora_invocation_tokens")
+"""The variants of LoRA, by their field of the config, that need nothing of the weight but to multiply by it."""
+
+EXACT, PRUNE, ABSORB = "exact", "prune", "absorb"
+"""What merging does: only what loses nothing; prune the result again; hand the adapter to the layer."""
+
+
+@dataclasses.dataclass
+class MaskedLoraConfig(LoraConfig):
+    """LoRA whose update has the zeros of the N:M weight, y = x Wᵀ + s x ((B A) ⊙ M)ᵀ with M = [W kept].
+
+    So ``merge_and_unload`` is exact and leaves an N:M weight, compressed or not. It costs a GEMM of a dense ``(out, in)`` weight per layer
+    and pass, and half of the update's freedom at 2:4. On dense layers it is LoRA. Options and files are ``LoraConfig``'s; the file has one
+    key more, ``nm_masked``, and needs nmkernels imported where it is loaded.
+
+    Raises:
+        OptionError: together with a variant of LoRA, DoRA for one.
+    """
+
+    nm_masked: bool = True
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether ``module`` is a linear layer with an N:M weight, one that trains or a compressed one."""
+    if isinstance(module, CompressedLinear):
+        return type(module).forward in (CompressedLinear.forward, CompressedPart.forward) and module.layout in LAYOUTS
+    return isinstance(module, (SparseLinear, SparseConv1D))
+
+
+def is_sparse(module: nn.Module) -> bool:
+    """Whether ``module`` is a layer with an N:M weight of any kind."""
+    return isinstance(module, (NMWeight, CompressedLinear)) or (
+        type(module).__module__.startswith("nmkernels.nn") and type(module).__name__.startswith(("Sparse", "Compressed"))
+    )
+
+
+def stored_transposed(layer: nn.Module) -> bool:
+    """Whether the dense layer stores its weight as ``(in, out)``."""
+    return layer.layout == "conv1d" if isinstance(layer, CompressedLinear) else isinstance(layer, SparseConv1D)
+
+
+def base_of(module: nn.Module) -> nn.Module:
+    """The layer inside of peft's layers."""
+    return module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
+
+
+def targets(model: nn.Module) -> list[str]:
+    """The linear layers of ``model`` with an N:M weight, for ``LoraConfig(target_modules=...)``; without the output embeddings.
+
+    Args:
+        model: with layers that are finished (``handle.finish()``) or compressed (``nm.compress_``), with or without adapters of peft.
+
+    Example::
+
+        LoraConfig(r=8, target_modules=nm.integrations.peft.targets(model))
+    """
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    inside: tuple[str, ...] = ()
+    names = []
+    for name, module in model.named_modules():
+        if inside and name.startswith(inside):
+            continue
+        if isinstance(module, BaseTunerLayer):
+            inside += (f"{name}.",)
+        if is_linear(base_of(module)) and module is not head:
+            names.append(name)
+    return names
+
+
+# ---------------------------------------------------------------------------------------------------------------- what a layer computes
+
+
+class MaskedVariant(LoraVariant):
+    """y = base(x) + s x ((B A) ⊙ M)ᵀ."""
+
+    @staticmethod
+    def init(module: SparseLoraLinear, adapter_name: str, **kwargs: Any) -> None:
+        """Nothing is kept beside A and B."""
+
+    @staticmethod
+    def forward(module: SparseLoraLinear, active_adapter: str, x: Tensor, result: Tensor, **kwargs: Any) -> Tensor:
+        """y ``(..., out)`` with the adapter's part."""
+        b, dropout = module.lora_B[active_adapter], module.lora_dropout[active_adapter]
+        update = module.update(active_adapter)
+        bias = None if b.bias is None else b.bias * module.scaling[active_adapter]
+        return result + F.linear(dropout(x), update, bias)
+
+    @staticmethod
+    def merge_safe(module: SparseLoraLinear, active_adapter: str, orig_weight: Tensor) -> Tensor:
+        """The weight with the update, as a new tensor."""
+        return orig_weight + module.get_delta_weight(active_adapter).to(orig_weight.dtype)
+
+    @staticmethod
+    def merge_unsafe(module: SparseLoraLinear, active_adapter: str, orig_weight: Tensor) -> None:
+        """Add the update to the weight."""
+        orig_weight.data += module.get_delta_weight(active_adapter)
+
+    @staticmethod
+    def unmerge(module: SparseLoraLinear, active_adapter: str, orig_weight: Tensor) -> Tensor:
+        """The weight without the update."""
+        return orig_weight - module.get_delta_weight(active_adapter).to(orig_weight.dtype)
+
+
+class SparseDoraVariant(DoraLinearVariant):
+    """DoRA, y = m x (W + s B A)ᵀ / ‖W + s B A‖ + b, which reads W in dense layout for the norm of each row."""
+
+    @staticmethod
+    def init(module: SparseLoraLinear, adapter_name: str, **kwargs: Any) -> None:
+        """The magnitudes m start as the norms of W's rows."""
+        with module.dense_base():
+            DoraLinearVariant.init(module, adapter_name, **kwargs)
+
+    @staticmethod
+    def forward(module: SparseLoraLinear, active_adapter: str, x: Tensor, result: Tensor, **kwargs: Any) -> Tensor:
+        """y ``(..., out)``, given the base layer's."""
+        return DoraLinearVariant.forward(_WithDenseBase(module), active_adapter=active_adapter, x=x, result=result, **kwargs)
+
+
+class _WithDenseBase:
+    """``module``, but its base layer holds the weight in dense layout."""
+
+    def __init__(self, module: SparseLoraLinear) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+    def get_base_layer(self) -> nn.Module:
+        return self._module.dense_layer(copied=False)
+
+
+class SparseLoraLinear(Linear):
+    """peft's LoRA on a linear layer with an N:M weight, finished or compressed: y = x Wᵀ + b + s x Aᵀ Bᵀ.
+
+    peft makes it in place of its own ``lora.Linear``, with the same parameters and state dict. ``merge`` keeps the weight N:M or refuses.
+    """
+
+    # "Linear" in the name: by that peft knows for "all-linear" what it has wrapped
+
+    merging = EXACT
+    _mask: Tensor | None = None  # while peft's own merge is at work, on a copy of the base layer
+    _before: tuple[Any, list[Any]] | None = None
+    merged_adapters: list[str]
+
+    def __init__(self, base_layer: nn.Module, adapter_name: str, config: LoraConfig, **kwargs: Any) -> None:
+        transposed = stored_transposed(base_of(base_layer))
+        config.fan_in_fan_out = transposed  # as peft does by the class of the dense layer
+        super().__init__(base_layer, adapter_name, config=config, is_target_conv_1d_layer=transposed, **kwargs)
+
+    def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
+        return int(module.in_features), int(module.out_features)  # type: ignore[arg-type]
+
+    @property
+    def lora_variants(self) -> dict[tuple[str, ...], type[LoraVariant] | None]:
+        """The variants of LoRA that these layers know, by their fields of the config."""
+        return {(): None, ("use_dora",): SparseDoraVariant, ("alora_invocation_tokens",): ALoraLinearVariant}
+
+    def resolve_lora_variant(self, *, config: LoraConfig, **kwargs: Any) -> LoraVariant | None:
+        """The variant that ``config`` asks for, if any."""
+        reason = unsupported(config)
+        if reason:
+            raise OptionError(reason)
+        if config.use_dora and adapter_of(self.get_base_layer()) is not None:
+            raise OptionError(
+                "DoRA scales each row of the weight by its norm, and this layer has a low-rank adapter of its own beside the weight, which "
+                "would not be scaled. Use LoRA without use_dora, or take that adapter out: "
+                "nm.integrations.peft.export_adapter(model, folder, remove=True)."
+            )
+        return MaskedVariant() if getattr(config, "nm_masked", False) else super().resolve_lora_variant(config=config, **kwargs)
+
+    def is_masked(self, adapter: str) -> bool:
+        """Whether ``adapter`` has the zeros of the weight."""
+        return isinstance(self.lora_variant.get(adapter), MaskedVariant)
+
+    # ---- the weight
+
+    def weight_and_order(self) -> tuple[Tensor, Tensor | None]:
+        """(the base layer's weight ``(out, in)`` in dense layout, the order of columns in which it is N:M)."""
+        base = self.get_base_layer()
+        if isinstance(base, CompressedLinear):
+            return base.dense(), base.order
+        return base.master.detach(), base.columns
+
+    def kept(self) -> Tensor:
+        """M: which entries of the weight the pattern keeps, bool ``(out, in)``."""
+        if self._mask is not None:
+            return self._mask
+        base = self.get_base_layer()
+        if isinstance(base, CompressedLinear):
+            ones = ops.Compressed(torch.ones_like(base.values), base.indices, base.pattern, base.weight.shape)
+            grouped, order = ones.dense() != 0, base.order
+        else:
+            grouped, order = ops.mask(base.grouped.detach(), base.pattern), base.columns
+        return grouped if order is None else grouped.index_select(1, order.long().to(grouped.device).argsort())
+
+    def update(self, adapter: str) -> Tensor:
+        """s B A ``(out, in)``, with the zeros of the weight where the adapter is a masked one."""
+        a, b = self.lora_A[adapter].weight, self.lora_B[adapter].weight
+        full = (b @ a) * self.scaling[adapter]
+        return full * self.kept() if self.is_masked(adapter) else full
+
+    def get_delta_weight(self, adapter: str) -> Tensor:
+        """The update as the dense layer stores its weight."""
+        full = super().get_delta_weight(adapter)
+        if not self.is_masked(adapter):
+            return full
+        return full * (self.kept().t() if self.fan_in_fan_out else self.kept())
+
+    def dense_layer(self, copied: bool = True) -> nn.Module:
+        """A module with the base layer's weight in dense layout, as the dense layer stores it, and its bias; its own unless ``copied``."""
+        weight, _ = self.weight_and_order()
+        bias = self.get_base_layer().bias
+        layer: Any = nn.Linear(1, 1, bias=False, device="meta")
+        stored = weight.t() if self.fan_in_fan_out else weight
+        layer.weight = nn.Parameter(stored.clone(memory_format=torch.contiguous_format) if copied else stored, requires_grad=False)
+        layer.bias = None if bias is None else nn.Parameter(bias.detach().clone() if copied else bias.detach(), requires_grad=False)
+        return layer
+
+    @contextmanager
+    def dense_base(self) -> Iterator[Any]:
+        """Let ``dense_layer()`` stand for the base layer meanwhile, for code of peft that reads or writes its weight."""
+        base, dense = self._modules["base_layer"], self.dense_layer()
+        self._modules["base_layer"] = dense
+        try:
+            yield dense
+        finally:
+            self._modules["base_layer"] = base
+
+    # ---- merging
+
+    @torch.no_grad()
+    def merged_weight(self, adapters: Sequence[str], safe_merge: bool = False) -> tuple[Tensor, Tensor | None]:
+        """(weight ``(out, in)``, bias) that compute what the layer and ``adapters`` do together, by peft's own merge on a copy."""
+        before = self.merged_adapters
+        self.merged_adapters, self._mask = [], self.kept()
+        try:
+            with self.dense_base() as dense:
+                super().merge(safe_merge, list(adapters))
+                stored = dense.weight.detach()
+                return (stored.t() if self.fan_in_fan_out else stored), dense.bias
+        finally:
+            self.merged_adapters, self._mask = before, None
+
+    @torch.no_grad()
+    def lost(self, adapters: Sequence[str]) -> float:
+        """The share of the update's norm that is lost where the merged weight is pruned, ‖prune(W') − W'‖ / ‖W' − W‖; 0 if it is N:M."""
+        merged, _ = self.merged_weight(adapters)
+        weight, order = self.weight_and_order()
+        wide = torch.promote_types(merged.dtype, torch.float32)
+        grouped = _ordered(merged, order).to(wide)
+        if ops.is_nm(grouped, self.get_base_layer().pattern):
+            return 0.0
+        rest = grouped - ops.prune(grouped, self.get_base_layer().pattern)
+        return float(rest.norm() / (merged.to(wide) - weight.to(wide)).norm())
+
+    def named(self, adapter_names: Sequence[str] | None) -> list[str]:
+        """Those of ``adapter_names``, or of the active adapters, that this layer has."""
+        return [name for name in (adapter_names or self.active_adapters) if name in self.lora_A]
+
+    @torch.no_grad()
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Add the adapters to the weight, which stays N:M; ``unmerge`` gives the weight back bit for bit.
+
+        Raises:
+            RecipeError: the result would not be N:M. Nothing is changed.
+        """
+        base = self.get_base_layer()
+        if self._mask is not None or not is_linear(base):  # turned dense since
+            super().merge(safe_merge, adapter_names)
+            return
+        names = [name for name in check_adapters_to_merge(self, adapter_names) if name in self.lora_A]
+        if not names:
+            return
+        before = self._before
+        if before is not None:
+            self._restore()
+        try:
+            adapters = [*self.merged_adapters, *names]
+            weight, bias = self.merged_weight(adapters, safe_merge)
+            grouped = _ordered(weight, self.weight_and_order()[1])
+            if not ops.is_nm(grouped, base.pattern):
+                if self.merging != PRUNE:
+                    raise RecipeError(refusal({"": self.lost(adapters)}, {"": self}, names))
+                grouped = ops.prune(grouped, base.pattern)
+        except BaseException:
+            if before is not None:
+                self.merged_adapters, done = [], self.merged_adapters
+                self.merge(adapter_names=done)
+            raise
+        self._keep()
+        self._write(grouped, bias)
+        self.merged_adapters = adapters
+
+    def _keep(self) -> None:
+        base = self.get_base_layer()
+        bias = None if base.bias is None else base.bias.detach().clone()
+        held = [base.values, base.indices] if isinstance(base, CompressedLinear) else [base.master.detach().clone()]
+        self._before = base, [*held, bias]
+
+    def _restore(self) -> None:
+        assert self._before is not None
+        base, (*held, bias) = self._before
+        if base is not self.get_base_layer():
+            raise RecipeError("unmerge: the layer was replaced while the adapter was merged; what it was before is gone.")
+        if isinstance(base, CompressedLinear):
+            base.values, base.indices = held
+        else:
+            base.master.copy_(held[0])
+        if bias is not None:
+            base.bias.copy_(bias)
+        self._before = None
+
+    def _write(self, grouped: Tensor, bias: Tensor | None) -> None:
+        """Have the base layer hold the weight ``grouped``, N:M in the order of its columns, and ``bias``."""
+        base = self.get_base_layer()
+        if isinstance(base, CompressedLinear):
+            packed = ops.compress(grouped.contiguous(), base.pattern)
+            base.values, base.indices = packed.values, packed.indices  # other buffers: nothing that was made of the old ones is used again
+        else:
+            order = base.columns
+            base.master.copy_(grouped if order is None else grouped.index_select(1, order.long().to(grouped.device).argsort()))
+        if bias is not None:
+            base.bias.copy_(bias)
+
+    @torch.no_grad()
+    def unmerge(self) -> None:
+        """Give the layer back the weight and the bias that it had before ``merge``."""
+        if self._mask is not None or not is_linear(self.get_base_layer()):
+            super().unmerge()
+        elif self._before is None:
+            warnings.warn("Already unmerged. Nothing to do.", stacklevel=2)
+        else:
+            self._restore()
+            self.merged_adapters = []
+
+    # ---- absorbing
+
+    def not_absorbed_reason(self, adapter_names: Sequence[str] | None) -> str:
+        """Why the adapters cannot become the layer's own, or ''."""
+        for name in self.named(adapter_names):
+            if isinstance(self.lora_variant.get(name), ALoraLinearVariant):
+                return f"adapter {name!r} is an activated LoRA, which acts on the tokens behind its invocation only"
+            if self.lora_bias[name] and self.get_base_layer().bias is None:
+                return f"adapter {name!r} has a bias (lora_bias=True), and the layer none"
+        return "it is merged; call unmerge_adapter() first" if self.merged else ""
+
+    @torch.no_grad()
+    def absorb(self, adapter_names: Sequence[str] | None = None) -> None:
+        """Hand the adapters to the base layer: W and b as before, nm_left = [Aᵀ ...] and nm_right = [s r Bᵀ ...], r the sum of the ranks.
+
+        Masked adapters are merged. DoRA's factors f = m / ‖W + s B A‖ scale the rows of W, which stays N:M, and of B.
+        """
+        base = self.get_base_layer()
+        names = self.named(adapter_names)
+        masked = [name for name in names if self.is_masked(name)]
+        if masked:
+            self.merge(adapter_names=masked)
+        names = [name for name in names if name not in masked]
+        if not names:
+            return
+        weight, order = self.weight_and_order()
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        lefts, rights, scales = [], [], torch.ones(weight.shape[0], dtype=wide, device=weight.device)
+        own = adapter_of(base)
+        if own is not None:
+            lefts, rights = [own[0].to(wide)], [own[1].to(wide) / own[0].shape[1]]
+        for name in names:
+            a, b = self.lora_A[name].weight.to(wide), self.lora_B[name].weight.to(wide) * self.scaling[name]
+            if isinstance(self.lora_variant.get(name), SparseDoraVariant):
+                factor = self.lora_magnitude_vector[name].weight.to(wide) / (weight.to(wide) + b @ a).norm(dim=1)
+                b, scales = b * factor[:, None], scales + factor - 1
+            lefts, rights = [*lefts, a.t()], [*rights, b.t()]
+            if self.lora_bias[name]:
+                base.bias += self.lora_B[name].bias * self.scaling[name]
+        rank = sum(left.shape[1] for left in lefts)
+        left, right = torch.cat(lefts, 1), torch.cat(rights, 0) * rank
+        if not bool((scales == 1).all()):
+            self._write(_ordered(weight * scales[:, None].to(weight.dtype), order), None)
+        set_adapter(base, left.to(weight.dtype), right.to(weight.dtype), self.out_features, self.in_features)
+        if isinstance(base, NMWeight):
+            base.adapts = True
+
+    def unload_and_optionally_merge_module(self, merge: bool, safe_merge: bool, adapter_names: list[str] | None) -> nn.Module:
+        """The base layer, with the adapters in it if they are to be merged; called by ``merge_and_unload`` and ``unload``."""
+        if merge and self.merging == ABSORB and is_linear(self.get_base_layer()):
+            self.absorb(adapter_names)
+        elif merge:
+            self.merge(safe_merge=safe_merge, adapter_names=adapter_names)
+        return self.get_base_layer()
+
+
+def _ordered(weight: Tensor, order: Tensor | None) -> Tensor:
+    return weight if order is None else weight.index_select(1, order.long().to(weight.device))
+
+
+# ---------------------------------------------------------------------------------------------------------------- merging a model
+
+
+def absorb(model: nn.Module, adapter_names: Sequence[str] | None = None) -> nn.Module:
+    """Make LoRA adapters the layers' own and return the model without peft: nothing is lost, and the weights stay as they are.
+
+    Each N:M layer computes y = x Wᵀ + b + x L R / r with L = Aᵀ and R = s r Bᵀ, its Parameters ``nm_left`` and ``nm_right``, which
+    ``nm.compress_``, ``nm.save_compressed`` and the kernels know; ``nm.densify_`` and ``nm.save_dense`` fold them into a dense weight.
+    Several adapters are put side by side, also to one that a layer has; DoRA's factors scale the rows of W. Adapters of dense layers are
+    merged, ``modules_to_save`` taken over. Computed in the dtype of the weights.
+
+    Args:
+        model: what ``get_peft_model`` or ``PeftModel.from_pretrained`` gave, with LoRA.
+        adapter_names: those to keep; the active ones if None.
+
+    Raises:
+        RecipeError: the model is none of peft's, or an adapter cannot be a layer's own: an activated LoRA, a bias where the layer has none.
+
+    Example::
+
+        model = nm.integrations.peft.absorb(model)
+        nm.save_compressed(model, "model.safetensors")
+    """
+    for name, layer in _lora_layers(model, "absorb").items():
+        reason = layer.not_absorbed_reason(adapter_names)
+        if reason:
+            raise RecipeError(f"absorb: layer {name!r} cannot take the adapter as its own: {reason}.")
+    return _merged(model, ABSORB, adapter_names)
+
+
+def merge_and_prune(model: nn.Module, adapter_names: Sequence[str] | None = None) -> nn.Module:
+    """``merge_and_unload``, and prune each result to the N:M matrix nearest to it; ``lost_by_merging`` tells beforehand what that loses.
+
+    Args and errors: as for ``absorb``.
+    """
+    _lora_layers(model, "merge_and_prune")
+    return _merged(model, PRUNE, adapter_names)
+
+
+def lost_by_merging(model: nn.Module, adapter_names: Sequence[str] | None = None) -> dict[str, float]:
+    """By layer, the share of the update's norm that ``merge_and_prune`` would lose, ‖prune(W') − W'‖ / ‖W' − W‖ with W' = W + s B A.
+
+    About 0.7 for LoRA on 2:4, half of the energy; 0 for ``MaskedLoraConfig``. ``absorb`` loses nothing.
+    """
+    layers = _lora_layers(model, "lost_by_merging")
+    return {name: layer.lost(layer.named(adapter_names)) for name, layer in layers.items() if layer.named(adapter_names)}
+
+
+def _lora_layers(model: nn.Module, verb: str) -> dict[str, SparseLoraLinear]:
+    """The LoRA layers of ``model`` on N:M weights, by the names that they have without peft."""
+    if not hasattr(model, "merge_and_unload"):
+        raise RecipeError(f"{verb}: the model is no PeftModel; pass what get_peft_model or PeftModel.from_pretrained returned.")
+    return {_plain(name): m for name, m in model.named_modules() if isinstance(m, SparseLoraLinear) and is_linear(m.get_base_layer())}
+
+
+def _plain(name: str) -> str:
+    return name.removeprefix("base_model.").removeprefix("model.") if name.startswith("base_model.") else name
+
+
+def _merged(model: Any, how: str, adapter_names: Sequence[str] | None) -> nn.Module:
+    layers = [m for m in model.modules() if isinstance(m, SparseLoraLinear)]
+    for layer in layers:
+        layer.merging = how
+    try:
+        merged: nn.Module = model.merge_and_unload(adapter_names=None if adapter_names is None else list(adapter_names))
+        return merged
+    finally:
+        for layer in layers:
+            layer.merging = EXACT
+
+
+def refusal(lost: Mapping[str, float], layers: Mapping[str, SparseLoraLinear], names: Sequence[str] | None) -> str:
+    """What is said of a merge that would lose N:M, given the share that each layer would lose."""
+    worst = sorted(lost, key=lost.__getitem__, reverse=True)[:3]
+    what = "; ".join(f"{repr(name) + ': ' if name else ''}{lost[name]:.0%} of the update's norm" for name in worst)
+    pattern = layers[worst[0]].get_base_layer().pattern
+    weights = f"{len(lost)} {pattern} weights" if len(lost) > 1 else f"a {pattern} weight"
+    of = f"adapter {', '.join(map(repr, names))}" if names else "the adapters"
+    return (
+        f"merging {of} would make {weights} dense, and pruning again would lose {what}. Nothing was merged. Without loss: "
+        "nm.integrations.peft.absorb(model) makes the adapters the layers' own; one trained with nm.integrations.peft.MaskedLoraConfig "
+        "merges exactly. With that loss: nm.integrations.peft.merge_and_prune(model). For a dense model: absorb, then nm.save_dense."
+    )
+
+
+def check_merge(model: nn.Module, adapter_names: Sequence[str] | None) -> None:
+    """Raise ``RecipeError``, before any layer is changed, if a merge of the adapters in ``model`` would make an N:M weight dense."""
+    lost, layers = {}, {}
+    for name, module in model.named_modules():
+        if isinstance(module, SparseLoraLinear) and is_linear(module.get_base_layer()):
+            adapters = [a for a in module.named(adapter_names) if a not in module.merged_adapters]
+            share = module.lost([*module.merged_adapters, *adapters]) if adapters and module.merging == EXACT else 0.0
+            if share:
+                lost[name], layers[name] = share, module
+        elif isinstance(module, BaseTunerLayer) and is_sparse(module.get_base_layer()) and not isinstance(module, IA3Layer):
+            # IA3 scales rows or columns, which keeps the zeros
+            raise RecipeError(
+                f"merging {type(module).__module__.split('.')[2]} into the N:M weight of {name!r} would make it dense. Nothing was merged: "
+                "keep the adapter beside the weight, or turn the model dense first: nm.densify_(model)."
+            )
+    if lost:
+        raise RecipeError(refusal(lost, layers, adapter_names))
+
+
+# ---------------------------------------------------------------------------------------------------------------- SLoPe's adapters
+
+
+def export_adapter(model: nn.Module, folder: str | Path, task_type: str | None = None, remove: bool = False) -> Path:
+    """Write the layers' own adapters (SLoPe's, or absorbed ones) as a LoRA adapter that peft loads: A = Lᵀ, B = Rᵀ, lora_alpha = 1.
+
+    Args:
+        model: finished or compressed, with layers that have an adapter.
+        folder: gets ``adapter_config.json`` and ``adapter_model.safetensors``; made if it is missing.
+        task_type: peft's, ``"CAUSAL_LM"`` for one, by which it chooses the class of the loaded model.
+        remove: take the adapters out of ``model``, which is then the base that the file is for.
+
+    Returns:
+        The folder.
+
+    Raises:
+        RecipeError: no layer has an adapter, a layer is not finished, or peft's adapters are in the model.
+
+    Example::
+
+        nm.integrations.peft.export_adapter(model, "adapter", remove=True)
+        model = PeftModel.from_pretrained(model, "adapter")
+    """
+    from safetensors.torch import save_file
+
+    if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
+        raise RecipeError("export_adapter: the model has adapters of peft; save those by save_pretrained, or absorb(model) first.")
+    found = {name: (m, adapter_of(m)) for name, m in model.named_modules() if is_linear(m) and adapter_of(m) is not None}
+    if not found:
+        raise RecipeError("export_adapter: no layer has an adapter of its own (nm_left, nm_right); SLoPe makes them, and absorb.")
+    training = [name for name, (layer, _) in found.items() if isinstance(layer, NMWeight) and not layer.finished]
+    if training:
+        raise RecipeError(f"export_adapter: layer {training[0]!r} is still in training; call handle.finish() first.")
+    tensors, ranks = {}, {}
+    for name, (_, own) in found.items():
+        assert own is not None
+        left, right = (p.detach() for p in own)
+        ranks[name] = left.shape[1]
+        # clone: a transposed Parameter shares memory with its own
+        tensors[f"base_model.model.{name}.lora_A.weight"] = left.t().clone(memory_format=torch.contiguous_format)
+        tensors[f"base_model.model.{name}.lora_B.weight"] = right.t().clone(memory_format=torch.contiguous_format)
+    rank = Counter(ranks.values()).most_common(1)[0][0]
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=1,
+        rank_pattern={name: r for name, r in ranks.items() if r != rank},
+        target_modules=set(found),
+        fan_in_fan_out=all(stored_transposed(layer) for layer, _ in found.values()),
+        task_type=task_type,
+        inference_mode=True,
+        base_model_name_or_path=getattr(getattr(model, "config", None), "_name_or_path", None) or None,
+    )
+    path = Path(folder)
+    config.save_pretrained(str(path))
+    save_file(tensors, str(path / SAFETENSORS_WEIGHTS_NAME), metadata={"format": "pt"})
+    if remove:
+        for layer, _ in found.values():
+            for parameter in ("nm_left", "nm_right"):
+                delattr(layer, parameter)
+            if isinstance(layer, CompressedLinear):
+                layer._forget()
+    return path
+
+
+# ---------------------------------------------------------------------------------------------------------------- what is refused
+
+
+def unsupported(config: LoraConfig) -> str:
+    """Why LoRA with ``config`` cannot be put on N:M weights, or ''."""
+    init = config.init_lora_weights
+    if isinstance(init, str) and init.lower().startswith(WEIGHT_INITS):
+        return (
+            f"init_lora_weights={init!r} takes a part of the weight into the adapter and leaves a dense rest, which is not N:M. Use True, "
+            "'gaussian', 'orthogonal' or 'eva'."
+        )
+    if config.use_qalora or config.loftq_config:
+        return "QA-LoRA and LoftQ are made for quantized weights; N:M weights are not quantized again. Use LoRA without them."
+    asked = [f.name for f in dataclasses.fields(config) if f.metadata.get("is_lora_variant") and getattr(config, f.name)]
+    if init == "mica":
+        asked.append("init_lora_weights='mica'")
+    other = [name for name in asked if name not in VARIANTS]
+    if other:
+        return f"{other[0]} is a variant of LoRA that N:M weights do not support; they support LoRA, rsLoRA, DoRA and aLoRA."
+    if asked and getattr(config, "nm_masked", False):
+        return f"MaskedLoraConfig does not go together with {asked[0]}; choose one of them."
+    return ""
+
+
+def check_injection(tuner: BaseTuner, model: nn.Module, config: Any) -> None:
+    """Raise before any layer is changed if ``config`` asks for what cannot be done to an N:M weight of ``model``.
+
+    Raises:
+        OptionError: a method, variant or option that these layers do not have. RecipeError: a layer is still in training.
+        ShapeError: a layer is split by tensor parallelism.
+    """
+    layers = {name: base_of(m) for name, m in model.named_modules() if is_sparse(base_of(m)) and not name.endswith(".base_layer")}
+    if not layers:
+        return
+    for wanted in getattr(config, "target_parameters", None) or ():
+        owner = wanted.rpartition(".")[0]
+        hit = next((name for name in layers if name == owner or name.endswith(f".{owner}")), None)
+        if hit is not None:
+            raise OptionError(
+                f"target_parameters={wanted!r} is of {hit!r}, a {type(layers[hit]).__name__}: peft would parametrize an N:M weight, "
+                "which has another form already. Name linear layers in target_modules; experts with N:M weights take no LoRA."
+            )
+    for wanted in getattr(config, "modules_to_save", None) or ():
+        hit = next((name for name in layers if re.match(rf"(^|.*\.){re.escape(wanted)}($|\..*)", name)), None)
+        if hit is not None:
+            raise OptionError(
+                f"modules_to_save={wanted!r} has {hit!r} in it, a {type(layers[hit]).__name__}: the copy that peft trains would become "
+                "dense, or be constant where it is compressed. Leave it out, and name it in target_modules."
+            )
+    chosen = [name for name in layers if _is_target(tuner, model, config, name)]
+    if not chosen:
+        return
+    for name in chosen:
+        layer = layers[name]
+        if isinstance(layer, NMWeight) and not layer.finished:
+            raise RecipeError(
+                f"layer {name!r} is still in training, and what its recipe does to the weight later on would not fit the adapter. Call "
+                "handle.finish() first."
+            )
+        if isinstance(layer, CompressedPart) or (isinstance(layer, NMWeight) and is_sharded(layer.parameter)):
+            raise ShapeError(f"layer {name!r} is split over ranks; adapters of peft on N:M weights want whole layers.")
+    if isinstance(tuner, lora_model.LoraModel) and type(config) in (LoraConfig, MaskedLoraConfig):
+        reason = unsupported(config)
+        if reason:
+            raise OptionError(f"LoRA on {chosen[0]!r} and other N:M weights: {reason}")
+        strange = [name for name in chosen if not is_linear(layers[name]) and not isinstance(layers[name], nn.Conv2d)]
+    else:
+        strange = [name for name in chosen if not isinstance(layers[name], (nn.Linear, nn.Conv2d))]
+    if strange:
+        layer = layers[strange[0]]
+        method = getattr(config.peft_type, "value", config.peft_type)
+        raise OptionError(
+            f"{method} has no form for {strange[0]!r}, a {type(layer).__name__}. LoRA has one for linear layers (peft.LoraConfig), and "
+            "prompt methods need none; a finished nn.Linear takes any method before nm.compress_."
+        )
+
+
+def _is_target(tuner: BaseTuner, model: nn.Module, config: Any, name: str) -> bool:
+    """Whether peft will put an adapter on the module ``name``."""
+    resolved = copy.copy(config)
+    if not hasattr(config, "target_modules"):
+        return False
+    try:
+        resolved = tuner._prepare_adapter_config(resolved, tuner.get_model_config(model))
+        resolved = tuners_utils._maybe_include_all_linear_layers(resolved, model)
+        return bool(tuner._check_target_module_exists(resolved, name))
+    except (ValueError, TypeError, AttributeError):
+        return False  # peft itself says what is wrong with it
+
+
+# ---------------------------------------------------------------------------------------------------------------- into peft
+
+
+def install() -> None:
+    """Have peft's own functions know layers with N:M weights; it has no place to register them. Called once peft is imported."""
+    _wrap(tuners_utils, "_maybe_include_all_linear_layers", _all_linear)
+    transformers_weight_conversion._maybe_include_all_linear_layers = tuners_utils._maybe_include_all_linear_layers
+    _wrap(BaseTuner, "__init__", _starting)
+    _wrap(BaseTuner, "inject_adapter", _injecting)
+    for owner in (BaseTuner, MixedModel):
+        _wrap(owner, "_unload_and_optionally_merge", _unloading)
+    _wrap(BaseTuner, "merge_adapter", _merging)
+    _wrap(lora_model.LoraModel, "add_weighted_adapter", _weighting)
+    _wrap(lora_model.LoraModel, "_create_new_module", _creating)
+    _wrap(peft_config.PeftConfigMixin, "from_peft_type", _reading)
+
+
+def _wrap(owner: Any, name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Put ``wrapper`` around the function ``name`` of ``owner``, a static or class method as before, unless it is there."""
+    old = vars(owner)[name]
+    inner = old.__func__ if isinstance(old, (staticmethod, classmethod)) else old
+    if getattr(inner, "_nm_wraps", False):
+        return
+    new: Any = wraps(inner)(wrapper(inner))
+    new._nm_wraps = True
+    setattr(owner, name, type(old)(new) if isinstance(old, (staticmethod, classmethod)) else new)
+
+
+def _all_linear(original: Callable[..., Any]) -> Callable[..., Any]:
+    def include(config: Any, model: nn.Module) -> Any:
+        asked = isinstance(getattr(config, "target_modules", None), str) and config.target_modules.lower() == "all-linear"
+        config = original(config, model)
+        if asked:
+            config.target_modules = set(config.target_modules) | set(targets(model))
+        return config
+
+    return include
+
+
+def _starting(original: Callable[..., Any]) -> Callable[..., Any]:
+    # some methods look at the layers before they inject anything, and say less
+    def __init__(self: Any, model: nn.Module, peft_config: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        config = peft_config.get(adapter_name) if isinstance(peft_config, dict) else peft_config
+        check_injection(self, model, config)
+        original(self, model, peft_config, adapter_name, *args, **kwargs)
+
+    return __init__
+
+
+def _injecting(original: Callable[..., Any]) -> Callable[..., Any]:
+    def inject_adapter(self: BaseTuner, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
+        check_injection(self, model, self.peft_config[adapter_name])
+        return original(self, model, adapter_name, *args, **kwargs)
+
+    return inject_adapter
+
+
+def _unloading(original: Callable[..., Any]) -> Callable[..., Any]:
+    def unload(self: Any, merge: bool = True, progressbar: bool = False, safe_merge: bool = False, adapter_names: Any = None) -> Any:
+        if merge:
+            check_merge(self.model, adapter_names)
+        return original(self, merge=merge, progressbar=progressbar, safe_merge=safe_merge, adapter_names=adapter_names)
+
+    return unload
+
+
+def _merging(original: Callable[..., Any]) -> Callable[..., Any]:
+    def merge_adapter(self: Any, adapter_names: Any = None, safe_merge: bool = False) -> Any:
+        check_merge(self.model, adapter_names)
+        return original(self, adapter_names=adapter_names, safe_merge=safe_merge)
+
+    return merge_adapter
+
+
+def _weighting(original: Callable[..., Any]) -> Callable[..., Any]:
+    def add_weighted_adapter(self: Any, adapters: list[str], *args: Any, **kwargs: Any) -> Any:
+        masked = {bool(getattr(self.peft_config.get(name), "nm_masked", False)) for name in adapters}
+        if len(masked) > 1:
+            raise OptionError(
+                f"add_weighted_adapter: of {', '.join(map(repr, adapters))} some are masked (MaskedLoraConfig) and some are not; their sum "
+                "is neither. Combine those of one kind."
+            )
+        return original(self, adapters, *args, **kwargs)
+
+    return add_weighted_adapter
+
+
+def _creating(original: Callable[..., Any]) -> Callable[..., Any]:
+    def create(lora_config: LoraConfig, adapter_name: str, target: nn.Module, **kwargs: Any) -> nn.Module:
+        base = base_of(target)
+        own = any(isinstance(base, kind) for kind in lora_config._custom_modules or ())
+        if own or not is_linear(base) or kwargs.get("parameter_name") is not None:
+            made: nn.Module = original(lora_config, adapter_name, target, **kwargs)
+            return made
+        return SparseLoraLinear(target, adapter_name, config=lora_config, **kwargs)
+
+    return create
+
+
+def _reading(original: Callable[..., Any]) -> Callable[..., Any]:
+    def from_peft_type(cls: Any, **kwargs: Any) -> Any:
+        if kwargs.get("nm_masked") and kwargs.get("peft_type") == "LORA":
+            known = {field.name for field in dataclasses.fields(MaskedLoraConfig)}
+            if known.issuperset(kwargs):
+                return MaskedLoraConfig(**kwargs)
+            plain = original(cls, **{k: v for k, v in kwargs.items() if k != "nm_masked"})  # which warns of what it does not know
+            return MaskedLoraConfig(**{f.name: getattr(plain, f.name) for f in dataclasses.fields(plain) if f.init})
+        return original(cls, **kwargs)
+
+    return from_peft_type
