@@ -139,7 +139,10 @@ class CompressedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """y = x Wᵀ + b, and the adapter's part; x ``(..., in)`` in the weight's dtype, or any floating dtype under autocast."""
         if not is_dynamo_compiling():
-            plan = self._plans.get(x.numel())
+            try:
+                plan = self._plans.get(x.numel())
+            except TypeError:  # torch.export for any number of tokens, which cannot be hashed
+                plan = None
             if plan is not None:
                 # beside a small GEMM each check counts: who writes indices writes values, and F.linear sees what is wrong with x
                 values, dense, written, address, revision = plan

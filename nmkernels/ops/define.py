@@ -33,6 +33,12 @@ Contract = Callable[..., tuple[Spec, ...]]
 MOST_PLANS = 4096
 """Kinds of calls that are remembered; then all are forgotten, so that changing shapes do not fill the memory."""
 
+NO_ONNX = (
+    "{}: torch.onnx.export met a sparse layer that is in training or compressed, and ONNX has neither masks nor N:M weights. Export the "
+    "finished model: call handle.finish() first, and nm.compress_(model) not before; its weights are constants with zeros. Or load what "
+    "nm.save_dense wrote into the dense model. torch.export and AOTInductor take compressed models."
+)
+
 CALLS: dict[str, Callable[..., Any]] = {}
 """What ``define`` returned for each op."""
 
@@ -98,6 +104,8 @@ def define(
         return run(entry.fn, args, given)
 
     def fake(*args: Any, **named: Tensor) -> Any:
+        if torch.onnx.is_in_onnx_export():
+            raise NMError(NO_ONNX.format(name))
         args, given, specs = checked(args, named)
         if given:
             return None
