@@ -62,8 +62,9 @@ def passes(verb: str, entries: list[Entry], given: Mapping[str, float]) -> list[
     rows = []
     for e in entries:
         keys = [key for key in given if _inside(e.name, key)]
-        # how many tokens reach an expert is the router's matter
-        rows.append(float(given[max(keys, key=len)]) if keys else 1.0 if len(e.shape) == 2 else 0.0)
+        # of other 3-D weights nobody knows
+        usual = e.rows if e.rows is not None else 1.0 if len(e.shape) == 2 else 0.0
+        rows.append(float(given[max(keys, key=len)]) if keys else usual)
     return rows
 
 

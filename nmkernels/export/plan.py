@@ -7,7 +7,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..nn import ADAPTER, CompressedLinear, NMWeight, deployed, is_conv1d, is_order, switch_fast_paths
+from ..layouts import EXPERTS, EXPERTS_T
+from ..nn import (
+    ADAPTER,
+    CompressedExperts,
+    CompressedLinear,
+    CompressedStack,
+    NMWeight,
+    SparseExperts,
+    deploy_stacks_,
+    deployed,
+    is_conv1d,
+    is_order,
+    stacks_of,
+    switch_fast_paths,
+)
 from ..nn.compressed import LAYOUTS
 from ..nn.swap import put_
 from ..ops import Compressed
@@ -19,14 +33,17 @@ from .tensors import Contents, place, plain_modules, plain_names, quote, shorten
 SHOWN = 5
 
 PARTS = ("weight.values", "weight.indices", "weight.columns", *ADAPTER)
-"""What a file holds of a layer, the first two of every one."""
+"""What a file holds of a layer, the first two of every one; of a stack of experts these two, without "weight"."""
+
+STACKS = frozenset({EXPERTS, EXPERTS_T})
 
 
 class LayerPlan(NamedTuple):
-    """What one compressed layer is made of; ``parts`` are those of ``PARTS`` that the file holds."""
+    """What one compressed layer is made of; ``parts`` are those of ``PARTS`` that the file holds, ``shape`` is ``(out, in)`` or
+    ``(E, out, in)``."""
 
     pattern: Pattern
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     layout: str
     parts: dict[str, Tensor]
 
@@ -51,6 +68,11 @@ class LayerPlan(NamedTuple):
             shape = (rows, cols)
         return deployed(dense, Compressed(values, indices, self.pattern, shape), self.layout, keep_dense, adapter, columns)
 
+    def stack(self, keep_dense: bool) -> CompressedStack:
+        values, indices = (self.parts[part].flatten(0, 1) for part in PARTS[:2])
+        experts, rows, cols = self.shape
+        return CompressedStack(Compressed(values, indices, self.pattern, (experts * rows, cols)), experts, self.layout, keep_dense)
+
     def _stored(self, tensor: Tensor) -> Tensor:
         """From (out, in) to how the dense layer stores it, or back."""
         return tensor.t() if self.layout == "conv1d" else tensor
@@ -70,13 +92,18 @@ def load(model: nn.Module, contents: Contents, table: dict[str, Any], keep_dense
     problems: list[str] = []
     rest = dict(contents.tensors)
     modules = plain_modules(model)
-    planned: dict[int, str] = {}
+    planned: dict[object, str] = {}
     for name, about in table.items():
-        parts = {part: rest.pop(f"{name}.{part}") for part in PARTS if f"{name}.{part}" in rest}
-        given, module = modules.get(name, (name, None))
+        stack = isinstance(about, dict) and about.get("layout") in STACKS
+        names = {part: f"{name}.{part.removeprefix('weight.') if stack else part}" for part in PARTS}
+        parts = {part: rest.pop(stored) for part, stored in names.items() if stored in rest}
+        # a stack is a Parameter of its module
+        home, dot, key = name.rpartition(".") if stack else (name, "", "")
+        given, module = modules.get(home, (home, None))
+        given += (dot if given else "") + key
         try:
             layers[given] = layer = _layer(name, about, parts, module)
-            first = planned.setdefault(id(module), given)
+            first = planned.setdefault((id(module), key), given)
             if not layer.equals(layers[first]):
                 raise _Unfit(f"the model has it under the name {first!r} too, where the file holds another weight")
         except _Unfit as error:
@@ -87,15 +114,21 @@ def load(model: nn.Module, contents: Contents, table: dict[str, Any], keep_dense
         more = f"\n  and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
         raise CheckpointError(f"{contents.path} does not fit the model, which was left as it was:\n  {shown}{more}")
     # what may fail, for want of memory, comes first
-    dense: dict[str, Any] = {name: model.get_submodule(name) for name in layers}
-    moved = {id(old): layers[name].to(old.weight.device) for name, old in dense.items()}
+    homes = {name: name.rpartition(".")[::2] if layer.layout in STACKS else (name, "weight") for name, layer in layers.items()}
+    dense: dict[str, Any] = {name: model.get_submodule(home) for name, (home, _) in homes.items()}
+    once = {(id(dense[name]), key): name for name, (_, key) in homes.items()}
+    moved = {name: layers[name].to(getattr(dense[name], key).device) for (_, key), name in once.items()}
     meta = any(t.is_meta for t in model.state_dict().values() if isinstance(t, Tensor))
     present = model.state_dict()
     model.load_state_dict({name: spread(present[name], tensor) for name, tensor in others.items()}, strict=False, assign=meta)
-    made = {id(old): moved[id(old)].layer(old, keep_dense) for old in dense.values()}
+    made = {id(dense[name]): plan.layer(dense[name], keep_dense) for name, plan in moved.items() if plan.layout not in STACKS}
+    for name, plan in moved.items():
+        if plan.layout in STACKS:
+            deploy_stacks_(dense[name], {homes[name][1]: plan.stack(keep_dense)})
     for name, old in dense.items():
-        parent, _, child = name.rpartition(".")
-        put_(model.get_submodule(parent), child, made[id(old)])
+        if id(old) in made:
+            parent, _, child = name.rpartition(".")
+            put_(model.get_submodule(parent), child, made[id(old)])
     switch_fast_paths(model)
 
 
@@ -106,28 +139,32 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 def _layer(name: str, about: Any, parts: dict[str, Tensor], module: Any) -> LayerPlan:
-    pattern, layout, dtype, (rows, cols) = _entry(about)
+    pattern, layout, dtype, shape = _entry(about)
+    *outer, cols = shape
     values, indices, columns, left, right = (parts.get(part) for part in PARTS)
     if values is None or indices is None:
         raise _Unfit(f"the file lacks its {'values' if values is None else 'indices'}")
-    _check_module(name, module, layout, (rows, cols), values.dtype)
+    if layout in STACKS:
+        _check_stack(name, module, layout, shape, values.dtype)
+    else:
+        _check_module(name, module, layout, shape, values.dtype)
     if str(values.dtype) != f"torch.{dtype}" or indices.dtype != torch.uint8:
         raise _Unfit(f"values are {values.dtype} and indices {indices.dtype}; torch.{shortened(dtype)} and torch.uint8 were announced")
-    want = (rows, pattern.kept(cols)), (rows, pattern.index_bytes(cols))
+    want = (*outer, pattern.kept(cols)), (*outer, pattern.index_bytes(cols))
     if (tuple(values.shape), tuple(indices.shape)) != want:
         raise _Unfit(
             f"values {tuple(values.shape)} and indices {tuple(indices.shape)} are not those "
-            f"of a {pattern} weight ({rows}, {cols}), which are {want[0]} and {want[1]}"
+            f"of a {pattern} weight {shape}, which are {want[0]} and {want[1]}"
         )
     _check_indices(indices, pattern, cols)
-    _check_adapter(about.get("rank"), left, right, values.dtype, (rows, cols))
+    _check_adapter(about.get("rank"), left, right, values.dtype, shape)
     if about.get("columns", False) is not (columns is not None):
         lacks = "its entry in the metadata does not announce" if columns is not None else "the file lacks"
         raise _Unfit(f"{lacks} the order of its inputs")
     if columns is not None and not is_order(columns, cols):
         raise _Unfit(f"the order of its inputs is not a permutation of {cols}; the file is damaged")
-    plan = LayerPlan(pattern, (rows, cols), layout, parts)
-    if module is not None and is_sharded(module.weight):
+    plan = LayerPlan(pattern, shape, layout, parts)
+    if layout not in STACKS and module is not None and is_sharded(module.weight):
         _check_split(plan, module.weight)
     return plan
 
@@ -151,20 +188,21 @@ def _check_split(plan: LayerPlan, weight: Any) -> None:
         raise _Unfit(f"it is split {ways} ways along in={cols}, which cuts the bytes of packed indices at {p}; load into a plain model")
 
 
-def _entry(about: Any) -> tuple[Pattern, str, str, tuple[int, int]]:
+def _entry(about: Any) -> tuple[Pattern, str, str, tuple[int, ...]]:
     """Pattern, layout, dtype and shape of a layer as its entry in the metadata says them."""
     try:
-        spec, layout, dtype, (rows, cols) = about["pattern"], about["layout"], about["dtype"], about["shape"]
-        if not isinstance(spec, str) or not isinstance(dtype, str) or layout not in LAYOUTS:
+        spec, layout, dtype, shape = about["pattern"], about["layout"], about["dtype"], about["shape"]
+        if not isinstance(spec, str) or not isinstance(dtype, str) or layout not in (*LAYOUTS, *STACKS):
             raise ValueError(f"pattern {quote(spec)}, dtype {quote(dtype)} and layout {quote(layout)}")
-        if not all(type(size) is int and 0 <= size < 1 << 63 for size in (rows, cols)):
-            raise ValueError(f"shape {quote([rows, cols])}")
-        return Pattern(spec), layout, dtype, (rows, cols)
+        sizes, least = tuple(shape), int(layout in STACKS)
+        if len(sizes) != 2 + least or not all(type(size) is int and least <= size < 1 << 63 for size in sizes):
+            raise ValueError(f"shape {quote(shape)}")
+        return Pattern(spec), layout, dtype, sizes
     except (KeyError, TypeError, ValueError, NMError) as error:
         raise _Unfit(f"its entry in the metadata is damaged ({type(error).__name__}: {shortened(error)})") from error
 
 
-def _check_adapter(rank: Any, left: Tensor | None, right: Tensor | None, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+def _check_adapter(rank: Any, left: Tensor | None, right: Tensor | None, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     """L (in, rank) and R (rank, out), where the entry announces a rank; none of it where it does not."""
     if rank is None and left is None and right is None:
         return
@@ -181,7 +219,7 @@ def _check_adapter(rank: Any, left: Tensor | None, right: Tensor | None, dtype: 
         raise _Unfit(f"its adapter does not fit a weight {shape} (out, in)")
 
 
-def _check_module(name: str, module: Any, layout: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
+def _check_module(name: str, module: Any, layout: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     if module is None:
         raise _Unfit("the model has no such module")
     if isinstance(module, (CompressedLinear, NMWeight)):
@@ -196,6 +234,24 @@ def _check_module(name: str, module: Any, layout: str, shape: tuple[int, int], d
         raise _Unfit(f"the file's weight is {shape} (out, in), the model's {have}")
     if module.weight.dtype != dtype:
         raise _Unfit(f"the file's weight is {dtype}, the model's {module.weight.dtype}; build the model with model.to({dtype})")
+
+
+def _check_stack(name: str, module: Any, layout: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if module is None:
+        raise _Unfit("the model has no such module")
+    if isinstance(module, (SparseExperts, CompressedExperts)):
+        raise _Unfit(f"it is in a {type(module).__name__} already; load into a freshly built dense model")
+    key = name.rpartition(".")[2]
+    if stacks_of(module).get(key) != layout:
+        raise _Unfit(f"the file holds a stack of experts (layout {layout}), the model's {type(module).__name__} has none of that name")
+    weight = module._parameters[key]
+    if is_sharded(weight):
+        raise _Unfit("it is sharded, and a stack of experts is not split among ranks; load into a plain model")
+    have = tuple(weight.shape) if layout == EXPERTS else (weight.shape[0], weight.shape[2], weight.shape[1])
+    if have != shape:
+        raise _Unfit(f"the file's weight is {shape} (experts, out, in), the model's {have}")
+    if weight.dtype != dtype:
+        raise _Unfit(f"the file's weight is {dtype}, the model's {weight.dtype}; build the model with model.to({dtype})")
 
 
 def _check_indices(indices: Tensor, pattern: Pattern, cols: int) -> None:
@@ -213,7 +269,7 @@ def _check_indices(indices: Tensor, pattern: Pattern, cols: int) -> None:
 def _match_others(layers: dict[str, LayerPlan], rest: dict[str, Tensor], model: nn.Module, problems: list[str]) -> dict[str, Tensor]:
     """Every tensor that is not a compressed weight, by its name in the model: same names on both sides, same shapes, same dtypes."""
     plain = plain_names(model)
-    swapped = {f"{plain(name)}.weight" for name in layers}
+    swapped = {plain(name) if layer.layout in STACKS else f"{plain(name)}.weight" for name, layer in layers.items()}
     failed = any(problems)
     others: dict[str, Tensor] = {}
     tied: dict[tuple[object, ...], str] = {}

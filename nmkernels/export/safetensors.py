@@ -3,34 +3,37 @@
 A compressed layer ``fqn`` is stored as ``fqn.weight.values`` and ``fqn.weight.indices``, its low-rank adapter, where it has one,
 as ``fqn.nm_left`` and ``fqn.nm_right``, and the order in which it takes its inputs, where that is not their own, as
 ``fqn.weight.columns``; every other tensor has the dense model's name. Names are those of the model without wrappers (``torch.compile``,
-DDP). The metadata says ``format`` "nmkernels", ``version``, ``layers`` (per layer: pattern, shape ``(out, in)``, dtype, layout, the
-``rank`` of an adapter, and ``columns`` true where there is an order) and, where weights are tied, ``aliases`` (name -> name of the
-stored tensor).
+DDP). A stack of experts is stored under the name of its Parameter, as ``name.values`` ``(E, out, kept)`` and ``name.indices``.
+
+The metadata says ``format`` "nmkernels", ``version``, ``layers`` (per layer: pattern, shape ``(out, in)`` or ``(E, out, in)``, dtype,
+layout, the ``rank`` of an adapter, and ``columns`` true where there is an order) and, where weights are tied, ``aliases`` (name -> name of
+the stored tensor).
 """
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .. import ops
-from ..layouts import CONV1D
-from ..nn import ADAPTER, CompressedLinear, NMWeight, adapter_of, folded
+from ..layouts import CONV1D, MATRICES
+from ..nn import ADAPTER, CompressedLinear, CompressedStack, NMWeight, adapter_of, folded
 from ..nn.gather import fsdp_modules, reshard
 from ..pattern import CheckpointError, RecipeError
 from ..shards import is_sharded, whole
 from .plan import load
 from .ranks import Ranks
-from .tensors import Contents, other_tensors, quote, read, sparse_layers
+from .tensors import Contents, Layer, other_tensors, quote, read, sparse_layers, weight_name
 
 FORMAT = "nmkernels"
-VERSION = 3
-"""The newest version that is read. A file is written as the oldest version that can hold it: 3 where a layer has an order of
-its inputs, 2 where one has an adapter, else 1."""
+VERSION = 4
+"""The newest version that is read. A file is written as the oldest version that can hold it: 4 where a weight is no matrix, 3 where a layer
+has an order of its inputs, 2 where one has an adapter, else 1."""
 
 
 def save_compressed(model: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -62,7 +65,7 @@ def save_compressed(model: nn.Module, path: str | os.PathLike[str]) -> None:
         if isinstance(layer, NMWeight) and not (layer.finished and is_sharded(layer.parameter)):
             raise RecipeError(f"save_compressed: layer {name!r} is not compressed; call handle.finish() and nm.compress_(model) first.")
     if not layers:
-        raise RecipeError("save_compressed: the model has no CompressedLinear; call nm.compress_(model) first, or use nm.save_dense.")
+        raise RecipeError("save_compressed: the model has no compressed layer; call nm.compress_(model) first, or use nm.save_dense.")
     if "" in layers:
         raise RecipeError(
             "save_compressed: the model itself is one CompressedLinear, which loading cannot swap in; put it in an nn.Sequential."
@@ -73,32 +76,41 @@ def save_compressed(model: nn.Module, path: str | os.PathLike[str]) -> None:
     about: dict[str, dict[str, Any]] = {}
     packed: dict[int, ops.Compressed] = {}  # a layer may have several names
     for name, layer in layers.items():
+        if isinstance(layer, CompressedStack):
+            about[name] = _about(layer, layer.shape, layer.values.dtype)
+            tensors |= {f"{name}.values": layer.values, f"{name}.indices": layer.indices}
+            continue
         if id(layer) not in packed:
             packed[id(layer)] = ranks.packed(layer)
         weight, order = packed[id(layer)], layer.order if isinstance(layer, CompressedLinear) else layer.columns
-        about[name] = _about(layer, weight)
+        about[name] = _about(layer, weight.shape, weight.dtype)
         tensors[f"{name}.weight.values"] = weight.values
         tensors[f"{name}.weight.indices"] = weight.indices
         if order is not None:
             about[name]["columns"] = True
             tensors[f"{name}.weight.columns"] = order.to(torch.int32)
-    version = max(3 if "columns" in entry else 2 if "rank" in entry else 1 for entry in about.values())
+    version = max(map(_version, about.values()))
     metadata = {"format": FORMAT, "version": str(version), "layers": json.dumps(about)}
     ranks.write(path, tensors, metadata, lambda aliases: {"aliases": json.dumps(aliases)})
 
 
-def _about(layer: NMWeight | CompressedLinear, weight: ops.Compressed) -> dict[str, Any]:
+def _about(layer: Layer, shape: Sequence[int], dtype: torch.dtype) -> dict[str, Any]:
     about = {
         "pattern": str(layer.pattern),
-        "shape": list(weight.shape),
-        "dtype": str(weight.dtype).removeprefix("torch."),
+        "shape": list(shape),
+        "dtype": str(dtype).removeprefix("torch."),
         "layout": layer.layout,
     }
     adapter = adapter_of(layer)
     return about if adapter is None else {**about, "rank": int(adapter[0].shape[1])}
 
 
-def _not_nm(verb: str, layers: dict[str, NMWeight | CompressedLinear]) -> str:
+def _version(about: dict[str, Any]) -> int:
+    """The oldest version that knows such a layer."""
+    return 4 if about["layout"] not in MATRICES else 3 if "columns" in about else 2 if "rank" in about else 1
+
+
+def _not_nm(verb: str, layers: Mapping[str, Layer]) -> str:
     """What to say of the first layer whose weight, or this rank's part of it, is not N:M; empty where all are."""
     for name, layer in layers.items():
         if isinstance(layer, NMWeight) and not (layer.finished and ops.is_nm(layer.grouped.detach(), layer.pattern)):
@@ -126,22 +138,23 @@ def save_dense(model: nn.Module, path: str | os.PathLike[str]) -> None:
     ranks.agree(_not_nm("save_dense", sparse))
     # one tensor of a layer under two names
     weights = {id(layer): _dense_weight(layer, ranks) for layer in {id(layer): layer for layer in sparse.values()}.values()}
-    tensors = other_tensors(model, {name: layer for name, layer in sparse.items() if isinstance(layer, CompressedLinear)})
+    tensors = other_tensors(model, {name: layer for name, layer in sparse.items() if not isinstance(layer, NMWeight)})
     patterns: dict[str, str] = {}
     for name, layer in sparse.items():
-        prefix = f"{name}." if name else ""
-        tensors[f"{prefix}weight"] = weights[id(layer)]
+        tensors[weight_name(name, layer)] = weights[id(layer)]
         if adapter_of(layer) is None:
             patterns[name] = str(layer.pattern)
         else:
             for part in ADAPTER:
-                del tensors[prefix + part]
+                del tensors[f"{name}.{part}" if name else part]
     # the library's own convention for tied weights: dropped name -> kept name, as metadata entries
     ranks.write(path, tensors, {"format": "pt", "nm": json.dumps(patterns)}, lambda aliases: aliases)
 
 
-def _dense_weight(layer: NMWeight | CompressedLinear, ranks: Ranks) -> Tensor:
+def _dense_weight(layer: Layer, ranks: Ranks) -> Tensor:
     """The weight as the dense model stores it, a finished layer's own tensor where that is enough."""
+    if isinstance(layer, CompressedStack):
+        return layer.dense()
     adapter = adapter_of(layer)
     if isinstance(layer, NMWeight):
         if adapter is None:

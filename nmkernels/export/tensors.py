@@ -16,11 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..nn import CompressedLinear, NMWeight
+from ..nn import CompressedLinear, CompressedStack, NMWeight, StackedWeight, child_name, layer_name
 from ..pattern import CheckpointError
 from ..shards import local
 from ..tuning.table import regular_size
 from .files import atomic_write
+
+Layer = NMWeight | CompressedLinear | CompressedStack
 
 WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 """Names under which ``torch.compile``, activation checkpointing and FSDP hold the module that they wrap."""
@@ -56,14 +58,21 @@ def plain_modules(model: nn.Module) -> dict[str, tuple[str, nn.Module]]:
     return {plain(name): (name, module) for name, module in model.named_modules(remove_duplicate=False)}
 
 
-def sparse_layers(model: nn.Module) -> dict[str, NMWeight | CompressedLinear]:
-    """Every sparse layer of ``model`` by its name in the model without wrappers; a shared one appears under each of its names."""
-    return {name: m for name, (_, m) in plain_modules(model).items() if isinstance(m, (NMWeight, CompressedLinear))}
+def sparse_layers(model: nn.Module) -> dict[str, Layer]:
+    """Every sparse layer of ``model`` by its name in the model without wrappers; a shared one appears under each of its names, a stack of
+    experts under that of its Parameter."""
+    return {layer_name(name, m): m for name, (_, m) in plain_modules(model).items() if isinstance(m, Layer)}
 
 
-def other_tensors(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+def weight_name(name: str, layer: Layer) -> str:
+    """What the dense model calls the weight of ``layer``."""
+    return name if isinstance(layer, (StackedWeight, CompressedStack)) else f"{name}.weight" if name else "weight"
+
+
+def other_tensors(model: nn.Module, layers: Mapping[str, Layer]) -> dict[str, Tensor]:
     """The state dict without the weights of ``layers``, under the names of the dense model without wrappers."""
-    own = {f"{name}.{part}" for name in layers for part in ("weight", "values", "indices", "columns")}
+    homes = (child_name(name) if isinstance(layer, CompressedStack) else name for name, layer in layers.items())
+    own = {f"{home}.{part}" for home in homes for part in ("weight", "values", "indices", "columns")}
     plain = plain_names(model)
     tensors: dict[str, Tensor] = {}
     for given, value in model.state_dict().items():

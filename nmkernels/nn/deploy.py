@@ -13,6 +13,7 @@ from ..shards import is_sharded
 from .adapter import adapter_of
 from .chains import channel_parameters, find_chains, reorder_
 from .compressed import CompressedLinear, CompressedPart
+from .experts import SparseExperts, StackedWeight, compressed_stack, deploy_stacks_, layer_name
 from .gather import fsdp_modules, reshard
 from .linear import NMWeight
 from .parallel import IN, check_mesh, split_along
@@ -23,7 +24,8 @@ HOOKS = tuple(name for name in vars(nn.Module()) if name.startswith(("_forward_"
 
 
 def compress_(model: nn.Module, keep_dense: bool = False) -> nn.Module:
-    """Replace every finished sparse layer of ``model`` by a CompressedLinear, in place, and return the model.
+    """Replace every finished sparse layer of ``model`` by a CompressedLinear, in place, and return the model; experts modules become
+    CompressedExperts.
 
     Layers whose groups are no neighbours (``Complementary``) take their inputs in another order, or where ``find_chains`` proves that to
     be the same, the layers before them give their outputs in it. Forward and backward hooks, bias, adapter and mode are carried over; the
@@ -47,7 +49,7 @@ def compress_(model: nn.Module, keep_dense: bool = False) -> nn.Module:
         >>> type(compress_(model)[0]).__name__
         'CompressedLinear'
     """
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, NMWeight)}
+    layers = {layer_name(name, module): module for name, module in model.named_modules() if isinstance(module, NMWeight)}
     if not layers:
         raise RecipeError(
             "compress_: the model has no SparseLinear. Train it with sparsify_ and call handle.finish() first; "
@@ -62,7 +64,12 @@ def compress_(model: nn.Module, keep_dense: bool = False) -> nn.Module:
     for name, layer in layers.items():
         _check(name, layer)
     _fold_columns(model, layers)
+    for module in [module for module in model.modules() if isinstance(module, SparseExperts)]:
+        stacks = module.stacks
+        deploy_stacks_(module, {key: compressed_stack(s.weight, s.layout, s.pattern, keep_dense) for key, s in stacks.items()})
     for layer in layers.values():
+        if isinstance(layer, StackedWeight):
+            continue
         with torch.no_grad():
             packed = ops.compress(layer.grouped.detach(), layer.pattern)
         replace_(model, layer, deployed(layer, packed, layer.layout, keep_dense, adapter_of(layer), layer.columns))

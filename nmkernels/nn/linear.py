@@ -182,11 +182,7 @@ class NMWeight(nn.Module):
         if self.restored:
             return
         for transform in dict.fromkeys((*self.starts, self.final)):
-            weight = self.master.detach()
-            if type(transform).start is not WeightTransform.start:
-                found = whole(self.parameter.detach())
-                weight = self.matrix(found)
-            for name, value in transform.start(weight).items():
+            for name, value in self._started(transform).items():
                 if transform.reads.get(name) != "learned":
                     self.register_buffer(name, value)
                 elif name in self._parameters:
@@ -201,6 +197,12 @@ class NMWeight(nn.Module):
             with torch.no_grad():
                 adapter[1].zero_()
         self.drop()
+
+    def _started(self, transform: WeightTransform) -> dict[str, Tensor]:
+        """What ``transform`` takes once from the present weight, by name."""
+        if type(transform).start is WeightTransform.start:
+            return {}
+        return transform.start(self.matrix(whole(self.parameter.detach())))
 
     def add_adapter(self, left: Tensor) -> None:
         """Add a low-rank adapter, L = ``left`` ``(in, r)`` and R = 0, which trains where the weight does."""
@@ -324,7 +326,7 @@ class NMWeight(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         _, _, missing_keys, _, error_msgs = rest
-        given = prefix + "weight" in state_dict  # a hook may take it out
+        given = self._given(state_dict, prefix)
         self.take_buffers()
         # set_model_state_dict(full_state_dict=True) gives back as they are the buffers that a checkpoint does not have
         own = {prefix + name for name, value in self._buffers.items() if value is not None and state_dict.get(prefix + name) is value}
@@ -343,6 +345,10 @@ class NMWeight(nn.Module):
                 self.begin()
             except NMError as error:
                 error_msgs.append(f"layer {prefix.rstrip('.')!r}: {error}")
+
+    def _given(self, state_dict: dict[str, Any], prefix: str) -> bool:
+        """Whether ``state_dict`` has the weight."""
+        return prefix + "weight" in state_dict  # a hook may take it out
 
     def train(self, mode: bool = True) -> NMWeight:
         self.effective.doubt()  # weights are often exchanged around an evaluation

@@ -12,8 +12,10 @@ from torch import nn
 from ..layouts import CONV1D
 from ..pattern import Pattern, PatternLike, RecipeError
 from .adapter import adapter_of, folded
+from .classes import change_class_, class_of
 from .compressed import CompressedLinear
 from .conv import SparseConv2d, check_groups
+from .experts import StackedWeight, make_stack_dense_
 from .linear import OWN_ATTRIBUTES, NMWeight, SparseLinear
 
 
@@ -57,20 +59,6 @@ KEPT = "_nm_fast_path"
 """The attribute under which a module keeps what it was before its fused path was switched off."""
 
 
-def class_of(module: nn.Module) -> type[nn.Module]:
-    """The class of ``module``; where FSDP2's ``fully_shard`` has put its own in front of it, the one behind."""
-    kind = type(module)
-    return kind.__mro__[2] if kind.__mro__[1].__name__ == "FSDPModule" else kind
-
-
-def change_class_(module: nn.Module, kind: type[nn.Module]) -> None:
-    """Make ``module`` one of ``kind``, and FSDP2's as before where it was that."""
-    old = type(module)
-    if class_of(module) is not old:
-        kind = type(f"FSDP{kind.__name__}", (old.__mro__[1], kind), {k: v for k, v in vars(old).items() if k == "__deepcopy__"})
-    module.__class__ = kind
-
-
 def make_sparse_(layer: nn.Module, pattern: PatternLike) -> NMWeight:
     """Turn ``layer``, an ``nn.Linear``, ``nn.Conv2d`` or Hugging Face's ``Conv1D``, into its sparse form in place, and return it.
 
@@ -97,10 +85,13 @@ def make_sparse_(layer: nn.Module, pattern: PatternLike) -> NMWeight:
 
 
 def make_dense_(layer: NMWeight) -> nn.Module:
-    """Turn ``layer`` back into the dense layer that it was, in place; its weight stays as it is, dense or finished.
+    """Turn ``layer`` back into the dense layer that it was, in place; its weight stays as it is, dense or finished. A stack of experts
+    becomes a plain Parameter of its module, which is returned.
 
     A low-rank adapter that has learned something is folded into the weight, W + (L R)ᵀ / r, so that nothing is lost.
     """
+    if isinstance(layer, StackedWeight):
+        return make_stack_dense_(layer)
     layer._warn_if_changed()
     adapter = adapter_of(layer)
     if adapter is not None and not adapter[1].is_meta and bool(adapter[1].any()):

@@ -13,6 +13,7 @@ class Entry:
     """One layer: its name, weight shape ``(out, in)`` where it has one, whether it was made sparse, and the reason.
 
     ``linear``: what its weight takes part in is a GEMM of a linear layer, of experts or of attention, and no convolution or lookup.
+    ``rows``: how often a token passes through it, of stacked experts through each of them; None for once, of other 3-D weights unknown.
     """
 
     name: str
@@ -21,6 +22,7 @@ class Entry:
     sparse: bool
     reason: str
     linear: bool = True
+    rows: float | None = None
 
 
 @dataclass

@@ -15,9 +15,26 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
-from ..layouts import CONV1D, CONV2D, LINEAR, MATRICES, ORDERS, as_matrix, matrix_shape, ordered
-from ..nn import CompressedLinear, NMWeight, is_conv1d, is_conv1d_type, make_dense_, make_sparse_, switch_fast_paths
-from ..nn.swap import class_of
+from ..layouts import CONV1D, CONV2D, LINEAR, MATRICES, ORDERS, REDUCED, as_matrix, matrix_shape, ordered
+from ..nn import (
+    CompressedExperts,
+    CompressedLinear,
+    CompressedStack,
+    NMWeight,
+    SparseExperts,
+    StackedWeight,
+    child_name,
+    experts_per_token,
+    is_conv1d,
+    is_conv1d_type,
+    layer_name,
+    make_dense_,
+    make_sparse_,
+    make_stack_sparse_,
+    stacks_of,
+    switch_fast_paths,
+)
+from ..nn.classes import class_of
 from ..pattern import Pattern, RecipeError, ShapeError
 from ..shards import is_sharded
 from .base import LayerPlan, Recipe
@@ -45,8 +62,8 @@ TINY = 16
 class Candidate:
     """A module, or a Parameter of one, that has a weight, with what stands against making it sparse.
 
-    ``shape``: of a linear layer ``(out, in)``, else as it is stored; ``layout``: how that is, one of ``nmkernels.layouts``; ``linear``
-    as in ``Entry``.
+    ``shape``: of a linear layer ``(out, in)``, else as it is stored; ``layout``: how that is, one of ``nmkernels.layouts``; ``key``: the
+    Parameter's name in the module; ``linear`` and ``rows`` as in ``Entry``.
     """
 
     name: str
@@ -57,6 +74,8 @@ class Candidate:
     misshapen: bool = False
     linear: bool = True
     layout: str = LINEAR
+    key: str = "weight"
+    rows: float | None = None
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
@@ -66,7 +85,7 @@ class Candidate:
     @property
     def matrix(self) -> Tensor:
         """The present weight as that matrix, detached; a copy where the memory is not in its order yet."""
-        return as_matrix(ordered(self.module.get_parameter("weight").detach(), self.layout), self.layout)
+        return as_matrix(ordered(self.module.get_parameter(self.key).detach(), self.layout), self.layout)
 
 
 def select(
@@ -86,7 +105,7 @@ def select(
         reason = c.impossible or (c.keep_dense if filter_fn is None else "") or ("" if wanted else "not chosen by the filter")
         if not reason:
             chosen.append(c)
-        report.entries.append(Entry(c.name, kind, c.shape, not reason, reason or str(pattern)))
+        report.entries.append(Entry(c.name, kind, c.shape, not reason, reason or str(pattern), rows=c.rows))
     return chosen, report
 
 
@@ -97,8 +116,12 @@ def _candidates(model: nn.Module, pattern: Pattern, recipe: Recipe | None) -> It
     heads = _output_heads(model)
     for name, module in model.named_modules():
         conv = isinstance(module, nn.Conv2d) and not _channels(module, pattern)
+        if isinstance(module, (StackedWeight, CompressedStack)):
+            continue  # told of with its experts module
         if conv or isinstance(module, (nn.Linear, NMWeight, CompressedLinear)) or any(map(is_conv1d_type, type(module).__mro__)):
             yield _candidate(name, module, pattern, recipe, uses, bypassed, heads)
+        elif stacks_of(module) or isinstance(module, (SparseExperts, CompressedExperts)):
+            yield from _stacks(name, module, pattern, recipe, uses)
         elif isinstance(module, nn.MultiheadAttention):
             for key, p in module.named_parameters(recurse=False):
                 if p.dim() == 2:
@@ -116,6 +139,42 @@ def _channels(conv: nn.Conv2d, pattern: Pattern) -> str:
         own = conv.in_channels // conv.groups
         return f"a convolution with groups={conv.groups}, whose outputs each sum over {own} of {conv.in_channels} input channels"
     return f"a convolution whose in_channels={conv.in_channels} is not a multiple of M={pattern.m}" if conv.in_channels % pattern.m else ""
+
+
+def _stacks(name: str, module: nn.Module, pattern: Pattern, recipe: Recipe | None, uses: Counter[int]) -> Iterator[Candidate]:
+    """The stacks of an experts module, dense, sparse or compressed; each is multiplied as many matrices as there are experts."""
+    chosen = experts_per_token(module)
+    for child, stack in module.named_children():
+        if isinstance(stack, CompressedStack):
+            share = None if chosen is None else chosen / stack.experts
+            own = layer_name(_join(name, child), stack)
+            yield Candidate(own, module, stack.stored_shape, "it is compressed already", layout=stack.layout, rows=share)
+    for key, layout in stacks_of(module).items():
+        weight = module._parameters[key]
+        assert weight is not None
+        shape = tuple(weight.shape)
+        cols, impossible, misshapen = shape[REDUCED[layout]], _stack_obstacle(module, key, weight, uses), ""
+        if not impossible and recipe is not None and recipe.setup.linear_only:
+            impossible = f"{type(recipe).__name__} {recipe.setup.linear_only}"
+        if not impossible:
+            misshapen = "" if recipe is None else recipe.layer(pattern, matrix_shape(shape, layout)).unsupported_reason
+            if cols % pattern.m:
+                misshapen = f"in_features={cols} is not a multiple of M={pattern.m}"
+        keep_dense = f"tiny: fewer than {TINY} features on one side" if min(shape[1:]) < TINY else ""
+        share = None if chosen is None else chosen / shape[0]
+        own = _join(name, key)
+        yield Candidate(own, module, shape, impossible or misshapen, keep_dense, bool(misshapen), layout=layout, key=key, rows=share)
+
+
+def _stack_obstacle(module: nn.Module, key: str, weight: Tensor, uses: Counter[int]) -> str:
+    """Why a stack of experts cannot be made sparse whatever the pattern is; empty if it can."""
+    if child_name(key) in module._modules:
+        return "it is sparse already; give the dense model back with handle.remove() or densify_ first"
+    if "forward" in module.__dict__:
+        return "its forward was replaced on the instance (a hook of accelerate, for instance), which bypasses the layer's own"
+    if is_sharded(weight):
+        return "it is sharded (DTensor), and a stack of experts is not split among ranks; leave it out of fully_shard, or train it with DDP"
+    return _form(weight) or ("its weight is tied to another module" if uses[id(weight)] > 1 else "")
 
 
 def _others(name: str, module: nn.Module, pattern: Pattern) -> Iterator[Candidate]:
@@ -142,7 +201,8 @@ def _others(name: str, module: nn.Module, pattern: Pattern) -> Iterator[Candidat
         if known:
             yield Candidate(name if key == "weight" else _join(name, key), module, shape, known, linear=False)
         elif len(shape) == 3:
-            yield Candidate(_join(name, key), module, shape, "3-D expert weights are not supported; only matrices are")
+            why = f"3-D expert weights of {kind}, which does not say along which dimension it sums, as transformers' experts modules do"
+            yield Candidate(_join(name, key), module, shape, f"{why} (use_experts_implementation)")
         else:
             yield Candidate(_join(name, key), module, shape, f"a tensor of {kind}, which is no layer that sparsify_ knows", linear=False)
 
@@ -295,7 +355,7 @@ def sparsify_(model: nn.Module, recipe: Recipe | str, filter_fn: FilterFn | None
     if not chosen:
         raise RecipeError(f"sparsify_: no layer of the model can be made {pattern} sparse:\n{report}")
     built = {c.name: c.module for c in chosen if isinstance(c.module, NMWeight)}
-    layers: dict[str, NMWeight] = {c.name: built.get(c.name) or make_sparse_(c.module, pattern) for c in chosen}
+    layers: dict[str, NMWeight] = {c.name: built.get(c.name) or _made_sparse(c, pattern) for c in chosen}
     switch_fast_paths(model)
     try:
         handle = Handle(model, recipe, layers, report)
@@ -311,3 +371,7 @@ def sparsify_(model: nn.Module, recipe: Recipe | str, filter_fn: FilterFn | None
     for layer in layers.values():
         layer.governed = True
     return handle
+
+
+def _made_sparse(c: Candidate, pattern: Pattern) -> NMWeight:
+    return make_sparse_(c.module, pattern) if c.key == "weight" else make_stack_sparse_(c.module, c.key, pattern)

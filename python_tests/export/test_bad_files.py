@@ -118,7 +118,7 @@ def layers(old: str, new: str) -> Edit:
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda t, m: m.update(version="4"), "format version 4; this one reads up to 3: upgrade"),
+        (lambda t, m: m.update(version="5"), "format version 5; this one reads up to 4: upgrade"),
         (lambda t, m: m.update(version="x"), "metadata is damaged"),
         (lambda t, m: m.update(layers="{"), "'layers' is damaged"),
         (lambda t, m: m.update(layers="[1]"), "'layers' is not a table"),

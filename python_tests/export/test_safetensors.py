@@ -116,7 +116,7 @@ def test_what_cannot_be_saved_is_refused_with_the_way_out(tmp_path):
             save(model, tmp_path / "m")
 
     model = dense()
-    refused(save_compressed, model, RecipeError, "no CompressedLinear")
+    refused(save_compressed, model, RecipeError, "no compressed layer")
     handle = nm.sparsify_(model, "ste:2:4", lambda module, name: isinstance(module, nn.Linear))
     model(torch.randn(2, 32))
     refused(save_compressed, model, RecipeError, r"layer '0' is not compressed; call handle.finish\(\)")

@@ -19,7 +19,7 @@ from ..schedule import PACKED, packed_only, packing
 
 @dataclass(frozen=True)
 class SoftThreshold(WeightTransform):
-    """W̃ = β · S(W) with ``SSTE``'s S; β is ``nm_scale``, a number per tensor. The gradient is passed straight through."""
+    """W̃ = β · S(W) with ``SSTE``'s S; β is ``nm_scale``, a number per matrix. The gradient is passed straight through."""
 
     reads = reading(nm_scale="fixed")
 
@@ -39,7 +39,8 @@ class SoftThreshold(WeightTransform):
     def __call__(self, weight: Tensor, *extras: Tensor, out: Tensor | None = None) -> Tensor:
         raw, (scale,) = torch.ops.nmkernels, extras
         if out is None:
-            return raw.nm_soft_threshold(weight, self.pattern.n, self.pattern.m) * scale
+            # in place, so that a column of scales, one for each row, does not change the dtype
+            return raw.nm_soft_threshold(weight, self.pattern.n, self.pattern.m).mul_(scale)
         raw.nm_soft_threshold_out(weight, self.pattern.n, self.pattern.m, out=out)
         return out.mul_(scale)
 
@@ -77,7 +78,8 @@ class SSTE(Recipe):
 
     Forward with W̃ = β S(W), where S(w)_i = sign(w_i) max(|w_i| − t, 0) and t is the (N+1)-th largest magnitude of the group:
     continuous in W, so that a weight enters and leaves the kept ones at 0. β = ⟨W, S(W)⟩ / ‖S(W)‖² of the initial weight, one
-    number per tensor, fixed from then on (renewed at every step it drifts upward). The gradient ∂L/∂W := ∂L/∂W̃ has neither β nor a mask.
+    number per matrix (of stacked experts one for each), fixed from then on (renewed at every step it drifts upward). The gradient
+    ∂L/∂W := ∂L/∂W̃ has neither β nor a mask.
     There is no decay and no dense phase. ``finish`` leaves β S(W), what training multiplied.
 
     β is taken by ``sparsify_`` and again by ``attach``, after the model's own initialisation. It is the buffer ``nm_scale`` of each layer

@@ -1,0 +1,448 @@
+"""Experts of mixture-of-experts models, whose matrices are stacked in 3-D Parameters: trained sparse, and deployed compressed.
+
+Hugging Face's experts modules (``use_experts_implementation``, transformers 5) keep their class, and with it their way to multiply:
+a class of ours is put in front of it. Each stack is one N:M weight, the matrices of all experts one below the other. Its settings
+live in a child ``nm_<name>`` of the module, so that the Parameter keeps its name, in state dicts too.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .. import ops
+from ..autograd import WeightTransform, transformed
+from ..layouts import EXPERTS, EXPERTS_T, REDUCED, as_matrix, as_stored, ordered
+from ..pattern import NMError, Pattern, PatternLike, RecipeError, ShapeError
+from .classes import change_class_, class_of
+from .compressed import CompressedLinear
+from .linear import NMWeight
+
+PREFIX = "nm_"
+"""Before the name of a stack in its experts module: the name of the child that makes it sparse, or holds it compressed."""
+
+LOCK = threading.Lock()
+
+
+def stacks_of(module: nn.Module) -> dict[str, str]:
+    """The names of the stacked Parameters that a Hugging Face experts module multiplies, with their layouts; empty for other modules.
+
+    What ``use_experts_implementation`` says of the module tells which dimension is summed over, so there is no list of models.
+    """
+    own = module.__dict__
+    if not (hasattr(type(module), "_apply_gate") and {"is_transposed", "has_bias", "has_gate"} <= own.keys()):
+        return {}
+    layout = EXPERTS_T if own["is_transposed"] else EXPERTS
+    names = "gate_up_proj" if own["has_gate"] else "up_proj", "down_proj"
+    return {name: layout for name in names if (p := module._parameters.get(name)) is not None and p.dim() == 3}
+
+
+def experts_per_token(module: nn.Module) -> int | None:
+    """How many experts of a Hugging Face experts module a token meets, by the model's config; None where that does not say."""
+    config = module.__dict__.get("config")
+    known = (getattr(config, name, None) for name in ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k"))
+    return next((count for count in known if isinstance(count, int) and count > 0), None)
+
+
+@cache
+def _joined(front: Any, dense: Any) -> Any:
+    name = front.__name__.removesuffix("Experts") + dense.__name__
+    return type(name, (front, dense), {"__module__": __name__, "__doc__": front.__doc__, "dense_type": dense})
+
+
+def in_front(front: type[nn.Module], dense: type[nn.Module]) -> type[nn.Module]:
+    """The class ``front`` before ``dense``; one for each pair, so that all modules of a model share it."""
+    pair: Any = front, dense
+    kind: type[nn.Module] = _joined(*pair)
+    return kind
+
+
+def _empty(front: type[nn.Module], dense: type[nn.Module]) -> nn.Module:
+    kind = in_front(front, dense)
+    return kind.__new__(kind)
+
+
+class _InFront(nn.Module):
+    """What both classes share: copied and unpickled, also in another process, they find the class that was made for the model's."""
+
+    dense_type: ClassVar[type[nn.Module]]
+    front: ClassVar[type[nn.Module]]
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _empty, (self.front, self.dense_type), self.__dict__
+
+
+def layer_name(name: str, module: nn.Module) -> str:
+    """The name of the layer that ``module`` is, found as ``name`` in its model: of a stack that of its Parameter."""
+    if not isinstance(module, (StackedWeight, CompressedStack)):
+        return name
+    parent, dot, child = name.rpartition(".")
+    return f"{parent}{dot}{child.removeprefix(PREFIX)}"
+
+
+def child_name(name: str) -> str:
+    """The inverse of ``layer_name`` for a stack: where its child stands whose Parameter is called ``name``."""
+    parent, dot, key = name.rpartition(".")
+    return f"{parent}{dot}{PREFIX}{key}"
+
+
+class StackedWeight(NMWeight):
+    """The N:M weight that a stack of an experts module is: the matrices of all experts one below the other, ``(E·out, in)``.
+
+    A child of the module whose Parameter it makes sparse. What a method takes once from each weight, such as S-STE's scale, it takes from
+    each expert's matrix.
+    """
+
+    bias = None
+    own_gemms = False
+    owner: nn.Module
+
+    def __init__(self, module: nn.Module, key: str, layout: str, pattern: Pattern) -> None:
+        super().__init__()
+        self.__dict__["owner"] = module  # no child: it is the parent
+        self.key, self.layout = key, layout
+        self.given = False
+        self._start(pattern)
+
+    @property
+    def weight(self) -> nn.Parameter:  # type: ignore[override]
+        """The Parameter of the experts module, as that stores it."""
+        found = self.owner._parameters[self.key]
+        assert found is not None
+        return found
+
+    @property
+    def experts(self) -> int:
+        """E, the number of experts."""
+        return int(self.weight.shape[0])
+
+    def by_expert(self, matrix: Tensor) -> Tensor:
+        """A matrix like ``master`` ``(E·out, in)`` as ``(E, out, in)``."""
+        return matrix.unflatten(0, (self.experts, -1))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """W̃ of ``weight``, both as the Parameter is stored; the gradient reaches ``weight`` by the transform's rule."""
+        self.ran = True
+        transform, layout = self.transform, self.layout
+        if transform is None:
+            return weight
+        extras = self._extras(transform)
+        # what functional_call puts in the place of the Parameter may be in any order, and only has to be read
+        matrix = as_matrix(ordered(weight, layout), layout)
+        used = self.effective.dense((matrix, transform, extras, weight.dtype))
+        return transformed(weight, as_stored(used, layout, weight.shape), transform, extras, layout)
+
+    def _started(self, transform: WeightTransform) -> dict[str, Tensor]:
+        if type(transform).start is WeightTransform.start:
+            return {}
+        found = []
+        for number, matrix in enumerate(self.by_expert(self.master.detach())):
+            try:
+                found.append(transform.start(matrix))
+            except NMError as error:
+                raise type(error)(f"expert {number}: {error}") from error
+        return {name: torch.stack([values[name] for values in found]) for name in found[0]}
+
+    def _extras(self, transform: WeightTransform) -> list[Tensor]:
+        # one number for each expert, as a column over the rows of all
+        rows = self.shape[0] // self.experts
+        found = ((getattr(self, name), kind) for name, kind in transform.reads.items())
+        return [value.repeat_interleave(rows).unsqueeze(1) if kind == "fixed" else value for value, kind in found]
+
+    def _given(self, state_dict: dict[str, Any], prefix: str) -> bool:
+        return self.given
+
+    def take_buffers(self) -> None:
+        """Nothing: the Parameter is another module's, and sharded ones are refused."""
+
+    def adopt_shard(self) -> None:
+        """Nothing: see ``take_buffers``."""
+
+    def extra_repr(self) -> str:
+        use = "finished" if self.finished else "dense" if self.transform is None else type(self.transform).__name__
+        return f"experts={self.experts}, in_features={self.shape[1]}, pattern={self.pattern}, layout={self.layout}, uses={use}"
+
+
+class SparseExperts(_InFront):
+    """An experts module that multiplies the N:M forms of its stacks, by whichever implementation the model's config names.
+
+    ``sparsify_`` makes it of a model's experts module, in place. During a call the effective weights stand in the way of the Parameters,
+    as attributes of the module; so what reads ``self.gate_up_proj`` reads W̃.
+    """
+
+    @property
+    def stacks(self) -> dict[str, StackedWeight]:
+        """The sparse stacks by the names of their Parameters."""
+        return {child.key: child for child in self._modules.values() if isinstance(child, StackedWeight)}
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """As the dense module, with W̃ in place of W."""
+        stacks, own = self.stacks, self.__dict__
+        self._enter(1)
+        try:
+            for key, stack in stacks.items():
+                # of a replica of DataParallel the weights are attributes already, and no Parameters
+                own[key] = stack(self._parameters[key] if key in self._parameters else own["_former_parameters"][key])
+            return super().forward(*args, **kwargs)
+        finally:
+            if self._enter(-1) == 0:
+                for key in stacks:
+                    own.pop(key, None)
+
+    def _enter(self, more: int) -> int:
+        """Count the calls that are under way: another thread's shall not find the dense Parameter when this one ends."""
+        own = self.__dict__
+        if torch.compiler.is_compiling():
+            return 1 - more if more > 0 else 0
+        with LOCK:
+            own["_nm_calls"] = count = own.get("_nm_calls", 0) + more
+        return int(count)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        for key, stack in self.stacks.items():
+            stack.given = f"{prefix}{key}" in state_dict  # torch shows a child only what is its own
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        moved = super()._apply(*args, **kwargs)
+        for stack in self.stacks.values():
+            stack.put_in_order()
+        return moved
+
+
+class CompressedStack(nn.Module):
+    """The matrices of all experts in the compressed form, multiplied with the tokens of each.
+
+    Args:
+        weight: the compressed matrices one below the other, ``(E·out, in)``, a constant.
+        experts: E. layout: how the dense model stores them, ``"experts"`` ``(E, out, in)`` or ``"experts_t"`` ``(E, in, out)``.
+        keep_dense: as for ``CompressedLinear``.
+
+    The buffers are ``values`` ``(E, out, kept)`` and ``indices`` ``(E, out, bytes)``.
+
+    Raises:
+        ShapeError: the rows are not a multiple of the experts, or the layout is unknown.
+
+    Example:
+        >>> stack = CompressedStack(ops.compress(torch.randn(3 * 4, 8), "2:4"), experts=3)
+        >>> stack(torch.randn(5, 8), [2, 0, 3]).shape
+        torch.Size([5, 4])
+    """
+
+    _is_hf_initialized = True
+    """For transformers: there is nothing to initialise."""
+    values: Tensor
+    indices: Tensor
+
+    def __init__(self, weight: ops.Compressed, experts: int, layout: str = EXPERTS, keep_dense: bool = False) -> None:
+        super().__init__()
+        rows, cols = (int(size) for size in weight.shape)
+        if experts < 1 or rows % experts:
+            raise ShapeError(f"CompressedStack: {rows} rows are not those of {experts} experts.")
+        if layout not in (EXPERTS, EXPERTS_T):
+            raise ShapeError(f"CompressedStack: layout {layout!r} is unknown; choose {EXPERTS} or {EXPERTS_T}.")
+        self.pattern: Pattern = weight.pattern
+        self.layout, self.keep_dense = layout, keep_dense
+        self.experts, self.out_features, self.in_features = experts, rows // experts, cols
+        self.register_buffer("values", weight.values.view(experts, self.out_features, -1))
+        self.register_buffer("indices", weight.indices.view(experts, self.out_features, -1))
+        self._layers = _Layers()
+
+    @property
+    def weight(self) -> ops.Compressed:
+        """The compressed matrices one below the other, ``(E·out, in)``, over the module's own buffers."""
+        shape = self.experts * self.out_features, self.in_features
+        return ops.Compressed(self.values.flatten(0, 1), self.indices.flatten(0, 1), self.pattern, shape)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """``(E, out, in)``."""
+        return self.experts, self.out_features, self.in_features
+
+    @property
+    def stored_shape(self) -> tuple[int, int, int]:
+        """The shape of the dense Parameter."""
+        rows, cols = self.out_features, self.in_features
+        return (self.experts, rows, cols) if self.layout == EXPERTS else (self.experts, cols, rows)
+
+    def dense(self) -> Tensor:
+        """The stack as the dense model stores it."""
+        stack = self.weight.dense().view(self.experts, self.out_features, self.in_features)
+        return stack if self.layout == EXPERTS else stack.transpose(1, 2)
+
+    def forward(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        """y = x Wₑᵀ ``(tokens, out)`` of the tokens x ``(tokens, in)`` in the order of their experts, ``counts[e]`` of them of expert e."""
+        parts = [layer(part) for layer, part in zip(self.layers, x.split(list(counts)), strict=True) if part.shape[0]]
+        return torch.cat(parts) if parts else x.new_empty(0, self.out_features)
+
+    @property
+    def layers(self) -> list[CompressedLinear]:
+        """One layer for each expert, over views of the buffers."""
+        kept, own = self._layers, (self.values, self.indices)
+        # moving or loading the module replaces its buffers
+        if not kept or kept.of[0] is not own[0] or kept.of[1] is not own[1]:
+            shape = self.out_features, self.in_features
+            forms = (ops.Compressed(v, i, self.pattern, shape) for v, i in zip(*own, strict=True))
+            kept[:] = [CompressedLinear(form, keep_dense=self.keep_dense).train(self.training) for form in forms]
+            kept.of = own
+        return kept
+
+    def _forget(self) -> None:
+        self._layers = _Layers()
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self._forget()
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self._forget()
+        return super()._apply(*args, **kwargs)
+
+    def train(self, mode: bool = True) -> CompressedStack:
+        self._forget()
+        return super().train(mode)
+
+    def extra_repr(self) -> str:
+        sizes = f"experts={self.experts}, in_features={self.in_features}, out_features={self.out_features}"
+        return f"{sizes}, pattern={self.pattern}, dtype={self.values.dtype}, layout={self.layout}"
+
+
+class _Layers(list[CompressedLinear]):
+    """The layers of a stack, and the buffers ``of`` which they are; never copied or saved."""
+
+    of: tuple[Tensor, Tensor]
+
+    def __reduce__(self) -> Any:
+        return _Layers, ()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.__reduce__()
+
+
+class CompressedExperts(_InFront):
+    """An experts module whose stacks are compressed: the tokens of each expert times its own matrices, one expert after the other.
+
+    ``compress_`` and ``load_compressed`` make it of a model's experts module, in place; the gate, the biases and what else the module has
+    stay the model's own. A stack that was left dense stays its Parameter. Differentiable in the tokens, in their weights and in the biases.
+    In a graph (``torch.compile``), where the number of an expert's tokens is not known, the stacks are expanded and multiplied as the
+    model does.
+    """
+
+    _is_hf_initialized = True
+    """For transformers, whose initialisation would look for the dense Parameters."""
+
+    @property
+    def stacks(self) -> dict[str, CompressedStack]:
+        """The compressed stacks by the names that their Parameters had."""
+        return {key.removeprefix(PREFIX): child for key, child in self._modules.items() if isinstance(child, CompressedStack)}
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The weighted sum over each token's experts ``(tokens, hidden)``, of the tokens, their experts and these ones' weights
+        ``(tokens, k)``."""
+        if torch.compiler.is_compiling():
+            return self._expanded(*args, **kwargs)
+        if kwargs:
+            args = tuple(inspect.signature(self.dense_type.forward).bind(self, *args, **kwargs).arguments.values())[1:]
+        x, numbers, weights = args
+        tokens, choices = numbers.shape
+        chosen = numbers.reshape(-1)
+        order = chosen.argsort(stable=True)
+        experts = next(iter(self.stacks.values())).experts
+        # one wait for the device; under expert parallelism the number after the last is nobody's
+        counts = torch.bincount(chosen, minlength=experts)[:experts].tolist()
+        order = order[: sum(counts)]
+        own = chosen[order]
+        first, last = ("gate_up_proj" if self.has_gate else "up_proj"), "down_proj"
+        y = self._times(first, x[order // choices], counts, own)
+        y = self._apply_gate(y) if self.has_gate else self.act_fn(y)  # type: ignore[operator]
+        y = self._times(last, y, counts, own)
+        if self.__dict__.get("has_post_expert_norm"):
+            y = self.post_expert_norm(y)  # type: ignore[operator]
+        y = y * weights.reshape(-1)[order, None]
+        whole = y.new_zeros(tokens * choices, y.shape[-1]).index_copy(0, order, y)
+        return whole.view(tokens, choices, -1).sum(1).to(x.dtype)
+
+    def _times(self, name: str, x: Tensor, counts: list[int], own: Tensor) -> Tensor:
+        """Each token times its expert's matrix of the stack ``name``, and that one's bias."""
+        stack = self.stacks.get(name)
+        if stack is not None:
+            y = stack(x if torch.is_autocast_enabled(x.device.type) else x.to(stack.values.dtype), counts)
+        else:
+            weight = self.get_parameter(name)
+            matrices = weight.transpose(1, 2) if self.is_transposed else weight
+            parts = [F.linear(part, matrix) for part, matrix in zip(x.split(counts), matrices, strict=True) if part.shape[0]]
+            y = torch.cat(parts) if parts else x.new_empty(0, matrices.shape[1])
+        return y + self.get_parameter(f"{name}_bias")[own].to(y.dtype) if self.has_bias else y
+
+    def _expanded(self, *args: Any, **kwargs: Any) -> Tensor:
+        stacks = self.stacks
+        try:
+            for name, stack in stacks.items():
+                self.__dict__[name] = stack.dense()
+            return super().forward(*args, **kwargs)
+        finally:
+            for name in stacks:
+                self.__dict__.pop(name, None)
+
+
+SparseExperts.front, CompressedExperts.front = SparseExperts, CompressedExperts
+
+
+# ---- from dense to sparse, and on to compressed, in place
+
+
+def make_stack_sparse_(module: nn.Module, key: str, pattern: PatternLike) -> StackedWeight:
+    """Turn the stack ``key`` of a dense experts module into its sparse form, in place, and return it.
+
+    Raises:
+        RecipeError: the module has no such stack. ShapeError: M does not divide ``in``.
+    """
+    p, layout = Pattern(pattern), stacks_of(module).get(key)
+    if layout is None:
+        raise RecipeError(f"make_stack_sparse_: {type(module).__name__} has no stack of experts called {key!r}.")
+    p.check_divides("sparsify_", int(module._parameters[key].shape[REDUCED[layout]]), "in_features")  # type: ignore[union-attr]
+    stack = StackedWeight(module, key, layout, p).train(module.training)
+    stack.put_in_order()
+    if not isinstance(module, SparseExperts):
+        change_class_(module, in_front(SparseExperts, class_of(module)))
+    module.add_module(PREFIX + key, stack)
+    return stack  # type: ignore[return-value]
+
+
+def make_stack_dense_(stack: StackedWeight) -> nn.Module:
+    """Turn ``stack`` back into the plain Parameter that it was, with its weight as it is; returns the experts module."""
+    stack._warn_if_changed()
+    stack.forget()
+    module = stack.owner
+    del module._modules[PREFIX + stack.key]
+    if isinstance(module, SparseExperts) and not module.stacks:
+        change_class_(module, module.dense_type)
+        module.__dict__.pop("_nm_calls", None)
+    return module
+
+
+def deploy_stacks_(module: nn.Module, stacks: dict[str, CompressedStack]) -> CompressedExperts:
+    """Put compressed ``stacks`` in the place of those Parameters of an experts module, dense or sparse; other sparse ones become dense."""
+    if isinstance(module, SparseExperts):
+        for stack in module.stacks.values():
+            make_stack_dense_(stack)
+    for key, compressed in stacks.items():
+        del module._parameters[key]
+        module.add_module(PREFIX + key, compressed.train(module.training))
+    if not isinstance(module, CompressedExperts):
+        change_class_(module, in_front(CompressedExperts, class_of(module)))
+    return module  # type: ignore[return-value]
+
+
+def compressed_stack(weight: Tensor, layout: str, pattern: PatternLike, keep_dense: bool = False) -> CompressedStack:
+    """The compressed form of a stack that is N:M, given as the dense model stores it."""
+    with torch.no_grad():
+        packed = ops.compress(as_matrix(ordered(weight.detach(), layout), layout), Pattern(pattern))
+    return CompressedStack(packed, int(weight.shape[0]), layout, keep_dense)
