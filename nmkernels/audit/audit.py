@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -22,7 +21,7 @@ from ..recipes.sparsify import DTYPES, FilterFn
 from ..tuning import Seconds
 from .advice import notes, of_dense, of_sparse
 from .devices import Device, kind
-from .flops import check_number, inventory, passes, skeleton
+from .flops import check_number, inventory, matrices_of, matrix_of, passes, skeleton
 from .measure import Measured, Progress, find, measure_all, measured
 from .report import Audit, LayerAudit
 from .rules import TWO_FOUR, Case, Layer, Rules, by_name, of_layer, of_recipe
@@ -182,7 +181,7 @@ def _cases(
         module, pattern = modules.get(entry.name), patterns.get(entry.name)
         weight, learns = _weight(model, module, entry.name)
         master = weight if weight in DTYPES else torch.bfloat16
-        layer = Layer((entry.shape[-2:] or (0, 0)), round(tokens * often), dtype or master, master)  # type: ignore[arg-type]
+        layer = Layer(matrix_of(entry.shape), round(tokens * often), dtype or master, master)
         if pattern is None:
             rules = Rules(standard, fprop=False, prepare="", leaves=False, trains=learns)
         else:
@@ -227,7 +226,7 @@ def _layer(entries: list[Entry], case: Case, usual: Rules, own: Measured) -> Lay
         case.sparse,
         first.reason,
         layer.tokens,
-        len(entries) * math.prod(first.shape[:-2]),
+        len(entries) * matrices_of(first.shape),
     )
     if not _counts(layer):
         return replace(common, note="no token is known to pass through it; rows={...} tells how many do" if first.shape else "")

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from ..autograd.transforms import read_as
+from ..layouts import CONV2D, matrix_shape
 from ..nn import CompressedLinear, NMWeight
 from ..pattern import Pattern, RecipeError
 from ..recipes.base import Recipe, Span, rank_for
@@ -40,10 +41,22 @@ def inventory(verb: str, model: nn.Module, recipe: Recipe, filter_fn: FilterFn |
     entries = []
     for e in linear:
         pattern = patterns.get(e.name)
-        shape = shapes.get(e.name, (*e.shape[:1], math.prod(e.shape[1:])))
+        shape = shapes.get(e.name, matrix_of(e.shape))
         reason = recipe.layer(pattern, shape).note if pattern else "left dense" if e.sparse else e.reason
         entries.append(replace(e, sparse=pattern is not None, reason=reason))
     return entries, patterns
+
+
+def matrix_of(shape: tuple[int, ...]) -> tuple[int, int]:
+    """``(out, in)`` of one GEMM with a weight that a report shows as ``shape``: of one of the experts, or of a convolution's patches."""
+    if len(shape) == 4:
+        return matrix_shape(shape, CONV2D)
+    return (shape[-2], shape[-1]) if len(shape) > 1 else (0, 0)
+
+
+def matrices_of(shape: tuple[int, ...]) -> int:
+    """How many such matrices there are."""
+    return math.prod(shape[:-2]) if len(shape) == 3 else 1
 
 
 def check_number(verb: str, name: str, value: float, least: int = 0) -> None:
@@ -62,7 +75,7 @@ def passes(verb: str, entries: list[Entry], given: Mapping[str, float]) -> list[
     rows = []
     for e in entries:
         keys = [key for key in given if _inside(e.name, key)]
-        # of other 3-D weights nobody knows
+        # how many positions a convolution has is the image's matter, and of other 3-D weights nobody knows
         usual = e.rows if e.rows is not None else 1.0 if len(e.shape) == 2 else 0.0
         rows.append(float(given[max(keys, key=len)]) if keys else usual)
     return rows
@@ -175,7 +188,7 @@ def flops(
     """Count the FLOPs of ``steps`` training steps under ``recipe``, and of inference with what it leaves; nothing is run or changed.
 
     The rule: a linear layer of shape ``(out, in)`` costs 2·in·out per token in each of fprop, dgrad and wgrad (inference: fprop alone),
-    of which a sparse layer costs a share, by the recipe's ``profile``:
+    of which a sparse layer costs a share, by the recipe's ``profile``; so does a convolution, in = kh·kw·channels, per output position:
 
     * fprop: N/M while the effective weight is N:M; 1 in dense phases and while pruned weights only fade. STEP counts as dense until
       T_max, unless ``switch_step`` says when it switched.
@@ -183,8 +196,8 @@ def flops(
       of its own); a mask by rows, as in SR-STE and S-STE, leaves it dense, as in the table of the S-STE paper.
     * wgrad: N/M of the output gradient's estimate, 1/2 for MVUE at 2:4; else dense.
 
-    Layers left dense are counted, dense. Not counted: what is no linear layer (attention's scores, embeddings, norms, convolutions; see
-    ``other``), masks, estimates, and the optimizer. 3-D expert weights count only where ``rows`` has them.
+    Layers left dense are counted, dense. Not counted: what is no such layer (attention's scores, embeddings, norms, other convolutions;
+    see ``other``), masks, estimates, and the optimizer. Convolutions and 3-D expert weights count only where ``rows`` has them.
 
     Args:
         model: dense (also on the meta device), sparse already, or the shapes ``{name: (out, in)}`` of its layers.
@@ -192,7 +205,8 @@ def flops(
         tokens: tokens of one step (batch times sequence).
         filter_fn: as for ``sparsify_``.
         rows: how often a token passes through a layer where that is not once, by name or by the name of a module around it; for instance
-            ``{"head": 1 / 65}`` for a classifier that sees one of 65 tokens.
+            ``{"head": 1 / 65}`` for a classifier that sees one of 65 tokens, or ``{"conv1": 28 * 28}`` for a convolution that makes so many
+            positions of an image, which is the token then.
         other: forward FLOPs per token of everything else, counted dense and twice in backward. For attention's two score GEMMs that is
             4·context·width a layer, or half of it where a causal kernel skips the upper triangle.
         switch_step: T₀ of a run whose recipe chooses it by itself, from ``handle.state["switch_step"]``.
@@ -238,7 +252,7 @@ def flops(
 
 def _layer(e: Entry, rows: float, spans: list[Span], deployed: Span, tokens: int, trained: bool) -> LayerFlops:
     product = 2.0 * math.prod(e.shape) * rows
-    adapter = 2.0 * sum(e.shape[-2:]) * rows  # of one rank; dgrad and the two weight gradients of an adapter cost as much as fprop each
+    adapter = 2.0 * sum(matrix_of(e.shape)) * rows  # of one rank; dgrad and the two gradients of an adapter cost as much as fprop each
     run = sum(s.steps * (product * (s.fprop + s.dgrad + s.wgrad * trained) + 3 * rank_for(s.rank, e.shape) * adapter) for s in spans)
     dense = sum(s.steps for s in spans) * product * (2 + trained)
     inference = product * deployed.fprop + rank_for(deployed.rank, e.shape) * adapter

@@ -36,7 +36,7 @@ from torch import nn
 from ..pattern import RecipeError
 from ..recipes.report import Entry
 from .devices import Device, Links
-from .flops import aligned, check_number
+from .flops import aligned, check_number, matrices_of
 from .rules import GEMMS, Case, packed_bytes
 
 GROUP = re.compile(r"(?:.*?\.)??\d+(?=\.|$)")
@@ -219,7 +219,7 @@ def _packs(entry: Entry, case: Case, world: World) -> bool:
 def _compute(group: _Group, entry: Entry, case: Case, world: World, sparse: bool) -> None:
     """Add the seconds of a layer: its GEMMs, the estimate, and W̃ made of the shard and decompressed, at each gather."""
     device, layer = case.device, case.layer
-    times = math.prod(entry.shape[:-2])
+    times = matrices_of(entry.shape)
     dtype, pattern = float(layer.dtype.itemsize), case.rules.pattern
     elements = math.prod(layer.shape)
     made = 0.0

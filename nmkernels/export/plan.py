@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..layouts import EXPERTS, EXPERTS_T
+from ..layouts import CONV1D, CONV2D, EXPERTS, EXPERTS_T, LINEAR, MATRICES, REDUCED, matrix_shape
 from ..nn import (
     ADAPTER,
     CompressedExperts,
@@ -22,6 +23,7 @@ from ..nn import (
     stacks_of,
     switch_fast_paths,
 )
+from ..nn.classes import class_of
 from ..nn.compressed import LAYOUTS
 from ..nn.swap import put_
 from ..ops import Compressed
@@ -40,16 +42,21 @@ STACKS = frozenset({EXPERTS, EXPERTS_T})
 
 class LayerPlan(NamedTuple):
     """What one compressed layer is made of; ``parts`` are those of ``PARTS`` that the file holds, ``shape`` is ``(out, in)`` or
-    ``(E, out, in)``."""
+    ``(E, out, in)``, ``kernel`` is of a convolution."""
 
     pattern: Pattern
     shape: tuple[int, ...]
     layout: str
     parts: dict[str, Tensor]
+    kernel: tuple[int, int] = (1, 1)
 
     def equals(self, other: LayerPlan) -> bool:
         own, its = self.parts, other.parts
-        return self.pattern == other.pattern and own.keys() == its.keys() and all(_same(own[part], its[part]) for part in own)
+        return (
+            (self.pattern, self.kernel) == (other.pattern, other.kernel)
+            and own.keys() == its.keys()
+            and all(_same(own[part], its[part]) for part in own)
+        )
 
     def to(self, device: torch.device) -> LayerPlan:
         """The same on ``device``, on the CPU instead of the meta device, in memory of its own instead of the mapped file."""
@@ -75,7 +82,7 @@ class LayerPlan(NamedTuple):
 
     def _stored(self, tensor: Tensor) -> Tensor:
         """From (out, in) to how the dense layer stores it, or back."""
-        return tensor.t() if self.layout == "conv1d" else tensor
+        return tensor.t() if self.layout == CONV1D else tensor
 
     def _part(self, tensor: Tensor, weight: Tensor) -> Tensor:
         """What this rank multiplies of ``tensor``, rows of which belong to rows of ``weight``."""
@@ -139,7 +146,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 def _layer(name: str, about: Any, parts: dict[str, Tensor], module: Any) -> LayerPlan:
-    pattern, layout, dtype, shape = _entry(about)
+    pattern, layout, dtype, shape, kernel = _entry(about)
     *outer, cols = shape
     values, indices, columns, left, right = (parts.get(part) for part in PARTS)
     if values is None or indices is None:
@@ -147,7 +154,7 @@ def _layer(name: str, about: Any, parts: dict[str, Tensor], module: Any) -> Laye
     if layout in STACKS:
         _check_stack(name, module, layout, shape, values.dtype)
     else:
-        _check_module(name, module, layout, shape, values.dtype)
+        _check_module(name, module, layout, shape, kernel, values.dtype)
     if str(values.dtype) != f"torch.{dtype}" or indices.dtype != torch.uint8:
         raise _Unfit(f"values are {values.dtype} and indices {indices.dtype}; torch.{shortened(dtype)} and torch.uint8 were announced")
     want = (*outer, pattern.kept(cols)), (*outer, pattern.index_bytes(cols))
@@ -163,7 +170,9 @@ def _layer(name: str, about: Any, parts: dict[str, Tensor], module: Any) -> Laye
         raise _Unfit(f"{lacks} the order of its inputs")
     if columns is not None and not is_order(columns, cols):
         raise _Unfit(f"the order of its inputs is not a permutation of {cols}; the file is damaged")
-    plan = LayerPlan(pattern, shape, layout, parts)
+    if layout == CONV2D and (left is not None or columns is not None or cols // math.prod(kernel) % pattern.m):
+        raise _Unfit(f"a convolution has no adapter and no order of its inputs, and its groups of {pattern.m} lie among its input channels")
+    plan = LayerPlan(pattern, shape, layout, parts, kernel)
     if layout not in STACKS and module is not None and is_sharded(module.weight):
         _check_split(plan, module.weight)
     return plan
@@ -171,13 +180,15 @@ def _layer(name: str, about: Any, parts: dict[str, Tensor], module: Any) -> Laye
 
 def _check_split(plan: LayerPlan, weight: Any) -> None:
     """What tensor parallelism can have: whole bytes of indices for each rank, and no adapter."""
+    if plan.layout not in MATRICES:
+        raise _Unfit("it is sharded, and the file has a convolution; load into a plain model")
     if weight.is_meta:
         raise _Unfit("it is sharded on the meta device; load before parallelize_module, or move the model first")
     if plan.parts.keys() & set(ADAPTER):
         raise _Unfit("it is sharded, and the file has an adapter beside it; load into a plain model")
     p, ways = plan.pattern, 1
     for dim, placement in enumerate(weight.placements):
-        if placement.is_shard(0 if plan.layout == "conv1d" else 1):
+        if placement.is_shard(REDUCED[plan.layout]):
             ways *= weight.device_mesh.size(dim)
     if ways == 1:
         return
@@ -188,8 +199,8 @@ def _check_split(plan: LayerPlan, weight: Any) -> None:
         raise _Unfit(f"it is split {ways} ways along in={cols}, which cuts the bytes of packed indices at {p}; load into a plain model")
 
 
-def _entry(about: Any) -> tuple[Pattern, str, str, tuple[int, ...]]:
-    """Pattern, layout, dtype and shape of a layer as its entry in the metadata says them."""
+def _entry(about: Any) -> tuple[Pattern, str, str, tuple[int, ...], tuple[int, int]]:
+    """Pattern, layout, dtype, shape and kernel of a layer as its entry in the metadata says them."""
     try:
         spec, layout, dtype, shape = about["pattern"], about["layout"], about["dtype"], about["shape"]
         if not isinstance(spec, str) or not isinstance(dtype, str) or layout not in (*LAYOUTS, *STACKS):
@@ -197,7 +208,10 @@ def _entry(about: Any) -> tuple[Pattern, str, str, tuple[int, ...]]:
         sizes, least = tuple(shape), int(layout in STACKS)
         if len(sizes) != 2 + least or not all(type(size) is int and least <= size < 1 << 63 for size in sizes):
             raise ValueError(f"shape {quote(shape)}")
-        return Pattern(spec), layout, dtype, sizes
+        height, width = about["kernel"] if layout == CONV2D else (1, 1)
+        if not all(type(size) is int and 0 < size < 1 << 31 for size in (height, width)) or sizes[-1] % (height * width):
+            raise ValueError(f"kernel {quote([height, width])} of a row of {sizes[-1]}")
+        return Pattern(spec), layout, dtype, sizes, (height, width)
     except (KeyError, TypeError, ValueError, NMError) as error:
         raise _Unfit(f"its entry in the metadata is damaged ({type(error).__name__}: {shortened(error)})") from error
 
@@ -219,17 +233,24 @@ def _check_adapter(rank: Any, left: Tensor | None, right: Tensor | None, dtype: 
         raise _Unfit(f"its adapter does not fit a weight {shape} (out, in)")
 
 
-def _check_module(name: str, module: Any, layout: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def _check_module(name: str, module: Any, layout: str, shape: tuple[int, ...], kernel: tuple[int, int], dtype: torch.dtype) -> None:
     if module is None:
         raise _Unfit("the model has no such module")
     if isinstance(module, (CompressedLinear, NMWeight)):
         raise _Unfit(f"it is a {type(module).__name__} already; load into a freshly built dense model")
     if not name:
         raise _Unfit("the model itself is one layer, which cannot be swapped in place; put it in an nn.Sequential")
-    kind = "conv1d" if is_conv1d(module) else "linear" if isinstance(module, nn.Linear) else type(module).__name__
+    kinds = (
+        (LINEAR, isinstance(module, nn.Linear)),
+        (CONV1D, is_conv1d(module)),
+        (CONV2D, class_of(module) is nn.Conv2d and module.groups == 1),
+    )
+    kind = next((word for word, fits in kinds if fits), type(module).__name__)
     if kind != layout:
         raise _Unfit(f"the file holds a {layout} layer, the model a {kind}")
-    have = tuple(module.weight.shape) if layout == "linear" else tuple(module.weight.shape)[::-1]
+    if layout == CONV2D and tuple(module.kernel_size) != kernel:
+        raise _Unfit(f"the file's kernel is {kernel}, the model's {tuple(module.kernel_size)}")
+    have = matrix_shape(module.weight.shape, layout)
     if have != shape:
         raise _Unfit(f"the file's weight is {shape} (out, in), the model's {have}")
     if module.weight.dtype != dtype:

@@ -6,8 +6,8 @@ as ``fqn.nm_left`` and ``fqn.nm_right``, and the order in which it takes its inp
 DDP). A stack of experts is stored under the name of its Parameter, as ``name.values`` ``(E, out, kept)`` and ``name.indices``.
 
 The metadata says ``format`` "nmkernels", ``version``, ``layers`` (per layer: pattern, shape ``(out, in)`` or ``(E, out, in)``, dtype,
-layout, the ``rank`` of an adapter, and ``columns`` true where there is an order) and, where weights are tied, ``aliases`` (name -> name of
-the stored tensor).
+layout, the ``rank`` of an adapter, ``columns`` true where there is an order, and the ``kernel`` ``[kh, kw]`` of a convolution, whose ``in``
+is ``kh · kw · in``, the channels innermost) and, where weights are tied, ``aliases`` (name -> name of the stored tensor).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from ..layouts import CONV1D, MATRICES
+from ..layouts import CONV2D, MATRICES, as_stored
 from ..nn import ADAPTER, CompressedLinear, CompressedStack, NMWeight, adapter_of, folded
 from ..nn.gather import fsdp_modules, reshard
 from ..pattern import CheckpointError, RecipeError
@@ -101,6 +101,8 @@ def _about(layer: Layer, shape: Sequence[int], dtype: torch.dtype) -> dict[str, 
         "dtype": str(dtype).removeprefix("torch."),
         "layout": layer.layout,
     }
+    if layer.layout == CONV2D:
+        about["kernel"] = list(layer.parameter.shape[2:] if isinstance(layer, NMWeight) else layer.stored_shape[2:])
     adapter = adapter_of(layer)
     return about if adapter is None else {**about, "rank": int(adapter[0].shape[1])}
 
@@ -165,15 +167,15 @@ def _dense_weight(layer: Layer, ranks: Ranks) -> Tensor:
     if adapter is not None:
         left, right = (whole(part.detach()) for part in adapter)
         weight = folded(weight, left, right)
-    return weight.t() if layer.layout == CONV1D else weight
+    return as_stored(weight, layer.layout, layer.parameter.shape if isinstance(layer, NMWeight) else layer.stored_shape)
 
 
 def load_compressed(model: nn.Module, path: str | os.PathLike[str], keep_dense: bool = False) -> nn.Module:
     """Load a compressed file into a freshly built dense model, in place, and return the model.
 
-    The layers named in the file become CompressedLinear, with the file's adapters; every other tensor is copied. Names, shapes, dtypes
-    and indices are all checked before the model is touched, and a file from a stranger can do no more than be refused. Where tensor
-    parallelism (``parallelize_module``) has split the model, every rank reads the file and keeps its part.
+    The layers named in the file become CompressedLinear and CompressedConv2d, with the file's adapters; every other tensor is copied.
+    Names, shapes, dtypes and indices are all checked before the model is touched, and a file from a stranger can do no more than be
+    refused. Where tensor parallelism (``parallelize_module``) has split the model, every rank reads the file and keeps its part.
 
     Args:
         model: the dense architecture that was trained, on any device, also the meta device. It and the model that was saved may each be

@@ -4,7 +4,7 @@ from .activation import ActivationRule, SquaredReLU, SquaredReLUMLP
 from .adapter import ADAPTER, adapter_of, add_adapter, folded, set_adapter
 from .chains import Chain, channel_parameters, find_chains, reorder_
 from .compressed import CompressedLinear, is_order
-from .conv import SparseConv2d
+from .conv import CompressedConv2d, SparseConv2d
 from .deploy import compress_, deployed
 from .experts import (
     CompressedExperts,
@@ -29,6 +29,7 @@ __all__ = [
     "SquaredReLUMLP",
     "ADAPTER",
     "Chain",
+    "CompressedConv2d",
     "CompressedExperts",
     "CompressedLinear",
     "CompressedStack",

@@ -16,7 +16,7 @@ from ..autograd.gemms import AUTO, DENSE, Gemm, call, choose, form_of, forms
 from ..backends.cpu.linear import fprop_way, sparse_linear
 from ..backends.cpu.ways import SPARSE
 from ..dispatch import forced_backend
-from ..layouts import CONV1D, LINEAR, REDUCED, matrix_shape
+from ..layouts import CONV1D, CONV2D, LINEAR, REDUCED, matrix_shape
 from ..ops.compress import counts_writes
 from ..ops.define import kind_of, unwatched
 from ..ops.pack import positions
@@ -27,7 +27,8 @@ from .adapter import adapter_of, add_adapter, set_adapter
 from .linear import autocast_dtype, castable
 from .parallel import IN, NOTHING, OUT, check_input, check_mesh, split_along, split_linear
 
-LAYOUTS = (LINEAR, CONV1D)
+LAYOUTS = (LINEAR, CONV1D, CONV2D)
+"""Those of which there is a deployed form."""
 ORDINARY = (AUTO, "cpu rows")
 """Candidates that ``linear_compressed`` takes by itself, and by a shorter way."""
 
@@ -76,6 +77,7 @@ class CompressedLinear(nn.Module):
     values: Tensor
     indices: Tensor
     bias: nn.Parameter | None
+    layouts: tuple[str, ...] = (LINEAR, CONV1D)
 
     def __init__(
         self,
@@ -89,8 +91,8 @@ class CompressedLinear(nn.Module):
         super().__init__()
         if len(weight.shape) != 2:
             raise ShapeError(f"CompressedLinear: the weight must be a matrix (out, in), got shape {tuple(weight.shape)}.")
-        if layout not in LAYOUTS:
-            raise ShapeError(f"CompressedLinear: layout {layout!r} is unknown; choose one of {', '.join(LAYOUTS)}.")
+        if layout not in self.layouts:
+            raise ShapeError(f"CompressedLinear: layout {layout!r} is unknown; choose one of {', '.join(self.layouts)}.")
         self.out_features, self.in_features = (int(s) for s in weight.shape)
         if bias is not None and tuple(bias.shape) != (self.out_features,):
             raise ShapeError(f"CompressedLinear: bias has shape {tuple(bias.shape)}, the weight needs ({self.out_features},).")
@@ -119,6 +121,11 @@ class CompressedLinear(nn.Module):
     def order(self) -> Tensor | None:
         """``columns``, int32 ``(in,)``, or None."""
         return self._buffers.get("columns")
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape of the dense layer's weight."""
+        return (self.in_features, self.out_features) if self.layout == CONV1D else (self.out_features, self.in_features)
 
     def dense(self) -> Tensor:
         """The weight ``(out, in)`` in dense layout, its columns in the order of the inputs."""
@@ -169,7 +176,7 @@ class CompressedLinear(nn.Module):
         weight, dtype = self.weight, autocast_dtype(x)
         if dtype is not None and castable(weight.dtype):
             x = x.to(dtype) if castable(x.dtype) else x
-            weight = _cast(weight, dtype)
+            weight = cast(weight, dtype)
         if x.dtype != weight.values.dtype:
             raise DtypeError(f"CompressedLinear: x is {x.dtype}, the weight {weight.dtype}; cast one of them, or use torch.autocast.")
         order = self.order
@@ -319,7 +326,8 @@ def is_order(columns: Tensor, count: int) -> bool:
     return whole and (columns.is_meta or torch.equal(columns.sort().values.long(), torch.arange(count, device=columns.device)))
 
 
-def _cast(weight: ops.Compressed, dtype: torch.dtype) -> ops.Compressed:
+def cast(weight: ops.Compressed, dtype: torch.dtype) -> ops.Compressed:
+    """``weight`` in ``dtype``, kept with the layouts that are made of it."""
     if weight.dtype == dtype or torch.compiler.is_compiling():
         return weight.to(dtype)
     # cast once, with the layouts that a backend then builds for it, and not at every call

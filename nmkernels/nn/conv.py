@@ -1,13 +1,35 @@
-"""Convolutions: SparseConv2d, whose weight is masked along its input channels."""
+"""Convolutions: SparseConv2d trains a weight that is masked along its input channels, CompressedConv2d deploys it.
+
+A compressed convolution is done in one of two ways: by torch, with the weight in dense layout, which is kept or made at every call; or as
+the GEMM of the input's patches ``(positions, kh · kw · in)`` with the compressed weight. Which one is measured at the first call of its
+shape, and remembered in the table of measurements.
+"""
 
 from __future__ import annotations
 
+import logging
+import math
+from functools import partial
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..layouts import CONV2D
-from ..pattern import Pattern, PatternLike, ShapeError
-from .linear import NMWeight
+from .. import ops, tuning
+from ..autograd.gemms import CHECKED, DENSE, ENOUGH, EXPAND, FIRST_USE_BUDGET, FIRST_USE_WORK, Gemm
+from ..dispatch import forced_backend
+from ..layouts import CONV2D, as_stored
+from ..pattern import DtypeError, Pattern, PatternLike, ShapeError
+from ..tuning import TABLE, Candidate, Timer, Validator, cold
+from ..tuning.setting import setting, undisturbed
+from .compressed import SMALL_BYTES, CompressedLinear, cast
+from .linear import NMWeight, autocast_dtype, castable
+
+PATCHES = "patches"
+"""The way that multiplies the compressed weight."""
+
+log = logging.getLogger("nmkernels.choice")
 
 
 class SparseConv2d(NMWeight, nn.Conv2d):
@@ -61,6 +83,214 @@ class SparseConv2d(NMWeight, nn.Conv2d):
 
     def extra_repr(self) -> str:
         return f"{nn.Conv2d.extra_repr(self)}, {self._uses()}"
+
+
+class CompressedConv2d(CompressedLinear):
+    """y = x ∗ W + b with W held in the compressed N:M form, groups along the input channels.
+
+    The weight is compressed as the matrix ``(out, kh · kw · in)``, whose columns are the places of the kernel row by row, and at each of
+    them the input channels. Faster than dense where few positions meet many channels, or the pattern is sparser than 2:4; elsewhere torch
+    convolves with the weight expanded. Which is faster is measured at the first call of a shape, unless ``NMKERNELS_CHOICE`` says.
+
+    Args:
+        weight: the compressed weight of shape ``(out, kh · kw · in)``, a constant.
+        kernel_size: ``(kh, kw)``, or one number for both.
+        bias, stride, padding, dilation, padding_mode: as of ``nn.Conv2d``.
+        keep_dense: as of ``CompressedLinear``.
+
+    Raises:
+        ShapeError: the weight is no matrix of that kernel, or M does not divide the input channels.
+
+    Example:
+        >>> conv = torch.nn.Conv2d(8, 4, 3)
+        >>> c = ops.compress(conv.weight.detach().permute(0, 2, 3, 1).reshape(4, 72), "2:4")
+        >>> CompressedConv2d(c, 3, padding=1)(torch.randn(1, 8, 5, 5)).shape
+        torch.Size([1, 4, 5, 5])
+    """
+
+    def __init__(
+        self,
+        weight: ops.Compressed,
+        kernel_size: int | tuple[int, int],
+        bias: Tensor | None = None,
+        stride: int | tuple[int, int] = 1,
+        padding: str | int | tuple[int, int] = 0,
+        dilation: int | tuple[int, int] = 1,
+        padding_mode: str = "zeros",
+        keep_dense: bool = False,
+    ) -> None:
+        height, width = (kernel_size, kernel_size) if isinstance(kernel_size, int) else kernel_size
+        if len(weight.shape) != 2 or weight.shape[1] % (height * width):
+            raise ShapeError(
+                f"CompressedConv2d: the weight must be a matrix (out, kh*kw*in) of a kernel ({height}, {width}), got {tuple(weight.shape)}."
+            )
+        channels = weight.shape[1] // (height * width)
+        weight.pattern.check_divides("CompressedConv2d", channels, "in_channels")
+        super().__init__(weight, bias, CONV2D, keep_dense)
+        # torch's own layer checks the rest, and knows how each padding is done
+        shell = nn.Conv2d(channels, weight.shape[0], (height, width), stride, padding, dilation, 1, False, padding_mode, device="meta")  # type: ignore[arg-type]
+        for name in SETTINGS:
+            setattr(self, name, getattr(shell, name))
+        self._ways: dict[Any, str] = {}
+
+    layouts = (CONV2D,)
+    in_channels: int
+    out_channels: int
+    kernel_size: tuple[int, int]
+    stride: tuple[int, int]
+    padding: str | tuple[int, int]
+    dilation: tuple[int, int]
+    groups: int
+    padding_mode: str
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """``(out, in, kh, kw)``, that of the dense layer's weight."""
+        return self.out_channels, self.in_channels, *self.kernel_size
+
+    @property
+    def pointwise(self) -> bool:
+        """Whether each output sees one position of the input, so that it is a linear layer of the channels."""
+        return self.kernel_size == (1, 1) and self.stride == (1, 1) and self.padding in ((0, 0), "valid", "same")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """y = x ∗ W + b; x ``(batch, in, height, width)`` or without batch, in the weight's dtype, or any floating dtype under autocast."""
+        if x.dim() not in (3, 4) or x.shape[-3] != self.in_channels:
+            raise ShapeError(f"CompressedConv2d: x has shape {tuple(x.shape)}; it must be (batch, {self.in_channels}, height, width).")
+        if x.dim() == 3:
+            return self.forward(x[None])[0]
+        if self.pointwise:
+            y: Tensor = super().forward(x.movedim(1, -1).contiguous())
+            return y.movedim(-1, 1)
+        weight, dtype = self.weight, autocast_dtype(x)
+        if dtype is not None and castable(weight.dtype):
+            x = x.to(dtype) if castable(x.dtype) else x
+            weight = cast(weight, dtype)
+        if x.dtype != weight.dtype:
+            raise DtypeError(f"CompressedConv2d: x is {x.dtype}, the weight {weight.dtype}; cast one of them, or use torch.autocast.")
+        return self._by(self._way(x), x, weight)
+
+    def _by(self, way: str, x: Tensor, weight: ops.Compressed) -> Tensor:
+        bias = self.bias if self.bias is None or self.bias.dtype == x.dtype else self.bias.to(x.dtype)
+        if way == PATCHES:
+            y: Tensor = self._chosen(self._patches(x), weight, bias)
+            return y.movedim(-1, 1)
+        matrix = weight.dense() if way == EXPAND else weight.layout("dense", ops.Compressed.dense)
+        result: Tensor = nn.Conv2d._conv_forward(self, x, as_stored(matrix, CONV2D, self.stored_shape), bias)  # type: ignore[arg-type]
+        return result
+
+    @property
+    def _sides(self) -> list[int]:
+        """What is padded: left, right, top, bottom."""
+        sides: Any = self._reversed_padding_repeated_twice
+        return list(sides)
+
+    def _patches(self, x: Tensor) -> Tensor:
+        """What each output position sees, ``(batch, height, width, kh · kw · in)``."""
+        sides = self._sides
+        if any(sides):
+            x = F.pad(x, sides) if self.padding_mode == "zeros" else F.pad(x, sides, self.padding_mode)
+        x = x.permute(0, 2, 3, 1)
+        for dim, (size, step, apart) in enumerate(zip(self.kernel_size, self.stride, self.dilation, strict=True), 1):
+            x = x.unfold(dim, (size - 1) * apart + 1, step)[..., ::apart]
+        return x.permute(0, 1, 2, 4, 5, 3).flatten(3)
+
+    # ---- the choice
+
+    def _way(self, x: Tensor) -> str:
+        """How a call with the input x is done."""
+        if torch.compiler.is_compiling():
+            return EXPAND
+        dense = self.keep_dense or (x.is_cpu and math.prod(self.stored_shape) * x.dtype.itemsize <= SMALL_BYTES)
+        first = DENSE if dense else EXPAND
+        if torch._C._get_deterministic_algorithms():
+            return first
+        asked = x.shape, x.dtype, x.device, first, TABLE.revision
+        found = self._ways.get(asked)
+        if found is None and not undisturbed(x.device):
+            return first
+        if found is None:
+            if len(self._ways) >= MOST_WAYS:
+                self._ways.clear()
+            found = self._find(x, first)
+            self._ways[(*asked[:-1], TABLE.revision)] = found  # which may have been measured just now
+        return found
+
+    def _find(self, x: Tensor, first: str) -> str:
+        how = setting()
+        if how == "dense" or how == "packed" or forced_backend():
+            return first if how == "dense" else PATCHES
+        problem, most = self._problem(x, first), FIRST_USE_WORK.get(x.device.type, 0)
+        line = TABLE.get(problem)
+        if line is not None and line.get("choice") in (first, PATCHES):
+            return str(line["choice"])
+        each = self._positions(x) * self.out_features * self.in_features  # multiplications of one sample
+        if how == "table" or not each * len(x) > 0 or each > most:
+            return first
+        some = x[: max(1, ENOUGH[x.device.type] // each)].detach()
+        try:
+            with torch.inference_mode(False), torch.no_grad(), torch._C._DisableAutocast():
+                found = self._measure(problem, some.clone(), max(1, CHECKED // each), first)
+        except (RuntimeError, MemoryError) as error:  # out of memory, mostly
+            log.warning("%s: not measured: %s", problem, error)
+            return first
+        found.store({problem: found.line(found.best, "first use")})
+        log.info("%s: %s", problem, found.best)
+        return found.best
+
+    def _problem(self, x: Tensor, first: str) -> str:
+        """The line of the table: all that the time depends on."""
+        last = "last" if x.is_contiguous(memory_format=torch.channels_last) else "first"
+        what = "x".join(map(str, self.stored_shape)), f"{self.pattern}", str(x.dtype).removeprefix("torch."), f"{x.shape[2]}x{x.shape[3]}"
+        how = f"{self.stride} {self.padding} {self.dilation} {self.padding_mode} channels-{last} {first}"
+        return tuning.key("conv", x.device, "|".join((*what, how)), len(x))
+
+    def _positions(self, x: Tensor) -> int:
+        """How many outputs one sample of x has in each channel."""
+        sides, count = self._sides, 1
+        for i, size in enumerate((x.shape[3], x.shape[2])):
+            span = (self.kernel_size[1 - i] - 1) * self.dilation[1 - i] + 1
+            count *= max(0, (size + sides[2 * i] + sides[2 * i + 1] - span) // self.stride[1 - i] + 1)
+        return count
+
+    def _measure(self, problem: str, x: Tensor, checked: int, first: str) -> tuning.Found:
+        """Time both ways on x; the results of the first ``checked`` samples are compared."""
+        weight = ops.Compressed(self.values.detach().to(x.dtype), self.indices, self.pattern, (self.out_features, self.in_features))
+        dense = weight.dense()
+        bias = None if self.bias is None else self.bias.detach().to(x.dtype)
+        stored = as_stored(dense, CONV2D, self.stored_shape)
+        part = x[:checked]
+        theirs = nn.Conv2d._conv_forward(self, part, stored, bias)  # type: ignore[arg-type]
+        exact = nn.Conv2d._conv_forward(self, part.double(), stored.double(), None if bias is None else bias.double())  # type: ignore[arg-type]
+        rows, cols = len(theirs), theirs[0].numel()
+        validator = Validator(exact.reshape(rows, cols), theirs.reshape(rows, cols))
+
+        def written(way: str, out: Tensor) -> None:
+            out.copy_(self._by(way, part, weight).reshape(rows, cols))
+
+        def calls(way: str) -> list[partial[Tensor]]:
+            return [partial(self._by, way, each, weight) for each in cold(x)]
+
+        some = [Candidate(way, partial(written, way), partial(calls, way)) for way in (first, PATCHES)]
+        return tuning.measure(problem, some, validator, Timer(x.device), FIRST_USE_BUDGET)
+
+    def gemms(self, tokens: int, dtype: torch.dtype | None = None) -> tuple[Gemm, ...]:
+        """Of a 1×1 convolution its one GEMM; how another one is done is measured at its first call."""
+        return super().gemms(tokens, dtype) if self.pointwise else ()
+
+    def extra_repr(self) -> str:
+        shown = nn.Conv2d.extra_repr(self)  # type: ignore[arg-type]
+        return f"{shown}, pattern={self.pattern}, dtype={self.values.dtype}{', keep_dense=True' if self.keep_dense else ''}"
+
+
+SETTINGS = (
+    "in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "padding_mode", "transposed", "output_padding",
+    "_reversed_padding_repeated_twice",
+)  # fmt: skip
+"""What a convolution knows beside its weight, as torch's own layer has worked it out."""
+
+MOST_WAYS = 256
+"""Kinds of inputs whose way a layer remembers; then it forgets all."""
 
 
 def check_groups(op: str, pattern: Pattern, in_channels: int, groups: int) -> None:

@@ -8,11 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
+from ..layouts import CONV2D
 from ..pattern import RecipeError, ShapeError
 from ..shards import is_sharded
 from .adapter import adapter_of
 from .chains import channel_parameters, find_chains, reorder_
 from .compressed import CompressedLinear, CompressedPart
+from .conv import CompressedConv2d
 from .experts import SparseExperts, StackedWeight, compressed_stack, deploy_stacks_, layer_name
 from .gather import fsdp_modules, reshard
 from .linear import NMWeight
@@ -24,8 +26,8 @@ HOOKS = tuple(name for name in vars(nn.Module()) if name.startswith(("_forward_"
 
 
 def compress_(model: nn.Module, keep_dense: bool = False) -> nn.Module:
-    """Replace every finished sparse layer of ``model`` by a CompressedLinear, in place, and return the model; experts modules become
-    CompressedExperts.
+    """Replace every finished sparse layer of ``model`` by a CompressedLinear or CompressedConv2d, in place, and return the model; experts
+    modules become CompressedExperts.
 
     Layers whose groups are no neighbours (``Complementary``) take their inputs in another order, or where ``find_chains`` proves that to
     be the same, the layers before them give their outputs in it. Forward and backward hooks, bias, adapter and mode are carried over; the
@@ -138,14 +140,18 @@ def deployed(
     adapter: tuple[Tensor, Tensor] | None = None,
     columns: Tensor | None = None,
 ) -> CompressedLinear:
-    """The CompressedLinear that takes the place of ``dense``: its bias, mode, and forward and backward hooks, with ``weight``.
+    """The compressed layer that takes the place of ``dense``: its bias, mode, and forward and backward hooks, with ``weight``.
 
     Where the weight of ``dense`` is split by tensor parallelism, ``weight`` is this rank's part of it.
     """
     bias, old = dense.bias, dense.weight
     assert (bias is None or isinstance(bias, nn.Parameter)) and isinstance(old, Tensor)
-    if is_sharded(old):
-        new: CompressedLinear = CompressedPart(weight, old, bias, layout, keep_dense, adapter, columns)
+    new: CompressedLinear
+    if layout == CONV2D:
+        conv: Any = dense
+        new = CompressedConv2d(weight, conv.kernel_size, bias, conv.stride, conv.padding, conv.dilation, conv.padding_mode, keep_dense)
+    elif is_sharded(old):
+        new = CompressedPart(weight, old, bias, layout, keep_dense, adapter, columns)
     else:
         new = CompressedLinear(weight, bias, layout, keep_dense, adapter, columns)
     new.__dict__.update({name: dense.__dict__[name] for name in HOOKS})

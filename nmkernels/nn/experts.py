@@ -119,6 +119,12 @@ class StackedWeight(NMWeight):
         return found
 
     @property
+    def flattened(self) -> bool:
+        """Whether the stack is a part of a flat tensor, as FullyShardedDataParallel (FSDP1) makes it one."""
+        found = self.owner._parameters.get(self.key)
+        return found is None or found.dim() != 3
+
+    @property
     def experts(self) -> int:
         """E, the number of experts."""
         return int(self.weight.shape[0])

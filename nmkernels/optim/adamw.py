@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from ..layouts import LINEAR, as_matrix, ordered
 from ..ops import STATS, masked_adamw_
@@ -76,7 +77,7 @@ class MaskedAdamW(torch.optim.AdamW):
         return {"defaults": self.defaults, "state": self.state, "param_groups": self.param_groups}
 
     @torch.no_grad()
-    @torch._disable_dynamo  # one kernel call: a graph could make it no faster, and would be compiled anew for every learning rate
+    @_disable_dynamo  # one kernel call: a graph could make it no faster, and would be compiled anew for every learning rate
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of every parameter that has a gradient; returns the closure's loss."""
         loss = None

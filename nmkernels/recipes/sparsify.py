@@ -17,6 +17,7 @@ from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from ..layouts import CONV1D, CONV2D, LINEAR, MATRICES, ORDERS, REDUCED, as_matrix, matrix_shape, ordered
 from ..nn import (
+    CompressedConv2d,
     CompressedExperts,
     CompressedLinear,
     CompressedStack,
@@ -226,7 +227,8 @@ def _candidate(
     name: str, module: nn.Module, pattern: Pattern, recipe: Recipe | None, uses: Counter[int], bypassed: set[int], heads: set[int]
 ) -> Candidate:
     if isinstance(module, CompressedLinear):
-        return Candidate(name, module, module.weight.shape, "it is compressed already")
+        shape = module.stored_shape if isinstance(module, CompressedConv2d) else module.weight.shape
+        return Candidate(name, module, shape, "it is compressed already")
     weight: Tensor | None = module._parameters.get("weight")  # asking for the attribute may compute it, and spectral_norm changes by that
     if isinstance(weight, nn.parameter.UninitializedParameter):
         return Candidate(name, module, (), "its parameters are not initialised yet; run the model once first")

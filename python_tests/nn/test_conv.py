@@ -272,3 +272,157 @@ def test_an_optimizer_that_has_stepped_before_sparsify_goes_on():
         train(model, optimizer, 3, first=2)
         runs.append(model.state_dict())
     assert all(torch.allclose(runs[0][key], runs[1][key], atol=1e-10) for key in runs[0])
+
+
+# ---- with the rest of torch
+
+
+def test_autocast_and_gradscaler():
+    model = net()
+    handle = nm.sparsify_(model, nm.recipes.SRSTE("2:4", decay=0.05))
+    optimizer = handle.attach(nm.optim.MaskedAdamW(model.parameters(), lr=1e-2))
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for step in range(3):
+        x, labels = batch(step)
+        with torch.autocast("cpu", torch.bfloat16):
+            y = model[3](model[:3](x))
+            assert y.dtype == torch.bfloat16
+            loss = F.cross_entropy(model(x), labels)
+        scaler.scale(loss).backward()
+        assert model[3].weight.grad.dtype == torch.float32
+        if step == 1:
+            model[3].weight.grad[0, 0, 0, 0] = float("inf")
+            before = copy.deepcopy(model.state_dict())
+        scaler.step(optimizer)
+        scaler.update()
+        if step == 1:
+            assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+        optimizer.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        kept = model[3].effective_weight(torch.bfloat16)
+        want = F.conv2d(model[:3](x).bfloat16(), masked_by_hand(model[3].weight.detach()).bfloat16(), padding=1)
+        assert torch.equal(model[3](model[:3](x)), want) and (kept != 0).float().mean() <= 0.5
+
+
+def test_never_stale_and_kept_between_microbatches():
+    model = net()
+    handle = nm.sparsify_(model, "srste:2:4")
+    optimizer = handle.attach(torch.optim.SGD(model.parameters(), lr=0.1))
+    x = torch.randn(1, 16, 8, 8)
+    layer = model[3]
+    with torch.no_grad():
+        for change in (
+            lambda: layer.weight.mul_(-1.5),
+            lambda: layer.weight.data.copy_(torch.randn_like(layer.weight)),
+            lambda: train(model, optimizer, 1) if torch.is_grad_enabled() else layer.weight.add_(1.0),
+        ):
+            layer(x)
+            change()
+            assert torch.allclose(layer(x), F.conv2d(x, masked_by_hand(layer.weight), padding=1), atol=1e-5)
+    layer(x)
+    first = layer.effective.kept
+    layer(x)
+    assert first and all(a is b for a, b in zip(first, layer.effective.kept, strict=True))
+
+
+def test_functional_call_vmap_and_hooks():
+    model = net()
+    nm.sparsify_(model, "ste:2:4")
+    layer, x = model[3], torch.randn(3, 16, 6, 6)
+    called = []
+    layer.register_forward_hook(lambda *args: called.append(1))
+    other = torch.randn(32, 16, 3, 3)  # in the order of its dimensions
+    got = torch.func.functional_call(layer, {"weight": other}, (x,))
+    assert torch.allclose(got, F.conv2d(x, masked_by_hand(other), padding=1), atol=1e-5)
+    each = torch.func.vmap(lambda x: layer(x))(x)
+    assert torch.allclose(each, layer(x), atol=1e-5) and len(called) == 3
+
+
+def test_compile_without_a_graph_break():
+    model = net()
+    handle = nm.sparsify_(model, nm.recipes.SRSTE("2:4", decay=0.05))
+    optimizer = handle.attach(nm.optim.MaskedAdamW(model.parameters(), lr=1e-2))
+    plain = copy.deepcopy(model)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    for step in range(2):
+        x, labels = batch(step)
+        F.cross_entropy(compiled(x), labels).backward()
+        if step == 0:
+            F.cross_entropy(plain(x), labels).backward()
+            for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+                assert torch.allclose(p.grad, q.grad, atol=1e-6)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("text", ["step:2:4(switch='fixed', start=3)", "asp:2:4(start=3)"])
+@pytest.mark.parametrize("which", [torch.optim.AdamW, nm.optim.MaskedAdamW])
+def test_resuming_equals_an_uninterrupted_run(text, which):
+    if "step" in text and which is torch.optim.AdamW:
+        which = nm.optim.MaskedAdamW
+
+    def start():
+        model = net()
+        handle = nm.sparsify_(model, nm.recipes.get(text, total_steps=8))
+        return model, handle, handle.attach(which(model.parameters(), lr=1e-2))
+
+    whole, _, optimizer = start()
+    train(whole, optimizer, 8)
+    first, _, optimizer = start()
+    train(first, optimizer, 5)
+    saved = io.BytesIO()
+    torch.save({"model": first.state_dict(), "optimizer": optimizer.state_dict()}, saved)
+    saved.seek(0)
+    state = torch.load(saved, weights_only=True)
+    again, handle, optimizer = start()
+    again.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    train(again, optimizer, 3, first=5)
+    assert all(torch.equal(value, again.state_dict()[key]) for key, value in whole.state_dict().items())
+    handle.finish()
+    assert all(nm.ops.is_nm(layer.master, "2:4") for layer in handle.layers.values())
+
+
+def test_what_changes_a_finished_weight_is_seen():
+    model = net()
+    handle = nm.sparsify_(model, "srste:2:4")
+    handle.finish(allow_unused=True)
+    assert "uses=finished" in repr(model[3])
+    with torch.no_grad():
+        model[3].weight.add_(0.1)
+    with pytest.warns(UserWarning, match=r"SparseConv2d \(32, 144\).*is not any more"):
+        model.eval()
+    with pytest.raises(nm.RecipeError, match="changed after finish"):
+        nm.compress_(model)
+
+
+def _train_on_one_rank(rank, path, out):
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+    model = net()
+    handle = nm.sparsify_(model, nm.recipes.SRSTE("2:4", decay=0.05))
+    parallel = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer = handle.attach(nm.optim.MaskedAdamW(model.parameters(), lr=1e-2))
+    model.eval()  # the statistics of a batch norm are those of its rank
+    for step in range(3):
+        x, labels = batch(step)
+        F.cross_entropy(parallel(x[rank * 2 : rank * 2 + 2]), labels[rank * 2 : rank * 2 + 2]).backward()
+        assert in_order(model[3])
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        assert model.get_submodule("3").matrix(model[3].weight.grad).data_ptr() == model[3].weight.grad.data_ptr()
+    if rank == 0:
+        torch.save(model.state_dict(), out)
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_ddp_buckets_keep_the_order(tmp_path):
+    torch.multiprocessing.spawn(_train_on_one_rank, (str(tmp_path / "meet"), str(tmp_path / "out")), nprocs=2)
+    model = net()
+    handle = nm.sparsify_(model, nm.recipes.SRSTE("2:4", decay=0.05))
+    optimizer = handle.attach(nm.optim.MaskedAdamW(model.parameters(), lr=1e-2))
+    model.eval()
+    train(model, optimizer, 3)
+    got = torch.load(tmp_path / "out")
+    assert all(torch.allclose(value, got[key], atol=1e-4) for key, value in model.state_dict().items())
