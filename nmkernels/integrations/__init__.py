@@ -6,7 +6,7 @@ of them as soon as it is imported, before nmkernels or after it: see ``register`
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -14,12 +14,9 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-FILES = ("peft", "torchtitan")
-"""What ``nm.integrations`` loads when it is asked for it."""
-
 
 def __getattr__(name: str) -> ModuleType:
-    if name not in FILES:
+    if name.startswith("_") or importlib.util.find_spec(f"{__name__}.{name}") is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return importlib.import_module(f"{__name__}.{name}")
 

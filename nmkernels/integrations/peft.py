@@ -46,8 +46,9 @@ from peft.utils import SAFETENSORS_WEIGHTS_NAME, transformers_weight_conversion
 from torch import Tensor, nn
 
 from .. import ops
+from ..layouts import CONV1D, MATRICES
 from ..nn import CompressedLinear, NMWeight, SparseConv1D, SparseLinear, adapter_of, set_adapter
-from ..nn.compressed import LAYOUTS, CompressedPart
+from ..nn.compressed import CompressedPart
 from ..pattern import OptionError, RecipeError, ShapeError
 from ..shards import is_sharded
 
@@ -81,7 +82,7 @@ class MaskedLoraConfig(LoraConfig):
 def is_linear(module: nn.Module) -> bool:
     """Whether ``module`` is a linear layer with an N:M weight, one that trains or a compressed one."""
     if isinstance(module, CompressedLinear):
-        return type(module).forward in (CompressedLinear.forward, CompressedPart.forward) and module.layout in LAYOUTS
+        return type(module).forward in (CompressedLinear.forward, CompressedPart.forward) and module.layout in MATRICES
     return isinstance(module, (SparseLinear, SparseConv1D))
 
 
@@ -94,7 +95,7 @@ def is_sparse(module: nn.Module) -> bool:
 
 def stored_transposed(layer: nn.Module) -> bool:
     """Whether the dense layer stores its weight as ``(in, out)``."""
-    return layer.layout == "conv1d" if isinstance(layer, CompressedLinear) else isinstance(layer, SparseConv1D)
+    return layer.layout == CONV1D
 
 
 def base_of(module: nn.Module) -> nn.Module:
@@ -684,9 +685,9 @@ def check_injection(tuner: BaseTuner, model: nn.Module, config: Any) -> None:
         reason = unsupported(config)
         if reason:
             raise OptionError(f"LoRA on {chosen[0]!r} and other N:M weights: {reason}")
-        strange = [name for name in chosen if not is_linear(layers[name]) and not isinstance(layers[name], nn.Conv2d)]
+        strange = [name for name in chosen if not is_linear(layers[name])]
     else:
-        strange = [name for name in chosen if not isinstance(layers[name], (nn.Linear, nn.Conv2d))]
+        strange = [name for name in chosen if not isinstance(layers[name], nn.Linear)]
     if strange:
         layer = layers[strange[0]]
         method = getattr(config.peft_type, "value", config.peft_type)

@@ -115,7 +115,10 @@ def _candidates(model: nn.Module, pattern: Pattern, recipe: Recipe | None) -> It
     uses = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
     bypassed = {id(m.out_proj) for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
     heads = _output_heads(model)
+    adapters = {id(part) for m in model.modules() for part in _adapters(m)}
     for name, module in model.named_modules():
+        if id(module) in adapters:
+            continue
         conv = isinstance(module, nn.Conv2d) and not _channels(module, pattern)
         if isinstance(module, (StackedWeight, CompressedStack)):
             continue  # told of with its experts module
@@ -130,6 +133,14 @@ def _candidates(model: nn.Module, pattern: Pattern, recipe: Recipe | None) -> It
         # what a parametrization is of stands under the name of its module
         elif not isinstance(module, (*NORMS, ParametrizationList)):
             yield from _others(name, module, pattern)
+
+
+def _adapters(module: nn.Module) -> Iterator[nn.Module]:
+    """What a layer of PEFT has beside the layer that it wraps: low-rank matrices, which are small already."""
+    if hasattr(module, "adapter_layer_names") and isinstance(getattr(module, "base_layer", None), nn.Module):
+        for name, child in module.named_children():
+            if name != "base_layer":
+                yield from child.modules()
 
 
 def _channels(conv: nn.Conv2d, pattern: Pattern) -> str:
@@ -252,7 +263,7 @@ def _candidate(
     keep_dense = planned.keep_dense_reason
     if isinstance(module, NMWeight):
         keep_dense = ""  # whoever made it sparse has decided
-    elif id(module) in heads or name.rpartition(".")[2] in HEADS:
+    elif id(module) in heads or name.removesuffix(".base_layer").rpartition(".")[2] in HEADS:
         keep_dense = "output head"
     elif shape and min(shape[:2]) < TINY:
         keep_dense = f"tiny: fewer than {TINY} {'channels' if layout == CONV2D else 'features'} on one side"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import pickle
 import subprocess
@@ -32,10 +33,10 @@ WORDS = 64
 IDS = torch.arange(24).reshape(2, 12) * 7 % WORDS
 
 
-def llama(**changes: Any) -> nn.Module:
+def llama() -> nn.Module:
     torch.manual_seed(0)
     sizes = {"vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(**{**sizes, "num_key_value_heads": 2, "max_position_embeddings": 32, **changes})).eval()
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, max_position_embeddings=32)).eval()
 
 
 def gpt2() -> nn.Module:
@@ -47,10 +48,15 @@ def gpt2() -> nn.Module:
 MODELS: dict[str, Callable[[], nn.Module]] = {"llama": llama, "gpt2": gpt2}
 
 
-def base(name: str = "llama", compressed: bool = True, recipe: Any = "asp:2:4", **changes: Any) -> nn.Module:
-    model = llama(**changes) if changes else MODELS[name]()
-    nm.sparsify_(model, recipe).finish(allow_unused=True)
+@functools.cache
+def made(name: str, compressed: bool) -> nn.Module:
+    model = MODELS[name]()
+    nm.sparsify_(model, "asp:2:4").finish(allow_unused=True)
     return nm.compress_(model) if compressed else model
+
+
+def base(name: str = "llama", compressed: bool = True) -> nn.Module:
+    return copy.deepcopy(made(name, compressed))
 
 
 def logits(model: nn.Module) -> Tensor:
@@ -210,6 +216,7 @@ def test_an_adapter_is_loaded_by_what_is_in_its_folder_alone(tmp_path: Path) -> 
     other.save_pretrained(tmp_path / "masked")
     loaded = PeftModel.from_pretrained(base(), tmp_path / "plain")
     assert torch.equal(logits(loaded), logits(lora)) and loaded.peft_config["default"].inference_mode
+    assert close(logits(PeftModel.from_pretrained(base(compressed=False), tmp_path / "plain")), logits(lora)), "or beside the dense layout"
     loaded.load_adapter(tmp_path / "masked", "second")
     loaded.set_adapter("second")
     assert torch.equal(logits(loaded), logits(other)) and type(loaded.peft_config["second"]) is MaskedLoraConfig
@@ -292,7 +299,7 @@ def test_dense_layers_of_the_model_take_peft_own_layers() -> None:
     ("name", "compressed", "options"),
     [
         ("llama", True, {"use_dora": True}),
-        ("gpt2", False, {"use_dora": True, "use_rslora": True}),
+        pytest.param("gpt2", False, {"use_dora": True, "use_rslora": True}, marks=pytest.mark.slow),
         pytest.param("gpt2", True, {"use_dora": True, "lora_dropout": 0.2}, marks=pytest.mark.slow),
         pytest.param("llama", False, {"use_dora": True}, marks=pytest.mark.slow),
         pytest.param("llama", True, {"use_rslora": True, "lora_dropout": 0.2}, marks=pytest.mark.slow),
@@ -370,7 +377,7 @@ def test_masked_and_other_adapters_together() -> None:
     assert close(logits(P.absorb(lora)), both)
 
 
-@pytest.mark.parametrize("compressed", [True, False])
+@pytest.mark.parametrize("compressed", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_slope_adapters_are_exported_and_loaded_by_peft_alone(compressed: bool, tmp_path: Path) -> None:
     model = llama()
     recipe = nm.recipes.SLoPe("2:4", total_steps=4, rank=2, start=1)
@@ -405,6 +412,7 @@ def test_slope_adapters_are_exported_and_loaded_by_peft_alone(compressed: bool, 
         P.export_adapter(loaded, tmp_path / "c")
 
 
+@pytest.mark.slow
 def test_an_absorbed_adapter_is_exported_as_what_it_was(tmp_path: Path) -> None:
     lora = tuned(base("gpt2"))
     after = logits(lora)
@@ -430,7 +438,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize("compressed", [True, False])
+@pytest.mark.parametrize("compressed", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_what_is_refused_is_so_before_anything_is_changed(compressed: bool) -> None:
     model = base(compressed=compressed)
     kinds = [type(m) for m in model.modules()]
@@ -475,6 +483,10 @@ def test_what_an_adapter_cannot_be_absorbed_for_is_said_before_anything_is_chang
 
 
 def test_other_methods_are_refused_in_words_where_they_have_no_form() -> None:
+    conv = nn.Sequential(nn.Conv2d(16, 16, 3))
+    nm.sparsify_(conv, "asp:2:4").finish(allow_unused=True)
+    with pytest.raises(nm.pattern.OptionError, match=r"LORA has no form for '0', a SparseConv2d"):
+        get_peft_model(conv, LoraConfig(r=2, target_modules=["0"]))
     for model, kind in ((base(), "CompressedLinear"), (base("gpt2", compressed=False), "SparseConv1D")):
         names = P.targets(model)[:1]
         for config in (peft.IA3Config(target_modules=names, feedforward_modules=[]), peft.LoHaConfig(r=2, target_modules=names)):
@@ -621,3 +633,16 @@ def test_a_base_that_is_compressed_or_densified_under_its_adapter() -> None:
     lora = tuned(base(compressed=False))
     nm.densify_(lora)
     assert close(logits(lora.merge_and_unload()), after), "dense layers are merged as ever"
+
+
+def test_a_model_that_has_lora_already_is_made_sparse_but_not_its_adapters() -> None:
+    lora = get_peft_model(llama(), LoraConfig(r=16, target_modules="all-linear"))
+    handle = nm.sparsify_(lora, "asp:2:4")
+    assert len(handle.layers) == 7 and all(name.endswith("_proj.base_layer") for name in handle.layers)
+    assert not any("lora_" in entry.name for entry in handle.report.entries)
+    with pytest.raises(nm.RecipeError, match="merging lora into the N:M weight of 'model.layers.0.self_attn.q_proj' would make it dense"):
+        lora.merge_and_unload()
+    headed = get_peft_model(
+        nn.ModuleDict({"head": nn.Linear(64, 64), "body": nn.Linear(64, 64)}), LoraConfig(r=16, target_modules=["head", "body"])
+    )
+    assert list(nm.sparsify_(headed, "asp:2:4").layers) == ["base_model.model.body.base_layer"]
