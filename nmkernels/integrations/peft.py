@@ -26,7 +26,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..layouts import CONV1D, MATRICES
-from ..nn import CompressedLinear, NMWeight, SparseConv1D, SparseLinear, adapter_of, set_adapter
+from ..nn import CompressedLinear, CompressedStack, NMWeight, SparseConv1D, SparseLinear, adapter_of, layer_name, set_adapter
 from ..nn.compressed import CompressedPart
 from ..pattern import OptionError, RecipeError, ShapeError
 from ..shards import is_sharded
@@ -87,10 +87,8 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def is_sparse(module: nn.Module) -> bool:
-    """Whether ``module`` is a layer with an N:M weight of any kind."""
-    return isinstance(module, (NMWeight, CompressedLinear)) or (
-        type(module).__module__.startswith("nmkernels.nn") and type(module).__name__.startswith(("Sparse", "Compressed"))
-    )
+    """Whether ``module`` is a layer with an N:M weight of any kind; of experts each stack is one."""
+    return isinstance(module, (NMWeight, CompressedLinear, CompressedStack)) or type(module).__name__.startswith("CompressedConv")
 
 
 def stored_transposed(layer: nn.Module) -> bool:
@@ -106,6 +104,8 @@ def base_of(module: nn.Module) -> nn.Module:
 def targets(model: nn.Module) -> list[str]:
     """The linear layers of ``model`` with an N:M weight, for ``LoraConfig(target_modules=...)``; without the output embeddings.
 
+    Without those too whose names peft takes for the experts' of a mixture, such as ``gate_proj`` of Qwen-MoE's shared expert.
+
     Args:
         model: with layers that are finished (``handle.finish()``) or compressed (``nm.compress_``), with or without adapters of peft.
 
@@ -114,6 +114,7 @@ def targets(model: nn.Module) -> list[str]:
         LoraConfig(r=8, target_modules=nm.integrations.peft.targets(model))
     """
     head = getattr(model, "get_output_embeddings", lambda: None)()
+    experts = _names_of_experts(model)
     inside: tuple[str, ...] = ()
     names = []
     for name, module in model.named_modules():
@@ -121,9 +122,16 @@ def targets(model: nn.Module) -> list[str]:
             continue
         if isinstance(module, BaseTunerLayer):
             inside += (f"{name}.",)
-        if is_linear(base_of(module)) and module is not head:
+        if is_linear(base_of(module)) and module is not head and name.rpartition(".")[2] not in experts:
             names.append(name)
     return names
+
+
+def _names_of_experts(model: nn.Module) -> Any:
+    """The names of modules that peft rewrites into ``target_parameters`` of stacked experts, whatever module has them."""
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    patterns = getattr(transformers_weight_conversion, "_MODEL_TO_CONVERSION_PATTERN", {})
+    return getattr(transformers_weight_conversion, "_MOE_TARGET_MODULE_MAPPING", {}).get(patterns.get(kind), {})
 
 
 # ---------------------------------------------------------------------------------------------------------------- what a layer computes
@@ -654,13 +662,14 @@ def check_injection(tuner: BaseTuner, model: nn.Module, config: Any) -> None:
     layers = {name: base_of(m) for name, m in model.named_modules() if is_sparse(base_of(m)) and not name.endswith(".base_layer")}
     if not layers:
         return
-    for wanted in getattr(config, "target_parameters", None) or ():
-        owner = wanted.rpartition(".")[0]
-        hit = next((name for name in layers if name == owner or name.endswith(f".{owner}")), None)
+    parameters = {_parameter_name(name, layer): name for name, layer in layers.items()}
+    for wanted in _target_parameters(model, config):
+        hit = next((name for stored, name in parameters.items() if f".{stored}".endswith(f".{wanted}")), None)
         if hit is not None:
             raise OptionError(
-                f"target_parameters={wanted!r} is of {hit!r}, a {type(layers[hit]).__name__}: peft would parametrize an N:M weight, "
-                "which has another form already. Name linear layers in target_modules; experts with N:M weights take no LoRA."
+                f"peft would parametrize {wanted!r} (target_parameters), which is the N:M weight of a {type(layers[hit]).__name__} and has "
+                "another form already. Name linear layers only: target_modules=nm.integrations.peft.targets(model). Experts with N:M "
+                "weights take no LoRA."
             )
     for wanted in getattr(config, "modules_to_save", None) or ():
         hit = next((name for name in layers if re.match(rf"(^|.*\.){re.escape(wanted)}($|\..*)", name)), None)
@@ -695,6 +704,19 @@ def check_injection(tuner: BaseTuner, model: nn.Module, config: Any) -> None:
             f"{method} has no form for {strange[0]!r}, a {type(layer).__name__}. LoRA has one for linear layers (peft.LoraConfig), and "
             "prompt methods need none; a finished nn.Linear takes any method before nm.compress_."
         )
+
+
+def _parameter_name(name: str, layer: nn.Module) -> str:
+    stack = layer_name(name, layer)
+    return f"{name}.weight" if stack == name else stack
+
+
+def _target_parameters(model: nn.Module, config: Any) -> set[str]:
+    """What ``target_parameters`` will be: of mixtures peft rewrites the names of modules that are stacked now."""
+    asked = copy.deepcopy(config)
+    with suppress(Exception):  # peft itself says what is wrong with it
+        transformers_weight_conversion.convert_peft_config_for_transformers(asked, model=model, conversions=None)
+    return set(getattr(asked, "target_parameters", None) or ())
 
 
 def _is_target(tuner: BaseTuner, model: nn.Module, config: Any, name: str) -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import nmkernels as nm
 from nmkernels.nn import SparseConv1D, adapter_of
+from python_tests import moe
 from python_tests.house.tree import ROOT
 
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -431,7 +432,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"kasa_config": peft.KasaConfig()}, "kasa_config is a variant"),
     (
         {"target_parameters": ["q_proj.weight"], "target_modules": []},
-        "target_parameters='q_proj.weight' is of .*Name linear layers in target_modules",
+        "would parametrize 'q_proj.weight'.*a (SparseLinear|CompressedLinear) and.*peft.targets",
     ),
     ({"modules_to_save": ["up_proj"]}, "modules_to_save='up_proj' has .* in it"),
     ({"modules_to_save": ["mlp"]}, "modules_to_save='mlp' has 'model.layers.0.mlp.gate_proj' in it"),
@@ -646,3 +647,29 @@ def test_a_model_that_has_lora_already_is_made_sparse_but_not_its_adapters() -> 
         nn.ModuleDict({"head": nn.Linear(64, 64), "body": nn.Linear(64, 64)}), LoraConfig(r=16, target_modules=["head", "body"])
     )
     assert list(nm.sparsify_(headed, "asp:2:4").layers) == ["base_model.model.body.base_layer"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compressed", [True, False])
+@pytest.mark.parametrize("kind", moe.KINDS)
+def test_a_mixture_takes_lora_on_its_linear_layers_and_none_on_its_experts(kind: str, compressed: bool) -> None:
+    model = moe.tiny(kind)
+    nm.sparsify_(model, "asp:2:4").finish(allow_unused=True)
+    if compressed:
+        nm.compress_(model)
+    stack = "gate_up_proj"
+    for options in (
+        # peft 0.21 counts experts among all-linear for these two
+        {"target_modules": "all-linear"} if kind in ("mixtral", "qwen3_moe") else {"target_parameters": [stack]},
+        {"target_parameters": [f"mlp.experts.{stack}"]},
+        {"target_parameters": [f"experts.{stack}"], "target_modules": ["q_proj"]},
+    ):
+        with pytest.raises(nm.pattern.OptionError, match=rf"would parametrize '.*{stack}'.*Experts with N:M weights take no LoRA"):
+            get_peft_model(model, LoraConfig(r=2, **options))
+        assert not any(isinstance(m, peft.tuners.tuners_utils.BaseTunerLayer) for m in model.modules())
+    ids = moe.tokens()[0]
+    lora = get_peft_model(model, LoraConfig(r=2, target_modules=P.targets(model), init_lora_weights=False)).eval()
+    assert {name.rpartition(".")[2] for name in layers_of(lora)} >= {"q_proj", "k_proj", "v_proj", "o_proj"}
+    with torch.no_grad():
+        want = lora(ids).logits
+        assert close(P.absorb(lora)(ids).logits, want)
