@@ -24,6 +24,7 @@ from python_tests.house.tree import ROOT
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("peft", reason="peft is not installed")
 import peft
+import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
@@ -198,6 +199,20 @@ def test_a_masked_adapter_merges_exactly_and_unmerges_bit_for_bit(name: str, com
     if not compressed:
         nm.compress_(merged)
         assert close(logits(merged), after)
+
+
+def test_a_masked_adapter_with_a_bias_of_its_own() -> None:
+    lora = tuned(base("gpt2"), masked(lora_bias=True))
+    layer = next(iter(layers_of(lora).values()))
+    after, bias = logits(lora), layer.base_layer.bias.detach().clone()
+    lora.merge_adapter(safe_merge=True)
+    assert close(logits(lora), after) and not torch.equal(layer.base_layer.bias, bias)
+    lora.unmerge_adapter()
+    assert torch.equal(logits(lora), after) and torch.equal(layer.base_layer.bias, bias)
+    layer.lora_B["default"].weight.data[0, 0] = torch.nan
+    with pytest.raises(ValueError, match="NaNs detected"):
+        layer.merge(safe_merge=True)
+    assert not layer.merged and torch.equal(layer.base_layer.bias, bias)
 
 
 def test_the_gradient_of_a_masked_adapter_is_that_of_its_equation() -> None:
@@ -673,3 +688,30 @@ def test_a_mixture_takes_lora_on_its_linear_layers_and_none_on_its_experts(kind:
     with torch.no_grad():
         want = lora(ids).logits
         assert close(P.absorb(lora)(ids).logits, want)
+
+
+@pytest.mark.slow
+def test_the_trainer_of_transformers_trains_saves_and_resumes_the_adapter(tmp_path: Path) -> None:
+    def trainer(steps: int) -> Any:
+        options = {"save_steps": 3, "report_to": [], "learning_rate": 1e-2, "use_cpu": True, "logging_steps": 1, "disable_tqdm": True}
+        arguments = transformers.TrainingArguments(str(tmp_path), max_steps=steps, per_device_train_batch_size=2, **options)
+        torch.manual_seed(1)
+        model = get_peft_model(base(), LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+        return transformers.Trainer(model, arguments, train_dataset=[{"input_ids": row, "labels": row} for row in IDS])
+
+    whole = trainer(6)
+    whole.train()
+    assert same(weights_of(whole.model), weights_of(base())) and whole.state.log_history[0]["loss"] > whole.state.log_history[-2]["loss"]
+    resumed = trainer(6)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert torch.equal(logits(resumed.model.eval()), logits(whole.model.eval()))
+    loaded = PeftModel.from_pretrained(base(), tmp_path / "checkpoint-6")
+    assert torch.equal(logits(loaded), logits(whole.model))
+
+
+@pytest.mark.slow
+def test_mixed_adapters() -> None:
+    model = peft.PeftMixedModel(base(compressed=False), LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False), "a")
+    assert layers_of(model)
+    with pytest.raises(nm.RecipeError, match="would lose"):
+        model.merge_and_unload()
