@@ -66,6 +66,6 @@ def _check_no_training(verb: str, model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, NMWeight) and not module.finished and module.transform is not None:
             raise RecipeError(
-                f"{verb}: layer {name!r} is still in training, where its mask is made anew at every call. Call handle.finish() first, "
-                "which leaves the N:M weight as a constant."
+                f"{verb}: layer {name!r} is still in training, where its mask is made anew at every call. Call handle.finish() first; "
+                "then its N:M weight is a constant."
             )

@@ -24,6 +24,13 @@ def __getattr__(name: str) -> ModuleType:
 def register() -> None:
     """Make nmkernels known to the libraries that are imported, and to the others once they are."""
     when_imported("peft", _peft)
+    when_imported("torchao.quantization.quant_api", _torchao)
+
+
+def _torchao() -> None:
+    from .torchao_compat import install
+
+    install()
 
 
 def _peft() -> None:

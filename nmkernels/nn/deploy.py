@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 
 from .. import ops
 from ..layouts import CONV2D
@@ -88,6 +89,13 @@ def _check(name: str, layer: NMWeight) -> None:
         raise RecipeError(
             f"compress_: layer {name!r} is still in training; call handle.finish() first, which leaves its weight N:M. "
             "For a copy of the model (an EMA), load its state dict into the model that was given to sparsify_, and finish that."
+        )
+    kind = type(layer.weight)
+    if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ and not is_sharded(layer.weight) and kind is not FakeTensor:
+        raise RecipeError(
+            f"compress_: the weight of layer {name!r} is a {kind.__module__}.{kind.__name__}: it was quantised or wrapped after finish(). "
+            "A compressed layer holds floating-point values, so compress_ without quantising; or run the quantised model as it is, its "
+            "zeros are there."
         )
     if not ops.is_nm(layer.grouped.detach(), layer.pattern):
         raise RecipeError(

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from . import methods  # noqa: F401 every recipe registers itself
+from .existing import adopt
 from .base import Observed, Recipe, Span, Stage
 from .handle import Handle, densify_
 from .methods.ast import distill_loss
@@ -30,6 +31,7 @@ __all__ = [
     "Report",
     "Span",
     "Stage",
+    "adopt",
     "densify_",
     "distill_loss",
     "get",

@@ -1,0 +1,82 @@
+"""Taking over the zeros of a model that was pruned elsewhere."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+from torch import Tensor, nn
+
+from .. import ops
+from ..pattern import Pattern, PatternLike, RecipeError
+from .handle import Handle
+from .methods.asp import ASP
+from .sparsify import FilterFn, _candidates, sparsify_
+
+GROUPS = (4, 8, 16, 32)
+"""The M that are looked for."""
+
+
+def existing_pattern(weight: Tensor) -> Pattern | None:
+    """The sparsest N:M, M one of 4, 8, 16 and 32 and N at most M/2, that the zeros of ``weight`` ``(..., in)`` are; None if none.
+
+    Example:
+        >>> existing_pattern(torch.tensor([[3.0, 0.0, 0.0, 1.0, 0.0, 2.0, 4.0, 0.0]]))
+        Pattern("2:4")
+    """
+    found: Pattern | None = None
+    for m in GROUPS:
+        if weight.shape[-1] % m or not weight.numel():
+            continue
+        most = max(1, int(weight.unflatten(-1, (-1, m)).ne(0).sum(-1).max()))
+        if 2 * most <= m and (found is None or most * found.m < found.n * m):
+            found = Pattern(most, m)
+    return found
+
+
+@torch.no_grad()
+def adopt(model: nn.Module, pattern: PatternLike | None = None, filter_fn: FilterFn | None = None) -> Handle:
+    """Make sparse layers of those whose weights are N:M already, and hold their zeros: for models pruned by SparseGPT, Wanda, torch.ao or
+    torchao.
+
+    It is ``sparsify_(model, ASP(pattern, score="existing"))`` on the pruned layers alone. Attach an optimizer to train on with these masks,
+    or call ``handle.finish(allow_unused=True)`` at once; then ``compress_``. In a group with fewer than N non-zeros the zeros of lowest
+    index are kept too, and train.
+
+    Args:
+        pattern: of the zeros; None: found in the weights, the same for all layers.
+        filter_fn: ``filter_fn(module, name) -> bool``, to leave some of them out.
+
+    Raises:
+        RecipeError: no weight has such zeros, or those of several layers are of different patterns.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+        >>> _ = model[0].weight.data.mul_(ops.mask(model[0].weight, "2:4"))
+        >>> handle = adopt(model)
+        >>> handle.recipe.pattern, list(handle.layers)
+        (Pattern("2:4"), ['0'])
+    """
+    wanted = None if pattern is None else Pattern(pattern)
+    weights, dense = {}, []
+    for c in _candidates(model, wanted or Pattern("1:1"), None):
+        if c.linear and not c.impossible and (filter_fn is None or filter_fn(c.module, c.name)):
+            weights[c.name] = c.matrix
+            dense.append(f"{c.name}: {100 * float(c.matrix.eq(0).double().mean()):.0f} % zeros")
+    if wanted is None:
+        found = {name: p for name, w in weights.items() if (p := existing_pattern(w)) is not None}
+        if found:
+            wanted = Counter(found.values()).most_common(1)[0][0]
+        others = {name: p for name, p in found.items() if not ops.is_nm(weights[name], wanted or p)}
+        if others:
+            told = ", ".join(f"{name} is {p}" for name, p in list(others.items())[:3])
+            raise RecipeError(
+                f"adopt: most pruned layers are {wanted}, but {told}. Give the pattern, and adopt the others apart by filter_fn."
+            )
+    pruned = {name for name, w in weights.items() if wanted is not None and ops.is_nm(w, wanted)}
+    if wanted is None or not pruned:
+        raise RecipeError(
+            f"adopt: no weight has {wanted or 'N:M'} zeros along its inputs ({'; '.join(dense[:3]) or 'no layer'}). Other zeros are no "
+            'masks: prune by ASP("2:4"), or with the scores of its inputs by ASP("2:4", score="wanda").'
+        )
+    return sparsify_(model, ASP(wanted, score="existing"), lambda module, name: name in pruned)
