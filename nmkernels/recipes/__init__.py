@@ -3,8 +3,8 @@
 from typing import TYPE_CHECKING, Any
 
 from . import methods  # noqa: F401 every recipe registers itself
-from .existing import adopt
 from .base import Observed, Recipe, Span, Stage
+from .existing import adopt
 from .handle import Handle, densify_
 from .methods.ast import distill_loss
 from .methods.proxsparse import prox
