@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..nn import CompressedLinear, NMWeight, adapter_of
+from ..layouts import EXPERTS_T
+from ..nn import CompressedLinear, CompressedStack, NMWeight, StackedWeight, adapter_of, sparse_layers, stacks_of
 from ..pattern import Pattern, RecipeError
 from ..recipes.base import Recipe, rank_for
 from ..recipes.compose import deployed
@@ -140,7 +141,7 @@ def _subject(
         report, recipe, model = model.report.entries, recipe or model.recipe, model.model
     if not isinstance(model, nn.Module):
         model = skeleton(model)
-    done = any(isinstance(m, (NMWeight, CompressedLinear)) for m in model.modules())
+    done = bool(sparse_layers(model))
     if recipe is None and done:
         return model, None, report
     return model, recipe if isinstance(recipe, Recipe) else by_name(recipe or RECIPE), report
@@ -167,11 +168,11 @@ def _cases(
     device_for: Callable[[torch.dtype, Pattern], Device],
 ) -> list[tuple[list[Entry], Case]]:
     """Equal layers together, in the model's order."""
-    modules = dict(model.named_modules())
-    done = [m for m in modules.values() if isinstance(m, (NMWeight, CompressedLinear))]
+    found_sparse = sparse_layers(model)
+    modules, done = {**dict(model.named_modules()), **found_sparse}, list(found_sparse.values())
     usual = Counter(m.pattern for m in done).most_common(1)[0][0] if done else TWO_FOUR
     # of a compressed model the dense layers are not trained either
-    compressed = bool(done) and all(isinstance(m, CompressedLinear) for m in done)
+    compressed = bool(done) and not any(isinstance(m, NMWeight) for m in done)
     entries, patterns = inventory("audit", model, recipe or Recipe(usual), filter_fn)
     said = {e.name: e.reason for e in report if not e.sparse}
     standard = Pattern(recipe.pattern) if recipe is not None else usual
@@ -181,14 +182,16 @@ def _cases(
         module, pattern = modules.get(entry.name), patterns.get(entry.name)
         weight, learns = _weight(model, module, entry.name)
         master = weight if weight in DTYPES else torch.bfloat16
-        layer = Layer(matrix_of(entry.shape), round(tokens * often), dtype or master, master)
+        layer = Layer(_gemm_shape(modules, entry), round(tokens * often), dtype or master, master)
         if pattern is None:
             rules = Rules(standard, fprop=False, prepare="", leaves=False, trains=learns)
         else:
             rules = _rules(module, recipe, pattern, layer.shape)
             rules = rules if learns else replace(rules, trains=False, estimate=None)
-        trains = not compressed and not isinstance(module, CompressedLinear) and not getattr(module, "finished", False)
-        kept = not isinstance(module, CompressedLinear) or module.keep_dense
+            if len(entry.shape) == 3:
+                rules = replace(rules, packed=False)  # until compress_ the model multiplies experts itself
+        trains = not compressed and not isinstance(module, (CompressedLinear, CompressedStack)) and not getattr(module, "finished", False)
+        kept = not isinstance(module, (CompressedLinear, CompressedStack)) or module.keep_dense
         case = Case(device_for(layer.dtype, rules.pattern), layer, rules, pattern is not None, trains, kept)
         found.setdefault((starred(entry.name), entry.kind, entry.shape, entry.reason, case), ([], case))[0].append(entry)
     return list(found.values())
@@ -202,10 +205,19 @@ def _rules(module: nn.Module | None, recipe: Recipe | None, pattern: Pattern, sh
     return rules if adapter is None else replace(rules, rank=int(adapter[0].shape[1]))
 
 
+def _gemm_shape(modules: Mapping[str, nn.Module], e: Entry) -> tuple[int, int]:
+    """``(out, in)`` of one matrix of a layer; (0, 0) where that is not known."""
+    home, _, key = e.name.rpartition(".")
+    module, owner = modules.get(e.name), modules.get(home)
+    layout = module.layout if isinstance(module, CompressedStack) else stacks_of(owner).get(key) if owner is not None else None
+    return (e.shape[2], e.shape[1]) if layout == EXPERTS_T else matrix_of(e.shape)
+
+
 def _weight(model: nn.Module, module: nn.Module | None, name: str) -> tuple[torch.dtype, bool]:
     """The dtype of a layer's weight, and whether it has a gradient."""
-    if isinstance(module, CompressedLinear):
+    if isinstance(module, (CompressedLinear, CompressedStack)):
         return module.values.dtype, False
+    module = None if isinstance(module, StackedWeight) else module  # its Parameter is another module's
     try:
         weight = model.get_parameter(f"{name}.weight" if module is not None and name else "weight" if module is not None else name)
     except AttributeError:  # computed from other tensors

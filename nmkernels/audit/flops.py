@@ -13,7 +13,7 @@ from torch import nn
 
 from ..autograd.transforms import read_as
 from ..layouts import CONV2D, matrix_shape
-from ..nn import CompressedLinear, NMWeight
+from ..nn import NMWeight, sparse_layers
 from ..pattern import Pattern, RecipeError
 from ..recipes.base import Recipe, Span, rank_for
 from ..recipes.compose import deployed, with_pattern
@@ -24,7 +24,7 @@ from ..recipes.sparsify import FilterFn, select
 
 def inventory(verb: str, model: nn.Module, recipe: Recipe, filter_fn: FilterFn | None) -> tuple[list[Entry], dict[str, Pattern]]:
     """Every linear-like layer of the model, sparse where it is, or where ``sparsify_`` would make it so; and the patterns of those."""
-    done = {name: m for name, m in model.named_modules() if isinstance(m, (NMWeight, CompressedLinear))}
+    done = sparse_layers(model)
     if done and filter_fn is not None:
         raise RecipeError(f"{verb}: the model is sparse already, so filter_fn has nothing to choose; leave it out.")
     chosen, report = select(model, Pattern(recipe.pattern), filter_fn, recipe)
@@ -32,7 +32,7 @@ def inventory(verb: str, model: nn.Module, recipe: Recipe, filter_fn: FilterFn |
     if not linear:
         raise RecipeError(f"{verb}: the model has no linear layer to count.")
     if done:
-        patterns = {name: m.pattern if isinstance(m, NMWeight) else m.weight.pattern for name, m in done.items()}
+        patterns = {name: m.pattern for name, m in done.items()}
     else:
         choose = recipe.setup.patterns
         own = {} if choose is None else choose({c.name: c.matrix for c in chosen})
@@ -197,7 +197,8 @@ def flops(
     * wgrad: N/M of the output gradient's estimate, 1/2 for MVUE at 2:4; else dense.
 
     Layers left dense are counted, dense. Not counted: what is no such layer (attention's scores, embeddings, norms, other convolutions;
-    see ``other``), masks, estimates, and the optimizer. Convolutions and 3-D expert weights count only where ``rows`` has them.
+    see ``other``), masks, estimates, and the optimizer. Of stacked experts those count that a token meets, by the model's config;
+    convolutions and other 3-D expert weights only where ``rows`` has them.
 
     Args:
         model: dense (also on the meta device), sparse already, or the shapes ``{name: (out, in)}`` of its layers.

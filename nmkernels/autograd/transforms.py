@@ -16,7 +16,6 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import ClassVar, Literal
 
 import torch
@@ -94,7 +93,7 @@ class WeightTransform:
 
     pattern: Pattern
 
-    reads: ClassVar[Mapping[str, Kind]] = MappingProxyType({})
+    reads: ClassVar[Mapping[str, Kind]] = reading()
     """Names of the layer's ``nm_*`` tensors that are passed on after the weight, as ``extras`` in this order, each with its kind."""
 
     traits: Traits = field(init=False, repr=False, compare=False)

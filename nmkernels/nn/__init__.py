@@ -17,6 +17,7 @@ from .experts import (
     experts_per_token,
     layer_name,
     make_stack_sparse_,
+    sparse_layers,
     stacks_of,
 )
 from .linear import NMWeight, SparseLinear
@@ -62,6 +63,7 @@ __all__ = [
     "reorder_",
     "replace_",
     "set_adapter",
+    "sparse_layers",
     "stacks_of",
     "switch_fast_paths",
     "tune",

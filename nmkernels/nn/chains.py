@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from ..layouts import CONV1D
+from ..layouts import CONV1D, MATRICES
 from .linear import NMWeight
 from .swap import is_conv1d
 
@@ -52,7 +52,7 @@ BLOCKS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 def is_plain_linear(module: nn.Module) -> bool:
     """True for layers whose GEMM is y = x Wᵀ + b and nothing else: ``nn.Linear`` itself, ``Conv1D`` itself, our sparse ones."""
-    return type(module) is nn.Linear or is_conv1d(module) or isinstance(module, NMWeight)
+    return type(module) is nn.Linear or is_conv1d(module) or (isinstance(module, NMWeight) and module.layout in MATRICES)
 
 
 def has_hooks(module: nn.Module) -> bool:

@@ -87,6 +87,12 @@ def layer_name(name: str, module: nn.Module) -> str:
     return f"{parent}{dot}{child.removeprefix(PREFIX)}"
 
 
+def sparse_layers(model: nn.Module) -> dict[str, NMWeight | CompressedLinear | CompressedStack]:
+    """Every layer of ``model`` that has an N:M weight, by its name, a stack of experts by that of its Parameter."""
+    kinds = (NMWeight, CompressedLinear, CompressedStack)
+    return {layer_name(name, module): module for name, module in model.named_modules() if isinstance(module, kinds)}
+
+
 def child_name(name: str) -> str:
     """The inverse of ``layer_name`` for a stack: where its child stands whose Parameter is called ``name``."""
     parent, dot, key = name.rpartition(".")

@@ -18,6 +18,7 @@ from ..dispatch import ENV, choose, forced_backend, implementations
 from ..pattern import BackendError, NMError, Pattern
 from ..tuning import Found, Seconds
 from .compressed import CompressedLinear
+from .experts import CompressedExperts, experts_per_token, layer_name
 from .linear import NMWeight, autocast_dtype, castable
 
 HEADER = ("layer", "GEMM", "shape", "tokens", "default ms", "best ms", "gain", "choice")
@@ -190,12 +191,21 @@ Layer = CompressedLinear | NMWeight
 OfLayer = Callable[[Layer, Sequence[int]], Iterator[tuple[Gemm | None, str]]]
 
 
-def _collected(model: nn.Module, counts: Sequence[int], of_layer: OfLayer) -> list[tuple[Gemm | None, Tuned]]:
+def _layers(model: nn.Module, counts: Sequence[int]) -> Iterator[tuple[str, Layer, Sequence[int]]]:
+    """Each layer with the numbers of rows of its input; of compressed experts the first, with the tokens that one meets on average."""
+    for name, module in model.named_modules():
+        if isinstance(module, Layer):
+            yield layer_name(name, module), module, counts
+        elif isinstance(module, CompressedExperts):
+            chosen = experts_per_token(module) or 1
+            for key, stack in module.stacks.items():
+                yield f"{name}.{key}" if name else key, stack.layers[0], [-(-tokens * chosen // stack.experts) for tokens in counts]
+
+
+def _collected(model: nn.Module, tokens: Sequence[int], of_layer: OfLayer) -> list[tuple[Gemm | None, Tuned]]:
     """What ``of_layer`` finds for so many tokens, GEMMs or the reason why there are none, each once with the layers that have it."""
     found: dict[Any, tuple[Gemm | None, Tuned]] = {}
-    for name, module in model.named_modules():
-        if not isinstance(module, Layer):
-            continue
+    for name, module, counts in _layers(model, tokens):
         kind, (rows, cols) = type(module).__name__, (module.weight if isinstance(module, CompressedLinear) else module.multiplied).shape
         for gemm, reason in of_layer(module, counts):
             entry = Tuned([], kind, shape=(int(rows), int(cols)), choice=reason)

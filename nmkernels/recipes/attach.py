@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .. import ops
 from ..autograd.transforms import WEIGHT, masked
-from ..layouts import MATRICES
+from ..layouts import MATRICES, ordered
 from ..nn import NMWeight
 from ..nn.effective import EffectiveWeight
 from ..nn.gather import data_dims
@@ -206,6 +206,8 @@ class Attachment:
             if stage.rule.masked and not stage.held_mask:
                 self._masks[name] = layer.kept()
             grad = align_gradient(layer.parameter, layer.layout)
+            if layer.layout not in MATRICES:
+                _align_moments(self.updating.state.get(layer.parameter, {}), layer)
             if grad is None:
                 continue
             w, g = layer.master.detach(), layer.matrix(local(grad))
@@ -555,6 +557,15 @@ def nonzeros(layers: Iterable[NMWeight]) -> Tensor:
     for layer in layers:
         add(parts, layer.parameter, layer.effective_weight().count_nonzero().double())
     return reduced(parts).reshape(())
+
+
+def _align_moments(state: dict[str, Any], layer: NMWeight) -> None:
+    """Have what the optimizer keeps of a weight in the memory order of that: torch's fused kernels go by memory and not by strides, so
+    moments of a time before ``sparsify_``, or of a dense model's checkpoint, would silently go to other weights."""
+    shape = layer.parameter.shape
+    for name, value in state.items():
+        if isinstance(value, Tensor) and value.shape == shape:
+            state[name] = ordered(value, layer.layout)
 
 
 def _magnitude(x: Tensor) -> Tensor:

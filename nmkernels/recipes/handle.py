@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..autograd import STRAIGHT_THROUGH, WeightTransform
-from ..nn import NMWeight, make_dense_, switch_fast_paths
+from ..nn import NMWeight, StackedWeight, make_dense_, switch_fast_paths
 from ..nn.gather import connect, reshard
 from ..optim import merge_stats
 from ..pattern import CheckpointError, RecipeError
@@ -72,6 +72,7 @@ class Handle:
         self.run = Run(model, recipe, layers, report)
         self.finished = False
         self._attachments: list[Attachment] = []
+        self._expert_masks: dict[str, Tensor] = {}
 
     @property
     def state(self) -> State:
@@ -178,6 +179,28 @@ class Handle:
         if not self.run.state and not self.finished:
             self.run.gradients.warn("metrics", self.recipe, attached=False)
         return metrics_of(self.run, self._attachments)
+
+    @torch.no_grad()
+    def expert_metrics(self) -> dict[str, dict[str, Tensor]]:
+        """Figures ``(E,)`` of the single experts of each stack, by the name of its Parameter; none without stacked experts.
+
+        ``density``: non-zeros of the weights used / weights. ``flip_rate``: mask bits changed since this was asked last / weights, NaN at
+        the first time; for that a bool for each weight is kept. An expert that got no token has a gradient of zero and not none: weight
+        decay, and the recipe's own, shrink it as a dense AdamW would, so its mask may change too.
+        """
+        told: dict[str, dict[str, Tensor]] = {}
+        for name, layer in self.layers.items():
+            if not isinstance(layer, StackedWeight):
+                continue
+            mask, before = layer.by_expert(layer.kept()), self._expert_masks.get(name)
+            size = mask[0].numel()
+            flips = mask.new_full(mask.shape[:1], torch.nan, dtype=torch.float64)
+            if before is not None:
+                flips = (mask ^ before).flatten(1).sum(1).double() / size
+            used = layer.by_expert(layer.effective_weight())
+            told[name] = {"density": used.ne(0).flatten(1).sum(1).double() / size, "flip_rate": flips}
+            self._expert_masks[name] = mask
+        return told
 
     def calibrate(self) -> AbstractContextManager[None]:
         """Run the model inside to collect the input norms that ``ASP(score="wanda")`` ranks weights by."""
