@@ -22,15 +22,17 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..layouts import CONV2D, MATRICES, as_stored
-from ..nn import ADAPTER, CompressedLinear, CompressedStack, NMWeight, adapter_of, folded
+from ..nn import ADAPTER, CompressedLinear, CompressedStack, NMWeight, adapter_of, child_name, folded
 from ..nn.gather import fsdp_modules, reshard
 from ..pattern import CheckpointError, RecipeError
 from ..shards import is_sharded, whole
-from .plan import load
+from .plan import home_of, load
 from .ranks import Ranks
-from .tensors import Contents, Layer, other_tensors, quote, read, sparse_layers, weight_name
+from .tensors import Contents, Layer, other_tensors, plain_names, quote, read, read_folder, sparse_layers, weight_name
 
 FORMAT = "nmkernels"
+HUGGING_FACE = "pt"
+"""The format of a file that ``save_pretrained`` wrote: transformers puts it into the metadata, with ours beside it."""
 VERSION = 4
 """The newest version that is read. A file is written as the oldest version that can hold it: 4 where a weight is no matrix, 3 where a layer
 has an order of its inputs, 2 where one has an adapter, else 1."""
@@ -89,9 +91,26 @@ def save_compressed(model: nn.Module, path: str | os.PathLike[str]) -> None:
         if order is not None:
             about[name]["columns"] = True
             tensors[f"{name}.weight.columns"] = order.to(torch.int32)
+    ranks.write(path, tensors, {"format": FORMAT, **described(about)}, lambda aliases: {"aliases": json.dumps(aliases)})
+
+
+def table(layers: Mapping[str, Layer]) -> dict[str, dict[str, Any]]:
+    """What a file says of compressed ``layers``, by their names."""
+    about = {}
+    for name, layer in layers.items():
+        if isinstance(layer, CompressedStack):
+            about[name] = _about(layer, layer.shape, layer.values.dtype)
+        elif isinstance(layer, CompressedLinear):
+            about[name] = _about(layer, (layer.out_features, layer.in_features), layer.values.dtype)
+            if layer.order is not None:
+                about[name]["columns"] = True
+    return about
+
+
+def described(about: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """The metadata of a file with the table ``about``, in the oldest version that can hold it."""
     version = max(map(_version, about.values()))
-    metadata = {"format": FORMAT, "version": str(version), "layers": json.dumps(about)}
-    ranks.write(path, tensors, metadata, lambda aliases: {"aliases": json.dumps(aliases)})
+    return {"version": str(version), "layers": json.dumps(about)}
 
 
 def _about(layer: Layer, shape: Sequence[int], dtype: torch.dtype) -> dict[str, Any]:
@@ -180,7 +199,7 @@ def load_compressed(model: nn.Module, path: str | os.PathLike[str], keep_dense: 
     Args:
         model: the dense architecture that was trained, on any device, also the meta device. It and the model that was saved may each be
             inside ``torch.compile``, ``DistributedDataParallel`` or an activation checkpoint.
-        path: a file that ``save_compressed`` wrote.
+        path: a file that ``save_compressed`` wrote, or a folder that ``save_pretrained`` did, of one file or several.
         keep_dense: see ``CompressedLinear``.
 
     Raises:
@@ -192,11 +211,41 @@ def load_compressed(model: nn.Module, path: str | os.PathLike[str], keep_dense: 
             "load_compressed: fully_shard has sharded the model, and it shards Parameters only, which packed weights are not. Load into a "
             "plain model on each rank; what stays dense can be sharded afterwards."
         )
-    contents = read(path)
+    contents = read_folder(path) if os.path.isdir(path) else read(path)
     _check_ours(contents)
+    table = contents.json("layers")
+    if contents.metadata["format"] == HUGGING_FACE:
+        _rename(contents, table)
+        _add_tied(contents, model)
     _add_aliases(contents)
-    load(model, contents, contents.json("layers"), keep_dense)
+    load(model, contents, table, keep_dense)
     return model
+
+
+def _rename(contents: Contents, table: dict[str, Any]) -> None:
+    """Give compressed weights the names of this format: of ``save_pretrained`` they are those of the layer's buffers."""
+    tensors = contents.tensors
+    for name, about in table.items():
+        dense, given = (f"{name}.weight", name) if home_of(name, about)[0] == name else (name, child_name(name))
+        for part in ("values", "indices", "columns"):
+            if f"{given}.{part}" in tensors and f"{dense}.{part}" not in tensors:
+                tensors[f"{dense}.{part}"] = tensors.pop(f"{given}.{part}")
+        empty = tensors.get(dense)
+        if empty is not None and not empty.numel():
+            del tensors[dense]  # which keeps those from loading it who do not know compressed weights
+
+
+def _add_tied(contents: Contents, model: nn.Module) -> None:
+    """``save_pretrained`` leaves out what the model's class ties: take it from what it is tied to in ``model``."""
+    plain = plain_names(model)
+    names: dict[int, list[str]] = {}
+    for given, value in model.state_dict(keep_vars=True).items():
+        names.setdefault(id(value), []).append(plain(given))
+    for tied in names.values():
+        first = next((name for name in tied if name in contents.tensors), None)
+        if first is not None:
+            for name in tied:
+                contents.tensors.setdefault(name, contents.tensors[first])
 
 
 def _add_aliases(contents: Contents) -> None:
@@ -211,9 +260,12 @@ def _add_aliases(contents: Contents) -> None:
 
 def _check_ours(contents: Contents) -> None:
     about = contents.metadata
-    if about.get("format") != FORMAT:
+    if about.get("format") != FORMAT and not (about.get("format") == HUGGING_FACE and "layers" in about):
         what = "; its zeros are N:M but its weights are dense: load it with safetensors.torch.load_model" if "nm" in about else ""
-        raise CheckpointError(f"{contents.path} is a safetensors file, but not one that nm.save_compressed wrote{what}.")
+        raise CheckpointError(
+            f"{contents.path} is a safetensors file, but not one that nm.save_compressed wrote, or save_pretrained of a compressed "
+            f"model{what}."
+        )
     version = about.get("version", "")
     if not (version.isdecimal() and len(version) < 10) or int(version) < 1:
         raise CheckpointError(f"{contents.path}: the format version {quote(version)} is not a number; the metadata is damaged.")

@@ -211,6 +211,34 @@ def read(path: str | os.PathLike[str]) -> Contents:
         raise CheckpointError(f"{path} is not a sound safetensors file: {shortened(error)}.") from error
 
 
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+"""What ``save_pretrained`` calls the one file, and the table of tensors where they are in several."""
+
+
+def read_folder(folder: str | os.PathLike[str]) -> Contents:
+    """Find out what the safetensors files hold that ``save_pretrained`` has put into ``folder``, as if they were one."""
+    folder = Path(folder)
+    if (folder / SINGLE).exists():
+        return read(folder / SINGLE)
+    try:
+        index = parse((folder / INDEX).read_bytes())
+        files = sorted(set(index["weight_map"].values()))
+        if not files or not all(type(name) is str and Path(name).name == name for name in files):
+            raise ValueError("weight_map names no files of this folder")
+    except OSError as error:
+        raise CheckpointError(f"{folder} holds neither {SINGLE} nor {INDEX}; give the folder of save_pretrained, or a file.") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{folder / INDEX} is damaged ({type(error).__name__}: {shortened(error)}).") from error
+    whole = Contents(folder, {}, {})
+    for name in files:
+        part = read(folder / name)
+        if (whole.metadata and whole.metadata != part.metadata) or whole.tensors.keys() & part.tensors.keys():
+            raise CheckpointError(f"{folder / name} does not belong to {folder / files[0]}; save the model into an empty folder.")
+        whole.tensors |= part.tensors
+        whole.metadata = part.metadata
+    return whole
+
+
 def _check_frame(path: Path) -> None:
     """The format's frame: 8 bytes of header length, a JSON header, and data up to the last offset it names."""
     try:

@@ -5,7 +5,7 @@ from .adapter import ADAPTER, adapter_of, add_adapter, folded, set_adapter
 from .chains import Chain, channel_parameters, find_chains, reorder_
 from .compressed import CompressedLinear, is_order
 from .conv import CompressedConv2d, SparseConv2d
-from .deploy import compress_, deployed
+from .deploy import compress_, decompress_, deployed
 from .experts import (
     CompressedExperts,
     CompressedStack,
@@ -48,6 +48,7 @@ __all__ = [
     "child_name",
     "compress_",
     "compressed_stack",
+    "decompress_",
     "deploy_stacks_",
     "deployed",
     "experts_per_token",

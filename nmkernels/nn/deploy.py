@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,14 +10,23 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
 from .. import ops
-from ..layouts import CONV2D
+from ..layouts import CONV1D, CONV2D, as_stored
 from ..pattern import RecipeError, ShapeError
 from ..shards import is_sharded
-from .adapter import adapter_of
+from .adapter import adapter_of, folded
 from .chains import channel_parameters, find_chains, reorder_
 from .compressed import CompressedLinear, CompressedPart
 from .conv import CompressedConv2d
-from .experts import SparseExperts, StackedWeight, compressed_stack, deploy_stacks_, layer_name
+from .experts import (
+    CompressedExperts,
+    CompressedStack,
+    SparseExperts,
+    StackedWeight,
+    compressed_stack,
+    deploy_stacks_,
+    expand_stacks_,
+    layer_name,
+)
 from .gather import fsdp_modules, reshard
 from .linear import NMWeight
 from .parallel import IN, check_mesh, split_along
@@ -24,6 +34,9 @@ from .swap import replace_, switch_fast_paths
 
 HOOKS = tuple(name for name in vars(nn.Module()) if name.startswith(("_forward_", "_backward_", "_is_full_backward_")))
 """What a deployed layer takes over. Hooks on state dicts are not: they speak of the dense layer's keys."""
+
+AFTER: list[Callable[[nn.Module], object]] = []
+"""What integrations have done with a model whose layers were compressed, or are dense again: other libraries keep books of that."""
 
 
 def compress_(model: nn.Module, keep_dense: bool = False) -> nn.Module:
@@ -77,7 +90,14 @@ def compress_(model: nn.Module, keep_dense: bool = False) -> nn.Module:
             packed = ops.compress(layer.grouped.detach(), layer.pattern)
         replace_(model, layer, deployed(layer, packed, layer.layout, keep_dense, adapter_of(layer), layer.columns))
     switch_fast_paths(model)
+    tell(model)
     return model
+
+
+def tell(model: nn.Module) -> None:
+    """Call what is registered in ``AFTER``: compressed layers have come into ``model``, or gone from it."""
+    for then in AFTER:
+        then(model)
 
 
 def _check(name: str, layer: NMWeight) -> None:
@@ -164,3 +184,59 @@ def deployed(
         new = CompressedLinear(weight, bias, layout, keep_dense, adapter, columns)
     new.__dict__.update({name: dense.__dict__[name] for name in HOOKS})
     return new.train(dense.training)
+
+
+def decompress_(model: nn.Module) -> nn.Module:
+    """Replace every compressed layer of ``model`` by the dense one that computes the same, in place, and return the model; experts
+    modules are the model's own again.
+
+    The weight has its zeros, and an adapter is folded in, W + (L R)ᵀ / r; bias, mode, and forward and backward hooks are carried over.
+    Everything is checked before anything is replaced.
+
+    Raises:
+        RecipeError: a layer is split by tensor parallelism, its weight lies elsewhere (offloaded), or the model itself is one layer.
+
+    Example:
+        >>> model = nn.Sequential(CompressedLinear(ops.compress(torch.tensor([[3.0, -4.0, 0.5, 0.0]]), "2:4")))
+        >>> decompress_(model)[0].weight.tolist()
+        [[3.0, -4.0, 0.0, 0.0]]
+    """
+    layers = {id(m): (name, m) for name, m in model.named_modules() if isinstance(m, (CompressedLinear, CompressedStack))}
+    for name, layer in layers.values():
+        if isinstance(layer, CompressedPart):
+            raise RecipeError(f"decompress_: tensor parallelism has split layer {name!r}; save it compressed and load a plain model.")
+        if layer.values.is_meta:
+            raise RecipeError(f"decompress_: layer {name!r} has its weight elsewhere (offloaded); load the model whole.")
+        if not name:
+            raise RecipeError("decompress_: the model itself is one compressed layer and cannot be replaced in place; use its dense().")
+    for module in [module for module in model.modules() if isinstance(module, CompressedExperts)]:
+        expand_stacks_(module)
+    for _, layer in layers.values():
+        if isinstance(layer, CompressedLinear):
+            replace_(model, layer, _decompressed(layer))
+    if layers:
+        switch_fast_paths(model)
+        tell(model)
+    return model
+
+
+@torch.no_grad()
+def _decompressed(layer: CompressedLinear) -> nn.Module:
+    weight, adapter = layer.dense(), layer.adapter
+    weight = weight if adapter is None else folded(weight, *adapter)
+    sizes = layer.in_features, layer.out_features
+    dense: nn.Module
+    if isinstance(layer, CompressedConv2d):
+        places = layer.kernel_size, layer.stride, layer.padding, layer.dilation
+        dense = nn.Conv2d(layer.in_channels, layer.out_channels, *places, 1, False, layer.padding_mode, device="meta")
+    elif layer.layout == CONV1D:
+        from transformers.pytorch_utils import Conv1D  # whose layer it was
+
+        with torch.device("meta"):
+            dense = Conv1D(*reversed(sizes))
+    else:
+        dense = nn.Linear(*sizes, False, device="meta")
+    dense.register_parameter("weight", nn.Parameter(as_stored(weight, layer.layout, layer.stored_shape).contiguous()))
+    dense.register_parameter("bias", layer.bias)
+    dense.__dict__.update({name: layer.__dict__[name] for name in HOOKS})
+    return dense.train(layer.training)

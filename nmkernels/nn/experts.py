@@ -453,6 +453,15 @@ def deploy_stacks_(module: nn.Module, stacks: dict[str, CompressedStack]) -> Com
     return module  # type: ignore[return-value]
 
 
+def expand_stacks_(module: CompressedExperts) -> nn.Module:
+    """Give a compressed experts module its dense Parameters and its own class back; the inverse of ``deploy_stacks_``."""
+    for key, stack in module.stacks.items():
+        del module._modules[PREFIX + key]
+        module.register_parameter(key, nn.Parameter(stack.dense().contiguous()))
+    change_class_(module, module.dense_type)
+    return module
+
+
 def compressed_stack(weight: Tensor, layout: str, pattern: PatternLike, keep_dense: bool = False) -> CompressedStack:
     """The compressed form of a stack that is N:M, given as the dense model stores it."""
     with torch.no_grad():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..autograd import STRAIGHT_THROUGH, WeightTransform
-from ..nn import NMWeight, StackedWeight, make_dense_, switch_fast_paths
+from ..nn import NMWeight, StackedWeight, decompress_, make_dense_, switch_fast_paths
 from ..nn.gather import connect, reshard
 from ..optim import merge_stats
 from ..pattern import CheckpointError, RecipeError
@@ -42,8 +42,11 @@ from .saved import restored
 def densify_(model: nn.Module) -> nn.Module:
     """Turn every sparse layer of ``model`` back into the dense layer that it was, in place, with the weight as it is; returns the model.
 
+    A ``CompressedLinear`` becomes the dense layer that computes the same, with an adapter folded into its weight.
+
     Raises:
-        RecipeError: an optimizer is attached; ``handle.remove()`` takes the recipe out of it and then does the same.
+        RecipeError: an optimizer is attached; ``handle.remove()`` takes the recipe out of it and then does the same. Or a compressed layer
+            is split by tensor parallelism, or offloaded.
 
     Example:
         >>> from nmkernels.nn import SparseLinear
@@ -54,6 +57,11 @@ def densify_(model: nn.Module) -> nn.Module:
     layers = [m for m in model.modules() if isinstance(m, NMWeight)]
     if any(layer.effective.attached for layer in layers):
         raise RecipeError("densify_: an optimizer is attached to this model's recipe; call handle.remove(), which detaches it first.")
+    decompress_(model)
+    return _make_dense_(model, layers)
+
+
+def _make_dense_(model: nn.Module, layers: Iterable[NMWeight]) -> nn.Module:
     for layer in layers:
         make_dense_(layer)
     switch_fast_paths(model)
@@ -311,7 +319,7 @@ class Handle:
         reshard(self.model)
         self._end()
         self.run.activations.restore()
-        return densify_(self.model)
+        return _make_dense_(self.model, [m for m in self.model.modules() if isinstance(m, NMWeight)])
 
     def _end(self) -> None:
         self._detach()

@@ -44,7 +44,7 @@ def refused(file: Path, message: str, model: nn.Module | None = None) -> None:
 
 def test_what_cannot_be_read(tmp_path, pipe):
     refused(tmp_path / "none", "cannot be read: No such file")
-    refused(tmp_path, "cannot be read: Is a directory")
+    refused(tmp_path, "holds neither model.safetensors nor")
     refused(tmp_path / "a\0b", "cannot be read: embedded null byte")
     (tmp_path / "link").symlink_to(tmp_path / "link")
     refused(tmp_path / "link", "cannot be read: Too many levels")
