@@ -24,6 +24,7 @@ def __getattr__(name: str) -> ModuleType:
 def register() -> None:
     """Make nmkernels known to the libraries that are imported, and to the others once they are."""
     when_imported("peft", _peft)
+    when_imported("transformers.quantizers.auto", _hf)
     when_imported("torchao.quantization.quant_api", _torchao)
 
 
@@ -37,6 +38,10 @@ def _peft() -> None:
     from .peft import install
 
     install()
+
+
+def _hf() -> None:
+    from . import hf  # noqa: F401  # which registers its classes
 
 
 def when_imported(name: str, then: Callable[[], None]) -> None:

@@ -1,0 +1,449 @@
+"""Hugging Face models: ``save_pretrained`` writes compressed ones, and ``from_pretrained`` loads them, or prunes dense ones on the way.
+
+transformers finds both classes by itself once nmkernels and transformers are imported, in either order. A folder holds::
+
+    config.json         quantization_config: quant_method "nmkernels", version, and layers, the table of nm.save_compressed's files
+    model.safetensors   fqn.values, fqn.indices, with an adapter fqn.nm_left and fqn.nm_right, with an order of the inputs fqn.columns;
+                        every other tensor as in the dense model; shards and an index where it is large; the same table as metadata
+    README.md           a model card, which says that loading needs nmkernels
+
+A process that has not imported nmkernels would fill the compressed layers with random numbers and only log that. So the file also has an
+empty tensor under the name of the first compressed layer's dense weight: there, loading fails because the shapes differ.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import warnings
+from collections.abc import Iterable
+from contextlib import suppress
+from fnmatch import fnmatchcase
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers.quantizers import auto
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from .. import ops
+from ..export.plan import STACKS, announced, check_filled, home_of
+from ..export.safetensors import VERSION, described, table
+from ..export.tensors import Layer, sparse_layers, weight_name
+from ..layouts import as_matrix, ordered
+from ..nn import (
+    CompressedLinear,
+    CompressedStack,
+    NMWeight,
+    child_name,
+    compressed_stack,
+    decompress_,
+    deploy_stacks_,
+    deployed,
+    replace_,
+    switch_fast_paths,
+)
+from ..nn.compressed import LAYOUTS, CompressedPart
+from ..nn.deploy import AFTER
+from ..ops import Compressed
+from ..pattern import CheckpointError, Pattern, PatternError, PatternLike, RecipeError
+from ..recipes import Report
+from ..recipes.report import Entry
+from ..recipes.sparsify import Candidate, select
+from .trainer import prepare
+
+__all__ = ["NMConfig", "NMQuantizer", "mark_", "prepare"]
+
+if int(transformers.__version__.partition(".")[0]) < 5:
+    raise ImportError(f"nmkernels.integrations.hf needs transformers 5, this is {transformers.__version__}.")
+
+METHOD = "nmkernels"
+CARD = "README.md"
+HEADING = "## N:M sparse weights"
+SECTION = f"""{HEADING}
+
+The linear layers of this model are {{patterns}} sparse and stored compressed by [nmkernels](https://pypi.org/project/nmkernels/).
+Import it before you load the model; without it transformers does not know the format and refuses the file.
+
+```python
+import nmkernels
+from transformers import {{kind}}
+
+model = {{kind}}.from_pretrained("{{folder}}")
+```
+"""
+
+
+class NMConfig(QuantizationConfigMixin):
+    """How a model's weights are, or are to be, N:M sparse; ``quantization_config`` of ``from_pretrained`` and in ``config.json``.
+
+    With a dense checkpoint ``from_pretrained(folder, quantization_config=NMConfig("2:4"))`` prunes and compresses one weight after the
+    other as it is read, those that ``sparsify_`` would choose: the largest magnitudes stay, and the dense model is never whole in memory.
+    It equals ``sparsify_(model, "ste:2:4")``, ``finish`` and ``compress_``. A layer that the checkpoint does not hold stays dense.
+    With a compressed checkpoint only ``keep_dense`` is taken, and another pattern than the checkpoint's is refused.
+
+    Args:
+        pattern: ``"N:M"``; needed for a dense checkpoint.
+        skip: layers that stay dense: full names, parts of names between dots, or either with the wildcards of a shell.
+        keep_dense: see ``CompressedLinear``.
+        layers: of a compressed checkpoint: name of the layer -> its entry in the table of ``save_compressed``.
+        version: of that table. quant_method: always ``"nmkernels"``.
+
+    Raises:
+        PatternError: the pattern is no ``"N:M"``, or not the checkpoint's. CheckpointError: the checkpoint is newer than this version.
+
+    Example:
+        >>> NMConfig("2:4", skip=["o_proj", "layers.0.*"]).pattern
+        '2:4'
+    """
+
+    def __init__(
+        self,
+        pattern: PatternLike | None = None,
+        skip: Iterable[str] = (),
+        keep_dense: bool = False,
+        layers: dict[str, Any] | None = None,
+        version: int = VERSION,
+        quant_method: str = METHOD,
+        **others: Any,
+    ) -> None:
+        if type(version) is not int or version > VERSION:
+            raise CheckpointError(f"the model was saved in format version {version}; this one reads up to {VERSION}: upgrade nmkernels.")
+        if others:
+            raise TypeError(f"NMConfig: unknown {', '.join(sorted(others))}; it takes pattern, skip and keep_dense.")
+        self.quant_method = quant_method
+        self.pattern = None if pattern is None else str(Pattern(pattern))
+        self.skip = [skip] if isinstance(skip, str) else list(skip)
+        self.keep_dense = keep_dense
+        if not isinstance(layers, dict | None):
+            raise CheckpointError("NMConfig: layers is not a table; config.json is damaged.")
+        self.layers = layers or {}
+        self.version = version
+
+    @property
+    def patterns(self) -> list[str]:
+        """The patterns of the layers."""
+        return sorted({str(about.get("pattern")) for about in self.layers.values() if isinstance(about, dict)})
+
+    def to_dict(self) -> dict[str, Any]:
+        """What ``config.json`` has: of a compressed model its table, else what is to be done."""
+        about = {"quant_method": self.quant_method, "version": self.version}
+        if self.layers:
+            return {**about, "layers": copy.deepcopy(self.layers)}
+        return {**about, "pattern": self.pattern, "skip": list(self.skip), "keep_dense": self.keep_dense}
+
+    def get_loading_attributes(self) -> dict[str, Any]:
+        """What transformers carries over to the checkpoint's own configuration."""
+        return {"expected": self.pattern, "keep_dense": self.keep_dense}
+
+    def _expect(self, pattern: str | None) -> None:
+        if pattern is not None and self.patterns != [pattern]:
+            raise PatternError(
+                f"NMConfig({pattern!r}): the checkpoint is compressed already, as {', '.join(self.patterns)}. Leave the pattern out, or "
+                "prune the dense model's checkpoint."
+            )
+
+    expected = property(None, _expect, doc="Raises ``PatternError`` where the checkpoint has another pattern.")
+
+
+class NMQuantizer(HfQuantizer):
+    """What transformers calls while it loads, saves or decompresses a model with ``NMConfig``.
+
+    Attributes: ``report``, which layers of a dense checkpoint were pruned, and why the others were not; None of a compressed one.
+    """
+
+    is_trainable = True  # adapters beside the weights
+    is_compileable = True
+    quantization_config: NMConfig
+
+    def __init__(self, quantization_config: NMConfig, **keywords: Any) -> None:
+        super().__init__(copy.deepcopy(quantization_config), **keywords)
+        self.report: Report | None = None
+        self._layers: dict[str, Any] = {}
+        self._chosen: dict[str, Candidate] = {}
+        self._conversions: list[Any] = []
+        self._dtype: torch.dtype | None = None
+
+    def is_serializable(self) -> bool:
+        return True
+
+    def validate_environment(self, *args: Any, **keywords: Any) -> None:
+        if not self.pre_quantized and self.quantization_config.pattern is None:
+            raise PatternError('NMConfig: the checkpoint is dense; say the pattern to prune it to, NMConfig("2:4").')
+
+    def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        self._dtype = dtype
+        return dtype
+
+    @property
+    def quantized_element_size(self) -> float | None:
+        """Bytes per element of the dense weight, by which ``device_map="auto"`` plans."""
+        if self.pre_quantized or self._dtype is None:
+            return None
+        p = Pattern(str(self.quantization_config.pattern))
+        return p.n / p.m * (self._dtype.itemsize + p.index_bits / 8)
+
+    # ---- loading
+
+    def _process_model_before_weight_loading(self, model: Any, **keywords: Any) -> None:
+        if getattr(model.config, "distributed_config", None) is not None:
+            raise RecipeError(
+                "from_pretrained: a model with compressed weights is not split over devices while it loads. Build the dense model, split "
+                "it by torch's parallelize_module, and call nm.load_compressed(model, folder)."
+            )
+        if self.pre_quantized:
+            self._announce(model)
+        else:
+            self._choose(model)
+
+    def _announce(self, model: Any) -> None:
+        """Put the layers of the table in their places, without data."""
+        layers, modules = self.quantization_config.layers, dict(model.named_modules(remove_duplicate=False))
+        prefix, found = model.base_model_prefix, {}
+        for name, about in layers.items():
+            # a head may be here that the saved model had not, or the other way round
+            tried = name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")
+            given = next((each for each in tried if home_of(each, about)[0] in modules), None)
+            if given is not None:  # else its tensors are reported
+                found[given] = modules[home_of(given, about)[0]], about
+        if not found:
+            some = next(iter(layers), "none at all")
+            raise CheckpointError(f"{type(model).__name__} has none of the compressed layers that config.json names ({some}, ...).")
+        made: dict[tuple[int, str], Layer] = {}
+        for name, (dense, about) in found.items():
+            place = id(dense), home_of(name, about)[1]
+            if place not in made:
+                made[place] = announced(name, about, dense, self.quantization_config.keep_dense)
+            self._layers[name] = made[place]
+        for name, layer in self._layers.items():
+            self._put(model, name, found[name][0], layer)
+        # the empty tensor that stands for the first one's dense weight
+        key = re.escape(min(layers).removeprefix(f"{prefix}."))
+        model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), rf"(^|\.){key}(\.weight)?$"}
+
+    def _put(self, model: Any, name: str, dense: nn.Module, layer: Any) -> None:
+        if isinstance(layer, CompressedStack):
+            deploy_stacks_(dense, {name.rpartition(".")[2]: layer})
+        else:
+            replace_(model, dense, layer)
+
+    def _choose(self, model: Any) -> None:
+        """Find the layers of the dense checkpoint that are to be pruned."""
+        config = self.quantization_config
+        pattern = Pattern(str(config.pattern))
+        chosen, report = select(model, pattern)
+        tied = {key.removesuffix(".weight") for pair in model.all_tied_weights_keys.items() for key in pair}
+        taken = {c.name: c for c in chosen if c.layout in (*LAYOUTS, *STACKS)}
+        self._chosen = {}
+        for i, e in enumerate(report.entries):
+            reason = "its weight is tied to another module" if e.linear and e.name in tied else ""
+            if e.sparse and not reason:
+                reason = "" if e.name in taken else "it has no compressed form"
+                reason = "named in skip" if any(fnmatchcase(f".{e.name}.", f"*.{name}.*") for name in config.skip) else reason
+            if reason:
+                report.entries[i] = Entry(e.name, e.kind, e.shape, False, reason)
+            elif e.sparse:
+                c = taken[e.name]
+                self._chosen[c.name if c.layout in STACKS else f"{c.name}.weight"] = c
+        self.report = report
+        if not self._chosen:
+            raise RecipeError(f"NMConfig: no layer of {type(model).__name__} can be made {pattern} sparse:\n{report}")
+
+    def get_weight_conversions(self) -> list[Any]:
+        from transformers.core_model_loading import WeightRenaming
+
+        # the names in a file of save_compressed, beside a config.json
+        stacks = {".".join(name.split(".")[-2:]) for name, layer in self._layers.items() if isinstance(layer, CompressedStack)}
+        names = [(r"\.weight", ""), *((re.escape(f".{name}"), f".{child_name(name)}") for name in sorted(stacks))]
+        self._conversions = [WeightRenaming(rf"{old}\.(values|indices|columns)$", rf"{new}.\1") for old, new in names]
+        if not self.pre_quantized:
+            self._conversions = []
+        return self._conversions
+
+    def param_needs_quantization(self, model: Any, param_name: str, **keywords: Any) -> bool:
+        return param_name in self._chosen
+
+    def get_quantize_ops(self) -> Any:
+        return _Compress(self)
+
+    def _process_model_after_weight_loading(self, model: Any, **keywords: Any) -> Any:
+        for name, layer in self._layers.items():
+            check_filled(name, layer, *_filled(layer, self.pre_quantized))
+        # what was found in a file of save_compressed is not to be written so
+        model._weight_conversions = [c for c in model._weight_conversions if c not in self._conversions]
+        model.__dict__.pop("_keys_to_ignore_on_load_unexpected", None)
+        self._layers, self._chosen, self._conversions = {}, {}, []
+        switch_fast_paths(model)
+        mark_(model)
+        return model
+
+    # ---- saving
+
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
+        if getattr(model, "_hf_peft_config_loaded", False):
+            return None, {}  # only adapters are saved, by peft's rules
+        layers = compressed_layers(model)
+        if any(isinstance(layer, CompressedPart) for layer in layers.values()):
+            raise RecipeError(
+                "save_pretrained: tensor parallelism has split the compressed layers. nm.save_compressed, called on every rank, writes "
+                "them to one file; from_pretrained reads it as model.safetensors beside a config.json."
+            )
+        self.quantization_config.layers = about = table(layers)
+        model.config.quantization_config = self.quantization_config
+        state = model.state_dict()
+        state[weight_name(min(layers), layers[min(layers)])] = torch.empty(0)
+        return state, described(about)
+
+    # ---- back to dense
+
+    def _dequantize(self, model: Any, dtype: Any = None) -> Any:
+        decompress_(model)
+        if dtype is not None and dtype != model.config.dtype:  # that is what the base class asks for where the user does not
+            model.to(dtype)
+        # the base class takes these away, and fails where they are gone
+        model.hf_quantizer, model.quantization_method = self, METHOD
+        return model
+
+
+class _Compress:
+    """Prunes and compresses one dense weight as it is read, and puts the layer in its place."""
+
+    def __init__(self, quantizer: NMQuantizer) -> None:
+        self.quantizer = quantizer
+
+    @torch.no_grad()
+    def convert(self, tensors: dict[str, Any], model: Any = None, missing_keys: Any = None, **keywords: Any) -> dict[str, Any]:
+        quantizer, rest = self.quantizer, {}
+        config = quantizer.quantization_config
+        for key, found in tensors.items():
+            if key not in quantizer._chosen:
+                rest[key] = found
+                continue
+            c, weight = quantizer._chosen[key], found[0] if isinstance(found, list) else found
+            dense = c.module._parameters[c.key]
+            assert dense is not None
+            if weight.shape != dense.shape:
+                raise CheckpointError(f"{key!r} has shape {tuple(weight.shape)} in the file, {tuple(dense.shape)} in the model.")
+            if not bool(torch.isfinite(weight).all()):
+                raise CheckpointError(f"{key!r} has NaN or infinite values, of which none is largest.")
+            stored, pattern = weight.to(dense.dtype), str(config.pattern)
+            layer: Layer
+            if c.layout in STACKS:
+                layer = compressed_stack(stored, c.layout, pattern, config.keep_dense)
+            else:
+                packed = ops.compress(as_matrix(ordered(stored, c.layout), c.layout), pattern)
+                layer = deployed(c.module, packed, c.layout, config.keep_dense)
+            quantizer._put(model, c.name, c.module, layer)
+            quantizer._layers[c.name] = layer
+            missing_keys.discard(key)
+        return rest
+
+
+def compressed_layers(model: nn.Module) -> dict[str, Layer]:
+    """Every compressed layer of ``model`` by name, a shared one under each of its names, a stack of experts under its Parameter's."""
+    return {name: layer for name, layer in sparse_layers(model).items() if not isinstance(layer, NMWeight)}
+
+
+def mark_(model: nn.Module) -> None:
+    """Make every Hugging Face model in ``model`` say whether it holds compressed layers, so that ``save_pretrained`` writes them.
+
+    ``compress_``, ``densify_`` and ``load_compressed`` call it; call it yourself where you have put a ``CompressedLinear`` in by hand.
+    """
+    from transformers.modeling_utils import PreTrainedModel
+
+    for part in reversed(list(model.modules())):  # the outermost last: what is inside shares its config
+        if not isinstance(part, PreTrainedModel):
+            continue
+        layers, present = compressed_layers(part), getattr(part, "hf_quantizer", None)
+        if present is not None and not isinstance(present, NMQuantizer):
+            if layers:
+                warnings.warn(
+                    f"{type(part).__name__} has compressed layers beside those of {type(present).__name__}, which does not know them: "
+                    "save_pretrained will write a folder that cannot be loaded. nm.save_compressed writes them.",
+                    stacklevel=3,
+                )
+        elif layers:
+            config = present.quantization_config if present is not None else NMConfig()
+            config.layers = table(layers)
+            part.hf_quantizer = present or NMQuantizer(config, pre_quantized=True)
+            part.is_quantized, part.quantization_method = True, METHOD
+            part.config.quantization_config, part.config._is_quantized = part.hf_quantizer.quantization_config, True
+            part.add_model_tags([METHOD])
+            part.save_pretrained = partial(_save_pretrained, part)
+            part._upload_modified_files = partial(_upload, part)
+        elif present is not None:
+            present.remove_quantization_config(part)
+            part.config._is_quantized = False
+            part.model_tags = [tag for tag in part.model_tags or () if tag != METHOD]
+            for name in ("save_pretrained", "_upload_modified_files"):
+                part.__dict__.pop(name, None)
+
+
+def _save_pretrained(model: Any, save_directory: Any, *args: Any, **keywords: Any) -> Any:
+    """``save_pretrained`` of transformers, under the model's own names, and the model card."""
+    if len(args) < 8:  # those who want the names of older checkpoints cannot read compressed weights
+        keywords.setdefault("save_original_format", False)
+    done = type(model).save_pretrained(model, save_directory, *args, **keywords)
+    main = args[0] if args else keywords.get("is_main_process", True)
+    if main and not getattr(model, "_hf_peft_config_loaded", False) and Path(save_directory).is_dir():
+        write_card(save_directory, model)
+    return done
+
+
+def _upload(model: Any, working_dir: Any, *args: Any, **keywords: Any) -> Any:
+    """What both ways to the hub end in, where transformers has just written a card of its own."""
+    write_card(working_dir, model)
+    return type(model)._upload_modified_files(model, working_dir, *args, **keywords)
+
+
+def write_card(folder: Any, model: Any) -> None:
+    """Add to the folder's model card what loading needs, or write one; what is there already stays."""
+    from huggingface_hub import ModelCard, ModelCardData
+
+    path = Path(folder) / CARD
+    patterns = ", ".join(model.config.quantization_config.patterns)
+    section = SECTION.format(patterns=patterns, kind=type(model).__name__, folder=path.parent.name)
+    if not path.exists():
+        data = ModelCardData(library_name="transformers", tags=[METHOD])
+        path.write_text(f"---\n{data.to_yaml()}\n---\n\n# {path.parent.name}\n\n{section}", encoding="utf-8")
+        return
+    text = path.read_text(encoding="utf-8")
+    with suppress(Exception):  # a card whose header cannot be read keeps it as it is
+        card: Any = ModelCard(text)
+        card.data.tags = [*(card.data.tags or ()), *({METHOD} - set(card.data.tags or ()))]
+        text = str(card)
+    if HEADING not in text:
+        text = f"{text.rstrip()}\n\n{section}"
+    path.write_text(text, encoding="utf-8")
+
+
+def _filled(layer: nn.Module, read: bool) -> tuple[dict[str, Tensor], set[str]]:
+    """(indices and columns that accelerate gives to ``layer`` only while it runs, names of the tensors that no file held)."""
+    hook = getattr(layer, "_hf_hook", None)
+    maps = [found for h in getattr(hook, "hooks", (hook,)) if (found := getattr(h, "weights_map", None)) is not None]
+    given = {key.rpartition(".")[2] for found in maps for key in found}  # they iterate over whole names
+    elsewhere, lacking = {}, set()
+    for name, tensor in layer.state_dict(keep_vars=True).items():
+        if name == "bias":
+            continue  # transformers initialises and reports it
+        if tensor.is_meta and name in given:
+            if name in ("indices", "columns"):
+                elsewhere[name] = maps[0][name]
+        elif tensor.is_meta or (read and not getattr(tensor, "_is_hf_initialized", False)):
+            lacking.add(name)
+    return elsewhere, lacking
+
+
+# initialising a model, transformers looks into compressed layers, and leaves alone what says that it was loaded
+for kind in (CompressedLinear, Compressed):
+    setattr(kind, "_is_hf_initialized", True)  # noqa: B010  # the libraries' word
+if METHOD not in auto.AUTO_QUANTIZER_MAPPING:
+    auto.register_quantization_config(METHOD)(NMConfig)
+    auto.register_quantizer(METHOD)(NMQuantizer)
+    AFTER.append(mark_)
+    # those whose options from_pretrained takes over where the checkpoint has a configuration too
+    auto.LOADING_ATTRIBUTES_CONFIG_TYPES += (NMConfig,)
