@@ -12,8 +12,10 @@ from dataclasses import dataclass, field, replace
 class Entry:
     """One layer: its name, weight shape ``(out, in)`` where it has one, whether it was made sparse, and the reason.
 
-    ``linear``: what its weight takes part in is a GEMM of a linear layer, of experts or of attention, and no convolution or lookup.
-    ``rows``: how often a token passes through it, of stacked experts through each of them; None for once, of other 3-D weights unknown.
+    ``linear``: what its weight takes part in is a GEMM of a linear layer, of experts or of attention, or a convolution among whose input
+    channels groups can lie; and no other convolution, and no lookup.
+    ``rows``: how often a token passes through it, of stacked experts through each of them; None for once, of other 3-D weights and of
+    convolutions unknown.
     """
 
     name: str
@@ -75,7 +77,8 @@ class Report:
     def _shares(self) -> list[str]:
         linear = [e for e in self.entries if e.linear]
         total, masked = sum(map(_numel, linear)), sum(map(_numel, self.sparse))
-        first = f"{len(self.sparse)} of {len(linear)} linear layers sparse, with {masked} of {total} weights"
+        kinds = "linear layers and convolutions" if any(len(e.shape) > 3 for e in linear) else "linear layers"
+        first = f"{len(self.sparse)} of {len(linear)} {kinds} sparse, with {masked} of {total} weights"
         if not total:
             return [first]
         left: dict[str, list[Entry]] = {}
