@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
+from ..layouts import MATRICES
 from ..nn import CompressedLinear, NMWeight, SparseLinear, compress_, make_dense_, make_sparse_, replace_, switch_fast_paths
 from ..pattern import DtypeError, Pattern, RecipeError, ShapeError
 from ..recipes.existing import adopt
@@ -180,29 +181,30 @@ def to_semi_structured_(model: nn.Module) -> nn.Module:
     """
     weights: dict[nn.Module, Tensor] = {}
     for name, module in model.named_modules():
-        if isinstance(module, (SparseLinear, CompressedLinear)):
+        if isinstance(module, (NMWeight, CompressedLinear)):
             weights[module] = semi_structured(_packed(name, module))
     if not weights:
         raise RecipeError("to_semi_structured_: the model has no sparse linear layer.")
     for module, weight in weights.items():
-        assert isinstance(module, (SparseLinear, CompressedLinear))
-        plain = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
+        rows, cols = weight.shape
+        plain = nn.Linear(cols, rows, bias=False, device="meta")
         plain.register_parameter("bias", module._parameters["bias"])
         plain.weight = nn.Parameter(weight, requires_grad=False)
         replace_(model, module, plain.train(module.training))
     return model
 
 
-def _packed(name: str, module: SparseLinear | CompressedLinear) -> ops.Compressed:
-    reordered = module.columns is not None if isinstance(module, SparseLinear) else module.order is not None
-    if isinstance(module, SparseLinear) and not module.finished:
+def _packed(name: str, module: NMWeight | CompressedLinear) -> ops.Compressed:
+    if isinstance(module, NMWeight) and not module.finished:
         raise RecipeError(f"to_semi_structured_: layer {name!r} is still in training; call handle.finish() first.")
-    if module.pattern != TWO_OF_FOUR:
-        raise RecipeError(f"to_semi_structured_: layer {name!r} is {module.pattern}, and torch has tensors for 2:4 only.")
+    if module.pattern != TWO_OF_FOUR or module.layout not in MATRICES:
+        kind = f"a {type(module).__name__}" if module.layout not in MATRICES else str(module.pattern)
+        raise RecipeError(f"to_semi_structured_: layer {name!r} is {kind}; torch has tensors for 2:4 weights of linear layers only.")
+    reordered = (module.columns if isinstance(module, NMWeight) else module.order) is not None
     if "nm_left" in module._parameters or reordered:
         what = "takes its inputs in another order" if reordered else "has a low-rank adapter"
         raise RecipeError(f"to_semi_structured_: layer {name!r} {what}, which an nn.Linear cannot.")
-    return ops.compress(module.weight.detach(), TWO_OF_FOUR) if isinstance(module, SparseLinear) else module.weight
+    return ops.compress(module.grouped.detach().contiguous(), TWO_OF_FOUR) if isinstance(module, NMWeight) else module.weight
 
 
 def semi_structured(c: ops.Compressed) -> Tensor:

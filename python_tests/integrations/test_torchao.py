@@ -130,7 +130,10 @@ def test_no_such_tensors():
     nm.sparsify_(training, "ste:2:4")
     odd = nn.Sequential(nn.Linear(48, 64)).half()
     nm.sparsify_(odd, "ste:2:4").finish(allow_unused=True)
+    conv = nn.Sequential(nn.Conv2d(64, 64, 1)).half()
+    nm.sparsify_(conv, "ste:2:4").finish(allow_unused=True)
     for model, kind, said in [
+        (conv, RecipeError, "'0' is a SparseConv2d"),
         (mlp(), RecipeError, "no sparse linear layer"),
         (training, RecipeError, "'0' is still in training"),
         (finished("1:4"), RecipeError, "'0' is 1:4"),
