@@ -158,7 +158,7 @@ def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     isa, theirs, others = request.param
     monkeypatch.setattr(capability, "instruction_set", lambda: isa)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: theirs)
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: others)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: others, raising=False)
     return str(isa)
 
 

@@ -74,13 +74,23 @@ NATIVE_KERNELS = ("avx512_bf16", "amx")
 """Instruction sets whose bfloat16 kernels expand the operand inside the cache: they save bytes, and no arithmetic."""
 
 
+def _instructions() -> dict[str, bool]:
+    """The instruction sets that torch's GEMMs may use, by the names of ``NATIVE_16_BIT``."""
+    known: Any = getattr(torch.cpu, "get_capabilities", None)
+    if known is not None:
+        return dict(known())
+    old: Any = torch.cpu  # before 2.11
+    return {"amx_tile": old._is_amx_tile_supported(), "avx512_bf16": old._is_avx512_bf16_supported()}
+
+
 def seconds(way: str, p: Problem) -> float:
     """What ``p`` takes one thread, ``way`` being ``DENSE`` too: the longer of its arithmetic and its memory traffic."""
     size, index = p.dtype.itemsize, Pattern(p.n, p.m).index_bits / 8
     dense, packed = p.rows * p.cols * size, p.rows * p.cols * p.n / p.m * (size + index)
     others, flops = p.width * (p.rows + p.cols) * size, 2.0 * p.rows * p.cols * p.width
     theirs = FLOPS["avx512" if torch.backends.cpu.get_cpu_capability().startswith("AVX512") else "avx2"]
-    in_16_bits = next((rate for name, rate in NATIVE_16_BIT.items() if torch.cpu.get_capabilities().get(name)), EMULATED_16_BIT)
+    instructions = _instructions()
+    in_16_bits = next((rate for name, rate in NATIVE_16_BIT.items() if instructions.get(name)), EMULATED_16_BIT)
     if way == SPARSE:
         isa = capability.instruction_set()
         work, rate = flops * p.n / p.m, SPARSE_SHARE * FLOPS.get(isa.partition("_")[0], theirs)
