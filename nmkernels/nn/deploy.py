@@ -228,7 +228,8 @@ def _decompressed(layer: CompressedLinear) -> nn.Module:
     dense: nn.Module
     if isinstance(layer, CompressedConv2d):
         places = layer.kernel_size, layer.stride, layer.padding, layer.dilation
-        dense = nn.Conv2d(layer.in_channels, layer.out_channels, *places, 1, False, layer.padding_mode, device="meta")
+        mode: Any = layer.padding_mode
+        dense = nn.Conv2d(layer.in_channels, layer.out_channels, *places, 1, False, mode, device="meta")
     elif layer.layout == CONV1D:
         from transformers.pytorch_utils import Conv1D  # whose layer it was
 
