@@ -15,15 +15,23 @@ PLACEHOLDER = re.compile(r"family|mine")
 """Names that stand for a file somebody adds."""
 
 
+def exists(test: str) -> bool:
+    """Whether there is such a test; ``family/test_file.py::test_name``."""
+    file, _, name = test.partition("::")
+    path = ROOT / "python_tests" / file
+    return path.exists() and f"def {name}(" in path.read_text(encoding="utf-8")
+
+
 def unknown(text: str, folder: Path) -> set[str]:
     """Targets, verbs, files and links that a text names and that there are not."""
     made = set(re.findall(r"(?:^|`)make ([a-z-]+)", text, re.MULTILINE)) - TARGETS
     verbs = {v for v in re.findall(r"python -m nmkernels ([a-z]+[0-9]*)", text) if not (PACKAGE / "cli" / f"{v}.py").exists()}
     files = re.findall(r"`((?:nmkernels|python_tests|bench|cmake|csrc|docs)/[\w/.-]+)`", text)
+    tests = [t for t in re.findall(r"`([\w/]+\.py::\w+)`", text) if not exists(t)]
     links = [link for link in re.findall(r"\]\(([^)#]+)[^)]*\)", text) if "://" not in link]
     missing = {f for f in files if not (ROOT / f).exists() and not PLACEHOLDER.search(f)}
     missing |= {link for link in links if not (folder / link).exists()}
-    return made | verbs | missing
+    return made | verbs | missing | set(tests)
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
