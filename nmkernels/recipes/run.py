@@ -157,7 +157,9 @@ class Run:
     def apply(self, stage: Stage) -> None:
         """Set what every layer does from now on; optimizers see ``revision`` at their next step."""
         if self.trial is None or (stage.transform, stage.plan) != (self.stage.transform, self.stage.plan):
-            auto = stage.transform is not None and stage.plan.fprop == "auto"
+            # layers that torch multiplies have nothing to try
+            own = any(layer.own_gemms for layer in self.layers.values())
+            auto = own and stage.transform is not None and stage.plan.fprop == "auto"
             self.trial = Trial(self.layers) if auto else None
             for layer in self.layers.values():
                 layer.effective.dense_layout = False

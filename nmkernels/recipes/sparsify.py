@@ -294,6 +294,10 @@ def _obstacle(module: nn.Module, weight: Tensor | None, layout: str, uses: Count
         return computed
     if uses[id(weight)] > 1:
         return "its weight is tied to another module"
+    if layout not in MATRICES and is_sharded(weight):
+        return (
+            "its weight is sharded (DTensor), and a convolution is not split among ranks; leave it out of fully_shard, or train it with DDP"
+        )
     dims = len(ORDERS[layout])
     if weight.dim() != dims:
         return (

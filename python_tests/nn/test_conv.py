@@ -7,10 +7,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import nmkernels as nm
 from nmkernels.nn import SparseConv2d
 from nmkernels.recipes.sparsify import select
+from python_tests.distributed.ranks import needs_gloo, on_ranks
+from python_tests.recipes.test_wrapped import one_process
 
 P = nm.Pattern("2:4")
 
@@ -396,33 +399,49 @@ def test_what_changes_a_finished_weight_is_seen():
         nm.compress_(model)
 
 
-def _train_on_one_rank(rank, path, out):
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+def _train_on_half():
+    rank = torch.distributed.get_rank()
     model = net()
     handle = nm.sparsify_(model, nm.recipes.SRSTE("2:4", decay=0.05))
     parallel = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = handle.attach(nm.optim.MaskedAdamW(model.parameters(), lr=1e-2))
     model.eval()  # the statistics of a batch norm are those of its rank
     for step in range(3):
-        x, labels = batch(step)
-        F.cross_entropy(parallel(x[rank * 2 : rank * 2 + 2]), labels[rank * 2 : rank * 2 + 2]).backward()
+        x, labels = (part[rank * 2 : rank * 2 + 2] for part in batch(step))
+        F.cross_entropy(parallel(x), labels).backward()
         assert in_order(model[3])
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
-        assert model.get_submodule("3").matrix(model[3].weight.grad).data_ptr() == model[3].weight.grad.data_ptr()
-    if rank == 0:
-        torch.save(model.state_dict(), out)
-    torch.distributed.destroy_process_group()
+        assert model[3].matrix(model[3].weight.grad).data_ptr() == model[3].weight.grad.data_ptr()
+    return model.state_dict()
 
 
 @pytest.mark.slow
+@needs_gloo
 def test_ddp_buckets_keep_the_order(tmp_path):
-    torch.multiprocessing.spawn(_train_on_one_rank, (str(tmp_path / "meet"), str(tmp_path / "out")), nprocs=2)
     model = net()
     handle = nm.sparsify_(model, nm.recipes.SRSTE("2:4", decay=0.05))
     optimizer = handle.attach(nm.optim.MaskedAdamW(model.parameters(), lr=1e-2))
     model.eval()
     train(model, optimizer, 3)
-    got = torch.load(tmp_path / "out")
-    assert all(torch.allclose(value, got[key], atol=1e-4) for key, value in model.state_dict().items())
+    for got in on_ranks(2, _train_on_half, tmp_path):
+        assert all(torch.allclose(value, got[key], atol=1e-4) for key, value in model.state_dict().items())
+
+
+@needs_gloo
+def test_sharded_convolutions_are_refused(tmp_path):
+    with one_process(tmp_path):
+        model = net()
+        handle = nm.sparsify_(model, "srste:2:4")
+        with pytest.raises(NotImplementedError, match="does not support non-contiguous parameters"):
+            fully_shard(model[3])  # torch's own word
+        fully_shard(model[5])
+        with pytest.raises(
+            nm.RecipeError, match=r"attach: the weight of layer '5', a \w*SparseConv2d, is sharded.*DistributedDataParallel"
+        ):
+            handle.attach(nm.optim.MaskedAdamW(model.parameters()))
+        model = net()
+        fully_shard(model[3])
+        handle = nm.sparsify_(model, "srste:2:4")
+        assert "not split among ranks" in next(e.reason for e in handle.report.entries if e.name == "3")
+        handle.attach(nm.optim.MaskedAdamW(model.parameters()))
