@@ -62,34 +62,39 @@ def prepare(trainer: Any, recipe: Recipe | str, filter_fn: FilterFn | None = Non
     handle = sparsify_(trainer.model, recipe, filter_fn)
     if keywords is not None:
         trainer.optimizer_cls_and_kwargs = (_optimizer_class(handle), keywords)
+    drive = _callback_class()(handle, None if said else recipe.total_steps, finish)
     # before those that write the log, and before those that upload the model at the end
-    trainer.callback_handler.callbacks.insert(0, _callback_class()(handle, None if said else recipe.total_steps, finish))
+    trainer.callback_handler.callbacks.insert(0, drive)
+    trainer.create_scheduler = _attaching(trainer, drive, trainer.create_scheduler)
     trainer.evaluation_loop = _deployed(handle, trainer.evaluation_loop)
     return handle
 
 
 class Drive:
-    """What the callback does: attach when the optimizer is there and has loaded its state, log, finish."""
+    """What the callback does: log, finish, and attach where that has not been done yet."""
 
     def __init__(self, handle: Handle, total: int | None, finish: bool) -> None:
         self.handle, self.total, self.finish = handle, total, finish
         self.attached: torch.optim.Optimizer | None = None
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+    def attach(self, optimizer: Any) -> None:
         if self.handle.finished:
             raise RecipeError(
                 "train: the recipe has been finished by an earlier train(). To train in parts, prepare(trainer, recipe, finish=False) and "
                 "call handle.finish() after the last one; to start anew, make a new Trainer and prepare it."
             )
+        found = unwrapped(optimizer)
+        if found is not self.attached:
+            self.handle.attach(found)
+            self.attached = found
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
         if self.total is not None and state.max_steps != self.total:
             raise RecipeError(
                 f"train: prepare counted {self.total} steps, and now there are {state.max_steps}: the trainer was changed in between. Call "
                 "prepare last, or give the recipe its total_steps."
             )
-        found = unwrapped(optimizer)
-        if found is not self.attached:
-            self.handle.attach(found)
-            self.attached = found
+        self.attach(optimizer)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         if logs is None or "loss" not in logs or self.handle.finished:
@@ -108,6 +113,18 @@ def _callback_class() -> type[Any]:
     from transformers import TrainerCallback
 
     return type("NMCallback", (Drive, TrainerCallback), {})
+
+
+def _attaching(trainer: Any, drive: Drive, create_scheduler: Callable[..., Any]) -> Callable[..., Any]:
+    """Attach when the trainer makes its schedule: FSDP2 has exchanged the parameters by then, and nothing has been loaded. To load first
+    would do for one process; but of the ranks only the first one reads the state, and gives the others what they look for."""
+
+    @wraps(create_scheduler)
+    def attaching(*args: Any, **kwargs: Any) -> Any:
+        drive.attach(trainer.optimizer)
+        return create_scheduler(*args, **kwargs)
+
+    return attaching
 
 
 def _deployed(handle: Handle, evaluation_loop: Callable[..., Any]) -> Callable[..., Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.machinery
 import json
+import os
 import sys
 import types
 import warnings
@@ -17,6 +18,7 @@ from torch import nn
 
 import nmkernels as nm
 from nmkernels.optim import AnnealedAdamW, MaskedAdamW
+from python_tests.distributed.ranks import needs_gloo, on_ranks, whole
 from python_tests.recipes.loop import distance, snapshot
 
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -25,6 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 from transformers.utils import logging
 
 from nmkernels.integrations.trainer import Drive, prepare
+from nmkernels.recipes.attach import unwrapped
 
 R = nm.recipes
 STEPS = 8
@@ -142,9 +145,9 @@ class Stop(TrainerCallback):
 
 
 def test_training_in_parts(tmp_path):
-    whole = trainer_of(tmp_path / "whole")
-    prepare(whole, "srste:2:4")
-    whole.train()
+    one = trainer_of(tmp_path / "whole")
+    prepare(one, "srste:2:4")
+    one.train()
     trainer = trainer_of(tmp_path, save_strategy="steps", save_steps=4)
     stop = Stop()
     trainer.add_callback(stop)
@@ -154,7 +157,7 @@ def test_training_in_parts(tmp_path):
     trainer.remove_callback(stop)
     trainer.train(resume_from_checkpoint=True)
     handle.finish()
-    assert distance(snapshot(trainer.model), snapshot(whole.model)) == 0.0
+    assert distance(snapshot(trainer.model), snapshot(one.model)) == 0.0
     handle = prepare(other := trainer_of(tmp_path), "srste:2:4")
     other.train()
     assert handle.finished and other.evaluate()["eval_loss"] > 0
@@ -380,3 +383,86 @@ def test_a_run_that_ends_in_its_dense_phase_says_so(tmp_path):
     with pytest.warns(UserWarning, match="still in its dense phase"), warnings.catch_warnings():
         trainer.train()
     assert is_pruned(trainer.model)
+
+
+# ---- trainers derived from it
+
+
+@pytest.mark.slow  # importing TRL
+def test_trl_s_sft_trainer(tmp_path):
+    """On texts in memory, tokenised by the trainer."""
+    trl = pytest.importorskip("trl", reason="trl is not installed")
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<pad>", "<eos>", "<unk>", *(f"w{i}" for i in range(61))]
+    known = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    known.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=known, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    texts = [" ".join(f"w{(start + i) % 61}" for i in range(10)) for start in range(40)]
+    args = {"max_steps": 10, "learning_rate": 1e-2, "per_device_train_batch_size": 4, "max_length": 16, "save_steps": 5}
+    quiet = {"disable_tqdm": True, "report_to": [], "use_cpu": True, "bf16": False, "logging_steps": 1}
+
+    def run(resume: bool) -> Trainer:
+        trainer = trl.SFTTrainer(
+            model=llama(),
+            args=trl.SFTConfig(output_dir=str(tmp_path), **args, **quiet),
+            train_dataset=datasets.Dataset.from_dict({"text": texts}),
+            eval_dataset=datasets.Dataset.from_dict({"text": texts[:4]}),
+            processing_class=tokenizer,
+        )
+        handle = prepare(trainer, "step:2:4(t_min=2, t_max=0.7)")
+        assert handle.recipe.total_steps == 10
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5") if resume else None)
+        assert isinstance(unwrapped(trainer.optimizer), MaskedAdamW)
+        return trainer
+
+    whole, resumed = run(False), run(True)
+    logs = [log for log in whole.state.log_history if "loss" in log]
+    assert len(logs) == 10 and logs[-1]["loss"] < logs[0]["loss"] and [logs[0]["nm/phase"], logs[-1]["nm/phase"]] == [0.0, 1.0]
+    assert is_pruned(whole.model) and distance(snapshot(resumed.model), snapshot(whole.model)) == 0.0
+    assert whole.evaluate()["eval_loss"] < logs[0]["loss"]
+
+
+def on_a_rank(folder: str, fsdp: bool) -> dict[str, list[tuple[dict[str, torch.Tensor], dict[str, float], list[str]]]]:
+    """Of an uninterrupted run and a resumed one: the weights, the metrics, and the layers that are 2:4 once finished."""
+    from accelerate.state import DistributedType, PartialState
+
+    logging.disable_progress_bar()
+    rank = str(torch.distributed.get_rank())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="0")  # the group is there already
+    wrapped = {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}} if fsdp else {}
+
+    def run(name: str, resume: bool) -> Any:
+        out = Path(folder, name)
+        args = settings(out, **wrapped, save_strategy="steps", save_steps=4, per_device_train_batch_size=2)
+        if fsdp:
+            # Accelerate shards on accelerators only, and asks no more than this
+            assert args.device.type == "cpu"
+            PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+        trainer = Trainer(model=llama(), args=args, train_dataset=DATA)
+        assert trainer.is_fsdp_enabled == fsdp and args.world_size == 2
+        handle = prepare(trainer, RECIPES[name], finish=False)
+        trainer.train(resume_from_checkpoint=str(out / "checkpoint-4") if resume else None)
+        metrics = {key: value.item() for key, value in handle.metrics().items()}
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        trained = {key: value.clone() for key, value in whole(model.state_dict()).items()}
+        handle.finish()
+        finished = whole(model.state_dict())
+        return trained, metrics, [key for key in handle.layers if nm.ops.is_nm(finished[f"{key}.weight"], "2:4")]
+
+    return {name: [run(name, resume) for resume in (False, True)] for name in ("step", "asp")}
+
+
+@needs_gloo
+@pytest.mark.slow  # two processes
+@pytest.mark.parametrize("fsdp", [False, True], ids=["ddp", "fsdp2"])
+def test_on_two_ranks(tmp_path, fsdp):
+    """Under FSDP2 only the first rank reads the optimizer's state, and the others must look for all that it has."""
+    mine, other = on_ranks(2, on_a_rank, tmp_path, str(tmp_path), fsdp)
+    for name, runs in mine.items():
+        weights, metrics, pruned = runs[0]
+        assert len(pruned) == 7 and metrics["phase"] > 0
+        for done in (runs[1], *other[name]):
+            assert distance(done[0], weights) == 0.0 and done[1] == metrics and done[2] == pruned
