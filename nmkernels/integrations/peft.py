@@ -444,8 +444,6 @@ class SparseLoraLinear(Linear):
         if not bool((scales == 1).all()):
             self._write(_ordered(weight * scales[:, None].to(weight.dtype), order), None)
         set_adapter(base, left.to(weight.dtype), right.to(weight.dtype), self.out_features, self.in_features)
-        if isinstance(base, NMWeight):
-            base.adapts = True
 
     def unload_and_optionally_merge_module(self, merge: bool, safe_merge: bool, adapter_names: list[str] | None) -> nn.Module:
         """The base layer, with the adapters in it if they are to be merged; called by ``merge_and_unload`` and ``unload``."""
@@ -623,8 +621,6 @@ def export_adapter(model: nn.Module, folder: str | Path, task_type: str | None =
         for layer, _ in found.values():
             for parameter in ("nm_left", "nm_right"):
                 delattr(layer, parameter)
-            if isinstance(layer, CompressedLinear):
-                layer._forget()
     return path
 
 

@@ -467,6 +467,8 @@ def test_what_is_refused_is_so_before_anything_is_changed(compressed: bool) -> N
     lora = tuned(model)
     with pytest.raises(nm.pattern.OptionError, match="takes a part of the weight"):
         lora.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights="pissa"))
+    with pytest.raises(nm.pattern.OptionError, match="modules_to_save='mlp' has 'model.layers.0.mlp.gate_proj' in it"):
+        lora.add_adapter("third", LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["mlp"]))
 
 
 def test_layers_in_training_and_models_without_peft_are_refused() -> None:
