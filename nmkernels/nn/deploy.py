@@ -69,7 +69,7 @@ def compress_(model: nn.Module, keep_dense: bool = False) -> nn.Module:
     if not layers:
         raise RecipeError(
             "compress_: the model has no SparseLinear. Train it with sparsify_ and call handle.finish() first; "
-            'a model pruned elsewhere is adopted by nm.recipes.adopt(model).finish(allow_unused=True).'
+            "a model pruned elsewhere is adopted by nm.recipes.adopt(model).finish(allow_unused=True)."
         )
     reshard(model)  # after an evaluation FSDP2 leaves copies
     if fsdp_modules(model) and any(is_sharded(layer.parameter) for layer in layers.values()):
