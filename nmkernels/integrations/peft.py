@@ -13,7 +13,7 @@ Once nmkernels and peft are both imported, in either order, peft's own functions
 
 W + s B A is dense, so a merge would lose either the pattern or, pruned again, most of the update. ``merge_adapter`` and
 ``merge_and_unload`` therefore refuse, and say how much. What keeps both: ``absorb``; or training with ``MaskedLoraConfig``, whose update
-has the zeros of the weight. What keeps the pattern only: ``merge_and_prune``; the update only: ``absorb``, then ``nm.save_dense``.
+has the zeros of the weight. What keeps the pattern only: ``merge_and_prune``; the update only: ``absorb``, then ``nm.densify_``.
 
 Written for peft 0.21.
 """
@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from peft import PeftMixedModel, PeftModel
 from peft import config as peft_config
 from peft.tuners import tuners_utils
 from peft.tuners.ia3.layer import IA3Layer
@@ -47,7 +48,17 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..layouts import CONV1D, MATRICES
-from ..nn import CompressedLinear, CompressedStack, NMWeight, SparseConv1D, SparseLinear, adapter_of, layer_name, set_adapter
+from ..nn import (
+    CompressedConv2d,
+    CompressedLinear,
+    CompressedStack,
+    NMWeight,
+    SparseConv1D,
+    SparseLinear,
+    adapter_of,
+    layer_name,
+    set_adapter,
+)
 from ..nn.compressed import CompressedPart
 from ..pattern import OptionError, RecipeError, ShapeError
 from ..shards import is_sharded
@@ -88,7 +99,7 @@ def is_linear(module: nn.Module) -> bool:
 
 def is_sparse(module: nn.Module) -> bool:
     """Whether ``module`` is a layer with an N:M weight of any kind; of experts each stack is one."""
-    return isinstance(module, (NMWeight, CompressedLinear, CompressedStack)) or type(module).__name__.startswith("CompressedConv")
+    return isinstance(module, (NMWeight, CompressedLinear, CompressedConv2d, CompressedStack))
 
 
 def stored_transposed(layer: nn.Module) -> bool:
@@ -470,11 +481,11 @@ def absorb(model: nn.Module, adapter_names: Sequence[str] | None = None) -> nn.M
     merged, ``modules_to_save`` taken over. Computed in the dtype of the weights.
 
     Args:
-        model: what ``get_peft_model`` or ``PeftModel.from_pretrained`` gave, with LoRA.
+        model: what ``get_peft_model`` or ``PeftModel.from_pretrained`` gave, or a Hugging Face model after ``load_adapter``; with LoRA.
         adapter_names: those to keep; the active ones if None.
 
     Raises:
-        RecipeError: the model is none of peft's, or an adapter cannot be a layer's own: an activated LoRA, a bias where the layer has none.
+        RecipeError: the model has no adapters of peft, or one cannot be a layer's own: an activated LoRA, a bias where the layer has none.
 
     Example::
 
@@ -506,27 +517,43 @@ def lost_by_merging(model: nn.Module, adapter_names: Sequence[str] | None = None
     return {name: layer.lost(layer.named(adapter_names)) for name, layer in layers.items() if layer.named(adapter_names)}
 
 
+def _tuner(model: nn.Module, verb: str) -> Any:
+    """What merges and unloads the adapters of ``model``."""
+    if hasattr(model, "merge_and_unload"):
+        return model
+    if not getattr(model, "_hf_peft_config_loaded", False):
+        raise RecipeError(
+            f"{verb}: the model has no adapters of peft. Pass what get_peft_model or PeftModel.from_pretrained returned, or a Hugging Face "
+            "model after its add_adapter or load_adapter."
+        )
+    # transformers puts the layers in and keeps no tuner
+    tuner = lora_model.LoraModel.__new__(lora_model.LoraModel)
+    nn.Module.__init__(tuner)
+    tuner.model, tuner.peft_config = model, model.peft_config
+    return tuner
+
+
 def _lora_layers(model: nn.Module, verb: str) -> dict[str, SparseLoraLinear]:
     """The LoRA layers of ``model`` on N:M weights, by the names that they have without peft."""
-    if not hasattr(model, "merge_and_unload"):
-        raise RecipeError(f"{verb}: the model is no PeftModel; pass what get_peft_model or PeftModel.from_pretrained returned.")
-    return {_plain(name): m for name, m in model.named_modules() if isinstance(m, SparseLoraLinear) and is_linear(m.get_base_layer())}
+    inner = _tuner(model, verb)
+    while isinstance(inner, (PeftModel, PeftMixedModel, BaseTuner)):
+        inner = inner.model if isinstance(inner, BaseTuner) else inner.base_model
+    return {name: m for name, m in inner.named_modules() if isinstance(m, SparseLoraLinear) and is_linear(m.get_base_layer())}
 
 
-def _plain(name: str) -> str:
-    return name.removeprefix("base_model.").removeprefix("model.") if name.startswith("base_model.") else name
-
-
-def _merged(model: Any, how: str, adapter_names: Sequence[str] | None) -> nn.Module:
+def _merged(model: nn.Module, how: str, adapter_names: Sequence[str] | None) -> nn.Module:
     layers = [m for m in model.modules() if isinstance(m, SparseLoraLinear)]
     for layer in layers:
         layer.merging = how
     try:
-        merged: nn.Module = model.merge_and_unload(adapter_names=None if adapter_names is None else list(adapter_names))
-        return merged
+        merged: Any = _tuner(model, how).merge_and_unload(adapter_names=None if adapter_names is None else list(adapter_names))
     finally:
         for layer in layers:
             layer.merging = EXACT
+    if merged is model:
+        merged.__dict__["_hf_peft_config_loaded"] = False  # else transformers would go on to save the adapter alone
+    found: nn.Module = merged
+    return found
 
 
 def refusal(lost: Mapping[str, float], layers: Mapping[str, SparseLoraLinear], names: Sequence[str] | None) -> str:
@@ -539,7 +566,7 @@ def refusal(lost: Mapping[str, float], layers: Mapping[str, SparseLoraLinear], n
     return (
         f"merging {of} would make {weights} dense, and pruning again would lose {what}. Nothing was merged. Without loss: "
         "nm.integrations.peft.absorb(model) makes the adapters the layers' own; one trained with nm.integrations.peft.MaskedLoraConfig "
-        "merges exactly. With that loss: nm.integrations.peft.merge_and_prune(model). For a dense model: absorb, then nm.save_dense."
+        "merges exactly. With that loss: nm.integrations.peft.merge_and_prune(model). For a dense model: absorb, then nm.densify_(model)."
     )
 
 
