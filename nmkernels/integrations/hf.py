@@ -9,6 +9,9 @@ transformers finds both classes by itself once nmkernels and transformers are im
 
 A process that has not imported nmkernels would fill the compressed layers with random numbers and only log that. So the file also has an
 empty tensor under the name of the first compressed layer's dense weight: there, loading fails because the shapes differ.
+
+``model.dequantize()`` gives the dense model. transformers refuses ``model.half()`` and ``model.float()`` of any model with a quantizer;
+``model.to(dtype)`` works. With parts on disk (``device_map``) packed weights stay in memory unless ``offload_buffers=True``.
 """
 
 from __future__ import annotations
@@ -66,8 +69,8 @@ CARD = "README.md"
 HEADING = "## N:M sparse weights"
 SECTION = f"""{HEADING}
 
-The linear layers of this model are {{patterns}} sparse and stored compressed by [nmkernels](https://pypi.org/project/nmkernels/).
-Import it before you load the model; without it transformers does not know the format and refuses the file.
+Weights of this model are {{patterns}} sparse and stored compressed by nmkernels. Import it before you load the model: without it
+transformers does not know the format and refuses the file.
 
 ```python
 import nmkernels

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -593,7 +594,8 @@ torch.save(model(input_ids=torch.arange(3, 15).reshape(2, 6)).logits.detach(), s
 
 
 def ran(*arguments: Any, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *map(str, arguments)], cwd=cwd, capture_output=True, text=True, check=False)
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run([sys.executable, *map(str, arguments)], cwd=cwd, env=env, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.slow
@@ -625,6 +627,51 @@ assert AUTO_QUANTIZER_MAPPING["nmkernels"] is nmkernels.integrations.hf.NMQuanti
     assert done.returncode == 0, done.stderr
 
 
+FINE_TUNE = """
+import nmkernels as nm
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+model = AutoModelForCausalLM.from_pretrained("my-model")
+trainer = Trainer(model, TrainingArguments("runs", max_steps=1000), train_dataset=data)
+nm.integrations.hf.prepare(trainer, "srste:2:4")
+trainer.train()  # at the end the weights are 2:4
+nm.compress_(model).save_pretrained("my-sparse-model")  # or push_to_hub
+"""
+LOAD_IT = """
+import nmkernels
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("my-sparse-model")
+"""
+
+
+@pytest.mark.slow
+def test_the_readmes_lines_from_a_model_to_a_sparse_one_that_another_process_loads(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    built("llama").save_pretrained(tmp_path / "my-model")
+    data = "import torch\nids = torch.arange(3, 35)\ndata = [{'input_ids': ids, 'labels': ids}] * 16\n"
+    check = "print(model(input_ids=ids[None]).logits.double().sum().item())"
+    first = ran("-c", data + FINE_TUNE.replace("max_steps=1000", "max_steps=3, report_to=[]") + check, cwd=tmp_path)
+    assert first.returncode == 0, first.stderr
+    second = ran("-c", data + LOAD_IT + check, cwd=tmp_path)
+    assert second.returncode == 0, second.stderr
+    assert float(second.stdout) == pytest.approx(float(first.stdout.splitlines()[-1]), abs=1e-3)
+    assert len(config_of(tmp_path / "my-sparse-model")["layers"]) == 14
+
+
+@pytest.mark.slow
+def test_the_example_fine_tunes_on_a_text_and_another_process_loads_it(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    text, out = tmp_path / "text.txt", tmp_path / "sparse"
+    text.write_text("Sparse weights are read once and multiplied often. " * 40)
+    done = ran("examples/hf_finetune.py", "--text", text, "--out", out, "--steps", "3", "--context", "32")
+    assert done.returncode == 0, done.stderr
+    assert "14 of 15 linear layers sparse" in done.stdout
+    done = ran("-c", LOAD, out, "before", tmp_path / "y")
+    assert done.returncode == 0, done.stderr
+    assert torch.load(tmp_path / "y").isfinite().all()
+
+
 # ---- every model
 
 
@@ -635,7 +682,7 @@ def test_ten_steps_finish_compress_save_load(name: str, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "a", max_shard_size="30KB")
     auto = getattr(transformers, MODELS[name][0])
     again = loaded(tmp_path / "a", auto)
-    assert packed(again).keys() == packed(model).keys() and len(packed(model)) >= 8
+    assert packed(again).keys() == packed(model).keys() and len(packed(model)) >= 7
     assert same_state(again, model) and equal_bits(logits(again, name), logits(model, name))
     assert same_state(nm.load_compressed(built(name), tmp_path / "a"), model)
     built(name).save_pretrained(tmp_path / "dense")

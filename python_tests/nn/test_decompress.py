@@ -1,0 +1,79 @@
+"""decompress_ and densify_: from compressed layers back to the dense ones that compute the same. Experts: test_experts.py."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import nmkernels as nm
+from nmkernels.nn import CompressedLinear, decompress_
+from nmkernels.nn.deploy import AFTER
+from nmkernels.pattern import RecipeError
+from nmkernels.testing import equal_bits
+
+
+def finished(recipe="ste:2:4"):
+    torch.manual_seed(0)
+    shared = nn.Linear(32, 32)
+    model = nn.ModuleDict(
+        {
+            "a": shared,
+            "again": shared,
+            "b": nn.Linear(32, 16, bias=False),
+            "conv": nn.Conv2d(16, 32, (3, 2), stride=2, padding=1, padding_mode="reflect"),
+        }
+    )
+    nm.sparsify_(model, recipe).finish(allow_unused=True)
+    return model.eval()
+
+
+@pytest.mark.parametrize("verb", [decompress_, nm.densify_])
+def test_a_compressed_model_turns_dense_again(verb):
+    dense = nm.densify_(finished())
+    hooked = finished()
+    calls = []
+    hooked["b"].register_forward_hook(lambda *_: calls.append(1))
+    model = nm.compress_(hooked)
+    bias = model["a"].bias
+    assert verb(model) is model
+    assert [type(m) for m in model.modules()] == [type(m) for m in dense.modules()]
+    assert model["a"] is model["again"] and model["a"].bias is bias and not model["a"].training
+    state, want = model.state_dict(), dense.state_dict()
+    assert state.keys() == want.keys() and all(equal_bits(state[key], want[key]) for key in want)
+    x = torch.randn(2, 16, 8, 8)
+    torch.testing.assert_close(model["conv"](x), dense["conv"](x))
+    assert repr(model["conv"]) == repr(dense["conv"])
+    model["b"](torch.randn(3, 32))
+    assert calls == [1] and all(p.requires_grad for p in model.parameters())
+
+
+def test_adapters_are_folded_and_orders_undone():
+    columns = torch.randperm(32)
+    adapter = (torch.randn(32, 3), torch.randn(3, 16))
+    layer = CompressedLinear(nm.ops.compress(torch.randn(16, 32), "2:4"), torch.randn(16), adapter=adapter, columns=columns)
+    x = torch.randn(5, 32)
+    dense = decompress_(nn.Sequential(copy.deepcopy(layer)))[0]
+    torch.testing.assert_close(dense(x), layer(x))
+    assert type(dense) is nn.Linear and [name for name, _ in dense.named_parameters()] == ["weight", "bias"]
+
+
+def test_what_has_no_dense_form_is_refused_and_nothing_is_changed():
+    layer = CompressedLinear(nm.ops.compress(torch.randn(16, 32), "2:4"))
+    with pytest.raises(RecipeError, match="the model itself is one compressed layer"):
+        decompress_(layer)
+    model = nn.Sequential(layer, copy.deepcopy(layer).to("meta"))
+    with pytest.raises(RecipeError, match="layer '1' has its weight elsewhere"):
+        decompress_(model)
+    assert model[0] is layer
+
+
+def test_who_keeps_books_of_compressed_layers_is_told(monkeypatch):
+    told = []
+    monkeypatch.setattr("nmkernels.nn.deploy.AFTER", [*AFTER, told.append])
+    model = finished()
+    assert told == []
+    nm.compress_(model)
+    nm.densify_(model)
+    nm.densify_(model)
+    assert told == [model, model], "the second time nothing was compressed"
