@@ -188,8 +188,8 @@ def _cases(
         else:
             rules = _rules(module, recipe, pattern, layer.shape)
             rules = rules if learns else replace(rules, trains=False, estimate=None)
-            if len(entry.shape) == 3:
-                rules = replace(rules, packed=False)  # until compress_ the model multiplies experts itself
+            if len(entry.shape) > 2:
+                rules = replace(rules, packed=False)  # until compress_ the model multiplies experts itself, and torch convolutions
         trains = not compressed and not isinstance(module, (CompressedLinear, CompressedStack)) and not getattr(module, "finished", False)
         kept = not isinstance(module, (CompressedLinear, CompressedStack)) or module.keep_dense
         case = Case(device_for(layer.dtype, rules.pattern), layer, rules, pattern is not None, trains, kept)

@@ -46,7 +46,8 @@ class HeldMasks:
     @contextmanager
     def collecting(self) -> Iterator[None]:
         """Sum the squares of every layer's inputs over the forward passes run inside."""
-        removers = [layer.register_forward_pre_hook(partial(self._collect, name)) for name, layer in self.layers.items()]
+        linear = {name: layer for name, layer in self.layers.items() if layer.own_gemms}
+        removers = [layer.register_forward_pre_hook(partial(self._collect, name)) for name, layer in linear.items()]
         try:
             yield
         finally:

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import json
+import pickle
 import shutil
 from pathlib import Path
 
@@ -167,6 +168,15 @@ def test_finish_compress_save_load_and_save_dense(tmp_path):
         dense = net().eval()
         load_model(dense, tmp_path / "dense.safetensors")
         assert all(torch.equal(value, state[key]) for key, value in dense.state_dict().items())
+
+
+@pytest.mark.slow
+def test_torch_export_and_pickle():
+    model = finished()
+    want = model(X)
+    for given in (model, nm.compress_(copy.deepcopy(model))):
+        assert torch.allclose(torch.export.export(given, (X,)).module()(X), want, atol=1e-5)
+        assert torch.allclose(pickle.loads(pickle.dumps(given))(X), want, atol=1e-5)
 
 
 def test_files_that_do_not_fit_are_refused(tmp_path):

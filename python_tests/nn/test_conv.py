@@ -263,6 +263,25 @@ def test_a_lost_order_is_never_a_silent_copy(which):
     assert nm.ops.is_nm(layer.master, "2:4")
 
 
+def test_zeros_made_elsewhere_are_adopted():
+    """Those of NVIDIA's ASP, which groups input channels too; a model without is refused."""
+    model = net()
+    for name in ("3", "5", "9"):
+        w = model.get_submodule(name).weight
+        w.data = masked_by_hand(w.data) if w.dim() == 4 else nm.ops.prune(w.data, "2:4")
+    want = {key: value.clone() for key, value in model.state_dict().items()}
+    handle = nm.sparsify_(model, "asp:2:4(score='existing')")
+    optimizer = handle.attach(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    assert all(torch.equal(value, want[key]) for key, value in model.state_dict().items())
+    with handle.calibrate():
+        train(model, optimizer, 2)
+    handle.finish()
+    assert torch.equal(model[3].weight != 0, want["3.weight"] != 0) and not torch.equal(model[3].weight, want["3.weight"])
+    handle = nm.sparsify_(net(), "asp:2:4(score='existing')")
+    with pytest.raises(nm.RecipeError, match="the weight of layer '3' is not 2:4"):
+        handle.finish(allow_unused=True)
+
+
 def test_an_optimizer_that_has_stepped_before_sparsify_goes_on():
     """Its moments are in the order of the dimensions; the update is that of an optimizer whose are not."""
     runs = []
