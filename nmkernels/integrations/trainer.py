@@ -76,6 +76,7 @@ class Drive:
     def __init__(self, handle: Handle, total: int | None, finish: bool) -> None:
         self.handle, self.total, self.finish = handle, total, finish
         self.attached: torch.optim.Optimizer | None = None
+        self.best: tuple[int, dict[str, Any]] | None = None
 
     def attach(self, optimizer: Any) -> None:
         if self.handle.finished:
@@ -103,7 +104,14 @@ class Drive:
         logs.update(metrics)
         state.log_history[-1].update(metrics)  # a copy of what the logs were before
 
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if args.load_best_model_at_end and state.best_global_step == state.global_step:
+            self.best = state.global_step, self.handle.state_dict()
+
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.best is not None and self.best[0] != state.global_step:
+            self.handle.load_state_dict(self.best[1])  # the trainer has loaded the weights; held masks are of those
+        self.best = None
         if self.finish:
             self.handle.finish()
 

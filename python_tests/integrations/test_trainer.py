@@ -167,11 +167,12 @@ def test_training_in_parts(tmp_path):
 
 # ---- the end
 
+BEST = {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 1, "save_steps": 1}
+
 
 def test_the_best_model_is_the_best_sparse_one(tmp_path):
     """The models of the dense phase are better than those after it, but not once they are pruned."""
-    best = {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 1, "save_steps": 1}
-    trainer = trainer_of(tmp_path, llama(initializer_range=0.3), **best, max_steps=6)
+    trainer = trainer_of(tmp_path, llama(initializer_range=0.3), **BEST, max_steps=6)
     dense = trainer.evaluation_loop
     handle = prepare(trainer, "asp:1:16(start=4)")
     seen = []
@@ -188,6 +189,18 @@ def test_the_best_model_is_the_best_sparse_one(tmp_path):
     assert seen[3:] == told[3:] and all(pruned > whole for pruned, whole in zip(told[:3], seen, strict=False))
     assert trainer.state.best_global_step > 4
     # the figure by which it was chosen is that of the model that is left
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(trainer.state.best_metric, abs=1e-6)
+
+
+@pytest.mark.parametrize("recipe", ["asp:2:4(start=3)", "lbc:2:4"])
+def test_a_best_model_is_finished_by_masks_of_its_own(tmp_path, recipe):
+    """Where it is older than those that are held at the end."""
+    worst = {**BEST, "metric_for_best_model": "loss", "greater_is_better": True}
+    trainer = trainer_of(tmp_path, llama(initializer_range=0.3), **worst, max_steps=5)
+    prepare(trainer, recipe)
+    with pytest.warns(UserWarning, match="without having been trained in that form"):
+        trainer.train()
+    assert trainer.state.best_global_step == 1 and is_pruned(trainer.model)
     assert trainer.evaluate()["eval_loss"] == pytest.approx(trainer.state.best_metric, abs=1e-6)
 
 
