@@ -34,8 +34,13 @@ class Sparsity(Callback):
     ``configure_optimizers``, so that checkpoints have its state and ``fit(ckpt_path=...)`` goes on as if never stopped. Its metrics are
     logged by ``self.log`` as ``nm/density`` and so on. Validation and tests measure the model that ``handle.finish()`` would leave.
 
-    Checkpoints hold the weights that training goes on from, which are not pruned yet. So to have the best model instead of the last one,
-    take ``finish=False``, load its ``state_dict`` once ``fit`` is done, and call ``sparsity.handle.finish()``.
+    Checkpoints hold the weights that training goes on from, which are not pruned yet. To have the best model instead of the last one, take
+    ``finish=False`` and, once ``fit`` is done, load its weights and its optimizer's state, with the masks of these weights, and finish::
+
+        best = torch.load(saver.best_model_path)                        # saver: the ModelCheckpoint
+        module.load_state_dict(best["state_dict"])
+        trainer.optimizers[0].load_state_dict(best["optimizer_states"][0])
+        sparsity.handle.finish()
 
     Args:
         recipe: an instance, or a name such as ``"step:2:4"``; one that needs ``total_steps`` and does not say them has
