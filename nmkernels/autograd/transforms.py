@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -96,7 +96,8 @@ class WeightTransform:
     reads: ClassVar[Mapping[str, Kind]] = reading()
     """Names of the layer's ``nm_*`` tensors that are passed on after the weight, as ``extras`` in this order, each with its kind."""
 
-    traits: Traits = field(init=False, repr=False, compare=False)
+    # each object has its own; a field it is not, since torch 2.8 traces a frozen dataclass by giving all its fields to __init__
+    traits: ClassVar[Traits]
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "traits", self._traits())
