@@ -39,7 +39,7 @@ SHOWN = 5
 PARTS = ("weight.values", "weight.indices", "weight.columns", *ADAPTER)
 """What a file holds of a layer, the first two of every one; of a stack of experts these two, without "weight"."""
 
-STACKS = frozenset({EXPERTS, EXPERTS_T})
+STACKS = (EXPERTS, EXPERTS_T)  # no set: what a stranger's file says may not be hashable
 
 
 class LayerPlan(NamedTuple):

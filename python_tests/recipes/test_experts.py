@@ -261,6 +261,8 @@ def test_moves_and_dtypes():
     want = model(DATA[0][0])
     model.to(torch.float32).to(torch.float64)
     assert torch.allclose(model(DATA[0][0]), want, atol=1e-5)
+    model._apply(lambda t: t.contiguous())
+    assert torch.allclose(model(DATA[0][0]), want, atol=1e-5) and handle.layers["experts.down_proj"].master.is_contiguous()
     model.to(torch.bfloat16)
     layer = handle.layers["experts.down_proj"]
     assert layer.effective_weight().dtype == torch.bfloat16 and layer.nm_scale.shape == (3,)
@@ -407,6 +409,7 @@ def test_saved_in_the_models_own_names(kind, tmp_path):
     handle.finish()
     assert saved(model, tmp_path / "sparse") == keys
     ids = tokens()[0]
+    assert_adopted(tmp_path / "sparse", model, ids)
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "sparse").train()
     again.set_experts_implementation("eager")
     assert type(experts_of(again)[1]) is type(experts_of(tiny(kind))[1])
@@ -415,6 +418,16 @@ def test_saved_in_the_models_own_names(kind, tmp_path):
         experts = [file.get_tensor(key) for key in file.keys() if ".experts." in key and "bias" not in key]  # noqa: SIM118
     assert len(experts) == (4 if kind == TRANSPOSED else 2 * 3 * EXPERTS)
     assert all((w != 0).double().mean() <= 0.5 for w in experts)
+
+
+def assert_adopted(folder, model, ids):
+    """Another process, another library: the zeros are found again, and compressed."""
+    from transformers import AutoModelForCausalLM
+
+    again = AutoModelForCausalLM.from_pretrained(folder)
+    nm.sparsify_(again, ASP(score="existing")).finish(allow_unused=True)
+    assert isinstance(experts_of(nm.compress_(again))[1], CompressedExperts)
+    assert torch.allclose(again(ids).logits, model(ids).logits, atol=1e-5)
 
 
 def saved(model, folder):

@@ -1,0 +1,107 @@
+"""Stacks of experts in compressed files: under the names of their Parameters, checked before anything is changed."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import nmkernels as nm
+from nmkernels.nn import CompressedExperts
+from nmkernels.pattern import CheckpointError
+from python_tests.export.editing import edited, parts
+from python_tests.moe import Experts, mixture
+
+X = torch.randn(7, 16, generator=torch.Generator().manual_seed(0))
+
+
+def compressed(**options):
+    model = mixture(dtype=torch.float32, **options)
+    nm.sparsify_(model, "ste:2:4").finish(allow_unused=True)
+    return nm.compress_(model)
+
+
+@pytest.fixture
+def file(tmp_path):
+    nm.save_compressed(compressed(), tmp_path / "m")
+    return tmp_path / "m"
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("meta", [False, True])
+def test_round_trip(tmp_path, transposed, meta):
+    model = compressed(transposed=transposed, bias=True)
+    nm.save_compressed(model, tmp_path / "m")
+    tensors, metadata = parts(tmp_path / "m")
+    table = json.loads(metadata["layers"])
+    layout = "experts_t" if transposed else "experts"
+    assert table["experts.down_proj"] == {"pattern": "2:4", "shape": [3, 16, 24], "dtype": "float32", "layout": layout}
+    assert metadata["version"] == "4" and tensors["experts.down_proj.values"].shape == (3, 16, 12)
+    with torch.device("meta" if meta else "cpu"):
+        fresh = mixture(dtype=torch.float32, transposed=transposed, bias=True, seed=1)
+    loaded = nm.load_compressed(fresh, tmp_path / "m")
+    assert isinstance(loaded.experts, CompressedExperts) and torch.equal(loaded(X), model(X))
+    nm.save_compressed(loaded, tmp_path / "again")
+    assert (tmp_path / "again").read_bytes() == (tmp_path / "m").read_bytes()
+
+
+def test_one_module_under_two_names(tmp_path):
+    def twice(experts):
+        return nn.ModuleDict({"a": experts, "b": experts})
+
+    nm.save_compressed(twice(compressed().experts), tmp_path / "m")
+    loaded = nm.load_compressed(twice(Experts()), tmp_path / "m")
+    assert loaded.a is loaded.b and isinstance(loaded.a, CompressedExperts)
+    with pytest.raises(CheckpointError, match="under the name 'a.gate_up_proj' too"):
+        nm.load_compressed(twice(Experts()), edited(tmp_path / "m", apart))
+
+
+def apart(tensors, metadata):
+    for name in [name for name in tensors if name.endswith("values")]:
+        kept = json.loads(metadata["aliases"])
+        for alias, stored in kept.items():
+            if stored == name:
+                tensors[alias] = tensors[name] + 1
+    metadata["aliases"] = json.dumps({k: v for k, v in json.loads(metadata["aliases"]).items() if k not in tensors})
+
+
+def layers(old, new):
+    return lambda tensors, metadata: metadata.update(layers=metadata["layers"].replace(old, new))
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda t, m: t.pop("experts.down_proj.indices"), "layer 'experts.down_proj': the file lacks its indices"),
+        (lambda t, m: t["experts.down_proj.indices"].fill_(255), "layer 'experts.down_proj': the indices of a group do not rise"),
+        (lambda t, m: t["experts.down_proj.indices"].zero_(), "layer 'experts.down_proj': the indices of a group do not rise"),
+        (layers("[3, 16, 24]", "[3, 24, 16]"), "layer 'experts.down_proj': the file's weight is"),
+        (layers("[3, 16, 24]", "[3, 16]"), r"layer 'experts.down_proj': its entry in the metadata is damaged \(ValueError: shape"),
+        (layers("[3, 16, 24]", "[0, 16, 24]"), "layer 'experts.down_proj': its entry in the metadata is damaged"),
+        (layers("[3, 16, 24]", "[48, 24]"), "layer 'experts.down_proj': its entry in the metadata is damaged"),
+        (layers('"experts"', '"experts_t"'), r"the file holds a stack of experts \(layout experts_t\), the model's Experts has none"),
+        (layers('"experts"', '"linear"'), "layer 'experts.down_proj'"),
+        (layers('"experts"', '["experts"]'), "layer 'experts.down_proj': its entry in the metadata is damaged"),
+        (layers("experts.down_proj", "head.down_proj"), "layer 'head.down_proj': the file lacks its values"),
+        (layers("2:4", "1:4"), "are not those of a 1:4 weight"),
+    ],
+)
+def test_damaged(file, edit, message):
+    model = mixture(dtype=torch.float32)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(CheckpointError, match=message):
+        nm.load_compressed(model, edited(file, edit))
+    assert type(model.experts) is Experts
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_models_that_do_not_fit(file):
+    for model, message in (
+        (mixture(dtype=torch.float64), "the file's weight is torch.float32, the model's torch.float64"),
+        (mixture(dtype=torch.float32, count=4), r"the file's weight is \(3, 16, 24\) \(experts, out, in\), the model's \(4, 16, 24\)"),
+        (mixture(dtype=torch.float32, apart=True), "layer 'experts.down_proj': the file holds a stack of experts"),
+        (compressed(), "it is in a CompressedExperts already"),
+        (nn.Sequential(nn.Linear(4, 4)), "the model has no such module"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            nm.load_compressed(model, file)
