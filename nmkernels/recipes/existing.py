@@ -34,6 +34,10 @@ def existing_pattern(weight: Tensor) -> Pattern | None:
     return found
 
 
+def _is(weight: Tensor, pattern: Pattern) -> bool:
+    return not weight.shape[-1] % pattern.m and ops.is_nm(weight, pattern)
+
+
 @torch.no_grad()
 def adopt(model: nn.Module, pattern: PatternLike | None = None, filter_fn: FilterFn | None = None) -> Handle:
     """Make sparse layers of those whose weights are N:M already, and hold their zeros: for models pruned by SparseGPT, Wanda, torch.ao or
@@ -67,13 +71,13 @@ def adopt(model: nn.Module, pattern: PatternLike | None = None, filter_fn: Filte
         found = {name: p for name, w in weights.items() if (p := existing_pattern(w)) is not None}
         if found:
             wanted = Counter(found.values()).most_common(1)[0][0]
-        others = {name: p for name, p in found.items() if not ops.is_nm(weights[name], wanted or p)}
+        others = {name: p for name, p in found.items() if not _is(weights[name], wanted or p)}
         if others:
             told = ", ".join(f"{name} is {p}" for name, p in list(others.items())[:3])
             raise RecipeError(
                 f"adopt: most pruned layers are {wanted}, but {told}. Give the pattern, and adopt the others apart by filter_fn."
             )
-    pruned = {name for name, w in weights.items() if wanted is not None and ops.is_nm(w, wanted)}
+    pruned = {name for name, w in weights.items() if wanted is not None and _is(w, wanted)}
     if wanted is None or not pruned:
         raise RecipeError(
             f"adopt: no weight has {wanted or 'N:M'} zeros along its inputs ({'; '.join(dense[:3]) or 'no layer'}). Other zeros are no "

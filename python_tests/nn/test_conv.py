@@ -277,6 +277,9 @@ def test_zeros_made_elsewhere_are_adopted():
         train(model, optimizer, 2)
     handle.finish()
     assert torch.equal(model[3].weight != 0, want["3.weight"] != 0) and not torch.equal(model[3].weight, want["3.weight"])
+    model = net()
+    model[3].weight.data = masked_by_hand(model[3].weight.data)
+    assert list(nm.recipes.adopt(model).layers) == ["3"]  # and what M does not divide is not asked
     handle = nm.sparsify_(net(), "asp:2:4(score='existing')")
     with pytest.raises(nm.RecipeError, match="the weight of layer '3' is not 2:4"):
         handle.finish(allow_unused=True)
