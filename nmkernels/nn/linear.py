@@ -126,6 +126,11 @@ class NMWeight(nn.Module):
         """The dimension of the Parameter along which groups run."""
         return REDUCED[self.layout]
 
+    @property
+    def inputs(self) -> int:
+        """How many inputs there are along that dimension, among which groups have to fit: of a convolution the channels."""
+        return int(self.parameter.shape[self.reduced])
+
     def put_in_order(self) -> None:
         """Have the Parameter's memory in the order of its matrix, where loading by assignment or moving has changed that; it stays the
         same Parameter."""

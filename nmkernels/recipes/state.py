@@ -117,7 +117,7 @@ class LayerPatterns:
         self.own = {} if choose is None else choose({name: layer.master.detach() for name, layer in self.layers.items()})
         for name, pattern in self.own.items():
             try:
-                pattern.check_divides("sparsify_", self.layers[name].shape[1], "in_features")
+                pattern.check_divides("sparsify_", self.layers[name].inputs, "in_features")
             except ShapeError as error:
                 raise ShapeError(f"layer {name!r}: {error}") from error
         self._give()
@@ -146,7 +146,7 @@ class LayerPatterns:
             check_layers("patterns", patterns, self.layers)
         for name, text in patterns.items():
             try:
-                Pattern(text).check_divides("resume", self.layers[name].shape[1], "in_features")
+                Pattern(text).check_divides("resume", self.layers[name].inputs, "in_features")
             except NMError as error:
                 raise CheckpointError(f"the checkpoint's pattern of layer {name!r} does not fit: {error}") from error
 

@@ -159,6 +159,13 @@ def test_recipes_that_transform_weights_train_convolutions(text):
             assert (groups != 0).sum(1).max() <= (2 if name != "layerwise" else 4) and groups.any()
 
 
+def test_groups_of_layerwise_patterns_stay_among_the_channels():
+    model = nn.Sequential(nn.Conv2d(16, 32, 2), nn.Flatten(), nn.Linear(32, 32))  # 32 divides 2 * 2 * 16 and not 16
+    with pytest.raises(nm.ShapeError, match="layer '0'.*is 16, which is not a multiple of M=32"):
+        nm.sparsify_(model, nm.recipes.LayerWise("8:16", rule=None, given={"0": "8:32"}))
+    assert type(model[0]) is nn.Conv2d
+
+
 def by_hand(decay, steps, lr=1e-2, dtype=torch.float64):
     """STEP's second phase without its first, SR-STE, by the equations: torch's AdamW, gradients through plain tensors."""
     model = net().to(dtype)
