@@ -6,7 +6,7 @@ A callback alone would not do: it cannot choose the optimizer, and the layers ha
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from typing import Any
 
 import torch
@@ -96,6 +96,7 @@ class Drive:
                 "prepare last, or give the recipe its total_steps."
             )
         self.attach(optimizer)
+        _save_by_hub_names(self.handle.model, False)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         if logs is None or "loss" not in logs or self.handle.finished:
@@ -112,8 +113,22 @@ class Drive:
         if self.best is not None and self.best[0] != state.global_step:
             self.handle.load_state_dict(self.best[1])  # the trainer has loaded the weights; held masks are of those
         self.best = None
+        _save_by_hub_names(self.handle.model, True)
         if self.finish:
             self.handle.finish()
+
+
+def _save_by_hub_names(model: Any, on: bool) -> None:
+    """Whether ``model`` is saved by the names that it has on the hub, where it has others in memory, as the experts of Mixtral have.
+
+    The trainer reads its checkpoints by the names in memory, and goes on without what it does not find (transformers 5.23).
+    """
+    from transformers import PreTrainedModel
+
+    if isinstance(model, PreTrainedModel):
+        vars(model).pop("save_pretrained", None)
+        if not on:
+            model.save_pretrained = partial(model.save_pretrained, save_original_format=False)
 
 
 @cache

@@ -23,7 +23,8 @@ from python_tests.recipes.loop import distance, snapshot
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("accelerate", reason="accelerate is not installed")
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from safetensors import safe_open
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
 from nmkernels.integrations.trainer import Drive, prepare
@@ -137,6 +138,30 @@ def test_resuming_is_training_uninterrupted(tmp_path, name):
         assert not done.finished
         done.finish()
     assert distance(snapshot(resumed.model), snapshot(whole.model)) == 0.0 and is_pruned(resumed.model)
+
+
+def test_experts_are_resumed_too(tmp_path):
+    """The trainer does not find those of Mixtral in its own checkpoints, and would go on with those that are there."""
+    config = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
+
+    def run(seed, **given):
+        torch.manual_seed(seed)
+        mixtral = MixtralForCausalLM(MixtralConfig(**config, num_hidden_layers=1, num_local_experts=4, max_position_embeddings=32))
+        trainer = trainer_of(tmp_path, mixtral, save_strategy="steps", save_steps=4)
+        handle = prepare(trainer, RECIPES["step"])
+        trainer.train(**given)
+        return trainer, handle
+
+    (whole, handle), (resumed, _) = run(0), run(1, resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert any("experts" in name for name in handle.layers)
+    assert distance(snapshot(resumed.model), snapshot(whole.model)) == 0.0
+    whole.save_model(str(tmp_path / "out"))
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
+        names = list(file.keys())
+    assert "model.layers.0.block_sparse_moe.experts.0.w1.weight" in names, "once trained, by the names of the hub"
+    for folder in ("out", "checkpoint-8"):
+        loaded = MixtralForCausalLM.from_pretrained(tmp_path / folder)
+        assert (distance(snapshot(loaded), snapshot(whole.model)) == 0.0) is (folder == "out")
 
 
 class Stop(TrainerCallback):
