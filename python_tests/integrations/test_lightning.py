@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
 import nmkernels as nm
 from nmkernels.optim import MaskedAdamW
+from python_tests.distributed.ranks import needs_gloo, on_ranks
 from python_tests.recipes.loop import Adam, batches, distance, loss_of, mlp, snapshot
 from python_tests.recipes.running import train
 
@@ -136,6 +139,73 @@ def test_fitting_and_resuming_is_a_plain_loop(tmp_path, name, kind):
     handle.finish()
     for done in (net, other):
         assert distance(snapshot(done), snapshot(want)) == 0.0
+
+
+class Manual(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, index: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss_of(self.inner, batch))
+        optimizer.step()
+
+
+@pytest.mark.parametrize("how", ["manual", "accumulated"])
+def test_other_ways_to_step(tmp_path, how):
+    """By hand; and with accumulation and clipping, both of Lightning."""
+    recipe, want = RECIPES["step"], Net()
+    handle = nm.sparsify_(want, recipe)
+    optimizer = handle.attach(MaskedAdamW(want.parameters(), **KEYWORDS))
+    sparsity = Sparsity(recipe)
+    if how == "manual":
+        net = fit(trainer_of(tmp_path, sparsity), Manual())
+        train(want.inner, optimizer, DATA * 2)
+    else:
+        net = fit(trainer_of(tmp_path, sparsity, accumulate_grad_batches=2, gradient_clip_val=0.1), Net())
+        for i in range(STEPS):
+            optimizer.zero_grad()
+            for batch in DATA[2 * i % 4 :][:2]:
+                (loss_of(want.inner, batch) / 2).backward()
+            torch.nn.utils.clip_grad_norm_(want.parameters(), 0.1)
+            optimizer.step()
+    handle.finish()
+    assert distance(snapshot(net), snapshot(want)) == 0.0
+
+
+def on_a_rank(folder: str) -> dict[str, list[Any]]:
+    """For each recipe the weights of an uninterrupted run, those of a resumed one, and the last phase."""
+    rank, found = dist.get_rank(), {}
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", TORCHELASTIC_RUN_ID="of the test")  # the processes are there
+
+    class Half(Net):
+        def train_dataloader(self) -> Any:
+            return DataLoader([tuple(part.chunk(2)[rank] for part in batch) for batch in DATA], batch_size=None)
+
+    for name in ("step", "asp"):
+        out, given = Path(folder, name), {"strategy": "ddp", "devices": 2, "use_distributed_sampler": False}
+        saver = L.callbacks.ModelCheckpoint(out, "{step}", every_n_train_steps=4, save_top_k=-1)
+        one, two = Sparsity(RECIPES[name], finish=False), Sparsity(RECIPES[name], finish=False)
+        whole = fit(trainer_of(out, saver, one, enable_checkpointing=True, **given), Half())
+        resumed = fit(trainer_of(out, two, **given), Half(), ckpt_path=str(out / "step=4.ckpt"))
+        found[name] = [snapshot(whole), snapshot(resumed), two.handle.metrics()["phase"].item()]
+    return found
+
+
+@needs_gloo
+@pytest.mark.slow  # two processes
+def test_ddp(tmp_path):
+    first, second = on_ranks(2, on_a_rank, tmp_path, str(tmp_path))
+    for name, (weights, resumed, phase) in first.items():
+        want = Net()
+        handle = nm.sparsify_(want, RECIPES[name])
+        train(want.inner, handle.attach(MaskedAdamW(want.parameters(), **KEYWORDS)), DATA * 2)
+        assert phase == handle.metrics()["phase"] > 0
+        for other in (resumed, *second[name][:2]):
+            assert distance(other, weights) == 0.0
+        assert distance(weights, snapshot(want)) < 1e-6, "half a batch each"
 
 
 def test_metrics_are_logged(tmp_path):
