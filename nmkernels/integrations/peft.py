@@ -75,6 +75,9 @@ EXACT, PRUNE, ABSORB = "exact", "prune", "absorb"
 """What merging does: only what loses nothing; prune the result again; hand the adapter to the layer."""
 
 
+ONE_PROCESS = "Save the adapter (model.save_pretrained) and load it beside the base in one process."
+
+
 @dataclasses.dataclass
 class MaskedLoraConfig(LoraConfig):
     """LoRA whose update has the zeros of the N:M weight, y = x Wᵀ + s x ((B A) ⊙ M)ᵀ with M = [W kept].
@@ -309,6 +312,8 @@ class SparseLoraLinear(Linear):
     @torch.no_grad()
     def merged_weight(self, adapters: Sequence[str], safe_merge: bool = False) -> tuple[Tensor, Tensor | None]:
         """(weight ``(out, in)``, bias) that compute what the layer and ``adapters`` do together, by peft's own merge on a copy."""
+        if any(is_sharded(p) for p in self.parameters()):
+            raise RecipeError(f"merging: the weights are sharded. {ONE_PROCESS}")
         before = self.merged_adapters
         self.merged_adapters, self._mask = [], self.kept()
         try:
@@ -420,6 +425,8 @@ class SparseLoraLinear(Linear):
                 return f"adapter {name!r} is an activated LoRA, which acts on the tokens behind its invocation only"
             if self.lora_bias[name] and self.get_base_layer().bias is None:
                 return f"adapter {name!r} has a bias (lora_bias=True), and the layer none"
+        if any(is_sharded(p) for p in self.parameters()):
+            return f"it is sharded. {ONE_PROCESS}"
         return "it is merged; call unmerge_adapter() first" if self.merged else ""
 
     @torch.no_grad()
@@ -495,7 +502,7 @@ def absorb(model: nn.Module, adapter_names: Sequence[str] | None = None) -> nn.M
     for name, layer in _lora_layers(model, "absorb").items():
         reason = layer.not_absorbed_reason(adapter_names)
         if reason:
-            raise RecipeError(f"absorb: layer {name!r} cannot take the adapter as its own: {reason}.")
+            raise RecipeError(f"absorb: layer {name!r} cannot take the adapter as its own: {reason.rstrip('.')}.")
     return _merged(model, ABSORB, adapter_names)
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import nmkernels as nm
 from nmkernels.nn import SparseConv1D, adapter_of
 from python_tests import moe
+from python_tests.distributed.ranks import needs_gloo, on_ranks, raised
 from python_tests.house.tree import ROOT
 
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -733,3 +734,65 @@ def test_mixed_adapters() -> None:
     assert layers_of(model)
     with pytest.raises(nm.RecipeError, match="would lose"):
         model.merge_and_unload()
+
+
+@pytest.mark.slow
+def test_compiled_without_a_graph_break() -> None:
+    for config in (None, masked()):
+        lora = tuned(base(), config)
+        want = logits(lora)
+        torch._dynamo.reset()
+        assert close(logits(torch.compile(lora, backend="eager", fullgraph=True)), want)
+        gradients = []
+        for model in (lora.train(), torch.compile(lora, backend="aot_eager", fullgraph=True)):
+            model(input_ids=IDS, labels=IDS).loss.backward()
+            gradients.append([p.grad.clone() for p in lora.parameters() if p.requires_grad])
+            lora.zero_grad()
+        assert all(close(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def split_over_ranks() -> dict[str, Any]:
+    """What training on two ranks leaves, how far it is from one process, and what is said of what cannot be done there."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    def built(config: Any, compressed: bool) -> Any:
+        model = base(compressed=compressed)
+        torch.manual_seed(1)
+        return get_peft_model(model, config)
+
+    def trained(model: nn.Module) -> list[Tensor]:
+        train(model, 3)
+        return [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters() if p.requires_grad]
+
+    found: dict[str, Any] = {}
+    for compressed in (True, False):
+        for config in (LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"), masked()):
+            want = trained(built(config, compressed))
+            sharded = built(config, compressed)
+            for layer in sharded.base_model.model.model.layers:
+                fully_shard(layer)
+            fully_shard(sharded)
+            for model in (nn.parallel.DistributedDataParallel(built(config, compressed)), sharded):
+                far = max(float((a - b).abs().max()) for a, b in zip(trained(model), want, strict=True))
+                found[f"{type(model).__name__} {compressed} {type(config).__name__}"] = far
+    found["merge"], found["absorb"] = raised(sharded.merge_adapter), raised(lambda: P.absorb(sharded))
+    model = nn.Sequential(nn.Linear(32, 32))
+    parallelize_module(model, init_device_mesh("cpu", (2,)), {"0": ColwiseParallel()})
+    nm.sparsify_(model, "asp:2:4").finish(allow_unused=True)
+    found["finished"] = raised(lambda: get_peft_model(model, LoraConfig(r=2, target_modules=["0"])))
+    nm.compress_(model)
+    found["compressed"] = raised(lambda: get_peft_model(model, LoraConfig(r=2, target_modules=["0"])))
+    return found
+
+
+@pytest.mark.slow
+@needs_gloo
+def test_on_two_ranks_adapters_train_as_in_one_process_and_the_rest_is_refused_in_words(tmp_path: Path) -> None:
+    found = on_ranks(2, split_over_ranks, tmp_path)[0]
+    for what in ("merge", "absorb"):
+        assert "sharded. Save the adapter (model.save_pretrained) and load it beside the base in one process" in found.pop(what)
+    for what in ("finished", "compressed"):
+        assert "layer '0' is split over ranks" in found.pop(what)
+    assert len(found) == 8 and max(found.values()) < 1e-6, found
