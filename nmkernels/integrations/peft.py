@@ -741,12 +741,12 @@ def _parameter_name(name: str, layer: nn.Module) -> str:
     return f"{name}.weight" if stack == name else stack
 
 
-def _target_parameters(model: nn.Module, config: Any) -> set[str]:
+def _target_parameters(model: nn.Module, config: Any) -> list[str]:
     """What ``target_parameters`` will be: of mixtures peft rewrites the names of modules that are stacked now."""
     asked = copy.deepcopy(config)
     with suppress(Exception):  # peft itself says what is wrong with it
         transformers_weight_conversion.convert_peft_config_for_transformers(asked, model=model, conversions=None)
-    return set(getattr(asked, "target_parameters", None) or ())
+    return sorted(getattr(asked, "target_parameters", None) or ())
 
 
 def _is_target(tuner: BaseTuner, model: nn.Module, config: Any, name: str) -> bool:

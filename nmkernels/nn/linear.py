@@ -380,8 +380,9 @@ class NMWeight(nn.Module):
             warnings.warn(
                 f"{type(self).__name__} {tuple(self.master.shape)} (out, in): the weight was {self.pattern} when the recipe finished "
                 "and is not any more: something has changed it since, such as a merged LoRA. The layer computes with what it holds, as a "
-                "dense one, and compress_ will refuse it. To keep it sparse, do not merge: unload the LoRA and add it beside the weight, "
-                "nm.nn.set_adapter(layer, A.t(), r * scaling * B.t(), out, in); or prune again: densify_, sparsify_, finish.",
+                "dense one, and compress_ will refuse it. To keep it sparse, do not merge: have the LoRA beside the weight, by "
+                "nm.integrations.peft.absorb(model) or nm.nn.set_adapter(layer, A.t(), r * scaling * B.t(), out, in); or prune again: "
+                "densify_, sparsify_, finish.",
                 stacklevel=3,
             )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import json
 import os
@@ -26,6 +27,7 @@ from python_tests.house.tree import ROOT
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("peft", reason="peft is not installed")
 import peft
+import peft.utils.hotswap
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
@@ -698,7 +700,9 @@ def test_a_mixture_takes_lora_on_its_linear_layers_and_none_on_its_experts(kind:
         {"target_parameters": [f"mlp.experts.{stack}"]},
         {"target_parameters": [f"experts.{stack}"], "target_modules": ["q_proj"]},
     ):
-        with pytest.raises(nm.pattern.OptionError, match=rf"would parametrize '.*{stack}'.*Experts with N:M weights take no LoRA"):
+        with pytest.raises(
+            nm.pattern.OptionError, match=r"would parametrize '.*(gate_up|down)_proj'.*Experts with N:M weights take no LoRA"
+        ):
             get_peft_model(model, LoraConfig(r=2, **options))
         assert not any(isinstance(m, peft.tuners.tuners_utils.BaseTunerLayer) for m in model.modules())
     ids = moe.tokens()[0]
@@ -796,3 +800,57 @@ def test_on_two_ranks_adapters_train_as_in_one_process_and_the_rest_is_refused_i
     for what in ("finished", "compressed"):
         assert "layer '0' is split over ranks" in found.pop(what)
     assert len(found) == 8 and max(found.values()) < 1e-6, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["svd", "ties_svd", "linear", "ties", "dare_linear"])
+def test_weighted_sums_of_adapters_leave_the_weights_alone(how: str) -> None:
+    for config in (LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"), masked()):
+        lora = tuned(base(compressed=False), config, steps=2)
+        weights = weights_of(lora)
+        lora.add_adapter("b", dataclasses.replace(config, init_lora_weights=False))
+        lora.add_weighted_adapter(["default", "b"], [0.5, 0.5], "c", combination_type=how, density=0.5)
+        lora.set_adapter("c")
+        after = logits(lora)
+        assert same(weights_of(lora), weights) and not close(after, logits(base()))
+        assert close(logits(P.absorb(copy.deepcopy(lora))), after)
+        if config.__class__ is MaskedLoraConfig:
+            assert close(logits(lora.merge_and_unload()), after)
+        else:
+            with pytest.raises(nm.RecipeError, match="would lose"):
+                lora.merge_and_unload()
+
+
+@pytest.mark.slow
+def test_other_ways_of_peft_with_lora(tmp_path: Path) -> None:
+    lora = tuned(base())
+    after, before = logits(lora), logits(base())
+    lora.save_pretrained(tmp_path)
+    options = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+
+    swapped = get_peft_model(base(), LoraConfig(**options, init_lora_weights=False))
+    peft.utils.hotswap.hotswap_adapter(swapped, tmp_path, "default", torch_device="cpu")
+    assert torch.equal(logits(swapped), after)
+
+    by_variance = get_peft_model(base(), LoraConfig(**options, init_lora_weights="eva", eva_config=peft.EvaConfig(rho=1.0)))
+    peft.initialize_lora_eva_weights(by_variance, [{"input_ids": IDS}] * 3, show_progress_bar=False)
+    losses = train(by_variance, 5)
+    assert losses[-1] < losses[0] - 0.1 and same(weights_of(by_variance), weights_of(base()))
+
+    activated = logits(get_peft_model(base(), LoraConfig(**options, init_lora_weights=False, alora_invocation_tokens=[7, 14])))
+    assert torch.equal(activated[0, 0], before[0, 0]) and not close(activated[0, 1:], before[0, 1:]), "from the second token on"
+
+    model = base()
+    model.config.use_cache = False
+    experts = {"0": str(tmp_path), "1": str(tmp_path)}
+    mixed = get_peft_model(model, peft.XLoraConfig(task_type="CAUSAL_LM", hidden_size=32, xlora_depth=1, adapters=experts))
+    assert close(logits(mixed), after), "a mixture of one adapter with itself"
+
+    prepared = peft.prepare_model_for_kbit_training(base().to(torch.bfloat16))
+    assert {m.values.dtype for m in prepared.modules() if isinstance(m, nm.CompressedLinear)} == {torch.bfloat16}
+    ready = get_peft_model(prepared, LoraConfig(**options)).train()
+    with pytest.raises(nm.DtypeError, match=r"x is torch.float32, the weight torch.bfloat16; cast one of them, or use torch.autocast"):
+        ready(input_ids=IDS)  # it makes everything else float32
+    with torch.autocast("cpu", torch.bfloat16):
+        ready(input_ids=IDS, labels=IDS).loss.backward()
+    assert all(p.grad is not None for p in ready.parameters() if p.requires_grad)
