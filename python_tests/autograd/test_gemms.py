@@ -446,7 +446,7 @@ def test_compiled_it_is_one_answer_for_all_tokens() -> None:
 
     @torch.compile(backend="eager", fullgraph=True, dynamic=True)
     def f(x: Tensor) -> Tensor:
-        taken = choose(FPROP._replace(tokens=x.shape[0], rows=weight.shape[0], cols=weight.shape[1]), measure=True)
+        taken = choose(Gemm("fprop", x.shape[0], weight.shape[0], weight.shape[1], 2, 4, torch.float32, CPU), measure=True)
         return x + 1 if taken == "cpu rows" else x
 
     torch._dynamo.utils.counters.clear()
