@@ -155,6 +155,8 @@ def test_the_config_and_the_files_metadata_have_the_table_of_save_compressed(lla
     about, metadata = config_of(folder), parts(folder / "model.safetensors")[1]
     assert about["layers"] == table and json.loads(metadata["layers"]) == table and about["quant_method"] == "nmkernels"
     assert table["model.layers.1.mlp.down_proj"] == {"pattern": "2:4", "shape": [32, 64], "dtype": "float32", "layout": "linear"}
+    first = parts(folder / "model.safetensors")[0]["model.layers.0.mlp.down_proj.weight"]
+    assert first.shape == (0,), "stops those who do not know compressed weights"
     assert type(model.config.quantization_config) is NMConfig and model.config.quantization_config.patterns == ["2:4"]
 
 
