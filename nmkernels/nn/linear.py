@@ -136,10 +136,12 @@ class NMWeight(nn.Module):
         same Parameter."""
         if self.layout in MATRICES or is_sharded(self.parameter):
             return
-        data = self.parameter.data
+        data, grad = self.parameter.data, self.parameter.grad
         right = ordered(data, self.layout)
         if right is not data:
             self.parameter.data = right
+            if grad is not None:  # torch's fused optimizers go by memory and not by strides
+                self.parameter.grad = ordered(grad, self.layout)
 
     def use(self, transform: WeightTransform | None, plan: GemmPlan) -> None:
         """From now on multiply W̃ = ``transform(W)``, or W where it is None, by ``plan``."""

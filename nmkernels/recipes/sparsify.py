@@ -214,7 +214,12 @@ def _others(name: str, module: nn.Module, pattern: Pattern) -> Iterator[Candidat
             yield Candidate(name if key == "weight" else _join(name, key), module, shape, known, linear=False)
         elif len(shape) == 3:
             why = f"3-D expert weights of {kind}, which does not say along which dimension it sums, as transformers' experts modules do"
-            yield Candidate(_join(name, key), module, shape, f"{why} (use_experts_implementation)")
+            why += " (use_experts_implementation)"
+            if not w.is_floating_point():
+                why = (
+                    f"3-D expert weights of {kind}, quantised to {w.dtype}; make the model sparse first, from weights that are loaded dense"
+                )
+            yield Candidate(_join(name, key), module, shape, why)
         else:
             yield Candidate(_join(name, key), module, shape, f"a tensor of {kind}, which is no layer that sparsify_ knows", linear=False)
 

@@ -162,18 +162,28 @@ def test_reasons():
             super().__init__()
             self.gate_up_proj = nn.Parameter(torch.zeros(3, 16, 32))
 
+    class Packed(nn.Module):
+        """As gpt-oss is loaded, unless told to dequantise."""
+
+        def __init__(self):
+            super().__init__()
+            self.down_proj = nn.Parameter(torch.zeros(3, 16, 32, dtype=torch.uint8), requires_grad=False)
+
     def reasons(model, pattern="2:4", recipe="ste"):
         return {e.name: e.reason for e in nm.sparsify_(model, f"{recipe}:{pattern}").report.entries}
 
-    plain = nn.Linear(96, 96)
-    assert "3-D expert weights of Other, which does not say along which" in reasons(nn.Sequential(plain, Other()))["1.gate_up_proj"]
-    assert "in_features=16 is not a multiple of M=32" in reasons(nn.Sequential(nn.Linear(96, 96), Experts()), "2:32")["1.gate_up_proj"]
-    assert "fewer than 16" in reasons(nn.Sequential(nn.Linear(96, 96), Experts(inner=8)))["1.down_proj"]
+    def plain():
+        return nn.Linear(96, 96)
+
+    assert "3-D expert weights of Other, which does not say along which" in reasons(nn.Sequential(plain(), Other()))["1.gate_up_proj"]
+    assert "of Packed, quantised to torch.uint8; make the model sparse first" in reasons(nn.Sequential(plain(), Packed()))["1.down_proj"]
+    assert "in_features=16 is not a multiple of M=32" in reasons(nn.Sequential(plain(), Experts()), "2:32")["1.gate_up_proj"]
+    assert "fewer than 16" in reasons(nn.Sequential(plain(), Experts(inner=8)))["1.down_proj"]
     tied, hooked, half = Experts(), Experts(), Experts().to(torch.float8_e4m3fn)
     hooked.forward = lambda *a: None
     other = Other()
     other.gate_up_proj = tied.gate_up_proj
-    found = reasons(nn.Sequential(nn.Linear(96, 96), tied, other, hooked, half))
+    found = reasons(nn.Sequential(plain(), tied, other, hooked, half))
     assert "tied" in found["1.gate_up_proj"] and found["1.down_proj"] == "2:4"
     assert "forward was replaced" in found["3.down_proj"] and "float8" in found["4.down_proj"]
     with pytest.raises(ShapeError, match="experts.gate_up_proj"):
