@@ -49,7 +49,7 @@ def test_the_threads_are_those_of_torch(core):
         for _ in range(50):
             core.parallel_probe(100, 3, -1)
             x.add(1)
-        assert threads_here() == started
+        assert threads_here() <= started  # one of before may end, none may begin
     finally:
         torch.set_num_threads(before)
     assert core.pool_workers() == 0
