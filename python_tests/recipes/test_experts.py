@@ -464,3 +464,31 @@ def test_compiled_as_a_whole(kind):
     torch.compile(model, backend="eager", fullgraph=True)(ids, labels=ids).loss.backward()
     for name, p in model.named_parameters():
         assert torch.allclose(p.grad, want[name], atol=1e-6), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["mixtral", TRANSPOSED])
+def test_exported(kind):
+    """torch.export takes the finished model and the compressed one, which is expanded in a graph."""
+    model, ids = tiny(kind, "batched_mm").eval(), tokens()[0]
+    nm.sparsify_(model, "ste:2:4").finish(allow_unused=True)
+    want = model(ids).logits
+    for _ in range(2):
+        program = torch.export.export(model, (ids,), {"use_cache": False}, strict=False)
+        assert torch.allclose(program.module()(ids, use_cache=False).logits, want, atol=1e-5)
+        nm.compress_(model) if not isinstance(experts_of(model)[1], CompressedExperts) else None
+
+
+@pytest.mark.slow
+def test_checkpoint_in_training_has_the_scales(tmp_path):
+    """``save_pretrained`` takes the stacks apart, and leaves what lies beside them whole."""
+    import safetensors
+
+    model = tiny()
+    handle = nm.sparsify_(model, SSTE(mvue=None))
+    model.save_pretrained(tmp_path)
+    name, _ = experts_of(model)
+    with safetensors.safe_open(tmp_path / "model.safetensors", "pt") as file:
+        found = {key.split(".experts.")[1]: file.get_tensor(key) for key in file.keys() if ".experts." in key and "nm_" in key}  # noqa: SIM118
+    assert set(found) == {f"nm_{key}.nm_scale" for key in ("gate_up_proj", "down_proj")}
+    assert torch.equal(found["nm_down_proj.nm_scale"], handle.layers[f"{name}.down_proj"].nm_scale)
