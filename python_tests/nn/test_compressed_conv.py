@@ -44,6 +44,7 @@ def pair(kind, pattern="2:4", channels=(16, 12), dtype=torch.float32, keep_dense
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.filterwarnings("ignore:Using padding=.same")
 @pytest.mark.parametrize("way", [EXPAND, PATCHES, "dense"])
 def test_both_ways_equal_the_dense_convolution(kind, way, monkeypatch):
     dense, layer = pair(kind)
