@@ -254,7 +254,7 @@ LAYER = "model.layers.0.mlp.up_proj"
     [
         (lambda t: t[f"{LAYER}.indices"].fill_(255), "the indices of a group do not rise"),
         (lambda t: t[f"{LAYER}.indices"].zero_(), "the indices of a group do not rise"),
-        (lambda t: t[f"{LAYER}.indices"][5, 3].fill_(0x41), "the indices of a group do not rise"),
+        (lambda t: t[f"{LAYER}.indices"][5, 3].fill_(0xE1), "the indices of a group do not rise"),
         (lambda t: t.pop(f"{LAYER}.indices"), "the file lacks its indices"),
         (lambda t: t.pop(f"{LAYER}.values"), "the file lacks its values"),
         (lambda t: t.update({f"{LAYER}.values": t[f"{LAYER}.values"].int()}), "values are torch.int32"),
