@@ -113,7 +113,7 @@ def test_train_is_what_one_would_do_by_hand(tmp_path):
     assert distance(snapshot(trainer.model), snapshot(model)) == 0.0 and is_pruned(trainer.model)
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", RECIPES)
 def test_resuming_is_training_uninterrupted(tmp_path, name):
     """With accumulation, and with evaluation in only one of the two runs."""
