@@ -158,6 +158,7 @@ class CompressedLinear(nn.Module):
                     and values._version == written
                     and values.data_ptr() == address
                     and TABLE.revision == revision
+                    and not values.requires_grad  # which has no gradient, and says so
                 )
                 if same and dense is not None:
                     try:
@@ -218,7 +219,7 @@ class CompressedLinear(nn.Module):
         """From now on multiply inputs of this size at once: by ``dense``, or without it, where no gradient is wanted, by the kernel."""
         values = weight.values
         plain = weight is self._view and self.order is None and self.adapter is None
-        if not plain or values.requires_grad or not counts_writes(values):
+        if not plain or not counts_writes(values):
             return
         if len(self._plans) >= MOST_PLANS:
             self._plans.clear()

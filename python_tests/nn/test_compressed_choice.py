@@ -141,6 +141,7 @@ def test_a_second_call_of_the_kernel_asks_nobody(monkeypatch: pytest.MonkeyPatch
         lambda layer: setattr(layer, "values", layer.values * 3),
         lambda layer: setattr(layer.values, "data", layer.values * 3),
         lambda layer: nm.nn.set_adapter(layer, torch.ones(64, 1), torch.ones(1, 16), 16, 64),
+        lambda layer: layer.values.requires_grad_(),
         lambda layer: gemms.forget(),
     ],
 )
