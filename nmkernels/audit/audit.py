@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from ..layouts import EXPERTS_T
-from ..nn import CompressedLinear, CompressedStack, NMWeight, StackedWeight, adapter_of, sparse_layers, stacks_of
+from ..nn import CompressedLinear, CompressedStack, NMWeight, StackedWeight, adapter_of
+from ..nn.experts import sparse_layers, stacks_of
 from ..pattern import Pattern, RecipeError
 from ..recipes.base import Recipe, rank_for
 from ..recipes.compose import deployed

@@ -13,7 +13,8 @@ from torch import nn
 
 from ..autograd.transforms import read_as
 from ..layouts import CONV2D, matrix_shape
-from ..nn import NMWeight, sparse_layers
+from ..nn import NMWeight
+from ..nn.experts import sparse_layers
 from ..pattern import Pattern, RecipeError
 from ..recipes.base import Recipe, Span, rank_for
 from ..recipes.compose import deployed, with_pattern

@@ -17,16 +17,15 @@ from ..nn import (
     CompressedStack,
     NMWeight,
     SparseExperts,
-    deploy_stacks_,
     deployed,
     is_conv1d,
     is_order,
-    stacks_of,
     switch_fast_paths,
 )
 from ..nn.classes import class_of
 from ..nn.compressed import LAYOUTS
 from ..nn.deploy import tell
+from ..nn.experts import deploy_stacks_, stacks_of
 from ..nn.swap import put_
 from ..ops import Compressed
 from ..pattern import CheckpointError, NMError, Pattern

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..layouts import CONV2D, MATRICES, as_stored
-from ..nn import ADAPTER, CompressedLinear, CompressedStack, NMWeight, adapter_of, child_name, folded
+from ..nn import ADAPTER, CompressedLinear, CompressedStack, NMWeight, adapter_of, folded
+from ..nn.experts import child_name
 from ..nn.gather import fsdp_modules, reshard
 from ..pattern import CheckpointError, RecipeError
 from ..shards import is_sharded, whole

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..nn import CompressedLinear, CompressedStack, NMWeight, StackedWeight, child_name, layer_name
+from ..nn import CompressedLinear, CompressedStack, NMWeight, StackedWeight
+from ..nn.experts import child_name, layer_name
 from ..pattern import CheckpointError
 from ..shards import local
 from ..tuning.table import regular_size

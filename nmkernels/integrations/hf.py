@@ -38,20 +38,10 @@ from ..export.plan import STACKS, announced, check_filled, home_of
 from ..export.safetensors import VERSION, described, table
 from ..export.tensors import Layer, sparse_layers, weight_name
 from ..layouts import as_matrix, ordered
-from ..nn import (
-    CompressedLinear,
-    CompressedStack,
-    NMWeight,
-    child_name,
-    compressed_stack,
-    decompress_,
-    deploy_stacks_,
-    deployed,
-    replace_,
-    switch_fast_paths,
-)
+from ..nn import CompressedLinear, CompressedStack, NMWeight, decompress_, deployed, replace_, switch_fast_paths
 from ..nn.compressed import LAYOUTS, CompressedPart
 from ..nn.deploy import AFTER
+from ..nn.experts import child_name, compressed_stack, deploy_stacks_
 from ..ops import Compressed
 from ..pattern import CheckpointError, Pattern, PatternError, PatternLike, RecipeError
 from ..recipes import Report

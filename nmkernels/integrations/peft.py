@@ -48,18 +48,9 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..layouts import CONV1D, MATRICES
-from ..nn import (
-    CompressedConv2d,
-    CompressedLinear,
-    CompressedStack,
-    NMWeight,
-    SparseConv1D,
-    SparseLinear,
-    adapter_of,
-    layer_name,
-    set_adapter,
-)
+from ..nn import CompressedConv2d, CompressedLinear, CompressedStack, NMWeight, SparseConv1D, SparseLinear, adapter_of, set_adapter
 from ..nn.compressed import CompressedPart
+from ..nn.experts import layer_name
 from ..pattern import OptionError, RecipeError, ShapeError
 from ..shards import is_sharded
 

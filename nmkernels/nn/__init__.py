@@ -6,20 +6,7 @@ from .chains import Chain, channel_parameters, find_chains, reorder_
 from .compressed import CompressedLinear, is_order
 from .conv import CompressedConv2d, SparseConv2d
 from .deploy import compress_, decompress_, deployed
-from .experts import (
-    CompressedExperts,
-    CompressedStack,
-    SparseExperts,
-    StackedWeight,
-    child_name,
-    compressed_stack,
-    deploy_stacks_,
-    experts_per_token,
-    layer_name,
-    make_stack_sparse_,
-    sparse_layers,
-    stacks_of,
-)
+from .experts import CompressedExperts, CompressedStack, SparseExperts, StackedWeight
 from .linear import NMWeight, SparseLinear
 from .swap import SparseConv1D, is_conv1d, is_conv1d_type, make_dense_, make_sparse_, replace_, switch_fast_paths
 from .tune import Tuned, TuneReport, tune
@@ -45,27 +32,19 @@ __all__ = [
     "adapter_of",
     "add_adapter",
     "channel_parameters",
-    "child_name",
     "compress_",
-    "compressed_stack",
     "decompress_",
-    "deploy_stacks_",
     "deployed",
-    "experts_per_token",
     "find_chains",
     "folded",
     "is_conv1d",
     "is_conv1d_type",
     "is_order",
-    "layer_name",
     "make_dense_",
     "make_sparse_",
-    "make_stack_sparse_",
     "reorder_",
     "replace_",
     "set_adapter",
-    "sparse_layers",
-    "stacks_of",
     "switch_fast_paths",
     "tune",
 ]

@@ -24,18 +24,14 @@ from ..nn import (
     NMWeight,
     SparseExperts,
     StackedWeight,
-    child_name,
-    experts_per_token,
     is_conv1d,
     is_conv1d_type,
-    layer_name,
     make_dense_,
     make_sparse_,
-    make_stack_sparse_,
-    stacks_of,
     switch_fast_paths,
 )
 from ..nn.classes import class_of
+from ..nn.experts import child_name, experts_per_token, layer_name, make_stack_sparse_, stacks_of
 from ..pattern import Pattern, RecipeError, ShapeError
 from ..shards import is_sharded
 from .base import LayerPlan, Recipe
