@@ -19,21 +19,9 @@ from ..nn.gather import connect, reshard
 from ..optim import merge_stats
 from ..pattern import CheckpointError, RecipeError
 from ..shards import anywhere
-from .attach import (
-    STATE_KEY,
-    Attachment,
-    check_flat,
-    check_learned,
-    check_optimizer,
-    check_shards,
-    check_stages,
-    check_whole,
-    group_of,
-    inner,
-    loaded_beside,
-    unwrapped,
-)
+from .attach import STATE_KEY, Attachment, check_optimizer, group_of, inner, loaded_beside, unwrapped
 from .base import Recipe, State
+from .checks import check_flat, check_learned, check_shards, check_stages, check_whole
 from .report import Report
 from .run import Run
 from .saved import restored
