@@ -19,6 +19,7 @@ def run(monkeypatch, capsys, name, *words):
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_resnet_digits(monkeypatch, capsys, tmp_path):
     pytest.importorskip("sklearn", reason="the digits come with scikit-learn")
     said = run(

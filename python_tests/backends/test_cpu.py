@@ -47,7 +47,7 @@ def inputs(text: str, dtype: torch.dtype) -> Iterator[Tensor]:
             yield unaligned(x.to(dtype))
 
 
-@pytest.mark.quick(2, per="cpu")
+@pytest.mark.quick(1, per="cpu")
 @every_dtype
 @every_pattern
 def test_elementwise_ops(cpu, text, dtype):
@@ -61,7 +61,7 @@ def test_elementwise_ops(cpu, text, dtype):
             assert_equal_bits(out, expected, f"{op} into unaligned memory")
 
 
-@pytest.mark.quick(2, per="cpu")
+@pytest.mark.quick(1, per="cpu")
 @every_dtype
 @every_pattern
 def test_compressed_form(cpu, text, dtype):
@@ -123,7 +123,7 @@ def test_the_scale_has_the_same_bits_everywhere(cpu, dtype):
             assert_equal_bits(found, plain)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @each("offset", [0, 1])
 def test_outputs_larger_than_the_caches(cpu, offset):
     """From 16 MB on they are streamed."""

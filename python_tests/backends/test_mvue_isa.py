@@ -85,7 +85,7 @@ def test_large_outputs_of_lone_rows_and_of_any_alignment(cpu):
     assert_equal_bits(first[:40000], cpu("nm_mvue")(g[:40000], p.n, p.m, 1, SEED, "exact"))
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @every_dtype
 @each(
     "text, method",

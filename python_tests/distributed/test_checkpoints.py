@@ -30,6 +30,7 @@ if dist.is_available():
 
 pytestmark = [
     needs_gloo,
+    pytest.mark.xdist_group("checkpoints"),  # of one fixture, which takes longest
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:finish"),
 ]
 STEPS, DIM = 10, 32

@@ -137,6 +137,7 @@ def check(ranks: int, results: list[dict[str, Any]]) -> None:
         assert sum(counts.values()) == sum(seen.values()), f"{name}: {counts} has collectives of other kinds"
 
 
+@pytest.mark.slow
 def test_collectives_of_a_step_on_two_ranks(tmp_path: Path) -> None:
     check(2, on_ranks(2, every_case, tmp_path))
 
