@@ -40,7 +40,7 @@ demo: build
 # the CUDA kernels are tested on the CPU, which nobody else needs
 test test-all triton: export NMKERNELS_REQUIRE_CORE := 1
 test test-all triton: export NMKERNELS_EMULATOR := 1
-PYTEST = $(ONE_THREAD) $(BIN)/python -m pytest -q -n $(JOBS) --dist loadgroup --durations=10
+PYTEST = $(ONE_THREAD) $(BIN)/python -m pytest -q -n $(JOBS) --durations=10
 
 # a test that takes longer than some seconds is marked slow, and what it is about is tested here on a smaller case
 test: build lint

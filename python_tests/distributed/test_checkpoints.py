@@ -30,7 +30,6 @@ if dist.is_available():
 
 pytestmark = [
     needs_gloo,
-    pytest.mark.xdist_group("checkpoints"),  # of one fixture, which takes longest
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:finish"),
 ]
 STEPS, DIM = 10, 32
@@ -411,31 +410,20 @@ def everything(folder: Path) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
-    folder = tmp_path_factory.mktemp("checkpoints")
-    save_all(QUICK, folder / "from 1")
-    save_dense_run(folder / "dense from 1")
-    odd = two_layers(0, inside=40)  # two ranks would share a byte of indices
-    nm.sparsify_(odd, "srste:1:4").finish(allow_unused=True)
-    nm.save_compressed(nm.compress_(odd), folder / "odd.safetensors")
-    return folder, on_ranks(2, everything, folder, folder)
-
-
 Ranks = tuple[Path, list[dict[str, Any]]]
 
 
-def test_another_number_of_ranks_goes_on_alike(ranks: Ranks) -> None:
+def another_number_of_ranks_goes_on_alike(ranks: Ranks) -> None:
     check_all(QUICK, ranks[0], [results["resumed"] for results in ranks[1]])
 
 
-def test_asking_for_the_state_changes_nothing(ranks: Ranks) -> None:
+def asking_for_the_state_changes_nothing(ranks: Ranks) -> None:
     for where, results in (*enumerate(results["asked"] for results in ranks[1]), ("one process", asked())):
         for name, (without, after) in results.items():
             assert_equal(f"{name} on {where}", after, without)
 
 
-def test_a_dense_checkpoint_begins_a_sparse_run(ranks: Ranks) -> None:
+def a_dense_checkpoint_begins_a_sparse_run(ranks: Ranks) -> None:
     """With the moments of the dense steps; attached before it is loaded or after."""
     folder, on_both = ranks
     want = from_dense(folder / "dense from 1")
@@ -446,7 +434,7 @@ def test_a_dense_checkpoint_begins_a_sparse_run(ranks: Ranks) -> None:
             assert_equal(name, results["dense"][name], want[name])
 
 
-def test_finishing_after_an_evaluation(ranks: Ranks) -> None:
+def finishing_after_an_evaluation(ranks: Ranks) -> None:
     """Preview and finished model are those of one process; what is finished is the shards."""
     model, _, seen = finished(sharded=False)
     for results in (results["endings"] for results in ranks[1]):
@@ -459,7 +447,7 @@ def test_finishing_after_an_evaluation(ranks: Ranks) -> None:
         assert nm.ops.is_nm(results["state"]["3.weight"].t().contiguous(), "2:4")
 
 
-def test_files_of_shards(ranks: Ranks) -> None:
+def files_of_shards(ranks: Ranks) -> None:
     """The packed form alone is gathered, and the file is what one process writes, byte for byte; so is the dense one."""
     folder, on_both = ranks
     state = on_both[0]["endings"]["state"]
@@ -478,7 +466,7 @@ def test_files_of_shards(ranks: Ranks) -> None:
         torch.testing.assert_close(results["loaded"], plain(probe), atol=1e-10, rtol=0)
 
 
-def test_files_of_parts(ranks: Ranks) -> None:
+def files_of_parts(ranks: Ranks) -> None:
     """Under tensor parallelism; again byte for byte those of one process."""
     folder, on_both = ranks
     model = two_layers(0)
@@ -496,7 +484,7 @@ def test_files_of_parts(ranks: Ranks) -> None:
         assert "layer '2': it is split 2 ways along in=40, which cuts the bytes" in results["refused"]
 
 
-def test_what_sharded_models_refuse_they_refuse_on_every_rank(ranks: Ranks) -> None:
+def what_sharded_models_refuse_they_refuse_on_every_rank(ranks: Ranks) -> None:
     for results in (results["endings"] for results in ranks[1]):
         assert "fully_shard" in results["refused"] and "compress_" in results["refused"]
         assert results["no folder"].startswith("CheckpointError") and "nowhere does not exist" in results["no folder"]
@@ -506,13 +494,37 @@ def test_what_sharded_models_refuse_they_refuse_on_every_rank(ranks: Ranks) -> N
             assert said.startswith("RecipeError") and "layer '0' is not 2:4" in said
 
 
-def test_removed_and_refreshed(ranks: Ranks) -> None:
+def removed_and_refreshed(ranks: Ranks) -> None:
     want, (before, after) = removed(), refreshed()
     for results in ranks[1]:
         for name, value in want.items():
             torch.testing.assert_close(results["removed"][name], value, atol=1e-10, rtol=0)
         torch.testing.assert_close(results["refreshed"][0], before)
         torch.testing.assert_close(results["refreshed"][1], after)
+
+
+CHECKS = (
+    another_number_of_ranks_goes_on_alike,
+    asking_for_the_state_changes_nothing,
+    a_dense_checkpoint_begins_a_sparse_run,
+    finishing_after_an_evaluation,
+    files_of_shards,
+    files_of_parts,
+    what_sharded_models_refuse_they_refuse_on_every_rank,
+    removed_and_refreshed,
+)
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    """One start of two ranks, which takes longest, for all of these."""
+    save_all(QUICK, tmp_path / "from 1")
+    save_dense_run(tmp_path / "dense from 1")
+    odd = two_layers(0, inside=40)  # two ranks would share a byte of indices
+    nm.sparsify_(odd, "srste:1:4").finish(allow_unused=True)
+    nm.save_compressed(nm.compress_(odd), tmp_path / "odd.safetensors")
+    ranks = tmp_path, on_ranks(2, everything, tmp_path, tmp_path)
+    for check in CHECKS:
+        check(ranks)
 
 
 @pytest.mark.slow

@@ -568,6 +568,7 @@ def behaviour(folder: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_layers_streams_compressed_and_refusals(tmp_path: Path) -> None:
     results = on_ranks(RANKS, behaviour, tmp_path, str(tmp_path))
     for found in results:
