@@ -11,6 +11,7 @@ DEMO_ARGS ?=
 WHEEL_PYTHONS ?= $(PYTHON)
 WHEEL_TESTS ?= smoke
 TEST_ARGS ?=
+OLDEST ?= torch==2.10.0
 GPU_ARGS ?=
 
 BIN := $(VENV)/bin
@@ -20,12 +21,13 @@ PINS := $(VENV)/constraints.txt
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c $(PINS)
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: help demo test test-all build lint triton sanitize wheel format gpu gpu-dry clean distclean
+.PHONY: help demo test test-all test-oldest build lint triton sanitize wheel format gpu gpu-dry clean distclean
 .DEFAULT_GOAL := help
 
 help:
 	@sed -n '1,3s/^# //p' Makefile
 	@echo 'make test TEST_ARGS="-k mask"  some of them; test-all takes it too      make triton  only the Triton kernels, interpreted'
+	@echo 'make test-oldest  the quick tests with the oldest torch that is supported, in an environment of its own'
 	@echo 'make lint   ruff and mypy only      make format  let ruff rewrite the sources'
 	@echo 'make sanitize   the C++ tests under the address, undefined-behaviour and thread sanitizers, CUDA kernels emulated'
 	@echo 'make wheel  a manylinux wheel into dist/, with CUDA kernels where nvcc is, tried in a clean environment; WHEEL_TESTS=load|smoke|all'
@@ -52,6 +54,15 @@ test-all: build lint
 	@echo '== all tests'
 	@TRITON_INTERPRET=0 $(PYTEST) $(TEST_ARGS)
 	$(if $(strip $(TEST_ARGS)),,$(call interpreted,))
+
+# the oldest torch that pyproject.toml allows; an install of some gigabytes, hence no part of test-all
+test-oldest: build
+	@test -x $(VENV)-oldest/bin/pytest || { echo '== installing $(OLDEST) into $(VENV)-oldest' && $(PYTHON) -m venv $(VENV)-oldest \
+	  && sed '/^torch==/d;/^triton==/d;/^setuptools==/d' constraints.txt >$(VENV)-oldest/constraints.txt \
+	  && $(VENV)-oldest/bin/python -m pip install -qq --disable-pip-version-check -c $(VENV)-oldest/constraints.txt '$(OLDEST)' numpy safetensors \
+	  pytest pytest-xdist pytest-benchmark hypothesis scikit-learn torch-ema tqdm matplotlib; }
+	@echo '== the quick tests with $(OLDEST)'
+	@PYTHONPATH=. TRITON_INTERPRET=0 NMKERNELS_REQUIRE_CORE=1 $(ONE_THREAD) $(VENV)-oldest/bin/python -m pytest -q -n $(JOBS) -m 'not slow' $(TEST_ARGS)
 
 triton: build
 	$(call interpreted,$(TEST_ARGS))

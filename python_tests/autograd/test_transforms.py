@@ -165,6 +165,7 @@ def test_masked_writes_out_and_says_so():
     assert_equal_bits(out, masked(x, mask))
 
 
+@pytest.mark.slow
 def test_masked_of_nothing_compiled_and_in_a_transform_of_torch_func():
     assert masked(torch.ones(0, 4), torch.ones(0, 4, dtype=torch.bool)).shape == (0, 4)
     x, mask = torch.randn(4, 8), torch.rand(4, 8) < 0.5

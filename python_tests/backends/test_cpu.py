@@ -61,7 +61,7 @@ def test_elementwise_ops(cpu, text, dtype):
             assert_equal_bits(out, expected, f"{op} into unaligned memory")
 
 
-@pytest.mark.quick(1, per="cpu")
+@pytest.mark.quick(1)
 @every_dtype
 @every_pattern
 def test_compressed_form(cpu, text, dtype):

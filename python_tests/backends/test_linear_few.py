@@ -51,6 +51,7 @@ def test_is_as_good_as_dense(cpu, text, dtype):
                 assert_equal_bits(there, out, f"{what}, unaligned")
 
 
+@pytest.mark.quick(1)
 @every_dtype
 @each("text", ["2:4", "1:8", "1:32", "3:5"])
 def test_same_bits_on_any_number_of_threads(cpu, text, dtype):

@@ -411,6 +411,7 @@ def behaviour() -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_what_is_gathered_and_what_is_refused(tmp_path: Path) -> None:
     for found in on_ranks(RANKS, behaviour, tmp_path):
         assert found["packed is dense"] == [True, True]

@@ -76,7 +76,7 @@ def test_2_4(way: str, select: str, check: Check, poison: None) -> None:
     check_all(check, "2:4", select, way, [(64, 128)], UNUSUAL[:2], "mma.sp")
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @each("pattern", [*SMALL[1:], "1:1", "3:4", "2:3", "5:16", "3:33", "100:256"])
 @each("select", ["magnitude", "given", "threshold"])
 def test_other_patterns(select: str, pattern: str, check: Check, poison: None) -> None:
