@@ -136,4 +136,4 @@ clean:
 	find nmkernels bench python_tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(VENV)-oldest
