@@ -60,7 +60,7 @@ test-oldest: build
 	@test -x $(VENV)-oldest/bin/pytest || { echo '== installing $(OLDEST) into $(VENV)-oldest' && $(PYTHON) -m venv $(VENV)-oldest \
 	  && sed '/^torch==/d;/^triton==/d;/^setuptools==/d' constraints.txt >$(VENV)-oldest/constraints.txt \
 	  && $(VENV)-oldest/bin/python -m pip install -qq --disable-pip-version-check -c $(VENV)-oldest/constraints.txt '$(OLDEST)' numpy safetensors \
-	  pytest pytest-xdist pytest-benchmark hypothesis scikit-learn torch-ema tqdm matplotlib; }
+	  'setuptools>=77' pytest pytest-xdist pytest-benchmark hypothesis scikit-learn torch-ema tqdm matplotlib tensorboard transformers; }
 	@echo '== the quick tests with $(OLDEST)'
 	@PYTHONPATH=. TRITON_INTERPRET=0 NMKERNELS_REQUIRE_CORE=1 $(ONE_THREAD) $(VENV)-oldest/bin/python -m pytest -q -n $(JOBS) -m 'not slow' $(TEST_ARGS)
 

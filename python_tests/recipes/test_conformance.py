@@ -87,6 +87,7 @@ def test_a_scaler_changes_nothing_and_a_step_that_it_skips_neither(entry):
         assert distance(snapshot(model), want) < 1e-5 and figures(handle) == pytest.approx(said, rel=1e-3, abs=1e-6)
 
 
+@pytest.mark.quick(8)
 @KINDS
 def test_a_closure_in_which_backward_runs_changes_nothing(entry):
     """As Lightning steps: zero_grad and backward come after the hooks that precede a step."""
@@ -246,6 +247,7 @@ def test_bf16_autocast(entry):
         assert torch.equal(model(DATA32[0][0]), want)
 
 
+@pytest.mark.quick(8)
 @KINDS
 def test_metrics_and_deployable_disturb_nothing(entry):
     model, handle, optimizer = start(entry.recipe, F32)
@@ -265,6 +267,7 @@ def test_metrics_and_deployable_disturb_nothing(entry):
     assert distance(snapshot(model), snapshot(run(entry.recipe, F32, DATA32)[0])) == 0.0
 
 
+@pytest.mark.quick(8)
 @KINDS
 def test_two_models_at_once(entry):
     pairs = [start(entry.recipe, F32, seed) for seed in (0, 1)]
@@ -290,6 +293,7 @@ def test_compiled_equals_eager(entry):
     torch.compiler.reset()
 
 
+@pytest.mark.quick(8)
 @KINDS
 def test_several_optimizers(entry):
     model, other = net(entry.recipe), torch.optim.AdamW if entry.any_optimizer else entry.recipe.optimizer
@@ -318,6 +322,7 @@ def test_every_recipe_is_on_the_roster():
 # ---- its FLOPs
 
 
+@pytest.mark.quick(1, per="entry.recipe.name")
 @ENDING
 @ENTRIES
 def test_no_weight_is_denser_than_its_flops_are_counted(entry):

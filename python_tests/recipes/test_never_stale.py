@@ -190,6 +190,7 @@ def writes(write, model, optimizer):
     return lambda: write(model, [torch.randn(p.shape, generator=generator, dtype=p.dtype) for p in model.parameters()], optimizer)
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("key", RECIPES)
 def test_the_next_forward_pass_multiplies_the_present_weight(key):
     for name, write in WRITERS.items():

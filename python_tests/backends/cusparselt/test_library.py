@@ -138,6 +138,8 @@ def test_the_installed_header_says_the_same() -> None:
     header, toolkit = cusparselt_abi.installed(), cusparselt_abi.toolkit()
     if header is None or toolkit is None:
         pytest.skip("cusparseLt.h is not installed")
+    if "cusparseLtMatmulAlgSelectionDestroy" not in header.joinpath("cusparseLt.h").read_text(encoding="utf-8"):
+        pytest.skip("cusparseLt.h is older than 0.8, which the extra cuda asks for")
     found = cusparselt_abi.theirs(header, toolkit)
     assert {name: found[name] for name in cusparselt_abi.ours()} == cusparselt_abi.ours()
 
