@@ -78,10 +78,10 @@ for step in range(steps):
     optimizer.step()
     schedule.step()
     if (step + 1) % (steps // 4) == 0:
-        figures = {name: value.item() for name, value in handle.metrics().items()}
+        metrics = {name: value.item() for name, value in handle.metrics().items()}
         with handle.deployable():
             right = accuracy(model, test_images, test_labels)
-        print(f"step {step + 1}  loss {loss.item():.3f}  phase {figures['phase']}  density {figures['density']:.2f}  accuracy {right:.4f}")
+        print(f"step {step + 1}  loss {loss.item():.3f}  phase {metrics['phase']}  density {metrics['density']:.2f}  accuracy {right:.4f}")
 
 handle.finish()
 print(f"{recipe.name} {recipe.pattern}, seed {args.seed}: {accuracy(model, test_images, test_labels):.4f} of the test images")

@@ -339,7 +339,7 @@ class SparseLoraLinear(Linear):
             RecipeError: the result would not be N:M. Nothing is changed.
         """
         base = self.get_base_layer()
-        if self._mask is not None or not is_linear(base):  # turned dense since
+        if self._mask is not None or not is_linear(base):  # densify_ has made it dense since
             super().merge(safe_merge, adapter_names)
             return
         names = [name for name in check_adapters_to_merge(self, adapter_names) if name in self.lora_A]

@@ -245,8 +245,8 @@ def _places(words: Tensor) -> Tensor:
     """Where CUTLASS has each word of indices ``(out, in / 16)``: in blocks of 32 rows and 2 columns."""
     from torch.sparse._semi_structured_conversions import _calculate_meta_reordering_scatter_offsets as offsets
 
-    places: Tensor = offsets(words.shape[0], words.shape[1], words.dtype, words.device)
-    return places
+    found: Tensor = offsets(words.shape[0], words.shape[1], words.dtype, words.device)
+    return found
 
 
 # ---- torchao's quantize_

@@ -199,7 +199,7 @@ def _optim(args: Any) -> str:
 
 
 def _steps(trainer: Any) -> int:
-    """How many optimizer steps ``train()`` will do, by the trainer's own reckoning."""
+    """How many optimizer steps ``train()`` will do, as the trainer itself counts them."""
     args = trainer.args
     if args.max_steps > 0:
         return int(args.max_steps)

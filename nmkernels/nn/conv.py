@@ -88,7 +88,7 @@ class SparseConv2d(NMWeight, nn.Conv2d):
 class CompressedConv2d(CompressedLinear):
     """y = x ∗ W + b with W held in the compressed N:M form, groups along the input channels.
 
-    The weight is compressed as the matrix ``(out, kh · kw · in)``, whose columns are the places of the kernel row by row, and at each of
+    The weight is compressed as the matrix ``(out, kh · kw · in)``, whose columns are the offsets in the kernel row by row, and at each of
     them the input channels. Faster than dense where few positions meet many channels, or the pattern is sparser than 2:4; elsewhere torch
     convolves with the weight expanded. Which is faster is measured at the first call of a shape, unless ``NMKERNELS_CHOICE`` says.
 

@@ -227,9 +227,9 @@ def _decompressed(layer: CompressedLinear) -> nn.Module:
     sizes = layer.in_features, layer.out_features
     dense: nn.Module
     if isinstance(layer, CompressedConv2d):
-        places = layer.kernel_size, layer.stride, layer.padding, layer.dilation
+        geometry = layer.kernel_size, layer.stride, layer.padding, layer.dilation
         mode: Any = layer.padding_mode
-        dense = nn.Conv2d(layer.in_channels, layer.out_channels, *places, 1, False, mode, device="meta")
+        dense = nn.Conv2d(layer.in_channels, layer.out_channels, *geometry, 1, False, mode, device="meta")
     elif layer.layout == CONV1D:
         from transformers.pytorch_utils import Conv1D  # whose layer it was
 

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import gc
-import os
-import sys
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import nmkernels as nm
+from python_tests.distributed.ranks import needs_gloo, on_ranks
 
 if dist.is_available():
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -55,26 +52,20 @@ def train(recipe: nm.recipes.Recipe, wrap, batch, zero: bool = False) -> tuple[n
     return model, metrics
 
 
-def worker(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS, timeout=timedelta(seconds=60))
+def on_rank() -> dict[str, Any]:
+    rank, trained = dist.get_rank(), {}
     for name, recipe in RECIPES.items():
         model, metrics = train(recipe, DistributedDataParallel, lambda step: shard(step, rank), name.endswith("_zero"))
-        torch.save({"model": model.state_dict(), "metrics": metrics}, Path(folder, f"{name}-{rank}.pt"))
-    gc.collect()  # reducers hold the group, and lie in cycles with their models
-    dist.barrier()
-    dist.destroy_process_group()
-    # gloo's threads may abort an interpreter that takes itself down ("terminate called without an active exception", torch 2.13.0, 2026-11)
-    sys.stdout.flush()
-    os._exit(0)
+        trained[name] = {"model": model.state_dict(), "metrics": metrics}
+    return trained
 
 
+@needs_gloo
 @pytest.mark.slow
-@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch is built without gloo")
 def test_ranks_agree_with_each_other_and_with_one_process(tmp_path: Path) -> None:
-    mp.spawn(worker, (str(tmp_path),), RANKS)
+    found = on_ranks(RANKS, on_rank, tmp_path)
     for name, recipe in RECIPES.items():
-        results = [torch.load(tmp_path / f"{name}-{rank}.pt") for rank in range(RANKS)]
+        results = [trained[name] for trained in found]
         # the same data in one batch: the mean of the two shards' gradients is its gradient
         whole, metrics = train(recipe, lambda m: m, lambda step: torch.cat([shard(step, rank) for rank in range(RANKS)]))
         for key, want in whole.state_dict().items():

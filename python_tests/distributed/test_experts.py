@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import gc
-import os
-import sys
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import nmkernels as nm
 from nmkernels.pattern import RecipeError
+from python_tests.distributed.ranks import needs_gloo, on_ranks
 from python_tests.moe import mixture
 from python_tests.recipes.loop import batches
 
@@ -54,7 +50,7 @@ def train(name, wrap, rank=None):
     return model.state_dict()
 
 
-def refused(rank):
+def refused():
     from torch.distributed.fsdp import fully_shard
 
     model = mixture()
@@ -68,26 +64,18 @@ def refused(rank):
         handle.attach(MASKED(model.parameters()))
 
 
-def worker(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS, timeout=timedelta(seconds=60))
-    wraps = (DistributedDataParallel, partial(DistributedDataParallel, gradient_as_bucket_view=True))
-    for i, name in enumerate(CASES):
-        torch.save(train(name, wraps[i % 2], rank), Path(folder, f"{name}-{rank}.pt"))
-    refused(rank)
-    gc.collect()
-    dist.barrier()
-    dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)
+def on_rank() -> list[dict[str, torch.Tensor]]:
+    rank = dist.get_rank()
+    wraps = DistributedDataParallel, partial(DistributedDataParallel, gradient_as_bucket_view=True)
+    trained = [train(name, wraps[i % 2], rank) for i, name in enumerate(CASES)]
+    refused()
+    return trained
 
 
+@needs_gloo
 @pytest.mark.slow
-@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch is built without gloo")
 def test_ranks_agree_with_each_other_and_with_one_process(tmp_path: Path) -> None:
-    mp.spawn(worker, (str(tmp_path),), RANKS)
-    for name in CASES:
-        first, second = (torch.load(tmp_path / f"{name}-{rank}.pt") for rank in range(RANKS))
+    for name, first, second in zip(CASES, *on_ranks(RANKS, on_rank, tmp_path), strict=True):
         for key, want in train(name, lambda model: model).items():
             assert torch.equal(first[key], second[key]), (name, key)
             torch.testing.assert_close(first[key], want, atol=1e-9, rtol=1e-9, msg=f"{name} {key}")
