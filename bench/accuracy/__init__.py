@@ -5,8 +5,8 @@
 ========== ==========================================================================================================
 tasks/     what is trained: model, batches and evaluation; one file per task
 methods    how it is trained: a name, and the recipe that it stands for
-spec       one run, described in full: task, method, pattern, seed, learning rate, steps
-plan       which runs there are, in order: shared hyper-parameters, the search for learning rates, the tuned runs, variants
+spec       one run, described in full: task, method, pattern, seed, learning rate, steps, optimizer, β₂
+plan       which runs there are, in order: the search for learning rates, the tuned runs, controls, variants, longer runs
 worker     one run: a spec goes in, a row and a trace come out
 rows       ``runs.csv``, one row per run, and the choice of rows behind each table
 traces     ``trace-<task>.csv``, what the recipe did on the way: flips, decay ratio, second moments, AutoSwitch

@@ -6,18 +6,23 @@ import argparse
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
+from concurrent.futures import Executor
 from pathlib import Path
 
+import torch
+
 from . import page, rows, runner, tasks, traces
-from .plan import STAGES, best_rates, pending, plan
-from .rows import RESULTS, RunRow
-from .spec import RunSpec, mean_and_error
+from .plan import STAGES, best_rates, cost, pending, plan
+from .rows import REPEATS, RESULTS, RUNS, RunRow
+from .spec import OPTIMIZERS, RunSpec, mean_and_error, unknown
+from .tasks.base import settings
 from .worker import with_flops
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0 done, 1 with failed runs, 2 refused, 130 interrupted with the way to resume."""
     args = _parser().parse_args(argv)
+    torch.set_num_threads(1)  # as in the workers: the name of the machine tells it
     try:
         return {"run": _run, "status": _status, "merge": _merge, "report": _report}[args.verb](args)
     except ValueError as error:
@@ -31,15 +36,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench.accuracy", description=__doc__)
     verbs = parser.add_subparsers(dest="verb", required=True)
-    for verb, text in (("run", "do the runs that are missing"), ("status", "say how far the plan is")):
+    for verb, text in (("run", "do the runs that are missing"), ("status", "say how far the plan is, and what is left in CPU-hours")):
         p = verbs.add_parser(verb, help=text)
-        p.add_argument(
-            "--stages", nargs="+", default=["shared", "tune", "tuned"], metavar="STAGE", help=f"of {', '.join(STAGES)}, in this order"
-        )
         p.add_argument("--tasks", nargs="+", default=["gpt", "vit"], metavar="TASK", help=f"of {', '.join(tasks.names())}")
+        p.add_argument("--stages", nargs="+", default=[], metavar="STAGE", help=f"of {', '.join(STAGES)}; by default the task's own")
         p.add_argument("--methods", nargs="+", default=[], metavar="METHOD", help="instead of all of the stage")
         p.add_argument("--patterns", nargs="+", default=[], metavar="N:M", help="instead of all of the stage")
-        p.add_argument("--seeds", type=int, default=5, help="how many of the evaluation seeds, default 5")
+        p.add_argument(
+            "--optimizers", nargs="+", default=[], metavar="OPTIMIZER", help=f"of {', '.join(OPTIMIZERS)}; by default the task's own"
+        )
+        p.add_argument("--seeds", type=int, help="how many of the evaluation seeds, instead of the task's own number")
         p.add_argument("--out", type=Path, default=RESULTS, help="folder of runs.csv and the traces")
         if verb == "run":
             p.add_argument("--workers", type=int, default=2, help="processes of one thread each, default 2")
@@ -55,9 +61,13 @@ def _parser() -> argparse.ArgumentParser:
 def _merge(args: argparse.Namespace) -> int:
     for folder in args.folders:
         new = rows.load(folder)
-        rows.save({row.spec.key: row for row in [*rows.load(args.out), *new]}.values(), args.out)
+        for name in (RUNS, REPEATS):
+            if more := rows.load(folder, name):
+                rows.append(more, args.out, name)
+                rows.tidy(args.out, name)
         for task in sorted({row.task for row in new}):
             traces.append(traces.load(folder, task), args.out, task)
+            traces.tidy(args.out, task)
         print(f"{folder}: {len(new)} runs")
     return 0
 
@@ -67,56 +77,92 @@ def _report(args: argparse.Namespace) -> int:
         if page.stale():
             print("bench/accuracy/README.md does not show the rows; run: python -m bench.accuracy report")
         return int(page.stale())
-    rows.save(with_flops(row) for row in rows.load())
+    rows.save(row if row.training_flops else with_flops(row) for row in rows.load())
     for path in page.write():
         print(path)
     return 0
 
 
+def _stages(args: argparse.Namespace) -> list[tuple[str, str]]:
+    """(stage, task) in the order of the stages: no task waits for the whole of another one, and rates are found before they are used."""
+    for name in args.stages:
+        if name not in STAGES:
+            raise ValueError(unknown("stage", name, STAGES))
+    pairs = [(stage, task) for stage in STAGES for task in args.tasks if stage in (args.stages or settings(task).stages)]
+    for stage, task in pairs:
+        _specs(args, stage, task, [])  # names are checked before hours are spent
+    return pairs
+
+
 def _specs(args: argparse.Namespace, stage: str, task: str, done: list[RunRow]) -> list[RunSpec]:
-    return plan(stage, task, done, args.methods, args.patterns, args.seeds)
+    return plan(stage, task, done, args.methods, args.patterns, args.seeds, args.optimizers)
 
 
 def _run(args: argparse.Namespace) -> int:
-    for stage in args.stages:
-        for task in args.tasks:
-            _specs(args, stage, task, [])  # names are checked before hours are spent
+    pairs = _stages(args)
     failed, left = 0, args.limit
-    for stage in args.stages:
-        for task in args.tasks:
-            done = rows.load(args.out)
-            todo = pending(_specs(args, stage, task, done), done)[:left]
-            runner.say(f"{stage} {task}: {len(todo)} runs to do")
-            failed += len(runner.run_all(todo, args.out, args.workers))
-            left = None if left is None else left - len(todo)
+    with runner.processes(args.workers) as pool:
+        for stage, task in pairs:
+            did, bad = _run_stage(args, stage, task, pool, left)
+            failed += bad
+            left = None if left is None else left - did
     if failed:
         runner.say(f"{failed} runs failed; the same command tries them again")
     return 1 if failed else 0
 
 
-def _status(args: argparse.Namespace) -> int:
+def _run_stage(args: argparse.Namespace, stage: str, task: str, pool: Executor, limit: int | None) -> tuple[int, int]:
+    runner.say(f"{stage} {task}: {len(_todo(args, stage, task)[1])} runs to do" + (", and what they ask for" if stage == "tune" else ""))
+    if stage == "repeat":
+        todo = _todo(args, stage, task)[1][:limit]
+        return len(todo), len(runner.run_all(todo, args.out, args.workers, pool=pool, name=REPEATS))
+    return runner.run_stage(lambda done: _specs(args, stage, task, done), args.out, pool, args.workers, limit)
+
+
+def _todo(args: argparse.Namespace, stage: str, task: str) -> tuple[list[RunSpec], list[RunSpec]]:
+    """All runs of a stage as far as they are known, and those that have not been done; repeats count if done on this machine."""
     done = rows.load(args.out)
+    specs = _specs(args, stage, task, done)
+    if stage == "repeat":
+        machine = rows.stamp()["machine"]
+        done = [row for row in rows.load(args.out, REPEATS) if row.machine == machine]
+    return specs, pending(specs, done)
+
+
+def _status(args: argparse.Namespace) -> int:
+    hours = 0.0
+    for stage, task in _stages(args):
+        specs, left = _todo(args, stage, task)
+        hours += cost(left)
+        at_least = "at least " if stage == "tune" and left else ""
+        print(f"{task} {stage}: {len(specs) - len(left)} of {len(specs)} runs done, {at_least}{cost(left):.2f} CPU-hours left")
+        _means(specs, {row.spec.key: row for row in rows.load(args.out)})
+    print(f"{hours:.2f} CPU-hours left for the runs that are known; a search, and what waits for its rate, can add to them")
     for task in args.tasks:
-        for stage in args.stages:
-            specs = _specs(args, stage, task, done)
-            print(f"{task} {stage}: {len(specs) - len(pending(specs, done))} of {len(specs)} runs done")
-            _means(specs, {row.spec.key: row for row in done})
-        if rates := best_rates(done, task):
-            print(f"{task} rates found: " + ", ".join(f"{m} {p} {lr:g}" for (m, p), lr in sorted(rates.items())))
+        _rates(task, rows.load(args.out))
     return 0
 
 
+def _rates(task: str, done: list[RunRow]) -> None:
+    for optimizer in OPTIMIZERS:
+        for (method, pattern), found in sorted(best_rates(done, task, optimizer).items()):
+            state = "closed" if found.closed else "open" if found.over else "searching"
+            tried = f"{found.below} rates below, {found.above} above"
+            print(f"{task} rate of {method} {pattern} {optimizer}: {found.rate:g}, {state}, {tried}")
+
+
 def _means(specs: list[RunSpec], by_key: dict[str, RunRow]) -> None:
-    groups: dict[tuple[str, str, float], list[RunRow]] = defaultdict(list)
+    groups: dict[tuple[str, str, str, int, float], list[RunRow]] = defaultdict(list)
     for spec in specs:
         if spec.key in by_key:
-            groups[spec.pattern, spec.method, spec.lr].append(by_key[spec.key])
-    for (pattern, method, lr), found in sorted(groups.items()):
+            groups[spec.pattern, spec.method, spec.optimizer, spec.steps, spec.lr].append(by_key[spec.key])
+    for (pattern, method, optimizer, steps, lr), found in sorted(groups.items()):
         mean, error = mean_and_error([row.val_loss for row in found])
         accuracy, spread = mean_and_error([row.accuracy for row in found])
         more = f"  {accuracy:.2f} ± {spread:.2f} %" if accuracy == accuracy else ""
         bad = sum(row.status != "ok" for row in found)
-        print(f"  {pattern:6} {method:16} lr {lr:<7g} {mean:.4f} ± {error:.4f}{more}  n={len(found)}" + (f" diverged {bad}" if bad else ""))
+        more += f"  n={len(found)}" + (f" diverged {bad}" if bad else "")
+        print(f"  {pattern:6} {method:16} {optimizer:6} {steps:6} steps  lr {lr:<7g} {mean:.4f} ± {error:.4f}{more}")
 
 
 if __name__ == "__main__":

@@ -11,13 +11,14 @@ from typing import Any
 from ..figures import painted
 from . import methods, traces
 from .rows import RunRow
-from .spec import DENSE, EVALUATION_SEEDS, mean_and_error
+from .spec import DENSE, EVALUATION_SEEDS, RunSpec, mean_and_error
 from .tables import Cases, shared
 from .tasks.base import settings
 
 Lines = list[dict[str, str]]
 FLIPS = ("ste", "srste", "srste-2e-2", "step", "sste", "mdgf", "sdgf")
 DECAYS = ("srste", "srste-2e-3", "srste-2e-2", "srste-2e-1")
+BETAS = (0.99, 0.999)
 PATTERN = "1:8"
 """The pattern of the figures over time."""
 
@@ -89,7 +90,7 @@ def over_time(
 
 def _mean_curve(task: str, lines: Lines, name: str, pattern: str, column: str) -> tuple[list[int], list[float]]:
     s = settings(task)
-    runs = {f"{task}/{name}/{pattern}/{s.lr:g}/{s.steps}/{seed}" for seed in EVALUATION_SEEDS}
+    runs = {RunSpec(task, name, pattern, seed, s.lr, s.steps, "adamw", b).key for seed in EVALUATION_SEEDS for b in BETAS}
     found: dict[int, list[float]] = {}
     for line in lines:
         if line["run"] in runs and line[column]:
@@ -126,10 +127,10 @@ def switch(task: str, lines: Lines, axes: Any) -> bool:
     """STEP's Z̄ and its threshold, a thin line for each seed; a curve ends where AutoSwitch fired."""
     drawn = False
     s = settings(task)
-    for i, (name, text) in enumerate((("step", "arithmetic"), ("step-geometric", "geometric"), ("step-b999", "arithmetic, β₂ = 0.999"))):
+    for i, (name, text) in enumerate((("step", "arithmetic"), ("step-geometric", "geometric"))):
         for seed in EVALUATION_SEEDS:
-            run = f"{task}/{name}/{PATTERN}/{s.lr:g}/{s.steps}/{seed}"
-            mine = [line for line in lines if line["run"] == run and line["z_bar"]]
+            runs = {RunSpec(task, name, PATTERN, seed, s.lr, s.steps, "adamw", b).key for b in BETAS}
+            mine = [line for line in lines if line["run"] in runs and line["z_bar"]]
             # after the switch Z̄ no longer moves
             mine = [a for a, b in itertools.pairwise(mine) if a["z_bar"] != b["z_bar"]]
             if mine:

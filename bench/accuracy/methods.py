@@ -17,13 +17,11 @@ class Method:
     Args:
         recipe: name in the package's registry.
         config: its keywords, where they are not the defaults.
-        optimizer: keywords of AdamW, where they are not the task's.
         note: what it is, in a line for the page.
     """
 
     recipe: str
     config: dict[str, Any] = field(default_factory=dict)
-    optimizer: dict[str, Any] = field(default_factory=dict)
     note: str = ""
 
     def build(self, pattern: str, steps: int) -> recipes.Recipe:
@@ -39,46 +37,59 @@ CORE = {
     "srste": Method("srste", note="SR-STE with the paper's λ = 2e-4"),
     "step": Method("step", note="STEP: AutoSwitch (arithmetic, between 10 % and 50 %), v̂* bias-corrected, clamp 2"),
     "sste": Method("sste", note="S-STE with exact MVUE of the output gradient"),
-    "mdgf": Method("mdgf", note="mask decay, exponential, chain rule, 25 % fine-tuning"),
-    "sdgf": Method("sdgf", note="structure decay, stepwise"),
+    "mdgf": Method(
+        "mdgf", {"gradient": "ste", "end": 1.0}, note="mask decay as in the authors' code: gradient passed whole, no dense tail"
+    ),
+    "sdgf": Method("sdgf", {"gradient": "ste", "end": 1.0}, note="structure decay as in the authors' code: the same, stepwise"),
 }
 """The eight of the main tables."""
 
-VARIANTS = {
-    "step-noclamp": Method("step", {"clamp": None}, note="STEP without the clamp"),
-    "step-raw": Method("step", {"clamp": None, "bias_corrected": False}, note="STEP, v* not bias-corrected, no clamp"),
-    "step-25": Method("step", {"switch": "fixed"}, note="STEP, T₀ fixed at 25 %"),
-    "step-25-raw": Method(
-        "step", {"switch": "fixed", "clamp": None, "bias_corrected": False}, note="STEP, T₀ fixed at 25 %, v* raw, no clamp"
-    ),
+STEPS = {
     "step-10": Method("step", {"switch": "fixed", "start": 0.1}, note="STEP, T₀ fixed at 10 %"),
+    "step-25": Method("step", {"switch": "fixed"}, note="STEP, T₀ fixed at 25 %"),
     "step-50": Method("step", {"switch": "fixed", "start": 0.5}, note="STEP, T₀ fixed at 50 %"),
     "step-10-thawed": Method(
         "step", {"switch": "fixed", "start": 0.1, "freeze": False}, note="STE after 10 % of dense steps, Adam's v going on"
     ),
     "step-25-thawed": Method("step", {"switch": "fixed", "freeze": False}, note="STE after 25 % of dense steps, Adam's v going on"),
-    "step-decay": Method("step", {"decay": 2e-4}, note="STEP with SR-STE's decay in phase 1"),
-    "step-10-decay": Method("step", {"switch": "fixed", "start": 0.1, "decay": 2e-2}, note="STEP, T₀ at 10 %, λ = 2e-2 in phase 1"),
-    "step-mdgf": Method("step", {"inner": "mdgf(end=0.75)"}, note="STEP with mask decay in phase 1"),
+    "step-geometric": Method("step", {"switch": "geometric"}, note="STEP, option II"),
     "step-norm": Method("step", {"switch": "relative_norm"}, note="STEP, switched by the relative norm of v"),
     "step-stale": Method("step", {"switch": "staleness"}, note="STEP, switched by the staleness of v"),
-    "step-geometric": Method("step", {"switch": "geometric"}, note="STEP, option II"),
-    "step-b999": Method("step", optimizer={"betas": (0.9, 0.999)}, note="STEP with β₂ = 0.999"),
-    "srste-b999": Method("srste", optimizer={"betas": (0.9, 0.999)}, note="SR-STE with β₂ = 0.999"),
+    "step-relative": Method("step", {"switch": "relative"}, note="STEP, a threshold relative to the gradient's scale (ours)"),
+}
+"""STEP with another switch, and its controls, in which Adam's second moment goes on."""
+
+KAO = {
+    "mdgf-kao": Method("mdgf", {"gradient": "chain", "end": 0.75}, note="mask decay as by Kao et al.: chain rule, 25 % dense tail"),
+    "sdgf-kao": Method("sdgf", {"gradient": "chain", "end": 0.75}, note="structure decay as by Kao et al.: the same"),
+}
+"""The gradient flow of Kao et al. (2022), before the paper that named it."""
+
+VARIANTS = {
+    **STEPS,
+    **KAO,
+    "step-noclamp": Method("step", {"clamp": None}, note="STEP without the clamp"),
+    "step-raw": Method("step", {"clamp": None, "bias_corrected": False}, note="STEP, v* not bias-corrected, no clamp"),
+    "step-25-raw": Method(
+        "step", {"switch": "fixed", "clamp": None, "bias_corrected": False}, note="STEP, T₀ fixed at 25 %, v* raw, no clamp"
+    ),
+    "step-decay": Method("step", {"decay": 2e-4}, note="STEP with SR-STE's decay in phase 1"),
+    "step-10-decay": Method("step", {"switch": "fixed", "start": 0.1, "decay": 2e-2}, note="STEP, T₀ at 10 %, λ = 2e-2 in phase 1"),
+    "step-mdgf": Method("step", {"inner": "mdgf(end=0.75,gradient='chain')"}, note="STEP with Kao's mask decay in phase 1"),
     "srste-2e-3": Method("srste", {"decay": 2e-3}, note="SR-STE, λ = 2e-3"),
     "srste-2e-2": Method("srste", {"decay": 2e-2}, note="SR-STE, λ = 2e-2"),
     "srste-2e-1": Method("srste", {"decay": 2e-1}, note="SR-STE, λ = 0.2"),
-    "mdgf-ste": Method("mdgf", {"gradient": "ste"}, note="mask decay, the gradient passed whole"),
-    "mdgf-linear": Method("mdgf", {"schedule": "linear"}, note="mask decay, linear"),
-    "sdgf-geometric": Method("sdgf", {"schedule": "geometric"}, note="structure decay, geometric"),
+    "mdgf-ste": Method("mdgf", {"gradient": "ste", "end": 0.75}, note="mask decay, gradient passed whole, 25 % dense tail"),
+    "mdgf-linear": Method("mdgf", {"schedule": "linear", "gradient": "chain", "end": 0.75}, note="mask decay by Kao et al., linear"),
+    "sdgf-geometric": Method("sdgf", {"schedule": "geometric", "gradient": "ste"}, note="structure decay, geometric"),
     "sste-dense": Method("sste", {"mvue": None}, note="S-STE with a dense weight gradient"),
     "sste-approx": Method("sste", {"mvue": "approx"}, note="S-STE with approximate MVUE"),
+    "sste-top2": Method("sste", {"mvue": "magnitude"}, note="S-STE with the two largest gradients of four, which is biased"),
     "t-ste": Method("fst", {"mvue": None, "end": None, "every": 1, "decay": 0.0}, note="STE with transposable masks"),
     "t-srste": Method("fst", {"mvue": None, "end": None, "every": 1, "decay": 2e-4}, note="SR-STE with transposable masks"),
     "t-srste-2e-2": Method("fst", {"mvue": None, "end": None, "every": 1, "decay": 2e-2}, note="the same, λ = 2e-2"),
     "fst-6e-3": Method("fst", {"decay": 6e-3}, note="FST, λ = 6e-3 as the flip-rate search finds on a small GPT"),
     "fst-nm": Method("fst", {"decay": 6e-3, "end": None}, note="the same without the dense end, so that N:M weights are left"),
-    "sste-top2": Method("sste", {"mvue": "magnitude"}, note="S-STE with the two largest gradients of four, which is biased"),
 }
 """Those that answer a question."""
 

@@ -10,11 +10,16 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from pathlib import Path
 
+from .. import rows as machine_rows
 from . import rows, traces
+from .plan import pending
+from .rows import REPEATS, RUNS, RunRow
 from .spec import RunSpec
 from .worker import Outcome, attempt, settle_process
 
 Say = Callable[[str], None]
+Plan = Callable[[list[RunRow]], list[RunSpec]]
+"""The rows that are done -> the runs that are wanted."""
 
 
 def say(text: str) -> None:
@@ -22,19 +27,44 @@ def say(text: str) -> None:
     print(time.strftime("%H:%M:%S", time.gmtime()), text, file=sys.stderr, flush=True)
 
 
-def run_all(specs: Iterable[RunSpec], folder: Path, workers: int = 2, tell: Say = say, pool: Executor | None = None) -> list[Outcome]:
-    """Do every run and keep each row as soon as it is there; the failed ones come back, and are tried again by the next call.
+def processes(workers: int) -> ProcessPoolExecutor:
+    """A pool of ``workers`` processes of one thread each, with low priority."""
+    machine_rows.commit()  # as the tree is now, not as it may have become when the first row is written
+    return ProcessPoolExecutor(workers, mp_context=get_context("fork"), initializer=settle_process)
+
+
+def run_stage(wanted: Plan, folder: Path, pool: Executor, workers: int, limit: int | None = None, tell: Say = say) -> tuple[int, int]:
+    """Do what is wanted and not done, and ask again until nothing is left: a search wants more once its first rates are known.
+
+    Returns:
+        how many runs were done, and how many failed. One that failed is not tried twice.
+    """
+    done, failed = 0, set[str]()
+    while limit is None or done < limit:
+        found = rows.load(folder)
+        todo = [spec for spec in pending(wanted(found), found) if spec.key not in failed][: None if limit is None else limit - done]
+        if not todo:
+            break
+        failed |= {outcome.spec.key for outcome in run_all(todo, folder, workers, tell, pool)}
+        done += len(todo)
+    return done, len(failed)
+
+
+def run_all(
+    specs: Iterable[RunSpec], folder: Path, workers: int = 2, tell: Say = say, pool: Executor | None = None, name: str = RUNS
+) -> list[Outcome]:
+    """Do every run and keep each row as soon as it is there; the failed ones come back.
 
     Interrupting loses only what is under way. At most two runs per worker are handed out ahead, so an interrupt is quick.
 
     Args:
-        pool: what runs them, for tests; by default ``workers`` processes with low priority.
+        pool: what runs them; by default ``processes(workers)``, made for this call.
+        name: of the file of rows, ``runs.csv`` or ``repeats.csv``; only the first one comes with traces.
     """
     queue, failed, total = list(specs)[::-1], [], 0
-    todo = len(queue)
-    rows.stamp()  # the commit as the tree is now, not as it may have become when the first row is written
+    todo, tasks = len(queue), {spec.task for spec in queue}
     own = pool is None
-    pool = pool or ProcessPoolExecutor(workers, mp_context=get_context("fork"), initializer=settle_process)
+    pool = pool or processes(workers)
     waiting: set[Future[Outcome]] = set()
     begin = time.perf_counter()
     try:
@@ -45,7 +75,7 @@ def run_all(specs: Iterable[RunSpec], folder: Path, workers: int = 2, tell: Say 
             for future in done:
                 outcome = future.result()
                 total += 1
-                _keep(outcome, folder)
+                _keep(outcome, folder, name)
                 if outcome.row is None:
                     failed.append(outcome)
                 pace = (time.perf_counter() - begin) / total
@@ -54,21 +84,27 @@ def run_all(specs: Iterable[RunSpec], folder: Path, workers: int = 2, tell: Say 
         tell("a worker process died (out of memory?). Finished rows are kept; run the same command again to go on.")
         raise
     finally:
+        for future in waiting:
+            future.cancel()
         if own:
             pool.shutdown(wait=False, cancel_futures=True)
+        rows.tidy(folder, name)
+        for task in tasks if name != REPEATS else ():
+            traces.tidy(folder, task)
     return failed
 
 
-def _keep(outcome: Outcome, folder: Path) -> None:
-    if outcome.trace:
+def _keep(outcome: Outcome, folder: Path, name: str) -> None:
+    if outcome.trace and name != REPEATS:
         traces.append(outcome.trace, folder, outcome.spec.task)
     if outcome.row is not None:
-        rows.append(outcome.row, folder)  # last, because the row is what says that the run is done
+        rows.append([outcome.row], folder, name)  # last, because the row is what says that the run is done
 
 
 def _line(outcome: Outcome) -> str:
     row = outcome.row
     if row is None:
         return f"{outcome.spec.key} FAILED: {outcome.error}"
-    accuracy = f" {row.accuracy:.2f} %" if row.accuracy == row.accuracy else ""
-    return f"{outcome.spec.key} {row.purpose}: {row.status} {row.val_loss:.4f}{accuracy} in {row.seconds:.0f} s"
+    more = f" {row.accuracy:.2f} %" if row.accuracy == row.accuracy else ""
+    more += f" BLEU {row.bleu:.1f}" if row.bleu == row.bleu else ""
+    return f"{outcome.spec.key} {row.purpose}: {row.status} {row.val_loss:.4f}{more} in {row.seconds:.0f} s"

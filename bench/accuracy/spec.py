@@ -7,14 +7,17 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-EVALUATION_SEEDS = (0, 1, 2, 3, 4)
-"""Seeds of the weights and of the order of the data, for every figure that is reported."""
+EVALUATION_SEEDS = tuple(range(10))
+"""Seeds of the weights and of the order of the data, for every number that is reported; a task says how many of them it uses."""
 
-TUNING_SEEDS = (100, 101)
-"""Other seeds, on which learning rates are chosen."""
+TUNING_SEEDS = (100, 101, 102)
+"""Other seeds, on which learning rates are chosen; a task may use fewer."""
 
 DENSE = "dense"
 """What stands in the place of a pattern where nothing is sparse."""
+
+OPTIMIZERS = ("adamw", "sgd")
+"""AdamW, or SGD with momentum 0.9."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +30,12 @@ class RunSpec:
         seed: of the first weights, the order of the data and the recipe's draws.
         lr: peak learning rate.
         steps: optimizer steps.
-        purpose: ``"scout"`` or ``"tune"`` on tuning seeds, ``"shared"``, ``"tuned"`` or ``"variant"`` on evaluation seeds. A label only:
-            two runs that differ in nothing else are the same run.
+        optimizer: ``"adamw"`` or ``"sgd"``.
+        beta2: AdamW's β₂; always 0 for SGD, which has none.
+        purpose: the stage of the plan that asked for the run. A label only: two runs that differ in nothing else are the same run.
+
+    Raises:
+        ValueError: the optimizer is unknown.
     """
 
     task: str
@@ -37,12 +44,36 @@ class RunSpec:
     seed: int
     lr: float
     steps: int
-    purpose: str = "shared"
+    optimizer: str = "adamw"
+    beta2: float = 0.999
+    purpose: str = ""
+
+    def __post_init__(self) -> None:
+        if self.optimizer not in OPTIMIZERS:
+            raise ValueError(unknown("optimizer", self.optimizer, OPTIMIZERS))
+        if self.optimizer == "sgd":
+            object.__setattr__(self, "beta2", 0.0)
 
     @property
     def key(self) -> str:
-        """What tells this run from others: ``gpt/step/2:4/0.004/1000/0``."""
-        return f"{self.task}/{self.method}/{self.pattern}/{self.lr:g}/{self.steps}/{self.seed}"
+        """What tells this run from others: ``gpt/step/2:4/adamw/0.999/0.004/1000/0``."""
+        return f"{self.task}/{self.method}/{self.pattern}/{self.optimizer}/{self.beta2:g}/{self.lr:g}/{self.steps}/{self.seed}"
+
+    @classmethod
+    def from_key(cls, key: str) -> RunSpec:
+        """The run of that key.
+
+        Example:
+            >>> RunSpec.from_key("mlp/srste/1:8/sgd/0/0.1/1000/0").optimizer
+            'sgd'
+        """
+        task, method, pattern, optimizer, beta2, lr, steps, seed = key.split("/")
+        return cls(task, method, pattern, int(seed), float(lr), int(steps), optimizer, float(beta2))
+
+    @property
+    def tuning(self) -> bool:
+        """True if the run serves to choose a rate: it is judged on validation data, where the task has some apart from the test set."""
+        return self.seed in TUNING_SEEDS
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:

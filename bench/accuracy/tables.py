@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from . import methods
 from .plan import best_rates
 from .rows import RunRow
-from .spec import DENSE, EVALUATION_SEEDS, mean_and_error
+from .spec import DENSE, EVALUATION_SEEDS, RunSpec, mean_and_error
 from .tasks.base import settings
 
 BASELINE = "srste"
@@ -67,7 +67,8 @@ def tuned(rows: Iterable[RunRow], task: str) -> Cases:
     """The runs at the learning rate that the search found for their method and pattern."""
     rows = list(rows)
     steps, best = settings(task).steps, best_rates(rows, task)
-    return _cases(row for row in rows if row.task == task and row.steps == steps and best.get((row.method, row.pattern)) == row.lr)
+    rates = {case: search.rate for case, search in best.items() if search.over}
+    return _cases(row for row in rows if row.task == task and row.steps == steps and rates.get((row.method, row.pattern)) == row.lr)
 
 
 def _cases(rows: Iterable[RunRow]) -> Cases:
@@ -163,10 +164,10 @@ def late(lines: Sequence[dict[str, str]], task: str, column: str, only: Sequence
     s = settings(task)
     found: dict[tuple[str, str], list[float]] = {}
     for line in lines:
-        _, method, pattern, lr, steps, seed = line["run"].split("/")
-        at_shared = (float(lr), int(steps)) == (s.lr, s.steps) and int(seed) in EVALUATION_SEEDS and pattern != DENSE
-        if at_shared and line[column] and int(line["step"]) > LATE * s.steps and (not only or method in only):
-            found.setdefault((method, pattern), []).append(float(line[column]))
+        run = RunSpec.from_key(line["run"])
+        at_shared = (run.lr, run.steps) == (s.lr, s.steps) and not run.tuning and run.pattern != DENSE
+        if at_shared and line[column] and int(line["step"]) > LATE * s.steps and (not only or run.method in only):
+            found.setdefault((run.method, run.pattern), []).append(float(line[column]))
     names = [name for name in (*methods.METHODS, *methods.others()) if any(m == name for m, _ in found)]
     patterns = sorted({p for _, p in found}, key=sparsity)
     cells = [[f"`{name}`", *(_short(found.get((name, p), [])) for p in patterns)] for name in names]

@@ -1,4 +1,4 @@
-"""What a recipe did on the way, about every 25 steps: ``trace-<task>.csv``, compact because there are many runs."""
+"""What a recipe did on the way, in about 40 lines a run: ``trace-<task>.csv``, compact because there are many runs."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from torch import Tensor
 import nmkernels as nm
 from nmkernels.nn import NMWeight
 
-from .. import rows
+from .. import rows as machine_rows
+from . import rows
 
 STRIDE = 25
-"""Steps between two lines of a trace."""
+"""Steps between two lines of a trace of up to 1000 steps."""
 
 COLUMNS = (
     *("run", "step", "loss", "flip_rate", "flip_rate_stride", "density", "decay_ratio", "max_update"),
@@ -23,16 +24,21 @@ COLUMNS = (
 )
 """``loss``: mean training loss since the last line. ``flip_rate``: mask bits changed by this one step, of all maskable weights, by the
 recipe's own count (0 where nothing is masked). ``flip_rate_stride``: bits of the magnitude mask of the run's pattern that differ from
-those ``STRIDE`` steps ago, whatever the recipe does with it. ``density``, ``decay_ratio``, ``max_update``: ``handle.metrics()``.
+the line before, whatever the recipe does with it. ``density``, ``decay_ratio``, ``max_update``: ``handle.metrics()``.
 ``v_mean``: mean of Adam's raw second moment over maskable weights; ``v_change``: mean |v_t − v_{t−1}| of this step, AutoSwitch's Z_t.
 ``z_bar`` and ``threshold``: what AutoSwitch compares. Empty: there is none."""
 
 
-class Trace:
-    """The lines of one run."""
+def stride(steps: int) -> int:
+    """Steps between two lines of the trace of a run of ``steps`` steps."""
+    return max(STRIDE, steps // 40)
 
-    def __init__(self, run: str, pattern: str, layers: dict[str, NMWeight]) -> None:
-        self.run, self.pattern, self.layers = run, pattern, layers
+
+class Trace:
+    """The lines of one run, one every ``stride`` steps."""
+
+    def __init__(self, run: str, pattern: str, layers: dict[str, NMWeight], stride: int = STRIDE) -> None:
+        self.run, self.pattern, self.layers, self.stride = run, pattern, layers, stride
         self.lines: list[dict[str, str]] = []
         self._losses: list[float] = []
         self._masks = self._magnitude_masks()
@@ -41,9 +47,9 @@ class Trace:
         return [nm.ops.mask(layer.master.detach(), self.pattern) for layer in self.layers.values()] if ":" in self.pattern else []
 
     def after(self, step: int, loss: float, handle: Any, optimizer: torch.optim.Optimizer) -> None:
-        """Take note of a step, counted from 1, and of its training loss; every ``STRIDE`` steps a line is written."""
+        """Take note of a step, counted from 1, and of its training loss; every ``stride`` steps a line is written."""
         self._losses.append(loss)
-        if step % STRIDE:
+        if step % self.stride:
             return
         masks = self._magnitude_masks()
         weights = sum(m.numel() for m in masks)
@@ -79,14 +85,19 @@ def path(folder: Path, task: str) -> Path:
 
 
 def load(folder: Path, task: str) -> list[dict[str, str]]:
-    """All lines of a task; none where there is no file."""
-    return rows.load(path(folder, task))
+    """All lines of a task; none where there is no file. Of a run that stands there twice, the last."""
+    lines = rows.load_lines(path(folder, task))
+    return list({(line["run"], line["step"]): line for line in lines}.values())
 
 
 def append(lines: Iterable[dict[str, str]], folder: Path, task: str) -> None:
-    """Add the lines of finished runs; they replace lines of the same runs."""
-    new = list(lines)
-    runs = {line["run"] for line in new}
-    kept = [line for line in load(folder, task) if line["run"] not in runs]
-    every = sorted([*kept, *new], key=lambda line: (line["run"], int(line["step"])))
-    rows.save(every, COLUMNS, path(folder, task))
+    """Add the lines of finished runs at the end of the file; ``load`` takes them in place of earlier ones of the same runs."""
+    rows.append_lines(lines, COLUMNS, path(folder, task))
+
+
+def tidy(folder: Path, task: str) -> None:
+    """Sort what was appended and drop the lines that were replaced."""
+    if path(folder, task).exists():
+        with rows.locked(folder):
+            lines = sorted(load(folder, task), key=lambda line: (line["run"], int(line["step"])))
+            machine_rows.save(lines, COLUMNS, path(folder, task))

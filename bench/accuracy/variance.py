@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -18,15 +19,16 @@ import nmkernels as nm
 
 from .. import rows
 from . import methods, tables, tasks
-from .plan import PATTERNS
 from .rows import RESULTS
-from .spec import DENSE, EVALUATION_SEEDS
-from .worker import learning_rate, param_groups, train_step
+from .spec import DENSE, EVALUATION_SEEDS, RunSpec
+from .worker import learning_rate, make_optimizer, train_step
 
 FILE = "variance.csv"
-COLUMNS = ("task", "method", "pattern", "seed", "step", "part", "log2_ratio", "spread", "correlation")
+COLUMNS = ("task", "method", "pattern", "beta2", "seed", "step", "part", "log2_ratio", "spread", "correlation")
 """``log2_ratio`` and ``spread``: mean and standard deviation over weights of log₂(v / v of dense training); ``correlation``: that of the
 two logarithms. ``part``: ``kept`` or ``pruned`` by the magnitude mask of the sparse run, ``all`` for the second dense run."""
+
+FIGURES = COLUMNS[-3:]
 
 SHARES = (0.1, 0.25, 0.5, 1.0)
 """When the moments are compared, as shares of the run."""
@@ -38,19 +40,22 @@ Moments = dict[int, tuple[list[Tensor], list[Tensor]]]
 """Step -> second moments and masks of the maskable weights."""
 
 
-def moments(task: str, method: str, pattern: str, seed: int, steps: int, batches: int, like: str) -> Moments:
-    """Train, and take note at ``SHARES``; the masks are the magnitude masks of ``like``."""
-    it = tasks.get(task)
-    torch.manual_seed(seed)
-    model, recipe = it.model(), methods.get(method).build(pattern, steps)
+def moments(run: RunSpec, like: str, batches: int | None = None) -> Moments:
+    """Train, and take note at ``SHARES``; the masks are the magnitude masks of ``like``.
+
+    Args:
+        batches: the seed of the batches, where it is not the run's.
+    """
+    it = tasks.get(run.task)
+    torch.manual_seed(run.seed)
+    model, recipe = it.model(), methods.get(run.method).build(run.pattern, run.steps)
     handle = nm.sparsify_(model, recipe)
-    s = it.settings
-    optimizer = handle.attach(recipe.optimizer(param_groups(model), lr=s.lr, betas=s.betas, weight_decay=s.weight_decay))
-    wanted, found = {round(share * steps) for share in SHARES}, {}
-    for step in range(1, steps + 1):
+    optimizer = handle.attach(make_optimizer(run, it.settings, recipe, model))
+    wanted, found = {round(share * run.steps) for share in SHARES}, {}
+    for step in range(1, run.steps + 1):
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(s, s.lr, step, steps)
-        train_step(it, model, optimizer, batches, step)
+            group["lr"] = learning_rate(it.settings, run.lr, step, run.steps)
+        train_step(it, model, optimizer, run.seed if batches is None else batches, step)
         if step in wanted:
             layers = handle.layers.values()
             v = [optimizer.state[layer.weight]["exp_avg_sq"].clone() for layer in layers]
@@ -73,8 +78,9 @@ def main(argv: Sequence[str] | None = None, tell: Callable[[str], None] = print)
     """Write ``variance.csv``, rows of all seeds and patterns."""
     parser = argparse.ArgumentParser(prog="python -m bench.accuracy.variance", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tasks", nargs="+", default=["gpt", "vit"])
-    parser.add_argument("--methods", nargs="+", default=["srste", "mdgf"])
-    parser.add_argument("--patterns", nargs="+", default=list(PATTERNS))
+    parser.add_argument("--methods", nargs="+", default=["srste", "mdgf-kao"])
+    parser.add_argument("--patterns", nargs="+", default=["2:4", "1:8", "1:16"])
+    parser.add_argument("--beta2", type=float, default=0.999)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, help="instead of the task's own")
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -82,14 +88,15 @@ def main(argv: Sequence[str] | None = None, tell: Callable[[str], None] = print)
     torch.set_num_threads(1)
     lines: list[dict[str, str]] = []
     for task in args.tasks:
-        steps = args.steps or tasks.base.settings(task).steps
+        s = tasks.base.settings(task)
         for seed in EVALUATION_SEEDS[: args.seeds]:
-            dense = moments(task, DENSE, DENSE, seed, steps, seed, args.patterns[0])
-            runs = [(m, p, moments(task, m, p, seed, steps, seed, p)) for m in args.methods for p in args.patterns]
-            runs.append((DENSE, DENSE, moments(task, DENSE, DENSE, seed, steps, seed + OTHER_BATCHES, args.patterns[0])))
+            base = RunSpec(task, DENSE, DENSE, seed, s.lr, args.steps or s.steps, "adamw", args.beta2)
+            dense = moments(base, args.patterns[0])
+            runs = [(m, p, moments(replace(base, method=m, pattern=p), p)) for m in args.methods for p in args.patterns]
+            runs.append((DENSE, DENSE, moments(base, args.patterns[0], seed + OTHER_BATCHES)))
             for method, pattern, ours in runs:
                 for step, part, *figures in compare(ours, dense, method != DENSE):
-                    key = (task, method, pattern, str(seed), str(step), part)
+                    key = (task, method, pattern, f"{args.beta2:g}", str(seed), str(step), part)
                     lines.append(dict(zip(COLUMNS, (*key, *(f"{x:.4g}" for x in figures)), strict=True)))
             tell(f"{task} seed {seed} done")
     rows.save(lines, COLUMNS, args.out / FILE)
@@ -110,7 +117,7 @@ def summary(lines: Sequence[dict[str, str]], task: str) -> str:
         cells = [f"`{method}`" if method != DENSE else "dense, other batches", pattern, part]
         for step in (last // 2, last):
             found = [x for x in mine if (x["method"], x["pattern"], x["part"], x["step"]) == (method, pattern, part, str(step))]
-            cells += [f"{sum(float(x[c]) for x in found) / len(found):+.2f}" if found else "–" for c in COLUMNS[6:]]
+            cells += [f"{sum(float(x[c]) for x in found) / len(found):+.2f}" if found else "–" for c in FIGURES]
         body.append(cells)
     figures = [f"{name}, step {step}" for step in (last // 2, last) for name in ("log₂ ratio", "spread", "correlation")]
     return tables.table([["run", "pattern", "weights", *figures], *body])

@@ -12,18 +12,25 @@ import torch
 from torch import nn
 
 import nmkernels as nm
+from nmkernels.recipes import STEP, Recipe
 
-from . import methods, tasks
+from . import methods, tasks, traces
 from .rows import RunRow, stamp
-from .spec import RunSpec
+from .spec import EVALUATION_SEEDS, TUNING_SEEDS, RunSpec
 from .tasks import Settings, Task
 from .traces import Trace
+
+DIGITS = {"val_loss": 6, "accuracy": 4, "bleu": 3}
+"""What a task's ``evaluate`` may return, and the digits that are kept."""
 
 LAST = 50
 """Steps whose training loss is averaged for the row."""
 
-TRACED = {"shared": 5, "variant": 2}
-"""Of how many seeds the traces are kept, by purpose; they are the larger files."""
+TRACED = {"tune": 1, "tuned": 2, "shared": 2, "controls": 1, "variants": 1, "lengths": 1}
+"""Of how many seeds the traces are kept, by stage; they are the larger files."""
+
+MOMENTUM = 0.9
+"""Of SGD."""
 
 
 @dataclass
@@ -37,12 +44,13 @@ class Outcome:
 
 
 def learning_rate(settings: Settings, peak: float, step: int, steps: int) -> float:
-    """The rate of ``step``, counted from 1: a linear rise, then a cosine down to ``settings.floor`` of the peak."""
+    """The rate of ``step``, counted from 1: a linear rise, then a cosine or a line down to ``settings.floor`` of the peak."""
     warmup = max(1, round(settings.warmup * steps))
     if step <= warmup:
         return peak * step / warmup
     progress = (step - warmup) / max(1, steps - warmup)
-    return peak * (settings.floor + (1 - settings.floor) * 0.5 * (1 + math.cos(math.pi * progress)))
+    left = 1 - progress if settings.decay == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    return peak * (settings.floor + (1 - settings.floor) * left)
 
 
 def param_groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -53,11 +61,35 @@ def param_groups(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": matrices}, {"params": [p for _, p in named if id(p) not in ids], "weight_decay": 0.0}]
 
 
+def make_optimizer(spec: RunSpec, settings: Settings, recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
+    """The run's optimizer, not attached yet: AdamW as the recipe wants it, or SGD with momentum."""
+    groups = param_groups(model)
+    if spec.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=spec.lr, momentum=MOMENTUM, weight_decay=settings.weight_decay)
+    betas = (settings.betas[0], spec.beta2)
+    return recipe.optimizer(groups, lr=spec.lr, betas=betas, weight_decay=settings.weight_decay)
+
+
+def switch_reason(recipe: Recipe, switch_step: int) -> str:
+    """What ended STEP's dense phase at ``switch_step``: its ``test``, a bound, or that it was ``fixed``; empty where there was no switch.
+
+    AutoSwitch's test is first read one step after T_min, and is not needed any more one step after T_max.
+    """
+    if not switch_step or not isinstance(recipe, STEP):
+        return ""
+    low, high = recipe.bounds()
+    if recipe.switch == "fixed":
+        return "fixed"
+    if switch_step == (low or 0) + 1:
+        return "t_min"
+    return "t_max" if high is not None and switch_step == high + 1 else "test"
+
+
 def run(spec: RunSpec) -> Outcome:
     """Train and evaluate at the deployable weights.
 
     Raises:
-        ValueError: the task or the method is unknown. NMError: the recipe cannot be built or does not fit the model.
+        ValueError: the task or the method is unknown. NMError: the recipe cannot be built, or does not fit the model or the optimizer.
     """
     task, method = tasks.get(spec.task), methods.get(spec.method)
     settings = task.settings
@@ -66,9 +98,8 @@ def run(spec: RunSpec) -> Outcome:
     model = task.model()
     recipe = method.build(spec.pattern, spec.steps)
     handle = nm.sparsify_(model, recipe)
-    keywords: dict[str, Any] = {"betas": settings.betas, "weight_decay": settings.weight_decay, **method.optimizer}
-    optimizer = handle.attach(recipe.optimizer(param_groups(model), lr=spec.lr, **keywords))
-    trace = Trace(spec.key, spec.pattern, handle.layers)
+    optimizer = handle.attach(make_optimizer(spec, settings, recipe, model))
+    trace = Trace(spec.key, spec.pattern, handle.layers, traces.stride(spec.steps)) if traced(spec) else None
     losses: list[float] = []
     for step in range(1, spec.steps + 1):
         for group in optimizer.param_groups:
@@ -76,22 +107,29 @@ def run(spec: RunSpec) -> Outcome:
         losses.append(train_step(task, model, optimizer, spec.seed, step))
         if not math.isfinite(losses[-1]):
             break
-        trace.after(step, losses[-1], handle, optimizer)
-    result = _evaluate(task, model, handle) if math.isfinite(losses[-1]) else {"val_loss": math.nan}
+        if trace is not None:
+            trace.after(step, losses[-1], handle, optimizer)
+    result = _evaluate(task, model, handle, spec.tuning) if math.isfinite(losses[-1]) else {"val_loss": math.nan}
     ok = all(map(math.isfinite, result.values()))
+    value = {name: round(result.get(name, math.nan), digits) if ok else math.nan for name, digits in DIGITS.items()}
     last = losses[-LAST:]
+    switch_step = int(handle.state.get("switch_step", 0))
     row = RunRow(
         task=spec.task,
         pattern=spec.pattern,
         method=spec.method,
-        purpose=spec.purpose,
-        seed=spec.seed,
+        optimizer=spec.optimizer,
+        beta2=spec.beta2,
         lr=spec.lr,
         steps=spec.steps,
-        val_loss=round(result["val_loss"], 6) if ok else math.nan,
-        accuracy=round(result.get("accuracy", math.nan), 4) if ok else math.nan,
+        seed=spec.seed,
+        purpose=spec.purpose,
+        val_loss=value["val_loss"],
+        accuracy=value["accuracy"],
+        bleu=value["bleu"],
         train_loss=round(sum(last) / len(last), 6),
-        switch_step=int(handle.state.get("switch_step", 0)),
+        switch_step=switch_step,
+        switch_reason=switch_reason(recipe, switch_step),
         status="ok" if ok else "diverged",
         done=len(losses),
         seconds=round(time.perf_counter() - begin, 2),
@@ -100,7 +138,12 @@ def run(spec: RunSpec) -> Outcome:
         data=task.data(),
         **stamp(),
     )
-    return Outcome(spec, row, trace.lines if spec.seed < TRACED.get(spec.purpose, 0) else None)
+    return Outcome(spec, row, trace.lines if trace else None)
+
+
+def traced(spec: RunSpec) -> bool:
+    """True if the run's trace is kept."""
+    return spec.seed in (TUNING_SEEDS if spec.tuning else EVALUATION_SEEDS)[: TRACED.get(spec.purpose, 0)]
 
 
 def train_step(task: Task, model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, step: int) -> float:
@@ -110,15 +153,16 @@ def train_step(task: Task, model: nn.Module, optimizer: torch.optim.Optimizer, s
     if math.isfinite(value):
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), task.settings.clip)
+        if task.settings.clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), task.settings.clip)
         optimizer.step()
     return value
 
 
-def _evaluate(task: Task, model: nn.Module, handle: Any) -> dict[str, float]:
+def _evaluate(task: Task, model: nn.Module, handle: Any, tuning: bool) -> dict[str, float]:
     model.eval()
     with handle.deployable():
-        result = task.evaluate(model)
+        result = task.evaluate(model, tuning)
     model.train()
     return result
 
@@ -132,9 +176,10 @@ def settle_process(threads: int = 1) -> None:
 
 
 def attempt(spec: RunSpec) -> Outcome:
-    """``run``, with any error as text, so that one bad run does not end the others."""
+    """``run`` with its FLOPs counted, and any error as text, so that one bad run does not end the others."""
     try:
-        return run(spec)
+        outcome = run(spec)
+        return replace(outcome, row=outcome.row and with_flops(outcome.row))
     except Exception as error:
         return Outcome(spec, error=f"{type(error).__name__}: {error}")
 

@@ -15,28 +15,52 @@ from ..spec import unknown
 
 @dataclass(frozen=True)
 class Settings:
-    """The hyper-parameters that all methods of a task share.
+    """The hyper-parameters that all methods of a task share, and which of the plan's runs are the task's own.
 
-    The learning rate rises over ``warmup`` (a share of the steps), then falls along a cosine to ``floor`` of its peak. AdamW; weight
-    decay on matrices only; the gradient's norm is clipped. β₂ is 0.99 because short runs cannot fill the window of 1/(1−β₂) steps that
-    Adam's usual 0.999 averages over. These are the settings of ``python -m nmkernels train``.
+    The learning rate rises over ``warmup`` (a share of the steps), then falls to ``floor`` of its peak. AdamW, or SGD with momentum 0.9;
+    weight decay on matrices only.
 
     Args:
         steps: optimizer steps of a run.
-        lr: the shared peak, the best of ``lrs`` for dense training on the tuning seeds.
-        lrs: the peaks among which each method's own is chosen.
-        scouted: the wider range from which ``lrs`` was fixed.
+        lr: AdamW's shared peak for as long as the search has not found the best one of dense training.
+        start: AdamW's first rates of every search, in rising order; ``start_sgd``: SGD's, empty for a task without SGD.
+        factor: between neighbouring rates: 3 for the series 1, 3, 10, 30; or 2.
+        decay: ``"cosine"`` or ``"linear"``.
+        clip: bound on the gradient's norm, None for none.
+        tune_steps: steps of the runs that search for rates, where not ``steps``.
+        tuning_seeds, seeds: how many of the tuning and of the evaluation seeds are used.
+        stages: those of ``plan.STAGES`` that the task takes part in where none is asked for.
+        methods, patterns: the main ones, each of which gets a rate of its own; ``sgd_methods``: those of them that run with SGD too.
+        variants: further methods, run at the shared rate.
+        lengths: of longer runs, in ``steps``; ``length_methods`` (empty: all) and ``length_patterns``: what is run for longer.
+        length_search: rates are searched at every length anew; otherwise those of ``steps`` are kept.
+        seconds: CPU-seconds of one core for one run of ``steps``.
     """
 
     steps: int
     lr: float
-    lrs: tuple[float, ...]
-    scouted: tuple[float, ...]
+    start: tuple[float, ...]
+    start_sgd: tuple[float, ...] = ()
+    factor: float = 3
     warmup: float = 0.05
     floor: float = 0.1
-    betas: tuple[float, float] = (0.9, 0.99)
+    decay: str = "cosine"
+    betas: tuple[float, float] = (0.9, 0.999)
     weight_decay: float = 0.1
-    clip: float = 1.0
+    clip: float | None = 1.0
+    tune_steps: int | None = None
+    tuning_seeds: int = 3
+    seeds: int = 5
+    stages: tuple[str, ...] = ("tune", "tuned", "shared", "controls", "variants", "lengths")
+    methods: tuple[str, ...] = ("dense", "asp", "ste", "srste", "step", "step-25", "sste", "mdgf", "sdgf")
+    sgd_methods: tuple[str, ...] = ("dense", "ste", "srste")
+    patterns: tuple[str, ...] = ("2:4", "1:8")
+    variants: tuple[str, ...] = ("step-10", "step-50", "step-25-thawed", "step-geometric", "step-norm", "step-stale", "step-relative")
+    lengths: tuple[float, ...] = (1, 2, 4)
+    length_methods: tuple[str, ...] = ()
+    length_patterns: tuple[str, ...] = ("1:8",)
+    length_search: bool = False
+    seconds: float = 0.0
 
 
 class Task(ABC):
@@ -63,8 +87,12 @@ class Task(ABC):
         """The mean training loss of a batch, in nats."""
 
     @abstractmethod
-    def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """``val_loss`` in nats on data that training never saw, and ``accuracy`` in percent where there is one."""
+    def evaluate(self, model: nn.Module, tuning: bool = False) -> dict[str, float]:
+        """``val_loss`` in nats on data that training never saw; ``accuracy`` in percent and ``bleu`` where there are such.
+
+        Args:
+            tuning: judge on data that is neither trained on nor the test set, where the task has some; for choosing rates.
+        """
 
     def data(self) -> str:
         """A digest of the data: rows of different data must not be compared."""

@@ -45,7 +45,7 @@ class Cifar10(Task):
         RuntimeError: ``NMKERNELS_CIFAR10`` does not name the folder, or a file in it is missing.
     """
 
-    settings = Settings(steps=20_000, lr=1e-3, lrs=(5e-4, 1e-3, 2e-3), scouted=(2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3), betas=(0.9, 0.999))
+    settings = Settings(steps=20_000, lr=1e-3, start=(5e-4, 1e-3, 2e-3), factor=2, seconds=80_000)
     tokens = BATCH * (SIDE // PATCH) ** 2
     shares: ClassVar[dict[str, float]] = {"head": (PATCH / SIDE) ** 2}
 
@@ -81,7 +81,7 @@ class Cifar10(Task):
         return F.cross_entropy(model(batch[0].contiguous()), batch[1])
 
     @torch.no_grad()
-    def evaluate(self, model: nn.Module) -> dict[str, float]:
+    def evaluate(self, model: nn.Module, tuning: bool = False) -> dict[str, float]:
         losses, right = 0.0, 0
         for images, labels in zip(self.test_images.split(256), self.test_labels.split(256), strict=True):
             logits = model(_normal(images))

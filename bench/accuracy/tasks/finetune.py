@@ -31,7 +31,7 @@ class FineTuneGPT(ByteGPT):
     All runs begin at the same pretrained weights; the seed is that of the order of the data.
     """
 
-    settings = Settings(steps=500, lr=2e-3, lrs=(1e-3, 2e-3, 4e-3), scouted=(5e-4, 1e-3, 2e-3, 4e-3))
+    settings = Settings(steps=500, lr=2e-3, start=(1e-3, 2e-3, 4e-3), factor=2, tuning_seeds=2, lengths=(), seconds=13)
 
     def __init__(self) -> None:
         from pydoc_data.topics import topics

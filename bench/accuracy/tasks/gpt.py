@@ -18,7 +18,7 @@ VAL_WINDOWS = 512
 class ByteGPT(Task):
     """137 thousand parameters, 98 thousand of them in layers that can be made sparse; half a million bytes of training in 1000 steps."""
 
-    settings = Settings(steps=1000, lr=4e-3, lrs=(2e-3, 4e-3, 8e-3), scouted=(2e-3, 4e-3, 8e-3, 1.6e-2))
+    settings = Settings(steps=1000, lr=4e-3, start=(2e-3, 4e-3, 8e-3), factor=2, tuning_seeds=2, seconds=25)
     tokens = BATCH * CONTEXT
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class ByteGPT(Task):
         return model.loss(*batch)
 
     @torch.no_grad()
-    def evaluate(self, model: nn.Module) -> dict[str, float]:
+    def evaluate(self, model: nn.Module, tuning: bool = False) -> dict[str, float]:
         losses = [(self.loss(model, batch).item(), len(batch[0])) for batch in self.corpus.val_batches(CONTEXT, 64, VAL_WINDOWS)]
         return {"val_loss": sum(loss * n for loss, n in losses) / sum(n for _, n in losses)}
 

@@ -33,7 +33,7 @@ class HuggingFace(Task):
         RuntimeError: a variable is not set, or transformers is not installed.
     """
 
-    settings = Settings(steps=2000, lr=1e-4, lrs=(5e-5, 1e-4, 2e-4), scouted=(2e-5, 5e-5, 1e-4, 2e-4, 4e-4), betas=(0.9, 0.999))
+    settings = Settings(steps=2000, lr=1e-4, start=(5e-5, 1e-4, 2e-4), factor=2, lengths=())
     tokens = BATCH * CONTEXT
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class HuggingFace(Task):
         return F.cross_entropy(model(input_ids=batch[0]).logits.flatten(0, 1), batch[1].flatten(), ignore_index=-100)
 
     @torch.no_grad()
-    def evaluate(self, model: nn.Module) -> dict[str, float]:
+    def evaluate(self, model: nn.Module, tuning: bool = False) -> dict[str, float]:
         rng = torch.Generator().manual_seed(0)
         count = (len(self.val) - 1) // CONTEXT
         windows = torch.arange(count) if count <= VAL_WINDOWS else torch.arange(VAL_WINDOWS) * count // VAL_WINDOWS

@@ -90,7 +90,9 @@ class DigitsViT(Task):
     Images are shifted by up to a pixel and noisy, so that they are not learned by heart.
     """
 
-    settings = Settings(steps=600, lr=4e-3, lrs=(2e-3, 4e-3, 8e-3), scouted=(1e-3, 2e-3, 4e-3, 8e-3))
+    settings = Settings(
+        steps=600, lr=4e-3, start=(2e-3, 4e-3, 8e-3), factor=2, patterns=("1:8", "1:16"), tuning_seeds=2, lengths=(), seconds=13
+    )
     tokens = BATCH * PATCHES
     shares: ClassVar[dict[str, float]] = {"head": 1 / PATCHES}
 
@@ -124,7 +126,7 @@ class DigitsViT(Task):
         return F.cross_entropy(model(batch[0]), batch[1])
 
     @torch.no_grad()
-    def evaluate(self, model: nn.Module) -> dict[str, float]:
+    def evaluate(self, model: nn.Module, tuning: bool = False) -> dict[str, float]:
         logits = model(self.test_images)
         right = (logits.argmax(-1) == self.test_labels).double().mean()
         return {"val_loss": F.cross_entropy(logits, self.test_labels).item(), "accuracy": 100 * right.item()}

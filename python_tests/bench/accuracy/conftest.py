@@ -17,7 +17,18 @@ from bench.accuracy.tasks import base
 class Tiny(tasks.Task):
     """Regression with a linear layer of 16 inputs; ``seen`` records the batches."""
 
-    settings = tasks.Settings(steps=50, lr=1e-2, lrs=(5e-3, 1e-2, 2e-2), scouted=(1e-2,))
+    settings = tasks.Settings(
+        steps=50,
+        lr=1e-2,
+        start=(5e-3, 1e-2, 2e-2),
+        start_sgd=(0.1, 0.2, 0.4),
+        factor=2,
+        methods=("dense", "ste", "srste", "step-25"),
+        patterns=("2:4", "1:8"),
+        variants=("step-10",),
+        seconds=36,
+    )
+    tokens = 8
     seen: list[Tensor] = []
     first: list[Tensor] = []
 
@@ -35,9 +46,9 @@ class Tiny(tasks.Task):
         return F.mse_loss(model(batch[0]), batch[0].roll(1, -1))
 
     @torch.no_grad()
-    def evaluate(self, model: nn.Module) -> dict[str, float]:
+    def evaluate(self, model: nn.Module, tuning: bool = False) -> dict[str, float]:
         x = torch.randn(64, 16, generator=torch.Generator().manual_seed(7))
-        return {"val_loss": self.loss(model, (x,)).item()}
+        return {"val_loss": self.loss(model, (-x if tuning else x,)).item()}
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import nmkernels as nm
-from bench.accuracy.tasks import cifar, finetune, hf, opcodes
+from bench.accuracy.tasks import cifar, finetune, hf
 
 
 def trained(task, pattern="2:4", steps=3):
@@ -26,39 +26,6 @@ def trained(task, pattern="2:4", steps=3):
     result = task.evaluate(model.eval())
     assert all(np.isfinite(v) for v in result.values()) and task.data()
     return handle, result
-
-
-# ---- opcodes
-
-
-@pytest.fixture(scope="module")
-def translation():
-    return opcodes.ToOpcodes(pairs=600, test=100)
-
-
-def test_pairs_are_real_and_the_test_set_is_apart(translation):
-    assert len(translation.train[0]) == 500 and len(translation.test[0]) == 100
-    texts = [bytes(row.tolist()).rstrip(b"\0") for row in torch.cat([translation.test[0], translation.train[0]])]
-    assert len(set(texts)) == 600
-    begin, *numbers, end = (n for n in translation.test[1][0].tolist() if n != opcodes.PAD)
-    assert (begin, end) == (opcodes.BEGIN, opcodes.END)
-    assert tuple(translation.names[n - opcodes.FIRST] for n in numbers) == opcodes.instructions(texts[0].decode())
-
-
-@pytest.mark.slow
-def test_translation_trains_its_feed_forward_layers(translation):
-    handle, result = trained(translation)
-    assert {name.rpartition(".")[2] for name in handle.layers} == {"linear1", "linear2"} and len(handle.layers) == 8
-    assert 0 <= result["accuracy"] <= 100
-
-
-def test_the_decoder_sees_no_later_instruction(translation):
-    torch.manual_seed(0)
-    model = translation.model().eval()
-    source, target = translation.test[0][:2], translation.test[1][:2, :-1]
-    other = target.clone()
-    other[:, 5:] = opcodes.END
-    assert torch.allclose(model(source, target)[:, :5], model(source, other)[:, :5], atol=1e-6)
 
 
 # ---- fine-tuning

@@ -15,7 +15,17 @@ S = settings("gpt")
 
 def row(method="srste", pattern="2:4", seed=0, loss=2.0, lr=S.lr, steps=S.steps, **values):
     blank = {f.name: {"int": 0, "float": 0.0, "str": "x"}[f.type] for f in dataclasses.fields(RunRow)}
-    known = {"task": "gpt", "method": method, "pattern": pattern, "seed": seed, "val_loss": loss, "lr": lr, "steps": steps}
+    known = {
+        "optimizer": "adamw",
+        "beta2": 0.999,
+        "task": "gpt",
+        "method": method,
+        "pattern": pattern,
+        "seed": seed,
+        "val_loss": loss,
+        "lr": lr,
+        "steps": steps,
+    }
     return RunRow(**{**blank, "done": steps, "status": "ok", **known, **values})
 
 
@@ -46,11 +56,12 @@ def test_only_runs_of_the_same_settings_are_compared():
 
 
 def test_tuned_runs_are_those_at_the_best_rate():
-    search = [row(seed=s, lr=lr, loss=abs(lr - S.lrs[0])) for s in (100, 101) for lr in S.lrs]
-    final = [row(seed=s, lr=S.lrs[0], loss=1.0) for s in (0, 1)]
+    rates = (S.start[0] / 4, S.start[0] / 2, *S.start)
+    search = [row(seed=s, lr=lr, loss=abs(lr - S.start[0])) for s in (100, 101) for lr in rates]
+    final = [row(seed=s, lr=S.start[0], loss=1.0) for s in (0, 1)]
     cases = tables.tuned([*search, *final, *ROWS], "gpt")
     assert [r.val_loss for r in cases.of("srste", "2:4").values()] == [1.0, 1.0]
-    assert f"lr {S.lrs[0]:g}" in tables.results(cases, rates=True)
+    assert f"lr {S.start[0]:g}" in tables.results(cases, rates=True)
 
 
 def test_flops_are_counted_by_the_rule():

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from dataclasses import replace
-
 import pytest
 
+from bench.accuracy import plan as planning
 from bench.accuracy import rows, runner, traces
 from bench.accuracy.__main__ import main
 from bench.accuracy.plan import best_rates, pending, plan
 from bench.accuracy.spec import RunSpec
 from bench.accuracy.worker import attempt
 
-SPECS = [RunSpec("tiny", method, "2:4", seed, 1e-2, 50) for seed in (0, 1) for method in ("ste", "srste")]
+SPECS = [RunSpec("tiny", method, "2:4", seed, 1e-2, 50, purpose="shared") for seed in (0, 1) for method in ("ste", "srste")]
 
 
 def run(specs, folder, inline):
@@ -50,29 +47,31 @@ def test_failed_runs_are_reported_and_tried_again(tiny, inline, tmp_path):
 
 
 @pytest.mark.slow
-def test_every_case_is_tuned_alike_and_the_best_rate_found(tiny, inline, tmp_path):
-    specs = plan("tune", "tiny", only=["ste", "dense"], patterns=["2:4", "1:8"])
-    assert Counter((s.method, s.pattern) for s in specs) == {("ste", "2:4"): 6, ("ste", "1:8"): 6, ("dense", "dense"): 6}
-    run(specs[:-1], tmp_path, inline)
-    assert len(best_rates(rows.load(tmp_path), "tiny")) == 2  # one search is not finished
-    run(specs[-1:], tmp_path, inline)
+def test_a_stage_that_grows_is_run_to_its_end(tiny, inline, tmp_path):
+    def wanted(done):
+        return plan("tune", "tiny", done, ["ste"], ["2:4"], optimizers=["adamw"])
+
+    assert runner.run_stage(wanted, tmp_path, inline, 1, limit=4, tell=lambda text: None) == (4, 0)
+    did, failed = runner.run_stage(wanted, tmp_path, inline, 1, tell=lambda text: None)
     done = rows.load(tmp_path)
-    best = best_rates(done, "tiny")["ste", "2:4"]
-    means = {lr: sum(r.val_loss for r in done if (r.method, r.pattern, r.lr) == ("ste", "2:4", lr)) for lr in tiny.settings.lrs}
-    assert best == min(means, key=means.__getitem__)
-    tuned = plan("tuned", "tiny", done, ["ste"], ["2:4"])
-    assert [(s.lr, s.seed) for s in tuned] == [(best, s) for s in range(5)]
-    diverged = [r if r.lr != best else replace(r, val_loss=math.nan, status="diverged") for r in done]
-    assert best_rates(diverged, "tiny")["ste", "2:4"] != best
+    found = best_rates(done, "tiny")["ste", "2:4"]
+    assert failed == 0 and did == len(done) - 4 == 3 * len(found.losses) - 4 and found.over
+    assert {line["run"] for line in traces.load(tmp_path, "tiny")} == {r.spec.key for r in done if r.seed == 100}
+
+
+def test_failed_runs_do_not_keep_a_stage_going(tiny, inline, tmp_path):
+    bad = RunSpec("tiny", "ste", "7:9", 0, 1e-2, 50)
+    assert runner.run_stage(lambda done: [bad, SPECS[0]], tmp_path, inline, 1, tell=lambda text: None) == (2, 1)
 
 
 def test_command_line_runs_resumes_and_reports(tiny, tmp_path, capsys):
-    words = f"--stages shared --tasks tiny --methods ste dense --patterns 2:4 --seeds 2 --out {tmp_path}".split()
+    words = f"--stages shared --tasks tiny --methods ste dense --patterns 2:4 --optimizers adamw --seeds 2 --out {tmp_path}".split()
     assert main(["run", *words, "--workers", "1", "--limit", "3"]) == 0
     assert len(rows.load(tmp_path)) == 3
     capsys.readouterr()
     assert main(["status", *words]) == 0
-    assert "tiny shared: 3 of 4 runs done" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "tiny shared: 3 of 4 runs done, 0.01 CPU-hours left" in said and "ste" in said
     assert main(["run", *words, "--workers", "1"]) == 0
     assert "1 runs to do" in capsys.readouterr().err and len(rows.load(tmp_path)) == 4
 
@@ -81,6 +80,15 @@ def test_command_line_runs_resumes_and_reports(tiny, tmp_path, capsys):
 def test_command_line_refuses_unknown_names(option, wrong, near, tmp_path, capsys):
     assert main(["run", f"--{option}", wrong, "--out", str(tmp_path)]) == 2
     assert f"did you mean '{near}'" in capsys.readouterr().err
+
+
+def test_repeats_go_to_their_own_file_once_per_machine(tiny, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(planning, "REPEATED", (("tiny", "ste", "2:4"),))
+    words = f"run --stages repeat --tasks tiny --workers 1 --out {tmp_path}".split()
+    assert main(words) == 0 and main(words) == 0
+    (row,) = rows.load(tmp_path, rows.REPEATS)
+    assert (row.purpose, row.seed, row.lr) == ("repeat", 100, 1e-2) and "threads, " in row.machine
+    assert rows.load(tmp_path) == [] and "0 runs to do" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -4,13 +4,14 @@ import pytest
 import torch
 
 from bench.accuracy import variance
+from bench.accuracy.spec import RunSpec
 
 pytest.importorskip("sklearn")
 
 
 def test_the_same_run_has_the_same_moments():
-    first = variance.moments("vit", "dense", "dense", 0, 4, 0, "2:4")
-    again = variance.moments("vit", "ste", "4:4", 0, 4, 0, "2:4")
+    first = variance.moments(RunSpec("vit", "dense", "dense", 0, 4e-3, 4), "2:4")
+    again = variance.moments(RunSpec("vit", "ste", "4:4", 0, 4e-3, 4), "2:4")
     found = list(variance.compare(again, first, split=True))
     assert {(step, part) for step, part, *_ in found} == {(step, part) for step in (1, 2, 4) for part in ("kept", "pruned")}
     for _, _, ratio, spread, correlation in found:

@@ -26,9 +26,9 @@ def test_methods_share_data_order_and_first_weights_and_repeat_bit_for_bit(tiny)
 def test_the_deployable_weights_are_evaluated(tiny, monkeypatch):
     seen, evaluate = [], tiny.evaluate
 
-    def spy(self, model):
+    def spy(self, model, tuning):
         seen.extend(layer.effective_weight().detach().clone() for layer in model if isinstance(layer, nm.SparseLinear))
-        return evaluate(self, model)
+        return evaluate(self, model, tuning)
 
     monkeypatch.setattr(tiny, "evaluate", spy)
     # mask decay without fine-tuning still lets something through at the end, which finish() cuts off
@@ -46,13 +46,40 @@ def test_a_diverging_run_is_recorded(tiny, monkeypatch):
 
 
 def test_traces_tell_switch_and_flips(tiny):
-    outcome = worker.run(spec("step-25"))
+    outcome = worker.run(spec("step-25", seed=0, purpose="tuned"))
     assert outcome.trace is not None and outcome.row is not None
-    assert [line["step"] for line in outcome.trace] == ["25", "50"] and outcome.row.switch_step == 12
+    assert [line["step"] for line in outcome.trace] == ["25", "50"]
+    assert (outcome.row.switch_step, outcome.row.switch_reason) == (12, "fixed")
     assert set(outcome.trace[0]) == set(traces.COLUMNS)
     assert float(outcome.trace[0]["density"]) == 0.5 and float(outcome.trace[0]["v_mean"]) > 0
     assert float(outcome.trace[1]["v_change"]) == 0  # frozen
-    assert worker.run(spec("step-25", purpose="tune")).trace is None
+    assert worker.run(spec("step-25", purpose="repeat")).trace is None
+
+
+def test_the_optimizer_and_its_second_decay_are_those_of_the_run(tiny):
+    slow, fast = (worker.run(spec("srste", beta2=b)).row for b in (0.999, 0.9))
+    sgd = worker.run(spec("srste", optimizer="sgd", lr=0.5)).row
+    assert slow.val_loss != fast.val_loss and sgd.val_loss < 1.5
+    assert [(r.optimizer, r.beta2) for r in (slow, fast, sgd)] == [("adamw", 0.999), ("adamw", 0.9), ("sgd", 0.0)]
+    with pytest.raises(nm.NMError, match="second moment"):
+        worker.run(spec("step", optimizer="sgd"))
+
+
+def test_tuning_seeds_are_judged_on_validation_data(tiny, monkeypatch):
+    said: list[bool] = []
+    monkeypatch.setattr(tiny, "evaluate", lambda self, model, tuning: said.append(tuning) or {"val_loss": 1.0, "bleu": 2.0})
+    assert worker.run(spec("ste", steps=1)).row.bleu == 2.0
+    worker.run(spec("ste", steps=1, seed=100))
+    assert said == [False, True]
+
+
+def test_what_ended_the_dense_phase_is_recorded(tiny, monkeypatch):
+    step = methods.get("step").build("2:4", 50)
+    assert [worker.switch_reason(step, at) for at in (0, 6, 7, 25, 26)] == ["", "t_min", "test", "test", "t_max"]
+    assert worker.switch_reason(methods.get("step-10").build("2:4", 50), 5) == "fixed"
+    assert worker.switch_reason(methods.get("srste").build("2:4", 50), 0) == ""
+    monkeypatch.setitem(methods.METHODS, "never", methods.Method("step", {"threshold": 1e-30}))
+    assert worker.run(spec("never")).row.switch_reason == "t_max"
 
 
 @pytest.mark.slow
