@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from . import page, rows, runner, tasks, traces
-from .plan import STAGES, best_rates, cost, pending, plan
+from .plan import STAGES, best_rates, cost, foreseen, pending, plan
 from .rows import REPEATS, RESULTS, RUNS, RunRow
 from .spec import OPTIMIZERS, RunSpec, mean_and_error, unknown
 from .tasks.base import settings
@@ -112,34 +112,36 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _run_stage(args: argparse.Namespace, stage: str, task: str, pool: Executor, limit: int | None) -> tuple[int, int]:
-    runner.say(f"{stage} {task}: {len(_todo(args, stage, task)[1])} runs to do" + (", and what they ask for" if stage == "tune" else ""))
+    done = rows.load(args.out)
+    todo = pending(_specs(args, stage, task, done), _done(args, stage, done))
+    runner.say(f"{stage} {task}: {len(todo)} runs to do" + (", and what they ask for" if stage == "tune" else ""))
     if stage == "repeat":
-        todo = _todo(args, stage, task)[1][:limit]
-        return len(todo), len(runner.run_all(todo, args.out, args.workers, pool=pool, name=REPEATS))
+        todo = todo[:limit]
+        return len(todo), len(runner.run_all(todo, args.out, pool, args.workers, name=REPEATS))
     return runner.run_stage(lambda done: _specs(args, stage, task, done), args.out, pool, args.workers, limit)
 
 
-def _todo(args: argparse.Namespace, stage: str, task: str) -> tuple[list[RunSpec], list[RunSpec]]:
-    """All runs of a stage as far as they are known, and those that have not been done; repeats count if done on this machine."""
-    done = rows.load(args.out)
-    specs = _specs(args, stage, task, done)
-    if stage == "repeat":
-        machine = rows.stamp()["machine"]
-        done = [row for row in rows.load(args.out, REPEATS) if row.machine == machine]
-    return specs, pending(specs, done)
+def _done(args: argparse.Namespace, stage: str, done: list[RunRow]) -> list[RunRow]:
+    """The rows that count as done for a stage: repeats are done on this machine."""
+    if stage != "repeat":
+        return done
+    return [row for row in rows.load(args.out, REPEATS) if row.machine == rows.stamp()["machine"]]
 
 
 def _status(args: argparse.Namespace) -> int:
-    hours = 0.0
+    hours, done, ahead = 0.0, rows.load(args.out), dict[str, list[RunRow]]()
+    by_key = {row.spec.key: row for row in done}
     for stage, task in _stages(args):
-        specs, left = _todo(args, stage, task)
+        if task not in ahead:
+            ahead[task] = foreseen(done, task, args.methods, args.patterns)
+        specs = _specs(args, stage, task, ahead[task])
+        left = pending(specs, _done(args, stage, done))
         hours += cost(left)
-        at_least = "at least " if stage == "tune" and left else ""
-        print(f"{task} {stage}: {len(specs) - len(left)} of {len(specs)} runs done, {at_least}{cost(left):.2f} CPU-hours left")
-        _means(specs, {row.spec.key: row for row in rows.load(args.out)})
-    print(f"{hours:.2f} CPU-hours left for the runs that are known; a search, and what waits for its rate, can add to them")
+        print(f"{task} {stage}: {len(specs) - len(left)} of {len(specs)} runs done, {cost(left):.2f} CPU-hours left")
+        _means(specs, by_key)
+    print(f"{hours:.2f} CPU-hours left, more where a search moves on")
     for task in args.tasks:
-        _rates(task, rows.load(args.out))
+        _rates(task, done)
     return 0
 
 

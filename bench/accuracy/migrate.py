@@ -27,7 +27,7 @@ def migrated(line: Mapping[str, str]) -> RunRow | None:
     method = RENAMED.get(line["method"], line["method"])
     steps, switch_step = int(line["steps"]), int(line["switch_step"])
     reason = switch_reason(methods.get(method).build(line["pattern"], steps), switch_step) if switch_step else ""
-    new = {"method": method, "optimizer": "adamw", "beta2": str(BETA2), "bleu": "nan", "switch_reason": reason}
+    new = {"method": method, "optimizer": "adamw", "beta2": str(BETA2), "other_loss": "nan", "bleu": "nan", "switch_reason": reason}
     return rows.from_text({**line, **new})
 
 

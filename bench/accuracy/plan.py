@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from . import methods
-from .rows import RunRow
+from .rows import RunRow, bare
 from .spec import DENSE, EVALUATION_SEEDS, OPTIMIZERS, TUNING_SEEDS, RunSpec, unknown
 from .tasks.base import Settings, settings
 
@@ -301,6 +301,20 @@ def pending(specs: Iterable[RunSpec], rows: Iterable[RunRow]) -> list[RunSpec]:
     """Those of ``specs`` that have no row yet, each once."""
     done = {row.spec.key for row in rows}
     return list({spec.key: spec for spec in specs if spec.key not in done}.values())
+
+
+def foreseen(rows: Iterable[RunRow], task: str, only: Sequence[str] = (), patterns: Sequence[str] = ()) -> list[RunRow]:
+    """The rows, and those that every search would need to end where it is now, or at the second rate where it has not begun.
+
+    For an estimate of what is left; a search whose optimum moves on needs more.
+    """
+    rows, start = list(rows), {optimizer: _start(settings(task), optimizer) for optimizer in OPTIMIZERS}
+    begun = {(row.method, row.pattern, row.optimizer, row.steps) for row in rows if row.task == task and row.spec.tuning}
+    while todo := pending(plan("tune", task, rows, only, patterns), rows):
+        for spec in todo:
+            fresh = (spec.method, spec.pattern, spec.optimizer, spec.steps) not in begun
+            rows.append(bare(spec, abs(math.log(spec.lr / start[spec.optimizer][1])) if fresh else math.inf))
+    return rows
 
 
 def cost(specs: Iterable[RunSpec]) -> float:

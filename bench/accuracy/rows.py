@@ -6,6 +6,7 @@ import csv
 import datetime
 import fcntl
 import io
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,7 +30,8 @@ class RunRow:
     """What one run came to.
 
     ``val_loss`` (nats), ``accuracy`` (percent) and ``bleu`` are of the deployable weights, ``nan`` where a task has none; on tuning seeds
-    they are of validation data where the task has some apart from its test set. ``train_loss`` is the mean of the last 50 steps.
+    they are of validation data where the task has some apart from its test set. ``other_loss`` is that of a second test set, further
+    from the training data, where the task has one. ``train_loss`` is the mean of the last 50 steps.
     ``switch_step`` is STEP's T₀, 0 where there is none, and ``switch_reason`` says what ended the dense phase: AutoSwitch's ``test``, its
     bounds ``t_min`` or ``t_max``, or ``fixed``. ``status`` is ``ok``, or ``diverged`` where a loss or weight was not finite (losses are
     then ``nan`` and ``done`` says after how many steps). ``training_flops`` are those of the run, ``inference_flops`` those of one token;
@@ -46,6 +48,7 @@ class RunRow:
     seed: int
     purpose: str
     val_loss: float
+    other_loss: float
     accuracy: float
     bleu: float
     train_loss: float
@@ -66,6 +69,13 @@ class RunRow:
     def spec(self) -> RunSpec:
         """The run that it is of."""
         return RunSpec(self.task, self.method, self.pattern, self.seed, self.lr, self.steps, self.optimizer, self.beta2, self.purpose)
+
+
+def bare(spec: RunSpec, val_loss: float) -> RunRow:
+    """A row that holds a loss and nothing else, for what only looks at losses."""
+    known = {**asdict(spec), "val_loss": val_loss, "status": "ok" if math.isfinite(val_loss) else "diverged"}
+    blank = {"int": 0, "float": math.nan, "str": ""}
+    return RunRow(**{f.name: known.get(f.name, blank[str(f.type)]) for f in fields(RunRow)})
 
 
 COLUMNS = tuple(f.name for f in fields(RunRow))

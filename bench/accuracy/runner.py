@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -27,10 +28,15 @@ def say(text: str) -> None:
     print(time.strftime("%H:%M:%S", time.gmtime()), text, file=sys.stderr, flush=True)
 
 
-def processes(workers: int) -> ProcessPoolExecutor:
-    """A pool of ``workers`` processes of one thread each, with low priority."""
+@contextmanager
+def processes(workers: int) -> Iterator[Executor]:
+    """A pool of ``workers`` processes of one thread each, with low priority; each of them loads a task once. Leaving it does not wait."""
     machine_rows.commit()  # as the tree is now, not as it may have become when the first row is written
-    return ProcessPoolExecutor(workers, mp_context=get_context("fork"), initializer=settle_process)
+    pool = ProcessPoolExecutor(workers, mp_context=get_context("fork"), initializer=settle_process)
+    try:
+        yield pool
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def run_stage(wanted: Plan, folder: Path, pool: Executor, workers: int, limit: int | None = None, tell: Say = say) -> tuple[int, int]:
@@ -45,26 +51,22 @@ def run_stage(wanted: Plan, folder: Path, pool: Executor, workers: int, limit: i
         todo = [spec for spec in pending(wanted(found), found) if spec.key not in failed][: None if limit is None else limit - done]
         if not todo:
             break
-        failed |= {outcome.spec.key for outcome in run_all(todo, folder, workers, tell, pool)}
+        failed |= {outcome.spec.key for outcome in run_all(todo, folder, pool, workers, tell)}
         done += len(todo)
     return done, len(failed)
 
 
-def run_all(
-    specs: Iterable[RunSpec], folder: Path, workers: int = 2, tell: Say = say, pool: Executor | None = None, name: str = RUNS
-) -> list[Outcome]:
+def run_all(specs: Iterable[RunSpec], folder: Path, pool: Executor, workers: int, tell: Say = say, name: str = RUNS) -> list[Outcome]:
     """Do every run and keep each row as soon as it is there; the failed ones come back.
 
     Interrupting loses only what is under way. At most two runs per worker are handed out ahead, so an interrupt is quick.
 
     Args:
-        pool: what runs them; by default ``processes(workers)``, made for this call.
+        pool: what runs them, ``processes(workers)``.
         name: of the file of rows, ``runs.csv`` or ``repeats.csv``; only the first one comes with traces.
     """
     queue, failed, total = list(specs)[::-1], [], 0
     todo, tasks = len(queue), {spec.task for spec in queue}
-    own = pool is None
-    pool = pool or processes(workers)
     waiting: set[Future[Outcome]] = set()
     begin = time.perf_counter()
     try:
@@ -86,8 +88,6 @@ def run_all(
     finally:
         for future in waiting:
             future.cancel()
-        if own:
-            pool.shutdown(wait=False, cancel_futures=True)
         rows.tidy(folder, name)
         for task in tasks if name != REPEATS else ():
             traces.tidy(folder, task)

@@ -20,7 +20,7 @@ from .spec import EVALUATION_SEEDS, TUNING_SEEDS, RunSpec
 from .tasks import Settings, Task
 from .traces import Trace
 
-DIGITS = {"val_loss": 6, "accuracy": 4, "bleu": 3}
+DIGITS = {"val_loss": 6, "other_loss": 6, "accuracy": 4, "bleu": 3}
 """What a task's ``evaluate`` may return, and the digits that are kept."""
 
 LAST = 50
@@ -125,6 +125,7 @@ def run(spec: RunSpec) -> Outcome:
         seed=spec.seed,
         purpose=spec.purpose,
         val_loss=value["val_loss"],
+        other_loss=value["other_loss"],
         accuracy=value["accuracy"],
         bleu=value["bleu"],
         train_loss=round(sum(last) / len(last), 6),

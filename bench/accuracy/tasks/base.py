@@ -88,7 +88,7 @@ class Task(ABC):
 
     @abstractmethod
     def evaluate(self, model: nn.Module, tuning: bool = False) -> dict[str, float]:
-        """``val_loss`` in nats on data that training never saw; ``accuracy`` in percent and ``bleu`` where there are such.
+        """``val_loss`` in nats on data that training never saw; ``accuracy`` in percent, ``bleu`` and ``other_loss`` where there are such.
 
         Args:
             tuning: judge on data that is neither trained on nor the test set, where the task has some; for choosing rates.

@@ -9,17 +9,11 @@ from collections import Counter
 import pytest
 
 from bench.accuracy import plan as planning
-from bench.accuracy.plan import best_rates, cost, neighbour, pending, plan, search, shared_rate
-from bench.accuracy.rows import RunRow
+from bench.accuracy.plan import best_rates, cost, foreseen, neighbour, pending, plan, search, shared_rate
+from bench.accuracy.rows import RunRow, bare
 from bench.accuracy.spec import RunSpec
 
 START = (1e-3, 3e-3, 1e-2)
-
-
-def row(spec: RunSpec, loss: float) -> RunRow:
-    blank = {f.name: {"int": 0, "float": math.nan, "str": ""}[f.type] for f in dataclasses.fields(RunRow)}
-    known = {f.name: getattr(spec, f.name) for f in dataclasses.fields(spec)}
-    return RunRow(**{**blank, **known, "val_loss": loss, "status": "ok" if math.isfinite(loss) else "diverged"})
 
 
 def until_over(loss, start=START, factor=3.0):
@@ -70,7 +64,7 @@ def test_first_rates_come_first_and_a_rate_counts_when_all_its_seeds_are_done(ti
     specs = plan("tune", "tiny", only=["ste"], patterns=["2:4"], optimizers=["adamw"])
     assert Counter(s.lr for s in specs) == dict.fromkeys(tiny.settings.start, 3)
     assert [s.seed for s in specs] == sorted(s.seed for s in specs)
-    rows = [row(s, 1.0) for s in specs[:-1]]
+    rows = [bare(s, 1.0) for s in specs[:-1]]
     assert len(best_rates(rows, "tiny")["ste", "2:4"].losses) == 2 and len(pending(specs, rows)) == 1
 
 
@@ -78,7 +72,7 @@ def done(tiny, only=(), best=1e-2):
     """Rows of the whole search with the optimum of every method at ``best``, of SGD at 20 times it."""
     rows: list[RunRow] = []
     while todo := pending(plan("tune", "tiny", rows, only), rows):
-        rows += [row(s, valley(best * (20 if s.optimizer == "sgd" else 1))(s.lr)) for s in todo]
+        rows += [bare(s, valley(best * (20 if s.optimizer == "sgd" else 1))(s.lr)) for s in todo]
     return rows
 
 
@@ -124,12 +118,21 @@ def test_longer_runs_can_have_a_search_of_their_own(tiny, monkeypatch):
     monkeypatch.setattr(tiny, "settings", longer)
     specs = plan("tune", "tiny", optimizers=["adamw"])
     assert {(s.steps, s.method) for s in specs if s.steps != 20} == {(100, "srste")} and {s.seed for s in specs} == {100}
-    rows = [row(s, valley(1e-2)(s.lr)) for s in specs]
+    rows = [bare(s, valley(1e-2)(s.lr)) for s in specs]
     assert best_rates(rows, "tiny", length=5)["srste", "1:8"].rate == 1e-2
 
 
 def test_costs_are_in_hours_of_one_core(tiny):
     assert cost([RunSpec("tiny", "ste", "2:4", 0, 1e-2, 500)] * 10) == pytest.approx(1.0)
+
+
+def test_what_a_search_will_need_is_foreseen(tiny):
+    ahead = foreseen([], "tiny", ["ste"], ["2:4"])
+    assert Counter((r.optimizer, r.lr) for r in ahead if r.optimizer == "sgd") == {("sgd", lr): 3 for lr in (0.05, 0.1, 0.2, 0.4, 0.8)}
+    assert {s.closed for s in best_rates(ahead, "tiny").values()} == {True} and len(plan("tuned", "tiny", ahead)) == 10
+    first = [bare(s, -s.lr) for s in plan("tune", "tiny", [], ["ste"], ["2:4"], optimizers=["adamw"])]
+    ahead = foreseen(first, "tiny", ["ste"], ["2:4"])
+    assert best_rates(ahead, "tiny")["ste", "2:4"].rate == 2e-2 and len([r for r in ahead if r.optimizer == "adamw"]) == 15
 
 
 def test_keys_and_names(tiny):

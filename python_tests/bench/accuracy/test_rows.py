@@ -11,7 +11,6 @@ import pytest
 
 from bench.accuracy import migrate, rows, traces
 from bench.accuracy.spec import RunSpec
-from python_tests.bench.accuracy.test_plan import row
 
 OLD = (
     "task,pattern,method,purpose,seed,lr,steps,val_loss,accuracy,train_loss,switch_step,status,done,seconds,"
@@ -23,7 +22,7 @@ OLD = (
 
 
 def made(seed: int, loss: float = 1.0):
-    return row(RunSpec("tiny", "ste", "2:4", seed, 1e-2, 50), loss)
+    return rows.bare(RunSpec("tiny", "ste", "2:4", seed, 1e-2, 50), loss)
 
 
 def add(folder, first):

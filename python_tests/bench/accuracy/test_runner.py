@@ -15,7 +15,7 @@ SPECS = [RunSpec("tiny", method, "2:4", seed, 1e-2, 50, purpose="shared") for se
 
 
 def run(specs, folder, inline):
-    return runner.run_all(specs, folder, workers=1, tell=lambda text: None, pool=inline)
+    return runner.run_all(specs, folder, inline, 1, tell=lambda text: None)
 
 
 def test_an_interrupted_run_is_redone(tiny, inline, tmp_path, monkeypatch):
@@ -41,7 +41,7 @@ def test_an_interrupted_run_is_redone(tiny, inline, tmp_path, monkeypatch):
 def test_failed_runs_are_reported_and_tried_again(tiny, inline, tmp_path):
     bad = RunSpec("tiny", "ste", "7:9", 0, 1e-2, 50)
     said: list[str] = []
-    failed = runner.run_all([bad, SPECS[0]], tmp_path, tell=said.append, pool=inline)
+    failed = runner.run_all([bad, SPECS[0]], tmp_path, inline, 1, tell=said.append)
     assert [f.spec for f in failed] == [bad] and "FAILED" in "".join(said)
     assert pending([bad, SPECS[0]], rows.load(tmp_path)) == [bad]
 
