@@ -1,8 +1,7 @@
-"""A small vision transformer on scikit-learn's handwritten digits, 8 × 8 pixels each."""
+"""A small vision transformer on handwritten digits."""
 
 from __future__ import annotations
 
-import hashlib
 from typing import ClassVar
 
 import torch
@@ -11,17 +10,14 @@ from torch import Tensor, nn
 
 from nmkernels.models.gpt import MLP, GPTConfig
 
-from .base import Settings, Task, task
+from .base import Settings, task
+from .digits import BATCH, CLASSES, SIDE, Digits
 from .gpt import MAIN, VARIANTS
 
-SIDE, CLASSES = 8, 10
 HIGH, WIDE = 4, 2
 """Pixels of a patch: two rows of four patches."""
 
 PATCHES = SIDE * SIDE // (HIGH * WIDE)
-BATCH = 64
-TRAIN = 1200
-"""Images for training, of 1797; the others are the test set. Drawn once, the same for every seed."""
 
 
 class Attention(nn.Module):
@@ -85,12 +81,10 @@ class ViT(nn.Module):
 
 
 @task("vit")
-class DigitsViT(Task):
+class DigitsViT(Digits):
     """102 thousand parameters, 98 thousand of them in layers that can be made sparse; 600 steps are 32 epochs of 1200 images.
 
     A run takes 9 to 12 CPU-seconds.
-
-    Images are shifted by up to a pixel and noisy, so that they are not learned by heart.
     """
 
     settings = Settings(
@@ -108,40 +102,5 @@ class DigitsViT(Task):
     tokens = BATCH * PATCHES
     shares: ClassVar[dict[str, float]] = {"head": 1 / PATCHES}
 
-    def __init__(self) -> None:
-        try:
-            from sklearn.datasets import load_digits
-        except ImportError as error:
-            raise RuntimeError("the task 'vit' trains on scikit-learn's digits: pip install scikit-learn") from error
-        digits = load_digits()
-        images = torch.tensor(digits.images, dtype=torch.float32) / 8 - 1
-        labels = torch.tensor(digits.target, dtype=torch.long)
-        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
-        self.images, self.labels = images[order[:TRAIN]], labels[order[:TRAIN]]
-        self.test_images, self.test_labels = images[order[TRAIN:]], labels[order[TRAIN:]]
-        self.digest = hashlib.blake2b(images[order].numpy().tobytes(), digest_size=8).hexdigest()
-
     def model(self) -> nn.Module:
         return ViT()
-
-    def batch(self, seed: int, step: int) -> tuple[Tensor, ...]:
-        rng = torch.Generator().manual_seed((seed * 0x9E3779B97F4A7C15 + step) & (2**63 - 1))
-        which = torch.randint(TRAIN, (BATCH,), generator=rng)
-        shift = torch.randint(3, (BATCH, 2, 1), generator=rng)
-        noise = 0.1 * torch.randn(BATCH, SIDE, SIDE, generator=rng)
-        padded = F.pad(self.images[which], (1, 1, 1, 1), value=-1.0)
-        rows, cols = (shift[:, i] + torch.arange(SIDE) for i in (0, 1))
-        shifted = padded[torch.arange(BATCH)[:, None, None], rows[:, :, None], cols[:, None, :]]
-        return shifted + noise, self.labels[which]
-
-    def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
-        return F.cross_entropy(model(batch[0]), batch[1])
-
-    @torch.no_grad()
-    def evaluate(self, model: nn.Module, tuning: bool = False) -> dict[str, float]:
-        logits = model(self.test_images)
-        right = (logits.argmax(-1) == self.test_labels).double().mean()
-        return {"val_loss": F.cross_entropy(logits, self.test_labels).item(), "accuracy": 100 * right.item()}
-
-    def data(self) -> str:
-        return self.digest

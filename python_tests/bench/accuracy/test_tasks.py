@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import nmkernels as nm
 from bench.accuracy import tasks, worker
-from bench.accuracy.spec import RunSpec
+from bench.accuracy.spec import TUNING_SEEDS, RunSpec
+from bench.accuracy.tasks import digits
 
 NAMES = ["gpt", "vit"]
+DIGITS = ["mlp", "resnet", "vit"]
 
 
 @pytest.fixture(autouse=True)
 def needs(request: pytest.FixtureRequest) -> None:
-    if "vit" in request.node.name:
+    if any(name in request.node.name for name in (*DIGITS, "digits")):
         pytest.importorskip("sklearn", reason="the digits come with scikit-learn")
 
 
@@ -35,8 +38,49 @@ def test_a_few_steps_learn(name):
     assert (short.accuracy == short.accuracy) is (name == "vit")
 
 
-def test_vit_images_for_training_are_not_in_the_test_set():
-    task = tasks.get("vit")
-    train = {t.numpy().tobytes() for t in task.images}
-    assert not any(t.numpy().tobytes() in train for t in task.test_images)
-    assert len(task.images) + len(task.test_images) == 1797
+def test_digits_for_training_tuning_and_test_are_apart():
+    task = tasks.get("mlp")
+    training, test = ({t.numpy().tobytes() for t in images} for images in (task.images, task.test_images))
+    assert not training & test
+    assert (len(task.images), len(task.test_images)) == (digits.TRAIN, digits.TEST)
+    task.padded = F.pad(torch.arange(digits.TRAIN).view(-1, 1, 1).expand(-1, 8, 8).float(), (1, 1, 1, 1), mode="replicate")
+    for seed, count in ((0, digits.TRAIN), (TUNING_SEEDS[0], digits.TRAIN - digits.HELD_OUT)):
+        seen = {int(i.mean().round()) for step in range(200) for i in task.batch(seed, step)[0]}
+        assert seen == set(range(count))
+    tasks.base.get.cache_clear()
+
+
+def test_digits_of_tuning_runs_are_judged_on_images_held_out():
+    task = tasks.get("mlp")
+    guesses = []
+
+    def model(images):
+        guesses.append(images)
+        return F.one_hot(torch.zeros(len(images), dtype=torch.long), digits.CLASSES).float()
+
+    task.evaluate(model)
+    task.evaluate(model, tuning=True)
+    assert torch.equal(guesses[0], task.test_images) and torch.equal(guesses[1], task.images[-digits.HELD_OUT :])
+
+
+@pytest.mark.parametrize(("name", "layers", "weights"), [("mlp", 2, 64 * 128 + 128 * 128), ("resnet", 4, 9 * 16 * (16 + 16 + 32 + 64))])
+def test_sparse_layers_of_the_image_tasks(name, layers, weights):
+    task = tasks.get(name)
+    for pattern in ("1:8", "1:16"):
+        handle = nm.sparsify_(model := task.model(), nm.recipes.STE(pattern))
+        assert len(handle.layers) == layers and sum(layer.weight.numel() for layer in handle.layers.values()) == weights
+        assert model(task.batch(0, 1)[0]).shape == (digits.BATCH, digits.CLASSES)
+        for layer in handle.layers.values():
+            kept = (layer.effective_weight() != 0).sum(-1)  # of the matrix (out, kh · kw · in)
+            assert (kept == layer.shape[1] // int(pattern[2:])).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mlp", "resnet"])
+def test_image_tasks_learn_and_batch_norm_is_evaluated_by_its_running_statistics(name):
+    rows = [worker.run(RunSpec(name, "srste", "1:8", 0, 1e-2, steps)).row for steps in (120, 2)]
+    assert rows[0].val_loss < 0.8 * rows[1].val_loss and rows[0].accuracy > 50
+    model = tasks.get(name).model().eval()
+    before = [b.clone() for b in model.buffers()]
+    tasks.get(name).evaluate(model)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.buffers(), strict=True))
