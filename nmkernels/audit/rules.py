@@ -88,8 +88,9 @@ def of_recipe(recipe: Recipe, pattern: Pattern) -> Rules:
     spans = [span for span in own.profile(steps) if span.steps]
     best, leaves = min(spans, key=_work), deployed(own).fprop < 1
     stages = getattr(inner, "stages", ((0, inner.stage({})),))
+    straight = not (stages[-1][1].transform or own.final_transform()).traits.own_gradient
     if _work(best) == 3:
-        return Rules(pattern, fprop=False, prepare="", steps=0.0, leaves=leaves, packed=False)
+        return Rules(pattern, fprop=False, prepare="", steps=0.0, leaves=leaves, packed=False, straight=straight)
     return Rules(
         pattern,
         best.fprop < 1,
@@ -100,7 +101,7 @@ def of_recipe(recipe: Recipe, pattern: Pattern) -> Rules:
         sum(span.steps for span in spans if _work(span) < 3) / steps,
         leaves,
         bool(getattr(inner, "packed", False)) and getattr(inner, "fp8", None) is None,
-        not (stages[-1][1].transform or own.final_transform()).traits.own_gradient,
+        straight,
     )
 
 

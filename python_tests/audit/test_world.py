@@ -70,7 +70,7 @@ def test_gathered_once_where_weights_stay() -> None:
     ("recipe", "shape", "each"),
     [
         ("srste:2:4", (WIDTH - 1, WIDTH), 2.0),  # uneven rows are gathered dense, padded
-        ("mdgf:2:4", (WIDTH, WIDTH), 4.0),  # the master itself, whose mask has no straight gradient
+        ("mdgf:2:4(gradient=chain)", (WIDTH, WIDTH), 4.0),  # the master itself, whose mask has no straight gradient
         ("srste:2:4(packed=False)", (WIDTH, WIDTH), 2.0),
         ("dense", (WIDTH, WIDTH), 2.0),
     ],

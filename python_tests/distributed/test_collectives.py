@@ -30,7 +30,7 @@ CASES: dict[str, tuple[Callable[[], nm.recipes.Recipe], dict[str, Any]]] = {
     "2:4": (lambda: R.SRSTE("2:4", packed=True), {}),
     "1:8": (lambda: R.SRSTE("1:8", packed=True), {}),
     "gathered dense": (lambda: R.SRSTE("2:4", packed=False), {}),
-    "the master": (lambda: R.get("mdgf:2:4", total_steps=4), {"steps": 4}),
+    "the master": (lambda: R.get("mdgf:2:4", total_steps=4, gradient="chain"), {"steps": 4}),
     "dense": (lambda: R.get("dense"), {}),
     "AutoSwitch": (lambda: R.STEP("2:4", t_min=1, t_max=3), {"steps": 5}),
     "AdamW": (lambda: R.SRSTE("2:4", packed=True), {"optimizer": torch.optim.AdamW}),

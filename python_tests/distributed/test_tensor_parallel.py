@@ -39,7 +39,7 @@ RECIPES: dict[str, Callable[[], nm.recipes.Recipe]] = {
     "step": lambda: R.STEP("2:4", t_min=2, t_max=8),
     "step by staleness": lambda: R.STEP("2:4", switch="staleness", t_min=2, t_max=8),
     "sste": lambda: R.SSTE("2:4", mvue=None),
-    "mdgf": lambda: R.get("mdgf:2:4", total_steps=STEPS),
+    "mdgf": lambda: R.get("mdgf:2:4", total_steps=STEPS, gradient="chain", end=0.75),  # which needs W itself
     "sdgf": lambda: R.get("sdgf:1:4", total_steps=STEPS),
     "asp": lambda: R.ASP("2:4", start=4),
     "fst": lambda: R.FST("2:4", total_steps=16, mvue=None),

@@ -131,7 +131,9 @@ ROSTER = {
     "step": Entry(STEP("2:4", t_min=2, t_max=7, threshold=1e-30), hard(0.0, SWITCH), (5, 8, 12)),
     "step_thawed": Entry(STEP("2:4", STEPS, switch="fixed", start=7, freeze=False), thawed, (5, 8, 12)),
     "step_srste": Entry(STEP("2:4", t_min=2, t_max=7, threshold=1e-30, inner=SRSTE(decay=0.1)), hard(0.1, SWITCH), (5, 8, 12)),
-    "step_mdgf": stepped("1:8", "mdgf(end=10)", lambda p, d, step: used.mdgf(p, d, 1, 8, "exponential", 0, 4, 14, 2.5e-3, step=step)),
+    "step_mdgf": stepped(
+        "1:8", "mdgf(end=10)", lambda p, d, step: used.mdgf(p, d, 1, 8, "exponential", 0, 4, 14, 2.5e-3, False, step=step)
+    ),
     "step_sdgf": stepped("1:4", "sdgf", lambda p, d, step: used.sdgf(p, d, [(3, 4), (2, 4), (1, 4)], [0, 5, 9], step=step)),
     "step_sste": stepped("2:4", "sste(mvue=None)", lambda p, d, step: used.sste(p, d, 2, 4, step=step)),
     "step_layerwise": stepped(
@@ -165,10 +167,11 @@ ROSTER = {
     "sste": Entry(SSTE("2:4", seed=1), lambda p, d, s: used.sste(p, d, 2, 4, s)),
     "sste_approx": Entry(SSTE("1:4", mvue="approx", seed=1), lambda p, d, s: used.sste(p, d, 1, 4, s, "approx")),
     "sste_biased": Entry(SSTE("2:4", mvue="magnitude", seed=1), lambda p, d, s: used.sste(p, d, 2, 4, s, "magnitude")),
-    "mdgf": mdgf(MdGf("1:8", STEPS), 0, 5),
-    "mdgf_ste": mdgf(MdGf("1:4", STEPS, start=4, end=0.8, gradient="ste"), 4, 4),
-    "mdgf_linear": mdgf(MdGf("2:4", STEPS, schedule="linear", start=0.1, end=1.0), 2, 0),
-    "mdgf_kao": mdgf(MdGf("1:4", STEPS, schedule="linear", start=2, end=18, levels=4), 2, 2),
+    "mdgf": mdgf(MdGf("1:8", STEPS), 0, 0),
+    "mdgf_tail": mdgf(MdGf("1:4", STEPS, start=4, end=0.8), 4, 4),
+    "mdgf_chain": mdgf(MdGf("1:8", STEPS, end=0.75, gradient="chain"), 0, 5),
+    "mdgf_linear": mdgf(MdGf("2:4", STEPS, schedule="linear", start=0.1), 2, 0),
+    "mdgf_kao": mdgf(MdGf("1:4", STEPS, schedule="linear", start=2, end=18, gradient="chain", levels=4), 2, 2),
     "sdgf": sdgf(SdGf("1:8", STEPS), [(7, 8), (4, 8), (2, 8), (1, 8)], [0, 5, 10, 15]),
     "sdgf_chain": sdgf(SdGf("1:4", STEPS, start=4, end=16, gradient="chain"), [(3, 4), (2, 4), (1, 4)], [4, 8, 12]),
     "sdgf_geometric": sdgf(SdGf("1:2", STEPS, schedule="geometric"), [(8, 16), (4, 8), (2, 4), (1, 2)], [0, 5, 10, 15]),

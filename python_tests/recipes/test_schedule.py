@@ -60,8 +60,8 @@ def test_step_and_asp_are_dense_to_their_latest_switch():
 
 
 def test_mdgf_is_dense_until_its_mask_is_binary():
-    assert shares(MdGf("1:8", 100)) == [(75, 1, 1, 1), (25, 1 / 8, 1, 1)]
-    assert shares(MdGf("1:8", 100, start=10, end=1.0)) == [(100, 1, 1, 1)]
+    assert shares(MdGf("1:8", 100, end=0.75)) == [(75, 1, 1, 1), (25, 1 / 8, 1, 1)]
+    assert shares(MdGf("1:8", 100)) == shares(MdGf("1:8", 100, start=10)) == [(100, 1, 1, 1)]
     assert shares(MdGf("1:8", 100, schedule="linear", end=1.0)) == [(100, 1, 1, 1)]
     # D = max(0, 1 − t/20) is 0 from t = 20 on, long before the fine-tuning phase
     assert shares(MdGf("1:8", 100, schedule="linear", coefficient=0.05)) == [(20, 1, 1, 1), (80, 1 / 8, 1, 1)]

@@ -28,13 +28,14 @@ class SdGf(ScheduledRecipe):
         geometric  8N : 8M,  4N : 4M,  2N : 2M,  N : M            the same share kept, in ever smaller groups
         densify    N : 8M,   N : 4M,   N : 2M,   N : M            from too sparse to N:M (in the public code only)
 
-    Halves are rounded up. A layer too narrow for a frame, or a frame with M above 256, takes the next one that fits. Kao et al.'s structure
-    decay (2022, arXiv 2209.07617) is ``stepwise`` with ``start`` > 0 and ``gradient="chain"``.
+    Halves are rounded up. A layer too narrow for a frame, or a frame with M above 256, takes the next one that fits. The defaults are those
+    of the authors' public code. Kao et al.'s structure decay (2022, arXiv 2209.07617; Google's AQT) masks the gradient too, and goes on
+    with the last frame: ``gradient="chain", end=0.75``.
 
     Args:
         schedule: ``"stepwise"``, ``"geometric"`` or ``"densify"``.
         start, end: the steps, or shares of ``total_steps``, after which frames begin and would end; the last one goes on.
-        gradient: ``"ste"``, the paper's: g is passed to all of W; ``"chain"`` M_f ⊙ g, as in Google's AQT.
+        gradient: ``"ste"`` g is passed to all of W; ``"chain"`` M_f ⊙ g.
         packed: as for ``STE``.
 
     Raises:
