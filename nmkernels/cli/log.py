@@ -41,6 +41,8 @@ def summary(result: dict[str, Any]) -> str:
     )
     if sparse.get("switch_step"):
         head += f" Dense until step {sparse['switch_step']}, sparse from there."
+    if sparse.get("remark"):
+        head += f"\n\n{sparse['remark']}"
     files = "\n".join([f"Files in {result['out']}/", *(f"  {name:<23}  {ABOUT[name]}" for name in ABOUT if name in result["files"])])
     parts = [head, _table(sparse, baseline), _remarks(sparse, baseline), _sample(sparse["sample"]), files]
     return "\n\n".join([*parts, _block(result["gpt2_block"])] if "gpt2_block" in result else parts)

@@ -30,6 +30,7 @@ from ..export import atomic_write
 from ..models import GPT, Corpus, load_corpus
 from ..pattern import CheckpointError, NMError
 from ..recipes import Recipe, sparsify_
+from ..recipes.methods.step import REASONS
 from .config import TrainConfig, add_arguments, fresh, resumed, settings
 from .deploy import block_gains, deploy
 from .folder import BASELINE, CHECKPOINTS, CURVES, RESULT, Folder, Store
@@ -288,7 +289,9 @@ class Run:
         out, corpus, handle = self.out, self.corpus, self.trainer.handle
         assert handle is not None
         switch_step = handle.state.get("switch_step", 0)
-        sparse = {**speed, "switch_step": switch_step, "layers": len(handle.layers), "flops": self.trainer.flops()}
+        reason = REASONS[handle.state.get("switch_reason", 0)]
+        switch = {"switch_step": switch_step, "switch_reason": reason, "remark": handle.report.remark}
+        sparse = {**speed, **switch, "layers": len(handle.layers), "flops": self.trainer.flops()}
         sparse.update(deploy(self.trainer, out))
         files = [name for name in ABOUT if (out / name).exists() and name != CURVES] + [RESULT]
         if plot(out / CURVES, read_log(out / LOG), read_log(out / BASELINE / LOG), f"{self.config.recipe} on {corpus.source}", switch_step):

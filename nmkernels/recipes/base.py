@@ -309,6 +309,10 @@ class Recipe:
         """The FLOPs of the first ``steps`` steps, in consecutive spans, for ``nm.flops``."""
         return [self.stage({}).span(steps, Pattern(self.pattern))]
 
+    def remark(self, state: State) -> str:
+        """What a user should know of how the schedule went, for a warning and the report; empty where there is nothing."""
+        return ""
+
     def not_ready_reason(self, state: State) -> str:
         """Why it is too early to finish in ``state``; empty where it is not."""
         stage = self.stage(state)

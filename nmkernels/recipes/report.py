@@ -32,7 +32,8 @@ class Report:
     """Every layer of a model that has a weight, norms apart, with the decision about it; ``str`` of it is a table.
 
     The table has one line for layers that differ in nothing but numbers in their names. ``channels`` says of each sparse layer, by name,
-    whether its input channels are reordered before pruning, where the recipe searches.
+    whether its input channels are reordered before pruning, where the recipe searches; ``remark`` what a user should know of how the
+    recipe's schedule went.
 
     Example:
         >>> blocks = [Entry(f"fc.{i}", "Linear", (8, 16), True, "2:4") for i in range(3)]
@@ -46,6 +47,7 @@ class Report:
 
     entries: list[Entry] = field(default_factory=list)
     channels: dict[str, str] = field(default_factory=dict)
+    remark: str = ""
 
     @property
     def sparse(self) -> list[Entry]:
@@ -72,7 +74,7 @@ class Report:
         if self.channels:
             width = max(map(len, self.channels))
             lines += ["input channels", *(f"{name.ljust(width)}  {said}" for name, said in self.channels.items())]
-        return "\n".join(lines)
+        return "\n".join([*lines, self.remark] if self.remark else lines)
 
     def _shares(self) -> list[str]:
         linear = [e for e in self.entries if e.linear]

@@ -20,7 +20,7 @@ from .masks import HeldMasks
 from .registry import spec
 from .report import Report
 from .search.channels import Channels
-from .state import MASK, HeldTensors, LayerPatterns, Streams, generator_of
+from .state import MASK, HeldTensors, LayerPatterns, Streams, generator_of, own_rank
 from .trial import Trial
 
 
@@ -33,7 +33,7 @@ class Run:
     """
 
     def __init__(self, model: nn.Module, recipe: Recipe, layers: dict[str, NMWeight], report: Report) -> None:
-        self.recipe, self.layers = recipe, layers
+        self.recipe, self.layers, self.report = recipe, layers, report
         self.state: State = {}
         self.optimizers: tuple[torch.optim.Optimizer, ...] = ()
         self.revision = 0
@@ -100,6 +100,7 @@ class Run:
         self.masks.load(held, state)
         self.tensors.load(held)
         self._restage()
+        self.report.remark = self.recipe.remark(state)
 
     def held(self) -> State:
         """What a checkpoint has beside ``state``: the masks and other tensors that layers hold; of sharded ones what this rank holds."""
@@ -120,6 +121,7 @@ class Run:
         due = "held_steps" in state and applied() and self.tensors.due(state, self.stage.every)
         if self.recipe.advance(state, seen):
             stage = self.recipe.stage(state)
+            self._remark()
             if self.stage.later is not None and stage.later is None:
                 # the dense phase is over: what later stages take from the weights is taken from the present ones
                 self.begin("the sparse phase", anew=True)
@@ -138,6 +140,12 @@ class Run:
         for name, now in self._kept().items():
             add(parts, self.layers[name].parameter, (now ^ before[name]).sum())
         return reduced(parts).reshape(())
+
+    def _remark(self) -> None:
+        remark = self.recipe.remark(self.state)
+        if remark and remark != self.report.remark and own_rank() == 0:
+            warnings.warn(remark, stacklevel=2)
+        self.report.remark = remark
 
     def _restage(self, before: dict[str, Tensor] | None = None) -> dict[str, Tensor] | None:
         """Bring the layers in line with the state; ``before``, masks of another part of the schedule, comes back if they were renewed."""

@@ -85,7 +85,7 @@ def stream_rank(layer: NMWeight) -> int:
     """The rank by which this process draws for ``layer``: the first of those that see the same gradient of the layer's output."""
     weight: Any = layer.parameter
     if not is_sharded(weight):
-        return _rank()
+        return own_rank()
     mesh = weight.device_mesh
     place = list(mesh.get_coordinate())
     for dim, placement in enumerate(weight.placements):
@@ -94,7 +94,8 @@ def stream_rank(layer: NMWeight) -> int:
     return int(mesh.mesh[tuple(place)])
 
 
-def _rank() -> int:
+def own_rank() -> int:
+    """This process among those of ``torch.distributed``; 0 where there is no other."""
     return torch.distributed.get_rank() if torch.distributed.is_available() and torch.distributed.is_initialized() else 0
 
 

@@ -113,6 +113,8 @@ def test_the_summary_explains_a_slower_model_and_hides_control_characters():
     text = summary(result)
     assert all(words in text for words in ("Dense until step 4", "1.010", "0.531", "saves memory and not time", "def a(?[31m)"))
     assert "\x1b" not in text
+    sparse["remark"] = "STEP: the switch came at T_max"
+    assert "sparse from there.\n\nSTEP: the switch came at T_max\n" in summary(result)
     sparse["tokens_per_s"]["compressed"] = 150.0
     assert "saves memory" not in summary(result)
     assert "GPT-2" not in text

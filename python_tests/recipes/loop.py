@@ -121,7 +121,7 @@ class Watch:
     """The switching policies over plain python lists."""
 
     def __init__(self, step, beta2):
-        self.step, self.window, self.values = step, round(1 / (1 - beta2)), []
+        self.step, self.window, self.values, self.beta2 = step, round(1 / (1 - beta2)), [], beta2
 
     def fires(self, t, before, after):
         s = self.step
@@ -139,6 +139,11 @@ class Watch:
         elif s.switch == "relative_norm":
             norm = [math.sqrt(sum(float(v.double().square().sum()) for v in vs)) for vs in (before, after)]
             return norm[0] > 0 and abs(norm[1] - norm[0]) / norm[0] < s.threshold
+        elif s.switch == "relative":
+            self.values.append(sum(float(v.double().sum()) for v in after) / (1 - self.beta2 ** (len(self.values) + 1)))
+            t = len(self.values)
+            before = max(t // 2, t - self.window)
+            return before > 0 and abs(self.values[-1] - self.values[before - 1]) < s.threshold * self.values[-1]
         elif s.switch == "staleness":
             self.values.append(sum(float(v.double().abs().sum()) for v in after))
             return len(self.values) > self.window and self.values[-1] / self.values[-1 - self.window] > s.threshold

@@ -7,7 +7,7 @@ import torch
 
 from nmkernels.ops import STATS
 from nmkernels.recipes import STEP, Observed
-from nmkernels.recipes.methods.step import window
+from nmkernels.recipes.methods.step import REASONS, window
 from python_tests.each import each
 
 GROUP = {"eps": 1e-8, "betas": (0.9, 0.9)}  # a window of ten
@@ -48,6 +48,19 @@ def test_bounds(low, high, small, want):
     """(Z̄ < ε and t > T_min) or t > T_max."""
     got, _ = switch_step(STEP(t_min=low, t_max=high), (seen(t, [1e-12 if small else 1.0] * NUMEL) for t in range(1, 40)))
     assert got == want
+
+
+@each("change, until, at, want", [(1e-12, 40, 6, "t_min"), (1.0, 40, 13, "t_max"), (1.4e-8, 6, 9, "test"), (1.5e-8, 9, 13, "test")])
+def test_why_it_switched(change, until, at, want):
+    """``until`` is the last step with a change; the mean over ten steps then falls below 1e-8."""
+    recipe = STEP(t_min=5, t_max=12)
+    got, state = switch_step(recipe, (seen(t, [change if t <= until else 0.0] * NUMEL) for t in range(1, 40)))
+    assert (got, REASONS[state["switch_reason"]]) == (at, want)
+    assert bool(recipe.remark(state)) == (want != "test") and recipe.values(state)["switch_reason"] == state["switch_reason"]
+    assert recipe.remark(recipe.first_state(GROUP)) == ""
+    fixed = STEP(switch="fixed", start=3)
+    _, state = switch_step(fixed, map(seen, range(1, 9)))
+    assert REASONS[state["switch_reason"]] == "fixed" and fixed.remark(state) == ""
 
 
 def test_skipped_steps_do_not_bring_t_min_forward():

@@ -68,7 +68,7 @@ REFUSED = {
     "step(switch=fixed)": "start.*total_steps",
     "step(switch=fixed, start=0)": "step 0",
     "step(t_min=9, t_max=8)": "later than",
-    "step(total_steps=10, switch=sometimes)": "arithmetic, geometric, relative_norm, staleness",
+    "step(total_steps=10, switch=sometimes)": "arithmetic, geometric, relative, relative_norm, staleness",
     "step(total_steps=10, clamp=0.0)": "clamp",
     "step(total_steps=10, threshold=0.0)": "threshold",
     "step(total_steps=20, inner=ast)": "AST cannot be its inner recipe",

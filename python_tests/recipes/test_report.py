@@ -22,6 +22,10 @@ def test_table():
     ]
 
 
+def test_the_remark_comes_last():
+    assert str(Report(ENTRIES, remark="STEP: said")).splitlines() == [*str(Report(ENTRIES)).splitlines(), "STEP: said"]
+
+
 def test_what_is_no_linear_layer_is_counted_apart():
     others = [Entry(f"emb{i}", "Embedding", (10, 4), False, "looks up", linear=False) for i in range(2)]
     lines = str(Report([ENTRIES[0], *others, Entry("lstm", "LSTM", (), False, "recurrent", linear=False)])).splitlines()

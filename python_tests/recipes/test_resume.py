@@ -42,6 +42,7 @@ CASES = {
     "srste_sgd": (SRSTE(decay=0.1), sgd, 4),
     "step_raw_clamped": (replace(STEP_T0_5, bias_corrected=False, clamp=0.5, decay=0.1), masked, 8),
     "step_geometric": (STEP(switch="geometric", t_min=7, t_max=12, threshold=1e-7), masked, 6),
+    "step_relative": (STEP(switch="relative", t_min=3, t_max=12), masked, 6),
     "step_relative_norm": (STEP(switch="relative_norm", t_min=3, t_max=12, threshold=0.1), masked, 3),
     "step_staleness": (STEP(switch="staleness", t_min=3, t_max=13, threshold=0.01), masked, 6),
     "asp_plain": (ASP(), plain, 4),

@@ -1,12 +1,14 @@
 """STEP against the independent loop: dense phase, switch, frozen second moment; and its configuration."""
 
+import warnings
 from dataclasses import replace
 
 import pytest
 import torch
 
 from nmkernels.recipes import STEP
-from python_tests.recipes.loop import Adam, Step, batches, distance, mlp, snapshot, train
+from nmkernels.recipes.methods.step import REASONS
+from python_tests.recipes.loop import Adam, Step, batches, distance, loss_of, mlp, snapshot, train
 from python_tests.recipes.running import figures, run, start
 from python_tests.recipes.running import train as steps
 
@@ -52,6 +54,7 @@ def test_equals_independent_loop(case):
 POLICIES = {
     "arithmetic": Step("arithmetic", t_min=17, t_max=29, threshold=1.2e-6),
     "geometric": Step("geometric", t_min=20, t_max=29, threshold=4.6e-7),
+    "relative": Step("relative", t_min=15, t_max=28, threshold=0.1),
     "relative_norm": Step("relative_norm", t_min=3, t_max=28, threshold=0.05),
     "staleness": Step("staleness", t_min=3, t_max=28, threshold=0.6),
 }
@@ -77,6 +80,41 @@ def test_phase_and_metrics_follow_the_switch():
     assert [r["max_update"] for r in rows] == pytest.approx([row["largest"] for row in log], rel=1e-8)
 
 
+def test_the_relative_rule_knows_no_scale():
+    """A loss a thousand times as large, with the ε that belongs to it, is the same run; the paper's rule switches at another step."""
+
+    def switched(switch, scale, threshold=None):
+        recipe = STEP("2:4", switch=switch, t_min=15, t_max=28, threshold=threshold)
+        model, handle, optimizer = start(recipe, **replace(FAST, eps=1e-12 * scale).keywords)
+        for batch in batches(STEPS):
+            optimizer.zero_grad()
+            (scale * loss_of(model, batch)).backward()
+            optimizer.step()
+        return handle.state["switch_step"]
+
+    assert 16 < switched("relative", 1.0) == switched("relative", 1000.0) < 29
+    assert switched("arithmetic", 1.0, 1e-3) == 16 and switched("arithmetic", 1000.0, 1e-3) == 29
+
+
+def test_a_bound_that_chooses_is_told_once_and_shown_in_the_report():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model, handle, optimizer = run(recipe_of(BASE), data=batches(20), **FAST.keywords)
+    (said,) = (str(w.message) for w in caught)
+    for part in ("came at T_max", "T₀ = 15", "z_bar < 1e-30", 'switch="relative"', 'switch="fixed"'):
+        assert part in said
+    assert handle.metrics()["switch_reason"].item() == REASONS.index("t_max") and str(handle.report).endswith(said)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again, resumed, other = start(recipe_of(BASE), **FAST.keywords)
+        again.load_state_dict(model.state_dict())
+        other.load_state_dict(optimizer.state_dict())
+        assert resumed.report.remark == said
+        for decided in (replace(POLICIES["arithmetic"], switch="fixed", start=5), POLICIES["arithmetic"]):
+            _, handle, _ = run(recipe_of(decided), data=batches(STEPS), **FAST.keywords)
+            assert not handle.report.remark
+
+
 def test_bounds():
     assert STEP(total_steps=1000).bounds() == (100, 500)
     assert STEP(t_min=7, t_max=9).bounds() == (7, 9)
@@ -90,4 +128,5 @@ def test_threshold_defaults_to_the_optimizers_eps_or_the_rivals_own():
     assert STEP(total_steps=10).first_state(group)["threshold"] == 1e-5
     assert STEP(total_steps=10, switch="relative_norm").first_state(group)["threshold"] == 0.5
     assert STEP(total_steps=10, switch="staleness").first_state(group)["threshold"] == 0.96
+    assert STEP(total_steps=10, switch="relative").first_state(group)["threshold"] == 0.1
     assert STEP(total_steps=10, threshold=3.0).first_state(group)["threshold"] == 3.0

@@ -23,8 +23,14 @@ APPLIED, CHANGE, LOG_CHANGE, UNCHANGED = (STATS.index(name) for name in ("applie
 LOG_FLOOR = -149 * math.log(2)
 """What the optimizer counts as log|Δv| where v did not change: the logarithm of the smallest fp32 number."""
 
-SWITCHES = ("arithmetic", "geometric", "relative_norm", "staleness", "fixed")
-THRESHOLDS = {"relative_norm": 0.5, "staleness": 0.96}
+SWITCHES = ("arithmetic", "geometric", "relative", "relative_norm", "staleness", "fixed")
+THRESHOLDS = {"relative": 0.1, "relative_norm": 0.5, "staleness": 0.96}
+"""Of the policies that do not take the optimizer's ε."""
+
+REASONS = ("", "test", "t_min", "t_max", "fixed")
+"""Why T₀ is what it is, by the number in the state: no switch yet; the policy's test; the test, which T_min had held back; T_max; given."""
+
+TEST, T_MIN, T_MAX, FIXED = range(1, 5)
 
 
 def window(beta2: float) -> int:
@@ -33,7 +39,7 @@ def window(beta2: float) -> int:
 
 
 def figure(switch: str, seen: Observed) -> Tensor:
-    """What a policy remembers of each step: Z_t of AutoSwitch, or the rivals' norm of v_t."""
+    """What a policy remembers of each step: Z_t of AutoSwitch, or a norm of v_t, of v̂_t for ``"relative"``."""
     if switch == "arithmetic":
         return seen.stats[CHANGE] / seen.numel
     if switch == "geometric":
@@ -42,6 +48,9 @@ def figure(switch: str, seen: Observed) -> Tensor:
         return torch.where(moved > 0, ((seen.stats[LOG_CHANGE] - seen.stats[UNCHANGED] * LOG_FLOOR) / moved.clamp(min=1)).exp(), 0.0)
     if switch == "relative_norm":
         return total(lambda v: v.double().square().sum(), seen.second_moments).sqrt()
+    if switch == "relative":
+        assert seen.step is not None
+        return total(lambda v: v.sum(dtype=torch.float64), seen.second_moments) / (1 - seen.group["betas"][1] ** seen.step.double())
     return total(lambda v: v.double().abs().sum(), seen.second_moments)
 
 
@@ -60,6 +69,11 @@ def observe(state: State, switch: str, seen: Observed) -> None:
         state["ring"] = ring.scatter(0, place, torch.where(applied > 0, now, old).reshape(1))
         if switch == "relative_norm":
             z = torch.where(old > 0, (now - old).abs() / old, torch.inf)
+        elif switch == "relative":
+            # of step ⌊(t + 1)/2⌋, but not before those that the ring has
+            lag = torch.div(t + 2, 2, rounding_mode="floor").clamp(max=ring.numel())
+            then = ring[((t - lag) % ring.numel()).long()]
+            z = torch.where(then > 0, (now - then).abs() / now, torch.inf)
         elif switch == "staleness":
             z = torch.where((t >= ring.numel()) & (old > 0), now / old, 0.0)
         else:
@@ -77,15 +91,21 @@ class STEP(Composite):
     m = β₁m + (1−β₁)g, and W ← W − lr · m̂ / (√v̂* + ε) with v* = v_{T₀} frozen. Parameters without a mask keep plain AdamW.
 
     AutoSwitch chooses T₀: with Z_t the mean of |v_t − v_{t−1}| over all maskable weights and Z̄ its mean over the last
-    1/(1−β₂) steps, T₀ is the first t with (Z̄_t < ε and t > T_min) or t > T_max.
+    1/(1−β₂) steps, T₀ is the first t with (Z̄_t < ε and t > T_min) or t > T_max. Z̄ is near (1−β₂) times the mean v̂ all the time, so this
+    asks whether gradients are small, below about √(ε/(1−β₂)): multiply the loss, and T₀ is another one. ``"relative"``, which is ours and
+    not the paper's, asks whether v̂ has settled, in a unit of its own: with μ_t the mean of v̂_t = v_t/(1−β₂^t),
+
+        |μ_t − μ_s| < threshold · μ_t,   s = max(⌊t/2⌋, t − 1/(1−β₂))
+
+    Where T_min or T_max has chosen T₀ and not the test, a warning says so, and ``handle.report`` after it.
 
     Args:
         switch: ``"arithmetic"`` (option I), ``"geometric"`` (option II: Z_t is exp of the mean of log|Δv| over the weights whose v
-            changed), ``"fixed"`` (at ``start``), or the paper's rivals ``"relative_norm"`` (|‖v_t‖−‖v_{t−1}‖|/‖v_{t−1}‖ < 0.5) and
-            ``"staleness"`` (‖v_t‖₁/‖v_{t−1/(1−β₂)}‖₁ > 0.96).
+            changed), ``"relative"`` (see above, threshold 0.1), ``"fixed"`` (at ``start``), or the paper's rivals ``"relative_norm"``
+            (|‖v_t‖−‖v_{t−1}‖|/‖v_{t−1}‖ < 0.5) and ``"staleness"`` (‖v_t‖₁/‖v_{t−1/(1−β₂)}‖₁ > 0.96).
         t_min, t_max: bounds on T₀: whole steps, or shares of ``total_steps`` as floats; None for no bound.
         start: T₀ for ``switch="fixed"``, in steps or as a share.
-        threshold: of the policy's test; by default the optimizer's own ε, or the rivals' figure above.
+        threshold: of the policy's test; by default the optimizer's own ε, or the number above.
         bias_corrected: freeze v̂* = v*/(1−β₂^T₀) (no jump of the step size at the switch); False keeps v* raw.
         eps_mode: ``"outside"`` √v̂* + ε, or ``"inside"`` √(v̂* + ε).
         clamp: bound on |m̂/D| in phase 1, None for none: v* may be tiny where phase 0 has driven gradients to zero.
@@ -205,7 +225,7 @@ class STEP(Composite):
     def first_state(self, group: dict[str, Any]) -> State:
         threshold = self.threshold if self.threshold is not None else THRESHOLDS.get(self.switch, group["eps"])
         zero = torch.zeros((), dtype=torch.float64)
-        state: State = {"switch_step": 0, "v_step": 0, "threshold": float(threshold), "t": zero, "z_bar": zero.clone()}
+        state: State = {"switch_step": 0, "switch_reason": 0, "v_step": 0, "threshold": float(threshold), "t": zero, "z_bar": zero.clone()}
         if self.switch != "fixed":
             length = 1 if self.switch == "relative_norm" else window(float(group["betas"][1]))
             state["ring"] = torch.zeros(length, dtype=torch.float64)
@@ -233,9 +253,17 @@ class STEP(Composite):
         observe(state, self.switch, observed)
         if self.switch == "geometric":
             state["v_unchanged"] = observed.stats[UNCHANGED]
-        if not self._due(state, observed.calls):
+        earliest, latest = self._possible()
+        if observed.calls < earliest:  # nothing to decide yet, and the host need not wait for the device
             return False
-        state["switch_step"] = int(state["t"].item())
+        t, z, threshold = state["t"], state["z_bar"], state["threshold"]
+        passed = z > threshold if self.switch == "staleness" else z < threshold
+        due = passed & (t >= earliest)
+        if not (due if latest is None else due | (t >= latest)).item():
+            return False
+        state["switch_step"] = int(t.item())
+        chosen = T_MAX if not passed.item() else T_MIN if state["switch_step"] == earliest else TEST
+        state["switch_reason"] = FIXED if self.switch == "fixed" else chosen
         state["v_step"] = state["switch_step"] if observed.step is None else int(observed.step.item())
         inner = self.sparse(state["switch_step"])
         state["inner"] = {"spec": spec(inner), **inner.first_state(observed.group)}
@@ -243,20 +271,28 @@ class STEP(Composite):
             state["seed"] = state["inner"]["seed"]  # the random streams of the layers are the handle's matter
         return True
 
-    def _due(self, state: State, calls: int) -> bool:
-        earliest, latest = self._possible()
-        if calls < earliest:  # nothing to decide yet, and the host need not wait for the device
-            return False
-        t, z, threshold = state["t"], state["z_bar"], state["threshold"]
-        due = (z > threshold if self.switch == "staleness" else z < threshold) & (t >= earliest)
-        return bool((due if latest is None else due | (t >= latest)).item())
+    def remark(self, state: State) -> str:
+        """What to change where T_min or T_max has chosen T₀."""
+        chosen = {
+            T_MIN: "the switch came as early as T_min lets it, so T_min has chosen T₀ and not the policy's test",
+            T_MAX: "the switch came at T_max, as the policy's test was never passed",
+        }.get(state["switch_reason"])
+        if chosen is None:
+            return ""
+        sign, z, threshold = ">" if self.switch == "staleness" else "<", state["z_bar"].item(), state["threshold"]
+        scale = "" if self.switch in THRESHOLDS else 'switch="relative", which does not depend on the scale of the gradients, '
+        return (
+            f"STEP: {chosen} (T₀ = {state['switch_step']}; z_bar {sign} {threshold:.3g} is tested, and z_bar is {z:.3g}). Take another "
+            f'threshold=..., {scale}or switch="fixed", start=... to give the step itself.'
+        )
 
     def values(self, state: State) -> dict[str, Tensor]:
-        """``z_bar``, what AutoSwitch tests; ``switch_step``, T₀ or 0; for option II ``v_unchanged``, how many |Δv| were zero."""
+        """``z_bar``, what AutoSwitch tests; ``switch_step``, T₀ or 0; ``switch_reason``, an index of ``REASONS``; for option II
+        ``v_unchanged``, how many |Δv| were zero."""
         if not state:
             return {}
         own: dict[str, Tensor] = {name: state[name] for name in ("z_bar", "v_unchanged") if name in state}
-        own["switch_step"] = torch.tensor(state["switch_step"])
+        own |= {name: torch.tensor(state[name]) for name in ("switch_step", "switch_reason")}
         return {**own, **super().values(state)} if state["switch_step"] else own
 
     def not_ready_reason(self, state: State) -> str:
