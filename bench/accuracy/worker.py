@@ -97,7 +97,7 @@ def run(spec: RunSpec) -> Outcome:
     torch.manual_seed(spec.seed)
     model = task.model()
     recipe = method.build(spec.pattern, spec.steps)
-    handle = nm.sparsify_(model, recipe)
+    handle = nm.sparsify_(model, recipe, task.filter_fn)
     optimizer = handle.attach(make_optimizer(spec, settings, recipe, model))
     trace = Trace(spec.key, spec.pattern, handle.layers, traces.stride(spec.steps)) if traced(spec) else None
     losses: list[float] = []
@@ -194,7 +194,7 @@ def run_flops(task: str, method: str, pattern: str, steps: int, switch_step: int
     """
     it = tasks.get(task)
     recipe = methods.get(method).build(pattern, steps)
-    cost = nm.flops(it.model(), recipe, steps, tokens=it.tokens, rows=it.shares, switch_step=switch_step or None)
+    cost = nm.flops(it.model(), recipe, steps, tokens=it.tokens, rows=it.shares, filter_fn=it.filter_fn, switch_step=switch_step or None)
     return cost.training, cost.inference
 
 

@@ -10,6 +10,8 @@ from typing import ClassVar, TypeVar
 
 from torch import Tensor, nn
 
+from nmkernels.recipes.sparsify import FilterFn
+
 from ..spec import unknown
 
 
@@ -73,6 +75,9 @@ class Task(ABC):
 
     shares: ClassVar[dict[str, float]] = {}
     """Layers that not every token passes once, and how often it does; see ``nm.flops``."""
+
+    filter_fn: FilterFn | None = None
+    """Which layers are made sparse, where not those that ``nm.sparsify_`` chooses."""
 
     @abstractmethod
     def model(self) -> nn.Module:

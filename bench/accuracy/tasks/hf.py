@@ -60,7 +60,7 @@ class HuggingFace(Task):
 
     def model(self) -> nn.Module:
         model: nn.Module = self.kind.from_pretrained(self.folder, local_files_only=True, dtype=torch.float32)
-        return model
+        return model.train()  # from_pretrained leaves it in evaluation mode, without dropout
 
     def batch(self, seed: int, step: int) -> tuple[Tensor, ...]:
         rng = torch.Generator().manual_seed((seed * 0x9E3779B97F4A7C15 + step) & (2**63 - 1))
