@@ -21,7 +21,7 @@ PATCHES = SIDE * SIDE // (HIGH * WIDE)
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention among all patches, with one fused projection for q, k and v."""
+    """Multi-head self-attention with one fused projection for q, k and v, among all tokens or where ``mask`` is true."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -29,11 +29,11 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(width, 3 * width)
         self.proj = nn.Linear(width, width)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Map ``x`` ``[batch, tokens, width]`` to the same shape."""
         batch, tokens, width = x.shape
         q, k, v = self.qkv(x).view(batch, tokens, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
-        out: Tensor = self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, tokens, width))
+        out: Tensor = self.proj(F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).reshape(batch, tokens, width))
         return out
 
 
@@ -45,9 +45,9 @@ class Block(nn.Module):
         self.norm1, self.attn = nn.LayerNorm(width), Attention(width, heads)
         self.norm2, self.mlp = nn.LayerNorm(width), MLP(GPTConfig(width=width, heads=heads))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Map ``x`` ``[batch, tokens, width]`` to the same shape."""
-        x = x + self.attn(self.norm1(x))
+        x = x + self.attn(self.norm1(x), mask)
         out: Tensor = x + self.mlp(self.norm2(x))
         return out
 

@@ -1,0 +1,212 @@
+"""Translation from English to German: a small Transformer on the messages of thirteen Debian packages."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nmkernels.models.gpt import MLP, GPTConfig
+
+from .. import data
+from ..catalogs import BEGIN, END, LONGEST, PAD, VOCABULARY, Tokens, translations
+from .base import Settings, Task, task
+from .vit import Attention, Block
+
+BATCH = 64
+"""Pairs of a step."""
+
+POOL = 50
+"""Batches that are drawn together and sorted by length."""
+
+SMOOTHING = 0.1
+"""Of the labels, in training alone (Szegedy et al. 2016; Vaswani et al. 2017, section 5.4)."""
+
+JUDGED, WORDS = 500, 5
+"""Test texts that are translated for BLEU, and the fewest words of one; half of all sources are shorter, and BLEU counts 4-grams."""
+
+SOURCE_TOKENS, TARGET_TOKENS = 10.0, 13.0
+"""Of a training pair on average, for the count of FLOPs."""
+
+
+class CrossAttention(nn.Module):
+    """Multi-head attention of ``x`` among ``memory``: ``softmax(q kᵀ / sqrt(head_dim)) v`` with q of the one, k and v of the other."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.q, self.kv = nn.Linear(width, width), nn.Linear(width, 2 * width)
+        self.proj = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, memory: Tensor, mask: Tensor) -> Tensor:
+        """Map ``x`` ``[batch, t, width]`` to the same shape; ``memory`` is ``[batch, s, width]``, ``mask`` true where it is read."""
+        batch, tokens, width = x.shape
+        q = self.q(x).view(batch, tokens, self.heads, -1).transpose(1, 2)
+        k, v = self.kv(memory).view(batch, memory.shape[1], 2, self.heads, -1).permute(2, 0, 3, 1, 4)
+        out: Tensor = self.proj(F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).reshape(batch, tokens, width))
+        return out
+
+
+class DecoderBlock(nn.Module):
+    """Pre-norm block of a decoder: attention among what is written, attention among the source, feed-forward."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.norm1, self.attn = nn.LayerNorm(width), Attention(width, heads)
+        self.norm2, self.cross = nn.LayerNorm(width), CrossAttention(width, heads)
+        self.norm3, self.mlp = nn.LayerNorm(width), MLP(GPTConfig(width=width, heads=heads))
+
+    def forward(self, x: Tensor, causal: Tensor, memory: Tensor, mask: Tensor) -> Tensor:
+        """Map ``x`` ``[batch, t, width]`` to the same shape; ``causal`` and ``mask`` are true where ``x`` and ``memory`` are read."""
+        x = x + self.attn(self.norm1(x), causal)
+        x = x + self.cross(self.norm2(x), memory, mask)
+        out: Tensor = x + self.mlp(self.norm3(x))
+        return out
+
+
+class Transformer(nn.Module):
+    """The encoder and decoder of Vaswani et al. 2017, pre-norm, one embedding for both languages that is the output head as well.
+
+    ``sparsify_`` takes the linear layers of attention and feed-forward; the tied head stays dense.
+    """
+
+    def __init__(self, vocabulary: int = VOCABULARY, width: int = 128, layers: int = 2, heads: int = 4) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.encoder = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.decoder = nn.ModuleList(DecoderBlock(width, heads) for _ in range(layers))
+        self.encoder_norm, self.decoder_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        nn.init.normal_(self.embedding.weight, std=width**-0.5)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("positions", sinusoids(LONGEST, width), persistent=False)
+        self.positions: Tensor
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        """Logits ``[batch, t, vocabulary]`` of what follows each of ``target`` ``[batch, t]``, given ``source`` ``[batch, s]``."""
+        logits: Tensor = self.head(self.decode(target, *self.encode(source)))
+        return logits
+
+    def encode(self, source: Tensor) -> tuple[Tensor, Tensor]:
+        """The encoder's output ``[batch, s, width]``, and the mask ``[batch, 1, 1, s]`` that is false at padding."""
+        mask = (source != PAD)[:, None, None]
+        x = self.embed(source)
+        for block in self.encoder:
+            x = block(x, mask)
+        return self.encoder_norm(x), mask
+
+    def decode(self, target: Tensor, memory: Tensor, mask: Tensor) -> Tensor:
+        """The decoder's output ``[batch, t, width]``; each position sees those of ``target`` up to itself."""
+        causal = torch.ones(target.shape[1], target.shape[1], dtype=torch.bool).tril()
+        x = self.embed(target)
+        for block in self.decoder:
+            x = block(x, causal, memory, mask)
+        out: Tensor = self.decoder_norm(x)
+        return out
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Scaled embeddings with their positions, ``[batch, tokens, width]``."""
+        x: Tensor = self.embedding(ids)
+        return x * math.sqrt(x.shape[-1]) + self.positions[: ids.shape[1]]
+
+    @torch.no_grad()
+    def translate(self, source: Tensor, longest: int = LONGEST) -> Tensor:
+        """Greedy translations ``[batch, ≤ longest]``: the likeliest token each time, from ``BEGIN`` to ``END``, then ``PAD``."""
+        memory, mask = self.encode(source)
+        ids = torch.full((len(source), 1), BEGIN)
+        ended = torch.zeros(len(source), dtype=torch.bool)
+        while ids.shape[1] < longest and not ended.all():
+            # what is written is read again each time; at this size a cache of keys and values would save little
+            following = self.head(self.decode(ids, memory, mask)[:, -1]).argmax(-1).masked_fill(ended, PAD)
+            ids, ended = torch.cat([ids, following[:, None]], 1), ended | (following == END)
+        return ids
+
+
+def sinusoids(count: int, width: int) -> Tensor:
+    """Positions ``[count, width]``: sines and cosines of wavelengths from 2π to 10000·2π (Vaswani et al. 2017, section 3.5)."""
+    angles = torch.arange(count)[:, None] * torch.exp(torch.arange(0, width, 2) * (-math.log(10000) / width))
+    return torch.stack([angles.sin(), angles.cos()], -1).view(count, width)
+
+
+@task("translation")
+class EnglishToGerman(Task):
+    """1.45 million parameters, 0.92 million of them in layers that can be made sparse; 3000 steps are four epochs of 45 thousand pairs.
+
+    The pairs are those of ``catalogs``, which the command ``fetch translation`` downloads. A run costs 400 CPU-seconds.
+    """
+
+    settings = Settings(steps=3000, lr=3e-3, lrs=(1e-3, 3e-3, 1e-2), scouted=(1e-3, 3e-3, 1e-2), weight_decay=0.0)
+    tokens = round(BATCH * SOURCE_TOKENS)
+    shares: ClassVar[dict[str, float]] = {
+        "decoder": TARGET_TOKENS / SOURCE_TOKENS,
+        "head": TARGET_TOKENS / SOURCE_TOKENS,
+        "decoder.0.cross.kv": 1.0,
+        "decoder.1.cross.kv": 1.0,
+    }
+
+    def __init__(self) -> None:
+        try:
+            import sacrebleu
+        except ImportError as error:
+            raise RuntimeError("the task 'translation' is judged by sacrebleu: pip install sacrebleu") from error
+        self.corpus_bleu = sacrebleu.corpus_bleu
+        found = translations(data.files("translation"), data.folder())
+        self.splits, self.texts, self.tokenizer, self.digest = found.tokens, found.texts, found.tokenizer, found.digest
+        self.pool = lru_cache(maxsize=2)(self._pool)
+
+    def model(self) -> nn.Module:
+        return Transformer()
+
+    def batch(self, seed: int, step: int) -> tuple[Tensor, ...]:
+        return self.splits["train"].take(self.pool(seed, step // POOL)[step % POOL])
+
+    def _pool(self, seed: int, number: int) -> Tensor:
+        """The pairs of ``POOL`` batches ``[POOL, BATCH]``, of similar length within a batch, the batches in random order."""
+        rng = torch.Generator().manual_seed((seed * 0x9E3779B97F4A7C15 + number) & (2**63 - 1))
+        train = self.splits["train"]
+        which = torch.randint(len(train), (POOL * BATCH,), generator=rng)
+        return which[train.order(which)].view(POOL, BATCH)[torch.randperm(POOL, generator=rng)]
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+        return cross_entropy(model, batch, label_smoothing=SMOOTHING)
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module, tuning: bool = False) -> dict[str, float]:
+        """``val_loss`` in nats a token, without smoothing, on the test set of the packages that training sees, or ``val`` for tuning seeds.
+
+        Not for tuning, also ``bleu`` on texts of that test set, and ``package_loss``, the loss on the packages that are held out.
+        """
+        if tuning:
+            return {"val_loss": mean_loss(model, self.splits["val"])}
+        losses = {"val_loss": mean_loss(model, self.splits["test"]), "package_loss": mean_loss(model, self.splits["packages"])}
+        return losses | {"bleu": self.bleu(model, "test")}
+
+    def bleu(self, model: nn.Module, split: str) -> float:
+        """Corpus BLEU, in percent, of greedy translations of the first ``JUDGED`` texts of ``WORDS`` words or more (Post, WMT 2018)."""
+        judged = [i for i, pair in enumerate(self.texts[split]) if len(pair.source.split()) >= WORDS][:JUDGED]
+        which, tokens, written = torch.tensor(judged), self.splits[split], list[str]()
+        which = which[tokens.order(which)]
+        for part in which.split(BATCH):
+            ids = model.translate(tokens.take(part)[0])  # type: ignore[operator]
+            written += self.tokenizer.decode_batch(ids.tolist())
+        return float(self.corpus_bleu(written, [[self.texts[split][i].target for i in which.tolist()]]).score)
+
+    def data(self) -> str:
+        return self.digest
+
+
+def cross_entropy(model: nn.Module, batch: tuple[Tensor, ...], **keywords: Any) -> Tensor:
+    """Of each token of the targets, given the right ones before it; padding does not count."""
+    source, target = batch
+    return F.cross_entropy(model(source, target[:, :-1]).flatten(0, 1), target[:, 1:].flatten(), ignore_index=PAD, **keywords)
+
+
+def mean_loss(model: nn.Module, tokens: Tokens) -> float:
+    """Nats a token of all pairs."""
+    parts = [tokens.take(part) for part in tokens.order(torch.arange(len(tokens))).split(BATCH)]
+    counts = [int((target[:, 1:] != PAD).sum()) for _, target in parts]
+    return sum(cross_entropy(model, part, reduction="sum").item() for part in parts) / sum(counts)
