@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from torch import nn
 
 from .base import Settings, task
@@ -20,11 +18,18 @@ class DigitsMLP(Digits):
     settings = Settings(
         steps=1000,
         lr=3e-3,
-        lrs=(1e-3, 3e-3, 1e-2),
-        scouted=(3e-4, 1e-3, 3e-3, 1e-2, 3e-2),
-        betas=(0.9, 0.999),
+        start=(1e-3, 3e-3, 1e-2),
+        start_sgd=(0.03, 0.1, 0.3),
         weight_decay=0.0,
-        clip=math.inf,
+        clip=None,
+        seeds=10,
+        methods=("dense", "ste", "srste", "step", "step-10", "step-25", "step-50", "sste", "mdgf"),
+        patterns=("2:4", "1:8", "1:16"),
+        variants=("step-10-thawed", "step-25-thawed", "step-geometric", "step-norm", "step-stale", "step-relative"),
+        lengths=(5,),
+        length_methods=("dense", "srste", "step-10", "step-25", "step-10-thawed"),
+        length_search=True,
+        seconds=2.0,
     )
     tokens = BATCH
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import ClassVar
 
 import torch.nn.functional as F
@@ -66,11 +65,17 @@ class DigitsResNet(Digits):
     settings = Settings(
         steps=600,
         lr=1e-2,
-        lrs=(3e-3, 1e-2, 3e-2),
-        scouted=(1e-3, 3e-3, 1e-2, 3e-2, 0.1),
-        betas=(0.9, 0.999),
+        start=(3e-3, 1e-2, 3e-2),
+        start_sgd=(0.1, 0.3, 1.0),
         weight_decay=0.0,
-        clip=math.inf,
+        clip=None,
+        tuning_seeds=2,
+        seeds=6,
+        stages=("tune", "tuned", "shared", "controls"),
+        methods=("dense", "ste", "srste", "step", "step-10", "step-25"),
+        sgd_methods=("dense", "srste"),
+        patterns=("1:8", "1:16"),
+        seconds=6.0,
     )
     tokens = BATCH
     shares: ClassVar[dict[str, float]] = {"conv": SIDE**2, "blocks.0": SIDE**2, "blocks.1": SIDE**2 / 4}

@@ -139,7 +139,7 @@ class EnglishToGerman(Task):
     The pairs are those of ``catalogs``, which the command ``fetch translation`` downloads. A run costs 400 CPU-seconds.
     """
 
-    settings = Settings(steps=3000, lr=3e-3, lrs=(1e-3, 3e-3, 1e-2), scouted=(1e-3, 3e-3, 1e-2), weight_decay=0.0)
+    settings = Settings(steps=3000, lr=3e-3, start=(1e-3, 3e-3, 1e-2), weight_decay=0.0)
     tokens = round(BATCH * SOURCE_TOKENS)
     shares: ClassVar[dict[str, float]] = {
         "decoder": TARGET_TOKENS / SOURCE_TOKENS,
