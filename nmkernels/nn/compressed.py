@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.compiler import is_dynamo_compiling
 from .. import ops
 from ..autograd import linear_compressed
 from ..autograd.gemms import AUTO, DENSE, Gemm, call, choose, form_of, forms
-from ..backends.cpu.linear import fprop_way, sparse_linear
+from ..backends.cpu.linear import fprop_way, frozen_linear
 from ..backends.cpu.ways import SPARSE
 from ..dispatch import forced_backend
 from ..layouts import CONV1D, CONV2D, LINEAR, REDUCED, matrix_shape
@@ -40,9 +41,9 @@ MOST_PLANS = 256
 """Sizes of inputs that a layer remembers; then it forgets all of them."""
 
 
-class _Plans(dict[int, tuple[Tensor, Tensor | None, int, int, int]]):
-    """For each size of the input the values, the dense weight that multiplies it or None, and what tells that both are as they were;
-    never copied or saved."""
+class _Plans(dict[int, tuple[Tensor, Tensor | Callable[..., Tensor], int, int, int]]):
+    """For each size of the input the values, the dense weight that multiplies it or the kernel that does so without one, and what tells
+    that they are as they were; never copied or saved."""
 
     def __reduce__(self) -> tuple[type[_Plans], tuple[()]]:
         return _Plans, ()
@@ -152,7 +153,7 @@ class CompressedLinear(nn.Module):
                 plan = None
             if plan is not None:
                 # beside a small GEMM each check counts: who writes indices writes values, and F.linear sees what is wrong with x
-                values, dense, written, address, revision = plan
+                values, way, written, address, revision = plan
                 same = (
                     values is self._buffers["values"]
                     and values._version == written
@@ -160,14 +161,13 @@ class CompressedLinear(nn.Module):
                     and TABLE.revision == revision
                     and not values.requires_grad  # which has no gradient, and says so
                 )
-                if same and dense is not None:
+                if same and isinstance(way, Tensor):
                     try:
-                        return F.linear(x, dense, self._parameters["bias"])
+                        return F.linear(x, way, self._parameters["bias"])
                     except RuntimeError:  # the long way says what is wrong
                         pass
-                elif same and self._at_once(x):
-                    p = self.pattern
-                    return sparse_linear(x, values, self.indices, p.n, p.m, self.in_features, self._parameters["bias"])
+                elif same and not isinstance(way, Tensor) and self._at_once(x, values.dtype):
+                    return way(x, self._parameters["bias"])
         y = self._multiply(x, self.bias)
         adapter = self.adapter
         return y if adapter is None else add_adapter(y, x.to(y.dtype), *adapter)
@@ -186,9 +186,9 @@ class CompressedLinear(nn.Module):
         # a graph may not ask for the number of tokens
         return linear_compressed(x, weight, bias) if torch.compiler.is_compiling() else self._chosen(x, weight, bias)
 
-    def _at_once(self, x: Tensor) -> bool:
+    def _at_once(self, x: Tensor, dtype: torch.dtype) -> bool:
         """Whether the kernel may have this input as it is."""
-        fits = type(x) is Tensor and x.is_cpu and x.dtype == self.values.dtype and x.shape[-1] == self.in_features
+        fits = type(x) is Tensor and x.is_cpu and x.dtype == dtype and x.shape[-1] == self.in_features
         return fits and unwatched(x) and not torch._C._is_any_autocast_enabled()
 
     def _chosen(self, x: Tensor, weight: ops.Compressed, bias: Tensor | None) -> Tensor:
@@ -202,7 +202,7 @@ class CompressedLinear(nn.Module):
             if b is bias and x.is_cpu and x.dtype != torch.float64 and unwatched(x) and not forced_backend():
                 args = x, weight.values, weight.indices, self.pattern.n, self.pattern.m, self.in_features, bias
                 if name != AUTO or fprop_way(*args) == SPARSE:
-                    self._plan(x, weight, None)
+                    self._plan(x, weight, frozen_linear(*args[1:-1]))
             return linear_compressed(x, weight, bias)
         if name == DENSE:
             dense = weight.layout("dense", ops.Compressed.dense)
@@ -215,15 +215,15 @@ class CompressedLinear(nn.Module):
         form = form_of(name, gemm)
         return call(name, gemm, x, {form: weight.layout(form, partial(_packed, form))}, bias=b)
 
-    def _plan(self, x: Tensor, weight: ops.Compressed, dense: Tensor | None) -> None:
-        """From now on multiply inputs of this size at once: by ``dense``, or without it, where no gradient is wanted, by the kernel."""
+    def _plan(self, x: Tensor, weight: ops.Compressed, way: Tensor | Callable[..., Tensor]) -> None:
+        """From now on multiply inputs of this size at once: by a dense weight, or where no gradient is wanted by the kernel."""
         values = weight.values
         plain = weight is self._view and self.order is None and self.adapter is None
         if not plain or not counts_writes(values):
             return
         if len(self._plans) >= MOST_PLANS:
             self._plans.clear()
-        self._plans[x.numel()] = values, dense, values._version, values.data_ptr(), TABLE.revision
+        self._plans[x.numel()] = values, way, values._version, values.data_ptr(), TABLE.revision
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         super().register_parameter(name, param)

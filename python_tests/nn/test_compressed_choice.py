@@ -14,7 +14,7 @@ from nmkernels import dispatch
 from nmkernels.autograd import gemms
 from nmkernels.capability import compiled_core
 from nmkernels.nn import compressed
-from nmkernels.tuning import TABLE
+from nmkernels.tuning import TABLE, Task
 
 pytestmark = [pytest.mark.skipif(not compiled_core().ok, reason=compiled_core().reason), pytest.mark.usefixtures("cache")]
 
@@ -181,3 +181,37 @@ def test_compiled_it_asks_nobody_and_is_compiled_once(monkeypatch: pytest.Monkey
             x = torch.randn(tokens, 64)
             torch.testing.assert_close(compiled(x), _expected(layer, x))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_a_small_layer_multiplies_packed_where_that_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once that is known, nothing is between it and the kernel; writes and other inputs are seen all the same."""
+    layer, x = _layer(False), torch.randn(1, 64)
+    _chosen(layer, "cpu rows", 1)
+    with torch.no_grad():
+        first, expected = layer(x), _expected(layer, x)
+        with monkeypatch.context() as inside:
+            inside.setattr(compressed, "choose", lambda *args, **kwargs: pytest.fail("asked"))
+            assert torch.equal(layer(x), first)
+            torch.testing.assert_close(first, expected)
+            layer.bias.add_(1)
+            torch.testing.assert_close(layer(x), expected + 1)
+        layer.values.zero_()
+        assert torch.equal(layer(x), layer.bias[None])
+        with pytest.raises(nm.DtypeError):
+            layer(x.double())
+
+
+def test_what_is_timed_is_the_kernel_that_a_frozen_layer_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    gemm = _layer(False).gemms(1)[0]
+    looked, during = [], {}
+    found = gemms.function
+    monkeypatch.setattr(gemms, "function", lambda *args: looked.append(args) or found(*args))
+
+    def timer(task: Task) -> float:
+        before = len(looked)
+        task()
+        during[task.name] = len(looked) - before
+        return 1.0
+
+    gemms.measure(gemm, timer=timer)
+    assert during == {"dense": 0, "cpu rows": 0} and looked

@@ -7,6 +7,7 @@ through a stored weight (a stored zero counts); where the dense GEMM is chosen (
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -84,6 +85,22 @@ def sparse_linear(
     valid = core().linear(*addresses, DTYPES[x.dtype], tokens, rows, cols, n, m, torch.get_num_threads())
     check_indices("linear", valid, m)
     return y
+
+
+def frozen_linear(values: Tensor, indices: Tensor, n: int, m: int, cols: int) -> Callable[[Tensor, Tensor | None], Tensor]:
+    """``sparse_linear`` as a function of x and the bias alone: what there is to find out about the weight is found out once."""
+    values, indices = contiguous(values), indices.contiguous()
+    run, dtype, rows = core().linear, DTYPES[values.dtype], values.shape[0]
+
+    def linear(x: Tensor, bias: Tensor | None) -> Tensor:
+        x, b = contiguous(x), None if bias is None else contiguous(bias)
+        y = x.new_empty((*x.shape[:-1], rows))
+        addresses = x.data_ptr(), values.data_ptr(), indices.data_ptr(), address(b), y.data_ptr()
+        valid = run(*addresses, dtype, x.numel() // cols, rows, cols, n, m, torch.get_num_threads())
+        check_indices("linear", valid, m)
+        return y
+
+    return linear
 
 
 def _sparse_dgrad(g: Tensor, values: Tensor, indices: Tensor, n: int, m: int, cols: int, out: Tensor | None = None) -> Tensor:
