@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from concurrent.futures.process import BrokenProcessPool
+
 import pytest
 
 from bench.accuracy import plan as planning
@@ -36,6 +40,20 @@ def test_an_interrupted_run_is_redone(tiny, inline, tmp_path, monkeypatch):
     run(left, tmp_path, inline)
     assert pending(SPECS, rows.load(tmp_path)) == []
     assert {line["run"] for line in traces.load(tmp_path, "tiny")} == {s.key for s in SPECS}
+
+
+@pytest.mark.slow
+def test_a_killed_worker_loses_only_what_is_under_way(tiny, tmp_path, monkeypatch):
+    """Also the real pool: processes that find the task in what they were forked from."""
+    model = tiny.model
+    monkeypatch.setattr(tiny, "model", lambda self: os.kill(os.getpid(), signal.SIGKILL))
+    with runner.processes(1) as pool, pytest.raises(BrokenProcessPool):
+        runner.run_all(SPECS[:1], tmp_path, pool, 1, tell=lambda text: None)
+    assert rows.load(tmp_path) == []
+    monkeypatch.setattr(tiny, "model", model)
+    with runner.processes(2) as pool:
+        assert runner.run_stage(lambda done: SPECS, tmp_path, pool, 2, tell=lambda text: None) == (len(SPECS), 0)
+    assert pending(SPECS, rows.load(tmp_path)) == []
 
 
 def test_failed_runs_are_reported_and_tried_again(tiny, inline, tmp_path):
