@@ -136,17 +136,17 @@ def _done(args: argparse.Namespace, stage: str, done: list[RunRow]) -> list[RunR
 
 
 def _status(args: argparse.Namespace) -> int:
-    hours, done, ahead = 0.0, rows.load(args.out), dict[str, list[RunRow]]()
+    done, ahead, every = rows.load(args.out), dict[str, list[RunRow]](), dict[str, RunSpec]()
     by_key = {row.spec.key: row for row in done}
     for stage, task in _stages(args):
         if task not in ahead:
             ahead[task] = foreseen(done, task, args.methods, args.patterns)
         specs = _specs(args, stage, task, ahead[task])
         left = pending(specs, _done(args, stage, done))
-        hours += cost(left)
+        every |= {spec.key: spec for spec in left}  # a run that two stages ask for is done once
         print(f"{task} {stage}: {len(specs) - len(left)} of {len(specs)} runs done, {cost(left):.2f} CPU-hours left")
         _means(specs, by_key)
-    print(f"{hours:.2f} CPU-hours left, more where a search moves on")
+    print(f"{cost(every.values()):.2f} CPU-hours left, more where a search moves on")
     for task in args.tasks:
         _rates(task, done)
     return 0

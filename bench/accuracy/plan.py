@@ -29,7 +29,7 @@ ABLATED = 0.99
 
 REPEATED = (
     *(("mlp", "dense", DENSE), ("mlp", "srste", "1:8"), ("mlp", "step", "1:8"), ("resnet", "srste", "1:8"), ("resnet", "step-25", "1:8")),
-    *(("gpt", "dense", DENSE), ("gpt", "srste", "1:8"), ("vit", "step", "1:8"), ("vit", "sste", "1:16"), ("finetune", "mdgf", "1:8")),
+    *(("gpt", "dense", DENSE), ("gpt", "srste", "1:8"), ("vit", "step", "1:8"), ("vit", "sste", "1:8"), ("finetune", "mdgf", "1:8")),
 )
 """(task, method, pattern) of the runs that are repeated: on the first tuning seed, at the second rate that every search begins with."""
 

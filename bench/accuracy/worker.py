@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 import time
+import warnings
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -169,11 +171,10 @@ def _evaluate(task: Task, model: nn.Module, handle: Any, tuning: bool) -> dict[s
 
 
 def settle_process(threads: int = 1) -> None:
-    """What a worker process does first: few threads, and the back of the queue."""
-    import os
-
+    """What a worker process does first: few threads, the back of the queue, and no warning of what the row tells anyway."""
     torch.set_num_threads(threads)
     os.nice(19)
+    warnings.filterwarnings("ignore", message="STEP: the switch came at")
 
 
 def attempt(spec: RunSpec) -> Outcome:

@@ -9,6 +9,7 @@ from collections import Counter
 import pytest
 
 from bench.accuracy import plan as planning
+from bench.accuracy import tasks
 from bench.accuracy.plan import best_rates, cost, foreseen, neighbour, pending, plan, search, shared_rate
 from bench.accuracy.rows import RunRow, bare
 from bench.accuracy.spec import RunSpec
@@ -120,6 +121,12 @@ def test_longer_runs_can_have_a_search_of_their_own(tiny, monkeypatch):
     assert {(s.steps, s.method) for s in specs if s.steps != 20} == {(100, "srste")} and {s.seed for s in specs} == {100}
     rows = [bare(s, valley(1e-2)(s.lr)) for s in specs]
     assert best_rates(rows, "tiny", length=5)["srste", "1:8"].rate == 1e-2
+
+
+def test_what_is_repeated_is_among_the_runs_of_its_task():
+    repeats = [spec for task in tasks.names() for spec in plan("repeat", task)]
+    planned = {spec.key for task in {s.task for s in repeats} for spec in plan("tune", task)}
+    assert len(repeats) == len(planning.REPEATED) == 10 and {spec.key for spec in repeats} <= planned
 
 
 def test_costs_are_in_hours_of_one_core(tiny):
