@@ -107,6 +107,8 @@ def _specs(args: argparse.Namespace, stage: str, task: str, done: list[RunRow]) 
 
 def _run(args: argparse.Namespace) -> int:
     pairs = _stages(args)
+    for task in set(args.tasks) & set(data.SOURCES):
+        data.files(task)  # a missing download is told once, before anything runs
     failed, left = 0, args.limit
     with runner.processes(args.workers) as pool:
         for stage, task in pairs:

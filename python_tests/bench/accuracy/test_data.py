@@ -84,3 +84,8 @@ def test_a_debian_package_is_read_without_dpkg(tmp_path):
     path.write_bytes(b"PK")
     with pytest.raises(ValueError, match="no Debian package"):
         list(data.deb_files(path, bool))
+
+
+def test_run_refuses_a_task_whose_data_is_missing(folder, tmp_path, capsys):
+    assert command.main(["run", "--tasks", "sentiment", "--out", str(tmp_path / "out")]) == 2
+    assert "run: python -m bench.accuracy fetch sentiment" in capsys.readouterr().err and not (tmp_path / "out").exists()
