@@ -179,7 +179,7 @@ def fetch(tasks: Iterable[str] = (), say: Callable[[str], None] = print) -> None
 
     Raises:
         ValueError: no task of that name downloads anything.
-        RuntimeError: a file could not be downloaded or has another digest.
+        RuntimeError: a file could not be downloaded or has another digest, or the cache cannot be written.
     """
     tasks = list(tasks) or list(SOURCES)
     for task in tasks:
@@ -188,7 +188,10 @@ def fetch(tasks: Iterable[str] = (), say: Callable[[str], None] = print) -> None
     wanted = [source for task in tasks for source in SOURCES[task]]
     missing = [s for s in wanted if not s.path.is_file() or _digest(s.path) != s.sha256]
     say(f"{folder()}: {len(wanted) - len(missing)} of {len(wanted)} files are there, {_megabytes(missing)} to download")
-    folder().mkdir(parents=True, exist_ok=True)
+    try:
+        folder().mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RuntimeError(f"the folder for data cannot be made ({error}); {VARIABLE} names another one") from error
     for number, source in enumerate(missing, 1):
         say(f"[{number}/{len(missing)}] {source.name} {source.version}, {_megabytes([source])}")
         with tempfile.TemporaryDirectory(dir=folder(), prefix=".part-") as scratch:

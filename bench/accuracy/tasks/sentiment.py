@@ -43,7 +43,7 @@ EMBEDDINGS, PADDING = "bert.embeddings.word_embeddings.weight", 0
 
 @task("sentiment")
 class Sentiment(Task):
-    """Two classes, half and half, 7,018 texts to train on; 500 steps are 1.1 epochs.
+    """Two classes, half and half, 7,018 texts to train on; 500 steps are 1.1 epochs, and cost 280 CPU-seconds of a core with AVX2.
 
     All 36 linear layers of the encoder can be sparse, 10.6 million weights; the embeddings, the pooler and the classifier stay dense.
 
@@ -65,7 +65,7 @@ class Sentiment(Task):
         methods=("dense", "asp", "ste", "srste", "step", "step-25", "sste", "mdgf"),
         patterns=("1:4", "2:4"),
         variants=("step-10", "step-25-thawed", "step-50", "mdgf-kao", "sdgf"),
-        seconds=200,
+        seconds=280,
     )
     tokens = BATCH * 26
     shares: ClassVar[dict[str, float]] = {"bert.pooler.dense": 1 / 26, "classifier": 1 / 26}
@@ -98,7 +98,8 @@ class Sentiment(Task):
         self.build: Any = transformers.BertForSequenceClassification
         self.labels = torch.tensor([int(good) for _, good in texts])
         self.test, self.validation, self.train = torch.arange(len(texts)).split([TEST, VALIDATION, len(texts) - TEST - VALIDATION])
-        self.digest = hashlib.blake2b("\n".join(f"{good:d} {text}" for text, good in texts).encode(), digest_size=8).hexdigest()
+        read = [source.sha256 for source in data.SOURCES[self.name]] + [f"{good:d} {text}" for text, good in texts]
+        self.digest = hashlib.blake2b("\n".join(read).encode(), digest_size=8).hexdigest()
         self._chunk = lru_cache(maxsize=2)(self._sorted_batches)
 
     def model(self) -> nn.Module:

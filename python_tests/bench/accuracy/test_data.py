@@ -66,6 +66,9 @@ def test_what_fails_leaves_nothing_behind(folder, monkeypatch, capsys, source, m
         data.fetch()
     assert not list(folder.iterdir())
     assert command.main(["fetch", "task"]) == 2 and "error: words" in capsys.readouterr().err
+    monkeypatch.setenv(data.VARIABLE, str(folder / "file" / "below"))
+    (folder / "file").write_text("in the way")
+    assert command.main(["fetch"]) == 2 and "NMKERNELS_DATA names another one" in capsys.readouterr().err
     assert command.main(["fetch", "tusk"]) == 2 and "did you mean 'task'" in capsys.readouterr().err
 
 
