@@ -5,6 +5,7 @@
 ========== ==========================================================================================================
 tasks/     what is trained: model, batches and evaluation; one file per task
 data       what the tasks download: ``python -m bench.accuracy fetch``
+catalogs   what the task ``translation`` is trained on: texts in two languages, read, cleaned and split
 methods    how it is trained: a name, and the recipe that it stands for
 spec       one run, described in full: task, method, pattern, seed, learning rate, steps, optimizer, β₂
 plan       which runs there are, in order: the search for learning rates, the tuned runs, controls, variants, longer runs
