@@ -78,7 +78,7 @@ class DigitsResNet(Digits):
         seconds=6.0,
     )
     tokens = BATCH
-    shares: ClassVar[dict[str, float]] = {"conv": SIDE**2, "blocks.0": SIDE**2, "blocks.1": SIDE**2 / 4}
+    shares: ClassVar[dict[str, float]] = {"blocks.0": SIDE**2, "blocks.1": SIDE**2 / 4}
 
     def model(self) -> nn.Module:
         return ResNet()

@@ -73,6 +73,8 @@ def test_sparse_layers_of_the_image_tasks(name, layers, weights):
         for layer in handle.layers.values():
             kept = (layer.effective_weight() != 0).sum(-1)  # of the matrix (out, kh · kw · in)
             assert (kept == layer.shape[1] // int(pattern[2:])).all()
+    training, inference = worker.run_flops(name, "srste", "1:8", 10)
+    assert training > inference * task.tokens * 10 * 2  # two dense products at least
 
 
 @pytest.mark.slow
