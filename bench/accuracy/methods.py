@@ -37,10 +37,8 @@ CORE = {
     "srste": Method("srste", note="SR-STE with the paper's λ = 2e-4"),
     "step": Method("step", note="STEP: AutoSwitch (arithmetic, between 10 % and 50 %), v̂* bias-corrected, clamp 2"),
     "sste": Method("sste", note="S-STE with exact MVUE of the output gradient"),
-    "mdgf": Method(
-        "mdgf", {"gradient": "ste", "end": 1.0}, note="mask decay as in the authors' code: gradient passed whole, no dense tail"
-    ),
-    "sdgf": Method("sdgf", {"gradient": "ste", "end": 1.0}, note="structure decay as in the authors' code: the same, stepwise"),
+    "mdgf": Method("mdgf", note="mask decay as in the authors' code: gradient passed whole, no dense tail"),
+    "sdgf": Method("sdgf", note="structure decay as in the authors' code: the same, stepwise"),
 }
 """The eight of the main tables."""
 

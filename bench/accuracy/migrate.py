@@ -9,15 +9,31 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from nmkernels.recipes import STEP, Recipe
+
 from .. import rows as machine_rows
 from . import methods, rows, traces, variance
 from .rows import RESULTS, RunRow
 from .spec import RunSpec
-from .worker import switch_reason
 
 BETA2 = 0.99
 RENAMED = {"mdgf": "mdgf-kao"}
 GONE = "opcodes"
+
+
+def switch_reason(recipe: Recipe, switch_step: int) -> str:
+    """What ended STEP's dense phase at ``switch_step``: its ``test``, a bound, or that it was ``fixed``; empty where there was no switch.
+
+    AutoSwitch's test is first read one step after T_min, and is not needed any more one step after T_max.
+    """
+    if not switch_step or not isinstance(recipe, STEP):
+        return ""
+    low, high = recipe.bounds()
+    if recipe.switch == "fixed":
+        return "fixed"
+    if switch_step == (low or 0) + 1:
+        return "t_min"
+    return "t_max" if high is not None and switch_step == high + 1 else "test"
 
 
 def migrated(line: Mapping[str, str]) -> RunRow | None:

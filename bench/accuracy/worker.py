@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 import nmkernels as nm
-from nmkernels.recipes import STEP, Recipe
+from nmkernels.recipes import Recipe
+from nmkernels.recipes.methods.step import REASONS
 
 from . import methods, tasks, traces
 from .rows import RunRow, stamp
@@ -72,21 +73,6 @@ def make_optimizer(spec: RunSpec, settings: Settings, recipe: Recipe, model: nn.
     return recipe.optimizer(groups, lr=spec.lr, betas=betas, weight_decay=settings.weight_decay)
 
 
-def switch_reason(recipe: Recipe, switch_step: int) -> str:
-    """What ended STEP's dense phase at ``switch_step``: its ``test``, a bound, or that it was ``fixed``; empty where there was no switch.
-
-    AutoSwitch's test is first read one step after T_min, and is not needed any more one step after T_max.
-    """
-    if not switch_step or not isinstance(recipe, STEP):
-        return ""
-    low, high = recipe.bounds()
-    if recipe.switch == "fixed":
-        return "fixed"
-    if switch_step == (low or 0) + 1:
-        return "t_min"
-    return "t_max" if high is not None and switch_step == high + 1 else "test"
-
-
 def run(spec: RunSpec) -> Outcome:
     """Train and evaluate at the deployable weights.
 
@@ -115,7 +101,6 @@ def run(spec: RunSpec) -> Outcome:
     ok = all(map(math.isfinite, result.values()))
     value = {name: round(result.get(name, math.nan), digits) if ok else math.nan for name, digits in DIGITS.items()}
     last = losses[-LAST:]
-    switch_step = int(handle.state.get("switch_step", 0))
     row = RunRow(
         task=spec.task,
         pattern=spec.pattern,
@@ -131,8 +116,8 @@ def run(spec: RunSpec) -> Outcome:
         accuracy=value["accuracy"],
         bleu=value["bleu"],
         train_loss=round(sum(last) / len(last), 6),
-        switch_step=switch_step,
-        switch_reason=switch_reason(recipe, switch_step),
+        switch_step=int(handle.state.get("switch_step", 0)),
+        switch_reason=REASONS[handle.state.get("switch_reason", 0)],
         status="ok" if ok else "diverged",
         done=len(losses),
         seconds=round(time.perf_counter() - begin, 2),

@@ -9,7 +9,7 @@ from multiprocessing import get_context
 
 import pytest
 
-from bench.accuracy import migrate, rows, traces
+from bench.accuracy import methods, migrate, rows, traces
 from bench.accuracy.spec import RunSpec
 
 OLD = (
@@ -74,3 +74,10 @@ def test_old_rows_are_migrated_once(tmp_path):
 def test_no_file_has_no_rows(tmp_path, name):
     assert rows.load(tmp_path / "none", name) == []
     rows.tidy(tmp_path / "none", name)
+
+
+def test_what_ended_the_dense_phase_of_old_rows():
+    step = methods.get("step").build("2:4", 50)
+    assert [migrate.switch_reason(step, at) for at in (0, 6, 7, 25, 26)] == ["", "t_min", "test", "test", "t_max"]
+    assert migrate.switch_reason(methods.get("step-10").build("2:4", 50), 5) == "fixed"
+    assert migrate.switch_reason(methods.get("srste").build("2:4", 50), 0) == ""

@@ -74,12 +74,12 @@ def test_tuning_seeds_are_judged_on_validation_data(tiny, monkeypatch):
 
 
 def test_what_ended_the_dense_phase_is_recorded(tiny, monkeypatch):
-    step = methods.get("step").build("2:4", 50)
-    assert [worker.switch_reason(step, at) for at in (0, 6, 7, 25, 26)] == ["", "t_min", "test", "test", "t_max"]
-    assert worker.switch_reason(methods.get("step-10").build("2:4", 50), 5) == "fixed"
-    assert worker.switch_reason(methods.get("srste").build("2:4", 50), 0) == ""
     monkeypatch.setitem(methods.METHODS, "never", methods.Method("step", {"threshold": 1e-30}))
-    assert worker.run(spec("never")).row.switch_reason == "t_max"
+    monkeypatch.setitem(methods.METHODS, "at once", methods.Method("step", {"threshold": 1e30}))
+    want = {"never": (26, "t_max"), "at once": (6, "t_min"), "step-10": (5, "fixed"), "srste": (0, "")}
+    for name, (step, reason) in want.items():
+        row = worker.run(spec(name)).row
+        assert (row.switch_step, row.switch_reason) == (step, reason)
 
 
 @pytest.mark.slow
