@@ -1,0 +1,120 @@
+"""The statistics of the page: paired t intervals, Holm's correction, and interpolation that never extrapolates."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from scipy.special import stdtr, stdtrit  # type: ignore[import-untyped]
+
+LEVEL = 0.95
+"""Of every interval on the page."""
+
+ENOUGH = 5
+"""Seeds below which nothing is called a result."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over seeds with Student's interval.
+
+    Args:
+        mean: x̄; nan where there is no value.
+        half: half width of the 95 % interval, t(0.975, n − 1) · s / √n; nan below two values.
+        n: finite values behind it.
+        p: of the two-sided t-test that the mean is 0; nan below two values.
+        lost: values that were not finite, which are runs that diverged. They are in none of the other fields.
+    """
+
+    mean: float
+    half: float
+    n: int
+    p: float
+    lost: int = 0
+
+    @property
+    def clear(self) -> bool:
+        """The interval excludes 0."""
+        return abs(self.mean) > self.half
+
+    def shown(self, digits: int = 3, sign: bool = False) -> str:
+        """``0.059 ± 0.003``, or the mean alone where there is no interval.
+
+        Example:
+            >>> estimate([1.0, 2.0, 3.0]).shown(2, sign=True)
+            '+2.00 ± 2.48'
+        """
+        if not self.n:
+            return "–"
+        text = f"{self.mean:+.{digits}f}" if sign else f"{self.mean:.{digits}f}"
+        return text.replace("-", "−") + (f" ± {self.half:.{digits}f}" if math.isfinite(self.half) else "")
+
+
+def estimate(values: Iterable[float]) -> Estimate:
+    """The mean of the finite values, with the interval and the test of a one-sample t-test (Student, 1908)."""
+    every = list(values)
+    x = [v for v in every if math.isfinite(v)]
+    n, lost = len(x), len(every) - len(x)
+    if not n:
+        return Estimate(math.nan, math.nan, 0, math.nan, lost)
+    mean = math.fsum(x) / n
+    if n == 1:
+        return Estimate(mean, math.nan, 1, math.nan, lost)
+    error = math.sqrt(math.fsum((v - mean) ** 2 for v in x) / (n - 1) / n)
+    half = float(stdtrit(n - 1, 0.5 + LEVEL / 2)) * error
+    p = 2 * float(stdtr(n - 1, -abs(mean) / error)) if error else float(mean == 0)
+    return Estimate(mean, half, n, p, lost)
+
+
+def combined(terms: Sequence[tuple[float, Mapping[int, float]]]) -> dict[int, float]:
+    """Σ coefficient · value, seed by seed, over the seeds that all terms have: the values behind a paired estimate.
+
+    Args:
+        terms: (coefficient, seed -> value). A value that is not finite stays, as nan, so that ``estimate`` counts it.
+
+    Example:
+        >>> combined([(1, {0: 5.0, 1: 7.0}), (-1, {1: 4.0, 2: 9.0})])
+        {1: 3.0}
+    """
+    seeds = set.intersection(*(set(values) for _, values in terms)) if terms else set()
+    sums = {seed: sum(c * values[seed] for c, values in terms) for seed in sorted(seeds)}
+    return {seed: value if math.isfinite(value) else math.nan for seed, value in sums.items()}
+
+
+def holm(ps: Sequence[float]) -> list[float]:
+    """Adjusted p-values: p̃₍ᵢ₎ = max over j ≤ i of min(1, (m − j + 1) · p₍ⱼ₎), p sorted upwards (Holm, 1979).
+
+    A contrast that is not measured yet (nan) counts in m, so that what is there is not judged more mildly while others are missing.
+
+    Example:
+        >>> [round(p, 6) for p in holm([0.01, 0.04, 0.03, 0.005])]
+        [0.03, 0.06, 0.06, 0.02]
+    """
+    adjusted, worst = [math.nan] * len(ps), 0.0
+    for rank, i in enumerate(sorted((i for i, p in enumerate(ps) if not math.isnan(p)), key=lambda i: ps[i])):
+        worst = max(worst, min(1.0, (len(ps) - rank) * ps[i]))
+        adjusted[i] = worst
+    return adjusted
+
+
+def interpolate(points: Mapping[float, float], x: float) -> float:
+    """The value at ``x`` on the straight lines through ``points`` in log x.
+
+    Raises:
+        ValueError: ``x`` lies outside the points; a curve is not continued beyond what was run.
+
+    Example:
+        >>> interpolate({1.0: 3.0, 4.0: 1.0}, 2.0)
+        2.0
+    """
+    xs = sorted(points)
+    if not xs or not xs[0] <= x <= xs[-1]:
+        raise ValueError(f"{x:g} lies outside the points at {', '.join(f'{p:g}' for p in xs) or 'none'}")
+    at = bisect.bisect_left(xs, x)
+    if xs[at] == x:
+        return points[x]
+    low, high = xs[at - 1], xs[at]
+    share = math.log(x / low) / math.log(high / low)
+    return points[low] + share * (points[high] - points[low])
