@@ -32,8 +32,14 @@ def draw(rows: Rows, folder: Path, slug: str) -> list[Path]:
     return [paths[name] for name, paint in paints.items() if painted(paths[name], paint, TITLES[name], "both")]
 
 
-def painted(path: Path, paint: Callable[[Any], bool], title: str = "", lines: str = "major") -> bool:
-    """Write the figure that ``paint`` draws on axes, as SVG, where it says that it did; the same points give the same bytes."""
+def painted(
+    path: Path, paint: Callable[[Any], bool], title: str = "", lines: str = "major", legend: bool = True, description: str | None = None
+) -> bool:
+    """Write the figure that ``paint`` draws on axes, as SVG, where it says that it did; the same points give the same bytes.
+
+    Args:
+        description: kept in the file's metadata.
+    """
     try:
         import matplotlib
     except ImportError:
@@ -47,9 +53,10 @@ def painted(path: Path, paint: Callable[[Any], bool], title: str = "", lines: st
         if drawn:
             axes.set_title(title)
             axes.grid(True, which=lines, linewidth=0.3)
-            axes.legend(fontsize=7)
+            if legend:
+                axes.legend(fontsize=7)
             path.parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(path, metadata={"Date": None}, bbox_inches="tight")
+            figure.savefig(path, metadata={"Date": None, "Description": description}, bbox_inches="tight")
         plt.close(figure)
     return drawn
 

@@ -1,24 +1,30 @@
-"""The table of measurements in ``README.md``, from committed rows: ``python -m bench.front_page``; ``--check`` compares only.
+"""The tables in ``README.md`` and ``docs/recipes.md``, from committed rows: ``python -m bench.front_page``; ``--check`` compares only.
 
-A column for every CPU whose rows are timed as a model runs: those have the ratio to the fastest dense GEMM.
+The measurements have a column for every CPU whose rows are timed as a model runs: those have the ratio to the fastest dense GEMM. The
+choice of a recipe is the table of answers of ``bench/accuracy``.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from . import tables
+from .accuracy import rows as accuracy_rows
+from .accuracy.answers import answers_table
+from .accuracy.cells import Cells
 from .audit_page import between
 from .registry import FASTEST
 from .report import load
 from .rows import RESULTS, device_of
 from .tables import Rows
 
-README = Path(__file__).parents[1] / "README.md"
+ROOT = Path(__file__).parents[1]
+README, RECIPES = ROOT / "README.md", ROOT / "docs" / "recipes.md"
 BEGIN, END = "<!-- measured: written by python -m bench.front_page -->", "<!-- measured: end -->"
+ANSWERS, ANSWERS_END = "<!-- answers: written by python -m bench.front_page -->", "<!-- answers: end -->"
 
 Key = tuple[str, str, str, str, str, str]
 
@@ -105,19 +111,28 @@ def _demo(rows: Rows) -> list[str]:
     return [f"The demo, STEP on a byte-level GPT, ends at {loss:.3f} × its dense baseline's loss with {size:.2f} × the bytes ({where})."]
 
 
-def main(argv: list[str] | None = None, results: Path = RESULTS, readme: Path = README) -> int:
-    """Write the table between its markers; with ``--check`` write nothing and return 1 when it is not up to date."""
+def answers(folder: Path) -> str:
+    """Which recipe at which sparsity, from the rows of ``bench/accuracy``."""
+    return answers_table(Cells(accuracy_rows.load(folder), accuracy_rows.load(folder, accuracy_rows.REPEATS)), brief=True)
+
+
+def main(argv: list[str] | None = None, results: Path = RESULTS, pages: Sequence[Path] = (README, RECIPES)) -> int:
+    """Write the tables where a page has their markers; with ``--check`` write nothing and return 1 when one is not up to date."""
     parser = argparse.ArgumentParser(prog="python -m bench.front_page", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing, exit 1 when the table is not up to date")
+    parser.add_argument("--check", action="store_true", help="write nothing, exit 1 when a table is not up to date")
     args = parser.parse_args(argv)
-    old = readme.read_text(encoding="utf-8")
-    new = between(old, BEGIN, END, page(load(results)))
-    if args.check:
-        if new != old:
-            print(f"{readme.name} does not show the rows of {results.name}/; run: python -m bench.front_page")
-        return int(new != old)
-    readme.write_text(new, encoding="utf-8")
-    return 0
+    pieces = {(BEGIN, END): page(load(results)), (ANSWERS, ANSWERS_END): answers(results / "accuracy")}
+    stale = 0
+    for path in pages:
+        old = new = path.read_text(encoding="utf-8")
+        for (begin, end), text in pieces.items():
+            new = between(new, begin, end, text) if begin in new else new
+        if args.check and new != old:
+            print(f"{path.name} does not show the rows of {results.name}/; run: python -m bench.front_page")
+            stale = 1
+        elif new != old:
+            path.write_text(new, encoding="utf-8")
+    return stale
 
 
 if __name__ == "__main__":

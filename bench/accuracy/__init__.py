@@ -10,9 +10,15 @@ methods    how it is trained: a name, and the recipe that it stands for
 spec       one run, described in full: task, method, pattern, seed, learning rate, steps, optimizer, β₂
 plan       which runs there are, in order: the search for learning rates, the tuned runs, controls, variants, longer runs
 worker     one run: a spec goes in, a row and a trace come out
-rows       ``runs.csv``, one row per run, and the choice of rows behind each table
+rows       ``runs.csv``, one row per run
 traces     ``trace-<task>.csv``, what the recipe did on the way: flips, decay ratio, second moments, AutoSwitch
 runner     many runs: processes, progress, resuming
+cells      which rows stand behind a cell of a table, and the rate that was found for it
+stats      paired t intervals, Holm's correction, interpolation
+contrasts  the four primary contrasts, fixed before their runs
+answers    which method at which sparsity, and differences in words
+tables     tables in Markdown; ``figures``: pictures; ``costs``: CPU-hours, and what does not fit
+page       ``README.md`` from ``page.md``, and the check that rows prove it
 ========== ==========================================================================================================
 
 To add a task, write ``tasks/<name>.py`` with a subclass of ``tasks.Task`` under ``@task("name")``; to add a method, one line in

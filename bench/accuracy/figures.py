@@ -1,175 +1,174 @@
-"""Figures of the page, from rows and traces. The same rows give the same bytes."""
+"""Figures of the page.
+
+What is drawn is worked out from rows and traces first, and its digest stands in the file, so that a check needs no drawing.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..figures import painted
-from . import methods, traces
-from .rows import RunRow
-from .spec import DENSE, EVALUATION_SEEDS, RunSpec, mean_and_error
-from .tables import Cases, shared
-from .tasks.base import settings
-
-Lines = list[dict[str, str]]
-FLIPS = ("ste", "srste", "srste-2e-2", "step", "sste", "mdgf", "sdgf")
-DECAYS = ("srste", "srste-2e-3", "srste-2e-2", "srste-2e-1")
-BETAS = (0.99, 0.999)
-PATTERN = "1:8"
-"""The pattern of the figures over time."""
+from . import traces
+from .cells import Case, Cells, mean
+from .spec import DENSE, EVALUATION_SEEDS, TUNING_SEEDS, RunSpec
+from .stats import Estimate, estimate
+from .tables import curve
 
 
-def draw(rows: list[RunRow], folder: Path, out: Path, task: str) -> list[Path]:
-    """Write the figures of ``task`` that there are rows and traces for, as SVG, into ``out``; nothing without matplotlib.
+@dataclass(frozen=True)
+class Line:
+    """One curve with its name beside its last point; ``errors`` are half widths of 95 % intervals, empty for none."""
+
+    label: str
+    x: list[float]
+    y: list[float]
+    errors: list[float] = field(default_factory=list)
+    style: str = "-"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Everything that is drawn.
 
     Args:
-        folder: where the traces lie.
+        xscale, yscale: ``"linear"`` or ``"log"``.
     """
-    cases, lines = shared(rows, task), traces.load(folder, task)
-    paints: dict[str, Callable[[Any], bool]] = {
-        "sparsity": lambda axes: sparsity(cases, axes),
-        "flips": lambda axes: flips(task, lines, axes),
-        "decay": lambda axes: over_time(axes, task, lines, DECAYS, "decay_ratio", "λ Σ|w| / Σ|g| over pruned weights", log=True),
-        "moments": lambda axes: moments(task, lines, axes),
-        "switch": lambda axes: switch(task, lines, axes),
-        "flops": lambda axes: flops(rows, task, axes),
-    }
-    paths = {name: out / f"{task}-{name}.svg" for name in paints}
-    return [paths[name] for name, paint in paints.items() if painted(paths[name], paint)]
+
+    lines: list[Line]
+    xlabel: str
+    ylabel: str
+    xscale: str = "linear"
+    yscale: str = "log"
+
+    @property
+    def digest(self) -> str:
+        """Of what is drawn, with six digits."""
+        return "data sha256 " + hashlib.sha256(json.dumps(_rounded(asdict(self)), sort_keys=True).encode()).hexdigest()
 
 
-def _ratio(pattern: str) -> float:
-    n, _, m = pattern.partition(":")
-    return int(m) / int(n) if m else 1.0
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, dict):
+        return {k: _rounded(v) for k, v in value.items()}
+    return [_rounded(v) for v in value] if isinstance(value, list) else value
 
 
-def sparsity(cases: Cases, axes: Any) -> bool:
-    """Validation loss against M/N, mean and standard error over seeds, of the core methods."""
-    patterns = cases.patterns()
-    for i, name in enumerate(name for name in methods.CORE if name != DENSE):
-        points = [(_ratio(p), *mean_and_error(_losses(cases.of(name, p).values()))) for p in patterns if cases.of(name, p)]
-        if points:
-            xs, ys, errors = zip(*points, strict=True)
-            # side by side, so that the error bars can be told apart
-            axes.errorbar([x * (1 + 0.02 * (i - 3)) for x in xs], ys, yerr=errors, marker="o", markersize=3, capsize=2, label=name)
-    dense = _losses(cases.of(DENSE, "").values())
-    if not patterns or not dense:
-        return False
-    axes.axhline(mean_and_error(dense)[0], color="black", linewidth=0.8, linestyle="--", label="dense")
-    axes.set_xscale("log", base=2)
-    axes.set_xticks([_ratio(p) for p in patterns], patterns)
-    axes.set_xlabel("pattern")
-    axes.set_ylabel("validation loss, nats")
-    return True
+def draw(figure: Figure, path: Path) -> bool:
+    """Write the figure as SVG; False without matplotlib."""
+    return painted(path, lambda axes: _paint(figure, axes), legend=False, description=figure.digest)
 
 
-def _losses(rows: Iterable[RunRow]) -> list[float]:
-    return [row.val_loss for row in rows if math.isfinite(row.val_loss)]
+def current(figure: Figure, path: Path) -> bool:
+    """True if the file shows this figure."""
+    return path.exists() and figure.digest in path.read_text(encoding="utf-8")
 
 
-def over_time(
-    axes: Any, task: str, lines: Lines, names: Iterable[str], column: str, label: str, pattern: str = PATTERN, log: bool = False
-) -> bool:
-    """One column of the traces against the step, the mean over seeds, a curve per method."""
-    drawn = False
+GAP = 0.045
+"""Least distance between two labels, as a share of the height of the axes."""
+
+
+def _paint(figure: Figure, axes: Any) -> bool:
+    axes.set_xscale(figure.xscale)
+    axes.set_yscale(figure.yscale)
+    axes.set_xlabel(figure.xlabel)
+    axes.set_ylabel(figure.ylabel)
+    drawn = []
+    for i, line in enumerate(figure.lines):
+        colour = "black" if line.label.startswith(DENSE) else f"C{i % 10}"
+        if line.errors:
+            axes.errorbar(line.x, line.y, yerr=line.errors, fmt=line.style, marker="o", markersize=3, capsize=2, linewidth=1, color=colour)
+        else:
+            axes.plot(line.x, line.y, line.style, markersize=3, linewidth=1, color=colour)
+        drawn.append((line, colour))
+    axes.set_ylim(axes.get_ylim())  # asking for the limits settles them, and with them the heights
+    # labels stand right of the axes at the height of the last point, pushed apart where they would meet
+    heights = [axes.transAxes.inverted().transform(axes.transData.transform((line.x[-1], line.y[-1])))[1] for line, _ in drawn]
+    for (line, colour), height in zip(drawn, spaced(heights, GAP), strict=True):
+        axes.annotate(
+            line.label,
+            (line.x[-1], line.y[-1]),
+            (1.03, height),
+            textcoords="axes fraction",
+            color=colour,
+            fontsize=7,
+            va="center",
+            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.4, "alpha": 0.6, "relpos": (0, 0.5)},
+        )
+    return bool(drawn)
+
+
+def spaced(heights: Sequence[float], gap: float) -> list[float]:
+    """Heights in the same order, moved up until neighbours are ``gap`` apart, then all back by half of what the highest moved.
+
+    Example:
+        >>> spaced([0.5, 0.0], 0.25)
+        [0.5, 0.0]
+    """
+    order = sorted(range(len(heights)), key=lambda i: heights[i])
+    found = list(heights)
+    for low, high in itertools.pairwise(order):
+        found[high] = max(found[high], found[low] + gap)
+    shift = (found[order[-1]] - heights[order[-1]]) / 2 if order else 0.0
+    return [height - shift for height in found]
+
+
+def rates(cells: Cells, task: str, pattern: str, names: Sequence[str], optimizer: str = "adamw") -> Figure:
+    """Validation loss against the peak rate, mean over the tuning seeds, a curve per method."""
+    lines = []
     for name in names:
-        xs, ys = _mean_curve(task, lines, name, pattern, column)
-        if any(ys):
-            axes.plot(xs, ys, linewidth=1, label=f"{name} {pattern}")
-            drawn = True
-    if log and drawn:
-        axes.set_yscale("log")
-    axes.set_xlabel("step")
-    axes.set_ylabel(label)
-    return drawn
-
-
-def _mean_curve(task: str, lines: Lines, name: str, pattern: str, column: str) -> tuple[list[int], list[float]]:
-    s = settings(task)
-    runs = {RunSpec(task, name, pattern, seed, s.lr, s.steps, "adamw", b).key for seed in EVALUATION_SEEDS for b in BETAS}
-    found: dict[int, list[float]] = {}
-    for line in lines:
-        if line["run"] in runs and line[column]:
-            found.setdefault(int(line["step"]), []).append(float(line[column]))
-    steps = sorted(found)
-    return steps, [sum(found[step]) / len(found[step]) for step in steps]
-
-
-def flips(task: str, lines: Lines, axes: Any) -> bool:
-    """Changed bits of the magnitude mask between two lines of the traces."""
-    label = f"mask bits changed in {traces.STRIDE} steps / maskable weights"
-    return over_time(axes, task, lines, FLIPS, "flip_rate_stride", label, log=True)
-
-
-def moments(task: str, lines: Lines, axes: Any) -> bool:
-    """Adam's second moment under masks over that of the dense baseline, at the same step and seed."""
-    base = dict(zip(*_mean_curve(task, lines, DENSE, DENSE, "v_mean"), strict=True))
-    drawn = False
-    for name in ("ste", "srste", "mdgf", "sste"):
-        for pattern, style in (("2:4", ":"), ("1:8", "--"), ("1:16", "-")):
-            xs, ys = _mean_curve(task, lines, name, pattern, "v_mean")
-            points = [(x, y / base[x]) for x, y in zip(xs, ys, strict=True) if base.get(x)]
-            if points:
-                colour = f"C{('ste', 'srste', 'mdgf', 'sste').index(name)}"
-                axes.plot(*zip(*points, strict=True), style, color=colour, linewidth=1, label=f"{name} {pattern}")
-                drawn = True
-    axes.set_yscale("log")
-    axes.set_xlabel("step")
-    axes.set_ylabel("mean second moment / that of dense training")
-    return drawn
-
-
-def switch(task: str, lines: Lines, axes: Any) -> bool:
-    """STEP's Z̄ and its threshold, a thin line for each seed; a curve ends where AutoSwitch fired."""
-    drawn = False
-    s = settings(task)
-    for i, (name, text) in enumerate((("step", "arithmetic"), ("step-geometric", "geometric"))):
-        for seed in EVALUATION_SEEDS:
-            runs = {RunSpec(task, name, PATTERN, seed, s.lr, s.steps, "adamw", b).key for b in BETAS}
-            mine = [line for line in lines if line["run"] in runs and line["z_bar"]]
-            # after the switch Z̄ no longer moves
-            mine = [a for a, b in itertools.pairwise(mine) if a["z_bar"] != b["z_bar"]]
-            if mine:
-                xs, ys = [int(line["step"]) for line in mine], [float(line["z_bar"]) for line in mine]
-                axes.plot(xs, ys, color=f"C{i}", linewidth=0.8, label=f"Z̄, {text}" if seed == EVALUATION_SEEDS[0] else None)
-                drawn = True
-    threshold = next((line["threshold"] for line in lines if line["threshold"]), "")
-    if drawn and threshold:
-        axes.axhline(float(threshold), color="black", linestyle="--", linewidth=0.8, label="threshold")
-    for share in (0.1, 0.5):
-        axes.axvline(share * s.steps, color="grey", linestyle=":", linewidth=0.8)
-    axes.set_yscale("log")
-    axes.set_xlabel("step (dotted: T_min and T_max)")
-    axes.set_ylabel("Z̄")
-    return drawn
-
-
-def flops(rows: list[RunRow], task: str, axes: Any) -> bool:
-    """Validation loss against training FLOPs at ``PATTERN``: runs of several lengths at the shared rate, a curve per method."""
-    s = settings(task)
-    lengths = sorted({row.steps for row in rows if row.task == task})
-    drawn = False
-    for name in methods.CORE:
-        pattern = DENSE if name == DENSE else PATTERN
-        points = []
-        for steps in lengths:
-            group = [
-                r
-                for r in rows
-                if (r.task, r.method, r.pattern, r.steps, r.lr) == (task, name, pattern, steps, s.lr) and r.seed in EVALUATION_SEEDS
-            ]
-            if group and group[0].training_flops:
-                points.append((sum(r.training_flops for r in group) / len(group), *mean_and_error(_losses(group))))
+        case = Case(task, name, pattern, optimizer)
+        steps = case.settings.tune_steps
+        points = [(lr, mean(cells.at(case, lr, steps, TUNING_SEEDS)).mean) for lr in cells.rates(case, steps, TUNING_SEEDS)]
+        points = [point for point in points if math.isfinite(point[1])]
         if len(points) > 1:
-            xs, ys, errors = zip(*points, strict=True)
-            style = {"color": "black", "linestyle": "--"} if name == DENSE else {}
-            axes.errorbar(xs, ys, yerr=errors, marker="o", markersize=3, capsize=2, linewidth=1, label=name, **style)
-            drawn = True
-    axes.set_xscale("log")
-    axes.set_xlabel(f"training FLOPs of the linear layers ({PATTERN})")
-    axes.set_ylabel("validation loss, nats")
-    return drawn
+            lines.append(Line(name, [x for x, _ in points], [y for _, y in points], style="o-"))
+    words = {"adamw": "AdamW", "sgd": "SGD with momentum"}
+    return Figure(lines, f"peak learning rate, {words[optimizer]}", f"validation loss, nats ({pattern})", "log", "log")
+
+
+def moments(cells: Cells, folder: Path, task: str, pattern: str, names: Sequence[str], lr: float) -> Figure:
+    """√(mean v̂) over the steps at one rate: the root of Adam's bias-corrected second moment, averaged over maskable weights and seeds.
+
+    v̂ = v / (1 − β₂^t), with t no later than STEP's T₀ where it froze v; so 1 / √v̂ is what scales a step.
+    """
+    found: dict[tuple[str, str], dict[int, list[float]]] = {}
+    switched = {row.spec.key: row.switch_step for row in cells.rows if row.task == task and row.switch_step}
+    for line in traces.load(folder, task):
+        spec = RunSpec.from_key(line["run"])
+        wanted = (Case(task, spec.method, pattern).key, spec.lr, spec.steps)
+        usual = wanted == ((task, spec.method, spec.pattern, spec.optimizer, spec.beta2), lr, Case(task, DENSE, pattern).settings.steps)
+        if usual and spec.method in names and spec.seed in EVALUATION_SEEDS and line["v_mean"]:
+            step = int(line["step"])
+            frozen = switched.get(line["run"], step) if not spec.method.endswith("-thawed") else step
+            corrected = float(line["v_mean"]) / (1 - spec.beta2 ** min(step, frozen))
+            found.setdefault((spec.method, spec.pattern), {}).setdefault(step, []).append(math.sqrt(corrected))
+    lines = []
+    for name in names:
+        steps = found.get((name, DENSE if name == DENSE else pattern), {})
+        if steps:
+            lines.append(Line(name, [float(s) for s in sorted(steps)], [estimate(steps[s]).mean for s in sorted(steps)]))
+    return Figure(lines, "step", f"√(mean v̂) over maskable weights ({pattern}, lr {lr:g})")
+
+
+def flops(cells: Cells, task: str, pattern: str, names: Sequence[str] = ()) -> Figure:
+    """Validation loss against training FLOPs: runs of several lengths, a curve per method."""
+    lines = []
+    for name in names or [DENSE, *dict.fromkeys(m for m, p in cells.cases(task) if p == pattern)]:
+        points = curve(cells, Case(task, name, pattern))
+        budgets = sorted({x for mine in points.values() for x in mine})
+        means = [_finite(estimate(mine[x] for mine in points.values() if x in mine)) for x in budgets]
+        if len(budgets) > 1:
+            lines.append(Line(name, budgets, [e.mean for e in means], [e.half for e in means], "--" if name == DENSE else "-"))
+    return Figure(lines, f"training FLOPs of the linear layers ({pattern})", "validation loss, nats", "log", "linear")
+
+
+def _finite(e: Estimate) -> Estimate:
+    return e if math.isfinite(e.half) else Estimate(e.mean, 0.0, e.n, e.p)

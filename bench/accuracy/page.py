@@ -1,67 +1,147 @@
-"""``bench/accuracy/README.md``: text by hand, tables and figures by ``python -m bench.accuracy report``."""
+"""``bench/accuracy/README.md`` is ``page.md``, a jinja2 template, filled from rows: ``python -m bench.accuracy report``.
+
+Every number that was measured, and every word that depends on one, is a placeholder, so that no sentence can contradict the rows.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from . import figures, tables, traces, variance
-from .rows import RESULTS, RunRow, load
+import jinja2
 
-PAGE = Path(__file__).parent / "README.md"
-MARKER = re.compile(r"<!-- (?P<what>[a-z]+) (?P<task>[a-z0-9-]+)(?P<only>(?: [a-z0-9-]+)*) -->\n.*?<!-- end -->", re.DOTALL)
-"""``<!-- WHAT TASK METHOD ... -->``, what is written, ``<!-- end -->``; without methods, all of them."""
+from . import answers, costs, figures, methods, tables, traces, variance
+from .cells import Cells, accuracy, bleu
+from .contrasts import findings
+from .figures import Figure
+from .rows import REPEATS, RESULTS, load
+from .tasks.base import settings
+
+FOLDER = Path(__file__).parent
+TEMPLATE, PAGE = FOLDER / "page.md", FOLDER / "README.md"
+FIGURES = "figures"
+
+NUMBER = re.compile(r"\d+[.]\d+(?:e[-−]?\d+)?|±|\d+ ?%")
+"""What may stand in the template only inside a placeholder or code."""
+
+ALLOWED = {"95 %", "10 %", "50 %"}
+"""The level of the intervals, and the bounds of AutoSwitch."""
+
+NOT_TEXT = re.compile(r"\{\{.*?\}\}|\{%.*?%\}|\{#.*?#\}|```.*?```|`[^`\n]*`|\]\([^)\n]*\)", re.DOTALL)
+"""Placeholders, statements, comments, code and the targets of links."""
+
+INSTEAD = "does not show the rows; run: python -m bench.accuracy report"
 
 
-def piece(what: str, task: str, only: list[str], rows: list[RunRow]) -> str:
-    """One table of the page.
+def render(template: str, cells: Cells, folder: Path = RESULTS) -> tuple[str, dict[str, Figure]]:
+    """The page as the rows have it, and the figures that it shows, by file name.
+
+    Args:
+        folder: where the traces lie.
 
     Raises:
-        ValueError: the page asks for a table that there is not.
+        jinja2.UndefinedError: the template asks for what there is not.
     """
-    shared, tuned = tables.shared(rows, task), tables.tuned(rows, task)
-    pieces: dict[str, Callable[[], str]] = {
-        "shared": lambda: tables.results(shared, only),
-        "sharedaccuracy": lambda: tables.results(shared, only, tables.accuracy, 2),
-        "tuned": lambda: tables.results(tuned, only, rates=True),
-        "tunedaccuracy": lambda: tables.results(tuned, only, tables.accuracy, 2),
-        "costs": lambda: tables.costs(shared, only),
-        "switches": lambda: tables.switches(rows, task, only),
-        "flips": lambda: tables.late(traces.load(RESULTS, task), task, "flip_rate_stride", only),
-        "decays": lambda: tables.late(traces.load(RESULTS, task), task, "decay_ratio", only),
-        "variance": lambda: variance.summary(variance.load(), task),
-        "names": lambda: tables.notes(shared),
+    shown: dict[str, Figure] = {}
+
+    def figure(name: str, text: str, found: Figure) -> str:
+        if not found.lines:
+            return ""
+        shown[f"{name}.svg"] = found
+        return f"![{text}](../results/accuracy/{FIGURES}/{name}.svg)"
+
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True, trim_blocks=True, lstrip_blocks=True)
+    environment.globals.update(_functions(cells, folder), figure=figure)
+    text = environment.from_string(template).render()
+    # what is empty for want of rows leaves no hole
+    return re.sub(r"\n{3,}", "\n\n", text), shown
+
+
+def _functions(cells: Cells, folder: Path) -> dict[str, Any]:
+    """What the template may call; everything but ``settings`` and lists of names reads rows."""
+    of_cells: dict[str, Callable[..., Any]] = {
+        "primary": tables.primary,
+        "results": tables.results,
+        "gaps": tables.gaps,
+        "by_rate": tables.by_rate,
+        "controls": tables.controls,
+        "equal_flops": tables.equal_flops,
+        "switches": tables.switches,
+        "ablation": tables.ablation,
+        "repeats": tables.repeats,
+        "flops_table": tables.flops,
+        "notes": tables.notes,
+        "task_table": tables.task_table,
+        "answers": answers.answers_table,
+        "rate_ratio": tables.rate_ratio,
+        "compare": answers.compare,
+        "finding": answers.finding,
+        "spent": costs.spent,
+        "rates_figure": figures.rates,
+        "flops_figure": figures.flops,
     }
-    if what not in pieces:
-        raise ValueError(f"the page asks for {what!r}, which is no table")
-    return pieces[what]()
+    return {
+        **{name: partial(function, cells) for name, function in of_cells.items()},
+        "moments_figure": partial(figures.moments, cells, folder),
+        "decays": lambda task, *only: tables.late(traces.load(folder, task), "decay_ratio", cells, task, only),
+        "variance": lambda task: variance.summary(variance.load(folder), task),
+        "estimates": costs.estimates,
+        "findings": findings(cells),
+        "spread": cells.spread,
+        "settings": settings,
+        "accuracy": accuracy,
+        "bleu": bleu,
+        "tasks": cells.tasks,
+        "main": list(methods.CORE),
+        "others": methods.others(),
+    }
 
 
-def render(text: str, rows: list[RunRow]) -> str:
-    """The page with every table as the rows have it now."""
+def literals(template: str) -> list[str]:
+    """Measured-looking numbers that stand in the template as text, with their lines.
 
-    def fresh(match: re.Match[str]) -> str:
-        what, task, only = match["what"], match["task"], match["only"].split()
-        head = match[0].split("\n", 1)[0]
-        return f"{head}\n\n{piece(what, task, only, rows)}\n\n<!-- end -->"
-
-    return MARKER.sub(fresh, text)
-
-
-def stale(page: Path = PAGE, folder: Path = RESULTS) -> bool:
-    """True if a table of the page is not that of the rows."""
-    text = page.read_text(encoding="utf-8")
-    return render(text, load(folder)) != text
+    Example:
+        >>> literals("at 0.99, code `0.99`, {{ 0.99 }}")
+        ['line 1: 0.99']
+    """
+    # blanks keep the line numbers
+    text = NOT_TEXT.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), template)
+    lines = enumerate(text.splitlines(), 1)
+    return [f"line {i}: {match[0]}" for i, line in lines for match in NUMBER.finditer(line) if match[0] not in ALLOWED]
 
 
-def write(page: Path = PAGE, folder: Path = RESULTS) -> list[Path]:
-    """Bring the tables and the figures that the page shows up to date; the figures written come back."""
-    rows = load(folder)
-    text = render(page.read_text(encoding="utf-8"), rows)
-    page.write_text(text, encoding="utf-8")
-    drawn = [path for task in sorted({row.task for row in rows}) for path in figures.draw(rows, folder, folder / "figures", task)]
-    for path in drawn:
-        if path.name not in text:
+def problems(template: Path = TEMPLATE, page: Path = PAGE, folder: Path = RESULTS) -> list[str]:
+    """Everything on the page that the rows do not prove; empty where all is well."""
+    text = template.read_text(encoding="utf-8")
+    found = [f"{template.name}, {where}: a number that no row proves; make it a placeholder" for where in literals(text)]
+    new, shown = render(text, _cells(folder), folder)
+    if not page.exists() or page.read_text(encoding="utf-8") != new:
+        found.append(f"{page.name} {INSTEAD}")
+    drawn = {path.name for path in (folder / FIGURES).glob("*.svg")}
+    stale = [name for name, figure in shown.items() if not figures.current(figure, folder / FIGURES / name)]
+    return found + [f"{FIGURES}/{name} {INSTEAD}" for name in sorted({*stale, *(drawn - set(shown))})]
+
+
+def write(template: Path = TEMPLATE, page: Path = PAGE, folder: Path = RESULTS) -> list[Path]:
+    """Bring the page and its figures up to date; the paths of what changed come back."""
+    new, shown = render(template.read_text(encoding="utf-8"), _cells(folder), folder)
+    changed = []
+    if not page.exists() or page.read_text(encoding="utf-8") != new:
+        page.write_text(new, encoding="utf-8")
+        changed.append(page)
+    for path in (folder / FIGURES).glob("*.svg"):
+        if path.name not in shown:
             path.unlink()
-    return [path for path in drawn if path.name in text]
+            changed.append(path)
+    for name, figure in shown.items():
+        path = folder / FIGURES / name
+        if not figures.current(figure, path) and figures.draw(figure, path):
+            changed.append(path)
+    return changed
+
+
+def _cells(folder: Path) -> Cells:
+    return Cells(load(folder), load(folder, REPEATS))

@@ -1,54 +1,35 @@
-"""Tables of the page: means over seeds, paired differences, and what each run costs."""
+"""Tables of the page: what every method came to, at which rate, over how many seeds, and what it cost."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Sequence
 
-from . import methods
-from .plan import best_rates
+from . import methods, tasks
+from .cells import Case, Cells, Runs, Value, difference, mean, val_loss
+from .contrasts import findings
+from .plan import Search, threefold
 from .rows import RunRow
-from .spec import DENSE, EVALUATION_SEEDS, RunSpec, mean_and_error
+from .spec import DENSE, EVALUATION_SEEDS, TUNING_SEEDS
+from .stats import Estimate, combined, estimate, interpolate
 from .tasks.base import settings
 
 BASELINE = "srste"
 """The method that the others are compared with, seed by seed."""
 
+NONE = "–"
+"""Stands where there is no run."""
+
+BELOW = "†"
+"""Marks a difference that is no larger than the one that a repeated run showed."""
+
+FIXED = "fixed"
+"""The reason of a switch at a step that was given."""
+
 LATE = 0.8
 """The share of a run's steps after which it counts as late."""
 
-Value = Callable[[RunRow], float]
-
-
-def val_loss(row: RunRow) -> float:
-    """The validation loss at the deployable weights."""
-    return row.val_loss
-
-
-def accuracy(row: RunRow) -> float:
-    """The accuracy at the deployable weights, in percent."""
-    return row.accuracy
-
-
-@dataclass(frozen=True)
-class Cases:
-    """The runs behind one table: (method, pattern) -> seed -> row, on the evaluation seeds."""
-
-    runs: dict[tuple[str, str], dict[int, RunRow]]
-
-    def of(self, method: str, pattern: str) -> dict[int, RunRow]:
-        """The runs of a cell; dense ones stand for every pattern."""
-        return self.runs.get((method, DENSE if method == DENSE else pattern), {})
-
-    def methods(self) -> list[str]:
-        """Those that have a run, in the order of the list of methods."""
-        found = {method for method, _ in self.runs}
-        return [name for name in (*methods.METHODS, *methods.others()) if name in found]
-
-    def patterns(self) -> list[str]:
-        """Those that have a run, from dense to sparse."""
-        return sorted({p for _, p in self.runs if p != DENSE}, key=sparsity)
+Find = Callable[[Case], Runs]
 
 
 def sparsity(pattern: str) -> tuple[float, int]:
@@ -57,131 +38,315 @@ def sparsity(pattern: str) -> tuple[float, int]:
     return m / n, m
 
 
-def shared(rows: Iterable[RunRow], task: str) -> Cases:
-    """The runs at the task's shared hyper-parameters."""
-    s = settings(task)
-    return _cases(row for row in rows if row.task == task and (row.lr, row.steps) == (s.lr, s.steps))
+def ordered(names: Iterable[str]) -> list[str]:
+    """Methods in the order of the list of methods."""
+    every = [*methods.METHODS, *methods.others()]
+    return sorted(set(names), key=lambda name: every.index(name) if name in every else len(every))
 
 
-def tuned(rows: Iterable[RunRow], task: str) -> Cases:
-    """The runs at the learning rate that the search found for their method and pattern."""
-    rows = list(rows)
-    steps, best = settings(task).steps, best_rates(rows, task)
-    rates = {case: search.rate for case, search in best.items() if search.over}
-    return _cases(row for row in rows if row.task == task and row.steps == steps and rates.get((row.method, row.pattern)) == row.lr)
+def grid(cells: Cells, task: str, optimizer: str, beta2: float | None, only: Collection[str]) -> tuple[list[str], list[str]]:
+    """The methods and the patterns of which a task has runs."""
+    found = [(m, p) for m, p in cells.cases(task, optimizer, beta2) if not only or m in only]
+    return ordered(m for m, _ in found), sorted({p for _, p in found if p != DENSE}, key=sparsity)
 
 
-def _cases(rows: Iterable[RunRow]) -> Cases:
-    runs: dict[tuple[str, str], dict[int, RunRow]] = {}
-    for row in rows:
-        if row.seed in EVALUATION_SEEDS:
-            runs.setdefault((row.method, row.pattern), {})[row.seed] = row
-    return Cases(runs)
-
-
-def paired(cases: Cases, method: str, other: str, pattern: str, value: Value = val_loss) -> tuple[float, float, int]:
-    """Mean of ``method`` less ``other`` over the seeds that both have, its standard error, and their number; without diverged runs."""
-    mine, theirs = cases.of(method, pattern), cases.of(other, pattern)
-    both = [value(mine[s]) - value(theirs[s]) for s in sorted(set(mine) & set(theirs))]
-    finite = [d for d in both if math.isfinite(d)]
-    return *mean_and_error(finite), len(finite)
-
-
-def results(cases: Cases, only: Sequence[str] = (), value: Value = val_loss, digits: int = 3, rates: bool = False) -> str:
-    """Mean ± standard error per method and pattern, and below it the paired difference to SR-STE; bold where that is beyond two errors.
-
-    Args:
-        rates: name the learning rate in each cell.
-    """
-    names = [name for name in cases.methods() if not only or name in only]
-    patterns = cases.patterns()
-    lines = [["method", *patterns]]
-    for name in names:
-        lines.append([f"`{name}`", *(_cell(cases, name, p, value, digits, rates) for p in patterns)])
+def primary(cells: Cells) -> str:
+    """The primary contrasts, with what they came to."""
+    lines = [["question", "answer", "difference in loss, nats", "n", "p after Holm"]]
+    for finding in findings(cells).values():
+        e, bold = finding.estimate, "**" if finding.significant else ""
+        shown = e.shown(sign=True) + _lost(e) if e.n else NONE
+        p = NONE if math.isnan(finding.p) else f"{finding.p:.2g}"
+        lines.append([finding.contrast.question, f"{bold}{finding.verdict}{bold}", shown, str(e.n), p])
     return table(lines)
 
 
-def _cell(cases: Cases, name: str, pattern: str, value: Value, digits: int, rates: bool) -> str:
-    found = cases.of(name, pattern)
-    if not found:
-        return "–"
-    finite = [value(row) for row in found.values() if math.isfinite(value(row))]
-    mean, error = mean_and_error(finite)
-    parts = [_pm(mean, error, digits)]
-    if name not in (BASELINE, DENSE):
-        delta, spread, n = paired(cases, name, BASELINE, pattern, value)
-        if n > 1:
-            text = f"{delta:+.{digits}f} ± {spread:.{digits}f}"
-            parts.append(f"**{text}**" if abs(delta) > 2 * spread else text)
-    if rates:
-        parts.append("lr " + "/".join(sorted({f"{row.lr:g}" for row in found.values()})))
-    if len(found) != len(EVALUATION_SEEDS):
-        parts.append(f"n={len(found)}")
-    if len(finite) < len(found):
-        parts.append(f"{len(found) - len(finite)} diverged")
+def results(
+    cells: Cells,
+    task: str,
+    rates: str = "tuned",
+    *,
+    optimizer: str = "adamw",
+    beta2: float | None = None,
+    lr: float | None = None,
+    steps: int | None = None,
+    value: Value = val_loss,
+    digits: int = 3,
+    only: Collection[str] = (),
+) -> str:
+    """Mean ± half of the 95 % interval per method and pattern, and below it the paired difference to SR-STE.
+
+    Args:
+        rates: ``"tuned"``: each case at the rate that the search found; ``"shared"``: all at dense's.
+        lr: all at this rate, instead.
+        steps: of the runs, the task's own by default.
+    """
+
+    def find(case: Case) -> Runs:
+        if lr is not None:
+            return cells.at(case, lr, steps)
+        return cells.tuned(case, steps) if rates == "tuned" else cells.shared(case)
+
+    names, patterns = grid(cells, task, optimizer, beta2, only)
+    lines = [["method", *patterns]]
+    for name in names:
+        cases = [Case(task, name, p, optimizer, beta2) for p in patterns]
+        searches = [cells.search(case, steps) if lr is None and rates == "tuned" else None for case in cases]
+        found = [_cell(cells, case, find, value, digits, search) for case, search in zip(cases, searches, strict=True)]
+        if any(cell != NONE for cell in found):
+            lines.append([f"`{name}`", *found])
+    return table(lines) if len(lines) > 1 else missing(task)
+
+
+def _cell(cells: Cells, case: Case, find: Find, value: Value, digits: int, search: Search | None) -> str:
+    runs = find(case)
+    if not runs:
+        return NONE
+    e = mean(runs, value)
+    parts = [e.shown(digits)]
+    if case.method not in (BASELINE, DENSE):
+        delta = difference(runs, find(Case(case.task, BASELINE, case.pattern, case.optimizer, case.beta2)), value)
+        if delta.n > 1:
+            mark = below(cells, case.task, delta) if value is val_loss else ""
+            parts.append(delta.shown(digits, sign=True) + mark)
+    if search and value is val_loss:
+        parts.append(f"lr {search.rate:g} ({search.below}, {search.above})" + ("" if search.closed else " open"))
+    if value is val_loss and (switched := _switch(runs.values())):
+        parts.append(f"T₀ {switched}")
+    if len(runs) < planned(case.task):
+        parts.append(f"n = {len(runs)}")
+    if e.lost:
+        parts.append(f"{e.lost} diverged")
     return "<br>".join(parts)
 
 
-def _pm(mean: float, error: float, digits: int) -> str:
-    return f"{mean:.{digits}f}" + (f" ± {error:.{digits}f}" if math.isfinite(error) else "")
+def below(cells: Cells, task: str, delta: Estimate) -> str:
+    """The mark of a difference that is no larger than what a repeated run of the task moved by."""
+    return BELOW if 0 < cells.spread(task) >= abs(delta.mean) else ""
 
 
-def costs(cases: Cases, only: Sequence[str] = ()) -> str:
-    """Training FLOPs as a share of dense training's, and inference FLOPs as a share of dense's, of the model's linear layers."""
-    dense = next(iter(cases.of(DENSE, "").values()), None)
-    if dense is None or not dense.training_flops:
-        return "No dense run to compare with yet."
-    patterns = cases.patterns()
-    lines = [["method", *(f"{p} training" for p in patterns), *(f"{p} inference" for p in patterns)]]
-    for name in (name for name in cases.methods() if not only or name in only):
-        cells = [list(cases.of(name, p).values()) for p in patterns]
-        shares = [_mean(row.training_flops / dense.training_flops for row in cell) for cell in cells]
-        shares += [_mean(row.inference_flops / dense.inference_flops for row in cell) for cell in cells]
-        lines.append([f"`{name}`", *("–" if math.isnan(share) else f"{share:.2f}" for share in shares)])
+def _switch(runs: Iterable[RunRow]) -> str:
+    """AutoSwitch's T₀ and what ended the dense phase: ``53 to 251 (t_max 1, test 1)``; nothing for other methods."""
+    rows = [row for row in runs if row.switch_step and row.switch_reason != FIXED]
+    if not rows:
+        return ""
+    low, high = min(row.switch_step for row in rows), max(row.switch_step for row in rows)
+    reasons = [row.switch_reason or "unknown" for row in rows]
+    why = ", ".join(f"{reason} {reasons.count(reason)}" for reason in sorted(set(reasons)))
+    return (f"{low} to {high}" if low < high else str(low)) + f" ({why})"
+
+
+def _lost(e: Estimate) -> str:
+    return f" ({e.lost} diverged)" if e.lost else ""
+
+
+def planned(task: str) -> int:
+    """Evaluation seeds that the plan has for a task."""
+    return settings(task).seeds
+
+
+def missing(task: str) -> str:
+    """What stands in the place of a table without runs."""
+    return f"*No runs yet: `python -m bench.accuracy run --tasks {task}` does them, `status` says what they cost.*"
+
+
+def gaps(cells: Cells, task: str) -> str:
+    """Loss of SR-STE over dense under each optimizer, and the difference of the two, at the tuned rates."""
+    patterns = grid(cells, task, "adamw", None, (BASELINE,))[1]
+    lines = [["SR-STE over dense", *patterns]]
+
+    def terms(pattern: str, optimizer: str, sign: int) -> list[tuple[float, dict[int, float]]]:
+        both = ((sign, BASELINE), (-sign, DENSE))
+        return [(s, {k: r.val_loss for k, r in cells.tuned(Case(task, m, pattern, optimizer)).items()}) for s, m in both]
+
+    wanted = {"AdamW": (("adamw", 1),), "SGD": (("sgd", 1),), "AdamW less SGD": (("adamw", 1), ("sgd", -1))}
+    for name, signs in wanted.items():
+        sums = [estimate(combined([t for o, sign in signs for t in terms(p, o, sign)]).values()) for p in patterns]
+        lines.append([name, *(e.shown(sign=True) + _n(e) for e in sums)])
+    return table(lines) if patterns else missing(task)
+
+
+def _n(e: Estimate) -> str:
+    return f"<br>n = {e.n}{_lost(e)}" if e.n else ""
+
+
+def by_rate(
+    cells: Cells,
+    task: str,
+    pattern: str,
+    names: Sequence[str],
+    *,
+    optimizer: str = "adamw",
+    steps: int | None = None,
+    tuning: bool = True,
+    against: str = "",
+) -> str:
+    """A column for every rate: the loss of each method, or its paired difference to ``against`` at the same rate.
+
+    Args:
+        tuning: on the seeds of the search; otherwise on those of the evaluation.
+    """
+    seeds = TUNING_SEEDS if tuning else EVALUATION_SEEDS
+    cases = [Case(task, name, pattern, optimizer) for name in names]
+    rates = sorted({lr for case in cases for lr in cells.rates(case, steps, seeds)})
+    lines = [["method", *(f"{lr:g}" for lr in rates)]]
+    for case in cases:
+        found = [cells.at(case, lr, steps, seeds) for lr in rates]
+        if against:
+            other = [cells.at(Case(task, against, pattern, optimizer), lr, steps, seeds) for lr in rates]
+            sums = [difference(a, b) for a, b in zip(found, other, strict=True)]
+        else:
+            sums = [mean(runs) for runs in found]
+        if any(e.n for e in sums):
+            lines.append([f"`{case.method}`", *(e.shown(sign=bool(against)) + _n(e) for e in sums)])
+    return table(lines) if len(lines) > 1 else missing(task)
+
+
+def controls(cells: Cells, task: str, pattern: str, step: str = "step-25") -> str:
+    """STEP beside what separates its parts: the frozen moment, the dense phase, and the rate."""
+    own, base, thawed = (Case(task, name, pattern) for name in (step, BASELINE, f"{step}-thawed"))
+    ours, theirs = cells.search(own), cells.search(base)
+    if ours is None or theirs is None:
+        return missing(task)
+    wanted = [
+        ("SR-STE at its own rate", base, theirs.rate),
+        ("STEP at its own rate", own, ours.rate),
+        ("the same dense phase, v not frozen, at STEP's rate", thawed, ours.rate),
+        ("the same, at SR-STE's rate", thawed, theirs.rate),
+        ("SR-STE at three times STEP's rate", base, threefold(ours.rate, settings(task).factor)),
+    ]
+    lines = [["run", "lr", "loss", "less SR-STE at its own rate"]]
+    for i, (text, case, lr) in enumerate(wanted):
+        runs = cells.at(case, lr)
+        delta = difference(runs, cells.at(base, theirs.rate))
+        lines.append([text, f"{lr:g}", mean(runs).shown() + _n(mean(runs)), delta.shown(sign=True) + _n(delta) if i else NONE])
     return table(lines)
 
 
-def _mean(values: Iterable[float]) -> float:
-    return mean_and_error(list(values))[0]
+def rate_ratio(cells: Cells, task: str, pattern: str, method: str = BASELINE, optimizer: str = "adamw") -> str:
+    """How far the best rate of a method lies from dense training's: ``10 times dense training's (0.1 against 0.01)``."""
+    ours, dense = (cells.search(Case(task, name, pattern, optimizer)) for name in (method, DENSE))
+    if ours is None or dense is None:
+        return "not searched yet"
+    numbers = f"({ours.rate:g} against {dense.rate:g})"
+    return f"dense training's {numbers}" if ours.rate == dense.rate else f"{ours.rate / dense.rate:.2g} times dense training's {numbers}"
 
 
-def switches(rows: Iterable[RunRow], task: str, only: Sequence[str] = ()) -> str:
-    """Where AutoSwitch fired, in steps, over the seeds, for every variant of STEP."""
-    found: dict[tuple[str, str, int], list[RunRow]] = {}
-    for row in rows:
-        if row.task == task and row.switch_step and row.seed in EVALUATION_SEEDS and (not only or row.method in only):
-            found.setdefault((row.method, row.pattern, row.steps), []).append(row)
-    lines = [["method", "pattern", "lr", "T₀ (least to most)", "of steps", "runs"]]
-    for (name, pattern, length), group in sorted(found.items(), key=lambda item: (item[0][0], sparsity(item[0][1]), item[0][2])):
-        steps = sorted(row.switch_step for row in group)
-        rates = "/".join(f"{lr:g}" for lr in sorted({row.lr for row in group}))
-        lines.append([f"`{name}`", pattern, rates, f"{steps[0]} to {steps[-1]}", str(length), str(len(group))])
+def curve(cells: Cells, case: Case) -> dict[int, dict[float, float]]:
+    """Seed -> training FLOPs -> loss, of runs of several lengths at the rate of each length; seeds that have all lengths."""
+    found = [runs for steps in cells.lengths(case) if (runs := cells.tuned(case, steps))]
+    seeds = set.intersection(*map(set, found)) if len(found) > 1 else set()
+    every = {seed: {runs[seed].training_flops: runs[seed].val_loss for runs in found} for seed in sorted(seeds)}
+    return {seed: points for seed, points in every.items() if all(map(math.isfinite, points.values())) and 0.0 not in points}
+
+
+def at_flops(points: dict[int, dict[float, float]], budget: float) -> dict[int, float]:
+    """Seed -> loss at a budget of training FLOPs, interpolated in log FLOPs; seeds whose runs do not reach round it are left out."""
+    found = {}
+    for seed, mine in points.items():
+        if min(mine) <= budget <= max(mine):
+            found[seed] = interpolate(mine, budget)
+    return found
+
+
+def equal_flops(cells: Cells, task: str, pattern: str, only: Collection[str] = ()) -> str:
+    """Loss less dense's at the same training FLOPs, at budgets where both have runs on both sides."""
+    dense = curve(cells, Case(task, DENSE, DENSE))
+    if not dense:
+        return missing(task)
+    budgets = sorted({flops for points in dense.values() for flops in points})
+    lines = [["method", *(f"{budget / budgets[0]:g} × dense's FLOPs" for budget in budgets)]]
+    for name in grid(cells, task, "adamw", None, only)[0]:
+        points = curve(cells, Case(task, name, pattern))
+        if points and name != DENSE:
+            sums = [estimate(combined([(1, at_flops(points, b)), (-1, at_flops(dense, b))]).values()) for b in budgets]
+            lines.append([f"`{name}`", *(e.shown(sign=True) + _n(e) for e in sums)])
+    return table(lines) if len(lines) > 1 else missing(task)
+
+
+def ablation(cells: Cells, task: str, beta2: float, only: Collection[str] = ()) -> str:
+    """Runs with another β₂, all at the one rate at which most methods have runs."""
+    cases = [Case(task, name, pattern, beta2=beta2) for name, pattern in cells.cases(task, beta2=beta2)]
+    found = [lr for case in cases for lr in cells.rates(case)]
+    if not found:
+        return missing(task)
+    lr = max(sorted(set(found)), key=found.count)
+    return f"all at lr {lr:g}:\n\n{results(cells, task, beta2=beta2, lr=lr, only=only)}"
+
+
+def task_table(cells: Cells) -> str:
+    """The settings of every task that has runs."""
+    lines = [["task", "steps", "patterns", "AdamW's β", "weight decay", "clip", "seeds", "CPU-seconds of a run"]]
+    for name in tasks.names():
+        if name in cells.tasks:
+            s = settings(name)
+            decay, clip = f"{s.weight_decay:g}", "none" if s.clip is None else f"{s.clip:g}"
+            patterns = ", ".join(s.patterns)
+            numbers = [str(s.steps), patterns, f"{s.betas[0]:g}, {s.betas[1]:g}", decay, clip, str(s.seeds), f"{s.seconds:g}"]
+            lines.append([f"`{name}`", *numbers])
     return table(lines)
 
 
-def late(lines: Sequence[dict[str, str]], task: str, column: str, only: Sequence[str] = ()) -> str:
-    """The mean of a column of the traces after ``LATE`` of the steps at the shared rate, per method and pattern, over runs and steps."""
-    s = settings(task)
+def switches(cells: Cells, task: str) -> str:
+    """When AutoSwitch and its variants froze the second moment, and what ended the dense phase, at every rate; tuning seeds too."""
+    found: dict[tuple[str, str, float, int, float], list[RunRow]] = {}
+    for row in cells.rows:
+        if row.task == task and row.switch_step and row.switch_reason != FIXED:
+            found.setdefault((row.method, row.pattern, row.beta2, row.steps, row.lr), []).append(row)
+    if not found:
+        return missing(task)
+    lines = [["method", "pattern", "β₂", "of steps", "lr", "T₀", "runs"]]
+    for (name, pattern, beta2, length, lr), group in sorted(
+        found.items(), key=lambda item: (item[0][0], sparsity(item[0][1]), item[0][2:])
+    ):
+        lines.append([f"`{name}`", pattern, f"{beta2:g}", str(length), f"{lr:g}", _switch(group), str(len(group))])
+    return table(lines)
+
+
+def repeats(cells: Cells) -> str:
+    """Runs that were done again, with how far the validation loss moved."""
+    lines = [["run", "first", "again", "loss", "again", "moved by"]]
+    for a, b in cells.repeated():
+        moved = NONE if math.isnan(b.val_loss - a.val_loss) else f"{b.val_loss - a.val_loss:+.2g}".replace("-", "−")
+        lines.append([f"`{a.spec.key}`", a.machine, b.machine, f"{a.val_loss:.4f}", f"{b.val_loss:.4f}", moved])
+    return table(lines) if len(lines) > 1 else "*No run has been repeated yet: `python -m bench.accuracy run --stages repeat`.*"
+
+
+def late(lines: Sequence[dict[str, str]], column: str, cells: Cells, task: str, only: Collection[str] = ()) -> str:
+    """The mean of a column of the traces after ``LATE`` of the steps, per method and pattern, over runs and steps."""
     found: dict[tuple[str, str], list[float]] = {}
     for line in lines:
-        run = RunSpec.from_key(line["run"])
-        at_shared = (run.lr, run.steps) == (s.lr, s.steps) and not run.tuning and run.pattern != DENSE
-        if at_shared and line[column] and int(line["step"]) > LATE * s.steps and (not only or run.method in only):
-            found.setdefault((run.method, run.pattern), []).append(float(line[column]))
-    names = [name for name in (*methods.METHODS, *methods.others()) if any(m == name for m, _ in found)]
+        _, method, pattern, *_, steps, seed = line["run"].split("/")
+        usual = int(seed) in EVALUATION_SEEDS and int(steps) == settings(task).steps and pattern != DENSE
+        if usual and line[column] and int(line["step"]) > LATE * int(steps) and (not only or method in only):
+            found.setdefault((method, pattern), []).append(float(line[column]))
     patterns = sorted({p for _, p in found}, key=sparsity)
-    cells = [[f"`{name}`", *(_short(found.get((name, p), [])) for p in patterns)] for name in names]
-    return table([["method", *patterns], *cells])
+    cell = {key: f"{estimate(values).mean:.2g}" for key, values in found.items()}
+    body = [[f"`{name}`", *(cell.get((name, p), NONE) for p in patterns)] for name in ordered(m for m, _ in found)]
+    return table([["method", *patterns], *body]) if body else missing(task)
 
 
-def _short(values: list[float]) -> str:
-    mean = mean_and_error(values)[0]
-    return "–" if math.isnan(mean) else f"{mean:.2g}"
+def flops(cells: Cells, task: str, only: Collection[str] = ()) -> str:
+    """Training and inference FLOPs of the model's linear layers, as a share of dense's, at the task's length."""
+    shares: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    steps = settings(task).steps
+    mine = [row for row in cells.rows if (row.task, row.steps, row.status) == (task, steps, "ok") and row.training_flops]
+    dense = next((row for row in mine if row.method == DENSE), None)
+    for row in mine if dense else ():
+        share = row.training_flops / dense.training_flops, row.inference_flops / dense.inference_flops  # type: ignore[union-attr]
+        shares.setdefault((row.method, row.pattern), []).append(share)
+    patterns = sorted({p for m, p in shares if m != DENSE}, key=sparsity)
+    lines = [["method", *(f"{p} training" for p in patterns), *(f"{p} inference" for p in patterns)]]
+    for name in ordered(m for m, _ in shares if m != DENSE and (not only or m in only)):
+        found = [[share[i] for share in shares.get((name, p), [])] for i in (0, 1) for p in patterns]
+        lines.append([f"`{name}`", *(f"{sum(cell) / len(cell):.2f}" if cell else NONE for cell in found)])
+    return table(lines) if len(lines) > 1 else missing(task)
 
 
-def notes(cases: Cases) -> str:
-    """What each name in a table stands for."""
-    return table([["name", "method"], *([f"`{name}`", methods.get(name).note] for name in cases.methods())])
+def notes(cells: Cells, only: Collection[str] = ()) -> str:
+    """What each name in the tables stands for."""
+    names = ordered(row.method for row in cells.rows if not only or row.method in only)
+    return table([["name", "method"], *([f"`{name}`", methods.get(name).note] for name in names)])
 
 
 def table(lines: Sequence[Sequence[str]]) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench import cases, front_page
-from bench.front_page import BEGIN, END, LINES
+from bench.front_page import ANSWERS, ANSWERS_END, BEGIN, END, LINES
 from bench.registry import Ask
 from python_tests.bench.samples import HEAD, STAMP
 
@@ -29,11 +29,12 @@ def test_what_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     ]
     intel = LINEAR.replace("AMD", "Intel").replace("1.876", "2.5")
     (results / "a.csv").write_text(HEAD + LINEAR + GENERATE + intel + GENERATE.replace("AMD", "Old") + "".join(train))
-    readme.write_text(f"# Name\n\n{BEGIN}\nstale\n{END}\n\nmore\n")
-    assert front_page.main(["--check"], results, readme) == 1 and "run: python -m bench.front_page" in capsys.readouterr().out
-    assert front_page.main([], results, readme) == 0 == front_page.main(["--check"], results, readme)
+    readme.write_text(f"# Name\n\n{BEGIN}\nstale\n{END}\n\n{ANSWERS}\nold answers\n{ANSWERS_END}\n\nmore\n")
+    assert front_page.main(["--check"], results, [readme]) == 1 and "run: python -m bench.front_page" in capsys.readouterr().out
+    assert front_page.main([], results, [readme]) == 0 == front_page.main(["--check"], results, [readme])
     text = readme.read_text()
     assert text.startswith("# Name") and text.endswith("more\n") and "stale" not in text
+    assert "old answers" not in text and "*Not run yet:" in text
     assert "| against | AMD, 2 threads (2026-11-21) | Intel, 2 threads (2026-11-21) |" in text and "Old" not in text
     assert "4096×4096, 1 token | torch's fastest dense GEMM | 1.88 × | 2.50 × |" in text
     assert "| dense | 3.30 × |  |" in text and "16 tokens" not in text

@@ -1,101 +1,234 @@
-"""Tables, figures and the page that holds them."""
+"""The page: cells, contrasts, comparisons at equal FLOPs, and a check that catches what the rows do not prove."""
+
+from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
+from pathlib import Path
 
+import jinja2
 import pytest
 
-from bench.accuracy import figures, page, tables, tasks, traces
-from bench.accuracy.rows import RunRow
-from bench.accuracy.tasks.base import settings
+from bench.accuracy import answers, contrasts, costs, figures, page, tables, tasks, traces
+from bench.accuracy.cells import Case, Cells, difference, mean
+from bench.accuracy.rows import REPEATS, save
+from bench.accuracy.spec import RunSpec
+from bench.accuracy.stats import Estimate
+from bench.accuracy.tasks import base
 from bench.accuracy.worker import with_flops
-
-S = settings("gpt")
-
-
-def row(method="srste", pattern="2:4", seed=0, loss=2.0, lr=S.lr, steps=S.steps, **values):
-    blank = {f.name: {"int": 0, "float": 0.0, "str": "x"}[f.type] for f in dataclasses.fields(RunRow)}
-    known = {
-        "optimizer": "adamw",
-        "beta2": 0.999,
-        "task": "gpt",
-        "method": method,
-        "pattern": pattern,
-        "seed": seed,
-        "val_loss": loss,
-        "lr": lr,
-        "steps": steps,
-    }
-    return RunRow(**{**blank, "done": steps, "status": "ok", **known, **values})
+from python_tests.bench.accuracy import world
 
 
-ROWS = [
-    row("dense", "dense", 0, 1.5),
-    row("dense", "dense", 1, 1.7),
-    *(row("srste", p, s, 2.0 + s) for p in ("2:4", "1:8") for s in (0, 1, 2)),
-    *(row("ste", "2:4", s, 2.1 + s + 0.001 * s) for s in (0, 1, 2)),
-    row("ste", "1:8", 0, math.nan, status="diverged"),
-    row("ste", "1:8", 1, 3.5),
-]
+@pytest.fixture
+def known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name, task in world.registered():
+        monkeypatch.setitem(base._tasks, name, task)
+    base.get.cache_clear()
+    yield
+    base.get.cache_clear()
 
 
-def test_cells_are_means_with_paired_differences():
-    text = tables.results(tables.shared(ROWS, "gpt"))
-    head, _, dense, ste, srste = text.splitlines()
-    assert head == "| method | 2:4 | 1:8 |"
-    assert dense.startswith("| `dense` | 1.600 ± 0.100<br>n=2 |")
-    assert srste.startswith("| `srste` | 3.000 ± 0.577<br>n=3 |")
-    # paired: 0.1, 0.101, 0.102, far beyond its error though the losses themselves spread by one
-    assert "3.101 ± 0.578<br>**+0.101 ± 0.001**<br>n=3" in ste
-    assert ste.endswith("3.500<br>n=2<br>1 diverged |")
+@pytest.fixture
+def cells(known: None) -> Cells:
+    return Cells([*world.rows(), *world.rows("sentiment", ("tune", "tuned"))])
 
 
-def test_only_runs_of_the_same_settings_are_compared():
-    other = [row(loss=9.0, lr=S.lr * 2), row(loss=9.0, steps=7), row(loss=9.0, seed=100), row(loss=9.0, task="vit")]
-    assert tables.shared([*ROWS, *other], "gpt").runs == tables.shared(ROWS, "gpt").runs
+def replaced(cells: Cells, method: str, seed: int, value: float) -> Cells:
+    """The same rows, with another loss of one tuned run at 1:8 under AdamW."""
+    lr = cells.search(Case("mlp", method, "1:8")).rate
+    key = RunSpec("mlp", method, "dense" if method == "dense" else "1:8", seed, lr, 1000).key
+    assert any(row.spec.key == key for row in cells.rows)
+    status = "ok" if math.isfinite(value) else "diverged"
+    return Cells([dataclasses.replace(r, val_loss=value, status=status) if r.spec.key == key else r for r in cells.rows])
 
 
-def test_tuned_runs_are_those_at_the_best_rate():
-    rates = (S.start[0] / 4, S.start[0] / 2, *S.start)
-    search = [row(seed=s, lr=lr, loss=abs(lr - S.start[0])) for s in (100, 101) for lr in rates]
-    final = [row(seed=s, lr=S.start[0], loss=1.0) for s in (0, 1)]
-    cases = tables.tuned([*search, *final, *ROWS], "gpt")
-    assert [r.val_loss for r in cases.of("srste", "2:4").values()] == [1.0, 1.0]
-    assert f"lr {S.start[0]:g}" in tables.results(cases, rates=True)
+def test_cells_are_tuned_and_paired_by_seed(cells):
+    ours, theirs = (cells.tuned(Case("mlp", m, "1:8")) for m in ("step-25", "srste"))
+    assert list(ours) == list(range(6)) and {row.lr for row in ours.values()} == {1e-2}
+    delta = difference(ours, theirs)
+    # the seeds' own noise, ten times a run's, is the same on both sides
+    assert delta.mean == pytest.approx(0.05, abs=0.004) and delta.half < 0.01 < mean(ours).half + 0.005
+    text = tables.results(cells, "mlp")
+    assert "| method | 1:8 | 1:16 |" in text and "lr 0.01 (2, 2)" in text and "open" not in text and "T₀ 51 (t_min 6)" in text
+    assert tables.results(cells, "mlp", optimizer="sgd").count("lr 0.1") == 4
+
+
+def test_missing_and_diverged_seeds_are_told(cells):
+    lost = replaced(cells, "step-25", 3, math.nan)
+    delta = difference(lost.tuned(Case("mlp", "step-25", "1:8")), lost.tuned(Case("mlp", "srste", "1:8")))
+    assert (delta.n, delta.lost) == (5, 1) and "1 diverged" in tables.results(lost, "mlp")
+    assert "step-25" not in answers.candidates(lost, "mlp", "1:8")
+    few = Cells([row for row in cells.rows if row.seed not in (4, 5)])
+    assert "n = 4" in tables.results(few, "mlp") and "4 of 6" in answers.answers_table(few)
+    assert contrasts.findings(few)["step-mlp"].verdict == "too few seeds yet (n = 4)"
+
+
+def test_primary_contrasts_have_words_that_follow_from_their_numbers(cells):
+    found = contrasts.findings(cells)
+    assert len(found) <= 4 and list(found) == [c.name for c in contrasts.PRIMARY]
+    assert found["gap-1:8"].estimate.mean == pytest.approx(-0.05, abs=0.006) and found["gap-1:8"].verdict == "no, less"
+    assert found["step-mlp"].verdict == "no, worse" and found["step-mlp"].significant
+    assert found["step-sentiment"].verdict == "no difference found" and not found["step-sentiment"].significant
+    assert tables.primary(cells).count("**") == 2 * 3
+    assert contrasts.findings(Cells([]))["gap-1:8"].verdict == "not run yet" and "**" not in tables.primary(Cells([]))
+
+
+def test_an_open_search_is_not_tuned(cells):
+    # a search that was given up: the loss fell at each of nine rates
+    rates = (1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0)
+    edge = [
+        world.row(RunSpec("mlp", "srste", "1:8", seed, lr, 1000), 0.3 - 0.01 * i) for i, lr in enumerate(rates) for seed in (100, 101, 102)
+    ]
+    runs = [world.row(RunSpec("mlp", "srste", "1:8", seed, rates[-1], 1000), 0.2) for seed in range(6)]
+    kept = [r for r in cells.rows if (r.method, r.pattern, r.optimizer) != ("srste", "1:8", "adamw")]
+    opened = Cells([*kept, *edge, *runs])
+    assert not opened.search(Case("mlp", "srste", "1:8")).closed
+    assert "(8, 0) open" in tables.results(opened, "mlp")
+    finding = contrasts.findings(opened)["step-mlp"]
+    assert finding.verdict == "undecided: a rate lies at the edge of its search" and not finding.significant
+    assert ", open" in answers.answers_table(opened) and "1:8" not in answers.answers_table(opened, brief=True)
+
+
+def test_nothing_is_claimed_below_the_spread_of_repeats(cells):
+    first = next(r for r in cells.rows if r.task == "mlp")
+    moved = Cells(cells.rows, [dataclasses.replace(first, val_loss=first.val_loss + 0.07, machine="another")])
+    assert moved.spread("mlp") == pytest.approx(0.07) and moved.spread("sentiment") == 0
+    assert contrasts.findings(moved)["step-mlp"].verdict == "undecided: smaller than what another machine changes"
+    assert "†" in tables.results(moved, "mlp") and "†" not in tables.results(cells, "mlp")
+    assert "+0.07" in tables.repeats(moved) and "another" in tables.repeats(moved)
+
+
+def test_phrases_follow_from_the_interval():
+    assert answers.in_words(Estimate(-0.5, 0.25, 6, 0.002), "x") == "ahead of x by 0.500 ± 0.250 (n = 6)"
+    assert answers.in_words(Estimate(0.2, 0.25, 6, 0.09), "x").startswith("not distinguishable from x (+0.200")
+    assert answers.in_words(Estimate(0.2, 0.1, 6, 0.01), "x", spread=0.3).startswith("not distinguishable")
+    assert answers.in_words(Estimate(0.2, 0.1, 3, 0.01), "x").startswith("not ranked")
+    assert answers.in_words(Estimate(math.nan, math.nan, 0, math.nan), "x") == "not compared with x yet"
+
+
+def test_flops_are_compared_only_between_runs(cells):
+    ours, dense = tables.curve(cells, Case("mlp", "srste", "1:8")), tables.curve(cells, Case("mlp", "dense", "dense"))
+    assert set(ours) == set(range(6)) and sorted(ours[0]) == [0.75e9, 1.5e9, 3e9] and sorted(dense[0]) == [1e9, 2e9, 4e9]
+    assert ours[0][1.5e9] < tables.at_flops(ours, 1e9)[0] < ours[0][0.75e9]
+    assert tables.at_flops(ours, 4e9) == {} and tables.at_flops(ours, 0.7e9) == {}
+    head, _, *body = tables.equal_flops(cells, "mlp", "1:8").splitlines()
+    assert "4 × dense's FLOPs" in head and body[0].startswith("| `srste` | +0.09") and body[0].endswith("| – |")
+
+
+def test_controls_and_rates(cells):
+    text = tables.controls(cells, "mlp", "1:8")
+    assert "| SR-STE at three times STEP's rate | 0.03 |" in text and "v not frozen" in text
+    assert tables.by_rate(cells, "mlp", "1:8", ["step-25"], against="srste").count("n = 3") == 5
+    assert tables.rate_ratio(cells, "mlp", "1:8") == "dense training's (0.01 against 0.01)"
+    assert "AdamW less SGD | −0.05" in tables.gaps(cells, "mlp")
 
 
 def test_flops_are_counted_by_the_rule():
+    s = base.settings("gpt")
+    row = lambda method, pattern, **more: world.row(RunSpec("gpt", method, pattern, 0, s.lr, s.steps), 2.0, switch_step=0, **more)  # noqa: E731
     dense = with_flops(row("dense", "dense"))
     weights = 2 * 12 * 64 * 64 + 64 * 256
-    assert dense.inference_flops == 2 * weights and dense.training_flops == 3 * 2 * weights * tasks.get("gpt").tokens * S.steps
+    assert dense.inference_flops == 2 * weights and dense.training_flops == 3 * 2 * weights * tasks.get("gpt").tokens * s.steps
     ste = with_flops(row("ste", "1:8"))
     assert ste.inference_flops == 2 * (weights - 2 * 12 * 64 * 64 * 7 / 8)
-    early, late = (with_flops(row("step", "1:8", switch_step=t)).training_flops for t in (100, 500))
+    early, late = (with_flops(dataclasses.replace(row("step", "1:8"), switch_step=t)).training_flops for t in (100, 500))
     assert early < late < dense.training_flops
-    assert with_flops(row("dense", "dense", done=S.steps // 2)).training_flops == dense.training_flops / 2
+    assert with_flops(dataclasses.replace(row("dense", "dense"), done=s.steps // 2)).training_flops == dense.training_flops / 2
 
 
-def test_the_page_is_written_between_its_markers():
-    text = "Before\n<!-- shared gpt -->\nold\n<!-- end -->\nbetween\n<!-- shared gpt srste dense -->\n<!-- end -->\nafter"
-    new = page.render(text, ROWS)
-    assert new.startswith("Before\n<!-- shared gpt -->\n\n| method") and "old" not in new and new.endswith("<!-- end -->\nafter")
-    assert "`ste`" not in new[new.index("between") :] and page.render(new, ROWS) == new
-    with pytest.raises(ValueError, match="nothing"):
-        page.render("<!-- nothing gpt -->\n<!-- end -->", ROWS)
-    for what in ["shared", "sharedaccuracy", "tuned", "tunedaccuracy", "costs", "switches", "names", "flips", "decays", "variance"]:
-        assert page.piece(what, "gpt", [], []), "every table can be empty"
+TEMPLATE = """# Page
+
+{{ finding("gap-1:8") }} and {{ results("mlp") }}
+
+{{ figure("rates", "loss against rate", rates_figure("mlp", "1:8", ["dense", "srste"])) }}
+"""
+
+
+@pytest.fixture
+def written(cells: Cells, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path, Path]:
+    def digest_only(figure: figures.Figure, path: Path) -> bool:
+        path.parent.mkdir(exist_ok=True)
+        return bool(path.write_text(figure.digest, encoding="utf-8"))
+
+    monkeypatch.setattr(figures, "draw", digest_only)  # matplotlib takes seconds; the slow test draws
+    paths = tmp_path / "page.md", tmp_path / "README.md", tmp_path / "results"
+    save(cells.rows, paths[2])
+    save([], paths[2], REPEATS)
+    paths[0].write_text(TEMPLATE, encoding="utf-8")
+    assert {path.name for path in page.write(*paths)} == {"README.md", "rates.svg"}
+    assert page.problems(*paths) == [] and page.write(*paths) == []
+    return paths
+
+
+def test_check_catches_what_the_rows_do_not_prove(written, cells):
+    template, readme, folder = written
+    text = readme.read_text(encoding="utf-8")
+    readme.write_text(text.replace("0.413", "0.313"), encoding="utf-8")
+    assert page.problems(*written) == [f"README.md {page.INSTEAD}"]
+    page.write(*written)
+
+    template.write_text(TEMPLATE + "\nSTEP is behind by 0.049, `0.5` is code.\n", encoding="utf-8")
+    assert any("line 7: 0.049" in problem for problem in page.problems(*written))
+    template.write_text(TEMPLATE, encoding="utf-8")
+
+    moved = [dataclasses.replace(r, val_loss=r.val_loss + 0.01) if r.seed == 100 else r for r in cells.rows]
+    save(moved, folder)
+    assert f"figures/rates.svg {page.INSTEAD}" in page.problems(*written)
+    page.write(*written)
+    (folder / "figures" / "old.svg").write_text("<svg/>", encoding="utf-8")
+    assert page.problems(*written) == [f"figures/old.svg {page.INSTEAD}"]
+    page.write(*written)
+    assert page.problems(*written) == [] and not (folder / "figures" / "old.svg").exists()
+
+
+def test_the_template_asks_only_for_what_there_is(cells, tmp_path):
+    with pytest.raises(jinja2.UndefinedError):
+        page.render("{{ nothing }}", cells, tmp_path)
+    assert page.literals("a 0.5\nb ± c, 30 %, {{ 0.5 }} `0.5` [x](1.5.md)\n```\n0.5\n```\n3.5") == [
+        "line 1: 0.5",
+        "line 2: ±",
+        "line 2: 30 %",
+        "line 6: 3.5",
+    ]
+
+
+def test_the_whole_template_reads_well_with_any_rows(cells, tmp_path):
+    template = page.TEMPLATE.read_text(encoding="utf-8")
+    for some in (Cells([]), cells, Cells([r for r in cells.rows if r.seed in (100, 0)])):
+        text, _ = page.render(template, some, tmp_path)
+        assert "nan" not in text and "None" not in text and "inf " not in text and "\n\n\n" not in text
+        assert "](#what-repeats)" in text and text.count("## Answers") == 1
+    assert "no, less (−0.0" in page.render(template, cells, tmp_path)[0]
+
+
+def test_moments_are_bias_corrected_and_stay_where_they_froze(cells, tmp_path):
+    spec = RunSpec("mlp", "step", "1:8", 0, 1e-2, 1000)
+    blank = dict.fromkeys(traces.COLUMNS, "")
+    lines = [{**blank, "run": spec.key, "step": step, "v_mean": v} for step, v in (("25", "1e-6"), ("100", "2e-6"), ("200", "2e-6"))]
+    traces.append(lines, tmp_path, "mlp")
+    (line,) = figures.moments(cells, tmp_path, "mlp", "1:8", ["step"], 1e-2).lines
+    assert line.x == [25, 100, 200] and line.y[1] == line.y[2] == pytest.approx(math.sqrt(2e-6 / (1 - 0.999**51)))
+    assert line.y[0] == pytest.approx(math.sqrt(1e-6 / (1 - 0.999**25)))
 
 
 @pytest.mark.slow
-def test_figures_are_the_same_bytes_again(tmp_path):
+def test_figures_are_the_same_bytes_again(cells, tmp_path):
     pytest.importorskip("matplotlib")
-    rows = [with_flops(r) for r in [*ROWS, row("dense", "dense", 0, 1.4, steps=S.steps * 2)]]
-    blank = {**dict.fromkeys(traces.COLUMNS, ""), "flip_rate_stride": "0.1", "v_mean": "1e-6"}
-    traces.append([{**blank, "run": r.spec.key, "step": step} for r in ROWS for step in ("25", "50")], tmp_path, "gpt")
-    first, second = (figures.draw(rows, tmp_path, tmp_path / folder, "gpt") for folder in "ab")
-    assert {p.name for p in first} == {"gpt-sparsity.svg", "gpt-flips.svg", "gpt-moments.svg", "gpt-flops.svg"}
-    assert [p.read_bytes() for p in first] == [p.read_bytes() for p in second]
+    for figure in (figures.rates(cells, "mlp", "1:8", ["dense", "srste", "step"]), figures.flops(cells, "mlp", "1:8")):
+        assert all(figures.draw(figure, tmp_path / name) for name in "ab")
+        assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes() and figures.current(figure, tmp_path / "a")
+        assert not figures.current(dataclasses.replace(figure, ylabel="other"), tmp_path / "a")
+
+
+def test_labels_do_not_meet():
+    found = figures.spaced([0.5, 0.52, 0.1, 0.51], 0.05)
+    assert sorted(found)[1:] == pytest.approx([sorted(found)[1] + 0.05 * i for i in range(3)]) and found[0] < found[3] < found[1]
+
+
+def test_estimates_and_costs(cells):
+    assert "hours of 105 runs" in costs.estimates() and "| `mlp` | x |" in costs.spent(cells)
 
 
 def test_the_committed_page_shows_the_committed_rows():
-    assert not page.stale(), "run: python -m bench.accuracy report"
+    assert page.problems() == [], "run: python -m bench.accuracy report"

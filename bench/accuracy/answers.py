@@ -1,0 +1,105 @@
+"""What a reader came for: which method, at which sparsity and budget, and how sure that is."""
+
+from __future__ import annotations
+
+from . import tasks
+from .cells import Case, Cells, Runs, difference, mean
+from .contrasts import findings
+from .spec import DENSE
+from .stats import ENOUGH, Estimate, combined, estimate
+from .tables import BASELINE, NONE, at_flops, below, curve, grid, planned, table
+from .tasks.base import settings
+
+CONTROL = "-thawed"
+"""Ends the names of runs that explain a method and are none themselves."""
+
+
+def candidates(cells: Cells, task: str, pattern: str) -> dict[str, Runs]:
+    """The methods with runs at their own rate, but for dense training, the controls, and whatever diverged on a seed.
+
+    Where some have five seeds, those that have fewer are left out.
+    """
+    names = [name for name in grid(cells, task, "adamw", None, ())[0] if name != DENSE and not name.endswith(CONTROL)]
+    found: dict[str, Runs] = {name: cells.tuned(Case(task, name, pattern)) for name in names}
+    sure = {name: runs for name, runs in found.items() if mean(runs).n and not mean(runs).lost}
+    return {name: runs for name, runs in sure.items() if len(runs) >= ENOUGH} or sure
+
+
+def answers_table(cells: Cells, brief: bool = False) -> str:
+    """Per task and pattern: the method of least loss at its own rate, those not distinguishable from it, and dense training beside them.
+
+    Args:
+        brief: only what has five seeds and a closed search, without the comparison at equal FLOPs.
+    """
+    head = ["task", "pattern", "least loss", "not distinguishable from it", "it less dense", "n"]
+    lines = [head if brief else [*head, "it less dense, equal training FLOPs"]]
+    for task in tasks.names():
+        for pattern in grid(cells, task, "adamw", None, ())[1]:
+            if found := candidates(cells, task, pattern):
+                lines += _line(cells, task, pattern, found, brief)
+    return table(lines) if len(lines) > 1 else "*Not run yet: `python -m bench.accuracy status` says what it costs.*"
+
+
+def _line(cells: Cells, task: str, pattern: str, found: dict[str, Runs], brief: bool) -> list[list[str]]:
+    best = min(found, key=lambda name: mean(found[name]).mean)
+    least = mean(found[best])
+    search = cells.search(Case(task, best, pattern))
+    closed = search is not None and search.closed
+    if brief and (least.n < ENOUGH or not closed):
+        return []
+    level = ", ".join(f"`{name}`" for name in found if name != best and _level(found[name], found[best])) or "none"
+    dense = difference(found[best], cells.tuned(Case(task, DENSE, DENSE)))
+    cells_of_line = [
+        f"`{task}`, {settings(task).steps} steps",
+        pattern,
+        f"`{best}` {least.shown()}" + ("" if closed else ", open"),
+        level if least.n >= ENOUGH else "too few seeds to say",
+        dense.shown(sign=True) + below(cells, task, dense) if dense.n else NONE,
+        str(least.n) if least.n >= planned(task) else f"{least.n} of {planned(task)}",
+    ]
+    return [cells_of_line if brief else [*cells_of_line, _equal(cells, task, pattern, best)]]
+
+
+def _level(ours: Runs, least: Runs) -> bool:
+    delta = difference(ours, least)
+    return delta.n < ENOUGH or not delta.clear
+
+
+def _equal(cells: Cells, task: str, pattern: str, name: str) -> str:
+    dense, ours = curve(cells, Case(task, DENSE, DENSE)), curve(cells, Case(task, name, pattern))
+    if not dense or not ours:
+        return NONE
+    budget = min(flops for points in dense.values() for flops in points)
+    e = estimate(combined([(1, at_flops(ours, budget)), (-1, at_flops(dense, budget))]).values())
+    return e.shown(sign=True) if e.n else NONE
+
+
+def compare(cells: Cells, task: str, pattern: str, ours: str, theirs: str = BASELINE, optimizer: str = "adamw") -> str:
+    """``ours`` against ``theirs`` at their own rates, in words that follow from the interval."""
+    a, b = (cells.tuned(Case(task, name, pattern, optimizer)) for name in (ours, theirs))
+    return in_words(difference(a, b), f"`{theirs}`", cells.spread(task))
+
+
+def in_words(e: Estimate, other: str, spread: float = 0.0) -> str:
+    """A difference of losses as a phrase: ahead of, behind, or not distinguishable from ``other``.
+
+    Example:
+        >>> in_words(Estimate(0.5, 0.25, 6, 0.002), "dense")
+        'behind dense by 0.500 ± 0.250 (n = 6)'
+    """
+    if not e.n:
+        return f"not compared with {other} yet"
+    if e.n < ENOUGH:
+        return f"not ranked against {other} yet ({e.shown(sign=True)}, n = {e.n})"
+    if not e.clear or abs(e.mean) <= spread:
+        return f"not distinguishable from {other} ({e.shown(sign=True)}, n = {e.n})"
+    size = Estimate(abs(e.mean), e.half, e.n, e.p).shown()
+    return f"{'ahead of' if e.mean < 0 else 'behind'} {other} by {size} (n = {e.n})"
+
+
+def finding(cells: Cells, name: str) -> str:
+    """The answer to a primary contrast with its numbers."""
+    found = findings(cells)[name]
+    if not found.estimate.n:
+        return found.verdict
+    return f"{found.verdict} ({found.estimate.shown(sign=True)}, n = {found.estimate.n}, p = {found.p:.2g} after Holm)"

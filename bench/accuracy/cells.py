@@ -1,0 +1,146 @@
+"""Which rows stand behind a cell of a table: those that differ in the seed alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from .plan import Search, best_rates, shared_rate
+from .rows import RunRow
+from .spec import DENSE, EVALUATION_SEEDS
+from .stats import Estimate, combined, estimate
+from .tasks.base import Settings, settings
+
+Runs = Mapping[int, RunRow]
+"""Seed -> row."""
+
+Value = Callable[[RunRow], float]
+
+
+def val_loss(row: RunRow) -> float:
+    """The validation loss at the deployable weights, in nats."""
+    return row.val_loss
+
+
+def accuracy(row: RunRow) -> float:
+    """The accuracy at the deployable weights, in percent."""
+    return row.accuracy
+
+
+def bleu(row: RunRow) -> float:
+    """BLEU of the translations at the deployable weights."""
+    return row.bleu
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained, but for rate, length and seed. Dense training has no pattern and stands beside all."""
+
+    task: str
+    method: str
+    pattern: str
+    optimizer: str = "adamw"
+    beta2: float | None = None
+
+    @property
+    def settings(self) -> Settings:
+        """The task's."""
+        return settings(self.task)
+
+    @property
+    def key(self) -> tuple[str, str, str, str, float]:
+        """What rows of the case have in common."""
+        beta2 = self.settings.betas[1] if self.beta2 is None else self.beta2
+        pattern = DENSE if self.method == DENSE else self.pattern
+        return self.task, self.method, pattern, self.optimizer, beta2 if self.optimizer == "adamw" else 0.0
+
+
+class Cells:
+    """All rows, found by case, rate and length.
+
+    Args:
+        rows: of ``runs.csv``.
+        again: of ``repeats.csv``, some of the same runs done again.
+    """
+
+    def __init__(self, rows: Iterable[RunRow], again: Iterable[RunRow] = ()) -> None:
+        self.rows, self.again = list(rows), list(again)
+        self.tasks = {row.task for row in self.rows}
+        self._runs: dict[tuple[str, str, str, str, float], dict[tuple[float, int], dict[int, RunRow]]] = {}
+        for row in self.rows:
+            key = (row.task, row.method, row.pattern, row.optimizer, row.beta2)
+            self._runs.setdefault(key, {}).setdefault((row.lr, row.steps), {})[row.seed] = row
+        self._searches: dict[tuple[str, str, float, float], dict[tuple[str, str], Search]] = {}
+
+    def at(self, case: Case, lr: float, steps: int | None = None, seeds: Collection[int] = EVALUATION_SEEDS) -> dict[int, RunRow]:
+        """The runs of a case at one rate, of the task's own length where none is given."""
+        found = self._runs.get(case.key, {}).get((lr, steps or case.settings.steps), {})
+        return {seed: row for seed, row in found.items() if seed in seeds}
+
+    def rates(self, case: Case, steps: int | None = None, seeds: Collection[int] = EVALUATION_SEEDS) -> list[float]:
+        """The rates of which there are runs, sorted."""
+        steps = steps or case.settings.steps
+        return sorted(lr for (lr, length), runs in self._runs.get(case.key, {}).items() if length == steps and set(runs) & set(seeds))
+
+    def lengths(self, case: Case) -> list[int]:
+        """The lengths of which there are runs on evaluation seeds, sorted."""
+        return sorted({length for (_, length), runs in self._runs.get(case.key, {}).items() if set(runs) & set(EVALUATION_SEEDS)})
+
+    def cases(self, task: str, optimizer: str = "adamw", beta2: float | None = None) -> list[tuple[str, str]]:
+        """(method, pattern) of a task of which there are runs on evaluation seeds."""
+        if task not in self.tasks:
+            return []
+        wanted = Case(task, DENSE, DENSE, optimizer, beta2).key[3:]
+        found = {(row.method, row.pattern) for row in self.rows if row.task == task and (row.optimizer, row.beta2) == wanted}
+        return sorted(pair for pair in found if self.lengths(Case(task, *pair, optimizer, beta2)))
+
+    def repeated(self) -> list[tuple[RunRow, RunRow]]:
+        """(a row, the same run again), of every run that was repeated."""
+        by_key = {row.spec.key: row for row in self.rows}
+        return [(by_key[row.spec.key], row) for row in self.again if row.spec.key in by_key]
+
+    def spread(self, task: str) -> float:
+        """How far the validation loss of one run of a task moved at most when it was repeated; 0 where none was."""
+        return max((abs(a.val_loss - b.val_loss) for a, b in self.repeated() if a.task == task), default=0.0)
+
+    def search(self, case: Case, steps: int | None = None) -> Search | None:
+        """The finished search for the rate of a case, None before; a length that was not searched has the rate of the task's own.
+
+        Args:
+            steps: of the runs, the task's own by default.
+        """
+        if case.task not in self.tasks:
+            return None
+        s = case.settings
+        length = (steps or s.steps) / s.steps if s.length_search else 1.0
+        key = (case.task, case.optimizer, case.key[4], length)
+        if key not in self._searches:
+            self._searches[key] = best_rates(self.rows, case.task, case.optimizer, case.key[4], length)
+        found = self._searches[key].get((case.method, case.key[2]))
+        return found if found and found.over and math.isfinite(found.rate) else None
+
+    def tuned(self, case: Case, steps: int | None = None) -> dict[int, RunRow]:
+        """The runs of a case at the rate that the search found for it; none before."""
+        found = self.search(case, steps)
+        return self.at(case, found.rate, steps) if found else {}
+
+    def shared(self, case: Case) -> dict[int, RunRow]:
+        """The runs of a case at the rate that is dense training's best."""
+        lr = shared_rate(self.rows, case.task, case.optimizer) if case.task in self.tasks else None
+        return self.at(case, lr) if lr else {}
+
+
+def values(runs: Runs, value: Value = val_loss) -> dict[int, float]:
+    """Seed -> value."""
+    return {seed: value(row) for seed, row in runs.items()}
+
+
+def mean(runs: Runs, value: Value = val_loss) -> Estimate:
+    """The mean over seeds, without runs that diverged."""
+    return estimate(values(runs, value).values())
+
+
+def difference(ours: Runs, theirs: Runs, value: Value = val_loss) -> Estimate:
+    """``ours`` less ``theirs``, paired by seed."""
+    return estimate(combined([(1, values(ours, value)), (-1, values(theirs, value))]).values())
