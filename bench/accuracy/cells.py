@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from .plan import Search, best_rates, shared_rate
+from .plan import ABLATED, Search, best_rates, pending, plan, shared_rate
 from .rows import RunRow
-from .spec import DENSE, EVALUATION_SEEDS
+from .spec import DENSE, EVALUATION_SEEDS, RunSpec
 from .stats import Estimate, combined, estimate
 from .tasks.base import Settings, settings
 
@@ -71,6 +71,7 @@ class Cells:
         for row in self.rows:
             key = (row.task, row.method, row.pattern, row.optimizer, row.beta2)
             self._runs.setdefault(key, {}).setdefault((row.lr, row.steps), {})[row.seed] = row
+        self._left: dict[str, list[RunSpec]] = {}
         self._searches: dict[tuple[str, str, float, float], dict[tuple[str, str], Search]] = {}
 
     def at(self, case: Case, lr: float, steps: int | None = None, seeds: Collection[int] = EVALUATION_SEEDS) -> dict[int, RunRow]:
@@ -83,6 +84,10 @@ class Cells:
         steps = steps or case.settings.steps
         return sorted(lr for (lr, length), runs in self._runs.get(case.key, {}).items() if length == steps and set(runs) & set(seeds))
 
+    def like(self, case: Case, runs: Runs) -> dict[int, RunRow]:
+        """The runs of a case at the rate and length of others."""
+        return next((self.at(case, row.lr, row.steps) for row in runs.values()), {})
+
     def lengths(self, case: Case) -> list[int]:
         """The lengths of which there are runs on evaluation seeds, sorted."""
         return sorted({length for (_, length), runs in self._runs.get(case.key, {}).items() if set(runs) & set(EVALUATION_SEEDS)})
@@ -94,6 +99,20 @@ class Cells:
         wanted = Case(task, DENSE, DENSE, optimizer, beta2).key[3:]
         found = {(row.method, row.pattern) for row in self.rows if row.task == task and (row.optimizer, row.beta2) == wanted}
         return sorted(pair for pair in found if self.lengths(Case(task, *pair, optimizer, beta2)))
+
+    def left(self, task: str) -> list[RunSpec]:
+        """The runs that the plan has for a task and that are not done, as far as its searches are known."""
+        if task not in self._left:
+            asked = [spec for stage in settings(task).stages for spec in plan(stage, task, self.rows)]
+            self._left[task] = pending(asked, self.rows)
+        return self._left[task]
+
+    def mixed(self) -> list[str]:
+        """Tasks whose rows of one β₂ are of several data sets, which must not be compared."""
+        found: dict[tuple[str, bool], set[str]] = {}
+        for row in self.rows:
+            found.setdefault((row.task, row.beta2 == ABLATED), set()).add(row.data)
+        return sorted({task for (task, _), digests in found.items() if len(digests) > 1})
 
     def repeated(self) -> list[tuple[RunRow, RunRow]]:
         """(a row, the same run again), of every run that was repeated."""
@@ -142,5 +161,6 @@ def mean(runs: Runs, value: Value = val_loss) -> Estimate:
 
 
 def difference(ours: Runs, theirs: Runs, value: Value = val_loss) -> Estimate:
-    """``ours`` less ``theirs``, paired by seed."""
+    """``ours`` less ``theirs``, paired by seed, over runs of the same data."""
+    ours = {seed: row for seed, row in ours.items() if seed not in theirs or theirs[seed].data == row.data}
     return estimate(combined([(1, values(ours, value)), (-1, values(theirs, value))]).values())

@@ -71,6 +71,9 @@ def _functions(cells: Cells, folder: Path) -> dict[str, Any]:
         "equal_flops": tables.equal_flops,
         "switches": tables.switches,
         "ablation": tables.ablation,
+        "betas": tables.betas,
+        "autoswitch": tables.autoswitch,
+        "progress": tables.progress,
         "repeats": tables.repeats,
         "flops_table": tables.flops,
         "notes": tables.notes,
@@ -86,15 +89,16 @@ def _functions(cells: Cells, folder: Path) -> dict[str, Any]:
     return {
         **{name: partial(function, cells) for name, function in of_cells.items()},
         "moments_figure": partial(figures.moments, cells, folder),
-        "decays": lambda task, *only: tables.late(traces.load(folder, task), "decay_ratio", cells, task, only),
-        "variance": lambda task: variance.summary(variance.load(folder), task),
+        "decays": lambda task, beta2, only: tables.late(traces.load(folder, task), task, "decay_ratio", beta2, only),
+        "variance": lambda task, beta2: variance.summary([x for x in variance.load(folder) if float(x["beta2"]) == beta2], task),
+        "variances": sorted({(line["task"], float(line["beta2"])) for line in variance.load(folder)}),
         "estimates": costs.estimates,
         "findings": findings(cells),
         "spread": cells.spread,
         "settings": settings,
         "accuracy": accuracy,
         "bleu": bleu,
-        "tasks": cells.tasks,
+        "tasks": sorted(cells.tasks),
         "main": list(methods.CORE),
         "others": methods.others(),
     }
@@ -117,7 +121,9 @@ def problems(template: Path = TEMPLATE, page: Path = PAGE, folder: Path = RESULT
     """Everything on the page that the rows do not prove; empty where all is well."""
     text = template.read_text(encoding="utf-8")
     found = [f"{template.name}, {where}: a number that no row proves; make it a placeholder" for where in literals(text)]
-    new, shown = render(text, _cells(folder), folder)
+    cells = _cells(folder)
+    found += [f"the rows of {task} are of several data sets, which must not be compared" for task in cells.mixed()]
+    new, shown = render(text, cells, folder)
     if not page.exists() or page.read_text(encoding="utf-8") != new:
         found.append(f"{page.name} {INSTEAD}")
     drawn = {path.name for path in (folder / FIGURES).glob("*.svg")}

@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from . import methods, tasks
 from .cells import Case, Cells, Runs, Value, difference, mean, val_loss
 from .contrasts import findings
-from .plan import Search, threefold
+from .plan import Search, cost, threefold
 from .rows import RunRow
-from .spec import DENSE, EVALUATION_SEEDS, TUNING_SEEDS
+from .spec import DENSE, EVALUATION_SEEDS, TUNING_SEEDS, RunSpec
 from .stats import Estimate, combined, estimate, interpolate
 from .tasks.base import settings
 
@@ -95,7 +95,7 @@ def results(
         found = [_cell(cells, case, find, value, digits, search) for case, search in zip(cases, searches, strict=True)]
         if any(cell != NONE for cell in found):
             lines.append([f"`{name}`", *found])
-    return table(lines) if len(lines) > 1 else missing(task)
+    return table(lines) if len(lines) > 1 else MISSING
 
 
 def _cell(cells: Cells, case: Case, find: Find, value: Value, digits: int, search: Search | None) -> str:
@@ -145,9 +145,18 @@ def planned(task: str) -> int:
     return settings(task).seeds
 
 
-def missing(task: str) -> str:
-    """What stands in the place of a table without runs."""
-    return f"*No runs yet: `python -m bench.accuracy run --tasks {task}` does them, `status` says what they cost.*"
+MISSING = "*No runs yet.*"
+"""Stands in the place of a table without runs."""
+
+
+def progress(cells: Cells, task: str) -> str:
+    """What the plan has left for a task and what that costs; nothing where all is done."""
+    if task not in tasks.names():
+        return MISSING
+    left = cells.left(task)
+    text = f"{len(left)} runs of the plan are not done, {cost(left):.1f} CPU-hours of one core"
+    more = ", and more where the search for rates goes on or results wait for it" if any(spec.purpose == "tune" for spec in left) else ""
+    return f"*{text}{more}: `python -m bench.accuracy run --tasks {task}`.*" if left else ""
 
 
 def gaps(cells: Cells, task: str) -> str:
@@ -163,7 +172,7 @@ def gaps(cells: Cells, task: str) -> str:
     for name, signs in wanted.items():
         sums = [estimate(combined([t for o, sign in signs for t in terms(p, o, sign)]).values()) for p in patterns]
         lines.append([name, *(e.shown(sign=True) + _n(e) for e in sums)])
-    return table(lines) if patterns else missing(task)
+    return table(lines) if patterns else MISSING
 
 
 def _n(e: Estimate) -> str:
@@ -199,7 +208,7 @@ def by_rate(
             sums = [mean(runs) for runs in found]
         if any(e.n for e in sums):
             lines.append([f"`{case.method}`", *(e.shown(sign=bool(against)) + _n(e) for e in sums)])
-    return table(lines) if len(lines) > 1 else missing(task)
+    return table(lines) if len(lines) > 1 else MISSING
 
 
 def controls(cells: Cells, task: str, pattern: str, step: str = "step-25") -> str:
@@ -207,7 +216,7 @@ def controls(cells: Cells, task: str, pattern: str, step: str = "step-25") -> st
     own, base, thawed = (Case(task, name, pattern) for name in (step, BASELINE, f"{step}-thawed"))
     ours, theirs = cells.search(own), cells.search(base)
     if ours is None or theirs is None:
-        return missing(task)
+        return MISSING
     wanted = [
         ("SR-STE at its own rate", base, theirs.rate),
         ("STEP at its own rate", own, ours.rate),
@@ -253,7 +262,7 @@ def equal_flops(cells: Cells, task: str, pattern: str, only: Collection[str] = (
     """Loss less dense's at the same training FLOPs, at budgets where both have runs on both sides."""
     dense = curve(cells, Case(task, DENSE, DENSE))
     if not dense:
-        return missing(task)
+        return MISSING
     budgets = sorted({flops for points in dense.values() for flops in points})
     lines = [["method", *(f"{budget / budgets[0]:g} × dense's FLOPs" for budget in budgets)]]
     for name in grid(cells, task, "adamw", None, only)[0]:
@@ -261,7 +270,7 @@ def equal_flops(cells: Cells, task: str, pattern: str, only: Collection[str] = (
         if points and name != DENSE:
             sums = [estimate(combined([(1, at_flops(points, b)), (-1, at_flops(dense, b))]).values()) for b in budgets]
             lines.append([f"`{name}`", *(e.shown(sign=True) + _n(e) for e in sums)])
-    return table(lines) if len(lines) > 1 else missing(task)
+    return table(lines) if len(lines) > 1 else MISSING
 
 
 def ablation(cells: Cells, task: str, beta2: float, only: Collection[str] = ()) -> str:
@@ -269,9 +278,32 @@ def ablation(cells: Cells, task: str, beta2: float, only: Collection[str] = ()) 
     cases = [Case(task, name, pattern, beta2=beta2) for name, pattern in cells.cases(task, beta2=beta2)]
     found = [lr for case in cases for lr in cells.rates(case)]
     if not found:
-        return missing(task)
+        return MISSING
     lr = max(sorted(set(found)), key=found.count)
     return f"all at lr {lr:g}:\n\n{results(cells, task, beta2=beta2, lr=lr, only=only)}"
+
+
+def betas(cells: Cells, task: str, beta2: float) -> str:
+    """Loss with another β₂ less that with the task's own, at dense training's rate."""
+    names, patterns = grid(cells, task, "adamw", beta2, ())
+    rows = []
+    for name in names:
+        ours = [cells.shared(Case(task, name, pattern)) for pattern in patterns]
+        others = [cells.like(Case(task, name, pattern, beta2=beta2), runs) for pattern, runs in zip(patterns, ours, strict=True)]
+        sums = [difference(a, b) for a, b in zip(others, ours, strict=True)]
+        if any(e.n for e in sums):
+            rows.append([f"`{name}`", *(e.shown(sign=True) + _n(e) for e in sums)])
+    return table([["method", *patterns], *rows]) if rows else MISSING
+
+
+def autoswitch(cells: Cells, beta2: float) -> str:
+    """How often the paper's AutoSwitch ended the dense phase by its test and how often at its bounds."""
+    rows = [row for row in cells.rows if row.method == "step" and row.switch_reason and row.beta2 == beta2]
+    if not rows:
+        return "not run yet"
+    words = {"test": "by its test", "t_min": "at T_min", "t_max": "at T_max"}
+    counts = {text: sum(row.switch_reason == reason for row in rows) for reason, text in words.items()}
+    return ", ".join(f"{text} {count}" for text, count in counts.items()) + f", of {len(rows)} runs"
 
 
 def task_table(cells: Cells) -> str:
@@ -288,18 +320,17 @@ def task_table(cells: Cells) -> str:
 
 
 def switches(cells: Cells, task: str) -> str:
-    """When AutoSwitch and its variants froze the second moment, and what ended the dense phase, at every rate; tuning seeds too."""
-    found: dict[tuple[str, str, float, int, float], list[RunRow]] = {}
+    """When AutoSwitch and its variants froze the second moment, and what ended the dense phase, at every rate, with the task's own β₂."""
+    found: dict[tuple[str, str, int, float], list[RunRow]] = {}
     for row in cells.rows:
-        if row.task == task and row.switch_step and row.switch_reason != FIXED:
-            found.setdefault((row.method, row.pattern, row.beta2, row.steps, row.lr), []).append(row)
+        if row.task == task and row.beta2 == settings(task).betas[1] and row.switch_step and row.switch_reason != FIXED:
+            found.setdefault((row.method, row.pattern, row.steps, row.lr), []).append(row)
     if not found:
-        return missing(task)
-    lines = [["method", "pattern", "β₂", "of steps", "lr", "T₀", "runs"]]
-    for (name, pattern, beta2, length, lr), group in sorted(
-        found.items(), key=lambda item: (item[0][0], sparsity(item[0][1]), item[0][2:])
-    ):
-        lines.append([f"`{name}`", pattern, f"{beta2:g}", str(length), f"{lr:g}", _switch(group), str(len(group))])
+        return MISSING
+    lines = [["method", "pattern", "of steps", "lr", "T₀", "runs"]]
+    for key in sorted(found, key=lambda key: (key[0], sparsity(key[1]), key[2:])):
+        (name, pattern, length, lr), group = key, found[key]
+        lines.append([f"`{name}`", pattern, str(length), f"{lr:g}", _switch(group), str(len(group))])
     return table(lines)
 
 
@@ -312,18 +343,18 @@ def repeats(cells: Cells) -> str:
     return table(lines) if len(lines) > 1 else "*No run has been repeated yet: `python -m bench.accuracy run --stages repeat`.*"
 
 
-def late(lines: Sequence[dict[str, str]], column: str, cells: Cells, task: str, only: Collection[str] = ()) -> str:
+def late(lines: Sequence[dict[str, str]], task: str, column: str, beta2: float, only: Collection[str] = ()) -> str:
     """The mean of a column of the traces after ``LATE`` of the steps, per method and pattern, over runs and steps."""
     found: dict[tuple[str, str], list[float]] = {}
     for line in lines:
-        _, method, pattern, *_, steps, seed = line["run"].split("/")
-        usual = int(seed) in EVALUATION_SEEDS and int(steps) == settings(task).steps and pattern != DENSE
-        if usual and line[column] and int(line["step"]) > LATE * int(steps) and (not only or method in only):
-            found.setdefault((method, pattern), []).append(float(line[column]))
+        run = RunSpec.from_key(line["run"])
+        usual = (run.beta2, run.steps, run.tuning) == (beta2, settings(task).steps, False) and run.pattern != DENSE
+        if usual and line[column] and int(line["step"]) > LATE * run.steps and (not only or run.method in only):
+            found.setdefault((run.method, run.pattern), []).append(float(line[column]))
     patterns = sorted({p for _, p in found}, key=sparsity)
     cell = {key: f"{estimate(values).mean:.2g}" for key, values in found.items()}
     body = [[f"`{name}`", *(cell.get((name, p), NONE) for p in patterns)] for name in ordered(m for m, _ in found)]
-    return table([["method", *patterns], *body]) if body else missing(task)
+    return table([["method", *patterns], *body]) if body else MISSING
 
 
 def flops(cells: Cells, task: str, only: Collection[str] = ()) -> str:
@@ -340,7 +371,7 @@ def flops(cells: Cells, task: str, only: Collection[str] = ()) -> str:
     for name in ordered(m for m, _ in shares if m != DENSE and (not only or m in only)):
         found = [[share[i] for share in shares.get((name, p), [])] for i in (0, 1) for p in patterns]
         lines.append([f"`{name}`", *(f"{sum(cell) / len(cell):.2f}" if cell else NONE for cell in found)])
-    return table(lines) if len(lines) > 1 else missing(task)
+    return table(lines) if len(lines) > 1 else MISSING
 
 
 def notes(cells: Cells, only: Collection[str] = ()) -> str:

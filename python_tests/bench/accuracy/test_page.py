@@ -124,6 +124,33 @@ def test_controls_and_rates(cells):
     assert "AdamW less SGD | −0.05" in tables.gaps(cells, "mlp")
 
 
+def test_what_is_left_is_told_with_its_cost(cells):
+    assert tables.progress(cells, "unknown") == tables.MISSING
+    few = Cells([row for row in cells.rows if row.seed < 100])
+    text = tables.progress(few, "mlp")
+    assert "CPU-hours of one core" in text and "more where the search" in text and "--tasks mlp" in text
+
+
+def test_rows_of_other_data_are_not_compared(cells):
+    assert cells.mixed() == []
+    other = Cells([dataclasses.replace(r, data="other") if r.method == "step-25" and r.seed == 0 else r for r in cells.rows])
+    assert other.mixed() == ["mlp", "sentiment"]
+    assert difference(*(other.tuned(Case("mlp", m, "1:8")) for m in ("step-25", "srste"))).n == 5
+
+
+def test_the_ablation_is_paired_with_the_same_rate(cells):
+    lower = [
+        dataclasses.replace(row, beta2=0.99, val_loss=row.val_loss + 0.5)
+        for row in cells.rows
+        if (row.task, row.lr, row.steps, row.optimizer) == ("mlp", 1e-2, 1000, "adamw") and row.method in ("dense", "srste", "step")
+    ]
+    both = Cells([*cells.rows, *lower])
+    assert "| `srste` | +0.500 ± 0.000<br>n = 6 |" in tables.betas(both, "mlp", 0.99)
+    assert tables.ablation(both, "mlp", 0.99).startswith("all at lr 0.01:")
+    assert tables.betas(cells, "mlp", 0.99) == tables.MISSING
+    assert tables.autoswitch(both, 0.99).startswith("by its test 0, at T_min ") and "0.99" not in tables.switches(both, "mlp")
+
+
 def test_flops_are_counted_by_the_rule():
     s = base.settings("gpt")
     row = lambda method, pattern, **more: world.row(RunSpec("gpt", method, pattern, 0, s.lr, s.steps), 2.0, switch_step=0, **more)  # noqa: E731
