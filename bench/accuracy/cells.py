@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from .plan import ABLATED, Search, best_rates, pending, plan, shared_rate
+from .plan import ABLATED, Search, best_rates, foreseen, pending, plan, shared_rate
 from .rows import RunRow
 from .spec import DENSE, EVALUATION_SEEDS, RunSpec
 from .stats import Estimate, combined, estimate
@@ -26,6 +26,11 @@ def val_loss(row: RunRow) -> float:
 def accuracy(row: RunRow) -> float:
     """The accuracy at the deployable weights, in percent."""
     return row.accuracy
+
+
+def other_loss(row: RunRow) -> float:
+    """The validation loss on a second test set, further from the training data, in nats."""
+    return row.other_loss
 
 
 def bleu(row: RunRow) -> float:
@@ -101,9 +106,10 @@ class Cells:
         return sorted(pair for pair in found if self.lengths(Case(task, *pair, optimizer, beta2)))
 
     def left(self, task: str) -> list[RunSpec]:
-        """The runs that the plan has for a task and that are not done, as far as its searches are known."""
+        """The runs that the plan has for a task and that are not done, if every search ends where it is now."""
         if task not in self._left:
-            asked = [spec for stage in settings(task).stages for spec in plan(stage, task, self.rows)]
+            ahead = foreseen(self.rows, task)
+            asked = [spec for stage in settings(task).stages for spec in plan(stage, task, ahead)]
             self._left[task] = pending(asked, self.rows)
         return self._left[task]
 

@@ -14,7 +14,7 @@ from typing import Any
 import jinja2
 
 from . import answers, costs, figures, methods, tables, traces, variance
-from .cells import Cells, accuracy, bleu
+from .cells import Cells, accuracy, bleu, other_loss
 from .contrasts import findings
 from .figures import Figure
 from .rows import REPEATS, RESULTS, load
@@ -98,6 +98,7 @@ def _functions(cells: Cells, folder: Path) -> dict[str, Any]:
         "settings": settings,
         "accuracy": accuracy,
         "bleu": bleu,
+        "other_loss": other_loss,
         "tasks": sorted(cells.tasks),
         "main": list(methods.CORE),
         "others": methods.others(),

@@ -103,21 +103,21 @@ def _cell(cells: Cells, case: Case, find: Find, value: Value, digits: int, searc
     if not runs:
         return NONE
     e = mean(runs, value)
-    parts = [e.shown(digits)]
+    parts, count = [e.shown(digits)], e.n
     if case.method not in (BASELINE, DENSE):
         delta = difference(runs, find(Case(case.task, BASELINE, case.pattern, case.optimizer, case.beta2)), value)
         if delta.n > 1:
             mark = below(cells, case.task, delta) if value is val_loss else ""
             parts.append(delta.shown(digits, sign=True) + mark)
-    if search and value is val_loss:
-        parts.append(f"lr {search.rate:g} ({search.below}, {search.above})" + ("" if search.closed else " open"))
+            count = delta.n
     if value is val_loss and (switched := _switch(runs.values())):
         parts.append(f"T₀ {switched}")
-    if len(runs) < planned(case.task):
-        parts.append(f"n = {len(runs)}")
+    notes = [f"n = {count}" + (f" of {planned(case.task)}" if count < planned(case.task) else "")]
+    if search and value is val_loss:
+        notes.insert(0, f"lr {search.rate:g} ({search.below}, {search.above})" + ("" if search.closed else " open"))
     if e.lost:
-        parts.append(f"{e.lost} diverged")
-    return "<br>".join(parts)
+        notes.append(f"{e.lost} diverged")
+    return "<br>".join([*parts, ", ".join(notes)])
 
 
 def below(cells: Cells, task: str, delta: Estimate) -> str:
@@ -154,9 +154,9 @@ def progress(cells: Cells, task: str) -> str:
     if task not in tasks.names():
         return MISSING
     left = cells.left(task)
-    text = f"{len(left)} runs of the plan are not done, {cost(left):.1f} CPU-hours of one core"
-    more = ", and more where the search for rates goes on or results wait for it" if any(spec.purpose == "tune" for spec in left) else ""
-    return f"*{text}{more}: `python -m bench.accuracy run --tasks {task}`.*" if left else ""
+    more = ", more where a search moves on" if any(spec.purpose == "tune" for spec in left) else ""
+    text = f"{len(left)} runs of the plan are not done, about {cost(left):.2g} CPU-hours of one core{more}"
+    return f"*{text}: `python -m bench.accuracy run --tasks {task}`.*" if left else ""
 
 
 def gaps(cells: Cells, task: str) -> str:

@@ -60,7 +60,7 @@ def test_missing_and_diverged_seeds_are_told(cells):
     assert (delta.n, delta.lost) == (5, 1) and "1 diverged" in tables.results(lost, "mlp")
     assert "step-25" not in answers.candidates(lost, "mlp", "1:8")
     few = Cells([row for row in cells.rows if row.seed not in (4, 5)])
-    assert "n = 4" in tables.results(few, "mlp") and "4 of 6" in answers.answers_table(few)
+    assert "n = 4 of 6" in tables.results(few, "mlp") and "4 of 6" in answers.answers_table(few)
     assert contrasts.findings(few)["step-mlp"].verdict == "too few seeds yet (n = 4)"
 
 
@@ -128,7 +128,7 @@ def test_what_is_left_is_told_with_its_cost(cells):
     assert tables.progress(cells, "unknown") == tables.MISSING
     few = Cells([row for row in cells.rows if row.seed < 100])
     text = tables.progress(few, "mlp")
-    assert "CPU-hours of one core" in text and "more where the search" in text and "--tasks mlp" in text
+    assert "CPU-hours of one core" in text and "more where a search" in text and "--tasks mlp" in text
 
 
 def test_rows_of_other_data_are_not_compared(cells):
