@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from .plan import ABLATED, Search, best_rates, foreseen, pending, plan, shared_rate
 from .rows import RunRow
@@ -76,6 +77,7 @@ class Cells:
         for row in self.rows:
             key = (row.task, row.method, row.pattern, row.optimizer, row.beta2)
             self._runs.setdefault(key, {}).setdefault((row.lr, row.steps), {})[row.seed] = row
+        self._shared: dict[tuple[str, str], float | None] = {}
         self._left: dict[str, list[RunSpec]] = {}
         self._searches: dict[tuple[str, str, float, float], dict[tuple[str, str], Search]] = {}
 
@@ -120,6 +122,7 @@ class Cells:
             found.setdefault((row.task, row.beta2 == ABLATED), set()).add(row.data)
         return sorted({task for (task, _), digests in found.items() if len(digests) > 1})
 
+    @cached_property
     def repeated(self) -> list[tuple[RunRow, RunRow]]:
         """(a row, the same run again), of every run that was repeated."""
         by_key = {row.spec.key: row for row in self.rows}
@@ -127,7 +130,7 @@ class Cells:
 
     def spread(self, task: str) -> float:
         """How far the validation loss of one run of a task moved at most when it was repeated; 0 where none was."""
-        return max((abs(a.val_loss - b.val_loss) for a, b in self.repeated() if a.task == task), default=0.0)
+        return max((abs(a.val_loss - b.val_loss) for a, b in self.repeated if a.task == task), default=0.0)
 
     def search(self, case: Case, steps: int | None = None) -> Search | None:
         """The finished search for the rate of a case, None before; a length that was not searched has the rate of the task's own.
@@ -152,7 +155,12 @@ class Cells:
 
     def shared(self, case: Case) -> dict[int, RunRow]:
         """The runs of a case at the rate that is dense training's best."""
-        lr = shared_rate(self.rows, case.task, case.optimizer) if case.task in self.tasks else None
+        if case.task not in self.tasks:
+            return {}
+        key = (case.task, case.optimizer)
+        if key not in self._shared:
+            self._shared[key] = shared_rate(self.rows, *key)
+        lr = self._shared[key]
         return self.at(case, lr) if lr else {}
 
 

@@ -48,7 +48,8 @@ class Estimate:
         """
         if not self.n:
             return "–"
-        text = f"{self.mean:+.{digits}f}" if sign else f"{self.mean:.{digits}f}"
+        mean = round(self.mean, digits) + 0.0  # no −0.000
+        text = f"{mean:+.{digits}f}" if sign else f"{mean:.{digits}f}"
         return text.replace("-", "−") + (f" ± {self.half:.{digits}f}" if math.isfinite(self.half) else "")
 
 

@@ -337,7 +337,7 @@ def switches(cells: Cells, task: str) -> str:
 def repeats(cells: Cells) -> str:
     """Runs that were done again, with how far the validation loss moved."""
     lines = [["run", "first", "again", "loss", "again", "moved by"]]
-    for a, b in cells.repeated():
+    for a, b in cells.repeated:
         moved = NONE if math.isnan(b.val_loss - a.val_loss) else f"{b.val_loss - a.val_loss:+.2g}".replace("-", "−")
         lines.append([f"`{a.spec.key}`", a.machine, b.machine, f"{a.val_loss:.4f}", f"{b.val_loss:.4f}", moved])
     return table(lines) if len(lines) > 1 else "*No run has been repeated yet: `python -m bench.accuracy run --stages repeat`.*"

@@ -37,6 +37,7 @@ def test_few_and_lost_values():
     assert (lost.mean, lost.n, lost.lost) == (2.0, 2, 2)
     assert estimate([1.0, 1.0]).p == 0.0 and estimate([0.0, 0.0]).p == 1.0
     assert Estimate(-0.5, 0.1, 5, 0.0).shown(1) == "−0.5 ± 0.1"
+    assert Estimate(-1e-5, 0.001, 5, 0.9).shown(sign=True) == "+0.000 ± 0.001"
 
 
 def test_pairs_are_of_the_seeds_that_both_have():
