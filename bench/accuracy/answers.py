@@ -7,7 +7,7 @@ from .cells import Case, Cells, Runs, difference, mean
 from .contrasts import findings
 from .spec import DENSE
 from .stats import ENOUGH, Estimate, combined, estimate
-from .tables import BASELINE, NONE, at_flops, below, curve, grid, planned, table
+from .tables import BASELINE, NONE, at_flops, below, curve, grid, in_short, planned, table
 from .tasks.base import settings
 
 CONTROL = "-thawed"
@@ -102,4 +102,6 @@ def finding(cells: Cells, name: str) -> str:
     found = findings(cells)[name]
     if not found.estimate.n:
         return found.verdict
-    return f"{found.verdict} ({found.estimate.shown(sign=True)}, n = {found.estimate.n}, p = {found.p:.2g} after Holm)"
+    p = in_short(found.p)
+    p = p if p.startswith("<") else f"= {p}"
+    return f"{found.verdict} ({found.estimate.shown(sign=True)}, n = {found.estimate.n}, p {p} after Holm)"

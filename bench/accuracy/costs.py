@@ -59,4 +59,5 @@ def spent(cells: Cells) -> str:
     for (task, machine), seconds in sorted(found.items()):
         median = sorted(seconds)[len(seconds) // 2]
         lines.append([f"`{task}`", machine, str(len(seconds)), f"{median:.1f}", f"{sum(seconds) / 3600:.1f}"])
-    return table(lines)
+    every = [second for seconds in found.values() for second in seconds]
+    return table([*lines, ["all", "", str(len(every)), "", f"{sum(every) / 3600:.1f}"]])

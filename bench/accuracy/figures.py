@@ -17,7 +17,7 @@ from typing import Any
 from ..figures import painted
 from . import traces
 from .cells import Case, Cells, mean
-from .spec import DENSE, EVALUATION_SEEDS, TUNING_SEEDS, RunSpec
+from .spec import DENSE, TUNING_SEEDS, RunSpec
 from .stats import Estimate, estimate
 from .tables import curve
 
@@ -130,12 +130,13 @@ def rates(cells: Cells, task: str, pattern: str, names: Sequence[str], optimizer
         points = [point for point in points if math.isfinite(point[1])]
         if len(points) > 1:
             lines.append(Line(name, [x for x, _ in points], [y for _, y in points], style="o-"))
+    lines = [] if all(line.label == DENSE for line in lines) else lines
     words = {"adamw": "AdamW", "sgd": "SGD with momentum"}
     return Figure(lines, f"peak learning rate, {words[optimizer]}", f"validation loss, nats ({pattern})", "log", "log")
 
 
 def moments(cells: Cells, folder: Path, task: str, pattern: str, names: Sequence[str], lr: float) -> Figure:
-    """√(mean v̂) over the steps at one rate: the root of Adam's bias-corrected second moment, averaged over maskable weights and seeds.
+    """√(mean v̂) over the steps at one rate of the search: Adam's bias-corrected second moment, averaged over maskable weights and seeds.
 
     v̂ = v / (1 − β₂^t), with t no later than STEP's T₀ where it froze v; so 1 / √v̂ is what scales a step.
     """
@@ -145,7 +146,7 @@ def moments(cells: Cells, folder: Path, task: str, pattern: str, names: Sequence
         spec = RunSpec.from_key(line["run"])
         wanted = (Case(task, spec.method, pattern).key, spec.lr, spec.steps)
         usual = wanted == ((task, spec.method, spec.pattern, spec.optimizer, spec.beta2), lr, Case(task, DENSE, pattern).settings.steps)
-        if usual and spec.method in names and spec.seed in EVALUATION_SEEDS and line["v_mean"]:
+        if usual and spec.method in names and spec.seed in TUNING_SEEDS and line["v_mean"]:
             step = int(line["step"])
             frozen = switched.get(line["run"], step) if not spec.method.endswith("-thawed") else step
             corrected = float(line["v_mean"]) / (1 - spec.beta2 ** min(step, frozen))

@@ -79,6 +79,7 @@ def _functions(cells: Cells, folder: Path) -> dict[str, Any]:
         "notes": tables.notes,
         "task_table": tables.task_table,
         "answers": answers.answers_table,
+        "smallest_and_best": tables.smallest_and_best,
         "rate_ratio": tables.rate_ratio,
         "compare": answers.compare,
         "finding": answers.finding,

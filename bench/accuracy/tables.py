@@ -23,6 +23,9 @@ NONE = "–"
 BELOW = "†"
 """Marks a difference that is no larger than the one that a repeated run showed."""
 
+SMALL = 0.001
+"""p-values below it are not told from each other."""
+
 FIXED = "fixed"
 """The reason of a switch at a step that was given."""
 
@@ -56,9 +59,14 @@ def primary(cells: Cells) -> str:
     for finding in findings(cells).values():
         e, bold = finding.estimate, "**" if finding.significant else ""
         shown = e.shown(sign=True) + _lost(e) if e.n else NONE
-        p = NONE if math.isnan(finding.p) else f"{finding.p:.2g}"
+        p = NONE if math.isnan(finding.p) else in_short(finding.p)
         lines.append([finding.contrast.question, f"{bold}{finding.verdict}{bold}", shown, str(e.n), p])
     return table(lines)
+
+
+def in_short(p: float) -> str:
+    """A p-value with two digits, or that it is small."""
+    return f"{p:.2g}" if p >= SMALL else f"< {SMALL:g}"
 
 
 def results(
@@ -239,6 +247,12 @@ def rate_ratio(cells: Cells, task: str, pattern: str, method: str = BASELINE, op
         return "not searched yet"
     numbers = f"({ours.rate:g} against {dense.rate:g})"
     return f"dense training's {numbers}" if ours.rate == dense.rate else f"{ours.rate / dense.rate:.2g} times dense training's {numbers}"
+
+
+def smallest_and_best(cells: Cells, task: str, pattern: str, method: str = BASELINE) -> list[float]:
+    """The smallest rate that the search of a method tried, and the best one; none before it is over."""
+    search = cells.search(Case(task, method, pattern))
+    return sorted({min(search.losses), search.rate}) if search else []
 
 
 def curve(cells: Cells, case: Case) -> dict[int, dict[float, float]]:

@@ -120,6 +120,7 @@ def test_controls_and_rates(cells):
     text = tables.controls(cells, "mlp", "1:8")
     assert "| SR-STE at three times STEP's rate | 0.03 |" in text and "v not frozen" in text
     assert tables.by_rate(cells, "mlp", "1:8", ["step-25"], against="srste").count("n = 3") == 5
+    assert tables.smallest_and_best(cells, "mlp", "1:8") == [0.001, 0.01] and tables.in_short(1e-5) == "< 0.001"
     assert tables.rate_ratio(cells, "mlp", "1:8") == "dense training's (0.01 against 0.01)"
     assert "AdamW less SGD | −0.05" in tables.gaps(cells, "mlp")
 
@@ -230,7 +231,7 @@ def test_the_whole_template_reads_well_with_any_rows(cells, tmp_path):
 
 
 def test_moments_are_bias_corrected_and_stay_where_they_froze(cells, tmp_path):
-    spec = RunSpec("mlp", "step", "1:8", 0, 1e-2, 1000)
+    spec = RunSpec("mlp", "step", "1:8", 100, 1e-2, 1000)
     blank = dict.fromkeys(traces.COLUMNS, "")
     lines = [{**blank, "run": spec.key, "step": step, "v_mean": v} for step, v in (("25", "1e-6"), ("100", "2e-6"), ("200", "2e-6"))]
     traces.append(lines, tmp_path, "mlp")
