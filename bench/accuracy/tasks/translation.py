@@ -81,6 +81,9 @@ class Transformer(nn.Module):
         self.decoder = nn.ModuleList(DecoderBlock(width, heads) for _ in range(layers))
         self.encoder_norm, self.decoder_norm = nn.LayerNorm(width), nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
+        for parameter in self.parameters():
+            if parameter.dim() == 2:
+                nn.init.xavier_uniform_(parameter)
         nn.init.normal_(self.embedding.weight, std=width**-0.5)
         self.head.weight = self.embedding.weight
         self.register_buffer("positions", sinusoids(LONGEST, width), persistent=False)
