@@ -91,9 +91,10 @@ class STEP(Composite):
     m = β₁m + (1−β₁)g, and W ← W − lr · m̂ / (√v̂* + ε) with v* = v_{T₀} frozen. Parameters without a mask keep plain AdamW.
 
     AutoSwitch chooses T₀: with Z_t the mean of |v_t − v_{t−1}| over all maskable weights and Z̄ its mean over the last
-    1/(1−β₂) steps, T₀ is the first t with (Z̄_t < ε and t > T_min) or t > T_max. Z̄ is near (1−β₂) times the mean v̂ all the time, so this
-    asks whether gradients are small, below about √(ε/(1−β₂)): multiply the loss, and T₀ is another one. ``"relative"``, which is ours and
-    not the paper's, asks whether v̂ has settled, in a unit of its own: with μ_t the mean of v̂_t = v_t/(1−β₂^t),
+    1/(1−β₂) steps, T₀ is the first t with (Z̄_t < ε and t > T_min) or t > T_max. As |v_t − v_{t−1}| = (1−β₂) |g² − v_{t−1}|
+    is as large as (1−β₂) g² whether v has settled or not, this asks whether gradients are small, below about √(ε/(1−β₂)): multiply the
+    loss, and T₀ is another one. ``"relative"``, which is ours and not the paper's, asks whether v̂_t = v_t/(1−β₂^t) has settled, and knows
+    no unit: with μ_t its mean,
 
         |μ_t − μ_s| < threshold · μ_t,   s = max(⌊t/2⌋, t − 1/(1−β₂))
 
