@@ -5,9 +5,9 @@ from __future__ import annotations
 from . import tasks
 from .cells import Case, Cells, Runs, difference, mean
 from .contrasts import findings
-from .spec import DENSE
+from .spec import DENSE, TUNING_SEEDS
 from .stats import ENOUGH, Estimate, combined, estimate
-from .tables import BASELINE, NONE, at_flops, below, curve, grid, in_short, planned, table
+from .tables import BASELINE, NONE, at_flops, below, curve, grid, in_short, planned, smallest_and_best, table
 from .tasks.base import settings
 
 CONTROL = "-thawed"
@@ -31,8 +31,8 @@ def answers_table(cells: Cells, brief: bool = False) -> str:
     Args:
         brief: only what has five seeds and a closed search, without the comparison at equal FLOPs.
     """
-    head = ["task", "pattern", "least loss", "not distinguishable from it", "it less dense", "n"]
-    lines = [head if brief else [*head, "it less dense, equal training FLOPs"]]
+    head = ["task", "pattern", "least loss", "not distinguishable from it", "its loss less dense's"]
+    lines = [[*head, *([] if brief else ["the same at equal training FLOPs"]), "n"]]
     for task in tasks.names():
         for pattern in grid(cells, task, "adamw", None, ())[1]:
             if found := candidates(cells, task, pattern):
@@ -49,15 +49,16 @@ def _line(cells: Cells, task: str, pattern: str, found: dict[str, Runs], brief: 
         return []
     level = ", ".join(f"`{name}`" for name in found if name != best and _level(found[name], found[best])) or "none"
     dense = difference(found[best], cells.tuned(Case(task, DENSE, DENSE)))
-    cells_of_line = [
+    line = [
         f"`{task}`, {settings(task).steps} steps",
         pattern,
         f"`{best}` {least.shown()}" + ("" if closed else ", open"),
         level if least.n >= ENOUGH else "too few seeds to say",
         dense.shown(sign=True) + below(cells, task, dense) if dense.n else NONE,
+        *([] if brief else [_equal(cells, task, pattern, best)]),
         str(least.n) if least.n >= planned(task) else f"{least.n} of {planned(task)}",
     ]
-    return [cells_of_line if brief else [*cells_of_line, _equal(cells, task, pattern, best)]]
+    return [line]
 
 
 def _level(ours: Runs, least: Runs) -> bool:
@@ -95,6 +96,24 @@ def in_words(e: Estimate, other: str, spread: float = 0.0) -> str:
         return f"not distinguishable from {other} ({e.shown(sign=True)}, n = {e.n})"
     size = Estimate(abs(e.mean), e.half, e.n, e.p).shown()
     return f"{'ahead of' if e.mean < 0 else 'behind'} {other} by {size} (n = {e.n})"
+
+
+def same_rate(cells: Cells, task: str, pattern: str, method: str) -> str:
+    """``method`` less SR-STE at one rate for both, at the smallest rate searched and at SR-STE's best, and what a larger rate does.
+
+    On the tuning seeds, which have runs at every rate.
+    """
+    ours, base = Case(task, method, pattern), Case(task, BASELINE, pattern)
+    rates = smallest_and_best(cells, task, pattern)
+    shared = [lr for lr in rates if cells.at(ours, lr, seeds=TUNING_SEEDS)]
+    if len(shared) < 2:
+        return "not compared yet"
+    low, best = ((cells.at(base, lr, seeds=TUNING_SEEDS), cells.at(ours, lr, seeds=TUNING_SEEDS)) for lr in shared)
+    at_low, at_best, moved = difference(low[1], low[0]), difference(best[1], best[0]), difference(best[0], low[0])
+    return (
+        f"{at_low.shown(sign=True)} at {shared[0]:g}, {at_best.shown(sign=True)} at {shared[1]:g}, SR-STE's best; "
+        f"SR-STE's own loss at {shared[1]:g} less that at {shared[0]:g} is {moved.shown(sign=True)} (n = {moved.n})"
+    )
 
 
 def finding(cells: Cells, name: str) -> str:

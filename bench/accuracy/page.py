@@ -81,6 +81,7 @@ def _functions(cells: Cells, folder: Path) -> dict[str, Any]:
         "answers": answers.answers_table,
         "smallest_and_best": tables.smallest_and_best,
         "rate_ratio": tables.rate_ratio,
+        "same_rate": answers.same_rate,
         "compare": answers.compare,
         "finding": answers.finding,
         "spent": costs.spent,

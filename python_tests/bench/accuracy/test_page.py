@@ -120,6 +120,10 @@ def test_controls_and_rates(cells):
     text = tables.controls(cells, "mlp", "1:8")
     assert "| SR-STE at three times STEP's rate | 0.03 |" in text and "v not frozen" in text
     assert tables.by_rate(cells, "mlp", "1:8", ["step-25"], against="srste").count("n = 3") == 5
+    assert answers.same_rate(cells, "mlp", "1:8", "step-25").startswith("+0.0") and "SR-STE's best" in answers.same_rate(
+        cells, "mlp", "1:8", "step"
+    )
+    assert answers.same_rate(cells, "mlp", "1:8", "mdgf") == "not compared yet"
     assert tables.smallest_and_best(cells, "mlp", "1:8") == [0.001, 0.01] and tables.in_short(1e-5) == "< 0.001"
     assert tables.rate_ratio(cells, "mlp", "1:8") == "dense training's (0.01 against 0.01)"
     assert "AdamW less SGD | −0.05" in tables.gaps(cells, "mlp")
