@@ -74,6 +74,15 @@ def test_primary_contrasts_have_words_that_follow_from_their_numbers(cells):
     assert contrasts.findings(Cells([]))["gap-1:8"].verdict == "not run yet" and "**" not in tables.primary(Cells([]))
 
 
+def test_the_plan_runs_what_the_primary_contrasts_need():
+    for contrast in contrasts.PRIMARY:
+        for _, case in contrast.terms:
+            s = case.settings
+            assert case.method in (s.sgd_methods if case.optimizer == "sgd" else s.methods)
+            assert case.method == "dense" or case.pattern in s.patterns
+            assert (s.start_sgd if case.optimizer == "sgd" else s.start) and {"tune", "tuned"} <= set(s.stages)
+
+
 def test_an_open_search_is_not_tuned(cells):
     # a search that was given up: the loss fell at each of nine rates
     rates = (1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0)
@@ -248,9 +257,9 @@ def test_moments_are_bias_corrected_and_stay_where_they_froze(cells, tmp_path):
 def test_figures_are_the_same_bytes_again(cells, tmp_path):
     pytest.importorskip("matplotlib")
     for figure in (figures.rates(cells, "mlp", "1:8", ["dense", "srste", "step"]), figures.flops(cells, "mlp", "1:8")):
-        assert all(figures.draw(figure, tmp_path / name) for name in "ab")
-        assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes() and figures.current(figure, tmp_path / "a")
-        assert not figures.current(dataclasses.replace(figure, ylabel="other"), tmp_path / "a")
+        assert all(figures.draw(figure, tmp_path / f"{name}.svg") for name in "ab")
+        assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes() and figures.current(figure, tmp_path / "a.svg")
+        assert not figures.current(dataclasses.replace(figure, ylabel="other"), tmp_path / "a.svg")
 
 
 def test_labels_do_not_meet():
