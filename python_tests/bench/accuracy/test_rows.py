@@ -1,4 +1,4 @@
-"""The file of rows: added to by several processes, whole after a kill, and brought from the old schema to the new one."""
+"""The file of rows: added to by several processes, and whole after a kill."""
 
 from __future__ import annotations
 
@@ -9,16 +9,8 @@ from multiprocessing import get_context
 
 import pytest
 
-from bench.accuracy import methods, migrate, rows, traces
+from bench.accuracy import rows
 from bench.accuracy.spec import RunSpec
-
-OLD = (
-    "task,pattern,method,purpose,seed,lr,steps,val_loss,accuracy,train_loss,switch_step,status,done,seconds,"
-    "training_flops,inference_flops,data,machine,versions,commit,date\n"
-    'gpt,1:8,step,shared,0,0.004,1000,2.1,nan,2.0,501,ok,1000,30.0,1.0,1.0,d,"CPU, 1 threads",v,c,2026-11-20\n'
-    'gpt,1:8,mdgf,shared,1,0.004,1000,2.2,nan,2.0,0,ok,1000,30.0,1.0,1.0,d,"CPU, 1 threads",v,c,2026-11-20\n'
-    'opcodes,1:8,ste,shared,1,0.004,1000,2.2,nan,2.0,0,ok,1000,30.0,1.0,1.0,d,"CPU, 1 threads",v,c,2026-11-20\n'
-)
 
 
 def made(seed: int, loss: float = 1.0):
@@ -55,29 +47,7 @@ def test_repeats_keep_a_row_for_each_machine(tmp_path):
     assert [r.machine for r in rows.load(tmp_path, rows.REPEATS)] == ["one", "two"]
 
 
-def test_old_rows_are_migrated_once(tmp_path):
-    (tmp_path / rows.RUNS).write_text(OLD)
-    blank = dict.fromkeys(traces.COLUMNS, "")
-    traces.append([{**blank, "run": "gpt/mdgf/1:8/0.004/1000/1", "step": "25", "loss": "3"}], tmp_path, "gpt")
-    traces.append([{**blank, "run": "opcodes/ste/1:8/0.004/1000/1", "step": "25"}], tmp_path, "opcodes")
-    assert migrate.main([str(tmp_path)]) == 0
-    kao, step = rows.load(tmp_path)
-    assert (kao.method, kao.beta2, kao.optimizer, kao.purpose, kao.switch_reason) == ("mdgf-kao", 0.99, "adamw", "shared", "")
-    assert (step.spec.key, step.switch_reason) == ("gpt/step/1:8/adamw/0.99/0.004/1000/0", "t_max")
-    assert [line["run"] for line in traces.load(tmp_path, "gpt")] == [kao.spec.key]
-    assert not traces.path(tmp_path, "opcodes").exists()
-    before = (tmp_path / rows.RUNS).read_text()
-    assert migrate.main([str(tmp_path)]) == 0 and (tmp_path / rows.RUNS).read_text() == before
-
-
 @pytest.mark.parametrize("name", [rows.RUNS, rows.REPEATS])
 def test_no_file_has_no_rows(tmp_path, name):
     assert rows.load(tmp_path / "none", name) == []
     rows.tidy(tmp_path / "none", name)
-
-
-def test_what_ended_the_dense_phase_of_old_rows():
-    step = methods.get("step").build("2:4", 50)
-    assert [migrate.switch_reason(step, at) for at in (0, 6, 7, 25, 26)] == ["", "t_min", "test", "test", "t_max"]
-    assert migrate.switch_reason(methods.get("step-10").build("2:4", 50), 5) == "fixed"
-    assert migrate.switch_reason(methods.get("srste").build("2:4", 50), 0) == ""
